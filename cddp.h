@@ -1,0 +1,9255 @@
+/* cddp.h - v0.1 - DistributedDataParallel for C, C++ and CUDA programs
+   Public domain or MIT, at your choice (end of file). No warranty; use at your own risk.
+
+   Do this in ONE C or C++ file, before its other includes, and link -lpthread -lm:
+
+       #define CDDP_IMPLEMENTATION
+       #include "cddp.h"
+
+   Every other file just includes "cddp.h". Your own training loop becomes data parallel by six
+   calls:
+
+       #define TRY(call) if (call) return fprintf(stderr, "%s\n", cddp_error()), 1
+       static int train(int rank, void *arg) {
+         cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd; cddp_sgd_desc o = {0};
+         TRY(cddp_init(&g, NULL));                      // 1  finds the other ranks
+         float *w = cddp_alloc(g, N * sizeof *w);       //    malloc'ed weights work too
+         init_weights(w, 42);                           //    rank 0's values win anyway
+         cddp_param p[] = {{"w", w, NULL, N, CDDP_F32}}; //   grad NULL: pointed into a bucket
+         TRY(cddp_ddp_create(&ddp, g, p, 1, NULL));     // 2  same weights everywhere
+         o.lr = 0.1, o.momentum = 0.9;
+         TRY(cddp_sgd_create(&sgd, p, 1, &o));          // 3
+         for (int step = 0; step < STEPS; step++) {
+           backward(w, p[0].grad, my_batch(rank, step)); //   adds to the gradient
+           TRY(cddp_ddp_ready(ddp, 0));                 // 4  its bucket may start reducing
+           TRY(cddp_ddp_step(ddp, sgd));                // 5  mean over ranks, SGD, zero gradients
+         }
+         cddp_sgd_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);   // 6
+         return 0;
+       }
+       int main(void) { TRY(cddp_spawn(train, NULL, 2)); return 0; }
+
+   cddp_spawn forks two ranks. Started by torchrun or a script of yours instead, call train()
+   directly: cddp_init(&g, NULL) reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. All ranks end
+   with the same weights, bit for bit. Seeding is yours: give each rank its own seed for dropout and
+   augmentation (say seed + rank), and all ranks the same seed for weights and for cddp_sampler.
+
+   A call that fails returns a cddp_result other than CDDP_OK (0); cddp_error() then says in one
+   sentence what failed, with which rank, address or variable, and the cure. cddp never prints,
+   exits, aborts or installs a signal handler.
+
+   Compile options, defined before the implementation:
+     CDDP_STATIC   all public functions become static: a private copy for this file
+     CDDP_ASSERT   your assert macro for internal invariants; default: nothing
+   Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too). Links nothing but libc,
+   threads. Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as
+   torchrun sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (ranks must share it), CDDP_STORE_PROTO
+   (old or new).
+
+   CONTENTS: search for the mark
+     >>api          the public interface, with the rules of each call
+     >>design       how it works: memory, steps, the canonical sum, threads, failure
+     >>config       limits and tunables             >>structs      private structs and their owners
+     >>logging      error texts                     >>memory       allocator, checked sizes
+     >>clock        deadlines                       >>threads      atomics, futex, thread start
+     >>bytes        little-endian, hashes, HMAC     >>sockets      addresses, non-blocking I/O
+     >>frames       c10d TCPStore encoding          >>store        key-value store: TCP and file
+     >>discovery    rank and address                >>arena        memory shared by a host's ranks
+     >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
+     >>local        steps in shared memory          >>rendezvous   how ranks of a host meet
+     >>p2p          send and recv                   >>work         asynchronous operations
+     >>collectives  all_reduce and the others       >>groups       creation, split, destruction
+     >>sgd          the optimizer's arithmetic      >>buckets      distributed data parallel
+     >>sampler      DistributedSampler              >>spawn        processes and threads as ranks
+     >>validate     argument checks                 >>public       the functions of >>api
+     >>history      changes                         >>license
+*/
+
+#if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
+#if !defined(__linux__)
+#error "cddp.h: this version runs on Linux only (it needs memfd, futex and pidfd)"
+#endif
+#if defined(_FEATURES_H) && !defined(__USE_MISC)
+#error "cddp.h: include the implementation before any system header, or compile with -D_GNU_SOURCE"
+#endif
+#if !defined(_GNU_SOURCE) && !defined(_FEATURES_H)
+#define _GNU_SOURCE
+#endif
+#endif
+
+#ifndef CDDP_H
+#define CDDP_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define CDDP_VERSION 100 /* major * 10000 + minor * 100 + patch */
+
+#ifdef CDDP_STATIC
+#define CDDPDEF static
+#else
+#define CDDPDEF extern
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* >>api -------------------------------------------------------------------------------------------
+
+   RESULTS. Every fallible function returns one of these. 0 is success. */
+#define CDDP__RESULTS(X)                                                                           \
+  X(CDDP_OK, "success")                                                                            \
+  X(CDDP_INVALID_ARGUMENT, "invalid argument")     /* the caller's mistake; nothing was done */    \
+  X(CDDP_OUT_OF_MEMORY, "out of memory")           /* malloc, mmap or shared memory */             \
+  X(CDDP_SYSTEM, "system call failed")             /* the text names the call and errno */         \
+  X(CDDP_NETWORK, "network error")                 /* resolve, bind, connect; connection lost */   \
+  X(CDDP_TIMEOUT, "timed out")                     /* the text names who is late, and in what */   \
+  X(CDDP_PEER_LOST, "peer lost")                   /* a rank died or left; the text names it */    \
+  X(CDDP_MISMATCH, "ranks disagree")               /* other operation, count, dtype, op, root */   \
+  X(CDDP_UNAUTHORIZED, "unauthorized")             /* wrong or missing secret */                   \
+  X(CDDP_ABORTED, "aborted")                       /* shut down under the operation */             \
+  X(CDDP_UNSUPPORTED, "unsupported")               /* not in this build, or not on this machine */ \
+  X(CDDP_CUDA, "CUDA error")                                                                       \
+  X(CDDP_NCCL, "NCCL error")                                                                       \
+  X(CDDP_MPI, "MPI error")                                                                         \
+  X(CDDP_IO, "file error")
+
+typedef enum cddp_result {
+#define CDDP__ENUM(name, text) name,
+  CDDP__RESULTS(CDDP__ENUM)
+#undef CDDP__ENUM
+  CDDP__RESULT_COUNT
+} cddp_result;
+
+/* The result's name, "CDDP_TIMEOUT" for CDDP_TIMEOUT. Never NULL. */
+CDDPDEF const char *cddp_result_name(cddp_result r);
+
+/* One sentence about this thread's last failure: operation, rank, peer, address, errno, cure. Never
+   NULL; "" before the first failure. Valid until this thread's next failing call. */
+CDDPDEF const char *cddp_error(void);
+
+/* Element types. f16 is IEEE binary16, bf16 the upper half of an f32; both are summed in f32 and
+   rounded once. */
+typedef enum cddp_dtype {
+  CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16, CDDP_I8, CDDP_U8, CDDP_I32, CDDP_I64
+} cddp_dtype;
+
+/* Reductions. AVG is the sum divided by the world size (integers: truncated towards zero). Integer
+   sums and products wrap around. MIN and MAX give NaN when any input is NaN, as PyTorch's do. */
+typedef enum cddp_op { CDDP_SUM, CDDP_AVG, CDDP_PROD, CDDP_MIN, CDDP_MAX } cddp_op;
+
+CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype); /* bytes of an element; 0 if it is no dtype */
+
+typedef struct cddp_group cddp_group; /* torch.distributed.ProcessGroup, MPI_Comm */
+typedef struct cddp_work cddp_work;   /* an operation in flight: distributed.Work */
+typedef struct cddp_ddp cddp_ddp;     /* nn.parallel.DistributedDataParallel */
+typedef struct cddp_sgd cddp_sgd;     /* torch.optim.SGD */
+typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.Store */
+
+/* GROUPS. -----------------------------------------------------------------------------------------
+   THREADS: a group's collectives are called by one thread at a time, in the same order on every
+   rank (other groups may be used at once by other threads; send and recv by any thread). After a
+   failure that involves a peer the group is broken: each further call returns that failure at once,
+   cddp_destroy never hangs, and a new group may be made. A group does not survive fork(). */
+
+/* Memory and logging hooks. NULL functions mean malloc/free and silence. log gets one line without
+   newline; level 0 = error, 1 = warning, 2 = info. Both may be called from any thread. */
+typedef struct cddp_allocator {
+  void *(*alloc)(size_t bytes, void *user_data); /* aligned for any type; NULL when there is none */
+  void (*free)(void *p, void *user_data);
+  void *user_data;
+} cddp_allocator;
+
+typedef struct cddp_logger {
+  void (*log)(int level, const char *line, void *user_data);
+  void *user_data;
+} cddp_logger;
+
+typedef struct cddp_group_desc {
+  const char *init_method;  /* NULL = "env://"; or "tcp://host:port", "file:///absolute/path" */
+  const char *backend;      /* NULL = "cpu" */
+  const char *device;       /* NULL = "cpu" */
+  int rank, world_size;     /* world_size 0 = discover both from the environment */
+  double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S from the environment, else 600 */
+  const char *secret;       /* NULL = CDDP_SECRET from the environment, else none */
+  cddp_allocator allocator; /* for what cddp allocates for this group, shared memory excepted */
+  cddp_logger logger;
+} cddp_group_desc;
+
+/* Finds the other ranks and forms the group. Blocks until all world_size ranks are there or
+   timeout_s has passed; ranks may start in any order. desc NULL = all defaults. Like
+   torch.distributed.init_process_group.
+     env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone.
+                     Rank 0 listens on MASTER_ADDR:MASTER_PORT until all have met, no longer.
+     tcp://h:p       the same with this address; rank and world_size from desc (or the variables)
+     file:///path    a file of this job's own; one left by a crashed job is recognised and reused
+   Every rank must be on one host in this version; CDDP_UNSUPPORTED otherwise. *out is NULL on
+   failure. */
+CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
+
+/* Collective over g: ranks that pass the same color (>= 0) form a group, ordered by (key, rank in
+   g). A negative color takes part and gets *out = NULL. Like MPI_Comm_split. g must outlive the new
+   group. */
+CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_group **out);
+
+/* Collective over g: the listed ranks of g, in this order, form a group; every rank of g passes the
+   same list. Ranks not listed get *out = NULL. Like torch.distributed.new_group. */
+CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
+
+/* Leaves the group and frees it; NULL is fine. Local and never blocks on a peer: ranks still
+   waiting for this one get CDDP_PEER_LOST. Asynchronous work must have been waited for. */
+CDDPDEF void cddp_destroy(cddp_group *g);
+
+CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
+CDDPDEF int cddp_world_size(const cddp_group *g);       /* number of ranks; -1 for NULL */
+CDDPDEF int cddp_local_rank(const cddp_group *g);       /* among the group's ranks on this host */
+CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on this host */
+
+/* Memory that the backend reduces without a copy: shared with the ranks of this host, on huge pages
+   where the system allows, page-aligned, contents undefined. NULL when there is none (cddp_error
+   says why). Local, any thread. Free it with the group it came from, after every operation on it
+   has ended, and before that group is destroyed. */
+CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
+CDDPDEF void cddp_free(cddp_group *g, void *p);
+
+/* COLLECTIVES. ------------------------------------------------------------------------------------
+   count and count_per_rank are elements, not bytes, the same on every rank; 0 is fine. Buffers are
+   contiguous, in any memory, aligned to their element; memory from cddp_alloc saves a copy. work
+   NULL: returns when the result is there and the buffers are the caller's again. Otherwise returns
+   at once with *work set; the buffers belong to the operation until cddp_wait(*work). Operations of
+   one group start in the order they were called. Errors: CDDP_INVALID_ARGUMENT (nothing was sent),
+   CDDP_MISMATCH (the ranks called different operations or passed different count, dtype, op or
+   root), CDDP_PEER_LOST, CDDP_TIMEOUT, CDDP_OUT_OF_MEMORY. The result of a reduction has the same
+   bits on every rank and in every run: see >>design. */
+
+/* buf[count] on every rank becomes the reduction of all ranks' buf. */
+CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                    cddp_op op, cddp_work **work);
+/* As all_reduce, but only root's buf receives the result; the others' stay as they are. */
+CDDPDEF cddp_result cddp_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                cddp_op op, int root, cddp_work **work);
+/* buf[count] of root is copied to every rank's buf. */
+CDDPDEF cddp_result cddp_broadcast(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                   int root, cddp_work **work);
+/* recv[world_size * count_per_rank] = every rank's send[count_per_rank], by rank. In place: send
+   = recv + rank's share. */
+CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
+                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
+/* As all_gather, on root only; recv may be NULL on the others. In place on root: send = recv +
+   root's share. */
+CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
+                                cddp_dtype dtype, int root, cddp_work **work);
+/* recv[count_per_rank] = this rank's share of root's send[world_size * count_per_rank]; send may be
+   NULL off the root. In place on root: recv = send + root's share. */
+CDDPDEF cddp_result cddp_scatter(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
+                                 cddp_dtype dtype, int root, cddp_work **work);
+/* recv[count_per_rank] = this rank's share of the reduction of all ranks' send[world_size *
+   count_per_rank]. In place: recv = send + rank's share. */
+CDDPDEF cddp_result cddp_reduce_scatter(cddp_group *g, const void *send, void *recv,
+                                        size_t count_per_rank, cddp_dtype dtype, cddp_op op,
+                                        cddp_work **work);
+/* recv[r * count_per_rank ..] = rank r's send[rank * count_per_rank ..]. In place: send = recv. */
+CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
+                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
+/* Returns when every rank has called it. */
+CDDPDEF cddp_result cddp_barrier(cddp_group *g);
+
+/* POINT TO POINT. A recv takes the oldest send of that peer with that tag (any int >= 0); sends
+   with other tags wait their turn. Messages in memory that is not shared, and those up to 64 KiB,
+   are copied and their send returns at once; larger ones from cddp_alloc memory are read in place,
+   and their send returns when they have been received. Count and dtype of a send and its recv must
+   agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next call. Any thread. */
+CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
+                              int peer, int tag, cddp_work **work);
+CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
+                              int tag, cddp_work **work);
+
+/* Waits for w and frees it; returns the operation's own result. Handles may be waited for in any
+   order. */
+CDDPDEF cddp_result cddp_wait(cddp_work *w);
+/* *done = whether w has ended (well or not). Never blocks; w still needs cddp_wait. */
+CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
+
+/* DATA PARALLEL. --------------------------------------------------------------------------------*/
+
+typedef struct cddp_param {
+  const char *name; /* for messages and for the comparison between ranks; NULL is fine */
+  void *data;       /* count weights; from cddp_alloc: cddp_ddp_step writes them in place */
+  void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
+  size_t count;     /* elements */
+  cddp_dtype dtype; /* CDDP_F32, F64, F16 or BF16; of data and of grad */
+} cddp_param;
+
+/* What a communication hook gets: one bucket's gradients of this rank, contiguous and not yet
+   averaged. On success data must hold the mean over the ranks of group, the same bits everywhere.
+   Each parameter begins on a cache line; what lies between two of them is zero and is counted. */
+typedef struct cddp_bucket {
+  int index, bucket_count; /* buckets are handled in index order on every rank */
+  void *data;              /* count elements; shared memory, as from cddp_alloc(group, ...) */
+  size_t count;
+  cddp_dtype dtype;
+  cddp_group *group; /* for the hook's own collectives; belongs to the cddp_ddp */
+  const int *params; /* which parameters, in order, and how many */
+  int param_count;
+} cddp_bucket;
+
+/* Called on cddp's communication thread, one bucket at a time, on every rank. Like DDP's
+   register_comm_hook. */
+typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
+
+/* Hooks that send f32 and f64 gradients as bf16 or fp16; the mean is rounded to that type. */
+CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data);
+CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data);
+
+typedef struct cddp_ddp_desc {
+  double bucket_cap_mb;        /* MiB at which a bucket closes; 0 = 25 */
+  double first_bucket_mb;      /* the same for the first bucket; 0 = 1, or bucket_cap_mb if set */
+  bool find_unused_parameters; /* without ready() = zero; on all ranks = left untouched */
+  cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
+  void *comm_hook_data;        /* its user_data */
+  cddp_param *buffers;         /* untrained state (running means); grad is ignored; any dtype */
+  int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
+} cddp_ddp_desc;
+
+/* Collective over g. Compares names, counts and dtypes with rank 0's (CDDP_MISMATCH names the first
+   that differs), copies rank 0's data to all ranks and assigns gradients to buckets as PyTorch
+   does. params must stay where it is until cddp_ddp_destroy; gradient pointers never move. data and
+   grad may be in any memory: gradients cddp_ddp_create placed (NULL) and weights from cddp_alloc of
+   g are never copied. g must outlive the cddp_ddp. */
+CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
+                                    const cddp_ddp_desc *desc);
+
+/* Says that backward has written params[param].grad; when that fills a bucket, its reduction starts
+   in the background. Never blocks on a peer. Any order, any thread (each parameter once a step).
+   Twice in one step: CDDP_INVALID_ARGUMENT. Under no_sync it only notes that the parameter was
+   used. */
+CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
+
+/* Collective. Returns when every gradient is the mean over all ranks of what each had accumulated.
+   A parameter without ready() is an error that names it, CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH
+   when others had it ready; with find_unused_parameters it counts as zero. After an error the
+   cddp_ddp is broken, the group is not unless a peer was lost. One thread at a time, not at once
+   with ready(). */
+CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
+
+/* cddp_ddp_wait, then cddp_sgd_step, then zero gradients, in one pass over the bytes: each rank
+   reduces its share, updates it and writes the new weights to all ranks of the host, keeping
+   1/world_size of the momentum. Same bits as the three calls. s must have been made for the same
+   params array. Collective. */
+CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s);
+
+/* on: ready() stops sending and gradients accumulate locally; off: the next step sends all of it.
+   Not divided by the number of micro-batches. Same call on every rank, between steps. Like DDP's
+   no_sync(). */
+CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
+
+/* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0);
+   *norm, unless NULL, is the norm before. Local, same bits on every rank. Like
+   torch.nn.utils.clip_grad_norm_. */
+CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
+
+/* Collective: copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks; DDP does it before
+   each forward. */
+CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
+
+/* Whether any rank used the parameter in the step that cddp_ddp_wait ended; false for a bad
+   argument. */
+CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
+
+/* The buckets now in force: count, and bucket i's parameters (at most capacity ints are written;
+   returns how many it has, -1 for a bad argument). They change once, after the first wait or step,
+   to rank 0's order of arrival. */
+CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
+CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
+
+/* Frees d; gradients that cddp_ddp_create placed are gone and their pointers set to NULL. Local.
+   NULL is fine. */
+CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
+
+typedef struct cddp_sgd_desc {
+  double lr;           /* learning rate, >= 0. Zero stays zero: there is no default */
+  double momentum;     /* >= 0 */
+  double dampening;    /* on the gradient that enters the momentum, not on the first one */
+  double weight_decay; /* >= 0; L2, coupled */
+  bool nesterov;       /* needs momentum > 0 and dampening 0 */
+  bool maximize;       /* ascend */
+  bool separate_mul_add; /* round after each multiply, as PyTorch without AVX2; false: fused */
+  cddp_ddp *ddp;       /* optional: cddp_sgd_step skips what no rank used in its last wait */
+} cddp_sgd_desc;
+
+/* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
+   was NULL; must stay where it is. Momentum is allocated at the first step that needs it. */
+CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int count,
+                                    const cddp_sgd_desc *desc);
+CDDPDEF cddp_result cddp_sgd_step(cddp_sgd *s);                /* updates data from grad. Local */
+CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s);           /* sets every grad to zero. Local */
+CDDPDEF cddp_result cddp_sgd_set_lr(cddp_sgd *s, double lr);   /* from the next step on */
+CDDPDEF double cddp_sgd_lr(const cddp_sgd *s);
+CDDPDEF void cddp_sgd_destroy(cddp_sgd *s);                    /* NULL is fine */
+
+/* DATA. -----------------------------------------------------------------------------------------*/
+
+typedef struct cddp_sampler_desc {
+  size_t dataset_size;  /* samples */
+  int rank, world_size; /* world_size 0 = one rank */
+  uint64_t seed;        /* the same on every rank */
+  bool shuffle;         /* a new permutation for each epoch */
+  bool drop_last;       /* drop what does not divide evenly, instead of repeating samples */
+  bool exact;           /* evaluation: every sample once, none repeated; sizes may differ by 1 */
+} cddp_sampler_desc;
+
+typedef struct cddp_sampler { /* all fields are private */
+  cddp_sampler_desc desc;
+  uint64_t epoch;
+  size_t position, size;
+  uint64_t *order;
+  cddp_result result;
+} cddp_sampler;
+
+/* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
+CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
+CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch); /* rewinds */
+CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);              /* of an epoch */
+/* The next index; false at the end of the epoch, where the permutation's memory (8 bytes a sample)
+   is freed too. false with s->result != CDDP_OK: there was no memory for it. */
+CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
+CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; NULL is fine */
+
+/* PROCESSES. ------------------------------------------------------------------------------------*/
+
+/* Forks nprocs processes that call fn(rank, arg) with RANK, WORLD_SIZE, LOCAL_RANK,
+   LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and waits for them. fn's return value (0 ..
+   255) is the exit code; 0 is success. When one fails the others have 1 s to notice, then get
+   SIGTERM and 5 s later SIGKILL; CDDP_PEER_LOST names the first: its rank, exit code or signal.
+   Children die with their parent, run no atexit handlers of it, and leave nothing behind. Call it
+   before other threads exist, as with any fork. Like torch.multiprocessing.spawn. */
+CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
+
+/* Calls fn on n threads, each with its own rank of one group, and waits for them; the groups are
+   destroyed here. fn returns 0 for success; when one fails the others' waits end with
+   CDDP_PEER_LOST. All memory is zero-copy here. */
+CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
+
+/* STORE. ------------------------------------------------------------------------------------------
+   A key-value store in c10d's TCPStore protocol: a torch.distributed.TCPStore of PyTorch 2.2 or
+   later can use a server made here, and the other way round. Keys are NUL-terminated, at most 8
+   KiB; values any bytes, at most 8 MiB. Any thread; one operation at a time per store. A cddp_group
+   does not need one: cddp_init makes its own. */
+typedef struct cddp_store_desc {
+  const char *init_method;  /* "tcp://host:port" or "file:///absolute/path" */
+  bool is_server;           /* tcp: also serve, from a thread, on host's addresses; port 0 = any */
+  double timeout_s;         /* of connecting, get, wait; 0 = CDDP_TIMEOUT_S, else 600 */
+  const char *secret;       /* NULL = CDDP_SECRET from the environment, else none */
+  cddp_allocator allocator;
+} cddp_store_desc;
+
+CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *desc);
+CDDPDEF void cddp_store_destroy(cddp_store *s); /* NULL is fine */
+CDDPDEF int cddp_store_port(const cddp_store *s); /* the TCP port in use; 0 for a file */
+CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size);
+/* Waits for key, then copies its value: *size is its length; CDDP_INVALID_ARGUMENT if that exceeds
+   capacity (nothing is copied then). value may be NULL with capacity 0 to ask for the length alone,
+   which returns CDDP_OK. */
+CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
+                                   size_t *size);
+/* Adds amount to the decimal number at key (absent = 0) in one atomic step; *total, unless NULL,
+   is the new value. */
+CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
+/* Stores desired if the value is expected (expected_size 0: if key is absent). *swapped says
+   whether. value[capacity] and *size get the value that key has now, or expected if key is absent
+   and was not expected to be. */
+CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
+                                           size_t expected_size, const void *desired,
+                                           size_t desired_size, void *value, size_t capacity,
+                                           size_t *size, bool *swapped);
+/* Waits until all keys exist; timeout_s 0 = the store's. CDDP_TIMEOUT names the first key that
+   is missing. */
+CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
+                                    double timeout_s);
+CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
+                                     bool *all_exist);
+/* *deleted, unless NULL: whether the key was there. */
+CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted);
+CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* CDDP_H */
+#ifdef CDDP_IMPLEMENTATION
+#ifndef CDDP_IMPLEMENTATION_DONE
+#define CDDP_IMPLEMENTATION_DONE
+
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <math.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+/* >>design ----------------------------------------------------------------------------------------
+   PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
+   left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
+   they meet. Each group has a board there: a seat per rank (two announcement lines, posted sends, a
+   state) and two slots per rank for bytes in transit.
+
+   STEPS. Whatever ranks do together is a numbered sequence of steps (>>local). In a step each rank
+   announces what it calls and waits for all others' announcements; the announcement carries
+   operation, count, dtype and root, so a disagreement is seen by every rank at once, and up to 40
+   bytes of payload, so a small all_reduce is one exchange of cache lines. Collectives
+   (>>collectives) are one step (small), two steps around in-place moves (shared memory), or a step
+   per 64 KiB piece (other memory).
+
+   THE CANONICAL SUM. Sums over ranks follow one binary tree: tree(0..n) = tree(0..p) + tree(p..n)
+   with p the largest power of two below n, so ((a+b)+(c+d)) for four ranks and ((a+b)+c) for three.
+   Element i of a result depends on the inputs alone, never on slices, sizes, timing or instruction
+   set: equal bits on all ranks and in all runs. f16 and bf16 are widened to f32, summed and rounded
+   once. AVG divides the sum.
+
+   THREADS. cddp runs on its callers' threads, with two exceptions: a group whose collectives are
+   called with a work handle, or that reduces buckets, has an engine thread (>>work) that runs them
+   in order; and rank 0 serves the store from a thread while ranks meet. Both block all signals.
+   Locks, in the order in which they may be nested: cddp_ddp.lock, engine.lock; mail_lock,
+   host.lock; fail_lock. No lock is held while waiting for a peer. What ranks share is only touched
+   through cddp__atomic_* or is published by one.
+
+   WAITING. A wait polls for tens of microseconds, yields, then sleeps on a futex for at most 20 ms
+   at a time (>>local). Each time it wakes it looks after the ranks it waits for: their state on the
+   board and their pidfd. So a death is noticed within about 20 ms, by waiting ranks only, at no
+   cost to others. Ranks beyond the number of cores never poll.
+
+   FAILURE. The first rank to see a lost peer, a disagreement or a deadline writes it on the board
+   and wakes everyone; every rank's calls on that group then return it. A rank that cannot go on for
+   reasons of its own (no memory) breaks the group likewise, unless nothing was announced yet.
+   cddp_destroy only marks the rank's seat and unmaps.
+
+   DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
+   private groups for buckets and for control, so your own collectives on the group may come between
+   ready() calls in any order.        */
+
+/* >>config ------------------------------------------------------------------------------------- */
+
+#ifndef CDDP_ASSERT
+#define CDDP_ASSERT(c) ((void)0)
+#endif
+
+#define CDDP__CACHE_LINE 64
+#define CDDP__HUGE_PAGE ((size_t)2 << 20)
+#define CDDP__ERROR_MAX 512          /* bytes of an error text */
+#define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
+#define CDDP__MAX_RANKS 4096         /* a host's ranks in one group */
+#define CDDP__KEY_MAX 8192           /* bytes of a store key, as c10d's libuv server */
+#define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
+#define CDDP__KEYS_MAX 131072u       /* keys in one store command, likewise */
+
+#if defined(__GNUC__) && !defined(__clang__)
+#define CDDP__OPTIMIZE __attribute__((optimize("O3"))) /* vectorises at -O1 and -O2 too */
+#else
+#define CDDP__OPTIMIZE
+#endif
+#define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
+#define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
+#define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
+#define CDDP__UNUSED __attribute__((unused))
+
+/* >>structs ------------------------------------------------------------------------------------
+   Every private struct. "shared" = in memory that the ranks of a host share, so no pointers and
+   one writer per cache line; all zero bytes is the initial state. */
+
+typedef struct cddp__atomic_u32 {
+  uint32_t v;
+} cddp__atomic_u32;
+
+/* Where a buffer lies, in words that every rank of the host can follow. */
+typedef struct cddp__ref {
+  uint64_t base;       /* extent: offset in the memfd, bytes; pointer: the address */
+  uint64_t size;       /* extent: its length, bytes */
+  uint64_t offset;     /* of the buffer in the extent, bytes */
+  uint32_t generation; /* of the extent: a freed and reused one has another */
+  uint32_t kind;       /* CDDP__REF_* */
+} cddp__ref;
+enum { CDDP__REF_NONE, CDDP__REF_EXTENT, CDDP__REF_POINTER };
+
+#define CDDP__INLINE 40 /* payload bytes that ride in a line */
+
+/* shared: what one rank announces in one step. Written by its rank, seq last. Two per rank, used in
+   turn: a rank can only be one step ahead of a reader, see cddp__sync. */
+typedef struct cddp__line {
+  cddp__atomic_u32 seq; /* number of the step; readers sleep on it */
+  uint32_t call;        /* operation, dtype, op: cddp__call_code */
+  uint64_t count;       /* elements */
+  int32_t root;         /* rank, or -1 */
+  uint32_t extra;       /* room specific, compared too */
+  union {
+    unsigned char bytes[CDDP__INLINE];
+    cddp__ref ref;
+    uint64_t align;
+  } u;
+} cddp__line;
+
+/* shared: a posted send. state is written by both sides in turn, the rest by the sender. */
+typedef struct cddp__parcel {
+  cddp__atomic_u32 state; /* CDDP__PARCEL_* */
+  int32_t to, tag;
+  uint32_t dtype;
+  uint64_t count;  /* elements */
+  uint64_t number; /* order of posting at the sender */
+  uint64_t wanted; /* REFUSED: count that the receiver expected, dtype in the top byte */
+  cddp__ref ref;
+} cddp__parcel;
+enum { CDDP__PARCEL_FREE, CDDP__PARCEL_POSTED, CDDP__PARCEL_DONE, CDDP__PARCEL_REFUSED };
+
+#define CDDP__PARCELS 128 /* sends in flight per rank and group */
+
+/* shared: a rank's place in a group. */
+typedef struct cddp__seat {
+  cddp__line lines[2];    /* writer: the rank */
+  cddp__atomic_u32 state; /* CDDP__SEAT_*; writer: the rank, for threads also their starter */
+  uint32_t pid;           /* writer: the rank, before its first step */
+  unsigned char pad1[CDDP__CACHE_LINE - 8];
+  cddp__atomic_u32 mail;    /* bumped by any rank that changed a parcel of interest to this one */
+  cddp__atomic_u32 waiting; /* threads of this rank asleep on mail */
+  cddp__atomic_u32 parcel_top; /* parcels below this index may be in use; writer: the rank */
+  unsigned char pad2[CDDP__CACHE_LINE - 12];
+  cddp__parcel parcels[CDDP__PARCELS];
+} cddp__seat;
+enum { CDDP__SEAT_EMPTY, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT, CDDP__SEAT_DEAD };
+
+/* shared: the control block of a group, followed by its seats and then its slots. */
+typedef struct cddp__board {
+  cddp__atomic_u32 arrivals; /* crowded groups: ranks that reached a step, summed over all steps */
+  unsigned char pad1[CDDP__CACHE_LINE - 4];
+  cddp__atomic_u32 release; /* crowded groups: the last step that all ranks reached; futex */
+  unsigned char pad2[CDDP__CACHE_LINE - 4];
+  cddp__atomic_u32 sleepers; /* threads asleep in a step */
+  unsigned char pad3[CDDP__CACHE_LINE - 4];
+  cddp__atomic_u32 broken; /* 0, CDDP__BREAKING, or 2 + the cddp_result that broke the group */
+  cddp__atomic_u32 left;   /* ranks that have destroyed the group */
+  uint32_t size;           /* ranks of the group, for its owner: see cddp__reap_boards */
+  uint32_t spare;
+  char broken_text[CDDP__ERROR_MAX]; /* valid when broken >= 2 */
+  unsigned char pad4[CDDP__CACHE_LINE - 16];
+} cddp__board;
+#define CDDP__BREAKING 1u
+
+/* A piece of this rank's window, or (threads) of plain memory. Owned by cddp__arena. */
+typedef struct cddp__extent {
+  uint64_t base;       /* offset in the memfd, bytes */
+  uint64_t size;       /* bytes, whole pages */
+  char *address;       /* where this process has it; NULL: free */
+  uint32_t generation; /* bumped by each allocation */
+} cddp__extent;
+
+/* A peer's extent mapped here. */
+typedef struct cddp__mapping {
+  uint64_t base, size; /* as the extent's */
+  char *address;       /* NULL: slot unused */
+  uint32_t generation;
+} cddp__mapping;
+
+/* The ranks of one host that share memory: made by cddp_init or cddp_run_threads, used by the group
+   and its sub-groups. lock guards everything that changes after creation. */
+typedef struct cddp__host {
+  cddp_allocator allocator;
+  cddp_logger logger;
+  pthread_mutex_t lock;
+  int refs;              /* groups that use it */
+  bool threads;          /* ranks are threads of this process: any pointer is shared */
+  int size, index;       /* ranks, this rank */
+  int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
+  int window_bits;       /* rank i's extents lie in [(i + 1) << bits, (i + 2) << bits) */
+  int *pidfds;           /* [size]; -1 for this rank and for threads */
+  uint32_t *pids;        /* [size] */
+  int cores;             /* that this process may use */
+  char name[72];         /* of the machine */
+  uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
+  uint32_t generation;   /* last one given out */
+  cddp__extent *extents; /* own extents, used and free, by base */
+  int extent_count, extent_capacity;
+  cddp__mapping *maps; /* open-addressing hash of peers' extents, capacity a power of two */
+  int map_count, map_capacity;
+  cddp__ref zombies[64]; /* control blocks whose group is gone here but not yet on every rank */
+  int zombie_count;
+} cddp__host;
+
+/* One collective call, as validated. */
+typedef struct cddp__call {
+  uint8_t kind;      /* CDDP__KIND_ALL_REDUCE ... */
+  uint8_t dtype, op; /* cddp_dtype, cddp_op */
+  int root;          /* -1 where there is none */
+  const void *send;
+  void *recv;
+  size_t count; /* elements, per rank where the operation says so */
+  size_t esize; /* bytes of an element */
+} cddp__call;
+enum {
+  CDDP__KIND_BARRIER,
+  CDDP__KIND_ALL_REDUCE,
+  CDDP__KIND_REDUCE,
+  CDDP__KIND_BROADCAST,
+  CDDP__KIND_ALL_GATHER,
+  CDDP__KIND_GATHER,
+  CDDP__KIND_SCATTER,
+  CDDP__KIND_REDUCE_SCATTER,
+  CDDP__KIND_ALL_TO_ALL,
+  CDDP__KIND_GROUP_NEW,
+  CDDP__KIND_DDP_CREATE,
+  CDDP__KIND_DDP_WAIT,
+  CDDP__KIND_DDP_STEP,
+  CDDP__KIND_DDP_BUCKET,
+  CDDP__KIND_COUNT
+};
+
+/* A recv that waits for its parcel. In its group's list, in order of posting; guarded by mail_lock.
+ */
+typedef struct cddp__pending {
+  struct cddp__pending *next;
+  void *buf;
+  size_t count;
+  cddp_dtype dtype;
+  int peer, tag;
+  bool done;
+  cddp_result result; /* valid when done */
+  char text[CDDP__ERROR_MAX];
+} cddp__pending;
+
+/* An operation in flight. Collectives: in the queue of their group's engine, guarded by
+   engine.lock. Sends: waits for its parcel. Receives: in the group's pending list. */
+struct cddp_work {
+  struct cddp_work *next;
+  cddp_group *group;
+  cddp_result (*run)(struct cddp_work *w); /* engine work; NULL for send and recv */
+  cddp__call call;
+  void *context; /* for run */
+  bool done;     /* guarded by engine.lock */
+  bool owned;    /* engine frees it: nobody waits */
+  cddp_result result;
+  char text[CDDP__ERROR_MAX];
+  int parcel;            /* send: its index; -1: none, or the message was copied */
+  cddp__pending pending; /* recv */
+  bool is_recv;
+};
+
+/* Runs asynchronous operations of one group in order, on a thread started by the first of them. */
+typedef struct cddp__engine {
+  pthread_mutex_t lock;
+  pthread_cond_t changed; /* queue or done flags */
+  pthread_t thread;
+  bool started, stop;
+  bool busy; /* some thread is inside the group's steps */
+  cddp_work *first, *last;
+} cddp__engine;
+
+/* What the sender keeps about each of its parcels; guarded by mail_lock. */
+typedef struct cddp__outgoing {
+  void *stage; /* extent that holds the copy; kept for reuse; NULL: none yet */
+  size_t stage_size;
+  bool orphan; /* the send has returned: the parcel is freed when it is DONE */
+  bool staged; /* the message is in stage */
+} cddp__outgoing;
+
+struct cddp_group {
+  cddp__host *host;
+  int rank, size;
+  int *members;       /* [size] index on the host of each rank */
+  char *board_memory; /* control block: board, seats, slots */
+  cddp__board *board;
+  cddp__ref board_ref;
+  bool board_mine; /* this rank allocated it */
+  double timeout_s;
+  uint32_t step;          /* of this rank; owner: the thread that runs a collective */
+  uint32_t arrive_target; /* arrivals when this step is complete */
+  int spin;               /* polls before yielding */
+  bool crowded;           /* more ranks than cores */
+  uint64_t calls;         /* collectives so far, for messages */
+  bool failed;            /* guarded by fail_lock, as are the next two */
+  cddp_result fail_result;
+  char fail_text[CDDP__ERROR_MAX];
+  pthread_mutex_t fail_lock;
+  cddp__engine engine;
+  pthread_mutex_t mail_lock; /* guards pending, outgoing, posting of parcels */
+  cddp__pending *pending_first, *pending_last;
+  uint64_t parcel_number;
+  cddp__outgoing outgoing[CDDP__PARCELS];
+  bool internal; /* belongs to a cddp_ddp */
+};
+
+/* Callers keep their elements as any type, say _Float16: pure rooms
+   access them through these. */
+typedef float __attribute__((may_alias)) cddp__f32;
+typedef double __attribute__((may_alias)) cddp__f64;
+typedef int8_t __attribute__((may_alias)) cddp__i8;
+typedef uint8_t __attribute__((may_alias)) cddp__u8;
+typedef uint16_t __attribute__((may_alias)) cddp__u16;
+typedef int32_t __attribute__((may_alias)) cddp__i32;
+typedef uint32_t __attribute__((may_alias)) cddp__u32;
+typedef int64_t __attribute__((may_alias)) cddp__i64;
+typedef uint64_t __attribute__((may_alias)) cddp__u64;
+
+/* One instruction set, as functions over arrays of n elements. All give the same bits. d may be
+   exactly one of the inputs; any other overlap is not allowed. */
+typedef struct cddp__kernels {
+  /* d = canonical sum of k sources (2, 3, 4 or 8), then * f, or / f if divide (k = 2, 3).
+     F32, F64, BF16 */
+  void (*sum)(void *d, const void *const *s, int k, size_t n, cddp_dtype dtype, double f,
+              bool divide);
+  /* every buffer = canonical sum of k buffers (2, 4 or 8) * f. F32, F64, BF16 */
+  void (*all)(void *const *bufs, int k, size_t n, cddp_dtype dtype, double f);
+  /* d = a op b, not F16, BF16; op is PROD, MIN, MAX, integers: SUM */
+  void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_dtype dtype, cddp_op op);
+  /* d = d * f or d / f, any but F16 and BF16; integers are always divided */
+  void (*scale)(void *d, size_t n, cddp_dtype dtype, double f, bool divide);
+  void (*widen)(cddp__f32 *d, const void *s, size_t n, cddp_dtype from);    /* F16, BF16 */
+  void (*narrow)(void *d, const cddp__f32 *s, size_t n, cddp_dtype to);     /* F16, BF16 */
+  double (*squares)(const void *p, size_t n, cddp_dtype dtype);               /* F32, F64 */
+} cddp__kernels;
+
+/* One reduction: what is the same for all its blocks. */
+typedef struct cddp__fold {
+  const cddp__kernels *kernels;
+  const void *const *srcs; /* [nsrcs] */
+  int nsrcs;
+  cddp_dtype dtype;        /* of sources and result */
+  cddp_dtype compute;      /* F32 for F16 and BF16, else dtype */
+  cddp_op op;              /* SUM for AVG */
+  size_t esize, csize;     /* bytes of an element of dtype, of compute */
+  int leaf;                /* sources that one kernel call takes at most */
+  bool direct;             /* one call of `sum` does it all */
+  double factor;           /* of the result */
+  bool divide;             /* by factor, not times */
+} cddp__fold;
+
+/* The arithmetic of one SGD step, in double; rounded once to each parameter's dtype. */
+typedef struct cddp__sgd_rule {
+  double step;     /* -lr */
+  double momentum; /* 0: none */
+  double intake;   /* 1 - dampening */
+  double decay;    /* weight_decay; 0: none */
+  bool nesterov, maximize, separate;
+} cddp__sgd_rule;
+
+/* The passes of a step over one block, fused or rounded after each multiply. */
+typedef struct cddp__sgd_kernels {
+  /* d = a + f * b */
+  void (*add_f32)(cddp__f32 *d, const cddp__f32 *a, const cddp__f32 *b, size_t n, float f,
+                  bool separate);
+  void (*add_f64)(cddp__f64 *d, const cddp__f64 *a, const cddp__f64 *b, size_t n, double f,
+                  bool separate);
+  /* m = momentum * m + f * b */
+  void (*mix_f32)(cddp__f32 *m, const cddp__f32 *b, size_t n, float momentum, float f,
+                  bool separate);
+  void (*mix_f64)(cddp__f64 *m, const cddp__f64 *b, size_t n, double momentum, double f,
+                  bool separate);
+} cddp__sgd_kernels;
+
+struct cddp_sgd { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_step */
+  cddp_allocator allocator;
+  cddp_param *params;  /* [count], the caller's */
+  int count;
+  cddp_sgd_desc desc;
+  cddp__sgd_rule rule; /* of desc */
+  void **momentum;     /* [count] each parameter's buffer, as long as it; NULL: none yet */
+  bool *started;       /* [count] whether the momentum has its first gradient */
+  const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
+  void *shard;         /* momentum that a cddp_ddp keeps in pieces; NULL: momentum above is whole */
+  void (*drop)(cddp_sgd *s); /* frees the shard and NULLs it; set along with shard */
+};
+
+/* Parameters dealt out to buckets: b has params[offsets[b]] .. params[offsets[b + 1] - 1]. */
+typedef struct cddp__bucket_plan {
+  cddp_allocator allocator;
+  int bucket_count;
+  int *offsets; /* [bucket_count + 1] */
+  int *params;  /* indices of parameters */
+} cddp__bucket_plan;
+
+/* The generator of PyTorch on the CPU. On the stack of its user. */
+typedef struct cddp__mt19937 {
+  uint32_t state[624];
+  int next; /* word of state to give out; 624: make new ones */
+} cddp__mt19937;
+
+/* Sockets, frames and store. */
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#define CDDP__ADDRESSES_MAX 16 /* addresses of one host name */
+#define CDDP__COMMAND_MAX                                                                          \
+  (64u << 20) /* bytes of one store command or reply, all strings together */
+#define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all connections' buffers together */
+#define CDDP__SERVER_PAUSE                                                                         \
+  (256u << 10) /* unread output at which a connection's commands have to wait */
+#define CDDP__NONCE_SIZE 32
+#define CDDP__PROOF_SIZE 32
+
+typedef struct cddp__sha256 {
+  uint32_t h[8];
+  uint64_t bytes;          /* hashed so far */
+  unsigned char block[64]; /* the last bytes % 64 of them */
+} cddp__sha256;
+
+typedef struct cddp__address { /* a socket address */
+  struct sockaddr_storage sa;
+  socklen_t size; /* bytes of sa in use */
+} cddp__address;
+
+typedef struct cddp__span { /* bytes that belong to somebody else */
+  const unsigned char *data;
+  size_t size;
+} cddp__span;
+
+typedef struct cddp__buffer { /* a growing queue of bytes */
+  unsigned char *data;
+  size_t start, end; /* the bytes in use are data[start .. end) */
+  size_t capacity;
+} cddp__buffer;
+
+typedef struct
+    cddp__frame {   /* how far the command at the head of a stream has been looked through */
+  size_t scanned;   /* bytes found good so far; 0 = its code byte has not come */
+  size_t need;      /* bytes there must be before it is worth looking again */
+  uint64_t strings; /* strings still to come */
+  unsigned code;    /* cddp__code */
+  unsigned index;   /* which string of its item comes next; 0 is the key */
+} cddp__frame;
+
+typedef struct cddp__queue_item { /* QUEUE_PUSH: its bytes follow the struct */
+  struct cddp__queue_item *next;
+  size_t size;
+} cddp__queue_item;
+
+typedef struct
+    cddp__entry { /* a key of a map, bytes following the struct. Owner: whoever owns the map */
+  struct cddp__entry *next; /* in its bucket */
+  uint64_t hash;
+  size_t key_size;
+  unsigned char *value; /* value_size bytes of value_capacity */
+  size_t value_size, value_capacity;
+  bool present; /* false: only waited for, or only a queue */
+  cddp__queue_item *queue_head, *queue_tail;
+  int64_t queue_length;
+  struct cddp__waiter *waiters,
+      *last_waiter; /* server only: who waits for this key, oldest first */
+} cddp__entry;
+
+typedef struct cddp__map {
+  cddp_allocator allocator;
+  cddp__entry **buckets;
+  size_t bucket_count; /* a power of two, or 0 */
+  size_t entry_count;
+  int64_t present_count;
+  uint64_t seed; /* of the hash */
+} cddp__map;
+
+typedef struct cddp__waiter { /* one key that one connection waits for. Owner: server thread */
+  struct cddp__waiter *next, *prev; /* of the same entry */
+  struct cddp__waiter *mate;        /* of the same connection */
+  cddp__entry *entry;               /* NULL once that key is there */
+  struct cddp__conn *conn;
+  int64_t world; /* BARRIER: released at this total; 0 = WAIT */
+} cddp__waiter;
+
+typedef struct
+    cddp__source { /* what an epoll event points at; first member of what it is part of */
+  int kind;        /* cddp__source_kind */
+  int fd;
+} cddp__source;
+
+enum cddp__source_kind { CDDP__SOURCE_STOP, CDDP__SOURCE_LISTENER, CDDP__SOURCE_CONN };
+
+enum cddp__conn_state {
+  CDDP__CONN_FRESH,   /* nothing, or too little, has come to tell what it speaks */
+  CDDP__CONN_PROVING, /* has our challenge and owes its proof */
+  CDDP__CONN_PROVEN,  /* knows the secret; dialect not known yet */
+  CDDP__CONN_SERVED,  /* speaks c10d, commands are answered */
+  CDDP__CONN_REFUSED  /* gets the rest of its output, then ends */
+};
+
+typedef struct cddp__conn { /* a client of the server. Owner: server thread */
+  cddp__source source;
+  struct cddp__conn *next, *prev; /* all living ones, or (next) the dead to be freed */
+  struct cddp__conn *next_ready;  /* those with commands to be run */
+  int state;                      /* cddp__conn_state */
+  bool ready;                     /* is on the ready list */
+  bool dead;                      /* closed; freed at the end of the turn */
+  bool ended;                     /* its end of stream has come */
+  bool old;                       /* speaks the dialect of PyTorch 1.x */
+  bool greeted;                   /* its first command was good */
+  bool silent;                    /* callback channel of a 1.x client, may stay without a word */
+  uint32_t events;                /* what epoll watches for */
+  cddp__buffer in, out;
+  cddp__frame frame;     /* of the command at the head of in */
+  cddp__waiter *waiters; /* by mate; not empty = blocked in WAIT or BARRIER */
+  size_t missing;        /* waiters whose key is still missing */
+  double deadline;       /* dropped then; 0 = none. cddp__now() */
+  double began;          /* when the command at the head of in began to arrive; 0 = none there */
+  unsigned char nonces[2 * CDDP__NONCE_SIZE]; /* client's, then ours */
+  cddp__address peer;
+} cddp__conn;
+
+typedef struct cddp__server { /* Owner: its thread, between start and join */
+  pthread_t thread;
+  cddp_allocator allocator;
+  const char *secret; /* the store's; NULL = none */
+  int epoll;
+  cddp__source stop; /* an eventfd: written to by the destroyer */
+  cddp__source listeners[CDDP__ADDRESSES_MAX];
+  int listener_count;
+  bool accepting; /* false while there are no descriptors left */
+  double accept_again;
+  cddp__map map;
+  cddp__conn *conns, *ready, *dead;
+  int armed;       /* connections with a deadline */
+  double checked;  /* when deadlines were last looked at */
+  size_t buffered; /* capacity of all connections' buffers, bytes */
+} cddp__server;
+
+typedef struct cddp__tcp { /* Lock: the store's */
+  int fd;                  /* -1 = not connected */
+  bool old;                /* speaks the dialect of PyTorch 1.x */
+  cddp__address addresses[CDDP__ADDRESSES_MAX];
+  int address_count;
+  int port;
+  cddp__server *server; /* NULL = only a client */
+} cddp__tcp;
+
+typedef struct cddp__file { /* Lock: the store's */
+  int fd;
+  uint64_t offset; /* of the first byte of the log that map does not know */
+  unsigned char nonce[16];
+  cddp__map map;
+} cddp__file;
+
+typedef struct cddp__store_ops cddp__store_ops;
+
+struct cddp_store {
+  pthread_mutex_t lock;       /* one operation at a time; guards all below */
+  const cddp__store_ops *ops; /* the backend */
+  cddp_allocator allocator;
+  double timeout_s;     /* of operations that take no deadline */
+  char *name;           /* for error texts: "host:port" or the path */
+  char *secret;         /* NULL = none */
+  cddp__buffer request; /* the command being built, or the record being written */
+  cddp__buffer reply;   /* a value that came back */
+  cddp__tcp tcp;
+  cddp__file file;
+};
+
+/* A backend. Keys are the user's, the backend puts "/" before them. Called with the store's lock
+   held. get and compare_set leave the value in s->reply. */
+struct cddp__store_ops {
+  cddp_result (*set)(cddp_store *s, const char *key, cddp__span value);
+  cddp_result (*get)(cddp_store *s, const char *key); /* after a wait */
+  cddp_result (*add)(cddp_store *s, const char *key, int64_t amount, int64_t *total);
+  cddp_result (*compare_set)(cddp_store *s, const char *key, cddp__span expected,
+                             cddp__span desired);
+  cddp_result (*check)(cddp_store *s, const char *const *keys, int count, bool *all,
+                       double deadline);
+  cddp_result (*wait)(cddp_store *s, const char *const *keys, int count, double deadline);
+  cddp_result (*remove)(cddp_store *s, const char *key, bool *deleted);
+  cddp_result (*num_keys)(cddp_store *s, int64_t *count);
+  void (*close)(cddp_store *s);
+};
+
+typedef struct cddp__store_options {
+  const char *init_method; /* "tcp://host:port" or "file:///path" */
+  bool is_server;
+  int listen_fd; /* listening socket to serve on; closed in every case; -1 = bind one */
+  double deadline;    /* for opening, cddp__now() */
+  double timeout_s;   /* of operations that take no deadline; 0 = CDDP__TIMEOUT_S */
+  const char *secret; /* NULL = CDDP_SECRET from the environment; "" = none */
+  cddp_allocator allocator;
+  const char *port_name; /* which variable the port came from, for error texts; NULL = none */
+  const char *host_name; /* the same for the host */
+} cddp__store_options;
+
+/* One parameter inside a cddp_ddp. Offsets are into the arena, alike on every rank. */
+typedef struct cddp__tensor {
+  size_t offset, room; /* bytes; room is the size rounded up to a cache line, the rest stays zero */
+  bool placed;         /* params[i].grad points into the arena */
+  bool ready;          /* this step; guarded by lock */
+  bool noted;          /* ready() under no_sync since the last step; guarded by lock */
+  bool used;           /* by any rank, in the step being reduced */
+  int bucket;
+  char **data; /* [ranks] every rank's weights, NULL unless all lie in shared memory */
+} cddp__tensor;
+
+typedef struct cddp__bucket_state {
+  int remaining; /* parameters not yet ready; guarded by lock */
+  int *sorted;   /* its parameters by offset; owned by plan_order */
+  int count;
+  bool launched;  /* guarded by lock */
+  cddp_work work; /* its reduction in the engine */
+  cddp_ddp *ddp;
+} cddp__bucket_state;
+
+/* This rank's share of an SGD's momentum: the part of each parameter that lies in its slice. */
+typedef struct cddp__shard {
+  struct cddp__shard *next;
+  cddp_sgd *sgd;
+  cddp_ddp *ddp;
+  char *mine; /* in the arena of the host: slice bytes of each dtype, one after the other */
+  char **all; /* [ranks] where every rank's lies */
+} cddp__shard;
+
+/* Parameters of one dtype lie together in the arena. */
+typedef struct cddp__section {
+  size_t begin, end; /* bytes */
+} cddp__section;
+
+struct cddp_ddp {
+  cddp_group *group;   /* the user's */
+  cddp_group *comm;    /* buckets are reduced here, by its engine */
+  cddp_group *control; /* waits and steps agree here, on the caller's thread */
+  cddp_group *hooks;   /* given to communication hooks; NULL without one */
+  cddp_param *params;  /* the caller's */
+  int count;
+  cddp_ddp_desc desc;
+  size_t limits[2];      /* of the first bucket and the others, bytes */
+  cddp__tensor *tensors; /* [count] */
+  char *arena;           /* all gradients */
+  size_t bytes;
+  char **arenas;                        /* [ranks] every rank's arena, mapped here */
+  char **addresses;                     /* storage of tensors[].data */
+  cddp__section sections[CDDP_I64 + 1]; /* by dtype */
+  cddp__bucket_plan plan;
+  cddp__bucket_state *buckets; /* [plan.bucket_count] */
+  int *plan_order;             /* [count] storage of buckets[].sorted */
+  char *scratch;               /* a bucket made contiguous for a hook */
+  size_t scratch_bytes;
+  pthread_mutex_t lock;
+  int next_bucket; /* first one not launched; guarded by lock */
+  int *arrival;    /* [count] order of ready(); guarded by lock */
+  int arrived;
+  bool no_sync, rebuilt;
+  bool stepping;        /* the last step was cddp_ddp_step: buckets wait for the next one */
+  unsigned char *used;  /* [count] of the last completed step; cddp_sgd points here */
+  unsigned char *flags; /* [ranks][count] exchange of ready flags */
+  cddp__shard *shards;
+  bool failed;
+  cddp_result fail_result;
+  char fail_text[CDDP__ERROR_MAX];
+};
+/* >>logging ------------------------------------------------------------------------------------ */
+
+static __thread char cddp__error_text[CDDP__ERROR_MAX];
+
+static const char *const cddp__result_names[] = {
+#define CDDP__NAME(name, text) #name,
+    CDDP__RESULTS(CDDP__NAME)
+#undef CDDP__NAME
+};
+static const char *const cddp__result_texts[] = {
+#define CDDP__TEXT(name, text) text,
+    CDDP__RESULTS(CDDP__TEXT)
+#undef CDDP__TEXT
+};
+
+/* Sets this thread's error text and returns r: `return cddp__fail(CDDP_NETWORK, "connect to %s:
+ * %s", ...)`. */
+CDDP__PRINTF(2, 3)
+static cddp_result cddp__fail(cddp_result r, const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  vsnprintf(cddp__error_text, sizeof cddp__error_text, format, args);
+  va_end(args);
+  return r;
+}
+
+/* Puts words before the error text that a lower room left: "cddp_init: " + text. */
+CDDP__PRINTF(2, 3)
+static cddp_result cddp__fail_in(cddp_result r, const char *format, ...) {
+  char inner[CDDP__ERROR_MAX];
+  size_t n;
+  va_list args;
+  memcpy(inner, cddp__error_text, sizeof inner);
+  va_start(args, format);
+  vsnprintf(cddp__error_text, sizeof cddp__error_text, format, args);
+  va_end(args);
+  n = strlen(cddp__error_text);
+  snprintf(cddp__error_text + n, sizeof cddp__error_text - n, "%s", inner);
+  return r;
+}
+
+static cddp_result cddp__fail_errno(const char *what) {
+  return cddp__fail(CDDP_SYSTEM, "%s: %s", what, strerror(errno));
+}
+
+/* One line to the program's logger, if it has one. level 0 = error, 1 = warning, 2 = info. */
+CDDP__PRINTF(3, 4)
+static void cddp__log(const cddp_logger *l, int level, const char *format, ...) {
+  char line[CDDP__ERROR_MAX];
+  va_list args;
+  if (l->log == NULL) return;
+  va_start(args, format);
+  vsnprintf(line, sizeof line, format, args);
+  va_end(args);
+  l->log(level, line, l->user_data);
+}
+
+/* >>memory ------------------------------------------------------------------------------------- */
+
+static void *cddp__malloc(const cddp_allocator *a, size_t bytes) {
+  void *p = a != NULL && a->alloc != NULL ? a->alloc(bytes ? bytes : 1, a->user_data)
+                                          : malloc(bytes ? bytes : 1);
+  if (p == NULL) cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory allocating %zu bytes", bytes);
+  return p;
+}
+
+static void *cddp__calloc(const cddp_allocator *a, size_t count, size_t size) {
+  void *p;
+  if (size != 0 && count > SIZE_MAX / size) {
+    cddp__fail(CDDP_OUT_OF_MEMORY, "%zu elements of %zu bytes exceed the address space", count,
+               size);
+    return NULL;
+  }
+  p = cddp__malloc(a, count * size);
+  if (p != NULL) memset(p, 0, count * size);
+  return p;
+}
+
+static void cddp__free(const cddp_allocator *a, void *p) {
+  if (p == NULL) return;
+  if (a != NULL && a->free != NULL)
+    a->free(p, a->user_data);
+  else
+    free(p);
+}
+
+static char *cddp__strdup(const cddp_allocator *a, const char *s) {
+  size_t n = strlen(s) + 1;
+  char *p = (char *)cddp__malloc(a, n);
+  if (p != NULL) memcpy(p, s, n);
+  return p;
+}
+
+static size_t cddp__min(size_t a, size_t b) { return a < b ? a : b; }
+static size_t cddp__max(size_t a, size_t b) { return a > b ? a : b; }
+static size_t cddp__round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
+
+/* >>clock -------------------------------------------------------------------------------------- */
+
+static double cddp__now(void) { /* seconds, monotonic */
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void cddp__sleep(double seconds) {
+  struct timespec t;
+  if (seconds <= 0) return;
+  t.tv_sec = (time_t)seconds;
+  t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
+  nanosleep(&t, NULL);
+}
+
+/* Milliseconds until the deadline for poll(2): 0 when past, at most max_ms, rounded up. */
+static int cddp__poll_ms(double deadline, int max_ms) {
+  double left = (deadline - cddp__now()) * 1e3;
+  if (left <= 0) return 0;
+  return left >= (double)max_ms ? max_ms : (int)left + 1;
+}
+
+/* >>threads ------------------------------------------------------------------------------------ */
+
+/* Shared scalars live in cddp__atomic_* structs and are touched only by the functions below.
+   Acquire on load, release on store, both on exchange and add: correct on weakly ordered machines
+   too. */
+static uint32_t cddp__load32(const cddp__atomic_u32 *a) {
+  return __atomic_load_n(&a->v, __ATOMIC_ACQUIRE);
+}
+static void cddp__store32(cddp__atomic_u32 *a, uint32_t v) {
+  __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
+}
+static uint32_t cddp__exchange32(cddp__atomic_u32 *a, uint32_t v) {
+  return __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
+}
+static uint32_t cddp__add32(cddp__atomic_u32 *a, uint32_t v) { /* returns the new value */
+  return __atomic_add_fetch(&a->v, v, __ATOMIC_SEQ_CST);
+}
+static bool cddp__swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_t desired) {
+  return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
+                                     __ATOMIC_ACQUIRE);
+}
+
+static void cddp__pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+/* Sleeps while *a == value, until woken or for at most `seconds`; may return early for no reason.
+   Works between processes and between threads. */
+static void cddp__futex_wait(cddp__atomic_u32 *a, uint32_t value, double seconds) {
+  struct timespec t;
+  if (seconds <= 0) return;
+  t.tv_sec = (time_t)seconds;
+  t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
+  syscall(SYS_futex, &a->v, 0 /* FUTEX_WAIT */, value, &t, NULL, 0);
+}
+
+static void cddp__futex_wake(cddp__atomic_u32 *a) {
+  syscall(SYS_futex, &a->v, 1 /* FUTEX_WAKE */, INT_MAX, NULL, NULL, 0);
+}
+
+/* Starts a thread with all signals blocked, so that the program's handlers run on its own threads.
+ */
+static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg) {
+  sigset_t all, old;
+  int e;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  e = pthread_create(thread, NULL, fn, arg);
+  pthread_sigmask(SIG_SETMASK, &old, NULL);
+  if (e != 0) return cddp__fail(CDDP_SYSTEM, "pthread_create: %s", strerror(e));
+  return CDDP_OK;
+}
+
+/* >>bytes -------------------------------------------------------------------------------------- */
+
+static void cddp__put32(void *p, uint32_t v) { /* little-endian, any alignment */
+  unsigned char *b = (unsigned char *)p;
+  int i;
+  for (i = 0; i < 4; i++) b[i] = (unsigned char)(v >> (8 * i));
+}
+static void cddp__put64(void *p, uint64_t v) {
+  unsigned char *b = (unsigned char *)p;
+  int i;
+  for (i = 0; i < 8; i++) b[i] = (unsigned char)(v >> (8 * i));
+}
+static uint32_t cddp__get32(const void *p) {
+  const unsigned char *b = (const unsigned char *)p;
+  return (uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
+}
+static uint64_t cddp__get64(const void *p) {
+  return (uint64_t)cddp__get32(p) | (uint64_t)cddp__get32((const unsigned char *)p + 4) << 32;
+}
+
+static uint64_t cddp__hash64(uint64_t h, const void *data,
+                             size_t n) { /* FNV-1a; start with h = 0 */
+  const unsigned char *b = (const unsigned char *)data;
+  size_t i;
+  h ^= 0xcbf29ce484222325ull;
+  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3ull;
+  return h;
+}
+
+/* Fills p from the kernel's generator; for nonces and names that must not be guessed. */
+static cddp_result cddp__random(void *p, size_t n) {
+  unsigned char *b = (unsigned char *)p;
+  while (n > 0) {
+    long got = syscall(SYS_getrandom, b, n, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return cddp__fail_errno("getrandom");
+    b += got;
+    n -= (size_t)got;
+  }
+  return CDDP_OK;
+}
+
+static uint32_t cddp__rotate(uint32_t v, int n) { return v >> n | v << (32 - n); }
+
+static void cddp__sha256_block(uint32_t h[8], const unsigned char *p) {
+  static const uint32_t k[64] = {
+      0x428a2f98u, 0x71374491u, 0xb5c0fbcfu, 0xe9b5dba5u, 0x3956c25bu, 0x59f111f1u, 0x923f82a4u,
+      0xab1c5ed5u, 0xd807aa98u, 0x12835b01u, 0x243185beu, 0x550c7dc3u, 0x72be5d74u, 0x80deb1feu,
+      0x9bdc06a7u, 0xc19bf174u, 0xe49b69c1u, 0xefbe4786u, 0x0fc19dc6u, 0x240ca1ccu, 0x2de92c6fu,
+      0x4a7484aau, 0x5cb0a9dcu, 0x76f988dau, 0x983e5152u, 0xa831c66du, 0xb00327c8u, 0xbf597fc7u,
+      0xc6e00bf3u, 0xd5a79147u, 0x06ca6351u, 0x14292967u, 0x27b70a85u, 0x2e1b2138u, 0x4d2c6dfcu,
+      0x53380d13u, 0x650a7354u, 0x766a0abbu, 0x81c2c92eu, 0x92722c85u, 0xa2bfe8a1u, 0xa81a664bu,
+      0xc24b8b70u, 0xc76c51a3u, 0xd192e819u, 0xd6990624u, 0xf40e3585u, 0x106aa070u, 0x19a4c116u,
+      0x1e376c08u, 0x2748774cu, 0x34b0bcb5u, 0x391c0cb3u, 0x4ed8aa4au, 0x5b9cca4fu, 0x682e6ff3u,
+      0x748f82eeu, 0x78a5636fu, 0x84c87814u, 0x8cc70208u, 0x90befffau, 0xa4506cebu, 0xbef9a3f7u,
+      0xc67178f2u};
+  uint32_t w[64], v[8];
+  int i;
+  for (i = 0; i < 16; i++)
+    w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 | (uint32_t)p[4 * i + 2] << 8 |
+           p[4 * i + 3];
+  for (i = 16; i < 64; i++) {
+    uint32_t a = w[i - 15], b = w[i - 2];
+    w[i] = w[i - 16] + (cddp__rotate(a, 7) ^ cddp__rotate(a, 18) ^ a >> 3) + w[i - 7] +
+           (cddp__rotate(b, 17) ^ cddp__rotate(b, 19) ^ b >> 10);
+  }
+  memcpy(v, h, sizeof v);
+  for (i = 0; i < 64; i++) {
+    uint32_t e = v[4], a = v[0];
+    uint32_t t = v[7] + (cddp__rotate(e, 6) ^ cddp__rotate(e, 11) ^ cddp__rotate(e, 25)) +
+                 ((e & v[5]) ^ (~e & v[6])) + k[i] + w[i];
+    uint32_t u = (cddp__rotate(a, 2) ^ cddp__rotate(a, 13) ^ cddp__rotate(a, 22)) +
+                 ((a & v[1]) ^ (a & v[2]) ^ (v[1] & v[2]));
+    memmove(v + 1, v, 7 * sizeof v[0]);
+    v[4] += t;
+    v[0] = t + u;
+  }
+  for (i = 0; i < 8; i++) h[i] += v[i];
+}
+
+static void cddp__sha256_init(cddp__sha256 *s) {
+  static const uint32_t h[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
+                                0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
+  memcpy(s->h, h, sizeof h);
+  s->bytes = 0;
+}
+
+static void cddp__sha256_add(cddp__sha256 *s, const void *data, size_t n) {
+  const unsigned char *p = (const unsigned char *)data;
+  size_t have = (size_t)(s->bytes % 64);
+  s->bytes += n;
+  while (n > 0) {
+    size_t take = cddp__min(64 - have, n);
+    memcpy(s->block + have, p, take);
+    p += take;
+    n -= take;
+    have += take;
+    if (have == 64) {
+      cddp__sha256_block(s->h, s->block);
+      have = 0;
+    }
+  }
+}
+
+static void cddp__sha256_end(cddp__sha256 *s, unsigned char digest[32]) {
+  static const unsigned char pad[64] = {0x80};
+  unsigned char length[8];
+  uint64_t bits = s->bytes * 8;
+  int i;
+  for (i = 0; i < 8; i++) length[i] = (unsigned char)(bits >> (56 - 8 * i));
+  cddp__sha256_add(s, pad, 1 + (size_t)((119 - s->bytes % 64) % 64));
+  cddp__sha256_add(s, length, 8);
+  for (i = 0; i < 32; i++) digest[i] = (unsigned char)(s->h[i / 4] >> (24 - 8 * (i % 4)));
+}
+
+/* RFC 2104 over label (with its NUL, so that no label is the beginning of another) and data. */
+static void cddp__hmac(const char *secret, const char *label, const void *data, size_t n,
+                       unsigned char mac[32]) {
+  cddp__sha256 s;
+  unsigned char key[64], inner[32];
+  size_t size = strlen(secret), i;
+  memset(key, 0, sizeof key);
+  if (size > 64) {
+    cddp__sha256_init(&s);
+    cddp__sha256_add(&s, secret, size);
+    cddp__sha256_end(&s, key);
+  } else {
+    memcpy(key, secret, size);
+  }
+  for (i = 0; i < 64; i++) key[i] ^= 0x36;
+  cddp__sha256_init(&s);
+  cddp__sha256_add(&s, key, 64);
+  if (label != NULL) cddp__sha256_add(&s, label, strlen(label) + 1);
+  cddp__sha256_add(&s, data, n);
+  cddp__sha256_end(&s, inner);
+  for (i = 0; i < 64; i++) key[i] ^= 0x36 ^ 0x5c;
+  cddp__sha256_init(&s);
+  cddp__sha256_add(&s, key, 64);
+  cddp__sha256_add(&s, inner, 32);
+  cddp__sha256_end(&s, mac);
+}
+
+/* Equality in a time that does not tell where the first difference is. */
+static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
+  const volatile unsigned char *p = (const volatile unsigned char *)a;
+  const volatile unsigned char *q = (const volatile unsigned char *)b;
+  unsigned char difference = 0;
+  size_t i;
+  for (i = 0; i < n; i++) difference = (unsigned char)(difference | (p[i] ^ q[i]));
+  return difference == 0;
+}
+
+/* >>sockets ------------------------------------------------------------------------------------ */
+
+/* The calls that may do less than asked go through these, so that tests can make them. */
+#ifndef CDDP__SEND
+#define CDDP__SEND send
+#endif
+#ifndef CDDP__RECV
+#define CDDP__RECV recv
+#endif
+#ifndef CDDP__PREAD
+#define CDDP__PREAD pread
+#endif
+#ifndef CDDP__PWRITE
+#define CDDP__PWRITE pwrite
+#endif
+
+static void cddp__close_fd(int *fd) {
+  if (*fd >= 0) close(*fd);
+  *fd = -1;
+}
+
+/* Waits until poll(2) has something to say about fd. */
+static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
+  for (;;) {
+    struct pollfd p;
+    int n;
+    p.fd = fd;
+    p.events = events;
+    p.revents = 0;
+    n = poll(&p, 1, cddp__poll_ms(deadline, 60000));
+    if (n > 0) return CDDP_OK;
+    if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
+    if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
+  }
+}
+
+/* Sends all of it before the deadline. Text without the peer: callers put it in front. */
+static cddp_result cddp__send_all(int fd, const void *data, size_t size, double deadline) {
+  const unsigned char *p = (const unsigned char *)data;
+  while (size > 0) {
+    ssize_t n = CDDP__SEND(fd, p, size, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n >= 0) {
+      p += n;
+      size -= (size_t)n;
+    } else if (errno == EAGAIN) {
+      cddp_result r = cddp__wait_fd(fd, POLLOUT, deadline);
+      if (r != CDDP_OK) return r;
+    } else if (errno != EINTR) {
+      return cddp__fail(CDDP_NETWORK, "send: %s", strerror(errno));
+    }
+  }
+  return CDDP_OK;
+}
+
+/* Receives exactly size bytes before the deadline. errno is 0 when the peer ended the stream. */
+static cddp_result cddp__recv_all(int fd, void *data, size_t size, double deadline) {
+  unsigned char *p = (unsigned char *)data;
+  while (size > 0) {
+    ssize_t n = CDDP__RECV(fd, p, size, MSG_DONTWAIT);
+    if (n > 0) {
+      p += n;
+      size -= (size_t)n;
+    } else if (n == 0) {
+      cddp__fail(CDDP_NETWORK, "the other side closed the connection");
+      errno = 0;
+      return CDDP_NETWORK;
+    } else if (errno == EAGAIN) {
+      cddp_result r = cddp__wait_fd(fd, POLLIN, deadline);
+      if (r != CDDP_OK) return r;
+    } else if (errno != EINTR) {
+      return cddp__fail(CDDP_NETWORK, "recv: %s", strerror(errno));
+    }
+  }
+  return CDDP_OK;
+}
+
+/* Splits "host:port" or "[::1]:port". */
+static cddp_result cddp__host_port(const char *text, char *host, size_t host_capacity, int *port) {
+  const char *colon = strrchr(text, ':'), *begin = text, *end = colon, *digit;
+  long value = 0;
+  if (colon == NULL)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "'%s' has no port; write host:port", text);
+  if (text[0] == '[') {
+    begin = text + 1;
+    end = colon - 1;
+    if (end <= begin || *end != ']') {
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "'%s' is no address; write [::1]:port for IPv6",
+                        text);
+    }
+  } else if (memchr(text, ':', (size_t)(colon - text)) != NULL) {
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "'%s' has several colons; write [::1]:port for IPv6",
+                      text);
+  }
+  for (digit = colon + 1; *digit >= '0' && *digit <= '9' && value <= 65535; digit++)
+    value = value * 10 + (*digit - '0');
+  if (digit == colon + 1 || *digit != '\0' || value > 65535) {
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "'%s' in '%s' is no port; it is a number from 0 to 65535", colon + 1, text);
+  }
+  if (end == begin)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "'%s' has no host; write host:port", text);
+  if ((size_t)(end - begin) >= host_capacity) {
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "the host name in '%.80s...' is too long", text);
+  }
+  memcpy(host, begin, (size_t)(end - begin));
+  host[end - begin] = '\0';
+  *port = (int)value;
+  return CDDP_OK;
+}
+
+static const struct sockaddr *cddp__sockaddr(const cddp__address *a) {
+  return (const struct sockaddr *)(const void *)&a->sa;
+}
+
+/* "127.0.0.1:29500" or "[::1]:29500". */
+static void cddp__address_text(const cddp__address *a, char *text, size_t capacity) {
+  char host[128], port[16];
+  bool v6 = a->sa.ss_family == AF_INET6;
+  if (getnameinfo(cddp__sockaddr(a), a->size, host, sizeof host, port, sizeof port,
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    snprintf(text, capacity, "(unknown address)");
+  } else {
+    snprintf(text, capacity, "%s%s%s:%s", v6 ? "[" : "", host, v6 ? "]" : "", port);
+  }
+}
+
+static void cddp__address_set_port(cddp__address *a, int port) {
+  if (a->sa.ss_family == AF_INET6)
+    ((struct sockaddr_in6 *)(void *)&a->sa)->sin6_port = htons((uint16_t)port);
+  else
+    ((struct sockaddr_in *)(void *)&a->sa)->sin_port = htons((uint16_t)port);
+}
+
+static int cddp__address_port(const cddp__address *a) {
+  if (a->sa.ss_family == AF_INET6)
+    return ntohs(((const struct sockaddr_in6 *)(const void *)&a->sa)->sin6_port);
+  return ntohs(((const struct sockaddr_in *)(const void *)&a->sa)->sin_port);
+}
+
+static bool cddp__address_same_host(const cddp__address *a, const cddp__address *b) {
+  if (a->sa.ss_family != b->sa.ss_family) return false;
+  if (a->sa.ss_family == AF_INET6) {
+    const struct sockaddr_in6 *p = (const struct sockaddr_in6 *)(const void *)&a->sa;
+    const struct sockaddr_in6 *q = (const struct sockaddr_in6 *)(const void *)&b->sa;
+    return memcmp(&p->sin6_addr, &q->sin6_addr, sizeof p->sin6_addr) == 0 &&
+           p->sin6_scope_id == q->sin6_scope_id;
+  }
+  return ((const struct sockaddr_in *)(const void *)&a->sa)->sin_addr.s_addr ==
+         ((const struct sockaddr_in *)(const void *)&b->sa)->sin_addr.s_addr;
+}
+
+/* The addresses of a host name, each once. host_name: the variable it came from, or NULL. */
+static cddp_result cddp__resolve(const char *host, int port, const char *host_name,
+                                 cddp__address *out, int *count) {
+  struct addrinfo hints, *list = NULL, *i;
+  int e, n = 0, j;
+  memset(&hints, 0, sizeof hints);
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  e = getaddrinfo(host, NULL, &hints, &list);
+  if (e != 0) {
+    return cddp__fail(
+        CDDP_NETWORK,
+        "the host name '%s'%s%s does not resolve: %s; correct it, use an address such as 127.0.0.1 "
+        "(all ranks on one host), or add the name to /etc/hosts",
+        host, host_name ? " in " : "", host_name ? host_name : "",
+        e == EAI_SYSTEM ? strerror(errno) : gai_strerror(e));
+  }
+  for (i = list; i != NULL && n < CDDP__ADDRESSES_MAX; i = i->ai_next) {
+    if ((i->ai_family != AF_INET && i->ai_family != AF_INET6) || i->ai_addrlen > sizeof out[n].sa)
+      continue;
+    memset(&out[n], 0, sizeof out[n]);
+    memcpy(&out[n].sa, i->ai_addr, i->ai_addrlen);
+    out[n].size = i->ai_addrlen;
+    cddp__address_set_port(&out[n], port);
+    for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) continue;
+    if (j == n) n++;
+  }
+  freeaddrinfo(list);
+  *count = n;
+  if (n == 0)
+    return cddp__fail(CDDP_NETWORK, "the host name '%s' has no IPv4 or IPv6 address", host);
+  return CDDP_OK;
+}
+
+static bool cddp__set_nodelay(int fd) {
+  int on = 1;
+  return setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0 &&
+         setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
+}
+
+static bool cddp__set_nonblock(int fd) {
+  int flags = fcntl(fd, F_GETFL);
+  return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0;
+}
+
+static bool cddp__set_cloexec(int fd) { return fcntl(fd, F_SETFD, FD_CLOEXEC) == 0; }
+
+static bool cddp__local_address(int fd, cddp__address *a) {
+  memset(a, 0, sizeof *a);
+  a->size = sizeof a->sa;
+  return getsockname(fd, (struct sockaddr *)(void *)&a->sa, &a->size) == 0;
+}
+
+/* A TCP connection to a port of this host where nobody listens may, when that port is also picked
+   for the near end, connect to itself. */
+static bool cddp__connected_to_itself(int fd) {
+  cddp__address here, there;
+  memset(&there, 0, sizeof there);
+  there.size = sizeof there.sa;
+  if (!cddp__local_address(fd, &here)) return false;
+  if (getpeername(fd, (struct sockaddr *)(void *)&there.sa, &there.size) != 0) return false;
+  return cddp__address_same_host(&here, &there) &&
+         cddp__address_port(&here) == cddp__address_port(&there);
+}
+
+/* One attempt. Returns 0 or an errno; *out is a non-blocking socket, or -1. */
+static int cddp__connect_address(const cddp__address *a, double deadline, int *out) {
+  int error = 0, fd = socket(a->sa.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  socklen_t size = sizeof error;
+  *out = -1;
+  if (fd < 0) return errno;
+  if (connect(fd, cddp__sockaddr(a), a->size) != 0) {
+    if (errno != EINPROGRESS && errno != EINTR)
+      error = errno;
+    else if (cddp__wait_fd(fd, POLLOUT, deadline) != CDDP_OK)
+      error = ETIMEDOUT;
+    else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0)
+      error = errno;
+  }
+  if (error == 0 && cddp__connected_to_itself(fd)) error = ECONNREFUSED;
+  if (error == 0 && !cddp__set_nodelay(fd)) error = errno;
+  if (error != 0)
+    close(fd);
+  else
+    *out = fd;
+  return error;
+}
+
+/* A listening socket. Returns 0 or an errno. "::" serves IPv4 too, any other IPv6 address only
+   itself. */
+static int cddp__listen_address(const cddp__address *a, int *out) {
+  static const struct in6_addr any = IN6ADDR_ANY_INIT;
+  int on = 1, error = 0,
+      fd = socket(a->sa.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  *out = -1;
+  if (fd < 0) return errno;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (a->sa.ss_family == AF_INET6) {
+    int v6only = memcmp(&((const struct sockaddr_in6 *)(const void *)&a->sa)->sin6_addr, &any,
+                        sizeof any) != 0;
+    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &v6only, sizeof v6only);
+  }
+  if (bind(fd, cddp__sockaddr(a), a->size) != 0 || listen(fd, SOMAXCONN) != 0) error = errno;
+  if (error != 0)
+    close(fd);
+  else
+    *out = fd;
+  return error;
+}
+
+/* Why listening failed, and the cure. */
+static cddp_result cddp__listen_failed(const cddp__address *a, int error, const char *port_name,
+                                       const char *host_name) {
+  char text[160], note[64] = "";
+  cddp__address_text(a, text, sizeof text);
+  if (port_name != NULL) snprintf(note, sizeof note, " (%s)", port_name);
+  if (error == EADDRINUSE) {
+    return cddp__fail(
+        CDDP_NETWORK,
+        "cannot listen on %s%s: the port is in use by another process; choose another %s or "
+        "stop that one",
+        text, note, port_name ? port_name : "port");
+  }
+  if (error == EADDRNOTAVAIL) {
+    return cddp__fail(
+        CDDP_NETWORK,
+        "cannot listen on %s: this address is not one of this host's; the server (rank 0) must "
+        "run on the host that %s names",
+        text, host_name ? host_name : "the address");
+  }
+  if (error == EACCES) {
+    return cddp__fail(
+        CDDP_NETWORK,
+        "cannot listen on %s%s: permission denied; ports below 1024 are for root, choose another",
+        text, note);
+  }
+  return cddp__fail(CDDP_NETWORK, "cannot listen on %s%s: %s", text, note, strerror(error));
+}
+
+/* One listening socket for each address that this host has; all with one port, which is chosen by
+   the system when *port is 0. An address in use is an error; one that this host lacks (::1 without
+   IPv6) is left out when there are others. */
+static cddp_result cddp__listen_all(cddp__address *a, int count, int *port, const char *port_name,
+                                    const char *host_name, int *fds, int *fd_count) {
+  bool any_port = *port == 0;
+  int attempt, i, error = 0, worst = 0, n = 0;
+  for (attempt = 0; attempt < 32; attempt++) {
+    for (i = n = 0; i < count; i++) {
+      cddp__address bound;
+      cddp__address_set_port(&a[i], *port);
+      error = cddp__listen_address(&a[i], &fds[n]);
+      if (error == EADDRINUSE) break;
+      worst = error != 0 ? i : worst;
+      if (error != 0) continue;
+      if (cddp__local_address(fds[n], &bound)) *port = cddp__address_port(&bound);
+      n++;
+    }
+    if (error != EADDRINUSE && n > 0) {
+      *fd_count = n;
+      return CDDP_OK;
+    }
+    while (n > 0) cddp__close_fd(&fds[--n]);
+    if (error != EADDRINUSE || !any_port) break;
+    *port = 0;
+  }
+  if (i == count) i = worst;
+  return cddp__listen_failed(&a[i], error, port_name, host_name);
+}
+
+/* A listening socket on 127.0.0.1 and a port of the system's choice. */
+static cddp_result cddp__listen_any(int *fd, int *port) {
+  cddp__address a[CDDP__ADDRESSES_MAX];
+  int count = 0;
+  cddp_result r = cddp__resolve("127.0.0.1", 0, NULL, a, &count);
+  *port = 0;
+  *fd = -1;
+  return r != CDDP_OK ? r : cddp__listen_all(a, 1, port, NULL, NULL, fd, &count);
+}
+
+/* >>frames ------------------------------------------------------------------------------------- */
+
+/* c10d's TCPStore commands. Integers are little-endian; a string is its length in 8 bytes, then its
+   bytes. There are two dialects: the codes below from PyTorch 2.2 on, where VALIDATE comes first,
+   and those of PyTorch 1.x. */
+enum cddp__code {
+  CDDP__VALIDATE,
+  CDDP__SET,
+  CDDP__COMPARE_SET,
+  CDDP__GET,
+  CDDP__ADD,
+  CDDP__CHECK,
+  CDDP__WAIT,
+  CDDP__GETNUMKEYS,
+  CDDP__DELETE_KEY,
+  CDDP__APPEND,
+  CDDP__MULTI_GET,
+  CDDP__MULTI_SET,
+  CDDP__CANCEL_WAIT,
+  CDDP__PING,
+  CDDP__QUEUE_PUSH,
+  CDDP__QUEUE_POP,
+  CDDP__QUEUE_LEN,
+  CDDP__LIST_KEYS,
+  CDDP__BARRIER,
+  CDDP__CODES_NEW,                   /* the codes above are those on the wire */
+  CDDP__WATCH_KEY = CDDP__CODES_NEW, /* PyTorch 1.x only, code 7 there */
+  CDDP__CODES
+};
+
+static const unsigned char cddp__validate_bytes[5] = {CDDP__VALIDATE, 0xce, 0xf7, 0x85, 0x3c};
+
+/* What follows the code byte: if counted, a u64 n and n items, else one item; an item is so many
+   strings, the first of them a key; then tail bytes. */
+static const struct cddp__shape {
+  unsigned char counted, strings, tail;
+} cddp__shapes[CDDP__CODES] = {{0, 0, 4}, {0, 2, 0}, {0, 3, 0}, {0, 1, 0}, {0, 1, 8},
+                               {1, 1, 0}, {1, 1, 0}, {0, 0, 0}, {0, 1, 0}, {0, 2, 0},
+                               {1, 1, 0}, {1, 2, 0}, {0, 0, 0}, {0, 0, 4}, {0, 2, 0},
+                               {0, 1, 0}, {0, 1, 0}, {0, 0, 0}, {0, 1, 8}, {0, 1, 0}};
+
+/* The code on the wire for a cddp__code, or the reverse; CDDP__CODES if there is none. */
+static unsigned cddp__code_to_old(unsigned code) {
+  if (code >= CDDP__SET && code <= CDDP__GETNUMKEYS) return code - 1;
+  return code == CDDP__DELETE_KEY ? 8u : (unsigned)CDDP__CODES;
+}
+static unsigned cddp__code_from_wire(unsigned char byte, bool old) {
+  if (!old) return byte < CDDP__CODES_NEW ? byte : (unsigned)CDDP__CODES;
+  if (byte <= 6) return byte + 1u;
+  return byte == 7   ? (unsigned)CDDP__WATCH_KEY
+         : byte == 8 ? (unsigned)CDDP__DELETE_KEY
+                     : (unsigned)CDDP__CODES;
+}
+
+enum cddp__frame_result { CDDP__FRAME_PART, CDDP__FRAME_WHOLE, CDDP__FRAME_BAD };
+
+static int cddp__frame_need(cddp__frame *f, size_t bytes) {
+  f->need = bytes;
+  return CDDP__FRAME_PART;
+}
+
+/* Code byte and count. */
+static int cddp__frame_head(cddp__frame *f, bool old, const unsigned char *p, size_t n) {
+  const struct cddp__shape *shape;
+  uint64_t count;
+  if (n < 1) return cddp__frame_need(f, 1);
+  f->code = cddp__code_from_wire(p[0], old);
+  if (f->code == CDDP__CODES) return CDDP__FRAME_BAD;
+  shape = &cddp__shapes[f->code];
+  f->strings = shape->strings;
+  f->index = 0;
+  if (!shape->counted) {
+    f->scanned = 1;
+    return CDDP__FRAME_WHOLE;
+  }
+  if (n < 9) return cddp__frame_need(f, 9);
+  count = cddp__get64(p + 1);
+  if (count > CDDP__KEYS_MAX) return CDDP__FRAME_BAD;
+  f->strings = count * shape->strings;
+  f->scanned = 9;
+  return CDDP__FRAME_WHOLE;
+}
+
+/* Looks for a whole command in the n bytes at p, which begin with its code byte; f->scanned is then
+   its size. Works as follows: strings are skipped one by one, and where they end is remembered in
+   *f (zeroed for each new command), so that the next call with more bytes at p goes on there: the
+   cost is linear however the bytes come. Every limit is checked as soon as the length is seen,
+   before there is room made for it. */
+static int cddp__frame_scan(cddp__frame *f, bool old, const unsigned char *p, size_t n) {
+  unsigned per_item;
+  if (n < f->need) return CDDP__FRAME_PART;
+  if (f->scanned == 0) {
+    int r = cddp__frame_head(f, old, p, n);
+    if (r != CDDP__FRAME_WHOLE) return r;
+  }
+  for (per_item = cddp__shapes[f->code].strings; f->strings > 0; f->strings--) {
+    uint64_t size;
+    if (n - f->scanned < 8) return cddp__frame_need(f, f->scanned + 8);
+    size = cddp__get64(p + f->scanned);
+    if (size > (f->index == 0 ? CDDP__KEY_MAX : CDDP__VALUE_MAX)) return CDDP__FRAME_BAD;
+    if (f->scanned + 8 + size > CDDP__COMMAND_MAX) return CDDP__FRAME_BAD;
+    if (n - f->scanned - 8 < size) return cddp__frame_need(f, f->scanned + 8 + (size_t)size);
+    f->scanned += 8 + (size_t)size;
+    f->index = (f->index + 1) % per_item;
+  }
+  if (n - f->scanned < cddp__shapes[f->code].tail)
+    return cddp__frame_need(f, f->scanned + cddp__shapes[f->code].tail);
+  f->scanned += cddp__shapes[f->code].tail;
+  return CDDP__FRAME_WHOLE;
+}
+
+/* The string at *p of a command that cddp__frame_scan found whole; moves *p behind it. */
+static cddp__span cddp__take_string(const unsigned char **p) {
+  cddp__span s;
+  s.size = (size_t)cddp__get64(*p);
+  s.data = *p + 8;
+  *p = s.data + s.size;
+  return s;
+}
+
+static cddp__span cddp__span_of(const void *data, size_t size) {
+  cddp__span s;
+  s.data = (const unsigned char *)data;
+  s.size = size;
+  return s;
+}
+
+static bool cddp__span_equal(cddp__span a, cddp__span b) {
+  return a.size == b.size && (a.size == 0 || memcmp(a.data, b.data, a.size) == 0);
+}
+
+static size_t cddp__buffer_size(const cddp__buffer *b) { return b->end - b->start; }
+
+/* Makes room for `more` bytes behind the end; false when there is no memory. */
+static bool cddp__buffer_reserve(const cddp_allocator *a, cddp__buffer *b, size_t more) {
+  size_t size = cddp__buffer_size(b), capacity = cddp__max(b->capacity, 256);
+  unsigned char *data;
+  if (b->capacity - b->end >= more) return true;
+  if (b->start > 0 && b->start >= size &&
+      b->capacity - size >= more) { /* moves at most as much as was consumed */
+    memmove(b->data, b->data + b->start, size);
+    b->start = 0;
+    b->end = size;
+    return true;
+  }
+  while (capacity / 2 < size || capacity - size < more)
+    capacity *= 2; /* at least doubled: moves are rare */
+  data = (unsigned char *)cddp__malloc(a, capacity);
+  if (data == NULL) return false;
+  if (size > 0) memcpy(data, b->data + b->start, size);
+  cddp__free(a, b->data);
+  b->data = data;
+  b->capacity = capacity;
+  b->start = 0;
+  b->end = size;
+  return true;
+}
+
+static bool cddp__buffer_add(const cddp_allocator *a, cddp__buffer *b, const void *data,
+                             size_t size) {
+  if (!cddp__buffer_reserve(a, b, size)) return false;
+  if (size > 0) memcpy(b->data + b->end, data, size);
+  b->end += size;
+  return true;
+}
+
+static bool cddp__buffer_add64(const cddp_allocator *a, cddp__buffer *b, uint64_t v) {
+  unsigned char bytes[8];
+  cddp__put64(bytes, v);
+  return cddp__buffer_add(a, b, bytes, 8);
+}
+
+static bool cddp__buffer_add_string(const cddp_allocator *a, cddp__buffer *b, cddp__span s) {
+  return cddp__buffer_add64(a, b, s.size) && cddp__buffer_add(a, b, s.data, s.size);
+}
+
+static void cddp__buffer_free(const cddp_allocator *a, cddp__buffer *b) {
+  cddp__free(a, b->data);
+  memset(b, 0, sizeof *b);
+}
+
+/* Empties b, and frees it when it has grown beyond `keep` bytes. */
+static void cddp__buffer_clear(const cddp_allocator *a, cddp__buffer *b, size_t keep) {
+  if (b->capacity > keep) cddp__buffer_free(a, b);
+  b->start = b->end = 0;
+}
+
+/* >>store -------------------------------------------------------------------------------------- */
+
+/* The map: what the server and the file store hold. A hash table of chains. An entry is there while
+   its key has a value, a queue or somebody waiting for it. */
+
+static void cddp__map_init(cddp__map *m, const cddp_allocator *a) {
+  memset(m, 0, sizeof *m);
+  m->allocator = *a;
+  if (cddp__random(&m->seed, sizeof m->seed) != CDDP_OK) m->seed = (uint64_t)(cddp__now() * 1e9);
+}
+
+static unsigned char *cddp__entry_key(cddp__entry *e) { return (unsigned char *)(e + 1); }
+
+static cddp__span cddp__entry_value(const cddp__entry *e) {
+  return cddp__span_of(e->value, e->value_size);
+}
+
+/* Whether WAIT and CHECK see the key. */
+static bool cddp__entry_exists(const cddp__entry *e) {
+  return e != NULL && (e->present || e->queue_head != NULL);
+}
+
+static cddp__entry *cddp__map_find(const cddp__map *m, cddp__span key) {
+  uint64_t hash = cddp__hash64(m->seed, key.data, key.size);
+  cddp__entry *e = m->bucket_count == 0 ? NULL : m->buckets[hash & (m->bucket_count - 1)];
+  while (e != NULL && !(e->hash == hash &&
+                        cddp__span_equal(key, cddp__span_of(cddp__entry_key(e), e->key_size))))
+    e = e->next;
+  return e;
+}
+
+/* More buckets; without memory for them chains just get longer. False only when there is no bucket
+   at all. */
+static bool cddp__map_grow(cddp__map *m) {
+  size_t count = m->bucket_count == 0 ? 64 : m->bucket_count * 2, i;
+  cddp__entry **buckets;
+  if (m->entry_count < m->bucket_count) return true;
+  buckets = (cddp__entry **)cddp__calloc(&m->allocator, count, sizeof *buckets);
+  if (buckets == NULL) return m->bucket_count > 0;
+  for (i = 0; i < m->bucket_count; i++) {
+    while (m->buckets[i] != NULL) {
+      cddp__entry *e = m->buckets[i];
+      m->buckets[i] = e->next;
+      e->next = buckets[e->hash & (count - 1)];
+      buckets[e->hash & (count - 1)] = e;
+    }
+  }
+  cddp__free(&m->allocator, m->buckets);
+  m->buckets = buckets;
+  m->bucket_count = count;
+  return true;
+}
+
+/* The entry of key, made if need be without a value; NULL when there is no memory. */
+static cddp__entry *cddp__map_touch(cddp__map *m, cddp__span key) {
+  cddp__entry *e = cddp__map_find(m, key);
+  if (e != NULL) return e;
+  if (!cddp__map_grow(m)) return NULL;
+  e = (cddp__entry *)cddp__malloc(&m->allocator, sizeof *e + key.size);
+  if (e == NULL) return NULL;
+  memset(e, 0, sizeof *e);
+  if (key.size > 0) memcpy(cddp__entry_key(e), key.data, key.size);
+  e->key_size = key.size;
+  e->hash = cddp__hash64(m->seed, key.data, key.size);
+  e->next = m->buckets[e->hash & (m->bucket_count - 1)];
+  m->buckets[e->hash & (m->bucket_count - 1)] = e;
+  m->entry_count++;
+  return e;
+}
+
+/* Removes e when nothing keeps it. */
+static void cddp__map_prune(cddp__map *m, cddp__entry *e) {
+  cddp__entry **link = &m->buckets[e->hash & (m->bucket_count - 1)];
+  if (e->present || e->queue_head != NULL || e->waiters != NULL) return;
+  while (*link != e) link = &(*link)->next;
+  *link = e->next;
+  m->entry_count--;
+  cddp__free(&m->allocator, e->value);
+  cddp__free(&m->allocator, e);
+}
+
+/* Stores value (which must not be e's own); false, and nothing has changed, when there is no
+   memory. */
+static bool cddp__map_store(cddp__map *m, cddp__entry *e, cddp__span value) {
+  if (e->value_capacity < value.size || e->value_capacity / 4 > value.size + 64) {
+    unsigned char *data = (unsigned char *)cddp__malloc(&m->allocator, value.size);
+    if (data == NULL) return false;
+    cddp__free(&m->allocator, e->value);
+    e->value = data;
+    e->value_capacity = value.size;
+  }
+  if (value.size > 0) memcpy(e->value, value.data, value.size);
+  e->value_size = value.size;
+  m->present_count += !e->present;
+  e->present = true;
+  return true;
+}
+
+/* The entry of key, with that value now; NULL when there is no memory. */
+static cddp__entry *cddp__map_put(cddp__map *m, cddp__span key, cddp__span value) {
+  cddp__entry *e = cddp__map_touch(m, key);
+  if (e == NULL || cddp__map_store(m, e, value)) return e;
+  cddp__map_prune(m, e);
+  return NULL;
+}
+
+static cddp__entry *cddp__map_append(cddp__map *m, cddp__span key, cddp__span more) {
+  cddp__entry *e = cddp__map_touch(m, key);
+  size_t size = e == NULL ? 0 : e->value_size + more.size;
+  if (e == NULL) return NULL;
+  if (e->present && e->value_capacity < size) {
+    unsigned char *data = (unsigned char *)cddp__malloc(&m->allocator, 2 * size);
+    if (data == NULL) return NULL;
+    if (e->value_size > 0) memcpy(data, e->value, e->value_size);
+    cddp__free(&m->allocator, e->value);
+    e->value = data;
+    e->value_capacity = 2 * size;
+  }
+  if (!e->present) return cddp__map_put(m, key, more);
+  if (more.size > 0) memcpy(e->value + e->value_size, more.data, more.size);
+  e->value_size = size;
+  return e;
+}
+
+static bool cddp__map_remove(cddp__map *m, cddp__span key) {
+  cddp__entry *e = cddp__map_find(m, key);
+  if (e == NULL || !e->present) return false;
+  e->present = false;
+  e->value_size = 0;
+  m->present_count--;
+  cddp__map_prune(m, e);
+  return true;
+}
+
+static bool cddp__queue_push(cddp__map *m, cddp__entry *e, cddp__span value) {
+  cddp__queue_item *item =
+      (cddp__queue_item *)cddp__malloc(&m->allocator, sizeof *item + value.size);
+  if (item == NULL) return false;
+  item->next = NULL;
+  item->size = value.size;
+  if (value.size > 0) memcpy(item + 1, value.data, value.size);
+  if (e->queue_tail != NULL)
+    e->queue_tail->next = item;
+  else
+    e->queue_head = item;
+  e->queue_tail = item;
+  e->queue_length++;
+  return true;
+}
+
+/* Drops the oldest item of a queue that is not empty. */
+static void cddp__queue_pop(cddp__map *m, cddp__entry *e) {
+  cddp__queue_item *item = e->queue_head;
+  e->queue_head = item->next;
+  if (e->queue_head == NULL) e->queue_tail = NULL;
+  e->queue_length--;
+  cddp__free(&m->allocator, item);
+}
+
+static void cddp__map_free(cddp__map *m) { /* nobody waits any more */
+  size_t i;
+  for (i = 0; i < m->bucket_count; i++) {
+    while (m->buckets[i] != NULL) {
+      cddp__entry *e = m->buckets[i];
+      m->buckets[i] = e->next;
+      while (e->queue_head != NULL) cddp__queue_pop(m, e);
+      cddp__free(&m->allocator, e->value);
+      cddp__free(&m->allocator, e);
+    }
+  }
+  cddp__free(&m->allocator, m->buckets);
+  m->buckets = NULL;
+  m->bucket_count = m->entry_count = 0;
+  m->present_count = 0;
+}
+
+/* A decimal number with an optional sign, as ADD stores it. */
+static bool cddp__parse_i64(cddp__span text, int64_t *out) {
+  uint64_t v = 0, limit = INT64_MAX;
+  size_t i = 0;
+  bool negative = text.size > 0 && text.data[0] == '-';
+  if (text.size > 0 && (text.data[0] == '-' || text.data[0] == '+')) i = 1;
+  if (i == text.size) return false;
+  limit += negative;
+  for (; i < text.size; i++) {
+    unsigned digit = (unsigned)text.data[i] - '0';
+    if (digit > 9 || v > (limit - digit) / 10) return false;
+    v = v * 10 + digit;
+  }
+  *out = (int64_t)(negative ? 0 - v : v);
+  return true;
+}
+
+/* *total = the number at key (0 if there is none) + amount, wrapping; false when the value there is
+   no number. */
+static bool cddp__map_total(const cddp__map *m, cddp__span key, int64_t amount, int64_t *total) {
+  const cddp__entry *e = cddp__map_find(m, key);
+  int64_t have = 0;
+  if (e != NULL && e->present && !cddp__parse_i64(cddp__entry_value(e), &have)) return false;
+  *total = (int64_t)((uint64_t)have + (uint64_t)amount);
+  return true;
+}
+
+static cddp__span cddp__decimal(int64_t v, char text[24]) {
+  return cddp__span_of(text, (size_t)snprintf(text, 24, "%" PRId64, v));
+}
+
+/* Authentication of a connection, before the first byte of c10d. Works as follows: both sides prove
+   that they know the secret without showing it, over one fresh nonce of each side, so that no
+   recording of an earlier connection helps; the labels differ, so that neither side's proof serves
+   as the other's. A stranger who just connects gets a nonce and nothing to guess the secret from.
+   The connection is not encrypted.
+     client: HELLO, client nonce          server: CHALLENGE, server nonce
+     client: HMAC(client label, nonces)   server: WELCOME, HMAC(server label, nonces)
+   Instead of an answer the server may send REFUSAL and a letter: S = a secret is needed here, W =
+   not that one, N = there is none here. No c10d stream begins with the letter C, and as a count it
+   would be absurd. */
+#define CDDP__AUTH_HELLO "CDDPauth"
+#define CDDP__AUTH_CHALLENGE "CDDPchal"
+#define CDDP__AUTH_WELCOME "CDDPgood"
+#define CDDP__AUTH_REFUSAL "CDDPdeny"
+#define CDDP__LABEL_CLIENT "cddp store 1 client"
+#define CDDP__LABEL_SERVER "cddp store 1 server"
+
+/* The server: one thread with level-triggered epoll. Each connection has a buffer of input, whose
+   commands are run one by one in cddp__conn_run, and one of output. A connection that waits is on
+   the waiter lists of its missing keys and its next commands stay in its buffer; when the last key
+   comes, it goes on the ready list and is run after the command that brought the key. Closed
+   connections are freed at the end of the turn, as events and lists may still point at them.
+   Nothing a client does stops the loop: each has its own limits and deadlines, and an error,
+   malloc's included, ends only the connection it happened on. */
+#ifndef CDDP__GREETING_S
+#define CDDP__GREETING_S 5.0 /* for the first command, and the authentication */
+#endif
+#ifndef CDDP__COMMAND_S
+#define CDDP__COMMAND_S 10.0 /* for a command, plus 1 per 64 KiB that came; for reading output */
+#endif
+#define CDDP__TICK_S 0.25       /* how often deadlines are looked at */
+#define CDDP__SERVER_KEEP 4096u /* bytes of buffer that an idle connection keeps */
+
+static void cddp__server_set_deadline(cddp__server *v, cddp__conn *c, double deadline) {
+  v->armed += (deadline != 0) - (c->deadline != 0);
+  c->deadline = deadline;
+}
+
+static void cddp__waiter_detach(cddp__waiter *w) {
+  cddp__entry *e = w->entry;
+  if (w->prev != NULL)
+    w->prev->next = w->next;
+  else
+    e->waiters = w->next;
+  if (w->next != NULL)
+    w->next->prev = w->prev;
+  else
+    e->last_waiter = w->prev;
+  w->entry = NULL;
+}
+
+/* Ends c's waiting, whatever is still missing. */
+static void cddp__conn_unwait(cddp__server *v, cddp__conn *c) {
+  while (c->waiters != NULL) {
+    cddp__waiter *w = c->waiters;
+    cddp__entry *e = w->entry;
+    c->waiters = w->mate;
+    if (e != NULL) {
+      cddp__waiter_detach(w);
+      cddp__map_prune(&v->map, e);
+    }
+    cddp__free(&v->allocator, w);
+  }
+  c->missing = 0;
+  if (c->began != 0) c->began = cddp__now(); /* what came meanwhile did not have its chance yet */
+}
+
+/* Closes c; it is freed at the end of the turn. */
+static void cddp__conn_kill(cddp__server *v, cddp__conn *c) {
+  if (c->dead) return;
+  c->dead = true;
+  cddp__conn_unwait(v, c);
+  cddp__server_set_deadline(v, c, 0);
+  v->buffered -= c->in.capacity + c->out.capacity;
+  cddp__buffer_free(&v->allocator, &c->in);
+  cddp__buffer_free(&v->allocator, &c->out);
+  cddp__close_fd(&c->source.fd);
+  if (c->prev != NULL)
+    c->prev->next = c->next;
+  else
+    v->conns = c->next;
+  if (c->next != NULL) c->next->prev = c->prev;
+  c->next = v->dead;
+  v->dead = c;
+  if (!v->accepting) v->accept_again = 0;
+}
+
+/* Room for `more` bytes in a connection's buffer; false beyond the limits. */
+static bool cddp__conn_reserve(cddp__server *v, cddp__buffer *b, size_t more) {
+  size_t before = b->capacity;
+  if (cddp__buffer_size(b) + more > (size_t)CDDP__COMMAND_MAX + CDDP__VALUE_MAX) return false;
+  if (v->buffered + more > CDDP__SERVER_MEMORY) return false;
+  if (!cddp__buffer_reserve(&v->allocator, b, more)) return false;
+  v->buffered = v->buffered - before + b->capacity;
+  return true;
+}
+
+static void cddp__conn_tidy(cddp__server *v, cddp__buffer *b) {
+  size_t before = b->capacity;
+  if (cddp__buffer_size(b) > 0) return;
+  cddp__buffer_clear(&v->allocator, b, CDDP__SERVER_KEEP);
+  v->buffered = v->buffered - before + b->capacity;
+}
+
+static bool cddp__reply(cddp__server *v, cddp__conn *c, const void *data, size_t size) {
+  if (!cddp__conn_reserve(v, &c->out, size)) return false;
+  if (size > 0) memcpy(c->out.data + c->out.end, data, size);
+  c->out.end += size;
+  return true;
+}
+static bool cddp__reply8(cddp__server *v, cddp__conn *c, unsigned char byte) {
+  return cddp__reply(v, c, &byte, 1);
+}
+static bool cddp__reply64(cddp__server *v, cddp__conn *c, int64_t value) {
+  unsigned char bytes[8];
+  cddp__put64(bytes, (uint64_t)value);
+  return cddp__reply(v, c, bytes, 8);
+}
+static bool cddp__reply_string(cddp__server *v, cddp__conn *c, cddp__span s) {
+  return cddp__reply64(v, c, (int64_t)s.size) && cddp__reply(v, c, s.data, s.size);
+}
+
+static void cddp__server_ready(cddp__server *v, cddp__conn *c) {
+  if (c->ready || c->dead) return;
+  c->ready = true;
+  c->next_ready = v->ready;
+  v->ready = c;
+}
+
+/* The key that w waits for has come. */
+static void cddp__server_wake_one(cddp__server *v, cddp__waiter *w) {
+  cddp__conn *c = w->conn;
+  cddp__waiter_detach(w);
+  if (--c->missing > 0) return;
+  cddp__conn_unwait(v, c);
+  if (cddp__reply8(v, c, 0))
+    cddp__server_ready(v, c);
+  else
+    cddp__conn_kill(v, c);
+}
+
+/* Wakes those in WAIT (total 0), or those in BARRIER whose number has been reached. */
+static void cddp__server_wake(cddp__server *v, cddp__entry *e, int64_t total) {
+  cddp__waiter *w = e->waiters;
+  while (w != NULL) {
+    cddp__waiter *next = w->next;
+    if (total == 0 ? w->world == 0 : w->world != 0 && total >= w->world)
+      cddp__server_wake_one(v, w);
+    w = next;
+  }
+}
+
+static bool cddp__conn_add_waiter(cddp__server *v, cddp__conn *c, cddp__entry *e, int64_t world) {
+  cddp__waiter *w = (cddp__waiter *)cddp__malloc(&v->allocator, sizeof *w);
+  if (w == NULL) return false;
+  w->next = NULL;
+  w->prev = e->last_waiter;
+  w->mate = c->waiters;
+  w->entry = e;
+  w->conn = c;
+  w->world = world;
+  if (w->prev != NULL)
+    w->prev->next = w;
+  else
+    e->waiters = w;
+  e->last_waiter = w;
+  c->waiters = w;
+  c->missing++;
+  return true;
+}
+
+/* The commands. p is behind the code byte of a whole command. False ends the connection. */
+
+/* SET, MULTI_SET */
+static bool cddp__serve_put(cddp__server *v, const unsigned char *p, uint64_t n) {
+  while (n-- > 0) {
+    cddp__span key = cddp__take_string(&p), value = cddp__take_string(&p);
+    cddp__entry *e = cddp__map_put(&v->map, key, value);
+    if (e == NULL) return false;
+    cddp__server_wake(v, e, 0);
+  }
+  return true;
+}
+
+static bool cddp__serve_append(cddp__server *v, const unsigned char *p) {
+  cddp__span key = cddp__take_string(&p), more = cddp__take_string(&p);
+  cddp__entry *e = cddp__map_find(&v->map, key);
+  if (e != NULL && e->value_size + more.size > CDDP__VALUE_MAX) return false;
+  e = cddp__map_append(&v->map, key, more);
+  if (e == NULL) return false;
+  cddp__server_wake(v, e, 0);
+  return true;
+}
+
+static bool cddp__serve_compare_set(cddp__server *v, cddp__conn *c, const unsigned char *p) {
+  cddp__span key = cddp__take_string(&p), expected = cddp__take_string(&p),
+             desired = cddp__take_string(&p);
+  cddp__entry *e = cddp__map_find(&v->map, key);
+  bool present = e != NULL && e->present;
+  if (!present && expected.size > 0) return cddp__reply_string(v, c, expected);
+  if (present && !cddp__span_equal(cddp__entry_value(e), expected))
+    return cddp__reply_string(v, c, cddp__entry_value(e));
+  e = cddp__map_put(&v->map, key, desired);
+  if (e == NULL) return false;
+  cddp__server_wake(v, e, 0);
+  return cddp__reply_string(v, c, desired);
+}
+
+/* GET, MULTI_GET */
+static bool cddp__serve_get(cddp__server *v, cddp__conn *c, const unsigned char *p, uint64_t n) {
+  while (n-- > 0) {
+    const cddp__entry *e = cddp__map_find(&v->map, cddp__take_string(&p));
+    bool present = e != NULL && e->present;
+    if (!cddp__reply_string(v, c, present ? cddp__entry_value(e) : cddp__span_of(NULL, 0)))
+      return false;
+  }
+  return true;
+}
+
+/* Adds to the number at key and wakes who waits for it; false when it is none or out of memory. */
+static bool cddp__server_add(cddp__server *v, cddp__span key, int64_t amount, int64_t *total) {
+  char text[24];
+  cddp__entry *e;
+  if (!cddp__map_total(&v->map, key, amount, total)) return false;
+  e = cddp__map_put(&v->map, key, cddp__decimal(*total, text));
+  if (e != NULL) cddp__server_wake(v, e, 0);
+  return e != NULL;
+}
+
+static bool cddp__serve_add(cddp__server *v, cddp__conn *c, const unsigned char *p) {
+  cddp__span key = cddp__take_string(&p);
+  int64_t total = 0;
+  return cddp__server_add(v, key, (int64_t)cddp__get64(p), &total) && cddp__reply64(v, c, total);
+}
+
+static bool cddp__serve_check(cddp__server *v, cddp__conn *c, const unsigned char *p, uint64_t n) {
+  bool all = true;
+  while (n-- > 0 && all) all = cddp__entry_exists(cddp__map_find(&v->map, cddp__take_string(&p)));
+  return cddp__reply8(v, c, all ? 0 : 1);
+}
+
+static bool cddp__serve_wait(cddp__server *v, cddp__conn *c, const unsigned char *p, uint64_t n) {
+  while (n-- > 0) {
+    cddp__span key = cddp__take_string(&p);
+    cddp__entry *e = cddp__map_touch(&v->map, key);
+    if (e == NULL) return false;
+    if (cddp__entry_exists(e)) continue;
+    if (!cddp__conn_add_waiter(v, c, e, 0)) {
+      cddp__map_prune(&v->map, e);
+      return false;
+    }
+  }
+  return c->missing > 0 || cddp__reply8(v, c, 0);
+}
+
+static bool cddp__serve_barrier(cddp__server *v, cddp__conn *c, const unsigned char *p) {
+  cddp__span key = cddp__take_string(&p);
+  int64_t world = (int64_t)cddp__get64(p), total = 0;
+  cddp__entry *e;
+  if (!cddp__server_add(v, key, 1, &total)) return false;
+  e = cddp__map_find(&v->map, key);
+  cddp__server_wake(v, e, total);
+  if (total >= world) return cddp__reply8(v, c, 0);
+  return cddp__conn_add_waiter(v, c, e, world);
+}
+
+static bool cddp__serve_push(cddp__server *v, const unsigned char *p) {
+  cddp__span key = cddp__take_string(&p), value = cddp__take_string(&p);
+  cddp__entry *e = cddp__map_touch(&v->map, key);
+  cddp__waiter *w;
+  if (e == NULL) return false;
+  if (!cddp__queue_push(&v->map, e, value)) {
+    cddp__map_prune(&v->map, e);
+    return false;
+  }
+  for (w = e->waiters; w != NULL && w->world != 0; w = w->next) continue;
+  if (w != NULL) cddp__server_wake_one(v, w);
+  return true;
+}
+
+static bool cddp__serve_pop(cddp__server *v, cddp__conn *c, const unsigned char *p) {
+  cddp__entry *e = cddp__map_find(&v->map, cddp__take_string(&p));
+  if (e == NULL || e->queue_head == NULL) return cddp__reply64(v, c, 0);
+  if (!cddp__reply64(v, c, e->queue_length)) return false;
+  if (!cddp__reply_string(v, c, cddp__span_of(e->queue_head + 1, e->queue_head->size)))
+    return false;
+  cddp__queue_pop(&v->map, e);
+  cddp__map_prune(&v->map, e);
+  return true;
+}
+
+static bool cddp__serve_list(cddp__server *v, cddp__conn *c) {
+  size_t i;
+  cddp__entry *e;
+  if (!cddp__reply64(v, c, v->map.present_count)) return false;
+  for (i = 0; i < v->map.bucket_count; i++) {
+    for (e = v->map.buckets[i]; e != NULL; e = e->next) {
+      if (e->present && !cddp__reply_string(v, c, cddp__span_of(cddp__entry_key(e), e->key_size)))
+        return false;
+    }
+  }
+  return true;
+}
+
+static bool cddp__serve(cddp__server *v, cddp__conn *c, unsigned code, const unsigned char *p) {
+  uint64_t n = 1;
+  const cddp__entry *e;
+  if (cddp__shapes[code].counted) {
+    n = cddp__get64(p);
+    p += 8;
+  }
+  switch (code) {
+  case CDDP__VALIDATE:
+    return memcmp(p, cddp__validate_bytes + 1, 4) == 0;
+  case CDDP__SET:
+  case CDDP__MULTI_SET:
+    return cddp__serve_put(v, p, n);
+  case CDDP__COMPARE_SET:
+    return cddp__serve_compare_set(v, c, p);
+  case CDDP__GET:
+  case CDDP__MULTI_GET:
+    return cddp__serve_get(v, c, p, n);
+  case CDDP__ADD:
+    return cddp__serve_add(v, c, p);
+  case CDDP__CHECK:
+    return cddp__serve_check(v, c, p, n);
+  case CDDP__WAIT:
+    return cddp__serve_wait(v, c, p, n);
+  case CDDP__GETNUMKEYS:
+    return cddp__reply64(v, c, v->map.present_count);
+  case CDDP__DELETE_KEY:
+    return cddp__reply64(v, c, cddp__map_remove(&v->map, cddp__take_string(&p)));
+  case CDDP__APPEND:
+    return cddp__serve_append(v, p);
+  case CDDP__CANCEL_WAIT:
+    cddp__conn_unwait(v, c);
+    return cddp__reply8(v, c, 1);
+  case CDDP__PING:
+    return cddp__reply(v, c, p, 4);
+  case CDDP__QUEUE_PUSH:
+    return cddp__serve_push(v, p);
+  case CDDP__QUEUE_POP:
+    return cddp__serve_pop(v, c, p);
+  case CDDP__QUEUE_LEN:
+    e = cddp__map_find(&v->map, cddp__take_string(&p));
+    return cddp__reply64(v, c, e == NULL ? 0 : e->queue_length);
+  case CDDP__LIST_KEYS:
+    return cddp__serve_list(v, c);
+  case CDDP__BARRIER:
+    return cddp__serve_barrier(v, c, p);
+  case CDDP__WATCH_KEY:
+    return cddp__reply8(v, c, 3); /* registered; PyTorch never uses what would follow */
+  default:
+    return false;
+  }
+}
+
+/* The states of a connection. Each looks at the head of its input and returns whether it got
+   anywhere. */
+
+static const unsigned char *cddp__conn_head(const cddp__conn *c) {
+  return c->in.data + c->in.start;
+}
+
+static void cddp__conn_consume(cddp__conn *c, size_t n) {
+  c->in.start += n;
+  c->began = cddp__buffer_size(&c->in) > 0 ? cddp__now() : 0;
+}
+
+/* Says why, then ends the connection once that is read. */
+static void cddp__conn_refuse(cddp__server *v, cddp__conn *c, char why) {
+  c->state = CDDP__CONN_REFUSED;
+  cddp__server_set_deadline(v, c, cddp__now() + 1);
+  if (!cddp__reply(v, c, CDDP__AUTH_REFUSAL, 8) || !cddp__reply8(v, c, (unsigned char)why))
+    cddp__conn_kill(v, c);
+}
+
+/* The first bytes tell: HELLO, VALIDATE, or a command of PyTorch 1.x. They are enough as soon as
+   they can be only one. */
+static bool cddp__conn_fresh(cddp__server *v, cddp__conn *c) {
+  const unsigned char *p = cddp__conn_head(c);
+  size_t size = cddp__buffer_size(&c->in);
+  if (size == 0) return false;
+  if (c->state == CDDP__CONN_FRESH && memcmp(p, CDDP__AUTH_HELLO, cddp__min(size, 8)) == 0) {
+    if (size < 8 + CDDP__NONCE_SIZE) return false;
+    if (v->secret == NULL) {
+      cddp__conn_refuse(v, c, 'N');
+      return false;
+    }
+    memcpy(c->nonces, p + 8, CDDP__NONCE_SIZE);
+    cddp__conn_consume(c, 8 + CDDP__NONCE_SIZE);
+    c->state = CDDP__CONN_PROVING;
+    if (cddp__random(c->nonces + CDDP__NONCE_SIZE, CDDP__NONCE_SIZE) != CDDP_OK ||
+        !cddp__reply(v, c, CDDP__AUTH_CHALLENGE, 8) ||
+        !cddp__reply(v, c, c->nonces + CDDP__NONCE_SIZE, CDDP__NONCE_SIZE)) {
+      cddp__conn_kill(v, c);
+    }
+    return !c->dead;
+  }
+  if (c->state == CDDP__CONN_FRESH && v->secret != NULL) {
+    cddp__conn_refuse(v, c, 'S');
+    return false;
+  }
+  c->old = memcmp(p, cddp__validate_bytes, cddp__min(size, 5)) != 0;
+  if (!c->old && size < 5) return false;
+  c->state = CDDP__CONN_SERVED;
+  return true;
+}
+
+static bool cddp__conn_proving(cddp__server *v, cddp__conn *c) {
+  unsigned char proof[CDDP__PROOF_SIZE];
+  if (cddp__buffer_size(&c->in) < CDDP__PROOF_SIZE) return false;
+  cddp__hmac(v->secret, CDDP__LABEL_CLIENT, c->nonces, sizeof c->nonces, proof);
+  if (!cddp__same_bytes(proof, cddp__conn_head(c), sizeof proof)) {
+    cddp__conn_refuse(v, c, 'W');
+    return false;
+  }
+  cddp__conn_consume(c, sizeof proof);
+  cddp__hmac(v->secret, CDDP__LABEL_SERVER, c->nonces, sizeof c->nonces, proof);
+  c->state = CDDP__CONN_PROVEN;
+  if (!cddp__reply(v, c, CDDP__AUTH_WELCOME, 8) || !cddp__reply(v, c, proof, sizeof proof))
+    cddp__conn_kill(v, c);
+  return !c->dead;
+}
+
+/* Runs one command. In a wait only CANCEL_WAIT is taken; what else comes stays where it is. PyTorch
+   1.x has no CANCEL_WAIT: who speaks again there has given up waiting. */
+static bool cddp__conn_served(cddp__server *v, cddp__conn *c) {
+  size_t size = cddp__buffer_size(&c->in);
+  int r;
+  if (size == 0) return false;
+  if (c->waiters != NULL && c->old) cddp__conn_unwait(v, c);
+  if (c->waiters != NULL && *cddp__conn_head(c) != CDDP__CANCEL_WAIT) return false;
+  r = cddp__frame_scan(&c->frame, c->old, cddp__conn_head(c), size);
+  if (r == CDDP__FRAME_PART) return false;
+  if (r == CDDP__FRAME_BAD || !cddp__serve(v, c, c->frame.code, cddp__conn_head(c) + 1)) {
+    cddp__conn_kill(v, c);
+    return false;
+  }
+  cddp__conn_consume(c, c->frame.scanned);
+  memset(&c->frame, 0, sizeof c->frame);
+  c->greeted = true;
+  return true;
+}
+
+static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
+  switch (c->state) {
+  case CDDP__CONN_FRESH:
+  case CDDP__CONN_PROVEN:
+    return cddp__conn_fresh(v, c);
+  case CDDP__CONN_PROVING:
+    return cddp__conn_proving(v, c);
+  case CDDP__CONN_SERVED:
+    return cddp__conn_served(v, c);
+  default:
+    c->in.start = c->in.end;
+    return false; /* refused: whatever it says */
+  }
+}
+
+/* Sends what it can. False when the connection has failed. */
+static bool cddp__conn_flush(cddp__server *v, cddp__conn *c) {
+  bool moved = false;
+  while (cddp__buffer_size(&c->out) > 0) {
+    ssize_t n = CDDP__SEND(c->source.fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
+                           MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno != EAGAIN) return false;
+    if (n < 0) break;
+    c->out.start += (size_t)n;
+    moved = true;
+    if (c->began != 0) c->began = cddp__now();
+  }
+  if (moved && c->state == CDDP__CONN_SERVED && c->deadline != 0)
+    cddp__server_set_deadline(v, c, cddp__now() + CDDP__COMMAND_S);
+  cddp__conn_tidy(v, &c->out);
+  return true;
+}
+
+/* Which events and which deadline c has from now on. */
+static void cddp__conn_arm(cddp__server *v, cddp__conn *c) {
+  size_t out = cddp__buffer_size(&c->out), in = cddp__buffer_size(&c->in);
+  bool full = out > CDDP__SERVER_PAUSE || (c->waiters != NULL && in >= CDDP__SERVER_PAUSE);
+  struct epoll_event event;
+  uint32_t events =
+      (c->ended || full ? 0u : (uint32_t)EPOLLIN) | (out > 0 ? (uint32_t)EPOLLOUT : 0u);
+  if (c->state == CDDP__CONN_REFUSED) {
+    if (out == 0)
+      shutdown(c->source.fd, SHUT_WR); /* closing at once might reset it before it has read why */
+  } else if (out > 0) {
+    if (c->deadline == 0) cddp__server_set_deadline(v, c, cddp__now() + CDDP__COMMAND_S);
+  } else if (c->greeted && (c->waiters != NULL || in == 0)) {
+    cddp__server_set_deadline(v, c, 0);
+  } else if (c->greeted) {
+    cddp__server_set_deadline(v, c, c->began + CDDP__COMMAND_S + (double)in / 65536);
+  }
+  if (events == c->events) return;
+  event.events = events;
+  event.data.ptr = c;
+  if (epoll_ctl(v->epoll, EPOLL_CTL_MOD, c->source.fd, &event) == 0)
+    c->events = events;
+  else
+    cddp__conn_kill(v, c);
+}
+
+/* Runs the commands that have come, as long as the answers are read. */
+static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
+  bool more = true;
+  while (more && !c->dead) {
+    while (!c->dead && cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(v, c))
+      continue;
+    more = !c->dead && cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE;
+    if (!c->dead && !cddp__conn_flush(v, c)) cddp__conn_kill(v, c);
+    more = more && cddp__buffer_size(&c->out) == 0;
+  }
+  if (c->dead) return;
+  cddp__conn_tidy(v, &c->in);
+  if (c->ended && cddp__buffer_size(&c->out) == 0)
+    cddp__conn_kill(v, c);
+  else
+    cddp__conn_arm(v, c);
+}
+
+static void cddp__conn_read(cddp__server *v, cddp__conn *c) {
+  size_t want = cddp__min(cddp__max(c->in.capacity, 512), 1u << 20), room;
+  ssize_t n;
+  if (c->in.capacity - c->in.end < 256 && !cddp__conn_reserve(v, &c->in, want)) {
+    cddp__conn_kill(v, c);
+    return;
+  }
+  room = cddp__min(c->in.capacity - c->in.end, 1u << 20);
+  do n = CDDP__RECV(c->source.fd, c->in.data + c->in.end, room, MSG_DONTWAIT);
+  while (n < 0 && errno == EINTR);
+  if (n < 0 && errno == EAGAIN) return;
+  if (n < 0) {
+    cddp__conn_kill(v, c);
+    return;
+  }
+  if (n > 0 && c->began == 0) c->began = cddp__now();
+  if (n > 0 && c->silent) { /* so it is none */
+    c->silent = false;
+    cddp__server_set_deadline(v, c, c->began + CDDP__GREETING_S);
+  }
+  if (n == 0) c->ended = true;
+  c->in.end += (size_t)n;
+  cddp__conn_run(v, c);
+}
+
+static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
+  if (c->dead) return;
+  if (events & EPOLLIN)
+    cddp__conn_read(v, c);
+  else if (events & (EPOLLHUP | EPOLLERR))
+    cddp__conn_kill(v, c);
+  else
+    cddp__conn_run(v, c);
+}
+
+/* Makes a connection of fd, which it takes. */
+static void cddp__server_add_conn(cddp__server *v, int fd, const cddp__address *peer) {
+  struct epoll_event event;
+  cddp__conn *c = (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c);
+  if (c == NULL || !cddp__set_nodelay(fd)) {
+    cddp__free(&v->allocator, c);
+    close(fd);
+    return;
+  }
+  c->source.kind = CDDP__SOURCE_CONN;
+  c->source.fd = fd;
+  c->peer = *peer;
+  c->events = EPOLLIN;
+  event.events = EPOLLIN;
+  event.data.ptr = c;
+  c->next = v->conns;
+  if (v->conns != NULL) v->conns->prev = c;
+  v->conns = c;
+  cddp__server_set_deadline(v, c, cddp__now() + CDDP__GREETING_S);
+  if (epoll_ctl(v->epoll, EPOLL_CTL_ADD, fd, &event) != 0) cddp__conn_kill(v, c);
+}
+
+/* Without descriptors or memory for a connection, accepting rests: the listening sockets would wake
+   epoll for ever. */
+static void cddp__server_set_accepting(cddp__server *v, bool on) {
+  int i;
+  for (i = 0; i < v->listener_count; i++) {
+    struct epoll_event event;
+    event.events = on ? (uint32_t)EPOLLIN : 0u;
+    event.data.ptr = &v->listeners[i];
+    epoll_ctl(v->epoll, EPOLL_CTL_MOD, v->listeners[i].fd, &event);
+  }
+  v->accepting = on;
+  v->accept_again = cddp__now() + CDDP__TICK_S;
+}
+
+static void cddp__server_accept(cddp__server *v, int listener) {
+  int i;
+  for (i = 0; i < 64; i++) {
+    cddp__address peer;
+    int fd;
+    memset(&peer, 0, sizeof peer);
+    peer.size = sizeof peer.sa;
+    fd = accept4(listener, (struct sockaddr *)(void *)&peer.sa, &peer.size,
+                 SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd >= 0)
+      cddp__server_add_conn(v, fd, &peer);
+    else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
+      break;
+    else if (errno != EINTR && errno != ECONNABORTED)
+      return;
+  }
+  if (i < 64) cddp__server_set_accepting(v, false);
+}
+
+/* Each client of PyTorch 1.x has a second connection on which it never says a word, and spins when
+   that is closed. So a silent one may stay when its host has more 1.x clients than silent ones. */
+static bool cddp__server_spares(cddp__server *v, cddp__conn *silent) {
+  cddp__conn *c;
+  int clients = 0;
+  if (silent->state != CDDP__CONN_FRESH || cddp__buffer_size(&silent->in) > 0 || v->secret != NULL)
+    return false;
+  for (c = v->conns; c != NULL; c = c->next) {
+    if (cddp__address_same_host(&c->peer, &silent->peer))
+      clients += (c->greeted && c->old) - c->silent;
+  }
+  return clients > 0;
+}
+
+static void cddp__server_check_deadlines(cddp__server *v) {
+  double now = cddp__now();
+  cddp__conn *c, *next;
+  if (!v->accepting && now >= v->accept_again) cddp__server_set_accepting(v, true);
+  if (v->armed == 0 || now < v->checked + CDDP__TICK_S) return;
+  v->checked = now;
+  for (c = v->conns; c != NULL; c = next) {
+    next = c->next;
+    if (c->deadline == 0 || now < c->deadline) continue;
+    if (cddp__server_spares(v, c)) {
+      c->silent = true;
+      cddp__server_set_deadline(v, c, 0);
+    } else {
+      cddp__conn_kill(v, c);
+    }
+  }
+}
+
+static void cddp__server_bury(cddp__server *v) {
+  while (v->dead != NULL) {
+    cddp__conn *c = v->dead;
+    v->dead = c->next;
+    cddp__free(&v->allocator, c);
+  }
+}
+
+static void *cddp__server_main(void *arg) {
+  cddp__server *v = (cddp__server *)arg;
+  struct epoll_event events[64];
+  for (;;) {
+    int i, n = epoll_wait(v->epoll, events, 64,
+                          v->armed > 0 || !v->accepting ? (int)(CDDP__TICK_S * 1000) : -1);
+    if (n < 0 && errno != EINTR) return NULL;
+    for (i = 0; i < n; i++) {
+      cddp__source *source = (cddp__source *)events[i].data.ptr;
+      if (source->kind == CDDP__SOURCE_STOP) return NULL;
+      if (source->kind == CDDP__SOURCE_LISTENER)
+        cddp__server_accept(v, source->fd);
+      else
+        cddp__conn_event(v, (cddp__conn *)events[i].data.ptr, events[i].events);
+      while (v->ready != NULL) {
+        cddp__conn *c = v->ready;
+        v->ready = c->next_ready;
+        c->ready = false;
+        if (!c->dead) cddp__conn_run(v, c);
+      }
+    }
+    cddp__server_check_deadlines(v);
+    cddp__server_bury(v);
+  }
+}
+
+/* Frees a server whose thread has ended or never ran. */
+static void cddp__server_free(cddp__server *v) {
+  cddp_allocator a = v->allocator;
+  while (v->conns != NULL) cddp__conn_kill(v, v->conns);
+  cddp__server_bury(v);
+  cddp__map_free(&v->map);
+  while (v->listener_count > 0) cddp__close_fd(&v->listeners[--v->listener_count].fd);
+  cddp__close_fd(&v->stop.fd);
+  cddp__close_fd(&v->epoll);
+  cddp__free(&a, v);
+}
+
+static void cddp__server_stop(cddp__server *v) {
+  uint64_t one = 1;
+  while (write(v->stop.fd, &one, sizeof one) < 0 && errno == EINTR) continue;
+  pthread_join(v->thread, NULL);
+  cddp__server_free(v);
+}
+
+static cddp_result cddp__server_watch(cddp__server *v, cddp__source *source) {
+  struct epoll_event event;
+  event.events = EPOLLIN;
+  event.data.ptr = source;
+  return epoll_ctl(v->epoll, EPOLL_CTL_ADD, source->fd, &event) == 0
+             ? CDDP_OK
+             : cddp__fail_errno("epoll_ctl");
+}
+
+/* Serves on the given listening sockets, which it takes in every case. secret must outlive it. */
+static cddp_result cddp__server_start(cddp__server **out, int *fds, int count, const char *secret,
+                                      const cddp_allocator *a) {
+  cddp_result r = CDDP_OK;
+  int i;
+  cddp__server *v = (cddp__server *)cddp__calloc(a, 1, sizeof *v);
+  *out = NULL;
+  if (v == NULL) {
+    for (i = 0; i < count; i++) cddp__close_fd(&fds[i]);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  v->allocator = *a;
+  v->secret = secret;
+  v->accepting = true;
+  v->listener_count = count;
+  for (i = 0; i < count; i++) {
+    v->listeners[i].kind = CDDP__SOURCE_LISTENER;
+    v->listeners[i].fd = fds[i];
+    fds[i] = -1;
+  }
+  cddp__map_init(&v->map, a);
+  v->stop.kind = CDDP__SOURCE_STOP;
+  v->stop.fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  v->epoll = epoll_create1(EPOLL_CLOEXEC);
+  if (v->stop.fd < 0 || v->epoll < 0)
+    r = cddp__fail_errno(v->epoll < 0 ? "epoll_create1" : "eventfd");
+  if (r == CDDP_OK) r = cddp__server_watch(v, &v->stop);
+  for (i = 0; i < count && r == CDDP_OK; i++) r = cddp__server_watch(v, &v->listeners[i]);
+  if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v);
+  if (r != CDDP_OK)
+    cddp__server_free(v);
+  else
+    *out = v;
+  return r;
+}
+
+/* The TCP client. */
+
+static double cddp__soon(double seconds, double deadline) { /* the earlier of both */
+  double t = cddp__now() + seconds;
+  return t < deadline ? t : deadline;
+}
+
+static cddp_result cddp__tcp_refused(char why) {
+  switch (why) {
+  case 'S':
+    return cddp__fail(
+        CDDP_UNAUTHORIZED,
+        "the server wants a secret and this process has none; set CDDP_SECRET (or the "
+        "desc's secret) to the server's");
+  case 'W':
+    return cddp__fail(
+        CDDP_UNAUTHORIZED,
+        "the server has another secret; set the same CDDP_SECRET (or desc's secret) on "
+        "every rank");
+  default:
+    return cddp__fail(
+        CDDP_UNAUTHORIZED,
+        "this process has a secret and the server has none; set CDDP_SECRET there too, or "
+        "unset it here");
+  }
+}
+
+/* What begins an answer: 8 bytes in head, which must be `want` unless that is NULL; or a refusal,
+   or something else. */
+static cddp_result cddp__tcp_expect(int fd, const char *want, unsigned char head[8],
+                                    double deadline, bool *final) {
+  cddp_result r = cddp__recv_all(fd, head, 8, deadline);
+  if (r != CDDP_OK) return r;
+  if (memcmp(head, CDDP__AUTH_REFUSAL, 8) == 0) {
+    unsigned char why;
+    r = cddp__recv_all(fd, &why, 1, deadline);
+    *final = r == CDDP_OK;
+    return r == CDDP_OK ? cddp__tcp_refused((char)why) : r;
+  }
+  if (want != NULL ? memcmp(head, want, 8) == 0 : cddp__get64(head) < (uint64_t)1 << 40)
+    return CDDP_OK;
+  *final = true;
+  return cddp__fail(CDDP_NETWORK, "what answers there is no %s; is that another program's port?",
+                    want != NULL ? "cddp store" : "c10d store");
+}
+
+static cddp_result cddp__tcp_authenticate(int fd, const char *secret, double deadline,
+                                          bool *final) {
+  unsigned char hello[8 + CDDP__NONCE_SIZE], nonces[2 * CDDP__NONCE_SIZE], proof[CDDP__PROOF_SIZE],
+      theirs[CDDP__PROOF_SIZE];
+  unsigned char head[8];
+  cddp_result r = cddp__random(nonces, CDDP__NONCE_SIZE);
+  memcpy(hello, CDDP__AUTH_HELLO, 8);
+  memcpy(hello + 8, nonces, CDDP__NONCE_SIZE);
+  if (r == CDDP_OK) r = cddp__send_all(fd, hello, sizeof hello, deadline);
+  if (r == CDDP_OK) r = cddp__tcp_expect(fd, CDDP__AUTH_CHALLENGE, head, deadline, final);
+  if (r == CDDP_OK) r = cddp__recv_all(fd, nonces + CDDP__NONCE_SIZE, CDDP__NONCE_SIZE, deadline);
+  if (r != CDDP_OK) return r;
+  cddp__hmac(secret, CDDP__LABEL_CLIENT, nonces, sizeof nonces, proof);
+  r = cddp__send_all(fd, proof, sizeof proof, deadline);
+  if (r == CDDP_OK) r = cddp__tcp_expect(fd, CDDP__AUTH_WELCOME, head, deadline, final);
+  if (r == CDDP_OK) r = cddp__recv_all(fd, theirs, sizeof theirs, deadline);
+  if (r != CDDP_OK) return r;
+  cddp__hmac(secret, CDDP__LABEL_SERVER, nonces, sizeof nonces, proof);
+  if (cddp__same_bytes(proof, theirs, sizeof proof)) return CDDP_OK;
+  *final = true;
+  return cddp__fail(CDDP_UNAUTHORIZED, "what answers there does not know the secret");
+}
+
+/* The beginning of a connection, up to the first answer: only that shows that there is a store and
+   that it takes us. Sets *final when trying again is no use. */
+static cddp_result cddp__tcp_greet(cddp_store *s, int fd, double deadline, bool *final) {
+  unsigned char head[8], code = CDDP__GETNUMKEYS;
+  cddp_result r = CDDP_OK;
+  if (s->tcp.old) code = (unsigned char)cddp__code_to_old(code);
+  if (s->secret != NULL) r = cddp__tcp_authenticate(fd, s->secret, deadline, final);
+  if (r == CDDP_OK && !s->tcp.old)
+    r = cddp__send_all(fd, cddp__validate_bytes, sizeof cddp__validate_bytes, deadline);
+  if (r == CDDP_OK) r = cddp__send_all(fd, &code, 1, deadline);
+  if (r == CDDP_OK) r = cddp__tcp_expect(fd, NULL, head, deadline, final);
+  return r;
+}
+
+/* Tries each address once. */
+static cddp_result cddp__tcp_try(cddp_store *s, double deadline, bool *final, bool *hung_up) {
+  cddp__tcp *t = &s->tcp;
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; i < t->address_count && !*final; i++) {
+    char text[160];
+    int fd, error = cddp__connect_address(&t->addresses[i], cddp__soon(5, deadline), &fd);
+    if (error == 0) {
+      r = cddp__tcp_greet(s, fd, deadline, final);
+      if (r == CDDP_OK) {
+        t->fd = fd;
+        return r;
+      }
+      *hung_up = r == CDDP_NETWORK;
+      close(fd);
+    } else {
+      cddp__address_text(&t->addresses[i], text, sizeof text);
+      *final = error == EMFILE || error == ENFILE;
+      *hung_up = false;
+      r = cddp__fail(*final ? CDDP_SYSTEM : CDDP_NETWORK, "connect to %s: %s", text,
+                     strerror(error));
+    }
+  }
+  return r;
+}
+
+/* Connects, again and again until the deadline, as ranks may start long before the server; or, once
+   only, to a server that was there before. One that takes connections and hangs up, for half a
+   minute, is no store. */
+static cddp_result cddp__tcp_connect(cddp_store *s, double deadline, bool once) {
+  double pause = 0.001, started = cddp__now(), hung_up_since = 0;
+  uint64_t dice = cddp__hash64((uint64_t)getpid(), &started, sizeof started);
+  for (;;) {
+    bool final = false, hung_up = false;
+    cddp_result r = cddp__tcp_try(s, deadline, &final, &hung_up);
+    if (r == CDDP_OK) return r;
+    if (!hung_up)
+      hung_up_since = 0;
+    else if (hung_up_since == 0)
+      hung_up_since = cddp__now();
+    else if (cddp__now() > hung_up_since + 30)
+      final = true;
+    if (final || once) return cddp__fail_in(r, "store at %s: ", s->name);
+    if (cddp__now() >= deadline) {
+      return cddp__fail_in(
+          CDDP_TIMEOUT,
+          "no connection to the store at %s within %.1f s; rank 0 (the server) may not be running, "
+          "or the address may be wrong. Last error: ",
+          s->name, cddp__now() - started);
+    }
+    dice = dice * 6364136223846793005u + 1442695040888963407u;
+    cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice >> 40) / (1 << 25)), deadline) -
+                cddp__now());
+    pause = pause < 0.125 ? pause * 2 : 0.25;
+  }
+}
+
+/* After a failure in the middle of a dialogue nothing that comes can be trusted: the next operation
+   connects anew. */
+static cddp_result cddp__tcp_lost(cddp_store *s, cddp_result r) {
+  cddp__close_fd(&s->tcp.fd);
+  return cddp__fail_in(r, "store at %s: ", s->name);
+}
+
+/* Starts a command in s->request. */
+static cddp_result cddp__tcp_begin(cddp_store *s, unsigned code) {
+  unsigned char byte = (unsigned char)(s->tcp.old ? cddp__code_to_old(code) : code);
+  cddp_result r = CDDP_OK;
+  cddp__buffer_clear(&s->allocator, &s->request, 65536);
+  if (s->tcp.fd < 0) r = cddp__tcp_connect(s, cddp__now() + s->timeout_s, true);
+  if (r == CDDP_OK && !cddp__buffer_add(&s->allocator, &s->request, &byte, 1))
+    r = CDDP_OUT_OF_MEMORY;
+  return r;
+}
+
+static bool cddp__put_key(cddp_store *s, const char *key) {
+  size_t n = strlen(key);
+  return cddp__buffer_add64(&s->allocator, &s->request, n + 1) &&
+         cddp__buffer_add(&s->allocator, &s->request, "/", 1) &&
+         cddp__buffer_add(&s->allocator, &s->request, key, n);
+}
+
+static bool cddp__put_string(cddp_store *s, cddp__span v) {
+  return cddp__buffer_add_string(&s->allocator, &s->request, v);
+}
+
+/* Sends the command (built: there was memory for it) and receives `size` bytes of answer. */
+static cddp_result cddp__tcp_ask(cddp_store *s, bool built, void *answer, size_t size,
+                                 double deadline) {
+  cddp_result r;
+  if (!built) return CDDP_OUT_OF_MEMORY;
+  if (cddp__buffer_size(&s->request) > CDDP__COMMAND_MAX) {
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call have more than %u MiB",
+                      CDDP__COMMAND_MAX >> 20);
+  }
+  r = cddp__send_all(s->tcp.fd, s->request.data, cddp__buffer_size(&s->request), deadline);
+  if (r == CDDP_OK) r = cddp__recv_all(s->tcp.fd, answer, size, deadline);
+  return r == CDDP_OK ? r : cddp__tcp_lost(s, r);
+}
+
+/* Receives a string into s->reply. */
+static cddp_result cddp__tcp_receive_string(cddp_store *s, const unsigned char head[8],
+                                            double deadline) {
+  uint64_t size = cddp__get64(head);
+  cddp_result r;
+  cddp__buffer_clear(&s->allocator, &s->reply, 65536);
+  if (size > CDDP__COMMAND_MAX) {
+    return cddp__tcp_lost(
+        s, cddp__fail(CDDP_NETWORK,
+                      "a value of %" PRIu64 " bytes was announced, more than the limit", size));
+  }
+  if (!cddp__buffer_reserve(&s->allocator, &s->reply, (size_t)size))
+    return cddp__tcp_lost(s, CDDP_OUT_OF_MEMORY);
+  r = cddp__recv_all(s->tcp.fd, s->reply.data, (size_t)size, deadline);
+  if (r != CDDP_OK) return cddp__tcp_lost(s, r);
+  s->reply.end = (size_t)size;
+  return CDDP_OK;
+}
+
+/* SET has no answer; that to a question behind it tells that the value is there for everyone. */
+static cddp_result cddp__tcp_set(cddp_store *s, const char *key, cddp__span value) {
+  unsigned char code = CDDP__GETNUMKEYS, answer[8];
+  cddp_result r = cddp__tcp_begin(s, CDDP__SET);
+  bool built = r == CDDP_OK && cddp__put_key(s, key) && cddp__put_string(s, value);
+  if (s->tcp.old) code = (unsigned char)cddp__code_to_old(code);
+  built = built && cddp__buffer_add(&s->allocator, &s->request, &code, 1);
+  return r == CDDP_OK ? cddp__tcp_ask(s, built, answer, 8, cddp__now() + s->timeout_s) : r;
+}
+
+static cddp_result cddp__tcp_get(cddp_store *s, const char *key) {
+  double deadline = cddp__now() + s->timeout_s;
+  unsigned char head[8];
+  cddp_result r = cddp__tcp_begin(s, CDDP__GET);
+  if (r == CDDP_OK) r = cddp__tcp_ask(s, cddp__put_key(s, key), head, 8, deadline);
+  return r == CDDP_OK ? cddp__tcp_receive_string(s, head, deadline) : r;
+}
+
+static cddp_result cddp__tcp_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
+  unsigned char answer[8];
+  cddp_result r = cddp__tcp_begin(s, CDDP__ADD);
+  bool built = r == CDDP_OK && cddp__put_key(s, key) &&
+               cddp__buffer_add64(&s->allocator, &s->request, (uint64_t)amount);
+  if (r == CDDP_OK) r = cddp__tcp_ask(s, built, answer, 8, cddp__now() + s->timeout_s);
+  if (r == CDDP_NETWORK && s->tcp.fd < 0)
+    return cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", key);
+  if (r == CDDP_OK) *total = (int64_t)cddp__get64(answer);
+  return r;
+}
+
+static cddp_result cddp__tcp_compare_set(cddp_store *s, const char *key, cddp__span expected,
+                                         cddp__span desired) {
+  double deadline = cddp__now() + s->timeout_s;
+  unsigned char head[8];
+  cddp_result r = cddp__tcp_begin(s, CDDP__COMPARE_SET);
+  bool built = r == CDDP_OK && cddp__put_key(s, key) && cddp__put_string(s, expected) &&
+               cddp__put_string(s, desired);
+  if (r == CDDP_OK) r = cddp__tcp_ask(s, built, head, 8, deadline);
+  return r == CDDP_OK ? cddp__tcp_receive_string(s, head, deadline) : r;
+}
+
+/* Sends WAIT or CHECK. */
+static cddp_result cddp__tcp_ask_keys(cddp_store *s, unsigned code, const char *const *keys,
+                                      int count, void *answer, size_t size, double deadline) {
+  cddp_result r = cddp__tcp_begin(s, code);
+  bool built = r == CDDP_OK && cddp__buffer_add64(&s->allocator, &s->request, (uint64_t)count);
+  int i;
+  for (i = 0; i < count && built; i++) built = cddp__put_key(s, keys[i]);
+  return r == CDDP_OK ? cddp__tcp_ask(s, built, answer, size, deadline) : r;
+}
+
+static cddp_result cddp__tcp_check(cddp_store *s, const char *const *keys, int count, bool *all,
+                                   double deadline) {
+  unsigned char answer;
+  cddp_result r = cddp__tcp_ask_keys(s, CDDP__CHECK, keys, count, &answer, 1, deadline);
+  if (r == CDDP_OK) *all = answer == 0;
+  return r;
+}
+
+/* Takes back a WAIT that went on too long. A 0 in front of the 1 means that the keys just came. */
+static void cddp__tcp_cancel(cddp_store *s) {
+  unsigned char byte = CDDP__CANCEL_WAIT;
+  double deadline = cddp__now() + 5;
+  cddp_result r = s->tcp.old ? CDDP_NETWORK : cddp__send_all(s->tcp.fd, &byte, 1, deadline);
+  if (r == CDDP_OK) r = cddp__recv_all(s->tcp.fd, &byte, 1, deadline);
+  if (r == CDDP_OK && byte == 0) r = cddp__recv_all(s->tcp.fd, &byte, 1, deadline);
+  if (r != CDDP_OK || byte != 1) cddp__close_fd(&s->tcp.fd);
+}
+
+/* The timeout of a wait, with the first missing key: CHECKs of the first half, and so on. */
+static cddp_result cddp__wait_timed_out(cddp_store *s, const char *const *keys, int count) {
+  int low = 0, high = count; /* the first low keys exist, the first high do not all */
+  bool all = false;
+  cddp_result r = s->ops->check(s, keys, count, &all, cddp__now() + 5);
+  while (r == CDDP_OK && !all && high - low > 1) {
+    int middle = low + (high - low) / 2;
+    bool some = false;
+    r = s->ops->check(s, keys, middle, &some, cddp__now() + 5);
+    if (some)
+      low = middle;
+    else
+      high = middle;
+  }
+  if (r != CDDP_OK)
+    return cddp__fail_in(CDDP_TIMEOUT,
+                         "store at %s: the wait for '%.64s' timed out; then: ", s->name, keys[0]);
+  if (all)
+    return cddp__fail(CDDP_TIMEOUT,
+                      "store at %s: the wait for '%.64s' timed out; it came just after", s->name,
+                      keys[0]);
+  return cddp__fail(
+      CDDP_TIMEOUT,
+      "store at %s: timed out waiting for key '%.128s' (%d of %d), which nobody has set", s->name,
+      keys[high - 1], high, count);
+}
+
+static cddp_result cddp__tcp_wait(cddp_store *s, const char *const *keys, int count,
+                                  double deadline) {
+  unsigned char answer = 1;
+  cddp_result r =
+      cddp__tcp_ask_keys(s, CDDP__WAIT, keys, count, NULL, 0, cddp__now() + s->timeout_s);
+  if (r != CDDP_OK) return r;
+  r = cddp__recv_all(s->tcp.fd, &answer, 1, deadline);
+  if (r == CDDP_TIMEOUT) {
+    cddp__tcp_cancel(s);
+    return cddp__wait_timed_out(s, keys, count);
+  }
+  if (r == CDDP_OK && answer != 0)
+    r = cddp__fail(CDDP_NETWORK, "%d instead of 0 came in answer to a wait", answer);
+  return r == CDDP_OK ? r : cddp__tcp_lost(s, r);
+}
+
+static cddp_result cddp__tcp_remove(cddp_store *s, const char *key, bool *deleted) {
+  unsigned char answer[8];
+  cddp_result r;
+  if (s->tcp.old) {
+    return cddp__fail(
+        CDDP_UNSUPPORTED,
+        "store at %s: the versions of PyTorch 1.x's protocol do not agree on how to delete",
+        s->name);
+  }
+  r = cddp__tcp_begin(s, CDDP__DELETE_KEY);
+  if (r == CDDP_OK)
+    r = cddp__tcp_ask(s, cddp__put_key(s, key), answer, 8, cddp__now() + s->timeout_s);
+  if (r == CDDP_OK) *deleted = cddp__get64(answer) != 0;
+  return r;
+}
+
+static cddp_result cddp__tcp_num_keys(cddp_store *s, int64_t *count) {
+  unsigned char answer[8];
+  cddp_result r = cddp__tcp_begin(s, CDDP__GETNUMKEYS);
+  if (r == CDDP_OK) r = cddp__tcp_ask(s, true, answer, 8, cddp__now() + s->timeout_s);
+  if (r == CDDP_OK) *count = (int64_t)cddp__get64(answer);
+  return r;
+}
+
+static void cddp__tcp_close(cddp_store *s) {
+  cddp__close_fd(&s->tcp.fd);
+  if (s->tcp.server != NULL) cddp__server_stop(s->tcp.server);
+  s->tcp.server = NULL;
+}
+
+static const cddp__store_ops cddp__tcp_ops = {
+    cddp__tcp_set,  cddp__tcp_get,    cddp__tcp_add,      cddp__tcp_compare_set, cddp__tcp_check,
+    cddp__tcp_wait, cddp__tcp_remove, cddp__tcp_num_keys, cddp__tcp_close};
+
+/* PyTorch 1.x's dialect is for its servers: asked for by CDDP_STORE_PROTO, or recognised by what
+   only its torchrun sets. */
+static cddp_result cddp__tcp_choose_dialect(cddp__tcp *t) {
+  const char *choice = getenv("CDDP_STORE_PROTO"), *agent = getenv("TORCHELASTIC_USE_AGENT_STORE");
+  if (choice != NULL && choice[0] != '\0') {
+    t->old = strcmp(choice, "old") == 0;
+    if (t->old || strcmp(choice, "new") == 0) return CDDP_OK;
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "CDDP_STORE_PROTO is '%.32s'; it may be 'old' or 'new'", choice);
+  }
+  t->old = agent != NULL && strcmp(agent, "True") == 0 &&
+           getenv("NCCL_ASYNC_ERROR_HANDLING") != NULL &&
+           getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING") == NULL;
+  return CDDP_OK;
+}
+
+/* Starts the server, on o's socket or on the addresses of host; its own client will use the first
+   of them. */
+static cddp_result cddp__tcp_serve(cddp_store *s, const cddp__store_options *o, int *listen_fd) {
+  cddp__tcp *t = &s->tcp;
+  int fds[CDDP__ADDRESSES_MAX], count = 1;
+  cddp_result r = CDDP_OK;
+  fds[0] = *listen_fd;
+  *listen_fd = -1;
+  if (fds[0] < 0) {
+    r = cddp__listen_all(t->addresses, t->address_count, &t->port, o->port_name, o->host_name, fds,
+                         &count);
+  } else if (!cddp__set_nonblock(fds[0]) || !cddp__set_cloexec(fds[0])) {
+    r = cddp__fail_errno("fcntl on the listening socket");
+    cddp__close_fd(&fds[0]);
+  }
+  if (r != CDDP_OK) return r;
+  if (!cddp__local_address(fds[0], &t->addresses[0])) {
+    r = cddp__fail_errno("getsockname on the listening socket");
+    while (count > 0) cddp__close_fd(&fds[--count]);
+    return r;
+  }
+  t->address_count = 1;
+  t->port = cddp__address_port(&t->addresses[0]);
+  return cddp__server_start(&t->server, fds, count, s->secret, &s->allocator);
+}
+
+static cddp_result cddp__tcp_open(cddp_store *s, const cddp__store_options *o, const char *where,
+                                  int *listen_fd) {
+  cddp__tcp *t = &s->tcp;
+  char host[256], name[300];
+  cddp_result r = cddp__host_port(where, host, sizeof host, &t->port);
+  s->ops = &cddp__tcp_ops;
+  if (r == CDDP_OK) r = cddp__tcp_choose_dialect(t);
+  if (r == CDDP_OK && t->port == 0 && !o->is_server) {
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "port 0 in 'tcp://%s' is for the server only, which then gets a free one",
+                   where);
+  }
+  if (r == CDDP_OK && *listen_fd < 0)
+    r = cddp__resolve(host, t->port, o->host_name, t->addresses, &t->address_count);
+  if (r == CDDP_OK && o->is_server) r = cddp__tcp_serve(s, o, listen_fd);
+  if (r != CDDP_OK) return r;
+  snprintf(name, sizeof name, strchr(host, ':') ? "[%s]:%d" : "%s:%d", host, t->port);
+  s->name = cddp__strdup(&s->allocator, name);
+  if (s->name == NULL) return CDDP_OUT_OF_MEMORY;
+  return cddp__tcp_connect(s, o->deadline, false);
+}
+
+/* The file store: a log of records that is read into a map. Works as follows. Open file description
+   locks, which the kernel releases when a process dies, guard two bytes of the file:
+     byte 0   held while writing (exclusive) or reading (shared) the log
+     byte 1   held shared by everyone who has the store open. Who opens the file and finds nobody
+              there knows that its contents are those of a job that is over, and starts a new log;
+              who closes it as the last one removes it.
+   The header says how much of the log is committed: a record is written behind that and then the
+   number is changed, so a writer killed in between leaves nothing half done. A nonce in the header
+   tells one log from another. */
+#ifndef F_OFD_SETLK
+#define F_OFD_SETLK 37
+#endif
+#ifndef F_OFD_GETLK
+#define F_OFD_GETLK 36
+#endif
+#define CDDP__FILE_MAGIC "CDDPSTO1"
+#define CDDP__FILE_HEADER 64 /* magic 8, nonce 16, committed 8, zeros */
+#define CDDP__FILE_RECORD                                                                          \
+  24 /* hash of the rest 8, kind 4, key size 4, value size 8; then key and value */
+enum cddp__file_kind { CDDP__FILE_SET = 1, CDDP__FILE_REMOVE = 2 };
+
+static int cddp__file_fcntl(int fd, int command, short *type, off_t byte) {
+  struct flock l;
+  int e;
+  memset(&l, 0, sizeof l);
+  l.l_type = *type;
+  l.l_whence = SEEK_SET;
+  l.l_start = byte;
+  l.l_len = 1;
+  do e = fcntl(fd, command, &l) == 0 ? 0 : errno;
+  while (e == EINTR);
+  *type = l.l_type;
+  return e;
+}
+
+static void cddp__file_unlock(int fd, off_t byte) {
+  short type = F_UNLCK;
+  cddp__file_fcntl(fd, F_OFD_SETLK, &type, byte);
+}
+
+/* Locks byte 0: F_RDLCK or F_WRLCK. Never blocks in the kernel, which would hear of no deadline. */
+static cddp_result cddp__file_lock(cddp_store *s, int fd, short type, double deadline) {
+  double pause = 5e-5;
+  for (;;) {
+    short t = type;
+    int e = cddp__file_fcntl(fd, F_OFD_SETLK, &t, 0);
+    if (e == 0) return CDDP_OK;
+    if (e != EAGAIN && e != EACCES) {
+      return cddp__fail(
+          CDDP_IO, "store file %s: fcntl(F_OFD_SETLK): %s; put it on a file system that has locks",
+          s->name, strerror(e));
+    }
+    if (cddp__now() >= deadline) {
+      return cddp__fail(
+          CDDP_TIMEOUT,
+          "store file %s: another process has kept it locked all the time; is one stopped?",
+          s->name);
+    }
+    cddp__sleep(cddp__soon(pause, deadline) - cddp__now());
+    pause = pause < 2e-3 ? pause * 1.5 : pause;
+  }
+}
+
+/* Whether anybody else has the store open. */
+static cddp_result cddp__file_shared(cddp_store *s, int fd, bool *others) {
+  short type = F_WRLCK;
+  int e = cddp__file_fcntl(fd, F_OFD_GETLK, &type, 1);
+  *others = type != F_UNLCK;
+  return e == 0
+             ? CDDP_OK
+             : cddp__fail(CDDP_IO, "store file %s: fcntl(F_OFD_GETLK): %s", s->name, strerror(e));
+}
+
+static cddp_result cddp__file_read(cddp_store *s, int fd, void *data, size_t size,
+                                   uint64_t offset) {
+  unsigned char *p = (unsigned char *)data;
+  while (size > 0) {
+    ssize_t n = CDDP__PREAD(fd, p, size, (off_t)offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return cddp__fail(CDDP_IO, "store file %s: read: %s", s->name, strerror(errno));
+    if (n == 0)
+      return cddp__fail(CDDP_IO, "store file %s is shorter than it says; somebody has cut it",
+                        s->name);
+    p += n;
+    size -= (size_t)n;
+    offset += (uint64_t)n;
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__file_write(cddp_store *s, int fd, const void *data, size_t size,
+                                    uint64_t offset) {
+  const unsigned char *p = (const unsigned char *)data;
+  while (size > 0) {
+    ssize_t n = CDDP__PWRITE(fd, p, size, (off_t)offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0)
+      return cddp__fail(CDDP_IO, "store file %s: write: %s", s->name,
+                        n == 0 ? "nothing was written" : strerror(errno));
+    p += n;
+    size -= (size_t)n;
+    offset += (uint64_t)n;
+  }
+  return CDDP_OK;
+}
+
+static uint64_t cddp__record_hash(const unsigned char *record, size_t size) {
+  return cddp__hash64(0, record + 8, size - 8);
+}
+
+/* The size of the record at p, of which n bytes are known; 0 = it is none. */
+static uint64_t cddp__record_size(const unsigned char *p) {
+  uint32_t kind = cddp__get32(p + 8), key = cddp__get32(p + 12);
+  uint64_t value = cddp__get64(p + 16);
+  if ((kind != CDDP__FILE_SET && kind != CDDP__FILE_REMOVE) || key > CDDP__KEY_MAX ||
+      value > CDDP__VALUE_MAX)
+    return 0;
+  return CDDP__FILE_RECORD + key + value;
+}
+
+static cddp_result cddp__file_corrupt(cddp_store *s) {
+  return cddp__fail(CDDP_IO,
+                    "store file %s is damaged at byte %" PRIu64
+                    "; end the job, remove the file and start again",
+                    s->name, s->file.offset);
+}
+
+/* Brings the records in the n bytes at p, which are those at s->file.offset, into the map as far as
+   they are whole. *need: how many bytes it takes to get on. */
+static cddp_result cddp__file_replay(cddp_store *s, const unsigned char *p, size_t n,
+                                     size_t *need) {
+  for (;;) {
+    uint64_t size;
+    cddp__span key, value;
+    *need = CDDP__FILE_RECORD;
+    if (n < CDDP__FILE_RECORD) return CDDP_OK;
+    size = cddp__record_size(p);
+    if (size == 0) return cddp__file_corrupt(s);
+    *need = (size_t)size;
+    if (n < size) return CDDP_OK;
+    if (cddp__record_hash(p, (size_t)size) != cddp__get64(p)) return cddp__file_corrupt(s);
+    key = cddp__span_of(p + CDDP__FILE_RECORD, cddp__get32(p + 12));
+    value = cddp__span_of(key.data + key.size, (size_t)cddp__get64(p + 16));
+    if (cddp__get32(p + 8) == CDDP__FILE_REMOVE)
+      cddp__map_remove(&s->file.map, key);
+    else if (cddp__map_put(&s->file.map, key, value) == NULL)
+      return CDDP_OUT_OF_MEMORY;
+    s->file.offset += size;
+    p += size;
+    n -= (size_t)size;
+  }
+}
+
+/* With byte 0 locked: learns what the others have written. */
+static cddp_result cddp__file_refresh(cddp_store *s) {
+  cddp__file *f = &s->file;
+  unsigned char header[CDDP__FILE_HEADER];
+  uint64_t committed;
+  size_t need = CDDP__FILE_RECORD;
+  cddp_result r = cddp__file_read(s, f->fd, header, sizeof header, 0);
+  if (r != CDDP_OK) return r;
+  if (memcmp(header, CDDP__FILE_MAGIC, 8) != 0 ||
+      memcmp(header + 8, f->nonce, sizeof f->nonce) != 0) {
+    return cddp__fail(
+        CDDP_IO, "store file %s was overwritten by somebody else while this job used it", s->name);
+  }
+  committed = cddp__get64(header + 24);
+  if (committed < f->offset) return cddp__file_corrupt(s);
+  while (r == CDDP_OK && f->offset < committed) {
+    size_t left = (size_t)(committed - f->offset), take = cddp__min(left, cddp__max(need, 65536));
+    if (need > left) return cddp__file_corrupt(s);
+    cddp__buffer_clear(&s->allocator, &s->reply, (size_t)CDDP__COMMAND_MAX);
+    if (!cddp__buffer_reserve(&s->allocator, &s->reply, take)) return CDDP_OUT_OF_MEMORY;
+    r = cddp__file_read(s, f->fd, s->reply.data, take, f->offset);
+    if (r == CDDP_OK) r = cddp__file_replay(s, s->reply.data, take, &need);
+  }
+  cddp__buffer_clear(&s->allocator, &s->reply, 65536);
+  return r;
+}
+
+/* Starts an operation on the log: locks and refreshes. The caller unlocks, with cddp__file_end,
+   whatever the result. */
+static cddp_result cddp__file_begin(cddp_store *s, short type, double deadline) {
+  cddp_result r = cddp__file_lock(s, s->file.fd, type, deadline);
+  return r == CDDP_OK ? cddp__file_refresh(s) : r;
+}
+
+static cddp_result cddp__file_end(cddp_store *s, cddp_result r) {
+  cddp__file_unlock(s->file.fd, 0);
+  return r;
+}
+
+/* With byte 0 locked for writing and the map up to date: adds a record. The map learns of it at the
+   next refresh. */
+static cddp_result cddp__file_append(cddp_store *s, enum cddp__file_kind kind, const char *key,
+                                     cddp__span value) {
+  unsigned char record[CDDP__FILE_RECORD], committed[8];
+  size_t key_size = strlen(key) + 1;
+  cddp__buffer *b = &s->request;
+  cddp_result r;
+  cddp__put32(record + 8, (uint32_t)kind);
+  cddp__put32(record + 12, (uint32_t)key_size);
+  cddp__put64(record + 16, value.size);
+  cddp__buffer_clear(&s->allocator, b, 65536);
+  if (!cddp__buffer_reserve(&s->allocator, b, CDDP__FILE_RECORD + key_size + value.size))
+    return CDDP_OUT_OF_MEMORY;
+  cddp__buffer_add(&s->allocator, b, record, sizeof record);
+  cddp__buffer_add(&s->allocator, b, "/", 1);
+  cddp__buffer_add(&s->allocator, b, key, key_size - 1);
+  cddp__buffer_add(&s->allocator, b, value.data, value.size);
+  cddp__put64(b->data, cddp__record_hash(b->data, b->end));
+  r = cddp__file_write(s, s->file.fd, b->data, b->end, s->file.offset);
+  if (r != CDDP_OK) return r;
+  cddp__put64(committed, s->file.offset + b->end);
+  return cddp__file_write(s, s->file.fd, committed, 8, 24);
+}
+
+/* The wire key of a user's key, in s->request. */
+static cddp_result cddp__file_key(cddp_store *s, const char *key, cddp__span *wire) {
+  cddp__buffer_clear(&s->allocator, &s->request, 65536);
+  if (!cddp__buffer_add(&s->allocator, &s->request, "/", 1) ||
+      !cddp__buffer_add(&s->allocator, &s->request, key, strlen(key))) {
+    return CDDP_OUT_OF_MEMORY;
+  }
+  *wire = cddp__span_of(s->request.data, s->request.end);
+  return CDDP_OK;
+}
+
+/* The entry of a user's key, NULL if it has no value. */
+static cddp_result cddp__file_find(cddp_store *s, const char *key, cddp__entry **out) {
+  cddp__span wire;
+  cddp_result r = cddp__file_key(s, key, &wire);
+  *out = NULL;
+  if (r == CDDP_OK) *out = cddp__map_find(&s->file.map, wire);
+  if (*out != NULL && !(*out)->present) *out = NULL;
+  return r;
+}
+
+static double cddp__store_deadline(const cddp_store *s) { return cddp__now() + s->timeout_s; }
+
+/* s->reply = value. */
+static cddp_result cddp__store_answer(cddp_store *s, cddp__span value) {
+  cddp__buffer_clear(&s->allocator, &s->reply, 65536);
+  return cddp__buffer_add(&s->allocator, &s->reply, value.data, value.size) ? CDDP_OK
+                                                                            : CDDP_OUT_OF_MEMORY;
+}
+
+static cddp_result cddp__file_set(cddp_store *s, const char *key, cddp__span value) {
+  cddp_result r = cddp__file_begin(s, F_WRLCK, cddp__store_deadline(s));
+  if (r == CDDP_OK) r = cddp__file_append(s, CDDP__FILE_SET, key, value);
+  return cddp__file_end(s, r);
+}
+
+static cddp_result cddp__file_get(cddp_store *s, const char *key) {
+  cddp__entry *e = NULL;
+  cddp_result r = cddp__file_find(s, key, &e); /* the wait has just refreshed the map */
+  return r == CDDP_OK
+             ? cddp__store_answer(s, e == NULL ? cddp__span_of(NULL, 0) : cddp__entry_value(e))
+             : r;
+}
+
+static cddp_result cddp__file_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
+  char text[24];
+  cddp__span wire;
+  cddp_result r = cddp__file_begin(s, F_WRLCK, cddp__store_deadline(s));
+  if (r == CDDP_OK) r = cddp__file_key(s, key, &wire);
+  if (r == CDDP_OK && !cddp__map_total(&s->file.map, wire, amount, total)) {
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "store file %s: add to '%.64s', whose value is no decimal number", s->name, key);
+  }
+  if (r == CDDP_OK) r = cddp__file_append(s, CDDP__FILE_SET, key, cddp__decimal(*total, text));
+  return cddp__file_end(s, r);
+}
+
+static cddp_result cddp__file_compare_set(cddp_store *s, const char *key, cddp__span expected,
+                                          cddp__span desired) {
+  cddp__entry *e = NULL;
+  cddp_result r = cddp__file_begin(s, F_WRLCK, cddp__store_deadline(s));
+  if (r == CDDP_OK) r = cddp__file_find(s, key, &e);
+  if (r == CDDP_OK) {
+    if (e != NULL ? cddp__span_equal(cddp__entry_value(e), expected) : expected.size == 0) {
+      r = cddp__store_answer(s, desired);
+      if (r == CDDP_OK) r = cddp__file_append(s, CDDP__FILE_SET, key, desired);
+    } else {
+      r = cddp__store_answer(s, e != NULL ? cddp__entry_value(e) : expected);
+    }
+  }
+  return cddp__file_end(s, r);
+}
+
+static cddp_result cddp__file_check(cddp_store *s, const char *const *keys, int count, bool *all,
+                                    double deadline) {
+  cddp__entry *e;
+  int i;
+  cddp_result r = cddp__file_begin(s, F_RDLCK, deadline);
+  *all = true;
+  for (i = 0; i < count && r == CDDP_OK && *all; i++) {
+    r = cddp__file_find(s, keys[i], &e);
+    *all = r == CDDP_OK && e != NULL;
+  }
+  return cddp__file_end(s, r);
+}
+
+static cddp_result cddp__file_wait(cddp_store *s, const char *const *keys, int count,
+                                   double deadline) {
+  double pause = 2e-4;
+  for (;;) {
+    bool all = false;
+    cddp_result r = cddp__file_check(s, keys, count, &all, cddp__now() + s->timeout_s);
+    if (r != CDDP_OK || all) return r;
+    if (cddp__now() >= deadline) return cddp__wait_timed_out(s, keys, count);
+    cddp__sleep(cddp__soon(pause, deadline) - cddp__now());
+    pause = pause < 8e-3 ? pause * 1.25 : 1e-2;
+  }
+}
+
+static cddp_result cddp__file_remove(cddp_store *s, const char *key, bool *deleted) {
+  cddp__entry *e = NULL;
+  cddp_result r = cddp__file_begin(s, F_WRLCK, cddp__store_deadline(s));
+  if (r == CDDP_OK) r = cddp__file_find(s, key, &e);
+  *deleted = e != NULL;
+  if (r == CDDP_OK && e != NULL)
+    r = cddp__file_append(s, CDDP__FILE_REMOVE, key, cddp__span_of(NULL, 0));
+  return cddp__file_end(s, r);
+}
+
+static cddp_result cddp__file_num_keys(cddp_store *s, int64_t *count) {
+  cddp_result r = cddp__file_begin(s, F_RDLCK, cddp__store_deadline(s));
+  *count = s->file.map.present_count;
+  return cddp__file_end(s, r);
+}
+
+/* Whether the path still leads to the file that fd is. */
+static bool cddp__file_is_named(int fd, const char *path) {
+  struct stat a, b;
+  return fstat(fd, &a) == 0 && stat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+static void cddp__file_close(cddp_store *s) {
+  cddp__file *f = &s->file;
+  bool others = true;
+  if (f->fd >= 0 && cddp__file_lock(s, f->fd, F_WRLCK, cddp__now() + 5) == CDDP_OK) {
+    if (cddp__file_shared(s, f->fd, &others) == CDDP_OK && !others &&
+        cddp__file_is_named(f->fd, s->name))
+      unlink(s->name);
+  }
+  if (f->fd >= 0) { /* closing is not enough when a forked child has the descriptor too */
+    cddp__file_unlock(f->fd, 1);
+    cddp__file_unlock(f->fd, 0);
+  }
+  cddp__close_fd(&f->fd);
+  cddp__map_free(&f->map);
+}
+
+static const cddp__store_ops cddp__file_ops = {
+    cddp__file_set,         cddp__file_get,      cddp__file_add,
+    cddp__file_compare_set, cddp__file_check,    cddp__file_wait,
+    cddp__file_remove,      cddp__file_num_keys, cddp__file_close};
+
+/* With byte 0 locked: joins the log if anybody is using it, else starts one. A file that is not
+   ours is left alone. */
+static cddp_result cddp__file_join(cddp_store *s, int fd) {
+  unsigned char header[CDDP__FILE_HEADER];
+  struct stat st;
+  bool others = false;
+  short type = F_RDLCK;
+  cddp_result r = cddp__file_shared(s, fd, &others);
+  if (r != CDDP_OK) return r;
+  if (fstat(fd, &st) != 0)
+    return cddp__fail(CDDP_IO, "store file %s: fstat: %s", s->name, strerror(errno));
+  if (st.st_size > 0) {
+    bool ours = st.st_size >= CDDP__FILE_HEADER;
+    if (ours) r = cddp__file_read(s, fd, header, sizeof header, 0);
+    if (r != CDDP_OK) return r;
+    if (!ours || memcmp(header, CDDP__FILE_MAGIC, 8) != 0) {
+      return cddp__fail(CDDP_IO,
+                        "%s exists and is not a store of this version of cddp; it was left as it "
+                        "is. Choose another path, "
+                        "or remove it",
+                        s->name);
+    }
+  }
+  if (!others || st.st_size == 0) {
+    memset(header, 0, sizeof header);
+    memcpy(header, CDDP__FILE_MAGIC, 8);
+    r = cddp__random(header + 8, sizeof s->file.nonce);
+    cddp__put64(header + 24, CDDP__FILE_HEADER);
+    if (r != CDDP_OK) return r;
+    if (ftruncate(fd, 0) != 0)
+      return cddp__fail(CDDP_IO, "store file %s: ftruncate: %s", s->name, strerror(errno));
+    r = cddp__file_write(s, fd, header, sizeof header, 0);
+    if (r != CDDP_OK) { /* not even the header: leave nothing */
+      if (!others) unlink(s->name);
+      return r;
+    }
+  }
+  memcpy(s->file.nonce, header + 8, sizeof s->file.nonce);
+  s->file.offset = CDDP__FILE_HEADER;
+  if (cddp__file_fcntl(fd, F_OFD_SETLK, &type, 1) != 0)
+    return cddp__fail(CDDP_IO, "store file %s: no lock on its second byte", s->name);
+  s->file.fd = fd;
+  return cddp__file_refresh(s);
+}
+
+static cddp_result cddp__file_open(cddp_store *s, const char *path, double deadline) {
+  cddp_result r;
+  int fd;
+  s->ops = &cddp__file_ops;
+  cddp__map_init(&s->file.map, &s->allocator);
+  s->name = cddp__strdup(&s->allocator, path);
+  if (s->name == NULL) return CDDP_OUT_OF_MEMORY;
+  for (;;) { /* until the path names what we have locked: its last user may have removed it */
+    struct stat st;
+    fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
+    if (fd < 0) {
+      return cddp__fail(CDDP_IO,
+                        "cannot open store file %s: %s; its directory must exist and be writable",
+                        path, strerror(errno));
+    }
+    r = fstat(fd, &st) == 0 && S_ISREG(st.st_mode)
+            ? CDDP_OK
+            : cddp__fail(CDDP_IO, "store file %s is not a regular file", path);
+    if (r == CDDP_OK) r = cddp__file_lock(s, fd, F_WRLCK, deadline);
+    if (r != CDDP_OK || cddp__file_is_named(fd, path)) break;
+    close(fd);
+  }
+  if (r == CDDP_OK) r = cddp__file_join(s, fd);
+  if (r == CDDP_OK)
+    cddp__file_unlock(fd, 0);
+  else if (s->file.fd < 0)
+    close(fd);
+  return r;
+}
+
+/* Both. */
+
+static void cddp__store_close(cddp_store *s) {
+  cddp_allocator a;
+  if (s == NULL) return;
+  a = s->allocator;
+  if (s->ops != NULL) s->ops->close(s);
+  pthread_mutex_destroy(&s->lock);
+  cddp__buffer_free(&a, &s->request);
+  cddp__buffer_free(&a, &s->reply);
+  cddp__free(&a, s->name);
+  cddp__free(&a, s->secret);
+  cddp__free(&a, s);
+}
+
+/* *out is NULL on failure. o->listen_fd is the store's or closed in every case. */
+static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *o) {
+  const char *secret = o->secret != NULL ? o->secret : getenv("CDDP_SECRET");
+  int listen_fd = o->listen_fd;
+  cddp_result r = CDDP_OK;
+  cddp_store *s = (cddp_store *)cddp__calloc(&o->allocator, 1, sizeof *s);
+  *out = NULL;
+  if (s == NULL) {
+    cddp__close_fd(&listen_fd);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  pthread_mutex_init(&s->lock, NULL);
+  s->allocator = o->allocator;
+  s->timeout_s = o->timeout_s > 0 ? o->timeout_s : CDDP__TIMEOUT_S;
+  s->tcp.fd = s->file.fd = -1;
+  if (secret != NULL && secret[0] != '\0') {
+    s->secret = cddp__strdup(&s->allocator, secret);
+    if (s->secret == NULL) r = CDDP_OUT_OF_MEMORY;
+  }
+  if (r == CDDP_OK) {
+    if (strncmp(o->init_method, "tcp://", 6) == 0) {
+      r = cddp__tcp_open(s, o, o->init_method + 6, &listen_fd);
+    } else if (strncmp(o->init_method, "file:///", 8) == 0 && o->init_method[8] != '\0') {
+      r = cddp__file_open(s, o->init_method + 7, o->deadline);
+    } else {
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "'%.128s' is no store; write tcp://host:port or file:///absolute/path",
+                     o->init_method);
+    }
+  }
+  cddp__close_fd(&listen_fd);
+  if (r != CDDP_OK)
+    cddp__store_close(s);
+  else
+    *out = s;
+  return r;
+}
+
+static int cddp__store_port(const cddp_store *s) { return s->tcp.port; }
+
+/* Ends an operation, which may have left a large value behind. */
+static cddp_result cddp__store_end(cddp_store *s, cddp_result r) {
+  cddp__buffer_clear(&s->allocator, &s->request, 65536);
+  cddp__buffer_clear(&s->allocator, &s->reply, 65536);
+  pthread_mutex_unlock(&s->lock);
+  return r;
+}
+
+static cddp_result cddp__store_set(cddp_store *s, const char *key, const void *value, size_t size) {
+  pthread_mutex_lock(&s->lock);
+  return cddp__store_end(s, s->ops->set(s, key, cddp__span_of(value, size)));
+}
+
+/* s->reply to the caller. */
+static cddp_result cddp__store_hand_over(cddp_store *s, const char *key, void *value,
+                                         size_t capacity, size_t *size) {
+  size_t have = cddp__buffer_size(&s->reply);
+  if (size != NULL) *size = have;
+  if (have > 0 && have <= capacity) memcpy(value, s->reply.data + s->reply.start, have);
+  if (have <= capacity || (value == NULL && capacity == 0)) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "the value of '%.64s' has %zu bytes and the buffer %zu",
+                    key, have, capacity);
+}
+
+/* Waits for key until the deadline. */
+static cddp_result cddp__store_get(cddp_store *s, const char *key, void *value, size_t capacity,
+                                   size_t *size, double deadline) {
+  cddp_result r;
+  pthread_mutex_lock(&s->lock);
+  r = s->ops->wait(s, &key, 1, deadline);
+  if (r == CDDP_OK) r = s->ops->get(s, key);
+  if (r == CDDP_OK) r = cddp__store_hand_over(s, key, value, capacity, size);
+  return cddp__store_end(s, r);
+}
+
+static cddp_result cddp__store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
+  int64_t sum = 0;
+  cddp_result r;
+  pthread_mutex_lock(&s->lock);
+  r = s->ops->add(s, key, amount, &sum);
+  if (r == CDDP_OK && total != NULL) *total = sum;
+  return cddp__store_end(s, r);
+}
+
+/* *swapped = the answer is `desired`, as in c10d, whose answer cannot tell apart that the value was
+   `desired` before: of several that write the same bytes, all are told that they have. Make them
+   differ (a rank or nonce in them) to elect one. */
+static cddp_result cddp__store_compare_set(cddp_store *s, const char *key, const void *expected,
+                                           size_t expected_size, const void *desired,
+                                           size_t desired_size, void *value, size_t capacity,
+                                           size_t *size, bool *swapped) {
+  cddp__span want = cddp__span_of(desired, desired_size);
+  cddp_result r;
+  pthread_mutex_lock(&s->lock);
+  r = s->ops->compare_set(s, key, cddp__span_of(expected, expected_size), want);
+  if (r == CDDP_OK) {
+    if (swapped != NULL)
+      *swapped = cddp__span_equal(
+          cddp__span_of(s->reply.data + s->reply.start, cddp__buffer_size(&s->reply)), want);
+    r = cddp__store_hand_over(s, key, value, capacity, size);
+  }
+  return cddp__store_end(s, r);
+}
+
+static cddp_result cddp__store_check(cddp_store *s, const char *const *keys, int count, bool *all) {
+  pthread_mutex_lock(&s->lock);
+  return cddp__store_end(s, s->ops->check(s, keys, count, all, cddp__store_deadline(s)));
+}
+
+static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int count,
+                                    double deadline) {
+  if (count == 0) return CDDP_OK;
+  pthread_mutex_lock(&s->lock);
+  return cddp__store_end(s, s->ops->wait(s, keys, count, deadline));
+}
+
+static cddp_result cddp__store_delete(cddp_store *s, const char *key, bool *deleted) {
+  bool was_there = false;
+  cddp_result r;
+  pthread_mutex_lock(&s->lock);
+  r = s->ops->remove(s, key, &was_there);
+  if (r == CDDP_OK && deleted != NULL) *deleted = was_there;
+  return cddp__store_end(s, r);
+}
+
+static cddp_result cddp__store_num_keys(cddp_store *s, int64_t *count) {
+  pthread_mutex_lock(&s->lock);
+  return cddp__store_end(s, s->ops->num_keys(s, count));
+}
+/* >>discovery ----------------------------------------------------------------------------------
+   Rank, world size and meeting place from the description and the environment. */
+
+typedef struct cddp__place {
+  int rank, world_size, local_rank, local_world_size; /* local ones -1 when unknown */
+  char init_method[1200]; /* "tcp://host:port" or "file:///path"; "" for one rank alone */
+  bool from_environment;  /* the address is MASTER_ADDR:MASTER_PORT */
+  bool client_only;       /* torchrun's agent serves the store: rank 0 must not */
+  int listen_fd;          /* bound by cddp_spawn for rank 0, else -1 */
+  char run[128];          /* prefix of this job's keys */
+  double timeout_s;
+} cddp__place;
+
+static const char *cddp__env(const char *name) { /* NULL when unset or empty */
+  const char *v = getenv(name);
+  return v != NULL && v[0] != 0 ? v : NULL;
+}
+
+static cddp_result cddp__parse_int(const char *name, const char *text, long low, long high,
+                                   int *out) {
+  char *end = NULL;
+  long v;
+  errno = 0;
+  v = strtol(text, &end, 10);
+  if (end == text || *end != 0 || errno != 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is \"%s\", which is not a whole number", name,
+                      text);
+  if (v < low || v > high)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %ld; it must be from %ld to %ld", name, v, low,
+                      high);
+  *out = (int)v;
+  return CDDP_OK;
+}
+
+/* A variable that must be there, as RANK=2 needs WORLD_SIZE. */
+static cddp_result cddp__env_int(const char *name, const char *because, long low, long high,
+                                 int *out) {
+  const char *text = cddp__env(name);
+  if (text == NULL)
+    return cddp__fail(
+        CDDP_INVALID_ARGUMENT,
+        "%s is not set, but %s; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for "
+        "every rank, or none of them for a single process",
+        name, because);
+  return cddp__parse_int(name, text, low, high, out);
+}
+
+static cddp_result cddp__env_ranks(cddp__place *at) {
+  const char *rank = cddp__env("RANK"), *size = cddp__env("WORLD_SIZE");
+  cddp_result r;
+  at->rank = 0;
+  at->world_size = 1;
+  if (rank == NULL && size == NULL) return CDDP_OK;
+  if ((r = cddp__env_int("WORLD_SIZE", "RANK is", 1, CDDP__MAX_RANKS, &at->world_size)) != CDDP_OK)
+    return r;
+  if ((r = cddp__env_int("RANK", "WORLD_SIZE is", 0, INT_MAX, &at->rank)) != CDDP_OK) return r;
+  if (at->rank >= at->world_size)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "RANK is %d but WORLD_SIZE is %d; ranks go from 0 to %d", at->rank,
+                      at->world_size, at->world_size - 1);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__env_local(cddp__place *at) {
+  const char *rank = cddp__env("LOCAL_RANK"), *size = cddp__env("LOCAL_WORLD_SIZE");
+  cddp_result r;
+  at->local_rank = at->local_world_size = -1;
+  if (rank != NULL &&
+      (r = cddp__parse_int("LOCAL_RANK", rank, 0, INT_MAX, &at->local_rank)) != CDDP_OK)
+    return r;
+  if (size != NULL &&
+      (r = cddp__parse_int("LOCAL_WORLD_SIZE", size, 1, INT_MAX, &at->local_world_size)) != CDDP_OK)
+    return r;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__env_master(cddp__place *at) {
+  const char *host = cddp__env("MASTER_ADDR"), *port = cddp__env("MASTER_PORT");
+  const char *fd = cddp__env("CDDP_LISTEN_FD");
+  cddp_result r;
+  int number = 0;
+  if (host == NULL || port == NULL)
+    return cddp__fail(
+        CDDP_INVALID_ARGUMENT,
+        "%s is not set, but WORLD_SIZE is %d; set it to rank 0's %s, the same for every rank",
+        host == NULL ? "MASTER_ADDR" : "MASTER_PORT", at->world_size,
+        host == NULL ? "host name or address" : "port, say 29500");
+  if ((r = cddp__parse_int("MASTER_PORT", port, 1, 65535, &number)) != CDDP_OK) return r;
+  if (fd != NULL && at->rank == 0 &&
+      (r = cddp__parse_int("CDDP_LISTEN_FD", fd, 0, INT_MAX, &at->listen_fd)) != CDDP_OK)
+    return r;
+  snprintf(at->init_method, sizeof at->init_method,
+           strchr(host, ':') ? "tcp://[%s]:%d" : "tcp://%s:%d", host, number);
+  at->from_environment = true;
+  fd = cddp__env("TORCHELASTIC_USE_AGENT_STORE");
+  at->client_only = fd != NULL && strcmp(fd, "True") == 0;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__discover_timeout(double given, double *out) {
+  const char *text = cddp__env("CDDP_TIMEOUT_S");
+  char *end = NULL;
+  *out = given > 0 ? given : CDDP__TIMEOUT_S;
+  if (given > 0 || text == NULL) return CDDP_OK;
+  *out = strtod(text, &end);
+  if (end == text || *end != 0 || !(*out > 0) || *out > 1e9)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0",
+                      text);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
+  const char *method = d->init_method ? d->init_method : "env://";
+  const char *run = cddp__env("TORCHELASTIC_RUN_ID"),
+             *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
+  cddp_result r;
+  memset(at, 0, sizeof *at);
+  at->listen_fd = -1;
+  snprintf(at->run, sizeof at->run, "cddp/%.80s/%.20s", run ? run : "0", restart ? restart : "0");
+  if ((r = cddp__discover_timeout(d->timeout_s, &at->timeout_s)) != CDDP_OK) return r;
+  if (d->world_size > 0) {
+    at->rank = d->rank;
+    at->world_size = d->world_size;
+  } else if ((r = cddp__env_ranks(at)) != CDDP_OK) {
+    return r;
+  }
+  if ((r = cddp__env_local(at)) != CDDP_OK) return r;
+  if (strcmp(method, "env://") == 0) return at->world_size > 1 ? cddp__env_master(at) : CDDP_OK;
+  if (strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0)
+    return cddp__fail(
+        CDDP_INVALID_ARGUMENT,
+        "init_method \"%s\" is none of env://, tcp://host:port, file:///absolute/path", method);
+  if (strlen(method) >= sizeof at->init_method)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "init_method is longer than %zu bytes",
+                      sizeof at->init_method - 1);
+  snprintf(at->init_method, sizeof at->init_method, "%s", method);
+  return CDDP_OK;
+}
+/* >>arena --------------------------------------------------------------------------------------
+   Memory that the ranks of a host reduce in place. Works as follows: the ranks hold one memfd, so
+   large that it is all holes; rank i's extents lie in its own window of it, so that nobody needs a
+   lock to allocate. A buffer is told to peers as a cddp__ref (extent, offset); a peer maps the
+   extent when it first meets it and keeps the mapping until the extent is freed and its place
+   used again (its generation differs then). The kernel drops everything with the last process. For
+   threads every pointer is good as it is. */
+
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+/* Maps an extent where its huge pages can be used: at an address that agrees with its offset. */
+static char *cddp__map_extent(const cddp__host *h, uint64_t base, uint64_t size) {
+  size_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
+  size_t span = (size_t)size + align;
+  char *area, *at;
+  area = (char *)mmap(NULL, span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (area == (char *)MAP_FAILED) return NULL;
+  at = area + (align - (uintptr_t)area % align) % align;
+  if (mmap(at, (size_t)size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, h->fd,
+           (off_t)base) == MAP_FAILED) {
+    munmap(area, span);
+    return NULL;
+  }
+  if (at > area) munmap(area, (size_t)(at - area));
+  if (at + size < area + span) munmap(at + size, (size_t)(area + span - (at + size)));
+  madvise(at, (size_t)size, MADV_DONTFORK);
+  return at;
+}
+
+static char *cddp__map_plain(uint64_t size) { /* for threads and single ranks */
+  size_t span = (size_t)size + CDDP__HUGE_PAGE;
+  char *area, *at;
+  area = (char *)mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (area == (char *)MAP_FAILED) return NULL;
+  at = area + (CDDP__HUGE_PAGE - (uintptr_t)area % CDDP__HUGE_PAGE) % CDDP__HUGE_PAGE;
+  if (size < CDDP__HUGE_PAGE) at = area;
+  if (at > area) munmap(area, (size_t)(at - area));
+  if (at + size < area + span) munmap(at + size, (size_t)(area + span - (at + size)));
+  return at;
+}
+
+/* Asks for huge pages and touches the memory from its owner's core. MADV_COLLAPSE makes huge pages
+   even where the system's setting for shared memory says never; without it ordinary pages do. */
+static void cddp__populate(char *address, uint64_t size) {
+  uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
+  if (whole == 0) return;
+  madvise(address, (size_t)whole, MADV_HUGEPAGE);
+  madvise(address, (size_t)whole, MADV_COLLAPSE);
+}
+
+static cddp_result cddp__extents_grow(cddp__host *h) {
+  int capacity = h->extent_capacity ? 2 * h->extent_capacity : 32;
+  cddp__extent *e;
+  if (h->extent_count < h->extent_capacity) return CDDP_OK;
+  e = (cddp__extent *)cddp__calloc(&h->allocator, (size_t)capacity, sizeof *e);
+  if (e == NULL) return CDDP_OUT_OF_MEMORY;
+  if (h->extents != NULL) memcpy(e, h->extents, (size_t)h->extent_count * sizeof *e);
+  cddp__free(&h->allocator, h->extents);
+  h->extents = e;
+  h->extent_capacity = capacity;
+  return CDDP_OK;
+}
+
+/* Index of a free place of at least size bytes: the smallest that fits, cut to size, or a new one
+   at the end of the window; -1 with the error set. Called with the lock held. */
+static int cddp__extent_place(cddp__host *h, uint64_t size) {
+  uint64_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
+  uint64_t limit = (uint64_t)(h->index + 2) << h->window_bits, base;
+  int i, best = -1;
+  for (i = 0; i < h->extent_count; i++) {
+    const cddp__extent *e = &h->extents[i];
+    if (e->address != NULL || e->size < size || e->base % align != 0) continue;
+    if (best < 0 || e->size < h->extents[best].size) best = i;
+  }
+  if (best >= 0 && h->extents[best].size <= 2 * size) return best;
+  if (cddp__extents_grow(h) != CDDP_OK) return -1;
+  base = (h->window_end + align - 1) / align * align;
+  if (!h->threads && (base > limit || size > limit - base)) {
+    cddp__fail(CDDP_OUT_OF_MEMORY,
+               "cddp_alloc: %" PRIu64 " bytes do not fit into this rank's window", size);
+    return -1;
+  }
+  best = h->extent_count++;
+  h->extents[best].base = base;
+  h->extents[best].size = size;
+  h->extents[best].address = NULL;
+  h->window_end = base + size;
+  return best;
+}
+
+static void *cddp__arena_alloc(cddp__host *h, size_t bytes) {
+  size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
+  cddp__extent *e = NULL;
+  char *address = NULL;
+  int i;
+  if (bytes > SIZE_MAX / 4) {
+    cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
+    return NULL;
+  }
+  pthread_mutex_lock(&h->lock);
+  i = cddp__extent_place(h, cddp__round_up(bytes ? bytes : 1, page));
+  if (i >= 0) {
+    e = &h->extents[i];
+    address = h->fd >= 0 ? cddp__map_extent(h, e->base, e->size) : cddp__map_plain(e->size);
+    if (address == NULL) {
+      cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
+    } else {
+      cddp__populate(address, e->size);
+      e->address = address;
+      e->generation = ++h->generation;
+    }
+  }
+  pthread_mutex_unlock(&h->lock);
+  return address;
+}
+
+static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
+  if (h->fd >= 0) madvise(e->address, (size_t)e->size, MADV_REMOVE); /* the memory goes at once */
+  munmap(e->address, (size_t)e->size);
+  e->address = NULL;
+}
+
+/* The own extent that holds p, or NULL. Called with the lock held. */
+static cddp__extent *cddp__extent_of(const cddp__host *h, const void *p) {
+  const char *c = (const char *)p;
+  int i;
+  for (i = 0; i < h->extent_count; i++) {
+    cddp__extent *e = &h->extents[i];
+    if (e->address != NULL && c >= e->address && c < e->address + e->size) return e;
+  }
+  return NULL;
+}
+
+static void cddp__arena_free(cddp__host *h, void *p) {
+  cddp__extent *e;
+  if (p == NULL) return;
+  pthread_mutex_lock(&h->lock);
+  e = cddp__extent_of(h, p);
+  if (e != NULL && e->address == (char *)p) cddp__extent_release(h, e);
+  pthread_mutex_unlock(&h->lock);
+}
+
+/* How peers find bytes at p; kind NONE when they cannot. */
+static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
+  cddp__ref ref;
+  const cddp__extent *e;
+  memset(&ref, 0, sizeof ref);
+  if (h->threads) {
+    ref.kind = CDDP__REF_POINTER;
+    ref.base = (uint64_t)(uintptr_t)p;
+    return ref;
+  }
+  pthread_mutex_lock(&h->lock);
+  e = cddp__extent_of(h, p);
+  if (e != NULL && bytes <= e->size - (size_t)((const char *)p - e->address)) {
+    ref.kind = CDDP__REF_EXTENT;
+    ref.base = e->base;
+    ref.size = e->size;
+    ref.offset = (uint64_t)((const char *)p - e->address);
+    ref.generation = e->generation;
+  }
+  pthread_mutex_unlock(&h->lock);
+  return ref;
+}
+
+static cddp__mapping *cddp__map_slot(cddp__mapping *maps, int capacity, uint64_t base) {
+  uint64_t i = (base >> 12) * 0x9e3779b97f4a7c15ull >> 20;
+  for (;; i++) {
+    cddp__mapping *m = &maps[i & (uint64_t)(capacity - 1)];
+    if (m->address == NULL || m->base == base) return m;
+  }
+}
+
+static cddp_result cddp__maps_grow(cddp__host *h) {
+  int capacity = h->map_capacity ? 2 * h->map_capacity : 64, i;
+  cddp__mapping *maps;
+  if (2 * (h->map_count + 1) <= h->map_capacity) return CDDP_OK;
+  maps = (cddp__mapping *)cddp__calloc(&h->allocator, (size_t)capacity, sizeof *maps);
+  if (maps == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < h->map_capacity; i++)
+    if (h->maps[i].address != NULL) *cddp__map_slot(maps, capacity, h->maps[i].base) = h->maps[i];
+  cddp__free(&h->allocator, h->maps);
+  h->maps = maps;
+  h->map_capacity = capacity;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__map_peer(cddp__host *h, const cddp__ref *ref, char **address) {
+  cddp__mapping *m;
+  if (cddp__maps_grow(h) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+  m = cddp__map_slot(h->maps, h->map_capacity, ref->base);
+  if (m->address == NULL || m->generation != ref->generation || m->size != ref->size) {
+    char *p = cddp__map_extent(h, ref->base, ref->size);
+    if (p == NULL)
+      return cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of a peer's memory: %s", strerror(errno));
+    if (m->address != NULL)
+      munmap(m->address, (size_t)m->size);
+    else
+      h->map_count++;
+    m->base = ref->base;
+    m->size = ref->size;
+    m->generation = ref->generation;
+    m->address = p;
+  }
+  *address = m->address;
+  return CDDP_OK;
+}
+
+/* The address here of what ref describes: a peer's or this rank's own. */
+static cddp_result cddp__locate(cddp__host *h, const cddp__ref *ref, void **out) {
+  cddp_result r = CDDP_OK;
+  char *address = NULL;
+  uint64_t mine = (uint64_t)(h->index + 1) << h->window_bits;
+  int i;
+  if (ref->kind == CDDP__REF_POINTER) {
+    *out = (void *)(uintptr_t)ref->base;
+    return CDDP_OK;
+  }
+  pthread_mutex_lock(&h->lock);
+  if (ref->base >= mine && ref->base - mine < (uint64_t)1 << h->window_bits) {
+    for (i = 0; i < h->extent_count; i++)
+      if (h->extents[i].base == ref->base) address = h->extents[i].address;
+  } else {
+    r = cddp__map_peer(h, ref, &address);
+  }
+  pthread_mutex_unlock(&h->lock);
+  *out = address != NULL ? address + ref->offset : NULL;
+  return r;
+}
+
+static int cddp__count_cores(void) {
+  unsigned char set[1024]; /* 8192 processors */
+  long bytes = syscall(SYS_sched_getaffinity, 0, sizeof set, set), i;
+  int n = 0;
+  for (i = 0; i < bytes; i++) n += __builtin_popcount(set[i]);
+  if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN);
+  return n > 0 ? n : 1;
+}
+
+static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger *l, int size,
+                                     int index) {
+  cddp__host *h = (cddp__host *)cddp__calloc(a, 1, sizeof *h);
+  if (h == NULL) return NULL;
+  if (a != NULL) h->allocator = *a;
+  if (l != NULL) h->logger = *l;
+  h->size = size;
+  h->index = index;
+  h->fd = -1;
+  h->window_bits = 40;
+  h->window_end = (uint64_t)(index + 1) << h->window_bits;
+  h->cores = cddp__count_cores();
+  h->refs = 1;
+  gethostname(h->name, sizeof h->name - 1);
+  h->pidfds = (int *)cddp__calloc(a, (size_t)size, sizeof *h->pidfds);
+  h->pids = (uint32_t *)cddp__calloc(a, (size_t)size, sizeof *h->pids);
+  if (h->pidfds == NULL || h->pids == NULL || pthread_mutex_init(&h->lock, NULL) != 0) {
+    cddp__free(a, h->pidfds);
+    cddp__free(a, h->pids);
+    cddp__free(a, h);
+    return NULL;
+  }
+  memset(h->pidfds, 0xff, (size_t)size * sizeof *h->pidfds);
+  return h;
+}
+
+static void cddp__host_release(cddp__host *h) {
+  cddp_allocator a;
+  int i, left;
+  if (h == NULL) return;
+  pthread_mutex_lock(&h->lock);
+  left = --h->refs;
+  pthread_mutex_unlock(&h->lock);
+  if (left > 0) return;
+  for (i = 0; i < h->extent_count; i++)
+    if (h->extents[i].address != NULL) munmap(h->extents[i].address, (size_t)h->extents[i].size);
+  for (i = 0; i < h->map_capacity; i++)
+    if (h->maps[i].address != NULL) munmap(h->maps[i].address, (size_t)h->maps[i].size);
+  for (i = 0; i < h->size; i++)
+    if (h->pidfds[i] >= 0) close(h->pidfds[i]);
+  if (h->fd >= 0) close(h->fd);
+  pthread_mutex_destroy(&h->lock);
+  a = h->allocator;
+  cddp__free(&a, h->extents);
+  cddp__free(&a, h->maps);
+  cddp__free(&a, h->pidfds);
+  cddp__free(&a, h->pids);
+  cddp__free(&a, h);
+}
+/* >>reduce ---------------------------------------------------------------------------------------
+   Sums in canonical order, and element types. Pure.
+
+   The loops are written once, in plain C, as CDDP__TEMPLATE functions. Thin functions instantiate
+   them for each instruction set (CDDP__KERNEL_SET), and cddp__pick_kernels takes the best that this
+   machine has. All give the same bits: each element's operations and their order are the same, and
+   no compiler option may contract a * b + c or reorder sums here. */
+
+#if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
+#define CDDP__DISPATCH 1
+#include <cpuid.h>
+#include <immintrin.h>
+#else
+#define CDDP__DISPATCH 0
+#endif
+
+#define CDDP__TEMPLATE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define CDDP__KERNEL
+#define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
+#define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)") /* destinations may be sources */
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no fault */
+#else
+#define CDDP__KERNEL __attribute__((optimize("O3", "fp-contract=off", "no-fast-math")))
+#define CDDP__STRICT_FP
+#define CDDP__IVDEP _Pragma("GCC ivdep") /* destinations may be sources */
+#endif
+
+static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
+
+static size_t cddp__dtype_size(cddp_dtype d) {
+  switch (d) {
+    case CDDP_F32: case CDDP_I32: return 4;
+    case CDDP_F64: case CDDP_I64: return 8;
+    case CDDP_F16: case CDDP_BF16: return 2;
+    case CDDP_I8: case CDDP_U8: return 1;
+    default: return 0;
+  }
+}
+
+/* Half precision, as the F16C instructions do it: NaNs turn quiet, keep sign and upper payload. */
+
+CDDP__TEMPLATE uint32_t cddp__f32_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+
+CDDP__TEMPLATE float cddp__f32_of_bits(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+/* c ? a : b for c = 0 or 1, as arithmetic that every machine can do on vectors. */
+CDDP__TEMPLATE uint32_t cddp__choose(bool c, uint32_t a, uint32_t b) {
+  uint32_t mask = 0u - (uint32_t)c;
+  return (a & mask) | (b & ~mask);
+}
+
+CDDP__TEMPLATE float cddp__widen_f16(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, a = h & 0x7fffu;
+  uint32_t normal = (a << 13) + cddp__choose(a >= 0x7c00, 224u << 23, 112u << 23);
+  uint32_t small = cddp__f32_bits((float)(int32_t)a * 0x1p-24f); /* subnormal or zero: exact */
+  uint32_t quiet = cddp__choose(a > 0x7c00, 0x400000, 0);
+  return cddp__f32_of_bits(sign | quiet | cddp__choose(a < 0x400, small, normal));
+}
+
+CDDP__TEMPLATE uint16_t cddp__narrow_f16(float x) {
+  uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
+  uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
+  /* below 2^-14: adding 0.5, whose last place is 2^-24, does the rounding */
+  uint32_t little = cddp__choose(a < 0x38800000, a, 0);
+  uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
+  uint32_t bits = cddp__choose(a < 0x38800000, small, normal);
+  bits = cddp__choose(a >= 0x477ff000, 0x7c00, bits); /* 65520 and more round to infinity */
+  bits = cddp__choose(a > 0x7f800000, 0x7e00 | ((a >> 13) & 0x1ff), bits);
+  return (uint16_t)((u >> 16 & 0x8000) | bits);
+}
+
+CDDP__TEMPLATE float cddp__widen_bf16(uint16_t h) { return cddp__f32_of_bits((uint32_t)h << 16); }
+
+CDDP__TEMPLATE uint16_t cddp__narrow_bf16(float x) {
+  uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
+  uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return (uint16_t)(a > 0x7f800000 ? u >> 16 | 0x40 : rounded);
+}
+
+static float cddp__f16_to_f32(uint16_t h) { return cddp__widen_f16(h); }
+static uint16_t cddp__f32_to_f16(float x) { return cddp__narrow_f16(x); }
+static float cddp__bf16_to_f32(uint16_t h) { return cddp__widen_bf16(h); }
+static uint16_t cddp__f32_to_bf16(float x) { return cddp__narrow_bf16(x); }
+
+/* Loops. */
+
+#define CDDP__EACH(statement) \
+  do {                        \
+    size_t i;                 \
+    CDDP__IVDEP               \
+    for (i = 0; i < n; i++) { \
+      statement;              \
+    }                         \
+  } while (0)
+
+/* d[i] = the lesser (or greater) of a[i] and b[i]; where either is NaN, that NaN comes through */
+#define CDDP__EACH_PICK(T, before) \
+  CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((x before y) | (x != x)) ? x : y)
+
+/* T: element, F: type of the arithmetic, IN and OUT convert between them */
+#define CDDP__SUM_LOOPS(T, F, S, IN, OUT)                                               \
+  CDDP__TEMPLATE void cddp__sum_##S(T *d, const void *const *s, int k, size_t n, F f,   \
+                                    bool divide) {                                      \
+    CDDP__STRICT_FP                                                                     \
+    const T *s0 = (const T *)s[0], *s1 = (const T *)s[1];                               \
+    const T *s2 = k > 2 ? (const T *)s[2] : s0, *s3 = k > 3 ? (const T *)s[3] : s0;     \
+    if (k == 2 && divide) {                                                             \
+      CDDP__EACH(d[i] = OUT((IN(s0[i]) + IN(s1[i])) / f));                              \
+    } else if (k == 2) {                                                                \
+      CDDP__EACH(d[i] = OUT((IN(s0[i]) + IN(s1[i])) * f));                              \
+    } else if (k == 3 && divide) {                                                      \
+      CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + IN(s2[i])) / f));                \
+    } else if (k == 3) {                                                                \
+      CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + IN(s2[i])) * f));                \
+    } else if (k == 4) {                                                                \
+      CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + (IN(s2[i]) + IN(s3[i]))) * f));  \
+    } else {                                                                            \
+      const T *s4 = (const T *)s[4], *s5 = (const T *)s[5];                             \
+      const T *s6 = (const T *)s[6], *s7 = (const T *)s[7];                             \
+      CDDP__EACH(F x = (IN(s0[i]) + IN(s1[i])) + (IN(s2[i]) + IN(s3[i]));               \
+                 F y = (IN(s4[i]) + IN(s5[i])) + (IN(s6[i]) + IN(s7[i]));               \
+                 d[i] = OUT((x + y) * f));                                              \
+    }                                                                                   \
+  }                                                                                     \
+  CDDP__TEMPLATE void cddp__all_##S(void *const *bufs, int k, size_t n, F f) {          \
+    CDDP__STRICT_FP                                                                     \
+    T *b0 = (T *)bufs[0], *b1 = (T *)bufs[1];                                           \
+    T *b2 = k > 2 ? (T *)bufs[2] : b0, *b3 = k > 2 ? (T *)bufs[3] : b0;                 \
+    if (k == 2) {                                                                       \
+      CDDP__EACH(T t = OUT((IN(b0[i]) + IN(b1[i])) * f); b0[i] = t; b1[i] = t);         \
+    } else if (k == 4) {                                                                \
+      CDDP__EACH(T t = OUT(((IN(b0[i]) + IN(b1[i])) + (IN(b2[i]) + IN(b3[i]))) * f);    \
+                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t);                           \
+    } else {                                                                            \
+      T *b4 = (T *)bufs[4], *b5 = (T *)bufs[5], *b6 = (T *)bufs[6], *b7 = (T *)bufs[7]; \
+      CDDP__EACH(F x = (IN(b0[i]) + IN(b1[i])) + (IN(b2[i]) + IN(b3[i]));               \
+                 F y = (IN(b4[i]) + IN(b5[i])) + (IN(b6[i]) + IN(b7[i]));               \
+                 T t = OUT((x + y) * f);                                                \
+                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t;                            \
+                 b4[i] = t; b5[i] = t; b6[i] = t; b7[i] = t);                           \
+    }                                                                                   \
+  }
+#define CDDP__SAME(x) (x)
+CDDP__SUM_LOOPS(cddp__f32, float, f32, CDDP__SAME, CDDP__SAME)
+CDDP__SUM_LOOPS(cddp__f64, double, f64, CDDP__SAME, CDDP__SAME)
+CDDP__SUM_LOOPS(cddp__u16, float, bf16, cddp__widen_bf16, cddp__narrow_bf16)
+#undef CDDP__SAME
+#undef CDDP__SUM_LOOPS
+
+#define CDDP__FLOAT_LOOPS(T, S)                                                         \
+  CDDP__TEMPLATE void cddp__pair_##S(void *dst, const void *p, const void *q, size_t n, \
+                                     cddp_op op) {                                      \
+    CDDP__STRICT_FP                                                                     \
+    T *d = (T *)dst;                                                                    \
+    const T *a = (const T *)p, *b = (const T *)q;                                       \
+    if (op == CDDP_PROD) CDDP__EACH(d[i] = a[i] * b[i]);                                \
+    else if (op == CDDP_MIN) CDDP__EACH_PICK(T, <);                                     \
+    else CDDP__EACH_PICK(T, >);                                                         \
+  }                                                                                     \
+  CDDP__TEMPLATE void cddp__scale_##S(T *d, size_t n, T f, bool divide) {               \
+    CDDP__STRICT_FP                                                                     \
+    if (divide) CDDP__EACH(d[i] = d[i] / f);                                            \
+    else CDDP__EACH(d[i] = d[i] * f);                                                   \
+  }
+CDDP__FLOAT_LOOPS(cddp__f32, f32)
+CDDP__FLOAT_LOOPS(cddp__f64, f64)
+#undef CDDP__FLOAT_LOOPS
+
+/* U is T unsigned: sums and products wrap around. */
+#define CDDP__INT_LOOPS(T, U, S)                                                        \
+  CDDP__TEMPLATE void cddp__pair_##S(void *dst, const void *p, const void *q, size_t n, \
+                                     cddp_op op) {                                      \
+    T *d = (T *)dst;                                                                    \
+    const T *a = (const T *)p, *b = (const T *)q;                                       \
+    if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i]));                  \
+    else if (op == CDDP_MIN) CDDP__EACH_PICK(T, <);                                     \
+    else if (op == CDDP_MAX) CDDP__EACH_PICK(T, >);                                     \
+    else CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i]));                                  \
+  }
+CDDP__INT_LOOPS(cddp__i8, uint8_t, i8)
+CDDP__INT_LOOPS(cddp__u8, uint8_t, u8)
+CDDP__INT_LOOPS(cddp__i32, uint32_t, i32)
+CDDP__INT_LOOPS(cddp__i64, uint64_t, i64)
+#undef CDDP__INT_LOOPS
+
+CDDP__TEMPLATE void cddp__sum(void *d, const void *const *s, int k, size_t n, cddp_dtype dtype,
+                              double f, bool divide) {
+  if (dtype == CDDP_F64) cddp__sum_f64((cddp__f64 *)d, s, k, n, f, divide);
+  else if (dtype == CDDP_F32) cddp__sum_f32((cddp__f32 *)d, s, k, n, (float)f, divide);
+  else cddp__sum_bf16((cddp__u16 *)d, s, k, n, (float)f, divide);
+}
+
+CDDP__TEMPLATE void cddp__all(void *const *bufs, int k, size_t n, cddp_dtype dtype, double f) {
+  if (dtype == CDDP_F64) cddp__all_f64(bufs, k, n, f);
+  else if (dtype == CDDP_F32) cddp__all_f32(bufs, k, n, (float)f);
+  else cddp__all_bf16(bufs, k, n, (float)f);
+}
+
+CDDP__TEMPLATE void cddp__pair(void *d, const void *a, const void *b, size_t n, cddp_dtype dtype,
+                               cddp_op op) {
+  switch (dtype) {
+    case CDDP_F32: cddp__pair_f32(d, a, b, n, op); break;
+    case CDDP_F64: cddp__pair_f64(d, a, b, n, op); break;
+    case CDDP_I8: cddp__pair_i8(d, a, b, n, op); break;
+    case CDDP_U8: cddp__pair_u8(d, a, b, n, op); break;
+    case CDDP_I32: cddp__pair_i32(d, a, b, n, op); break;
+    case CDDP_I64: cddp__pair_i64(d, a, b, n, op); break;
+    default: break;
+  }
+}
+
+/* Floats: * f or / f. Integers: / f, truncated (a divisor is at most CDDP__MAX_RANKS). */
+CDDP__TEMPLATE void cddp__scale_any(void *p, size_t n, cddp_dtype dtype, double f, bool divide) {
+  int k = dtype == CDDP_F32 || dtype == CDDP_F64 ? 0 : (int)f;
+  switch (dtype) {
+    case CDDP_F32: cddp__scale_f32((cddp__f32 *)p, n, (float)f, divide); break;
+    case CDDP_F64: cddp__scale_f64((cddp__f64 *)p, n, f, divide); break;
+    case CDDP_I8: CDDP__EACH(((cddp__i8 *)p)[i] = (int8_t)(((cddp__i8 *)p)[i] / k)); break;
+    case CDDP_U8: CDDP__EACH(((cddp__u8 *)p)[i] = (uint8_t)(((cddp__u8 *)p)[i] / k)); break;
+    case CDDP_I32: CDDP__EACH(((cddp__i32 *)p)[i] /= k); break;
+    case CDDP_I64: CDDP__EACH(((cddp__i64 *)p)[i] /= k); break;
+    default: break;
+  }
+}
+
+CDDP__TEMPLATE void cddp__widen(cddp__f32 *d, const void *src, size_t n, cddp_dtype from) {
+  const cddp__u16 *s = (const cddp__u16 *)src;
+  if (from == CDDP_F16) CDDP__EACH(d[i] = cddp__widen_f16(s[i]));
+  else CDDP__EACH(d[i] = cddp__widen_bf16(s[i]));
+}
+
+CDDP__TEMPLATE void cddp__narrow(void *dst, const cddp__f32 *s, size_t n, cddp_dtype to) {
+  cddp__u16 *d = (cddp__u16 *)dst;
+  if (to == CDDP_F16) CDDP__EACH(d[i] = cddp__narrow_f16(s[i]));
+  else CDDP__EACH(d[i] = cddp__narrow_bf16(s[i]));
+}
+
+/* Works as follows: element i goes to lane i mod 16, the lanes are added in pairs. So the order
+   depends on nothing but n. */
+#define CDDP__SQUARES(T, S)                                       \
+  CDDP__TEMPLATE double cddp__squares_##S(const T *p, size_t n) { \
+    CDDP__STRICT_FP                                               \
+    double lane[16];                                              \
+    size_t i, j, whole = n / 16 * 16;                             \
+    for (j = 0; j < 16; j++) lane[j] = 0;                         \
+    for (i = 0; i < whole; i += 16) {                             \
+      for (j = 0; j < 16; j++) {                                  \
+        double square = (double)p[i + j] * (double)p[i + j];      \
+        lane[j] += square;                                        \
+      }                                                           \
+    }                                                             \
+    for (i = whole; i < n; i++) {                                 \
+      double square = (double)p[i] * (double)p[i];                \
+      lane[i - whole] += square;                                  \
+    }                                                             \
+    for (j = 8; j > 0; j /= 2) {                                  \
+      for (i = 0; i < j; i++) lane[i] += lane[i + j];             \
+    }                                                             \
+    return lane[0];                                               \
+  }
+CDDP__SQUARES(cddp__f32, f32)
+CDDP__SQUARES(cddp__f64, f64)
+#undef CDDP__SQUARES
+
+CDDP__TEMPLATE double cddp__squares(const void *p, size_t n, cddp_dtype dtype) {
+  return dtype == CDDP_F64 ? cddp__squares_f64((const cddp__f64 *)p, n)
+                           : cddp__squares_f32((const cddp__f32 *)p, n);
+}
+
+/* F16C converts 8 elements in one instruction. */
+#if CDDP__DISPATCH
+#define CDDP__AVX2 __attribute__((target("avx2,fma,f16c")))
+
+CDDP__AVX2 static void cddp__widen_f16c(cddp__f32 *d, const void *src, size_t n) {
+  const cddp__u16 *s = (const cddp__u16 *)src;
+  size_t i;
+  for (i = 0; i + 8 <= n; i += 8) {
+    __m128i h = _mm_loadu_si128((const __m128i *)(const void *)(s + i));
+    _mm256_storeu_ps((float *)(d + i), _mm256_cvtph_ps(h));
+  }
+  for (; i < n; i++) d[i] = cddp__widen_f16(s[i]);
+}
+
+CDDP__AVX2 static void cddp__narrow_f16c(void *dst, const cddp__f32 *s, size_t n) {
+  cddp__u16 *d = (cddp__u16 *)dst;
+  size_t i;
+  for (i = 0; i + 8 <= n; i += 8) {
+    __m256 x = _mm256_loadu_ps((const float *)(s + i));
+    _mm_storeu_si128((__m128i *)(void *)(d + i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  }
+  for (; i < n; i++) d[i] = cddp__narrow_f16(s[i]);
+}
+#endif
+
+/* One function per entry of cddp__kernels, compiled for TARGET, and the table of them. */
+#define CDDP__KERNEL_SET(ISA, TARGET, WIDEN_F16, NARROW_F16)                                      \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__sum_##ISA(void *d, const void *const *s, int k, size_t n, cddp_dtype dtype,   \
+                              double f, bool divide) {                                            \
+    cddp__sum(d, s, k, n, dtype, f, divide);                                                      \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__all_##ISA(void *const *bufs, int k, size_t n, cddp_dtype dtype, double f) {   \
+    cddp__all(bufs, k, n, dtype, f);                                                              \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__pair_##ISA(void *d, const void *a, const void *b, size_t n, cddp_dtype dtype, \
+                               cddp_op op) {                                                      \
+    cddp__pair(d, a, b, n, dtype, op);                                                            \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__scale_##ISA(void *d, size_t n, cddp_dtype dtype, double f, bool divide) {     \
+    cddp__scale_any(d, n, dtype, f, divide);                                                      \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__widen_##ISA(cddp__f32 *d, const void *s, size_t n, cddp_dtype from) {         \
+    if (from == CDDP_F16) WIDEN_F16;                                                              \
+    else cddp__widen(d, s, n, CDDP_BF16);                                                         \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__narrow_##ISA(void *d, const cddp__f32 *s, size_t n, cddp_dtype to) {          \
+    if (to == CDDP_F16) NARROW_F16;                                                               \
+    else cddp__narrow(d, s, n, CDDP_BF16);                                                        \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static double cddp__squares_##ISA(const void *p, size_t n, cddp_dtype dtype) {                  \
+    return cddp__squares(p, n, dtype);                                                            \
+  }                                                                                               \
+  static const cddp__kernels cddp__kernels_##ISA = {                                              \
+      cddp__sum_##ISA,   cddp__all_##ISA,    cddp__pair_##ISA,   cddp__scale_##ISA,               \
+      cddp__widen_##ISA, cddp__narrow_##ISA, cddp__squares_##ISA};
+
+CDDP__KERNEL_SET(base, , cddp__widen(d, s, n, CDDP_F16), cddp__narrow(d, s, n, CDDP_F16))
+#if CDDP__DISPATCH
+CDDP__KERNEL_SET(avx2, CDDP__AVX2, cddp__widen_f16c(d, s, n), cddp__narrow_f16c(d, s, n))
+#endif
+#undef CDDP__KERNEL_SET
+
+enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2 };
+static int cddp__isa_found; /* 0 until asked; only cddp__isa (and tests) touch it */
+
+static int cddp__isa(void) { /* CDDP__ISA_*: the best this machine and system have */
+  int isa = __atomic_load_n(&cddp__isa_found, __ATOMIC_RELAXED);
+  if (isa != 0) return isa;
+  isa = CDDP__ISA_BASE;
+#if CDDP__DISPATCH
+  {
+    unsigned a, b, c = 0, d;
+    if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C) &&
+        __builtin_cpu_supports("avx2"))
+      isa = CDDP__ISA_AVX2;
+  }
+#endif
+  __atomic_store_n(&cddp__isa_found, isa, __ATOMIC_RELAXED);
+  return isa;
+}
+
+static const cddp__kernels *cddp__pick_kernels(void) {
+#if CDDP__DISPATCH
+  if (cddp__isa() == CDDP__ISA_AVX2) return &cddp__kernels_avx2;
+#endif
+  return &cddp__kernels_base;
+}
+
+#define CDDP__BLOCK_BYTES 4096 /* handled at a time, so that they stay in the first cache */
+#define CDDP__FOLD_DEPTH 14    /* partial results at a time: log2(CDDP__MAX_RANKS) and two */
+
+static void cddp__fold_init(cddp__fold *f, const void *const *srcs, int nsrcs, cddp_dtype dtype,
+                            cddp_op op) {
+  bool halves = dtype == CDDP_F16 || dtype == CDDP_BF16;
+  bool integer = !halves && dtype != CDDP_F32 && dtype != CDDP_F64;
+  bool average = op == CDDP_AVG;
+  f->kernels = cddp__pick_kernels();
+  f->srcs = srcs;
+  f->nsrcs = nsrcs;
+  f->dtype = dtype;
+  f->compute = halves ? CDDP_F32 : dtype;
+  f->op = average ? CDDP_SUM : op;
+  f->esize = cddp__dtype_size(dtype);
+  f->csize = cddp__dtype_size(f->compute);
+  f->leaf = f->op == CDDP_SUM && !halves && !integer ? 8 : 1;
+  f->direct = f->op == CDDP_SUM && (f->leaf == 8 || dtype == CDDP_BF16) &&
+              (nsrcs <= 4 || nsrcs == 8);
+  /* dividing by a power of two is multiplying by its inverse, to the bit, and faster */
+  f->divide = average && (integer || (nsrcs & (nsrcs - 1)) != 0);
+  f->factor = !average ? 1.0 : f->divide ? (double)nsrcs : 1.0 / (double)nsrcs;
+}
+
+/* d = a op b, in the compute type. The last one of a tree scales the result. */
+static void cddp__fold_pair(const cddp__fold *f, void *d, const void *a, const void *b, size_t n,
+                            bool last) {
+  if (f->op == CDDP_SUM && (f->compute == CDDP_F32 || f->compute == CDDP_F64)) {
+    const void *s[2];
+    s[0] = a;
+    s[1] = b;
+    f->kernels->sum(d, s, 2, n, f->compute, last ? f->factor : 1.0, last && f->divide);
+  } else {
+    f->kernels->pair(d, a, b, n, f->compute, f->op);
+    if (last && f->divide) f->kernels->scale(d, n, f->compute, f->factor, true);
+  }
+}
+
+/* The reduction of sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at`: in the
+   source itself or in buf. */
+static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, int k, size_t at,
+                                   size_t n) {
+  const void *s[8];
+  int i;
+  for (i = 0; i < k; i++) s[i] = (const char *)f->srcs[first + i] + at * f->esize;
+  if (k > 1) {
+    f->kernels->sum(buf, s, k, n, f->compute, 1.0, false);
+  } else if (f->compute != f->dtype) {
+    f->kernels->widen((cddp__f32 *)buf, s[0], n, f->dtype);
+  } else {
+    return s[0];
+  }
+  return buf;
+}
+
+/* Works as follows, for n elements from `at`, at most a block. Partial results wait on a stack,
+   each of 2^j sources, the sizes falling from bottom to top. A leaf is pushed; while the two on top
+   have the same size, or there are no more sources, they are merged. That is the canonical tree: it
+   splits a range at the largest power of two below its length. The last merge writes dst. */
+static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n) {
+  double bufs[CDDP__FOLD_DEPTH][CDDP__BLOCK_BYTES / sizeof(double)];
+  const void *parts[CDDP__FOLD_DEPTH];
+  int sizes[CDDP__FOLD_DEPTH]; /* sources in each part */
+  int depth = 0, i = 0, k;
+  dst += at * f->esize;
+  while (i < f->nsrcs) {
+    for (k = f->leaf; k > f->nsrcs - i; k /= 2) continue;
+    parts[depth] = cddp__fold_leaf(f, bufs[depth], i, k, at, n);
+    sizes[depth++] = k;
+    i += k;
+    while (depth > 1 && (i == f->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
+      bool last = i == f->nsrcs && depth == 2;
+      void *out = last && f->compute == f->dtype ? (void *)dst : (void *)bufs[depth - 2];
+      depth--;
+      cddp__fold_pair(f, out, parts[depth - 1], parts[depth], n, last);
+      parts[depth - 1] = out;
+      sizes[depth - 1] += sizes[depth];
+    }
+  }
+  if (f->compute != f->dtype) f->kernels->narrow(dst, (const cddp__f32 *)parts[0], n, f->dtype);
+}
+
+/* dst[at .. at + n) of a fold with at least two sources. */
+static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n) {
+  size_t block = CDDP__BLOCK_BYTES / f->csize, end = at + n;
+  if (f->direct) {
+    const void *s[8];
+    int i;
+    for (i = 0; i < f->nsrcs; i++) s[i] = (const char *)f->srcs[i] + at * f->esize;
+    f->kernels->sum((char *)dst + at * f->esize, s, f->nsrcs, n, f->dtype, f->factor, f->divide);
+    return;
+  }
+  for (; at < end; at += block) cddp__fold_block(f, (char *)dst, at, cddp__min(block, end - at));
+}
+
+/* dst[i] = the canonical tree over srcs[..][i]; AVG divides by nsrcs. dst may be exactly one of the
+   sources. nsrcs is 1 .. CDDP__MAX_RANKS. */
+static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
+                         cddp_op op) {
+  cddp__fold f;
+  if (nsrcs == 1) {
+    if (dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
+    return;
+  }
+  cddp__fold_init(&f, srcs, nsrcs, dtype, op);
+  cddp__fold_range(&f, dst, 0, n);
+}
+
+/* As cddp__reduce, with the result in every buffer. Reads and writes each once from memory. */
+static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype dtype, cddp_op op) {
+  cddp__fold f;
+  size_t at, block, bytes;
+  int i;
+  if (nbufs == 1) return;
+  cddp__fold_init(&f, (const void *const *)bufs, nbufs, dtype, op);
+  if (f.direct && nbufs != 3) {
+    f.kernels->all(bufs, nbufs, n, dtype, f.factor);
+    return;
+  }
+  block = CDDP__BLOCK_BYTES / f.csize;
+  for (at = 0; at < n; at += block) {
+    cddp__fold_range(&f, bufs[0], at, cddp__min(block, n - at));
+    bytes = cddp__min(block, n - at) * f.esize;
+    for (i = 1; i < nbufs; i++) {
+      memcpy((char *)bufs[i] + at * f.esize, (char *)bufs[0] + at * f.esize, bytes);
+    }
+  }
+}
+
+/* p[i] *= factor, with one rounding; factor is rounded to the type of the arithmetic first. F32,
+   F64, F16, BF16. */
+static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
+  const cddp__kernels *k = cddp__pick_kernels();
+  double buf[CDDP__BLOCK_BYTES / sizeof(double)];
+  size_t at, m, block = CDDP__BLOCK_BYTES / sizeof(float);
+  if (dtype != CDDP_F16 && dtype != CDDP_BF16) {
+    k->scale(p, n, dtype, factor, false);
+    return;
+  }
+  for (at = 0; at < n; at += block) {
+    char *q = (char *)p + at * 2;
+    m = cddp__min(block, n - at);
+    k->widen((cddp__f32 *)(void *)buf, q, m, dtype);
+    k->scale(buf, m, CDDP_F32, factor, false);
+    k->narrow(q, (const cddp__f32 *)(const void *)buf, m, dtype);
+  }
+}
+
+/* The sum of squares in double, in an order that depends on n alone. F32, F64, F16, BF16. */
+static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
+  const cddp__kernels *k = cddp__pick_kernels();
+  double buf[CDDP__BLOCK_BYTES / sizeof(double)], sum = 0;
+  size_t at, m, esize = cddp__dtype_size(dtype), block = CDDP__BLOCK_BYTES / sizeof(float);
+  for (at = 0; at < n; at += block) {
+    const void *q = (const char *)p + at * esize;
+    m = cddp__min(block, n - at);
+    if (dtype == CDDP_F16 || dtype == CDDP_BF16) {
+      k->widen((cddp__f32 *)(void *)buf, q, m, dtype);
+      sum += k->squares(buf, m, CDDP_F32);
+    } else {
+      sum += k->squares(q, m, dtype);
+    }
+  }
+  return sum;
+}
+
+/* The float that, rounded once more to half precision, gives what x rounded at once would: cut off
+   towards zero, the last bit set if anything was lost. */
+static float cddp__round_odd(double x) {
+  float y = (float)x;
+  uint32_t u = cddp__f32_bits(y);
+  if (x != x || (double)y == x) return y;
+  if (fabs((double)y) > fabs(x)) u--;
+  return cddp__f32_of_bits(u | 1);
+}
+
+/* One block between two of F32, F64, F16, BF16. */
+static void cddp__convert_block(const cddp__kernels *k, void *dst, cddp_dtype to, const void *src,
+                                cddp_dtype from, size_t n) {
+  float buf[CDDP__BLOCK_BYTES / sizeof(float)];
+  const cddp__f32 *mid = (const cddp__f32 *)src;
+  cddp__f64 *d = (cddp__f64 *)dst;
+  size_t i;
+  if (from == CDDP_F64) {
+    const cddp__f64 *s = (const cddp__f64 *)src;
+    if (to == CDDP_F32) for (i = 0; i < n; i++) ((cddp__f32 *)dst)[i] = (float)s[i];
+    else for (i = 0; i < n; i++) buf[i] = cddp__round_odd(s[i]);
+    if (to == CDDP_F32) return;
+    mid = buf;
+  } else if (from != CDDP_F32) {
+    k->widen(to == CDDP_F32 ? (cddp__f32 *)dst : buf, src, n, from);
+    if (to == CDDP_F32) return;
+    mid = buf;
+  }
+  if (to == CDDP_F64) for (i = 0; i < n; i++) d[i] = (double)mid[i];
+  else k->narrow(dst, mid, n, to);
+}
+
+/* dst[i] = src[i], rounded to the nearest, ties to even. No overlap, unless to == from. */
+static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
+  const cddp__kernels *k = cddp__pick_kernels();
+  size_t at, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
+  size_t block = CDDP__BLOCK_BYTES / sizeof(float);
+  if (to == from) {
+    if (n > 0) memmove(dst, src, n * to_size);
+    return;
+  }
+  for (at = 0; at < n; at += block) {
+    cddp__convert_block(k, (char *)dst + at * to_size, to, (const char *)src + at * from_size, from,
+                        cddp__min(block, n - at));
+  }
+}
+
+#if defined(__clang__)
+#pragma clang diagnostic pop
+#endif
+/* >>plan ---------------------------------------------------------------------------------------
+   Who gets what: slices of an array, buckets of parameters. Pure. */
+
+/* Part `part` of n elements: contiguous parts that cover all, cut at multiples of granule, their
+   sizes differing by at most a granule (the last ones are larger, as the end may be cut short). */
+static void cddp__slice_range(size_t n, size_t granule, int parts, int part, size_t *begin,
+                              size_t *end) {
+  size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
+  size_t each = grains / (size_t)parts, plain = (size_t)parts - grains % (size_t)parts;
+  size_t first = each * i + (i > plain ? i - plain : 0), count = each + (i >= plain);
+  *begin = first >= grains ? n : first * granule;
+  *end = first + count >= grains ? n : (first + count) * granule;
+}
+#define cddp__slice(n, granule, parts, part, begin, end) \
+  cddp__slice_range(n, granule, parts, part, begin, end)
+
+/* The bucket that parameters of one dtype are being added to. */
+typedef struct cddp__open_bucket {
+  int id;       /* in order of creation; -1: none open */
+  size_t bytes; /* in it so far */
+  int limit;    /* index of the limit in force */
+} cddp__open_bucket;
+
+/* Deals position after position out to buckets, as PyTorch's compute_bucket_assignment_by_size: a
+   bucket is closed once its bytes reach the limit. bucket_of[position] is its number in order of
+   creation, emitted[number] its place in order of closing. Returns how many buckets. */
+static int cddp__deal_buckets(const cddp_param *params, int count, const int *order,
+                              const size_t *limits, int limit_count, int *bucket_of, int *emitted) {
+  cddp__open_bucket open[CDDP_I64 + 1];
+  int seen[CDDP_I64 + 1]; /* dtypes in order of first appearance */
+  int seen_count = 0, created = 0, closed = 0, i, key;
+  for (key = 0; key <= CDDP_I64; key++) open[key].id = open[key].limit = -1;
+  for (i = 0; i < count; i++) {
+    const cddp_param *p = &params[order != NULL ? order[i] : i];
+    cddp__open_bucket *b = &open[p->dtype];
+    if (b->limit < 0) {
+      b->limit = 0;
+      seen[seen_count++] = (int)p->dtype;
+    }
+    if (b->id < 0) {
+      b->id = created++;
+      b->bytes = 0;
+    }
+    bucket_of[i] = b->id;
+    b->bytes += p->count * cddp__dtype_size(p->dtype);
+    if (b->bytes >= limits[b->limit]) {
+      emitted[b->id] = closed++;
+      b->id = -1;
+      if (b->limit + 1 < limit_count) b->limit++;
+    }
+  }
+  for (i = 0; i < seen_count; i++) {
+    if (open[seen[i]].id >= 0) emitted[open[seen[i]].id] = closed++;
+  }
+  return created;
+}
+
+static void cddp__plan_free(cddp__bucket_plan *p) {
+  cddp__free(&p->allocator, p->offsets);
+  cddp__free(&p->allocator, p->params);
+  p->offsets = p->params = NULL;
+  p->bucket_count = 0;
+}
+
+/* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes; the last limit repeats
+   (limit_count >= 1). order NULL: declaration order, and the buckets sorted by smallest index.
+   Otherwise parameters are taken in that order and the buckets stay in order of closing, those open
+   at the end by the first appearance of their dtype. */
+static cddp_result cddp__plan_buckets(cddp__bucket_plan *out, const cddp_param *params, int count,
+                                      const int *order, const size_t *limits, int limit_count,
+                                      const cddp_allocator *a) {
+  size_t n = (size_t)count;
+  int *bucket_of = (int *)cddp__calloc(a, n + 1, sizeof(int));
+  int *emitted = (int *)cddp__calloc(a, n + 1, sizeof(int));
+  int i, b;
+  memset(out, 0, sizeof *out);
+  if (a != NULL) out->allocator = *a;
+  out->offsets = (int *)cddp__calloc(a, n + 2, sizeof(int));
+  out->params = (int *)cddp__calloc(a, n + 1, sizeof(int));
+  if (bucket_of != NULL && emitted != NULL && out->offsets != NULL && out->params != NULL) {
+    out->bucket_count =
+        cddp__deal_buckets(params, count, order, limits, limit_count, bucket_of, emitted);
+    /* a counting sort by bucket; in order of creation is by smallest index */
+    for (i = 0; i < count; i++) {
+      if (order != NULL) bucket_of[i] = emitted[bucket_of[i]];
+      out->offsets[bucket_of[i] + 2]++;
+    }
+    for (b = 0; b < out->bucket_count; b++) out->offsets[b + 2] += out->offsets[b + 1];
+    for (i = 0; i < count; i++) {
+      out->params[out->offsets[bucket_of[i] + 1]++] = order != NULL ? order[i] : i;
+    }
+  }
+  cddp__free(a, bucket_of);
+  cddp__free(a, emitted);
+  if (out->offsets != NULL && out->params != NULL && bucket_of != NULL && emitted != NULL)
+    return CDDP_OK;
+  cddp__plan_free(out);
+  return CDDP_OUT_OF_MEMORY;
+}
+
+static void cddp__reverse(int *p, int n) {
+  int i, t;
+  for (i = 0; i < n / 2; i++) {
+    t = p[i];
+    p[i] = p[n - 1 - i];
+    p[n - 1 - i] = t;
+  }
+}
+
+/* Reverses the list of buckets, as gradients arrive last parameter first. Inside a bucket nothing
+   moves. */
+static void cddp__plan_reverse(cddp__bucket_plan *p) {
+  int b, count = p->bucket_count, total = p->offsets[count];
+  for (b = 0; b < count; b++) {
+    cddp__reverse(p->params + p->offsets[b], p->offsets[b + 1] - p->offsets[b]);
+  }
+  cddp__reverse(p->params, total);
+  for (b = 0; b <= count; b++) p->offsets[b] = total - p->offsets[b];
+  cddp__reverse(p->offsets, count + 1);
+}
+/* >>local --------------------------------------------------------------------------------------
+   Steps: how the ranks of a group wait for each other in shared memory. Everything that ranks do
+   together is a sequence of steps, numbered per group. Works as follows: a rank announces a step by
+   writing its line (what it calls, with which count, and up to 40 bytes of payload) and then the
+   line's seq; the step is complete when all lines carry its number. Every rank compares all lines:
+   ranks that called different things all see it, at no extra cost. Lines and slots exist twice and
+   are used in turn: when a rank writes those of step s + 2, everybody has announced s + 1 and so is
+   done reading those of s.
+   With a core per rank, ranks poll each other's lines, yield, then sleep on the seq of the one that
+   is missing. Crowded groups count arrivals instead; the last to come releases all with one
+   wake-up, so 64 ranks on 2 cores switch once per step, not 63 times. */
+
+#define CDDP__SLOT                                                                                 \
+  ((size_t)64 << 10)    /* bytes of a slot: two ranks' slots stay in a 512 KiB L2 cache */
+#define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds */
+#define CDDP__SPIN_CROWDED 50
+#define CDDP__YIELDS 100
+#define CDDP__NAP_S 0.02 /* longest sleep before peers are looked after */
+
+static const char *const cddp__call_names[] = {
+    "barrier",    "all_reduce", "reduce",         "broadcast",  "all_gather",
+    "gather",     "scatter",    "reduce_scatter", "all_to_all", "group_split",
+    "ddp_create", "ddp_wait",   "ddp_step",       "ddp bucket"};
+static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
+                                                "i8",  "u8",  "i32", "i64"};
+static const char *const cddp__op_names[] = {"sum", "avg", "prod", "min", "max"};
+
+static uint32_t cddp__call_code(const cddp__call *c, uint32_t phase) {
+  return (uint32_t)c->kind | (uint32_t)c->dtype << 8 | (uint32_t)c->op << 16 | (phase << 24);
+}
+
+static bool cddp__kind_reduces(uint32_t kind) {
+  return kind == CDDP__KIND_ALL_REDUCE || kind == CDDP__KIND_REDUCE ||
+         kind == CDDP__KIND_REDUCE_SCATTER;
+}
+
+static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t count, int root) {
+  uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
+  char more[48] = "";
+  if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_MAX) {
+    snprintf(out, n, "an unknown call");
+  } else if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) {
+    snprintf(out, n, "%s", cddp__call_names[kind]);
+  } else {
+    if (cddp__kind_reduces(kind)) snprintf(more, sizeof more, ", %s", cddp__op_names[op]);
+    if (root >= 0) snprintf(more + strlen(more), sizeof more - strlen(more), ", root %d", root);
+    snprintf(out, n, "%s(count %" PRIu64 ", %s%s)", cddp__call_names[kind], count,
+             cddp__dtype_names[dtype], more);
+  }
+}
+
+/* Layout of a control block: board, seats, slots. */
+static size_t cddp__board_head(int size) {
+  return cddp__round_up(4096 + (size_t)size * sizeof(cddp__seat), 65536); /* any page size */
+}
+static size_t cddp__board_bytes(int size) {
+  return cddp__board_head(size) + 2 * (size_t)size * CDDP__SLOT;
+}
+static cddp__seat *cddp__seat_of(const cddp_group *g, int rank) {
+  return (cddp__seat *)(void *)(g->board_memory + 4096) + rank;
+}
+static cddp__line *cddp__line_of(const cddp_group *g, int rank, uint32_t step) {
+  return &cddp__seat_of(g, rank)->lines[step & 1];
+}
+static void *cddp__slot_of(const cddp_group *g, int rank, uint32_t step) {
+  return g->board_memory + cddp__board_head(g->size) + (2 * (size_t)rank + (step & 1)) * CDDP__SLOT;
+}
+
+/* --- failure: the first rank to notice one writes it on the board; all calls of all ranks then
+ * return it --- */
+
+/* Keeps the group's failure for this rank's later calls and makes it this thread's error. */
+static cddp_result cddp__fail_group(cddp_group *g, cddp_result r, const char *text) {
+  pthread_mutex_lock(&g->fail_lock);
+  if (!g->failed) {
+    g->failed = true;
+    g->fail_result = r;
+    snprintf(g->fail_text, sizeof g->fail_text, "%s", text);
+  }
+  r = cddp__fail(g->fail_result, "%s", g->fail_text);
+  pthread_mutex_unlock(&g->fail_lock);
+  return r;
+}
+
+static void cddp__wake_all(cddp_group *g) {
+  int p;
+  cddp__futex_wake(&g->board->release);
+  for (p = 0; p < g->size; p++) {
+    cddp__seat *s = cddp__seat_of(g, p);
+    cddp__futex_wake(&s->lines[0].seq);
+    cddp__futex_wake(&s->lines[1].seq);
+    cddp__futex_wake(&s->mail);
+  }
+}
+
+/* The failure on the board, if there is one. */
+static cddp_result cddp__check_board(cddp_group *g) {
+  uint32_t b = cddp__load32(&g->board->broken);
+  char text[CDDP__ERROR_MAX];
+  int i;
+  if (CDDP__LIKELY(b == 0)) return CDDP_OK;
+  for (i = 0; b == CDDP__BREAKING && i < 1000; i++) { /* its writer is at it, or died over it */
+    cddp__sleep(1e-6);
+    b = cddp__load32(&g->board->broken);
+  }
+  if (b == CDDP__BREAKING)
+    return cddp__fail_group(g, CDDP_PEER_LOST, "a rank died reporting a failure");
+  memcpy(text, g->board->broken_text, sizeof text);
+  text[sizeof text - 1] = 0;
+  return cddp__fail_group(g, (cddp_result)(b - 2), text);
+}
+
+/* Breaks the group with this thread's error text, unless a peer was first; returns what is in
+ * force. */
+static cddp_result cddp__break(cddp_group *g, cddp_result r) {
+  if (cddp__swap32(&g->board->broken, 0, CDDP__BREAKING)) {
+    memcpy(g->board->broken_text, cddp__error_text, sizeof g->board->broken_text);
+    cddp__store32(&g->board->broken, 2 + (uint32_t)r);
+    cddp__wake_all(g);
+    cddp__log(&g->host->logger, 0, "%s", cddp__error_text);
+  }
+  return cddp__check_board(g);
+}
+
+/* This group's failure for a call that begins, CDDP_OK when it is healthy. */
+static cddp_result cddp__check_group(cddp_group *g) {
+  if (CDDP__LIKELY(cddp__load32(&g->board->broken) == 0)) return CDDP_OK;
+  return cddp__check_board(g);
+}
+
+/* --- looking after peers --- */
+
+static void cddp__name_rank(const cddp_group *g, int rank, char *out, size_t n) {
+  if (g->host->threads)
+    snprintf(out, n, "rank %d (a thread of pid %d)", rank, (int)getpid());
+  else
+    snprintf(out, n, "rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
+             g->host->name);
+}
+
+/* Whether the rank's process has ended or has left the group. */
+static bool cddp__rank_gone(const cddp_group *g, int rank, const char **how) {
+  uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state);
+  struct pollfd fd;
+  fd.fd = g->host->pidfds[g->members[rank]];
+  fd.events = POLLIN;
+  fd.revents = 0;
+  if (state == CDDP__SEAT_LEFT) {
+    *how = "left the group (cddp_destroy)";
+  } else if (state == CDDP__SEAT_DEAD) {
+    *how = "ended: its thread function returned";
+  } else if (fd.fd >= 0 && poll(&fd, 1, 0) == 1) {
+    *how = "died: its process has ended";
+  } else {
+    return false;
+  }
+  return true;
+}
+
+/* What this rank is doing, for messages: "all_reduce(count 4, f32, sum), call 17 of the group". */
+static void cddp__describe_here(const cddp_group *g, char *out, size_t n) {
+  const cddp__line *line = cddp__line_of(g, g->rank, g->step);
+  char call[128];
+  cddp__describe_call(call, sizeof call, line->call, line->count, line->root);
+  snprintf(out, n, "%s, call %" PRIu64 " of the group", call, g->calls);
+}
+
+/* Whether this rank's step still lacks rank p. Crowded: it may have died between line and arrival.
+ */
+static bool cddp__rank_missing(const cddp_group *g, int p) {
+  if (cddp__load32(&cddp__line_of(g, p, g->step)->seq) != g->step) return true;
+  return g->crowded && cddp__load32(&g->board->release) != g->step;
+}
+
+/* Breaks the group if a rank that this step waits for is gone. */
+static cddp_result cddp__look_after_peers(cddp_group *g) {
+  char who[160], what[192];
+  const char *how = NULL;
+  int p;
+  for (p = 0; p < g->size; p++) {
+    if (p == g->rank || !cddp__rank_missing(g, p) || !cddp__rank_gone(g, p, &how)) continue;
+    if (!cddp__rank_missing(g, p)) continue; /* its last word had just come */
+    cddp__name_rank(g, p, who, sizeof who);
+    cddp__describe_here(g, what, sizeof what);
+    cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was waiting for it in %s", who, how, g->rank, what);
+    return cddp__break(g, CDDP_PEER_LOST);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__break_late(cddp_group *g) { /* the deadline has passed */
+  char who[160], what[192], late[256] = "";
+  int p, n = 0;
+  for (p = 0; p < g->size; p++) {
+    if (cddp__load32(&cddp__line_of(g, p, g->step)->seq) == g->step) continue;
+    cddp__name_rank(g, p, who, sizeof who);
+    if (n++ < 3)
+      snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : "", who);
+  }
+  if (n > 3) snprintf(late + strlen(late), sizeof late - strlen(late), " and %d more", n - 3);
+  cddp__describe_here(g, what, sizeof what);
+  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not come to %s", g->timeout_s, late, what);
+  return cddp__break(g, CDDP_TIMEOUT);
+}
+
+/* --- waiting --- */
+
+typedef void (*cddp__idle_fn)(cddp_group *g); /* work to do while waiting: pending receives */
+
+/* Waits until *word == want, the slow way: yields, then sleeps, with a deadline and an eye on
+ * peers. */
+static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want,
+                                   cddp__idle_fn idle) {
+  double now = cddp__now(), deadline = now + g->timeout_s, look = now + CDDP__NAP_S;
+  double nap = 0.001;
+  cddp_result r;
+  uint32_t v;
+  int i;
+  for (i = 0; g->spin > 0 && i < CDDP__YIELDS; i++) {
+    if (cddp__load32(word) == want) return CDDP_OK;
+    sched_yield();
+  }
+  while ((v = cddp__load32(word)) != want) {
+    if ((r = cddp__check_board(g)) != CDDP_OK) return r;
+    if (idle != NULL) idle(g);
+    cddp__add32(&g->board->sleepers, 1);
+    if (cddp__load32(&g->board->broken) == 0 && cddp__load32(word) == v)
+      cddp__futex_wait(word, v, nap < deadline - now ? nap : deadline - now);
+    cddp__add32(&g->board->sleepers, (uint32_t)-1);
+    now = cddp__now();
+    nap = nap * 2 < CDDP__NAP_S ? nap * 2 : CDDP__NAP_S;
+    if (now >= look) {
+      if (cddp__load32(word) == want) return CDDP_OK;
+      if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
+      look = now + CDDP__NAP_S;
+    }
+    if (now >= deadline && cddp__load32(word) != want) return cddp__break_late(g);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32_t want,
+                                   cddp__idle_fn idle) {
+  int i;
+  for (i = 0; i < g->spin; i++) {
+    if (CDDP__LIKELY(cddp__load32(word) == want)) return CDDP_OK;
+    cddp__pause();
+  }
+  return cddp__wait_slow(g, word, want, idle);
+}
+
+static cddp_result cddp__break_mismatch(cddp_group *g) {
+  char text[CDDP__ERROR_MAX], call[128];
+  const cddp__line *a = cddp__line_of(g, 0, g->step);
+  int p, shown = 0;
+  cddp__describe_call(call, sizeof call, a->call, a->count, a->root);
+  snprintf(text, sizeof text, "ranks disagree in call %" PRIu64 " of the group: rank 0 called %s",
+           g->calls, call);
+  for (p = 1; p < g->size && shown < 3; p++) {
+    const cddp__line *b = cddp__line_of(g, p, g->step);
+    if (a->call == b->call && a->count == b->count && a->root == b->root && a->extra == b->extra)
+      continue;
+    cddp__describe_call(call, sizeof call, b->call, b->count, b->root);
+    snprintf(text + strlen(text), sizeof text - strlen(text), ", rank %d called %s", p, call);
+    shown++;
+  }
+  cddp__fail(CDDP_MISMATCH, "%s", text);
+  return cddp__break(g, CDDP_MISMATCH);
+}
+
+/* Starts this rank's next step; the caller may then fill the line's payload and the slot. */
+static cddp__line *cddp__begin(cddp_group *g) {
+  g->step++;
+  return cddp__line_of(g, g->rank, g->step);
+}
+
+/* Announces the step begun and waits for all ranks to announce it. Afterwards every rank's line and
+   slot of this step can be read, until this rank announces the next step but one. */
+static cddp_result cddp__sync(cddp_group *g, uint32_t code, uint64_t count, int root,
+                              uint32_t extra, cddp__idle_fn idle) {
+  cddp__line *mine = cddp__line_of(g, g->rank, g->step);
+  cddp_result r;
+  int p;
+  bool same = true;
+  mine->call = code;
+  mine->count = count;
+  mine->root = (int32_t)root;
+  mine->extra = extra;
+  cddp__exchange32(&mine->seq, g->step); /* a full fence: sleepers is read after it */
+  if (g->crowded) {
+    g->arrive_target += (uint32_t)g->size;
+    if (cddp__add32(&g->board->arrivals, 1) == g->arrive_target) {
+      cddp__exchange32(&g->board->release, g->step);
+      if (cddp__load32(&g->board->sleepers) != 0) cddp__futex_wake(&g->board->release);
+    } else if ((r = cddp__wait_word(g, &g->board->release, g->step, idle)) != CDDP_OK) {
+      return r;
+    }
+  } else if (cddp__load32(&g->board->sleepers) != 0) {
+    cddp__futex_wake(&mine->seq);
+  }
+  for (p = 0; p < g->size; p++) {
+    cddp__line *line = cddp__line_of(g, p, g->step);
+    if (p == g->rank) continue;
+    if (!g->crowded && (r = cddp__wait_word(g, &line->seq, g->step, idle)) != CDDP_OK) return r;
+    same = same && line->call == code && line->count == count && line->root == root &&
+           line->extra == extra;
+  }
+  return CDDP__LIKELY(same) ? CDDP_OK : cddp__break_mismatch(g);
+}
+/* Makes a group on a control block that all members have mapped; takes one reference to the host.
+ */
+static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, int size,
+                                     const int *members, char *board, double timeout_s) {
+  cddp_group *g = (cddp_group *)cddp__calloc(&h->allocator, 1, sizeof *g);
+  cddp__seat *seat;
+  *out = NULL;
+  if (g == NULL) return CDDP_OUT_OF_MEMORY;
+  g->members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *g->members);
+  if (g->members == NULL) {
+    cddp__free(&h->allocator, g);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  memcpy(g->members, members, (size_t)size * sizeof *members);
+  g->host = h;
+  g->rank = rank;
+  g->size = size;
+  g->board_memory = board;
+  g->board = (cddp__board *)(void *)board;
+  g->timeout_s = timeout_s;
+  g->crowded = size > h->cores;
+  g->spin = g->crowded ? CDDP__SPIN_CROWDED : CDDP__SPIN;
+  pthread_mutex_init(&g->fail_lock, NULL);
+  pthread_mutex_init(&g->mail_lock, NULL);
+  pthread_mutex_init(&g->engine.lock, NULL);
+  pthread_cond_init(&g->engine.changed, NULL);
+  seat = cddp__seat_of(g, rank);
+  seat->pid = (uint32_t)getpid();
+  cddp__store32(&seat->state, CDDP__SEAT_TAKEN);
+  pthread_mutex_lock(&h->lock);
+  h->refs++;
+  pthread_mutex_unlock(&h->lock);
+  *out = g;
+  return CDDP_OK;
+}
+
+/* A step without payload: every rank has come. */
+static cddp_result cddp__barrier_step(cddp_group *g, uint8_t kind) {
+  cddp__call c;
+  memset(&c, 0, sizeof c);
+  c.kind = kind;
+  cddp__begin(g);
+  return cddp__sync(g, cddp__call_code(&c, 0), 0, -1, 0, NULL);
+}
+/* >>rendezvous ---------------------------------------------------------------------------------
+   How ranks meet. Works as follows: all open the store (rank 0 serves it); the first rank of a host
+   to write its socket's name under the host's key becomes the host's leader, the others connect to
+   that abstract Unix socket and say hello. When all are there the leader makes the memfd and sends
+   it to everyone with the list of process ids. A leader's name left over from a dead job
+   is recognised by the refused connection and replaced. The socket's name carries 128 random bits,
+   the hello a random token that only the store knows, and both sides check the peer's user. */
+
+#define CDDP__HELLO_MAGIC 0x49484443u /* "CDHI" */
+#define CDDP__HELLO_BYTES 48
+#define CDDP__REPLY_BYTES (16 + CDDP__ERROR_MAX)
+#define CDDP__HELLO_S 5.0 /* a connection that has not said hello by then is dropped */
+
+typedef struct cddp__credentials { /* struct ucred, which libc hides without _GNU_SOURCE */
+  int32_t pid;
+  uint32_t uid, gid;
+} cddp__credentials;
+
+typedef struct cddp__guest { /* a connection to the leader */
+  int fd;                    /* -1: place unused */
+  int rank;                  /* -1 until its hello has come */
+  uint32_t pid;
+  double since;
+  size_t have; /* bytes of the hello so far */
+  unsigned char hello[CDDP__HELLO_BYTES];
+} cddp__guest;
+
+typedef struct cddp__meeting {
+  const cddp__place *at;
+  cddp_store *store;
+  double deadline;
+  char host_key[256], failed_key[160];
+  unsigned char name[32]; /* the leader's socket, hex, without the leading NUL */
+  unsigned char token[16];
+  int listener;
+  cddp__guest *guests; /* [capacity] */
+  int capacity, joined;
+} cddp__meeting;
+
+static void cddp__host_identity(char *out, size_t n) {
+  char boot[64] = "unknown";
+  struct stat st;
+  ssize_t got = 0;
+  int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+  if (fd >= 0) {
+    got = read(fd, boot, 36);
+    close(fd);
+  }
+  boot[got > 0 ? got : 7] = 0;
+  if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0;
+  snprintf(out, n, "%s.%llu", boot, (unsigned long long)st.st_ino);
+}
+
+static socklen_t cddp__unix_address(struct sockaddr_un *a, const unsigned char *name) {
+  memset(a, 0, sizeof *a);
+  a->sun_family = AF_UNIX;
+  memcpy(a->sun_path + 1, "cddp-", 5); /* the leading NUL makes it abstract: no file */
+  memcpy(a->sun_path + 6, name, 32);
+  return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 6 + 32);
+}
+
+static bool cddp__same_user(int fd, uint32_t *pid) {
+  cddp__credentials c;
+  socklen_t n = sizeof c;
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &n) != 0) return false;
+  *pid = (uint32_t)c.pid;
+  return c.uid == (uint32_t)geteuid();
+}
+
+static cddp_result cddp__leader_listen(cddp__meeting *m) {
+  static const char hex[] = "0123456789abcdef";
+  unsigned char raw[16];
+  struct sockaddr_un address;
+  socklen_t n;
+  cddp_result r;
+  int i;
+  if ((r = cddp__random(raw, sizeof raw)) != CDDP_OK) return r;
+  if ((r = cddp__random(m->token, sizeof m->token)) != CDDP_OK) return r;
+  for (i = 0; i < 32; i++) m->name[i] = (unsigned char)hex[(raw[i / 2] >> (i % 2 ? 0 : 4)) & 15];
+  n = cddp__unix_address(&address, m->name);
+  m->listener = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (m->listener < 0) return cddp__fail_errno("socket(AF_UNIX)");
+  if (bind(m->listener, (struct sockaddr *)(void *)&address, n) != 0 ||
+      listen(m->listener, SOMAXCONN) != 0)
+    return cddp__fail_errno("bind of an abstract Unix socket");
+  return CDDP_OK;
+}
+
+static void cddp__meeting_close(cddp__meeting *m) {
+  int i;
+  for (i = 0; i < m->capacity; i++)
+    if (m->guests != NULL && m->guests[i].fd >= 0) close(m->guests[i].fd);
+  if (m->listener >= 0) close(m->listener);
+  free(m->guests);
+  m->guests = NULL;
+  m->listener = -1;
+}
+
+/* --- the leader's side --- */
+
+static void cddp__guest_drop(cddp__guest *c) {
+  close(c->fd);
+  c->fd = -1;
+  c->rank = -1;
+}
+
+static void cddp__write_reply(unsigned char *reply, cddp_result r, int size, const char *text) {
+  memset(reply, 0, CDDP__REPLY_BYTES);
+  cddp__put32(reply, CDDP__HELLO_MAGIC);
+  cddp__put32(reply + 4, (uint32_t)r);
+  cddp__put32(reply + 8, (uint32_t)size);
+  snprintf((char *)reply + 16, CDDP__ERROR_MAX, "%s", text);
+}
+
+static void cddp__guest_refuse(cddp__guest *c, cddp_result r, const char *text) {
+  unsigned char reply[CDDP__REPLY_BYTES];
+  cddp__write_reply(reply, r, 0, text);
+  (void)cddp__send_all(c->fd, reply, sizeof reply, cddp__now() + 0.1);
+  cddp__guest_drop(c);
+}
+
+static void cddp__accept_guest(cddp__meeting *m) {
+  int fd = (int)syscall(SYS_accept4, m->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC), i;
+  uint32_t pid = 0;
+  if (fd < 0) return;
+  for (i = 0; i < m->capacity && m->guests[i].fd >= 0; i++) {}
+  if (i == m->capacity || !cddp__same_user(fd, &pid)) {
+    close(fd);
+    return;
+  }
+  memset(&m->guests[i], 0, sizeof m->guests[i]);
+  m->guests[i].fd = fd;
+  m->guests[i].rank = -1;
+  m->guests[i].pid = pid;
+  m->guests[i].since = cddp__now();
+}
+
+/* Takes a complete hello in; a wrong one is refused and the meeting goes on. */
+static void cddp__guest_hello(cddp__meeting *m, cddp__guest *c) {
+  int rank = (int)cddp__get32(c->hello + 8), size = (int)cddp__get32(c->hello + 12), i;
+  char text[CDDP__ERROR_MAX];
+  if (cddp__get32(c->hello) != CDDP__HELLO_MAGIC || memcmp(c->hello + 24, m->token, 16) != 0) {
+    cddp__guest_drop(c);
+    return;
+  }
+  if (cddp__get32(c->hello + 4) != CDDP_VERSION) {
+    cddp__guest_refuse(c, CDDP_MISMATCH,
+                       "another version of cddp.h runs in the other ranks; build all alike");
+  } else if (size != m->at->world_size || rank < 0 || rank >= size) {
+    snprintf(text, sizeof text, "rank %d has world size %d, rank %d has %d: WORLD_SIZE must agree",
+             rank, size, m->at->rank, m->at->world_size);
+    cddp__guest_refuse(c, CDDP_MISMATCH, text);
+  } else {
+    for (i = 0; i < m->capacity; i++)
+      if (m->guests[i].fd >= 0 && m->guests[i].rank == rank) break;
+    if (rank == m->at->rank || i < m->capacity) {
+      snprintf(text, sizeof text,
+               "rank %d is taken already: pid %u has it too; each process needs a RANK of its own",
+               rank, rank == m->at->rank ? (uint32_t)getpid() : m->guests[i].pid);
+      cddp__guest_refuse(c, CDDP_INVALID_ARGUMENT, text);
+    } else {
+      c->rank = rank;
+      m->joined++;
+    }
+  }
+}
+
+/* Reads from a guest; one that has joined only speaks by dying. */
+static cddp_result cddp__guest_read(cddp__meeting *m, cddp__guest *c) {
+  unsigned char byte;
+  ssize_t n;
+  if (c->rank >= 0) {
+    n = recv(c->fd, &byte, 1, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return CDDP_OK;
+    return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died while the ranks were meeting", c->rank,
+                      c->pid);
+  }
+  n = recv(c->fd, c->hello + c->have, sizeof c->hello - c->have, MSG_DONTWAIT);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return CDDP_OK;
+  if (n <= 0) {
+    cddp__guest_drop(c);
+    return CDDP_OK;
+  }
+  c->have += (size_t)n;
+  if (c->have == sizeof c->hello) cddp__guest_hello(m, c);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__meeting_late(const cddp__meeting *m) {
+  char list[128] = "";
+  int rank, i, n = 0;
+  for (rank = 0; rank < m->at->world_size; rank++) {
+    for (i = 0; i < m->capacity && !(m->guests[i].fd >= 0 && m->guests[i].rank == rank); i++) {}
+    if (rank == m->at->rank || i < m->capacity) continue;
+    if (n++ < 8)
+      snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d", n > 1 ? ", " : "", rank);
+  }
+  return cddp__fail(
+      CDDP_TIMEOUT,
+      "timed out after %g s: rank%s %s%s of %d did not come; start them, or raise CDDP_TIMEOUT_S",
+      m->at->timeout_s, n > 1 ? "s" : "", list, n > 8 ? ", ..." : "", m->at->world_size);
+}
+
+/* A rank elsewhere may have given up: it says so in the store. */
+static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
+  const char *key = m->failed_key;
+  char text[CDDP__ERROR_MAX];
+  size_t n = 0;
+  bool there = false;
+  if (cddp__store_check(m->store, &key, 1, &there) != CDDP_OK || !there) return CDDP_OK;
+  if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, m->deadline) != CDDP_OK)
+    return CDDP_OK;
+  text[cddp__min(n, sizeof text - 1)] = 0;
+  return cddp__fail(CDDP_UNSUPPORTED, "%s", text);
+}
+
+/* One round of the leader's loop: waits up to 50 ms for connections, hellos and deaths. */
+static cddp_result cddp__meeting_poll(cddp__meeting *m, struct pollfd *fds) {
+  cddp_result r;
+  double now;
+  int i;
+  fds[0].fd = m->listener;
+  for (i = 0; i < m->capacity; i++) fds[1 + i].fd = m->guests[i].fd;
+  for (i = 0; i < m->capacity + 1; i++) {
+    fds[i].events = POLLIN;
+    fds[i].revents = 0;
+  }
+  if (poll(fds, (nfds_t)m->capacity + 1, cddp__poll_ms(m->deadline, 50)) < 0 && errno != EINTR)
+    return cddp__fail_errno("poll");
+  if (fds[0].revents != 0) cddp__accept_guest(m);
+  now = cddp__now();
+  for (i = 0; i < m->capacity; i++) {
+    cddp__guest *c = &m->guests[i];
+    if (c->fd < 0) continue;
+    if (fds[1 + i].fd == c->fd && fds[1 + i].revents != 0 &&
+        (r = cddp__guest_read(m, c)) != CDDP_OK)
+      return r;
+    if (c->fd >= 0 && c->rank < 0 && now - c->since > CDDP__HELLO_S) cddp__guest_drop(c);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__gather_guests(cddp__meeting *m) {
+  struct pollfd *fds;
+  double look = cddp__now() + 0.1;
+  cddp_result r = CDDP_OK;
+  int i;
+  m->capacity = m->at->world_size + 64;
+  m->guests = (cddp__guest *)calloc((size_t)m->capacity, sizeof *m->guests);
+  fds = (struct pollfd *)calloc((size_t)m->capacity + 1, sizeof *fds);
+  if (m->guests == NULL || fds == NULL)
+    r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
+  for (i = 0; r == CDDP_OK && i < m->capacity; i++) m->guests[i].fd = m->guests[i].rank = -1;
+  while (r == CDDP_OK && m->joined < m->at->world_size - 1) {
+    r = cddp__meeting_poll(m, fds);
+    if (r == CDDP_OK && cddp__now() >= look) {
+      r = cddp__meeting_failed_elsewhere(m);
+      look = cddp__now() + 0.1;
+    }
+    if (r == CDDP_OK && cddp__now() >= m->deadline && m->joined < m->at->world_size - 1)
+      r = cddp__meeting_late(m);
+  }
+  free(fds);
+  return r;
+}
+
+/* Makes the memfd: as large as all windows, and all holes. */
+static cddp_result cddp__make_memory(cddp__host *h) {
+  uint64_t bytes;
+  h->fd = (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */);
+  if (h->fd < 0) return cddp__fail_errno("memfd_create");
+  bytes = (uint64_t)(h->size + 1) << h->window_bits;
+  if (ftruncate(h->fd, (off_t)bytes) != 0)
+    return cddp__fail(CDDP_SYSTEM,
+                      "ftruncate of shared memory: %s; is there a file size limit (ulimit -f)?",
+                      strerror(errno));
+  fcntl(h->fd, 1033 /* F_ADD_SEALS */,
+        2 | 4 /* SHRINK | GROW: no peer can pull it from under us */);
+  return CDDP_OK;
+}
+
+/* Sends bytes with a descriptor attached to the first of them. */
+static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int descriptor) {
+  union {
+    struct cmsghdr head;
+    char space[CMSG_SPACE(sizeof(int))];
+  } control;
+  struct msghdr msg;
+  struct iovec io;
+  ssize_t sent;
+  memset(&msg, 0, sizeof msg);
+  memset(&control, 0, sizeof control);
+  memcpy(&io.iov_base, &data, sizeof io.iov_base); /* sendmsg does not write to it */
+  io.iov_len = n;
+  msg.msg_iov = &io;
+  msg.msg_iovlen = 1;
+  msg.msg_control = control.space;
+  msg.msg_controllen = sizeof control.space;
+  control.head.cmsg_level = SOL_SOCKET;
+  control.head.cmsg_type = SCM_RIGHTS;
+  control.head.cmsg_len = CMSG_LEN(sizeof(int));
+  memcpy(CMSG_DATA(&control.head), &descriptor, sizeof descriptor);
+  do {
+    sent = sendmsg(fd, &msg, MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  if (sent < 0) return cddp__fail_errno("sendmsg of a descriptor");
+  return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, cddp__now() + 5);
+}
+
+static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
+  unsigned char reply[CDDP__REPLY_BYTES];
+  char text[CDDP__ERROR_MAX];
+  cddp_result r = cddp__gather_guests(m);
+  int i;
+  if (r == CDDP_OK) r = cddp__make_memory(h);
+  if (r != CDDP_OK) {
+    snprintf(text, sizeof text, "%s", cddp_error());
+    for (i = 0; m->guests != NULL && i < m->capacity; i++)
+      if (m->guests[i].fd >= 0) cddp__guest_refuse(&m->guests[i], r, text);
+    return cddp__fail(r, "%s", text);
+  }
+  h->pids[m->at->rank] = (uint32_t)getpid();
+  for (i = 0; i < m->capacity; i++)
+    if (m->guests[i].fd >= 0 && m->guests[i].rank >= 0)
+      h->pids[m->guests[i].rank] = m->guests[i].pid;
+  cddp__write_reply(reply, CDDP_OK, h->size, "");
+  for (i = 0; i < m->capacity; i++) {
+    cddp__guest *c = &m->guests[i];
+    if (c->fd < 0 || c->rank < 0) continue;
+    r = cddp__send_descriptor(c->fd, reply, sizeof reply, h->fd);
+    if (r == CDDP_OK)
+      r = cddp__send_all(c->fd, h->pids, (size_t)h->size * sizeof *h->pids, cddp__now() + 5);
+    if (r != CDDP_OK)
+      return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died while the ranks were meeting",
+                        c->rank, c->pid);
+  }
+  return CDDP_OK;
+}
+
+/* --- the others' side --- */
+
+/* Receives exactly n bytes and the descriptor that comes with them, -1 if none does. */
+static cddp_result cddp__recv_descriptor(int fd, void *data, size_t n, int *descriptor,
+                                         double deadline) {
+  union {
+    struct cmsghdr head;
+    char space[CMSG_SPACE(sizeof(int))];
+  } control;
+  struct pollfd p;
+  struct msghdr msg;
+  struct iovec io;
+  ssize_t got;
+  *descriptor = -1;
+  p.fd = fd;
+  p.events = POLLIN;
+  for (;;) {
+    memset(&msg, 0, sizeof msg);
+    io.iov_base = data;
+    io.iov_len = n;
+    msg.msg_iov = &io;
+    msg.msg_iovlen = 1;
+    msg.msg_control = control.space;
+    msg.msg_controllen = sizeof control.space;
+    got = recvmsg(fd, &msg, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (got > 0) break;
+    if (got == 0 || (errno != EAGAIN && errno != EINTR))
+      return cddp__fail(CDDP_NETWORK, "connection lost");
+    if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
+    poll(&p, 1, cddp__poll_ms(deadline, 1000));
+  }
+  if (msg.msg_controllen >= CMSG_LEN(sizeof(int)) && control.head.cmsg_type == SCM_RIGHTS)
+    memcpy(descriptor, CMSG_DATA(&control.head), sizeof *descriptor);
+  return cddp__recv_all(fd, (char *)data + got, n - (size_t)got, deadline);
+}
+
+static void cddp__write_hello(const cddp__meeting *m, unsigned char *hello) {
+  memset(hello, 0, CDDP__HELLO_BYTES);
+  cddp__put32(hello, CDDP__HELLO_MAGIC);
+  cddp__put32(hello + 4, CDDP_VERSION);
+  cddp__put32(hello + 8, (uint32_t)m->at->rank);
+  cddp__put32(hello + 12, (uint32_t)m->at->world_size);
+  memcpy(hello + 24, m->token, 16);
+}
+
+/* Takes the leader's answer from fd: shared memory and process ids, or the reason why not. */
+static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
+  unsigned char reply[CDDP__REPLY_BYTES];
+  double deadline =
+      m->deadline + 0.5; /* the leader's own deadline comes first: it knows who is late */
+  uint32_t code;
+  cddp_result r = cddp__recv_descriptor(fd, reply, sizeof reply, &h->fd, deadline);
+  if (r == CDDP_TIMEOUT)
+    return cddp__fail(r, "timed out after %g s: not all %d ranks have come", m->at->timeout_s,
+                      m->at->world_size);
+  if (r != CDDP_OK || cddp__get32(reply) != CDDP__HELLO_MAGIC)
+    return cddp__fail(CDDP_PEER_LOST,
+                      "the rank that gathers this host's ranks died while they were meeting");
+  code = cddp__get32(reply + 4);
+  if (code != CDDP_OK) {
+    reply[sizeof reply - 1] = 0;
+    return cddp__fail(code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK, "%s",
+                      (const char *)reply + 16);
+  }
+  if (h->fd < 0)
+    return cddp__fail(CDDP_SYSTEM, "no descriptor of the shared memory came; too many open files?");
+  return cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, deadline);
+}
+
+/* Connects to the leader; *fd -1 with CDDP_OK when nobody listens there any more. */
+static cddp_result cddp__call_leader(const cddp__meeting *m, int *fd) {
+  struct sockaddr_un address;
+  socklen_t n = cddp__unix_address(&address, m->name);
+  uint32_t pid;
+  *fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (*fd < 0) return cddp__fail_errno("socket(AF_UNIX)");
+  while (connect(*fd, (struct sockaddr *)(void *)&address, n) != 0) {
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN && cddp__now() < m->deadline) { /* its backlog is full */
+      cddp__sleep(0.001);
+      continue;
+    }
+    close(*fd);
+    *fd = -1;
+    return CDDP_OK;
+  }
+  if (!cddp__same_user(*fd, &pid)) {
+    close(*fd);
+    *fd = -1;
+    return cddp__fail(CDDP_UNAUTHORIZED, "the other ranks run as another user");
+  }
+  return CDDP_OK;
+}
+
+/* --- both --- */
+
+/* Becomes the host's leader (*lead) or learns its name. stale: a name found dead, to be replaced.
+ */
+static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *stale, bool *lead) {
+  unsigned char mine[48], now[48];
+  size_t n = 0;
+  int64_t hosts = 0;
+  char key[160];
+  cddp_result r;
+  memcpy(mine, m->name, 32);
+  memcpy(mine + 32, m->token, 16);
+  r = cddp__store_compare_set(m->store, m->host_key, stale, stale ? sizeof mine : 0, mine,
+                              sizeof mine, now, sizeof now, &n, lead);
+  if (r != CDDP_OK) return r;
+  if (n != sizeof now)
+    return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+  if (*lead && stale == NULL) {
+    snprintf(key, sizeof key, "%s/hosts", m->at->run);
+    if ((r = cddp__store_add(m->store, key, 1, &hosts)) != CDDP_OK) return r;
+    if (hosts > 1) {
+      cddp__fail(CDDP_UNSUPPORTED,
+                 "ranks run on %d hosts; this version of cddp.h trains on one host only",
+                 (int)hosts);
+      (void)cddp__store_set(m->store, m->failed_key, cddp_error(), strlen(cddp_error()));
+      return CDDP_UNSUPPORTED;
+    }
+  }
+  memcpy(m->name, now, 32);
+  memcpy(m->token, now + 32, 16);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__join(cddp__meeting *m, cddp__host *h, int fd) {
+  unsigned char hello[CDDP__HELLO_BYTES];
+  cddp_result r;
+  cddp__write_hello(m, hello);
+  r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
+  if (r == CDDP_OK) r = cddp__take_reply(m, h, fd);
+  close(fd);
+  return r;
+}
+
+/* Meets the host's other ranks through the open store. */
+static cddp_result cddp__meet_in(cddp__meeting *m, cddp__host *h) {
+  unsigned char stale[48], own[48];
+  bool lead = false, have_stale = false;
+  cddp_result r = cddp__leader_listen(m);
+  int fd = -1;
+  memcpy(own, m->name, 32);
+  memcpy(own + 32, m->token, 16);
+  while (r == CDDP_OK) {
+    memcpy(m->name, own, 32);
+    memcpy(m->token, own + 32, 16);
+    if ((r = cddp__choose_leader(m, have_stale ? stale : NULL, &lead)) != CDDP_OK) break;
+    if (lead) return cddp__lead(m, h);
+    if ((r = cddp__call_leader(m, &fd)) != CDDP_OK) break;
+    if (fd >= 0) return cddp__join(m, h, fd);
+    memcpy(stale, m->name, 32);
+    memcpy(stale + 32, m->token, 16);
+    have_stale = true;
+    if (cddp__now() >= m->deadline)
+      return cddp__fail(CDDP_TIMEOUT, "timed out after %g s looking for the other ranks",
+                        m->at->timeout_s);
+  }
+  return r;
+}
+
+static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
+                                    const cddp_group_desc *d) {
+  cddp__store_options o;
+  memset(&o, 0, sizeof o);
+  o.init_method = at->init_method;
+  o.is_server = at->rank == 0 && !at->client_only && strncmp(at->init_method, "tcp://", 6) == 0;
+  o.listen_fd = at->listen_fd;
+  o.deadline = m->deadline;
+  o.timeout_s = at->timeout_s;
+  o.secret = d->secret;
+  o.allocator = d->allocator;
+  o.port_name = at->from_environment ? "MASTER_PORT" : NULL;
+  o.host_name = at->from_environment ? "MASTER_ADDR" : NULL;
+  return cddp__store_open(&m->store, &o);
+}
+
+/* Fills h with the shared memory and process ids of all ranks. A store that goes away under a rank
+   was an earlier job's, ending: it tries again until the deadline. */
+static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__host *h) {
+  cddp__meeting m;
+  char host[96];
+  cddp_result r;
+  bool serves = at->rank == 0 && !at->client_only;
+  double deadline = cddp__now() + at->timeout_s;
+  cddp__host_identity(host, sizeof host);
+  for (;;) {
+    memset(&m, 0, sizeof m);
+    m.at = at;
+    m.listener = -1;
+    m.deadline = deadline;
+    snprintf(m.host_key, sizeof m.host_key, "%s/host/%s", at->run, host);
+    snprintf(m.failed_key, sizeof m.failed_key, "%s/failed", at->run);
+    r = cddp__open_store(&m, at, d);
+    if (at->listen_fd >= 0) unsetenv("CDDP_LISTEN_FD");
+    at->listen_fd = -1;
+    if (r != CDDP_OK) return r;
+    r = cddp__meet_in(&m, h);
+    cddp__meeting_close(&m);
+    cddp__store_close(m.store);
+    if (r != CDDP_NETWORK || serves || cddp__now() >= deadline) return r;
+    cddp__sleep(0.005);
+  }
+}
+
+static void cddp__watch_processes(cddp__host *h) {
+  int i;
+  for (i = 0; i < h->size; i++)
+    if (i != h->index) h->pidfds[i] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[i], 0u);
+}
+
+/* The group of all ranks, on a board that lies at the start of the shared memory. */
+static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
+                                     double timeout_s) {
+  size_t bytes = cddp__round_up(cddp__board_bytes(size), cddp__page_size());
+  int *members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *members);
+  char *board = NULL;
+  cddp_result r = CDDP_OUT_OF_MEMORY;
+  int i;
+  if (members == NULL) return r;
+  for (i = 0; i < size; i++) members[i] = i;
+  board = h->fd >= 0 ? cddp__map_extent(h, 0, bytes) : cddp__map_plain(bytes);
+  if (board == NULL)
+    cddp__fail(r, "mmap of the group's shared memory: %s", strerror(errno));
+  else
+    r = cddp__group_build(out, h, rank, size, members, board, timeout_s);
+  if (r != CDDP_OK && board != NULL) munmap(board, bytes);
+  cddp__free(&h->allocator, members);
+  return r;
+}
+/* >>p2p ----------------------------------------------------------------------------------------
+   send and recv. Works as follows: a sender posts a parcel (destination, tag, where the bytes are)
+   on its own seat; the receiver looks through the sender's parcels, copies the bytes itself and
+   marks the parcel done. Bytes in shared memory are read where they are, other messages and small
+   ones from a copy, so that their send returns at once. Each side bumps the other's mail word, on
+   which it may sleep. A rank that waits for anything, collectives included, also serves its own
+   pending receives: an exchange needs no thread. */
+
+#define CDDP__EAGER ((size_t)64 << 10) /* shared memory up to this size is copied all the same */
+#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
+
+static void cddp__notify(cddp_group *g, int rank) {
+  cddp__seat *s = cddp__seat_of(g, rank);
+  cddp__add32(&s->mail, 1);
+  if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->mail);
+}
+
+/* Frees parcels whose receiver is done and whose send has returned. mail_lock held. */
+static size_t cddp__reap_parcels(cddp_group *g) { /* returns bytes still in copies */
+  cddp__seat *seat = cddp__seat_of(g, g->rank);
+  size_t staged = 0;
+  int i;
+  for (i = 0; i < CDDP__PARCELS; i++) {
+    cddp__outgoing *o = &g->outgoing[i];
+    uint32_t state = cddp__load32(&seat->parcels[i].state);
+    if (o->orphan && (state == CDDP__PARCEL_DONE || state == CDDP__PARCEL_REFUSED)) {
+      o->orphan = o->staged = false;
+      cddp__store32(&seat->parcels[i].state, CDDP__PARCEL_FREE);
+    }
+    if (o->staged) staged += o->stage_size;
+  }
+  return staged;
+}
+
+/* Index of a parcel to post in, -1: none free. mail_lock held. */
+static int cddp__free_parcel(cddp_group *g, size_t bytes) {
+  cddp__seat *seat = cddp__seat_of(g, g->rank);
+  size_t staged = cddp__reap_parcels(g);
+  int i, best = -1;
+  if (staged > 0 && bytes > CDDP__STAGED_MAX - cddp__min(staged, CDDP__STAGED_MAX)) return -1;
+  for (i = 0; i < CDDP__PARCELS; i++) {
+    if (cddp__load32(&seat->parcels[i].state) != CDDP__PARCEL_FREE || g->outgoing[i].orphan)
+      continue;
+    if (best < 0) best = i;
+    if (g->outgoing[i].stage_size < bytes) continue;
+    if (g->outgoing[best].stage_size < bytes ||
+        g->outgoing[i].stage_size < g->outgoing[best].stage_size)
+      best = i;
+  }
+  return best;
+}
+
+/* Copies the message into the parcel's stage. mail_lock held. */
+static cddp_result cddp__stage(cddp_group *g, int index, const void *buf, size_t bytes,
+                               cddp__ref *ref) {
+  cddp__outgoing *o = &g->outgoing[index];
+  if (o->stage_size < bytes || o->stage == NULL) {
+    size_t size = 4096;
+    while (size < bytes) size *= 2;
+    cddp__arena_free(g->host, o->stage);
+    o->stage_size = 0;
+    o->stage = cddp__arena_alloc(g->host, size);
+    if (o->stage == NULL) return CDDP_OUT_OF_MEMORY;
+    o->stage_size = size;
+  }
+  if (bytes > 0) memcpy(o->stage, buf, bytes);
+  o->staged = o->orphan = true;
+  *ref = cddp__ref_of(g->host, o->stage, bytes);
+  return CDDP_OK;
+}
+
+/* Posts a send if there is room (*posted). *parcel is its index while the buffer is in use, else
+ * -1. */
+static cddp_result cddp__try_post(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
+                                  int peer, int tag, bool *posted, int *parcel) {
+  cddp__seat *seat = cddp__seat_of(g, g->rank);
+  size_t bytes = count * cddp__dtype_size(dtype);
+  cddp__parcel *p;
+  cddp__ref ref;
+  cddp_result r = CDDP_OK;
+  int i;
+  *parcel = -1;
+  pthread_mutex_lock(&g->mail_lock);
+  i = cddp__free_parcel(g, bytes);
+  *posted = i >= 0;
+  if (i >= 0) {
+    ref = cddp__ref_of(g->host, buf, bytes);
+    if (bytes <= CDDP__EAGER || ref.kind == CDDP__REF_NONE || peer == g->rank)
+      r = cddp__stage(g, i, buf, bytes, &ref);
+    else
+      *parcel = i;
+  }
+  if (i >= 0 && r == CDDP_OK) {
+    p = &seat->parcels[i];
+    p->to = peer;
+    p->tag = tag;
+    p->dtype = (uint32_t)dtype;
+    p->count = count;
+    p->number = ++g->parcel_number;
+    p->ref = ref;
+    cddp__store32(&p->state, CDDP__PARCEL_POSTED);
+    if ((uint32_t)i >= cddp__load32(&seat->parcel_top))
+      cddp__store32(&seat->parcel_top, (uint32_t)i + 1);
+  }
+  pthread_mutex_unlock(&g->mail_lock);
+  if (*posted && r == CDDP_OK) cddp__notify(g, peer);
+  return r;
+}
+
+/* The oldest parcel from q->peer to this rank with q's tag, or NULL. */
+static cddp__parcel *cddp__find_parcel(cddp_group *g, const cddp__pending *q) {
+  cddp__seat *seat = cddp__seat_of(g, q->peer);
+  uint32_t i, top = cddp__load32(&seat->parcel_top);
+  cddp__parcel *best = NULL;
+  for (i = 0; i < top && i < CDDP__PARCELS; i++) {
+    cddp__parcel *p = &seat->parcels[i];
+    if (cddp__load32(&p->state) != CDDP__PARCEL_POSTED || p->to != g->rank || p->tag != q->tag)
+      continue;
+    if (best == NULL || p->number < best->number) best = p;
+  }
+  return best;
+}
+
+static void cddp__finish_pending(cddp__pending *q, cddp_result r) {
+  q->result = r;
+  if (r != CDDP_OK) snprintf(q->text, sizeof q->text, "%s", cddp__error_text);
+  q->done = true;
+}
+
+/* Copies the message of a matching parcel, or refuses it. mail_lock held. */
+static void cddp__take_parcel(cddp_group *g, cddp__pending *q, cddp__parcel *p) {
+  void *from = NULL;
+  cddp_result r;
+  if (p->count != q->count || p->dtype != (uint32_t)q->dtype) {
+    cddp__fail(CDDP_MISMATCH,
+               "ranks disagree: rank %d sent count %" PRIu64
+               " %s with tag %d, rank %d receives count %zu %s",
+               q->peer, p->count, cddp__dtype_names[p->dtype & 7], q->tag, g->rank, q->count,
+               cddp__dtype_names[q->dtype]);
+    cddp__finish_pending(q, cddp__break(g, CDDP_MISMATCH));
+    cddp__store32(&p->state, CDDP__PARCEL_REFUSED);
+  } else {
+    r = cddp__locate(g->host, &p->ref, &from);
+    if (r == CDDP_OK && q->count > 0) memcpy(q->buf, from, q->count * cddp__dtype_size(q->dtype));
+    cddp__finish_pending(q, r == CDDP_OK ? r : cddp__break(g, r));
+    cddp__store32(&p->state, CDDP__PARCEL_DONE);
+  }
+  cddp__notify(g, q->peer);
+}
+
+/* Serves receives whose message has come, oldest first for each peer and tag. mail_lock held. */
+static void cddp__serve_pending(cddp_group *g) {
+  cddp__pending *q, *before;
+  for (q = g->pending_first; q != NULL; q = q->next) {
+    cddp__parcel *p;
+    if (q->done) continue;
+    for (before = g->pending_first; before != q; before = before->next)
+      if (!before->done && before->peer == q->peer && before->tag == q->tag) break;
+    if (before != q) continue;
+    p = cddp__find_parcel(g, q);
+    if (p != NULL) cddp__take_parcel(g, q, p);
+  }
+}
+
+static void cddp__serve_idle(cddp_group *g) { /* cddp__idle_fn: for waits inside collectives */
+  if (pthread_mutex_trylock(&g->mail_lock) != 0) return;
+  if (g->pending_first != NULL) cddp__serve_pending(g);
+  pthread_mutex_unlock(&g->mail_lock);
+}
+
+static void cddp__post_pending(cddp_group *g, cddp__pending *q) {
+  q->next = NULL;
+  pthread_mutex_lock(&g->mail_lock);
+  if (g->pending_last != NULL)
+    g->pending_last->next = q;
+  else
+    g->pending_first = q;
+  g->pending_last = q;
+  cddp__serve_pending(g);
+  pthread_mutex_unlock(&g->mail_lock);
+}
+
+static void cddp__drop_pending(cddp_group *g, cddp__pending *q) { /* mail_lock held */
+  cddp__pending **link = &g->pending_first, *last = NULL;
+  while (*link != NULL) {
+    if (*link == q)
+      *link = q->next;
+    else
+      last = *link, link = &last->next;
+  }
+  g->pending_last = last;
+}
+
+/* One look at what a wait is for: a receive (q), a parcel (index >= 0), or room for one more (-1).
+ */
+static bool cddp__mail_ready(cddp_group *g, const cddp__pending *q, int parcel, size_t bytes) {
+  bool ready;
+  pthread_mutex_lock(&g->mail_lock);
+  cddp__serve_pending(g);
+  if (q != NULL)
+    ready = q->done;
+  else if (parcel >= 0)
+    ready = cddp__load32(&cddp__seat_of(g, g->rank)->parcels[parcel].state) != CDDP__PARCEL_POSTED;
+  else
+    ready = cddp__free_parcel(g, bytes) >= 0;
+  pthread_mutex_unlock(&g->mail_lock);
+  return ready;
+}
+
+/* Breaks the group if the peer of a send or recv is gone. */
+static cddp_result cddp__check_peer(cddp_group *g, int peer, const char *what, int tag) {
+  const char *how = NULL;
+  char who[160];
+  if (peer == g->rank || !cddp__rank_gone(g, peer, &how)) return CDDP_OK;
+  cddp__name_rank(g, peer, who, sizeof who);
+  cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was in %s it, tag %d", who, how, g->rank, what, tag);
+  return cddp__break(g, CDDP_PEER_LOST);
+}
+
+/* Waits for mail with a deadline and an eye on the peer. what: "recv(...) from", for messages. */
+static cddp_result cddp__mail_wait(cddp_group *g, const cddp__pending *q, int parcel, size_t bytes,
+                                   int peer, int tag) {
+  cddp__seat *seat = cddp__seat_of(g, g->rank);
+  const char *how = NULL, *what = q != NULL ? "recv from" : "send to";
+  double deadline = cddp__now() + g->timeout_s;
+  char who[160];
+  cddp_result r;
+  uint32_t mail;
+  int spins = 0;
+  for (;;) {
+    mail = cddp__load32(&seat->mail);
+    if (cddp__mail_ready(g, q, parcel, bytes)) return CDDP_OK;
+    if ((r = cddp__check_board(g)) != CDDP_OK) return r;
+    if (spins++ < CDDP__YIELDS) {
+      sched_yield();
+      continue;
+    }
+    if (cddp__rank_gone(g, peer, &how) && !cddp__mail_ready(g, q, parcel, bytes) &&
+        (r = cddp__check_peer(g, peer, what, tag)) != CDDP_OK)
+      return r;
+    if (cddp__now() >= deadline) {
+      cddp__name_rank(g, peer, who, sizeof who);
+      cddp__fail(CDDP_TIMEOUT,
+                 "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come",
+                 g->timeout_s, what, who, tag, g->rank);
+      return cddp__break(g, CDDP_TIMEOUT);
+    }
+    cddp__add32(&seat->waiting, 1);
+    if (cddp__load32(&g->board->broken) == 0) cddp__futex_wait(&seat->mail, mail, CDDP__NAP_S);
+    cddp__add32(&seat->waiting, (uint32_t)-1);
+  }
+}
+
+/* Posts a send, waiting for room. *parcel >= 0: the buffer is in use until cddp__finish_send. */
+static cddp_result cddp__start_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
+                                    int peer, int tag, int *parcel) {
+  bool posted = false;
+  cddp_result r;
+  for (;;) {
+    if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+    if ((r = cddp__check_peer(g, peer, "send to", tag)) != CDDP_OK) return r;
+    r = cddp__try_post(g, buf, count, dtype, peer, tag, &posted, parcel);
+    if (r != CDDP_OK || posted) return r;
+    r = cddp__mail_wait(g, NULL, -1, count * cddp__dtype_size(dtype), peer, tag);
+    if (r != CDDP_OK) return r;
+  }
+}
+
+static cddp_result cddp__finish_send(cddp_group *g, int parcel) {
+  cddp__seat *seat = cddp__seat_of(g, g->rank);
+  cddp_result r;
+  if (parcel < 0) return CDDP_OK;
+  r = cddp__mail_wait(g, NULL, parcel, 0, seat->parcels[parcel].to, seat->parcels[parcel].tag);
+  if (r == CDDP_OK && cddp__load32(&seat->parcels[parcel].state) == CDDP__PARCEL_REFUSED)
+    r = cddp__check_board(g);
+  pthread_mutex_lock(&g->mail_lock);
+  if (r == CDDP_OK) cddp__store32(&seat->parcels[parcel].state, CDDP__PARCEL_FREE);
+  pthread_mutex_unlock(&g->mail_lock);
+  return r;
+}
+
+static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
+  cddp_result r = cddp__mail_wait(g, q, -1, 0, q->peer, q->tag);
+  pthread_mutex_lock(&g->mail_lock);
+  cddp__drop_pending(g, q);
+  pthread_mutex_unlock(&g->mail_lock);
+  if (r != CDDP_OK) return r;
+  return q->result == CDDP_OK ? CDDP_OK : cddp__fail(q->result, "%s", q->text);
+}
+/* >>work ---------------------------------------------------------------------------------------
+   Asynchronous operations. Collectives of one group run on its engine, a thread that the first
+   asynchronous one starts; a synchronous collective waits for the engine to be idle, then runs on
+   its caller's thread. Sends and receives need no thread, see >>p2p. */
+
+static cddp_work *cddp__work_new(cddp_group *g) {
+  cddp_work *w = (cddp_work *)cddp__calloc(&g->host->allocator, 1, sizeof *w);
+  if (w == NULL) return NULL;
+  w->group = g;
+  w->parcel = -1;
+  return w;
+}
+
+static void cddp__work_run(cddp_work *w) {
+  w->result = w->run(w);
+  if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
+}
+
+static void *cddp__engine_main(void *arg) {
+  cddp_group *g = (cddp_group *)arg;
+  cddp__engine *e = &g->engine;
+  cddp_work *w;
+  int spin;
+  pthread_mutex_lock(&e->lock);
+  for (;;) {
+    while (e->first == NULL && !e->stop) pthread_cond_wait(&e->changed, &e->lock);
+    if (e->first == NULL) break;
+    w = e->first;
+    e->first = w->next;
+    if (e->first == NULL) e->last = NULL;
+    e->busy = true;
+    pthread_mutex_unlock(&e->lock);
+    spin = g->spin;
+    if (g->host->cores < 2 * g->size) g->spin = 0; /* the core is wanted by the training thread */
+    cddp__work_run(w);
+    g->spin = spin;
+    pthread_mutex_lock(&e->lock);
+    e->busy = false;
+    w->done = true;
+    pthread_cond_broadcast(&e->changed);
+  }
+  pthread_mutex_unlock(&e->lock);
+  return NULL;
+}
+
+/* Puts w at the end of its group's queue; starts the engine if need be. */
+static cddp_result cddp__engine_push(cddp_work *w) {
+  cddp__engine *e = &w->group->engine;
+  cddp_result r = CDDP_OK;
+  w->next = NULL;
+  pthread_mutex_lock(&e->lock);
+  if (!e->started) {
+    r = cddp__thread_start(&e->thread, cddp__engine_main, w->group);
+    e->started = r == CDDP_OK;
+  }
+  if (r == CDDP_OK) {
+    if (e->last != NULL)
+      e->last->next = w;
+    else
+      e->first = w;
+    e->last = w;
+    pthread_cond_broadcast(&e->changed);
+  }
+  pthread_mutex_unlock(&e->lock);
+  return r;
+}
+
+/* Waits until all asynchronous collectives of g have run. */
+static void cddp__engine_drain(cddp_group *g) {
+  cddp__engine *e = &g->engine;
+  if (!e->started) return; /* written only by the thread that calls this group's collectives */
+  if (pthread_equal(e->thread, pthread_self())) return;
+  pthread_mutex_lock(&e->lock);
+  while (e->first != NULL || e->busy) pthread_cond_wait(&e->changed, &e->lock);
+  pthread_mutex_unlock(&e->lock);
+}
+
+static void cddp__engine_stop(cddp_group *g) {
+  cddp__engine *e = &g->engine;
+  if (!e->started) return;
+  pthread_mutex_lock(&e->lock);
+  e->stop = true;
+  pthread_cond_broadcast(&e->changed);
+  pthread_mutex_unlock(&e->lock);
+  pthread_join(e->thread, NULL);
+  e->started = false;
+}
+
+static cddp_result cddp__work_wait(cddp_work *w) {
+  cddp_group *g = w->group;
+  cddp_result r;
+  if (w->is_recv) {
+    r = cddp__finish_recv(g, &w->pending);
+  } else if (w->run == NULL) {
+    r = cddp__finish_send(g, w->parcel);
+  } else {
+    pthread_mutex_lock(&g->engine.lock);
+    while (!w->done) pthread_cond_wait(&g->engine.changed, &g->engine.lock);
+    pthread_mutex_unlock(&g->engine.lock);
+    r = w->result;
+    if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
+  }
+  cddp__free(&g->host->allocator, w);
+  return r;
+}
+
+static bool cddp__work_done(cddp_work *w) {
+  cddp_group *g = w->group;
+  bool done;
+  if (w->run == NULL) {
+    if (cddp__load32(&g->board->broken) != 0) return true;
+    if (!w->is_recv && w->parcel < 0) return true;
+    return cddp__mail_ready(g, w->is_recv ? &w->pending : NULL, w->parcel, 0);
+  }
+  pthread_mutex_lock(&g->engine.lock);
+  done = w->done;
+  pthread_mutex_unlock(&g->engine.lock);
+  return done;
+}
+/* >>collectives --------------------------------------------------------------------------------
+   Every collective is one of three sequences of steps:
+     one step   what fits into a slot: each rank puts its share into its line (up to 40 bytes) or
+   slot, one step, each rank takes what it needs from all lines or slots. A small all_reduce is thus
+   one exchange of cache lines; every rank adds all values, in the same order. direct     the
+   buffers that others need lie in shared memory: one step to tell where, each rank reads
+   (all_reduce: also writes) its peers' buffers in place, one step to say it is done. all_reduce:
+   rank r owns the r-th slice, reads every replica of it once and writes the result into every
+   replica: the fewest bytes that can move. staged     any other memory: the share goes through the
+   slots piece by piece, one step a piece; the slots stay in cache, so main memory sees one read and
+   one write of the buffer. Which one is decided from the size, and from the refs of all ranks:
+   alike on every rank. */
+
+#define CDDP__DIRECT_MIN                                                                           \
+  ((size_t)16 << 10) /* bytes of a share from which a look at the refs pays */
+
+/* Bytes a rank puts into a slot per element of count. */
+static size_t cddp__slot_element(const cddp_group *g, const cddp__call *c) {
+  bool pieces = c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_REDUCE_SCATTER ||
+                c->kind == CDDP__KIND_ALL_TO_ALL;
+  return c->esize * (pieces ? (size_t)g->size : 1);
+}
+
+static void cddp__copy(void *to, const void *from, size_t n) {
+  if (n > 0 && to != from) memcpy(to, from, n);
+}
+
+/* A call's elements [begin, begin + n) of each share, as they pass through lines or slots. */
+typedef struct cddp__chunk {
+  size_t begin, n;
+  bool in_line; /* small enough for the lines */
+} cddp__chunk;
+
+static void *cddp__space_of(const cddp_group *g, int rank, const cddp__chunk *k) {
+  return k->in_line ? (void *)cddp__line_of(g, rank, g->step)->u.bytes
+                    : cddp__slot_of(g, rank, g->step);
+}
+
+/* This rank's share of the chunk goes into its space. */
+static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+  char *space = (char *)cddp__space_of(g, g->rank, k);
+  const char *send = (const char *)c->send;
+  size_t bytes = k->n * c->esize, r;
+  switch (c->kind) {
+  case CDDP__KIND_BROADCAST:
+    if (g->rank == c->root) memcpy(space, send + k->begin * c->esize, bytes);
+    break;
+  case CDDP__KIND_SCATTER:
+    if (g->rank != c->root) break;
+    /* fall through */
+  case CDDP__KIND_REDUCE_SCATTER:
+  case CDDP__KIND_ALL_TO_ALL:
+    for (r = 0; r < (size_t)g->size; r++)
+      memcpy(space + r * bytes, send + (r * c->count + k->begin) * c->esize, bytes);
+    break;
+  default:
+    memcpy(space, send + k->begin * c->esize, bytes);
+  }
+}
+
+/* Reduces the same stretch of every rank's memory into dst: at address(rank) + offset. */
+static void cddp__reduce_spaces(const cddp_group *g, const cddp__call *c, const cddp__chunk *k,
+                                void *dst, size_t offset) {
+  const void *few[16], **srcs = few;
+  int r, base;
+  if (g->size > 16)
+    srcs = (const void **)cddp__slot_of(g, g->rank, g->step + 1); /* free until then */
+  for (r = 0, base = g->size; r < base; r++)
+    srcs[r] = (const char *)cddp__space_of(g, r, k) + offset;
+  cddp__reduce(dst, srcs, g->size, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
+}
+
+/* This rank takes its result of the chunk out of everybody's space. */
+static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+  char *recv = (char *)c->recv;
+  size_t bytes = k->n * c->esize, at = k->begin * c->esize, share = c->count * c->esize, r;
+  bool root = g->rank == c->root;
+  switch (c->kind) {
+  case CDDP__KIND_REDUCE:
+    if (!root) break;
+    /* fall through */
+  case CDDP__KIND_ALL_REDUCE:
+    cddp__reduce_spaces(g, c, k, recv + at, 0);
+    break;
+  case CDDP__KIND_REDUCE_SCATTER:
+    cddp__reduce_spaces(g, c, k, recv + at, (size_t)g->rank * bytes);
+    break;
+  case CDDP__KIND_BROADCAST:
+    if (!root) memcpy(recv + at, cddp__space_of(g, c->root, k), bytes);
+    break;
+  case CDDP__KIND_SCATTER:
+    memcpy(recv + at, (char *)cddp__space_of(g, c->root, k) + (size_t)g->rank * bytes, bytes);
+    break;
+  case CDDP__KIND_GATHER:
+    if (!root) break;
+    /* fall through */
+  case CDDP__KIND_ALL_GATHER:
+    for (r = 0; r < (size_t)g->size; r++)
+      memcpy(recv + r * share + at, cddp__space_of(g, (int)r, k), bytes);
+    break;
+  default: /* ALL_TO_ALL */
+    for (r = 0; r < (size_t)g->size; r++)
+      memcpy(recv + r * share + at, (char *)cddp__space_of(g, (int)r, k) + (size_t)g->rank * bytes,
+             bytes);
+  }
+}
+
+static cddp_result cddp__sync_call(cddp_group *g, const cddp__call *c, uint32_t phase) {
+  return cddp__sync(g, cddp__call_code(c, phase), c->count, c->root, 0, cddp__serve_idle);
+}
+
+static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c) {
+  size_t element = cddp__slot_element(g, c), most = CDDP__SLOT / element;
+  cddp__chunk k;
+  cddp_result r;
+  for (k.begin = 0; k.begin < c->count; k.begin += k.n) {
+    k.n = cddp__min(most, c->count - k.begin);
+    k.in_line = k.n * element <= CDDP__INLINE;
+    cddp__begin(g);
+    cddp__put(g, c, &k);
+    if ((r = cddp__sync_call(g, c, 1)) != CDDP_OK) return r;
+    cddp__take(g, c, &k);
+  }
+  return CDDP_OK;
+}
+
+/* Whether the operation reads (all_reduce: also writes) rank's buffer from other ranks. */
+static bool cddp__rank_is_read(const cddp__call *c, int rank) {
+  if (c->kind == CDDP__KIND_BROADCAST || c->kind == CDDP__KIND_SCATTER) return rank == c->root;
+  return c->kind != CDDP__KIND_GATHER || rank != c->root;
+}
+
+static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
+  cddp__ref none;
+  bool pieces = c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_REDUCE_SCATTER ||
+                c->kind == CDDP__KIND_ALL_TO_ALL;
+  memset(&none, 0, sizeof none);
+  if (!cddp__rank_is_read(c, g->rank) || (c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv))
+    return none;
+  return cddp__ref_of(g->host, c->send, c->count * c->esize * (pieces ? (size_t)g->size : 1));
+}
+
+/* The direct moves, bufs[r] being rank r's buffer where it is read. */
+static void cddp__move(cddp_group *g, const cddp__call *c, char *const *bufs, void **slices) {
+  size_t share = c->count * c->esize, begin, end, me = (size_t)g->rank, r, n = (size_t)g->size;
+  cddp_dtype dtype = (cddp_dtype)c->dtype;
+  cddp_op op = (cddp_op)c->op;
+  char *recv = (char *)c->recv;
+  switch (c->kind) {
+  case CDDP__KIND_ALL_REDUCE:
+  case CDDP__KIND_REDUCE:
+    cddp__slice(c->count, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
+    for (r = 0; r < n; r++) slices[r] = bufs[r] + begin * c->esize;
+    if (c->kind == CDDP__KIND_ALL_REDUCE)
+      cddp__reduce_all(slices, g->size, end - begin, dtype, op);
+    else
+      cddp__reduce(slices[c->root], (const void *const *)slices, g->size, end - begin, dtype, op);
+    break;
+  case CDDP__KIND_REDUCE_SCATTER:
+    for (r = 0; r < n; r++) slices[r] = bufs[r] + me * share;
+    cddp__reduce(recv, (const void *const *)slices, g->size, c->count, dtype, op);
+    break;
+  case CDDP__KIND_BROADCAST:
+    if (g->rank != c->root) memcpy(recv, bufs[c->root], share);
+    break;
+  case CDDP__KIND_SCATTER:
+    cddp__copy(recv, bufs[c->root] + me * share, share);
+    break;
+  case CDDP__KIND_GATHER:
+    if (g->rank != c->root) break;
+    for (r = 0; r < n; r++)
+      cddp__copy(recv + r * share, (int)r == c->root ? (const char *)c->send : bufs[r], share);
+    break;
+  case CDDP__KIND_ALL_GATHER:
+    for (r = 0; r < n; r++) /* each begins with its neighbour: readers spread over the owners */
+      cddp__copy(recv + (me + r) % n * share, r == 0 ? (const char *)c->send : bufs[(me + r) % n],
+                 share);
+    break;
+  default: /* ALL_TO_ALL */
+    for (r = 0; r < n; r++) cddp__copy(recv + r * share, bufs[r] + me * share, share);
+  }
+}
+
+/* Finds all buffers from the refs of the current step. *direct: whether that was possible. */
+static cddp_result cddp__locate_all(cddp_group *g, const cddp__call *c, char **bufs, bool *direct) {
+  cddp_result r;
+  int p;
+  *direct = true;
+  for (p = 0; p < g->size; p++) {
+    const cddp__ref *ref = &cddp__line_of(g, p, g->step)->u.ref;
+    if (cddp__rank_is_read(c, p) && ref->kind == CDDP__REF_NONE) *direct = false;
+  }
+  for (p = 0; *direct && p < g->size; p++) {
+    const cddp__ref *ref = &cddp__line_of(g, p, g->step)->u.ref;
+    void *at = NULL;
+    bufs[p] = NULL;
+    if (!cddp__rank_is_read(c, p)) continue;
+    if ((r = cddp__locate(g->host, ref, &at)) != CDDP_OK) return cddp__break(g, r);
+    bufs[p] = (char *)at;
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
+  char *few_bufs[16], **bufs = few_bufs;
+  void *few_slices[16], **slices = few_slices, *many = NULL;
+  bool direct = false;
+  cddp__line *line;
+  cddp_result r;
+  if (g->size > 16) {
+    many = cddp__calloc(&g->host->allocator, 2 * (size_t)g->size, sizeof(void *));
+    if (many == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+    bufs = (char **)many;
+    slices = (void **)many + g->size;
+  }
+  line = cddp__begin(g);
+  line->u.ref = cddp__call_ref(g, c);
+  r = cddp__sync_call(g, c, 2);
+  if (r == CDDP_OK) r = cddp__locate_all(g, c, bufs, &direct);
+  if (r == CDDP_OK && !direct) {
+    r = cddp__run_staged(g, c);
+  } else if (r == CDDP_OK) {
+    cddp__move(g, c, bufs, slices);
+    cddp__begin(g);
+    r = cddp__sync_call(g, c, 3);
+  }
+  cddp__free(&g->host->allocator, many);
+  return r;
+}
+
+/* Runs a collective on the calling thread. */
+static cddp_result cddp__run_call(cddp_group *g, const cddp__call *c) {
+  size_t element;
+  cddp_result r;
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  g->calls++;
+  element = cddp__slot_element(g, c);
+  if (c->count == 0) {
+    cddp__begin(g);
+    return cddp__sync_call(g, c, 0);
+  }
+  if (g->size == 1) {
+    cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
+    return CDDP_OK;
+  }
+  if (c->count <= CDDP__DIRECT_MIN / element) return cddp__run_staged(g, c);
+  return cddp__run_large(g, c);
+}
+
+static cddp_result cddp__run_work_call(cddp_work *w) { return cddp__run_call(w->group, &w->call); }
+
+/* Runs a validated collective now, or hands it to the engine. */
+static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
+  cddp_result r;
+  cddp_work *w;
+  if (work == NULL) {
+    cddp__engine_drain(g);
+    return cddp__run_call(g, c);
+  }
+  *work = NULL;
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  w->call = *c;
+  w->run = cddp__run_work_call;
+  if ((r = cddp__engine_push(w)) != CDDP_OK) {
+    cddp__free(&g->host->allocator, w);
+    return r;
+  }
+  *work = w;
+  return CDDP_OK;
+}
+/* >>groups -------------------------------------------------------------------------------------
+   Creation, splitting and destruction. A split takes three steps of the parent: colors and keys,
+   where each new group's control block lies, and whether every member could map it. */
+
+/* Gives back control blocks that every rank has left. */
+static void cddp__reap_boards(cddp__host *h) {
+  int i, kept = 0;
+  for (i = 0; i < h->zombie_count; i++) {
+    void *p = NULL;
+    cddp__board *b;
+    if (cddp__locate(h, &h->zombies[i], &p) != CDDP_OK || p == NULL) continue;
+    b = (cddp__board *)p;
+    if (cddp__load32(&b->left) == b->size)
+      cddp__arena_free(h, p);
+    else
+      h->zombies[kept++] = h->zombies[i];
+  }
+  h->zombie_count = kept;
+}
+
+typedef struct cddp__color { /* the payload of a split's first step */
+  int32_t color, key;
+} cddp__color;
+
+static cddp__color cddp__color_of(const cddp_group *g, int rank) {
+  cddp__color c;
+  memcpy(&c, cddp__line_of(g, rank, g->step)->u.bytes, sizeof c);
+  return c;
+}
+
+/* The parent's ranks with this rank's color, by (key, rank); returns how many. */
+static int cddp__pick_members(const cddp_group *g, int color, int *members) {
+  int n = 0, p, i;
+  for (p = 0; p < g->size; p++) {
+    cddp__color c = cddp__color_of(g, p);
+    if (c.color != color) continue;
+    for (i = n; i > 0 && cddp__color_of(g, members[i - 1]).key > c.key; i--)
+      members[i] = members[i - 1];
+    members[i] = p;
+    n++;
+  }
+  return n;
+}
+
+static cddp_result cddp__split_step(cddp_group *g, uint64_t check, uint32_t phase) {
+  cddp__call c;
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_GROUP_NEW;
+  return cddp__sync(g, cddp__call_code(&c, phase), check, -1, 0, cddp__serve_idle);
+}
+
+/* Allocates the control block on the first member, maps it on all; false if this rank could not. */
+static cddp_result cddp__share_board(cddp_group *g, const int *members, int n, cddp__ref *ref,
+                                     char **board, bool *mine) {
+  cddp__line *line = cddp__begin(g);
+  void *p = NULL;
+  cddp_result r;
+  *mine = n > 0 && members[0] == g->rank;
+  *board = NULL;
+  memset(line->u.bytes, 0, CDDP__INLINE);
+  if (*mine) {
+    cddp__reap_boards(g->host);
+    p = cddp__arena_alloc(g->host, cddp__board_bytes(n));
+    if (p != NULL) {
+      ((cddp__board *)p)->size = (uint32_t)n;
+      line->u.ref = cddp__ref_of(g->host, p, cddp__board_bytes(n));
+    }
+  }
+  if ((r = cddp__split_step(g, 0, 1)) != CDDP_OK) return r;
+  if (n == 0) return CDDP_OK;
+  *ref = cddp__line_of(g, members[0], g->step)->u.ref;
+  if (ref->kind == CDDP__REF_NONE)
+    cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d could not allocate the group", members[0]);
+  else if (cddp__locate(g->host, ref, &p) == CDDP_OK)
+    *board = (char *)p;
+  return CDDP_OK;
+}
+
+/* Tells the parent's ranks whether this one succeeded; an error if a member of its group did not.
+ */
+static cddp_result cddp__agree(cddp_group *g, const int *members, int n, bool ok) {
+  cddp__line *line = cddp__begin(g);
+  cddp_result r;
+  int i;
+  line->u.bytes[0] = ok ? 1 : 0;
+  if ((r = cddp__split_step(g, 0, 2)) != CDDP_OK) return r;
+  if (!ok) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < n; i++)
+    if (cddp__line_of(g, members[i], g->step)->u.bytes[0] == 0)
+      return cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d had no memory for the new group", members[i]);
+  return CDDP_OK;
+}
+
+static void cddp__group_free(cddp_group *g) {
+  cddp__host *h = g->host;
+  pthread_mutex_destroy(&g->fail_lock);
+  pthread_mutex_destroy(&g->mail_lock);
+  pthread_mutex_destroy(&g->engine.lock);
+  pthread_cond_destroy(&g->engine.changed);
+  cddp__free(&h->allocator, g->members);
+  cddp__free(&h->allocator, g);
+  cddp__host_release(h);
+}
+
+/* Leaves the group: what peers wait for from now on is lost. */
+static void cddp__group_leave(cddp_group *g) {
+  cddp__seat *seat = cddp__seat_of(g, g->rank);
+  cddp__host *h = g->host;
+  bool busy;
+  int i;
+  pthread_mutex_lock(&g->engine.lock);
+  busy = g->engine.started && (g->engine.busy || g->engine.first != NULL);
+  pthread_mutex_unlock(&g->engine.lock);
+  if (busy) {
+    cddp__fail(CDDP_ABORTED, "rank %d destroyed the group while an operation was in flight",
+               g->rank);
+    cddp__break(g, CDDP_ABORTED);
+  }
+  cddp__engine_stop(g);
+  for (i = 0; i < CDDP__PARCELS; i++) /* messages not yet received stay where they are */
+    if (cddp__load32(&seat->parcels[i].state) != CDDP__PARCEL_POSTED)
+      cddp__arena_free(h, g->outgoing[i].stage);
+  (void)cddp__swap32(&seat->state, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT);
+  cddp__wake_all(g);
+  cddp__add32(&g->board->left, 1);
+  if (g->board_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
+    if (!h->threads || g->size == 1)
+      munmap(g->board_memory, cddp__round_up(cddp__board_bytes(g->size), cddp__page_size()));
+  } else if (g->board_mine) {
+    cddp__reap_boards(h);
+    if (h->zombie_count < (int)(sizeof h->zombies / sizeof h->zombies[0]))
+      h->zombies[h->zombie_count++] = g->board_ref;
+    cddp__reap_boards(h);
+  }
+  cddp__group_free(g);
+}
+
+/* check: a hash that must agree on all ranks of g. */
+static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
+                               cddp_group **out) {
+  const cddp_allocator *a = &g->host->allocator;
+  int *members = (int *)cddp__calloc(a, 2 * (size_t)g->size, sizeof *members), n, i, rank = 0;
+  cddp__color mine;
+  cddp__ref ref;
+  char *board = NULL;
+  bool owner = false;
+  cddp_result r = CDDP_OUT_OF_MEMORY;
+  *out = NULL;
+  if (members == NULL) return cddp__break(g, r);
+  mine.color = color;
+  mine.key = key;
+  g->calls++;
+  memcpy(cddp__begin(g)->u.bytes, &mine, sizeof mine);
+  if ((r = cddp__split_step(g, check, 0)) != CDDP_OK) goto done;
+  n = color >= 0 ? cddp__pick_members(g, color, members) : 0;
+  if ((r = cddp__share_board(g, members, n, &ref, &board, &owner)) != CDDP_OK) goto done;
+  for (i = 0; i < n; i++) {
+    if (members[i] == g->rank) rank = i;
+    members[g->size + i] = g->members[members[i]];
+  }
+  if (board != NULL &&
+      cddp__group_build(out, g->host, rank, n, members + g->size, board, g->timeout_s) == CDDP_OK) {
+    (*out)->board_ref = ref;
+    (*out)->board_mine = owner;
+  }
+  r = cddp__agree(g, members, n, n == 0 || *out != NULL);
+  if (r != CDDP_OK && *out != NULL) {
+    cddp__group_leave(*out);
+    *out = NULL;
+  }
+done:
+  cddp__free(a, members);
+  return r;
+}
+
+static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
+  cddp__place at;
+  cddp__host *h;
+  cddp_result r;
+  if ((r = cddp__discover(&at, d)) != CDDP_OK) return r;
+  h = cddp__host_create(&d->allocator, &d->logger, at.world_size, at.rank);
+  if (h == NULL) return CDDP_OUT_OF_MEMORY;
+  h->threads = at.world_size == 1;
+  if (at.world_size > 1) r = cddp__meet(&at, d, h);
+  if (r == CDDP_OK && at.world_size > 1) cddp__watch_processes(h);
+  if (r == CDDP_OK) r = cddp__world_group(out, h, at.rank, at.world_size, at.timeout_s);
+  cddp__host_release(h);
+  if (r != CDDP_OK) return r;
+  if ((r = cddp__barrier_step(*out, CDDP__KIND_BARRIER)) != CDDP_OK) {
+    cddp__group_leave(*out);
+    *out = NULL;
+    return r;
+  }
+  cddp__log(&d->logger, 2, "rank %d of %d is ready (pid %d, %d cores%s)", at.rank, at.world_size,
+            (int)getpid(), (*out)->host->cores, (*out)->crowded ? ", shared by more ranks" : "");
+  return r;
+}
+/* >>sgd ----------------------------------------------------------------------------------------
+   The arithmetic of torch.optim.SGD, to the last bit: every a + s * b is one fused multiply-add, as
+   in PyTorch's AVX2 kernels, or (separate) is rounded after the multiply, as without AVX2. Scalars
+   are computed in double and rounded once to the parameter's dtype. f16 and bf16 compute each
+   operation in f32 and round its result. */
+
+#if defined(__clang__)
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wpass-failed"
+#endif
+
+#define CDDP__SGD_LOOPS(T, S, FMA)                                                                \
+  CDDP__TEMPLATE void cddp__add_##S(T *d, const T *a, const T *b, size_t n, T f, bool separate) { \
+    CDDP__STRICT_FP                                                                               \
+    if (separate) CDDP__EACH(T x = f * b[i]; d[i] = a[i] + x);                                    \
+    else CDDP__EACH(d[i] = FMA(f, b[i], a[i]));                                                   \
+  }                                                                                               \
+  CDDP__TEMPLATE void cddp__mix_##S(T *m, const T *b, size_t n, T momentum, T f, bool separate) { \
+    CDDP__STRICT_FP                                                                               \
+    if (separate) CDDP__EACH(T x = momentum * m[i]; T y = f * b[i]; m[i] = x + y);                \
+    else CDDP__EACH(T x = momentum * m[i]; m[i] = FMA(f, b[i], x));                               \
+  }
+CDDP__SGD_LOOPS(cddp__f32, f32, __builtin_fmaf)
+CDDP__SGD_LOOPS(cddp__f64, f64, __builtin_fma)
+#undef CDDP__SGD_LOOPS
+
+#define CDDP__SGD_SET(ISA, TARGET)                                                                \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__add_f32_##ISA(cddp__f32 *d, const cddp__f32 *a, const cddp__f32 *b, size_t n, \
+                                  float f, bool separate) {                                       \
+    cddp__add_f32(d, a, b, n, f, separate);                                                       \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__add_f64_##ISA(cddp__f64 *d, const cddp__f64 *a, const cddp__f64 *b, size_t n, \
+                                  double f, bool separate) {                                      \
+    cddp__add_f64(d, a, b, n, f, separate);                                                       \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__mix_f32_##ISA(cddp__f32 *m, const cddp__f32 *b, size_t n, float momentum,     \
+                                  float f, bool separate) {                                       \
+    cddp__mix_f32(m, b, n, momentum, f, separate);                                                \
+  }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__mix_f64_##ISA(cddp__f64 *m, const cddp__f64 *b, size_t n, double momentum,    \
+                                  double f, bool separate) {                                      \
+    cddp__mix_f64(m, b, n, momentum, f, separate);                                                \
+  }                                                                                               \
+  static const cddp__sgd_kernels cddp__sgd_kernels_##ISA = {                                      \
+      cddp__add_f32_##ISA, cddp__add_f64_##ISA, cddp__mix_f32_##ISA, cddp__mix_f64_##ISA};
+
+CDDP__SGD_SET(base, )
+#if CDDP__DISPATCH
+CDDP__SGD_SET(avx2, CDDP__AVX2)
+#endif
+#undef CDDP__SGD_SET
+
+#if defined(__clang__)
+#pragma clang diagnostic pop
+#endif
+
+static const cddp__sgd_kernels *cddp__pick_sgd_kernels(void) {
+#if CDDP__DISPATCH
+  if (cddp__isa() == CDDP__ISA_AVX2) return &cddp__sgd_kernels_avx2;
+#endif
+  return &cddp__sgd_kernels_base;
+}
+
+static void cddp__sgd_rule_init(cddp__sgd_rule *r, const cddp_sgd_desc *d) {
+  r->step = -d->lr;
+  r->momentum = d->momentum;
+  r->intake = 1.0 - d->dampening;
+  r->decay = d->weight_decay;
+  r->nesterov = d->nesterov;
+  r->maximize = d->maximize;
+  r->separate = d->separate_mul_add;
+}
+
+/* One pass over a block in the compute type: F32 for F16 and BF16, whose results are rounded. */
+typedef struct cddp__sgd_pass {
+  const cddp__kernels *kernels;
+  const cddp__sgd_kernels *sgd;
+  cddp_dtype dtype;
+  bool halves, separate;
+} cddp__sgd_pass;
+
+static double cddp__sgd_scalar(const cddp__sgd_pass *k, double x) {
+  float y = cddp__round_odd(x);
+  if (k->dtype == CDDP_F16) return (double)cddp__f16_to_f32(cddp__f32_to_f16(y));
+  if (k->dtype == CDDP_BF16) return (double)cddp__bf16_to_f32(cddp__f32_to_bf16(y));
+  return x;
+}
+
+static void cddp__sgd_round(const cddp__sgd_pass *k, void *d, size_t n) {
+  uint16_t half[CDDP__BLOCK_BYTES / sizeof(float)];
+  if (!k->halves) return;
+  k->kernels->narrow(half, (cddp__f32 *)d, n, k->dtype);
+  k->kernels->widen((cddp__f32 *)d, half, n, k->dtype);
+}
+
+static void cddp__sgd_add(const cddp__sgd_pass *k, void *d, const void *a, const void *b, size_t n,
+                          double f) { /* d = a + f * b */
+  f = cddp__sgd_scalar(k, f);
+  if (k->dtype == CDDP_F64) {
+    k->sgd->add_f64((cddp__f64 *)d, (const cddp__f64 *)a, (const cddp__f64 *)b, n, f, k->separate);
+  } else {
+    k->sgd->add_f32((cddp__f32 *)d, (const cddp__f32 *)a, (const cddp__f32 *)b, n, (float)f,
+                    k->separate);
+  }
+  cddp__sgd_round(k, d, n);
+}
+
+static void cddp__sgd_mix(const cddp__sgd_pass *k, void *m, const void *b, size_t n,
+                          double momentum, double f) { /* m = momentum * m + f * b */
+  if (k->halves) {
+    k->kernels->scale(m, n, CDDP_F32, cddp__sgd_scalar(k, momentum), false);
+    cddp__sgd_round(k, m, n);
+    cddp__sgd_add(k, m, m, b, n, f);
+  } else if (k->dtype == CDDP_F64) {
+    k->sgd->mix_f64((cddp__f64 *)m, (const cddp__f64 *)b, n, momentum, f, k->separate);
+  } else {
+    k->sgd->mix_f32((cddp__f32 *)m, (const cddp__f32 *)b, n, (float)momentum, (float)f,
+                    k->separate);
+  }
+}
+
+/* Works as follows, on a block that stays in the first cache, all in the compute type:
+   d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
+   d = nesterov ? d + momentum * m : m; p_out = p - lr * d.
+   d is g or m itself where it is equal, else in buf. */
+static void cddp__sgd_block(const cddp__sgd_rule *r, const cddp__sgd_pass *k, void *p_out,
+                            const void *p, const void *g, void *m, size_t n, bool first) {
+  double buf[CDDP__BLOCK_BYTES / sizeof(double)];
+  cddp_dtype compute = k->halves ? CDDP_F32 : k->dtype;
+  const void *d = g;
+  if (r->maximize) {
+    memcpy(buf, g, n * cddp__dtype_size(compute));
+    k->kernels->scale(buf, n, compute, -1.0, false);
+    d = buf;
+  }
+  if (r->decay != 0) {
+    cddp__sgd_add(k, buf, d, p, n, r->decay);
+    d = buf;
+  }
+  if (r->momentum != 0) {
+    if (first) memcpy(m, d, n * cddp__dtype_size(compute));
+    else cddp__sgd_mix(k, m, d, n, r->momentum, r->intake);
+    if (r->nesterov) cddp__sgd_add(k, buf, d, m, n, r->momentum);
+    d = r->nesterov ? buf : m;
+  }
+  cddp__sgd_add(k, p_out, p, d, n, r->step);
+}
+
+/* The same for F16 and BF16: widened, computed, narrowed. */
+static void cddp__sgd_half_block(const cddp__sgd_rule *r, const cddp__sgd_pass *k, void *p_out,
+                                 const void *p, const void *g, void *m, size_t n, bool first) {
+  float wide_p[CDDP__BLOCK_BYTES / sizeof(float)], wide_g[CDDP__BLOCK_BYTES / sizeof(float)];
+  float wide_m[CDDP__BLOCK_BYTES / sizeof(float)];
+  k->kernels->widen(wide_p, p, n, k->dtype);
+  k->kernels->widen(wide_g, g, n, k->dtype);
+  if (m != NULL && !first) k->kernels->widen(wide_m, m, n, k->dtype);
+  cddp__sgd_block(r, k, wide_p, wide_p, wide_g, wide_m, n, first);
+  k->kernels->narrow(p_out, wide_p, n, k->dtype);
+  if (m != NULL) k->kernels->narrow(m, wide_m, n, k->dtype);
+}
+
+/* p_out[i] = one step from p_in[i] with gradient g[i]; p_out may be p_in. Elementwise: any piece of a
+   parameter may be done on its own. momentum: NULL if the rule has none; first: no value yet. */
+static void cddp__sgd_update(const cddp__sgd_rule *r, cddp_dtype dtype, void *p_out,
+                             const void *p_in, const void *g, void *momentum, size_t n,
+                             bool first) {
+  size_t at, m, esize = cddp__dtype_size(dtype), block;
+  cddp__sgd_pass k;
+  k.kernels = cddp__pick_kernels();
+  k.sgd = cddp__pick_sgd_kernels();
+  k.dtype = dtype;
+  k.halves = dtype == CDDP_F16 || dtype == CDDP_BF16;
+  k.separate = r->separate;
+  block = CDDP__BLOCK_BYTES / (k.halves ? sizeof(float) : esize);
+  for (at = 0; at < n; at += block) {
+    char *out = (char *)p_out + at * esize;
+    const char *p = (const char *)p_in + at * esize, *d = (const char *)g + at * esize;
+    char *buf = momentum != NULL ? (char *)momentum + at * esize : NULL;
+    m = cddp__min(block, n - at);
+    if (k.halves) cddp__sgd_half_block(r, &k, out, p, d, buf, m, first);
+    else cddp__sgd_block(r, &k, out, p, d, buf, m, first);
+  }
+}
+
+static bool cddp__dtype_trains(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
+
+static cddp_result cddp__sgd_check(const cddp_param *params, int count, const cddp_sgd_desc *d) {
+  int i;
+  if (d == NULL)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "desc is NULL; the learning rate has no default");
+  if (count < 0 || (count > 0 && params == NULL))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "params is NULL or count %d is negative", count);
+  if (!(d->lr >= 0))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "lr is %g; it must be at least 0", d->lr);
+  if (!(d->momentum >= 0))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "momentum is %g; it must be at least 0", d->momentum);
+  if (!(d->weight_decay >= 0))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "weight_decay is %g; it must be at least 0",
+                      d->weight_decay);
+  if (d->dampening != d->dampening)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "dampening is not a number");
+  if (d->nesterov && (!(d->momentum > 0) || d->dampening != 0))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "nesterov needs momentum > 0 and dampening 0; they are %g and %g",
+                      d->momentum, d->dampening);
+  for (i = 0; i < count; i++) {
+    const char *name = params[i].name != NULL ? params[i].name : "unnamed";
+    if (!cddp__dtype_trains(params[i].dtype))
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "parameter %d (%s) has dtype %d; F32, F64, F16 and BF16 can be trained", i,
+                        name, (int)params[i].dtype);
+  }
+  return CDDP_OK;
+}
+
+static void cddp__sgd_free(cddp_sgd *s) {
+  cddp_allocator a;
+  int i;
+  if (s == NULL) return;
+  a = s->allocator;
+  for (i = 0; s->momentum != NULL && i < s->count; i++) cddp__free(&a, s->momentum[i]);
+  cddp__free(&a, s->momentum);
+  cddp__free(&a, s->started);
+  cddp__free(&a, s);
+}
+
+static cddp_result cddp__sgd_create(cddp_sgd **out, cddp_param *params, int count,
+                                    const cddp_sgd_desc *desc, const cddp_allocator *a) {
+  cddp_result r;
+  cddp_sgd *s;
+  if (out == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_create: out is NULL");
+  *out = NULL;
+  r = cddp__sgd_check(params, count, desc);
+  if (r != CDDP_OK) return cddp__fail_in(r, "cddp_sgd_create: ");
+  s = (cddp_sgd *)cddp__calloc(a, 1, sizeof *s);
+  if (s == NULL) return cddp__fail_in(CDDP_OUT_OF_MEMORY, "cddp_sgd_create: ");
+  if (a != NULL) s->allocator = *a;
+  s->params = params;
+  s->count = count;
+  s->desc = *desc;
+  cddp__sgd_rule_init(&s->rule, desc);
+  s->momentum = (void **)cddp__calloc(a, (size_t)count, sizeof *s->momentum);
+  s->started = (bool *)cddp__calloc(a, (size_t)count, sizeof *s->started);
+  if (s->momentum == NULL || s->started == NULL) {
+    cddp__sgd_free(s);
+    return cddp__fail_in(CDDP_OUT_OF_MEMORY, "cddp_sgd_create: ");
+  }
+  *out = s;
+  return CDDP_OK;
+}
+
+static bool cddp__sgd_skips(const cddp_sgd *s, int i) {
+  return s->params[i].count == 0 || (s->used != NULL && !s->used[i]);
+}
+
+/* Checks and allocates all that a step needs, so that a step is done as a whole or not at all. */
+static cddp_result cddp__sgd_prepare(cddp_sgd *s) {
+  int i;
+  for (i = 0; i < s->count; i++) {
+    const cddp_param *p = &s->params[i];
+    const char *name = p->name != NULL ? p->name : "unnamed";
+    if (cddp__sgd_skips(s, i)) continue;
+    if (p->data == NULL || p->grad == NULL)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter %d (%s) has no %s%s", i, name,
+                        p->data == NULL ? "data" : "gradient",
+                        p->data == NULL ? "" : "; set grad, or have cddp_ddp_create place it");
+    if (!cddp__dtype_trains(p->dtype))
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter %d (%s) now has dtype %d", i, name,
+                        (int)p->dtype);
+    if (s->rule.momentum == 0 || s->momentum[i] != NULL) continue;
+    s->momentum[i] = cddp__calloc(&s->allocator, p->count, cddp__dtype_size(p->dtype));
+    if (s->momentum[i] == NULL) return CDDP_OUT_OF_MEMORY;
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__sgd_step(cddp_sgd *s) {
+  cddp_result r;
+  int i;
+  if (s->shard != NULL)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "after cddp_ddp_step each rank holds its part of the momentum only; call "
+                      "cddp_ddp_wait before cddp_sgd_step");
+  if ((r = cddp__sgd_prepare(s)) != CDDP_OK) return r;
+  for (i = 0; i < s->count; i++) {
+    cddp_param *p = &s->params[i];
+    if (cddp__sgd_skips(s, i)) continue;
+    cddp__sgd_update(&s->rule, p->dtype, p->data, p->data, p->grad, s->momentum[i], p->count,
+                     !s->started[i]);
+    if (s->rule.momentum != 0) s->started[i] = true;
+  }
+  return CDDP_OK;
+}
+/* >>buckets ------------------------------------------------------------------------------------
+   Distributed data parallel. All gradients lie in one arena of shared memory per rank, in reverse
+   order of declaration, and never move; a bucket is a list of parameters, so that rebuilding
+   the buckets in order of arrival moves nothing. Works as follows: ready() marks a gradient; when a
+   bucket and all before it are full, the engine of a private group reduces it (two steps: every
+   rank has it, every rank has done its slice). wait() exchanges the ready flags on a second private
+   group, launches what is left and waits for the engine. step() on gradients that nobody has
+   reduced yet takes one pass instead: each rank walks through its slice of the arena block by
+   block, adds up the block of all ranks, applies SGD with its share of the momentum, writes the new
+   weights to every rank and zeroes the block everywhere: the block stays in the first-level cache
+   between these. After a step() the next buckets therefore wait for step(). Weights in memory that
+   is not shared are published through the gradients' places. */
+
+#define CDDP__BLOCK ((size_t)2048) /* elements of a block of step() */
+
+static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
+  if (!d->failed) {
+    d->failed = true;
+    d->fail_result = r;
+    snprintf(d->fail_text, sizeof d->fail_text, "%s", cddp__error_text);
+  }
+  return cddp__fail(d->fail_result, "%s", d->fail_text);
+}
+
+static const char *cddp__param_name(const cddp_param *p, int index, char *space, size_t n) {
+  if (p->name != NULL) return p->name;
+  snprintf(space, n, "#%d", index);
+  return space;
+}
+
+/* --- creation: comparing the model with rank 0's --- */
+
+/* Writes what must agree between ranks; returns the length. out NULL: only the length. */
+static size_t cddp__describe_params(const cddp_param *params, int count, unsigned char *out) {
+  size_t n = 0, length;
+  int i;
+  for (i = 0; i < count; i++) {
+    length = params[i].name != NULL ? cddp__min(strlen(params[i].name), 1000) : 0;
+    if (out != NULL) {
+      cddp__put64(out + n, params[i].count);
+      cddp__put32(out + n + 8, (uint32_t)params[i].dtype);
+      cddp__put32(out + n + 12, (uint32_t)length);
+      if (length > 0) memcpy(out + n + 16, params[i].name, length);
+    }
+    n += 16 + length;
+  }
+  return n;
+}
+
+/* Compares own parameters with rank 0's description; writes the first difference to text. */
+static void cddp__compare_params(const cddp_ddp *d, const unsigned char *theirs, size_t bytes,
+                                 char *text, size_t n) {
+  size_t at = 0;
+  int i, rank = d->group->rank;
+  char space[24];
+  text[0] = 0;
+  for (i = 0; at + 16 <= bytes || i < d->count; i++) {
+    const cddp_param *p = &d->params[i];
+    const char *name;
+    uint64_t count;
+    uint32_t dtype, length;
+    if (i >= d->count || at + 16 > bytes) {
+      snprintf(text, n, "rank %d has %d parameters, rank 0 has %s", rank, d->count,
+               i >= d->count ? "more" : "fewer");
+      return;
+    }
+    count = cddp__get64(theirs + at);
+    dtype = cddp__get32(theirs + at + 8);
+    length = (uint32_t)cddp__min(cddp__get32(theirs + at + 12), bytes - at - 16);
+    name = cddp__param_name(p, i, space, sizeof space);
+    at += 16;
+    if ((p->name != NULL ? cddp__min(strlen(p->name), 1000) : 0) != length ||
+        (length > 0 && memcmp(p->name, theirs + at, length) != 0)) {
+      snprintf(text, n, "parameter %d is \"%.100s\" on rank %d, \"%.*s\" on rank 0", i, name, rank,
+               (int)cddp__min(length, 100), (const char *)theirs + at);
+    } else if (p->count != count) {
+      snprintf(text, n, "parameter \"%.100s\" has %zu elements on rank %d, %" PRIu64 " on rank 0",
+               name, p->count, rank, count);
+    } else if ((uint32_t)p->dtype != dtype) {
+      snprintf(text, n, "parameter \"%.100s\" is %s on rank %d, %s on rank 0", name,
+               cddp__dtype_names[p->dtype], rank, cddp__dtype_names[dtype & 7]);
+    }
+    if (text[0] != 0) return;
+    at += length;
+  }
+}
+
+static cddp_result cddp__run_simple(cddp_group *g, int kind, const void *send, void *recv,
+                                    size_t count, cddp_dtype dtype, int root) {
+  cddp__call c;
+  memset(&c, 0, sizeof c);
+  c.kind = (uint8_t)kind;
+  c.dtype = (uint8_t)dtype;
+  c.send = send;
+  c.recv = recv;
+  c.count = count;
+  c.esize = cddp__dtype_size(dtype);
+  c.root = root;
+  return cddp__run_call(g, &c);
+}
+
+static cddp_result cddp__ddp_step_line(cddp_group *g, int kind, uint64_t count, uint32_t phase) {
+  cddp__call c;
+  memset(&c, 0, sizeof c);
+  c.kind = (uint8_t)kind;
+  return cddp__sync(g, cddp__call_code(&c, phase), count, -1, 0, cddp__serve_idle);
+}
+
+#define CDDP__DIFFERENCE 256 /* bytes of a difference's text */
+
+/* All ranks learn of the first rank whose parameters differ from rank 0's. */
+static cddp_result cddp__agree_on_params(cddp_ddp *d) {
+  cddp_group *g = d->control;
+  const cddp_allocator *a = &g->host->allocator;
+  size_t mine = cddp__describe_params(d->params, d->count, NULL), bytes;
+  cddp__line *line = cddp__begin(g);
+  unsigned char *theirs = NULL;
+  char *texts = NULL;
+  cddp_result r;
+  int p;
+  cddp__put64(line->u.bytes, mine);
+  if ((r = cddp__ddp_step_line(g, CDDP__KIND_DDP_CREATE, 0, 0)) != CDDP_OK) return r;
+  bytes = (size_t)cddp__get64(cddp__line_of(g, 0, g->step)->u.bytes);
+  theirs = (unsigned char *)cddp__malloc(a, bytes);
+  texts = (char *)cddp__calloc(a, (size_t)g->size + 1, CDDP__DIFFERENCE);
+  if (theirs == NULL || texts == NULL) {
+    r = cddp__break(g, CDDP_OUT_OF_MEMORY);
+  } else {
+    if (g->rank == 0) cddp__describe_params(d->params, d->count, theirs);
+    r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, bytes, CDDP_U8, 0);
+  }
+  if (r == CDDP_OK) {
+    char *own = texts + (size_t)g->size * CDDP__DIFFERENCE;
+    cddp__compare_params(d, theirs, bytes, own, CDDP__DIFFERENCE);
+    r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, texts, CDDP__DIFFERENCE, CDDP_U8, -1);
+  }
+  for (p = 0; r == CDDP_OK && p < g->size; p++)
+    if (texts[(size_t)p * CDDP__DIFFERENCE] != 0)
+      r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s",
+                     texts + (size_t)p * CDDP__DIFFERENCE);
+  cddp__free(a, theirs);
+  cddp__free(a, texts);
+  return r;
+}
+
+/* --- creation: memory --- */
+
+/* Places every parameter in the arena: dtype by dtype, last parameters first. */
+static void cddp__lay_out(cddp_ddp *d) {
+  size_t at = 0;
+  int dtype, i;
+  for (dtype = 0; dtype <= CDDP_I64; dtype++) {
+    d->sections[dtype].begin = at;
+    for (i = d->count - 1; i >= 0; i--) {
+      if ((int)d->params[i].dtype != dtype) continue;
+      d->tensors[i].offset = at;
+      d->tensors[i].room = cddp__round_up(d->params[i].count * cddp__dtype_size(d->params[i].dtype),
+                                          CDDP__CACHE_LINE);
+      at += d->tensors[i].room;
+    }
+    d->sections[dtype].end = at;
+  }
+  d->bytes = at;
+}
+
+/* Every rank tells where p lies; out[r] is the address of rank r's here, *all false if one has
+ * none. */
+static cddp_result cddp__exchange_refs(cddp_group *g, const void *p, size_t bytes, char **out,
+                                       bool *all) {
+  cddp__line *line = cddp__begin(g);
+  void *at = NULL;
+  cddp_result r;
+  int k;
+  *all = true;
+  if (p != NULL)
+    line->u.ref = cddp__ref_of(g->host, p, bytes);
+  else
+    memset(&line->u.ref, 0, sizeof line->u.ref);
+  if ((r = cddp__ddp_step_line(g, CDDP__KIND_DDP_CREATE, bytes, 1)) != CDDP_OK) return r;
+  for (k = 0; k < g->size; k++)
+    if (cddp__line_of(g, k, g->step)->u.ref.kind == CDDP__REF_NONE) *all = false;
+  for (k = 0; *all && k < g->size; k++) {
+    if ((r = cddp__locate(g->host, &cddp__line_of(g, k, g->step)->u.ref, &at)) != CDDP_OK)
+      return cddp__break(g, r);
+    out[k] = (char *)at;
+  }
+  return CDDP_OK;
+}
+
+/* Allocates the arena everywhere, finds the peers' arenas and weights. */
+static cddp_result cddp__share_gradients(cddp_ddp *d) {
+  cddp_group *g = d->control;
+  size_t n = (size_t)g->size, bytes;
+  bool all = true;
+  cddp_result r;
+  int i;
+  d->arena = (char *)cddp__arena_alloc(g->host, d->bytes);
+  if ((r = cddp__exchange_refs(g, d->arena, d->bytes, d->arenas, &all)) != CDDP_OK) return r;
+  if (!all)
+    return cddp__fail(CDDP_OUT_OF_MEMORY,
+                      "no shared memory for %zu bytes of gradients on every rank", d->bytes);
+  for (i = 0; i < d->count; i++) {
+    cddp__tensor *t = &d->tensors[i];
+    bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+    r = cddp__exchange_refs(g, d->params[i].data, bytes, d->addresses + n * (size_t)i, &all);
+    if (r != CDDP_OK) return r;
+    t->data = all ? d->addresses + n * (size_t)i : NULL;
+    t->placed = d->params[i].grad == NULL;
+    t->used = true;
+    d->used[i] = 1;
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__broadcast_params(cddp_ddp *d, cddp_param *params, int count) {
+  cddp_result r;
+  int i;
+  for (i = 0; i < count; i++) {
+    r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, params[i].data, params[i].data,
+                         params[i].count, params[i].dtype, 0);
+    if (r != CDDP_OK) return r;
+  }
+  return CDDP_OK;
+}
+
+/* --- reducing one bucket --- */
+
+/* A stretch of the arena. */
+typedef struct cddp__run {
+  size_t begin, end; /* bytes */
+} cddp__run;
+
+/* The next stretch of used parameters of the bucket from sorted[*i] on; false at the end. */
+static bool cddp__next_run(const cddp_ddp *d, const cddp__bucket_state *b, int *i, cddp__run *run) {
+  const cddp__tensor *t;
+  while (*i < b->count && !d->tensors[b->sorted[*i]].used) ++*i;
+  if (*i >= b->count) return false;
+  t = &d->tensors[b->sorted[(*i)++]];
+  run->begin = t->offset;
+  run->end = t->offset + t->room;
+  while (*i < b->count) {
+    t = &d->tensors[b->sorted[*i]];
+    if (t->offset != run->end || !t->used) break;
+    run->end += t->room;
+    ++*i;
+  }
+  return true;
+}
+
+static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b) {
+  cddp__run run;
+  size_t bytes = 0;
+  int i = 0;
+  while (cddp__next_run(d, b, &i, &run)) bytes += run.end - run.begin;
+  return bytes;
+}
+
+/* This rank's slice of the bucket: the mean of all replicas goes into all replicas. */
+static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b, void **bufs) {
+  cddp_dtype dtype = d->params[b->sorted[0]].dtype;
+  size_t esize = cddp__dtype_size(dtype), begin, end, at = 0;
+  int i = 0, k, n = d->group->size;
+  cddp__run run;
+  cddp__slice(cddp__bucket_bytes(d, b), CDDP__CACHE_LINE, n, d->group->rank, &begin, &end);
+  while (cddp__next_run(d, b, &i, &run)) {
+    size_t length = run.end - run.begin, low = cddp__max(begin, at),
+           high = cddp__min(end, at + length);
+    if (low < high) {
+      for (k = 0; k < n; k++) bufs[k] = d->arenas[k] + run.begin + (low - at);
+      cddp__reduce_all(bufs, n, (high - low) / esize, dtype, CDDP_AVG);
+    }
+    at += length;
+  }
+}
+
+static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int index) {
+  cddp_group *g = d->comm;
+  void *few[16], **bufs = few;
+  cddp_result r;
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (g->size > 16)
+    bufs = (void **)cddp__malloc(&g->host->allocator, (size_t)g->size * sizeof *bufs);
+  if (bufs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  g->calls++;
+  cddp__begin(g);
+  r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 0);
+  if (r == CDDP_OK) {
+    cddp__reduce_slice(d, b, bufs);
+    cddp__begin(g);
+    r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 1);
+  }
+  if (bufs != few) cddp__free(&g->host->allocator, bufs);
+  return r;
+}
+
+/* Copies between the bucket's places in the arena and a contiguous buffer. */
+static void cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, char *flat, bool to_flat) {
+  cddp__run run;
+  int i = 0;
+  while (cddp__next_run(d, b, &i, &run)) {
+    size_t n = run.end - run.begin;
+    if (to_flat)
+      memcpy(flat, d->arena + run.begin, n);
+    else
+      memcpy(d->arena + run.begin, flat, n);
+    flat += n;
+  }
+}
+
+static cddp_result cddp__scratch(cddp_ddp *d, size_t bytes) {
+  if (d->scratch_bytes >= bytes) return CDDP_OK;
+  cddp__arena_free(d->group->host, d->scratch);
+  d->scratch = (char *)cddp__arena_alloc(d->group->host, bytes);
+  d->scratch_bytes = d->scratch != NULL ? bytes : 0;
+  return d->scratch != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+}
+
+/* Hands the bucket to the hook: in place when its parameters lie side by side, else through
+ * scratch. */
+static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b, int index) {
+  cddp__run run;
+  cddp_bucket bucket;
+  size_t bytes = cddp__bucket_bytes(d, b);
+  int i = 0;
+  cddp_result r;
+  if (bytes == 0) return CDDP_OK; /* no rank used any of it */
+  cddp__next_run(d, b, &i, &run);
+  memset(&bucket, 0, sizeof bucket);
+  bucket.index = index;
+  bucket.bucket_count = d->plan.bucket_count;
+  bucket.dtype = d->params[b->sorted[0]].dtype;
+  bucket.count = bytes / cddp__dtype_size(bucket.dtype);
+  bucket.group = d->hooks;
+  bucket.params = b->sorted;
+  bucket.param_count = b->count;
+  bucket.data = d->arena + run.begin;
+  if (run.end - run.begin != bytes) {
+    if ((r = cddp__scratch(d, bytes)) != CDDP_OK) return r;
+    bucket.data = d->scratch;
+    cddp__pack(d, b, d->scratch, true);
+  }
+  r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
+  if (r == CDDP_OK && bucket.data == d->scratch) cddp__pack(d, b, d->scratch, false);
+  return r;
+}
+
+static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
+  cddp__bucket_state *b = (cddp__bucket_state *)w->context;
+  cddp_ddp *d = b->ddp;
+  int index = (int)(b - d->buckets);
+  cddp_result r;
+  if (d->desc.comm_hook == NULL) return cddp__reduce_bucket(d, b, index);
+  r = cddp__hook_bucket(d, b, index);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "communication hook on bucket %d: ", index);
+}
+
+/* --- assigning buckets --- */
+
+static void cddp__sort_by_offset(const cddp_ddp *d, int *list, int n) {
+  int i, k;
+  for (i = 1; i < n; i++) {
+    int x = list[i];
+    for (k = i; k > 0 && d->tensors[list[k - 1]].offset > d->tensors[x].offset; k--)
+      list[k] = list[k - 1];
+    list[k] = x;
+  }
+}
+
+/* Replaces the plan: order NULL = reverse order of declaration, else the given order of arrival. */
+static cddp_result cddp__set_plan(cddp_ddp *d, const int *order) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  cddp__bucket_plan plan;
+  cddp__bucket_state *states;
+  cddp_result r;
+  int b, i;
+  if ((r = cddp__plan_buckets(&plan, d->params, d->count, order, d->limits, 2, a)) != CDDP_OK)
+    return r;
+  if (order == NULL) cddp__plan_reverse(&plan);
+  states = (cddp__bucket_state *)cddp__calloc(a, (size_t)plan.bucket_count, sizeof *states);
+  if (states == NULL) {
+    cddp__plan_free(&plan);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  cddp__plan_free(&d->plan);
+  cddp__free(a, d->buckets);
+  d->plan = plan;
+  d->buckets = states;
+  memcpy(d->plan_order, plan.params, (size_t)d->count * sizeof *plan.params);
+  for (b = 0; b < plan.bucket_count; b++) {
+    cddp__bucket_state *s = &states[b];
+    s->ddp = d;
+    s->sorted = d->plan_order + plan.offsets[b];
+    s->count = plan.offsets[b + 1] - plan.offsets[b];
+    cddp__sort_by_offset(d, s->sorted, s->count);
+    for (i = 0; i < s->count; i++) d->tensors[s->sorted[i]].bucket = b;
+  }
+  return CDDP_OK;
+}
+
+/* Everything as before the first ready() of a step. */
+static void cddp__arm(cddp_ddp *d) {
+  int i;
+  pthread_mutex_lock(&d->lock);
+  for (i = 0; i < d->count; i++) {
+    d->tensors[i].ready = d->tensors[i].noted = false;
+    d->tensors[i].used = true;
+  }
+  for (i = 0; i < d->plan.bucket_count; i++) {
+    d->buckets[i].remaining = d->buckets[i].count;
+    d->buckets[i].launched = false;
+  }
+  d->next_bucket = 0;
+  d->arrived = 0;
+  pthread_mutex_unlock(&d->lock);
+}
+
+/* --- ready --- */
+
+/* Starts every bucket that is full and whose predecessors have started. lock held. */
+static cddp_result cddp__launch(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && d->next_bucket < d->plan.bucket_count) {
+    cddp__bucket_state *b = &d->buckets[d->next_bucket];
+    if (b->remaining > 0) break;
+    memset(&b->work, 0, sizeof b->work);
+    b->work.group = d->comm;
+    b->work.run = cddp__run_bucket;
+    b->work.context = b;
+    b->launched = true;
+    d->next_bucket++;
+    r = cddp__engine_push(&b->work);
+  }
+  return r;
+}
+
+static void cddp__fetch_gradient(cddp_ddp *d, int i) { /* the caller's memory -> arena */
+  if (!d->tensors[i].placed)
+    cddp__copy(d->arena + d->tensors[i].offset, d->params[i].grad,
+               d->params[i].count * cddp__dtype_size(d->params[i].dtype));
+}
+
+/* Takes the parameter off its bucket; launches what that completes. lock held. */
+static cddp_result cddp__count_down(cddp_ddp *d, int param) {
+  d->buckets[d->tensors[param].bucket].remaining--;
+  if (d->stepping && d->desc.comm_hook == NULL)
+    return CDDP_OK; /* step() reduces and updates at once */
+  if (d->group->size == 1 && d->desc.comm_hook == NULL) return CDDP_OK;
+  return cddp__launch(d);
+}
+
+static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
+  cddp__tensor *t = &d->tensors[param];
+  char space[24];
+  bool twice, noted;
+  cddp_result r;
+  pthread_mutex_lock(&d->lock);
+  noted = d->no_sync;
+  twice = !noted && t->ready;
+  if (noted)
+    t->noted = true;
+  else if (!twice) {
+    t->ready = true;
+    d->arrival[d->arrived++] = param;
+  }
+  pthread_mutex_unlock(&d->lock);
+  if (twice)
+    return cddp__fail(
+        CDDP_INVALID_ARGUMENT,
+        "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step; call it once, "
+        "when its gradient is complete",
+        cddp__param_name(&d->params[param], param, space, sizeof space));
+  if (noted) return CDDP_OK;
+  cddp__fetch_gradient(d, param);
+  pthread_mutex_lock(&d->lock);
+  r = cddp__count_down(d, param);
+  pthread_mutex_unlock(&d->lock);
+  return r;
+}
+
+/* --- agreeing on what is ready --- */
+
+/* All ranks meet. *missing: parameters not ready anywhere, summed over ranks. The same call, the
+   same settings (check) on all of them is part of the step. */
+static cddp_result cddp__meet_for_step(cddp_ddp *d, int kind, uint64_t check, uint64_t *missing) {
+  cddp_group *g = d->control;
+  cddp__line *line;
+  uint64_t mine = 0;
+  cddp_result r;
+  int i, p;
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  pthread_mutex_lock(&d->lock);
+  for (i = 0; i < d->count; i++) mine += d->tensors[i].ready ? 0 : 1;
+  pthread_mutex_unlock(&d->lock);
+  g->calls++;
+  line = cddp__begin(g);
+  line->u.ref.base = mine;
+  if ((r = cddp__ddp_step_line(g, kind, check, 0)) != CDDP_OK) return r;
+  *missing = 0;
+  for (p = 0; p < g->size; p++) *missing += cddp__line_of(g, p, g->step)->u.ref.base;
+  return CDDP_OK;
+}
+
+/* The error for parameters that were not ready: names the first of them. */
+static cddp_result cddp__name_missing(const cddp_ddp *d) {
+  int i, p, n = d->group->size, absent, shown = 0;
+  char list[256] = "", space[24];
+  cddp_result r = CDDP_INVALID_ARGUMENT;
+  for (i = 0; i < d->count && shown < 4; i++) {
+    size_t at;
+    for (p = absent = 0; p < n; p++)
+      absent += d->flags[(size_t)p * (size_t)d->count + (size_t)i] == 0;
+    if (absent == 0) continue;
+    at = strlen(list);
+    snprintf(list + at, sizeof list - at, "%s\"%.60s\"", shown++ ? ", " : "",
+             cddp__param_name(&d->params[i], i, space, sizeof space));
+    at = strlen(list);
+    if (absent == n) continue;
+    r = CDDP_MISMATCH;
+    for (p = 0; d->flags[(size_t)p * (size_t)d->count + (size_t)i] != 0; p++) {}
+    snprintf(list + at, sizeof list - at, " (on rank %d%s)", p, absent > 1 ? " and others" : "");
+  }
+  return cddp__fail(
+      r,
+      "gradients were not marked ready: %s; call cddp_ddp_ready for every parameter, or "
+      "set find_unused_parameters",
+      list);
+}
+
+static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, uint32_t phase) {
+  cddp__begin(d->control);
+  return cddp__ddp_step_line(d->control, kind, 0, phase);
+}
+
+/* Some parameters are not ready: with find_unused_parameters decides which count as zero and which
+   are left alone, without it fails on every rank. */
+static cddp_result cddp__settle_unused(cddp_ddp *d) {
+  size_t n = (size_t)d->count;
+  unsigned char *mine = d->flags + n * (size_t)d->group->size;
+  cddp_result r;
+  size_t i, p;
+  for (i = 0; i < n; i++)
+    mine[i] = d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
+  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, d->flags, n, CDDP_U8, -1);
+  if (r != CDDP_OK) return r;
+  if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
+  pthread_mutex_lock(&d->lock);
+  for (i = 0; i < n && r == CDDP_OK; i++) {
+    cddp__tensor *t = &d->tensors[i];
+    if (t->ready) continue;
+    for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
+      if (d->flags[p * n + i] != 0) t->used = true;
+    if (mine[i] || !t->used) {
+      cddp__fetch_gradient(d, (int)i); /* accumulated under no_sync, or left as it is */
+    } else {
+      memset(d->arena + t->offset, 0, t->room);
+    }
+    t->ready = true;
+    d->buckets[t->bucket].remaining--;
+  }
+  pthread_mutex_unlock(&d->lock);
+  return r;
+}
+
+/* Launches all buckets and waits for them; the first failure is the result. */
+static cddp_result cddp__finish_buckets(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
+  int b;
+  if (d->group->size > 1 || d->desc.comm_hook != NULL) {
+    pthread_mutex_lock(&d->lock);
+    r = cddp__launch(d);
+    pthread_mutex_unlock(&d->lock);
+  }
+  cddp__engine_drain(d->comm);
+  for (b = 0; b < d->plan.bucket_count; b++) {
+    cddp_work *w = &d->buckets[b].work;
+    if (d->buckets[b].launched && w->result != CDDP_OK) return cddp__fail(w->result, "%s", w->text);
+  }
+  return r;
+}
+
+/* Ends what peers may still wait for in the background, after a failure that all ranks know of. */
+static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
+  cddp_group *groups[3];
+  char text[CDDP__ERROR_MAX];
+  int i;
+  groups[0] = d->control;
+  groups[1] = d->comm;
+  groups[2] = d->hooks;
+  snprintf(text, sizeof text, "%s", cddp__error_text);
+  for (i = 0; i < 3; i++) {
+    cddp__fail(r, "%s", text);
+    if (groups[i] != NULL) cddp__break(groups[i], r);
+  }
+  cddp__engine_drain(d->comm);
+  cddp__fail(r, "%s", text);
+  return cddp__ddp_fail(d, r);
+}
+
+/* --- after a step --- */
+
+/* Once: buckets follow the order in which rank 0's gradients arrived. */
+static cddp_result cddp__rebuild(cddp_ddp *d) {
+  cddp_result r;
+  if (d->rebuilt || d->desc.find_unused_parameters) return CDDP_OK;
+  r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival, (size_t)d->count,
+                       CDDP_I32, 0);
+  if (r == CDDP_OK) r = cddp__set_plan(d, d->arrival);
+  d->rebuilt = r == CDDP_OK;
+  return r;
+}
+
+static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
+  cddp_result r;
+  int i;
+  for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
+  d->stepping = stepping;
+  r = cddp__rebuild(d);
+  cddp__arm(d);
+  return r;
+}
+
+/* --- momentum in shards --- */
+
+/* This rank's slice of the gradients: the same stretch of each dtype's section. */
+static void cddp__section_slice(const cddp_ddp *d, int dtype, int rank, size_t *begin,
+                                size_t *end) {
+  const cddp__section *s = &d->sections[dtype];
+  cddp__slice(s->end - s->begin, CDDP__CACHE_LINE, d->group->size, rank, begin, end);
+  *begin += s->begin;
+  *end += s->begin;
+}
+
+/* Where parameter i's part of rank's slice begins and ends, in bytes of the arena; false if there
+ * is none. */
+static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end) {
+  const cddp__tensor *t = &d->tensors[i];
+  size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+  cddp__section_slice(d, (int)d->params[i].dtype, rank, begin, end);
+  *begin = cddp__max(*begin, t->offset);
+  *end = cddp__min(*end, t->offset + bytes);
+  return *begin < *end;
+}
+
+/* Offset into rank's shard of arena offset `at`, which lies in its slice of dtype. */
+static size_t cddp__shard_offset(const cddp_ddp *d, int dtype, int rank, size_t at) {
+  size_t before = 0, begin, end;
+  int t;
+  for (t = 0; t < dtype; t++) {
+    cddp__section_slice(d, t, rank, &begin, &end);
+    before += end - begin;
+  }
+  cddp__section_slice(d, dtype, rank, &begin, &end);
+  return before + at - begin;
+}
+
+static size_t cddp__shard_bytes(const cddp_ddp *d, int rank) {
+  size_t bytes = 0, begin, end;
+  int t;
+  for (t = 0; t <= CDDP_I64; t++) {
+    cddp__section_slice(d, t, rank, &begin, &end);
+    bytes += end - begin;
+  }
+  return bytes;
+}
+
+static void cddp__shard_free(cddp__shard *s) {
+  cddp_ddp *d = s->ddp;
+  cddp__shard **link = &d->shards;
+  while (*link != s) link = &(*link)->next;
+  *link = s->next;
+  s->sgd->shard = NULL;
+  s->sgd->drop = NULL;
+  cddp__arena_free(d->group->host, s->mine);
+  cddp__free(&d->group->host->allocator, s);
+}
+
+static void cddp__shard_drop(cddp_sgd *s) { cddp__shard_free((cddp__shard *)s->shard); }
+
+/* Collective: makes the shard of an SGD that takes its first fused step, from its whole momentum.
+ */
+static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  size_t n = (size_t)d->group->size, begin, end, bytes = cddp__shard_bytes(d, d->group->rank);
+  cddp__shard *h = (cddp__shard *)cddp__calloc(a, 1, sizeof *h + n * sizeof *h->all);
+  bool all = false;
+  cddp_result r;
+  int i;
+  if (h == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  h->all = (char **)(void *)(h + 1);
+  h->mine = (char *)cddp__arena_alloc(d->group->host, bytes);
+  h->ddp = d;
+  h->sgd = s;
+  /* the slices differ in size, the exchange compares its count: 0 */
+  r = cddp__exchange_refs(d->control, h->mine, 0, h->all, &all);
+  if (r == CDDP_OK && !all) r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  if (r != CDDP_OK) {
+    cddp__arena_free(d->group->host, h->mine);
+    cddp__free(a, h);
+    return r;
+  }
+  h->next = d->shards;
+  d->shards = h;
+  s->shard = h;
+  s->drop = cddp__shard_drop;
+  for (i = 0; i < d->count; i++) {
+    if (s->momentum[i] == NULL) continue;
+    if (cddp__tensor_slice(d, i, d->group->rank, &begin, &end))
+      memcpy(h->mine + cddp__shard_offset(d, (int)d->params[i].dtype, d->group->rank, begin),
+             (char *)s->momentum[i] + (begin - d->tensors[i].offset), end - begin);
+    cddp__free(&s->allocator, s->momentum[i]);
+    s->momentum[i] = NULL;
+  }
+  return CDDP_OK;
+}
+
+/* Collective: brings whole momentum back to every rank, for unfused steps. */
+static cddp_result cddp__shard_dissolve(cddp__shard *h) {
+  cddp_ddp *d = h->ddp;
+  cddp_sgd *s = h->sgd;
+  size_t begin, end;
+  cddp_result r = CDDP_OK;
+  int i, p;
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    if (!s->started[i]) continue;
+    s->momentum[i] =
+        cddp__calloc(&s->allocator, d->params[i].count, cddp__dtype_size(d->params[i].dtype));
+    if (s->momentum[i] == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    for (p = 0; p < d->group->size; p++)
+      if (cddp__tensor_slice(d, i, p, &begin, &end))
+        memcpy((char *)s->momentum[i] + (begin - d->tensors[i].offset),
+               h->all[p] + cddp__shard_offset(d, (int)d->params[i].dtype, p, begin), end - begin);
+  }
+  r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, 2); /* all have read */
+  cddp__shard_free(h);
+  return r;
+}
+
+/* --- wait --- */
+
+static cddp_result cddp__ddp_wait(cddp_ddp *d) {
+  uint64_t missing = 0;
+  cddp_result r;
+  int i;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->no_sync) return CDDP_OK;
+  r = cddp__meet_for_step(d, CDDP__KIND_DDP_WAIT, 0, &missing);
+  if (r == CDDP_OK && missing > 0) r = cddp__settle_unused(d);
+  while (r == CDDP_OK && d->shards != NULL) r = cddp__shard_dissolve(d->shards);
+  if (r == CDDP_OK) r = cddp__finish_buckets(d);
+  if (r != CDDP_OK) return cddp__give_up(d, r);
+  for (i = 0; i < d->count; i++)
+    if (!d->tensors[i].placed && d->tensors[i].used)
+      cddp__copy(d->params[i].grad, d->arena + d->tensors[i].offset,
+                 d->params[i].count * cddp__dtype_size(d->params[i].dtype));
+  r = cddp__complete(d, false);
+  return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+/* --- step --- */
+
+/* What one fused step works with. */
+typedef struct cddp__fused {
+  cddp_ddp *d;
+  cddp_sgd *s;
+  cddp__shard *shard; /* NULL without momentum */
+  bool averaged;      /* the arena holds the mean already */
+  const void **srcs;  /* [ranks] scratch */
+} cddp__fused;
+
+/* Whether the step updates the parameter: if no rank used it, only an SGD that does not know. */
+static bool cddp__steps(const cddp_ddp *d, const cddp_sgd *s, int i) {
+  return d->tensors[i].used || s->used == NULL;
+}
+
+/* Reduces, updates and publishes n elements of parameter i from arena offset `at` on. */
+static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
+  double sum[CDDP__BLOCK];
+  cddp_ddp *d = f->d;
+  const cddp_param *p = &d->params[i];
+  const cddp__tensor *t = &d->tensors[i];
+  size_t bytes = n * cddp__dtype_size(p->dtype), inside = at - t->offset;
+  const void *gradient = d->arena + at;
+  char *weights = (char *)p->data + inside;
+  void *momentum = NULL;
+  int k, size = d->group->size, me = d->group->rank;
+  if (!f->averaged && t->used) {
+    for (k = 0; k < size; k++) f->srcs[k] = d->arenas[k] + at;
+    cddp__reduce(sum, f->srcs, size, n, p->dtype, CDDP_AVG);
+    gradient = sum;
+  }
+  if (f->shard != NULL) momentum = f->shard->mine + cddp__shard_offset(d, (int)p->dtype, me, at);
+  cddp__sgd_update(&f->s->rule, p->dtype, weights, weights, gradient, momentum, n,
+                   !f->s->started[i]);
+  for (k = 0; k < size; k++) {
+    if (t->data != NULL && k != me) memcpy(t->data[k] + inside, weights, bytes);
+    if (t->data != NULL || k != me) memset(d->arenas[k] + at, 0, bytes);
+  }
+  if (t->data == NULL) memcpy(d->arena + at, weights, bytes); /* the others fetch it from here */
+}
+
+static void cddp__fuse_slice(const cddp__fused *f) {
+  cddp_ddp *d = f->d;
+  size_t begin, end, n;
+  int i;
+  for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
+    size_t esize = cddp__dtype_size(d->params[i].dtype);
+    if (!cddp__steps(d, f->s, i)) continue;
+    if (!cddp__tensor_slice(d, i, d->group->rank, &begin, &end)) continue;
+    for (; begin < end; begin += n * esize) {
+      n = cddp__min(CDDP__BLOCK, (end - begin) / esize);
+      cddp__fuse_block(f, i, begin, n);
+    }
+  }
+}
+
+/* Weights that are not shared: fetches the other ranks' slices of them, then clears the places. */
+static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_sgd *s) {
+  size_t begin, end;
+  cddp_result r;
+  bool any = false;
+  int i, p;
+  for (i = 0; i < d->count; i++) {
+    cddp__tensor *t = &d->tensors[i];
+    if (t->data != NULL || !cddp__steps(d, s, i)) continue;
+    any = true;
+    for (p = 0; p < d->group->size; p++)
+      if (p != d->group->rank && cddp__tensor_slice(d, i, p, &begin, &end))
+        memcpy((char *)d->params[i].data + (begin - t->offset), d->arenas[p] + begin, end - begin);
+  }
+  if (!any) return CDDP_OK;
+  if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 3)) != CDDP_OK) return r;
+  for (i = 0; i < d->count; i++)
+    if (d->tensors[i].data == NULL && cddp__steps(d, s, i) &&
+        cddp__tensor_slice(d, i, d->group->rank, &begin, &end))
+      memset(d->arena + begin, 0, end - begin);
+  return CDDP_OK;
+}
+
+/* The update itself, between two steps of the control group. */
+static cddp_result cddp__fuse(cddp_ddp *d, cddp_sgd *s, bool averaged) {
+  const void *few[16];
+  cddp__fused f;
+  cddp_result r = CDDP_OK;
+  int i;
+  f.d = d;
+  f.s = s;
+  f.averaged = averaged;
+  f.srcs = few;
+  if (s->rule.momentum != 0 && s->shard == NULL) r = cddp__shard_create(d, s);
+  if (r != CDDP_OK) return r;
+  f.shard = s->rule.momentum != 0 ? (cddp__shard *)s->shard : NULL;
+  if (d->group->size > 16)
+    f.srcs = (const void **)cddp__malloc(&d->group->host->allocator,
+                                         (size_t)d->group->size * sizeof *f.srcs);
+  if (f.srcs == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  cddp__fuse_slice(&f);
+  if (f.srcs != few) cddp__free(&d->group->host->allocator, f.srcs);
+  if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 2)) != CDDP_OK) return r;
+  if ((r = cddp__fetch_weights(d, s)) != CDDP_OK) return r;
+  for (i = 0; i < d->count; i++) {
+    if (!cddp__steps(d, s, i)) continue;
+    if (s->rule.momentum != 0) s->started[i] = true;
+    if (!d->tensors[i].placed && d->params[i].count > 0)
+      memset(d->params[i].grad, 0, d->params[i].count * cddp__dtype_size(d->params[i].dtype));
+  }
+  return CDDP_OK;
+}
+
+static uint64_t cddp__sgd_hash(const cddp_sgd *s) { /* settings that must agree between ranks */
+  double v[4];
+  uint64_t flags = (uint64_t)s->desc.nesterov | (uint64_t)s->desc.maximize << 1 |
+                   (uint64_t)s->desc.separate_mul_add << 2 | (uint64_t)(s->shard != NULL) << 3;
+  v[0] = s->desc.lr;
+  v[1] = s->desc.momentum;
+  v[2] = s->desc.dampening;
+  v[3] = s->desc.weight_decay;
+  return cddp__hash64(flags, v, sizeof v);
+}
+
+static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
+  bool averaged = d->desc.comm_hook != NULL || (!d->stepping && d->group->size > 1);
+  uint64_t missing = 0;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  r = cddp__meet_for_step(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s), &missing);
+  if (r == CDDP_OK && missing > 0) {
+    r = cddp__settle_unused(d);
+    if (r == CDDP_OK)
+      r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 1); /* unused ones are zero */
+  }
+  if (r == CDDP_OK && averaged) r = cddp__finish_buckets(d);
+  if (r == CDDP_OK && d->desc.comm_hook != NULL) /* every rank's hook has written its result */
+    r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 4);
+  if (r == CDDP_OK) r = cddp__fuse(d, s, averaged);
+  if (r != CDDP_OK) return cddp__give_up(d, r);
+  r = cddp__complete(d, true);
+  return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+/* --- compression hooks --- */
+
+static cddp_result cddp__average(cddp_group *g, void *buf, size_t count, cddp_dtype dtype) {
+  cddp__call c;
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_ALL_REDUCE;
+  c.dtype = (uint8_t)dtype;
+  c.op = CDDP_AVG;
+  c.send = c.recv = buf;
+  c.count = count;
+  c.esize = cddp__dtype_size(dtype);
+  c.root = -1;
+  return cddp__run_call(g, &c);
+}
+
+static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
+  void *copy;
+  cddp_result r;
+  if (cddp__dtype_size(b->dtype) <= 2) return cddp__average(b->group, b->data, b->count, b->dtype);
+  copy = cddp__arena_alloc(b->group->host, b->count * 2);
+  if (copy == NULL) return CDDP_OUT_OF_MEMORY;
+  cddp__convert(copy, small, b->data, b->dtype, b->count);
+  r = cddp__average(b->group, copy, b->count, small);
+  if (r == CDDP_OK) cddp__convert(b->data, b->dtype, copy, small, b->count);
+  cddp__arena_free(b->group->host, copy);
+  return r;
+}
+
+/* --- creation and destruction --- */
+
+static void cddp__ddp_free(cddp_ddp *d) {
+  cddp__host *h = d->group->host;
+  const cddp_allocator *a = &h->allocator;
+  int i;
+  while (d->shards != NULL) {
+    cddp_sgd *s = d->shards->sgd; /* its momentum goes with the shard: it starts anew */
+    for (i = 0; i < s->count; i++) s->started[i] = false;
+    cddp__shard_free(d->shards);
+  }
+  for (i = 0; d->tensors != NULL && i < d->count; i++)
+    if (d->tensors[i].placed) d->params[i].grad = NULL;
+  if (d->hooks != NULL) cddp__group_leave(d->hooks);
+  if (d->comm != NULL) cddp__group_leave(d->comm);
+  if (d->control != NULL) cddp__group_leave(d->control);
+  cddp__arena_free(h, d->arena);
+  cddp__arena_free(h, d->scratch);
+  cddp__plan_free(&d->plan);
+  pthread_mutex_destroy(&d->lock);
+  cddp__free(a, d->buckets);
+  cddp__free(a, d->plan_order);
+  cddp__free(a, d->arrival);
+  cddp__free(a, d->used);
+  cddp__free(a, d->flags);
+  cddp__free(a, d->arenas);
+  cddp__free(a, d->addresses);
+  cddp__free(a, d->tensors);
+  cddp__free(a, d);
+}
+
+static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
+                               const cddp_ddp_desc *desc) {
+  const cddp_allocator *a = &g->host->allocator;
+  size_t n = (size_t)count, size = (size_t)g->size;
+  double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25;
+  double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
+                 : desc->bucket_cap_mb > 0 ? cap
+                                           : 1;
+  cddp_ddp *d = (cddp_ddp *)cddp__calloc(a, 1, sizeof *d);
+  if (d == NULL) return NULL;
+  d->group = g;
+  d->params = params;
+  d->count = count;
+  d->desc = *desc;
+  d->limits[0] = (size_t)(first * 1048576);
+  d->limits[1] = (size_t)(cap * 1048576);
+  pthread_mutex_init(&d->lock, NULL);
+  d->tensors = (cddp__tensor *)cddp__calloc(a, n, sizeof *d->tensors);
+  d->plan_order = (int *)cddp__calloc(a, n, sizeof *d->plan_order);
+  d->arrival = (int *)cddp__calloc(a, n, sizeof *d->arrival);
+  d->used = (unsigned char *)cddp__calloc(a, n, 1);
+  d->flags = (unsigned char *)cddp__calloc(a, n, size + 1);
+  d->arenas = (char **)cddp__calloc(a, size, sizeof *d->arenas);
+  d->addresses = (char **)cddp__calloc(a, size * n, sizeof *d->addresses);
+  if (d->tensors == NULL || d->plan_order == NULL || d->arrival == NULL || d->used == NULL ||
+      d->flags == NULL || d->arenas == NULL || d->addresses == NULL) {
+    cddp__ddp_free(d);
+    return NULL;
+  }
+  return d;
+}
+
+/* The collective part of creation. */
+static cddp_result cddp__ddp_join(cddp_ddp *d) {
+  cddp_group *g = d->group;
+  cddp_result r;
+  int i;
+  if ((r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control)) != CDDP_OK) return r;
+  if ((r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->comm)) != CDDP_OK) return r;
+  if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
+  if (d->desc.comm_hook != NULL &&
+      (r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, &d->hooks)) != CDDP_OK)
+    return r;
+  cddp__lay_out(d);
+  if ((r = cddp__share_gradients(d)) != CDDP_OK) return r;
+  if ((r = cddp__broadcast_params(d, d->params, d->count)) != CDDP_OK) return r;
+  if ((r = cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count)) != CDDP_OK) return r;
+  if ((r = cddp__set_plan(d, NULL)) != CDDP_OK) return r;
+  cddp__arm(d);
+  for (i = 0; i < d->count; i++)
+    if (d->tensors[i].placed) d->params[i].grad = d->arena + d->tensors[i].offset;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__clip(cddp_ddp *d, double max_norm, double *norm) {
+  double sum = 0, factor;
+  int i;
+  for (i = 0; i < d->count; i++)
+    if (d->used[i] && d->params[i].count > 0)
+      sum += cddp__sum_squares(d->params[i].grad, d->params[i].count, d->params[i].dtype);
+  if (norm != NULL) *norm = sqrt(sum);
+  factor = max_norm / (sqrt(sum) + 1e-6);
+  if (!(factor < 1)) return CDDP_OK;
+  for (i = 0; i < d->count; i++)
+    if (d->used[i]) cddp__scale(d->params[i].grad, d->params[i].count, d->params[i].dtype, factor);
+  return CDDP_OK;
+}
+/* >>sampler ------------------------------------------------------------------------------------
+   torch.utils.data.DistributedSampler: the same generator and the same shuffle. Pure. */
+
+static void cddp__mt_seed(cddp__mt19937 *g, uint32_t seed) {
+  uint32_t i;
+  g->state[0] = seed;
+  for (i = 1; i < 624; i++) {
+    g->state[i] = 1812433253u * (g->state[i - 1] ^ (g->state[i - 1] >> 30)) + i;
+  }
+  g->next = 624;
+}
+
+static uint32_t cddp__mt_next(cddp__mt19937 *g) {
+  uint32_t y;
+  int i;
+  if (g->next == 624) {
+    for (i = 0; i < 624; i++) {
+      y = (g->state[i] & 0x80000000u) | (g->state[(i + 1) % 624] & 0x7fffffffu);
+      g->state[i] = g->state[(i + 397) % 624] ^ (y >> 1) ^ ((y & 1) != 0 ? 0x9908b0dfu : 0);
+    }
+    g->next = 0;
+  }
+  y = g->state[g->next++];
+  y ^= y >> 11;
+  y ^= (y << 7) & 0x9d2c5680u;
+  y ^= (y << 15) & 0xefc60000u;
+  return y ^ (y >> 18);
+}
+
+#define CDDP__RANDPERM_32BIT 214748364u /* from here on torch.randperm draws 64 bits a time */
+
+/* torch.randperm(n) of a fresh generator, as in PyTorch 2.6 and later (all versions, for n below
+   CDDP__RANDPERM_32BIT). */
+static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
+  cddp__mt19937 g;
+  size_t i, z;
+  cddp__mt_seed(&g, (uint32_t)(seed & 0xffffffffu));
+  if (n < CDDP__RANDPERM_32BIT) {
+    for (i = 0; i < n; i++) a[i] = i;
+    for (i = 0; i + 1 < n; i++) {
+      uint64_t t = a[i];
+      z = i + cddp__mt_next(&g) % (n - i);
+      a[i] = a[z];
+      a[z] = t;
+    }
+    return;
+  }
+  for (i = 0; i < n; i++) {
+    uint64_t high = cddp__mt_next(&g);
+    z = (size_t)((high << 32 | cddp__mt_next(&g)) % (i + 1));
+    a[i] = i;
+    a[i] = a[z];
+    a[z] = i;
+  }
+}
+
+/* Indices of this rank in an epoch. */
+static size_t cddp__sampler_count(const cddp_sampler_desc *d) {
+  size_t n = d->dataset_size, w = (size_t)d->world_size, r = (size_t)d->rank;
+  if (d->exact) return n / w + (r < n % w);
+  return n / w + (!d->drop_last && n % w != 0);
+}
+
+static cddp_result cddp__sampler_check(const cddp_sampler_desc *d) {
+  if (d->world_size < 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "world_size %d is negative", d->world_size);
+  if (d->rank < 0 || d->rank >= (d->world_size != 0 ? d->world_size : 1))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "rank %d is not in 0 .. world_size - 1 = %d", d->rank,
+                      d->world_size != 0 ? d->world_size - 1 : 0);
+  if (d->drop_last && d->exact)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "drop_last and exact exclude each other");
+  if (d->dataset_size > SIZE_MAX / 16)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "dataset_size %zu is too large", d->dataset_size);
+  return CDDP_OK;
+}
+
+static void cddp__sampler_rewind(cddp_sampler *s) {
+  free(s->order);
+  s->order = NULL;
+  s->position = 0;
+  s->result = CDDP_OK;
+}
+
+/* Works as follows: this rank has positions rank, rank + W, ... of the permutation, which for even
+   shares is repeated from its start. It is made at the first index of an epoch and freed after the
+   last. */
+static bool cddp__sampler_next(cddp_sampler *s, size_t *index) {
+  size_t n = s->desc.dataset_size, at;
+  s->result = CDDP_OK;
+  if (s->position >= s->size) {
+    free(s->order);
+    s->order = NULL;
+    return false;
+  }
+  if (s->desc.shuffle && s->order == NULL) {
+    s->order = (uint64_t *)malloc(n * sizeof *s->order);
+    if (s->order == NULL) {
+      s->result = cddp__fail(CDDP_OUT_OF_MEMORY,
+                             "cddp_sampler_next: no memory for the permutation of %zu samples", n);
+      return false;
+    }
+    cddp__randperm(s->order, n, s->desc.seed + s->epoch);
+  }
+  at = ((size_t)s->desc.rank + s->position * (size_t)s->desc.world_size) % n;
+  *index = s->order != NULL ? (size_t)s->order[at] : at;
+  s->position++;
+  return true;
+}
+/* >>spawn --------------------------------------------------------------------------------------
+   Ranks as processes: fork, watch, end the rest when one fails. Ranks as threads. */
+
+#define CDDP__NOTICE_S 1.0 /* after a failure, for the others to notice it and say so themselves   \
+                            */
+#define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
+
+static void cddp__setenv_int(const char *name, int value) {
+  char text[16];
+  snprintf(text, sizeof text, "%d", value);
+  setenv(name, text, 1);
+}
+
+/* The life of a child: never returns. */
+static void cddp__child(int (*fn)(int, void *), void *arg, int rank, int nprocs, int listen_fd,
+                        int port, pid_t parent) {
+  int code;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) _exit(1); /* it died before the line above */
+  cddp__setenv_int("RANK", rank);
+  cddp__setenv_int("WORLD_SIZE", nprocs);
+  cddp__setenv_int("LOCAL_RANK", rank);
+  cddp__setenv_int("LOCAL_WORLD_SIZE", nprocs);
+  setenv("MASTER_ADDR", "127.0.0.1", 1);
+  cddp__setenv_int("MASTER_PORT", port);
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  if (rank == 0)
+    cddp__setenv_int("CDDP_LISTEN_FD", listen_fd);
+  else {
+    unsetenv("CDDP_LISTEN_FD");
+    close(listen_fd);
+  }
+  cddp__error_text[0] = 0;
+  code = fn(rank, arg);
+  fflush(NULL);
+  _exit(code >= 0 && code <= 255 ? code : 255);
+}
+
+typedef struct cddp__children {
+  pid_t *pids; /* 0: reaped */
+  int n, alive, fd_count;
+  struct pollfd *fds; /* pidfds of all */
+} cddp__children;
+
+static void cddp__signal_children(cddp__children *c, int signal_number) {
+  int i;
+  for (i = 0; i < c->n; i++)
+    if (c->pids[i] > 0) kill(c->pids[i], signal_number);
+}
+
+/* Says how a rank ended; CDDP_OK for a clean end. */
+static cddp_result cddp__judge_child(int rank, pid_t pid, int status) {
+  if (WIFSIGNALED(status))
+    return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) was killed by signal %d (%s)", rank,
+                      (int)pid, WTERMSIG(status), strsignal(WTERMSIG(status)));
+  if (WEXITSTATUS(status) != 0)
+    return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) exited with code %d", rank, (int)pid,
+                      WEXITSTATUS(status));
+  return CDDP_OK;
+}
+
+/* Reaps the children that have ended. Keeps the first failure in text; among several at once a
+   signal comes before an exit code: survivors of a killed rank exit because of it. */
+static void cddp__reap_children(cddp__children *c, cddp_result *first, char *text, size_t n) {
+  bool by_signal = false;
+  bool fresh = *first == CDDP_OK;
+  int i, status;
+  for (i = 0; i < c->n; i++) {
+    pid_t pid = c->pids[i];
+    if (pid <= 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
+    c->pids[i] = 0;
+    c->alive--;
+    close(c->fds[i].fd);
+    c->fds[i].fd = -1;
+    if (cddp__judge_child(i, pid, status) == CDDP_OK || !fresh) continue;
+    if (*first == CDDP_OK || (WIFSIGNALED(status) && !by_signal))
+      snprintf(text, n, "%s", cddp__error_text);
+    *first = CDDP_PEER_LOST;
+    by_signal = by_signal || WIFSIGNALED(status);
+  }
+}
+
+static cddp_result cddp__watch_children(cddp__children *c, cddp_result started) {
+  cddp_result first = started;
+  char text[CDDP__ERROR_MAX];
+  double deadline = 0;
+  int signal_number = 0; /* the next one to send; 0: nothing has failed yet */
+  snprintf(text, sizeof text, "%s", cddp__error_text);
+  while (c->alive > 0) {
+    if (first != CDDP_OK && signal_number == 0) {
+      signal_number = SIGTERM;
+      deadline = cddp__now() + (started != CDDP_OK ? 0 : CDDP__NOTICE_S);
+    } else if (first != CDDP_OK && cddp__now() >= deadline) {
+      cddp__signal_children(c, signal_number);
+      deadline = cddp__now() + (signal_number == SIGTERM ? CDDP__GRACE_S : 1);
+      signal_number = SIGKILL;
+    }
+    poll(c->fds, (nfds_t)c->n, first == CDDP_OK ? -1 : cddp__poll_ms(deadline, 1000));
+    cddp__reap_children(c, &first, text, sizeof text);
+  }
+  return first == CDDP_OK ? CDDP_OK : cddp__fail(first, "%s", text);
+}
+
+static cddp_result cddp__fork_children(cddp__children *c, int (*fn)(int, void *), void *arg,
+                                       int listen_fd, int port) {
+  pid_t parent = getpid();
+  int i;
+  for (i = 0; i < c->n; i++) {
+    pid_t pid = fork();
+    if (pid < 0) return cddp__fail_errno("fork");
+    if (pid == 0) cddp__child(fn, arg, i, c->n, listen_fd, port, parent);
+    c->pids[i] = pid;
+    c->alive++;
+    c->fds[i].events = POLLIN;
+    c->fds[i].fd = (int)syscall(SYS_pidfd_open, pid, 0u);
+    if (c->fds[i].fd < 0) return cddp__fail_errno("pidfd_open");
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__spawn(int (*fn)(int, void *), void *arg, int nprocs) {
+  cddp__children c;
+  cddp_result r;
+  int fd = -1, port = 0, i;
+  memset(&c, 0, sizeof c);
+  c.n = nprocs;
+  if ((r = cddp__listen_any(&fd, &port)) != CDDP_OK) return r;
+  c.pids = (pid_t *)calloc((size_t)nprocs, sizeof *c.pids);
+  c.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *c.fds);
+  if (c.pids == NULL || c.fds == NULL) {
+    r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
+  } else {
+    for (i = 0; i < nprocs; i++) c.fds[i].fd = -1;
+    fflush(NULL); /* or the children would print it again */
+    r = cddp__watch_children(&c, cddp__fork_children(&c, fn, arg, fd, port));
+  }
+  close(fd);
+  free(c.pids);
+  free(c.fds);
+  return r;
+}
+
+typedef struct cddp__thread_rank {
+  int (*fn)(cddp_group *, void *);
+  void *arg;
+  cddp_group *group;
+  cddp__host *host; /* kept until all threads have ended: others may still look at its memory */
+  int index, code;
+  cddp__atomic_u32 *order; /* counts endings, so that the first failure can be told */
+  uint32_t ended;
+  char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's message */
+} cddp__thread_rank;
+
+static void *cddp__thread_main(void *p) {
+  cddp__thread_rank *t = (cddp__thread_rank *)p;
+  cddp__seat *seat = cddp__seat_of(t->group, t->index);
+  t->code = t->fn(t->group, t->arg);
+  snprintf(t->text, sizeof t->text, "%s", cddp__error_text);
+  t->ended = cddp__add32(t->order, 1);
+  if (t->code != 0) {
+    cddp__exchange32(&seat->state, CDDP__SEAT_DEAD);
+    cddp__wake_all(t->group);
+  }
+  cddp__group_leave(t->group);
+  return NULL;
+}
+
+static cddp_result cddp__thread_groups(cddp__thread_rank *t, int n, char *board, double timeout_s) {
+  int *members = (int *)calloc((size_t)n, sizeof *members), i;
+  cddp_result r = CDDP_OK;
+  if (members == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
+  for (i = 0; i < n; i++) members[i] = i;
+  for (i = 0; r == CDDP_OK && i < n; i++) {
+    t[i].host = cddp__host_create(NULL, NULL, n, i);
+    if (t[i].host == NULL)
+      r = CDDP_OUT_OF_MEMORY;
+    else {
+      t[i].host->threads = true;
+      r = cddp__group_build(&t[i].group, t[i].host, i, n, members, board, timeout_s);
+    }
+  }
+  free(members);
+  return r;
+}
+
+/* Starts the threads whose groups were made; without all of them the others are told. */
+static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_result r) {
+  pthread_t *threads = (pthread_t *)calloc((size_t)n, sizeof *threads);
+  char text[CDDP__ERROR_MAX];
+  int i, started = 0, e, first = -1;
+  if (threads == NULL && r == CDDP_OK)
+    r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
+  for (i = 0; r == CDDP_OK && i < n; i++, started++) {
+    e = pthread_create(&threads[i], NULL, cddp__thread_main, &t[i]);
+    if (e != 0) {
+      r = cddp__fail(CDDP_SYSTEM, "pthread_create: %s", strerror(e));
+      break;
+    }
+  }
+  snprintf(text, sizeof text, "%s", cddp__error_text);
+  for (i = started; i < n; i++)
+    if (t[i].group != NULL) cddp__group_leave(t[i].group);
+  for (i = 0; i < started; i++) pthread_join(threads[i], NULL);
+  free(threads);
+  if (r != CDDP_OK) return cddp__fail(r, "%s", text);
+  for (i = 0; i < n; i++)
+    if (t[i].code != 0 && (first < 0 || t[i].ended < t[first].ended)) first = i;
+  if (first < 0) return CDDP_OK;
+  return cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) returned %d%s%s", first, t[first].code,
+                    t[first].text[0] ? "; its last error: " : "", t[first].text);
+}
+
+static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg, int n) {
+  cddp__thread_rank *t;
+  cddp__atomic_u32 order = {0};
+  double timeout_s;
+  char *board;
+  cddp_result r;
+  int i;
+  if ((r = cddp__discover_timeout(0, &timeout_s)) != CDDP_OK) return r;
+  t = (cddp__thread_rank *)calloc((size_t)n, sizeof *t);
+  board = cddp__map_plain(cddp__board_bytes(n));
+  if (t == NULL || board == NULL) {
+    free(t);
+    if (board != NULL) munmap(board, cddp__board_bytes(n));
+    return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
+  }
+  for (i = 0; i < n; i++) {
+    t[i].fn = fn;
+    t[i].arg = arg;
+    t[i].index = i;
+    t[i].order = &order;
+  }
+  r = cddp__thread_groups(t, n, board, timeout_s);
+  r = cddp__run_thread_ranks(t, n, r);
+  for (i = 0; i < n; i++) cddp__host_release(t[i].host);
+  munmap(board, cddp__board_bytes(n));
+  free(t);
+  return r;
+}
+/* >>validate -----------------------------------------------------------------------------------
+   Argument checks of the public functions: CDDP_INVALID_ARGUMENT with a sentence, before anything
+   is done. */
+
+static cddp_result cddp__invalid(const char *function, const char *what) {
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: %s", function, what);
+}
+
+static cddp_result cddp__check_call(const char *function, cddp_group *g, cddp__call *c) {
+  bool pieces = c->kind != CDDP__KIND_ALL_REDUCE && c->kind != CDDP__KIND_REDUCE &&
+                c->kind != CDDP__KIND_BROADCAST;
+  bool rooted = c->root != -1;
+  if (g == NULL) return cddp__invalid(function, "the group is NULL");
+  if (!cddp__dtype_ok((cddp_dtype)c->dtype))
+    return cddp__invalid(function, "dtype is not a cddp_dtype");
+  if (c->op > CDDP_MAX) return cddp__invalid(function, "op is not a cddp_op");
+  if (rooted && (c->root < 0 || c->root >= g->size))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: root is %d; the group has ranks 0 to %d",
+                      function, c->root, g->size - 1);
+  c->esize = cddp__dtype_size((cddp_dtype)c->dtype);
+  if (c->count > SIZE_MAX / 2 / c->esize / (pieces ? (size_t)g->size : 1))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: count %zu is beyond the address space", function,
+                      c->count);
+  if (c->count == 0) return CDDP_OK;
+  if (c->send == NULL && (c->kind != CDDP__KIND_SCATTER || g->rank == c->root))
+    return cddp__invalid(function,
+                         c->kind >= CDDP__KIND_ALL_GATHER ? "send is NULL" : "buf is NULL");
+  if (c->recv == NULL && (c->kind != CDDP__KIND_GATHER || g->rank == c->root))
+    return cddp__invalid(function, "recv is NULL");
+  return CDDP_OK;
+}
+
+static cddp_result cddp__collective(const char *function, cddp_group *g, int kind, const void *send,
+                                    void *recv, size_t count, cddp_dtype dtype, cddp_op op,
+                                    int root, cddp_work **work) {
+  cddp__call c;
+  cddp_result r;
+  memset(&c, 0, sizeof c);
+  c.kind = (uint8_t)kind;
+  c.dtype = (uint8_t)((unsigned)dtype > 255 ? 255 : dtype);
+  c.op = (uint8_t)((unsigned)op > 255 ? 255 : op);
+  c.send = send;
+  c.recv = recv;
+  c.count = count;
+  c.root = root;
+  if (root == -1 && (kind == CDDP__KIND_REDUCE || kind == CDDP__KIND_BROADCAST ||
+                     kind == CDDP__KIND_GATHER || kind == CDDP__KIND_SCATTER))
+    c.root = INT_MIN; /* -1 means "no root" inside; as an argument it is wrong */
+  if ((r = cddp__check_call(function, g, &c)) != CDDP_OK) return r;
+  return cddp__start_call(g, &c, work);
+}
+
+static cddp_result cddp__check_p2p(const char *function, const cddp_group *g, const void *buf,
+                                   size_t count, cddp_dtype dtype, int peer, int tag) {
+  if (g == NULL) return cddp__invalid(function, "the group is NULL");
+  if (!cddp__dtype_ok(dtype)) return cddp__invalid(function, "dtype is not a cddp_dtype");
+  if (buf == NULL && count > 0) return cddp__invalid(function, "buf is NULL");
+  if (count > SIZE_MAX / 16) return cddp__invalid(function, "count is beyond the address space");
+  if (tag < 0) return cddp__invalid(function, "tag is negative");
+  if (peer < 0 || peer >= g->size)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: peer is %d; the group has ranks 0 to %d",
+                      function, peer, g->size - 1);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__check_desc(const cddp_group_desc *d) {
+  const char *backend = d->backend, *device = d->device;
+  if (backend != NULL && strcmp(backend, "cpu") != 0) {
+    if (strcmp(backend, "nccl") == 0 || strcmp(backend, "mpi") == 0)
+      return cddp__fail(CDDP_UNSUPPORTED,
+                        "cddp_init: this build has no \"%s\" backend, only \"cpu\"", backend);
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "cddp_init: backend \"%s\" is not known; it may be \"cpu\"", backend);
+  }
+  if (device != NULL && strcmp(device, "cpu") != 0) {
+    if (strncmp(device, "cuda", 4) == 0)
+      return cddp__fail(CDDP_UNSUPPORTED,
+                        "cddp_init: this build has no CUDA; device may be \"cpu\"");
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "cddp_init: device \"%s\" is not known; it may be \"cpu\"", device);
+  }
+  if (d->world_size < 0 || d->world_size > CDDP__MAX_RANKS)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "cddp_init: world_size is %d; it must be from 1 to %d, or 0 for "
+                      "the environment's",
+                      d->world_size, CDDP__MAX_RANKS);
+  if (d->world_size > 0 && (d->rank < 0 || d->rank >= d->world_size))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "cddp_init: rank is %d but world_size is %d; ranks go from 0 to %d", d->rank,
+                      d->world_size, d->world_size - 1);
+  if (!(d->timeout_s >= 0)) return cddp__invalid("cddp_init", "timeout_s is negative");
+  if ((d->allocator.alloc == NULL) != (d->allocator.free == NULL))
+    return cddp__invalid("cddp_init", "allocator needs both alloc and free, or neither");
+  return CDDP_OK;
+}
+/* >>public ------------------------------------------------------------------------------------- */
+
+
+CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype); }
+
+CDDPDEF cddp_result cddp_sgd_step(cddp_sgd *s) {
+  cddp_result r;
+  if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_step: s is NULL");
+  r = cddp__sgd_step(s);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_sgd_step: ");
+}
+
+CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s) {
+  int i;
+  if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_zero_grad: s is NULL");
+  for (i = 0; i < s->count; i++) {
+    cddp_param *p = &s->params[i];
+    if (p->grad != NULL) memset(p->grad, 0, p->count * cddp__dtype_size(p->dtype));
+  }
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_sgd_set_lr(cddp_sgd *s, double lr) {
+  if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_set_lr: s is NULL");
+  if (!(lr >= 0))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_set_lr: lr is %g; it must be at least 0",
+                      lr);
+  s->desc.lr = lr;
+  cddp__sgd_rule_init(&s->rule, &s->desc);
+  return CDDP_OK;
+}
+
+CDDPDEF double cddp_sgd_lr(const cddp_sgd *s) { return s != NULL ? s->desc.lr : 0.0; }
+
+CDDPDEF void cddp_sgd_destroy(cddp_sgd *s) {
+  if (s != NULL && s->shard != NULL) s->drop(s);
+  cddp__sgd_free(s);
+}
+
+CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc) {
+  cddp_result r;
+  if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sampler_init: s is NULL");
+  memset(s, 0, sizeof *s);
+  if (desc == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sampler_init: desc is NULL");
+  r = cddp__sampler_check(desc);
+  if (r != CDDP_OK) return cddp__fail_in(r, "cddp_sampler_init: ");
+  s->desc = *desc;
+  if (s->desc.world_size == 0) s->desc.world_size = 1;
+  s->size = cddp__sampler_count(&s->desc);
+  return CDDP_OK;
+}
+
+CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch) {
+  if (s == NULL) return;
+  cddp__sampler_rewind(s);
+  s->epoch = epoch;
+}
+
+CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s) { return s != NULL ? s->size : 0; }
+
+CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index) {
+  size_t ignored;
+  return s != NULL && cddp__sampler_next(s, index != NULL ? index : &ignored);
+}
+
+CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
+  if (s == NULL) return;
+  cddp__sampler_rewind(s);
+  s->size = 0;
+}
+
+/* The store's public functions: arguments are checked here, all else is done in >>store. */
+
+static cddp_result cddp__check_key(const char *who, const cddp_store *s, const char *key) {
+  size_t n;
+  if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: the store is NULL", who);
+  if (key == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: the key is NULL", who);
+  n = strnlen(key, CDDP__KEY_MAX);
+  if (n < CDDP__KEY_MAX) return CDDP_OK; /* a "/" is put before it */
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: the key '%.32s...' has more than %u bytes", who,
+                    key, CDDP__KEY_MAX - 1u);
+}
+
+static cddp_result cddp__check_value(const char *who, const char *what, const void *value,
+                                     size_t size) {
+  if (value == NULL && size > 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: %s is NULL and its size is not 0", who, what);
+  if (size <= CDDP__VALUE_MAX) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: %s has %zu bytes; a value has at most %u", who,
+                    what, size, CDDP__VALUE_MAX);
+}
+
+static cddp_result cddp__check_keys(const char *who, const cddp_store *s, const char *const *keys,
+                                    int count) {
+  cddp_result r = cddp__check_key(who, s, "");
+  int i;
+  if (r == CDDP_OK && (count < 0 || (unsigned)count > CDDP__KEYS_MAX)) {
+    r = cddp__fail(CDDP_INVALID_ARGUMENT, "%s: count is %d; it is from 0 to %u", who, count,
+                   CDDP__KEYS_MAX);
+  }
+  if (r == CDDP_OK && keys == NULL && count > 0)
+    r = cddp__fail(CDDP_INVALID_ARGUMENT, "%s: keys is NULL", who);
+  for (i = 0; i < count && r == CDDP_OK; i++) r = cddp__check_key(who, s, keys[i]);
+  return r;
+}
+
+static cddp_result cddp__check_pointer(const char *who, const char *what, const void *p) {
+  return p != NULL ? CDDP_OK : cddp__fail(CDDP_INVALID_ARGUMENT, "%s: %s is NULL", who, what);
+}
+
+/* NaN and negative times are nobody's intention; 0 is the default. */
+static cddp_result cddp__check_seconds(const char *who, const char *what, double seconds) {
+  return seconds >= 0
+             ? CDDP_OK
+             : cddp__fail(CDDP_INVALID_ARGUMENT, "%s: %s is %g; it is in seconds, and 0 or more",
+                          who, what, seconds);
+}
+
+/* seconds, or if that is 0 CDDP_TIMEOUT_S, or 600. */
+static cddp_result cddp__store_timeout(double seconds, double *out) {
+  const char *text = getenv("CDDP_TIMEOUT_S");
+  char *end = NULL;
+  *out = seconds > 0 ? seconds : CDDP__TIMEOUT_S;
+  if (seconds > 0 || text == NULL || text[0] == '\0') return CDDP_OK;
+  *out = strtod(text, &end);
+  if (*end == '\0' && *out > 0) return CDDP_OK;
+  return cddp__fail(
+      CDDP_INVALID_ARGUMENT,
+      "cddp_store_create: CDDP_TIMEOUT_S is '%.32s'; it is a number of seconds above 0", text);
+}
+
+CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *desc) {
+  static const char who[] = "cddp_store_create";
+  cddp__store_options o;
+  cddp_result r = cddp__check_pointer(who, "out", out);
+  if (r != CDDP_OK) return r;
+  *out = NULL;
+  r = cddp__check_pointer(who, "desc", desc);
+  if (r == CDDP_OK) r = cddp__check_pointer(who, "desc->init_method", desc->init_method);
+  if (r == CDDP_OK) r = cddp__check_seconds(who, "desc->timeout_s", desc->timeout_s);
+  if (r == CDDP_OK && (desc->allocator.alloc == NULL) != (desc->allocator.free == NULL)) {
+    r = cddp__fail(CDDP_INVALID_ARGUMENT, "%s: the allocator needs both alloc and free, or neither",
+                   who);
+  }
+  memset(&o, 0, sizeof o);
+  if (r == CDDP_OK) r = cddp__store_timeout(desc->timeout_s, &o.timeout_s);
+  if (r != CDDP_OK) return r;
+  o.init_method = desc->init_method;
+  o.is_server = desc->is_server;
+  o.listen_fd = -1;
+  o.deadline = cddp__now() + o.timeout_s;
+  o.secret = desc->secret;
+  o.allocator = desc->allocator;
+  return cddp__store_open(out, &o);
+}
+
+CDDPDEF void cddp_store_destroy(cddp_store *s) { cddp__store_close(s); }
+
+CDDPDEF int cddp_store_port(const cddp_store *s) { return s == NULL ? 0 : cddp__store_port(s); }
+
+CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size) {
+  cddp_result r = cddp__check_key("cddp_store_set", s, key);
+  if (r == CDDP_OK) r = cddp__check_value("cddp_store_set", "value", value, size);
+  return r == CDDP_OK ? cddp__store_set(s, key, value, size) : r;
+}
+
+CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
+                                   size_t *size) {
+  cddp_result r = cddp__check_key("cddp_store_get", s, key);
+  if (r == CDDP_OK && value == NULL && capacity > 0)
+    r = cddp__check_pointer("cddp_store_get", "value", value);
+  if (r == CDDP_OK) r = cddp__check_pointer("cddp_store_get", "size", size);
+  return r == CDDP_OK ? cddp__store_get(s, key, value, capacity, size, cddp__store_deadline(s)) : r;
+}
+
+CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
+  cddp_result r = cddp__check_key("cddp_store_add", s, key);
+  return r == CDDP_OK ? cddp__store_add(s, key, amount, total) : r;
+}
+
+CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
+                                           size_t expected_size, const void *desired,
+                                           size_t desired_size, void *value, size_t capacity,
+                                           size_t *size, bool *swapped) {
+  static const char who[] = "cddp_store_compare_set";
+  cddp_result r = cddp__check_key(who, s, key);
+  if (r == CDDP_OK) r = cddp__check_value(who, "expected", expected, expected_size);
+  if (r == CDDP_OK) r = cddp__check_value(who, "desired", desired, desired_size);
+  if (r == CDDP_OK && value == NULL && capacity > 0) r = cddp__check_pointer(who, "value", value);
+  if (r == CDDP_OK) r = cddp__check_pointer(who, "size", size);
+  if (r == CDDP_OK) r = cddp__check_pointer(who, "swapped", swapped);
+  if (r != CDDP_OK) return r;
+  return cddp__store_compare_set(s, key, expected, expected_size, desired, desired_size, value,
+                                 capacity, size, swapped);
+}
+
+CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
+                                    double timeout_s) {
+  cddp_result r = cddp__check_keys("cddp_store_wait", s, keys, count);
+  if (r == CDDP_OK) r = cddp__check_seconds("cddp_store_wait", "timeout_s", timeout_s);
+  return r == CDDP_OK ? cddp__store_wait(s, keys, count,
+                                         cddp__now() + (timeout_s > 0 ? timeout_s : s->timeout_s))
+                      : r;
+}
+
+CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
+                                     bool *all_exist) {
+  cddp_result r = cddp__check_keys("cddp_store_check", s, keys, count);
+  if (r == CDDP_OK) r = cddp__check_pointer("cddp_store_check", "all_exist", all_exist);
+  return r == CDDP_OK ? cddp__store_check(s, keys, count, all_exist) : r;
+}
+
+CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted) {
+  cddp_result r = cddp__check_key("cddp_store_delete", s, key);
+  return r == CDDP_OK ? cddp__store_delete(s, key, deleted) : r;
+}
+
+CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
+  cddp_result r = cddp__check_key("cddp_store_num_keys", s, "");
+  if (r == CDDP_OK) r = cddp__check_pointer("cddp_store_num_keys", "count", count);
+  return r == CDDP_OK ? cddp__store_num_keys(s, count) : r;
+}
+CDDPDEF const char *cddp_result_name(cddp_result r) {
+  return (unsigned)r < CDDP__RESULT_COUNT ? cddp__result_names[r] : "not a cddp_result";
+}
+
+CDDPDEF const char *cddp_error(void) { return cddp__error_text; }
+
+CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
+  cddp_group_desc zero;
+  cddp_result r;
+  if (out == NULL) return cddp__invalid("cddp_init", "out is NULL");
+  *out = NULL;
+  memset(&zero, 0, sizeof zero);
+  if (desc == NULL) desc = &zero;
+  if ((r = cddp__check_desc(desc)) != CDDP_OK) return r;
+  r = cddp__init(out, desc);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_init: ");
+}
+
+CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_group **out) {
+  if (out == NULL) return cddp__invalid("cddp_group_split", "out is NULL");
+  *out = NULL;
+  if (g == NULL) return cddp__invalid("cddp_group_split", "the group is NULL");
+  cddp__engine_drain(g);
+  {
+    cddp_result r = cddp__check_group(g);
+    return r != CDDP_OK ? r : cddp__split(g, color, key, 0, out);
+  }
+}
+
+CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out) {
+  int i, j, color = -1, key = 0;
+  cddp_result r;
+  if (out == NULL) return cddp__invalid("cddp_group_new", "out is NULL");
+  *out = NULL;
+  if (g == NULL) return cddp__invalid("cddp_group_new", "the group is NULL");
+  if (ranks == NULL || count < 1)
+    return cddp__invalid("cddp_group_new", "the list of ranks is empty");
+  for (i = 0; i < count; i++) {
+    if (ranks[i] < 0 || ranks[i] >= g->size)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "cddp_group_new: rank %d is not in the group (0 to %d)", ranks[i],
+                        g->size - 1);
+    for (j = 0; j < i; j++)
+      if (ranks[j] == ranks[i])
+        return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_group_new: rank %d is listed twice",
+                          ranks[i]);
+    if (ranks[i] == g->rank) color = 0, key = i;
+  }
+  cddp__engine_drain(g);
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  return cddp__split(g, color, key,
+                     cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks), out);
+}
+
+CDDPDEF void cddp_destroy(cddp_group *g) {
+  if (g != NULL) cddp__group_leave(g);
+}
+
+CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
+CDDPDEF int cddp_world_size(const cddp_group *g) { return g != NULL ? g->size : -1; }
+CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
+CDDPDEF int cddp_local_world_size(const cddp_group *g) { return g != NULL ? g->size : -1; }
+
+CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
+  if (g == NULL) {
+    cddp__invalid("cddp_alloc", "the group is NULL");
+    return NULL;
+  }
+  return cddp__arena_alloc(g->host, bytes);
+}
+
+CDDPDEF void cddp_free(cddp_group *g, void *p) {
+  if (g != NULL) cddp__arena_free(g->host, p);
+}
+
+CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                    cddp_op op, cddp_work **work) {
+  return cddp__collective("cddp_all_reduce", g, CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op,
+                          -1, work);
+}
+
+CDDPDEF cddp_result cddp_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                cddp_op op, int root, cddp_work **work) {
+  return cddp__collective("cddp_reduce", g, CDDP__KIND_REDUCE, buf, buf, count, dtype, op, root,
+                          work);
+}
+
+CDDPDEF cddp_result cddp_broadcast(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                   int root, cddp_work **work) {
+  return cddp__collective("cddp_broadcast", g, CDDP__KIND_BROADCAST, buf, buf, count, dtype,
+                          CDDP_SUM, root, work);
+}
+
+CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
+                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
+  return cddp__collective("cddp_all_gather", g, CDDP__KIND_ALL_GATHER, send, recv, count_per_rank,
+                          dtype, CDDP_SUM, -1, work);
+}
+
+CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
+                                cddp_dtype dtype, int root, cddp_work **work) {
+  return cddp__collective("cddp_gather", g, CDDP__KIND_GATHER, send, recv, count_per_rank, dtype,
+                          CDDP_SUM, root, work);
+}
+
+CDDPDEF cddp_result cddp_scatter(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
+                                 cddp_dtype dtype, int root, cddp_work **work) {
+  return cddp__collective("cddp_scatter", g, CDDP__KIND_SCATTER, send, recv, count_per_rank, dtype,
+                          CDDP_SUM, root, work);
+}
+
+CDDPDEF cddp_result cddp_reduce_scatter(cddp_group *g, const void *send, void *recv,
+                                        size_t count_per_rank, cddp_dtype dtype, cddp_op op,
+                                        cddp_work **work) {
+  return cddp__collective("cddp_reduce_scatter", g, CDDP__KIND_REDUCE_SCATTER, send, recv,
+                          count_per_rank, dtype, op, -1, work);
+}
+
+CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
+                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
+  return cddp__collective("cddp_all_to_all", g, CDDP__KIND_ALL_TO_ALL, send, recv, count_per_rank,
+                          dtype, CDDP_SUM, -1, work);
+}
+
+CDDPDEF cddp_result cddp_barrier(cddp_group *g) {
+  return cddp__collective("cddp_barrier", g, CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM,
+                          -1, NULL);
+}
+
+CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
+                              int peer, int tag, cddp_work **work) {
+  cddp_work *w = NULL;
+  cddp_result r = cddp__check_p2p("cddp_send", g, buf, count, dtype, peer, tag);
+  int parcel = -1;
+  if (work != NULL) *work = NULL;
+  if (r != CDDP_OK) return r;
+  if (work != NULL && (w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__start_send(g, buf, count, dtype, peer, tag, &parcel);
+  if (w == NULL) return r == CDDP_OK ? cddp__finish_send(g, parcel) : r;
+  if (r != CDDP_OK) {
+    cddp__free(&g->host->allocator, w);
+    return r;
+  }
+  w->parcel = parcel;
+  *work = w;
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
+                              int tag, cddp_work **work) {
+  cddp_work *w;
+  cddp_result r = cddp__check_p2p("cddp_recv", g, buf, count, dtype, peer, tag);
+  if (work != NULL) *work = NULL;
+  if (r != CDDP_OK || (r = cddp__check_group(g)) != CDDP_OK) return r;
+  if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  w->is_recv = true;
+  w->pending.buf = buf;
+  w->pending.count = count;
+  w->pending.dtype = dtype;
+  w->pending.peer = peer;
+  w->pending.tag = tag;
+  cddp__post_pending(g, &w->pending);
+  if (work == NULL) return cddp__work_wait(w);
+  *work = w;
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_wait(cddp_work *w) {
+  return w != NULL ? cddp__work_wait(w) : cddp__invalid("cddp_wait", "the work is NULL");
+}
+
+CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done) {
+  if (w == NULL || done == NULL) return cddp__invalid("cddp_test", "the work or done is NULL");
+  *done = cddp__work_done(w);
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs) {
+  if (fn == NULL) return cddp__invalid("cddp_spawn", "fn is NULL");
+  if (nprocs < 1 || nprocs > CDDP__MAX_RANKS)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_spawn: nprocs is %d; it must be from 1 to %d",
+                      nprocs, CDDP__MAX_RANKS);
+  return cddp__spawn(fn, arg, nprocs);
+}
+
+CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
+  if (fn == NULL) return cddp__invalid("cddp_run_threads", "fn is NULL");
+  if (n < 1 || n > CDDP__MAX_RANKS)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_run_threads: n is %d; it must be from 1 to %d",
+                      n, CDDP__MAX_RANKS);
+  return cddp__run_threads(fn, arg, n);
+}
+static cddp_result cddp__check_params(const char *function, const cddp_param *params, int count,
+                                      bool buffers) {
+  char space[24];
+  int i;
+  if (count < 0 || (count == 0 && !buffers))
+    return cddp__invalid(function, "there are no parameters");
+  if (params == NULL && count > 0) return cddp__invalid(function, "params is NULL");
+  for (i = 0; i < count; i++) {
+    const char *name = cddp__param_name(&params[i], i, space, sizeof space);
+    cddp_dtype t = params[i].dtype;
+    if (!cddp__dtype_ok(t) || (!buffers && t > CDDP_BF16))
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: parameter \"%s\" must be f32, f64, f16 or bf16",
+                        function, name);
+    if (params[i].data == NULL && params[i].count > 0)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: parameter \"%s\" has data NULL", function,
+                        name);
+    if (params[i].count > SIZE_MAX / 64)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: parameter \"%s\" has too many elements",
+                        function, name);
+  }
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
+                                    const cddp_ddp_desc *desc) {
+  static const char name[] = "cddp_ddp_create";
+  cddp_ddp_desc zero;
+  cddp_ddp *d;
+  cddp_result r;
+  if (out == NULL) return cddp__invalid(name, "out is NULL");
+  *out = NULL;
+  memset(&zero, 0, sizeof zero);
+  if (desc == NULL) desc = &zero;
+  if (g == NULL) return cddp__invalid(name, "the group is NULL");
+  if ((r = cddp__check_params(name, params, count, false)) != CDDP_OK) return r;
+  if ((r = cddp__check_params(name, desc->buffers, desc->buffer_count, true)) != CDDP_OK) return r;
+  if (!(desc->bucket_cap_mb >= 0 && desc->first_bucket_mb >= 0))
+    return cddp__invalid(name, "a bucket size is negative");
+  cddp__engine_drain(g);
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if ((d = cddp__ddp_new(g, params, count, desc)) == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((r = cddp__ddp_join(d)) != CDDP_OK) {
+    char text[CDDP__ERROR_MAX];
+    snprintf(text, sizeof text, "%s", cddp__error_text);
+    cddp__ddp_free(d);
+    return cddp__fail(r, "%s: %s", name, text);
+  }
+  *out = d;
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
+  if (d == NULL) return cddp__invalid("cddp_ddp_ready", "the cddp_ddp is NULL");
+  if (param < 0 || param >= d->count)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_ready: param is %d; there are %d", param,
+                      d->count);
+  if (d->params[param].grad == NULL && d->params[param].count > 0)
+    return cddp__invalid("cddp_ddp_ready", "the parameter's grad is NULL");
+  return cddp__ddp_ready(d, param);
+}
+
+CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
+  return d != NULL ? cddp__ddp_wait(d) : cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
+}
+
+CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
+  static const char name[] = "cddp_ddp_step";
+  if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
+  if (s->params != d->params || s->count != d->count)
+    return cddp__invalid(name, "the cddp_sgd was made for other parameters than the cddp_ddp");
+  if (s->shard != NULL && ((cddp__shard *)s->shard)->ddp != d)
+    return cddp__invalid(name, "the cddp_sgd already steps another cddp_ddp");
+  if (d->no_sync)
+    return cddp__invalid(name,
+                         "no_sync is on; switch it off for the backward pass that is stepped");
+  return cddp__ddp_step(d, s);
+}
+
+CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
+  if (d == NULL) return;
+  pthread_mutex_lock(&d->lock);
+  d->no_sync = on;
+  pthread_mutex_unlock(&d->lock);
+}
+
+CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm) {
+  if (d == NULL) return cddp__invalid("cddp_ddp_clip_grad_norm", "the cddp_ddp is NULL");
+  if (!(max_norm > 0)) return cddp__invalid("cddp_ddp_clip_grad_norm", "max_norm must be above 0");
+  return cddp__clip(d, max_norm, norm);
+}
+
+CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
+  if (d == NULL) return cddp__invalid("cddp_ddp_sync_buffers", "the cddp_ddp is NULL");
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count);
+}
+
+CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {
+  return d != NULL && param >= 0 && param < d->count && d->used[param] != 0;
+}
+
+CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d) {
+  return d != NULL ? d->plan.bucket_count : -1;
+}
+
+CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity) {
+  int n, i;
+  if (d == NULL || bucket < 0 || bucket >= d->plan.bucket_count) return -1;
+  n = d->plan.offsets[bucket + 1] - d->plan.offsets[bucket];
+  for (i = 0; params != NULL && i < n && i < capacity; i++)
+    params[i] = d->plan.params[d->plan.offsets[bucket] + i];
+  return n;
+}
+
+CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
+  if (d != NULL) cddp__ddp_free(d);
+}
+
+CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data) {
+  (void)user_data;
+  if (bucket == NULL) return cddp__invalid("cddp_bf16_compress_hook", "the bucket is NULL");
+  return cddp__compress_hook(bucket, CDDP_BF16);
+}
+
+CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data) {
+  (void)user_data;
+  if (bucket == NULL) return cddp__invalid("cddp_fp16_compress_hook", "the bucket is NULL");
+  return cddp__compress_hook(bucket, CDDP_F16);
+}
+
+CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int count,
+                                    const cddp_sgd_desc *desc) {
+  cddp_result r = cddp__sgd_create(out, params, count, desc, NULL);
+  if (r != CDDP_OK || desc->ddp == NULL) return r;
+  if (desc->ddp->params != params || desc->ddp->count != count) {
+    cddp__sgd_free(*out);
+    *out = NULL;
+    return cddp__invalid("cddp_sgd_create", "desc.ddp was made for other parameters");
+  }
+  (*out)->used = desc->ddp->used;
+  return CDDP_OK;
+}
+#endif
+#endif
+/* >>history ----------------------------------------------------------------------------------------
+   0.1  (2026-11)  first version: CPU backend on one host, DDP, SGD, sampler, spawn, store          */
+
+/* >>license ---------------------------------------------------------------------------------------
+
+   This software is available under 2 licenses. Choose whichever you prefer.
+
+   ------------------------------------------------------------------------------
+   ALTERNATIVE A - MIT License
+
+   Copyright (c) 2026 the cddp authors
+
+   Permission is hereby granted, free of charge, to any person obtaining a copy of
+   this software and associated documentation files (the "Software"), to deal in
+   the Software without restriction, including without limitation the rights to
+   use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies
+   of the Software, and to permit persons to whom the Software is furnished to do
+   so, subject to the following conditions:
+
+   The above copyright notice and this permission notice shall be included in all
+   copies or substantial portions of the Software.
+
+   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+   IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+   FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+   AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+   LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+   OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+   SOFTWARE.
+
+   ------------------------------------------------------------------------------
+   ALTERNATIVE B - Public Domain (www.unlicense.org)
+
+   This is free and unencumbered software released into the public domain.
+
+   Anyone is free to copy, modify, publish, use, compile, sell, or distribute this
+   software, either in source code form or as a compiled binary, for any purpose,
+   commercial or non-commercial, and by any means.
+
+   In jurisdictions that recognize copyright laws, the author or authors of this
+   software dedicate any and all copyright interest in the software to the public
+   domain. We make this dedication for the benefit of the public at large and to
+   the detriment of our heirs and successors. We intend this dedication to be an
+   overt act of relinquishment in perpetuity of all present and future rights to
+   this software under copyright law.
+
+   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+   IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+   FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+   AUTHORS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN
+   ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION
+   WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */

@@ -1,0 +1,244 @@
+#!/bin/bash
+# Checks that read and compile the sources. Each is one test of tests/run.sh.
+#
+#   tests/checks.sh list          their names
+#   tests/checks.sh symbols       runs one: exit code 0 = good, 77 = skipped, 'SKIP: reason' says why
+set -u
+cd "$(dirname "$0")/.." || exit 1
+top=$PWD
+
+strict="-Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wundef -Wcast-qual -Wcast-align
+  -Wpointer-arith -Wwrite-strings -Wformat=2 -Wvla -pedantic -Werror"
+strict_c="-std=c11 $strict -Wstrict-prototypes -Wmissing-prototypes"
+strict_cxx="-std=c++17 $strict"
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/cddp-check.XXXXXX") || exit 1
+trap 'rm -rf "$work"' EXIT
+
+fail() { echo "$*"; exit 1; }
+skip() { echo "SKIP: $*"; exit 77; }
+none() { # WHAT: reads findings, prints them; the check fails at its end when there were any
+  sed "s|^|$1: |" | tee -a "$work/findings"
+}
+implement() { printf '#define CDDP_IMPLEMENTATION\n#include "cddp.h"\n'; }
+installed() { command -v "$1" >/dev/null || skip "$1 is not installed"; }
+
+# COMPILER: sets cc, flags and ext. The first C compiler is cc, whatever it is here.
+compiler() {
+  installed "$1"
+  cc=$1
+  case $1 in *++) flags=$strict_cxx ext=cpp ;; *) flags=$strict_c ext=c ;; esac
+}
+
+# --- compiling, for each compiler ---
+
+implementation() { # warning-free with optimisation, where the compiler sees most
+  compiler "$1"
+  implement >"$work/one.$ext"
+  $cc $flags -O2 -I. -c "$work/one.$ext" -o "$work/one.o"
+}
+
+declarations() { # alone, and what they include
+  compiler "$1"
+  printf '#include "cddp.h"\n' >"$work/one.$ext"
+  $cc $flags -I. -c "$work/one.$ext" -o "$work/one.o" || exit 1
+  $cc $flags -I. -H -E "$work/one.$ext" 2>&1 >/dev/null | sed -n 's/^\.\. //p' | sed 's|.*/||' |
+    grep -v -x -E 'std(def|int|bool)\.h' | none "included by the declarations"
+}
+
+static() {
+  compiler "$1"
+  { echo '#define CDDP_STATIC' && implement && echo 'int main(void) { return cddp_error()[0]; }'; } \
+    >"$work/one.$ext"
+  $cc $flags -Wno-unused-function -I. -c "$work/one.$ext" -o "$work/one.o" || exit 1
+  nm -g --defined-only "$work/one.o" | awk '$NF != "main"' | none "CDDP_STATIC exports"
+}
+
+two_files() {
+  compiler "$1"
+  implement >"$work/one.$ext"
+  program >"$work/two.$ext"
+  $cc $flags -I. -c "$work/two.$ext" -o "$work/two.o" || exit 1
+  $cc -I. "$work/one.$ext" "$work/two.o" -o "$work/two" -lpthread -lm || exit 1
+  run_program "$work/two"
+}
+
+program() { # adds 1 and 2 on two ranks
+  cat <<'END'
+#include "cddp.h"
+#include <stdio.h>
+
+static int add(int rank, void *arg) {
+  cddp_group *g;
+  float x = (float)rank + 1;
+  (void)arg;
+  if (cddp_init(&g, NULL) || cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL)) {
+    fprintf(stderr, "rank %d: %s\n", rank, cddp_error());
+    return 1;
+  }
+  printf("rank %d of %d: %g\n", cddp_rank(g), cddp_world_size(g), (double)x);
+  cddp_destroy(g);
+  return 0;
+}
+
+int main(void) {
+  if (cddp_spawn(add, NULL, 2) == CDDP_OK) return 0;
+  fprintf(stderr, "%s\n", cddp_error());
+  return 1;
+}
+END
+}
+
+run_program() {
+  "$1" >"$work/out" || fail "the program failed: $(cat "$work/out")"
+  [ "$(sort "$work/out")" = "rank 0 of 2: 3
+rank 1 of 2: 3" ] || fail "wrong output: $(cat "$work/out")"
+}
+
+# The header in an empty directory, with nothing but the command of the manual, which prints nothing.
+alone() {
+  local source=prog.c command
+  case $1 in
+  *++) source=prog.cpp command="$1 -std=c++17 -O2 prog.cpp -lpthread -lm" ;;
+  nvcc) command="nvcc -x cu prog.c -lpthread -lm" ;;
+  *) command="$1 -std=c11 -O2 prog.c -lpthread -lm" ;;
+  esac
+  installed "$1"
+  mkdir "$work/alone" && cp cddp.h "$work/alone" && cd "$work/alone" || exit 1
+  { echo '#define CDDP_IMPLEMENTATION' && program; } >$source
+  $command >out 2>&1 || fail "$command: $(cat out)"
+  [ ! -s out ] || fail "$command prints: $(cat out)"
+  run_program ./a.out
+}
+
+aarch64() {
+  installed aarch64-linux-gnu-gcc
+  implementation aarch64-linux-gnu-gcc
+}
+
+stdio_first() { # a system header before the implementation: fine by default; explained with c11
+  compiler cc
+  { echo '#include <stdio.h>' && implement; } >"$work/one.c"
+  $cc -I. -fsyntax-only "$work/one.c" || exit 1
+  $cc -std=c11 -I. -fsyntax-only "$work/one.c" >"$work/out" 2>&1 && fail "compiles with -std=c11"
+  grep -q 'include the implementation before any system header, or compile with -D' "$work/out" ||
+    fail "no #error with the cure: $(head -n 5 "$work/out")"
+  $cc -std=c11 -D_GNU_SOURCE -I. -fsyntax-only "$work/one.c" || fail "the cure does not cure"
+}
+
+symbols() { # the object exports what the header declares and nothing else
+  compiler cc
+  implement >"$work/one.c"
+  $cc -std=c11 -I. -c "$work/one.c" -o "$work/one.o" || exit 1
+  nm -g --defined-only "$work/one.o" | awk '{ print $NF }' | sort >"$work/defined"
+  echo '#include "cddp.h"' | $cc -std=c11 -I. -E -P -xc - | tr '\n' ' ' | tr ';' '\n' |
+    sed -n 's/.*extern [^(]*[ *]\(cddp_[a-zA-Z0-9_]*\) *(.*/\1/p' | sort >"$work/declared"
+  [ "$(wc -l <"$work/declared")" -gt 20 ] || fail "only declared: $(cat "$work/declared")"
+  grep -v -E '^cddp_[a-z0-9]' "$work/defined" | none "exported without the prefix cddp_"
+  comm -13 "$work/declared" "$work/defined" | none "exported but not declared with CDDPDEF"
+  comm -23 "$work/declared" "$work/defined" | none "declared with CDDPDEF but not defined"
+}
+
+# --- reading ---
+
+sources() {
+  ls cddp.h cddp_kernels.cuh examples/*.c examples/*.cu tests/*.[ch] tests/*/*.[ch] 2>/dev/null
+}
+
+lines() { # at most 100 columns, no tabs, no blanks at the end, a newline at the end of the file
+  # shellcheck disable=SC2046
+  awk 'length($0) > 100 { print FILENAME ":" FNR ": " length($0) " columns" }
+       /\t/ { print FILENAME ":" FNR ": a tab" }
+       /[ \r]$/ { print FILENAME ":" FNR ": blanks at the end" }' $(sources) | none "line"
+  for f in $(sources); do [ -z "$(tail -c 1 "$f")" ] || echo "$f"; done | none "no newline at the end"
+}
+
+# The functions of cddp.h are at most 60 lines long and none is declared ahead. A chunk runs from a line
+# that begins in column 0 to the one that ends it: '}' after an open body, ';' or '}' otherwise.
+functions() {
+  awk '
+    /^[#\/ }]/ && !open || /^$/ { next }
+    !open && /^[A-Za-z_]/ { open = 1; start = NR; head = $0; body = 0 }
+    open && !body && /\{[^}]*$/ { body = 1 }
+    open && (body && /^\}/ || !body && /[;}][ ]*(\/\*.*)?$/) {
+      where = "cddp.h:" start ": " head
+      if (!body && head ~ /^(static |CDDP)/ && head ~ /cddp__[a-z0-9_]+\(/ && $0 ~ /\);/ && $0 !~ /[={]/)
+        print "forward declaration: " where
+      if (body && head ~ /\(/ && head !~ /^(typedef|enum|struct|union|extern)/ && NR - start >= 60)
+        print "function of " NR - start + 1 " lines: " where
+      open = 0
+    }' cddp.h | none "style"
+  grep -n -E '^(static )?[a-z_].*\bcddp__[a-z0-9_]+\([^;{]*\);$' cddp.h | none "forward declaration"
+}
+
+contents() { # each >>mark of the contents has one room, in that order
+  awk '/CONTENTS/ { on = 1 } on { print } on && /\*\// { exit }' cddp.h |
+    grep -o -E '>>[a-z0-9_]+ +[^ ]' | cut -d' ' -f1 >"$work/listed" # '... of >>api' ends its line
+  sed -n 's|^/\* \(>>[a-z0-9_]*\) -.*|\1|p' cddp.h >"$work/rooms"
+  [ -s "$work/listed" ] || fail "no contents: a line CONTENTS, then >>marks, each with a word on it"
+  diff "$work/listed" "$work/rooms" >"$work/diff" ||
+    fail "contents (<) and rooms (>, lines '/* >>name ---') differ:
+$(cat "$work/diff")"
+}
+
+layout() { # the top level holds what the layout names; no binaries
+  local files allowed='cddp\.h|cddp_kernels\.cuh|examples|tests|build\.ninja|README\.md|LICENSE'
+  allowed="$allowed|\.clang-format|\.gitignore|\.ci"
+  files=$(git ls-files --cached --others --exclude-standard 2>/dev/null)
+  [ -n "$files" ] || files=$(find . \( -path ./.git -o -path ./build \) -prune -o -type f -printf '%P\n')
+  echo "$files" | cut -d/ -f1 | sort -u | grep -v -x -E "$allowed" | none "not in the layout"
+  echo "$files" | grep -E '\.(o|a|so|out|exe)$|(^|/)core(\.|$)' | none "build products"
+  for f in cddp.h build.ninja README.md LICENSE; do [ -f $f ] || echo $f; done | none "missing"
+}
+
+unfinished() {
+  # shellcheck disable=SC2046
+  grep -n -E '\b(T[O]DO|F[I]XME|X[X]X)\b|not implemente[d]' $(sources) tests/*.sh build.ninja README.md |
+    none "unfinished"
+}
+
+short_examples() { # one file a lesson, at most 150 lines, its build command in the top comment
+  local f
+  for f in examples/*.c; do
+    [ "$(wc -l <"$f")" -le 150 ] || echo "$f: $(wc -l <"$f") lines"
+    head -n 20 "$f" | grep -q -E "^ +cc .*$f" || echo "$f: no line '  cc ... $f ...' in its top comment"
+  done | none "examples"
+}
+
+readme() { # every file and target of ours that the README names is there
+  local word
+  [ -f README.md ] || fail "there is no README.md"
+  for word in $(grep -o -E '\b(examples|tests)/[A-Za-z0-9_./-]*[A-Za-z0-9_]' README.md | sort -u); do
+    [ -e "$word" ] || echo "no file $word"
+  done | none "README.md"
+  for word in $(grep -o -E '`(\$ )?ninja [a-z-]+|^ *(\$ )?ninja [a-z-]+' README.md | grep -o '[a-z-]*$' | sort -u); do
+    grep -q -E "^build ([^:]* )?$word:|^name = $word$" build.ninja || echo "no target $word"
+  done | none "README.md: ninja"
+}
+
+# --- which ---
+
+compilers="cc g++ clang clang++"
+others="stdio-first symbols lines functions contents layout unfinished short-examples readme"
+per_compiler="implementation declarations static two-files alone"
+
+list() {
+  local c
+  for c in $compilers; do
+    if command -v "$c" >/dev/null; then printf "%s-$c\n" $per_compiler; else echo "alone-$c"; fi
+  done
+  echo alone-nvcc aarch64 $others
+}
+
+case ${1:-} in
+list) list ;;
+implementation-* | declarations-* | static-* | two-files-* | alone-*)
+  what=${1%-*}
+  "${what//-/_}" "${1##*-}" || exit 1
+  ;;
+*)
+  [[ " aarch64 $others " == *" ${1:-?} "* ]] || fail "usage: $0 list | NAME"
+  "${1//-/_}" || exit 1
+  ;;
+esac
+[ ! -s "$work/findings" ]

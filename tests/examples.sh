@@ -1,0 +1,99 @@
+#!/bin/bash
+# Builds each example by the command in its top comment, runs it, and reads what it prints.
+#
+#   tests/examples.sh list        their names
+#   tests/examples.sh toy         one
+set -u
+cd "$(dirname "$0")/.." || exit 1
+top=$PWD
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/cddp-example.XXXXXX") || exit 1
+trap 'rm -rf "$work"' EXIT
+
+fail() { echo "$*"; exit 1; }
+
+build() { # NAME: in a directory where cddp.h and examples/ are as in the repository
+  local command
+  command=$(grep -m 1 -o -E "^ +cc .*examples/$1\.c.*" "examples/$1.c") ||
+    fail "examples/$1.c has no line '  cc ... examples/$1.c ...' in its top comment"
+  ln -s "$top/cddp.h" "$top/examples" "$work" && cd "$work" || exit 1
+  echo "$command"
+  eval "$command" || fail "that fails"
+}
+
+run() { # COMMAND...: fails unless it succeeds; its output is in $work/out
+  timeout 60 "$@" >"$work/out" 2>&1
+  local code=$?
+  cat "$work/out"
+  [ $code = 0 ] || fail "$*: exit code $code"
+}
+
+expect() { # COUNT PATTERN: that many lines of the output match
+  local n
+  n=$(grep -c -E -e "$2" "$work/out")
+  [ "$n" = "$1" ] || fail "$n lines, not $1, match: $2"
+}
+
+toy() {
+  local ranks r
+  build toy
+  for ranks in 2 4; do
+    run ./toy -n $ranks
+    for ((r = 0; r < ranks; r++)); do
+      expect 1 "^Running on rank $r\.\$"
+      expect 1 "^Loss on rank $r: [0-9]+\.[0-9]+\$"
+    done
+    expect $ranks '^Loss on rank '
+    [ "$(grep '^Loss' "$work/out" | sed 's/.*: //' | sort -u | wc -l)" = $ranks ] || fail "the losses do not differ by rank"
+  done
+}
+
+linear() {
+  local r
+  build linear
+  run ./linear -n 3
+  for r in 0 1 2; do
+    expect 1 "^Loss on rank $r: [0-9]+\.[0-9]+\$"
+    # The rows after a rank's heading are its parameters.
+    awk -v r="Parameters on rank $r:" '$0 == r { on = 1; next } /^[A-Z]/ { on = 0 } on' "$work/out" >"$work/rank$r"
+    [ "$(wc -l <"$work/rank$r")" -ge 10 ] || fail "no parameters of rank $r"
+    cmp "$work/rank0" "$work/rank$r" || fail "the parameters of ranks 0 and $r differ"
+  done
+  [ "$(grep '^Loss' "$work/out" | sed 's/.*: //' | sort -u | wc -l)" = 3 ] || fail "the losses do not differ by rank"
+}
+
+collectives() {
+  build collectives
+  run ./collectives -n 3
+  expect 3 '^all_gather, rank [0-2]: 1 10 2 20 3 30$'
+  expect 1 '^gather, rank 2: 1 10 2 20 3 30$'
+  expect 2 '^gather, rank [01]: 0 0 0 0 0 0$'
+  expect 3 '^all_reduce, sum, rank [0-2]: 6 60$'
+  expect 3 '^broadcast, rank [0-2]: 3 30$'
+  expect 9 '^list, array [0-2] of rank [0-2]: '
+  expect 1 '^list, array 2 of rank 1: 120 121 122 123$'
+  grep -o -E '^[a-z_, ]+, rank [0-9]' "$work/out" >"$work/order"
+  for word in mine all_gather gather all_reduce broadcast; do # one rank at a time, in order
+    grep "^$word," "$work/order" | sort -c || fail "the ranks did not print in turn"
+  done
+}
+
+digits() {
+  local accuracy
+  echo '#include <cblas.h>' | cc -E -xc - >/dev/null 2>&1 ||
+    fail "examples/digits.c needs cblas.h of OpenBLAS: apt-get install libopenblas-dev"
+  build digits
+  run ./digits -n 2
+  accuracy=$(sed -n 's/.*accuracy[^0-9]*\([0-9][0-9.]*\) *%.*/\1/p' "$work/out" | tail -n 1)
+  awk -v a="${accuracy:-0}" 'BEGIN { exit !(a >= 96) }' || fail "accuracy ${accuracy:-not found}, at least 96 % expected"
+  # The hash of each rank's weights: one for each rank, all equal.
+  grep -i 'rank' "$work/out" | grep -o -E '\b[0-9a-f]{16}\b' >"$work/hashes"
+  [ "$(wc -l <"$work/hashes")" = 2 ] || fail "$(wc -l <"$work/hashes") weight hashes, 2 expected"
+  [ "$(sort -u "$work/hashes" | wc -l)" = 1 ] || fail "the hashes of the ranks' weights differ"
+}
+
+case ${1:-} in
+list) echo toy linear collectives digits ;;
+toy | linear | collectives | digits) "$1" ;;
+*) fail "usage: $0 list | NAME" ;;
+esac

@@ -1,0 +1,317 @@
+/* Ranks for tests: one function on n processes or n threads, and the small tools several tests need. Included after
+   cddp.h and test.h. */
+#ifndef RANKS_H
+#define RANKS_H
+
+#include <dirent.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define RANKS_DEF static __attribute__((unused))
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define RANKS_SLOW 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define RANKS_SLOW 1
+#endif
+#endif
+#ifndef RANKS_SLOW
+#define RANKS_SLOW 0
+#endif
+
+/* `seconds` that a deadline test may take; ten times that where a sanitizer slows everything down. */
+#define RANKS_WITHIN(seconds) ((seconds) * (RANKS_SLOW ? 10 : 1))
+
+typedef int (*ranks_fn)(cddp_group *g, void *arg);
+
+typedef struct ranks_job {
+  ranks_fn fn;
+  void *arg;
+} ranks_job;
+
+RANKS_DEF void ranks_sleep(double seconds) {
+  struct timespec t;
+  t.tv_sec = (time_t)seconds;
+  t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
+  while (nanosleep(&t, &t) != 0 && errno == EINTR) {
+  }
+}
+
+/* A good hash of three numbers: the source of all test data. */
+RANKS_DEF uint64_t ranks_mix(uint64_t a, uint64_t b, uint64_t c) {
+  uint64_t h = a * 0x9e3779b97f4a7c15ull ^ (b + 0x632be59bd9b4e019ull) * 0xff51afd7ed558ccdull;
+  h ^= (c + 0x1b873593ull) * 0xc4ceb9fe1a85ec53ull;
+  h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9ull;
+  h = (h ^ h >> 27) * 0x94d049bb133111ebull;
+  return h ^ h >> 31;
+}
+
+RANKS_DEF int ranks_entries(const char *directory) {
+  DIR *d = opendir(directory);
+  struct dirent *e;
+  int n = 0;
+  if (d == NULL) return -1;
+  while ((e = readdir(d)) != NULL) n += e->d_name[0] != '.';
+  closedir(d);
+  return n;
+}
+
+RANKS_DEF int ranks_open_fds(void) { return ranks_entries("/proc/self/fd") - 1; /* opendir's own */ }
+
+RANKS_DEF int ranks_threads(void) { return ranks_entries("/proc/self/task"); }
+
+/* Whether this process comes down to n threads: the kernel lists a joined one for a moment more. */
+RANKS_DEF bool ranks_threads_left(int n) {
+  double deadline = test_now() + 1;
+  while (ranks_threads() > n && test_now() < deadline) ranks_sleep(0.001);
+  return ranks_threads() <= n;
+}
+
+RANKS_DEF bool ranks_no_children(void) {
+  int status;
+  return waitpid(-1, &status, WNOHANG) == -1 && errno == ECHILD;
+}
+
+/* Zeroed memory that forked processes share. */
+RANKS_DEF void *ranks_shared(size_t bytes) {
+  void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) {
+    perror("mmap");
+    exit(1);
+  }
+  return p;
+}
+
+RANKS_DEF int ranks_process(int rank, void *p) {
+  ranks_job *job = (ranks_job *)p;
+  cddp_group *g;
+  int r;
+  test_failures = 0;
+  if (cddp_init(&g, NULL) != CDDP_OK) {
+    fprintf(stderr, "rank %d: cddp_init: %s\n", rank, cddp_error());
+    return 1;
+  }
+  r = job->fn(g, job->arg);
+  cddp_destroy(g);
+  return r != 0 || test_failures != 0;
+}
+
+/* fn(group, arg) on n ranks; CDDP_OK when all returned 0 without a failed check. */
+RANKS_DEF cddp_result ranks_run(ranks_fn fn, void *arg, int n, bool threads) {
+  ranks_job job;
+  if (threads) return cddp_run_threads(fn, arg, n);
+  job.fn = fn;
+  job.arg = arg;
+  return cddp_spawn(ranks_process, &job, n);
+}
+
+/* A TCP port of the loopback interface that was free a moment ago. */
+RANKS_DEF int ranks_free_port(void) {
+  struct sockaddr_in a;
+  socklen_t n = sizeof a;
+  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), port = -1;
+  memset(&a, 0, sizeof a);
+  a.sin_family = AF_INET;
+  a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 &&
+      getsockname(fd, (struct sockaddr *)&a, &n) == 0)
+    port = ntohs(a.sin_port);
+  if (fd >= 0) close(fd);
+  return port;
+}
+
+RANKS_DEF void ranks_setenv(const char *name, long value) {
+  char text[32];
+  snprintf(text, sizeof text, "%ld", value);
+  setenv(name, text, 1);
+}
+
+/* What a launcher script does: RANK .. MASTER_PORT for one process. */
+RANKS_DEF void ranks_environment(int rank, int world_size, int port) {
+  ranks_setenv("RANK", rank);
+  ranks_setenv("WORLD_SIZE", world_size);
+  ranks_setenv("LOCAL_RANK", rank);
+  ranks_setenv("LOCAL_WORLD_SIZE", world_size);
+  setenv("MASTER_ADDR", "127.0.0.1", 1);
+  ranks_setenv("MASTER_PORT", port);
+}
+
+/* Forks a child that ends with fn's value; stdout and stderr are flushed first. */
+RANKS_DEF pid_t ranks_fork(int (*fn)(int rank, void *arg), int rank, void *arg) {
+  pid_t pid;
+  fflush(NULL);
+  pid = fork();
+  if (pid == 0) {
+    test_failures = 0;
+    exit(fn(rank, arg) != 0 || test_failures != 0);
+  }
+  if (pid < 0) perror("fork");
+  return pid;
+}
+
+/* Waits for children; one that is still there after `seconds` is killed. status[i]: as of waitpid, -1 after a kill
+   from here. */
+RANKS_DEF void ranks_join(const pid_t *pid, int n, double seconds, int *status) {
+  double deadline = test_now() + seconds;
+  int left = n, i;
+  bool done[64];
+  memset(done, 0, sizeof done);
+  while (left > 0) {
+    for (i = 0; i < n; i++) {
+      if (done[i] || waitpid(pid[i], &status[i], WNOHANG) == 0) continue;
+      done[i] = true;
+      left--;
+    }
+    if (left > 0 && test_now() > deadline) break;
+    if (left > 0) ranks_sleep(0.001);
+  }
+  for (i = 0; i < n; i++) {
+    if (done[i]) continue;
+    kill(pid[i], SIGKILL);
+    waitpid(pid[i], &status[i], 0);
+    status[i] = -1;
+  }
+}
+
+/* n processes as a launcher script would start them, none of which ends the others. */
+RANKS_DEF void ranks_script(int (*fn)(int rank, void *arg), void *arg, int n, double seconds, int *status) {
+  pid_t pid[64];
+  int i, port = ranks_free_port();
+  for (i = 0; i < n; i++) {
+    ranks_environment(i, n, port);
+    pid[i] = ranks_fork(fn, i, arg);
+  }
+  unsetenv("RANK");
+  unsetenv("WORLD_SIZE");
+  unsetenv("LOCAL_RANK");
+  unsetenv("LOCAL_WORLD_SIZE");
+  unsetenv("MASTER_ADDR");
+  unsetenv("MASTER_PORT");
+  ranks_join(pid, n, seconds, status);
+}
+
+RANKS_DEF bool ranks_exited_well(const int *status, int n) {
+  int i;
+  for (i = 0; i < n; i++)
+    if (status[i] != 0) return false;
+  return true;
+}
+
+/* A random permutation of 0 .. n-1. */
+RANKS_DEF void ranks_shuffle(int *order, int n, uint64_t seed) {
+  int i;
+  for (i = 0; i < n; i++) order[i] = i;
+  for (i = n - 1; i > 0; i--) {
+    int j = (int)(ranks_mix(seed, (uint64_t)i, 7) % (uint64_t)(i + 1)), t = order[i];
+    order[i] = order[j];
+    order[j] = t;
+  }
+}
+
+/* ELEMENTS. The tests' own conversions and their own canonical sum, written from the manual. ------------------------*/
+
+RANKS_DEF float ranks_from_bits(uint32_t u) {
+  float f;
+  memcpy(&f, &u, sizeof f);
+  return f;
+}
+
+RANKS_DEF uint32_t ranks_to_bits(float f) {
+  uint32_t u;
+  memcpy(&u, &f, sizeof u);
+  return u;
+}
+
+RANKS_DEF float ranks_from_f16(uint16_t h) {
+  uint32_t sign = (uint32_t)(h >> 15) << 31, e = (h >> 10) & 31u, m = h & 1023u;
+  float f;
+  if (e == 31) return ranks_from_bits(sign | 0x7f800000u | m << 13);
+  if (e != 0) return ranks_from_bits(sign | (e + 112) << 23 | m << 13);
+  f = (float)m * 0x1p-24f;
+  return sign ? -f : f;
+}
+
+RANKS_DEF uint16_t ranks_to_f16(float f) { /* to nearest, ties to even */
+  uint32_t u = ranks_to_bits(f), sign = u >> 16 & 0x8000u, magnitude = u & 0x7fffffffu;
+  uint32_t keep, rest, half;
+  int shift;
+  if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+  if (magnitude < 0x33000000u) return (uint16_t)sign;
+  if (magnitude >= 0x38800000u) { /* a normal f16 */
+    keep = (magnitude - 0x38000000u) >> 13;
+    rest = magnitude & 0x1fffu;
+    half = 0x1000u;
+  } else {
+    shift = 126 - (int)(magnitude >> 23);
+    magnitude = (magnitude & 0x7fffffu) | 0x800000u;
+    keep = shift > 31 ? 0 : magnitude >> shift;
+    rest = magnitude & (((uint32_t)1 << shift) - 1);
+    half = (uint32_t)1 << (shift - 1);
+  }
+  if (rest > half || (rest == half && (keep & 1u))) keep++;
+  return (uint16_t)(sign | keep);
+}
+
+RANKS_DEF float ranks_from_bf16(uint16_t h) { return ranks_from_bits((uint32_t)h << 16); }
+
+RANKS_DEF uint16_t ranks_to_bf16(float f) {
+  uint32_t u = ranks_to_bits(f);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
+  return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+
+/* Where the canonical tree over ranks [0, n) splits: the largest power of two below n. */
+RANKS_DEF int ranks_split(int n) {
+  int half = 1;
+  while (half * 2 < n) half *= 2;
+  return half;
+}
+
+/* value(arg, rank) summed over [lo, hi) in canonical order. */
+RANKS_DEF float ranks_tree_f32(float (*value)(void *arg, int rank), void *arg, int lo, int hi) {
+  int mid;
+  if (hi - lo == 1) return value(arg, lo);
+  mid = lo + ranks_split(hi - lo);
+  return ranks_tree_f32(value, arg, lo, mid) + ranks_tree_f32(value, arg, mid, hi);
+}
+
+RANKS_DEF double ranks_tree_f64(double (*value)(void *arg, int rank), void *arg, int lo, int hi) {
+  int mid;
+  if (hi - lo == 1) return value(arg, lo);
+  mid = lo + ranks_split(hi - lo);
+  return ranks_tree_f64(value, arg, lo, mid) + ranks_tree_f64(value, arg, mid, hi);
+}
+
+RANKS_DEF double ranks_load(cddp_dtype dtype, const void *buf, size_t i) {
+  const unsigned char *p = (const unsigned char *)buf + i * cddp_dtype_size(dtype);
+  uint16_t h;
+  float f;
+  double d;
+  if (dtype == CDDP_F64) return memcpy(&d, p, 8), d;
+  if (dtype == CDDP_F32) return memcpy(&f, p, 4), (double)f;
+  memcpy(&h, p, 2);
+  return (double)(dtype == CDDP_F16 ? ranks_from_f16(h) : ranks_from_bf16(h));
+}
+
+/* Stores a float type's element, rounded once (through f32 for the 16-bit types). */
+RANKS_DEF void ranks_store(cddp_dtype dtype, void *buf, size_t i, double v) {
+  unsigned char *p = (unsigned char *)buf + i * cddp_dtype_size(dtype);
+  float f = (float)v;
+  uint16_t h = dtype == CDDP_F16 ? ranks_to_f16(f) : ranks_to_bf16(f);
+  if (dtype == CDDP_F64) memcpy(p, &v, 8);
+  else if (dtype == CDDP_F32) memcpy(p, &f, 4);
+  else memcpy(p, &h, 2);
+}
+
+#endif
