@@ -41,10 +41,11 @@
    Compile options, defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
-   Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too). Links nothing but libc,
-   threads. Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as
-   torchrun sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (ranks must share it), CDDP_STORE_PROTO
-   (old or new).
+   Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
+   only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits.
+   Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
+   sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), and
+   CDDP_STORE_PROTO (old or new: the dialect of a TCPStore server that is not ours).
 
    CONTENTS: search for the mark
      >>api          the public interface, with the rules of each call
@@ -62,7 +63,7 @@
      >>sgd          the optimizer's arithmetic      >>buckets      distributed data parallel
      >>sampler      DistributedSampler              >>spawn        processes and threads as ranks
      >>validate     argument checks                 >>public       the functions of >>api
-     >>history      changes                         >>license
+     >>history      changes                         >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -125,6 +126,8 @@ typedef enum cddp_result {
 
 /* The result's name, "CDDP_TIMEOUT" for CDDP_TIMEOUT. Never NULL. */
 CDDPDEF const char *cddp_result_name(cddp_result r);
+/* The result in words, "timed out" for CDDP_TIMEOUT. Never NULL. */
+CDDPDEF const char *cddp_result_text(cddp_result r);
 
 /* One sentence about this thread's last failure: operation, rank, peer, address, errno, cure. Never
    NULL; "" before the first failure. Valid until this thread's next failing call. */
@@ -564,15 +567,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
 #define CDDP__KEYS_MAX 131072u       /* keys in one store command, likewise */
 
-#if defined(__GNUC__) && !defined(__clang__)
-#define CDDP__OPTIMIZE __attribute__((optimize("O3"))) /* vectorises at -O1 and -O2 too */
-#else
-#define CDDP__OPTIMIZE
-#endif
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
-#define CDDP__UNUSED __attribute__((unused))
 
 /* >>structs ------------------------------------------------------------------------------------
    Every private struct. "shared" = in memory that the ranks of a host share, so no pointers and
@@ -4964,7 +4961,7 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
 
 /* Part `part` of n elements: contiguous parts that cover all, cut at multiples of granule, their
    sizes differing by at most a granule (the last ones are larger, as the end may be cut short). */
-static void cddp__slice_range(size_t n, size_t granule, int parts, int part, size_t *begin,
+static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *begin,
                               size_t *end) {
   size_t grains = n / granule + (n % granule != 0), i = (size_t)part;
   size_t each = grains / (size_t)parts, plain = (size_t)parts - grains % (size_t)parts;
@@ -4972,8 +4969,6 @@ static void cddp__slice_range(size_t n, size_t granule, int parts, int part, siz
   *begin = first >= grains ? n : first * granule;
   *end = first + count >= grains ? n : (first + count) * granule;
 }
-#define cddp__slice(n, granule, parts, part, begin, end) \
-  cddp__slice_range(n, granule, parts, part, begin, end)
 
 /* The bucket that parameters of one dtype are being added to. */
 typedef struct cddp__open_bucket {
@@ -5219,6 +5214,12 @@ static void cddp__name_rank(const cddp_group *g, int rank, char *out, size_t n) 
              g->host->name);
 }
 
+/* Without pidfds (an old valgrind): whether the process id is free again. */
+static bool cddp__process_gone(const cddp_group *g, int rank) {
+  if (g->host->threads || rank == g->rank) return false;
+  return kill((pid_t)g->host->pids[g->members[rank]], 0) != 0 && errno == ESRCH;
+}
+
 /* Whether the rank's process has ended or has left the group. */
 static bool cddp__rank_gone(const cddp_group *g, int rank, const char **how) {
   uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state);
@@ -5230,7 +5231,7 @@ static bool cddp__rank_gone(const cddp_group *g, int rank, const char **how) {
     *how = "left the group (cddp_destroy)";
   } else if (state == CDDP__SEAT_DEAD) {
     *how = "ended: its thread function returned";
-  } else if (fd.fd >= 0 && poll(&fd, 1, 0) == 1) {
+  } else if (fd.fd >= 0 ? poll(&fd, 1, 0) == 1 : cddp__process_gone(g, rank)) {
     *how = "died: its process has ended";
   } else {
     return false;
@@ -5409,7 +5410,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->board = (cddp__board *)(void *)board;
   g->timeout_s = timeout_s;
   g->crowded = size > h->cores;
-  g->spin = g->crowded ? CDDP__SPIN_CROWDED : CDDP__SPIN;
+  g->spin = h->size > h->cores ? CDDP__SPIN_CROWDED : CDDP__SPIN;
   pthread_mutex_init(&g->fail_lock, NULL);
   pthread_mutex_init(&g->mail_lock, NULL);
   pthread_mutex_init(&g->engine.lock, NULL);
@@ -6882,7 +6883,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
    The arithmetic of torch.optim.SGD, to the last bit: every a + s * b is one fused multiply-add, as
    in PyTorch's AVX2 kernels, or (separate) is rounded after the multiply, as without AVX2. Scalars
    are computed in double and rounded once to the parameter's dtype. f16 and bf16 compute each
-   operation in f32 and round its result. */
+   operation in f32 and round its result, as PyTorch's vector loops do; its scalar loops, which take
+   the last elements of each thread's chunk of bf16, round the product too. */
 
 #if defined(__clang__)
 #pragma clang diagnostic push
@@ -7043,8 +7045,8 @@ static void cddp__sgd_half_block(const cddp__sgd_rule *r, const cddp__sgd_pass *
   if (m != NULL) k->kernels->narrow(m, wide_m, n, k->dtype);
 }
 
-/* p_out[i] = one step from p_in[i] with gradient g[i]; p_out may be p_in. Elementwise: any piece of a
-   parameter may be done on its own. momentum: NULL if the rule has none; first: no value yet. */
+/* p_out[i] = one step from p_in[i] with gradient g[i]; p_out may be p_in. Elementwise: any piece of
+   a parameter may be done on its own. momentum: NULL if the rule has none; first: no value yet. */
 static void cddp__sgd_update(const cddp__sgd_rule *r, cddp_dtype dtype, void *p_out,
                              const void *p_in, const void *g, void *momentum, size_t n,
                              bool first) {
@@ -7618,6 +7620,7 @@ static void cddp__fetch_gradient(cddp_ddp *d, int i) { /* the caller's memory ->
 
 /* Takes the parameter off its bucket; launches what that completes. lock held. */
 static cddp_result cddp__count_down(cddp_ddp *d, int param) {
+  CDDP_ASSERT(d->buckets[d->tensors[param].bucket].remaining > 0);
   d->buckets[d->tensors[param].bucket].remaining--;
   if (d->stepping && d->desc.comm_hook == NULL)
     return CDDP_OK; /* step() reduces and updates at once */
@@ -8348,8 +8351,9 @@ static void cddp__child(int (*fn)(int, void *), void *arg, int rank, int nprocs,
 
 typedef struct cddp__children {
   pid_t *pids; /* 0: reaped */
-  int n, alive, fd_count;
-  struct pollfd *fds; /* pidfds of all */
+  int n, alive;
+  bool blind;         /* no pidfds on this system: look every 10 ms */
+  struct pollfd *fds; /* pidfds of all, -1 when reaped */
 } cddp__children;
 
 static void cddp__signal_children(cddp__children *c, int signal_number) {
@@ -8380,7 +8384,7 @@ static void cddp__reap_children(cddp__children *c, cddp_result *first, char *tex
     if (pid <= 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
     c->pids[i] = 0;
     c->alive--;
-    close(c->fds[i].fd);
+    if (c->fds[i].fd >= 0) close(c->fds[i].fd);
     c->fds[i].fd = -1;
     if (cddp__judge_child(i, pid, status) == CDDP_OK || !fresh) continue;
     if (*first == CDDP_OK || (WIFSIGNALED(status) && !by_signal))
@@ -8405,7 +8409,8 @@ static cddp_result cddp__watch_children(cddp__children *c, cddp_result started) 
       deadline = cddp__now() + (signal_number == SIGTERM ? CDDP__GRACE_S : 1);
       signal_number = SIGKILL;
     }
-    poll(c->fds, (nfds_t)c->n, first == CDDP_OK ? -1 : cddp__poll_ms(deadline, 1000));
+    poll(c->fds, (nfds_t)c->n,
+         c->blind ? 10 : first == CDDP_OK ? -1 : cddp__poll_ms(deadline, 1000));
     cddp__reap_children(c, &first, text, sizeof text);
   }
   return first == CDDP_OK ? CDDP_OK : cddp__fail(first, "%s", text);
@@ -8423,7 +8428,8 @@ static cddp_result cddp__fork_children(cddp__children *c, int (*fn)(int, void *)
     c->alive++;
     c->fds[i].events = POLLIN;
     c->fds[i].fd = (int)syscall(SYS_pidfd_open, pid, 0u);
-    if (c->fds[i].fd < 0) return cddp__fail_errno("pidfd_open");
+    if (c->fds[i].fd < 0 && errno != ENOSYS) return cddp__fail_errno("pidfd_open");
+    if (c->fds[i].fd < 0) c->blind = true; /* under valgrind 3.19, say */
   }
   return CDDP_OK;
 }
@@ -8442,9 +8448,12 @@ static cddp_result cddp__spawn(int (*fn)(int, void *), void *arg, int nprocs) {
   } else {
     for (i = 0; i < nprocs; i++) c.fds[i].fd = -1;
     fflush(NULL); /* or the children would print it again */
-    r = cddp__watch_children(&c, cddp__fork_children(&c, fn, arg, fd, port));
+    r = cddp__fork_children(&c, fn, arg, fd, port);
+    close(fd); /* rank 0 has it */
+    fd = -1;
+    r = cddp__watch_children(&c, r);
   }
-  close(fd);
+  if (fd >= 0) close(fd);
   free(c.pids);
   free(c.fds);
   return r;
@@ -8869,6 +8878,10 @@ CDDPDEF const char *cddp_result_name(cddp_result r) {
   return (unsigned)r < CDDP__RESULT_COUNT ? cddp__result_names[r] : "not a cddp_result";
 }
 
+CDDPDEF const char *cddp_result_text(cddp_result r) {
+  return (unsigned)r < CDDP__RESULT_COUNT ? cddp__result_texts[r] : "not a cddp_result";
+}
+
 CDDPDEF const char *cddp_error(void) { return cddp__error_text; }
 
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
@@ -9199,10 +9212,11 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
   (*out)->used = desc->ddp->used;
   return CDDP_OK;
 }
-#endif
-#endif
-/* >>history ----------------------------------------------------------------------------------------
-   0.1  (2026-11)  first version: CPU backend on one host, DDP, SGD, sampler, spawn, store          */
+#endif /* CDDP_IMPLEMENTATION_DONE */
+#endif /* CDDP_IMPLEMENTATION */
+
+/* >>history ---------------------------------------------------------------------------------------
+   0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------
 

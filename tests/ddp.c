@@ -1082,6 +1082,7 @@ static int run_fused_unused(cddp_group *g, void *arg) {
     model m[2];
     cddp_ddp_desc d;
     cddp_sgd_desc o;
+    size_t c;
     int i;
     small_buckets(&d);
     d.find_unused_parameters = true;
@@ -1098,6 +1099,8 @@ static int run_fused_unused(cddp_group *g, void *arg) {
       float old = ((float *)m[0].p[1].data)[0];
       for (i = 0; i < 2; i++)
         for (k = 0; k < 6; k++) {
+          if (k == 1 && step == 4) /* held, the same on all ranks, but not said to be ready */
+            for (c = 0; c < m[i].p[1].count; c++) ((float *)m[i].p[1].grad)[c] = 0.5f;
           if ((k == 1 && step % 3 != 2) || (k == 2 && (cddp_rank(g) + step) % 2 == 0)) continue;
           backward_one(&m[i], step, k);
           CHECK_OK(cddp_ddp_ready(m[i].ddp, k));

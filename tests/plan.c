@@ -47,8 +47,8 @@ static void test_buckets_of_pytorch(void) {
       params[i].dtype = (cddp_dtype)*p++;
     }
     for (i = 0; i < n; i++) order[i] = (int)*p++;
-    CHECK_OK(cddp__plan_buckets(&plan, params, n, explicit_order ? order : NULL, limits, limit_count,
-                                NULL));
+    CHECK_OK(cddp__plan_buckets(&plan, params, n, explicit_order ? order : NULL, limits,
+                                limit_count, NULL));
     CHECK_EQ(plan.bucket_count, *p);
     p++;
     for (b = 0; b < plan.bucket_count; b++) {

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit 1
 
 patterns=("$@")
 variants="plain asan tsan clang clang-asan"
-valgrind_tests="starts trajectories groups"
+valgrind_tests="groups p2p trajectories"
 tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(room\|public\) .*/\1/p' tests/variant.ninja)
 passed=0 failed=0 skipped=0
 failures=()
