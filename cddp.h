@@ -606,9 +606,10 @@ typedef struct cddp__line {
   } u;
 } cddp__line;
 
-/* shared: a posted send. state is written by both sides in turn, the rest by the sender. */
+/* shared: a posted send. state is written by both sides in turn, the rest by the sender. Only the
+   rank named in a posted parcel's state may look at the rest: others' parcels change under it. */
 typedef struct cddp__parcel {
-  cddp__atomic_u32 state; /* CDDP__PARCEL_* */
+  cddp__atomic_u32 state; /* CDDP__PARCEL_*, for POSTED with the receiver: CDDP__POSTED_TO */
   int32_t to, tag;
   uint32_t dtype;
   uint64_t count;  /* elements */
@@ -617,6 +618,7 @@ typedef struct cddp__parcel {
   cddp__ref ref;
 } cddp__parcel;
 enum { CDDP__PARCEL_FREE, CDDP__PARCEL_POSTED, CDDP__PARCEL_DONE, CDDP__PARCEL_REFUSED };
+#define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__PARCEL_POSTED | (uint32_t)(rank) << 8)
 
 #define CDDP__PARCELS 128 /* sends in flight per rank and group */
 
@@ -6020,6 +6022,11 @@ static void cddp__notify(cddp_group *g, int rank) {
   if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->mail);
 }
 
+static bool cddp__parcel_posted(const cddp_group *g, int index) { /* one of this rank's own */
+  uint32_t state = cddp__load32(&cddp__seat_of(g, g->rank)->parcels[index].state);
+  return (state & 255) == CDDP__PARCEL_POSTED;
+}
+
 /* Frees parcels whose receiver is done and whose send has returned. mail_lock held. */
 static size_t cddp__reap_parcels(cddp_group *g) { /* returns bytes still in copies */
   cddp__seat *seat = cddp__seat_of(g, g->rank);
@@ -6103,7 +6110,7 @@ static cddp_result cddp__try_post(cddp_group *g, const void *buf, size_t count, 
     p->count = count;
     p->number = ++g->parcel_number;
     p->ref = ref;
-    cddp__store32(&p->state, CDDP__PARCEL_POSTED);
+    cddp__store32(&p->state, CDDP__POSTED_TO(peer));
     if ((uint32_t)i >= cddp__load32(&seat->parcel_top))
       cddp__store32(&seat->parcel_top, (uint32_t)i + 1);
   }
@@ -6119,8 +6126,7 @@ static cddp__parcel *cddp__find_parcel(cddp_group *g, const cddp__pending *q) {
   cddp__parcel *best = NULL;
   for (i = 0; i < top && i < CDDP__PARCELS; i++) {
     cddp__parcel *p = &seat->parcels[i];
-    if (cddp__load32(&p->state) != CDDP__PARCEL_POSTED || p->to != g->rank || p->tag != q->tag)
-      continue;
+    if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) || p->tag != q->tag) continue;
     if (best == NULL || p->number < best->number) best = p;
   }
   return best;
@@ -6205,7 +6211,7 @@ static bool cddp__mail_ready(cddp_group *g, const cddp__pending *q, int parcel, 
   if (q != NULL)
     ready = q->done;
   else if (parcel >= 0)
-    ready = cddp__load32(&cddp__seat_of(g, g->rank)->parcels[parcel].state) != CDDP__PARCEL_POSTED;
+    ready = !cddp__parcel_posted(g, parcel);
   else
     ready = cddp__free_parcel(g, bytes) >= 0;
   pthread_mutex_unlock(&g->mail_lock);
@@ -6754,7 +6760,7 @@ static cddp_result cddp__share_board(cddp_group *g, const int *members, int n, c
   if (n == 0) return CDDP_OK;
   *ref = cddp__line_of(g, members[0], g->step)->u.ref;
   if (ref->kind == CDDP__REF_NONE)
-    cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d could not allocate the group", members[0]);
+    cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d had no memory for the new group", members[0]);
   else if (cddp__locate(g->host, ref, &p) == CDDP_OK)
     *board = (char *)p;
   return CDDP_OK;
@@ -6802,7 +6808,7 @@ static void cddp__group_leave(cddp_group *g) {
   }
   cddp__engine_stop(g);
   for (i = 0; i < CDDP__PARCELS; i++) /* messages not yet received stay where they are */
-    if (cddp__load32(&seat->parcels[i].state) != CDDP__PARCEL_POSTED)
+    if (!cddp__parcel_posted(g, i))
       cddp__arena_free(h, g->outgoing[i].stage);
   (void)cddp__swap32(&seat->state, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT);
   cddp__wake_all(g);
@@ -8038,8 +8044,9 @@ static cddp_result cddp__fuse(cddp_ddp *d, cddp_sgd *s, bool averaged) {
   if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 2)) != CDDP_OK) return r;
   if ((r = cddp__fetch_weights(d, s)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++) {
-    if (!cddp__steps(d, s, i)) continue;
-    if (s->rule.momentum != 0) s->started[i] = true;
+    bool skipped = !cddp__steps(d, s, i);
+    if (s->rule.momentum != 0 && !skipped) s->started[i] = true;
+    if (skipped) memset(d->arena + d->tensors[i].offset, 0, d->tensors[i].room);
     if (!d->tensors[i].placed && d->params[i].count > 0)
       memset(d->params[i].grad, 0, d->params[i].count * cddp__dtype_size(d->params[i].dtype));
   }

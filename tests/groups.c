@@ -1,12 +1,12 @@
 /* Sub-groups: split, rank lists, nesting, several used at once, and nothing left behind. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
-#include "test.h"
 #include "ranks.h"
 
 #include <pthread.h>
 
-/* The sum over the group of (rank in the world + 1), large and small, tells whether the right ranks met. */
+/* The sum over the group of (rank in the world + 1), large and small, tells whether the right
+   ranks met. */
 static void check_members(cddp_group *g, int world_rank, int expected_sum) {
   size_t n = 20000, i;
   int32_t one = world_rank + 1, *many = (int32_t *)cddp_alloc(g, n * 4);
@@ -16,8 +16,7 @@ static void check_members(cddp_group *g, int world_rank, int expected_sum) {
   if (many == NULL) return;
   for (i = 0; i < n; i++) many[i] = world_rank + 1;
   CHECK_OK(cddp_all_reduce(g, many, n, CDDP_I32, CDDP_SUM, NULL));
-  for (i = 0; i < n && many[i] == expected_sum; i++) {
-  }
+  for (i = 0; i < n && many[i] == expected_sum; i++) {}
   CHECK(i == n);
   cddp_free(g, many);
 }
@@ -34,10 +33,11 @@ static void check_order(cddp_group *g, int world_rank, const int *order, int cou
   CHECK(cddp_rank(g) >= 0 && cddp_rank(g) < count && order[cddp_rank(g)] == world_rank);
 }
 
-/* SPLIT --------------------------------------------------------------------------------------- */
+/* SPLIT ---------------------------------------------------------------------------------------- */
 
 static int run_split(cddp_group *g, void *arg) {
-  int before = test_failures, rank = cddp_rank(g), world = cddp_world_size(g), i, count = 0, sum = 0;
+  int before = test_failures, rank = cddp_rank(g), world = cddp_world_size(g), i, count = 0,
+      sum = 0;
   int order[64];
   cddp_group *s = NULL;
   (void)arg;
@@ -86,7 +86,7 @@ static void test_split(void) {
   }
 }
 
-/* RANK LISTS ---------------------------------------------------------------------------------- */
+/* RANK LISTS ----------------------------------------------------------------------------------- */
 
 static void list_misuse(cddp_group *g) {
   static const int twice[] = {1, 0, 1}, outside[] = {0, 5}, negative[] = {-1, 0};
@@ -158,8 +158,10 @@ static int run_split_against_all_reduce(cddp_group *g, void *arg) {
   cddp_group *s = NULL;
   float x = 1;
   (void)arg;
-  if (cddp_rank(g) == 1) CHECK_IS(cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL), CDDP_MISMATCH);
-  else CHECK_IS(cddp_group_split(g, 0, 0, &s), CDDP_MISMATCH);
+  if (cddp_rank(g) == 1)
+    CHECK_IS(cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL), CDDP_MISMATCH);
+  else
+    CHECK_IS(cddp_group_split(g, 0, 0, &s), CDDP_MISMATCH);
   CHECK(s == NULL);
   return test_failures != before;
 }
@@ -171,7 +173,7 @@ static void test_disagreement(void) {
   CHECK_OK(ranks_run(run_split_against_all_reduce, NULL, 3, true));
 }
 
-/* NESTING: halves of halves down to single ranks, all alive at once. -------------------------- */
+/* NESTING: halves of halves down to single ranks, all alive at once. --------------------------- */
 
 static int run_nested(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g), depth = 0, lo = 0, hi = cddp_world_size(g), i;
@@ -181,8 +183,10 @@ static int run_nested(cddp_group *g, void *arg) {
   while (hi - lo > 1) {
     int mid = (lo + hi) / 2;
     CHECK_OK(cddp_group_split(level[depth - 1], rank >= mid, rank, &level[depth]));
-    if (rank >= mid) lo = mid;
-    else hi = mid;
+    if (rank >= mid)
+      lo = mid;
+    else
+      hi = mid;
     check_members(level[depth], rank, (lo + 1 + hi) * (hi - lo) / 2);
     depth++;
   }
@@ -216,7 +220,7 @@ static void test_nested(void) {
   }
 }
 
-/* AT ONCE: two sub-groups and their parent, each from a thread of its own. -------------------- */
+/* AT ONCE: two sub-groups and their parent, each from a thread of its own. --------------------- */
 
 typedef struct user {
   cddp_group *g;
@@ -234,13 +238,13 @@ static void *use_group(void *arg) {
     n = (size_t)(ranks_mix(u->seed, (uint64_t)loop, 0) % (most / 4)) + 1;
     for (i = 0; i < 4 * n; i++) x[i] = u->world_rank + 1;
     if (loop % 3 == 0) {
-      for (k = 0; k < 4; k++) CHECK_OK(cddp_all_reduce(u->g, x + k * n, n, CDDP_I32, CDDP_SUM, &w[k]));
+      for (k = 0; k < 4; k++)
+        CHECK_OK(cddp_all_reduce(u->g, x + k * n, n, CDDP_I32, CDDP_SUM, &w[k]));
       for (k = 0; k < 4; k++) CHECK_OK(cddp_wait(w[3 - k]));
     } else {
       CHECK_OK(cddp_all_reduce(u->g, x, 4 * n, CDDP_I32, CDDP_SUM, NULL));
     }
-    for (i = 0; i < 4 * n && x[i] == u->sum; i++) {
-    }
+    for (i = 0; i < 4 * n && x[i] == u->sum; i++) {}
     CHECK(i == 4 * n);
     if (i != 4 * n) break;
     if (loop % 8 == 0) CHECK_OK(cddp_barrier(u->g));
@@ -280,7 +284,7 @@ static void test_at_once(void) {
   CHECK_OK(ranks_run(run_at_once, NULL, 4, true));
 }
 
-/* A sub-group's failure is its own: the parent and the other half go on. ---------------------- */
+/* A sub-group's failure is its own: the parent and the other half go on. ----------------------- */
 
 static int run_broken_child(cddp_group *g, void *arg) { /* 4 ranks */
   int before = test_failures, rank = cddp_rank(g);
@@ -307,7 +311,7 @@ static void test_broken_child(void) {
   CHECK_OK(ranks_run(run_broken_child, NULL, 4, true));
 }
 
-/* Destroying is local; a member that still waits hears of it. --------------------------------- */
+/* Destroying is local; a member that still waits hears of it. ---------------------------------- */
 
 static int run_left_behind(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g);
@@ -336,7 +340,7 @@ static void test_left_behind(void) {
   CHECK_OK(ranks_run(run_left_behind, NULL, 3, true));
 }
 
-/* LEAKS --------------------------------------------------------------------------------------- */
+/* LEAKS ---------------------------------------------------------------------------------------- */
 
 static int count_lines(const char *path) {
   FILE *f = fopen(path, "r");

@@ -1,7 +1,7 @@
-/* cddp_init: variables, addresses, files, secrets, late and missing ranks, and the words of each error. */
+/* cddp_init: variables, addresses, files, secrets, late and missing ranks, and the words of each
+   error. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
-#include "test.h"
 #include "ranks.h"
 
 #include <pthread.h>
@@ -69,8 +69,10 @@ static pid_t start_member(member *m) {
   clear_variables();
   if (m->world > 0) ranks_environment(m->rank, m->world, m->port);
   if (m->name != NULL) {
-    if (m->value != NULL) setenv(m->name, m->value, 1);
-    else unsetenv(m->name);
+    if (m->value != NULL)
+      setenv(m->name, m->value, 1);
+    else
+      unsetenv(m->name);
   }
   memset(m->seen, 0, sizeof *m->seen);
   m->seen->result = CDDP__RESULT_COUNT; /* "it never said" */
@@ -81,7 +83,7 @@ static pid_t start_member(member *m) {
 
 /* Starts all, waits for all; nothing may hang, crash or leave anything behind. */
 static void launch(member *m, int n, double seconds) {
-  pid_t pid[64];
+  pid_t pid[64] = {0};
   int status[64], i;
   for (i = 0; i < n; i++) pid[i] = start_member(&m[i]);
   ranks_join(pid, n, seconds, status);
@@ -110,7 +112,9 @@ static void prepare(member *m, int n) {
   }
 }
 
-static bool says(const member *m, const char *word) { return strcasestr(m->seen->text, word) != NULL; }
+static bool says(const member *m, const char *word) {
+  return strcasestr(m->seen->text, word) != NULL;
+}
 
 /* The number stands in the text on its own, not as a part of an address or of another number. */
 static bool says_number(const member *m, int number) {
@@ -126,7 +130,8 @@ static bool says_number(const member *m, int number) {
 }
 
 /* `m` ended with `want` and its text has both words. */
-static void check_seen(const member *m, cddp_result want, const char *word, const char *word2, int line) {
+static void check_seen(const member *m, cddp_result want, const char *word, const char *word2,
+                       int line) {
   bool ok = m->seen->result == want && says(m, word) && says(m, word2);
   CHECK(ok);
   if (!ok)
@@ -146,7 +151,7 @@ static void check_joined(const member *m, int n) {
   }
 }
 
-/* VARIABLES ----------------------------------------------------------------------------------- */
+/* VARIABLES ------------------------------------------------------------------------------------ */
 
 static void test_alone(void) {
   member m;
@@ -194,13 +199,26 @@ static void test_missing(void) {
 }
 
 static void test_bad_values(void) {
-  static const char *const bad[][2] = {
-      {"RANK", "2"},          {"RANK", "-1"},          {"RANK", "x"},         {"RANK", ""},
-      {"RANK", "0x"},         {"RANK", "1.5"},         {"RANK", "99999999999999999999"},
-      {"WORLD_SIZE", "0"},    {"WORLD_SIZE", "-2"},    {"WORLD_SIZE", "two"}, {"WORLD_SIZE", "2 3"},
-      {"WORLD_SIZE", "4294967298"},                    {"MASTER_PORT", "70000"},
-      {"MASTER_PORT", "-1"},  {"MASTER_PORT", "http"}, {"MASTER_PORT", ""},   {"MASTER_PORT", "29x"},
-      {"MASTER_ADDR", ""},    {"CDDP_TIMEOUT_S", "soon"}, {"CDDP_TIMEOUT_S", "-1"}};
+  static const char *const bad[][2] = {{"RANK", "2"},
+                                       {"RANK", "-1"},
+                                       {"RANK", "x"},
+                                       {"RANK", ""},
+                                       {"RANK", "0x"},
+                                       {"RANK", "1.5"},
+                                       {"RANK", "99999999999999999999"},
+                                       {"WORLD_SIZE", "0"},
+                                       {"WORLD_SIZE", "-2"},
+                                       {"WORLD_SIZE", "two"},
+                                       {"WORLD_SIZE", "2 3"},
+                                       {"WORLD_SIZE", "4294967298"},
+                                       {"MASTER_PORT", "70000"},
+                                       {"MASTER_PORT", "-1"},
+                                       {"MASTER_PORT", "http"},
+                                       {"MASTER_PORT", ""},
+                                       {"MASTER_PORT", "29x"},
+                                       {"MASTER_ADDR", ""},
+                                       {"CDDP_TIMEOUT_S", "soon"},
+                                       {"CDDP_TIMEOUT_S", "-1"}};
   size_t i;
   for (i = 0; i < sizeof bad / sizeof *bad; i++) {
     member m;
@@ -216,10 +234,10 @@ static void test_bad_values(void) {
 }
 
 static void test_bad_desc(void) {
-  static const char *const methods[] = {"",           "tcp://",          "tcp://127.0.0.1",
-                                        "tcp://:1",   "tcp://a:b",       "tcp://127.0.0.1:70000",
-                                        "udp://a:1",  "file://",         "file://relative/path",
-                                        "env:/",      "/somewhere",      "tcp://127.0.0.1:-5"};
+  static const char *const methods[] = {"",          "tcp://",     "tcp://127.0.0.1",
+                                        "tcp://:1",  "tcp://a:b",  "tcp://127.0.0.1:70000",
+                                        "udp://a:1", "file://",    "file://relative/path",
+                                        "env:/",     "/somewhere", "tcp://127.0.0.1:-5"};
   size_t i;
   member m;
   for (i = 0; i < sizeof methods / sizeof *methods; i++) {
@@ -261,7 +279,7 @@ static void test_bad_desc(void) {
   CHECK(m.seen->result == CDDP_OK);
 }
 
-/* ADDRESSES ----------------------------------------------------------------------------------- */
+/* ADDRESSES ------------------------------------------------------------------------------------ */
 
 static void test_port_in_use(void) {
   struct sockaddr_in a;
@@ -355,7 +373,8 @@ static void *join_by_thread(void *arg) {
   return NULL;
 }
 
-static void test_threads_of_one_process(void) { /* ranks need not be processes for cddp_init either */
+static void
+test_threads_of_one_process(void) { /* ranks need not be processes for cddp_init either */
   int fds = ranks_open_fds(), tasks = ranks_threads(), i;
   pthread_t thread[4];
   thread_member t[4];
@@ -375,7 +394,7 @@ static void test_threads_of_one_process(void) { /* ranks need not be processes f
   CHECK(ranks_threads_left(tasks));
 }
 
-/* ORDER --------------------------------------------------------------------------------------- */
+/* ORDER ---------------------------------------------------------------------------------------- */
 
 static void test_late(void) {
   int late, i;
@@ -416,7 +435,8 @@ static void test_never_comes(void) {
     CHECK_SEEN(&m[i], CDDP_TIMEOUT, "", "");
     CHECK(m[i].seen->seconds > 0.45 && m[i].seen->seconds < 0.5 + RANKS_WITHIN(0.7));
     CHECK(says_number(&m[i], 1) && says_number(&m[i], 3));
-    if (!says_number(&m[i], 1) || !says_number(&m[i], 3)) fprintf(stderr, "  '%s'\n", m[i].seen->text);
+    if (!says_number(&m[i], 1) || !says_number(&m[i], 3))
+      fprintf(stderr, "  '%s'\n", m[i].seen->text);
   }
   prepare(m, 2); /* rank 0 never comes */
   m[1].desc.timeout_s = 0.5;
@@ -479,7 +499,7 @@ static void test_world_sizes_differ(void) {
   }
 }
 
-/* FILES --------------------------------------------------------------------------------------- */
+/* FILES ---------------------------------------------------------------------------------------- */
 
 static void use_file(member *m, int n, const char *method) {
   int i;
@@ -568,7 +588,7 @@ static void test_bad_file(void) {
   CHECK(rmdir(dir) == 0);
 }
 
-/* SECRETS ------------------------------------------------------------------------------------- */
+/* SECRETS -------------------------------------------------------------------------------------- */
 
 static void test_secret(void) {
   member m[3];
@@ -610,7 +630,7 @@ static void test_wrong_secret(void) {
   CHECK(m[0].seen->result != CDDP_OK);
 }
 
-/* STRANGERS ----------------------------------------------------------------------------------- */
+/* STRANGERS ------------------------------------------------------------------------------------ */
 
 static int connect_to(int port) {
   struct sockaddr_in a;
@@ -667,7 +687,7 @@ static void test_strangers(void) {
   }
 }
 
-/* HOOKS: all of the group's own memory comes from the allocator and returns to it. ------------ */
+/* HOOKS: all of the group's own memory comes from the allocator and returns to it. ------------- */
 
 typedef struct purse {
   int left, taken, returned; /* left: allocations until there is none; -1: never */
@@ -688,7 +708,8 @@ static void give(void *what, void *user_data) {
   free(what);
 }
 
-/* Everything a program does, in a world of one; each call may say that memory is short, none may do worse. */
+/* Everything a program does, in a world of one; each call may say that memory is short, none may
+   do worse. */
 static bool whole_life(purse *p) {
   float w[8] = {1}, x[8] = {1};
   cddp_param param = {"w", w, NULL, 8, CDDP_F32};

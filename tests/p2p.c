@@ -1,7 +1,7 @@
-/* send and recv: sizes, types, tags out of order, many in flight, patterns that deadlock naive code, misuse. */
+/* send and recv: sizes, types, tags out of order, many in flight, patterns that deadlock naive
+   code, misuse. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
-#include "test.h"
 #include "ranks.h"
 
 static void fill(void *buf, size_t bytes, uint64_t seed) {
@@ -20,13 +20,14 @@ static bool holds(const void *buf, size_t bytes, uint64_t seed) {
 
 static bool mentions(const char *text) { return strcasestr(cddp_error(), text) != NULL; }
 
-/* ONE PAIR: every dtype, sizes from nothing to 8 MB, memory of each kind at each end. --------- */
+/* ONE PAIR: every dtype, sizes from nothing to 8 MB, memory of each kind at each end. ---------- */
 
 static int run_pair(cddp_group *g, void *arg) {
   static const size_t counts[] = {0, 1, 2, 1000, 4099, 100003, 1000000};
   int before = test_failures, rank = cddp_rank(g), dtype, i, k = 0;
   size_t room = 8000000 + 256;
-  unsigned char *shared = (unsigned char *)cddp_alloc(g, room), *heap = (unsigned char *)malloc(room);
+  unsigned char *shared = (unsigned char *)cddp_alloc(g, room),
+                *heap = (unsigned char *)malloc(room);
   (void)arg;
   CHECK(shared != NULL && heap != NULL);
   if (shared == NULL || heap == NULL) return 1;
@@ -60,7 +61,7 @@ static void test_pair(void) {
   CHECK_OK(ranks_run(run_pair, NULL, 2, true));
 }
 
-/* TAGS: a recv takes the oldest send with its tag; the others wait their turn. ---------------- */
+/* TAGS: a recv takes the oldest send with its tag; the others wait their turn. ----------------- */
 
 static int run_tags(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g), order[24], i;
@@ -105,7 +106,7 @@ static void test_tags(void) {
   }
 }
 
-/* IN FLIGHT: all pairs at once, every handle waited for in another order. --------------------- */
+/* IN FLIGHT: all pairs at once, every handle waited for in another order. ---------------------- */
 
 #define PER_PEER 6
 
@@ -114,7 +115,9 @@ static size_t message_count(int from, int to, int k) {
   return counts[(from + to + k) % PER_PEER];
 }
 
-static uint64_t message_seed(int from, int to, int k) { return (uint64_t)(from * 10000 + to * 100 + k); }
+static uint64_t message_seed(int from, int to, int k) {
+  return (uint64_t)(from * 10000 + to * 100 + k);
+}
 
 static int run_all_pairs(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g), world = cddp_world_size(g), peer, k, i = 0, all;
@@ -151,17 +154,22 @@ static int run_all_pairs(cddp_group *g, void *arg) {
   for (peer = 0; peer < world; peer++)
     for (k = 0; k < PER_PEER; k++) {
       int at = peer * PER_PEER + k;
-      CHECK(peer == rank || holds(in[at], message_count(peer, rank, k) * 2, message_seed(peer, rank, k)));
+      CHECK(peer == rank ||
+            holds(in[at], message_count(peer, rank, k) * 2, message_seed(peer, rank, k)));
       CHECK(holds(out[at], message_count(rank, peer, k) * 2, message_seed(rank, peer, k)));
     }
   CHECK_OK(cddp_barrier(g));
   for (peer = 0; peer < world; peer++)
     for (k = 0; k < PER_PEER; k++) {
       int at = peer * PER_PEER + k;
-      if (k & 1) free(in[at]);
-      else cddp_free(g, in[at]);
-      if (k & 2) free(out[at]);
-      else cddp_free(g, out[at]);
+      if (k & 1)
+        free(in[at]);
+      else
+        cddp_free(g, in[at]);
+      if (k & 2)
+        free(out[at]);
+      else
+        cddp_free(g, out[at]);
     }
   return test_failures != before;
 }
@@ -178,7 +186,7 @@ static void test_all_pairs(void) {
   }
 }
 
-/* EXCHANGES: async recv, then a blocking send that no small buffer holds. --------------------- */
+/* EXCHANGES: async recv, then a blocking send that no small buffer holds. ---------------------- */
 
 static int run_ring(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g), world = cddp_world_size(g), step;
@@ -188,7 +196,8 @@ static int run_ring(cddp_group *g, void *arg) {
   CHECK(in != NULL && out != NULL);
   if (in == NULL || out == NULL) return 1;
   fill(out, n * 8, (uint64_t)rank);
-  for (step = 1; step <= world; step++) { /* pass on what came: all see everybody's, then their own */
+  for (step = 1; step <= world;
+       step++) { /* pass on what came: all see everybody's, then their own */
     cddp_work *w;
     CHECK_OK(cddp_recv(g, in, n, CDDP_I64, last, 0, &w));
     CHECK_OK(cddp_send(g, out, n, CDDP_I64, next, 0, NULL));
@@ -273,7 +282,7 @@ static void test_beside_collective(void) {
   }
 }
 
-/* THREADS: four threads of each rank, each on a tag of its own. ------------------------------- */
+/* THREADS: four threads of each rank, each on a tag of its own. -------------------------------- */
 
 typedef struct talker {
   cddp_group *g;
@@ -318,7 +327,7 @@ static void test_talkers(void) {
   CHECK_OK(ranks_run(run_talkers, NULL, 2, true));
 }
 
-/* SELF ---------------------------------------------------------------------------------------- */
+/* SELF ----------------------------------------------------------------------------------------- */
 
 static int run_self(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g);
@@ -353,12 +362,12 @@ static void test_self(void) {
   CHECK_OK(ranks_run(run_self, NULL, 2, false));
 }
 
-/* MISUSE -------------------------------------------------------------------------------------- */
+/* MISUSE --------------------------------------------------------------------------------------- */
 
-#define CHECK_INVALID(call)                  \
-  do {                                       \
-    CHECK_IS(call, CDDP_INVALID_ARGUMENT);   \
-    CHECK(cddp_error()[0] != 0);             \
+#define CHECK_INVALID(call)                                                                        \
+  do {                                                                                             \
+    CHECK_IS(call, CDDP_INVALID_ARGUMENT);                                                         \
+    CHECK(cddp_error()[0] != 0);                                                                   \
   } while (0)
 
 static int run_misuse(cddp_group *g, void *arg) {
@@ -388,7 +397,7 @@ static void test_misuse(void) {
   CHECK_OK(ranks_run(run_misuse, NULL, 3, true));
 }
 
-/* MISMATCH: both sides hear of it, at once or in the next call when the send has returned. ---- */
+/* MISMATCH: both sides hear of it, at once or in the next call when the send has returned. ----- */
 
 typedef struct pairing {
   size_t sent, wanted;
@@ -407,8 +416,10 @@ static int run_mismatch(cddp_group *g, void *arg) {
   CHECK(x != NULL);
   if (x == NULL) return 1;
   memset(x, 0, bytes);
-  if (rank == 0) r = cddp_send(g, x, p->sent, p->sent_type, 1, 3, p->async ? &w : NULL);
-  else r = cddp_recv(g, x, p->wanted, p->wanted_type, 0, 3, p->async ? &w : NULL);
+  if (rank == 0)
+    r = cddp_send(g, x, p->sent, p->sent_type, 1, 3, p->async ? &w : NULL);
+  else
+    r = cddp_recv(g, x, p->wanted, p->wanted_type, 0, 3, p->async ? &w : NULL);
   if (w != NULL) r = cddp_wait(w);
   if (rank == 1 || p->both) CHECK_IS(r, CDDP_MISMATCH);
   CHECK_IS(cddp_barrier(g), CDDP_MISMATCH);
@@ -416,8 +427,10 @@ static int run_mismatch(cddp_group *g, void *arg) {
   CHECK(mentions(text));
   snprintf(text, sizeof text, "%zu", p->wanted);
   CHECK(mentions(text));
-  if (p->both) cddp_free(g, x);
-  else free(x);
+  if (p->both)
+    cddp_free(g, x);
+  else
+    free(x);
   return test_failures != before;
 }
 
@@ -442,7 +455,7 @@ static void test_mismatch(void) {
   }
 }
 
-/* LOST AND LATE ------------------------------------------------------------------------------- */
+/* LOST AND LATE -------------------------------------------------------------------------------- */
 
 typedef struct loss {
   double *died_at;
@@ -473,8 +486,10 @@ static int lossy_rank(int rank, void *arg) {
     *l->died_at = test_now();
     kill(getpid(), SIGKILL);
   }
-  if (l->how == 1) r = cddp_send(g, x, n, CDDP_F32, 1, 0, NULL);
-  else r = cddp_recv(g, x, n, CDDP_F32, 1, 0, l->how == 2 ? &w : NULL);
+  if (l->how == 1)
+    r = cddp_send(g, x, n, CDDP_F32, 1, 0, NULL);
+  else
+    r = cddp_recv(g, x, n, CDDP_F32, 1, 0, l->how == 2 ? &w : NULL);
   if (w != NULL) {
     CHECK_OK(r);
     r = cddp_wait(w);
@@ -553,7 +568,7 @@ static void test_thread_leaves(void) {
   CHECK_IS(ranks_run(run_thread_leaves, NULL, 2, true), CDDP_PEER_LOST);
 }
 
-/* What a rank has sent before it leaves is still received. ------------------------------------ */
+/* What a rank has sent before it leaves is still received. ------------------------------------- */
 
 static int run_send_and_leave(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g);

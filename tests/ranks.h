@@ -1,7 +1,9 @@
-/* Ranks for tests: one function on n processes or n threads, and the small tools several tests need. Included after
-   cddp.h and test.h. */
+/* Ranks for tests: one function on n processes or n threads, and the small tools several tests
+   need. Included after cddp.h; brings test.h with it. */
 #ifndef RANKS_H
 #define RANKS_H
+
+#include "test.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -40,7 +42,7 @@
 #define RANKS_SLOW 0
 #endif
 
-/* `seconds` that a deadline test may take; ten times that where a sanitizer slows everything down. */
+/* `seconds` that a deadline test may take; ten times that where a sanitizer slows it down. */
 #define RANKS_WITHIN(seconds) ((seconds) * (RANKS_SLOW ? 10 : 1))
 
 typedef int (*ranks_fn)(cddp_group *g, void *arg);
@@ -54,8 +56,7 @@ RANKS_DEF void ranks_sleep(double seconds) {
   struct timespec t;
   t.tv_sec = (time_t)seconds;
   t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
-  while (nanosleep(&t, &t) != 0 && errno == EINTR) {
-  }
+  while (nanosleep(&t, &t) != 0 && errno == EINTR) {}
 }
 
 /* A good hash of three numbers: the source of all test data. */
@@ -77,7 +78,9 @@ RANKS_DEF int ranks_entries(const char *directory) {
   return n;
 }
 
-RANKS_DEF int ranks_open_fds(void) { return ranks_entries("/proc/self/fd") - 1; /* opendir's own */ }
+RANKS_DEF int ranks_open_fds(void) {
+  return ranks_entries("/proc/self/fd") - 1; /* opendir's own */
+}
 
 /* The thread sanitizer adds one of its own at some point, so there is nothing to count with it. */
 RANKS_DEF int ranks_threads(void) { return RANKS_TSAN ? 1 : ranks_entries("/proc/self/task"); }
@@ -171,8 +174,8 @@ RANKS_DEF pid_t ranks_fork(int (*fn)(int rank, void *arg), int rank, void *arg) 
   return pid;
 }
 
-/* Waits for children; one that is still there after `seconds` is killed. status[i]: as of waitpid, -1 after a kill
-   from here. */
+/* Waits for children; one that is still there after `seconds` is killed. status[i]: as of waitpid,
+   -1 after a kill from here. */
 RANKS_DEF void ranks_join(const pid_t *pid, int n, double seconds, int *status) {
   double deadline = test_now() + seconds;
   int left = n, i;
@@ -196,7 +199,8 @@ RANKS_DEF void ranks_join(const pid_t *pid, int n, double seconds, int *status) 
 }
 
 /* n processes as a launcher script would start them, none of which ends the others. */
-RANKS_DEF void ranks_script(int (*fn)(int rank, void *arg), void *arg, int n, double seconds, int *status) {
+RANKS_DEF void ranks_script(int (*fn)(int rank, void *arg), void *arg, int n, double seconds,
+                            int *status) {
   pid_t pid[64];
   int i, port = ranks_free_port();
   for (i = 0; i < n; i++) {
@@ -230,7 +234,7 @@ RANKS_DEF void ranks_shuffle(int *order, int n, uint64_t seed) {
   }
 }
 
-/* ELEMENTS. The tests' own conversions and their own canonical sum, written from the manual. ------------------------*/
+/* ELEMENTS. The tests' own conversions and their own canonical sum, written from the manual. --- */
 
 RANKS_DEF float ranks_from_bits(uint32_t u) {
   float f;
@@ -321,9 +325,12 @@ RANKS_DEF void ranks_store(cddp_dtype dtype, void *buf, size_t i, double v) {
   unsigned char *p = (unsigned char *)buf + i * cddp_dtype_size(dtype);
   float f = (float)v;
   uint16_t h = dtype == CDDP_F16 ? ranks_to_f16(f) : ranks_to_bf16(f);
-  if (dtype == CDDP_F64) memcpy(p, &v, 8);
-  else if (dtype == CDDP_F32) memcpy(p, &f, 4);
-  else memcpy(p, &h, 2);
+  if (dtype == CDDP_F64)
+    memcpy(p, &v, 8);
+  else if (dtype == CDDP_F32)
+    memcpy(p, &f, 4);
+  else
+    memcpy(p, &h, 2);
 }
 
 #endif

@@ -1,7 +1,7 @@
-/* cddp_spawn and cddp_run_threads: exit codes and signals named, nobody left over, nothing inherited twice. */
+/* cddp_spawn and cddp_run_threads: exit codes and signals named, nobody left over, nothing
+   inherited twice. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
-#include "test.h"
 #include "ranks.h"
 
 #include <fcntl.h>
@@ -21,7 +21,7 @@ typedef struct board {
 
 static board *shared_board(void) { return (board *)ranks_shared(sizeof(board)); }
 
-/* SUCCESS ------------------------------------------------------------------------------------- */
+/* SUCCESS -------------------------------------------------------------------------------------- */
 
 static int sum_ranks(int rank, void *arg) {
   board *b = (board *)arg;
@@ -87,20 +87,20 @@ static int look_at_environment(int rank, void *arg) {
 }
 
 static void test_environment(void) {
-  static const char *const names[] = {"RANK",        "WORLD_SIZE",  "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+  static const char *const names[] = {"RANK",        "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
                                       "MASTER_ADDR", "MASTER_PORT"};
   int n = 3, i;
   setenv("CDDP_TEST_KEEPS", "5", 1);
   CHECK_OK(cddp_spawn(look_at_environment, &n, n));
   for (i = 0; i < 6; i++) CHECK(getenv(names[i]) == NULL); /* the parent's own stays as it was */
-  ranks_environment(7, 9, 1); /* and is overridden in the ranks */
+  ranks_environment(7, 9, 1);                              /* and is overridden in the ranks */
   CHECK_OK(cddp_spawn(look_at_environment, &n, n));
   CHECK(is_set("RANK", 7) && is_set("WORLD_SIZE", 9) && is_set("MASTER_PORT", 1));
   for (i = 0; i < 6; i++) unsetenv(names[i]);
   unsetenv("CDDP_TEST_KEEPS");
 }
 
-/* FAILURE: named by rank; the others are ended. ----------------------------------------------- */
+/* FAILURE: named by rank; the others are ended. ------------------------------------------------ */
 
 enum { RETURNS_7, EXITS_3, KILLS, SEGFAULTS, RETURNS_255, FAILURES };
 
@@ -113,14 +113,19 @@ static int fail_somehow(int rank, void *arg) {
   }
   ranks_sleep(0.1);
   switch (b->how) {
-  case RETURNS_7: return 7;
-  case EXITS_3: _exit(3);
-  case KILLS: kill(getpid(), SIGKILL); return 0;
+  case RETURNS_7:
+    return 7;
+  case EXITS_3:
+    _exit(3);
+  case KILLS:
+    kill(getpid(), SIGKILL);
+    return 0;
   case SEGFAULTS:
     signal(SIGSEGV, SIG_DFL); /* a sanitizer's handler would make it an exit */
     raise(SIGSEGV);
     return 0;
-  default: return 255;
+  default:
+    return 255;
   }
 }
 
@@ -224,7 +229,7 @@ static void test_other_children(void) {
   CHECK(waitpid(mine, &status, 0) == mine);
 }
 
-/* ORPHANS: the parent of a spawn is killed. --------------------------------------------------- */
+/* ORPHANS: the parent of a spawn is killed. ---------------------------------------------------- */
 
 static int wait_for_death(int rank, void *arg) {
   board *b = (board *)arg;
@@ -243,21 +248,25 @@ static void test_parent_dies(void) {
   board *b = shared_board();
   double deadline;
   int r, status, signal_number, reaped;
-  for (signal_number = SIGKILL; signal_number != 0; signal_number = signal_number == SIGKILL ? SIGTERM : 0) {
+  for (signal_number = SIGKILL; signal_number != 0;
+       signal_number = signal_number == SIGKILL ? SIGTERM : 0) {
     pid_t parent;
     memset(b, 0, sizeof *b);
     reaped = 0;
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); /* orphans come to this process */
     parent = ranks_fork(spawn_and_wait, 0, b);
     deadline = test_now() + RANKS_WITHIN(5.0);
-    while (__atomic_load_n(&b->how, __ATOMIC_SEQ_CST) < 3 && test_now() < deadline) ranks_sleep(0.001);
+    while (__atomic_load_n(&b->how, __ATOMIC_SEQ_CST) < 3 && test_now() < deadline)
+      ranks_sleep(0.001);
     CHECK_EQ(b->how, 3);
     kill(parent, signal_number);
     CHECK(waitpid(parent, &status, 0) == parent);
     deadline = test_now() + RANKS_WITHIN(2.0);
     while (reaped < 3 && test_now() < deadline) {
-      if (waitpid(-1, &status, WNOHANG) > 0) reaped++;
-      else ranks_sleep(0.001);
+      if (waitpid(-1, &status, WNOHANG) > 0)
+        reaped++;
+      else
+        ranks_sleep(0.001);
     }
     CHECK_EQ(reaped, 3);
     for (r = 0; r < 3; r++) {
@@ -269,10 +278,12 @@ static void test_parent_dies(void) {
   munmap(b, sizeof *b);
 }
 
-/* OUTPUT: what was buffered before is printed once, what ranks print is not lost. ------------- */
+/* OUTPUT: what was buffered before is printed once, what ranks print is not lost. -------------- */
 
 static board *exit_board;
-static void count_exit(void) { __atomic_add_fetch(&exit_board->exit_handlers, 1, __ATOMIC_SEQ_CST); }
+static void count_exit(void) {
+  __atomic_add_fetch(&exit_board->exit_handlers, 1, __ATOMIC_SEQ_CST);
+}
 
 static int print_rank(int rank, void *arg) {
   (void)arg;
@@ -324,7 +335,7 @@ static void test_output(void) {
   munmap(exit_board, sizeof *exit_board);
 }
 
-/* SIGNALS: the mask of the program and of its ranks is as before. --------------------------------------- */
+/* SIGNALS: the mask of the program and of its ranks is as before. ------------------------------ */
 
 static int look_at_signals(int rank, void *arg) {
   sigset_t set;
@@ -346,7 +357,7 @@ static void test_signals(void) {
   CHECK(same);
 }
 
-/* THREADS ------------------------------------------------------------------------------------- */
+/* THREADS -------------------------------------------------------------------------------------- */
 
 static int count_threads(cddp_group *g, void *arg) {
   int *calls = (int *)arg;

@@ -1,14 +1,14 @@
-/* ToyModel trained by cddp against the parameters PyTorch's DDP reached from the same start (golden_ddp.h). */
+/* ToyModel trained by cddp against the parameters PyTorch's DDP reached from the same start
+   (golden_ddp.h). */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
-#include "test.h"
-#include "ranks.h"
 #include "golden_ddp.h"
+#include "ranks.h"
 
 enum { IN = 10, HIDDEN = 10, OUT = 5, BATCH = 20, RANKS = 2 };
 enum { W1, B1, W2, B2, PARAMS };
 
-static const size_t sizes[PARAMS] = {HIDDEN * IN, HIDDEN, OUT * HIDDEN, OUT};
+static const size_t sizes[PARAMS] = {HIDDEN * IN, HIDDEN, OUT *HIDDEN, OUT};
 
 typedef struct toy {
   cddp_param p[PARAMS];
@@ -32,7 +32,9 @@ static void numbers(uint64_t seed, float *out, size_t count) {
 static void options(int which, cddp_sgd_desc *o) {
   memset(o, 0, sizeof *o);
   switch (which) {
-  case 0: o->lr = 0.05; break;
+  case 0:
+    o->lr = 0.05;
+    break;
   case 1:
     o->lr = 0.05;
     o->momentum = 0.9;
@@ -66,7 +68,8 @@ static void linear(const float *w, const float *b, const float *x, int in, int o
 }
 
 /* Adds d(loss)/d(w, b) for one sample, given d(loss)/d(y). */
-static void linear_backward(float *gw, float *gb, const float *x, const float *gy, int in, int out) {
+static void linear_backward(float *gw, float *gb, const float *x, const float *gy, int in,
+                            int out) {
   int o, i;
   for (o = 0; o < out; o++) {
     gb[o] += gy[o];
@@ -155,8 +158,10 @@ static int run_plan(cddp_group *g, void *arg) {
   cddp_sgd_destroy(sgd);
   cddp_ddp_destroy(ddp);
   for (p = 0; p < PARAMS; p++) {
-    if (pl->shared) cddp_free(g, t.p[p].data);
-    else free(t.p[p].data);
+    if (pl->shared)
+      cddp_free(g, t.p[p].data);
+    else
+      free(t.p[p].data);
     if (pl->own_grads) free(t.p[p].grad);
   }
   return test_failures != before;
