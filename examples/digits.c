@@ -135,7 +135,6 @@ static int train(int rank, void *group_desc) {
   for (int r = 0; r < world; r++) if (hashes[r] != hash) FAIL("rank %d's weights differ\n", r);
   return cddp_sgd_destroy(sgd), cddp_ddp_destroy(ddp), cddp_free(g, w1), cddp_destroy(g), 0;
 }
-
 int main(int argc, char **argv) {
   for (int i = 1, k = 0; i < argc; i += 2, k = 0) {
     while (k < OPTIONS && strcmp(argv[i], option[k].name)) k++;
@@ -146,5 +145,6 @@ int main(int argc, char **argv) {
   if (load(&training, "train") || load(&testing, "test")) return 1;
   if (training.size != testing.size) FAIL("train and test images differ in size\n");
   in = training.size + 1, hidden = (int)number(HIDDEN), setvbuf(stdout, NULL, _IOLBF, 0);
+  if (getenv("RANK")) return train(atoi(getenv("RANK")), NULL); /* torchrun or a script started us */
   return cddp_spawn(train, NULL, (int)number(N)) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }

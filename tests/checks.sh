@@ -35,7 +35,7 @@ compiler() {
 implementation() { # warning-free with optimisation, where the compiler sees most
   compiler "$1"
   implement >"$work/one.$ext"
-  $cc $flags -O2 -I. -c "$work/one.$ext" -o "$work/one.o"
+  $cc $flags $([ "$1" = cc ] && echo -O2 || echo -O1) -I. -c "$work/one.$ext" -o "$work/one.o"
 }
 
 declarations() { # alone, and what they include
