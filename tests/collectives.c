@@ -451,8 +451,8 @@ static void test_processes(void) {
   static const int ranks[] = {2, 5, 1, 3, 4, 7, 8, 16};
   int i;
   for (i = 0; i < (RANKS_TSAN ? 2 : 8); i++) {
-    run_matrix_on(ranks[i], small_counts, 10, ranks[i] <= 4 && !RANKS_SLOW ? 4 : 1, false);
-    run_matrix_on(ranks[i], large_counts, RANKS_TSAN ? 1 : 2, 1, false);
+    run_matrix_on(ranks[i], small_counts, 10, ranks[i] <= 4 && !RANKS_SLOW ? 2 : 1, false);
+    run_matrix_on(ranks[i], large_counts, RANKS_TSAN || ranks[i] > 8 ? 1 : 2, 1, false);
   }
   run_matrix_on(64, few_counts, RANKS_SLOW ? 1 : 2, 1, false);
 }
@@ -461,8 +461,8 @@ static void test_threads(void) {
   static const int ranks[] = {1, 2, 3, 7, 4, 16};
   int i;
   for (i = 0; i < (RANKS_TSAN ? 4 : 6); i++) {
-    run_matrix_on(ranks[i], small_counts, 10, ranks[i] <= 4 && !RANKS_SLOW ? 4 : 1, true);
-    run_matrix_on(ranks[i], large_counts, RANKS_TSAN ? 1 : 2, 1, true);
+    run_matrix_on(ranks[i], small_counts, 10, ranks[i] <= 4 && !RANKS_SLOW ? 2 : 1, true);
+    run_matrix_on(ranks[i], large_counts, RANKS_TSAN || ranks[i] > 8 ? 1 : 2, 1, true);
   }
   run_matrix_on(64, few_counts, 1, 1, true);
 }
@@ -1089,7 +1089,7 @@ static int late_rank(int rank, void *arg) {
     t = test_now();
     CHECK_IS(cddp_barrier(g), CDDP_TIMEOUT);
     CHECK(test_now() - t < RANKS_WITHIN(0.1));
-    ranks_sleep(1.0);
+    ranks_sleep(0.7);
   }
   t = test_now();
   cddp_destroy(g);
