@@ -1,5 +1,5 @@
-/* What the measuring programs share: clock, pinning, memory that several processes see, medians. Included after cddp.h
-   where that is used. */
+/* What the measuring programs share: clock, pinning, memory that several processes see, medians.
+   Included after cddp.h where that is used. */
 #ifndef BENCH_H
 #define BENCH_H
 

@@ -1,15 +1,19 @@
-/* collectives.c - times the collective operations of one implementation. One source, compiled once for each of them by
-   bench.sh: -DBENCH_CDDP, -DBENCH_MPI, or -DBENCH_FLOOR, the least that any of them has to do. Prints lines
+/* collectives.c - times the collective operations of one implementation. One source, compiled once
+   for each of them by bench.sh: -DBENCH_CDDP, -DBENCH_MPI, or -DBENCH_FLOOR, the least that any of
+   them has to do. Prints lines
      CONFIG OPERATION RANKS BYTES MICROSECONDS
-   and, first, the round trip of a cache line between the first two cores: CONFIG line RANKS 0 MICROSECONDS.
+   and, first, the round trip of a cache line between the first two cores: CONFIG line RANKS 0
+   MICROSECONDS.
 
-   Works as follows. Each size has several buffers, used in turn, so that a large one is not in any cache when its turn
-   comes. An iteration is a barrier, then the operation once, or for up to 16 KiB as often as fills 100 us. Each rank
-   takes the time; the longest over the ranks counts; the result is the median of the iterations. The first use of a
-   size, on every buffer, is checked and not timed.
+   Works as follows. Each size has several buffers, used in turn, so that a large one is not in any
+   cache when its turn comes. An iteration is a barrier, then the operation once, or for up to 16
+   KiB as often as fills 100 us. Each rank takes the time; the longest over the ranks counts; the
+   result is the median of the iterations. The first use of a size, on every buffer, is checked and
+   not timed.
 
-   Options: --config NAME, --ranks N, --memory alloc|malloc|huge, --slots (floor: through small slots), --quick
-   (fewer sizes), --small (up to 1 KiB), --start (no measurement: start the ranks and end) */
+   Options: --config NAME, --ranks N, --memory alloc|malloc|huge, --slots (floor: through small
+   slots), --quick (fewer sizes), --small (up to 1 KiB), --start (no measurement: start the ranks
+   and end) */
 
 #ifdef BENCH_CDDP
 #define CDDP_IMPLEMENTATION
@@ -227,7 +231,8 @@ static void operate(int op, float *p, size_t count) {
   else if (op == ALL_REDUCE && option.ranks == 4)
     sum_four(at(p, 0) + begin, at(p, 1) + begin, at(p, 2) + begin, at(p, 3) + begin, end - begin);
   else if (op == BROADCAST)
-    for (r = 1; r < option.ranks; r++) memcpy(at(p, r) + begin, at(p, 0) + begin, 4 * (end - begin));
+    for (r = 1; r < option.ranks; r++)
+      memcpy(at(p, r) + begin, at(p, 0) + begin, 4 * (end - begin));
   else
     floor_share(op, p, count / (size_t)option.ranks);
   meet();
@@ -251,7 +256,8 @@ static void report(const char *what, size_t bytes, double us) {
   fflush(stdout);
 }
 
-/* Each rank's first value of a buffer is rank + 1; whether the operation made of it what it should. */
+/* Each rank's first value of a buffer is rank + 1; whether the operation made of it what it
+   should. */
 static void prove(int op, const float *p, size_t count) {
   float n = (float)option.ranks, want;
   const float *got = p;
@@ -309,7 +315,8 @@ static double measure(int op, float *slab, size_t bytes) {
   n = 0;
 #endif
   if (bytes <= SMALL) {
-    while (times < 4096 && timed(op, slab, stride, count, buffers, &next, times) < 100e-6) times *= 2;
+    while (times < 4096 && timed(op, slab, stride, count, buffers, &next, times) < 100e-6)
+      times *= 2;
   }
   while (n < ITERATIONS && (n < 5 || spent < budget) && (n < 3 || spent < 1)) {
     t[n] = timed(op, slab, stride, count, buffers, &next, times);

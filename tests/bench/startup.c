@@ -1,6 +1,6 @@
 /* startup.c - times cddp_init, and a store server under many clients. Prints lines
      startup RANKS MILLISECONDS     from cddp_spawn's call to the last rank's return from cddp_init
-     store CLIENTS CONNECT_S OPERATIONS_PER_S THREADS    of the server's process while it serves them
+     store CLIENTS CONNECT_S OPERATIONS_PER_S THREADS   of the server's process meanwhile
    Options: --rounds N, --clients N */
 
 #define CDDP_IMPLEMENTATION

@@ -1,13 +1,13 @@
-/* step.c - times a training step: the network 784-2048-2048-10, 128 images a rank, 2 ranks, SGD with momentum. Prints
-   lines 'step NAME MILLISECONDS'; the names:
+/* step.c - times a training step: the network 784-2048-2048-10, 128 images a rank, 2 ranks, SGD
+   with momentum. Prints lines 'step NAME MILLISECONDS'; the names:
      alone         the ranks do not communicate: each has all of the SGD to itself
      ddp_step      cddp_ddp_step
      ddp_wait      cddp_ddp_wait, cddp_sgd_step, cddp_sgd_zero_grad
    each with its parts (.forward .backward .update), and without the network around it
      update        cddp_ddp_ready for all parameters and cddp_ddp_step
      update_floor  the same bytes: sum, SGD, publish, zero, by a plain loop on both cores
-   step.c is compiled with -O3 -march=native, which only the loop of update_floor needs: cddp.h picks its own.
-   Options: --rounds N (of which the median counts), --steps N (in a round) */
+   step.c is compiled with -O3 -march=native, which only the loop of update_floor needs: cddp.h
+   picks its own. Options: --rounds N (of which the median counts), --steps N (in a round) */
 
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
