@@ -5,6 +5,7 @@
 #   tests/bench/bench.sh              everything: 5 rounds, about 25 minutes
 #   tests/bench/bench.sh --quick      2 rounds with fewer sizes: about 3 minutes, for a first look
 #   tests/bench/bench.sh --rounds N
+#   tests/bench/bench.sh --ranks "2 4"         the default is "2 4 8"
 #   tests/bench/bench.sh --only collectives    or step, or startup
 #   tests/bench/bench.sh --table      the tables of the last run once more
 #
@@ -13,14 +14,15 @@ set -u
 cd "$(dirname "$0")/../.." || exit 1
 
 here=tests/bench out=build/bench
-rounds=5 quick=() only="collectives step startup" table=
+rounds=5 quick=() ranks="2 4 8" only="collectives step startup" table=
 while [ $# -gt 0 ]; do
   case $1 in
   --quick) quick=(--quick) rounds=2 ;;
   --rounds) rounds=$2 && shift ;;
+  --ranks) ranks=$2 && shift ;;
   --only) only=$2 && shift ;;
   --table) table=1 ;;
-  *) sed -n '2,11s/^# \{0,1\}//p' "$0" && exit 2 ;;
+  *) sed -n '2,12s/^# \{0,1\}//p' "$0" && exit 2 ;;
   esac
   shift
 done
@@ -79,7 +81,7 @@ root=()
 shm=(--mca pml ob1 --mca btl self,vader --mca btl_vader_single_copy_mechanism)
 segments=(--mca coll_tuned_use_dynamic_rules 1 --mca coll_tuned_allreduce_algorithm 5
   --mca coll_tuned_allreduce_algorithm_segmentsize 4194304)
-cores=$(nproc)
+cores=$(getconf _NPROCESSORS_ONLN) # nproc would heed OMP_NUM_THREADS
 
 # CONFIG RANKS OPTION...: runs it, for 180 seconds at most; nothing where the config has no such number of ranks.
 launch() {
@@ -119,13 +121,20 @@ one() { # CONFIG RANKS OPTION...: appends its lines to build/bench/raw
     echo "$1 with $2 ranks: exit code $?, $(grep -m 1 '[a-z]' "$out/$1.err" | cut -c 1-100)" | tee -a "$out/failed" >&2
 }
 
+configs="floor slots cddp-alloc cddp-malloc cddp-huge openmpi openmpi-nocma openmpi-cma openmpi-huge"
+configs+=" mpich mpich-huge gloo"
+
 collectives() {
-  local r c
+  local r c n
   for ((r = 1; r <= rounds; r++)); do
     echo "collectives, round $r of $rounds (load $(cut -d' ' -f1 /proc/loadavg))" >&2
-    for c in $configs; do one "$c" 2 ${quick[@]+"${quick[@]}"}; done
-    for c in $configs; do one "$c" 4 ${quick[@]+"${quick[@]}"}; done
-    for c in cddp-alloc openmpi openmpi-nocma mpich gloo; do one "$c" 8 --small; done
+    for n in $ranks; do
+      if [ "$n" -gt 4 ]; then
+        for c in cddp-alloc openmpi openmpi-nocma mpich gloo; do one "$c" "$n" --small; done
+      else
+        for c in $configs; do one "$c" "$n" ${quick[@]+"${quick[@]}"}; done
+      fi
+    done
   done
 }
 
