@@ -379,7 +379,7 @@ typedef struct cddp_sgd_desc {
   bool nesterov;       /* needs momentum > 0 and dampening 0 */
   bool maximize;       /* ascend */
   bool separate_mul_add; /* round after each multiply, as PyTorch without AVX2; false: fused */
-  cddp_ddp *ddp;       /* optional: cddp_sgd_step skips what no rank used in its last wait */
+  cddp_ddp *ddp;       /* optional, must outlive this: step skips what no rank used in its wait */
 } cddp_sgd_desc;
 
 /* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
@@ -627,7 +627,8 @@ typedef struct cddp__seat {
   cddp__line lines[2];    /* writer: the rank */
   cddp__atomic_u32 state; /* CDDP__SEAT_*; writer: the rank, for threads also their starter */
   uint32_t pid;           /* writer: the rank, before its first step */
-  unsigned char pad1[CDDP__CACHE_LINE - 8];
+  cddp__atomic_u32 inside; /* 1: may be in its peers' memory, see cddp__enter; writer: the rank */
+  unsigned char pad1[CDDP__CACHE_LINE - 12];
   cddp__atomic_u32 mail;    /* bumped by any rank that changed a parcel of interest to this one */
   cddp__atomic_u32 waiting; /* threads of this rank asleep on mail */
   cddp__atomic_u32 parcel_top; /* parcels below this index may be in use; writer: the rank */
@@ -5241,6 +5242,29 @@ static bool cddp__rank_gone(const cddp_group *g, int rank, const char **how) {
   return true;
 }
 
+/* What touches peers' memory stands between cddp__enter and cddp__exit. A rank that enters is seen
+   by one that fails, or sees the failure itself: both use full fences. */
+static cddp_result cddp__enter(cddp_group *g) {
+  cddp__exchange32(&cddp__seat_of(g, g->rank)->inside, 1);
+  return cddp__check_group(g);
+}
+
+/* Passes r on. After a failure it waits for the peers that are still inside: only then are the
+   buffers the caller's again. They come out soon, the failure ends their waits. */
+static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
+  double deadline;
+  const char *how;
+  int p;
+  cddp__store32(&cddp__seat_of(g, g->rank)->inside, 0);
+  if (CDDP__LIKELY(r == CDDP_OK)) return CDDP_OK;
+  deadline = cddp__now() + 5;
+  for (p = 0; p < g->size; p++)
+    while (cddp__load32(&cddp__seat_of(g, p)->inside) != 0 && !cddp__rank_gone(g, p, &how) &&
+           cddp__now() < deadline)
+      cddp__sleep(1e-5);
+  return r;
+}
+
 /* What this rank is doing, for messages: "all_reduce(count 4, f32, sum), call 17 of the group". */
 static void cddp__describe_here(const cddp_group *g, char *out, size_t n) {
   const cddp__line *line = cddp__line_of(g, g->rank, g->step);
@@ -6638,11 +6662,12 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   if (r == CDDP_OK) r = cddp__locate_all(g, c, bufs, &direct);
   if (r == CDDP_OK && !direct) {
     r = cddp__run_staged(g, c);
-  } else if (r == CDDP_OK) {
+  } else if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
     cddp__move(g, c, bufs, slices);
     cddp__begin(g);
     r = cddp__sync_call(g, c, 3);
   }
+  r = cddp__exit(g, r);
   cddp__free(&g->host->allocator, many);
   return r;
 }
@@ -7469,11 +7494,12 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int i
   g->calls++;
   cddp__begin(g);
   r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 0);
-  if (r == CDDP_OK) {
+  if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
     cddp__reduce_slice(d, b, bufs);
     cddp__begin(g);
     r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 1);
   }
+  r = cddp__exit(g, r);
   if (bufs != few) cddp__free(&g->host->allocator, bufs);
   return r;
 }
@@ -8078,8 +8104,10 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (r == CDDP_OK && averaged) r = cddp__finish_buckets(d);
   if (r == CDDP_OK && d->desc.comm_hook != NULL) /* every rank's hook has written its result */
     r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 4);
+  if (r == CDDP_OK) r = cddp__enter(d->control);
   if (r == CDDP_OK) r = cddp__fuse(d, s, averaged);
-  if (r != CDDP_OK) return cddp__give_up(d, r);
+  if (r != CDDP_OK) r = cddp__give_up(d, r);
+  if (cddp__exit(d->control, r) != CDDP_OK) return r;
   r = cddp__complete(d, true);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
