@@ -53,17 +53,18 @@
      >>config       limits and tunables             >>structs      private structs and their owners
      >>logging      error texts                     >>memory       allocator, checked sizes
      >>clock        deadlines                       >>threads      atomics, futex, thread start
-     >>bytes        little-endian, hashes, HMAC     >>sockets      addresses, non-blocking I/O
-     >>frames       c10d TCPStore encoding          >>store        key-value store: TCP and file
-     >>discovery    rank and address                >>arena        memory shared by a host's ranks
-     >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
-     >>local        steps in shared memory          >>rendezvous   how ranks of a host meet
-     >>p2p          send and recv                   >>work         asynchronous operations
-     >>collectives  all_reduce and the others       >>groups       creation, split, destruction
-     >>sgd          the optimizer's arithmetic      >>buckets      distributed data parallel
-     >>sampler      DistributedSampler              >>spawn        processes and threads as ranks
-     >>validate     argument checks                 >>public       the functions of >>api
-     >>history      changes                         >>license      the terms
+     >>record       the flight recorder             >>bytes        little-endian, hashes, HMAC
+     >>sockets      addresses, non-blocking I/O     >>frames       c10d TCPStore encoding
+     >>store        key-value store: TCP and file   >>discovery    rank and address
+     >>arena        memory shared by a host's ranks >>reduce       sums in canonical order (pure)
+     >>plan         slices and buckets (pure)       >>local        steps in shared memory
+     >>rendezvous   how ranks of a host meet        >>p2p          send and recv
+     >>work         asynchronous operations         >>collectives  all_reduce and the others
+     >>groups       creation, split, destruction    >>sgd          the optimizer's arithmetic
+     >>buckets      distributed data parallel       >>sampler      DistributedSampler
+     >>spawn        processes and threads as ranks  >>validate     argument checks
+     >>public       the public functions            >>history      changes
+     >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -435,6 +436,47 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
    CDDP_PEER_LOST. All memory is zero-copy here. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
+/* CALL SITES. -------------------------------------------------------------------------------------
+   Error texts of collective calls say in which file and line each rank made its call: macros of the
+   functions' own names, at the end of this file, pass it on through these two, which return their
+   first argument. CDDP_NO_CALL_SITES, defined before this header is included, leaves them out. */
+CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
+CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
+
+/* FLIGHT RECORDER. --------------------------------------------------------------------------------
+   With CDDP_RECORD=dir in the environment every rank keeps its last 1,024 operations in
+   dir/cddp-JOB-RANK.rec, which survives the rank's end, SIGKILL included. examples/cddptrace.c
+   merges the ranks' files into a report (who is late or missing, and in what) and a trace for
+   Perfetto. The file is a header, then the ring, in the machine's byte order. */
+#define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */
+
+typedef struct cddp_record {
+  uint64_t number;   /* of the operation on this rank, from 1; 0: none yet. Written last */
+  uint64_t sequence; /* of the operation in its group, from 1; 0: it has none (send, ready) */
+  uint64_t group;    /* alike on all ranks of a group; 0 is that of cddp_init */
+  uint64_t count;    /* elements; of "bucket" its index, of "ready" the parameter's */
+  int64_t enqueued;  /* ns of CLOCK_MONOTONIC, as are the next two */
+  int64_t started;   /* 0: not yet */
+  int64_t ended;     /* 0: not yet */
+  char what[16];     /* "all_reduce", "send", "ddp_wait", "bucket", ... with a NUL */
+  int32_t dtype, op; /* cddp_dtype and cddp_op, -1: none */
+  int32_t root;      /* or the peer of a send or recv; -1: none */
+  int32_t result;    /* cddp_result, valid when ended */
+  int32_t engine;    /* 1: on cddp's own thread, 0: on a caller's */
+  int32_t tag;       /* of a send or recv */
+} cddp_record;
+
+typedef struct cddp_record_header {
+  char magic[8];       /* "cddprec1" */
+  uint32_t record_size, capacity; /* sizeof (cddp_record), CDDP_RECORDS */
+  uint32_t rank, world_size, pid;
+  uint32_t left;       /* 1: the rank left its groups itself */
+  uint64_t job;        /* alike on all ranks */
+  int64_t wall_offset; /* ns, CLOCK_REALTIME - CLOCK_MONOTONIC */
+  uint64_t next;       /* numbers given out so far */
+  char host[72];       /* with a NUL */
+} cddp_record_header;
+
 /* STORE. ------------------------------------------------------------------------------------------
    A key-value store in c10d's TCPStore protocol: a torch.distributed.TCPStore of PyTorch 2.2 or
    later can use a server made here, and the other way round. Keys are NUL-terminated, at most 8
@@ -485,6 +527,29 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #ifndef CDDP_IMPLEMENTATION_DONE
 #define CDDP_IMPLEMENTATION_DONE
 
+#ifdef CDDP__CALL_SITES /* the header came before, as declarations only */
+#undef CDDP__CALL_SITES
+#undef CDDP__AT
+#undef CDDP__DDP_AT
+#undef cddp_all_reduce
+#undef cddp_reduce
+#undef cddp_broadcast
+#undef cddp_all_gather
+#undef cddp_gather
+#undef cddp_scatter
+#undef cddp_reduce_scatter
+#undef cddp_all_to_all
+#undef cddp_barrier
+#undef cddp_send
+#undef cddp_recv
+#undef cddp_group_split
+#undef cddp_group_new
+#undef cddp_ddp_create
+#undef cddp_ddp_wait
+#undef cddp_ddp_step
+#undef cddp_ddp_sync_buffers
+#endif
+
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
@@ -502,6 +567,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -579,6 +645,12 @@ typedef struct cddp__atomic_u32 {
   uint32_t v;
 } cddp__atomic_u32;
 
+/* Where in the program a call was made; file NULL: not known. */
+typedef struct cddp__site {
+  const char *file;
+  int line;
+} cddp__site;
+
 /* Where a buffer lies, in words that every rank of the host can follow. */
 typedef struct cddp__ref {
   uint64_t base;       /* extent: offset in the memfd, bytes; pointer: the address */
@@ -617,10 +689,18 @@ typedef struct cddp__parcel {
   uint64_t wanted; /* REFUSED: count that the receiver expected, dtype in the top byte */
   cddp__ref ref;
 } cddp__parcel;
-enum { CDDP__PARCEL_FREE, CDDP__PARCEL_POSTED, CDDP__PARCEL_DONE, CDDP__PARCEL_REFUSED };
+enum {
+  CDDP__PARCEL_FREE,
+  CDDP__PARCEL_POSTED,
+  CDDP__PARCEL_TAKEN, /* its receiver copies the bytes; also with the receiver's rank */
+  CDDP__PARCEL_DONE,
+  CDDP__PARCEL_REFUSED
+};
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__PARCEL_POSTED | (uint32_t)(rank) << 8)
+#define CDDP__TAKEN_BY(rank) ((uint32_t)CDDP__PARCEL_TAKEN | (uint32_t)(rank) << 8)
 
 #define CDDP__PARCELS 128 /* sends in flight per rank and group */
+#define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 
 /* shared: a rank's place in a group. */
 typedef struct cddp__seat {
@@ -633,6 +713,8 @@ typedef struct cddp__seat {
   cddp__atomic_u32 waiting; /* threads of this rank asleep on mail */
   cddp__atomic_u32 parcel_top; /* parcels below this index may be in use; writer: the rank */
   unsigned char pad2[CDDP__CACHE_LINE - 12];
+  cddp__atomic_u32 site_step; /* the step whose call site follows; writer: the rank, as it fails */
+  char site[CDDP__SITE_MAX];
   cddp__parcel parcels[CDDP__PARCELS];
 } cddp__seat;
 enum { CDDP__SEAT_EMPTY, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT, CDDP__SEAT_DEAD };
@@ -684,6 +766,7 @@ typedef struct cddp__host {
   uint32_t *pids;        /* [size] */
   int cores;             /* that this process may use */
   char name[72];         /* of the machine */
+  cddp_record_header *record; /* flight recorder; NULL: off */
   uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
   uint32_t generation;   /* last one given out */
   cddp__extent *extents; /* own extents, used and free, by base */
@@ -743,6 +826,8 @@ struct cddp_work {
   cddp_result (*run)(struct cddp_work *w); /* engine work; NULL for send and recv */
   cddp__call call;
   void *context; /* for run */
+  cddp__site site;
+  uint64_t record; /* number of its record */
   bool done;     /* guarded by engine.lock */
   bool owned;    /* engine frees it: nobody waits */
   cddp_result result;
@@ -784,6 +869,7 @@ struct cddp_group {
   int spin;               /* polls before yielding */
   bool crowded;           /* more ranks than cores */
   uint64_t calls;         /* collectives so far, for messages */
+  uint64_t id;            /* alike on all ranks of the group; the world's is 0 */
   bool failed;            /* guarded by fail_lock, as are the next two */
   cddp_result fail_result;
   char fail_text[CDDP__ERROR_MAX];
@@ -1156,6 +1242,25 @@ struct cddp_ddp {
 
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
 
+/* Where the call this thread is in was made, and, until that call begins, where the next one is. */
+static __thread cddp__site cddp__this_site, cddp__next_site;
+
+/* A public call begins: what its macro noted is about this call and no later one. */
+static void cddp__enter_call(void) {
+  cddp__this_site = cddp__next_site;
+  cddp__next_site.file = NULL;
+}
+
+/* Writes " at train.c:120", or nothing when the place is not known. */
+static void cddp__describe_site(char *out, size_t n) {
+  const char *file = cddp__this_site.file;
+  size_t length = file != NULL ? strlen(file) : 0;
+  out[0] = 0;
+  if (file != NULL)
+    snprintf(out, n, " at %s%s:%d", length > 80 ? "..." : "",
+             file + (length > 80 ? length - 80 : 0), cddp__this_site.line);
+}
+
 static const char *const cddp__result_names[] = {
 #define CDDP__NAME(name, text) #name,
     CDDP__RESULTS(CDDP__NAME)
@@ -1327,6 +1432,113 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   pthread_sigmask(SIG_SETMASK, &old, NULL);
   if (e != 0) return cddp__fail(CDDP_SYSTEM, "pthread_create: %s", strerror(e));
   return CDDP_OK;
+}
+
+/* >>record -------------------------------------------------------------------------------------
+   The flight recorder: a file per rank, mapped, so that the kernel keeps what was written when the
+   rank is killed. Works as follows: an operation takes the next number and with it a place in the
+   ring, and fills it in; start, end and result follow as they come, unless the place is another
+   operation's by then. Any thread may record. Off (no CDDP_RECORD), all of it is one look at a NULL
+   pointer. */
+
+static size_t cddp__record_bytes(void) {
+  return sizeof(cddp_record_header) + CDDP_RECORDS * sizeof(cddp_record);
+}
+
+static int64_t cddp__nanoseconds(clockid_t clock) {
+  struct timespec t;
+  clock_gettime(clock, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* A name for a job: the time of its start, and the process. */
+static uint64_t cddp__record_job(void) {
+  return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
+}
+
+/* Makes the file, at its full size: a disk that is full later must not end the program. */
+static cddp_result cddp__record_map(const char *path, cddp_record_header **out) {
+  size_t bytes = cddp__record_bytes();
+  int fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600), e = 0;
+  void *p = MAP_FAILED;
+  if (fd >= 0) e = posix_fallocate(fd, 0, (off_t)bytes);
+  if (fd >= 0 && e == 0) p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (e == 0 && p == MAP_FAILED) e = errno;
+  if (fd >= 0) close(fd);
+  if (p == MAP_FAILED)
+    return cddp__fail(CDDP_IO, "CDDP_RECORD: cannot make the flight recorder's file %s: %s", path,
+                      strerror(e));
+  *out = (cddp_record_header *)p;
+  return CDDP_OK;
+}
+
+/* Opens the recorder if the environment asks for one; *out is NULL if not. */
+static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size) {
+  const char *dir = getenv("CDDP_RECORD");
+  cddp_record_header *h = NULL;
+  char path[4096];
+  cddp_result r;
+  *out = NULL;
+  if (dir == NULL || dir[0] == 0) return CDDP_OK;
+  snprintf(path, sizeof path, "%s/cddp-%016" PRIx64 "-%d.rec", dir, job, rank);
+  if ((r = cddp__record_map(path, &h)) != CDDP_OK) return r;
+  h->record_size = (uint32_t)sizeof(cddp_record);
+  h->capacity = CDDP_RECORDS;
+  h->rank = (uint32_t)rank;
+  h->world_size = (uint32_t)size;
+  h->pid = (uint32_t)getpid();
+  h->job = job;
+  h->wall_offset = cddp__nanoseconds(CLOCK_REALTIME) - cddp__nanoseconds(CLOCK_MONOTONIC);
+  gethostname(h->host, sizeof h->host - 1);
+  memcpy(h->magic, "cddprec1", sizeof h->magic);
+  *out = h;
+  return CDDP_OK;
+}
+
+static void cddp__record_close(cddp_record_header *h) {
+  if (h == NULL) return;
+  h->left = 1;
+  munmap(h, cddp__record_bytes());
+}
+
+static cddp_record *cddp__record_at(cddp_record_header *h, uint64_t number) {
+  return (cddp_record *)(void *)(h + 1) + (number - 1) % CDDP_RECORDS;
+}
+
+/* Notes an operation that has been asked for; returns its number. what: at most 15 bytes. */
+static uint64_t cddp__record_new(cddp_record_header *h, const char *what, uint64_t group,
+                                 uint64_t count, int dtype, int op, int root) {
+  uint64_t number = __atomic_add_fetch(&h->next, 1, __ATOMIC_RELAXED);
+  cddp_record *r = cddp__record_at(h, number);
+  __atomic_store_n(&r->number, 0, __ATOMIC_RELAXED);
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  r->sequence = 0;
+  r->group = group;
+  r->count = count;
+  r->enqueued = cddp__nanoseconds(CLOCK_MONOTONIC);
+  r->started = r->ended = 0;
+  memset(r->what, 0, sizeof r->what);
+  memcpy(r->what, what, cddp__min(strlen(what), sizeof r->what - 1));
+  r->dtype = dtype;
+  r->op = op;
+  r->root = root;
+  r->result = r->engine = r->tag = 0;
+  __atomic_store_n(&r->number, number, __ATOMIC_RELEASE);
+  return number;
+}
+
+static void cddp__record_start(cddp_record_header *h, uint64_t number, uint64_t sequence) {
+  cddp_record *r = cddp__record_at(h, number);
+  if (__atomic_load_n(&r->number, __ATOMIC_ACQUIRE) != number) return;
+  r->sequence = sequence;
+  r->started = cddp__nanoseconds(CLOCK_MONOTONIC);
+}
+
+static void cddp__record_end(cddp_record_header *h, uint64_t number, cddp_result result) {
+  cddp_record *r = cddp__record_at(h, number);
+  if (__atomic_load_n(&r->number, __ATOMIC_ACQUIRE) != number) return;
+  r->result = (int32_t)result;
+  r->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
 /* >>bytes -------------------------------------------------------------------------------------- */
@@ -4361,6 +4573,7 @@ static void cddp__host_release(cddp__host *h) {
   for (i = 0; i < h->size; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
   if (h->fd >= 0) close(h->fd);
+  cddp__record_close(h->record);
   pthread_mutex_destroy(&h->lock);
   a = h->allocator;
   cddp__free(&a, h->extents);
@@ -5118,6 +5331,8 @@ static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t cou
   char more[48] = "";
   if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_MAX) {
     snprintf(out, n, "an unknown call");
+  } else if (kind == CDDP__KIND_DDP_BUCKET) {
+    snprintf(out, n, "%s %" PRIu64, cddp__call_names[kind], count);
   } else if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) {
     snprintf(out, n, "%s", cddp__call_names[kind]);
   } else {
@@ -5224,22 +5439,70 @@ static bool cddp__process_gone(const cddp_group *g, int rank) {
 }
 
 /* Whether the rank's process has ended or has left the group. */
-static bool cddp__rank_gone(const cddp_group *g, int rank, const char **how) {
+static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state);
   struct pollfd fd;
+  if (state == CDDP__SEAT_LEFT || state == CDDP__SEAT_DEAD) return true;
   fd.fd = g->host->pidfds[g->members[rank]];
   fd.events = POLLIN;
   fd.revents = 0;
-  if (state == CDDP__SEAT_LEFT) {
-    *how = "left the group (cddp_destroy)";
-  } else if (state == CDDP__SEAT_DEAD) {
-    *how = "ended: its thread function returned";
-  } else if (fd.fd >= 0 ? poll(&fd, 1, 0) == 1 : cddp__process_gone(g, rank)) {
-    *how = "died: its process has ended";
-  } else {
-    return false;
-  }
+  return fd.fd >= 0 ? poll(&fd, 1, 0) == 1 : cddp__process_gone(g, rank);
+}
+
+/* How a process ended, from its wait status: "was killed by signal 9 (Killed)". */
+static void cddp__describe_status(int status, char *out, size_t n) {
+  if (WIFSIGNALED(status))
+    snprintf(out, n, "was killed by signal %d (%s)%s", WTERMSIG(status),
+             strsignal(WTERMSIG(status)), WCOREDUMP(status) ? ", core dumped" : "");
+  else
+    snprintf(out, n, "exited with code %d", WEXITSTATUS(status));
+}
+
+/* The wait status of a process that its parent has reaped: Linux 6.15 and later keep it. */
+static bool cddp__status_of_reaped(int pidfd, int *status) {
+  struct cddp__pidfd_info { /* struct pidfd_info, its first version */
+    uint64_t mask, cgroup;
+    uint32_t ids[11];
+    int32_t exit_code;
+  } info;
+  memset(&info, 0, sizeof info);
+  info.mask = 8; /* PIDFD_INFO_EXIT */
+  if (pidfd < 0 || ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0) return false;
+  *status = (int)info.exit_code;
+  return (info.mask & 8) != 0;
+}
+
+/* The wait status of a process that waits for its parent to reap it. */
+static bool cddp__status_of_zombie(uint32_t pid, int *status) {
+  char path[32], text[1024], *at;
+  ssize_t n;
+  int fd, field;
+  snprintf(path, sizeof path, "/proc/%u/stat", pid);
+  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return false;
+  n = read(fd, text, sizeof text - 1);
+  close(fd);
+  text[n > 0 ? n : 0] = 0;
+  if ((at = strrchr(text, ')')) == NULL || at[1] != ' ' || at[2] != 'Z') return false;
+  for (field = 2; field < 52 && at != NULL; field++) at = strchr(at + 1, ' ');
+  if (at == NULL) return false;
+  *status = atoi(at);
   return true;
+}
+
+/* How a rank that is gone went. */
+static void cddp__describe_end(const cddp_group *g, int rank, char *out, size_t n) {
+  uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state);
+  int status = 0, fd = g->host->pidfds[g->members[rank]];
+  uint32_t pid = g->host->pids[g->members[rank]];
+  if (state == CDDP__SEAT_LEFT)
+    snprintf(out, n, "left the group (cddp_destroy)");
+  else if (state == CDDP__SEAT_DEAD)
+    snprintf(out, n, "ended: its thread function returned");
+  else if (cddp__status_of_reaped(fd, &status) || cddp__status_of_zombie(pid, &status) ||
+           cddp__status_of_reaped(fd, &status)) /* reaped between the two */
+    cddp__describe_status(status, out, n);
+  else
+    snprintf(out, n, "died: its process has ended");
 }
 
 /* What touches peers' memory stands between cddp__enter and cddp__exit. A rank that enters is seen
@@ -5253,13 +5516,12 @@ static cddp_result cddp__enter(cddp_group *g) {
    buffers the caller's again. They come out soon, the failure ends their waits. */
 static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
   double deadline;
-  const char *how;
   int p;
   cddp__store32(&cddp__seat_of(g, g->rank)->inside, 0);
   if (CDDP__LIKELY(r == CDDP_OK)) return CDDP_OK;
   deadline = cddp__now() + 5;
   for (p = 0; p < g->size; p++)
-    while (cddp__load32(&cddp__seat_of(g, p)->inside) != 0 && !cddp__rank_gone(g, p, &how) &&
+    while (cddp__load32(&cddp__seat_of(g, p)->inside) != 0 && !cddp__rank_gone(g, p) &&
            cddp__now() < deadline)
       cddp__sleep(1e-5);
   return r;
@@ -5268,9 +5530,10 @@ static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
 /* What this rank is doing, for messages: "all_reduce(count 4, f32, sum), call 17 of the group". */
 static void cddp__describe_here(const cddp_group *g, char *out, size_t n) {
   const cddp__line *line = cddp__line_of(g, g->rank, g->step);
-  char call[128];
+  char call[128], site[CDDP__SITE_MAX];
   cddp__describe_call(call, sizeof call, line->call, line->count, line->root);
-  snprintf(out, n, "%s, call %" PRIu64 " of the group", call, g->calls);
+  cddp__describe_site(site, sizeof site);
+  snprintf(out, n, "%s%s, call %" PRIu64 " of the group", call, site, g->calls);
 }
 
 /* Whether this rank's step still lacks rank p. Crowded: it may have died between line and arrival.
@@ -5282,13 +5545,13 @@ static bool cddp__rank_missing(const cddp_group *g, int p) {
 
 /* Breaks the group if a rank that this step waits for is gone. */
 static cddp_result cddp__look_after_peers(cddp_group *g) {
-  char who[160], what[192];
-  const char *how = NULL;
+  char who[160], how[96], what[320];
   int p;
   for (p = 0; p < g->size; p++) {
-    if (p == g->rank || !cddp__rank_missing(g, p) || !cddp__rank_gone(g, p, &how)) continue;
+    if (p == g->rank || !cddp__rank_missing(g, p) || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_missing(g, p)) continue; /* its last word had just come */
     cddp__name_rank(g, p, who, sizeof who);
+    cddp__describe_end(g, p, how, sizeof how);
     cddp__describe_here(g, what, sizeof what);
     cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was waiting for it in %s", who, how, g->rank, what);
     return cddp__break(g, CDDP_PEER_LOST);
@@ -5297,7 +5560,7 @@ static cddp_result cddp__look_after_peers(cddp_group *g) {
 }
 
 static cddp_result cddp__break_late(cddp_group *g) { /* the deadline has passed */
-  char who[160], what[192], late[256] = "";
+  char who[160], what[320], late[256] = "";
   int p, n = 0;
   for (p = 0; p < g->size; p++) {
     if (cddp__load32(&cddp__line_of(g, p, g->step)->seq) == g->step) continue;
@@ -5357,21 +5620,59 @@ static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32
   return cddp__wait_slow(g, word, want, idle);
 }
 
+/* Whether two lines that differ are described alike: in a count that is a hash, in extra. */
+static bool cddp__same_words(const cddp__line *a, const cddp__line *b) {
+  bool counted = (a->call & 255) > CDDP__KIND_BARRIER && (a->call & 255) < CDDP__KIND_GROUP_NEW;
+  return (a->call & 0xffffff) == (b->call & 0xffffff) && a->root == b->root &&
+         (!counted || a->count == b->count);
+}
+
+/* Ranks disagree, and all see it: each writes down where it made its call, for everybody's message.
+   Ranks that do not come (they died just now) are not waited for long. */
+static void cddp__exchange_sites(cddp_group *g) {
+  cddp__seat *mine = cddp__seat_of(g, g->rank);
+  double deadline = cddp__now() + 0.1;
+  int p;
+  cddp__describe_site(mine->site, sizeof mine->site);
+  cddp__store32(&mine->site_step, g->step);
+  for (p = 0; p < g->size; p++)
+    while (cddp__load32(&cddp__seat_of(g, p)->site_step) != g->step &&
+           cddp__load32(&g->board->broken) == 0 && cddp__now() < deadline)
+      cddp__sleep(1e-5);
+}
+
+/* "rank 1 called all_reduce(count 4, f32, sum) at train.c:120" */
+static void cddp__describe_rank(const cddp_group *g, int rank, char *out, size_t n) {
+  const cddp__line *line = cddp__line_of(g, rank, g->step);
+  cddp__seat *seat = cddp__seat_of(g, rank);
+  char call[128], site[CDDP__SITE_MAX] = "";
+  cddp__describe_call(call, sizeof call, line->call, line->count, line->root);
+  if (cddp__load32(&seat->site_step) == g->step) memcpy(site, seat->site, sizeof site - 1);
+  snprintf(out, n, "rank %d called %s%s", rank, call, site);
+}
+
 static cddp_result cddp__break_mismatch(cddp_group *g) {
-  char text[CDDP__ERROR_MAX], call[128];
+  char text[CDDP__ERROR_MAX], one[256];
   const cddp__line *a = cddp__line_of(g, 0, g->step);
-  int p, shown = 0;
-  cddp__describe_call(call, sizeof call, a->call, a->count, a->root);
-  snprintf(text, sizeof text, "ranks disagree in call %" PRIu64 " of the group: rank 0 called %s",
-           g->calls, call);
-  for (p = 1; p < g->size && shown < 3; p++) {
+  int p, shown = 0, others = 0;
+  cddp__exchange_sites(g);
+  cddp__describe_rank(g, 0, one, sizeof one);
+  snprintf(text, sizeof text, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls, one);
+  for (p = 1; p < g->size; p++) {
     const cddp__line *b = cddp__line_of(g, p, g->step);
+    size_t at = strlen(text);
     if (a->call == b->call && a->count == b->count && a->root == b->root && a->extra == b->extra)
       continue;
-    cddp__describe_call(call, sizeof call, b->call, b->count, b->root);
-    snprintf(text + strlen(text), sizeof text - strlen(text), ", rank %d called %s", p, call);
-    shown++;
+    if (shown++ >= 2) {
+      others++;
+      continue;
+    }
+    cddp__describe_rank(g, p, one, sizeof one);
+    snprintf(text + at, sizeof text - at, ", %s%s", one,
+             cddp__same_words(a, b) ? " with other settings" : "");
   }
+  if (others > 0)
+    snprintf(text + strlen(text), sizeof text - strlen(text), ", and %d more disagree", others);
   cddp__fail(CDDP_MISMATCH, "%s", text);
   return cddp__break(g, CDDP_MISMATCH);
 }
@@ -5451,14 +5752,6 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   return CDDP_OK;
 }
 
-/* A step without payload: every rank has come. */
-static cddp_result cddp__barrier_step(cddp_group *g, uint8_t kind) {
-  cddp__call c;
-  memset(&c, 0, sizeof c);
-  c.kind = kind;
-  cddp__begin(g);
-  return cddp__sync(g, cddp__call_code(&c, 0), 0, -1, 0, NULL);
-}
 /* >>rendezvous ---------------------------------------------------------------------------------
    How ranks meet. Works as follows: all open the store (rank 0 serves it); the first rank of a host
    to write its socket's name under the host's key becomes the host's leader, the others connect to
@@ -6046,9 +6339,10 @@ static void cddp__notify(cddp_group *g, int rank) {
   if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->mail);
 }
 
-static bool cddp__parcel_posted(const cddp_group *g, int index) { /* one of this rank's own */
-  uint32_t state = cddp__load32(&cddp__seat_of(g, g->rank)->parcels[index].state);
-  return (state & 255) == CDDP__PARCEL_POSTED;
+/* Whether the receiver may still read one of this rank's own parcels. */
+static bool cddp__parcel_open(const cddp_group *g, int index) {
+  uint32_t state = cddp__load32(&cddp__seat_of(g, g->rank)->parcels[index].state) & 255;
+  return state == CDDP__PARCEL_POSTED || state == CDDP__PARCEL_TAKEN;
 }
 
 /* Frees parcels whose receiver is done and whose send has returned. mail_lock held. */
@@ -6162,10 +6456,12 @@ static void cddp__finish_pending(cddp__pending *q, cddp_result r) {
   q->done = true;
 }
 
-/* Copies the message of a matching parcel, or refuses it. mail_lock held. */
+/* Copies the message of a matching parcel, or refuses it; leaves it alone if its sender has just
+   withdrawn it. mail_lock held. */
 static void cddp__take_parcel(cddp_group *g, cddp__pending *q, cddp__parcel *p) {
   void *from = NULL;
   cddp_result r;
+  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__TAKEN_BY(g->rank))) return;
   if (p->count != q->count || p->dtype != (uint32_t)q->dtype) {
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sent count %" PRIu64
@@ -6235,7 +6531,7 @@ static bool cddp__mail_ready(cddp_group *g, const cddp__pending *q, int parcel, 
   if (q != NULL)
     ready = q->done;
   else if (parcel >= 0)
-    ready = !cddp__parcel_posted(g, parcel);
+    ready = !cddp__parcel_open(g, parcel);
   else
     ready = cddp__free_parcel(g, bytes) >= 0;
   pthread_mutex_unlock(&g->mail_lock);
@@ -6244,10 +6540,10 @@ static bool cddp__mail_ready(cddp_group *g, const cddp__pending *q, int parcel, 
 
 /* Breaks the group if the peer of a send or recv is gone. */
 static cddp_result cddp__check_peer(cddp_group *g, int peer, const char *what, int tag) {
-  const char *how = NULL;
-  char who[160];
-  if (peer == g->rank || !cddp__rank_gone(g, peer, &how)) return CDDP_OK;
+  char who[160], how[96];
+  if (peer == g->rank || !cddp__rank_gone(g, peer)) return CDDP_OK;
   cddp__name_rank(g, peer, who, sizeof who);
+  cddp__describe_end(g, peer, how, sizeof how);
   cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was in %s it, tag %d", who, how, g->rank, what, tag);
   return cddp__break(g, CDDP_PEER_LOST);
 }
@@ -6256,7 +6552,7 @@ static cddp_result cddp__check_peer(cddp_group *g, int peer, const char *what, i
 static cddp_result cddp__mail_wait(cddp_group *g, const cddp__pending *q, int parcel, size_t bytes,
                                    int peer, int tag) {
   cddp__seat *seat = cddp__seat_of(g, g->rank);
-  const char *how = NULL, *what = q != NULL ? "recv from" : "send to";
+  const char *what = q != NULL ? "recv from" : "send to";
   double deadline = cddp__now() + g->timeout_s;
   char who[160];
   cddp_result r;
@@ -6270,7 +6566,7 @@ static cddp_result cddp__mail_wait(cddp_group *g, const cddp__pending *q, int pa
       sched_yield();
       continue;
     }
-    if (cddp__rank_gone(g, peer, &how) && !cddp__mail_ready(g, q, parcel, bytes) &&
+    if (cddp__rank_gone(g, peer) && !cddp__mail_ready(g, q, parcel, bytes) &&
         (r = cddp__check_peer(g, peer, what, tag)) != CDDP_OK)
       return r;
     if (cddp__now() >= deadline) {
@@ -6301,15 +6597,27 @@ static cddp_result cddp__start_send(cddp_group *g, const void *buf, size_t count
   }
 }
 
+/* After a failure: takes the parcel back, so that the buffer is the caller's again. A receiver that
+   has begun to copy finishes first, unless it dies. */
+static void cddp__withdraw(cddp_group *g, cddp__parcel *p, int peer) {
+  double deadline = cddp__now() + 5;
+  if (cddp__swap32(&p->state, CDDP__POSTED_TO(peer), CDDP__PARCEL_FREE)) return;
+  while ((cddp__load32(&p->state) & 255) == CDDP__PARCEL_TAKEN && !cddp__rank_gone(g, peer) &&
+         cddp__now() < deadline)
+    cddp__sleep(1e-5);
+}
+
 static cddp_result cddp__finish_send(cddp_group *g, int parcel) {
   cddp__seat *seat = cddp__seat_of(g, g->rank);
+  cddp__parcel *p;
   cddp_result r;
   if (parcel < 0) return CDDP_OK;
-  r = cddp__mail_wait(g, NULL, parcel, 0, seat->parcels[parcel].to, seat->parcels[parcel].tag);
-  if (r == CDDP_OK && cddp__load32(&seat->parcels[parcel].state) == CDDP__PARCEL_REFUSED)
-    r = cddp__check_board(g);
+  p = &seat->parcels[parcel];
+  r = cddp__mail_wait(g, NULL, parcel, 0, p->to, p->tag);
+  if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__PARCEL_REFUSED) r = cddp__check_board(g);
+  if (r != CDDP_OK) cddp__withdraw(g, p, p->to);
   pthread_mutex_lock(&g->mail_lock);
-  if (r == CDDP_OK) cddp__store32(&seat->parcels[parcel].state, CDDP__PARCEL_FREE);
+  if (r == CDDP_OK) cddp__store32(&p->state, CDDP__PARCEL_FREE);
   pthread_mutex_unlock(&g->mail_lock);
   return r;
 }
@@ -6336,6 +6644,7 @@ static cddp_work *cddp__work_new(cddp_group *g) {
 }
 
 static void cddp__work_run(cddp_work *w) {
+  cddp__this_site = w->site;
   w->result = w->run(w);
   if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
 }
@@ -6410,6 +6719,20 @@ static void cddp__engine_stop(cddp_group *g) {
   e->started = false;
 }
 
+static uint64_t cddp__record_message(const cddp_group *g, const char *what, size_t count,
+                                     cddp_dtype dtype, int peer, int tag) { /* 0: recorder off */
+  uint64_t n;
+  if (CDDP__LIKELY(g->host->record == NULL)) return 0;
+  n = cddp__record_new(g->host->record, what, g->id, count, (int)dtype, -1, peer);
+  cddp__record_at(g->host->record, n)->tag = tag;
+  cddp__record_start(g->host->record, n, 0);
+  return n;
+}
+
+static void cddp__record_finish(const cddp_group *g, uint64_t record, cddp_result r) {
+  if (CDDP__UNLIKELY(record != 0)) cddp__record_end(g->host->record, record, r);
+}
+
 static cddp_result cddp__work_wait(cddp_work *w) {
   cddp_group *g = w->group;
   cddp_result r;
@@ -6424,6 +6747,7 @@ static cddp_result cddp__work_wait(cddp_work *w) {
     r = w->result;
     if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
   }
+  if (w->run == NULL) cddp__record_finish(g, w->record, r);
   cddp__free(&g->host->allocator, w);
   return r;
 }
@@ -6672,13 +6996,8 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   return r;
 }
 
-/* Runs a collective on the calling thread. */
-static cddp_result cddp__run_call(cddp_group *g, const cddp__call *c) {
-  size_t element;
-  cddp_result r;
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  g->calls++;
-  element = cddp__slot_element(g, c);
+static cddp_result cddp__dispatch_call(cddp_group *g, const cddp__call *c) {
+  size_t element = cddp__slot_element(g, c);
   if (c->count == 0) {
     cddp__begin(g);
     return cddp__sync_call(g, c, 0);
@@ -6691,7 +7010,41 @@ static cddp_result cddp__run_call(cddp_group *g, const cddp__call *c) {
   return cddp__run_large(g, c);
 }
 
-static cddp_result cddp__run_work_call(cddp_work *w) { return cddp__run_call(w->group, &w->call); }
+/* Runs a collective on the calling thread. record: its number in the flight recorder, 0 = none. */
+static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64_t record) {
+  cddp_result r;
+  if ((r = cddp__check_group(g)) == CDDP_OK) {
+    g->calls++;
+    if (CDDP__UNLIKELY(record != 0)) cddp__record_start(g->host->record, record, g->calls);
+    r = cddp__dispatch_call(g, c);
+  }
+  if (CDDP__UNLIKELY(record != 0)) cddp__record_end(g->host->record, record, r);
+  return r;
+}
+
+static uint64_t cddp__record_call(const cddp_group *g, const cddp__call *c) { /* 0: recorder off */
+  if (CDDP__LIKELY(g->host->record == NULL)) return 0;
+  return cddp__record_new(g->host->record, cddp__call_names[c->kind], g->id, c->count, c->dtype,
+                          cddp__kind_reduces(c->kind) ? c->op : -1, c->root);
+}
+
+static cddp_result cddp__run_call(cddp_group *g, const cddp__call *c) {
+  return cddp__run_recorded(g, c, cddp__record_call(g, c));
+}
+
+/* Records what is no cddp__call: begins, or ends. */
+static uint64_t cddp__record_begin(const cddp_group *g, int kind, uint64_t sequence,
+                                   uint64_t count) {
+  uint64_t n;
+  if (CDDP__LIKELY(g->host->record == NULL)) return 0;
+  n = cddp__record_new(g->host->record, cddp__call_names[kind], g->id, count, -1, -1, -1);
+  cddp__record_start(g->host->record, n, sequence);
+  return n;
+}
+
+static cddp_result cddp__run_work_call(cddp_work *w) {
+  return cddp__run_recorded(w->group, &w->call, w->record);
+}
 
 /* Runs a validated collective now, or hands it to the engine. */
 static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
@@ -6706,6 +7059,9 @@ static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_wor
   if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->call = *c;
   w->run = cddp__run_work_call;
+  w->site = cddp__this_site;
+  w->record = cddp__record_call(g, c);
+  if (w->record != 0) cddp__record_at(g->host->record, w->record)->engine = 1;
   if ((r = cddp__engine_push(w)) != CDDP_OK) {
     cddp__free(&g->host->allocator, w);
     return r;
@@ -6833,7 +7189,7 @@ static void cddp__group_leave(cddp_group *g) {
   }
   cddp__engine_stop(g);
   for (i = 0; i < CDDP__PARCELS; i++) /* messages not yet received stay where they are */
-    if (!cddp__parcel_posted(g, i))
+    if (!cddp__parcel_open(g, i))
       cddp__arena_free(h, g->outgoing[i].stage);
   (void)cddp__swap32(&seat->state, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT);
   cddp__wake_all(g);
@@ -6860,11 +7216,13 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   char *board = NULL;
   bool owner = false;
   cddp_result r = CDDP_OUT_OF_MEMORY;
+  uint64_t record;
   *out = NULL;
   if (members == NULL) return cddp__break(g, r);
   mine.color = color;
   mine.key = key;
   g->calls++;
+  record = cddp__record_begin(g, CDDP__KIND_GROUP_NEW, g->calls, 0);
   memcpy(cddp__begin(g)->u.bytes, &mine, sizeof mine);
   if ((r = cddp__split_step(g, check, 0)) != CDDP_OK) goto done;
   n = color >= 0 ? cddp__pick_members(g, color, members) : 0;
@@ -6877,6 +7235,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
       cddp__group_build(out, g->host, rank, n, members + g->size, board, g->timeout_s) == CDDP_OK) {
     (*out)->board_ref = ref;
     (*out)->board_mine = owner;
+    (*out)->id = cddp__hash64(g->id + g->calls, &color, sizeof color);
   }
   r = cddp__agree(g, members, n, n == 0 || *out != NULL);
   if (r != CDDP_OK && *out != NULL) {
@@ -6885,7 +7244,21 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   }
 done:
   cddp__free(a, members);
+  cddp__record_finish(g, record, r);
   return r;
+}
+
+/* The first step of a new group: every rank has come, and rank 0's number names the job. */
+static cddp_result cddp__first_step(cddp_group *g) {
+  cddp__line *line = cddp__begin(g);
+  cddp__call c;
+  cddp_result r;
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_BARRIER;
+  cddp__put64(line->u.bytes, cddp__record_job());
+  if ((r = cddp__sync(g, cddp__call_code(&c, 0), 0, -1, 0, NULL)) != CDDP_OK) return r;
+  return cddp__record_open(&g->host->record, cddp__get64(cddp__line_of(g, 0, g->step)->u.bytes),
+                           g->rank, g->size);
 }
 
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
@@ -6901,7 +7274,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK) r = cddp__world_group(out, h, at.rank, at.world_size, at.timeout_s);
   cddp__host_release(h);
   if (r != CDDP_OK) return r;
-  if ((r = cddp__barrier_step(*out, CDDP__KIND_BARRIER)) != CDDP_OK) {
+  if ((r = cddp__first_step(*out)) != CDDP_OK) {
     cddp__group_leave(*out);
     *out = NULL;
     return r;
@@ -7486,12 +7859,15 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b, void **
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int index) {
   cddp_group *g = d->comm;
   void *few[16], **bufs = few;
+  uint64_t record;
   cddp_result r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (g->size > 16)
     bufs = (void **)cddp__malloc(&g->host->allocator, (size_t)g->size * sizeof *bufs);
   if (bufs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   g->calls++;
+  record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, (uint64_t)index);
+  if (record != 0) cddp__record_at(g->host->record, record)->engine = 1;
   cddp__begin(g);
   r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 0);
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
@@ -7500,6 +7876,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int i
     r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 1);
   }
   r = cddp__exit(g, r);
+  cddp__record_finish(g, record, r);
   if (bufs != few) cddp__free(&g->host->allocator, bufs);
   return r;
 }
@@ -7560,9 +7937,17 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   cddp_ddp *d = b->ddp;
   int index = (int)(b - d->buckets);
   cddp_result r;
-  if (d->desc.comm_hook == NULL) return cddp__reduce_bucket(d, b, index);
-  r = cddp__hook_bucket(d, b, index);
-  return r == CDDP_OK ? r : cddp__fail_in(r, "communication hook on bucket %d: ", index);
+  char space[24];
+  int first = b->sorted[0];
+  if (d->desc.comm_hook != NULL) {
+    r = cddp__hook_bucket(d, b, index);
+    return r == CDDP_OK ? r : cddp__fail_in(r, "communication hook on bucket %d: ", index);
+  }
+  r = cddp__reduce_bucket(d, b, index);
+  if (r == CDDP_OK) return r;
+  return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", index,
+                       cddp__param_name(&d->params[first], first, space, sizeof space),
+                       b->count > 1 ? " and others" : "");
 }
 
 /* --- assigning buckets --- */
@@ -7681,6 +8066,11 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
         "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step; call it once, "
         "when its gradient is complete",
         cddp__param_name(&d->params[param], param, space, sizeof space));
+  if (CDDP__UNLIKELY(d->group->host->record != NULL)) {
+    uint64_t n = cddp__record_new(d->group->host->record, "ready", d->comm->id, (uint64_t)param, -1,
+                                  -1, -1);
+    cddp__record_end(d->group->host->record, n, CDDP_OK);
+  }
   if (noted) return CDDP_OK;
   cddp__fetch_gradient(d, param);
   pthread_mutex_lock(&d->lock);
@@ -7930,31 +8320,33 @@ static cddp_result cddp__shard_dissolve(cddp__shard *h) {
   cddp_ddp *d = h->ddp;
   cddp_sgd *s = h->sgd;
   size_t begin, end;
-  cddp_result r = CDDP_OK;
+  cddp_result r = cddp__enter(d->control);
   int i, p;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     if (!s->started[i]) continue;
     s->momentum[i] =
         cddp__calloc(&s->allocator, d->params[i].count, cddp__dtype_size(d->params[i].dtype));
-    if (s->momentum[i] == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    if (s->momentum[i] == NULL) {
+      r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+      break;
+    }
     for (p = 0; p < d->group->size; p++)
       if (cddp__tensor_slice(d, i, p, &begin, &end))
         memcpy((char *)s->momentum[i] + (begin - d->tensors[i].offset),
                h->all[p] + cddp__shard_offset(d, (int)d->params[i].dtype, p, begin), end - begin);
   }
-  r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, 2); /* all have read */
-  cddp__shard_free(h);
+  if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, 2); /* all have read */
+  r = cddp__exit(d->control, r);
+  if (r == CDDP_OK) cddp__shard_free(h);
   return r;
 }
 
 /* --- wait --- */
 
-static cddp_result cddp__ddp_wait(cddp_ddp *d) {
+static cddp_result cddp__wait_for_buckets(cddp_ddp *d) {
   uint64_t missing = 0;
   cddp_result r;
   int i;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  if (d->no_sync) return CDDP_OK;
   r = cddp__meet_for_step(d, CDDP__KIND_DDP_WAIT, 0, &missing);
   if (r == CDDP_OK && missing > 0) r = cddp__settle_unused(d);
   while (r == CDDP_OK && d->shards != NULL) r = cddp__shard_dissolve(d->shards);
@@ -7966,6 +8358,17 @@ static cddp_result cddp__ddp_wait(cddp_ddp *d) {
                  d->params[i].count * cddp__dtype_size(d->params[i].dtype));
   r = cddp__complete(d, false);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__ddp_wait(cddp_ddp *d) {
+  uint64_t record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->no_sync) return CDDP_OK;
+  record = cddp__record_begin(d->control, CDDP__KIND_DDP_WAIT, d->control->calls + 1, 0);
+  r = cddp__wait_for_buckets(d);
+  cddp__record_finish(d->control, record, r);
+  return r;
 }
 
 /* --- step --- */
@@ -8090,11 +8493,10 @@ static uint64_t cddp__sgd_hash(const cddp_sgd *s) { /* settings that must agree 
   return cddp__hash64(flags, v, sizeof v);
 }
 
-static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
+static cddp_result cddp__reduce_and_step(cddp_ddp *d, cddp_sgd *s) {
   bool averaged = d->desc.comm_hook != NULL || (!d->stepping && d->group->size > 1);
   uint64_t missing = 0;
   cddp_result r;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
   r = cddp__meet_for_step(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s), &missing);
   if (r == CDDP_OK && missing > 0) {
     r = cddp__settle_unused(d);
@@ -8110,6 +8512,16 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (cddp__exit(d->control, r) != CDDP_OK) return r;
   r = cddp__complete(d, true);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
+  uint64_t record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  record = cddp__record_begin(d->control, CDDP__KIND_DDP_STEP, d->control->calls + 1, 0);
+  r = cddp__reduce_and_step(d, s);
+  cddp__record_finish(d->control, record, r);
+  return r;
 }
 
 /* --- compression hooks --- */
@@ -8399,13 +8811,10 @@ static void cddp__signal_children(cddp__children *c, int signal_number) {
 
 /* Says how a rank ended; CDDP_OK for a clean end. */
 static cddp_result cddp__judge_child(int rank, pid_t pid, int status) {
-  if (WIFSIGNALED(status))
-    return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) was killed by signal %d (%s)", rank,
-                      (int)pid, WTERMSIG(status), strsignal(WTERMSIG(status)));
-  if (WEXITSTATUS(status) != 0)
-    return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) exited with code %d", rank, (int)pid,
-                      WEXITSTATUS(status));
-  return CDDP_OK;
+  char how[96];
+  if (status == 0) return CDDP_OK;
+  cddp__describe_status(status, how, sizeof how);
+  return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", rank, (int)pid, how);
 }
 
 /* Reaps the children that have ended. Keeps the first failure in text; among several at once a
@@ -8521,17 +8930,20 @@ static void *cddp__thread_main(void *p) {
 
 static cddp_result cddp__thread_groups(cddp__thread_rank *t, int n, char *board, double timeout_s) {
   int *members = (int *)calloc((size_t)n, sizeof *members), i;
+  uint64_t job = cddp__record_job();
   cddp_result r = CDDP_OK;
   if (members == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
   for (i = 0; i < n; i++) members[i] = i;
   for (i = 0; r == CDDP_OK && i < n; i++) {
     t[i].host = cddp__host_create(NULL, NULL, n, i);
-    if (t[i].host == NULL)
+    if (t[i].host == NULL) {
       r = CDDP_OUT_OF_MEMORY;
-    else {
-      t[i].host->threads = true;
-      r = cddp__group_build(&t[i].group, t[i].host, i, n, members, board, timeout_s);
+      break;
     }
+    t[i].host->threads = true;
+    r = cddp__record_open(&t[i].host->record, job, i, n);
+    if (r == CDDP_OK)
+      r = cddp__group_build(&t[i].group, t[i].host, i, n, members, board, timeout_s);
   }
   free(members);
   return r;
@@ -8629,6 +9041,7 @@ static cddp_result cddp__collective(const char *function, cddp_group *g, int kin
                                     int root, cddp_work **work) {
   cddp__call c;
   cddp_result r;
+  cddp__enter_call();
   memset(&c, 0, sizeof c);
   c.kind = (uint8_t)kind;
   c.dtype = (uint8_t)((unsigned)dtype > 255 ? 255 : dtype);
@@ -8932,6 +9345,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
 }
 
 CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_group **out) {
+  cddp__enter_call();
   if (out == NULL) return cddp__invalid("cddp_group_split", "out is NULL");
   *out = NULL;
   if (g == NULL) return cddp__invalid("cddp_group_split", "the group is NULL");
@@ -8945,6 +9359,7 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out) {
   int i, j, color = -1, key = 0;
   cddp_result r;
+  cddp__enter_call();
   if (out == NULL) return cddp__invalid("cddp_group_new", "out is NULL");
   *out = NULL;
   if (g == NULL) return cddp__invalid("cddp_group_new", "the group is NULL");
@@ -8965,6 +9380,17 @@ CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, c
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   return cddp__split(g, color, key,
                      cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks), out);
+}
+
+CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {
+  cddp__next_site.file = file;
+  cddp__next_site.line = line;
+  return g;
+}
+
+CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line) {
+  cddp_at(NULL, file, line);
+  return d;
 }
 
 CDDPDEF void cddp_destroy(cddp_group *g) {
@@ -9046,17 +9472,23 @@ CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp
                               int peer, int tag, cddp_work **work) {
   cddp_work *w = NULL;
   cddp_result r = cddp__check_p2p("cddp_send", g, buf, count, dtype, peer, tag);
+  uint64_t record;
   int parcel = -1;
+  cddp__enter_call();
   if (work != NULL) *work = NULL;
   if (r != CDDP_OK) return r;
   if (work != NULL && (w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  record = cddp__record_message(g, "send", count, dtype, peer, tag);
   r = cddp__start_send(g, buf, count, dtype, peer, tag, &parcel);
-  if (w == NULL) return r == CDDP_OK ? cddp__finish_send(g, parcel) : r;
+  if (w == NULL && r == CDDP_OK) r = cddp__finish_send(g, parcel);
+  if (w == NULL || r != CDDP_OK) cddp__record_finish(g, record, r);
+  if (w == NULL) return r;
   if (r != CDDP_OK) {
     cddp__free(&g->host->allocator, w);
     return r;
   }
   w->parcel = parcel;
+  w->record = record;
   *work = w;
   return CDDP_OK;
 }
@@ -9065,6 +9497,7 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
                               int tag, cddp_work **work) {
   cddp_work *w;
   cddp_result r = cddp__check_p2p("cddp_recv", g, buf, count, dtype, peer, tag);
+  cddp__enter_call();
   if (work != NULL) *work = NULL;
   if (r != CDDP_OK || (r = cddp__check_group(g)) != CDDP_OK) return r;
   if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
@@ -9074,6 +9507,7 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
   w->pending.dtype = dtype;
   w->pending.peer = peer;
   w->pending.tag = tag;
+  w->record = cddp__record_message(g, "recv", count, dtype, peer, tag);
   cddp__post_pending(g, &w->pending);
   if (work == NULL) return cddp__work_wait(w);
   *work = w;
@@ -9134,6 +9568,7 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
   cddp_ddp_desc zero;
   cddp_ddp *d;
   cddp_result r;
+  cddp__enter_call();
   if (out == NULL) return cddp__invalid(name, "out is NULL");
   *out = NULL;
   memset(&zero, 0, sizeof zero);
@@ -9167,11 +9602,13 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
 }
 
 CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
+  cddp__enter_call();
   return d != NULL ? cddp__ddp_wait(d) : cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
 }
 
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   static const char name[] = "cddp_ddp_step";
+  cddp__enter_call();
   if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
   if (s->params != d->params || s->count != d->count)
     return cddp__invalid(name, "the cddp_sgd was made for other parameters than the cddp_ddp");
@@ -9197,6 +9634,7 @@ CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double
 }
 
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
+  cddp__enter_call();
   if (d == NULL) return cddp__invalid("cddp_ddp_sync_buffers", "the cddp_ddp is NULL");
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
   return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count);
@@ -9249,6 +9687,29 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 }
 #endif /* CDDP_IMPLEMENTATION_DONE */
 #endif /* CDDP_IMPLEMENTATION */
+
+#if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see CALL SITES in >>api */
+#define CDDP__CALL_SITES
+#define CDDP__AT(g) cddp_at((g), __FILE__, __LINE__)
+#define CDDP__DDP_AT(d) cddp_ddp_at((d), __FILE__, __LINE__)
+#define cddp_all_reduce(g, ...) cddp_all_reduce(CDDP__AT(g), __VA_ARGS__)
+#define cddp_reduce(g, ...) cddp_reduce(CDDP__AT(g), __VA_ARGS__)
+#define cddp_broadcast(g, ...) cddp_broadcast(CDDP__AT(g), __VA_ARGS__)
+#define cddp_all_gather(g, ...) cddp_all_gather(CDDP__AT(g), __VA_ARGS__)
+#define cddp_gather(g, ...) cddp_gather(CDDP__AT(g), __VA_ARGS__)
+#define cddp_scatter(g, ...) cddp_scatter(CDDP__AT(g), __VA_ARGS__)
+#define cddp_reduce_scatter(g, ...) cddp_reduce_scatter(CDDP__AT(g), __VA_ARGS__)
+#define cddp_all_to_all(g, ...) cddp_all_to_all(CDDP__AT(g), __VA_ARGS__)
+#define cddp_barrier(g) cddp_barrier(CDDP__AT(g))
+#define cddp_send(g, ...) cddp_send(CDDP__AT(g), __VA_ARGS__)
+#define cddp_recv(g, ...) cddp_recv(CDDP__AT(g), __VA_ARGS__)
+#define cddp_group_split(g, ...) cddp_group_split(CDDP__AT(g), __VA_ARGS__)
+#define cddp_group_new(g, ...) cddp_group_new(CDDP__AT(g), __VA_ARGS__)
+#define cddp_ddp_create(out, g, ...) cddp_ddp_create(out, CDDP__AT(g), __VA_ARGS__)
+#define cddp_ddp_wait(d) cddp_ddp_wait(CDDP__DDP_AT(d))
+#define cddp_ddp_step(d, s) cddp_ddp_step(CDDP__DDP_AT(d), s)
+#define cddp_ddp_sync_buffers(d) cddp_ddp_sync_buffers(CDDP__DDP_AT(d))
+#endif
 
 /* >>history ---------------------------------------------------------------------------------------
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
