@@ -2156,6 +2156,10 @@ static bool cddp__span_equal(cddp__span a, cddp__span b) {
 
 static size_t cddp__buffer_size(const cddp__buffer *b) { return b->end - b->start; }
 
+static cddp__span cddp__buffer_span(const cddp__buffer *b) { /* NULL + 0 is not allowed in C */
+  return cddp__span_of(b->data != NULL ? b->data + b->start : NULL, cddp__buffer_size(b));
+}
+
 /* Makes room for `more` bytes behind the end; false when there is no memory. */
 static bool cddp__buffer_reserve(const cddp_allocator *a, cddp__buffer *b, size_t more) {
   size_t size = cddp__buffer_size(b), capacity = cddp__max(b->capacity, 256);
@@ -4119,8 +4123,7 @@ static cddp_result cddp__store_compare_set(cddp_store *s, const char *key, const
   r = s->ops->compare_set(s, key, cddp__span_of(expected, expected_size), want);
   if (r == CDDP_OK) {
     if (swapped != NULL)
-      *swapped = cddp__span_equal(
-          cddp__span_of(s->reply.data + s->reply.start, cddp__buffer_size(&s->reply)), want);
+      *swapped = cddp__span_equal(cddp__buffer_span(&s->reply), want);
     r = cddp__store_hand_over(s, key, value, capacity, size);
   }
   return cddp__store_end(s, r);
@@ -5965,7 +5968,7 @@ static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
   if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, m->deadline) != CDDP_OK)
     return CDDP_OK;
   text[cddp__min(n, sizeof text - 1)] = 0;
-  return cddp__fail(CDDP_UNSUPPORTED, "%s", text);
+  return cddp__fail(CDDP_UNSUPPORTED, "%s", text[0] ? text : "a rank gave up without a word");
 }
 
 /* One round of the leader's loop: waits up to 50 ms for connections, hellos and deaths. */

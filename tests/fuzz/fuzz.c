@@ -1,0 +1,1001 @@
+/* fuzz.c - parsers of bytes from outside, fed with anything.
+
+   tests/fuzz/fuzz.sh 600           runs each target for 10 minutes under libFuzzer (needs clang)
+   build/asan/fuzz                  replays tests/fuzz/corpus/TARGET/...; part of ninja test
+   build/asan/fuzz TARGET FILE...   replays these files
+
+   Works as follows: the implementation is included with every system call that its parsers make
+   replaced by a function over memory: a run needs no socket, no file, no clock and no luck, so an
+   input always does the same and ten thousand of them take a second. Each target begins with a
+   byte of settings and one that says which allocation fails; what follows is a script of events
+   (bytes come, a connection ends, time passes) or the bytes that the other side sends. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static ssize_t fake_recv(int fd, void *p, size_t n, int flags);
+static ssize_t fake_send(int fd, const void *p, size_t n, int flags);
+static ssize_t fake_recvmsg(int fd, struct msghdr *m, int flags);
+static ssize_t fake_sendmsg(int fd, const struct msghdr *m, int flags);
+static int fake_poll(struct pollfd *fds, nfds_t n, int ms);
+static int fake_close(int fd);
+static int fake_socket(int domain, int type, int protocol);
+static int fake_connect(int fd, const struct sockaddr *a, socklen_t n);
+static int fake_bind(int fd, const struct sockaddr *a, socklen_t n);
+static int fake_listen(int fd, int backlog);
+static int fake_shutdown(int fd, int how);
+static int fake_getsockname(int fd, struct sockaddr *a, socklen_t *n);
+static int fake_setsockopt(int fd, int level, int name, const void *p, socklen_t n);
+static int fake_getsockopt(int fd, int level, int name, void *p, socklen_t *n);
+static int fake_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event);
+static int fake_clock_gettime(clockid_t clock, struct timespec *t);
+static int fake_nanosleep(const struct timespec *t, struct timespec *left);
+static long fake_syscall(long number, ...);
+static char *fake_getenv(const char *name);
+static int fake_open(const char *path, int flags, ...);
+static int fake_fcntl(int fd, int command, ...);
+static int fake_ftruncate(int fd, off_t size);
+static int fake_unlink(const char *path);
+static ssize_t fake_pread(int fd, void *p, size_t n, off_t at);
+static ssize_t fake_pwrite(int fd, const void *p, size_t n, off_t at);
+static int fake_fstat(int fd, struct stat *st);
+static void *fake_calloc(size_t n, size_t size);
+
+#define FIRST_FD 1000 /* below it: real ones */
+
+/* The header's own names that are spelled so, parameters and fields, change with them. */
+#define recv fake_recv
+#define send fake_send
+#define recvmsg fake_recvmsg
+#define sendmsg fake_sendmsg
+#define poll fake_poll
+#define close fake_close
+#define socket fake_socket
+#define connect fake_connect
+#define bind fake_bind
+#define listen fake_listen
+#define shutdown fake_shutdown
+#define getsockname fake_getsockname
+#define setsockopt fake_setsockopt
+#define getsockopt fake_getsockopt
+#define epoll_ctl fake_epoll_ctl
+#define clock_gettime fake_clock_gettime
+#define nanosleep fake_nanosleep
+#define syscall fake_syscall
+#define getenv fake_getenv
+#define open fake_open
+#define fcntl fake_fcntl
+#define ftruncate fake_ftruncate
+#define unlink fake_unlink
+#define pread fake_pread
+#define pwrite fake_pwrite
+#define calloc fake_calloc
+#define fstat(fd, st) fake_fstat(fd, st)
+#define stat(path, st) ((void)(path), fake_fstat(FIRST_FD, st))
+
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+
+#undef close
+#undef open
+#undef getenv
+#undef calloc
+#undef stat
+#undef clock_gettime
+#undef nanosleep
+
+#include "../test.h"
+
+/* --- the input ------------------------------------------------------------------------------ */
+
+typedef struct input {
+  const unsigned char *p;
+  size_t n;
+} input;
+
+static unsigned take(input *in) { /* 0 when there is no more */
+  if (in->n == 0) return 0;
+  in->n--;
+  return *in->p++;
+}
+
+static input take_bytes(input *in, size_t n) {
+  input part;
+  part.p = in->p;
+  part.n = n < in->n ? n : in->n;
+  in->p += part.n;
+  in->n -= part.n;
+  return part;
+}
+
+/* A count: one byte, or three after 255. */
+static size_t take_size(input *in) {
+  size_t n = take(in);
+  if (n < 255) return n;
+  n = take(in);
+  return n << 8 | take(in);
+}
+
+/* --- the world of a run --------------------------------------------------------------------- */
+
+#define FDS 64
+
+typedef struct fake_fd {
+  bool open, ended, blocked; /* ended: by the other side; blocked: takes no output */
+  input in;                  /* what it has to say now */
+  unsigned char extra[96];   /* comes before in */
+  size_t extra_size, extra_at;
+} fake_fd;
+
+static struct world {
+  fake_fd fds[FDS];
+  double now;
+  int allocations, fail_at, balance;
+  size_t bytes;
+  bool tiny;                          /* one byte a call, EINTR now and then */
+  unsigned calls;
+  uint64_t dice;
+  input script;                       /* what poll does, in the meeting */
+  input stream;                       /* what the server says, in the client */
+  bool silent;                        /* at its end: silence instead of a closed connection */
+  bool honest;                        /* the server knows the secret */
+  unsigned char nonces[64];
+  bool refuses;                       /* connect fails */
+  bool others;                        /* somebody else has the store file open */
+  bool stranger;                      /* the peer is another user */
+  unsigned char *file;
+  size_t file_size, file_capacity;
+  struct cddp__meeting *meeting;
+  const char *names[16];              /* environment */
+  char *values[16];
+  int variables;
+} w;
+
+#define REQUIRE(c)                                                     \
+  do {                                                                 \
+    if (!(c)) {                                                        \
+      fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #c); \
+      abort();                                                         \
+    }                                                                  \
+  } while (0)
+
+static void *world_alloc(size_t bytes, void *user_data) {
+  size_t *p;
+  (void)user_data;
+  if (++w.allocations == w.fail_at || w.bytes + bytes > 24u << 20) return NULL;
+  p = (size_t *)malloc(bytes + 16);
+  if (p == NULL) return NULL;
+  p[0] = bytes;
+  w.bytes += bytes;
+  w.balance++;
+  return p + 2;
+}
+
+static void world_free(void *p, void *user_data) {
+  (void)user_data;
+  w.balance--;
+  w.bytes -= ((size_t *)p)[-2];
+  free((size_t *)p - 2);
+}
+
+static void *fake_calloc(size_t n, size_t size) { /* of what is not for the allocator */
+  return ++w.allocations == w.fail_at ? NULL : calloc(n, size);
+}
+
+static cddp_allocator world_allocator(void) {
+  cddp_allocator a;
+  a.alloc = world_alloc;
+  a.free = world_free;
+  a.user_data = NULL;
+  return a;
+}
+
+static void world_begin(input *in) {
+  unsigned char *file = w.file;
+  size_t capacity = w.file_capacity;
+  memset(&w, 0, sizeof w);
+  w.file = file;
+  w.file_capacity = capacity;
+  w.now = 1000;
+  w.fail_at = (int)take(in);
+}
+
+static void world_end(void) {
+  int i;
+  REQUIRE(w.balance == 0);
+  for (i = 0; i < FDS; i++) REQUIRE(!w.fds[i].open);
+}
+
+static int world_fd(void) {
+  int i;
+  for (i = 1; i < FDS && w.fds[i].open; i++) continue;
+  if (i == FDS) {
+    errno = EMFILE;
+    return -1;
+  }
+  memset(&w.fds[i], 0, sizeof w.fds[i]);
+  w.fds[i].open = true;
+  return FIRST_FD + i;
+}
+
+static fake_fd *fd_of(int fd) {
+  REQUIRE(fd >= FIRST_FD && fd < FIRST_FD + FDS && w.fds[fd - FIRST_FD].open);
+  return &w.fds[fd - FIRST_FD];
+}
+
+/* Whether the call is to be interrupted; else cuts *n. */
+static bool interrupted(size_t *n) {
+  w.calls++;
+  if (!w.tiny) return false;
+  if (w.calls % 7 == 3) {
+    errno = EINTR;
+    return true;
+  }
+  if (*n > 1) *n = 1 + w.calls % 3 % *n;
+  return false;
+}
+
+static size_t fd_ready(const fake_fd *f) {
+  return f->extra_size - f->extra_at + f->in.n;
+}
+
+static ssize_t fake_recv(int fd, void *p, size_t n, int flags) {
+  fake_fd *f = fd_of(fd);
+  unsigned char *to = (unsigned char *)p;
+  size_t i;
+  (void)flags;
+  if (interrupted(&n)) return -1;
+  for (i = 0; i < n && fd_ready(f) > 0; i++)
+    to[i] = f->extra_at < f->extra_size ? f->extra[f->extra_at++] : (unsigned char)take(&f->in);
+  if (i > 0 || n == 0 || f->ended) return (ssize_t)i;
+  errno = EAGAIN;
+  return -1;
+}
+
+static void client_said(fake_fd *f, const unsigned char *p, size_t n);
+
+static ssize_t fake_send(int fd, const void *p, size_t n, int flags) {
+  fake_fd *f = fd_of(fd);
+  (void)flags;
+  if (f->blocked) {
+    errno = EAGAIN;
+    return -1;
+  }
+  if (w.honest) { /* the handshake comes in whole pieces */
+    client_said(f, (const unsigned char *)p, n);
+    return (ssize_t)n;
+  }
+  return interrupted(&n) ? -1 : (ssize_t)n;
+}
+
+static ssize_t fake_recvmsg(int fd, struct msghdr *m, int flags) {
+  ssize_t n = fake_recv(fd, m->msg_iov[0].iov_base, m->msg_iov[0].iov_len, flags);
+  struct cmsghdr *head = (struct cmsghdr *)m->msg_control;
+  int sent;
+  if (n > 0 && head != NULL && m->msg_controllen >= CMSG_LEN(sizeof sent) &&
+      w.calls % 2 == 1 && (sent = world_fd()) >= 0) { /* a descriptor came along */
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof sent);
+    memcpy(CMSG_DATA(head), &sent, sizeof sent);
+    m->msg_controllen = CMSG_LEN(sizeof sent);
+  } else {
+    m->msg_controllen = 0;
+  }
+  return n;
+}
+
+static ssize_t fake_sendmsg(int fd, const struct msghdr *m, int flags) {
+  return fake_send(fd, m->msg_iov[0].iov_base, m->msg_iov[0].iov_len, flags);
+}
+
+static int fake_close(int fd) {
+  if (fd < FIRST_FD) return close(fd);
+  fd_of(fd)->open = false;
+  return 0;
+}
+
+static int fake_socket(int domain, int type, int protocol) {
+  (void)domain, (void)type, (void)protocol;
+  return world_fd();
+}
+
+static int fake_connect(int fd, const struct sockaddr *a, socklen_t n) {
+  fake_fd *f = fd_of(fd);
+  (void)a, (void)n;
+  if (w.refuses) {
+    errno = ECONNREFUSED;
+    return -1;
+  }
+  f->in = w.stream; /* one after the other: what the first did not take is the next one's */
+  f->ended = !w.silent;
+  return 0;
+}
+
+static int fake_bind(int fd, const struct sockaddr *a, socklen_t n) {
+  (void)fd, (void)a, (void)n;
+  return 0;
+}
+static int fake_listen(int fd, int backlog) {
+  (void)fd, (void)backlog;
+  return 0;
+}
+static int fake_shutdown(int fd, int how) {
+  (void)fd_of(fd), (void)how;
+  return 0;
+}
+static int fake_getsockname(int fd, struct sockaddr *a, socklen_t *n) {
+  (void)fd, (void)a, (void)n;
+  return -1;
+}
+static int fake_setsockopt(int fd, int level, int name, const void *p, socklen_t n) {
+  (void)fd_of(fd), (void)level, (void)name, (void)p, (void)n;
+  return 0;
+}
+
+static int fake_getsockopt(int fd, int level, int name, void *p, socklen_t *n) {
+  memset(p, 0, *n);
+  if (level == SOL_SOCKET && name == SO_PEERCRED) {
+    cddp__credentials c;
+    memset(&c, 0, sizeof c);
+    c.pid = fd;
+    c.uid = (uint32_t)geteuid() + (w.stranger ? 1u : 0u);
+    memcpy(p, &c, sizeof c);
+  }
+  return 0;
+}
+
+static int fake_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event) {
+  (void)epoll, (void)op, (void)event;
+  (void)fd_of(fd);
+  return 0;
+}
+
+static int fake_clock_gettime(clockid_t clock, struct timespec *t) {
+  (void)clock;
+  t->tv_sec = (time_t)w.now;
+  t->tv_nsec = (long)((w.now - (double)t->tv_sec) * 1e9);
+  return 0;
+}
+
+static int fake_nanosleep(const struct timespec *t, struct timespec *left) {
+  (void)left;
+  w.now += (double)t->tv_sec + 1e-9 * (double)t->tv_nsec + 1e-6;
+  return 0;
+}
+
+static long fake_accept(void);
+
+static long fake_syscall(long number, ...) {
+  va_list args;
+  unsigned char *p;
+  size_t n, i;
+  va_start(args, number);
+  p = va_arg(args, unsigned char *);
+  n = va_arg(args, size_t);
+  va_end(args);
+  if (number == SYS_accept4) return fake_accept();
+  if (number == SYS_memfd_create) return world_fd();
+  if (number == SYS_sched_getaffinity) return 0;
+  REQUIRE(number == SYS_getrandom);
+  for (i = 0; i < n; i++) {
+    w.dice = w.dice * 6364136223846793005u + 1442695040888963407u;
+    p[i] = (unsigned char)(w.dice >> 40);
+  }
+  return (long)n;
+}
+
+static char *fake_getenv(const char *name) {
+  int i;
+  for (i = 0; i < w.variables; i++)
+    if (strcmp(w.names[i], name) == 0) return w.values[i];
+  return NULL;
+}
+
+static bool next_event(struct pollfd *fds, nfds_t n);
+
+static int fake_poll(struct pollfd *fds, nfds_t n, int ms) {
+  int ready = 0;
+  nfds_t i;
+  w.calls++;
+  if (w.tiny && w.calls % 5 == 2) {
+    errno = EINTR;
+    return -1;
+  }
+  if (w.meeting != NULL && n > 1 && !next_event(fds, n)) w.now = w.meeting->deadline;
+  for (i = 0; i < n; i++) {
+    const fake_fd *f = fds[i].fd >= FIRST_FD ? fd_of(fds[i].fd) : NULL;
+    if (w.meeting == NULL || n == 1) fds[i].revents = 0;
+    if (f == NULL) continue;
+    if ((fds[i].events & POLLIN) && (fd_ready(f) > 0 || f->ended)) fds[i].revents |= POLLIN;
+    if ((fds[i].events & POLLOUT) && !f->blocked) fds[i].revents |= POLLOUT;
+    if (fds[i].revents != 0) ready++;
+  }
+  if (ready == 0) w.now += ms > 0 ? ms * 1e-3 : 1e-5;
+  return ready;
+}
+
+/* --- store-server: the connections' state machine, both dialects, the challenge ---------------- */
+
+#define CONNS 6
+
+static cddp__conn *open_conn(cddp__server *v, unsigned host) {
+  cddp__address peer;
+  struct sockaddr_in *in4 = (struct sockaddr_in *)(void *)&peer.sa;
+  const cddp__conn *first = v->conns;
+  int fd = world_fd();
+  memset(&peer, 0, sizeof peer);
+  in4->sin_family = AF_INET;
+  in4->sin_addr.s_addr = htonl(0x7f000001u + host);
+  peer.size = sizeof *in4;
+  if (fd < 0) return NULL;
+  cddp__server_add_conn(v, fd, &peer);
+  return v->conns != first ? v->conns : NULL;
+}
+
+static void drain_ready(cddp__server *v) {
+  while (v->ready != NULL) {
+    cddp__conn *c = v->ready;
+    v->ready = c->next_ready;
+    c->ready = false;
+    if (!c->dead) cddp__conn_run(v, c);
+  }
+}
+
+/* What epoll would report, as long as there is something. */
+static void serve_conn(cddp__server *v, cddp__conn *c) {
+  int rounds;
+  for (rounds = 0; rounds < 4096 && !c->dead; rounds++) {
+    const fake_fd *f = fd_of(c->source.fd);
+    uint32_t events = 0;
+    if ((c->events & EPOLLIN) && (fd_ready(f) > 0 || f->ended)) events |= EPOLLIN;
+    if ((c->events & EPOLLOUT) && !f->blocked) events |= EPOLLOUT;
+    if (events == 0) break;
+    cddp__conn_event(v, c, events);
+    drain_ready(v);
+  }
+  REQUIRE(rounds < 4096);
+}
+
+/* The proof that the server wants to see. */
+static void prove(const cddp__server *v, cddp__conn *c) {
+  fake_fd *f = fd_of(c->source.fd);
+  if (v->secret == NULL) return;
+  cddp__hmac(v->secret, CDDP__LABEL_CLIENT, c->nonces, sizeof c->nonces, f->extra);
+  f->extra_size = CDDP__PROOF_SIZE;
+  f->extra_at = 0;
+}
+
+static void server_check(cddp__server *v) {
+  const cddp__conn *c;
+  size_t bytes = 0;
+  int armed = 0;
+  for (c = v->conns; c != NULL; c = c->next) {
+    bytes += c->in.capacity + c->out.capacity;
+    armed += c->deadline != 0;
+    if (c->waiters == NULL) REQUIRE(c->missing == 0);
+  }
+  REQUIRE(bytes == v->buffered && armed == v->armed);
+}
+
+static void server_event(cddp__server *v, cddp__conn **conns, input *in) {
+  unsigned op = take(in), k = op % CONNS;
+  cddp__conn *c = conns[k];
+  if (c == NULL) c = conns[k] = open_conn(v, k % 2);
+  if (c == NULL) return;
+  switch (op / CONNS % 8) {
+  case 4:
+    prove(v, c);
+    break;
+  case 5:
+    fd_of(c->source.fd)->ended = true;
+    break;
+  case 6:
+    w.now += (double)take(in) / 8;
+    cddp__server_check_deadlines(v);
+    break;
+  case 7:
+    fd_of(c->source.fd)->blocked = !fd_of(c->source.fd)->blocked;
+    break;
+  default:
+    fd_of(c->source.fd)->in = take_bytes(in, take_size(in));
+  }
+  if (!c->dead) serve_conn(v, c);
+  server_check(v);
+  for (k = 0; k < CONNS; k++)
+    if (conns[k] != NULL && conns[k]->dead) conns[k] = NULL;
+  cddp__server_bury(v);
+}
+
+static void target_store_server(input *in) {
+  unsigned settings = take(in);
+  cddp__conn *conns[CONNS];
+  cddp__server *v;
+  cddp_allocator a = world_allocator();
+  int events;
+  world_begin(in);
+  w.tiny = settings & 2;
+  memset(conns, 0, sizeof conns);
+  v = (cddp__server *)cddp__calloc(&a, 1, sizeof *v);
+  if (v == NULL) return;
+  v->allocator = a;
+  v->secret = settings & 1 ? "secret" : NULL;
+  v->accepting = true;
+  v->epoll = v->stop.fd = -1;
+  cddp__map_init(&v->map, &a);
+  for (events = 0; in->n > 0 && events < 400; events++) server_event(v, conns, in);
+  cddp__server_free(v);
+  world_end();
+}
+
+/* --- store-client: what a server answers, and the challenge ------------------------------------- */
+
+/* An honest server's side of the handshake. */
+static void client_said(fake_fd *f, const unsigned char *p, size_t n) {
+  if (n == 8 + CDDP__NONCE_SIZE && memcmp(p, CDDP__AUTH_HELLO, 8) == 0) {
+    memcpy(w.nonces, p + 8, CDDP__NONCE_SIZE);
+    memset(w.nonces + CDDP__NONCE_SIZE, 'n', CDDP__NONCE_SIZE);
+    memcpy(f->extra, CDDP__AUTH_CHALLENGE, 8);
+    memcpy(f->extra + 8, w.nonces + CDDP__NONCE_SIZE, CDDP__NONCE_SIZE);
+  } else if (n == CDDP__PROOF_SIZE) {
+    memcpy(f->extra, CDDP__AUTH_WELCOME, 8);
+    cddp__hmac("secret", CDDP__LABEL_SERVER, w.nonces, sizeof w.nonces, f->extra + 8);
+  } else {
+    return;
+  }
+  f->extra_size = 40;
+  f->extra_at = 0;
+}
+
+/* Results are in range and failures say something. */
+static void must_say(cddp_result r) {
+  REQUIRE((unsigned)r < CDDP__RESULT_COUNT);
+  if (r != CDDP_OK && cddp_error()[0] == 0) fprintf(stderr, "no text: %s\n", cddp_result_name(r));
+  if (r != CDDP_OK) REQUIRE(cddp_error()[0] != 0 && strlen(cddp_error()) < CDDP__ERROR_MAX);
+}
+
+static void store_op(cddp_store *s, unsigned op) {
+  static const char *const keys[] = {"a", "b", "counter", ""};
+  const char *key = keys[op / 8 % 4];
+  unsigned char value[64];
+  size_t size = 0;
+  int64_t number = 0;
+  bool flag = false;
+  cddp_result r;
+  switch (op % 8) {
+  case 0: r = cddp_store_set(s, key, "value", op / 32); break;
+  case 1:
+    r = cddp_store_get(s, key, value, sizeof value, &size);
+    if (r == CDDP_OK) REQUIRE(size <= sizeof value);
+    break;
+  case 2: r = cddp_store_add(s, key, 7, &number); break;
+  case 3:
+    r = cddp_store_compare_set(s, key, "1", op / 32 % 2, "new", 3, value, sizeof value, &size,
+                               &flag);
+    if (r == CDDP_OK) REQUIRE(size <= sizeof value);
+    break;
+  case 4: r = cddp_store_wait(s, keys, 1 + (int)(op / 32 % 4), 0.5); break;
+  case 5: r = cddp_store_check(s, keys, (int)(op / 32 % 4), &flag); break;
+  case 6: r = cddp_store_delete(s, key, &flag); break;
+  default: r = cddp_store_num_keys(s, &number);
+  }
+  must_say(r);
+}
+
+static cddp_result open_store(cddp_store **s, const char *method, const char *secret) {
+  cddp__store_options o;
+  memset(&o, 0, sizeof o);
+  o.init_method = method;
+  o.listen_fd = -1;
+  o.deadline = w.now + 3;
+  o.timeout_s = 3;
+  o.secret = secret;
+  o.allocator = world_allocator();
+  return cddp__store_open(s, &o);
+}
+
+static void target_store_client(input *in) {
+  static char old[] = "old";
+  unsigned settings = take(in);
+  cddp_store *s = NULL;
+  input ops;
+  cddp_result r;
+  world_begin(in);
+  w.honest = (settings & 3) == 3;
+  w.tiny = (settings & 4) && !w.honest;
+  w.silent = settings & 8;
+  if (settings & 16) {
+    w.names[w.variables] = "CDDP_STORE_PROTO";
+    w.values[w.variables++] = old;
+  }
+  ops = take_bytes(in, settings >> 5);
+  w.stream = *in;
+  r = open_store(&s, "tcp://127.0.0.1:29500", settings & 1 ? "secret" : NULL);
+  must_say(r);
+  while (r == CDDP_OK && ops.n > 0) {
+    if (s->tcp.fd >= 0) w.stream = fd_of(s->tcp.fd)->in;
+    store_op(s, take(&ops));
+  }
+  cddp__store_close(s);
+  world_end();
+}
+
+/* --- file-log: a store file that somebody has written ------------------------------------------- */
+
+static void file_resize(size_t n) {
+  if (n > w.file_capacity) {
+    w.file_capacity = 2 * n;
+    w.file = (unsigned char *)realloc(w.file, w.file_capacity);
+    REQUIRE(w.file != NULL);
+  }
+  if (n > w.file_size) memset(w.file + w.file_size, 0, n - w.file_size);
+  w.file_size = n;
+}
+
+static int fake_open(const char *path, int flags, ...) {
+  (void)path, (void)flags;
+  return world_fd();
+}
+
+static int fake_fcntl(int fd, int command, ...) {
+  struct flock *l;
+  va_list args;
+  va_start(args, command);
+  l = va_arg(args, struct flock *);
+  va_end(args);
+  if (command == F_OFD_SETLK || command == F_OFD_GETLK) {
+    (void)fd_of(fd);
+    if (command == F_OFD_GETLK && !w.others) l->l_type = F_UNLCK;
+  }
+  return 0;
+}
+
+static int fake_ftruncate(int fd, off_t size) {
+  (void)fd_of(fd);
+  if (size <= 1 << 20) file_resize((size_t)size); /* the meeting's memory is all holes */
+  return 0;
+}
+
+static int fake_unlink(const char *path) {
+  (void)path;
+  return 0;
+}
+
+static ssize_t fake_pread(int fd, void *p, size_t n, off_t at) {
+  (void)fd_of(fd);
+  if (interrupted(&n)) return -1;
+  REQUIRE(at >= 0);
+  if ((size_t)at >= w.file_size) return 0;
+  n = n < w.file_size - (size_t)at ? n : w.file_size - (size_t)at;
+  memcpy(p, w.file + at, n);
+  return (ssize_t)n;
+}
+
+static ssize_t fake_pwrite(int fd, const void *p, size_t n, off_t at) {
+  (void)fd_of(fd);
+  if (interrupted(&n)) return -1;
+  if (at < 0 || (size_t)at + n > 1u << 20) {
+    errno = ENOSPC;
+    return -1;
+  }
+  if ((size_t)at + n > w.file_size) file_resize((size_t)at + n);
+  memcpy(w.file + at, p, n);
+  return (ssize_t)n;
+}
+
+static int fake_fstat(int fd, struct stat *st) {
+  memset(st, 0, sizeof *st);
+  if (fd != FIRST_FD) (void)fd_of(fd); /* that one is the path */
+  st->st_mode = S_IFREG | 0600;
+  st->st_size = (off_t)w.file_size;
+  return 0;
+}
+
+/* Makes the hashes of records right, so that what they say is looked at. */
+static void sign_records(void) {
+  size_t at = CDDP__FILE_HEADER;
+  while (at + CDDP__FILE_RECORD <= w.file_size) {
+    uint64_t size = cddp__record_size(w.file + at);
+    if (size == 0 || size > w.file_size - at) return;
+    cddp__put64(w.file + at, cddp__record_hash(w.file + at, (size_t)size));
+    at += (size_t)size;
+  }
+}
+
+static void target_file_log(input *in) {
+  unsigned settings = take(in);
+  cddp_store *s = NULL;
+  input ops;
+  cddp_result r;
+  world_begin(in);
+  w.tiny = settings & 1;
+  w.others = !(settings & 2);
+  ops = take_bytes(in, settings >> 4);
+  file_resize(0);
+  file_resize(in->n);
+  if (in->n > 0) memcpy(w.file, in->p, in->n);
+  if ((settings & 4) && w.file_size >= CDDP__FILE_HEADER) {
+    memcpy(w.file, CDDP__FILE_MAGIC, 8);
+    if (settings & 8) cddp__put64(w.file + 24, w.file_size);
+    sign_records();
+  }
+  r = open_store(&s, "file:///f", NULL);
+  must_say(r);
+  while (r == CDDP_OK && ops.n > 0) {
+    unsigned op = take(&ops);
+    if (op >= 224) { /* somebody writes into it */
+      size_t at = take(&ops) + 64 * (op % 4);
+      if (at < w.file_size) w.file[at] ^= (unsigned char)(take(&ops) | 1);
+    } else {
+      store_op(s, op);
+    }
+  }
+  cddp__store_close(s);
+  world_end();
+}
+
+/* --- meeting: hellos to the leader, and what a leader answers ------------------------------------ */
+
+static int last_guest;
+
+static long fake_accept(void) {
+  int fd = world_fd();
+  unsigned kind = take(&w.script);
+  w.stranger = kind == 7;
+  if (fd >= 0) last_guest = fd;
+  return fd;
+}
+
+/* A hello that is right but for its rank and world size. */
+static void say_hello(fake_fd *f) {
+  unsigned rank = take(&w.script), size = take(&w.script);
+  cddp__meeting *m = w.meeting;
+  cddp__place other = *m->at;
+  const cddp__place *at = m->at;
+  other.rank = rank == 255 ? -1 : (int)rank;
+  other.world_size = size == 0 ? at->world_size : (int)size;
+  m->at = &other;
+  cddp__write_hello(m, f->extra);
+  m->at = at;
+  f->extra_size = CDDP__HELLO_BYTES;
+  f->extra_at = 0;
+}
+
+/* poll in the leader's loop: the next thing that happens; false when nothing does any more. */
+static bool next_event(struct pollfd *fds, nfds_t n) {
+  unsigned op = take(&w.script);
+  nfds_t i, k = op / 8 % 8;
+  fake_fd *f = NULL;
+  for (i = 0; i < n; i++) fds[i].revents = 0;
+  for (i = 1; i < n && f == NULL; i++) /* the k-th connection */
+    if (fds[i].fd >= 0 && (k-- == 0 || fds[i].fd == last_guest)) f = fd_of(fds[i].fd);
+  switch (op % 8) {
+  case 0: return w.script.n > 0;
+  case 1:
+  case 2: fds[0].revents = POLLIN; break;
+  case 3:
+  case 4:
+    if (f != NULL) say_hello(f);
+    break;
+  case 5:
+    if (f != NULL) f->in = take_bytes(&w.script, take_size(&w.script));
+    break;
+  case 6:
+    if (f != NULL) f->ended = true;
+    break;
+  default: w.now += (double)take(&w.script) / 4;
+  }
+  return w.script.n > 0;
+}
+
+static cddp_result no_check(cddp_store *s, const char *const *keys, int count, bool *all,
+                            double deadline) {
+  (void)s, (void)keys, (void)count, (void)deadline;
+  *all = take(&w.script) == 255;
+  return CDDP_OK;
+}
+
+static cddp_result no_wait(cddp_store *s, const char *const *keys, int count, double deadline) {
+  (void)s, (void)keys, (void)count, (void)deadline;
+  return CDDP_OK;
+}
+
+static cddp_result no_get(cddp_store *s, const char *key) {
+  input part = take_bytes(&w.script, take_size(&w.script));
+  (void)key;
+  return cddp__store_answer(s, cddp__span_of(part.p, part.n));
+}
+
+static cddp_result no_compare_set(cddp_store *s, const char *key, cddp__span expected,
+                                  cddp__span desired) {
+  unsigned kind = take(&w.script);
+  (void)key, (void)expected;
+  w.refuses = kind == 3;
+  w.now += 0.25;
+  if (kind % 4 != 0) return no_get(s, key);
+  return cddp__store_answer(s, desired);
+}
+
+static cddp_result no_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
+  (void)s, (void)key, (void)amount;
+  *total = 1 + take(&w.script) / 128;
+  return CDDP_OK;
+}
+
+static cddp_result no_set(cddp_store *s, const char *key, cddp__span value) {
+  (void)s, (void)key, (void)value;
+  return CDDP_OK;
+}
+
+static void target_meeting(input *in) {
+  static const cddp__store_ops ops = {no_set,  no_get, no_add, no_compare_set, no_check,
+                                      no_wait, NULL,   NULL,   NULL};
+  unsigned settings = take(in);
+  cddp_allocator a = world_allocator();
+  cddp__meeting m;
+  cddp__place at;
+  cddp_store s;
+  cddp__host *h;
+  world_begin(in);
+  memset(&m, 0, sizeof m);
+  memset(&at, 0, sizeof at);
+  memset(&s, 0, sizeof s);
+  at.world_size = 2 + (int)(settings % 4);
+  at.rank = (int)(settings / 4 % 4) % at.world_size;
+  at.timeout_s = 20;
+  w.tiny = settings & 16;
+  w.silent = settings & 32;
+  h = cddp__host_create(&a, NULL, at.world_size, at.rank);
+  if (h == NULL) return;
+  s.ops = &ops;
+  s.allocator = a;
+  pthread_mutex_init(&s.lock, NULL);
+  m.at = &at;
+  m.store = &s;
+  m.deadline = w.now + at.timeout_s;
+  m.listener = -1;
+  w.meeting = &m;
+  w.script = *in;
+  if (settings & 64) { /* what this rank hears from a leader */
+    w.script = take_bytes(in, take_size(in));
+    w.stream = *in;
+  }
+  must_say(cddp__meet_in(&m, h));
+  cddp__meeting_close(&m);
+  cddp__buffer_free(&a, &s.reply);
+  pthread_mutex_destroy(&s.lock);
+  cddp__host_release(h);
+  world_end();
+}
+
+/* --- discovery: variables and addresses ---------------------------------------------------------- */
+
+static void target_discovery(input *in) {
+  static const char *const names[] = {
+      "init_method", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+      "MASTER_PORT", "CDDP_TIMEOUT_S", "CDDP_LISTEN_FD", "TORCHELASTIC_RUN_ID",
+      "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"};
+  static char text[sizeof names / sizeof names[0]][1500];
+  char host[64];
+  cddp_group_desc d;
+  cddp__place at;
+  cddp_result r;
+  double seconds;
+  int i, port = -1;
+  world_begin(in);
+  for (i = 0; i < (int)(sizeof names / sizeof names[0]); i++) {
+    size_t n = 0;
+    while (in->n > 0 && in->p[0] != '\n' && n + 1 < sizeof text[i]) text[i][n++] = (char)take(in);
+    text[i][n] = 0;
+    take(in);
+    if (strcmp(text[i], "-") == 0) continue; /* not set */
+    w.names[w.variables] = names[i];
+    w.values[w.variables++] = text[i];
+  }
+  memset(&d, 0, sizeof d);
+  d.init_method = fake_getenv("init_method");
+  must_say(r = cddp__discover(&at, &d));
+  if (r == CDDP_OK) {
+    REQUIRE(at.world_size >= 1 && at.world_size <= CDDP__MAX_RANKS);
+    REQUIRE(at.rank >= 0 && at.rank < at.world_size && at.timeout_s > 0);
+    REQUIRE(at.local_rank >= -1 && at.listen_fd >= -1);
+    REQUIRE(strlen(at.init_method) < sizeof at.init_method && strlen(at.run) < sizeof at.run);
+  }
+  must_say(r = cddp__host_port(text[0], host, sizeof host, &port));
+  if (r == CDDP_OK) REQUIRE(port >= 0 && port <= 65535 && host[0] != 0 && strlen(host) < 64);
+  must_say(cddp__store_timeout(0, &seconds));
+}
+
+/* --- running -------------------------------------------------------------------------------------- */
+
+typedef void (*target_fn)(input *in);
+
+#ifdef FUZZ_TARGET
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+  static const target_fn all[] = {target_store_server, target_store_client, target_file_log,
+                                  target_meeting, target_discovery};
+  input in;
+  (void)all;
+  in.p = data;
+  in.n = size;
+  FUZZ_TARGET(&in);
+  return 0;
+}
+
+#else
+
+static const struct target {
+  const char *name;
+  target_fn fn;
+} targets[] = {{"store_server", target_store_server},
+               {"store_client", target_store_client},
+               {"file_log", target_file_log},
+               {"meeting", target_meeting},
+               {"discovery", target_discovery}};
+
+static void replay(target_fn fn, const char *path) {
+  static unsigned char data[1 << 20];
+  FILE *f = fopen(path, "rb");
+  unsigned char *exact;
+  input in;
+  CHECK(f != NULL);
+  if (f == NULL) return;
+  in.n = fread(data, 1, sizeof data, f);
+  fclose(f);
+  exact = (unsigned char *)malloc(in.n + 1); /* its end is where a sanitizer sees it */
+  REQUIRE(exact != NULL);
+  memcpy(exact + 1, data, in.n);
+  in.p = exact + 1;
+  fn(&in);
+  free(exact);
+}
+
+static void replay_directory(const struct target *t) {
+  char path[512];
+  struct dirent *e;
+  int n = 0;
+  DIR *d;
+  snprintf(path, sizeof path, "tests/fuzz/corpus/%s", t->name);
+  d = opendir(path);
+  CHECK(d != NULL);
+  while (d != NULL && (e = readdir(d)) != NULL) {
+    if (e->d_name[0] == '.') continue;
+    snprintf(path, sizeof path, "tests/fuzz/corpus/%s/%s", t->name, e->d_name);
+    replay(t->fn, path);
+    n++;
+  }
+  if (d != NULL) closedir(d);
+  CHECK(n > 0);
+  fprintf(stderr, "  ok   %s, %d inputs\n", t->name, n);
+}
+
+int main(int argc, char **argv) {
+  size_t i;
+  int k;
+  for (i = 0; i < sizeof targets / sizeof targets[0]; i++) {
+    if (argc < 2) replay_directory(&targets[i]);
+    for (k = 2; k < argc && strcmp(argv[1], targets[i].name) == 0; k++)
+      replay(targets[i].fn, argv[k]);
+  }
+  free(w.file);
+  return TEST_END();
+}
+
+#endif
