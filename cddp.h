@@ -624,6 +624,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP_ASSERT(c) ((void)0)
 #endif
 
+/* Tests stop, delay or kill a rank at these points; nothing otherwise. */
+#ifndef CDDP__POINT
+#define CDDP__POINT(name) ((void)0)
+#endif
+
 #define CDDP__CACHE_LINE 64
 #define CDDP__HUGE_PAGE ((size_t)2 << 20)
 #define CDDP__ERROR_MAX 512          /* bytes of an error text */
@@ -5411,6 +5416,7 @@ static cddp_result cddp__check_board(cddp_group *g) {
  * force. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   if (cddp__swap32(&g->board->broken, 0, CDDP__BREAKING)) {
+    CDDP__POINT("breaking");
     memcpy(g->board->broken_text, cddp__error_text, sizeof g->board->broken_text);
     cddp__store32(&g->board->broken, 2 + (uint32_t)r);
     cddp__wake_all(g);
@@ -5512,6 +5518,7 @@ static void cddp__describe_end(const cddp_group *g, int rank, char *out, size_t 
    by one that fails, or sees the failure itself: both use full fences. */
 static cddp_result cddp__enter(cddp_group *g) {
   cddp__exchange32(&cddp__seat_of(g, g->rank)->inside, 1);
+  CDDP__POINT("inside");
   return cddp__check_group(g);
 }
 
@@ -5520,6 +5527,7 @@ static cddp_result cddp__enter(cddp_group *g) {
 static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
   double deadline;
   int p;
+  CDDP__POINT("exit");
   cddp__store32(&cddp__seat_of(g, g->rank)->inside, 0);
   if (CDDP__LIKELY(r == CDDP_OK)) return CDDP_OK;
   deadline = cddp__now() + 5;
@@ -5682,6 +5690,7 @@ static cddp_result cddp__break_mismatch(cddp_group *g) {
 
 /* Starts this rank's next step; the caller may then fill the line's payload and the slot. */
 static cddp__line *cddp__begin(cddp_group *g) {
+  CDDP__POINT("begin");
   g->step++;
   return cddp__line_of(g, g->rank, g->step);
 }
@@ -5698,7 +5707,9 @@ static cddp_result cddp__sync(cddp_group *g, uint32_t code, uint64_t count, int 
   mine->count = count;
   mine->root = (int32_t)root;
   mine->extra = extra;
+  CDDP__POINT("announce");
   cddp__exchange32(&mine->seq, g->step); /* a full fence: sleepers is read after it */
+  CDDP__POINT("announced");
   if (g->crowded) {
     g->arrive_target += (uint32_t)g->size;
     if (cddp__add32(&g->board->arrivals, 1) == g->arrive_target) {
@@ -5717,6 +5728,7 @@ static cddp_result cddp__sync(cddp_group *g, uint32_t code, uint64_t count, int 
     same = same && line->call == code && line->count == count && line->root == root &&
            line->extra == extra;
   }
+  CDDP__POINT("met");
   return CDDP__LIKELY(same) ? CDDP_OK : cddp__break_mismatch(g);
 }
 /* Makes a group on a control block that all members have mapped; takes one reference to the host.
@@ -5833,6 +5845,7 @@ static cddp_result cddp__leader_listen(cddp__meeting *m) {
   int i;
   if ((r = cddp__random(raw, sizeof raw)) != CDDP_OK) return r;
   if ((r = cddp__random(m->token, sizeof m->token)) != CDDP_OK) return r;
+  CDDP__POINT("store");
   for (i = 0; i < 32; i++) m->name[i] = (unsigned char)hex[(raw[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   n = cddp__unix_address(&address, m->name);
   m->listener = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -6084,6 +6097,7 @@ static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
   for (i = 0; i < m->capacity; i++) {
     cddp__guest *c = &m->guests[i];
     if (c->fd < 0 || c->rank < 0) continue;
+    CDDP__POINT("welcome");
     r = cddp__send_descriptor(c->fd, reply, sizeof reply, h->fd);
     if (r == CDDP_OK)
       r = cddp__send_all(c->fd, h->pids, (size_t)h->size * sizeof *h->pids, cddp__now() + 5);
@@ -6225,7 +6239,9 @@ static cddp_result cddp__join(cddp__meeting *m, cddp__host *h, int fd) {
   unsigned char hello[CDDP__HELLO_BYTES];
   cddp_result r;
   cddp__write_hello(m, hello);
+  CDDP__POINT("hello");
   r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
+  CDDP__POINT("greeted");
   if (r == CDDP_OK) r = cddp__take_reply(m, h, fd);
   close(fd);
   return r;
@@ -6243,6 +6259,7 @@ static cddp_result cddp__meet_in(cddp__meeting *m, cddp__host *h) {
     memcpy(m->name, own, 32);
     memcpy(m->token, own + 32, 16);
     if ((r = cddp__choose_leader(m, have_stale ? stale : NULL, &lead)) != CDDP_OK) break;
+    CDDP__POINT(lead ? "lead" : "follow");
     if (lead) return cddp__lead(m, h);
     if ((r = cddp__call_leader(m, &fd)) != CDDP_OK) break;
     if (fd >= 0) return cddp__join(m, h, fd);
@@ -6431,6 +6448,7 @@ static cddp_result cddp__try_post(cddp_group *g, const void *buf, size_t count, 
     p->count = count;
     p->number = ++g->parcel_number;
     p->ref = ref;
+    CDDP__POINT("post");
     cddp__store32(&p->state, CDDP__POSTED_TO(peer));
     if ((uint32_t)i >= cddp__load32(&seat->parcel_top))
       cddp__store32(&seat->parcel_top, (uint32_t)i + 1);
@@ -6474,11 +6492,13 @@ static void cddp__take_parcel(cddp_group *g, cddp__pending *q, cddp__parcel *p) 
     cddp__finish_pending(q, cddp__break(g, CDDP_MISMATCH));
     cddp__store32(&p->state, CDDP__PARCEL_REFUSED);
   } else {
+    CDDP__POINT("take");
     r = cddp__locate(g->host, &p->ref, &from);
     if (r == CDDP_OK && q->count > 0) memcpy(q->buf, from, q->count * cddp__dtype_size(q->dtype));
     cddp__finish_pending(q, r == CDDP_OK ? r : cddp__break(g, r));
     cddp__store32(&p->state, CDDP__PARCEL_DONE);
   }
+  CDDP__POINT("taken");
   cddp__notify(g, q->peer);
 }
 
@@ -6666,6 +6686,7 @@ static void *cddp__engine_main(void *arg) {
     if (e->first == NULL) e->last = NULL;
     e->busy = true;
     pthread_mutex_unlock(&e->lock);
+    CDDP__POINT("engine");
     spin = g->spin;
     if (g->host->cores < 2 * g->size) g->spin = 0; /* the core is wanted by the training thread */
     cddp__work_run(w);
@@ -6684,6 +6705,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
   cddp__engine *e = &w->group->engine;
   cddp_result r = CDDP_OK;
   w->next = NULL;
+  CDDP__POINT("push");
   pthread_mutex_lock(&e->lock);
   if (!e->started) {
     r = cddp__thread_start(&e->thread, cddp__engine_main, w->group);
@@ -8053,6 +8075,7 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
   char space[24];
   bool twice, noted;
   cddp_result r;
+  CDDP__POINT("ready");
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync;
   twice = !noted && t->ready;
@@ -8471,6 +8494,7 @@ static cddp_result cddp__fuse(cddp_ddp *d, cddp_sgd *s, bool averaged) {
     f.srcs = (const void **)cddp__malloc(&d->group->host->allocator,
                                          (size_t)d->group->size * sizeof *f.srcs);
   if (f.srcs == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  CDDP__POINT("fuse");
   cddp__fuse_slice(&f);
   if (f.srcs != few) cddp__free(&d->group->host->allocator, f.srcs);
   if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 2)) != CDDP_OK) return r;
