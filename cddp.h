@@ -6020,7 +6020,7 @@ static cddp_result cddp__gather_guests(cddp__meeting *m) {
   fds = (struct pollfd *)calloc((size_t)m->capacity + 1, sizeof *fds);
   if (m->guests == NULL || fds == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
-  for (i = 0; r == CDDP_OK && i < m->capacity; i++) m->guests[i].fd = m->guests[i].rank = -1;
+  for (i = 0; m->guests != NULL && i < m->capacity; i++) m->guests[i].fd = m->guests[i].rank = -1;
   while (r == CDDP_OK && m->joined < m->at->world_size - 1) {
     r = cddp__meeting_poll(m, fds);
     if (r == CDDP_OK && cddp__now() >= look) {

@@ -578,7 +578,7 @@ static void store_op(cddp_store *s, unsigned op) {
   bool flag = false;
   cddp_result r;
   switch (op % 8) {
-  case 0: r = cddp_store_set(s, key, "value", op / 32); break;
+  case 0: r = cddp_store_set(s, key, "a value", op / 32); break;
   case 1:
     r = cddp_store_get(s, key, value, sizeof value, &size);
     if (r == CDDP_OK) REQUIRE(size <= sizeof value);
