@@ -6170,7 +6170,7 @@ static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
   if (code != CDDP_OK) {
     reply[sizeof reply - 1] = 0;
     return cddp__fail(code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK, "%s",
-                      (const char *)reply + 16);
+                      reply[16] ? (const char *)reply + 16 : "another rank could not go on");
   }
   if (h->fd < 0)
     return cddp__fail(CDDP_SYSTEM, "no descriptor of the shared memory came; too many open files?");
