@@ -472,6 +472,7 @@ typedef struct cddp_record_header {
   uint32_t rank, world_size, pid;
   uint32_t left;       /* 1: the rank left its groups itself */
   uint64_t job;        /* alike on all ranks */
+  int64_t created;     /* ns of CLOCK_MONOTONIC */
   int64_t wall_offset; /* ns, CLOCK_REALTIME - CLOCK_MONOTONIC */
   uint64_t next;       /* numbers given out so far */
   char host[72];       /* with a NUL */
@@ -1493,7 +1494,8 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   h->world_size = (uint32_t)size;
   h->pid = (uint32_t)getpid();
   h->job = job;
-  h->wall_offset = cddp__nanoseconds(CLOCK_REALTIME) - cddp__nanoseconds(CLOCK_MONOTONIC);
+  h->created = cddp__nanoseconds(CLOCK_MONOTONIC);
+  h->wall_offset = cddp__nanoseconds(CLOCK_REALTIME) - h->created;
   gethostname(h->host, sizeof h->host - 1);
   memcpy(h->magic, "cddprec1", sizeof h->magic);
   *out = h;

@@ -1,0 +1,211 @@
+/* cddptrace - reads what the flight recorders of a job's ranks have kept.
+
+     cc -O2 examples/cddptrace.c -o cddptrace -lpthread -lm
+
+     CDDP_RECORD=/tmp/flight ./my_training_program       every rank writes /tmp/flight/cddp-JOB-RANK.rec
+     ./cddptrace /tmp/flight/cddp-*.rec                  who is late or missing, and in what
+     ./cddptrace -o trace.json /tmp/flight/cddp-*.rec    and a trace for https://ui.perfetto.dev
+
+   Works on the files of a running job, of one that hangs and of one that was killed. Of several jobs it
+   takes the newest. */
+#define CDDP_IMPLEMENTATION
+#include "../cddp.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_RANKS 4096
+
+typedef struct rank_file {
+  cddp_record_header head;
+  cddp_record *records; /* by number; NULL: this rank's file is not there */
+  int count;
+} rank_file;
+
+typedef struct call { /* one rank's part in one call of a group */
+  const cddp_record *r;
+  int rank;
+} call;
+
+static rank_file ranks[MAX_RANKS];
+static int size;
+static uint64_t job;
+static int64_t born, last; /* ns, wall clock: when the job's files were made, and its last record */
+
+static int64_t wall(int rank, int64_t t) { return t + ranks[rank].head.wall_offset; }
+
+static int by_number(const void *a, const void *b) {
+  uint64_t x = ((const cddp_record *)a)->number, y = ((const cddp_record *)b)->number;
+  return (x > y) - (x < y);
+}
+
+/* Takes the file's records if it belongs to the newest job so far; 0 if it is no recorder's file. */
+static int load(const char *path) {
+  rank_file f = {0};
+  FILE *in = fopen(path, "rb");
+  int i, n = 0, ok = in != NULL && fread(&f.head, sizeof f.head, 1, in) == 1 &&
+                     memcmp(f.head.magic, "cddprec1", 8) == 0 && f.head.capacity == CDDP_RECORDS &&
+                     f.head.record_size == sizeof(cddp_record) && f.head.world_size <= MAX_RANKS &&
+                     f.head.rank < f.head.world_size;
+  if (ok) f.records = malloc(CDDP_RECORDS * sizeof *f.records);
+  if (ok && f.records) n = (int)fread(f.records, sizeof *f.records, CDDP_RECORDS, in);
+  if (in) fclose(in);
+  if (!ok || !f.records || n != CDDP_RECORDS) return free(f.records), 0;
+  f.head.host[sizeof f.head.host - 1] = 0;
+  for (i = 0; i < n; i++) {
+    cddp_record *r = &f.records[i];
+    r->what[sizeof r->what - 1] = 0;
+    for (char *c = r->what; *c; c++) *c = *c < ' ' || *c > '~' || strchr("\"\\", *c) ? '?' : *c;
+    if (r->number && r->ended < r->enqueued) r->ended = 0; /* caught while it was written */
+    if (r->number) f.records[f.count++] = *r;
+  }
+  qsort(f.records, (size_t)f.count, sizeof *f.records, by_number);
+  if (size > 0 && job != f.head.job) {
+    if (f.head.created + f.head.wall_offset < born) return free(f.records), 1; /* an older job */
+    for (i = 0; i < MAX_RANKS; i++) free(ranks[i].records);
+    memset(ranks, 0, sizeof ranks);
+  }
+  job = f.head.job, born = f.head.created + f.head.wall_offset, size = (int)f.head.world_size;
+  free(ranks[f.head.rank].records);
+  ranks[f.head.rank] = f;
+  return 1;
+}
+
+static int by_call(const void *a, const void *b) {
+  const call *x = a, *y = b;
+  if (x->r->group != y->r->group) return x->r->group < y->r->group ? -1 : 1;
+  if (x->r->sequence != y->r->sequence) return x->r->sequence < y->r->sequence ? -1 : 1;
+  return x->rank - y->rank;
+}
+
+static void print_call(const cddp_record *r) {
+  printf("%s", r->what);
+  if (r->count) printf("(%" PRIu64 ")", r->count);
+  if (r->sequence) printf(", call %" PRIu64 " of group %04" PRIx64, r->sequence, r->group & 0xffff);
+}
+
+/* What every rank did last. */
+static void report_ranks(void) {
+  for (int i = 0; i < size; i++) {
+    const rank_file *f = &ranks[i];
+    const cddp_record *r = f->count ? &f->records[f->count - 1] : NULL;
+    printf("rank %d", i);
+    if (!f->records) {
+      printf(": no file\n");
+      continue;
+    }
+    printf(" (pid %u on %s)%s: ", f->head.pid, f->head.host, f->head.left ? ", left" : "");
+    if (!r) {
+      printf("no operation yet\n");
+      continue;
+    }
+    print_call(r);
+    if (r->ended)
+      printf(", ended %s %.3f ms before the job's last sign of life\n",
+             r->result ? cddp_result_name((cddp_result)r->result) : "well",
+             (double)(last - wall(i, r->ended)) * 1e-6);
+    else
+      printf(", %s for %.3f ms\n", r->started ? "in it" : "queued",
+             (double)(last - wall(i, r->started ? r->started : r->enqueued)) * 1e-6);
+  }
+}
+
+/* The last call of one group, calls[0 .. n): who is in it, who never came. */
+static void report_group(const call *calls, int n) {
+  const cddp_record *end = calls[n - 1].r;
+  int waiting = 0, i;
+  char *seen = calloc((size_t)size, 1); /* 1: a member of the group, 2: came to its last call */
+  for (i = 0; seen && i < n; i++) {
+    int there = calls[i].r->sequence == end->sequence;
+    seen[calls[i].rank] = there ? 2 : seen[calls[i].rank] ? seen[calls[i].rank] : 1;
+    waiting += there && (!calls[i].r->ended || calls[i].r->result);
+  }
+  for (i = 0; seen && waiting > 0 && i < size; i++) {
+    if (seen[i] == 2 || (seen[i] == 0 && end->group != 0)) continue;
+    printf("MISSING: rank %d did not come to ", i);
+    print_call(end);
+    printf(", where %d rank%s waited for it\n", waiting, waiting == 1 ? "" : "s");
+  }
+  free(seen);
+}
+
+/* How far behind the first one each rank began the calls that several ranks made. */
+static void report_late(const call *calls, int n) {
+  double *sum = calloc((size_t)size, sizeof *sum);
+  int *count = calloc((size_t)size, sizeof *count), i, k, end;
+  for (i = 0; sum && count && i < n; i = end) {
+    int64_t begin = INT64_MAX;
+    for (end = i; end < n && calls[end].r->group == calls[i].r->group &&
+                  calls[end].r->sequence == calls[i].r->sequence; end++)
+      if (wall(calls[end].rank, calls[end].r->started) < begin)
+        begin = wall(calls[end].rank, calls[end].r->started);
+    for (k = i; k < end && end - i > 1; k++) {
+      sum[calls[k].rank] += (double)(wall(calls[k].rank, calls[k].r->started) - begin) * 1e-3;
+      count[calls[k].rank]++;
+    }
+  }
+  for (i = 0; sum && count && i < size; i++)
+    if (count[i])
+      printf("late: rank %d began its calls %.1f us after the first rank, on average of %d\n", i,
+             sum[i] / count[i], count[i]);
+  free(sum), free(count);
+}
+
+static int report(void) {
+  int n = 0, total = 0, i, k;
+  call *calls;
+  for (i = 0; i < size; i++) total += ranks[i].count;
+  if ((calls = malloc(((size_t)total + 1) * sizeof *calls)) == NULL) return 1;
+  for (i = 0; i < size; i++)
+    for (k = 0; k < ranks[i].count; k++) {
+      const cddp_record *r = &ranks[i].records[k];
+      int64_t t = r->ended ? r->ended : r->started ? r->started : r->enqueued;
+      if (wall(i, t) > last) last = wall(i, t);
+      if (r->sequence && r->started) calls[n].r = r, calls[n++].rank = i;
+    }
+  qsort(calls, (size_t)n, sizeof *calls, by_call);
+  printf("job %016" PRIx64 ", %d ranks, %d operations\n", job, size, total);
+  report_ranks();
+  report_late(calls, n);
+  for (i = 0, k = 0; i < n; i++)
+    if (i + 1 == n || calls[i + 1].r->group != calls[i].r->group)
+      report_group(calls + k, i + 1 - k), k = i + 1;
+  free(calls);
+  return 0;
+}
+
+static int trace(const char *path) { /* the Trace Event format; times in us */
+  FILE *out = fopen(path, "w");
+  if (!out) return perror(path), 1;
+  fprintf(out, "[");
+  for (int i = 0; i < size; i++) {
+    fprintf(out, "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}},\n",
+            i, i);
+    for (int k = 0; k < ranks[i].count; k++) {
+      const cddp_record *r = &ranks[i].records[k];
+      int64_t start = wall(i, r->started ? r->started : r->enqueued);
+      int64_t end = r->ended ? wall(i, r->ended) : last;
+      int instant = !r->started && r->ended; /* ready */
+      fprintf(out,
+              "{\"name\":\"%s\",\"ph\":\"%s\",\"s\":\"t\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,"
+              "\"args\":{\"call\":%" PRIu64 ",\"group\":\"%04" PRIx64 "\",\"count\":%" PRIu64 "}},\n",
+              r->what, instant ? "i" : "X", i, r->engine, (double)(start - born) * 1e-3,
+              instant || end < start ? 0.0 : (double)(end - start) * 1e-3, r->sequence,
+              r->group & 0xffff, r->count);
+    }
+  }
+  fprintf(out, "{}]\n");
+  return fclose(out) ? (perror(path), 1) : 0;
+}
+
+int main(int argc, char **argv) {
+  const char *out = NULL;
+  for (int i = 1; i < argc; i++) {
+    if (strcmp(argv[i], "-o") == 0 && i + 1 < argc) out = argv[++i];
+    else if (!load(argv[i])) fprintf(stderr, "%s is no flight recorder's file\n", argv[i]);
+  }
+  if (size == 0) return fprintf(stderr, "usage: cddptrace [-o trace.json] dir/cddp-*.rec\n"), 1;
+  return report() || (out && trace(out));
+}
