@@ -172,7 +172,7 @@ typedef struct cddp_logger {
 } cddp_logger;
 
 typedef struct cddp_group_desc {
-  const char *init_method;  /* NULL = "env://"; or "tcp://host:port", "file:///absolute/path" */
+  const char *init_method;  /* NULL = "env://"; "tcp://host:port", "unix://name", "file:///path" */
   const char *backend;      /* NULL = "cpu" */
   const char *device;       /* NULL = "cpu" */
   int rank, world_size;     /* world_size 0 = discover both from the environment */
@@ -187,11 +187,19 @@ typedef struct cddp_group_desc {
    torch.distributed.init_process_group.
      env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone.
                      Rank 0 listens on MASTER_ADDR:MASTER_PORT until all have met, no longer.
+                     The variables of srun and of mpirun (Open MPI, MPICH, Intel MPI) work too; on
+                     one host their ranks meet without a port: see >>discovery.
      tcp://h:p       the same with this address; rank and world_size from desc (or the variables)
+     unix://name     an abstract Unix socket of that name: one host, no port, no file
      file:///path    a file of this job's own; one left by a crashed job is recognised and reused
    Every rank must be on one host in this version; CDDP_UNSUPPORTED otherwise. *out is NULL on
    failure. */
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
+
+/* The rank that a launcher (torchrun, cddprun, srun, mpirun) gave this process, the one that
+   cddp_init(&g, NULL) will find; -1 when none started it: time to cddp_spawn ranks. 0 when the
+   launcher's variables are wrong, which cddp_init then explains. */
+CDDPDEF int cddp_launcher_rank(void);
 
 /* Collective over g: ranks that pass the same color (>= 0) form a group, ordered by (key, rank in
    g). A negative color takes part and gets *out = NULL. Like MPI_Comm_split. g must outlive the new
@@ -484,7 +492,7 @@ typedef struct cddp_record_header {
    KiB; values any bytes, at most 8 MiB. Any thread; one operation at a time per store. A cddp_group
    does not need one: cddp_init makes its own. */
 typedef struct cddp_store_desc {
-  const char *init_method;  /* "tcp://host:port" or "file:///absolute/path" */
+  const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
   bool is_server;           /* tcp: also serve, from a thread, on host's addresses; port 0 = any */
   double timeout_s;         /* of connecting, get, wait; 0 = CDDP_TIMEOUT_S, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET from the environment, else none */
@@ -1166,7 +1174,7 @@ struct cddp__store_ops {
 };
 
 typedef struct cddp__store_options {
-  const char *init_method; /* "tcp://host:port" or "file:///path" */
+  const char *init_method; /* "tcp://host:port", "unix://name" or "file:///path" */
   bool is_server;
   int listen_fd; /* listening socket to serve on; closed in every case; -1 = bind one */
   double deadline;    /* for opening, cddp__now() */
@@ -1818,7 +1826,12 @@ static const struct sockaddr *cddp__sockaddr(const cddp__address *a) {
 static void cddp__address_text(const cddp__address *a, char *text, size_t capacity) {
   char host[128], port[16];
   bool v6 = a->sa.ss_family == AF_INET6;
-  if (getnameinfo(cddp__sockaddr(a), a->size, host, sizeof host, port, sizeof port,
+  if (a->sa.ss_family == AF_UNIX) { /* the name begins behind a NUL, see cddp__unix_name */
+    const struct sockaddr_un *u = (const struct sockaddr_un *)(const void *)&a->sa;
+    size_t named = offsetof(struct sockaddr_un, sun_path) + 1;
+    snprintf(text, capacity, "@%.*s", a->size > named ? (int)(a->size - named) : 0,
+             u->sun_path + 1);
+  } else if (getnameinfo(cddp__sockaddr(a), a->size, host, sizeof host, port, sizeof port,
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
     snprintf(text, capacity, "(unknown address)");
   } else {
@@ -1827,6 +1840,7 @@ static void cddp__address_text(const cddp__address *a, char *text, size_t capaci
 }
 
 static void cddp__address_set_port(cddp__address *a, int port) {
+  if (a->sa.ss_family == AF_UNIX) return;
   if (a->sa.ss_family == AF_INET6)
     ((struct sockaddr_in6 *)(void *)&a->sa)->sin6_port = htons((uint16_t)port);
   else
@@ -1834,13 +1848,14 @@ static void cddp__address_set_port(cddp__address *a, int port) {
 }
 
 static int cddp__address_port(const cddp__address *a) {
+  if (a->sa.ss_family == AF_UNIX) return 0;
   if (a->sa.ss_family == AF_INET6)
     return ntohs(((const struct sockaddr_in6 *)(const void *)&a->sa)->sin6_port);
   return ntohs(((const struct sockaddr_in *)(const void *)&a->sa)->sin_port);
 }
 
 static bool cddp__address_same_host(const cddp__address *a, const cddp__address *b) {
-  if (a->sa.ss_family != b->sa.ss_family) return false;
+  if (a->sa.ss_family != b->sa.ss_family || a->sa.ss_family == AF_UNIX) return false;
   if (a->sa.ss_family == AF_INET6) {
     const struct sockaddr_in6 *p = (const struct sockaddr_in6 *)(const void *)&a->sa;
     const struct sockaddr_in6 *q = (const struct sockaddr_in6 *)(const void *)&b->sa;
@@ -1849,6 +1864,16 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
   }
   return ((const struct sockaddr_in *)(const void *)&a->sa)->sin_addr.s_addr ==
          ((const struct sockaddr_in *)(const void *)&b->sa)->sin_addr.s_addr;
+}
+
+/* An abstract Unix socket: of this host alone, without a port and without a file. */
+static void cddp__unix_name(cddp__address *a, const char *name) {
+  struct sockaddr_un *u = (struct sockaddr_un *)(void *)&a->sa;
+  size_t n = cddp__min(strlen(name), sizeof u->sun_path - 1);
+  memset(a, 0, sizeof *a);
+  u->sun_family = AF_UNIX;
+  memcpy(u->sun_path + 1, name, n);
+  a->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
 /* The addresses of a host name, each once. host_name: the variable it came from, or NULL. */
@@ -1891,6 +1916,17 @@ static bool cddp__set_nodelay(int fd) {
          setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
 }
 
+/* Readies a connection with a. An abstract name any user may take, or call: the process at the other
+   end must be this user's. errno says why not. */
+static bool cddp__stream_ready(int fd, const cddp__address *a) {
+  uint32_t c[3] = {0, 0, 0}; /* struct ucred: pid, uid, gid */
+  socklen_t n = sizeof c;
+  if (a->sa.ss_family != AF_UNIX) return cddp__set_nodelay(fd);
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, c, &n) != 0) return false;
+  errno = EPERM;
+  return c[1] == (uint32_t)geteuid();
+}
+
 static bool cddp__set_nonblock(int fd) {
   int flags = fcntl(fd, F_GETFL);
   return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0;
@@ -1931,7 +1967,7 @@ static int cddp__connect_address(const cddp__address *a, double deadline, int *o
       error = errno;
   }
   if (error == 0 && cddp__connected_to_itself(fd)) error = ECONNREFUSED;
-  if (error == 0 && !cddp__set_nodelay(fd)) error = errno;
+  if (error == 0 && !cddp__stream_ready(fd, a)) error = errno;
   if (error != 0)
     close(fd);
   else
@@ -1967,6 +2003,12 @@ static cddp_result cddp__listen_failed(const cddp__address *a, int error, const 
   char text[160], note[64] = "";
   cddp__address_text(a, text, sizeof text);
   if (port_name != NULL) snprintf(note, sizeof note, " (%s)", port_name);
+  if (a->sa.ss_family == AF_UNIX) {
+    return cddp__fail(CDDP_NETWORK,
+                      "cannot listen on the abstract Unix socket %s: %s; set MASTER_ADDR and "
+                      "MASTER_PORT for all ranks to meet over TCP instead",
+                      text, strerror(error));
+  }
   if (error == EADDRINUSE) {
     return cddp__fail(
         CDDP_NETWORK,
@@ -2990,7 +3032,7 @@ static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
 static void cddp__server_add_conn(cddp__server *v, int fd, const cddp__address *peer) {
   struct epoll_event event;
   cddp__conn *c = (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c);
-  if (c == NULL || !cddp__set_nodelay(fd)) {
+  if (c == NULL || !cddp__stream_ready(fd, peer)) {
     cddp__free(&v->allocator, c);
     close(fd);
     return;
@@ -3584,6 +3626,21 @@ static cddp_result cddp__tcp_open(cddp_store *s, const cddp__store_options *o, c
   return cddp__tcp_connect(s, o->deadline, false);
 }
 
+/* The same server and protocol on an abstract Unix socket: for ranks of one host whose launcher gives
+   no address. There is no port that could be in use. */
+static cddp_result cddp__unix_open(cddp_store *s, const cddp__store_options *o, const char *name) {
+  cddp__tcp *t = &s->tcp;
+  cddp_result r = CDDP_OK;
+  int none = -1;
+  s->ops = &cddp__tcp_ops;
+  cddp__unix_name(&t->addresses[0], name);
+  t->address_count = 1;
+  s->name = cddp__strdup(&s->allocator, name);
+  if (s->name == NULL) return CDDP_OUT_OF_MEMORY;
+  if (o->is_server) r = cddp__tcp_serve(s, o, &none);
+  return r == CDDP_OK ? cddp__tcp_connect(s, o->deadline, false) : r;
+}
+
 /* The file store: a log of records that is read into a map. Works as follows. Open file description
    locks, which the kernel releases when a process dies, guard two bytes of the file:
      byte 0   held while writing (exclusive) or reading (shared) the log
@@ -4055,11 +4112,14 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   if (r == CDDP_OK) {
     if (strncmp(o->init_method, "tcp://", 6) == 0) {
       r = cddp__tcp_open(s, o, o->init_method + 6, &listen_fd);
+    } else if (strncmp(o->init_method, "unix://", 7) == 0 && o->init_method[7] != '\0') {
+      r = cddp__unix_open(s, o, o->init_method + 7);
     } else if (strncmp(o->init_method, "file:///", 8) == 0 && o->init_method[8] != '\0') {
       r = cddp__file_open(s, o->init_method + 7, o->deadline);
     } else {
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "'%.128s' is no store; write tcp://host:port or file:///absolute/path",
+                     "'%.128s' is no store; write tcp://host:port, unix://name or "
+                     "file:///absolute/path",
                      o->init_method);
     }
   }
@@ -4164,12 +4224,21 @@ static cddp_result cddp__store_num_keys(cddp_store *s, int64_t *count) {
 /* >>discovery ----------------------------------------------------------------------------------
    Rank, world size and meeting place from the description and the environment. */
 
+/* The variables of one launcher. */
+typedef struct cddp__launcher {
+  const char *name; /* for messages */
+  const char *rank, *size, *local_rank, *local_size;
+  const char *cure; /* what to add to its command when ranks do not know where to meet */
+} cddp__launcher;
+
 typedef struct cddp__place {
   int rank, world_size, local_rank, local_world_size; /* local ones -1 when unknown */
-  char init_method[1200]; /* "tcp://host:port" or "file:///path"; "" for one rank alone */
+  int launcher;           /* whose variables are in force: index into cddp__launchers */
+  char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
   bool from_environment;  /* the address is MASTER_ADDR:MASTER_PORT */
   bool client_only;       /* torchrun's agent serves the store: rank 0 must not */
-  int listen_fd;          /* bound by cddp_spawn for rank 0, else -1 */
+  int listen_fd;          /* bound by cddp_spawn or cddp_launch for rank 0, else -1 */
+  bool listen_fd_lost;    /* there should be one */
   char run[128];          /* prefix of this job's keys */
   double timeout_s;
 } cddp__place;
@@ -4195,69 +4264,275 @@ static cddp_result cddp__parse_int(const char *name, const char *text, long low,
   return CDDP_OK;
 }
 
-/* A variable that must be there, as RANK=2 needs WORLD_SIZE. */
-static cddp_result cddp__env_int(const char *name, const char *because, long low, long high,
-                                 int *out) {
-  const char *text = cddp__env(name);
-  if (text == NULL)
-    return cddp__fail(
-        CDDP_INVALID_ARGUMENT,
-        "%s is not set, but %s; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for "
-        "every rank, or none of them for a single process",
-        name, because);
-  return cddp__parse_int(name, text, low, high, out);
+/* What launchers tell each rank, in the order in which they are asked: the first whose rank and size
+   are both set is believed, and no other. mpirun comes before Slurm: inside an allocation it leaves
+   Slurm's variables as those of its daemon. */
+static const cddp__launcher cddp__launchers[] = {
+    {"torchrun, cddprun or a script", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ""},
+    {"Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+     "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"},
+    {"Hydra's mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+     "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"},
+    {"Slurm's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL,
+     "--export=ALL,MASTER_ADDR=HOST"}};
+enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_SLURM, CDDP__LAUNCHERS };
+
+/* A batch script and an salloc shell look like task 0 of all tasks but are no step; and what are
+   steps to Slurm alone (batch, interactive, extern) has the highest numbers. */
+static bool cddp__in_slurm_step(void) {
+  const char *step = cddp__env("SLURM_STEP_ID");
+  return step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul && cddp__env("SLURM_PROCID") != NULL;
 }
 
-static cddp_result cddp__env_ranks(cddp__place *at) {
-  const char *rank = cddp__env("RANK"), *size = cddp__env("WORLD_SIZE");
-  cddp_result r;
-  at->rank = 0;
-  at->world_size = 1;
-  if (rank == NULL && size == NULL) return CDDP_OK;
-  if ((r = cddp__env_int("WORLD_SIZE", "RANK is", 1, CDDP__MAX_RANKS, &at->world_size)) != CDDP_OK)
-    return r;
-  if ((r = cddp__env_int("RANK", "WORLD_SIZE is", 0, INT_MAX, &at->rank)) != CDDP_OK) return r;
-  if (at->rank >= at->world_size)
+static bool cddp__env_same(const char *name, const char *other) {
+  const char *a = cddp__env(name), *b = cddp__env(other);
+  return a != NULL && b != NULL && strcmp(a, b) == 0;
+}
+
+static bool cddp__launched_by(int i) {
+  const cddp__launcher *l = &cddp__launchers[i];
+  if (cddp__env(l->rank) == NULL || cddp__env(l->size) == NULL) return false;
+  if (i == CDDP__BY_SLURM) return cddp__in_slurm_step();
+  if (i == CDDP__BY_HYDRA && cddp__env(l->local_rank) == NULL) /* srun --mpi=pmi2 */
+    return !(cddp__in_slurm_step() && cddp__env_same("PMI_RANK", "SLURM_PROCID"));
+  return true;
+}
+
+/* Half of a pair is a mistake: as single processes, all ranks would train on all data. */
+static cddp_result cddp__half_launched(void) {
+  int i;
+  for (i = 0; i < CDDP__BY_SLURM; i++) {
+    const cddp__launcher *l = &cddp__launchers[i];
+    bool rank = cddp__env(l->rank) != NULL;
+    if (rank == (cddp__env(l->size) != NULL)) continue;
+    if (i == CDDP__BY_SCRIPT)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s is set but %s is not; set RANK, WORLD_SIZE, MASTER_ADDR and "
+                        "MASTER_PORT for every rank, or none of them for a single process",
+                        rank ? l->rank : l->size, rank ? l->size : l->rank);
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "RANK is %d but WORLD_SIZE is %d; ranks go from 0 to %d", at->rank,
-                      at->world_size, at->world_size - 1);
+                      "%s is set but %s is not: %s sets both; unset it for a single process",
+                      rank ? l->rank : l->size, rank ? l->size : l->rank, l->name);
+  }
   return CDDP_OK;
 }
 
+/* RANK or WORLD_SIZE alone, beside a launcher that knows both, must not contradict it. */
+static cddp_result cddp__check_stray(const char *name, int value, const cddp__launcher *l,
+                                     const char *theirs) {
+  const char *text = cddp__env(name);
+  int given = value;
+  if (text != NULL) cddp__parse_int(name, text, 0, INT_MAX, &given);
+  if (given == value) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "%s is %s but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both",
+                    name, text, theirs, value, l->name, name);
+}
+
+static cddp_result cddp__env_ranks(cddp__place *at) {
+  const cddp__launcher *l;
+  cddp_result r;
+  int i = 0;
+  at->rank = 0;
+  at->world_size = 1;
+  while (i < CDDP__LAUNCHERS && !cddp__launched_by(i)) i++;
+  if (i == CDDP__LAUNCHERS) return cddp__half_launched();
+  at->launcher = i;
+  l = &cddp__launchers[i];
+  if ((r = cddp__parse_int(l->size, cddp__env(l->size), 1, CDDP__MAX_RANKS, &at->world_size)) !=
+          CDDP_OK ||
+      (r = cddp__parse_int(l->rank, cddp__env(l->rank), 0, INT_MAX, &at->rank)) != CDDP_OK)
+    return r;
+  if (at->rank >= at->world_size)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d but %s is %d; ranks go from 0 to %d",
+                      l->rank, at->rank, l->size, at->world_size, at->world_size - 1);
+  if (i == CDDP__BY_SCRIPT) return CDDP_OK;
+  r = cddp__check_stray("RANK", at->rank, l, l->rank);
+  return r == CDDP_OK ? cddp__check_stray("WORLD_SIZE", at->world_size, l, l->size) : r;
+}
+
+/* The count for a node in Slurm's short form: "4(x2),1" is 4, 4, 1. -1 when it has none. */
+static int cddp__tasks_on_node(const char *text, long node) {
+  while (text != NULL && *text >= '0' && *text <= '9') {
+    char *end;
+    long tasks = strtol(text, &end, 10), times = 1;
+    if (end[0] == '(' && end[1] == 'x') {
+      times = strtol(end + 2, &end, 10);
+      if (*end++ != ')' || times < 1) return -1;
+    }
+    if (node < times) return node >= 0 && tasks >= 1 && tasks <= CDDP__MAX_RANKS ? (int)tasks : -1;
+    node -= times;
+    text = *end == ',' ? end + 1 : NULL;
+  }
+  return -1;
+}
+
 static cddp_result cddp__env_local(cddp__place *at) {
-  const char *rank = cddp__env("LOCAL_RANK"), *size = cddp__env("LOCAL_WORLD_SIZE");
+  const cddp__launcher *l = &cddp__launchers[at->launcher];
+  const char *rank = cddp__env(l->local_rank),
+             *size = l->local_size != NULL ? cddp__env(l->local_size) : NULL;
   cddp_result r;
   at->local_rank = at->local_world_size = -1;
   if (rank != NULL &&
-      (r = cddp__parse_int("LOCAL_RANK", rank, 0, INT_MAX, &at->local_rank)) != CDDP_OK)
+      (r = cddp__parse_int(l->local_rank, rank, 0, INT_MAX, &at->local_rank)) != CDDP_OK)
     return r;
   if (size != NULL &&
-      (r = cddp__parse_int("LOCAL_WORLD_SIZE", size, 1, INT_MAX, &at->local_world_size)) != CDDP_OK)
+      (r = cddp__parse_int(l->local_size, size, 1, INT_MAX, &at->local_world_size)) != CDDP_OK)
     return r;
+  if (at->launcher == CDDP__BY_SLURM && cddp__env("SLURM_NODEID") != NULL)
+    at->local_world_size = cddp__tasks_on_node(cddp__env("SLURM_STEP_TASKS_PER_NODE"),
+                                               strtol(cddp__env("SLURM_NODEID"), NULL, 10));
+  return CDDP_OK;
+}
+
+/* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. false: no such list. */
+static bool cddp__first_host(const char *list, char *out, size_t capacity) {
+  size_t n = 0;
+  bool inside = false, skipping = false;
+  for (; *list != 0 && (inside || *list != ','); list++) {
+    bool opens = *list == '[', closes = *list == ']';
+    if ((opens && inside) || (closes && !inside)) return false;
+    if (opens || closes) {
+      if (closes && list[-1] == '[') return false;
+      inside = opens;
+      skipping = false;
+    } else if (inside && (*list == ',' || *list == '-')) {
+      if (list[-1] == '[') return false; /* no first element */
+      skipping = true;
+    } else if (!skipping) {
+      if (inside && (*list < '0' || *list > '9')) return false;
+      if (n + 1 >= capacity) return false;
+      out[n++] = *list;
+    }
+  }
+  out[n] = 0;
+  return n > 0 && !inside;
+}
+
+/* Whether the launcher says that all its ranks are on this host. */
+static bool cddp__one_host(const cddp__place *at) {
+  static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
+                                      "SLURM_NNODES"};
+  const char *nodes = NULL;
+  int i;
+  if (at->launcher != CDDP__BY_SLURM) return at->local_world_size == at->world_size;
+  for (i = 0; i < 3 && nodes == NULL; i++) nodes = cddp__env(names[i]);
+  return nodes != NULL && strcmp(nodes, "1") == 0;
+}
+
+/* A number that the ranks of this job on this host share, and no other job here; 0: there is none.
+   Hydra gives its ranks no such variable, but PMI_FD is one end of a socket pair, and the kernel
+   knows which process made it: the proxy that started this host's ranks. */
+static uint64_t cddp__job_key(int launcher) {
+  static const char *const names[CDDP__LAUNCHERS][5] = {
+      {NULL, NULL, NULL, NULL, NULL},
+      {"PMIX_NAMESPACE", "PMIX_SERVER_URI2", "OMPI_MCA_ess_base_jobid", "PMIX_SERVER_TMPDIR", NULL},
+      {"PMI_PORT", NULL, NULL, NULL, NULL},
+      {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME", NULL}};
+  const char *fd = launcher == CDDP__BY_HYDRA ? cddp__env("PMI_FD") : NULL;
+  uint32_t maker[3] = {0, 0, 0}; /* struct ucred: pid, uid, gid */
+  socklen_t size = sizeof maker;
+  uint64_t key = 0;
+  int i;
+  for (i = 0; names[launcher][i] != NULL; i++) {
+    const char *value = cddp__env(names[launcher][i]);
+    if (value != NULL) key = cddp__hash64(key + 1, value, strlen(value) + 1);
+  }
+  if (fd != NULL && getsockopt((int)strtol(fd, NULL, 10), SOL_SOCKET, SO_PEERCRED, maker, &size) ==
+                        0 && maker[0] != 0)
+    key = cddp__hash64(key + 1, maker, sizeof maker);
+  return key;
+}
+
+/* A port for the ranks of several hosts: below those that systems give out by themselves. 0: the
+   launcher gives nothing that all of them know. */
+static int cddp__job_port(int launcher) {
+  const char *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
+             *space = cddp__env("PMIX_NAMESPACE");
+  if (launcher == CDDP__BY_SLURM && job != NULL && step != NULL)
+    return 20000 + (int)((7 * strtoull(job, NULL, 10) + strtoull(step, NULL, 10)) % 10000);
+  if (launcher == CDDP__BY_OPENMPI && space != NULL)
+    return 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 10000);
+  return 0;
+}
+
+/* A socket that the launcher of all ranks has bound and passed on to rank 0. It is taken only if it
+   is still what the variable says. */
+static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
+  const char *text = cddp__env("CDDP_LISTEN_FD");
+  cddp__address bound;
+  socklen_t size = sizeof(int);
+  cddp_result r;
+  int fd = -1, listening = 0;
+  if (text == NULL || at->rank != 0 || at->launcher != CDDP__BY_SCRIPT) return CDDP_OK;
+  if ((r = cddp__parse_int("CDDP_LISTEN_FD", text, 0, INT_MAX, &fd)) != CDDP_OK) return r;
+  at->listen_fd_lost = getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) != 0 ||
+                       !listening || !cddp__local_address(fd, &bound) ||
+                       cddp__address_port(&bound) != port;
+  if (!at->listen_fd_lost) at->listen_fd = fd;
+  return CDDP_OK;
+}
+
+static void cddp__set_master(cddp__place *at, const char *host, int port) {
+  snprintf(at->init_method, sizeof at->init_method,
+           strchr(host, ':') ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
+  at->from_environment = true;
+}
+
+/* Where ranks meet whom Slurm or mpirun started, when MASTER_ADDR and MASTER_PORT are not both set:
+   on one host without any port. */
+static cddp_result cddp__launcher_master(cddp__place *at, const char *host, int port) {
+  static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
+                                      "SLURM_NODELIST"};
+  const cddp__launcher *l = &cddp__launchers[at->launcher];
+  uint64_t key = cddp__one_host(at) ? cddp__job_key(at->launcher) : 0;
+  const char *list = NULL;
+  char first[256];
+  int i;
+  if (key != 0) {
+    snprintf(at->init_method, sizeof at->init_method, "unix://cddp-%u-%016" PRIx64,
+             (unsigned)geteuid(), key);
+    return CDDP_OK;
+  }
+  for (i = 0; i < 3 && list == NULL && at->launcher == CDDP__BY_SLURM; i++)
+    list = cddp__env(lists[i]);
+  if (host == NULL && list != NULL) {
+    if (!cddp__first_host(list, first, sizeof first))
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s is \"%.200s\", which is no node list; set MASTER_ADDR to rank 0's host",
+                        lists[i - 1], list);
+    host = first;
+  }
+  if (port == 0) port = cddp__job_port(at->launcher);
+  if (host == NULL || port == 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s is not set, and %s does not say where its %d ranks on several hosts "
+                      "should meet; add %s to its command, HOST being rank 0's",
+                      host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, at->world_size,
+                      l->cure);
+  cddp__set_master(at, host, port);
   return CDDP_OK;
 }
 
 static cddp_result cddp__env_master(cddp__place *at) {
   const char *host = cddp__env("MASTER_ADDR"), *port = cddp__env("MASTER_PORT");
-  const char *fd = cddp__env("CDDP_LISTEN_FD");
+  const char *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE");
   cddp_result r;
   int number = 0;
+  if (port != NULL && (r = cddp__parse_int("MASTER_PORT", port, 1, 65535, &number)) != CDDP_OK)
+    return r;
+  if (at->launcher != CDDP__BY_SCRIPT && (host == NULL || port == NULL))
+    return cddp__launcher_master(at, host, number);
   if (host == NULL || port == NULL)
     return cddp__fail(
         CDDP_INVALID_ARGUMENT,
         "%s is not set, but WORLD_SIZE is %d; set it to rank 0's %s, the same for every rank",
         host == NULL ? "MASTER_ADDR" : "MASTER_PORT", at->world_size,
         host == NULL ? "host name or address" : "port, say 29500");
-  if ((r = cddp__parse_int("MASTER_PORT", port, 1, 65535, &number)) != CDDP_OK) return r;
-  if (fd != NULL && at->rank == 0 &&
-      (r = cddp__parse_int("CDDP_LISTEN_FD", fd, 0, INT_MAX, &at->listen_fd)) != CDDP_OK)
-    return r;
-  snprintf(at->init_method, sizeof at->init_method,
-           strchr(host, ':') ? "tcp://[%s]:%d" : "tcp://%s:%d", host, number);
-  at->from_environment = true;
-  fd = cddp__env("TORCHELASTIC_USE_AGENT_STORE");
-  at->client_only = fd != NULL && strcmp(fd, "True") == 0;
-  return CDDP_OK;
+  cddp__set_master(at, host, number);
+  at->client_only = at->launcher == CDDP__BY_SCRIPT && agent != NULL && strcmp(agent, "True") == 0;
+  return at->client_only ? CDDP_OK : cddp__env_listen_fd(at, number);
 }
 
 static cddp_result cddp__discover_timeout(double given, double *out) {
@@ -4289,10 +4564,12 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   }
   if ((r = cddp__env_local(at)) != CDDP_OK) return r;
   if (strcmp(method, "env://") == 0) return at->world_size > 1 ? cddp__env_master(at) : CDDP_OK;
-  if (strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0)
-    return cddp__fail(
-        CDDP_INVALID_ARGUMENT,
-        "init_method \"%s\" is none of env://, tcp://host:port, file:///absolute/path", method);
+  if (strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0 &&
+      strncmp(method, "unix://", 7) != 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "init_method \"%s\" is none of env://, tcp://host:port, unix://name, "
+                      "file:///absolute/path",
+                      method);
   if (strlen(method) >= sizeof at->init_method)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "init_method is longer than %zu bytes",
                       sizeof at->init_method - 1);
@@ -6280,7 +6557,7 @@ static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
   cddp__store_options o;
   memset(&o, 0, sizeof o);
   o.init_method = at->init_method;
-  o.is_server = at->rank == 0 && !at->client_only && strncmp(at->init_method, "tcp://", 6) == 0;
+  o.is_server = at->rank == 0 && !at->client_only && strncmp(at->init_method, "file:", 5) != 0;
   o.listen_fd = at->listen_fd;
   o.deadline = m->deadline;
   o.timeout_s = at->timeout_s;
@@ -6310,6 +6587,10 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
     r = cddp__open_store(&m, at, d);
     if (at->listen_fd >= 0) unsetenv("CDDP_LISTEN_FD");
     at->listen_fd = -1;
+    if (r != CDDP_OK && at->listen_fd_lost && at->rank == 0)
+      return cddp__fail_in(r, "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a program "
+                              "between it and this one has closed it; ",
+                           getenv("CDDP_LISTEN_FD"));
     if (r != CDDP_OK) return r;
     r = cddp__meet_in(&m, h);
     cddp__meeting_close(&m);
@@ -9131,6 +9412,16 @@ static cddp_result cddp__check_desc(const cddp_group_desc *d) {
 }
 /* >>public ------------------------------------------------------------------------------------- */
 
+
+CDDPDEF int cddp_launcher_rank(void) {
+  cddp__place at;
+  int i;
+  memset(&at, 0, sizeof at);
+  if (cddp__env_ranks(&at) != CDDP_OK) return 0;
+  for (i = 0; i < CDDP__LAUNCHERS; i++)
+    if (cddp__launched_by(i)) return at.rank;
+  return -1;
+}
 
 CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype); }
 

@@ -145,6 +145,6 @@ int main(int argc, char **argv) {
   if (load(&training, "train") || load(&testing, "test")) return 1;
   if (training.size != testing.size) FAIL("train and test images differ in size\n");
   in = training.size + 1, hidden = (int)number(HIDDEN), setvbuf(stdout, NULL, _IOLBF, 0);
-  if (getenv("RANK")) return train(atoi(getenv("RANK")), NULL); /* torchrun or a script did it */
+  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* torchrun, mpirun */
   return cddp_spawn(train, NULL, (int)number(N)) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }
