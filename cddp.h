@@ -5737,11 +5737,27 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   return fd.fd >= 0 ? poll(&fd, 1, 0) == 1 : cddp__process_gone(g, rank);
 }
 
-/* How a process ended, from its wait status: "was killed by signal 9 (Killed)". */
+static const char *cddp__signal_name(int number) {
+  static const struct {
+    int number;
+    const char *name;
+  } names[] = {{SIGHUP, "SIGHUP"},   {SIGINT, "SIGINT"},   {SIGQUIT, "SIGQUIT"},
+               {SIGILL, "SIGILL"},   {SIGTRAP, "SIGTRAP"}, {SIGABRT, "SIGABRT"},
+               {SIGBUS, "SIGBUS"},   {SIGFPE, "SIGFPE"},   {SIGKILL, "SIGKILL"},
+               {SIGUSR1, "SIGUSR1"}, {SIGSEGV, "SIGSEGV"}, {SIGUSR2, "SIGUSR2"},
+               {SIGPIPE, "SIGPIPE"}, {SIGALRM, "SIGALRM"}, {SIGTERM, "SIGTERM"},
+               {SIGXCPU, "SIGXCPU"}, {SIGXFSZ, "SIGXFSZ"}, {SIGSYS, "SIGSYS"}};
+  size_t i;
+  for (i = 0; i < sizeof names / sizeof *names; i++)
+    if (names[i].number == number) return names[i].name;
+  return "see signal(7)";
+}
+
+/* How a process ended, from its wait status: "was killed by signal 9 (SIGKILL)". */
 static void cddp__describe_status(int status, char *out, size_t n) {
   if (WIFSIGNALED(status))
     snprintf(out, n, "was killed by signal %d (%s)%s", WTERMSIG(status),
-             strsignal(WTERMSIG(status)), WCOREDUMP(status) ? ", core dumped" : "");
+             cddp__signal_name(WTERMSIG(status)), WCOREDUMP(status) ? ", core dumped" : "");
   else
     snprintf(out, n, "exited with code %d", WEXITSTATUS(status));
 }
@@ -9081,27 +9097,49 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* The life of a child: never returns. */
-static void cddp__child(int (*fn)(int, void *), void *arg, int rank, int nprocs, int listen_fd,
-                        int port, pid_t parent) {
-  int code;
+/* What RANK and the others are for child i of a launch; for cddp_spawn first is 0, world the count
+   of children. */
+typedef struct cddp__ranks {
+  int first, world, count; /* rank of child 0, all ranks, children here */
+  const char *master;      /* MASTER_ADDR */
+  int port;                /* MASTER_PORT */
+  int listen_fd;           /* of rank 0 for its store; -1: none is passed on */
+} cddp__ranks;
+
+/* Puts rank i's variables into the environment of the child that calls it. */
+static void cddp__child_environment(const cddp__ranks *k, int i) {
+  cddp__setenv_int("RANK", k->first + i);
+  cddp__setenv_int("WORLD_SIZE", k->world);
+  cddp__setenv_int("LOCAL_RANK", i);
+  cddp__setenv_int("LOCAL_WORLD_SIZE", k->count);
+  setenv("MASTER_ADDR", k->master, 1);
+  cddp__setenv_int("MASTER_PORT", k->port);
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  unsetenv("CDDP_LISTEN_FD");
+  if (k->listen_fd >= 0 && k->first + i == 0) cddp__setenv_int("CDDP_LISTEN_FD", k->listen_fd);
+}
+
+static void cddp__die_with(pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1); /* it died before the line above */
-  cddp__setenv_int("RANK", rank);
-  cddp__setenv_int("WORLD_SIZE", nprocs);
-  cddp__setenv_int("LOCAL_RANK", rank);
-  cddp__setenv_int("LOCAL_WORLD_SIZE", nprocs);
-  setenv("MASTER_ADDR", "127.0.0.1", 1);
-  cddp__setenv_int("MASTER_PORT", port);
-  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
-  if (rank == 0)
-    cddp__setenv_int("CDDP_LISTEN_FD", listen_fd);
-  else {
-    unsetenv("CDDP_LISTEN_FD");
-    close(listen_fd);
-  }
+}
+
+typedef struct cddp__spawn_job {
+  int (*fn)(int, void *);
+  void *arg;
+  cddp__ranks ranks;
+  pid_t parent;
+} cddp__spawn_job;
+
+/* The life of a child of cddp_spawn: never returns. */
+static void cddp__child(void *context, int rank) {
+  cddp__spawn_job *job = (cddp__spawn_job *)context;
+  int code;
+  cddp__die_with(job->parent);
+  cddp__child_environment(&job->ranks, rank);
+  if (rank != 0) close(job->ranks.listen_fd);
   cddp__error_text[0] = 0;
-  code = fn(rank, arg);
+  code = job->fn(rank, job->arg);
   fflush(NULL);
   _exit(code >= 0 && code <= 255 ? code : 255);
 }
@@ -9109,14 +9147,42 @@ static void cddp__child(int (*fn)(int, void *), void *arg, int rank, int nprocs,
 typedef struct cddp__children {
   pid_t *pids; /* 0: reaped */
   int n, alive;
+  int first_rank;     /* of child 0 */
   bool blind;         /* no pidfds on this system: look every 10 ms */
-  struct pollfd *fds; /* pidfds of all, -1 when reaped */
+  bool groups;        /* each child leads a process group, which ends with it */
+  struct pollfd *fds; /* pidfds of all, -1 when reaped; then extra others, which tend looks after */
+  int extra;
+  void (*tend)(void *context); /* called before each poll; NULL: nobody */
+  void *context;               /* for tend */
+  cddp_result first;           /* the first failure, */
+  char text[CDDP__ERROR_MAX];  /* in words, */
+  int failed, status;          /* whose it was (child; -1: no child's) and its wait status */
+  pid_t failed_pid;
+  int next_signal; /* that the others get at deadline; 0: nothing has failed yet */
+  double deadline;
 } cddp__children;
+
+static bool cddp__children_create(cddp__children *c, int n, int extra) {
+  int i;
+  memset(c, 0, sizeof *c);
+  c->n = n;
+  c->extra = extra;
+  c->failed = -1;
+  c->pids = (pid_t *)calloc((size_t)n, sizeof *c->pids);
+  c->fds = (struct pollfd *)calloc((size_t)(n + extra), sizeof *c->fds);
+  for (i = 0; c->fds != NULL && i < n + extra; i++) c->fds[i].fd = -1;
+  return c->pids != NULL && c->fds != NULL;
+}
+
+static void cddp__children_free(cddp__children *c) {
+  free(c->pids);
+  free(c->fds);
+}
 
 static void cddp__signal_children(cddp__children *c, int signal_number) {
   int i;
   for (i = 0; i < c->n; i++)
-    if (c->pids[i] > 0) kill(c->pids[i], signal_number);
+    if (c->pids[i] > 0) kill(c->groups ? -c->pids[i] : c->pids[i], signal_number);
 }
 
 /* Says how a rank ended; CDDP_OK for a clean end. */
@@ -9127,57 +9193,86 @@ static cddp_result cddp__judge_child(int rank, pid_t pid, int status) {
   return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", rank, (int)pid, how);
 }
 
-/* Reaps the children that have ended. Keeps the first failure in text; among several at once a
-   signal comes before an exit code: survivors of a killed rank exit because of it. */
-static void cddp__reap_children(cddp__children *c, cddp_result *first, char *text, size_t n) {
-  bool by_signal = false;
-  bool fresh = *first == CDDP_OK;
+/* Something failed that is not a child's end: the others are to end too, after seconds. */
+static void cddp__children_fail(cddp__children *c, cddp_result r, int signal_number,
+                                double seconds) {
+  if (c->first != CDDP_OK) return;
+  c->first = r;
+  snprintf(c->text, sizeof c->text, "%s", cddp__error_text);
+  c->next_signal = signal_number;
+  c->deadline = cddp__now() + seconds;
+}
+
+/* Takes the status of a child that has ended; what is left of its group ends while the child, not
+   yet waited for, still keeps the group's number from being used again. */
+static bool cddp__child_ended(const cddp__children *c, pid_t pid, int *status) {
+  siginfo_t info;
+  memset(&info, 0, sizeof info);
+  if (c->groups) {
+    if (waitid(P_PID, (id_t)pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid != pid)
+      return false;
+    kill(-pid, SIGKILL);
+  }
+  return waitpid(pid, status, WNOHANG) == pid;
+}
+
+/* Reaps the children that have ended. Keeps the first failure; among several at once a signal comes
+   before an exit code: survivors of a killed rank exit because of it. */
+static void cddp__reap_children(cddp__children *c) {
+  bool fresh = c->first == CDDP_OK;
   int i, status;
   for (i = 0; i < c->n; i++) {
     pid_t pid = c->pids[i];
-    if (pid <= 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
+    if (pid <= 0 || !cddp__child_ended(c, pid, &status)) continue;
     c->pids[i] = 0;
     c->alive--;
     if (c->fds[i].fd >= 0) close(c->fds[i].fd);
     c->fds[i].fd = -1;
-    if (cddp__judge_child(i, pid, status) == CDDP_OK || !fresh) continue;
-    if (*first == CDDP_OK || (WIFSIGNALED(status) && !by_signal))
-      snprintf(text, n, "%s", cddp__error_text);
-    *first = CDDP_PEER_LOST;
-    by_signal = by_signal || WIFSIGNALED(status);
+    if (!fresh || cddp__judge_child(c->first_rank + i, pid, status) == CDDP_OK) continue;
+    if (c->first != CDDP_OK && (!WIFSIGNALED(status) || WIFSIGNALED(c->status))) continue;
+    snprintf(c->text, sizeof c->text, "%s", cddp__error_text);
+    c->first = CDDP_PEER_LOST;
+    c->failed = i;
+    c->failed_pid = pid;
+    c->status = status;
   }
 }
 
-static cddp_result cddp__watch_children(cddp__children *c, cddp_result started) {
-  cddp_result first = started;
-  char text[CDDP__ERROR_MAX];
-  double deadline = 0;
-  int signal_number = 0; /* the next one to send; 0: nothing has failed yet */
-  snprintf(text, sizeof text, "%s", cddp__error_text);
+/* Once something has failed: time to notice it, then SIGTERM, then SIGKILL for the others. */
+static void cddp__press_children(cddp__children *c) {
+  if (c->first == CDDP_OK) return;
+  if (c->next_signal == 0) {
+    c->next_signal = SIGTERM;
+    c->deadline = cddp__now() + CDDP__NOTICE_S;
+  } else if (cddp__now() >= c->deadline) {
+    cddp__signal_children(c, c->next_signal);
+    c->deadline = cddp__now() + (c->next_signal == SIGTERM ? CDDP__GRACE_S : 1);
+    c->next_signal = SIGKILL;
+  }
+}
+
+static cddp_result cddp__watch_children(cddp__children *c) {
+  int ms;
   while (c->alive > 0) {
-    if (first != CDDP_OK && signal_number == 0) {
-      signal_number = SIGTERM;
-      deadline = cddp__now() + (started != CDDP_OK ? 0 : CDDP__NOTICE_S);
-    } else if (first != CDDP_OK && cddp__now() >= deadline) {
-      cddp__signal_children(c, signal_number);
-      deadline = cddp__now() + (signal_number == SIGTERM ? CDDP__GRACE_S : 1);
-      signal_number = SIGKILL;
-    }
-    poll(c->fds, (nfds_t)c->n,
-         c->blind ? 10 : first == CDDP_OK ? -1 : cddp__poll_ms(deadline, 1000));
-    cddp__reap_children(c, &first, text, sizeof text);
+    cddp__press_children(c);
+    if (c->tend != NULL) c->tend(c->context);
+    ms = c->blind ? 10 : c->next_signal == 0 ? -1 : cddp__poll_ms(c->deadline, 1000);
+    if (poll(c->fds, (nfds_t)(c->n + c->extra), ms) < 0) /* EINTR: revents are old */
+      for (ms = 0; ms < c->extra; ms++) c->fds[c->n + ms].revents = 0;
+    cddp__reap_children(c);
   }
-  return first == CDDP_OK ? CDDP_OK : cddp__fail(first, "%s", text);
+  return c->first == CDDP_OK ? CDDP_OK : cddp__fail(c->first, "%s", c->text);
 }
 
-static cddp_result cddp__fork_children(cddp__children *c, int (*fn)(int, void *), void *arg,
-                                       int listen_fd, int port) {
-  pid_t parent = getpid();
+/* Starts all: body(context, i) is the life of child i and never returns. */
+static cddp_result cddp__fork_children(cddp__children *c, void (*body)(void *, int),
+                                       void *context) {
   int i;
   for (i = 0; i < c->n; i++) {
     pid_t pid = fork();
     if (pid < 0) return cddp__fail_errno("fork");
-    if (pid == 0) cddp__child(fn, arg, i, c->n, listen_fd, port, parent);
+    if (pid == 0) body(context, i);
+    if (c->groups) setpgid(pid, pid); /* the child does so too: whoever comes first */
     c->pids[i] = pid;
     c->alive++;
     c->fds[i].events = POLLIN;
@@ -9190,26 +9285,26 @@ static cddp_result cddp__fork_children(cddp__children *c, int (*fn)(int, void *)
 
 static cddp_result cddp__spawn(int (*fn)(int, void *), void *arg, int nprocs) {
   cddp__children c;
+  cddp__spawn_job job;
   cddp_result r;
-  int fd = -1, port = 0, i;
-  memset(&c, 0, sizeof c);
-  c.n = nprocs;
-  if ((r = cddp__listen_any(&fd, &port)) != CDDP_OK) return r;
-  c.pids = (pid_t *)calloc((size_t)nprocs, sizeof *c.pids);
-  c.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *c.fds);
-  if (c.pids == NULL || c.fds == NULL) {
+  memset(&job, 0, sizeof job);
+  job.fn = fn;
+  job.arg = arg;
+  job.parent = getpid();
+  job.ranks.world = job.ranks.count = nprocs;
+  job.ranks.master = "127.0.0.1";
+  if ((r = cddp__listen_any(&job.ranks.listen_fd, &job.ranks.port)) != CDDP_OK) return r;
+  if (!cddp__children_create(&c, nprocs, 0)) {
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
+    close(job.ranks.listen_fd);
   } else {
-    for (i = 0; i < nprocs; i++) c.fds[i].fd = -1;
     fflush(NULL); /* or the children would print it again */
-    r = cddp__fork_children(&c, fn, arg, fd, port);
-    close(fd); /* rank 0 has it */
-    fd = -1;
-    r = cddp__watch_children(&c, r);
+    r = cddp__fork_children(&c, cddp__child, &job);
+    close(job.ranks.listen_fd); /* rank 0 has it */
+    if (r != CDDP_OK) cddp__children_fail(&c, r, SIGTERM, 0);
+    r = cddp__watch_children(&c);
   }
-  if (fd >= 0) close(fd);
-  free(c.pids);
-  free(c.fds);
+  cddp__children_free(&c);
   return r;
 }
 
