@@ -5809,6 +5809,27 @@ static void cddp__describe_end(const cddp_group *g, int rank, char *out, size_t 
     snprintf(out, n, "died: its process has ended");
 }
 
+/* "rank 2 (pid 7 on host) was killed by signal 9 (Killed)". A rank that only left has often lost
+   another one itself: a process of the group that has died is named too. */
+static void cddp__describe_loss(const cddp_group *g, int rank, char *out, size_t n) {
+  char who[160], how[96];
+  size_t at;
+  int p;
+  cddp__name_rank(g, rank, who, sizeof who);
+  cddp__describe_end(g, rank, how, sizeof how);
+  snprintf(out, n, "%s %s", who, how);
+  if (cddp__load32(&cddp__seat_of(g, rank)->state) != CDDP__SEAT_LEFT) return;
+  for (p = 0; p < g->size; p++) {
+    uint32_t state = cddp__load32(&cddp__seat_of(g, p)->state);
+    if (p == g->rank || state == CDDP__SEAT_LEFT || !cddp__rank_gone(g, p)) continue;
+    cddp__name_rank(g, p, who, sizeof who);
+    cddp__describe_end(g, p, how, sizeof how);
+    at = strlen(out);
+    snprintf(out + at, n - at, " after %s %s", who, how);
+    return;
+  }
+}
+
 /* What touches peers' memory stands between cddp__enter and cddp__exit. A rank that enters is seen
    by one that fails, or sees the failure itself: both use full fences. */
 static cddp_result cddp__enter(cddp_group *g) {
@@ -5851,15 +5872,14 @@ static bool cddp__rank_missing(const cddp_group *g, int p) {
 
 /* Breaks the group if a rank that this step waits for is gone. */
 static cddp_result cddp__look_after_peers(cddp_group *g) {
-  char who[160], how[96], what[320];
+  char loss[320], what[320];
   int p;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_missing(g, p) || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_missing(g, p)) continue; /* its last word had just come */
-    cddp__name_rank(g, p, who, sizeof who);
-    cddp__describe_end(g, p, how, sizeof how);
+    cddp__describe_loss(g, p, loss, sizeof loss);
     cddp__describe_here(g, what, sizeof what);
-    cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was waiting for it in %s", who, how, g->rank, what);
+    cddp__fail(CDDP_PEER_LOST, "%s; rank %d was waiting for it in %s", loss, g->rank, what);
     return cddp__break(g, CDDP_PEER_LOST);
   }
   return CDDP_OK;
@@ -6862,11 +6882,10 @@ static bool cddp__mail_ready(cddp_group *g, const cddp__pending *q, int parcel, 
 
 /* Breaks the group if the peer of a send or recv is gone. */
 static cddp_result cddp__check_peer(cddp_group *g, int peer, const char *what, int tag) {
-  char who[160], how[96];
+  char loss[320];
   if (peer == g->rank || !cddp__rank_gone(g, peer)) return CDDP_OK;
-  cddp__name_rank(g, peer, who, sizeof who);
-  cddp__describe_end(g, peer, how, sizeof how);
-  cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was in %s it, tag %d", who, how, g->rank, what, tag);
+  cddp__describe_loss(g, peer, loss, sizeof loss);
+  cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in %s it, tag %d", loss, g->rank, what, tag);
   return cddp__break(g, CDDP_PEER_LOST);
 }
 
