@@ -44,8 +44,9 @@
    Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
    only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits.
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
-   sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), and
-   CDDP_STORE_PROTO (old or new: the dialect of a TCPStore server that is not ours).
+   sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
+   directory for the flight recorder), and CDDP_STORE_PROTO (old or new: the dialect of a TCPStore
+   server that is not ours).
 
    CONTENTS: search for the mark
      >>api          the public interface, with the rules of each call
