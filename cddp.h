@@ -1916,8 +1916,8 @@ static bool cddp__set_nodelay(int fd) {
          setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
 }
 
-/* Readies a connection with a. An abstract name any user may take, or call: the process at the other
-   end must be this user's. errno says why not. */
+/* Readies a connection with a. An abstract name any user may take, or call: the process at the
+   other end must be this user's. errno says why not. */
 static bool cddp__stream_ready(int fd, const cddp__address *a) {
   uint32_t c[3] = {0, 0, 0}; /* struct ucred: pid, uid, gid */
   socklen_t n = sizeof c;
@@ -3626,8 +3626,8 @@ static cddp_result cddp__tcp_open(cddp_store *s, const cddp__store_options *o, c
   return cddp__tcp_connect(s, o->deadline, false);
 }
 
-/* The same server and protocol on an abstract Unix socket: for ranks of one host whose launcher gives
-   no address. There is no port that could be in use. */
+/* The same server and protocol on an abstract Unix socket: for ranks of one host whose launcher
+   gives no address. There is no port that could be in use. */
 static cddp_result cddp__unix_open(cddp_store *s, const cddp__store_options *o, const char *name) {
   cddp__tcp *t = &s->tcp;
   cddp_result r = CDDP_OK;
@@ -4264,9 +4264,9 @@ static cddp_result cddp__parse_int(const char *name, const char *text, long low,
   return CDDP_OK;
 }
 
-/* What launchers tell each rank, in the order in which they are asked: the first whose rank and size
-   are both set is believed, and no other. mpirun comes before Slurm: inside an allocation it leaves
-   Slurm's variables as those of its daemon. */
+/* What launchers tell each rank, in the order in which they are asked: the first whose rank and
+   size are both set is believed, and no other. mpirun comes before Slurm: inside an allocation it
+   leaves Slurm's variables as those of its daemon. */
 static const cddp__launcher cddp__launchers[] = {
     {"torchrun, cddprun or a script", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ""},
     {"Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -4282,7 +4282,8 @@ enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_SLURM, CDDP__
    steps to Slurm alone (batch, interactive, extern) has the highest numbers. */
 static bool cddp__in_slurm_step(void) {
   const char *step = cddp__env("SLURM_STEP_ID");
-  return step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul && cddp__env("SLURM_PROCID") != NULL;
+  return step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul &&
+         cddp__env("SLURM_PROCID") != NULL;
 }
 
 static bool cddp__env_same(const char *name, const char *other) {
@@ -6624,8 +6625,9 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
     if (at->listen_fd >= 0) unsetenv("CDDP_LISTEN_FD");
     at->listen_fd = -1;
     if (r != CDDP_OK && at->listen_fd_lost && at->rank == 0)
-      return cddp__fail_in(r, "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a program "
-                              "between it and this one has closed it; ",
+      return cddp__fail_in(r,
+                           "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a "
+                           "program between it and this one has closed it; ",
                            getenv("CDDP_LISTEN_FD"));
     if (r != CDDP_OK) return r;
     r = cddp__meet_in(&m, h);
