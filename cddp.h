@@ -3314,10 +3314,13 @@ static cddp_result cddp__tcp_try(cddp_store *s, double deadline, bool *final, bo
       close(fd);
     } else {
       cddp__address_text(&t->addresses[i], text, sizeof text);
-      *final = error == EMFILE || error == ENFILE;
+      bool foreign = error == EPERM && t->addresses[i].sa.ss_family == AF_UNIX;
+      *final = error == EMFILE || error == ENFILE || foreign;
       *hung_up = false;
-      r = cddp__fail(*final ? CDDP_SYSTEM : CDDP_NETWORK, "connect to %s: %s", text,
-                     strerror(error));
+      r = cddp__fail(*final && !foreign ? CDDP_SYSTEM : CDDP_NETWORK, "connect to %s: %s", text,
+                     foreign ? "another user's process listens there; set MASTER_ADDR and "
+                               "MASTER_PORT for all ranks to meet over TCP instead"
+                             : strerror(error));
     }
   }
   return r;
