@@ -23,6 +23,8 @@ trap 'exit 130' INT TERM
 
 # No variable of the caller's launcher may leak into a test.
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT CDDP_SECRET CDDP_TIMEOUT_S ONLY
+# shellcheck disable=SC2086
+unset ${!OMPI_@} ${!PMIX_@} ${!PMI_@} ${!MPI_LOCAL@} ${!SLURM_@}
 export ASAN_OPTIONS=allocator_may_return_null=1:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=print_stacktrace=1
 export TSAN_OPTIONS=die_after_fork=0
@@ -184,6 +186,7 @@ for v in $variants; do run_variant "$v"; done
 run_valgrind
 for t in $(tests/leaks.sh list); do one "leaks/$t" "${TEST_TIMEOUT:-120}" tests/leaks.sh "$t"; done
 for t in $(tests/examples.sh list); do one "examples/$t" "${TEST_TIMEOUT:-120}" tests/examples.sh "$t"; done
+one mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
 
 if [ $failed != 0 ]; then
   printf 'failed: %s\n' "${failures[@]}"
