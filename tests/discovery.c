@@ -82,7 +82,8 @@ static const struct {
     {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 " OMPI("1", "4", "1", "4") HYDRA(
          "2", "5", "2", "5") SLURM("3", "6", "3", "0"),
      0, 2, -1, -1, 0},
-    {OMPI("1", "4", "1", "4") HYDRA("2", "5", "2", "5") SLURM("3", "6", "3", "0") "PMIX_NAMESPACE=9",
+    {OMPI("1", "4", "1", "4") HYDRA("2", "5", "2", "5") SLURM("3", "6", "3", "0")
+         "PMIX_NAMESPACE=9",
      1, 4, 1, 4, 1},
     {HYDRA("2", "5", "2", "5") SLURM("3", "6", "3", "0") "PMI_PORT=h:1", 2, 5, 2, 5, 2},
     /* srun --mpi=pmi2 sets PMI_RANK too, and Slurm knows more. */
@@ -346,12 +347,18 @@ static void listen_case(const char *rank, int fd, int port, bool taken, bool los
 }
 
 static void test_listen_fd(void) {
+  struct sockaddr_in a;
+  socklen_t size = sizeof a;
   int fd = -1, port = 0, idle = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   CHECK_OK(cddp__listen_any(&fd, &port));
   listen_case("0", fd, port, true, false);
   listen_case("1", fd, port, false, false);
   listen_case("0", fd, port == 1 ? 2 : 1, false, true); /* another port */
-  listen_case("0", idle, port, false, true);            /* does not listen */
+  memset(&a, 0, sizeof a);
+  a.sin_family = AF_INET;
+  CHECK(bind(idle, (struct sockaddr *)&a, sizeof a) == 0);
+  CHECK(getsockname(idle, (struct sockaddr *)&a, &size) == 0);
+  listen_case("0", idle, ntohs(a.sin_port), false, true); /* does not listen */
   listen_case("0", STDERR_FILENO, port, false, true);   /* no socket, or none that listens */
   close(fd);
   listen_case("0", fd, port, false, true); /* closed on the way here */
