@@ -63,9 +63,9 @@
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sgd          the optimizer's arithmetic
      >>buckets      distributed data parallel       >>sampler      DistributedSampler
-     >>spawn        processes and threads as ranks  >>validate     argument checks
-     >>public       the public functions            >>history      changes
-     >>license      the terms
+     >>spawn        processes and threads as ranks  >>launch       programs as ranks
+     >>validate     argument checks                 >>public       the public functions
+     >>history      changes                         >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -440,6 +440,44 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; 
    before other threads exist, as with any fork. Like torch.multiprocessing.spawn. */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
+/* What cddp_launch starts, in torchrun's words. */
+typedef struct cddp_launch_desc {
+  const char *const *argv; /* the program, looked for in PATH, and its arguments; NULL at the end */
+  int nproc_per_node;      /* ranks on this machine, the same on all; 0 = 1 */
+  int nnodes, node_rank;   /* machines, 0 = 1, and which one this is; each calls cddp_launch */
+  const char *master_addr; /* the machine with node_rank 0; NULL = 127.0.0.1, if it is the only one */
+  int master_port;         /* 0 = any free one, with several machines 29500 */
+  bool standalone;         /* one machine and any free port, whatever master_addr and _port say */
+  int max_restarts;        /* of all ranks when one fails; with 0 the first failure is the end */
+  const char *log_dir;     /* what each rank prints also goes to log_dir/rankN.log; NULL = no files */
+  bool no_prefix;          /* lines as they are; false: "[3] " before those of rank 3 */
+  int color;               /* of the prefix: 0 = on a terminal, 1 = always, -1 = never */
+  int out_fd, err_fd;      /* where the ranks' lines go; 0 = 1 and 2 (stdout, stderr); -1 = nowhere */
+  cddp_logger logger;      /* gets a line for each restart */
+} cddp_launch_desc;
+
+typedef struct cddp_launch_report {
+  int rank;      /* that failed first; -1: none did */
+  int pid;       /* of its process */
+  int exit_code; /* its exit code; -1: a signal killed it; 126, 127: it could not be run */
+  int signal;    /* that killed it; for rank -1: that ended the launch; 0: none */
+  int restarts;  /* that took place */
+} cddp_launch_report;
+
+/* Starts a program once for each rank of this machine and waits for all of them. Each gets RANK,
+   WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and
+   MASTER_PORT; TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS; OMP_NUM_THREADS=1 if unset and there
+   are several. Their output goes to out_fd and err_fd in whole lines: the one thing that cddp ever
+   prints. When a rank fails the others end as with cddp_spawn; CDDP_PEER_LOST names the first, as
+   does *report (NULL is fine). During the call SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2,
+   SIGWINCH, SIGTSTP and SIGCONT of the calling thread go to the ranks unless they are ignored; the
+   first four end the launch with CDDP_ABORTED, by SIGKILL when ranks remain after 30 s or the
+   signal comes twice. A rank and what it starts are one process group, which ends with the rank and
+   with the caller, however that dies. On one machine the port of MASTER_PORT is bound here and
+   passed on to rank 0 (CDDP_LISTEN_FD), so nobody can take it. Call it before other threads exist.
+   Like torchrun; examples/cddprun.c is the program for it. */
+CDDPDEF cddp_result cddp_launch(const cddp_launch_desc *desc, cddp_launch_report *report);
+
 /* Calls fn on n threads, each with its own rank of one group, and waits for them; the groups are
    destroyed here. fn returns 0 for success; when one fails the others' waits end with
    CDDP_PEER_LOST. All memory is zero-copy here. */
@@ -580,6 +618,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -645,6 +684,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__MAX_RANKS 4096         /* a host's ranks in one group */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key, as c10d's libuv server */
+#define CDDP__LAUNCH_PORT 29500      /* master_port on several machines, as torchrun's */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
 #define CDDP__KEYS_MAX 131072u       /* keys in one store command, likewise */
 
@@ -9433,6 +9473,580 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
   free(t);
   return r;
 }
+/* >>launch -------------------------------------------------------------------------------------
+   Programs as ranks. Works as follows. Each rank is a child with a process group and, for stdout and
+   stderr, a pipe each. One poll loop (cddp__watch_children, with cddp__tend_launch between polls)
+   sees to children, pipes, signals and the two outputs. Lines leave whole: a rank's bytes wait in
+   its stream until their newline is there, then go to an output's queue, which is written 4 KiB at
+   a time when poll says that this will not block; while a queue is long, no pipe is read. Signals
+   are blocked and read from a signalfd. A rank's death ends its group; the death of the launcher
+   kills its ranks (PR_SET_PDEATHSIG) and wakes the guard, a small process that knows the groups and
+   kills what is left of them. */
+
+#define CDDP__INTERRUPT_S 30.0            /* for ranks to end after a signal that asks them to */
+#define CDDP__LINE_MAX ((size_t)1 << 20)  /* bytes of a line; longer ones are broken */
+#define CDDP__QUEUE_MAX ((size_t)1 << 18) /* bytes of an output from which ranks have to wait */
+#define CDDP__WRITE_MAX 4096u             /* bytes a pipe takes at once when poll calls it writable */
+
+typedef struct cddp__stream { /* stdout or stderr of one rank */
+  int fd;                     /* the pipe's end here; -1: ended */
+  int theirs;                 /* the rank's end, until it has been started */
+  cddp__buffer line;          /* what has come since the last newline */
+} cddp__stream;
+
+typedef struct cddp__sink { /* where lines go */
+  int fd;                   /* -1: nowhere */
+  bool color;
+  cddp__buffer queue;       /* whole lines */
+} cddp__sink;
+
+enum {
+  CDDP__TEND_SIGNALS,                       /* extra pollfds of the children: the signalfd, */
+  CDDP__TEND_SINKS,                         /* two outputs, */
+  CDDP__TEND_STREAMS = CDDP__TEND_SINKS + 2 /* two streams of each rank */
+};
+
+typedef struct cddp__job {
+  const cddp_launch_desc *desc;
+  cddp__children children;
+  cddp__ranks ranks;
+  cddp__stream *streams;      /* [2 * count] rank i's are 2i and 2i + 1 */
+  int *logs;                  /* [count] files of log_dir; -1: none */
+  cddp__sink sinks[2];        /* of stdout and stderr */
+  int sink_count;             /* 1: both go to one file */
+  int attempt;                /* restarts so far */
+  int interrupted;            /* signal that asked for the end; 0: none */
+  int signal_fd;
+  sigset_t signals, old_mask; /* what signal_fd reads; the caller's mask */
+  int exec_pipe[2];           /* children whose exec fails say so */
+  int guard_pipe[2];          /* to the guard: pids of groups, negative ones are over */
+  pid_t guard, parent;
+  pid_t *groups;              /* [count] those the guard knows of; it has a list of its own */
+} cddp__job;
+
+typedef struct cddp__exec_failure {
+  int child, error; /* its errno */
+} cddp__exec_failure;
+
+static cddp_result cddp__pipe(int *ends) {
+  if (syscall(SYS_pipe2, ends, O_CLOEXEC) == 0) return CDDP_OK;
+  ends[0] = ends[1] = -1;
+  return cddp__fail(CDDP_SYSTEM, "pipe2: %s%s", strerror(errno),
+                    errno == EMFILE ? "; raise ulimit -n: each rank takes 4 descriptors" : "");
+}
+
+/* --- the guard --- */
+
+/* Reads pids of process groups; when all that write are gone, so are the groups. Keeps no other
+   descriptor: nobody shall wait for this process to let go of it. */
+static void cddp__guard_main(int fd, pid_t *groups, int n) {
+  sigset_t all;
+  ssize_t got;
+  pid_t word;
+  int i, limit = 65536;
+  sigfillset(&all);
+  sigprocmask(SIG_SETMASK, &all, NULL);
+  setsid();
+  if (dup2(fd, 0) < 0) _exit(1);
+  if (syscall(436 /* close_range */, 1u, ~0u, 0u) != 0)
+    while (--limit > 0) close(limit);
+  for (;;) {
+    got = read(0, &word, sizeof word);
+    if (got < 0 && errno == EINTR) continue;
+    if (got != (ssize_t)sizeof word) break;
+    for (i = 0; i < n && groups[i] != (word < 0 ? -word : 0); i++) {}
+    if (i < n) groups[i] = word < 0 ? 0 : word;
+  }
+  for (i = 0; i < n; i++)
+    if (groups[i] > 0) kill(-groups[i], SIGKILL);
+  _exit(0);
+}
+
+static cddp_result cddp__guard_start(cddp__job *l) {
+  cddp_result r;
+  l->groups = (pid_t *)calloc((size_t)l->ranks.count, sizeof *l->groups);
+  if (l->groups == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the launch");
+  if ((r = cddp__pipe(l->guard_pipe)) != CDDP_OK) return r;
+  l->guard = fork();
+  if (l->guard < 0) return cddp__fail_errno("fork");
+  if (l->guard == 0) {
+    close(l->guard_pipe[1]);
+    cddp__guard_main(l->guard_pipe[0], l->groups, l->ranks.count);
+  }
+  cddp__close_fd(&l->guard_pipe[0]);
+  return CDDP_OK;
+}
+
+static void cddp__guard_tell(const cddp__job *l, pid_t word) {
+  while (write(l->guard_pipe[1], &word, sizeof word) < 0 && errno == EINTR) {}
+}
+
+static void cddp__guard_stop(cddp__job *l) {
+  cddp__close_fd(&l->guard_pipe[0]);
+  cddp__close_fd(&l->guard_pipe[1]);
+  while (l->guard > 0 && waitpid(l->guard, NULL, 0) < 0 && errno == EINTR) {}
+  free(l->groups);
+}
+
+/* --- a rank's life until it runs the program --- */
+
+static void cddp__rank_environment(const cddp__job *l, int i) {
+  const cddp_launch_desc *d = l->desc;
+  cddp__child_environment(&l->ranks, i);
+  cddp__setenv_int("GROUP_RANK", d->node_rank);
+  cddp__setenv_int("GROUP_WORLD_SIZE", d->nnodes > 0 ? d->nnodes : 1);
+  cddp__setenv_int("TORCHELASTIC_RESTART_COUNT", l->attempt);
+  cddp__setenv_int("TORCHELASTIC_MAX_RESTARTS", d->max_restarts);
+  unsetenv("TORCHELASTIC_RUN_ID");
+  if (l->ranks.count > 1) setenv("OMP_NUM_THREADS", "1", 0);
+}
+
+/* Never returns. The first rank here keeps stdin, unless that is a terminal: it would stop a process
+   group that is not the one in front. */
+static void cddp__rank_main(void *context, int i) {
+  cddp__job *l = (cddp__job *)context;
+  cddp__exec_failure failure;
+  char *const *argv;
+  int null = -1;
+  cddp__die_with(l->parent);
+  setpgid(0, 0);
+  cddp__guard_tell(l, getpid());
+  if (i != 0 || isatty(0)) null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  if (null >= 0) dup2(null, 0);
+  dup2(l->streams[2 * i].theirs, 1);
+  dup2(l->streams[2 * i + 1].theirs, 2);
+  if (l->ranks.listen_fd >= 0 && l->ranks.first + i == 0) fcntl(l->ranks.listen_fd, F_SETFD, 0);
+  cddp__rank_environment(l, i);
+  pthread_sigmask(SIG_SETMASK, &l->old_mask, NULL);
+  memcpy(&argv, &l->desc->argv, sizeof argv); /* execvp does not write to it */
+  execvp(argv[0], argv);
+  failure.child = i;
+  failure.error = errno;
+  if (write(l->exec_pipe[1], &failure, sizeof failure) < 0) _exit(126);
+  _exit(failure.error == ENOENT ? 127 : 126);
+}
+
+/* --- output --- */
+
+static cddp__sink *cddp__sink_of(cddp__job *l, int stream) {
+  return &l->sinks[l->sink_count == 1 ? 0 : stream % 2];
+}
+
+/* The ranks cannot be heard any more, so they have to end. */
+static void cddp__output_lost(cddp__job *l, int stream, const char *what) {
+  cddp__fail(CDDP_IO, "output of rank %d cannot be passed on: %s", l->ranks.first + stream / 2,
+             what);
+  cddp__children_fail(&l->children, CDDP_IO, SIGTERM, 0);
+}
+
+/* A whole line, without its newline, goes to its output. */
+static void cddp__emit_line(cddp__job *l, int stream, const unsigned char *line, size_t n) {
+  cddp__sink *sink = cddp__sink_of(l, stream);
+  int rank = l->ranks.first + stream / 2;
+  char prefix[48] = "";
+  if (sink->fd < 0) return;
+  if (!l->desc->no_prefix && sink->color)
+    snprintf(prefix, sizeof prefix, "\033[%dm[%d]\033[0m ", 31 + rank % 6, rank);
+  else if (!l->desc->no_prefix)
+    snprintf(prefix, sizeof prefix, "[%d] ", rank);
+  if (!cddp__buffer_add(NULL, &sink->queue, prefix, strlen(prefix)) ||
+      !cddp__buffer_add(NULL, &sink->queue, line, n) ||
+      !cddp__buffer_add(NULL, &sink->queue, "\n", 1))
+    cddp__output_lost(l, stream, cddp_error());
+}
+
+/* Bytes that came from a rank: complete lines leave, the rest waits. all: the rest leaves too. */
+static void cddp__take_output(cddp__job *l, int stream, const unsigned char *data, size_t n,
+                              bool all) {
+  cddp__buffer *b = &l->streams[stream].line;
+  size_t size;
+  while (n > 0) {
+    const unsigned char *end = (const unsigned char *)memchr(data, '\n', n);
+    size_t part = end != NULL ? (size_t)(end - data) : n;
+    if (!cddp__buffer_add(NULL, b, data, part)) {
+      cddp__output_lost(l, stream, cddp_error());
+      return;
+    }
+    data += part + (end != NULL);
+    n -= part + (end != NULL);
+    size = cddp__buffer_size(b);
+    if (end == NULL && size < CDDP__LINE_MAX) continue;
+    cddp__emit_line(l, stream, b->data + b->start, size);
+    cddp__buffer_clear(NULL, b, 4096);
+  }
+  if (all && cddp__buffer_size(b) > 0) {
+    cddp__emit_line(l, stream, b->data + b->start, cddp__buffer_size(b));
+    cddp__buffer_clear(NULL, b, 4096);
+  }
+}
+
+/* A rank's own file gets its bytes as they come. */
+static void cddp__write_log(cddp__job *l, int stream, const unsigned char *data, size_t n) {
+  int fd = l->logs[stream / 2];
+  while (fd >= 0 && n > 0) {
+    ssize_t got = write(fd, data, n);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) {
+      cddp__output_lost(l, stream, strerror(errno));
+      return;
+    }
+    data += got;
+    n -= (size_t)got;
+  }
+}
+
+/* Reads once from a rank's pipe, which does not block; false when there was nothing. */
+static bool cddp__read_stream(cddp__job *l, int stream) {
+  cddp__stream *t = &l->streams[stream];
+  unsigned char data[16384];
+  ssize_t n = read(t->fd, data, sizeof data);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (n > 0) {
+    cddp__write_log(l, stream, data, (size_t)n);
+    cddp__take_output(l, stream, data, (size_t)n, false);
+    return true;
+  }
+  cddp__take_output(l, stream, data, 0, true);
+  cddp__close_fd(&t->fd);
+  return false;
+}
+
+/* Writes once; what cannot be written is dropped, and the ranks are ended. */
+static void cddp__write_sink(cddp__job *l, cddp__sink *sink) {
+  size_t n = cddp__min(cddp__buffer_size(&sink->queue), CDDP__WRITE_MAX);
+  ssize_t got = write(sink->fd, sink->queue.data + sink->queue.start, n);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got < 0) {
+    cddp__fail(CDDP_IO, "the ranks' output cannot be written to descriptor %d: %s", sink->fd,
+               strerror(errno));
+    cddp__children_fail(&l->children, CDDP_IO, SIGTERM, 0);
+    sink->fd = -1;
+    cddp__buffer_free(NULL, &sink->queue);
+    return;
+  }
+  sink->queue.start += (size_t)got;
+  if (cddp__buffer_size(&sink->queue) == 0) cddp__buffer_clear(NULL, &sink->queue, 65536);
+}
+
+/* --- signals --- */
+
+static void cddp__take_signal(cddp__job *l, int number) {
+  cddp__children *c = &l->children;
+  bool ends = number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGQUIT;
+  if (ends && l->interrupted != 0) number = SIGKILL; /* asked twice */
+  cddp__signal_children(c, number);
+  if (number == SIGTSTP) kill(getpid(), SIGSTOP); /* as the signal would have done */
+  if (!ends || l->interrupted != 0) return;
+  l->interrupted = number;
+  cddp__fail(CDDP_ABORTED, "the launch was ended by signal %d (%s)", number,
+             cddp__signal_name(number));
+  cddp__children_fail(c, CDDP_ABORTED, SIGKILL, CDDP__INTERRUPT_S);
+}
+
+static void cddp__read_signals(cddp__job *l) {
+  struct signalfd_siginfo info;
+  while (read(l->signal_fd, &info, sizeof info) == (ssize_t)sizeof info)
+    cddp__take_signal(l, (int)info.ssi_signo);
+}
+
+/* From here on the signals that a launch passes on come through signal_fd. Those that the caller
+   ignores (nohup, a shell's background) stay ignored. */
+static cddp_result cddp__signals_open(cddp__job *l) {
+  static const int passed[] = {SIGHUP,  SIGINT,   SIGQUIT, SIGTERM, SIGUSR1,
+                               SIGUSR2, SIGWINCH, SIGTSTP, SIGCONT};
+  struct sigaction how;
+  sigset_t blocked;
+  size_t i;
+  sigemptyset(&l->signals);
+  for (i = 0; i < sizeof passed / sizeof *passed; i++)
+    if (sigaction(passed[i], NULL, &how) == 0 && how.sa_handler != SIG_IGN)
+      sigaddset(&l->signals, passed[i]);
+  blocked = l->signals;
+  sigaddset(&blocked, SIGPIPE); /* an output that is gone is an error, not a death */
+  pthread_sigmask(SIG_BLOCK, &blocked, &l->old_mask);
+  l->signal_fd = signalfd(-1, &l->signals, SFD_CLOEXEC | SFD_NONBLOCK);
+  return l->signal_fd < 0 ? cddp__fail_errno("signalfd") : CDDP_OK;
+}
+
+static void cddp__signals_close(cddp__job *l) {
+  struct timespec now = {0, 0};
+  sigset_t pipe_signal;
+  cddp__close_fd(&l->signal_fd);
+  sigemptyset(&pipe_signal);
+  sigaddset(&pipe_signal, SIGPIPE);
+  if (!sigismember(&l->old_mask, SIGPIPE)) sigtimedwait(&pipe_signal, NULL, &now);
+  pthread_sigmask(SIG_SETMASK, &l->old_mask, NULL);
+}
+
+/* --- the loop --- */
+
+static bool cddp__sinks_full(const cddp__job *l) {
+  return cddp__buffer_size(&l->sinks[0].queue) > CDDP__QUEUE_MAX ||
+         cddp__buffer_size(&l->sinks[1].queue) > CDDP__QUEUE_MAX;
+}
+
+/* Before each poll: deals with what the last one found, and says what to look for in the next. */
+static void cddp__tend_launch(void *context) {
+  cddp__job *l = (cddp__job *)context;
+  struct pollfd *extra = l->children.fds + l->children.n;
+  int i;
+  for (i = 0; i < l->ranks.count; i++) {
+    if (l->groups[i] == 0 || l->children.pids[i] != 0) continue;
+    cddp__guard_tell(l, -l->groups[i]); /* its number may be another's from now on */
+    l->groups[i] = 0;
+  }
+  if (extra[CDDP__TEND_SIGNALS].revents != 0) cddp__read_signals(l);
+  for (i = 0; i < l->sink_count; i++)
+    if (extra[CDDP__TEND_SINKS + i].revents != 0) cddp__write_sink(l, &l->sinks[i]);
+  for (i = 0; i < 2 * l->ranks.count; i++)
+    if (extra[CDDP__TEND_STREAMS + i].revents != 0 && !cddp__sinks_full(l))
+      cddp__read_stream(l, i);
+  memset(extra, 0, (size_t)l->children.extra * sizeof *extra);
+  for (i = 0; i < l->children.extra; i++) extra[i].fd = -1;
+  extra[CDDP__TEND_SIGNALS].fd = l->signal_fd;
+  extra[CDDP__TEND_SIGNALS].events = POLLIN;
+  for (i = 0; i < l->sink_count; i++) {
+    if (cddp__buffer_size(&l->sinks[i].queue) == 0) continue;
+    extra[CDDP__TEND_SINKS + i].fd = l->sinks[i].fd;
+    extra[CDDP__TEND_SINKS + i].events = POLLOUT;
+  }
+  for (i = 0; !cddp__sinks_full(l) && i < 2 * l->ranks.count; i++) {
+    extra[CDDP__TEND_STREAMS + i].fd = l->streams[i].fd;
+    extra[CDDP__TEND_STREAMS + i].events = POLLIN;
+  }
+}
+
+/* Writes the queues out. After a signal, a reader that takes nothing for a second is given up. */
+static void cddp__flush_sinks(cddp__job *l) {
+  struct pollfd fds[3];
+  int i, n;
+  for (;;) {
+    fds[0].fd = l->signal_fd;
+    fds[0].events = POLLIN;
+    for (i = 0; i < 2; i++) {
+      fds[1 + i].fd = cddp__buffer_size(&l->sinks[i].queue) > 0 ? l->sinks[i].fd : -1;
+      fds[1 + i].events = POLLOUT;
+    }
+    if (fds[1].fd < 0 && fds[2].fd < 0) return;
+    n = poll(fds, 3, 1000);
+    if (n == 0 && l->interrupted != 0) return;
+    if (n > 0 && fds[0].revents != 0) cddp__read_signals(l);
+    for (i = 0; i < 2; i++)
+      if (n > 0 && fds[1 + i].revents != 0) cddp__write_sink(l, &l->sinks[i]);
+  }
+}
+
+/* After the last rank: passes on what is still in the pipes, which one who left its rank's group may
+   keep open; that one is not waited for. */
+static void cddp__drain_launch(cddp__job *l) {
+  int i, reads;
+  for (i = 0; i < 2 * l->ranks.count; i++) {
+    for (reads = 0; reads < 100 && l->streams[i].fd >= 0 && cddp__read_stream(l, i); reads++)
+      if (cddp__sinks_full(l)) cddp__flush_sinks(l);
+    cddp__take_output(l, i, NULL, 0, true);
+    cddp__close_fd(&l->streams[i].fd);
+  }
+  cddp__flush_sinks(l);
+}
+
+/* --- start and end --- */
+
+/* On one machine rank 0 gets its listening socket from here, so its port cannot be taken. */
+static cddp_result cddp__launch_listen(cddp__job *l) {
+  const cddp_launch_desc *d = l->desc;
+  cddp__address a[CDDP__ADDRESSES_MAX];
+  int fds[CDDP__ADDRESSES_MAX], count = 0, n = 0;
+  cddp_result r;
+  l->ranks.master = d->master_addr != NULL && !d->standalone ? d->master_addr : "127.0.0.1";
+  l->ranks.port = d->standalone ? 0 : d->master_port;
+  if (d->nnodes > 1) {
+    if (l->ranks.port == 0) l->ranks.port = CDDP__LAUNCH_PORT;
+    return CDDP_OK;
+  }
+  r = cddp__resolve(l->ranks.master, 0, "master_addr", a, &count);
+  if (r == CDDP_OK)
+    r = cddp__listen_all(a, count, &l->ranks.port, "master_port", "master_addr", fds, &n);
+  if (r != CDDP_OK) return r;
+  l->ranks.listen_fd = fds[0]; /* of the name's addresses one is enough */
+  while (n > 1) cddp__close_fd(&fds[--n]);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__launch_log(cddp__job *l, int i) {
+  const char *folder = l->desc->log_dir;
+  char path[4096];
+  if (folder == NULL) return CDDP_OK;
+  if (mkdir(folder, 0777) != 0 && errno != EEXIST)
+    return cddp__fail(CDDP_IO, "cannot make the folder %s for logs: %s", folder, strerror(errno));
+  if (l->attempt == 0)
+    snprintf(path, sizeof path, "%s/rank%d.log", folder, l->ranks.first + i);
+  else
+    snprintf(path, sizeof path, "%s/rank%d.restart%d.log", folder, l->ranks.first + i, l->attempt);
+  l->logs[i] = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  return l->logs[i] >= 0 ? CDDP_OK
+                         : cddp__fail(CDDP_IO, "cannot write %s: %s", path, strerror(errno));
+}
+
+static cddp_result cddp__launch_pipes(cddp__job *l) {
+  int i, j, ends[2];
+  cddp_result r = CDDP_OK;
+  for (i = 0; r == CDDP_OK && i < l->ranks.count; i++) {
+    for (j = 2 * i; r == CDDP_OK && j < 2 * i + 2; j++) {
+      r = cddp__pipe(ends);
+      l->streams[j].fd = ends[0];
+      l->streams[j].theirs = ends[1];
+      if (r == CDDP_OK && !cddp__set_nonblock(ends[0])) r = cddp__fail_errno("fcntl on a pipe");
+    }
+    if (r == CDDP_OK) r = cddp__launch_log(l, i);
+  }
+  return r;
+}
+
+static void cddp__launch_outputs(cddp__job *l) {
+  const cddp_launch_desc *d = l->desc;
+  const char *term = getenv("TERM");
+  struct stat a, b;
+  int i;
+  l->sinks[0].fd = d->out_fd != 0 ? d->out_fd : 1;
+  l->sinks[1].fd = d->err_fd != 0 ? d->err_fd : 2;
+  for (i = 0; i < 2; i++)
+    l->sinks[i].color = d->color > 0 || (d->color == 0 && isatty(l->sinks[i].fd) == 1 &&
+                                         cddp__env("NO_COLOR") == NULL && term != NULL &&
+                                         strcmp(term, "dumb") != 0);
+  l->sink_count = 2;
+  if (l->sinks[0].fd >= 0 && l->sinks[1].fd >= 0 && fstat(l->sinks[0].fd, &a) == 0 &&
+      fstat(l->sinks[1].fd, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
+    l->sink_count = 1; /* 2>&1: one queue keeps lines of both whole */
+}
+
+/* Waits until every child runs the program. What it says of one that could not is what counts. */
+static cddp_result cddp__launch_execs(cddp__job *l) {
+  cddp__exec_failure failure;
+  ssize_t got;
+  int i;
+  cddp__close_fd(&l->exec_pipe[1]);
+  for (i = 0; i < 2 * l->ranks.count; i++) cddp__close_fd(&l->streams[i].theirs);
+  do {
+    got = read(l->exec_pipe[0], &failure, sizeof failure);
+  } while (got < 0 && errno == EINTR);
+  cddp__close_fd(&l->exec_pipe[0]);
+  if (got != (ssize_t)sizeof failure) return CDDP_OK;
+  l->children.failed = failure.child;
+  l->children.failed_pid = l->children.pids[failure.child];
+  l->children.status = (failure.error == ENOENT ? 127 : 126) << 8;
+  return cddp__fail(CDDP_SYSTEM, "cannot run \"%s\": %s%s", l->desc->argv[0],
+                    strerror(failure.error),
+                    failure.error == ENOENT && strchr(l->desc->argv[0], '/') == NULL
+                        ? "; it is in no folder of PATH (a program here is ./NAME)"
+                        : "");
+}
+
+static cddp_result cddp__launch_start(cddp__job *l) {
+  int n = l->ranks.count, i;
+  cddp_result r;
+  l->streams = (cddp__stream *)calloc(2 * (size_t)n, sizeof *l->streams);
+  l->logs = (int *)calloc((size_t)n, sizeof *l->logs);
+  if (!cddp__children_create(&l->children, n, CDDP__TEND_STREAMS + 2 * n) || l->streams == NULL ||
+      l->logs == NULL)
+    return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d ranks", n);
+  for (i = 0; i < n; i++) l->logs[i] = -1;
+  for (i = 0; i < 2 * n; i++) l->streams[i].fd = l->streams[i].theirs = -1;
+  l->children.first_rank = l->ranks.first;
+  l->children.groups = true;
+  l->children.tend = cddp__tend_launch;
+  l->children.context = l;
+  cddp__launch_outputs(l);
+  if ((r = cddp__signals_open(l)) != CDDP_OK) return r;
+  if ((r = cddp__guard_start(l)) != CDDP_OK) return r;
+  if ((r = cddp__launch_listen(l)) != CDDP_OK) return r;
+  if ((r = cddp__launch_pipes(l)) != CDDP_OK) return r;
+  if ((r = cddp__pipe(l->exec_pipe)) != CDDP_OK) return r;
+  fflush(NULL);
+  r = cddp__fork_children(&l->children, cddp__rank_main, l);
+  memcpy(l->groups, l->children.pids, (size_t)n * sizeof *l->groups);
+  cddp__close_fd(&l->ranks.listen_fd);
+  return r == CDDP_OK ? cddp__launch_execs(l) : r;
+}
+
+static void cddp__launch_free(cddp__job *l) {
+  int i;
+  for (i = 0; i < l->ranks.count; i++) {
+    if (l->logs != NULL) cddp__close_fd(&l->logs[i]);
+    if (l->streams == NULL) continue;
+    cddp__close_fd(&l->streams[2 * i].fd);
+    cddp__close_fd(&l->streams[2 * i + 1].fd);
+    cddp__close_fd(&l->streams[2 * i].theirs);
+    cddp__close_fd(&l->streams[2 * i + 1].theirs);
+    cddp__buffer_free(NULL, &l->streams[2 * i].line);
+    cddp__buffer_free(NULL, &l->streams[2 * i + 1].line);
+  }
+  for (i = 0; i < 2; i++) {
+    cddp__close_fd(&l->exec_pipe[i]);
+    cddp__buffer_free(NULL, &l->sinks[i].queue);
+  }
+  cddp__close_fd(&l->ranks.listen_fd);
+  cddp__guard_stop(l);
+  cddp__signals_close(l);
+  cddp__children_free(&l->children);
+  free(l->streams);
+  free(l->logs);
+}
+
+static void cddp__launch_init(cddp__job *l, const cddp_launch_desc *d, int attempt) {
+  int n = d->nproc_per_node > 0 ? d->nproc_per_node : 1;
+  memset(l, 0, sizeof *l);
+  l->desc = d;
+  l->attempt = attempt;
+  l->parent = getpid();
+  l->ranks.count = n;
+  l->ranks.first = d->node_rank * n;
+  l->ranks.world = (d->nnodes > 0 ? d->nnodes : 1) * n;
+  l->ranks.listen_fd = l->signal_fd = -1;
+  l->exec_pipe[0] = l->exec_pipe[1] = l->guard_pipe[0] = l->guard_pipe[1] = -1;
+  pthread_sigmask(SIG_BLOCK, NULL, &l->old_mask);
+}
+
+/* One life of all ranks. */
+static cddp_result cddp__launch_once(const cddp_launch_desc *d, int attempt,
+                                     cddp_launch_report *report) {
+  cddp__job l;
+  cddp__children *c = &l.children;
+  cddp_result r;
+  char text[CDDP__ERROR_MAX];
+  cddp__launch_init(&l, d, attempt);
+  if ((r = cddp__launch_start(&l)) != CDDP_OK) cddp__children_fail(c, r, SIGTERM, 0);
+  if (c->alive > 0) r = cddp__watch_children(c);
+  snprintf(text, sizeof text, "%s", cddp__error_text);
+  if (l.streams != NULL && l.groups != NULL) cddp__drain_launch(&l);
+  report->restarts = attempt;
+  report->signal = l.interrupted;
+  if (c->failed >= 0) {
+    report->rank = l.ranks.first + c->failed;
+    report->pid = (int)c->failed_pid;
+    report->exit_code = WIFSIGNALED(c->status) ? -1 : WEXITSTATUS(c->status);
+    report->signal = WIFSIGNALED(c->status) ? WTERMSIG(c->status) : 0;
+  }
+  cddp__launch_free(&l);
+  if (r == CDDP_OK && c->first != CDDP_OK) r = cddp__fail(c->first, "%s", c->text);
+  else if (r != CDDP_OK) cddp__fail(r, "%s", text);
+  return r == CDDP_PEER_LOST && l.interrupted != 0 ? CDDP_ABORTED : r;
+}
+
+static cddp_result cddp__launch_all(const cddp_launch_desc *d, cddp_launch_report *report) {
+  cddp_result r;
+  int attempt = 0;
+  for (;; attempt++) {
+    memset(report, 0, sizeof *report);
+    report->rank = -1;
+    r = cddp__launch_once(d, attempt, report);
+    if (r != CDDP_PEER_LOST || attempt >= d->max_restarts) break;
+    cddp__log(&d->logger, 1, "%s; restart %d of %d", cddp__error_text, attempt + 1,
+              d->max_restarts);
+  }
+  if (r != CDDP_OK && attempt > 0) cddp__fail_in(r, "after %d restart%s, ", attempt,
+                                                 attempt > 1 ? "s" : "");
+  return r;
+}
 /* >>validate -----------------------------------------------------------------------------------
    Argument checks of the public functions: CDDP_INVALID_ARGUMENT with a sentence, before anything
    is done. */
@@ -9527,6 +10141,32 @@ static cddp_result cddp__check_desc(const cddp_group_desc *d) {
   if (!(d->timeout_s >= 0)) return cddp__invalid("cddp_init", "timeout_s is negative");
   if ((d->allocator.alloc == NULL) != (d->allocator.free == NULL))
     return cddp__invalid("cddp_init", "allocator needs both alloc and free, or neither");
+  return CDDP_OK;
+}
+static cddp_result cddp__check_launch(const cddp_launch_desc *d) {
+  static const char who[] = "cddp_launch";
+  int nodes, n;
+  if (d == NULL || d->argv == NULL || d->argv[0] == NULL || d->argv[0][0] == 0)
+    return cddp__invalid(who, "desc->argv names no program");
+  nodes = d->nnodes > 0 ? d->nnodes : 1;
+  n = d->nproc_per_node > 0 ? d->nproc_per_node : 1;
+  if (d->nproc_per_node < 0 || d->nnodes < 0 || n > CDDP__MAX_RANKS || nodes > INT_MAX / n)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s: nproc_per_node is %d and nnodes %d; they must be from 1, and at most %d "
+                      "ranks can be on a machine",
+                      who, d->nproc_per_node, d->nnodes, CDDP__MAX_RANKS);
+  if (d->node_rank < 0 || d->node_rank >= nodes)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: node_rank is %d; with nnodes %d it is from 0 to %d",
+                      who, d->node_rank, nodes, nodes - 1);
+  if (nodes > 1 && d->standalone)
+    return cddp__invalid(who, "standalone is for one machine, but nnodes is more than 1");
+  if (nodes > 1 && (d->master_addr == NULL || d->master_addr[0] == 0))
+    return cddp__invalid(who, "with nnodes above 1 master_addr must name the machine whose node_rank "
+                              "is 0, in a way that the others can reach");
+  if (d->master_port < 0 || d->master_port > 65535)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: master_port is %d; it must be from 0 to 65535",
+                      who, d->master_port);
+  if (d->max_restarts < 0) return cddp__invalid(who, "max_restarts is negative");
   return CDDP_OK;
 }
 /* >>public ------------------------------------------------------------------------------------- */
@@ -9969,6 +10609,15 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
     return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_spawn: nprocs is %d; it must be from 1 to %d",
                       nprocs, CDDP__MAX_RANKS);
   return cddp__spawn(fn, arg, nprocs);
+}
+
+CDDPDEF cddp_result cddp_launch(const cddp_launch_desc *desc, cddp_launch_report *report) {
+  cddp_launch_report ignored;
+  cddp_result r = cddp__check_launch(desc);
+  if (report == NULL) report = &ignored;
+  memset(report, 0, sizeof *report);
+  report->rank = -1;
+  return r == CDDP_OK ? cddp__launch_all(desc, report) : r;
 }
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
