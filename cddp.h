@@ -9829,7 +9829,10 @@ static void cddp__flush_sinks(cddp__job *l) {
     }
     if (fds[1].fd < 0 && fds[2].fd < 0) return;
     n = poll(fds, 3, 1000);
-    if (n == 0 && l->interrupted != 0) return;
+    for (i = 0; n == 0 && l->interrupted != 0 && i < 2; i++) {
+      l->sinks[i].fd = -1;
+      cddp__buffer_free(NULL, &l->sinks[i].queue);
+    }
     if (n > 0 && fds[0].revents != 0) cddp__read_signals(l);
     for (i = 0; i < 2; i++)
       if (n > 0 && fds[1 + i].revents != 0) cddp__write_sink(l, &l->sinks[i]);
