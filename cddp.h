@@ -782,14 +782,14 @@ typedef struct cddp__board {
   unsigned char pad2[CDDP__CACHE_LINE - 4];
   cddp__atomic_u32 sleepers; /* threads asleep in a step */
   unsigned char pad3[CDDP__CACHE_LINE - 4];
-  cddp__atomic_u32 broken; /* 0, CDDP__BREAKING, or 2 + the cddp_result that broke the group */
+  cddp__atomic_u32 broken; /* 0, CDDP__BREAKING + rank, or 2 + the cddp_result that broke the group */
   cddp__atomic_u32 left;   /* ranks that have destroyed the group */
   uint32_t size;           /* ranks of the group, for its owner: see cddp__reap_boards */
   uint32_t spare;
   char broken_text[CDDP__ERROR_MAX]; /* valid when broken >= 2 */
   unsigned char pad4[CDDP__CACHE_LINE - 16];
 } cddp__board;
-#define CDDP__BREAKING 1u
+#define CDDP__BREAKING 0x80000000u /* the rank writes the text */
 
 /* A piece of this rank's window, or (threads) of plain memory. Owned by cddp__arena. */
 typedef struct cddp__extent {
@@ -5718,18 +5718,40 @@ static void cddp__wake_all(cddp_group *g) {
   }
 }
 
+static void cddp__name_rank(const cddp_group *g, int rank, char *out, size_t n) {
+  if (g->host->threads)
+    snprintf(out, n, "rank %d (a thread of pid %d)", rank, (int)getpid());
+  else
+    snprintf(out, n, "rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
+             g->host->name);
+}
+
+/* Whether a peer's process has ended, as far as its pidfd tells. */
+static bool cddp__process_ended(const cddp_group *g, int rank) {
+  struct pollfd fd;
+  fd.fd = g->host->pidfds[g->members[rank]];
+  fd.events = POLLIN;
+  fd.revents = 0;
+  return fd.fd >= 0 && poll(&fd, 1, 0) == 1;
+}
+
 /* The failure on the board, if there is one. */
 static cddp_result cddp__check_board(cddp_group *g) {
   uint32_t b = cddp__load32(&g->board->broken);
-  char text[CDDP__ERROR_MAX];
+  char text[CDDP__ERROR_MAX], who[160];
   int i;
   if (CDDP__LIKELY(b == 0)) return CDDP_OK;
-  for (i = 0; b == CDDP__BREAKING && i < 1000; i++) { /* its writer is at it, or died over it */
+  for (i = 0; (b & CDDP__BREAKING) && i < 20000; i++) { /* its writer is at it, or died over it */
+    if (i > 100 && cddp__process_ended(g, (int)(b & ~CDDP__BREAKING))) break;
     cddp__sleep(1e-6);
     b = cddp__load32(&g->board->broken);
   }
-  if (b == CDDP__BREAKING)
-    return cddp__fail_group(g, CDDP_PEER_LOST, "a rank died reporting a failure");
+  b = cddp__load32(&g->board->broken);
+  if (b & CDDP__BREAKING) {
+    cddp__name_rank(g, (int)(b & ~CDDP__BREAKING), who, sizeof who);
+    snprintf(text, sizeof text, "%s died or was stopped while it told of a failure", who);
+    return cddp__fail_group(g, CDDP_PEER_LOST, text);
+  }
   memcpy(text, g->board->broken_text, sizeof text);
   text[sizeof text - 1] = 0;
   return cddp__fail_group(g, (cddp_result)(b - 2), text);
@@ -5738,7 +5760,7 @@ static cddp_result cddp__check_board(cddp_group *g) {
 /* Breaks the group with this thread's error text, unless a peer was first; returns what is in
  * force. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
-  if (cddp__swap32(&g->board->broken, 0, CDDP__BREAKING)) {
+  if (cddp__swap32(&g->board->broken, 0, CDDP__BREAKING + (uint32_t)g->rank)) {
     CDDP__POINT("breaking");
     memcpy(g->board->broken_text, cddp__error_text, sizeof g->board->broken_text);
     cddp__store32(&g->board->broken, 2 + (uint32_t)r);
@@ -5756,14 +5778,6 @@ static cddp_result cddp__check_group(cddp_group *g) {
 
 /* --- looking after peers --- */
 
-static void cddp__name_rank(const cddp_group *g, int rank, char *out, size_t n) {
-  if (g->host->threads)
-    snprintf(out, n, "rank %d (a thread of pid %d)", rank, (int)getpid());
-  else
-    snprintf(out, n, "rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
-             g->host->name);
-}
-
 /* Without pidfds (an old valgrind): whether the process id is free again. */
 static bool cddp__process_gone(const cddp_group *g, int rank) {
   if (g->host->threads || rank == g->rank) return false;
@@ -5773,12 +5787,9 @@ static bool cddp__process_gone(const cddp_group *g, int rank) {
 /* Whether the rank's process has ended or has left the group. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state);
-  struct pollfd fd;
   if (state == CDDP__SEAT_LEFT || state == CDDP__SEAT_DEAD) return true;
-  fd.fd = g->host->pidfds[g->members[rank]];
-  fd.events = POLLIN;
-  fd.revents = 0;
-  return fd.fd >= 0 ? poll(&fd, 1, 0) == 1 : cddp__process_gone(g, rank);
+  if (g->host->pidfds[g->members[rank]] >= 0) return cddp__process_ended(g, rank);
+  return cddp__process_gone(g, rank);
 }
 
 static const char *cddp__signal_name(int number) {
