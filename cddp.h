@@ -445,14 +445,14 @@ typedef struct cddp_launch_desc {
   const char *const *argv; /* the program, looked for in PATH, and its arguments; NULL at the end */
   int nproc_per_node;      /* ranks on this machine, the same on all; 0 = 1 */
   int nnodes, node_rank;   /* machines, 0 = 1, and which one this is; each calls cddp_launch */
-  const char *master_addr; /* the machine with node_rank 0; NULL = 127.0.0.1, if it is the only one */
+  const char *master_addr; /* the machine with node_rank 0; NULL = this one, if it is alone */
   int master_port;         /* 0 = any free one, with several machines 29500 */
   bool standalone;         /* one machine and any free port, whatever master_addr and _port say */
   int max_restarts;        /* of all ranks when one fails; with 0 the first failure is the end */
-  const char *log_dir;     /* what each rank prints also goes to log_dir/rankN.log; NULL = no files */
+  const char *log_dir;     /* what rank N prints also goes to log_dir/rankN.log; NULL = none */
   bool no_prefix;          /* lines as they are; false: "[3] " before those of rank 3 */
   int color;               /* of the prefix: 0 = on a terminal, 1 = always, -1 = never */
-  int out_fd, err_fd;      /* where the ranks' lines go; 0 = 1 and 2 (stdout, stderr); -1 = nowhere */
+  int out_fd, err_fd;      /* where ranks' lines go; 0 = 1 and 2 (stdout, stderr); -1 = nowhere */
   cddp_logger logger;      /* gets a line for each restart */
 } cddp_launch_desc;
 
@@ -9485,8 +9485,8 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
   return r;
 }
 /* >>launch -------------------------------------------------------------------------------------
-   Programs as ranks. Works as follows. Each rank is a child with a process group and, for stdout and
-   stderr, a pipe each. One poll loop (cddp__watch_children, with cddp__tend_launch between polls)
+   Programs as ranks. Works as follows. Each rank is a child with a process group and a pipe each
+   for stdout and stderr. One poll loop (cddp__watch_children, with cddp__tend_launch between polls)
    sees to children, pipes, signals and the two outputs. Lines leave whole: a rank's bytes wait in
    its stream until their newline is there, then go to an output's queue, which is written 4 KiB at
    a time when poll says that this will not block; while a queue is long, no pipe is read. Signals
@@ -9497,7 +9497,7 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
 #define CDDP__INTERRUPT_S 30.0            /* for ranks to end after a signal that asks them to */
 #define CDDP__LINE_MAX ((size_t)1 << 20)  /* bytes of a line; longer ones are broken */
 #define CDDP__QUEUE_MAX ((size_t)1 << 18) /* bytes of an output from which ranks have to wait */
-#define CDDP__WRITE_MAX 4096u             /* bytes a pipe takes at once when poll calls it writable */
+#define CDDP__WRITE_MAX 4096u /* bytes a pipe takes at once when poll calls it writable */
 
 typedef struct cddp__stream { /* stdout or stderr of one rank */
   int fd;                     /* the pipe's end here; -1: ended */
@@ -9612,8 +9612,8 @@ static void cddp__rank_environment(const cddp__job *l, int i) {
   if (l->ranks.count > 1) setenv("OMP_NUM_THREADS", "1", 0);
 }
 
-/* Never returns. The first rank here keeps stdin, unless that is a terminal: it would stop a process
-   group that is not the one in front. */
+/* Never returns. The first rank here keeps stdin, unless that is a terminal: it would stop a
+   process group that is not the one in front. */
 static void cddp__rank_main(void *context, int i) {
   cddp__job *l = (cddp__job *)context;
   cddp__exec_failure failure;
@@ -9850,8 +9850,8 @@ static void cddp__flush_sinks(cddp__job *l) {
   }
 }
 
-/* After the last rank: passes on what is still in the pipes, which one who left its rank's group may
-   keep open; that one is not waited for. */
+/* After the last rank: passes on what is still in the pipes, which one who left its rank's group
+   may keep open; that one is not waited for. */
 static void cddp__drain_launch(cddp__job *l) {
   int i, reads;
   for (i = 0; i < 2 * l->ranks.count; i++) {
@@ -10170,13 +10170,15 @@ static cddp_result cddp__check_launch(const cddp_launch_desc *d) {
                       "ranks can be on a machine",
                       who, d->nproc_per_node, d->nnodes, CDDP__MAX_RANKS);
   if (d->node_rank < 0 || d->node_rank >= nodes)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: node_rank is %d; with nnodes %d it is from 0 to %d",
-                      who, d->node_rank, nodes, nodes - 1);
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s: node_rank is %d; with nnodes %d it is from 0 to %d", who, d->node_rank,
+                      nodes, nodes - 1);
   if (nodes > 1 && d->standalone)
     return cddp__invalid(who, "standalone is for one machine, but nnodes is more than 1");
   if (nodes > 1 && (d->master_addr == NULL || d->master_addr[0] == 0))
-    return cddp__invalid(who, "with nnodes above 1 master_addr must name the machine whose node_rank "
-                              "is 0, in a way that the others can reach");
+    return cddp__invalid(who,
+                         "with nnodes above 1 master_addr must name the machine whose node_rank is "
+                         "0, in a way that the others can reach");
   if (d->master_port < 0 || d->master_port > 65535)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: master_port is %d; it must be from 0 to 65535",
                       who, d->master_port);

@@ -1,8 +1,8 @@
-/* cddprun.c - starts a program once for each rank: on one machine, or one cddprun on each of several.
+/* cddprun.c - starts a program once for each rank; on several machines, one cddprun on each.
      cc -O2 examples/cddprun.c -o cddprun -lpthread -lm
      ./cddprun -n 4 ./digits                           4 ranks on this machine
      ./cddprun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr node1 ./digits
-   The second line runs on node1, the same with --node-rank 1 on the other machine. Options are named
+   The last one runs on node1, the same with --node-rank 1 on the other machine. Options are named
    like torchrun's; - and _ are the same in them, and --name=value works too. Each line of output
    begins with its rank. Exit code: 0; that of the rank that failed first, or 128 + the signal that
    killed it; 128 + the signal that ended cddprun; 2 for bad options. */

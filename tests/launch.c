@@ -256,7 +256,7 @@ static const char *contents(int fd) {
   return text;
 }
 
-/* Every line is one that rank_prints printed, whole, and each rank's come in order on each output. */
+/* Every line is a whole one of rank_prints, and each rank's come in order on each output. */
 static void check_lines(const char *text, int ranks, int want) {
   int next[2][8] = {{0}}, count = 0, rank, i, n, used;
   while (*text != 0) {
