@@ -163,6 +163,7 @@ run_variant() { # VARIANT
     # What mostly sleeps is not run again with clang, unless it is asked for by name.
     case ${patterns[*]-}:$v/$t in
       :clang/store | :clang/collectives | :clang*/spawn | :clang*/init) continue ;;
+      :clang*/launch | :clang*/kills | :clang*/simulate | :clang*/discovery) continue ;;
     esac
     one "$v/$t" "${TEST_TIMEOUT:-$limit}" ${prefix[@]+"${prefix[@]}"} "build/$v/$t"
   done
