@@ -782,7 +782,7 @@ typedef struct cddp__board {
   unsigned char pad2[CDDP__CACHE_LINE - 4];
   cddp__atomic_u32 sleepers; /* threads asleep in a step */
   unsigned char pad3[CDDP__CACHE_LINE - 4];
-  cddp__atomic_u32 broken; /* 0, CDDP__BREAKING + rank, or 2 + the cddp_result that broke the group */
+  cddp__atomic_u32 broken; /* 0, CDDP__BREAKING + rank, or 2 + what broke the group */
   cddp__atomic_u32 left;   /* ranks that have destroyed the group */
   uint32_t size;           /* ranks of the group, for its owner: see cddp__reap_boards */
   uint32_t spare;

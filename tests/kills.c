@@ -259,7 +259,7 @@ static cddp_result work(worker *k) {
   return r;
 }
 
-/* --- a rank's life ------------------------------------------------------------------------------ */
+/* --- a rank's life ---- */
 
 static cddp_result start(cddp_group **g, int rank, int n, int port, double timeout_s) {
   cddp_group_desc d;
@@ -320,7 +320,7 @@ static int life(int rank, void *arg) {
   return 0;
 }
 
-/* --- a seed -------------------------------------------------------------------------------------- */
+/* --- a seed ---- */
 
 static double *latencies;
 static int latency_count, latency_room, late_meetings;
@@ -413,7 +413,7 @@ static void test_kills(void) {
           quantile(1), late_meetings);
 }
 
-/* --- stopped -------------------------------------------------------------------------------------- */
+/* --- stopped ---- */
 
 static int stopped_life(int rank, void *arg) {
   cddp_group *g = NULL;
@@ -449,7 +449,7 @@ static void test_stopped(void) {
   CHECK_IS(shared->survivors[1].result, CDDP_TIMEOUT); /* what the others have said */
 }
 
-/* --- all at once ------------------------------------------------------------------------------------ */
+/* --- all at once ---- */
 
 static int cddp_entries(const char *directory) { /* files of ours */
   DIR *d = opendir(directory);

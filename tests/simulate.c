@@ -37,7 +37,7 @@ enum { NOTHING, HOLD, KILL, EXIT, LEAVE, MISMATCH, NOMEM, BREAKER, DROP, FAULTS 
 static const char *const fault_names[] = {"nothing", "hold",  "kill",    "exit", "leave",
                                           "mismatch", "nomem", "breaker", "drop"};
 
-/* --- the program, drawn from the seed alone ---------------------------------------------------- */
+/* --- the program, drawn from the seed alone ---- */
 
 enum { COLLECTIVE, RING, SPLIT, DROP_GROUP, MODEL, WAIT_ALL };
 enum { PLAIN_MEMORY, SHARED_MEMORY, MIXED_MEMORY };
@@ -81,7 +81,9 @@ static int rank_in(const members *m, int world_rank) { /* -1: no member */
   return -1;
 }
 
-static int color_of(uint64_t seed, int rank) { return (int)(ranks_mix(seed, 77, (uint64_t)rank) % 2); }
+static int color_of(uint64_t seed, int rank) {
+  return (int)(ranks_mix(seed, 77, (uint64_t)rank) % 2);
+}
 
 /* The group that `rank`, a member of m, gets by the split: those with its color. */
 static members part_of(const members *m, uint64_t seed, int color) {
@@ -155,7 +157,8 @@ static program draw_program(uint64_t seed) {
     p.moment = 1 + (int)draw(seed, 26, 24);
   }
   if (p.fault == NOMEM) p.moment = 1 + (int)draw(seed, 26, 60);
-  if ((p.moment <= 6 && (p.fault == KILL || p.fault == EXIT)) || (p.moment <= 20 && p.fault == NOMEM))
+  if ((p.moment <= 6 && (p.fault == KILL || p.fault == EXIT)) ||
+      (p.moment <= 20 && p.fault == NOMEM))
     p.timeout_s = RANKS_SLOW ? 4 : 1; /* while they meet: who has not said hello is just late */
   if (p.threads && p.fault >= KILL && p.fault != MISMATCH) p.fault = LEAVE;
   for (i = 0; i < p.n; i++) now[0].rank[i] = i;
@@ -172,7 +175,7 @@ static program draw_program(uint64_t seed) {
   return p;
 }
 
-/* --- what is shared between the ranks' processes and the judge ----------------------------------- */
+/* --- what is shared between the ranks' processes and the judge ---- */
 
 typedef struct story {
   bool fired;    /* the fault has happened to this rank */
@@ -281,7 +284,7 @@ static void sim_free(void *p, void *user_data) {
   free(p);
 }
 
-/* --- a rank ---------------------------------------------------------------------------------------- */
+/* --- a rank ---- */
 
 typedef struct pending {
   cddp_work *work;
@@ -662,7 +665,7 @@ static cddp_result run_op(rank *k, int index) {
   return r;
 }
 
-/* A rank that has failed cannot destroy groups whose works it has not waited for, and these may wait
+/* A rank that failed cannot destroy groups whose works it has not waited for, and these may wait
    for ranks that wait for this one: it ends them as cddp_destroy would. */
 static void abandon_works(rank *k) {
   int i;
@@ -746,7 +749,7 @@ static int thread_life(cddp_group *g, void *arg) {
   return k.s->failed_op != -1;
 }
 
-/* --- the judge -------------------------------------------------------------------------------------- */
+/* --- the judge ---- */
 
 #define JUDGE(c)                                                                                \
   do {                                                                                          \
@@ -787,7 +790,7 @@ static void judge_failure(int r, const story *s) {
   case KILL:
   case EXIT:
     JUDGE(fits_death(s, p->victim));
-    if (s->failed_op >= 0 && rank_in(m, p->victim) >= 0 && !says(s, "works in flight")) { /* named */
+    if (s->failed_op >= 0 && rank_in(m, p->victim) >= 0 && !says(s, "works in flight")) {
       char pid[32];
       snprintf(pid, sizeof pid, "(pid %d", (int)shared->s[p->victim].pid);
       JUDGE(says(s, pid));

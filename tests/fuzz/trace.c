@@ -1,6 +1,6 @@
 /* trace.c - the reader of flight recorder files, examples/cddptrace.c, fed with anything.
 
-   clang -fsanitize=fuzzer,address,undefined -DFUZZ tests/fuzz/trace.c -lpthread -lm    for libFuzzer
+   clang -fsanitize=fuzzer,address -DFUZZ tests/fuzz/trace.c -lpthread -lm    for libFuzzer
    build/asan/trace                  changes a good file in 2,000 ways; part of ninja test
 
    The reader opens its files by name; here the name stands for bytes in memory. */
