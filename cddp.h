@@ -59,7 +59,8 @@
      >>store        key-value store: TCP and file   >>discovery    rank and address
      >>arena        memory shared by a host's ranks >>reduce       sums in canonical order (pure)
      >>plan         slices and buckets (pure)       >>local        steps in shared memory
-     >>rendezvous   how ranks of a host meet        >>p2p          send and recv
+     >>links        connections between hosts       >>rendezvous   how ranks and hosts meet
+     >>p2p          send and recv                   >>hosts        steps, collectives across hosts
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sgd          the optimizer's arithmetic
      >>buckets      distributed data parallel       >>sampler      DistributedSampler
@@ -601,9 +602,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
+#include <ifaddrs.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -830,6 +833,7 @@ typedef struct cddp__host {
   int map_count, map_capacity;
   cddp__ref zombies[64]; /* control blocks whose group is gone here but not yet on every rank */
   int zombie_count;
+  struct cddp__net *net; /* the other hosts; NULL: there are none */
 } cddp__host;
 
 /* One collective call, as validated. */
@@ -913,7 +917,10 @@ typedef struct cddp__outgoing {
 struct cddp_group {
   cddp__host *host;
   int rank, size;
-  int *members;       /* [size] index on the host of each rank */
+  int *members;       /* [size] index on the host of each rank; -1: on another host */
+  int *world;         /* [size] the rank in the job of each rank; NULL in a job on one host */
+  struct cddp__hosts *hosts; /* NULL: all ranks are on this host */
+  int locals, number; /* ranks of the group on this host, this one's place among them */
   char *board_memory; /* control block: board, seats, slots */
   cddp__board *board;
   cddp__ref board_ref;
@@ -971,6 +978,9 @@ typedef struct cddp__kernels {
 typedef struct cddp__fold {
   const cddp__kernels *kernels;
   const void *const *srcs; /* [nsrcs] */
+  const int *widths;       /* [nsrcs] ranks that each is the sum of, in the compute type if more than
+                              one; NULL: one each */
+  bool wide;               /* the result is in the compute type */
   int nsrcs;
   cddp_dtype dtype;        /* of sources and result */
   cddp_dtype compute;      /* F32 for F16 and BF16, else dtype */
@@ -1218,6 +1228,7 @@ typedef struct cddp__store_options {
   const char *init_method; /* "tcp://host:port", "unix://name" or "file:///path" */
   bool is_server;
   int listen_fd; /* listening socket to serve on; closed in every case; -1 = bind one */
+  bool reachable; /* by other hosts, even if this one's own name resolves to loopback here */
   double deadline;    /* for opening, cddp__now() */
   double timeout_s;   /* of operations that take no deadline; 0 = CDDP__TIMEOUT_S */
   const char *secret; /* NULL = CDDP_SECRET from the environment; "" = none */
@@ -1293,6 +1304,150 @@ struct cddp_ddp {
   cddp_result fail_result;
   char fail_text[CDDP__ERROR_MAX];
 };
+
+/* Connections to ranks of other hosts; steps and collectives that span hosts. */
+#define CDDP__LINK_HELLO 80  /* bytes of a link's first message */
+#define CDDP__LINK_ANSWER 64 /* of the answer, where there is a secret */
+#define CDDP__LINK_HEAD 32   /* bytes before each message */
+
+/* A send to another host that the system's buffers had no room for yet, or one that came before its
+   recv. Its bytes follow the struct. */
+typedef struct cddp__letter {
+  struct cddp__letter *next;
+  int from; /* rank in the group; letters received */
+  int tag;
+  uint32_t dtype;
+  uint64_t count; /* elements */
+  size_t size;    /* of the message, bytes; letters to be sent: with its head */
+} cddp__letter;
+
+/* A TCP connection between this rank and one of another host, for one purpose in one group. Owner:
+   the thread that runs the group's collectives (COLLECTIVE), mail_lock (MAIL, WATCH), net.lock
+   (before it is known what for). */
+typedef struct cddp__link {
+  struct cddp__link *next;
+  int fd;    /* -1: closed */
+  int state; /* CDDP__LINK_CONNECTING ... */
+  int peer;  /* rank of the job; -1 not known yet */
+  int rank;  /* the peer's in the group */
+  int purpose;
+  uint64_t group;
+  bool mine;       /* this side has connected */
+  int error;       /* errno that ended it; 0: the other side closed it */
+  double deadline; /* strangers are dropped then */
+  unsigned char hello[CDDP__LINK_HELLO + CDDP__NONCE_SIZE]; /* and the answering nonce */
+  unsigned char hand[CDDP__LINK_ANSWER]; /* part of the handshake that goes out or comes in */
+  size_t hand_size, hand_done;
+  int stage; /* of the handshake */
+  uint32_t sent_count, got_count; /* whole messages */
+  uint64_t pass;                  /* of its group, in which it was found busy */
+  size_t sent, got;               /* bytes of the current ones, heads included */
+  unsigned char out_head[CDDP__LINK_HEAD], in_head[CDDP__LINK_HEAD];
+  cddp__letter *letters, *last_letter; /* MAIL: to be sent, or the one that is coming in */
+} cddp__link;
+enum { CDDP__LINK_CONNECTING, CDDP__LINK_SHAKING, CDDP__LINK_UP, CDDP__LINK_DEAD };
+enum { CDDP__LINK_COLLECTIVE, CDDP__LINK_MAIL, CDDP__LINK_WATCH, CDDP__LINK_ABORT };
+
+/* Where a rank of the job runs. */
+typedef struct cddp__home {
+  int host;  /* index in net.hosts */
+  int index; /* among the host's ranks */
+  uint32_t pid;
+  int port;
+} cddp__home;
+
+typedef struct cddp__host_entry {
+  char name[72];
+  cddp__address address; /* without a port */
+  int size;              /* ranks */
+} cddp__host_entry;
+
+/* The other hosts, as rendezvous found them. Owned by cddp__host; constant but for what lock guards. */
+typedef struct cddp__net {
+  cddp_allocator allocator;
+  int rank, size; /* of the job */
+  int host, host_count;
+  cddp__home *homes;       /* [size] */
+  cddp__host_entry *hosts; /* [host_count] */
+  unsigned char token[16]; /* of the job; whoever knows it came through the store */
+  char *secret;            /* NULL: none */
+  int listener;
+  pthread_mutex_t lock;            /* guards the rest */
+  cddp__link *strangers;           /* have not said hello; newest first */
+  int stranger_count;
+  cddp__link *arrived;             /* said hello, wait for their group to ask for them */
+  struct cddp_group *groups;       /* that span hosts, by hosts->next */
+  void (*close)(struct cddp__net *n);
+} cddp__net;
+
+/* A node of the canonical tree whose ranks [low, high) all lie on one host, its parent's not. */
+typedef struct cddp__node {
+  int low, high;
+  int host; /* index in the group */
+} cddp__node;
+
+/* A message of a collective: out of this rank's memory, or into it. */
+typedef struct cddp__item {
+  int rank; /* the other side, in the group */
+  char *data;
+  size_t size; /* bytes; 0: there is no message */
+} cddp__item;
+
+/* What one group needs to span hosts. Host 0 of a group is that of its rank 0, and so on. */
+typedef struct cddp__hosts {
+  const struct cddp__hosts_ops *ops;
+  cddp__net *net;
+  struct cddp_group *next; /* in net.groups */
+  int count, mine;         /* hosts of the group; this one's index */
+  int me, locals;          /* this rank's number among the group's ranks here; how many */
+  int most, carriers;      /* most and fewest ranks of the group on one host */
+  int *host_of;            /* [size] */
+  int *number;             /* [size] among the group's ranks of its host */
+  int *ranks, *first;      /* ranks of host h: ranks[first[h]] .. ranks[first[h + 1] - 1] */
+  cddp__node *nodes;       /* of the canonical tree, by rank */
+  int node_count;
+  int *widths;             /* [node_count] ranks of each node */
+  cddp__link **links;      /* [size] COLLECTIVE; NULL: none yet */
+  cddp__item *outs, *ins;  /* [size] */
+  long *out_at, *in_at;    /* [count] how far a slice's exchange with each host is */
+  size_t *node_bytes;      /* [count + 1] bytes an element of the nodes of the hosts before */
+  size_t *node_at;         /* [node_count] of the nodes before it of its host */
+  const void **pointers, **sums; /* [size] sources of a reduction */
+  struct pollfd *fds;      /* [2 * size + 2] */
+  uint64_t pass;           /* through outs or ins */
+  unsigned char *lines;    /* leaders: all hosts' lines on the wire, this host's first */
+  int *line_at;            /* [count] index in lines of each host's first */
+  int lowest_remote;       /* the lowest rank on another host */
+  char *stage;             /* what is on its way to or from other hosts */
+  size_t stage_size;
+  char **scratch;          /* [locals] shared: pieces of buffers that are not */
+  char *my_scratch;        /* this rank's */
+  bool has_scratch;
+  char **bufs, **pieces;   /* [locals] this call's buffers; the parts of them now on their way */
+  size_t *landed;          /* [locals] bytes of a landing that were taken */
+  cddp__link **mail_out;   /* [mail_outs] mail_lock guards this and what follows */
+  int mail_outs;
+  cddp__link *mail_in, *watches;
+  cddp__letter *letters, *last_letter; /* received, without a recv yet */
+  size_t letter_bytes, queued_bytes;   /* received, to be sent */
+  cddp__atomic_u32 *fates; /* [size] CDDP__FATE_*; any thread */
+  double *fate_times;      /* [size] when it was learnt; written before fates, as are */
+  int *fate_errors;        /* [size] link.error */
+} cddp__hosts;
+enum { CDDP__FATE_ALIVE, CDDP__FATE_LOST };
+
+/* What lower rooms call when a group spans hosts. */
+typedef struct cddp__hosts_ops {
+  cddp_result (*meet)(struct cddp_group *g, void (*idle)(struct cddp_group *));
+  void (*look)(struct cddp_group *g);  /* accepts connections, hears of failures elsewhere */
+  void (*abort)(struct cddp_group *g); /* tells the other hosts why the group is broken */
+  void (*hang_up)(struct cddp_group *g);
+  bool (*gone)(const struct cddp_group *g, int rank, char *how, size_t n); /* how: may be NULL */
+  cddp_result (*post)(struct cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
+                      int peer, int tag, bool *posted);
+  void (*serve)(struct cddp_group *g);           /* mail_lock held */
+  void (*doze)(struct cddp_group *g, int peer); /* until there may be news of peer */
+} cddp__hosts_ops;
 /* >>logging ------------------------------------------------------------------------------------ */
 
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
@@ -1948,6 +2103,38 @@ static cddp_result cddp__resolve(const char *host, int port, const char *host_na
   if (n == 0)
     return cddp__fail(CDDP_NETWORK, "the host name '%s' has no IPv4 or IPv6 address", host);
   return CDDP_OK;
+}
+
+static bool cddp__address_loopback(const cddp__address *a) {
+  if (a->sa.ss_family == AF_INET6)
+    return IN6_IS_ADDR_LOOPBACK(
+               &((const struct sockaddr_in6 *)(const void *)&a->sa)->sin6_addr) != 0;
+  return a->sa.ss_family == AF_INET &&
+         (ntohl(((const struct sockaddr_in *)(const void *)&a->sa)->sin_addr.s_addr) >> 24) == 127;
+}
+
+/* This host's addresses on interfaces that are up: those of one interface, or (name NULL) all but
+   loopback's. Link-local ones are left out unless asked for by name. Returns how many. */
+static int cddp__interface_addresses(const char *name, cddp__address *out, int capacity) {
+  struct ifaddrs *list = NULL, *i;
+  int n = 0;
+  if (getifaddrs(&list) != 0) return 0;
+  for (i = list; i != NULL && n < capacity; i = i->ifa_next) {
+    int family = i->ifa_addr != NULL ? i->ifa_addr->sa_family : AF_UNSPEC;
+    size_t size = family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
+    if ((family != AF_INET && family != AF_INET6) || !(i->ifa_flags & IFF_UP)) continue;
+    if (name != NULL ? strcmp(name, i->ifa_name) != 0 : (i->ifa_flags & IFF_LOOPBACK) != 0)
+      continue;
+    memset(&out[n], 0, sizeof out[n]);
+    memcpy(&out[n].sa, i->ifa_addr, size);
+    out[n].size = (socklen_t)size;
+    if (name == NULL && family == AF_INET6 &&
+        IN6_IS_ADDR_LINKLOCAL(&((struct sockaddr_in6 *)(void *)&out[n].sa)->sin6_addr))
+      continue;
+    n++;
+  }
+  freeifaddrs(list);
+  return n;
 }
 
 static bool cddp__set_nodelay(int fd) {
@@ -3647,6 +3834,18 @@ static cddp_result cddp__tcp_serve(cddp_store *s, const cddp__store_options *o, 
   return cddp__server_start(&t->server, fds, count, s->secret, &s->allocator);
 }
 
+/* A host's own name may resolve to loopback on that host alone (127.0.1.1 in Debian's /etc/hosts):
+   other hosts call another of its addresses, so the server takes all of them. */
+static void cddp__tcp_reach(cddp__tcp *t, const char *host) {
+  int i;
+  if (strcmp(host, "localhost") == 0 || strspn(host, "0123456789.:abcdefABCDEF") == strlen(host))
+    return;
+  for (i = 0; i < t->address_count; i++)
+    if (!cddp__address_loopback(&t->addresses[i])) return;
+  t->address_count += cddp__interface_addresses(NULL, t->addresses + t->address_count,
+                                                CDDP__ADDRESSES_MAX - t->address_count);
+}
+
 static cddp_result cddp__tcp_open(cddp_store *s, const cddp__store_options *o, const char *where,
                                   int *listen_fd) {
   cddp__tcp *t = &s->tcp;
@@ -3661,6 +3860,7 @@ static cddp_result cddp__tcp_open(cddp_store *s, const cddp__store_options *o, c
   }
   if (r == CDDP_OK && *listen_fd < 0)
     r = cddp__resolve(host, t->port, o->host_name, t->addresses, &t->address_count);
+  if (r == CDDP_OK && o->is_server && o->reachable) cddp__tcp_reach(t, host);
   if (r == CDDP_OK && o->is_server) r = cddp__tcp_serve(s, o, listen_fd);
   if (r != CDDP_OK) return r;
   snprintf(name, sizeof name, strchr(host, ':') ? "[%s]:%d" : "%s:%d", host, t->port);
@@ -4866,6 +5066,7 @@ static int cddp__count_cores(void) {
 static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger *l, int size,
                                      int index) {
   cddp__host *h = (cddp__host *)cddp__calloc(a, 1, sizeof *h);
+  const char *given = cddp__env("CDDP_HOST_ID");
   if (h == NULL) return NULL;
   if (a != NULL) h->allocator = *a;
   if (l != NULL) h->logger = *l;
@@ -4877,6 +5078,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   h->cores = cddp__count_cores();
   h->refs = 1;
   gethostname(h->name, sizeof h->name - 1);
+  if (given != NULL)
+    snprintf(h->name + strlen(h->name), sizeof h->name - strlen(h->name), "/%.20s", given);
   h->pidfds = (int *)cddp__calloc(a, (size_t)size, sizeof *h->pidfds);
   h->pids = (uint32_t *)cddp__calloc(a, (size_t)size, sizeof *h->pids);
   if (h->pidfds == NULL || h->pids == NULL || pthread_mutex_init(&h->lock, NULL) != 0) {
@@ -4887,6 +5090,14 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   }
   memset(h->pidfds, 0xff, (size_t)size * sizeof *h->pidfds);
   return h;
+}
+
+/* Where this rank is among the ranks of the host; before anything is allocated. The arrays are large
+   enough for the job. */
+static void cddp__host_place(cddp__host *h, int size, int index) {
+  h->size = size;
+  h->index = index;
+  h->window_end = (uint64_t)(index + 1) << h->window_bits;
 }
 
 static void cddp__host_release(cddp__host *h) {
@@ -4905,6 +5116,7 @@ static void cddp__host_release(cddp__host *h) {
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
   if (h->fd >= 0) close(h->fd);
   cddp__record_close(h->record);
+  if (h->net != NULL) h->net->close(h->net);
   pthread_mutex_destroy(&h->lock);
   a = h->allocator;
   cddp__free(&a, h->extents);
@@ -5297,6 +5509,8 @@ static void cddp__fold_init(cddp__fold *f, const void *const *srcs, int nsrcs, c
   bool average = op == CDDP_AVG;
   f->kernels = cddp__pick_kernels();
   f->srcs = srcs;
+  f->widths = NULL;
+  f->wide = false;
   f->nsrcs = nsrcs;
   f->dtype = dtype;
   f->compute = halves ? CDDP_F32 : dtype;
@@ -5331,6 +5545,8 @@ static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, in
                                    size_t n) {
   const void *s[8];
   int i;
+  if (f->widths != NULL && f->widths[first] > 1)
+    return (const char *)f->srcs[first] + at * f->csize;
   for (i = 0; i < k; i++) s[i] = (const char *)f->srcs[first + i] + at * f->esize;
   if (k > 1) {
     f->kernels->sum(buf, s, k, n, f->compute, 1.0, false);
@@ -5351,22 +5567,23 @@ static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n
   const void *parts[CDDP__FOLD_DEPTH];
   int sizes[CDDP__FOLD_DEPTH]; /* sources in each part */
   int depth = 0, i = 0, k;
-  dst += at * f->esize;
+  bool narrow = f->compute != f->dtype && !f->wide;
+  dst += at * (f->wide ? f->csize : f->esize);
   while (i < f->nsrcs) {
     for (k = f->leaf; k > f->nsrcs - i; k /= 2) continue;
     parts[depth] = cddp__fold_leaf(f, bufs[depth], i, k, at, n);
-    sizes[depth++] = k;
+    sizes[depth++] = f->widths != NULL ? f->widths[i] : k;
     i += k;
     while (depth > 1 && (i == f->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
       bool last = i == f->nsrcs && depth == 2;
-      void *out = last && f->compute == f->dtype ? (void *)dst : (void *)bufs[depth - 2];
+      void *out = last && !narrow ? (void *)dst : (void *)bufs[depth - 2];
       depth--;
       cddp__fold_pair(f, out, parts[depth - 1], parts[depth], n, last);
       parts[depth - 1] = out;
       sizes[depth - 1] += sizes[depth];
     }
   }
-  if (f->compute != f->dtype) f->kernels->narrow(dst, (const cddp__f32 *)parts[0], n, f->dtype);
+  if (narrow) f->kernels->narrow(dst, (const cddp__f32 *)parts[0], n, f->dtype);
 }
 
 /* dst[at .. at + n) of a fold with at least two sources. */
@@ -5392,6 +5609,28 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
     return;
   }
   cddp__fold_init(&f, srcs, nsrcs, dtype, op);
+  cddp__fold_range(&f, dst, 0, n);
+}
+
+/* The sum of some ranks, in the compute type and not yet divided: what another host needs of them. */
+static void cddp__reduce_part(void *dst, const void *const *srcs, int nsrcs, size_t n,
+                              cddp_dtype dtype, cddp_op op) {
+  cddp__fold f;
+  cddp__fold_init(&f, srcs, nsrcs, dtype, op == CDDP_AVG ? CDDP_SUM : op);
+  f.wide = f.compute != dtype;
+  f.direct = f.direct && !f.wide;
+  cddp__fold_range(&f, dst, 0, n);
+}
+
+/* The rest of the canonical tree, over nodes of widths[..] of its `ranks` ranks; at least two. */
+static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *widths, int nsrcs,
+                               int ranks, size_t n, cddp_dtype dtype, cddp_op op) {
+  cddp__fold f;
+  cddp__fold_init(&f, srcs, ranks, dtype, op);
+  f.nsrcs = nsrcs;
+  f.widths = widths;
+  f.leaf = 1;
+  f.direct = false;
   cddp__fold_range(&f, dst, 0, n);
 }
 
@@ -5698,6 +5937,7 @@ static void *cddp__slot_of(const cddp_group *g, int rank, uint32_t step) {
 static cddp_result cddp__fail_group(cddp_group *g, cddp_result r, const char *text) {
   pthread_mutex_lock(&g->fail_lock);
   if (!g->failed) {
+    if (g->hosts != NULL) g->hosts->ops->hang_up(g);
     g->failed = true;
     g->fail_result = r;
     snprintf(g->fail_text, sizeof g->fail_text, "%s", text);
@@ -5719,8 +5959,12 @@ static void cddp__wake_all(cddp_group *g) {
 }
 
 static void cddp__name_rank(const cddp_group *g, int rank, char *out, size_t n) {
+  const cddp__net *net = g->host->net;
   if (g->host->threads)
     snprintf(out, n, "rank %d (a thread of pid %d)", rank, (int)getpid());
+  else if (net != NULL)
+    snprintf(out, n, "rank %d (pid %u on %s)", rank, net->homes[g->world[rank]].pid,
+             net->hosts[net->homes[g->world[rank]].host].name);
   else
     snprintf(out, n, "rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
              g->host->name);
@@ -5758,16 +6002,21 @@ static cddp_result cddp__check_board(cddp_group *g) {
 }
 
 /* Breaks the group with this thread's error text, unless a peer was first; returns what is in
- * force. */
-static cddp_result cddp__break(cddp_group *g, cddp_result r) {
+ * force. tell: other hosts do not see it for themselves. */
+static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool tell) {
   if (cddp__swap32(&g->board->broken, 0, CDDP__BREAKING + (uint32_t)g->rank)) {
     CDDP__POINT("breaking");
     memcpy(g->board->broken_text, cddp__error_text, sizeof g->board->broken_text);
     cddp__store32(&g->board->broken, 2 + (uint32_t)r);
     cddp__wake_all(g);
     cddp__log(&g->host->logger, 0, "%s", cddp__error_text);
+    if (tell && g->hosts != NULL) g->hosts->ops->abort(g);
   }
   return cddp__check_board(g);
+}
+
+static cddp_result cddp__break(cddp_group *g, cddp_result r) {
+  return cddp__break_here(g, r, true);
 }
 
 /* This group's failure for a call that begins, CDDP_OK when it is healthy. */
@@ -5787,6 +6036,7 @@ static bool cddp__process_gone(const cddp_group *g, int rank) {
 /* Whether the rank's process has ended or has left the group. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state);
+  if (g->members[rank] < 0) return g->hosts->ops->gone(g, rank, NULL, 0);
   if (state == CDDP__SEAT_LEFT || state == CDDP__SEAT_DEAD) return true;
   if (g->host->pidfds[g->members[rank]] >= 0) return cddp__process_ended(g, rank);
   return cddp__process_gone(g, rank);
@@ -5850,9 +6100,14 @@ static bool cddp__status_of_zombie(uint32_t pid, int *status) {
 
 /* How a rank that is gone went. */
 static void cddp__describe_end(const cddp_group *g, int rank, char *out, size_t n) {
-  uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state);
-  int status = 0, fd = g->host->pidfds[g->members[rank]];
-  uint32_t pid = g->host->pids[g->members[rank]];
+  uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state), pid;
+  int status = 0, fd;
+  if (g->members[rank] < 0) {
+    g->hosts->ops->gone(g, rank, out, n);
+    return;
+  }
+  fd = g->host->pidfds[g->members[rank]];
+  pid = g->host->pids[g->members[rank]];
   if (state == CDDP__SEAT_LEFT)
     snprintf(out, n, "left the group (cddp_destroy)");
   else if (state == CDDP__SEAT_DEAD)
@@ -5929,8 +6184,10 @@ static bool cddp__rank_missing(const cddp_group *g, int p) {
 static cddp_result cddp__look_after_peers(cddp_group *g) {
   char loss[320], what[320];
   int p;
+  if (g->hosts != NULL) g->hosts->ops->look(g);
   for (p = 0; p < g->size; p++) {
-    if (p == g->rank || !cddp__rank_missing(g, p) || !cddp__rank_gone(g, p)) continue;
+    if (p == g->rank || g->members[p] < 0) continue;
+    if (!cddp__rank_missing(g, p) || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_missing(g, p)) continue; /* its last word had just come */
     cddp__describe_loss(g, p, loss, sizeof loss);
     cddp__describe_here(g, what, sizeof what);
@@ -5940,10 +6197,22 @@ static cddp_result cddp__look_after_peers(cddp_group *g) {
   return CDDP_OK;
 }
 
+/* Whether a rank of this host has not come to the step: as long as that is so, the ranks of other
+   hosts look late too. */
+static bool cddp__late_here(const cddp_group *g) {
+  int p;
+  for (p = 0; p < g->size; p++)
+    if (g->members[p] >= 0 && cddp__load32(&cddp__line_of(g, p, g->step)->seq) != g->step)
+      return true;
+  return false;
+}
+
 static cddp_result cddp__break_late(cddp_group *g) { /* the deadline has passed */
   char who[160], what[320], late[256] = "";
+  bool here = cddp__late_here(g);
   int p, n = 0;
   for (p = 0; p < g->size; p++) {
+    if (here && g->members[p] < 0) continue;
     if (cddp__load32(&cddp__line_of(g, p, g->step)->seq) == g->step) continue;
     cddp__name_rank(g, p, who, sizeof who);
     if (n++ < 3)
@@ -6017,7 +6286,7 @@ static void cddp__exchange_sites(cddp_group *g) {
   cddp__describe_site(mine->site, sizeof mine->site);
   cddp__store32(&mine->site_step, g->step);
   for (p = 0; p < g->size; p++)
-    while (cddp__load32(&cddp__seat_of(g, p)->site_step) != g->step &&
+    while (g->members[p] >= 0 && cddp__load32(&cddp__seat_of(g, p)->site_step) != g->step &&
            cddp__load32(&g->board->broken) == 0 && cddp__now() < deadline)
       cddp__sleep(1e-5);
 }
@@ -6055,7 +6324,7 @@ static cddp_result cddp__break_mismatch(cddp_group *g) {
   if (others > 0)
     snprintf(text + strlen(text), sizeof text - strlen(text), ", and %d more disagree", others);
   cddp__fail(CDDP_MISMATCH, "%s", text);
-  return cddp__break(g, CDDP_MISMATCH);
+  return cddp__break_here(g, CDDP_MISMATCH, false); /* the other hosts have the same lines */
 }
 
 /* Starts this rank's next step; the caller may then fill the line's payload and the slot. */
@@ -6063,6 +6332,16 @@ static cddp__line *cddp__begin(cddp_group *g) {
   CDDP__POINT("begin");
   g->step++;
   return cddp__line_of(g, g->rank, g->step);
+}
+
+/* Counts this rank's arrival at a step of a crowded group; whether it was the last on this host. In
+   a group of several hosts that is the leader, who may be waiting for the others. */
+static bool cddp__arrive(cddp_group *g) {
+  uint32_t n = cddp__add32(&g->board->arrivals, 1);
+  if (n == g->arrive_target) return true;
+  if (g->hosts != NULL && n + 1 == g->arrive_target && cddp__load32(&g->board->sleepers) != 0)
+    cddp__futex_wake(&g->board->arrivals);
+  return false;
 }
 
 /* Announces the step begun and waits for all ranks to announce it. Afterwards every rank's line and
@@ -6080,9 +6359,10 @@ static cddp_result cddp__sync(cddp_group *g, uint32_t code, uint64_t count, int 
   CDDP__POINT("announce");
   cddp__exchange32(&mine->seq, g->step); /* a full fence: sleepers is read after it */
   CDDP__POINT("announced");
+  if (CDDP__UNLIKELY(g->hosts != NULL) && (r = g->hosts->ops->meet(g, idle)) != CDDP_OK) return r;
   if (g->crowded) {
-    g->arrive_target += (uint32_t)g->size;
-    if (cddp__add32(&g->board->arrivals, 1) == g->arrive_target) {
+    g->arrive_target += (uint32_t)g->locals;
+    if (cddp__arrive(g)) {
       cddp__exchange32(&g->board->release, g->step);
       if (cddp__load32(&g->board->sleepers) != 0) cddp__futex_wake(&g->board->release);
     } else if ((r = cddp__wait_word(g, &g->board->release, g->step, idle)) != CDDP_OK) {
@@ -6107,6 +6387,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
                                      const int *members, char *board, double timeout_s) {
   cddp_group *g = (cddp_group *)cddp__calloc(&h->allocator, 1, sizeof *g);
   cddp__seat *seat;
+  int i;
   *out = NULL;
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
   g->members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *g->members);
@@ -6121,7 +6402,11 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->board_memory = board;
   g->board = (cddp__board *)(void *)board;
   g->timeout_s = timeout_s;
-  g->crowded = size > h->cores;
+  for (i = 0; i < size; i++) {
+    if (i == rank) g->number = g->locals;
+    g->locals += members[i] >= 0;
+  }
+  g->crowded = g->locals > h->cores;
   g->spin = h->size > h->cores ? CDDP__SPIN_CROWDED : CDDP__SPIN;
   pthread_mutex_init(&g->fail_lock, NULL);
   pthread_mutex_init(&g->mail_lock, NULL);
@@ -6137,6 +6422,469 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   return CDDP_OK;
 }
 
+/* >>links --------------------------------------------------------------------------------------
+   Connections between ranks of different hosts. Works as follows: each rank listens on one port of
+   the address by which its host reaches the others. A link serves one purpose of one group between
+   two ranks and is made when it is first needed; who calls whom is fixed by the purpose. The caller
+   says hello: magic, version, purpose, both ranks, group, and the token that only the job's ranks
+   know, as it came to them through the store. With a secret both sides then prove that they know
+   it, over one nonce of each. Without one the hello is all, so that what follows it is delivered
+   even if the other side accepts later. Nothing blocks, and there is no thread: whoever waits, for
+   whatever group, also accepts, and lays links of others aside until their group asks for them.
+   Who says nothing, or nonsense, is dropped after CDDP__STRANGER_S or at once, and costs a
+   descriptor until then. Messages of collectives carry a head with their number and size: both
+   sides know what must come next, so a stream that is out of step is seen at once. */
+
+#define CDDP__LINK_MAGIC 0x4b4c4443u    /* "CDLK", opens a link */
+#define CDDP__MESSAGE_MAGIC 0x534d4443u /* "CDMS", begins a message */
+#define CDDP__LABEL_CALLER "cddp link 1 caller"
+#define CDDP__LABEL_CALLED "cddp link 1 called"
+#define CDDP__STRANGERS 256 /* at a time; beyond these the oldest is dropped */
+#ifndef CDDP__STRANGER_S
+#define CDDP__STRANGER_S 5.0 /* for the hello and the proof */
+#endif
+#define CDDP__UNANSWERED_MS 20000 /* after which the system gives a connection up */
+#define CDDP__ABORT_BYTES (4 + CDDP__ERROR_MAX)
+enum { CDDP__MESSAGE_DATA = 1, CDDP__MESSAGE_BYE };
+#define CDDP__LEFT (-1) /* in link.error: the other side said goodbye */
+
+static cddp__link *cddp__link_new(const cddp__net *n, int fd, int purpose, uint64_t group) {
+  cddp__link *l = (cddp__link *)cddp__calloc(&n->allocator, 1, sizeof *l);
+  if (l == NULL) {
+    close(fd);
+    return NULL;
+  }
+  l->fd = fd;
+  l->purpose = purpose;
+  l->group = group;
+  l->peer = l->rank = -1;
+  return l;
+}
+
+/* The link is of no more use. Its descriptor stays until cddp__link_free: others may look at it. */
+static void cddp__link_end(cddp__link *l, int error) {
+  if (l->state == CDDP__LINK_DEAD) return;
+  l->state = CDDP__LINK_DEAD;
+  l->error = error;
+  shutdown(l->fd, SHUT_WR);
+}
+
+static void cddp__letters_free(const cddp_allocator *a, cddp__letter *first) {
+  while (first != NULL) {
+    cddp__letter *next = first->next;
+    cddp__free(a, first);
+    first = next;
+  }
+}
+
+static void cddp__link_free(const cddp__net *n, cddp__link *l) {
+  if (l == NULL) return;
+  close(l->fd);
+  cddp__letters_free(&n->allocator, l->letters);
+  cddp__free(&n->allocator, l);
+}
+
+static void cddp__links_free(const cddp__net *n, cddp__link *l) {
+  while (l != NULL) {
+    cddp__link *next = l->next;
+    cddp__link_free(n, l);
+    l = next;
+  }
+}
+
+static void cddp__link_options(int fd) { /* without them it works too, but notices less */
+  int idle = 5, count = 3, unanswered = CDDP__UNANSWERED_MS;
+  (void)cddp__set_nodelay(fd);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &idle, sizeof idle);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered, sizeof unanswered);
+}
+
+/* Sends or receives what is left of data[size]: 1 when *done is size, 0 when it would block, -1 when
+   the link has ended. */
+static int cddp__link_io(cddp__link *l, void *data, size_t size, size_t *done, bool out) {
+  while (*done < size) {
+    char *p = (char *)data + *done;
+    ssize_t n = out ? CDDP__SEND(l->fd, p, size - *done, MSG_NOSIGNAL | MSG_DONTWAIT)
+                    : CDDP__RECV(l->fd, p, size - *done, MSG_DONTWAIT);
+    if (n > 0) {
+      *done += (size_t)n;
+    } else if (n < 0 && errno == EAGAIN) {
+      return 0;
+    } else if (n == 0 || errno != EINTR) {
+      cddp__link_end(l, n == 0 ? 0 : errno);
+      return -1;
+    }
+  }
+  return 1;
+}
+
+/* --- the handshake --- */
+
+/* The proof of one side, over the hello and the called side's nonce. */
+static void cddp__link_prove(const cddp__net *n, const cddp__link *l, const char *label,
+                             unsigned char proof[CDDP__PROOF_SIZE]) {
+  cddp__hmac(n->secret, label, l->hello, sizeof l->hello, proof);
+}
+
+static void cddp__link_write_hello(const cddp__net *n, cddp__link *l) {
+  unsigned char *h = l->hello;
+  cddp__put32(h, CDDP__LINK_MAGIC);
+  cddp__put32(h + 4, CDDP_VERSION);
+  cddp__put32(h + 8, (uint32_t)l->purpose);
+  cddp__put32(h + 12, (uint32_t)n->rank);
+  cddp__put32(h + 16, (uint32_t)l->peer);
+  cddp__put32(h + 20, n->secret != NULL);
+  cddp__put64(h + 24, l->group);
+  memcpy(h + 32, n->token, 16);
+  /* the nonce behind it is there already */
+}
+
+static bool cddp__link_read_hello(const cddp__net *n, cddp__link *l) {
+  const unsigned char *h = l->hello;
+  uint32_t from = cddp__get32(h + 12);
+  if (cddp__get32(h) != CDDP__LINK_MAGIC || cddp__get32(h + 4) != CDDP_VERSION ||
+      cddp__get32(h + 8) > CDDP__LINK_ABORT || from >= (uint32_t)n->size ||
+      cddp__get32(h + 16) != (uint32_t)n->rank ||
+      cddp__get32(h + 20) != (uint32_t)(n->secret != NULL) ||
+      !cddp__same_bytes(h + 32, n->token, 16))
+    return false;
+  l->purpose = (int)cddp__get32(h + 8);
+  l->peer = (int)from;
+  l->group = cddp__get64(h + 24);
+  return true;
+}
+
+/* What this side has to send or receive at its stage of the handshake: into l->hand. Returns the
+   bytes, 0 at the end. */
+static size_t cddp__link_stage(const cddp__net *n, cddp__link *l) {
+  bool answers = !l->mine && l->stage == 1;
+  if (l->stage == 0) return CDDP__LINK_HELLO; /* in l->hello itself */
+  if (n->secret == NULL) return 0;
+  if (answers) {
+    memcpy(l->hand, l->hello + CDDP__LINK_HELLO, CDDP__NONCE_SIZE);
+    cddp__link_prove(n, l, CDDP__LABEL_CALLED, l->hand + CDDP__NONCE_SIZE);
+  }
+  if (l->mine && l->stage == 2) cddp__link_prove(n, l, CDDP__LABEL_CALLER, l->hand);
+  return l->stage == 1 ? CDDP__LINK_ANSWER : l->stage == 2 ? CDDP__PROOF_SIZE : 0;
+}
+
+/* Looks at what has come in: false if it is wrong. */
+static bool cddp__link_check(const cddp__net *n, cddp__link *l) {
+  unsigned char proof[CDDP__PROOF_SIZE];
+  if (!l->mine && l->stage == 0) return cddp__link_read_hello(n, l);
+  if (l->mine && l->stage == 1) {
+    memcpy(l->hello + CDDP__LINK_HELLO, l->hand, CDDP__NONCE_SIZE);
+    cddp__link_prove(n, l, CDDP__LABEL_CALLED, proof);
+    return cddp__same_bytes(proof, l->hand + CDDP__NONCE_SIZE, sizeof proof);
+  }
+  if (!l->mine && l->stage == 2) {
+    cddp__link_prove(n, l, CDDP__LABEL_CALLER, proof);
+    return cddp__same_bytes(proof, l->hand, sizeof proof);
+  }
+  return true;
+}
+
+static void cddp__link_connected(cddp__link *l) {
+  struct pollfd p;
+  int error = 0;
+  socklen_t size = sizeof error;
+  p.fd = l->fd;
+  p.events = POLLOUT;
+  p.revents = 0;
+  if (poll(&p, 1, 0) != 1) return;
+  if (getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+  if (error == 0 && cddp__connected_to_itself(l->fd)) error = ECONNREFUSED;
+  if (error != 0)
+    cddp__link_end(l, error);
+  else
+    l->state = CDDP__LINK_SHAKING;
+}
+
+/* Goes on with the handshake as far as it can without waiting; whether the link is up. */
+static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
+  if (l->state == CDDP__LINK_CONNECTING) cddp__link_connected(l);
+  while (l->state == CDDP__LINK_SHAKING) {
+    unsigned char *data = l->stage == 0 ? l->hello : l->hand;
+    if (l->hand_size == 0) l->hand_size = cddp__link_stage(n, l);
+    if (l->hand_size == 0) {
+      l->state = CDDP__LINK_UP;
+    } else if (cddp__link_io(l, data, l->hand_size, &l->hand_done, l->mine == (l->stage != 1)) <=
+               0) {
+      break;
+    } else if (!cddp__link_check(n, l)) {
+      cddp__link_end(l, EPROTO);
+    } else {
+      l->hand_size = l->hand_done = 0;
+      l->stage++;
+    }
+  }
+  return l->state == CDDP__LINK_UP;
+}
+
+/* Begins to call a rank. NULL: no memory, or the system refuses; the text says what. A link that
+   could not be made later ends with the error. */
+static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, uint64_t group) {
+  const cddp__home *home = &n->homes[peer];
+  cddp__address a = n->hosts[home->host].address, here = n->hosts[n->host].address;
+  cddp__link *l;
+  int fd = socket(a.sa.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) {
+    cddp__fail_errno("socket");
+    return NULL;
+  }
+  if ((l = cddp__link_new(n, fd, purpose, group)) == NULL) return NULL;
+  l->mine = true;
+  l->peer = peer;
+  cddp__link_options(fd);
+  cddp__address_set_port(&a, home->port);
+  cddp__address_set_port(&here, 0);
+  if (a.sa.ss_family == AF_INET6) {
+    struct sockaddr_in6 *there = (struct sockaddr_in6 *)(void *)&a.sa;
+    if (IN6_IS_ADDR_LINKLOCAL(&there->sin6_addr)) /* its own interface's number is not ours */
+      there->sin6_scope_id = ((struct sockaddr_in6 *)(void *)&here.sa)->sin6_scope_id;
+  }
+  if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, cddp__sockaddr(&here), here.size);
+  cddp__random(l->hello + 48, CDDP__NONCE_SIZE);
+  cddp__link_write_hello(n, l);
+  if (connect(fd, cddp__sockaddr(&a), a.size) == 0)
+    l->state = CDDP__LINK_SHAKING;
+  else if (errno != EINPROGRESS && errno != EINTR)
+    cddp__link_end(l, errno);
+  return l;
+}
+
+/* --- whoever calls this rank --- */
+
+/* A rank of another host says why a group is broken: so is it here. net.lock held. */
+static void cddp__link_abort(cddp__net *n, cddp__link *l) {
+  cddp__letter *letter = l->letters;
+  unsigned char *body;
+  char text[CDDP__ERROR_MAX];
+  uint32_t code;
+  cddp_group *g;
+  if (letter == NULL) {
+    letter = (cddp__letter *)cddp__malloc(&n->allocator, sizeof *letter + CDDP__ABORT_BYTES);
+    if (letter != NULL) letter->next = NULL;
+    l->letters = letter;
+    if (letter == NULL) cddp__link_end(l, ENOMEM);
+    if (letter == NULL) return;
+  }
+  body = (unsigned char *)(letter + 1);
+  if (cddp__link_io(l, body, CDDP__ABORT_BYTES, &l->got, false) != 1) return;
+  code = cddp__get32(body);
+  memcpy(text, body + 4, sizeof text);
+  text[sizeof text - 1] = 0;
+  for (g = n->groups; g != NULL; g = g->hosts->next)
+    if (g->id == l->group && code > CDDP_OK && code < CDDP__RESULT_COUNT) {
+      char kept[CDDP__ERROR_MAX];
+      memcpy(kept, cddp__error_text, sizeof kept);
+      cddp__fail((cddp_result)code, "%s", text);
+      (void)cddp__break_here(g, (cddp_result)code, false);
+      memcpy(cddp__error_text, kept, sizeof kept);
+    }
+  cddp__link_end(l, 0);
+}
+
+static void cddp__net_accept(cddp__net *n) { /* net.lock held */
+  int i;
+  for (i = 0; i < 64; i++) {
+    int fd = (int)syscall(SYS_accept4, n->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    cddp__link *l;
+    if (fd < 0) return;
+    if ((l = cddp__link_new(n, fd, -1, 0)) == NULL) return;
+    cddp__link_options(fd);
+    l->state = CDDP__LINK_SHAKING;
+    l->deadline = cddp__now() + CDDP__STRANGER_S;
+    if (n->secret != NULL && cddp__random(l->hello + CDDP__LINK_HELLO, CDDP__NONCE_SIZE) != CDDP_OK)
+      cddp__link_end(l, EIO);
+    l->next = n->strangers;
+    n->strangers = l;
+    n->stranger_count++;
+  }
+}
+
+/* Accepts, hears hellos and bad news. Never blocks; when another thread is at it, leaves it to it. */
+static void cddp__net_look(cddp__net *n) {
+  cddp__link **at;
+  double now;
+  int place = 0;
+  if (pthread_mutex_trylock(&n->lock) != 0) return;
+  cddp__net_accept(n);
+  now = n->strangers != NULL ? cddp__now() : 0;
+  for (at = &n->strangers; *at != NULL;) {
+    cddp__link *l = *at;
+    bool up = cddp__link_shake(n, l);
+    if (up && l->purpose == CDDP__LINK_ABORT) cddp__link_abort(n, l);
+    if (l->state != CDDP__LINK_DEAD && (now > l->deadline || ++place > CDDP__STRANGERS))
+      cddp__link_end(l, ETIMEDOUT);
+    if (l->state != CDDP__LINK_DEAD && (!up || l->purpose == CDDP__LINK_ABORT)) {
+      at = &l->next;
+      continue;
+    }
+    *at = l->next;
+    n->stranger_count--;
+    if (l->state == CDDP__LINK_DEAD) {
+      cddp__link_free(n, l);
+    } else {
+      l->next = n->arrived;
+      n->arrived = l;
+    }
+  }
+  pthread_mutex_unlock(&n->lock);
+}
+
+/* A link that has come for this purpose, or NULL. peer -1: from anybody. */
+static cddp__link *cddp__net_claim(cddp__net *n, uint64_t group, int purpose, int peer) {
+  cddp__link **at, *l = NULL;
+  pthread_mutex_lock(&n->lock);
+  for (at = &n->arrived; *at != NULL; at = &(*at)->next) {
+    if ((*at)->group != group || (*at)->purpose != purpose) continue;
+    if (peer >= 0 && (*at)->peer != peer) continue;
+    l = *at;
+    *at = l->next;
+    l->next = NULL;
+    break;
+  }
+  pthread_mutex_unlock(&n->lock);
+  return l;
+}
+
+static void cddp__net_free(cddp__net *n) {
+  cddp_allocator a;
+  if (n == NULL) return;
+  a = n->allocator;
+  cddp__links_free(n, n->strangers);
+  cddp__links_free(n, n->arrived);
+  if (n->listener >= 0) close(n->listener);
+  pthread_mutex_destroy(&n->lock);
+  cddp__free(&a, n->homes);
+  cddp__free(&a, n->hosts);
+  cddp__free(&a, n->secret);
+  cddp__free(&a, n);
+}
+
+static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_count) {
+  cddp__net *n = (cddp__net *)cddp__calloc(a, 1, sizeof *n);
+  if (n == NULL) return NULL;
+  n->allocator = *a;
+  n->close = cddp__net_free;
+  n->listener = -1;
+  n->size = size;
+  n->host_count = host_count;
+  pthread_mutex_init(&n->lock, NULL);
+  n->homes = (cddp__home *)cddp__calloc(a, (size_t)size, sizeof *n->homes);
+  n->hosts = (cddp__host_entry *)cddp__calloc(a, (size_t)host_count, sizeof *n->hosts);
+  if (n->homes != NULL && n->hosts != NULL) return n;
+  cddp__net_free(n);
+  return NULL;
+}
+
+/* --- messages of collectives --- */
+
+/* Moves what is left of a message: its head and size bytes at data. As cddp__link_io. */
+static ssize_t cddp__link_vector(const cddp__link *l, unsigned char *head, void *data, size_t size,
+                                 size_t done, bool out) {
+  struct iovec io[2];
+  struct msghdr msg;
+  size_t skip = done < CDDP__LINK_HEAD ? 0 : done - CDDP__LINK_HEAD;
+  int n = 0;
+  memset(&msg, 0, sizeof msg);
+  if (done < CDDP__LINK_HEAD) {
+    io[n].iov_base = head + done;
+    io[n++].iov_len = CDDP__LINK_HEAD - done;
+  }
+  if (skip < size) {
+    io[n].iov_base = (char *)data + skip;
+    io[n++].iov_len = size - skip;
+  }
+  msg.msg_iov = io;
+  msg.msg_iovlen = (size_t)n;
+  return out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT) : recvmsg(l->fd, &msg, MSG_DONTWAIT);
+}
+
+static void cddp__message_head(unsigned char *head, uint32_t number, uint64_t size, uint32_t type) {
+  memset(head, 0, CDDP__LINK_HEAD);
+  cddp__put32(head, CDDP__MESSAGE_MAGIC);
+  cddp__put32(head + 4, number);
+  cddp__put64(head + 8, size);
+  cddp__put32(head + 16, type);
+}
+
+/* Sends what is left of this message: 1 when all of it is on its way, 0 when it would block, -1 when
+   the link has ended. */
+static int cddp__link_push(cddp__link *l, const void *data, size_t size) {
+  void *p;
+  memcpy(&p, &data, sizeof p); /* sendmsg does not write to it */
+  if (l->sent == 0) cddp__message_head(l->out_head, l->sent_count, size, CDDP__MESSAGE_DATA);
+  while (l->sent < CDDP__LINK_HEAD + size) {
+    ssize_t n = cddp__link_vector(l, l->out_head, p, size, l->sent, true);
+    if (n >= 0) {
+      l->sent += (size_t)n;
+    } else if (errno == EAGAIN) {
+      return 0;
+    } else if (errno != EINTR) {
+      cddp__link_end(l, errno);
+      return -1;
+    }
+  }
+  l->sent = 0;
+  l->sent_count++;
+  return 1;
+}
+
+static bool cddp__message_good(const cddp__link *l, uint64_t size) {
+  return cddp__get32(l->in_head) == CDDP__MESSAGE_MAGIC && cddp__get64(l->in_head + 8) == size &&
+         cddp__get32(l->in_head + 4) == l->got_count &&
+         cddp__get32(l->in_head + 16) == CDDP__MESSAGE_DATA;
+}
+
+/* Receives what is left of the message that must come now. As cddp__link_push. */
+static int cddp__link_pull(cddp__link *l, void *data, size_t size) {
+  while (l->got < CDDP__LINK_HEAD + size) {
+    bool headless = l->got < CDDP__LINK_HEAD;
+    ssize_t n = cddp__link_vector(l, l->in_head, data, size, l->got, false);
+    if (n > 0) {
+      l->got += (size_t)n;
+      if (!headless || l->got < CDDP__LINK_HEAD || cddp__message_good(l, size)) continue;
+      cddp__link_end(l, cddp__get32(l->in_head + 16) == CDDP__MESSAGE_BYE ? CDDP__LEFT : EPROTO);
+      return -1;
+    }
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return 0;
+    cddp__link_end(l, n == 0 ? 0 : errno);
+    return -1;
+  }
+  l->got = 0;
+  l->got_count++;
+  return 1;
+}
+
+/* Says goodbye, if no message is half sent; what the other side sent last is not for anybody. */
+static void cddp__link_leave(cddp__link *l) {
+  unsigned char rest[4096];
+  if (l->state == CDDP__LINK_UP && l->sent == 0) {
+    cddp__message_head(l->out_head, l->sent_count, 0, CDDP__MESSAGE_BYE);
+    (void)cddp__link_io(l, l->out_head, CDDP__LINK_HEAD, &l->sent, true);
+  }
+  while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
+}
+
+/* How a link ended, for messages: behind the name of the rank. */
+static void cddp__describe_link_end(const cddp__link *l, char *out, size_t n) {
+  if (l->error == CDDP__LEFT)
+    snprintf(out, n, "left the group (cddp_destroy)");
+  else if (l->error == 0 || l->error == ECONNRESET || l->error == EPIPE)
+    snprintf(out, n, "closed its connection: it died, or its group failed");
+  else if (l->error == ECONNREFUSED)
+    snprintf(out, n, "does not listen any more: it has ended");
+  else if (l->error == EPROTO)
+    snprintf(out, n, "sent what is no message of cddp, or not the one that was due");
+  else
+    snprintf(out, n, "lost its connection: %s", strerror(l->error));
+}
+
 /* >>rendezvous ---------------------------------------------------------------------------------
    How ranks meet. Works as follows: all open the store (rank 0 serves it); the first rank of a host
    to write its socket's name under the host's key becomes the host's leader, the others connect to
@@ -6148,6 +6896,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
 #define CDDP__HELLO_MAGIC 0x49484443u /* "CDHI" */
 #define CDDP__HELLO_BYTES 48
 #define CDDP__REPLY_BYTES (16 + CDDP__ERROR_MAX)
+#define CDDP__REPLY_LISTEN 1u /* not the answer yet: open a port at this address and say which */
 #define CDDP__HELLO_S 5.0 /* a connection that has not said hello by then is dropped */
 
 typedef struct cddp__credentials { /* struct ucred, which libc hides without _GNU_SOURCE */
@@ -6168,15 +6917,30 @@ typedef struct cddp__meeting {
   const cddp__place *at;
   cddp_store *store;
   double deadline;
-  char host_key[256], failed_key[160];
+  char host[128], host_key[288];
   unsigned char name[32]; /* the leader's socket, hex, without the leading NUL */
   unsigned char token[16];
   int listener;
   cddp__guest *guests; /* [capacity] */
   int capacity, joined;
+  /* several hosts; of leaders, but for round */
+  uint64_t round;        /* rank 0's number for this meeting; 0: not known yet */
+  bool conducts;         /* rank 0 is one of this host's ranks, or to be */
+  int number;            /* of the host: 0 conducts */
+  int told;              /* ranks of this host that the store knows of */
+  double look, pause;    /* when to ask the store again, s */
+  int host_count;        /* when all have come; 1: this host alone */
+  cddp__address address; /* of this host, for the others */
+  int fd;                /* this rank's listening socket; -1: none yet */
+  int *ports;            /* [capacity] of the guests */
+  unsigned char *blob;   /* who is where, as all ranks get it */
+  size_t blob_size;
 } cddp__meeting;
 
+/* What ranks must have in common to count as ranks of one host: the kernel's boot and the network
+   namespace, in which they must find each other's socket. */
 static void cddp__host_identity(char *out, size_t n) {
+  const char *given = cddp__env("CDDP_HOST_ID");
   char boot[64] = "unknown";
   struct stat st;
   ssize_t got = 0;
@@ -6187,7 +6951,7 @@ static void cddp__host_identity(char *out, size_t n) {
   }
   boot[got > 0 ? got : 7] = 0;
   if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0;
-  snprintf(out, n, "%s.%llu", boot, (unsigned long long)st.st_ino);
+  snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
 static socklen_t cddp__unix_address(struct sockaddr_un *a, const unsigned char *name) {
@@ -6231,9 +6995,14 @@ static void cddp__meeting_close(cddp__meeting *m) {
   for (i = 0; i < m->capacity; i++)
     if (m->guests != NULL && m->guests[i].fd >= 0) close(m->guests[i].fd);
   if (m->listener >= 0) close(m->listener);
+  if (m->fd >= 0) close(m->fd);
   free(m->guests);
+  free(m->ports);
+  free(m->blob);
   m->guests = NULL;
-  m->listener = -1;
+  m->ports = NULL;
+  m->blob = NULL;
+  m->listener = m->fd = -1;
 }
 
 /* --- the leader's side --- */
@@ -6326,35 +7095,310 @@ static cddp_result cddp__guest_read(cddp__meeting *m, cddp__guest *c) {
   return CDDP_OK;
 }
 
-static cddp_result cddp__meeting_late(const cddp__meeting *m) {
+/* --- several hosts: what their leaders tell each other through the store --- */
+
+/* A key of this meeting, so that nothing of an earlier one with the same store is in the way. */
+static void cddp__meeting_key(const cddp__meeting *m, char key[256], const char *what, int number) {
+  snprintf(key, 256, "%s/%016" PRIx64 "/%s%d", m->at->run, m->round, what, number);
+}
+
+/* Reads a value if it is there: *size is 0 if not. */
+static cddp_result cddp__meeting_peek(cddp__meeting *m, const char *key, void *value,
+                                      size_t capacity, size_t *size) {
+  bool there = false;
+  cddp_result r = cddp__store_check(m->store, &key, 1, &there);
+  *size = 0;
+  if (r != CDDP_OK || !there) return r;
+  return cddp__store_get(m->store, key, value, capacity, size, m->deadline);
+}
+
+/* Rank 0 begins the meeting: its number, and on which host it is, whose leader then conducts. */
+static cddp_result cddp__open_round(cddp__meeting *m) {
+  unsigned char value[8 + sizeof m->host];
+  char key[256];
+  cddp_result r;
+  do {
+    if ((r = cddp__random(&m->round, sizeof m->round)) != CDDP_OK) return r;
+  } while (m->round == 0);
+  if (strncmp(m->at->init_method, "unix:", 5) == 0) return CDDP_OK; /* no other host can come */
+  cddp__put64(value, m->round);
+  memcpy(value + 8, m->host, strlen(m->host));
+  snprintf(key, sizeof key, "%s/meeting", m->at->run);
+  return cddp__store_set(m->store, key, value, 8 + strlen(m->host));
+}
+
+#define CDDP__PACKED_ADDRESS 24
+#define CDDP__AT_BYTES (16 + CDDP__PACKED_ADDRESS) /* of a host: its leader's token, its address */
+
+static void cddp__pack_address(unsigned char out[CDDP__PACKED_ADDRESS], const cddp__address *a) {
+  memset(out, 0, CDDP__PACKED_ADDRESS);
+  if (a->sa.ss_family == AF_INET6) {
+    const struct sockaddr_in6 *p = (const struct sockaddr_in6 *)(const void *)&a->sa;
+    cddp__put32(out, 6);
+    cddp__put32(out + 4, p->sin6_scope_id);
+    memcpy(out + 8, &p->sin6_addr, 16);
+  } else {
+    cddp__put32(out, 4);
+    memcpy(out + 8, &((const struct sockaddr_in *)(const void *)&a->sa)->sin_addr, 4);
+  }
+}
+
+static void cddp__unpack_address(cddp__address *a, const unsigned char in[CDDP__PACKED_ADDRESS]) {
+  memset(a, 0, sizeof *a);
+  if (cddp__get32(in) == 6) {
+    struct sockaddr_in6 *p = (struct sockaddr_in6 *)(void *)&a->sa;
+    p->sin6_family = AF_INET6;
+    p->sin6_scope_id = cddp__get32(in + 4);
+    memcpy(&p->sin6_addr, in + 8, 16);
+    a->size = sizeof *p;
+  } else {
+    struct sockaddr_in *p = (struct sockaddr_in *)(void *)&a->sa;
+    p->sin_family = AF_INET;
+    memcpy(&p->sin_addr, in + 8, 4);
+    a->size = sizeof *p;
+  }
+}
+
+/* CDDP_IFNAME: the first address of that interface, of the master's family if it has one. */
+static cddp_result cddp__named_interface(const char *name, int family, cddp__address *out) {
+  cddp__address list[CDDP__ADDRESSES_MAX];
+  int n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX), i;
+  if (n == 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up and "
+                      "has an address; `ip addr` lists them",
+                      name);
+  for (i = 0; i < n - 1 && list[i].sa.ss_family != family; i++) {}
+  *out = list[list[i].sa.ss_family == family ? i : 0];
+  return CDDP_OK;
+}
+
+/* Where other hosts reach this one: the near end of the connection to the store, as the system has
+   chosen it by route. */
+static cddp_result cddp__own_address(const cddp__meeting *m, cddp__address *out) {
+  static const unsigned char loopback[CDDP__PACKED_ADDRESS] = {4, 0, 0, 0, 0, 0, 0, 0, 127, 0, 0, 1};
+  bool routed = strncmp(m->at->init_method, "tcp://", 6) == 0 && m->store->tcp.fd >= 0 &&
+                cddp__local_address(m->store->tcp.fd, out);
+  const char *name = cddp__env("CDDP_IFNAME");
+  if (name != NULL) return cddp__named_interface(name, routed ? out->sa.ss_family : AF_INET, out);
+  if (!routed && cddp__interface_addresses(NULL, out, 1) == 0) cddp__unpack_address(out, loopback);
+  return CDDP_OK;
+}
+
+/* The near end of the route to `there`, if the system has one. Sends nothing. */
+static void cddp__route_address(const cddp__address *there, cddp__address *out) {
+  cddp__address a = *there, near_end;
+  int fd = socket(a.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  cddp__address_set_port(&a, 9);
+  if (fd >= 0 && connect(fd, cddp__sockaddr(&a), a.size) == 0 && cddp__local_address(fd, &near_end))
+    *out = near_end;
+  if (fd >= 0) close(fd);
+}
+
+/* Learns the meeting's number, and reports as a host when it is a new one. */
+static cddp_result cddp__meeting_round(cddp__meeting *m) {
+  unsigned char value[8 + sizeof m->host], at[CDDP__AT_BYTES];
+  char key[256];
+  int64_t total = 0;
+  size_t n = 0;
+  cddp_result r;
+  snprintf(key, sizeof key, "%s/meeting", m->at->run);
+  if ((r = cddp__meeting_peek(m, key, value, sizeof value, &n)) != CDDP_OK || n < 8) return r;
+  m->conducts = n - 8 == strlen(m->host) && memcmp(value + 8, m->host, n - 8) == 0;
+  if (cddp__get64(value) == m->round && (m->conducts || m->number > 0)) return CDDP_OK;
+  m->round = cddp__get64(value);
+  m->number = m->told = 0;
+  if (m->conducts) return CDDP_OK;
+  if ((r = cddp__own_address(m, &m->address)) != CDDP_OK) return r;
+  cddp__meeting_key(m, key, "hosts", 0);
+  if ((r = cddp__store_add(m->store, key, 1, &total)) != CDDP_OK) return r;
+  m->number = total > 0 && total < CDDP__MAX_RANKS ? (int)total : CDDP__MAX_RANKS;
+  memcpy(at, m->token, 16);
+  cddp__pack_address(at + 16, &m->address);
+  cddp__meeting_key(m, key, "at", m->number);
+  return cddp__store_set(m->store, key, at, sizeof at);
+}
+
+/* This host's ranks so far, for those who ask who is missing, and how many. */
+static cddp_result cddp__meeting_tell(cddp__meeting *m) {
+  unsigned char *list;
+  char key[256];
+  size_t n = 1;
+  cddp_result r;
+  int i;
+  if (m->conducts || m->told == m->joined + 1) return CDDP_OK;
+  list = (unsigned char *)malloc(4 * ((size_t)m->joined + 1));
+  if (list == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
+  cddp__put32(list, (uint32_t)m->at->rank);
+  for (i = 0; i < m->capacity; i++)
+    if (m->guests[i].fd >= 0 && m->guests[i].rank >= 0)
+      cddp__put32(list + 4 * n++, (uint32_t)m->guests[i].rank);
+  cddp__meeting_key(m, key, "here", m->number);
+  r = cddp__store_set(m->store, key, list, 4 * n);
+  free(list);
+  if (r != CDDP_OK) return r;
+  cddp__meeting_key(m, key, "joined", 0);
+  r = cddp__store_add(m->store, key, m->joined + 1 - m->told, NULL);
+  m->told = m->joined + 1;
+  return r;
+}
+
+static bool cddp__meeting_has(const cddp__meeting *m, int rank) {
+  int i;
+  if (rank == m->at->rank) return true;
+  for (i = 0; i < m->capacity; i++)
+    if (m->guests[i].fd >= 0 && m->guests[i].rank == rank) return true;
+  return false;
+}
+
+/* All ranks have come: tells which hosts take part, by their leaders' tokens. */
+static cddp_result cddp__meeting_go(cddp__meeting *m, int others) {
+  unsigned char *tokens = (unsigned char *)malloc(16 * (size_t)others + 1), at[CDDP__AT_BYTES];
+  cddp__address there;
+  char key[256];
+  size_t n = 0;
+  bool routed = false;
+  cddp_result r = cddp__own_address(m, &m->address);
+  int i;
+  if (tokens == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
+  for (i = 1; r == CDDP_OK && i <= others; i++) {
+    cddp__meeting_key(m, key, "at", i);
+    r = cddp__store_get(m->store, key, at, sizeof at, &n, m->deadline);
+    if (r == CDDP_OK && n != sizeof at)
+      r = cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+    if (r != CDDP_OK) break;
+    memcpy(tokens + 16 * (size_t)(i - 1), at, 16);
+    cddp__unpack_address(&there, at + 16);
+    if (!routed && cddp__address_loopback(&m->address) && cddp__env("CDDP_IFNAME") == NULL &&
+        !cddp__address_loopback(&there)) { /* the store is on this host: that says nothing */
+      cddp__route_address(&there, &m->address);
+      routed = true;
+    }
+  }
+  cddp__meeting_key(m, key, "go", 0);
+  if (r == CDDP_OK) r = cddp__store_set(m->store, key, tokens, 16 * (size_t)others);
+  if (r == CDDP_OK) m->host_count = others + 1;
+  free(tokens);
+  return r;
+}
+
+static cddp_result cddp__meeting_conduct(cddp__meeting *m) {
+  int64_t joined = 0, others = 0;
+  char key[256];
+  cddp_result r;
+  if (!cddp__meeting_has(m, 0)) return CDDP_OK; /* the number may be an earlier meeting's */
+  cddp__meeting_key(m, key, "joined", 0);
+  if ((r = cddp__store_add(m->store, key, 0, &joined)) != CDDP_OK) return r;
+  if (joined + m->joined + 1 < m->at->world_size) return CDDP_OK;
+  cddp__meeting_key(m, key, "hosts", 0);
+  if ((r = cddp__store_add(m->store, key, 0, &others)) != CDDP_OK) return r;
+  if (others < 1 || others >= m->at->world_size)
+    return cddp__fail(CDDP_MISMATCH, "%d hosts have come for %d ranks: WORLD_SIZE must agree",
+                      (int)others + 1, m->at->world_size);
+  return cddp__meeting_go(m, (int)others);
+}
+
+static cddp_result cddp__meeting_follow(cddp__meeting *m) {
+  size_t capacity = 16 * (size_t)m->at->world_size, n = 0, mine = 16 * (size_t)m->number;
+  unsigned char *tokens;
+  char key[256];
+  cddp_result r;
+  cddp__meeting_key(m, key, "go", 0);
+  tokens = (unsigned char *)malloc(capacity);
+  if (tokens == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
+  r = cddp__meeting_peek(m, key, tokens, capacity, &n);
+  if (r == CDDP_OK && n >= mine && memcmp(tokens + mine - 16, m->token, 16) == 0)
+    m->host_count = (int)(n / 16) + 1;
+  free(tokens);
+  return r;
+}
+
+/* Another host's leader may have given up: it says so in the store. */
+static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
+  char text[4 + CDDP__ERROR_MAX], key[256];
+  uint32_t code;
+  size_t n = 0;
+  cddp__meeting_key(m, key, "failed", 0);
+  if (cddp__meeting_peek(m, key, text, sizeof text - 1, &n) != CDDP_OK || n < 4) return CDDP_OK;
+  text[n] = 0;
+  code = cddp__get32(text);
+  return cddp__fail(code > CDDP_OK && code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK,
+                    "%s", text[4] ? text + 4 : "a rank gave up without a word");
+}
+
+static void cddp__meeting_tell_failure(cddp__meeting *m, cddp_result failure) {
+  unsigned char value[4 + CDDP__ERROR_MAX];
+  char kept[CDDP__ERROR_MAX], key[256];
+  size_t n = strlen(cddp__error_text);
+  if (m->round == 0 || failure == CDDP_NETWORK) return; /* the store is what failed */
+  memcpy(kept, cddp__error_text, sizeof kept);
+  cddp__put32(value, (uint32_t)failure);
+  memcpy(value + 4, kept, n);
+  cddp__meeting_key(m, key, "failed", 0);
+  (void)cddp__store_set(m->store, key, value, 4 + n);
+  memcpy(cddp__error_text, kept, sizeof kept);
+}
+
+/* A leader's look at the store, when its host's ranks are not all there are. */
+static cddp_result cddp__meeting_news(cddp__meeting *m) {
+  double most = 0.02 + 1e-5 * m->at->world_size;
+  cddp_result r = CDDP_OK;
+  if (strncmp(m->at->init_method, "unix:", 5) != 0) r = cddp__meeting_round(m);
+  if (r == CDDP_OK && m->round != 0 && (m->conducts || m->number > 0)) {
+    r = cddp__meeting_failed_elsewhere(m);
+    if (r == CDDP_OK) r = cddp__meeting_tell(m);
+    if (r == CDDP_OK) r = m->conducts ? cddp__meeting_conduct(m) : cddp__meeting_follow(m);
+  }
+  m->look = cddp__now() + m->pause;
+  m->pause = 2 * m->pause < most ? 2 * m->pause : most;
+  return r;
+}
+
+/* Strikes out of missing[world_size] the ranks that other hosts have reported. */
+static void cddp__meeting_elsewhere(cddp__meeting *m, bool *missing) {
+  size_t n = 0, i, capacity = 4 * (size_t)m->at->world_size;
+  unsigned char *list = (unsigned char *)malloc(capacity);
+  int64_t others = 0;
+  char key[256];
+  int h;
+  cddp__meeting_key(m, key, "hosts", 0);
+  if (list == NULL || m->round == 0 || cddp__store_add(m->store, key, 0, &others) != CDDP_OK)
+    others = 0;
+  for (h = 1; h <= others && h < m->at->world_size; h++) {
+    cddp__meeting_key(m, key, "here", h);
+    if (h == m->number || cddp__meeting_peek(m, key, list, capacity, &n) != CDDP_OK) continue;
+    for (i = 0; i + 4 <= n; i += 4)
+      if (cddp__get32(list + i) < (uint32_t)m->at->world_size) missing[cddp__get32(list + i)] = false;
+  }
+  free(list);
+}
+
+static cddp_result cddp__meeting_late(cddp__meeting *m) {
+  bool *missing = (bool *)calloc((size_t)m->at->world_size, sizeof *missing);
   char list[128] = "";
-  int rank, i, n = 0;
+  int rank, n = 0;
+  if (missing == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
+  if (m->conducts || m->number == 0) {
+    for (rank = 0; rank < m->at->world_size; rank++) missing[rank] = !cddp__meeting_has(m, rank);
+    cddp__meeting_elsewhere(m, missing);
+  }
   for (rank = 0; rank < m->at->world_size; rank++) {
-    for (i = 0; i < m->capacity && !(m->guests[i].fd >= 0 && m->guests[i].rank == rank); i++) {}
-    if (rank == m->at->rank || i < m->capacity) continue;
+    if (!missing[rank]) continue;
     if (n++ < 8)
       snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d", n > 1 ? ", " : "", rank);
   }
+  free(missing);
+  if (n == 0)
+    return cddp__fail(CDDP_TIMEOUT,
+                      "timed out after %g s: not all %d ranks have come; %d are on this host",
+                      m->at->timeout_s, m->at->world_size, m->joined + 1);
   return cddp__fail(
       CDDP_TIMEOUT,
       "timed out after %g s: rank%s %s%s of %d did not come; start them, or raise CDDP_TIMEOUT_S",
       m->at->timeout_s, n > 1 ? "s" : "", list, n > 8 ? ", ..." : "", m->at->world_size);
 }
 
-/* A rank elsewhere may have given up: it says so in the store. */
-static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
-  const char *key = m->failed_key;
-  char text[CDDP__ERROR_MAX];
-  size_t n = 0;
-  bool there = false;
-  if (cddp__store_check(m->store, &key, 1, &there) != CDDP_OK || !there) return CDDP_OK;
-  if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, m->deadline) != CDDP_OK)
-    return CDDP_OK;
-  text[cddp__min(n, sizeof text - 1)] = 0;
-  return cddp__fail(CDDP_UNSUPPORTED, "%s", text[0] ? text : "a rank gave up without a word");
-}
-
-/* One round of the leader's loop: waits up to 50 ms for connections, hellos and deaths. */
+/* One round of the leader's loop: waits a little for connections, hellos and deaths. */
 static cddp_result cddp__meeting_poll(cddp__meeting *m, struct pollfd *fds) {
   cddp_result r;
   double now;
@@ -6365,7 +7409,9 @@ static cddp_result cddp__meeting_poll(cddp__meeting *m, struct pollfd *fds) {
     fds[i].events = POLLIN;
     fds[i].revents = 0;
   }
-  if (poll(fds, (nfds_t)m->capacity + 1, cddp__poll_ms(m->deadline, 50)) < 0 && errno != EINTR)
+  if (poll(fds, (nfds_t)m->capacity + 1, cddp__poll_ms(m->look < m->deadline ? m->look : m->deadline, 50)) <
+          0 &&
+      errno != EINTR)
     return cddp__fail_errno("poll");
   if (fds[0].revents != 0) cddp__accept_guest(m);
   now = cddp__now();
@@ -6382,23 +7428,24 @@ static cddp_result cddp__meeting_poll(cddp__meeting *m, struct pollfd *fds) {
 
 static cddp_result cddp__gather_guests(cddp__meeting *m) {
   struct pollfd *fds;
-  double look = cddp__now() + 0.1;
   cddp_result r = CDDP_OK;
   int i;
+  m->pause = 0.002;
+  m->look = cddp__now() + m->pause;
   m->capacity = m->at->world_size + 64;
   m->guests = (cddp__guest *)calloc((size_t)m->capacity, sizeof *m->guests);
   fds = (struct pollfd *)calloc((size_t)m->capacity + 1, sizeof *fds);
   if (m->guests == NULL || fds == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
   for (i = 0; m->guests != NULL && i < m->capacity; i++) m->guests[i].fd = m->guests[i].rank = -1;
-  while (r == CDDP_OK && m->joined < m->at->world_size - 1) {
+  if (m->at->world_size == 1) m->host_count = 1;
+  while (r == CDDP_OK && m->host_count == 0) {
     r = cddp__meeting_poll(m, fds);
-    if (r == CDDP_OK && cddp__now() >= look) {
-      r = cddp__meeting_failed_elsewhere(m);
-      look = cddp__now() + 0.1;
-    }
-    if (r == CDDP_OK && cddp__now() >= m->deadline && m->joined < m->at->world_size - 1)
-      r = cddp__meeting_late(m);
+    if (r == CDDP_OK && m->joined == m->at->world_size - 1)
+      m->host_count = 1;
+    else if (r == CDDP_OK && cddp__now() >= m->look)
+      r = cddp__meeting_news(m);
+    if (r == CDDP_OK && cddp__now() >= m->deadline && m->host_count == 0) r = cddp__meeting_late(m);
   }
   free(fds);
   return r;
@@ -6447,35 +7494,287 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
   return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, cddp__now() + 5);
 }
 
-static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
-  unsigned char reply[CDDP__REPLY_BYTES];
-  char text[CDDP__ERROR_MAX];
-  cddp_result r = cddp__gather_guests(m);
+/* --- several hosts: who is where ---
+   What all ranks get. Little-endian: magic, hosts, ranks, 0, the job's token; for each host its
+   name[72], address[24], its leader's token[16], its ranks, 0; for each rank its host, process id
+   and port. A host's own table, for the conductor, is its entry and (rank, process id, port). */
+
+#define CDDP__BLOB_MAGIC 0x4f484443u /* "CDHO" */
+#define CDDP__BLOB_HEAD 32
+#define CDDP__HOST_BYTES 120
+#define CDDP__RANK_BYTES 12
+
+/* Opens this rank's port for links. */
+static cddp_result cddp__listen_for_links(cddp__meeting *m, int *port) {
+  cddp__address a = m->address;
+  char text[160];
+  int error;
+  cddp__address_set_port(&a, 0);
+  error = cddp__listen_address(&a, &m->fd);
+  cddp__address_text(&a, text, sizeof text);
+  if (error == 0 && !cddp__local_address(m->fd, &a)) error = errno;
+  if (error != 0)
+    return cddp__fail(CDDP_NETWORK,
+                      "cannot listen on %s for ranks of other hosts: %s; CDDP_IFNAME names another "
+                      "interface",
+                      text, strerror(error));
+  *port = cddp__address_port(&a);
+  return CDDP_OK;
+}
+
+/* The leader has its guests listen, and learns their ports. */
+static cddp_result cddp__collect_ports(cddp__meeting *m) {
+  unsigned char reply[CDDP__REPLY_BYTES], port[4];
+  cddp_result r = CDDP_OK;
+  int i, pass;
+  m->ports = (int *)calloc((size_t)m->capacity, sizeof *m->ports);
+  if (m->ports == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
+  cddp__write_reply(reply, CDDP_OK, m->host_count, "");
+  cddp__put32(reply + 12, CDDP__REPLY_LISTEN);
+  cddp__pack_address(reply + 16, &m->address);
+  for (pass = 0; pass < 2; pass++)
+    for (i = 0; r == CDDP_OK && i < m->capacity; i++) {
+      cddp__guest *c = &m->guests[i];
+      if (c->fd < 0 || c->rank < 0) continue;
+      r = pass == 0 ? cddp__send_all(c->fd, reply, sizeof reply, m->deadline)
+                    : cddp__recv_all(c->fd, port, sizeof port, m->deadline);
+      if (r != CDDP_OK)
+        return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died while the ranks were meeting",
+                          c->rank, c->pid);
+      m->ports[i] = pass == 0 ? 0 : (int)cddp__get32(port);
+    }
+  return r;
+}
+
+static void cddp__put_rank(unsigned char *at, uint32_t a, uint32_t pid, uint32_t port) {
+  cddp__put32(at, a);
+  cddp__put32(at + 4, pid);
+  cddp__put32(at + 8, port);
+}
+
+/* This host's own table; NULL without memory. */
+static unsigned char *cddp__host_table(cddp__meeting *m, const cddp__host *h, int port,
+                                       size_t *size) {
+  unsigned char *t, *at;
   int i;
-  if (r == CDDP_OK) r = cddp__make_memory(h);
-  if (r != CDDP_OK) {
-    snprintf(text, sizeof text, "%s", cddp_error());
-    for (i = 0; m->guests != NULL && i < m->capacity; i++)
-      if (m->guests[i].fd >= 0) cddp__guest_refuse(&m->guests[i], r, text);
-    return cddp__fail(r, "%s", text);
-  }
-  h->pids[m->at->rank] = (uint32_t)getpid();
+  *size = CDDP__HOST_BYTES + CDDP__RANK_BYTES * (size_t)(m->joined + 1);
+  if ((t = (unsigned char *)calloc(1, *size)) == NULL) return NULL;
+  snprintf((char *)t, 72, "%s", h->name);
+  cddp__pack_address(t + 72, &m->address);
+  memcpy(t + 96, m->token, 16);
+  cddp__put32(t + 112, (uint32_t)m->joined + 1);
+  at = t + CDDP__HOST_BYTES;
+  cddp__put_rank(at, (uint32_t)m->at->rank, (uint32_t)getpid(), (uint32_t)port);
   for (i = 0; i < m->capacity; i++)
     if (m->guests[i].fd >= 0 && m->guests[i].rank >= 0)
+      cddp__put_rank(at += CDDP__RANK_BYTES, (uint32_t)m->guests[i].rank, m->guests[i].pid,
+                     (uint32_t)m->ports[i]);
+  return t;
+}
+
+/* Adds a host's table to the blob; every rank may come but once. */
+static cddp_result cddp__add_table(cddp__meeting *m, int host, const unsigned char *t, size_t size) {
+  unsigned char *entry = m->blob + CDDP__BLOB_HEAD + CDDP__HOST_BYTES * (size_t)host;
+  unsigned char *ranks = m->blob + CDDP__BLOB_HEAD + CDDP__HOST_BYTES * (size_t)m->host_count;
+  size_t n = size < CDDP__HOST_BYTES ? 0 : cddp__get32(t + 112), i;
+  if (n == 0 || n > (size_t)m->at->world_size || size != CDDP__HOST_BYTES + CDDP__RANK_BYTES * n)
+    return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+  memcpy(entry, t, CDDP__HOST_BYTES);
+  entry[71] = 0;
+  for (i = 0; i < n; i++) {
+    const unsigned char *in = t + CDDP__HOST_BYTES + CDDP__RANK_BYTES * i;
+    uint32_t rank = cddp__get32(in);
+    unsigned char *out = ranks + CDDP__RANK_BYTES * (size_t)rank;
+    if (rank >= (uint32_t)m->at->world_size)
+      return cddp__fail(CDDP_MISMATCH, "rank %u of host %s is beyond WORLD_SIZE %d: all must agree",
+                        rank, (const char *)t, m->at->world_size);
+    if (cddp__get32(out + 8) != 0)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "rank %u is taken twice: by pid %u on %s and pid %u on %s; each process "
+                        "needs a RANK of its own",
+                        rank, cddp__get32(out + 4),
+                        (const char *)m->blob + CDDP__BLOB_HEAD +
+                            CDDP__HOST_BYTES * (size_t)cddp__get32(out),
+                        cddp__get32(in + 4), (const char *)t);
+    cddp__put_rank(out, (uint32_t)host, cddp__get32(in + 4), cddp__get32(in + 8));
+  }
+  return CDDP_OK;
+}
+
+/* The conductor puts all hosts' tables together. */
+static cddp_result cddp__conduct_tables(cddp__meeting *m, const unsigned char *own, size_t size) {
+  size_t most = CDDP__HOST_BYTES + CDDP__RANK_BYTES * (size_t)m->at->world_size, n = 0;
+  unsigned char *t = (unsigned char *)malloc(most);
+  char key[256];
+  cddp_result r = t != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  int i;
+  cddp__put32(m->blob, CDDP__BLOB_MAGIC);
+  cddp__put32(m->blob + 4, (uint32_t)m->host_count);
+  cddp__put32(m->blob + 8, (uint32_t)m->at->world_size);
+  if (r == CDDP_OK) r = cddp__random(m->blob + 16, 16);
+  if (r == CDDP_OK) r = cddp__add_table(m, 0, own, size);
+  for (i = 1; r == CDDP_OK && i < m->host_count; i++) {
+    cddp__meeting_key(m, key, "table", i);
+    r = cddp__store_get(m->store, key, t, most, &n, m->deadline);
+    if (r == CDDP_OK) r = cddp__add_table(m, i, t, n);
+  }
+  free(t);
+  if (r != CDDP_OK) return r;
+  for (i = 0; i < m->at->world_size; i++) {
+    const unsigned char *ranks =
+        m->blob + CDDP__BLOB_HEAD + CDDP__HOST_BYTES * (size_t)m->host_count;
+    if (cddp__get32(ranks + CDDP__RANK_BYTES * (size_t)i + 8) == 0)
+      return cddp__fail(CDDP_MISMATCH, "as many ranks as WORLD_SIZE have come, but no rank %d", i);
+  }
+  cddp__meeting_key(m, key, "world", 0);
+  return cddp__store_set(m->store, key, m->blob, m->blob_size);
+}
+
+/* The others give theirs and get the whole; the last to have it says so. */
+static cddp_result cddp__follow_tables(cddp__meeting *m, const unsigned char *own, size_t size) {
+  char key[256];
+  const char *keys[1];
+  size_t n = 0;
+  int64_t fetched = 0;
+  cddp_result r;
+  cddp__meeting_key(m, key, "table", m->number);
+  if ((r = cddp__store_set(m->store, key, own, size)) != CDDP_OK) return r;
+  cddp__meeting_key(m, key, "world", 0);
+  keys[0] = key;
+  for (;;) { /* short waits: the conductor may have failed */
+    r = cddp__store_wait(m->store, keys, 1, cddp__soon(0.25, m->deadline));
+    if (r != CDDP_TIMEOUT || cddp__now() >= m->deadline) break;
+    if ((r = cddp__meeting_failed_elsewhere(m)) != CDDP_OK) return r;
+  }
+  if (r == CDDP_OK) r = cddp__store_get(m->store, key, m->blob, m->blob_size, &n, m->deadline);
+  if (r != CDDP_OK) return r;
+  if (n != m->blob_size)
+    return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+  cddp__meeting_key(m, key, "fetched", 0);
+  if ((r = cddp__store_add(m->store, key, 1, &fetched)) != CDDP_OK) return r;
+  cddp__meeting_key(m, key, "done", 0);
+  return fetched == m->host_count - 1 ? cddp__store_set(m->store, key, "", 0) : CDDP_OK;
+}
+
+/* Rank 0's process serves the store: on success until all hosts have what they need, after a failure
+   for a moment, so that they can read why. */
+static void cddp__serve_others(cddp__meeting *m, cddp_result r) {
+  char kept[CDDP__ERROR_MAX], key[256];
+  const char *keys[1];
+  int64_t others = 0;
+  memcpy(kept, cddp__error_text, sizeof kept);
+  keys[0] = key;
+  if (r == CDDP_OK) {
+    cddp__meeting_key(m, key, "done", 0);
+    (void)cddp__store_wait(m->store, keys, 1, m->deadline);
+  } else if (r != CDDP_NETWORK && strncmp(m->at->init_method, "unix:", 5) != 0) {
+    cddp__meeting_key(m, key, "hosts", 0);
+    if (cddp__store_add(m->store, key, 0, &others) == CDDP_OK && others > 0) cddp__sleep(0.3);
+  }
+  memcpy(cddp__error_text, kept, sizeof kept);
+}
+
+static uint32_t cddp__blob_rank(const unsigned char *blob, int rank, int field) {
+  size_t hosts = cddp__get32(blob + 4);
+  return cddp__get32(blob + CDDP__BLOB_HEAD + CDDP__HOST_BYTES * hosts +
+                     CDDP__RANK_BYTES * (size_t)rank + 4 * (size_t)field);
+}
+
+/* Fills h with what m->blob says; takes over the listening socket. */
+static cddp_result cddp__take_blob(cddp__meeting *m, cddp__host *h, const char *secret) {
+  const unsigned char *b = m->blob;
+  cddp__net *n = cddp__net_new(&h->allocator, m->at->world_size, m->host_count);
+  int i;
+  h->net = n;
+  if (n == NULL) return CDDP_OUT_OF_MEMORY;
+  n->rank = m->at->rank;
+  memcpy(n->token, b + 16, 16);
+  if (secret != NULL && (n->secret = cddp__strdup(&h->allocator, secret)) == NULL)
+    return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < n->host_count; i++) {
+    const unsigned char *entry = b + CDDP__BLOB_HEAD + CDDP__HOST_BYTES * (size_t)i;
+    snprintf(n->hosts[i].name, sizeof n->hosts[i].name, "%.71s", (const char *)entry);
+    cddp__unpack_address(&n->hosts[i].address, entry + 72);
+  }
+  for (i = 0; i < n->size; i++) {
+    uint32_t host = cddp__blob_rank(b, i, 0);
+    if (host >= (uint32_t)n->host_count)
+      return cddp__fail(CDDP_NETWORK, "the list of ranks is damaged");
+    n->homes[i].host = (int)host;
+    n->homes[i].index = n->hosts[host].size++;
+    n->homes[i].pid = cddp__blob_rank(b, i, 1);
+    n->homes[i].port = (int)cddp__blob_rank(b, i, 2);
+  }
+  n->host = n->homes[n->rank].host;
+  cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index);
+  for (i = 0; i < n->size; i++)
+    if (n->homes[i].host == n->host) h->pids[n->homes[i].index] = n->homes[i].pid;
+  n->listener = m->fd;
+  m->fd = -1;
+  return CDDP_OK;
+}
+
+static bool cddp__blob_alloc(cddp__meeting *m) {
+  m->blob_size = CDDP__BLOB_HEAD + CDDP__HOST_BYTES * (size_t)m->host_count +
+                 CDDP__RANK_BYTES * (size_t)m->at->world_size;
+  m->blob = (unsigned char *)calloc(1, m->blob_size);
+  if (m->blob == NULL) cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
+  return m->blob != NULL;
+}
+
+/* The leaders tell each other who is where. */
+static cddp_result cddp__meet_hosts(cddp__meeting *m, cddp__host *h) {
+  unsigned char *table = NULL;
+  size_t size = 0;
+  int port = 0;
+  cddp_result r;
+  if (!cddp__blob_alloc(m)) return CDDP_OUT_OF_MEMORY;
+  if ((r = cddp__listen_for_links(m, &port)) != CDDP_OK) return r;
+  if ((r = cddp__collect_ports(m)) != CDDP_OK) return r;
+  if ((table = cddp__host_table(m, h, port, &size)) == NULL)
+    return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the meeting");
+  r = m->conducts ? cddp__conduct_tables(m, table, size) : cddp__follow_tables(m, table, size);
+  free(table);
+  return r == CDDP_OK ? cddp__take_blob(m, h, m->store->secret) : r;
+}
+
+static cddp_result cddp__welcome(cddp__meeting *m, cddp__host *h) {
+  unsigned char reply[CDDP__REPLY_BYTES];
+  cddp_result r = CDDP_OK;
+  int i;
+  h->pids[h->index] = (uint32_t)getpid();
+  for (i = 0; m->host_count == 1 && i < m->capacity; i++)
+    if (m->guests[i].fd >= 0 && m->guests[i].rank >= 0)
       h->pids[m->guests[i].rank] = m->guests[i].pid;
-  cddp__write_reply(reply, CDDP_OK, h->size, "");
+  cddp__write_reply(reply, CDDP_OK, m->host_count, "");
   for (i = 0; i < m->capacity; i++) {
     cddp__guest *c = &m->guests[i];
     if (c->fd < 0 || c->rank < 0) continue;
     CDDP__POINT("welcome");
     r = cddp__send_descriptor(c->fd, reply, sizeof reply, h->fd);
-    if (r == CDDP_OK)
+    if (r == CDDP_OK && m->host_count > 1)
+      r = cddp__send_all(c->fd, m->blob, m->blob_size, cddp__now() + 5);
+    else if (r == CDDP_OK)
       r = cddp__send_all(c->fd, h->pids, (size_t)h->size * sizeof *h->pids, cddp__now() + 5);
     if (r != CDDP_OK)
       return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died while the ranks were meeting",
                         c->rank, c->pid);
   }
   return CDDP_OK;
+}
+
+static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
+  char text[CDDP__ERROR_MAX];
+  cddp_result r = cddp__gather_guests(m);
+  int i;
+  if (r == CDDP_OK && m->host_count > 1) r = cddp__meet_hosts(m, h);
+  if (r == CDDP_OK) r = cddp__make_memory(h);
+  if (r == CDDP_OK) return cddp__welcome(m, h);
+  snprintf(text, sizeof text, "%s", cddp_error());
+  if (m->conducts || m->number > 0) cddp__meeting_tell_failure(m, r);
+  for (i = 0; m->guests != NULL && i < m->capacity; i++)
+    if (m->guests[i].fd >= 0) cddp__guest_refuse(&m->guests[i], r, text);
+  return cddp__fail(r, "%s", text);
 }
 
 /* --- the others' side --- */
@@ -6523,13 +7822,12 @@ static void cddp__write_hello(const cddp__meeting *m, unsigned char *hello) {
   memcpy(hello + 24, m->token, 16);
 }
 
-/* Takes the leader's answer from fd: shared memory and process ids, or the reason why not. */
-static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
-  unsigned char reply[CDDP__REPLY_BYTES];
+static cddp_result cddp__take_reply_head(cddp__meeting *m, cddp__host *h, int fd,
+                                         unsigned char reply[CDDP__REPLY_BYTES]) {
   double deadline =
       m->deadline + 0.5; /* the leader's own deadline comes first: it knows who is late */
   uint32_t code;
-  cddp_result r = cddp__recv_descriptor(fd, reply, sizeof reply, &h->fd, deadline);
+  cddp_result r = cddp__recv_descriptor(fd, reply, CDDP__REPLY_BYTES, &h->fd, deadline);
   if (r == CDDP_TIMEOUT)
     return cddp__fail(r, "timed out after %g s: not all %d ranks have come", m->at->timeout_s,
                       m->at->world_size);
@@ -6537,14 +7835,36 @@ static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
     return cddp__fail(CDDP_PEER_LOST,
                       "the rank that gathers this host's ranks died while they were meeting");
   code = cddp__get32(reply + 4);
-  if (code != CDDP_OK) {
-    reply[sizeof reply - 1] = 0;
-    return cddp__fail(code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK, "%s",
-                      reply[16] ? (const char *)reply + 16 : "another rank could not go on");
+  if (code == CDDP_OK) return CDDP_OK;
+  reply[CDDP__REPLY_BYTES - 1] = 0;
+  return cddp__fail(code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK, "%s",
+                    reply[16] ? (const char *)reply + 16 : "another rank could not go on");
+}
+
+/* Takes the leader's answer from fd: shared memory and process ids, or the reason why not; before
+   it, when there are several hosts, the request to listen. */
+static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
+  unsigned char reply[CDDP__REPLY_BYTES], answer[4];
+  int port = 0;
+  cddp_result r = cddp__take_reply_head(m, h, fd, reply);
+  if (r != CDDP_OK) return r;
+  m->host_count = (int)cddp__get32(reply + 8);
+  if (m->host_count < 1 || m->host_count > m->at->world_size)
+    return cddp__fail(CDDP_NETWORK, "the rank that gathers this host's ranks makes no sense");
+  if (cddp__get32(reply + 12) == CDDP__REPLY_LISTEN) {
+    cddp__unpack_address(&m->address, reply + 16);
+    if ((r = cddp__listen_for_links(m, &port)) != CDDP_OK) return r;
+    cddp__put32(answer, (uint32_t)port);
+    (void)cddp__send_all(fd, answer, sizeof answer, m->deadline); /* the answer tells */
+    if ((r = cddp__take_reply_head(m, h, fd, reply)) != CDDP_OK) return r;
   }
   if (h->fd < 0)
     return cddp__fail(CDDP_SYSTEM, "no descriptor of the shared memory came; too many open files?");
-  return cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, deadline);
+  if (m->host_count == 1)
+    return cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, m->deadline + 0.5);
+  if (!cddp__blob_alloc(m)) return CDDP_OUT_OF_MEMORY;
+  r = cddp__recv_all(fd, m->blob, m->blob_size, m->deadline + 0.5);
+  return r == CDDP_OK ? cddp__take_blob(m, h, m->store->secret) : r;
 }
 
 /* Connects to the leader; *fd -1 with CDDP_OK when nobody listens there any more. */
@@ -6579,8 +7899,6 @@ static cddp_result cddp__call_leader(const cddp__meeting *m, int *fd) {
 static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *stale, bool *lead) {
   unsigned char mine[48], now[48];
   size_t n = 0;
-  int64_t hosts = 0;
-  char key[160];
   cddp_result r;
   memcpy(mine, m->name, 32);
   memcpy(mine + 32, m->token, 16);
@@ -6589,17 +7907,6 @@ static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *st
   if (r != CDDP_OK) return r;
   if (n != sizeof now)
     return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
-  if (*lead && stale == NULL) {
-    snprintf(key, sizeof key, "%s/hosts", m->at->run);
-    if ((r = cddp__store_add(m->store, key, 1, &hosts)) != CDDP_OK) return r;
-    if (hosts > 1) {
-      cddp__fail(CDDP_UNSUPPORTED,
-                 "ranks run on %d hosts; this version of cddp.h trains on one host only",
-                 (int)hosts);
-      (void)cddp__store_set(m->store, m->failed_key, cddp_error(), strlen(cddp_error()));
-      return CDDP_UNSUPPORTED;
-    }
-  }
   memcpy(m->name, now, 32);
   memcpy(m->token, now + 32, 16);
   return CDDP_OK;
@@ -6623,6 +7930,7 @@ static cddp_result cddp__meet_in(cddp__meeting *m, cddp__host *h) {
   bool lead = false, have_stale = false;
   cddp_result r = cddp__leader_listen(m);
   int fd = -1;
+  if (r == CDDP_OK && m->at->rank == 0) r = cddp__open_round(m);
   memcpy(own, m->name, 32);
   memcpy(own + 32, m->token, 16);
   while (r == CDDP_OK) {
@@ -6650,6 +7958,7 @@ static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
   o.init_method = at->init_method;
   o.is_server = at->rank == 0 && !at->client_only && strncmp(at->init_method, "file:", 5) != 0;
   o.listen_fd = at->listen_fd;
+  o.reachable = at->local_world_size != at->world_size;
   o.deadline = m->deadline;
   o.timeout_s = at->timeout_s;
   o.secret = d->secret;
@@ -6663,18 +7972,19 @@ static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
    was an earlier job's, ending: it tries again until the deadline. */
 static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__host *h) {
   cddp__meeting m;
-  char host[96];
   cddp_result r;
   bool serves = at->rank == 0 && !at->client_only;
   double deadline = cddp__now() + at->timeout_s;
-  cddp__host_identity(host, sizeof host);
   for (;;) {
     memset(&m, 0, sizeof m);
     m.at = at;
-    m.listener = -1;
+    m.listener = m.fd = -1;
     m.deadline = deadline;
-    snprintf(m.host_key, sizeof m.host_key, "%s/host/%s", at->run, host);
-    snprintf(m.failed_key, sizeof m.failed_key, "%s/failed", at->run);
+    cddp__host_identity(m.host, sizeof m.host);
+    snprintf(m.host_key, sizeof m.host_key, "%s/host/%s", at->run, m.host);
+    if (h->net != NULL) h->net->close(h->net);
+    h->net = NULL;
+    cddp__host_place(h, at->world_size, at->rank);
     r = cddp__open_store(&m, at, d);
     if (at->listen_fd >= 0) unsetenv("CDDP_LISTEN_FD");
     at->listen_fd = -1;
@@ -6685,6 +7995,7 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
                            getenv("CDDP_LISTEN_FD"));
     if (r != CDDP_OK) return r;
     r = cddp__meet_in(&m, h);
+    if (serves && (r != CDDP_OK || h->net != NULL)) cddp__serve_others(&m, r);
     cddp__meeting_close(&m);
     cddp__store_close(m.store);
     if (r != CDDP_NETWORK || serves || cddp__now() >= deadline) return r;
@@ -6701,13 +8012,15 @@ static void cddp__watch_processes(cddp__host *h) {
 /* The group of all ranks, on a board that lies at the start of the shared memory. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
                                      double timeout_s) {
-  size_t bytes = cddp__round_up(cddp__board_bytes(size), cddp__page_size());
+  size_t bytes = cddp__round_up(h->net != NULL ? cddp__board_head(size) : cddp__board_bytes(size),
+                                cddp__page_size());
   int *members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *members);
   char *board = NULL;
   cddp_result r = CDDP_OUT_OF_MEMORY;
   int i;
   if (members == NULL) return r;
-  for (i = 0; i < size; i++) members[i] = i;
+  for (i = 0; i < size; i++)
+    members[i] = h->net == NULL ? i : h->net->homes[i].host == h->net->host ? h->net->homes[i].index : -1;
   board = h->fd >= 0 ? cddp__map_extent(h, 0, bytes) : cddp__map_plain(bytes);
   if (board == NULL)
     cddp__fail(r, "mmap of the group's shared memory: %s", strerror(errno));
@@ -6889,11 +8202,12 @@ static void cddp__serve_pending(cddp_group *g) {
     p = cddp__find_parcel(g, q);
     if (p != NULL) cddp__take_parcel(g, q, p);
   }
+  if (g->hosts != NULL) g->hosts->ops->serve(g);
 }
 
 static void cddp__serve_idle(cddp_group *g) { /* cddp__idle_fn: for waits inside collectives */
   if (pthread_mutex_trylock(&g->mail_lock) != 0) return;
-  if (g->pending_first != NULL) cddp__serve_pending(g);
+  if (g->pending_first != NULL || g->hosts != NULL) cddp__serve_pending(g);
   pthread_mutex_unlock(&g->mail_lock);
 }
 
@@ -6921,6 +8235,7 @@ static void cddp__drop_pending(cddp_group *g, cddp__pending *q) { /* mail_lock h
 }
 
 /* One look at what a wait is for: a receive (q), a parcel (index >= 0), or room for one more (-1).
+   Of room for a message to another host the next try tells.
  */
 static bool cddp__mail_ready(cddp_group *g, const cddp__pending *q, int parcel, size_t bytes) {
   bool ready;
@@ -6973,6 +8288,10 @@ static cddp_result cddp__mail_wait(cddp_group *g, const cddp__pending *q, int pa
                  g->timeout_s, what, who, tag, g->rank);
       return cddp__break(g, CDDP_TIMEOUT);
     }
+    if (g->hosts != NULL) {
+      g->hosts->ops->doze(g, peer);
+      continue;
+    }
     cddp__add32(&seat->waiting, 1);
     if (cddp__load32(&g->board->broken) == 0) cddp__futex_wait(&seat->mail, mail, CDDP__NAP_S);
     cddp__add32(&seat->waiting, (uint32_t)-1);
@@ -6987,7 +8306,10 @@ static cddp_result cddp__start_send(cddp_group *g, const void *buf, size_t count
   for (;;) {
     if ((r = cddp__check_group(g)) != CDDP_OK) return r;
     if ((r = cddp__check_peer(g, peer, "send to", tag)) != CDDP_OK) return r;
-    r = cddp__try_post(g, buf, count, dtype, peer, tag, &posted, parcel);
+    if (CDDP__UNLIKELY(g->members[peer] < 0))
+      r = g->hosts->ops->post(g, buf, count, dtype, peer, tag, &posted);
+    else
+      r = cddp__try_post(g, buf, count, dtype, peer, tag, &posted, parcel);
     if (r != CDDP_OK || posted) return r;
     r = cddp__mail_wait(g, NULL, -1, count * cddp__dtype_size(dtype), peer, tag);
     if (r != CDDP_OK) return r;
@@ -7027,6 +8349,1665 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
   if (r != CDDP_OK) return r;
   return q->result == CDDP_OK ? CDDP_OK : cddp__fail(q->result, "%s", q->text);
 }
+/* >>hosts --------------------------------------------------------------------------------------
+   Steps and collectives of groups whose ranks are on several hosts. Works as follows.
+
+   STEPS. The board of such a group has seats for all its ranks on each of the hosts. The lowest rank
+   of a host in the group leads it: in a step it waits for its host's ranks, sends their lines to the
+   other leaders, gets theirs, and writes those into the remote ranks' seats. So all ranks compare
+   all lines, as on one host: disagreement, small all_reduce, splits and what a cddp_ddp agrees on
+   need nothing else. Up to CDDP__DIRECT_HOSTS leaders exchange directly; more in log2(hosts) rounds,
+   in each of which a leader passes on all it has. A local step is one of the host's ranks alone.
+
+   COLLECTIVES. What does not fit into lines begins with one step. all_reduce, reduce and broadcast
+   then move slices: each rank of a host (as many as the smallest host has) carries one, and deals
+   with the ranks that carry it on the other hosts. A slice goes in pieces, each divided among the
+   hosts: (A) every host sends each other one its sums for that one's part, straight out of its
+   ranks' buffers; (B) the owner adds up what it got and sends the result to all. broadcast is the
+   same with the root's bytes for sums. That moves the fewest bytes, in two hops; while one piece is
+   reduced others are on their way. Short ones go to all at once, and all add up all. The others
+   send straight from rank to rank, once to each host what the whole host needs. What ranks of the
+   same host must see of each other's buffers, and cannot, passes through shared scratch.
+
+   THE CANONICAL SUM over hosts: a host adds up those nodes of the canonical tree whose ranks are all
+   its own (of hosts with consecutive ranks, aligned: one) and sends these, f16 and bf16 as f32 once
+   anything was added; the owner adds the rest of the tree. So the bits are those of one host. Ranks
+   scattered over hosts have many such nodes and send more.
+
+   MESSAGES (send, recv) to another host are written to their link at once as far as the system takes
+   them; the rest is copied and goes out in later calls, of any group. Whatever comes is read into
+   memory, unless nobody waits for it and 256 MiB have come already.
+
+   FAILURE. Whoever breaks the group tells the ranks of the other hosts by a link of its own and ends
+   its collective links, which others see at once. A link that ends gives the news CDDP__NEWS_S to
+   arrive before it is a failure itself.
+
+   WHAT IT COSTS, for 4,096 ranks on 512 hosts of 8, 25 us from host to host, 100 Gbit/s for each host.
+   Start-up: each leader puts 24 bytes a rank into the store and takes out 121 KiB, 62 MB from the
+   store's host together, 5 ms; 8 rank ports a host. A step: 9 rounds, 256 KiB to each leader, 0.3 ms,
+   and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each n * 511/512 out of every
+   host: 2 n / 12.5 GB/s, so 25 MiB take 4.2 ms, and one step. Links: 511 for each rank that carries
+   a slice. The seats of a group take 34 MiB of each host. */
+
+#define CDDP__DIRECT_HOSTS 8 /* above, lines go by rounds */
+#define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
+#define CDDP__LINE_BYTES 64  /* of a line on the wire */
+#define CDDP__PIECE ((size_t)256 << 10) /* bytes of a part of a piece; of all parts at most: */
+#define CDDP__PIECE_MOST ((size_t)2 << 20)
+#define CDDP__WHOLE_MOST ((size_t)32 << 10) /* bytes of a slice, times hosts, that all add up */
+#define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
+#define CDDP__SLOTS (CDDP__AHEAD + 1)
+#define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's share in shared scratch */
+#define CDDP__LANDING ((size_t)1 << 20) /* and of what comes in for its host */
+#define CDDP__HALF (CDDP__SCRATCH + CDDP__LANDING) /* there are two of each, used in turn */
+
+static uint32_t cddp__fate_of(const cddp_group *g, int rank) {
+  return cddp__load32(&g->hosts->fates[rank]);
+}
+
+/* --- waiting --- */
+
+typedef struct cddp__patience {
+  double deadline, look;
+  int spins, nfds;
+} cddp__patience;
+
+static void cddp__patience_begin(const cddp_group *g, cddp__patience *w) {
+  w->deadline = cddp__now() + g->timeout_s;
+  w->look = 0;
+  w->spins = w->nfds = 0;
+}
+
+static void cddp__watch_fd(cddp_group *g, cddp__patience *w, const cddp__link *l, bool out) {
+  struct pollfd *p = &g->hosts->fds[w->nfds];
+  if (l == NULL) return;
+  if (w->nfds >= 2 * g->size) return;
+  p->fd = l->fd;
+  p->events = out || l->state == CDDP__LINK_CONNECTING ? POLLOUT : POLLIN;
+  p->revents = 0;
+  w->nfds++;
+}
+
+/* --- messages on their way out --- */
+
+/* Sends letters as far as the system takes them. mail_lock held. */
+static void cddp__mail_push(cddp_group *g, cddp__link *l) {
+  cddp__hosts *x = g->hosts;
+  if (!cddp__link_shake(x->net, l)) return;
+  while (l->letters != NULL) {
+    cddp__letter *letter = l->letters;
+    if (cddp__link_io(l, letter + 1, letter->size, &l->sent, true) != 1) return;
+    l->sent = 0;
+    x->queued_bytes -= letter->size;
+    l->letters = letter->next;
+    if (l->letters == NULL) l->last_letter = NULL;
+    cddp__free(&x->net->allocator, letter);
+  }
+}
+
+/* Notes that a peer is gone, once. */
+static void cddp__fate(cddp_group *g, int rank, const cddp__link *l) {
+  cddp__hosts *x = g->hosts;
+  if (cddp__fate_of(g, rank) != CDDP__FATE_ALIVE) return;
+  x->fate_times[rank] = cddp__now();
+  x->fate_errors[rank] = l->error;
+  cddp__store32(&x->fates[rank], CDDP__FATE_LOST);
+}
+
+static void cddp__mail_flush(cddp_group *g) { /* mail_lock held */
+  cddp__hosts *x = g->hosts;
+  int i;
+  for (i = 0; i < x->mail_outs; i++) {
+    cddp__link *l = x->mail_out[i];
+    if (l->state == CDDP__LINK_UP && l->letters == NULL) continue;
+    cddp__mail_push(g, l);
+    if (l->state == CDDP__LINK_DEAD) cddp__fate(g, l->rank, l);
+  }
+}
+
+/* Accepts connections, hears of failures elsewhere, sends what is left of messages of all groups. */
+static void cddp__hosts_look(cddp_group *g) {
+  cddp__net *n = g->hosts->net;
+  cddp_group *other;
+  cddp__net_look(n);
+  if (pthread_mutex_trylock(&n->lock) != 0) return;
+  for (other = n->groups; other != NULL; other = other->hosts->next) {
+    if (pthread_mutex_trylock(&other->mail_lock) != 0) continue;
+    if (other->hosts->queued_bytes > 0) cddp__mail_flush(other);
+    pthread_mutex_unlock(&other->mail_lock);
+  }
+  pthread_mutex_unlock(&n->lock);
+}
+
+/* --- failure --- */
+
+static void cddp__hosts_hang_up(cddp_group *g) { /* fail_lock held */
+  int p;
+  for (p = 0; p < g->size; p++)
+    if (g->hosts->links[p] != NULL) shutdown(g->hosts->links[p]->fd, SHUT_WR);
+}
+
+/* Sends the news to the next ranks from *next on; returns how many connections. */
+static int cddp__abort_call(cddp_group *g, int *next, cddp__link **links, int most) {
+  cddp__hosts *x = g->hosts;
+  int n = 0;
+  for (; *next < g->size && n < most; ++*next) {
+    if (x->host_of[*next] == x->mine) continue;
+    if (g->size > 64 && x->number[*next] != 0) continue;
+    links[n] = cddp__link_call(x->net, g->world[*next], CDDP__LINK_ABORT, g->id);
+    if (links[n] != NULL) n++;
+  }
+  return n;
+}
+
+/* Tells ranks of the other hosts (in large groups their leaders) why the group is broken. Without a
+   secret they need not be listening; with one, those that wait do. */
+static void cddp__hosts_abort(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  unsigned char body[CDDP__ABORT_BYTES];
+  cddp__link *links[32];
+  char kept[CDDP__ERROR_MAX];
+  double deadline = cddp__now() + 0.3;
+  int next = 0, n, i, left;
+  memcpy(kept, cddp__error_text, sizeof kept);
+  memset(body, 0, sizeof body);
+  cddp__put32(body, cddp__load32(&g->board->broken) - 2);
+  memcpy(body + 4, g->board->broken_text, CDDP__ERROR_MAX);
+  while ((n = cddp__abort_call(g, &next, links, 32)) > 0) {
+    do {
+      for (i = left = 0; i < n; i++) {
+        if (cddp__link_shake(x->net, links[i]) &&
+            cddp__link_io(links[i], body, sizeof body, &links[i]->sent, true) == 1)
+          cddp__link_end(links[i], 0);
+        left += links[i]->state != CDDP__LINK_DEAD;
+      }
+      if (left > 0) cddp__sleep(2e-4);
+    } while (left > 0 && cddp__now() < deadline);
+    for (i = 0; i < n; i++) cddp__link_free(x->net, links[i]);
+  }
+  memcpy(cddp__error_text, kept, sizeof kept);
+}
+
+/* Gives the cause of a failure that this rank sees the effect of a moment to arrive. */
+static cddp_result cddp__hosts_news(cddp_group *g) {
+  double deadline = cddp__now() + CDDP__NEWS_S;
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && cddp__now() < deadline) {
+    cddp__hosts_look(g);
+    if ((r = cddp__check_board(g)) == CDDP_OK) r = cddp__look_after_peers(g);
+    if (r == CDDP_OK) cddp__sleep(5e-4);
+  }
+  return r;
+}
+
+/* A collective link has ended. */
+static cddp_result cddp__hosts_lost(cddp_group *g, const cddp__link *l) {
+  char who[160], how[128], what[320];
+  cddp_result r = cddp__hosts_news(g);
+  if (r != CDDP_OK) return r;
+  cddp__name_rank(g, l->rank, who, sizeof who);
+  cddp__describe_link_end(l, how, sizeof how);
+  cddp__describe_here(g, what, sizeof what);
+  cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was waiting for it in %s", who, how, g->rank, what);
+  return cddp__break(g, CDDP_PEER_LOST);
+}
+
+/* Nothing has come from a rank until the deadline. */
+static cddp_result cddp__hosts_late(cddp_group *g, int rank) {
+  const cddp__hosts *x = g->hosts;
+  int host = x->host_of[rank], others = x->first[host + 1] - x->first[host] - 1;
+  char who[160], what[320], more[48] = "";
+  cddp_result r = cddp__hosts_news(g);
+  if (r != CDDP_OK) return r;
+  cddp__name_rank(g, rank, who, sizeof who);
+  cddp__describe_here(g, what, sizeof what);
+  if (others > 0)
+    snprintf(more, sizeof more, " or one of the %d rank%s with it", others, others > 1 ? "s" : "");
+  cddp__fail(CDDP_TIMEOUT,
+             "timed out after %g s: %s%s did not come to %s, or that host cannot be reached",
+             g->timeout_s, who, more, what);
+  return cddp__break(g, CDDP_TIMEOUT);
+}
+
+/* Nothing could be moved: polls, then sleeps until a watched descriptor is ready, for at most a few
+   ms. late: a rank that is waited for, for the message. */
+static cddp_result cddp__hosts_pause(cddp_group *g, cddp__patience *w, int late,
+                                     cddp__idle_fn idle) {
+  cddp__hosts *x = g->hosts;
+  cddp_result r;
+  double now;
+  bool joining = false;
+  int i;
+  if (w->spins++ < (g->spin >= CDDP__SPIN ? 100 : 1)) {
+    if (g->spin < CDDP__SPIN) sched_yield();
+    return CDDP_OK;
+  }
+  if ((r = cddp__check_board(g)) != CDDP_OK) return r;
+  if (idle != NULL) idle(g);
+  now = cddp__now();
+  for (i = 0; i < g->size && !joining; i++)
+    joining = x->links[i] != NULL && x->links[i]->state < CDDP__LINK_UP;
+  joining = joining || w->nfds == 0;
+  x->fds[w->nfds].fd = x->net->listener;
+  x->fds[w->nfds].events = POLLIN;
+  poll(x->fds, (nfds_t)w->nfds + 1, joining ? 1 : 5);
+  if (now >= w->look || joining) {
+    if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
+    w->look = now + CDDP__NAP_S / 2;
+  }
+  return now >= w->deadline ? cddp__hosts_late(g, late) : CDDP_OK;
+}
+
+/* --- moving messages of collectives --- */
+
+/* The collective link to a rank, made if need be; *link NULL: it is not up yet. */
+static cddp_result cddp__hosts_link(cddp_group *g, int rank, cddp__link **link) {
+  cddp__hosts *x = g->hosts;
+  cddp__link *l = x->links[rank];
+  *link = NULL;
+  if (l == NULL) {
+    if (g->world[g->rank] < g->world[rank]) {
+      l = cddp__link_call(x->net, g->world[rank], CDDP__LINK_COLLECTIVE, g->id);
+      if (l == NULL) return cddp__break(g, CDDP_SYSTEM);
+    } else if ((l = cddp__net_claim(x->net, g->id, CDDP__LINK_COLLECTIVE, g->world[rank])) == NULL) {
+      return CDDP_OK;
+    }
+    l->rank = rank;
+    pthread_mutex_lock(&g->fail_lock);
+    x->links[rank] = l;
+    pthread_mutex_unlock(&g->fail_lock);
+  }
+  if (l->state < CDDP__LINK_UP) cddp__link_shake(x->net, l);
+  if (l->state == CDDP__LINK_DEAD) return cddp__hosts_lost(g, l);
+  if (l->state == CDDP__LINK_UP) *link = l;
+  return CDDP_OK;
+}
+
+/* Goes on with the messages of one direction. *left: how many there still are, *late: whose. */
+static cddp_result cddp__deliver_some(cddp_group *g, cddp__patience *w, cddp__item *items, int n,
+                                      bool out, bool *moved, int *left, int *late) {
+  cddp__hosts *x = g->hosts;
+  cddp_result r;
+  int i;
+  x->pass++; /* of two messages on one link the second waits */
+  for (i = 0; i < n; i++) {
+    cddp__item *it = &items[i];
+    cddp__link *l;
+    int done;
+    if (it->size == 0) continue;
+    ++*left;
+    *late = it->rank;
+    if ((r = cddp__hosts_link(g, it->rank, &l)) != CDDP_OK) return r;
+    if (l == NULL) cddp__watch_fd(g, w, x->links[it->rank], true);
+    if (l == NULL || l->pass == x->pass) continue;
+    done = out ? cddp__link_push(l, it->data, it->size) : cddp__link_pull(l, it->data, it->size);
+    if (done < 0) return cddp__hosts_lost(g, l);
+    if (done == 0) {
+      l->pass = x->pass;
+      cddp__watch_fd(g, w, l, out);
+      continue;
+    }
+    it->size = 0;
+    --*left;
+    *moved = true;
+  }
+  return CDDP_OK;
+}
+
+/* Sends x->outs and receives x->ins, those of one link in the order in which they stand. */
+static cddp_result cddp__deliver(cddp_group *g, int outs, int ins, cddp__idle_fn idle) {
+  cddp__hosts *x = g->hosts;
+  cddp__patience w;
+  cddp_result r = CDDP_OK;
+  cddp__patience_begin(g, &w);
+  for (;;) {
+    bool moved = false;
+    int left = 0, late = -1;
+    w.nfds = 0;
+    r = cddp__deliver_some(g, &w, x->outs, outs, true, &moved, &left, &late);
+    if (r == CDDP_OK) r = cddp__deliver_some(g, &w, x->ins, ins, false, &moved, &left, &late);
+    if (r != CDDP_OK || left == 0) return r;
+    if (moved)
+      cddp__patience_begin(g, &w);
+    else if ((r = cddp__hosts_pause(g, &w, late, idle)) != CDDP_OK)
+      return r;
+  }
+}
+
+static void cddp__item_set(cddp__item *it, int rank, const void *data, size_t size) {
+  it->rank = rank;
+  memcpy(&it->data, &data, sizeof it->data); /* what is sent is not written to */
+  it->size = size;
+}
+
+/* --- steps --- */
+
+static int cddp__host_size(const cddp__hosts *x, int host) {
+  return x->first[host + 1] - x->first[host];
+}
+
+/* The leader waits until its host's other ranks have announced the step. */
+static cddp_result cddp__await_locals(cddp_group *g, cddp__idle_fn idle) {
+  cddp__hosts *x = g->hosts;
+  const int *ranks = x->ranks + x->first[x->mine];
+  cddp_result r;
+  int i;
+  if (g->crowded)
+    return cddp__wait_word(g, &g->board->arrivals, g->arrive_target + (uint32_t)g->locals - 1, idle);
+  for (i = 1; i < g->locals; i++)
+    if ((r = cddp__wait_word(g, &cddp__line_of(g, ranks[i], g->step)->seq, g->step, idle)) != CDDP_OK)
+      return r;
+  return CDDP_OK;
+}
+
+static void cddp__put_line(unsigned char *out, const cddp__line *line, uint32_t step) {
+  cddp__put32(out, line->call);
+  cddp__put32(out + 4, (uint32_t)line->root);
+  cddp__put64(out + 8, line->count);
+  cddp__put32(out + 16, line->extra);
+  cddp__put32(out + 20, step);
+  memcpy(out + 24, line->u.bytes, CDDP__INLINE);
+}
+
+/* The leaders' exchange, into x->lines: this host's lines first, then the next host's, and so on. */
+static cddp_result cddp__exchange_lines(cddp_group *g, cddp__idle_fn idle) {
+  cddp__hosts *x = g->hosts;
+  size_t have = (size_t)g->locals * CDDP__LINE_BYTES, at;
+  cddp_result r = CDDP_OK;
+  int d, i, n;
+  if (x->count <= CDDP__DIRECT_HOSTS) {
+    for (i = 1, at = have; i < x->count; i++) {
+      int host = (x->mine + i) % x->count, leader = x->ranks[x->first[host]];
+      size_t bytes = (size_t)cddp__host_size(x, host) * CDDP__LINE_BYTES;
+      cddp__item_set(&x->outs[i - 1], leader, x->lines, have);
+      cddp__item_set(&x->ins[i - 1], leader, x->lines + at, bytes);
+      at += bytes;
+    }
+    return cddp__deliver(g, x->count - 1, x->count - 1, idle);
+  }
+  for (d = 1; r == CDDP_OK && d < x->count; d *= 2) { /* has d hosts' lines, gets as many more */
+    int to = (x->mine + x->count - d) % x->count, from = (x->mine + d) % x->count;
+    size_t out = 0, in = 0;
+    n = d < x->count - d ? d : x->count - d;
+    for (i = 0; i < n; i++) {
+      out += (size_t)cddp__host_size(x, (x->mine + i) % x->count) * CDDP__LINE_BYTES;
+      in += (size_t)cddp__host_size(x, (from + i) % x->count) * CDDP__LINE_BYTES;
+    }
+    cddp__item_set(&x->outs[0], x->ranks[x->first[to]], x->lines, out);
+    cddp__item_set(&x->ins[0], x->ranks[x->first[from]], x->lines + have, in);
+    r = cddp__deliver(g, 1, 1, idle);
+    have += in;
+  }
+  return r;
+}
+
+/* Writes the other hosts' lines into their seats; the lowest remote rank's last, for which ranks of
+   this host wait first. */
+static cddp_result cddp__mirror_lines(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  int p;
+  for (p = g->size - 1; p >= 0; p--) {
+    cddp__line *line = cddp__line_of(g, p, g->step);
+    const unsigned char *in;
+    int host = x->host_of[p];
+    if (host == x->mine) continue;
+    in = x->lines + (size_t)(x->line_at[host] + x->number[p]) * CDDP__LINE_BYTES;
+    if (cddp__get32(in + 20) != g->step) {
+      cddp__fail(CDDP_NETWORK, "rank %d is at step %u of the group, rank %d at %u", p,
+                 cddp__get32(in + 20), g->rank, g->step);
+      return cddp__break(g, CDDP_NETWORK);
+    }
+    line->call = cddp__get32(in);
+    line->root = (int32_t)cddp__get32(in + 4);
+    line->count = cddp__get64(in + 8);
+    line->extra = cddp__get32(in + 16);
+    memcpy(line->u.bytes, in + 24, CDDP__INLINE);
+    cddp__exchange32(&line->seq, g->step);
+  }
+  if (!g->crowded && cddp__load32(&g->board->sleepers) != 0)
+    cddp__futex_wake(&cddp__line_of(g, x->lowest_remote, g->step)->seq);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__hosts_meet(cddp_group *g, cddp__idle_fn idle) {
+  cddp__hosts *x = g->hosts;
+  cddp_result r;
+  int i;
+  if (x->me != 0) return CDDP_OK;
+  if ((r = cddp__await_locals(g, idle)) != CDDP_OK) return r;
+  for (i = 0; i < g->locals; i++)
+    cddp__put_line(x->lines + (size_t)i * CDDP__LINE_BYTES,
+                   cddp__line_of(g, x->ranks[x->first[x->mine] + i], g->step), g->step);
+  if ((r = cddp__exchange_lines(g, idle)) != CDDP_OK) return r;
+  return cddp__mirror_lines(g);
+}
+
+/* A step of this host's ranks alone, begun by the caller. The other hosts take it too, at their own
+   time: the numbers stay the same everywhere. */
+static cddp_result cddp__local_sync(cddp_group *g, const cddp__call *c, uint32_t phase,
+                                    cddp__idle_fn idle) {
+  cddp__hosts *x = g->hosts;
+  cddp__line *mine = cddp__line_of(g, g->rank, g->step);
+  const int *ranks = x->ranks + x->first[x->mine];
+  cddp_result r;
+  int i;
+  mine->call = cddp__call_code(c, phase);
+  mine->count = c->count;
+  mine->root = c->root;
+  mine->extra = 0;
+  cddp__exchange32(&mine->seq, g->step);
+  if (g->crowded) {
+    g->arrive_target += (uint32_t)g->locals;
+    if (!cddp__arrive(g)) return cddp__wait_word(g, &g->board->release, g->step, idle);
+    cddp__exchange32(&g->board->release, g->step);
+    if (cddp__load32(&g->board->sleepers) != 0) cddp__futex_wake(&g->board->release);
+    return CDDP_OK;
+  }
+  if (cddp__load32(&g->board->sleepers) != 0) cddp__futex_wake(&mine->seq);
+  for (i = 0; i < g->locals; i++)
+    if (i != x->me && (r = cddp__wait_word(g, &cddp__line_of(g, ranks[i], g->step)->seq, g->step,
+                                           idle)) != CDDP_OK)
+      return r;
+  return CDDP_OK;
+}
+
+/* --- all_reduce, reduce, broadcast: one slice's way through the hosts --- */
+
+/* Piece k of the slice [begin, end) is divided among the hosts into parts; host h owns the h-th. On
+   each link the messages of both directions are A0 A1 (A2 B0) (A3 B1) ..., those left out that have no
+   bytes or no purpose. */
+typedef struct cddp__relay {
+  cddp_group *g;
+  const cddp__call *c;
+  char *const *bufs;   /* [locals] element 0 of every local rank's buffer */
+  size_t begin, end;   /* elements */
+  size_t piece, most;  /* elements of a piece, of its largest part */
+  long pieces;
+  bool whole;          /* short: every part is the piece, all hosts add up all of it */
+  bool reduces, raw;   /* not broadcast; this host's sums are its only rank's buffer itself */
+  int root_host, root; /* -1 without one; the root's number if it is on this host, else -1 */
+  cddp_dtype dtype;
+  size_t esize, csize;
+  size_t mine_bytes, all_bytes; /* an element's nodes: of this host, of all */
+  char *out, *in, *sums, *result; /* in x->stage: CDDP__SLOTS of each, but one of sums */
+  long prepared, reduced; /* pieces whose sums are ready; whose own part is done */
+  int arrived[CDDP__SLOTS]; /* A messages of a piece */
+} cddp__relay;
+
+/* A message of the sequence. */
+typedef struct cddp__leg {
+  long k;
+  bool back;         /* B, not A */
+  size_t begin, n;   /* elements: absolute, count */
+  size_t bytes;
+} cddp__leg;
+
+static void cddp__relay_part(const cddp__relay *y, long k, int host, size_t *begin, size_t *n) {
+  size_t from = y->begin + (size_t)k * y->piece, to = cddp__min(from + y->piece, y->end), end;
+  *begin = 0;
+  end = to - from;
+  if (!y->whole)
+    cddp__slice(to - from, CDDP__CACHE_LINE / y->esize, y->g->hosts->count, host, begin, &end);
+  *n = end - *begin;
+  *begin += from;
+}
+
+/* Whether host `from` sends host `to` such messages at all. */
+static bool cddp__relay_sends(const cddp__relay *y, int from, int to, bool back) {
+  if (y->whole) return !back;
+  if (y->c->kind == CDDP__KIND_BROADCAST) return back ? to != y->root_host : from == y->root_host;
+  return !back || y->c->kind == CDDP__KIND_ALL_REDUCE || to == y->root_host;
+}
+
+/* The message at `at` of the sequence from one host to another; false: there is none. */
+static bool cddp__relay_leg(const cddp__relay *y, int from, int to, long at, cddp__leg *m) {
+  const cddp__hosts *x = y->g->hosts;
+  m->back = (at & 1) != 0;
+  m->k = at / 2 - (m->back ? CDDP__AHEAD : 0);
+  if (m->k < 0 || m->k >= y->pieces || !cddp__relay_sends(y, from, to, m->back)) return false;
+  cddp__relay_part(y, m->k, m->back ? from : to, &m->begin, &m->n);
+  m->bytes = m->n * (m->back || !y->reduces ? y->esize : x->node_bytes[from + 1] - x->node_bytes[from]);
+  return m->n > 0;
+}
+
+static long cddp__relay_end(const cddp__relay *y) { return 2 * (y->pieces + CDDP__AHEAD); }
+
+/* Skips what there is no message for. */
+static bool cddp__relay_next(const cddp__relay *y, int from, int to, long *at, cddp__leg *m) {
+  for (; *at < cddp__relay_end(y); ++*at)
+    if (cddp__relay_leg(y, from, to, *at, m)) return true;
+  return false;
+}
+
+static const void *cddp__relay_local(const cddp__relay *y, int number, size_t begin) {
+  return y->bufs[number] + begin * y->esize;
+}
+
+/* The sum of one of this host's nodes, into dst. */
+static void cddp__relay_sum(const cddp__relay *y, const cddp__node *node, char *dst, size_t begin,
+                            size_t n) {
+  cddp__hosts *x = y->g->hosts;
+  int r;
+  if (node->high - node->low == 1) {
+    memcpy(dst, cddp__relay_local(y, x->number[node->low], begin), n * y->esize);
+    return;
+  }
+  for (r = node->low; r < node->high; r++)
+    x->pointers[r - node->low] = cddp__relay_local(y, x->number[r], begin);
+  cddp__reduce_part(dst, x->pointers, node->high - node->low, n, y->dtype, (cddp_op)y->c->op);
+}
+
+/* Where this host's sums for another's part of piece k wait to be sent. */
+static char *cddp__relay_out(const cddp__relay *y, long k, int host) {
+  size_t part = y->most * y->mine_bytes, slot = y->whole ? part : part * (size_t)y->g->hosts->count;
+  return y->out + (size_t)(k % CDDP__SLOTS) * slot + (y->whole ? 0 : (size_t)host) * part;
+}
+
+/* And where another host's sums for this one's part go. */
+static char *cddp__relay_in(const cddp__relay *y, long k, int host) {
+  return y->in + y->most * ((size_t)(k % CDDP__SLOTS) * y->all_bytes + y->g->hosts->node_bytes[host]);
+}
+
+static void cddp__relay_copies(const cddp__relay *y, size_t begin, size_t n, int from) {
+  int t;
+  for (t = 0; t < y->g->locals; t++)
+    if (t != from)
+      memcpy(y->bufs[t] + begin * y->esize, cddp__relay_local(y, from, begin), n * y->esize);
+}
+
+/* Makes the sums of the next piece that others are to get, if its place is free again. */
+static bool cddp__relay_prepare(cddp__relay *y) {
+  cddp__hosts *x = y->g->hosts;
+  size_t begin, n;
+  long k = y->prepared;
+  int h, i;
+  if (k == y->pieces) return false;
+  if (!y->reduces) {
+    begin = y->begin + (size_t)k * y->piece;
+    if (y->root >= 0) cddp__relay_copies(y, begin, cddp__min(y->piece, y->end - begin), y->root);
+  } else if (!y->raw) {
+    for (h = 0; h < x->count; h++)
+      if (h != x->mine && x->out_at[h] <= 2 * (k - CDDP__SLOTS)) return false;
+    for (h = 0; h < x->count; h++) {
+      if (h == x->mine || (y->whole && h != (x->mine == 0))) continue;
+      cddp__relay_part(y, k, h, &begin, &n);
+      for (i = 0; i < x->node_count; i++)
+        if (x->nodes[i].host == x->mine)
+          cddp__relay_sum(y, &x->nodes[i], cddp__relay_out(y, k, h) + n * x->node_at[i], begin, n);
+    }
+  }
+  y->prepared++;
+  return true;
+}
+
+/* Where the result of this host's part goes first. */
+static char *cddp__relay_dst(const cddp__relay *y, long k, size_t begin) {
+  const cddp__hosts *x = y->g->hosts;
+  if (y->c->kind == CDDP__KIND_ALL_REDUCE) return y->bufs[x->me] + begin * y->esize;
+  if (y->root >= 0) return y->bufs[y->root] + begin * y->esize;
+  if (!y->reduces) return y->bufs[x->me] + begin * y->esize;
+  return y->result + (size_t)(k % CDDP__SLOTS) * y->most * y->esize;
+}
+
+/* Adds up what has come for this host's part of piece k. */
+static void cddp__relay_fold(cddp__relay *y, long k, size_t begin, size_t n) {
+  cddp__hosts *x = y->g->hosts;
+  char *sums = y->sums, *dst = cddp__relay_dst(y, k, begin);
+  int i;
+  for (i = 0; i < x->node_count; i++) { /* own sums first: they need x->pointers too */
+    const cddp__node *node = &x->nodes[i];
+    if (node->host != x->mine || node->high - node->low == 1) continue;
+    cddp__relay_sum(y, node, sums, begin, n);
+    sums += n * y->csize;
+  }
+  for (i = 0, sums = y->sums; i < x->node_count; i++) {
+    const cddp__node *node = &x->nodes[i];
+    bool single = node->high - node->low == 1;
+    if (node->host != x->mine) {
+      x->pointers[i] = cddp__relay_in(y, k, node->host) + n * x->node_at[i];
+    } else if (single) {
+      x->pointers[i] = cddp__relay_local(y, x->number[node->low], begin);
+    } else {
+      x->pointers[i] = sums;
+      sums += n * y->csize;
+    }
+  }
+  cddp__reduce_nodes(dst, x->pointers, x->widths, x->node_count, y->g->size, n, y->dtype,
+                     (cddp_op)y->c->op);
+  if (y->c->kind == CDDP__KIND_ALL_REDUCE) cddp__relay_copies(y, begin, n, x->me);
+}
+
+/* Finishes this host's part of the next piece, if all of it is there. */
+static bool cddp__relay_reduce(cddp__relay *y) {
+  cddp__hosts *x = y->g->hosts;
+  long k = y->reduced;
+  size_t begin, n;
+  int h, due = 0;
+  if (k == y->pieces || y->prepared <= k) return false;
+  cddp__relay_part(y, k, x->mine, &begin, &n);
+  for (h = 0; n > 0 && h < x->count; h++)
+    due += h != x->mine && cddp__relay_sends(y, h, x->mine, false);
+  if (y->arrived[k % CDDP__SLOTS] < due) return false;
+  if (y->c->kind == CDDP__KIND_REDUCE && y->root < 0 && /* its place may be on its way still */
+      x->out_at[y->root_host] <= 2 * (k - CDDP__SLOTS + CDDP__AHEAD) + 1)
+    return false;
+  if (y->whole) /* the piece itself is the result's place: all must have been sent */
+    for (h = 0; h < x->count; h++)
+      if (h != x->mine && x->out_at[h] <= 2 * k) return false;
+  if (y->reduces && n > 0) cddp__relay_fold(y, k, begin, n);
+  if (!y->reduces && n > 0 && y->root < 0) cddp__relay_copies(y, begin, n, x->me);
+  y->arrived[k % CDDP__SLOTS] = 0;
+  y->reduced++;
+  return true;
+}
+
+/* Sends to host h as much as is ready. 1: something moved, 0: not, -1: its link has ended. */
+static int cddp__relay_push(cddp__relay *y, cddp__patience *w, int h, cddp__link *l) {
+  cddp__hosts *x = y->g->hosts;
+  cddp__leg m;
+  int moved = 0, done;
+  while (cddp__relay_next(y, x->mine, h, &x->out_at[h], &m)) {
+    const void *data;
+    if (m.back ? m.k >= y->reduced : m.k >= y->prepared) break;
+    if (m.back)
+      data = cddp__relay_dst(y, m.k, m.begin);
+    else if (y->reduces && !y->raw)
+      data = cddp__relay_out(y, m.k, h);
+    else
+      data = cddp__relay_local(y, y->reduces ? x->me : y->root, m.begin);
+    if ((done = cddp__link_push(l, data, m.bytes)) < 0) return -1;
+    if (done == 0) {
+      cddp__watch_fd(y->g, w, l, true);
+      break;
+    }
+    x->out_at[h]++;
+    moved = 1;
+  }
+  return moved;
+}
+
+static int cddp__relay_pull(cddp__relay *y, cddp__patience *w, int h, cddp__link *l) {
+  cddp__hosts *x = y->g->hosts;
+  cddp__leg m;
+  int moved = 0, done;
+  while (cddp__relay_next(y, h, x->mine, &x->in_at[h], &m)) {
+    char *to = cddp__relay_in(y, m.k, h);
+    if (!m.back && m.k >= y->reduced + CDDP__SLOTS) break;
+    if (m.back || !y->reduces) to = y->bufs[y->root >= 0 ? y->root : x->me] + m.begin * y->esize;
+    if ((done = cddp__link_pull(l, to, m.bytes)) < 0) return -1;
+    if (done == 0) {
+      cddp__watch_fd(y->g, w, l, false);
+      break;
+    }
+    if (!m.back) y->arrived[m.k % CDDP__SLOTS]++;
+    if (m.back && y->c->kind != CDDP__KIND_REDUCE) cddp__relay_copies(y, m.begin, m.n, x->me);
+    x->in_at[h]++;
+    moved = 1;
+  }
+  return moved;
+}
+
+/* One round over all hosts. *late: a rank that there is still something to do with, -1: none. */
+static cddp_result cddp__relay_round(cddp__relay *y, cddp__patience *w, bool *moved, int *late) {
+  cddp__hosts *x = y->g->hosts;
+  cddp_result r;
+  cddp__leg m;
+  int i;
+  w->nfds = 0;
+  for (i = 1; i < x->count; i++) {
+    int h = (x->mine + i) % x->count, rank = x->ranks[x->first[h] + x->me], a, b;
+    bool out = cddp__relay_next(y, x->mine, h, &x->out_at[h], &m);
+    bool in = cddp__relay_next(y, h, x->mine, &x->in_at[h], &m);
+    cddp__link *l;
+    if (!out && !in) continue;
+    if (*late < 0 || in) *late = rank;
+    if ((r = cddp__hosts_link(y->g, rank, &l)) != CDDP_OK) return r;
+    if (l == NULL) cddp__watch_fd(y->g, w, x->links[rank], true);
+    if (l == NULL) continue;
+    a = cddp__relay_push(y, w, h, l);
+    b = a < 0 ? a : cddp__relay_pull(y, w, h, l);
+    if (b < 0) return cddp__hosts_lost(y->g, l);
+    *moved = *moved || a + b > 0;
+  }
+  while (cddp__relay_prepare(y)) {
+    *moved = true;
+    if (y->prepared > y->reduced + CDDP__AHEAD) break; /* rather send what is ready */
+  }
+  while (cddp__relay_reduce(y)) *moved = true;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__relay_run(cddp__relay *y) {
+  cddp__hosts *x = y->g->hosts;
+  cddp__patience w;
+  cddp_result r;
+  memset(x->out_at, 0, (size_t)x->count * sizeof *x->out_at);
+  memset(x->in_at, 0, (size_t)x->count * sizeof *x->in_at);
+  cddp__patience_begin(y->g, &w);
+  for (;;) {
+    bool moved = false;
+    int late = -1;
+    if ((r = cddp__relay_round(y, &w, &moved, &late)) != CDDP_OK) return r;
+    if (late < 0 && y->reduced == y->pieces && !moved) return CDDP_OK;
+    if (late < 0) late = x->lowest_remote;
+    if (moved)
+      cddp__patience_begin(y->g, &w);
+    else if ((r = cddp__hosts_pause(y->g, &w, late, cddp__serve_idle)) != CDDP_OK)
+      return r;
+  }
+}
+
+/* Bytes an element of every host's nodes, and where each begins among its host's: those of several
+   ranks first, as their elements may be wider. */
+static void cddp__count_node_bytes(cddp__hosts *x, size_t esize, size_t csize) {
+  int i, pass;
+  memset(x->node_bytes, 0, ((size_t)x->count + 1) * sizeof *x->node_bytes);
+  for (pass = 0; pass < 2; pass++)
+    for (i = 0; i < x->node_count; i++) {
+      size_t *sum = &x->node_bytes[x->nodes[i].host + 1];
+      if ((x->widths[i] == 1) != pass) continue;
+      x->node_at[i] = *sum;
+      *sum += pass ? esize : csize;
+    }
+  for (i = 0; i < x->count; i++) x->node_bytes[i + 1] += x->node_bytes[i];
+}
+
+static cddp_result cddp__hosts_stage(cddp_group *g, size_t bytes) {
+  cddp__hosts *x = g->hosts;
+  if (x->stage_size >= bytes) return CDDP_OK;
+  cddp__free(&x->net->allocator, x->stage);
+  x->stage = (char *)cddp__malloc(&x->net->allocator, bytes);
+  x->stage_size = x->stage != NULL ? bytes : 0;
+  return x->stage != NULL ? CDDP_OK : cddp__break(g, CDDP_OUT_OF_MEMORY);
+}
+
+/* Sizes of pieces and stages. */
+static cddp_result cddp__relay_plan(cddp__relay *y) {
+  const cddp__hosts *x = y->g->hosts;
+  size_t granule = CDDP__CACHE_LINE / y->esize, hosts = (size_t)x->count, out, in;
+  size_t part = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / hosts) * hosts / y->all_bytes;
+  part = cddp__round_up(cddp__max(part, 1), granule);
+  y->piece = part * hosts;
+  y->whole = y->c->kind == CDDP__KIND_ALL_REDUCE &&
+             (y->end - y->begin) * y->all_bytes <= CDDP__WHOLE_MOST;
+  if (y->whole) y->piece = y->end - y->begin;
+  y->most = y->whole ? cddp__round_up(y->piece, granule) : part;
+  y->pieces = (long)((y->end - y->begin + y->piece - 1) / cddp__max(y->piece, 1));
+  y->raw = y->reduces && !y->whole && y->g->locals == 1;
+  out = y->most * y->mine_bytes * (y->whole ? 1 : hosts);
+  in = y->most * y->all_bytes;
+  y->out = y->in = y->sums = y->result = NULL;
+  if (!y->reduces) return CDDP_OK;
+  out = cddp__round_up(y->raw ? 0 : out, CDDP__CACHE_LINE);
+  in = cddp__round_up(in, CDDP__CACHE_LINE);
+  {
+    size_t sums = cddp__round_up(y->most * y->mine_bytes, CDDP__CACHE_LINE);
+    cddp_result r = cddp__hosts_stage(
+        y->g, CDDP__SLOTS * (out + in + cddp__round_up(y->most * y->esize, CDDP__CACHE_LINE)) + sums);
+    if (r != CDDP_OK) return r;
+    y->out = x->stage;
+    y->in = y->out + CDDP__SLOTS * out;
+    y->sums = y->in + CDDP__SLOTS * in;
+    y->result = y->sums + sums;
+  }
+  return CDDP_OK;
+}
+
+/* One call's elements [0, count) of bufs, the buffers of this host's ranks, all in memory that each
+   of them sees. Its ranks have met before and meet afterwards. */
+static cddp_result cddp__relay_call(cddp_group *g, const cddp__call *c, char *const *bufs, size_t count) {
+  cddp__hosts *x = g->hosts;
+  cddp__relay y;
+  cddp_result r;
+  if (x->me >= x->carriers) return CDDP_OK;
+  memset(&y, 0, sizeof y);
+  y.g = g;
+  y.c = c;
+  y.bufs = bufs;
+  y.dtype = (cddp_dtype)c->dtype;
+  y.esize = c->esize;
+  y.csize = c->dtype == CDDP_F16 || c->dtype == CDDP_BF16 ? 4 : c->esize;
+  y.reduces = c->kind != CDDP__KIND_BROADCAST;
+  y.root_host = c->root >= 0 ? x->host_of[c->root] : -1;
+  y.root = y.root_host == x->mine ? x->number[c->root] : -1;
+  cddp__slice(count, CDDP__CACHE_LINE / y.esize, x->carriers, x->me, &y.begin, &y.end);
+  if (y.begin == y.end) return CDDP_OK;
+  cddp__count_node_bytes(x, y.esize, y.csize);
+  y.mine_bytes = x->node_bytes[x->mine + 1] - x->node_bytes[x->mine];
+  y.all_bytes = x->node_bytes[x->count];
+  if ((r = cddp__relay_plan(&y)) != CDDP_OK) return r;
+  return cddp__relay_run(&y);
+}
+
+/* --- the other collectives: rank to rank --- */
+
+static void cddp__copy(void *to, const void *from, size_t n) {
+  if (n > 0 && to != from) memcpy(to, from, n);
+}
+
+/* A call on its way through this room. Elements [begin, begin + n) of each share at a time. */
+typedef struct cddp__tour {
+  cddp_group *g;
+  const cddp__call *c;
+  size_t begin, n;
+  int half; /* of the scratch */
+  int outs, ins;
+} cddp__tour;
+
+/* How many shares of n elements a rank shows to its host's others. */
+static size_t cddp__shown(const cddp_group *g, const cddp__call *c) {
+  switch (c->kind) {
+  case CDDP__KIND_REDUCE_SCATTER: return (size_t)g->size;
+  case CDDP__KIND_SCATTER:
+  case CDDP__KIND_ALL_TO_ALL: return (size_t)g->hosts->most;
+  default: return 1;
+  }
+}
+
+/* This host's local rank t's share for rank `to`, where this rank can see it: in t's buffer, or in its
+   scratch. */
+static const char *cddp__share_of(const cddp__tour *v, int t, int to) {
+  const cddp__hosts *x = v->g->hosts;
+  const cddp__call *c = v->c;
+  bool many = cddp__shown(v->g, c) > 1;
+  if (x->bufs[t] != NULL)
+    return x->bufs[t] + ((c->kind == CDDP__KIND_GATHER || c->kind == CDDP__KIND_ALL_GATHER
+                              ? 0
+                              : (size_t)to * c->count) +
+                         v->begin) *
+                            c->esize;
+  if (c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_ALL_TO_ALL) to = x->number[to];
+  return x->scratch[t] + (size_t)v->half * CDDP__HALF + (many ? (size_t)to * v->n * c->esize : 0);
+}
+
+static char *cddp__landing(const cddp__tour *v, int t) {
+  return v->g->hosts->scratch[t] + (size_t)v->half * CDDP__HALF + CDDP__SCRATCH;
+}
+
+/* Copies this rank's shares into its scratch, if its buffer is not shared and others want them. */
+static void cddp__show(const cddp__tour *v) {
+  const cddp__hosts *x = v->g->hosts;
+  const cddp__call *c = v->c;
+  const char *send = c->send != NULL ? (const char *)c->send + v->begin * c->esize : NULL;
+  const int *here = x->ranks + x->first[x->mine];
+  char *to = x->scratch[x->me] + (size_t)v->half * CDDP__HALF;
+  size_t bytes = v->n * c->esize;
+  int r;
+  if (x->bufs[x->me] != NULL) return;
+  if (c->root >= 0 && x->host_of[c->root] != x->mine) return;
+  switch (c->kind) {
+  case CDDP__KIND_REDUCE_SCATTER:
+    for (r = 0; r < v->g->size; r++)
+      memcpy(to + (size_t)r * bytes, send + (size_t)r * c->count * c->esize, bytes);
+    break;
+  case CDDP__KIND_SCATTER:
+    if (v->g->rank != c->root) break;
+    /* fall through */
+  case CDDP__KIND_ALL_TO_ALL:
+    for (r = 0; r < v->g->locals; r++)
+      memcpy(to + (size_t)r * bytes, send + (size_t)here[r] * c->count * c->esize, bytes);
+    break;
+  default:
+    memcpy(to, send, bytes);
+  }
+}
+
+static void cddp__add_out(cddp__tour *v, int rank, const void *data, size_t bytes) {
+  cddp__item_set(&v->g->hosts->outs[v->outs++], rank, data, bytes);
+}
+
+static void cddp__add_in(cddp__tour *v, int rank, void *data, size_t bytes) {
+  cddp__item_set(&v->g->hosts->ins[v->ins++], rank, data, bytes);
+}
+
+/* Which of `host`'s ranks deals with rank: they take turns. */
+static int cddp__dealer(const cddp__hosts *x, int host, int rank) {
+  return x->ranks[x->first[host] + x->number[rank] % cddp__host_size(x, host)];
+}
+
+/* all_gather: one rank of each other host gets this rank's share, for all of that host. */
+static void cddp__tour_all_gather(cddp__tour *v) {
+  const cddp__hosts *x = v->g->hosts;
+  const cddp__call *c = v->c;
+  size_t bytes = v->n * c->esize;
+  char *landing = cddp__landing(v, x->me);
+  int h, r;
+  for (h = 0; h < x->count; h++)
+    if (h != x->mine)
+      cddp__add_out(v, cddp__dealer(x, h, v->g->rank), (const char *)c->send + v->begin * c->esize,
+                    bytes);
+  for (r = 0; r < v->g->size; r++) {
+    if (x->host_of[r] == x->mine || cddp__dealer(x, x->mine, r) != v->g->rank) continue;
+    cddp__add_in(v, r, landing, bytes);
+    landing += bytes;
+  }
+}
+
+/* gather, scatter, all_to_all: straight between the ranks' own buffers. */
+static cddp_result cddp__tour_direct(cddp__tour *v) {
+  const cddp__hosts *x = v->g->hosts;
+  const cddp__call *c = v->c;
+  bool all = c->kind == CDDP__KIND_ALL_TO_ALL, copied = all && c->send == c->recv;
+  size_t bytes = v->n * c->esize, at = v->begin * c->esize, share = c->count * c->esize;
+  const char *send = c->send != NULL ? (const char *)c->send + at : NULL;
+  char *recv = c->recv != NULL ? (char *)c->recv + at : NULL;
+  cddp_result r;
+  int p;
+  if (copied && (r = cddp__hosts_stage(v->g, bytes * (size_t)v->g->size)) != CDDP_OK) return r;
+  for (p = 0; p < v->g->size; p++) {
+    bool gives = all || (c->kind == CDDP__KIND_GATHER ? p == c->root : v->g->rank == c->root);
+    bool gets = all || (c->kind == CDDP__KIND_GATHER ? v->g->rank == c->root : p == c->root);
+    const char *from = c->kind == CDDP__KIND_GATHER || !gives ? send : send + (size_t)p * share;
+    if (x->host_of[p] == x->mine) continue;
+    if (copied) from = (const char *)memcpy(x->stage + (size_t)p * bytes, from, bytes);
+    if (gives) cddp__add_out(v, p, from, bytes);
+    if (gets)
+      cddp__add_in(v, p, c->kind == CDDP__KIND_SCATTER ? recv : recv + (size_t)p * share, bytes);
+  }
+  return CDDP_OK;
+}
+
+/* The node's sum over its ranks' shares for rank `to`; a single rank's share itself. */
+static const void *cddp__tour_sum(const cddp__tour *v, const cddp__node *node, int to, char *space) {
+  cddp__hosts *x = v->g->hosts;
+  int r;
+  if (node->high - node->low == 1) return cddp__share_of(v, x->number[node->low], to);
+  for (r = node->low; r < node->high; r++)
+    x->pointers[r - node->low] = cddp__share_of(v, x->number[r], to);
+  cddp__reduce_part(space, x->pointers, node->high - node->low, v->n, (cddp_dtype)v->c->dtype,
+                    (cddp_op)v->c->op);
+  return space;
+}
+
+/* reduce_scatter: this host's sums for each rank elsewhere that this rank deals with; and what the
+   other hosts have for this one. */
+static cddp_result cddp__tour_reduce_scatter(cddp__tour *v) {
+  cddp__hosts *x = v->g->hosts;
+  cddp_group *g = v->g;
+  size_t own = x->node_bytes[x->mine + 1] - x->node_bytes[x->mine];
+  size_t room = cddp__round_up(v->n, CDDP__CACHE_LINE), all = room * x->node_bytes[x->count];
+  char *out;
+  cddp_result r;
+  int p, i, deals = 0;
+  for (p = 0; p < g->size; p++)
+    deals += x->host_of[p] != x->mine && cddp__dealer(x, x->mine, p) == g->rank;
+  r = cddp__hosts_stage(g, all + room * own * (size_t)(deals + 1));
+  if (r != CDDP_OK) return r;
+  out = x->stage + all;
+  for (p = 0; p < g->size; p++) {
+    if (x->host_of[p] == x->mine || cddp__dealer(x, x->mine, p) != g->rank) continue;
+    for (i = 0; i < x->node_count; i++) {
+      char *to = out + v->n * x->node_at[i];
+      const void *sum;
+      if (x->nodes[i].host != x->mine) continue;
+      sum = cddp__tour_sum(v, &x->nodes[i], p, to);
+      if (sum != to) memcpy(to, sum, v->n * v->c->esize);
+    }
+    cddp__add_out(v, p, out, v->n * own);
+    out += room * own;
+  }
+  for (i = 0; i < x->count; i++)
+    if (i != x->mine)
+      cddp__add_in(v, cddp__dealer(x, i, g->rank), x->stage + room * x->node_bytes[i],
+                   v->n * (x->node_bytes[i + 1] - x->node_bytes[i]));
+  return CDDP_OK;
+}
+
+/* Adds up this rank's share of a reduce_scatter. */
+static void cddp__tour_fold(cddp__tour *v) {
+  cddp__hosts *x = v->g->hosts;
+  size_t room = cddp__round_up(v->n, CDDP__CACHE_LINE);
+  char *own = x->stage + room * x->node_bytes[x->mine]; /* nobody has sent this host's */
+  int i;
+  for (i = 0; i < x->node_count; i++)
+    if (x->nodes[i].host == x->mine)
+      x->sums[i] = cddp__tour_sum(v, &x->nodes[i], v->g->rank, own + v->n * x->node_at[i]);
+  for (i = 0; i < x->node_count; i++)
+    if (x->nodes[i].host != x->mine)
+      x->sums[i] = x->stage + room * x->node_bytes[x->nodes[i].host] + v->n * x->node_at[i];
+  cddp__reduce_nodes((char *)v->c->recv + v->begin * v->c->esize, x->sums, x->widths, x->node_count,
+                     v->g->size, v->n, (cddp_dtype)v->c->dtype, (cddp_op)v->c->op);
+}
+
+/* Takes what this host's other ranks have, or have received, for this one. */
+static void cddp__tour_collect(cddp__tour *v) {
+  cddp__hosts *x = v->g->hosts;
+  const cddp__call *c = v->c;
+  const int *here = x->ranks + x->first[x->mine];
+  size_t bytes = v->n * c->esize, share = c->count * c->esize, *at = x->landed;
+  char *recv = c->recv != NULL ? (char *)c->recv + v->begin * c->esize : NULL;
+  int t, r;
+  if (c->kind == CDDP__KIND_SCATTER) {
+    if (x->host_of[c->root] == x->mine)
+      cddp__copy(recv, cddp__share_of(v, x->number[c->root], v->g->rank), bytes);
+    return;
+  }
+  if (c->kind == CDDP__KIND_GATHER && v->g->rank != c->root) return;
+  for (t = 0; t < v->g->locals; t++) {
+    const char *from = t == x->me && c->kind != CDDP__KIND_ALL_TO_ALL
+                           ? (const char *)c->send + v->begin * c->esize
+                           : cddp__share_of(v, t, v->g->rank);
+    cddp__copy(recv + (size_t)here[t] * share, from, bytes);
+  }
+  if (c->kind != CDDP__KIND_ALL_GATHER) return;
+  memset(at, 0, (size_t)v->g->locals * sizeof *at);
+  for (r = 0; r < v->g->size; r++) {
+    if (x->host_of[r] == x->mine) continue;
+    t = x->number[cddp__dealer(x, x->mine, r)];
+    memcpy(recv + (size_t)r * share, cddp__landing(v, t) + at[t], bytes);
+    at[t] += bytes;
+  }
+}
+
+static cddp_result cddp__local_step(cddp_group *g, const cddp__call *c) {
+  cddp__begin(g);
+  return cddp__local_sync(g, c, 5, cddp__serve_idle);
+}
+
+/* One piece of gather, scatter, all_gather, all_to_all or reduce_scatter. */
+static cddp_result cddp__tour_piece(cddp__tour *v) {
+  cddp_result r = CDDP_OK;
+  v->outs = v->ins = 0;
+  cddp__show(v);
+  if (v->c->kind == CDDP__KIND_REDUCE_SCATTER) {
+    if ((r = cddp__local_step(v->g, v->c)) != CDDP_OK) return r;
+    r = cddp__tour_reduce_scatter(v);
+  } else if (v->c->kind == CDDP__KIND_ALL_GATHER) {
+    cddp__tour_all_gather(v);
+  } else {
+    r = cddp__tour_direct(v);
+  }
+  if (r == CDDP_OK) r = cddp__deliver(v->g, v->outs, v->ins, cddp__serve_idle);
+  if (r != CDDP_OK) return r;
+  if (v->c->kind == CDDP__KIND_REDUCE_SCATTER) {
+    cddp__tour_fold(v);
+    return CDDP_OK;
+  }
+  if ((r = cddp__local_step(v->g, v->c)) != CDDP_OK) return r;
+  cddp__tour_collect(v);
+  return CDDP_OK;
+}
+
+static cddp_result cddp__tour_run(cddp_group *g, const cddp__call *c) {
+  size_t shown = cddp__shown(g, c), most = CDDP__SCRATCH / (shown * c->esize);
+  size_t csize = c->dtype == CDDP_F16 || c->dtype == CDDP_BF16 ? 4 : c->esize;
+  cddp__tour v;
+  cddp_result r = CDDP_OK;
+  memset(&v, 0, sizeof v);
+  v.g = g;
+  v.c = c;
+  if (c->kind == CDDP__KIND_ALL_GATHER)
+    most = cddp__min(most, CDDP__LANDING / ((size_t)g->size * c->esize));
+  cddp__count_node_bytes(g->hosts, c->esize, csize);
+  for (; r == CDDP_OK && v.begin < c->count; v.begin += v.n, v.half ^= 1) {
+    v.n = cddp__min(most, c->count - v.begin);
+    r = cddp__tour_piece(&v);
+  }
+  return r == CDDP_OK ? cddp__local_step(g, c) : r; /* nobody reads this rank's buffer any more */
+}
+
+/* --- a call --- */
+
+/* Every rank of the host makes its scratch and tells the others where, once. */
+static cddp_result cddp__hosts_scratch(cddp_group *g, const cddp__call *c) {
+  cddp__hosts *x = g->hosts;
+  const int *here = x->ranks + x->first[x->mine];
+  cddp__line *line = cddp__begin(g);
+  cddp_result r;
+  void *at = NULL;
+  int t;
+  char *mine = (char *)cddp__arena_alloc(g->host, 2 * CDDP__HALF);
+  memset(line->u.bytes, 0, CDDP__INLINE);
+  if (mine != NULL) line->u.ref = cddp__ref_of(g->host, mine, 2 * CDDP__HALF);
+  if ((r = cddp__local_sync(g, c, 6, cddp__serve_idle)) != CDDP_OK) {
+    cddp__arena_free(g->host, mine);
+    return r;
+  }
+  x->my_scratch = mine;
+  for (t = 0; t < g->locals; t++) {
+    const cddp__ref *ref = &cddp__line_of(g, here[t], g->step)->u.ref;
+    if (ref->kind == CDDP__REF_NONE) {
+      cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d has no memory for pieces of messages", here[t]);
+      return cddp__break(g, CDDP_OUT_OF_MEMORY);
+    }
+    if ((r = cddp__locate(g->host, ref, &at)) != CDDP_OK) return cddp__break(g, r);
+    x->scratch[t] = (char *)at;
+  }
+  x->has_scratch = true;
+  return CDDP_OK;
+}
+
+/* The buffer that a host's other ranks read, or write. */
+static cddp__ref cddp__hosts_ref(cddp_group *g, const cddp__call *c) {
+  bool pieces = c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_REDUCE_SCATTER ||
+                c->kind == CDDP__KIND_ALL_TO_ALL;
+  cddp__ref none;
+  memset(&none, 0, sizeof none);
+  if (c->kind == CDDP__KIND_SCATTER && g->rank != c->root) return none;
+  if (c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv) return none;
+  return cddp__ref_of(g->host, c->send, c->count * c->esize * (pieces ? (size_t)g->size : 1));
+}
+
+/* Finds the buffers of this host's ranks from the refs of the current step: NULL where one is not
+   shared. *direct: whether all ranks' are, on all hosts, as far as others need them. */
+static cddp_result cddp__hosts_locate(cddp_group *g, const cddp__call *c, bool *direct) {
+  cddp__hosts *x = g->hosts;
+  cddp_result r;
+  int p;
+  *direct = true;
+  for (p = 0; p < g->size; p++) {
+    const cddp__ref *ref = &cddp__line_of(g, p, g->step)->u.ref;
+    void *at = NULL;
+    if (ref->kind == CDDP__REF_NONE && cddp__host_size(x, x->host_of[p]) > 1) *direct = false;
+    if (x->host_of[p] != x->mine) continue;
+    if (ref->kind != CDDP__REF_NONE && p != g->rank &&
+        (r = cddp__locate(g->host, ref, &at)) != CDDP_OK)
+      return cddp__break(g, r);
+    if (p == g->rank && (g->locals == 1 || ref->kind != CDDP__REF_NONE))
+      memcpy(&at, &c->send, sizeof at);
+    x->bufs[x->number[p]] = (char *)at;
+  }
+  if (c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv) x->bufs[x->me] = NULL;
+  return CDDP_OK;
+}
+
+/* all_reduce, reduce, broadcast of buffers some of which are not shared: those pass through scratch,
+   piece by piece. */
+static cddp_result cddp__relay_staged(cddp_group *g, const cddp__call *c) {
+  cddp__hosts *x = g->hosts;
+  size_t most = CDDP__SCRATCH / c->esize, begin, n, bytes;
+  bool staged = x->bufs[x->me] == NULL, half = false;
+  bool reads = c->kind != CDDP__KIND_BROADCAST || g->rank == c->root;
+  bool writes = c->kind == CDDP__KIND_ALL_REDUCE || (c->kind == CDDP__KIND_REDUCE) == (g->rank == c->root);
+  cddp_result r;
+  int t;
+  for (begin = 0; begin < c->count; begin += n, half = !half) {
+    char *piece = (char *)c->recv + begin * c->esize, *space;
+    n = cddp__min(most, c->count - begin);
+    bytes = n * c->esize;
+    for (t = 0; t < g->locals; t++)
+      x->pieces[t] = x->bufs[t] != NULL ? x->bufs[t] + begin * c->esize
+                                        : x->scratch[t] + (half ? CDDP__HALF : 0);
+    space = x->pieces[x->me];
+    if (staged && reads) memcpy(space, piece, bytes);
+    if ((r = cddp__local_step(g, c)) != CDDP_OK) return r;
+    if ((r = cddp__relay_call(g, c, x->pieces, n)) != CDDP_OK) return r;
+    if ((r = cddp__local_step(g, c)) != CDDP_OK) return r;
+    if (staged && writes) memcpy(piece, space, bytes);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
+  cddp__hosts *x = g->hosts;
+  bool relayed = c->kind == CDDP__KIND_ALL_REDUCE || c->kind == CDDP__KIND_REDUCE ||
+                 c->kind == CDDP__KIND_BROADCAST, direct = false;
+  cddp__line *line = cddp__begin(g);
+  cddp_result r;
+  line->u.ref = cddp__hosts_ref(g, c);
+  r = cddp__sync(g, cddp__call_code(c, 4), c->count, c->root, 0, cddp__serve_idle);
+  if (r == CDDP_OK) r = cddp__enter(g);
+  if (r == CDDP_OK) r = cddp__hosts_locate(g, c, &direct);
+  if (r == CDDP_OK && relayed && direct) {
+    r = cddp__relay_call(g, c, x->bufs, c->count);
+    if (r == CDDP_OK) r = cddp__local_step(g, c);
+  } else if (r == CDDP_OK) {
+    if (!x->has_scratch) r = cddp__hosts_scratch(g, c);
+    if (r == CDDP_OK) r = relayed ? cddp__relay_staged(g, c) : cddp__tour_run(g, c);
+  }
+  return cddp__exit(g, r);
+}
+
+/* --- send and recv --- */
+
+#define CDDP__MAIL_MAGIC 0x4c4d4443u /* "CDML" */
+
+static void cddp__mail_head(unsigned char head[CDDP__LINK_HEAD], int tag, cddp_dtype dtype,
+                            size_t count, size_t bytes) {
+  memset(head, 0, CDDP__LINK_HEAD);
+  cddp__put32(head, CDDP__MAIL_MAGIC);
+  cddp__put32(head + 4, (uint32_t)tag);
+  cddp__put32(head + 8, (uint32_t)dtype);
+  cddp__put64(head + 16, count);
+  cddp__put64(head + 24, bytes);
+}
+
+/* The link for sends to a rank; NULL with the error set. mail_lock held. */
+static cddp__link *cddp__mail_link(cddp_group *g, int peer) {
+  cddp__hosts *x = g->hosts;
+  cddp__link *l;
+  int i;
+  for (i = 0; i < x->mail_outs; i++)
+    if (x->mail_out[i]->rank == peer) return x->mail_out[i];
+  l = cddp__link_call(x->net, g->world[peer], CDDP__LINK_MAIL, g->id);
+  if (l == NULL) return NULL;
+  l->rank = peer;
+  x->mail_out[x->mail_outs++] = l;
+  return l;
+}
+
+/* Keeps what of the message the system did not take: from byte l->sent on. mail_lock held. */
+static cddp_result cddp__mail_keep(cddp_group *g, cddp__link *l, const unsigned char *head,
+                                   const void *buf, size_t bytes) {
+  size_t size = CDDP__LINK_HEAD + bytes - l->sent, skip = 0;
+  cddp__letter *letter =
+      (cddp__letter *)cddp__malloc(&g->hosts->net->allocator, sizeof *letter + size);
+  char *to = (char *)(letter + 1);
+  if (letter == NULL) return CDDP_OUT_OF_MEMORY;
+  letter->next = NULL;
+  letter->size = size;
+  if (l->sent < CDDP__LINK_HEAD) {
+    memcpy(to, head + l->sent, CDDP__LINK_HEAD - l->sent);
+    to += CDDP__LINK_HEAD - l->sent;
+  } else {
+    skip = l->sent - CDDP__LINK_HEAD;
+  }
+  if (bytes > skip) memcpy(to, (const char *)buf + skip, bytes - skip);
+  l->sent = 0;
+  if (l->last_letter != NULL)
+    l->last_letter->next = letter;
+  else
+    l->letters = letter;
+  l->last_letter = letter;
+  g->hosts->queued_bytes += size;
+  return CDDP_OK;
+}
+
+/* Sends a message as far as the system takes it, and keeps the rest. *posted false: too much is
+   kept already. */
+static cddp_result cddp__hosts_post(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
+                                    int peer, int tag, bool *posted) {
+  size_t bytes = count * cddp__dtype_size(dtype);
+  unsigned char head[CDDP__LINK_HEAD];
+  cddp_result r = CDDP_OK;
+  cddp__link *l;
+  void *p;
+  memcpy(&p, &buf, sizeof p); /* what is sent is not written to */
+  cddp__mail_head(head, tag, dtype, count, bytes);
+  pthread_mutex_lock(&g->mail_lock);
+  *posted = g->hosts->queued_bytes == 0 || bytes + g->hosts->queued_bytes <= CDDP__STAGED_MAX;
+  l = *posted ? cddp__mail_link(g, peer) : NULL;
+  if (*posted && l == NULL) {
+    r = CDDP_SYSTEM;
+  } else if (*posted) {
+    cddp__mail_push(g, l);
+    if (l->state == CDDP__LINK_UP && l->letters == NULL &&
+        cddp__link_io(l, head, CDDP__LINK_HEAD, &l->sent, true) == 1) {
+      size_t sent = l->sent - CDDP__LINK_HEAD;
+      (void)cddp__link_io(l, p, bytes, &sent, true);
+      l->sent = sent + CDDP__LINK_HEAD;
+    }
+    if (l->state != CDDP__LINK_DEAD && l->letters == NULL && l->sent == CDDP__LINK_HEAD + bytes)
+      l->sent = 0;
+    else if (l->state != CDDP__LINK_DEAD)
+      r = cddp__mail_keep(g, l, head, buf, bytes);
+    if (l->state == CDDP__LINK_DEAD) cddp__fate(g, peer, l);
+  }
+  pthread_mutex_unlock(&g->mail_lock);
+  return r;
+}
+
+/* Takes in what comes from a sender. mail_lock held. Returns whether a whole message came. */
+static bool cddp__mail_pull(cddp_group *g, cddp__link *l) {
+  cddp__hosts *x = g->hosts;
+  cddp__letter *letter = l->letters;
+  size_t bytes;
+  if (letter == NULL) {
+    if (cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) != 1) return false;
+    bytes = (size_t)cddp__get64(l->in_head + 24);
+    if (cddp__get32(l->in_head) == CDDP__MESSAGE_MAGIC) {
+      cddp__link_end(l, CDDP__LEFT);
+      return false;
+    }
+    if (cddp__get32(l->in_head) != CDDP__MAIL_MAGIC || bytes > SIZE_MAX / 16) {
+      cddp__link_end(l, EPROTO);
+      return false;
+    }
+    letter = (cddp__letter *)cddp__malloc(&x->net->allocator, sizeof *letter + bytes);
+    if (letter == NULL) {
+      cddp__link_end(l, ENOMEM);
+      return false;
+    }
+    letter->next = NULL;
+    letter->from = l->rank;
+    letter->tag = (int)cddp__get32(l->in_head + 4);
+    letter->dtype = cddp__get32(l->in_head + 8);
+    letter->count = cddp__get64(l->in_head + 16);
+    letter->size = bytes;
+    l->letters = letter;
+    l->got = 0;
+  }
+  if (cddp__link_io(l, letter + 1, letter->size, &l->got, false) != 1) return false;
+  l->got = 0;
+  l->letters = NULL;
+  x->letter_bytes += letter->size;
+  if (x->last_letter != NULL)
+    x->last_letter->next = letter;
+  else
+    x->letters = letter;
+  x->last_letter = letter;
+  return true;
+}
+
+/* Whether a recv from that rank waits that no letter fits yet. mail_lock held. */
+static bool cddp__mail_wanted(const cddp_group *g, int rank) {
+  const cddp__pending *q;
+  for (q = g->pending_first; q != NULL; q = q->next)
+    if (!q->done && q->peer == rank) return true;
+  return false;
+}
+
+/* Gives the oldest letter that fits to a recv. mail_lock held. */
+static void cddp__mail_match(cddp_group *g, cddp__pending *q) {
+  cddp__hosts *x = g->hosts;
+  cddp__letter **at = &x->letters, *letter, *before = NULL;
+  while (*at != NULL && ((*at)->from != q->peer || (*at)->tag != q->tag)) {
+    before = *at;
+    at = &(*at)->next;
+  }
+  if ((letter = *at) == NULL) return;
+  if (letter->count != q->count || letter->dtype != (uint32_t)q->dtype ||
+      letter->size != q->count * cddp__dtype_size(q->dtype)) {
+    cddp__fail(CDDP_MISMATCH,
+               "ranks disagree: rank %d sent count %" PRIu64
+               " %s with tag %d, rank %d receives count %zu %s",
+               q->peer, letter->count, cddp__dtype_names[letter->dtype & 7], q->tag, g->rank,
+               q->count, cddp__dtype_names[q->dtype]);
+    cddp__finish_pending(q, cddp__break(g, CDDP_MISMATCH));
+  } else {
+    if (letter->size > 0) memcpy(q->buf, letter + 1, letter->size);
+    cddp__finish_pending(q, CDDP_OK);
+  }
+  x->letter_bytes -= letter->size;
+  *at = letter->next;
+  if (x->last_letter == letter) x->last_letter = before;
+  cddp__free(&x->net->allocator, letter);
+}
+
+/* Takes over links that others have made to send to this rank, or to watch it. mail_lock held. */
+static void cddp__mail_welcome(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  cddp__link *l;
+  int p, purpose;
+  for (purpose = CDDP__LINK_MAIL; purpose <= CDDP__LINK_WATCH; purpose++)
+    while ((l = cddp__net_claim(x->net, g->id, purpose, -1)) != NULL) {
+      for (p = 0; p < g->size && g->world[p] != l->peer; p++) {}
+      if (p == g->size || x->host_of[p] == x->mine) {
+        cddp__link_free(x->net, l);
+        continue;
+      }
+      l->rank = p;
+      l->next = purpose == CDDP__LINK_MAIL ? x->mail_in : x->watches;
+      *(purpose == CDDP__LINK_MAIL ? &x->mail_in : &x->watches) = l;
+    }
+}
+
+/* A watch link carries nothing; it ends when its other side does. */
+static void cddp__mail_watch(cddp_group *g, cddp__link *l) {
+  unsigned char byte;
+  size_t got = 0;
+  if (l->state == CDDP__LINK_DEAD || !cddp__link_shake(g->hosts->net, l)) {
+    if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
+    return;
+  }
+  (void)cddp__link_io(l, &byte, 1, &got, false);
+  if (got > 0) cddp__link_end(l, CDDP__LEFT); /* the first byte of a goodbye */
+  if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
+}
+
+/* Sends and receives messages, and gives them to those that wait. mail_lock held. */
+static void cddp__hosts_serve(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  cddp__pending *q, *before;
+  cddp__link *l;
+  cddp__net_look(x->net);
+  cddp__mail_flush(g);
+  cddp__mail_welcome(g);
+  for (l = x->mail_in; l != NULL; l = l->next) {
+    while (l->state == CDDP__LINK_UP &&
+           (x->letter_bytes <= CDDP__STAGED_MAX || cddp__mail_wanted(g, l->rank)))
+      if (!cddp__mail_pull(g, l)) break;
+    if (l->state == CDDP__LINK_DEAD) cddp__fate(g, l->rank, l);
+  }
+  for (l = x->watches; l != NULL; l = l->next) cddp__mail_watch(g, l);
+  for (q = g->pending_first; q != NULL && x->letters != NULL; q = q->next) {
+    if (q->done || g->members[q->peer] >= 0) continue;
+    for (before = g->pending_first; before != q; before = before->next)
+      if (!before->done && before->peer == q->peer && before->tag == q->tag) break;
+    if (before == q) cddp__mail_match(g, q);
+  }
+}
+
+/* A link that ends when that rank does, for one who waits for a first word from it. */
+static void cddp__mail_watch_peer(cddp_group *g, int peer) { /* mail_lock held */
+  cddp__hosts *x = g->hosts;
+  cddp__link *l;
+  for (l = x->mail_in; l != NULL; l = l->next)
+    if (l->rank == peer) return;
+  for (l = x->watches; l != NULL; l = l->next)
+    if (l->mine && l->rank == peer) return;
+  l = cddp__link_call(x->net, g->world[peer], CDDP__LINK_WATCH, g->id);
+  if (l == NULL) return; /* without it only the deadline tells */
+  l->rank = peer;
+  l->next = x->watches;
+  x->watches = l;
+}
+
+/* Sleeps until there may be news for one who waits for peer: a few ms at most. */
+static void cddp__hosts_doze(cddp_group *g, int peer) {
+  cddp__hosts *x = g->hosts;
+  struct pollfd fds[4];
+  cddp__link *l;
+  int n = 1, i;
+  fds[0].fd = x->net->listener;
+  fds[0].events = POLLIN;
+  pthread_mutex_lock(&g->mail_lock);
+  if (x->host_of[peer] != x->mine) cddp__mail_watch_peer(g, peer);
+  for (l = x->mail_in; l != NULL && n < 2; l = l->next)
+    if (l->rank == peer && l->state == CDDP__LINK_UP) fds[n].fd = l->fd, fds[n++].events = POLLIN;
+  for (i = 0; i < x->mail_outs && n < 4; i++) {
+    l = x->mail_out[i];
+    if (l->state == CDDP__LINK_UP && l->letters == NULL) continue;
+    if (l->state == CDDP__LINK_DEAD) continue;
+    fds[n].fd = l->fd;
+    fds[n++].events = l->state == CDDP__LINK_SHAKING ? POLLIN : POLLOUT;
+  }
+  pthread_mutex_unlock(&g->mail_lock);
+  poll(fds, (nfds_t)n, x->host_of[peer] == x->mine ? 1 : 5);
+  cddp__hosts_look(g);
+}
+
+/* Whether a rank of another host is gone; the cause, if another one, has had time to arrive. */
+static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n) {
+  const cddp__hosts *x = g->hosts;
+  cddp__link end;
+  if (cddp__fate_of(g, rank) == CDDP__FATE_ALIVE) return false;
+  memset(&end, 0, sizeof end);
+  end.error = x->fate_errors[rank];
+  if (how != NULL) cddp__describe_link_end(&end, how, n);
+  return end.error == CDDP__LEFT || cddp__now() >= x->fate_times[rank] + CDDP__NEWS_S;
+}
+
+/* --- a group's life --- */
+
+static const cddp__hosts_ops cddp__hosts_functions = {
+    cddp__hosts_meet, cddp__hosts_look, cddp__hosts_abort, cddp__hosts_hang_up,
+    cddp__hosts_gone, cddp__hosts_post, cddp__hosts_serve, cddp__hosts_doze};
+
+/* The nodes of the canonical tree over ranks [low, high) that lie on one host. */
+static void cddp__find_nodes(cddp__hosts *x, int low, int high) {
+  int r, half = 1;
+  for (r = low; r < high && x->host_of[r] == x->host_of[low]; r++) {}
+  if (r == high) {
+    cddp__node *node = &x->nodes[x->node_count];
+    node->low = low;
+    node->high = high;
+    node->host = x->host_of[low];
+    x->widths[x->node_count++] = high - low;
+    return;
+  }
+  while (2 * half < high - low) half *= 2;
+  cddp__find_nodes(x, low, low + half);
+  cddp__find_nodes(x, low + half, high);
+}
+
+/* Numbers the hosts by their lowest ranks; lists the ranks of each. */
+static void cddp__sort_hosts(const cddp_group *g, cddp__hosts *x, const int *jobs_hosts) {
+  int p, q, h, n = 0;
+  for (p = 0; p < g->size; p++) {
+    for (q = 0; q < p && jobs_hosts[q] != jobs_hosts[p]; q++) {}
+    x->host_of[p] = q < p ? x->host_of[q] : x->count++;
+  }
+  x->most = 0;
+  x->carriers = g->size;
+  for (h = 0; h < x->count; h++) {
+    x->first[h] = n;
+    for (p = 0; p < g->size; p++)
+      if (x->host_of[p] == h) {
+        x->number[p] = n - x->first[h];
+        x->ranks[n++] = p;
+      }
+    x->most = n - x->first[h] > x->most ? n - x->first[h] : x->most;
+    x->carriers = n - x->first[h] < x->carriers ? n - x->first[h] : x->carriers;
+  }
+  x->first[x->count] = n;
+  x->mine = x->host_of[g->rank];
+  x->me = x->number[g->rank];
+  for (p = 0; p < g->size && x->host_of[p] == x->mine; p++) {}
+  x->lowest_remote = p;
+  for (h = 0, n = 0; h < x->count; h++) {
+    x->line_at[(x->mine + h) % x->count] = n;
+    n += cddp__host_size(x, (x->mine + h) % x->count);
+  }
+}
+
+/* All arrays of the struct in one piece of memory. */
+static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
+  size_t n = (size_t)g->size, bytes = 0;
+  cddp__hosts *x = NULL;
+  char *memory = NULL;
+  int pass;
+#define CDDP__TAKE(field, type, count)                                                 \
+  do {                                                                                 \
+    if (pass == 1) x->field = (type *)(void *)(memory + bytes);                        \
+    bytes += cddp__round_up((count) * sizeof(type), 16);                               \
+  } while (0)
+  for (pass = 0; pass < 2; pass++) {
+    if (pass == 1 && (memory = (char *)cddp__calloc(&g->host->allocator, 1, bytes)) == NULL)
+      return NULL;
+    if (pass == 1) x = (cddp__hosts *)(void *)memory;
+    bytes = cddp__round_up(sizeof *x, 16);
+    CDDP__TAKE(host_of, int, n);
+    CDDP__TAKE(number, int, n);
+    CDDP__TAKE(ranks, int, n);
+    CDDP__TAKE(first, int, n + 1);
+    CDDP__TAKE(nodes, cddp__node, n);
+    CDDP__TAKE(widths, int, n);
+    CDDP__TAKE(links, cddp__link *, n);
+    CDDP__TAKE(outs, cddp__item, n);
+    CDDP__TAKE(ins, cddp__item, n);
+    CDDP__TAKE(out_at, long, n);
+    CDDP__TAKE(in_at, long, n);
+    CDDP__TAKE(node_bytes, size_t, n + 1);
+    CDDP__TAKE(node_at, size_t, n);
+    CDDP__TAKE(pointers, const void *, n);
+    CDDP__TAKE(sums, const void *, n);
+    CDDP__TAKE(fds, struct pollfd, 2 * n + 2);
+    CDDP__TAKE(lines, unsigned char, n * CDDP__LINE_BYTES);
+    CDDP__TAKE(line_at, int, n);
+    CDDP__TAKE(scratch, char *, n);
+    CDDP__TAKE(bufs, char *, n);
+    CDDP__TAKE(pieces, char *, n);
+    CDDP__TAKE(landed, size_t, n);
+    CDDP__TAKE(mail_out, cddp__link *, n);
+    CDDP__TAKE(fates, cddp__atomic_u32, n);
+    CDDP__TAKE(fate_times, double, n);
+    CDDP__TAKE(fate_errors, int, n);
+  }
+#undef CDDP__TAKE
+  return x;
+}
+
+/* Tells a new group of a job of several hosts which ranks of the job its ranks are (NULL: the same),
+   and prepares it to span hosts, if it does. */
+static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
+  cddp__net *net = g->host->net;
+  cddp__hosts *x;
+  int *hosts, p;
+  if (net == NULL) return CDDP_OK;
+  g->world = (int *)cddp__calloc(&g->host->allocator, 2 * (size_t)g->size, sizeof *g->world);
+  if (g->world == NULL) return CDDP_OUT_OF_MEMORY;
+  hosts = g->world + g->size;
+  for (p = 0; p < g->size; p++) {
+    g->world[p] = world != NULL ? world[p] : p;
+    hosts[p] = net->homes[g->world[p]].host;
+  }
+  if (g->locals == g->size) return CDDP_OK;
+  if ((x = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  x->ops = &cddp__hosts_functions;
+  x->net = net;
+  x->locals = g->locals;
+  cddp__sort_hosts(g, x, hosts);
+  cddp__find_nodes(x, 0, g->size);
+  g->hosts = x;
+  return CDDP_OK;
+}
+
+/* From now on, and only once it has its number, failures of the group elsewhere are heard. */
+static void cddp__hosts_register(cddp_group *g) {
+  cddp__net *net = g->host->net;
+  if (g->hosts == NULL) return;
+  pthread_mutex_lock(&net->lock);
+  g->hosts->next = net->groups;
+  net->groups = g;
+  pthread_mutex_unlock(&net->lock);
+}
+
+/* Messages that were sent but are still here get a moment to leave. */
+static void cddp__mail_linger(cddp_group *g) {
+  double deadline = cddp__now() + 1;
+  size_t left = SIZE_MAX, before;
+  do {
+    before = left;
+    pthread_mutex_lock(&g->mail_lock);
+    if (g->hosts->queued_bytes > 0) cddp__mail_flush(g);
+    left = g->hosts->queued_bytes;
+    pthread_mutex_unlock(&g->mail_lock);
+    if (left < before) deadline = cddp__now() + 1;
+    if (left > 0) cddp__sleep(2e-4);
+  } while (left > 0 && cddp__load32(&g->board->broken) == 0 && cddp__now() < deadline);
+}
+
+/* This rank leaves: says goodbye on all links and closes them. */
+static void cddp__hosts_leave(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  cddp__net *net = g->host->net;
+  cddp_group **at;
+  cddp__link *l;
+  int p;
+  if (x == NULL) return;
+  cddp__mail_linger(g);
+  pthread_mutex_lock(&net->lock);
+  for (at = &net->groups; *at != NULL && *at != g;) at = &(*at)->hosts->next;
+  if (*at == g) *at = x->next;
+  pthread_mutex_unlock(&net->lock);
+  cddp__net_look(net);
+  cddp__mail_welcome(g);
+  for (p = 0; p < g->size; p++)
+    if (x->links[p] != NULL) cddp__link_leave(x->links[p]);
+  for (p = 0; p < x->mail_outs; p++)
+    if (x->mail_out[p]->letters == NULL) cddp__link_leave(x->mail_out[p]);
+  for (l = x->watches; l != NULL; l = l->next)
+    if (!l->mine) cddp__link_leave(l);
+  for (p = 0; p < g->size; p++) cddp__link_free(net, x->links[p]);
+  for (p = 0; p < x->mail_outs; p++) cddp__link_free(net, x->mail_out[p]);
+  cddp__links_free(net, x->mail_in);
+  cddp__links_free(net, x->watches);
+  cddp__letters_free(&net->allocator, x->letters);
+  cddp__arena_free(g->host, x->my_scratch);
+  cddp__free(&net->allocator, x->stage);
+}
+
 /* >>work ---------------------------------------------------------------------------------------
    Asynchronous operations. Collectives of one group run on its engine, a thread that the first
    asynchronous one starts; a synchronous collective waits for the engine to be idle, then runs on
@@ -7062,7 +10043,7 @@ static void *cddp__engine_main(void *arg) {
     pthread_mutex_unlock(&e->lock);
     CDDP__POINT("engine");
     spin = g->spin;
-    if (g->host->cores < 2 * g->size) g->spin = 0; /* the core is wanted by the training thread */
+    if (g->host->cores < 2 * g->locals) g->spin = 0; /* the core is wanted by the training thread */
     cddp__work_run(w);
     g->spin = spin;
     pthread_mutex_lock(&e->lock);
@@ -7187,10 +10168,6 @@ static size_t cddp__slot_element(const cddp_group *g, const cddp__call *c) {
   return c->esize * (pieces ? (size_t)g->size : 1);
 }
 
-static void cddp__copy(void *to, const void *from, size_t n) {
-  if (n > 0 && to != from) memcpy(to, from, n);
-}
-
 /* A call's elements [begin, begin + n) of each share, as they pass through lines or slots. */
 typedef struct cddp__chunk {
   size_t begin, n;
@@ -7230,7 +10207,8 @@ static void cddp__reduce_spaces(const cddp_group *g, const cddp__call *c, const 
   const void *few[16], **srcs = few;
   int r, base;
   if (g->size > 16)
-    srcs = (const void **)cddp__slot_of(g, g->rank, g->step + 1); /* free until then */
+    srcs = g->hosts != NULL ? g->hosts->pointers
+                            : (const void **)cddp__slot_of(g, g->rank, g->step + 1); /* free until then */
   for (r = 0, base = g->size; r < base; r++)
     srcs[r] = (const char *)cddp__space_of(g, r, k) + offset;
   cddp__reduce(dst, srcs, g->size, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
@@ -7405,6 +10383,8 @@ static cddp_result cddp__dispatch_call(cddp_group *g, const cddp__call *c) {
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
     return CDDP_OK;
   }
+  if (CDDP__UNLIKELY(g->hosts != NULL) && c->count > CDDP__INLINE / element)
+    return cddp__hosts_run(g, c);
   if (c->count <= CDDP__DIRECT_MIN / element) return cddp__run_staged(g, c);
   return cddp__run_large(g, c);
 }
@@ -7525,22 +10505,30 @@ static cddp_result cddp__share_board(cddp_group *g, const int *members, int n, c
   cddp__line *line = cddp__begin(g);
   void *p = NULL;
   cddp_result r;
-  *mine = n > 0 && members[0] == g->rank;
+  size_t bytes;
+  int first = 0, here = 0, i; /* the board is its host's first member's, a host's members many */
+  for (i = n - 1; i >= 0; i--) {
+    if (g->members[members[i]] < 0) continue;
+    first = i;
+    here++;
+  }
+  bytes = here < n ? cddp__board_head(n) : cddp__board_bytes(n);
+  *mine = n > 0 && members[first] == g->rank;
   *board = NULL;
   memset(line->u.bytes, 0, CDDP__INLINE);
   if (*mine) {
     cddp__reap_boards(g->host);
-    p = cddp__arena_alloc(g->host, cddp__board_bytes(n));
+    p = cddp__arena_alloc(g->host, bytes);
     if (p != NULL) {
-      ((cddp__board *)p)->size = (uint32_t)n;
-      line->u.ref = cddp__ref_of(g->host, p, cddp__board_bytes(n));
+      ((cddp__board *)p)->size = (uint32_t)here;
+      line->u.ref = cddp__ref_of(g->host, p, bytes);
     }
   }
   if ((r = cddp__split_step(g, 0, 1)) != CDDP_OK) return r;
   if (n == 0) return CDDP_OK;
-  *ref = cddp__line_of(g, members[0], g->step)->u.ref;
+  *ref = cddp__line_of(g, members[first], g->step)->u.ref;
   if (ref->kind == CDDP__REF_NONE)
-    cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d had no memory for the new group", members[0]);
+    cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d had no memory for the new group", members[first]);
   else if (cddp__locate(g->host, ref, &p) == CDDP_OK)
     *board = (char *)p;
   return CDDP_OK;
@@ -7568,6 +10556,8 @@ static void cddp__group_free(cddp_group *g) {
   pthread_mutex_destroy(&g->engine.lock);
   pthread_cond_destroy(&g->engine.changed);
   cddp__free(&h->allocator, g->members);
+  cddp__free(&h->allocator, g->world);
+  cddp__free(&h->allocator, g->hosts);
   cddp__free(&h->allocator, g);
   cddp__host_release(h);
 }
@@ -7587,6 +10577,7 @@ static void cddp__group_leave(cddp_group *g) {
     cddp__break(g, CDDP_ABORTED);
   }
   cddp__engine_stop(g);
+  cddp__hosts_leave(g);
   for (i = 0; i < CDDP__PARCELS; i++) /* messages not yet received stay where they are */
     if (!cddp__parcel_open(g, i))
       cddp__arena_free(h, g->outgoing[i].stage);
@@ -7594,8 +10585,9 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__wake_all(g);
   cddp__add32(&g->board->left, 1);
   if (g->board_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
+    size_t bytes = h->net != NULL ? cddp__board_head(g->size) : cddp__board_bytes(g->size);
     if (!h->threads || g->size == 1)
-      munmap(g->board_memory, cddp__round_up(cddp__board_bytes(g->size), cddp__page_size()));
+      munmap(g->board_memory, cddp__round_up(bytes, cddp__page_size()));
   } else if (g->board_mine) {
     cddp__reap_boards(h);
     if (h->zombie_count < (int)(sizeof h->zombies / sizeof h->zombies[0]))
@@ -7613,7 +10605,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   cddp__color mine;
   cddp__ref ref;
   char *board = NULL;
-  bool owner = false;
+  bool owner = false, attached = false;
   cddp_result r = CDDP_OUT_OF_MEMORY;
   uint64_t record;
   *out = NULL;
@@ -7635,12 +10627,15 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     (*out)->board_ref = ref;
     (*out)->board_mine = owner;
     (*out)->id = cddp__hash64(g->id + g->calls, &color, sizeof color);
+    for (i = 0; g->world != NULL && i < n; i++) members[i + g->size] = g->world[members[i]];
+    attached = cddp__hosts_attach(*out, members + g->size) == CDDP_OK;
   }
-  r = cddp__agree(g, members, n, n == 0 || *out != NULL);
+  r = cddp__agree(g, members, n, n == 0 || attached);
   if (r != CDDP_OK && *out != NULL) {
     cddp__group_leave(*out);
     *out = NULL;
   }
+  if (*out != NULL) cddp__hosts_register(*out);
 done:
   cddp__free(a, members);
   cddp__record_finish(g, record, r);
@@ -7673,7 +10668,11 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK) r = cddp__world_group(out, h, at.rank, at.world_size, at.timeout_s);
   cddp__host_release(h);
   if (r != CDDP_OK) return r;
-  if ((r = cddp__first_step(*out)) != CDDP_OK) {
+  if ((r = cddp__hosts_attach(*out, NULL)) == CDDP_OK) {
+    cddp__hosts_register(*out);
+    r = cddp__first_step(*out);
+  }
+  if (r != CDDP_OK) {
     cddp__group_leave(*out);
     *out = NULL;
     return r;
@@ -8145,8 +11144,8 @@ static void cddp__lay_out(cddp_ddp *d) {
   d->bytes = at;
 }
 
-/* Every rank tells where p lies; out[r] is the address of rank r's here, *all false if one has
- * none. */
+/* Every rank tells where p lies; out[i] is the address here of that of this host's i-th rank, *all
+ * false if any rank has none. */
 static cddp_result cddp__exchange_refs(cddp_group *g, const void *p, size_t bytes, char **out,
                                        bool *all) {
   cddp__line *line = cddp__begin(g);
@@ -8162,9 +11161,10 @@ static cddp_result cddp__exchange_refs(cddp_group *g, const void *p, size_t byte
   for (k = 0; k < g->size; k++)
     if (cddp__line_of(g, k, g->step)->u.ref.kind == CDDP__REF_NONE) *all = false;
   for (k = 0; *all && k < g->size; k++) {
+    if (g->members[k] < 0) continue;
     if ((r = cddp__locate(g->host, &cddp__line_of(g, k, g->step)->u.ref, &at)) != CDDP_OK)
       return cddp__break(g, r);
-    out[k] = (char *)at;
+    *out++ = (char *)at;
   }
   return CDDP_OK;
 }
@@ -8172,7 +11172,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, const void *p, size_t byte
 /* Allocates the arena everywhere, finds the peers' arenas and weights. */
 static cddp_result cddp__share_gradients(cddp_ddp *d) {
   cddp_group *g = d->control;
-  size_t n = (size_t)g->size, bytes;
+  size_t n = (size_t)g->locals, bytes;
   bool all = true;
   cddp_result r;
   int i;
@@ -8255,6 +11255,39 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b, void **
   }
 }
 
+/* The same on several hosts: this rank's slices of the bucket's stretches, and those only. */
+static cddp_result cddp__reduce_over_hosts(cddp_ddp *d, const cddp__bucket_state *b) {
+  cddp_group *g = d->comm;
+  cddp__run run;
+  cddp__call c;
+  cddp_result r = CDDP_OK;
+  int i = 0, k;
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_ALL_REDUCE;
+  c.dtype = (uint8_t)d->params[b->sorted[0]].dtype;
+  c.op = CDDP_AVG;
+  c.root = -1;
+  c.esize = cddp__dtype_size((cddp_dtype)c.dtype);
+  while (r == CDDP_OK && cddp__next_run(d, b, &i, &run)) {
+    for (k = 0; k < g->locals; k++) g->hosts->bufs[k] = d->arenas[k] + run.begin;
+    r = cddp__relay_call(g, &c, g->hosts->bufs, (run.end - run.begin) / c.esize);
+  }
+  return r;
+}
+
+/* All ranks of this host have done their part of it. */
+static cddp_result cddp__bucket_done(cddp_group *g, int index) {
+  cddp__call c;
+  cddp__begin(g);
+  if (g->hosts == NULL)
+    return cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 1);
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_DDP_BUCKET;
+  c.count = (size_t)index;
+  c.root = -1;
+  return cddp__local_sync(g, &c, 1, cddp__serve_idle);
+}
+
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int index) {
   cddp_group *g = d->comm;
   void *few[16], **bufs = few;
@@ -8270,9 +11303,11 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int i
   cddp__begin(g);
   r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 0);
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
-    cddp__reduce_slice(d, b, bufs);
-    cddp__begin(g);
-    r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 1);
+    if (g->hosts != NULL)
+      r = cddp__reduce_over_hosts(d, b);
+    else
+      cddp__reduce_slice(d, b, bufs);
+    if (r == CDDP_OK) r = cddp__bucket_done(g, index);
   }
   r = cddp__exit(g, r);
   cddp__record_finish(g, record, r);
@@ -8438,7 +11473,7 @@ static void cddp__fetch_gradient(cddp_ddp *d, int i) { /* the caller's memory ->
 static cddp_result cddp__count_down(cddp_ddp *d, int param) {
   CDDP_ASSERT(d->buckets[d->tensors[param].bucket].remaining > 0);
   d->buckets[d->tensors[param].bucket].remaining--;
-  if (d->stepping && d->desc.comm_hook == NULL)
+  if (d->stepping && d->desc.comm_hook == NULL && d->comm->hosts == NULL)
     return CDDP_OK; /* step() reduces and updates at once */
   if (d->group->size == 1 && d->desc.comm_hook == NULL) return CDDP_OK;
   return cddp__launch(d);
@@ -8528,9 +11563,15 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
       list);
 }
 
+/* The ranks that see each other's memory meet. */
 static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, uint32_t phase) {
+  cddp__call c;
   cddp__begin(d->control);
-  return cddp__ddp_step_line(d->control, kind, 0, phase);
+  if (d->control->hosts == NULL) return cddp__ddp_step_line(d->control, kind, 0, phase);
+  memset(&c, 0, sizeof c);
+  c.kind = (uint8_t)kind;
+  c.root = -1;
+  return cddp__local_sync(d->control, &c, phase, cddp__serve_idle);
 }
 
 /* Some parameters are not ready: with find_unused_parameters decides which count as zero and which
@@ -8623,11 +11664,12 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- momentum in shards --- */
 
-/* This rank's slice of the gradients: the same stretch of each dtype's section. */
+/* A rank's slice of the gradients: the same stretch of each dtype's section. rank: its number among
+   the group's ranks on this host, here and below. */
 static void cddp__section_slice(const cddp_ddp *d, int dtype, int rank, size_t *begin,
                                 size_t *end) {
   const cddp__section *s = &d->sections[dtype];
-  cddp__slice(s->end - s->begin, CDDP__CACHE_LINE, d->group->size, rank, begin, end);
+  cddp__slice(s->end - s->begin, CDDP__CACHE_LINE, d->group->locals, rank, begin, end);
   *begin += s->begin;
   *end += s->begin;
 }
@@ -8682,7 +11724,7 @@ static void cddp__shard_drop(cddp_sgd *s) { cddp__shard_free((cddp__shard *)s->s
  */
 static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
   const cddp_allocator *a = &d->group->host->allocator;
-  size_t n = (size_t)d->group->size, begin, end, bytes = cddp__shard_bytes(d, d->group->rank);
+  size_t n = (size_t)d->group->locals, begin, end, bytes = cddp__shard_bytes(d, d->group->number);
   cddp__shard *h = (cddp__shard *)cddp__calloc(a, 1, sizeof *h + n * sizeof *h->all);
   bool all = false;
   cddp_result r;
@@ -8706,8 +11748,8 @@ static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
   s->drop = cddp__shard_drop;
   for (i = 0; i < d->count; i++) {
     if (s->momentum[i] == NULL) continue;
-    if (cddp__tensor_slice(d, i, d->group->rank, &begin, &end))
-      memcpy(h->mine + cddp__shard_offset(d, (int)d->params[i].dtype, d->group->rank, begin),
+    if (cddp__tensor_slice(d, i, d->group->number, &begin, &end))
+      memcpy(h->mine + cddp__shard_offset(d, (int)d->params[i].dtype, d->group->number, begin),
              (char *)s->momentum[i] + (begin - d->tensors[i].offset), end - begin);
     cddp__free(&s->allocator, s->momentum[i]);
     s->momentum[i] = NULL;
@@ -8730,7 +11772,7 @@ static cddp_result cddp__shard_dissolve(cddp__shard *h) {
       r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
       break;
     }
-    for (p = 0; p < d->group->size; p++)
+    for (p = 0; p < d->group->locals; p++)
       if (cddp__tensor_slice(d, i, p, &begin, &end))
         memcpy((char *)s->momentum[i] + (begin - d->tensors[i].offset),
                h->all[p] + cddp__shard_offset(d, (int)d->params[i].dtype, p, begin), end - begin);
@@ -8797,7 +11839,7 @@ static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
   const void *gradient = d->arena + at;
   char *weights = (char *)p->data + inside;
   void *momentum = NULL;
-  int k, size = d->group->size, me = d->group->rank;
+  int k, size = d->group->locals, me = d->group->number;
   if (!f->averaged && t->used) {
     for (k = 0; k < size; k++) f->srcs[k] = d->arenas[k] + at;
     cddp__reduce(sum, f->srcs, size, n, p->dtype, CDDP_AVG);
@@ -8820,7 +11862,7 @@ static void cddp__fuse_slice(const cddp__fused *f) {
   for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
     size_t esize = cddp__dtype_size(d->params[i].dtype);
     if (!cddp__steps(d, f->s, i)) continue;
-    if (!cddp__tensor_slice(d, i, d->group->rank, &begin, &end)) continue;
+    if (!cddp__tensor_slice(d, i, d->group->number, &begin, &end)) continue;
     for (; begin < end; begin += n * esize) {
       n = cddp__min(CDDP__BLOCK, (end - begin) / esize);
       cddp__fuse_block(f, i, begin, n);
@@ -8838,15 +11880,15 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_sgd *s) {
     cddp__tensor *t = &d->tensors[i];
     if (t->data != NULL || !cddp__steps(d, s, i)) continue;
     any = true;
-    for (p = 0; p < d->group->size; p++)
-      if (p != d->group->rank && cddp__tensor_slice(d, i, p, &begin, &end))
+    for (p = 0; p < d->group->locals; p++)
+      if (p != d->group->number && cddp__tensor_slice(d, i, p, &begin, &end))
         memcpy((char *)d->params[i].data + (begin - t->offset), d->arenas[p] + begin, end - begin);
   }
   if (!any) return CDDP_OK;
   if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 3)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].data == NULL && cddp__steps(d, s, i) &&
-        cddp__tensor_slice(d, i, d->group->rank, &begin, &end))
+        cddp__tensor_slice(d, i, d->group->number, &begin, &end))
       memset(d->arena + begin, 0, end - begin);
   return CDDP_OK;
 }
@@ -8864,9 +11906,9 @@ static cddp_result cddp__fuse(cddp_ddp *d, cddp_sgd *s, bool averaged) {
   if (s->rule.momentum != 0 && s->shard == NULL) r = cddp__shard_create(d, s);
   if (r != CDDP_OK) return r;
   f.shard = s->rule.momentum != 0 ? (cddp__shard *)s->shard : NULL;
-  if (d->group->size > 16)
+  if (d->group->locals > 16)
     f.srcs = (const void **)cddp__malloc(&d->group->host->allocator,
-                                         (size_t)d->group->size * sizeof *f.srcs);
+                                         (size_t)d->group->locals * sizeof *f.srcs);
   if (f.srcs == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
   CDDP__POINT("fuse");
   cddp__fuse_slice(&f);
@@ -8895,7 +11937,8 @@ static uint64_t cddp__sgd_hash(const cddp_sgd *s) { /* settings that must agree 
 }
 
 static cddp_result cddp__reduce_and_step(cddp_ddp *d, cddp_sgd *s) {
-  bool averaged = d->desc.comm_hook != NULL || (!d->stepping && d->group->size > 1);
+  bool averaged = d->desc.comm_hook != NULL || d->comm->hosts != NULL ||
+                  (!d->stepping && d->group->size > 1);
   uint64_t missing = 0;
   cddp_result r;
   r = cddp__meet_for_step(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s), &missing);
@@ -10494,8 +13537,8 @@ CDDPDEF void cddp_destroy(cddp_group *g) {
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
 CDDPDEF int cddp_world_size(const cddp_group *g) { return g != NULL ? g->size : -1; }
-CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
-CDDPDEF int cddp_local_world_size(const cddp_group *g) { return g != NULL ? g->size : -1; }
+CDDPDEF int cddp_local_rank(const cddp_group *g) { return g != NULL ? g->number : -1; }
+CDDPDEF int cddp_local_world_size(const cddp_group *g) { return g != NULL ? g->locals : -1; }
 
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
   if (g == NULL) {

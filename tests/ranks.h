@@ -107,10 +107,21 @@ RANKS_DEF void *ranks_shared(size_t bytes) {
   return p;
 }
 
+/* TEST_HOSTS=aab in the environment: ranks 0, 1, 3, 4 ... are on one host, 2, 5, ... on another, as far
+   as cddp can tell. Any test of ranks can be run so: TEST_HOSTS=ab build/plain/groups. */
+RANKS_DEF void ranks_place(int rank) {
+  const char *hosts = getenv("TEST_HOSTS");
+  char id[2] = {0, 0};
+  if (hosts == NULL || hosts[0] == 0) return;
+  id[0] = hosts[(size_t)rank % strlen(hosts)];
+  setenv("CDDP_HOST_ID", id, 1);
+}
+
 RANKS_DEF int ranks_process(int rank, void *p) {
   ranks_job *job = (ranks_job *)p;
   cddp_group *g;
   int r;
+  ranks_place(rank);
   test_failures = 0;
   if (cddp_init(&g, NULL) != CDDP_OK) {
     fprintf(stderr, "rank %d: cddp_init: %s\n", rank, cddp_error());
@@ -153,6 +164,7 @@ RANKS_DEF void ranks_setenv(const char *name, long value) {
 
 /* What a launcher script does: RANK .. MASTER_PORT for one process. */
 RANKS_DEF void ranks_environment(int rank, int world_size, int port) {
+  ranks_place(rank);
   ranks_setenv("RANK", rank);
   ranks_setenv("WORLD_SIZE", world_size);
   ranks_setenv("LOCAL_RANK", rank);
