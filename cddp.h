@@ -1348,6 +1348,8 @@ typedef struct cddp__link {
 enum { CDDP__LINK_CONNECTING, CDDP__LINK_SHAKING, CDDP__LINK_UP, CDDP__LINK_DEAD };
 enum { CDDP__LINK_COLLECTIVE, CDDP__LINK_MAIL, CDDP__LINK_WATCH, CDDP__LINK_ABORT };
 
+#define CDDP__LEFT_GROUPS 256 /* that are remembered, for ranks that call late */
+
 /* Where a rank of the job runs. */
 typedef struct cddp__home {
   int host;  /* index in net.hosts */
@@ -1376,6 +1378,8 @@ typedef struct cddp__net {
   cddp__link *strangers;           /* have not said hello; newest first */
   int stranger_count;
   cddp__link *arrived;             /* said hello, wait for their group to ask for them */
+  uint64_t left[CDDP__LEFT_GROUPS]; /* ids of groups that this rank has left, a ring */
+  uint32_t left_count;
   struct cddp_group *groups;       /* that span hosts, by hosts->next */
   void (*close)(struct cddp__net *n);
 } cddp__net;
@@ -6655,6 +6659,24 @@ static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   return l;
 }
 
+static void cddp__message_head(unsigned char *head, uint32_t number, uint64_t size, uint32_t type) {
+  memset(head, 0, CDDP__LINK_HEAD);
+  cddp__put32(head, CDDP__MESSAGE_MAGIC);
+  cddp__put32(head + 4, number);
+  cddp__put64(head + 8, size);
+  cddp__put32(head + 16, type);
+}
+
+/* Says goodbye, if no message is half sent; what the other side sent last is not for anybody. */
+static void cddp__link_leave(cddp__link *l) {
+  unsigned char rest[4096];
+  if (l->state == CDDP__LINK_UP && l->sent == 0) {
+    cddp__message_head(l->out_head, l->sent_count, 0, CDDP__MESSAGE_BYE);
+    (void)cddp__link_io(l, l->out_head, CDDP__LINK_HEAD, &l->sent, true);
+  }
+  while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
+}
+
 /* --- whoever calls this rank --- */
 
 /* A rank of another host says why a group is broken: so is it here. net.lock held. */
@@ -6685,6 +6707,13 @@ static void cddp__link_abort(cddp__net *n, cddp__link *l) {
       memcpy(cddp__error_text, kept, sizeof kept);
     }
   cddp__link_end(l, 0);
+}
+
+static bool cddp__net_has_left(const cddp__net *n, uint64_t group) {
+  uint32_t i;
+  for (i = 0; i < n->left_count && i < CDDP__LEFT_GROUPS; i++)
+    if (n->left[i] == group) return true;
+  return false;
 }
 
 static void cddp__net_accept(cddp__net *n) { /* net.lock held */
@@ -6725,7 +6754,10 @@ static void cddp__net_look(cddp__net *n) {
     }
     *at = l->next;
     n->stranger_count--;
-    if (l->state == CDDP__LINK_DEAD) {
+    if (l->state != CDDP__LINK_DEAD && cddp__net_has_left(n, l->group)) {
+      cddp__link_leave(l);
+      cddp__link_free(n, l);
+    } else if (l->state == CDDP__LINK_DEAD) {
       cddp__link_free(n, l);
     } else {
       l->next = n->arrived;
@@ -6804,14 +6836,6 @@ static ssize_t cddp__link_vector(const cddp__link *l, unsigned char *head, void 
   return out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT) : recvmsg(l->fd, &msg, MSG_DONTWAIT);
 }
 
-static void cddp__message_head(unsigned char *head, uint32_t number, uint64_t size, uint32_t type) {
-  memset(head, 0, CDDP__LINK_HEAD);
-  cddp__put32(head, CDDP__MESSAGE_MAGIC);
-  cddp__put32(head + 4, number);
-  cddp__put64(head + 8, size);
-  cddp__put32(head + 16, type);
-}
-
 /* Sends what is left of this message: 1 when all of it is on its way, 0 when it would block, -1 when
    the link has ended. */
 static int cddp__link_push(cddp__link *l, const void *data, size_t size) {
@@ -6859,16 +6883,6 @@ static int cddp__link_pull(cddp__link *l, void *data, size_t size) {
   l->got = 0;
   l->got_count++;
   return 1;
-}
-
-/* Says goodbye, if no message is half sent; what the other side sent last is not for anybody. */
-static void cddp__link_leave(cddp__link *l) {
-  unsigned char rest[4096];
-  if (l->state == CDDP__LINK_UP && l->sent == 0) {
-    cddp__message_head(l->out_head, l->sent_count, 0, CDDP__MESSAGE_BYE);
-    (void)cddp__link_io(l, l->out_head, CDDP__LINK_HEAD, &l->sent, true);
-  }
-  while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
 }
 
 /* How a link ended, for messages: behind the name of the rank. */
@@ -8465,6 +8479,34 @@ static void cddp__mail_flush(cddp_group *g) { /* mail_lock held */
   }
 }
 
+/* A watch link carries nothing; it ends when its other side does. */
+static void cddp__mail_watch(cddp_group *g, cddp__link *l) {
+  unsigned char byte;
+  size_t got = 0;
+  if (l->state == CDDP__LINK_DEAD || !cddp__link_shake(g->hosts->net, l)) {
+    if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
+    return;
+  }
+  (void)cddp__link_io(l, &byte, 1, &got, false);
+  if (got > 0) cddp__link_end(l, CDDP__LEFT); /* the first byte of a goodbye */
+  if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
+}
+
+/* A link that ends when that rank does, for one who waits for a first word from it. */
+static void cddp__mail_watch_peer(cddp_group *g, int peer) { /* mail_lock held */
+  cddp__hosts *x = g->hosts;
+  cddp__link *l;
+  for (l = x->mail_in; l != NULL; l = l->next)
+    if (l->rank == peer) return;
+  for (l = x->watches; l != NULL; l = l->next)
+    if (l->mine && l->rank == peer) return;
+  l = cddp__link_call(x->net, g->world[peer], CDDP__LINK_WATCH, g->id);
+  if (l == NULL) return; /* without it only the deadline tells */
+  l->rank = peer;
+  l->next = x->watches;
+  x->watches = l;
+}
+
 /* Accepts connections, hears of failures elsewhere, sends what is left of messages of all groups. */
 static void cddp__hosts_look(cddp_group *g) {
   cddp__net *n = g->hosts->net;
@@ -8569,6 +8611,43 @@ static cddp_result cddp__hosts_late(cddp_group *g, int rank) {
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
+/* Takes over the collective links that others have made to this rank. One from a rank that this one
+   calls is a goodbye: it left without ever having been called. */
+static void cddp__hosts_claim(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  cddp__link *l;
+  int p;
+  while ((l = cddp__net_claim(x->net, g->id, CDDP__LINK_COLLECTIVE, -1)) != NULL) {
+    for (p = 0; p < g->size && g->world[p] != l->peer; p++) {}
+    if (p < g->size && x->links[p] == NULL) {
+      l->rank = p;
+      pthread_mutex_lock(&g->fail_lock);
+      x->links[p] = l;
+      pthread_mutex_unlock(&g->fail_lock);
+      continue;
+    }
+    if (p < g->size && x->links[p]->mine) cddp__link_end(x->links[p], CDDP__LEFT);
+    cddp__link_free(x->net, l);
+  }
+}
+
+/* While waiting for a rank with whom there is no link that would end: looks whether it is gone. */
+static cddp_result cddp__hosts_watch(cddp_group *g, int rank) {
+  cddp__link *l;
+  char loss[320], what[320];
+  cddp_result r;
+  pthread_mutex_lock(&g->mail_lock);
+  cddp__mail_watch_peer(g, rank);
+  for (l = g->hosts->watches; l != NULL; l = l->next) cddp__mail_watch(g, l);
+  pthread_mutex_unlock(&g->mail_lock);
+  if (cddp__fate_of(g, rank) == CDDP__FATE_ALIVE) return CDDP_OK;
+  if ((r = cddp__hosts_news(g)) != CDDP_OK) return r;
+  cddp__describe_loss(g, rank, loss, sizeof loss);
+  cddp__describe_here(g, what, sizeof what);
+  cddp__fail(CDDP_PEER_LOST, "%s; rank %d was waiting for it in %s", loss, g->rank, what);
+  return cddp__break(g, CDDP_PEER_LOST);
+}
+
 /* Nothing could be moved: polls, then sleeps until a watched descriptor is ready, for at most a few
    ms. late: a rank that is waited for, for the message. */
 static cddp_result cddp__hosts_pause(cddp_group *g, cddp__patience *w, int late,
@@ -8591,9 +8670,13 @@ static cddp_result cddp__hosts_pause(cddp_group *g, cddp__patience *w, int late,
   x->fds[w->nfds].fd = x->net->listener;
   x->fds[w->nfds].events = POLLIN;
   poll(x->fds, (nfds_t)w->nfds + 1, joining ? 1 : 5);
-  if (now >= w->look || joining) {
+  if (joining) cddp__hosts_look(g);
+  if (now >= w->look) {
     if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
-    w->look = now + CDDP__NAP_S / 2;
+    cddp__hosts_claim(g);
+    if (w->look > 0 && x->links[late] == NULL && (r = cddp__hosts_watch(g, late)) != CDDP_OK)
+      return r;
+    w->look = now + CDDP__NAP_S;
   }
   return now >= w->deadline ? cddp__hosts_late(g, late) : CDDP_OK;
 }
@@ -8609,13 +8692,14 @@ static cddp_result cddp__hosts_link(cddp_group *g, int rank, cddp__link **link) 
     if (g->world[g->rank] < g->world[rank]) {
       l = cddp__link_call(x->net, g->world[rank], CDDP__LINK_COLLECTIVE, g->id);
       if (l == NULL) return cddp__break(g, CDDP_SYSTEM);
-    } else if ((l = cddp__net_claim(x->net, g->id, CDDP__LINK_COLLECTIVE, g->world[rank])) == NULL) {
-      return CDDP_OK;
+      l->rank = rank;
+      pthread_mutex_lock(&g->fail_lock);
+      x->links[rank] = l;
+      pthread_mutex_unlock(&g->fail_lock);
+    } else {
+      cddp__hosts_claim(g);
+      if ((l = x->links[rank]) == NULL) return CDDP_OK;
     }
-    l->rank = rank;
-    pthread_mutex_lock(&g->fail_lock);
-    x->links[rank] = l;
-    pthread_mutex_unlock(&g->fail_lock);
   }
   if (l->state < CDDP__LINK_UP) cddp__link_shake(x->net, l);
   if (l->state == CDDP__LINK_DEAD) return cddp__hosts_lost(g, l);
@@ -9613,6 +9697,39 @@ static cddp_result cddp__mail_keep(cddp_group *g, cddp__link *l, const unsigned 
   return CDDP_OK;
 }
 
+/* Waits until the link for sends to a rank has been connected, or cannot be; that is for the
+   systems to do, not for the other rank. */
+static cddp_result cddp__mail_connect(cddp_group *g, int peer) {
+  double deadline = cddp__now() + g->timeout_s;
+  char loss[320];
+  cddp_result r;
+  for (;;) {
+    struct pollfd fd;
+    cddp__link *l;
+    int state = CDDP__LINK_DEAD;
+    pthread_mutex_lock(&g->mail_lock);
+    l = cddp__mail_link(g, peer);
+    if (l != NULL) {
+      cddp__mail_push(g, l);
+      state = l->state;
+      fd.fd = l->fd;
+      if (state == CDDP__LINK_DEAD) cddp__fate(g, peer, l);
+    }
+    pthread_mutex_unlock(&g->mail_lock);
+    if (l == NULL) return CDDP_SYSTEM;
+    if (state == CDDP__LINK_SHAKING || state == CDDP__LINK_UP) return CDDP_OK;
+    if (state == CDDP__LINK_DEAD) break;
+    fd.events = POLLOUT;
+    poll(&fd, 1, 5);
+    if ((r = cddp__check_board(g)) != CDDP_OK) return r;
+    if (cddp__now() >= deadline) break;
+  }
+  if ((r = cddp__hosts_news(g)) != CDDP_OK) return r;
+  cddp__describe_loss(g, peer, loss, sizeof loss);
+  cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in send to it", loss, g->rank);
+  return cddp__break(g, CDDP_PEER_LOST);
+}
+
 /* Sends a message as far as the system takes it, and keeps the rest. *posted false: too much is
    kept already. */
 static cddp_result cddp__hosts_post(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
@@ -9624,6 +9741,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const void *buf, size_t count
   void *p;
   memcpy(&p, &buf, sizeof p); /* what is sent is not written to */
   cddp__mail_head(head, tag, dtype, count, bytes);
+  if ((r = cddp__mail_connect(g, peer)) != CDDP_OK) return r;
   pthread_mutex_lock(&g->mail_lock);
   *posted = g->hosts->queued_bytes == 0 || bytes + g->hosts->queued_bytes <= CDDP__STAGED_MAX;
   l = *posted ? cddp__mail_link(g, peer) : NULL;
@@ -9742,19 +9860,6 @@ static void cddp__mail_welcome(cddp_group *g) {
     }
 }
 
-/* A watch link carries nothing; it ends when its other side does. */
-static void cddp__mail_watch(cddp_group *g, cddp__link *l) {
-  unsigned char byte;
-  size_t got = 0;
-  if (l->state == CDDP__LINK_DEAD || !cddp__link_shake(g->hosts->net, l)) {
-    if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
-    return;
-  }
-  (void)cddp__link_io(l, &byte, 1, &got, false);
-  if (got > 0) cddp__link_end(l, CDDP__LEFT); /* the first byte of a goodbye */
-  if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
-}
-
 /* Sends and receives messages, and gives them to those that wait. mail_lock held. */
 static void cddp__hosts_serve(cddp_group *g) {
   cddp__hosts *x = g->hosts;
@@ -9776,21 +9881,6 @@ static void cddp__hosts_serve(cddp_group *g) {
       if (!before->done && before->peer == q->peer && before->tag == q->tag) break;
     if (before == q) cddp__mail_match(g, q);
   }
-}
-
-/* A link that ends when that rank does, for one who waits for a first word from it. */
-static void cddp__mail_watch_peer(cddp_group *g, int peer) { /* mail_lock held */
-  cddp__hosts *x = g->hosts;
-  cddp__link *l;
-  for (l = x->mail_in; l != NULL; l = l->next)
-    if (l->rank == peer) return;
-  for (l = x->watches; l != NULL; l = l->next)
-    if (l->mine && l->rank == peer) return;
-  l = cddp__link_call(x->net, g->world[peer], CDDP__LINK_WATCH, g->id);
-  if (l == NULL) return; /* without it only the deadline tells */
-  l->rank = peer;
-  l->next = x->watches;
-  x->watches = l;
 }
 
 /* Sleeps until there may be news for one who waits for peer: a few ms at most. */
@@ -9978,6 +10068,26 @@ static void cddp__mail_linger(cddp_group *g) {
   } while (left > 0 && cddp__load32(&g->board->broken) == 0 && cddp__now() < deadline);
 }
 
+/* A leader that leaves says so to those it would meet in a step, if they have no link yet. With a
+   secret they would have to answer, and are left to their deadline. */
+static void cddp__say_goodbye(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  double deadline = cddp__now() + 0.1;
+  int d, side, i;
+  if (x->me != 0 || x->net->secret != NULL || cddp__load32(&g->board->broken) != 0) return;
+  for (d = 1; d < x->count; d = x->count <= CDDP__DIRECT_HOSTS ? d + 1 : 2 * d)
+    for (side = 0; side < 2; side++) {
+      int host = (x->mine + (side ? x->count - d : d)) % x->count, rank = x->ranks[x->first[host]];
+      if (x->links[rank] != NULL) continue;
+      x->links[rank] = cddp__link_call(x->net, g->world[rank], CDDP__LINK_COLLECTIVE, g->id);
+    }
+  for (i = 0; i < g->size; i++)
+    while (x->links[i] != NULL && x->links[i]->state < CDDP__LINK_UP && x->links[i]->mine &&
+           !cddp__link_shake(x->net, x->links[i]) && x->links[i]->state != CDDP__LINK_DEAD &&
+           cddp__now() < deadline)
+      cddp__sleep(1e-4);
+}
+
 /* This rank leaves: says goodbye on all links and closes them. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *x = g->hosts;
@@ -9990,8 +10100,11 @@ static void cddp__hosts_leave(cddp_group *g) {
   pthread_mutex_lock(&net->lock);
   for (at = &net->groups; *at != NULL && *at != g;) at = &(*at)->hosts->next;
   if (*at == g) *at = x->next;
+  net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id;
   pthread_mutex_unlock(&net->lock);
   cddp__net_look(net);
+  cddp__hosts_claim(g);
+  cddp__say_goodbye(g);
   cddp__mail_welcome(g);
   for (p = 0; p < g->size; p++)
     if (x->links[p] != NULL) cddp__link_leave(x->links[p]);

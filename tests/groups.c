@@ -26,8 +26,10 @@ static void check_order(cddp_group *g, int world_rank, const int *order, int cou
   int32_t mine = world_rank, all[64];
   int i;
   CHECK_EQ(cddp_world_size(g), count);
-  CHECK_EQ(cddp_local_world_size(g), count);
-  CHECK_EQ(cddp_local_rank(g), cddp_rank(g));
+  if (getenv("TEST_HOSTS") == NULL) {
+    CHECK_EQ(cddp_local_world_size(g), count);
+    CHECK_EQ(cddp_local_rank(g), cddp_rank(g));
+  }
   CHECK_OK(cddp_all_gather(g, &mine, all, 1, CDDP_I32, NULL));
   for (i = 0; i < count; i++) CHECK_EQ(all[i], order[i]);
   CHECK(cddp_rank(g) >= 0 && cddp_rank(g) < count && order[cddp_rank(g)] == world_rank);

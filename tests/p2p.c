@@ -421,7 +421,7 @@ static int run_mismatch(cddp_group *g, void *arg) {
   else
     r = cddp_recv(g, x, p->wanted, p->wanted_type, 0, 3, p->async ? &w : NULL);
   if (w != NULL) r = cddp_wait(w);
-  if (rank == 1 || p->both) CHECK_IS(r, CDDP_MISMATCH);
+  if (rank == 1 || (p->both && getenv("TEST_HOSTS") == NULL)) CHECK_IS(r, CDDP_MISMATCH);
   CHECK_IS(cddp_barrier(g), CDDP_MISMATCH);
   snprintf(text, sizeof text, "%zu", p->sent);
   CHECK(mentions(text));
@@ -512,6 +512,7 @@ static void test_dead_peer(void) {
   l.died_at = (double *)ranks_shared(4096);
   CHECK(mkdtemp(dir) != NULL);
   for (l.how = 0; l.how < 3; l.how++) {
+    if (l.how == 1 && getenv("TEST_HOSTS") != NULL) continue; /* sends to other hosts do not wait */
     *l.died_at = 0;
     snprintf(l.file, sizeof l.file, "file://%s/%d", dir, l.how);
     ranks_script(lossy_rank, &l, 3, 30, status);
