@@ -8858,6 +8858,8 @@ static cddp_result cddp__hosts_meet(cddp_group *g, cddp__idle_fn idle) {
   cddp_result r;
   int i;
   if (x->me != 0) return CDDP_OK;
+  cddp__hosts_look(g); /* the others may have given up and left their lines behind */
+  if ((r = cddp__check_board(g)) != CDDP_OK) return r;
   if ((r = cddp__await_locals(g, idle)) != CDDP_OK) return r;
   for (i = 0; i < g->locals; i++)
     cddp__put_line(x->lines + (size_t)i * CDDP__LINE_BYTES,

