@@ -189,6 +189,7 @@ run_valgrind
 for t in $(tests/leaks.sh list); do one "leaks/$t" "${TEST_TIMEOUT:-120}" tests/leaks.sh "$t"; done
 for t in $(tests/examples.sh list); do one "examples/$t" "${TEST_TIMEOUT:-120}" tests/examples.sh "$t"; done
 one mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
+one torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh
 
 if [ $failed != 0 ]; then
   printf 'failed: %s\n' "${failures[@]}"
