@@ -404,7 +404,7 @@ static void test_leftovers(void) {
   CHECK_OK(cddp_launch(&d, NULL)); /* a rank's own child ends with it */
   prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
   check_gone();
-  for (number = SIGKILL; number != 0; number = number == SIGKILL ? SIGSEGV : 0) {
+  for (number = SIGKILL; number != 0; number = number == SIGKILL ? SIGQUIT : 0) {
     d = describe("stays", 3);
     pid = ranks_fork(launch_here, 0, &d);
     await(&shared->started, 3);
