@@ -150,9 +150,9 @@ obstacle() { # VARIANT
 }
 
 built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this variant
-  local list='name'
-  [ "$1" = clang-asan ] && list='name-short'
-  sed -n "/^build \$$list:/,/[^\$]$/p" tests/variant.ninja | grep -q -w "\$dir/$2"
+  local list='$name'
+  [ "$1" = clang-asan ] && list='${name}-short'
+  sed -n "/^build $list:/,/[^\$]$/p" tests/variant.ninja | grep -q -w "\$dir/$2"
 }
 
 run_variant() { # VARIANT
