@@ -1,4 +1,4 @@
-/* cddp.h - v0.1 - DistributedDataParallel for C, C++ and CUDA programs
+/* cddp.h - v0.2 - DistributedDataParallel for C, C++ and CUDA programs
    Public domain or MIT, at your choice (end of file). No warranty; use at your own risk.
 
    Do this in ONE C or C++ file, before its other includes, and link -lpthread -lm:
@@ -88,7 +88,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CDDP_VERSION 100 /* major * 10000 + minor * 100 + patch */
+#define CDDP_VERSION 200 /* major * 10000 + minor * 100 + patch */
 
 #ifdef CDDP_STATIC
 #define CDDPDEF static
@@ -449,6 +449,7 @@ typedef struct cddp_launch_desc {
   const char *master_addr; /* the machine with node_rank 0; NULL = this one, if it is alone */
   int master_port;         /* 0 = any free one, with several machines 29500 */
   bool standalone;         /* one machine and any free port, whatever master_addr and _port say */
+  bool serve_store;        /* one machine: serve the ranks' store here, as torchrun's agent does */
   int max_restarts;        /* of all ranks when one fails; with 0 the first failure is the end */
   const char *log_dir;     /* what rank N prints also goes to log_dir/rankN.log; NULL = none */
   bool no_prefix;          /* lines as they are; false: "[3] " before those of rank 3 */
@@ -475,8 +476,9 @@ typedef struct cddp_launch_report {
    first four end the launch with CDDP_ABORTED, by SIGKILL when ranks remain after 30 s or the
    signal comes twice. A rank and what it starts are one process group, which ends with the rank and
    with the caller, however that dies. On one machine the port of MASTER_PORT is bound here and
-   passed on to rank 0 (CDDP_LISTEN_FD), so nobody can take it. Call it before other threads exist.
-   Like torchrun; examples/cddprun.c is the program for it. */
+   passed on to rank 0 (CDDP_LISTEN_FD), so nobody can take it. With serve_store, for PyTorch
+   programs and for those behind one that closes descriptors, the caller serves on it instead.
+   Call it before other threads exist. Like torchrun; examples/cddprun.c is the program for it. */
 CDDPDEF cddp_result cddp_launch(const cddp_launch_desc *desc, cddp_launch_report *report);
 
 /* Calls fn on n threads, each with its own rank of one group, and waits for them; the groups are
@@ -12685,6 +12687,7 @@ typedef struct cddp__job {
   int sink_count;             /* 1: both go to one file */
   int attempt;                /* restarts so far */
   int interrupted;            /* signal that asked for the end; 0: none */
+  cddp_store *store;          /* that this process serves; NULL: rank 0 does */
   int signal_fd;
   sigset_t signals, old_mask; /* what signal_fd reads; the caller's mask */
   int exec_pipe[2];           /* children whose exec fails say so */
@@ -12767,6 +12770,10 @@ static void cddp__rank_environment(const cddp__job *l, int i) {
   cddp__setenv_int("TORCHELASTIC_RESTART_COUNT", l->attempt);
   cddp__setenv_int("TORCHELASTIC_MAX_RESTARTS", d->max_restarts);
   unsetenv("TORCHELASTIC_RUN_ID");
+  if (d->serve_store) {
+    setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
+    unsetenv("CDDP_LISTEN_FD");
+  }
   if (l->ranks.count > 1) setenv("OMP_NUM_THREADS", "1", 0);
 }
 
@@ -12784,7 +12791,8 @@ static void cddp__rank_main(void *context, int i) {
   if (null >= 0) dup2(null, 0);
   dup2(l->streams[2 * i].theirs, 1);
   dup2(l->streams[2 * i + 1].theirs, 2);
-  if (l->ranks.listen_fd >= 0 && l->ranks.first + i == 0) fcntl(l->ranks.listen_fd, F_SETFD, 0);
+  if (l->ranks.listen_fd >= 0 && l->ranks.first + i == 0 && !l->desc->serve_store)
+    fcntl(l->ranks.listen_fd, F_SETFD, 0);
   cddp__rank_environment(l, i);
   pthread_sigmask(SIG_SETMASK, &l->old_mask, NULL);
   memcpy(&argv, &l->desc->argv, sizeof argv); /* execvp does not write to it */
@@ -13044,6 +13052,20 @@ static cddp_result cddp__launch_listen(cddp__job *l) {
   return CDDP_OK;
 }
 
+/* After the fork, which no thread shall see: who connects before waits in the socket's queue. */
+static cddp_result cddp__launch_store(cddp__job *l) {
+  cddp__store_options o;
+  char where[64];
+  memset(&o, 0, sizeof o);
+  snprintf(where, sizeof where, "tcp://127.0.0.1:%d", l->ranks.port);
+  o.init_method = where;
+  o.is_server = true;
+  o.listen_fd = l->ranks.listen_fd;
+  l->ranks.listen_fd = -1;
+  o.deadline = cddp__now() + 10;
+  return cddp__store_open(&l->store, &o);
+}
+
 static cddp_result cddp__launch_log(cddp__job *l, int i) {
   const char *folder = l->desc->log_dir;
   char path[4096];
@@ -13136,6 +13158,7 @@ static cddp_result cddp__launch_start(cddp__job *l) {
   fflush(NULL);
   r = cddp__fork_children(&l->children, cddp__rank_main, l);
   memcpy(l->groups, l->children.pids, (size_t)n * sizeof *l->groups);
+  if (r == CDDP_OK && l->desc->serve_store) r = cddp__launch_store(l);
   cddp__close_fd(&l->ranks.listen_fd);
   return r == CDDP_OK ? cddp__launch_execs(l) : r;
 }
@@ -13157,6 +13180,7 @@ static void cddp__launch_free(cddp__job *l) {
     cddp__buffer_free(NULL, &l->sinks[i].queue);
   }
   cddp__close_fd(&l->ranks.listen_fd);
+  if (l->store != NULL) cddp__store_close(l->store);
   cddp__guard_stop(l);
   cddp__signals_close(l);
   cddp__children_free(&l->children);
@@ -13333,6 +13357,8 @@ static cddp_result cddp__check_launch(const cddp_launch_desc *d) {
                       nodes, nodes - 1);
   if (nodes > 1 && d->standalone)
     return cddp__invalid(who, "standalone is for one machine, but nnodes is more than 1");
+  if (nodes > 1 && d->serve_store)
+    return cddp__invalid(who, "serve_store is for one machine; with several, rank 0 serves");
   if (nodes > 1 && (d->master_addr == NULL || d->master_addr[0] == 0))
     return cddp__invalid(who,
                          "with nnodes above 1 master_addr must name the machine whose node_rank is "
@@ -13974,6 +14000,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
+   0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
+                  the variables of mpirun and srun; unix://name; cddp_launcher_rank
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ static const char usage[] =
     "  --master-addr HOST      the machine whose node rank is 0\n"
     "  --master-port PORT      a free port there (29500; on one machine: any free one)\n"
     "  --standalone            one machine, any free port\n"
+    "  --serve-store           serve the ranks' store here: for PyTorch programs\n"
     "  --max-restarts N        restart all ranks when one fails, at most N times (0)\n"
     "  --log-dir DIR           write what rank N prints to DIR/rankN.log too\n"
     "  --no-prefix             print lines without their rank\n"
@@ -57,6 +58,7 @@ static int read_options(cddp_launch_desc *d, char **argv) {
       {"--master-addr", "", NULL, &d->master_addr, NULL},
       {"--master-port", "", &d->master_port, NULL, NULL},
       {"--standalone", "", NULL, NULL, &d->standalone},
+      {"--serve-store", "", NULL, NULL, &d->serve_store},
       {"--max-restarts", "", &d->max_restarts, NULL, NULL},
       {"--log-dir", "", NULL, &d->log_dir, NULL},
       {"--no-prefix", "", NULL, NULL, &d->no_prefix},

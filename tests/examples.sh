@@ -126,8 +126,25 @@ END
   python3 -c 'import json, sys; json.load(open(sys.argv[1]))' trace.json || fail "trace.json is not JSON"
 }
 
+cddprun() { # also: options in torchrun's two spellings, exit codes, --help
+  build cddprun
+  (work=$work/toy; mkdir "$work"; build toy) || exit 1
+  run ./cddprun -n 3 toy/toy
+  for r in 0 1 2; do expect 1 "^\[$r\] Loss on rank $r: [0-9]+\.[0-9]+\$"; done
+  run ./cddprun --nproc_per_node=2 --standalone --log-dir logs -- toy/toy
+  expect 1 '^\[1\] Loss on rank 1: '
+  [ "$(grep -c '^Loss on rank 1: ' logs/rank1.log)" = 1 ] || fail "logs/rank1.log: $(cat logs/rank1.log)"
+  run ./cddprun --help
+  expect 1 '^usage: cddprun '
+  # shellcheck disable=SC2016
+  ./cddprun -n 2 sh -c '[ $RANK = 0 ] || exit 9; exec sleep 20' >out 2>&1
+  [ $? = 9 ] && grep -q '^cddprun: rank 1 (pid [0-9]*) exited with code 9$' out || fail "code 9: $(cat out)"
+  ./cddprun --nodes 2 true >out 2>&1
+  [ $? = 2 ] && grep -q '^cddprun: no such option: --nodes$' out || fail "a wrong option: $(cat out)"
+}
+
 case ${1:-} in
-list) echo toy linear collectives digits cddptrace ;;
-toy | linear | collectives | digits | cddptrace) "$1" ;;
+list) echo toy linear collectives digits cddptrace cddprun ;;
+toy | linear | collectives | digits | cddptrace | cddprun) "$1" ;;
 *) fail "usage: $0 list | NAME" ;;
 esac

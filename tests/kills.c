@@ -407,7 +407,8 @@ static void test_kills(void) {
   if (latency_count == 0) return;
   qsort(latencies, (size_t)latency_count, sizeof *latencies, by_size);
   fprintf(stderr,
-          "  %d deaths, %d survivors told: ms min %.1f, median %.1f, 90%% %.1f, 99%% %.1f, max %.1f;"
+          "  %d deaths, %d survivors told: ms min %.1f, median %.1f, 90%% %.1f, 99%% %.1f, "
+          "max %.1f;"
           " %d timed out meeting\n",
           seeds, latency_count, quantile(0), quantile(0.5), quantile(0.9), quantile(0.99),
           quantile(1), late_meetings);

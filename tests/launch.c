@@ -219,6 +219,10 @@ static void test_ranks(void) {
   d.master_addr = "localhost";
   CHECK_OK(cddp_launch(&d, NULL));
   CHECK_EQ(shared->word[2], 6);
+  d = describe("sums", 3);
+  d.serve_store = true; /* the ranks are its clients */
+  CHECK_OK(cddp_launch(&d, NULL));
+  CHECK_EQ(shared->word[2], 6);
   sigprocmask(SIG_SETMASK, NULL, &after);
   for (i = 1; i < 32; i++) CHECK(sigismember(&before, i) == sigismember(&after, i));
   CHECK(ranks_no_children());
@@ -246,6 +250,7 @@ static void test_invalid(void) {
     CHECK(mentions(bad[i].word) && report.rank == -1);
   }
   CHECK_IS(cddp_launch(NULL, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(ranks_no_children());
 }
 
 /* A file's bytes in memory; freed by the next call. */
@@ -399,7 +404,7 @@ static void test_leftovers(void) {
   CHECK_OK(cddp_launch(&d, NULL)); /* a rank's own child ends with it */
   prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
   check_gone();
-  for (number = SIGKILL; number != 0; number = number == SIGKILL ? SIGSEGV : 0) {
+  for (number = SIGKILL; number != 0; number = number == SIGKILL ? SIGQUIT : 0) {
     d = describe("stays", 3);
     pid = ranks_fork(launch_here, 0, &d);
     await(&shared->started, 3);
