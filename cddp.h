@@ -980,8 +980,8 @@ typedef struct cddp__kernels {
 typedef struct cddp__fold {
   const cddp__kernels *kernels;
   const void *const *srcs; /* [nsrcs] */
-  const int *widths;       /* [nsrcs] ranks that each is the sum of, in the compute type if more than
-                              one; NULL: one each */
+  const int *widths;       /* [nsrcs] ranks that each is the sum of, in the compute type if more
+                              than one; NULL: one each */
   bool wide;               /* the result is in the compute type */
   int nsrcs;
   cddp_dtype dtype;        /* of sources and result */
@@ -1366,7 +1366,8 @@ typedef struct cddp__host_entry {
   int size;              /* ranks */
 } cddp__host_entry;
 
-/* The other hosts, as rendezvous found them. Owned by cddp__host; constant but for what lock guards. */
+/* The other hosts, as rendezvous found them. Owned by cddp__host; constant but for what lock
+   guards. */
 typedef struct cddp__net {
   cddp_allocator allocator;
   int rank, size; /* of the job */
@@ -3844,7 +3845,8 @@ static cddp_result cddp__tcp_serve(cddp_store *s, const cddp__store_options *o, 
    other hosts call another of its addresses, so the server takes all of them. */
 static void cddp__tcp_reach(cddp__tcp *t, const char *host) {
   int i;
-  if (strcmp(host, "localhost") == 0 || strspn(host, "0123456789.:abcdefABCDEF") == strlen(host))
+  if (strcmp(host, "localhost") == 0 || strchr(host, ':') != NULL ||
+      host[strspn(host, "0123456789.")] == 0) /* an address says what is meant */
     return;
   for (i = 0; i < t->address_count; i++)
     if (!cddp__address_loopback(&t->addresses[i])) return;
@@ -5098,8 +5100,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   return h;
 }
 
-/* Where this rank is among the ranks of the host; before anything is allocated. The arrays are large
-   enough for the job. */
+/* Where this rank is among the ranks of the host; before anything is allocated. The arrays are
+   large enough for the job. */
 static void cddp__host_place(cddp__host *h, int size, int index) {
   h->size = size;
   h->index = index;
@@ -5618,7 +5620,7 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
   cddp__fold_range(&f, dst, 0, n);
 }
 
-/* The sum of some ranks, in the compute type and not yet divided: what another host needs of them. */
+/* The sum of some ranks, in the compute type and not divided: what another host needs of them. */
 static void cddp__reduce_part(void *dst, const void *const *srcs, int nsrcs, size_t n,
                               cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
@@ -6507,8 +6509,8 @@ static void cddp__link_options(int fd) { /* without them it works too, but notic
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered, sizeof unanswered);
 }
 
-/* Sends or receives what is left of data[size]: 1 when *done is size, 0 when it would block, -1 when
-   the link has ended. */
+/* Sends or receives what is left of data[size]: 1 when *done is size, 0 when it would block, -1
+   when the link has ended. */
 static int cddp__link_io(cddp__link *l, void *data, size_t size, size_t *done, bool out) {
   while (*done < size) {
     char *p = (char *)data + *done;
@@ -6736,7 +6738,7 @@ static void cddp__net_accept(cddp__net *n) { /* net.lock held */
   }
 }
 
-/* Accepts, hears hellos and bad news. Never blocks; when another thread is at it, leaves it to it. */
+/* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
 static void cddp__net_look(cddp__net *n) {
   cddp__link **at;
   double now;
@@ -6835,11 +6837,12 @@ static ssize_t cddp__link_vector(const cddp__link *l, unsigned char *head, void 
   }
   msg.msg_iov = io;
   msg.msg_iovlen = (size_t)n;
-  return out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT) : recvmsg(l->fd, &msg, MSG_DONTWAIT);
+  return out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT)
+             : recvmsg(l->fd, &msg, MSG_DONTWAIT);
 }
 
-/* Sends what is left of this message: 1 when all of it is on its way, 0 when it would block, -1 when
-   the link has ended. */
+/* Sends what is left of this message: 1 when all of it is on its way, 0 when it would block, -1
+   when the link has ended. */
 static int cddp__link_push(cddp__link *l, const void *data, size_t size) {
   void *p;
   memcpy(&p, &data, sizeof p); /* sendmsg does not write to it */
@@ -7181,8 +7184,8 @@ static cddp_result cddp__named_interface(const char *name, int family, cddp__add
   int n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX), i;
   if (n == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up and "
-                      "has an address; `ip addr` lists them",
+                      "CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
+                      "and has an address; `ip addr` lists them",
                       name);
   for (i = 0; i < n - 1 && list[i].sa.ss_family != family; i++) {}
   *out = list[list[i].sa.ss_family == family ? i : 0];
@@ -7192,7 +7195,8 @@ static cddp_result cddp__named_interface(const char *name, int family, cddp__add
 /* Where other hosts reach this one: the near end of the connection to the store, as the system has
    chosen it by route. */
 static cddp_result cddp__own_address(const cddp__meeting *m, cddp__address *out) {
-  static const unsigned char loopback[CDDP__PACKED_ADDRESS] = {4, 0, 0, 0, 0, 0, 0, 0, 127, 0, 0, 1};
+  static const unsigned char loopback[CDDP__PACKED_ADDRESS] = {4, 0, 0, 0, 0,   0,
+                                                               0, 0, 127, 0, 0, 1};
   bool routed = strncmp(m->at->init_method, "tcp://", 6) == 0 && m->store->tcp.fd >= 0 &&
                 cddp__local_address(m->store->tcp.fd, out);
   const char *name = cddp__env("CDDP_IFNAME");
@@ -7383,8 +7387,10 @@ static void cddp__meeting_elsewhere(cddp__meeting *m, bool *missing) {
   for (h = 1; h <= others && h < m->at->world_size; h++) {
     cddp__meeting_key(m, key, "here", h);
     if (h == m->number || cddp__meeting_peek(m, key, list, capacity, &n) != CDDP_OK) continue;
-    for (i = 0; i + 4 <= n; i += 4)
-      if (cddp__get32(list + i) < (uint32_t)m->at->world_size) missing[cddp__get32(list + i)] = false;
+    for (i = 0; i + 4 <= n; i += 4) {
+      uint32_t rank = cddp__get32(list + i);
+      if (rank < (uint32_t)m->at->world_size) missing[rank] = false;
+    }
   }
   free(list);
 }
@@ -7416,8 +7422,8 @@ static cddp_result cddp__meeting_late(cddp__meeting *m) {
 
 /* One round of the leader's loop: waits a little for connections, hellos and deaths. */
 static cddp_result cddp__meeting_poll(cddp__meeting *m, struct pollfd *fds) {
+  double now, until = m->look < m->deadline ? m->look : m->deadline;
   cddp_result r;
-  double now;
   int i;
   fds[0].fd = m->listener;
   for (i = 0; i < m->capacity; i++) fds[1 + i].fd = m->guests[i].fd;
@@ -7425,9 +7431,7 @@ static cddp_result cddp__meeting_poll(cddp__meeting *m, struct pollfd *fds) {
     fds[i].events = POLLIN;
     fds[i].revents = 0;
   }
-  if (poll(fds, (nfds_t)m->capacity + 1, cddp__poll_ms(m->look < m->deadline ? m->look : m->deadline, 50)) <
-          0 &&
-      errno != EINTR)
+  if (poll(fds, (nfds_t)m->capacity + 1, cddp__poll_ms(until, 50)) < 0 && errno != EINTR)
     return cddp__fail_errno("poll");
   if (fds[0].revents != 0) cddp__accept_guest(m);
   now = cddp__now();
@@ -7554,6 +7558,9 @@ static cddp_result cddp__collect_ports(cddp__meeting *m) {
       if (c->fd < 0 || c->rank < 0) continue;
       r = pass == 0 ? cddp__send_all(c->fd, reply, sizeof reply, m->deadline)
                     : cddp__recv_all(c->fd, port, sizeof port, m->deadline);
+      if (r == CDDP_TIMEOUT)
+        return cddp__fail(r, "timed out after %g s: rank %d (pid %u) came, and then stood still",
+                          m->at->timeout_s, c->rank, c->pid);
       if (r != CDDP_OK)
         return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died while the ranks were meeting",
                           c->rank, c->pid);
@@ -7589,7 +7596,8 @@ static unsigned char *cddp__host_table(cddp__meeting *m, const cddp__host *h, in
 }
 
 /* Adds a host's table to the blob; every rank may come but once. */
-static cddp_result cddp__add_table(cddp__meeting *m, int host, const unsigned char *t, size_t size) {
+static cddp_result cddp__add_table(cddp__meeting *m, int host, const unsigned char *t,
+                                   size_t size) {
   unsigned char *entry = m->blob + CDDP__BLOB_HEAD + CDDP__HOST_BYTES * (size_t)host;
   unsigned char *ranks = m->blob + CDDP__BLOB_HEAD + CDDP__HOST_BYTES * (size_t)m->host_count;
   size_t n = size < CDDP__HOST_BYTES ? 0 : cddp__get32(t + 112), i;
@@ -7600,10 +7608,11 @@ static cddp_result cddp__add_table(cddp__meeting *m, int host, const unsigned ch
   for (i = 0; i < n; i++) {
     const unsigned char *in = t + CDDP__HOST_BYTES + CDDP__RANK_BYTES * i;
     uint32_t rank = cddp__get32(in);
-    unsigned char *out = ranks + CDDP__RANK_BYTES * (size_t)rank;
+    unsigned char *out;
     if (rank >= (uint32_t)m->at->world_size)
       return cddp__fail(CDDP_MISMATCH, "rank %u of host %s is beyond WORLD_SIZE %d: all must agree",
-                        rank, (const char *)t, m->at->world_size);
+                        rank, (const char *)entry, m->at->world_size);
+    out = ranks + CDDP__RANK_BYTES * (size_t)rank;
     if (cddp__get32(out + 8) != 0)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "rank %u is taken twice: by pid %u on %s and pid %u on %s; each process "
@@ -7611,7 +7620,7 @@ static cddp_result cddp__add_table(cddp__meeting *m, int host, const unsigned ch
                         rank, cddp__get32(out + 4),
                         (const char *)m->blob + CDDP__BLOB_HEAD +
                             CDDP__HOST_BYTES * (size_t)cddp__get32(out),
-                        cddp__get32(in + 4), (const char *)t);
+                        cddp__get32(in + 4), (const char *)entry);
     cddp__put_rank(out, (uint32_t)host, cddp__get32(in + 4), cddp__get32(in + 8));
   }
   return CDDP_OK;
@@ -7672,8 +7681,8 @@ static cddp_result cddp__follow_tables(cddp__meeting *m, const unsigned char *ow
   return fetched == m->host_count - 1 ? cddp__store_set(m->store, key, "", 0) : CDDP_OK;
 }
 
-/* Rank 0's process serves the store: on success until all hosts have what they need, after a failure
-   for a moment, so that they can read why. */
+/* Rank 0's process serves the store: on success until all hosts have what they need, after a
+   failure for a moment, so that they can read why. */
 static void cddp__serve_others(cddp__meeting *m, cddp_result r) {
   char kept[CDDP__ERROR_MAX], key[256];
   const char *keys[1];
@@ -7699,8 +7708,12 @@ static uint32_t cddp__blob_rank(const unsigned char *blob, int rank, int field) 
 /* Fills h with what m->blob says; takes over the listening socket. */
 static cddp_result cddp__take_blob(cddp__meeting *m, cddp__host *h, const char *secret) {
   const unsigned char *b = m->blob;
-  cddp__net *n = cddp__net_new(&h->allocator, m->at->world_size, m->host_count);
+  cddp__net *n;
   int i;
+  if (cddp__get32(b) != CDDP__BLOB_MAGIC || cddp__get32(b + 4) != (uint32_t)m->host_count ||
+      cddp__get32(b + 8) != (uint32_t)m->at->world_size)
+    return cddp__fail(CDDP_NETWORK, "the list of ranks is damaged");
+  n = cddp__net_new(&h->allocator, m->at->world_size, m->host_count);
   h->net = n;
   if (n == NULL) return CDDP_OUT_OF_MEMORY;
   n->rank = m->at->rank;
@@ -8035,8 +8048,10 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, 
   cddp_result r = CDDP_OUT_OF_MEMORY;
   int i;
   if (members == NULL) return r;
-  for (i = 0; i < size; i++)
-    members[i] = h->net == NULL ? i : h->net->homes[i].host == h->net->host ? h->net->homes[i].index : -1;
+  for (i = 0; i < size; i++) {
+    const cddp__home *home = h->net != NULL ? &h->net->homes[i] : NULL;
+    members[i] = home == NULL ? i : home->host == h->net->host ? home->index : -1;
+  }
   board = h->fd >= 0 ? cddp__map_extent(h, 0, bytes) : cddp__map_plain(bytes);
   if (board == NULL)
     cddp__fail(r, "mmap of the group's shared memory: %s", strerror(errno));
@@ -8368,12 +8383,13 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
 /* >>hosts --------------------------------------------------------------------------------------
    Steps and collectives of groups whose ranks are on several hosts. Works as follows.
 
-   STEPS. The board of such a group has seats for all its ranks on each of the hosts. The lowest rank
-   of a host in the group leads it: in a step it waits for its host's ranks, sends their lines to the
-   other leaders, gets theirs, and writes those into the remote ranks' seats. So all ranks compare
-   all lines, as on one host: disagreement, small all_reduce, splits and what a cddp_ddp agrees on
-   need nothing else. Up to CDDP__DIRECT_HOSTS leaders exchange directly; more in log2(hosts) rounds,
-   in each of which a leader passes on all it has. A local step is one of the host's ranks alone.
+   STEPS. The board of such a group has seats for all its ranks on each of the hosts. The lowest
+   rank of a host in the group leads it: in a step it waits for its host's ranks, sends their lines
+   to the other leaders, gets theirs, and writes those into the remote ranks' seats. So all ranks
+   compare all lines, as on one host: disagreement, small all_reduce, splits and what a cddp_ddp
+   agrees on need nothing else. Up to CDDP__DIRECT_HOSTS leaders exchange directly; more in
+   log2(hosts) rounds, in each of which a leader passes on all it has. A local step is one of the
+   host's ranks alone.
 
    COLLECTIVES. What does not fit into lines begins with one step. all_reduce, reduce and broadcast
    then move slices: each rank of a host (as many as the smallest host has) carries one, and deals
@@ -8385,25 +8401,25 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
    send straight from rank to rank, once to each host what the whole host needs. What ranks of the
    same host must see of each other's buffers, and cannot, passes through shared scratch.
 
-   THE CANONICAL SUM over hosts: a host adds up those nodes of the canonical tree whose ranks are all
-   its own (of hosts with consecutive ranks, aligned: one) and sends these, f16 and bf16 as f32 once
-   anything was added; the owner adds the rest of the tree. So the bits are those of one host. Ranks
-   scattered over hosts have many such nodes and send more.
+   THE CANONICAL SUM over hosts: a host adds up those nodes of the canonical tree whose ranks are
+   all its own (of hosts with consecutive ranks, aligned: one) and sends these, f16 and bf16 as f32
+   once anything was added; the owner adds the rest of the tree. So the bits are those of one host.
+   Ranks scattered over hosts have many such nodes and send more.
 
-   MESSAGES (send, recv) to another host are written to their link at once as far as the system takes
-   them; the rest is copied and goes out in later calls, of any group. Whatever comes is read into
-   memory, unless nobody waits for it and 256 MiB have come already.
+   MESSAGES (send, recv) to another host are written to their link at once as far as the system
+   takes them; the rest is copied and goes out in later calls, of any group. Whatever comes is read
+   into memory, unless nobody waits for it and 256 MiB have come already.
 
-   FAILURE. Whoever breaks the group tells the ranks of the other hosts by a link of its own and ends
-   its collective links, which others see at once. A link that ends gives the news CDDP__NEWS_S to
-   arrive before it is a failure itself.
+   FAILURE. Whoever breaks the group tells the ranks of the other hosts by a link of its own and
+   ends its collective links, which others see at once. A link that ends gives the news CDDP__NEWS_S
+   to arrive before it is a failure itself.
 
-   WHAT IT COSTS, for 4,096 ranks on 512 hosts of 8, 25 us from host to host, 100 Gbit/s for each host.
-   Start-up: each leader puts 24 bytes a rank into the store and takes out 121 KiB, 62 MB from the
-   store's host together, 5 ms; 8 rank ports a host. A step: 9 rounds, 256 KiB to each leader, 0.3 ms,
-   and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each n * 511/512 out of every
-   host: 2 n / 12.5 GB/s, so 25 MiB take 4.2 ms, and one step. Links: 511 for each rank that carries
-   a slice. The seats of a group take 34 MiB of each host. */
+   WHAT IT COSTS, for 4,096 ranks on 512 hosts of 8, 25 us from host to host, 100 Gbit/s for each
+   host. Start-up: each leader puts 24 bytes a rank into the store and takes out 121 KiB, 62 MB from
+   the store's host together, 5 ms; 8 rank ports a host. A step: 9 rounds, 256 KiB to each leader,
+   0.3 ms, and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each n * 511/512 out
+   of every host: 2 n / 12.5 GB/s, so 25 MiB take 4.2 ms, and one step. Links: 511 for each rank
+   that carries a slice. The seats of a group take 34 MiB of each host. */
 
 #define CDDP__DIRECT_HOSTS 8 /* above, lines go by rounds */
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
@@ -8509,7 +8525,7 @@ static void cddp__mail_watch_peer(cddp_group *g, int peer) { /* mail_lock held *
   x->watches = l;
 }
 
-/* Accepts connections, hears of failures elsewhere, sends what is left of messages of all groups. */
+/* Accepts connections, hears of failures elsewhere, sends what is left of all groups' messages. */
 static void cddp__hosts_look(cddp_group *g) {
   cddp__net *n = g->hosts->net;
   cddp_group *other;
@@ -8671,8 +8687,9 @@ static cddp_result cddp__hosts_pause(cddp_group *g, cddp__patience *w, int late,
   joining = joining || w->nfds == 0;
   x->fds[w->nfds].fd = x->net->listener;
   x->fds[w->nfds].events = POLLIN;
+  x->fds[w->nfds].revents = 0;
   poll(x->fds, (nfds_t)w->nfds + 1, joining ? 1 : 5);
-  if (joining) cddp__hosts_look(g);
+  if (joining || x->fds[w->nfds].revents != 0) cddp__hosts_look(g);
   if (now >= w->look) {
     if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
     cddp__hosts_claim(g);
@@ -8719,6 +8736,7 @@ static cddp_result cddp__deliver_some(cddp_group *g, cddp__patience *w, cddp__it
   for (i = 0; i < n; i++) {
     cddp__item *it = &items[i];
     cddp__link *l;
+    size_t before;
     int done;
     if (it->size == 0) continue;
     ++*left;
@@ -8726,9 +8744,11 @@ static cddp_result cddp__deliver_some(cddp_group *g, cddp__patience *w, cddp__it
     if ((r = cddp__hosts_link(g, it->rank, &l)) != CDDP_OK) return r;
     if (l == NULL) cddp__watch_fd(g, w, x->links[it->rank], true);
     if (l == NULL || l->pass == x->pass) continue;
+    before = out ? l->sent : l->got;
     done = out ? cddp__link_push(l, it->data, it->size) : cddp__link_pull(l, it->data, it->size);
     if (done < 0) return cddp__hosts_lost(g, l);
     if (done == 0) {
+      *moved = *moved || (out ? l->sent : l->got) != before; /* slow is not late */
       l->pass = x->pass;
       cddp__watch_fd(g, w, l, out);
       continue;
@@ -8779,10 +8799,12 @@ static cddp_result cddp__await_locals(cddp_group *g, cddp__idle_fn idle) {
   cddp_result r;
   int i;
   if (g->crowded)
-    return cddp__wait_word(g, &g->board->arrivals, g->arrive_target + (uint32_t)g->locals - 1, idle);
-  for (i = 1; i < g->locals; i++)
-    if ((r = cddp__wait_word(g, &cddp__line_of(g, ranks[i], g->step)->seq, g->step, idle)) != CDDP_OK)
-      return r;
+    return cddp__wait_word(g, &g->board->arrivals, g->arrive_target + (uint32_t)g->locals - 1,
+                           idle);
+  for (i = 1; i < g->locals; i++) {
+    cddp__line *line = cddp__line_of(g, ranks[i], g->step);
+    if ((r = cddp__wait_word(g, &line->seq, g->step, idle)) != CDDP_OK) return r;
+  }
   return CDDP_OK;
 }
 
@@ -8795,7 +8817,7 @@ static void cddp__put_line(unsigned char *out, const cddp__line *line, uint32_t 
   memcpy(out + 24, line->u.bytes, CDDP__INLINE);
 }
 
-/* The leaders' exchange, into x->lines: this host's lines first, then the next host's, and so on. */
+/* The leaders' exchange, into x->lines: this host's lines first, then the next host's, ... */
 static cddp_result cddp__exchange_lines(cddp_group *g, cddp__idle_fn idle) {
   cddp__hosts *x = g->hosts;
   size_t have = (size_t)g->locals * CDDP__LINE_BYTES, at;
@@ -8902,8 +8924,8 @@ static cddp_result cddp__local_sync(cddp_group *g, const cddp__call *c, uint32_t
 /* --- all_reduce, reduce, broadcast: one slice's way through the hosts --- */
 
 /* Piece k of the slice [begin, end) is divided among the hosts into parts; host h owns the h-th. On
-   each link the messages of both directions are A0 A1 (A2 B0) (A3 B1) ..., those left out that have no
-   bytes or no purpose. */
+   each link the messages of both directions are A0 A1 (A2 B0) (A3 B1) ..., those left out that have
+   no bytes or no purpose. */
 typedef struct cddp__relay {
   cddp_group *g;
   const cddp__call *c;
@@ -8954,7 +8976,8 @@ static bool cddp__relay_leg(const cddp__relay *y, int from, int to, long at, cdd
   m->k = at / 2 - (m->back ? CDDP__AHEAD : 0);
   if (m->k < 0 || m->k >= y->pieces || !cddp__relay_sends(y, from, to, m->back)) return false;
   cddp__relay_part(y, m->k, m->back ? from : to, &m->begin, &m->n);
-  m->bytes = m->n * (m->back || !y->reduces ? y->esize : x->node_bytes[from + 1] - x->node_bytes[from]);
+  m->bytes = m->back || !y->reduces ? y->esize : x->node_bytes[from + 1] - x->node_bytes[from];
+  m->bytes *= m->n;
   return m->n > 0;
 }
 
@@ -8993,7 +9016,8 @@ static char *cddp__relay_out(const cddp__relay *y, long k, int host) {
 
 /* And where another host's sums for this one's part go. */
 static char *cddp__relay_in(const cddp__relay *y, long k, int host) {
-  return y->in + y->most * ((size_t)(k % CDDP__SLOTS) * y->all_bytes + y->g->hosts->node_bytes[host]);
+  return y->in +
+         y->most * ((size_t)(k % CDDP__SLOTS) * y->all_bytes + y->g->hosts->node_bytes[host]);
 }
 
 static void cddp__relay_copies(const cddp__relay *y, size_t begin, size_t n, int from) {
@@ -9096,6 +9120,7 @@ static int cddp__relay_push(cddp__relay *y, cddp__patience *w, int h, cddp__link
   int moved = 0, done;
   while (cddp__relay_next(y, x->mine, h, &x->out_at[h], &m)) {
     const void *data;
+    size_t before = l->sent;
     if (m.back ? m.k >= y->reduced : m.k >= y->prepared) break;
     if (m.back)
       data = cddp__relay_dst(y, m.k, m.begin);
@@ -9106,6 +9131,7 @@ static int cddp__relay_push(cddp__relay *y, cddp__patience *w, int h, cddp__link
     if ((done = cddp__link_push(l, data, m.bytes)) < 0) return -1;
     if (done == 0) {
       cddp__watch_fd(y->g, w, l, true);
+      if (l->sent != before) moved = 1;
       break;
     }
     x->out_at[h]++;
@@ -9120,11 +9146,13 @@ static int cddp__relay_pull(cddp__relay *y, cddp__patience *w, int h, cddp__link
   int moved = 0, done;
   while (cddp__relay_next(y, h, x->mine, &x->in_at[h], &m)) {
     char *to = cddp__relay_in(y, m.k, h);
+    size_t before = l->got;
     if (!m.back && m.k >= y->reduced + CDDP__SLOTS) break;
     if (m.back || !y->reduces) to = y->bufs[y->root >= 0 ? y->root : x->me] + m.begin * y->esize;
     if ((done = cddp__link_pull(l, to, m.bytes)) < 0) return -1;
     if (done == 0) {
       cddp__watch_fd(y->g, w, l, false);
+      if (l->got != before) moved = 1;
       break;
     }
     if (!m.back) y->arrived[m.k % CDDP__SLOTS]++;
@@ -9212,8 +9240,9 @@ static cddp_result cddp__hosts_stage(cddp_group *g, size_t bytes) {
 /* Sizes of pieces and stages. */
 static cddp_result cddp__relay_plan(cddp__relay *y) {
   const cddp__hosts *x = y->g->hosts;
-  size_t granule = CDDP__CACHE_LINE / y->esize, hosts = (size_t)x->count, out, in;
+  size_t granule = CDDP__CACHE_LINE / y->esize, hosts = (size_t)x->count, out, in, sums, result;
   size_t part = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / hosts) * hosts / y->all_bytes;
+  cddp_result r;
   part = cddp__round_up(cddp__max(part, 1), granule);
   y->piece = part * hosts;
   y->whole = y->c->kind == CDDP__KIND_ALL_REDUCE &&
@@ -9228,22 +9257,21 @@ static cddp_result cddp__relay_plan(cddp__relay *y) {
   if (!y->reduces) return CDDP_OK;
   out = cddp__round_up(y->raw ? 0 : out, CDDP__CACHE_LINE);
   in = cddp__round_up(in, CDDP__CACHE_LINE);
-  {
-    size_t sums = cddp__round_up(y->most * y->mine_bytes, CDDP__CACHE_LINE);
-    cddp_result r = cddp__hosts_stage(
-        y->g, CDDP__SLOTS * (out + in + cddp__round_up(y->most * y->esize, CDDP__CACHE_LINE)) + sums);
-    if (r != CDDP_OK) return r;
-    y->out = x->stage;
-    y->in = y->out + CDDP__SLOTS * out;
-    y->sums = y->in + CDDP__SLOTS * in;
-    y->result = y->sums + sums;
-  }
+  sums = cddp__round_up(y->most * y->mine_bytes, CDDP__CACHE_LINE);
+  result = cddp__round_up(y->most * y->esize, CDDP__CACHE_LINE);
+  r = cddp__hosts_stage(y->g, CDDP__SLOTS * (out + in + result) + sums);
+  if (r != CDDP_OK) return r;
+  y->out = x->stage;
+  y->in = y->out + CDDP__SLOTS * out;
+  y->sums = y->in + CDDP__SLOTS * in;
+  y->result = y->sums + sums;
   return CDDP_OK;
 }
 
 /* One call's elements [0, count) of bufs, the buffers of this host's ranks, all in memory that each
    of them sees. Its ranks have met before and meet afterwards. */
-static cddp_result cddp__relay_call(cddp_group *g, const cddp__call *c, char *const *bufs, size_t count) {
+static cddp_result cddp__relay_call(cddp_group *g, const cddp__call *c, char *const *bufs,
+                                    size_t count) {
   cddp__hosts *x = g->hosts;
   cddp__relay y;
   cddp_result r;
@@ -9292,8 +9320,8 @@ static size_t cddp__shown(const cddp_group *g, const cddp__call *c) {
   }
 }
 
-/* This host's local rank t's share for rank `to`, where this rank can see it: in t's buffer, or in its
-   scratch. */
+/* This host's local rank t's share for rank `to`, where this rank can see it: in t's buffer, or in
+   its scratch. */
 static const char *cddp__share_of(const cddp__tour *v, int t, int to) {
   const cddp__hosts *x = v->g->hosts;
   const cddp__call *c = v->c;
@@ -9396,7 +9424,8 @@ static cddp_result cddp__tour_direct(cddp__tour *v) {
 }
 
 /* The node's sum over its ranks' shares for rank `to`; a single rank's share itself. */
-static const void *cddp__tour_sum(const cddp__tour *v, const cddp__node *node, int to, char *space) {
+static const void *cddp__tour_sum(const cddp__tour *v, const cddp__node *node, int to,
+                                  char *space) {
   cddp__hosts *x = v->g->hosts;
   int r;
   if (node->high - node->low == 1) return cddp__share_of(v, x->number[node->low], to);
@@ -9599,14 +9628,15 @@ static cddp_result cddp__hosts_locate(cddp_group *g, const cddp__call *c, bool *
   return CDDP_OK;
 }
 
-/* all_reduce, reduce, broadcast of buffers some of which are not shared: those pass through scratch,
-   piece by piece. */
+/* all_reduce, reduce, broadcast of buffers some of which are not shared: those pass through
+   scratch, piece by piece. */
 static cddp_result cddp__relay_staged(cddp_group *g, const cddp__call *c) {
   cddp__hosts *x = g->hosts;
   size_t most = CDDP__SCRATCH / c->esize, begin, n, bytes;
   bool staged = x->bufs[x->me] == NULL, half = false;
   bool reads = c->kind != CDDP__KIND_BROADCAST || g->rank == c->root;
-  bool writes = c->kind == CDDP__KIND_ALL_REDUCE || (c->kind == CDDP__KIND_REDUCE) == (g->rank == c->root);
+  bool writes = c->kind == CDDP__KIND_ALL_REDUCE ||
+                (c->kind == CDDP__KIND_REDUCE) == (g->rank == c->root);
   cddp_result r;
   int t;
   for (begin = 0; begin < c->count; begin += n, half = !half) {
@@ -9769,6 +9799,15 @@ static cddp_result cddp__hosts_post(cddp_group *g, const void *buf, size_t count
   return r;
 }
 
+/* Whether a message says the same of its size twice, so that neither can be too much. */
+static bool cddp__mail_head_good(const unsigned char head[CDDP__LINK_HEAD], size_t bytes) {
+  uint32_t dtype = cddp__get32(head + 8);
+  uint64_t count = cddp__get64(head + 16);
+  size_t esize = dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)dtype) : 0;
+  return cddp__get32(head) == CDDP__MAIL_MAGIC && esize != 0 && bytes <= SIZE_MAX / 16 &&
+         bytes % esize == 0 && bytes / esize == count;
+}
+
 /* Takes in what comes from a sender. mail_lock held. Returns whether a whole message came. */
 static bool cddp__mail_pull(cddp_group *g, cddp__link *l) {
   cddp__hosts *x = g->hosts;
@@ -9781,7 +9820,7 @@ static bool cddp__mail_pull(cddp_group *g, cddp__link *l) {
       cddp__link_end(l, CDDP__LEFT);
       return false;
     }
-    if (cddp__get32(l->in_head) != CDDP__MAIL_MAGIC || bytes > SIZE_MAX / 16) {
+    if (!cddp__mail_head_good(l->in_head, bytes)) {
       cddp__link_end(l, EPROTO);
       return false;
     }
@@ -10022,8 +10061,8 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   return x;
 }
 
-/* Tells a new group of a job of several hosts which ranks of the job its ranks are (NULL: the same),
-   and prepares it to span hosts, if it does. */
+/* Tells a new group of a job of several hosts which ranks of the job its ranks are (NULL: the
+   same), and prepares it to span hosts, if it does. */
 static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   cddp__net *net = g->host->net;
   cddp__hosts *x;
@@ -10323,9 +10362,10 @@ static void cddp__reduce_spaces(const cddp_group *g, const cddp__call *c, const 
                                 void *dst, size_t offset) {
   const void *few[16], **srcs = few;
   int r, base;
-  if (g->size > 16)
-    srcs = g->hosts != NULL ? g->hosts->pointers
-                            : (const void **)cddp__slot_of(g, g->rank, g->step + 1); /* free until then */
+  if (g->hosts != NULL)
+    srcs = g->hosts->pointers;
+  else if (g->size > 16)
+    srcs = (const void **)cddp__slot_of(g, g->rank, g->step + 1); /* free until then */
   for (r = 0, base = g->size; r < base; r++)
     srcs[r] = (const char *)cddp__space_of(g, r, k) + offset;
   cddp__reduce(dst, srcs, g->size, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
