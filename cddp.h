@@ -7516,8 +7516,9 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
 
 /* --- several hosts: who is where ---
    What all ranks get. Little-endian: magic, hosts, ranks, 0, the job's token; for each host its
-   name[72], address[24], its leader's token[16], its ranks, 0; for each rank its host, process id
-   and port. A host's own table, for the conductor, is its entry and (rank, process id, port). */
+   name[72], address[24], its leader's token[16], its ranks, WORLD_SIZE; for each rank its host,
+   process id and port. A host's own table, for the conductor, is its entry and (rank, process id,
+   port). */
 
 #define CDDP__BLOB_MAGIC 0x4f484443u /* "CDHO" */
 #define CDDP__BLOB_HEAD 32
@@ -7586,6 +7587,7 @@ static unsigned char *cddp__host_table(cddp__meeting *m, const cddp__host *h, in
   cddp__pack_address(t + 72, &m->address);
   memcpy(t + 96, m->token, 16);
   cddp__put32(t + 112, (uint32_t)m->joined + 1);
+  cddp__put32(t + 116, (uint32_t)m->at->world_size);
   at = t + CDDP__HOST_BYTES;
   cddp__put_rank(at, (uint32_t)m->at->rank, (uint32_t)getpid(), (uint32_t)port);
   for (i = 0; i < m->capacity; i++)
@@ -7605,6 +7607,11 @@ static cddp_result cddp__add_table(cddp__meeting *m, int host, const unsigned ch
     return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
   memcpy(entry, t, CDDP__HOST_BYTES);
   entry[71] = 0;
+  if (cddp__get32(t + 116) != (uint32_t)m->at->world_size)
+    return cddp__fail(CDDP_MISMATCH,
+                      "rank %u on %s has world size %u, rank %d has %d: WORLD_SIZE must agree",
+                      cddp__get32(t + CDDP__HOST_BYTES), (const char *)entry, cddp__get32(t + 116),
+                      m->at->rank, m->at->world_size);
   for (i = 0; i < n; i++) {
     const unsigned char *in = t + CDDP__HOST_BYTES + CDDP__RANK_BYTES * i;
     uint32_t rank = cddp__get32(in);
@@ -7674,7 +7681,8 @@ static cddp_result cddp__follow_tables(cddp__meeting *m, const unsigned char *ow
   if (r == CDDP_OK) r = cddp__store_get(m->store, key, m->blob, m->blob_size, &n, m->deadline);
   if (r != CDDP_OK) return r;
   if (n != m->blob_size)
-    return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+    return cddp__fail(CDDP_MISMATCH, "the ranks on other hosts have another world size than %d",
+                      m->at->world_size);
   cddp__meeting_key(m, key, "fetched", 0);
   if ((r = cddp__store_add(m->store, key, 1, &fetched)) != CDDP_OK) return r;
   cddp__meeting_key(m, key, "done", 0);
@@ -10754,6 +10762,15 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__group_free(g);
 }
 
+/* All three go through the hash: links of other hosts find their group by this number alone. */
+static uint64_t cddp__child_id(const cddp_group *g, int color) {
+  uint64_t of[3];
+  of[0] = g->id;
+  of[1] = g->calls;
+  of[2] = (uint64_t)color;
+  return cddp__hash64(0, of, sizeof of);
+}
+
 /* check: a hash that must agree on all ranks of g. */
 static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check,
                                cddp_group **out) {
@@ -10783,7 +10800,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
       cddp__group_build(out, g->host, rank, n, members + g->size, board, g->timeout_s) == CDDP_OK) {
     (*out)->board_ref = ref;
     (*out)->board_mine = owner;
-    (*out)->id = cddp__hash64(g->id + g->calls, &color, sizeof color);
+    (*out)->id = cddp__child_id(g, color);
     for (i = 0; g->world != NULL && i < n; i++) members[i + g->size] = g->world[members[i]];
     attached = cddp__hosts_attach(*out, members + g->size) == CDDP_OK;
   }
