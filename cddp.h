@@ -772,7 +772,9 @@ typedef struct cddp__seat {
   cddp__atomic_u32 mail;    /* bumped by any rank that changed a parcel of interest to this one */
   cddp__atomic_u32 waiting; /* threads of this rank asleep on mail */
   cddp__atomic_u32 parcel_top; /* parcels below this index may be in use; writer: the rank */
-  unsigned char pad2[CDDP__CACHE_LINE - 12];
+  cddp__atomic_u32 awaits;    /* 1 + a rank of another host that this one waits for; 0: none */
+  cddp__atomic_u32 awaits_at; /* as of this ms of cddp__now(); writer of both: the rank */
+  unsigned char pad2[CDDP__CACHE_LINE - 20];
   cddp__atomic_u32 site_step; /* the step whose call site follows; writer: the rank, as it fails */
   char site[CDDP__SITE_MAX];
   cddp__parcel parcels[CDDP__PARCELS];
@@ -6215,14 +6217,24 @@ static bool cddp__late_here(const cddp_group *g) {
   return false;
 }
 
+/* A rank that is late may itself be waiting for one of another host, right now: that one, else p. */
+static int cddp__held_up_by(const cddp_group *g, int p) {
+  cddp__seat *seat = cddp__seat_of(g, p);
+  uint32_t awaits = cddp__load32(&seat->awaits);
+  uint32_t age = (uint32_t)(uint64_t)(cddp__now() * 1000) - cddp__load32(&seat->awaits_at);
+  return awaits > 0 && awaits <= (uint32_t)g->size && age < 500 ? (int)awaits - 1 : p;
+}
+
 static cddp_result cddp__break_late(cddp_group *g) { /* the deadline has passed */
   char who[160], what[320], late[256] = "";
   bool here = cddp__late_here(g);
-  int p, n = 0;
+  int p, held, before = -1, n = 0;
   for (p = 0; p < g->size; p++) {
     if (here && g->members[p] < 0) continue;
     if (cddp__load32(&cddp__line_of(g, p, g->step)->seq) == g->step) continue;
-    cddp__name_rank(g, p, who, sizeof who);
+    held = here ? cddp__held_up_by(g, p) : p;
+    if (held == before) continue;
+    cddp__name_rank(g, before = held, who, sizeof who);
     if (n++ < 3)
       snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : "", who);
   }
@@ -7128,7 +7140,7 @@ static cddp_result cddp__meeting_peek(cddp__meeting *m, const char *key, void *v
   cddp_result r = cddp__store_check(m->store, &key, 1, &there);
   *size = 0;
   if (r != CDDP_OK || !there) return r;
-  return cddp__store_get(m->store, key, value, capacity, size, m->deadline);
+  return cddp__store_get(m->store, key, value, capacity, size, cddp__now() + 1); /* no wait */
 }
 
 /* Rank 0 begins the meeting: its number, and on which host it is, whose leader then conducts. */
@@ -8629,8 +8641,8 @@ static cddp_result cddp__hosts_late(cddp_group *g, int rank) {
   if (r != CDDP_OK) return r;
   cddp__name_rank(g, rank, who, sizeof who);
   cddp__describe_here(g, what, sizeof what);
-  if (others > 0)
-    snprintf(more, sizeof more, " or one of the %d rank%s with it", others, others > 1 ? "s" : "");
+  if (others > 1) snprintf(more, sizeof more, " or one of the %d other ranks there", others);
+  if (others == 1) snprintf(more, sizeof more, " or the other rank there");
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: %s%s did not come to %s, or that host cannot be reached",
              g->timeout_s, who, more, what);
@@ -8690,6 +8702,8 @@ static cddp_result cddp__hosts_pause(cddp_group *g, cddp__patience *w, int late,
   if ((r = cddp__check_board(g)) != CDDP_OK) return r;
   if (idle != NULL) idle(g);
   now = cddp__now();
+  cddp__store32(&cddp__seat_of(g, g->rank)->awaits_at, (uint32_t)(uint64_t)(now * 1000));
+  cddp__store32(&cddp__seat_of(g, g->rank)->awaits, (uint32_t)late + 1);
   for (i = 0; i < g->size && !joining; i++)
     joining = x->links[i] != NULL && x->links[i]->state < CDDP__LINK_UP;
   joining = joining || w->nfds == 0;
@@ -8780,12 +8794,14 @@ static cddp_result cddp__deliver(cddp_group *g, int outs, int ins, cddp__idle_fn
     w.nfds = 0;
     r = cddp__deliver_some(g, &w, x->outs, outs, true, &moved, &left, &late);
     if (r == CDDP_OK) r = cddp__deliver_some(g, &w, x->ins, ins, false, &moved, &left, &late);
-    if (r != CDDP_OK || left == 0) return r;
+    if (r != CDDP_OK || left == 0) break;
     if (moved)
       cddp__patience_begin(g, &w);
     else if ((r = cddp__hosts_pause(g, &w, late, idle)) != CDDP_OK)
-      return r;
+      break;
   }
+  cddp__store32(&cddp__seat_of(g, g->rank)->awaits, 0);
+  return r;
 }
 
 static void cddp__item_set(cddp__item *it, int rank, const void *data, size_t size) {
@@ -9211,14 +9227,16 @@ static cddp_result cddp__relay_run(cddp__relay *y) {
   for (;;) {
     bool moved = false;
     int late = -1;
-    if ((r = cddp__relay_round(y, &w, &moved, &late)) != CDDP_OK) return r;
-    if (late < 0 && y->reduced == y->pieces && !moved) return CDDP_OK;
+    if ((r = cddp__relay_round(y, &w, &moved, &late)) != CDDP_OK) break;
+    if (late < 0 && y->reduced == y->pieces && !moved) break;
     if (late < 0) late = x->lowest_remote;
     if (moved)
       cddp__patience_begin(y->g, &w);
     else if ((r = cddp__hosts_pause(y->g, &w, late, cddp__serve_idle)) != CDDP_OK)
-      return r;
+      break;
   }
+  cddp__store32(&cddp__seat_of(y->g, y->g->rank)->awaits, 0);
+  return r;
 }
 
 /* Bytes an element of every host's nodes, and where each begins among its host's: those of several

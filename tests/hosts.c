@@ -151,9 +151,9 @@ static int run_program(cddp_group *g, void *arg) {
   shared->locals[k.rank] = cddp_local_world_size(g);
   for (d = 0; d < (large ? 1 : 8); d++)
     for (c = 0; c < (large ? 1 : 4); c++) {
-      if (c == 3 && d % 2 != 0) continue; /* spot checks */
+      if (c == 3 && d % (RANKS_SLOW ? 8 : 2) != 0) continue; /* spot checks */
       p.dtype = dtypes[d];
-      p.count = large ? 400001 : counts[c];
+      p.count = large ? (RANKS_TSAN ? 140001 : 400001) : counts[c];
       p.shared_memory = (c + d) % 2 == 0;
       k.esize = cddp_dtype_size(p.dtype);
       bytes = p.count * k.esize * (size_t)k.size;
@@ -196,8 +196,8 @@ static void test_collectives(void) {
   static const char *const two[] = {"ab", NULL};
   static const char *const three[] = {"aab", "abc", NULL};
   bool large = false;
-  same_everywhere(run_program, &large, 2, two);
-  same_everywhere(run_program, &large, 3, RANKS_SLOW ? three + 1 : three);
+  if (!RANKS_SLOW) same_everywhere(run_program, &large, 2, two);
+  if (!RANKS_SLOW) same_everywhere(run_program, &large, 3, three);
   same_everywhere(run_program, &large, 4, RANKS_SLOW ? four + 2 : four);
 }
 
@@ -608,7 +608,7 @@ static int meet(int rank, void *arg) {
   d.init_method = m->url;
   d.rank = last && m->wrong == TAKEN_RANK ? 1 : rank;
   d.world_size = m->n + (last && m->wrong == OTHER_SIZE);
-  d.timeout_s = m->wrong == NOTHING ? 60 : RANKS_SLOW ? 3 : 0.8;
+  d.timeout_s = m->wrong == NOTHING ? 60 : RANKS_SLOW ? 1.5 : 0.8;
   d.secret = last && m->wrong == OTHER_SECRET ? "another" : "secret";
   if (last && m->wrong == ABSENT) return 0;
   mine->result = cddp_init(&g, &d);

@@ -1,0 +1,174 @@
+#!/bin/bash
+# Ranks on two hosts: network namespaces with names of their own and two links (veth) between them.
+# Needs root, ip, and tc for delay and loss; skipped without.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/cddp-netns.XXXXXX") || exit 1
+net=cddp$$
+jobs=()
+cleanup() {
+  [ ${#jobs[@]} = 0 ] || kill -KILL "${jobs[@]}" 2>/dev/null
+  ip netns del "$net-0" 2>/dev/null
+  ip netns del "$net-1" 2>/dev/null
+  rm -rf "$work"
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+export CDDP_TIMEOUT_S=40 OPENBLAS_NUM_THREADS=1
+
+fail() { echo "$*"; exit 1; }
+skip() { echo "SKIP: $*"; exit 77; }
+command -v ip >/dev/null && command -v unshare >/dev/null || skip "ip or unshare is not installed"
+ip netns add "$net-0" 2>"$work/log" && unshare --net --uts --mount true 2>>"$work/log" ||
+  skip "no right to make namespaces: $(head -n 1 "$work/log")"
+ip netns add "$net-1" || exit 1
+
+# Each host knows itself by Debian's 127.0.1.1 and the other by the first link's address.
+for h in 0 1; do
+  printf '127.0.0.1 localhost\n127.0.1.1 node%d\n10.99.0.%d node%d\n' $h $((2 - h)) $((1 - h)) >"$work/hosts$h"
+done
+for link in 0 1; do
+  ip -n "$net-0" link add "wire$link" type veth peer name "wire$link" netns "$net-1" 2>"$work/log" ||
+    skip "no veth links here: $(head -n 1 "$work/log")"
+  for h in 0 1; do
+    ip -n "$net-$h" addr add "10.$((99 + link)).0.$((h + 1))/24" dev "wire$link" &&
+      ip -n "$net-$h" link set "wire$link" up || exit 1
+    ip -n "$net-$h" -6 addr add "fd00:$link::$((h + 1))/64" dev "wire$link" nodad 2>/dev/null
+  done
+done
+ip -n "$net-0" link set lo up && ip -n "$net-1" link set lo up || exit 1
+
+on_host() { # HOST COMMAND...
+  local h=$1
+  shift
+  # shellcheck disable=SC2016
+  exec ip netns exec "$net-$h" unshare --uts --mount sh -c \
+    'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"' sh "node$h" "$work/hosts$h" "$@"
+}
+
+launch() { # MASTER PROGRAM...: two ranks on each host, output in out0 and out1; codes in code0 and code1
+  local master=$1 h
+  shift
+  for h in 0 1; do
+    (on_host $h timeout -k 5 60 "$work/cddprun" --nnodes 2 --node-rank $h --nproc-per-node 2 \
+      --master-addr "$master" "$@" >"$work/out$h" 2>&1) &
+    jobs[h]=$!
+  done
+}
+
+join() { # both succeed, or (WORD) whatever
+  local h
+  for h in 0 1; do
+    wait "${jobs[h]}"
+    codes[h]=$?
+  done
+  jobs=()
+  [ $# -gt 0 ] || [ "${codes[*]}" = "0 0" ] || { tail -n 20 "$work/out0" "$work/out1"; fail "exit codes ${codes[*]}"; }
+}
+
+cat >"$work/loop.c" <<'END'
+/* Adds up until it fails, and says so, and when; without an argument 50 times. */
+#define CDDP_IMPLEMENTATION
+#include "cddp.h"
+int main(int argc, char **argv) {
+  static float x[100000];
+  struct timespec t;
+  cddp_group *g;
+  cddp_result r;
+  int i;
+  if (cddp_init(&g, NULL)) return printf("%s\n", cddp_error()), 1;
+  for (i = 0; (r = cddp_all_reduce(g, x, i % 2 ? 100000 : 1, CDDP_F32, CDDP_SUM, NULL)) == 0; i++) {
+    if (argc == 1 && i == 50) return cddp_destroy(g), printf("rank well\n"), 0;
+    if (argc == 2 && i == 20 && cddp_rank(g) == 3) fclose(fopen(argv[1], "w"));
+  }
+  clock_gettime(CLOCK_REALTIME, &t);
+  printf("%lld %s: %s\n", (long long)t.tv_sec, cddp_result_name(r), cddp_error());
+  cddp_destroy(g);
+  return 0;
+}
+END
+cc -O1 examples/cddprun.c -o "$work/cddprun" -lpthread -lm &
+cc -O1 -I. "$work/loop.c" -o "$work/loop" -lpthread -lm &
+cc -O1 examples/digits.c -o "$work/digits" -lopenblas -lpthread -lm 2>"$work/log"
+wait
+[ -x "$work/cddprun" ] && [ -x "$work/loop" ] || fail "that does not compile"
+
+# --- the same weights as on one host ---
+
+digits() { # NAME MASTER
+  launch "$2" "$work/digits" --epochs 1 --hidden 256
+  join
+  grep -h -o 'rank [0-9] weights .*' "$work/out0" "$work/out1" | sort | diff "$work/hashes" - ||
+    fail "$1: not the weights of ./digits -n 4"
+  echo "$1: ok"
+}
+
+if [ -x "$work/digits" ]; then
+  "$work/digits" -n 4 --epochs 1 --hidden 256 >"$work/alone" 2>&1 || { cat "$work/alone"; fail "digits failed"; }
+  grep -o 'rank [0-9] weights .*' "$work/alone" | sort >"$work/hashes"
+  [ "$(wc -l <"$work/hashes")" = 4 ] || fail "digits printed no weights"
+  digits "the first host's own name is 127.0.1.1" node0
+  digits "IPv4" 10.99.0.1
+else
+  echo "digits does not compile here, left out: $(grep -m 1 error "$work/log")"
+fi
+
+adds() { # NAME MASTER
+  launch "$2" "$work/loop"
+  join
+  [ "$(cat "$work/out0" "$work/out1" | grep -c 'rank well')" = 4 ] || { cat "$work"/out?; fail "$1: not four ranks"; }
+  echo "$1: ok"
+}
+
+if ip -n "$net-0" -6 addr show dev wire0 | grep -q fd00:; then
+  adds "IPv6" fd00:0::1
+else
+  echo "no IPv6 here: left out"
+fi
+
+# --- CDDP_IFNAME: bytes between ranks take the second link ---
+
+sent() { ip netns exec "$net-0" cat /sys/class/net/wire1/statistics/tx_bytes; }
+before=$(sent)
+CDDP_IFNAME=wire1 adds "CDDP_IFNAME" node0
+[ $(($(sent) - before)) -gt 2000 ] || fail "CDDP_IFNAME=wire1, and $(($(sent) - before)) bytes went there"
+CDDP_IFNAME=wire7 launch node0 "$work/loop"
+join any
+grep -q 'CDDP_IFNAME is "wire7"' "$work/out0" "$work/out1" || { cat "$work"/out?; fail "wire7 is not named"; }
+
+# --- a slow link that loses packets ---
+
+if ip netns exec "$net-0" tc qdisc add dev wire0 root netem delay 2ms 1ms loss 1% 2>"$work/log" &&
+  ip netns exec "$net-1" tc qdisc add dev wire0 root netem delay 2ms 1ms loss 1% 2>"$work/log"; then
+  if [ -x "$work/digits" ]; then digits "delay and loss" node0; else adds "delay and loss" node0; fi
+  for h in 0 1; do ip netns exec "$net-$h" tc qdisc del dev wire0 root || exit 1; done
+else
+  echo "no tc netem here, delay and loss left out: $(head -n 1 "$work/log")"
+fi
+
+# --- a link that is cut: by the deadline both hosts know, and name the other ---
+
+cut_link() { # NAME COMMAND...
+  local name=$1 start i h
+  shift
+  rm -f "$work/runs"
+  CDDP_TIMEOUT_S=3 launch node0 "$work/loop" "$work/runs"
+  for ((i = 0; i < 300; i++)); do [ -e "$work/runs" ] && break; sleep 0.05; done
+  [ -e "$work/runs" ] || { cat "$work"/out?; fail "$name: the ranks did not meet"; }
+  "$@" || fail "$name: $*"
+  start=$(date +%s)
+  join any
+  for h in 0 1; do
+    [ "$(grep -c -E "CDDP_(PEER_LOST|TIMEOUT): .*rank [0-3] \(pid [0-9]+ on node$((1 - h))\)" "$work/out$h")" -ge 1 ] ||
+      { cat "$work"/out?; fail "$name: host $h does not name the other"; }
+    awk -v s="$start" '/CDDP_(PEER_LOST|TIMEOUT): / { sub(/^\[[0-9]\] /, ""); n++; if ($1 > s + 5) late = 1 }
+      END { exit n < 1 || late }' "$work/out$h" || { cat "$work"/out?; fail "$name: later than the deadline"; }
+  done
+  echo "$name: ok: $(grep -h -m 1 -o 'CDDP_.*' "$work/out1")"
+}
+
+cut_link "a link set down" ip -n "$net-0" link set wire0 down
+ip -n "$net-0" link set wire0 up
+cut_link "a host that is gone" ip netns exec "$net-1" ip link set wire0 down
+echo "ok netns"
