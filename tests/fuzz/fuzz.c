@@ -161,6 +161,7 @@ static struct world {
   unsigned char *file;
   size_t file_size, file_capacity;
   struct cddp__meeting *meeting;
+  int coming;                         /* links: connections that wait to be accepted */
   const char *names[16];              /* environment */
   char *values[16];
   int variables;
@@ -391,6 +392,7 @@ static long fake_syscall(long number, ...) {
   va_end(args);
   if (number == SYS_accept4) return fake_accept();
   if (number == SYS_memfd_create) return world_fd();
+  if (number == SYS_futex) return 0;
   if (number == SYS_sched_getaffinity) return 0;
   REQUIRE(number == SYS_getrandom);
   for (i = 0; i < n; i++) {
@@ -754,8 +756,15 @@ static void target_file_log(input *in) {
 static int last_guest;
 
 static long fake_accept(void) {
-  int fd = world_fd();
-  unsigned kind = take(&w.script);
+  unsigned kind;
+  int fd;
+  if (w.meeting == NULL && w.coming-- <= 0) {
+    w.coming = 0;
+    errno = EAGAIN;
+    return -1;
+  }
+  fd = world_fd();
+  kind = take(&w.script);
   w.stranger = kind == 7;
   if (fd >= 0) last_guest = fd;
   return fd;
@@ -883,6 +892,146 @@ static void target_meeting(input *in) {
   world_end();
 }
 
+/* --- link: whoever calls a rank's port; messages of ranks of other hosts ------------------------ */
+
+enum { LINK_RANKS = 4, LINK_RECVS = 8 }; /* rank 0 is this one, the others are on another host */
+
+typedef struct link_world {
+  cddp_group *g;
+  cddp__pending recvs[LINK_RECVS];
+  unsigned char bufs[LINK_RECVS][2048];
+  int posted;
+} link_world;
+
+static cddp__host *link_host(const cddp_allocator *a, bool secret) {
+  cddp__host *h = cddp__host_create(a, NULL, LINK_RANKS, 0);
+  cddp__net *n = h != NULL ? cddp__net_new(a, LINK_RANKS, 2) : NULL;
+  int i;
+  if (h != NULL) h->net = n;
+  if (n == NULL) return h;
+  memset(n->token, 7, sizeof n->token);
+  for (i = 0; i < 2; i++) n->hosts[i].address.sa.ss_family = AF_INET;
+  for (i = 1; i < LINK_RANKS; i++) n->homes[i].host = 1, n->homes[i].index = i - 1;
+  n->listener = world_fd();
+  if (secret) n->secret = cddp__strdup(a, "secret");
+  cddp__host_place(h, 1, 0);
+  return h;
+}
+
+/* The k-th open connection that this rank did not make; NULL: none. */
+static fake_fd *link_fd(const cddp__net *n, unsigned k) {
+  int i;
+  for (i = 1; i < FDS; i++)
+    if (w.fds[i].open && FIRST_FD + i != n->listener && k-- == 0) return &w.fds[i];
+  return NULL;
+}
+
+/* What a rank of the job says, right but for what the script chooses. */
+static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
+  unsigned char *at = f->extra;
+  cddp__link l;
+  unsigned dtype;
+  memset(&l, 0, sizeof l);
+  f->extra_at = 0;
+  if (kind == 0) { /* hello */
+    int me = n->rank;
+    l.purpose = (int)(take(in) % 5);
+    n->rank = (int)(take(in) % 5);
+    cddp__link_write_hello(n, &l);
+    n->rank = me;
+    memcpy(at, l.hello, CDDP__LINK_HELLO);
+    f->extra_size = CDDP__LINK_HELLO;
+  } else if (kind == 1) { /* a message of send */
+    dtype = take(in) % 9;
+    f->in = take_bytes(in, take_size(in));
+    cddp__mail_head(at, (int)(take(in) % 4), (cddp_dtype)dtype,
+                    f->in.n / cddp__max(1, cddp_dtype_size((cddp_dtype)dtype)), f->in.n);
+    f->extra_size = CDDP__LINK_HEAD;
+  } else { /* a message of a collective, or goodbye */
+    f->in = take_bytes(in, take_size(in));
+    cddp__message_head(at, take(in) % 2, f->in.n, 1 + take(in) % 2);
+    f->extra_size = CDDP__LINK_HEAD;
+  }
+}
+
+/* Receives what a collective would. */
+static void link_pull(cddp_group *g, size_t size) {
+  unsigned char buf[256];
+  int p;
+  cddp__hosts_claim(g);
+  for (p = 0; p < g->size; p++) {
+    cddp__link *l = g->hosts->links[p];
+    if (l == NULL) continue;
+    REQUIRE(g->hosts->net->secret == NULL); /* nobody here knows it */
+    if (l->state == CDDP__LINK_UP) (void)cddp__link_pull(l, buf, size);
+  }
+}
+
+static void link_recv(link_world *k, input *in) {
+  cddp__pending *q = &k->recvs[k->posted];
+  if (k->posted == LINK_RECVS) return;
+  q->peer = 1 + (int)(take(in) % (LINK_RANKS - 1));
+  q->tag = (int)(take(in) % 4);
+  q->dtype = (cddp_dtype)(take(in) % 8);
+  q->count = take(in);
+  q->buf = k->bufs[k->posted++];
+  cddp__post_pending(k->g, q);
+}
+
+static void link_event(link_world *k, input *in) {
+  cddp__net *n = k->g->hosts->net;
+  unsigned op = take(in);
+  fake_fd *f = link_fd(n, op / 10 % 8);
+  switch (op % 10) {
+  case 0: w.coming++; break;
+  case 1:
+  case 2:
+  case 3:
+    if (f != NULL && f->in.n == 0 && f->extra_at == f->extra_size) link_say(n, f, op % 10 - 1, in);
+    break;
+  case 4:
+    if (f != NULL) f->in = take_bytes(in, take_size(in));
+    break;
+  case 5:
+    if (f != NULL) f->ended = true;
+    break;
+  case 6: w.now += (double)take(in) / 16; break;
+  case 7: link_pull(k->g, take(in)); break;
+  case 8: link_recv(k, in); break;
+  default: cddp__serve_idle(k->g);
+  }
+  cddp__hosts_look(k->g);
+  REQUIRE(n->stranger_count >= 0 && n->stranger_count <= FDS);
+  REQUIRE(n->secret == NULL || n->arrived == NULL);
+}
+
+static void target_link(input *in) {
+  unsigned settings = take(in);
+  cddp_allocator a = world_allocator();
+  static link_world k;
+  cddp__host *h;
+  int i;
+  world_begin(in);
+  memset(&k, 0, sizeof k);
+  w.silent = true;
+  h = link_host(&a, settings & 1);
+  if (h != NULL && h->net != NULL && (!(settings & 1) || h->net->secret != NULL) &&
+      cddp__world_group(&k.g, h, 0, LINK_RANKS, 5) == CDDP_OK) {
+    if (cddp__hosts_attach(k.g, NULL) == CDDP_OK) {
+      cddp__hosts_register(k.g);
+      w.tiny = settings & 2;
+      while (in->n > 0) link_event(&k, in);
+      if (!(settings & 4)) w.now += 6; /* whoever has said nothing is dropped */
+      cddp__hosts_look(k.g);
+      REQUIRE((settings & 4) || h->net->stranger_count == 0);
+      for (i = 0; i < k.posted; i++) cddp__drop_pending(k.g, &k.recvs[i]);
+    }
+    cddp__group_leave(k.g);
+  }
+  cddp__host_release(h);
+  world_end();
+}
+
 /* --- discovery: variables and addresses ------------------------------------------------------- */
 
 static void target_discovery(input *in) {
@@ -930,7 +1079,7 @@ typedef void (*target_fn)(input *in);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   static const target_fn all[] = {target_store_server, target_store_client, target_file_log,
-                                  target_meeting, target_discovery};
+                                  target_meeting, target_link, target_discovery};
   input in;
   (void)all;
   in.p = data;
@@ -948,6 +1097,7 @@ static const struct target {
                {"store_client", target_store_client},
                {"file_log", target_file_log},
                {"meeting", target_meeting},
+               {"link", target_link},
                {"discovery", target_discovery}};
 
 static void replay(target_fn fn, const char *path) {
