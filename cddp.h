@@ -6430,6 +6430,8 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
   struct msghdr msg;
   struct iovec io;
   ssize_t sent;
+  double deadline = cddp__now() + 5;
+  cddp_result r = CDDP_OK;
   memset(&msg, 0, sizeof msg);
   memset(&control, 0, sizeof control);
   memcpy(&io.iov_base, &data, sizeof io.iov_base); /* sendmsg does not write to it */
@@ -6442,11 +6444,14 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
   control.head.cmsg_type = SCM_RIGHTS;
   control.head.cmsg_len = CMSG_LEN(sizeof(int));
   memcpy(CMSG_DATA(&control.head), &descriptor, sizeof descriptor);
-  do {
-    sent = sendmsg(fd, &msg, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
-  if (sent < 0) return cddp__fail_errno("sendmsg of a descriptor");
-  return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, cddp__now() + 5);
+  while ((sent = sendmsg(fd, &msg, MSG_NOSIGNAL)) < 0) {
+    if (errno == EAGAIN)
+      r = cddp__wait_fd(fd, POLLOUT, deadline);
+    else if (errno != EINTR)
+      r = cddp__fail_errno("sendmsg of a descriptor");
+    if (r != CDDP_OK) return r;
+  }
+  return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, deadline);
 }
 
 static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
@@ -8341,8 +8346,10 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   char space[24];
   int first = b->sorted[0];
   if (d->desc.comm_hook != NULL) {
-    r = cddp__hook_bucket(d, b, index);
-    return r == CDDP_OK ? r : cddp__fail_in(r, "communication hook on bucket %d: ", index);
+    if ((r = cddp__check_group(d->hooks)) == CDDP_OK) r = cddp__hook_bucket(d, b, index);
+    if (r == CDDP_OK) return r;
+    cddp__fail_in(r, "communication hook on bucket %d of rank %d: ", index, d->group->rank);
+    return cddp__break(d->hooks, r); /* or later buckets' calls here would meet this one's there */
   }
   r = cddp__reduce_bucket(d, b, index);
   if (r == CDDP_OK) return r;
@@ -8696,7 +8703,10 @@ static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
   h->sgd = s;
   /* the slices differ in size, the exchange compares its count: 0 */
   r = cddp__exchange_refs(d->control, h->mine, 0, h->all, &all);
-  if (r == CDDP_OK && !all) r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  if (r == CDDP_OK && !all) {
+    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the momentum on every rank");
+    r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  }
   if (r != CDDP_OK) {
     cddp__arena_free(d->group->host, h->mine);
     cddp__free(a, h);
@@ -10732,12 +10742,16 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
 }
 
 CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
+  cddp_result r;
   cddp__enter_call();
-  return d != NULL ? cddp__ddp_wait(d) : cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
+  if (d == NULL) return cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
+  r = cddp__ddp_wait(d);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "cddp_ddp_wait: ") : r;
 }
 
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   static const char name[] = "cddp_ddp_step";
+  cddp_result r;
   cddp__enter_call();
   if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
   if (s->params != d->params || s->count != d->count)
@@ -10747,7 +10761,8 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (d->no_sync)
     return cddp__invalid(name,
                          "no_sync is on; switch it off for the backward pass that is stepped");
-  return cddp__ddp_step(d, s);
+  r = cddp__ddp_step(d, s);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "%s: ", name) : r;
 }
 
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
