@@ -6176,6 +6176,8 @@ typedef struct cddp__meeting {
   int listener;
   cddp__guest *guests; /* [capacity] */
   int capacity, joined;
+  int doubles; /* hellos of ranks that were there already */
+  char double_text[160];
 } cddp__meeting;
 
 static void cddp__host_identity(char *out, size_t n) {
@@ -6261,15 +6263,28 @@ static void cddp__guest_refuse(cddp__guest *c, cddp_result r, const char *text) 
   cddp__guest_drop(c);
 }
 
+/* A free place at the table. When strangers have taken all, the one who has sat there longest
+   without a hello goes: a rank says its hello at once. */
+static int cddp__guest_place(cddp__meeting *m) {
+  int i, oldest = -1;
+  for (i = 0; i < m->capacity; i++) {
+    const cddp__guest *c = &m->guests[i];
+    if (c->fd < 0) return i;
+    if (c->rank < 0 && (oldest < 0 || c->since < m->guests[oldest].since)) oldest = i;
+  }
+  cddp__guest_drop(&m->guests[oldest]); /* there are more places than ranks */
+  return oldest;
+}
+
 static void cddp__accept_guest(cddp__meeting *m) {
   int fd = (int)syscall(SYS_accept4, m->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC), i;
   uint32_t pid = 0;
   if (fd < 0) return;
-  for (i = 0; i < m->capacity && m->guests[i].fd >= 0; i++) {}
-  if (i == m->capacity || !cddp__same_user(fd, &pid)) {
+  if (!cddp__same_user(fd, &pid)) {
     close(fd);
     return;
   }
+  i = cddp__guest_place(m);
   memset(&m->guests[i], 0, sizeof m->guests[i]);
   m->guests[i].fd = fd;
   m->guests[i].rank = -1;
@@ -6299,6 +6314,10 @@ static void cddp__guest_hello(cddp__meeting *m, cddp__guest *c) {
       snprintf(text, sizeof text,
                "rank %d is taken already: pid %u has it too; each process needs a RANK of its own",
                rank, rank == m->at->rank ? (uint32_t)getpid() : m->guests[i].pid);
+      m->doubles++;
+      snprintf(m->double_text, sizeof m->double_text,
+               "pid %u and pid %u both have rank %d; each process needs a RANK of its own",
+               rank == m->at->rank ? (uint32_t)getpid() : m->guests[i].pid, c->pid, rank);
       cddp__guest_refuse(c, CDDP_INVALID_ARGUMENT, text);
     } else {
       c->rank = rank;
@@ -6399,8 +6418,12 @@ static cddp_result cddp__gather_guests(cddp__meeting *m) {
       r = cddp__meeting_failed_elsewhere(m);
       look = cddp__now() + 0.1;
     }
-    if (r == CDDP_OK && cddp__now() >= m->deadline && m->joined < m->at->world_size - 1)
-      r = cddp__meeting_late(m);
+    if (r == CDDP_OK && m->joined < m->at->world_size - 1) {
+      if (cddp__now() >= m->deadline)
+        r = cddp__meeting_late(m);
+      else if (m->doubles > 0 && m->joined + 1 + m->doubles >= m->at->world_size)
+        r = cddp__fail(CDDP_INVALID_ARGUMENT, "%s", m->double_text); /* as many as are to come */
+    }
   }
   free(fds);
   return r;
@@ -6530,8 +6553,9 @@ static void cddp__write_hello(const cddp__meeting *m, unsigned char *hello) {
   memcpy(hello + 24, m->token, 16);
 }
 
-/* Takes the leader's answer from fd: shared memory and process ids, or the reason why not. */
-static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
+/* Takes the leader's answer from fd: shared memory and process ids, or the reason why not.
+   *dropped: there was none. */
+static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd, bool *dropped) {
   unsigned char reply[CDDP__REPLY_BYTES];
   double deadline =
       m->deadline + 0.5; /* the leader's own deadline comes first: it knows who is late */
@@ -6540,9 +6564,11 @@ static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
   if (r == CDDP_TIMEOUT)
     return cddp__fail(r, "timed out after %g s: not all %d ranks have come", m->at->timeout_s,
                       m->at->world_size);
-  if (r != CDDP_OK || cddp__get32(reply) != CDDP__HELLO_MAGIC)
+  if (r != CDDP_OK || cddp__get32(reply) != CDDP__HELLO_MAGIC) {
+    *dropped = r != CDDP_OK;
     return cddp__fail(CDDP_PEER_LOST,
                       "the rank that gathers this host's ranks died while they were meeting");
+  }
   code = cddp__get32(reply + 4);
   if (code != CDDP_OK) {
     reply[sizeof reply - 1] = 0;
@@ -6612,16 +6638,24 @@ static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *st
   return CDDP_OK;
 }
 
+/* Joins the leader at fd. One that hangs up without an answer is dead, or has dropped this rank
+   with the strangers at a full table: then it can be called again. */
 static cddp_result cddp__join(cddp__meeting *m, cddp__host *h, int fd) {
   unsigned char hello[CDDP__HELLO_BYTES];
-  cddp_result r;
+  char text[CDDP__ERROR_MAX];
+  cddp_result r = CDDP_OK;
   cddp__write_hello(m, hello);
-  CDDP__POINT("hello");
-  r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
-  CDDP__POINT("greeted");
-  if (r == CDDP_OK) r = cddp__take_reply(m, h, fd);
-  close(fd);
-  return r;
+  for (;;) {
+    bool dropped = false;
+    CDDP__POINT("hello");
+    r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
+    CDDP__POINT("greeted");
+    if (r == CDDP_OK) r = cddp__take_reply(m, h, fd, &dropped);
+    close(fd);
+    if (!dropped || cddp__now() >= m->deadline) return r;
+    snprintf(text, sizeof text, "%s", cddp_error());
+    if (cddp__call_leader(m, &fd) != CDDP_OK || fd < 0) return cddp__fail(r, "%s", text);
+  }
 }
 
 /* Meets the host's other ranks through the open store. */
