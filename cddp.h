@@ -1150,6 +1150,7 @@ typedef struct cddp__conn { /* a client of the server. Owner: server thread */
   double began;          /* when the command at the head of in began to arrive; 0 = none there */
   unsigned char nonces[2 * CDDP__NONCE_SIZE]; /* client's, then ours */
   cddp__address peer;
+  unsigned char *will; /* a SET to be run when it closes, behind the code byte; NULL: none */
 } cddp__conn;
 
 typedef struct cddp__server { /* Owner: its thread, between start and join */
@@ -2685,11 +2686,43 @@ static bool cddp__conn_add_waiter(cddp__server *v, cddp__conn *c, cddp__entry *e
 
 /* The commands. p is behind the code byte of a whole command. False ends the connection. */
 
+/* A client's last will. A SET of a key that ends in CDDP__WILL stores nothing: its value, itself a
+   SET's key and value, is stored when this connection closes, unless an empty value has come in
+   the meantime. So a rank that dies early is known to those who wait for it. Other servers take the
+   key for a key, and nobody reads it. */
+#define CDDP__WILL "/cddp-last-will"
+
+static bool cddp__is_will(cddp__span key) {
+  size_t n = sizeof CDDP__WILL - 1;
+  return key.size > n && memcmp(key.data + key.size - n, CDDP__WILL, n) == 0;
+}
+
+static bool cddp__make_will(cddp__server *v, cddp__conn *c, cddp__span value) {
+  uint64_t key_size;
+  cddp__free(&v->allocator, c->will);
+  c->will = NULL;
+  if (value.size == 0) return true;
+  if (value.size < 16 || value.size > 4096) return false;
+  key_size = cddp__get64(value.data);
+  if (key_size > value.size - 16 ||
+      cddp__get64(value.data + 8 + key_size) != value.size - 16 - key_size ||
+      cddp__is_will(cddp__span_of(value.data + 8, (size_t)key_size)))
+    return false;
+  c->will = (unsigned char *)cddp__malloc(&v->allocator, value.size);
+  if (c->will != NULL) memcpy(c->will, value.data, value.size);
+  return c->will != NULL;
+}
+
 /* SET, MULTI_SET */
-static bool cddp__serve_put(cddp__server *v, const unsigned char *p, uint64_t n) {
+static bool cddp__serve_put(cddp__server *v, cddp__conn *c, const unsigned char *p, uint64_t n) {
   while (n-- > 0) {
     cddp__span key = cddp__take_string(&p), value = cddp__take_string(&p);
-    cddp__entry *e = cddp__map_put(&v->map, key, value);
+    cddp__entry *e;
+    if (cddp__is_will(key)) {
+      if (!cddp__make_will(v, c, value)) return false;
+      continue;
+    }
+    e = cddp__map_put(&v->map, key, value);
     if (e == NULL) return false;
     cddp__server_wake(v, e, 0);
   }
@@ -2828,7 +2861,7 @@ static bool cddp__serve(cddp__server *v, cddp__conn *c, unsigned code, const uns
     return memcmp(p, cddp__validate_bytes + 1, 4) == 0;
   case CDDP__SET:
   case CDDP__MULTI_SET:
-    return cddp__serve_put(v, p, n);
+    return cddp__serve_put(v, c, p, n);
   case CDDP__COMPARE_SET:
     return cddp__serve_compare_set(v, c, p);
   case CDDP__GET:
@@ -3157,10 +3190,22 @@ static void cddp__server_check_deadlines(cddp__server *v) {
   }
 }
 
+static void cddp__server_run_ready(cddp__server *v) {
+  while (v->ready != NULL) {
+    cddp__conn *c = v->ready;
+    v->ready = c->next_ready;
+    c->ready = false;
+    if (!c->dead) cddp__conn_run(v, c);
+  }
+}
+
+/* Carries the wills of the dead out, which may end others, and frees them. */
 static void cddp__server_bury(cddp__server *v) {
   while (v->dead != NULL) {
     cddp__conn *c = v->dead;
     v->dead = c->next;
+    if (c->will != NULL) (void)cddp__serve_put(v, c, c->will, 1); /* no memory: nobody is told */
+    cddp__free(&v->allocator, c->will);
     cddp__free(&v->allocator, c);
   }
 }
@@ -3179,15 +3224,13 @@ static void *cddp__server_main(void *arg) {
         cddp__server_accept(v, source->fd);
       else
         cddp__conn_event(v, (cddp__conn *)events[i].data.ptr, events[i].events);
-      while (v->ready != NULL) {
-        cddp__conn *c = v->ready;
-        v->ready = c->next_ready;
-        c->ready = false;
-        if (!c->dead) cddp__conn_run(v, c);
-      }
+      cddp__server_run_ready(v);
     }
     cddp__server_check_deadlines(v);
-    cddp__server_bury(v);
+    while (v->dead != NULL) {
+      cddp__server_bury(v);
+      cddp__server_run_ready(v);
+    }
   }
 }
 
@@ -6170,13 +6213,15 @@ typedef struct cddp__meeting {
   const cddp__place *at;
   cddp_store *store;
   double deadline;
-  char host_key[256], failed_key[160];
+  char host_key[256], failed_key[160], will_key[160];
   unsigned char name[32]; /* the leader's socket, hex, without the leading NUL */
   unsigned char token[16];
   int listener;
   cddp__guest *guests; /* [capacity] */
   int capacity, joined;
-  int doubles; /* hellos of ranks that were there already */
+  bool stale;   /* the store holds what an earlier job left */
+  bool refused; /* the leader did not take this rank in: its own affair */
+  int doubles;  /* hellos of ranks that were there already */
   char double_text[160];
 } cddp__meeting;
 
@@ -6362,17 +6407,24 @@ static cddp_result cddp__meeting_late(const cddp__meeting *m) {
       m->at->timeout_s, n > 1 ? "s" : "", list, n > 8 ? ", ..." : "", m->at->world_size);
 }
 
-/* A rank elsewhere may have given up: it says so in the store. */
+/* A rank elsewhere may have given up, and then the store holds a result and a text; or it was the
+   one that serves the store. */
 static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
   const char *key = m->failed_key;
-  char text[CDDP__ERROR_MAX];
+  char text[1 + CDDP__ERROR_MAX];
   size_t n = 0;
   bool there = false;
-  if (cddp__store_check(m->store, &key, 1, &there) != CDDP_OK || !there) return CDDP_OK;
-  if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, m->deadline) != CDDP_OK)
+  cddp_result r = cddp__store_check(m->store, &key, 1, &there);
+  if (r == CDDP_NETWORK && !m->stale)
+    return cddp__fail(CDDP_PEER_LOST,
+                      "the store hung up while the ranks were meeting: the process that serves it "
+                      "(rank 0, unless a launcher does) died or gave up");
+  if (r != CDDP_OK || !there) return r == CDDP_NETWORK ? r : CDDP_OK;
+  if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, m->deadline) != CDDP_OK || n < 2)
     return CDDP_OK;
   text[cddp__min(n, sizeof text - 1)] = 0;
-  return cddp__fail(CDDP_UNSUPPORTED, "%s", text[0] ? text : "a rank gave up without a word");
+  if (text[0] <= 0 || text[0] >= CDDP__RESULT_COUNT) return CDDP_OK;
+  return cddp__fail((cddp_result)text[0], "%s", text + 1);
 }
 
 /* One round of the leader's loop: waits up to 50 ms for connections, hellos and deaths. */
@@ -6477,6 +6529,11 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
   return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, deadline);
 }
 
+static cddp_result cddp__guest_lost(const cddp__guest *c) {
+  return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died or gave up while the ranks were meeting",
+                    c->rank, c->pid);
+}
+
 static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
   unsigned char reply[CDDP__REPLY_BYTES];
   char text[CDDP__ERROR_MAX];
@@ -6501,9 +6558,12 @@ static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
     r = cddp__send_descriptor(c->fd, reply, sizeof reply, h->fd);
     if (r == CDDP_OK)
       r = cddp__send_all(c->fd, h->pids, (size_t)h->size * sizeof *h->pids, cddp__now() + 5);
-    if (r != CDDP_OK)
-      return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died while the ranks were meeting",
-                        c->rank, c->pid);
+    if (r != CDDP_OK) return cddp__guest_lost(c);
+  }
+  for (i = 0; i < m->capacity; i++) { /* each says that it is in, or is dead or could not come in */
+    cddp__guest *c = &m->guests[i];
+    if (c->fd < 0 || c->rank < 0) continue;
+    if (cddp__recv_all(c->fd, reply, 1, m->deadline) != CDDP_OK) return cddp__guest_lost(c);
   }
   return CDDP_OK;
 }
@@ -6571,13 +6631,15 @@ static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd, boo
   }
   code = cddp__get32(reply + 4);
   if (code != CDDP_OK) {
+    m->refused = true;
     reply[sizeof reply - 1] = 0;
     return cddp__fail(code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK, "%s",
                       reply[16] ? (const char *)reply + 16 : "another rank could not go on");
   }
   if (h->fd < 0)
     return cddp__fail(CDDP_SYSTEM, "no descriptor of the shared memory came; too many open files?");
-  return cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, deadline);
+  r = cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, deadline);
+  return r == CDDP_OK ? cddp__send_all(fd, "", 1, deadline) : r;
 }
 
 /* Connects to the leader; *fd -1 with CDDP_OK when nobody listens there any more. */
@@ -6629,10 +6691,11 @@ static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *st
       cddp__fail(CDDP_UNSUPPORTED,
                  "ranks run on %d hosts; this version of cddp.h trains on one host only",
                  (int)hosts);
-      (void)cddp__store_set(m->store, m->failed_key, cddp_error(), strlen(cddp_error()));
       return CDDP_UNSUPPORTED;
     }
   }
+  if (*lead && stale != NULL) /* what failed then is over */
+    (void)cddp__store_delete(m->store, m->failed_key, NULL);
   memcpy(m->name, now, 32);
   memcpy(m->token, now + 32, 16);
   return CDDP_OK;
@@ -6676,12 +6739,45 @@ static cddp_result cddp__meet_in(cddp__meeting *m, cddp__host *h) {
     if (fd >= 0) return cddp__join(m, h, fd);
     memcpy(stale, m->name, 32);
     memcpy(stale + 32, m->token, 16);
-    have_stale = true;
+    m->stale = have_stale = true;
     if (cddp__now() >= m->deadline)
       return cddp__fail(CDDP_TIMEOUT, "timed out after %g s looking for the other ranks",
                         m->at->timeout_s);
   }
   return r;
+}
+
+/* Leaves word in the store, in case this rank dies before it has met the others. */
+static void cddp__leave_will(const cddp__meeting *m) {
+  unsigned char will[512], *p = will + 8;
+  size_t key = strlen(m->failed_key), n;
+  char host[72] = "?";
+  if (strncmp(m->at->init_method, "file:", 5) == 0) return; /* nobody sees it end */
+  (void)gethostname(host, sizeof host - 1);
+  cddp__put64(will, key);
+  memcpy(p, m->failed_key, key);
+  p += key;
+  p[8] = CDDP_PEER_LOST;
+  n = (size_t)snprintf((char *)p + 9, (size_t)(will + sizeof will - p) - 9,
+                       "rank %d (pid %d on %s) died before the ranks had met", m->at->rank,
+                       (int)getpid(), host);
+  cddp__put64(p, n + 1);
+  (void)cddp__store_set(m->store, m->will_key, will, (size_t)(p - will) + 9 + n);
+}
+
+/* The meeting is over for this rank: it takes its will back. If it failed by itself, not because
+   the leader said so, it tells the others. */
+static void cddp__end_will(const cddp__meeting *m, cddp_result r) {
+  char text[1 + CDDP__ERROR_MAX];
+  if (r != CDDP_OK && r != CDDP_NETWORK && !m->refused) {
+    text[0] = (char)r;
+    snprintf(text + 1, sizeof text - 1, "rank %d failed while the ranks were meeting: %.*s",
+             m->at->rank, CDDP__ERROR_MAX - 64, cddp_error());
+    (void)cddp__store_set(m->store, m->failed_key, text, 1 + strlen(text + 1));
+    cddp__fail(r, "%s", strstr(text + 1, ": ") + 2);
+  }
+  if (strncmp(m->at->init_method, "file:", 5) != 0)
+    (void)cddp__store_set(m->store, m->will_key, NULL, 0);
 }
 
 static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
@@ -6716,6 +6812,7 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
     m.deadline = deadline;
     snprintf(m.host_key, sizeof m.host_key, "%s/host/%s", at->run, host);
     snprintf(m.failed_key, sizeof m.failed_key, "%s/failed", at->run);
+    snprintf(m.will_key, sizeof m.will_key, "%s" CDDP__WILL, at->run);
     r = cddp__open_store(&m, at, d);
     if (at->listen_fd >= 0) unsetenv("CDDP_LISTEN_FD");
     at->listen_fd = -1;
@@ -6725,7 +6822,9 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
                            "program between it and this one has closed it; ",
                            getenv("CDDP_LISTEN_FD"));
     if (r != CDDP_OK) return r;
+    cddp__leave_will(&m);
     r = cddp__meet_in(&m, h);
+    cddp__end_will(&m, r);
     cddp__meeting_close(&m);
     cddp__store_close(m.store);
     if (r != CDDP_NETWORK || serves || cddp__now() >= deadline) return r;
@@ -7701,6 +7800,18 @@ static cddp_result cddp__first_step(cddp_group *g) {
                            g->rank, g->size);
 }
 
+/* The ranks have met, but this one cannot come to the first step: it may not even have the memory
+   to map the board on which the others would read why. */
+static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
+  char text[CDDP__ERROR_MAX];
+  uint32_t broken = 2 + (uint32_t)r;
+  memset(text, 0, sizeof text);
+  snprintf(text, sizeof text, "rank %d failed while the ranks were meeting: %.*s", h->index,
+           CDDP__ERROR_MAX - 64, cddp_error());
+  if (pwrite(h->fd, text, sizeof text, offsetof(cddp__board, broken_text)) == (ssize_t)sizeof text)
+    (void)!pwrite(h->fd, &broken, sizeof broken, offsetof(cddp__board, broken));
+}
+
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__place at;
   cddp__host *h;
@@ -7712,6 +7823,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (at.world_size > 1) r = cddp__meet(&at, d, h);
   if (r == CDDP_OK && at.world_size > 1) cddp__watch_processes(h);
   if (r == CDDP_OK) r = cddp__world_group(out, h, at.rank, at.world_size, at.timeout_s);
+  if (r != CDDP_OK && h->fd >= 0) cddp__break_unmapped(h, r);
   cddp__host_release(h);
   if (r != CDDP_OK) return r;
   if ((r = cddp__first_step(*out)) != CDDP_OK) {
