@@ -6213,13 +6213,13 @@ typedef struct cddp__meeting {
   const cddp__place *at;
   cddp_store *store;
   double deadline;
-  char host_key[256], failed_key[160], will_key[160];
+  char host_key[256], failed_key[160], will_key[160], met_key[160];
   unsigned char name[32]; /* the leader's socket, hex, without the leading NUL */
   unsigned char token[16];
   int listener;
   cddp__guest *guests; /* [capacity] */
   int capacity, joined;
-  bool stale;   /* the store holds what an earlier job left */
+  bool stale;   /* the store may be an earlier job's, whose ranks have met */
   bool refused; /* the leader did not take this rank in: its own affair */
   int doubles;  /* hellos of ranks that were there already */
   char double_text[160];
@@ -6415,10 +6415,6 @@ static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
   size_t n = 0;
   bool there = false;
   cddp_result r = cddp__store_check(m->store, &key, 1, &there);
-  if (r == CDDP_NETWORK && !m->stale)
-    return cddp__fail(CDDP_PEER_LOST,
-                      "the store hung up while the ranks were meeting: the process that serves it "
-                      "(rank 0, unless a launcher does) died or gave up");
   if (r != CDDP_OK || !there) return r == CDDP_NETWORK ? r : CDDP_OK;
   if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, m->deadline) != CDDP_OK || n < 2)
     return CDDP_OK;
@@ -6546,6 +6542,7 @@ static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
       if (m->guests[i].fd >= 0) cddp__guest_refuse(&m->guests[i], r, text);
     return cddp__fail(r, "%s", text);
   }
+  (void)cddp__store_set(m->store, m->met_key, "", 0); /* without a store: others find out */
   h->pids[m->at->rank] = (uint32_t)getpid();
   for (i = 0; i < m->capacity; i++)
     if (m->guests[i].fd >= 0 && m->guests[i].rank >= 0)
@@ -6683,7 +6680,7 @@ static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *st
                               sizeof mine, now, sizeof now, &n, lead);
   if (r != CDDP_OK) return r;
   if (n != sizeof now)
-    return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+    return cddp__fail(CDDP_MISMATCH, "the store holds a key of cddp with foreign content");
   if (*lead && stale == NULL) {
     snprintf(key, sizeof key, "%s/hosts", m->at->run);
     if ((r = cddp__store_add(m->store, key, 1, &hosts)) != CDDP_OK) return r;
@@ -6739,7 +6736,7 @@ static cddp_result cddp__meet_in(cddp__meeting *m, cddp__host *h) {
     if (fd >= 0) return cddp__join(m, h, fd);
     memcpy(stale, m->name, 32);
     memcpy(stale + 32, m->token, 16);
-    m->stale = have_stale = true;
+    have_stale = true;
     if (cddp__now() >= m->deadline)
       return cddp__fail(CDDP_TIMEOUT, "timed out after %g s looking for the other ranks",
                         m->at->timeout_s);
@@ -6750,12 +6747,13 @@ static cddp_result cddp__meet_in(cddp__meeting *m, cddp__host *h) {
 /* Leaves word in the store, in case this rank dies before it has met the others. */
 static void cddp__leave_will(const cddp__meeting *m) {
   unsigned char will[512], *p = will + 8;
-  size_t key = strlen(m->failed_key), n;
+  size_t key = strlen(m->failed_key) + 1, n;
   char host[72] = "?";
   if (strncmp(m->at->init_method, "file:", 5) == 0) return; /* nobody sees it end */
   (void)gethostname(host, sizeof host - 1);
   cddp__put64(will, key);
-  memcpy(p, m->failed_key, key);
+  *p = '/'; /* as every key on the wire */
+  memcpy(p + 1, m->failed_key, key - 1);
   p += key;
   p[8] = CDDP_PEER_LOST;
   n = (size_t)snprintf((char *)p + 9, (size_t)(will + sizeof will - p) - 9,
@@ -6768,16 +6766,17 @@ static void cddp__leave_will(const cddp__meeting *m) {
 /* The meeting is over for this rank: it takes its will back. If it failed by itself, not because
    the leader said so, it tells the others. */
 static void cddp__end_will(const cddp__meeting *m, cddp_result r) {
-  char text[1 + CDDP__ERROR_MAX];
+  char own[CDDP__ERROR_MAX], text[1 + CDDP__ERROR_MAX];
+  snprintf(own, sizeof own, "%s", cddp_error());
   if (r != CDDP_OK && r != CDDP_NETWORK && !m->refused) {
     text[0] = (char)r;
     snprintf(text + 1, sizeof text - 1, "rank %d failed while the ranks were meeting: %.*s",
-             m->at->rank, CDDP__ERROR_MAX - 64, cddp_error());
+             m->at->rank, CDDP__ERROR_MAX - 64, own);
     (void)cddp__store_set(m->store, m->failed_key, text, 1 + strlen(text + 1));
-    cddp__fail(r, "%s", strstr(text + 1, ": ") + 2);
   }
   if (strncmp(m->at->init_method, "file:", 5) != 0)
     (void)cddp__store_set(m->store, m->will_key, NULL, 0);
+  if (r != CDDP_OK) cddp__fail(r, "%s", own);
 }
 
 static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
@@ -6796,8 +6795,25 @@ static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
   return cddp__store_open(&m->store, &o);
 }
 
+/* Whose store it is, then the meeting in it. */
+static cddp_result cddp__meet_at(cddp__meeting *m, cddp__host *h) {
+  const char *key = m->met_key;
+  cddp_result r = cddp__store_check(m->store, &key, 1, &m->stale);
+  if (r == CDDP_OK) {
+    cddp__leave_will(m);
+    r = cddp__meet_in(m, h);
+    cddp__end_will(m, r);
+  } else {
+    m->stale = true;
+  }
+  if (r != CDDP_NETWORK || m->stale) return r;
+  return cddp__fail(CDDP_PEER_LOST,
+                    "the store hung up while the ranks were meeting: the process that serves it "
+                    "(rank 0, unless a launcher does) died or gave up");
+}
+
 /* Fills h with the shared memory and process ids of all ranks. A store that goes away under a rank
-   was an earlier job's, ending: it tries again until the deadline. */
+   may be an earlier job's, which is ending: then it tries again until the deadline. */
 static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__host *h) {
   cddp__meeting m;
   char host[96];
@@ -6812,6 +6828,7 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
     m.deadline = deadline;
     snprintf(m.host_key, sizeof m.host_key, "%s/host/%s", at->run, host);
     snprintf(m.failed_key, sizeof m.failed_key, "%s/failed", at->run);
+    snprintf(m.met_key, sizeof m.met_key, "%s/met", at->run);
     snprintf(m.will_key, sizeof m.will_key, "%s" CDDP__WILL, at->run);
     r = cddp__open_store(&m, at, d);
     if (at->listen_fd >= 0) unsetenv("CDDP_LISTEN_FD");
@@ -6822,9 +6839,7 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
                            "program between it and this one has closed it; ",
                            getenv("CDDP_LISTEN_FD"));
     if (r != CDDP_OK) return r;
-    cddp__leave_will(&m);
-    r = cddp__meet_in(&m, h);
-    cddp__end_will(&m, r);
+    r = cddp__meet_at(&m, h);
     cddp__meeting_close(&m);
     cddp__store_close(m.store);
     if (r != CDDP_NETWORK || serves || cddp__now() >= deadline) return r;
