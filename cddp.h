@@ -6186,8 +6186,10 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
    How ranks meet. Works as follows: all open the store (rank 0 serves it); the first rank of a host
    to write its socket's name under the host's key becomes the host's leader, the others connect to
    that abstract Unix socket and say hello. When all are there the leader makes the memfd and sends
-   it to everyone with the list of process ids. A leader's name left over from a dead job
-   is recognised by the refused connection and replaced. The socket's name carries 128 random bits,
+   it to everyone with the list of process ids, and waits for each to say that it is in. A leader's
+   name left over from a dead job is recognised by the refused connection and replaced. A rank that
+   cannot go on says why under a key that leaders look at, and one that dies has left its will in
+   the store. Who fails when all have met breaks the group on its board, through the memfd. The socket's name carries 128 random bits,
    the hello a random token that only the store knows, and both sides check the peer's user. */
 
 #define CDDP__HELLO_MAGIC 0x49484443u /* "CDHI" */
@@ -11019,7 +11021,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 
 /* >>history ---------------------------------------------------------------------------------------
    0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
-                  the variables of mpirun and srun; unix://name; cddp_launcher_rank
+                  the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
+                  fail or are there twice while they meet are named to the others at once
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

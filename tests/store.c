@@ -1377,7 +1377,7 @@ static void test_wills(void) {
   cddp_store_destroy(c);
   CHECK_OK(cddp_store_get(other, "a", text, sizeof text, &size));
   CHECK(size == 4 && memcmp(text, "gone", 4) == 0);
-  CHECK_OK(join(&c, port, NULL, 10)); /* takes its will back; the next one's is the last that counts */
+  CHECK_OK(join(&c, port, NULL, 10)); /* takes its will back; of the next one's the last counts */
   CHECK_OK(set_will(c, "b", "gone"));
   CHECK_OK(cddp_store_set(c, "job" CDDP__WILL, NULL, 0));
   cddp_store_destroy(c);
