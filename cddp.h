@@ -6189,8 +6189,9 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
    it to everyone with the list of process ids, and waits for each to say that it is in. A leader's
    name left over from a dead job is recognised by the refused connection and replaced. A rank that
    cannot go on says why under a key that leaders look at, and one that dies has left its will in
-   the store. Who fails when all have met breaks the group on its board, through the memfd. The socket's name carries 128 random bits,
-   the hello a random token that only the store knows, and both sides check the peer's user. */
+   the store. Who fails when all have met breaks the group on its board, through the memfd. The
+   socket's name carries 128 random bits, the hello a random token that only the store knows, and
+   both sides check the peer's user. */
 
 #define CDDP__HELLO_MAGIC 0x49484443u /* "CDHI" */
 #define CDDP__HELLO_BYTES 48

@@ -809,7 +809,8 @@ static void judge_failure(int r, const story *s) {
     break;
   case NOMEM:
     JUDGE(s->result == CDDP_OUT_OF_MEMORY ||
-          (s->failed_op == -2 && s->result == CDDP_NETWORK) || /* the store's server had none */
+          (s->failed_op == -2 && /* the store's server had none */
+           (s->result == CDDP_NETWORK || s->result == CDDP_PEER_LOST)) ||
           (!victim && (s->result == CDDP_PEER_LOST || s->result == CDDP_TIMEOUT)));
     break;
   default:
