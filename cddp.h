@@ -1162,6 +1162,7 @@ typedef struct cddp__conn { /* a client of the server. Owner: server thread */
   double began;          /* when the command at the head of in began to arrive; 0 = none there */
   unsigned char nonces[2 * CDDP__NONCE_SIZE]; /* client's, then ours */
   cddp__address peer;
+  unsigned char *will; /* a SET to be run when it closes, behind the code byte; NULL: none */
 } cddp__conn;
 
 typedef struct cddp__server { /* Owner: its thread, between start and join */
@@ -2879,11 +2880,43 @@ static bool cddp__conn_add_waiter(cddp__server *v, cddp__conn *c, cddp__entry *e
 
 /* The commands. p is behind the code byte of a whole command. False ends the connection. */
 
+/* A client's last will. A SET of a key that ends in CDDP__WILL stores nothing: its value, itself a
+   SET's key and value, is stored when this connection closes, unless an empty value has come in
+   the meantime. So a rank that dies early is known to those who wait for it. Other servers take the
+   key for a key, and nobody reads it. */
+#define CDDP__WILL "/cddp-last-will"
+
+static bool cddp__is_will(cddp__span key) {
+  size_t n = sizeof CDDP__WILL - 1;
+  return key.size > n && memcmp(key.data + key.size - n, CDDP__WILL, n) == 0;
+}
+
+static bool cddp__make_will(cddp__server *v, cddp__conn *c, cddp__span value) {
+  uint64_t key_size;
+  cddp__free(&v->allocator, c->will);
+  c->will = NULL;
+  if (value.size == 0) return true;
+  if (value.size < 16 || value.size > 4096) return false;
+  key_size = cddp__get64(value.data);
+  if (key_size > value.size - 16 ||
+      cddp__get64(value.data + 8 + key_size) != value.size - 16 - key_size ||
+      cddp__is_will(cddp__span_of(value.data + 8, (size_t)key_size)))
+    return false;
+  c->will = (unsigned char *)cddp__malloc(&v->allocator, value.size);
+  if (c->will != NULL) memcpy(c->will, value.data, value.size);
+  return c->will != NULL;
+}
+
 /* SET, MULTI_SET */
-static bool cddp__serve_put(cddp__server *v, const unsigned char *p, uint64_t n) {
+static bool cddp__serve_put(cddp__server *v, cddp__conn *c, const unsigned char *p, uint64_t n) {
   while (n-- > 0) {
     cddp__span key = cddp__take_string(&p), value = cddp__take_string(&p);
-    cddp__entry *e = cddp__map_put(&v->map, key, value);
+    cddp__entry *e;
+    if (cddp__is_will(key)) {
+      if (!cddp__make_will(v, c, value)) return false;
+      continue;
+    }
+    e = cddp__map_put(&v->map, key, value);
     if (e == NULL) return false;
     cddp__server_wake(v, e, 0);
   }
@@ -3022,7 +3055,7 @@ static bool cddp__serve(cddp__server *v, cddp__conn *c, unsigned code, const uns
     return memcmp(p, cddp__validate_bytes + 1, 4) == 0;
   case CDDP__SET:
   case CDDP__MULTI_SET:
-    return cddp__serve_put(v, p, n);
+    return cddp__serve_put(v, c, p, n);
   case CDDP__COMPARE_SET:
     return cddp__serve_compare_set(v, c, p);
   case CDDP__GET:
@@ -3351,10 +3384,22 @@ static void cddp__server_check_deadlines(cddp__server *v) {
   }
 }
 
+static void cddp__server_run_ready(cddp__server *v) {
+  while (v->ready != NULL) {
+    cddp__conn *c = v->ready;
+    v->ready = c->next_ready;
+    c->ready = false;
+    if (!c->dead) cddp__conn_run(v, c);
+  }
+}
+
+/* Carries the wills of the dead out, which may end others, and frees them. */
 static void cddp__server_bury(cddp__server *v) {
   while (v->dead != NULL) {
     cddp__conn *c = v->dead;
     v->dead = c->next;
+    if (c->will != NULL) (void)cddp__serve_put(v, c, c->will, 1); /* no memory: nobody is told */
+    cddp__free(&v->allocator, c->will);
     cddp__free(&v->allocator, c);
   }
 }
@@ -3373,15 +3418,13 @@ static void *cddp__server_main(void *arg) {
         cddp__server_accept(v, source->fd);
       else
         cddp__conn_event(v, (cddp__conn *)events[i].data.ptr, events[i].events);
-      while (v->ready != NULL) {
-        cddp__conn *c = v->ready;
-        v->ready = c->next_ready;
-        c->ready = false;
-        if (!c->dead) cddp__conn_run(v, c);
-      }
+      cddp__server_run_ready(v);
     }
     cddp__server_check_deadlines(v);
-    cddp__server_bury(v);
+    while (v->dead != NULL) {
+      cddp__server_bury(v);
+      cddp__server_run_ready(v);
+    }
   }
 }
 
@@ -6217,7 +6260,7 @@ static bool cddp__late_here(const cddp_group *g) {
   return false;
 }
 
-/* A rank that is late may itself be waiting for one of another host, right now: that one, else p. */
+/* A late rank may itself be waiting for one of another host, right now: then that one, else p. */
 static int cddp__held_up_by(const cddp_group *g, int p) {
   cddp__seat *seat = cddp__seat_of(g, p);
   uint32_t awaits = cddp__load32(&seat->awaits);
@@ -6920,9 +6963,12 @@ static void cddp__describe_link_end(const cddp__link *l, char *out, size_t n) {
    How ranks meet. Works as follows: all open the store (rank 0 serves it); the first rank of a host
    to write its socket's name under the host's key becomes the host's leader, the others connect to
    that abstract Unix socket and say hello. When all are there the leader makes the memfd and sends
-   it to everyone with the list of process ids. A leader's name left over from a dead job
-   is recognised by the refused connection and replaced. The socket's name carries 128 random bits,
-   the hello a random token that only the store knows, and both sides check the peer's user. */
+   it to everyone with the list of process ids, and waits for each to say that it is in. A leader's
+   name left over from a dead job is recognised by the refused connection and replaced. A rank that
+   cannot go on says why under a key that leaders look at, and one that dies has left its will in
+   the store. Who fails when all have met breaks the group on its board, through the memfd. The
+   socket's name carries 128 random bits, the hello a random token that only the store knows, and
+   both sides check the peer's user. */
 
 #define CDDP__HELLO_MAGIC 0x49484443u /* "CDHI" */
 #define CDDP__HELLO_BYTES 48
@@ -6948,12 +6994,16 @@ typedef struct cddp__meeting {
   const cddp__place *at;
   cddp_store *store;
   double deadline;
-  char host[128], host_key[288];
+  char host[128], host_key[288], failed_key[160], will_key[160], met_key[160];
   unsigned char name[32]; /* the leader's socket, hex, without the leading NUL */
   unsigned char token[16];
   int listener;
   cddp__guest *guests; /* [capacity] */
   int capacity, joined;
+  bool stale;   /* the store may be an earlier job's, whose ranks have met */
+  bool refused; /* the leader did not take this rank in: its own affair */
+  int doubles;  /* hellos of ranks that were there already */
+  char double_text[160];
   /* several hosts; of leaders, but for round */
   uint64_t round;        /* rank 0's number for this meeting; 0: not known yet */
   bool conducts;         /* rank 0 is one of this host's ranks, or to be */
@@ -7059,15 +7109,28 @@ static void cddp__guest_refuse(cddp__guest *c, cddp_result r, const char *text) 
   cddp__guest_drop(c);
 }
 
+/* A free place at the table. When strangers have taken all, the one who has sat there longest
+   without a hello goes: a rank says its hello at once. */
+static int cddp__guest_place(cddp__meeting *m) {
+  int i, oldest = -1;
+  for (i = 0; i < m->capacity; i++) {
+    const cddp__guest *c = &m->guests[i];
+    if (c->fd < 0) return i;
+    if (c->rank < 0 && (oldest < 0 || c->since < m->guests[oldest].since)) oldest = i;
+  }
+  cddp__guest_drop(&m->guests[oldest]); /* there are more places than ranks */
+  return oldest;
+}
+
 static void cddp__accept_guest(cddp__meeting *m) {
   int fd = (int)syscall(SYS_accept4, m->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC), i;
   uint32_t pid = 0;
   if (fd < 0) return;
-  for (i = 0; i < m->capacity && m->guests[i].fd >= 0; i++) {}
-  if (i == m->capacity || !cddp__same_user(fd, &pid)) {
+  if (!cddp__same_user(fd, &pid)) {
     close(fd);
     return;
   }
+  i = cddp__guest_place(m);
   memset(&m->guests[i], 0, sizeof m->guests[i]);
   m->guests[i].fd = fd;
   m->guests[i].rank = -1;
@@ -7097,6 +7160,10 @@ static void cddp__guest_hello(cddp__meeting *m, cddp__guest *c) {
       snprintf(text, sizeof text,
                "rank %d is taken already: pid %u has it too; each process needs a RANK of its own",
                rank, rank == m->at->rank ? (uint32_t)getpid() : m->guests[i].pid);
+      m->doubles++;
+      snprintf(m->double_text, sizeof m->double_text,
+               "pid %u and pid %u both have rank %d; each process needs a RANK of its own",
+               rank == m->at->rank ? (uint32_t)getpid() : m->guests[i].pid, c->pid, rank);
       cddp__guest_refuse(c, CDDP_INVALID_ARGUMENT, text);
     } else {
       c->rank = rank;
@@ -7297,7 +7364,7 @@ static cddp_result cddp__meeting_go(cddp__meeting *m, int others) {
     cddp__meeting_key(m, key, "at", i);
     r = cddp__store_get(m->store, key, at, sizeof at, &n, m->deadline);
     if (r == CDDP_OK && n != sizeof at)
-      r = cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+      r = cddp__fail(CDDP_MISMATCH, "the store holds a key of cddp with foreign content");
     if (r != CDDP_OK) break;
     memcpy(tokens + 16 * (size_t)(i - 1), at, 16);
     cddp__unpack_address(&there, at + 16);
@@ -7345,30 +7412,32 @@ static cddp_result cddp__meeting_follow(cddp__meeting *m) {
   return r;
 }
 
-/* Another host's leader may have given up: it says so in the store. */
+/* A rank elsewhere may have given up, and then the store holds a result and a text; or it was the
+   one that serves the store. */
 static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
-  char text[4 + CDDP__ERROR_MAX], key[256];
-  uint32_t code;
+  const char *key = m->failed_key;
+  char text[1 + CDDP__ERROR_MAX];
   size_t n = 0;
-  cddp__meeting_key(m, key, "failed", 0);
-  if (cddp__meeting_peek(m, key, text, sizeof text - 1, &n) != CDDP_OK || n < 4) return CDDP_OK;
-  text[n] = 0;
-  code = cddp__get32(text);
-  return cddp__fail(code > CDDP_OK && code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK,
-                    "%s", text[4] ? text + 4 : "a rank gave up without a word");
+  bool there = false;
+  cddp_result r = cddp__store_check(m->store, &key, 1, &there);
+  if (r != CDDP_OK || !there) return r == CDDP_NETWORK ? r : CDDP_OK;
+  if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, cddp__now() + 1) != CDDP_OK ||
+      n < 2)
+    return CDDP_OK;
+  text[cddp__min(n, sizeof text - 1)] = 0;
+  if (text[0] <= 0 || text[0] >= CDDP__RESULT_COUNT) return CDDP_OK;
+  m->refused = true; /* all others are told already */
+  return cddp__fail((cddp_result)text[0], "%s", text + 1);
 }
 
-static void cddp__meeting_tell_failure(cddp__meeting *m, cddp_result failure) {
-  unsigned char value[4 + CDDP__ERROR_MAX];
-  char kept[CDDP__ERROR_MAX], key[256];
-  size_t n = strlen(cddp__error_text);
-  if (m->round == 0 || failure == CDDP_NETWORK) return; /* the store is what failed */
-  memcpy(kept, cddp__error_text, sizeof kept);
-  cddp__put32(value, (uint32_t)failure);
-  memcpy(value + 4, kept, n);
-  cddp__meeting_key(m, key, "failed", 0);
-  (void)cddp__store_set(m->store, key, value, 4 + n);
-  memcpy(cddp__error_text, kept, sizeof kept);
+/* Waits for a key, a little at a time: the rank that is to set it may have failed. */
+static cddp_result cddp__meeting_await(cddp__meeting *m, const char *key) {
+  cddp_result r;
+  for (;;) {
+    r = cddp__store_wait(m->store, &key, 1, cddp__soon(0.25, m->deadline));
+    if (r != CDDP_TIMEOUT || cddp__now() >= m->deadline) return r;
+    if ((r = cddp__meeting_failed_elsewhere(m)) != CDDP_OK) return r;
+  }
 }
 
 /* A leader's look at the store, when its host's ranks are not all there are. */
@@ -7376,9 +7445,9 @@ static cddp_result cddp__meeting_news(cddp__meeting *m) {
   double most = 0.02 + 1e-5 * m->at->world_size;
   cddp_result r = CDDP_OK;
   if (strncmp(m->at->init_method, "unix:", 5) != 0) r = cddp__meeting_round(m);
+  if (r == CDDP_OK) r = cddp__meeting_failed_elsewhere(m);
   if (r == CDDP_OK && m->round != 0 && (m->conducts || m->number > 0)) {
-    r = cddp__meeting_failed_elsewhere(m);
-    if (r == CDDP_OK) r = cddp__meeting_tell(m);
+    r = cddp__meeting_tell(m);
     if (r == CDDP_OK) r = m->conducts ? cddp__meeting_conduct(m) : cddp__meeting_follow(m);
   }
   m->look = cddp__now() + m->pause;
@@ -7477,7 +7546,12 @@ static cddp_result cddp__gather_guests(cddp__meeting *m) {
       m->host_count = 1;
     else if (r == CDDP_OK && cddp__now() >= m->look)
       r = cddp__meeting_news(m);
-    if (r == CDDP_OK && cddp__now() >= m->deadline && m->host_count == 0) r = cddp__meeting_late(m);
+    if (r == CDDP_OK && m->host_count == 0) {
+      if (cddp__now() >= m->deadline)
+        r = cddp__meeting_late(m);
+      else if (m->doubles > 0 && m->joined + 1 + m->doubles >= m->at->world_size)
+        r = cddp__fail(CDDP_INVALID_ARGUMENT, "%s", m->double_text); /* as many as are to come */
+    }
   }
   free(fds);
   return r;
@@ -7507,6 +7581,8 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
   struct msghdr msg;
   struct iovec io;
   ssize_t sent;
+  double deadline = cddp__now() + 5;
+  cddp_result r = CDDP_OK;
   memset(&msg, 0, sizeof msg);
   memset(&control, 0, sizeof control);
   memcpy(&io.iov_base, &data, sizeof io.iov_base); /* sendmsg does not write to it */
@@ -7519,11 +7595,19 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
   control.head.cmsg_type = SCM_RIGHTS;
   control.head.cmsg_len = CMSG_LEN(sizeof(int));
   memcpy(CMSG_DATA(&control.head), &descriptor, sizeof descriptor);
-  do {
-    sent = sendmsg(fd, &msg, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
-  if (sent < 0) return cddp__fail_errno("sendmsg of a descriptor");
-  return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, cddp__now() + 5);
+  while ((sent = sendmsg(fd, &msg, MSG_NOSIGNAL)) < 0) {
+    if (errno == EAGAIN)
+      r = cddp__wait_fd(fd, POLLOUT, deadline);
+    else if (errno != EINTR)
+      r = cddp__fail_errno("sendmsg of a descriptor");
+    if (r != CDDP_OK) return r;
+  }
+  return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, deadline);
+}
+
+static cddp_result cddp__guest_lost(const cddp__guest *c) {
+  return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died or gave up while the ranks were meeting",
+                    c->rank, c->pid);
 }
 
 /* --- several hosts: who is where ---
@@ -7547,7 +7631,7 @@ static cddp_result cddp__listen_for_links(cddp__meeting *m, int *port) {
   cddp__address_text(&a, text, sizeof text);
   if (error == 0 && !cddp__local_address(m->fd, &a)) error = errno;
   if (error != 0)
-    return cddp__fail(CDDP_NETWORK,
+    return cddp__fail(CDDP_SYSTEM,
                       "cannot listen on %s for ranks of other hosts: %s; CDDP_IFNAME names another "
                       "interface",
                       text, strerror(error));
@@ -7616,7 +7700,7 @@ static cddp_result cddp__add_table(cddp__meeting *m, int host, const unsigned ch
   unsigned char *ranks = m->blob + CDDP__BLOB_HEAD + CDDP__HOST_BYTES * (size_t)m->host_count;
   size_t n = size < CDDP__HOST_BYTES ? 0 : cddp__get32(t + 112), i;
   if (n == 0 || n > (size_t)m->at->world_size || size != CDDP__HOST_BYTES + CDDP__RANK_BYTES * n)
-    return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+    return cddp__fail(CDDP_MISMATCH, "the store holds a key of cddp with foreign content");
   memcpy(entry, t, CDDP__HOST_BYTES);
   entry[71] = 0;
   if (cddp__get32(t + 116) != (uint32_t)m->at->world_size)
@@ -7659,7 +7743,8 @@ static cddp_result cddp__conduct_tables(cddp__meeting *m, const unsigned char *o
   if (r == CDDP_OK) r = cddp__add_table(m, 0, own, size);
   for (i = 1; r == CDDP_OK && i < m->host_count; i++) {
     cddp__meeting_key(m, key, "table", i);
-    r = cddp__store_get(m->store, key, t, most, &n, m->deadline);
+    r = cddp__meeting_await(m, key);
+    if (r == CDDP_OK) r = cddp__store_get(m->store, key, t, most, &n, m->deadline);
     if (r == CDDP_OK) r = cddp__add_table(m, i, t, n);
   }
   free(t);
@@ -7677,19 +7762,13 @@ static cddp_result cddp__conduct_tables(cddp__meeting *m, const unsigned char *o
 /* The others give theirs and get the whole; the last to have it says so. */
 static cddp_result cddp__follow_tables(cddp__meeting *m, const unsigned char *own, size_t size) {
   char key[256];
-  const char *keys[1];
   size_t n = 0;
   int64_t fetched = 0;
   cddp_result r;
   cddp__meeting_key(m, key, "table", m->number);
   if ((r = cddp__store_set(m->store, key, own, size)) != CDDP_OK) return r;
   cddp__meeting_key(m, key, "world", 0);
-  keys[0] = key;
-  for (;;) { /* short waits: the conductor may have failed */
-    r = cddp__store_wait(m->store, keys, 1, cddp__soon(0.25, m->deadline));
-    if (r != CDDP_TIMEOUT || cddp__now() >= m->deadline) break;
-    if ((r = cddp__meeting_failed_elsewhere(m)) != CDDP_OK) return r;
-  }
+  r = cddp__meeting_await(m, key);
   if (r == CDDP_OK) r = cddp__store_get(m->store, key, m->blob, m->blob_size, &n, m->deadline);
   if (r != CDDP_OK) return r;
   if (n != m->blob_size)
@@ -7705,13 +7784,11 @@ static cddp_result cddp__follow_tables(cddp__meeting *m, const unsigned char *ow
    failure for a moment, so that they can read why. */
 static void cddp__serve_others(cddp__meeting *m, cddp_result r) {
   char kept[CDDP__ERROR_MAX], key[256];
-  const char *keys[1];
   int64_t others = 0;
   memcpy(kept, cddp__error_text, sizeof kept);
-  keys[0] = key;
   if (r == CDDP_OK) {
     cddp__meeting_key(m, key, "done", 0);
-    (void)cddp__store_wait(m->store, keys, 1, m->deadline);
+    (void)cddp__meeting_await(m, key); /* after a failure the first step fails */
   } else if (r != CDDP_NETWORK && strncmp(m->at->init_method, "unix:", 5) != 0) {
     cddp__meeting_key(m, key, "hosts", 0);
     if (cddp__store_add(m->store, key, 0, &others) == CDDP_OK && others > 0) cddp__sleep(0.3);
@@ -7732,7 +7809,7 @@ static cddp_result cddp__take_blob(cddp__meeting *m, cddp__host *h, const char *
   int i;
   if (cddp__get32(b) != CDDP__BLOB_MAGIC || cddp__get32(b + 4) != (uint32_t)m->host_count ||
       cddp__get32(b + 8) != (uint32_t)m->at->world_size)
-    return cddp__fail(CDDP_NETWORK, "the list of ranks is damaged");
+    return cddp__fail(CDDP_MISMATCH, "the list of ranks is damaged");
   n = cddp__net_new(&h->allocator, m->at->world_size, m->host_count);
   h->net = n;
   if (n == NULL) return CDDP_OUT_OF_MEMORY;
@@ -7748,7 +7825,7 @@ static cddp_result cddp__take_blob(cddp__meeting *m, cddp__host *h, const char *
   for (i = 0; i < n->size; i++) {
     uint32_t host = cddp__blob_rank(b, i, 0);
     if (host >= (uint32_t)n->host_count)
-      return cddp__fail(CDDP_NETWORK, "the list of ranks is damaged");
+      return cddp__fail(CDDP_MISMATCH, "the list of ranks is damaged");
     n->homes[i].host = (int)host;
     n->homes[i].index = n->hosts[host].size++;
     n->homes[i].pid = cddp__blob_rank(b, i, 1);
@@ -7805,9 +7882,12 @@ static cddp_result cddp__welcome(cddp__meeting *m, cddp__host *h) {
       r = cddp__send_all(c->fd, m->blob, m->blob_size, cddp__now() + 5);
     else if (r == CDDP_OK)
       r = cddp__send_all(c->fd, h->pids, (size_t)h->size * sizeof *h->pids, cddp__now() + 5);
-    if (r != CDDP_OK)
-      return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died while the ranks were meeting",
-                        c->rank, c->pid);
+    if (r != CDDP_OK) return cddp__guest_lost(c);
+  }
+  for (i = 0; i < m->capacity; i++) { /* each says that it is in, or is dead or could not come in */
+    cddp__guest *c = &m->guests[i];
+    if (c->fd < 0 || c->rank < 0) continue;
+    if (cddp__recv_all(c->fd, reply, 1, m->deadline) != CDDP_OK) return cddp__guest_lost(c);
   }
   return CDDP_OK;
 }
@@ -7818,9 +7898,12 @@ static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
   int i;
   if (r == CDDP_OK && m->host_count > 1) r = cddp__meet_hosts(m, h);
   if (r == CDDP_OK) r = cddp__make_memory(h);
-  if (r == CDDP_OK) return cddp__welcome(m, h);
+  if (r == CDDP_OK) {
+    if (m->host_count == 1 || m->conducts) /* without a store: others find out */
+      (void)cddp__store_set(m->store, m->met_key, "", 0);
+    return cddp__welcome(m, h);
+  }
   snprintf(text, sizeof text, "%s", cddp_error());
-  if (m->conducts || m->number > 0) cddp__meeting_tell_failure(m, r);
   for (i = 0; m->guests != NULL && i < m->capacity; i++)
     if (m->guests[i].fd >= 0) cddp__guest_refuse(&m->guests[i], r, text);
   return cddp__fail(r, "%s", text);
@@ -7872,7 +7955,7 @@ static void cddp__write_hello(const cddp__meeting *m, unsigned char *hello) {
 }
 
 static cddp_result cddp__take_reply_head(cddp__meeting *m, cddp__host *h, int fd,
-                                         unsigned char reply[CDDP__REPLY_BYTES]) {
+                                         unsigned char reply[CDDP__REPLY_BYTES], bool *dropped) {
   double deadline =
       m->deadline + 0.5; /* the leader's own deadline comes first: it knows who is late */
   uint32_t code;
@@ -7880,40 +7963,46 @@ static cddp_result cddp__take_reply_head(cddp__meeting *m, cddp__host *h, int fd
   if (r == CDDP_TIMEOUT)
     return cddp__fail(r, "timed out after %g s: not all %d ranks have come", m->at->timeout_s,
                       m->at->world_size);
-  if (r != CDDP_OK || cddp__get32(reply) != CDDP__HELLO_MAGIC)
+  if (r != CDDP_OK || cddp__get32(reply) != CDDP__HELLO_MAGIC) {
+    *dropped = r != CDDP_OK;
     return cddp__fail(CDDP_PEER_LOST,
                       "the rank that gathers this host's ranks died while they were meeting");
+  }
   code = cddp__get32(reply + 4);
   if (code == CDDP_OK) return CDDP_OK;
+  m->refused = true;
   reply[CDDP__REPLY_BYTES - 1] = 0;
   return cddp__fail(code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK, "%s",
                     reply[16] ? (const char *)reply + 16 : "another rank could not go on");
 }
 
 /* Takes the leader's answer from fd: shared memory and process ids, or the reason why not; before
-   it, when there are several hosts, the request to listen. */
-static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
+   it, when there are several hosts, the request to listen. *dropped: there was no answer. */
+static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd, bool *dropped) {
   unsigned char reply[CDDP__REPLY_BYTES], answer[4];
   int port = 0;
-  cddp_result r = cddp__take_reply_head(m, h, fd, reply);
+  cddp_result r = cddp__take_reply_head(m, h, fd, reply, dropped);
   if (r != CDDP_OK) return r;
   m->host_count = (int)cddp__get32(reply + 8);
   if (m->host_count < 1 || m->host_count > m->at->world_size)
-    return cddp__fail(CDDP_NETWORK, "the rank that gathers this host's ranks makes no sense");
+    return cddp__fail(CDDP_MISMATCH, "the rank that gathers this host's ranks makes no sense");
   if (cddp__get32(reply + 12) == CDDP__REPLY_LISTEN) {
     cddp__unpack_address(&m->address, reply + 16);
     if ((r = cddp__listen_for_links(m, &port)) != CDDP_OK) return r;
     cddp__put32(answer, (uint32_t)port);
     (void)cddp__send_all(fd, answer, sizeof answer, m->deadline); /* the answer tells */
-    if ((r = cddp__take_reply_head(m, h, fd, reply)) != CDDP_OK) return r;
+    if ((r = cddp__take_reply_head(m, h, fd, reply, dropped)) != CDDP_OK) return r;
   }
   if (h->fd < 0)
     return cddp__fail(CDDP_SYSTEM, "no descriptor of the shared memory came; too many open files?");
-  if (m->host_count == 1)
-    return cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, m->deadline + 0.5);
-  if (!cddp__blob_alloc(m)) return CDDP_OUT_OF_MEMORY;
-  r = cddp__recv_all(fd, m->blob, m->blob_size, m->deadline + 0.5);
-  return r == CDDP_OK ? cddp__take_blob(m, h, m->store->secret) : r;
+  if (m->host_count == 1) {
+    r = cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, m->deadline + 0.5);
+  } else {
+    if (!cddp__blob_alloc(m)) return CDDP_OUT_OF_MEMORY;
+    r = cddp__recv_all(fd, m->blob, m->blob_size, m->deadline + 0.5);
+    if (r == CDDP_OK) r = cddp__take_blob(m, h, m->store->secret);
+  }
+  return r == CDDP_OK ? cddp__send_all(fd, "", 1, m->deadline + 0.5) : r;
 }
 
 /* Connects to the leader; *fd -1 with CDDP_OK when nobody listens there any more. */
@@ -7955,22 +8044,32 @@ static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *st
                               sizeof mine, now, sizeof now, &n, lead);
   if (r != CDDP_OK) return r;
   if (n != sizeof now)
-    return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+    return cddp__fail(CDDP_MISMATCH, "the store holds a key of cddp with foreign content");
+  if (*lead && stale != NULL) /* what failed then is over */
+    (void)cddp__store_delete(m->store, m->failed_key, NULL);
   memcpy(m->name, now, 32);
   memcpy(m->token, now + 32, 16);
   return CDDP_OK;
 }
 
+/* Joins the leader at fd. One that hangs up without an answer is dead, or has dropped this rank
+   with the strangers at a full table: then it can be called again. */
 static cddp_result cddp__join(cddp__meeting *m, cddp__host *h, int fd) {
   unsigned char hello[CDDP__HELLO_BYTES];
-  cddp_result r;
+  char text[CDDP__ERROR_MAX];
+  cddp_result r = CDDP_OK;
   cddp__write_hello(m, hello);
-  CDDP__POINT("hello");
-  r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
-  CDDP__POINT("greeted");
-  if (r == CDDP_OK) r = cddp__take_reply(m, h, fd);
-  close(fd);
-  return r;
+  for (;;) {
+    bool dropped = false;
+    CDDP__POINT("hello");
+    r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
+    CDDP__POINT("greeted");
+    if (r == CDDP_OK) r = cddp__take_reply(m, h, fd, &dropped);
+    close(fd);
+    if (!dropped || cddp__now() >= m->deadline) return r;
+    snprintf(text, sizeof text, "%s", cddp_error());
+    if (cddp__call_leader(m, &fd) != CDDP_OK || fd < 0) return cddp__fail(r, "%s", text);
+  }
 }
 
 /* Meets the host's other ranks through the open store. */
@@ -8000,6 +8099,41 @@ static cddp_result cddp__meet_in(cddp__meeting *m, cddp__host *h) {
   return r;
 }
 
+/* Leaves word in the store, in case this rank dies before it has met the others. */
+static void cddp__leave_will(const cddp__meeting *m) {
+  unsigned char will[512], *p = will + 8;
+  size_t key = strlen(m->failed_key) + 1, n;
+  char host[72] = "?";
+  if (strncmp(m->at->init_method, "file:", 5) == 0) return; /* nobody sees it end */
+  (void)gethostname(host, sizeof host - 1);
+  cddp__put64(will, key);
+  *p = '/'; /* as every key on the wire */
+  memcpy(p + 1, m->failed_key, key - 1);
+  p += key;
+  p[8] = CDDP_PEER_LOST;
+  n = (size_t)snprintf((char *)p + 9, (size_t)(will + sizeof will - p) - 9,
+                       "rank %d (pid %d on %s) died before the ranks had met", m->at->rank,
+                       (int)getpid(), host);
+  cddp__put64(p, n + 1);
+  (void)cddp__store_set(m->store, m->will_key, will, (size_t)(p - will) + 9 + n);
+}
+
+/* The meeting is over for this rank: it takes its will back. If it failed by itself, not because
+   the leader said so, it tells the others. */
+static void cddp__end_will(const cddp__meeting *m, cddp_result r) {
+  char own[CDDP__ERROR_MAX], text[1 + CDDP__ERROR_MAX];
+  snprintf(own, sizeof own, "%s", cddp_error());
+  if (r != CDDP_OK && r != CDDP_NETWORK && !m->refused) {
+    text[0] = (char)r;
+    snprintf(text + 1, sizeof text - 1, "rank %d failed while the ranks were meeting: %.*s",
+             m->at->rank, CDDP__ERROR_MAX - 64, own);
+    (void)cddp__store_set(m->store, m->failed_key, text, 1 + strlen(text + 1));
+  }
+  if (strncmp(m->at->init_method, "file:", 5) != 0)
+    (void)cddp__store_set(m->store, m->will_key, NULL, 0);
+  if (r != CDDP_OK) cddp__fail(r, "%s", own);
+}
+
 static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
                                     const cddp_group_desc *d) {
   cddp__store_options o;
@@ -8017,8 +8151,25 @@ static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
   return cddp__store_open(&m->store, &o);
 }
 
+/* Whose store it is, then the meeting in it. */
+static cddp_result cddp__meet_at(cddp__meeting *m, cddp__host *h) {
+  const char *key = m->met_key;
+  cddp_result r = cddp__store_check(m->store, &key, 1, &m->stale);
+  if (r == CDDP_OK) {
+    cddp__leave_will(m);
+    r = cddp__meet_in(m, h);
+    cddp__end_will(m, r);
+  } else {
+    m->stale = true;
+  }
+  if (r != CDDP_NETWORK || m->stale) return r;
+  return cddp__fail(CDDP_PEER_LOST,
+                    "the store hung up while the ranks were meeting: the process that serves it "
+                    "(rank 0, unless a launcher does) died or gave up");
+}
+
 /* Fills h with the shared memory and process ids of all ranks. A store that goes away under a rank
-   was an earlier job's, ending: it tries again until the deadline. */
+   may be an earlier job's, which is ending: then it tries again until the deadline. */
 static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__host *h) {
   cddp__meeting m;
   cddp_result r;
@@ -8031,6 +8182,9 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
     m.deadline = deadline;
     cddp__host_identity(m.host, sizeof m.host);
     snprintf(m.host_key, sizeof m.host_key, "%s/host/%s", at->run, m.host);
+    snprintf(m.failed_key, sizeof m.failed_key, "%s/failed", at->run);
+    snprintf(m.met_key, sizeof m.met_key, "%s/met", at->run);
+    snprintf(m.will_key, sizeof m.will_key, "%s" CDDP__WILL, at->run);
     if (h->net != NULL) h->net->close(h->net);
     h->net = NULL;
     cddp__host_place(h, at->world_size, at->rank);
@@ -8043,7 +8197,7 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
                            "program between it and this one has closed it; ",
                            getenv("CDDP_LISTEN_FD"));
     if (r != CDDP_OK) return r;
-    r = cddp__meet_in(&m, h);
+    r = cddp__meet_at(&m, h);
     if (serves && (r != CDDP_OK || h->net != NULL)) cddp__serve_others(&m, r);
     cddp__meeting_close(&m);
     cddp__store_close(m.store);
@@ -10847,6 +11001,18 @@ static cddp_result cddp__first_step(cddp_group *g) {
                            g->rank, g->size);
 }
 
+/* The ranks have met, but this one cannot come to the first step: it may not even have the memory
+   to map the board on which the others would read why. */
+static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
+  char text[CDDP__ERROR_MAX];
+  uint32_t broken = 2 + (uint32_t)r;
+  memset(text, 0, sizeof text);
+  snprintf(text, sizeof text, "rank %d failed while the ranks were meeting: %.*s",
+           h->net != NULL ? h->net->rank : h->index, CDDP__ERROR_MAX - 64, cddp_error());
+  if (pwrite(h->fd, text, sizeof text, offsetof(cddp__board, broken_text)) == (ssize_t)sizeof text)
+    (void)!pwrite(h->fd, &broken, sizeof broken, offsetof(cddp__board, broken));
+}
+
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__place at;
   cddp__host *h;
@@ -10858,6 +11024,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (at.world_size > 1) r = cddp__meet(&at, d, h);
   if (r == CDDP_OK && at.world_size > 1) cddp__watch_processes(h);
   if (r == CDDP_OK) r = cddp__world_group(out, h, at.rank, at.world_size, at.timeout_s);
+  if (r != CDDP_OK && h->fd >= 0) cddp__break_unmapped(h, r);
   cddp__host_release(h);
   if (r != CDDP_OK) return r;
   if ((r = cddp__hosts_attach(*out, NULL)) == CDDP_OK) {
@@ -11566,8 +11733,10 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   char space[24];
   int first = b->sorted[0];
   if (d->desc.comm_hook != NULL) {
-    r = cddp__hook_bucket(d, b, index);
-    return r == CDDP_OK ? r : cddp__fail_in(r, "communication hook on bucket %d: ", index);
+    if ((r = cddp__check_group(d->hooks)) == CDDP_OK) r = cddp__hook_bucket(d, b, index);
+    if (r == CDDP_OK) return r;
+    cddp__fail_in(r, "communication hook on bucket %d of rank %d: ", index, d->group->rank);
+    return cddp__break(d->hooks, r); /* or later buckets' calls here would meet this one's there */
   }
   r = cddp__reduce_bucket(d, b, index);
   if (r == CDDP_OK) return r;
@@ -11928,7 +12097,10 @@ static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
   h->sgd = s;
   /* the slices differ in size, the exchange compares its count: 0 */
   r = cddp__exchange_refs(d->control, h->mine, 0, h->all, &all);
-  if (r == CDDP_OK && !all) r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  if (r == CDDP_OK && !all) {
+    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the momentum on every rank");
+    r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  }
   if (r != CDDP_OK) {
     cddp__arena_free(d->group->host, h->mine);
     cddp__free(a, h);
@@ -13965,12 +14137,16 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
 }
 
 CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
+  cddp_result r;
   cddp__enter_call();
-  return d != NULL ? cddp__ddp_wait(d) : cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
+  if (d == NULL) return cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
+  r = cddp__ddp_wait(d);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "cddp_ddp_wait: ") : r;
 }
 
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   static const char name[] = "cddp_ddp_step";
+  cddp_result r;
   cddp__enter_call();
   if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
   if (s->params != d->params || s->count != d->count)
@@ -13980,7 +14156,8 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (d->no_sync)
     return cddp__invalid(name,
                          "no_sync is on; switch it off for the backward pass that is stepped");
-  return cddp__ddp_step(d, s);
+  r = cddp__ddp_step(d, s);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "%s: ", name) : r;
 }
 
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
@@ -14076,7 +14253,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 
 /* >>history ---------------------------------------------------------------------------------------
    0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
-                  the variables of mpirun and srun; unix://name; cddp_launcher_rank
+                  the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
+                  fail or are there twice while they meet are named to the others at once
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

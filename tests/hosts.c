@@ -38,7 +38,7 @@ static cddp_result run_on(const char *hosts, ranks_fn fn, void *arg, int n) {
   return r;
 }
 
-/* --- the same bits as on one host -------------------------------------------------------------- */
+/* --- the same bits as on one host ------------------------------------------------------------- */
 
 typedef struct program {
   bool shared_memory; /* buffers from cddp_alloc on all ranks, else on those with an odd number */
@@ -235,7 +235,7 @@ static void test_many_hosts(void) {
   same_everywhere(run_rounds, NULL, 12, layouts);
 }
 
-/* --- data parallel ----------------------------------------------------------------------------- */
+/* --- data parallel ---------------------------------------------------------------------------- */
 
 enum { WEIGHTS = 9000, BIAS = 7 };
 
@@ -293,7 +293,7 @@ static void test_ddp(void) {
   }
 }
 
-/* --- groups of some ranks ---------------------------------------------------------------------- */
+/* --- groups of some ranks --------------------------------------------------------------------- */
 
 static int run_splits(cddp_group *g, void *arg) {
   static const int listed[] = {3, 0, 1};
@@ -355,7 +355,7 @@ static void test_mail(void) {
   same_everywhere(run_mail, NULL, 3, layouts);
 }
 
-/* --- failures ---------------------------------------------------------------------------------- */
+/* --- failures --------------------------------------------------------------------------------- */
 
 enum { KILLED, STOPPED, LEFT, OTHER_CALL, OTHER_COUNT };
 
@@ -498,7 +498,7 @@ static void test_mismatch(void) {
   expect(&t, CDDP_MISMATCH, 2, "rank 1 called all_reduce(count 3, f32, sum)", "?");
 }
 
-/* --- strangers at a rank's port ---------------------------------------------------------------- */
+/* --- strangers at a rank's port --------------------------------------------------------------- */
 
 /* The port of the one socket of this process that listens on an IPv4 or IPv6 address; 0: none. */
 static int listening_port(void) {
@@ -589,7 +589,7 @@ static void test_strangers(void) {
   for (i = 0; i < 60; i++) close(fds[i]);
 }
 
-/* --- meeting ----------------------------------------------------------------------------------- */
+/* --- meeting ---------------------------------------------------------------------------------- */
 
 typedef struct meeting {
   int n, wrong; /* what is wrong with the last rank */
