@@ -41,12 +41,13 @@
    Compile options, defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
+     CDDP_MPI      backend "mpi": large collectives go to the MPI that mpicc compiles for
    Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
    only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits.
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
    sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
-   directory for the flight recorder), and CDDP_STORE_PROTO (old or new: the dialect of a TCPStore
-   server that is not ours).
+   directory for the flight recorder), CDDP_BACKEND (cpu or mpi), and CDDP_STORE_PROTO (old or new:
+   the dialect of a TCPStore server that is not ours).
 
    CONTENTS: search for the mark
      >>api          the public interface, with the rules of each call
@@ -61,12 +62,13 @@
      >>plan         slices and buckets (pure)       >>local        steps in shared memory
      >>links        connections between hosts       >>rendezvous   how ranks and hosts meet
      >>p2p          send and recv                   >>hosts        steps, collectives across hosts
-     >>work         asynchronous operations         >>collectives  all_reduce and the others
-     >>groups       creation, split, destruction    >>sgd          the optimizer's arithmetic
-     >>buckets      distributed data parallel       >>sampler      DistributedSampler
-     >>spawn        processes and threads as ranks  >>launch       programs as ranks
-     >>validate     argument checks                 >>public       the public functions
-     >>history      changes                         >>license      the terms
+     >>mpi          collectives by the cluster's MPI >>work        asynchronous operations
+     >>collectives  all_reduce and the others       >>groups       creation, split, destruction
+     >>sgd          the optimizer's arithmetic      >>buckets      distributed data parallel
+     >>sampler      DistributedSampler              >>spawn        processes and threads as ranks
+     >>launch       programs as ranks               >>validate     argument checks
+     >>public       the public functions            >>history      changes
+     >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -87,6 +89,11 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#ifdef CDDP_MPI /* the switch; also the name of a result */
+#undef CDDP_MPI
+#define CDDP_MPI CDDP_MPI
+#endif
 
 #define CDDP_VERSION 200 /* major * 10000 + minor * 100 + patch */
 
@@ -175,7 +182,7 @@ typedef struct cddp_logger {
 
 typedef struct cddp_group_desc {
   const char *init_method;  /* NULL = "env://"; "tcp://host:port", "unix://name", "file:///path" */
-  const char *backend;      /* NULL = "cpu" */
+  const char *backend;      /* NULL = CDDP_BACKEND from the environment, else "cpu"; or "mpi" */
   const char *device;       /* NULL = "cpu" */
   int rank, world_size;     /* world_size 0 = discover both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S from the environment, else 600 */
@@ -632,6 +639,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+#ifdef CDDP_MPI
+#define OMPI_SKIP_MPICXX 1 /* its C++ functions are not for extern "C" */
+#define MPICH_SKIP_MPICXX 1
+#include <mpi.h>
+#endif
 /* >>design ----------------------------------------------------------------------------------------
    PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
    left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
@@ -924,6 +937,7 @@ struct cddp_group {
   int *members;       /* [size] index on the host of each rank; -1: on another host */
   int *world;         /* [size] the rank in the job of each rank; NULL in a job on one host */
   struct cddp__hosts *hosts; /* NULL: all ranks are on this host */
+  struct cddp__mpi *mpi;     /* NULL: the bytes are cddp's own affair */
   int locals, number; /* ranks of the group on this host, this one's place among them */
   char *board_memory; /* control block: board, seats, slots */
   cddp__board *board;
@@ -4542,6 +4556,10 @@ typedef struct cddp__place {
 static const char *cddp__env(const char *name) { /* NULL when unset or empty */
   const char *v = getenv(name);
   return v != NULL && v[0] != 0 ? v : NULL;
+}
+
+static const char *cddp__backend(const cddp_group_desc *d) { /* NULL: the default */
+  return d->backend != NULL ? d->backend : cddp__env("CDDP_BACKEND");
 }
 
 static cddp_result cddp__parse_int(const char *name, const char *text, long low, long high,
@@ -10344,6 +10362,300 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__free(&net->allocator, x->stage);
 }
 
+#ifdef CDDP_MPI
+/* >>mpi ----------------------------------------------------------------------------------------
+   Collectives through the cluster's MPI, for backend "mpi". Works as follows: ranks meet, agree on
+   each call and watch each other as ever, in steps. Calls too large to ride in a step then go to
+   MPI: each rank starts the nonblocking collective on the group's own communicator and tests it,
+   with an eye on its peers and the deadline. A second step ends the call, so that nobody who is
+   done can be taken for lost. MPI is asked by one thread at a time, under cddp__mpi_lock. The
+   order of sums is MPI's. An operation that a failure has cut off cannot be taken back from MPI:
+   its buffers, and copies made for it, stay reserved. send and recv do not come here. */
+
+#define CDDP__MPI_MOST ((size_t)1 << 24) /* elements at a time: MPI counts in int */
+
+struct cddp__mpi {
+  MPI_Comm comm;
+};
+
+static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
+static pid_t cddp__mpi_owner;            /* the process in which MPI_Init was called here; 0: none */
+static cddp__atomic_u32 cddp__mpi_stuck; /* operations were cut off: MPI_Finalize would wait */
+
+static cddp_result cddp__mpi_fail(int code, const char *what) {
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int n = 0;
+  MPI_Error_string(code, text, &n);
+  return cddp__fail(CDDP_MPI, "%s: %s", what, text);
+}
+
+/* Waits for an operation that `code` says to have begun. */
+static cddp_result cddp__mpi_wait(cddp_group *g, int code, MPI_Request *request, const char *what) {
+  double now = cddp__now(), deadline = now + g->timeout_s, look = now + CDDP__NAP_S;
+  cddp_result r = CDDP_OK;
+  int i, done = 0;
+  g->step++; /* whoever has not announced the next one is in this operation, or lost in it */
+  for (i = 0; r == CDDP_OK && code == MPI_SUCCESS; i++) {
+    pthread_mutex_lock(&cddp__mpi_lock);
+    code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
+    pthread_mutex_unlock(&cddp__mpi_lock);
+    if (code != MPI_SUCCESS || done) break;
+    if (i < g->spin) continue;
+    sched_yield();
+    if ((now = cddp__now()) < look) continue;
+    cddp__serve_idle(g);
+    look = now + CDDP__NAP_S;
+    if ((r = cddp__check_board(g)) == CDDP_OK) r = cddp__look_after_peers(g);
+    if (r == CDDP_OK && now >= deadline) r = cddp__break_late(g);
+  }
+  g->step--;
+  if (code != MPI_SUCCESS) {
+    cddp__mpi_fail(code, what);
+    r = cddp__break(g, CDDP_MPI);
+  }
+  if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1);
+  return r;
+}
+
+static MPI_Datatype cddp__mpi_type(cddp_dtype t) { /* f16 and bf16: as bits */
+  switch (t) {
+  case CDDP_F32: return MPI_FLOAT;
+  case CDDP_F64: return MPI_DOUBLE;
+  case CDDP_I8: return MPI_INT8_T;
+  case CDDP_U8: return MPI_UINT8_T;
+  case CDDP_I32: return MPI_INT32_T;
+  case CDDP_I64: return MPI_INT64_T;
+  default: return MPI_UINT16_T;
+  }
+}
+
+static MPI_Op cddp__mpi_op(cddp_op op) {
+  switch (op) {
+  case CDDP_PROD: return MPI_PROD;
+  case CDDP_MIN: return MPI_MIN;
+  case CDDP_MAX: return MPI_MAX;
+  default: return MPI_SUM;
+  }
+}
+
+#define CDDP__MPI_DIVIDE(T)                                               \
+  {                                                                       \
+    T *v = (T *)data;                                                     \
+    for (i = 0; i < n; i++) v[i] = (T)(v[i] / (T)by);                     \
+  }
+static void cddp__mpi_divide(void *data, size_t n, cddp_dtype dtype, int by) {
+  size_t i;
+  switch (dtype) {
+  case CDDP_F32: CDDP__MPI_DIVIDE(float) break;
+  case CDDP_F64: CDDP__MPI_DIVIDE(double) break;
+  case CDDP_I8: CDDP__MPI_DIVIDE(int8_t) break;
+  case CDDP_U8: CDDP__MPI_DIVIDE(uint8_t) break;
+  case CDDP_I32: CDDP__MPI_DIVIDE(int32_t) break;
+  default: CDDP__MPI_DIVIDE(int64_t)
+  }
+}
+#undef CDDP__MPI_DIVIDE
+
+/* Reduces n elements of send into recv: everybody's (root -1) or root's; send may be recv. */
+static cddp_result cddp__mpi_reduce(cddp_group *g, const void *send, void *recv, size_t n,
+                                    cddp_dtype dtype, cddp_op op, int root) {
+  bool half = dtype == CDDP_F16 || dtype == CDDP_BF16, gets = root < 0 || root == g->rank;
+  const void *in = send == recv ? MPI_IN_PLACE : send;
+  MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
+  MPI_Request request = MPI_REQUEST_NULL;
+  void *out = recv;
+  cddp_result r;
+  int code;
+  if (half) { /* summed in f32, as everywhere */
+    out = cddp__malloc(&g->host->allocator, n * sizeof(float));
+    if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+    cddp__widen((cddp__f32 *)out, send, n, dtype);
+    in = MPI_IN_PLACE;
+  }
+  if (!gets && in == MPI_IN_PLACE) in = out;
+  pthread_mutex_lock(&cddp__mpi_lock);
+  if (root < 0)
+    code = MPI_Iallreduce(in, out, (int)n, type, cddp__mpi_op(op), g->mpi->comm, &request);
+  else
+    code = MPI_Ireduce(in, gets ? out : NULL, (int)n, type, cddp__mpi_op(op), root, g->mpi->comm,
+                       &request);
+  pthread_mutex_unlock(&cddp__mpi_lock);
+  r = cddp__mpi_wait(g, code, &request, root < 0 ? "MPI_Iallreduce" : "MPI_Ireduce");
+  if (r != CDDP_OK) return r; /* a copy is left to MPI */
+  if (gets && op == CDDP_AVG) cddp__mpi_divide(out, n, half ? CDDP_F32 : dtype, g->size);
+  if (gets && half) cddp__narrow(recv, (const cddp__f32 *)out, n, dtype);
+  if (half) cddp__free(&g->host->allocator, out);
+  return CDDP_OK;
+}
+
+/* n elements, and how far apart the ranks' are. */
+static MPI_Datatype cddp__mpi_piece(const cddp__call *c, size_t n) {
+  MPI_Datatype block, piece;
+  MPI_Type_contiguous((int)n, cddp__mpi_type((cddp_dtype)c->dtype), &block);
+  MPI_Type_create_resized(block, 0, (MPI_Aint)(c->count * c->esize), &piece);
+  MPI_Type_commit(&piece);
+  MPI_Type_free(&block);
+  return piece;
+}
+
+/* Elements [begin, begin + n) of each share, of a call that moves and does not add. */
+static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char *send, size_t begin,
+                                  size_t n) {
+  static const char *const names[] = {"MPI_Ibcast", "MPI_Iallgather", "MPI_Igather", "MPI_Iscatter",
+                                      "MPI_Ialltoall"};
+  const char *from = send + begin * c->esize;
+  char *to = (char *)c->recv + begin * c->esize;
+  MPI_Comm comm = g->mpi->comm;
+  MPI_Request q = MPI_REQUEST_NULL;
+  MPI_Datatype p;
+  int code, name = 4;
+  pthread_mutex_lock(&cddp__mpi_lock);
+  p = cddp__mpi_piece(c, n);
+  switch (c->kind) {
+  case CDDP__KIND_BROADCAST:
+    name = 0;
+    code = MPI_Ibcast(to, 1, p, c->root, comm, &q);
+    break;
+  case CDDP__KIND_ALL_GATHER:
+    name = 1;
+    code = MPI_Iallgather(from, 1, p, to, 1, p, comm, &q);
+    break;
+  case CDDP__KIND_GATHER:
+    name = 2;
+    code = MPI_Igather(from, 1, p, g->rank == c->root ? to : NULL, 1, p, c->root, comm, &q);
+    break;
+  case CDDP__KIND_SCATTER:
+    name = 3;
+    code = MPI_Iscatter(g->rank == c->root ? from : NULL, 1, p, to, 1, p, c->root, comm, &q);
+    break;
+  default:
+    code = MPI_Ialltoall(from, 1, p, to, 1, p, comm, &q);
+  }
+  MPI_Type_free(&p); /* when the operation is over */
+  pthread_mutex_unlock(&cddp__mpi_lock);
+  return cddp__mpi_wait(g, code, &q, names[name]);
+}
+
+static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, const char *send) {
+  cddp_dtype dtype = (cddp_dtype)c->dtype;
+  cddp_op op = (cddp_op)c->op;
+  size_t begin, n;
+  cddp_result r = CDDP_OK;
+  int p;
+  for (begin = 0; r == CDDP_OK && begin < c->count; begin += n) {
+    char *to = (char *)c->recv + begin * c->esize;
+    n = cddp__min(CDDP__MPI_MOST, c->count - begin);
+    if (c->kind == CDDP__KIND_ALL_REDUCE || c->kind == CDDP__KIND_REDUCE) {
+      r = cddp__mpi_reduce(g, send + begin * c->esize, to, n, dtype, op, c->root);
+    } else if (c->kind == CDDP__KIND_REDUCE_SCATTER) {
+      for (p = 0; r == CDDP_OK && p < g->size; p++)
+        r = cddp__mpi_reduce(g, send + ((size_t)p * c->count + begin) * c->esize, to, n, dtype, op,
+                             p);
+    } else {
+      r = cddp__mpi_move(g, c, send, begin, n);
+    }
+  }
+  return r;
+}
+
+/* What send and recv are, in bytes: MPI wants them apart. */
+static bool cddp__mpi_overlap(const cddp_group *g, const cddp__call *c, size_t *sent) {
+  size_t share = c->count * c->esize, all = share * (size_t)g->size, got = share;
+  const char *send = (const char *)c->send, *recv = (const char *)c->recv;
+  *sent = share;
+  if (c->kind == CDDP__KIND_ALL_GATHER || c->kind == CDDP__KIND_GATHER) got = all;
+  if (c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_REDUCE_SCATTER) *sent = all;
+  if (c->kind == CDDP__KIND_ALL_TO_ALL) *sent = got = all;
+  if (c->kind == CDDP__KIND_GATHER && g->rank != c->root) got = 0;
+  if (c->kind == CDDP__KIND_SCATTER && g->rank != c->root) *sent = 0;
+  return send != NULL && recv != NULL && send < recv + got && recv < send + *sent;
+}
+
+static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
+  bool in_place = c->kind == CDDP__KIND_ALL_REDUCE || c->kind == CDDP__KIND_REDUCE ||
+                  c->kind == CDDP__KIND_BROADCAST;
+  const char *send = (const char *)c->send;
+  void *copy = NULL;
+  size_t bytes;
+  cddp_result r;
+  cddp__begin(g);
+  r = cddp__sync(g, cddp__call_code(c, 5), c->count, c->root, 0, cddp__serve_idle);
+  if (r == CDDP_OK) r = cddp__enter(g);
+  if (r == CDDP_OK && !in_place && cddp__mpi_overlap(g, c, &bytes)) {
+    copy = cddp__malloc(&g->host->allocator, bytes);
+    if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
+    if (copy != NULL) memcpy(copy, send, bytes);
+    send = (const char *)copy;
+  }
+  if (r == CDDP_OK) r = cddp__mpi_data(g, c, send);
+  if (r == CDDP_OK) {
+    cddp__begin(g);
+    r = cddp__sync(g, cddp__call_code(c, 6), c->count, c->root, 0, cddp__serve_idle);
+    cddp__free(&g->host->allocator, copy);
+  }
+  return cddp__exit(g, r);
+}
+
+/* --- communicators --- */
+
+static void cddp__mpi_finalize(void) { /* at exit */
+  int over = 1;
+  if (cddp__mpi_owner != getpid() || cddp__load32(&cddp__mpi_stuck) != 0) return;
+  if (MPI_Finalized(&over) == MPI_SUCCESS && !over) MPI_Finalize();
+}
+
+static cddp_result cddp__mpi_start(const cddp_group *g) {
+  int on = 0, level = 0, size = 0, code = MPI_Initialized(&on);
+  if (code == MPI_SUCCESS && !on) {
+    code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+    cddp__mpi_owner = getpid();
+    if (code == MPI_SUCCESS) atexit(cddp__mpi_finalize);
+  } else if (code == MPI_SUCCESS) {
+    code = MPI_Query_thread(&level);
+  }
+  if (code == MPI_SUCCESS) code = MPI_Comm_size(MPI_COMM_WORLD, &size);
+  if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Init_thread");
+  if (level < MPI_THREAD_SERIALIZED)
+    return cddp__fail(CDDP_MPI, "MPI was initialized for one thread only; ask MPI_Init_thread for "
+                                "MPI_THREAD_SERIALIZED or let cddp_init do it");
+  if (size != g->size)
+    return cddp__fail(CDDP_MPI,
+                      "MPI_COMM_WORLD has %d rank%s, the group %d; start all of them with one "
+                      "mpirun -n %d or srun -n %d, of the MPI that the program was built with",
+                      size, size == 1 ? "" : "s", g->size, g->size, g->size);
+  return CDDP_OK;
+}
+
+/* Gives `to`, whose members are those of `from` with this color (negative: no member, to is NULL),
+   its communicator. from NULL: all processes that MPI knows. */
+static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int color, int key) {
+  MPI_Comm comm = MPI_COMM_NULL, parent = from != NULL ? from->mpi->comm : MPI_COMM_WORLD;
+  int code;
+  pthread_mutex_lock(&cddp__mpi_lock);
+  code = MPI_Comm_split(parent, color < 0 ? MPI_UNDEFINED : color, key, &comm);
+  if (code == MPI_SUCCESS && comm != MPI_COMM_NULL)
+    code = MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+  pthread_mutex_unlock(&cddp__mpi_lock);
+  if (code != MPI_SUCCESS) return cddp__mpi_fail(code, "MPI_Comm_split");
+  if (to == NULL) return CDDP_OK;
+  to->mpi = (struct cddp__mpi *)cddp__calloc(&to->host->allocator, 1, sizeof *to->mpi);
+  if (to->mpi == NULL) return CDDP_OUT_OF_MEMORY;
+  to->mpi->comm = comm;
+  return CDDP_OK;
+}
+
+static void cddp__mpi_leave(cddp_group *g) {
+  int over = 1;
+  if (g->mpi == NULL) return;
+  pthread_mutex_lock(&cddp__mpi_lock);
+  if (cddp__load32(&g->board->broken) == 0 && MPI_Finalized(&over) == MPI_SUCCESS && !over)
+    MPI_Comm_free(&g->mpi->comm);
+  pthread_mutex_unlock(&cddp__mpi_lock);
+  cddp__free(&g->host->allocator, g->mpi);
+  g->mpi = NULL;
+}
+#endif /* CDDP_MPI */
+
 /* >>work ---------------------------------------------------------------------------------------
    Asynchronous operations. Collectives of one group run on its engine, a thread that the first
    asynchronous one starts; a synchronous collective waits for the engine to be idle, then runs on
@@ -10720,6 +11032,9 @@ static cddp_result cddp__dispatch_call(cddp_group *g, const cddp__call *c) {
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
     return CDDP_OK;
   }
+#ifdef CDDP_MPI
+  if (g->mpi != NULL && c->count > CDDP__INLINE / element) return cddp__mpi_run(g, c);
+#endif
   if (CDDP__UNLIKELY(g->hosts != NULL) && c->count > CDDP__INLINE / element)
     return cddp__hosts_run(g, c);
   if (c->count <= CDDP__DIRECT_MIN / element) return cddp__run_staged(g, c);
@@ -10918,6 +11233,9 @@ static void cddp__group_leave(cddp_group *g) {
   for (i = 0; i < CDDP__PARCELS; i++) /* messages not yet received stay where they are */
     if (!cddp__parcel_open(g, i))
       cddp__arena_free(h, g->outgoing[i].stage);
+#ifdef CDDP_MPI
+  cddp__mpi_leave(g);
+#endif
   (void)cddp__swap32(&seat->state, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT);
   cddp__wake_all(g);
   cddp__add32(&g->board->left, 1);
@@ -10981,6 +11299,13 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     cddp__group_leave(*out);
     *out = NULL;
   }
+#ifdef CDDP_MPI
+  if (r == CDDP_OK && g->mpi != NULL &&
+      (r = cddp__mpi_split(g, *out, color, rank)) != CDDP_OK && *out != NULL) {
+    cddp__group_leave(*out);
+    *out = NULL;
+  }
+#endif
   if (*out != NULL) cddp__hosts_register(*out);
 done:
   cddp__free(a, members);
@@ -11013,6 +11338,34 @@ static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
     (void)!pwrite(h->fd, &broken, sizeof broken, offsetof(cddp__board, broken));
 }
 
+#ifdef CDDP_MPI
+static bool cddp__wants_mpi(const cddp_group_desc *d) {
+  const char *backend = cddp__backend(d);
+  return backend != NULL && strcmp(backend, "mpi") == 0;
+}
+
+/* MPI's communicator for the group of all ranks, if every rank can have it. */
+static cddp_result cddp__mpi_world(cddp_group *g) {
+  cddp_result r = cddp__mpi_start(g), all;
+  int32_t ready = r == CDDP_OK;
+  char text[CDDP__ERROR_MAX];
+  cddp__call c;
+  snprintf(text, sizeof text, "%s", r != CDDP_OK ? cddp_error() : "");
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_ALL_REDUCE;
+  c.dtype = CDDP_I32;
+  c.op = CDDP_MIN;
+  c.root = -1;
+  c.send = c.recv = &ready;
+  c.count = 1;
+  c.esize = sizeof ready;
+  if ((all = cddp__run_call(g, &c)) != CDDP_OK) return all;
+  if (r != CDDP_OK) return cddp__fail(r, "%s", text);
+  if (!ready) return cddp__fail(CDDP_MPI, "another rank cannot use MPI; it says why");
+  return cddp__mpi_split(NULL, g, 0, g->rank);
+}
+#endif
+
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__place at;
   cddp__host *h;
@@ -11031,6 +11384,9 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     cddp__hosts_register(*out);
     r = cddp__first_step(*out);
   }
+#ifdef CDDP_MPI
+  if (r == CDDP_OK && cddp__wants_mpi(d)) r = cddp__mpi_world(*out);
+#endif
   if (r != CDDP_OK) {
     cddp__group_leave(*out);
     *out = NULL;
@@ -11634,6 +11990,23 @@ static cddp_result cddp__reduce_over_hosts(cddp_ddp *d, const cddp__bucket_state
   return r;
 }
 
+#ifdef CDDP_MPI
+static cddp_result cddp__reduce_by_mpi(cddp_ddp *d, const cddp__bucket_state *b) {
+  cddp_dtype dtype = d->params[b->sorted[0]].dtype;
+  size_t size = cddp__dtype_size(dtype), n;
+  cddp_result r = CDDP_OK;
+  cddp__run run;
+  int i = 0;
+  while (r == CDDP_OK && cddp__next_run(d, b, &i, &run))
+    for (; r == CDDP_OK && run.begin < run.end; run.begin += n * size) {
+      char *data = d->arena + run.begin;
+      n = cddp__min(CDDP__MPI_MOST, (run.end - run.begin) / size);
+      r = cddp__mpi_reduce(d->comm, data, data, n, dtype, CDDP_AVG, -1);
+    }
+  return r;
+}
+#endif
+
 /* All ranks of this host have done their part of it. */
 static cddp_result cddp__bucket_done(cddp_group *g, int index) {
   cddp__call c;
@@ -11662,7 +12035,12 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int i
   cddp__begin(g);
   r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 0);
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
-    if (g->hosts != NULL)
+#ifdef CDDP_MPI
+    if (g->mpi != NULL)
+      r = cddp__reduce_by_mpi(d, b);
+    else
+#endif
+        if (g->hosts != NULL)
       r = cddp__reduce_over_hosts(d, b);
     else
       cddp__reduce_slice(d, b, bufs);
@@ -11830,11 +12208,14 @@ static void cddp__fetch_gradient(cddp_ddp *d, int i) { /* the caller's memory ->
                d->params[i].count * cddp__dtype_size(d->params[i].dtype));
 }
 
+/* Whether buckets are more than a reading of each other's memory. */
+static bool cddp__relayed(const cddp_group *g) { return g->hosts != NULL || g->mpi != NULL; }
+
 /* Takes the parameter off its bucket; launches what that completes. lock held. */
 static cddp_result cddp__count_down(cddp_ddp *d, int param) {
   CDDP_ASSERT(d->buckets[d->tensors[param].bucket].remaining > 0);
   d->buckets[d->tensors[param].bucket].remaining--;
-  if (d->stepping && d->desc.comm_hook == NULL && d->comm->hosts == NULL)
+  if (d->stepping && d->desc.comm_hook == NULL && !cddp__relayed(d->comm))
     return CDDP_OK; /* step() reduces and updates at once */
   if (d->group->size == 1 && d->desc.comm_hook == NULL) return CDDP_OK;
   return cddp__launch(d);
@@ -12301,7 +12682,7 @@ static uint64_t cddp__sgd_hash(const cddp_sgd *s) { /* settings that must agree 
 }
 
 static cddp_result cddp__reduce_and_step(cddp_ddp *d, cddp_sgd *s) {
-  bool averaged = d->desc.comm_hook != NULL || d->comm->hosts != NULL ||
+  bool averaged = d->desc.comm_hook != NULL || cddp__relayed(d->comm) ||
                   (!d->stepping && d->group->size > 1);
   uint64_t missing = 0;
   cddp_result r;
@@ -13557,13 +13938,19 @@ static cddp_result cddp__check_p2p(const char *function, const cddp_group *g, co
 }
 
 static cddp_result cddp__check_desc(const cddp_group_desc *d) {
-  const char *backend = d->backend, *device = d->device;
-  if (backend != NULL && strcmp(backend, "cpu") != 0) {
-    if (strcmp(backend, "nccl") == 0 || strcmp(backend, "mpi") == 0)
+  const char *backend = cddp__backend(d), *device = d->device;
+  if (backend != NULL && strcmp(backend, "mpi") == 0) {
+#ifndef CDDP_MPI
+    return cddp__fail(CDDP_UNSUPPORTED, "cddp_init: this build has no \"mpi\" backend; compile "
+                                        "with mpicc -DCDDP_MPI");
+#endif
+  } else if (backend != NULL && strcmp(backend, "cpu") != 0) {
+    if (strcmp(backend, "nccl") == 0)
       return cddp__fail(CDDP_UNSUPPORTED,
                         "cddp_init: this build has no \"%s\" backend, only \"cpu\"", backend);
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "cddp_init: backend \"%s\" is not known; it may be \"cpu\"", backend);
+                      "cddp_init: backend \"%s\" is not known; it may be \"cpu\" or \"mpi\"",
+                      backend);
   }
   if (device != NULL && strcmp(device, "cpu") != 0) {
     if (strncmp(device, "cuda", 4) == 0)
