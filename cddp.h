@@ -10501,8 +10501,8 @@ static MPI_Datatype cddp__mpi_piece(const cddp__call *c, size_t n) {
 /* Elements [begin, begin + n) of each share, of a call that moves and does not add. */
 static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char *send, size_t begin,
                                   size_t n) {
-  static const char *const names[] = {"MPI_Ibcast", "MPI_Iallgather", "MPI_Igather", "MPI_Iscatter",
-                                      "MPI_Ialltoall"};
+  static const char *const names[] = {"MPI_Ibcast", "MPI_Iallgather", "MPI_Igather",
+                                      "MPI_Iscatter", "MPI_Ialltoall"};
   const char *from = send + begin * c->esize;
   char *to = (char *)c->recv + begin * c->esize;
   MPI_Comm comm = g->mpi->comm;
@@ -14641,7 +14641,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 /* >>history ---------------------------------------------------------------------------------------
    0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
-                  fail or are there twice while they meet are named to the others at once
+                  fail or are there twice while they meet are named to the others at once;
+                  backend "mpi" (CDDP_MPI, CDDP_BACKEND)
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Examples as ranks of the mpirun of Open MPI and of MPICH, on this host. A launcher that is not
-# installed is named and left out; without any the test is skipped.
+# Examples as ranks of the mpirun of Open MPI and of MPICH, on this host; where its mpicc is there too,
+# backend "mpi" (tests/mpi.c). A launcher that is not installed is named and left out; without any the
+# test is skipped.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -10,14 +11,16 @@ export CDDP_TIMEOUT_S=40 OPENBLAS_NUM_THREADS=1
 
 fail() { echo "$*"; exit 1; }
 
+options= # of mpirun
 launch() { # LAUNCHER RANKS COMMAND...
   local launcher=$1 ranks=$2
   shift 2
+  # shellcheck disable=SC2086
   case $launcher in
   openmpi) # asked twice as root; more ranks than cores are fine
     OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
-      timeout -k 5 60 mpirun.openmpi --oversubscribe -n "$ranks" "$@" ;;
-  mpich) timeout -k 5 60 mpirun.mpich -n "$ranks" "$@" ;;
+      timeout -k 5 60 mpirun.openmpi --oversubscribe $options -n "$ranks" "$@" ;;
+  mpich) timeout -k 5 60 mpirun.mpich $options -n "$ranks" "$@" ;;
   esac
 }
 
@@ -53,6 +56,39 @@ same_weights() { # LAUNCHER
   grep ' weights ' "$out" | diff "$work/hashes" - || fail "$1: not the weights of ./digits -n 3"
 }
 
+survivors_are_told() { # LAUNCHER: mpirun lets the others live
+  local out=$work/$1.die
+  options=-disable-auto-cleanup
+  [ "$1" = mpich ] || options='--mca orte_enable_recovery 1'
+  launch "$1" 4 "$work/mpi.$1" die >"$out" 2>&1
+  options=
+  expect "$out" 3 '^told rank [023]$'
+}
+
+through_mpi() { # LAUNCHER
+  local out=$work/$1.mpi cc=mpicc.$1
+  command -v "$cc" >/dev/null || { echo "$cc is not installed: backend mpi is left out"; return; }
+  "$cc" -std=c11 -O1 tests/mpi.c -o "$work/mpi.$1" -lpthread -lm || fail "$1: mpi.c does not compile"
+  launch "$1" 4 "$work/mpi.$1" >"$out" 2>&1 || { cat "$out"; fail "$1: backend mpi failed"; }
+  expect "$out" 4 '^ok mpi '
+  survivors_are_told "$1"
+  launch "$1" 2 "$work/mpi.$1" >"$out" 2>&1 && fail "$1: mpi.c passed with 2 ranks, not 4"
+  [ ! -x "$work/digits" ] || digits_through_mpi "$1"
+}
+
+digits_through_mpi() { # LAUNCHER
+  local out=$work/$1.digits
+  "mpicc.$1" -O2 -DCDDP_MPI examples/digits.c -o "$work/digits.$1" -lopenblas -lpthread -lm ||
+    fail "$1: digits does not compile with -DCDDP_MPI"
+  CDDP_BACKEND=mpi launch "$1" 4 "$work/digits.$1" --epochs 1 --hidden 128 >"$out" 2>&1 ||
+    { cat "$out"; fail "$1: digits with CDDP_BACKEND=mpi failed"; }
+  expect "$out" 4 '^rank [0-3] weights [0-9a-f]{16}$'
+  [ "$(grep ' weights ' "$out" | cut -d' ' -f4 | sort -u | wc -l)" = 1 ] || { cat "$out"; fail "$1: weights differ"; }
+  # without mpirun there is one process in MPI's world: an error, and no hang
+  CDDP_BACKEND=mpi timeout 30 "$work/digits.$1" -n 2 >"$out" 2>&1 && { cat "$out"; fail "$1: digits -n 2 found MPI"; }
+  grep -q 'MPI_COMM_WORLD has 1 rank, the group 2' "$out" || { cat "$out"; fail "$1: no word of MPI_COMM_WORLD"; }
+}
+
 found=
 for launcher in openmpi mpich; do
   if command -v "mpirun.$launcher" >/dev/null; then found="$found $launcher"
@@ -71,5 +107,6 @@ for launcher in $found; do
   ranks_meet "$launcher"
   two_jobs "$launcher"
   [ ! -x "$work/digits" ] || same_weights "$launcher"
+  through_mpi "$launcher"
   echo "mpirun.$launcher: ok"
 done
