@@ -10379,7 +10379,7 @@ struct cddp__mpi {
 };
 
 static pthread_mutex_t cddp__mpi_lock = PTHREAD_MUTEX_INITIALIZER;
-static pid_t cddp__mpi_owner;            /* the process in which MPI_Init was called here; 0: none */
+static pid_t cddp__mpi_owner;            /* the process for which this file called MPI_Init */
 static cddp__atomic_u32 cddp__mpi_stuck; /* operations were cut off: MPI_Finalize would wait */
 
 static cddp_result cddp__mpi_fail(int code, const char *what) {
@@ -10499,8 +10499,8 @@ static MPI_Datatype cddp__mpi_piece(const cddp__call *c, size_t n) {
 }
 
 /* Elements [begin, begin + n) of each share, of a call that moves and does not add. */
-static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char *send, size_t begin,
-                                  size_t n) {
+static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char *send,
+                                  size_t begin, size_t n) {
   static const char *const names[] = {"MPI_Ibcast", "MPI_Iallgather", "MPI_Igather",
                                       "MPI_Iscatter", "MPI_Ialltoall"};
   const char *from = send + begin * c->esize;
