@@ -109,7 +109,6 @@ if [ -x "$work/digits" ]; then
   grep -o 'rank [0-9] weights .*' "$work/alone" | sort >"$work/hashes"
   [ "$(wc -l <"$work/hashes")" = 4 ] || fail "digits printed no weights"
   digits "the first host's own name is 127.0.1.1" node0
-  digits "IPv4" 10.99.0.1
 else
   echo "digits does not compile here, left out: $(grep -m 1 error "$work/log")"
 fi
@@ -121,6 +120,7 @@ adds() { # NAME MASTER
   echo "$1: ok"
 }
 
+adds "IPv4" 10.99.0.1
 if ip -n "$net-0" -6 addr show dev wire0 | grep -q fd00:; then
   adds "IPv6" fd00:0::1
 else
