@@ -8600,9 +8600,9 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
    to arrive before it is a failure itself.
 
    WHAT IT COSTS, reckoned for 4,096 ranks on 512 hosts of 8, 25 us from host to host, 100 Gbit/s
-   for each host; tests/bench/scale.md has the sums. Start-up: each leader puts 27 bytes a rank into the
-   store and takes out 108 KiB, 55 MiB from the store's host together. A step: 9 rounds, 256 KiB to
-   each leader, 0.8 ms, and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each
+   for each host; tests/bench/scale.md has the sums. Start-up: each leader puts 27 bytes a rank into
+   the store and takes out 108 KiB, 55 MiB from the store's host together. A step: 9 rounds, 256 KiB
+   to each leader, 0.8 ms, and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each
    n * 511/512 out of every host, so 25 MiB take 4.2 ms of the wire and 8 ms of system calls. Links:
    511 for each rank that carries a slice. The seats of a group take 34 MiB of each host. */
 
