@@ -46,8 +46,8 @@
    only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits.
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
    sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
-   directory for the flight recorder), CDDP_BACKEND (cpu or mpi), and CDDP_STORE_PROTO (old or new:
-   the dialect of a TCPStore server that is not ours).
+   directory for the flight recorder), CDDP_IFNAME (the network interface by which other hosts reach
+   this one), CDDP_BACKEND (cpu or mpi), and CDDP_STORE_PROTO (old or new: the dialect of a TCPStore
 
    CONTENTS: search for the mark
      >>api          the public interface, with the rules of each call
@@ -195,14 +195,17 @@ typedef struct cddp_group_desc {
    timeout_s has passed; ranks may start in any order. desc NULL = all defaults. Like
    torch.distributed.init_process_group.
      env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone.
-                     Rank 0 listens on MASTER_ADDR:MASTER_PORT until all have met, no longer.
+                     Rank 0 listens on MASTER_ADDR:MASTER_PORT until all have met, no longer; on all
+                     its host's addresses if that name means loopback there (Debian's 127.0.1.1).
                      The variables of srun and of mpirun (Open MPI, MPICH, Intel MPI) work too; on
                      one host their ranks meet without a port: see >>discovery.
      tcp://h:p       the same with this address; rank and world_size from desc (or the variables)
      unix://name     an abstract Unix socket of that name: one host, no port, no file
      file:///path    a file of this job's own; one left by a crashed job is recognised and reused
-   Every rank must be on one host in this version; CDDP_UNSUPPORTED otherwise. *out is NULL on
-   failure. */
+   Ranks may run on several hosts, any number on each: those of one share memory, between hosts
+   they talk by TCP over the interface on the route to rank 0's, on ports that the system chooses;
+   what passes there is not encrypted. CDDP_HOST_ID keeps ranks of one host apart, for tests. *out
+   is NULL on failure. */
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher (torchrun, cddprun, srun, mpirun) gave this process, the one that
@@ -219,8 +222,9 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
    same list. Ranks not listed get *out = NULL. Like torch.distributed.new_group. */
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
-/* Leaves the group and frees it; NULL is fine. Local and never blocks on a peer: ranks still
-   waiting for this one get CDDP_PEER_LOST. Asynchronous work must have been waited for. */
+/* Leaves the group and frees it; NULL is fine. Local and never blocks on a peer, but for at most a
+   second in which messages sent to other hosts do not move: ranks still waiting for this one get
+   CDDP_PEER_LOST. Asynchronous work must have been waited for. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
@@ -680,6 +684,13 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    and wakes everyone; every rank's calls on that group then return it. A rank that cannot go on for
    reasons of its own (no memory) breaks the group likewise, unless nothing was announced yet.
    cddp_destroy only marks the rank's seat and unmaps.
+
+   SEVERAL HOSTS. The ranks of a host work as above. Leaders, one for each host in a group, carry
+   the lines of a step to each other, large arrays go from host to host in slices, one for each rank
+   (>>hosts), on connections that are made when first used (>>links). Each host has a board of its
+   own: a failure is told to the others' leaders, and a rank that dies is named there by the ranks
+   of its own host, or by the connection that ends. A host that is cut off is noticed by the
+   deadline, or by TCP after 20 s.
 
    DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
@@ -8606,12 +8617,12 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
    ends its collective links, which others see at once. A link that ends gives the news CDDP__NEWS_S
    to arrive before it is a failure itself.
 
-   WHAT IT COSTS, for 4,096 ranks on 512 hosts of 8, 25 us from host to host, 100 Gbit/s for each
-   host. Start-up: each leader puts 24 bytes a rank into the store and takes out 121 KiB, 62 MB from
-   the store's host together, 5 ms; 8 rank ports a host. A step: 9 rounds, 256 KiB to each leader,
-   0.3 ms, and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each n * 511/512 out
-   of every host: 2 n / 12.5 GB/s, so 25 MiB take 4.2 ms, and one step. Links: 511 for each rank
-   that carries a slice. The seats of a group take 34 MiB of each host. */
+   WHAT IT COSTS, reckoned for 4,096 ranks on 512 hosts of 8, 25 us from host to host, 100 Gbit/s
+   for each host; tests/bench/scale.md has the sums. Start-up: each leader puts 27 bytes a rank into
+   the store and takes out 108 KiB, 55 MiB from the store's host together. A step: 9 rounds, 256 KiB
+   to each leader, 0.8 ms, and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each
+   n * 511/512 out of every host, so 25 MiB take 4.2 ms of the wire and 8 ms of system calls. Links:
+   511 for each rank that carries a slice. The seats of a group take 34 MiB of each host. */
 
 #define CDDP__DIRECT_HOSTS 8 /* above, lines go by rounds */
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
@@ -14642,7 +14653,7 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
    0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
                   fail or are there twice while they meet are named to the others at once;
-                  backend "mpi" (CDDP_MPI, CDDP_BACKEND)
+                  ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND)
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

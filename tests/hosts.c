@@ -48,19 +48,24 @@ typedef struct program {
 
 static uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
   const unsigned char *b = (const unsigned char *)p;
+  uint64_t word = 0;
   size_t i;
-  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3u;
-  return h ^ h >> 29;
+  for (i = 0; i < n; i += 8) {
+    memcpy(&word, b + i, n - i < 8 ? n - i : 8);
+    h = (h ^ word) * 0x9e3779b97f4a7c15u;
+    h ^= h >> 32;
+  }
+  return h;
 }
 
 /* Values whose sum depends on the order; no NaN. */
 static void fill(void *p, size_t n, cddp_dtype dtype, uint64_t seed) {
+  static const double scales[] = {1, -2, 0.5, -0.25, 4, -1, 0.125, -8};
   size_t i, esize = cddp_dtype_size(dtype);
   for (i = 0; i < n; i++) {
     uint64_t h = ranks_mix(seed, i, 77);
     if (dtype <= CDDP_BF16)
-      ranks_store(dtype, p, i, ldexp(1 + (double)(h >> 12) * 0x1p-52, (int)(h % 9) - 5) *
-                                   (h & 64 ? 1 : -1));
+      ranks_store(dtype, p, i, (1 + (double)(h >> 12) * 0x1p-52) * scales[h % 8]);
     else
       memcpy((char *)p + i * esize, &h, esize);
   }
@@ -153,7 +158,7 @@ static int run_program(cddp_group *g, void *arg) {
     for (c = 0; c < (large ? 1 : 4); c++) {
       if (c == 3 && d % (RANKS_SLOW ? 8 : 2) != 0) continue; /* spot checks */
       p.dtype = dtypes[d];
-      p.count = large ? (RANKS_TSAN ? 140001 : 400001) : counts[c];
+      p.count = large ? (RANKS_TSAN ? 100001 : 400001) : counts[c];
       p.shared_memory = (c + d) % 2 == 0;
       k.esize = cddp_dtype_size(p.dtype);
       bytes = p.count * k.esize * (size_t)k.size;
@@ -192,19 +197,19 @@ static void same_everywhere(ranks_fn fn, void *arg, int n, const char *const *la
 }
 
 static void test_collectives(void) {
-  static const char *const four[] = {"aabb", "abbb", "abab", "abcd", NULL};
+  static const char *const four[] = {"aabb", "abbb", "abab", NULL};
   static const char *const two[] = {"ab", NULL};
   static const char *const three[] = {"aab", "abc", NULL};
   bool large = false;
   if (!RANKS_SLOW) same_everywhere(run_program, &large, 2, two);
   if (!RANKS_SLOW) same_everywhere(run_program, &large, 3, three);
-  same_everywhere(run_program, &large, 4, RANKS_SLOW ? four + 2 : four);
+  same_everywhere(run_program, &large, 4, RANKS_SLOW ? four + 1 : four);
 }
 
 static void test_large(void) { /* many pieces, slices and buffers of the system */
   static const char *const four[] = {"abbb", "aabb", NULL};
   bool large = true;
-  same_everywhere(run_program, &large, 4, RANKS_SLOW ? four + 1 : four);
+  same_everywhere(run_program, &large, 4, four + RANKS_SLOW);
 }
 
 static void test_secret(void) { /* links prove that they know it */

@@ -293,6 +293,7 @@ static int life(int rank, void *arg) {
   cddp_group *g = NULL;
   worker k;
   cddp_result r;
+  ranks_place(rank);
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   memset(&k, 0, sizeof k);

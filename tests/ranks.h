@@ -107,8 +107,8 @@ RANKS_DEF void *ranks_shared(size_t bytes) {
   return p;
 }
 
-/* TEST_HOSTS=aab in the environment: ranks 0, 1, 3, 4 ... are on one host, 2, 5, ... on another, as far
-   as cddp can tell. Any test of ranks can be run so: TEST_HOSTS=ab build/plain/groups. */
+/* TEST_HOSTS=aab in the environment: ranks 0, 1, 3, 4 ... are on one host, 2, 5, ... on another, as
+   far as cddp can tell. Any test of ranks can be run so: TEST_HOSTS=ab build/plain/groups. */
 RANKS_DEF void ranks_place(int rank) {
   const char *hosts = getenv("TEST_HOSTS");
   char id[2] = {0, 0};

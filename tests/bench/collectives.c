@@ -393,6 +393,7 @@ static int as_rank(int r, void *arg) {
 
 int main(int argc, char **argv) {
   options(argc, argv);
+  if (cddp_launcher_rank() >= 0) return as_rank(cddp_launcher_rank(), NULL); /* hosts.sh */
   if (!option.start) round_trip();
   check(cddp_spawn(as_rank, NULL, option.ranks));
   return 0;

@@ -1,6 +1,7 @@
 """Times gloo through PyTorch as collectives.c does: same sizes, buffers, iterations and output.
 
   gloo_bench.py --ranks N [--quick | --small | --start]      reduce_scatter is not in gloo
+  gloo_bench.py --ranks N --rank R --master HOST PORT        one rank of several hosts
 """
 import os
 import statistics
@@ -55,13 +56,13 @@ def measure(op, slab, size, rank, ranks, quick):
     return statistics.median(taken) / times * 1e6
 
 
-def run(rank, ranks, port, options):
+def run(rank, ranks, port, options, host="127.0.0.1"):
     cores = sorted(os.sched_getaffinity(0))
     if ranks <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})
     torch.set_num_threads(1)
     start = time.perf_counter()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=ranks)
     dist.barrier()
     if "--start" in options:
         if rank == 0:
@@ -86,6 +87,9 @@ if __name__ == "__main__":
     import socket
 
     n = int(sys.argv[sys.argv.index("--ranks") + 1])
+    if "--rank" in sys.argv:
+        at = sys.argv.index("--master")
+        run(int(sys.argv[sys.argv.index("--rank") + 1]), n, sys.argv[at + 2], sys.argv, sys.argv[at + 1])
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         free = s.getsockname()[1]

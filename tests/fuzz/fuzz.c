@@ -892,7 +892,7 @@ static void target_meeting(input *in) {
   world_end();
 }
 
-/* --- link: whoever calls a rank's port; messages of ranks of other hosts ------------------------ */
+/* --- link: whoever calls a rank's port; messages of ranks of other hosts --------- */
 
 enum { LINK_RANKS = 4, LINK_RECVS = 8 }; /* rank 0 is this one, the others are on another host */
 
