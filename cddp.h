@@ -48,6 +48,7 @@
    sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
    directory for the flight recorder), CDDP_IFNAME (the network interface by which other hosts reach
    this one), CDDP_BACKEND (cpu or mpi), and CDDP_STORE_PROTO (old or new: the dialect of a TCPStore
+   server that is not ours).
 
    CONTENTS: search for the mark
      >>api          the public interface, with the rules of each call
