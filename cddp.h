@@ -9260,8 +9260,8 @@ static bool cddp__sampler_next(cddp_sampler *s, size_t *index) {
    end. Strings are decoded in place, which never makes them longer, and end with a NUL where their
    quote was: names point into the text. Then the tensors are sorted by position, where each must
    begin where the one before ended and the last one ends with the file, and by name, where equal
-   names meet. No size is computed without a check for overflow, and no memory but the text's is larger
-   than what has been read. */
+   names meet. No size is computed without a check for overflow, and memory is taken for what has
+   been read, not for what a number in the file says. */
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
 #define CDDP__DIMS_MAX 64           /* of a tensor, as in PyTorch and NumPy */
@@ -9998,7 +9998,7 @@ static cddp_result cddp__temporary(const char *path, int *fd) {
       return cddp__fail(CDDP_IO, "%s is not a regular file", path);
     if (flock(*fd, LOCK_EX | LOCK_NB) != 0)
       return errno == EWOULDBLOCK
-                 ? cddp__fail(CDDP_IO, "another process is just writing %s", path)
+                 ? cddp__fail(CDDP_IO, "somebody else is just writing %s", path)
                  : cddp__fail(CDDP_IO, "flock %s: %s", path, strerror(errno));
     if (lstat(path, &there) == 0 && there.st_dev == mine.st_dev && there.st_ino == mine.st_ino)
       return ftruncate(*fd, 0) == 0
@@ -10006,7 +10006,7 @@ static cddp_result cddp__temporary(const char *path, int *fd) {
                  : cddp__fail(CDDP_IO, "ftruncate %s: %s", path, strerror(errno));
     cddp__close_fd(fd); /* its owner has given it its final name meanwhile */
   }
-  return cddp__fail(CDDP_IO, "%s is being renamed again and again by other processes", path);
+  return cddp__fail(CDDP_IO, "%s is renamed by others again and again", path);
 }
 
 /* Makes a rename in path's directory last; path is written over. */
@@ -10495,7 +10495,8 @@ static cddp_result cddp__match_sampler(cddp__loading *l) {
        v[CDDP__SAMPLER_SHUFFLE] != (uint64_t)d->shuffle))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "it was saved in the middle of an epoch over %" PRIu64
-                      " samples, seed %" PRIu64 ", %sshuffled; the sampler has %zu, seed %" PRIu64 ", %sshuffled",
+                      " samples, seed %" PRIu64
+                      ", %sshuffled; the sampler has %zu, seed %" PRIu64 ", %sshuffled",
                       v[CDDP__SAMPLER_SIZE], v[CDDP__SAMPLER_SEED],
                       v[CDDP__SAMPLER_SHUFFLE] != 0 ? "" : "not ", d->dataset_size, d->seed,
                       d->shuffle ? "" : "not ");
