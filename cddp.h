@@ -10213,7 +10213,7 @@ static cddp_result cddp__save_items(cddp__saving *s) {
   for (i = 0; i < s->count; i++)
     cddp__save_item(s, "", &s->params[i], shapes != NULL ? &shapes[i] : NULL, s->params[i].data);
   if (sgd == NULL) return CDDP_OK;
-  if (sgd->params != s->params || sgd->count != s->count) shapes = NULL;
+  if (sgd->params != s->params || sgd->count > s->count) shapes = NULL;
   for (i = 0; i < sgd->count; i++)
     if (cddp__has_momentum(sgd, i))
       cddp__save_item(s, CDDP__MOMENTUM_PREFIX, &sgd->params[i], shapes != NULL ? &shapes[i] : NULL,

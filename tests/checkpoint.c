@@ -217,7 +217,8 @@ static void test_bytes(void) {
       "\"data_offsets\":[32,34]}}   ";
   static const char ours[] =
       "\x90\0\0\0\0\0\0\0{\"__metadata__\":{\"format\":\"pt\"},\"n\":{\"dtype\":\"I64\","
-      "\"shape\":[1],\"data_offsets\":[0,8]},\"w\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[8,32]}}";
+      "\"shape\":[1],\"data_offsets\":[0,8]},\"w\":{\"dtype\":\"F32\","
+      "\"shape\":[2,3],\"data_offsets\":[8,32]}}";
   unsigned char bytes[512];
   int64_t n = 7;
   float w[6] = {1, 2, 3, 4, 5, 6}, back[6];
