@@ -9832,14 +9832,21 @@ static void cddp__text_u64(cddp__text *t, uint64_t v) {
 
 /* The inside of a JSON string; what is not UTF-8 shows when the header is read back. */
 static void cddp__text_quote(cddp__text *t, const char *s) {
+  static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
   static const char hex[] = "0123456789abcdef";
   for (; *s != 0; s++) {
+    const char *k = (const char *)memchr(meant, *s, sizeof meant - 1);
     char u[6] = {'\\', 'u', '0', '0', 0, 0};
     u[4] = hex[(unsigned char)*s >> 4];
     u[5] = hex[(unsigned char)*s & 15];
-    if (*s == '"' || *s == '\\') cddp__text_put(t, "\\", 1);
-    if ((unsigned char)*s < 0x20) cddp__text_put(t, u, 6);
-    else cddp__text_put(t, s, 1);
+    if (k != NULL) {
+      u[1] = letters[k - meant];
+      cddp__text_put(t, u, 2);
+    } else if ((unsigned char)*s < 0x20) {
+      cddp__text_put(t, u, 6);
+    } else {
+      cddp__text_put(t, s, 1);
+    }
   }
 }
 

@@ -48,7 +48,7 @@ static int forward(cddp_sampler *s, const struct set *d, int epoch, double noise
   int n = 0, size = d->size, step[] = {-d->columns, -1, 1, d->columns};
   for (size_t i; n < (int)number(BATCH) && cddp_sampler_next(s, &i); label[n++] = d->bytes[0][i]) {
     const unsigned char *p = d->bytes[1] + i * (size_t)size;
-    srand48((long)((i * MAX + (size_t)epoch + 1) * 2654435761u)); /* alike on any rank */
+    srand48(jrand48((unsigned short[]){i, epoch, number(SEED)})); /* not by rank: alike on any */
     float *image = x + n * in, part = fabsf(UNIFORM(noise)), light = 1;
     int to = size + step[lrand48() % 4];
     for (int k = 0; k < size; k++) light = fmaxf(light, p[k]);

@@ -191,6 +191,7 @@ for t in $(tests/leaks.sh list); do one "leaks/$t" "${TEST_TIMEOUT:-120}" tests/
 for t in $(tests/examples.sh list); do one "examples/$t" "${TEST_TIMEOUT:-120}" tests/examples.sh "$t"; done
 one mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
 one torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh
+one safetensors "${TEST_TIMEOUT:-120}" tests/safetensors.sh
 
 if [ $failed != 0 ]; then
   printf 'failed: %s\n' "${failures[@]}"
