@@ -10181,10 +10181,12 @@ static cddp_result cddp__temporary(const char *path, int *fd) {
       return errno == EWOULDBLOCK
                  ? cddp__fail(CDDP_IO, "somebody else is just writing %s", path)
                  : cddp__fail(CDDP_IO, "flock %s: %s", path, strerror(errno));
-    if (lstat(path, &there) == 0 && there.st_dev == mine.st_dev && there.st_ino == mine.st_ino)
-      return ftruncate(*fd, 0) == 0
-                 ? CDDP_OK
-                 : cddp__fail(CDDP_IO, "ftruncate %s: %s", path, strerror(errno));
+    if (lstat(path, &there) == 0 && there.st_dev == mine.st_dev && there.st_ino == mine.st_ino) {
+      if (ftruncate(*fd, 0) == 0) return CDDP_OK;
+      cddp__fail(CDDP_IO, "ftruncate %s: %s", path, strerror(errno));
+      unlink(path);
+      return CDDP_IO;
+    }
     cddp__close_fd(fd); /* its owner has given it its final name meanwhile */
   }
   return cddp__fail(CDDP_IO, "%s is renamed by others again and again", path);
