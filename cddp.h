@@ -12628,10 +12628,10 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
-   0.3 (2026-11)  checkpoints in the safetensors format: cddp_save, cddp_load, cddp_safetensors_*
    0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
-                  fail or are there twice while they meet are named to the others at once
+                  fail or are there twice while they meet are named to the others at once;
+                  checkpoints: cddp_save, cddp_load, cddp_safetensors_*
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------
