@@ -63,10 +63,11 @@
      >>plan         slices and buckets (pure)       >>local        steps in shared memory
      >>links        connections between hosts       >>rendezvous   how ranks and hosts meet
      >>p2p          send and recv                   >>hosts        steps, collectives across hosts
-     >>mpi          collectives by the cluster's MPI >>work        asynchronous operations
+     >>mpi          collectives by MPI              >>work         asynchronous operations
      >>collectives  all_reduce and the others       >>groups       creation, split, destruction
      >>sgd          the optimizer's arithmetic      >>buckets      distributed data parallel
-     >>sampler      DistributedSampler              >>spawn        processes and threads as ranks
+     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
+     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
      >>launch       programs as ranks               >>validate     argument checks
      >>public       the public functions            >>history      changes
      >>license      the terms
@@ -432,16 +433,94 @@ typedef struct cddp_sampler { /* all fields are private */
   size_t position, size;
   uint64_t *order;
   cddp_result result;
+  size_t start; /* samples of the epoch taken before cddp_load */
+  bool resumed; /* by cddp_load, and no epoch set since */
 } cddp_sampler;
 
 /* The indices of torch.utils.data.DistributedSampler for the same arguments. Starts in epoch 0. */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch); /* rewinds */
-CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);              /* of an epoch */
+CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
+CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s); /* of an epoch, or what cddp_load left */
 /* The next index; false at the end of the epoch, where the permutation's memory (8 bytes a sample)
    is freed too. false with s->result != CDDP_OK: there was no memory for it. */
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; NULL is fine */
+
+/* CHECKPOINTS. ------------------------------------------------------------------------------------
+   Files in the safetensors format, which PyTorch, NumPy, JAX and others read and write. Between
+   steps only: no gradient may be marked ready. */
+
+typedef struct cddp_shape {
+  int dims;         /* at most 8; 0: one dimension, as long as the parameter */
+  uint64_t size[8]; /* the last one varies fastest, as in C */
+} cddp_shape;
+
+typedef struct cddp_metadata { /* strings in UTF-8 */
+  const char *key;             /* not "cddp."... */
+  const char *value;           /* cddp_load sets it; NULL: the file has none */
+} cddp_metadata;
+
+typedef struct cddp_checkpoint_desc {
+  const cddp_shape *shapes; /* [count] of params, for the file's readers; load: it must have them.
+                               NULL: one dimension each; load takes any shape with that count */
+  cddp_sgd *sgd;            /* its momentum and learning rate too; NULL: none */
+  cddp_sampler *sampler;    /* its epoch and place in it; NULL: none */
+  cddp_metadata *metadata;  /* save: what to write; load: keys to look up */
+  int metadata_count;
+  char *text;               /* load: memory for the values, which point into it */
+  size_t text_size;         /* bytes */
+  bool partial; /* load: what the file lacks stays as it is, what it has besides is no error */
+} cddp_checkpoint_desc;
+
+/* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
+   a name) to path, and what desc asks for; returns when the file is on the disk. The momentum may
+   lie in pieces on the ranks, as after cddp_ddp_step: it is written whole and stays where it is.
+   The new file takes path's name in one step: whatever fails (no space, no right, a kill half-way)
+   leaves the old one as it was, and at most path.tmp, which the next call takes over. All ranks
+   get the same result, CDDP_IO for the file system's failures; ranks whose parameters or options
+   differ get CDDP_MISMATCH. The others wait while rank 0 writes: timeout_s must suffice for that.
+   Like safetensors' save_file. */
+CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
+                              const cddp_checkpoint_desc *desc);
+
+/* Collective over g; g NULL: by this process alone. Rank 0 reads the file, all ranks get its
+   values, whatever the number of ranks that saved it. f32, f64, f16 and bf16 are converted into
+   each other. The file, which is not trusted, and all that is asked for are checked before
+   anything is changed: CDDP_IO for a file that is damaged, CDDP_INVALID_ARGUMENT for one that does
+   not suit; only when reading fails after that, part of rank 0's params may be overwritten. All
+   ranks get the same result. A sampler goes on with the next sample of the epoch that no rank had:
+   begin with epoch cddp_sampler_epoch(), whose first cddp_sampler_set_epoch then does not rewind.
+   Like load_file and load_state_dict. */
+CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
+                              const cddp_checkpoint_desc *desc);
+
+/* ANY FILE of that format: its tensors one by one. Local; once open, any thread. */
+typedef struct cddp_safetensors cddp_safetensors; /* an open file: safetensors.safe_open */
+
+typedef struct cddp_tensor_info {
+  const char *name;      /* UTF-8; valid until the file is closed, as shape */
+  const char *type;      /* the format's word: "F32", "BF16", "BOOL", "F8_E4M3", ... */
+  int dtype;             /* the cddp_dtype; -1: there is none for it */
+  int dims;              /* 0: a scalar */
+  const uint64_t *shape; /* [dims] */
+  uint64_t count, bytes; /* elements, bytes */
+  uint64_t begin;        /* of its bytes, counted from the end of the header */
+} cddp_tensor_info;
+
+/* Opens and checks it: CDDP_IO says what is wrong. *out is NULL on failure. */
+CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *path);
+CDDPDEF void cddp_safetensors_close(cddp_safetensors *f); /* NULL is fine */
+CDDPDEF int cddp_safetensors_count(const cddp_safetensors *f); /* tensors; -1 for NULL */
+/* Tensor index of 0 .. count - 1, in the order of the file's bytes. */
+CDDPDEF cddp_result cddp_safetensors_get(const cddp_safetensors *f, int index,
+                                         cddp_tensor_info *out);
+CDDPDEF int cddp_safetensors_find(const cddp_safetensors *f, const char *name); /* -1: none */
+/* Copies the tensor's bytes, little-endian as they are; bytes must be their number. */
+CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, void *data,
+                                          size_t bytes);
+/* The value of a metadata key, valid until the file is closed; NULL: none. */
+CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const char *key);
 
 /* PROCESSES. ------------------------------------------------------------------------------------*/
 
@@ -611,6 +690,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #undef cddp_ddp_wait
 #undef cddp_ddp_step
 #undef cddp_ddp_sync_buffers
+#undef cddp_save
+#undef cddp_load
 #endif
 
 #include <errno.h>
@@ -632,6 +713,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -12907,9 +12989,9 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
   }
 }
 
-/* Indices of this rank in an epoch. */
-static size_t cddp__sampler_count(const cddp_sampler_desc *d) {
-  size_t n = d->dataset_size, w = (size_t)d->world_size, r = (size_t)d->rank;
+/* Indices of this rank in an epoch, of which all ranks together have taken `start` samples. */
+static size_t cddp__sampler_count(const cddp_sampler_desc *d, size_t start) {
+  size_t n = d->dataset_size - start, w = (size_t)d->world_size, r = (size_t)d->rank;
   if (d->exact) return n / w + (r < n % w);
   return n / w + (!d->drop_last && n % w != 0);
 }
@@ -12932,11 +13014,20 @@ static void cddp__sampler_rewind(cddp_sampler *s) {
   s->order = NULL;
   s->position = 0;
   s->result = CDDP_OK;
+  s->resumed = false;
 }
 
-/* Works as follows: this rank has positions rank, rank + W, ... of the permutation, which for even
-   shares is repeated from its start. It is made at the first index of an epoch and freed after the
-   last. */
+static void cddp__sampler_resume(cddp_sampler *s, uint64_t epoch, uint64_t samples) {
+  cddp__sampler_rewind(s);
+  s->epoch = epoch;
+  s->start = samples < s->desc.dataset_size ? (size_t)samples : s->desc.dataset_size;
+  s->size = cddp__sampler_count(&s->desc, s->start);
+  s->resumed = true;
+}
+
+/* Works as follows: this rank has positions rank, rank + W, ... of the permutation, after those
+   that were taken before a resumption; for even shares it is repeated from its start. It is made at
+   the first index of an epoch and freed after the last. */
 static bool cddp__sampler_next(cddp_sampler *s, size_t *index) {
   size_t n = s->desc.dataset_size, at;
   s->result = CDDP_OK;
@@ -12954,11 +13045,1432 @@ static bool cddp__sampler_next(cddp_sampler *s, size_t *index) {
     }
     cddp__randperm(s->order, n, s->desc.seed + s->epoch);
   }
-  at = ((size_t)s->desc.rank + s->position * (size_t)s->desc.world_size) % n;
+  at = (s->start + (size_t)s->desc.rank + s->position * (size_t)s->desc.world_size) % n;
   *index = s->order != NULL ? (size_t)s->order[at] : at;
   s->position++;
   return true;
 }
+/* >>safetensors --------------------------------------------------------------------------------
+   The header of a safetensors file, read and written. Pure: no I/O. A file is a u64 N, N bytes of
+   JSON and the tensors' bytes: {"__metadata__": {string: string}, NAME: {"dtype": "F32", "shape":
+   [2, 3], "data_offsets": [begin, end]}, ...}. Reading works as follows: the text, which may be
+   anybody's, is checked for UTF-8 as a whole and passed over once, by a cursor that stops at its
+   end. Strings are decoded in place, which never makes them longer, and end with a NUL where their
+   quote was: names point into the text. Then the tensors are sorted by position, where each must
+   begin where the one before ended and the last one ends with the file, and by name, where equal
+   names meet. No size is computed without a check for overflow, and memory is taken for what has
+   been read, not for what a number in the file says. */
+
+#define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
+#define CDDP__DIMS_MAX 64           /* of a tensor, as in PyTorch and NumPy */
+#define CDDP__NESTING_MAX 32        /* of values in fields that mean nothing to us */
+#define CDDP__MOMENTUM_PREFIX "optimizer.momentum_buffer."
+#define CDDP__LR_NAME "optimizer.lr"
+
+typedef struct cddp__st_type {
+  char name[12];
+  int bits;
+  int dtype; /* cddp_dtype; -1: none */
+} cddp__st_type;
+
+/* In the order in which the reference implementation lays tensors out: none is then misaligned. */
+static const cddp__st_type cddp__st_types[] = {
+    {"U64", 64, -1},        {"I64", 64, CDDP_I64},  {"F64", 64, CDDP_F64}, {"C64", 64, -1},
+    {"F32", 32, CDDP_F32},  {"U32", 32, -1},        {"I32", 32, CDDP_I32}, {"BF16", 16, CDDP_BF16},
+    {"F16", 16, CDDP_F16},  {"U16", 16, -1},        {"I16", 16, -1},       {"F8_E5M2", 8, -1},
+    {"F8_E4M3", 8, -1},     {"F8_E8M0", 8, -1},     {"F8_E4M3FNUZ", 8, -1},
+    {"F8_E5M2FNUZ", 8, -1}, {"I8", 8, CDDP_I8},     {"U8", 8, CDDP_U8},    {"F6_E3M2", 6, -1},
+    {"F6_E2M3", 6, -1},     {"F4", 4, -1},          {"BOOL", 8, -1}};
+#define CDDP__ST_TYPES ((int)(sizeof cddp__st_types / sizeof *cddp__st_types))
+
+typedef struct cddp__st_tensor {
+  cddp_tensor_info info; /* info.shape is set when all tensors are known */
+  size_t shape_at;       /* in shapes */
+} cddp__st_tensor;
+
+struct cddp_safetensors { /* nothing changes once it is open */
+  cddp_allocator allocator;
+  char *text; /* the JSON, decoded in place, and a NUL */
+  size_t text_size;
+  cddp__st_tensor *tensors; /* by position in the file */
+  size_t count, capacity;
+  uint64_t *shapes;
+  size_t shape_count, shape_capacity;
+  const char **pairs; /* metadata: key, value, key, value, ..., sorted by key */
+  size_t pair_count, pair_capacity; /* of both together */
+  bool has_metadata;
+  const cddp__st_tensor **by_name; /* [count] */
+  uint64_t data_begin;             /* in the file */
+  int fd;
+};
+
+/* --- text --- */
+
+/* Bytes of the UTF-8 sequence that p begins with; 0: it is none. */
+static size_t cddp__utf8(const unsigned char *p, size_t n) {
+  size_t i, k = 0;
+  if (p[0] < 0x80) return 1;
+  if (p[0] >= 0xc2 && p[0] < 0xf5) k = p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
+  if (k > n) return 0;
+  for (i = 1; i < k; i++)
+    if ((p[i] & 0xc0) != 0x80) return 0;
+  /* longer than need be, half of a surrogate pair, beyond the last character */
+  if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
+  if ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f)) return 0;
+  return k;
+}
+
+static char *cddp__utf8_put(char *to, uint32_t c) {
+  int more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
+  static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0};
+  *to++ = (char)(lead[more] | c >> (6 * more));
+  while (more-- > 0) *to++ = (char)(0x80 | (c >> (6 * more) & 0x3f));
+  return to;
+}
+
+#define CDDP__SHOWN 64 /* bytes of a name in an error text */
+
+/* A name from a file, as it may stand in a message: nothing that a terminal would obey. */
+static const char *cddp__show_name(const char *name, char *space) {
+  size_t i;
+  snprintf(space, CDDP__SHOWN, "%s", name);
+  for (i = 0; space[i] != 0; i++)
+    if ((unsigned char)space[i] < 0x20 || space[i] == 0x7f) space[i] = '?';
+  return space;
+}
+
+/* --- JSON --- */
+
+typedef struct cddp__json {
+  const char *begin;
+  char *at, *end;
+} cddp__json;
+
+static cddp_result cddp__json_fail(const cddp__json *j, const char *what) {
+  return cddp__fail(CDDP_IO, "its header is wrong at byte %zu: %s", (size_t)(j->at - j->begin),
+                    what);
+}
+
+static void cddp__json_space(cddp__json *j) {
+  while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t'))
+    j->at++;
+}
+
+/* Steps over c, if that is next. */
+static bool cddp__json_next(cddp__json *j, char c) {
+  cddp__json_space(j);
+  if (j->at == j->end || *j->at != c) return false;
+  j->at++;
+  return true;
+}
+
+static bool cddp__json_hex(cddp__json *j, uint32_t *v) { /* four digits */
+  static const char digits[] = "0123456789abcdefABCDEF";
+  int i;
+  for (i = 0, *v = 0; i < 4; i++) {
+    const char *d =
+        j->at < j->end ? (const char *)memchr(digits, *j->at, sizeof digits - 1) : NULL;
+    if (d == NULL) return false;
+    *v = *v << 4 | (uint32_t)(d - digits < 16 ? d - digits : d - digits - 6);
+    j->at++;
+  }
+  return true;
+}
+
+/* Decodes what follows a backslash to `to`; NULL if it is no escape sequence. */
+static char *cddp__json_escape(cddp__json *j, char *to) {
+  static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
+  const char *k;
+  uint32_t c, low;
+  if (j->at == j->end) return NULL;
+  if (*j->at != 'u') {
+    k = (const char *)memchr(letters, *j->at, sizeof letters - 1);
+    if (k == NULL) return NULL;
+    j->at++;
+    *to = meant[k - letters];
+    return to + 1;
+  }
+  j->at++;
+  if (!cddp__json_hex(j, &c) || c == 0) return NULL; /* no C string holds a NUL */
+  if (c >= 0xd800 && c < 0xdc00) { /* the first half of a pair */
+    if (j->end - j->at < 2 || j->at[0] != '\\' || j->at[1] != 'u') return NULL;
+    j->at += 2;
+    if (!cddp__json_hex(j, &low) || low < 0xdc00 || low > 0xdfff) return NULL;
+    c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
+  } else if (c >= 0xdc00 && c < 0xe000) {
+    return NULL;
+  }
+  return cddp__utf8_put(to, c);
+}
+
+static cddp_result cddp__json_string(cddp__json *j, const char **out) {
+  char *to;
+  if (!cddp__json_next(j, '"')) return cddp__json_fail(j, "a string is expected");
+  *out = to = j->at;
+  while (j->at < j->end) {
+    char c = *j->at++;
+    if (c == '"') {
+      *to = 0;
+      return CDDP_OK;
+    }
+    if ((unsigned char)c < 0x20) return cddp__json_fail(j, "a control character in a string");
+    if (c != '\\')
+      *to++ = c;
+    else if ((to = cddp__json_escape(j, to)) == NULL)
+      return cddp__json_fail(j, "no escape sequence that a name or a value may have");
+  }
+  return cddp__json_fail(j, "a string does not end");
+}
+
+static cddp_result cddp__json_u64(cddp__json *j, uint64_t *out) {
+  const char *first;
+  uint64_t v = 0, digit;
+  cddp__json_space(j);
+  for (first = j->at; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++) {
+    digit = (uint64_t)(*j->at - '0');
+    if (v > (UINT64_MAX - digit) / 10) return cddp__json_fail(j, "a number beyond 64 bits");
+    v = v * 10 + digit;
+  }
+  if (j->at == first || (*first == '0' && j->at - first > 1))
+    return cddp__json_fail(j, "a whole number from 0 on is expected");
+  *out = v;
+  return CDDP_OK;
+}
+
+static bool cddp__json_digits(cddp__json *j) {
+  const char *first = j->at;
+  while (j->at < j->end && *j->at >= '0' && *j->at <= '9') j->at++;
+  return j->at > first;
+}
+
+static bool cddp__json_number(cddp__json *j) { /* steps over any number */
+  if (*j->at == '-') j->at++;
+  if (j->at < j->end && *j->at == '0') j->at++;
+  else if (!cddp__json_digits(j)) return false;
+  if (j->at < j->end && *j->at == '.') {
+    j->at++;
+    if (!cddp__json_digits(j)) return false;
+  }
+  if (j->at < j->end && (*j->at == 'e' || *j->at == 'E')) {
+    j->at++;
+    if (j->at < j->end && (*j->at == '+' || *j->at == '-')) j->at++;
+    if (!cddp__json_digits(j)) return false;
+  }
+  return true;
+}
+
+static bool cddp__json_word(cddp__json *j, const char *word) {
+  size_t n = strlen(word);
+  if ((size_t)(j->end - j->at) < n || memcmp(j->at, word, n) != 0) return false;
+  j->at += n;
+  return true;
+}
+
+/* Steps over a value that means nothing to us. */
+static cddp_result cddp__json_skip(cddp__json *j, int depth) {
+  const char *ignored;
+  cddp_result r;
+  char close;
+  cddp__json_space(j);
+  if (depth > CDDP__NESTING_MAX) return cddp__json_fail(j, "values are nested too deeply");
+  if (j->at == j->end) return cddp__json_fail(j, "a value is expected");
+  if (*j->at == '"') return cddp__json_string(j, &ignored);
+  if (*j->at == '-' || (*j->at >= '0' && *j->at <= '9'))
+    return cddp__json_number(j) ? CDDP_OK : cddp__json_fail(j, "a number is expected");
+  if (*j->at != '{' && *j->at != '[')
+    return cddp__json_word(j, "true") || cddp__json_word(j, "false") || cddp__json_word(j, "null")
+               ? CDDP_OK
+               : cddp__json_fail(j, "a value is expected");
+  close = *j->at++ == '{' ? '}' : ']';
+  if (cddp__json_next(j, close)) return CDDP_OK;
+  do {
+    if (close == '}') {
+      if ((r = cddp__json_string(j, &ignored)) != CDDP_OK) return r;
+      if (!cddp__json_next(j, ':')) return cddp__json_fail(j, "a colon is expected");
+    }
+    if ((r = cddp__json_skip(j, depth + 1)) != CDDP_OK) return r;
+  } while (cddp__json_next(j, ','));
+  return cddp__json_next(j, close) ? CDDP_OK : cddp__json_fail(j, "a comma or the end is expected");
+}
+
+static cddp_result cddp__json_key(cddp__json *j, const char **key) {
+  cddp_result r = cddp__json_string(j, key);
+  if (r == CDDP_OK && !cddp__json_next(j, ':')) r = cddp__json_fail(j, "a colon is expected");
+  return r;
+}
+
+/* [n, n, ...], at most max of them. */
+static cddp_result cddp__json_numbers(cddp__json *j, uint64_t *v, int max, int *n) {
+  cddp_result r;
+  *n = 0;
+  if (!cddp__json_next(j, '[')) return cddp__json_fail(j, "a list of numbers is expected");
+  if (cddp__json_next(j, ']')) return CDDP_OK;
+  do {
+    if (*n == max) return cddp__json_fail(j, "a list is too long");
+    if ((r = cddp__json_u64(j, &v[*n])) != CDDP_OK) return r;
+    ++*n;
+  } while (cddp__json_next(j, ','));
+  return cddp__json_next(j, ']') ? CDDP_OK : cddp__json_fail(j, "a comma or a ] is expected");
+}
+
+/* --- reading a header --- */
+
+static const cddp__st_type *cddp__st_type_named(const char *name) {
+  int i;
+  for (i = 0; i < CDDP__ST_TYPES; i++)
+    if (strcmp(cddp__st_types[i].name, name) == 0) return &cddp__st_types[i];
+  return NULL;
+}
+
+/* Elements and bytes of a shape, multiplied from left to right; false: beyond 64 bits, or a part of
+   a byte. */
+static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *elements,
+                          uint64_t *bytes) {
+  uint64_t n = 1;
+  int i;
+  for (i = 0; i < dims; i++) {
+    if (shape[i] != 0 && n > UINT64_MAX / shape[i]) return false;
+    n *= shape[i];
+  }
+  *elements = n;
+  *bytes = n * (uint64_t)bits / 8;
+  return n <= UINT64_MAX / (uint64_t)bits && n * (uint64_t)bits % 8 == 0;
+}
+
+/* p, or a copy of it with room for more: at least `needed` elements. NULL: no memory, p is as it
+   was. */
+static void *cddp__grown(const cddp_allocator *a, void *p, size_t *capacity, size_t needed,
+                         size_t size) {
+  size_t more = cddp__max(needed, *capacity * 2 + 8);
+  void *q;
+  if (needed <= *capacity) return p;
+  if ((q = cddp__malloc(a, more * size)) == NULL) return NULL;
+  if (p != NULL) memcpy(q, p, *capacity * size);
+  cddp__free(a, p);
+  *capacity = more;
+  return q;
+}
+
+static cddp_result cddp__st_add(cddp_safetensors *f, const cddp_tensor_info *info,
+                                const uint64_t *shape) {
+  size_t dims = (size_t)info->dims;
+  void *p;
+  p = cddp__grown(&f->allocator, f->shapes, &f->shape_capacity, f->shape_count + dims,
+                  sizeof *f->shapes);
+  if (dims > 0 && p == NULL) return CDDP_OUT_OF_MEMORY;
+  f->shapes = (uint64_t *)p;
+  p = cddp__grown(&f->allocator, f->tensors, &f->capacity, f->count + 1, sizeof *f->tensors);
+  if (p == NULL) return CDDP_OUT_OF_MEMORY;
+  f->tensors = (cddp__st_tensor *)p;
+  f->tensors[f->count].info = *info;
+  f->tensors[f->count++].shape_at = f->shape_count;
+  if (dims > 0) memcpy(f->shapes + f->shape_count, shape, dims * sizeof *shape);
+  f->shape_count += dims;
+  return CDDP_OK;
+}
+
+/* One field of a tensor's object; those that mean nothing to us are stepped over. */
+static cddp_result cddp__st_field(cddp__json *j, const char **type, uint64_t *shape, int *dims,
+                                  uint64_t *offsets, int *ends) {
+  const char *key;
+  cddp_result r = cddp__json_key(j, &key);
+  if (r != CDDP_OK) return r;
+  if (strcmp(key, "dtype") == 0)
+    return *type == NULL ? cddp__json_string(j, type) : cddp__json_fail(j, "dtype comes twice");
+  if (strcmp(key, "shape") == 0)
+    return *dims < 0 ? cddp__json_numbers(j, shape, CDDP__DIMS_MAX, dims)
+                     : cddp__json_fail(j, "shape comes twice");
+  if (strcmp(key, "data_offsets") == 0)
+    return *ends < 0 ? cddp__json_numbers(j, offsets, 2, ends)
+                     : cddp__json_fail(j, "data_offsets comes twice");
+  return cddp__json_skip(j, 0);
+}
+
+static cddp_result cddp__st_tensor_object(cddp_safetensors *f, cddp__json *j, const char *name) {
+  uint64_t shape[CDDP__DIMS_MAX], offsets[2] = {0, 0};
+  const char *type = NULL;
+  const cddp__st_type *known;
+  int dims = -1, ends = -1;
+  cddp_tensor_info t;
+  cddp_result r;
+  char space[CDDP__SHOWN];
+  if (!cddp__json_next(j, '{')) return cddp__json_fail(j, "a tensor's object is expected");
+  if (!cddp__json_next(j, '}')) {
+    do {
+      r = cddp__st_field(j, &type, shape, &dims, offsets, &ends);
+      if (r != CDDP_OK) return r;
+    } while (cddp__json_next(j, ','));
+    if (!cddp__json_next(j, '}')) return cddp__json_fail(j, "a comma or a } is expected");
+  }
+  if (type == NULL || dims < 0 || ends != 2)
+    return cddp__json_fail(j, "a tensor needs dtype, shape and two data_offsets");
+  if ((known = cddp__st_type_named(type)) == NULL)
+    return cddp__json_fail(j, "its dtype is not one of the format's");
+  memset(&t, 0, sizeof t);
+  t.name = name;
+  t.type = known->name;
+  t.dtype = known->dtype;
+  t.dims = dims;
+  t.begin = offsets[0];
+  if (!cddp__st_size(shape, dims, known->bits, &t.count, &t.bytes))
+    return cddp__json_fail(j, "a shape's size exceeds 64 bits, or is not whole bytes");
+  if (offsets[1] < offsets[0] || offsets[1] - offsets[0] != t.bytes)
+    return cddp__fail(CDDP_IO,
+                      "tensor \"%s\" takes %" PRIu64 " bytes by its shape, but its data_offsets "
+                      "are %" PRIu64 " and %" PRIu64,
+                      cddp__show_name(name, space), t.bytes, offsets[0], offsets[1]);
+  return cddp__st_add(f, &t, shape);
+}
+
+static cddp_result cddp__st_metadata(cddp_safetensors *f, cddp__json *j) {
+  cddp_result r;
+  void *p;
+  if (f->has_metadata) return cddp__json_fail(j, "__metadata__ comes twice");
+  f->has_metadata = true;
+  cddp__json_space(j);
+  if (cddp__json_word(j, "null")) return CDDP_OK;
+  if (!cddp__json_next(j, '{')) return cddp__json_fail(j, "an object of strings is expected");
+  if (cddp__json_next(j, '}')) return CDDP_OK;
+  do {
+    p = cddp__grown(&f->allocator, f->pairs, &f->pair_capacity, f->pair_count + 2,
+                    sizeof *f->pairs);
+    if (p == NULL) return CDDP_OUT_OF_MEMORY;
+    f->pairs = (const char **)p;
+    if ((r = cddp__json_key(j, &f->pairs[f->pair_count])) != CDDP_OK) return r;
+    if ((r = cddp__json_string(j, &f->pairs[f->pair_count + 1])) != CDDP_OK) return r;
+    f->pair_count += 2;
+  } while (cddp__json_next(j, ','));
+  return cddp__json_next(j, '}') ? CDDP_OK : cddp__json_fail(j, "a comma or a } is expected");
+}
+
+static cddp_result cddp__st_object(cddp_safetensors *f) { /* the whole text */
+  cddp__json j;
+  const char *name;
+  cddp_result r;
+  j.begin = j.at = f->text;
+  j.end = f->text + f->text_size;
+  if (f->text_size == 0 || *j.at != '{') return cddp__json_fail(&j, "it must begin with {");
+  j.at++;
+  if (!cddp__json_next(&j, '}')) {
+    do {
+      if ((r = cddp__json_key(&j, &name)) != CDDP_OK) return r;
+      r = strcmp(name, "__metadata__") == 0 ? cddp__st_metadata(f, &j)
+                                            : cddp__st_tensor_object(f, &j, name);
+      if (r != CDDP_OK) return r;
+    } while (cddp__json_next(&j, ','));
+    if (!cddp__json_next(&j, '}')) return cddp__json_fail(&j, "a comma or a } is expected");
+  }
+  cddp__json_space(&j);
+  return j.at == j.end ? CDDP_OK : cddp__json_fail(&j, "only spaces may follow the last }");
+}
+
+static int cddp__st_by_position(const void *a, const void *b) {
+  const cddp_tensor_info *x = &((const cddp__st_tensor *)a)->info;
+  const cddp_tensor_info *y = &((const cddp__st_tensor *)b)->info;
+  if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
+  if (x->bytes != y->bytes) return x->bytes < y->bytes ? -1 : 1;
+  return strcmp(x->name, y->name);
+}
+
+static int cddp__st_by_name(const void *a, const void *b) {
+  return strcmp((*(const cddp__st_tensor *const *)a)->info.name,
+                (*(const cddp__st_tensor *const *)b)->info.name);
+}
+
+static int cddp__st_by_key(const void *a, const void *b) {
+  return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+/* No name twice. */
+static cddp_result cddp__st_check_names(cddp_safetensors *f) {
+  char space[CDDP__SHOWN];
+  size_t i;
+  f->by_name = (const cddp__st_tensor **)cddp__calloc(&f->allocator, f->count, sizeof *f->by_name);
+  if (f->by_name == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < f->count; i++) f->by_name[i] = &f->tensors[i];
+  if (f->count > 1) qsort(f->by_name, f->count, sizeof *f->by_name, cddp__st_by_name);
+  for (i = 1; i < f->count; i++)
+    if (cddp__st_by_name(&f->by_name[i - 1], &f->by_name[i]) == 0)
+      return cddp__fail(CDDP_IO, "two tensors are named \"%s\"",
+                        cddp__show_name(f->by_name[i]->info.name, space));
+  if (f->pair_count > 2) qsort(f->pairs, f->pair_count / 2, 2 * sizeof *f->pairs, cddp__st_by_key);
+  for (i = 2; i < f->pair_count; i += 2)
+    if (strcmp(f->pairs[i - 2], f->pairs[i]) == 0)
+      return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice", cddp__show_name(f->pairs[i], space));
+  return CDDP_OK;
+}
+
+/* Each byte of the data belongs to one tensor. Sorts them by position. */
+static cddp_result cddp__st_check_places(cddp_safetensors *f, uint64_t data_bytes) {
+  char space[CDDP__SHOWN];
+  uint64_t at = 0;
+  size_t i;
+  if (f->count > 1) qsort(f->tensors, f->count, sizeof *f->tensors, cddp__st_by_position);
+  for (i = 0; i < f->count; i++) {
+    cddp__st_tensor *t = &f->tensors[i];
+    if (t->info.begin != at)
+      return cddp__fail(CDDP_IO,
+                        "tensor \"%s\" begins at byte %" PRIu64 " of the data, %s byte %" PRIu64,
+                        cddp__show_name(t->info.name, space), t->info.begin,
+                        t->info.begin < at ? "inside another that ends at"
+                                           : "but no tensor has the bytes from",
+                        at);
+    at += t->info.bytes;
+    t->info.shape = f->shapes != NULL ? f->shapes + t->shape_at : NULL;
+  }
+  if (at != data_bytes)
+    return cddp__fail(CDDP_IO,
+                      "its tensors take %" PRIu64 " bytes, but %" PRIu64 " follow the header%s", at,
+                      data_bytes, data_bytes < at ? ": it was cut off" : "");
+  return CDDP_OK;
+}
+
+/* Reads f->text, of a file with so many bytes of data; f is otherwise zero. */
+static cddp_result cddp__st_parse(cddp_safetensors *f, uint64_t data_bytes) {
+  const unsigned char *p = (const unsigned char *)f->text;
+  size_t at, n;
+  cddp_result r;
+  for (at = 0; at < f->text_size; at += n)
+    if ((n = cddp__utf8(p + at, f->text_size - at)) == 0)
+      return cddp__fail(CDDP_IO, "its header is not UTF-8 at byte %zu", at);
+  if ((r = cddp__st_object(f)) != CDDP_OK) return r;
+  if ((r = cddp__st_check_places(f, data_bytes)) != CDDP_OK) return r;
+  return cddp__st_check_names(f);
+}
+
+/* The length of the header after the first 8 bytes of a file of so many bytes. */
+static cddp_result cddp__st_header_size(const unsigned char *first, uint64_t file_bytes,
+                                        size_t *size) {
+  uint64_t n = file_bytes >= 8 ? cddp__get64(first) : 0;
+  if (file_bytes < 8)
+    return cddp__fail(CDDP_IO, "it has %" PRIu64 " bytes; a safetensors file has at least 10",
+                      file_bytes);
+  if (n > CDDP__HEADER_MAX)
+    return cddp__fail(CDDP_IO,
+                      "it is no safetensors file: its header would have %" PRIu64
+                      " bytes, and at most %u are allowed",
+                      n, CDDP__HEADER_MAX);
+  if (n > file_bytes - 8)
+    return cddp__fail(CDDP_IO, "its header should have %" PRIu64 " bytes, but %" PRIu64
+                               " follow: it was cut off", n, file_bytes - 8);
+  *size = (size_t)n;
+  return CDDP_OK;
+}
+
+static void cddp__st_free(cddp_safetensors *f) {
+  cddp_allocator a = f->allocator;
+  cddp__free(&a, f->text);
+  cddp__free(&a, f->tensors);
+  cddp__free(&a, f->shapes);
+  cddp__free(&a, f->pairs);
+  cddp__free(&a, f->by_name);
+  cddp__free(&a, f);
+}
+
+static int cddp__st_compare(const char *whole, const char *prefix, const char *name) {
+  size_t n = strlen(prefix);
+  int c = strncmp(whole, prefix, n);
+  return c != 0 ? c : strcmp(whole + n, name);
+}
+
+/* The tensor named prefix and name, NULL if there is none. */
+static const cddp__st_tensor *cddp__st_find(const cddp_safetensors *f, const char *prefix,
+                                            const char *name) {
+  size_t low = 0, high = f->count, mid;
+  while (low < high) {
+    int c = cddp__st_compare(f->by_name[mid = low + (high - low) / 2]->info.name, prefix, name);
+    if (c == 0) return f->by_name[mid];
+    if (c < 0) low = mid + 1;
+    else high = mid;
+  }
+  return NULL;
+}
+
+static const char *cddp__st_value(const cddp_safetensors *f, const char *key) {
+  size_t low = 0, high = f->pair_count / 2, mid;
+  while (low < high) {
+    int c = strcmp(f->pairs[2 * (mid = low + (high - low) / 2)], key);
+    if (c == 0) return f->pairs[2 * mid + 1];
+    if (c < 0) low = mid + 1;
+    else high = mid;
+  }
+  return NULL;
+}
+
+/* --- writing a header --- */
+
+/* A tensor to write, and where its bytes are. */
+typedef struct cddp__st_item {
+  const char *prefix, *name; /* its name is both together */
+  const cddp__st_type *type;
+  uint64_t shape[8];
+  int dims;
+  uint64_t begin, bytes;
+  const void *data; /* NULL: the momentum of parameter `param`, which is in pieces */
+  int param;
+} cddp__st_item;
+
+typedef struct cddp__text { /* out NULL: counts only */
+  char *out;
+  size_t n;
+} cddp__text;
+
+static void cddp__text_put(cddp__text *t, const char *s, size_t n) {
+  if (t->out != NULL) memcpy(t->out + t->n, s, n);
+  t->n += n;
+}
+
+static void cddp__text_puts(cddp__text *t, const char *s) { cddp__text_put(t, s, strlen(s)); }
+
+static void cddp__text_u64(cddp__text *t, uint64_t v) {
+  char digits[24];
+  snprintf(digits, sizeof digits, "%" PRIu64, v);
+  cddp__text_puts(t, digits);
+}
+
+/* The inside of a JSON string; what is not UTF-8 shows when the header is read back. */
+static void cddp__text_quote(cddp__text *t, const char *s) {
+  static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
+  static const char hex[] = "0123456789abcdef";
+  for (; *s != 0; s++) {
+    const char *k = (const char *)memchr(meant, *s, sizeof meant - 1);
+    char u[6] = {'\\', 'u', '0', '0', 0, 0};
+    u[4] = hex[(unsigned char)*s >> 4];
+    u[5] = hex[(unsigned char)*s & 15];
+    if (k != NULL) {
+      u[1] = letters[k - meant];
+      cddp__text_put(t, u, 2);
+    } else if ((unsigned char)*s < 0x20) {
+      cddp__text_put(t, u, 6);
+    } else {
+      cddp__text_put(t, s, 1);
+    }
+  }
+}
+
+static void cddp__text_pair(cddp__text *t, const char *key, const char *value) {
+  cddp__text_puts(t, "\"");
+  cddp__text_quote(t, key);
+  cddp__text_puts(t, "\":\"");
+  cddp__text_quote(t, value);
+  cddp__text_puts(t, "\"");
+}
+
+static void cddp__text_item(cddp__text *t, const cddp__st_item *item) {
+  int i;
+  cddp__text_puts(t, ",\"");
+  cddp__text_quote(t, item->prefix);
+  cddp__text_quote(t, item->name);
+  cddp__text_puts(t, "\":{\"dtype\":\"");
+  cddp__text_puts(t, item->type->name);
+  cddp__text_puts(t, "\",\"shape\":[");
+  for (i = 0; i < item->dims; i++) {
+    if (i > 0) cddp__text_puts(t, ",");
+    cddp__text_u64(t, item->shape[i]);
+  }
+  cddp__text_puts(t, "],\"data_offsets\":[");
+  cddp__text_u64(t, item->begin);
+  cddp__text_puts(t, ",");
+  cddp__text_u64(t, item->begin + item->bytes);
+  cddp__text_puts(t, "]}");
+}
+
+/* Writes N and the JSON, so that the data is aligned to 8 bytes. pairs: key, value, ... */
+static void cddp__st_write(cddp__text *t, const cddp__st_item *items, size_t count,
+                           const char *const *pairs, size_t pair_count) {
+  size_t i;
+  cddp__text_put(t, "\0\0\0\0\0\0\0", 8);
+  cddp__text_puts(t, "{\"__metadata__\":{");
+  for (i = 0; i < pair_count; i += 2) {
+    if (i > 0) cddp__text_puts(t, ",");
+    cddp__text_pair(t, pairs[i], pairs[i + 1]);
+  }
+  cddp__text_puts(t, "}");
+  for (i = 0; i < count; i++) cddp__text_item(t, &items[i]);
+  cddp__text_puts(t, "}");
+  while (t->n % 8 != 0) cddp__text_puts(t, " ");
+  if (t->out != NULL) cddp__put64(t->out, t->n - 8);
+}
+
+static int cddp__st_item_order(const void *a, const void *b) {
+  const cddp__st_item *x = (const cddp__st_item *)a, *y = (const cddp__st_item *)b;
+  int c;
+  if (x->type != y->type) return x->type < y->type ? -1 : 1;
+  c = strcmp(x->prefix, y->prefix);
+  return c != 0 ? c : strcmp(x->name, y->name);
+}
+
+/* Orders the tensors as the reference implementation does and gives each its place. */
+static void cddp__st_place(cddp__st_item *items, size_t count) {
+  uint64_t at = 0;
+  size_t i;
+  if (count > 1) qsort(items, count, sizeof *items, cddp__st_item_order);
+  for (i = 0; i < count; i++) {
+    items[i].begin = at;
+    at += items[i].bytes;
+  }
+}
+/* >>checkpoint ---------------------------------------------------------------------------------
+   Saving and loading, for a group or for one process. Works as follows. Saving: all ranks compare
+   what they pass; rank 0 writes, reading the other ranks' shards of the momentum where they lie;
+   all wait for its result. It writes to PATH.tmp, locked, which takes PATH's name only when all of
+   it is on the disk: whoever reads PATH sees the old file or the new one. Loading: rank 0 reads the
+   header and broadcasts its text; every rank reads that for itself and finds what it wants in it,
+   so that all come to the same conclusion; then rank 0 reads the tensors and broadcasts them. After
+   each part the ranks tell each other how they fare, and all return the first failure. */
+
+/* --- files --- */
+
+static cddp_result cddp__read_at(int fd, void *data, uint64_t size, uint64_t at) {
+  unsigned char *p = (unsigned char *)data;
+  while (size > 0) {
+    ssize_t n = CDDP__PREAD(fd, p, (size_t)(size < 1u << 30 ? size : 1u << 30), (off_t)at);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return cddp__fail(CDDP_IO, "read: %s", strerror(errno));
+    if (n == 0) return cddp__fail(CDDP_IO, "it has become shorter while it was read");
+    p += n;
+    size -= (uint64_t)n;
+    at += (uint64_t)n;
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__write_at(int fd, const void *data, uint64_t size, uint64_t *at) {
+  const unsigned char *p = (const unsigned char *)data;
+  while (size > 0) {
+    ssize_t n = CDDP__PWRITE(fd, p, (size_t)(size < 1u << 30 ? size : 1u << 30), (off_t)*at);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0)
+      return cddp__fail(CDDP_IO, "write, after %" PRIu64 " bytes: %s", *at,
+                        n == 0 ? "nothing was written" : strerror(errno));
+    p += n;
+    size -= (uint64_t)n;
+    *at += (uint64_t)n;
+  }
+  return CDDP_OK;
+}
+
+static void cddp__st_close(cddp_safetensors *f) {
+  if (f == NULL) return;
+  cddp__close_fd(&f->fd);
+  cddp__st_free(f);
+}
+
+static cddp_safetensors *cddp__st_new(const cddp_allocator *a) {
+  cddp_safetensors *f = (cddp_safetensors *)cddp__calloc(a, 1, sizeof *f);
+  if (f == NULL) return NULL;
+  if (a != NULL) f->allocator = *a;
+  f->fd = -1;
+  return f;
+}
+
+static cddp_result cddp__st_text_room(cddp_safetensors *f, size_t size) {
+  f->text = (char *)cddp__malloc(&f->allocator, size + 1);
+  if (f->text == NULL) return CDDP_OUT_OF_MEMORY;
+  f->text[size] = 0;
+  f->text_size = size;
+  return CDDP_OK;
+}
+
+/* Opens the file and reads its header, unparsed; *data_bytes follow it. */
+static cddp_result cddp__st_open(cddp_safetensors *f, const char *path, uint64_t *data_bytes) {
+  unsigned char first[8] = {0};
+  struct stat st;
+  size_t size = 0;
+  cddp_result r = CDDP_OK;
+  f->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe is refused, not waited for */
+  if (f->fd < 0) return cddp__fail(CDDP_IO, "open: %s", strerror(errno));
+  if (fstat(f->fd, &st) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
+  if (!S_ISREG(st.st_mode)) return cddp__fail(CDDP_IO, "it is not a regular file");
+  if (st.st_size >= 8) r = cddp__read_at(f->fd, first, 8, 0);
+  if (r == CDDP_OK) r = cddp__st_header_size(first, (uint64_t)st.st_size, &size);
+  if (r == CDDP_OK) r = cddp__st_text_room(f, size);
+  if (r == CDDP_OK) r = cddp__read_at(f->fd, f->text, size, 8);
+  f->data_begin = 8 + (uint64_t)size;
+  *data_bytes = (uint64_t)st.st_size - 8 - size;
+  return r;
+}
+
+/* Opens PATH.tmp for this process alone: locked, regular, empty. One that a killed process left is
+   taken over. */
+static cddp_result cddp__temporary(const char *path, int *fd) {
+  struct stat mine, there;
+  int tries;
+  for (tries = 0; tries < 100; tries++) {
+    *fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    if (*fd < 0) return cddp__fail(CDDP_IO, "open %s: %s", path, strerror(errno));
+    if (fstat(*fd, &mine) != 0 || !S_ISREG(mine.st_mode))
+      return cddp__fail(CDDP_IO, "%s is not a regular file", path);
+    if (flock(*fd, LOCK_EX | LOCK_NB) != 0)
+      return errno == EWOULDBLOCK
+                 ? cddp__fail(CDDP_IO, "somebody else is just writing %s", path)
+                 : cddp__fail(CDDP_IO, "flock %s: %s", path, strerror(errno));
+    if (lstat(path, &there) == 0 && there.st_dev == mine.st_dev && there.st_ino == mine.st_ino) {
+      if (ftruncate(*fd, 0) == 0) return CDDP_OK;
+      cddp__fail(CDDP_IO, "ftruncate %s: %s", path, strerror(errno));
+      unlink(path);
+      return CDDP_IO;
+    }
+    cddp__close_fd(fd); /* its owner has given it its final name meanwhile */
+  }
+  return cddp__fail(CDDP_IO, "%s is renamed by others again and again", path);
+}
+
+/* Makes a rename in path's directory last; path is written over. */
+static cddp_result cddp__sync_directory(char *path) {
+  char *slash = strrchr(path, '/'), *end = slash != NULL ? slash : path;
+  cddp_result r = CDDP_OK;
+  int fd;
+  if (slash == path) end++;
+  if (slash == NULL) *end++ = '.';
+  *end = 0;
+  fd = open(path, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
+  if (fd < 0) return cddp__fail(CDDP_IO, "open %s, to sync it: %s", path, strerror(errno));
+  if (fsync(fd) != 0 && errno != EINVAL) /* EINVAL: this file system has no such thing */
+    r = cddp__fail(CDDP_IO, "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
+                   path, strerror(errno));
+  cddp__close_fd(&fd);
+  return r;
+}
+
+/* --- agreement --- */
+
+typedef struct cddp__report { /* passed between ranks as bytes */
+  uint32_t result;
+  uint32_t unused;
+  uint64_t hash;
+  uint64_t value[2];
+  char text[CDDP__ERROR_MAX];
+} cddp__report;
+
+/* Collective: all ranks return the failure of the first one that has one. hash: of what must be
+   alike. value: becomes rank 0's. */
+static cddp_result cddp__settle(cddp_group *g, cddp_result mine, uint64_t hash, uint64_t value[2]) {
+  cddp__report own, *all;
+  cddp_result r;
+  int p;
+  if (g == NULL || g->size == 1) return mine;
+  memset(&own, 0, sizeof own);
+  own.result = (uint32_t)mine;
+  own.hash = hash;
+  if (mine != CDDP_OK) snprintf(own.text, sizeof own.text, "%s", cddp__error_text);
+  if (value != NULL) memcpy(own.value, value, sizeof own.value);
+  all = (cddp__report *)cddp__calloc(&g->host->allocator, (size_t)g->size, sizeof *all);
+  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, &own, all, sizeof own, CDDP_U8, -1);
+  for (p = 0; r == CDDP_OK && p < g->size; p++) {
+    if (all[p].result == CDDP_OK) continue;
+    r = (cddp_result)all[p].result;
+    if (p == g->rank) cddp__fail(r, "%s", own.text);
+    else cddp__fail(r, "rank %d: %s", p, all[p].text);
+  }
+  for (p = 0; r == CDDP_OK && p < g->size; p++)
+    if (all[p].hash != all[0].hash)
+      r = cddp__fail(CDDP_MISMATCH,
+                     "rank %d passed other parameters (names, counts, dtypes) or other options "
+                     "than rank 0",
+                     p);
+  if (value != NULL) memcpy(value, all[0].value, sizeof all[0].value);
+  cddp__free(&g->host->allocator, all);
+  return r;
+}
+
+static uint64_t cddp__hash_params(uint64_t h, const cddp_param *params, int count) {
+  int i;
+  for (i = 0; i < count; i++) {
+    uint64_t numbers[2];
+    numbers[0] = params[i].count;
+    numbers[1] = (uint64_t)params[i].dtype;
+    h = cddp__hash64(h, numbers, sizeof numbers);
+    h = cddp__hash64(h, params[i].name, strlen(params[i].name));
+  }
+  return h;
+}
+
+static uint64_t cddp__hash_checkpoint(const cddp_param *params, int count,
+                                      const cddp_checkpoint_desc *d) {
+  uint64_t h = (uint64_t)(d->sgd != NULL) | (uint64_t)(d->sampler != NULL) << 1 |
+               (uint64_t)d->partial << 2;
+  h = cddp__hash_params(h, params, count);
+  if (d->sgd != NULL && d->sgd->rule.momentum != 0)
+    h = cddp__hash_params(h + 1, d->sgd->params, d->sgd->count);
+  return h;
+}
+
+/* --- arguments --- */
+
+static cddp_result cddp__check_tensors(const char *what, const cddp_param *params, int count,
+                                       bool data) {
+  int i;
+  if (count < 0 || (count > 0 && params == NULL))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%ss is NULL or their number %d negative", what,
+                      count);
+  for (i = 0; i < count; i++) {
+    if (params[i].name == NULL)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s %d has no name, by which a file knows it", what,
+                        i);
+    if (!cddp__dtype_ok(params[i].dtype))
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s \"%s\" has dtype %d, which is no cddp_dtype",
+                        what, params[i].name, (int)params[i].dtype);
+    if (params[i].count > SIZE_MAX / 64)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s \"%s\" has too many elements", what,
+                        params[i].name);
+    if (data && params[i].data == NULL && params[i].count > 0)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s \"%s\" has data NULL", what, params[i].name);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__check_shapes(const cddp_param *params, int count,
+                                      const cddp_shape *shapes) {
+  uint64_t elements, bytes;
+  int i;
+  for (i = 0; shapes != NULL && i < count; i++) {
+    const cddp_shape *s = &shapes[i];
+    if (s->dims == 0) continue;
+    if (s->dims < 0 || s->dims > 8)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "shape %d has %d dimensions; 8 are possible", i,
+                        s->dims);
+    if (!cddp__st_size(s->size, s->dims, 64, &elements, &bytes) || elements != params[i].count)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "the shape of parameter \"%s\" does not come to its count, %zu",
+                        params[i].name, params[i].count);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__check_checkpoint(const cddp_group *g, const char *path,
+                                          const cddp_param *params, int count,
+                                          const cddp_checkpoint_desc *d) {
+  const cddp__shard *shard = d->sgd != NULL ? (const cddp__shard *)d->sgd->shard : NULL;
+  cddp_result r;
+  int i;
+  if (path == NULL || path[0] == 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
+  if ((r = cddp__check_tensors("parameter", params, count, true)) != CDDP_OK) return r;
+  if ((r = cddp__check_shapes(params, count, d->shapes)) != CDDP_OK) return r;
+  if (d->sgd != NULL)
+    r = cddp__check_tensors("parameter of the SGD", d->sgd->params, d->sgd->count, false);
+  if (r != CDDP_OK) return r;
+  if (shard != NULL && shard->ddp->group != g && shard->ddp->group->size > 1)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "the momentum lies in pieces on the ranks of the cddp_ddp's group; pass that "
+                      "group, on all of its ranks");
+  if (d->metadata_count < 0 || (d->metadata_count > 0 && d->metadata == NULL))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata is NULL or metadata_count negative");
+  for (i = 0; i < d->metadata_count; i++)
+    if (d->metadata[i].key == NULL)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata %d has no key", i);
+  return CDDP_OK;
+}
+
+/* --- saving --- */
+
+enum { CDDP__SAMPLER_EPOCH, CDDP__SAMPLER_SAMPLES, CDDP__SAMPLER_SIZE, CDDP__SAMPLER_SEED,
+       CDDP__SAMPLER_SHUFFLE, CDDP__SAMPLER_VALUES };
+static const char *const cddp__sampler_keys[] = {
+    "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
+    "cddp.sampler.seed", "cddp.sampler.shuffle"};
+
+typedef struct cddp__saving {
+  const cddp_allocator *allocator;
+  const cddp_param *params;
+  int count;
+  const cddp_checkpoint_desc *desc;
+  cddp__st_item *items;
+  size_t item_count;
+  const char **pairs; /* key, value, ... */
+  size_t pair_count;
+  char numbers[CDDP__SAMPLER_VALUES][24];
+  double lr;
+  cddp__text header;
+} cddp__saving;
+
+static bool cddp__has_momentum(const cddp_sgd *s, int i) {
+  return s->rule.momentum != 0 && s->started[i] && s->params[i].count > 0 &&
+         (s->momentum[i] != NULL || s->shard != NULL);
+}
+
+static cddp__st_item *cddp__save_item(cddp__saving *s, const char *prefix, const cddp_param *p,
+                                      const cddp_shape *shape, const void *data) {
+  cddp__st_item *item = &s->items[s->item_count++];
+  int i;
+  item->prefix = prefix;
+  item->name = p->name;
+  for (i = 0; cddp__st_types[i].dtype != (int)p->dtype; i++) {}
+  item->type = &cddp__st_types[i];
+  item->bytes = (uint64_t)p->count * cddp__dtype_size(p->dtype);
+  item->data = data;
+  item->dims = shape != NULL && shape->dims > 0 ? shape->dims : 1;
+  if (shape != NULL && shape->dims > 0)
+    memcpy(item->shape, shape->size, sizeof item->shape);
+  else
+    item->shape[0] = p->count;
+  return item;
+}
+
+static cddp_result cddp__save_items(cddp__saving *s) {
+  const cddp_sgd *sgd = s->desc->sgd;
+  const cddp_shape *shapes = s->desc->shapes;
+  size_t n = (size_t)s->count + (sgd != NULL ? (size_t)sgd->count + 1 : 0);
+  cddp_param lr;
+  int i;
+  s->items = (cddp__st_item *)cddp__calloc(s->allocator, n, sizeof *s->items);
+  if (s->items == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < s->count; i++)
+    cddp__save_item(s, "", &s->params[i], shapes != NULL ? &shapes[i] : NULL, s->params[i].data);
+  if (sgd == NULL) return CDDP_OK;
+  if (sgd->params != s->params || sgd->count > s->count) shapes = NULL;
+  for (i = 0; i < sgd->count; i++)
+    if (cddp__has_momentum(sgd, i))
+      cddp__save_item(s, CDDP__MOMENTUM_PREFIX, &sgd->params[i], shapes != NULL ? &shapes[i] : NULL,
+                      sgd->momentum[i])->param = i;
+  memset(&lr, 0, sizeof lr);
+  lr.name = CDDP__LR_NAME;
+  lr.count = 1;
+  lr.dtype = CDDP_F64;
+  s->lr = sgd->desc.lr;
+  cddp__save_item(s, "", &lr, NULL, &s->lr)->dims = 0;
+  return CDDP_OK;
+}
+
+/* Samples of the epoch that all ranks together have taken. */
+static uint64_t cddp__sampler_samples(const cddp_sampler *s) {
+  size_t taken = s->start + s->position * (size_t)s->desc.world_size;
+  return cddp__min(taken, s->desc.dataset_size);
+}
+
+static void cddp__sampler_values(const cddp_sampler *s, uint64_t v[CDDP__SAMPLER_VALUES]) {
+  v[CDDP__SAMPLER_EPOCH] = s->epoch;
+  v[CDDP__SAMPLER_SAMPLES] = cddp__sampler_samples(s);
+  v[CDDP__SAMPLER_SIZE] = s->desc.dataset_size;
+  v[CDDP__SAMPLER_SEED] = s->desc.seed;
+  v[CDDP__SAMPLER_SHUFFLE] = s->desc.shuffle;
+}
+
+static void cddp__save_pair(cddp__saving *s, const char *key, const char *value) {
+  s->pairs[s->pair_count++] = key;
+  s->pairs[s->pair_count++] = value;
+}
+
+static cddp_result cddp__save_metadata(cddp__saving *s) {
+  const cddp_checkpoint_desc *d = s->desc;
+  size_t n = (size_t)d->metadata_count + CDDP__SAMPLER_VALUES + 1;
+  uint64_t v[CDDP__SAMPLER_VALUES];
+  bool format = false;
+  int i;
+  s->pairs = (const char **)cddp__calloc(s->allocator, 2 * n, sizeof *s->pairs);
+  if (s->pairs == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < d->metadata_count; i++) {
+    const char *key = d->metadata[i].key;
+    if (strncmp(key, "cddp.", 5) == 0 || d->metadata[i].value == NULL)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "metadata \"%s\" has no value, or begins with cddp., which is reserved",
+                        key);
+    if (strcmp(key, "format") == 0) format = true;
+  }
+  if (!format) cddp__save_pair(s, "format", "pt"); /* some of PyTorch's loaders insist on it */
+  if (d->sampler != NULL) cddp__sampler_values(d->sampler, v);
+  for (i = 0; d->sampler != NULL && i < CDDP__SAMPLER_VALUES; i++) {
+    snprintf(s->numbers[i], sizeof s->numbers[i], "%" PRIu64, v[i]);
+    cddp__save_pair(s, cddp__sampler_keys[i], s->numbers[i]);
+  }
+  for (i = 0; i < d->metadata_count; i++)
+    cddp__save_pair(s, d->metadata[i].key, d->metadata[i].value);
+  return CDDP_OK;
+}
+
+/* A header that we would not read must not be written: duplicate names, wrong UTF-8. */
+static cddp_result cddp__save_verify(const cddp__saving *s, uint64_t data_bytes) {
+  cddp_safetensors *f = cddp__st_new(s->allocator);
+  cddp_result r;
+  if (f == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__st_text_room(f, s->header.n - 8);
+  if (r == CDDP_OK) {
+    memcpy(f->text, s->header.out + 8, s->header.n - 8);
+    if (f->text_size > CDDP__HEADER_MAX)
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "names and metadata make a header of %zu bytes; %u are allowed", f->text_size,
+                     CDDP__HEADER_MAX);
+    else r = cddp__st_parse(f, data_bytes);
+  }
+  cddp__st_close(f);
+  if (r == CDDP_IO) r = cddp__fail_in(CDDP_INVALID_ARGUMENT, "what was passed makes no file: ");
+  return r;
+}
+
+static cddp_result cddp__save_header(cddp__saving *s) {
+  const cddp__st_item *last;
+  cddp_result r;
+  if ((r = cddp__save_items(s)) != CDDP_OK || (r = cddp__save_metadata(s)) != CDDP_OK) return r;
+  cddp__st_place(s->items, s->item_count);
+  cddp__st_write(&s->header, s->items, s->item_count, s->pairs, s->pair_count);
+  s->header.out = (char *)cddp__malloc(s->allocator, s->header.n);
+  if (s->header.out == NULL) return CDDP_OUT_OF_MEMORY;
+  s->header.n = 0;
+  cddp__st_write(&s->header, s->items, s->item_count, s->pairs, s->pair_count);
+  last = s->item_count > 0 ? &s->items[s->item_count - 1] : NULL;
+  return cddp__save_verify(s, last != NULL ? last->begin + last->bytes : 0);
+}
+
+/* Momentum in pieces: slice by slice from the ranks' shards, in shared memory. */
+static cddp_result cddp__write_shards(const cddp__saving *s, int fd, int param, uint64_t *at) {
+  const cddp__shard *h = (const cddp__shard *)s->desc->sgd->shard;
+  cddp_ddp *d = h->ddp;
+  int p, dtype = (int)d->params[param].dtype;
+  size_t begin, end;
+  cddp_result r = CDDP_OK;
+  for (p = 0; r == CDDP_OK && p < d->group->size; p++)
+    if (cddp__tensor_slice(d, param, p, &begin, &end))
+      r = cddp__write_at(fd, h->all[p] + cddp__shard_offset(d, dtype, p, begin), end - begin, at);
+  return r;
+}
+
+static cddp_result cddp__write_file(const cddp__saving *s, int fd) {
+  uint64_t at = 0;
+  size_t i;
+  cddp_result r = cddp__write_at(fd, s->header.out, s->header.n, &at);
+  for (i = 0; r == CDDP_OK && i < s->item_count; i++) {
+    const cddp__st_item *item = &s->items[i];
+    CDDP__POINT("save");
+    r = item->data != NULL || item->bytes == 0 ? cddp__write_at(fd, item->data, item->bytes, &at)
+                                               : cddp__write_shards(s, fd, item->param, &at);
+  }
+  if (r == CDDP_OK && fsync(fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
+  return r;
+}
+
+/* Rank 0's part. */
+static cddp_result cddp__write_checkpoint(const cddp__saving *s, const char *path) {
+  size_t n = strlen(path) + 5;
+  char *temporary = (char *)cddp__malloc(s->allocator, n);
+  bool ours;
+  int fd = -1;
+  cddp_result r;
+  if (temporary == NULL) return CDDP_OUT_OF_MEMORY;
+  snprintf(temporary, n, "%s.tmp", path);
+  r = cddp__temporary(temporary, &fd);
+  ours = r == CDDP_OK;
+  if (ours) r = cddp__write_file(s, fd);
+  if (r == CDDP_OK && rename(temporary, path) != 0)
+    r = cddp__fail(CDDP_IO, "rename of %s: %s", temporary, strerror(errno));
+  if (r != CDDP_OK && ours) unlink(temporary);
+  cddp__close_fd(&fd); /* after that: the lock ends here */
+  if (r == CDDP_OK) r = cddp__sync_directory(temporary);
+  cddp__free(s->allocator, temporary);
+  return r;
+}
+
+/* Collective. r: of the arguments' check here. */
+static cddp_result cddp__save(cddp_group *g, const char *path, const cddp_param *params, int count,
+                              const cddp_checkpoint_desc *desc, cddp_result r) {
+  cddp__saving s;
+  uint64_t hash = r == CDDP_OK ? cddp__hash_checkpoint(params, count, desc) : 0;
+  bool inside = g != NULL && g->size > 1, first = g == NULL || g->rank == 0;
+  memset(&s, 0, sizeof s);
+  s.allocator = g != NULL ? &g->host->allocator : NULL;
+  s.params = params;
+  s.count = count;
+  s.desc = desc;
+  if (r == CDDP_OK && first) r = cddp__save_header(&s);
+  r = cddp__settle(g, r, hash, NULL);
+  if (r == CDDP_OK) {
+    if (first && inside) r = cddp__enter(g); /* reads its peers' memory */
+    if (first && r == CDDP_OK) r = cddp__write_checkpoint(&s, path);
+    if (first && inside) cddp__exit(g, CDDP_OK);
+    r = cddp__settle(g, r, 0, NULL);
+  }
+  cddp__free(s.allocator, s.items);
+  cddp__free(s.allocator, s.pairs);
+  cddp__free(s.allocator, s.header.out);
+  return r;
+}
+
+/* --- loading --- */
+
+/* A tensor of the file that somebody wants. */
+typedef struct cddp__st_copy {
+  const cddp__st_tensor *from;
+  void *to;
+  cddp_dtype dtype; /* of `to` */
+} cddp__st_copy;
+
+typedef struct cddp__loading {
+  cddp_group *g;
+  const cddp_allocator *allocator;
+  const cddp_param *params;
+  int count;
+  const cddp_checkpoint_desc *desc;
+  cddp_safetensors *file; /* rank 0's has the descriptor */
+  cddp__st_copy *copies;
+  size_t copy_count;
+  void **momentum; /* [sgd->count] what was in the file; NULL: nothing */
+  bool *taken;     /* [file->count] somebody wants it */
+  bool has_sampler;
+  uint64_t sampler[CDDP__SAMPLER_VALUES];
+  bool has_lr;
+  double lr;
+} cddp__loading;
+
+/* Notes that the tensor is to be copied to `to`, if it suits p. */
+static cddp_result cddp__want(cddp__loading *l, const cddp__st_tensor *t, const cddp_param *p,
+                              void *to) {
+  const cddp_tensor_info *info = &t->info;
+  bool converts = info->dtype >= 0 && cddp__dtype_trains((cddp_dtype)info->dtype) &&
+                  cddp__dtype_trains(p->dtype);
+  cddp__st_copy *c = &l->copies[l->copy_count++];
+  char space[CDDP__SHOWN];
+  if (info->count != p->count)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "\"%s\" has %" PRIu64 " elements in the file, the parameter has %zu",
+                      cddp__show_name(info->name, space), info->count, p->count);
+  if (info->dtype != (int)p->dtype && !converts)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%s\" is %s in the file, the parameter is %s",
+                      cddp__show_name(info->name, space), info->type, cddp__dtype_names[p->dtype]);
+  c->from = t;
+  c->to = to;
+  c->dtype = p->dtype;
+  l->taken[t - l->file->tensors] = true;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__lacks(const char *what, const char *name) {
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "the file has no %s \"%s\"; set partial to leave such things as they are", what,
+                    name);
+}
+
+static cddp_result cddp__match_params(cddp__loading *l) {
+  const cddp_shape *s = l->desc->shapes;
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; r == CDDP_OK && i < l->count; i++) {
+    const cddp_param *p = &l->params[i];
+    const cddp__st_tensor *t = cddp__st_find(l->file, "", p->name);
+    if (t == NULL && !l->desc->partial) return cddp__lacks("tensor", p->name);
+    if (t == NULL) continue;
+    r = cddp__want(l, t, p, p->data);
+    if (r == CDDP_OK && s != NULL && s[i].dims > 0 &&
+        (s[i].dims != t->info.dims ||
+         memcmp(s[i].size, t->info.shape, (size_t)s[i].dims * sizeof *s[i].size) != 0))
+      r = cddp__fail(CDDP_INVALID_ARGUMENT, "\"%s\" has another shape in the file", p->name);
+  }
+  return r;
+}
+
+static cddp_result cddp__match_sgd(cddp__loading *l) {
+  cddp_sgd *sgd = l->desc->sgd;
+  const cddp__st_tensor *t = cddp__st_find(l->file, "", CDDP__LR_NAME);
+  cddp_result r;
+  cddp_param lr;
+  int i;
+  memset(&lr, 0, sizeof lr);
+  lr.count = 1;
+  lr.dtype = CDDP_F64;
+  if (t == NULL) return l->desc->partial ? CDDP_OK : cddp__lacks("tensor", CDDP__LR_NAME);
+  r = cddp__want(l, t, &lr, &l->lr);
+  l->has_lr = true;
+  if (r != CDDP_OK || sgd->rule.momentum == 0) return r;
+  l->momentum = (void **)cddp__calloc(l->allocator, (size_t)sgd->count, sizeof *l->momentum);
+  if (l->momentum == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; r == CDDP_OK && i < sgd->count; i++) {
+    const cddp_param *p = &sgd->params[i];
+    t = cddp__st_find(l->file, CDDP__MOMENTUM_PREFIX, p->name);
+    if (t == NULL || p->count == 0) continue; /* no step has touched it */
+    l->momentum[i] = cddp__calloc(&sgd->allocator, p->count, cddp__dtype_size(p->dtype));
+    if (l->momentum[i] == NULL) return CDDP_OUT_OF_MEMORY;
+    r = cddp__want(l, t, p, l->momentum[i]);
+  }
+  return r;
+}
+
+static cddp_result cddp__match_sampler(cddp__loading *l) {
+  const cddp_sampler_desc *d = &l->desc->sampler->desc;
+  uint64_t *v = l->sampler;
+  int i;
+  for (i = 0; i < CDDP__SAMPLER_VALUES; i++) {
+    const char *key = cddp__sampler_keys[i], *text = cddp__st_value(l->file, key);
+    char *end = NULL;
+    if (text == NULL) return l->desc->partial ? CDDP_OK : cddp__lacks("metadata", key);
+    errno = 0;
+    v[i] = strtoull(text, &end, 10);
+    if (text[0] < '0' || text[0] > '9' || *end != 0 || errno != 0)
+      return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
+  }
+  if (v[CDDP__SAMPLER_SAMPLES] > 0 &&
+      (v[CDDP__SAMPLER_SIZE] != d->dataset_size || v[CDDP__SAMPLER_SEED] != d->seed ||
+       v[CDDP__SAMPLER_SHUFFLE] != (uint64_t)d->shuffle))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "it was saved in the middle of an epoch over %" PRIu64
+                      " samples, seed %" PRIu64
+                      ", %sshuffled; the sampler has %zu, seed %" PRIu64 ", %sshuffled",
+                      v[CDDP__SAMPLER_SIZE], v[CDDP__SAMPLER_SEED],
+                      v[CDDP__SAMPLER_SHUFFLE] != 0 ? "" : "not ", d->dataset_size, d->seed,
+                      d->shuffle ? "" : "not ");
+  l->has_sampler = true;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__match_metadata(const cddp__loading *l) {
+  const cddp_checkpoint_desc *d = l->desc;
+  size_t needed = 0;
+  int i;
+  for (i = 0; i < d->metadata_count; i++) {
+    const char *value = cddp__st_value(l->file, d->metadata[i].key);
+    if (value != NULL) needed += strlen(value) + 1;
+  }
+  if (needed > 0 && (d->text == NULL || d->text_size < needed))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "text has %zu bytes; the metadata's values need %zu",
+                      d->text != NULL ? d->text_size : 0, needed);
+  return CDDP_OK;
+}
+
+/* Nothing may be left over, but for what an SGD would want. */
+static cddp_result cddp__match_rest(const cddp__loading *l) {
+  char space[CDDP__SHOWN];
+  size_t i;
+  for (i = 0; !l->desc->partial && i < l->file->count; i++) {
+    const char *name = l->file->tensors[i].info.name;
+    if (!l->taken[i] && strncmp(name, "optimizer.", 10) != 0)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "the file has a tensor \"%s\", which is not among the parameters; set "
+                        "partial to leave it",
+                        cddp__show_name(name, space));
+  }
+  return CDDP_OK;
+}
+
+/* Finds everything that is wanted in the file; changes nothing outside l. */
+static cddp_result cddp__match(cddp__loading *l) {
+  const cddp_sgd *sgd = l->desc->sgd;
+  size_t n = (size_t)l->count + (sgd != NULL ? (size_t)sgd->count + 1 : 0);
+  cddp_result r = CDDP_OK;
+  l->copies = (cddp__st_copy *)cddp__calloc(l->allocator, n, sizeof *l->copies);
+  l->taken = (bool *)cddp__calloc(l->allocator, l->file->count, sizeof *l->taken);
+  if (l->copies == NULL || l->taken == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__match_params(l);
+  if (r == CDDP_OK && sgd != NULL) r = cddp__match_sgd(l);
+  if (r == CDDP_OK && l->desc->sampler != NULL) r = cddp__match_sampler(l);
+  if (r == CDDP_OK) r = cddp__match_metadata(l);
+  return r == CDDP_OK ? cddp__match_rest(l) : r;
+}
+
+/* Reads n elements at `at` of the file, converted on the way. */
+static cddp_result cddp__read_converted(int fd, const cddp__st_copy *c, uint64_t at) {
+  double block[2048];
+  cddp_dtype from = (cddp_dtype)c->from->info.dtype;
+  size_t size = cddp__dtype_size(from), count = (size_t)c->from->info.count, done, n;
+  cddp_result r = CDDP_OK;
+  for (done = 0; r == CDDP_OK && done < count; done += n) {
+    n = cddp__min(count - done, sizeof block / size);
+    r = cddp__read_at(fd, block, n * size, at + done * size);
+    if (r == CDDP_OK)
+      cddp__convert((char *)c->to + done * cddp__dtype_size(c->dtype), c->dtype, block, from, n);
+  }
+  return r;
+}
+
+static cddp_result cddp__read_tensors(const cddp__loading *l) {
+  cddp_result r = CDDP_OK;
+  size_t i;
+  for (i = 0; r == CDDP_OK && i < l->copy_count; i++) {
+    const cddp__st_copy *c = &l->copies[i];
+    uint64_t at = l->file->data_begin + c->from->info.begin;
+    r = c->from->info.dtype == (int)c->dtype
+            ? cddp__read_at(l->file->fd, c->to, c->from->info.bytes, at)
+            : cddp__read_converted(l->file->fd, c, at);
+  }
+  if (r == CDDP_OK && l->has_lr && !(l->lr >= 0))
+    r = cddp__fail(CDDP_IO, "its learning rate is %g", l->lr);
+  return r;
+}
+
+/* The part without which nothing is known: the header, alike on all ranks. */
+static cddp_result cddp__load_header(cddp__loading *l, const char *path, uint64_t hash,
+                                     cddp_result r) {
+  uint64_t value[2] = {0, 0}; /* bytes of the header and of the data */
+  bool first = l->g == NULL || l->g->rank == 0;
+  if (r == CDDP_OK && (l->file = cddp__st_new(l->allocator)) == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK && first) r = cddp__st_open(l->file, path, &value[1]);
+  if (r == CDDP_OK && first) value[0] = l->file->text_size;
+  if ((r = cddp__settle(l->g, r, hash, value)) != CDDP_OK) return r;
+  if (!first) r = cddp__st_text_room(l->file, (size_t)value[0]);
+  if ((r = cddp__settle(l->g, r, 0, NULL)) != CDDP_OK) return r;
+  if (l->g != NULL)
+    r = cddp__run_simple(l->g, CDDP__KIND_BROADCAST, l->file->text, l->file->text,
+                         (size_t)value[0], CDDP_U8, 0);
+  if (r != CDDP_OK) return r;
+  r = cddp__st_parse(l->file, value[1]);
+  if (r == CDDP_OK) r = cddp__match(l);
+  return cddp__settle(l->g, r, 0, NULL);
+}
+
+/* Puts what was loaded in its place; cannot fail. */
+static void cddp__load_commit(cddp__loading *l) {
+  const cddp_checkpoint_desc *d = l->desc;
+  cddp_sgd *sgd = d->sgd;
+  char *text = d->text;
+  int i;
+  if (l->momentum != NULL && sgd->shard != NULL) sgd->drop(sgd); /* made anew by the next step */
+  for (i = 0; l->momentum != NULL && i < sgd->count; i++) {
+    cddp__free(&sgd->allocator, sgd->momentum[i]);
+    sgd->momentum[i] = l->momentum[i];
+    sgd->started[i] = l->momentum[i] != NULL;
+    l->momentum[i] = NULL;
+  }
+  if (l->has_lr) {
+    sgd->desc.lr = l->lr;
+    cddp__sgd_rule_init(&sgd->rule, &sgd->desc);
+  }
+  if (l->has_sampler)
+    cddp__sampler_resume(d->sampler, l->sampler[CDDP__SAMPLER_EPOCH],
+                         l->sampler[CDDP__SAMPLER_SAMPLES]);
+  for (i = 0; i < d->metadata_count; i++) {
+    const char *value = cddp__st_value(l->file, d->metadata[i].key);
+    d->metadata[i].value = value != NULL ? text : NULL;
+    if (value == NULL) continue;
+    memcpy(text, value, strlen(value) + 1);
+    text += strlen(value) + 1;
+  }
+}
+
+static cddp_result cddp__load_tensors(cddp__loading *l) {
+  cddp_result r = CDDP_OK;
+  size_t i;
+  if (l->g == NULL || l->g->rank == 0) r = cddp__read_tensors(l);
+  r = cddp__settle(l->g, r, 0, NULL);
+  for (i = 0; r == CDDP_OK && l->g != NULL && i < l->copy_count; i++) {
+    const cddp__st_copy *c = &l->copies[i];
+    r = cddp__run_simple(l->g, CDDP__KIND_BROADCAST, c->to, c->to, (size_t)c->from->info.count,
+                         c->dtype, 0);
+  }
+  return r;
+}
+
+/* Collective. r: of the arguments' check here. */
+static cddp_result cddp__load(cddp_group *g, const char *path, const cddp_param *params, int count,
+                              const cddp_checkpoint_desc *desc, cddp_result r) {
+  cddp__loading l;
+  uint64_t hash = r == CDDP_OK ? cddp__hash_checkpoint(params, count, desc) : 0;
+  int i;
+  memset(&l, 0, sizeof l);
+  l.g = g;
+  l.allocator = g != NULL ? &g->host->allocator : NULL;
+  l.params = params;
+  l.count = count;
+  l.desc = desc;
+  r = cddp__load_header(&l, path, hash, r);
+  if (r == CDDP_OK) r = cddp__load_tensors(&l);
+  if (r == CDDP_OK) cddp__load_commit(&l);
+  for (i = 0; l.momentum != NULL && i < desc->sgd->count; i++)
+    cddp__free(&desc->sgd->allocator, l.momentum[i]);
+  cddp__free(l.allocator, l.momentum);
+  cddp__free(l.allocator, l.copies);
+  cddp__free(l.allocator, l.taken);
+  cddp__st_close(l.file);
+  return r;
+}
+
 /* >>spawn --------------------------------------------------------------------------------------
    Ranks as processes: fork, watch, end the rest when one fails. Ranks as threads. */
 
@@ -14073,15 +15585,22 @@ CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *
   if (r != CDDP_OK) return cddp__fail_in(r, "cddp_sampler_init: ");
   s->desc = *desc;
   if (s->desc.world_size == 0) s->desc.world_size = 1;
-  s->size = cddp__sampler_count(&s->desc);
+  s->size = cddp__sampler_count(&s->desc, 0);
   return CDDP_OK;
 }
 
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch) {
+  bool goes_on;
   if (s == NULL) return;
+  goes_on = s->resumed && s->epoch == epoch;
+  s->resumed = false;
+  if (goes_on) return;
   cddp__sampler_rewind(s);
   s->epoch = epoch;
+  if (s->start != 0) s->size = cddp__sampler_count(&s->desc, s->start = 0);
 }
+
+CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s) { return s != NULL ? s->epoch : 0; }
 
 CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s) { return s != NULL ? s->size : 0; }
 
@@ -14093,7 +15612,7 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index) {
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
   if (s == NULL) return;
   cddp__sampler_rewind(s);
-  s->size = 0;
+  s->size = s->start = 0;
 }
 
 /* The store's public functions: arguments are checked here, all else is done in >>store. */
@@ -14624,6 +16143,92 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
   (*out)->used = desc->ddp->used;
   return CDDP_OK;
 }
+/* Words for a failure of either: which call, which file. */
+static cddp_result cddp__checkpoint_failed(const char *function, const char *path, cddp_result r) {
+  return cddp__fail_in(r, "%s(\"%.200s\"): ", function, path != NULL ? path : "NULL");
+}
+
+CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
+                              const cddp_checkpoint_desc *desc) {
+  cddp_checkpoint_desc zero;
+  cddp_result r;
+  cddp__enter_call();
+  memset(&zero, 0, sizeof zero);
+  if (desc == NULL) desc = &zero;
+  if (g != NULL) cddp__engine_drain(g);
+  r = cddp__check_checkpoint(g, path, params, count, desc);
+  r = cddp__save(g, path, params, count, desc, r);
+  return r == CDDP_OK ? r : cddp__checkpoint_failed("cddp_save", path, r);
+}
+
+CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
+                              const cddp_checkpoint_desc *desc) {
+  cddp_checkpoint_desc zero;
+  cddp_result r;
+  cddp__enter_call();
+  memset(&zero, 0, sizeof zero);
+  if (desc == NULL) desc = &zero;
+  if (g != NULL) cddp__engine_drain(g);
+  r = cddp__check_checkpoint(g, path, params, count, desc);
+  r = cddp__load(g, path, params, count, desc, r);
+  return r == CDDP_OK ? r : cddp__checkpoint_failed("cddp_load", path, r);
+}
+
+CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *path) {
+  static const char name[] = "cddp_safetensors_open";
+  uint64_t data_bytes = 0;
+  cddp_safetensors *f;
+  cddp_result r;
+  if (out == NULL) return cddp__invalid(name, "out is NULL");
+  *out = NULL;
+  if (path == NULL) return cddp__invalid(name, "path is NULL");
+  if ((f = cddp__st_new(NULL)) == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__st_open(f, path, &data_bytes);
+  if (r == CDDP_OK) r = cddp__st_parse(f, data_bytes);
+  if (r == CDDP_OK) *out = f;
+  else cddp__st_close(f);
+  return r == CDDP_OK ? r : cddp__checkpoint_failed(name, path, r);
+}
+
+CDDPDEF int cddp_safetensors_count(const cddp_safetensors *f) {
+  return f != NULL ? (int)f->count : -1;
+}
+
+CDDPDEF cddp_result cddp_safetensors_get(const cddp_safetensors *f, int index,
+                                         cddp_tensor_info *out) {
+  static const char name[] = "cddp_safetensors_get";
+  if (f == NULL || out == NULL) return cddp__invalid(name, "the file or out is NULL");
+  if (index < 0 || (size_t)index >= f->count)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: index is %d; the file has %zu tensors", name,
+                      index, f->count);
+  *out = f->tensors[index].info;
+  return CDDP_OK;
+}
+
+CDDPDEF int cddp_safetensors_find(const cddp_safetensors *f, const char *name) {
+  const cddp__st_tensor *t = f != NULL && name != NULL ? cddp__st_find(f, "", name) : NULL;
+  return t != NULL ? (int)(t - f->tensors) : -1;
+}
+
+CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, void *data,
+                                          size_t bytes) {
+  static const char name[] = "cddp_safetensors_read";
+  cddp_tensor_info t;
+  cddp_result r = cddp_safetensors_get(f, index, &t);
+  if (r != CDDP_OK) return r;
+  if (bytes != t.bytes || (data == NULL && bytes > 0))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s: data is NULL, or has %zu bytes where the tensor has %" PRIu64, name,
+                      bytes, t.bytes);
+  r = cddp__read_at(f->fd, data, bytes, f->data_begin + t.begin);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", name);
+}
+
+CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const char *key) {
+  return f != NULL && key != NULL ? cddp__st_value(f, key) : NULL;
+}
+
+CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
 #endif /* CDDP_IMPLEMENTATION_DONE */
 #endif /* CDDP_IMPLEMENTATION */
 
@@ -14648,13 +16253,16 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 #define cddp_ddp_wait(d) cddp_ddp_wait(CDDP__DDP_AT(d))
 #define cddp_ddp_step(d, s) cddp_ddp_step(CDDP__DDP_AT(d), s)
 #define cddp_ddp_sync_buffers(d) cddp_ddp_sync_buffers(CDDP__DDP_AT(d))
+#define cddp_save(g, ...) cddp_save(CDDP__AT(g), __VA_ARGS__)
+#define cddp_load(g, ...) cddp_load(CDDP__AT(g), __VA_ARGS__)
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
    0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
                   fail or are there twice while they meet are named to the others at once;
-                  ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND)
+                  ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
+                  checkpoints: cddp_save, cddp_load, cddp_safetensors_*
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

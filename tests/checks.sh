@@ -205,8 +205,8 @@ short_examples() { # one file a lesson, at most 150 lines, its build command in 
   done | none "examples"
 }
 
-readme() { # every file and target of ours that the README names is there
-  local word
+readme() { # its C compiles; every file and target of ours that it names is there
+  local word f
   [ -f README.md ] || fail "there is no README.md"
   for word in $(grep -o -E '\b(examples|tests)/[A-Za-z0-9_./-]*[A-Za-z0-9_]' README.md | sort -u); do
     [ -e "$word" ] || echo "no file $word"
@@ -214,6 +214,10 @@ readme() { # every file and target of ours that the README names is there
   for word in $(grep -o -E '`(\$ )?ninja [a-z-]+|^ *(\$ )?ninja [a-z-]+' README.md | grep -o '[a-z-]*$' | sort -u); do
     grep -q -E "^build ([^:]* )?$word:|^name = $word$" build.ninja || echo "no target $word"
   done | none "README.md: ninja"
+  awk -v to="$work/block" '/^```/ { on = $0 == "```c"; n += on; next } on { print > (to n ".c") }' README.md
+  for f in "$work"/block*.c; do
+    cc -std=c11 -D_GNU_SOURCE -Wall -Wextra -I. -fsyntax-only "$f" 2>&1
+  done | none "README.md: C"
 }
 
 # --- which ---

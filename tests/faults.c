@@ -309,6 +309,61 @@ static cddp_result run_model(cddp_group *g, int variant) {
   return r;
 }
 
+static char checkpoint[300];
+
+/* Saves over a file that is there, and loads it; what fails must leave a whole file and no other.
+   variant 1: the momentum in pieces on the ranks. */
+static cddp_result run_checkpoint(cddp_group *g, int variant) {
+  float w[1000] = {1}, grad[1000] = {0};
+  cddp_param p = {"w", w, NULL, 1000, CDDP_F32};
+  cddp_metadata m = {"note", "x"};
+  char text[8], temporary[310];
+  cddp_sampler_desc so;
+  cddp_sgd_desc o;
+  cddp_checkpoint_desc d;
+  cddp_sampler s;
+  cddp_ddp *ddp = NULL;
+  cddp_result r = CDDP_OK;
+  cddp_safetensors *f = NULL;
+  bool armed = __atomic_load_n(&fault.armed, __ATOMIC_RELAXED);
+  memset(&so, 0, sizeof so);
+  memset(&o, 0, sizeof o);
+  memset(&d, 0, sizeof d);
+  so.dataset_size = 5;
+  o.lr = o.momentum = 0.5;
+  p.grad = variant == 1 ? NULL : grad;
+  d.sampler = &s;
+  d.metadata = &m;
+  d.metadata_count = 1;
+  d.text = text;
+  d.text_size = sizeof text;
+  CHECK_OK(cddp_sampler_init(&s, &so));
+  arm(false); /* what comes before is tested elsewhere */
+  if (variant == 1) r = cddp_ddp_create(&ddp, g, &p, 1, NULL);
+  if (r == CDDP_OK) r = cddp_sgd_create(&d.sgd, &p, 1, &o);
+  if (r == CDDP_OK && variant == 1) r = cddp_ddp_ready(ddp, 0);
+  if (r == CDDP_OK) r = variant == 1 ? cddp_ddp_step(ddp, d.sgd) : cddp_sgd_step(d.sgd);
+  arm(armed);
+  if (r == CDDP_OK) r = cddp_save(g, checkpoint, &p, 1, &d);
+  if (r == CDDP_OK) r = cddp_load(g, checkpoint, &p, 1, &d);
+  arm(false);
+  snprintf(temporary, sizeof temporary, "%s.tmp", checkpoint);
+  if (cddp_rank(g) == 0) {
+    CHECK_OK(cddp_safetensors_open(&f, checkpoint));
+    CHECK(cddp_safetensors_count(f) == 3 && access(temporary, F_OK) != 0);
+    cddp_safetensors_close(f);
+  }
+  CHECK(w[0] == 1 && w[999] == 0 && cddp_sgd_lr(d.sgd) == 0.5);
+  if (r == CDDP_OK) { /* and training goes on */
+    if (variant == 1) r = cddp_ddp_ready(ddp, 0);
+    if (r == CDDP_OK) r = variant == 1 ? cddp_ddp_step(ddp, d.sgd) : cddp_sgd_step(d.sgd);
+  }
+  cddp_sampler_destroy(&s);
+  cddp_sgd_destroy(d.sgd);
+  cddp_ddp_destroy(ddp);
+  return r;
+}
+
 static cddp_result run_nothing(cddp_group *g, int variant) {
   (void)variant;
   return cddp_barrier(g);
@@ -658,6 +713,40 @@ static void test_files(void) {
   for_every("EINTR in files", run_nothing, 0, 1u << CALL_PREAD | 1u << CALL_PWRITE, EINTR, true);
 }
 
+static int begin_checkpoint(cddp_group *g, void *arg) {
+  (void)arg;
+  return run_checkpoint(g, 0) != CDDP_OK;
+}
+
+static void test_checkpoint(void) {
+  const char *dir = getenv("TMPDIR");
+  bool was = thorough;
+  int variant;
+  snprintf(checkpoint, sizeof checkpoint, "%s/cddp-faults-%d.safetensors", dir ? dir : "/tmp",
+           (int)getpid());
+  CHECK_OK(cddp_run_threads(begin_checkpoint, NULL, 1)); /* the file that must stay */
+  for (variant = 0; variant < 2; variant++) {
+    prepare(2, false, false);
+    CHECK(for_every("checkpoint", run_checkpoint, variant, MEMORY, ENOMEM, false) > 9);
+  }
+  thorough = true; /* only rank 0 has to do with files: each N on each rank, or it is half of them */
+  prepare(2, false, false);
+  CHECK(for_every("checkpoint, ENOSPC", run_checkpoint, 1, FILES, ENOSPC, false) > 14);
+  prepare(2, false, false);
+  CHECK(for_every("checkpoint, EMFILE", run_checkpoint, 0, 1u << CALL_OPEN, EMFILE, false) > 4);
+  thorough = was;
+  prepare(2, false, false);
+  for_every("checkpoint, EINTR", run_checkpoint, 1, 1u << CALL_PREAD | 1u << CALL_PWRITE, EINTR,
+            true);
+  prepare(2, false, false);
+  fault.calls = 0;
+  fault.tiny = true; /* a byte a call */
+  job->fn = run_checkpoint;
+  CHECK(!run_once("checkpoint, a byte a call", 0));
+  fault.tiny = false;
+  unlink(checkpoint);
+}
+
 /* --- bad input --- */
 
 /* The call was refused with a sentence that begins with the function's name. */
@@ -976,6 +1065,7 @@ int main(int argc, char **argv) {
   RUN(test_descriptors);
   RUN(test_resets);
   RUN(test_files);
+  RUN(test_checkpoint);
   RUN(test_bad_calls);
   RUN(test_bad_starts);
   return TEST_END();

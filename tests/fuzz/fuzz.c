@@ -1070,6 +1070,101 @@ static void target_discovery(input *in) {
   must_say(cddp__store_timeout(0, &seconds));
 }
 
+/* --- safetensors: a file's header, and what it says written again ----------------------------- */
+
+static cddp_safetensors *new_file(const cddp_allocator *a, const void *text, size_t n) {
+  cddp_safetensors *f = cddp__st_new(a);
+  if (f == NULL) return NULL;
+  if (cddp__st_text_room(f, n) == CDDP_OK) {
+    if (n > 0) memcpy(f->text, text, n);
+    return f;
+  }
+  cddp__st_free(f);
+  return NULL;
+}
+
+/* Each byte has one tensor, each name is there once, every pointer into the text. */
+static void must_fit(const cddp_safetensors *f, uint64_t data_bytes) {
+  uint64_t at = 0, product;
+  size_t i, k;
+  for (i = 0; i < f->count; i++) {
+    const cddp_tensor_info *t = &f->tensors[i].info;
+    REQUIRE(t->begin == at && t->dims >= 0 && t->dims <= CDDP__DIMS_MAX);
+    REQUIRE(t->dims == 0 || t->shape >= f->shapes);
+    REQUIRE(t->dims == 0 || t->shape + t->dims <= f->shapes + f->shape_count);
+    REQUIRE(t->name > f->text && t->name + strlen(t->name) < f->text + f->text_size);
+    for (product = 1, k = 0; k < (size_t)t->dims; k++) product *= t->shape[k];
+    REQUIRE(product == t->count && cddp__st_type_named(t->type) != NULL);
+    REQUIRE(product * (uint64_t)cddp__st_type_named(t->type)->bits == t->bytes * 8);
+    REQUIRE(cddp__st_find(f, "", t->name) == &f->tensors[i]);
+    REQUIRE(t->name[0] == 0 || cddp__st_find(f, "", t->name + 1) != &f->tensors[i]);
+    at += t->bytes;
+  }
+  REQUIRE(at == data_bytes);
+  for (i = 0; i < f->pair_count; i += 2)
+    REQUIRE(cddp__st_value(f, f->pairs[i]) == f->pairs[i + 1]);
+}
+
+/* Writes the tensors that a header of ours can have, and reads that. */
+static void write_again(const cddp_safetensors *f, const cddp_allocator *a) {
+  static char text[1 << 17];
+  static cddp__st_item items[1024];
+  cddp__text t = {text, 0};
+  cddp_safetensors *again;
+  uint64_t at = 0;
+  size_t i, n = 0, k;
+  if (f->text_size > 8192) return;
+  for (i = 0; i < f->count; i++) {
+    const cddp_tensor_info *info = &f->tensors[i].info;
+    if (info->dims > 8) continue;
+    memset(&items[n], 0, sizeof items[n]);
+    items[n].prefix = "";
+    items[n].name = info->name;
+    items[n].type = cddp__st_type_named(info->type);
+    items[n].dims = info->dims;
+    for (k = 0; k < (size_t)info->dims; k++) items[n].shape[k] = info->shape[k];
+    items[n++].bytes = info->bytes;
+  }
+  cddp__st_place(items, n);
+  cddp__st_write(&t, items, n, f->pairs, f->pair_count);
+  REQUIRE(t.n % 8 == 0 && t.n <= sizeof text);
+  if ((again = new_file(a, text + 8, t.n - 8)) == NULL) return;
+  for (i = 0; i < n; i++) at += items[i].bytes;
+  if (cddp__st_parse(again, at) == CDDP_OK) {
+    REQUIRE(again->count == n && again->pair_count == f->pair_count);
+    must_fit(again, at);
+    for (i = 0; i < n; i++) REQUIRE(cddp__st_find(f, "", again->tensors[i].info.name) != NULL);
+  } else {
+    REQUIRE(w.fail_at > 0 && w.allocations >= w.fail_at);
+  }
+  cddp__st_free(again);
+}
+
+static void target_safetensors(input *in) {
+  unsigned char first[8];
+  cddp_allocator a = world_allocator();
+  cddp_safetensors *f;
+  uint64_t bytes;
+  size_t size = 0, i;
+  world_begin(in);
+  for (bytes = 0, i = 0; i < 3; i++) bytes = bytes << 8 | take(in); /* of data, not in the input */
+  memset(first, 0, sizeof first);
+  if (in->n >= 8) memcpy(first, in->p, 8);
+  must_say(cddp__st_header_size(first, in->n + bytes, &size));
+  REQUIRE(size <= in->n + bytes);
+  take_bytes(in, 8);
+  if ((f = new_file(&a, in->p, in->n)) != NULL) { /* of any length, whatever the first bytes say */
+    cddp_result r = cddp__st_parse(f, bytes);
+    must_say(r);
+    if (r == CDDP_OK) {
+      must_fit(f, bytes);
+      write_again(f, &a);
+    }
+    cddp__st_free(f);
+  }
+  world_end();
+}
+
 /* --- running ---------------------------------------------------------------------------------- */
 
 typedef void (*target_fn)(input *in);
@@ -1079,7 +1174,8 @@ typedef void (*target_fn)(input *in);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   static const target_fn all[] = {target_store_server, target_store_client, target_file_log,
-                                  target_meeting, target_link, target_discovery};
+                                  target_meeting, target_link, target_discovery,
+                                  target_safetensors};
   input in;
   (void)all;
   in.p = data;
@@ -1098,7 +1194,8 @@ static const struct target {
                {"file_log", target_file_log},
                {"meeting", target_meeting},
                {"link", target_link},
-               {"discovery", target_discovery}};
+               {"discovery", target_discovery},
+               {"safetensors", target_safetensors}};
 
 static void replay(target_fn fn, const char *path) {
   static unsigned char data[1 << 20];
