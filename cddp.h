@@ -62,10 +62,11 @@
      >>rendezvous   how ranks of a host meet        >>p2p          send and recv
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sgd          the optimizer's arithmetic
-     >>buckets      distributed data parallel       >>sampler      DistributedSampler
-     >>spawn        processes and threads as ranks  >>launch       programs as ranks
-     >>validate     argument checks                 >>public       the public functions
-     >>history      changes                         >>license      the terms
+     >>buckets      distributed data parallel       >>join         uneven inputs
+     >>sampler      DistributedSampler              >>spawn        processes and threads as ranks
+     >>launch       programs as ranks               >>validate     argument checks
+     >>public       the public functions            >>history      changes
+     >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -353,6 +354,20 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
    params array. Collective. */
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s);
 
+/* Uneven inputs: a rank that has run out of data calls this where the others go on stepping. Until
+   every rank has called it, it takes part in their cddp_ddp_wait, _step and _sync_buffers with zero
+   weight: each mean is over the ranks that have data (>>join). s: the cddp_sgd of the loop, whose
+   learning rate follows the others'; NULL if they step by other means, whose own state stays as it
+   is here. On return all ranks have the same weights, buffers and momentum of s. A hook's result is
+   scaled by world size / ranks with data, so it must be linear. Each step has the group's timeout
+   anew. Other collectives of the loop are not joined: have them on ranks with data only, or
+   outside. Collective. Like torch.distributed.algorithms.Join, divide_by_initial_world_size=False,
+   for the next epoch it can be called again. */
+CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s);
+
+/* Over how many ranks the last cddp_ddp_wait or _step took the mean: those that had not joined. */
+CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
+
 /* on: ready() stops sending and gradients accumulate locally; off: the next step sends all of it.
    Not divided by the number of micro-batches. Same call on every rank, between steps. Like DDP's
    no_sync(). */
@@ -598,6 +613,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #undef cddp_ddp_wait
 #undef cddp_ddp_step
 #undef cddp_ddp_sync_buffers
+#undef cddp_ddp_join
 #endif
 
 #include <errno.h>
@@ -859,6 +875,8 @@ enum {
   CDDP__KIND_DDP_WAIT,
   CDDP__KIND_DDP_STEP,
   CDDP__KIND_DDP_BUCKET,
+  CDDP__KIND_DDP_BUFFERS,
+  CDDP__KIND_DDP_JOIN,
   CDDP__KIND_COUNT
 };
 
@@ -1262,6 +1280,15 @@ typedef struct cddp__section {
   size_t begin, end; /* bytes */
 } cddp__section;
 
+/* The payload of a step in which the ranks of a cddp_ddp meet. */
+typedef struct cddp__muster {
+  uint64_t missing;  /* parameters that are not ready on this rank */
+  uint64_t settings; /* of the cddp_sgd without its lr; 0: there is none */
+  double lr;
+  uint32_t joined;   /* CDDP__JOINED*; 0: the rank has data */
+} cddp__muster;
+enum { CDDP__JOINED = 1, CDDP__JOINED_NOW };
+
 struct cddp_ddp {
   cddp_group *group;   /* the user's */
   cddp_group *comm;    /* buckets are reduced here, by its engine */
@@ -1291,6 +1318,11 @@ struct cddp_ddp {
   unsigned char *used;  /* [count] of the last completed step; cddp_sgd points here */
   unsigned char *flags; /* [ranks][count] exchange of ready flags */
   cddp__shard *shards;
+  int *active;          /* [active_count] ranks that have not joined, as of the last meeting */
+  int active_count;
+  int present;          /* active_count of the last completed step */
+  uint32_t joined;      /* this rank's CDDP__JOINED*; the engine reads it too, between steps */
+  bool shadowed, stale; /* since the last join ended: some rank had joined; its weights are old */
   bool failed;
   cddp_result fail_result;
   char fail_text[CDDP__ERROR_MAX];
@@ -5645,7 +5677,8 @@ static void cddp__plan_reverse(cddp__bucket_plan *p) {
 static const char *const cddp__call_names[] = {
     "barrier",    "all_reduce", "reduce",         "broadcast",  "all_gather",
     "gather",     "scatter",    "reduce_scatter", "all_to_all", "group_split",
-    "ddp_create", "ddp_wait",   "ddp_step",       "ddp bucket"};
+    "ddp_create", "ddp_wait",   "ddp_step",       "ddp bucket", "ddp_sync_buffers",
+    "ddp_join"};
 static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
                                                 "i8",  "u8",  "i32", "i64"};
 static const char *const cddp__op_names[] = {"sum", "avg", "prod", "min", "max"};
@@ -6034,18 +6067,48 @@ static void cddp__describe_rank(const cddp_group *g, int rank, char *out, size_t
   snprintf(out, n, "rank %d called %s%s", rank, call, site);
 }
 
+/* Whether ranks that have joined take part in the call that this line announces. */
+static bool cddp__joinable(const cddp__line *a) {
+  uint32_t kind = a->call & 255, phase = a->call >> 24;
+  return phase == 0 && (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
+                        kind == CDDP__KIND_DDP_BUFFERS);
+}
+
+static bool cddp__is_join(const cddp__line *a) { return (a->call & 255) == CDDP__KIND_DDP_JOIN; }
+
+static bool cddp__agrees(const cddp__line *a, const cddp__line *b) {
+  if (cddp__is_join(b) && cddp__joinable(a)) return true;
+  return a->call == b->call && a->count == b->count && a->root == b->root && a->extra == b->extra;
+}
+
+/* The rank with whose call the others' are compared: the first that has not joined. */
+static int cddp__first_caller(const cddp_group *g) {
+  int p;
+  for (p = 0; p < g->size; p++)
+    if (!cddp__is_join(cddp__line_of(g, p, g->step))) return p;
+  return 0;
+}
+
+/* Lines differ, but only because some ranks have joined the others' call. Alike on every rank. */
+static bool cddp__joins(const cddp_group *g) {
+  const cddp__line *a = cddp__line_of(g, cddp__first_caller(g), g->step);
+  int p;
+  for (p = 0; p < g->size; p++)
+    if (!cddp__agrees(a, cddp__line_of(g, p, g->step))) return false;
+  return true;
+}
+
 static cddp_result cddp__break_mismatch(cddp_group *g) {
   char text[CDDP__ERROR_MAX], one[256];
-  const cddp__line *a = cddp__line_of(g, 0, g->step);
-  int p, shown = 0, others = 0;
+  int p, shown = 0, others = 0, first = cddp__first_caller(g);
+  const cddp__line *a = cddp__line_of(g, first, g->step);
   cddp__exchange_sites(g);
-  cddp__describe_rank(g, 0, one, sizeof one);
+  cddp__describe_rank(g, first, one, sizeof one);
   snprintf(text, sizeof text, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls, one);
-  for (p = 1; p < g->size; p++) {
+  for (p = 0; p < g->size; p++) {
     const cddp__line *b = cddp__line_of(g, p, g->step);
     size_t at = strlen(text);
-    if (a->call == b->call && a->count == b->count && a->root == b->root && a->extra == b->extra)
-      continue;
+    if (cddp__agrees(a, b)) continue;
     if (shown++ >= 2) {
       others++;
       continue;
@@ -6101,7 +6164,7 @@ static cddp_result cddp__sync(cddp_group *g, uint32_t code, uint64_t count, int 
            line->extra == extra;
   }
   CDDP__POINT("met");
-  return CDDP__LIKELY(same) ? CDDP_OK : cddp__break_mismatch(g);
+  return CDDP__LIKELY(same) || cddp__joins(g) ? CDDP_OK : cddp__break_mismatch(g);
 }
 /* Makes a group on a control block that all members have mapped; takes one reference to the host.
  */
@@ -8196,12 +8259,12 @@ static cddp_result cddp__share_gradients(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-static cddp_result cddp__broadcast_params(cddp_ddp *d, cddp_param *params, int count) {
+static cddp_result cddp__broadcast_params(cddp_ddp *d, cddp_param *params, int count, int root) {
   cddp_result r;
   int i;
   for (i = 0; i < count; i++) {
     r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, params[i].data, params[i].data,
-                         params[i].count, params[i].dtype, 0);
+                         params[i].count, params[i].dtype, root);
     if (r != CDDP_OK) return r;
   }
   return CDDP_OK;
@@ -8239,17 +8302,40 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
   return bytes;
 }
 
+/* Whether a rank has joined, as of a bucket's first step. */
+static bool cddp__some_joined(const cddp_group *g) {
+  int k;
+  for (k = 0; k < g->size; k++)
+    if (cddp__line_of(g, k, g->step)->u.bytes[0] != 0) return true;
+  return false;
+}
+
+/* As cddp__reduce_all, over the ranks that have not joined, with the result on all. bufs: scratch. */
+static void cddp__reduce_present(cddp_ddp *d, void **bufs, size_t at, size_t n, cddp_dtype dtype) {
+  const cddp_group *g = d->comm;
+  char *mine = d->arena + at;
+  int k, m = 0;
+  for (k = 0; k < g->size; k++)
+    if (cddp__line_of(g, k, g->step)->u.bytes[0] == 0) bufs[m++] = d->arenas[k] + at;
+  cddp__reduce(mine, (const void *const *)bufs, m, n, dtype, CDDP_AVG);
+  for (k = 0; k < g->size; k++)
+    if (k != g->rank) memcpy(d->arenas[k] + at, mine, n * cddp__dtype_size(dtype));
+}
+
 /* This rank's slice of the bucket: the mean of all replicas goes into all replicas. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b, void **bufs) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   size_t esize = cddp__dtype_size(dtype), begin, end, at = 0;
   int i = 0, k, n = d->group->size;
+  bool partial = cddp__some_joined(d->comm);
   cddp__run run;
   cddp__slice(cddp__bucket_bytes(d, b), CDDP__CACHE_LINE, n, d->group->rank, &begin, &end);
   while (cddp__next_run(d, b, &i, &run)) {
     size_t length = run.end - run.begin, low = cddp__max(begin, at),
            high = cddp__min(end, at + length);
-    if (low < high) {
+    if (low < high && partial) {
+      cddp__reduce_present(d, bufs, run.begin + (low - at), (high - low) / esize, dtype);
+    } else if (low < high) {
       for (k = 0; k < n; k++) bufs[k] = d->arenas[k] + run.begin + (low - at);
       cddp__reduce_all(bufs, n, (high - low) / esize, dtype, CDDP_AVG);
     }
@@ -8269,7 +8355,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int i
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, (uint64_t)index);
   if (record != 0) cddp__record_at(g->host->record, record)->engine = 1;
-  cddp__begin(g);
+  cddp__begin(g)->u.bytes[0] = (unsigned char)d->joined;
   r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 0);
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
     cddp__reduce_slice(d, b, bufs);
@@ -8483,24 +8569,51 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
 
 /* --- agreeing on what is ready --- */
 
+static uint64_t cddp__sgd_hash(const cddp_sgd *s, double lr) { /* what must agree between ranks */
+  double v[4];
+  uint64_t flags = (uint64_t)s->desc.nesterov | (uint64_t)s->desc.maximize << 1 |
+                   (uint64_t)s->desc.separate_mul_add << 2 | (uint64_t)(s->shard != NULL) << 3;
+  v[0] = lr;
+  v[1] = s->desc.momentum;
+  v[2] = s->desc.dampening;
+  v[3] = s->desc.weight_decay;
+  return cddp__hash64(flags, v, sizeof v) | 1; /* not 0: see cddp__muster */
+}
+
+static cddp__muster cddp__muster_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
+  cddp__muster m;
+  memcpy(&m, cddp__line_of(d->control, rank, d->control->step)->u.bytes, sizeof m);
+  return m;
+}
+
 /* All ranks meet. *missing: parameters not ready anywhere, summed over ranks. The same call, the
-   same settings (check) on all of them is part of the step. */
-static cddp_result cddp__meet_for_step(cddp_ddp *d, int kind, uint64_t check, uint64_t *missing) {
+   same settings (check) on all of them is part of the step, but for ranks that have joined. s: the
+   cddp_sgd of the call or NULL. */
+static cddp_result cddp__meet_for_step(cddp_ddp *d, int kind, uint64_t check, const cddp_sgd *s,
+                                       uint64_t *missing) {
   cddp_group *g = d->control;
-  cddp__line *line;
-  uint64_t mine = 0;
+  cddp__muster m;
   cddp_result r;
   int i, p;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  memset(&m, 0, sizeof m);
   pthread_mutex_lock(&d->lock);
-  for (i = 0; i < d->count; i++) mine += d->tensors[i].ready ? 0 : 1;
+  for (i = 0; i < d->count && d->joined == 0; i++) m.missing += d->tensors[i].ready ? 0 : 1;
   pthread_mutex_unlock(&d->lock);
+  m.settings = s != NULL ? cddp__sgd_hash(s, 0) : 0;
+  m.lr = s != NULL ? s->desc.lr : 0;
+  m.joined = d->joined;
   g->calls++;
-  line = cddp__begin(g);
-  line->u.ref.base = mine;
+  memcpy(cddp__begin(g)->u.bytes, &m, sizeof m);
   if ((r = cddp__ddp_step_line(g, kind, check, 0)) != CDDP_OK) return r;
   *missing = 0;
-  for (p = 0; p < g->size; p++) *missing += cddp__line_of(g, p, g->step)->u.ref.base;
+  d->active_count = 0;
+  for (p = 0; p < g->size; p++) {
+    m = cddp__muster_of(d, p);
+    *missing += m.missing;
+    if (m.joined == 0) d->active[d->active_count++] = p;
+  }
+  if (d->active_count > 0 && d->active_count < g->size) d->shadowed = true;
   return CDDP_OK;
 }
 
@@ -8518,7 +8631,7 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
     snprintf(list + at, sizeof list - at, "%s\"%.60s\"", shown++ ? ", " : "",
              cddp__param_name(&d->params[i], i, space, sizeof space));
     at = strlen(list);
-    if (absent == n) continue;
+    if (absent == d->active_count) continue;
     r = CDDP_MISMATCH;
     for (p = 0; d->flags[(size_t)p * (size_t)d->count + (size_t)i] != 0; p++) {}
     snprintf(list + at, sizeof list - at, " (on rank %d%s)", p, absent > 1 ? " and others" : "");
@@ -8535,6 +8648,8 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, uint32_t phase) 
   return cddp__ddp_step_line(d->control, kind, 0, phase);
 }
 
+#define CDDP__FLAG_JOINED 2 /* the rank has joined: neither used nor forgotten */
+
 /* Some parameters are not ready: with find_unused_parameters decides which count as zero and which
    are left alone, without it fails on every rank. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
@@ -8543,7 +8658,8 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   cddp_result r;
   size_t i, p;
   for (i = 0; i < n; i++)
-    mine[i] = d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
+    mine[i] = d->joined != 0 ? CDDP__FLAG_JOINED
+              : d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
   r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, d->flags, n, CDDP_U8, -1);
   if (r != CDDP_OK) return r;
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
@@ -8552,7 +8668,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     cddp__tensor *t = &d->tensors[i];
     if (t->ready) continue;
     for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
-      if (d->flags[p * n + i] != 0) t->used = true;
+      if (d->flags[p * n + i] == 1) t->used = true;
     if (mine[i] || !t->used) {
       cddp__fetch_gradient(d, (int)i); /* accumulated under no_sync, or left as it is */
     } else {
@@ -8565,10 +8681,33 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   return r;
 }
 
+/* A rank that has joined has nothing to wait for. */
+static void cddp__ready_as_joined(cddp_ddp *d) {
+  int i;
+  pthread_mutex_lock(&d->lock);
+  for (i = 0; i < d->count; i++) {
+    if (d->tensors[i].ready) continue;
+    d->tensors[i].ready = true;
+    d->buckets[d->tensors[i].bucket].remaining--;
+  }
+  pthread_mutex_unlock(&d->lock);
+}
+
+/* A hook divides by the number of all ranks: corrects that to those that have data. */
+static void cddp__rescale(cddp_ddp *d) {
+  double factor = (double)d->group->size / d->active_count;
+  int i;
+  if (d->desc.comm_hook == NULL || d->active_count == d->group->size) return;
+  for (i = 0; i < d->count; i++)
+    if (d->tensors[i].used)
+      cddp__scale(d->arena + d->tensors[i].offset, d->params[i].count, d->params[i].dtype, factor);
+}
+
 /* Launches all buckets and waits for them; the first failure is the result. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int b;
+  if (d->joined != 0) cddp__ready_as_joined(d);
   if (d->group->size > 1 || d->desc.comm_hook != NULL) {
     pthread_mutex_lock(&d->lock);
     r = cddp__launch(d);
@@ -8602,12 +8741,13 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
 
 /* --- after a step --- */
 
-/* Once: buckets follow the order in which rank 0's gradients arrived. */
+/* Once: buckets follow the order in which rank 0's gradients arrived (or the first rank's that has
+   data). */
 static cddp_result cddp__rebuild(cddp_ddp *d) {
   cddp_result r;
   if (d->rebuilt || d->desc.find_unused_parameters) return CDDP_OK;
   r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival, (size_t)d->count,
-                       CDDP_I32, 0);
+                       CDDP_I32, d->active[0]);
   if (r == CDDP_OK) r = cddp__set_plan(d, d->arrival);
   d->rebuilt = r == CDDP_OK;
   return r;
@@ -8618,6 +8758,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   int i;
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
   d->stepping = stepping;
+  d->present = d->active_count;
   r = cddp__rebuild(d);
   cddp__arm(d);
   return r;
@@ -8745,21 +8886,28 @@ static cddp_result cddp__shard_dissolve(cddp__shard *h) {
 
 /* --- wait --- */
 
-static cddp_result cddp__wait_for_buckets(cddp_ddp *d) {
-  uint64_t missing = 0;
-  cddp_result r;
+/* What follows the meeting of a wait, on ranks that have joined too. */
+static cddp_result cddp__finish_wait(cddp_ddp *d, uint64_t missing) {
+  cddp_result r = CDDP_OK;
   int i;
-  r = cddp__meet_for_step(d, CDDP__KIND_DDP_WAIT, 0, &missing);
-  if (r == CDDP_OK && missing > 0) r = cddp__settle_unused(d);
+  if (missing > 0) r = cddp__settle_unused(d);
   while (r == CDDP_OK && d->shards != NULL) r = cddp__shard_dissolve(d->shards);
   if (r == CDDP_OK) r = cddp__finish_buckets(d);
   if (r != CDDP_OK) return cddp__give_up(d, r);
+  cddp__rescale(d);
+  if (d->active_count < d->group->size) d->stale = true; /* the others step on their own */
   for (i = 0; i < d->count; i++)
     if (!d->tensors[i].placed && d->tensors[i].used)
       cddp__copy(d->params[i].grad, d->arena + d->tensors[i].offset,
                  d->params[i].count * cddp__dtype_size(d->params[i].dtype));
   r = cddp__complete(d, false);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__wait_for_buckets(cddp_ddp *d) {
+  uint64_t missing = 0;
+  cddp_result r = cddp__meet_for_step(d, CDDP__KIND_DDP_WAIT, 0, NULL, &missing);
+  return r == CDDP_OK ? cddp__finish_wait(d, missing) : cddp__give_up(d, r);
 }
 
 static cddp_result cddp__ddp_wait(cddp_ddp *d) {
@@ -8801,8 +8949,8 @@ static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
   void *momentum = NULL;
   int k, size = d->group->size, me = d->group->rank;
   if (!f->averaged && t->used) {
-    for (k = 0; k < size; k++) f->srcs[k] = d->arenas[k] + at;
-    cddp__reduce(sum, f->srcs, size, n, p->dtype, CDDP_AVG);
+    for (k = 0; k < d->active_count; k++) f->srcs[k] = d->arenas[d->active[k]] + at;
+    cddp__reduce(sum, f->srcs, d->active_count, n, p->dtype, CDDP_AVG);
     gradient = sum;
   }
   if (f->shard != NULL) momentum = f->shard->mine + cddp__shard_offset(d, (int)p->dtype, me, at);
@@ -8885,36 +9033,63 @@ static cddp_result cddp__fuse(cddp_ddp *d, cddp_sgd *s, bool averaged) {
   return CDDP_OK;
 }
 
-static uint64_t cddp__sgd_hash(const cddp_sgd *s) { /* settings that must agree between ranks */
-  double v[4];
-  uint64_t flags = (uint64_t)s->desc.nesterov | (uint64_t)s->desc.maximize << 1 |
-                   (uint64_t)s->desc.separate_mul_add << 2 | (uint64_t)(s->shard != NULL) << 3;
-  v[0] = s->desc.lr;
-  v[1] = s->desc.momentum;
-  v[2] = s->desc.dampening;
-  v[3] = s->desc.weight_decay;
-  return cddp__hash64(flags, v, sizeof v);
+/* Collective: root's momentum to all ranks. None of it is in shards. */
+static cddp_result cddp__sync_momentum(cddp_ddp *d, cddp_sgd *s, int root) {
+  cddp_group *g = d->control;
+  cddp_result r;
+  int i;
+  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, s->started, s->started, (size_t)d->count, CDDP_U8,
+                       root);
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp_param *p = &d->params[i];
+    if (!s->started[i]) continue;
+    if (s->momentum[i] == NULL)
+      s->momentum[i] = cddp__calloc(&s->allocator, p->count, cddp__dtype_size(p->dtype));
+    if (s->momentum[i] == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+    r = cddp__run_simple(g, CDDP__KIND_BROADCAST, s->momentum[i], s->momentum[i], p->count,
+                         p->dtype, root);
+  }
+  return r;
 }
 
-static cddp_result cddp__reduce_and_step(cddp_ddp *d, cddp_sgd *s) {
+/* Collective: after steps that ranks which have joined did not take, brings them root's weights
+   and momentum. */
+static cddp_result cddp__catch_up(cddp_ddp *d, cddp_sgd *s, int root) {
+  cddp_result r = CDDP_OK;
+  if (!d->stale) return r;
+  r = cddp__broadcast_params(d, d->params, d->count, root);
+  if (r == CDDP_OK && s != NULL && s->rule.momentum != 0) r = cddp__sync_momentum(d, s, root);
+  d->stale = false;
+  return r;
+}
+
+/* What follows the meeting of a step, on ranks that have joined too. */
+static cddp_result cddp__finish_step(cddp_ddp *d, cddp_sgd *s, uint64_t missing) {
   bool averaged = d->desc.comm_hook != NULL || (!d->stepping && d->group->size > 1);
-  uint64_t missing = 0;
-  cddp_result r;
-  r = cddp__meet_for_step(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s), &missing);
+  cddp_result r = cddp__catch_up(d, s, d->active[0]);
   if (r == CDDP_OK && missing > 0) {
     r = cddp__settle_unused(d);
     if (r == CDDP_OK)
       r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 1); /* unused ones are zero */
   }
   if (r == CDDP_OK && averaged) r = cddp__finish_buckets(d);
-  if (r == CDDP_OK && d->desc.comm_hook != NULL) /* every rank's hook has written its result */
+  if (r == CDDP_OK && d->desc.comm_hook != NULL) { /* every rank's hook has written its result */
     r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 4);
+    cddp__rescale(d);
+  }
   if (r == CDDP_OK) r = cddp__enter(d->control);
   if (r == CDDP_OK) r = cddp__fuse(d, s, averaged);
   if (r != CDDP_OK) r = cddp__give_up(d, r);
   if (cddp__exit(d->control, r) != CDDP_OK) return r;
   r = cddp__complete(d, true);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__reduce_and_step(cddp_ddp *d, cddp_sgd *s) {
+  uint64_t missing = 0;
+  cddp_result r = cddp__meet_for_step(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s, s->desc.lr), s,
+                                      &missing);
+  return r == CDDP_OK ? cddp__finish_step(d, s, missing) : cddp__give_up(d, r);
 }
 
 static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
@@ -8981,6 +9156,7 @@ static void cddp__ddp_free(cddp_ddp *d) {
   cddp__free(a, d->used);
   cddp__free(a, d->flags);
   cddp__free(a, d->arenas);
+  cddp__free(a, d->active);
   cddp__free(a, d->addresses);
   cddp__free(a, d->tensors);
   cddp__free(a, d);
@@ -9009,9 +9185,10 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->used = (unsigned char *)cddp__calloc(a, n, 1);
   d->flags = (unsigned char *)cddp__calloc(a, n, size + 1);
   d->arenas = (char **)cddp__calloc(a, size, sizeof *d->arenas);
+  d->active = (int *)cddp__calloc(a, size, sizeof *d->active);
   d->addresses = (char **)cddp__calloc(a, size * n, sizeof *d->addresses);
   if (d->tensors == NULL || d->plan_order == NULL || d->arrival == NULL || d->used == NULL ||
-      d->flags == NULL || d->arenas == NULL || d->addresses == NULL) {
+      d->flags == NULL || d->arenas == NULL || d->active == NULL || d->addresses == NULL) {
     cddp__ddp_free(d);
     return NULL;
   }
@@ -9031,8 +9208,9 @@ static cddp_result cddp__ddp_join(cddp_ddp *d) {
     return r;
   cddp__lay_out(d);
   if ((r = cddp__share_gradients(d)) != CDDP_OK) return r;
-  if ((r = cddp__broadcast_params(d, d->params, d->count)) != CDDP_OK) return r;
-  if ((r = cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count)) != CDDP_OK) return r;
+  if ((r = cddp__broadcast_params(d, d->params, d->count, 0)) != CDDP_OK) return r;
+  r = cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, 0);
+  if (r != CDDP_OK) return r;
   if ((r = cddp__set_plan(d, NULL)) != CDDP_OK) return r;
   cddp__arm(d);
   for (i = 0; i < d->count; i++)
@@ -9052,6 +9230,109 @@ static cddp_result cddp__clip(cddp_ddp *d, double max_norm, double *norm) {
   for (i = 0; i < d->count; i++)
     if (d->used[i]) cddp__scale(d->params[i].grad, d->params[i].count, d->params[i].dtype, factor);
   return CDDP_OK;
+}
+/* >>join ---------------------------------------------------------------------------------------
+   Uneven inputs: a rank that has no more data takes part in the others' steps. Works as follows:
+   each meeting of a cddp_ddp carries who has joined (cddp__muster), so all know over how many ranks
+   the mean goes; the first step of a bucket carries it too, since it may come before the meeting.
+   A rank that has joined announces ddp_join, which agrees with any call of the others that begins
+   with a meeting, looks at what that was, and does its part: in a fused step it reduces and updates
+   its slice as ever, while its own gradients are left out of the sums. After a cddp_ddp_wait the
+   others step as they like, so weights here become stale; they and the momentum come from a rank
+   that has data before the next fused step, or from the last one to join when all have. */
+
+/* Zero weight for a hook, which gets the arena as it is; and nothing is left of the others' mean. */
+static void cddp__zero_gradients(cddp_ddp *d) {
+  int i;
+  memset(d->arena, 0, d->bytes);
+  for (i = 0; i < d->count; i++)
+    if (!d->tensors[i].placed && d->params[i].count > 0)
+      memset(d->params[i].grad, 0, d->params[i].count * cddp__dtype_size(d->params[i].dtype));
+}
+
+static void cddp__take_over_lr(cddp_sgd *s, double lr) {
+  s->desc.lr = lr;
+  cddp__sgd_rule_init(&s->rule, &s->desc);
+}
+
+/* This rank's cddp_sgd must be the one that the others step with. */
+static cddp_result cddp__check_joined_sgd(cddp_ddp *d, const cddp_sgd *s) {
+  int rank = d->group->rank, lead = d->active[0];
+  if (s != NULL && cddp__muster_of(d, lead).settings == cddp__sgd_hash(s, 0)) return CDDP_OK;
+  if (s == NULL)
+    cddp__fail(CDDP_MISMATCH,
+               "rank %d called ddp_join without a cddp_sgd, rank %d called ddp_step; pass the one "
+               "of the training loop",
+               rank, lead);
+  else
+    cddp__fail(CDDP_MISMATCH,
+               "the cddp_sgd that rank %d passed to ddp_join has other settings than the one that "
+               "rank %d passed to ddp_step",
+               rank, lead);
+  return cddp__give_up(d, cddp__break(d->control, CDDP_MISMATCH));
+}
+
+/* This rank's part of what the others have called. */
+static cddp_result cddp__take_part(cddp_ddp *d, cddp_sgd *s, uint64_t missing) {
+  int lead = d->active[0];
+  uint32_t kind = cddp__line_of(d->control, lead, d->control->step)->call & 255;
+  cddp_result r;
+  if (kind == CDDP__KIND_DDP_BUFFERS)
+    return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, lead);
+  if (kind == CDDP__KIND_DDP_WAIT) {
+    r = cddp__finish_wait(d, missing);
+    if (r == CDDP_OK) cddp__zero_gradients(d);
+    return r;
+  }
+  if ((r = cddp__check_joined_sgd(d, s)) != CDDP_OK) return r;
+  cddp__take_over_lr(s, cddp__muster_of(d, lead).lr);
+  return cddp__finish_step(d, s, missing);
+}
+
+/* All ranks have joined: who was last has the newest state. */
+static cddp_result cddp__end_join(cddp_ddp *d, cddp_sgd *s) {
+  uint64_t mine = s != NULL ? cddp__sgd_hash(s, 0) : 0;
+  int p, last = 0, n = d->group->size;
+  cddp_result r;
+  if (!d->shadowed) return CDDP_OK;
+  while (last < n - 1 && cddp__muster_of(d, last).joined != CDDP__JOINED_NOW) last++;
+  for (p = 0; p < n; p++)
+    if (cddp__muster_of(d, p).settings != mine)
+      return cddp__fail(CDDP_MISMATCH,
+                        "ranks %d and %d called ddp_join with cddp_sgd's of other settings, or one "
+                        "of them with none",
+                        d->group->rank, p);
+  if (s != NULL) cddp__take_over_lr(s, cddp__muster_of(d, last).lr);
+  r = cddp__catch_up(d, s, last);
+  if (r == CDDP_OK)
+    r = cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, last);
+  d->shadowed = false;
+  return r;
+}
+
+static cddp_result cddp__join_steps(cddp_ddp *d, cddp_sgd *s) {
+  uint64_t missing = 0, record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
+  cddp__zero_gradients(d);
+  for (d->joined = CDDP__JOINED_NOW;; d->joined = CDDP__JOINED) {
+    r = cddp__meet_for_step(d, CDDP__KIND_DDP_JOIN, 0, s, &missing);
+    if (r != CDDP_OK || d->active_count == 0) break;
+    if ((r = cddp__take_part(d, s, missing)) != CDDP_OK) break;
+  }
+  if (r == CDDP_OK) r = cddp__end_join(d, s);
+  d->joined = 0;
+  if (r != CDDP_OK) r = cddp__give_up(d, r);
+  cddp__record_finish(d->control, record, r);
+  return r;
+}
+
+static cddp_result cddp__sync_buffers(cddp_ddp *d) {
+  uint64_t missing;
+  cddp_result r = cddp__meet_for_step(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing);
+  if (r != CDDP_OK) return r;
+  return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
 }
 /* >>sampler ------------------------------------------------------------------------------------
    torch.utils.data.DistributedSampler: the same generator and the same shuffle. Pure. */
@@ -10736,10 +11017,8 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
   return d != NULL ? cddp__ddp_wait(d) : cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
 }
 
-CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
-  static const char name[] = "cddp_ddp_step";
-  cddp__enter_call();
-  if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
+/* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
+static cddp_result cddp__check_pair(const char *name, const cddp_ddp *d, const cddp_sgd *s) {
   if (s->params != d->params || s->count != d->count)
     return cddp__invalid(name, "the cddp_sgd was made for other parameters than the cddp_ddp");
   if (s->shard != NULL && ((cddp__shard *)s->shard)->ddp != d)
@@ -10747,8 +11026,36 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (d->no_sync)
     return cddp__invalid(name,
                          "no_sync is on; switch it off for the backward pass that is stepped");
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
+  static const char name[] = "cddp_ddp_step";
+  cddp_result r;
+  cddp__enter_call();
+  if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
+  if ((r = cddp__check_pair(name, d, s)) != CDDP_OK) return r;
   return cddp__ddp_step(d, s);
 }
+
+CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s) {
+  static const char name[] = "cddp_ddp_join";
+  char space[24];
+  cddp_result r;
+  int i;
+  cddp__enter_call();
+  if (d == NULL) return cddp__invalid(name, "the cddp_ddp is NULL");
+  if (s != NULL && (r = cddp__check_pair(name, d, s)) != CDDP_OK) return r;
+  if (d->no_sync) return cddp__invalid(name, "no_sync is on; end the step that it began first");
+  for (i = 0; i < d->count && !d->failed; i++)
+    if (d->tensors[i].ready || d->tensors[i].noted)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s: parameter \"%s\" is ready; end the step that it belongs to first", name,
+                        cddp__param_name(&d->params[i], i, space, sizeof space));
+  return cddp__join_steps(d, s);
+}
+
+CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->present : -1; }
 
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
   if (d == NULL) return;
@@ -10767,7 +11074,7 @@ CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
   cddp__enter_call();
   if (d == NULL) return cddp__invalid("cddp_ddp_sync_buffers", "the cddp_ddp is NULL");
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count);
+  return cddp__sync_buffers(d);
 }
 
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {
@@ -10839,6 +11146,7 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 #define cddp_ddp_wait(d) cddp_ddp_wait(CDDP__DDP_AT(d))
 #define cddp_ddp_step(d, s) cddp_ddp_step(CDDP__DDP_AT(d), s)
 #define cddp_ddp_sync_buffers(d) cddp_ddp_sync_buffers(CDDP__DDP_AT(d))
+#define cddp_ddp_join(d, s) cddp_ddp_join(CDDP__DDP_AT(d), s)
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
