@@ -8718,6 +8718,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d) {
     cddp_work *w = &d->buckets[b].work;
     if (d->buckets[b].launched && w->result != CDDP_OK) return cddp__fail(w->result, "%s", w->text);
   }
+  if (r == CDDP_OK) cddp__rescale(d);
   return r;
 }
 
@@ -8894,7 +8895,6 @@ static cddp_result cddp__finish_wait(cddp_ddp *d, uint64_t missing) {
   while (r == CDDP_OK && d->shards != NULL) r = cddp__shard_dissolve(d->shards);
   if (r == CDDP_OK) r = cddp__finish_buckets(d);
   if (r != CDDP_OK) return cddp__give_up(d, r);
-  cddp__rescale(d);
   if (d->active_count < d->group->size) d->stale = true; /* the others step on their own */
   for (i = 0; i < d->count; i++)
     if (!d->tensors[i].placed && d->tensors[i].used)
@@ -9073,10 +9073,8 @@ static cddp_result cddp__finish_step(cddp_ddp *d, cddp_sgd *s, uint64_t missing)
       r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 1); /* unused ones are zero */
   }
   if (r == CDDP_OK && averaged) r = cddp__finish_buckets(d);
-  if (r == CDDP_OK && d->desc.comm_hook != NULL) { /* every rank's hook has written its result */
+  if (r == CDDP_OK && d->desc.comm_hook != NULL) /* every rank's hook has written its result */
     r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 4);
-    cddp__rescale(d);
-  }
   if (r == CDDP_OK) r = cddp__enter(d->control);
   if (r == CDDP_OK) r = cddp__fuse(d, s, averaged);
   if (r != CDDP_OK) r = cddp__give_up(d, r);
