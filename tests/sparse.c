@@ -15,7 +15,7 @@ static bool mentions(const char *text) { return strstr(cddp_error(), text) != NU
 
 typedef struct uneven {
   int kind;                      /* of step */
-  bool shared, own, unused, hook; /* weights shared; gradients own; find_unused_parameters */
+  bool shared, own, unused; /* weights shared; gradients own; find_unused_parameters */
   double momentum;
 } uneven;
 
@@ -62,14 +62,13 @@ static void reference_open(reference *f, const cddp_sgd_desc *o) {
 }
 
 /* One step with the mean over the listed ranks. Parameter 1 is used by even ranks only when the
-   case says so, and by none if no even rank is there. */
-static int reference_step(reference *f, element *e, int n, const uneven *c) {
-  int k, r, users = 0;
-  for (r = 0; r < n; r++) users += e->active[r] % 2 == 0;
+   case says so. */
+static void reference_step(reference *f, element *e, int n, const uneven *c) {
+  int k, r;
   for (k = 0; k < PARAMS; k++) {
     e->param = k;
     for (e->i = 0; e->i < sizes[k]; e->i++) {
-      float sum = 0, values[64];
+      float sum, values[64];
       for (r = 0; r < n; r++)
         values[r] = k == 1 && c->unused && e->active[r] % 2 ? 0 : term(e, r);
       sum = ranks_tree_f32(term, e, 0, n);
@@ -79,7 +78,6 @@ static int reference_step(reference *f, element *e, int n, const uneven *c) {
     }
   }
   CHECK_OK(cddp_sgd_step(f->sgd));
-  return users;
 }
 
 static cddp_result take_step(cddp_ddp *ddp, cddp_sgd *sgd, int kind, int step) {
@@ -375,6 +373,350 @@ static void test_joined_and_lost(void) {
   munmap(died_at, 4096);
 }
 
+/* GRADIENTS THAT ARE ROWS. A twin with a dense gradient must get the same weights. ------------ */
+
+enum { EMBEDDING, BIAS, SECOND, TWIN, ROWS = 400, WIDTH = 10 };
+
+typedef struct rows_case {
+  cddp_dtype dtype;
+  int kind, option;
+  bool unused;
+} rows_case;
+
+static const size_t twin_rows[TWIN] = {ROWS, 0, 7};
+static const size_t twin_counts[TWIN] = {ROWS * WIDTH, 33, 7 * 3};
+
+static void rows_options(int which, cddp_sgd_desc *o) {
+  memset(o, 0, sizeof *o);
+  o->lr = 0.1;
+  if (which >= 1) o->momentum = 0.9;
+  if (which == 2) o->nesterov = true;
+  if (which == 3) o->dampening = 0.3;
+  if (which == 4) o->maximize = true;
+  if (which == 4) o->momentum = 0;
+  if (which >= 3) o->separate_mul_add = true;
+}
+
+static void fill(void *to, cddp_dtype dtype, size_t n, uint64_t seed) {
+  size_t i;
+  for (i = 0; i < n; i++)
+    ranks_store(dtype, to, i, (double)(int64_t)(ranks_mix(seed, 3, i) >> 20) * 0x1p-43 - 1);
+}
+
+/* Some rows, with repetitions, into one model's sparse parameter and the other's dense one. */
+static void add_rows(cddp_ddp *sparse, int k, cddp_param *dense, uint64_t seed, size_t n) {
+  size_t width = twin_counts[k] / twin_rows[k], i, j, size = cddp_dtype_size(dense->dtype);
+  int64_t *numbers = (int64_t *)calloc(n + 1, sizeof *numbers);
+  char *values = (char *)calloc(n + 1, width * size);
+  CHECK(numbers != NULL && values != NULL);
+  fill(values, dense->dtype, n * width, seed);
+  for (i = 0; i < n; i++) {
+    numbers[i] = (int64_t)(ranks_mix(seed, 5, i) % (i % 2 ? twin_rows[k] : 1 + twin_rows[k] / 9));
+    for (j = 0; j < width; j++) {
+      size_t at = (size_t)numbers[i] * width + j;
+      double old = ranks_load(dense->dtype, dense->grad, at);
+      ranks_store(dense->dtype, dense->grad, at,
+                  old + ranks_load(dense->dtype, values, i * width + j));
+    }
+  }
+  CHECK_OK(cddp_ddp_add_rows(sparse, k, numbers, values, n / 2));
+  CHECK_OK(cddp_ddp_add_rows(sparse, k, numbers + n / 2, values + n / 2 * width * size, n - n / 2));
+  free(numbers);
+  free(values);
+}
+
+/* What cddp_ddp_rows shows is the dense gradient's rows. */
+static void check_rows(const cddp_ddp *sparse, int k, const cddp_param *dense) {
+  size_t width = twin_counts[k] / twin_rows[k], n, i, size = width * cddp_dtype_size(dense->dtype);
+  const int64_t *numbers;
+  const void *values;
+  n = cddp_ddp_rows(sparse, k, &numbers, &values);
+  CHECK(n <= twin_rows[k]);
+  for (i = 0; i < n; i++) {
+    CHECK(i == 0 || numbers[i] > numbers[i - 1]);
+    CHECK(memcmp((const char *)values + i * size, (char *)dense->grad + (size_t)numbers[i] * size,
+                 size) == 0);
+  }
+}
+
+static void rows_step(cddp_ddp **ddp, cddp_sgd **sgd, cddp_param p[][TWIN], const rows_case *c,
+                      int rank, int step) {
+  int i, k, round;
+  bool skip = c->unused && (step % 3 == 0 || (step + rank) % 2 == 0);
+  for (round = 0; round < 2; round++) { /* accumulates, then sends */
+    for (i = 0; i < 2; i++) cddp_ddp_no_sync(ddp[i], round == 0);
+    for (k = 0; k < TWIN; k++) {
+      uint64_t seed = (uint64_t)(((rank * 100 + step) * 2 + round) * TWIN + k);
+      char some[64 * 8];
+      if (k == SECOND && skip) continue;
+      fill(some, c->dtype, twin_counts[BIAS], seed);
+      if (k != BIAS) add_rows(ddp[0], k, &p[1][k], seed, (size_t)(seed % 5 * (k ? 2 : 60)));
+      for (i = 0; k == BIAS && i < 2; i++)
+        memcpy(p[i][k].grad, some, twin_counts[k] * cddp_dtype_size(c->dtype));
+      for (i = 0; i < 2; i++) CHECK_OK(cddp_ddp_ready(ddp[i], k));
+    }
+  }
+  for (i = 0; i < 2; i++) {
+    if (c->kind == APART && step % 2) {
+      double norm[2];
+      CHECK_OK(cddp_ddp_wait(ddp[i]));
+      if (i == 1) check_rows(ddp[0], EMBEDDING, &p[1][EMBEDDING]);
+      CHECK_OK(cddp_ddp_clip_grad_norm(ddp[i], 1e9, &norm[i]));
+      if (i == 1) CHECK(fabs(norm[0] - norm[1]) <= 1e-9 * norm[1]);
+      CHECK_OK(cddp_sgd_step(sgd[i]));
+      CHECK_OK(cddp_sgd_zero_grad(sgd[i]));
+    } else {
+      CHECK_OK(take_step(ddp[i], sgd[i], c->kind, step));
+    }
+  }
+  CHECK_EQ(cddp_ddp_rows(ddp[0], EMBEDDING, NULL, NULL), 0);
+}
+
+static int run_rows(cddp_group *g, void *arg) {
+  const rows_case *c = (const rows_case *)arg;
+  int before = test_failures, rank = cddp_rank(g), i, k, step;
+  cddp_param p[2][TWIN];
+  cddp_ddp *ddp[2];
+  cddp_sgd *sgd[2];
+  memset(p, 0, sizeof p);
+  for (i = 0; i < 2; i++) {
+    cddp_ddp_desc d;
+    cddp_sgd_desc o;
+    memset(&d, 0, sizeof d);
+    rows_options(c->option, &o);
+    d.first_bucket_mb = d.bucket_cap_mb = 0.0001;
+    d.find_unused_parameters = c->unused;
+    d.sparse_rows = i == 0 ? twin_rows : NULL;
+    for (k = 0; k < TWIN; k++) {
+      p[i][k].name = names[k];
+      p[i][k].count = twin_counts[k];
+      p[i][k].dtype = c->dtype;
+      p[i][k].data = malloc(twin_counts[k] * 8);
+      fill(p[i][k].data, c->dtype, twin_counts[k], (uint64_t)(rank * 10 + k));
+    }
+    CHECK_OK(cddp_ddp_create(&ddp[i], g, p[i], TWIN, &d));
+    o.ddp = ddp[i];
+    CHECK_OK(cddp_sgd_create(&sgd[i], p[i], TWIN, &o));
+  }
+  CHECK(p[0][EMBEDDING].grad == NULL && p[0][BIAS].grad != NULL);
+  for (step = 0; step < 7 && test_failures == before; step++) {
+    rows_step(ddp, sgd, p, c, rank, step);
+    for (k = 0; k < TWIN; k++)
+      CHECK(memcmp(p[0][k].data, p[1][k].data, twin_counts[k] * cddp_dtype_size(c->dtype)) == 0);
+  }
+  for (i = 0; i < 2; i++) {
+    cddp_sgd_destroy(sgd[i]);
+    cddp_ddp_destroy(ddp[i]);
+  }
+  for (k = 0; k < TWIN; k++)
+    CHECK(memcmp(p[0][k].data, p[1][k].data, twin_counts[k] * cddp_dtype_size(c->dtype)) == 0);
+  for (k = 0; k < TWIN; k++) free(p[0][k].data), free(p[1][k].data);
+  return test_failures != before;
+}
+
+static void test_rows(void) {
+  static const int worlds[] = {2, 3, 4, 1};
+  rows_case c;
+  int i, w;
+  memset(&c, 0, sizeof c);
+  for (w = 0; w < 4; w++)
+    for (i = 0; i < (RANKS_TSAN ? 4 : 8); i++) {
+      c.dtype = (cddp_dtype)((i + w) % 4);
+      c.kind = (i + w) % STEPS;
+      c.option = (i + 2 * w) % 5;
+      c.unused = i % 4 == 3;
+      CHECK_OK(ranks_run(run_rows, &c, worlds[w], i % 2 == 0));
+    }
+}
+
+/* Rows that nobody named keep their bits; those sent are the ones named, divided by all ranks. */
+static int run_few_rows(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), i;
+  float w[6 * 2] = {0}, v[2 * 2] = {3, 6, 30, 60};
+  int64_t mine[2];
+  size_t rows = 6;
+  const int64_t *numbers = NULL;
+  const void *values = NULL;
+  cddp_param p[1];
+  cddp_ddp_desc d;
+  cddp_sgd_desc o;
+  cddp_ddp *ddp;
+  cddp_sgd *sgd;
+  (void)arg;
+  memset(p, 0, sizeof p);
+  memset(&d, 0, sizeof d);
+  memset(&o, 0, sizeof o);
+  p[0].data = w;
+  p[0].count = 12;
+  d.sparse_rows = &rows;
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 1, &d));
+  o.lr = 1;
+  o.ddp = ddp;
+  CHECK_OK(cddp_sgd_create(&sgd, p, 1, &o));
+  mine[0] = 4; /* all name row 4, rank r also row r; rank 2 nothing but row 4 */
+  mine[1] = rank;
+  CHECK_OK(cddp_ddp_add_rows(ddp, 0, mine, v, rank == 2 ? 1 : 2));
+  CHECK_OK(cddp_ddp_ready(ddp, 0));
+  CHECK_OK(cddp_ddp_wait(ddp));
+  CHECK_EQ(cddp_ddp_rows(ddp, 0, &numbers, &values), 3);
+  CHECK(numbers[0] == 0 && numbers[1] == 1 && numbers[2] == 4);
+  for (i = 0; i < 2; i++) {
+    CHECK_EQ(((const float *)values)[i], i == 0 ? 10 : 20);
+    CHECK_EQ(((const float *)values)[4 + i], i == 0 ? 3 : 6);
+  }
+  CHECK_OK(cddp_sgd_step(sgd));
+  CHECK_OK(cddp_sgd_zero_grad(sgd));
+  CHECK(w[0] == -10 && w[3] == -20 && w[8] == -3 && w[9] == -6);
+  for (i = 4; i < 8; i++) CHECK(w[i] == 0);
+  if (rank < 2) { /* two ranks go on, the third has joined: the mean is over two */
+    mine[0] = 5;
+    CHECK_OK(cddp_ddp_add_rows(ddp, 0, mine, v, (size_t)rank)); /* rank 0: none at all */
+    CHECK_OK(cddp_ddp_ready(ddp, 0));
+    CHECK_OK(cddp_ddp_step(ddp, sgd));
+    CHECK_EQ(cddp_ddp_present(ddp), 2);
+  }
+  CHECK_OK(cddp_ddp_join(ddp, sgd));
+  CHECK(w[10] == -1.5f && w[11] == -3 && w[8] == -3);
+  cddp_sgd_destroy(sgd);
+  cddp_ddp_destroy(ddp);
+  return test_failures != before;
+}
+
+static void test_few_rows(void) {
+  CHECK_OK(ranks_run(run_few_rows, NULL, 3, true));
+  CHECK_OK(ranks_run(run_few_rows, NULL, 3, false));
+}
+
+static int run_rows_misuse(cddp_group *g, void *arg) {
+  int before = test_failures;
+  float w[12] = {0}, u[4] = {0}, v[12] = {0};
+  int64_t row = 6;
+  size_t rows[2] = {6, 0};
+  cddp_param p[2];
+  cddp_ddp_desc d;
+  cddp_sgd_desc o;
+  cddp_ddp *ddp;
+  cddp_sgd *sgd, *blind, *decays;
+  (void)arg;
+  memset(p, 0, sizeof p);
+  memset(&d, 0, sizeof d);
+  memset(&o, 0, sizeof o);
+  p[0].name = "table";
+  p[0].data = w;
+  p[0].count = 12;
+  p[1].data = u;
+  p[1].count = 4;
+  d.sparse_rows = rows;
+  rows[0] = 5;
+  CHECK_IS(cddp_ddp_create(&ddp, g, p, 2, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(mentions("\"table\" cannot have 5 sparse rows, with 12 elements"));
+  rows[0] = 6;
+  p[0].grad = v;
+  CHECK_IS(cddp_ddp_create(&ddp, g, p, 2, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(mentions("its grad must be NULL"));
+  p[0].grad = NULL;
+  rows[0] = cddp_rank(g) == 0 ? 6 : 12;
+  CHECK_IS(cddp_ddp_create(&ddp, g, p, 2, &d), CDDP_MISMATCH);
+  CHECK(mentions("\"table\" has 12 sparse rows on rank 1, 6 on rank 0"));
+  rows[0] = 6;
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, &d));
+  CHECK_IS(cddp_ddp_add_rows(NULL, 0, &row, v, 1), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_ddp_add_rows(ddp, 2, &row, v, 1), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_ddp_add_rows(ddp, 1, &row, v, 1), CDDP_INVALID_ARGUMENT);
+  CHECK(mentions("is dense"));
+  CHECK_IS(cddp_ddp_add_rows(ddp, 0, &row, v, 1), CDDP_INVALID_ARGUMENT);
+  CHECK(mentions("row 6 of parameter \"table\", which has rows 0 to 5"));
+  row = -1;
+  CHECK_IS(cddp_ddp_add_rows(ddp, 0, &row, v, 1), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_ddp_add_rows(ddp, 0, NULL, v, 1), CDDP_INVALID_ARGUMENT);
+  CHECK_EQ(cddp_ddp_rows(ddp, 1, NULL, NULL) + cddp_ddp_rows(NULL, 0, NULL, NULL), 0);
+  CHECK_OK(cddp_sgd_create(&blind, p, 2, &o));
+  o.ddp = ddp;
+  CHECK_OK(cddp_sgd_create(&sgd, p, 2, &o));
+  o.weight_decay = 0.1;
+  CHECK_OK(cddp_sgd_create(&decays, p, 2, &o));
+  CHECK_OK(cddp_ddp_ready(ddp, 0));
+  CHECK_OK(cddp_ddp_ready(ddp, 1));
+  CHECK_IS(cddp_ddp_step(ddp, decays), CDDP_UNSUPPORTED);
+  CHECK(mentions("table") && mentions("weight_decay"));
+  CHECK_OK(cddp_ddp_wait(ddp));
+  CHECK_IS(cddp_sgd_step(decays), CDDP_UNSUPPORTED);
+  CHECK_IS(cddp_sgd_step(blind), CDDP_INVALID_ARGUMENT);
+  CHECK(mentions("(sparse) set ddp in cddp_sgd_desc"));
+  CHECK_OK(cddp_sgd_step(sgd));
+  cddp_sgd_destroy(sgd);
+  cddp_sgd_destroy(blind);
+  cddp_sgd_destroy(decays);
+  cddp_ddp_destroy(ddp);
+  return test_failures != before;
+}
+
+static void test_rows_misuse(void) { CHECK_OK(ranks_run(run_rows_misuse, NULL, 2, true)); }
+
+/* Every allocation fails once: an error, no leak, no crash. */
+static int budget;
+
+static void *meagre(size_t n, void *user_data) {
+  (void)user_data;
+  return budget-- > 0 ? malloc(n) : NULL;
+}
+
+static void meagre_free(void *p, void *user_data) {
+  (void)user_data;
+  free(p);
+}
+
+static cddp_result use_rows(cddp_group *g, bool fused) {
+  float w[12] = {0}, v[24] = {0};
+  int64_t numbers[12] = {5, 4, 3, 2, 1, 0, 5, 4, 3, 2, 1, 0};
+  size_t rows = 6;
+  cddp_param p[1];
+  cddp_ddp_desc d;
+  cddp_sgd_desc o;
+  cddp_ddp *ddp = NULL;
+  cddp_sgd *sgd = NULL;
+  cddp_result r;
+  memset(p, 0, sizeof p);
+  memset(&d, 0, sizeof d);
+  memset(&o, 0, sizeof o);
+  o.momentum = 0.5;
+  p[0].data = w;
+  p[0].count = 12;
+  d.sparse_rows = &rows;
+  if ((r = cddp_ddp_create(&ddp, g, p, 1, &d)) != CDDP_OK) return r;
+  o.ddp = ddp;
+  r = cddp_sgd_create(&sgd, p, 1, &o);
+  if (r == CDDP_OK) r = cddp_ddp_add_rows(ddp, 0, numbers, v, 12);
+  if (r == CDDP_OK) r = cddp_ddp_ready(ddp, 0);
+  if (r == CDDP_OK) r = fused ? cddp_ddp_step(ddp, sgd) : cddp_ddp_wait(ddp);
+  cddp_sgd_destroy(sgd);
+  cddp_ddp_destroy(ddp);
+  return r;
+}
+
+static void test_rows_memory(void) {
+  int n, failed = 0, done = 0;
+  for (n = 0; n < 400 && done < 2; n++) {
+    cddp_group_desc o;
+    cddp_group *g;
+    cddp_result r;
+    memset(&o, 0, sizeof o);
+    o.world_size = 1;
+    o.allocator.alloc = meagre;
+    o.allocator.free = meagre_free;
+    budget = 1000000;
+    CHECK_OK(cddp_init(&g, &o));
+    if (g == NULL) return;
+    budget = n;
+    r = use_rows(g, done == 1);
+    if (r == CDDP_OK) done++, n = 0;
+    else failed++;
+    if (r != CDDP_OK) CHECK_IS(r, CDDP_OUT_OF_MEMORY);
+    cddp_destroy(g);
+  }
+  CHECK(done == 2 && failed > 20);
+}
+
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_uneven);
@@ -383,5 +725,9 @@ int main(void) {
   RUN(test_join_mismatch);
   RUN(test_join_late);
   RUN(test_joined_and_lost);
+  RUN(test_rows);
+  RUN(test_few_rows);
+  RUN(test_rows_misuse);
+  RUN(test_rows_memory);
   return TEST_END();
 }
