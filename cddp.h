@@ -11625,18 +11625,10 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
   return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "cddp_ddp_wait: ") : r;
 }
 
-<<<<<<< HEAD
 /* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
 static cddp_result cddp__check_pair(const char *name, const cddp_ddp *d, const cddp_sgd *s) {
   cddp_result r = CDDP_OK;
   int i;
-=======
-CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
-  static const char name[] = "cddp_ddp_step";
-  cddp_result r;
-  cddp__enter_call();
-  if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
->>>>>>> main
   if (s->params != d->params || s->count != d->count)
     return cddp__invalid(name, "the cddp_sgd was made for other parameters than the cddp_ddp");
   if (s->shard != NULL && ((cddp__shard *)s->shard)->ddp != d)
@@ -11644,7 +11636,6 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (d->no_sync)
     return cddp__invalid(name,
                          "no_sync is on; switch it off for the backward pass that is stepped");
-<<<<<<< HEAD
   for (i = 0; i < d->count && r == CDDP_OK; i++)
     if (cddp__sparse_of(d, i) != NULL) r = cddp__sgd_check_rows(s, i);
   return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", name);
@@ -11656,11 +11647,8 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   cddp__enter_call();
   if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
   if ((r = cddp__check_pair(name, d, s)) != CDDP_OK) return r;
-  return cddp__ddp_step(d, s);
-=======
   r = cddp__ddp_step(d, s);
   return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "%s: ", name) : r;
->>>>>>> main
 }
 
 CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s) {
@@ -11677,7 +11665,8 @@ CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s) {
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "%s: parameter \"%s\" is ready; end the step that it belongs to first",
                         name, cddp__param_name(&d->params[i], i, space, sizeof space));
-  return cddp__join_steps(d, s);
+  r = cddp__join_steps(d, s);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "%s: ", name) : r;
 }
 
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->present : -1; }
@@ -11778,7 +11767,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 /* >>history ---------------------------------------------------------------------------------------
    0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
-                  fail or are there twice while they meet are named to the others at once
+                  fail or are there twice while they meet are named to the others at once;
+                  cddp_ddp_join; sparse gradients
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------
