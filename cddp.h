@@ -65,7 +65,8 @@
      >>p2p          send and recv                   >>hosts        steps, collectives across hosts
      >>mpi          collectives by MPI              >>work         asynchronous operations
      >>collectives  all_reduce and the others       >>groups       creation, split, destruction
-     >>sgd          the optimizer's arithmetic      >>buckets      distributed data parallel
+     >>sparse       gradients that are rows (pure)  >>sgd          the optimizer's arithmetic
+     >>buckets      distributed data parallel       >>join         uneven inputs
      >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
      >>checkpoint   save and load                   >>spawn        processes and threads as ranks
      >>launch       programs as ranks               >>validate     argument checks
@@ -338,6 +339,8 @@ typedef struct cddp_ddp_desc {
   void *comm_hook_data;        /* its user_data */
   cddp_param *buffers;         /* untrained state (running means); grad is ignored; any dtype */
   int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
+  const size_t *sparse_rows;   /* [count] rows of a parameter whose gradient comes by
+                                  cddp_ddp_add_rows, 0 for others; NULL = none has any */
 } cddp_ddp_desc;
 
 /* Collective over g. Compares names, counts and dtypes with rank 0's (CDDP_MISMATCH names the first
@@ -354,6 +357,22 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
    used. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
+/* Adds to the gradient of a parameter with sparse_rows, such as an embedding's weight: values[i *
+   width ..] to row rows[i], width being count / sparse_rows. A row may come more than once, n may
+   differ from rank to rank and be 0; copies. Then cddp_ddp_ready as for others. cddp_ddp_wait and
+   _step send only these rows, in the call itself, past any comm_hook; the mean has the bits of a
+   dense one. The parameter's grad stays NULL. SGD does with them what torch.optim.SGD does: without
+   momentum the other rows are not touched, with it all are; weight_decay is CDDP_UNSUPPORTED.
+   cddp_sgd_step needs cddp_sgd_desc.ddp to find them. Any thread, one at a time for a parameter.
+   Like nn.Embedding(sparse=True). */
+CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
+                                      const void *values, size_t n);
+
+/* After cddp_ddp_wait, for an optimizer of yours: the mean gradient's rows, ascending, each once.
+   Returns how many; the arrays are valid until the next wait, step or cddp_sgd_zero_grad. */
+CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
+                             const void **values);
+
 /* Collective. Returns when every gradient is the mean over all ranks of what each had accumulated.
    A parameter without ready() is an error that names it, CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH
    when others had it ready; with find_unused_parameters it counts as zero. After an error the
@@ -367,6 +386,19 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
    params array. Collective. */
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s);
 
+/* Uneven inputs: a rank that has run out of data calls this where the others go on stepping. Until
+   every rank has called it, it takes part in their cddp_ddp_wait, _step and _sync_buffers with zero
+   weight: each mean is over the ranks that have data (>>join). s: the cddp_sgd of the loop, whose
+   learning rate follows the others'; NULL if they step by other means, whose own state stays as it
+   is here. On return all ranks have the same weights, buffers and momentum of s. A hook's result is
+   scaled by world size / ranks with data, so it must be linear. Each step has the group's timeout
+   anew. Other collectives of the loop are not joined: have them on ranks with data only, or
+   outside. Collective; once an epoch. Like PyTorch's join(divide_by_initial_world_size=False). */
+CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s);
+
+/* Over how many ranks the last cddp_ddp_wait or _step took the mean: those that had not joined. */
+CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
+
 /* on: ready() stops sending and gradients accumulate locally; off: the next step sends all of it.
    Not divided by the number of micro-batches. Same call on every rank, between steps. Like DDP's
    no_sync(). */
@@ -377,8 +409,8 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
    torch.nn.utils.clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
-/* Collective: copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks; DDP does it before
-   each forward. */
+/* Collective: copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks, or the first rank's
+   that has not joined; DDP does it before each forward. */
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 
 /* Whether any rank used the parameter in the step that cddp_ddp_wait ended; false for a bad
@@ -692,6 +724,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #undef cddp_ddp_sync_buffers
 #undef cddp_save
 #undef cddp_load
+#undef cddp_ddp_join
 #endif
 
 #include <errno.h>
@@ -777,7 +810,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
-   ready() calls in any order.        */
+   ready() calls in any order. Ranks without data: >>join. Gradients that are rows: >>sparse. */
 
 /* >>config ------------------------------------------------------------------------------------- */
 
@@ -972,6 +1005,8 @@ enum {
   CDDP__KIND_DDP_WAIT,
   CDDP__KIND_DDP_STEP,
   CDDP__KIND_DDP_BUCKET,
+  CDDP__KIND_DDP_BUFFERS,
+  CDDP__KIND_DDP_JOIN,
   CDDP__KIND_COUNT
 };
 
@@ -1127,6 +1162,22 @@ typedef struct cddp__sgd_kernels {
                   bool separate);
 } cddp__sgd_kernels;
 
+/* Rows of a matrix, by number; owner: cddp__sparse. */
+typedef struct cddp__rows {
+  size_t n, capacity;
+  int64_t *number;   /* [capacity] */
+  char *values;      /* [capacity] rows of `bytes` bytes */
+  struct cddp__row_order *order; /* [capacity] scratch for sorting */
+} cddp__rows;
+
+/* A parameter whose gradient is rows. Owned by its cddp_ddp; one thread at a time. */
+typedef struct cddp__sparse {
+  size_t rows, width, bytes; /* of the parameter; elements and bytes of a row */
+  cddp__rows added;          /* since the last step, as they came; a number may come again */
+  cddp__rows mean;           /* of the last cddp_ddp_wait, each number once, ascending */
+  char *zeros;               /* a row */
+} cddp__sparse;
+
 struct cddp_sgd { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_step */
   cddp_allocator allocator;
   cddp_param *params;  /* [count], the caller's */
@@ -1136,6 +1187,7 @@ struct cddp_sgd { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_st
   void **momentum;     /* [count] each parameter's buffer, as long as it; NULL: none yet */
   bool *started;       /* [count] whether the momentum has its first gradient */
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
+  cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
   void *shard;         /* momentum that a cddp_ddp keeps in pieces; NULL: momentum above is whole */
   void (*drop)(cddp_sgd *s); /* frees the shard and NULLs it; set along with shard */
 };
@@ -1384,6 +1436,15 @@ typedef struct cddp__section {
   size_t begin, end; /* bytes */
 } cddp__section;
 
+/* The payload of a step in which the ranks of a cddp_ddp meet. */
+typedef struct cddp__muster {
+  uint64_t missing;  /* parameters that are not ready on this rank */
+  uint64_t settings; /* of the cddp_sgd without its lr; 0: there is none */
+  double lr;
+  uint32_t joined;   /* CDDP__JOINED*; 0: the rank has data */
+} cddp__muster;
+enum { CDDP__JOINED = 1, CDDP__JOINED_NOW };
+
 struct cddp_ddp {
   cddp_group *group;   /* the user's */
   cddp_group *comm;    /* buckets are reduced here, by its engine */
@@ -1413,6 +1474,13 @@ struct cddp_ddp {
   unsigned char *used;  /* [count] of the last completed step; cddp_sgd points here */
   unsigned char *flags; /* [ranks][count] exchange of ready flags */
   cddp__shard *shards;
+  cddp__sparse **sparse;       /* [count] NULL: dense; NULL: all are */
+  struct cddp__row_list *lists; /* [ranks] scratch of merging, with sources [ranks] behind it */
+  int *active;          /* [active_count] ranks that have not joined, as of the last meeting */
+  int active_count;
+  int present;          /* active_count of the last completed step */
+  uint32_t joined;      /* this rank's CDDP__JOINED*; the engine reads it too, between steps */
+  bool shadowed, stale; /* since the last join ended: some rank had joined; its weights are old */
   bool failed;
   cddp_result fail_result;
   char fail_text[CDDP__ERROR_MAX];
@@ -6047,7 +6115,8 @@ static void cddp__plan_reverse(cddp__bucket_plan *p) {
 static const char *const cddp__call_names[] = {
     "barrier",    "all_reduce", "reduce",         "broadcast",  "all_gather",
     "gather",     "scatter",    "reduce_scatter", "all_to_all", "group_split",
-    "ddp_create", "ddp_wait",   "ddp_step",       "ddp bucket"};
+    "ddp_create", "ddp_wait",   "ddp_step",       "ddp bucket", "ddp_sync_buffers",
+    "ddp_join"};
 static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
                                                 "i8",  "u8",  "i32", "i64"};
 static const char *const cddp__op_names[] = {"sum", "avg", "prod", "min", "max"};
@@ -6476,18 +6545,48 @@ static void cddp__describe_rank(const cddp_group *g, int rank, char *out, size_t
   snprintf(out, n, "rank %d called %s%s", rank, call, site);
 }
 
+/* Whether ranks that have joined take part in the call that this line announces. */
+static bool cddp__joinable(const cddp__line *a) {
+  uint32_t kind = a->call & 255, phase = a->call >> 24;
+  return phase == 0 && (kind == CDDP__KIND_DDP_WAIT || kind == CDDP__KIND_DDP_STEP ||
+                        kind == CDDP__KIND_DDP_BUFFERS);
+}
+
+static bool cddp__is_join(const cddp__line *a) { return (a->call & 255) == CDDP__KIND_DDP_JOIN; }
+
+static bool cddp__agrees(const cddp__line *a, const cddp__line *b) {
+  if (cddp__is_join(b) && cddp__joinable(a)) return true;
+  return a->call == b->call && a->count == b->count && a->root == b->root && a->extra == b->extra;
+}
+
+/* The rank with whose call the others' are compared: the first that has not joined. */
+static int cddp__first_caller(const cddp_group *g) {
+  int p;
+  for (p = 0; p < g->size; p++)
+    if (!cddp__is_join(cddp__line_of(g, p, g->step))) return p;
+  return 0;
+}
+
+/* Lines differ, but only because some ranks have joined the others' call. Alike on every rank. */
+static bool cddp__joins(const cddp_group *g) {
+  const cddp__line *a = cddp__line_of(g, cddp__first_caller(g), g->step);
+  int p;
+  for (p = 0; p < g->size; p++)
+    if (!cddp__agrees(a, cddp__line_of(g, p, g->step))) return false;
+  return true;
+}
+
 static cddp_result cddp__break_mismatch(cddp_group *g) {
   char text[CDDP__ERROR_MAX], one[256];
-  const cddp__line *a = cddp__line_of(g, 0, g->step);
-  int p, shown = 0, others = 0;
+  int p, shown = 0, others = 0, first = cddp__first_caller(g);
+  const cddp__line *a = cddp__line_of(g, first, g->step);
   cddp__exchange_sites(g);
-  cddp__describe_rank(g, 0, one, sizeof one);
+  cddp__describe_rank(g, first, one, sizeof one);
   snprintf(text, sizeof text, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls, one);
-  for (p = 1; p < g->size; p++) {
+  for (p = 0; p < g->size; p++) {
     const cddp__line *b = cddp__line_of(g, p, g->step);
     size_t at = strlen(text);
-    if (a->call == b->call && a->count == b->count && a->root == b->root && a->extra == b->extra)
-      continue;
+    if (cddp__agrees(a, b)) continue;
     if (shown++ >= 2) {
       others++;
       continue;
@@ -6554,7 +6653,7 @@ static cddp_result cddp__sync(cddp_group *g, uint32_t code, uint64_t count, int 
            line->extra == extra;
   }
   CDDP__POINT("met");
-  return CDDP__LIKELY(same) ? CDDP_OK : cddp__break_mismatch(g);
+  return CDDP__LIKELY(same) || cddp__joins(g) ? CDDP_OK : cddp__break_mismatch(g);
 }
 /* Makes a group on a control block that all members have mapped; takes one reference to the host.
  */
@@ -7539,7 +7638,8 @@ static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
   text[cddp__min(n, sizeof text - 1)] = 0;
   if (text[0] <= 0 || text[0] >= CDDP__RESULT_COUNT) return CDDP_OK;
   m->refused = true; /* all others are told already */
-  return cddp__fail((cddp_result)text[0], "%s", text + 1);
+  return cddp__fail((cddp_result)text[0], "%s",
+                    text[1] != 0 ? text + 1 : "a rank gave up without a word");
 }
 
 /* Waits for a key, a little at a time: the rank that is to set it may have failed. */
@@ -11490,6 +11590,177 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
             (int)getpid(), (*out)->host->cores, (*out)->crowded ? ", shared by more ranks" : "");
   return r;
 }
+/* >>sparse -------------------------------------------------------------------------------------
+   Gradients that are rows of a parameter, as an embedding's are. Works as follows: backward adds
+   (number of the row, values) as it finds them. At the step each rank sorts its own by number and
+   adds up those of one number, in the order in which they came, into a packet that its peers read.
+   Each rank then walks through the sorted lists of all ranks at once; a row's mean is the canonical
+   sum, a rank without the row counting as zeros, so the bits are a dense gradient's. Pure. */
+
+typedef struct cddp__row_order {
+  int64_t number;
+  size_t at; /* its place in the list */
+} cddp__row_order;
+
+/* One rank's list while it is merged. */
+typedef struct cddp__row_list {
+  const int64_t *number;
+  const char *values;
+  size_t n, next; /* rows, and the first that is not merged */
+  char *packet;   /* what follows in the rank's packet */
+} cddp__row_list;
+
+/* A list in a packet begins with this; then numbers, then values, each on a cache line. */
+typedef struct cddp__row_head {
+  uint64_t n, bound; /* rows, and for how many there is room */
+  unsigned char pad[CDDP__CACHE_LINE - 16];
+} cddp__row_head;
+
+static void cddp__rows_free(const cddp_allocator *a, cddp__rows *r) {
+  cddp__free(a, r->number);
+  cddp__free(a, r->values);
+  cddp__free(a, r->order);
+  memset(r, 0, sizeof *r);
+}
+
+/* Room for n rows; those held stay. */
+static cddp_result cddp__rows_reserve(const cddp_allocator *a, cddp__rows *r, size_t n,
+                                      size_t bytes) {
+  cddp__rows big;
+  if (n <= r->capacity) return CDDP_OK;
+  memset(&big, 0, sizeof big);
+  big.n = r->n;
+  big.capacity = cddp__max(n, r->capacity + r->capacity / 2);
+  big.number = (int64_t *)cddp__calloc(a, big.capacity, sizeof *big.number);
+  big.values = (char *)cddp__calloc(a, big.capacity, bytes);
+  big.order = (cddp__row_order *)cddp__calloc(a, big.capacity, sizeof *big.order);
+  if (big.number == NULL || big.values == NULL || big.order == NULL) {
+    cddp__rows_free(a, &big);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  if (r->n > 0) {
+    memcpy(big.number, r->number, r->n * sizeof *r->number);
+    memcpy(big.values, r->values, r->n * bytes);
+  }
+  cddp__rows_free(a, r);
+  *r = big;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__rows_add(const cddp_allocator *a, cddp__rows *r, size_t bytes,
+                                  const int64_t *numbers, const void *values, size_t n) {
+  cddp_result e;
+  if (n == 0) return CDDP_OK;
+  if ((e = cddp__rows_reserve(a, r, r->n + n, bytes)) != CDDP_OK) return e;
+  memcpy(r->number + r->n, numbers, n * sizeof *numbers);
+  memcpy(r->values + r->n * bytes, values, n * bytes);
+  r->n += n;
+  return CDDP_OK;
+}
+
+static void cddp__sparse_free(const cddp_allocator *a, cddp__sparse *p) {
+  if (p == NULL) return;
+  cddp__rows_free(a, &p->added);
+  cddp__rows_free(a, &p->mean);
+  cddp__free(a, p->zeros);
+  cddp__free(a, p);
+}
+
+static cddp__sparse *cddp__sparse_new(const cddp_allocator *a, const cddp_param *p, size_t rows) {
+  cddp__sparse *s = (cddp__sparse *)cddp__calloc(a, 1, sizeof *s);
+  if (s == NULL) return NULL;
+  s->rows = rows;
+  s->width = p->count / rows;
+  s->bytes = s->width * cddp__dtype_size(p->dtype);
+  s->zeros = (char *)cddp__calloc(a, 1, s->bytes);
+  if (s->zeros != NULL) return s;
+  cddp__sparse_free(a, s);
+  return NULL;
+}
+
+static int cddp__by_number(const void *x, const void *y) {
+  const cddp__row_order *a = (const cddp__row_order *)x, *b = (const cddp__row_order *)y;
+  if (a->number != b->number) return a->number < b->number ? -1 : 1;
+  return a->at < b->at ? -1 : a->at > b->at;
+}
+
+static size_t cddp__row_list_bytes(const cddp__sparse *s, size_t n) {
+  return sizeof(cddp__row_head) + cddp__round_up(n * sizeof(int64_t), CDDP__CACHE_LINE) +
+         cddp__round_up(n * s->bytes, CDDP__CACHE_LINE);
+}
+
+/* Opens the list at l->packet, with room for `bound` rows, and moves on behind it. */
+static void cddp__row_list_open(const cddp__sparse *s, cddp__row_list *l, size_t bound) {
+  char *at = l->packet + sizeof(cddp__row_head);
+  l->number = (const int64_t *)(const void *)at;
+  l->values = at + cddp__round_up(bound * sizeof(int64_t), CDDP__CACHE_LINE);
+  l->packet += cddp__row_list_bytes(s, bound);
+  l->next = 0;
+}
+
+/* Writes the n rows added, sorted and summed by number, to packet; returns where it ends. */
+static char *cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *packet) {
+  cddp__row_head *head = (cddp__row_head *)(void *)packet;
+  cddp__row_order *order = s->added.order;
+  cddp__row_list l;
+  const void *pair[2];
+  int64_t *number;
+  size_t i;
+  l.packet = packet;
+  cddp__row_list_open(s, &l, n);
+  number = (int64_t *)(void *)(packet + sizeof *head);
+  head->bound = n;
+  head->n = 0;
+  for (i = 0; i < n; i++) {
+    order[i].number = s->added.number[i];
+    order[i].at = i;
+  }
+  if (n > 1) qsort(order, n, sizeof *order, cddp__by_number);
+  for (i = 0; i < n; i++) {
+    const char *from = s->added.values + order[i].at * s->bytes;
+    bool again = i > 0 && order[i].number == order[i - 1].number;
+    char *to = packet + (l.values - packet) + (head->n - again) * s->bytes;
+    pair[0] = to;
+    pair[1] = from;
+    if (again) {
+      cddp__reduce(to, pair, 2, s->width, dtype, CDDP_SUM);
+    } else {
+      memcpy(to, from, s->bytes);
+      number[head->n++] = order[i].number;
+    }
+  }
+  return l.packet;
+}
+
+/* The mean over n ranks' lists, which stand at this parameter's list; sources: scratch [n]. */
+static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cddp__row_list *lists,
+                                    int n, const void **sources, cddp_dtype dtype) {
+  size_t total = 0;
+  cddp_result r;
+  int k;
+  for (k = 0; k < n; k++) {
+    const cddp__row_head *head = (const cddp__row_head *)(const void *)lists[k].packet;
+    lists[k].n = (size_t)head->n;
+    cddp__row_list_open(s, &lists[k], (size_t)head->bound);
+    total += lists[k].n;
+  }
+  s->mean.n = 0;
+  r = cddp__rows_reserve(a, &s->mean, cddp__min(total, s->rows), s->bytes);
+  while (r == CDDP_OK) {
+    int64_t number = INT64_MAX;
+    for (k = 0; k < n; k++)
+      if (lists[k].next < lists[k].n && lists[k].number[lists[k].next] < number)
+        number = lists[k].number[lists[k].next];
+    if (number == INT64_MAX) break;
+    for (k = 0; k < n; k++) {
+      bool has = lists[k].next < lists[k].n && lists[k].number[lists[k].next] == number;
+      sources[k] = has ? lists[k].values + lists[k].next++ * s->bytes : s->zeros;
+    }
+    cddp__reduce(s->mean.values + s->mean.n * s->bytes, sources, n, s->width, dtype, CDDP_AVG);
+    s->mean.number[s->mean.n++] = number;
+  }
+  return r;
+}
 /* >>sgd ----------------------------------------------------------------------------------------
    The arithmetic of torch.optim.SGD, to the last bit: every a + s * b is one fused multiply-add, as
    in PyTorch's AVX2 kernels, or (separate) is rounded after the multiply, as without AVX2. Scalars
@@ -11750,17 +12021,54 @@ static bool cddp__sgd_skips(const cddp_sgd *s, int i) {
   return s->params[i].count == 0 || (s->used != NULL && !s->used[i]);
 }
 
+/* One step of a parameter whose gradient is rows: what a dense gradient with zeros elsewhere would
+   do. Without momentum the other rows stay as they are and are not looked at. */
+static void cddp__sgd_rows(cddp_sgd *s, int i, const cddp__sparse *g) {
+  const cddp_param *p = &s->params[i];
+  size_t k, row;
+  for (k = 0; s->rule.momentum == 0 && k < g->mean.n; k++) {
+    char *weights = (char *)p->data + (size_t)g->mean.number[k] * g->bytes;
+    cddp__sgd_update(&s->rule, p->dtype, weights, weights, g->mean.values + k * g->bytes, NULL,
+                     g->width, false);
+  }
+  for (k = row = 0; s->rule.momentum != 0 && row < g->rows; row++) {
+    bool has = k < g->mean.n && (size_t)g->mean.number[k] == row;
+    char *weights = (char *)p->data + row * g->bytes;
+    cddp__sgd_update(&s->rule, p->dtype, weights, weights,
+                     has ? g->mean.values + k * g->bytes : g->zeros,
+                     (char *)s->momentum[i] + row * g->bytes, g->width, !s->started[i]);
+    k += has;
+  }
+}
+
+static cddp_result cddp__sgd_check_rows(const cddp_sgd *s, int i) {
+  const char *name = s->params[i].name != NULL ? s->params[i].name : "unnamed";
+  if (s->rule.decay == 0) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "parameter %d (%s) has rows as its gradient, which go without weight_decay; "
+                    "set that to 0, or have a dense gradient",
+                    i, name);
+}
+
+static const cddp__sparse *cddp__sgd_sparse(const cddp_sgd *s, int i) { /* NULL: it is dense */
+  return s->sparse != NULL ? s->sparse[i] : NULL;
+}
+
 /* Checks and allocates all that a step needs, so that a step is done as a whole or not at all. */
 static cddp_result cddp__sgd_prepare(cddp_sgd *s) {
   int i;
   for (i = 0; i < s->count; i++) {
     const cddp_param *p = &s->params[i];
     const char *name = p->name != NULL ? p->name : "unnamed";
+    bool sparse = cddp__sgd_sparse(s, i) != NULL;
     if (cddp__sgd_skips(s, i)) continue;
-    if (p->data == NULL || p->grad == NULL)
+    if (sparse && cddp__sgd_check_rows(s, i) != CDDP_OK) return CDDP_UNSUPPORTED;
+    if (p->data == NULL || (p->grad == NULL && !sparse))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter %d (%s) has no %s%s", i, name,
                         p->data == NULL ? "data" : "gradient",
-                        p->data == NULL ? "" : "; set grad, or have cddp_ddp_create place it");
+                        p->data == NULL ? ""
+                                        : "; set grad, or have cddp_ddp_create place it, or "
+                                          "(sparse) set ddp in cddp_sgd_desc");
     if (!cddp__dtype_trains(p->dtype))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter %d (%s) now has dtype %d", i, name,
                         (int)p->dtype);
@@ -11782,8 +12090,11 @@ static cddp_result cddp__sgd_step(cddp_sgd *s) {
   for (i = 0; i < s->count; i++) {
     cddp_param *p = &s->params[i];
     if (cddp__sgd_skips(s, i)) continue;
-    cddp__sgd_update(&s->rule, p->dtype, p->data, p->data, p->grad, s->momentum[i], p->count,
-                     !s->started[i]);
+    if (cddp__sgd_sparse(s, i) != NULL)
+      cddp__sgd_rows(s, i, s->sparse[i]);
+    else
+      cddp__sgd_update(&s->rule, p->dtype, p->data, p->data, p->grad, s->momentum[i], p->count,
+                       !s->started[i]);
     if (s->rule.momentum != 0) s->started[i] = true;
   }
   return CDDP_OK;
@@ -11820,19 +12131,31 @@ static const char *cddp__param_name(const cddp_param *p, int index, char *space,
 
 /* --- creation: comparing the model with rank 0's --- */
 
+static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
+  return d->sparse != NULL ? d->sparse[i] : NULL;
+}
+
+/* Elements of parameter i's gradient in the arena. */
+static size_t cddp__dense_count(const cddp_ddp *d, int i) {
+  return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
+}
+
 /* Writes what must agree between ranks; returns the length. out NULL: only the length. */
-static size_t cddp__describe_params(const cddp_param *params, int count, unsigned char *out) {
+static size_t cddp__describe_params(const cddp_ddp *d, unsigned char *out) {
+  const cddp_param *params = d->params;
   size_t n = 0, length;
   int i;
-  for (i = 0; i < count; i++) {
+  for (i = 0; i < d->count; i++) {
+    const cddp__sparse *s = cddp__sparse_of(d, i);
     length = params[i].name != NULL ? cddp__min(strlen(params[i].name), 1000) : 0;
     if (out != NULL) {
       cddp__put64(out + n, params[i].count);
       cddp__put32(out + n + 8, (uint32_t)params[i].dtype);
       cddp__put32(out + n + 12, (uint32_t)length);
-      if (length > 0) memcpy(out + n + 16, params[i].name, length);
+      cddp__put64(out + n + 16, s != NULL ? s->rows : 0);
+      if (length > 0) memcpy(out + n + 24, params[i].name, length);
     }
-    n += 16 + length;
+    n += 24 + length;
   }
   return n;
 }
@@ -11844,21 +12167,22 @@ static void cddp__compare_params(const cddp_ddp *d, const unsigned char *theirs,
   int i, rank = d->group->rank;
   char space[24];
   text[0] = 0;
-  for (i = 0; at + 16 <= bytes || i < d->count; i++) {
+  for (i = 0; at + 24 <= bytes || i < d->count; i++) {
     const cddp_param *p = &d->params[i];
     const char *name;
-    uint64_t count;
+    uint64_t count, rows;
     uint32_t dtype, length;
-    if (i >= d->count || at + 16 > bytes) {
+    if (i >= d->count || at + 24 > bytes) {
       snprintf(text, n, "rank %d has %d parameters, rank 0 has %s", rank, d->count,
                i >= d->count ? "more" : "fewer");
       return;
     }
     count = cddp__get64(theirs + at);
     dtype = cddp__get32(theirs + at + 8);
-    length = (uint32_t)cddp__min(cddp__get32(theirs + at + 12), bytes - at - 16);
+    length = (uint32_t)cddp__min(cddp__get32(theirs + at + 12), bytes - at - 24);
+    rows = cddp__get64(theirs + at + 16);
     name = cddp__param_name(p, i, space, sizeof space);
-    at += 16;
+    at += 24;
     if ((p->name != NULL ? cddp__min(strlen(p->name), 1000) : 0) != length ||
         (length > 0 && memcmp(p->name, theirs + at, length) != 0)) {
       snprintf(text, n, "parameter %d is \"%.100s\" on rank %d, \"%.*s\" on rank 0", i, name, rank,
@@ -11869,6 +12193,10 @@ static void cddp__compare_params(const cddp_ddp *d, const unsigned char *theirs,
     } else if ((uint32_t)p->dtype != dtype) {
       snprintf(text, n, "parameter \"%.100s\" is %s on rank %d, %s on rank 0", name,
                cddp__dtype_names[p->dtype], rank, cddp__dtype_names[dtype & 7]);
+    } else if ((cddp__sparse_of(d, i) != NULL ? cddp__sparse_of(d, i)->rows : 0) != rows) {
+      snprintf(text, n,
+               "parameter \"%.100s\" has %zu sparse rows on rank %d, %" PRIu64 " on rank 0", name,
+               cddp__sparse_of(d, i) != NULL ? cddp__sparse_of(d, i)->rows : 0, rank, rows);
     }
     if (text[0] != 0) return;
     at += length;
@@ -11902,7 +12230,7 @@ static cddp_result cddp__ddp_step_line(cddp_group *g, int kind, uint64_t count, 
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  size_t mine = cddp__describe_params(d->params, d->count, NULL), bytes;
+  size_t mine = cddp__describe_params(d, NULL), bytes;
   cddp__line *line = cddp__begin(g);
   unsigned char *theirs = NULL;
   char *texts = NULL;
@@ -11916,7 +12244,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   if (theirs == NULL || texts == NULL) {
     r = cddp__break(g, CDDP_OUT_OF_MEMORY);
   } else {
-    if (g->rank == 0) cddp__describe_params(d->params, d->count, theirs);
+    if (g->rank == 0) cddp__describe_params(d, theirs);
     r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, bytes, CDDP_U8, 0);
   }
   if (r == CDDP_OK) {
@@ -11944,8 +12272,8 @@ static void cddp__lay_out(cddp_ddp *d) {
     for (i = d->count - 1; i >= 0; i--) {
       if ((int)d->params[i].dtype != dtype) continue;
       d->tensors[i].offset = at;
-      d->tensors[i].room = cddp__round_up(d->params[i].count * cddp__dtype_size(d->params[i].dtype),
-                                          CDDP__CACHE_LINE);
+      d->tensors[i].room = cddp__round_up(
+          cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype), CDDP__CACHE_LINE);
       at += d->tensors[i].room;
     }
     d->sections[dtype].end = at;
@@ -12003,12 +12331,12 @@ static cddp_result cddp__share_gradients(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-static cddp_result cddp__broadcast_params(cddp_ddp *d, cddp_param *params, int count) {
+static cddp_result cddp__broadcast_params(cddp_ddp *d, cddp_param *params, int count, int root) {
   cddp_result r;
   int i;
   for (i = 0; i < count; i++) {
     r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, params[i].data, params[i].data,
-                         params[i].count, params[i].dtype, 0);
+                         params[i].count, params[i].dtype, root);
     if (r != CDDP_OK) return r;
   }
   return CDDP_OK;
@@ -12046,17 +12374,40 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
   return bytes;
 }
 
+/* Whether a rank has joined, as of a bucket's first step. */
+static bool cddp__some_joined(const cddp_group *g) {
+  int k;
+  for (k = 0; k < g->size; k++)
+    if (cddp__line_of(g, k, g->step)->u.bytes[0] != 0) return true;
+  return false;
+}
+
+/* As cddp__reduce_all, over the ranks that have not joined; the result is on all. bufs: scratch */
+static void cddp__reduce_present(cddp_ddp *d, void **bufs, size_t at, size_t n, cddp_dtype dtype) {
+  const cddp_group *g = d->comm;
+  char *mine = d->arena + at;
+  int k, m = 0;
+  for (k = 0; k < g->size; k++)
+    if (cddp__line_of(g, k, g->step)->u.bytes[0] == 0) bufs[m++] = d->arenas[k] + at;
+  cddp__reduce(mine, (const void *const *)bufs, m, n, dtype, CDDP_AVG);
+  for (k = 0; k < g->size; k++)
+    if (k != g->rank) memcpy(d->arenas[k] + at, mine, n * cddp__dtype_size(dtype));
+}
+
 /* This rank's slice of the bucket: the mean of all replicas goes into all replicas. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b, void **bufs) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   size_t esize = cddp__dtype_size(dtype), begin, end, at = 0;
   int i = 0, k, n = d->group->size;
+  bool partial = cddp__some_joined(d->comm);
   cddp__run run;
   cddp__slice(cddp__bucket_bytes(d, b), CDDP__CACHE_LINE, n, d->group->rank, &begin, &end);
   while (cddp__next_run(d, b, &i, &run)) {
     size_t length = run.end - run.begin, low = cddp__max(begin, at),
            high = cddp__min(end, at + length);
-    if (low < high) {
+    if (low < high && partial) {
+      cddp__reduce_present(d, bufs, run.begin + (low - at), (high - low) / esize, dtype);
+    } else if (low < high) {
       for (k = 0; k < n; k++) bufs[k] = d->arenas[k] + run.begin + (low - at);
       cddp__reduce_all(bufs, n, (high - low) / esize, dtype, CDDP_AVG);
     }
@@ -12126,7 +12477,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int i
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, (uint64_t)index);
   if (record != 0) cddp__record_at(g->host->record, record)->engine = 1;
-  cddp__begin(g);
+  cddp__begin(g)->u.bytes[0] = (unsigned char)d->joined;
   r = cddp__ddp_step_line(g, CDDP__KIND_DDP_BUCKET, (uint64_t)index, 0);
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
 #ifdef CDDP_MPI
@@ -12352,24 +12703,51 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
 
 /* --- agreeing on what is ready --- */
 
+static uint64_t cddp__sgd_hash(const cddp_sgd *s, double lr) { /* what must agree between ranks */
+  double v[4];
+  uint64_t flags = (uint64_t)s->desc.nesterov | (uint64_t)s->desc.maximize << 1 |
+                   (uint64_t)s->desc.separate_mul_add << 2 | (uint64_t)(s->shard != NULL) << 3;
+  v[0] = lr;
+  v[1] = s->desc.momentum;
+  v[2] = s->desc.dampening;
+  v[3] = s->desc.weight_decay;
+  return cddp__hash64(flags, v, sizeof v) | 1; /* not 0: see cddp__muster */
+}
+
+static cddp__muster cddp__muster_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
+  cddp__muster m;
+  memcpy(&m, cddp__line_of(d->control, rank, d->control->step)->u.bytes, sizeof m);
+  return m;
+}
+
 /* All ranks meet. *missing: parameters not ready anywhere, summed over ranks. The same call, the
-   same settings (check) on all of them is part of the step. */
-static cddp_result cddp__meet_for_step(cddp_ddp *d, int kind, uint64_t check, uint64_t *missing) {
+   same settings (check) on all of them is part of the step, but for ranks that have joined. s: the
+   cddp_sgd of the call or NULL. */
+static cddp_result cddp__meet_for_step(cddp_ddp *d, int kind, uint64_t check, const cddp_sgd *s,
+                                       uint64_t *missing) {
   cddp_group *g = d->control;
-  cddp__line *line;
-  uint64_t mine = 0;
+  cddp__muster m;
   cddp_result r;
   int i, p;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  memset(&m, 0, sizeof m);
   pthread_mutex_lock(&d->lock);
-  for (i = 0; i < d->count; i++) mine += d->tensors[i].ready ? 0 : 1;
+  for (i = 0; i < d->count && d->joined == 0; i++) m.missing += d->tensors[i].ready ? 0 : 1;
   pthread_mutex_unlock(&d->lock);
+  m.settings = s != NULL ? cddp__sgd_hash(s, 0) : 0;
+  m.lr = s != NULL ? s->desc.lr : 0;
+  m.joined = d->joined;
   g->calls++;
-  line = cddp__begin(g);
-  line->u.ref.base = mine;
+  memcpy(cddp__begin(g)->u.bytes, &m, sizeof m);
   if ((r = cddp__ddp_step_line(g, kind, check, 0)) != CDDP_OK) return r;
   *missing = 0;
-  for (p = 0; p < g->size; p++) *missing += cddp__line_of(g, p, g->step)->u.ref.base;
+  d->active_count = 0;
+  for (p = 0; p < g->size; p++) {
+    m = cddp__muster_of(d, p);
+    *missing += m.missing;
+    if (m.joined == 0) d->active[d->active_count++] = p;
+  }
+  if (d->active_count > 0 && d->active_count < g->size) d->shadowed = true;
   return CDDP_OK;
 }
 
@@ -12387,7 +12765,7 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
     snprintf(list + at, sizeof list - at, "%s\"%.60s\"", shown++ ? ", " : "",
              cddp__param_name(&d->params[i], i, space, sizeof space));
     at = strlen(list);
-    if (absent == n) continue;
+    if (absent == d->active_count) continue;
     r = CDDP_MISMATCH;
     for (p = 0; d->flags[(size_t)p * (size_t)d->count + (size_t)i] != 0; p++) {}
     snprintf(list + at, sizeof list - at, " (on rank %d%s)", p, absent > 1 ? " and others" : "");
@@ -12410,6 +12788,8 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, uint32_t phase) 
   return cddp__local_sync(d->control, &c, phase, cddp__serve_idle);
 }
 
+#define CDDP__FLAG_JOINED 2 /* the rank has joined: neither used nor forgotten */
+
 /* Some parameters are not ready: with find_unused_parameters decides which count as zero and which
    are left alone, without it fails on every rank. */
 static cddp_result cddp__settle_unused(cddp_ddp *d) {
@@ -12418,7 +12798,8 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   cddp_result r;
   size_t i, p;
   for (i = 0; i < n; i++)
-    mine[i] = d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
+    mine[i] = d->joined != 0 ? CDDP__FLAG_JOINED
+              : d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
   r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, d->flags, n, CDDP_U8, -1);
   if (r != CDDP_OK) return r;
   if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
@@ -12427,11 +12808,12 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     cddp__tensor *t = &d->tensors[i];
     if (t->ready) continue;
     for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
-      if (d->flags[p * n + i] != 0) t->used = true;
+      if (d->flags[p * n + i] == 1) t->used = true;
     if (mine[i] || !t->used) {
       cddp__fetch_gradient(d, (int)i); /* accumulated under no_sync, or left as it is */
     } else {
       memset(d->arena + t->offset, 0, t->room);
+      if (cddp__sparse_of(d, (int)i) != NULL) d->sparse[i]->added.n = 0;
     }
     t->ready = true;
     d->buckets[t->bucket].remaining--;
@@ -12440,10 +12822,39 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   return r;
 }
 
+/* A rank that has joined has nothing to wait for. */
+static void cddp__ready_as_joined(cddp_ddp *d) {
+  int i;
+  pthread_mutex_lock(&d->lock);
+  for (i = 0; i < d->count; i++) {
+    if (d->tensors[i].ready) continue;
+    d->tensors[i].ready = true;
+    d->buckets[d->tensors[i].bucket].remaining--;
+  }
+  pthread_mutex_unlock(&d->lock);
+}
+
+/* Whether the mean was made by who divides by the number of all ranks, some of which have joined. */
+static bool cddp__overdivided(const cddp_ddp *d) {
+  return (d->desc.comm_hook != NULL || cddp__relayed(d->comm)) &&
+         d->active_count < d->group->size;
+}
+
+static void cddp__rescale(cddp_ddp *d) {
+  double factor = (double)d->group->size / d->active_count;
+  int i;
+  if (!cddp__overdivided(d)) return;
+  for (i = 0; i < d->count; i++)
+    if (d->tensors[i].used)
+      cddp__scale(d->arena + d->tensors[i].offset, cddp__dense_count(d, i), d->params[i].dtype,
+                  factor);
+}
+
 /* Launches all buckets and waits for them; the first failure is the result. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int b;
+  if (d->joined != 0) cddp__ready_as_joined(d);
   if (d->group->size > 1 || d->desc.comm_hook != NULL) {
     pthread_mutex_lock(&d->lock);
     r = cddp__launch(d);
@@ -12454,6 +12865,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d) {
     cddp_work *w = &d->buckets[b].work;
     if (d->buckets[b].launched && w->result != CDDP_OK) return cddp__fail(w->result, "%s", w->text);
   }
+  if (r == CDDP_OK) cddp__rescale(d);
   return r;
 }
 
@@ -12477,12 +12889,13 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
 
 /* --- after a step --- */
 
-/* Once: buckets follow the order in which rank 0's gradients arrived. */
+/* Once: buckets follow the order in which rank 0's gradients arrived (or the first rank's that has
+   data). */
 static cddp_result cddp__rebuild(cddp_ddp *d) {
   cddp_result r;
   if (d->rebuilt || d->desc.find_unused_parameters) return CDDP_OK;
   r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival, (size_t)d->count,
-                       CDDP_I32, 0);
+                       CDDP_I32, d->active[0]);
   if (r == CDDP_OK) r = cddp__set_plan(d, d->arrival);
   d->rebuilt = r == CDDP_OK;
   return r;
@@ -12493,6 +12906,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   int i;
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
   d->stepping = stepping;
+  d->present = d->active_count;
   r = cddp__rebuild(d);
   cddp__arm(d);
   return r;
@@ -12514,7 +12928,7 @@ static void cddp__section_slice(const cddp_ddp *d, int dtype, int rank, size_t *
  * is none. */
 static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end) {
   const cddp__tensor *t = &d->tensors[i];
-  size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+  size_t bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
   cddp__section_slice(d, (int)d->params[i].dtype, rank, begin, end);
   *begin = cddp__max(*begin, t->offset);
   *end = cddp__min(*end, t->offset + bytes);
@@ -12586,7 +13000,7 @@ static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
   s->shard = h;
   s->drop = cddp__shard_drop;
   for (i = 0; i < d->count; i++) {
-    if (s->momentum[i] == NULL) continue;
+    if (s->momentum[i] == NULL || cddp__sparse_of(d, i) != NULL) continue;
     if (cddp__tensor_slice(d, i, d->group->number, &begin, &end))
       memcpy(h->mine + cddp__shard_offset(d, (int)d->params[i].dtype, d->group->number, begin),
              (char *)s->momentum[i] + (begin - d->tensors[i].offset), end - begin);
@@ -12604,7 +13018,7 @@ static cddp_result cddp__shard_dissolve(cddp__shard *h) {
   cddp_result r = cddp__enter(d->control);
   int i, p;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    if (!s->started[i]) continue;
+    if (!s->started[i] || cddp__sparse_of(d, i) != NULL) continue;
     s->momentum[i] =
         cddp__calloc(&s->allocator, d->params[i].count, cddp__dtype_size(d->params[i].dtype));
     if (s->momentum[i] == NULL) {
@@ -12622,23 +13036,112 @@ static cddp_result cddp__shard_dissolve(cddp__shard *h) {
   return r;
 }
 
-/* --- wait --- */
+/* --- gradients that are rows --- */
 
-static cddp_result cddp__wait_for_buckets(cddp_ddp *d) {
-  uint64_t missing = 0;
+static cddp_result cddp__pack_rows(cddp_ddp *d, size_t *bytes) {
+  char *at;
   cddp_result r;
   int i;
-  r = cddp__meet_for_step(d, CDDP__KIND_DDP_WAIT, 0, &missing);
-  if (r == CDDP_OK && missing > 0) r = cddp__settle_unused(d);
+  *bytes = 0;
+  for (i = 0; i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL)
+      *bytes += cddp__row_list_bytes(d->sparse[i], d->sparse[i]->added.n);
+  if ((r = cddp__scratch(d, *bytes)) != CDDP_OK) return r;
+  for (at = d->scratch, i = 0; i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL)
+      at = cddp__rows_pack(d->sparse[i], d->tensors[i].used ? d->sparse[i]->added.n : 0,
+                           d->params[i].dtype, at);
+  return CDDP_OK;
+}
+
+/* Merges the packets that the current step tells of; all != NULL: they lie there, each so far apart. */
+static cddp_result cddp__merge_rows(cddp_ddp *d, char *all, size_t each) {
+  cddp_group *g = d->control;
+  const void **sources = (const void **)(void *)(d->lists + g->size);
+  void *at = NULL;
+  cddp_result r = CDDP_OK;
+  int i, k;
+  for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
+    if (all == NULL) r = cddp__locate(g->host, &cddp__line_of(g, d->active[k], g->step)->u.ref, &at);
+    d->lists[k].packet = all != NULL ? all + (size_t)d->active[k] * each : (char *)at;
+  }
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    if (cddp__sparse_of(d, i) == NULL) continue;
+    r = cddp__rows_merge(&g->host->allocator, d->sparse[i], d->lists, d->active_count, sources,
+                         d->params[i].dtype);
+    if (d->tensors[i].used) d->sparse[i]->added.n = 0;
+  }
+  return r;
+}
+
+/* Where ranks do not see each other's memory: every packet to every rank, as long as the longest. */
+static cddp_result cddp__gather_rows(cddp_ddp *d, size_t bytes) {
+  cddp_group *g = d->control;
+  const cddp_allocator *a = &g->host->allocator;
+  size_t each = 0;
+  char *all;
+  cddp_result r;
+  int p;
+  for (p = 0; p < g->size; p++) {
+    size_t theirs = (size_t)cddp__get64(cddp__line_of(g, p, g->step)->u.bytes);
+    if (theirs > each) each = theirs;
+  }
+  all = (char *)cddp__malloc(a, each * (size_t)(g->size + 1) + 1);
+  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  memcpy(all + each * (size_t)g->size, d->scratch, bytes);
+  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, all + each * (size_t)g->size, all, each, CDDP_U8,
+                       -1);
+  if (r == CDDP_OK && (r = cddp__merge_rows(d, all, each)) != CDDP_OK) r = cddp__break(g, r);
+  cddp__free(a, all);
+  return r;
+}
+
+/* Collective: all ranks get the mean of what each has added. */
+static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
+  cddp_group *g = d->control;
+  cddp__line *line;
+  size_t bytes;
+  cddp_result r;
+  if (d->sparse == NULL) return CDDP_OK;
+  if ((r = cddp__pack_rows(d, &bytes)) != CDDP_OK) return cddp__break(g, r);
+  line = cddp__begin(g);
+  if (g->hosts != NULL)
+    cddp__put64(line->u.bytes, bytes);
+  else
+    line->u.ref = cddp__ref_of(g->host, d->scratch, bytes);
+  if ((r = cddp__ddp_step_line(g, kind, 0, 5)) != CDDP_OK) return r;
+  if (g->hosts != NULL) return cddp__gather_rows(d, bytes);
+  if ((r = cddp__enter(g)) == CDDP_OK) {
+    if ((r = cddp__merge_rows(d, NULL, 0)) != CDDP_OK) r = cddp__break(g, r);
+    if (r == CDDP_OK) r = cddp__control_barrier(d, kind, 6); /* all have read */
+  }
+  return cddp__exit(g, r);
+}
+
+/* --- wait --- */
+
+/* What follows the meeting of a wait, on ranks that have joined too. */
+static cddp_result cddp__finish_wait(cddp_ddp *d, uint64_t missing) {
+  cddp_result r = CDDP_OK;
+  int i;
+  if (missing > 0) r = cddp__settle_unused(d);
   while (r == CDDP_OK && d->shards != NULL) r = cddp__shard_dissolve(d->shards);
   if (r == CDDP_OK) r = cddp__finish_buckets(d);
+  if (r == CDDP_OK) r = cddp__exchange_rows(d, CDDP__KIND_DDP_WAIT);
   if (r != CDDP_OK) return cddp__give_up(d, r);
+  if (d->active_count < d->group->size) d->stale = true; /* the others step on their own */
   for (i = 0; i < d->count; i++)
     if (!d->tensors[i].placed && d->tensors[i].used)
       cddp__copy(d->params[i].grad, d->arena + d->tensors[i].offset,
                  d->params[i].count * cddp__dtype_size(d->params[i].dtype));
   r = cddp__complete(d, false);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__wait_for_buckets(cddp_ddp *d) {
+  uint64_t missing = 0;
+  cddp_result r = cddp__meet_for_step(d, CDDP__KIND_DDP_WAIT, 0, NULL, &missing);
+  return r == CDDP_OK ? cddp__finish_wait(d, missing) : cddp__give_up(d, r);
 }
 
 static cddp_result cddp__ddp_wait(cddp_ddp *d) {
@@ -12680,8 +13183,8 @@ static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
   void *momentum = NULL;
   int k, size = d->group->locals, me = d->group->number;
   if (!f->averaged && t->used) {
-    for (k = 0; k < size; k++) f->srcs[k] = d->arenas[k] + at;
-    cddp__reduce(sum, f->srcs, size, n, p->dtype, CDDP_AVG);
+    for (k = 0; k < d->active_count; k++) f->srcs[k] = d->arenas[d->active[k]] + at;
+    cddp__reduce(sum, f->srcs, d->active_count, n, p->dtype, CDDP_AVG);
     gradient = sum;
   }
   if (f->shard != NULL) momentum = f->shard->mine + cddp__shard_offset(d, (int)p->dtype, me, at);
@@ -12732,6 +13235,21 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_sgd *s) {
   return CDDP_OK;
 }
 
+/* Every rank updates its own copy of the parameters whose gradients are rows. */
+static cddp_result cddp__fuse_rows(cddp_ddp *d, cddp_sgd *s) {
+  int i;
+  for (i = 0; d->sparse != NULL && i < d->count; i++) {
+    const cddp_param *p = &d->params[i];
+    if (d->sparse[i] == NULL || !cddp__steps(d, s, i)) continue;
+    if (s->rule.momentum != 0 && s->momentum[i] == NULL)
+      s->momentum[i] = cddp__calloc(&s->allocator, p->count, cddp__dtype_size(p->dtype));
+    if (s->rule.momentum != 0 && s->momentum[i] == NULL)
+      return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    cddp__sgd_rows(s, i, d->sparse[i]);
+  }
+  return CDDP_OK;
+}
+
 /* The update itself, between two steps of the control group. */
 static cddp_result cddp__fuse(cddp_ddp *d, cddp_sgd *s, bool averaged) {
   const void *few[16];
@@ -12752,49 +13270,77 @@ static cddp_result cddp__fuse(cddp_ddp *d, cddp_sgd *s, bool averaged) {
   CDDP__POINT("fuse");
   cddp__fuse_slice(&f);
   if (f.srcs != few) cddp__free(&d->group->host->allocator, f.srcs);
+  if ((r = cddp__fuse_rows(d, s)) != CDDP_OK) return r;
   if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 2)) != CDDP_OK) return r;
   if ((r = cddp__fetch_weights(d, s)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++) {
     bool skipped = !cddp__steps(d, s, i);
     if (s->rule.momentum != 0 && !skipped) s->started[i] = true;
     if (skipped) memset(d->arena + d->tensors[i].offset, 0, d->tensors[i].room);
+    if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
     if (!d->tensors[i].placed && d->params[i].count > 0)
       memset(d->params[i].grad, 0, d->params[i].count * cddp__dtype_size(d->params[i].dtype));
   }
   return CDDP_OK;
 }
 
-static uint64_t cddp__sgd_hash(const cddp_sgd *s) { /* settings that must agree between ranks */
-  double v[4];
-  uint64_t flags = (uint64_t)s->desc.nesterov | (uint64_t)s->desc.maximize << 1 |
-                   (uint64_t)s->desc.separate_mul_add << 2 | (uint64_t)(s->shard != NULL) << 3;
-  v[0] = s->desc.lr;
-  v[1] = s->desc.momentum;
-  v[2] = s->desc.dampening;
-  v[3] = s->desc.weight_decay;
-  return cddp__hash64(flags, v, sizeof v);
+/* Collective: root's momentum to all ranks. None of it is in shards. */
+static cddp_result cddp__sync_momentum(cddp_ddp *d, cddp_sgd *s, int root) {
+  cddp_group *g = d->control;
+  cddp_result r;
+  int i;
+  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, s->started, s->started, (size_t)d->count, CDDP_U8,
+                       root);
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp_param *p = &d->params[i];
+    if (!s->started[i]) continue;
+    if (s->momentum[i] == NULL)
+      s->momentum[i] = cddp__calloc(&s->allocator, p->count, cddp__dtype_size(p->dtype));
+    if (s->momentum[i] == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+    r = cddp__run_simple(g, CDDP__KIND_BROADCAST, s->momentum[i], s->momentum[i], p->count,
+                         p->dtype, root);
+  }
+  return r;
 }
 
-static cddp_result cddp__reduce_and_step(cddp_ddp *d, cddp_sgd *s) {
+/* Collective: after steps that ranks which have joined did not take, brings them root's weights
+   and momentum. */
+static cddp_result cddp__catch_up(cddp_ddp *d, cddp_sgd *s, int root) {
+  cddp_result r = CDDP_OK;
+  if (!d->stale) return r;
+  r = cddp__broadcast_params(d, d->params, d->count, root);
+  if (r == CDDP_OK && s != NULL && s->rule.momentum != 0) r = cddp__sync_momentum(d, s, root);
+  d->stale = false;
+  return r;
+}
+
+/* What follows the meeting of a step, on ranks that have joined too. */
+static cddp_result cddp__finish_step(cddp_ddp *d, cddp_sgd *s, uint64_t missing) {
   bool averaged = d->desc.comm_hook != NULL || cddp__relayed(d->comm) ||
                   (!d->stepping && d->group->size > 1);
-  uint64_t missing = 0;
-  cddp_result r;
-  r = cddp__meet_for_step(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s), &missing);
+  cddp_result r = cddp__catch_up(d, s, d->active[0]);
   if (r == CDDP_OK && missing > 0) {
     r = cddp__settle_unused(d);
     if (r == CDDP_OK)
       r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 1); /* unused ones are zero */
   }
   if (r == CDDP_OK && averaged) r = cddp__finish_buckets(d);
-  if (r == CDDP_OK && d->desc.comm_hook != NULL) /* every rank's hook has written its result */
-    r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 4);
+  if (r == CDDP_OK && (d->desc.comm_hook != NULL || cddp__overdivided(d)))
+    r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 4); /* every rank has written its result */
+  if (r == CDDP_OK) r = cddp__exchange_rows(d, CDDP__KIND_DDP_STEP);
   if (r == CDDP_OK) r = cddp__enter(d->control);
   if (r == CDDP_OK) r = cddp__fuse(d, s, averaged);
   if (r != CDDP_OK) r = cddp__give_up(d, r);
   if (cddp__exit(d->control, r) != CDDP_OK) return r;
   r = cddp__complete(d, true);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__reduce_and_step(cddp_ddp *d, cddp_sgd *s) {
+  uint64_t missing = 0;
+  cddp_result r = cddp__meet_for_step(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s, s->desc.lr), s,
+                                      &missing);
+  return r == CDDP_OK ? cddp__finish_step(d, s, missing) : cddp__give_up(d, r);
 }
 
 static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
@@ -12860,10 +13406,32 @@ static void cddp__ddp_free(cddp_ddp *d) {
   cddp__free(a, d->arrival);
   cddp__free(a, d->used);
   cddp__free(a, d->flags);
+  for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
+  cddp__free(a, d->sparse);
+  cddp__free(a, d->lists);
   cddp__free(a, d->arenas);
+  cddp__free(a, d->active);
   cddp__free(a, d->addresses);
   cddp__free(a, d->tensors);
   cddp__free(a, d);
+}
+
+/* For the parameters whose gradients are rows; false: no memory. */
+static bool cddp__sparse_create(cddp_ddp *d) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  const size_t *rows = d->desc.sparse_rows;
+  bool ok = true, any = false;
+  int i;
+  for (i = 0; rows != NULL && i < d->count; i++) any = any || rows[i] > 0;
+  if (!any) return true;
+  d->lists = (cddp__row_list *)cddp__calloc(a, (size_t)d->group->size,
+                                            sizeof *d->lists + sizeof(void *));
+  d->sparse = (cddp__sparse **)cddp__calloc(a, (size_t)d->count, sizeof *d->sparse);
+  if (d->lists == NULL || d->sparse == NULL) return false;
+  for (i = 0; i < d->count && ok; i++)
+    if (rows[i] > 0)
+      ok = (d->sparse[i] = cddp__sparse_new(a, &d->params[i], rows[i])) != NULL;
+  return ok;
 }
 
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
@@ -12889,9 +13457,11 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->used = (unsigned char *)cddp__calloc(a, n, 1);
   d->flags = (unsigned char *)cddp__calloc(a, n, size + 1);
   d->arenas = (char **)cddp__calloc(a, size, sizeof *d->arenas);
+  d->active = (int *)cddp__calloc(a, size, sizeof *d->active);
   d->addresses = (char **)cddp__calloc(a, size * n, sizeof *d->addresses);
   if (d->tensors == NULL || d->plan_order == NULL || d->arrival == NULL || d->used == NULL ||
-      d->flags == NULL || d->arenas == NULL || d->addresses == NULL) {
+      d->flags == NULL || d->arenas == NULL || d->active == NULL || d->addresses == NULL ||
+      !cddp__sparse_create(d)) {
     cddp__ddp_free(d);
     return NULL;
   }
@@ -12911,27 +13481,143 @@ static cddp_result cddp__ddp_join(cddp_ddp *d) {
     return r;
   cddp__lay_out(d);
   if ((r = cddp__share_gradients(d)) != CDDP_OK) return r;
-  if ((r = cddp__broadcast_params(d, d->params, d->count)) != CDDP_OK) return r;
-  if ((r = cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count)) != CDDP_OK) return r;
+  if ((r = cddp__broadcast_params(d, d->params, d->count, 0)) != CDDP_OK) return r;
+  r = cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, 0);
+  if (r != CDDP_OK) return r;
   if ((r = cddp__set_plan(d, NULL)) != CDDP_OK) return r;
   cddp__arm(d);
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].placed) d->params[i].grad = d->arena + d->tensors[i].offset;
+    if (d->tensors[i].placed && cddp__sparse_of(d, i) == NULL)
+      d->params[i].grad = d->arena + d->tensors[i].offset;
   return CDDP_OK;
 }
 
 static cddp_result cddp__clip(cddp_ddp *d, double max_norm, double *norm) {
   double sum = 0, factor;
   int i;
-  for (i = 0; i < d->count; i++)
-    if (d->used[i] && d->params[i].count > 0)
+  for (i = 0; i < d->count; i++) {
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    if (d->used[i] && s != NULL && s->mean.n > 0)
+      sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
+    if (d->used[i] && cddp__dense_count(d, i) > 0)
       sum += cddp__sum_squares(d->params[i].grad, d->params[i].count, d->params[i].dtype);
+  }
   if (norm != NULL) *norm = sqrt(sum);
   factor = max_norm / (sqrt(sum) + 1e-6);
   if (!(factor < 1)) return CDDP_OK;
-  for (i = 0; i < d->count; i++)
-    if (d->used[i]) cddp__scale(d->params[i].grad, d->params[i].count, d->params[i].dtype, factor);
+  for (i = 0; i < d->count; i++) {
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    if (d->used[i] && s != NULL && s->mean.n > 0)
+      cddp__scale(s->mean.values, s->mean.n * s->width, d->params[i].dtype, factor);
+    if (d->used[i] && s == NULL)
+      cddp__scale(d->params[i].grad, d->params[i].count, d->params[i].dtype, factor);
+  }
   return CDDP_OK;
+}
+/* >>join ---------------------------------------------------------------------------------------
+   Uneven inputs: a rank that has no more data takes part in the others' steps. Works as follows:
+   each meeting of a cddp_ddp carries who has joined (cddp__muster), so all know over how many ranks
+   the mean goes; the first step of a bucket carries it too, since it may come before the meeting.
+   A rank that has joined announces ddp_join, which agrees with any call of the others that begins
+   with a meeting, looks at what that was, and does its part: in a fused step it reduces and updates
+   its slice as ever, while its own gradients are left out of the sums. After a cddp_ddp_wait the
+   others step as they like, so weights here become stale; they and the momentum come from a rank
+   that has data before the next fused step, or from the last one to join when all have. */
+
+/* Zero weight for a hook, which gets the arena as it is; nothing is left of the others' mean. */
+static void cddp__zero_gradients(cddp_ddp *d) {
+  int i;
+  memset(d->arena, 0, d->bytes);
+  for (i = 0; i < d->count; i++) {
+    if (!d->tensors[i].placed && d->params[i].count > 0)
+      memset(d->params[i].grad, 0, d->params[i].count * cddp__dtype_size(d->params[i].dtype));
+    if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
+  }
+}
+
+static void cddp__take_over_lr(cddp_sgd *s, double lr) {
+  s->desc.lr = lr;
+  cddp__sgd_rule_init(&s->rule, &s->desc);
+}
+
+/* This rank's cddp_sgd must be the one that the others step with. */
+static cddp_result cddp__check_joined_sgd(cddp_ddp *d, const cddp_sgd *s) {
+  int rank = d->group->rank, lead = d->active[0];
+  if (s != NULL && cddp__muster_of(d, lead).settings == cddp__sgd_hash(s, 0)) return CDDP_OK;
+  if (s == NULL)
+    cddp__fail(CDDP_MISMATCH,
+               "rank %d called ddp_join without a cddp_sgd, rank %d called ddp_step; pass the one "
+               "of the training loop",
+               rank, lead);
+  else
+    cddp__fail(CDDP_MISMATCH,
+               "the cddp_sgd that rank %d passed to ddp_join has other settings than the one that "
+               "rank %d passed to ddp_step",
+               rank, lead);
+  return cddp__give_up(d, cddp__break(d->control, CDDP_MISMATCH));
+}
+
+/* This rank's part of what the others have called. */
+static cddp_result cddp__take_part(cddp_ddp *d, cddp_sgd *s, uint64_t missing) {
+  int lead = d->active[0];
+  uint32_t kind = cddp__line_of(d->control, lead, d->control->step)->call & 255;
+  cddp_result r;
+  if (kind == CDDP__KIND_DDP_BUFFERS)
+    return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, lead);
+  if (kind == CDDP__KIND_DDP_WAIT) {
+    r = cddp__finish_wait(d, missing);
+    if (r == CDDP_OK) cddp__zero_gradients(d);
+    return r;
+  }
+  if ((r = cddp__check_joined_sgd(d, s)) != CDDP_OK) return r;
+  cddp__take_over_lr(s, cddp__muster_of(d, lead).lr);
+  return cddp__finish_step(d, s, missing);
+}
+
+/* All ranks have joined: who was last has the newest state. */
+static cddp_result cddp__end_join(cddp_ddp *d, cddp_sgd *s) {
+  uint64_t mine = s != NULL ? cddp__sgd_hash(s, 0) : 0;
+  int p, last = 0, n = d->group->size;
+  cddp_result r;
+  if (!d->shadowed) return CDDP_OK;
+  while (last < n - 1 && cddp__muster_of(d, last).joined != CDDP__JOINED_NOW) last++;
+  for (p = 0; p < n; p++)
+    if (cddp__muster_of(d, p).settings != mine)
+      return cddp__fail(CDDP_MISMATCH,
+                        "ranks %d and %d called ddp_join with cddp_sgd's of other settings, or one "
+                        "of them with none",
+                        d->group->rank, p);
+  if (s != NULL) cddp__take_over_lr(s, cddp__muster_of(d, last).lr);
+  r = cddp__catch_up(d, s, last);
+  if (r == CDDP_OK)
+    r = cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, last);
+  d->shadowed = false;
+  return r;
+}
+
+static cddp_result cddp__join_steps(cddp_ddp *d, cddp_sgd *s) {
+  uint64_t missing = 0, record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
+  cddp__zero_gradients(d);
+  for (d->joined = CDDP__JOINED_NOW;; d->joined = CDDP__JOINED) {
+    r = cddp__meet_for_step(d, CDDP__KIND_DDP_JOIN, 0, s, &missing);
+    if (r != CDDP_OK || d->active_count == 0) break;
+    if ((r = cddp__take_part(d, s, missing)) != CDDP_OK) break;
+  }
+  if (r == CDDP_OK) r = cddp__end_join(d, s);
+  d->joined = 0;
+  if (r != CDDP_OK) r = cddp__give_up(d, r);
+  cddp__record_finish(d->control, record, r);
+  return r;
+}
+
+static cddp_result cddp__sync_buffers(cddp_ddp *d) {
+  uint64_t missing;
+  cddp_result r = cddp__meet_for_step(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing);
+  if (r != CDDP_OK) return r;
+  return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
 }
 /* >>sampler ------------------------------------------------------------------------------------
    torch.utils.data.DistributedSampler: the same generator and the same shuffle. Pure. */
@@ -15555,6 +16241,7 @@ CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s) {
   for (i = 0; i < s->count; i++) {
     cddp_param *p = &s->params[i];
     if (p->grad != NULL) memset(p->grad, 0, p->count * cddp__dtype_size(p->dtype));
+    if (cddp__sgd_sparse(s, i) != NULL) s->sparse[i]->mean.n = 0;
   }
   return CDDP_OK;
 }
@@ -16015,6 +16702,25 @@ static cddp_result cddp__check_params(const char *function, const cddp_param *pa
   return CDDP_OK;
 }
 
+static cddp_result cddp__check_sparse(const char *function, const cddp_param *params, int count,
+                                      const size_t *rows) {
+  char space[24];
+  int i;
+  for (i = 0; rows != NULL && i < count; i++) {
+    const char *name = cddp__param_name(&params[i], i, space, sizeof space);
+    if (rows[i] == 0) continue;
+    if (params[i].count == 0 || params[i].count % rows[i] != 0)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s: parameter \"%s\" cannot have %zu sparse rows, with %zu elements",
+                        function, name, rows[i], params[i].count);
+    if (params[i].grad != NULL)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s: parameter \"%s\" has sparse rows; its grad must be NULL", function,
+                        name);
+  }
+  return CDDP_OK;
+}
+
 CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                     const cddp_ddp_desc *desc) {
   static const char name[] = "cddp_ddp_create";
@@ -16029,6 +16735,7 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
   if (g == NULL) return cddp__invalid(name, "the group is NULL");
   if ((r = cddp__check_params(name, params, count, false)) != CDDP_OK) return r;
   if ((r = cddp__check_params(name, desc->buffers, desc->buffer_count, true)) != CDDP_OK) return r;
+  if ((r = cddp__check_sparse(name, params, count, desc->sparse_rows)) != CDDP_OK) return r;
   if (!(desc->bucket_cap_mb >= 0 && desc->first_bucket_mb >= 0))
     return cddp__invalid(name, "a bucket size is negative");
   cddp__engine_drain(g);
@@ -16049,9 +16756,46 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   if (param < 0 || param >= d->count)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_ready: param is %d; there are %d", param,
                       d->count);
-  if (d->params[param].grad == NULL && d->params[param].count > 0)
+  if (d->params[param].grad == NULL && cddp__dense_count(d, param) > 0)
     return cddp__invalid("cddp_ddp_ready", "the parameter's grad is NULL");
   return cddp__ddp_ready(d, param);
+}
+
+CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
+                                      const void *values, size_t n) {
+  static const char name[] = "cddp_ddp_add_rows";
+  char space[24];
+  const char *what;
+  cddp__sparse *s;
+  size_t i;
+  if (d == NULL) return cddp__invalid(name, "the cddp_ddp is NULL");
+  if (param < 0 || param >= d->count)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: param is %d; there are %d", name, param,
+                      d->count);
+  what = cddp__param_name(&d->params[param], param, space, sizeof space);
+  if ((s = cddp__sparse_of(d, param)) == NULL)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s: parameter \"%s\" is dense; set sparse_rows in cddp_ddp_desc", name,
+                      what);
+  if (n > 0 && (rows == NULL || values == NULL))
+    return cddp__invalid(name, "rows or values is NULL");
+  for (i = 0; i < n; i++)
+    if (rows[i] < 0 || (uint64_t)rows[i] >= s->rows)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s: row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", name,
+                        rows[i], what, s->rows - 1);
+  if (n > SIZE_MAX / 4 / (s->bytes + 64))
+    return cddp__invalid(name, "n is beyond the address space");
+  return cddp__rows_add(&d->group->host->allocator, &s->added, s->bytes, rows, values, n);
+}
+
+CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
+                             const void **values) {
+  const cddp__sparse *s =
+      d != NULL && param >= 0 && param < d->count ? cddp__sparse_of(d, param) : NULL;
+  if (rows != NULL) *rows = s != NULL ? s->mean.number : NULL;
+  if (values != NULL) *values = s != NULL ? s->mean.values : NULL;
+  return s != NULL ? s->mean.n : 0;
 }
 
 CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
@@ -16062,11 +16806,10 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
   return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "cddp_ddp_wait: ") : r;
 }
 
-CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
-  static const char name[] = "cddp_ddp_step";
-  cddp_result r;
-  cddp__enter_call();
-  if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
+/* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
+static cddp_result cddp__check_pair(const char *name, const cddp_ddp *d, const cddp_sgd *s) {
+  cddp_result r = CDDP_OK;
+  int i;
   if (s->params != d->params || s->count != d->count)
     return cddp__invalid(name, "the cddp_sgd was made for other parameters than the cddp_ddp");
   if (s->shard != NULL && ((cddp__shard *)s->shard)->ddp != d)
@@ -16074,9 +16817,40 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (d->no_sync)
     return cddp__invalid(name,
                          "no_sync is on; switch it off for the backward pass that is stepped");
+  for (i = 0; i < d->count && r == CDDP_OK; i++)
+    if (cddp__sparse_of(d, i) != NULL) r = cddp__sgd_check_rows(s, i);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "%s: ", name);
+}
+
+CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
+  static const char name[] = "cddp_ddp_step";
+  cddp_result r;
+  cddp__enter_call();
+  if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
+  if ((r = cddp__check_pair(name, d, s)) != CDDP_OK) return r;
   r = cddp__ddp_step(d, s);
   return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "%s: ", name) : r;
 }
+
+CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s) {
+  static const char name[] = "cddp_ddp_join";
+  char space[24];
+  cddp_result r;
+  int i;
+  cddp__enter_call();
+  if (d == NULL) return cddp__invalid(name, "the cddp_ddp is NULL");
+  if (s != NULL && (r = cddp__check_pair(name, d, s)) != CDDP_OK) return r;
+  if (d->no_sync) return cddp__invalid(name, "no_sync is on; end the step that it began first");
+  for (i = 0; i < d->count && !d->failed; i++)
+    if (d->tensors[i].ready || d->tensors[i].noted)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s: parameter \"%s\" is ready; end the step that it belongs to first",
+                        name, cddp__param_name(&d->params[i], i, space, sizeof space));
+  r = cddp__join_steps(d, s);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "%s: ", name) : r;
+}
+
+CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->present : -1; }
 
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
   if (d == NULL) return;
@@ -16095,7 +16869,7 @@ CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
   cddp__enter_call();
   if (d == NULL) return cddp__invalid("cddp_ddp_sync_buffers", "the cddp_ddp is NULL");
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count);
+  return cddp__sync_buffers(d);
 }
 
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {
@@ -16141,6 +16915,7 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
     return cddp__invalid("cddp_sgd_create", "desc.ddp was made for other parameters");
   }
   (*out)->used = desc->ddp->used;
+  (*out)->sparse = desc->ddp->sparse;
   return CDDP_OK;
 }
 /* Words for a failure of either: which call, which file. */
@@ -16255,6 +17030,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
 #define cddp_ddp_sync_buffers(d) cddp_ddp_sync_buffers(CDDP__DDP_AT(d))
 #define cddp_save(g, ...) cddp_save(CDDP__AT(g), __VA_ARGS__)
 #define cddp_load(g, ...) cddp_load(CDDP__AT(g), __VA_ARGS__)
+#define cddp_ddp_join(d, s) cddp_ddp_join(CDDP__DDP_AT(d), s)
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
@@ -16262,7 +17038,8 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
                   fail or are there twice while they meet are named to the others at once;
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
-                  checkpoints: cddp_save, cddp_load, cddp_safetensors_*
+                  checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
+                  cddp_ddp_join; sparse gradients
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+/* model_parallel.c - a model split over two ranks, with several small batches on their way at once.
+
+     cc -O2 examples/model_parallel.c -o model_parallel -lpthread -lm
+     ./model_parallel                           2 ranks: one pipeline of two stages
+     ./model_parallel -n 4                      two pipelines, data parallel
+     ./model_parallel --ahead 0                 one micro-batch at a time, for comparison
+
+   Even ranks have stage 0, Linear 32-64 and tanh; the odd rank after each has stage 1, Linear 64-8
+   and the loss. Stage 0 sends the activations of a micro-batch and goes on with the next, up to
+   `ahead` micro-batches before the gradients of the first come back: so both stages work at once.
+   The stage 0 ranks of all pipelines are one group, the stage 1 ranks another; each group averages
+   its gradients by cddp_ddp. Sums have one order: --ahead changes the time, not the losses. */
+#define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
+#include "../cddp.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { IN = 32, MIDDLE = 64, OUT = 8, SAMPLES = 32 /* of a micro-batch */, MICRO = 8, STEPS = 200 };
+enum { ACTIVATIONS = SAMPLES * MIDDLE, FORWARD = 1, BACKWARD = 2 /* tags of messages */ };
+
+static int ranks = 2, ahead = 2;
+
+#define TRY(calls) if (calls) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+
+/* A micro-batch of the task: x is random, t[o] = sin(x[o] + 2 x[o + 1]). */
+static void draw(float *x, float *t, uint64_t seed) {
+  for (int i = 0; i < SAMPLES * IN; i++) {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    x[i] = (float)(seed >> 40) / 8388608.0f - 1;
+  }
+  for (int s = 0; s < SAMPLES; s++)
+    for (int o = 0; o < OUT; o++) t[s * OUT + o] = sinf(x[s * IN + o] + 2 * x[s * IN + o + 1]);
+}
+
+/* y[SAMPLES][out] = w x + b; w is [out][in], b follows it. */
+static void linear(const float *w, const float *x, float *y, int in, int out) {
+  for (int s = 0; s < SAMPLES; s++, x += in, y += out)
+    for (int o = 0; o < out; o++) {
+      y[o] = w[out * in + o];
+      for (int i = 0; i < in; i++) y[o] += w[o * in + i] * x[i];
+    }
+}
+
+/* Adds to grad, laid out as w; dx, unless NULL, becomes the gradient of x. */
+static void linear_backward(const float *w, const float *x, const float *dy, float *grad, float *dx,
+                            int in, int out) {
+  for (int s = 0; s < SAMPLES; s++, x += in, dy += out) {
+    for (int i = 0; dx && i < in; i++) dx[s * in + i] = 0;
+    for (int o = 0; o < out; o++) {
+      for (int i = 0; i < in; i++) grad[o * in + i] += dy[o] * x[i];
+      for (int i = 0; dx && i < in; i++) dx[s * in + i] += dy[o] * w[o * in + i];
+      grad[out * in + o] += dy[o];
+    }
+  }
+}
+
+/* Stage 0 of a step: micro-batch m goes forward while m - ahead comes back. */
+static int first_stage(cddp_group *g, const float *w, float *grad, uint64_t seed, int micro,
+                       int *most) {
+  static float x[MICRO][SAMPLES * IN], h[MICRO][ACTIVATIONS], dh[MICRO][ACTIVATIONS];
+  float t[SAMPLES * OUT];
+  cddp_work *sent[MICRO], *back[MICRO];
+  int rank = cddp_rank(g), next = rank + 1, flying = 0;
+  for (int m = 0; m < micro + ahead; m++) {
+    int done = m - ahead; /* whose gradients are due */
+    if (m < micro) {
+      draw(x[m], t, seed + (uint64_t)m);
+      linear(w, x[m], h[m], IN, MIDDLE);
+      for (int i = 0; i < ACTIVATIONS; i++) h[m][i] = tanhf(h[m][i]);
+      TRY(cddp_send(g, h[m], ACTIVATIONS, CDDP_F32, next, FORWARD, &sent[m]) ||
+          cddp_recv(g, dh[m], ACTIVATIONS, CDDP_F32, next, BACKWARD, &back[m]));
+      if (++flying > *most) *most = flying;
+    }
+    if (done < 0) continue;
+    TRY(cddp_wait(sent[done]) || cddp_wait(back[done]));
+    for (int i = 0; i < ACTIVATIONS; i++) dh[done][i] *= 1 - h[done][i] * h[done][i];
+    linear_backward(w, x[done], dh[done], grad, NULL, IN, MIDDLE);
+    flying--;
+  }
+  return 0;
+}
+
+/* Stage 1 of a step: the end of forward, the loss and the begin of backward. */
+static int last_stage(cddp_group *g, const float *w, float *grad, uint64_t seed, int micro,
+                      double *loss) {
+  float x[SAMPLES * IN], t[SAMPLES * OUT], h[ACTIVATIONS], dh[ACTIVATIONS], y[SAMPLES * OUT];
+  int rank = cddp_rank(g), previous = rank - 1;
+  for (int m = 0; m < micro; m++) {
+    draw(x, t, seed + (uint64_t)m);
+    TRY(cddp_recv(g, h, ACTIVATIONS, CDDP_F32, previous, FORWARD, NULL));
+    linear(w, h, y, MIDDLE, OUT);
+    for (int i = 0; i < SAMPLES * OUT; i++) {
+      float error = y[i] - t[i];
+      *loss += (double)(error * error) / (SAMPLES * OUT) / micro;
+      y[i] = 2 * error / (float)(SAMPLES * OUT * micro);
+    }
+    linear_backward(w, h, y, grad, dh, MIDDLE, OUT);
+    TRY(cddp_send(g, dh, ACTIVATIONS, CDDP_F32, previous, BACKWARD, NULL));
+  }
+  return 0;
+}
+
+static int train(int rank, void *arg) {
+  static float w[(IN + 1) * MIDDLE]; /* room for either stage */
+  int stage = rank % 2, pipelines = ranks / 2, micro = MICRO / pipelines, most = 0;
+  cddp_param p = {"stage", w, NULL, stage ? (MIDDLE + 1) * OUT : (IN + 1) * MIDDLE, CDDP_F32};
+  cddp_sgd_desc options = {0.2, 0.9, 0, 0, false, false, false, NULL};
+  cddp_group *g, *alike;
+  cddp_ddp *ddp;
+  cddp_sgd *sgd;
+  double loss = 0;
+  (void)arg;
+  TRY(cddp_init(&g, NULL) || cddp_group_split(g, stage, rank, &alike)); /* the same stage's ranks */
+  for (size_t i = 0; i < p.count; i++) w[i] = 0.25f * sinf((float)(i * i + 1));
+  TRY(cddp_ddp_create(&ddp, alike, &p, 1, NULL) || cddp_sgd_create(&sgd, &p, 1, &options));
+  for (int step = 0; step < STEPS; step++, loss = 0) {
+    uint64_t seed = (uint64_t)(step * MICRO + rank / 2 * micro); /* of its first micro-batch */
+    if (stage == 0 ? first_stage(g, w, (float *)p.grad, seed, micro, &most)
+                   : last_stage(g, w, (float *)p.grad, seed, micro, &loss)) return 1;
+    TRY(cddp_ddp_ready(ddp, 0) || cddp_ddp_step(ddp, sgd));
+    if (stage == 1) TRY(cddp_all_reduce(alike, &loss, 1, CDDP_F64, CDDP_AVG, NULL));
+    if (rank == 1 && step % 40 == 39) printf("step %d: loss %.12f\n", step + 1, loss);
+  }
+  if (rank == 0) printf("%d micro-batches on their way at once, %d ranks\n", most, ranks);
+  cddp_sgd_destroy(sgd), cddp_ddp_destroy(ddp), cddp_destroy(alike), cddp_destroy(g);
+  return 0;
+}
+
+int main(int argc, char **argv) {
+  for (int i = 1; i + 1 < argc; i += 2)
+    *(strcmp(argv[i], "-n") ? &ahead : &ranks) = atoi(argv[i + 1]);
+  if (argc % 2 == 0 || ranks < 2 || ranks % 2 || 2 * MICRO % ranks || ahead < 0 || ahead > MICRO)
+    return fprintf(stderr, "usage: %s [-n 2|4|8|16] [--ahead 0 to %d]\n", argv[0], MICRO), 2;
+  setvbuf(stdout, NULL, _IOLBF, 0);
+  return cddp_spawn(train, NULL, ranks) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
+}
