@@ -78,6 +78,58 @@ collectives() {
   done
 }
 
+embedding() { # dense and sparse gradients: the same losses and weights; far fewer bytes
+  local dense sparse
+  build embedding
+  for ranks in 2 3; do
+    run ./embedding -n $ranks
+    expect 6 '^dense, step [1-6]00: loss [0-9]\.[0-9]{6}$'
+    sed -n 's/^dense, //p' "$work/out" >"$work/dense"
+    sed -n 's/^sparse, //p' "$work/out" | cmp - "$work/dense" || fail "the losses differ"
+    [ "$(grep -o 'weights [0-9a-f]*$' "$work/out" | uniq -c | awk '{ print $1 }')" = 2 ] || fail "the weights differ"
+    dense=$(sed -n 's/^dense: \([0-9]*\) bytes .*/\1/p' "$work/out")
+    sparse=$(sed -n 's/^sparse: \([0-9]*\) bytes .*/\1/p' "$work/out")
+    # A batch is 32 numbers, hardly ever all distinct; a row is 10 floats and its number.
+    [ "$dense" = 40000 ] && [ "$sparse" -gt 1440 ] && [ "$sparse" -lt 1536 ] || fail "bytes: $dense and $sparse"
+    awk '/^step 100:/ { first = $4 } END { exit !($4 < 0.01 && first > 1) }' "$work/dense" || fail "it does not learn"
+  done
+}
+
+data_parallel() { # on digits: one device, DataParallel in both ways and cddp_ddp have the same loss curve
+  local option
+  build data_parallel
+  run ./data_parallel
+  grep -E '^ +[0-9]+  [0-9]' "$work/out" >"$work/curve"
+  [ "$(wc -l <"$work/curve")" = 10 ] || fail "$(wc -l <"$work/curve") epochs, not 10"
+  awk '{ if (NF != 5 || $2 != $3 || $2 != $4 || $2 != $5 || (NR > 1 && $2 >= last)) exit 1; last = $2 }
+       END { if (last > 0.1) exit 1 }' "$work/curve" || fail "four equal columns that fall below 0.1 expected"
+  for option in '-n 1' '-n 4' '-n 4 --output 2' '-n 8 --output 7'; do
+    # shellcheck disable=SC2086
+    run ./data_parallel $option
+    grep -E '^ +[0-9]+  [0-9]' "$work/out" | cmp - "$work/curve" || fail "$option: another curve"
+  done
+  # What the output device has beside its share: 64 x (64 pixels + 10 outputs) and momentum, in floats.
+  run ./data_parallel -n 4 --output 1
+  expect 1 '^loss on output: 39280 bytes on device 1, 17736 on each other, [0-9.]+ ms a step$'
+  expect 1 '^loss on each: 36720 bytes on device 1, 17736 on each other, [0-9.]+ ms a step$'
+}
+
+model_parallel() { # the order of work changes nothing; two pipelines share the batch, up to rounding
+  build model_parallel
+  run ./model_parallel
+  expect 1 '^3 micro-batches on their way at once, 2 ranks$'
+  grep '^step' "$work/out" >"$work/curve"
+  [ "$(wc -l <"$work/curve")" = 5 ] || fail "$(wc -l <"$work/curve") losses, not 5"
+  run ./model_parallel --ahead 0
+  expect 1 '^1 micro-batches on their way at once, 2 ranks$'
+  grep '^step' "$work/out" | cmp - "$work/curve" || fail "--ahead 0: other losses"
+  run ./model_parallel -n 4
+  expect 1 '^3 micro-batches on their way at once, 4 ranks$'
+  grep '^step' "$work/out" | paste - "$work/curve" |
+    awk '{ d = $4 - $8; if (d < 0) d = -d; if (d > 1e-6 || $2 != $6) exit 1; last = $4 }
+         END { if (NR != 5 || last > 0.09) exit 1 }' || fail "-n 4: other losses"
+}
+
 digits() {
   local accuracy
   echo '#include <cblas.h>' | cc -E -xc - >/dev/null 2>&1 ||
@@ -144,7 +196,7 @@ cddprun() { # also: options in torchrun's two spellings, exit codes, --help
 }
 
 case ${1:-} in
-list) echo toy linear collectives digits cddptrace cddprun ;;
-toy | linear | collectives | digits | cddptrace | cddprun) "$1" ;;
+list) echo toy linear collectives embedding data_parallel model_parallel digits cddptrace cddprun ;;
+toy | linear | collectives | embedding | data_parallel | model_parallel | digits | cddptrace | cddprun) "$1" ;;
 *) fail "usage: $0 list | NAME" ;;
 esac

@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.." || exit 1
 patterns=("$@")
 variants="plain asan tsan clang-asan"
 valgrind_tests="groups trajectories"
+waiting="store discovery spawn launch init strangers faults simulate" # mostly asleep: they run side by side
 tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(room\|public\) .*/\1/p' tests/variant.ninja)
 passed=0 failed=0 skipped=0
 failures=()
@@ -152,7 +153,22 @@ obstacle() { # VARIANT
 built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this variant
   local list='$name'
   [ "$1" = clang-asan ] && list='${name}-short'
+  [ "$1/$2" = plain/simulate ] && return 0
   sed -n "/^build $list:/,/[^\$]$/p" tests/variant.ninja | grep -q -w "\$dir/$2"
+}
+
+run_side_by_side() { # VARIANT SECONDS PREFIX...
+  local v=$1 limit=$2 t names=()
+  shift 2
+  for t in $waiting; do
+    wanted "$v/$t" || continue
+    [ ${#patterns[@]} -gt 0 ] || built_by_default "$v" "$t" || continue
+    names+=("$v/$t")
+    while [ "$(jobs -rp | wc -l)" -ge 3 ]; do wait -n; done
+    run "$v/$t" "${TEST_TIMEOUT:-$limit}" "$@" "build/$v/$t" &
+  done
+  wait
+  for t in ${names[@]+"${names[@]}"}; do report "$t"; done
 }
 
 run_variant() { # VARIANT
@@ -165,7 +181,9 @@ run_variant() { # VARIANT
     return
   fi
   [ "$v" = plain ] && limit=120 prefix=()
+  run_side_by_side "$v" "$limit" ${prefix[@]+"${prefix[@]}"}
   for t in $tests; do
+    [[ " $waiting " == *" $t "* ]] && continue
     [ ${#patterns[@]} -gt 0 ] || built_by_default "$v" "$t" || continue
     one "$v/$t" "${TEST_TIMEOUT:-$limit}" ${prefix[@]+"${prefix[@]}"} "build/$v/$t"
   done
