@@ -93,9 +93,13 @@ static void uneven_epoch(cddp_ddp *ddp, cddp_sgd *sgd, cddp_param *p, const unev
   int step, k, mine = steps_of(rank, epoch, world);
   size_t i;
   for (step = 0; step < mine; step++) {
-    int n = 0, first = -1, r, global = epoch * MOST_STEPS + step;
-    for (r = 0; r < world; r++)
-      if (steps_of(r, epoch, world) > step) first = first < 0 ? r : first, n++;
+    int n = 0, even = 0, first = -1, r, global = epoch * MOST_STEPS + step;
+    for (r = 0; r < world; r++) {
+      if (steps_of(r, epoch, world) <= step) continue;
+      if (first < 0) first = r;
+      even += r % 2 == 0;
+      n++;
+    }
     *buffer = (float)(100 * rank + step);
     CHECK_OK(cddp_ddp_sync_buffers(ddp));
     CHECK_EQ(*buffer, 100 * first + step);
@@ -108,6 +112,7 @@ static void uneven_epoch(cddp_ddp *ddp, cddp_sgd *sgd, cddp_param *p, const unev
     }
     CHECK_OK(take_step(ddp, sgd, c->kind, step));
     CHECK_EQ(cddp_ddp_present(ddp), n);
+    CHECK(cddp_ddp_used(ddp, 1) == (!c->unused || even > 0));
   }
   CHECK_OK(cddp_ddp_join(ddp, sgd));
 }
@@ -587,6 +592,44 @@ static void test_few_rows(void) {
   CHECK_OK(ranks_run(run_few_rows, NULL, 3, false));
 }
 
+/* Rows of a parameter that no rank says is ready stay for later; those of a rank that does not say
+   so when another does are dropped, as a dense gradient is. */
+static int run_unused_rows(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g);
+  float w[6 * 2] = {0}, v[2] = {4, 8};
+  int64_t mine = rank;
+  size_t rows = 6;
+  const int64_t *numbers = NULL;
+  const void *values = NULL;
+  cddp_param p[1];
+  cddp_ddp_desc d;
+  cddp_ddp *ddp;
+  (void)arg;
+  memset(p, 0, sizeof p);
+  memset(&d, 0, sizeof d);
+  p[0].data = w;
+  p[0].count = 12;
+  d.sparse_rows = &rows;
+  d.find_unused_parameters = true;
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 1, &d));
+  CHECK_OK(cddp_ddp_add_rows(ddp, 0, &mine, v, 1));
+  CHECK_OK(cddp_ddp_wait(ddp));
+  CHECK(!cddp_ddp_used(ddp, 0));
+  CHECK_EQ(cddp_ddp_rows(ddp, 0, NULL, NULL), 0);
+  if (rank == 0) CHECK_OK(cddp_ddp_ready(ddp, 0));
+  CHECK_OK(cddp_ddp_wait(ddp));
+  CHECK_EQ(cddp_ddp_rows(ddp, 0, &numbers, &values), 1);
+  CHECK(numbers != NULL && numbers[0] == 0);
+  CHECK(values != NULL && ((const float *)values)[0] == 2 && ((const float *)values)[1] == 4);
+  CHECK_OK(cddp_ddp_ready(ddp, 0));
+  CHECK_OK(cddp_ddp_wait(ddp));
+  CHECK_EQ(cddp_ddp_rows(ddp, 0, NULL, NULL), 0);
+  cddp_ddp_destroy(ddp);
+  return test_failures != before;
+}
+
+static void test_unused_rows(void) { CHECK_OK(ranks_run(run_unused_rows, NULL, 2, true)); }
+
 static int run_rows_misuse(cddp_group *g, void *arg) {
   int before = test_failures;
   float w[12] = {0}, u[4] = {0}, v[12] = {0};
@@ -727,6 +770,7 @@ int main(void) {
   RUN(test_joined_and_lost);
   RUN(test_rows);
   RUN(test_few_rows);
+  RUN(test_unused_rows);
   RUN(test_rows_misuse);
   RUN(test_rows_memory);
   return TEST_END();
