@@ -395,8 +395,8 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
    torch.nn.utils.clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
-/* Collective: copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks; DDP does it before
-   each forward. */
+/* Collective: copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks, or the first rank's
+   that has not joined; DDP does it before each forward. */
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 
 /* Whether any rank used the parameter in the step that cddp_ddp_wait ended; false for a bad
@@ -700,7 +700,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
-   ready() calls in any order.        */
+   ready() calls in any order. Ranks without data: >>join. Gradients that are rows: >>sparse. */
 
 /* >>config ------------------------------------------------------------------------------------- */
 
