@@ -119,18 +119,17 @@ one() { # NAME SECONDS COMMAND...
   report "$1"
 }
 
-# The checks of tests/checks.sh compile and read: as many at a time as there are cores.
-run_checks() {
-  local c names=() cores
-  cores=$(nproc 2>/dev/null || echo 1)
-  for c in $(tests/checks.sh list); do
-    wanted "check/$c" || continue
-    names+=("check/$c")
-    while [ "$(jobs -rp | wc -l)" -ge "$cores" ]; do wait -n; done
-    run "check/$c" "${TEST_TIMEOUT:-300}" tests/checks.sh "$c" &
+# N: runs the lines of standard input, 'NAME SECONDS COMMAND...', so many at a time.
+spread() {
+  local n=$1 name fields names=()
+  while read -r -a fields; do
+    wanted "${fields[0]}" || continue
+    names+=("${fields[0]}")
+    while [ "$(jobs -rp | wc -l)" -ge "$n" ]; do wait -n; done
+    run "${fields[@]}" &
   done
   wait
-  for c in ${names[@]+"${names[@]}"}; do report "$c"; done
+  for name in ${names[@]+"${names[@]}"}; do report "$name"; done
 }
 
 # Why a variant cannot run here, or nothing. Random addresses of 32 bits are too many for some sanitizers;
@@ -157,20 +156,6 @@ built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this var
   sed -n "/^build $list:/,/[^\$]$/p" tests/variant.ninja | grep -q -w "\$dir/$2"
 }
 
-run_side_by_side() { # VARIANT SECONDS PREFIX...
-  local v=$1 limit=$2 t names=()
-  shift 2
-  for t in $waiting; do
-    wanted "$v/$t" || continue
-    [ ${#patterns[@]} -gt 0 ] || built_by_default "$v" "$t" || continue
-    names+=("$v/$t")
-    while [ "$(jobs -rp | wc -l)" -ge 3 ]; do wait -n; done
-    run "$v/$t" "${TEST_TIMEOUT:-$limit}" "$@" "build/$v/$t" &
-  done
-  wait
-  for t in ${names[@]+"${names[@]}"}; do report "$t"; done
-}
-
 run_variant() { # VARIANT
   local v=$1 t why limit=300 prefix=("${fixed[@]+"${fixed[@]}"}") any=
   for t in $tests; do wanted "$v/$t" && any=1; done
@@ -181,7 +166,10 @@ run_variant() { # VARIANT
     return
   fi
   [ "$v" = plain ] && limit=120 prefix=()
-  run_side_by_side "$v" "$limit" ${prefix[@]+"${prefix[@]}"}
+  spread 3 < <(for t in $waiting; do
+    [ ${#patterns[@]} -gt 0 ] || built_by_default "$v" "$t" || continue
+    echo "$v/$t" "${TEST_TIMEOUT:-$limit}" ${prefix[@]+"${prefix[@]}"} "build/$v/$t"
+  done)
   for t in $tests; do
     [[ " $waiting " == *" $t "* ]] && continue
     [ ${#patterns[@]} -gt 0 ] || built_by_default "$v" "$t" || continue
@@ -189,26 +177,31 @@ run_variant() { # VARIANT
   done
 }
 
-run_valgrind() {
+valgrind_lines() {
   local t
-  if ! command -v valgrind >/dev/null; then
-    wanted valgrind && skip valgrind "not installed"
-    return 0
-  fi
   for t in $valgrind_tests; do
-    one "valgrind/$t" "${TEST_TIMEOUT:-300}" valgrind -q --error-exitcode=9 --leak-check=full \
+    echo "valgrind/$t" "${TEST_TIMEOUT:-300}" valgrind -q --error-exitcode=9 --leak-check=full \
       --show-leak-kinds=definite --errors-for-leak-kinds=definite \
       --track-fds=no --child-silent-after-fork=no "build/plain/$t"
   done
 }
 
-run_checks
+cores=$(nproc 2>/dev/null || echo 1)
+spread "$cores" < <(for t in $(tests/checks.sh list); do
+  echo "check/$t" "${TEST_TIMEOUT:-300}" tests/checks.sh "$t"
+done)
 for v in $variants; do run_variant "$v"; done
-run_valgrind
+if command -v valgrind >/dev/null; then
+  spread "$cores" < <(valgrind_lines)
+else
+  wanted valgrind && skip valgrind "not installed"
+fi
 for t in $(tests/leaks.sh list); do one "leaks/$t" "${TEST_TIMEOUT:-120}" tests/leaks.sh "$t"; done
-for t in $(tests/examples.sh list); do one "examples/$t" "${TEST_TIMEOUT:-120}" tests/examples.sh "$t"; done
-one mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
-one torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh
+spread "$cores" < <(for t in $(tests/examples.sh list); do
+  echo "examples/$t" "${TEST_TIMEOUT:-120}" tests/examples.sh "$t"
+done
+echo mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
+echo torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh)
 
 if [ $failed != 0 ]; then
   printf 'failed: %s\n' "${failures[@]}"
