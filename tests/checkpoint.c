@@ -674,6 +674,25 @@ static void test_all_ranks_hear(void) {
   CHECK_OK(ranks_run(disagree, NULL, 3, false));
 }
 
+/* A rank that dies instead of saving: the others hear of it, the old file stays. */
+static int die(int rank, void *arg) {
+  float w[4] = {5, 5, 5, 5};
+  cddp_param p = {"w", NULL, NULL, 4, CDDP_F32};
+  cddp_group *g;
+  (void)arg;
+  p.data = w;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_load(g, path, &p, 1, NULL));
+  if (rank == 2) raise(SIGKILL);
+  w[0] = 6;
+  CHECK_IS(cddp_save(g, path, &p, 1, NULL), CDDP_PEER_LOST);
+  CHECK(strstr(cddp_error(), "cddp_save") != NULL && strstr(cddp_error(), "rank 2") != NULL);
+  CHECK_IS(cddp_load(g, path, &p, 1, NULL), CDDP_PEER_LOST);
+  CHECK(w[0] == 6);
+  cddp_destroy(g);
+  return 0;
+}
+
 static cddp_result save_value(float value, size_t count) { /* an array of it */
   float *w = (float *)malloc(count * sizeof *w);
   cddp_param p = {"w", NULL, NULL, 0, CDDP_F32};
@@ -751,6 +770,14 @@ static void test_old_file_stays(void) {
   CHECK(rmdir(path) == 0);
 }
 
+static void test_lost_rank(void) {
+  int status[3];
+  CHECK_OK(save_value(1, 4));
+  ranks_script(die, NULL, 3, RANKS_WITHIN(20), status);
+  CHECK(status[0] == 0 && status[1] == 0 && WIFSIGNALED(status[2]));
+  CHECK(holds(1, 4) && access(temporary, F_OK) != 0);
+}
+
 enum { BIG = 100000 };
 
 static int save_for_ever(int rank, void *arg) {
@@ -809,6 +836,7 @@ int main(void) {
   RUN(test_sampler_even);
   RUN(test_all_ranks_hear);
   RUN(test_old_file_stays);
+  RUN(test_lost_rank);
   RUN(test_killed_half_way);
   RUN(test_two_writers);
   unlink(path);
