@@ -809,9 +809,11 @@ static void test_killed_half_way(void) {
 
 /* Two processes save to one path: each call writes its own file, or says that the other does. */
 static void test_two_writers(void) {
-  pid_t pid = ranks_fork(save_for_ever, 0, NULL);
   int round, status, done = 0;
   float value;
+  pid_t pid;
+  CHECK_OK(save_value(1, BIG));
+  pid = ranks_fork(save_for_ever, 0, NULL);
   for (round = 0; round < 200 && done < 10; round++) {
     cddp_result r = save_value(4, BIG);
     CHECK(r == CDDP_OK || (r == CDDP_IO && strstr(cddp_error(), "somebody else") != NULL));
