@@ -674,6 +674,25 @@ static void test_all_ranks_hear(void) {
   CHECK_OK(ranks_run(disagree, NULL, 3, false));
 }
 
+/* A rank that dies instead of saving: the others hear of it, the old file stays. */
+static int die(int rank, void *arg) {
+  float w[4] = {5, 5, 5, 5};
+  cddp_param p = {"w", NULL, NULL, 4, CDDP_F32};
+  cddp_group *g;
+  (void)arg;
+  p.data = w;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_load(g, path, &p, 1, NULL));
+  if (rank == 2) raise(SIGKILL);
+  w[0] = 6;
+  CHECK_IS(cddp_save(g, path, &p, 1, NULL), CDDP_PEER_LOST);
+  CHECK(strstr(cddp_error(), "cddp_save") != NULL && strstr(cddp_error(), "rank 2") != NULL);
+  CHECK_IS(cddp_load(g, path, &p, 1, NULL), CDDP_PEER_LOST);
+  CHECK(w[0] == 6);
+  cddp_destroy(g);
+  return 0;
+}
+
 static cddp_result save_value(float value, size_t count) { /* an array of it */
   float *w = (float *)malloc(count * sizeof *w);
   cddp_param p = {"w", NULL, NULL, 0, CDDP_F32};
@@ -688,17 +707,21 @@ static cddp_result save_value(float value, size_t count) { /* an array of it */
   return r;
 }
 
-static bool holds(float value, size_t count) { /* the file is whole and has that everywhere */
-  float *w = (float *)malloc(count * sizeof *w);
-  cddp_param p = {"w", NULL, NULL, 0, CDDP_F32};
+/* The file is whole and has one value everywhere: which; -1: it is not. */
+static float held(size_t count) {
+  float *w = (float *)malloc(count * sizeof *w), value = -1;
+  cddp_param p = {"w", w, NULL, 0, CDDP_F32};
   size_t i = 0;
-  p.data = w;
   p.count = count;
-  if (w != NULL && cddp_load(NULL, path, &p, 1, NULL) == CDDP_OK)
-    while (i < count && w[i] == value) i++;
+  if (w != NULL && cddp_load(NULL, path, &p, 1, NULL) == CDDP_OK) {
+    while (i < count && w[i] == w[0]) i++;
+    if (i == count) value = w[0];
+  }
   free(w);
-  return i == count;
+  return value;
 }
+
+static bool holds(float value, size_t count) { return held(count) == value; }
 
 static int no_space(int rank, void *arg) { /* writes stop short at 10,000 bytes, then fail */
   struct rlimit limit;
@@ -751,6 +774,14 @@ static void test_old_file_stays(void) {
   CHECK(rmdir(path) == 0);
 }
 
+static void test_lost_rank(void) {
+  int status[3];
+  CHECK_OK(save_value(1, 4));
+  ranks_script(die, NULL, 3, RANKS_WITHIN(20), status);
+  CHECK(status[0] == 0 && status[1] == 0 && WIFSIGNALED(status[2]));
+  CHECK(holds(1, 4) && access(temporary, F_OK) != 0);
+}
+
 enum { BIG = 100000 };
 
 static int save_for_ever(int rank, void *arg) {
@@ -778,13 +809,17 @@ static void test_killed_half_way(void) {
 
 /* Two processes save to one path: each call writes its own file, or says that the other does. */
 static void test_two_writers(void) {
-  pid_t pid = ranks_fork(save_for_ever, 0, NULL);
   int round, status, done = 0;
+  float value;
+  pid_t pid;
+  CHECK_OK(save_value(1, BIG));
+  pid = ranks_fork(save_for_ever, 0, NULL);
   for (round = 0; round < 200 && done < 10; round++) {
     cddp_result r = save_value(4, BIG);
     CHECK(r == CDDP_OK || (r == CDDP_IO && strstr(cddp_error(), "somebody else") != NULL));
     done += r == CDDP_OK;
-    CHECK(holds(4, BIG) || holds(1, BIG) || holds(2, BIG));
+    value = held(BIG); /* read once: the other goes on writing */
+    CHECK(value == 4 || value == 1 || value == 2);
   }
   kill(pid, SIGKILL); /* it ends itself when it finds the file locked */
   CHECK(waitpid(pid, &status, 0) == pid);
@@ -809,6 +844,7 @@ int main(void) {
   RUN(test_sampler_even);
   RUN(test_all_ranks_hear);
   RUN(test_old_file_stays);
+  RUN(test_lost_rank);
   RUN(test_killed_half_way);
   RUN(test_two_writers);
   unlink(path);

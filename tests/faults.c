@@ -729,7 +729,7 @@ static void test_checkpoint(void) {
     prepare(2, false, false);
     CHECK(for_every("checkpoint", run_checkpoint, variant, MEMORY, ENOMEM, false) > 9);
   }
-  thorough = true; /* only rank 0 has to do with files: each N on each rank, or it is half of them */
+  thorough = true; /* each N on each rank: only rank 0 has to do with files */
   prepare(2, false, false);
   CHECK(for_every("checkpoint, ENOSPC", run_checkpoint, 1, FILES, ENOSPC, false) > 14);
   prepare(2, false, false);

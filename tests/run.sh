@@ -203,7 +203,7 @@ done
 echo mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
 echo torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh
 echo netns "${TEST_TIMEOUT:-240}" tests/netns.sh
-echo safetensors "${TEST_TIMEOUT:-120}" tests/safetensors.sh)
+echo safetensors "${TEST_TIMEOUT:-300}" tests/safetensors.sh)
 
 if [ $failed != 0 ]; then
   printf 'failed: %s\n' "${failures[@]}"

@@ -14,9 +14,10 @@ echo "safetensors $version"
 work=$(mktemp -d "${TMPDIR:-/tmp}/cddp-safetensors.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
 
-# copy IN OUT: loads f32 layer.weight [3, 5], f64, f16, bf16, i8, u8, i32, i64 and a metadata string,
-# saves them again. step OUT: a weight and its momentum after two steps on two ranks.
-cat >"$work/copy.c" <<'C'
+# copy IN OUT [bf16]: loads f32 layer.weight [3, 5], f64, f16, bf16, i8, u8, i32, i64 and a metadata
+# string, saves them again. again IN OUT: any file's tensors, saved again. step OUT: a weight and its
+# momentum after two steps on two ranks.
+cat >"$work/program.c" <<'C'
 #define CDDP_IMPLEMENTATION
 #include "cddp.h"
 #define TRY(call) if (call) return fprintf(stderr, "%s\n", cddp_error()), 1
@@ -35,7 +36,25 @@ static int step(cddp_group *g, void *path) {
   TRY(cddp_save(g, (const char *)path, &p, 1, &d));
   return cddp_sgd_destroy(d.sgd), cddp_ddp_destroy(ddp), 0;
 }
-int main(int argc, char **argv) {
+static int again(const char *in, const char *out) {
+  static cddp_param p[16];
+  static cddp_shape shapes[16];
+  cddp_checkpoint_desc d = {shapes, NULL, NULL, NULL, 0, NULL, 0, false};
+  cddp_safetensors *f;
+  cddp_tensor_info t;
+  int i, k, n;
+  TRY(cddp_safetensors_open(&f, in));
+  n = cddp_safetensors_count(f);
+  for (i = 0; i < n && i < 16; i++) {
+    if (cddp_safetensors_get(f, i, &t) || t.dtype < 0 || t.dims > 8) return 2;
+    p[i].name = t.name, p[i].count = t.count, p[i].dtype = (cddp_dtype)t.dtype, p[i].data = malloc(t.bytes);
+    for (shapes[i].dims = t.dims, k = 0; k < t.dims; k++) shapes[i].size[k] = t.shape[k];
+    TRY(cddp_safetensors_read(f, i, p[i].data, t.bytes));
+  }
+  TRY(cddp_save(NULL, out, p, n, &d));
+  return cddp_safetensors_close(f), 0;
+}
+static int copy(const char *in, const char *out, bool bf16) {
   static double data[8][15];
   static const char *const names[] = {"layer.weight", "f64", "f16", "bf16", "i8", "u8", "i32", "i64"};
   cddp_shape shapes[8];
@@ -43,21 +62,27 @@ int main(int argc, char **argv) {
   cddp_metadata m = {"note", NULL};
   char text[100];
   cddp_checkpoint_desc d = {NULL, NULL, NULL, &m, 1, text, sizeof text, false};
-  if (argc == 2) { TRY(cddp_run_threads(step, argv[1], 2)); return 0; }
   for (int i = 0; i < 8; i++) {
     cddp_param one = {names[i], data[i], NULL, 15, (cddp_dtype)i};
     cddp_shape shape = {2, {3, 5}}, flat = {1, {15}};
     p[i] = one, shapes[i] = i == 0 ? shape : flat;
   }
-  p[3].count = argc == 4 ? 15 : 0; /* NumPy has no bf16 */
-  TRY(cddp_load(NULL, argv[1], p, 8, &d));
+  p[3].count = bf16 ? 15 : 0; /* NumPy has none */
+  TRY(cddp_load(NULL, in, p, 8, &d));
   d.shapes = shapes;
   shapes[3].size[0] = p[3].count;
-  TRY(cddp_save(NULL, argv[2], p, 8, &d));
+  TRY(cddp_save(NULL, out, p, 8, &d));
+  return 0;
+}
+int main(int argc, char **argv) {
+  if (argc < 3) return 2;
+  if (strcmp(argv[1], "again") == 0) return again(argv[2], argv[3]);
+  if (strcmp(argv[1], "copy") == 0) return copy(argv[2], argv[3], argc == 5);
+  TRY(cddp_run_threads(step, argv[2], 2));
   return 0;
 }
 C
-cc -O1 -I. "$work/copy.c" -o "$work/copy" -lpthread -lm || fail "the program does not compile"
+cc -O1 -I. "$work/program.c" -o "$work/program" -lpthread -lm || fail "the program does not compile"
 
 cat >"$work/numpy_flavour.py" <<'PY'
 import subprocess, sys
@@ -69,7 +94,7 @@ a = np.arange(15) - 7.25
 tensors = {"layer.weight": a.astype("f4").reshape(3, 5), "f64": a, "f16": a.astype("f2"), "bf16": np.zeros(0, "f4"),
            "i8": a.astype("i1"), "u8": np.arange(15).astype("u1"), "i32": a.astype("i4"), "i64": a.astype("i8") << 40}
 save_file(tensors, work + "/in", metadata={"note": 'a "note" of é\n'})
-subprocess.run([work + "/copy", work + "/in", work + "/out"], check=True)
+subprocess.run([work + "/program", "copy", work + "/in", work + "/out"], check=True)
 with safe_open(work + "/out", "numpy") as f:
     assert f.metadata() == {"note": 'a "note" of é\n', "format": "pt"}, f.metadata()
     assert sorted(f.keys()) == sorted(tensors)
@@ -80,9 +105,9 @@ with safe_open(work + "/out", "numpy") as f:
 # the same tensors and one metadata key, whose order nobody has to choose: the same bytes
 small = {"b": np.arange(6, dtype="f4").reshape(2, 3), "a\n\"é": np.arange(4, dtype="i8"), "c": np.ones(3, "u1")}
 save_file(small, work + "/theirs", metadata={"format": "pt"})
-subprocess.run([work + "/again", work + "/theirs", work + "/ours"], check=True)
+subprocess.run([work + "/program", "again", work + "/theirs", work + "/ours"], check=True)
 assert open(work + "/theirs", "rb").read() == open(work + "/ours", "rb").read(), "not the same bytes"
-subprocess.run([work + "/copy", work + "/trained"], check=True)
+subprocess.run([work + "/program", "step", work + "/trained"], check=True)
 t = load_file(work + "/trained")
 g = np.arange(15, dtype="f4").reshape(3, 5) + 1 # the mean of both ranks' first gradients
 m = np.float32(0.9) * g + (g + 1)
@@ -93,31 +118,6 @@ assert np.abs(t["layer.weight"] + 0.5 * (g + m)).max() < 1e-5
 print("numpy: ok")
 PY
 
-# again IN OUT: any file's tensors, saved again
-cat >"$work/again.c" <<'C'
-#define CDDP_IMPLEMENTATION
-#include "cddp.h"
-int main(int argc, char **argv) {
-  static cddp_param p[16];
-  static cddp_shape shapes[16];
-  cddp_checkpoint_desc d = {shapes, NULL, NULL, NULL, 0, NULL, 0, false};
-  cddp_safetensors *f;
-  cddp_tensor_info t;
-  int i, k, n;
-  if (argc != 3 || cddp_safetensors_open(&f, argv[1])) return fprintf(stderr, "%s\n", cddp_error()), 1;
-  n = cddp_safetensors_count(f);
-  for (i = 0; i < n && i < 16; i++) {
-    if (cddp_safetensors_get(f, i, &t) || t.dtype < 0 || t.dims > 8) return 2;
-    p[i].name = t.name, p[i].count = t.count, p[i].dtype = (cddp_dtype)t.dtype, p[i].data = malloc(t.bytes);
-    for (shapes[i].dims = t.dims, k = 0; k < t.dims; k++) shapes[i].size[k] = t.shape[k];
-    if (cddp_safetensors_read(f, i, p[i].data, t.bytes)) return fprintf(stderr, "%s\n", cddp_error()), 1;
-  }
-  if (cddp_save(NULL, argv[2], p, n, &d)) return fprintf(stderr, "%s\n", cddp_error()), 1;
-  cddp_safetensors_close(f);
-  return 0;
-}
-C
-cc -O1 -I. "$work/again.c" -o "$work/again" -lpthread -lm || fail "the second program does not compile"
 "$python" "$work/numpy_flavour.py" "$work" || fail "not as Python sees it"
 
 "$python" -c 'import torch' 2>/dev/null || { echo "no PyTorch beside it: numpy only"; exit 0; }
@@ -130,7 +130,7 @@ a = torch.arange(15) - 7.25
 tensors = {"layer.weight": a.float().reshape(3, 5), "f64": a.double(), "f16": a.half(), "bf16": a.bfloat16(),
            "i8": a.char(), "u8": torch.arange(15, dtype=torch.uint8), "i32": a.int(), "i64": a.long() << 40}
 save_file(tensors, work + "/in", metadata={"note": "x"})
-subprocess.run([work + "/copy", work + "/in", work + "/out", "bf16"], check=True)
+subprocess.run([work + "/program", "copy", work + "/in", work + "/out", "bf16"], check=True)
 back = load_file(work + "/out")
 for k in tensors:
     assert back[k].dtype == tensors[k].dtype and torch.equal(back[k], tensors[k]), k
