@@ -7438,7 +7438,8 @@ static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
   text[cddp__min(n, sizeof text - 1)] = 0;
   if (text[0] <= 0 || text[0] >= CDDP__RESULT_COUNT) return CDDP_OK;
   m->refused = true; /* all others are told already */
-  return cddp__fail((cddp_result)text[0], "%s", text + 1);
+  return cddp__fail((cddp_result)text[0], "%s",
+                    text[1] != 0 ? text + 1 : "a rank gave up without a word");
 }
 
 /* Waits for a key, a little at a time: the rank that is to set it may have failed. */
