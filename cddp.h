@@ -277,8 +277,9 @@ CDDPDEF cddp_result cddp_barrier(cddp_group *g);
 /* POINT TO POINT. A recv takes the oldest send of that peer with that tag (any int >= 0); sends
    with other tags wait their turn. Messages in memory that is not shared, and those up to 64 KiB,
    are copied and their send returns at once; larger ones from cddp_alloc memory are read in place,
-   and their send returns when they have been received. Count and dtype of a send and its recv must
-   agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next call. Any thread. */
+   and their send returns when they have been received; to another host all are copied. Count and
+   dtype of a send and its recv must agree: else CDDP_MISMATCH at the recv, and at the send or the
+   sender's next call. Any thread. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
