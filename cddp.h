@@ -10147,11 +10147,13 @@ static void cddp__hosts_doze(cddp_group *g, int peer) {
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n) {
   const cddp__hosts *x = g->hosts;
   cddp__link end;
+  double grace;
   if (cddp__fate_of(g, rank) == CDDP__FATE_ALIVE) return false;
   memset(&end, 0, sizeof end);
   end.error = x->fate_errors[rank];
   if (how != NULL) cddp__describe_link_end(&end, how, n);
-  return end.error == CDDP__LEFT || cddp__now() >= x->fate_times[rank] + CDDP__NEWS_S;
+  grace = end.error == CDDP__LEFT ? CDDP__NEWS_S / 5 : CDDP__NEWS_S; /* it may have said why */
+  return cddp__now() >= x->fate_times[rank] + grace;
 }
 
 /* --- a group's life --- */
