@@ -14269,7 +14269,7 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 /* >>history ---------------------------------------------------------------------------------------
    0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
-                  fail or are there twice while they meet are named to the others at once
+                  fail or are there twice while they meet are named to the others at once;
                   ranks on several hosts, by TCP
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
