@@ -287,8 +287,9 @@ CDDPDEF cddp_result cddp_barrier(cddp_group *g);
 /* POINT TO POINT. A recv takes the oldest send of that peer with that tag (any int >= 0); sends
    with other tags wait their turn. Messages in memory that is not shared, and those up to 64 KiB,
    are copied and their send returns at once; larger ones from cddp_alloc memory are read in place,
-   and their send returns when they have been received. Count and dtype of a send and its recv must
-   agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next call. Any thread. */
+   and their send returns when they have been received; to another host all are copied. Count and
+   dtype of a send and its recv must agree: else CDDP_MISMATCH at the recv, and at the send or the
+   sender's next call. Any thread. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
@@ -10346,11 +10347,13 @@ static void cddp__hosts_doze(cddp_group *g, int peer) {
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n) {
   const cddp__hosts *x = g->hosts;
   cddp__link end;
+  double grace;
   if (cddp__fate_of(g, rank) == CDDP__FATE_ALIVE) return false;
   memset(&end, 0, sizeof end);
   end.error = x->fate_errors[rank];
   if (how != NULL) cddp__describe_link_end(&end, how, n);
-  return end.error == CDDP__LEFT || cddp__now() >= x->fate_times[rank] + CDDP__NEWS_S;
+  grace = end.error == CDDP__LEFT ? CDDP__NEWS_S / 5 : CDDP__NEWS_S; /* it may have said why */
+  return cddp__now() >= x->fate_times[rank] + grace;
 }
 
 /* --- a group's life --- */
@@ -12834,7 +12837,7 @@ static void cddp__ready_as_joined(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
-/* Whether the mean was made by who divides by the number of all ranks, some of which have joined. */
+/* Whether the mean was made by who divides by the number of all ranks, but some have joined. */
 static bool cddp__overdivided(const cddp_ddp *d) {
   return (d->desc.comm_hook != NULL || cddp__relayed(d->comm)) &&
          d->active_count < d->group->size;
@@ -13054,7 +13057,7 @@ static cddp_result cddp__pack_rows(cddp_ddp *d, size_t *bytes) {
   return CDDP_OK;
 }
 
-/* Merges the packets that the current step tells of; all != NULL: they lie there, each so far apart. */
+/* Merges the packets that the current step tells of; or they lie in all, each so far apart. */
 static cddp_result cddp__merge_rows(cddp_ddp *d, char *all, size_t each) {
   cddp_group *g = d->control;
   const void **sources = (const void **)(void *)(d->lists + g->size);
@@ -13062,7 +13065,8 @@ static cddp_result cddp__merge_rows(cddp_ddp *d, char *all, size_t each) {
   cddp_result r = CDDP_OK;
   int i, k;
   for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
-    if (all == NULL) r = cddp__locate(g->host, &cddp__line_of(g, d->active[k], g->step)->u.ref, &at);
+    if (all == NULL)
+      r = cddp__locate(g->host, &cddp__line_of(g, d->active[k], g->step)->u.ref, &at);
     d->lists[k].packet = all != NULL ? all + (size_t)d->active[k] * each : (char *)at;
   }
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
@@ -13074,7 +13078,7 @@ static cddp_result cddp__merge_rows(cddp_ddp *d, char *all, size_t each) {
   return r;
 }
 
-/* Where ranks do not see each other's memory: every packet to every rank, as long as the longest. */
+/* Where ranks do not see each other's memory: all packets to all, as long as the longest. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t bytes) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
@@ -14182,7 +14186,8 @@ static cddp_result cddp__st_check_names(cddp_safetensors *f) {
   if (f->pair_count > 2) qsort(f->pairs, f->pair_count / 2, 2 * sizeof *f->pairs, cddp__st_by_key);
   for (i = 2; i < f->pair_count; i += 2)
     if (strcmp(f->pairs[i - 2], f->pairs[i]) == 0)
-      return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice", cddp__show_name(f->pairs[i], space));
+      return cddp__fail(CDDP_IO, "the metadata has \"%s\" twice",
+                        cddp__show_name(f->pairs[i], space));
   return CDDP_OK;
 }
 

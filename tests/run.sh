@@ -202,7 +202,7 @@ spread "$cores" < <(for t in $(tests/examples.sh list); do
 done
 echo mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
 echo torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh
-echo netns "${TEST_TIMEOUT:-240}" tests/netns.sh
+echo netns "${TEST_TIMEOUT:-300}" tests/netns.sh
 echo safetensors "${TEST_TIMEOUT:-300}" tests/safetensors.sh)
 
 if [ $failed != 0 ]; then
