@@ -14811,7 +14811,7 @@ static cddp_result cddp__write_shards(const cddp__saving *s, int fd, int param, 
   int p, dtype = (int)d->params[param].dtype;
   size_t begin, end;
   cddp_result r = CDDP_OK;
-  for (p = 0; r == CDDP_OK && p < d->group->size; p++)
+  for (p = 0; r == CDDP_OK && p < d->group->locals; p++)
     if (cddp__tensor_slice(d, param, p, &begin, &end))
       r = cddp__write_at(fd, h->all[p] + cddp__shard_offset(d, dtype, p, begin), end - begin, at);
   return r;
