@@ -7215,7 +7215,7 @@ typedef struct cddp__meeting {
   bool stale;   /* the store may be an earlier job's, whose ranks have met */
   bool refused; /* the leader did not take this rank in: its own affair */
   int doubles;  /* hellos of ranks that were there already */
-  char double_text[160];
+  char double_text[160]; /* about the last of them, or a rank of another world size */
   /* several hosts; of leaders, but for round */
   uint64_t round;        /* rank 0's number for this meeting; 0: not known yet */
   bool conducts;         /* rank 0 is one of this host's ranks, or to be */
@@ -7364,6 +7364,7 @@ static void cddp__guest_hello(cddp__meeting *m, cddp__guest *c) {
   } else if (size != m->at->world_size || rank < 0 || rank >= size) {
     snprintf(text, sizeof text, "rank %d has world size %d, rank %d has %d: WORLD_SIZE must agree",
              rank, size, m->at->rank, m->at->world_size);
+    snprintf(m->double_text, sizeof m->double_text, "%.159s", text);
     cddp__guest_refuse(c, CDDP_MISMATCH, text);
   } else {
     for (i = 0; i < m->capacity; i++)
@@ -8376,6 +8377,7 @@ static cddp_result cddp__meet_at(cddp__meeting *m, cddp__host *h) {
     m->stale = true;
   }
   if (r != CDDP_NETWORK || m->stale) return r;
+  if (m->double_text[0] != 0) return cddp__fail(CDDP_MISMATCH, "%s", m->double_text);
   return cddp__fail(CDDP_PEER_LOST,
                     "the store hung up while the ranks were meeting: the process that serves it "
                     "(rank 0, unless a launcher does) died or gave up");
