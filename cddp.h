@@ -41,6 +41,8 @@
    Compile options, defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
+     CDDP_CUDA     device "cuda" (see GPUS): needs cuda_runtime.h and nccl.h (2.18 or later), no
+                   nvcc; link -lnccl -lcudart too
    Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
    only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits.
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
@@ -61,7 +63,9 @@
      >>rendezvous   how ranks of a host meet        >>p2p          send and recv
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sgd          the optimizer's arithmetic
-     >>buckets      distributed data parallel       >>sampler      DistributedSampler
+     >>buckets      distributed data parallel       >>cuda         devices, streams, the watcher
+     >>nccl         communicators and operations    >>staging      device memory without NCCL
+     >>gpus         data parallel on devices        >>sampler      DistributedSampler
      >>spawn        processes and threads as ranks  >>validate     argument checks
      >>public       the public functions            >>history      changes
      >>license      the terms
@@ -173,8 +177,8 @@ typedef struct cddp_logger {
 
 typedef struct cddp_group_desc {
   const char *init_method;  /* NULL = "env://"; "tcp://host:port", "unix://name", "file:///path" */
-  const char *backend;      /* NULL = "cpu" */
-  const char *device;       /* NULL = "cpu" */
+  const char *backend;      /* NULL = "nccl" if device is cuda, else "cpu"; see GPUS */
+  const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
   int rank, world_size;     /* world_size 0 = discover both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S from the environment, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET from the environment, else none */
@@ -225,6 +229,81 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
    has ended, and before that group is destroyed. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
+
+/* GPUS. -------------------------------------------------------------------------------------------
+   With CDDP_CUDA and device "cuda" a rank has one GPU, which cddp's calls make the thread's current
+   device. cddp_alloc gives device memory, parameters lie in device memory, and what is said here
+   holds instead of what the other comments say of the CPU. In a build without CDDP_CUDA device
+   "cuda" is CDDP_UNSUPPORTED.
+     backend "nccl"   a GPU for each rank. Collectives, send and recv on device memory, and the data
+                      parallel calls, are enqueued in stream order; the host waits for nothing
+                      but, in cddp_ddp_wait and cddp_ddp_step, the other ranks' hosts.
+     backend "cpu"    ranks may share a GPU: device memory goes through the host's. All calls return
+                      when done; slower, and nothing can be captured in a CUDA graph. device "cuda"
+                      is then cuda:(LOCAL_RANK modulo the number of GPUs).
+   STREAMS. A call with work NULL runs on the group's stream: cddp_set_stream, by default the legacy
+   default stream. One with a work handle runs on a stream of cddp's that begins after what is on
+   the group's stream now; cddp_wait(work) then makes the group's stream wait for it, not the host,
+   and cddp_test asks whether it has ended on the device. Buffers are the operation's until the
+   stream has passed it. cddp_barrier waits on the host for this group's stream, then for the ranks.
+   Host memory may be passed to collectives, send and recv all the same (all buffers of a call, on
+   all ranks alike): the CPU backend does those, at once.
+   SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
+   compared. Those with a work handle are sent together at the group's next call that is not
+   another of them, or at their cddp_wait or cddp_test: an exchange posts all, then waits.
+   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum; AVG of f16 and bf16
+   multiplies by 1/world_size before it adds; MIN and MAX may pass over a NaN.
+   FAILURES. A thread watches NCCL's errors, the other ranks' processes, their order of calls and
+   timeout_s (from an operation's enqueueing on). What it finds breaks the group on all ranks and
+   aborts its communicator, so that streams, and a cudaStreamSynchronize on them, come to an end with
+   undefined results; cddp_synchronize, cddp_wait and every later call return the failure.
+   CUDA GRAPHS. A whole step can be captured after two eager ones (on a stream other than the
+   default one); ranks are not compared while capturing, all must capture and launch alike. The
+   learning rate is the captured one. Destroy graphs before the group. */
+
+/* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL: the
+   legacy default stream. Set it between steps: one stream for all ready() calls of a step. New
+   sub-groups take their parent's. Does nothing for a group without a GPU. */
+CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
+CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: bucket->group's */
+
+/* Returns when all that is on g's stream has been done, or with the failure that prevents it: what
+   to call instead of cudaStreamSynchronize. On the CPU: when asynchronous collectives are done. */
+CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
+
+/* Device code for SGD, clipping and compression, registered by cddp_kernels.cuh before main when one
+   .cu file of the program includes it. Segments are in host memory, theirs after the return; all
+   functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being success. */
+typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
+  void *data;     /* weights; NULL where not needed */
+  void *grad;
+  void *momentum; /* NULL: none */
+  size_t count;   /* elements */
+} cddp_segment;
+typedef struct cddp_sgd_desc cddp_sgd_desc;
+enum {
+  CDDP_SGD_FIRST = 1,  /* momentum has no value yet */
+  CDDP_SGD_ZERO = 2,   /* then grad = 0 */
+  CDDP_SGD_PUBLISH = 4 /* then grad = the new weight */
+};
+typedef struct cddp_kernels {
+  int version;          /* CDDP_VERSION of the header they were compiled with */
+  size_t scratch_bytes; /* device memory for squares, factor and scale */
+  int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
+             unsigned flags, void *stream);
+  int (*adopt)(const cddp_segment *s, int n, cddp_dtype dtype, void *stream); /* data = grad,
+                                                                                 then grad = 0 */
+  int (*convert)(void *to, cddp_dtype to_dtype, const void *from, cddp_dtype from_dtype, size_t n,
+                 void *stream);
+  /* scratch[0] = (add: +=) the sum of all grad squared, in an order that is always the same */
+  int (*squares)(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch, bool add,
+                 void *stream);
+  /* scratch[1] = min(1, max_norm / (sqrt(scratch[0]) + 1e-6)) */
+  int (*factor)(double *scratch, double max_norm, void *stream);
+  int (*scale)(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
+               void *stream); /* grad *= scratch[1] */
+} cddp_kernels;
+CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay where it is */
 
 /* COLLECTIVES. ------------------------------------------------------------------------------------
    count and count_per_rank are elements, not bytes, the same on every rank; 0 is fine. Buffers are
@@ -349,7 +428,9 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 /* cddp_ddp_wait, then cddp_sgd_step, then zero gradients, in one pass over the bytes: each rank
    reduces its share, updates it and writes the new weights to all ranks of the host, keeping
    1/world_size of the momentum. Same bits as the three calls. s must have been made for the same
-   params array. Collective. */
+   params array. Collective. On GPUs: bucket by bucket reduce-scatter, SGD, all-gather; needs
+   cddp_kernels.cuh; with a hook, with find_unused_parameters or without NCCL every rank updates all
+   weights and keeps all of the momentum. */
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s);
 
 /* on: ready() stops sending and gradients accumulate locally; off: the next step sends all of it.
@@ -380,7 +461,7 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
    NULL is fine. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
-typedef struct cddp_sgd_desc {
+struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. Zero stays zero: there is no default */
   double momentum;     /* >= 0 */
   double dampening;    /* on the gradient that enters the momentum, not on the first one */
@@ -389,7 +470,8 @@ typedef struct cddp_sgd_desc {
   bool maximize;       /* ascend */
   bool separate_mul_add; /* round after each multiply, as PyTorch without AVX2; false: fused */
   cddp_ddp *ddp;       /* optional, must outlive this: step skips what no rank used in its wait */
-} cddp_sgd_desc;
+  void *stream;        /* CUDA stream of step and zero_grad without ddp; NULL = the default one */
+};
 
 /* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
    was NULL; must stay where it is. Momentum is allocated at the first step that needs it. */
@@ -587,6 +669,13 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef CDDP_CUDA
+#include <cuda_runtime.h>
+#include <nccl.h>
+#if NCCL_VERSION_CODE < 21800
+#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later (ncclCommSplit)"
+#endif
+#endif
 /* >>design ----------------------------------------------------------------------------------------
    PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
    left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
@@ -625,7 +714,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
-   ready() calls in any order.        */
+   ready() calls in any order.
+
+   DEVICES. A group keeps all of the above as its control plane; memory on a device has a data plane
+   beside it: cddp_group.backend, a struct of functions, NULL for the CPU. The public functions ask
+   it first, with one branch. Both kinds of data plane (>>nccl, >>staging) share devices, streams and
+   the watcher thread of >>cuda, and the data parallel code of >>gpus. The watcher compares what
+   ranks called by records in their seats, without any of them waiting for it; it looks every few
+   milliseconds, at the host's cost only. Locks there: plane.turn, plane.lock; watch.lock,
+   plane.lock, fail_lock. */
 
 /* >>config ------------------------------------------------------------------------------------- */
 
@@ -638,6 +735,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__POINT(name) ((void)0)
 #endif
 
+#ifdef CDDP_CUDA
+#define CDDP__HAS_CUDA true
+#else
+#define CDDP__HAS_CUDA false
+#endif
 #define CDDP__CACHE_LINE 64
 #define CDDP__HUGE_PAGE ((size_t)2 << 20)
 #define CDDP__ERROR_MAX 512          /* bytes of an error text */
@@ -716,6 +818,17 @@ enum {
 #define CDDP__PARCELS 128 /* sends in flight per rank and group */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 
+/* shared: one call on device memory, for the watchers of the other ranks. Written by its rank. */
+typedef struct cddp__note {
+  cddp__atomic_u32 number; /* of the call, from 1; 0 while it is being written */
+  uint32_t call;           /* cddp__call_code */
+  uint64_t count;
+  int32_t root;
+  uint32_t spare;
+  uint64_t hash; /* of this and all calls before it */
+} cddp__note;
+#define CDDP__NOTES 64 /* calls remembered per rank and group, a power of two */
+
 /* shared: a rank's place in a group. */
 typedef struct cddp__seat {
   cddp__line lines[2];    /* writer: the rank */
@@ -726,10 +839,12 @@ typedef struct cddp__seat {
   cddp__atomic_u32 mail;    /* bumped by any rank that changed a parcel of interest to this one */
   cddp__atomic_u32 waiting; /* threads of this rank asleep on mail */
   cddp__atomic_u32 parcel_top; /* parcels below this index may be in use; writer: the rank */
-  unsigned char pad2[CDDP__CACHE_LINE - 12];
+  cddp__atomic_u32 calls; /* on device memory, noted so far; writer: the rank */
+  unsigned char pad2[CDDP__CACHE_LINE - 16];
   cddp__atomic_u32 site_step; /* the step whose call site follows; writer: the rank, as it fails */
   char site[CDDP__SITE_MAX];
   cddp__parcel parcels[CDDP__PARCELS];
+  cddp__note notes[CDDP__NOTES];
 } cddp__seat;
 enum { CDDP__SEAT_EMPTY, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT, CDDP__SEAT_DEAD };
 
@@ -800,6 +915,7 @@ typedef struct cddp__call {
   void *recv;
   size_t count; /* elements, per rank where the operation says so */
   size_t esize; /* bytes of an element */
+  int tag;      /* messages; root is the peer then */
 } cddp__call;
 enum {
   CDDP__KIND_BARRIER,
@@ -816,8 +932,42 @@ enum {
   CDDP__KIND_DDP_WAIT,
   CDDP__KIND_DDP_STEP,
   CDDP__KIND_DDP_BUCKET,
-  CDDP__KIND_COUNT
+  CDDP__KIND_COUNT,
+  CDDP__KIND_SEND, /* on devices only, never compared */
+  CDDP__KIND_RECV
 };
+
+/* What a group does with memory on a device. NULL in cddp_group and cddp_ddp: there is none. Where a
+   function says *taken = false, all memory was the host's and the CPU backend goes on. */
+typedef struct cddp__backend {
+  cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
+  cddp_result (*message)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
+  cddp_result (*wait)(cddp_work *w); /* frees w */
+  bool (*done)(cddp_work *w);
+  cddp_result (*synchronize)(cddp_group *g);
+  void (*set_stream)(cddp_group *g, void *stream);
+  void *(*stream)(const cddp_group *g);
+  void *(*alloc)(cddp_group *g, size_t bytes);
+  void (*release)(cddp_group *g, void *p);
+  /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. */
+  cddp_result (*split)(cddp_group *g, int color, int key, cddp_group *child);
+  void (*leave)(cddp_group *g);
+  cddp_result (*ddp_join)(cddp_ddp *d);
+  cddp_result (*ddp_ready)(cddp_ddp *d, int param);
+  cddp_result (*ddp_wait)(cddp_ddp *d);
+  cddp_result (*ddp_step)(cddp_ddp *d, cddp_sgd *s);
+  cddp_result (*ddp_clip)(cddp_ddp *d, double max_norm, double *norm);
+  cddp_result (*ddp_sync_buffers)(cddp_ddp *d);
+  void (*ddp_leave)(cddp_ddp *d); /* frees what is the backend's */
+  cddp_result (*compress)(cddp_bucket *b, cddp_dtype small);
+} cddp__backend;
+
+/* The same for an optimizer whose parameters lie on a device. */
+typedef struct cddp__sgd_backend {
+  cddp_result (*step)(cddp_sgd *s);
+  cddp_result (*zero)(cddp_sgd *s);
+  void (*leave)(cddp_sgd *s);
+} cddp__sgd_backend;
 
 /* A recv that waits for its parcel. In its group's list, in order of posting; guarded by mail_lock.
  */
@@ -849,6 +999,9 @@ struct cddp_work {
   int parcel;            /* send: its index; -1: none, or the message was copied */
   cddp__pending pending; /* recv */
   bool is_recv;
+  const cddp__backend *backend; /* on a device: waited for there; NULL: none of the next two */
+  void *event;                  /* recorded behind the operation; NULL: not yet issued */
+  void *stage;                  /* recv through the host: its memory there */
 };
 
 /* Runs asynchronous operations of one group in order, on a thread started by the first of them. */
@@ -894,6 +1047,8 @@ struct cddp_group {
   uint64_t parcel_number;
   cddp__outgoing outgoing[CDDP__PARCELS];
   bool internal; /* belongs to a cddp_ddp */
+  const cddp__backend *backend; /* of memory on a device; NULL: none */
+  void *plane;                  /* its state, a cddp__plane */
 };
 
 /* Callers keep their elements as any type, say _Float16: pure rooms
@@ -975,6 +1130,8 @@ struct cddp_sgd { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_st
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
   void *shard;         /* momentum that a cddp_ddp keeps in pieces; NULL: momentum above is whole */
   void (*drop)(cddp_sgd *s); /* frees the shard and NULLs it; set along with shard */
+  const cddp__sgd_backend *backend; /* parameters on a device; NULL: in host memory */
+  void *flat;                       /* their momentum in one piece; NULL: none */
 };
 
 /* Parameters dealt out to buckets: b has params[offsets[b]] .. params[offsets[b + 1] - 1]. */
@@ -1227,6 +1384,9 @@ struct cddp_ddp {
   cddp_param *params;  /* the caller's */
   int count;
   cddp_ddp_desc desc;
+  const cddp__backend *backend; /* the group's; NULL: gradients in host memory */
+  void *gpu;                    /* its state, a cddp__gpu */
+  size_t align;                 /* of each gradient in the arena, bytes */
   size_t limits[2];      /* of the first bucket and the others, bytes */
   cddp__tensor *tensors; /* [count] */
   char *arena;           /* all gradients */
@@ -5613,6 +5773,8 @@ static bool cddp__kind_reduces(uint32_t kind) {
          kind == CDDP__KIND_REDUCE_SCATTER;
 }
 
+#define CDDP__PHASE_HOST 15u /* records: a device group's call on host memory */
+
 static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t count, int root) {
   uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
   char more[48] = "";
@@ -5625,6 +5787,8 @@ static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t cou
   } else {
     if (cddp__kind_reduces(kind)) snprintf(more, sizeof more, ", %s", cddp__op_names[op]);
     if (root >= 0) snprintf(more + strlen(more), sizeof more - strlen(more), ", root %d", root);
+    if (code >> 24 == CDDP__PHASE_HOST)
+      snprintf(more + strlen(more), sizeof more - strlen(more), ", host memory");
     snprintf(out, n, "%s(count %" PRIu64 ", %s%s)", cddp__call_names[kind], count,
              cddp__dtype_names[dtype], more);
   }
@@ -7044,6 +7208,7 @@ static void cddp__record_finish(const cddp_group *g, uint64_t record, cddp_resul
 static cddp_result cddp__work_wait(cddp_work *w) {
   cddp_group *g = w->group;
   cddp_result r;
+  if (w->backend != NULL) return w->backend->wait(w);
   if (w->is_recv) {
     r = cddp__finish_recv(g, &w->pending);
   } else if (w->run == NULL) {
@@ -7063,6 +7228,7 @@ static cddp_result cddp__work_wait(cddp_work *w) {
 static bool cddp__work_done(cddp_work *w) {
   cddp_group *g = w->group;
   bool done;
+  if (w->backend != NULL) return w->backend->done(w);
   if (w->run == NULL) {
     if (cddp__load32(&g->board->broken) != 0) return true;
     if (!w->is_recv && w->parcel < 0) return true;
@@ -7358,6 +7524,11 @@ static cddp_result cddp__run_work_call(cddp_work *w) {
 static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
   cddp_result r;
   cddp_work *w;
+  bool taken = false;
+  if (CDDP__UNLIKELY(g->backend != NULL)) {
+    r = g->backend->start(g, c, work, &taken);
+    if (taken || r != CDDP_OK) return r;
+  }
   if (work == NULL) {
     cddp__engine_drain(g);
     return cddp__run_call(g, c);
@@ -7487,6 +7658,7 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__host *h = g->host;
   bool busy;
   int i;
+  if (g->backend != NULL) g->backend->leave(g);
   pthread_mutex_lock(&g->engine.lock);
   busy = g->engine.started && (g->engine.busy || g->engine.first != NULL);
   pthread_mutex_unlock(&g->engine.lock);
@@ -8045,8 +8217,8 @@ static void cddp__lay_out(cddp_ddp *d) {
     for (i = d->count - 1; i >= 0; i--) {
       if ((int)d->params[i].dtype != dtype) continue;
       d->tensors[i].offset = at;
-      d->tensors[i].room = cddp__round_up(d->params[i].count * cddp__dtype_size(d->params[i].dtype),
-                                          CDDP__CACHE_LINE);
+      d->tensors[i].room =
+          cddp__round_up(d->params[i].count * cddp__dtype_size(d->params[i].dtype), d->align);
       at += d->tensors[i].room;
     }
     d->sections[dtype].end = at;
@@ -8353,16 +8525,16 @@ static cddp_result cddp__count_down(cddp_ddp *d, int param) {
   return cddp__launch(d);
 }
 
-static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
+/* Notes that the parameter's gradient is there; *noted: for a later step only. */
+static cddp_result cddp__mark_ready(cddp_ddp *d, int param, bool *noted) {
   cddp__tensor *t = &d->tensors[param];
   char space[24];
-  bool twice, noted;
-  cddp_result r;
+  bool twice;
   CDDP__POINT("ready");
   pthread_mutex_lock(&d->lock);
-  noted = d->no_sync;
-  twice = !noted && t->ready;
-  if (noted)
+  *noted = d->no_sync;
+  twice = !*noted && t->ready;
+  if (*noted)
     t->noted = true;
   else if (!twice) {
     t->ready = true;
@@ -8380,7 +8552,13 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
                                   -1, -1);
     cddp__record_end(d->group->host->record, n, CDDP_OK);
   }
-  if (noted) return CDDP_OK;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
+  bool noted = false;
+  cddp_result r = cddp__mark_ready(d, param, &noted);
+  if (r != CDDP_OK || noted) return r;
   cddp__fetch_gradient(d, param);
   pthread_mutex_lock(&d->lock);
   r = cddp__count_down(d, param);
@@ -8852,6 +9030,7 @@ static cddp_result cddp__average(cddp_group *g, void *buf, size_t count, cddp_dt
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   void *copy;
   cddp_result r;
+  if (b->group->backend != NULL) return b->group->backend->compress(b, small);
   if (cddp__dtype_size(b->dtype) <= 2) return cddp__average(b->group, b->data, b->count, b->dtype);
   copy = cddp__arena_alloc(b->group->host, b->count * 2);
   if (copy == NULL) return CDDP_OUT_OF_MEMORY;
@@ -8907,6 +9086,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->params = params;
   d->count = count;
   d->desc = *desc;
+  d->backend = g->backend;
+  d->align = CDDP__CACHE_LINE;
   d->limits[0] = (size_t)(first * 1048576);
   d->limits[1] = (size_t)(cap * 1048576);
   pthread_mutex_init(&d->lock, NULL);
@@ -9367,6 +9548,25 @@ static cddp_result cddp__collective(const char *function, cddp_group *g, int kin
   return cddp__start_call(g, &c, work);
 }
 
+/* A message in device memory; *taken false: it is the host's. */
+static cddp_result cddp__device_message(cddp_group *g, int kind, const void *buf, size_t count,
+                                        cddp_dtype dtype, int peer, int tag, cddp_work **work,
+                                        bool *taken) {
+  cddp__call c;
+  *taken = false;
+  if (CDDP__LIKELY(g->backend == NULL)) return CDDP_OK;
+  memset(&c, 0, sizeof c);
+  c.kind = (uint8_t)kind;
+  c.dtype = (uint8_t)dtype;
+  c.root = peer;
+  c.tag = tag;
+  c.send = buf;
+  memcpy(&c.recv, &buf, sizeof buf); /* recv's is not const, a send does not write to it */
+  c.count = count;
+  c.esize = cddp__dtype_size(dtype);
+  return g->backend->message(g, &c, work, taken);
+}
+
 static cddp_result cddp__check_p2p(const char *function, const cddp_group *g, const void *buf,
                                    size_t count, cddp_dtype dtype, int peer, int tag) {
   if (g == NULL) return cddp__invalid(function, "the group is NULL");
@@ -9380,22 +9580,42 @@ static cddp_result cddp__check_p2p(const char *function, const cddp_group *g, co
   return CDDP_OK;
 }
 
+static cddp_result cddp__check_backend(const char *backend, bool cuda) {
+  if (backend == NULL || strcmp(backend, "cpu") == 0) return CDDP_OK;
+  if (strcmp(backend, "nccl") == 0 && CDDP__HAS_CUDA)
+    return cuda ? CDDP_OK
+                : cddp__invalid("cddp_init", "backend \"nccl\" needs device \"cuda\"");
+  if (strcmp(backend, "nccl") == 0 || strcmp(backend, "mpi") == 0)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "cddp_init: this build has no \"%s\" backend, only %s\"cpu\"%s", backend,
+                      CDDP__HAS_CUDA ? "\"nccl\" and " : "",
+                      strcmp(backend, "nccl") == 0 ? "; compile with -DCDDP_CUDA for it" : "");
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "cddp_init: backend \"%s\" is not known; it may be \"cpu\" or \"nccl\"",
+                    backend);
+}
+
+static cddp_result cddp__check_device(const char *device, bool cuda) {
+  if (device == NULL || strcmp(device, "cpu") == 0) return CDDP_OK;
+  if (cuda && !CDDP__HAS_CUDA)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "cddp_init: this build has no CUDA; compile cddp's implementation with "
+                      "-DCDDP_CUDA and link -lnccl -lcudart, or use device \"cpu\"");
+  if (cuda && (device[4] == 0 || (device[4] == ':' && device[5] >= '0' && device[5] <= '9' &&
+                                  strlen(device + 5) <= 4 &&
+                                  strspn(device + 5, "0123456789") == strlen(device + 5))))
+    return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "cddp_init: device \"%s\" is not known; it may be \"cpu\", \"cuda\" or a "
+                    "certain GPU: \"cuda:0\"",
+                    device);
+}
+
 static cddp_result cddp__check_desc(const cddp_group_desc *d) {
-  const char *backend = d->backend, *device = d->device;
-  if (backend != NULL && strcmp(backend, "cpu") != 0) {
-    if (strcmp(backend, "nccl") == 0 || strcmp(backend, "mpi") == 0)
-      return cddp__fail(CDDP_UNSUPPORTED,
-                        "cddp_init: this build has no \"%s\" backend, only \"cpu\"", backend);
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "cddp_init: backend \"%s\" is not known; it may be \"cpu\"", backend);
-  }
-  if (device != NULL && strcmp(device, "cpu") != 0) {
-    if (strncmp(device, "cuda", 4) == 0)
-      return cddp__fail(CDDP_UNSUPPORTED,
-                        "cddp_init: this build has no CUDA; device may be \"cpu\"");
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "cddp_init: device \"%s\" is not known; it may be \"cpu\"", device);
-  }
+  bool cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
+  cddp_result r;
+  if ((r = cddp__check_backend(d->backend, cuda)) != CDDP_OK) return r;
+  if ((r = cddp__check_device(d->device, cuda)) != CDDP_OK) return r;
   if (d->world_size < 0 || d->world_size > CDDP__MAX_RANKS)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "cddp_init: world_size is %d; it must be from 1 to %d, or 0 for "
@@ -9428,13 +9648,14 @@ CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype
 CDDPDEF cddp_result cddp_sgd_step(cddp_sgd *s) {
   cddp_result r;
   if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_step: s is NULL");
-  r = cddp__sgd_step(s);
+  r = s->backend != NULL ? s->backend->step(s) : cddp__sgd_step(s);
   return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_sgd_step: ");
 }
 
 CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s) {
   int i;
   if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_zero_grad: s is NULL");
+  if (s->backend != NULL) return s->backend->zero(s);
   for (i = 0; i < s->count; i++) {
     cddp_param *p = &s->params[i];
     if (p->grad != NULL) memset(p->grad, 0, p->count * cddp__dtype_size(p->dtype));
@@ -9456,6 +9677,7 @@ CDDPDEF double cddp_sgd_lr(const cddp_sgd *s) { return s != NULL ? s->desc.lr : 
 
 CDDPDEF void cddp_sgd_destroy(cddp_sgd *s) {
   if (s != NULL && s->shard != NULL) s->drop(s);
+  if (s != NULL && s->backend != NULL) s->backend->leave(s);
   cddp__sgd_free(s);
 }
 
@@ -9661,6 +9883,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   if (desc == NULL) desc = &zero;
   if ((r = cddp__check_desc(desc)) != CDDP_OK) return r;
   r = cddp__init(out, desc);
+  if (r == CDDP_OK) r = cddp__attach_device(out, desc);
   return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_init: ");
 }
 
@@ -9672,7 +9895,7 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
   cddp__engine_drain(g);
   {
     cddp_result r = cddp__check_group(g);
-    return r != CDDP_OK ? r : cddp__split(g, color, key, 0, out);
+    return r != CDDP_OK ? r : cddp__split_planes(g, color, key, 0, out);
   }
 }
 
@@ -9698,8 +9921,8 @@ CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, c
   }
   cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  return cddp__split(g, color, key,
-                     cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks), out);
+  return cddp__split_planes(
+      g, color, key, cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks), out);
 }
 
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {
@@ -9727,11 +9950,35 @@ CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
     cddp__invalid("cddp_alloc", "the group is NULL");
     return NULL;
   }
+  if (g->backend != NULL) return g->backend->alloc(g, bytes);
   return cddp__arena_alloc(g->host, bytes);
 }
 
 CDDPDEF void cddp_free(cddp_group *g, void *p) {
-  if (g != NULL) cddp__arena_free(g->host, p);
+  if (g == NULL) return;
+  if (g->backend != NULL)
+    g->backend->release(g, p);
+  else
+    cddp__arena_free(g->host, p);
+}
+
+CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
+  if (g != NULL && g->backend != NULL) g->backend->set_stream(g, stream);
+}
+
+CDDPDEF void *cddp_stream(const cddp_group *g) {
+  return g != NULL && g->backend != NULL ? g->backend->stream(g) : NULL;
+}
+
+CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
+  if (g == NULL) return cddp__invalid("cddp_synchronize", "the group is NULL");
+  if (g->backend != NULL) return g->backend->synchronize(g);
+  cddp__engine_drain(g);
+  return cddp__check_group(g);
+}
+
+CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
+  cddp__registered_kernels = kernels;
 }
 
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -9794,9 +10041,12 @@ CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp
   cddp_result r = cddp__check_p2p("cddp_send", g, buf, count, dtype, peer, tag);
   uint64_t record;
   int parcel = -1;
+  bool taken;
   cddp__enter_call();
   if (work != NULL) *work = NULL;
   if (r != CDDP_OK) return r;
+  r = cddp__device_message(g, CDDP__KIND_SEND, buf, count, dtype, peer, tag, work, &taken);
+  if (r != CDDP_OK || taken) return r;
   if (work != NULL && (w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   record = cddp__record_message(g, "send", count, dtype, peer, tag);
   r = cddp__start_send(g, buf, count, dtype, peer, tag, &parcel);
@@ -9817,9 +10067,12 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
                               int tag, cddp_work **work) {
   cddp_work *w;
   cddp_result r = cddp__check_p2p("cddp_recv", g, buf, count, dtype, peer, tag);
+  bool taken;
   cddp__enter_call();
   if (work != NULL) *work = NULL;
   if (r != CDDP_OK || (r = cddp__check_group(g)) != CDDP_OK) return r;
+  r = cddp__device_message(g, CDDP__KIND_RECV, buf, count, dtype, peer, tag, work, &taken);
+  if (r != CDDP_OK || taken) return r;
   if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->is_recv = true;
   w->pending.buf = buf;
@@ -9901,9 +10154,11 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
   cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if ((d = cddp__ddp_new(g, params, count, desc)) == NULL) return CDDP_OUT_OF_MEMORY;
-  if ((r = cddp__ddp_join(d)) != CDDP_OK) {
+  r = d->backend != NULL ? d->backend->ddp_join(d) : cddp__ddp_join(d);
+  if (r != CDDP_OK) {
     char text[CDDP__ERROR_MAX];
     snprintf(text, sizeof text, "%s", cddp__error_text);
+    if (d->backend != NULL) d->backend->ddp_leave(d);
     cddp__ddp_free(d);
     return cddp__fail(r, "%s: %s", name, text);
   }
@@ -9918,12 +10173,13 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
                       d->count);
   if (d->params[param].grad == NULL && d->params[param].count > 0)
     return cddp__invalid("cddp_ddp_ready", "the parameter's grad is NULL");
-  return cddp__ddp_ready(d, param);
+  return d->backend != NULL ? d->backend->ddp_ready(d, param) : cddp__ddp_ready(d, param);
 }
 
 CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
   cddp__enter_call();
-  return d != NULL ? cddp__ddp_wait(d) : cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
+  if (d == NULL) return cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
+  return d->backend != NULL ? d->backend->ddp_wait(d) : cddp__ddp_wait(d);
 }
 
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
@@ -9937,7 +10193,7 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (d->no_sync)
     return cddp__invalid(name,
                          "no_sync is on; switch it off for the backward pass that is stepped");
-  return cddp__ddp_step(d, s);
+  return d->backend != NULL ? d->backend->ddp_step(d, s) : cddp__ddp_step(d, s);
 }
 
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
@@ -9950,13 +10206,15 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm) {
   if (d == NULL) return cddp__invalid("cddp_ddp_clip_grad_norm", "the cddp_ddp is NULL");
   if (!(max_norm > 0)) return cddp__invalid("cddp_ddp_clip_grad_norm", "max_norm must be above 0");
-  return cddp__clip(d, max_norm, norm);
+  return d->backend != NULL ? d->backend->ddp_clip(d, max_norm, norm)
+                            : cddp__clip(d, max_norm, norm);
 }
 
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
   cddp__enter_call();
   if (d == NULL) return cddp__invalid("cddp_ddp_sync_buffers", "the cddp_ddp is NULL");
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->backend != NULL) return d->backend->ddp_sync_buffers(d);
   return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count);
 }
 
@@ -9978,7 +10236,9 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 }
 
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
-  if (d != NULL) cddp__ddp_free(d);
+  if (d == NULL) return;
+  if (d->backend != NULL) d->backend->ddp_leave(d);
+  cddp__ddp_free(d);
 }
 
 CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data) {
@@ -9996,6 +10256,11 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc) {
   cddp_result r = cddp__sgd_create(out, params, count, desc, NULL);
+  if (r == CDDP_OK && (r = cddp__attach_sgd(*out)) != CDDP_OK) {
+    cddp__sgd_free(*out);
+    *out = NULL;
+    return cddp__fail_in(r, "cddp_sgd_create: ");
+  }
   if (r != CDDP_OK || desc->ddp == NULL) return r;
   if (desc->ddp->params != params || desc->ddp->count != count) {
     cddp__sgd_free(*out);
