@@ -11214,8 +11214,7 @@ static cddp_result cddp__device_average(cddp_group *g, void *buf, size_t count, 
   c.count = count;
   c.esize = cddp__dtype_size(dtype);
   c.root = -1;
-  if (cddp__plane_of(g)->comm != NULL || g->size == 1) return g->backend->start(g, &c, NULL, &taken);
-  return cddp__staged_run(g, &c);
+  return g->backend->start(g, &c, NULL, &taken);
 }
 
 static cddp_result cddp__device_compress(cddp_bucket *b, cddp_dtype small) {

@@ -1,0 +1,629 @@
+/* GPUs without GPUs: the NCCL backend, data parallel on devices and the CPU backend with device
+   memory, run by real processes on tests/hostcuda. */
+#define CDDP_CUDA
+#define CDDP_IMPLEMENTATION
+#include "../cddp.h"
+
+#include "hostcuda/hostcuda.h"
+#include "ranks.h"
+
+/* --- ranks with a device --- */
+
+typedef struct job {
+  ranks_fn fn;
+  void *arg;
+  const char *backend, *device; /* NULL device: "cuda" */
+  double timeout_s;
+} job;
+
+static int rank_process(int rank, void *p) {
+  const job *j = (const job *)p;
+  cddp_group_desc d;
+  cddp_group *g;
+  int r;
+  test_failures = 0;
+  memset(&d, 0, sizeof d);
+  d.backend = j->backend;
+  d.device = j->device != NULL ? j->device : "cuda";
+  d.timeout_s = j->timeout_s;
+  if (cddp_init(&g, &d) != CDDP_OK) {
+    fprintf(stderr, "rank %d: %s\n", rank, cddp_error());
+    return 1;
+  }
+  r = j->fn(g, j->arg);
+  cddp_destroy(g);
+  return r != 0 || test_failures != 0;
+}
+
+static cddp_result run(ranks_fn fn, void *arg, int n, const char *backend) {
+  job j;
+  memset(&j, 0, sizeof j);
+  j.fn = fn;
+  j.arg = arg;
+  j.backend = backend;
+  return cddp_spawn(rank_process, &j, n);
+}
+
+/* --- device memory --- */
+
+static void *on_device(const void *host, size_t bytes) { /* a copy of host; NULL: uninitialised */
+  void *p = NULL;
+  if (cudaMalloc(&p, bytes > 0 ? bytes : 1) != cudaSuccess) {
+    fprintf(stderr, "cudaMalloc of %zu bytes failed\n", bytes);
+    exit(1);
+  }
+  if (host != NULL) CHECK(cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+  return p;
+}
+
+static void to_host(cddp_group *g, void *host, const void *device, size_t bytes) {
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  CHECK_OK(cddp_synchronize(g));
+  CHECK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, s) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(s) == cudaSuccess);
+}
+
+/* --- collectives --- */
+
+/* Element i of rank r's input: small whole numbers, exact in every type and order. */
+static double value(int r, size_t i, cddp_op op) {
+  uint64_t h = ranks_mix((uint64_t)r, i, 1);
+  return op == CDDP_PROD ? (double)(1 + h % 2) : (double)(h % 7);
+}
+
+static double reduced(int n, size_t i, cddp_op op) {
+  double v = value(0, i, op), w;
+  int r;
+  for (r = 1; r < n; r++) {
+    w = value(r, i, op);
+    v = op == CDDP_PROD ? v * w : op == CDDP_MIN ? fmin(v, w) : op == CDDP_MAX ? fmax(v, w) : v + w;
+  }
+  return v;
+}
+
+static void put(cddp_dtype t, void *p, size_t i, double v) {
+  int64_t whole = (int64_t)v;
+  int32_t w32 = (int32_t)v;
+  if (t <= CDDP_BF16) ranks_store(t, p, i, v);
+  else if (t == CDDP_I64) memcpy((char *)p + 8 * i, &whole, 8);
+  else if (t == CDDP_I32) memcpy((char *)p + 4 * i, &w32, 4);
+  else ((unsigned char *)p)[i] = (unsigned char)w32;
+}
+
+static double get(cddp_dtype t, const void *p, size_t i) {
+  int64_t whole;
+  int32_t w32;
+  if (t <= CDDP_BF16) return ranks_load(t, p, i);
+  if (t == CDDP_I64) return memcpy(&whole, (const char *)p + 8 * i, 8), (double)whole;
+  if (t == CDDP_I32) return memcpy(&w32, (const char *)p + 4 * i, 4), (double)w32;
+  return (double)((const unsigned char *)p)[i];
+}
+
+/* One collective on n ranks: fills, runs, compares. */
+typedef struct one {
+  cddp_group *g;
+  int kind, root;
+  cddp_dtype t;
+  cddp_op op;
+  size_t count;
+  bool async;
+} one;
+
+static cddp_result call(const one *o, const void *send, void *recv, cddp_work **w) {
+  switch (o->kind) {
+  case CDDP__KIND_ALL_REDUCE: return cddp_all_reduce(o->g, recv, o->count, o->t, o->op, w);
+  case CDDP__KIND_REDUCE: return cddp_reduce(o->g, recv, o->count, o->t, o->op, o->root, w);
+  case CDDP__KIND_BROADCAST: return cddp_broadcast(o->g, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_ALL_GATHER: return cddp_all_gather(o->g, send, recv, o->count, o->t, w);
+  case CDDP__KIND_GATHER: return cddp_gather(o->g, send, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_SCATTER: return cddp_scatter(o->g, send, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_REDUCE_SCATTER:
+    return cddp_reduce_scatter(o->g, send, recv, o->count, o->t, o->op, w);
+  default: return cddp_all_to_all(o->g, send, recv, o->count, o->t, w);
+  }
+}
+
+/* What rank `me` must have at i of its result; NAN: anything. */
+static double wanted(const one *o, int me, int n, size_t i) {
+  size_t c = o->count, q = i / c, k = i % c;
+  double v;
+  switch (o->kind) {
+  case CDDP__KIND_REDUCE: if (me != o->root) return value(me, i, o->op);
+    /* fall through */
+  case CDDP__KIND_ALL_REDUCE: v = reduced(n, i, o->op); break;
+  case CDDP__KIND_BROADCAST: return value(o->root, i, o->op);
+  case CDDP__KIND_ALL_GATHER: return value((int)q, k, o->op);
+  case CDDP__KIND_GATHER: return me == o->root ? value((int)q, k, o->op) : (double)NAN;
+  case CDDP__KIND_SCATTER: return value(o->root, (size_t)me * c + k, o->op);
+  case CDDP__KIND_REDUCE_SCATTER: v = reduced(n, (size_t)me * c + k, o->op); break;
+  default: return value((int)q, (size_t)me * c + k, o->op);
+  }
+  if (o->op != CDDP_AVG) return v;
+  return o->t <= CDDP_BF16 ? v / n : floor(v / n);
+}
+
+static void check_one(const one *o) {
+  int n = cddp_world_size(o->g), me = cddp_rank(o->g);
+  size_t all = o->count * (size_t)n, bytes = all * cddp_dtype_size(o->t), i, out;
+  bool in_place = o->kind <= CDDP__KIND_BROADCAST;
+  void *host = malloc(bytes), *send, *recv;
+  cddp_work *w = NULL;
+  int bad = 0;
+  for (i = 0; i < all; i++) put(o->t, host, i, value(me, i, o->op));
+  send = on_device(host, bytes);
+  recv = in_place ? send : on_device(NULL, bytes);
+  CHECK_OK(call(o, send, recv, o->async ? &w : NULL));
+  if (o->async) CHECK_OK(cddp_wait(w));
+  to_host(o->g, host, recv, bytes);
+  out = in_place || o->kind == CDDP__KIND_SCATTER || o->kind == CDDP__KIND_REDUCE_SCATTER ? o->count : all;
+  for (i = 0; i < out; i++) {
+    double want = wanted(o, me, n, i), got = get(o->t, host, i);
+    double slack = o->op == CDDP_AVG && o->t <= CDDP_BF16 ? 0.05 * want : 0;
+    if (want == want && !(fabs(got - want) <= slack) && bad++ == 0)
+      test_fail(__FILE__, __LINE__, "kind %d, dtype %d, op %d, root %d, count %zu, rank %d of %d: "
+                "element %zu is %g, not %g", o->kind, (int)o->t, (int)o->op, o->root, o->count, me, n, i,
+                got, want);
+  }
+  CHECK_EQ(bad, 0);
+  if (!in_place) cudaFree(recv);
+  cudaFree(send);
+  free(host);
+}
+
+static int every_collective(cddp_group *g, void *arg) {
+  static const size_t counts[] = {1, 7, 1000, 70001};
+  one o;
+  int kind, t, n = cddp_world_size(g);
+  (void)arg;
+  memset(&o, 0, sizeof o);
+  o.g = g;
+  for (kind = CDDP__KIND_ALL_REDUCE; kind <= CDDP__KIND_ALL_TO_ALL; kind++) {
+    for (t = 0; t <= CDDP_I64; t++) {
+      o.kind = kind;
+      o.t = (cddp_dtype)t;
+      o.op = (cddp_op)((kind + t) % 5);
+      o.count = counts[(kind + t) % 4];
+      o.root = (kind + t) % n;
+      o.async = t % 2 != 0;
+      if (o.t == CDDP_I8 || o.t == CDDP_U8) o.count = counts[(kind + t) % 3];
+      check_one(&o);
+    }
+    o.t = CDDP_F32;
+    for (o.op = CDDP_SUM; kind != CDDP__KIND_BROADCAST && o.op <= CDDP_MAX; o.op = (cddp_op)(o.op + 1)) check_one(&o);
+    o.op = CDDP_SUM;
+  }
+  CHECK_OK(cddp_barrier(g));
+  return 0;
+}
+
+static void test_collectives(void) {
+  CHECK_OK(run(every_collective, NULL, 2, NULL));
+  CHECK_OK(run(every_collective, NULL, 3, NULL));
+  CHECK_OK(run(every_collective, NULL, 1, NULL));
+  CHECK_OK(run(every_collective, NULL, 3, "cpu"));
+}
+
+/* --- kernels: those of the CPU, as operations of a stream --- */
+
+typedef struct launch {
+  int what, n;
+  cddp_dtype dtype, to;
+  unsigned flags;
+  cddp_sgd_desc rule;
+  double *scratch, max_norm;
+  bool add;
+  void *out;
+  const void *in;
+  size_t count;
+  cddp_segment s[];
+} launch;
+enum { LAUNCH_SGD, LAUNCH_ADOPT, LAUNCH_CONVERT, LAUNCH_SQUARES, LAUNCH_FACTOR, LAUNCH_SCALE };
+
+static void launch_segment(const launch *l, const cddp_segment *s) {
+  size_t bytes = s->count * cddp_dtype_size(l->dtype);
+  cddp__sgd_rule rule;
+  switch (l->what) {
+  case LAUNCH_SGD:
+    cddp__sgd_rule_init(&rule, &l->rule);
+    cddp__sgd_update(&rule, l->dtype, s->data, s->data, s->grad, s->momentum, s->count,
+                     (l->flags & CDDP_SGD_FIRST) != 0);
+    if (l->flags & CDDP_SGD_ZERO) memset(s->grad, 0, bytes);
+    if (l->flags & CDDP_SGD_PUBLISH) memcpy(s->grad, s->data, bytes);
+    break;
+  case LAUNCH_ADOPT:
+    memcpy(s->data, s->grad, bytes);
+    memset(s->grad, 0, bytes);
+    break;
+  case LAUNCH_SQUARES: l->scratch[0] += cddp__sum_squares(s->grad, s->count, l->dtype); break;
+  case LAUNCH_SCALE:
+    if (l->scratch[1] < 1) cddp__scale(s->grad, s->count, l->dtype, l->scratch[1]);
+  }
+}
+
+static void launch_run(void *arg) {
+  const launch *l = (const launch *)arg;
+  int i;
+  if (l->what == LAUNCH_SQUARES && !l->add) l->scratch[0] = 0;
+  if (l->what == LAUNCH_CONVERT) cddp__convert(l->out, l->to, l->in, l->dtype, l->count);
+  if (l->what == LAUNCH_FACTOR)
+    l->scratch[1] = fmin(1, l->max_norm / (sqrt(l->scratch[0]) + 1e-6));
+  for (i = 0; i < l->n; i++) launch_segment(l, &l->s[i]);
+}
+
+static int launch_on(void *stream, launch *l) {
+  hostcuda_op op;
+  op.run = launch_run;
+  op.drop = free;
+  op.arg = l;
+  return (int)hostcuda_enqueue((cudaStream_t)stream, op, false);
+}
+
+static launch *launch_new(int what, const cddp_segment *s, int n, cddp_dtype dtype) {
+  launch *l = (launch *)calloc(1, sizeof *l + (size_t)n * sizeof *s);
+  l->what = what;
+  l->n = n;
+  l->dtype = dtype;
+  if (n > 0) memcpy(l->s, s, (size_t)n * sizeof *s);
+  return l;
+}
+
+static int launches[6]; /* by what */
+
+static int kernel_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
+                      unsigned flags, void *stream) {
+  launch *l = launch_new(LAUNCH_SGD, s, n, dtype);
+  launches[LAUNCH_SGD]++;
+  l->rule = *rule;
+  l->flags = flags;
+  return launch_on(stream, l);
+}
+
+static int kernel_adopt(const cddp_segment *s, int n, cddp_dtype dtype, void *stream) {
+  return launch_on(stream, launch_new(LAUNCH_ADOPT, s, n, dtype));
+}
+
+static int kernel_convert(void *to, cddp_dtype to_dtype, const void *from, cddp_dtype from_dtype,
+                          size_t n, void *stream) {
+  launch *l = launch_new(LAUNCH_CONVERT, NULL, 0, from_dtype);
+  l->out = to;
+  l->to = to_dtype;
+  l->in = from;
+  l->count = n;
+  return launch_on(stream, l);
+}
+
+static int kernel_squares(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch, bool add,
+                          void *stream) {
+  launch *l = launch_new(LAUNCH_SQUARES, s, n, dtype);
+  l->scratch = scratch;
+  l->add = add;
+  return launch_on(stream, l);
+}
+
+static int kernel_factor(double *scratch, double max_norm, void *stream) {
+  launch *l = launch_new(LAUNCH_FACTOR, NULL, 0, CDDP_F64);
+  l->scratch = scratch;
+  l->max_norm = max_norm;
+  return launch_on(stream, l);
+}
+
+static int kernel_scale(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
+                        void *stream) {
+  launch *l = launch_new(LAUNCH_SCALE, s, n, dtype);
+  memcpy(&l->scratch, &scratch, sizeof scratch);
+  return launch_on(stream, l);
+}
+
+static const cddp_kernels kernels = {CDDP_VERSION,   64,            kernel_sgd,   kernel_adopt,
+                                     kernel_convert, kernel_squares, kernel_factor, kernel_scale};
+
+/* The backward pass of a made-up model: grad += f(weight, rank, step), on the stream. */
+typedef struct backward {
+  void *grad;
+  const void *data;
+  size_t count;
+  cddp_dtype dtype;
+  uint64_t seed;
+} backward;
+
+static void backward_run(void *arg) {
+  const backward *b = (const backward *)arg;
+  size_t i;
+  for (i = 0; i < b->count; i++) {
+    double noise = (double)(int64_t)(ranks_mix(b->seed, i, 5) % 17) / 8 - 1;
+    double g = 0.25 * ranks_load(b->dtype, b->data, i) + noise;
+    ranks_store(b->dtype, b->grad, i, ranks_load(b->dtype, b->grad, i) + g);
+  }
+}
+
+static void backward_on(cudaStream_t s, const cddp_param *p, uint64_t seed) {
+  backward *b = (backward *)malloc(sizeof *b);
+  hostcuda_op op;
+  b->grad = p->grad;
+  b->data = p->data;
+  b->count = p->count;
+  b->dtype = p->dtype;
+  b->seed = seed;
+  op.run = backward_run;
+  op.drop = free;
+  op.arg = b;
+  if (s == (cudaStream_t)-1) {
+    backward_run(b);
+    free(b);
+  } else {
+    CHECK(hostcuda_enqueue(s, op, false) == cudaSuccess);
+  }
+}
+
+/* --- data parallel --- */
+
+#define PARAMS 6
+static const size_t sizes[PARAMS] = {3000, 17, 1, 0, 40000, 129};
+
+/* How a model is trained; out: this rank's weights after it, all of them. */
+typedef struct plan {
+  int steps, steps_a_mode; /* every so many steps the other of wait and step is used; 0: step only */
+  double cap_mb, clip;
+  bool given_grads, unused, graph, no_momentum, buffers;
+  cddp_comm_hook hook;
+  bool cpu;      /* the reference: host memory, on the CPU backend */
+  bool nosync;
+  cddp_dtype last; /* of the last parameter */
+  float *out;    /* shared, [ranks][sum of sizes] */
+} plan;
+
+static size_t plan_floats(void) {
+  size_t n = 0;
+  int i;
+  for (i = 0; i < PARAMS; i++) n += sizes[i];
+  return n;
+}
+
+static void *plan_memory(const plan *p, size_t bytes) {
+  void *q;
+  if (p->cpu) return calloc(1, bytes + 1);
+  q = on_device(NULL, bytes);
+  if (bytes > 0) CHECK(cudaMemset(q, 0, bytes) == cudaSuccess);
+  return q;
+}
+
+static void plan_release(const plan *p, void *q) {
+  if (p->cpu) free(q);
+  else cudaFree(q);
+}
+
+static void plan_params(const plan *p, cddp_param *params, int rank) {
+  static const char *const names[PARAMS] = {"a", "b", "c", "d", "e", "f"};
+  size_t k;
+  int i;
+  for (i = 0; i < PARAMS; i++) {
+    cddp_dtype t = i == PARAMS - 1 ? p->last : CDDP_F32;
+    size_t bytes = sizes[i] * cddp_dtype_size(t);
+    void *host = calloc(1, bytes + 1);
+    for (k = 0; k < sizes[i]; k++)
+      ranks_store(t, host, k, rank == 0 ? (double)(ranks_mix((uint64_t)i, k, 3) % 64) / 32 - 1 : 99);
+    params[i].name = names[i];
+    params[i].count = sizes[i];
+    params[i].dtype = t;
+    params[i].data = plan_memory(p, bytes);
+    params[i].grad = p->given_grads && i % 2 == 0 ? plan_memory(p, bytes) : NULL;
+    if (p->cpu) memcpy(params[i].data, host, bytes);
+    else if (bytes > 0) CHECK(cudaMemcpy(params[i].data, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+    free(host);
+  }
+}
+
+/* One micro-batch: backward in an order that is not that of declaration. */
+static void plan_backward(const plan *p, cddp_ddp *d, const cddp_param *params, cddp_group *g, int step) {
+  static const int order[PARAMS] = {5, 3, 4, 1, 2, 0};
+  cudaStream_t s = p->cpu ? (cudaStream_t)-1 : (cudaStream_t)cddp_stream(g);
+  int i, k;
+  for (k = 0; k < PARAMS; k++) {
+    i = order[k];
+    if (p->unused && (i == 1 || (i == 4 && cddp_rank(g) == 0 && step % 2 == 0))) continue;
+    if (params[i].count > 0)
+      backward_on(s, &params[i], ranks_mix((uint64_t)i, (uint64_t)cddp_rank(g), (uint64_t)step));
+    CHECK_OK(cddp_ddp_ready(d, i));
+  }
+}
+
+static void plan_step(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params, cddp_group *g, int step) {
+  if (p->nosync) {
+    cddp_ddp_no_sync(d, true);
+    plan_backward(p, d, params, g, step + 1000);
+    CHECK_OK(cddp_ddp_wait(d));
+    cddp_ddp_no_sync(d, false);
+  }
+  plan_backward(p, d, params, g, step);
+  if (p->clip > 0 || (p->steps_a_mode > 0 && step / p->steps_a_mode % 2 == 0)) {
+    double norm = 0;
+    CHECK_OK(cddp_ddp_wait(d));
+    if (p->clip > 0) CHECK_OK(cddp_ddp_clip_grad_norm(d, p->clip, step % 2 ? &norm : NULL));
+    CHECK_OK(cddp_sgd_step(s));
+    CHECK_OK(cddp_sgd_zero_grad(s));
+  } else {
+    CHECK_OK(cddp_ddp_step(d, s));
+  }
+}
+
+/* Steps 2 and later as launches of one graph: the captured step is `step` each time. */
+static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params, cddp_group *g) {
+  cudaStream_t stream = (cudaStream_t)cddp_stream(g);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  int step;
+  for (step = 0; step < 2; step++) plan_step(p, d, s, params, g, 7);
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  plan_step(p, d, s, params, g, 7);
+  CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+  CHECK(graph != NULL && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  for (step = 2; exec != NULL && step < p->steps; step++)
+    CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess);
+  CHECK_OK(cddp_synchronize(g));
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  if (graph != NULL) cudaGraphDestroy(graph);
+}
+
+static int train(cddp_group *g, void *arg) {
+  const plan *p = (const plan *)arg;
+  cddp_param params[PARAMS], buffer;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cudaStream_t stream = NULL;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  float *out = p->out + (size_t)cddp_rank(g) * plan_floats();
+  size_t k;
+  int i, step;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  cddp_register_kernels(&kernels);
+  if (!p->cpu) {
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    cddp_set_stream(g, stream);
+  }
+  plan_params(p, params, cddp_rank(g));
+  if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  desc.bucket_cap_mb = p->cap_mb;
+  desc.find_unused_parameters = p->unused;
+  desc.comm_hook = p->hook;
+  buffer = params[0];
+  if (p->buffers) desc.buffers = &buffer, desc.buffer_count = 1;
+  CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, &desc));
+  if (d == NULL) return 1;
+  rule.lr = 0.05;
+  rule.momentum = p->no_momentum ? 0 : 0.9;
+  rule.weight_decay = 0.01;
+  if (p->unused) rule.ddp = d;
+  rule.stream = stream;
+  CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
+  if (p->graph && !p->cpu) plan_graph(p, d, s, params, g);
+  else
+    for (step = 0; step < p->steps; step++) plan_step(p, d, s, params, g, p->graph ? 7 : step);
+  if (p->buffers) CHECK_OK(cddp_ddp_sync_buffers(d));
+  for (i = 0; i < PARAMS; i++) {
+    char *host = (char *)calloc(1, sizes[i] * 8 + 1);
+    size_t bytes = sizes[i] * cddp_dtype_size(params[i].dtype);
+    if (p->cpu) memcpy(host, params[i].data, bytes);
+    else if (bytes > 0) to_host(g, host, params[i].data, bytes);
+    for (k = 0; k < sizes[i]; k++) *out++ = (float)ranks_load(params[i].dtype, host, k);
+    free(host);
+  }
+  if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  for (i = 0; i < PARAMS; i++) {
+    plan_release(p, params[i].data);
+    if (params[i].grad != NULL) plan_release(p, params[i].grad);
+  }
+  if (stream != NULL) {
+    cddp_set_stream(g, NULL);
+    cudaStreamDestroy(stream);
+  }
+  return 0;
+}
+
+/* The plan on n ranks, on a device and on the CPU: all ranks alike, and close to the CPU's. */
+static void check_plan(plan *p, int n, const char *backend) {
+  size_t count = plan_floats(), i;
+  float *got = (float *)ranks_shared((size_t)n * count * sizeof *got), *want;
+  double worst = 0;
+  int r, cut = 0;
+  want = (float *)ranks_shared((size_t)n * count * sizeof *want);
+  p->out = got;
+  p->cpu = false;
+  CHECK_OK(run(train, p, n, backend));
+  p->out = want;
+  p->cpu = true;
+  CHECK_OK(ranks_run(train, p, n, false));
+  for (r = 1; r < n; r++) CHECK(memcmp(got, got + (size_t)r * count, count * sizeof *got) == 0);
+  for (i = 0; i < count; i++) {
+    double e = fabs((double)got[i] - (double)want[i]) / (1 + fabs((double)want[i]));
+    if (!(e <= worst)) worst = e;
+    if (!(e == e)) cut = 1;
+  }
+  if (!(worst < (p->hook != NULL || p->last == CDDP_BF16 ? 0.02 : 1e-5)) || cut)
+    test_fail(__FILE__, __LINE__, "%d ranks on %s: worst difference to the CPU %g", n,
+              backend != NULL ? backend : "nccl", worst);
+  munmap(got, (size_t)n * count * sizeof *got);
+  munmap(want, (size_t)n * count * sizeof *want);
+}
+
+static void test_training(void) {
+  static const int ranks[] = {1, 2, 3, 4};
+  plan p;
+  int i;
+  for (i = 0; i < 4; i++) {
+    memset(&p, 0, sizeof p);
+    p.steps = 4;
+    p.cap_mb = 0.02;
+    check_plan(&p, ranks[i], NULL);
+    p.steps_a_mode = 1;
+    p.steps = 6;
+    p.given_grads = true;
+    check_plan(&p, ranks[i], NULL);
+  }
+}
+
+static void test_training_options(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.clip = 0.5;
+  check_plan(&p, 2, NULL);
+  p.clip = 0;
+  p.nosync = true;
+  p.no_momentum = true;
+  check_plan(&p, 2, NULL);
+  p.nosync = p.no_momentum = false;
+  p.unused = true;
+  check_plan(&p, 2, NULL);
+  p.steps_a_mode = 1;
+  check_plan(&p, 3, NULL);
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.last = CDDP_BF16;
+  p.buffers = true;
+  check_plan(&p, 2, NULL);
+  p.last = CDDP_F32;
+  p.hook = cddp_bf16_compress_hook;
+  check_plan(&p, 2, NULL);
+}
+
+static void test_graph(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 6;
+  p.cap_mb = 0.02;
+  p.graph = true;
+  check_plan(&p, 1, NULL);
+  check_plan(&p, 2, NULL);
+  check_plan(&p, 4, NULL);
+}
+
+static void test_training_staged(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  check_plan(&p, 2, "cpu");
+  p.unused = true;
+  p.steps_a_mode = 0;
+  check_plan(&p, 3, "cpu");
+  p.unused = false;
+  p.given_grads = true;
+  p.hook = cddp_fp16_compress_hook;
+  check_plan(&p, 2, "cpu");
+}
+
+int main(void) {
+  RUN(test_collectives);
+  RUN(test_training);
+  RUN(test_training_options);
+  RUN(test_graph);
+  RUN(test_training_staged);
+  return TEST_END();
+}
