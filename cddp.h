@@ -9466,12 +9466,21 @@ static bool cddp__plane_pending(cddp__plane *p, bool *late) {
   return pending;
 }
 
+static uint32_t cddp__calls_of(cddp__plane *p) {
+  uint32_t n;
+  pthread_mutex_lock(&p->lock);
+  n = p->calls;
+  pthread_mutex_unlock(&p->lock);
+  return n;
+}
+
 static cddp_result cddp__break_pending(cddp__plane *p) { /* an operation is too late */
   cddp_group *g = p->group;
   char who[160], late[256] = "";
+  uint32_t calls = cddp__calls_of(p);
   int q, n = 0;
   for (q = 0; q < g->size; q++) {
-    if ((int32_t)(cddp__load32(&cddp__seat_of(g, q)->calls) - p->calls) >= 0) continue;
+    if ((int32_t)(cddp__load32(&cddp__seat_of(g, q)->calls) - calls) >= 0) continue;
     cddp__name_rank(g, q, who, sizeof who);
     if (n++ < 2)
       snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : ": ", who);
@@ -9493,7 +9502,7 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
     left = cddp__load32(&seat->state) == CDDP__SEAT_LEFT;
-    behind = (int32_t)(p->calls - cddp__load32(&seat->calls)) > 0;
+    behind = (int32_t)(cddp__calls_of(p) - cddp__load32(&seat->calls)) > 0;
     if (!behind && !pending) continue;
     if (!behind && left) {
       if (p->left_since == 0) p->left_since = cddp__now();
@@ -10166,12 +10175,20 @@ static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_grou
   return r;
 }
 
+static bool cddp__plane_captured(cddp__plane *p) {
+  bool captured;
+  pthread_mutex_lock(&p->lock);
+  captured = p->captured;
+  pthread_mutex_unlock(&p->lock);
+  return captured;
+}
+
 /* Ends the communicator in an orderly way: what peers still read from this rank goes out first. */
 static cddp_result cddp__nccl_finish(cddp__plane *p) {
   cddp_result r = CDDP_OK;
   bool late = false;
   ncclComm_t comm;
-  while (cddp__plane_pending(p, &late) && !p->captured) {
+  while (cddp__plane_pending(p, &late) && !cddp__plane_captured(p)) {
     if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
     cddp__sleep(1e-4);
   }
@@ -10195,7 +10212,7 @@ static void cddp__plane_leave(cddp_group *g) {
   snprintf(text, sizeof text, "%s", cddp__error_text);
   (void)cddp__use_device(p->device);
   (void)cddp__send_letters(p);
-  if (p->comm != NULL) (void)cddp__nccl_finish(p);
+  (void)cddp__nccl_finish(p);
   cddp__unwatch(p);
   cddp__plane_abort(p);
   (void)cudaStreamSynchronize(p->side);
@@ -10370,8 +10387,9 @@ static cddp_result cddp__staged_wait(cddp_work *w) {
   void *stage = w->stage;
   cudaEvent_t event = (cudaEvent_t)w->event;
   bool is_recv = w->is_recv;
-  cddp_result r = w->result;
+  cddp_result r;
   if (stage != NULL && !is_recv) { /* a send is over */
+    r = w->result;
     if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
     cddp__free(a, w);
   } else {
