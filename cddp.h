@@ -260,14 +260,14 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    multiplies by 1/world_size before it adds; MIN and MAX may pass over a NaN.
    FAILURES. A thread watches NCCL's errors, the other ranks' processes, their order of calls and
    timeout_s (from an operation's enqueueing on). What it finds breaks the group on all ranks and
-   aborts its communicator, so that streams, and a cudaStreamSynchronize on them, come to an end with
-   undefined results; cddp_synchronize, cddp_wait and every later call return the failure.
+   aborts its communicator, so that streams, and a cudaStreamSynchronize on them, come to an end
+   with undefined results; cddp_synchronize, cddp_wait and every later call return the failure.
    CUDA GRAPHS. A whole step can be captured after two eager ones (on a stream other than the
    default one); ranks are not compared while capturing, all must capture and launch alike. The
    learning rate is the captured one. Destroy graphs before the group. */
 
-/* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL: the
-   legacy default stream. Set it between steps: one stream for all ready() calls of a step. New
+/* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL:
+   the legacy default stream. Set it between steps: one stream for all ready() calls of a step. New
    sub-groups take their parent's. Does nothing for a group without a GPU. */
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
 CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: bucket->group's */
@@ -276,8 +276,8 @@ CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: buc
    to call instead of cudaStreamSynchronize. On the CPU: when asynchronous collectives are done. */
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
 
-/* Device code for SGD, clipping and compression, registered by cddp_kernels.cuh before main when one
-   .cu file of the program includes it. Segments are in host memory, theirs after the return; all
+/* Device code for SGD, clipping and compression, registered by cddp_kernels.cuh before main when
+   one .cu file of the program includes it. Segments are in host memory, theirs after the return; all
    functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being success. */
 typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   void *data;     /* weights; NULL where not needed */
@@ -723,8 +723,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    DEVICES. A group keeps all of the above as its control plane; memory on a device has a data plane
    beside it: cddp_group.backend, a struct of functions, NULL for the CPU. The public functions ask
-   it first, with one branch. Both kinds of data plane (>>nccl, >>staging) share devices, streams and
-   the watcher thread of >>cuda, and the data parallel code of >>gpus. The watcher compares what
+   it first, with one branch. Both kinds of data plane (>>nccl, >>staging) share devices, streams
+   and the watcher thread of >>cuda, and the data parallel code of >>gpus. The watcher compares what
    ranks called by records in their seats, without any of them waiting for it; it looks every few
    milliseconds, at the host's cost only. Locks there: plane.turn, plane.lock; watch.lock,
    plane.lock, fail_lock. */
@@ -942,8 +942,8 @@ enum {
   CDDP__KIND_RECV
 };
 
-/* What a group does with memory on a device. NULL in cddp_group and cddp_ddp: there is none. Where a
-   function says *taken = false, all memory was the host's and the CPU backend goes on. */
+/* What a group does with memory on a device. NULL in cddp_group and cddp_ddp: there is none. Where
+   a function says *taken = false, all memory was the host's and the CPU backend goes on. */
 typedef struct cddp__backend {
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
   cddp_result (*message)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
@@ -1434,24 +1434,24 @@ typedef struct cddp__plane {
   cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
   cudaEvent_t fork;    /* orders side after stream; turn */
   pthread_mutex_t turn, lock;
-  ncclComm_t comm;      /* lock; NULL: a single rank, no NCCL, or aborted */
-  bool aborted;         /* lock */
-  bool captured;        /* lock; an operation is in a CUDA graph and may run at any time */
-  cudaEvent_t last;     /* lock; behind the last operation */
-  bool pending;         /* lock; last has not been seen done */
-  cudaEvent_t probe;    /* lock; behind some operation, one at a time */
-  bool probing;         /* lock; probe has not been seen done */
-  double probe_since;   /* lock; when it was recorded */
-  double last_since;    /* lock; when last was recorded */
-  double left_since;    /* watcher; when a peer was first seen to have left; 0: none has */
-  uint32_t calls;       /* notes written; lock */
-  uint64_t hash;        /* of those calls; lock */
-  uint32_t *compared;   /* [ranks] calls of each found to be the same; lock */
-  cddp_work *letters;   /* sends and receives to be issued together, oldest first; turn */
-  cddp__block *blocks;  /* lock */
-  void *scratch;        /* device memory for operations on stream or side; turn */
+  ncclComm_t comm;     /* lock; NULL: a single rank, no NCCL, or aborted */
+  bool aborted;        /* lock */
+  bool captured;       /* lock; an operation is in a CUDA graph and may run at any time */
+  cudaEvent_t last;    /* lock; behind the last operation */
+  bool pending;        /* lock; last has not been seen done */
+  cudaEvent_t probe;   /* lock; behind some operation, one at a time */
+  bool probing;        /* lock; probe has not been seen done */
+  double probe_since;  /* lock; when it was recorded */
+  double last_since;   /* lock; when last was recorded */
+  double left_since;   /* watcher; when a peer was first seen to have left; 0: none has */
+  uint32_t calls;      /* notes written; lock */
+  uint64_t hash;       /* of those calls; lock */
+  uint32_t *compared;  /* [ranks] calls of each found to be the same; lock */
+  cddp_work *letters;  /* sends and receives to be issued together, oldest first; turn */
+  cddp__block *blocks; /* lock */
+  void *scratch;       /* device memory for operations on stream or side; turn */
   size_t scratch_bytes;
-  void *stage;          /* host memory for operations through the host; one at a time */
+  void *stage; /* host memory for operations through the host; one at a time */
   size_t stage_bytes;
 } cddp__plane;
 
@@ -1478,14 +1478,14 @@ typedef struct cddp__gpu {
   cudaEvent_t drained;  /* the other way round */
   cudaEvent_t *reduced; /* [count of parameters] behind the operations of each bucket */
   int event_count;
-  cudaEvent_t *fills;   /* through the host: [count] before each bucket, read by the engine */
+  cudaEvent_t *fills; /* through the host: [count] before each bucket, read by the engine */
   bool arena_from_nccl;
-  void *registration;   /* of the arena with comm; NULL: none */
-  cddp__call *calls;    /* [count] operations of one launch */
+  void *registration;     /* of the arena with comm; NULL: none */
+  cddp__call *calls;      /* [count] operations of one launch */
   cddp_segment *segments; /* [count] */
-  double *scratch;      /* for clipping; NULL: not needed yet */
-  char *mirror;         /* through the host: the arena there */
-  bool scattered;       /* this step's buckets are reduce-scattered only */
+  double *scratch;        /* for clipping; NULL: not needed yet */
+  char *mirror;           /* through the host: the arena there */
+  bool scattered;         /* this step's buckets are reduce-scattered only */
 } cddp__gpu;
 #endif
 /* >>logging ------------------------------------------------------------------------------------ */
@@ -9361,8 +9361,7 @@ static cddp_result cddp__break_notes(cddp__plane *p, int rank, uint32_t first, u
   char a[160], b[160];
   uint32_t i;
   for (i = first; i <= n; i++) {
-    if (!cddp__read_note(g, g->rank, i, &mine) || !cddp__read_note(g, rank, i, &theirs))
-      continue;
+    if (!cddp__read_note(g, g->rank, i, &mine) || !cddp__read_note(g, rank, i, &theirs)) continue;
     if (mine.call == theirs.call && mine.count == theirs.count && mine.root == theirs.root)
       continue;
     cddp__describe_call(a, sizeof a, mine.call, mine.count, mine.root);
@@ -9374,8 +9373,9 @@ static cddp_result cddp__break_notes(cddp__plane *p, int rank, uint32_t first, u
                g->rank < rank ? rank : g->rank, g->rank < rank ? b : a);
     return cddp__break(g, CDDP_MISMATCH);
   }
-  cddp__fail(CDDP_MISMATCH, "ranks %d and %d disagree in their calls %" PRIu32 " to %" PRIu32
-             " of the group", g->rank, rank, first, n);
+  cddp__fail(CDDP_MISMATCH,
+             "ranks %d and %d disagree in their calls %" PRIu32 " to %" PRIu32 " of the group",
+             g->rank, rank, first, n);
   return cddp__break(g, CDDP_MISMATCH);
 }
 
@@ -9391,8 +9391,8 @@ static cddp_result cddp__compare_notes(cddp__plane *p) {
     ours = p->calls;
     since = p->compared[q];
     if ((int32_t)(n - ours) > 0) n = ours;
-    same = n == since || !cddp__read_note(g, g->rank, n, &mine) ||
-           !cddp__read_note(g, q, n, &theirs);
+    same =
+        n == since || !cddp__read_note(g, g->rank, n, &mine) || !cddp__read_note(g, q, n, &theirs);
     if (!same && mine.hash == theirs.hash) p->compared[q] = n;
     same = same || mine.hash == theirs.hash;
     pthread_mutex_unlock(&p->lock);
@@ -9426,7 +9426,7 @@ static cddp_result cddp__break_dead(cddp_group *g, const char *doing) {
   return CDDP_OK;
 }
 
-/* Breaks the group over a failure of NCCL. Where that follows from a death, it may be seen first. */
+/* Breaks the group over a failure of NCCL. What follows from a death may be seen before it. */
 static cddp_result cddp__break_nccl(cddp__plane *p, ncclResult_t e, const char *what) {
   cddp_group *g = p->group;
   double deadline = cddp__now() + (e == ncclRemoteError || e == ncclSystemError ? 0.1 : 0.01);
@@ -9449,7 +9449,7 @@ static pthread_mutex_t cddp__watch_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp__plane *cddp__watched; /* guarded by cddp__watch_lock, as are the next three */
 static pthread_t cddp__watcher;
 static bool cddp__watching;
-static pid_t cddp__watch_pid;           /* of the process whose watcher it is */
+static pid_t cddp__watch_pid;            /* of the process whose watcher it is */
 static cddp__atomic_u32 cddp__watch_end; /* 1: it shall end; it sleeps on this */
 
 /* Updates and tells whether operations of the plane are, or may be, on the device; *late: for
@@ -9459,8 +9459,8 @@ static bool cddp__plane_pending(cddp__plane *p, bool *late) {
   pthread_mutex_lock(&p->lock);
   if (p->pending && cudaEventQuery(p->last) != cudaErrorNotReady) p->pending = false;
   if (p->probing && cudaEventQuery(p->probe) != cudaErrorNotReady) p->probing = false;
-  *late = (p->probing || p->pending) && cddp__now() - (p->probing ? p->probe_since : p->last_since) >
-                                            p->group->timeout_s;
+  *late = (p->probing || p->pending) &&
+          cddp__now() - (p->probing ? p->probe_since : p->last_since) > p->group->timeout_s;
   pending = p->pending || p->captured;
   pthread_mutex_unlock(&p->lock);
   return pending;
@@ -9485,7 +9485,8 @@ static cddp_result cddp__break_pending(cddp__plane *p) { /* an operation is too 
     if (n++ < 2)
       snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : ": ", who);
   }
-  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s",
+  cddp__fail(CDDP_TIMEOUT,
+             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s",
              g->timeout_s, g->rank, p->device, n > 0 ? "; behind it in calls" : "", late,
              n > 2 ? " and others" : "");
   return cddp__break(g, CDDP_TIMEOUT);
@@ -9772,8 +9773,10 @@ static ncclResult_t cddp__post_shares(const cddp__plane *p, const cddp__call *c,
   char *recv = (char *)c->recv;
   ncclResult_t e = ncclSuccess;
   for (q = 0; q < n && e == ncclSuccess; q++) {
-    sends = c->kind == CDDP__KIND_ALL_TO_ALL || (c->kind == CDDP__KIND_GATHER ? q == c->root : root);
-    recvs = c->kind == CDDP__KIND_ALL_TO_ALL || (c->kind == CDDP__KIND_GATHER ? root : q == c->root);
+    sends =
+        c->kind == CDDP__KIND_ALL_TO_ALL || (c->kind == CDDP__KIND_GATHER ? q == c->root : root);
+    recvs =
+        c->kind == CDDP__KIND_ALL_TO_ALL || (c->kind == CDDP__KIND_GATHER ? root : q == c->root);
     if (q == me) {
       const char *from = c->kind == CDDP__KIND_GATHER ? send : send + (size_t)me * share;
       char *to = c->kind == CDDP__KIND_SCATTER ? recv : recv + (size_t)me * share;
@@ -9814,9 +9817,14 @@ static ncclResult_t cddp__post(const cddp__plane *p, const cddp__call *c, cudaSt
 }
 
 static const char *cddp__post_name(const cddp__call *c) {
-  static const char *const names[] = {"", "ncclAllReduce", "ncclReduce", "ncclBroadcast",
-                                      "ncclAllGather", "gather by ncclSend and ncclRecv",
-                                      "scatter by ncclSend and ncclRecv", "ncclReduceScatter",
+  static const char *const names[] = {"",
+                                      "ncclAllReduce",
+                                      "ncclReduce",
+                                      "ncclBroadcast",
+                                      "ncclAllGather",
+                                      "gather by ncclSend and ncclRecv",
+                                      "scatter by ncclSend and ncclRecv",
+                                      "ncclReduceScatter",
                                       "all_to_all by ncclSend and ncclRecv"};
   if (c->kind == CDDP__KIND_SEND) return "ncclSend";
   return c->kind == CDDP__KIND_RECV ? "ncclRecv" : names[c->kind];
@@ -10050,8 +10058,10 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_w
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (work == NULL) {
     if (c->root == g->rank)
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "rank %d sends to itself: on a device both send and "
-                        "recv need a work handle", g->rank);
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "rank %d sends to itself: on a device both send and "
+                        "recv need a work handle",
+                        g->rank);
     if ((r = cddp__send_letters(p)) != CDDP_OK) return r;
     return cddp__issue(p, c, 1, p->stream);
   }
@@ -10227,7 +10237,7 @@ static void cddp__plane_leave(cddp_group *g) {
    far; the CPU's collective runs there; the result is copied back. The caller's thread does it, or,
    with a work handle, the group's engine. Correct and simple, not fast. */
 
-/* Which bytes of a call go to the host, and which come back; sends and recvs are the sizes there. */
+/* Which bytes of a call go to the host, and which come back; sends and recvs: sizes there. */
 typedef struct cddp__haul {
   size_t sends, recvs; /* bytes */
   bool in_place;       /* they are the same */
@@ -10242,14 +10252,29 @@ static cddp__haul cddp__haul_of(const cddp_group *g, const cddp__call *c) {
   h.sends = h.recvs = share;
   h.out = h.back = true;
   switch (c->kind) {
-  case CDDP__KIND_ALL_REDUCE: h.in_place = true; break;
-  case CDDP__KIND_REDUCE: h.in_place = true, h.back = root; break;
-  case CDDP__KIND_BROADCAST: h.in_place = true, h.out = root, h.back = !root; break;
-  case CDDP__KIND_ALL_GATHER: h.recvs = all; break;
-  case CDDP__KIND_GATHER: h.recvs = root ? all : 0, h.back = root; break;
-  case CDDP__KIND_SCATTER: h.sends = root ? all : 0, h.out = root; break;
-  case CDDP__KIND_REDUCE_SCATTER: h.sends = all; break;
-  default: h.sends = h.recvs = all; /* ALL_TO_ALL */
+  case CDDP__KIND_ALL_REDUCE:
+    h.in_place = true;
+    break;
+  case CDDP__KIND_REDUCE:
+    h.in_place = true, h.back = root;
+    break;
+  case CDDP__KIND_BROADCAST:
+    h.in_place = true, h.out = root, h.back = !root;
+    break;
+  case CDDP__KIND_ALL_GATHER:
+    h.recvs = all;
+    break;
+  case CDDP__KIND_GATHER:
+    h.recvs = root ? all : 0, h.back = root;
+    break;
+  case CDDP__KIND_SCATTER:
+    h.sends = root ? all : 0, h.out = root;
+    break;
+  case CDDP__KIND_REDUCE_SCATTER:
+    h.sends = all;
+    break;
+  default:
+    h.sends = h.recvs = all; /* ALL_TO_ALL */
   }
   return h;
 }
@@ -10443,9 +10468,7 @@ static cddp_result cddp__staged_split(cddp_group *g, int color, int key, cddp_gr
 static cddp__gpu *cddp__gpu_of(const cddp_ddp *d) { return (cddp__gpu *)d->gpu; }
 
 /* The caller's stream: that of the user's group. */
-static cudaStream_t cddp__gpu_stream(const cddp_ddp *d) {
-  return cddp__plane_of(d->group)->stream;
-}
+static cudaStream_t cddp__gpu_stream(const cddp_ddp *d) { return cddp__plane_of(d->group)->stream; }
 
 static bool cddp__gpu_staged(const cddp_ddp *d) { return d->backend->start == cddp__staged_start; }
 
@@ -10597,9 +10620,10 @@ static cddp_result cddp__device_sgd_step(cddp_sgd *s) {
                       "cddp_ddp_wait before cddp_sgd_step");
   for (i = 0; i < s->count; i++) {
     if (cddp__sgd_skips(s, i) || s->params[i].grad != NULL) continue;
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter %d (%s) has no gradient; set grad, or have "
-                      "cddp_ddp_create place it", i,
-                      s->params[i].name != NULL ? s->params[i].name : "unnamed");
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "parameter %d (%s) has no gradient; set grad, or have "
+                      "cddp_ddp_create place it",
+                      i, s->params[i].name != NULL ? s->params[i].name : "unnamed");
   }
   segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *segments);
   if (segments == NULL) return CDDP_OUT_OF_MEMORY;
@@ -10718,8 +10742,7 @@ static cddp_result cddp__device_hook(cddp_ddp *d, cddp__bucket_state *b) {
   if (r == CDDP_OK)
     r = cddp__cuda_result(cudaEventRecord(gpu->reduced[bucket.index], p->stream),
                           "cudaEventRecord");
-  return r == CDDP_OK ? r
-                      : cddp__fail_in(r, "communication hook on bucket %d: ", bucket.index);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "communication hook on bucket %d: ", bucket.index);
 }
 
 /* On the engine: the bucket's mean, by way of the mirror. */
@@ -10910,8 +10933,8 @@ static void cddp__gpu_shard_drop(cddp_sgd *s) {
 /* Goes through all stretches of gradients and this rank's slices of them: momentum of slice
    [run.begin + rank * share, + share) lies at `at` in the shard. */
 typedef struct cddp__slices {
-  int bucket, index;   /* where cddp__next_run stands */
-  int from;            /* index of the stretch's first parameter */
+  int bucket, index; /* where cddp__next_run stands */
+  int from;          /* index of the stretch's first parameter */
   cddp__run run;
   size_t share, at, next; /* bytes */
 } cddp__slices;
@@ -10933,8 +10956,8 @@ static bool cddp__slice_part(const cddp_ddp *d, const cddp__slices *k, int rank,
                              size_t *begin, size_t *end) {
   size_t low = k->run.begin + (size_t)rank * k->share, start = d->tensors[i].offset;
   *begin = cddp__max(low, start);
-  *end = cddp__min(low + k->share,
-                   start + d->params[i].count * cddp__dtype_size(d->params[i].dtype));
+  *end =
+      cddp__min(low + k->share, start + d->params[i].count * cddp__dtype_size(d->params[i].dtype));
   return *begin < *end;
 }
 
@@ -11053,7 +11076,8 @@ static cddp_result cddp__gpu_update_bucket(cddp_ddp *d, cddp_sgd *s, cddp__batch
       if (!cddp__slice_part(d, k, me, i, &begin, &end)) continue;
       g.data = (char *)d->params[i].data + (begin - d->tensors[i].offset);
       g.grad = d->arena + begin;
-      g.momentum = h == NULL ? NULL : h->mine + k->at + (begin - k->run.begin - k->share * (size_t)me);
+      g.momentum =
+          h == NULL ? NULL : h->mine + k->at + (begin - k->run.begin - k->share * (size_t)me);
       g.count = (end - begin) / cddp__dtype_size(d->params[i].dtype);
       r = cddp__batch_add(b, &g, d->params[i].dtype,
                           (unsigned)CDDP_SGD_PUBLISH | cddp__first_flag(s, i));
@@ -11182,9 +11206,9 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
       }
       if (n == 0) continue;
       r = cddp__kernel_result(
-          scaling ? k->scale(gpu->segments, n, (cddp_dtype)dtype, gpu->scratch, (void *)stream)
-                  : k->squares(gpu->segments, n, (cddp_dtype)dtype, gpu->scratch, add,
-                               (void *)stream),
+          scaling
+              ? k->scale(gpu->segments, n, (cddp_dtype)dtype, gpu->scratch, (void *)stream)
+              : k->squares(gpu->segments, n, (cddp_dtype)dtype, gpu->scratch, add, (void *)stream),
           scaling ? "the kernel that scales" : "the kernel that adds squares");
       add = true;
     }
@@ -11310,8 +11334,8 @@ static cddp_result cddp__gpu_arena(cddp_ddp *d) {
     gpu->arena_from_nccl = true;
   else
 #endif
-    if ((r = cddp__cuda_result(cudaMalloc(&p, bytes), "cudaMalloc of gradients")) != CDDP_OK)
-      return r;
+      if ((r = cddp__cuda_result(cudaMalloc(&p, bytes), "cudaMalloc of gradients")) != CDDP_OK)
+    return r;
   d->arena = (char *)p;
   if ((r = cddp__device_zero(p, bytes, cddp__gpu_stream(d))) != CDDP_OK) return r;
   if (!cddp__gpu_staged(d) || d->group->size == 1) return CDDP_OK;
@@ -11472,18 +11496,18 @@ static cddp_result cddp__gpu_join(cddp_ddp *d) {
 /* --- backends and their groups --- */
 
 static const cddp__backend cddp__nccl_backend = {
-    cddp__nccl_start, cddp__nccl_message, cddp__device_wait, cddp__device_done,
-    cddp__nccl_synchronize, cddp__plane_set_stream, cddp__plane_stream, cddp__plane_alloc,
-    cddp__plane_release, cddp__nccl_split, cddp__plane_leave, cddp__gpu_join, cddp__gpu_ready,
-    cddp__gpu_wait, cddp__gpu_step, cddp__gpu_clip, cddp__gpu_sync_buffers, cddp__gpu_leave,
-    cddp__device_compress};
+    cddp__nccl_start,       cddp__nccl_message,     cddp__device_wait,    cddp__device_done,
+    cddp__nccl_synchronize, cddp__plane_set_stream, cddp__plane_stream,   cddp__plane_alloc,
+    cddp__plane_release,    cddp__nccl_split,       cddp__plane_leave,    cddp__gpu_join,
+    cddp__gpu_ready,        cddp__gpu_wait,         cddp__gpu_step,       cddp__gpu_clip,
+    cddp__gpu_sync_buffers, cddp__gpu_leave,        cddp__device_compress};
 
 static const cddp__backend cddp__staged_backend = {
-    cddp__staged_start, cddp__staged_message, cddp__staged_wait, cddp__staged_done,
-    cddp__nccl_synchronize, cddp__plane_set_stream, cddp__plane_stream, cddp__plane_alloc,
-    cddp__plane_release, cddp__staged_split, cddp__plane_leave, cddp__gpu_join, cddp__gpu_ready,
-    cddp__gpu_wait, cddp__gpu_step, cddp__gpu_clip, cddp__gpu_sync_buffers, cddp__gpu_leave,
-    cddp__device_compress};
+    cddp__staged_start,     cddp__staged_message,   cddp__staged_wait,    cddp__staged_done,
+    cddp__nccl_synchronize, cddp__plane_set_stream, cddp__plane_stream,   cddp__plane_alloc,
+    cddp__plane_release,    cddp__staged_split,     cddp__plane_leave,    cddp__gpu_join,
+    cddp__gpu_ready,        cddp__gpu_wait,         cddp__gpu_step,       cddp__gpu_clip,
+    cddp__gpu_sync_buffers, cddp__gpu_leave,        cddp__device_compress};
 
 static cddp_result cddp__no_gpu(cudaError_t e) {
   int version = 0;
@@ -11497,7 +11521,8 @@ static cddp_result cddp__no_gpu(cudaError_t e) {
   if (e == cudaSuccess || e == cudaErrorNoDevice)
     return cddp__fail(CDDP_CUDA, "CUDA finds no GPU here%s; use device \"cpu\"",
                       getenv("CUDA_VISIBLE_DEVICES") != NULL
-                          ? " (CUDA_VISIBLE_DEVICES is set: is it right?)" : "");
+                          ? " (CUDA_VISIBLE_DEVICES is set: is it right?)"
+                          : "");
   return cddp__cuda_result(e, "cudaGetDeviceCount");
 }
 

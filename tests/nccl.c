@@ -84,10 +84,14 @@ static double reduced(int n, size_t i, cddp_op op) {
 static void put(cddp_dtype t, void *p, size_t i, double v) {
   int64_t whole = (int64_t)v;
   int32_t w32 = (int32_t)v;
-  if (t <= CDDP_BF16) ranks_store(t, p, i, v);
-  else if (t == CDDP_I64) memcpy((char *)p + 8 * i, &whole, 8);
-  else if (t == CDDP_I32) memcpy((char *)p + 4 * i, &w32, 4);
-  else ((unsigned char *)p)[i] = (unsigned char)w32;
+  if (t <= CDDP_BF16)
+    ranks_store(t, p, i, v);
+  else if (t == CDDP_I64)
+    memcpy((char *)p + 8 * i, &whole, 8);
+  else if (t == CDDP_I32)
+    memcpy((char *)p + 4 * i, &w32, 4);
+  else
+    ((unsigned char *)p)[i] = (unsigned char)w32;
 }
 
 static double get(cddp_dtype t, const void *p, size_t i) {
@@ -111,15 +115,22 @@ typedef struct one {
 
 static cddp_result call(const one *o, const void *send, void *recv, cddp_work **w) {
   switch (o->kind) {
-  case CDDP__KIND_ALL_REDUCE: return cddp_all_reduce(o->g, recv, o->count, o->t, o->op, w);
-  case CDDP__KIND_REDUCE: return cddp_reduce(o->g, recv, o->count, o->t, o->op, o->root, w);
-  case CDDP__KIND_BROADCAST: return cddp_broadcast(o->g, recv, o->count, o->t, o->root, w);
-  case CDDP__KIND_ALL_GATHER: return cddp_all_gather(o->g, send, recv, o->count, o->t, w);
-  case CDDP__KIND_GATHER: return cddp_gather(o->g, send, recv, o->count, o->t, o->root, w);
-  case CDDP__KIND_SCATTER: return cddp_scatter(o->g, send, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_ALL_REDUCE:
+    return cddp_all_reduce(o->g, recv, o->count, o->t, o->op, w);
+  case CDDP__KIND_REDUCE:
+    return cddp_reduce(o->g, recv, o->count, o->t, o->op, o->root, w);
+  case CDDP__KIND_BROADCAST:
+    return cddp_broadcast(o->g, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_ALL_GATHER:
+    return cddp_all_gather(o->g, send, recv, o->count, o->t, w);
+  case CDDP__KIND_GATHER:
+    return cddp_gather(o->g, send, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_SCATTER:
+    return cddp_scatter(o->g, send, recv, o->count, o->t, o->root, w);
   case CDDP__KIND_REDUCE_SCATTER:
     return cddp_reduce_scatter(o->g, send, recv, o->count, o->t, o->op, w);
-  default: return cddp_all_to_all(o->g, send, recv, o->count, o->t, w);
+  default:
+    return cddp_all_to_all(o->g, send, recv, o->count, o->t, w);
   }
 }
 
@@ -128,15 +139,25 @@ static double wanted(const one *o, int me, int n, size_t i) {
   size_t c = o->count, q = i / c, k = i % c;
   double v;
   switch (o->kind) {
-  case CDDP__KIND_REDUCE: if (me != o->root) return value(me, i, o->op);
+  case CDDP__KIND_REDUCE:
+    if (me != o->root) return value(me, i, o->op);
     /* fall through */
-  case CDDP__KIND_ALL_REDUCE: v = reduced(n, i, o->op); break;
-  case CDDP__KIND_BROADCAST: return value(o->root, i, o->op);
-  case CDDP__KIND_ALL_GATHER: return value((int)q, k, o->op);
-  case CDDP__KIND_GATHER: return me == o->root ? value((int)q, k, o->op) : (double)NAN;
-  case CDDP__KIND_SCATTER: return value(o->root, (size_t)me * c + k, o->op);
-  case CDDP__KIND_REDUCE_SCATTER: v = reduced(n, (size_t)me * c + k, o->op); break;
-  default: return value((int)q, (size_t)me * c + k, o->op);
+  case CDDP__KIND_ALL_REDUCE:
+    v = reduced(n, i, o->op);
+    break;
+  case CDDP__KIND_BROADCAST:
+    return value(o->root, i, o->op);
+  case CDDP__KIND_ALL_GATHER:
+    return value((int)q, k, o->op);
+  case CDDP__KIND_GATHER:
+    return me == o->root ? value((int)q, k, o->op) : (double)NAN;
+  case CDDP__KIND_SCATTER:
+    return value(o->root, (size_t)me * c + k, o->op);
+  case CDDP__KIND_REDUCE_SCATTER:
+    v = reduced(n, (size_t)me * c + k, o->op);
+    break;
+  default:
+    return value((int)q, (size_t)me * c + k, o->op);
   }
   if (o->op != CDDP_AVG) return v;
   return o->t <= CDDP_BF16 ? v / n : floor(v / n);
@@ -155,14 +176,16 @@ static void check_one(const one *o) {
   CHECK_OK(call(o, send, recv, o->async ? &w : NULL));
   if (o->async) CHECK_OK(cddp_wait(w));
   to_host(o->g, host, recv, bytes);
-  out = in_place || o->kind == CDDP__KIND_SCATTER || o->kind == CDDP__KIND_REDUCE_SCATTER ? o->count : all;
+  out = in_place || o->kind == CDDP__KIND_SCATTER || o->kind == CDDP__KIND_REDUCE_SCATTER ? o->count
+                                                                                          : all;
   for (i = 0; i < out; i++) {
     double want = wanted(o, me, n, i), got = get(o->t, host, i);
     double slack = o->op == CDDP_AVG && o->t <= CDDP_BF16 ? 0.05 * want : 0;
     if (want == want && !(fabs(got - want) <= slack) && bad++ == 0)
-      test_fail(__FILE__, __LINE__, "kind %d, dtype %d, op %d, root %d, count %zu, rank %d of %d: "
-                "element %zu is %g, not %g", o->kind, (int)o->t, (int)o->op, o->root, o->count, me, n, i,
-                got, want);
+      test_fail(__FILE__, __LINE__,
+                "kind %d, dtype %d, op %d, root %d, count %zu, rank %d of %d: "
+                "element %zu is %g, not %g",
+                o->kind, (int)o->t, (int)o->op, o->root, o->count, me, n, i, got, want);
   }
   CHECK_EQ(bad, 0);
   if (!in_place) cudaFree(recv);
@@ -189,7 +212,9 @@ static int every_collective(cddp_group *g, void *arg) {
       check_one(&o);
     }
     o.t = CDDP_F32;
-    for (o.op = CDDP_SUM; kind != CDDP__KIND_BROADCAST && o.op <= CDDP_MAX; o.op = (cddp_op)(o.op + 1)) check_one(&o);
+    for (o.op = CDDP_SUM; kind != CDDP__KIND_BROADCAST && o.op <= CDDP_MAX;
+         o.op = (cddp_op)(o.op + 1))
+      check_one(&o);
     o.op = CDDP_SUM;
   }
   CHECK_OK(cddp_barrier(g));
@@ -234,7 +259,9 @@ static void launch_segment(const launch *l, const cddp_segment *s) {
     memcpy(s->data, s->grad, bytes);
     memset(s->grad, 0, bytes);
     break;
-  case LAUNCH_SQUARES: l->scratch[0] += cddp__sum_squares(s->grad, s->count, l->dtype); break;
+  case LAUNCH_SQUARES:
+    l->scratch[0] += cddp__sum_squares(s->grad, s->count, l->dtype);
+    break;
   case LAUNCH_SCALE:
     if (l->scratch[1] < 1) cddp__scale(s->grad, s->count, l->dtype, l->scratch[1]);
   }
@@ -245,8 +272,7 @@ static void launch_run(void *arg) {
   int i;
   if (l->what == LAUNCH_SQUARES && !l->add) l->scratch[0] = 0;
   if (l->what == LAUNCH_CONVERT) cddp__convert(l->out, l->to, l->in, l->dtype, l->count);
-  if (l->what == LAUNCH_FACTOR)
-    l->scratch[1] = fmin(1, l->max_norm / (sqrt(l->scratch[0]) + 1e-6));
+  if (l->what == LAUNCH_FACTOR) l->scratch[1] = fmin(1, l->max_norm / (sqrt(l->scratch[0]) + 1e-6));
   for (i = 0; i < l->n; i++) launch_segment(l, &l->s[i]);
 }
 
@@ -314,8 +340,9 @@ static int kernel_scale(const cddp_segment *s, int n, cddp_dtype dtype, const do
   return launch_on(stream, l);
 }
 
-static const cddp_kernels kernels = {CDDP_VERSION,   64,            kernel_sgd,   kernel_adopt,
-                                     kernel_convert, kernel_squares, kernel_factor, kernel_scale};
+static const cddp_kernels kernels = {
+    CDDP_VERSION,  64,          kernel_sgd, kernel_adopt, kernel_convert, kernel_squares,
+    kernel_factor, kernel_scale};
 
 /* The backward pass of a made-up model: grad += f(weight, rank, step), on the stream. */
 typedef struct backward {
@@ -362,14 +389,15 @@ static const size_t sizes[PARAMS] = {3000, 17, 1, 0, 40000, 129};
 
 /* How a model is trained; out: this rank's weights after it, all of them. */
 typedef struct plan {
-  int steps, steps_a_mode; /* every so many steps the other of wait and step is used; 0: step only */
+  int steps,
+      steps_a_mode; /* every so many steps the other of wait and step is used; 0: step only */
   double cap_mb, clip;
   bool given_grads, unused, graph, no_momentum, buffers;
   cddp_comm_hook hook;
-  bool cpu;      /* the reference: host memory, on the CPU backend */
+  bool cpu; /* the reference: host memory, on the CPU backend */
   bool nosync;
   cddp_dtype last; /* of the last parameter */
-  float *out;    /* shared, [ranks][sum of sizes] */
+  float *out;      /* shared, [ranks][sum of sizes] */
 } plan;
 
 static size_t plan_floats(void) {
@@ -388,8 +416,10 @@ static void *plan_memory(const plan *p, size_t bytes) {
 }
 
 static void plan_release(const plan *p, void *q) {
-  if (p->cpu) free(q);
-  else cudaFree(q);
+  if (p->cpu)
+    free(q);
+  else
+    cudaFree(q);
 }
 
 static void plan_params(const plan *p, cddp_param *params, int rank) {
@@ -401,20 +431,24 @@ static void plan_params(const plan *p, cddp_param *params, int rank) {
     size_t bytes = sizes[i] * cddp_dtype_size(t);
     void *host = calloc(1, bytes + 1);
     for (k = 0; k < sizes[i]; k++)
-      ranks_store(t, host, k, rank == 0 ? (double)(ranks_mix((uint64_t)i, k, 3) % 64) / 32 - 1 : 99);
+      ranks_store(t, host, k,
+                  rank == 0 ? (double)(ranks_mix((uint64_t)i, k, 3) % 64) / 32 - 1 : 99);
     params[i].name = names[i];
     params[i].count = sizes[i];
     params[i].dtype = t;
     params[i].data = plan_memory(p, bytes);
     params[i].grad = p->given_grads && i % 2 == 0 ? plan_memory(p, bytes) : NULL;
-    if (p->cpu) memcpy(params[i].data, host, bytes);
-    else if (bytes > 0) CHECK(cudaMemcpy(params[i].data, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+    if (p->cpu)
+      memcpy(params[i].data, host, bytes);
+    else if (bytes > 0)
+      CHECK(cudaMemcpy(params[i].data, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
     free(host);
   }
 }
 
 /* One micro-batch: backward in an order that is not that of declaration. */
-static void plan_backward(const plan *p, cddp_ddp *d, const cddp_param *params, cddp_group *g, int step) {
+static void plan_backward(const plan *p, cddp_ddp *d, const cddp_param *params, cddp_group *g,
+                          int step) {
   static const int order[PARAMS] = {5, 3, 4, 1, 2, 0};
   cudaStream_t s = p->cpu ? (cudaStream_t)-1 : (cudaStream_t)cddp_stream(g);
   int i, k;
@@ -427,7 +461,8 @@ static void plan_backward(const plan *p, cddp_ddp *d, const cddp_param *params, 
   }
 }
 
-static void plan_step(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params, cddp_group *g, int step) {
+static void plan_step(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params,
+                      cddp_group *g, int step) {
   if (p->nosync) {
     cddp_ddp_no_sync(d, true);
     plan_backward(p, d, params, g, step + 1000);
@@ -447,7 +482,8 @@ static void plan_step(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param 
 }
 
 /* Steps 2 and later as launches of one graph: the captured step is `step` each time. */
-static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params, cddp_group *g) {
+static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params,
+                       cddp_group *g) {
   cudaStream_t stream = (cudaStream_t)cddp_stream(g);
   cudaGraphExec_t exec = NULL;
   cudaGraph_t graph = NULL;
@@ -497,15 +533,18 @@ static int train(cddp_group *g, void *arg) {
   if (p->unused) rule.ddp = d;
   rule.stream = stream;
   CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
-  if (p->graph && !p->cpu) plan_graph(p, d, s, params, g);
+  if (p->graph && !p->cpu)
+    plan_graph(p, d, s, params, g);
   else
     for (step = 0; step < p->steps; step++) plan_step(p, d, s, params, g, p->graph ? 7 : step);
   if (p->buffers) CHECK_OK(cddp_ddp_sync_buffers(d));
   for (i = 0; i < PARAMS; i++) {
     char *host = (char *)calloc(1, sizes[i] * 8 + 1);
     size_t bytes = sizes[i] * cddp_dtype_size(params[i].dtype);
-    if (p->cpu) memcpy(host, params[i].data, bytes);
-    else if (bytes > 0) to_host(g, host, params[i].data, bytes);
+    if (p->cpu)
+      memcpy(host, params[i].data, bytes);
+    else if (bytes > 0)
+      to_host(g, host, params[i].data, bytes);
     for (k = 0; k < sizes[i]; k++) *out++ = (float)ranks_load(params[i].dtype, host, k);
     free(host);
   }
@@ -700,7 +739,8 @@ static void test_streams(void) {
 
 /* --- groups, messages, host memory --- */
 
-static void check_sum(cddp_group *g, double want) { /* of what each rank of g gives: its own rank + 1 */
+static void check_sum(cddp_group *g,
+                      double want) { /* of what each rank of g gives: its own rank + 1 */
   float *x = (float *)cddp_alloc(g, 100 * sizeof *x);
   fill_on((cudaStream_t)cddp_stream(g), x, 100, (float)cddp_rank(g) + 1, false);
   CHECK_OK(cddp_all_reduce(g, x, 100, CDDP_F32, CDDP_SUM, NULL));
@@ -752,8 +792,10 @@ static int messages(cddp_group *g, void *arg) {
   }
   for (i = 0; i < 6; i++) CHECK_OK(cddp_wait(w[i]));
   for (i = 0; i < 3; i++) check_fill(g, in[i], N, 10 * before + i);
-  if (me > 0) CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
-  else fill_on(s, in[0], N, 1, false);
+  if (me > 0)
+    CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
+  else
+    fill_on(s, in[0], N, 1, false);
   fill_on(s, in[0], N, 2, true);
   if (next != 0) CHECK_OK(cddp_send(g, in[0], N, CDDP_F32, next, 0, NULL));
   check_fill(g, in[0], N, (double)(2 << me));
@@ -807,7 +849,7 @@ typedef struct fate {
 typedef struct ordeal {
   int (*fn)(cddp_group *g, struct ordeal *o, fate *f);
   const char *device, *backend, *environment, *value; /* value: of the variable, set in all ranks */
-  int victim;      /* the rank that does it */
+  int victim;                                         /* the rank that does it */
   double timeout_s, began;
   fate fates[8];
 } ordeal;
@@ -867,7 +909,8 @@ static void test_no_device(void) {
   check_fate(o, 0, CDDP_CUDA, "driver is missing or too old");
   o->value = "2";
   endure(o, 3);
-  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "2 are visible; start at most 2 ranks");
+  for (i = 0; i < 3; i++)
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "2 are visible; start at most 2 ranks");
   o->backend = "cpu"; /* they share */
   endure(o, 3);
   for (i = 0; i < 3; i++) check_fate(o, i, CDDP_OK, "");
@@ -1041,15 +1084,18 @@ static int everything(cddp_group *g, ordeal *o, fate *f) {
   cddp_work *w = NULL;
   (void)o;
   f->result = cddp_group_split(g, 0, 0, &half);
-  if (f->result == CDDP_OK && (x = (float *)cddp_alloc(half, 4000)) == NULL) f->result = CDDP_OUT_OF_MEMORY;
+  if (f->result == CDDP_OK && (x = (float *)cddp_alloc(half, 4000)) == NULL)
+    f->result = CDDP_OUT_OF_MEMORY;
   if (f->result == CDDP_OK) f->result = cddp_all_reduce(half, x, 10, CDDP_F32, CDDP_SUM, &w);
   if (w != NULL && f->result == CDDP_OK) f->result = cddp_wait(w);
   if (f->result == CDDP_OK) f->result = cddp_gather(half, x, x + 100, 10, CDDP_F32, 0, NULL);
   if (f->result == CDDP_OK) f->result = cddp_barrier(half);
   snprintf(f->text, sizeof f->text, "%s", cddp_error());
   cddp_destroy(half);
-  if (f->result == CDDP_OK) die_in_step(g, o, f);
-  else cddp__fail(f->result, "%s", f->text);
+  if (f->result == CDDP_OK)
+    die_in_step(g, o, f);
+  else
+    cddp__fail(f->result, "%s", f->text);
   return 0;
 }
 
@@ -1087,10 +1133,11 @@ static void test_injection(void) {
     o->value = cases[i].fail;
     endure(o, 2);
     test_count();
-    if (o->fates[rank].result != cases[i].result || strstr(o->fates[rank].text, cases[i].says) == NULL ||
+    if (o->fates[rank].result != cases[i].result ||
+        strstr(o->fates[rank].text, cases[i].says) == NULL ||
         (cases[i].result != CDDP_OK) != (o->fates[!rank].result != CDDP_OK))
-      test_fail(__FILE__, __LINE__, "%s: rank %d: %s \"%s\", the other: %s \"%s\"", cases[i].fail, rank,
-                cddp_result_name(o->fates[rank].result), o->fates[rank].text,
+      test_fail(__FILE__, __LINE__, "%s: rank %d: %s \"%s\", the other: %s \"%s\"", cases[i].fail,
+                rank, cddp_result_name(o->fates[rank].result), o->fates[rank].text,
                 cddp_result_name(o->fates[!rank].result), o->fates[!rank].text);
     munmap(o, sizeof *o);
   }
