@@ -133,6 +133,12 @@ cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x, const
 
 /* >>primitives --------------------------------------------------------------------------------- */
 
+#ifdef __CUDACC__
+#define CDDP__UNROLLED _Pragma("unroll")
+#else
+#define CDDP__UNROLLED
+#endif
+
 enum { CDDP__THREADS = 256, CDDP__UNROLL = 4, CDDP__PIECES = 64 };
 
 /* An element's type, the type it is computed in, and the way from one to the other. */
@@ -178,7 +184,7 @@ static __device__ float cddp__add(float a, float b) { return __fadd_rn(a, b); }
 static __device__ double cddp__add(double a, double b) { return __dadd_rn(a, b); }
 
 /* What a thread moves at once. */
-template <typename T, int N> struct alignas(sizeof(T) * N) cddp__pack { T v[N]; };
+template <typename T, size_t N> struct alignas(sizeof(T) * N) cddp__pack { T v[N]; };
 
 static __device__ size_t cddp__thread() {
   return (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -258,22 +264,19 @@ static __device__ void cddp__do_element(const cddp__piece &p, size_t i, const Op
 /* A chunk whose elements are all there: all loads first, so that many are in flight. */
 template <typename T, typename Op>
 static __device__ void cddp__do_chunk(const cddp__piece &p, size_t at, const Op &op) {
-  enum { N = 16 / sizeof(T) };
+  const size_t N = 16 / sizeof(T);
   typedef cddp__pack<T, N> pack;
   pack d[CDDP__UNROLL], g[CDDP__UNROLL], m[CDDP__UNROLL];
   size_t first = at / N + threadIdx.x;
-#pragma unroll
-  for (int u = 0; u < CDDP__UNROLL; u++) {
+  CDDP__UNROLLED for (int u = 0; u < CDDP__UNROLL; u++) {
     size_t i = first + (size_t)u * CDDP__THREADS;
     if (Op::READS & CDDP__DATA) d[u] = ((const pack *)p.data)[i];
     if (Op::READS & CDDP__GRAD) g[u] = ((const pack *)p.grad)[i];
     if (Op::READS & CDDP__MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
   }
-#pragma unroll
-  for (int u = 0; u < CDDP__UNROLL; u++) {
+  CDDP__UNROLLED for (int u = 0; u < CDDP__UNROLL; u++) {
     size_t i = first + (size_t)u * CDDP__THREADS;
-#pragma unroll
-    for (int k = 0; k < N; k++) op.apply(d[u].v[k], g[u].v[k], m[u].v[k]);
+    CDDP__UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[u].v[k], g[u].v[k], m[u].v[k]);
     if (Op::WRITES & CDDP__DATA) ((pack *)p.data)[i] = d[u];
     if (Op::WRITES & CDDP__GRAD) ((pack *)p.grad)[i] = g[u];
     if (Op::WRITES & CDDP__MOMENTUM) ((pack *)p.momentum)[i] = m[u];
@@ -408,21 +411,20 @@ template <typename T, int IN, int OUT, typename Copy> struct cddp__sgd_op {
     data = cddp__store<T>(add(p, d, r.step));
     if (OUT & CDDP__GRAD) grad = publish ? data : cddp__store<T>((C)0);
   }
-  template <int N> __device__ void copy(const cddp__piece &p, size_t i, const T *d) const {
+  template <size_t N> __device__ void copy(const cddp__piece &p, size_t i, const T *d) const {
     copies.template copy<N>(p, i, d);
   }
 };
 
 struct cddp__no_copy {
-  template <int N, typename T> __device__ void copy(const cddp__piece &, size_t, const T *) const {}
+  template <size_t N, typename T> __device__ void copy(const cddp__piece &, size_t, const T *) const {}
 };
 
 template <typename H> struct cddp__half_copy {
-  template <int N, typename T>
+  template <size_t N, typename T>
   __device__ void copy(const cddp__piece &p, size_t i, const T *d) const {
     cddp__pack<H, N> out;
-#pragma unroll
-    for (int k = 0; k < N; k++) out.v[k] = cddp__store<H>((float)d[k]);
+    CDDP__UNROLLED for (size_t k = 0; k < N; k++) out.v[k] = cddp__store<H>((float)d[k]);
     *(cddp__pack<H, N> *)((H *)p.copy + i) = out;
   }
 };
@@ -595,14 +597,13 @@ static __global__ void __launch_bounds__(CDDP__THREADS)
 template <typename T>
 static __global__ void __launch_bounds__(CDDP__THREADS)
     cddp__squares_kernel(const T *x, size_t n, bool packed, double *partial) {
-  enum { N = 16 / sizeof(T) };
+  const size_t N = 16 / sizeof(T);
   typedef cddp__pack<T, N> pack;
   size_t packs = packed ? n / N : 0;
   double sum = 0;
   for (size_t i = cddp__thread(); i < packs; i += cddp__all_threads()) {
     pack p = ((const pack *)x)[i];
-#pragma unroll
-    for (int k = 0; k < N; k++) sum += (double)cddp__load(p.v[k]) * (double)cddp__load(p.v[k]);
+    CDDP__UNROLLED for (size_t k = 0; k < N; k++) sum += (double)cddp__load(p.v[k]) * (double)cddp__load(p.v[k]);
   }
   for (size_t i = packs * N + cddp__thread(); i < n; i += cddp__all_threads())
     sum += (double)cddp__load(x[i]) * (double)cddp__load(x[i]);
@@ -669,13 +670,12 @@ template <> struct cddp__conversion<double, double> {
 template <typename To, typename From>
 static __global__ void __launch_bounds__(CDDP__THREADS)
     cddp__convert_kernel(To *to, const From *from, size_t n, bool packed) {
-  enum { N = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From)) };
+  const size_t N = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
   size_t packs = packed ? n / N : 0;
   for (size_t i = cddp__thread(); i < packs; i += cddp__all_threads()) {
     cddp__pack<From, N> in = ((const cddp__pack<From, N> *)from)[i];
     cddp__pack<To, N> out;
-#pragma unroll
-    for (int k = 0; k < N; k++) out.v[k] = cddp__conversion<To, From>::of(in.v[k]);
+    CDDP__UNROLLED for (size_t k = 0; k < N; k++) out.v[k] = cddp__conversion<To, From>::of(in.v[k]);
     ((cddp__pack<To, N> *)to)[i] = out;
   }
   for (size_t i = packs * N + cddp__thread(); i < n; i += cddp__all_threads())
