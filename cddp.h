@@ -1442,6 +1442,7 @@ typedef struct cddp__plane {
   cudaEvent_t probe;    /* lock; behind some operation, one at a time */
   bool probing;         /* lock; probe has not been seen done */
   double probe_since;   /* lock; when it was recorded */
+  double last_since;    /* lock; when last was recorded */
   double left_since;    /* watcher; when a peer was first seen to have left; 0: none has */
   uint32_t calls;       /* notes written; lock */
   uint64_t hash;        /* of those calls; lock */
@@ -9458,18 +9459,28 @@ static bool cddp__plane_pending(cddp__plane *p, bool *late) {
   pthread_mutex_lock(&p->lock);
   if (p->pending && cudaEventQuery(p->last) != cudaErrorNotReady) p->pending = false;
   if (p->probing && cudaEventQuery(p->probe) != cudaErrorNotReady) p->probing = false;
-  *late = p->probing && cddp__now() - p->probe_since > p->group->timeout_s;
+  *late = (p->probing || p->pending) && cddp__now() - (p->probing ? p->probe_since : p->last_since) >
+                                            p->group->timeout_s;
   pending = p->pending || p->captured;
   pthread_mutex_unlock(&p->lock);
   return pending;
 }
 
+static uint32_t cddp__calls_of(cddp__plane *p) {
+  uint32_t n;
+  pthread_mutex_lock(&p->lock);
+  n = p->calls;
+  pthread_mutex_unlock(&p->lock);
+  return n;
+}
+
 static cddp_result cddp__break_pending(cddp__plane *p) { /* an operation is too late */
   cddp_group *g = p->group;
   char who[160], late[256] = "";
+  uint32_t calls = cddp__calls_of(p);
   int q, n = 0;
   for (q = 0; q < g->size; q++) {
-    if ((int32_t)(cddp__load32(&cddp__seat_of(g, q)->calls) - p->calls) >= 0) continue;
+    if ((int32_t)(cddp__load32(&cddp__seat_of(g, q)->calls) - calls) >= 0) continue;
     cddp__name_rank(g, q, who, sizeof who);
     if (n++ < 2)
       snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : ": ", who);
@@ -9491,7 +9502,7 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
     left = cddp__load32(&seat->state) == CDDP__SEAT_LEFT;
-    behind = (int32_t)(p->calls - cddp__load32(&seat->calls)) > 0;
+    behind = (int32_t)(cddp__calls_of(p) - cddp__load32(&seat->calls)) > 0;
     if (!behind && !pending) continue;
     if (!behind && left) {
       if (p->left_since == 0) p->left_since = cddp__now();
@@ -9597,10 +9608,11 @@ static cddp_result cddp__track(cddp__plane *p, cudaStream_t s) {
   } else {
     e = cudaEventRecord(p->last, s);
     p->pending = e == cudaSuccess;
+    p->last_since = cddp__now();
     if (e == cudaSuccess && !p->probing) {
       e = cudaEventRecord(p->probe, s);
       p->probing = e == cudaSuccess;
-      p->probe_since = cddp__now();
+      p->probe_since = p->last_since;
     }
   }
   pthread_mutex_unlock(&p->lock);
@@ -10163,12 +10175,20 @@ static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_grou
   return r;
 }
 
+static bool cddp__plane_captured(cddp__plane *p) {
+  bool captured;
+  pthread_mutex_lock(&p->lock);
+  captured = p->captured;
+  pthread_mutex_unlock(&p->lock);
+  return captured;
+}
+
 /* Ends the communicator in an orderly way: what peers still read from this rank goes out first. */
 static cddp_result cddp__nccl_finish(cddp__plane *p) {
   cddp_result r = CDDP_OK;
   bool late = false;
   ncclComm_t comm;
-  while (cddp__plane_pending(p, &late) && !p->captured) {
+  while (cddp__plane_pending(p, &late) && !cddp__plane_captured(p)) {
     if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
     cddp__sleep(1e-4);
   }
@@ -10192,7 +10212,7 @@ static void cddp__plane_leave(cddp_group *g) {
   snprintf(text, sizeof text, "%s", cddp__error_text);
   (void)cddp__use_device(p->device);
   (void)cddp__send_letters(p);
-  if (p->comm != NULL) (void)cddp__nccl_finish(p);
+  (void)cddp__nccl_finish(p);
   cddp__unwatch(p);
   cddp__plane_abort(p);
   (void)cudaStreamSynchronize(p->side);
@@ -10367,8 +10387,9 @@ static cddp_result cddp__staged_wait(cddp_work *w) {
   void *stage = w->stage;
   cudaEvent_t event = (cudaEvent_t)w->event;
   bool is_recv = w->is_recv;
-  cddp_result r = w->result;
+  cddp_result r;
   if (stage != NULL && !is_recv) { /* a send is over */
+    r = w->result;
     if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
     cddp__free(a, w);
   } else {
@@ -11259,14 +11280,22 @@ static cddp_result cddp__gpu_check_params(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* Every rank tells whether it has come so far; one that has not fails all, by name. */
-static cddp_result cddp__gpu_agree(cddp_ddp *d, cddp_result r) {
+/* Every rank tells whether it has come so far; one that has not fails all, by name. *all: whether
+   every rank passed true. */
+static cddp_result cddp__gpu_agree(cddp_ddp *d, cddp_result r, bool *all) {
   cddp_group *g = d->control;
   char text[CDDP__ERROR_MAX];
-  if (r == CDDP_OK) return cddp__control_barrier(d, CDDP__KIND_DDP_CREATE, 3);
-  snprintf(text, sizeof text, "%s", cddp__error_text);
-  cddp__fail(r, "rank %d: %s", g->rank, text);
-  return cddp__break(g, r);
+  int q;
+  if (r != CDDP_OK) {
+    snprintf(text, sizeof text, "%s", cddp__error_text);
+    cddp__fail(r, "rank %d: %s", g->rank, text);
+    return cddp__break(g, r);
+  }
+  cddp__begin(g)->u.bytes[0] = *all;
+  r = cddp__ddp_step_line(g, CDDP__KIND_DDP_CREATE, 0, 3);
+  for (q = 0; r == CDDP_OK && q < g->size; q++)
+    if (cddp__line_of(g, q, g->step)->u.bytes[0] == 0) *all = false;
+  return r;
 }
 
 static cddp_result cddp__gpu_arena(cddp_ddp *d) {
@@ -11290,8 +11319,8 @@ static cddp_result cddp__gpu_arena(cddp_ddp *d) {
   return cddp__gpu_of(d)->mirror != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* NCCL then moves the gradients without a copy. On all ranks or none: see the step that follows. */
-static cddp_result cddp__gpu_register(cddp_ddp *d) {
+/* NCCL then moves the gradients without a copy; slower, not wrong, where it cannot. */
+static void cddp__gpu_register(cddp_ddp *d) {
 #if NCCL_VERSION_CODE >= 21900
   cddp__gpu *gpu = cddp__gpu_of(d);
   cddp__plane *p = gpu->plane;
@@ -11300,16 +11329,14 @@ static cddp_result cddp__gpu_register(cddp_ddp *d) {
   pthread_mutex_lock(&p->turn);
   pthread_mutex_lock(&p->lock);
   comm = p->comm;
-  if (comm != NULL && gpu->arena_from_nccl)
-    e = ncclCommRegister(comm, d->arena, d->bytes, &gpu->registration);
+  if (comm != NULL) e = ncclCommRegister(comm, d->arena, d->bytes, &gpu->registration);
   pthread_mutex_unlock(&p->lock);
-  if (e != ncclSuccess && e != ncclInProgress) gpu->registration = NULL; /* slower, not wrong */
+  if (e != ncclSuccess && e != ncclInProgress) gpu->registration = NULL;
   if (e == ncclInProgress) (void)cddp__settle(p, comm, e, "ncclCommRegister");
   pthread_mutex_unlock(&p->turn);
 #else
   (void)d;
 #endif
-  return CDDP_OK;
 }
 
 static void cddp__gpu_deregister(cddp_ddp *d) {
@@ -11407,11 +11434,12 @@ static size_t cddp__gpu_align(int ranks) { /* lowest common multiple of 64 and 1
 static cddp_result cddp__gpu_join(cddp_ddp *d) {
   cddp_group *g = d->group;
   cddp_result r, local;
+  bool all = true;
   int i;
   if ((r = cddp__use_device(cddp__plane_of(g)->device)) != CDDP_OK) return r;
   if ((r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control)) != CDDP_OK) return r;
   local = cddp__gpu_check_params(d);
-  if ((r = cddp__gpu_agree(d, local)) != CDDP_OK) return r;
+  if ((r = cddp__gpu_agree(d, local, &all)) != CDDP_OK) return r;
   if ((r = cddp__split_with_plane(g, CDDP__KIND_DDP_CREATE, &d->comm)) != CDDP_OK) return r;
   if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
   if (d->desc.comm_hook != NULL &&
@@ -11421,8 +11449,12 @@ static cddp_result cddp__gpu_join(cddp_ddp *d) {
   cddp__lay_out(d);
   local = cddp__gpu_new(d);
   if (local == CDDP_OK) local = cddp__gpu_arena(d);
-  if (local == CDDP_OK) local = cddp__gpu_register(d);
-  if ((r = cddp__gpu_agree(d, local)) != CDDP_OK) return r;
+  all = local == CDDP_OK && cddp__gpu_of(d)->arena_from_nccl;
+  if ((r = cddp__gpu_agree(d, local, &all)) != CDDP_OK) return r;
+  if (all) cddp__gpu_register(d);
+  all = cddp__gpu_of(d)->registration != NULL;
+  if ((r = cddp__gpu_agree(d, CDDP_OK, &all)) != CDDP_OK) return r;
+  if (!all) cddp__gpu_deregister(d); /* on all ranks or none */
   for (i = 0; i < d->count; i++) {
     d->tensors[i].placed = d->params[i].grad == NULL;
     d->tensors[i].used = true;

@@ -619,11 +619,495 @@ static void test_training_staged(void) {
   check_plan(&p, 2, "cpu");
 }
 
+/* --- streams --- */
+
+typedef struct fill {
+  float *p, v;
+  size_t n;
+  bool times;
+} fill;
+
+static void fill_run(void *arg) {
+  const fill *f = (const fill *)arg;
+  size_t i;
+  for (i = 0; i < f->n; i++) f->p[i] = f->times ? f->p[i] * f->v : f->v;
+}
+
+static void fill_on(cudaStream_t s, float *p, size_t n, float v, bool times) {
+  fill *f = (fill *)malloc(sizeof *f);
+  hostcuda_op op;
+  f->p = p;
+  f->n = n;
+  f->v = v;
+  f->times = times;
+  op.run = fill_run;
+  op.drop = free;
+  op.arg = f;
+  CHECK(hostcuda_enqueue(s, op, false) == cudaSuccess);
+}
+
+static void check_fill(cddp_group *g, const float *p, size_t n, double want) {
+  float *host = (float *)malloc(n * sizeof *host);
+  size_t i, bad = 0;
+  to_host(g, host, p, n * sizeof *host);
+  for (i = 0; i < n; i++) bad += (double)host[i] != want;
+  if (bad > 0)
+    test_fail(__FILE__, __LINE__, "rank %d: %zu of %zu are not %g; the first is %g", cddp_rank(g),
+              bad, n, want, (double)host[0]);
+  test_count();
+  free(host);
+}
+
+/* Work handles: the group's stream and cddp's run side by side, ordered by events alone. */
+static int stream_order(cddp_group *g, void *arg) {
+  enum { N = 5000 };
+  int n = cddp_world_size(g), step, ranks = n * (n - 1) / 2;
+  float *x = (float *)cddp_alloc(g, N * sizeof *x), *y = (float *)on_device(NULL, N * sizeof *y);
+  cudaStream_t s;
+  bool done = false;
+  (void)arg;
+  CHECK(x != NULL);
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cddp_stream(g) == (void *)s);
+  for (step = 0; step < 8; step++) {
+    cddp_work *w[2];
+    fill_on(s, x, N, (float)(cddp_rank(g) + step), false);
+    CHECK_OK(cddp_all_reduce(g, x, N, CDDP_F32, CDDP_SUM, &w[0]));
+    fill_on(s, y, N, (float)(cddp_rank(g) + 1), false);
+    CHECK_OK(cddp_all_reduce(g, y, N, CDDP_F32, CDDP_MAX, &w[1]));
+    CHECK_OK(cddp_wait(w[step % 2]));
+    fill_on(s, step % 2 ? y : x, N, 2, true);
+    CHECK_OK(cddp_test(w[!(step % 2)], &done));
+    CHECK_OK(cddp_wait(w[!(step % 2)]));
+    fill_on(s, step % 2 ? x : y, N, 2, true);
+    CHECK_OK(cddp_all_reduce(g, x, N, CDDP_F32, CDDP_SUM, NULL)); /* on s itself */
+    check_fill(g, x, N, 2.0 * n * (ranks + n * step));
+    check_fill(g, y, N, 2.0 * n);
+  }
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  cudaFree(y);
+  cddp_free(g, x);
+  return 0;
+}
+
+static void test_streams(void) {
+  CHECK_OK(run(stream_order, NULL, 2, NULL));
+  CHECK_OK(run(stream_order, NULL, 4, NULL));
+  CHECK_OK(run(stream_order, NULL, 2, "cpu"));
+}
+
+/* --- groups, messages, host memory --- */
+
+static void check_sum(cddp_group *g, double want) { /* of what each rank of g gives: its own rank + 1 */
+  float *x = (float *)cddp_alloc(g, 100 * sizeof *x);
+  fill_on((cudaStream_t)cddp_stream(g), x, 100, (float)cddp_rank(g) + 1, false);
+  CHECK_OK(cddp_all_reduce(g, x, 100, CDDP_F32, CDDP_SUM, NULL));
+  check_fill(g, x, 100, want);
+  cddp_free(g, x);
+}
+
+static int sub_groups(cddp_group *g, void *arg) {
+  int n = cddp_world_size(g), me = cddp_rank(g), k;
+  int order[2] = {2, 0};
+  cddp_group *half = NULL, *pair = NULL, *inner = NULL, *none = NULL;
+  (void)arg;
+  check_sum(g, n * (n + 1) / 2);
+  CHECK_OK(cddp_group_split(g, me % 2, -me, &half));
+  k = cddp_world_size(half);
+  CHECK_EQ(k, n / 2 + (n % 2 != 0 && me % 2 == 0));
+  CHECK_EQ(cddp_rank(half), k - 1 - me / 2);
+  check_sum(half, k * (k + 1) / 2);
+  CHECK_OK(cddp_group_new(g, order, 2, &pair));
+  CHECK((pair != NULL) == (me == 0 || me == 2));
+  if (pair != NULL) CHECK_EQ(cddp_rank(pair), me == 0);
+  if (pair != NULL) check_sum(pair, 3);
+  CHECK_OK(cddp_group_split(half, cddp_rank(half) == 0 ? 1 : -1, 0, &inner)); /* a single rank */
+  if (inner != NULL) check_sum(inner, 1);
+  CHECK_OK(cddp_group_split(g, -1, 0, &none));
+  CHECK(none == NULL);
+  check_sum(g, n * (n + 1) / 2);
+  CHECK_OK(cddp_barrier(half));
+  cddp_destroy(inner);
+  cddp_destroy(pair);
+  cddp_destroy(half);
+  check_sum(g, n * (n + 1) / 2);
+  return 0;
+}
+
+static int messages(cddp_group *g, void *arg) {
+  enum { N = 3000 };
+  int n = cddp_world_size(g), me = cddp_rank(g), next = (me + 1) % n, before = (me + n - 1) % n, i;
+  float *out[3], *in[3], host = (float)me;
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  cddp_work *w[6];
+  (void)arg;
+  for (i = 0; i < 3; i++) {
+    out[i] = (float *)on_device(NULL, N * sizeof(float));
+    in[i] = (float *)on_device(NULL, N * sizeof(float));
+    fill_on(s, out[i], N, (float)(10 * me + i), false);
+    CHECK_OK(cddp_send(g, out[i], N, CDDP_F32, next, i, &w[i]));
+    CHECK_OK(cddp_recv(g, in[i], N, CDDP_F32, before, i, &w[3 + i]));
+  }
+  for (i = 0; i < 6; i++) CHECK_OK(cddp_wait(w[i]));
+  for (i = 0; i < 3; i++) check_fill(g, in[i], N, 10 * before + i);
+  if (me > 0) CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
+  else fill_on(s, in[0], N, 1, false);
+  fill_on(s, in[0], N, 2, true);
+  if (next != 0) CHECK_OK(cddp_send(g, in[0], N, CDDP_F32, next, 0, NULL));
+  check_fill(g, in[0], N, (double)(2 << me));
+  CHECK_OK(cddp_send(g, &host, 1, CDDP_F32, next, 9, NULL)); /* host memory, with tags */
+  CHECK_OK(cddp_recv(g, &host, 1, CDDP_F32, before, 9, NULL));
+  CHECK_EQ(host, before);
+  for (i = 0; i < 3; i++) {
+    cudaFree(out[i]);
+    cudaFree(in[i]);
+  }
+  return 0;
+}
+
+static int host_memory(cddp_group *g, void *arg) {
+  int n = cddp_world_size(g), me = cddp_rank(g), i;
+  float x[3000], *d = (float *)cddp_alloc(g, sizeof x);
+  cddp_work *w;
+  (void)arg;
+  for (i = 0; i < 3000; i++) x[i] = (float)me;
+  CHECK_OK(cddp_all_reduce(g, x, 3000, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_EQ(x[2999], n * (n - 1) / 2);
+  CHECK_OK(cddp_broadcast(g, x, 3000, CDDP_F32, 0, &w));
+  CHECK_OK(cddp_wait(w));
+  CHECK_IS(cddp_all_gather(g, x, d, 1, CDDP_F32, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "both") != NULL);
+  check_sum(g, n * (n + 1) / 2);
+  cddp_free(g, d);
+  return 0;
+}
+
+static void test_groups(void) {
+  CHECK_OK(run(sub_groups, NULL, 4, NULL));
+  CHECK_OK(run(sub_groups, NULL, 3, "cpu"));
+  CHECK_OK(run(messages, NULL, 2, NULL));
+  CHECK_OK(run(messages, NULL, 3, NULL));
+  CHECK_OK(run(messages, NULL, 3, "cpu"));
+  CHECK_OK(run(host_memory, NULL, 2, NULL));
+  CHECK_OK(run(host_memory, NULL, 2, "cpu"));
+}
+
+/* --- failures --- */
+
+/* What happened to one rank; shared. */
+typedef struct fate {
+  cddp_result result;
+  double when; /* it learned of it */
+  char text[512];
+} fate;
+
+/* How ranks are made to fail. */
+typedef struct ordeal {
+  int (*fn)(cddp_group *g, struct ordeal *o, fate *f);
+  const char *device, *backend, *environment, *value; /* value: of the variable, set in all ranks */
+  int victim;      /* the rank that does it */
+  double timeout_s, began;
+  fate fates[8];
+} ordeal;
+
+static int ordeal_rank(int rank, void *p) {
+  ordeal *o = (ordeal *)p;
+  fate *f = &o->fates[rank];
+  cddp_group_desc d;
+  cddp_group *g = NULL;
+  memset(&d, 0, sizeof d);
+  d.device = o->device != NULL ? o->device : "cuda";
+  d.backend = o->backend;
+  d.timeout_s = o->timeout_s;
+  if (o->environment != NULL) setenv(o->environment, o->value, 1);
+  f->result = cddp_init(&g, &d);
+  if (f->result == CDDP_OK && o->fn != NULL) {
+    cddp_register_kernels(&kernels);
+    o->fn(g, o, f);
+  }
+  f->when = test_now();
+  snprintf(f->text, sizeof f->text, "%s", f->result != CDDP_OK ? cddp_error() : "");
+  cddp_destroy(g);
+  return 0;
+}
+
+static void endure(ordeal *o, int n) {
+  int status[8], i;
+  if (o->timeout_s == 0) o->timeout_s = 60;
+  ranks_script(ordeal_rank, o, n, RANKS_WITHIN(20), status);
+  for (i = 0; i < n; i++)
+    if (status[i] == -1) test_fail(__FILE__, __LINE__, "rank %d of %d hung", i, n);
+}
+
+static void check_fate(const ordeal *o, int rank, cddp_result want, const char *says) {
+  const fate *f = &o->fates[rank];
+  test_count();
+  if (f->result != want || strstr(f->text, says) == NULL)
+    test_fail(__FILE__, __LINE__, "rank %d: %s \"%s\"; wanted %s with \"%s\"", rank,
+              cddp_result_name(f->result), f->text, cddp_result_name(want), says);
+}
+
+static ordeal *ordeal_new(int (*fn)(cddp_group *, ordeal *, fate *)) {
+  ordeal *o = (ordeal *)ranks_shared(sizeof *o);
+  o->fn = fn;
+  return o;
+}
+
+static void test_no_device(void) {
+  ordeal *o = ordeal_new(NULL);
+  int i;
+  o->environment = "HOSTCUDA_DEVICES";
+  o->value = "0";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "finds no GPU");
+  o->value = "no-driver";
+  endure(o, 1);
+  check_fate(o, 0, CDDP_CUDA, "driver is missing or too old");
+  o->value = "2";
+  endure(o, 3);
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "2 are visible; start at most 2 ranks");
+  o->backend = "cpu"; /* they share */
+  endure(o, 3);
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_OK, "");
+  o->device = "cuda:5";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "\"cuda:5\" does not exist");
+  o->device = "cuda:1";
+  o->backend = "nccl";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) {
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "rank 0 (pid ");
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "and rank 1 (pid ");
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "both have cuda:1");
+  }
+  o->device = "cuda:x";
+  endure(o, 1);
+  check_fate(o, 0, CDDP_INVALID_ARGUMENT, "is not known");
+}
+
+/* A stream synchronised by the program itself, as programs do. */
+static cddp_result work_on(cddp_group *g, float *x, size_t count) {
+  cddp_result r = cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL);
+  (void)cudaStreamSynchronize((cudaStream_t)cddp_stream(g));
+  return r == CDDP_OK ? cddp_synchronize(g) : r;
+}
+
+static int disagree(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(work_on(g, x, 10));
+  f->result = work_on(g, x, cddp_rank(g) == o->victim ? 11 : 10);
+  if (f->result == CDDP_OK) f->result = work_on(g, x, 10);
+  cddp_free(g, x);
+  return 0;
+}
+
+static int disagree_memory(cddp_group *g, ordeal *o, fate *f) {
+  float host[10], *x = (float *)cddp_alloc(g, 40);
+  memset(host, 0, sizeof host);
+  f->result = work_on(g, cddp_rank(g) == o->victim ? host : x, 10);
+  if (f->result == CDDP_OK) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+static void test_mismatch(void) {
+  ordeal *o = ordeal_new(disagree);
+  int i;
+  o->victim = 1;
+  endure(o, 3);
+  for (i = 0; i < 3; i++) {
+    check_fate(o, i, CDDP_MISMATCH, "call 4 of the group");
+    check_fate(o, i, CDDP_MISMATCH, "all_reduce(count 10, f32, sum)");
+    check_fate(o, i, CDDP_MISMATCH, "rank 1 called all_reduce(count 11, f32, sum)");
+  }
+  o->fn = disagree_memory;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_MISMATCH, "host memory");
+}
+
+static int die_before(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(work_on(g, x, 10));
+  if (cddp_rank(g) == o->victim) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  f->result = work_on(g, x, 1000);
+  return 0;
+}
+
+/* With no operation under way: the next one tells. */
+static int die_idle(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  if (cddp_rank(g) == o->victim) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  while (!cddp__rank_gone(g, o->victim)) ranks_sleep(0.001);
+  f->result = work_on(g, x, 1000);
+  return 0;
+}
+
+static int die_in_step(cddp_group *g, ordeal *o, fate *f) {
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[2];
+  int step;
+  memset(p, 0, sizeof p);
+  memset(&rule, 0, sizeof rule);
+  p[0].data = cddp_alloc(g, 40000);
+  p[1].data = cddp_alloc(g, 40000);
+  p[0].count = p[1].count = 10000;
+  rule.lr = 0.1;
+  rule.momentum = 0.9;
+  f->result = cddp_ddp_create(&d, g, p, 2, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_sgd_create(&s, p, 2, &rule);
+  for (step = 0; f->result == CDDP_OK && step < 6; step++) {
+    f->result = cddp_ddp_ready(d, 1);
+    if (step == 4 && cddp_rank(g) == o->victim) {
+      o->began = test_now();
+      raise(SIGKILL);
+    }
+    if (f->result == CDDP_OK) f->result = cddp_ddp_ready(d, 0);
+    if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
+  }
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  f->when = test_now();
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+static int leave_early(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  if (cddp_rank(g) != o->victim) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+static void test_lost(void) {
+  int (*const ways[])(cddp_group *, ordeal *, fate *) = {die_before, die_idle, die_in_step};
+  ordeal *o = ordeal_new(NULL);
+  int n, i, k;
+  for (k = 0; k < 3; k++) {
+    for (n = 2; n <= 4; n += 2) {
+      memset(o, 0, sizeof *o);
+      o->fn = ways[k];
+      o->victim = 1;
+      endure(o, n);
+      for (i = 0; i < n; i++) {
+        if (i == 1) continue;
+        check_fate(o, i, CDDP_PEER_LOST, "rank 1 (pid ");
+        CHECK(o->fates[i].when - o->began < RANKS_WITHIN(0.5));
+      }
+    }
+  }
+  memset(o, 0, sizeof *o);
+  o->fn = leave_early;
+  endure(o, 2);
+  check_fate(o, 1, CDDP_PEER_LOST, "rank 0 (pid ");
+  check_fate(o, 1, CDDP_PEER_LOST, "left the group");
+}
+
+static void test_stall(void) {
+  ordeal *o = ordeal_new(die_before);
+  int i;
+  o->victim = -1;
+  o->timeout_s = RANKS_SLOW ? 2 : 0.5;
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "stall:4@1";
+  endure(o, 3);
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_TIMEOUT, "has not ended");
+  o->value = "init:1@1";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "ncclCommInitRankConfig");
+  o->value = "error:4@0";
+  o->timeout_s = 60;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_NCCL, "rank 0: an asynchronous NCCL operation");
+}
+
+/* A run through everything; any call may fail in it. */
+static int everything(cddp_group *g, ordeal *o, fate *f) {
+  cddp_group *half = NULL;
+  float *x = NULL;
+  cddp_work *w = NULL;
+  (void)o;
+  f->result = cddp_group_split(g, 0, 0, &half);
+  if (f->result == CDDP_OK && (x = (float *)cddp_alloc(half, 4000)) == NULL) f->result = CDDP_OUT_OF_MEMORY;
+  if (f->result == CDDP_OK) f->result = cddp_all_reduce(half, x, 10, CDDP_F32, CDDP_SUM, &w);
+  if (w != NULL && f->result == CDDP_OK) f->result = cddp_wait(w);
+  if (f->result == CDDP_OK) f->result = cddp_gather(half, x, x + 100, 10, CDDP_F32, 0, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_barrier(half);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  cddp_destroy(half);
+  if (f->result == CDDP_OK) die_in_step(g, o, f);
+  else cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+/* Every function of NCCL and CUDA that is called fails on rank 1 at one of its calls: nobody hangs,
+   and rank 1 gets an error that names the function. */
+static void test_injection(void) {
+  static const struct {
+    const char *fail, *says;
+    cddp_result result;
+  } cases[] = {{"ncclCommInitRankConfig:1:2@1", "ncclCommInitRankConfig", CDDP_NCCL},
+               {"ncclGetUniqueId:1:2@0", "ncclGetUniqueId", CDDP_NCCL},
+               {"ncclCommSplit:1:3@1", "ncclCommSplit", CDDP_NCCL},
+               {"ncclCommSplit:2:3@1", "ncclCommSplit", CDDP_NCCL},
+               {"ncclAllReduce:1:1@1", "ncclAllReduce", CDDP_NCCL},
+               {"ncclAllReduce:2:3@1", "ncclAllReduce", CDDP_NCCL},
+               {"ncclReduceScatter:1:3@1", "ncclReduceScatter", CDDP_NCCL},
+               {"ncclAllGather:2:3@1", "ncclAllGather", CDDP_NCCL},
+               {"ncclBroadcast:1:3@1", "ncclBroadcast", CDDP_NCCL},
+               {"ncclSend:1:3@1", "ncclSend", CDDP_NCCL},
+               {"ncclGroupEnd:1:3@1", "ncclGroupEnd", CDDP_NCCL},
+               {"cudaStreamCreateWithPriority:1:2@1", "cudaStreamCreateWithPriority", CDDP_CUDA},
+               {"cudaEventCreateWithFlags:2:2@1", "cudaEventCreateWithFlags", CDDP_CUDA},
+               {"cudaEventRecord:2:700@1", "cudaEventRecord", CDDP_CUDA},
+               {"cudaStreamWaitEvent:3:700@1", "cudaStreamWaitEvent", CDDP_CUDA},
+               {"cudaMalloc:5:2@1", "cudaMalloc", CDDP_CUDA},
+               {"cudaMemsetAsync:1:700@1", "cudaMemsetAsync", CDDP_CUDA},
+               {"ncclMemAlloc:1:1@1", "", CDDP_OK},
+               {"ncclCommRegister:1:1@1", "", CDDP_OK}};
+  size_t i;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    ordeal *o = ordeal_new(everything);
+    int rank = cases[i].fail[strlen(cases[i].fail) - 1] - '0';
+    o->victim = -1;
+    o->environment = "HOSTCUDA_FAIL";
+    o->value = cases[i].fail;
+    endure(o, 2);
+    test_count();
+    if (o->fates[rank].result != cases[i].result || strstr(o->fates[rank].text, cases[i].says) == NULL ||
+        (cases[i].result != CDDP_OK) != (o->fates[!rank].result != CDDP_OK))
+      test_fail(__FILE__, __LINE__, "%s: rank %d: %s \"%s\", the other: %s \"%s\"", cases[i].fail, rank,
+                cddp_result_name(o->fates[rank].result), o->fates[rank].text,
+                cddp_result_name(o->fates[!rank].result), o->fates[!rank].text);
+    munmap(o, sizeof *o);
+  }
+}
+
 int main(void) {
   RUN(test_collectives);
+  RUN(test_streams);
+  RUN(test_groups);
   RUN(test_training);
   RUN(test_training_options);
   RUN(test_graph);
   RUN(test_training_staged);
+  RUN(test_no_device);
+  RUN(test_mismatch);
+  RUN(test_lost);
+  RUN(test_stall);
+  RUN(test_injection);
   return TEST_END();
 }
