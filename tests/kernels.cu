@@ -441,13 +441,13 @@ static void test_linear(void) {
 /* --- sizes --- */
 
 static void test_large_indices(void) {
-  static cddp__pieces t;
+  static cddp__cu_pieces t;
   cddp_segment s = {NULL, NULL, NULL, ((size_t)1 << 40) + 5};
-  cddp__add_piece(&t, &s, NULL, 0, s.count, 4, true);
-  cddp__add_piece(&t, &s, NULL, 0, 10, 4, true);
+  cddp__cu_add_piece(&t, &s, NULL, 0, s.count, 4, true);
+  cddp__cu_add_piece(&t, &s, NULL, 0, 10, 4, true);
   CHECK_EQ(t.piece[1].first_chunk, ((size_t)1 << 28) + 1);
-  CHECK_EQ(cddp__blocks((size_t)1 << 40, 4 * CDDP__THREADS, 1u << 16), 1u << 16);
-  CHECK_EQ(cddp__blocks(0, 256, 10), 0);
+  CHECK_EQ(cddp__cu_blocks((size_t)1 << 40, 4 * CDDP__CU_THREADS, 1u << 16), 1u << 16);
+  CHECK_EQ(cddp__cu_blocks(0, 256, 10), 0);
 }
 
 /* More than 2^31 elements, where there is memory for them: HUGE=1 in the environment. */
