@@ -133,75 +133,81 @@ cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x, const
 
 /* >>primitives --------------------------------------------------------------------------------- */
 
-enum { CDDP__THREADS = 256, CDDP__UNROLL = 4, CDDP__PIECES = 64 };
+#ifdef __CUDACC__
+#define CDDP__CU_UNROLLED _Pragma("unroll")
+#else
+#define CDDP__CU_UNROLLED
+#endif
+
+enum { CDDP__CU_THREADS = 256, CDDP__CU_UNROLL = 4, CDDP__CU_PIECES = 64 };
 
 /* An element's type, the type it is computed in, and the way from one to the other. */
-template <typename T> struct cddp__type;
-template <> struct cddp__type<float> {
+template <typename T> struct cddp__cu_type;
+template <> struct cddp__cu_type<float> {
   typedef float C;
   static __device__ float load(float x) { return x; }
   static __device__ float store(float x) { return x; }
 };
-template <> struct cddp__type<double> {
+template <> struct cddp__cu_type<double> {
   typedef double C;
   static __device__ double load(double x) { return x; }
   static __device__ double store(double x) { return x; }
 };
-template <> struct cddp__type<__half> {
+template <> struct cddp__cu_type<__half> {
   typedef float C;
   static __device__ float load(__half x) { return __half2float(x); }
   static __device__ __half store(float x) { return __float2half_rn(x); }
 };
-template <> struct cddp__type<__nv_bfloat16> {
+template <> struct cddp__cu_type<__nv_bfloat16> {
   typedef float C;
   static __device__ float load(__nv_bfloat16 x) { return __bfloat162float(x); }
   static __device__ __nv_bfloat16 store(float x) { return __float2bfloat16_rn(x); }
 };
 
-template <typename T> static __device__ typename cddp__type<T>::C cddp__load(T x) {
-  return cddp__type<T>::load(x);
+template <typename T> static __device__ typename cddp__cu_type<T>::C cddp__cu_load(T x) {
+  return cddp__cu_type<T>::load(x);
 }
-template <typename T> static __device__ T cddp__store(typename cddp__type<T>::C x) {
-  return cddp__type<T>::store(x);
+template <typename T> static __device__ T cddp__cu_store(typename cddp__cu_type<T>::C x) {
+  return cddp__cu_type<T>::store(x);
 }
 /* x as an element of type T would hold it. */
 template <typename T>
-static __device__ typename cddp__type<T>::C cddp__rounded(typename cddp__type<T>::C x) {
-  return cddp__type<T>::load(cddp__type<T>::store(x));
+static __device__ typename cddp__cu_type<T>::C cddp__cu_rounded(typename cddp__cu_type<T>::C x) {
+  return cddp__cu_type<T>::load(cddp__cu_type<T>::store(x));
 }
 
-static __device__ float cddp__fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-static __device__ double cddp__fma(double a, double b, double c) { return __fma_rn(a, b, c); }
-static __device__ float cddp__mul(float a, float b) { return __fmul_rn(a, b); }
-static __device__ double cddp__mul(double a, double b) { return __dmul_rn(a, b); }
-static __device__ float cddp__add(float a, float b) { return __fadd_rn(a, b); }
-static __device__ double cddp__add(double a, double b) { return __dadd_rn(a, b); }
+static __device__ float cddp__cu_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+static __device__ double cddp__cu_fma(double a, double b, double c) { return __fma_rn(a, b, c); }
+static __device__ float cddp__cu_mul(float a, float b) { return __fmul_rn(a, b); }
+static __device__ double cddp__cu_mul(double a, double b) { return __dmul_rn(a, b); }
+static __device__ float cddp__cu_add(float a, float b) { return __fadd_rn(a, b); }
+static __device__ double cddp__cu_add(double a, double b) { return __dadd_rn(a, b); }
 
 /* What a thread moves at once. */
-template <typename T, int N> struct alignas(sizeof(T) * N) cddp__pack { T v[N]; };
+template <typename T, size_t N> struct alignas(sizeof(T) * N) cddp__cu_pack { T v[N]; };
 
-static __device__ size_t cddp__thread() {
+static __device__ size_t cddp__cu_thread() {
   return (size_t)blockIdx.x * blockDim.x + threadIdx.x;
 }
-static __device__ size_t cddp__all_threads() { return (size_t)gridDim.x * blockDim.x; }
+static __device__ size_t cddp__cu_all_threads() { return (size_t)gridDim.x * blockDim.x; }
 
 /* The block's sum, in thread 0. Works as follows: lanes of a warp fold by halves, then warp 0 folds
-   the warps' sums. All threads of the block take part; blockDim.x is CDDP__THREADS. */
-static __device__ double cddp__block_sum(double x) {
-  __shared__ double warp[CDDP__THREADS / 32];
+   the warps' sums. All threads of the block take part; blockDim.x is CDDP__CU_THREADS. */
+static __device__ double cddp__cu_block_sum(double x) {
+  __shared__ double warp[CDDP__CU_THREADS / 32];
   int lane = (int)(threadIdx.x % 32), i;
   for (i = 16; i > 0; i /= 2) x += __shfl_down_sync(0xffffffffu, x, (unsigned)i);
   __syncthreads(); /* the last call's sums have been read */
   if (lane == 0) warp[threadIdx.x / 32] = x;
   __syncthreads();
-  x = lane < CDDP__THREADS / 32 ? warp[lane] : 0;
+  x = lane < CDDP__CU_THREADS / 32 ? warp[lane] : 0;
   for (i = 16; i > 0; i /= 2) x += __shfl_down_sync(0xffffffffu, x, (unsigned)i);
   return x;
 }
 
 /* The one way to launch: its own result, whatever error another call left behind. */
 template <typename... P, typename... A>
-static cudaError_t cddp__launch(void (*kernel)(P...), dim3 grid, unsigned threads,
+static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, unsigned threads,
                                 cudaStream_t stream, A... arguments) {
   cudaLaunchConfig_t c;
   memset((void *)&c, 0, sizeof c);
@@ -212,12 +218,12 @@ static cudaError_t cddp__launch(void (*kernel)(P...), dim3 grid, unsigned thread
 }
 
 /* Blocks for n threads' work; kernels stride over the grid. */
-static unsigned cddp__blocks(size_t n, size_t each, size_t most) {
+static unsigned cddp__cu_blocks(size_t n, size_t each, size_t most) {
   size_t blocks = n / each + (n % each != 0);
   return (unsigned)(blocks < most ? blocks : most);
 }
 
-static bool cddp__is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
+static bool cddp__cu_is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
 
 /* >>segments -------------------------------------------------------------------------------------
    Works as follows: segments are cut into pieces whose arrays all begin at a multiple of 16 bytes,
@@ -225,66 +231,63 @@ static bool cddp__is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_
    launch takes up to 64 pieces by value. They are dealt to blocks in chunks of a fixed number of
    elements: a block finds its chunk's piece by bisection. */
 
-typedef struct cddp__piece {
+typedef struct cddp__cu_piece {
   char *data, *grad, *momentum, *copy;
   size_t count, first_chunk; /* elements; chunks of the pieces before it */
   bool packed;
-} cddp__piece;
+} cddp__cu_piece;
 
-typedef struct cddp__pieces {
-  cddp__piece piece[CDDP__PIECES];
+typedef struct cddp__cu_pieces {
+  cddp__cu_piece piece[CDDP__CU_PIECES];
   size_t chunks;
   int count;
-} cddp__pieces;
+} cddp__cu_pieces;
 
-static_assert(sizeof(cddp__pieces) <= 3900, "a kernel's parameters take up to 4 KiB");
+static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to 4 KiB");
 
 /* An operation reads and writes some of an element's arrays: a sum of these. */
-enum { CDDP__DATA = 1, CDDP__GRAD = 2, CDDP__MOMENTUM = 4 };
+enum { CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4 };
 
 template <typename T, typename Op>
-static __device__ void cddp__do_element(const cddp__piece &p, size_t i, const Op &op) {
+static __device__ void cddp__cu_do_element(const cddp__cu_piece &p, size_t i, const Op &op) {
   T d = T(), g = T(), m = T();
-  if (Op::READS & CDDP__DATA) d = ((const T *)p.data)[i];
-  if (Op::READS & CDDP__GRAD) g = ((const T *)p.grad)[i];
-  if (Op::READS & CDDP__MOMENTUM) m = ((const T *)p.momentum)[i];
+  if (Op::READS & CDDP__CU_DATA) d = ((const T *)p.data)[i];
+  if (Op::READS & CDDP__CU_GRAD) g = ((const T *)p.grad)[i];
+  if (Op::READS & CDDP__CU_MOMENTUM) m = ((const T *)p.momentum)[i];
   op.apply(d, g, m);
-  if (Op::WRITES & CDDP__DATA) ((T *)p.data)[i] = d;
-  if (Op::WRITES & CDDP__GRAD) ((T *)p.grad)[i] = g;
-  if (Op::WRITES & CDDP__MOMENTUM) ((T *)p.momentum)[i] = m;
+  if (Op::WRITES & CDDP__CU_DATA) ((T *)p.data)[i] = d;
+  if (Op::WRITES & CDDP__CU_GRAD) ((T *)p.grad)[i] = g;
+  if (Op::WRITES & CDDP__CU_MOMENTUM) ((T *)p.momentum)[i] = m;
   op.template copy<1>(p, i, &d);
 }
 
 /* A chunk whose elements are all there: all loads first, so that many are in flight. */
 template <typename T, typename Op>
-static __device__ void cddp__do_chunk(const cddp__piece &p, size_t at, const Op &op) {
-  enum { N = 16 / sizeof(T) };
-  typedef cddp__pack<T, N> pack;
-  pack d[CDDP__UNROLL], g[CDDP__UNROLL], m[CDDP__UNROLL];
+static __device__ void cddp__cu_do_chunk(const cddp__cu_piece &p, size_t at, const Op &op) {
+  const size_t N = 16 / sizeof(T);
+  typedef cddp__cu_pack<T, N> pack;
+  pack d[CDDP__CU_UNROLL], g[CDDP__CU_UNROLL], m[CDDP__CU_UNROLL];
   size_t first = at / N + threadIdx.x;
-#pragma unroll
-  for (int u = 0; u < CDDP__UNROLL; u++) {
-    size_t i = first + (size_t)u * CDDP__THREADS;
-    if (Op::READS & CDDP__DATA) d[u] = ((const pack *)p.data)[i];
-    if (Op::READS & CDDP__GRAD) g[u] = ((const pack *)p.grad)[i];
-    if (Op::READS & CDDP__MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
+  CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
+    size_t i = first + (size_t)u * CDDP__CU_THREADS;
+    if (Op::READS & CDDP__CU_DATA) d[u] = ((const pack *)p.data)[i];
+    if (Op::READS & CDDP__CU_GRAD) g[u] = ((const pack *)p.grad)[i];
+    if (Op::READS & CDDP__CU_MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
   }
-#pragma unroll
-  for (int u = 0; u < CDDP__UNROLL; u++) {
-    size_t i = first + (size_t)u * CDDP__THREADS;
-#pragma unroll
-    for (int k = 0; k < N; k++) op.apply(d[u].v[k], g[u].v[k], m[u].v[k]);
-    if (Op::WRITES & CDDP__DATA) ((pack *)p.data)[i] = d[u];
-    if (Op::WRITES & CDDP__GRAD) ((pack *)p.grad)[i] = g[u];
-    if (Op::WRITES & CDDP__MOMENTUM) ((pack *)p.momentum)[i] = m[u];
+  CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
+    size_t i = first + (size_t)u * CDDP__CU_THREADS;
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[u].v[k], g[u].v[k], m[u].v[k]);
+    if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
+    if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g[u];
+    if (Op::WRITES & CDDP__CU_MOMENTUM) ((pack *)p.momentum)[i] = m[u];
     op.template copy<N>(p, i * N, d[u].v);
   }
 }
 
 template <typename T, typename Op>
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__segments_kernel(const cddp__pieces s, const Op given) {
-  const size_t chunk = (size_t)CDDP__THREADS * CDDP__UNROLL * (16 / sizeof(T));
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given) {
+  const size_t chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * (16 / sizeof(T));
   Op op = given;
   op.begin();
   for (size_t c = blockIdx.x; c < s.chunks; c += gridDim.x) {
@@ -294,16 +297,16 @@ static __global__ void __launch_bounds__(CDDP__THREADS)
       if (s.piece[middle].first_chunk <= c) low = middle;
       else high = middle - 1;
     }
-    const cddp__piece &p = s.piece[low];
+    const cddp__cu_piece &p = s.piece[low];
     size_t at = (c - p.first_chunk) * chunk, end = at + chunk < p.count ? at + chunk : p.count;
-    if (p.packed && end - at == chunk) cddp__do_chunk<T>(p, at, op);
+    if (p.packed && end - at == chunk) cddp__cu_do_chunk<T>(p, at, op);
     else
-      for (size_t i = at + threadIdx.x; i < end; i += CDDP__THREADS) cddp__do_element<T>(p, i, op);
+      for (size_t i = at + threadIdx.x; i < end; i += CDDP__CU_THREADS) cddp__cu_do_element<T>(p, i, op);
   }
 }
 
 /* Bytes from the last multiple of 16 to p; the same for all arrays, or -1. */
-static int cddp__offset(const cddp_segment *s, const void *copy, size_t size) {
+static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size) {
   const void *p[3] = {s->data, s->grad, s->momentum};
   int offset = -1, i;
   for (i = 0; i < 3; i++) {
@@ -316,16 +319,16 @@ static int cddp__offset(const cddp_segment *s, const void *copy, size_t size) {
   return offset;
 }
 
-static char *cddp__at(void *p, size_t bytes) { return p != NULL ? (char *)p + bytes : NULL; }
+static char *cddp__cu_at(void *p, size_t bytes) { return p != NULL ? (char *)p + bytes : NULL; }
 
-static void cddp__add_piece(cddp__pieces *t, const cddp_segment *s, void *copy, size_t at,
+static void cddp__cu_add_piece(cddp__cu_pieces *t, const cddp_segment *s, void *copy, size_t at,
                             size_t count, size_t size, bool packed) {
-  const size_t chunk = (size_t)CDDP__THREADS * CDDP__UNROLL * (16 / size);
-  cddp__piece *p = &t->piece[t->count++];
-  p->data = cddp__at(s->data, at * size);
-  p->grad = cddp__at(s->grad, at * size);
-  p->momentum = cddp__at(s->momentum, at * size);
-  p->copy = cddp__at(copy, at * 2);
+  const size_t chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * (16 / size);
+  cddp__cu_piece *p = &t->piece[t->count++];
+  p->data = cddp__cu_at(s->data, at * size);
+  p->grad = cddp__cu_at(s->grad, at * size);
+  p->momentum = cddp__cu_at(s->momentum, at * size);
+  p->copy = cddp__cu_at(copy, at * 2);
   p->count = count;
   p->first_chunk = t->chunks;
   p->packed = packed;
@@ -333,39 +336,39 @@ static void cddp__add_piece(cddp__pieces *t, const cddp_segment *s, void *copy, 
 }
 
 template <typename T, typename Op>
-static cudaError_t cddp__flush(cddp__pieces *t, const Op &op, cudaStream_t stream) {
+static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t stream) {
   cudaError_t e = cudaSuccess;
   if (t->count > 0)
-    e = cddp__launch(cddp__segments_kernel<T, Op>, dim3(cddp__blocks(t->chunks, 1, 1u << 30)),
-                     CDDP__THREADS, stream, *t, op);
+    e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>, dim3(cddp__cu_blocks(t->chunks, 1, 1u << 30)),
+                     CDDP__CU_THREADS, stream, *t, op);
   t->count = 0;
   t->chunks = 0;
   return e;
 }
 
 template <typename T, typename Op>
-static cudaError_t cddp__segments(const cddp_segment *s, void *const *copies, int n, const Op &op,
+static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies, int n, const Op &op,
                                   cudaStream_t stream) {
-  cddp__pieces t;
+  cddp__cu_pieces t;
   cudaError_t e = cudaSuccess;
   memset((void *)&t, 0, sizeof t);
   for (int i = 0; i < n && e == cudaSuccess; i++) {
     void *copy = copies != NULL ? copies[i] : NULL;
-    int offset = cddp__offset(&s[i], copy, sizeof(T));
+    int offset = cddp__cu_offset(&s[i], copy, sizeof(T));
     size_t head = offset > 0 ? (16 - (size_t)offset) / sizeof(T) : 0;
     if (s[i].count == 0) continue;
     if (head > s[i].count) head = s[i].count;
-    if (t.count + 2 > CDDP__PIECES) e = cddp__flush<T>(&t, op, stream);
+    if (t.count + 2 > CDDP__CU_PIECES) e = cddp__cu_flush<T>(&t, op, stream);
     if (e != cudaSuccess) break;
-    if (head > 0) cddp__add_piece(&t, &s[i], copy, 0, head, sizeof(T), false);
+    if (head > 0) cddp__cu_add_piece(&t, &s[i], copy, 0, head, sizeof(T), false);
     if (s[i].count > head)
-      cddp__add_piece(&t, &s[i], copy, head, s[i].count - head, sizeof(T), offset >= 0);
+      cddp__cu_add_piece(&t, &s[i], copy, head, s[i].count - head, sizeof(T), offset >= 0);
   }
-  return e == cudaSuccess ? cddp__flush<T>(&t, op, stream) : e;
+  return e == cudaSuccess ? cddp__cu_flush<T>(&t, op, stream) : e;
 }
 
 /* Calls fn<T>(...) for the type that dtype stands for. */
-#define CDDP__DISPATCH_TYPE(dtype, fn, ...)                         \
+#define CDDP__CU_DISPATCH_TYPE(dtype, fn, ...)                         \
   (dtype) == CDDP_F32    ? fn<float>(__VA_ARGS__)                   \
   : (dtype) == CDDP_F64  ? fn<double>(__VA_ARGS__)                  \
   : (dtype) == CDDP_F16  ? fn<__half>(__VA_ARGS__)                  \
@@ -373,7 +376,7 @@ static cudaError_t cddp__segments(const cddp_segment *s, void *const *copies, in
                          : cudaErrorInvalidValue
 
 /* The rule's numbers in the type they are computed in. */
-template <typename C> struct cddp__rule {
+template <typename C> struct cddp__cu_rule {
   C step, momentum, intake, decay;
   bool has_momentum, has_decay, nesterov, maximize, separate;
 };
@@ -381,55 +384,54 @@ template <typename C> struct cddp__rule {
 /* d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
    d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded once (separate:
    after the product too); f16 and bf16 round each result to their type, as >>sgd of cddp.h does. */
-template <typename T, int IN, int OUT, typename Copy> struct cddp__sgd_op {
-  typedef typename cddp__type<T>::C C;
-  enum { READS = CDDP__DATA | CDDP__GRAD | (IN & CDDP__MOMENTUM), WRITES = CDDP__DATA | OUT };
-  cddp__rule<C> r;
+template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op {
+  typedef typename cddp__cu_type<T>::C C;
+  enum { READS = CDDP__CU_DATA | CDDP__CU_GRAD | (IN & CDDP__CU_MOMENTUM), WRITES = CDDP__CU_DATA | OUT };
+  cddp__cu_rule<C> r;
   bool publish;
   Copy copies;
   __device__ void begin() {}
   __device__ C add(C a, C b, C f) const { /* a + f * b */
-    C x = r.separate ? cddp__add(a, cddp__mul(f, b)) : cddp__fma(f, b, a);
-    return cddp__rounded<T>(x);
+    C x = r.separate ? cddp__cu_add(a, cddp__cu_mul(f, b)) : cddp__cu_fma(f, b, a);
+    return cddp__cu_rounded<T>(x);
   }
   __device__ void apply(T &data, T &grad, T &moment) const {
-    C p = cddp__load(data), d = cddp__load(grad), m;
+    C p = cddp__cu_load(data), d = cddp__cu_load(grad), m;
     if (r.maximize) d = -d;
     if (r.has_decay) d = add(d, p, r.decay);
-    if (OUT & CDDP__MOMENTUM) {
+    if (OUT & CDDP__CU_MOMENTUM) {
       m = d;
-      if (IN & CDDP__MOMENTUM) {
-        m = cddp__rounded<T>(cddp__mul(r.momentum, cddp__load(moment)));
+      if (IN & CDDP__CU_MOMENTUM) {
+        m = cddp__cu_rounded<T>(cddp__cu_mul(r.momentum, cddp__cu_load(moment)));
         m = add(m, d, r.intake);
       }
       d = r.nesterov ? add(d, m, r.momentum) : m;
-      moment = cddp__store<T>(m);
+      moment = cddp__cu_store<T>(m);
     }
-    data = cddp__store<T>(add(p, d, r.step));
-    if (OUT & CDDP__GRAD) grad = publish ? data : cddp__store<T>((C)0);
+    data = cddp__cu_store<T>(add(p, d, r.step));
+    if (OUT & CDDP__CU_GRAD) grad = publish ? data : cddp__cu_store<T>((C)0);
   }
-  template <int N> __device__ void copy(const cddp__piece &p, size_t i, const T *d) const {
+  template <size_t N> __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
     copies.template copy<N>(p, i, d);
   }
 };
 
-struct cddp__no_copy {
-  template <int N, typename T> __device__ void copy(const cddp__piece &, size_t, const T *) const {}
+struct cddp__cu_no_copy {
+  template <size_t N, typename T> __device__ void copy(const cddp__cu_piece &, size_t, const T *) const {}
 };
 
-template <typename H> struct cddp__half_copy {
-  template <int N, typename T>
-  __device__ void copy(const cddp__piece &p, size_t i, const T *d) const {
-    cddp__pack<H, N> out;
-#pragma unroll
-    for (int k = 0; k < N; k++) out.v[k] = cddp__store<H>((float)d[k]);
-    *(cddp__pack<H, N> *)((H *)p.copy + i) = out;
+template <typename H> struct cddp__cu_half_copy {
+  template <size_t N, typename T>
+  __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
+    cddp__cu_pack<H, N> out;
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) out.v[k] = cddp__cu_store<H>((float)d[k]);
+    *(cddp__cu_pack<H, N> *)((H *)p.copy + i) = out;
   }
 };
 
 /* x as T, without rounding twice on the way: first to odd, then to the nearest. */
-template <typename T> static double cddp__scalar(double x) { return x; }
-static uint32_t cddp__float_bits_odd(double x) {
+template <typename T> static double cddp__cu_scalar(double x) { return x; }
+static uint32_t cddp__cu_float_bits_odd(double x) {
   float y = (float)x;
   uint32_t u;
   memcpy(&u, &y, 4);
@@ -437,17 +439,17 @@ static uint32_t cddp__float_bits_odd(double x) {
   if (fabs((double)y) > fabs(x)) u--;
   return u | 1;
 }
-static double cddp__bits_float(uint32_t u) {
+static double cddp__cu_bits_float(uint32_t u) {
   float y;
   memcpy(&y, &u, 4);
   return (double)y;
 }
-template <> double cddp__scalar<__nv_bfloat16>(double x) {
-  uint32_t u = cddp__float_bits_odd(x);
-  return cddp__bits_float((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u);
+template <> double cddp__cu_scalar<__nv_bfloat16>(double x) {
+  uint32_t u = cddp__cu_float_bits_odd(x);
+  return cddp__cu_bits_float((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u);
 }
-template <> double cddp__scalar<__half>(double x) {
-  double y = cddp__bits_float(cddp__float_bits_odd(x)), a = fabs(y), unit;
+template <> double cddp__cu_scalar<__half>(double x) {
+  double y = cddp__cu_bits_float(cddp__cu_float_bits_odd(x)), a = fabs(y), unit;
   int e;
   if (!(a < 65520)) return y != y ? y : y > 0 ? HUGE_VAL : -HUGE_VAL;
   frexp(a, &e);
@@ -456,13 +458,13 @@ template <> double cddp__scalar<__half>(double x) {
 }
 
 template <typename T>
-static cddp__rule<typename cddp__type<T>::C> cddp__make_rule(const cddp_sgd_desc *d) {
-  typedef typename cddp__type<T>::C C;
-  cddp__rule<C> r;
-  r.step = (C)cddp__scalar<T>(-d->lr);
-  r.momentum = (C)cddp__scalar<T>(d->momentum);
-  r.intake = (C)cddp__scalar<T>(1.0 - d->dampening);
-  r.decay = (C)cddp__scalar<T>(d->weight_decay);
+static cddp__cu_rule<typename cddp__cu_type<T>::C> cddp__cu_make_rule(const cddp_sgd_desc *d) {
+  typedef typename cddp__cu_type<T>::C C;
+  cddp__cu_rule<C> r;
+  r.step = (C)cddp__cu_scalar<T>(-d->lr);
+  r.momentum = (C)cddp__cu_scalar<T>(d->momentum);
+  r.intake = (C)cddp__cu_scalar<T>(1.0 - d->dampening);
+  r.decay = (C)cddp__cu_scalar<T>(d->weight_decay);
   r.has_momentum = d->momentum != 0;
   r.has_decay = d->weight_decay != 0;
   r.nesterov = d->nesterov;
@@ -472,37 +474,37 @@ static cddp__rule<typename cddp__type<T>::C> cddp__make_rule(const cddp_sgd_desc
 }
 
 template <typename T, int IN, int OUT, typename Copy>
-static cudaError_t cddp__sgd_as(const cddp_segment *s, void *const *copies, int n,
+static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
                                 const cddp_sgd_desc *rule, unsigned flags, cudaStream_t stream) {
-  cddp__sgd_op<T, IN, OUT, Copy> op = {};
-  op.r = cddp__make_rule<T>(rule);
+  cddp__cu_sgd_op<T, IN, OUT, Copy> op = {};
+  op.r = cddp__cu_make_rule<T>(rule);
   op.publish = (flags & CDDP_SGD_PUBLISH) != 0;
-  return cddp__segments<T>(s, copies, n, op, stream);
+  return cddp__cu_segments<T>(s, copies, n, op, stream);
 }
 
 template <typename T, typename Copy>
-static cudaError_t cddp__sgd_copying(const cddp_segment *s, void *const *copies, int n,
+static cudaError_t cddp__cu_sgd_copying(const cddp_segment *s, void *const *copies, int n,
                                      const cddp_sgd_desc *rule, unsigned flags,
                                      cudaStream_t stream) {
-  const int M = CDDP__MOMENTUM, G = CDDP__GRAD;
+  const int M = CDDP__CU_MOMENTUM, G = CDDP__CU_GRAD;
   bool grad = (flags & (CDDP_SGD_ZERO | CDDP_SGD_PUBLISH)) != 0;
   if (rule->momentum == 0)
-    return grad ? cddp__sgd_as<T, 0, G, Copy>(s, copies, n, rule, flags, stream)
-                : cddp__sgd_as<T, 0, 0, Copy>(s, copies, n, rule, flags, stream);
+    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, flags, stream)
+                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, flags, stream);
   if ((flags & CDDP_SGD_FIRST) != 0)
-    return grad ? cddp__sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, flags, stream)
-                : cddp__sgd_as<T, 0, M, Copy>(s, copies, n, rule, flags, stream);
-  return grad ? cddp__sgd_as<T, M, G | M, Copy>(s, copies, n, rule, flags, stream)
-              : cddp__sgd_as<T, M, M, Copy>(s, copies, n, rule, flags, stream);
+    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, flags, stream)
+                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, flags, stream);
+  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, flags, stream)
+              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, flags, stream);
 }
 
 template <typename T>
-static cudaError_t cddp__sgd_plain(const cddp_segment *s, int n, const cddp_sgd_desc *rule,
+static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_sgd_desc *rule,
                                    unsigned flags, cudaStream_t stream) {
-  return cddp__sgd_copying<T, cddp__no_copy>(s, NULL, n, rule, flags, stream);
+  return cddp__cu_sgd_copying<T, cddp__cu_no_copy>(s, NULL, n, rule, flags, stream);
 }
 
-static bool cddp__segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
+static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
   if (n < 0 || (n > 0 && s == NULL)) return false;
   for (int i = 0; i < n; i++)
     if (s[i].count > 0 && (s[i].grad == NULL || (data && s[i].data == NULL) ||
@@ -514,114 +516,113 @@ static bool cddp__segments_ok(const cddp_segment *s, int n, bool data, bool mome
 extern "C" cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                                      const cddp_sgd_desc *rule, unsigned flags,
                                      cudaStream_t stream) {
-  if (rule == NULL || !cddp__segments_ok(s, n, true, rule->momentum != 0))
+  if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
     return cudaErrorInvalidValue;
-  return CDDP__DISPATCH_TYPE(dtype, cddp__sgd_plain, s, n, rule, flags, stream);
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, flags, stream);
 }
 
 extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
                                             cddp_dtype copy_dtype, const cddp_sgd_desc *rule,
                                             unsigned flags, cudaStream_t stream) {
-  if (rule == NULL || !cddp__segments_ok(s, n, true, rule->momentum != 0) ||
+  if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0) ||
       (n > 0 && copies == NULL))
     return cudaErrorInvalidValue;
   for (int i = 0; i < n; i++)
     if (s[i].count > 0 && copies[i] == NULL) return cudaErrorInvalidValue;
   if (copy_dtype == CDDP_F16)
-    return cddp__sgd_copying<float, cddp__half_copy<__half> >(s, copies, n, rule, flags, stream);
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half> >(s, copies, n, rule, flags, stream);
   if (copy_dtype == CDDP_BF16)
-    return cddp__sgd_copying<float, cddp__half_copy<__nv_bfloat16> >(s, copies, n, rule, flags,
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16> >(s, copies, n, rule, flags,
                                                                      stream);
   return cudaErrorInvalidValue;
 }
 
-template <typename T> struct cddp__adopt_op : cddp__no_copy {
-  enum { READS = CDDP__GRAD, WRITES = CDDP__DATA | CDDP__GRAD };
+template <typename T> struct cddp__cu_adopt_op : cddp__cu_no_copy {
+  enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_DATA | CDDP__CU_GRAD };
   __device__ void begin() {}
   __device__ void apply(T &data, T &grad, T &) const {
     data = grad;
-    grad = cddp__store<T>(0);
+    grad = cddp__cu_store<T>(0);
   }
 };
 
 template <typename T>
-static cudaError_t cddp__adopt(const cddp_segment *s, int n, cudaStream_t stream) {
-  return cddp__segments<T>(s, NULL, n, cddp__adopt_op<T>(), stream);
+static cudaError_t cddp__cu_adopt(const cddp_segment *s, int n, cudaStream_t stream) {
+  return cddp__cu_segments<T>(s, NULL, n, cddp__cu_adopt_op<T>(), stream);
 }
 
 extern "C" cudaError_t cddp_cuda_adopt(const cddp_segment *s, int n, cddp_dtype dtype,
                                        cudaStream_t stream) {
-  if (!cddp__segments_ok(s, n, true, false)) return cudaErrorInvalidValue;
-  return CDDP__DISPATCH_TYPE(dtype, cddp__adopt, s, n, stream);
+  if (!cddp__cu_segments_ok(s, n, true, false)) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_adopt, s, n, stream);
 }
 
-template <typename T> struct cddp__scale_op : cddp__no_copy {
-  enum { READS = CDDP__GRAD, WRITES = CDDP__GRAD };
+template <typename T> struct cddp__cu_scale_op : cddp__cu_no_copy {
+  enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_GRAD };
   const double *factor;
-  typename cddp__type<T>::C f;
-  __device__ void begin() { f = (typename cddp__type<T>::C)*factor; }
+  typename cddp__cu_type<T>::C f;
+  __device__ void begin() { f = (typename cddp__cu_type<T>::C)*factor; }
   __device__ void apply(T &, T &grad, T &) const {
-    grad = cddp__store<T>(cddp__mul(cddp__load(grad), f));
+    grad = cddp__cu_store<T>(cddp__cu_mul(cddp__cu_load(grad), f));
   }
 };
 
 template <typename T>
-static cudaError_t cddp__scale(const cddp_segment *s, int n, const double *factor,
+static cudaError_t cddp__cu_scale(const cddp_segment *s, int n, const double *factor,
                                cudaStream_t stream) {
-  cddp__scale_op<T> op;
+  cddp__cu_scale_op<T> op;
   op.factor = factor;
   op.f = 1;
-  return cddp__segments<T>(s, NULL, n, op, stream);
+  return cddp__cu_segments<T>(s, NULL, n, op, stream);
 }
 
 extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype dtype,
                                        const double *scratch, cudaStream_t stream) {
-  if (!cddp__segments_ok(s, n, false, false) || scratch == NULL) return cudaErrorInvalidValue;
-  return CDDP__DISPATCH_TYPE(dtype, cddp__scale, s, n, scratch + 1, stream);
+  if (!cddp__cu_segments_ok(s, n, false, false) || scratch == NULL) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_scale, s, n, scratch + 1, stream);
 }
 
 /* >>sums -----------------------------------------------------------------------------------------
    Works as follows: each block leaves its sum in scratch (block b at 2 + b), a second launch of one
    block adds these up. How many blocks there are depends on the size alone, not on the device. */
 
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__finish_kernel(double *to, const double *partial, int n, double factor, bool add) {
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_finish_kernel(double *to, const double *partial, int n, double factor, bool add) {
   double sum = 0;
-  for (int i = (int)threadIdx.x; i < n; i += CDDP__THREADS) sum += partial[i];
-  sum = cddp__block_sum(sum) * factor;
+  for (int i = (int)threadIdx.x; i < n; i += CDDP__CU_THREADS) sum += partial[i];
+  sum = cddp__cu_block_sum(sum) * factor;
   if (threadIdx.x == 0) *to = add ? *to + sum : sum;
 }
 
 template <typename T>
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__squares_kernel(const T *x, size_t n, bool packed, double *partial) {
-  enum { N = 16 / sizeof(T) };
-  typedef cddp__pack<T, N> pack;
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_squares_kernel(const T *x, size_t n, bool packed, double *partial) {
+  const size_t N = 16 / sizeof(T);
+  typedef cddp__cu_pack<T, N> pack;
   size_t packs = packed ? n / N : 0;
   double sum = 0;
-  for (size_t i = cddp__thread(); i < packs; i += cddp__all_threads()) {
+  for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
     pack p = ((const pack *)x)[i];
-#pragma unroll
-    for (int k = 0; k < N; k++) sum += (double)cddp__load(p.v[k]) * (double)cddp__load(p.v[k]);
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) sum += (double)cddp__cu_load(p.v[k]) * (double)cddp__cu_load(p.v[k]);
   }
-  for (size_t i = packs * N + cddp__thread(); i < n; i += cddp__all_threads())
-    sum += (double)cddp__load(x[i]) * (double)cddp__load(x[i]);
-  sum = cddp__block_sum(sum);
+  for (size_t i = packs * N + cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
+    sum += (double)cddp__cu_load(x[i]) * (double)cddp__cu_load(x[i]);
+  sum = cddp__cu_block_sum(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
 template <typename T>
-static cudaError_t cddp__squares(const cddp_segment *s, int n, double *scratch, bool add,
+static cudaError_t cddp__cu_squares(const cddp_segment *s, int n, double *scratch, bool add,
                                  cudaStream_t stream) {
   cudaError_t e = cudaSuccess;
   for (int i = 0; i < n && e == cudaSuccess; i++) {
     const T *x = (const T *)s[i].grad;
-    unsigned blocks = cddp__blocks(s[i].count, 4 * CDDP__THREADS, CDDP_CUDA_BLOCKS);
+    unsigned blocks = cddp__cu_blocks(s[i].count, 4 * CDDP__CU_THREADS, CDDP_CUDA_BLOCKS);
     if (s[i].count == 0) continue;
-    e = cddp__launch(cddp__squares_kernel<T>, dim3(blocks), CDDP__THREADS, stream, x, s[i].count,
+    e = cddp__cu_launch(cddp__cu_squares_kernel<T>, dim3(blocks), CDDP__CU_THREADS, stream, x, s[i].count,
                      (uintptr_t)x % 16 == 0, scratch + 2);
     if (e == cudaSuccess)
-      e = cddp__launch(cddp__finish_kernel, dim3(1), CDDP__THREADS, stream, scratch, scratch + 2,
+      e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, scratch, scratch + 2,
                        (int)blocks, 1.0, add);
     add = true;
   }
@@ -631,114 +632,113 @@ static cudaError_t cddp__squares(const cddp_segment *s, int n, double *scratch, 
 
 extern "C" cudaError_t cddp_cuda_squares(const cddp_segment *s, int n, cddp_dtype dtype,
                                          double *scratch, bool add, cudaStream_t stream) {
-  if (!cddp__segments_ok(s, n, false, false) || scratch == NULL) return cudaErrorInvalidValue;
-  return CDDP__DISPATCH_TYPE(dtype, cddp__squares, s, n, scratch, add, stream);
+  if (!cddp__cu_segments_ok(s, n, false, false) || scratch == NULL) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_squares, s, n, scratch, add, stream);
 }
 
-static __global__ void cddp__factor_kernel(double *scratch, double max_norm) {
+static __global__ void cddp__cu_factor_kernel(double *scratch, double max_norm) {
   double factor = max_norm / (sqrt(scratch[0]) + 1e-6);
   scratch[1] = factor > 1 ? 1 : factor; /* NaN stays NaN */
 }
 
 extern "C" cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaStream_t stream) {
   if (scratch == NULL) return cudaErrorInvalidValue;
-  return cddp__launch(cddp__factor_kernel, dim3(1), 1, stream, scratch, max_norm);
+  return cddp__cu_launch(cddp__cu_factor_kernel, dim3(1), 1, stream, scratch, max_norm);
 }
 
 /* >>arrays ------------------------------------------------------------------------------------- */
 
-template <typename To, typename From> struct cddp__conversion {
+template <typename To, typename From> struct cddp__cu_conversion {
   static __device__ To of(From x) {
-    return cddp__store<To>((typename cddp__type<To>::C)cddp__load(x));
+    return cddp__cu_store<To>((typename cddp__cu_type<To>::C)cddp__cu_load(x));
   }
 };
-template <typename To> struct cddp__conversion<To, double> { /* rounds to odd, then once */
+template <typename To> struct cddp__cu_conversion<To, double> { /* rounds to odd, then once */
   static __device__ To of(double x) {
     float y = __double2float_rz(x);
     if ((double)y != x && x == x) y = __uint_as_float(__float_as_uint(y) | 1);
-    return cddp__store<To>(y);
+    return cddp__cu_store<To>(y);
   }
 };
-template <> struct cddp__conversion<float, double> {
+template <> struct cddp__cu_conversion<float, double> {
   static __device__ float of(double x) { return (float)x; }
 };
-template <> struct cddp__conversion<double, double> {
+template <> struct cddp__cu_conversion<double, double> {
   static __device__ double of(double x) { return x; }
 };
 
 template <typename To, typename From>
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__convert_kernel(To *to, const From *from, size_t n, bool packed) {
-  enum { N = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From)) };
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_convert_kernel(To *to, const From *from, size_t n, bool packed) {
+  const size_t N = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
   size_t packs = packed ? n / N : 0;
-  for (size_t i = cddp__thread(); i < packs; i += cddp__all_threads()) {
-    cddp__pack<From, N> in = ((const cddp__pack<From, N> *)from)[i];
-    cddp__pack<To, N> out;
-#pragma unroll
-    for (int k = 0; k < N; k++) out.v[k] = cddp__conversion<To, From>::of(in.v[k]);
-    ((cddp__pack<To, N> *)to)[i] = out;
+  for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
+    cddp__cu_pack<From, N> in = ((const cddp__cu_pack<From, N> *)from)[i];
+    cddp__cu_pack<To, N> out;
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) out.v[k] = cddp__cu_conversion<To, From>::of(in.v[k]);
+    ((cddp__cu_pack<To, N> *)to)[i] = out;
   }
-  for (size_t i = packs * N + cddp__thread(); i < n; i += cddp__all_threads())
-    to[i] = cddp__conversion<To, From>::of(from[i]);
+  for (size_t i = packs * N + cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
+    to[i] = cddp__cu_conversion<To, From>::of(from[i]);
 }
 
 template <typename To, typename From>
-static cudaError_t cddp__convert_from(void *to, const void *from, size_t n, cudaStream_t stream) {
+static cudaError_t cddp__cu_convert_from(void *to, const void *from, size_t n, cudaStream_t stream) {
   bool packed = ((uintptr_t)to | (uintptr_t)from) % 16 == 0;
-  return cddp__launch(cddp__convert_kernel<To, From>,
-                      dim3(cddp__blocks(n, 4 * CDDP__THREADS, 1u << 16)), CDDP__THREADS, stream,
+  return cddp__cu_launch(cddp__cu_convert_kernel<To, From>,
+                      dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS, stream,
                       (To *)to, (const From *)from, n, packed);
 }
 
 template <typename To>
-static cudaError_t cddp__convert_to(void *to, const void *from, cddp_dtype dtype, size_t n,
+static cudaError_t cddp__cu_convert_to(void *to, const void *from, cddp_dtype dtype, size_t n,
                                     cudaStream_t stream) {
   switch (dtype) {
-    case CDDP_F32: return cddp__convert_from<To, float>(to, from, n, stream);
-    case CDDP_F64: return cddp__convert_from<To, double>(to, from, n, stream);
-    case CDDP_F16: return cddp__convert_from<To, __half>(to, from, n, stream);
-    case CDDP_BF16: return cddp__convert_from<To, __nv_bfloat16>(to, from, n, stream);
+    case CDDP_F32: return cddp__cu_convert_from<To, float>(to, from, n, stream);
+    case CDDP_F64: return cddp__cu_convert_from<To, double>(to, from, n, stream);
+    case CDDP_F16: return cddp__cu_convert_from<To, __half>(to, from, n, stream);
+    case CDDP_BF16: return cddp__cu_convert_from<To, __nv_bfloat16>(to, from, n, stream);
     default: return cudaErrorInvalidValue;
   }
 }
 
 extern "C" cudaError_t cddp_cuda_convert(void *to, cddp_dtype to_dtype, const void *from,
                                          cddp_dtype from_dtype, size_t n, cudaStream_t stream) {
-  if (!cddp__is_float(to_dtype) || !cddp__is_float(from_dtype)) return cudaErrorInvalidValue;
+  if (!cddp__cu_is_float(to_dtype) || !cddp__cu_is_float(from_dtype)) return cudaErrorInvalidValue;
   if (n == 0) return cudaSuccess;
   if (to == NULL || from == NULL) return cudaErrorInvalidValue;
-  return CDDP__DISPATCH_TYPE(to_dtype, cddp__convert_to, to, from, from_dtype, n, stream);
+  return CDDP__CU_DISPATCH_TYPE(to_dtype, cddp__cu_convert_to, to, from, from_dtype, n, stream);
 }
 
 template <typename T>
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__fill_kernel(T *x, size_t n, double value) {
-  T v = cddp__conversion<T, double>::of(value);
-  for (size_t i = cddp__thread(); i < n; i += cddp__all_threads()) x[i] = v;
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_fill_kernel(T *x, size_t n, double value) {
+  T v = cddp__cu_conversion<T, double>::of(value);
+  for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) x[i] = v;
 }
 
 template <typename T>
-static cudaError_t cddp__fill(void *x, size_t n, double value, cudaStream_t stream) {
-  return cddp__launch(cddp__fill_kernel<T>, dim3(cddp__blocks(n, 4 * CDDP__THREADS, 1u << 16)),
-                      CDDP__THREADS, stream, (T *)x, n, value);
+static cudaError_t cddp__cu_fill(void *x, size_t n, double value, cudaStream_t stream) {
+  return cddp__cu_launch(cddp__cu_fill_kernel<T>, dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)),
+                      CDDP__CU_THREADS, stream, (T *)x, n, value);
 }
 
 extern "C" cudaError_t cddp_cuda_fill(void *x, cddp_dtype dtype, size_t n, double value,
                                       cudaStream_t stream) {
-  if (!cddp__is_float(dtype)) return cudaErrorInvalidValue;
+  if (!cddp__cu_is_float(dtype)) return cudaErrorInvalidValue;
   if (n == 0) return cudaSuccess;
   if (x == NULL) return cudaErrorInvalidValue;
-  return CDDP__DISPATCH_TYPE(dtype, cddp__fill, x, n, value, stream);
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_fill, x, n, value, stream);
 }
 
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__uniform_kernel(float *x, size_t n, float bound, uint64_t seed) {
-  for (size_t i = cddp__thread(); i < n; i += cddp__all_threads()) { /* splitmix64 */
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_uniform_kernel(float *x, size_t n, float bound, uint64_t seed) {
+  for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) { /* splitmix64 */
     uint64_t z = (seed << 32) + seed + ((uint64_t)i + 1) * 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     z = (z ^ (z >> 31)) >> 40;
-    x[i] = cddp__mul(cddp__add((float)(uint32_t)z / 8388608.0f, -1.0f), bound);
+    x[i] = cddp__cu_mul(cddp__cu_add((float)(uint32_t)z / 8388608.0f, -1.0f), bound);
   }
 }
 
@@ -746,15 +746,15 @@ extern "C" cudaError_t cddp_cuda_uniform(float *x, size_t n, float bound, uint64
                                          cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
   if (x == NULL) return cudaErrorInvalidValue;
-  return cddp__launch(cddp__uniform_kernel, dim3(cddp__blocks(n, 4 * CDDP__THREADS, 1u << 16)),
-                      CDDP__THREADS, stream, x, n, bound, seed);
+  return cddp__cu_launch(cddp__cu_uniform_kernel, dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)),
+                      CDDP__CU_THREADS, stream, x, n, bound, seed);
 }
 
 /* >>layers ------------------------------------------------------------------------------------- */
 
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__relu_backward_kernel(float *dy, const float *y, size_t n) {
-  for (size_t i = cddp__thread(); i < n; i += cddp__all_threads())
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_relu_backward_kernel(float *dy, const float *y, size_t n) {
+  for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
     dy[i] = y[i] > 0 ? dy[i] : 0.0f;
 }
 
@@ -762,41 +762,41 @@ extern "C" cudaError_t cddp_cuda_relu_backward(float *dy, const float *y, size_t
                                                cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
   if (dy == NULL || y == NULL) return cudaErrorInvalidValue;
-  return cddp__launch(cddp__relu_backward_kernel,
-                      dim3(cddp__blocks(n, 4 * CDDP__THREADS, 1u << 16)), CDDP__THREADS, stream,
+  return cddp__cu_launch(cddp__cu_relu_backward_kernel,
+                      dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS, stream,
                       dy, y, n);
 }
 
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__mse_kernel(const float *y, const float *target, float *dy, double *partial, size_t n,
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_mse_kernel(const float *y, const float *target, float *dy, double *partial, size_t n,
                      float factor) {
   double sum = 0;
-  for (size_t i = cddp__thread(); i < n; i += cddp__all_threads()) {
+  for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) {
     float error = y[i] - target[i];
     sum += (double)error * (double)error;
     if (dy != NULL) dy[i] = factor * error;
   }
-  sum = cddp__block_sum(sum);
+  sum = cddp__cu_block_sum(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
 extern "C" cudaError_t cddp_cuda_mse(const float *y, const float *target, float *dy, double *stats,
                                      double *scratch, size_t n, cudaStream_t stream) {
-  unsigned blocks = cddp__blocks(n, CDDP__THREADS, CDDP_CUDA_BLOCKS);
+  unsigned blocks = cddp__cu_blocks(n, CDDP__CU_THREADS, CDDP_CUDA_BLOCKS);
   cudaError_t e;
   if (n == 0) return cudaSuccess;
   if (y == NULL || target == NULL || stats == NULL || scratch == NULL)
     return cudaErrorInvalidValue;
-  e = cddp__launch(cddp__mse_kernel, dim3(blocks), CDDP__THREADS, stream, y, target, dy,
+  e = cddp__cu_launch(cddp__cu_mse_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y, target, dy,
                    scratch + 2, n, 2.0f / (float)n);
   if (e != cudaSuccess) return e;
-  return cddp__launch(cddp__finish_kernel, dim3(1), CDDP__THREADS, stream, stats, scratch + 2,
+  return cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats, scratch + 2,
                       (int)blocks, 1.0 / (double)n, true);
 }
 
 /* Works as follows: a warp takes a row, in three passes: the maximum and where it is, the sum of
    exp(y - maximum), the gradient. Nothing overflows, as no exponent is positive. */
-static __device__ double cddp__row_loss(const float *y, float *dy, int label, int classes,
+static __device__ double cddp__cu_row_loss(const float *y, float *dy, int label, int classes,
                                         float share, bool *right) {
   int lane = (int)(threadIdx.x % 32), best = classes, k;
   float top = -INFINITY, sum = 0, target;
@@ -817,19 +817,19 @@ static __device__ double cddp__row_loss(const float *y, float *dy, int label, in
   return (double)(top - target) + (double)logf(sum);
 }
 
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__cross_entropy_kernel(const float *y, const int32_t *labels, float *dy, double *partial,
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_cross_entropy_kernel(const float *y, const int32_t *labels, float *dy, double *partial,
                                int64_t rows, int classes, float share) {
-  const int64_t warps = (int64_t)gridDim.x * (CDDP__THREADS / 32);
+  const int64_t warps = (int64_t)gridDim.x * (CDDP__CU_THREADS / 32);
   double loss = 0, hits = 0;
-  for (int64_t r = (int64_t)(cddp__thread() / 32); r < rows; r += warps) {
+  for (int64_t r = (int64_t)(cddp__cu_thread() / 32); r < rows; r += warps) {
     bool right;
-    double mine = cddp__row_loss(y + r * classes, dy != NULL ? dy + r * classes : NULL, labels[r],
+    double mine = cddp__cu_row_loss(y + r * classes, dy != NULL ? dy + r * classes : NULL, labels[r],
                                  classes, share, &right);
     if (threadIdx.x % 32 == 0) loss += mine, hits += right;
   }
-  loss = cddp__block_sum(loss);
-  hits = cddp__block_sum(hits);
+  loss = cddp__cu_block_sum(loss);
+  hits = cddp__cu_block_sum(hits);
   if (threadIdx.x == 0) partial[blockIdx.x] = loss, partial[CDDP_CUDA_BLOCKS + blockIdx.x] = hits;
 }
 
@@ -841,25 +841,25 @@ extern "C" cudaError_t cddp_cuda_cross_entropy(const float *y, const int32_t *la
   if (rows == 0) return cudaSuccess;
   if (rows < 0 || classes < 1 || y == NULL || labels == NULL || stats == NULL || scratch == NULL)
     return cudaErrorInvalidValue;
-  blocks = cddp__blocks((size_t)rows, CDDP__THREADS / 32, CDDP_CUDA_BLOCKS);
-  e = cddp__launch(cddp__cross_entropy_kernel, dim3(blocks), CDDP__THREADS, stream, y, labels, dy,
+  blocks = cddp__cu_blocks((size_t)rows, CDDP__CU_THREADS / 32, CDDP_CUDA_BLOCKS);
+  e = cddp__cu_launch(cddp__cu_cross_entropy_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y, labels, dy,
                    scratch + 2, rows, classes, 1.0f / (float)rows);
   if (e == cudaSuccess)
-    e = cddp__launch(cddp__finish_kernel, dim3(1), CDDP__THREADS, stream, stats, scratch + 2,
+    e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats, scratch + 2,
                      (int)blocks, 1.0 / (double)rows, true);
   if (e == cudaSuccess)
-    e = cddp__launch(cddp__finish_kernel, dim3(1), CDDP__THREADS, stream, stats + 1,
+    e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats + 1,
                      scratch + 2 + CDDP_CUDA_BLOCKS, (int)blocks, 1.0, true);
   return e;
 }
 
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__embedding_kernel(const float *table, const int32_t *ids, float *out, int64_t n,
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_embedding_kernel(const float *table, const int32_t *ids, float *out, int64_t n,
                            int vocabulary, int width) {
   for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
     bool known = (unsigned)ids[i] < (unsigned)vocabulary;
     const float *row = table + (known ? (int64_t)ids[i] * width : 0);
-    for (int k = (int)threadIdx.x; k < width; k += CDDP__THREADS)
+    for (int k = (int)threadIdx.x; k < width; k += CDDP__CU_THREADS)
       out[i * width + k] = known ? row[k] : NAN;
   }
 }
@@ -870,14 +870,14 @@ extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *id
   if (n == 0 || width == 0) return cudaSuccess;
   if (n < 0 || width < 0 || vocabulary < 0 || table == NULL || ids == NULL || out == NULL)
     return cudaErrorInvalidValue;
-  return cddp__launch(cddp__embedding_kernel, dim3(cddp__blocks((size_t)n, 1, 1u << 16)),
-                      CDDP__THREADS, stream, table, ids, out, n, vocabulary, width);
+  return cddp__cu_launch(cddp__cu_embedding_kernel, dim3(cddp__cu_blocks((size_t)n, 1, 1u << 16)),
+                      CDDP__CU_THREADS, stream, table, ids, out, n, vocabulary, width);
 }
 
 /* Works as follows: the block of an id's first place adds all places of that id, in their order; the
    blocks of its later places do nothing. No two blocks write one row. */
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__embedding_backward_kernel(const float *dout, const int32_t *ids, float *dtable, int64_t n,
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_embedding_backward_kernel(const float *dout, const int32_t *ids, float *dtable, int64_t n,
                                     int vocabulary, int width) {
   for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
     int32_t id = ids[i];
@@ -885,7 +885,7 @@ static __global__ void __launch_bounds__(CDDP__THREADS)
     if ((unsigned)id >= (unsigned)vocabulary) continue;
     while (j < i && ids[j] != id) j++;
     if (j < i) continue;
-    for (int k = (int)threadIdx.x; k < width; k += CDDP__THREADS) {
+    for (int k = (int)threadIdx.x; k < width; k += CDDP__CU_THREADS) {
       float sum = dtable[(int64_t)id * width + k];
       for (j = i; j < n; j++)
         if (ids[j] == id) sum += dout[j * width + k];
@@ -900,15 +900,15 @@ extern "C" cudaError_t cddp_cuda_embedding_backward(const float *dout, const int
   if (n == 0 || width == 0) return cudaSuccess;
   if (n < 0 || width < 0 || vocabulary < 0 || dout == NULL || ids == NULL || dtable == NULL)
     return cudaErrorInvalidValue;
-  return cddp__launch(cddp__embedding_backward_kernel, dim3(cddp__blocks((size_t)n, 1, 1u << 16)),
-                      CDDP__THREADS, stream, dout, ids, dtable, n, vocabulary, width);
+  return cddp__cu_launch(cddp__cu_embedding_backward_kernel, dim3(cddp__cu_blocks((size_t)n, 1, 1u << 16)),
+                      CDDP__CU_THREADS, stream, dout, ids, dtable, n, vocabulary, width);
 }
 
 #ifndef CDDP_KERNELS_NO_CUBLAS
 
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__bias_kernel(float *y, const float *b, int rows, int out, bool relu) {
-  int c = (int)(blockIdx.x * CDDP__THREADS + threadIdx.x);
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_bias_kernel(float *y, const float *b, int rows, int out, bool relu) {
+  int c = (int)(blockIdx.x * CDDP__CU_THREADS + threadIdx.x);
   if (c >= out) return;
   for (int r = (int)blockIdx.y; r < rows; r += (int)gridDim.y) {
     float *at = y + (int64_t)r * out + c, v = *at + (b != NULL ? b[c] : 0.0f);
@@ -927,26 +927,26 @@ extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, con
                   out) != CUBLAS_STATUS_SUCCESS)
     return cudaErrorUnknown;
   if (b == NULL && !relu) return cudaSuccess;
-  return cddp__launch(cddp__bias_kernel,
-                      dim3(cddp__blocks((size_t)out, CDDP__THREADS, 1u << 30),
-                           cddp__blocks((size_t)rows, 4, 65535)),
-                      CDDP__THREADS, stream, y, b, rows, out, relu);
+  return cddp__cu_launch(cddp__cu_bias_kernel,
+                      dim3(cddp__cu_blocks((size_t)out, CDDP__CU_THREADS, 1u << 30),
+                           cddp__cu_blocks((size_t)rows, 4, 65535)),
+                      CDDP__CU_THREADS, stream, y, b, rows, out, relu);
 }
 
 /* A block has 32 columns; its 8 warps sum every eighth row, then warp 0 adds the 8 sums. */
-static __global__ void __launch_bounds__(CDDP__THREADS)
-    cddp__columns_kernel(const float *x, float *sums, int rows, int columns) {
-  __shared__ float part[CDDP__THREADS / 32][32];
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_columns_kernel(const float *x, float *sums, int rows, int columns) {
+  __shared__ float part[CDDP__CU_THREADS / 32][32];
   int lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32), r;
   int64_t c = (int64_t)blockIdx.x * 32 + lane;
   float sum = 0;
-  for (r = warp; c < columns && r < rows; r += CDDP__THREADS / 32)
+  for (r = warp; c < columns && r < rows; r += CDDP__CU_THREADS / 32)
     sum += x[(int64_t)r * columns + c];
   part[warp][lane] = sum;
   __syncthreads();
   if (warp > 0 || c >= columns) return;
   sum = sums[c];
-  for (r = 0; r < CDDP__THREADS / 32; r++) sum += part[r][lane];
+  for (r = 0; r < CDDP__CU_THREADS / 32; r++) sum += part[r][lane];
   sums[c] = sum;
 }
 
@@ -965,8 +965,8 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
                                 &zero, dx, in) != CUBLAS_STATUS_SUCCESS)
     return cudaErrorUnknown;
   if (db == NULL) return cudaSuccess;
-  return cddp__launch(cddp__columns_kernel, dim3(cddp__blocks((size_t)out, 32, 1u << 30)),
-                      CDDP__THREADS, stream, dy, db, rows, out);
+  return cddp__cu_launch(cddp__cu_columns_kernel, dim3(cddp__cu_blocks((size_t)out, 32, 1u << 30)),
+                      CDDP__CU_THREADS, stream, dy, db, rows, out);
 }
 
 #endif /* CDDP_KERNELS_NO_CUBLAS */
@@ -974,35 +974,35 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
 /* >>table ----------------------------------------------------------------------------------------
    What cddp.h calls. It gets there by a constructor: before main, whatever file is linked first. */
 
-static int cddp__table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
+static int cddp__cu_table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                            const cddp_sgd_desc *rule, unsigned flags, void *stream) {
   return (int)cddp_cuda_sgd(s, n, dtype, rule, flags, (cudaStream_t)stream);
 }
-static int cddp__table_adopt(const cddp_segment *s, int n, cddp_dtype dtype, void *stream) {
+static int cddp__cu_table_adopt(const cddp_segment *s, int n, cddp_dtype dtype, void *stream) {
   return (int)cddp_cuda_adopt(s, n, dtype, (cudaStream_t)stream);
 }
-static int cddp__table_convert(void *to, cddp_dtype to_dtype, const void *from,
+static int cddp__cu_table_convert(void *to, cddp_dtype to_dtype, const void *from,
                                cddp_dtype from_dtype, size_t n, void *stream) {
   return (int)cddp_cuda_convert(to, to_dtype, from, from_dtype, n, (cudaStream_t)stream);
 }
-static int cddp__table_squares(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch,
+static int cddp__cu_table_squares(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch,
                                bool add, void *stream) {
   return (int)cddp_cuda_squares(s, n, dtype, scratch, add, (cudaStream_t)stream);
 }
-static int cddp__table_factor(double *scratch, double max_norm, void *stream) {
+static int cddp__cu_table_factor(double *scratch, double max_norm, void *stream) {
   return (int)cddp_cuda_factor(scratch, max_norm, (cudaStream_t)stream);
 }
-static int cddp__table_scale(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
+static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
                              void *stream) {
   return (int)cddp_cuda_scale(s, n, dtype, scratch, (cudaStream_t)stream);
 }
 
-static const cddp_kernels cddp__table = {
-    CDDP_VERSION,        CDDP_CUDA_SCRATCH_BYTES, cddp__table_sgd,    cddp__table_adopt,
-    cddp__table_convert, cddp__table_squares,     cddp__table_factor, cddp__table_scale};
+static const cddp_kernels cddp__cu_table = {
+    CDDP_VERSION,        CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,    cddp__cu_table_adopt,
+    cddp__cu_table_convert, cddp__cu_table_squares,     cddp__cu_table_factor, cddp__cu_table_scale};
 
-static struct cddp__registers {
-  cddp__registers() { cddp_register_kernels(&cddp__table); }
-} cddp__registered;
+static struct cddp__cu_registers {
+  cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }
+} cddp__cu_registered;
 
 #endif /* CDDP_KERNELS_IMPLEMENTATION */

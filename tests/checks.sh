@@ -111,6 +111,29 @@ alone() {
   run_program ./a.out
 }
 
+# nvcc without a GPU: device code for the architectures of the manual, no warnings from it or the host's
+# compiler. A virtual one last, so that later GPUs can run it.
+cuda_flags="-Werror all-warnings -Xcompiler -Wall,-Wextra -I$top"
+
+cuda-kernels() { # and no register is spilled
+  installed nvcc
+  # shellcheck disable=SC2086
+  nvcc $cuda_flags -O3 -std=c++17 -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
+    -Xptxas -v -c tests/kernels.cu -o "$work/kernels.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
+  grep -E '[1-9][0-9]* bytes spill' "$work/out" | none "registers are spilled"
+}
+
+cuda-examples() { # each by the flags of its top comment
+  local f
+  installed nvcc
+  [ -e "$(dirname "$(command -v nvcc)")/../include/nccl.h" ] || [ -e /usr/include/nccl.h ] || skip "no nccl.h"
+  for f in examples/*.cu; do
+    head -n 12 "$f" | grep -q -E "^ +nvcc .*$f" || fail "$f: no line '  nvcc ... $f ...' in its top comment"
+    # shellcheck disable=SC2086
+    nvcc $cuda_flags -O1 -arch=sm_90 -c "$f" -o "$work/example.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
+  done
+}
+
 aarch64() {
   installed aarch64-linux-gnu-gcc
   implementation aarch64-linux-gnu-gcc
@@ -199,9 +222,9 @@ unfinished() {
 
 short_examples() { # one file a lesson, at most 150 lines, its build command in the top comment
   local f
-  for f in examples/*.c; do # cddp...: a tool, no lesson
+  for f in examples/*.c examples/*.cu; do # cddp...: a tool, no lesson
     [[ $f = examples/cddp* ]] || [ "$(wc -l <"$f")" -le 150 ] || echo "$f: $(wc -l <"$f") lines"
-    head -n 20 "$f" | grep -q -E "^ +cc .*$f" || echo "$f: no line '  cc ... $f ...' in its top comment"
+    head -n 20 "$f" | grep -q -E "^ +(cc|nvcc) .*$f" || echo "$f: no line '  cc ... $f ...' in its top comment"
   done | none "examples"
 }
 
@@ -227,11 +250,12 @@ list() {
   for c in $compilers; do
     if command -v "$c" >/dev/null; then printf "%s-$c\n" $per_compiler; else echo "alone-$c"; fi
   done
-  echo alone-nvcc aarch64 $others
+  echo alone-nvcc cuda-kernels cuda-examples aarch64 $others
 }
 
 case ${1:-} in
 list) list ;;
+cuda-kernels | cuda-examples) "$1" || exit 1 ;;
 implementation-* | declarations-* | static-* | two-files-* | alone-*)
   what=${1%-*}
   "${what//-/_}" "${1##*-}" || exit 1

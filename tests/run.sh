@@ -14,6 +14,7 @@ patterns=("$@")
 variants="plain asan tsan clang clang-asan"
 valgrind_tests="groups p2p trajectories"
 tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(room\|public\) .*/\1/p' tests/variant.ninja)
+gpu_tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(gpu\|gpu_room\|kernels\) .*/\1/p' tests/gpu.ninja)
 passed=0 failed=0 skipped=0
 failures=()
 mkdir -p build/log
@@ -148,7 +149,8 @@ obstacle() { # VARIANT
 }
 
 run_variant() { # VARIANT
-  local v=$1 t why limit=300 prefix=("${fixed[@]+"${fixed[@]}"}") any=
+  local v=$1 t why limit=300 prefix=("${fixed[@]+"${fixed[@]}"}") any= tests=$tests
+  case $v in plain | asan) tests="$tests $gpu_tests" ;; esac
   for t in $tests; do wanted "$v/$t" && any=1; done
   [ -n "$any" ] || return 0
   why=$(obstacle "$v")

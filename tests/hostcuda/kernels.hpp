@@ -45,6 +45,8 @@ struct dim3 {
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
+inline thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
@@ -62,11 +64,11 @@ struct fiber {
   char *stack;
   unsigned thread; /* its number in the block */
   int waits;       /* RUNNABLE, ENDED, BLOCK_BARRIER or the number of the warp it waits for */
+  bool goes;
 };
 
 /* What the stream's thread is doing. */
 struct machine {
-  dim3 grid, block, at, thread;
   void (*body)(void *);
   void *argument;
   unsigned next, threads;
@@ -90,10 +92,8 @@ inline machine &m() {
   return here;
 }
 
-inline void set_thread(machine &s, unsigned n) {
-  s.thread.x = n % s.block.x;
-  s.thread.y = n / s.block.x % s.block.y;
-  s.thread.z = n / s.block.x / s.block.y;
+inline void set_thread(unsigned n) {
+  threadIdx = dim3(n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y);
 }
 
 inline void leave(machine &s, bool ends) { /* from a fiber to the scheduler */
@@ -117,7 +117,7 @@ inline void fiber_main() {
 #endif
   while (s.next < s.threads) {
     s.now->thread = s.next++;
-    set_thread(s, s.now->thread);
+    set_thread(s.now->thread);
     s.body(s.argument);
   }
   s.now->waits = ENDED;
@@ -127,7 +127,7 @@ inline void fiber_main() {
 inline void resume(machine &s, fiber *f) {
   s.now = f;
   f->waits = RUNNABLE;
-  set_thread(s, f->thread);
+  set_thread(f->thread);
 #if HOSTCUDA_ASAN
   __sanitizer_start_switch_fiber(&s.scheduler_fake, f->stack, STACK);
 #endif
@@ -161,33 +161,38 @@ inline void wait_at(int barrier) {
 
 inline int warp_of(unsigned thread) { return static_cast<int>(thread / 32); }
 
-/* Whether all living threads that take part in f's barrier wait there. */
-inline bool complete(const machine &s, size_t count, const fiber *f) {
+/* Lets those go on that wait at a complete barrier: of all living threads of the block, or of a warp. */
+inline bool release(machine &s, size_t count) {
+  unsigned living = 0, at_block = 0, warp_living[32] = {}, warp_waiting[32] = {};
   for (size_t i = 0; i < count; i++) {
-    const fiber *o = s.fibers[i];
-    if (o->waits == ENDED || o->waits == f->waits) continue;
-    if (f->waits == BLOCK_BARRIER || warp_of(o->thread) == f->waits) return false;
+    const fiber *f = s.fibers[i];
+    if (f->waits == ENDED) continue;
+    living++, warp_living[f->thread / 32]++;
+    if (f->waits == BLOCK_BARRIER) at_block++;
+    else warp_waiting[f->thread / 32]++;
   }
-  return true;
+  bool any = false;
+  for (size_t i = 0; i < count; i++) {
+    fiber *f = s.fibers[i];
+    unsigned w = f->thread / 32;
+    f->goes = f->waits == BLOCK_BARRIER ? at_block == living
+                                        : f->waits >= 0 && warp_waiting[w] == warp_living[w];
+    any = any || f->goes;
+  }
+  if (living > 0 && !any) {
+    fprintf(stderr, "hostcuda: the threads of a block wait at different barriers\n");
+    abort();
+  }
+  return living > 0;
 }
 
 inline void run_block(machine &s) {
-  size_t count = 0, living;
+  size_t count = 0;
   s.next = 0;
   while (s.next < s.threads) begin(s, count++);
-  do {
-    std::vector<fiber *> go;
-    living = 0;
-    for (size_t i = 0; i < count; i++) {
-      living += s.fibers[i]->waits != ENDED;
-      if (s.fibers[i]->waits != ENDED && complete(s, count, s.fibers[i])) go.push_back(s.fibers[i]);
-    }
-    if (living > 0 && go.empty()) {
-      fprintf(stderr, "hostcuda: the threads of a block wait at different barriers\n");
-      abort();
-    }
-    for (fiber *f : go) resume(s, f);
-  } while (living > 0);
+  while (release(s, count))
+    for (size_t i = 0; i < count; i++)
+      if (s.fibers[i]->goes) resume(s, s.fibers[i]);
 }
 
 inline void barrier() { wait_at(BLOCK_BARRIER); }
@@ -219,22 +224,20 @@ template <typename... P> struct call {
   static void run(void *self) {
     call *c = static_cast<call *>(self);
     machine &s = m();
-    s.grid = c->grid, s.block = c->block;
+    gridDim = c->grid, blockDim = c->block;
     s.body = body, s.argument = self;
     s.threads = c->block.x * c->block.y * c->block.z;
-    for (s.at.z = 0; s.at.z < s.grid.z; s.at.z++)
-      for (s.at.y = 0; s.at.y < s.grid.y; s.at.y++)
-        for (s.at.x = 0; s.at.x < s.grid.x; s.at.x++) run_block(s);
+    for (unsigned z = 0; z < gridDim.z; z++)
+      for (unsigned y = 0; y < gridDim.y; y++)
+        for (unsigned x = 0; x < gridDim.x; x++) {
+          blockIdx = dim3(x, y, z);
+          run_block(s);
+        }
   }
   static void drop(void *self) { delete static_cast<call *>(self); }
 };
 
 } /* namespace hostcuda */
-
-#define threadIdx (hostcuda::m().thread)
-#define blockIdx (hostcuda::m().at)
-#define blockDim (hostcuda::m().block)
-#define gridDim (hostcuda::m().grid)
 
 template <typename... P, typename... A>
 inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *c, void (*kernel)(P...),
