@@ -46,8 +46,9 @@
    Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
    only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits.
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
-   sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), and
-   CDDP_STORE_PROTO (old or new: the dialect of a TCPStore server that is not ours).
+   sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
+   directory for the flight recorder), and CDDP_STORE_PROTO (old or new: the dialect of a TCPStore
+   server that is not ours).
 
    CONTENTS: search for the mark
      >>api          the public interface, with the rules of each call
@@ -66,9 +67,9 @@
      >>buckets      distributed data parallel       >>cuda         devices, streams, the watcher
      >>nccl         communicators and operations    >>staging      device memory without NCCL
      >>gpus         data parallel on devices        >>sampler      DistributedSampler
-     >>spawn        processes and threads as ranks  >>validate     argument checks
-     >>public       the public functions            >>history      changes
-     >>license      the terms
+     >>spawn        processes and threads as ranks  >>launch       programs as ranks
+     >>validate     argument checks                 >>public       the public functions
+     >>history      changes                         >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -277,8 +278,8 @@ CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: buc
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
 
 /* Device code for SGD, clipping and compression, registered by cddp_kernels.cuh before main when
-   one .cu file of the program includes it. Segments are in host memory, theirs after the return; all
-   functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being success. */
+   one .cu file of the program includes it. Segments are in host memory, the caller's again after
+   the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being success. */
 typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   void *data;     /* weights; NULL where not needed */
   void *grad;
@@ -526,6 +527,46 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; 
    before other threads exist, as with any fork. Like torch.multiprocessing.spawn. */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
+/* What cddp_launch starts, in torchrun's words. */
+typedef struct cddp_launch_desc {
+  const char *const *argv; /* the program, looked for in PATH, and its arguments; NULL at the end */
+  int nproc_per_node;      /* ranks on this machine, the same on all; 0 = 1 */
+  int nnodes, node_rank;   /* machines, 0 = 1, and which one this is; each calls cddp_launch */
+  const char *master_addr; /* the machine with node_rank 0; NULL = this one, if it is alone */
+  int master_port;         /* 0 = any free one, with several machines 29500 */
+  bool standalone;         /* one machine and any free port, whatever master_addr and _port say */
+  bool serve_store;        /* one machine: serve the ranks' store here, as torchrun's agent does */
+  int max_restarts;        /* of all ranks when one fails; with 0 the first failure is the end */
+  const char *log_dir;     /* what rank N prints also goes to log_dir/rankN.log; NULL = none */
+  bool no_prefix;          /* lines as they are; false: "[3] " before those of rank 3 */
+  int color;               /* of the prefix: 0 = on a terminal, 1 = always, -1 = never */
+  int out_fd, err_fd;      /* where ranks' lines go; 0 = 1 and 2 (stdout, stderr); -1 = nowhere */
+  cddp_logger logger;      /* gets a line for each restart */
+} cddp_launch_desc;
+
+typedef struct cddp_launch_report {
+  int rank;      /* that failed first; -1: none did */
+  int pid;       /* of its process */
+  int exit_code; /* its exit code; -1: a signal killed it; 126, 127: it could not be run */
+  int signal;    /* that killed it; for rank -1: that ended the launch; 0: none */
+  int restarts;  /* that took place */
+} cddp_launch_report;
+
+/* Starts a program once for each rank of this machine and waits for all of them. Each gets RANK,
+   WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and
+   MASTER_PORT; TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS; OMP_NUM_THREADS=1 if unset and there
+   are several. Their output goes to out_fd and err_fd in whole lines: the one thing that cddp ever
+   prints. When a rank fails the others end as with cddp_spawn; CDDP_PEER_LOST names the first, as
+   does *report (NULL is fine). During the call SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2,
+   SIGWINCH, SIGTSTP and SIGCONT of the calling thread go to the ranks unless they are ignored; the
+   first four end the launch with CDDP_ABORTED, by SIGKILL when ranks remain after 30 s or the
+   signal comes twice. A rank and what it starts are one process group, which ends with the rank and
+   with the caller, however that dies. On one machine the port of MASTER_PORT is bound here and
+   passed on to rank 0 (CDDP_LISTEN_FD), so nobody can take it. With serve_store, for PyTorch
+   programs and for those behind one that closes descriptors, the caller serves on it instead.
+   Call it before other threads exist. Like torchrun; examples/cddprun.c is the program for it. */
+CDDPDEF cddp_result cddp_launch(const cddp_launch_desc *desc, cddp_launch_report *report);
+
 /* Calls fn on n threads, each with its own rank of one group, and waits for them; the groups are
    destroyed here. fn returns 0 for success; when one fails the others' waits end with
    CDDP_PEER_LOST. All memory is zero-copy here. */
@@ -666,6 +707,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -751,6 +793,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__MAX_RANKS 4096         /* a host's ranks in one group */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key, as c10d's libuv server */
+#define CDDP__LAUNCH_PORT 29500      /* master_port on several machines, as torchrun's */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
 #define CDDP__KEYS_MAX 131072u       /* keys in one store command, likewise */
 
@@ -861,14 +904,14 @@ typedef struct cddp__board {
   unsigned char pad2[CDDP__CACHE_LINE - 4];
   cddp__atomic_u32 sleepers; /* threads asleep in a step */
   unsigned char pad3[CDDP__CACHE_LINE - 4];
-  cddp__atomic_u32 broken; /* 0, CDDP__BREAKING, or 2 + the cddp_result that broke the group */
+  cddp__atomic_u32 broken; /* 0, CDDP__BREAKING + rank, or 2 + what broke the group */
   cddp__atomic_u32 left;   /* ranks that have destroyed the group */
   uint32_t size;           /* ranks of the group, for its owner: see cddp__reap_boards */
   uint32_t spare;
   char broken_text[CDDP__ERROR_MAX]; /* valid when broken >= 2 */
   unsigned char pad4[CDDP__CACHE_LINE - 16];
 } cddp__board;
-#define CDDP__BREAKING 1u
+#define CDDP__BREAKING 0x80000000u /* the rank writes the text */
 
 /* A piece of this rank's window, or (threads) of plain memory. Owned by cddp__arena. */
 typedef struct cddp__extent {
@@ -1761,8 +1804,7 @@ static uint64_t cddp__record_new(cddp_record_header *h, const char *what, uint64
                                  uint64_t count, int dtype, int op, int root) {
   uint64_t number = __atomic_add_fetch(&h->next, 1, __ATOMIC_RELAXED);
   cddp_record *r = cddp__record_at(h, number);
-  __atomic_store_n(&r->number, 0, __ATOMIC_RELAXED);
-  __atomic_thread_fence(__ATOMIC_RELEASE);
+  __atomic_exchange_n(&r->number, 0, __ATOMIC_SEQ_CST); /* a fence, which gcc's tsan lacks */
   r->sequence = 0;
   r->group = group;
   r->count = count;
@@ -2152,8 +2194,8 @@ static bool cddp__set_nodelay(int fd) {
          setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
 }
 
-/* Readies a connection with a. An abstract name any user may take, or call: the process at the other
-   end must be this user's. errno says why not. */
+/* Readies a connection with a. An abstract name any user may take, or call: the process at the
+   other end must be this user's. errno says why not. */
 static bool cddp__stream_ready(int fd, const cddp__address *a) {
   uint32_t c[3] = {0, 0, 0}; /* struct ucred: pid, uid, gid */
   socklen_t n = sizeof c;
@@ -3550,10 +3592,13 @@ static cddp_result cddp__tcp_try(cddp_store *s, double deadline, bool *final, bo
       close(fd);
     } else {
       cddp__address_text(&t->addresses[i], text, sizeof text);
-      *final = error == EMFILE || error == ENFILE;
+      bool foreign = error == EPERM && t->addresses[i].sa.ss_family == AF_UNIX;
+      *final = error == EMFILE || error == ENFILE || foreign;
       *hung_up = false;
-      r = cddp__fail(*final ? CDDP_SYSTEM : CDDP_NETWORK, "connect to %s: %s", text,
-                     strerror(error));
+      r = cddp__fail(*final && !foreign ? CDDP_SYSTEM : CDDP_NETWORK, "connect to %s: %s", text,
+                     foreign ? "another user's process listens there; set MASTER_ADDR and "
+                               "MASTER_PORT for all ranks to meet over TCP instead"
+                             : strerror(error));
     }
   }
   return r;
@@ -3862,8 +3907,8 @@ static cddp_result cddp__tcp_open(cddp_store *s, const cddp__store_options *o, c
   return cddp__tcp_connect(s, o->deadline, false);
 }
 
-/* The same server and protocol on an abstract Unix socket: for ranks of one host whose launcher gives
-   no address. There is no port that could be in use. */
+/* The same server and protocol on an abstract Unix socket: for ranks of one host whose launcher
+   gives no address. There is no port that could be in use. */
 static cddp_result cddp__unix_open(cddp_store *s, const cddp__store_options *o, const char *name) {
   cddp__tcp *t = &s->tcp;
   cddp_result r = CDDP_OK;
@@ -4500,9 +4545,9 @@ static cddp_result cddp__parse_int(const char *name, const char *text, long low,
   return CDDP_OK;
 }
 
-/* What launchers tell each rank, in the order in which they are asked: the first whose rank and size
-   are both set is believed, and no other. mpirun comes before Slurm: inside an allocation it leaves
-   Slurm's variables as those of its daemon. */
+/* What launchers tell each rank, in the order in which they are asked: the first whose rank and
+   size are both set is believed, and no other. mpirun comes before Slurm: inside an allocation it
+   leaves Slurm's variables as those of its daemon. */
 static const cddp__launcher cddp__launchers[] = {
     {"torchrun, cddprun or a script", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ""},
     {"Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -4518,7 +4563,8 @@ enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_SLURM, CDDP__
    steps to Slurm alone (batch, interactive, extern) has the highest numbers. */
 static bool cddp__in_slurm_step(void) {
   const char *step = cddp__env("SLURM_STEP_ID");
-  return step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul && cddp__env("SLURM_PROCID") != NULL;
+  return step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul &&
+         cddp__env("SLURM_PROCID") != NULL;
 }
 
 static bool cddp__env_same(const char *name, const char *other) {
@@ -5914,18 +5960,40 @@ static void cddp__wake_all(cddp_group *g) {
   }
 }
 
+static void cddp__name_rank(const cddp_group *g, int rank, char *out, size_t n) {
+  if (g->host->threads)
+    snprintf(out, n, "rank %d (a thread of pid %d)", rank, (int)getpid());
+  else
+    snprintf(out, n, "rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
+             g->host->name);
+}
+
+/* Whether a peer's process has ended, as far as its pidfd tells. */
+static bool cddp__process_ended(const cddp_group *g, int rank) {
+  struct pollfd fd;
+  fd.fd = g->host->pidfds[g->members[rank]];
+  fd.events = POLLIN;
+  fd.revents = 0;
+  return fd.fd >= 0 && poll(&fd, 1, 0) == 1;
+}
+
 /* The failure on the board, if there is one. */
 static cddp_result cddp__check_board(cddp_group *g) {
   uint32_t b = cddp__load32(&g->board->broken);
-  char text[CDDP__ERROR_MAX];
+  char text[CDDP__ERROR_MAX], who[160];
   int i;
   if (CDDP__LIKELY(b == 0)) return CDDP_OK;
-  for (i = 0; b == CDDP__BREAKING && i < 1000; i++) { /* its writer is at it, or died over it */
+  for (i = 0; (b & CDDP__BREAKING) && i < 20000; i++) { /* its writer is at it, or died over it */
+    if (i > 100 && cddp__process_ended(g, (int)(b & ~CDDP__BREAKING))) break;
     cddp__sleep(1e-6);
     b = cddp__load32(&g->board->broken);
   }
-  if (b == CDDP__BREAKING)
-    return cddp__fail_group(g, CDDP_PEER_LOST, "a rank died reporting a failure");
+  b = cddp__load32(&g->board->broken);
+  if (b & CDDP__BREAKING) {
+    cddp__name_rank(g, (int)(b & ~CDDP__BREAKING), who, sizeof who);
+    snprintf(text, sizeof text, "%s died or was stopped while it told of a failure", who);
+    return cddp__fail_group(g, CDDP_PEER_LOST, text);
+  }
   memcpy(text, g->board->broken_text, sizeof text);
   text[sizeof text - 1] = 0;
   return cddp__fail_group(g, (cddp_result)(b - 2), text);
@@ -5934,7 +6002,7 @@ static cddp_result cddp__check_board(cddp_group *g) {
 /* Breaks the group with this thread's error text, unless a peer was first; returns what is in
  * force. */
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
-  if (cddp__swap32(&g->board->broken, 0, CDDP__BREAKING)) {
+  if (cddp__swap32(&g->board->broken, 0, CDDP__BREAKING + (uint32_t)g->rank)) {
     CDDP__POINT("breaking");
     memcpy(g->board->broken_text, cddp__error_text, sizeof g->board->broken_text);
     cddp__store32(&g->board->broken, 2 + (uint32_t)r);
@@ -5952,14 +6020,6 @@ static cddp_result cddp__check_group(cddp_group *g) {
 
 /* --- looking after peers --- */
 
-static void cddp__name_rank(const cddp_group *g, int rank, char *out, size_t n) {
-  if (g->host->threads)
-    snprintf(out, n, "rank %d (a thread of pid %d)", rank, (int)getpid());
-  else
-    snprintf(out, n, "rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
-             g->host->name);
-}
-
 /* Without pidfds (an old valgrind): whether the process id is free again. */
 static bool cddp__process_gone(const cddp_group *g, int rank) {
   if (g->host->threads || rank == g->rank) return false;
@@ -5969,19 +6029,32 @@ static bool cddp__process_gone(const cddp_group *g, int rank) {
 /* Whether the rank's process has ended or has left the group. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__seat_of(g, rank)->state);
-  struct pollfd fd;
   if (state == CDDP__SEAT_LEFT || state == CDDP__SEAT_DEAD) return true;
-  fd.fd = g->host->pidfds[g->members[rank]];
-  fd.events = POLLIN;
-  fd.revents = 0;
-  return fd.fd >= 0 ? poll(&fd, 1, 0) == 1 : cddp__process_gone(g, rank);
+  if (g->host->pidfds[g->members[rank]] >= 0) return cddp__process_ended(g, rank);
+  return cddp__process_gone(g, rank);
 }
 
-/* How a process ended, from its wait status: "was killed by signal 9 (Killed)". */
+static const char *cddp__signal_name(int number) {
+  static const struct {
+    int number;
+    const char *name;
+  } names[] = {{SIGHUP, "SIGHUP"},   {SIGINT, "SIGINT"},   {SIGQUIT, "SIGQUIT"},
+               {SIGILL, "SIGILL"},   {SIGTRAP, "SIGTRAP"}, {SIGABRT, "SIGABRT"},
+               {SIGBUS, "SIGBUS"},   {SIGFPE, "SIGFPE"},   {SIGKILL, "SIGKILL"},
+               {SIGUSR1, "SIGUSR1"}, {SIGSEGV, "SIGSEGV"}, {SIGUSR2, "SIGUSR2"},
+               {SIGPIPE, "SIGPIPE"}, {SIGALRM, "SIGALRM"}, {SIGTERM, "SIGTERM"},
+               {SIGXCPU, "SIGXCPU"}, {SIGXFSZ, "SIGXFSZ"}, {SIGSYS, "SIGSYS"}};
+  size_t i;
+  for (i = 0; i < sizeof names / sizeof *names; i++)
+    if (names[i].number == number) return names[i].name;
+  return "see signal(7)";
+}
+
+/* How a process ended, from its wait status: "was killed by signal 9 (SIGKILL)". */
 static void cddp__describe_status(int status, char *out, size_t n) {
   if (WIFSIGNALED(status))
     snprintf(out, n, "was killed by signal %d (%s)%s", WTERMSIG(status),
-             strsignal(WTERMSIG(status)), WCOREDUMP(status) ? ", core dumped" : "");
+             cddp__signal_name(WTERMSIG(status)), WCOREDUMP(status) ? ", core dumped" : "");
   else
     snprintf(out, n, "exited with code %d", WEXITSTATUS(status));
 }
@@ -6033,6 +6106,27 @@ static void cddp__describe_end(const cddp_group *g, int rank, char *out, size_t 
     snprintf(out, n, "died: its process has ended");
 }
 
+/* "rank 2 (pid 7 on host) was killed by signal 9 (Killed)". A rank that only left has often lost
+   another one itself: a process of the group that has died is named too. */
+static void cddp__describe_loss(const cddp_group *g, int rank, char *out, size_t n) {
+  char who[160], how[96];
+  size_t at;
+  int p;
+  cddp__name_rank(g, rank, who, sizeof who);
+  cddp__describe_end(g, rank, how, sizeof how);
+  snprintf(out, n, "%s %s", who, how);
+  if (cddp__load32(&cddp__seat_of(g, rank)->state) != CDDP__SEAT_LEFT) return;
+  for (p = 0; p < g->size; p++) {
+    uint32_t state = cddp__load32(&cddp__seat_of(g, p)->state);
+    if (p == g->rank || state == CDDP__SEAT_LEFT || !cddp__rank_gone(g, p)) continue;
+    cddp__name_rank(g, p, who, sizeof who);
+    cddp__describe_end(g, p, how, sizeof how);
+    at = strlen(out);
+    snprintf(out + at, n - at, " after %s %s", who, how);
+    return;
+  }
+}
+
 /* What touches peers' memory stands between cddp__enter and cddp__exit. A rank that enters is seen
    by one that fails, or sees the failure itself: both use full fences. */
 static cddp_result cddp__enter(cddp_group *g) {
@@ -6075,15 +6169,14 @@ static bool cddp__rank_missing(const cddp_group *g, int p) {
 
 /* Breaks the group if a rank that this step waits for is gone. */
 static cddp_result cddp__look_after_peers(cddp_group *g) {
-  char who[160], how[96], what[320];
+  char loss[320], what[320];
   int p;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_missing(g, p) || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_missing(g, p)) continue; /* its last word had just come */
-    cddp__name_rank(g, p, who, sizeof who);
-    cddp__describe_end(g, p, how, sizeof how);
+    cddp__describe_loss(g, p, loss, sizeof loss);
     cddp__describe_here(g, what, sizeof what);
-    cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was waiting for it in %s", who, how, g->rank, what);
+    cddp__fail(CDDP_PEER_LOST, "%s; rank %d was waiting for it in %s", loss, g->rank, what);
     return cddp__break(g, CDDP_PEER_LOST);
   }
   return CDDP_OK;
@@ -6828,8 +6921,9 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
     if (at->listen_fd >= 0) unsetenv("CDDP_LISTEN_FD");
     at->listen_fd = -1;
     if (r != CDDP_OK && at->listen_fd_lost && at->rank == 0)
-      return cddp__fail_in(r, "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a program "
-                              "between it and this one has closed it; ",
+      return cddp__fail_in(r,
+                           "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a "
+                           "program between it and this one has closed it; ",
                            getenv("CDDP_LISTEN_FD"));
     if (r != CDDP_OK) return r;
     r = cddp__meet_in(&m, h);
@@ -7086,11 +7180,10 @@ static bool cddp__mail_ready(cddp_group *g, const cddp__pending *q, int parcel, 
 
 /* Breaks the group if the peer of a send or recv is gone. */
 static cddp_result cddp__check_peer(cddp_group *g, int peer, const char *what, int tag) {
-  char who[160], how[96];
+  char loss[320];
   if (peer == g->rank || !cddp__rank_gone(g, peer)) return CDDP_OK;
-  cddp__name_rank(g, peer, who, sizeof who);
-  cddp__describe_end(g, peer, how, sizeof how);
-  cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was in %s it, tag %d", who, how, g->rank, what, tag);
+  cddp__describe_loss(g, peer, loss, sizeof loss);
+  cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in %s it, tag %d", loss, g->rank, what, tag);
   return cddp__break(g, CDDP_PEER_LOST);
 }
 
@@ -11793,27 +11886,49 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* The life of a child: never returns. */
-static void cddp__child(int (*fn)(int, void *), void *arg, int rank, int nprocs, int listen_fd,
-                        int port, pid_t parent) {
-  int code;
+/* What RANK and the others are for child i of a launch; for cddp_spawn first is 0, world the count
+   of children. */
+typedef struct cddp__ranks {
+  int first, world, count; /* rank of child 0, all ranks, children here */
+  const char *master;      /* MASTER_ADDR */
+  int port;                /* MASTER_PORT */
+  int listen_fd;           /* of rank 0 for its store; -1: none is passed on */
+} cddp__ranks;
+
+/* Puts rank i's variables into the environment of the child that calls it. */
+static void cddp__child_environment(const cddp__ranks *k, int i) {
+  cddp__setenv_int("RANK", k->first + i);
+  cddp__setenv_int("WORLD_SIZE", k->world);
+  cddp__setenv_int("LOCAL_RANK", i);
+  cddp__setenv_int("LOCAL_WORLD_SIZE", k->count);
+  setenv("MASTER_ADDR", k->master, 1);
+  cddp__setenv_int("MASTER_PORT", k->port);
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  unsetenv("CDDP_LISTEN_FD");
+  if (k->listen_fd >= 0 && k->first + i == 0) cddp__setenv_int("CDDP_LISTEN_FD", k->listen_fd);
+}
+
+static void cddp__die_with(pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1); /* it died before the line above */
-  cddp__setenv_int("RANK", rank);
-  cddp__setenv_int("WORLD_SIZE", nprocs);
-  cddp__setenv_int("LOCAL_RANK", rank);
-  cddp__setenv_int("LOCAL_WORLD_SIZE", nprocs);
-  setenv("MASTER_ADDR", "127.0.0.1", 1);
-  cddp__setenv_int("MASTER_PORT", port);
-  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
-  if (rank == 0)
-    cddp__setenv_int("CDDP_LISTEN_FD", listen_fd);
-  else {
-    unsetenv("CDDP_LISTEN_FD");
-    close(listen_fd);
-  }
+}
+
+typedef struct cddp__spawn_job {
+  int (*fn)(int, void *);
+  void *arg;
+  cddp__ranks ranks;
+  pid_t parent;
+} cddp__spawn_job;
+
+/* The life of a child of cddp_spawn: never returns. */
+static void cddp__child(void *context, int rank) {
+  cddp__spawn_job *job = (cddp__spawn_job *)context;
+  int code;
+  cddp__die_with(job->parent);
+  cddp__child_environment(&job->ranks, rank);
+  if (rank != 0) close(job->ranks.listen_fd);
   cddp__error_text[0] = 0;
-  code = fn(rank, arg);
+  code = job->fn(rank, job->arg);
   fflush(NULL);
   _exit(code >= 0 && code <= 255 ? code : 255);
 }
@@ -11821,14 +11936,42 @@ static void cddp__child(int (*fn)(int, void *), void *arg, int rank, int nprocs,
 typedef struct cddp__children {
   pid_t *pids; /* 0: reaped */
   int n, alive;
+  int first_rank;     /* of child 0 */
   bool blind;         /* no pidfds on this system: look every 10 ms */
-  struct pollfd *fds; /* pidfds of all, -1 when reaped */
+  bool groups;        /* each child leads a process group, which ends with it */
+  struct pollfd *fds; /* pidfds of all, -1 when reaped; then extra others, which tend looks after */
+  int extra;
+  void (*tend)(void *context); /* called before each poll; NULL: nobody */
+  void *context;               /* for tend */
+  cddp_result first;           /* the first failure, */
+  char text[CDDP__ERROR_MAX];  /* in words, */
+  int failed, status;          /* whose it was (child; -1: no child's) and its wait status */
+  pid_t failed_pid;
+  int next_signal; /* that the others get at deadline; 0: nothing has failed yet */
+  double deadline;
 } cddp__children;
+
+static bool cddp__children_create(cddp__children *c, int n, int extra) {
+  int i;
+  memset(c, 0, sizeof *c);
+  c->n = n;
+  c->extra = extra;
+  c->failed = -1;
+  c->pids = (pid_t *)calloc((size_t)n, sizeof *c->pids);
+  c->fds = (struct pollfd *)calloc((size_t)(n + extra), sizeof *c->fds);
+  for (i = 0; c->fds != NULL && i < n + extra; i++) c->fds[i].fd = -1;
+  return c->pids != NULL && c->fds != NULL;
+}
+
+static void cddp__children_free(cddp__children *c) {
+  free(c->pids);
+  free(c->fds);
+}
 
 static void cddp__signal_children(cddp__children *c, int signal_number) {
   int i;
   for (i = 0; i < c->n; i++)
-    if (c->pids[i] > 0) kill(c->pids[i], signal_number);
+    if (c->pids[i] > 0) kill(c->groups ? -c->pids[i] : c->pids[i], signal_number);
 }
 
 /* Says how a rank ended; CDDP_OK for a clean end. */
@@ -11839,57 +11982,86 @@ static cddp_result cddp__judge_child(int rank, pid_t pid, int status) {
   return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", rank, (int)pid, how);
 }
 
-/* Reaps the children that have ended. Keeps the first failure in text; among several at once a
-   signal comes before an exit code: survivors of a killed rank exit because of it. */
-static void cddp__reap_children(cddp__children *c, cddp_result *first, char *text, size_t n) {
-  bool by_signal = false;
-  bool fresh = *first == CDDP_OK;
+/* Something failed that is not a child's end: the others are to end too, after seconds. */
+static void cddp__children_fail(cddp__children *c, cddp_result r, int signal_number,
+                                double seconds) {
+  if (c->first != CDDP_OK) return;
+  c->first = r;
+  snprintf(c->text, sizeof c->text, "%s", cddp__error_text);
+  c->next_signal = signal_number;
+  c->deadline = cddp__now() + seconds;
+}
+
+/* Takes the status of a child that has ended; what is left of its group ends while the child, not
+   yet waited for, still keeps the group's number from being used again. */
+static bool cddp__child_ended(const cddp__children *c, pid_t pid, int *status) {
+  siginfo_t info;
+  memset(&info, 0, sizeof info);
+  if (c->groups) {
+    if (waitid(P_PID, (id_t)pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid != pid)
+      return false;
+    kill(-pid, SIGKILL);
+  }
+  return waitpid(pid, status, WNOHANG) == pid;
+}
+
+/* Reaps the children that have ended. Keeps the first failure; among several at once a signal comes
+   before an exit code: survivors of a killed rank exit because of it. */
+static void cddp__reap_children(cddp__children *c) {
+  bool fresh = c->first == CDDP_OK;
   int i, status;
   for (i = 0; i < c->n; i++) {
     pid_t pid = c->pids[i];
-    if (pid <= 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
+    if (pid <= 0 || !cddp__child_ended(c, pid, &status)) continue;
     c->pids[i] = 0;
     c->alive--;
     if (c->fds[i].fd >= 0) close(c->fds[i].fd);
     c->fds[i].fd = -1;
-    if (cddp__judge_child(i, pid, status) == CDDP_OK || !fresh) continue;
-    if (*first == CDDP_OK || (WIFSIGNALED(status) && !by_signal))
-      snprintf(text, n, "%s", cddp__error_text);
-    *first = CDDP_PEER_LOST;
-    by_signal = by_signal || WIFSIGNALED(status);
+    if (!fresh || cddp__judge_child(c->first_rank + i, pid, status) == CDDP_OK) continue;
+    if (c->first != CDDP_OK && (!WIFSIGNALED(status) || WIFSIGNALED(c->status))) continue;
+    snprintf(c->text, sizeof c->text, "%s", cddp__error_text);
+    c->first = CDDP_PEER_LOST;
+    c->failed = i;
+    c->failed_pid = pid;
+    c->status = status;
   }
 }
 
-static cddp_result cddp__watch_children(cddp__children *c, cddp_result started) {
-  cddp_result first = started;
-  char text[CDDP__ERROR_MAX];
-  double deadline = 0;
-  int signal_number = 0; /* the next one to send; 0: nothing has failed yet */
-  snprintf(text, sizeof text, "%s", cddp__error_text);
+/* Once something has failed: time to notice it, then SIGTERM, then SIGKILL for the others. */
+static void cddp__press_children(cddp__children *c) {
+  if (c->first == CDDP_OK) return;
+  if (c->next_signal == 0) {
+    c->next_signal = SIGTERM;
+    c->deadline = cddp__now() + CDDP__NOTICE_S;
+  } else if (cddp__now() >= c->deadline) {
+    cddp__signal_children(c, c->next_signal);
+    c->deadline = cddp__now() + (c->next_signal == SIGTERM ? CDDP__GRACE_S : 1);
+    c->next_signal = SIGKILL;
+  }
+}
+
+static cddp_result cddp__watch_children(cddp__children *c) {
+  int ms;
   while (c->alive > 0) {
-    if (first != CDDP_OK && signal_number == 0) {
-      signal_number = SIGTERM;
-      deadline = cddp__now() + (started != CDDP_OK ? 0 : CDDP__NOTICE_S);
-    } else if (first != CDDP_OK && cddp__now() >= deadline) {
-      cddp__signal_children(c, signal_number);
-      deadline = cddp__now() + (signal_number == SIGTERM ? CDDP__GRACE_S : 1);
-      signal_number = SIGKILL;
-    }
-    poll(c->fds, (nfds_t)c->n,
-         c->blind ? 10 : first == CDDP_OK ? -1 : cddp__poll_ms(deadline, 1000));
-    cddp__reap_children(c, &first, text, sizeof text);
+    cddp__press_children(c);
+    if (c->tend != NULL) c->tend(c->context);
+    ms = c->blind ? 10 : c->next_signal == 0 ? -1 : cddp__poll_ms(c->deadline, 1000);
+    if (poll(c->fds, (nfds_t)(c->n + c->extra), ms) < 0) /* EINTR: revents are old */
+      for (ms = 0; ms < c->extra; ms++) c->fds[c->n + ms].revents = 0;
+    cddp__reap_children(c);
   }
-  return first == CDDP_OK ? CDDP_OK : cddp__fail(first, "%s", text);
+  return c->first == CDDP_OK ? CDDP_OK : cddp__fail(c->first, "%s", c->text);
 }
 
-static cddp_result cddp__fork_children(cddp__children *c, int (*fn)(int, void *), void *arg,
-                                       int listen_fd, int port) {
-  pid_t parent = getpid();
+/* Starts all: body(context, i) is the life of child i and never returns. */
+static cddp_result cddp__fork_children(cddp__children *c, void (*body)(void *, int),
+                                       void *context) {
   int i;
   for (i = 0; i < c->n; i++) {
     pid_t pid = fork();
     if (pid < 0) return cddp__fail_errno("fork");
-    if (pid == 0) cddp__child(fn, arg, i, c->n, listen_fd, port, parent);
+    if (pid == 0) body(context, i);
+    if (c->groups) setpgid(pid, pid); /* the child does so too: whoever comes first */
     c->pids[i] = pid;
     c->alive++;
     c->fds[i].events = POLLIN;
@@ -11902,26 +12074,26 @@ static cddp_result cddp__fork_children(cddp__children *c, int (*fn)(int, void *)
 
 static cddp_result cddp__spawn(int (*fn)(int, void *), void *arg, int nprocs) {
   cddp__children c;
+  cddp__spawn_job job;
   cddp_result r;
-  int fd = -1, port = 0, i;
-  memset(&c, 0, sizeof c);
-  c.n = nprocs;
-  if ((r = cddp__listen_any(&fd, &port)) != CDDP_OK) return r;
-  c.pids = (pid_t *)calloc((size_t)nprocs, sizeof *c.pids);
-  c.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *c.fds);
-  if (c.pids == NULL || c.fds == NULL) {
+  memset(&job, 0, sizeof job);
+  job.fn = fn;
+  job.arg = arg;
+  job.parent = getpid();
+  job.ranks.world = job.ranks.count = nprocs;
+  job.ranks.master = "127.0.0.1";
+  if ((r = cddp__listen_any(&job.ranks.listen_fd, &job.ranks.port)) != CDDP_OK) return r;
+  if (!cddp__children_create(&c, nprocs, 0)) {
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
+    close(job.ranks.listen_fd);
   } else {
-    for (i = 0; i < nprocs; i++) c.fds[i].fd = -1;
     fflush(NULL); /* or the children would print it again */
-    r = cddp__fork_children(&c, fn, arg, fd, port);
-    close(fd); /* rank 0 has it */
-    fd = -1;
-    r = cddp__watch_children(&c, r);
+    r = cddp__fork_children(&c, cddp__child, &job);
+    close(job.ranks.listen_fd); /* rank 0 has it */
+    if (r != CDDP_OK) cddp__children_fail(&c, r, SIGTERM, 0);
+    r = cddp__watch_children(&c);
   }
-  if (fd >= 0) close(fd);
-  free(c.pids);
-  free(c.fds);
+  cddp__children_free(&c);
   return r;
 }
 
@@ -12024,6 +12196,605 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
   for (i = 0; i < n; i++) cddp__host_release(t[i].host);
   munmap(board, cddp__board_bytes(n));
   free(t);
+  return r;
+}
+/* >>launch -------------------------------------------------------------------------------------
+   Programs as ranks. Works as follows. Each rank is a child with a process group and a pipe each
+   for stdout and stderr. One poll loop (cddp__watch_children, with cddp__tend_launch between polls)
+   sees to children, pipes, signals and the two outputs. Lines leave whole: a rank's bytes wait in
+   its stream until their newline is there, then go to an output's queue, which is written 4 KiB at
+   a time when poll says that this will not block; while a queue is long, no pipe is read. Signals
+   are blocked and read from a signalfd. A rank's death ends its group; the death of the launcher
+   kills its ranks (PR_SET_PDEATHSIG) and wakes the guard, a small process that knows the groups and
+   kills what is left of them. */
+
+#define CDDP__INTERRUPT_S 30.0            /* for ranks to end after a signal that asks them to */
+#define CDDP__LINE_MAX ((size_t)1 << 20)  /* bytes of a line; longer ones are broken */
+#define CDDP__QUEUE_MAX ((size_t)1 << 18) /* bytes of an output from which ranks have to wait */
+#define CDDP__WRITE_MAX 4096u /* bytes a pipe takes at once when poll calls it writable */
+
+typedef struct cddp__stream { /* stdout or stderr of one rank */
+  int fd;                     /* the pipe's end here; -1: ended */
+  int theirs;                 /* the rank's end, until it has been started */
+  cddp__buffer line;          /* what has come since the last newline */
+} cddp__stream;
+
+typedef struct cddp__sink { /* where lines go */
+  int fd;                   /* -1: nowhere */
+  bool color;
+  cddp__buffer queue;       /* whole lines */
+} cddp__sink;
+
+enum {
+  CDDP__TEND_SIGNALS,                       /* extra pollfds of the children: the signalfd, */
+  CDDP__TEND_SINKS,                         /* two outputs, */
+  CDDP__TEND_STREAMS = CDDP__TEND_SINKS + 2 /* two streams of each rank */
+};
+
+typedef struct cddp__job {
+  const cddp_launch_desc *desc;
+  cddp__children children;
+  cddp__ranks ranks;
+  cddp__stream *streams;      /* [2 * count] rank i's are 2i and 2i + 1 */
+  int *logs;                  /* [count] files of log_dir; -1: none */
+  cddp__sink sinks[2];        /* of stdout and stderr */
+  int sink_count;             /* 1: both go to one file */
+  int attempt;                /* restarts so far */
+  int interrupted;            /* signal that asked for the end; 0: none */
+  cddp_store *store;          /* that this process serves; NULL: rank 0 does */
+  int signal_fd;
+  sigset_t signals, old_mask; /* what signal_fd reads; the caller's mask */
+  int exec_pipe[2];           /* children whose exec fails say so */
+  int guard_pipe[2];          /* to the guard: pids of groups, negative ones are over */
+  pid_t guard, parent;
+  pid_t *groups;              /* [count] those the guard knows of; it has a list of its own */
+} cddp__job;
+
+typedef struct cddp__exec_failure {
+  int child, error; /* its errno */
+} cddp__exec_failure;
+
+static cddp_result cddp__pipe(int *ends) {
+  if (syscall(SYS_pipe2, ends, O_CLOEXEC) == 0) return CDDP_OK;
+  ends[0] = ends[1] = -1;
+  return cddp__fail(CDDP_SYSTEM, "pipe2: %s%s", strerror(errno),
+                    errno == EMFILE ? "; raise ulimit -n: each rank takes 4 descriptors" : "");
+}
+
+/* --- the guard --- */
+
+/* Reads pids of process groups; when all that write are gone, so are the groups. Keeps no other
+   descriptor: nobody shall wait for this process to let go of it. */
+static void cddp__guard_main(int fd, pid_t *groups, int n) {
+  sigset_t all;
+  ssize_t got;
+  pid_t word;
+  int i, limit = 65536;
+  sigfillset(&all);
+  sigprocmask(SIG_SETMASK, &all, NULL);
+  setsid();
+  if (dup2(fd, 0) < 0) _exit(1);
+  if (syscall(436 /* close_range */, 1u, ~0u, 0u) != 0)
+    while (--limit > 0) close(limit);
+  for (;;) {
+    got = read(0, &word, sizeof word);
+    if (got < 0 && errno == EINTR) continue;
+    if (got != (ssize_t)sizeof word) break;
+    for (i = 0; i < n && groups[i] != (word < 0 ? -word : 0); i++) {}
+    if (i < n) groups[i] = word < 0 ? 0 : word;
+  }
+  for (i = 0; i < n; i++)
+    if (groups[i] > 0) kill(-groups[i], SIGKILL);
+  _exit(0);
+}
+
+static cddp_result cddp__guard_start(cddp__job *l) {
+  cddp_result r;
+  l->groups = (pid_t *)calloc((size_t)l->ranks.count, sizeof *l->groups);
+  if (l->groups == NULL) return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the launch");
+  if ((r = cddp__pipe(l->guard_pipe)) != CDDP_OK) return r;
+  l->guard = fork();
+  if (l->guard < 0) return cddp__fail_errno("fork");
+  if (l->guard == 0) {
+    close(l->guard_pipe[1]);
+    cddp__guard_main(l->guard_pipe[0], l->groups, l->ranks.count);
+  }
+  cddp__close_fd(&l->guard_pipe[0]);
+  return CDDP_OK;
+}
+
+static void cddp__guard_tell(const cddp__job *l, pid_t word) {
+  while (write(l->guard_pipe[1], &word, sizeof word) < 0 && errno == EINTR) {}
+}
+
+static void cddp__guard_stop(cddp__job *l) {
+  cddp__close_fd(&l->guard_pipe[0]);
+  cddp__close_fd(&l->guard_pipe[1]);
+  while (l->guard > 0 && waitpid(l->guard, NULL, 0) < 0 && errno == EINTR) {}
+  free(l->groups);
+}
+
+/* --- a rank's life until it runs the program --- */
+
+static void cddp__rank_environment(const cddp__job *l, int i) {
+  const cddp_launch_desc *d = l->desc;
+  cddp__child_environment(&l->ranks, i);
+  cddp__setenv_int("GROUP_RANK", d->node_rank);
+  cddp__setenv_int("GROUP_WORLD_SIZE", d->nnodes > 0 ? d->nnodes : 1);
+  cddp__setenv_int("TORCHELASTIC_RESTART_COUNT", l->attempt);
+  cddp__setenv_int("TORCHELASTIC_MAX_RESTARTS", d->max_restarts);
+  unsetenv("TORCHELASTIC_RUN_ID");
+  if (d->serve_store) {
+    setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
+    unsetenv("CDDP_LISTEN_FD");
+  }
+  if (l->ranks.count > 1) setenv("OMP_NUM_THREADS", "1", 0);
+}
+
+/* Never returns. The first rank here keeps stdin, unless that is a terminal: it would stop a
+   process group that is not the one in front. */
+static void cddp__rank_main(void *context, int i) {
+  cddp__job *l = (cddp__job *)context;
+  cddp__exec_failure failure;
+  char *const *argv;
+  int null = -1;
+  cddp__die_with(l->parent);
+  setpgid(0, 0);
+  cddp__guard_tell(l, getpid());
+  if (i != 0 || isatty(0)) null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  if (null >= 0) dup2(null, 0);
+  dup2(l->streams[2 * i].theirs, 1);
+  dup2(l->streams[2 * i + 1].theirs, 2);
+  if (l->ranks.listen_fd >= 0 && l->ranks.first + i == 0 && !l->desc->serve_store)
+    fcntl(l->ranks.listen_fd, F_SETFD, 0);
+  cddp__rank_environment(l, i);
+  pthread_sigmask(SIG_SETMASK, &l->old_mask, NULL);
+  memcpy(&argv, &l->desc->argv, sizeof argv); /* execvp does not write to it */
+  execvp(argv[0], argv);
+  failure.child = i;
+  failure.error = errno;
+  if (write(l->exec_pipe[1], &failure, sizeof failure) < 0) _exit(126);
+  _exit(failure.error == ENOENT ? 127 : 126);
+}
+
+/* --- output --- */
+
+static cddp__sink *cddp__sink_of(cddp__job *l, int stream) {
+  return &l->sinks[l->sink_count == 1 ? 0 : stream % 2];
+}
+
+/* The ranks cannot be heard any more, so they have to end. */
+static void cddp__output_lost(cddp__job *l, int stream, const char *what) {
+  cddp__fail(CDDP_IO, "output of rank %d cannot be passed on: %s", l->ranks.first + stream / 2,
+             what);
+  cddp__children_fail(&l->children, CDDP_IO, SIGTERM, 0);
+}
+
+/* A whole line, without its newline, goes to its output. */
+static void cddp__emit_line(cddp__job *l, int stream, const unsigned char *line, size_t n) {
+  cddp__sink *sink = cddp__sink_of(l, stream);
+  int rank = l->ranks.first + stream / 2;
+  char prefix[48] = "";
+  if (sink->fd < 0) return;
+  if (!l->desc->no_prefix && sink->color)
+    snprintf(prefix, sizeof prefix, "\033[%dm[%d]\033[0m ", 31 + rank % 6, rank);
+  else if (!l->desc->no_prefix)
+    snprintf(prefix, sizeof prefix, "[%d] ", rank);
+  if (!cddp__buffer_add(NULL, &sink->queue, prefix, strlen(prefix)) ||
+      !cddp__buffer_add(NULL, &sink->queue, line, n) ||
+      !cddp__buffer_add(NULL, &sink->queue, "\n", 1))
+    cddp__output_lost(l, stream, cddp_error());
+}
+
+/* Bytes that came from a rank: complete lines leave, the rest waits. all: the rest leaves too. */
+static void cddp__take_output(cddp__job *l, int stream, const unsigned char *data, size_t n,
+                              bool all) {
+  cddp__buffer *b = &l->streams[stream].line;
+  size_t size;
+  while (n > 0) {
+    const unsigned char *end = (const unsigned char *)memchr(data, '\n', n);
+    size_t part = end != NULL ? (size_t)(end - data) : n;
+    if (!cddp__buffer_add(NULL, b, data, part)) {
+      cddp__output_lost(l, stream, cddp_error());
+      return;
+    }
+    data += part + (end != NULL);
+    n -= part + (end != NULL);
+    size = cddp__buffer_size(b);
+    if (end == NULL && size < CDDP__LINE_MAX) continue;
+    cddp__emit_line(l, stream, b->data + b->start, size);
+    cddp__buffer_clear(NULL, b, 4096);
+  }
+  if (all && cddp__buffer_size(b) > 0) {
+    cddp__emit_line(l, stream, b->data + b->start, cddp__buffer_size(b));
+    cddp__buffer_clear(NULL, b, 4096);
+  }
+}
+
+/* A rank's own file gets its bytes as they come. */
+static void cddp__write_log(cddp__job *l, int stream, const unsigned char *data, size_t n) {
+  int fd = l->logs[stream / 2];
+  while (fd >= 0 && n > 0) {
+    ssize_t got = write(fd, data, n);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) {
+      cddp__output_lost(l, stream, strerror(errno));
+      return;
+    }
+    data += got;
+    n -= (size_t)got;
+  }
+}
+
+/* Reads once from a rank's pipe, which does not block; false when there was nothing. */
+static bool cddp__read_stream(cddp__job *l, int stream) {
+  cddp__stream *t = &l->streams[stream];
+  unsigned char data[16384];
+  ssize_t n = read(t->fd, data, sizeof data);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (n > 0) {
+    cddp__write_log(l, stream, data, (size_t)n);
+    cddp__take_output(l, stream, data, (size_t)n, false);
+    return true;
+  }
+  cddp__take_output(l, stream, data, 0, true);
+  cddp__close_fd(&t->fd);
+  return false;
+}
+
+/* Writes once; what cannot be written is dropped, and the ranks are ended. */
+static void cddp__write_sink(cddp__job *l, cddp__sink *sink) {
+  size_t n = cddp__min(cddp__buffer_size(&sink->queue), CDDP__WRITE_MAX);
+  ssize_t got = write(sink->fd, sink->queue.data + sink->queue.start, n);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got < 0) {
+    cddp__fail(CDDP_IO, "the ranks' output cannot be written to descriptor %d: %s", sink->fd,
+               strerror(errno));
+    cddp__children_fail(&l->children, CDDP_IO, SIGTERM, 0);
+    sink->fd = -1;
+    cddp__buffer_free(NULL, &sink->queue);
+    return;
+  }
+  sink->queue.start += (size_t)got;
+  if (cddp__buffer_size(&sink->queue) == 0) cddp__buffer_clear(NULL, &sink->queue, 65536);
+}
+
+/* --- signals --- */
+
+static void cddp__take_signal(cddp__job *l, int number) {
+  cddp__children *c = &l->children;
+  bool ends = number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGQUIT;
+  if (ends && l->interrupted != 0) number = SIGKILL; /* asked twice */
+  cddp__signal_children(c, number);
+  if (number == SIGTSTP) kill(getpid(), SIGSTOP); /* as the signal would have done */
+  if (!ends || l->interrupted != 0) return;
+  l->interrupted = number;
+  cddp__fail(CDDP_ABORTED, "the launch was ended by signal %d (%s)", number,
+             cddp__signal_name(number));
+  cddp__children_fail(c, CDDP_ABORTED, SIGKILL, CDDP__INTERRUPT_S);
+}
+
+static void cddp__read_signals(cddp__job *l) {
+  struct signalfd_siginfo info;
+  while (read(l->signal_fd, &info, sizeof info) == (ssize_t)sizeof info)
+    cddp__take_signal(l, (int)info.ssi_signo);
+}
+
+/* From here on the signals that a launch passes on come through signal_fd. Those that the caller
+   ignores (nohup, a shell's background) stay ignored. */
+static cddp_result cddp__signals_open(cddp__job *l) {
+  static const int passed[] = {SIGHUP,  SIGINT,   SIGQUIT, SIGTERM, SIGUSR1,
+                               SIGUSR2, SIGWINCH, SIGTSTP, SIGCONT};
+  struct sigaction how;
+  sigset_t blocked;
+  size_t i;
+  sigemptyset(&l->signals);
+  for (i = 0; i < sizeof passed / sizeof *passed; i++)
+    if (sigaction(passed[i], NULL, &how) == 0 && how.sa_handler != SIG_IGN)
+      sigaddset(&l->signals, passed[i]);
+  blocked = l->signals;
+  sigaddset(&blocked, SIGPIPE); /* an output that is gone is an error, not a death */
+  pthread_sigmask(SIG_BLOCK, &blocked, &l->old_mask);
+  l->signal_fd = signalfd(-1, &l->signals, SFD_CLOEXEC | SFD_NONBLOCK);
+  return l->signal_fd < 0 ? cddp__fail_errno("signalfd") : CDDP_OK;
+}
+
+static void cddp__signals_close(cddp__job *l) {
+  struct timespec now = {0, 0};
+  sigset_t pipe_signal;
+  cddp__close_fd(&l->signal_fd);
+  sigemptyset(&pipe_signal);
+  sigaddset(&pipe_signal, SIGPIPE);
+  if (!sigismember(&l->old_mask, SIGPIPE)) sigtimedwait(&pipe_signal, NULL, &now);
+  pthread_sigmask(SIG_SETMASK, &l->old_mask, NULL);
+}
+
+/* --- the loop --- */
+
+static bool cddp__sinks_full(const cddp__job *l) {
+  return cddp__buffer_size(&l->sinks[0].queue) > CDDP__QUEUE_MAX ||
+         cddp__buffer_size(&l->sinks[1].queue) > CDDP__QUEUE_MAX;
+}
+
+/* Before each poll: deals with what the last one found, and says what to look for in the next. */
+static void cddp__tend_launch(void *context) {
+  cddp__job *l = (cddp__job *)context;
+  struct pollfd *extra = l->children.fds + l->children.n;
+  int i;
+  for (i = 0; i < l->ranks.count; i++) {
+    if (l->groups[i] == 0 || l->children.pids[i] != 0) continue;
+    cddp__guard_tell(l, -l->groups[i]); /* its number may be another's from now on */
+    l->groups[i] = 0;
+  }
+  if (extra[CDDP__TEND_SIGNALS].revents != 0) cddp__read_signals(l);
+  for (i = 0; i < l->sink_count; i++)
+    if (extra[CDDP__TEND_SINKS + i].revents != 0) cddp__write_sink(l, &l->sinks[i]);
+  for (i = 0; i < 2 * l->ranks.count; i++)
+    if (extra[CDDP__TEND_STREAMS + i].revents != 0 && !cddp__sinks_full(l))
+      cddp__read_stream(l, i);
+  memset(extra, 0, (size_t)l->children.extra * sizeof *extra);
+  for (i = 0; i < l->children.extra; i++) extra[i].fd = -1;
+  extra[CDDP__TEND_SIGNALS].fd = l->signal_fd;
+  extra[CDDP__TEND_SIGNALS].events = POLLIN;
+  for (i = 0; i < l->sink_count; i++) {
+    if (cddp__buffer_size(&l->sinks[i].queue) == 0) continue;
+    extra[CDDP__TEND_SINKS + i].fd = l->sinks[i].fd;
+    extra[CDDP__TEND_SINKS + i].events = POLLOUT;
+  }
+  for (i = 0; !cddp__sinks_full(l) && i < 2 * l->ranks.count; i++) {
+    extra[CDDP__TEND_STREAMS + i].fd = l->streams[i].fd;
+    extra[CDDP__TEND_STREAMS + i].events = POLLIN;
+  }
+}
+
+/* Writes the queues out. After a signal, a reader that takes nothing for a second is given up. */
+static void cddp__flush_sinks(cddp__job *l) {
+  struct pollfd fds[3];
+  int i, n;
+  for (;;) {
+    fds[0].fd = l->signal_fd;
+    fds[0].events = POLLIN;
+    for (i = 0; i < 2; i++) {
+      fds[1 + i].fd = cddp__buffer_size(&l->sinks[i].queue) > 0 ? l->sinks[i].fd : -1;
+      fds[1 + i].events = POLLOUT;
+    }
+    if (fds[1].fd < 0 && fds[2].fd < 0) return;
+    n = poll(fds, 3, 1000);
+    for (i = 0; n == 0 && l->interrupted != 0 && i < 2; i++) {
+      l->sinks[i].fd = -1;
+      cddp__buffer_free(NULL, &l->sinks[i].queue);
+    }
+    if (n > 0 && fds[0].revents != 0) cddp__read_signals(l);
+    for (i = 0; i < 2; i++)
+      if (n > 0 && fds[1 + i].revents != 0) cddp__write_sink(l, &l->sinks[i]);
+  }
+}
+
+/* After the last rank: passes on what is still in the pipes, which one who left its rank's group
+   may keep open; that one is not waited for. */
+static void cddp__drain_launch(cddp__job *l) {
+  int i, reads;
+  for (i = 0; i < 2 * l->ranks.count; i++) {
+    for (reads = 0; reads < 100 && l->streams[i].fd >= 0 && cddp__read_stream(l, i); reads++)
+      if (cddp__sinks_full(l)) cddp__flush_sinks(l);
+    cddp__take_output(l, i, NULL, 0, true);
+    cddp__close_fd(&l->streams[i].fd);
+  }
+  cddp__flush_sinks(l);
+}
+
+/* --- start and end --- */
+
+/* On one machine rank 0 gets its listening socket from here, so its port cannot be taken. */
+static cddp_result cddp__launch_listen(cddp__job *l) {
+  const cddp_launch_desc *d = l->desc;
+  cddp__address a[CDDP__ADDRESSES_MAX];
+  int fds[CDDP__ADDRESSES_MAX], count = 0, n = 0;
+  cddp_result r;
+  l->ranks.master = d->master_addr != NULL && !d->standalone ? d->master_addr : "127.0.0.1";
+  l->ranks.port = d->standalone ? 0 : d->master_port;
+  if (d->nnodes > 1) {
+    if (l->ranks.port == 0) l->ranks.port = CDDP__LAUNCH_PORT;
+    return CDDP_OK;
+  }
+  r = cddp__resolve(l->ranks.master, 0, "master_addr", a, &count);
+  if (r == CDDP_OK)
+    r = cddp__listen_all(a, count, &l->ranks.port, "master_port", "master_addr", fds, &n);
+  if (r != CDDP_OK) return r;
+  l->ranks.listen_fd = fds[0]; /* of the name's addresses one is enough */
+  while (n > 1) cddp__close_fd(&fds[--n]);
+  return CDDP_OK;
+}
+
+/* After the fork, which no thread shall see: who connects before waits in the socket's queue. */
+static cddp_result cddp__launch_store(cddp__job *l) {
+  cddp__store_options o;
+  char where[64];
+  memset(&o, 0, sizeof o);
+  snprintf(where, sizeof where, "tcp://127.0.0.1:%d", l->ranks.port);
+  o.init_method = where;
+  o.is_server = true;
+  o.listen_fd = l->ranks.listen_fd;
+  l->ranks.listen_fd = -1;
+  o.deadline = cddp__now() + 10;
+  return cddp__store_open(&l->store, &o);
+}
+
+static cddp_result cddp__launch_log(cddp__job *l, int i) {
+  const char *folder = l->desc->log_dir;
+  char path[4096];
+  if (folder == NULL) return CDDP_OK;
+  if (mkdir(folder, 0777) != 0 && errno != EEXIST)
+    return cddp__fail(CDDP_IO, "cannot make the folder %s for logs: %s", folder, strerror(errno));
+  if (l->attempt == 0)
+    snprintf(path, sizeof path, "%s/rank%d.log", folder, l->ranks.first + i);
+  else
+    snprintf(path, sizeof path, "%s/rank%d.restart%d.log", folder, l->ranks.first + i, l->attempt);
+  l->logs[i] = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  return l->logs[i] >= 0 ? CDDP_OK
+                         : cddp__fail(CDDP_IO, "cannot write %s: %s", path, strerror(errno));
+}
+
+static cddp_result cddp__launch_pipes(cddp__job *l) {
+  int i, j, ends[2];
+  cddp_result r = CDDP_OK;
+  for (i = 0; r == CDDP_OK && i < l->ranks.count; i++) {
+    for (j = 2 * i; r == CDDP_OK && j < 2 * i + 2; j++) {
+      r = cddp__pipe(ends);
+      l->streams[j].fd = ends[0];
+      l->streams[j].theirs = ends[1];
+      if (r == CDDP_OK && !cddp__set_nonblock(ends[0])) r = cddp__fail_errno("fcntl on a pipe");
+    }
+    if (r == CDDP_OK) r = cddp__launch_log(l, i);
+  }
+  return r;
+}
+
+static void cddp__launch_outputs(cddp__job *l) {
+  const cddp_launch_desc *d = l->desc;
+  const char *term = getenv("TERM");
+  struct stat a, b;
+  int i;
+  l->sinks[0].fd = d->out_fd != 0 ? d->out_fd : 1;
+  l->sinks[1].fd = d->err_fd != 0 ? d->err_fd : 2;
+  for (i = 0; i < 2; i++)
+    l->sinks[i].color = d->color > 0 || (d->color == 0 && isatty(l->sinks[i].fd) == 1 &&
+                                         cddp__env("NO_COLOR") == NULL && term != NULL &&
+                                         strcmp(term, "dumb") != 0);
+  l->sink_count = 2;
+  if (l->sinks[0].fd >= 0 && l->sinks[1].fd >= 0 && fstat(l->sinks[0].fd, &a) == 0 &&
+      fstat(l->sinks[1].fd, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
+    l->sink_count = 1; /* 2>&1: one queue keeps lines of both whole */
+}
+
+/* Waits until every child runs the program. What it says of one that could not is what counts. */
+static cddp_result cddp__launch_execs(cddp__job *l) {
+  cddp__exec_failure failure;
+  ssize_t got;
+  int i;
+  cddp__close_fd(&l->exec_pipe[1]);
+  for (i = 0; i < 2 * l->ranks.count; i++) cddp__close_fd(&l->streams[i].theirs);
+  do {
+    got = read(l->exec_pipe[0], &failure, sizeof failure);
+  } while (got < 0 && errno == EINTR);
+  cddp__close_fd(&l->exec_pipe[0]);
+  if (got != (ssize_t)sizeof failure) return CDDP_OK;
+  l->children.failed = failure.child;
+  l->children.failed_pid = l->children.pids[failure.child];
+  l->children.status = (failure.error == ENOENT ? 127 : 126) << 8;
+  return cddp__fail(CDDP_SYSTEM, "cannot run \"%s\": %s%s", l->desc->argv[0],
+                    strerror(failure.error),
+                    failure.error == ENOENT && strchr(l->desc->argv[0], '/') == NULL
+                        ? "; it is in no folder of PATH (a program here is ./NAME)"
+                        : "");
+}
+
+static cddp_result cddp__launch_start(cddp__job *l) {
+  int n = l->ranks.count, i;
+  cddp_result r;
+  l->streams = (cddp__stream *)calloc(2 * (size_t)n, sizeof *l->streams);
+  l->logs = (int *)calloc((size_t)n, sizeof *l->logs);
+  if (!cddp__children_create(&l->children, n, CDDP__TEND_STREAMS + 2 * n) || l->streams == NULL ||
+      l->logs == NULL)
+    return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d ranks", n);
+  for (i = 0; i < n; i++) l->logs[i] = -1;
+  for (i = 0; i < 2 * n; i++) l->streams[i].fd = l->streams[i].theirs = -1;
+  l->children.first_rank = l->ranks.first;
+  l->children.groups = true;
+  l->children.tend = cddp__tend_launch;
+  l->children.context = l;
+  cddp__launch_outputs(l);
+  if ((r = cddp__signals_open(l)) != CDDP_OK) return r;
+  if ((r = cddp__guard_start(l)) != CDDP_OK) return r;
+  if ((r = cddp__launch_listen(l)) != CDDP_OK) return r;
+  if ((r = cddp__launch_pipes(l)) != CDDP_OK) return r;
+  if ((r = cddp__pipe(l->exec_pipe)) != CDDP_OK) return r;
+  fflush(NULL);
+  r = cddp__fork_children(&l->children, cddp__rank_main, l);
+  memcpy(l->groups, l->children.pids, (size_t)n * sizeof *l->groups);
+  if (r == CDDP_OK && l->desc->serve_store) r = cddp__launch_store(l);
+  cddp__close_fd(&l->ranks.listen_fd);
+  return r == CDDP_OK ? cddp__launch_execs(l) : r;
+}
+
+static void cddp__launch_free(cddp__job *l) {
+  int i;
+  for (i = 0; i < l->ranks.count; i++) {
+    if (l->logs != NULL) cddp__close_fd(&l->logs[i]);
+    if (l->streams == NULL) continue;
+    cddp__close_fd(&l->streams[2 * i].fd);
+    cddp__close_fd(&l->streams[2 * i + 1].fd);
+    cddp__close_fd(&l->streams[2 * i].theirs);
+    cddp__close_fd(&l->streams[2 * i + 1].theirs);
+    cddp__buffer_free(NULL, &l->streams[2 * i].line);
+    cddp__buffer_free(NULL, &l->streams[2 * i + 1].line);
+  }
+  for (i = 0; i < 2; i++) {
+    cddp__close_fd(&l->exec_pipe[i]);
+    cddp__buffer_free(NULL, &l->sinks[i].queue);
+  }
+  cddp__close_fd(&l->ranks.listen_fd);
+  if (l->store != NULL) cddp__store_close(l->store);
+  cddp__guard_stop(l);
+  cddp__signals_close(l);
+  cddp__children_free(&l->children);
+  free(l->streams);
+  free(l->logs);
+}
+
+static void cddp__launch_init(cddp__job *l, const cddp_launch_desc *d, int attempt) {
+  int n = d->nproc_per_node > 0 ? d->nproc_per_node : 1;
+  memset(l, 0, sizeof *l);
+  l->desc = d;
+  l->attempt = attempt;
+  l->parent = getpid();
+  l->ranks.count = n;
+  l->ranks.first = d->node_rank * n;
+  l->ranks.world = (d->nnodes > 0 ? d->nnodes : 1) * n;
+  l->ranks.listen_fd = l->signal_fd = -1;
+  l->exec_pipe[0] = l->exec_pipe[1] = l->guard_pipe[0] = l->guard_pipe[1] = -1;
+  pthread_sigmask(SIG_BLOCK, NULL, &l->old_mask);
+}
+
+/* One life of all ranks. */
+static cddp_result cddp__launch_once(const cddp_launch_desc *d, int attempt,
+                                     cddp_launch_report *report) {
+  cddp__job l;
+  cddp__children *c = &l.children;
+  cddp_result r;
+  char text[CDDP__ERROR_MAX];
+  cddp__launch_init(&l, d, attempt);
+  if ((r = cddp__launch_start(&l)) != CDDP_OK) cddp__children_fail(c, r, SIGTERM, 0);
+  if (c->alive > 0) r = cddp__watch_children(c);
+  snprintf(text, sizeof text, "%s", cddp__error_text);
+  if (l.streams != NULL && l.groups != NULL) cddp__drain_launch(&l);
+  report->restarts = attempt;
+  report->signal = l.interrupted;
+  if (c->failed >= 0) {
+    report->rank = l.ranks.first + c->failed;
+    report->pid = (int)c->failed_pid;
+    report->exit_code = WIFSIGNALED(c->status) ? -1 : WEXITSTATUS(c->status);
+    report->signal = WIFSIGNALED(c->status) ? WTERMSIG(c->status) : 0;
+  }
+  cddp__launch_free(&l);
+  if (r == CDDP_OK && c->first != CDDP_OK) r = cddp__fail(c->first, "%s", c->text);
+  else if (r != CDDP_OK) cddp__fail(r, "%s", text);
+  return r == CDDP_PEER_LOST && l.interrupted != 0 ? CDDP_ABORTED : r;
+}
+
+static cddp_result cddp__launch_all(const cddp_launch_desc *d, cddp_launch_report *report) {
+  cddp_result r;
+  int attempt = 0;
+  for (;; attempt++) {
+    memset(report, 0, sizeof *report);
+    report->rank = -1;
+    r = cddp__launch_once(d, attempt, report);
+    if (r != CDDP_PEER_LOST || attempt >= d->max_restarts) break;
+    cddp__log(&d->logger, 1, "%s; restart %d of %d", cddp__error_text, attempt + 1,
+              d->max_restarts);
+  }
+  if (r != CDDP_OK && attempt > 0) cddp__fail_in(r, "after %d restart%s, ", attempt,
+                                                 attempt > 1 ? "s" : "");
   return r;
 }
 /* >>validate -----------------------------------------------------------------------------------
@@ -12159,6 +12930,36 @@ static cddp_result cddp__check_desc(const cddp_group_desc *d) {
   if (!(d->timeout_s >= 0)) return cddp__invalid("cddp_init", "timeout_s is negative");
   if ((d->allocator.alloc == NULL) != (d->allocator.free == NULL))
     return cddp__invalid("cddp_init", "allocator needs both alloc and free, or neither");
+  return CDDP_OK;
+}
+static cddp_result cddp__check_launch(const cddp_launch_desc *d) {
+  static const char who[] = "cddp_launch";
+  int nodes, n;
+  if (d == NULL || d->argv == NULL || d->argv[0] == NULL || d->argv[0][0] == 0)
+    return cddp__invalid(who, "desc->argv names no program");
+  nodes = d->nnodes > 0 ? d->nnodes : 1;
+  n = d->nproc_per_node > 0 ? d->nproc_per_node : 1;
+  if (d->nproc_per_node < 0 || d->nnodes < 0 || n > CDDP__MAX_RANKS || nodes > INT_MAX / n)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s: nproc_per_node is %d and nnodes %d; they must be from 1, and at most %d "
+                      "ranks can be on a machine",
+                      who, d->nproc_per_node, d->nnodes, CDDP__MAX_RANKS);
+  if (d->node_rank < 0 || d->node_rank >= nodes)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s: node_rank is %d; with nnodes %d it is from 0 to %d", who, d->node_rank,
+                      nodes, nodes - 1);
+  if (nodes > 1 && d->standalone)
+    return cddp__invalid(who, "standalone is for one machine, but nnodes is more than 1");
+  if (nodes > 1 && d->serve_store)
+    return cddp__invalid(who, "serve_store is for one machine; with several, rank 0 serves");
+  if (nodes > 1 && (d->master_addr == NULL || d->master_addr[0] == 0))
+    return cddp__invalid(who,
+                         "with nnodes above 1 master_addr must name the machine whose node_rank is "
+                         "0, in a way that the others can reach");
+  if (d->master_port < 0 || d->master_port > 65535)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s: master_port is %d; it must be from 0 to 65535",
+                      who, d->master_port);
+  if (d->max_restarts < 0) return cddp__invalid(who, "max_restarts is negative");
   return CDDP_OK;
 }
 /* >>public ------------------------------------------------------------------------------------- */
@@ -12634,6 +13435,15 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
     return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_spawn: nprocs is %d; it must be from 1 to %d",
                       nprocs, CDDP__MAX_RANKS);
   return cddp__spawn(fn, arg, nprocs);
+}
+
+CDDPDEF cddp_result cddp_launch(const cddp_launch_desc *desc, cddp_launch_report *report) {
+  cddp_launch_report ignored;
+  cddp_result r = cddp__check_launch(desc);
+  if (report == NULL) report = &ignored;
+  memset(report, 0, sizeof *report);
+  report->rank = -1;
+  return r == CDDP_OK ? cddp__launch_all(desc, report) : r;
 }
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {

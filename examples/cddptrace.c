@@ -1,13 +1,12 @@
 /* cddptrace - reads what the flight recorders of a job's ranks have kept.
 
      cc -O2 examples/cddptrace.c -o cddptrace -lpthread -lm
-
-     CDDP_RECORD=/tmp/flight ./my_training_program       every rank writes /tmp/flight/cddp-JOB-RANK.rec
+     CDDP_RECORD=/tmp/flight ./your_program              each rank writes a file there
      ./cddptrace /tmp/flight/cddp-*.rec                  who is late or missing, and in what
      ./cddptrace -o trace.json /tmp/flight/cddp-*.rec    and a trace for https://ui.perfetto.dev
 
-   Works on the files of a running job, of one that hangs and of one that was killed. Of several jobs it
-   takes the newest. */
+   Works on the files of a running job, of one that hangs and of one that was killed. Of several
+   jobs it takes the newest. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
 
@@ -34,6 +33,8 @@ static int size;
 static uint64_t job;
 static int64_t born, last; /* ns, wall clock: when the job's files were made, and its last record */
 
+static int sane(int64_t t) { return t >= -(INT64_C(1) << 61) && t <= INT64_C(1) << 61; }
+
 static int64_t wall(int rank, int64_t t) { return t + ranks[rank].head.wall_offset; }
 
 static int by_number(const void *a, const void *b) {
@@ -41,14 +42,15 @@ static int by_number(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-/* Takes the file's records if it belongs to the newest job so far; 0 if it is no recorder's file. */
+/* Takes the file's records if its job is the newest so far; 0 if it is no recorder's file. */
 static int load(const char *path) {
   rank_file f = {0};
   FILE *in = fopen(path, "rb");
-  int i, n = 0, ok = in != NULL && fread(&f.head, sizeof f.head, 1, in) == 1 &&
-                     memcmp(f.head.magic, "cddprec1", 8) == 0 && f.head.capacity == CDDP_RECORDS &&
-                     f.head.record_size == sizeof(cddp_record) && f.head.world_size <= MAX_RANKS &&
-                     f.head.rank < f.head.world_size;
+  int i, n = 0,
+         ok = in != NULL && fread(&f.head, sizeof f.head, 1, in) == 1 &&
+              memcmp(f.head.magic, "cddprec1", 8) == 0 && f.head.capacity == CDDP_RECORDS &&
+              f.head.record_size == sizeof(cddp_record) && f.head.world_size <= MAX_RANKS &&
+              f.head.rank < f.head.world_size && sane(f.head.wall_offset) && sane(f.head.created);
   if (ok) f.records = malloc(CDDP_RECORDS * sizeof *f.records);
   if (ok && f.records) n = (int)fread(f.records, sizeof *f.records, CDDP_RECORDS, in);
   if (in) fclose(in);
@@ -59,7 +61,8 @@ static int load(const char *path) {
     r->what[sizeof r->what - 1] = 0;
     for (char *c = r->what; *c; c++) *c = *c < ' ' || *c > '~' || strchr("\"\\", *c) ? '?' : *c;
     if (r->number && r->ended < r->enqueued) r->ended = 0; /* caught while it was written */
-    if (r->number) f.records[f.count++] = *r;
+    if (r->number && sane(r->enqueued) && sane(r->started) && sane(r->ended))
+      f.records[f.count++] = *r;
   }
   qsort(f.records, (size_t)f.count, sizeof *f.records, by_number);
   if (size > 0 && job != f.head.job) {
@@ -138,7 +141,8 @@ static void report_late(const call *calls, int n) {
   for (i = 0; sum && count && i < n; i = end) {
     int64_t begin = INT64_MAX;
     for (end = i; end < n && calls[end].r->group == calls[i].r->group &&
-                  calls[end].r->sequence == calls[i].r->sequence; end++)
+                  calls[end].r->sequence == calls[i].r->sequence;
+         end++)
       if (wall(calls[end].rank, calls[end].r->started) < begin)
         begin = wall(calls[end].rank, calls[end].r->started);
     for (k = i; k < end && end - i > 1; k++) {
@@ -181,16 +185,20 @@ static int trace(const char *path) { /* the Trace Event format; times in us */
   if (!out) return perror(path), 1;
   fprintf(out, "[");
   for (int i = 0; i < size; i++) {
-    fprintf(out, "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}},\n",
-            i, i);
+    fprintf(
+        out,
+        "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}},\n", i,
+        i);
     for (int k = 0; k < ranks[i].count; k++) {
       const cddp_record *r = &ranks[i].records[k];
       int64_t start = wall(i, r->started ? r->started : r->enqueued);
       int64_t end = r->ended ? wall(i, r->ended) : last;
       int instant = !r->started && r->ended; /* ready */
       fprintf(out,
-              "{\"name\":\"%s\",\"ph\":\"%s\",\"s\":\"t\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,"
-              "\"args\":{\"call\":%" PRIu64 ",\"group\":\"%04" PRIx64 "\",\"count\":%" PRIu64 "}},\n",
+              "{\"name\":\"%s\",\"ph\":\"%s\",\"s\":\"t\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,"
+              "\"dur\":%.3f,"
+              "\"args\":{\"call\":%" PRIu64 ",\"group\":\"%04" PRIx64 "\",\"count\":%" PRIu64
+              "}},\n",
               r->what, instant ? "i" : "X", i, r->engine, (double)(start - born) * 1e-3,
               instant || end < start ? 0.0 : (double)(end - start) * 1e-3, r->sequence,
               r->group & 0xffff, r->count);
@@ -203,8 +211,10 @@ static int trace(const char *path) { /* the Trace Event format; times in us */
 int main(int argc, char **argv) {
   const char *out = NULL;
   for (int i = 1; i < argc; i++) {
-    if (strcmp(argv[i], "-o") == 0 && i + 1 < argc) out = argv[++i];
-    else if (!load(argv[i])) fprintf(stderr, "%s is no flight recorder's file\n", argv[i]);
+    if (strcmp(argv[i], "-o") == 0 && i + 1 < argc)
+      out = argv[++i];
+    else if (!load(argv[i]))
+      fprintf(stderr, "%s is no flight recorder's file\n", argv[i]);
   }
   if (size == 0) return fprintf(stderr, "usage: cddptrace [-o trace.json] dir/cddp-*.rec\n"), 1;
   return report() || (out && trace(out));

@@ -5,6 +5,7 @@
      ./toy -n 4                                 4 ranks
      export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
      RANK=0 ./toy & RANK=1 ./toy; wait          the same, started one by one
+     mpirun -n 4 ./toy                          4 ranks, started by mpirun or srun
 
    Each rank draws its own batch and computes its own gradients. cddp averages them while backward
    is still running, and every rank takes the same step from the same weights. The six calls are
@@ -140,7 +141,7 @@ int main(int argc, char **argv) {
   if (ranks < 1) return fprintf(stderr, "usage: %s [-n ranks]\n", argv[0]), 2;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
 
-  if (getenv("RANK")) return train(atoi(getenv("RANK")), NULL); /* started once for each rank */
+  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
   if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0;
   fprintf(stderr, "%s\n", cddp_error());
   return 1;

@@ -1,4 +1,4 @@
-/* What failures say: how a rank died, who called what and where, and what the flight recorder keeps. */
+/* What failures say: how a rank died, who called what and where, what the flight recorder keeps. */
 #include "../cddp.h"
 
 #include "ranks.h"
@@ -39,11 +39,11 @@ typedef struct disagreement {
   const char *odd_says, *even_says;
 } disagreement;
 
-#define CALL(name, call)                     \
-  static int name(cddp_group *g, float *x) { \
-    (void)x;                                 \
-    note(cddp_rank(g), __LINE__, call);      \
-    return __LINE__;                         \
+#define CALL(name, call)                                                                           \
+  static int name(cddp_group *g, float *x) {                                                       \
+    (void)x;                                                                                       \
+    note(cddp_rank(g), __LINE__, call);                                                            \
+    return __LINE__;                                                                               \
   }
 CALL(sum_4, cddp_all_reduce(g, x, 4, CDDP_F32, CDDP_SUM, NULL))
 CALL(sum_5, cddp_all_reduce(g, x, 5, CDDP_F32, CDDP_SUM, NULL))
@@ -208,8 +208,8 @@ static int die(int rank, void *arg) {
 
 /* reap: whether the parent takes the dead child's status at once, or only at the end. */
 static void check_death(death how, bool reap) {
-  static const char *const words[] = {"was killed by signal 9 (Killed)", "was killed by signal 11",
-                                      "exited with code 7"};
+  static const char *const words[] = {"was killed by signal 9 (SIGKILL)",
+                                      "was killed by signal 11 (SIGSEGV)", "exited with code 7"};
   struct {
     int how, reap;
   } job = {(int)how, reap};

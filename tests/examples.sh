@@ -92,8 +92,59 @@ digits() {
   [ "$(sort -u "$work/hashes" | wc -l)" = 1 ] || fail "the hashes of the ranks' weights differ"
 }
 
+cddptrace() {
+  build cddptrace
+  cat >victim.c <<'END'
+#define CDDP_IMPLEMENTATION
+#include "cddp.h"
+static int train(int rank, void *arg) {
+  cddp_group *g;
+  float x = 1;
+  (void)arg;
+  if (cddp_init(&g, NULL)) return 1;
+  for (int i = 1; i <= 9; i++) {
+    if (rank == 1 && i == 6) raise(SIGKILL);
+    if (cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL)) break;
+  }
+  cddp_destroy(g);
+  return 0;
+}
+int main(void) { return cddp_spawn(train, NULL, 3) == CDDP_PEER_LOST ? 0 : 1; }
+END
+  cc -O2 victim.c -o victim -lpthread -lm && mkdir rings || exit 1
+  CDDP_RECORD=$PWD/rings run ./victim
+  head -c 50000 /dev/urandom >rings/cddp-noise.rec
+  run ./cddptrace -o trace.json rings/cddp-*.rec
+  expect 1 "^MISSING: rank 1 did not come to all_reduce\(1\), call 6 of group 0000, where 2 ranks waited for it\$"
+  expect 1 '^MISSING: '
+  expect 1 '^rank 1 \(pid [0-9]+ on .*\): all_reduce\(1\), call 5 of group 0000, ended well '
+  expect 3 '^late: rank [0-2] began its calls '
+  expect 1 'cddp-noise.rec is no flight recorder.s file$'
+  grep -c '"name":"all_reduce"' trace.json >"$work/spans"
+  [ "$(cat "$work/spans")" = 17 ] || fail "$(cat "$work/spans") calls in the trace, 17 expected"
+  command -v python3 >/dev/null || return 0
+  python3 -c 'import json, sys; json.load(open(sys.argv[1]))' trace.json || fail "trace.json is not JSON"
+}
+
+cddprun() { # also: options in torchrun's two spellings, exit codes, --help
+  build cddprun
+  (work=$work/toy; mkdir "$work"; build toy) || exit 1
+  run ./cddprun -n 3 toy/toy
+  for r in 0 1 2; do expect 1 "^\[$r\] Loss on rank $r: [0-9]+\.[0-9]+\$"; done
+  run ./cddprun --nproc_per_node=2 --standalone --log-dir logs -- toy/toy
+  expect 1 '^\[1\] Loss on rank 1: '
+  [ "$(grep -c '^Loss on rank 1: ' logs/rank1.log)" = 1 ] || fail "logs/rank1.log: $(cat logs/rank1.log)"
+  run ./cddprun --help
+  expect 1 '^usage: cddprun '
+  # shellcheck disable=SC2016
+  ./cddprun -n 2 sh -c '[ $RANK = 0 ] || exit 9; exec sleep 20' >out 2>&1
+  [ $? = 9 ] && grep -q '^cddprun: rank 1 (pid [0-9]*) exited with code 9$' out || fail "code 9: $(cat out)"
+  ./cddprun --nodes 2 true >out 2>&1
+  [ $? = 2 ] && grep -q '^cddprun: no such option: --nodes$' out || fail "a wrong option: $(cat out)"
+}
+
 case ${1:-} in
-list) echo toy linear collectives digits ;;
-toy | linear | collectives | digits) "$1" ;;
+list) echo toy linear collectives digits cddptrace cddprun ;;
+toy | linear | collectives | digits | cddptrace | cddprun) "$1" ;;
 *) fail "usage: $0 list | NAME" ;;
 esac

@@ -430,7 +430,7 @@ static int fake_poll(struct pollfd *fds, nfds_t n, int ms) {
   return ready;
 }
 
-/* --- store-server: the connections' state machine, both dialects, the challenge ---------------- */
+/* --- store-server: the connections' state machine, both dialects, the challenge --------------- */
 
 #define CONNS 6
 
@@ -543,7 +543,7 @@ static void target_store_server(input *in) {
   world_end();
 }
 
-/* --- store-client: what a server answers, and the challenge ------------------------------------- */
+/* --- store-client: what a server answers, and the challenge ----------------------------------- */
 
 /* An honest server's side of the handshake. */
 static void client_said(fake_fd *f, const unsigned char *p, size_t n) {
@@ -635,7 +635,7 @@ static void target_store_client(input *in) {
   world_end();
 }
 
-/* --- file-log: a store file that somebody has written ------------------------------------------- */
+/* --- file-log: a store file that somebody has written ----------------------------------------- */
 
 static void file_resize(size_t n) {
   if (n > w.file_capacity) {
@@ -749,7 +749,7 @@ static void target_file_log(input *in) {
   world_end();
 }
 
-/* --- meeting: hellos to the leader, and what a leader answers ------------------------------------ */
+/* --- meeting: hellos to the leader, and what a leader answers --------------------------------- */
 
 static int last_guest;
 
@@ -883,7 +883,7 @@ static void target_meeting(input *in) {
   world_end();
 }
 
-/* --- discovery: variables and addresses ---------------------------------------------------------- */
+/* --- discovery: variables and addresses ------------------------------------------------------- */
 
 static void target_discovery(input *in) {
   static const char *const names[] = {
@@ -921,7 +921,7 @@ static void target_discovery(input *in) {
   must_say(cddp__store_timeout(0, &seconds));
 }
 
-/* --- running -------------------------------------------------------------------------------------- */
+/* --- running ---------------------------------------------------------------------------------- */
 
 typedef void (*target_fn)(input *in);
 
