@@ -228,121 +228,7 @@ static void test_collectives(void) {
   CHECK_OK(run(every_collective, NULL, 3, "cpu"));
 }
 
-/* --- kernels: those of the CPU, as operations of a stream --- */
-
-typedef struct launch {
-  int what, n;
-  cddp_dtype dtype, to;
-  unsigned flags;
-  cddp_sgd_desc rule;
-  double *scratch, max_norm;
-  bool add;
-  void *out;
-  const void *in;
-  size_t count;
-  cddp_segment s[];
-} launch;
-enum { LAUNCH_SGD, LAUNCH_ADOPT, LAUNCH_CONVERT, LAUNCH_SQUARES, LAUNCH_FACTOR, LAUNCH_SCALE };
-
-static void launch_segment(const launch *l, const cddp_segment *s) {
-  size_t bytes = s->count * cddp_dtype_size(l->dtype);
-  cddp__sgd_rule rule;
-  switch (l->what) {
-  case LAUNCH_SGD:
-    cddp__sgd_rule_init(&rule, &l->rule);
-    cddp__sgd_update(&rule, l->dtype, s->data, s->data, s->grad, s->momentum, s->count,
-                     (l->flags & CDDP_SGD_FIRST) != 0);
-    if (l->flags & CDDP_SGD_ZERO) memset(s->grad, 0, bytes);
-    if (l->flags & CDDP_SGD_PUBLISH) memcpy(s->grad, s->data, bytes);
-    break;
-  case LAUNCH_ADOPT:
-    memcpy(s->data, s->grad, bytes);
-    memset(s->grad, 0, bytes);
-    break;
-  case LAUNCH_SQUARES:
-    l->scratch[0] += cddp__sum_squares(s->grad, s->count, l->dtype);
-    break;
-  case LAUNCH_SCALE:
-    if (l->scratch[1] < 1) cddp__scale(s->grad, s->count, l->dtype, l->scratch[1]);
-  }
-}
-
-static void launch_run(void *arg) {
-  const launch *l = (const launch *)arg;
-  int i;
-  if (l->what == LAUNCH_SQUARES && !l->add) l->scratch[0] = 0;
-  if (l->what == LAUNCH_CONVERT) cddp__convert(l->out, l->to, l->in, l->dtype, l->count);
-  if (l->what == LAUNCH_FACTOR) l->scratch[1] = fmin(1, l->max_norm / (sqrt(l->scratch[0]) + 1e-6));
-  for (i = 0; i < l->n; i++) launch_segment(l, &l->s[i]);
-}
-
-static int launch_on(void *stream, launch *l) {
-  hostcuda_op op;
-  op.run = launch_run;
-  op.drop = free;
-  op.arg = l;
-  return (int)hostcuda_enqueue((cudaStream_t)stream, op, false);
-}
-
-static launch *launch_new(int what, const cddp_segment *s, int n, cddp_dtype dtype) {
-  launch *l = (launch *)calloc(1, sizeof *l + (size_t)n * sizeof *s);
-  l->what = what;
-  l->n = n;
-  l->dtype = dtype;
-  if (n > 0) memcpy(l->s, s, (size_t)n * sizeof *s);
-  return l;
-}
-
-static int launches[6]; /* by what */
-
-static int kernel_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
-                      unsigned flags, void *stream) {
-  launch *l = launch_new(LAUNCH_SGD, s, n, dtype);
-  launches[LAUNCH_SGD]++;
-  l->rule = *rule;
-  l->flags = flags;
-  return launch_on(stream, l);
-}
-
-static int kernel_adopt(const cddp_segment *s, int n, cddp_dtype dtype, void *stream) {
-  return launch_on(stream, launch_new(LAUNCH_ADOPT, s, n, dtype));
-}
-
-static int kernel_convert(void *to, cddp_dtype to_dtype, const void *from, cddp_dtype from_dtype,
-                          size_t n, void *stream) {
-  launch *l = launch_new(LAUNCH_CONVERT, NULL, 0, from_dtype);
-  l->out = to;
-  l->to = to_dtype;
-  l->in = from;
-  l->count = n;
-  return launch_on(stream, l);
-}
-
-static int kernel_squares(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch, bool add,
-                          void *stream) {
-  launch *l = launch_new(LAUNCH_SQUARES, s, n, dtype);
-  l->scratch = scratch;
-  l->add = add;
-  return launch_on(stream, l);
-}
-
-static int kernel_factor(double *scratch, double max_norm, void *stream) {
-  launch *l = launch_new(LAUNCH_FACTOR, NULL, 0, CDDP_F64);
-  l->scratch = scratch;
-  l->max_norm = max_norm;
-  return launch_on(stream, l);
-}
-
-static int kernel_scale(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
-                        void *stream) {
-  launch *l = launch_new(LAUNCH_SCALE, s, n, dtype);
-  memcpy(&l->scratch, &scratch, sizeof scratch);
-  return launch_on(stream, l);
-}
-
-static const cddp_kernels kernels = {
-    CDDP_VERSION,  64,          kernel_sgd, kernel_adopt, kernel_convert, kernel_squares,
-    kernel_factor, kernel_scale};
+/* --- data parallel; the kernels are those of cddp_kernels.cuh --- */
 
 /* The backward pass of a made-up model: grad += f(weight, rank, step), on the stream. */
 typedef struct backward {
@@ -381,8 +267,6 @@ static void backward_on(cudaStream_t s, const cddp_param *p, uint64_t seed) {
     CHECK(hostcuda_enqueue(s, op, false) == cudaSuccess);
   }
 }
-
-/* --- data parallel --- */
 
 #define PARAMS 6
 static const size_t sizes[PARAMS] = {3000, 17, 1, 0, 40000, 129};
@@ -513,7 +397,6 @@ static int train(cddp_group *g, void *arg) {
   int i, step;
   memset(&desc, 0, sizeof desc);
   memset(&rule, 0, sizeof rule);
-  cddp_register_kernels(&kernels);
   if (!p->cpu) {
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
     cddp_set_stream(g, stream);
@@ -866,8 +749,7 @@ static int ordeal_rank(int rank, void *p) {
   if (o->environment != NULL) setenv(o->environment, o->value, 1);
   f->result = cddp_init(&g, &d);
   if (f->result == CDDP_OK && o->fn != NULL) {
-    cddp_register_kernels(&kernels);
-    o->fn(g, o, f);
+      o->fn(g, o, f);
   }
   f->when = test_now();
   snprintf(f->text, sizeof f->text, "%s", f->result != CDDP_OK ? cddp_error() : "");
