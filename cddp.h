@@ -268,8 +268,9 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    learning rate is the captured one. Destroy graphs before the group. */
 
 /* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL:
-   the legacy default stream. Set it between steps: one stream for all ready() calls of a step. New
-   sub-groups take their parent's. Does nothing for a group without a GPU. */
+   the legacy default stream. It must stay until another is set. Set it between steps: one stream
+   for all ready() calls of a step. New sub-groups take their parent's. Does nothing for a group
+   without a GPU. */
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
 CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: bucket->group's */
 
@@ -279,7 +280,8 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
 
 /* Device code for SGD, clipping and compression, registered by cddp_kernels.cuh before main when
    one .cu file of the program includes it. Segments are in host memory, the caller's again after
-   the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being success. */
+   the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being
+   success. */
 typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   void *data;     /* weights; NULL where not needed */
   void *grad;
@@ -393,7 +395,9 @@ typedef struct cddp_bucket {
 } cddp_bucket;
 
 /* Called on cddp's communication thread, one bucket at a time, on every rank. Like DDP's
-   register_comm_hook. */
+   register_comm_hook. On GPUs with NCCL: called by ready(), wait() or step(); data is device
+   memory, and everything the hook does with it is enqueued on cddp_stream(bucket->group), as its
+   collectives without a work handle are. */
 typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
 
 /* Hooks that send f32 and f64 gradients as bf16 or fp16; the mean is rounded to that type. */
@@ -10112,6 +10116,7 @@ static cddp_result cddp__nccl_start(cddp_group *g, const cddp__call *c, cddp_wor
   cudaStream_t s = work != NULL ? p->side : p->stream;
   cddp_work *w = NULL;
   bool device = true;
+  uint64_t record;
   cddp_result r;
   *taken = true;
   if (work != NULL) *work = NULL;
@@ -10126,11 +10131,13 @@ static cddp_result cddp__nccl_start(cddp_group *g, const cddp__call *c, cddp_wor
   if (g->size > 1) cddp__note_call(p, c, device);
   *taken = device;
   if (!device) return CDDP_OK;
+  record = cddp__record_call(g, c);
   if (work != NULL && (r = cddp__work_on_device(g, &w)) != CDDP_OK) return cddp__break(g, r);
   if (work != NULL) r = cddp__stream_after(p->side, p->stream, p->fork);
   if (r == CDDP_OK) r = cddp__issue_call(p, c, s);
   if (r == CDDP_OK && work != NULL) r = cddp__work_record(w, s);
   if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the others will wait for this call */
+  cddp__record_finish(g, record, r);                       /* on the device it goes on */
   if (r != CDDP_OK && w != NULL) cddp__device_work_free(w);
   if (r == CDDP_OK && work != NULL) *work = w;
   return r;
@@ -10248,6 +10255,7 @@ static cddp_result cddp__nccl_split_comm(cddp__plane *p, int color, int key, cdd
     r = cddp__settle(child, sub, e, "ncclCommSplit");
   }
   if (r == CDDP_OK && wants) return cddp__plane_adopt(child, sub);
+  if (r != CDDP_OK) cddp__plane_abort(p); /* ends NCCL's thread, which may still write to sub */
   if (r != CDDP_OK && sub != NULL) ncclCommAbort(sub);
   return r;
 }
@@ -13638,7 +13646,7 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
-   0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
+   0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store; NCCL backend */
 
 /* >>license ---------------------------------------------------------------------------------------
 

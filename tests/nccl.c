@@ -7,6 +7,8 @@
 #include "hostcuda/hostcuda.h"
 #include "ranks.h"
 
+#include <sys/time.h>
+
 /* --- ranks with a device --- */
 
 typedef struct job {
@@ -225,6 +227,7 @@ static void test_collectives(void) {
   CHECK_OK(run(every_collective, NULL, 2, NULL));
   CHECK_OK(run(every_collective, NULL, 3, NULL));
   CHECK_OK(run(every_collective, NULL, 1, NULL));
+  if (!RANKS_TSAN) CHECK_OK(run(every_collective, NULL, 8, NULL));
   CHECK_OK(run(every_collective, NULL, 3, "cpu"));
 }
 
@@ -471,11 +474,21 @@ static void check_plan(plan *p, int n, const char *backend) {
   munmap(want, (size_t)n * count * sizeof *want);
 }
 
+/* Both halves of the group train the same. */
+static int train_halves(cddp_group *g, void *arg) {
+  cddp_group *half = NULL;
+  int r = 1;
+  CHECK_OK(cddp_group_split(g, cddp_rank(g) % 2, 0, &half));
+  if (half != NULL) r = train(half, arg);
+  cddp_destroy(half);
+  return r;
+}
+
 static void test_training(void) {
-  static const int ranks[] = {1, 2, 3, 4};
+  static const int ranks[] = {1, 2, 3, 8};
   plan p;
   int i;
-  for (i = 0; i < 4; i++) {
+  for (i = 0; i < (RANKS_TSAN ? 3 : 4); i++) {
     memset(&p, 0, sizeof p);
     p.steps = 4;
     p.cap_mb = 0.02;
@@ -485,6 +498,11 @@ static void test_training(void) {
     p.given_grads = true;
     check_plan(&p, ranks[i], NULL);
   }
+  memset(&p, 0, sizeof p);
+  p.steps = 3;
+  p.out = (float *)ranks_shared(2 * plan_floats() * sizeof *p.out);
+  CHECK_OK(run(train_halves, &p, 4, NULL));
+  CHECK(memcmp(p.out, p.out + plan_floats(), plan_floats() * sizeof *p.out) == 0);
 }
 
 static void test_training_options(void) {
@@ -498,7 +516,11 @@ static void test_training_options(void) {
   p.nosync = true;
   p.no_momentum = true;
   check_plan(&p, 2, NULL);
-  p.nosync = p.no_momentum = false;
+  p.nosync = false;
+  p.steps_a_mode = 1;
+  check_plan(&p, 3, NULL);
+  p.steps_a_mode = 0;
+  p.no_momentum = false;
   p.unused = true;
   check_plan(&p, 2, NULL);
   p.steps_a_mode = 1;
@@ -719,6 +741,109 @@ static void test_groups(void) {
   CHECK_OK(run(host_memory, NULL, 2, "cpu"));
 }
 
+/* --- what a step costs, and what it refuses --- */
+
+static void model_of(cddp_group *g, cddp_param *p, int n, size_t count) { /* weights side by side */
+  float *w = (float *)cddp_alloc(g, (size_t)n * count * sizeof *w);
+  int i;
+  memset(p, 0, (size_t)n * sizeof *p);
+  CHECK(cudaMemset(w, 0, (size_t)n * count * sizeof *w) == cudaSuccess);
+  for (i = 0; i < n; i++) { /* the last first, as gradients lie */
+    p[i].data = w + (size_t)(n - 1 - i) * count;
+    p[i].count = count;
+  }
+}
+
+/* A bucket's operation is issued while later gradients are still to come; a step synchronises
+   nothing and allocates nothing. */
+static int frugal(cddp_group *g, void *arg) {
+  static const char *const never[] = {"cudaDeviceSynchronize", "cudaStreamSynchronize",
+                                      "cudaEventSynchronize",  "cudaMalloc",
+                                      "ncclMemAlloc",          "cudaEventCreateWithFlags"};
+  uint64_t before[6], reduced_before, launched;
+  bool alone = cddp_world_size(g) == 1;
+  cddp_sgd_desc rule;
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[4];
+  int step, i;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  memset(&desc, 0, sizeof desc);
+  desc.bucket_cap_mb = 0.001;
+  rule.lr = 0.1;
+  rule.momentum = 0.9;
+  model_of(g, p, 4, 1024);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 4, &desc));
+  CHECK_OK(cddp_sgd_create(&s, p, 4, &rule));
+  for (step = 0; step < 5; step++) {
+    for (i = 0; i < 6; i++) before[i] = hostcuda_calls(never[i]);
+    reduced_before = hostcuda_calls("ncclReduceScatter") + hostcuda_calls("ncclAllReduce");
+    launched = hostcuda_calls("kernel");
+    for (i = 3; i >= 0; i--) {
+      if (i == 0 && !alone)
+        CHECK(hostcuda_calls("ncclReduceScatter") + hostcuda_calls("ncclAllReduce") ==
+              reduced_before + 3);
+      CHECK_OK(cddp_ddp_ready(d, i));
+    }
+    CHECK_OK(cddp_ddp_step(d, s));
+    for (i = 0; step >= 2 && i < 6; i++) CHECK_EQ(hostcuda_calls(never[i]), before[i]);
+    if (alone) CHECK_EQ(hostcuda_calls("kernel") - launched, 1);
+  }
+  if (alone) CHECK_EQ(hostcuda_calls("ncclAllReduce") + hostcuda_calls("ncclBroadcast"), 0);
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static int refusals(cddp_group *g, void *arg) {
+  const cddp_kernels *kernels = cddp__registered_kernels;
+  float host[64];
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[2];
+  int i;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 0.1;
+  model_of(g, p, 2, 64);
+  if (cddp_rank(g) == cddp_world_size(g) - 1) p[1].data = host;
+  CHECK_IS(cddp_ddp_create(&d, g, p, 2, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "data of parameter \"#1\" lies in host memory") != NULL);
+  CHECK_IS(cddp_sgd_create(&s, p, 2, &rule),
+           cddp_rank(g) == cddp_world_size(g) - 1 ? CDDP_INVALID_ARGUMENT : CDDP_OK);
+  cddp_sgd_destroy(s);
+  check_sum(g, cddp_world_size(g) * (cddp_world_size(g) + 1) / 2); /* the group lives on */
+  model_of(g, p, 2, 64);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, NULL));
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  for (i = 0; i < 2; i++) CHECK_OK(cddp_ddp_ready(d, i));
+  CHECK_IS(cddp_ddp_ready(d, 0), CDDP_INVALID_ARGUMENT);
+  cddp_register_kernels(NULL);
+  CHECK_IS(cddp_ddp_step(d, s), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
+  CHECK_IS(cddp_sgd_step(s), CDDP_UNSUPPORTED);
+  cddp_register_kernels(kernels);
+  CHECK_OK(cddp_ddp_step(d, s));
+  CHECK_OK(cddp_ddp_ready(d, 0)); /* one is missing */
+  CHECK_IS(cddp_ddp_wait(d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "\"#1\"") != NULL);
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_steps(void) {
+  CHECK_OK(run(frugal, NULL, 1, NULL));
+  CHECK_OK(run(frugal, NULL, 2, NULL));
+  CHECK_OK(run(refusals, NULL, 2, NULL));
+  CHECK_OK(run(refusals, NULL, 2, "cpu"));
+}
+
 /* --- failures --- */
 
 /* What happened to one rank; shared. */
@@ -734,6 +859,7 @@ typedef struct ordeal {
   const char *device, *backend, *environment, *value; /* value: of the variable, set in all ranks */
   int victim;                                         /* the rank that does it */
   double timeout_s, began;
+  double fuse; /* seconds after which the victim dies, wherever it is */
   fate fates[8];
 } ordeal;
 
@@ -747,9 +873,16 @@ static int ordeal_rank(int rank, void *p) {
   d.backend = o->backend;
   d.timeout_s = o->timeout_s;
   if (o->environment != NULL) setenv(o->environment, o->value, 1);
+  if (o->fuse > 0 && rank == o->victim) {
+    struct itimerval t;
+    memset(&t, 0, sizeof t);
+    t.it_value.tv_usec = (suseconds_t)(o->fuse * 1e6);
+    o->began = test_now() + o->fuse;
+    setitimer(ITIMER_REAL, &t, NULL); /* SIGALRM */
+  }
   f->result = cddp_init(&g, &d);
   if (f->result == CDDP_OK && o->fn != NULL) {
-      o->fn(g, o, f);
+    o->fn(g, o, f);
   }
   f->when = test_now();
   snprintf(f->text, sizeof f->text, "%s", f->result != CDDP_OK ? cddp_error() : "");
@@ -934,6 +1067,15 @@ static void test_lost(void) {
       }
     }
   }
+  memset(o, 0, sizeof *o); /* while communicators connect */
+  o->victim = 1;
+  o->fuse = RANKS_WITHIN(0.1) < 0.9 ? RANKS_WITHIN(0.1) : 0.9;
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "init:1@1";
+  endure(o, 3);
+  check_fate(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
+  check_fate(o, 2, CDDP_PEER_LOST, "in ncclCommInitRankConfig");
+  CHECK(o->fates[0].when - o->began < RANKS_WITHIN(0.5));
   memset(o, 0, sizeof *o);
   o->fn = leave_early;
   endure(o, 2);
@@ -1033,6 +1175,7 @@ int main(void) {
   RUN(test_training_options);
   RUN(test_graph);
   RUN(test_training_staged);
+  RUN(test_steps);
   RUN(test_no_device);
   RUN(test_mismatch);
   RUN(test_lost);
