@@ -1,4 +1,4 @@
-/* cddp.h - v0.1 - DistributedDataParallel for C, C++ and CUDA programs
+/* cddp.h - v0.2 - DistributedDataParallel for C, C++ and CUDA programs
    Public domain or MIT, at your choice (end of file). No warranty; use at your own risk.
 
    Do this in ONE C or C++ file, before its other includes, and link -lpthread -lm:
@@ -96,7 +96,7 @@
 #define CDDP_CUDA CDDP_CUDA
 #endif
 
-#define CDDP_VERSION 100 /* major * 10000 + minor * 100 + patch */
+#define CDDP_VERSION 200 /* major * 10000 + minor * 100 + patch */
 
 #ifdef CDDP_STATIC
 #define CDDPDEF static
@@ -13646,7 +13646,10 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
-   0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store; NCCL backend */
+   0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU
+                  how a rank died and where each rank made its call; flight recorder; cddp_launch;
+                  the variables of mpirun and srun; unix://name; cddp_launcher_rank
+   0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------
 

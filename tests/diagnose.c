@@ -19,7 +19,7 @@ static void note(int rank, int line, cddp_result r) {
   snprintf(all[rank].text, sizeof all[rank].text, "%s", cddp_error());
 }
 
-static bool says(int rank, const char *format, ...) {
+static __attribute__((format(printf, 2, 3))) bool says(int rank, const char *format, ...) {
   char want[256];
   va_list args;
   va_start(args, format);
@@ -234,7 +234,7 @@ static void check_death(death how, bool reap) {
     CHECK_IS(all[i].result, CDDP_PEER_LOST);
     CHECK_IS(all[i].again, CDDP_PEER_LOST);
     CHECK(says(i, "rank 1 (pid %d on ", (int)pid[1]));
-    CHECK(strstr(all[i].text, words[how]) != NULL || !says(i, words[how]));
+    CHECK(strstr(all[i].text, words[how]) != NULL || !says(i, "%s", words[how]));
     CHECK(says(i, "all_reduce(count 1, f32, sum) at %s:", __FILE__));
     CHECK(says(i, "call 2 of the group"));
   }
@@ -335,10 +335,9 @@ static void test_the_recorder_survives(void) {
   char dir[] = "/tmp/cddp-record-XXXXXX";
   cddp_record last = {0};
   int p, i;
-  if (r == NULL || mkdtemp(dir) == NULL) {
-    CHECK(!"memory and a directory");
-    return;
-  }
+  bool ready = r != NULL && mkdtemp(dir) != NULL;
+  CHECK(ready);
+  if (!ready) return;
   setenv("CDDP_RECORD", dir, 1);
   CHECK_IS(ranks_run(recorded, NULL, RANKS, false), CDDP_PEER_LOST);
   unsetenv("CDDP_RECORD");
@@ -396,10 +395,9 @@ static void test_the_recorder_knows_all_kinds(void) {
   cddp_record last = {0}, wait = {0};
   uint64_t bucket_group = 0;
   int p;
-  if (r == NULL || mkdtemp(dir) == NULL) {
-    CHECK(!"memory and a directory");
-    return;
-  }
+  bool ready = r != NULL && mkdtemp(dir) != NULL;
+  CHECK(ready);
+  if (!ready) return;
   setenv("CDDP_RECORD", dir, 1);
   CHECK_OK(ranks_run(recorded_few, NULL, RANKS, true));
   unsetenv("CDDP_RECORD");
