@@ -59,15 +59,15 @@ static int run(int rank, void *group_desc) {
   TRY(cddp_all_gather(g, mine, all, 2, CDDP_F32, NULL)); /* all ranks have everybody's */
   TRY(print_in_turn(g, "all_gather", all, 2 * world));
 
-  /* Four operations in a row, and the host waits for none of them: rank r gets the sum of everybody's
-     share r of `all`, then the mean over ranks. */
+  /* Two operations in a row, and the host waits for neither: rank r gets the sum of everybody's
+     share r of `all`, then all ranks get the mean of those. */
   TRY(cddp_reduce_scatter(g, all, share, 2, CDDP_F32, CDDP_SUM, NULL));
   TRY(cddp_all_reduce(g, share, 2, CDDP_F32, CDDP_AVG, NULL));
   TRY(print_in_turn(g, "reduce_scatter, then the mean", share, 2));
   TRY(cddp_broadcast(g, mine, 2, CDDP_F32, last, NULL));
   TRY(print_in_turn(g, "broadcast", mine, 2));
 
-  /* With a handle an operation runs beside the stream, until cddp_wait orders the stream after it. */
+  /* With a handle an operation runs beside the stream; cddp_wait orders the stream after it. */
   cddp_work *work;
   copy(mine, host, sizeof host);
   TRY(cddp_all_reduce(g, mine, 2, CDDP_F32, CDDP_SUM, &work)); /* mine is cddp's until ... */
@@ -95,7 +95,7 @@ int main(int argc, char **argv) {
   gpu = strcmp(desc.device, "cpu") != 0;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
   if (getenv("RANK")) return run(atoi(getenv("RANK")), &desc); /* started once for each rank */
-  cddp_result r = cddp_spawn(run, &desc, ranks); /* no CUDA call before: it does not survive fork */
+  cddp_result r = cddp_spawn(run, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
   if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
   return r != CDDP_OK; /* a rank that failed has said why */
 }

@@ -8,7 +8,7 @@
    Each rank has its own data, so its loss and its gradients are its own. After the step the
    parameters are the same on every rank to the last bit: all of them compare a hash of their bytes,
    and the program exits with 1 if two differ. The kernel that computes the gradients is this file's
-   own: cddp needs to know no more of a program than where its gradients are and when they are done. */
+   own: cddp needs to know where a program's gradients are and when they are done, no more. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp_kernels.cuh" /* includes cddp.h, which brings stdio.h and others */
 
@@ -121,7 +121,7 @@ int main(int argc, char **argv) {
   gpu = strcmp(desc.device, "cpu") != 0;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
   if (getenv("RANK")) return train(atoi(getenv("RANK")), &desc); /* started once for each rank */
-  cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: it does not survive fork */
+  cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
   if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
   return r != CDDP_OK; /* a rank that failed has said why */
 }

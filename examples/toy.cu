@@ -7,7 +7,7 @@
      ./toy -n 2 --device cpu                    needs no GPU
      torchrun --no-python --nproc-per-node 2 ./toy
 
-   What changes from toy.c: cddp_alloc gives device memory, the layers are kernels, and everything is
+   What changes from toy.c: cddp_alloc gives device memory, the layers are kernels, and all is
    enqueued on a stream: the program waits for the GPU where it reads the loss, at the end. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp_kernels.cuh" /* includes cddp.h, which brings stdio.h and others */
@@ -17,15 +17,11 @@ enum { WEIGHTS = HIDDEN * (IN + 1 + OUT) + OUT };
 
 #define FAIL(...) return fprintf(stderr, __VA_ARGS__), 1
 #define TRY(call) if (call) FAIL("rank %d: %s\n", rank, cddp_error())
-#define CUDA(call) cuda(call, #call)
+#define CUDA(call) ((call) ? (void)fprintf(stderr, "%s failed\n", #call), exit(1) : (void)0)
 
 static bool gpu;             /* each function below does the same on either */
 static cublasHandle_t blas;
 static cudaStream_t stream;  /* 0: the default stream, which is cddp's default too */
-
-static void cuda(cudaError_t e, const char *call) {
-  if (e != cudaSuccess) fprintf(stderr, "%s: %s\n", call, cudaGetErrorString(e)), exit(1);
-}
 
 static void copy(void *to, const void *from, size_t bytes) { /* between host and device */
   if (gpu) CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
@@ -79,7 +75,7 @@ static int train(int rank, void *group_desc) {
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc)); /* 1  makes rank's GPU the current one */
   printf("Running on rank %d.\n", cddp_rank(g));
   if (gpu && cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS) FAIL("rank %d: no cuBLAS\n", rank);
-  srand48(1000 + cddp_rank(g)); /* a seed for each rank: other data, and other weights until call 2 */
+  srand48(1000 + cddp_rank(g)); /* a seed for each rank: other data; other weights until call 2 */
   for (int i = 0; i < WEIGHTS; i++) host[i] = (float)(2 * drand48() - 1) / sqrtf(IN);
   for (int i = 0; i < BATCH * (IN + OUT); i++) data[i] = (float)(2 * drand48() - 1) * 1.7f;
 
@@ -146,7 +142,7 @@ int main(int argc, char **argv) {
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
 
   if (getenv("RANK")) return train(atoi(getenv("RANK")), &desc);
-  cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: it does not survive fork */
+  cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
   if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
   return r != CDDP_OK; /* a rank that failed has said why */
 }
