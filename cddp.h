@@ -878,6 +878,7 @@ typedef struct cddp__note {
   int32_t root;
   uint32_t spare;
   uint64_t hash; /* of this and all calls before it */
+  char site[96]; /* where it was made, in words; "": not known */
 } cddp__note;
 #define CDDP__NOTES 64 /* calls remembered per rank and group, a power of two */
 
@@ -1480,6 +1481,7 @@ typedef struct cddp__plane {
   cudaStream_t stream; /* the caller's */
   cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
   cudaEvent_t fork;    /* orders side after stream; turn */
+  cudaEvent_t join;    /* orders stream and side; the thread that calls collectives */
   pthread_mutex_t turn, lock;
   ncclComm_t comm;     /* lock; NULL: a single rank, no NCCL, or aborted */
   bool aborted;        /* lock */
@@ -1496,7 +1498,7 @@ typedef struct cddp__plane {
   uint32_t *compared;  /* [ranks] calls of each found to be the same; lock */
   cddp_work *letters;  /* sends and receives to be issued together, oldest first; turn */
   cddp__block *blocks; /* lock */
-  void *scratch;       /* device memory for operations on stream or side; turn */
+  void *scratch;       /* device memory, used on side; the thread that calls collectives */
   size_t scratch_bytes;
   void *stage; /* host memory for operations through the host; one at a time */
   size_t stage_bytes;
@@ -5904,10 +5906,10 @@ static bool cddp__kind_reduces(uint32_t kind) {
 static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t count, int root) {
   uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
   char more[48] = "";
-  if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_MAX) {
-    snprintf(out, n, "an unknown call");
-  } else if (kind == CDDP__KIND_DDP_BUCKET) {
+  if (kind == CDDP__KIND_DDP_BUCKET) {
     snprintf(out, n, "%s %" PRIu64, cddp__call_names[kind], count);
+  } else if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_MAX) {
+    snprintf(out, n, "an unknown call");
   } else if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) {
     snprintf(out, n, "%s", cddp__call_names[kind]);
   } else {
@@ -9431,10 +9433,13 @@ static void cddp__note_call(cddp__plane *p, const cddp__call *c, bool device) {
   p->hash = cddp__hash64(p->hash, &what, sizeof what);
   to = &seat->notes[++p->calls & (CDDP__NOTES - 1)];
   cddp__exchange32(&to->number, 0);
+  __atomic_thread_fence(__ATOMIC_RELEASE); /* nothing below is seen before the 0 */
   to->call = what.call;
   to->count = what.count;
   to->root = what.root;
   to->hash = p->hash;
+  to->site[0] = 0;
+  if (c->kind != CDDP__KIND_DDP_BUCKET) cddp__describe_site(to->site, sizeof to->site);
   cddp__store32(&to->number, p->calls);
   cddp__store32(&seat->calls, p->calls);
   pthread_mutex_unlock(&p->lock);
@@ -9448,6 +9453,8 @@ static bool cddp__read_note(const cddp_group *g, int rank, uint32_t n, cddp__not
   out->count = from->count;
   out->root = from->root;
   out->hash = from->hash;
+  memcpy(out->site, from->site, sizeof out->site - 1);
+  out->site[sizeof out->site - 1] = 0;
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return cddp__load32(&from->number) == n;
 }
@@ -9456,6 +9463,7 @@ static cddp_result cddp__break_notes(cddp__plane *p, int rank, uint32_t first, u
   cddp_group *g = p->group;
   cddp__note mine, theirs;
   char a[160], b[160];
+  bool low = g->rank < rank;
   uint32_t i;
   for (i = first; i <= n; i++) {
     if (!cddp__read_note(g, g->rank, i, &mine) || !cddp__read_note(g, rank, i, &theirs)) continue;
@@ -9464,10 +9472,10 @@ static cddp_result cddp__break_notes(cddp__plane *p, int rank, uint32_t first, u
     cddp__describe_call(a, sizeof a, mine.call, mine.count, mine.root);
     cddp__describe_call(b, sizeof b, theirs.call, theirs.count, theirs.root);
     cddp__fail(CDDP_MISMATCH,
-               "ranks disagree in call %" PRIu32 " of the group: rank %d called %s, rank %d "
-               "called %s",
-               i, g->rank < rank ? g->rank : rank, g->rank < rank ? a : b,
-               g->rank < rank ? rank : g->rank, g->rank < rank ? b : a);
+               "ranks disagree in call %" PRIu32 " of the group: rank %d called %s%s, rank %d "
+               "called %s%s",
+               i, low ? g->rank : rank, low ? a : b, low ? mine.site : theirs.site,
+               low ? rank : g->rank, low ? b : a, low ? theirs.site : mine.site);
     return cddp__break(g, CDDP_MISMATCH);
   }
   cddp__fail(CDDP_MISMATCH,
@@ -9546,16 +9554,25 @@ static pthread_mutex_t cddp__watch_lock = PTHREAD_MUTEX_INITIALIZER;
 static cddp__plane *cddp__watched; /* guarded by cddp__watch_lock, as are the next three */
 static pthread_t cddp__watcher;
 static bool cddp__watching;
-static pid_t cddp__watch_pid;            /* of the process whose watcher it is */
-static cddp__atomic_u32 cddp__watch_end; /* 1: it shall end; it sleeps on this */
+static pid_t cddp__watch_pid;              /* of the process whose watcher it is */
+static cddp__atomic_u32 cddp__watch_shift; /* a watcher ends when this changes; it sleeps on it */
+
+/* Whether the event lies ahead; *fault: what the device failed with, if it did. */
+static bool cddp__event_ahead(cudaEvent_t event, cudaError_t *fault) {
+  cudaError_t e = cudaEventQuery(event);
+  if (e != cudaSuccess) (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+  if (e != cudaSuccess && e != cudaErrorNotReady) *fault = e;
+  return e == cudaErrorNotReady;
+}
 
 /* Updates and tells whether operations of the plane are, or may be, on the device; *late: for
    longer than a deadline allows. */
-static bool cddp__plane_pending(cddp__plane *p, bool *late) {
+static bool cddp__plane_pending(cddp__plane *p, bool *late, cudaError_t *fault) {
   bool pending;
+  *fault = cudaSuccess;
   pthread_mutex_lock(&p->lock);
-  if (p->pending && cudaEventQuery(p->last) != cudaErrorNotReady) p->pending = false;
-  if (p->probing && cudaEventQuery(p->probe) != cudaErrorNotReady) p->probing = false;
+  if (p->pending) p->pending = cddp__event_ahead(p->last, fault);
+  if (p->probing) p->probing = cddp__event_ahead(p->probe, fault);
   *late = (p->probing || p->pending) &&
           cddp__now() - (p->probing ? p->probe_since : p->last_since) > p->group->timeout_s;
   pending = p->pending || p->captured;
@@ -9617,26 +9634,32 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
 
 static cddp_result cddp__look_at_plane(cddp__plane *p) {
   ncclResult_t e = ncclSuccess;
+  cudaError_t fault = cudaSuccess;
   bool late = false, pending;
   cddp_result r;
   if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
   pthread_mutex_lock(&p->lock);
   if (p->comm != NULL && ncclCommGetAsyncError(p->comm, &e) != ncclSuccess) e = ncclInternalError;
   pthread_mutex_unlock(&p->lock);
-  pending = cddp__plane_pending(p, &late);
+  pending = cddp__plane_pending(p, &late, &fault);
   if ((r = cddp__compare_notes(p)) != CDDP_OK) return r;
   if ((r = cddp__look_for_lost(p, pending)) != CDDP_OK) return r;
   if (e != ncclSuccess && e != ncclInProgress)
     return cddp__break_nccl(p, e, "an asynchronous NCCL operation");
+  if (fault != cudaSuccess) {
+    cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
+               p->group->rank, p->device, cudaGetErrorString(fault), cudaGetErrorName(fault));
+    return cddp__break(p->group, CDDP_CUDA);
+  }
   return late ? cddp__break_pending(p) : CDDP_OK;
 }
 
-static void *cddp__watch_main(void *unused) {
+static void *cddp__watch_main(void *shift) {
   enum cudaStreamCaptureMode relaxed = cudaStreamCaptureModeRelaxed;
+  uint32_t mine = (uint32_t)(uintptr_t)shift;
   cddp__plane *p;
-  (void)unused;
   cudaThreadExchangeStreamCaptureMode(&relaxed); /* its queries are no part of anyone's graph */
-  while (cddp__load32(&cddp__watch_end) == 0) {
+  while (cddp__load32(&cddp__watch_shift) == mine) {
     pthread_mutex_lock(&cddp__watch_lock);
     for (p = cddp__watched; p != NULL; p = p->next) {
       bool healthy;
@@ -9647,9 +9670,9 @@ static void *cddp__watch_main(void *unused) {
         cddp__plane_abort(p);
     }
     pthread_mutex_unlock(&cddp__watch_lock);
-    cddp__futex_wait(&cddp__watch_end, 0, CDDP__WATCH_S);
+    cddp__futex_wait(&cddp__watch_shift, mine, CDDP__WATCH_S);
   }
-  return unused;
+  return NULL;
 }
 
 static cddp_result cddp__watch(cddp__plane *p) {
@@ -9661,8 +9684,8 @@ static cddp_result cddp__watch(cddp__plane *p) {
     cddp__watch_pid = getpid();
   }
   if (!cddp__watching) {
-    cddp__store32(&cddp__watch_end, 0);
-    r = cddp__thread_start(&cddp__watcher, cddp__watch_main, NULL);
+    uintptr_t shift = cddp__load32(&cddp__watch_shift);
+    r = cddp__thread_start(&cddp__watcher, cddp__watch_main, (void *)shift);
     cddp__watching = r == CDDP_OK;
   }
   if (r == CDDP_OK) {
@@ -9689,8 +9712,8 @@ static void cddp__unwatch(cddp__plane *p) {
   thread = cddp__watcher;
   if (last) {
     cddp__watching = false;
-    cddp__store32(&cddp__watch_end, 1);
-    cddp__futex_wake(&cddp__watch_end);
+    cddp__add32(&cddp__watch_shift, 1);
+    cddp__futex_wake(&cddp__watch_shift);
   }
   pthread_mutex_unlock(&cddp__watch_lock);
   if (last) pthread_join(thread, NULL);
@@ -9730,6 +9753,7 @@ static void cddp__plane_free(cddp__plane *p) {
   if (p->scratch != NULL) cudaFree(p->scratch);
   cddp__arena_free(p->group->host, p->stage);
   cddp__event_free(&p->fork);
+  cddp__event_free(&p->join);
   cddp__event_free(&p->last);
   cddp__event_free(&p->probe);
   if (p->side != NULL) cudaStreamDestroy(p->side);
@@ -9762,6 +9786,7 @@ static cddp_result cddp__plane_new(cddp__plane **out, cddp_group *g, int device,
     r = cddp__cuda_result(cudaStreamCreateWithPriority(&p->side, cudaStreamNonBlocking, greatest),
                           "cudaStreamCreateWithPriority");
   if (r == CDDP_OK) r = cddp__event_new(&p->fork);
+  if (r == CDDP_OK) r = cddp__event_new(&p->join);
   if (r == CDDP_OK) r = cddp__event_new(&p->last);
   if (r == CDDP_OK) r = cddp__event_new(&p->probe);
   if (r != CDDP_OK)
@@ -9779,7 +9804,7 @@ static void cddp__plane_set_stream(cddp_group *g, void *stream) {
 
 static void *cddp__plane_stream(const cddp_group *g) { return (void *)cddp__plane_of(g)->stream; }
 
-/* Device memory for an operation that needs some, larger each time; turn held, or ready's lock. */
+/* Device memory for an operation that needs some; grows. */
 static cddp_result cddp__plane_scratch(cddp__plane *p, size_t bytes) {
   cddp_result r;
   if (p->scratch_bytes >= bytes) return CDDP_OK;
@@ -9823,11 +9848,12 @@ static void cddp__plane_release(cddp_group *g, void *address) {
   cddp__free(&g->host->allocator, b);
 }
 
-/* Waits on the host for the stream, as long as the group is healthy. */
+/* Waits on the host for the stream, as long as the group is healthy. The deadline is for what the
+   watcher has no event behind: operations in a CUDA graph. */
 static cddp_result cddp__await_stream(cddp__plane *p, cudaStream_t s) {
+  double nap = 1e-5, deadline = cddp__now() + p->group->timeout_s;
   cudaError_t e;
   cddp_result r;
-  double nap = 1e-5;
   int i;
   for (i = 0; (e = cudaStreamQuery(s)) == cudaErrorNotReady; i++) {
     if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
@@ -9837,6 +9863,10 @@ static cddp_result cddp__await_stream(cddp__plane *p, cudaStream_t s) {
     }
     cddp__sleep(nap);
     nap = nap < 5e-4 ? 2 * nap : nap;
+    if (cddp__now() < deadline) continue;
+    cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d's work on cuda:%d has not ended",
+               p->group->timeout_s, p->group->rank, p->device);
+    return cddp__break(p->group, CDDP_TIMEOUT);
   }
   (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
   if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
@@ -10000,19 +10030,24 @@ static cddp_result cddp__issue_alone(const cddp__call *c, cudaStream_t s) {
   return cddp__device_copy(c->recv, c->send, c->count * c->esize, s);
 }
 
-/* all_to_all in place goes through a copy. */
-static cddp_result cddp__issue_call(cddp__plane *p, const cddp__call *call, cudaStream_t s) {
+/* Through a copy, always on the side stream: two of them share the memory for it. */
+static cddp_result cddp__issue_in_place(cddp__plane *p, const cddp__call *call, cudaStream_t s) {
   cddp__call c = *call;
   size_t bytes = c.count * c.esize * (size_t)p->group->size;
-  cddp_result r;
-  if (c.count == 0) return CDDP_OK;
-  if (p->group->size == 1) return cddp__issue_alone(&c, s);
-  if (c.kind == CDDP__KIND_ALL_TO_ALL && c.send == c.recv) {
-    if ((r = cddp__plane_scratch(p, bytes)) != CDDP_OK) return r;
-    if ((r = cddp__device_copy(p->scratch, c.send, bytes, s)) != CDDP_OK) return r;
-    c.send = p->scratch;
-  }
-  return cddp__issue(p, &c, 1, s);
+  cddp_result r = cddp__plane_scratch(p, bytes);
+  if (r == CDDP_OK && s != p->side) r = cddp__stream_after(p->side, s, p->join);
+  if (r == CDDP_OK) r = cddp__device_copy(p->scratch, c.send, bytes, p->side);
+  c.send = p->scratch;
+  if (r == CDDP_OK) r = cddp__issue(p, &c, 1, p->side);
+  if (r == CDDP_OK && s != p->side) r = cddp__stream_after(s, p->side, p->join);
+  return r;
+}
+
+static cddp_result cddp__issue_call(cddp__plane *p, const cddp__call *c, cudaStream_t s) {
+  if (c->count == 0) return CDDP_OK;
+  if (p->group->size == 1) return cddp__issue_alone(c, s);
+  if (c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv) return cddp__issue_in_place(p, c, s);
+  return cddp__issue(p, c, 1, s);
 }
 
 /* --- handles --- */
@@ -10051,6 +10086,7 @@ static cddp_result cddp__send_letters_held(cddp__plane *p) {
   r = calls == NULL ? CDDP_OUT_OF_MEMORY : cddp__stream_after(p->side, p->stream, p->fork);
   for (n = 0, w = p->letters; r == CDDP_OK && w != NULL; w = w->next) calls[n++] = w->call;
   if (r == CDDP_OK) r = cddp__issue_held(p, calls, n, p->side);
+  if (r != CDDP_OK) r = cddp__break(p->group, r); /* the others wait for these */
   while ((w = p->letters) != NULL) {
     p->letters = w->next;
     w->result = r == CDDP_OK ? cddp__work_record(w, p->side) : r;
@@ -10069,11 +10105,20 @@ static cddp_result cddp__send_letters(cddp__plane *p) {
   return r;
 }
 
+/* Sees to it that a send or receive with a handle has been issued; another thread may be at it. */
+static void cddp__issue_letter(cddp_work *w) {
+  cddp__plane *p = cddp__plane_of(w->group);
+  if (w->call.kind != CDDP__KIND_SEND && w->call.kind != CDDP__KIND_RECV) return;
+  pthread_mutex_lock(&p->turn);
+  if (!w->done) (void)cddp__send_letters_held(p);
+  pthread_mutex_unlock(&p->turn);
+}
+
 static cddp_result cddp__device_wait(cddp_work *w) {
   cddp__plane *p = cddp__plane_of(w->group);
-  cddp_result r = CDDP_OK;
-  if (w->event == NULL && !w->done) (void)cddp__send_letters(p);
-  if (w->result != CDDP_OK) r = cddp__fail(w->result, "%s", w->text);
+  cddp_result r = cddp__use_device(p->device); /* the default stream is the current device's */
+  cddp__issue_letter(w);
+  if (r == CDDP_OK && w->result != CDDP_OK) r = cddp__fail(w->result, "%s", w->text);
   if (r == CDDP_OK) r = cddp__check_group(w->group);
   if (r == CDDP_OK && w->event != NULL)
     r = cddp__cuda_result(cudaStreamWaitEvent(p->stream, (cudaEvent_t)w->event, 0),
@@ -10084,7 +10129,8 @@ static cddp_result cddp__device_wait(cddp_work *w) {
 
 static bool cddp__device_done(cddp_work *w) {
   cudaError_t e;
-  if (w->event == NULL && !w->done) (void)cddp__send_letters(cddp__plane_of(w->group));
+  if (cddp__use_device(cddp__plane_of(w->group)->device) != CDDP_OK) return true;
+  cddp__issue_letter(w);
   if (w->result != CDDP_OK || w->event == NULL) return true;
   if (cddp__load32(&w->group->board->broken) != 0) return true;
   e = cudaEventQuery((cudaEvent_t)w->event);
@@ -10132,8 +10178,8 @@ static cddp_result cddp__nccl_start(cddp_group *g, const cddp__call *c, cddp_wor
   *taken = device;
   if (!device) return CDDP_OK;
   record = cddp__record_call(g, c);
-  if (work != NULL && (r = cddp__work_on_device(g, &w)) != CDDP_OK) return cddp__break(g, r);
-  if (work != NULL) r = cddp__stream_after(p->side, p->stream, p->fork);
+  if (work != NULL) r = cddp__work_on_device(g, &w);
+  if (r == CDDP_OK && work != NULL) r = cddp__stream_after(p->side, p->stream, p->fork);
   if (r == CDDP_OK) r = cddp__issue_call(p, c, s);
   if (r == CDDP_OK && work != NULL) r = cddp__work_record(w, s);
   if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the others will wait for this call */
@@ -10163,7 +10209,8 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_w
                         "recv need a work handle",
                         g->rank);
     if ((r = cddp__send_letters(p)) != CDDP_OK) return r;
-    return cddp__issue(p, c, 1, p->stream);
+    r = cddp__issue(p, c, 1, p->stream);
+    return r == CDDP_OK ? r : cddp__break(g, r);
   }
   if ((r = cddp__work_on_device(g, &w)) != CDDP_OK) return r;
   w->call = *c;
@@ -10294,27 +10341,37 @@ static bool cddp__plane_captured(cddp__plane *p) {
   return captured;
 }
 
-/* Ends the communicator in an orderly way: what peers still read from this rank goes out first. */
-static cddp_result cddp__nccl_finish(cddp__plane *p) {
-  cddp_result r = CDDP_OK;
+/* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
+   Ranks that go on must not hear of it, so nothing here breaks the group: what is not done within a
+   moment is aborted. */
+static void cddp__nccl_finish(cddp__plane *p) {
+  const cddp__atomic_u32 *broken = &p->group->board->broken;
+  cudaError_t fault;
+  ncclResult_t e = ncclSuccess;
+  double deadline;
   bool late = false;
-  ncclComm_t comm;
-  while (cddp__plane_pending(p, &late) && !cddp__plane_captured(p)) {
-    if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
+  while (cddp__plane_pending(p, &late, &fault) && !cddp__plane_captured(p)) {
+    if (cddp__load32(broken) != 0) return;
     cddp__sleep(1e-4);
   }
+  if (cddp__load32(broken) != 0) return;
   pthread_mutex_lock(&p->lock);
-  if ((comm = p->comm) != NULL && cddp__load32(&p->group->board->broken) == 0) {
-    ncclResult_t e = ncclCommFinalize(comm);
-    pthread_mutex_unlock(&p->lock);
-    if ((r = cddp__settle(p, comm, e, "ncclCommFinalize")) != CDDP_OK) return r;
+  if (p->comm != NULL) e = ncclCommFinalize(p->comm);
+  pthread_mutex_unlock(&p->lock);
+  for (deadline = cddp__now() + CDDP__LEFT_S; e == ncclInProgress; cddp__sleep(1e-4)) {
+    if (cddp__load32(broken) != 0 || cddp__now() > deadline) return;
     pthread_mutex_lock(&p->lock);
-    if (p->comm != NULL) ncclCommDestroy(p->comm);
+    if (p->comm == NULL || ncclCommGetAsyncError(p->comm, &e) != ncclSuccess)
+      e = ncclInternalError;
+    pthread_mutex_unlock(&p->lock);
+  }
+  pthread_mutex_lock(&p->lock);
+  if (p->comm != NULL && e == ncclSuccess) {
+    ncclCommDestroy(p->comm);
     p->comm = NULL;
     p->aborted = true;
   }
   pthread_mutex_unlock(&p->lock);
-  return r;
 }
 
 static void cddp__plane_leave(cddp_group *g) {
@@ -10323,7 +10380,7 @@ static void cddp__plane_leave(cddp_group *g) {
   snprintf(text, sizeof text, "%s", cddp__error_text);
   (void)cddp__use_device(p->device);
   (void)cddp__send_letters(p);
-  (void)cddp__nccl_finish(p);
+  cddp__nccl_finish(p);
   cddp__unwatch(p);
   cddp__plane_abort(p);
   (void)cudaStreamSynchronize(p->side);
@@ -10646,16 +10703,19 @@ static cddp_result cddp__batch_add(cddp__batch *b, const cddp_segment *s, cddp_d
   return r;
 }
 
+static cddp_result cddp__no_momentum_yet(void) {
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "take two steps of the same kind before you capture one in a CUDA graph: "
+                    "momentum is allocated by the first");
+}
+
 /* Whole momentum of all parameters, in one piece of device memory. */
 static cddp_result cddp__device_momentum(cddp_sgd *s, cudaStream_t stream) {
   size_t bytes = 0, at = 0;
   cddp_result r;
   int i;
   if (s->rule.momentum == 0 || s->flat != NULL) return CDDP_OK;
-  if (cddp__capturing(stream))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "take two steps before you capture one in a CUDA graph: momentum is "
-                      "allocated by the first");
+  if (cddp__capturing(stream)) return cddp__no_momentum_yet();
   for (i = 0; i < s->count; i++)
     bytes += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
   r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
@@ -10681,6 +10741,7 @@ static unsigned cddp__first_flag(const cddp_sgd *s, int i) {
 /* Updates all weights of this rank from whole gradients: at grads[i], NULL: params' own. */
 static cddp_result cddp__device_update(cddp_sgd *s, const cddp_ddp *d, unsigned flags,
                                        cddp_segment *segments, cudaStream_t stream) {
+  bool capturing = cddp__capturing(stream);
   cddp__batch b;
   cddp_result r;
   int i;
@@ -10698,6 +10759,7 @@ static cddp_result cddp__device_update(cddp_sgd *s, const cddp_ddp *d, unsigned 
     g.grad = d != NULL ? d->arena + d->tensors[i].offset : s->params[i].grad;
     g.momentum = s->momentum[i];
     g.count = s->params[i].count;
+    if (capturing && cddp__first_flag(s, i) != 0) return cddp__no_momentum_yet();
     r = cddp__batch_add(&b, &g, s->params[i].dtype, flags | cddp__first_flag(s, i));
   }
   if (r == CDDP_OK) r = cddp__batch_launch(&b);
@@ -10927,7 +10989,7 @@ static cddp_result cddp__gpu_ready(cddp_ddp *d, int param) {
   d->buckets[d->tensors[param].bucket].remaining--;
   r = cddp__gpu_launch(d);
   pthread_mutex_unlock(&d->lock);
-  return r;
+  return r == CDDP_OK ? r : cddp__give_up(d, r); /* the bucket counts as started */
 }
 
 /* --- agreeing --- */
@@ -11071,7 +11133,7 @@ static cddp_result cddp__gpu_shard_create(cddp_ddp *d, cddp_sgd *s) {
   cddp_result r;
   int i, j;
   if (s->rule.momentum == 0 || s->shard != NULL) return CDDP_OK;
-  if (cddp__capturing(stream)) return cddp__device_momentum(s, stream);
+  if (cddp__capturing(stream)) return cddp__no_momentum_yet();
   h = (cddp__shard *)cddp__calloc(&d->group->host->allocator, 1, sizeof *h);
   if (h == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__cuda_result(cudaMalloc(&mine, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
@@ -11141,11 +11203,9 @@ static cddp_result cddp__gpu_dissolve(cddp_ddp *d, cddp__shard *h) {
 
 /* --- wait --- */
 
-static cddp_result cddp__gpu_wait(cddp_ddp *d) {
+static cddp_result cddp__gpu_average(cddp_ddp *d) {
   cddp_result r;
   int i;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  if (d->no_sync) return CDDP_OK;
   r = cddp__gpu_meet(d, CDDP__KIND_DDP_WAIT, 0);
   if (r == CDDP_OK) r = cddp__gpu_finish(d);
   if (r == CDDP_OK) r = cddp__gpu_gather_means(d);
@@ -11159,6 +11219,17 @@ static cddp_result cddp__gpu_wait(cddp_ddp *d) {
   cddp__gpu_of(d)->scattered = false;
   r = cddp__complete(d, false);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__gpu_wait(cddp_ddp *d) {
+  uint64_t record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->no_sync) return CDDP_OK;
+  record = cddp__record_begin(d->control, CDDP__KIND_DDP_WAIT, d->control->calls + 1, 0);
+  r = cddp__gpu_average(d);
+  cddp__record_finish(d->control, record, r);
+  return r;
 }
 
 /* --- step --- */
@@ -11248,13 +11319,10 @@ static cddp_result cddp__gpu_step_whole(cddp_ddp *d, cddp_sgd *s) {
   return r;
 }
 
-static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_sgd *s) {
+static cddp_result cddp__gpu_average_and_step(cddp_ddp *d, cddp_sgd *s) {
   bool slices = cddp__gpu_slices(d);
-  const cddp_kernels *kernels;
   cddp_result r;
   int i;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
   r = cddp__gpu_meet(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s));
   if (r == CDDP_OK && d->stepping && slices) {
     pthread_mutex_lock(&d->lock);
@@ -11277,6 +11345,18 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_sgd *s) {
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
 
+static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_sgd *s) {
+  const cddp_kernels *kernels;
+  uint64_t record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
+  record = cddp__record_begin(d->control, CDDP__KIND_DDP_STEP, d->control->calls + 1, 0);
+  r = cddp__gpu_average_and_step(d, s);
+  cddp__record_finish(d->control, record, r);
+  return r;
+}
+
 /* --- clipping, buffers, compression --- */
 
 static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
@@ -11288,6 +11368,10 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   int dtype, i, n;
   bool add = false, scaling;
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (norm != NULL && cddp__capturing(stream))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "cddp_ddp_clip_grad_norm waits for the norm and cannot be captured in a CUDA "
+                      "graph; with norm NULL it can");
   if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
   if ((r = cddp__use_device(gpu->plane->device)) != CDDP_OK) return r;
   if (gpu->scratch == NULL) {
@@ -11317,8 +11401,10 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
     r = cddp__kernel_result(k->factor(gpu->scratch, max_norm, (void *)stream), "the norm's kernel");
   }
   if (norm == NULL || r != CDDP_OK) return r;
-  if ((r = cddp__device_copy(&sum, gpu->scratch, sizeof sum, stream)) != CDDP_OK) return r;
-  r = cddp__await_stream(cddp__plane_of(d->group), stream);
+  if ((r = cddp__await_stream(cddp__plane_of(d->group), stream)) != CDDP_OK) return r;
+  r = cddp__cuda_result(cudaMemcpyAsync(&sum, gpu->scratch, sizeof sum, cudaMemcpyDefault, stream),
+                        "cudaMemcpyAsync");
+  if (r == CDDP_OK) r = cddp__await_stream(cddp__plane_of(d->group), stream);
   *norm = sqrt(sum);
   return r;
 }
@@ -11616,9 +11702,14 @@ static cddp_result cddp__no_gpu(cudaError_t e) {
   (void)cudaRuntimeGetVersion(&version);
   if (e == cudaErrorInsufficientDriver)
     return cddp__fail(CDDP_CUDA,
-                      "the NVIDIA driver is missing or too old for CUDA %d.%d, which this program "
-                      "uses: install or update it, or use device \"cpu\"",
+                      "CUDA finds no GPU here: the NVIDIA driver is missing, or too old for CUDA "
+                      "%d.%d; install or update it, or use device \"cpu\"",
                       version / 1000, version % 1000 / 10);
+  if (e == cudaErrorInitializationError)
+    return cddp__fail(CDDP_CUDA,
+                      "cudaGetDeviceCount: %s: a process that has used CUDA must not fork; call "
+                      "cddp_spawn before anything that does",
+                      cudaGetErrorString(e));
   if (e == cudaSuccess || e == cudaErrorNoDevice)
     return cddp__fail(CDDP_CUDA, "CUDA finds no GPU here%s; use device \"cpu\"",
                       getenv("CUDA_VISIBLE_DEVICES") != NULL

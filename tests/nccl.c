@@ -921,7 +921,7 @@ static void test_no_device(void) {
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "finds no GPU");
   o->value = "no-driver";
   endure(o, 1);
-  check_fate(o, 0, CDDP_CUDA, "driver is missing or too old");
+  check_fate(o, 0, CDDP_CUDA, "finds no GPU here: the NVIDIA driver is missing");
   o->value = "2";
   endure(o, 3);
   for (i = 0; i < 3; i++)
