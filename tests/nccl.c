@@ -9,6 +9,11 @@
 
 #include <sys/time.h>
 
+#if RANKS_TSAN /* a rank with threads would linger for a second at its end */
+const char *__tsan_default_options(void);
+const char *__tsan_default_options(void) { return "atexit_sleep_ms=0"; }
+#endif
+
 /* --- ranks with a device --- */
 
 typedef struct job {
@@ -196,7 +201,7 @@ static void check_one(const one *o) {
 }
 
 static int every_collective(cddp_group *g, void *arg) {
-  static const size_t counts[] = {1, 7, 1000, 70001};
+  static const size_t counts[] = {1, 7, 1000, 20001};
   one o;
   int kind, t, n = cddp_world_size(g);
   (void)arg;
@@ -224,10 +229,10 @@ static int every_collective(cddp_group *g, void *arg) {
 }
 
 static void test_collectives(void) {
-  CHECK_OK(run(every_collective, NULL, 2, NULL));
   CHECK_OK(run(every_collective, NULL, 3, NULL));
   CHECK_OK(run(every_collective, NULL, 1, NULL));
-  if (!RANKS_TSAN) CHECK_OK(run(every_collective, NULL, 8, NULL));
+  if (!RANKS_SLOW) CHECK_OK(run(every_collective, NULL, 2, NULL));
+  if (!RANKS_SLOW) CHECK_OK(run(every_collective, NULL, 8, NULL));
   CHECK_OK(run(every_collective, NULL, 3, "cpu"));
 }
 
@@ -272,7 +277,7 @@ static void backward_on(cudaStream_t s, const cddp_param *p, uint64_t seed) {
 }
 
 #define PARAMS 6
-static const size_t sizes[PARAMS] = {3000, 17, 1, 0, 40000, 129};
+static const size_t sizes[PARAMS] = {3000, 17, 1, 0, 12000, 129};
 
 /* How a model is trained; out: this rank's weights after it, all of them. */
 typedef struct plan {
@@ -488,7 +493,7 @@ static void test_training(void) {
   static const int ranks[] = {1, 2, 3, 8};
   plan p;
   int i;
-  for (i = 0; i < (RANKS_TSAN ? 3 : 4); i++) {
+  for (i = 0; i < (RANKS_SLOW ? 3 : 4); i++) {
     memset(&p, 0, sizeof p);
     p.steps = 4;
     p.cap_mb = 0.02;
@@ -1149,7 +1154,7 @@ static void test_injection(void) {
                {"ncclMemAlloc:1:1@1", "", CDDP_OK},
                {"ncclCommRegister:1:1@1", "", CDDP_OK}};
   size_t i;
-  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+  for (i = 0; i < sizeof cases / sizeof *cases; i += RANKS_SLOW ? 3 : 1) {
     ordeal *o = ordeal_new(everything);
     int rank = cases[i].fail[strlen(cases[i].fail) - 1] - '0';
     o->victim = -1;

@@ -151,14 +151,19 @@ obstacle() { # VARIANT
 }
 
 built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this variant
-  local list='$name'
-  [ "$1" = clang-asan ] && list='${name}-short'
-  sed -n "/^build $list:/,/[^\$]$/p" tests/variant.ninja | grep -q -w "\$dir/$2"
+  local list='$name|${name}-gpu'
+  case $1 in
+  asan) list='$name' ;;
+  tsan) list='$name|${name}-gpu-short' ;;
+  clang-asan) list='${name}-short' ;;
+  esac
+  cat tests/variant.ninja tests/gpu.ninja | awk -v list="|$list|" '
+    /^build / { on = index(list, "|" substr($2, 1, length($2) - 1) "|") } on' | grep -q -w "\$dir/$2"
 }
 
 run_variant() { # VARIANT
   local v=$1 t why limit=300 prefix=("${fixed[@]+"${fixed[@]}"}") any= tests=$tests
-  case $v in plain | asan) tests="$tests $gpu_tests" ;; esac
+  [ "$v" = clang-asan ] || tests="$tests $gpu_tests"
   for t in $tests; do wanted "$v/$t" && any=1; done
   [ -n "$any" ] || return 0
   why=$(obstacle "$v")
