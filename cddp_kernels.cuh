@@ -13,25 +13,26 @@
 
    Nothing else is needed for SGD, clipping and compression in cddp.h on a GPU: the table of these
    kernels registers itself before main. Other files may include this one for the functions below;
-   they can be called from C++ compiled by nvcc or not. Define CDDP_KERNELS_NO_CUBLAS to leave out the
-   linear layer and -lcublas.
+   they can be called from C++ compiled by nvcc or not. Define CDDP_KERNELS_NO_CUBLAS to leave out
+   the linear layer and -lcublas.
 
-   RULES. Every function enqueues on stream, never waits, and returns a cudaError_t: 0, or why nothing
-   or not all was enqueued. Pointers are to device memory, aligned to their element, sizes 64-bit, and
-   0 elements are fine. 16-byte alignment (all arrays of a call alike) makes it fast. Every result is
-   the same in every run: sums have a fixed order that depends on sizes alone. All can be captured in
-   a CUDA graph; numbers passed by value are then the captured ones. Matrices are row-major.
+   RULES. Every function enqueues on stream, never waits, and returns a cudaError_t: 0, or why
+   nothing or not all was enqueued. Pointers are to device memory, aligned to their element, sizes
+   64-bit, and 0 elements are fine. 16-byte alignment (all arrays of a call alike) makes it fast.
+   Every result is the same in every run: sums have a fixed order that depends on sizes alone. All
+   can be captured in a CUDA graph; numbers passed by value are then the captured ones. Matrices are
+   row-major.
 
    A layer, forward and backward, of a batch of rows:
 
        cddp_cuda_linear(blas, x, w, b, h, rows, in, out, true, stream);      // h = relu(x w' + b)
        cddp_cuda_cross_entropy(h, labels, dh, stats, scratch, rows, out, stream);
-       cddp_cuda_relu_backward(dh, h, (size_t)rows * out, stream);           // where h came from relu
+       cddp_cuda_relu_backward(dh, h, (size_t)rows * out, stream);           // h came from relu
        cddp_cuda_linear_backward(blas, x, w, dh, dx, dw, db, rows, in, out, stream);
 
    scratch is CDDP_CUDA_SCRATCH_BYTES of device memory that one stream uses at a time. stats is
-   double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED to
-   it, so that a loop reads it back once an epoch; zero it with cudaMemsetAsync.
+   double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED
+   to it, so that a loop reads it back once an epoch; zero it with cudaMemsetAsync.
 
    CONTENTS  >>declarations  >>primitives  >>segments (SGD, scale, adopt)  >>sums  >>arrays
              >>layers  >>table */
@@ -81,8 +82,8 @@ cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaStream_t stre
 cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
                             cudaStream_t stream);
 
-/* to[i] = from[i], rounded to the nearest, ties to even: packs, unpacks and copies F32, F64, F16 and
-   BF16. No overlap. */
+/* to[i] = from[i], rounded to the nearest, ties to even: packs, unpacks and copies F32, F64, F16
+   and BF16. No overlap. */
 cudaError_t cddp_cuda_convert(void *to, cddp_dtype to_dtype, const void *from,
                               cddp_dtype from_dtype, size_t n, cudaStream_t stream);
 /* x[i] = value. */
@@ -108,8 +109,8 @@ cudaError_t cddp_cuda_embedding_backward(const float *dout, const int32_t *ids, 
                                          int64_t n, int vocabulary, int width,
                                          cudaStream_t stream);
 #ifndef CDDP_KERNELS_NO_CUBLAS
-/* y[rows][out] = x[rows][in] w[out][in]' + b[out], then relu if asked; b may be NULL. A cuBLAS failure
-   is cudaErrorUnknown. Sets the handle's stream. */
+/* y[rows][out] = x[rows][in] w[out][in]' + b[out], then relu if asked; b may be NULL. A cuBLAS
+   failure is cudaErrorUnknown. Sets the handle's stream. */
 cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, const float *w, const float *b,
                              float *y, int rows, int in, int out, bool relu, cudaStream_t stream);
 /* dw += dy' x, db += column sums of dy, dx = dy w. dx and db may be NULL. */
@@ -301,7 +302,8 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     size_t at = (c - p.first_chunk) * chunk, end = at + chunk < p.count ? at + chunk : p.count;
     if (p.packed && end - at == chunk) cddp__cu_do_chunk<T>(p, at, op);
     else
-      for (size_t i = at + threadIdx.x; i < end; i += CDDP__CU_THREADS) cddp__cu_do_element<T>(p, i, op);
+      for (size_t i = at + threadIdx.x; i < end; i += CDDP__CU_THREADS)
+        cddp__cu_do_element<T>(p, i, op);
   }
 }
 
@@ -339,16 +341,17 @@ template <typename T, typename Op>
 static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t stream) {
   cudaError_t e = cudaSuccess;
   if (t->count > 0)
-    e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>, dim3(cddp__cu_blocks(t->chunks, 1, 1u << 30)),
-                     CDDP__CU_THREADS, stream, *t, op);
+    e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>,
+                        dim3(cddp__cu_blocks(t->chunks, 1, 1u << 30)), CDDP__CU_THREADS, stream, *t,
+                        op);
   t->count = 0;
   t->chunks = 0;
   return e;
 }
 
 template <typename T, typename Op>
-static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies, int n, const Op &op,
-                                  cudaStream_t stream) {
+static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies, int n,
+                                     const Op &op, cudaStream_t stream) {
   cddp__cu_pieces t;
   cudaError_t e = cudaSuccess;
   memset((void *)&t, 0, sizeof t);
@@ -386,7 +389,10 @@ template <typename C> struct cddp__cu_rule {
    after the product too); f16 and bf16 round each result to their type, as >>sgd of cddp.h does. */
 template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op {
   typedef typename cddp__cu_type<T>::C C;
-  enum { READS = CDDP__CU_DATA | CDDP__CU_GRAD | (IN & CDDP__CU_MOMENTUM), WRITES = CDDP__CU_DATA | OUT };
+  enum {
+    READS = CDDP__CU_DATA | CDDP__CU_GRAD | (IN & CDDP__CU_MOMENTUM),
+    WRITES = CDDP__CU_DATA | OUT
+  };
   cddp__cu_rule<C> r;
   bool publish;
   Copy copies;
@@ -417,7 +423,8 @@ template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op {
 };
 
 struct cddp__cu_no_copy {
-  template <size_t N, typename T> __device__ void copy(const cddp__cu_piece &, size_t, const T *) const {}
+  template <size_t N, typename T>
+  __device__ void copy(const cddp__cu_piece &, size_t, const T *) const {}
 };
 
 template <typename H> struct cddp__cu_half_copy {
@@ -530,10 +537,11 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
   for (int i = 0; i < n; i++)
     if (s[i].count > 0 && copies[i] == NULL) return cudaErrorInvalidValue;
   if (copy_dtype == CDDP_F16)
-    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half> >(s, copies, n, rule, flags, stream);
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half>>(s, copies, n, rule, flags,
+                                                                   stream);
   if (copy_dtype == CDDP_BF16)
-    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16> >(s, copies, n, rule, flags,
-                                                                     stream);
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16>>(s, copies, n, rule, flags,
+                                                                          stream);
   return cudaErrorInvalidValue;
 }
 
@@ -603,7 +611,10 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   double sum = 0;
   for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
     pack p = ((const pack *)x)[i];
-    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) sum += (double)cddp__cu_load(p.v[k]) * (double)cddp__cu_load(p.v[k]);
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
+      double v = (double)cddp__cu_load(p.v[k]);
+      sum += v * v;
+    }
   }
   for (size_t i = packs * N + cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
     sum += (double)cddp__cu_load(x[i]) * (double)cddp__cu_load(x[i]);
@@ -619,11 +630,11 @@ static cudaError_t cddp__cu_squares(const cddp_segment *s, int n, double *scratc
     const T *x = (const T *)s[i].grad;
     unsigned blocks = cddp__cu_blocks(s[i].count, 4 * CDDP__CU_THREADS, CDDP_CUDA_BLOCKS);
     if (s[i].count == 0) continue;
-    e = cddp__cu_launch(cddp__cu_squares_kernel<T>, dim3(blocks), CDDP__CU_THREADS, stream, x, s[i].count,
-                     (uintptr_t)x % 16 == 0, scratch + 2);
+    e = cddp__cu_launch(cddp__cu_squares_kernel<T>, dim3(blocks), CDDP__CU_THREADS, stream, x,
+                        s[i].count, (uintptr_t)x % 16 == 0, scratch + 2);
     if (e == cudaSuccess)
-      e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, scratch, scratch + 2,
-                       (int)blocks, 1.0, add);
+      e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, scratch,
+                          scratch + 2, (int)blocks, 1.0, add);
     add = true;
   }
   if (e == cudaSuccess && !add) e = cudaMemsetAsync(scratch, 0, sizeof *scratch, stream);
@@ -675,7 +686,9 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
     cddp__cu_pack<From, N> in = ((const cddp__cu_pack<From, N> *)from)[i];
     cddp__cu_pack<To, N> out;
-    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) out.v[k] = cddp__cu_conversion<To, From>::of(in.v[k]);
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
+      out.v[k] = cddp__cu_conversion<To, From>::of(in.v[k]);
+    }
     ((cddp__cu_pack<To, N> *)to)[i] = out;
   }
   for (size_t i = packs * N + cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
@@ -683,11 +696,12 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
 }
 
 template <typename To, typename From>
-static cudaError_t cddp__cu_convert_from(void *to, const void *from, size_t n, cudaStream_t stream) {
+static cudaError_t cddp__cu_convert_from(void *to, const void *from, size_t n,
+                                         cudaStream_t stream) {
   bool packed = ((uintptr_t)to | (uintptr_t)from) % 16 == 0;
   return cddp__cu_launch(cddp__cu_convert_kernel<To, From>,
-                      dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS, stream,
-                      (To *)to, (const From *)from, n, packed);
+                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
+                         stream, (To *)to, (const From *)from, n, packed);
 }
 
 template <typename To>
@@ -719,8 +733,9 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
 
 template <typename T>
 static cudaError_t cddp__cu_fill(void *x, size_t n, double value, cudaStream_t stream) {
-  return cddp__cu_launch(cddp__cu_fill_kernel<T>, dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)),
-                      CDDP__CU_THREADS, stream, (T *)x, n, value);
+  return cddp__cu_launch(cddp__cu_fill_kernel<T>,
+                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
+                         stream, (T *)x, n, value);
 }
 
 extern "C" cudaError_t cddp_cuda_fill(void *x, cddp_dtype dtype, size_t n, double value,
@@ -746,8 +761,9 @@ extern "C" cudaError_t cddp_cuda_uniform(float *x, size_t n, float bound, uint64
                                          cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
   if (x == NULL) return cudaErrorInvalidValue;
-  return cddp__cu_launch(cddp__cu_uniform_kernel, dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)),
-                      CDDP__CU_THREADS, stream, x, n, bound, seed);
+  return cddp__cu_launch(cddp__cu_uniform_kernel,
+                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
+                         stream, x, n, bound, seed);
 }
 
 /* >>layers ------------------------------------------------------------------------------------- */
@@ -763,8 +779,8 @@ extern "C" cudaError_t cddp_cuda_relu_backward(float *dy, const float *y, size_t
   if (n == 0) return cudaSuccess;
   if (dy == NULL || y == NULL) return cudaErrorInvalidValue;
   return cddp__cu_launch(cddp__cu_relu_backward_kernel,
-                      dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS, stream,
-                      dy, y, n);
+                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
+                         stream, dy, y, n);
 }
 
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
@@ -790,8 +806,8 @@ extern "C" cudaError_t cddp_cuda_mse(const float *y, const float *target, float 
   e = cddp__cu_launch(cddp__cu_mse_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y, target, dy,
                    scratch + 2, n, 2.0f / (float)n);
   if (e != cudaSuccess) return e;
-  return cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats, scratch + 2,
-                      (int)blocks, 1.0 / (double)n, true);
+  return cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats,
+                         scratch + 2, (int)blocks, 1.0 / (double)n, true);
 }
 
 /* Works as follows: a warp takes a row, in three passes: the maximum and where it is, the sum of
@@ -824,8 +840,8 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   double loss = 0, hits = 0;
   for (int64_t r = (int64_t)(cddp__cu_thread() / 32); r < rows; r += warps) {
     bool right;
-    double mine = cddp__cu_row_loss(y + r * classes, dy != NULL ? dy + r * classes : NULL, labels[r],
-                                 classes, share, &right);
+    double mine = cddp__cu_row_loss(y + r * classes, dy != NULL ? dy + r * classes : NULL,
+                                    labels[r], classes, share, &right);
     if (threadIdx.x % 32 == 0) loss += mine, hits += right;
   }
   loss = cddp__cu_block_sum(loss);
@@ -842,11 +858,11 @@ extern "C" cudaError_t cddp_cuda_cross_entropy(const float *y, const int32_t *la
   if (rows < 0 || classes < 1 || y == NULL || labels == NULL || stats == NULL || scratch == NULL)
     return cudaErrorInvalidValue;
   blocks = cddp__cu_blocks((size_t)rows, CDDP__CU_THREADS / 32, CDDP_CUDA_BLOCKS);
-  e = cddp__cu_launch(cddp__cu_cross_entropy_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y, labels, dy,
-                   scratch + 2, rows, classes, 1.0f / (float)rows);
+  e = cddp__cu_launch(cddp__cu_cross_entropy_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y,
+                      labels, dy, scratch + 2, rows, classes, 1.0f / (float)rows);
   if (e == cudaSuccess)
-    e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats, scratch + 2,
-                     (int)blocks, 1.0 / (double)rows, true);
+    e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats,
+                        scratch + 2, (int)blocks, 1.0 / (double)rows, true);
   if (e == cudaSuccess)
     e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats + 1,
                      scratch + 2 + CDDP_CUDA_BLOCKS, (int)blocks, 1.0, true);
@@ -874,11 +890,11 @@ extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *id
                       CDDP__CU_THREADS, stream, table, ids, out, n, vocabulary, width);
 }
 
-/* Works as follows: the block of an id's first place adds all places of that id, in their order; the
-   blocks of its later places do nothing. No two blocks write one row. */
+/* Works as follows: the block of an id's first place adds all places of that id, in their order;
+   the blocks of its later places do nothing. No two blocks write one row. */
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_embedding_backward_kernel(const float *dout, const int32_t *ids, float *dtable, int64_t n,
-                                    int vocabulary, int width) {
+    cddp__cu_embedding_backward_kernel(const float *dout, const int32_t *ids, float *dtable,
+                                       int64_t n, int vocabulary, int width) {
   for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
     int32_t id = ids[i];
     int64_t j = 0;
@@ -900,8 +916,9 @@ extern "C" cudaError_t cddp_cuda_embedding_backward(const float *dout, const int
   if (n == 0 || width == 0) return cudaSuccess;
   if (n < 0 || width < 0 || vocabulary < 0 || dout == NULL || ids == NULL || dtable == NULL)
     return cudaErrorInvalidValue;
-  return cddp__cu_launch(cddp__cu_embedding_backward_kernel, dim3(cddp__cu_blocks((size_t)n, 1, 1u << 16)),
-                      CDDP__CU_THREADS, stream, dout, ids, dtable, n, vocabulary, width);
+  return cddp__cu_launch(cddp__cu_embedding_backward_kernel,
+                         dim3(cddp__cu_blocks((size_t)n, 1, 1u << 16)), CDDP__CU_THREADS, stream,
+                         dout, ids, dtable, n, vocabulary, width);
 }
 
 #ifndef CDDP_KERNELS_NO_CUBLAS
@@ -992,14 +1009,14 @@ static int cddp__cu_table_squares(const cddp_segment *s, int n, cddp_dtype dtype
 static int cddp__cu_table_factor(double *scratch, double max_norm, void *stream) {
   return (int)cddp_cuda_factor(scratch, max_norm, (cudaStream_t)stream);
 }
-static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
-                             void *stream) {
+static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype,
+                                const double *scratch, void *stream) {
   return (int)cddp_cuda_scale(s, n, dtype, scratch, (cudaStream_t)stream);
 }
 
 static const cddp_kernels cddp__cu_table = {
-    CDDP_VERSION,        CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,    cddp__cu_table_adopt,
-    cddp__cu_table_convert, cddp__cu_table_squares,     cddp__cu_table_factor, cddp__cu_table_scale};
+    CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,    cddp__cu_table_adopt,
+    cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor, cddp__cu_table_scale};
 
 static struct cddp__cu_registers {
   cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }

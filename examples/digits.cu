@@ -9,19 +9,16 @@
 #define TRY(calls) if (calls) FAIL("rank %d: %s\n", rank, cddp_error())
 #define CUDA(call) ((call) ? (void)fprintf(stderr, "%s failed\n", #call), exit(1) : (void)0)
 #define UNIFORM(bound) ((float)((2 * drand48() - 1) * (bound))) /* random, from -bound to bound */
-enum { N, EPOCHS, HIDDEN, LR, DATA, DEVICE, BACKEND, OPTIONS };
-enum { BATCH = 32, CLASSES = 10, MAX = 4096 };
+enum {N, EPOCHS, HIDDEN, LR, DATA, DEVICE, BACKEND, OPTIONS, CLASSES = 10, BATCH = 32, MAX = 4096};
 static struct { const char *name, *value; } option[OPTIONS] = {{"-n", "1"}, {"--epochs", "60"},
     {"--hidden", "1024"}, {"--lr", "0.1"}, {"--data", "examples/data"}, {"--device", "cuda"},
     {"--backend", NULL}};
 static double number(int k) { return atof(option[k].value); }
 static struct set { unsigned char *bytes[2]; unsigned count; int size; } training, testing;
-static bool gpu; /* each function of the network does the same on either */
-static cublasHandle_t blas;
+static bool gpu; static cublasHandle_t blas; /* each function of the network does either */
 static int in, hidden; /* x[n][in] -> h[n][hidden], ReLU -> y[n][CLASSES]; weights are [out][in] */
 static float *w1, *w2, *x, *h, *y, *dh;
-static double *stats, *scratch; /* stats: the epoch's sum of mean losses, the number of hits */
-static int32_t *labels;
+static double *stats, *scratch; static int32_t *labels; /* stats: sum of mean losses, hits */
 
 static void copy(void *to, const void *from, size_t bytes) { /* between host and device */
   if (gpu) CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); else memcpy(to, from, bytes);
@@ -29,9 +26,8 @@ static void copy(void *to, const void *from, size_t bytes) { /* between host and
 static void linear(const float *a, const float *w, float *out, int n, int from, int to, bool relu) {
   if (gpu) CUDA(cddp_cuda_linear(blas, a, w, NULL, out, n, from, to, relu, NULL));
   else for (int i = 0; i < n * to; i++) {
-    const float *u = a + i / to * from, *v = w + i % to * from;
     float sum = 0;
-    for (int k = 0; k < from; k++) sum += u[k] * v[k];
+    for (int k = 0; k < from; k++) sum += a[i / to * from + k] * w[i % to * from + k];
     out[i] = relu && sum < 0 ? 0 : sum;
   }
 }
@@ -58,9 +54,9 @@ static void cross_entropy(int n) {
 /* Reads a set's two IDX files: big-endian magic number and sizes, then bytes. 0 is success. */
 static int load(struct set *d, const char *name) {
   for (unsigned dims = 1; dims <= 3; dims += 2) { /* bytes[0] are labels, bytes[1] images */
-    const char *kind = dims == 3 ? "images-idx3" : "labels-idx1";
     unsigned v[4] = {1, 1, 1, 1}; char path[MAX];
-    snprintf(path, MAX, "%s/digits-%s-%s-ubyte", option[DATA].value, name, kind);
+    snprintf(path, MAX, "%s/digits-%s-%s-ubyte", option[DATA].value, name,
+             dims == 3 ? "images-idx3" : "labels-idx1");
     FILE *f = fopen(path, "rb"); if (!f) return perror(path), 1;
     for (unsigned i = 0; i < 4 + 4 * dims; i++) v[i / 4] = v[i / 4] << 8 | (unsigned)fgetc(f);
     size_t all = (size_t)v[1] * v[2] * v[3];
@@ -74,8 +70,7 @@ static int load(struct set *d, const char *name) {
 }
 /* Runs the network on the rank's next images, with noise; leaves their loss's gradient in y. */
 static int forward(cddp_sampler *s, const struct set *d, float *images, double noise) {
-  int32_t label[BATCH];
-  int n = 0;
+  int32_t label[BATCH], n = 0;
   for (size_t i; n < BATCH && cddp_sampler_next(s, &i); label[n++] = d->bytes[0][i]) {
     const unsigned char *p = d->bytes[1] + i * (size_t)d->size;
     float light = 1;
@@ -90,8 +85,7 @@ static int forward(cddp_sampler *s, const struct set *d, float *images, double n
 static int train(int rank, void *group_desc) {
   int epochs = (int)number(EPOCHS), n, steps;
   size_t n1 = (size_t)(hidden * in), n2 = (size_t)(CLASSES * hidden), floats = n1 + n2;
-  uint64_t hash = 0xcbf29ce484222325u, hashes[MAX];
-  double seen[2], zero[2] = {0, 0};
+  uint64_t hash = 0xcbf29ce484222325u, hashes[MAX]; double seen[2], zero[2] = {0, 0};
   cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd; cddp_sampler samples, test;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc));
   if (gpu && cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS) FAIL("rank %d: no cuBLAS\n", rank);
@@ -100,8 +94,8 @@ static int train(int rank, void *group_desc) {
   TRY(!(stats = (double *)cddp_alloc(g, 16 + CDDP_CUDA_SCRATCH_BYTES + floats * sizeof *x)));
   scratch = stats + 2, w1 = (float *)(scratch + CDDP_CUDA_SCRATCH_BYTES / sizeof *scratch);
   w2 = w1 + n1, x = w2 + n2, h = x + BATCH * in, dh = h + BATCH * hidden, y = dh + BATCH * hidden;
-  float *host = (float *)calloc(floats, sizeof *host); labels = (int32_t *)(y + BATCH * CLASSES);
-  if (!host) FAIL("rank %d: out of memory\n", rank);
+  labels = (int32_t *)(y + BATCH * CLASSES);
+  float *host = (float *)calloc(floats, sizeof *host); if (!host) FAIL("out of memory\n");
   srand48(rank + 1); /* noise of its own for each rank */
   for (size_t i = 0; i < n1 + n2; i++) host[i] = UNIFORM(1 / sqrt(i < n1 ? in : hidden));
   copy(w1, host, (n1 + n2) * sizeof *host);
@@ -122,8 +116,7 @@ static int train(int rank, void *group_desc) {
       backward(x, w1, dh, NULL, (float *)p[0].grad, n, in, hidden);
       TRY(cddp_ddp_ready(ddp, 0) || cddp_ddp_step(ddp, sgd)); /* ... this one is computed */
     }
-    TRY(cddp_synchronize(g));
-    copy(seen, stats, sizeof seen), seen[0] /= steps;
+    TRY(cddp_synchronize(g)); copy(seen, stats, sizeof seen), seen[0] /= steps;
     TRY(cddp_all_reduce(g, seen, 1, CDDP_F64, CDDP_AVG, NULL));
     if (rank == 0) printf("epoch %2d/%d  loss %.4f\n", e + 1, epochs, seen[0]);
   }
@@ -135,10 +128,8 @@ static int train(int rank, void *group_desc) {
   for (size_t i = 0; i < (n1 + n2) * sizeof *host; i++) /* 64-bit FNV-1a */
     hash = (hash ^ ((unsigned char *)host)[i]) * 0x100000001b3u;
   TRY(cddp_all_gather(g, &hash, hashes, 1, CDDP_I64, NULL));
-  for (int r = 0; r < world; r++) {
-    if (rank == 0) printf("rank %d weights %016" PRIx64 "\n", r, hashes[r]);
-    if (hashes[r] != hash) FAIL("rank %d's weights differ\n", r);
-  }
+  for (int r = 0; r < world && !rank; r++) printf("rank %d weights %016" PRIx64 "\n", r, hashes[r]);
+  for (int r = 0; r < world; r++) if (hashes[r] != hash) FAIL("rank %d's weights differ\n", r);
   cddp_sgd_destroy(sgd), cddp_ddp_destroy(ddp), cddp_free(g, stats), free(host);
   return gpu ? (void)cublasDestroy(blas) : (void)0, cddp_destroy(g), 0;
 }
@@ -153,7 +144,7 @@ int main(int argc, char **argv) {
   in = training.size + 1, hidden = (int)number(HIDDEN), setvbuf(stdout, NULL, _IOLBF, 0);
   cddp_group_desc desc = cddp_group_desc(); desc.device = option[DEVICE].value;
   desc.backend = option[BACKEND].value, gpu = strcmp(desc.device, "cpu") != 0;
-  if (getenv("RANK")) return train(atoi(getenv("RANK")), &desc); /* torchrun or a script did it */
+  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), &desc); /* torchrun, mpirun */
   cddp_result r = cddp_spawn(train, &desc, (int)number(N)); /* a rank that fails says why itself */
   return r && r != CDDP_PEER_LOST ? fprintf(stderr, "%s\n", cddp_error()), 1 : r != CDDP_OK;
 }

@@ -120,7 +120,7 @@ int main(int argc, char **argv) {
   if (bad || ranks < 1 || ranks > MAX_RANKS) FAIL("usage: %s [-n ranks] [--device cpu]\n", argv[0]);
   gpu = strcmp(desc.device, "cpu") != 0;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
-  if (getenv("RANK")) return train(atoi(getenv("RANK")), &desc); /* started once for each rank */
+  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), &desc); /* torchrun, mpirun */
   cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
   if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
   return r != CDDP_OK; /* a rank that failed has said why */

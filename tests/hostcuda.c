@@ -1,6 +1,6 @@
-/* The test double of CUDA and NCCL is itself tested: streams, events, graphs, memory, failures; NCCL
-   between processes. What is asked of it is what the real ones do. Each test runs in a process of its
-   own, as CUDA does not survive a fork. */
+/* The test double of CUDA and NCCL is itself tested: streams, events, graphs, memory, failures;
+   NCCL between processes. What is asked of it is what the real ones do. Each test runs in a process
+   of its own, as CUDA does not survive a fork. */
 #include "../cddp.h"
 
 #include "test.h"
@@ -139,7 +139,8 @@ static void memory(int rank) {
   CHECK_EQ((uintptr_t)device % 256, 0);
   CUDA(cudaMemcpy(host, device, sizeof host, cudaMemcpyDeviceToHost));
   for (i = 0; i < 8; i++) CHECK(host[i] != host[i]); /* not zero to begin with */
-  CHECK_EQ(cudaMemcpy(host, device, sizeof host + 1, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
+  CHECK_EQ(cudaMemcpy(host, device, sizeof host + 1, cudaMemcpyDeviceToHost),
+           cudaErrorInvalidValue);
   CHECK_EQ(cudaMemcpy(device, host, 4, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
   CHECK_EQ(cudaMemset(host, 0, 4), cudaErrorInvalidValue);
   CUDA(cudaPointerGetAttributes(&a, device + 3));

@@ -1,5 +1,6 @@
-/* The kernels of cddp_kernels.cuh against references in double precision, and SGD against cddp.h's own
-   to the last bit. The same file runs on the test double (g++) and on a GPU (nvcc, tests/gpu.sh). */
+/* The kernels of cddp_kernels.cuh against references in double precision, and SGD against cddp.h's
+   own to the last bit. The same file runs on the test double (g++) and on a GPU (nvcc,
+   tests/gpu.sh). */
 #define CDDP_KERNELS_IMPLEMENTATION
 #include "../cddp_kernels.cuh"
 
@@ -171,7 +172,8 @@ static void test_copies(void) {
     std::vector<uint16_t> c;
     cddp_segment s = {dw.p(), dg.p(), NULL, n};
     cddp_sgd_desc d = rule(0);
-    CUDA(cddp_cuda_sgd_copies(&s, &copy, 1, half ? CDDP_F16 : CDDP_BF16, &d, CDDP_SGD_ZERO, stream));
+    CUDA(
+        cddp_cuda_sgd_copies(&s, &copy, 1, half ? CDDP_F16 : CDDP_BF16, &d, CDDP_SGD_ZERO, stream));
     got = dw.get(), c = dc.get();
     for (size_t k = 0; k < n; k++) {
       bad += got[k] != fmaf(-0.1f, g[k], w[k]);

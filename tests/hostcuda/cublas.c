@@ -77,6 +77,7 @@ cublasStatus_t cublasSgemm(cublasHandle_t handle, cublasOperation_t ta, cublasOp
   op.arg = malloc(sizeof p);
   if (op.arg == NULL) return CUBLAS_STATUS_ALLOC_FAILED;
   *(product *)op.arg = p;
-  return hostcuda_enqueue(handle->stream, op, false) == cudaSuccess ? CUBLAS_STATUS_SUCCESS
-                                                                    : CUBLAS_STATUS_EXECUTION_FAILED;
+  return hostcuda_enqueue(handle->stream, op, false) == cudaSuccess
+             ? CUBLAS_STATUS_SUCCESS
+             : CUBLAS_STATUS_EXECUTION_FAILED;
 }

@@ -1,6 +1,7 @@
 /* cuda_runtime.h - a test double. The few declarations of the CUDA runtime that cddp uses, with the
-   API's own names and values, for hosts without a GPU; hostcuda.h says what is behind them. A test of
-   the NCCL backend compiles with -Itests/hostcuda in place of the toolkit's include directory. */
+   API's own names and values, for hosts without a GPU; hostcuda.h says what is behind them. A test
+   of the NCCL backend compiles with -Itests/hostcuda in place of the toolkit's include directory.
+ */
 #ifndef HOSTCUDA_CUDA_RUNTIME_H
 #define HOSTCUDA_CUDA_RUNTIME_H
 
@@ -23,7 +24,8 @@ extern "C" {
   X(cudaErrorMemoryAllocation, 2, "out of memory")                                                 \
   X(cudaErrorInitializationError, 3, "initialization error")                                       \
   X(cudaErrorInvalidConfiguration, 9, "invalid configuration argument")                            \
-  X(cudaErrorInsufficientDriver, 35, "CUDA driver version is insufficient for CUDA runtime version") \
+  X(cudaErrorInsufficientDriver, 35,                                                               \
+    "CUDA driver version is insufficient for CUDA runtime version")                                \
   X(cudaErrorDevicesUnavailable, 46, "CUDA-capable device(s) is/are busy or unavailable")          \
   X(cudaErrorNoDevice, 100, "no CUDA-capable device is detected")                                  \
   X(cudaErrorInvalidDevice, 101, "invalid device ordinal")                                         \
@@ -37,19 +39,25 @@ extern "C" {
   X(cudaErrorNotPermitted, 800, "operation not permitted")                                         \
   X(cudaErrorNotSupported, 801, "operation not supported")                                         \
   X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted when stream is capturing")    \
-  X(cudaErrorStreamCaptureInvalidated, 901, "operation failed due to a previous error during "     \
+  X(cudaErrorStreamCaptureInvalidated, 901,                                                        \
+    "operation failed due to a previous error during "                                             \
     "capture")                                                                                     \
-  X(cudaErrorStreamCaptureMerge, 902, "operation would result in a merge of separate capture "     \
+  X(cudaErrorStreamCaptureMerge, 902,                                                              \
+    "operation would result in a merge of separate capture "                                       \
     "sequences")                                                                                   \
   X(cudaErrorStreamCaptureUnmatched, 903, "capture was not ended in the same stream as it began")  \
   X(cudaErrorStreamCaptureUnjoined, 904, "capturing stream has unjoined work")                     \
-  X(cudaErrorStreamCaptureIsolation, 905, "dependency created on uncaptured work in another "      \
+  X(cudaErrorStreamCaptureIsolation, 905,                                                          \
+    "dependency created on uncaptured work in another "                                            \
     "stream")                                                                                      \
-  X(cudaErrorStreamCaptureImplicit, 906, "operation would make the legacy stream depend on a "     \
+  X(cudaErrorStreamCaptureImplicit, 906,                                                           \
+    "operation would make the legacy stream depend on a "                                          \
     "capturing blocking stream")                                                                   \
-  X(cudaErrorCapturedEvent, 907, "operation not permitted on an event last recorded in a "         \
+  X(cudaErrorCapturedEvent, 907,                                                                   \
+    "operation not permitted on an event last recorded in a "                                      \
     "capturing stream")                                                                            \
-  X(cudaErrorStreamCaptureWrongThread, 908, "attempt to terminate a thread-local capture "         \
+  X(cudaErrorStreamCaptureWrongThread, 908,                                                        \
+    "attempt to terminate a thread-local capture "                                                 \
     "sequence from another thread")                                                                \
   X(cudaErrorUnknown, 999, "unknown error")
 

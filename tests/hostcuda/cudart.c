@@ -28,8 +28,8 @@
 
 enum { MAX_DEVICES = 16, MAX_NAMES = 256, MAX_FAILS = 16 };
 
-/* Everything below is guarded by g.lock unless it says otherwise; g.changed is broadcast whenever an
-   operation or an event is done. */
+/* Everything below is guarded by g.lock unless it says otherwise; g.changed is broadcast whenever
+   an operation or an event is done. */
 
 typedef struct entry { /* an operation in a stream's queue */
   struct entry *next;
@@ -541,7 +541,7 @@ static void record_node(cudaStream_t s, hostcuda_op op, bool ordered) { /* g.loc
   add_dep(&s->last, graph->count++);
 }
 
-/* The legacy stream may not be used while a blocking stream of its device is captured. g.lock held. */
+/* The legacy stream may not be used while a blocking stream of its device is captured. Locked. */
 static cudaError_t enqueueable(cudaStream_t s) {
   capture *c;
   if (s == NULL) return cudaErrorInvalidResourceHandle;
@@ -627,7 +627,8 @@ cudaError_t cudaStreamCreate(cudaStream_t *stream) {
   return cudaStreamCreateWithPriority(stream, cudaStreamDefault, 0);
 }
 
-cudaError_t cudaStreamDestroy(cudaStream_t stream) { /* returns at once; what is queued still runs */
+/* Returns at once; what is queued still runs. */
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   cudaStream_t s;
   ENTER("cudaStreamDestroy");
   REQUIRE(stream != NULL && stream != cudaStreamLegacy && stream != cudaStreamPerThread,
@@ -1413,8 +1414,8 @@ static enum cudaMemoryType kind_of(const void *p, size_t bytes, bool *ok) {
   return type;
 }
 
-/* A host pointer where the direction says device, or the other way round, is an error. Pageable memory
-   is copied at the call (to the device) or waited for (from it). */
+/* A host pointer where the direction says device, or the other way round, is an error. Pageable
+   memory is copied at the call (to the device) or waited for (from it). */
 static cudaError_t start_copy(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind,
                               cudaStream_t stream) {
   hostcuda_op op = {run_copy, drop_copy, NULL};

@@ -1,14 +1,14 @@
 /* hostcuda.h - CUDA, cuBLAS and NCCL without a GPU, for tests.
 
-   A test double, not an emulator: it runs the calls cddp makes, on threads of the host, and is strict
-   where the real thing is. What it shows to be right may still fail on a GPU; what it shows to be
-   wrong is wrong there too.
+   A test double, not an emulator: it runs the calls cddp makes, on threads of the host, and is
+   strict where the real thing is. What it shows to be right may still fail on a GPU; what it shows
+   to be wrong is wrong there too.
 
    Streams are threads that execute what was queued, each operation after a random pause, so that an
    event wait that is missing shows as wrong numbers. Device memory may be touched on those threads
-   alone where the processor has protection keys: a host thread that reads it gets SIGSEGV. It starts
-   out as NaN bytes and ends at a guard page. A process that forked after its first CUDA call has no
-   CUDA. Graphs replay in any order that their edges allow.
+   alone where the processor has protection keys: a host thread that reads it gets SIGSEGV. It
+   starts out as NaN bytes and ends at a guard page. A process that forked after its first CUDA call
+   has no CUDA. Graphs replay in any order that their edges allow.
 
    Environment, read at the first call:
      HOSTCUDA_DEVICES=8          how many; 0: no device; "no-driver": cudaErrorInsufficientDriver
@@ -16,15 +16,16 @@
      HOSTCUDA_SEED=1             of the pauses and of the order of graph nodes
      HOSTCUDA_DELAY_US=50        the longest pause before an operation of a stream; 0: none
      HOSTCUDA_PROTECT=1          0: device memory is readable by the host
-     HOSTCUDA_FAIL=NAME:N:CODE[@RANK],...   the Nth call of the API function NAME returns CODE (on the
-                                 rank whose RANK is in the environment, else on all); NAME "op" is
-                                 the Nth operation of a stream: all later calls return CODE
+     HOSTCUDA_FAIL=NAME:N:CODE[@RANK],...
+                                 the Nth call of the API function NAME returns CODE (on the rank
+                                 whose RANK is in the environment, else on all); NAME "op" is the
+                                 Nth operation of a stream: all later calls return CODE
      HOSTNCCL_FAIL=WHAT:N[:CODE][@RANK],... at the Nth NCCL operation (1 = first) of the process:
                                  stall: it never ends, until ncclCommAbort
-                                 error: the same, and ncclCommGetAsyncError says CODE (6 if absent)
+                                 error: the same; ncclCommGetAsyncError says CODE (6 if absent)
                                  die: SIGKILL; init: the Nth communicator never comes up
-     HOSTNCCL_TRANSPORT=shm      net: survivors of a rank that died get ncclRemoteError; with shm they
-                                 wait, as over NVLink
+     HOSTNCCL_TRANSPORT=shm      net: survivors of a rank that died get ncclRemoteError; with shm
+                                 they wait, as over NVLink
      HOSTNCCL_VERSION=22809      what ncclGetVersion says */
 #ifndef HOSTCUDA_H
 #define HOSTCUDA_H
@@ -55,8 +56,8 @@ cudaError_t hostcuda_enter(const char *name);
 int hostcuda_injected(const char *name);
 /* Keeps e for cudaGetLastError. */
 cudaError_t hostcuda_leave(cudaError_t e);
-/* Puts op at the end of stream, or into the graph it captures. ordered: not at once with another such
-   operation of a graph. On failure op is dropped. */
+/* Puts op at the end of stream, or into the graph it captures. ordered: not at once with another
+   such operation of a graph. On failure op is dropped. */
 cudaError_t hostcuda_enqueue(cudaStream_t stream, hostcuda_op op, bool ordered);
 bool hostcuda_is_device(const void *p, size_t bytes); /* all of it lies in device memory */
 int hostcuda_stream_device(cudaStream_t stream);      /* -1: no such stream */

@@ -2,8 +2,9 @@
 
    Works as follows: a launch is an operation of its stream; it runs block after block. A block's
    threads run one after the other on one fiber; a thread that comes to a barrier leaves its fiber
-   there, and the next thread gets a new one. When all threads wait, those at the same barrier go on:
-   barriers mean what they mean on the device, and threads that wait at different ones are found. */
+   there, and the next thread gets a new one. When all threads wait, those at the same barrier go
+   on: barriers mean what they mean on the device, and threads that wait at different ones are
+   found. */
 #ifndef HOSTCUDA_KERNELS_HPP
 #define HOSTCUDA_KERNELS_HPP
 
@@ -161,7 +162,7 @@ inline void wait_at(int barrier) {
 
 inline int warp_of(unsigned thread) { return static_cast<int>(thread / 32); }
 
-/* Lets those go on that wait at a complete barrier: of all living threads of the block, or of a warp. */
+/* Lets those go on that wait at a complete barrier: of all living threads, or of a warp's. */
 inline bool release(machine &s, size_t count) {
   unsigned living = 0, at_block = 0, warp_living[32] = {}, warp_waiting[32] = {};
   for (size_t i = 0; i < count; i++) {

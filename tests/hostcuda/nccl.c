@@ -1,10 +1,10 @@
 /* nccl.c - NCCL between processes and threads of one host: a test double, see hostcuda.h.
 
-   Works as follows: a communicator is a memfd that every rank maps; the unique id says where its maker
-   keeps it open. A collective goes chunk by chunk: each rank puts its piece into its slot, all meet,
-   each takes what it needs from all slots in rank order, all meet again. Ranks that call different
-   things never meet: the operation hangs, as the real one may. Sends go through one mailbox for each
-   pair of ranks. */
+   Works as follows: a communicator is a memfd that every rank maps; the unique id says where its
+   maker keeps it open. A collective goes chunk by chunk: each rank puts its piece into its slot,
+   all meet, each takes what it needs from all slots in rank order, all meet again. Ranks that call
+   different things never meet: the operation hangs, as the real one may. Sends go through one
+   mailbox for each pair of ranks. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -511,8 +511,8 @@ static bool start_thread(void *(*fn)(void *), void *arg) {
   return true;
 }
 
-/* A non-blocking communicator enqueues half of its groups later, from another thread: whoever does not
-   poll records his event too early, as with the real one. */
+/* A non-blocking communicator enqueues half of its groups later, from another thread: whoever does
+   not poll records his event too early, as with the real one. */
 static ncclResult_t submit(batch *b) {
   enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   ncclComm_t c = b->comm;
@@ -728,8 +728,9 @@ static ncclResult_t find_duplicates(ncclComm_t c) {
   for (r = 0; r < c->size; r++)
     for (q = 0; q < r; q++) {
       if (s[r].device != s[q].device || s[r].host != s[q].host) continue;
-      snprintf(text, sizeof text, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x",
-               r, q, (unsigned)s[r].device + 1);
+      snprintf(text, sizeof text,
+               "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", r, q,
+               (unsigned)s[r].device + 1);
       return refuse(c, ncclInvalidUsage, text);
     }
   return ncclSuccess;
@@ -750,8 +751,8 @@ static ncclResult_t connect_ranks(ncclComm_t c) {
   return find_duplicates(c);
 }
 
-/* Works as follows: every rank of the parent shows its color and key; then each finds its new rank and
-   size; the first of a color makes the id and shows it; the others read it. */
+/* Works as follows: every rank of the parent shows its color and key; then each finds its new rank
+   and size; the first of a color makes the id and shows it; the others read it. */
 static ncclResult_t split_ranks(ncclComm_t c) {
   ncclComm_t p = c->parent;
   uint64_t n = p->splits++;
@@ -835,9 +836,11 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId i
   ENTER(NULL, "ncclCommInitRankConfig");
   if (comm == NULL || nranks < 1 || nranks > MAX_RANKS || rank < 0 || rank >= nranks)
     return refuse(NULL, ncclInvalidArgument, "bad rank or number of ranks (hostcuda: up to 16)");
-  if (config != NULL && (config->magic != 0xcafebeef || (config->blocking != NCCL_CONFIG_UNDEF_INT &&
-                                                         (unsigned)config->blocking > 1)))
-    return refuse(NULL, ncclInvalidArgument, "the config was not initialised, or blocking not 0 or 1");
+  if (config != NULL &&
+      (config->magic != 0xcafebeef ||
+       (config->blocking != NCCL_CONFIG_UNDEF_INT && (unsigned)config->blocking > 1)))
+    return refuse(NULL, ncclInvalidArgument,
+                  "the config was not initialised, or blocking not 0 or 1");
   if (cudaGetDevice(&device) != cudaSuccess)
     return refuse(NULL, ncclUnhandledCudaError, "no device");
   c = make_comm(config, device);

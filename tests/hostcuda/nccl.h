@@ -1,4 +1,5 @@
-/* nccl.h - a test double: see hostcuda.h. The calls that cddp makes, with NCCL's names and values. */
+/* nccl.h - a test double: see hostcuda.h. The calls that cddp makes, with NCCL's names and values.
+ */
 #ifndef HOSTCUDA_NCCL_H
 #define HOSTCUDA_NCCL_H
 
