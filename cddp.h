@@ -11752,6 +11752,8 @@ static void cddp__report_device(const cddp_group *g, const cddp_group_desc *desc
   out->device = device;
   out->result = (int32_t)r;
   cddp__host_identity(out->host, sizeof out->host);
+  if (getenv("NCCL_HOSTID") != NULL) /* NCCL goes by it: ranks may so share a GPU, for tests */
+    snprintf(out->host, sizeof out->host, "%s", getenv("NCCL_HOSTID"));
   snprintf(out->name, sizeof out->name, "rank %d (pid %d on %.48s)", g->rank, (int)getpid(),
            g->host->name);
   if (r != CDDP_OK) snprintf(out->text, sizeof out->text, "%s", cddp__error_text);
