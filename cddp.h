@@ -259,13 +259,17 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    another of them, or at their cddp_wait or cddp_test: an exchange posts all, then waits.
    ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum; AVG of f16 and bf16
    multiplies by 1/world_size before it adds; MIN and MAX may pass over a NaN.
-   FAILURES. A thread watches NCCL's errors, the other ranks' processes, their order of calls and
-   timeout_s (from an operation's enqueueing on). What it finds breaks the group on all ranks and
+   FAILURES. A thread watches NCCL's and the device's errors, the other ranks' processes, their
+   order of calls and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
+   only cddp_synchronize and cddp_barrier do, from their beginning on). What it finds breaks the group on all ranks and
    aborts its communicator, so that streams, and a cudaStreamSynchronize on them, come to an end
    with undefined results; cddp_synchronize, cddp_wait and every later call return the failure.
-   CUDA GRAPHS. A whole step can be captured after two eager ones (on a stream other than the
+   cddp_destroy waits for what is on the device, as long as the group is healthy.
+   CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than the
    default one); ranks are not compared while capturing, all must capture and launch alike. The
-   learning rate is the captured one. Destroy graphs before the group. */
+   learning rate is the captured one. Destroy graphs before the group.
+   STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA and
+   NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu.sh is for those who have one. */
 
 /* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL:
    the legacy default stream. It must stay until another is set. Set it between steps: one stream
@@ -746,9 +750,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    set: equal bits on all ranks and in all runs. f16 and bf16 are widened to f32, summed and rounded
    once. AVG divides the sum.
 
-   THREADS. cddp runs on its callers' threads, with two exceptions: a group whose collectives are
+   THREADS. cddp runs on its callers' threads, with exceptions: a group whose collectives are
    called with a work handle, or that reduces buckets, has an engine thread (>>work) that runs them
-   in order; and rank 0 serves the store from a thread while ranks meet. Both block all signals.
+   in order; rank 0 serves the store from a thread while ranks meet; and a process with GPU groups
+   has a watcher (>>cuda). All block all signals.
    Locks, in the order in which they may be nested: cddp_ddp.lock, engine.lock; mail_lock,
    host.lock; fail_lock. No lock is held while waiting for a peer. What ranks share is only touched
    through cddp__atomic_* or is published by one.
@@ -13737,7 +13742,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
-   0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU
+   0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU (not yet run on a
+                  real one);
                   how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */

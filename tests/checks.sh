@@ -144,7 +144,7 @@ cuda-examples() {
   nvcc $cuda_flags -Xptxas -O0 -Xcicc -O1 examples/toy.cu -o "$work/toy" -lnccl -lcublas >"$work/out" 2>&1 ||
     fail "$(cat "$work/out")"
   "$work/toy" -n 2 --device cpu || fail "--device cpu: exit code $?"
-  CUDA_VISIBLE_DEVICES= "$work/toy" >"$work/out" 2>&1 && fail "runs on no GPU: $(cat "$work/out")"
+  CUDA_VISIBLE_DEVICES='' "$work/toy" >"$work/out" 2>&1 && fail "runs on no GPU: $(cat "$work/out")"
   [ "$(grep -c '^rank 0: cddp_init: CUDA finds no GPU here' "$work/out")" = 1 ] &&
     [ "$(wc -l <"$work/out")" = 1 ] || fail "no sentence about the GPU: $(cat "$work/out")"
 }
