@@ -261,15 +261,16 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    multiplies by 1/world_size before it adds; MIN and MAX may pass over a NaN.
    FAILURES. A thread watches NCCL's and the device's errors, the other ranks' processes, their
    order of calls and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
-   only cddp_synchronize and cddp_barrier do, from their beginning on). What it finds breaks the group on all ranks and
-   aborts its communicator, so that streams, and a cudaStreamSynchronize on them, come to an end
-   with undefined results; cddp_synchronize, cddp_wait and every later call return the failure.
-   cddp_destroy waits for what is on the device, as long as the group is healthy.
-   CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than the
-   default one); ranks are not compared while capturing, all must capture and launch alike. The
+   only cddp_synchronize and cddp_barrier do, from their beginning on). What it finds breaks the
+   group on all ranks and aborts its communicator, so that streams, and a cudaStreamSynchronize on
+   them, come to an end with undefined results; cddp_synchronize, cddp_wait and every later call
+   return the failure. cddp_destroy waits for what is on the device, as long as the group is
+   healthy.
+   CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
+   the default one); ranks are not compared while capturing, all must capture and launch alike. The
    learning rate is the captured one. Destroy graphs before the group.
-   STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA and
-   NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu.sh is for those who have one. */
+   STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA
+   and NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu.sh is for those who have one. */
 
 /* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL:
    the legacy default stream. It must stay until another is set. Set it between steps: one stream
@@ -774,10 +775,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    DEVICES. A group keeps all of the above as its control plane; memory on a device has a data plane
    beside it: cddp_group.backend, a struct of functions, NULL for the CPU. The public functions ask
-   it first, with one branch. Both kinds of data plane (>>nccl, >>staging) share devices, streams
-   and the watcher thread of >>cuda, and the data parallel code of >>gpus. The watcher compares what
-   ranks called by records in their seats, without any of them waiting for it; it looks every few
-   milliseconds, at the host's cost only. Locks there: plane.turn, plane.lock; watch.lock,
+   it first, with one branch. Both kinds of data plane (>>nccl, >>staging) share devices and streams
+   of >>cuda and the data parallel code of >>gpus; NCCL's also has the watcher thread. It compares
+   what ranks called by records in their seats, without any of them waiting for it; it looks every
+   few milliseconds, at the host's cost only. Locks there: plane.turn, plane.lock; watch.lock,
    plane.lock, fail_lock. */
 
 /* >>config ------------------------------------------------------------------------------------- */
@@ -13742,8 +13743,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
-   0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU (not yet run on a
-                  real one);
+   0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU (not yet run
+                  on a real one)
                   how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
