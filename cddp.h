@@ -1323,6 +1323,7 @@ typedef struct cddp__conn { /* a client of the server. Owner: server thread */
   double began;          /* when the command at the head of in began to arrive; 0 = none there */
   unsigned char nonces[2 * CDDP__NONCE_SIZE]; /* client's, then ours */
   cddp__address peer;
+  unsigned char *will; /* a SET to be run when it closes, behind the code byte; NULL: none */
 } cddp__conn;
 
 typedef struct cddp__server { /* Owner: its thread, between start and join */
@@ -2933,11 +2934,43 @@ static bool cddp__conn_add_waiter(cddp__server *v, cddp__conn *c, cddp__entry *e
 
 /* The commands. p is behind the code byte of a whole command. False ends the connection. */
 
+/* A client's last will. A SET of a key that ends in CDDP__WILL stores nothing: its value, itself a
+   SET's key and value, is stored when this connection closes, unless an empty value has come in
+   the meantime. So a rank that dies early is known to those who wait for it. Other servers take the
+   key for a key, and nobody reads it. */
+#define CDDP__WILL "/cddp-last-will"
+
+static bool cddp__is_will(cddp__span key) {
+  size_t n = sizeof CDDP__WILL - 1;
+  return key.size > n && memcmp(key.data + key.size - n, CDDP__WILL, n) == 0;
+}
+
+static bool cddp__make_will(cddp__server *v, cddp__conn *c, cddp__span value) {
+  uint64_t key_size;
+  cddp__free(&v->allocator, c->will);
+  c->will = NULL;
+  if (value.size == 0) return true;
+  if (value.size < 16 || value.size > 4096) return false;
+  key_size = cddp__get64(value.data);
+  if (key_size > value.size - 16 ||
+      cddp__get64(value.data + 8 + key_size) != value.size - 16 - key_size ||
+      cddp__is_will(cddp__span_of(value.data + 8, (size_t)key_size)))
+    return false;
+  c->will = (unsigned char *)cddp__malloc(&v->allocator, value.size);
+  if (c->will != NULL) memcpy(c->will, value.data, value.size);
+  return c->will != NULL;
+}
+
 /* SET, MULTI_SET */
-static bool cddp__serve_put(cddp__server *v, const unsigned char *p, uint64_t n) {
+static bool cddp__serve_put(cddp__server *v, cddp__conn *c, const unsigned char *p, uint64_t n) {
   while (n-- > 0) {
     cddp__span key = cddp__take_string(&p), value = cddp__take_string(&p);
-    cddp__entry *e = cddp__map_put(&v->map, key, value);
+    cddp__entry *e;
+    if (cddp__is_will(key)) {
+      if (!cddp__make_will(v, c, value)) return false;
+      continue;
+    }
+    e = cddp__map_put(&v->map, key, value);
     if (e == NULL) return false;
     cddp__server_wake(v, e, 0);
   }
@@ -3076,7 +3109,7 @@ static bool cddp__serve(cddp__server *v, cddp__conn *c, unsigned code, const uns
     return memcmp(p, cddp__validate_bytes + 1, 4) == 0;
   case CDDP__SET:
   case CDDP__MULTI_SET:
-    return cddp__serve_put(v, p, n);
+    return cddp__serve_put(v, c, p, n);
   case CDDP__COMPARE_SET:
     return cddp__serve_compare_set(v, c, p);
   case CDDP__GET:
@@ -3405,10 +3438,22 @@ static void cddp__server_check_deadlines(cddp__server *v) {
   }
 }
 
+static void cddp__server_run_ready(cddp__server *v) {
+  while (v->ready != NULL) {
+    cddp__conn *c = v->ready;
+    v->ready = c->next_ready;
+    c->ready = false;
+    if (!c->dead) cddp__conn_run(v, c);
+  }
+}
+
+/* Carries the wills of the dead out, which may end others, and frees them. */
 static void cddp__server_bury(cddp__server *v) {
   while (v->dead != NULL) {
     cddp__conn *c = v->dead;
     v->dead = c->next;
+    if (c->will != NULL) (void)cddp__serve_put(v, c, c->will, 1); /* no memory: nobody is told */
+    cddp__free(&v->allocator, c->will);
     cddp__free(&v->allocator, c);
   }
 }
@@ -3427,15 +3472,13 @@ static void *cddp__server_main(void *arg) {
         cddp__server_accept(v, source->fd);
       else
         cddp__conn_event(v, (cddp__conn *)events[i].data.ptr, events[i].events);
-      while (v->ready != NULL) {
-        cddp__conn *c = v->ready;
-        v->ready = c->next_ready;
-        c->ready = false;
-        if (!c->dead) cddp__conn_run(v, c);
-      }
+      cddp__server_run_ready(v);
     }
     cddp__server_check_deadlines(v);
-    cddp__server_bury(v);
+    while (v->dead != NULL) {
+      cddp__server_bury(v);
+      cddp__server_run_ready(v);
+    }
   }
 }
 
@@ -6395,9 +6438,12 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
    How ranks meet. Works as follows: all open the store (rank 0 serves it); the first rank of a host
    to write its socket's name under the host's key becomes the host's leader, the others connect to
    that abstract Unix socket and say hello. When all are there the leader makes the memfd and sends
-   it to everyone with the list of process ids. A leader's name left over from a dead job
-   is recognised by the refused connection and replaced. The socket's name carries 128 random bits,
-   the hello a random token that only the store knows, and both sides check the peer's user. */
+   it to everyone with the list of process ids, and waits for each to say that it is in. A leader's
+   name left over from a dead job is recognised by the refused connection and replaced. A rank that
+   cannot go on says why under a key that leaders look at, and one that dies has left its will in
+   the store. Who fails when all have met breaks the group on its board, through the memfd. The
+   socket's name carries 128 random bits, the hello a random token that only the store knows, and
+   both sides check the peer's user. */
 
 #define CDDP__HELLO_MAGIC 0x49484443u /* "CDHI" */
 #define CDDP__HELLO_BYTES 48
@@ -6422,12 +6468,16 @@ typedef struct cddp__meeting {
   const cddp__place *at;
   cddp_store *store;
   double deadline;
-  char host_key[256], failed_key[160];
+  char host_key[256], failed_key[160], will_key[160], met_key[160];
   unsigned char name[32]; /* the leader's socket, hex, without the leading NUL */
   unsigned char token[16];
   int listener;
   cddp__guest *guests; /* [capacity] */
   int capacity, joined;
+  bool stale;   /* the store may be an earlier job's, whose ranks have met */
+  bool refused; /* the leader did not take this rank in: its own affair */
+  int doubles;  /* hellos of ranks that were there already */
+  char double_text[160];
 } cddp__meeting;
 
 static void cddp__host_identity(char *out, size_t n) {
@@ -6513,15 +6563,28 @@ static void cddp__guest_refuse(cddp__guest *c, cddp_result r, const char *text) 
   cddp__guest_drop(c);
 }
 
+/* A free place at the table. When strangers have taken all, the one who has sat there longest
+   without a hello goes: a rank says its hello at once. */
+static int cddp__guest_place(cddp__meeting *m) {
+  int i, oldest = -1;
+  for (i = 0; i < m->capacity; i++) {
+    const cddp__guest *c = &m->guests[i];
+    if (c->fd < 0) return i;
+    if (c->rank < 0 && (oldest < 0 || c->since < m->guests[oldest].since)) oldest = i;
+  }
+  cddp__guest_drop(&m->guests[oldest]); /* there are more places than ranks */
+  return oldest;
+}
+
 static void cddp__accept_guest(cddp__meeting *m) {
   int fd = (int)syscall(SYS_accept4, m->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC), i;
   uint32_t pid = 0;
   if (fd < 0) return;
-  for (i = 0; i < m->capacity && m->guests[i].fd >= 0; i++) {}
-  if (i == m->capacity || !cddp__same_user(fd, &pid)) {
+  if (!cddp__same_user(fd, &pid)) {
     close(fd);
     return;
   }
+  i = cddp__guest_place(m);
   memset(&m->guests[i], 0, sizeof m->guests[i]);
   m->guests[i].fd = fd;
   m->guests[i].rank = -1;
@@ -6551,6 +6614,10 @@ static void cddp__guest_hello(cddp__meeting *m, cddp__guest *c) {
       snprintf(text, sizeof text,
                "rank %d is taken already: pid %u has it too; each process needs a RANK of its own",
                rank, rank == m->at->rank ? (uint32_t)getpid() : m->guests[i].pid);
+      m->doubles++;
+      snprintf(m->double_text, sizeof m->double_text,
+               "pid %u and pid %u both have rank %d; each process needs a RANK of its own",
+               rank == m->at->rank ? (uint32_t)getpid() : m->guests[i].pid, c->pid, rank);
       cddp__guest_refuse(c, CDDP_INVALID_ARGUMENT, text);
     } else {
       c->rank = rank;
@@ -6595,17 +6662,20 @@ static cddp_result cddp__meeting_late(const cddp__meeting *m) {
       m->at->timeout_s, n > 1 ? "s" : "", list, n > 8 ? ", ..." : "", m->at->world_size);
 }
 
-/* A rank elsewhere may have given up: it says so in the store. */
+/* A rank elsewhere may have given up, and then the store holds a result and a text; or it was the
+   one that serves the store. */
 static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
   const char *key = m->failed_key;
-  char text[CDDP__ERROR_MAX];
+  char text[1 + CDDP__ERROR_MAX];
   size_t n = 0;
   bool there = false;
-  if (cddp__store_check(m->store, &key, 1, &there) != CDDP_OK || !there) return CDDP_OK;
-  if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, m->deadline) != CDDP_OK)
+  cddp_result r = cddp__store_check(m->store, &key, 1, &there);
+  if (r != CDDP_OK || !there) return r == CDDP_NETWORK ? r : CDDP_OK;
+  if (cddp__store_get(m->store, key, text, sizeof text - 1, &n, m->deadline) != CDDP_OK || n < 2)
     return CDDP_OK;
   text[cddp__min(n, sizeof text - 1)] = 0;
-  return cddp__fail(CDDP_UNSUPPORTED, "%s", text[0] ? text : "a rank gave up without a word");
+  if (text[0] <= 0 || text[0] >= CDDP__RESULT_COUNT) return CDDP_OK;
+  return cddp__fail((cddp_result)text[0], "%s", text + 1);
 }
 
 /* One round of the leader's loop: waits up to 50 ms for connections, hellos and deaths. */
@@ -6651,8 +6721,12 @@ static cddp_result cddp__gather_guests(cddp__meeting *m) {
       r = cddp__meeting_failed_elsewhere(m);
       look = cddp__now() + 0.1;
     }
-    if (r == CDDP_OK && cddp__now() >= m->deadline && m->joined < m->at->world_size - 1)
-      r = cddp__meeting_late(m);
+    if (r == CDDP_OK && m->joined < m->at->world_size - 1) {
+      if (cddp__now() >= m->deadline)
+        r = cddp__meeting_late(m);
+      else if (m->doubles > 0 && m->joined + 1 + m->doubles >= m->at->world_size)
+        r = cddp__fail(CDDP_INVALID_ARGUMENT, "%s", m->double_text); /* as many as are to come */
+    }
   }
   free(fds);
   return r;
@@ -6682,6 +6756,8 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
   struct msghdr msg;
   struct iovec io;
   ssize_t sent;
+  double deadline = cddp__now() + 5;
+  cddp_result r = CDDP_OK;
   memset(&msg, 0, sizeof msg);
   memset(&control, 0, sizeof control);
   memcpy(&io.iov_base, &data, sizeof io.iov_base); /* sendmsg does not write to it */
@@ -6694,11 +6770,19 @@ static cddp_result cddp__send_descriptor(int fd, const void *data, size_t n, int
   control.head.cmsg_type = SCM_RIGHTS;
   control.head.cmsg_len = CMSG_LEN(sizeof(int));
   memcpy(CMSG_DATA(&control.head), &descriptor, sizeof descriptor);
-  do {
-    sent = sendmsg(fd, &msg, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
-  if (sent < 0) return cddp__fail_errno("sendmsg of a descriptor");
-  return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, cddp__now() + 5);
+  while ((sent = sendmsg(fd, &msg, MSG_NOSIGNAL)) < 0) {
+    if (errno == EAGAIN)
+      r = cddp__wait_fd(fd, POLLOUT, deadline);
+    else if (errno != EINTR)
+      r = cddp__fail_errno("sendmsg of a descriptor");
+    if (r != CDDP_OK) return r;
+  }
+  return cddp__send_all(fd, (const char *)data + sent, n - (size_t)sent, deadline);
+}
+
+static cddp_result cddp__guest_lost(const cddp__guest *c) {
+  return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died or gave up while the ranks were meeting",
+                    c->rank, c->pid);
 }
 
 static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
@@ -6713,6 +6797,7 @@ static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
       if (m->guests[i].fd >= 0) cddp__guest_refuse(&m->guests[i], r, text);
     return cddp__fail(r, "%s", text);
   }
+  (void)cddp__store_set(m->store, m->met_key, "", 0); /* without a store: others find out */
   h->pids[m->at->rank] = (uint32_t)getpid();
   for (i = 0; i < m->capacity; i++)
     if (m->guests[i].fd >= 0 && m->guests[i].rank >= 0)
@@ -6725,9 +6810,12 @@ static cddp_result cddp__lead(cddp__meeting *m, cddp__host *h) {
     r = cddp__send_descriptor(c->fd, reply, sizeof reply, h->fd);
     if (r == CDDP_OK)
       r = cddp__send_all(c->fd, h->pids, (size_t)h->size * sizeof *h->pids, cddp__now() + 5);
-    if (r != CDDP_OK)
-      return cddp__fail(CDDP_PEER_LOST, "rank %d (pid %u) died while the ranks were meeting",
-                        c->rank, c->pid);
+    if (r != CDDP_OK) return cddp__guest_lost(c);
+  }
+  for (i = 0; i < m->capacity; i++) { /* each says that it is in, or is dead or could not come in */
+    cddp__guest *c = &m->guests[i];
+    if (c->fd < 0 || c->rank < 0) continue;
+    if (cddp__recv_all(c->fd, reply, 1, m->deadline) != CDDP_OK) return cddp__guest_lost(c);
   }
   return CDDP_OK;
 }
@@ -6777,8 +6865,9 @@ static void cddp__write_hello(const cddp__meeting *m, unsigned char *hello) {
   memcpy(hello + 24, m->token, 16);
 }
 
-/* Takes the leader's answer from fd: shared memory and process ids, or the reason why not. */
-static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
+/* Takes the leader's answer from fd: shared memory and process ids, or the reason why not.
+   *dropped: there was none. */
+static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd, bool *dropped) {
   unsigned char reply[CDDP__REPLY_BYTES];
   double deadline =
       m->deadline + 0.5; /* the leader's own deadline comes first: it knows who is late */
@@ -6787,18 +6876,22 @@ static cddp_result cddp__take_reply(cddp__meeting *m, cddp__host *h, int fd) {
   if (r == CDDP_TIMEOUT)
     return cddp__fail(r, "timed out after %g s: not all %d ranks have come", m->at->timeout_s,
                       m->at->world_size);
-  if (r != CDDP_OK || cddp__get32(reply) != CDDP__HELLO_MAGIC)
+  if (r != CDDP_OK || cddp__get32(reply) != CDDP__HELLO_MAGIC) {
+    *dropped = r != CDDP_OK;
     return cddp__fail(CDDP_PEER_LOST,
                       "the rank that gathers this host's ranks died while they were meeting");
+  }
   code = cddp__get32(reply + 4);
   if (code != CDDP_OK) {
+    m->refused = true;
     reply[sizeof reply - 1] = 0;
     return cddp__fail(code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_NETWORK, "%s",
                       reply[16] ? (const char *)reply + 16 : "another rank could not go on");
   }
   if (h->fd < 0)
     return cddp__fail(CDDP_SYSTEM, "no descriptor of the shared memory came; too many open files?");
-  return cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, deadline);
+  r = cddp__recv_all(fd, h->pids, (size_t)h->size * sizeof *h->pids, deadline);
+  return r == CDDP_OK ? cddp__send_all(fd, "", 1, deadline) : r;
 }
 
 /* Connects to the leader; *fd -1 with CDDP_OK when nobody listens there any more. */
@@ -6842,7 +6935,7 @@ static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *st
                               sizeof mine, now, sizeof now, &n, lead);
   if (r != CDDP_OK) return r;
   if (n != sizeof now)
-    return cddp__fail(CDDP_NETWORK, "the store holds a key of cddp with foreign content");
+    return cddp__fail(CDDP_MISMATCH, "the store holds a key of cddp with foreign content");
   if (*lead && stale == NULL) {
     snprintf(key, sizeof key, "%s/hosts", m->at->run);
     if ((r = cddp__store_add(m->store, key, 1, &hosts)) != CDDP_OK) return r;
@@ -6850,25 +6943,34 @@ static cddp_result cddp__choose_leader(cddp__meeting *m, const unsigned char *st
       cddp__fail(CDDP_UNSUPPORTED,
                  "ranks run on %d hosts; this version of cddp.h trains on one host only",
                  (int)hosts);
-      (void)cddp__store_set(m->store, m->failed_key, cddp_error(), strlen(cddp_error()));
       return CDDP_UNSUPPORTED;
     }
   }
+  if (*lead && stale != NULL) /* what failed then is over */
+    (void)cddp__store_delete(m->store, m->failed_key, NULL);
   memcpy(m->name, now, 32);
   memcpy(m->token, now + 32, 16);
   return CDDP_OK;
 }
 
+/* Joins the leader at fd. One that hangs up without an answer is dead, or has dropped this rank
+   with the strangers at a full table: then it can be called again. */
 static cddp_result cddp__join(cddp__meeting *m, cddp__host *h, int fd) {
   unsigned char hello[CDDP__HELLO_BYTES];
-  cddp_result r;
+  char text[CDDP__ERROR_MAX];
+  cddp_result r = CDDP_OK;
   cddp__write_hello(m, hello);
-  CDDP__POINT("hello");
-  r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
-  CDDP__POINT("greeted");
-  if (r == CDDP_OK) r = cddp__take_reply(m, h, fd);
-  close(fd);
-  return r;
+  for (;;) {
+    bool dropped = false;
+    CDDP__POINT("hello");
+    r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
+    CDDP__POINT("greeted");
+    if (r == CDDP_OK) r = cddp__take_reply(m, h, fd, &dropped);
+    close(fd);
+    if (!dropped || cddp__now() >= m->deadline) return r;
+    snprintf(text, sizeof text, "%s", cddp_error());
+    if (cddp__call_leader(m, &fd) != CDDP_OK || fd < 0) return cddp__fail(r, "%s", text);
+  }
 }
 
 /* Meets the host's other ranks through the open store. */
@@ -6897,6 +6999,41 @@ static cddp_result cddp__meet_in(cddp__meeting *m, cddp__host *h) {
   return r;
 }
 
+/* Leaves word in the store, in case this rank dies before it has met the others. */
+static void cddp__leave_will(const cddp__meeting *m) {
+  unsigned char will[512], *p = will + 8;
+  size_t key = strlen(m->failed_key) + 1, n;
+  char host[72] = "?";
+  if (strncmp(m->at->init_method, "file:", 5) == 0) return; /* nobody sees it end */
+  (void)gethostname(host, sizeof host - 1);
+  cddp__put64(will, key);
+  *p = '/'; /* as every key on the wire */
+  memcpy(p + 1, m->failed_key, key - 1);
+  p += key;
+  p[8] = CDDP_PEER_LOST;
+  n = (size_t)snprintf((char *)p + 9, (size_t)(will + sizeof will - p) - 9,
+                       "rank %d (pid %d on %s) died before the ranks had met", m->at->rank,
+                       (int)getpid(), host);
+  cddp__put64(p, n + 1);
+  (void)cddp__store_set(m->store, m->will_key, will, (size_t)(p - will) + 9 + n);
+}
+
+/* The meeting is over for this rank: it takes its will back. If it failed by itself, not because
+   the leader said so, it tells the others. */
+static void cddp__end_will(const cddp__meeting *m, cddp_result r) {
+  char own[CDDP__ERROR_MAX], text[1 + CDDP__ERROR_MAX];
+  snprintf(own, sizeof own, "%s", cddp_error());
+  if (r != CDDP_OK && r != CDDP_NETWORK && !m->refused) {
+    text[0] = (char)r;
+    snprintf(text + 1, sizeof text - 1, "rank %d failed while the ranks were meeting: %.*s",
+             m->at->rank, CDDP__ERROR_MAX - 64, own);
+    (void)cddp__store_set(m->store, m->failed_key, text, 1 + strlen(text + 1));
+  }
+  if (strncmp(m->at->init_method, "file:", 5) != 0)
+    (void)cddp__store_set(m->store, m->will_key, NULL, 0);
+  if (r != CDDP_OK) cddp__fail(r, "%s", own);
+}
+
 static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
                                     const cddp_group_desc *d) {
   cddp__store_options o;
@@ -6913,8 +7050,25 @@ static cddp_result cddp__open_store(cddp__meeting *m, const cddp__place *at,
   return cddp__store_open(&m->store, &o);
 }
 
+/* Whose store it is, then the meeting in it. */
+static cddp_result cddp__meet_at(cddp__meeting *m, cddp__host *h) {
+  const char *key = m->met_key;
+  cddp_result r = cddp__store_check(m->store, &key, 1, &m->stale);
+  if (r == CDDP_OK) {
+    cddp__leave_will(m);
+    r = cddp__meet_in(m, h);
+    cddp__end_will(m, r);
+  } else {
+    m->stale = true;
+  }
+  if (r != CDDP_NETWORK || m->stale) return r;
+  return cddp__fail(CDDP_PEER_LOST,
+                    "the store hung up while the ranks were meeting: the process that serves it "
+                    "(rank 0, unless a launcher does) died or gave up");
+}
+
 /* Fills h with the shared memory and process ids of all ranks. A store that goes away under a rank
-   was an earlier job's, ending: it tries again until the deadline. */
+   may be an earlier job's, which is ending: then it tries again until the deadline. */
 static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__host *h) {
   cddp__meeting m;
   char host[96];
@@ -6929,6 +7083,8 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
     m.deadline = deadline;
     snprintf(m.host_key, sizeof m.host_key, "%s/host/%s", at->run, host);
     snprintf(m.failed_key, sizeof m.failed_key, "%s/failed", at->run);
+    snprintf(m.met_key, sizeof m.met_key, "%s/met", at->run);
+    snprintf(m.will_key, sizeof m.will_key, "%s" CDDP__WILL, at->run);
     r = cddp__open_store(&m, at, d);
     if (at->listen_fd >= 0) unsetenv("CDDP_LISTEN_FD");
     at->listen_fd = -1;
@@ -6938,7 +7094,7 @@ static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__h
                            "program between it and this one has closed it; ",
                            getenv("CDDP_LISTEN_FD"));
     if (r != CDDP_OK) return r;
-    r = cddp__meet_in(&m, h);
+    r = cddp__meet_at(&m, h);
     cddp__meeting_close(&m);
     cddp__store_close(m.store);
     if (r != CDDP_NETWORK || serves || cddp__now() >= deadline) return r;
@@ -7922,6 +8078,18 @@ static cddp_result cddp__first_step(cddp_group *g) {
                            g->rank, g->size);
 }
 
+/* The ranks have met, but this one cannot come to the first step: it may not even have the memory
+   to map the board on which the others would read why. */
+static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
+  char text[CDDP__ERROR_MAX];
+  uint32_t broken = 2 + (uint32_t)r;
+  memset(text, 0, sizeof text);
+  snprintf(text, sizeof text, "rank %d failed while the ranks were meeting: %.*s", h->index,
+           CDDP__ERROR_MAX - 64, cddp_error());
+  if (pwrite(h->fd, text, sizeof text, offsetof(cddp__board, broken_text)) == (ssize_t)sizeof text)
+    (void)!pwrite(h->fd, &broken, sizeof broken, offsetof(cddp__board, broken));
+}
+
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__place at;
   cddp__host *h;
@@ -7933,6 +8101,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (at.world_size > 1) r = cddp__meet(&at, d, h);
   if (r == CDDP_OK && at.world_size > 1) cddp__watch_processes(h);
   if (r == CDDP_OK) r = cddp__world_group(out, h, at.rank, at.world_size, at.timeout_s);
+  if (r != CDDP_OK && h->fd >= 0) cddp__break_unmapped(h, r);
   cddp__host_release(h);
   if (r != CDDP_OK) return r;
   if ((r = cddp__first_step(*out)) != CDDP_OK) {
@@ -8601,8 +8770,10 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   char space[24];
   int first = b->sorted[0];
   if (d->desc.comm_hook != NULL) {
-    r = cddp__hook_bucket(d, b, index);
-    return r == CDDP_OK ? r : cddp__fail_in(r, "communication hook on bucket %d: ", index);
+    if ((r = cddp__check_group(d->hooks)) == CDDP_OK) r = cddp__hook_bucket(d, b, index);
+    if (r == CDDP_OK) return r;
+    cddp__fail_in(r, "communication hook on bucket %d of rank %d: ", index, d->group->rank);
+    return cddp__break(d->hooks, r); /* or later buckets' calls here would meet this one's there */
   }
   r = cddp__reduce_bucket(d, b, index);
   if (r == CDDP_OK) return r;
@@ -8962,7 +9133,10 @@ static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
   h->sgd = s;
   /* the slices differ in size, the exchange compares its count: 0 */
   r = cddp__exchange_refs(d->control, h->mine, 0, h->all, &all);
-  if (r == CDDP_OK && !all) r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  if (r == CDDP_OK && !all) {
+    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the momentum on every rank");
+    r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  }
   if (r != CDDP_OK) {
     cddp__arena_free(d->group->host, h->mine);
     cddp__free(a, h);
@@ -13623,13 +13797,16 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
 }
 
 CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
+  cddp_result r;
   cddp__enter_call();
   if (d == NULL) return cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
-  return d->backend != NULL ? d->backend->ddp_wait(d) : cddp__ddp_wait(d);
+  r = d->backend != NULL ? d->backend->ddp_wait(d) : cddp__ddp_wait(d);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "cddp_ddp_wait: ") : r;
 }
 
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   static const char name[] = "cddp_ddp_step";
+  cddp_result r;
   cddp__enter_call();
   if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
   if (s->params != d->params || s->count != d->count)
@@ -13639,7 +13816,8 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   if (d->no_sync)
     return cddp__invalid(name,
                          "no_sync is on; switch it off for the backward pass that is stepped");
-  return d->backend != NULL ? d->backend->ddp_step(d, s) : cddp__ddp_step(d, s);
+  r = d->backend != NULL ? d->backend->ddp_step(d, s) : cddp__ddp_step(d, s);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "%s: ", name) : r;
 }
 
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
@@ -13746,7 +13924,8 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
    0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU (not yet run
                   on a real one)
                   how a rank died and where each rank made its call; flight recorder; cddp_launch;
-                  the variables of mpirun and srun; unix://name; cddp_launcher_rank
+                  the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
+                  fail or are there twice while they meet are named to the others at once
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

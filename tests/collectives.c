@@ -452,9 +452,9 @@ static void test_processes(void) {
   int i;
   for (i = 0; i < (RANKS_TSAN ? 2 : 8); i++) {
     run_matrix_on(ranks[i], small_counts, 10, ranks[i] <= 4 && !RANKS_SLOW ? 2 : 1, false);
-    run_matrix_on(ranks[i], large_counts, RANKS_TSAN || ranks[i] > 8 ? 1 : 2, 1, false);
+    run_matrix_on(ranks[i], large_counts, RANKS_SLOW || ranks[i] > 4 ? 1 : 2, 1, false);
   }
-  run_matrix_on(64, few_counts, RANKS_SLOW ? 1 : 2, 1, false);
+  run_matrix_on(64, few_counts, 1, 1, false);
 }
 
 static void test_threads(void) {
@@ -462,7 +462,7 @@ static void test_threads(void) {
   int i;
   for (i = 0; i < (RANKS_TSAN ? 4 : 6); i++) {
     run_matrix_on(ranks[i], small_counts, 10, ranks[i] <= 4 && !RANKS_SLOW ? 2 : 1, true);
-    run_matrix_on(ranks[i], large_counts, RANKS_TSAN || ranks[i] > 8 ? 1 : 2, 1, true);
+    run_matrix_on(ranks[i], large_counts, RANKS_SLOW || ranks[i] > 4 ? 1 : 2, 1, true);
   }
   run_matrix_on(64, few_counts, 1, 1, true);
 }

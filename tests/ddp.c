@@ -1084,7 +1084,7 @@ static int run_fused(cddp_group *g, void *arg) {
 static void test_fused(void) {
   int i, steps;
   for (i = 0; i < (RANKS_SLOW ? 3 : 6); i++) {
-    steps = RANKS_TSAN ? 5 : RANKS_SLOW || all_ranks[i] > 7 ? 9 : 20;
+    steps = RANKS_TSAN ? 5 : RANKS_SLOW || all_ranks[i] > 7 ? 6 : 12;
     if (!RANKS_TSAN) CHECK_OK(ranks_run(run_fused, &steps, all_ranks[i], false));
     CHECK_OK(ranks_run(run_fused, &steps, all_ranks[i], true));
   }

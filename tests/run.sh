@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.." || exit 1
 patterns=("$@")
 variants="plain asan tsan clang-asan"
 valgrind_tests="groups trajectories"
+waiting="store discovery spawn launch init strangers faults simulate" # mostly asleep: they run side by side
 tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(room\|public\) .*/\1/p' tests/variant.ninja)
 gpu_tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(gpu\|gpu_room\|kernels\) .*/\1/p' tests/gpu.ninja)
 passed=0 failed=0 skipped=0
@@ -119,19 +120,17 @@ one() { # NAME SECONDS COMMAND...
   report "$1"
 }
 
-# The checks of tests/checks.sh compile and read: as many at a time as there are cores.
-run_checks() {
-  local c names=() cores
-  cores=$(nproc 2>/dev/null || echo 1)
-  for c in $(tests/checks.sh list); do
-    wanted "check/$c" || continue
-    [ "$c" = cuda-full ] && [ ${#patterns[@]} = 0 ] && continue # see tests/checks.sh
-    names+=("check/$c")
-    while [ "$(jobs -rp | wc -l)" -ge "$cores" ]; do wait -n; done
-    run "check/$c" "${TEST_TIMEOUT:-300}" tests/checks.sh "$c" &
+# N: runs the lines of standard input, 'NAME SECONDS COMMAND...', so many at a time.
+spread() {
+  local n=$1 name fields names=()
+  while read -r -a fields; do
+    wanted "${fields[0]}" || continue
+    names+=("${fields[0]}")
+    while [ "$(jobs -rp | wc -l)" -ge "$n" ]; do wait -n; done
+    run "${fields[@]}" &
   done
   wait
-  for c in ${names[@]+"${names[@]}"}; do report "$c"; done
+  for name in ${names[@]+"${names[@]}"}; do report "$name"; done
 }
 
 # Why a variant cannot run here, or nothing. Random addresses of 32 bits are too many for some sanitizers;
@@ -153,6 +152,7 @@ obstacle() { # VARIANT
 
 built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this variant
   local list='$name|${name}-gpu'
+  [ "$1/$2" = plain/simulate ] && return 0
   case $1 in
   asan) list='$name' ;;
   tsan) list='$name|${name}-gpu-short' ;;
@@ -173,32 +173,43 @@ run_variant() { # VARIANT
     return
   fi
   [ "$v" = plain ] && limit=120 prefix=()
+  spread 3 < <(for t in $waiting; do
+    [ ${#patterns[@]} -gt 0 ] || built_by_default "$v" "$t" || continue
+    echo "$v/$t" "${TEST_TIMEOUT:-$limit}" ${prefix[@]+"${prefix[@]}"} "build/$v/$t"
+  done)
   for t in $tests; do
+    [[ " $waiting " == *" $t "* ]] && continue
     [ ${#patterns[@]} -gt 0 ] || built_by_default "$v" "$t" || continue
     one "$v/$t" "${TEST_TIMEOUT:-$limit}" ${prefix[@]+"${prefix[@]}"} "build/$v/$t"
   done
 }
 
-run_valgrind() {
+valgrind_lines() {
   local t
-  if ! command -v valgrind >/dev/null; then
-    wanted valgrind && skip valgrind "not installed"
-    return 0
-  fi
   for t in $valgrind_tests; do
-    one "valgrind/$t" "${TEST_TIMEOUT:-300}" valgrind -q --error-exitcode=9 --leak-check=full \
+    echo "valgrind/$t" "${TEST_TIMEOUT:-300}" valgrind -q --error-exitcode=9 --leak-check=full \
       --show-leak-kinds=definite --errors-for-leak-kinds=definite \
       --track-fds=no --child-silent-after-fork=no "build/plain/$t"
   done
 }
 
-run_checks
+cores=$(nproc 2>/dev/null || echo 1)
+spread "$cores" < <(for t in $(tests/checks.sh list); do
+  [ "$t" = cuda-full ] && [ ${#patterns[@]} = 0 ] && continue # only with `ninja cuda`
+  echo "check/$t" "${TEST_TIMEOUT:-300}" tests/checks.sh "$t"
+done)
 for v in $variants; do run_variant "$v"; done
-run_valgrind
+if command -v valgrind >/dev/null; then
+  spread "$cores" < <(valgrind_lines)
+else
+  wanted valgrind && skip valgrind "not installed"
+fi
 for t in $(tests/leaks.sh list); do one "leaks/$t" "${TEST_TIMEOUT:-120}" tests/leaks.sh "$t"; done
-for t in $(tests/examples.sh list); do one "examples/$t" "${TEST_TIMEOUT:-120}" tests/examples.sh "$t"; done
-one mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
-one torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh
+spread "$cores" < <(for t in $(tests/examples.sh list); do
+  echo "examples/$t" "${TEST_TIMEOUT:-120}" tests/examples.sh "$t"
+done
+echo mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
+echo torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh)
 
 if [ $failed != 0 ]; then
   printf 'failed: %s\n' "${failures[@]}"

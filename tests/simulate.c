@@ -158,8 +158,8 @@ static program draw_program(uint64_t seed) {
   }
   if (p.fault == NOMEM) p.moment = 1 + (int)draw(seed, 26, 60);
   if ((p.moment <= 6 && (p.fault == KILL || p.fault == EXIT)) ||
-      (p.moment <= 20 && p.fault == NOMEM))
-    p.timeout_s = RANKS_SLOW ? 4 : 1; /* while they meet: who has not said hello is just late */
+      ((p.moment <= 20 || p.victim == 0) && p.fault == NOMEM))
+    p.timeout_s = RANKS_SLOW ? 4 : 1; /* while they meet: without rank 0's store some just wait */
   if (p.threads && p.fault >= KILL && p.fault != MISMATCH) p.fault = LEAVE;
   for (i = 0; i < p.n; i++) now[0].rank[i] = i;
   now[0].n = p.n;
@@ -809,7 +809,8 @@ static void judge_failure(int r, const story *s) {
     break;
   case NOMEM:
     JUDGE(s->result == CDDP_OUT_OF_MEMORY ||
-          (s->failed_op == -2 && s->result == CDDP_NETWORK) || /* the store's server had none */
+          (s->failed_op == -2 && /* the store's server had none */
+           (s->result == CDDP_NETWORK || s->result == CDDP_PEER_LOST)) ||
           (!victim && (s->result == CDDP_PEER_LOST || s->result == CDDP_TIMEOUT)));
     break;
   default:

@@ -1347,6 +1347,57 @@ static void test_server_leaves(void) {
   cddp_store_destroy(c);
 }
 
+/* What a client wants to be set should it die: see CDDP__WILL. */
+static cddp_result set_will(cddp_store *c, const char *key, const char *value) {
+  unsigned char will[128];
+  size_t k = 1 + strlen(key), v = strlen(value);
+  cddp__put64(will, k);
+  will[8] = '/';
+  memcpy(will + 9, key, k - 1);
+  cddp__put64(will + 8 + k, v);
+  memcpy(will + 16 + k, value, v);
+  return cddp_store_set(c, "job" CDDP__WILL, will, 16 + k + v);
+}
+
+static void test_wills(void) {
+  cddp_store *s = serve(NULL), *c = NULL, *other = NULL;
+  const char *key = "a";
+  char text[16];
+  size_t size = 0;
+  int64_t keys = -1;
+  bool there = true;
+  int port = cddp_store_port(s);
+  CHECK_OK(join(&other, port, NULL, 10));
+  CHECK_OK(join(&c, port, NULL, 10)); /* dies, and others wait for what it wants set */
+  CHECK_OK(set_will(c, "a", "gone"));
+  CHECK_OK(cddp_store_check(c, &key, 1, &there));
+  CHECK(!there);
+  CHECK_OK(cddp_store_num_keys(c, &keys));
+  CHECK_EQ(keys, 0);
+  cddp_store_destroy(c);
+  CHECK_OK(cddp_store_get(other, "a", text, sizeof text, &size));
+  CHECK(size == 4 && memcmp(text, "gone", 4) == 0);
+  CHECK_OK(join(&c, port, NULL, 10)); /* takes its will back; of the next one's the last counts */
+  CHECK_OK(set_will(c, "b", "gone"));
+  CHECK_OK(cddp_store_set(c, "job" CDDP__WILL, NULL, 0));
+  cddp_store_destroy(c);
+  CHECK_OK(join(&c, port, NULL, 10));
+  CHECK_OK(set_will(c, "c", "1"));
+  CHECK_OK(set_will(c, "d", "2"));
+  cddp_store_destroy(c);
+  CHECK_OK(cddp_store_get(other, "d", text, sizeof text, &size));
+  CHECK_OK(cddp_store_num_keys(other, &keys));
+  CHECK_EQ(keys, 2); /* a and d */
+  CHECK_OK(join(&c, port, NULL, 10)); /* one that is none, and one that speaks of a will, end it */
+  CHECK_IS(cddp_store_set(c, "job" CDDP__WILL, "0123456789abcdefgh", 18), CDDP_NETWORK);
+  cddp_store_destroy(c);
+  CHECK_OK(join(&c, port, NULL, 10));
+  CHECK_IS(set_will(c, "x" CDDP__WILL, "2"), CDDP_NETWORK);
+  cddp_store_destroy(c);
+  cddp_store_destroy(other);
+  cddp_store_destroy(s);
+}
+
 /* --- files ---------------------------------------------------------------------------------- */
 
 /* A process that opens the store, sets `key` and stays until it is killed. */
@@ -1562,6 +1613,7 @@ int main(void) {
   RUN(test_late_server);
   RUN(test_adopted_socket);
   RUN(test_server_leaves);
+  RUN(test_wills);
   RUN(test_stale_file);
   RUN(test_killed_writers);
   RUN(test_foreign_file);

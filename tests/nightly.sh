@@ -1,0 +1,40 @@
+#!/bin/bash
+# The long runs, an hour or two: `ninja nightly` builds what they need first.
+#
+#   tests/nightly.sh [FUZZ_SECONDS]     seconds for each fuzz target; 600
+#
+# A failure names its seed; `build/plain/simulate SEED` and `build/plain/kills --seed SEED` run it again.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+seconds=${1:-600}
+failed=0
+run() { # NAME COMMAND...
+  local name=$1 start=$SECONDS
+  shift
+  mkdir -p build/log
+  if "$@" >"build/log/nightly-$name.log" 2>&1; then
+    echo "ok     $name $((SECONDS - start)) s: $(tail -n 1 "build/log/nightly-$name.log")"
+  else
+    failed=1
+    echo "FAIL   $name: build/log/nightly-$name.log ends in"
+    tail -n 12 "build/log/nightly-$name.log" | cut -c 1-400 | sed 's/^/       | /'
+  fi
+}
+
+fixed=()
+setarch -R true 2>/dev/null && fixed=(setarch -R)
+export ASAN_OPTIONS=allocator_may_return_null=1:detect_stack_use_after_return=1
+export TSAN_OPTIONS=die_after_fork=0
+run kills build/plain/kills --seeds 1000
+run simulate build/plain/simulate --seeds 10000
+run faults build/plain/faults --thorough
+[ ! -x build/asan/ok ] || run kills-asan "${fixed[@]+"${fixed[@]}"}" build/asan/kills --seeds 100
+[ ! -x build/asan/ok ] || run simulate-asan "${fixed[@]+"${fixed[@]}"}" build/asan/simulate --seeds 1000 100000
+[ ! -x build/tsan/ok ] || run simulate-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/simulate --seeds 1000 200000
+if command -v clang >/dev/null && clang -fsanitize=fuzzer -xc -c /dev/null -o /dev/null 2>/dev/null; then
+  run fuzz tests/fuzz/fuzz.sh "$seconds"
+else
+  echo "skip   fuzz (needs clang)"
+fi
+exit $failed

@@ -1,0 +1,265 @@
+/* strangers.c - a job that starts among hostile connections.
+
+   Four ranks meet while strangers hold connections to everything that listens: the store's port and
+   the leader's Unix socket, whose name is read from the store as a rank would. They say nothing,
+   garbage, HTTP, half of a frame or of a hello, or a byte now and then. The ranks that come after
+   them must be ready within a second of what it takes without them. (What the store does with each
+   kind of stranger, with secrets and with replayed proofs is in store.c.) */
+#define _GNU_SOURCE
+#define CDDP_IMPLEMENTATION
+#include "../cddp.h"
+
+#include "ranks.h"
+
+#include <arpa/inet.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+
+enum { RANKS = 4 };
+
+static struct shared {
+  int port;
+  bool secret;
+  double timeout_s;
+  double ready[RANKS]; /* test_now() when cddp_init returned */
+  int ranks[RANKS];    /* which rank each process says it is */
+  cddp_result result[RANKS];
+  char text[RANKS][CDDP__ERROR_MAX];
+} *shared;
+
+static int life(int slot, void *arg) {
+  cddp_group_desc d;
+  cddp_group *g = NULL;
+  float x = 1;
+  char url[64];
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  memset(&d, 0, sizeof d);
+  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
+  d.init_method = url;
+  d.rank = shared->ranks[slot];
+  d.world_size = RANKS;
+  d.timeout_s = shared->timeout_s;
+  d.secret = shared->secret ? "sesame" : "";
+  shared->result[slot] = cddp_init(&g, &d);
+  shared->ready[slot] = test_now();
+  if (g != NULL) shared->result[slot] = cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL);
+  snprintf(shared->text[slot], CDDP__ERROR_MAX, "%s", cddp_error());
+  cddp_destroy(g);
+  return shared->result[slot] != CDDP_OK || x != RANKS;
+}
+
+static void prepare(bool secret) {
+  int i;
+  memset(shared, 0, sizeof *shared);
+  shared->port = ranks_free_port();
+  shared->secret = secret;
+  shared->timeout_s = 20;
+  for (i = 0; i < RANKS; i++) shared->ranks[i] = i;
+}
+
+/* --- strangers --- */
+
+static int to_port(int port) {
+  struct sockaddr_in a;
+  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  memset(&a, 0, sizeof a);
+  a.sin_family = AF_INET;
+  a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  a.sin_port = htons((uint16_t)port);
+  if (fd >= 0 && connect(fd, (struct sockaddr *)&a, sizeof a) == 0) return fd;
+  if (fd >= 0) close(fd);
+  return -1;
+}
+
+/* The name of the leader's socket, as the store tells it to any rank. */
+static bool find_leader(unsigned char name[48]) {
+  cddp_store_desc d;
+  cddp_store *s = NULL;
+  char url[64], host[96], key[256];
+  size_t size = 0;
+  bool found;
+  memset(&d, 0, sizeof d);
+  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
+  cddp__host_identity(host, sizeof host);
+  snprintf(key, sizeof key, "cddp/0/0/host/%s", host);
+  d.init_method = url;
+  d.timeout_s = 10;
+  d.secret = shared->secret ? "sesame" : "";
+  found = cddp_store_create(&s, &d) == CDDP_OK &&
+          cddp_store_get(s, key, name, 48, &size) == CDDP_OK && size == 48;
+  cddp_store_destroy(s);
+  return found;
+}
+
+static int to_leader(const unsigned char *name) {
+  struct sockaddr_un a;
+  socklen_t n = cddp__unix_address(&a, name);
+  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd >= 0 && connect(fd, (struct sockaddr *)&a, n) == 0) return fd;
+  if (fd >= 0) close(fd);
+  return -1;
+}
+
+/* The i-th stranger says what it has to say. */
+static void speak(int fd, int i) {
+  static const char http[] = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+  static const unsigned char frame[] = {0, 0xce, 0xf7, 0x85, 0x3c, 1, 9, 0, 0, 0, 0, 0, 0, 0, 'k'};
+  static const unsigned char hello[] = {0x49, 0x44, 0x43, 0x48, 0x49, 0, 0, 0, 1, 0, 0, 0};
+  unsigned char noise[200];
+  size_t k;
+  ssize_t sent = 0;
+  for (k = 0; k < sizeof noise; k++) noise[k] = (unsigned char)ranks_mix((uint64_t)i, k, 3);
+  switch (i % 7) {
+  case 0: break; /* silence */
+  case 1: sent = send(fd, http, sizeof http - 1, MSG_NOSIGNAL); break;
+  case 2: sent = send(fd, noise, 1 + (size_t)i % sizeof noise, MSG_NOSIGNAL); break;
+  case 3: sent = send(fd, frame, sizeof frame, MSG_NOSIGNAL); break;
+  case 4: sent = send(fd, hello, sizeof hello, MSG_NOSIGNAL); break;
+  case 5: sent = send(fd, CDDP__AUTH_HELLO, 8, MSG_NOSIGNAL); break;
+  default: sent = send(fd, noise, 1, MSG_NOSIGNAL); /* and a byte a minute later */
+  }
+  (void)sent; /* hung up on already */
+}
+
+/* Ranks 0 and 1 wait; `count` strangers come to the store and to the leader; then the others.
+   Returns the time from their start until all are ready. */
+static double start_among(int count, bool secret) {
+  pid_t pids[RANKS];
+  int status[RANKS], *fds = (int *)malloc(2 * (size_t)count * sizeof *fds + 1), i, r, held = 0;
+  unsigned char name[48];
+  double begin, last = 0;
+  prepare(secret);
+  for (i = 0; i < 2; i++) pids[i] = ranks_fork(life, i, NULL);
+  CHECK(find_leader(name));
+  for (i = 0; i < count; i++) {
+    int fd = i % 2 ? to_leader(name) : to_port(shared->port);
+    if (fd < 0) continue;
+    speak(fd, i / 2);
+    fds[held++] = fd;
+  }
+  CHECK(held >= count * 9 / 10);
+  begin = test_now();
+  for (i = 2; i < RANKS; i++) pids[i] = ranks_fork(life, i, NULL);
+  ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
+  CHECK(ranks_exited_well(status, RANKS));
+  for (r = 0; r < RANKS; r++) {
+    if (shared->result[r] != CDDP_OK) fprintf(stderr, "  rank %d: %s\n", r, shared->text[r]);
+    if (shared->ready[r] > last) last = shared->ready[r];
+  }
+  for (i = 0; i < held; i++) close(fds[i]);
+  free(fds);
+  return last - begin;
+}
+
+static void test_start(void) {
+  double alone = start_among(0, false), some = start_among(100, false),
+         secret = start_among(100, true), many = start_among(1000, false);
+  fprintf(stderr, "  ready after %.3f s; among 100: %.3f s, with a secret: %.3f s, 1000: %.3f s\n",
+          alone, some, secret, many);
+  CHECK(some < alone + RANKS_WITHIN(1.0));
+  CHECK(secret < alone + RANKS_WITHIN(1.0));
+  CHECK(many < alone + RANKS_WITHIN(1.0));
+}
+
+/* They keep coming while the ranks meet: a rank may be dropped among them and has to come again. */
+static int storm_over; /* __atomic */
+
+static void *storm(void *arg) {
+  int fds[256], n = 0;
+  memset(fds, 0xff, sizeof fds);
+  while (!__atomic_load_n(&storm_over, __ATOMIC_ACQUIRE)) {
+    if (fds[n] >= 0) close(fds[n]);
+    fds[n] = to_leader((const unsigned char *)arg);
+    n = (n + 1) % 256;
+  }
+  for (n = 0; n < 256; n++)
+    if (fds[n] >= 0) close(fds[n]);
+  return NULL;
+}
+
+static void test_storm(void) {
+  pid_t pids[RANKS];
+  int status[RANKS], i;
+  unsigned char name[48];
+  pthread_t thread;
+  double begin;
+  prepare(false);
+  pids[0] = ranks_fork(life, 0, NULL);
+  CHECK(find_leader(name));
+  for (i = 1; i < RANKS; i++) pids[i] = 0;
+  __atomic_store_n(&storm_over, 0, __ATOMIC_RELEASE);
+  CHECK_EQ(pthread_create(&thread, NULL, storm, name), 0);
+  begin = test_now();
+  for (i = 1; i < RANKS; i++) pids[i] = ranks_fork(life, i, NULL);
+  ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
+  CHECK(ranks_exited_well(status, RANKS));
+  CHECK(test_now() - begin < RANKS_WITHIN(3.0));
+  for (i = 0; i < RANKS; i++)
+    if (shared->result[i] != CDDP_OK) fprintf(stderr, "  rank %d: %s\n", i, shared->text[i]);
+  __atomic_store_n(&storm_over, 1, __ATOMIC_RELEASE);
+  pthread_join(thread, NULL);
+}
+
+/* --- strangers at the leader's socket are dropped under a deadline of their own --- */
+
+static bool hangs_up(int fd, double seconds) {
+  struct pollfd p;
+  char c;
+  p.fd = fd;
+  p.events = POLLIN;
+  return poll(&p, 1, (int)(seconds * 1000)) == 1 && recv(fd, &c, 1, MSG_DONTWAIT) <= 0;
+}
+
+static void test_dropped(void) {
+  unsigned char name[48];
+  pid_t pid;
+  int status, fds[7], i;
+  prepare(false);
+  pid = ranks_fork(life, 0, NULL);
+  CHECK(find_leader(name));
+  for (i = 0; i < 7; i++) {
+    fds[i] = to_leader(name);
+    CHECK(fds[i] >= 0);
+    speak(fds[i], i);
+  }
+  for (i = 0; i < 7; i++) { /* rank 0 waits on, for 20 s */
+    CHECK(hangs_up(fds[i], RANKS_WITHIN(CDDP__HELLO_S + 2)));
+    close(fds[i]);
+  }
+  CHECK(waitpid(pid, &status, WNOHANG) == 0);
+  kill(pid, SIGKILL);
+  waitpid(pid, &status, 0);
+}
+
+/* --- a rank that is there twice: as soon as enough processes have come, all hear of it --- */
+
+static void test_double(void) {
+  pid_t pids[RANKS];
+  int status[RANKS], i;
+  double begin = test_now();
+  prepare(false);
+  shared->ranks[3] = 1;
+  for (i = 0; i < RANKS; i++) pids[i] = ranks_fork(life, i, NULL);
+  ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
+  CHECK(test_now() - begin < RANKS_WITHIN(3.0));
+  for (i = 0; i < RANKS; i++) {
+    CHECK_IS(shared->result[i], CDDP_INVALID_ARGUMENT);
+    CHECK(strstr(shared->text[i], "rank 1") != NULL);
+  }
+}
+
+int main(void) {
+  struct rlimit files;
+  if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < 4096) {
+    files.rlim_cur = files.rlim_max < 4096 ? files.rlim_max : 4096;
+    setrlimit(RLIMIT_NOFILE, &files);
+    if (files.rlim_cur < 4096) return TEST_SKIP("fewer than 4096 descriptors are allowed");
+  }
+  shared = (struct shared *)ranks_shared(sizeof *shared);
+  RUN(test_start);
+  RUN(test_storm);
+  RUN(test_double);
+  RUN(test_dropped);
+  return TEST_END();
+}
