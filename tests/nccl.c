@@ -607,6 +607,31 @@ static void check_fill(cddp_group *g, const float *p, size_t n, double want) {
   free(host);
 }
 
+/* Two all_to_alls in place, one of them beside the stream: they share what they are copied to. */
+static void check_in_place(cddp_group *g, cudaStream_t s) {
+  enum { N = 5000 };
+  int n = cddp_world_size(g) & 7, q, k;
+  size_t all = (size_t)n * N, i;
+  float *x[2], *host = (float *)malloc(all * sizeof *host);
+  size_t bad = 0;
+  cddp_work *w;
+  for (k = 0; k < 2; k++) {
+    x[k] = (float *)on_device(NULL, all * sizeof(float));
+    fill_on(s, x[k], all, (float)(10 * k + cddp_rank(g)), false);
+  }
+  CHECK_OK(cddp_all_to_all(g, x[0], x[0], N, CDDP_F32, &w));
+  CHECK_OK(cddp_all_to_all(g, x[1], x[1], N, CDDP_F32, NULL));
+  CHECK_OK(cddp_wait(w));
+  for (k = 0; k < 2; k++) {
+    to_host(g, host, x[k], all * sizeof *host);
+    for (q = 0; q < n; q++)
+      for (i = 0; i < N; i++) bad += host[(size_t)q * N + i] != (float)(10 * k + q);
+    cudaFree(x[k]);
+  }
+  CHECK_EQ(bad, 0);
+  free(host);
+}
+
 /* Work handles: the group's stream and cddp's run side by side, ordered by events alone. */
 static int stream_order(cddp_group *g, void *arg) {
   enum { N = 5000 };
@@ -633,6 +658,7 @@ static int stream_order(cddp_group *g, void *arg) {
     CHECK_OK(cddp_all_reduce(g, x, N, CDDP_F32, CDDP_SUM, NULL)); /* on s itself */
     check_fill(g, x, N, 2.0 * n * (ranks + n * step));
     check_fill(g, y, N, 2.0 * n);
+    check_in_place(g, s);
   }
   cddp_set_stream(g, NULL);
   cudaStreamDestroy(s);
@@ -686,12 +712,20 @@ static int sub_groups(cddp_group *g, void *arg) {
   return 0;
 }
 
+static void *wait_for_three(void *handles) {
+  cddp_work **w = (cddp_work **)handles;
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(cddp_wait(w[i]));
+  return NULL;
+}
+
 static int messages(cddp_group *g, void *arg) {
   enum { N = 3000 };
   int n = cddp_world_size(g), me = cddp_rank(g), next = (me + 1) % n, before = (me + n - 1) % n, i;
   float *out[3], *in[3], host = (float)me;
   cudaStream_t s = (cudaStream_t)cddp_stream(g);
   cddp_work *w[6];
+  pthread_t other;
   (void)arg;
   for (i = 0; i < 3; i++) {
     out[i] = (float *)on_device(NULL, N * sizeof(float));
@@ -700,7 +734,9 @@ static int messages(cddp_group *g, void *arg) {
     CHECK_OK(cddp_send(g, out[i], N, CDDP_F32, next, i, &w[i]));
     CHECK_OK(cddp_recv(g, in[i], N, CDDP_F32, before, i, &w[3 + i]));
   }
-  for (i = 0; i < 6; i++) CHECK_OK(cddp_wait(w[i]));
+  CHECK_EQ(pthread_create(&other, NULL, wait_for_three, w), 0); /* whoever is first sends all */
+  wait_for_three(w + 3);
+  pthread_join(other, NULL);
   for (i = 0; i < 3; i++) check_fill(g, in[i], N, 10 * before + i);
   if (me > 0)
     CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
@@ -983,7 +1019,7 @@ static void test_mismatch(void) {
   for (i = 0; i < 3; i++) {
     check_fate(o, i, CDDP_MISMATCH, "call 4 of the group");
     check_fate(o, i, CDDP_MISMATCH, "all_reduce(count 10, f32, sum)");
-    check_fate(o, i, CDDP_MISMATCH, "rank 1 called all_reduce(count 11, f32, sum)");
+    check_fate(o, i, CDDP_MISMATCH, "rank 1 called all_reduce(count 11, f32, sum) at tests/nccl.c:");
   }
   o->fn = disagree_memory;
   endure(o, 2);
@@ -1088,6 +1124,94 @@ static void test_lost(void) {
   check_fate(o, 1, CDDP_PEER_LOST, "left the group");
 }
 
+/* A device that fails on rank 1, in an operation that rank 0 never comes to. */
+static int fault(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  (void)o;
+  f->result = cddp_rank(g) == 0 ? cddp_barrier(g) : work_on(g, x, 10);
+  return 0;
+}
+
+/* A graph that rank 1 does not launch: no event tells of its operations, the deadline does. */
+static int lone_graph(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  (void)o;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  if (cddp_rank(g) == 0) CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+  f->result = cddp_rank(g) == 0 ? cddp_synchronize(g) : cddp_barrier(g);
+  (void)cudaStreamSynchronize(s); /* the watcher has ended it */
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* Whole momentum on every rank, then a captured cddp_ddp_step, which would need it in slices. */
+static int capture_too_early(cddp_group *g, ordeal *o, fate *f) {
+  cddp_sgd_desc rule;
+  cudaGraph_t graph = NULL;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cudaStream_t stream;
+  cddp_param p;
+  int step;
+  (void)o;
+  memset(&p, 0, sizeof p);
+  memset(&rule, 0, sizeof rule);
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  p.data = cddp_alloc(g, 40000);
+  p.count = 10000;
+  rule.momentum = 0.9;
+  rule.stream = stream;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  for (step = 0; step < 2; step++) {
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_wait(d));
+    CHECK_OK(cddp_sgd_step(s));
+  }
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  f->result = cddp_ddp_step(d, s);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  (void)cudaStreamEndCapture(stream, &graph);
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(stream);
+  cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+static void test_device_failures(void) {
+  ordeal *o = ordeal_new(fault);
+  int i;
+  o->environment = "HOSTCUDA_FAIL";
+  o->value = "cudaEventQuery:1:700@1";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "rank 1: cuda:1 failed during the group's");
+  memset(o, 0, sizeof *o);
+  o->fn = lone_graph;
+  o->timeout_s = RANKS_SLOW ? 2 : 0.5;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "timed out after");
+  memset(o, 0, sizeof *o);
+  o->fn = capture_too_early;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "take two steps of the same kind");
+}
+
 static void test_stall(void) {
   ordeal *o = ordeal_new(die_before);
   int i;
@@ -1185,6 +1309,7 @@ int main(void) {
   RUN(test_mismatch);
   RUN(test_lost);
   RUN(test_stall);
+  RUN(test_device_failures);
   RUN(test_injection);
   return TEST_END();
 }
