@@ -618,9 +618,8 @@ static void check_in_place(cddp_group *g, cudaStream_t s) {
   for (k = 0; k < 2; k++) {
     x[k] = (float *)on_device(NULL, all * sizeof(float));
     fill_on(s, x[k], all, (float)(10 * k + cddp_rank(g)), false);
+    CHECK_OK(cddp_all_to_all(g, x[k], x[k], N, CDDP_F32, k == 0 ? &w : NULL));
   }
-  CHECK_OK(cddp_all_to_all(g, x[0], x[0], N, CDDP_F32, &w));
-  CHECK_OK(cddp_all_to_all(g, x[1], x[1], N, CDDP_F32, NULL));
   CHECK_OK(cddp_wait(w));
   for (k = 0; k < 2; k++) {
     to_host(g, host, x[k], all * sizeof *host);
