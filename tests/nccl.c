@@ -996,6 +996,7 @@ static int disagree(cddp_group *g, ordeal *o, fate *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   int i;
   for (i = 0; i < 3; i++) CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g); /* what follows disturbs nobody's first three */
   f->result = work_on(g, x, cddp_rank(g) == o->victim ? 11 : 10);
   if (f->result == CDDP_OK) f->result = work_on(g, x, 10);
   cddp_free(g, x);
@@ -1029,6 +1030,7 @@ static int die_before(cddp_group *g, ordeal *o, fate *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   int i;
   for (i = 0; i < 3; i++) CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g); /* what follows disturbs nobody's first three */
   if (cddp_rank(g) == o->victim) {
     o->began = test_now();
     raise(SIGKILL);
@@ -1041,6 +1043,7 @@ static int die_before(cddp_group *g, ordeal *o, fate *f) {
 static int die_idle(cddp_group *g, ordeal *o, fate *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g);
   if (cddp_rank(g) == o->victim) {
     o->began = test_now();
     raise(SIGKILL);
@@ -1103,7 +1106,7 @@ static void test_lost(void) {
       for (i = 0; i < n; i++) {
         if (i == 1) continue;
         check_fate(o, i, CDDP_PEER_LOST, "rank 1 (pid ");
-        CHECK(o->fates[i].when - o->began < RANKS_WITHIN(0.5));
+        CHECK(o->fates[i].when - o->began < RANKS_WITHIN(2));
       }
     }
   }
@@ -1115,7 +1118,7 @@ static void test_lost(void) {
   endure(o, 3);
   check_fate(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
   check_fate(o, 2, CDDP_PEER_LOST, "in ncclCommInitRankConfig");
-  CHECK(o->fates[0].when - o->began < RANKS_WITHIN(0.5));
+  CHECK(o->fates[0].when - o->began < RANKS_WITHIN(2));
   memset(o, 0, sizeof *o);
   o->fn = leave_early;
   endure(o, 2);
@@ -1179,9 +1182,10 @@ static int capture_too_early(cddp_group *g, ordeal *o, fate *f) {
     CHECK_OK(cddp_ddp_wait(d));
     CHECK_OK(cddp_sgd_step(s));
   }
+  (void)cddp_barrier(g);
   CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
-  CHECK_OK(cddp_ddp_ready(d, 0));
-  f->result = cddp_ddp_step(d, s);
+  f->result = cddp_ddp_ready(d, 0); /* or the other rank was first with the failure */
+  if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
   snprintf(f->text, sizeof f->text, "%s", cddp_error());
   (void)cudaStreamEndCapture(stream, &graph);
   if (graph != NULL) cudaGraphDestroy(graph);
