@@ -6675,7 +6675,8 @@ static cddp_result cddp__meeting_failed_elsewhere(cddp__meeting *m) {
     return CDDP_OK;
   text[cddp__min(n, sizeof text - 1)] = 0;
   if (text[0] <= 0 || text[0] >= CDDP__RESULT_COUNT) return CDDP_OK;
-  return cddp__fail((cddp_result)text[0], "%s", text + 1);
+  return cddp__fail((cddp_result)text[0], "%s",
+                    text[1] != 0 ? text + 1 : "a rank gave up without a word");
 }
 
 /* One round of the leader's loop: waits up to 50 ms for connections, hellos and deaths. */

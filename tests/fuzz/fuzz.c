@@ -517,9 +517,14 @@ static void server_event(cddp__server *v, cddp__conn **conns, input *in) {
   }
   if (!c->dead) serve_conn(v, c);
   server_check(v);
-  for (k = 0; k < CONNS; k++)
-    if (conns[k] != NULL && conns[k]->dead) conns[k] = NULL;
-  cddp__server_bury(v);
+  while (v->dead != NULL) {
+    cddp__server_bury(v);
+    cddp__server_run_ready(v);
+  }
+  for (k = 0; k < CONNS; k++) { /* wills end others, too */
+    for (c = v->conns; c != NULL && c != conns[k]; c = c->next) continue;
+    conns[k] = c;
+  }
 }
 
 static void target_store_server(input *in) {
