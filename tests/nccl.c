@@ -609,24 +609,27 @@ static void check_fill(cddp_group *g, const float *p, size_t n, double want) {
   free(host);
 }
 
-/* Two all_to_alls in place, one of them beside the stream: they share what they are copied to. */
+/* Three all_to_alls in place, the first beside the stream: they share what they are copied to. What
+   the last one gave is overwritten. */
 static void check_in_place(cddp_group *g, cudaStream_t s) {
   enum { N = 5000 };
   int n = cddp_world_size(g) & 7, q, k;
   size_t all = (size_t)n * N, i;
-  float *x[2], *host = (float *)malloc(all * sizeof *host);
+  float *x[3], *host = (float *)malloc(all * sizeof *host);
   size_t bad = 0;
   cddp_work *w;
-  for (k = 0; k < 2; k++) {
+  for (k = 0; k < 3; k++) {
     x[k] = (float *)on_device(NULL, all * sizeof(float));
     fill_on(s, x[k], all, (float)(10 * k + cddp_rank(g)), false);
     CHECK_OK(cddp_all_to_all(g, x[k], x[k], N, CDDP_F32, k == 0 ? &w : NULL));
   }
+  fill_on(s, x[2], all, 77, false);
   CHECK_OK(cddp_wait(w));
-  for (k = 0; k < 2; k++) {
+  for (k = 0; k < 3; k++) {
     to_host(g, host, x[k], all * sizeof *host);
     for (q = 0; q < n; q++)
-      for (i = 0; i < N; i++) bad += host[(size_t)q * N + i] != (float)(10 * k + q);
+      for (i = 0; i < N; i++)
+        bad += host[(size_t)q * N + i] != (k < 2 ? (float)(10 * k + q) : 77.0f);
     cudaFree(x[k]);
   }
   CHECK_EQ(bad, 0);
@@ -732,7 +735,6 @@ static int messages(cddp_group *g, void *arg) {
     out[i] = (float *)on_device(NULL, N * sizeof(float));
     in[i] = (float *)on_device(NULL, N * sizeof(float));
     fill_on(s, out[i], N, (float)(10 * me + i), false);
-    fill_on(s, in[i], N, -1, false); /* before what is received, also if the stream is slow */
     CHECK_OK(cddp_send(g, out[i], N, CDDP_F32, next, i, &w[i]));
     CHECK_OK(cddp_recv(g, in[i], N, CDDP_F32, before, i, &w[3 + i]));
   }
@@ -740,6 +742,7 @@ static int messages(cddp_group *g, void *arg) {
   wait_for_three(w + 3);
   pthread_join(other, NULL);
   for (i = 0; i < 3; i++) check_fill(g, in[i], N, 10 * before + i);
+  for (i = 0; i < 30; i++) fill_on(s, in[0], N, -1, false); /* received is what comes after them */
   if (me > 0)
     CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
   else
@@ -1115,12 +1118,12 @@ static void test_lost(void) {
   }
   memset(o, 0, sizeof *o); /* while communicators connect */
   o->victim = 1;
-  o->fuse = RANKS_WITHIN(0.1) < 0.9 ? RANKS_WITHIN(0.1) : 0.9;
+  o->fuse = RANKS_SLOW ? 0.9 : 0.3; /* on a busy machine it dies before they do: no matter */
   o->environment = "HOSTNCCL_FAIL";
   o->value = "init:1@1";
   endure(o, 3);
   check_fate(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
-  check_fate(o, 2, CDDP_PEER_LOST, "in ncclCommInitRankConfig");
+  check_fate(o, 2, CDDP_PEER_LOST, "rank 1 (pid ");
   CHECK(o->fates[0].when - o->began < RANKS_WITHIN(2));
   memset(o, 0, sizeof *o);
   o->fn = leave_early;
