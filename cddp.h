@@ -41,6 +41,8 @@
    Compile options, defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
+     CDDP_CUDA     device "cuda" (see GPUS): needs cuda_runtime.h and nccl.h (2.18 or later), no
+                   nvcc; link -lnccl -lcudart too
      CDDP_MPI      backend "mpi": large collectives go to the MPI that mpicc compiles for
    Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
    only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits.
@@ -67,6 +69,8 @@
      >>collectives  all_reduce and the others       >>groups       creation, split, destruction
      >>sparse       gradients that are rows (pure)  >>sgd          the optimizer's arithmetic
      >>buckets      distributed data parallel       >>join         uneven inputs
+     >>cuda         devices, streams, the watcher   >>nccl         communicators and operations
+     >>staging      device memory without NCCL      >>gpus         data parallel on devices
      >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
      >>checkpoint   save and load                   >>spawn        processes and threads as ranks
      >>launch       programs as ranks               >>validate     argument checks
@@ -96,6 +100,10 @@
 #ifdef CDDP_MPI /* the switch; also the name of a result */
 #undef CDDP_MPI
 #define CDDP_MPI CDDP_MPI
+#endif
+#ifdef CDDP_CUDA /* the switch; also the name of a result */
+#undef CDDP_CUDA
+#define CDDP_CUDA CDDP_CUDA
 #endif
 
 #define CDDP_VERSION 200 /* major * 10000 + minor * 100 + patch */
@@ -185,8 +193,9 @@ typedef struct cddp_logger {
 
 typedef struct cddp_group_desc {
   const char *init_method;  /* NULL = "env://"; "tcp://host:port", "unix://name", "file:///path" */
-  const char *backend;      /* NULL = CDDP_BACKEND from the environment, else "cpu"; or "mpi" */
-  const char *device;       /* NULL = "cpu" */
+  const char *backend;      /* NULL = CDDP_BACKEND from the environment, else "nccl" if device is
+                               cuda (see GPUS), else "cpu"; or "mpi" */
+  const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
   int rank, world_size;     /* world_size 0 = discover both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S from the environment, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET from the environment, else none */
@@ -241,6 +250,88 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
    has ended, and before that group is destroyed. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
+
+/* GPUS. -------------------------------------------------------------------------------------------
+   With CDDP_CUDA and device "cuda" a rank has one GPU, which cddp's calls make the thread's current
+   device. cddp_alloc gives device memory, parameters lie in device memory, and what is said here
+   holds instead of what the other comments say of the CPU. In a build without CDDP_CUDA device
+   "cuda" is CDDP_UNSUPPORTED.
+     backend "nccl"   a GPU for each rank. Collectives, send and recv on device memory, and the data
+                      parallel calls, are enqueued in stream order; the host waits for nothing
+                      but, in cddp_ddp_wait and cddp_ddp_step, the other ranks' hosts.
+     backend "cpu"    ranks may share a GPU: device memory goes through the host's. All calls return
+                      when done; slower, and nothing can be captured in a CUDA graph. device "cuda"
+                      is then cuda:(LOCAL_RANK modulo the number of GPUs).
+   STREAMS. A call with work NULL runs on the group's stream: cddp_set_stream, by default the legacy
+   default stream. One with a work handle runs on a stream of cddp's that begins after what is on
+   the group's stream now; cddp_wait(work) then makes the group's stream wait for it, not the host,
+   and cddp_test asks whether it has ended on the device. Buffers are the operation's until the
+   stream has passed it. cddp_barrier waits on the host for this group's stream, then for the ranks.
+   Host memory may be passed to collectives, send and recv all the same (all buffers of a call, on
+   all ranks alike): the CPU backend does those, at once.
+   SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
+   compared. Those with a work handle are sent together at the group's next call that is not
+   another of them, or at their cddp_wait or cddp_test: an exchange posts all, then waits.
+   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum; AVG of f16 and bf16
+   multiplies by 1/world_size before it adds; MIN and MAX may pass over a NaN.
+   FAILURES. A thread watches NCCL's and the device's errors, the other ranks' processes, their
+   order of calls and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
+   only cddp_synchronize and cddp_barrier do, from their beginning on). What it finds breaks the
+   group on all ranks and aborts its communicator, so that streams, and a cudaStreamSynchronize on
+   them, come to an end with undefined results; cddp_synchronize, cddp_wait and every later call
+   return the failure. cddp_destroy waits for what is on the device, as long as the group is
+   healthy.
+   CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
+   the default one); ranks are not compared while capturing, all must capture and launch alike. The
+   learning rate is the captured one. Destroy graphs before the group.
+   STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA
+   and NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu.sh is for those who have one. */
+
+/* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL:
+   the legacy default stream. It must stay until another is set. Set it between steps: one stream
+   for all ready() calls of a step. New sub-groups take their parent's. Does nothing for a group
+   without a GPU. */
+CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
+CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: bucket->group's */
+
+/* Returns when all that is on g's stream has been done, or with the failure that prevents it: what
+   to call instead of cudaStreamSynchronize. On the CPU: when asynchronous collectives are done. */
+CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
+
+/* Device code for SGD, clipping and compression, registered by cddp_kernels.cuh before main when
+   one .cu file of the program includes it. Segments are in host memory, the caller's again after
+   the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being
+   success. */
+typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
+  void *data;     /* weights; NULL where not needed */
+  void *grad;
+  void *momentum; /* NULL: none */
+  size_t count;   /* elements */
+} cddp_segment;
+typedef struct cddp_sgd_desc cddp_sgd_desc;
+enum {
+  CDDP_SGD_FIRST = 1,  /* momentum has no value yet */
+  CDDP_SGD_ZERO = 2,   /* then grad = 0 */
+  CDDP_SGD_PUBLISH = 4 /* then grad = the new weight */
+};
+typedef struct cddp_kernels {
+  int version;          /* CDDP_VERSION of the header they were compiled with */
+  size_t scratch_bytes; /* device memory for squares, factor and scale */
+  int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
+             unsigned flags, void *stream);
+  int (*adopt)(const cddp_segment *s, int n, cddp_dtype dtype, void *stream); /* data = grad,
+                                                                                 then grad = 0 */
+  int (*convert)(void *to, cddp_dtype to_dtype, const void *from, cddp_dtype from_dtype, size_t n,
+                 void *stream);
+  /* scratch[0] = (add: +=) the sum of all grad squared, in an order that is always the same */
+  int (*squares)(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch, bool add,
+                 void *stream);
+  /* scratch[1] = min(1, max_norm / (sqrt(scratch[0]) + 1e-6)) */
+  int (*factor)(double *scratch, double max_norm, void *stream);
+  int (*scale)(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
+               void *stream); /* grad *= scratch[1] */
+} cddp_kernels;
+CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay where it is */
 
 /* COLLECTIVES. ------------------------------------------------------------------------------------
    count and count_per_rank are elements, not bytes, the same on every rank; 0 is fine. Buffers are
@@ -325,7 +416,9 @@ typedef struct cddp_bucket {
 } cddp_bucket;
 
 /* Called on cddp's communication thread, one bucket at a time, on every rank. Like DDP's
-   register_comm_hook. */
+   register_comm_hook. On GPUs with NCCL: called by ready(), wait() or step(); data is device
+   memory, and everything the hook does with it is enqueued on cddp_stream(bucket->group), as its
+   collectives without a work handle are. */
 typedef cddp_result (*cddp_comm_hook)(cddp_bucket *bucket, void *user_data);
 
 /* Hooks that send f32 and f64 gradients as bf16 or fp16; the mean is rounded to that type. */
@@ -384,7 +477,9 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 /* cddp_ddp_wait, then cddp_sgd_step, then zero gradients, in one pass over the bytes: each rank
    reduces its share, updates it and writes the new weights to all ranks of the host, keeping
    1/world_size of the momentum. Same bits as the three calls. s must have been made for the same
-   params array. Collective. */
+   params array. Collective. On GPUs: bucket by bucket reduce-scatter, SGD, all-gather; needs
+   cddp_kernels.cuh; with a hook, with find_unused_parameters or without NCCL every rank updates all
+   weights and keeps all of the momentum. */
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s);
 
 /* Uneven inputs: a rank that has run out of data calls this where the others go on stepping. Until
@@ -428,7 +523,7 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
    NULL is fine. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
-typedef struct cddp_sgd_desc {
+struct cddp_sgd_desc {
   double lr;           /* learning rate, >= 0. Zero stays zero: there is no default */
   double momentum;     /* >= 0 */
   double dampening;    /* on the gradient that enters the momentum, not on the first one */
@@ -437,7 +532,8 @@ typedef struct cddp_sgd_desc {
   bool maximize;       /* ascend */
   bool separate_mul_add; /* round after each multiply, as PyTorch without AVX2; false: fused */
   cddp_ddp *ddp;       /* optional, must outlive this: step skips what no rank used in its wait */
-} cddp_sgd_desc;
+  void *stream;        /* CUDA stream of step and zero_grad without ddp; NULL = the default one */
+};
 
 /* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
    was NULL; must stay where it is. Momentum is allocated at the first step that needs it. */
@@ -766,6 +862,14 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
 #endif
+
+#ifdef CDDP_CUDA
+#include <cuda_runtime.h>
+#include <nccl.h>
+#if NCCL_VERSION_CODE < 21800
+#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later (ncclCommSplit)"
+#endif
+#endif
 /* >>design ----------------------------------------------------------------------------------------
    PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
    left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
@@ -785,9 +889,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    set: equal bits on all ranks and in all runs. f16 and bf16 are widened to f32, summed and rounded
    once. AVG divides the sum.
 
-   THREADS. cddp runs on its callers' threads, with two exceptions: a group whose collectives are
+   THREADS. cddp runs on its callers' threads, with exceptions: a group whose collectives are
    called with a work handle, or that reduces buckets, has an engine thread (>>work) that runs them
-   in order; and rank 0 serves the store from a thread while ranks meet. Both block all signals.
+   in order; rank 0 serves the store from a thread while ranks meet; and a process with GPU groups
+   has a watcher (>>cuda). All block all signals.
    Locks, in the order in which they may be nested: cddp_ddp.lock, engine.lock; mail_lock,
    host.lock; fail_lock. No lock is held while waiting for a peer. What ranks share is only touched
    through cddp__atomic_* or is published by one.
@@ -811,7 +916,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
-   ready() calls in any order. Ranks without data: >>join. Gradients that are rows: >>sparse. */
+   ready() calls in any order. Ranks without data: >>join. Gradients that are rows: >>sparse.
+
+   DEVICES. A group keeps all of the above as its control plane; memory on a device has a data plane
+   beside it: cddp_group.backend, a struct of functions, NULL for the CPU. The public functions ask
+   it first, with one branch. Both kinds of data plane (>>nccl, >>staging) share devices and streams
+   of >>cuda and the data parallel code of >>gpus; NCCL's also has the watcher thread. It compares
+   what ranks called by records in their seats, without any of them waiting for it; it looks every
+   few milliseconds, at the host's cost only. Locks there: plane.turn, plane.lock; watch.lock,
+   plane.lock, fail_lock. */
 
 /* >>config ------------------------------------------------------------------------------------- */
 
@@ -824,6 +937,16 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__POINT(name) ((void)0)
 #endif
 
+#ifdef CDDP_CUDA
+#define CDDP__HAS_CUDA true
+#else
+#define CDDP__HAS_CUDA false
+#endif
+#ifdef CDDP_MPI
+#define CDDP__HAS_MPI true
+#else
+#define CDDP__HAS_MPI false
+#endif
 #define CDDP__CACHE_LINE 64
 #define CDDP__HUGE_PAGE ((size_t)2 << 20)
 #define CDDP__ERROR_MAX 512          /* bytes of an error text */
@@ -903,6 +1026,18 @@ enum {
 #define CDDP__PARCELS 128 /* sends in flight per rank and group */
 #define CDDP__SITE_MAX 124 /* bytes of a call site's text */
 
+/* shared: one call on device memory, for the watchers of the other ranks. Written by its rank. */
+typedef struct cddp__note {
+  cddp__atomic_u32 number; /* of the call, from 1; 0 while it is being written */
+  uint32_t call;           /* cddp__call_code */
+  uint64_t count;
+  int32_t root;
+  uint32_t spare;
+  uint64_t hash; /* of this and all calls before it */
+  char site[96]; /* where it was made, in words; "": not known */
+} cddp__note;
+#define CDDP__NOTES 64 /* calls remembered per rank and group, a power of two */
+
 /* shared: a rank's place in a group. */
 typedef struct cddp__seat {
   cddp__line lines[2];    /* writer: the rank */
@@ -915,10 +1050,12 @@ typedef struct cddp__seat {
   cddp__atomic_u32 parcel_top; /* parcels below this index may be in use; writer: the rank */
   cddp__atomic_u32 awaits;    /* 1 + a rank of another host that this one waits for; 0: none */
   cddp__atomic_u32 awaits_at; /* as of this ms of cddp__now(); writer of both: the rank */
-  unsigned char pad2[CDDP__CACHE_LINE - 20];
+  cddp__atomic_u32 calls;     /* on device memory, noted so far; writer: the rank */
+  unsigned char pad2[CDDP__CACHE_LINE - 24];
   cddp__atomic_u32 site_step; /* the step whose call site follows; writer: the rank, as it fails */
   char site[CDDP__SITE_MAX];
   cddp__parcel parcels[CDDP__PARCELS];
+  cddp__note notes[CDDP__NOTES];
 } cddp__seat;
 enum { CDDP__SEAT_EMPTY, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT, CDDP__SEAT_DEAD };
 
@@ -990,6 +1127,7 @@ typedef struct cddp__call {
   void *recv;
   size_t count; /* elements, per rank where the operation says so */
   size_t esize; /* bytes of an element */
+  int tag;      /* messages; root is the peer then */
 } cddp__call;
 enum {
   CDDP__KIND_BARRIER,
@@ -1008,8 +1146,42 @@ enum {
   CDDP__KIND_DDP_BUCKET,
   CDDP__KIND_DDP_BUFFERS,
   CDDP__KIND_DDP_JOIN,
-  CDDP__KIND_COUNT
+  CDDP__KIND_COUNT,
+  CDDP__KIND_SEND, /* on devices only, never compared */
+  CDDP__KIND_RECV
 };
+
+/* What a group does with memory on a device. NULL in cddp_group and cddp_ddp: there is none. Where
+   a function says *taken = false, all memory was the host's and the CPU backend goes on. */
+typedef struct cddp__backend {
+  cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
+  cddp_result (*message)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
+  cddp_result (*wait)(cddp_work *w); /* frees w */
+  bool (*done)(cddp_work *w);
+  cddp_result (*synchronize)(cddp_group *g);
+  void (*set_stream)(cddp_group *g, void *stream);
+  void *(*stream)(const cddp_group *g);
+  void *(*alloc)(cddp_group *g, size_t bytes);
+  void (*release)(cddp_group *g, void *p);
+  /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. */
+  cddp_result (*split)(cddp_group *g, int color, int key, cddp_group *child);
+  void (*leave)(cddp_group *g);
+  cddp_result (*ddp_join)(cddp_ddp *d);
+  cddp_result (*ddp_ready)(cddp_ddp *d, int param);
+  cddp_result (*ddp_wait)(cddp_ddp *d);
+  cddp_result (*ddp_step)(cddp_ddp *d, cddp_sgd *s);
+  cddp_result (*ddp_clip)(cddp_ddp *d, double max_norm, double *norm);
+  cddp_result (*ddp_sync_buffers)(cddp_ddp *d);
+  void (*ddp_leave)(cddp_ddp *d); /* frees what is the backend's */
+  cddp_result (*compress)(cddp_bucket *b, cddp_dtype small);
+} cddp__backend;
+
+/* The same for an optimizer whose parameters lie on a device. */
+typedef struct cddp__sgd_backend {
+  cddp_result (*step)(cddp_sgd *s);
+  cddp_result (*zero)(cddp_sgd *s);
+  void (*leave)(cddp_sgd *s);
+} cddp__sgd_backend;
 
 /* A recv that waits for its parcel. In its group's list, in order of posting; guarded by mail_lock.
  */
@@ -1041,6 +1213,9 @@ struct cddp_work {
   int parcel;            /* send: its index; -1: none, or the message was copied */
   cddp__pending pending; /* recv */
   bool is_recv;
+  const cddp__backend *backend; /* on a device: waited for there; NULL: none of the next two */
+  void *event;                  /* recorded behind the operation; NULL: not yet issued */
+  void *stage;                  /* recv through the host: its memory there */
 };
 
 /* Runs asynchronous operations of one group in order, on a thread started by the first of them. */
@@ -1090,6 +1265,8 @@ struct cddp_group {
   uint64_t parcel_number;
   cddp__outgoing outgoing[CDDP__PARCELS];
   bool internal; /* belongs to a cddp_ddp */
+  const cddp__backend *backend; /* of memory on a device; NULL: none */
+  void *plane;                  /* its state, a cddp__plane */
 };
 
 /* Callers keep their elements as any type, say _Float16: pure rooms
@@ -1191,6 +1368,8 @@ struct cddp_sgd { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_st
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
   void *shard;         /* momentum that a cddp_ddp keeps in pieces; NULL: momentum above is whole */
   void (*drop)(cddp_sgd *s); /* frees the shard and NULLs it; set along with shard */
+  const cddp__sgd_backend *backend; /* parameters on a device; NULL: in host memory */
+  void *flat;                       /* their momentum in one piece; NULL: none */
 };
 
 /* Parameters dealt out to buckets: b has params[offsets[b]] .. params[offsets[b + 1] - 1]. */
@@ -1454,6 +1633,9 @@ struct cddp_ddp {
   cddp_param *params;  /* the caller's */
   int count;
   cddp_ddp_desc desc;
+  const cddp__backend *backend; /* the group's; NULL: gradients in host memory */
+  void *gpu;                    /* its state, a cddp__gpu */
+  size_t align;                 /* of each gradient in the arena, bytes */
   size_t limits[2];      /* of the first bucket and the others, bytes */
   cddp__tensor *tensors; /* [count] */
   char *arena;           /* all gradients */
@@ -1635,6 +1817,79 @@ typedef struct cddp__hosts_ops {
   void (*serve)(struct cddp_group *g);           /* mail_lock held */
   void (*doze)(struct cddp_group *g, int peer); /* until there may be news of peer */
 } cddp__hosts_ops;
+
+#ifdef CDDP_CUDA
+/* Device memory that cddp_alloc gave out. */
+typedef struct cddp__block {
+  struct cddp__block *next;
+  void *address;
+} cddp__block;
+
+/* A group's data plane on one device. turn: held while an operation is issued. lock: held for a
+   moment, also by the watcher; it guards what is marked so. */
+typedef struct cddp__plane {
+  cddp_group *group;
+  struct cddp__plane *next; /* watched planes; guarded by cddp__watch_lock */
+  int device;
+  cudaStream_t stream; /* the caller's */
+  cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
+  cudaEvent_t fork;    /* orders side after stream; turn */
+  cudaEvent_t join;    /* orders stream and side; the thread that calls collectives */
+  pthread_mutex_t turn, lock;
+  ncclComm_t comm;     /* lock; NULL: a single rank, no NCCL, or aborted */
+  bool aborted;        /* lock */
+  bool captured;       /* lock; an operation is in a CUDA graph and may run at any time */
+  cudaEvent_t last;    /* lock; behind the last operation */
+  bool pending;        /* lock; last has not been seen done */
+  cudaEvent_t probe;   /* lock; behind some operation, one at a time */
+  bool probing;        /* lock; probe has not been seen done */
+  double probe_since;  /* lock; when it was recorded */
+  double last_since;   /* lock; when last was recorded */
+  double left_since;   /* watcher; when a peer was first seen to have left; 0: none has */
+  uint32_t calls;      /* notes written; lock */
+  uint64_t hash;       /* of those calls; lock */
+  uint32_t *compared;  /* [ranks] calls of each found to be the same; lock */
+  cddp_work *letters;  /* sends and receives to be issued together, oldest first; turn */
+  cddp__block *blocks; /* lock */
+  void *scratch;       /* device memory, used on side; the thread that calls collectives */
+  size_t scratch_bytes;
+  void *stage; /* host memory for operations through the host; one at a time */
+  size_t stage_bytes;
+} cddp__plane;
+
+/* What every rank tells about its device when groups form. */
+typedef struct cddp__device_report {
+  int32_t result, device; /* cddp_result */
+  char bus[32];           /* PCI bus id */
+  char host[96];          /* identity of the machine */
+  char name[96];          /* rank, pid and host, for messages */
+  char text[CDDP__ERROR_MAX];
+} cddp__device_report;
+
+/* The first rank's id for a new communicator, or why it has none. */
+typedef struct cddp__id_report {
+  int32_t result;
+  ncclUniqueId id;
+  char text[CDDP__ERROR_MAX];
+} cddp__id_report;
+
+/* The device side of a cddp_ddp. Owner: the thread that steps; what ready() uses: cddp_ddp.lock. */
+typedef struct cddp__gpu {
+  cddp__plane *plane;   /* of d->comm */
+  cudaEvent_t filled;   /* orders the side stream after the caller's */
+  cudaEvent_t drained;  /* the other way round */
+  cudaEvent_t *reduced; /* [count of parameters] behind the operations of each bucket */
+  int event_count;
+  cudaEvent_t *fills; /* through the host: [count] before each bucket, read by the engine */
+  bool arena_from_nccl;
+  void *registration;     /* of the arena with comm; NULL: none */
+  cddp__call *calls;      /* [count] operations of one launch */
+  cddp_segment *segments; /* [count] */
+  double *scratch;        /* for clipping; NULL: not needed yet */
+  char *mirror;           /* through the host: the arena there */
+  bool scattered;         /* this step's buckets are reduce-scattered only */
+} cddp__gpu;
+#endif
 /* >>logging ------------------------------------------------------------------------------------ */
 
 static __thread char cddp__error_text[CDDP__ERROR_MAX];
@@ -4721,7 +4976,7 @@ static const char *cddp__env(const char *name) { /* NULL when unset or empty */
   return v != NULL && v[0] != 0 ? v : NULL;
 }
 
-static const char *cddp__backend(const cddp_group_desc *d) { /* NULL: the default */
+static const char *cddp__backend_name(const cddp_group_desc *d) { /* NULL: the default */
   return d->backend != NULL ? d->backend : cddp__env("CDDP_BACKEND");
 }
 
@@ -6131,18 +6386,22 @@ static bool cddp__kind_reduces(uint32_t kind) {
          kind == CDDP__KIND_REDUCE_SCATTER;
 }
 
+#define CDDP__PHASE_HOST 15u /* records: a device group's call on host memory */
+
 static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t count, int root) {
   uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
   char more[48] = "";
-  if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_MAX) {
-    snprintf(out, n, "an unknown call");
-  } else if (kind == CDDP__KIND_DDP_BUCKET) {
+  if (kind == CDDP__KIND_DDP_BUCKET) {
     snprintf(out, n, "%s %" PRIu64, cddp__call_names[kind], count);
+  } else if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_MAX) {
+    snprintf(out, n, "an unknown call");
   } else if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) {
     snprintf(out, n, "%s", cddp__call_names[kind]);
   } else {
     if (cddp__kind_reduces(kind)) snprintf(more, sizeof more, ", %s", cddp__op_names[op]);
     if (root >= 0) snprintf(more + strlen(more), sizeof more - strlen(more), ", root %d", root);
+    if (code >> 24 == CDDP__PHASE_HOST)
+      snprintf(more + strlen(more), sizeof more - strlen(more), ", host memory");
     snprintf(out, n, "%s(count %" PRIu64 ", %s%s)", cddp__call_names[kind], count,
              cddp__dtype_names[dtype], more);
   }
@@ -10963,6 +11222,7 @@ static void cddp__record_finish(const cddp_group *g, uint64_t record, cddp_resul
 static cddp_result cddp__work_wait(cddp_work *w) {
   cddp_group *g = w->group;
   cddp_result r;
+  if (w->backend != NULL) return w->backend->wait(w);
   if (w->is_recv) {
     r = cddp__finish_recv(g, &w->pending);
   } else if (w->run == NULL) {
@@ -10982,6 +11242,7 @@ static cddp_result cddp__work_wait(cddp_work *w) {
 static bool cddp__work_done(cddp_work *w) {
   cddp_group *g = w->group;
   bool done;
+  if (w->backend != NULL) return w->backend->done(w);
   if (w->run == NULL) {
     if (cddp__load32(&g->board->broken) != 0) return true;
     if (!w->is_recv && w->parcel < 0) return true;
@@ -11280,6 +11541,11 @@ static cddp_result cddp__run_work_call(cddp_work *w) {
 static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
   cddp_result r;
   cddp_work *w;
+  bool taken = false;
+  if (CDDP__UNLIKELY(g->backend != NULL)) {
+    r = g->backend->start(g, c, work, &taken);
+    if (taken || r != CDDP_OK) return r;
+  }
   if (work == NULL) {
     cddp__engine_drain(g);
     return cddp__run_call(g, c);
@@ -11419,6 +11685,7 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__host *h = g->host;
   bool busy;
   int i;
+  if (g->backend != NULL) g->backend->leave(g);
   pthread_mutex_lock(&g->engine.lock);
   busy = g->engine.started && (g->engine.busy || g->engine.first != NULL);
   pthread_mutex_unlock(&g->engine.lock);
@@ -11539,7 +11806,7 @@ static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
 
 #ifdef CDDP_MPI
 static bool cddp__wants_mpi(const cddp_group_desc *d) {
-  const char *backend = cddp__backend(d);
+  const char *backend = cddp__backend_name(d);
   return backend != NULL && strcmp(backend, "mpi") == 0;
 }
 
@@ -11860,10 +12127,10 @@ static double cddp__sgd_scalar(const cddp__sgd_pass *k, double x) {
 }
 
 static void cddp__sgd_round(const cddp__sgd_pass *k, void *d, size_t n) {
-  uint16_t half[CDDP__BLOCK_BYTES / sizeof(float)];
+  uint16_t rounded[CDDP__BLOCK_BYTES / sizeof(float)];
   if (!k->halves) return;
-  k->kernels->narrow(half, (cddp__f32 *)d, n, k->dtype);
-  k->kernels->widen((cddp__f32 *)d, half, n, k->dtype);
+  k->kernels->narrow(rounded, (cddp__f32 *)d, n, k->dtype);
+  k->kernels->widen((cddp__f32 *)d, rounded, n, k->dtype);
 }
 
 static void cddp__sgd_add(const cddp__sgd_pass *k, void *d, const void *a, const void *b, size_t n,
@@ -12278,7 +12545,7 @@ static void cddp__lay_out(cddp_ddp *d) {
       if ((int)d->params[i].dtype != dtype) continue;
       d->tensors[i].offset = at;
       d->tensors[i].room = cddp__round_up(
-          cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype), CDDP__CACHE_LINE);
+          cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype), d->align);
       at += d->tensors[i].room;
     }
     d->sections[dtype].end = at;
@@ -12671,16 +12938,16 @@ static cddp_result cddp__count_down(cddp_ddp *d, int param) {
   return cddp__launch(d);
 }
 
-static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
+/* Notes that the parameter's gradient is there; *noted: for a later step only. */
+static cddp_result cddp__mark_ready(cddp_ddp *d, int param, bool *noted) {
   cddp__tensor *t = &d->tensors[param];
   char space[24];
-  bool twice, noted;
-  cddp_result r;
+  bool twice;
   CDDP__POINT("ready");
   pthread_mutex_lock(&d->lock);
-  noted = d->no_sync;
-  twice = !noted && t->ready;
-  if (noted)
+  *noted = d->no_sync;
+  twice = !*noted && t->ready;
+  if (*noted)
     t->noted = true;
   else if (!twice) {
     t->ready = true;
@@ -12698,7 +12965,13 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
                                   -1, -1);
     cddp__record_end(d->group->host->record, n, CDDP_OK);
   }
-  if (noted) return CDDP_OK;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
+  bool noted = false;
+  cddp_result r = cddp__mark_ready(d, param, &noted);
+  if (r != CDDP_OK || noted) return r;
   cddp__fetch_gradient(d, param);
   pthread_mutex_lock(&d->lock);
   r = cddp__count_down(d, param);
@@ -13377,6 +13650,7 @@ static cddp_result cddp__average(cddp_group *g, void *buf, size_t count, cddp_dt
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   void *copy;
   cddp_result r;
+  if (b->group->backend != NULL) return b->group->backend->compress(b, small);
   if (cddp__dtype_size(b->dtype) <= 2) return cddp__average(b->group, b->data, b->count, b->dtype);
   copy = cddp__arena_alloc(b->group->host, b->count * 2);
   if (copy == NULL) return CDDP_OUT_OF_MEMORY;
@@ -13454,6 +13728,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->params = params;
   d->count = count;
   d->desc = *desc;
+  d->backend = g->backend;
+  d->align = CDDP__CACHE_LINE;
   d->limits[0] = (size_t)(first * 1048576);
   d->limits[1] = (size_t)(cap * 1048576);
   pthread_mutex_init(&d->lock, NULL);
@@ -13470,6 +13746,10 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
       !cddp__sparse_create(d)) {
     cddp__ddp_free(d);
     return NULL;
+  }
+  while ((size_t)d->active_count < size) {
+    d->active[d->active_count] = d->active_count;
+    d->active_count++;
   }
   return d;
 }
@@ -13624,6 +13904,2559 @@ static cddp_result cddp__sync_buffers(cddp_ddp *d) {
   cddp_result r = cddp__meet_for_step(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing);
   if (r != CDDP_OK) return r;
   return cddp__broadcast_params(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
+}
+
+/* >>cuda ---------------------------------------------------------------------------------------
+   What both kinds of data plane share: devices, pointers, streams, notes of calls, and the
+   watcher. Works as follows: an operation is noted in the rank's seat (number, what was called,
+   a hash of all calls so far), issued to a stream, and followed there by events. The watcher, one
+   thread per process, looks at every plane every few milliseconds: whether the group was broken,
+   NCCL failed, a process died, ranks called different things, or an event is too late. It breaks
+   the group and aborts the communicator, so that all streams of all ranks come to an end. Notes
+   are compared at the latest call that both ranks have made: equal hashes mean that all calls
+   before were alike. Nobody waits for a comparison. */
+
+static const cddp_kernels *cddp__registered_kernels;
+
+#ifdef CDDP_CUDA
+
+#define CDDP__WATCH_S 0.005 /* between two looks of the watcher */
+#define CDDP__LEFT_S 2.0    /* to finish operations on a device after a peer has left the group */
+
+static cddp_result cddp__cuda_result(cudaError_t e, const char *what) {
+  if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
+  (void)cudaGetLastError(); /* it would come back at the program's next check */
+  return cddp__fail(CDDP_CUDA, "%s: %s (%s)", what, cudaGetErrorString(e), cudaGetErrorName(e));
+}
+
+/* Makes the device this thread's, unless it is already. */
+static cddp_result cddp__use_device(int device) {
+  int now = -1;
+  if (cudaGetDevice(&now) == cudaSuccess && now == device) return CDDP_OK;
+  return cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
+}
+
+static bool cddp__capturing(cudaStream_t s) {
+  enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(s, &status) != cudaSuccess) (void)cudaGetLastError();
+  return status != cudaStreamCaptureStatusNone;
+}
+
+/* `to` goes on after all that is on `from` now. */
+static cddp_result cddp__stream_after(cudaStream_t to, cudaStream_t from, cudaEvent_t event) {
+  cddp_result r = cddp__cuda_result(cudaEventRecord(event, from), "cudaEventRecord");
+  if (r != CDDP_OK) return r;
+  return cddp__cuda_result(cudaStreamWaitEvent(to, event, 0), "cudaStreamWaitEvent");
+}
+
+static cddp_result cddp__event_new(cudaEvent_t *event) {
+  return cddp__cuda_result(cudaEventCreateWithFlags(event, cudaEventDisableTiming),
+                           "cudaEventCreateWithFlags");
+}
+
+static void cddp__event_free(cudaEvent_t *event) {
+  if (*event != NULL) cudaEventDestroy(*event);
+  *event = NULL;
+}
+
+static cddp_result cddp__device_copy(void *to, const void *from, size_t bytes, cudaStream_t s) {
+  if (bytes == 0 || to == from) return CDDP_OK;
+  return cddp__cuda_result(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, s),
+                           "cudaMemcpyAsync");
+}
+
+static cddp_result cddp__device_zero(void *p, size_t bytes, cudaStream_t s) {
+  if (bytes == 0) return CDDP_OK;
+  return cddp__cuda_result(cudaMemsetAsync(p, 0, bytes, s), "cudaMemsetAsync");
+}
+
+enum { CDDP__MEMORY_HOST, CDDP__MEMORY_DEVICE };
+
+/* Where p lies: on the plane's device, in host memory, or (an error) on another device. */
+static cddp_result cddp__memory_of(int device, const void *p, const char *what, int *memory) {
+  struct cudaPointerAttributes a;
+  cddp_result r = cddp__cuda_result(cudaPointerGetAttributes(&a, p), "cudaPointerGetAttributes");
+  *memory = CDDP__MEMORY_HOST;
+  if (r != CDDP_OK || (a.type != cudaMemoryTypeDevice && a.type != cudaMemoryTypeManaged)) return r;
+  *memory = CDDP__MEMORY_DEVICE;
+  if (a.type == cudaMemoryTypeManaged || a.device == device) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s lies on cuda:%d, but this rank's device is cuda:%d",
+                    what, a.device, device);
+}
+
+/* Where a call's buffers lie; an error if they differ. */
+static cddp_result cddp__memory_of_call(const cddp__plane *p, const cddp__call *c, bool *device) {
+  int send = CDDP__MEMORY_DEVICE, recv = CDDP__MEMORY_DEVICE;
+  const char *name = c->kind <= CDDP__KIND_BROADCAST || c->kind > CDDP__KIND_COUNT ? "buf" : "send";
+  cddp_result r = CDDP_OK;
+  *device = true;
+  if (c->count == 0) return CDDP_OK;
+  if (c->send != NULL) r = cddp__memory_of(p->device, c->send, name, &send);
+  if (r == CDDP_OK && c->recv != NULL && c->recv != c->send)
+    r = cddp__memory_of(p->device, c->recv, "recv", &recv);
+  if (c->recv == NULL || c->recv == c->send) recv = send;
+  if (c->send == NULL) send = recv;
+  if (r != CDDP_OK) return r;
+  if (send != recv)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "send and recv must both lie on the device, or both in host memory");
+  *device = send == CDDP__MEMORY_DEVICE;
+  return CDDP_OK;
+}
+
+/* --- notes of calls --- */
+
+/* Appends what this rank calls to its notes. */
+static void cddp__note_call(cddp__plane *p, const cddp__call *c, bool device) {
+  cddp__seat *seat = cddp__seat_of(p->group, p->group->rank);
+  cddp__note *to;
+  struct {
+    uint64_t count;
+    uint32_t call;
+    int32_t root;
+  } what;
+  memset(&what, 0, sizeof what);
+  what.call = cddp__call_code(c, device ? 0 : CDDP__PHASE_HOST);
+  what.count = c->count;
+  what.root = (int32_t)c->root;
+  pthread_mutex_lock(&p->lock);
+  p->hash = cddp__hash64(p->hash, &what, sizeof what);
+  to = &seat->notes[++p->calls & (CDDP__NOTES - 1)];
+  cddp__exchange32(&to->number, 0); /* a fence, which gcc's tsan lacks; so is cddp__add32 below */
+  to->call = what.call;
+  to->count = what.count;
+  to->root = what.root;
+  to->hash = p->hash;
+  to->site[0] = 0;
+  if (c->kind != CDDP__KIND_DDP_BUCKET) cddp__describe_site(to->site, sizeof to->site);
+  cddp__store32(&to->number, p->calls);
+  cddp__store32(&seat->calls, p->calls);
+  pthread_mutex_unlock(&p->lock);
+}
+
+/* A copy of a rank's note of call number n; false if it was overwritten. */
+static bool cddp__read_note(const cddp_group *g, int rank, uint32_t n, cddp__note *out) {
+  cddp__note *from = &cddp__seat_of(g, rank)->notes[n & (CDDP__NOTES - 1)];
+  if (cddp__load32(&from->number) != n) return false;
+  out->call = from->call;
+  out->count = from->count;
+  out->root = from->root;
+  out->hash = from->hash;
+  memcpy(out->site, from->site, sizeof out->site - 1);
+  out->site[sizeof out->site - 1] = 0;
+  return cddp__add32(&from->number, 0) == n;
+}
+
+static cddp_result cddp__break_notes(cddp__plane *p, int rank, uint32_t first, uint32_t n) {
+  cddp_group *g = p->group;
+  cddp__note mine, theirs;
+  char a[160], b[160];
+  bool low = g->rank < rank;
+  uint32_t i;
+  for (i = first; i <= n; i++) {
+    if (!cddp__read_note(g, g->rank, i, &mine) || !cddp__read_note(g, rank, i, &theirs)) continue;
+    if (mine.call == theirs.call && mine.count == theirs.count && mine.root == theirs.root)
+      continue;
+    cddp__describe_call(a, sizeof a, mine.call, mine.count, mine.root);
+    cddp__describe_call(b, sizeof b, theirs.call, theirs.count, theirs.root);
+    cddp__fail(CDDP_MISMATCH,
+               "ranks disagree in call %" PRIu32 " of the group: rank %d called %s%s, rank %d "
+               "called %s%s",
+               i, low ? g->rank : rank, low ? a : b, low ? mine.site : theirs.site,
+               low ? rank : g->rank, low ? b : a, low ? theirs.site : mine.site);
+    return cddp__break(g, CDDP_MISMATCH);
+  }
+  cddp__fail(CDDP_MISMATCH,
+             "ranks %d and %d disagree in their calls %" PRIu32 " to %" PRIu32 " of the group",
+             g->rank, rank, first, n);
+  return cddp__break(g, CDDP_MISMATCH);
+}
+
+/* Compares what all ranks have called so far, without waiting for any. */
+static cddp_result cddp__compare_notes(cddp__plane *p) {
+  cddp_group *g = p->group;
+  cddp__note mine, theirs;
+  int q;
+  for (q = 0; q < g->size; q++) {
+    uint32_t n = cddp__load32(&cddp__seat_of(g, q)->calls), ours, since;
+    bool same;
+    pthread_mutex_lock(&p->lock);
+    ours = p->calls;
+    since = p->compared[q];
+    if ((int32_t)(n - ours) > 0) n = ours;
+    same =
+        n == since || !cddp__read_note(g, g->rank, n, &mine) || !cddp__read_note(g, q, n, &theirs);
+    if (!same && mine.hash == theirs.hash) p->compared[q] = n;
+    same = same || mine.hash == theirs.hash;
+    pthread_mutex_unlock(&p->lock);
+    if (!same) return cddp__break_notes(p, q, since + 1, n);
+  }
+  return CDDP_OK;
+}
+
+/* --- failure --- */
+
+/* Ends what the communicator does on this rank's streams. The group has been broken before. */
+static void cddp__plane_abort(cddp__plane *p) {
+  pthread_mutex_lock(&p->lock);
+  if (p->comm != NULL) ncclCommAbort(p->comm);
+  p->comm = NULL;
+  p->aborted = true;
+  pthread_mutex_unlock(&p->lock);
+}
+
+/* Breaks the group if a rank's process is gone. */
+static cddp_result cddp__break_dead(cddp_group *g, const char *doing) {
+  char who[160], how[80];
+  int q;
+  for (q = 0; q < g->size; q++) {
+    if (q == g->rank || !cddp__rank_gone(g, q)) continue;
+    cddp__name_rank(g, q, who, sizeof who);
+    cddp__describe_end(g, q, how, sizeof how);
+    cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was in %s", who, how, g->rank, doing);
+    return cddp__break(g, CDDP_PEER_LOST);
+  }
+  return CDDP_OK;
+}
+
+/* Breaks the group over a failure of NCCL. What follows from a death may be seen before it. */
+static cddp_result cddp__break_nccl(cddp__plane *p, ncclResult_t e, const char *what) {
+  cddp_group *g = p->group;
+  double deadline = cddp__now() + (e == ncclRemoteError || e == ncclSystemError ? 0.1 : 0.01);
+  char text[CDDP__ERROR_MAX];
+  cddp_result r;
+  snprintf(text, sizeof text, "rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
+           ncclGetLastError(NULL));
+  do {
+    if ((r = cddp__check_board(g)) != CDDP_OK) return r;
+    if ((r = cddp__break_dead(g, what)) != CDDP_OK) return r;
+    cddp__sleep(0.002);
+  } while (cddp__now() < deadline);
+  cddp__fail(CDDP_NCCL, "%s", text);
+  return cddp__break(g, CDDP_NCCL);
+}
+
+/* --- the watcher --- */
+
+static pthread_mutex_t cddp__watch_lock = PTHREAD_MUTEX_INITIALIZER;
+static cddp__plane *cddp__watched; /* guarded by cddp__watch_lock, as are the next three */
+static pthread_t cddp__watcher;
+static bool cddp__watching;
+static pid_t cddp__watch_pid;              /* of the process whose watcher it is */
+static cddp__atomic_u32 cddp__watch_shift; /* a watcher ends when this changes; it sleeps on it */
+
+/* Whether the event lies ahead; *fault: what the device failed with, if it did. */
+static bool cddp__event_ahead(cudaEvent_t event, cudaError_t *fault) {
+  cudaError_t e = cudaEventQuery(event);
+  if (e != cudaSuccess) (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+  if (e != cudaSuccess && e != cudaErrorNotReady) *fault = e;
+  return e == cudaErrorNotReady;
+}
+
+/* Updates and tells whether operations of the plane are, or may be, on the device; *late: for
+   longer than a deadline allows. */
+static bool cddp__plane_pending(cddp__plane *p, bool *late, cudaError_t *fault) {
+  bool pending;
+  *fault = cudaSuccess;
+  pthread_mutex_lock(&p->lock);
+  if (p->pending) p->pending = cddp__event_ahead(p->last, fault);
+  if (p->probing) p->probing = cddp__event_ahead(p->probe, fault);
+  *late = (p->probing || p->pending) &&
+          cddp__now() - (p->probing ? p->probe_since : p->last_since) > p->group->timeout_s;
+  pending = p->pending || p->captured;
+  pthread_mutex_unlock(&p->lock);
+  return pending;
+}
+
+static uint32_t cddp__calls_of(cddp__plane *p) {
+  uint32_t n;
+  pthread_mutex_lock(&p->lock);
+  n = p->calls;
+  pthread_mutex_unlock(&p->lock);
+  return n;
+}
+
+static cddp_result cddp__break_pending(cddp__plane *p) { /* an operation is too late */
+  cddp_group *g = p->group;
+  char who[160], late[256] = "";
+  uint32_t calls = cddp__calls_of(p);
+  int q, n = 0;
+  for (q = 0; q < g->size; q++) {
+    if ((int32_t)(cddp__load32(&cddp__seat_of(g, q)->calls) - calls) >= 0) continue;
+    cddp__name_rank(g, q, who, sizeof who);
+    if (n++ < 2)
+      snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : ": ", who);
+  }
+  cddp__fail(CDDP_TIMEOUT,
+             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s",
+             g->timeout_s, g->rank, p->device, n > 0 ? "; behind it in calls" : "", late,
+             n > 2 ? " and others" : "");
+  return cddp__break(g, CDDP_TIMEOUT);
+}
+
+/* Breaks the group if operations wait for a rank that is gone. One that left after the same number
+   of calls has done its part: what is still on the device here gets a moment. */
+static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
+  cddp_group *g = p->group;
+  char who[160], how[80];
+  int q;
+  for (q = 0; q < g->size; q++) {
+    cddp__seat *seat = cddp__seat_of(g, q);
+    bool behind, left;
+    if (q == g->rank || !cddp__rank_gone(g, q)) continue;
+    left = cddp__load32(&seat->state) == CDDP__SEAT_LEFT;
+    behind = (int32_t)(cddp__calls_of(p) - cddp__load32(&seat->calls)) > 0;
+    if (!behind && !pending) continue;
+    if (!behind && left) {
+      if (p->left_since == 0) p->left_since = cddp__now();
+      if (cddp__now() - p->left_since < CDDP__LEFT_S) continue;
+    }
+    cddp__name_rank(g, q, who, sizeof who);
+    cddp__describe_end(g, q, how, sizeof how);
+    cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d had operations with it on cuda:%d", who, how,
+               g->rank, p->device);
+    return cddp__break(g, CDDP_PEER_LOST);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__look_at_plane(cddp__plane *p) {
+  ncclResult_t e = ncclSuccess;
+  cudaError_t fault = cudaSuccess;
+  bool late = false, pending;
+  cddp_result r;
+  if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
+  pthread_mutex_lock(&p->lock);
+  if (p->comm != NULL && ncclCommGetAsyncError(p->comm, &e) != ncclSuccess) e = ncclInternalError;
+  pthread_mutex_unlock(&p->lock);
+  pending = cddp__plane_pending(p, &late, &fault);
+  if ((r = cddp__compare_notes(p)) != CDDP_OK) return r;
+  if ((r = cddp__look_for_lost(p, pending)) != CDDP_OK) return r;
+  if (e != ncclSuccess && e != ncclInProgress)
+    return cddp__break_nccl(p, e, "an asynchronous NCCL operation");
+  if (fault != cudaSuccess) {
+    cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
+               p->group->rank, p->device, cudaGetErrorString(fault), cudaGetErrorName(fault));
+    return cddp__break(p->group, CDDP_CUDA);
+  }
+  return late ? cddp__break_pending(p) : CDDP_OK;
+}
+
+static void *cddp__watch_main(void *shift) {
+  enum cudaStreamCaptureMode relaxed = cudaStreamCaptureModeRelaxed;
+  uint32_t mine = (uint32_t)(uintptr_t)shift;
+  cddp__plane *p;
+  cudaThreadExchangeStreamCaptureMode(&relaxed); /* its queries are no part of anyone's graph */
+  while (cddp__load32(&cddp__watch_shift) == mine) {
+    pthread_mutex_lock(&cddp__watch_lock);
+    for (p = cddp__watched; p != NULL; p = p->next) {
+      bool healthy;
+      pthread_mutex_lock(&p->lock);
+      healthy = !p->aborted;
+      pthread_mutex_unlock(&p->lock);
+      if (healthy && cddp__use_device(p->device) == CDDP_OK && cddp__look_at_plane(p) != CDDP_OK)
+        cddp__plane_abort(p);
+    }
+    pthread_mutex_unlock(&cddp__watch_lock);
+    cddp__futex_wait(&cddp__watch_shift, mine, CDDP__WATCH_S);
+  }
+  return NULL;
+}
+
+static cddp_result cddp__watch(cddp__plane *p) {
+  cddp_result r = CDDP_OK;
+  pthread_mutex_lock(&cddp__watch_lock);
+  if (cddp__watch_pid != getpid()) { /* after a fork: the parent's are not ours */
+    cddp__watching = false;
+    cddp__watched = NULL;
+    cddp__watch_pid = getpid();
+  }
+  if (!cddp__watching) {
+    uintptr_t shift = cddp__load32(&cddp__watch_shift);
+    r = cddp__thread_start(&cddp__watcher, cddp__watch_main, (void *)shift);
+    cddp__watching = r == CDDP_OK;
+  }
+  if (r == CDDP_OK) {
+    p->next = cddp__watched;
+    cddp__watched = p;
+  }
+  pthread_mutex_unlock(&cddp__watch_lock);
+  return r;
+}
+
+/* The last plane to go takes the thread with it. */
+static void cddp__unwatch(cddp__plane *p) {
+  cddp__plane **link;
+  pthread_t thread;
+  bool last;
+  pthread_mutex_lock(&cddp__watch_lock);
+  for (link = &cddp__watched; *link != NULL && *link != p; link = &(*link)->next) {}
+  if (*link == NULL) {
+    pthread_mutex_unlock(&cddp__watch_lock);
+    return;
+  }
+  *link = p->next;
+  last = cddp__watched == NULL;
+  thread = cddp__watcher;
+  if (last) {
+    cddp__watching = false;
+    cddp__add32(&cddp__watch_shift, 1);
+    cddp__futex_wake(&cddp__watch_shift);
+  }
+  pthread_mutex_unlock(&cddp__watch_lock);
+  if (last) pthread_join(thread, NULL);
+}
+
+/* Puts events behind an operation just enqueued, for the watcher. */
+static cddp_result cddp__track(cddp__plane *p, cudaStream_t s) {
+  cudaError_t e = cudaSuccess;
+  bool capturing = cddp__capturing(s);
+  pthread_mutex_lock(&p->lock);
+  if (capturing) {
+    p->captured = true;
+  } else {
+    e = cudaEventRecord(p->last, s);
+    p->pending = e == cudaSuccess;
+    p->last_since = cddp__now();
+    if (e == cudaSuccess && !p->probing) {
+      e = cudaEventRecord(p->probe, s);
+      p->probing = e == cudaSuccess;
+      p->probe_since = p->last_since;
+    }
+  }
+  pthread_mutex_unlock(&p->lock);
+  return cddp__cuda_result(e, "cudaEventRecord");
+}
+
+/* --- planes --- */
+
+static void cddp__plane_free(cddp__plane *p) {
+  const cddp_allocator *a = &p->group->host->allocator;
+  cddp__block *b;
+  while ((b = p->blocks) != NULL) {
+    p->blocks = b->next;
+    cudaFree(b->address);
+    cddp__free(a, b);
+  }
+  if (p->scratch != NULL) cudaFree(p->scratch);
+  cddp__arena_free(p->group->host, p->stage);
+  cddp__event_free(&p->fork);
+  cddp__event_free(&p->join);
+  cddp__event_free(&p->last);
+  cddp__event_free(&p->probe);
+  if (p->side != NULL) cudaStreamDestroy(p->side);
+  pthread_mutex_destroy(&p->turn);
+  pthread_mutex_destroy(&p->lock);
+  cddp__free(a, p->compared);
+  cddp__free(a, p);
+}
+
+/* A plane without a communicator, not yet watched. */
+static cddp_result cddp__plane_new(cddp__plane **out, cddp_group *g, int device,
+                                   cudaStream_t stream) {
+  const cddp_allocator *a = &g->host->allocator;
+  cddp__plane *p = (cddp__plane *)cddp__calloc(a, 1, sizeof *p);
+  int least = 0, greatest = 0;
+  cddp_result r;
+  *out = NULL;
+  if (p == NULL) return CDDP_OUT_OF_MEMORY;
+  p->group = g;
+  p->device = device;
+  p->stream = stream;
+  pthread_mutex_init(&p->turn, NULL);
+  pthread_mutex_init(&p->lock, NULL);
+  p->compared = (uint32_t *)cddp__calloc(a, (size_t)g->size, sizeof *p->compared);
+  r = p->compared == NULL ? CDDP_OUT_OF_MEMORY : cddp__use_device(device);
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                          "cudaDeviceGetStreamPriorityRange");
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaStreamCreateWithPriority(&p->side, cudaStreamNonBlocking, greatest),
+                          "cudaStreamCreateWithPriority");
+  if (r == CDDP_OK) r = cddp__event_new(&p->fork);
+  if (r == CDDP_OK) r = cddp__event_new(&p->join);
+  if (r == CDDP_OK) r = cddp__event_new(&p->last);
+  if (r == CDDP_OK) r = cddp__event_new(&p->probe);
+  if (r != CDDP_OK)
+    cddp__plane_free(p);
+  else
+    *out = p;
+  return r;
+}
+
+static cddp__plane *cddp__plane_of(const cddp_group *g) { return (cddp__plane *)g->plane; }
+
+static void cddp__plane_set_stream(cddp_group *g, void *stream) {
+  cddp__plane_of(g)->stream = (cudaStream_t)stream;
+}
+
+static void *cddp__plane_stream(const cddp_group *g) { return (void *)cddp__plane_of(g)->stream; }
+
+/* Device memory for an operation that needs some; grows. */
+static cddp_result cddp__plane_scratch(cddp__plane *p, size_t bytes) {
+  cddp_result r;
+  if (p->scratch_bytes >= bytes) return CDDP_OK;
+  if (p->scratch != NULL) cudaFree(p->scratch); /* waits for its last user */
+  p->scratch = NULL;
+  p->scratch_bytes = 0;
+  r = cddp__cuda_result(cudaMalloc(&p->scratch, bytes), "cudaMalloc");
+  if (r == CDDP_OK) p->scratch_bytes = bytes;
+  return r;
+}
+
+static void *cddp__plane_alloc(cddp_group *g, size_t bytes) {
+  cddp__plane *p = cddp__plane_of(g);
+  cddp__block *b = (cddp__block *)cddp__calloc(&g->host->allocator, 1, sizeof *b);
+  cddp_result r;
+  if (b == NULL) return NULL;
+  r = cddp__use_device(p->device);
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaMalloc(&b->address, bytes > 0 ? bytes : 1), "cddp_alloc: cudaMalloc");
+  if (r != CDDP_OK) {
+    cddp__free(&g->host->allocator, b);
+    return NULL;
+  }
+  pthread_mutex_lock(&p->lock);
+  b->next = p->blocks;
+  p->blocks = b;
+  pthread_mutex_unlock(&p->lock);
+  return b->address;
+}
+
+static void cddp__plane_release(cddp_group *g, void *address) {
+  cddp__plane *p = cddp__plane_of(g);
+  cddp__block **link, *b;
+  pthread_mutex_lock(&p->lock);
+  for (link = &p->blocks; *link != NULL && (*link)->address != address; link = &(*link)->next) {}
+  b = *link;
+  if (b != NULL) *link = b->next;
+  pthread_mutex_unlock(&p->lock);
+  if (b == NULL) return;
+  cudaFree(b->address);
+  cddp__free(&g->host->allocator, b);
+}
+
+/* Waits on the host for the stream, as long as the group is healthy. The deadline is for what the
+   watcher has no event behind: operations in a CUDA graph. */
+static cddp_result cddp__await_stream(cddp__plane *p, cudaStream_t s) {
+  double nap = 1e-5, deadline = cddp__now() + p->group->timeout_s;
+  cudaError_t e;
+  cddp_result r;
+  int i;
+  for (i = 0; (e = cudaStreamQuery(s)) == cudaErrorNotReady; i++) {
+    if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
+    if (i < CDDP__YIELDS) {
+      sched_yield();
+      continue;
+    }
+    cddp__sleep(nap);
+    nap = nap < 5e-4 ? 2 * nap : nap;
+    if (cddp__now() < deadline) continue;
+    cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d's work on cuda:%d has not ended",
+               p->group->timeout_s, p->group->rank, p->device);
+    return cddp__break(p->group, CDDP_TIMEOUT);
+  }
+  (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+  if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
+  return cddp__cuda_result(e, "work on the group's stream");
+}
+/* >>nccl ---------------------------------------------------------------------------------------
+   Communicators. They are made non-blocking, so that no call of NCCL can hang the host: whatever
+   it returns is polled until it is done, with an eye on peers and deadline. Works as follows: ranks
+   tell each other their devices over the control plane, which catches what NCCL would say in a log
+   only; rank 0's id goes the same way; each rank polls its communicator until it is connected.
+   Sub-groups come from ncclCommSplit, except single ranks: those need no communicator. Operations
+   are issued in the order of calls, one at a time (plane.turn). gather, scatter and all_to_all are
+   sends and receives in one NCCL group. */
+
+static ncclDataType_t cddp__nccl_type(uint8_t dtype) {
+  static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* bf16 is not named in every nccl.h */
+  return (ncclDataType_t)types[dtype];
+}
+
+static ncclRedOp_t cddp__nccl_op(uint8_t op) {
+  static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
+  return ops[op];
+}
+
+/* Sends and receives the shares of gather, scatter and all_to_all; inside an NCCL group. */
+static ncclResult_t cddp__post_shares(const cddp__plane *p, const cddp__call *c, cudaStream_t s) {
+  int me = p->group->rank, n = p->group->size, q;
+  bool sends, recvs, root = me == c->root;
+  size_t share = c->count * c->esize;
+  const char *send = (const char *)c->send;
+  char *recv = (char *)c->recv;
+  ncclResult_t e = ncclSuccess;
+  for (q = 0; q < n && e == ncclSuccess; q++) {
+    sends =
+        c->kind == CDDP__KIND_ALL_TO_ALL || (c->kind == CDDP__KIND_GATHER ? q == c->root : root);
+    recvs =
+        c->kind == CDDP__KIND_ALL_TO_ALL || (c->kind == CDDP__KIND_GATHER ? root : q == c->root);
+    if (q == me) {
+      const char *from = c->kind == CDDP__KIND_GATHER ? send : send + (size_t)me * share;
+      char *to = c->kind == CDDP__KIND_SCATTER ? recv : recv + (size_t)me * share;
+      if (sends && cddp__device_copy(to, from, share, s) != CDDP_OK) e = ncclUnhandledCudaError;
+      continue;
+    }
+    if (sends)
+      e = ncclSend(c->kind == CDDP__KIND_GATHER ? send : send + (size_t)q * share, c->count,
+                   cddp__nccl_type(c->dtype), q, p->comm, s);
+    if (recvs && e == ncclSuccess)
+      e = ncclRecv(c->kind == CDDP__KIND_SCATTER ? recv : recv + (size_t)q * share, c->count,
+                   cddp__nccl_type(c->dtype), q, p->comm, s);
+  }
+  return e;
+}
+
+static ncclResult_t cddp__post(const cddp__plane *p, const cddp__call *c, cudaStream_t s) {
+  ncclDataType_t type = cddp__nccl_type(c->dtype);
+  ncclRedOp_t op = cddp__nccl_op(c->op);
+  switch (c->kind) {
+  case CDDP__KIND_ALL_REDUCE:
+    return ncclAllReduce(c->send, c->recv, c->count, type, op, p->comm, s);
+  case CDDP__KIND_REDUCE:
+    return ncclReduce(c->send, c->recv, c->count, type, op, c->root, p->comm, s);
+  case CDDP__KIND_BROADCAST:
+    return ncclBroadcast(c->send, c->recv, c->count, type, c->root, p->comm, s);
+  case CDDP__KIND_ALL_GATHER:
+    return ncclAllGather(c->send, c->recv, c->count, type, p->comm, s);
+  case CDDP__KIND_REDUCE_SCATTER:
+    return ncclReduceScatter(c->send, c->recv, c->count, type, op, p->comm, s);
+  case CDDP__KIND_SEND:
+    return ncclSend(c->send, c->count, type, c->root, p->comm, s);
+  case CDDP__KIND_RECV:
+    return ncclRecv(c->recv, c->count, type, c->root, p->comm, s);
+  default:
+    return cddp__post_shares(p, c, s);
+  }
+}
+
+static const char *cddp__post_name(const cddp__call *c) {
+  static const char *const names[] = {"",
+                                      "ncclAllReduce",
+                                      "ncclReduce",
+                                      "ncclBroadcast",
+                                      "ncclAllGather",
+                                      "gather by ncclSend and ncclRecv",
+                                      "scatter by ncclSend and ncclRecv",
+                                      "ncclReduceScatter",
+                                      "all_to_all by ncclSend and ncclRecv"};
+  if (c->kind == CDDP__KIND_SEND) return "ncclSend";
+  return c->kind == CDDP__KIND_RECV ? "ncclRecv" : names[c->kind];
+}
+
+/* Polls until NCCL has done what it began: e is what it returned then. */
+static cddp_result cddp__settle(cddp__plane *p, ncclComm_t comm, ncclResult_t e, const char *what) {
+  cddp_group *g = p->group;
+  double now = cddp__now(), deadline = now + g->timeout_s, look = now + CDDP__NAP_S, nap = 2e-5;
+  cddp_result r;
+  int i;
+  for (i = 0; e == ncclInProgress; i++) {
+    if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+    pthread_mutex_lock(&p->lock);
+    if (p->aborted)
+      e = ncclInternalError;
+    else if (ncclCommGetAsyncError(comm, &e) != ncclSuccess)
+      e = ncclInternalError;
+    pthread_mutex_unlock(&p->lock);
+    if (e != ncclInProgress) break;
+    if (i < CDDP__YIELDS) {
+      sched_yield();
+      continue;
+    }
+    cddp__sleep(nap);
+    nap = nap < 1e-3 ? 2 * nap : nap;
+    now = cddp__now();
+    if (now >= look && (r = cddp__break_dead(g, what)) != CDDP_OK) return r;
+    if (now >= look) look = now + CDDP__NAP_S;
+    if (now >= deadline) {
+      cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d in %s; not all ranks came to it",
+                 g->timeout_s, g->rank, what);
+      return cddp__break(g, CDDP_TIMEOUT);
+    }
+  }
+  return CDDP__LIKELY(e == ncclSuccess) ? CDDP_OK : cddp__break_nccl(p, e, what);
+}
+
+/* Enqueues n operations on s as one. turn held. */
+static cddp_result cddp__issue_held(cddp__plane *p, const cddp__call *c, int n, cudaStream_t s) {
+  ncclResult_t e = ncclSuccess, end;
+  ncclComm_t comm;
+  cddp_result r;
+  bool group = n > 1 || c->kind == CDDP__KIND_GATHER || c->kind == CDDP__KIND_SCATTER ||
+               c->kind == CDDP__KIND_ALL_TO_ALL;
+  int i;
+  pthread_mutex_lock(&p->lock);
+  if ((comm = p->comm) == NULL) {
+    pthread_mutex_unlock(&p->lock);
+    if ((r = cddp__check_board(p->group)) != CDDP_OK) return r;
+    return cddp__fail(CDDP_ABORTED, "the group's communicator is gone");
+  }
+  if (group) e = ncclGroupStart();
+  for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++) e = cddp__post(p, &c[i], s);
+  if (group) {
+    end = ncclGroupEnd();
+    if (e == ncclSuccess || e == ncclInProgress) e = end;
+  }
+  pthread_mutex_unlock(&p->lock);
+  r = cddp__settle(p, comm, e, cddp__post_name(c));
+  return r == CDDP_OK ? cddp__track(p, s) : r;
+}
+
+static cddp_result cddp__issue(cddp__plane *p, const cddp__call *c, int n, cudaStream_t s) {
+  cddp_result r;
+  if (n == 0) return CDDP_OK;
+  pthread_mutex_lock(&p->turn);
+  r = cddp__issue_held(p, c, n, s);
+  pthread_mutex_unlock(&p->turn);
+  if (r != CDDP_OK && cddp__load32(&p->group->board->broken) != 0) cddp__plane_abort(p);
+  return r;
+}
+
+/* An operation of a single rank. */
+static cddp_result cddp__issue_alone(const cddp__call *c, cudaStream_t s) {
+  return cddp__device_copy(c->recv, c->send, c->count * c->esize, s);
+}
+
+/* Through a copy, always on the side stream: two of them share the memory for it. */
+static cddp_result cddp__issue_in_place(cddp__plane *p, const cddp__call *call, cudaStream_t s) {
+  cddp__call c = *call;
+  size_t bytes = c.count * c.esize * (size_t)p->group->size;
+  cddp_result r = cddp__plane_scratch(p, bytes);
+  if (r == CDDP_OK && s != p->side) r = cddp__stream_after(p->side, s, p->join);
+  if (r == CDDP_OK) r = cddp__device_copy(p->scratch, c.send, bytes, p->side);
+  c.send = p->scratch;
+  if (r == CDDP_OK) r = cddp__issue(p, &c, 1, p->side);
+  if (r == CDDP_OK && s != p->side) r = cddp__stream_after(s, p->side, p->join);
+  return r;
+}
+
+static cddp_result cddp__issue_call(cddp__plane *p, const cddp__call *c, cudaStream_t s) {
+  if (c->count == 0) return CDDP_OK;
+  if (p->group->size == 1) return cddp__issue_alone(c, s);
+  if (c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv) return cddp__issue_in_place(p, c, s);
+  return cddp__issue(p, c, 1, s);
+}
+
+/* --- handles --- */
+
+static cddp_result cddp__work_on_device(cddp_group *g, cddp_work **out) {
+  cddp_work *w = cddp__work_new(g);
+  if (w == NULL) return CDDP_OUT_OF_MEMORY;
+  w->backend = g->backend;
+  *out = w;
+  return CDDP_OK;
+}
+
+static void cddp__device_work_free(cddp_work *w) {
+  if (w->event != NULL) cudaEventDestroy((cudaEvent_t)w->event);
+  cddp__free(&w->group->host->allocator, w);
+}
+
+static cddp_result cddp__work_record(cddp_work *w, cudaStream_t s) {
+  cudaEvent_t event = NULL;
+  cddp_result r = cddp__event_new(&event);
+  w->event = (void *)event;
+  if (r == CDDP_OK) r = cddp__cuda_result(cudaEventRecord(event, s), "cudaEventRecord");
+  return r;
+}
+
+/* Issues the sends and receives posted with a handle. Each gets the result. turn held. */
+static cddp_result cddp__send_letters_held(cddp__plane *p) {
+  const cddp_allocator *a = &p->group->host->allocator;
+  cddp__call *calls;
+  cddp_result r;
+  cddp_work *w;
+  int n = 0;
+  for (w = p->letters; w != NULL; w = w->next) n++;
+  if (n == 0) return CDDP_OK;
+  calls = (cddp__call *)cddp__malloc(a, (size_t)n * sizeof *calls);
+  r = calls == NULL ? CDDP_OUT_OF_MEMORY : cddp__stream_after(p->side, p->stream, p->fork);
+  for (n = 0, w = p->letters; r == CDDP_OK && w != NULL; w = w->next) calls[n++] = w->call;
+  if (r == CDDP_OK) r = cddp__issue_held(p, calls, n, p->side);
+  if (r != CDDP_OK) r = cddp__break(p->group, r); /* the others wait for these */
+  while ((w = p->letters) != NULL) {
+    p->letters = w->next;
+    w->result = r == CDDP_OK ? cddp__work_record(w, p->side) : r;
+    w->done = true;
+    snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
+  }
+  cddp__free(a, calls);
+  return r;
+}
+
+static cddp_result cddp__send_letters(cddp__plane *p) {
+  cddp_result r;
+  pthread_mutex_lock(&p->turn);
+  r = cddp__send_letters_held(p);
+  pthread_mutex_unlock(&p->turn);
+  return r;
+}
+
+/* Sees to it that a send or receive with a handle has been issued; another thread may be at it. */
+static void cddp__issue_letter(cddp_work *w) {
+  cddp__plane *p = cddp__plane_of(w->group);
+  if (w->call.kind != CDDP__KIND_SEND && w->call.kind != CDDP__KIND_RECV) return;
+  pthread_mutex_lock(&p->turn);
+  if (!w->done) (void)cddp__send_letters_held(p);
+  pthread_mutex_unlock(&p->turn);
+}
+
+static cddp_result cddp__device_wait(cddp_work *w) {
+  cddp__plane *p = cddp__plane_of(w->group);
+  cddp_result r = cddp__use_device(p->device); /* the default stream is the current device's */
+  cddp__issue_letter(w);
+  if (r == CDDP_OK && w->result != CDDP_OK) r = cddp__fail(w->result, "%s", w->text);
+  if (r == CDDP_OK) r = cddp__check_group(w->group);
+  if (r == CDDP_OK && w->event != NULL)
+    r = cddp__cuda_result(cudaStreamWaitEvent(p->stream, (cudaEvent_t)w->event, 0),
+                          "cudaStreamWaitEvent");
+  cddp__device_work_free(w);
+  return r;
+}
+
+static bool cddp__device_done(cddp_work *w) {
+  cudaError_t e;
+  if (cddp__use_device(cddp__plane_of(w->group)->device) != CDDP_OK) return true;
+  cddp__issue_letter(w);
+  if (w->result != CDDP_OK || w->event == NULL) return true;
+  if (cddp__load32(&w->group->board->broken) != 0) return true;
+  e = cudaEventQuery((cudaEvent_t)w->event);
+  if (e == cudaErrorNotReady) (void)cudaGetLastError();
+  return e != cudaErrorNotReady;
+}
+
+/* --- the calls of a group --- */
+
+static cddp_result cddp__device_barrier(cddp_group *g) {
+  cddp__plane *p = cddp__plane_of(g);
+  cddp__call c;
+  cddp_result r;
+  if (cddp__capturing(p->stream))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "cddp_barrier waits on the host and cannot be captured in a CUDA graph");
+  if ((r = cddp__await_stream(p, p->stream)) != CDDP_OK) return r;
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_BARRIER;
+  c.root = -1;
+  c.esize = 1;
+  if ((r = cddp__run_call(g, &c)) != CDDP_OK) return r;
+  return g->size > 1 ? cddp__compare_notes(p) : CDDP_OK; /* all have called all before it */
+}
+
+static cddp_result cddp__nccl_start(cddp_group *g, const cddp__call *c, cddp_work **work,
+                                    bool *taken) {
+  cddp__plane *p = cddp__plane_of(g);
+  cudaStream_t s = work != NULL ? p->side : p->stream;
+  cddp_work *w = NULL;
+  bool device = true;
+  uint64_t record;
+  cddp_result r;
+  *taken = true;
+  if (work != NULL) *work = NULL;
+  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
+  if ((r = cddp__send_letters(p)) != CDDP_OK) return r;
+  if (c->kind == CDDP__KIND_BARRIER) {
+    cddp__engine_drain(g);
+    return cddp__device_barrier(g);
+  }
+  if ((r = cddp__memory_of_call(p, c, &device)) != CDDP_OK) return r;
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (g->size > 1) cddp__note_call(p, c, device);
+  *taken = device;
+  if (!device) return CDDP_OK;
+  record = cddp__record_call(g, c);
+  if (work != NULL) r = cddp__work_on_device(g, &w);
+  if (r == CDDP_OK && work != NULL) r = cddp__stream_after(p->side, p->stream, p->fork);
+  if (r == CDDP_OK) r = cddp__issue_call(p, c, s);
+  if (r == CDDP_OK && work != NULL) r = cddp__work_record(w, s);
+  if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the others will wait for this call */
+  cddp__record_finish(g, record, r);                       /* on the device it goes on */
+  if (r != CDDP_OK && w != NULL) cddp__device_work_free(w);
+  if (r == CDDP_OK && work != NULL) *work = w;
+  return r;
+}
+
+static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_work **work,
+                                      bool *taken) {
+  cddp__plane *p = cddp__plane_of(g);
+  cddp_work *w, **link;
+  bool device = true;
+  cddp_result r;
+  if ((r = cddp__memory_of_call(p, c, &device)) != CDDP_OK) return r;
+  *taken = device && g->size > 1 && c->count > 0;
+  if (!*taken && device && c->count > 0)
+    return cddp__fail(CDDP_UNSUPPORTED, "a single rank cannot send device memory to itself");
+  if (!*taken) return CDDP_OK;
+  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (work == NULL) {
+    if (c->root == g->rank)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "rank %d sends to itself: on a device both send and "
+                        "recv need a work handle",
+                        g->rank);
+    if ((r = cddp__send_letters(p)) != CDDP_OK) return r;
+    r = cddp__issue(p, c, 1, p->stream);
+    return r == CDDP_OK ? r : cddp__break(g, r);
+  }
+  if ((r = cddp__work_on_device(g, &w)) != CDDP_OK) return r;
+  w->call = *c;
+  pthread_mutex_lock(&p->turn);
+  for (link = &p->letters; *link != NULL; link = &(*link)->next) {}
+  *link = w;
+  pthread_mutex_unlock(&p->turn);
+  *work = w;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__nccl_synchronize(cddp_group *g) {
+  cddp__plane *p = cddp__plane_of(g);
+  cddp_result r;
+  cddp__engine_drain(g);
+  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
+  if ((r = cddp__send_letters(p)) != CDDP_OK) return r;
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  return cddp__await_stream(p, p->stream);
+}
+
+/* --- communicators --- */
+
+/* Takes a communicator that is connected; from then on the watcher looks after it. */
+static cddp_result cddp__plane_adopt(cddp__plane *p, ncclComm_t comm) {
+  pthread_mutex_lock(&p->lock);
+  p->comm = comm;
+  pthread_mutex_unlock(&p->lock);
+  return cddp__watch(p);
+}
+
+/* Rank 0's new id, on every rank. */
+static cddp_result cddp__nccl_id(cddp_group *g, ncclUniqueId *id) {
+  cddp__id_report report;
+  cddp_result r;
+  ncclResult_t e;
+  memset(&report, 0, sizeof report);
+  if (g->rank == 0 && (e = ncclGetUniqueId(&report.id)) != ncclSuccess) {
+    report.result = CDDP_NCCL;
+    snprintf(report.text, sizeof report.text, "rank 0: ncclGetUniqueId: %s (%.300s)",
+             ncclGetErrorString(e), ncclGetLastError(NULL));
+  }
+  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, &report, &report, sizeof report, CDDP_U8, 0);
+  if (r == CDDP_OK && report.result != CDDP_OK)
+    r = cddp__fail((cddp_result)report.result, "%s", report.text);
+  *id = report.id;
+  return r;
+}
+
+static cddp_result cddp__all_connected(cddp_group *g) {
+  cddp__begin(g);
+  return cddp__split_step(g, 0, 3);
+}
+
+/* Collective: connects a communicator over all ranks of the plane's group. */
+static cddp_result cddp__nccl_connect(cddp__plane *p) {
+  cddp_group *g = p->group;
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclComm_t comm = NULL;
+  ncclUniqueId id;
+  ncclResult_t e;
+  cddp_result r;
+  if ((r = cddp__nccl_id(g, &id)) != CDDP_OK) return r;
+  config.blocking = 0;
+  e = ncclCommInitRankConfig(&comm, g->size, id, g->rank, &config);
+  r = cddp__settle(p, comm, e, "ncclCommInitRankConfig");
+  if (r == CDDP_OK) r = cddp__all_connected(g);
+  if (r == CDDP_OK) return cddp__plane_adopt(p, comm);
+  if (comm != NULL) ncclCommAbort(comm);
+  return r;
+}
+
+/* Every rank of g: the communicators of the groups that it has been split into. */
+static cddp_result cddp__nccl_split_comm(cddp__plane *p, int color, int key, cddp__plane *child) {
+  bool wants = child != NULL && child->group->size > 1;
+  ncclComm_t comm, sub = NULL;
+  ncclResult_t e;
+  cddp_result r;
+  pthread_mutex_lock(&p->turn);
+  pthread_mutex_lock(&p->lock);
+  comm = p->comm;
+  e = comm == NULL ? ncclInvalidUsage
+                   : ncclCommSplit(comm, wants ? color : NCCL_SPLIT_NOCOLOR, key, &sub, NULL);
+  pthread_mutex_unlock(&p->lock);
+  r = cddp__settle(p, comm, e, "ncclCommSplit");
+  pthread_mutex_unlock(&p->turn);
+  if (r == CDDP_OK && wants) {
+    e = ncclCommGetAsyncError(sub, &e) == ncclSuccess ? e : ncclInternalError;
+    r = cddp__settle(child, sub, e, "ncclCommSplit");
+  }
+  if (r == CDDP_OK && wants) return cddp__plane_adopt(child, sub);
+  if (r != CDDP_OK) cddp__plane_abort(p); /* ends NCCL's thread, which may still write to sub */
+  if (r != CDDP_OK && sub != NULL) ncclCommAbort(sub);
+  return r;
+}
+
+static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_group *child) {
+  cddp__plane *p = cddp__plane_of(g), *c = NULL;
+  cddp_result r = cddp__use_device(p->device);
+  if (r == CDDP_OK) r = cddp__send_letters(p);
+  if (r == CDDP_OK && child != NULL) r = cddp__plane_new(&c, child, p->device, p->stream);
+  if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
+  if (r == CDDP_OK) r = cddp__await_stream(p, p->stream);
+  if (r != CDDP_OK) r = cddp__break(g, r);
+  if (r == CDDP_OK && g->size > 1) r = cddp__nccl_split_comm(p, color, key, c);
+  if (r == CDDP_OK && g->size > 1) r = cddp__all_connected(g);
+  if (r == CDDP_OK && c != NULL) {
+    child->backend = g->backend;
+    child->plane = c;
+    return CDDP_OK;
+  }
+  if (c != NULL) {
+    char text[CDDP__ERROR_MAX];
+    snprintf(text, sizeof text, "%s", cddp__error_text);
+    cddp__unwatch(c);
+    cddp__plane_abort(c);
+    cddp__plane_free(c);
+    cddp__fail(r, "%s", text);
+  }
+  return r;
+}
+
+static bool cddp__plane_captured(cddp__plane *p) {
+  bool captured;
+  pthread_mutex_lock(&p->lock);
+  captured = p->captured;
+  pthread_mutex_unlock(&p->lock);
+  return captured;
+}
+
+/* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
+   Ranks that go on must not hear of it, so nothing here breaks the group: what is not done within a
+   moment is aborted. */
+static void cddp__nccl_finish(cddp__plane *p) {
+  const cddp__atomic_u32 *broken = &p->group->board->broken;
+  cudaError_t fault;
+  ncclResult_t e = ncclSuccess;
+  double deadline;
+  bool late = false;
+  while (cddp__plane_pending(p, &late, &fault) && !cddp__plane_captured(p)) {
+    if (cddp__load32(broken) != 0) return;
+    cddp__sleep(1e-4);
+  }
+  if (cddp__load32(broken) != 0) return;
+  pthread_mutex_lock(&p->lock);
+  if (p->comm != NULL) e = ncclCommFinalize(p->comm);
+  pthread_mutex_unlock(&p->lock);
+  for (deadline = cddp__now() + CDDP__LEFT_S; e == ncclInProgress; cddp__sleep(1e-4)) {
+    if (cddp__load32(broken) != 0 || cddp__now() > deadline) return;
+    pthread_mutex_lock(&p->lock);
+    if (p->comm == NULL || ncclCommGetAsyncError(p->comm, &e) != ncclSuccess)
+      e = ncclInternalError;
+    pthread_mutex_unlock(&p->lock);
+  }
+  pthread_mutex_lock(&p->lock);
+  if (p->comm != NULL && e == ncclSuccess) {
+    ncclCommDestroy(p->comm);
+    p->comm = NULL;
+    p->aborted = true;
+  }
+  pthread_mutex_unlock(&p->lock);
+}
+
+static void cddp__plane_leave(cddp_group *g) {
+  cddp__plane *p = cddp__plane_of(g);
+  char text[CDDP__ERROR_MAX];
+  snprintf(text, sizeof text, "%s", cddp__error_text);
+  (void)cddp__use_device(p->device);
+  (void)cddp__send_letters(p);
+  cddp__nccl_finish(p);
+  cddp__unwatch(p);
+  cddp__plane_abort(p);
+  (void)cudaStreamSynchronize(p->side);
+  cddp__plane_free(p);
+  g->backend = NULL;
+  g->plane = NULL;
+  snprintf(cddp__error_text, sizeof cddp__error_text, "%s", text);
+}
+/* >>staging ------------------------------------------------------------------------------------
+   Device memory on the CPU backend, for ranks that share a GPU. Works as follows: what a rank
+   contributes is copied to host memory that the ranks share, once the group's stream has come that
+   far; the CPU's collective runs there; the result is copied back. The caller's thread does it, or,
+   with a work handle, the group's engine. Correct and simple, not fast. */
+
+/* Which bytes of a call go to the host, and which come back; sends and recvs: sizes there. */
+typedef struct cddp__haul {
+  size_t sends, recvs; /* bytes */
+  bool in_place;       /* they are the same */
+  bool out, back;      /* whether this rank has something to copy */
+} cddp__haul;
+
+static cddp__haul cddp__haul_of(const cddp_group *g, const cddp__call *c) {
+  size_t share = c->count * c->esize, all = share * (size_t)g->size;
+  bool root = g->rank == c->root;
+  cddp__haul h;
+  memset(&h, 0, sizeof h);
+  h.sends = h.recvs = share;
+  h.out = h.back = true;
+  switch (c->kind) {
+  case CDDP__KIND_ALL_REDUCE:
+    h.in_place = true;
+    break;
+  case CDDP__KIND_REDUCE:
+    h.in_place = true, h.back = root;
+    break;
+  case CDDP__KIND_BROADCAST:
+    h.in_place = true, h.out = root, h.back = !root;
+    break;
+  case CDDP__KIND_ALL_GATHER:
+    h.recvs = all;
+    break;
+  case CDDP__KIND_GATHER:
+    h.recvs = root ? all : 0, h.back = root;
+    break;
+  case CDDP__KIND_SCATTER:
+    h.sends = root ? all : 0, h.out = root;
+    break;
+  case CDDP__KIND_REDUCE_SCATTER:
+    h.sends = all;
+    break;
+  default:
+    h.sends = h.recvs = all; /* ALL_TO_ALL */
+  }
+  return h;
+}
+
+static cddp_result cddp__stage_for(cddp__plane *p, size_t bytes) {
+  if (p->stage_bytes >= bytes) return CDDP_OK;
+  cddp__arena_free(p->group->host, p->stage);
+  p->stage = cddp__arena_alloc(p->group->host, bytes);
+  p->stage_bytes = p->stage != NULL ? bytes : 0;
+  return p->stage != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+}
+
+/* Copies on the side stream and waits for it. */
+static cddp_result cddp__copy_now(cddp__plane *p, void *to, const void *from, size_t bytes) {
+  cddp_result r = cddp__device_copy(to, from, bytes, p->side);
+  if (r != CDDP_OK) return r;
+  return cddp__cuda_result(cudaStreamSynchronize(p->side), "cudaStreamSynchronize");
+}
+
+/* Runs a collective on device memory, after what the side stream waits for already. */
+static cddp_result cddp__staged_run(cddp_group *g, const cddp__call *call) {
+  cddp__plane *p = cddp__plane_of(g);
+  cddp__haul h = cddp__haul_of(g, call);
+  cddp__call c = *call;
+  size_t second = h.in_place ? 0 : cddp__round_up(h.sends, CDDP__CACHE_LINE);
+  cddp_result r = cddp__use_device(p->device);
+  if (r == CDDP_OK) r = cddp__stage_for(p, second + h.recvs);
+  if (r == CDDP_OK) r = cddp__copy_now(p, p->stage, c.send, h.out ? h.sends : 0);
+  if (r != CDDP_OK) return cddp__break(g, r);
+  c.send = p->stage;
+  c.recv = (char *)p->stage + second;
+  if ((r = cddp__run_call(g, &c)) != CDDP_OK) return r;
+  r = cddp__copy_now(p, call->recv, c.recv, h.back ? h.recvs : 0);
+  return r == CDDP_OK ? r : cddp__break(g, r);
+}
+
+static cddp_result cddp__staged_work(cddp_work *w) { /* on the engine's thread */
+  cddp__plane *p = cddp__plane_of(w->group);
+  cddp_result r = cddp__use_device(p->device);
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaStreamWaitEvent(p->side, (cudaEvent_t)w->event, 0),
+                          "cudaStreamWaitEvent");
+  return r == CDDP_OK ? cddp__staged_run(w->group, &w->call) : cddp__break(w->group, r);
+}
+
+static cddp_result cddp__staged_no_graph(const cddp__plane *p) {
+  if (!cddp__capturing(p->stream)) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "backend \"cpu\" cannot be captured in a CUDA graph; backend \"nccl\" can");
+}
+
+static cddp_result cddp__staged_start(cddp_group *g, const cddp__call *c, cddp_work **work,
+                                      bool *taken) {
+  cddp__plane *p = cddp__plane_of(g);
+  cddp_work *w = NULL;
+  bool device = true;
+  cddp_result r;
+  if (work != NULL) *work = NULL;
+  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
+  if ((r = cddp__memory_of_call(p, c, &device)) != CDDP_OK) return r;
+  *taken = device;
+  if (!device) return CDDP_OK;
+  if ((r = cddp__staged_no_graph(p)) != CDDP_OK) return r;
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (work == NULL) {
+    cddp__engine_drain(g);
+    if (c->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g);
+    if ((r = cddp__stream_after(p->side, p->stream, p->fork)) != CDDP_OK) return r;
+    return cddp__staged_run(g, c);
+  }
+  if ((r = cddp__work_on_device(g, &w)) != CDDP_OK) return r;
+  w->call = *c;
+  w->run = cddp__staged_work;
+  w->site = cddp__this_site;
+  if ((r = cddp__work_record(w, p->stream)) == CDDP_OK) r = cddp__engine_push(w);
+  if (r != CDDP_OK)
+    cddp__device_work_free(w);
+  else
+    *work = w;
+  return r;
+}
+
+/* Sends a copy; the CPU backend copies it again, so that it need not be kept. */
+static cddp_result cddp__staged_send(cddp_group *g, const cddp__call *c, void *copy) {
+  cddp__plane *p = cddp__plane_of(g);
+  int parcel = -1;
+  cddp_result r = cddp__stream_after(p->side, p->stream, p->fork);
+  if (r == CDDP_OK) r = cddp__copy_now(p, copy, c->send, c->count * c->esize);
+  if (r == CDDP_OK)
+    r = cddp__start_send(g, copy, c->count, (cddp_dtype)c->dtype, c->root, c->tag, &parcel);
+  return r == CDDP_OK ? cddp__finish_send(g, parcel) : r;
+}
+
+static cddp_result cddp__staged_message(cddp_group *g, const cddp__call *c, cddp_work **work,
+                                        bool *taken) {
+  const cddp_allocator *a = &g->host->allocator;
+  cddp__plane *p = cddp__plane_of(g);
+  cddp_work *w = NULL;
+  bool device = true;
+  cddp_result r;
+  if ((r = cddp__memory_of_call(p, c, &device)) != CDDP_OK) return r;
+  *taken = device;
+  if (!device) return CDDP_OK;
+  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
+  if ((r = cddp__staged_no_graph(p)) != CDDP_OK) return r;
+  if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((w->stage = cddp__malloc(a, c->count * c->esize)) == NULL) {
+    cddp__free(a, w);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  w->call = *c;
+  w->backend = g->backend;
+  if (c->kind == CDDP__KIND_SEND) {
+    w->result = cddp__staged_send(g, c, w->stage);
+    if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
+  } else {
+    w->is_recv = true;
+    w->pending.buf = w->stage;
+    w->pending.count = c->count;
+    w->pending.dtype = (cddp_dtype)c->dtype;
+    w->pending.peer = c->root;
+    w->pending.tag = c->tag;
+    cddp__post_pending(g, &w->pending);
+  }
+  if (work == NULL) return g->backend->wait(w);
+  *work = w;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__staged_wait(cddp_work *w) {
+  cddp_group *g = w->group;
+  cddp__plane *p = cddp__plane_of(g);
+  const cddp_allocator *a = &g->host->allocator;
+  cddp__call c = w->call;
+  void *stage = w->stage;
+  cudaEvent_t event = (cudaEvent_t)w->event;
+  bool is_recv = w->is_recv;
+  cddp_result r;
+  if (stage != NULL && !is_recv) { /* a send is over */
+    r = w->result;
+    if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
+    cddp__free(a, w);
+  } else {
+    w->backend = NULL;
+    r = cddp__work_wait(w);
+  }
+  if (is_recv && r == CDDP_OK) r = cddp__use_device(p->device);
+  if (is_recv && r == CDDP_OK) r = cddp__stream_after(p->side, p->stream, p->fork);
+  if (is_recv && r == CDDP_OK) r = cddp__copy_now(p, c.recv, stage, c.count * c.esize);
+  cddp__free(a, stage);
+  cddp__event_free(&event);
+  return r;
+}
+
+static bool cddp__staged_done(cddp_work *w) {
+  bool done;
+  if (w->stage != NULL && !w->is_recv) return true;
+  w->backend = NULL;
+  done = cddp__work_done(w);
+  w->backend = w->group->backend;
+  return done;
+}
+
+static cddp_result cddp__staged_split(cddp_group *g, int color, int key, cddp_group *child) {
+  cddp__plane *p = cddp__plane_of(g), *c = NULL;
+  cddp_result r;
+  (void)color;
+  (void)key;
+  if (child == NULL) return CDDP_OK;
+  if ((r = cddp__plane_new(&c, child, p->device, p->stream)) != CDDP_OK)
+    return cddp__break(child, r);
+  child->backend = g->backend;
+  child->plane = c;
+  return r;
+}
+/* >>gpus ---------------------------------------------------------------------------------------
+   Distributed data parallel on devices. Layout and buckets are as in >>buckets; the arena is device
+   memory, registered with NCCL, and each gradient's room is a multiple of 16 bytes for every rank,
+   so that any stretch of gradients divides evenly. Works as follows: ready() counts; when a bucket
+   is full, an event behind the backward pass is recorded, the side stream waits for it, and
+   the bucket's all-reduce goes onto the side stream. wait() makes the caller's stream wait for
+   the side stream: the host waits for no device. After a step() buckets are only reduce-scattered;
+   the next step() goes from bucket to bucket: the caller's stream waits for the bucket, SGD
+   updates this rank's slice and writes the new weights over its gradients, the side stream gathers
+   them from all ranks; at the end one kernel per bucket moves them into the weights and zeroes
+   the gradients. SGD of one bucket so runs beside the all-gather of the one before, and neither
+   needs memory of its own. Momentum lies in slices as gradients do. A wait() after a step() gathers
+   the slices' means instead. Through the host (>>staging) the engine reduces each bucket in a
+   mirror of the arena, and all ranks update all weights. */
+
+static cddp__gpu *cddp__gpu_of(const cddp_ddp *d) { return (cddp__gpu *)d->gpu; }
+
+/* The caller's stream: that of the user's group. */
+static cudaStream_t cddp__gpu_stream(const cddp_ddp *d) { return cddp__plane_of(d->group)->stream; }
+
+static bool cddp__gpu_staged(const cddp_ddp *d) { return d->backend->start == cddp__staged_start; }
+
+/* Whether step() may deal the update out to the ranks. */
+static bool cddp__gpu_slices(const cddp_ddp *d) {
+  return d->group->size > 1 && !cddp__gpu_staged(d) && d->desc.comm_hook == NULL &&
+         !d->desc.find_unused_parameters;
+}
+
+static cddp_result cddp__need_kernels(const cddp_kernels **k, const char *what) {
+  *k = cddp__registered_kernels;
+  if (*k != NULL && (*k)->version == CDDP_VERSION) return CDDP_OK;
+  if (*k != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED, "cddp_kernels.cuh was compiled with another cddp.h");
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "%s on a GPU needs cddp's kernels: include cddp_kernels.cuh in one .cu file",
+                    what);
+}
+
+static cddp_result cddp__kernel_result(int e, const char *what) {
+  return cddp__cuda_result((cudaError_t)e, what);
+}
+
+/* --- SGD --- */
+
+/* Collects stretches of parameters and launches those that agree in dtype and flags together. */
+typedef struct cddp__batch {
+  const cddp_kernels *kernels;
+  const cddp_sgd_desc *rule; /* NULL: adopt, not sgd */
+  cudaStream_t stream;
+  cddp_segment *segments; /* [capacity] */
+  int count, capacity;
+  cddp_dtype dtype;
+  unsigned flags;
+} cddp__batch;
+
+static cddp_result cddp__batch_launch(cddp__batch *b) {
+  int e, n = b->count;
+  b->count = 0;
+  if (n == 0) return CDDP_OK;
+  if (b->rule == NULL)
+    e = b->kernels->adopt(b->segments, n, b->dtype, (void *)b->stream);
+  else
+    e = b->kernels->sgd(b->segments, n, b->dtype, b->rule, b->flags, (void *)b->stream);
+  return cddp__kernel_result(e, b->rule == NULL ? "the kernel that moves weights" : "SGD's kernel");
+}
+
+static bool cddp__continues(const void *before, const void *p, size_t bytes) {
+  if (before == NULL || p == NULL) return before == p;
+  return (const char *)before + bytes == (const char *)p;
+}
+
+/* Adds a stretch, to the one before it where they touch. */
+static cddp_result cddp__batch_add(cddp__batch *b, const cddp_segment *s, cddp_dtype dtype,
+                                   unsigned flags) {
+  cddp_segment *last = b->count > 0 ? &b->segments[b->count - 1] : NULL;
+  size_t bytes;
+  cddp_result r = CDDP_OK;
+  if (s->count == 0) return r;
+  if (last != NULL && (b->dtype != dtype || b->flags != flags || b->count == b->capacity)) {
+    if ((r = cddp__batch_launch(b)) != CDDP_OK) return r;
+    last = NULL;
+  }
+  b->dtype = dtype;
+  b->flags = flags;
+  bytes = last != NULL ? last->count * cddp__dtype_size(dtype) : 0;
+  if (last != NULL && cddp__continues(last->data, s->data, bytes) &&
+      cddp__continues(last->grad, s->grad, bytes) &&
+      cddp__continues(last->momentum, s->momentum, bytes)) {
+    last->count += s->count;
+  } else {
+    b->segments[b->count++] = *s;
+  }
+  return r;
+}
+
+static cddp_result cddp__no_momentum_yet(void) {
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "take two steps of the same kind before you capture one in a CUDA graph: "
+                    "momentum is allocated by the first");
+}
+
+/* Whole momentum of all parameters, in one piece of device memory. */
+static cddp_result cddp__device_momentum(cddp_sgd *s, cudaStream_t stream) {
+  size_t bytes = 0, at = 0;
+  cddp_result r;
+  int i;
+  if (s->rule.momentum == 0 || s->flat != NULL) return CDDP_OK;
+  if (cddp__capturing(stream)) return cddp__no_momentum_yet();
+  for (i = 0; i < s->count; i++)
+    bytes += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
+  r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
+  if (r != CDDP_OK) return r;
+  for (i = 0; i < s->count; i++) {
+    s->momentum[i] = (char *)s->flat + at;
+    at += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
+  }
+  return cddp__device_zero(s->flat, bytes, stream);
+}
+
+static void cddp__device_momentum_free(cddp_sgd *s) {
+  int i;
+  if (s->flat != NULL) cudaFree(s->flat);
+  s->flat = NULL;
+  for (i = 0; s->momentum != NULL && i < s->count; i++) s->momentum[i] = NULL;
+}
+
+static unsigned cddp__first_flag(const cddp_sgd *s, int i) {
+  return s->rule.momentum != 0 && !s->started[i] ? (unsigned)CDDP_SGD_FIRST : 0u;
+}
+
+/* Updates all weights of this rank from whole gradients: at grads[i], NULL: params' own. */
+static cddp_result cddp__device_update(cddp_sgd *s, const cddp_ddp *d, unsigned flags,
+                                       cddp_segment *segments, cudaStream_t stream) {
+  bool capturing = cddp__capturing(stream);
+  cddp__batch b;
+  cddp_result r;
+  int i;
+  memset(&b, 0, sizeof b);
+  if ((r = cddp__need_kernels(&b.kernels, "SGD")) != CDDP_OK) return r;
+  if ((r = cddp__device_momentum(s, stream)) != CDDP_OK) return r;
+  b.rule = &s->desc;
+  b.stream = stream;
+  b.segments = segments;
+  b.capacity = s->count;
+  for (i = s->count - 1; r == CDDP_OK && i >= 0; i--) { /* ascending in a cddp_ddp's arena */
+    cddp_segment g;
+    if (d != NULL ? !cddp__steps(d, s, i) : cddp__sgd_skips(s, i)) continue;
+    g.data = s->params[i].data;
+    g.grad = d != NULL ? d->arena + d->tensors[i].offset : s->params[i].grad;
+    g.momentum = s->momentum[i];
+    g.count = s->params[i].count;
+    if (capturing && cddp__first_flag(s, i) != 0) return cddp__no_momentum_yet();
+    r = cddp__batch_add(&b, &g, s->params[i].dtype, flags | cddp__first_flag(s, i));
+  }
+  if (r == CDDP_OK) r = cddp__batch_launch(&b);
+  for (i = 0; r == CDDP_OK && s->rule.momentum != 0 && i < s->count; i++)
+    if (d != NULL ? cddp__steps(d, s, i) : !cddp__sgd_skips(s, i)) s->started[i] = true;
+  return r;
+}
+
+static cudaStream_t cddp__sgd_stream(const cddp_sgd *s) {
+  if (s->desc.ddp != NULL && s->desc.ddp->backend != NULL) return cddp__gpu_stream(s->desc.ddp);
+  return (cudaStream_t)s->desc.stream;
+}
+
+static cddp_result cddp__device_sgd_step(cddp_sgd *s) {
+  cddp_segment *segments;
+  cddp_result r;
+  int i;
+  if (s->shard != NULL)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "after cddp_ddp_step each rank holds its part of the momentum only; call "
+                      "cddp_ddp_wait before cddp_sgd_step");
+  for (i = 0; i < s->count; i++) {
+    if (cddp__sgd_skips(s, i) || s->params[i].grad != NULL) continue;
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "parameter %d (%s) has no gradient; set grad, or have "
+                      "cddp_ddp_create place it",
+                      i, s->params[i].name != NULL ? s->params[i].name : "unnamed");
+  }
+  segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *segments);
+  if (segments == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__device_update(s, NULL, 0, segments, cddp__sgd_stream(s));
+  cddp__free(&s->allocator, segments);
+  return r;
+}
+
+static cddp_result cddp__device_sgd_zero(cddp_sgd *s) {
+  cudaStream_t stream = cddp__sgd_stream(s);
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; r == CDDP_OK && i < s->count; i++)
+    if (s->params[i].grad != NULL)
+      r = cddp__device_zero(s->params[i].grad,
+                            s->params[i].count * cddp__dtype_size(s->params[i].dtype), stream);
+  return r;
+}
+
+static const cddp__sgd_backend cddp__device_sgd = {cddp__device_sgd_step, cddp__device_sgd_zero,
+                                                   cddp__device_momentum_free};
+
+/* --- reducing buckets --- */
+
+/* The operations of one bucket: its stretches, each as one call. Returns how many. */
+static int cddp__bucket_calls(const cddp_ddp *d, const cddp__bucket_state *b, int kind,
+                              cddp__call *calls) {
+  cddp_dtype dtype = d->params[b->sorted[0]].dtype;
+  size_t esize = cddp__dtype_size(dtype), share;
+  cddp__run run;
+  int i = 0, n = 0;
+  while (cddp__next_run(d, b, &i, &run)) {
+    cddp__call *c = &calls[n];
+    if (run.begin == run.end) continue;
+    n++;
+    memset(c, 0, sizeof *c);
+    share = (run.end - run.begin) / (size_t)d->group->size;
+    c->kind = (uint8_t)kind;
+    c->dtype = (uint8_t)dtype;
+    c->op = CDDP_AVG;
+    c->root = -1;
+    c->esize = esize;
+    c->send = c->recv = d->arena + run.begin;
+    c->count = (kind == CDDP__KIND_ALL_REDUCE ? run.end - run.begin : share) / esize;
+    if (kind == CDDP__KIND_REDUCE_SCATTER)
+      c->recv = d->arena + run.begin + share * (size_t)d->group->rank;
+    if (kind == CDDP__KIND_ALL_GATHER)
+      c->send = d->arena + run.begin + share * (size_t)d->group->rank;
+  }
+  return n;
+}
+
+static cddp_result cddp__issue_bucket(cddp_ddp *d, cddp__bucket_state *b, int kind) {
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  int n = cddp__bucket_calls(d, b, kind, gpu->calls);
+  cddp__call note;
+  cddp_result r;
+  memset(&note, 0, sizeof note);
+  note.kind = CDDP__KIND_DDP_BUCKET;
+  note.op = (uint8_t)kind;
+  note.count = (uint64_t)(b - d->buckets);
+  note.root = -1;
+  cddp__note_call(gpu->plane, &note, true);
+  r = cddp__issue(gpu->plane, gpu->calls, n, gpu->plane->side);
+  if (r != CDDP_OK) return r;
+  return cddp__cuda_result(cudaEventRecord(gpu->reduced[b - d->buckets], gpu->plane->side),
+                           "cudaEventRecord");
+}
+
+/* Copies between the bucket's places in the arena and contiguous memory. */
+static cddp_result cddp__device_pack(const cddp_ddp *d, const cddp__bucket_state *b, char *arena,
+                                     char *flat, bool to_flat, cudaStream_t s) {
+  cddp__run run;
+  cddp_result r = CDDP_OK;
+  int i = 0;
+  while (r == CDDP_OK && cddp__next_run(d, b, &i, &run)) {
+    size_t n = run.end - run.begin;
+    r = to_flat ? cddp__device_copy(flat, arena + run.begin, n, s)
+                : cddp__device_copy(arena + run.begin, flat, n, s);
+    flat += n;
+  }
+  return r;
+}
+
+/* Hands the bucket to the hook, whose group's stream is the side stream. */
+static cddp_result cddp__device_hook(cddp_ddp *d, cddp__bucket_state *b) {
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  cddp__plane *p = cddp__plane_of(d->hooks);
+  size_t bytes = cddp__bucket_bytes(d, b);
+  cddp_bucket bucket;
+  cddp__run run;
+  int i = 0;
+  bool packed;
+  cddp_result r = CDDP_OK;
+  if (bytes == 0) return r;
+  cddp__next_run(d, b, &i, &run);
+  memset(&bucket, 0, sizeof bucket);
+  bucket.index = (int)(b - d->buckets);
+  bucket.bucket_count = d->plan.bucket_count;
+  bucket.dtype = d->params[b->sorted[0]].dtype;
+  bucket.count = bytes / cddp__dtype_size(bucket.dtype);
+  bucket.group = d->hooks;
+  bucket.params = b->sorted;
+  bucket.param_count = b->count;
+  bucket.data = d->arena + run.begin;
+  packed = run.end - run.begin != bytes;
+  p->stream = gpu->plane->side;
+  if (packed) {
+    if ((r = cddp__plane_scratch(gpu->plane, bytes)) != CDDP_OK) return r;
+    bucket.data = gpu->plane->scratch;
+    r = cddp__device_pack(d, b, d->arena, (char *)bucket.data, true, p->stream);
+  }
+  if (r == CDDP_OK) r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
+  if (r == CDDP_OK && packed)
+    r = cddp__device_pack(d, b, d->arena, (char *)bucket.data, false, p->stream);
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaEventRecord(gpu->reduced[bucket.index], p->stream),
+                          "cudaEventRecord");
+  return r == CDDP_OK ? r : cddp__fail_in(r, "communication hook on bucket %d: ", bucket.index);
+}
+
+/* On the engine: the bucket's mean, by way of the mirror. */
+static cddp_result cddp__mirror_bucket(cddp_work *w) {
+  cddp__bucket_state *b = (cddp__bucket_state *)w->context;
+  cddp_ddp *d = b->ddp;
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  cudaStream_t s = gpu->plane->side;
+  cddp_result r = cddp__use_device(gpu->plane->device);
+  cddp__run run;
+  int i = 0;
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaStreamWaitEvent(s, gpu->fills[b - d->buckets], 0),
+                          "cudaStreamWaitEvent");
+  if (r == CDDP_OK && d->desc.comm_hook != NULL) {
+    r = cddp__device_hook(d, b);
+    if (r != CDDP_OK) return r;
+    return cddp__cuda_result(cudaStreamSynchronize(s), "cudaStreamSynchronize");
+  }
+  while (r == CDDP_OK && cddp__next_run(d, b, &i, &run)) {
+    size_t n = run.end - run.begin;
+    cddp_dtype dtype = d->params[b->sorted[0]].dtype;
+    r = cddp__copy_now(gpu->plane, gpu->mirror + run.begin, d->arena + run.begin, n);
+    if (r == CDDP_OK)
+      r = cddp__average(d->comm, gpu->mirror + run.begin, n / cddp__dtype_size(dtype), dtype);
+    if (r == CDDP_OK)
+      r = cddp__copy_now(gpu->plane, d->arena + run.begin, gpu->mirror + run.begin, n);
+  }
+  return r == CDDP_OK ? r : cddp__break(d->comm, r);
+}
+
+static cddp_result cddp__start_bucket(cddp_ddp *d, cddp__bucket_state *b) {
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  cddp_result r;
+  if (cddp__gpu_staged(d)) {
+    r = cddp__cuda_result(cudaEventRecord(gpu->fills[b - d->buckets], cddp__gpu_stream(d)),
+                          "cudaEventRecord");
+    if (r != CDDP_OK) return r;
+    memset(&b->work, 0, sizeof b->work);
+    b->work.group = d->comm;
+    b->work.run = cddp__mirror_bucket;
+    b->work.context = b;
+    return cddp__engine_push(&b->work);
+  }
+  r = cddp__stream_after(gpu->plane->side, cddp__gpu_stream(d), gpu->filled);
+  if (r != CDDP_OK) return r;
+  if (d->desc.comm_hook != NULL) return cddp__device_hook(d, b);
+  gpu->scattered = d->stepping && cddp__gpu_slices(d);
+  return cddp__issue_bucket(d, b,
+                            gpu->scattered ? CDDP__KIND_REDUCE_SCATTER : CDDP__KIND_ALL_REDUCE);
+}
+
+/* Starts every bucket that is full and whose predecessors have started. lock held. */
+static cddp_result cddp__gpu_launch(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
+  if (d->group->size == 1 && d->desc.comm_hook == NULL) return CDDP_OK;
+  while (r == CDDP_OK && d->next_bucket < d->plan.bucket_count) {
+    cddp__bucket_state *b = &d->buckets[d->next_bucket];
+    if (b->remaining > 0) break;
+    b->launched = true;
+    d->next_bucket++;
+    r = cddp__start_bucket(d, b);
+  }
+  return r;
+}
+
+static cddp_result cddp__gpu_fetch(cddp_ddp *d, int i) { /* the caller's memory -> arena */
+  if (d->tensors[i].placed) return CDDP_OK;
+  return cddp__device_copy(d->arena + d->tensors[i].offset, d->params[i].grad,
+                           d->params[i].count * cddp__dtype_size(d->params[i].dtype),
+                           cddp__gpu_stream(d));
+}
+
+static cddp_result cddp__gpu_ready(cddp_ddp *d, int param) {
+  bool noted = false;
+  cddp_result r = cddp__mark_ready(d, param, &noted);
+  if (r != CDDP_OK || noted) return r;
+  if ((r = cddp__use_device(cddp__gpu_of(d)->plane->device)) != CDDP_OK) return r;
+  if ((r = cddp__gpu_fetch(d, param)) != CDDP_OK) return r;
+  pthread_mutex_lock(&d->lock);
+  d->buckets[d->tensors[param].bucket].remaining--;
+  r = cddp__gpu_launch(d);
+  pthread_mutex_unlock(&d->lock);
+  return r == CDDP_OK ? r : cddp__give_up(d, r); /* the bucket counts as started */
+}
+
+/* --- agreeing --- */
+
+/* As cddp__settle_unused. */
+static cddp_result cddp__gpu_settle(cddp_ddp *d) {
+  size_t n = (size_t)d->count, i, p;
+  unsigned char *mine = d->flags + n * (size_t)d->group->size;
+  cddp_result r;
+  for (i = 0; i < n; i++)
+    mine[i] = d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
+  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, d->flags, n, CDDP_U8, -1);
+  if (r != CDDP_OK) return r;
+  if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
+  pthread_mutex_lock(&d->lock);
+  for (i = 0; i < n && r == CDDP_OK; i++) {
+    cddp__tensor *t = &d->tensors[i];
+    if (t->ready) continue;
+    for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
+      if (d->flags[p * n + i] != 0) t->used = true;
+    if (mine[i] || !t->used)
+      r = cddp__gpu_fetch(d, (int)i);
+    else
+      r = cddp__device_zero(d->arena + t->offset, t->room, cddp__gpu_stream(d));
+    t->ready = true;
+    d->buckets[t->bucket].remaining--;
+  }
+  pthread_mutex_unlock(&d->lock);
+  return r;
+}
+
+/* While a graph is captured only this rank is looked at. */
+static cddp_result cddp__gpu_check_capture(cddp_ddp *d) {
+  char space[24];
+  int i;
+  if (cddp__gpu_staged(d)) return cddp__staged_no_graph(cddp__plane_of(d->group));
+  if (!d->rebuilt && !d->desc.find_unused_parameters)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "take two steps before you capture one in a CUDA graph: the first arranges "
+                      "the buckets");
+  for (i = 0; i < d->count; i++)
+    if (!d->tensors[i].ready)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "gradient \"%s\" was not marked ready; while a CUDA graph is captured "
+                        "every parameter must be",
+                        cddp__param_name(&d->params[i], i, space, sizeof space));
+  return CDDP_OK;
+}
+
+/* Ranks agree to wait or step, and on what is ready. */
+static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check) {
+  uint64_t missing = 0;
+  cddp_result r;
+  if ((r = cddp__use_device(cddp__gpu_of(d)->plane->device)) != CDDP_OK) return r;
+  if (cddp__capturing(cddp__gpu_stream(d))) return cddp__gpu_check_capture(d);
+  r = cddp__meet_for_step(d, kind, check, NULL, &missing);
+  return r == CDDP_OK && missing > 0 ? cddp__gpu_settle(d) : r;
+}
+
+/* Starts what is left; the caller's stream goes on when all buckets are reduced. */
+static cddp_result cddp__gpu_finish(cddp_ddp *d) {
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  cddp_result r;
+  int b;
+  pthread_mutex_lock(&d->lock);
+  r = cddp__gpu_launch(d);
+  pthread_mutex_unlock(&d->lock);
+  if (r != CDDP_OK || (d->group->size == 1 && d->desc.comm_hook == NULL)) return r;
+  if (!cddp__gpu_staged(d)) {
+    if ((r = cddp__check_group(d->comm)) != CDDP_OK) return r;
+    return cddp__stream_after(cddp__gpu_stream(d), gpu->plane->side, gpu->drained);
+  }
+  cddp__engine_drain(d->comm);
+  for (b = 0; b < d->plan.bucket_count; b++) {
+    cddp_work *w = &d->buckets[b].work;
+    if (d->buckets[b].launched && w->result != CDDP_OK) return cddp__fail(w->result, "%s", w->text);
+  }
+  return CDDP_OK;
+}
+
+/* Only slices hold means so far: gathers the rest. */
+static cddp_result cddp__gpu_gather_means(cddp_ddp *d) {
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  cddp_result r = CDDP_OK;
+  int b;
+  if (!gpu->scattered) return r;
+  for (b = 0; r == CDDP_OK && b < d->plan.bucket_count; b++)
+    r = cddp__issue_bucket(d, &d->buckets[b], CDDP__KIND_ALL_GATHER);
+  return r == CDDP_OK ? cddp__stream_after(cddp__gpu_stream(d), gpu->plane->side, gpu->drained) : r;
+}
+
+/* --- momentum in slices --- */
+
+static void cddp__gpu_shard_drop(cddp_sgd *s) {
+  cddp__shard *h = (cddp__shard *)s->shard, **link = &h->ddp->shards;
+  while (*link != h) link = &(*link)->next;
+  *link = h->next;
+  if (h->mine != NULL) cudaFree(h->mine);
+  s->shard = NULL;
+  s->drop = NULL;
+  cddp__free(&h->ddp->group->host->allocator, h);
+}
+
+/* Goes through all stretches of gradients and this rank's slices of them: momentum of slice
+   [run.begin + rank * share, + share) lies at `at` in the shard. */
+typedef struct cddp__slices {
+  int bucket, index; /* where cddp__next_run stands */
+  int from;          /* index of the stretch's first parameter */
+  cddp__run run;
+  size_t share, at, next; /* bytes */
+} cddp__slices;
+
+static bool cddp__next_slice(const cddp_ddp *d, cddp__slices *k, int bucket_end) {
+  for (; k->bucket < bucket_end; k->bucket++, k->index = 0) {
+    k->from = k->index;
+    if (!cddp__next_run(d, &d->buckets[k->bucket], &k->index, &k->run)) continue;
+    k->share = (k->run.end - k->run.begin) / (size_t)d->group->size;
+    k->at = k->next;
+    k->next += k->share;
+    return true;
+  }
+  return false;
+}
+
+/* Parameter i's part of rank's slice, as offsets into the arena; false if there is none. */
+static bool cddp__slice_part(const cddp_ddp *d, const cddp__slices *k, int rank, int i,
+                             size_t *begin, size_t *end) {
+  size_t low = k->run.begin + (size_t)rank * k->share, start = d->tensors[i].offset;
+  *begin = cddp__max(low, start);
+  *end =
+      cddp__min(low + k->share, start + d->params[i].count * cddp__dtype_size(d->params[i].dtype));
+  return *begin < *end;
+}
+
+static cddp_result cddp__gpu_shard_create(cddp_ddp *d, cddp_sgd *s) {
+  cudaStream_t stream = cddp__gpu_stream(d);
+  size_t begin, end, bytes = d->bytes / (size_t)d->group->size;
+  void *mine = NULL;
+  cddp__shard *h;
+  cddp__slices k;
+  cddp_result r;
+  int i, j;
+  if (s->rule.momentum == 0 || s->shard != NULL) return CDDP_OK;
+  if (cddp__capturing(stream)) return cddp__no_momentum_yet();
+  h = (cddp__shard *)cddp__calloc(&d->group->host->allocator, 1, sizeof *h);
+  if (h == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__cuda_result(cudaMalloc(&mine, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
+  h->mine = (char *)mine;
+  h->ddp = d;
+  h->sgd = s;
+  h->next = d->shards;
+  d->shards = h;
+  s->shard = h;
+  s->drop = cddp__gpu_shard_drop;
+  if (r == CDDP_OK) r = cddp__device_zero(mine, bytes, stream);
+  memset(&k, 0, sizeof k);
+  while (r == CDDP_OK && s->flat != NULL && cddp__next_slice(d, &k, d->plan.bucket_count)) {
+    for (j = k.from; r == CDDP_OK && j < k.index; j++) {
+      i = d->buckets[k.bucket].sorted[j];
+      if (cddp__slice_part(d, &k, d->group->rank, i, &begin, &end))
+        r = cddp__device_copy(
+            h->mine + k.at + (begin - k.run.begin - k.share * (size_t)d->group->rank),
+            (char *)s->momentum[i] + (begin - d->tensors[i].offset), end - begin, stream);
+    }
+  }
+  if (s->flat != NULL) { /* cudaFree waits for the copies */
+    if (r == CDDP_OK) r = cddp__await_stream(cddp__plane_of(d->group), stream);
+    cddp__device_momentum_free(s);
+  }
+  return r;
+}
+
+/* Collective: whole momentum on every rank again, by way of the scratch of d->comm. */
+static cddp_result cddp__gpu_dissolve(cddp_ddp *d, cddp__shard *h) {
+  cudaStream_t stream = cddp__gpu_stream(d);
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  cddp_sgd *s = h->sgd;
+  size_t begin, end;
+  cddp__slices k;
+  cddp__call c;
+  cddp_result r;
+  int i, j;
+  if (cddp__capturing(stream))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "after cddp_ddp_step, call cddp_ddp_wait once before it is captured");
+  r = cddp__device_momentum(s, stream);
+  if (r == CDDP_OK) r = cddp__plane_scratch(gpu->plane, d->bytes);
+  memset(&k, 0, sizeof k);
+  while (r == CDDP_OK && cddp__next_slice(d, &k, d->plan.bucket_count)) {
+    char *whole = (char *)gpu->plane->scratch + k.run.begin;
+    memset(&c, 0, sizeof c);
+    c.kind = CDDP__KIND_ALL_GATHER;
+    c.dtype = CDDP_U8;
+    c.esize = 1;
+    c.count = k.share;
+    c.root = -1;
+    c.send = h->mine + k.at;
+    c.recv = whole;
+    if (k.share > 0) r = cddp__issue(gpu->plane, &c, 1, stream);
+    for (j = k.from; r == CDDP_OK && j < k.index; j++) {
+      i = d->buckets[k.bucket].sorted[j];
+      begin = d->tensors[i].offset;
+      end = begin + d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+      r = cddp__device_copy(s->momentum[i], whole + (begin - k.run.begin), end - begin, stream);
+    }
+  }
+  if (r == CDDP_OK) r = cddp__await_stream(cddp__plane_of(d->group), stream);
+  cddp__gpu_shard_drop(s);
+  return r;
+}
+
+/* --- wait --- */
+
+static cddp_result cddp__gpu_average(cddp_ddp *d) {
+  cddp_result r;
+  int i;
+  r = cddp__gpu_meet(d, CDDP__KIND_DDP_WAIT, 0);
+  if (r == CDDP_OK) r = cddp__gpu_finish(d);
+  if (r == CDDP_OK) r = cddp__gpu_gather_means(d);
+  while (r == CDDP_OK && d->shards != NULL) r = cddp__gpu_dissolve(d, d->shards);
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (!d->tensors[i].placed && d->tensors[i].used)
+      r = cddp__device_copy(d->params[i].grad, d->arena + d->tensors[i].offset,
+                            d->params[i].count * cddp__dtype_size(d->params[i].dtype),
+                            cddp__gpu_stream(d));
+  if (r != CDDP_OK) return cddp__give_up(d, r);
+  cddp__gpu_of(d)->scattered = false;
+  r = cddp__complete(d, false);
+  return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__gpu_wait(cddp_ddp *d) {
+  uint64_t record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->no_sync) return CDDP_OK;
+  record = cddp__record_begin(d->control, CDDP__KIND_DDP_WAIT, d->control->calls + 1, 0);
+  r = cddp__gpu_average(d);
+  cddp__record_finish(d->control, record, r);
+  return r;
+}
+
+/* --- step --- */
+
+/* This rank's slice of a bucket: SGD; the new weights take the place of the gradients. */
+static cddp_result cddp__gpu_update_bucket(cddp_ddp *d, cddp_sgd *s, cddp__batch *b,
+                                           cddp__slices *k, int bucket) {
+  const cddp__shard *h = (const cddp__shard *)s->shard;
+  size_t begin, end;
+  cddp_result r = CDDP_OK;
+  int i, j, me = d->group->rank;
+  while (r == CDDP_OK && cddp__next_slice(d, k, bucket + 1)) {
+    for (j = k->from; r == CDDP_OK && j < k->index; j++) {
+      cddp_segment g;
+      i = d->buckets[bucket].sorted[j];
+      if (!cddp__slice_part(d, k, me, i, &begin, &end)) continue;
+      g.data = (char *)d->params[i].data + (begin - d->tensors[i].offset);
+      g.grad = d->arena + begin;
+      g.momentum =
+          h == NULL ? NULL : h->mine + k->at + (begin - k->run.begin - k->share * (size_t)me);
+      g.count = (end - begin) / cddp__dtype_size(d->params[i].dtype);
+      r = cddp__batch_add(b, &g, d->params[i].dtype,
+                          (unsigned)CDDP_SGD_PUBLISH | cddp__first_flag(s, i));
+    }
+  }
+  return r == CDDP_OK ? cddp__batch_launch(b) : r;
+}
+
+/* The new weights of a bucket, gathered in the arena, go where they belong. */
+static cddp_result cddp__gpu_adopt_bucket(cddp_ddp *d, cddp__batch *b, int bucket) {
+  const cddp__bucket_state *state = &d->buckets[bucket];
+  cddp_result r = CDDP_OK;
+  int j;
+  for (j = 0; r == CDDP_OK && j < state->count; j++) {
+    int i = state->sorted[j];
+    cddp_segment g;
+    g.data = d->params[i].data;
+    g.grad = d->arena + d->tensors[i].offset;
+    g.momentum = NULL;
+    g.count = d->params[i].count;
+    r = cddp__batch_add(b, &g, d->params[i].dtype, 0);
+  }
+  return r == CDDP_OK ? cddp__batch_launch(b) : r;
+}
+
+/* All buckets are reduced or reduce-scattered, or will be: see the head of this room. */
+static cddp_result cddp__gpu_step_slices(cddp_ddp *d, cddp_sgd *s) {
+  cudaStream_t stream = cddp__gpu_stream(d);
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  cddp__slices k;
+  cddp__batch b;
+  cddp_result r;
+  int i;
+  memset(&b, 0, sizeof b);
+  memset(&k, 0, sizeof k);
+  if ((r = cddp__gpu_shard_create(d, s)) != CDDP_OK) return r;
+  b.kernels = cddp__registered_kernels;
+  b.segments = gpu->segments;
+  b.capacity = d->count;
+  b.stream = stream;
+  b.rule = &s->desc;
+  for (i = 0; r == CDDP_OK && i < d->plan.bucket_count; i++) {
+    if (gpu->scattered) /* else the stream waits for all of them already */
+      r = cddp__cuda_result(cudaStreamWaitEvent(stream, gpu->reduced[i], 0), "cudaStreamWaitEvent");
+    if (r == CDDP_OK) r = cddp__gpu_update_bucket(d, s, &b, &k, i);
+    if (r == CDDP_OK) r = cddp__stream_after(gpu->plane->side, stream, gpu->filled);
+    if (r == CDDP_OK) r = cddp__issue_bucket(d, &d->buckets[i], CDDP__KIND_ALL_GATHER);
+  }
+  b.rule = NULL;
+  for (i = 0; r == CDDP_OK && i < d->plan.bucket_count; i++) {
+    r = cddp__cuda_result(cudaStreamWaitEvent(stream, gpu->reduced[i], 0), "cudaStreamWaitEvent");
+    if (r == CDDP_OK) r = cddp__gpu_adopt_bucket(d, &b, i);
+  }
+  for (i = 0; s->rule.momentum != 0 && i < d->count; i++) s->started[i] = true;
+  return r;
+}
+
+/* Gradients are whole on every rank: each updates all weights. */
+static cddp_result cddp__gpu_step_whole(cddp_ddp *d, cddp_sgd *s) {
+  cudaStream_t stream = cddp__gpu_stream(d);
+  cddp_result r = CDDP_OK;
+  int i;
+  r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, cddp__gpu_of(d)->segments, stream);
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (!cddp__steps(d, s, i))
+      r = cddp__device_zero(d->arena + d->tensors[i].offset, d->tensors[i].room, stream);
+  return r;
+}
+
+static cddp_result cddp__gpu_average_and_step(cddp_ddp *d, cddp_sgd *s) {
+  bool slices = cddp__gpu_slices(d);
+  cddp_result r;
+  int i;
+  r = cddp__gpu_meet(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s, s->desc.lr));
+  if (r == CDDP_OK && d->stepping && slices) {
+    pthread_mutex_lock(&d->lock);
+    r = cddp__gpu_launch(d);
+    pthread_mutex_unlock(&d->lock);
+    if (r == CDDP_OK) r = cddp__check_group(d->comm);
+  } else if (r == CDDP_OK) {
+    r = cddp__gpu_finish(d);
+    if (r == CDDP_OK) r = cddp__rebuild(d); /* before momentum is dealt out by buckets */
+  }
+  if (r == CDDP_OK) r = slices ? cddp__gpu_step_slices(d, s) : cddp__gpu_step_whole(d, s);
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (!d->tensors[i].placed)
+      r = cddp__device_zero(d->params[i].grad,
+                            d->params[i].count * cddp__dtype_size(d->params[i].dtype),
+                            cddp__gpu_stream(d));
+  if (r != CDDP_OK) return cddp__give_up(d, r);
+  cddp__gpu_of(d)->scattered = false;
+  r = cddp__complete(d, true);
+  return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
+}
+
+static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_sgd *s) {
+  const cddp_kernels *kernels;
+  uint64_t record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
+  record = cddp__record_begin(d->control, CDDP__KIND_DDP_STEP, d->control->calls + 1, 0);
+  r = cddp__gpu_average_and_step(d, s);
+  cddp__record_finish(d->control, record, r);
+  return r;
+}
+
+/* --- clipping, buffers, compression --- */
+
+static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
+  cudaStream_t stream = cddp__gpu_stream(d);
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  const cddp_kernels *k;
+  double sum = 0;
+  cddp_result r;
+  int dtype, i, n;
+  bool add = false, scaling;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (norm != NULL && cddp__capturing(stream))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "cddp_ddp_clip_grad_norm waits for the norm and cannot be captured in a CUDA "
+                      "graph; with norm NULL it can");
+  if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
+  if ((r = cddp__use_device(gpu->plane->device)) != CDDP_OK) return r;
+  if (gpu->scratch == NULL) {
+    void *p = NULL;
+    r = cddp__cuda_result(cudaMalloc(&p, cddp__max(k->scratch_bytes, 16)), "cudaMalloc");
+    if (r != CDDP_OK) return r;
+    gpu->scratch = (double *)p;
+  }
+  r = cddp__device_zero(gpu->scratch, 2 * sizeof *gpu->scratch, stream);
+  for (scaling = false; r == CDDP_OK; scaling = true) { /* first all sums, then all factors */
+    for (dtype = 0; r == CDDP_OK && dtype <= CDDP_BF16; dtype++) {
+      for (n = 0, i = d->count - 1; i >= 0; i--) {
+        if ((int)d->params[i].dtype != dtype || !d->used[i] || d->params[i].count == 0) continue;
+        memset(&gpu->segments[n], 0, sizeof gpu->segments[n]);
+        gpu->segments[n].grad = d->params[i].grad;
+        gpu->segments[n++].count = d->params[i].count;
+      }
+      if (n == 0) continue;
+      r = cddp__kernel_result(
+          scaling
+              ? k->scale(gpu->segments, n, (cddp_dtype)dtype, gpu->scratch, (void *)stream)
+              : k->squares(gpu->segments, n, (cddp_dtype)dtype, gpu->scratch, add, (void *)stream),
+          scaling ? "the kernel that scales" : "the kernel that adds squares");
+      add = true;
+    }
+    if (scaling || r != CDDP_OK) break;
+    r = cddp__kernel_result(k->factor(gpu->scratch, max_norm, (void *)stream), "the norm's kernel");
+  }
+  if (norm == NULL || r != CDDP_OK) return r;
+  if ((r = cddp__await_stream(cddp__plane_of(d->group), stream)) != CDDP_OK) return r;
+  r = cddp__cuda_result(cudaMemcpyAsync(&sum, gpu->scratch, sizeof sum, cudaMemcpyDefault, stream),
+                        "cudaMemcpyAsync");
+  if (r == CDDP_OK) r = cddp__await_stream(cddp__plane_of(d->group), stream);
+  *norm = sqrt(sum);
+  return r;
+}
+
+/* Rank 0's values on every rank, wherever they lie. */
+static cddp_result cddp__gpu_broadcast(cddp_ddp *d, cddp_param *params, int count) {
+  cddp__plane *p = cddp__gpu_of(d)->plane;
+  cddp_result r = cddp__use_device(p->device);
+  bool taken;
+  int i;
+  p->stream = cddp__gpu_stream(d);
+  for (i = 0; r == CDDP_OK && i < count; i++) {
+    cddp__call c;
+    if (params[i].count == 0) continue;
+    memset(&c, 0, sizeof c);
+    c.kind = CDDP__KIND_BROADCAST;
+    c.dtype = (uint8_t)params[i].dtype;
+    c.send = c.recv = params[i].data;
+    c.count = params[i].count;
+    c.esize = cddp__dtype_size(params[i].dtype);
+    r = d->backend->start(d->comm, &c, NULL, &taken);
+    if (r == CDDP_OK && !taken) r = cddp__run_call(d->comm, &c);
+  }
+  return r;
+}
+
+static cddp_result cddp__gpu_sync_buffers(cddp_ddp *d) {
+  return cddp__gpu_broadcast(d, d->desc.buffers, d->desc.buffer_count);
+}
+
+static cddp_result cddp__device_average(cddp_group *g, void *buf, size_t count, cddp_dtype dtype) {
+  bool taken;
+  cddp__call c;
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_ALL_REDUCE;
+  c.dtype = (uint8_t)dtype;
+  c.op = CDDP_AVG;
+  c.send = c.recv = buf;
+  c.count = count;
+  c.esize = cddp__dtype_size(dtype);
+  c.root = -1;
+  return g->backend->start(g, &c, NULL, &taken);
+}
+
+static cddp_result cddp__device_compress(cddp_bucket *b, cddp_dtype small) {
+  cddp__plane *p = cddp__plane_of(b->group);
+  const cddp_kernels *k;
+  cddp_result r;
+  if (cddp__dtype_size(b->dtype) <= 2)
+    return cddp__device_average(b->group, b->data, b->count, b->dtype);
+  if ((r = cddp__need_kernels(&k, "gradient compression")) != CDDP_OK) return r;
+  if ((r = cddp__plane_scratch(p, 2 * b->count)) != CDDP_OK) return r;
+  r = cddp__kernel_result(
+      k->convert(p->scratch, small, b->data, b->dtype, b->count, (void *)p->stream),
+      "the kernel that compresses");
+  if (r == CDDP_OK) r = cddp__device_average(b->group, p->scratch, b->count, small);
+  if (r != CDDP_OK) return r;
+  return cddp__kernel_result(
+      k->convert(b->data, b->dtype, p->scratch, small, b->count, (void *)p->stream),
+      "the kernel that expands");
+}
+
+/* --- creation and destruction --- */
+
+static cddp_result cddp__gpu_check_params(const cddp_ddp *d) {
+  int device = cddp__plane_of(d->group)->device, i, k, memory;
+  char space[24], what[96];
+  cddp_result r;
+  for (i = 0; i < d->count; i++) {
+    const cddp_param *p = &d->params[i];
+    for (k = 0; k < 2; k++) {
+      const void *at = k == 0 ? p->data : p->grad;
+      if (at == NULL || p->count == 0) continue;
+      snprintf(what, sizeof what, "%s of parameter \"%.60s\"", k == 0 ? "data" : "grad",
+               cddp__param_name(p, i, space, sizeof space));
+      if ((r = cddp__memory_of(device, at, what, &memory)) != CDDP_OK) return r;
+      if (memory == CDDP__MEMORY_HOST)
+        return cddp__fail(CDDP_INVALID_ARGUMENT,
+                          "%s lies in host memory, but the group's device is cuda:%d; take it from "
+                          "cddp_alloc or cudaMalloc",
+                          what, device);
+    }
+  }
+  return CDDP_OK;
+}
+
+/* Every rank tells whether it has come so far; one that has not fails all, by name. *all: whether
+   every rank passed true. */
+static cddp_result cddp__gpu_agree(cddp_ddp *d, cddp_result r, bool *all) {
+  cddp_group *g = d->control;
+  char text[CDDP__ERROR_MAX];
+  int q;
+  if (r != CDDP_OK) {
+    snprintf(text, sizeof text, "%s", cddp__error_text);
+    cddp__fail(r, "rank %d: %s", g->rank, text);
+    return cddp__break(g, r);
+  }
+  cddp__begin(g)->u.bytes[0] = *all;
+  r = cddp__ddp_step_line(g, CDDP__KIND_DDP_CREATE, 0, 3);
+  for (q = 0; r == CDDP_OK && q < g->size; q++)
+    if (cddp__line_of(g, q, g->step)->u.bytes[0] == 0) *all = false;
+  return r;
+}
+
+static cddp_result cddp__gpu_arena(cddp_ddp *d) {
+  size_t bytes = d->bytes > 0 ? d->bytes : 1;
+  void *p = NULL;
+  cddp_result r;
+#if NCCL_VERSION_CODE >= 21900
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  int version = 0;
+  if (!cddp__gpu_staged(d) && d->group->size > 1 && ncclGetVersion(&version) == ncclSuccess &&
+      version >= 21900 && ncclMemAlloc(&p, bytes) == ncclSuccess)
+    gpu->arena_from_nccl = true;
+  else
+#endif
+      if ((r = cddp__cuda_result(cudaMalloc(&p, bytes), "cudaMalloc of gradients")) != CDDP_OK)
+    return r;
+  d->arena = (char *)p;
+  if ((r = cddp__device_zero(p, bytes, cddp__gpu_stream(d))) != CDDP_OK) return r;
+  if (!cddp__gpu_staged(d) || d->group->size == 1) return CDDP_OK;
+  cddp__gpu_of(d)->mirror = (char *)cddp__arena_alloc(d->group->host, bytes);
+  return cddp__gpu_of(d)->mirror != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+}
+
+/* NCCL then moves the gradients without a copy; slower, not wrong, where it cannot. */
+static void cddp__gpu_register(cddp_ddp *d) {
+#if NCCL_VERSION_CODE >= 21900
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  cddp__plane *p = gpu->plane;
+  ncclResult_t e = ncclSuccess;
+  ncclComm_t comm;
+  pthread_mutex_lock(&p->turn);
+  pthread_mutex_lock(&p->lock);
+  comm = p->comm;
+  if (comm != NULL) e = ncclCommRegister(comm, d->arena, d->bytes, &gpu->registration);
+  pthread_mutex_unlock(&p->lock);
+  if (e != ncclSuccess && e != ncclInProgress) gpu->registration = NULL;
+  if (e == ncclInProgress) (void)cddp__settle(p, comm, e, "ncclCommRegister");
+  pthread_mutex_unlock(&p->turn);
+#else
+  (void)d;
+#endif
+}
+
+static void cddp__gpu_deregister(cddp_ddp *d) {
+#if NCCL_VERSION_CODE >= 21900
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  pthread_mutex_lock(&gpu->plane->lock);
+  if (gpu->registration != NULL && gpu->plane->comm != NULL)
+    ncclCommDeregister(gpu->plane->comm, gpu->registration);
+  pthread_mutex_unlock(&gpu->plane->lock);
+  gpu->registration = NULL;
+#else
+  (void)d;
+#endif
+}
+
+/* The device side's own memory. Buckets are never more than parameters. */
+static cddp_result cddp__gpu_new(cddp_ddp *d) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  size_t n = (size_t)d->count;
+  cddp__gpu *gpu = (cddp__gpu *)cddp__calloc(a, 1, sizeof *gpu);
+  cddp_result r;
+  int i;
+  if (gpu == NULL) return CDDP_OUT_OF_MEMORY;
+  d->gpu = gpu;
+  gpu->plane = cddp__plane_of(d->comm);
+  gpu->reduced = (cudaEvent_t *)cddp__calloc(a, n, sizeof *gpu->reduced);
+  gpu->fills = (cudaEvent_t *)cddp__calloc(a, n, sizeof *gpu->fills);
+  gpu->calls = (cddp__call *)cddp__calloc(a, n, sizeof *gpu->calls);
+  gpu->segments = (cddp_segment *)cddp__calloc(a, n, sizeof *gpu->segments);
+  if (gpu->reduced == NULL || gpu->fills == NULL || gpu->calls == NULL || gpu->segments == NULL)
+    return CDDP_OUT_OF_MEMORY;
+  r = cddp__event_new(&gpu->filled);
+  if (r == CDDP_OK) r = cddp__event_new(&gpu->drained);
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    r = cddp__event_new(&gpu->reduced[i]);
+    if (r == CDDP_OK && cddp__gpu_staged(d)) r = cddp__event_new(&gpu->fills[i]);
+  }
+  return r;
+}
+
+static void cddp__gpu_leave(cddp_ddp *d) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  cddp__gpu *gpu = cddp__gpu_of(d);
+  int i;
+  if (gpu == NULL) return;
+  (void)cddp__use_device(gpu->plane->device);
+  if (d->comm != NULL) cddp__engine_drain(d->comm);
+  (void)cddp__await_stream(gpu->plane, gpu->plane->side);
+  cddp__gpu_deregister(d);
+  while (d->shards != NULL) {
+    cddp_sgd *s = d->shards->sgd; /* its momentum goes with the shard: it starts anew */
+    for (i = 0; i < s->count; i++) s->started[i] = false;
+    cddp__gpu_shard_drop(s);
+  }
+#if NCCL_VERSION_CODE >= 21900
+  if (gpu->arena_from_nccl) {
+    (void)cudaStreamSynchronize(cddp__gpu_stream(d)); /* cudaFree would wait by itself */
+    ncclMemFree(d->arena);
+    d->arena = NULL;
+  }
+#endif
+  if (d->arena != NULL) cudaFree(d->arena);
+  d->arena = NULL;
+  if (gpu->scratch != NULL) cudaFree(gpu->scratch);
+  cddp__arena_free(d->group->host, gpu->mirror);
+  cddp__event_free(&gpu->filled);
+  cddp__event_free(&gpu->drained);
+  for (i = 0; i < d->count; i++) {
+    if (gpu->reduced != NULL) cddp__event_free(&gpu->reduced[i]);
+    if (gpu->fills != NULL) cddp__event_free(&gpu->fills[i]);
+  }
+  cddp__free(a, gpu->reduced);
+  cddp__free(a, gpu->fills);
+  cddp__free(a, gpu->calls);
+  cddp__free(a, gpu->segments);
+  cddp__free(a, gpu);
+  d->gpu = NULL;
+}
+
+/* A private group like g, with a data plane. */
+static cddp_result cddp__split_with_plane(cddp_group *g, uint64_t check, cddp_group **out) {
+  cddp_result r = cddp__split(g, 0, g->rank, check, out), s;
+  if (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY) return r;
+  s = g->backend->split(g, 0, g->rank, *out);
+  return r == CDDP_OK ? s : r;
+}
+
+static size_t cddp__gpu_align(int ranks) { /* lowest common multiple of 64 and 16 * ranks */
+  size_t step = 16 * (size_t)ranks, align = step;
+  while (align % CDDP__CACHE_LINE != 0) align += step;
+  return align;
+}
+
+/* The collective part of creation, on a device. */
+static cddp_result cddp__gpu_join(cddp_ddp *d) {
+  cddp_group *g = d->group;
+  cddp_result r, local;
+  bool all = true;
+  int i;
+  if ((r = cddp__use_device(cddp__plane_of(g)->device)) != CDDP_OK) return r;
+  if ((r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control)) != CDDP_OK) return r;
+  local = cddp__gpu_check_params(d);
+  if ((r = cddp__gpu_agree(d, local, &all)) != CDDP_OK) return r;
+  if ((r = cddp__split_with_plane(g, CDDP__KIND_DDP_CREATE, &d->comm)) != CDDP_OK) return r;
+  if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
+  if (d->desc.comm_hook != NULL &&
+      (r = cddp__split_with_plane(g, CDDP__KIND_DDP_CREATE + 1, &d->hooks)) != CDDP_OK)
+    return r;
+  d->align = cddp__gpu_align(g->size);
+  cddp__lay_out(d);
+  local = cddp__gpu_new(d);
+  if (local == CDDP_OK) local = cddp__gpu_arena(d);
+  all = local == CDDP_OK && cddp__gpu_of(d)->arena_from_nccl;
+  if ((r = cddp__gpu_agree(d, local, &all)) != CDDP_OK) return r;
+  if (all) cddp__gpu_register(d);
+  all = cddp__gpu_of(d)->registration != NULL;
+  if ((r = cddp__gpu_agree(d, CDDP_OK, &all)) != CDDP_OK) return r;
+  if (!all) cddp__gpu_deregister(d); /* on all ranks or none */
+  for (i = 0; i < d->count; i++) {
+    d->tensors[i].placed = d->params[i].grad == NULL;
+    d->tensors[i].used = true;
+    d->used[i] = 1;
+  }
+  if ((r = cddp__gpu_broadcast(d, d->params, d->count)) != CDDP_OK) return r;
+  if ((r = cddp__gpu_broadcast(d, d->desc.buffers, d->desc.buffer_count)) != CDDP_OK) return r;
+  if ((r = cddp__set_plan(d, NULL)) != CDDP_OK) return r;
+  cddp__arm(d);
+  for (i = 0; i < d->count; i++)
+    if (d->tensors[i].placed) d->params[i].grad = d->arena + d->tensors[i].offset;
+  return CDDP_OK;
+}
+
+/* --- backends and their groups --- */
+
+static const cddp__backend cddp__nccl_backend = {
+    cddp__nccl_start,       cddp__nccl_message,     cddp__device_wait,    cddp__device_done,
+    cddp__nccl_synchronize, cddp__plane_set_stream, cddp__plane_stream,   cddp__plane_alloc,
+    cddp__plane_release,    cddp__nccl_split,       cddp__plane_leave,    cddp__gpu_join,
+    cddp__gpu_ready,        cddp__gpu_wait,         cddp__gpu_step,       cddp__gpu_clip,
+    cddp__gpu_sync_buffers, cddp__gpu_leave,        cddp__device_compress};
+
+static const cddp__backend cddp__staged_backend = {
+    cddp__staged_start,     cddp__staged_message,   cddp__staged_wait,    cddp__staged_done,
+    cddp__nccl_synchronize, cddp__plane_set_stream, cddp__plane_stream,   cddp__plane_alloc,
+    cddp__plane_release,    cddp__staged_split,     cddp__plane_leave,    cddp__gpu_join,
+    cddp__gpu_ready,        cddp__gpu_wait,         cddp__gpu_step,       cddp__gpu_clip,
+    cddp__gpu_sync_buffers, cddp__gpu_leave,        cddp__device_compress};
+
+static cddp_result cddp__no_gpu(cudaError_t e) {
+  int version = 0;
+  (void)cudaGetLastError();
+  (void)cudaRuntimeGetVersion(&version);
+  if (e == cudaErrorInsufficientDriver)
+    return cddp__fail(CDDP_CUDA,
+                      "CUDA finds no GPU here: the NVIDIA driver is missing, or too old for CUDA "
+                      "%d.%d; install or update it, or use device \"cpu\"",
+                      version / 1000, version % 1000 / 10);
+  if (e == cudaErrorInitializationError)
+    return cddp__fail(CDDP_CUDA,
+                      "cudaGetDeviceCount: %s: a process that has used CUDA must not fork; call "
+                      "cddp_spawn before anything that does",
+                      cudaGetErrorString(e));
+  if (e == cudaSuccess || e == cudaErrorNoDevice)
+    return cddp__fail(CDDP_CUDA, "CUDA finds no GPU here%s; use device \"cpu\"",
+                      getenv("CUDA_VISIBLE_DEVICES") != NULL
+                          ? " (CUDA_VISIBLE_DEVICES is set: is it right?)"
+                          : "");
+  return cddp__cuda_result(e, "cudaGetDeviceCount");
+}
+
+/* Which device this rank takes. */
+static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
+                                     int *device) {
+  const char *local = getenv("LOCAL_RANK");
+  int count = 0;
+  cudaError_t e = cudaGetDeviceCount(&count);
+  if (e != cudaSuccess || count == 0) return cddp__no_gpu(e);
+  if (desc->device[4] == ':') {
+    *device = atoi(desc->device + 5);
+    if (*device < count) return CDDP_OK;
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "device \"%s\" does not exist: %d GPU%s visible, cuda:0 to cuda:%d",
+                      desc->device, count, count == 1 ? " is" : "s are", count - 1);
+  }
+  *device = local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local) : g->rank;
+  if (!nccl) *device %= count;
+  if (*device < count) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "local rank %d has no GPU of its own: %d %s visible; start at most %d rank%s "
+                    "here, or let them share with backend \"cpu\"",
+                    *device, count, count == 1 ? "is" : "are", count, count == 1 ? "" : "s");
+}
+
+static void cddp__report_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
+                                cddp__device_report *out) {
+  cddp_result r;
+  int device = 0;
+  memset(out, 0, sizeof *out);
+  r = cddp__pick_device(g, desc, nccl, &device);
+  if (r == CDDP_OK) r = cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaDeviceGetPCIBusId(out->bus, (int)sizeof out->bus, device),
+                          "cudaDeviceGetPCIBusId");
+  out->device = device;
+  out->result = (int32_t)r;
+  cddp__host_identity(out->host, sizeof out->host);
+  if (getenv("NCCL_HOSTID") != NULL) /* NCCL goes by it: ranks may so share a GPU, for tests */
+    snprintf(out->host, sizeof out->host, "%s", getenv("NCCL_HOSTID"));
+  snprintf(out->name, sizeof out->name, "rank %d (pid %d on %.48s)", g->rank, (int)getpid(),
+           g->host->name);
+  if (r != CDDP_OK) snprintf(out->text, sizeof out->text, "%s", cddp__error_text);
+}
+
+/* The first thing that is wrong with the ranks' devices; the same on every rank. */
+static cddp_result cddp__check_devices(const cddp__device_report *all, int n, bool nccl) {
+  int i, k;
+  for (i = 0; i < n; i++)
+    if (all[i].result != CDDP_OK)
+      return cddp__fail((cddp_result)all[i].result, "%s%s%s", n > 1 ? all[i].name : "",
+                        n > 1 ? ": " : "", all[i].text);
+  for (i = 0; nccl && i < n; i++)
+    for (k = 0; k < i; k++)
+      if (strcmp(all[i].bus, all[k].bus) == 0 && strcmp(all[i].host, all[k].host) == 0)
+        return cddp__fail(CDDP_INVALID_ARGUMENT,
+                          "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: "
+                          "set device to \"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let "
+                          "them share with backend \"cpu\"",
+                          all[k].name, all[i].name, all[i].device, all[i].bus);
+  return CDDP_OK;
+}
+
+/* Collective: gives the new group of all ranks its data plane. */
+static cddp_result cddp__attach_plane(cddp_group *g, const cddp_group_desc *desc) {
+  const cddp_allocator *a = &g->host->allocator;
+  bool nccl = desc->backend == NULL || strcmp(desc->backend, "nccl") == 0;
+  cddp__device_report mine, *all;
+  cddp__plane *p = NULL;
+  cddp_result r;
+  all = (cddp__device_report *)cddp__malloc(a, (size_t)g->size * sizeof *all);
+  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  cddp__report_device(g, desc, nccl, &mine);
+  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, &mine, all, sizeof mine, CDDP_U8, -1);
+  if (r == CDDP_OK) r = cddp__check_devices(all, g->size, nccl);
+  cddp__free(a, all);
+  if (r != CDDP_OK) return r;
+  if ((r = cddp__plane_new(&p, g, mine.device, NULL)) != CDDP_OK) return cddp__break(g, r);
+  if (nccl && g->size > 1) r = cddp__nccl_connect(p);
+  if (r != CDDP_OK) {
+    cddp__unwatch(p);
+    cddp__plane_abort(p);
+    cddp__plane_free(p);
+    return r;
+  }
+  g->backend = nccl ? &cddp__nccl_backend : &cddp__staged_backend;
+  g->plane = p;
+  return CDDP_OK;
+}
+#endif
+
+/* Collective: the device that the description asks for, if any. A failure takes the group away. */
+static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *desc) {
+  cddp_result r = CDDP_OK;
+#ifdef CDDP_CUDA
+  char text[CDDP__ERROR_MAX];
+  if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0 && (*g)->hosts != NULL)
+    r = cddp__fail(CDDP_UNSUPPORTED, "the ranks are on %d hosts; in this version device \"cuda\" is "
+                                     "for the ranks of one",
+                   (*g)->hosts->count);
+  else if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0)
+    r = cddp__attach_plane(*g, desc);
+  if (r != CDDP_OK) {
+    snprintf(text, sizeof text, "%s", cddp__error_text);
+    cddp__group_leave(*g);
+    *g = NULL;
+    cddp__fail(r, "%s", text);
+  }
+#else
+  (void)g;
+  (void)desc;
+#endif
+  return r;
+}
+
+/* An optimizer whose first parameter lies on a device has all of them there. */
+static cddp_result cddp__attach_sgd(cddp_sgd *s) {
+#ifdef CDDP_CUDA
+  int i, count = 0, on_device = 0;
+  for (i = 0; i < s->count; i++) {
+    struct cudaPointerAttributes a;
+    if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
+    if (cudaPointerGetAttributes(&a, s->params[i].data) != cudaSuccess) {
+      (void)cudaGetLastError(); /* no driver: no device memory */
+      return CDDP_OK;
+    }
+    count++;
+    on_device += a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
+  }
+  if (on_device > 0 && on_device < count)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "some parameters lie on a GPU and others in host memory");
+  if (on_device > 0) s->backend = &cddp__device_sgd;
+#else
+  (void)s;
+#endif
+  return CDDP_OK;
+}
+
+/* cddp__split, and for every new group its data plane. */
+static cddp_result cddp__split_planes(cddp_group *g, int color, int key, uint64_t check,
+                                      cddp_group **out) {
+  cddp_result r = cddp__split(g, color, key, check, out), planes;
+  char text[CDDP__ERROR_MAX];
+  if (g->backend == NULL || (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY)) return r;
+  snprintf(text, sizeof text, "%s", cddp__error_text);
+  planes = g->backend->split(g, color, key, *out); /* the other ranks count on this one */
+  if (r != CDDP_OK) return cddp__fail(r, "%s", text);
+  if (planes == CDDP_OK) return planes;
+  snprintf(text, sizeof text, "%s", cddp__error_text);
+  if (*out != NULL) cddp__group_leave(*out);
+  *out = NULL;
+  return cddp__fail(planes, "%s", text);
 }
 /* >>sampler ------------------------------------------------------------------------------------
    torch.utils.data.DistributedSampler: the same generator and the same shuffle. Pure. */
@@ -14538,7 +17371,7 @@ typedef struct cddp__report { /* passed between ranks as bytes */
 
 /* Collective: all ranks return the failure of the first one that has one. hash: of what must be
    alike. value: becomes rank 0's. */
-static cddp_result cddp__settle(cddp_group *g, cddp_result mine, uint64_t hash, uint64_t value[2]) {
+static cddp_result cddp__st_settle(cddp_group *g, cddp_result mine, uint64_t hash, uint64_t value[2]) {
   cddp__report own, *all;
   cddp_result r;
   int p;
@@ -14640,6 +17473,9 @@ static cddp_result cddp__check_checkpoint(const cddp_group *g, const char *path,
   int i;
   if (path == NULL || path[0] == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
+  if ((g != NULL && g->backend != NULL) || (d->sgd != NULL && d->sgd->backend != NULL))
+    return cddp__fail(CDDP_UNSUPPORTED, "memory of a GPU is not saved or loaded in this version; "
+                                        "copy it to the host and pass a group of the CPU or NULL");
   if ((r = cddp__check_tensors("parameter", params, count, true)) != CDDP_OK) return r;
   if ((r = cddp__check_shapes(params, count, d->shapes)) != CDDP_OK) return r;
   if (d->sgd != NULL)
@@ -14866,12 +17702,12 @@ static cddp_result cddp__save(cddp_group *g, const char *path, const cddp_param 
   s.count = count;
   s.desc = desc;
   if (r == CDDP_OK && first) r = cddp__save_header(&s);
-  r = cddp__settle(g, r, hash, NULL);
+  r = cddp__st_settle(g, r, hash, NULL);
   if (r == CDDP_OK) {
     if (first && inside) r = cddp__enter(g); /* reads its peers' memory */
     if (first && r == CDDP_OK) r = cddp__write_checkpoint(&s, path);
     if (first && inside) cddp__exit(g, CDDP_OK);
-    r = cddp__settle(g, r, 0, NULL);
+    r = cddp__st_settle(g, r, 0, NULL);
   }
   cddp__free(s.allocator, s.items);
   cddp__free(s.allocator, s.pairs);
@@ -15086,16 +17922,16 @@ static cddp_result cddp__load_header(cddp__loading *l, const char *path, uint64_
   if (r == CDDP_OK && (l->file = cddp__st_new(l->allocator)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK && first) r = cddp__st_open(l->file, path, &value[1]);
   if (r == CDDP_OK && first) value[0] = l->file->text_size;
-  if ((r = cddp__settle(l->g, r, hash, value)) != CDDP_OK) return r;
+  if ((r = cddp__st_settle(l->g, r, hash, value)) != CDDP_OK) return r;
   if (!first) r = cddp__st_text_room(l->file, (size_t)value[0]);
-  if ((r = cddp__settle(l->g, r, 0, NULL)) != CDDP_OK) return r;
+  if ((r = cddp__st_settle(l->g, r, 0, NULL)) != CDDP_OK) return r;
   if (l->g != NULL)
     r = cddp__run_simple(l->g, CDDP__KIND_BROADCAST, l->file->text, l->file->text,
                          (size_t)value[0], CDDP_U8, 0);
   if (r != CDDP_OK) return r;
   r = cddp__st_parse(l->file, value[1]);
   if (r == CDDP_OK) r = cddp__match(l);
-  return cddp__settle(l->g, r, 0, NULL);
+  return cddp__st_settle(l->g, r, 0, NULL);
 }
 
 /* Puts what was loaded in its place; cannot fail. */
@@ -15131,7 +17967,7 @@ static cddp_result cddp__load_tensors(cddp__loading *l) {
   cddp_result r = CDDP_OK;
   size_t i;
   if (l->g == NULL || l->g->rank == 0) r = cddp__read_tensors(l);
-  r = cddp__settle(l->g, r, 0, NULL);
+  r = cddp__st_settle(l->g, r, 0, NULL);
   for (i = 0; r == CDDP_OK && l->g != NULL && i < l->copy_count; i++) {
     const cddp__st_copy *c = &l->copies[i];
     r = cddp__run_simple(l->g, CDDP__KIND_BROADCAST, c->to, c->to, (size_t)c->from->info.count,
@@ -16141,6 +18977,25 @@ static cddp_result cddp__collective(const char *function, cddp_group *g, int kin
   return cddp__start_call(g, &c, work);
 }
 
+/* A message in device memory; *taken false: it is the host's. */
+static cddp_result cddp__device_message(cddp_group *g, int kind, const void *buf, size_t count,
+                                        cddp_dtype dtype, int peer, int tag, cddp_work **work,
+                                        bool *taken) {
+  cddp__call c;
+  *taken = false;
+  if (CDDP__LIKELY(g->backend == NULL)) return CDDP_OK;
+  memset(&c, 0, sizeof c);
+  c.kind = (uint8_t)kind;
+  c.dtype = (uint8_t)dtype;
+  c.root = peer;
+  c.tag = tag;
+  c.send = buf;
+  memcpy(&c.recv, &buf, sizeof buf); /* recv's is not const, a send does not write to it */
+  c.count = count;
+  c.esize = cddp__dtype_size(dtype);
+  return g->backend->message(g, &c, work, taken);
+}
+
 static cddp_result cddp__check_p2p(const char *function, const cddp_group *g, const void *buf,
                                    size_t count, cddp_dtype dtype, int peer, int tag) {
   if (g == NULL) return cddp__invalid(function, "the group is NULL");
@@ -16154,28 +19009,46 @@ static cddp_result cddp__check_p2p(const char *function, const cddp_group *g, co
   return CDDP_OK;
 }
 
-static cddp_result cddp__check_desc(const cddp_group_desc *d) {
-  const char *backend = cddp__backend(d), *device = d->device;
-  if (backend != NULL && strcmp(backend, "mpi") == 0) {
-#ifndef CDDP_MPI
-    return cddp__fail(CDDP_UNSUPPORTED, "cddp_init: this build has no \"mpi\" backend; compile "
-                                        "with mpicc -DCDDP_MPI");
-#endif
-  } else if (backend != NULL && strcmp(backend, "cpu") != 0) {
-    if (strcmp(backend, "nccl") == 0)
-      return cddp__fail(CDDP_UNSUPPORTED,
-                        "cddp_init: this build has no \"%s\" backend, only \"cpu\"", backend);
+static cddp_result cddp__check_backend(const char *backend, bool cuda) {
+  bool nccl = backend != NULL && strcmp(backend, "nccl") == 0;
+  bool mpi = backend != NULL && strcmp(backend, "mpi") == 0;
+  if (backend == NULL || strcmp(backend, "cpu") == 0) return CDDP_OK;
+  if (!nccl && !mpi)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "cddp_init: backend \"%s\" is not known; it may be \"cpu\" or \"mpi\"",
+                      "cddp_init: backend \"%s\" is not known; it may be \"cpu\", \"mpi\" or "
+                      "\"nccl\"",
                       backend);
-  }
-  if (device != NULL && strcmp(device, "cpu") != 0) {
-    if (strncmp(device, "cuda", 4) == 0)
-      return cddp__fail(CDDP_UNSUPPORTED,
-                        "cddp_init: this build has no CUDA; device may be \"cpu\"");
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "cddp_init: device \"%s\" is not known; it may be \"cpu\"", device);
-  }
+  if (nccl ? !CDDP__HAS_CUDA : !CDDP__HAS_MPI)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "cddp_init: this build has no \"%s\" backend; compile cddp's implementation "
+                      "with %s for it",
+                      backend, nccl ? "-DCDDP_CUDA" : "mpicc -DCDDP_MPI");
+  if (nccl && !cuda) return cddp__invalid("cddp_init", "backend \"nccl\" needs device \"cuda\"");
+  if (mpi && cuda) return cddp__invalid("cddp_init", "backend \"mpi\" needs device \"cpu\"");
+  return CDDP_OK;
+}
+
+static cddp_result cddp__check_device(const char *device, bool cuda) {
+  if (device == NULL || strcmp(device, "cpu") == 0) return CDDP_OK;
+  if (cuda && !CDDP__HAS_CUDA)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "cddp_init: this build has no CUDA; compile cddp's implementation with "
+                      "-DCDDP_CUDA and link -lnccl -lcudart, or use device \"cpu\"");
+  if (cuda && (device[4] == 0 || (device[4] == ':' && device[5] >= '0' && device[5] <= '9' &&
+                                  strlen(device + 5) <= 4 &&
+                                  strspn(device + 5, "0123456789") == strlen(device + 5))))
+    return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "cddp_init: device \"%s\" is not known; it may be \"cpu\", \"cuda\" or a "
+                    "certain GPU: \"cuda:0\"",
+                    device);
+}
+
+static cddp_result cddp__check_desc(const cddp_group_desc *d) {
+  bool cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
+  cddp_result r;
+  if ((r = cddp__check_backend(cddp__backend_name(d), cuda)) != CDDP_OK) return r;
+  if ((r = cddp__check_device(d->device, cuda)) != CDDP_OK) return r;
   if (d->world_size < 0 || d->world_size > CDDP__MAX_RANKS)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "cddp_init: world_size is %d; it must be from 1 to %d, or 0 for "
@@ -16238,13 +19111,14 @@ CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype
 CDDPDEF cddp_result cddp_sgd_step(cddp_sgd *s) {
   cddp_result r;
   if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_step: s is NULL");
-  r = cddp__sgd_step(s);
+  r = s->backend != NULL ? s->backend->step(s) : cddp__sgd_step(s);
   return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_sgd_step: ");
 }
 
 CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s) {
   int i;
   if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_zero_grad: s is NULL");
+  if (s->backend != NULL) return s->backend->zero(s);
   for (i = 0; i < s->count; i++) {
     cddp_param *p = &s->params[i];
     if (p->grad != NULL) memset(p->grad, 0, p->count * cddp__dtype_size(p->dtype));
@@ -16267,6 +19141,7 @@ CDDPDEF double cddp_sgd_lr(const cddp_sgd *s) { return s != NULL ? s->desc.lr : 
 
 CDDPDEF void cddp_sgd_destroy(cddp_sgd *s) {
   if (s != NULL && s->shard != NULL) s->drop(s);
+  if (s != NULL && s->backend != NULL) s->backend->leave(s);
   cddp__sgd_free(s);
 }
 
@@ -16479,6 +19354,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   if (desc == NULL) desc = &zero;
   if ((r = cddp__check_desc(desc)) != CDDP_OK) return r;
   r = cddp__init(out, desc);
+  if (r == CDDP_OK) r = cddp__attach_device(out, desc);
   return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_init: ");
 }
 
@@ -16490,7 +19366,7 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
   cddp__engine_drain(g);
   {
     cddp_result r = cddp__check_group(g);
-    return r != CDDP_OK ? r : cddp__split(g, color, key, 0, out);
+    return r != CDDP_OK ? r : cddp__split_planes(g, color, key, 0, out);
   }
 }
 
@@ -16516,8 +19392,8 @@ CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, c
   }
   cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  return cddp__split(g, color, key,
-                     cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks), out);
+  return cddp__split_planes(
+      g, color, key, cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks), out);
 }
 
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {
@@ -16545,11 +19421,35 @@ CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
     cddp__invalid("cddp_alloc", "the group is NULL");
     return NULL;
   }
+  if (g->backend != NULL) return g->backend->alloc(g, bytes);
   return cddp__arena_alloc(g->host, bytes);
 }
 
 CDDPDEF void cddp_free(cddp_group *g, void *p) {
-  if (g != NULL) cddp__arena_free(g->host, p);
+  if (g == NULL) return;
+  if (g->backend != NULL)
+    g->backend->release(g, p);
+  else
+    cddp__arena_free(g->host, p);
+}
+
+CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
+  if (g != NULL && g->backend != NULL) g->backend->set_stream(g, stream);
+}
+
+CDDPDEF void *cddp_stream(const cddp_group *g) {
+  return g != NULL && g->backend != NULL ? g->backend->stream(g) : NULL;
+}
+
+CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
+  if (g == NULL) return cddp__invalid("cddp_synchronize", "the group is NULL");
+  if (g->backend != NULL) return g->backend->synchronize(g);
+  cddp__engine_drain(g);
+  return cddp__check_group(g);
+}
+
+CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
+  cddp__registered_kernels = kernels;
 }
 
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -16612,9 +19512,12 @@ CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp
   cddp_result r = cddp__check_p2p("cddp_send", g, buf, count, dtype, peer, tag);
   uint64_t record;
   int parcel = -1;
+  bool taken;
   cddp__enter_call();
   if (work != NULL) *work = NULL;
   if (r != CDDP_OK) return r;
+  r = cddp__device_message(g, CDDP__KIND_SEND, buf, count, dtype, peer, tag, work, &taken);
+  if (r != CDDP_OK || taken) return r;
   if (work != NULL && (w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   record = cddp__record_message(g, "send", count, dtype, peer, tag);
   r = cddp__start_send(g, buf, count, dtype, peer, tag, &parcel);
@@ -16635,9 +19538,12 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
                               int tag, cddp_work **work) {
   cddp_work *w;
   cddp_result r = cddp__check_p2p("cddp_recv", g, buf, count, dtype, peer, tag);
+  bool taken;
   cddp__enter_call();
   if (work != NULL) *work = NULL;
   if (r != CDDP_OK || (r = cddp__check_group(g)) != CDDP_OK) return r;
+  r = cddp__device_message(g, CDDP__KIND_RECV, buf, count, dtype, peer, tag, work, &taken);
+  if (r != CDDP_OK || taken) return r;
   if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->is_recv = true;
   w->pending.buf = buf;
@@ -16743,14 +19649,18 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
   if ((r = cddp__check_params(name, params, count, false)) != CDDP_OK) return r;
   if ((r = cddp__check_params(name, desc->buffers, desc->buffer_count, true)) != CDDP_OK) return r;
   if ((r = cddp__check_sparse(name, params, count, desc->sparse_rows)) != CDDP_OK) return r;
+  if (g->backend != NULL && desc->sparse_rows != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED, "%s: no sparse gradients on a GPU in this version", name);
   if (!(desc->bucket_cap_mb >= 0 && desc->first_bucket_mb >= 0))
     return cddp__invalid(name, "a bucket size is negative");
   cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if ((d = cddp__ddp_new(g, params, count, desc)) == NULL) return CDDP_OUT_OF_MEMORY;
-  if ((r = cddp__ddp_join(d)) != CDDP_OK) {
+  r = d->backend != NULL ? d->backend->ddp_join(d) : cddp__ddp_join(d);
+  if (r != CDDP_OK) {
     char text[CDDP__ERROR_MAX];
     snprintf(text, sizeof text, "%s", cddp__error_text);
+    if (d->backend != NULL) d->backend->ddp_leave(d);
     cddp__ddp_free(d);
     return cddp__fail(r, "%s: %s", name, text);
   }
@@ -16765,7 +19675,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
                       d->count);
   if (d->params[param].grad == NULL && cddp__dense_count(d, param) > 0)
     return cddp__invalid("cddp_ddp_ready", "the parameter's grad is NULL");
-  return cddp__ddp_ready(d, param);
+  return d->backend != NULL ? d->backend->ddp_ready(d, param) : cddp__ddp_ready(d, param);
 }
 
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
@@ -16809,7 +19719,7 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
   cddp_result r;
   cddp__enter_call();
   if (d == NULL) return cddp__invalid("cddp_ddp_wait", "the cddp_ddp is NULL");
-  r = cddp__ddp_wait(d);
+  r = d->backend != NULL ? d->backend->ddp_wait(d) : cddp__ddp_wait(d);
   return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "cddp_ddp_wait: ") : r;
 }
 
@@ -16835,7 +19745,7 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
   cddp__enter_call();
   if (d == NULL || s == NULL) return cddp__invalid(name, "the cddp_ddp or the cddp_sgd is NULL");
   if ((r = cddp__check_pair(name, d, s)) != CDDP_OK) return r;
-  r = cddp__ddp_step(d, s);
+  r = d->backend != NULL ? d->backend->ddp_step(d, s) : cddp__ddp_step(d, s);
   return r == CDDP_INVALID_ARGUMENT ? cddp__fail_in(r, "%s: ", name) : r;
 }
 
@@ -16846,6 +19756,8 @@ CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s) {
   int i;
   cddp__enter_call();
   if (d == NULL) return cddp__invalid(name, "the cddp_ddp is NULL");
+  if (d->backend != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED, "%s: models on a GPU cannot join in this version", name);
   if (s != NULL && (r = cddp__check_pair(name, d, s)) != CDDP_OK) return r;
   if (d->no_sync) return cddp__invalid(name, "no_sync is on; end the step that it began first");
   for (i = 0; i < d->count && !d->failed; i++)
@@ -16869,13 +19781,15 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm) {
   if (d == NULL) return cddp__invalid("cddp_ddp_clip_grad_norm", "the cddp_ddp is NULL");
   if (!(max_norm > 0)) return cddp__invalid("cddp_ddp_clip_grad_norm", "max_norm must be above 0");
-  return cddp__clip(d, max_norm, norm);
+  return d->backend != NULL ? d->backend->ddp_clip(d, max_norm, norm)
+                            : cddp__clip(d, max_norm, norm);
 }
 
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
   cddp__enter_call();
   if (d == NULL) return cddp__invalid("cddp_ddp_sync_buffers", "the cddp_ddp is NULL");
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->backend != NULL) return d->backend->ddp_sync_buffers(d);
   return cddp__sync_buffers(d);
 }
 
@@ -16897,7 +19811,9 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 }
 
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
-  if (d != NULL) cddp__ddp_free(d);
+  if (d == NULL) return;
+  if (d->backend != NULL) d->backend->ddp_leave(d);
+  cddp__ddp_free(d);
 }
 
 CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data) {
@@ -16915,6 +19831,11 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc) {
   cddp_result r = cddp__sgd_create(out, params, count, desc, NULL);
+  if (r == CDDP_OK && (r = cddp__attach_sgd(*out)) != CDDP_OK) {
+    cddp__sgd_free(*out);
+    *out = NULL;
+    return cddp__fail_in(r, "cddp_sgd_create: ");
+  }
   if (r != CDDP_OK || desc->ddp == NULL) return r;
   if (desc->ddp->params != params || desc->ddp->count != count) {
     cddp__sgd_free(*out);
@@ -17041,7 +19962,9 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
-   0.2 (2026-11)  how a rank died and where each rank made its call; flight recorder; cddp_launch;
+   0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU (not yet run
+                  on a real one)
+                  how a rank died and where each rank made its call; flight recorder; cddp_launch;
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
                   fail or are there twice while they meet are named to the others at once;
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);

@@ -111,6 +111,46 @@ alone() {
   run_program ./a.out
 }
 
+# --- nvcc, with or without a GPU: for sm_80 and sm_90, no warnings from it or the host's compiler. (The
+# comments and macros that excuse two things are gone before the host's compiler sees the code.)
+
+cuda_flags="-Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-implicit-fallthrough,-Wno-tautological-compare -I$top
+  -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90"
+
+cuda-full() { # as users compile it, and no register is spilled; only with `ninja cuda`: it takes minutes
+  local f
+  installed nvcc
+  for f in tests/kernels.cu examples/*.cu; do
+    # shellcheck disable=SC2086
+    nvcc $cuda_flags -O3 -Xptxas -v -c "$f" -o "$work/full.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
+    grep -E '[1-9][0-9]* bytes spill' "$work/out" | none "$f: registers are spilled"
+  done
+}
+
+# All code once, hardly optimised, in toy.cu; of the other examples what is theirs. Then toy runs: without
+# a GPU it says so.
+cuda-examples() {
+  local f own="-DCDDP_IMPLEMENTATION_DONE -DCDDP_KERNELS_IMPLEMENTATION_DONE"
+  installed nvcc
+  nccl_found || skip "nvcc finds no nccl.h"
+  for f in stdio stdlib string math inttypes; do own="$own -include $f.h"; done
+  for f in examples/*.cu; do
+    head -n 12 "$f" | grep -q -E "^ +nvcc .*$f .*-lnccl -lcublas\$" || fail "$f: no 'nvcc ... $f ...' in its top comment"
+    [ "$f" = examples/toy.cu ] && continue
+    # shellcheck disable=SC2086
+    nvcc $cuda_flags $own -c "$f" -o "$work/one.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
+  done
+  # shellcheck disable=SC2086
+  nvcc $cuda_flags -Xptxas -O0 -Xcicc -O1 examples/toy.cu -o "$work/toy" -lnccl -lcublas >"$work/out" 2>&1 ||
+    fail "$(cat "$work/out")"
+  "$work/toy" -n 2 --device cpu || fail "--device cpu: exit code $?"
+  CUDA_VISIBLE_DEVICES='' "$work/toy" >"$work/out" 2>&1 && fail "runs on no GPU: $(cat "$work/out")"
+  [ "$(grep -c '^rank 0: cddp_init: CUDA finds no GPU here' "$work/out")" = 1 ] &&
+    [ "$(wc -l <"$work/out")" = 1 ] || fail "no sentence about the GPU: $(cat "$work/out")"
+}
+
+nccl_found() { echo '#include <nccl.h>' >"$work/nccl.cu" && nvcc -E "$work/nccl.cu" >/dev/null 2>&1; }
+
 aarch64() {
   installed aarch64-linux-gnu-gcc
   implementation aarch64-linux-gnu-gcc
@@ -199,9 +239,9 @@ unfinished() {
 
 short_examples() { # one file a lesson, at most 150 lines, its build command in the top comment
   local f
-  for f in examples/*.c; do # cddp...: a tool, no lesson
+  for f in examples/*.c examples/*.cu; do # cddp...: a tool, no lesson
     [[ $f = examples/cddp* ]] || [ "$(wc -l <"$f")" -le 150 ] || echo "$f: $(wc -l <"$f") lines"
-    head -n 20 "$f" | grep -q -E "^ +cc .*$f" || echo "$f: no line '  cc ... $f ...' in its top comment"
+    head -n 20 "$f" | grep -q -E "^ +(cc|nvcc) .*$f" || echo "$f: no line '  cc ... $f ...' in its top comment"
   done | none "examples"
 }
 
@@ -231,11 +271,12 @@ list() {
   for c in $compilers; do
     if command -v "$c" >/dev/null; then printf "%s-$c\n" $per_compiler; else echo "alone-$c"; fi
   done
-  echo alone-nvcc aarch64 $others
+  echo alone-nvcc cuda-examples cuda-full aarch64 $others
 }
 
 case ${1:-} in
 list) list ;;
+cuda-full | cuda-examples) "$1" || exit 1 ;;
 implementation-* | declarations-* | static-* | two-files-* | alone-*)
   what=${1%-*}
   "${what//-/_}" "${1##*-}" || exit 1

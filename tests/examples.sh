@@ -234,8 +234,48 @@ cddprun() { # also: options in torchrun's two spellings, exit codes, --help
   [ $? = 2 ] && grep -q '^cddprun: no such option: --nodes$' out || fail "a wrong option: $(cat out)"
 }
 
+# Those for GPUs, on the test double of CUDA and NCCL (tests/hostcuda), where ninja has built them.
+gpu() {
+  local ranks r
+  cd build/plain && [ -x toy.cu ] && [ -x digits.cu ] || fail "ninja builds them first: ninja plain-gpu"
+  for ranks in 1 2 4; do
+    run ./toy.cu -n $ranks
+    for ((r = 0; r < ranks; r++)); do expect 1 "^Loss on rank $r: [0-9]+\.[0-9]+\$"; done
+    cp "$work/out" "$work/toy$ranks"
+    run ./linear.cu -n $ranks
+    expect 1 '^Hash [0-9a-f]{16}, and the same on all ranks$'
+    run ./collectives.cu -n $ranks
+    expect $ranks "^broadcast, rank [0-3]: $ranks $((10 * ranks))\$"
+    expect $ranks "^all_reduce, sum, rank [0-3]: $((ranks * (ranks + 1) / 2)) $((5 * ranks * (ranks + 1)))\$"
+  done
+  for r in '--backend cpu' '--device cpu'; do # the same numbers through the host, and without a GPU
+    # shellcheck disable=SC2086
+    run ./toy.cu -n 2 $r
+    [ "$(grep ^Loss "$work/out" | sort)" = "$(grep ^Loss "$work/toy2" | sort)" ] || fail "other losses with $r"
+  done
+  cd "$top" || exit 1
+  run build/plain/digits.cu -n 2 --hidden 32 --epochs 1
+  cp "$work/out" "$work/digits"
+  run build/plain/digits.cu -n 2 --hidden 32 --epochs 1 --device cpu
+  grep ^epoch "$work/out" | cmp - <(grep ^epoch "$work/digits") || fail "another loss without a GPU"
+  run build/plain/digits.cu -n 4 --hidden 64 --epochs 8 --device cpu
+  grep -E '^test accuracy: (8[5-9]|9)' "$work/out" || fail "an accuracy of 85 % expected"
+  [ "$(grep -o -E '[0-9a-f]{16}$' "$work/out" | uniq -c | awk '{ print $1 }')" = 4 ] || fail "weights differ"
+  HOSTCUDA_DEVICES=0 no_gpu build/plain/toy.cu
+  HOSTCUDA_DEVICES=2 build/plain/toy.cu -n 3 >"$work/out" 2>&1 && fail "3 ranks on 2 GPUs: $(cat "$work/out")"
+  expect 3 ' has no GPU of its own: 2 are visible; start at most 2 ranks here'
+}
+
+no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
+  "$@" >"$work/out" 2>&1
+  local code=$?
+  cat "$work/out"
+  [ $code = 1 ] && [ "$(wc -l <"$work/out")" = 1 ] || fail "$*: exit code $code"
+  expect 1 '^rank 0: cddp_init: CUDA finds no GPU here'
+}
+
 case ${1:-} in
-list) echo toy linear collectives embedding data_parallel model_parallel digits cddptrace cddprun ;;
-toy | linear | collectives | embedding | data_parallel | model_parallel | digits | cddptrace | cddprun) "$1" ;;
+list) echo toy linear collectives embedding data_parallel model_parallel digits cddptrace cddprun gpu ;;
+toy | linear | collectives | embedding | data_parallel | model_parallel | digits | cddptrace | cddprun | gpu) "$1" ;;
 *) fail "usage: $0 list | NAME" ;;
 esac

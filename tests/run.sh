@@ -15,6 +15,7 @@ variants="plain asan tsan clang-asan"
 valgrind_tests="groups trajectories"
 waiting="store discovery spawn launch init strangers faults simulate" # mostly asleep: they run side by side
 tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(room\|public\) .*/\1/p' tests/variant.ninja)
+gpu_tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(gpu\|gpu_room\|kernels\) .*/\1/p' tests/gpu.ninja)
 passed=0 failed=0 skipped=0
 failures=()
 mkdir -p build/log
@@ -150,14 +151,20 @@ obstacle() { # VARIANT
 }
 
 built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this variant
-  local list='$name'
-  [ "$1" = clang-asan ] && list='${name}-short'
+  local list='$name|${name}-gpu'
   [ "$1/$2" = plain/simulate ] && return 0
-  sed -n "/^build $list:/,/[^\$]$/p" tests/variant.ninja | grep -q -w "\$dir/$2"
+  case $1 in
+  asan) list='$name' ;;
+  tsan) list='$name|${name}-gpu-short' ;;
+  clang-asan) list='${name}-short' ;;
+  esac
+  cat tests/variant.ninja tests/gpu.ninja | awk -v list="|$list|" '
+    /^build / { on = index(list, "|" substr($2, 1, length($2) - 1) "|") } on' | grep -q -w "\$dir/$2"
 }
 
 run_variant() { # VARIANT
-  local v=$1 t why limit=300 prefix=("${fixed[@]+"${fixed[@]}"}") any=
+  local v=$1 t why limit=300 prefix=("${fixed[@]+"${fixed[@]}"}") any= tests=$tests
+  [ "$v" = clang-asan ] || tests="$tests $gpu_tests"
   for t in $tests; do wanted "$v/$t" && any=1; done
   [ -n "$any" ] || return 0
   why=$(obstacle "$v")
@@ -188,6 +195,7 @@ valgrind_lines() {
 
 cores=$(nproc 2>/dev/null || echo 1)
 spread "$cores" < <(for t in $(tests/checks.sh list); do
+  [ "$t" = cuda-full ] && [[ "${patterns[*]-}" != *cuda* ]] && continue # `ninja cuda` asks for it
   echo "check/$t" "${TEST_TIMEOUT:-300}" tests/checks.sh "$t"
 done)
 for v in $variants; do run_variant "$v"; done

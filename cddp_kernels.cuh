@@ -1,0 +1,1025 @@
+/* cddp_kernels.cuh - the CUDA kernels of cddp.h - v0.2
+   Public domain or MIT, at your choice (end of cddp.h). No warranty; use at your own risk.
+
+   A program in one .cu file (nvcc -O3 train.cu -lnccl -lcublas):
+
+       #define CDDP_IMPLEMENTATION
+       #include "cddp_kernels.cuh"      // includes cddp.h with CDDP_CUDA
+
+   A program whose cddp.h is implemented in a C or C++ file: one .cu file, linked to the rest, with
+
+       #define CDDP_KERNELS_IMPLEMENTATION
+       #include "cddp_kernels.cuh"
+
+   Nothing else is needed for SGD, clipping and compression in cddp.h on a GPU: the table of these
+   kernels registers itself before main. Other files may include this one for the functions below;
+   they can be called from C++ compiled by nvcc or not. Define CDDP_KERNELS_NO_CUBLAS to leave out
+   the linear layer and -lcublas.
+
+   RULES. Every function enqueues on stream, never waits, and returns a cudaError_t: 0, or why
+   nothing or not all was enqueued. Pointers are to device memory, aligned to their element, sizes
+   64-bit, and 0 elements are fine. 16-byte alignment (all arrays of a call alike) makes it fast.
+   Every result is the same in every run: sums have a fixed order that depends on sizes alone. All
+   can be captured in a CUDA graph; numbers passed by value are then the captured ones. Matrices are
+   row-major.
+
+   A layer, forward and backward, of a batch of rows:
+
+       cddp_cuda_linear(blas, x, w, b, h, rows, in, out, true, stream);      // h = relu(x w' + b)
+       cddp_cuda_cross_entropy(h, labels, dh, stats, scratch, rows, out, stream);
+       cddp_cuda_relu_backward(dh, h, (size_t)rows * out, stream);           // h came from relu
+       cddp_cuda_linear_backward(blas, x, w, dh, dx, dw, db, rows, in, out, stream);
+
+   scratch is CDDP_CUDA_SCRATCH_BYTES of device memory that one stream uses at a time. stats is
+   double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED
+   to it, so that a loop reads it back once an epoch; zero it with cudaMemsetAsync.
+
+   CONTENTS  >>declarations  >>primitives  >>segments (SGD, scale, adopt)  >>sums  >>arrays
+             >>layers  >>table */
+
+#ifndef CDDP_KERNELS_CUH
+#define CDDP_KERNELS_CUH
+
+#if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_KERNELS_IMPLEMENTATION)
+#define CDDP_KERNELS_IMPLEMENTATION
+#endif
+#ifndef CDDP_CUDA
+#define CDDP_CUDA
+#endif
+#include "cddp.h"
+
+#include <cuda_runtime.h>
+#ifndef CDDP_KERNELS_NO_CUBLAS
+#include <cublas_v2.h>
+#endif
+
+/* >>declarations ------------------------------------------------------------------------------- */
+
+#define CDDP_CUDA_BLOCKS 1024 /* the most partial sums of a reduction */
+#define CDDP_CUDA_SCRATCH_BYTES ((2 + 2 * CDDP_CUDA_BLOCKS) * sizeof(double))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One step of SGD on all segments, in as few launches as 64 segments each allow (one for a flat
+   arena). Arithmetic and rounding of cddp_sgd_step, bit for bit. flags: CDDP_SGD_FIRST, _ZERO,
+   _PUBLISH. Segments whose momentum is NULL need a rule without momentum. */
+cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
+                          unsigned flags, cudaStream_t stream);
+/* The same on f32; copies[i][count] also gets segment i's new weights as f16 or bf16. */
+cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
+                                 cddp_dtype copy_dtype, const cddp_sgd_desc *rule, unsigned flags,
+                                 cudaStream_t stream);
+/* data = grad, then grad = 0. */
+cudaError_t cddp_cuda_adopt(const cddp_segment *s, int n, cddp_dtype dtype, cudaStream_t stream);
+/* scratch[0] = the sum of all grad squared (add: + what it was), in double. */
+cudaError_t cddp_cuda_squares(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch,
+                              bool add, cudaStream_t stream);
+/* scratch[1] = min(1, max_norm / (sqrt(scratch[0]) + 1e-6)). */
+cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaStream_t stream);
+/* grad *= scratch[1]. */
+cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
+                            cudaStream_t stream);
+
+/* to[i] = from[i], rounded to the nearest, ties to even: packs, unpacks and copies F32, F64, F16
+   and BF16. No overlap. */
+cudaError_t cddp_cuda_convert(void *to, cddp_dtype to_dtype, const void *from,
+                              cddp_dtype from_dtype, size_t n, cudaStream_t stream);
+/* x[i] = value. */
+cudaError_t cddp_cuda_fill(void *x, cddp_dtype dtype, size_t n, double value, cudaStream_t stream);
+/* x[i] is uniform in [-bound, bound): a hash of seed and i, the same on every device. */
+cudaError_t cddp_cuda_uniform(float *x, size_t n, float bound, uint64_t seed, cudaStream_t stream);
+
+/* dy[i] = 0 where y[i], the output of a ReLU, is not positive. */
+cudaError_t cddp_cuda_relu_backward(float *dy, const float *y, size_t n, cudaStream_t stream);
+/* Mean squared error: dy = its gradient; stats[0] += it. dy may be y, or NULL. */
+cudaError_t cddp_cuda_mse(const float *y, const float *target, float *dy, double *stats,
+                          double *scratch, size_t n, cudaStream_t stream);
+/* Softmax and cross-entropy, mean over rows: dy[rows][classes] = the gradient of y (dy may be y, or
+   NULL), stats as above. Labels are 0 .. classes - 1; a row with another one counts as loss NaN. */
+cudaError_t cddp_cuda_cross_entropy(const float *y, const int32_t *labels, float *dy, double *stats,
+                                    double *scratch, int64_t rows, int classes,
+                                    cudaStream_t stream);
+/* out[i] = table[ids[i]]; an id outside 0 .. vocabulary - 1 gives NaN. */
+cudaError_t cddp_cuda_embedding(const float *table, const int32_t *ids, float *out, int64_t n,
+                                int vocabulary, int width, cudaStream_t stream);
+/* dtable[ids[i]] += dout[i], in the order of i. Reads ids n times over: for n up to some 10,000. */
+cudaError_t cddp_cuda_embedding_backward(const float *dout, const int32_t *ids, float *dtable,
+                                         int64_t n, int vocabulary, int width,
+                                         cudaStream_t stream);
+#ifndef CDDP_KERNELS_NO_CUBLAS
+/* y[rows][out] = x[rows][in] w[out][in]' + b[out], then relu if asked; b may be NULL. A cuBLAS
+   failure is cudaErrorUnknown. Sets the handle's stream. */
+cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, const float *w, const float *b,
+                             float *y, int rows, int in, int out, bool relu, cudaStream_t stream);
+/* dw += dy' x, db += column sums of dy, dx = dy w. dx and db may be NULL. */
+cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x, const float *w,
+                                      const float *dy, float *dx, float *dw, float *db, int rows,
+                                      int in, int out, cudaStream_t stream);
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* CDDP_KERNELS_CUH */
+
+#if defined(CDDP_KERNELS_IMPLEMENTATION) && !defined(CDDP_KERNELS_IMPLEMENTATION_DONE)
+#define CDDP_KERNELS_IMPLEMENTATION_DONE
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <math.h>
+#include <string.h>
+
+/* >>primitives --------------------------------------------------------------------------------- */
+
+#ifdef __CUDACC__
+#define CDDP__CU_UNROLLED _Pragma("unroll")
+#else
+#define CDDP__CU_UNROLLED
+#endif
+
+enum { CDDP__CU_THREADS = 256, CDDP__CU_UNROLL = 4, CDDP__CU_PIECES = 64 };
+
+/* An element's type, the type it is computed in, and the way from one to the other. */
+template <typename T> struct cddp__cu_type;
+template <> struct cddp__cu_type<float> {
+  typedef float C;
+  static __device__ float load(float x) { return x; }
+  static __device__ float store(float x) { return x; }
+};
+template <> struct cddp__cu_type<double> {
+  typedef double C;
+  static __device__ double load(double x) { return x; }
+  static __device__ double store(double x) { return x; }
+};
+template <> struct cddp__cu_type<__half> {
+  typedef float C;
+  static __device__ float load(__half x) { return __half2float(x); }
+  static __device__ __half store(float x) { return __float2half_rn(x); }
+};
+template <> struct cddp__cu_type<__nv_bfloat16> {
+  typedef float C;
+  static __device__ float load(__nv_bfloat16 x) { return __bfloat162float(x); }
+  static __device__ __nv_bfloat16 store(float x) { return __float2bfloat16_rn(x); }
+};
+
+template <typename T> static __device__ typename cddp__cu_type<T>::C cddp__cu_load(T x) {
+  return cddp__cu_type<T>::load(x);
+}
+template <typename T> static __device__ T cddp__cu_store(typename cddp__cu_type<T>::C x) {
+  return cddp__cu_type<T>::store(x);
+}
+/* x as an element of type T would hold it. */
+template <typename T>
+static __device__ typename cddp__cu_type<T>::C cddp__cu_rounded(typename cddp__cu_type<T>::C x) {
+  return cddp__cu_type<T>::load(cddp__cu_type<T>::store(x));
+}
+
+static __device__ float cddp__cu_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+static __device__ double cddp__cu_fma(double a, double b, double c) { return __fma_rn(a, b, c); }
+static __device__ float cddp__cu_mul(float a, float b) { return __fmul_rn(a, b); }
+static __device__ double cddp__cu_mul(double a, double b) { return __dmul_rn(a, b); }
+static __device__ float cddp__cu_add(float a, float b) { return __fadd_rn(a, b); }
+static __device__ double cddp__cu_add(double a, double b) { return __dadd_rn(a, b); }
+
+/* What a thread moves at once. */
+template <typename T, size_t N> struct alignas(sizeof(T) * N) cddp__cu_pack { T v[N]; };
+
+static __device__ size_t cddp__cu_thread() {
+  return (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+}
+static __device__ size_t cddp__cu_all_threads() { return (size_t)gridDim.x * blockDim.x; }
+
+/* The block's sum, in thread 0. Works as follows: lanes of a warp fold by halves, then warp 0 folds
+   the warps' sums. All threads of the block take part; blockDim.x is CDDP__CU_THREADS. */
+static __device__ double cddp__cu_block_sum(double x) {
+  __shared__ double warp[CDDP__CU_THREADS / 32];
+  int lane = (int)(threadIdx.x % 32), i;
+  for (i = 16; i > 0; i /= 2) x += __shfl_down_sync(0xffffffffu, x, (unsigned)i);
+  __syncthreads(); /* the last call's sums have been read */
+  if (lane == 0) warp[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = lane < CDDP__CU_THREADS / 32 ? warp[lane] : 0;
+  for (i = 16; i > 0; i /= 2) x += __shfl_down_sync(0xffffffffu, x, (unsigned)i);
+  return x;
+}
+
+/* The one way to launch: its own result, whatever error another call left behind. */
+template <typename... P, typename... A>
+static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, unsigned threads,
+                                cudaStream_t stream, A... arguments) {
+  cudaLaunchConfig_t c;
+  memset((void *)&c, 0, sizeof c);
+  c.gridDim = grid;
+  c.blockDim = dim3(threads);
+  c.stream = stream;
+  return cudaLaunchKernelEx(&c, kernel, static_cast<P>(arguments)...);
+}
+
+/* Blocks for n threads' work; kernels stride over the grid. */
+static unsigned cddp__cu_blocks(size_t n, size_t each, size_t most) {
+  size_t blocks = n / each + (n % each != 0);
+  return (unsigned)(blocks < most ? blocks : most);
+}
+
+static bool cddp__cu_is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
+
+/* >>segments -------------------------------------------------------------------------------------
+   Works as follows: segments are cut into pieces whose arrays all begin at a multiple of 16 bytes,
+   plus what lies before; arrays that do not line up stay whole and are read element by element. A
+   launch takes up to 64 pieces by value. They are dealt to blocks in chunks of a fixed number of
+   elements: a block finds its chunk's piece by bisection. */
+
+typedef struct cddp__cu_piece {
+  char *data, *grad, *momentum, *copy;
+  size_t count, first_chunk; /* elements; chunks of the pieces before it */
+  bool packed;
+} cddp__cu_piece;
+
+typedef struct cddp__cu_pieces {
+  cddp__cu_piece piece[CDDP__CU_PIECES];
+  size_t chunks;
+  int count;
+} cddp__cu_pieces;
+
+static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to 4 KiB");
+
+/* An operation reads and writes some of an element's arrays: a sum of these. */
+enum { CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4 };
+
+template <typename T, typename Op>
+static __device__ void cddp__cu_do_element(const cddp__cu_piece &p, size_t i, const Op &op) {
+  T d = T(), g = T(), m = T();
+  if (Op::READS & CDDP__CU_DATA) d = ((const T *)p.data)[i];
+  if (Op::READS & CDDP__CU_GRAD) g = ((const T *)p.grad)[i];
+  if (Op::READS & CDDP__CU_MOMENTUM) m = ((const T *)p.momentum)[i];
+  op.apply(d, g, m);
+  if (Op::WRITES & CDDP__CU_DATA) ((T *)p.data)[i] = d;
+  if (Op::WRITES & CDDP__CU_GRAD) ((T *)p.grad)[i] = g;
+  if (Op::WRITES & CDDP__CU_MOMENTUM) ((T *)p.momentum)[i] = m;
+  op.template copy<1>(p, i, &d);
+}
+
+/* A chunk whose elements are all there: all loads first, so that many are in flight. */
+template <typename T, typename Op>
+static __device__ void cddp__cu_do_chunk(const cddp__cu_piece &p, size_t at, const Op &op) {
+  const size_t N = 16 / sizeof(T);
+  typedef cddp__cu_pack<T, N> pack;
+  pack d[CDDP__CU_UNROLL], g[CDDP__CU_UNROLL], m[CDDP__CU_UNROLL];
+  size_t first = at / N + threadIdx.x;
+  CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
+    size_t i = first + (size_t)u * CDDP__CU_THREADS;
+    if (Op::READS & CDDP__CU_DATA) d[u] = ((const pack *)p.data)[i];
+    if (Op::READS & CDDP__CU_GRAD) g[u] = ((const pack *)p.grad)[i];
+    if (Op::READS & CDDP__CU_MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
+  }
+  CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
+    size_t i = first + (size_t)u * CDDP__CU_THREADS;
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[u].v[k], g[u].v[k], m[u].v[k]);
+    if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
+    if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g[u];
+    if (Op::WRITES & CDDP__CU_MOMENTUM) ((pack *)p.momentum)[i] = m[u];
+    op.template copy<N>(p, i * N, d[u].v);
+  }
+}
+
+template <typename T, typename Op>
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given) {
+  const size_t chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * (16 / sizeof(T));
+  Op op = given;
+  op.begin();
+  for (size_t c = blockIdx.x; c < s.chunks; c += gridDim.x) {
+    int low = 0, high = s.count - 1;
+    while (low < high) { /* the last piece that begins at or before chunk c */
+      int middle = (low + high + 1) / 2;
+      if (s.piece[middle].first_chunk <= c) low = middle;
+      else high = middle - 1;
+    }
+    const cddp__cu_piece &p = s.piece[low];
+    size_t at = (c - p.first_chunk) * chunk, end = at + chunk < p.count ? at + chunk : p.count;
+    if (p.packed && end - at == chunk) cddp__cu_do_chunk<T>(p, at, op);
+    else
+      for (size_t i = at + threadIdx.x; i < end; i += CDDP__CU_THREADS)
+        cddp__cu_do_element<T>(p, i, op);
+  }
+}
+
+/* Bytes from the last multiple of 16 to p; the same for all arrays, or -1. */
+static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size) {
+  const void *p[3] = {s->data, s->grad, s->momentum};
+  int offset = -1, i;
+  for (i = 0; i < 3; i++) {
+    int mine = (int)((uintptr_t)p[i] % 16);
+    if (p[i] == NULL) continue;
+    if (offset >= 0 && mine != offset) return -1;
+    offset = mine;
+  }
+  if (copy != NULL && offset >= 0 && (uintptr_t)copy % 8 != (uintptr_t)offset / size * 2) return -1;
+  return offset;
+}
+
+static char *cddp__cu_at(void *p, size_t bytes) { return p != NULL ? (char *)p + bytes : NULL; }
+
+static void cddp__cu_add_piece(cddp__cu_pieces *t, const cddp_segment *s, void *copy, size_t at,
+                            size_t count, size_t size, bool packed) {
+  const size_t chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * (16 / size);
+  cddp__cu_piece *p = &t->piece[t->count++];
+  p->data = cddp__cu_at(s->data, at * size);
+  p->grad = cddp__cu_at(s->grad, at * size);
+  p->momentum = cddp__cu_at(s->momentum, at * size);
+  p->copy = cddp__cu_at(copy, at * 2);
+  p->count = count;
+  p->first_chunk = t->chunks;
+  p->packed = packed;
+  t->chunks += count / chunk + (count % chunk != 0);
+}
+
+template <typename T, typename Op>
+static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t stream) {
+  cudaError_t e = cudaSuccess;
+  if (t->count > 0)
+    e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>,
+                        dim3(cddp__cu_blocks(t->chunks, 1, 1u << 30)), CDDP__CU_THREADS, stream, *t,
+                        op);
+  t->count = 0;
+  t->chunks = 0;
+  return e;
+}
+
+template <typename T, typename Op>
+static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies, int n,
+                                     const Op &op, cudaStream_t stream) {
+  cddp__cu_pieces t;
+  cudaError_t e = cudaSuccess;
+  memset((void *)&t, 0, sizeof t);
+  for (int i = 0; i < n && e == cudaSuccess; i++) {
+    void *copy = copies != NULL ? copies[i] : NULL;
+    int offset = cddp__cu_offset(&s[i], copy, sizeof(T));
+    size_t head = offset > 0 ? (16 - (size_t)offset) / sizeof(T) : 0;
+    if (s[i].count == 0) continue;
+    if (head > s[i].count) head = s[i].count;
+    if (t.count + 2 > CDDP__CU_PIECES) e = cddp__cu_flush<T>(&t, op, stream);
+    if (e != cudaSuccess) break;
+    if (head > 0) cddp__cu_add_piece(&t, &s[i], copy, 0, head, sizeof(T), false);
+    if (s[i].count > head)
+      cddp__cu_add_piece(&t, &s[i], copy, head, s[i].count - head, sizeof(T), offset >= 0);
+  }
+  return e == cudaSuccess ? cddp__cu_flush<T>(&t, op, stream) : e;
+}
+
+/* Calls fn<T>(...) for the type that dtype stands for. */
+#define CDDP__CU_DISPATCH_TYPE(dtype, fn, ...)                         \
+  (dtype) == CDDP_F32    ? fn<float>(__VA_ARGS__)                   \
+  : (dtype) == CDDP_F64  ? fn<double>(__VA_ARGS__)                  \
+  : (dtype) == CDDP_F16  ? fn<__half>(__VA_ARGS__)                  \
+  : (dtype) == CDDP_BF16 ? fn<__nv_bfloat16>(__VA_ARGS__)           \
+                         : cudaErrorInvalidValue
+
+/* The rule's numbers in the type they are computed in. */
+template <typename C> struct cddp__cu_rule {
+  C step, momentum, intake, decay;
+  bool has_momentum, has_decay, nesterov, maximize, separate;
+};
+
+/* d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
+   d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded once (separate:
+   after the product too); f16 and bf16 round each result to their type, as >>sgd of cddp.h does. */
+template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op {
+  typedef typename cddp__cu_type<T>::C C;
+  enum {
+    READS = CDDP__CU_DATA | CDDP__CU_GRAD | (IN & CDDP__CU_MOMENTUM),
+    WRITES = CDDP__CU_DATA | OUT
+  };
+  cddp__cu_rule<C> r;
+  bool publish;
+  Copy copies;
+  __device__ void begin() {}
+  __device__ C add(C a, C b, C f) const { /* a + f * b */
+    C x = r.separate ? cddp__cu_add(a, cddp__cu_mul(f, b)) : cddp__cu_fma(f, b, a);
+    return cddp__cu_rounded<T>(x);
+  }
+  __device__ void apply(T &data, T &grad, T &moment) const {
+    C p = cddp__cu_load(data), d = cddp__cu_load(grad), m;
+    if (r.maximize) d = -d;
+    if (r.has_decay) d = add(d, p, r.decay);
+    if (OUT & CDDP__CU_MOMENTUM) {
+      m = d;
+      if (IN & CDDP__CU_MOMENTUM) {
+        m = cddp__cu_rounded<T>(cddp__cu_mul(r.momentum, cddp__cu_load(moment)));
+        m = add(m, d, r.intake);
+      }
+      d = r.nesterov ? add(d, m, r.momentum) : m;
+      moment = cddp__cu_store<T>(m);
+    }
+    data = cddp__cu_store<T>(add(p, d, r.step));
+    if (OUT & CDDP__CU_GRAD) grad = publish ? data : cddp__cu_store<T>((C)0);
+  }
+  template <size_t N> __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
+    copies.template copy<N>(p, i, d);
+  }
+};
+
+struct cddp__cu_no_copy {
+  template <size_t N, typename T>
+  __device__ void copy(const cddp__cu_piece &, size_t, const T *) const {}
+};
+
+template <typename H> struct cddp__cu_half_copy {
+  template <size_t N, typename T>
+  __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
+    cddp__cu_pack<H, N> out;
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) out.v[k] = cddp__cu_store<H>((float)d[k]);
+    *(cddp__cu_pack<H, N> *)((H *)p.copy + i) = out;
+  }
+};
+
+/* x as T, without rounding twice on the way: first to odd, then to the nearest. */
+template <typename T> static double cddp__cu_scalar(double x) { return x; }
+static uint32_t cddp__cu_float_bits_odd(double x) {
+  float y = (float)x;
+  uint32_t u;
+  memcpy(&u, &y, 4);
+  if (x != x || (double)y == x) return u;
+  if (fabs((double)y) > fabs(x)) u--;
+  return u | 1;
+}
+static double cddp__cu_bits_float(uint32_t u) {
+  float y;
+  memcpy(&y, &u, 4);
+  return (double)y;
+}
+template <> double cddp__cu_scalar<__nv_bfloat16>(double x) {
+  uint32_t u = cddp__cu_float_bits_odd(x);
+  return cddp__cu_bits_float((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u);
+}
+template <> double cddp__cu_scalar<__half>(double x) {
+  double y = cddp__cu_bits_float(cddp__cu_float_bits_odd(x)), a = fabs(y), unit;
+  int e;
+  if (!(a < 65520)) return y != y ? y : y > 0 ? HUGE_VAL : -HUGE_VAL;
+  frexp(a, &e);
+  unit = ldexp(1.0, (e < -13 ? -13 : e) - 11); /* of the last place */
+  return nearbyint(y / unit) * unit;
+}
+
+template <typename T>
+static cddp__cu_rule<typename cddp__cu_type<T>::C> cddp__cu_make_rule(const cddp_sgd_desc *d) {
+  typedef typename cddp__cu_type<T>::C C;
+  cddp__cu_rule<C> r;
+  r.step = (C)cddp__cu_scalar<T>(-d->lr);
+  r.momentum = (C)cddp__cu_scalar<T>(d->momentum);
+  r.intake = (C)cddp__cu_scalar<T>(1.0 - d->dampening);
+  r.decay = (C)cddp__cu_scalar<T>(d->weight_decay);
+  r.has_momentum = d->momentum != 0;
+  r.has_decay = d->weight_decay != 0;
+  r.nesterov = d->nesterov;
+  r.maximize = d->maximize;
+  r.separate = d->separate_mul_add;
+  return r;
+}
+
+template <typename T, int IN, int OUT, typename Copy>
+static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
+                                const cddp_sgd_desc *rule, unsigned flags, cudaStream_t stream) {
+  cddp__cu_sgd_op<T, IN, OUT, Copy> op = {};
+  op.r = cddp__cu_make_rule<T>(rule);
+  op.publish = (flags & CDDP_SGD_PUBLISH) != 0;
+  return cddp__cu_segments<T>(s, copies, n, op, stream);
+}
+
+template <typename T, typename Copy>
+static cudaError_t cddp__cu_sgd_copying(const cddp_segment *s, void *const *copies, int n,
+                                     const cddp_sgd_desc *rule, unsigned flags,
+                                     cudaStream_t stream) {
+  const int M = CDDP__CU_MOMENTUM, G = CDDP__CU_GRAD;
+  bool grad = (flags & (CDDP_SGD_ZERO | CDDP_SGD_PUBLISH)) != 0;
+  if (rule->momentum == 0)
+    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, flags, stream)
+                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, flags, stream);
+  if ((flags & CDDP_SGD_FIRST) != 0)
+    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, flags, stream)
+                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, flags, stream);
+  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, flags, stream)
+              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, flags, stream);
+}
+
+template <typename T>
+static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_sgd_desc *rule,
+                                   unsigned flags, cudaStream_t stream) {
+  return cddp__cu_sgd_copying<T, cddp__cu_no_copy>(s, NULL, n, rule, flags, stream);
+}
+
+static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
+  if (n < 0 || (n > 0 && s == NULL)) return false;
+  for (int i = 0; i < n; i++)
+    if (s[i].count > 0 && (s[i].grad == NULL || (data && s[i].data == NULL) ||
+                           (momentum && s[i].momentum == NULL)))
+      return false;
+  return true;
+}
+
+extern "C" cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
+                                     const cddp_sgd_desc *rule, unsigned flags,
+                                     cudaStream_t stream) {
+  if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
+    return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, flags, stream);
+}
+
+extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
+                                            cddp_dtype copy_dtype, const cddp_sgd_desc *rule,
+                                            unsigned flags, cudaStream_t stream) {
+  if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0) ||
+      (n > 0 && copies == NULL))
+    return cudaErrorInvalidValue;
+  for (int i = 0; i < n; i++)
+    if (s[i].count > 0 && copies[i] == NULL) return cudaErrorInvalidValue;
+  if (copy_dtype == CDDP_F16)
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half>>(s, copies, n, rule, flags,
+                                                                   stream);
+  if (copy_dtype == CDDP_BF16)
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16>>(s, copies, n, rule, flags,
+                                                                          stream);
+  return cudaErrorInvalidValue;
+}
+
+template <typename T> struct cddp__cu_adopt_op : cddp__cu_no_copy {
+  enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_DATA | CDDP__CU_GRAD };
+  __device__ void begin() {}
+  __device__ void apply(T &data, T &grad, T &) const {
+    data = grad;
+    grad = cddp__cu_store<T>(0);
+  }
+};
+
+template <typename T>
+static cudaError_t cddp__cu_adopt(const cddp_segment *s, int n, cudaStream_t stream) {
+  return cddp__cu_segments<T>(s, NULL, n, cddp__cu_adopt_op<T>(), stream);
+}
+
+extern "C" cudaError_t cddp_cuda_adopt(const cddp_segment *s, int n, cddp_dtype dtype,
+                                       cudaStream_t stream) {
+  if (!cddp__cu_segments_ok(s, n, true, false)) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_adopt, s, n, stream);
+}
+
+template <typename T> struct cddp__cu_scale_op : cddp__cu_no_copy {
+  enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_GRAD };
+  const double *factor;
+  typename cddp__cu_type<T>::C f;
+  __device__ void begin() { f = (typename cddp__cu_type<T>::C)*factor; }
+  __device__ void apply(T &, T &grad, T &) const {
+    grad = cddp__cu_store<T>(cddp__cu_mul(cddp__cu_load(grad), f));
+  }
+};
+
+template <typename T>
+static cudaError_t cddp__cu_scale(const cddp_segment *s, int n, const double *factor,
+                               cudaStream_t stream) {
+  cddp__cu_scale_op<T> op;
+  op.factor = factor;
+  op.f = 1;
+  return cddp__cu_segments<T>(s, NULL, n, op, stream);
+}
+
+extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype dtype,
+                                       const double *scratch, cudaStream_t stream) {
+  if (!cddp__cu_segments_ok(s, n, false, false) || scratch == NULL) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_scale, s, n, scratch + 1, stream);
+}
+
+/* >>sums -----------------------------------------------------------------------------------------
+   Works as follows: each block leaves its sum in scratch (block b at 2 + b), a second launch of one
+   block adds these up. How many blocks there are depends on the size alone, not on the device. */
+
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_finish_kernel(double *to, const double *partial, int n, double factor, bool add) {
+  double sum = 0;
+  for (int i = (int)threadIdx.x; i < n; i += CDDP__CU_THREADS) sum += partial[i];
+  sum = cddp__cu_block_sum(sum) * factor;
+  if (threadIdx.x == 0) *to = add ? *to + sum : sum;
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_squares_kernel(const T *x, size_t n, bool packed, double *partial) {
+  const size_t N = 16 / sizeof(T);
+  typedef cddp__cu_pack<T, N> pack;
+  size_t packs = packed ? n / N : 0;
+  double sum = 0;
+  for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
+    pack p = ((const pack *)x)[i];
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
+      double v = (double)cddp__cu_load(p.v[k]);
+      sum += v * v;
+    }
+  }
+  for (size_t i = packs * N + cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
+    sum += (double)cddp__cu_load(x[i]) * (double)cddp__cu_load(x[i]);
+  sum = cddp__cu_block_sum(sum);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+template <typename T>
+static cudaError_t cddp__cu_squares(const cddp_segment *s, int n, double *scratch, bool add,
+                                 cudaStream_t stream) {
+  cudaError_t e = cudaSuccess;
+  for (int i = 0; i < n && e == cudaSuccess; i++) {
+    const T *x = (const T *)s[i].grad;
+    unsigned blocks = cddp__cu_blocks(s[i].count, 4 * CDDP__CU_THREADS, CDDP_CUDA_BLOCKS);
+    if (s[i].count == 0) continue;
+    e = cddp__cu_launch(cddp__cu_squares_kernel<T>, dim3(blocks), CDDP__CU_THREADS, stream, x,
+                        s[i].count, (uintptr_t)x % 16 == 0, scratch + 2);
+    if (e == cudaSuccess)
+      e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, scratch,
+                          scratch + 2, (int)blocks, 1.0, add);
+    add = true;
+  }
+  if (e == cudaSuccess && !add) e = cudaMemsetAsync(scratch, 0, sizeof *scratch, stream);
+  return e;
+}
+
+extern "C" cudaError_t cddp_cuda_squares(const cddp_segment *s, int n, cddp_dtype dtype,
+                                         double *scratch, bool add, cudaStream_t stream) {
+  if (!cddp__cu_segments_ok(s, n, false, false) || scratch == NULL) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_squares, s, n, scratch, add, stream);
+}
+
+static __global__ void cddp__cu_factor_kernel(double *scratch, double max_norm) {
+  double factor = max_norm / (sqrt(scratch[0]) + 1e-6);
+  scratch[1] = factor > 1 ? 1 : factor; /* NaN stays NaN */
+}
+
+extern "C" cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaStream_t stream) {
+  if (scratch == NULL) return cudaErrorInvalidValue;
+  return cddp__cu_launch(cddp__cu_factor_kernel, dim3(1), 1, stream, scratch, max_norm);
+}
+
+/* >>arrays ------------------------------------------------------------------------------------- */
+
+template <typename To, typename From> struct cddp__cu_conversion {
+  static __device__ To of(From x) {
+    return cddp__cu_store<To>((typename cddp__cu_type<To>::C)cddp__cu_load(x));
+  }
+};
+template <typename To> struct cddp__cu_conversion<To, double> { /* rounds to odd, then once */
+  static __device__ To of(double x) {
+    float y = __double2float_rz(x);
+    if ((double)y != x && x == x) y = __uint_as_float(__float_as_uint(y) | 1);
+    return cddp__cu_store<To>(y);
+  }
+};
+template <> struct cddp__cu_conversion<float, double> {
+  static __device__ float of(double x) { return (float)x; }
+};
+template <> struct cddp__cu_conversion<double, double> {
+  static __device__ double of(double x) { return x; }
+};
+
+template <typename To, typename From>
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_convert_kernel(To *to, const From *from, size_t n, bool packed) {
+  const size_t N = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
+  size_t packs = packed ? n / N : 0;
+  for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
+    cddp__cu_pack<From, N> in = ((const cddp__cu_pack<From, N> *)from)[i];
+    cddp__cu_pack<To, N> out;
+    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
+      out.v[k] = cddp__cu_conversion<To, From>::of(in.v[k]);
+    }
+    ((cddp__cu_pack<To, N> *)to)[i] = out;
+  }
+  for (size_t i = packs * N + cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
+    to[i] = cddp__cu_conversion<To, From>::of(from[i]);
+}
+
+template <typename To, typename From>
+static cudaError_t cddp__cu_convert_from(void *to, const void *from, size_t n,
+                                         cudaStream_t stream) {
+  bool packed = ((uintptr_t)to | (uintptr_t)from) % 16 == 0;
+  return cddp__cu_launch(cddp__cu_convert_kernel<To, From>,
+                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
+                         stream, (To *)to, (const From *)from, n, packed);
+}
+
+template <typename To>
+static cudaError_t cddp__cu_convert_to(void *to, const void *from, cddp_dtype dtype, size_t n,
+                                    cudaStream_t stream) {
+  switch (dtype) {
+    case CDDP_F32: return cddp__cu_convert_from<To, float>(to, from, n, stream);
+    case CDDP_F64: return cddp__cu_convert_from<To, double>(to, from, n, stream);
+    case CDDP_F16: return cddp__cu_convert_from<To, __half>(to, from, n, stream);
+    case CDDP_BF16: return cddp__cu_convert_from<To, __nv_bfloat16>(to, from, n, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+extern "C" cudaError_t cddp_cuda_convert(void *to, cddp_dtype to_dtype, const void *from,
+                                         cddp_dtype from_dtype, size_t n, cudaStream_t stream) {
+  if (!cddp__cu_is_float(to_dtype) || !cddp__cu_is_float(from_dtype)) return cudaErrorInvalidValue;
+  if (n == 0) return cudaSuccess;
+  if (to == NULL || from == NULL) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(to_dtype, cddp__cu_convert_to, to, from, from_dtype, n, stream);
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_fill_kernel(T *x, size_t n, double value) {
+  T v = cddp__cu_conversion<T, double>::of(value);
+  for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) x[i] = v;
+}
+
+template <typename T>
+static cudaError_t cddp__cu_fill(void *x, size_t n, double value, cudaStream_t stream) {
+  return cddp__cu_launch(cddp__cu_fill_kernel<T>,
+                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
+                         stream, (T *)x, n, value);
+}
+
+extern "C" cudaError_t cddp_cuda_fill(void *x, cddp_dtype dtype, size_t n, double value,
+                                      cudaStream_t stream) {
+  if (!cddp__cu_is_float(dtype)) return cudaErrorInvalidValue;
+  if (n == 0) return cudaSuccess;
+  if (x == NULL) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_fill, x, n, value, stream);
+}
+
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_uniform_kernel(float *x, size_t n, float bound, uint64_t seed) {
+  for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) { /* splitmix64 */
+    uint64_t z = (seed << 32) + seed + ((uint64_t)i + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    z = (z ^ (z >> 31)) >> 40;
+    x[i] = cddp__cu_mul(cddp__cu_add((float)(uint32_t)z / 8388608.0f, -1.0f), bound);
+  }
+}
+
+extern "C" cudaError_t cddp_cuda_uniform(float *x, size_t n, float bound, uint64_t seed,
+                                         cudaStream_t stream) {
+  if (n == 0) return cudaSuccess;
+  if (x == NULL) return cudaErrorInvalidValue;
+  return cddp__cu_launch(cddp__cu_uniform_kernel,
+                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
+                         stream, x, n, bound, seed);
+}
+
+/* >>layers ------------------------------------------------------------------------------------- */
+
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_relu_backward_kernel(float *dy, const float *y, size_t n) {
+  for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
+    dy[i] = y[i] > 0 ? dy[i] : 0.0f;
+}
+
+extern "C" cudaError_t cddp_cuda_relu_backward(float *dy, const float *y, size_t n,
+                                               cudaStream_t stream) {
+  if (n == 0) return cudaSuccess;
+  if (dy == NULL || y == NULL) return cudaErrorInvalidValue;
+  return cddp__cu_launch(cddp__cu_relu_backward_kernel,
+                         dim3(cddp__cu_blocks(n, 4 * CDDP__CU_THREADS, 1u << 16)), CDDP__CU_THREADS,
+                         stream, dy, y, n);
+}
+
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_mse_kernel(const float *y, const float *target, float *dy, double *partial, size_t n,
+                     float factor) {
+  double sum = 0;
+  for (size_t i = cddp__cu_thread(); i < n; i += cddp__cu_all_threads()) {
+    float error = y[i] - target[i];
+    sum += (double)error * (double)error;
+    if (dy != NULL) dy[i] = factor * error;
+  }
+  sum = cddp__cu_block_sum(sum);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+extern "C" cudaError_t cddp_cuda_mse(const float *y, const float *target, float *dy, double *stats,
+                                     double *scratch, size_t n, cudaStream_t stream) {
+  unsigned blocks = cddp__cu_blocks(n, CDDP__CU_THREADS, CDDP_CUDA_BLOCKS);
+  cudaError_t e;
+  if (n == 0) return cudaSuccess;
+  if (y == NULL || target == NULL || stats == NULL || scratch == NULL)
+    return cudaErrorInvalidValue;
+  e = cddp__cu_launch(cddp__cu_mse_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y, target, dy,
+                   scratch + 2, n, 2.0f / (float)n);
+  if (e != cudaSuccess) return e;
+  return cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats,
+                         scratch + 2, (int)blocks, 1.0 / (double)n, true);
+}
+
+/* Works as follows: a warp takes a row, in three passes: the maximum and where it is, the sum of
+   exp(y - maximum), the gradient. Nothing overflows, as no exponent is positive. */
+static __device__ double cddp__cu_row_loss(const float *y, float *dy, int label, int classes,
+                                        float share, bool *right) {
+  int lane = (int)(threadIdx.x % 32), best = classes, k;
+  float top = -INFINITY, sum = 0, target;
+  for (k = lane; k < classes; k += 32)
+    if (y[k] > top) top = y[k], best = k;
+  for (k = 16; k > 0; k /= 2) { /* of equal ones the first counts */
+    float other = __shfl_xor_sync(0xffffffffu, top, k);
+    int where = __shfl_xor_sync(0xffffffffu, best, k);
+    if (other > top || (!(top > other) && where < best)) top = other, best = where;
+  }
+  for (k = lane; k < classes; k += 32) sum += expf(y[k] - top);
+  for (k = 16; k > 0; k /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, k);
+  target = (unsigned)label < (unsigned)classes ? y[label] : NAN;
+  __syncwarp(); /* dy may be y: every lane has read it */
+  for (k = lane; dy != NULL && k < classes; k += 32)
+    dy[k] = (expf(y[k] - top) / sum - (k == label ? 1.0f : 0.0f)) * share;
+  *right = best == label;
+  return (double)(top - target) + (double)logf(sum);
+}
+
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_cross_entropy_kernel(const float *y, const int32_t *labels, float *dy, double *partial,
+                               int64_t rows, int classes, float share) {
+  const int64_t warps = (int64_t)gridDim.x * (CDDP__CU_THREADS / 32);
+  double loss = 0, hits = 0;
+  for (int64_t r = (int64_t)(cddp__cu_thread() / 32); r < rows; r += warps) {
+    bool right;
+    double mine = cddp__cu_row_loss(y + r * classes, dy != NULL ? dy + r * classes : NULL,
+                                    labels[r], classes, share, &right);
+    if (threadIdx.x % 32 == 0) loss += mine, hits += right;
+  }
+  loss = cddp__cu_block_sum(loss);
+  hits = cddp__cu_block_sum(hits);
+  if (threadIdx.x == 0) partial[blockIdx.x] = loss, partial[CDDP_CUDA_BLOCKS + blockIdx.x] = hits;
+}
+
+extern "C" cudaError_t cddp_cuda_cross_entropy(const float *y, const int32_t *labels, float *dy,
+                                               double *stats, double *scratch, int64_t rows,
+                                               int classes, cudaStream_t stream) {
+  unsigned blocks;
+  cudaError_t e;
+  if (rows == 0) return cudaSuccess;
+  if (rows < 0 || classes < 1 || y == NULL || labels == NULL || stats == NULL || scratch == NULL)
+    return cudaErrorInvalidValue;
+  blocks = cddp__cu_blocks((size_t)rows, CDDP__CU_THREADS / 32, CDDP_CUDA_BLOCKS);
+  e = cddp__cu_launch(cddp__cu_cross_entropy_kernel, dim3(blocks), CDDP__CU_THREADS, stream, y,
+                      labels, dy, scratch + 2, rows, classes, 1.0f / (float)rows);
+  if (e == cudaSuccess)
+    e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats,
+                        scratch + 2, (int)blocks, 1.0 / (double)rows, true);
+  if (e == cudaSuccess)
+    e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, stats + 1,
+                     scratch + 2 + CDDP_CUDA_BLOCKS, (int)blocks, 1.0, true);
+  return e;
+}
+
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_embedding_kernel(const float *table, const int32_t *ids, float *out, int64_t n,
+                           int vocabulary, int width) {
+  for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
+    bool known = (unsigned)ids[i] < (unsigned)vocabulary;
+    const float *row = table + (known ? (int64_t)ids[i] * width : 0);
+    for (int k = (int)threadIdx.x; k < width; k += CDDP__CU_THREADS)
+      out[i * width + k] = known ? row[k] : NAN;
+  }
+}
+
+extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *ids, float *out,
+                                           int64_t n, int vocabulary, int width,
+                                           cudaStream_t stream) {
+  if (n == 0 || width == 0) return cudaSuccess;
+  if (n < 0 || width < 0 || vocabulary < 0 || table == NULL || ids == NULL || out == NULL)
+    return cudaErrorInvalidValue;
+  return cddp__cu_launch(cddp__cu_embedding_kernel, dim3(cddp__cu_blocks((size_t)n, 1, 1u << 16)),
+                      CDDP__CU_THREADS, stream, table, ids, out, n, vocabulary, width);
+}
+
+/* Works as follows: the block of an id's first place adds all places of that id, in their order;
+   the blocks of its later places do nothing. No two blocks write one row. */
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_embedding_backward_kernel(const float *dout, const int32_t *ids, float *dtable,
+                                       int64_t n, int vocabulary, int width) {
+  for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
+    int32_t id = ids[i];
+    int64_t j = 0;
+    if ((unsigned)id >= (unsigned)vocabulary) continue;
+    while (j < i && ids[j] != id) j++;
+    if (j < i) continue;
+    for (int k = (int)threadIdx.x; k < width; k += CDDP__CU_THREADS) {
+      float sum = dtable[(int64_t)id * width + k];
+      for (j = i; j < n; j++)
+        if (ids[j] == id) sum += dout[j * width + k];
+      dtable[(int64_t)id * width + k] = sum;
+    }
+  }
+}
+
+extern "C" cudaError_t cddp_cuda_embedding_backward(const float *dout, const int32_t *ids,
+                                                    float *dtable, int64_t n, int vocabulary,
+                                                    int width, cudaStream_t stream) {
+  if (n == 0 || width == 0) return cudaSuccess;
+  if (n < 0 || width < 0 || vocabulary < 0 || dout == NULL || ids == NULL || dtable == NULL)
+    return cudaErrorInvalidValue;
+  return cddp__cu_launch(cddp__cu_embedding_backward_kernel,
+                         dim3(cddp__cu_blocks((size_t)n, 1, 1u << 16)), CDDP__CU_THREADS, stream,
+                         dout, ids, dtable, n, vocabulary, width);
+}
+
+#ifndef CDDP_KERNELS_NO_CUBLAS
+
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_bias_kernel(float *y, const float *b, int rows, int out, bool relu) {
+  int c = (int)(blockIdx.x * CDDP__CU_THREADS + threadIdx.x);
+  if (c >= out) return;
+  for (int r = (int)blockIdx.y; r < rows; r += (int)gridDim.y) {
+    float *at = y + (int64_t)r * out + c, v = *at + (b != NULL ? b[c] : 0.0f);
+    *at = relu && !(v > 0) && v == v ? 0.0f : v; /* NaN stays */
+  }
+}
+
+extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, const float *w,
+                                        const float *b, float *y, int rows, int in, int out,
+                                        bool relu, cudaStream_t stream) {
+  const float one = 1, zero = 0;
+  if (rows == 0 || out == 0) return cudaSuccess;
+  if (rows < 0 || in < 1 || out < 0) return cudaErrorInvalidValue;
+  if (cublasSetStream(blas, stream) != CUBLAS_STATUS_SUCCESS ||
+      cublasSgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, out, rows, in, &one, w, in, x, in, &zero, y,
+                  out) != CUBLAS_STATUS_SUCCESS)
+    return cudaErrorUnknown;
+  if (b == NULL && !relu) return cudaSuccess;
+  return cddp__cu_launch(cddp__cu_bias_kernel,
+                      dim3(cddp__cu_blocks((size_t)out, CDDP__CU_THREADS, 1u << 30),
+                           cddp__cu_blocks((size_t)rows, 4, 65535)),
+                      CDDP__CU_THREADS, stream, y, b, rows, out, relu);
+}
+
+/* A block has 32 columns; its 8 warps sum every eighth row, then warp 0 adds the 8 sums. */
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_columns_kernel(const float *x, float *sums, int rows, int columns) {
+  __shared__ float part[CDDP__CU_THREADS / 32][32];
+  int lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32), r;
+  int64_t c = (int64_t)blockIdx.x * 32 + lane;
+  float sum = 0;
+  for (r = warp; c < columns && r < rows; r += CDDP__CU_THREADS / 32)
+    sum += x[(int64_t)r * columns + c];
+  part[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || c >= columns) return;
+  sum = sums[c];
+  for (r = 0; r < CDDP__CU_THREADS / 32; r++) sum += part[r][lane];
+  sums[c] = sum;
+}
+
+extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x,
+                                                 const float *w, const float *dy, float *dx,
+                                                 float *dw, float *db, int rows, int in, int out,
+                                                 cudaStream_t stream) {
+  const float one = 1, zero = 0;
+  if (rows == 0 || out == 0) return cudaSuccess;
+  if (rows < 0 || in < 1 || out < 0) return cudaErrorInvalidValue;
+  if (cublasSetStream(blas, stream) != CUBLAS_STATUS_SUCCESS ||
+      cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, in, out, rows, &one, x, in, dy, out, &one, dw,
+                  in) != CUBLAS_STATUS_SUCCESS)
+    return cudaErrorUnknown;
+  if (dx != NULL && cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, in, rows, out, &one, w, in, dy, out,
+                                &zero, dx, in) != CUBLAS_STATUS_SUCCESS)
+    return cudaErrorUnknown;
+  if (db == NULL) return cudaSuccess;
+  return cddp__cu_launch(cddp__cu_columns_kernel, dim3(cddp__cu_blocks((size_t)out, 32, 1u << 30)),
+                      CDDP__CU_THREADS, stream, dy, db, rows, out);
+}
+
+#endif /* CDDP_KERNELS_NO_CUBLAS */
+
+/* >>table ----------------------------------------------------------------------------------------
+   What cddp.h calls. It gets there by a constructor: before main, whatever file is linked first. */
+
+static int cddp__cu_table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
+                           const cddp_sgd_desc *rule, unsigned flags, void *stream) {
+  return (int)cddp_cuda_sgd(s, n, dtype, rule, flags, (cudaStream_t)stream);
+}
+static int cddp__cu_table_adopt(const cddp_segment *s, int n, cddp_dtype dtype, void *stream) {
+  return (int)cddp_cuda_adopt(s, n, dtype, (cudaStream_t)stream);
+}
+static int cddp__cu_table_convert(void *to, cddp_dtype to_dtype, const void *from,
+                               cddp_dtype from_dtype, size_t n, void *stream) {
+  return (int)cddp_cuda_convert(to, to_dtype, from, from_dtype, n, (cudaStream_t)stream);
+}
+static int cddp__cu_table_squares(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch,
+                               bool add, void *stream) {
+  return (int)cddp_cuda_squares(s, n, dtype, scratch, add, (cudaStream_t)stream);
+}
+static int cddp__cu_table_factor(double *scratch, double max_norm, void *stream) {
+  return (int)cddp_cuda_factor(scratch, max_norm, (cudaStream_t)stream);
+}
+static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype,
+                                const double *scratch, void *stream) {
+  return (int)cddp_cuda_scale(s, n, dtype, scratch, (cudaStream_t)stream);
+}
+
+static const cddp_kernels cddp__cu_table = {
+    CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,    cddp__cu_table_adopt,
+    cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor, cddp__cu_table_scale};
+
+static struct cddp__cu_registers {
+  cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }
+} cddp__cu_registered;
+
+#endif /* CDDP_KERNELS_IMPLEMENTATION */

@@ -1,0 +1,127 @@
+/* linear.cu - one step of Linear 10-10 on GPUs: the losses differ, the weights do not.
+
+     nvcc -O3 examples/linear.cu -o linear -lnccl -lcublas
+     ./linear                                   1 rank on a GPU
+     ./linear -n 2                              2 ranks, each on a GPU of its own
+     ./linear -n 2 --device cpu                 needs no GPU
+
+   Each rank has its own data, so its loss and its gradients are its own. After the step the
+   parameters are the same on every rank to the last bit: all of them compare a hash of their bytes,
+   and the program exits with 1 if two differ. The kernel that computes the gradients is this file's
+   own: cddp needs to know where a program's gradients are and when they are done, no more. */
+#define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
+#include "../cddp_kernels.cuh" /* includes cddp.h, which brings stdio.h and others */
+
+enum { BATCH = 20, IN = 10, OUT = 10, WEIGHTS = OUT * (IN + 1), MAX_RANKS = 64 };
+static bool gpu;
+
+#define FAIL(...) return fprintf(stderr, __VA_ARGS__), 1
+#define TRY(call) if (call) FAIL("rank %d: %s\n", rank, cddp_error())
+
+/* Adds the gradient of output o to grad; returns its part of the mean squared error. The weights of
+   output o are w[o * (IN + 1) ...], its bias comes last. */
+static __host__ __device__ float output(const float *x, const float *labels, const float *w,
+                                        float *grad, int o) {
+  float loss = 0;
+  w += o * (IN + 1), grad += o * (IN + 1);
+  for (int r = 0; r < BATCH; r++) {
+    float error = w[IN] - labels[r * OUT + o];
+    for (int i = 0; i < IN; i++) error += w[i] * x[r * IN + i];
+    float d = 2 * error / (BATCH * OUT);
+    for (int i = 0; i < IN; i++) grad[i] += d * x[r * IN + i];
+    grad[IN] += d;
+    loss += error * error / (BATCH * OUT);
+  }
+  return loss;
+}
+
+static __global__ void outputs(const float *x, const float *labels, const float *w, float *grad,
+                               float *loss) {
+  int o = (int)threadIdx.x; /* a thread for each: nothing is shared */
+  if (o < OUT) loss[o] = output(x, labels, w, grad, o);
+}
+
+static cddp_result backward(cddp_group *g, const float *x, const float *labels, const float *w,
+                            float *grad, float *loss) {
+  cudaLaunchConfig_t config = {dim3(1), dim3(32), 0, (cudaStream_t)cddp_stream(g), NULL, 0};
+  for (int o = 0; o < OUT && !gpu; o++) loss[o] = output(x, labels, w, grad, o);
+  if (!gpu) return CDDP_OK; /* below: outputs<<<1, 32, 0, stream>>>(...), with its result */
+  return cudaLaunchKernelEx(&config, outputs, x, labels, w, grad, loss) ? CDDP_CUDA : CDDP_OK;
+}
+
+/* 64-bit FNV-1a: two ranks with the same hash have the same bytes. */
+static uint64_t hash(const void *data, size_t size) {
+  const unsigned char *byte = (const unsigned char *)data;
+  uint64_t h = 0xcbf29ce484222325u;
+  for (size_t i = 0; i < size; i++) h = (h ^ byte[i]) * 0x100000001b3u;
+  return h;
+}
+
+static void copy(void *to, const void *from, size_t bytes) { /* between host and device */
+  if (!gpu) memcpy(to, from, bytes);
+  else if (cudaMemcpy(to, from, bytes, cudaMemcpyDefault)) fprintf(stderr, "cudaMemcpy failed\n");
+}
+
+static int train(int rank, void *group_desc) {
+  enum { ALL = WEIGHTS + BATCH * (IN + OUT) + OUT };
+  uint64_t mine, all[MAX_RANKS];
+  float host[ALL];
+  cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd;
+  TRY(cddp_init(&g, (const cddp_group_desc *)group_desc));
+  float *w = (float *)cddp_alloc(g, sizeof host); /* on a GPU device memory, else shared memory */
+  TRY(!w);
+  float *x = w + WEIGHTS, *labels = x + BATCH * IN, *losses = labels + BATCH * OUT;
+  srand48(1000 + cddp_rank(g));
+  for (int i = 0; i < ALL; i++)
+    host[i] = (float)(2 * drand48() - 1) / (i < WEIGHTS ? 3.0f : 1.0f);
+  copy(w, host, sizeof host);
+
+  cddp_param params[] = {{"weight", w, NULL, WEIGHTS, CDDP_F32}};
+  cddp_sgd_desc options = cddp_sgd_desc();
+  options.lr = 0.1;
+  TRY(cddp_ddp_create(&ddp, g, params, 1, NULL)); /* every rank has rank 0's weights now */
+  TRY(cddp_sgd_create(&sgd, params, 1, &options));
+  if (backward(g, x, labels, w, (float *)params[0].grad, losses)) FAIL("the kernel failed\n");
+  TRY(cddp_ddp_ready(ddp, 0));      /* averaging over ranks begins when the kernel has ended */
+  TRY(cddp_ddp_step(ddp, sgd));     /* enqueues the rest */
+  TRY(cddp_synchronize(g));         /* waits for all of it */
+  copy(host, w, sizeof host);
+
+  float loss = 0;
+  for (int o = 0; o < OUT; o++) loss += host[ALL - OUT + o];
+  for (int turn = 0; turn < cddp_world_size(g); turn++) {
+    if (turn == cddp_rank(g)) {
+      printf("Loss on rank %d: %f\nParameters on rank %d:\n", turn, (double)loss, turn);
+      for (int i = 0; i < WEIGHTS; i++)
+        printf("%9.6f%s", (double)host[i], i % (IN + 1) == IN ? "\n" : " ");
+    }
+    TRY(cddp_barrier(g)); /* nobody goes on before the one whose turn it is has printed */
+  }
+  mine = hash(host, WEIGHTS * sizeof *host);
+  TRY(cddp_all_gather(g, &mine, all, 1, CDDP_I64, NULL)); /* of host memory: fine on GPUs too */
+  int differ = 0;
+  for (int r = 0; r < cddp_world_size(g); r++) differ |= all[r] != all[0];
+  if (cddp_rank(g) == 0)
+    printf("Hash %016" PRIx64 ", %s the same on all ranks\n", mine, differ ? "NOT" : "and");
+  cddp_sgd_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);
+  return differ;
+}
+
+int main(int argc, char **argv) {
+  cddp_group_desc desc = cddp_group_desc();
+  int ranks = 1, bad = argc % 2 == 0;
+  desc.device = "cuda";
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (strcmp(argv[i], "-n") == 0) ranks = atoi(argv[i + 1]);
+    else if (strcmp(argv[i], "--device") == 0) desc.device = argv[i + 1];
+    else if (strcmp(argv[i], "--backend") == 0) desc.backend = argv[i + 1];
+    else bad = 1;
+  }
+  if (bad || ranks < 1 || ranks > MAX_RANKS) FAIL("usage: %s [-n ranks] [--device cpu]\n", argv[0]);
+  gpu = strcmp(desc.device, "cpu") != 0;
+  setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
+  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), &desc); /* torchrun, mpirun */
+  cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
+  if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
+  return r != CDDP_OK; /* a rank that failed has said why */
+}

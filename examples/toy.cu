@@ -1,0 +1,148 @@
+/* toy.cu - the same few calls on GPUs: Linear 10-10, ReLU, Linear 10-5, random data.
+
+     nvcc -O3 examples/toy.cu -o toy -lnccl -lcublas
+     ./toy                                      1 rank on a GPU
+     ./toy -n 2                                 2 ranks, each on a GPU of its own
+     ./toy -n 2 --backend cpu                   2 ranks that may share a GPU: slower, for tests
+     ./toy -n 2 --device cpu                    needs no GPU
+     torchrun --no-python --nproc-per-node 2 ./toy
+
+   What changes from toy.c: cddp_alloc gives device memory, the layers are kernels, and all is
+   enqueued on a stream: the program waits for the GPU where it reads the loss, at the end. */
+#define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
+#include "../cddp_kernels.cuh" /* includes cddp.h, which brings stdio.h and others */
+
+enum { BATCH = 20, IN = 10, HIDDEN = 10, OUT = 5, STEPS = 100 };
+enum { WEIGHTS = HIDDEN * (IN + 1 + OUT) + OUT };
+
+#define FAIL(...) return fprintf(stderr, __VA_ARGS__), 1
+#define TRY(call) if (call) FAIL("rank %d: %s\n", rank, cddp_error())
+#define CUDA(call) ((call) ? (void)fprintf(stderr, "%s failed\n", #call), exit(1) : (void)0)
+
+static bool gpu;             /* each function below does the same on either */
+static cublasHandle_t blas;
+static cudaStream_t stream;  /* 0: the default stream, which is cddp's default too */
+
+static void copy(void *to, const void *from, size_t bytes) { /* between host and device */
+  if (gpu) CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+  else memcpy(to, from, bytes);
+}
+
+/* y = x w' + b, then ReLU if asked. */
+static void linear(const float *x, const float *w, const float *b, float *y, int in, int out,
+                   bool relu) {
+  if (gpu) CUDA(cddp_cuda_linear(blas, x, w, b, y, BATCH, in, out, relu, stream));
+  else for (int i = 0; i < BATCH * out; i++) {
+    float sum = b[i % out];
+    for (int k = 0; k < in; k++) sum += x[i / out * in + k] * w[i % out * in + k];
+    y[i] = relu && sum < 0 ? 0 : sum;
+  }
+}
+
+/* Adds to the gradients of w and b, given dy; dx, unless NULL, is the gradient of x. */
+static void linear_backward(const float *x, const float *w, const float *dy, float *dx, float *dw,
+                            float *db, int in, int out) {
+  if (gpu) CUDA(cddp_cuda_linear_backward(blas, x, w, dy, dx, dw, db, BATCH, in, out, stream));
+  else for (int r = 0; r < BATCH; r++)
+    for (int o = 0; o < out; o++) {
+      db[o] += dy[r * out + o];
+      for (int i = 0; i < in; i++) {
+        dw[o * in + i] += dy[r * out + o] * x[r * in + i];
+        if (dx) dx[r * in + i] = (o > 0 ? dx[r * in + i] : 0) + dy[r * out + o] * w[o * in + i];
+      }
+    }
+}
+
+static void relu_backward(float *dy, const float *y, int n) {
+  if (gpu) CUDA(cddp_cuda_relu_backward(dy, y, (size_t)n, stream));
+  else for (int i = 0; i < n; i++) dy[i] = y[i] > 0 ? dy[i] : 0;
+}
+
+/* dy = the gradient of the mean squared error, which is added to *loss. */
+static void mse(const float *y, const float *labels, float *dy, double *loss, double *scratch) {
+  const int n = BATCH * OUT;
+  if (gpu) CUDA(cddp_cuda_mse(y, labels, dy, loss, scratch, n, stream));
+  else for (int i = 0; i < n; i++) {
+    dy[i] = 2 * (y[i] - labels[i]) / n;
+    *loss += (double)((y[i] - labels[i]) * (y[i] - labels[i])) / n;
+  }
+}
+
+static int train(int rank, void *group_desc) {
+  float host[WEIGHTS], data[BATCH * (IN + OUT)];
+  double loss = 0;
+  cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd;
+  TRY(cddp_init(&g, (const cddp_group_desc *)group_desc)); /* 1  makes rank's GPU the current one */
+  printf("Running on rank %d.\n", cddp_rank(g));
+  if (gpu && cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS) FAIL("rank %d: no cuBLAS\n", rank);
+  srand48(1000 + cddp_rank(g)); /* a seed for each rank: other data; other weights until call 2 */
+  for (int i = 0; i < WEIGHTS; i++) host[i] = (float)(2 * drand48() - 1) / sqrtf(IN);
+  for (int i = 0; i < BATCH * (IN + OUT); i++) data[i] = (float)(2 * drand48() - 1) * 1.7f;
+
+  /* Weights, data, activations and what the loss needs, all in one piece of the device's memory. */
+  const size_t floats = WEIGHTS + BATCH * (IN + OUT + 2 * HIDDEN + 2 * OUT);
+  double *statistics = (double *)cddp_alloc(g, CDDP_CUDA_SCRATCH_BYTES + 16 + floats * 4);
+  TRY(!statistics);
+  double *scratch = statistics + 2;
+  float *w1 = (float *)(scratch + CDDP_CUDA_SCRATCH_BYTES / sizeof *scratch);
+  float *w2 = w1 + HIDDEN * IN, *b1 = w2 + OUT * HIDDEN, *b2 = b1 + HIDDEN, *x = b2 + OUT;
+  float *labels = x + BATCH * IN, *h = labels + BATCH * OUT, *dh = h + BATCH * HIDDEN;
+  float *y = dh + BATCH * HIDDEN, *dy = y + BATCH * OUT;
+  copy(w1, host, sizeof host);
+  copy(x, data, sizeof data);
+
+  cddp_param params[] = {{"net1.weight", w1, NULL, HIDDEN * IN, CDDP_F32},
+                         {"net1.bias", b1, NULL, HIDDEN, CDDP_F32},
+                         {"net2.weight", w2, NULL, OUT * HIDDEN, CDDP_F32},
+                         {"net2.bias", b2, NULL, OUT, CDDP_F32}};
+  cddp_sgd_desc options = cddp_sgd_desc();
+  options.lr = 0.001;
+  TRY(cddp_ddp_create(&ddp, g, params, 4, NULL)); /* 2  copies rank 0's weights, sets grad */
+  TRY(cddp_sgd_create(&sgd, params, 4, &options)); /* 3 */
+  float *grad[4];
+  for (int i = 0; i < 4; i++) grad[i] = (float *)params[i].grad;
+
+  for (int step = 0; step < STEPS; step++) {
+    loss = 0;
+    copy(statistics, &loss, sizeof loss);
+    linear(x, w1, b1, h, IN, HIDDEN, true);
+    linear(h, w2, b2, y, HIDDEN, OUT, false);
+    mse(y, labels, dy, statistics, scratch);
+    linear_backward(h, w2, dy, dh, grad[2], grad[3], HIDDEN, OUT);
+    TRY(cddp_ddp_ready(ddp, 3) || cddp_ddp_ready(ddp, 2)); /* 4  averaging starts */
+    relu_backward(dh, h, BATCH * HIDDEN);
+    linear_backward(x, w1, dh, NULL, grad[0], grad[1], IN, HIDDEN);
+    TRY(cddp_ddp_ready(ddp, 1) || cddp_ddp_ready(ddp, 0));
+    TRY(cddp_ddp_step(ddp, sgd)); /* 5  enqueues the mean, SGD, zero gradients */
+  }
+  TRY(cddp_synchronize(g)); /* everything has been done, or this says what failed */
+  copy(&loss, statistics, sizeof loss);
+  printf("Loss on rank %d: %f\n", cddp_rank(g), loss);
+
+  cddp_sgd_destroy(sgd); /* 6 */
+  cddp_ddp_destroy(ddp);
+  cddp_free(g, statistics);
+  if (gpu) cublasDestroy(blas);
+  cddp_destroy(g);
+  return 0;
+}
+
+int main(int argc, char **argv) {
+  cddp_group_desc desc = cddp_group_desc();
+  int ranks = 1, bad = argc % 2 == 0;
+  desc.device = "cuda";
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (strcmp(argv[i], "-n") == 0) ranks = atoi(argv[i + 1]);
+    else if (strcmp(argv[i], "--device") == 0) desc.device = argv[i + 1];
+    else if (strcmp(argv[i], "--backend") == 0) desc.backend = argv[i + 1];
+    else bad = 1;
+  }
+  if (bad || ranks < 1) FAIL("usage: %s [-n ranks] [--device cpu] [--backend cpu]\n", argv[0]);
+  gpu = strcmp(desc.device, "cpu") != 0;
+  setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
+
+  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), &desc); /* torchrun, mpirun */
+  cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
+  if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());
+  return r != CDDP_OK; /* a rank that failed has said why */
+}

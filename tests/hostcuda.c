@@ -1,0 +1,479 @@
+/* The test double of CUDA and NCCL is itself tested: streams, events, graphs, memory, failures;
+   NCCL between processes. What is asked of it is what the real ones do. Each test runs in a process
+   of its own, as CUDA does not survive a fork. */
+#include "../cddp.h"
+
+#include "test.h"
+
+#include <nccl.h>
+
+#include <sys/mman.h>
+
+#include "hostcuda/hostcuda.h"
+
+#define CUDA(call) CHECK_EQ(call, cudaSuccess)
+#define NCCL(call) CHECK_EQ(call, ncclSuccess)
+
+enum { N = 1000, RANKS = 4 };
+
+static struct meeting { /* shared by the ranks of a test */
+  ncclUniqueId id;
+  int made;
+} *meeting;
+
+/* Runs fn on n processes with RANK set; env is "NAME=value", or NULL. */
+static void processes(int n, void (*fn)(int), const char *name, const char *value) {
+  pid_t pid[RANKS];
+  int r, status;
+  meeting->made = 0;
+  for (r = 0; r < n; r++) {
+    char text[16];
+    if ((pid[r] = fork()) != 0) continue;
+    snprintf(text, sizeof text, "%d", r);
+    setenv("RANK", text, 1);
+    if (name != NULL) setenv(name, value, 1);
+    test_failures = test_checks = 0;
+    fn(r);
+    _exit(test_failures != 0);
+  }
+  for (r = 0; r < n; r++) {
+    CHECK(waitpid(pid[r], &status, 0) == pid[r]);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+}
+
+/* --- streams --- */
+
+static int host_value;
+static void set_host_value(void *to) { host_value = *(int *)to; }
+
+/* a = 1, 2, ... in one stream, copied out by another: right with the event wait, wrong without. */
+static int mistakes(bool waits) {
+  cudaStream_t writer, reader;
+  cudaEvent_t written, taken;
+  unsigned char *device, *host;
+  int i, wrong = 0;
+  CUDA(cudaStreamCreateWithFlags(&writer, cudaStreamNonBlocking));
+  CUDA(cudaStreamCreateWithPriority(&reader, cudaStreamNonBlocking, -1));
+  CUDA(cudaEventCreateWithFlags(&written, cudaEventDisableTiming));
+  CUDA(cudaEventCreateWithFlags(&taken, cudaEventDisableTiming));
+  CUDA(cudaMalloc((void **)&device, N));
+  CUDA(cudaMallocHost((void **)&host, N));
+  for (i = 1; i <= 30; i++) {
+    CUDA(cudaMemsetAsync(device, i, N, writer));
+    CUDA(cudaEventRecord(written, writer));
+    if (waits) CUDA(cudaStreamWaitEvent(reader, written, 0));
+    CUDA(cudaMemcpyAsync(host, device, N, cudaMemcpyDeviceToHost, reader));
+    CUDA(cudaEventRecord(taken, reader));
+    CUDA(cudaStreamWaitEvent(writer, taken, 0));
+    CUDA(cudaStreamSynchronize(reader));
+    wrong += host[N - 1] != i;
+  }
+  CUDA(cudaEventDestroy(written));
+  CUDA(cudaEventDestroy(taken));
+  CUDA(cudaStreamDestroy(writer));
+  CUDA(cudaStreamDestroy(reader));
+  CUDA(cudaFree(device));
+  CUDA(cudaFreeHost(host));
+  return wrong;
+}
+
+static void streams(int rank) {
+  (void)rank;
+  CHECK_EQ(mistakes(true), 0);
+  CHECK(mistakes(false) > 0);
+}
+
+static void legacy_stream(int rank) { /* waits for blocking streams, not for others */
+  static int five = 5;
+  cudaStream_t s;
+  unsigned char *device, host[4];
+  int i;
+  (void)rank;
+  CUDA(cudaStreamCreate(&s));
+  CUDA(cudaMalloc((void **)&device, 4));
+  for (i = 0; i < 20; i++) {
+    CUDA(cudaMemsetAsync(device, i, 4, s));
+    CUDA(cudaMemcpy(host, device, 4, cudaMemcpyDeviceToHost));
+    CHECK_EQ(host[3], i);
+    CUDA(cudaMemset(device, 100 + i, 4));
+    CUDA(cudaMemcpyAsync(host, device, 4, cudaMemcpyDeviceToHost, s)); /* pageable: waited for */
+    CHECK_EQ(host[3], 100 + i);
+  }
+  CUDA(cudaLaunchHostFunc(s, set_host_value, &five));
+  CUDA(cudaStreamSynchronize(s));
+  CHECK_EQ(host_value, 5);
+  CUDA(cudaStreamDestroy(s));
+  CHECK_EQ(cudaStreamSynchronize(s), cudaErrorInvalidResourceHandle);
+  CHECK_EQ(cudaGetLastError(), cudaErrorInvalidResourceHandle);
+  CHECK_EQ(cudaGetLastError(), cudaSuccess);
+  CUDA(cudaFree(device));
+}
+
+static void events(int rank) {
+  cudaEvent_t a, b;
+  float ms = -1;
+  (void)rank;
+  CUDA(cudaEventCreate(&a));
+  CUDA(cudaEventCreate(&b));
+  CUDA(cudaEventQuery(a)); /* never recorded: done */
+  CHECK_EQ(cudaEventElapsedTime(&ms, a, b), cudaErrorInvalidResourceHandle);
+  CUDA(cudaEventRecord(a, NULL));
+  CUDA(cudaEventRecord(b, NULL));
+  CUDA(cudaEventSynchronize(b));
+  CUDA(cudaEventElapsedTime(&ms, a, b));
+  CHECK(ms >= 0);
+  CUDA(cudaEventDestroy(a));
+  CUDA(cudaEventDestroy(b));
+}
+
+/* --- memory --- */
+
+static void memory(int rank) {
+  struct cudaPointerAttributes a;
+  float *device, *pinned, host[8];
+  unsigned char bytes[8];
+  int i;
+  (void)rank;
+  CUDA(cudaMalloc((void **)&device, sizeof host));
+  CHECK_EQ((uintptr_t)device % 256, 0);
+  CUDA(cudaMemcpy(host, device, sizeof host, cudaMemcpyDeviceToHost));
+  for (i = 0; i < 8; i++) CHECK(host[i] != host[i]); /* not zero to begin with */
+  CHECK_EQ(cudaMemcpy(host, device, sizeof host + 1, cudaMemcpyDeviceToHost),
+           cudaErrorInvalidValue);
+  CHECK_EQ(cudaMemcpy(device, host, 4, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
+  CHECK_EQ(cudaMemset(host, 0, 4), cudaErrorInvalidValue);
+  CUDA(cudaPointerGetAttributes(&a, device + 3));
+  CHECK_EQ(a.type, cudaMemoryTypeDevice);
+  CUDA(cudaPointerGetAttributes(&a, host));
+  CHECK_EQ(a.type, cudaMemoryTypeUnregistered);
+  CUDA(cudaMallocHost((void **)&pinned, 64));
+  CUDA(cudaPointerGetAttributes(&a, pinned));
+  CHECK_EQ(a.type, cudaMemoryTypeHost);
+  pinned[0] = 2.5f;
+  CUDA(cudaMemcpy(device, pinned, 4, cudaMemcpyHostToDevice));
+  CUDA(cudaMemcpy(bytes, device, 4, cudaMemcpyDefault));
+  CHECK(memcmp(bytes, pinned, 4) == 0);
+  CUDA(cudaFreeHost(pinned));
+  CUDA(cudaFree(device));
+  CHECK_EQ(cudaFree(device), cudaErrorInvalidValue);
+  CHECK_EQ(cudaMalloc((void **)&device, (size_t)1 << 60), cudaErrorMemoryAllocation);
+}
+
+static void touches(int rank) {
+  volatile float *device;
+  (void)rank;
+  CUDA(cudaMalloc((void **)(uintptr_t)&device, 4));
+  signal(SIGSEGV, SIG_DFL);
+  _exit(device[0] != 1); /* must not get here */
+}
+
+/* Where the processor can forbid it, a host thread that reads device memory dies. */
+static void test_protection(void) {
+  int status, key = pkey_alloc(0, 0);
+  pid_t pid;
+  if (key < 0) return;
+  pkey_free(key);
+  if ((pid = fork()) == 0) touches(0);
+  CHECK(waitpid(pid, &status, 0) == pid);
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(__clang__)
+  CHECK(WIFSIGNALED(status) || WEXITSTATUS(status) > 1);
+#else
+  CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+#endif
+}
+
+/* --- graphs --- */
+
+static void graphs(int rank) {
+  cudaStream_t a, b;
+  cudaEvent_t fork_event, join;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  unsigned char *device, host[2];
+  size_t nodes = 0;
+  int i;
+  (void)rank;
+  CUDA(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
+  CUDA(cudaStreamCreateWithFlags(&b, cudaStreamNonBlocking));
+  CUDA(cudaEventCreateWithFlags(&fork_event, cudaEventDisableTiming));
+  CUDA(cudaEventCreateWithFlags(&join, cudaEventDisableTiming));
+  CUDA(cudaMalloc((void **)&device, 2));
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal));
+  CUDA(cudaMemsetAsync(device, 1, 1, a));
+  CUDA(cudaEventRecord(fork_event, a));
+  CUDA(cudaStreamWaitEvent(b, fork_event, 0));
+  CUDA(cudaMemcpyAsync(device + 1, device, 1, cudaMemcpyDeviceToDevice, b));
+  CUDA(cudaEventRecord(join, b));
+  CUDA(cudaStreamWaitEvent(a, join, 0));
+  CUDA(cudaMemsetAsync(device, 7, 1, a));
+  CUDA(cudaStreamEndCapture(a, &graph));
+  CUDA(cudaGraphGetNodes(graph, NULL, &nodes));
+  CHECK_EQ(nodes, 3);
+  CHECK_EQ(cudaEventQuery(join), cudaErrorCapturedEvent);
+  CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  CUDA(cudaGraphDestroy(graph));
+  for (i = 0; i < 20; i++) {
+    CUDA(cudaMemsetAsync(device, 99, 2, a));
+    CUDA(cudaGraphLaunch(exec, a));
+    CUDA(cudaMemcpyAsync(host, device, 2, cudaMemcpyDeviceToHost, a));
+    CHECK_EQ(host[0], 7);
+    CHECK_EQ(host[1], 1);
+  }
+  CUDA(cudaGraphExecDestroy(exec));
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal)); /* what voids a capture */
+  CHECK_EQ(cudaStreamSynchronize(a), cudaErrorStreamCaptureUnsupported);
+  CHECK_EQ(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureInvalidated);
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal));
+  CUDA(cudaEventRecord(fork_event, a));
+  CUDA(cudaStreamWaitEvent(b, fork_event, 0));
+  CUDA(cudaMemsetAsync(device, 1, 1, b));
+  CHECK_EQ(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureUnjoined);
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal));
+  CHECK_EQ(cudaMalloc((void **)&device, 8), cudaErrorStreamCaptureUnsupported);
+  CHECK_EQ(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureInvalidated);
+}
+
+/* --- failures --- */
+
+static void no_device(int rank) {
+  int count = 9;
+  (void)rank;
+  CHECK_EQ(cudaGetDeviceCount(&count), cudaErrorNoDevice);
+  CHECK_EQ(count, 0);
+  CHECK(strcmp(cudaGetErrorString(cudaErrorNoDevice), "no CUDA-capable device is detected") == 0);
+}
+
+static void no_driver(int rank) {
+  int count;
+  (void)rank;
+  CHECK_EQ(cudaGetDeviceCount(&count), cudaErrorInsufficientDriver);
+}
+
+static void injected(int rank) { /* cudaMalloc:2:2@1 */
+  void *p;
+  CUDA(cudaMalloc(&p, 1));
+  CHECK_EQ(cudaMalloc(&p, 1), rank == 1 ? cudaErrorMemoryAllocation : cudaSuccess);
+  CUDA(cudaMalloc(&p, 1));
+}
+
+static void forked(int rank) {
+  int count, status;
+  pid_t pid;
+  (void)rank;
+  CUDA(cudaGetDeviceCount(&count));
+  if ((pid = fork()) == 0) _exit(cudaSetDevice(0) != cudaErrorInitializationError);
+  CHECK(waitpid(pid, &status, 0) == pid);
+  CHECK_EQ(status, 0);
+}
+
+/* --- NCCL --- */
+
+static ncclResult_t settle(ncclComm_t c) { /* polls, as one must */
+  ncclResult_t state = ncclInProgress;
+  double start = test_now();
+  while (state == ncclInProgress && test_now() - start < 60) {
+    NCCL(ncclCommGetAsyncError(c, &state));
+    usleep(50);
+  }
+  return state;
+}
+
+static ncclComm_t join(int rank, int n, int device) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclUniqueId id;
+  ncclComm_t c;
+  ncclResult_t r;
+  config.blocking = 0;
+  CUDA(cudaSetDevice(device));
+  if (rank == 0) {
+    NCCL(ncclGetUniqueId(&meeting->id));
+    __atomic_store_n(&meeting->made, 1, __ATOMIC_RELEASE);
+  }
+  while (!__atomic_load_n(&meeting->made, __ATOMIC_ACQUIRE)) usleep(100);
+  id = meeting->id;
+  r = ncclCommInitRankConfig(&c, n, id, rank, &config);
+  CHECK(r == ncclInProgress || r == ncclSuccess);
+  return c;
+}
+
+static float *upload(const float *x, size_t n) {
+  float *d;
+  CUDA(cudaMalloc((void **)&d, n * sizeof *d));
+  CUDA(cudaMemcpy(d, x, n * sizeof *x, cudaMemcpyHostToDevice));
+  return d;
+}
+
+static ncclResult_t begin(ncclComm_t c, ncclResult_t r) {
+  return r == ncclInProgress ? settle(c) : r;
+}
+
+static void collective(int rank) {
+  enum { COUNT = 40000 }; /* several chunks */
+  static float x[RANKS * COUNT], y[RANKS * COUNT];
+  ncclComm_t c = join(rank, RANKS, rank);
+  cudaStream_t s;
+  float *a, *b;
+  int i, bad = 0;
+  CHECK_EQ(settle(c), ncclSuccess);
+  CUDA(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  for (i = 0; i < RANKS * COUNT; i++) x[i] = (float)(i % 1000 + rank);
+  a = upload(x, RANKS * COUNT);
+  b = upload(x, RANKS * COUNT);
+  NCCL(begin(c, ncclAllReduce(a, b, COUNT, ncclFloat, ncclAvg, c, s)));
+  CUDA(cudaMemcpyAsync(y, b, COUNT * 4, cudaMemcpyDeviceToHost, s));
+  for (i = 0; i < COUNT; i++) bad += y[i] != (float)(i % 1000) + (RANKS - 1) / 2.0f;
+  NCCL(begin(c, ncclReduceScatter(a, b, COUNT, ncclFloat, ncclSum, c, s)));
+  CUDA(cudaMemcpyAsync(y, b, COUNT * 4, cudaMemcpyDeviceToHost, s));
+  for (i = 0; i < COUNT; i++)
+    bad += y[i] != (float)(RANKS * ((i + rank * COUNT) % 1000) + RANKS * (RANKS - 1) / 2);
+  NCCL(begin(c, ncclAllGather(a, b, COUNT, ncclFloat, c, s)));
+  CUDA(cudaMemcpyAsync(y, b, sizeof y, cudaMemcpyDeviceToHost, s));
+  for (i = 0; i < RANKS * COUNT; i++) bad += y[i] != (float)(i % COUNT % 1000 + i / COUNT);
+  NCCL(begin(c, ncclBroadcast(a, a, COUNT, ncclFloat, 2, c, s)));
+  CUDA(cudaMemcpyAsync(y, a, COUNT * 4, cudaMemcpyDeviceToHost, s));
+  for (i = 0; i < COUNT; i++) bad += y[i] != (float)(i % 1000 + 2);
+  CHECK_EQ(bad, 0);
+  NCCL(ncclGroupStart()); /* all to all */
+  for (i = 0; i < RANKS; i++) {
+    NCCL(ncclSend(a + i * 9000, 9000, ncclFloat, i, c, s));
+    NCCL(ncclRecv(b + i * 9000, 9000, ncclFloat, i, c, s));
+  }
+  NCCL(begin(c, ncclGroupEnd()));
+  CUDA(cudaMemcpyAsync(y, b, RANKS * 9000 * 4, cudaMemcpyDeviceToHost, s));
+  for (i = 0; i < RANKS; i++) CHECK_EQ(y[i * 9000 + 5], (rank * 9000 + 5) % 1000 + 2);
+  NCCL(begin(c, ncclCommFinalize(c)));
+  NCCL(ncclCommDestroy(c));
+}
+
+static void split(int rank) { /* odd and even, backwards */
+  ncclComm_t c = join(rank, RANKS, rank), half;
+  float x = (float)rank, *d = upload(&x, 1);
+  cudaStream_t s;
+  int r = -1, n = -1;
+  CHECK_EQ(settle(c), ncclSuccess);
+  CUDA(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  NCCL(begin(c, ncclCommSplit(c, rank == 3 ? NCCL_SPLIT_NOCOLOR : rank % 2, -rank, &half, NULL)));
+  if (rank == 3) {
+    CHECK(half == NULL);
+  } else {
+    CHECK_EQ(settle(half), ncclSuccess);
+    NCCL(ncclCommUserRank(half, &r));
+    NCCL(ncclCommCount(half, &n));
+    CHECK_EQ(n, rank == 1 ? 1 : 2);
+    CHECK_EQ(r, rank == 0);
+    NCCL(begin(half, ncclAllReduce(d, d, 1, ncclFloat, ncclSum, half, s)));
+    CUDA(cudaMemcpyAsync(&x, d, 4, cudaMemcpyDeviceToHost, s));
+    CHECK_EQ(x, rank == 1 ? 1 : 2);
+    NCCL(ncclCommDestroy(half));
+  }
+  NCCL(ncclCommDestroy(c));
+}
+
+static void duplicate(int rank) {
+  ncclComm_t c = join(rank, 2, 0);
+  CHECK_EQ(settle(c), ncclInvalidUsage);
+  CHECK(strstr(ncclGetLastError(c), "Duplicate GPU detected") != NULL);
+  NCCL(ncclCommAbort(c));
+}
+
+/* The others' streams hang until they abort. */
+static void lost(int rank) {
+  ncclComm_t c = join(rank, 2, rank);
+  float x = 1, *d = upload(&x, 1);
+  cudaStream_t s;
+  CHECK_EQ(settle(c), ncclSuccess);
+  CUDA(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  if (rank == 1) {
+    usleep(200000);
+    return; /* never comes */
+  }
+  NCCL(begin(c, ncclAllReduce(d, d, 1, ncclFloat, ncclSum, c, s)));
+  usleep(50000);
+  CHECK_EQ(cudaStreamQuery(s), cudaErrorNotReady);
+  NCCL(ncclCommAbort(c));
+  CUDA(cudaStreamSynchronize(s));
+}
+
+static void asynchronous_error(int rank) { /* error:2:6@0 */
+  ncclComm_t c = join(rank, 2, rank);
+  float x = 1, *d = upload(&x, 1);
+  ncclResult_t state = ncclSuccess;
+  cudaStream_t s;
+  double start = test_now();
+  int i;
+  CHECK_EQ(settle(c), ncclSuccess);
+  CUDA(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  for (i = 0; i < 2; i++) {
+    begin(c, ncclAllReduce(d, d, 1, ncclFloat, ncclSum, c, s));
+    if (i == 0) CUDA(cudaStreamSynchronize(s));
+  }
+  while (rank == 0 && state == ncclSuccess && test_now() - start < 60)
+    NCCL(ncclCommGetAsyncError(c, &state));
+  CHECK_EQ(state, rank == 0 ? ncclRemoteError : ncclSuccess);
+  NCCL(ncclCommAbort(c));
+  CUDA(cudaStreamSynchronize(s));
+}
+
+static void ipc(int rank) { /* rank 0's memory, written by rank 1 */
+  cudaIpcMemHandle_t handle;
+  int *p, x = 5;
+  if (rank == 0) {
+    CUDA(cudaMalloc((void **)&p, 4));
+    CUDA(cudaMemcpy(p, &x, 4, cudaMemcpyHostToDevice));
+    CUDA(cudaIpcGetMemHandle(&handle, p));
+    memcpy(&meeting->id, &handle, sizeof handle);
+    __atomic_store_n(&meeting->made, 1, __ATOMIC_RELEASE);
+    while (__atomic_load_n(&meeting->made, __ATOMIC_ACQUIRE) != 2) usleep(100);
+    CUDA(cudaMemcpy(&x, p, 4, cudaMemcpyDeviceToHost));
+    CHECK_EQ(x, 6);
+    return;
+  }
+  while (!__atomic_load_n(&meeting->made, __ATOMIC_ACQUIRE)) usleep(100);
+  memcpy(&handle, &meeting->id, sizeof handle);
+  CUDA(cudaIpcOpenMemHandle((void **)&p, handle, cudaIpcMemLazyEnablePeerAccess));
+  CUDA(cudaMemcpy(&x, p, 4, cudaMemcpyDeviceToHost));
+  CHECK_EQ(x, 5);
+  x = 6;
+  CUDA(cudaMemcpy(p, &x, 4, cudaMemcpyHostToDevice));
+  CUDA(cudaIpcCloseMemHandle(p));
+  __atomic_store_n(&meeting->made, 2, __ATOMIC_RELEASE);
+}
+
+static void test_streams(void) { processes(1, streams, "HOSTCUDA_DELAY_US", "2000"); }
+static void test_legacy_stream(void) { processes(1, legacy_stream, NULL, NULL); }
+static void test_events(void) { processes(1, events, NULL, NULL); }
+static void test_memory(void) { processes(1, memory, NULL, NULL); }
+static void test_graphs(void) { processes(1, graphs, NULL, NULL); }
+static void test_no_device(void) { processes(1, no_device, "HOSTCUDA_DEVICES", "0"); }
+static void test_no_driver(void) { processes(1, no_driver, "HOSTCUDA_DEVICES", "no-driver"); }
+static void test_injected(void) { processes(2, injected, "HOSTCUDA_FAIL", "cudaMalloc:2:2@1"); }
+static void test_forked(void) { processes(1, forked, NULL, NULL); }
+static void test_ipc(void) { processes(2, ipc, NULL, NULL); }
+static void test_collectives(void) { processes(RANKS, collective, NULL, NULL); }
+static void test_split(void) { processes(RANKS, split, NULL, NULL); }
+static void test_duplicate(void) { processes(2, duplicate, NULL, NULL); }
+static void test_lost(void) { processes(2, lost, NULL, NULL); }
+static void test_error(void) { processes(2, asynchronous_error, "HOSTNCCL_FAIL", "error:2:6@0"); }
+
+int main(void) {
+  meeting = (struct meeting *)mmap(NULL, sizeof *meeting, PROT_READ | PROT_WRITE,
+                                   MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  RUN(test_streams);
+  RUN(test_legacy_stream);
+  RUN(test_events);
+  RUN(test_memory);
+  RUN(test_protection);
+  RUN(test_graphs);
+  RUN(test_no_device);
+  RUN(test_no_driver);
+  RUN(test_injected);
+  RUN(test_forked);
+  RUN(test_ipc);
+  RUN(test_collectives);
+  RUN(test_split);
+  RUN(test_duplicate);
+  RUN(test_lost);
+  RUN(test_error);
+  return TEST_END();
+}

@@ -1,0 +1,989 @@
+/* nccl.c - NCCL between processes and threads of one host: a test double, see hostcuda.h.
+
+   Works as follows: a communicator is a memfd that every rank maps; the unique id says where its
+   maker keeps it open. A collective goes chunk by chunk: each rank puts its piece into its slot,
+   all meet, each takes what it needs from all slots in rank order, all meet again. Ranks that call
+   different things never meet: the operation hangs, as the real one may. Sends go through one
+   mailbox for each pair of ranks. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "nccl.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "half.h"
+#include "hostcuda.h"
+
+enum { MAX_RANKS = 16, CHUNK = 65536, MAIL = 16384, MAX_SPLITS = 64 };
+enum { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
+
+typedef struct id_text { uint64_t magic; int32_t pid, fd; } id_text;
+
+typedef struct mailbox { /* written by its sender, acked by its receiver */
+  uint64_t sent, taken;
+  uint64_t total, bytes;
+  char data[MAIL];
+} mailbox;
+
+typedef struct call { int64_t kind, count, type, op, root; } call;
+
+typedef struct seat { /* one rank's; written by it alone */
+  uint64_t step;
+  int32_t pid, device, here, color[MAX_SPLITS], key[MAX_SPLITS];
+  uint64_t host;
+  uint64_t splits;
+  ncclUniqueId id[MAX_SPLITS];
+  uint64_t ids;
+  call now;
+  char slot[CHUNK];
+} seat;
+
+typedef struct shared { seat seats[MAX_RANKS]; mailbox mail[MAX_RANKS][MAX_RANKS]; } shared;
+
+struct ncclComm { /* guarded by its lock where no comment says otherwise */
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  int rank, size, device, refs, pending;
+  bool blocking, finalized, asynchronous;
+  int aborted; /* atomic */
+  ncclResult_t state;
+  char error[256];
+  shared *all;
+  ncclUniqueId id;
+  uint64_t step, tail, head, splits, random;
+  struct ncclComm *parent; /* while it is being split off */
+  int color, key;
+};
+
+typedef struct action {
+  int kind, root;
+  const char *send;
+  char *recv;
+  size_t count;
+  ncclDataType_t type;
+  ncclRedOp_t op;
+} action;
+
+typedef struct batch { /* what one group enqueues on one communicator and stream */
+  struct batch *next;
+  ncclComm_t comm;
+  cudaStream_t stream;
+  action *actions;
+  int count;
+  bool eager;
+  uint64_t ticket;
+} batch;
+
+static _Thread_local int t_depth;
+static _Thread_local batch *t_batches;
+static _Thread_local char t_error[256];
+static int operations, initialised; /* atomic: of this process */
+
+static void set_error(ncclComm_t c, const char *text) {
+  snprintf(t_error, sizeof t_error, "%s", text);
+  if (c == NULL) return;
+  pthread_mutex_lock(&c->lock);
+  snprintf(c->error, sizeof c->error, "%s", text);
+  pthread_mutex_unlock(&c->lock);
+}
+
+static ncclResult_t refuse(ncclComm_t c, ncclResult_t r, const char *text) {
+  set_error(c, text);
+  return r;
+}
+
+/* What HOSTCUDA_FAIL says about this call. */
+static ncclResult_t enter(ncclComm_t c, const char *name) {
+  char text[120];
+  int code = hostcuda_injected(name);
+  snprintf(text, sizeof text, "injected failure of %s", name);
+  return code != 0 ? refuse(c, (ncclResult_t)code, text) : ncclSuccess;
+}
+
+#define ENTER(comm, name)                                \
+  do {                                                   \
+    ncclResult_t entered = enter(comm, name);            \
+    if (entered != ncclSuccess) return entered;          \
+  } while (0)
+
+static uint64_t load(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+static void store(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+static int aborted(ncclComm_t c) { return __atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE); }
+
+static void nap(void) {
+  struct timespec t = {0, 20000};
+  nanosleep(&t, NULL);
+}
+
+/* Whether HOSTNCCL_FAIL names this kind of failure for the nth event; *code is its third field. */
+static bool told(const char *kind, int nth, int *code) {
+  const char *s = getenv("HOSTNCCL_FAIL"), *rank = getenv("RANK"), *end;
+  size_t length = strlen(kind);
+  for (; s != NULL && *s != 0; s = strchr(s, ',') != NULL ? strchr(s, ',') + 1 : "") {
+    char *p;
+    if (strncmp(s, kind, length) != 0 || s[length] != ':') continue;
+    if (strtol(s + length + 1, &p, 10) != nth) continue;
+    *code = *p == ':' ? (int)strtol(p + 1, &p, 10) : (int)ncclRemoteError;
+    end = p;
+    if (*end != '@' || (rank != NULL && atoi(end + 1) == atoi(rank))) return true;
+  }
+  return false;
+}
+
+static void unref(ncclComm_t c) {
+  int left;
+  pthread_mutex_lock(&c->lock);
+  left = --c->refs;
+  pthread_mutex_unlock(&c->lock);
+  if (left > 0) return;
+  if (c->all != NULL) munmap(c->all, sizeof *c->all);
+  pthread_mutex_destroy(&c->lock);
+  pthread_cond_destroy(&c->changed);
+  free(c);
+}
+
+static void ref(ncclComm_t c) {
+  pthread_mutex_lock(&c->lock);
+  c->refs++;
+  pthread_mutex_unlock(&c->lock);
+}
+
+static void set_state(ncclComm_t c, ncclResult_t r) {
+  pthread_mutex_lock(&c->lock);
+  c->state = r;
+  pthread_cond_broadcast(&c->changed);
+  pthread_mutex_unlock(&c->lock);
+}
+
+/* --- waiting --- */
+
+static void hang(ncclComm_t c) {
+  while (!aborted(c)) nap();
+}
+
+/* With HOSTNCCL_TRANSPORT=net a dead peer is noticed; over shared memory nobody looks. */
+static void look_after(ncclComm_t c, int peer) {
+  const char *transport = getenv("HOSTNCCL_TRANSPORT");
+  char text[120];
+  if (transport == NULL || strcmp(transport, "net") != 0) return;
+  if (kill(c->all->seats[peer].pid, 0) == 0 || errno != ESRCH) return;
+  snprintf(text, sizeof text, "connection closed by remote peer, rank %d", peer);
+  set_error(c, text);
+  set_state(c, ncclRemoteError);
+  hang(c);
+}
+
+/* Waits until *p >= want; false when aborted. */
+static bool await(ncclComm_t c, const uint64_t *p, uint64_t want, int peer) {
+  int tries;
+  for (tries = 0; load(p) < want; tries++) {
+    if (aborted(c)) return false;
+    if (tries % 64 == 63) look_after(c, peer);
+    if (tries > 20) nap();
+    else sched_yield();
+  }
+  return !aborted(c);
+}
+
+static bool meet(ncclComm_t c) {
+  int r;
+  store(&c->all->seats[c->rank].step, ++c->step);
+  for (r = 0; r < c->size; r++)
+    if (!await(c, &c->all->seats[r].step, c->step, r)) return false;
+  return true;
+}
+
+/* --- arithmetic --- */
+
+static size_t type_size(ncclDataType_t t) {
+  switch (t) {
+    case ncclInt8: case ncclUint8: return 1;
+    case ncclFloat16: case ncclBfloat16: return 2;
+    case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
+    case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
+    default: return 0;
+  }
+}
+
+#define LOOP(T, A, READ, WRITE, COMBINE, AVERAGE)                                  \
+  for (i = 0; i < n; i++) {                                                        \
+    A sum = (A)0, scale = (A)1;                                                    \
+    (void)scale;                                                                   \
+    for (r = 0; r < size; r++) {                                                   \
+      T element;                                                                   \
+      A x;                                                                         \
+      memcpy(&element, from[r] + i * sizeof element, sizeof element);              \
+      x = READ;                                                                    \
+      if (r == 0) sum = x;                                                         \
+      else COMBINE;                                                                \
+    }                                                                              \
+    AVERAGE;                                                                       \
+    { T element = WRITE; memcpy(to + i * sizeof element, &element, sizeof element); } \
+  }
+
+#define PICK                                                                       \
+  switch (op) {                                                                    \
+    case ncclProd: sum *= x; break;                                                \
+    case ncclMax: sum = x > sum ? x : sum; break;                                  \
+    case ncclMin: sum = x < sum ? x : sum; break;                                  \
+    default: sum += x; break;                                                      \
+  }
+
+/* The mean of floats: every input times 1 / size, rounded to the type, as NCCL has it. */
+#define WHOLE(T, U) \
+  LOOP(U, U, element, (U)sum, PICK, if (op == ncclAvg) sum = (U)((T)sum / (T)size))
+#define SMALL(T, U) \
+  LOOP(U, U, element, sum, sum = combine_small(sum, x, op), \
+       if (op == ncclAvg) sum = (U)((T)sum / (T)size))
+
+static uint8_t combine_small(uint8_t a, uint8_t b, ncclRedOp_t op) {
+  if (op == ncclMax) return a > b ? a : b;
+  if (op == ncclMin) return a < b ? a : b;
+  return (uint8_t)(op == ncclProd ? a * b : a + b);
+}
+
+static void reduce_signed(char *to, char **from, int size, size_t n, ncclDataType_t t,
+                          ncclRedOp_t op) { /* sums wrap around: signed ones as unsigned */
+  size_t i;
+  int r;
+  for (i = 0; i < n; i++) {
+    uint64_t sum = 0;
+    for (r = 0; r < size; r++) {
+      int8_t b;
+      int32_t w;
+      int64_t x;
+      size_t bytes = type_size(t);
+      memcpy(&b, from[r] + i * bytes, 1);
+      memcpy(&w, from[r] + i * bytes, bytes < 4 ? bytes : 4);
+      memcpy(&x, from[r] + i * bytes, bytes);
+      x = t == ncclInt8 ? b : t == ncclInt32 ? w : x;
+      if (r == 0) sum = (uint64_t)x;
+      else if (op == ncclProd) sum *= (uint64_t)x;
+      else if (op == ncclMax) sum = (int64_t)sum > x ? sum : (uint64_t)x;
+      else if (op == ncclMin) sum = (int64_t)sum < x ? sum : (uint64_t)x;
+      else sum += (uint64_t)x;
+    }
+    if (t == ncclInt8) sum = (uint64_t)(int8_t)sum;
+    if (t == ncclInt32) sum = (uint64_t)(int32_t)sum;
+    if (op == ncclAvg) sum = (uint64_t)((int64_t)sum / size);
+    memcpy(to + i * type_size(t), &sum, type_size(t)); /* little-endian */
+  }
+}
+
+static void reduce_pieces(char *to, char **from, int size, size_t n, ncclDataType_t t,
+                          ncclRedOp_t op) {
+  float f = op == ncclAvg ? 1.0f / (float)size : 1.0f;
+  size_t i;
+  int r;
+  switch (t) {
+    case ncclFloat32: LOOP(float, float, element * f, sum, PICK, ) break;
+    case ncclFloat64:
+      LOOP(double, double, op == ncclAvg ? element / size : element, sum, PICK, ) break;
+    case ncclFloat16:
+      LOOP(uint16_t, float, hostcuda_half_to_float(hostcuda_float_to_half(
+                                hostcuda_half_to_float(element) * f)),
+           hostcuda_float_to_half(sum), PICK, ) break;
+    case ncclBfloat16:
+      LOOP(uint16_t, float, hostcuda_bf16_to_float(hostcuda_float_to_bf16(
+                                hostcuda_bf16_to_float(element) * f)),
+           hostcuda_float_to_bf16(sum), PICK, ) break;
+    case ncclUint8: SMALL(unsigned, uint8_t) break;
+    case ncclUint32: WHOLE(uint32_t, uint32_t) break;
+    case ncclUint64: WHOLE(uint64_t, uint64_t) break;
+    default: reduce_signed(to, from, size, n, t, op); break;
+  }
+}
+
+/* --- operations, on the thread of a stream --- */
+
+static bool agreed(ncclComm_t c, const action *a) {
+  const call *mine = &c->all->seats[c->rank].now;
+  int r;
+  (void)a;
+  for (r = 0; r < c->size; r++)
+    if (memcmp(&c->all->seats[r].now, mine, sizeof *mine) != 0) return false;
+  return true;
+}
+
+static void take(ncclComm_t c, const action *a, size_t at, size_t n) {
+  size_t bytes = type_size(a->type);
+  char *from[MAX_RANKS];
+  int r;
+  for (r = 0; r < c->size; r++) {
+    from[r] = c->all->seats[r].slot;
+    if (a->kind == REDUCE_SCATTER) from[r] += (size_t)c->rank * n * bytes;
+    if (a->kind == ALL_GATHER)
+      memcpy(a->recv + ((size_t)r * a->count + at) * bytes, from[r], n * bytes);
+  }
+  if (a->kind == BROADCAST) memcpy(a->recv + at * bytes, from[a->root], n * bytes);
+  if (a->kind == ALL_REDUCE || a->kind == REDUCE_SCATTER ||
+      (a->kind == REDUCE && c->rank == a->root))
+    reduce_pieces(a->recv + at * bytes, from, c->size, n, a->type, a->op);
+}
+
+static void give(ncclComm_t c, const action *a, size_t at, size_t n) {
+  size_t bytes = type_size(a->type);
+  char *slot = c->all->seats[c->rank].slot;
+  int r;
+  if (a->kind == BROADCAST && c->rank != a->root) return;
+  if (a->kind != REDUCE_SCATTER) {
+    memcpy(slot, a->send + at * bytes, n * bytes);
+    return;
+  }
+  for (r = 0; r < c->size; r++)
+    memcpy(slot + (size_t)r * n * bytes, a->send + ((size_t)r * a->count + at) * bytes, n * bytes);
+}
+
+static void run_collective(ncclComm_t c, const action *a) {
+  size_t at, n, most = CHUNK / type_size(a->type);
+  call *now = &c->all->seats[c->rank].now;
+  if (a->count == 0) return;
+  if (a->kind == REDUCE_SCATTER) most /= (size_t)c->size;
+  memset(now, 0, sizeof *now);
+  now->kind = a->kind;
+  now->count = (int64_t)a->count;
+  now->type = a->type;
+  now->op = a->op;
+  now->root = a->root;
+  for (at = 0; at < a->count; at += n) {
+    n = a->count - at < most ? a->count - at : most;
+    give(c, a, at, n);
+    if (!meet(c)) return;
+    if (at == 0 && !agreed(c, a)) {
+      hang(c);
+      return;
+    }
+    take(c, a, at, n);
+    if (!meet(c)) return;
+  }
+}
+
+typedef struct transfer { size_t at; bool begun, done; } transfer;
+
+static bool post(ncclComm_t c, const action *a, transfer *t) {
+  mailbox *m = &c->all->mail[c->rank][a->root];
+  size_t total = a->count * type_size(a->type), n = total - t->at < MAIL ? total - t->at : MAIL;
+  if (load(&m->taken) != load(&m->sent)) return false;
+  if (n > 0) memcpy(m->data, a->send + t->at, n);
+  m->total = total;
+  m->bytes = n;
+  t->at += n;
+  t->done = t->at == total;
+  store(&m->sent, load(&m->sent) + 1);
+  return true;
+}
+
+static bool fetch(ncclComm_t c, const action *a, transfer *t) {
+  mailbox *m = &c->all->mail[a->root][c->rank];
+  size_t total = a->count * type_size(a->type);
+  if (load(&m->taken) == load(&m->sent)) return false;
+  if (m->total != total) { /* the sizes differ: the real one hangs or corrupts */
+    hang(c);
+    return false;
+  }
+  if (m->bytes > 0) memcpy(a->recv + t->at, m->data, m->bytes);
+  t->at += m->bytes;
+  t->done = t->at == total;
+  store(&m->taken, load(&m->taken) + 1);
+  return true;
+}
+
+/* An earlier send to the same peer, or receive from it, goes first. */
+static bool is_turn(const batch *b, const transfer *t, int i) {
+  int k;
+  for (k = 0; k < i; k++)
+    if (!t[k].done && b->actions[k].kind == b->actions[i].kind &&
+        b->actions[k].root == b->actions[i].root)
+      return false;
+  return true;
+}
+
+static void run_transfers(batch *b) {
+  transfer *t = (transfer *)calloc((size_t)b->count, sizeof *t);
+  bool moved, left = t != NULL;
+  int i, idle = 0;
+  while (left && !aborted(b->comm)) {
+    left = moved = false;
+    for (i = 0; i < b->count; i++) {
+      const action *a = &b->actions[i];
+      if (a->kind < SEND || t[i].done) continue;
+      left = true;
+      if (!is_turn(b, t, i)) continue;
+      moved = (a->kind == SEND ? post(b->comm, a, &t[i]) : fetch(b->comm, a, &t[i])) || moved;
+      if (!moved && idle % 64 == 63) look_after(b->comm, a->root);
+    }
+    idle = moved ? 0 : idle + 1;
+    if (idle > 20) nap();
+    else if (idle > 0) sched_yield();
+  }
+  free(t);
+}
+
+/* Whether this operation goes on after what HOSTNCCL_FAIL has in store for it. */
+static bool survives(ncclComm_t c) {
+  int nth = __atomic_add_fetch(&operations, 1, __ATOMIC_SEQ_CST), code = 0;
+  if (told("die", nth, &code)) kill(getpid(), SIGKILL);
+  if (told("error", nth, &code)) {
+    set_error(c, "injected asynchronous error");
+    set_state(c, (ncclResult_t)code);
+  } else if (!told("stall", nth, &code)) {
+    return true;
+  }
+  hang(c);
+  return false;
+}
+
+static void run_batch(void *arg) {
+  batch *b = (batch *)arg;
+  ncclComm_t c = b->comm;
+  uint64_t ticket;
+  int i;
+  pthread_mutex_lock(&c->lock);
+  ticket = b->eager ? b->ticket : c->tail++;
+  while (c->head != ticket) pthread_cond_wait(&c->changed, &c->lock);
+  pthread_mutex_unlock(&c->lock);
+  for (i = 0; i < b->count && !aborted(c) && survives(c); i++)
+    if (b->actions[i].kind < SEND) run_collective(c, &b->actions[i]);
+  run_transfers(b);
+  pthread_mutex_lock(&c->lock);
+  c->head++;
+  pthread_cond_broadcast(&c->changed);
+  pthread_mutex_unlock(&c->lock);
+}
+
+static void drop_batch(void *arg) {
+  batch *b = (batch *)arg;
+  pthread_mutex_lock(&b->comm->lock);
+  b->comm->pending--;
+  pthread_cond_broadcast(&b->comm->changed);
+  pthread_mutex_unlock(&b->comm->lock);
+  unref(b->comm);
+  free(b->actions);
+  free(b);
+}
+
+/* --- enqueueing --- */
+
+static ncclResult_t enqueue(batch *b) {
+  hostcuda_op op = {run_batch, drop_batch, NULL};
+  ncclComm_t c = b->comm;
+  int was = hostcuda_device();
+  cudaError_t e;
+  op.arg = b;
+  if (was != c->device) cudaSetDevice(c->device);
+  ref(c);
+  e = hostcuda_enqueue(b->stream, op, true);
+  if (was != c->device) cudaSetDevice(was);
+  if (e != cudaSuccess) refuse(c, ncclUnhandledCudaError, cudaGetErrorString(e));
+  unref(c);
+  return e == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+static void *enqueue_later(void *arg) {
+  batch *b = (batch *)arg;
+  ncclComm_t c = b->comm;
+  struct timespec t = {0, 0};
+  ncclResult_t r;
+  t.tv_nsec = (long)(hostcuda_random(&c->random) % 300000);
+  nanosleep(&t, NULL);
+  r = enqueue(b);
+  pthread_mutex_lock(&c->lock);
+  if (c->state == ncclInProgress) c->state = r;
+  pthread_mutex_unlock(&c->lock);
+  unref(c);
+  return NULL;
+}
+
+static bool start_thread(void *(*fn)(void *), void *arg) {
+  pthread_t thread;
+  if (pthread_create(&thread, NULL, fn, arg) != 0) return false;
+  pthread_detach(thread);
+  return true;
+}
+
+/* A non-blocking communicator enqueues half of its groups later, from another thread: whoever does
+   not poll records his event too early, as with the real one. */
+static ncclResult_t submit(batch *b) {
+  enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  ncclComm_t c = b->comm;
+  cudaStreamIsCapturing(b->stream, &status);
+  b->eager = status == cudaStreamCaptureStatusNone;
+  pthread_mutex_lock(&c->lock);
+  c->pending++;
+  c->refs++;
+  if (b->eager) b->ticket = c->tail++;
+  if (!c->blocking && b->eager && b->stream > cudaStreamPerThread &&
+      hostcuda_random(&c->random) % 2 == 0) {
+    c->state = ncclInProgress;
+    c->refs++;
+    pthread_mutex_unlock(&c->lock);
+    if (start_thread(enqueue_later, b)) return ncclInProgress;
+    abort();
+  }
+  pthread_mutex_unlock(&c->lock);
+  return enqueue(b);
+}
+
+static batch *batch_for(ncclComm_t c, cudaStream_t stream) {
+  batch **at = &t_batches, *b;
+  for (; *at != NULL; at = &(*at)->next)
+    if ((*at)->comm == c && (*at)->stream == stream) return *at;
+  b = (batch *)calloc(1, sizeof *b);
+  if (b == NULL) abort();
+  b->comm = c;
+  b->stream = stream;
+  *at = b;
+  return b;
+}
+
+ncclResult_t ncclGroupStart(void) {
+  ENTER(NULL, "ncclGroupStart");
+  t_depth++;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd(void) {
+  ncclResult_t result = ncclSuccess, r, failure = enter(NULL, "ncclGroupEnd");
+  batch *b, *next;
+  if (t_depth == 0) return refuse(NULL, ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
+  if (--t_depth > 0) return failure;
+  b = t_batches;
+  t_batches = NULL;
+  for (; b != NULL; b = next) {
+    next = b->next;
+    if (failure != ncclSuccess) {
+      free(b->actions);
+      free(b);
+      continue;
+    }
+    r = submit(b);
+    if (result == ncclSuccess || result == ncclInProgress) result = r != ncclSuccess ? r : result;
+  }
+  return failure != ncclSuccess ? failure : result;
+}
+
+static ncclResult_t usable(ncclComm_t c) {
+  ncclResult_t r;
+  bool finalized;
+  if (c == NULL) return refuse(NULL, ncclInvalidArgument, "the communicator is NULL");
+  pthread_mutex_lock(&c->lock);
+  r = c->state;
+  finalized = c->finalized;
+  pthread_mutex_unlock(&c->lock);
+  if (finalized) return refuse(c, ncclInvalidArgument, "the communicator is finalized");
+  if (r == ncclInProgress)
+    return refuse(c, ncclInvalidArgument, "the communicator has an operation in progress");
+  return r;
+}
+
+static bool reachable(const void *p, size_t bytes) {
+  struct cudaPointerAttributes a;
+  if (bytes == 0) return true;
+  if (p == NULL || cudaPointerGetAttributes(&a, p) != cudaSuccess) return false;
+  return a.type == cudaMemoryTypeHost || hostcuda_is_device(p, bytes);
+}
+
+static ncclResult_t add(const char *name, action a, ncclComm_t c, cudaStream_t stream) {
+  size_t size = type_size(a.type), in = a.count, out = a.count;
+  ncclResult_t r;
+  batch *b;
+  ENTER(c, name);
+  if ((r = usable(c)) != ncclSuccess) return r;
+  if (size == 0 || (unsigned)a.op >= ncclNumOps || a.root < 0 || a.root >= c->size)
+    return refuse(c, ncclInvalidArgument, "bad type, operation, root or peer");
+  if (a.kind == REDUCE_SCATTER) in *= (size_t)c->size;
+  if (a.kind == ALL_GATHER) out *= (size_t)c->size;
+  if (a.kind == BROADCAST && c->rank != a.root) in = 0;
+  if (a.kind == RECV) in = 0;
+  if (a.kind == SEND || (a.kind == REDUCE && c->rank != a.root)) out = 0;
+  if (!reachable(a.send, in * size) || !reachable(a.recv, out * size))
+    return refuse(c, ncclInvalidArgument, "a buffer is not in device memory, or ends too early");
+  if (stream > cudaStreamPerThread && hostcuda_stream_device(stream) != c->device)
+    return refuse(c, ncclInvalidUsage, "the stream belongs to another device");
+  t_depth++;
+  b = batch_for(c, stream);
+  b->actions = (action *)realloc(b->actions, (size_t)(b->count + 1) * sizeof a);
+  if (b->actions == NULL) abort();
+  b->actions[b->count++] = a;
+  if (t_depth > 1) {
+    t_depth--;
+    return ncclSuccess;
+  }
+  return ncclGroupEnd();
+}
+
+static action make(int kind, const void *send, void *recv, size_t count, ncclDataType_t type,
+                   ncclRedOp_t op, int root) {
+  action a;
+  memset(&a, 0, sizeof a);
+  a.kind = kind;
+  a.send = (const char *)send;
+  a.recv = (char *)recv;
+  a.count = count;
+  a.type = type;
+  a.op = op;
+  a.root = root;
+  return a;
+}
+
+ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type,
+                           ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return add("ncclAllReduce", make(ALL_REDUCE, send, recv, count, type, op, 0), comm, stream);
+}
+
+ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType_t type,
+                        ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+  return add("ncclReduce", make(REDUCE, send, recv, count, type, op, root), comm, stream);
+}
+
+ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type,
+                           int root, ncclComm_t comm, cudaStream_t stream) {
+  return add("ncclBroadcast", make(BROADCAST, send, recv, count, type, ncclSum, root), comm,
+             stream);
+}
+
+ncclResult_t ncclAllGather(const void *send, void *recv, size_t count, ncclDataType_t type,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return add("ncclAllGather", make(ALL_GATHER, send, recv, count, type, ncclSum, 0), comm, stream);
+}
+
+ncclResult_t ncclReduceScatter(const void *send, void *recv, size_t count, ncclDataType_t type,
+                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return add("ncclReduceScatter", make(REDUCE_SCATTER, send, recv, count, type, op, 0), comm,
+             stream);
+}
+
+ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer,
+                      ncclComm_t comm, cudaStream_t stream) {
+  return add("ncclSend", make(SEND, send, NULL, count, type, ncclSum, peer), comm, stream);
+}
+
+ncclResult_t ncclRecv(void *recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  return add("ncclRecv", make(RECV, NULL, recv, count, type, ncclSum, peer), comm, stream);
+}
+
+/* --- communicators --- */
+
+static ncclResult_t make_id(ncclUniqueId *id) { /* its memory stays open as long as this process */
+  id_text text = {0x686f73746e63636cu, (int32_t)getpid(), 0};
+  text.fd = memfd_create("hostnccl", MFD_CLOEXEC);
+  if (text.fd < 0 || ftruncate(text.fd, (off_t)sizeof(shared)) != 0)
+    return refuse(NULL, ncclSystemError, "no memory for a communicator");
+  memset(id, 0, sizeof *id);
+  memcpy(id, &text, sizeof text);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGetVersion(int *version) {
+  const char *s = getenv("HOSTNCCL_VERSION");
+  ENTER(NULL, "ncclGetVersion");
+  if (version == NULL) return refuse(NULL, ncclInvalidArgument, "version is NULL");
+  *version = s != NULL ? atoi(s) : NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
+  ENTER(NULL, "ncclGetUniqueId");
+  if (id == NULL) return refuse(NULL, ncclInvalidArgument, "id is NULL");
+  return make_id(id);
+}
+
+static shared *open_id(const ncclUniqueId *id) {
+  char path[64];
+  id_text text;
+  shared *all;
+  int fd;
+  memcpy(&text, id, sizeof text);
+  if (text.magic != 0x686f73746e63636cu) return NULL;
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", text.pid, text.fd);
+  fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return NULL;
+  all = (shared *)mmap(NULL, sizeof *all, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  close(fd);
+  return all == (shared *)MAP_FAILED ? NULL : all;
+}
+
+static uint64_t host_hash(void) {
+  const char *s = getenv("NCCL_HOSTID");
+  uint64_t h = 1469598103934665603u;
+  for (; s != NULL && *s != 0; s++) h = (h ^ (uint64_t)(unsigned char)*s) * 1099511628211u;
+  return h;
+}
+
+static ncclResult_t find_duplicates(ncclComm_t c) {
+  const seat *s = c->all->seats;
+  char text[160];
+  int r, q;
+  for (r = 0; r < c->size; r++)
+    for (q = 0; q < r; q++) {
+      if (s[r].device != s[q].device || s[r].host != s[q].host) continue;
+      snprintf(text, sizeof text,
+               "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", r, q,
+               (unsigned)s[r].device + 1);
+      return refuse(c, ncclInvalidUsage, text);
+    }
+  return ncclSuccess;
+}
+
+static ncclResult_t connect_ranks(ncclComm_t c) {
+  int code = 0;
+  seat *s;
+  if (told("init", __atomic_add_fetch(&initialised, 1, __ATOMIC_SEQ_CST), &code)) hang(c);
+  c->all = open_id(&c->id);
+  if (c->all == NULL)
+    return refuse(c, ncclSystemError, "the process that made the unique id has ended");
+  s = &c->all->seats[c->rank];
+  s->pid = (int32_t)getpid();
+  s->device = c->device;
+  s->host = host_hash();
+  if (!meet(c)) return refuse(c, ncclInternalError, "aborted");
+  return find_duplicates(c);
+}
+
+/* Works as follows: every rank of the parent shows its color and key; then each finds its new rank
+   and size; the first of a color makes the id and shows it; the others read it. */
+static ncclResult_t split_ranks(ncclComm_t c) {
+  ncclComm_t p = c->parent;
+  uint64_t n = p->splits++;
+  int r, first = -1, at = (int)(n % MAX_SPLITS);
+  seat *mine = &p->all->seats[p->rank];
+  mine->color[at] = c->color;
+  mine->key[at] = c->key;
+  store(&mine->splits, n + 1);
+  c->size = c->rank = 0;
+  for (r = 0; r < p->size; r++) {
+    const seat *s = &p->all->seats[r];
+    if (!await(p, &s->splits, n + 1, r) || aborted(c)) return ncclInternalError;
+    if (s->color[at] != c->color) continue;
+    c->size++;
+    if (s->key[at] < c->key || (s->key[at] == c->key && r < p->rank)) c->rank++;
+    if (first < 0 || s->key[at] < p->all->seats[first].key[at]) first = r;
+  }
+  if (c->color < 0) {
+    store(&mine->ids, n + 1);
+    return ncclSuccess;
+  }
+  if (first == p->rank) {
+    ncclResult_t e = make_id(&mine->id[at]);
+    if (e != ncclSuccess) return e;
+  }
+  store(&mine->ids, n + 1);
+  if (!await(p, &p->all->seats[first].ids, n + 1, first)) return ncclInternalError;
+  c->id = p->all->seats[first].id[at];
+  return ncclSuccess;
+}
+
+static void *come_up(void *arg) {
+  ncclComm_t c = (ncclComm_t)arg, p = c->parent;
+  ncclResult_t r = ncclSuccess;
+  bool member = true;
+  cudaSetDevice(c->device);
+  if (p != NULL) {
+    r = split_ranks(c);
+    member = c->color >= 0;
+  }
+  if (r == ncclSuccess && member) r = connect_ranks(c);
+  if (p != NULL) {
+    set_state(p, ncclSuccess);
+    unref(p);
+  }
+  set_state(c, r);
+  unref(c);
+  return NULL;
+}
+
+static ncclComm_t make_comm(const ncclConfig_t *config, int device) {
+  const char *forced = getenv("NCCL_COMM_BLOCKING");
+  ncclComm_t c = (ncclComm_t)calloc(1, sizeof *c);
+  if (c == NULL) abort();
+  pthread_mutex_init(&c->lock, NULL);
+  pthread_cond_init(&c->changed, NULL);
+  c->refs = 2; /* the caller's, and that of come_up */
+  c->blocking = config == NULL || config->blocking != 0;
+  if (forced != NULL) c->blocking = atoi(forced) != 0;
+  c->device = device;
+  c->state = ncclInProgress;
+  c->random = hostcuda_seed();
+  return c;
+}
+
+/* In this thread when blocking; else in another. */
+static ncclResult_t launch(ncclComm_t c) {
+  ncclResult_t r;
+  if (!c->blocking) return start_thread(come_up, c) ? ncclInProgress : ncclSystemError;
+  come_up(c);
+  pthread_mutex_lock(&c->lock);
+  r = c->state;
+  pthread_mutex_unlock(&c->lock);
+  return r;
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank,
+                                    ncclConfig_t *config) {
+  ncclComm_t c;
+  int device;
+  ENTER(NULL, "ncclCommInitRankConfig");
+  if (comm == NULL || nranks < 1 || nranks > MAX_RANKS || rank < 0 || rank >= nranks)
+    return refuse(NULL, ncclInvalidArgument, "bad rank or number of ranks (hostcuda: up to 16)");
+  if (config != NULL &&
+      (config->magic != 0xcafebeef ||
+       (config->blocking != NCCL_CONFIG_UNDEF_INT && (unsigned)config->blocking > 1)))
+    return refuse(NULL, ncclInvalidArgument,
+                  "the config was not initialised, or blocking not 0 or 1");
+  if (cudaGetDevice(&device) != cudaSuccess)
+    return refuse(NULL, ncclUnhandledCudaError, "no device");
+  c = make_comm(config, device);
+  c->size = nranks;
+  c->rank = rank;
+  c->id = id;
+  *comm = c;
+  return launch(c);
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank) {
+  return ncclCommInitRankConfig(comm, nranks, id, rank, NULL);
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *newcomm,
+                           ncclConfig_t *config) {
+  ncclResult_t r;
+  ncclComm_t c;
+  bool blocking;
+  ENTER(comm, "ncclCommSplit");
+  if ((r = usable(comm)) != ncclSuccess) return r;
+  if (newcomm == NULL || color < NCCL_SPLIT_NOCOLOR)
+    return refuse(comm, ncclInvalidArgument, "bad color or newcomm");
+  c = make_comm(config, comm->device);
+  if (config == NULL) c->blocking = comm->blocking;
+  blocking = c->blocking;
+  c->parent = comm;
+  c->color = color;
+  c->key = key;
+  ref(comm);
+  set_state(comm, ncclInProgress);
+  *newcomm = color >= 0 ? c : NULL;
+  if (color < 0) unref(c); /* come_up has the other reference */
+  r = launch(c);
+  return color < 0 && blocking ? ncclSuccess : r;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
+  ENTER(comm, "ncclCommGetAsyncError");
+  if (comm == NULL || error == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
+  pthread_mutex_lock(&comm->lock);
+  *error = comm->state;
+  if (*error == ncclSuccess && comm->finalized && comm->pending > 0) *error = ncclInProgress;
+  pthread_mutex_unlock(&comm->lock);
+  return ncclSuccess;
+}
+
+/* Until no stream and no graph has an operation of it. */
+static void drain(ncclComm_t c) {
+  pthread_mutex_lock(&c->lock);
+  while (c->pending > 0) pthread_cond_wait(&c->changed, &c->lock);
+  pthread_mutex_unlock(&c->lock);
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  ncclResult_t r;
+  ENTER(comm, "ncclCommFinalize");
+  if ((r = usable(comm)) != ncclSuccess) return r;
+  pthread_mutex_lock(&comm->lock);
+  comm->finalized = true;
+  pthread_mutex_unlock(&comm->lock);
+  if (!comm->blocking) return ncclInProgress;
+  drain(comm);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  bool in_progress;
+  ENTER(comm, "ncclCommDestroy");
+  if (comm == NULL) return ncclSuccess;
+  pthread_mutex_lock(&comm->lock);
+  in_progress = comm->state == ncclInProgress;
+  pthread_mutex_unlock(&comm->lock);
+  if (in_progress) return refuse(comm, ncclInvalidArgument, "an operation is in progress");
+  drain(comm);
+  unref(comm);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  ENTER(comm, "ncclCommAbort");
+  if (comm == NULL) return ncclSuccess;
+  __atomic_store_n(&comm->aborted, 1, __ATOMIC_RELEASE);
+  unref(comm);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) {
+  if (comm == NULL || count == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
+  *count = comm->size;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) {
+  if (comm == NULL || device == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
+  *device = comm->device;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
+  if (comm == NULL || rank == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
+  *rank = comm->rank;
+  return ncclSuccess;
+}
+
+const char *ncclGetErrorString(ncclResult_t result) {
+  static const char *const text[] = {
+      "no error", "unhandled cuda error", "unhandled system error", "internal error",
+      "invalid argument", "invalid usage", "remote process exited or there was a network error",
+      "NCCL operation in progress"};
+  return (unsigned)result < sizeof text / sizeof text[0] ? text[result] : "unknown result code";
+}
+
+const char *ncclGetLastError(ncclComm_t comm) { return comm != NULL ? comm->error : t_error; }
+
+/* --- memory --- */
+
+ncclResult_t ncclMemAlloc(void **p, size_t bytes) {
+  size_t page = 4096;
+  ENTER(NULL, "ncclMemAlloc");
+  if (p == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
+  if (cudaMalloc(p, (bytes + page - 1) / page * page) == cudaSuccess) return ncclSuccess;
+  return refuse(NULL, ncclUnhandledCudaError, "out of memory");
+}
+
+ncclResult_t ncclMemFree(void *p) {
+  ENTER(NULL, "ncclMemFree");
+  if (cudaFree(p) == cudaSuccess) return ncclSuccess;
+  return refuse(NULL, ncclUnhandledCudaError, "ncclMemFree failed");
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void *p, size_t bytes, void **handle) {
+  ncclResult_t r;
+  ENTER(comm, "ncclCommRegister");
+  if ((r = usable(comm)) != ncclSuccess) return r;
+  if (handle == NULL || !reachable(p, bytes))
+    return refuse(comm, ncclInvalidArgument, "not device memory");
+  *handle = p;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
+  (void)handle;
+  ENTER(comm, "ncclCommDeregister");
+  return usable(comm);
+}

@@ -1,0 +1,1325 @@
+/* GPUs without GPUs: the NCCL backend, data parallel on devices and the CPU backend with device
+   memory, run by real processes on tests/hostcuda. */
+#define CDDP_CUDA
+#define CDDP_IMPLEMENTATION
+#include "../cddp.h"
+
+#include "hostcuda/hostcuda.h"
+#include "ranks.h"
+
+#include <sys/time.h>
+
+#if RANKS_TSAN /* a rank with threads would linger for a second at its end */
+const char *__tsan_default_options(void);
+const char *__tsan_default_options(void) { return "atexit_sleep_ms=0"; }
+#endif
+
+/* --- ranks with a device --- */
+
+typedef struct job {
+  ranks_fn fn;
+  void *arg;
+  const char *backend, *device; /* NULL device: "cuda" */
+  double timeout_s;
+} job;
+
+static int rank_process(int rank, void *p) {
+  const job *j = (const job *)p;
+  cddp_group_desc d;
+  cddp_group *g;
+  int r;
+  test_failures = 0;
+  memset(&d, 0, sizeof d);
+  d.backend = j->backend;
+  d.device = j->device != NULL ? j->device : "cuda";
+  d.timeout_s = j->timeout_s;
+  if (cddp_init(&g, &d) != CDDP_OK) {
+    fprintf(stderr, "rank %d: %s\n", rank, cddp_error());
+    return 1;
+  }
+  r = j->fn(g, j->arg);
+  cddp_destroy(g);
+  return r != 0 || test_failures != 0;
+}
+
+static cddp_result run(ranks_fn fn, void *arg, int n, const char *backend) {
+  job j;
+  memset(&j, 0, sizeof j);
+  j.fn = fn;
+  j.arg = arg;
+  j.backend = backend;
+  return cddp_spawn(rank_process, &j, n);
+}
+
+/* --- device memory --- */
+
+static void *on_device(const void *host, size_t bytes) { /* a copy of host; NULL: uninitialised */
+  void *p = NULL;
+  if (cudaMalloc(&p, bytes > 0 ? bytes : 1) != cudaSuccess) {
+    fprintf(stderr, "cudaMalloc of %zu bytes failed\n", bytes);
+    exit(1);
+  }
+  if (host != NULL) CHECK(cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+  return p;
+}
+
+static void to_host(cddp_group *g, void *host, const void *device, size_t bytes) {
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  CHECK_OK(cddp_synchronize(g));
+  CHECK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, s) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(s) == cudaSuccess);
+}
+
+/* --- collectives --- */
+
+/* Element i of rank r's input: small whole numbers, exact in every type and order. */
+static double value(int r, size_t i, cddp_op op) {
+  uint64_t h = ranks_mix((uint64_t)r, i, 1);
+  return op == CDDP_PROD ? (double)(1 + h % 2) : (double)(h % 7);
+}
+
+static double reduced(int n, size_t i, cddp_op op) {
+  double v = value(0, i, op), w;
+  int r;
+  for (r = 1; r < n; r++) {
+    w = value(r, i, op);
+    v = op == CDDP_PROD ? v * w : op == CDDP_MIN ? fmin(v, w) : op == CDDP_MAX ? fmax(v, w) : v + w;
+  }
+  return v;
+}
+
+static void put(cddp_dtype t, void *p, size_t i, double v) {
+  int64_t whole = (int64_t)v;
+  int32_t w32 = (int32_t)v;
+  if (t <= CDDP_BF16)
+    ranks_store(t, p, i, v);
+  else if (t == CDDP_I64)
+    memcpy((char *)p + 8 * i, &whole, 8);
+  else if (t == CDDP_I32)
+    memcpy((char *)p + 4 * i, &w32, 4);
+  else
+    ((unsigned char *)p)[i] = (unsigned char)w32;
+}
+
+static double get(cddp_dtype t, const void *p, size_t i) {
+  int64_t whole;
+  int32_t w32;
+  if (t <= CDDP_BF16) return ranks_load(t, p, i);
+  if (t == CDDP_I64) return memcpy(&whole, (const char *)p + 8 * i, 8), (double)whole;
+  if (t == CDDP_I32) return memcpy(&w32, (const char *)p + 4 * i, 4), (double)w32;
+  return (double)((const unsigned char *)p)[i];
+}
+
+/* One collective on n ranks: fills, runs, compares. */
+typedef struct one {
+  cddp_group *g;
+  int kind, root;
+  cddp_dtype t;
+  cddp_op op;
+  size_t count;
+  bool async;
+} one;
+
+static cddp_result call(const one *o, const void *send, void *recv, cddp_work **w) {
+  switch (o->kind) {
+  case CDDP__KIND_ALL_REDUCE:
+    return cddp_all_reduce(o->g, recv, o->count, o->t, o->op, w);
+  case CDDP__KIND_REDUCE:
+    return cddp_reduce(o->g, recv, o->count, o->t, o->op, o->root, w);
+  case CDDP__KIND_BROADCAST:
+    return cddp_broadcast(o->g, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_ALL_GATHER:
+    return cddp_all_gather(o->g, send, recv, o->count, o->t, w);
+  case CDDP__KIND_GATHER:
+    return cddp_gather(o->g, send, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_SCATTER:
+    return cddp_scatter(o->g, send, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_REDUCE_SCATTER:
+    return cddp_reduce_scatter(o->g, send, recv, o->count, o->t, o->op, w);
+  default:
+    return cddp_all_to_all(o->g, send, recv, o->count, o->t, w);
+  }
+}
+
+/* What rank `me` must have at i of its result; NAN: anything. */
+static double wanted(const one *o, int me, int n, size_t i) {
+  size_t c = o->count, q = i / c, k = i % c;
+  double v;
+  switch (o->kind) {
+  case CDDP__KIND_REDUCE:
+    if (me != o->root) return value(me, i, o->op);
+    /* fall through */
+  case CDDP__KIND_ALL_REDUCE:
+    v = reduced(n, i, o->op);
+    break;
+  case CDDP__KIND_BROADCAST:
+    return value(o->root, i, o->op);
+  case CDDP__KIND_ALL_GATHER:
+    return value((int)q, k, o->op);
+  case CDDP__KIND_GATHER:
+    return me == o->root ? value((int)q, k, o->op) : (double)NAN;
+  case CDDP__KIND_SCATTER:
+    return value(o->root, (size_t)me * c + k, o->op);
+  case CDDP__KIND_REDUCE_SCATTER:
+    v = reduced(n, (size_t)me * c + k, o->op);
+    break;
+  default:
+    return value((int)q, (size_t)me * c + k, o->op);
+  }
+  if (o->op != CDDP_AVG) return v;
+  return o->t <= CDDP_BF16 ? v / n : floor(v / n);
+}
+
+static void check_one(const one *o) {
+  int n = cddp_world_size(o->g), me = cddp_rank(o->g);
+  size_t all = o->count * (size_t)n, bytes = all * cddp_dtype_size(o->t), i, out;
+  bool in_place = o->kind <= CDDP__KIND_BROADCAST;
+  void *host = malloc(bytes), *send, *recv;
+  cddp_work *w = NULL;
+  int bad = 0;
+  for (i = 0; i < all; i++) put(o->t, host, i, value(me, i, o->op));
+  send = on_device(host, bytes);
+  recv = in_place ? send : on_device(NULL, bytes);
+  CHECK_OK(call(o, send, recv, o->async ? &w : NULL));
+  if (o->async) CHECK_OK(cddp_wait(w));
+  to_host(o->g, host, recv, bytes);
+  out = in_place || o->kind == CDDP__KIND_SCATTER || o->kind == CDDP__KIND_REDUCE_SCATTER ? o->count
+                                                                                          : all;
+  for (i = 0; i < out; i++) {
+    double want = wanted(o, me, n, i), got = get(o->t, host, i);
+    double slack = o->op == CDDP_AVG && o->t <= CDDP_BF16 ? 0.05 * want : 0;
+    if (want == want && !(fabs(got - want) <= slack) && bad++ == 0)
+      test_fail(__FILE__, __LINE__,
+                "kind %d, dtype %d, op %d, root %d, count %zu, rank %d of %d: "
+                "element %zu is %g, not %g",
+                o->kind, (int)o->t, (int)o->op, o->root, o->count, me, n, i, got, want);
+  }
+  CHECK_EQ(bad, 0);
+  if (!in_place) cudaFree(recv);
+  cudaFree(send);
+  free(host);
+}
+
+static int every_collective(cddp_group *g, void *arg) {
+  static const size_t counts[] = {1, 7, 1000, 20001};
+  one o;
+  int kind, t, n = cddp_world_size(g);
+  (void)arg;
+  memset(&o, 0, sizeof o);
+  o.g = g;
+  for (kind = CDDP__KIND_ALL_REDUCE; kind <= CDDP__KIND_ALL_TO_ALL; kind++) {
+    for (t = 0; t <= CDDP_I64; t++) {
+      o.kind = kind;
+      o.t = (cddp_dtype)t;
+      o.op = (cddp_op)((kind + t) % 5);
+      o.count = counts[(kind + t) % 4];
+      o.root = (kind + t) % n;
+      o.async = t % 2 != 0;
+      if (o.t == CDDP_I8 || o.t == CDDP_U8) o.count = counts[(kind + t) % 3];
+      check_one(&o);
+    }
+    o.t = CDDP_F32;
+    for (o.op = CDDP_SUM; kind != CDDP__KIND_BROADCAST && o.op <= CDDP_MAX;
+         o.op = (cddp_op)(o.op + 1))
+      check_one(&o);
+    o.op = CDDP_SUM;
+  }
+  CHECK_OK(cddp_barrier(g));
+  return 0;
+}
+
+static void test_collectives(void) {
+  CHECK_OK(run(every_collective, NULL, 3, NULL));
+  if (RANKS_TSAN) return;
+  CHECK_OK(run(every_collective, NULL, 1, NULL));
+  CHECK_OK(run(every_collective, NULL, 3, "cpu"));
+  if (RANKS_SLOW) return;
+  CHECK_OK(run(every_collective, NULL, 2, NULL));
+  CHECK_OK(run(every_collective, NULL, 8, NULL));
+}
+
+/* --- data parallel; the kernels are those of cddp_kernels.cuh --- */
+
+/* The backward pass of a made-up model: grad += f(weight, rank, step), on the stream. */
+typedef struct backward {
+  void *grad;
+  const void *data;
+  size_t count;
+  cddp_dtype dtype;
+  uint64_t seed;
+} backward;
+
+static void backward_run(void *arg) {
+  const backward *b = (const backward *)arg;
+  size_t i;
+  for (i = 0; i < b->count; i++) {
+    double noise = (double)(int64_t)(ranks_mix(b->seed, i, 5) % 17) / 8 - 1;
+    double g = 0.25 * ranks_load(b->dtype, b->data, i) + noise;
+    ranks_store(b->dtype, b->grad, i, ranks_load(b->dtype, b->grad, i) + g);
+  }
+}
+
+static void backward_on(cudaStream_t s, const cddp_param *p, uint64_t seed) {
+  backward *b = (backward *)malloc(sizeof *b);
+  hostcuda_op op;
+  b->grad = p->grad;
+  b->data = p->data;
+  b->count = p->count;
+  b->dtype = p->dtype;
+  b->seed = seed;
+  op.run = backward_run;
+  op.drop = free;
+  op.arg = b;
+  if (s == (cudaStream_t)-1) {
+    backward_run(b);
+    free(b);
+  } else {
+    CHECK(hostcuda_enqueue(s, op, false) == cudaSuccess);
+  }
+}
+
+#define PARAMS 6
+static const size_t sizes[PARAMS] = {3000, 17, 1, 0, 12000, 129};
+
+/* How a model is trained; out: this rank's weights after it, all of them. */
+typedef struct plan {
+  int steps,
+      steps_a_mode; /* every so many steps the other of wait and step is used; 0: step only */
+  double cap_mb, clip;
+  bool given_grads, unused, graph, no_momentum, buffers;
+  cddp_comm_hook hook;
+  bool cpu; /* the reference: host memory, on the CPU backend */
+  bool nosync;
+  cddp_dtype last; /* of the last parameter */
+  float *out;      /* shared, [ranks][sum of sizes] */
+} plan;
+
+static size_t plan_floats(void) {
+  size_t n = 0;
+  int i;
+  for (i = 0; i < PARAMS; i++) n += sizes[i];
+  return n;
+}
+
+static void *plan_memory(const plan *p, size_t bytes) {
+  void *q;
+  if (p->cpu) return calloc(1, bytes + 1);
+  q = on_device(NULL, bytes);
+  if (bytes > 0) CHECK(cudaMemset(q, 0, bytes) == cudaSuccess);
+  return q;
+}
+
+static void plan_release(const plan *p, void *q) {
+  if (p->cpu)
+    free(q);
+  else
+    cudaFree(q);
+}
+
+static void plan_params(const plan *p, cddp_param *params, int rank) {
+  static const char *const names[PARAMS] = {"a", "b", "c", "d", "e", "f"};
+  size_t k;
+  int i;
+  for (i = 0; i < PARAMS; i++) {
+    cddp_dtype t = i == PARAMS - 1 ? p->last : CDDP_F32;
+    size_t bytes = sizes[i] * cddp_dtype_size(t);
+    void *host = calloc(1, bytes + 1);
+    for (k = 0; k < sizes[i]; k++)
+      ranks_store(t, host, k,
+                  rank == 0 ? (double)(ranks_mix((uint64_t)i, k, 3) % 64) / 32 - 1 : 99);
+    params[i].name = names[i];
+    params[i].count = sizes[i];
+    params[i].dtype = t;
+    params[i].data = plan_memory(p, bytes);
+    params[i].grad = p->given_grads && i % 2 == 0 ? plan_memory(p, bytes) : NULL;
+    if (p->cpu)
+      memcpy(params[i].data, host, bytes);
+    else if (bytes > 0)
+      CHECK(cudaMemcpy(params[i].data, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+    free(host);
+  }
+}
+
+/* One micro-batch: backward in an order that is not that of declaration. */
+static void plan_backward(const plan *p, cddp_ddp *d, const cddp_param *params, cddp_group *g,
+                          int step) {
+  static const int order[PARAMS] = {5, 3, 4, 1, 2, 0};
+  cudaStream_t s = p->cpu ? (cudaStream_t)-1 : (cudaStream_t)cddp_stream(g);
+  int i, k;
+  for (k = 0; k < PARAMS; k++) {
+    i = order[k];
+    if (p->unused && (i == 1 || (i == 4 && cddp_rank(g) == 0 && step % 2 == 0))) continue;
+    if (params[i].count > 0)
+      backward_on(s, &params[i], ranks_mix((uint64_t)i, (uint64_t)cddp_rank(g), (uint64_t)step));
+    CHECK_OK(cddp_ddp_ready(d, i));
+  }
+}
+
+static void plan_step(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params,
+                      cddp_group *g, int step) {
+  if (p->nosync) {
+    cddp_ddp_no_sync(d, true);
+    plan_backward(p, d, params, g, step + 1000);
+    CHECK_OK(cddp_ddp_wait(d));
+    cddp_ddp_no_sync(d, false);
+  }
+  plan_backward(p, d, params, g, step);
+  if (p->clip > 0 || (p->steps_a_mode > 0 && step / p->steps_a_mode % 2 == 0)) {
+    double norm = 0;
+    CHECK_OK(cddp_ddp_wait(d));
+    if (p->clip > 0) CHECK_OK(cddp_ddp_clip_grad_norm(d, p->clip, step % 2 ? &norm : NULL));
+    CHECK_OK(cddp_sgd_step(s));
+    CHECK_OK(cddp_sgd_zero_grad(s));
+  } else {
+    CHECK_OK(cddp_ddp_step(d, s));
+  }
+}
+
+/* Steps 2 and later as launches of one graph: the captured step is `step` each time. */
+static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params,
+                       cddp_group *g) {
+  cudaStream_t stream = (cudaStream_t)cddp_stream(g);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  int step;
+  for (step = 0; step < 2; step++) plan_step(p, d, s, params, g, 7);
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  plan_step(p, d, s, params, g, 7);
+  CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+  CHECK(graph != NULL && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  for (step = 2; exec != NULL && step < p->steps; step++)
+    CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess);
+  CHECK_OK(cddp_synchronize(g));
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  if (graph != NULL) cudaGraphDestroy(graph);
+}
+
+static int train(cddp_group *g, void *arg) {
+  const plan *p = (const plan *)arg;
+  cddp_param params[PARAMS], buffer;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cudaStream_t stream = NULL;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  float *out = p->out + (size_t)cddp_rank(g) * plan_floats();
+  size_t k;
+  int i, step;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  if (!p->cpu) {
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    cddp_set_stream(g, stream);
+  }
+  plan_params(p, params, cddp_rank(g));
+  if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  desc.bucket_cap_mb = p->cap_mb;
+  desc.find_unused_parameters = p->unused;
+  desc.comm_hook = p->hook;
+  buffer = params[0];
+  if (p->buffers) desc.buffers = &buffer, desc.buffer_count = 1;
+  CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, &desc));
+  if (d == NULL) return 1;
+  rule.lr = 0.05;
+  rule.momentum = p->no_momentum ? 0 : 0.9;
+  rule.weight_decay = 0.01;
+  if (p->unused) rule.ddp = d;
+  rule.stream = stream;
+  CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
+  if (p->graph && !p->cpu)
+    plan_graph(p, d, s, params, g);
+  else
+    for (step = 0; step < p->steps; step++) plan_step(p, d, s, params, g, p->graph ? 7 : step);
+  if (p->buffers) CHECK_OK(cddp_ddp_sync_buffers(d));
+  for (i = 0; i < PARAMS; i++) {
+    char *host = (char *)calloc(1, sizes[i] * 8 + 1);
+    size_t bytes = sizes[i] * cddp_dtype_size(params[i].dtype);
+    if (p->cpu)
+      memcpy(host, params[i].data, bytes);
+    else if (bytes > 0)
+      to_host(g, host, params[i].data, bytes);
+    for (k = 0; k < sizes[i]; k++) *out++ = (float)ranks_load(params[i].dtype, host, k);
+    free(host);
+  }
+  if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  for (i = 0; i < PARAMS; i++) {
+    plan_release(p, params[i].data);
+    if (params[i].grad != NULL) plan_release(p, params[i].grad);
+  }
+  if (stream != NULL) {
+    cddp_set_stream(g, NULL);
+    cudaStreamDestroy(stream);
+  }
+  return 0;
+}
+
+/* The plan on n ranks, on a device and on the CPU: all ranks alike, and close to the CPU's. */
+static void check_plan(plan *p, int n, const char *backend) {
+  size_t count = plan_floats(), i;
+  float *got = (float *)ranks_shared((size_t)n * count * sizeof *got), *want;
+  double worst = 0;
+  int r, cut = 0;
+  want = (float *)ranks_shared((size_t)n * count * sizeof *want);
+  p->out = got;
+  p->cpu = false;
+  CHECK_OK(run(train, p, n, backend));
+  p->out = want;
+  p->cpu = true;
+  CHECK_OK(ranks_run(train, p, n, false));
+  for (r = 1; r < n; r++) CHECK(memcmp(got, got + (size_t)r * count, count * sizeof *got) == 0);
+  for (i = 0; i < count; i++) {
+    double e = fabs((double)got[i] - (double)want[i]) / (1 + fabs((double)want[i]));
+    if (!(e <= worst)) worst = e;
+    if (!(e == e)) cut = 1;
+  }
+  if (!(worst < (p->hook != NULL || p->last == CDDP_BF16 ? 0.02 : 1e-5)) || cut)
+    test_fail(__FILE__, __LINE__, "%d ranks on %s: worst difference to the CPU %g", n,
+              backend != NULL ? backend : "nccl", worst);
+  munmap(got, (size_t)n * count * sizeof *got);
+  munmap(want, (size_t)n * count * sizeof *want);
+}
+
+/* Both halves of the group train the same. */
+static int train_halves(cddp_group *g, void *arg) {
+  cddp_group *half = NULL;
+  int r = 1;
+  CHECK_OK(cddp_group_split(g, cddp_rank(g) % 2, 0, &half));
+  if (half != NULL) r = train(half, arg);
+  cddp_destroy(half);
+  return r;
+}
+
+static void test_training(void) {
+  static const int ranks[] = {1, 2, 3, 8};
+  plan p;
+  int i;
+  for (i = 0; i < (RANKS_SLOW ? 3 : 4); i++) {
+    memset(&p, 0, sizeof p);
+    p.steps = 4;
+    p.cap_mb = 0.02;
+    check_plan(&p, ranks[i], NULL);
+    p.steps_a_mode = 1;
+    p.steps = 6;
+    p.given_grads = true;
+    check_plan(&p, ranks[i], NULL);
+  }
+  memset(&p, 0, sizeof p);
+  p.steps = 3;
+  p.out = (float *)ranks_shared(2 * plan_floats() * sizeof *p.out);
+  CHECK_OK(run(train_halves, &p, 4, NULL));
+  CHECK(memcmp(p.out, p.out + plan_floats(), plan_floats() * sizeof *p.out) == 0);
+}
+
+static void test_training_options(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.clip = 0.5;
+  check_plan(&p, 2, NULL);
+  p.clip = 0;
+  p.nosync = true;
+  p.no_momentum = true;
+  check_plan(&p, 2, NULL);
+  p.nosync = false;
+  p.steps_a_mode = 1;
+  check_plan(&p, 3, NULL);
+  p.steps_a_mode = 0;
+  p.no_momentum = false;
+  p.unused = true;
+  check_plan(&p, 2, NULL);
+  p.steps_a_mode = 1;
+  check_plan(&p, 3, NULL);
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.last = CDDP_BF16;
+  p.buffers = true;
+  check_plan(&p, 2, NULL);
+  p.last = CDDP_F32;
+  p.hook = cddp_bf16_compress_hook;
+  check_plan(&p, 2, NULL);
+}
+
+static void test_graph(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 6;
+  p.cap_mb = 0.02;
+  p.graph = true;
+  check_plan(&p, 1, NULL);
+  check_plan(&p, 2, NULL);
+  check_plan(&p, 4, NULL);
+}
+
+static void test_training_staged(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  check_plan(&p, 2, "cpu");
+  p.unused = true;
+  p.steps_a_mode = 0;
+  check_plan(&p, 3, "cpu");
+  p.unused = false;
+  p.given_grads = true;
+  p.hook = cddp_fp16_compress_hook;
+  check_plan(&p, 2, "cpu");
+}
+
+/* --- streams --- */
+
+typedef struct fill {
+  float *p, v;
+  size_t n;
+  bool times;
+} fill;
+
+static void fill_run(void *arg) {
+  const fill *f = (const fill *)arg;
+  size_t i;
+  for (i = 0; i < f->n; i++) f->p[i] = f->times ? f->p[i] * f->v : f->v;
+}
+
+static void fill_on(cudaStream_t s, float *p, size_t n, float v, bool times) {
+  fill *f = (fill *)malloc(sizeof *f);
+  hostcuda_op op;
+  f->p = p;
+  f->n = n;
+  f->v = v;
+  f->times = times;
+  op.run = fill_run;
+  op.drop = free;
+  op.arg = f;
+  CHECK(hostcuda_enqueue(s, op, false) == cudaSuccess);
+}
+
+static void check_fill(cddp_group *g, const float *p, size_t n, double want) {
+  float *host = (float *)malloc(n * sizeof *host);
+  size_t i, bad = 0;
+  to_host(g, host, p, n * sizeof *host);
+  for (i = 0; i < n; i++) bad += (double)host[i] != want;
+  if (bad > 0)
+    test_fail(__FILE__, __LINE__, "rank %d: %zu of %zu are not %g; the first is %g", cddp_rank(g),
+              bad, n, want, (double)host[0]);
+  test_count();
+  free(host);
+}
+
+/* Three all_to_alls in place, the first beside the stream: they share what they are copied to. What
+   the last one gave is overwritten. */
+static void check_in_place(cddp_group *g, cudaStream_t s) {
+  enum { N = 5000 };
+  int n = cddp_world_size(g) & 7, q, k;
+  size_t all = (size_t)n * N, i;
+  float *x[3], *host = (float *)malloc(all * sizeof *host);
+  size_t bad = 0;
+  cddp_work *w;
+  for (k = 0; k < 3; k++) {
+    x[k] = (float *)on_device(NULL, all * sizeof(float));
+    for (i = 0; i < 30; i++) fill_on(s, x[k], all, -1, false); /* the stream is late */
+    fill_on(s, x[k], all, (float)(10 * k + cddp_rank(g)), false);
+    CHECK_OK(cddp_all_to_all(g, x[k], x[k], N, CDDP_F32, k == 0 ? &w : NULL));
+  }
+  fill_on(s, x[2], all, 77, false);
+  CHECK_OK(cddp_wait(w));
+  for (k = 0; k < 3; k++) {
+    to_host(g, host, x[k], all * sizeof *host);
+    for (q = 0; q < n; q++)
+      for (i = 0; i < N; i++)
+        bad += host[(size_t)q * N + i] != (k < 2 ? (float)(10 * k + q) : 77.0f);
+    cudaFree(x[k]);
+  }
+  CHECK_EQ(bad, 0);
+  free(host);
+}
+
+/* Work handles: the group's stream and cddp's run side by side, ordered by events alone. */
+static int stream_order(cddp_group *g, void *arg) {
+  enum { N = 5000 };
+  int n = cddp_world_size(g), step, ranks = n * (n - 1) / 2;
+  float *x = (float *)cddp_alloc(g, N * sizeof *x), *y = (float *)on_device(NULL, N * sizeof *y);
+  cudaStream_t s;
+  bool done = false;
+  (void)arg;
+  CHECK(x != NULL);
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cddp_stream(g) == (void *)s);
+  for (step = 0; step < 8; step++) {
+    cddp_work *w[2];
+    fill_on(s, x, N, (float)(cddp_rank(g) + step), false);
+    CHECK_OK(cddp_all_reduce(g, x, N, CDDP_F32, CDDP_SUM, &w[0]));
+    fill_on(s, y, N, (float)(cddp_rank(g) + 1), false);
+    CHECK_OK(cddp_all_reduce(g, y, N, CDDP_F32, CDDP_MAX, &w[1]));
+    CHECK_OK(cddp_wait(w[step % 2]));
+    fill_on(s, step % 2 ? y : x, N, 2, true);
+    CHECK_OK(cddp_test(w[!(step % 2)], &done));
+    CHECK_OK(cddp_wait(w[!(step % 2)]));
+    fill_on(s, step % 2 ? x : y, N, 2, true);
+    CHECK_OK(cddp_all_reduce(g, x, N, CDDP_F32, CDDP_SUM, NULL)); /* on s itself */
+    check_fill(g, x, N, 2.0 * n * (ranks + n * step));
+    check_fill(g, y, N, 2.0 * n);
+    check_in_place(g, s);
+  }
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  cudaFree(y);
+  cddp_free(g, x);
+  return 0;
+}
+
+static void test_streams(void) {
+  CHECK_OK(run(stream_order, NULL, 2, NULL));
+  CHECK_OK(run(stream_order, NULL, 4, NULL));
+  CHECK_OK(run(stream_order, NULL, 2, "cpu"));
+}
+
+/* --- groups, messages, host memory --- */
+
+static void check_sum(cddp_group *g,
+                      double want) { /* of what each rank of g gives: its own rank + 1 */
+  float *x = (float *)cddp_alloc(g, 100 * sizeof *x);
+  fill_on((cudaStream_t)cddp_stream(g), x, 100, (float)cddp_rank(g) + 1, false);
+  CHECK_OK(cddp_all_reduce(g, x, 100, CDDP_F32, CDDP_SUM, NULL));
+  check_fill(g, x, 100, want);
+  cddp_free(g, x);
+}
+
+static int sub_groups(cddp_group *g, void *arg) {
+  int n = cddp_world_size(g), me = cddp_rank(g), k;
+  int order[2] = {2, 0};
+  cddp_group *half = NULL, *pair = NULL, *inner = NULL, *none = NULL;
+  (void)arg;
+  check_sum(g, n * (n + 1) / 2);
+  CHECK_OK(cddp_group_split(g, me % 2, -me, &half));
+  k = cddp_world_size(half);
+  CHECK_EQ(k, n / 2 + (n % 2 != 0 && me % 2 == 0));
+  CHECK_EQ(cddp_rank(half), k - 1 - me / 2);
+  check_sum(half, k * (k + 1) / 2);
+  CHECK_OK(cddp_group_new(g, order, 2, &pair));
+  CHECK((pair != NULL) == (me == 0 || me == 2));
+  if (pair != NULL) CHECK_EQ(cddp_rank(pair), me == 0);
+  if (pair != NULL) check_sum(pair, 3);
+  CHECK_OK(cddp_group_split(half, cddp_rank(half) == 0 ? 1 : -1, 0, &inner)); /* a single rank */
+  if (inner != NULL) check_sum(inner, 1);
+  CHECK_OK(cddp_group_split(g, -1, 0, &none));
+  CHECK(none == NULL);
+  check_sum(g, n * (n + 1) / 2);
+  CHECK_OK(cddp_barrier(half));
+  cddp_destroy(inner);
+  cddp_destroy(pair);
+  cddp_destroy(half);
+  check_sum(g, n * (n + 1) / 2);
+  return 0;
+}
+
+static void *wait_for_three(void *handles) {
+  cddp_work **w = (cddp_work **)handles;
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(cddp_wait(w[i]));
+  return NULL;
+}
+
+static int messages(cddp_group *g, void *arg) {
+  enum { N = 3000 };
+  int n = cddp_world_size(g), me = cddp_rank(g), next = (me + 1) % n, before = (me + n - 1) % n, i;
+  float *out[3], *in[3], host = (float)me;
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  cddp_work *w[6];
+  pthread_t other;
+  (void)arg;
+  for (i = 0; i < 3; i++) {
+    out[i] = (float *)on_device(NULL, N * sizeof(float));
+    in[i] = (float *)on_device(NULL, N * sizeof(float));
+    fill_on(s, out[i], N, (float)(10 * me + i), false);
+    CHECK_OK(cddp_send(g, out[i], N, CDDP_F32, next, i, &w[i]));
+    CHECK_OK(cddp_recv(g, in[i], N, CDDP_F32, before, i, &w[3 + i]));
+  }
+  CHECK_EQ(pthread_create(&other, NULL, wait_for_three, w), 0); /* whoever is first sends all */
+  wait_for_three(w + 3);
+  pthread_join(other, NULL);
+  for (i = 0; i < 3; i++) check_fill(g, in[i], N, 10 * before + i);
+  for (i = 0; me > 0 && i < 30; i++) fill_on(s, in[0], N, -1, false); /* received after them */
+  if (me > 0)
+    CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
+  else
+    fill_on(s, in[0], N, 1, false);
+  fill_on(s, in[0], N, 2, true);
+  if (next != 0) CHECK_OK(cddp_send(g, in[0], N, CDDP_F32, next, 0, NULL));
+  check_fill(g, in[0], N, (double)(2 << me));
+  CHECK_OK(cddp_send(g, &host, 1, CDDP_F32, next, 9, NULL)); /* host memory, with tags */
+  CHECK_OK(cddp_recv(g, &host, 1, CDDP_F32, before, 9, NULL));
+  CHECK_EQ(host, before);
+  for (i = 0; i < 3; i++) {
+    cudaFree(out[i]);
+    cudaFree(in[i]);
+  }
+  return 0;
+}
+
+static int host_memory(cddp_group *g, void *arg) {
+  int n = cddp_world_size(g), me = cddp_rank(g), i;
+  float x[3000], *d = (float *)cddp_alloc(g, sizeof x);
+  cddp_work *w;
+  (void)arg;
+  for (i = 0; i < 3000; i++) x[i] = (float)me;
+  CHECK_OK(cddp_all_reduce(g, x, 3000, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_EQ(x[2999], n * (n - 1) / 2);
+  CHECK_OK(cddp_broadcast(g, x, 3000, CDDP_F32, 0, &w));
+  CHECK_OK(cddp_wait(w));
+  CHECK_IS(cddp_all_gather(g, x, d, 1, CDDP_F32, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "both") != NULL);
+  check_sum(g, n * (n + 1) / 2);
+  cddp_free(g, d);
+  return 0;
+}
+
+static void test_groups(void) {
+  CHECK_OK(run(sub_groups, NULL, 4, NULL));
+  CHECK_OK(run(sub_groups, NULL, 3, "cpu"));
+  CHECK_OK(run(messages, NULL, 2, NULL));
+  CHECK_OK(run(messages, NULL, 3, NULL));
+  CHECK_OK(run(messages, NULL, 3, "cpu"));
+  CHECK_OK(run(host_memory, NULL, 2, NULL));
+  CHECK_OK(run(host_memory, NULL, 2, "cpu"));
+}
+
+/* --- what a step costs, and what it refuses --- */
+
+static void model_of(cddp_group *g, cddp_param *p, int n, size_t count) { /* weights side by side */
+  float *w = (float *)cddp_alloc(g, (size_t)n * count * sizeof *w);
+  int i;
+  memset(p, 0, (size_t)n * sizeof *p);
+  CHECK(cudaMemset(w, 0, (size_t)n * count * sizeof *w) == cudaSuccess);
+  for (i = 0; i < n; i++) { /* the last first, as gradients lie */
+    p[i].data = w + (size_t)(n - 1 - i) * count;
+    p[i].count = count;
+  }
+}
+
+/* A bucket's operation is issued while later gradients are still to come; a step synchronises
+   nothing and allocates nothing. */
+static int frugal(cddp_group *g, void *arg) {
+  static const char *const never[] = {"cudaDeviceSynchronize", "cudaStreamSynchronize",
+                                      "cudaEventSynchronize",  "cudaMalloc",
+                                      "ncclMemAlloc",          "cudaEventCreateWithFlags"};
+  uint64_t before[6], reduced_before, launched;
+  bool alone = cddp_world_size(g) == 1;
+  cddp_sgd_desc rule;
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[4];
+  int step, i;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  memset(&desc, 0, sizeof desc);
+  desc.bucket_cap_mb = 0.001;
+  rule.lr = 0.1;
+  rule.momentum = 0.9;
+  model_of(g, p, 4, 1024);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 4, &desc));
+  CHECK_OK(cddp_sgd_create(&s, p, 4, &rule));
+  for (step = 0; step < 5; step++) {
+    for (i = 0; i < 6; i++) before[i] = hostcuda_calls(never[i]);
+    reduced_before = hostcuda_calls("ncclReduceScatter") + hostcuda_calls("ncclAllReduce");
+    launched = hostcuda_calls("kernel");
+    for (i = 3; i >= 0; i--) {
+      if (i == 0 && !alone)
+        CHECK(hostcuda_calls("ncclReduceScatter") + hostcuda_calls("ncclAllReduce") ==
+              reduced_before + 3);
+      CHECK_OK(cddp_ddp_ready(d, i));
+    }
+    CHECK_OK(cddp_ddp_step(d, s));
+    for (i = 0; step >= 2 && i < 6; i++) CHECK_EQ(hostcuda_calls(never[i]), before[i]);
+    if (alone) CHECK_EQ(hostcuda_calls("kernel") - launched, 1);
+  }
+  if (alone) CHECK_EQ(hostcuda_calls("ncclAllReduce") + hostcuda_calls("ncclBroadcast"), 0);
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static int refusals(cddp_group *g, void *arg) {
+  const cddp_kernels *kernels = cddp__registered_kernels;
+  float host[64];
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[2];
+  int i;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 0.1;
+  model_of(g, p, 2, 64);
+  if (cddp_rank(g) == cddp_world_size(g) - 1) p[1].data = host;
+  CHECK_IS(cddp_ddp_create(&d, g, p, 2, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "data of parameter \"#1\" lies in host memory") != NULL);
+  CHECK_IS(cddp_sgd_create(&s, p, 2, &rule),
+           cddp_rank(g) == cddp_world_size(g) - 1 ? CDDP_INVALID_ARGUMENT : CDDP_OK);
+  cddp_sgd_destroy(s);
+  check_sum(g, cddp_world_size(g) * (cddp_world_size(g) + 1) / 2); /* the group lives on */
+  model_of(g, p, 2, 64);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, NULL));
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  for (i = 0; i < 2; i++) CHECK_OK(cddp_ddp_ready(d, i));
+  CHECK_IS(cddp_ddp_ready(d, 0), CDDP_INVALID_ARGUMENT);
+  cddp_register_kernels(NULL);
+  CHECK_IS(cddp_ddp_step(d, s), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
+  CHECK_IS(cddp_sgd_step(s), CDDP_UNSUPPORTED);
+  cddp_register_kernels(kernels);
+  CHECK_OK(cddp_ddp_step(d, s));
+  CHECK_OK(cddp_ddp_ready(d, 0)); /* one is missing */
+  CHECK_IS(cddp_ddp_wait(d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "\"#1\"") != NULL);
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_steps(void) {
+  CHECK_OK(run(frugal, NULL, 1, NULL));
+  CHECK_OK(run(frugal, NULL, 2, NULL));
+  CHECK_OK(run(refusals, NULL, 2, NULL));
+  CHECK_OK(run(refusals, NULL, 2, "cpu"));
+}
+
+/* --- failures --- */
+
+/* What happened to one rank; shared. */
+typedef struct fate {
+  cddp_result result;
+  double when; /* it learned of it */
+  char text[512];
+} fate;
+
+/* How ranks are made to fail. */
+typedef struct ordeal {
+  int (*fn)(cddp_group *g, struct ordeal *o, fate *f);
+  const char *device, *backend, *environment, *value; /* value: of the variable, set in all ranks */
+  int victim;                                         /* the rank that does it */
+  double timeout_s, began;
+  double fuse; /* seconds after which the victim dies, wherever it is */
+  fate fates[8];
+} ordeal;
+
+static int ordeal_rank(int rank, void *p) {
+  ordeal *o = (ordeal *)p;
+  fate *f = &o->fates[rank];
+  cddp_group_desc d;
+  cddp_group *g = NULL;
+  memset(&d, 0, sizeof d);
+  d.device = o->device != NULL ? o->device : "cuda";
+  d.backend = o->backend;
+  d.timeout_s = o->timeout_s;
+  if (o->environment != NULL) setenv(o->environment, o->value, 1);
+  if (o->fuse > 0 && rank == o->victim) {
+    struct itimerval t;
+    memset(&t, 0, sizeof t);
+    t.it_value.tv_usec = (suseconds_t)(o->fuse * 1e6);
+    o->began = test_now() + o->fuse;
+    setitimer(ITIMER_REAL, &t, NULL); /* SIGALRM */
+  }
+  f->result = cddp_init(&g, &d);
+  if (f->result == CDDP_OK && o->fn != NULL) {
+    o->fn(g, o, f);
+  }
+  f->when = test_now();
+  snprintf(f->text, sizeof f->text, "%s", f->result != CDDP_OK ? cddp_error() : "");
+  cddp_destroy(g);
+  return 0;
+}
+
+static void endure(ordeal *o, int n) {
+  int status[8], i;
+  if (o->timeout_s == 0) o->timeout_s = 60;
+  ranks_script(ordeal_rank, o, n, RANKS_WITHIN(20), status);
+  for (i = 0; i < n; i++)
+    if (status[i] == -1) test_fail(__FILE__, __LINE__, "rank %d of %d hung", i, n);
+}
+
+static void check_fate(const ordeal *o, int rank, cddp_result want, const char *says) {
+  const fate *f = &o->fates[rank];
+  test_count();
+  if (f->result != want || strstr(f->text, says) == NULL)
+    test_fail(__FILE__, __LINE__, "rank %d: %s \"%s\"; wanted %s with \"%s\"", rank,
+              cddp_result_name(f->result), f->text, cddp_result_name(want), says);
+}
+
+static ordeal *ordeal_new(int (*fn)(cddp_group *, ordeal *, fate *)) {
+  ordeal *o = (ordeal *)ranks_shared(sizeof *o);
+  o->fn = fn;
+  return o;
+}
+
+static void test_no_device(void) {
+  ordeal *o = ordeal_new(NULL);
+  int i;
+  o->environment = "HOSTCUDA_DEVICES";
+  o->value = "0";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "finds no GPU");
+  o->value = "no-driver";
+  endure(o, 1);
+  check_fate(o, 0, CDDP_CUDA, "finds no GPU here: the NVIDIA driver is missing");
+  o->value = "2";
+  endure(o, 3);
+  for (i = 0; i < 3; i++)
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "2 are visible; start at most 2 ranks");
+  o->backend = "cpu"; /* they share */
+  endure(o, 3);
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_OK, "");
+  o->device = "cuda:5";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "\"cuda:5\" does not exist");
+  o->device = "cuda:1";
+  o->backend = "nccl";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) {
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "rank 0 (pid ");
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "and rank 1 (pid ");
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "both have cuda:1");
+  }
+  o->device = "cuda:x";
+  endure(o, 1);
+  check_fate(o, 0, CDDP_INVALID_ARGUMENT, "is not known");
+}
+
+/* A stream synchronised by the program itself, as programs do. */
+static cddp_result work_on(cddp_group *g, float *x, size_t count) {
+  cddp_result r = cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL);
+  (void)cudaStreamSynchronize((cudaStream_t)cddp_stream(g));
+  return r == CDDP_OK ? cddp_synchronize(g) : r;
+}
+
+static int disagree(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g); /* what follows disturbs nobody's first three */
+  f->result = work_on(g, x, cddp_rank(g) == o->victim ? 11 : 10);
+  if (f->result == CDDP_OK) f->result = work_on(g, x, 10);
+  cddp_free(g, x);
+  return 0;
+}
+
+static int disagree_memory(cddp_group *g, ordeal *o, fate *f) {
+  float host[10], *x = (float *)cddp_alloc(g, 40);
+  memset(host, 0, sizeof host);
+  f->result = work_on(g, cddp_rank(g) == o->victim ? host : x, 10);
+  if (f->result == CDDP_OK) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+static void test_mismatch(void) {
+  ordeal *o = ordeal_new(disagree);
+  int i;
+  o->victim = 1;
+  endure(o, 3);
+  for (i = 0; i < 3; i++) {
+    check_fate(o, i, CDDP_MISMATCH, "call 4 of the group");
+    check_fate(o, i, CDDP_MISMATCH, "all_reduce(count 10, f32, sum)");
+    check_fate(o, i, CDDP_MISMATCH, "rank 1 called all_reduce(count 11, f32, sum) at tests/");
+  }
+  o->fn = disagree_memory;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_MISMATCH, "host memory");
+}
+
+static int die_before(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g); /* what follows disturbs nobody's first three */
+  if (cddp_rank(g) == o->victim) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  f->result = work_on(g, x, 1000);
+  return 0;
+}
+
+/* With no operation under way: the next one tells. */
+static int die_idle(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == o->victim) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  while (!cddp__rank_gone(g, o->victim)) ranks_sleep(0.001);
+  f->result = work_on(g, x, 1000);
+  return 0;
+}
+
+static int die_in_step(cddp_group *g, ordeal *o, fate *f) {
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[2];
+  int step;
+  memset(p, 0, sizeof p);
+  memset(&rule, 0, sizeof rule);
+  p[0].data = cddp_alloc(g, 40000);
+  p[1].data = cddp_alloc(g, 40000);
+  p[0].count = p[1].count = 10000;
+  rule.lr = 0.1;
+  rule.momentum = 0.9;
+  f->result = cddp_ddp_create(&d, g, p, 2, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_sgd_create(&s, p, 2, &rule);
+  for (step = 0; f->result == CDDP_OK && step < 6; step++) {
+    f->result = cddp_ddp_ready(d, 1);
+    if (step == 4 && cddp_rank(g) == o->victim) {
+      o->began = test_now();
+      raise(SIGKILL);
+    }
+    if (f->result == CDDP_OK) f->result = cddp_ddp_ready(d, 0);
+    if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
+  }
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  f->when = test_now();
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+static int leave_early(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  if (cddp_rank(g) != o->victim) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+static void test_lost(void) {
+  int (*const ways[])(cddp_group *, ordeal *, fate *) = {die_before, die_idle, die_in_step};
+  ordeal *o = ordeal_new(NULL);
+  int n, i, k;
+  for (k = 0; k < 3; k++) {
+    for (n = 2; n <= 4; n += 2) {
+      memset(o, 0, sizeof *o);
+      o->fn = ways[k];
+      o->victim = 1;
+      endure(o, n);
+      for (i = 0; i < n; i++) {
+        if (i == 1) continue;
+        check_fate(o, i, CDDP_PEER_LOST, "rank 1 (pid ");
+        CHECK(o->fates[i].when - o->began < RANKS_WITHIN(2));
+      }
+    }
+  }
+  memset(o, 0, sizeof *o); /* while communicators connect */
+  o->victim = 1;
+  o->fuse = RANKS_SLOW ? 0.9 : 0.3; /* on a busy machine it dies before they do: no matter */
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "init:1@1";
+  endure(o, 3);
+  check_fate(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
+  check_fate(o, 2, CDDP_PEER_LOST, "rank 1 (pid ");
+  CHECK(o->fates[0].when - o->began < RANKS_WITHIN(2));
+  memset(o, 0, sizeof *o);
+  o->fn = leave_early;
+  endure(o, 2);
+  check_fate(o, 1, CDDP_PEER_LOST, "rank 0 (pid ");
+  check_fate(o, 1, CDDP_PEER_LOST, "left the group");
+}
+
+/* A device that fails on rank 1, in an operation that rank 0 never comes to. */
+static int fault(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  (void)o;
+  f->result = cddp_rank(g) == 0 ? cddp_barrier(g) : work_on(g, x, 10);
+  return 0;
+}
+
+/* A graph that rank 1 does not launch: no event tells of its operations, the deadline does. */
+static int lone_graph(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  (void)o;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  if (cddp_rank(g) == 0) CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+  f->result = cddp_rank(g) == 0 ? cddp_synchronize(g) : cddp_barrier(g);
+  (void)cudaStreamSynchronize(s); /* the watcher has ended it */
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* Whole momentum on every rank, then a captured cddp_ddp_step, which would need it in slices. */
+static int capture_too_early(cddp_group *g, ordeal *o, fate *f) {
+  cddp_sgd_desc rule;
+  cudaGraph_t graph = NULL;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cudaStream_t stream;
+  cddp_param p;
+  int step;
+  (void)o;
+  memset(&p, 0, sizeof p);
+  memset(&rule, 0, sizeof rule);
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  p.data = cddp_alloc(g, 40000);
+  p.count = 10000;
+  rule.momentum = 0.9;
+  rule.stream = stream;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  for (step = 0; step < 2; step++) {
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_wait(d));
+    CHECK_OK(cddp_sgd_step(s));
+  }
+  (void)cddp_barrier(g);
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  f->result = cddp_ddp_ready(d, 0); /* or the other rank was first with the failure */
+  if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  (void)cudaStreamEndCapture(stream, &graph);
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(stream);
+  cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+static void test_device_failures(void) {
+  ordeal *o = ordeal_new(fault);
+  int i;
+  o->environment = "HOSTCUDA_FAIL";
+  o->value = "cudaEventQuery:1:700@1";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "rank 1: cuda:1 failed during the group's");
+  memset(o, 0, sizeof *o);
+  o->fn = lone_graph;
+  o->timeout_s = RANKS_SLOW ? 2 : 0.5;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "timed out after");
+  memset(o, 0, sizeof *o);
+  o->fn = capture_too_early;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "take two steps of the same");
+}
+
+static void test_stall(void) {
+  ordeal *o = ordeal_new(die_before);
+  int i;
+  o->victim = -1;
+  o->timeout_s = RANKS_SLOW ? 2 : 0.5;
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "stall:4@1";
+  endure(o, 3);
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_TIMEOUT, "has not ended");
+  o->value = "init:1@1";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "ncclCommInitRankConfig");
+  o->value = "error:4@0";
+  o->timeout_s = 60;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_NCCL, "rank 0: an asynchronous NCCL operation");
+}
+
+/* A run through everything; any call may fail in it. */
+static int everything(cddp_group *g, ordeal *o, fate *f) {
+  cddp_group *half = NULL;
+  float *x = NULL;
+  cddp_work *w = NULL;
+  (void)o;
+  f->result = cddp_group_split(g, 0, 0, &half);
+  if (f->result == CDDP_OK && (x = (float *)cddp_alloc(half, 4000)) == NULL)
+    f->result = CDDP_OUT_OF_MEMORY;
+  if (f->result == CDDP_OK) f->result = cddp_all_reduce(half, x, 10, CDDP_F32, CDDP_SUM, &w);
+  if (w != NULL && f->result == CDDP_OK) f->result = cddp_wait(w);
+  if (f->result == CDDP_OK) f->result = cddp_gather(half, x, x + 100, 10, CDDP_F32, 0, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_barrier(half);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  cddp_destroy(half);
+  if (f->result == CDDP_OK)
+    die_in_step(g, o, f);
+  else
+    cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+/* Every function of NCCL and CUDA that is called fails on rank 1 at one of its calls: nobody hangs,
+   and rank 1 gets an error that names the function. */
+static void test_injection(void) {
+  static const struct {
+    const char *fail, *says;
+    cddp_result result;
+  } cases[] = {{"ncclCommInitRankConfig:1:2@1", "ncclCommInitRankConfig", CDDP_NCCL},
+               {"ncclGetUniqueId:1:2@0", "ncclGetUniqueId", CDDP_NCCL},
+               {"ncclCommSplit:1:3@1", "ncclCommSplit", CDDP_NCCL},
+               {"ncclCommSplit:2:3@1", "ncclCommSplit", CDDP_NCCL},
+               {"ncclAllReduce:1:1@1", "ncclAllReduce", CDDP_NCCL},
+               {"ncclAllReduce:2:3@1", "ncclAllReduce", CDDP_NCCL},
+               {"ncclReduceScatter:1:3@1", "ncclReduceScatter", CDDP_NCCL},
+               {"ncclAllGather:2:3@1", "ncclAllGather", CDDP_NCCL},
+               {"ncclBroadcast:1:3@1", "ncclBroadcast", CDDP_NCCL},
+               {"ncclSend:1:3@1", "ncclSend", CDDP_NCCL},
+               {"ncclGroupEnd:1:3@1", "ncclGroupEnd", CDDP_NCCL},
+               {"cudaStreamCreateWithPriority:1:2@1", "cudaStreamCreateWithPriority", CDDP_CUDA},
+               {"cudaEventCreateWithFlags:2:2@1", "cudaEventCreateWithFlags", CDDP_CUDA},
+               {"cudaEventRecord:2:700@1", "cudaEventRecord", CDDP_CUDA},
+               {"cudaStreamWaitEvent:3:700@1", "cudaStreamWaitEvent", CDDP_CUDA},
+               {"cudaMalloc:5:2@1", "cudaMalloc", CDDP_CUDA},
+               {"cudaMemsetAsync:1:700@1", "cudaMemsetAsync", CDDP_CUDA},
+               {"ncclMemAlloc:1:1@1", "", CDDP_OK},
+               {"ncclCommRegister:1:1@1", "", CDDP_OK}};
+  size_t i;
+  for (i = 0; i < sizeof cases / sizeof *cases; i += RANKS_SLOW ? 3 : 1) {
+    ordeal *o = ordeal_new(everything);
+    int rank = cases[i].fail[strlen(cases[i].fail) - 1] - '0';
+    o->victim = -1;
+    o->environment = "HOSTCUDA_FAIL";
+    o->value = cases[i].fail;
+    endure(o, 2);
+    test_count();
+    if (o->fates[rank].result != cases[i].result ||
+        strstr(o->fates[rank].text, cases[i].says) == NULL ||
+        (cases[i].result != CDDP_OK) != (o->fates[!rank].result != CDDP_OK))
+      test_fail(__FILE__, __LINE__, "%s: rank %d: %s \"%s\", the other: %s \"%s\"", cases[i].fail,
+                rank, cddp_result_name(o->fates[rank].result), o->fates[rank].text,
+                cddp_result_name(o->fates[!rank].result), o->fates[!rank].text);
+    munmap(o, sizeof *o);
+  }
+}
+
+int main(void) {
+  RUN(test_collectives);
+  RUN(test_streams);
+  RUN(test_groups);
+  RUN(test_training);
+  RUN(test_training_options);
+  RUN(test_graph);
+  RUN(test_training_staged);
+  RUN(test_steps);
+  RUN(test_no_device);
+  RUN(test_mismatch);
+  RUN(test_lost);
+  RUN(test_stall);
+  RUN(test_device_failures);
+  RUN(test_injection);
+  return TEST_END();
+}
