@@ -16401,8 +16401,8 @@ static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *de
 #ifdef CDDP_CUDA
   char text[CDDP__ERROR_MAX];
   if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0 && (*g)->hosts != NULL)
-    r = cddp__fail(CDDP_UNSUPPORTED, "the ranks are on %d hosts; in this version device \"cuda\" is "
-                                     "for the ranks of one",
+    r = cddp__fail(CDDP_UNSUPPORTED,
+                   "the ranks are on %d hosts; in this version device \"cuda\" is for those of one",
                    (*g)->hosts->count);
   else if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0)
     r = cddp__attach_plane(*g, desc);
@@ -17371,7 +17371,8 @@ typedef struct cddp__report { /* passed between ranks as bytes */
 
 /* Collective: all ranks return the failure of the first one that has one. hash: of what must be
    alike. value: becomes rank 0's. */
-static cddp_result cddp__st_settle(cddp_group *g, cddp_result mine, uint64_t hash, uint64_t value[2]) {
+static cddp_result cddp__st_settle(cddp_group *g, cddp_result mine, uint64_t hash,
+                                   uint64_t value[2]) {
   cddp__report own, *all;
   cddp_result r;
   int p;

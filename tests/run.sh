@@ -154,8 +154,8 @@ built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this var
   local list='$name|${name}-gpu'
   [ "$1/$2" = plain/simulate ] && return 0
   case $1 in
-  asan) list='$name' ;;
-  tsan) list='$name|${name}-gpu-short' ;;
+  asan) list='$name|${name}-parsers' ;;
+  tsan) list='${name}-threads|${name}-gpu-short' ;;
   clang-asan) list='${name}-short' ;;
   esac
   cat tests/variant.ninja tests/gpu.ninja | awk -v list="|$list|" '
