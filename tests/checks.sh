@@ -266,10 +266,16 @@ compilers="cc g++ clang clang++"
 others="stdio-first symbols lines functions contents layout unfinished short-examples readme"
 per_compiler="implementation declarations static two-files alone"
 
+# gcc and g++ say all; the second compiler, what it says of one file. The rest runs by name.
 list() {
   local c
   for c in $compilers; do
-    if command -v "$c" >/dev/null; then printf "%s-$c\n" $per_compiler; else echo "alone-$c"; fi
+    command -v "$c" >/dev/null || { echo "alone-$c"; continue; }
+    case $c in
+    cc) printf "%s-$c\n" $per_compiler ;;
+    g++) printf "%s-$c\n" implementation declarations two-files alone ;;
+    *) printf "%s-$c\n" implementation declarations ;;
+    esac
   done
   echo alone-nvcc cuda-examples cuda-full aarch64 $others
 }

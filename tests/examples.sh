@@ -18,6 +18,7 @@ build() { # NAME: in a directory where cddp.h and examples/ are as in the reposi
     fail "examples/$1.c has no line '  cc ... examples/$1.c ...' in its top comment"
   ln -s "$top/cddp.h" "$top/examples" "$work" && cd "$work" || exit 1
   echo "$command"
+  [ "$1" = digits ] || command=${command/ -O[23] / -O0 } # compiles in a third of the time
   eval "$command" || fail "that fails"
 }
 
@@ -202,7 +203,7 @@ static int train(int rank, void *arg) {
 }
 int main(void) { return cddp_spawn(train, NULL, 3) == CDDP_PEER_LOST ? 0 : 1; }
 END
-  cc -O2 victim.c -o victim -lpthread -lm && mkdir rings || exit 1
+  cc victim.c -o victim -lpthread -lm && mkdir rings || exit 1
   CDDP_RECORD=$PWD/rings run ./victim
   head -c 50000 /dev/urandom >rings/cddp-noise.rec
   run ./cddptrace -o trace.json rings/cddp-*.rec
