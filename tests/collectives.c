@@ -451,7 +451,7 @@ static void test_processes(void) {
   static const int ranks[] = {2, 5, 1, 3, 4, 7, 8, 16};
   int i;
   for (i = 0; i < (RANKS_TSAN ? 2 : RANKS_SLOW ? 4 : 8); i++) {
-    run_matrix_on(ranks[i], small_counts, 10, ranks[i] <= 4 && !RANKS_SLOW ? 2 : 1, false);
+    run_matrix_on(ranks[i], small_counts, 10, ranks[i] == 2 && !RANKS_SLOW ? 2 : 1, false);
     run_matrix_on(ranks[i], large_counts, RANKS_SLOW || ranks[i] > 4 ? 1 : 2, 1, false);
   }
   run_matrix_on(64, few_counts, 1, 1, false);
@@ -461,7 +461,7 @@ static void test_threads(void) {
   static const int ranks[] = {1, 2, 3, 7, 4, 16};
   int i;
   for (i = 0; i < (RANKS_TSAN ? 3 : RANKS_SLOW ? 2 : 6); i++) {
-    run_matrix_on(ranks[i], small_counts, 10, ranks[i] <= 4 && !RANKS_SLOW ? 2 : 1, true);
+    run_matrix_on(ranks[i], small_counts, 10, ranks[i] == 2 && !RANKS_SLOW ? 2 : 1, true);
     run_matrix_on(ranks[i], large_counts, RANKS_SLOW || ranks[i] > 4 ? 1 : 2, 1, true);
   }
   run_matrix_on(64, few_counts, 1, 1, true);

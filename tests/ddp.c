@@ -1083,8 +1083,8 @@ static int run_fused(cddp_group *g, void *arg) {
 
 static void test_fused(void) {
   int i, steps;
-  for (i = 0; i < (RANKS_SLOW ? 3 : 6); i++) {
-    steps = RANKS_TSAN ? 5 : RANKS_SLOW || all_ranks[i] > 7 ? 6 : 12;
+  for (i = 0; i < (RANKS_TSAN ? 2 : RANKS_SLOW ? 3 : 6); i++) {
+    steps = RANKS_TSAN ? 4 : RANKS_SLOW || all_ranks[i] > 7 ? 5 : 7;
     if (!RANKS_TSAN) CHECK_OK(ranks_run(run_fused, &steps, all_ranks[i], false));
     if (RANKS_TSAN || !RANKS_SLOW || i == 1)
       CHECK_OK(ranks_run(run_fused, &steps, all_ranks[i], true));
