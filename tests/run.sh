@@ -204,13 +204,13 @@ else
   wanted valgrind && skip valgrind "not installed"
 fi
 for t in $(tests/leaks.sh list); do one "leaks/$t" "${TEST_TIMEOUT:-120}" tests/leaks.sh "$t"; done
-spread "$cores" < <(for t in $(tests/examples.sh list); do
+spread "$cores" < <(echo mpirun "${TEST_TIMEOUT:-300}" tests/mpirun.sh # the longest first
+echo torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh
+echo safetensors "${TEST_TIMEOUT:-300}" tests/safetensors.sh
+for t in $(tests/examples.sh list); do
   echo "examples/$t" "${TEST_TIMEOUT:-120}" tests/examples.sh "$t"
 done
-echo mpirun "${TEST_TIMEOUT:-120}" tests/mpirun.sh
-echo torchrun "${TEST_TIMEOUT:-300}" tests/torchrun.sh
-echo netns "${TEST_TIMEOUT:-300}" tests/netns.sh
-echo safetensors "${TEST_TIMEOUT:-300}" tests/safetensors.sh)
+echo netns "${TEST_TIMEOUT:-300}" tests/netns.sh)
 
 if [ $failed != 0 ]; then
   printf 'failed: %s\n' "${failures[@]}"
