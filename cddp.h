@@ -7446,6 +7446,7 @@ static void cddp__describe_link_end(const cddp__link *l, char *out, size_t n) {
 #define CDDP__REPLY_BYTES (16 + CDDP__ERROR_MAX)
 #define CDDP__REPLY_LISTEN 1u /* not the answer yet: open a port at this address and say which */
 #define CDDP__HELLO_S 5.0 /* a connection that has not said hello by then is dropped */
+#define CDDP__HELLO_TRIES 100 /* to a leader that hangs up, 1 ms apart */
 
 typedef struct cddp__credentials { /* struct ucred, which libc hides without _GNU_SOURCE */
   int32_t pid;
@@ -8531,15 +8532,17 @@ static cddp_result cddp__join(cddp__meeting *m, cddp__host *h, int fd) {
   unsigned char hello[CDDP__HELLO_BYTES];
   char text[CDDP__ERROR_MAX];
   cddp_result r = CDDP_OK;
+  int tries;
   cddp__write_hello(m, hello);
-  for (;;) {
+  for (tries = 1;; tries++) {
     bool dropped = false;
     CDDP__POINT("hello");
     r = cddp__send_all(fd, hello, sizeof hello, m->deadline);
     CDDP__POINT("greeted");
     if (r == CDDP_OK) r = cddp__take_reply(m, h, fd, &dropped);
     close(fd);
-    if (!dropped || cddp__now() >= m->deadline) return r;
+    if (!dropped || tries == CDDP__HELLO_TRIES || cddp__now() >= m->deadline) return r;
+    cddp__sleep(0.001);
     snprintf(text, sizeof text, "%s", cddp_error());
     if (cddp__call_leader(m, &fd) != CDDP_OK || fd < 0) return cddp__fail(r, "%s", text);
   }
