@@ -829,6 +829,12 @@ static cddp_result no_wait(cddp_store *s, const char *const *keys, int count, do
   return CDDP_OK;
 }
 
+static cddp_result no_remove(cddp_store *s, const char *key, bool *deleted) {
+  (void)s, (void)key;
+  *deleted = true;
+  return CDDP_OK;
+}
+
 static cddp_result no_get(cddp_store *s, const char *key) {
   input part = take_bytes(&w.script, take_size(&w.script));
   (void)key;
@@ -858,7 +864,7 @@ static cddp_result no_set(cddp_store *s, const char *key, cddp__span value) {
 
 static void target_meeting(input *in) {
   static const cddp__store_ops ops = {no_set,  no_get, no_add, no_compare_set, no_check,
-                                      no_wait, NULL,   NULL,   NULL};
+                                      no_wait, no_remove, NULL, NULL};
   unsigned settings = take(in);
   cddp_allocator a = world_allocator();
   cddp__meeting m;
