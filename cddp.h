@@ -8542,6 +8542,8 @@ static cddp_result cddp__join(cddp__meeting *m, cddp__host *h, int fd) {
     if (r == CDDP_OK) r = cddp__take_reply(m, h, fd, &dropped);
     close(fd);
     if (!dropped || tries == CDDP__HELLO_TRIES || cddp__now() >= m->deadline) return r;
+    if (h->fd >= 0) close(h->fd); /* came before the rest of the answer did not */
+    h->fd = -1;
     cddp__sleep(0.001);
     snprintf(text, sizeof text, "%s", cddp_error());
     if (cddp__call_leader(m, &fd) != CDDP_OK || fd < 0) return cddp__fail(r, "%s", text);
