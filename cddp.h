@@ -10932,7 +10932,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const void *send, void *recv,
   if (half) { /* summed in f32, as everywhere */
     out = cddp__malloc(&g->host->allocator, n * sizeof(float));
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-    cddp__widen((cddp__f32 *)out, send, n, dtype);
+    cddp__pick_kernels()->widen((cddp__f32 *)out, send, n, dtype);
     in = MPI_IN_PLACE;
   }
   if (!gets && in == MPI_IN_PLACE) in = out;
@@ -10946,7 +10946,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const void *send, void *recv,
   r = cddp__mpi_wait(g, code, &request, root < 0 ? "MPI_Iallreduce" : "MPI_Ireduce");
   if (r != CDDP_OK) return r; /* a copy is left to MPI */
   if (gets && op == CDDP_AVG) cddp__mpi_divide(out, n, half ? CDDP_F32 : dtype, g->size);
-  if (gets && half) cddp__narrow(recv, (const cddp__f32 *)out, n, dtype);
+  if (gets && half) cddp__pick_kernels()->narrow(recv, (const cddp__f32 *)out, n, dtype);
   if (half) cddp__free(&g->host->allocator, out);
   return CDDP_OK;
 }
@@ -12796,26 +12796,34 @@ static cddp_result cddp__scratch(cddp_ddp *d, size_t bytes) {
   return d->scratch != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
+/* What a hook is told of a bucket of so many bytes; whether they lie side by side, at data. */
+static bool cddp__describe_bucket(const cddp_ddp *d, const cddp__bucket_state *b, size_t bytes,
+                                  cddp_bucket *out) {
+  cddp__run run;
+  int i = 0;
+  cddp__next_run(d, b, &i, &run);
+  memset(out, 0, sizeof *out);
+  out->index = (int)(b - d->buckets);
+  out->bucket_count = d->plan.bucket_count;
+  out->dtype = d->params[b->sorted[0]].dtype;
+  out->count = bytes / cddp__dtype_size(out->dtype);
+  out->group = d->hooks;
+  out->params = b->sorted;
+  out->param_count = b->count;
+  out->data = d->arena + run.begin;
+  return run.end - run.begin == bytes;
+}
+
 /* Hands the bucket to the hook: in place when its parameters lie side by side, else through
  * scratch. */
-static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b, int index) {
-  cddp__run run;
+static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_bucket bucket;
   size_t bytes = cddp__bucket_bytes(d, b);
-  int i = 0;
+  bool whole;
   cddp_result r;
   if (bytes == 0) return CDDP_OK; /* no rank used any of it */
-  cddp__next_run(d, b, &i, &run);
-  memset(&bucket, 0, sizeof bucket);
-  bucket.index = index;
-  bucket.bucket_count = d->plan.bucket_count;
-  bucket.dtype = d->params[b->sorted[0]].dtype;
-  bucket.count = bytes / cddp__dtype_size(bucket.dtype);
-  bucket.group = d->hooks;
-  bucket.params = b->sorted;
-  bucket.param_count = b->count;
-  bucket.data = d->arena + run.begin;
-  if (run.end - run.begin != bytes) {
+  whole = cddp__describe_bucket(d, b, bytes, &bucket);
+  if (!whole) {
     if ((r = cddp__scratch(d, bytes)) != CDDP_OK) return r;
     bucket.data = d->scratch;
     cddp__pack(d, b, d->scratch, true);
@@ -12833,7 +12841,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   char space[24];
   int first = b->sorted[0];
   if (d->desc.comm_hook != NULL) {
-    if ((r = cddp__check_group(d->hooks)) == CDDP_OK) r = cddp__hook_bucket(d, b, index);
+    if ((r = cddp__check_group(d->hooks)) == CDDP_OK) r = cddp__hook_bucket(d, b);
     if (r == CDDP_OK) return r;
     cddp__fail_in(r, "communication hook on bucket %d of rank %d: ", index, d->group->rank);
     return cddp__break(d->hooks, r); /* or later buckets' calls here would meet this one's there */
@@ -13073,9 +13081,23 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, uint32_t phase) 
 
 #define CDDP__FLAG_JOINED 2 /* the rank has joined: neither used nor forgotten */
 
+/* Puts parameter i's gradient into the arena: the caller's (accumulated under no_sync, or to be left
+   as it is), or zero. */
+typedef cddp_result (*cddp__place_fn)(cddp_ddp *d, int i, bool fetch);
+
+static cddp_result cddp__place_gradient(cddp_ddp *d, int i, bool fetch) {
+  if (fetch) {
+    cddp__fetch_gradient(d, i);
+  } else {
+    memset(d->arena + d->tensors[i].offset, 0, d->tensors[i].room);
+    if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = 0;
+  }
+  return CDDP_OK;
+}
+
 /* Some parameters are not ready: with find_unused_parameters decides which count as zero and which
    are left alone, without it fails on every rank. */
-static cddp_result cddp__settle_unused(cddp_ddp *d) {
+static cddp_result cddp__settle_unused(cddp_ddp *d, cddp__place_fn place) {
   size_t n = (size_t)d->count;
   unsigned char *mine = d->flags + n * (size_t)d->group->size;
   cddp_result r;
@@ -13092,12 +13114,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     if (t->ready) continue;
     for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
       if (d->flags[p * n + i] == 1) t->used = true;
-    if (mine[i] || !t->used) {
-      cddp__fetch_gradient(d, (int)i); /* accumulated under no_sync, or left as it is */
-    } else {
-      memset(d->arena + t->offset, 0, t->room);
-      if (cddp__sparse_of(d, (int)i) != NULL) d->sparse[i]->added.n = 0;
-    }
+    r = place(d, (int)i, mine[i] || !t->used);
     t->ready = true;
     d->buckets[t->bucket].remaining--;
   }
@@ -13408,7 +13425,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
 static cddp_result cddp__finish_wait(cddp_ddp *d, uint64_t missing) {
   cddp_result r = CDDP_OK;
   int i;
-  if (missing > 0) r = cddp__settle_unused(d);
+  if (missing > 0) r = cddp__settle_unused(d, cddp__place_gradient);
   while (r == CDDP_OK && d->shards != NULL) r = cddp__shard_dissolve(d->shards);
   if (r == CDDP_OK) r = cddp__finish_buckets(d);
   if (r == CDDP_OK) r = cddp__exchange_rows(d, CDDP__KIND_DDP_WAIT);
@@ -13604,7 +13621,7 @@ static cddp_result cddp__finish_step(cddp_ddp *d, cddp_sgd *s, uint64_t missing)
                   (!d->stepping && d->group->size > 1);
   cddp_result r = cddp__catch_up(d, s, d->active[0]);
   if (r == CDDP_OK && missing > 0) {
-    r = cddp__settle_unused(d);
+    r = cddp__settle_unused(d, cddp__place_gradient);
     if (r == CDDP_OK)
       r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 1); /* unused ones are zero */
   }
@@ -13639,7 +13656,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
 
 /* --- compression hooks --- */
 
-static cddp_result cddp__average(cddp_group *g, void *buf, size_t count, cddp_dtype dtype) {
+static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) {
   cddp__call c;
   memset(&c, 0, sizeof c);
   c.kind = CDDP__KIND_ALL_REDUCE;
@@ -13649,6 +13666,11 @@ static cddp_result cddp__average(cddp_group *g, void *buf, size_t count, cddp_dt
   c.count = count;
   c.esize = cddp__dtype_size(dtype);
   c.root = -1;
+  return c;
+}
+
+static cddp_result cddp__average(cddp_group *g, void *buf, size_t count, cddp_dtype dtype) {
+  cddp__call c = cddp__average_call(buf, count, dtype);
   return cddp__run_call(g, &c);
 }
 
@@ -15470,22 +15492,10 @@ static cddp_result cddp__device_hook(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__plane *p = cddp__plane_of(d->hooks);
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
-  cddp__run run;
-  int i = 0;
   bool packed;
   cddp_result r = CDDP_OK;
   if (bytes == 0) return r;
-  cddp__next_run(d, b, &i, &run);
-  memset(&bucket, 0, sizeof bucket);
-  bucket.index = (int)(b - d->buckets);
-  bucket.bucket_count = d->plan.bucket_count;
-  bucket.dtype = d->params[b->sorted[0]].dtype;
-  bucket.count = bytes / cddp__dtype_size(bucket.dtype);
-  bucket.group = d->hooks;
-  bucket.params = b->sorted;
-  bucket.param_count = b->count;
-  bucket.data = d->arena + run.begin;
-  packed = run.end - run.begin != bytes;
+  packed = !cddp__describe_bucket(d, b, bytes, &bucket);
   p->stream = gpu->plane->side;
   if (packed) {
     if ((r = cddp__plane_scratch(gpu->plane, bytes)) != CDDP_OK) return r;
@@ -15587,31 +15597,10 @@ static cddp_result cddp__gpu_ready(cddp_ddp *d, int param) {
 
 /* --- agreeing --- */
 
-/* As cddp__settle_unused. */
-static cddp_result cddp__gpu_settle(cddp_ddp *d) {
-  size_t n = (size_t)d->count, i, p;
-  unsigned char *mine = d->flags + n * (size_t)d->group->size;
-  cddp_result r;
-  for (i = 0; i < n; i++)
-    mine[i] = d->tensors[i].ready || (d->desc.find_unused_parameters && d->tensors[i].noted);
-  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, d->flags, n, CDDP_U8, -1);
-  if (r != CDDP_OK) return r;
-  if (!d->desc.find_unused_parameters) return cddp__name_missing(d);
-  pthread_mutex_lock(&d->lock);
-  for (i = 0; i < n && r == CDDP_OK; i++) {
-    cddp__tensor *t = &d->tensors[i];
-    if (t->ready) continue;
-    for (t->used = false, p = 0; p < (size_t)d->group->size; p++)
-      if (d->flags[p * n + i] != 0) t->used = true;
-    if (mine[i] || !t->used)
-      r = cddp__gpu_fetch(d, (int)i);
-    else
-      r = cddp__device_zero(d->arena + t->offset, t->room, cddp__gpu_stream(d));
-    t->ready = true;
-    d->buckets[t->bucket].remaining--;
-  }
-  pthread_mutex_unlock(&d->lock);
-  return r;
+static cddp_result cddp__gpu_place(cddp_ddp *d, int i, bool fetch) {
+  const cddp__tensor *t = &d->tensors[i];
+  if (fetch) return cddp__gpu_fetch(d, i);
+  return cddp__device_zero(d->arena + t->offset, t->room, cddp__gpu_stream(d));
 }
 
 /* While a graph is captured only this rank is looked at. */
@@ -15639,7 +15628,7 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check) {
   if ((r = cddp__use_device(cddp__gpu_of(d)->plane->device)) != CDDP_OK) return r;
   if (cddp__capturing(cddp__gpu_stream(d))) return cddp__gpu_check_capture(d);
   r = cddp__meet_for_step(d, kind, check, NULL, &missing);
-  return r == CDDP_OK && missing > 0 ? cddp__gpu_settle(d) : r;
+  return r == CDDP_OK && missing > 0 ? cddp__settle_unused(d, cddp__gpu_place) : r;
 }
 
 /* Starts what is left; the caller's stream goes on when all buckets are reduced. */
@@ -16029,16 +16018,8 @@ static cddp_result cddp__gpu_sync_buffers(cddp_ddp *d) {
 }
 
 static cddp_result cddp__device_average(cddp_group *g, void *buf, size_t count, cddp_dtype dtype) {
+  cddp__call c = cddp__average_call(buf, count, dtype);
   bool taken;
-  cddp__call c;
-  memset(&c, 0, sizeof c);
-  c.kind = CDDP__KIND_ALL_REDUCE;
-  c.dtype = (uint8_t)dtype;
-  c.op = CDDP_AVG;
-  c.send = c.recv = buf;
-  c.count = count;
-  c.esize = cddp__dtype_size(dtype);
-  c.root = -1;
   return g->backend->start(g, &c, NULL, &taken);
 }
 
