@@ -262,6 +262,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
      backend "cpu"    ranks may share a GPU: device memory goes through the host's. All calls return
                       when done; slower, and nothing can be captured in a CUDA graph. device "cuda"
                       is then cuda:(LOCAL_RANK modulo the number of GPUs).
+   Either spans several hosts, by the address at which ranks meet and nothing else; NCCL_* variables
+   are left to NCCL. Without LOCAL_RANK a rank's place among those of its host counts.
    STREAMS. A call with work NULL runs on the group's stream: cddp_set_stream, by default the legacy
    default stream. One with a work handle runs on a stream of cddp's that begins after what is on
    the group's stream now; cddp_wait(work) then makes the group's stream wait for it, not the host,
@@ -923,8 +925,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    it first, with one branch. Both kinds of data plane (>>nccl, >>staging) share devices and streams
    of >>cuda and the data parallel code of >>gpus; NCCL's also has the watcher thread. It compares
    what ranks called by records in their seats, without any of them waiting for it; it looks every
-   few milliseconds, at the host's cost only. Locks there: plane.turn, plane.lock; watch.lock,
-   plane.lock, fail_lock. */
+   few milliseconds, at the host's cost only. Between hosts it passes these records on. Locks there:
+   plane.turn, plane.lock; watch.lock, mail_lock, plane.lock, fail_lock. */
 
 /* >>config ------------------------------------------------------------------------------------- */
 
@@ -1848,7 +1850,9 @@ typedef struct cddp__plane {
   double left_since;   /* watcher; when a peer was first seen to have left; 0: none has */
   uint32_t calls;      /* notes written; lock */
   uint64_t hash;       /* of those calls; lock */
+  uint64_t *hashes;    /* [CDDP__HASHES] the hash after each of the latest calls, a ring; lock */
   uint32_t *compared;  /* [ranks] calls of each found to be the same; lock */
+  uint32_t told[3];    /* calls that the neighbours have been told of; mail_lock */
   cddp_work *letters;  /* sends and receives to be issued together, oldest first; turn */
   cddp__block *blocks; /* lock */
   void *scratch;       /* device memory, used on side; the thread that calls collectives */
@@ -13941,7 +13945,13 @@ static cddp_result cddp__sync_buffers(cddp_ddp *d) {
    NCCL failed, a process died, ranks called different things, or an event is too late. It breaks
    the group and aborts the communicator, so that all streams of all ranks come to an end. Notes
    are compared at the latest call that both ranks have made: equal hashes mean that all calls
-   before were alike. Nobody waits for a comparison. */
+   before were alike. Nobody waits for a comparison.
+
+   A group of several hosts has its hosts in a binary tree, by their number in the group. Each
+   host's leader sends its latest notes to the leaders of the hosts above and below, as messages of
+   the group (>>hosts), and writes theirs into their seats here, where all ranks of the host compare
+   them: hosts that agree with their neighbours all agree. The links show the end of a leader; other
+   ranks are looked after by those of their host, who tell of what they find. */
 
 static const cddp_kernels *cddp__registered_kernels;
 
@@ -13949,6 +13959,10 @@ static const cddp_kernels *cddp__registered_kernels;
 
 #define CDDP__WATCH_S 0.005 /* between two looks of the watcher */
 #define CDDP__LEFT_S 2.0    /* to finish operations on a device after a peer has left the group */
+#define CDDP__HASHES 4096   /* by how many calls ranks may be apart, a power of two */
+#define CDDP__NOTE_BYTES 124
+#define CDDP__NOTES_SENT 16   /* notes in a message, at most: the newest */
+#define CDDP__NOTES_TAG (-1)  /* of such messages; a program's tags are 0 and above */
 
 static cddp_result cddp__cuda_result(cudaError_t e, const char *what) {
   if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
@@ -14049,6 +14063,7 @@ static void cddp__note_call(cddp__plane *p, const cddp__call *c, bool device) {
   pthread_mutex_lock(&p->lock);
   p->hash = cddp__hash64(p->hash, &what, sizeof what);
   to = &seat->notes[++p->calls & (CDDP__NOTES - 1)];
+  p->hashes[p->calls & (CDDP__HASHES - 1)] = p->hash;
   cddp__exchange32(&to->number, 0); /* a fence, which gcc's tsan lacks; so is cddp__add32 below */
   to->call = what.call;
   to->count = what.count;
@@ -14102,23 +14117,126 @@ static cddp_result cddp__break_notes(cddp__plane *p, int rank, uint32_t first, u
 /* Compares what all ranks have called so far, without waiting for any. */
 static cddp_result cddp__compare_notes(cddp__plane *p) {
   cddp_group *g = p->group;
-  cddp__note mine, theirs;
+  cddp__note theirs;
   int q;
-  for (q = 0; q < g->size; q++) {
-    uint32_t n = cddp__load32(&cddp__seat_of(g, q)->calls), ours, since;
+  for (q = 0; q < g->size; q++) { /* of another host's rank there may be no notes: 0 calls */
+    uint32_t n = cddp__load32(&cddp__seat_of(g, q)->calls), since;
     bool same;
     pthread_mutex_lock(&p->lock);
-    ours = p->calls;
     since = p->compared[q];
-    if ((int32_t)(n - ours) > 0) n = ours;
-    same =
-        n == since || !cddp__read_note(g, g->rank, n, &mine) || !cddp__read_note(g, q, n, &theirs);
-    if (!same && mine.hash == theirs.hash) p->compared[q] = n;
-    same = same || mine.hash == theirs.hash;
+    if ((int32_t)(n - p->calls) > 0) n = p->calls;
+    same = n == since || p->calls - n >= CDDP__HASHES || !cddp__read_note(g, q, n, &theirs);
+    if (!same && p->hashes[n & (CDDP__HASHES - 1)] == theirs.hash)
+      same = true, p->compared[q] = n;
     pthread_mutex_unlock(&p->lock);
     if (!same) return cddp__break_notes(p, q, since + 1, n);
   }
   return CDDP_OK;
+}
+
+/* --- notes between hosts --- */
+
+/* The leader of a host above (i = 0) or below this one in the group's tree; -1: there is none. */
+static int cddp__neighbour(const cddp__hosts *x, int i) {
+  int host = i == 0 ? (x->mine - 1) / 2 : 2 * x->mine + i;
+  if (host >= x->count || (i == 0 && x->mine == 0)) return -1;
+  return x->ranks[x->first[host]];
+}
+
+/* Whether this host knows how much the rank has called. */
+static bool cddp__knows_calls(const cddp_group *g, int rank) {
+  int i;
+  if (g->members[rank] >= 0) return true;
+  for (i = 0; i < 3; i++)
+    if (cddp__neighbour(g->hosts, i) == rank) return true;
+  return false;
+}
+
+/* Tells a neighbour what this rank has called since the last time. mail_lock held. */
+static void cddp__send_notes(cddp_group *g, int peer, uint32_t *told) {
+  unsigned char head[CDDP__LINK_HEAD], body[CDDP__NOTES_SENT * CDDP__NOTE_BYTES];
+  uint32_t calls = cddp__load32(&cddp__seat_of(g, g->rank)->calls), i;
+  size_t bytes = 0;
+  cddp__link *l;
+  if (cddp__fate_of(g, peer) != CDDP__FATE_ALIVE) return;
+  if ((l = cddp__mail_link(g, peer)) == NULL) return; /* then only the deadline tells */
+  cddp__mail_push(g, l);
+  if (l->state == CDDP__LINK_DEAD || l->letters != NULL || calls == *told) return;
+  for (i = calls - *told < CDDP__NOTES_SENT ? *told + 1 : calls - CDDP__NOTES_SENT + 1;
+       (int32_t)(calls - i) >= 0; i++) {
+    unsigned char *out = body + bytes;
+    cddp__note note;
+    if (!cddp__read_note(g, g->rank, i, &note)) continue;
+    cddp__put32(out, i);
+    cddp__put32(out + 4, note.call);
+    cddp__put64(out + 8, note.count);
+    cddp__put32(out + 16, (uint32_t)note.root);
+    cddp__put64(out + 20, note.hash);
+    memcpy(out + 28, note.site, sizeof note.site);
+    bytes += CDDP__NOTE_BYTES;
+  }
+  cddp__mail_head(head, CDDP__NOTES_TAG, CDDP_U8, bytes, bytes);
+  if (cddp__mail_keep(g, l, head, body, bytes) != CDDP_OK) return;
+  *told = calls;
+  cddp__mail_push(g, l);
+}
+
+/* Writes a neighbour's note into its seat on this host, of which this rank is the only writer. */
+static void cddp__mirror_note(cddp_group *g, int rank, const unsigned char *in) {
+  cddp__seat *seat = cddp__seat_of(g, rank);
+  uint32_t number = cddp__get32(in);
+  cddp__note *to = &seat->notes[number & (CDDP__NOTES - 1)];
+  cddp__exchange32(&to->number, 0);
+  to->call = cddp__get32(in + 4);
+  to->count = cddp__get64(in + 8);
+  to->root = (int32_t)cddp__get32(in + 16);
+  to->hash = cddp__get64(in + 20);
+  memcpy(to->site, in + 28, sizeof to->site - 1);
+  to->site[sizeof to->site - 1] = 0;
+  cddp__store32(&to->number, number);
+  cddp__store32(&seat->calls, number);
+}
+
+/* Takes the notes out of the messages that have come. mail_lock held. */
+static void cddp__take_notes(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  cddp__letter **at = &x->letters, *before = NULL, *l;
+  size_t i;
+  while ((l = *at) != NULL) {
+    if (l->tag != CDDP__NOTES_TAG) {
+      before = l;
+      at = &l->next;
+      continue;
+    }
+    for (i = 0; i + CDDP__NOTE_BYTES <= l->size; i += CDDP__NOTE_BYTES)
+      cddp__mirror_note(g, l->from, (const unsigned char *)(l + 1) + i);
+    x->letter_bytes -= l->size;
+    *at = l->next;
+    if (x->last_letter == l) x->last_letter = before;
+    cddp__free(&x->net->allocator, l);
+  }
+}
+
+/* In a group of several hosts: tells the others what was called here, hears what was called there,
+   what has failed and who is gone. Never waits; any thread. */
+static void cddp__exchange_notes(cddp__plane *p) {
+  cddp_group *g = p->group;
+  cddp__hosts *x = g->hosts;
+  int i, q;
+  if (x == NULL) return;
+  if (x->me != 0) { /* its host's leader sees to the rest */
+    cddp__hosts_look(g);
+    return;
+  }
+  pthread_mutex_lock(&g->mail_lock);
+  cddp__hosts_serve(g);
+  cddp__take_notes(g);
+  for (i = 0; i < 3; i++) {
+    if ((q = cddp__neighbour(x, i)) < 0) continue;
+    cddp__mail_watch_peer(g, q);
+    cddp__send_notes(g, q, &p->told[i]);
+  }
+  pthread_mutex_unlock(&g->mail_lock);
 }
 
 /* --- failure --- */
@@ -14146,19 +14264,29 @@ static cddp_result cddp__break_dead(cddp_group *g, const char *doing) {
   return CDDP_OK;
 }
 
+/* This rank sees an effect: the cause, a death or another rank's failure, gets a moment to show. */
+static cddp_result cddp__await_cause(cddp__plane *p, const char *doing, double seconds) {
+  double deadline = cddp__now() + seconds;
+  cddp_result r;
+  do {
+    cddp__exchange_notes(p);
+    if ((r = cddp__check_board(p->group)) != CDDP_OK) return r;
+    if ((r = cddp__break_dead(p->group, doing)) != CDDP_OK) return r;
+    cddp__sleep(0.002);
+  } while (cddp__now() < deadline);
+  return CDDP_OK;
+}
+
 /* Breaks the group over a failure of NCCL. What follows from a death may be seen before it. */
 static cddp_result cddp__break_nccl(cddp__plane *p, ncclResult_t e, const char *what) {
+  bool remote = e == ncclRemoteError || e == ncclSystemError;
   cddp_group *g = p->group;
-  double deadline = cddp__now() + (e == ncclRemoteError || e == ncclSystemError ? 0.1 : 0.01);
   char text[CDDP__ERROR_MAX];
   cddp_result r;
   snprintf(text, sizeof text, "rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
            ncclGetLastError(NULL));
-  do {
-    if ((r = cddp__check_board(g)) != CDDP_OK) return r;
-    if ((r = cddp__break_dead(g, what)) != CDDP_OK) return r;
-    cddp__sleep(0.002);
-  } while (cddp__now() < deadline);
+  r = cddp__await_cause(p, what, !remote ? 0.01 : g->hosts == NULL ? 0.1 : 3 * CDDP__NEWS_S);
+  if (r != CDDP_OK) return r;
   cddp__fail(CDDP_NCCL, "%s", text);
   return cddp__break(g, CDDP_NCCL);
 }
@@ -14207,12 +14335,18 @@ static cddp_result cddp__break_pending(cddp__plane *p) { /* an operation is too 
   cddp_group *g = p->group;
   char who[160], late[256] = "";
   uint32_t calls = cddp__calls_of(p);
+  cddp_result r;
   int q, n = 0;
   for (q = 0; q < g->size; q++) {
+    if (!cddp__knows_calls(g, q)) continue;
     if ((int32_t)(cddp__load32(&cddp__seat_of(g, q)->calls) - calls) >= 0) continue;
     cddp__name_rank(g, q, who, sizeof who);
     if (n++ < 2)
       snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : ": ", who);
+  }
+  if (n == 0 && g->hosts != NULL) { /* another host may know who is late */
+    r = cddp__await_cause(p, "operations on its device", 3 * CDDP__NEWS_S);
+    if (r != CDDP_OK) return r;
   }
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s",
@@ -14231,8 +14365,10 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
     cddp__seat *seat = cddp__seat_of(g, q);
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
-    left = cddp__load32(&seat->state) == CDDP__SEAT_LEFT;
-    behind = (int32_t)(cddp__calls_of(p) - cddp__load32(&seat->calls)) > 0;
+    left = g->members[q] >= 0 ? cddp__load32(&seat->state) == CDDP__SEAT_LEFT
+                              : g->hosts->fate_errors[q] == CDDP__LEFT;
+    behind = cddp__knows_calls(g, q) &&
+             (int32_t)(cddp__calls_of(p) - cddp__load32(&seat->calls)) > 0;
     if (!behind && !pending) continue;
     if (!behind && left) {
       if (p->left_since == 0) p->left_since = cddp__now();
@@ -14252,6 +14388,7 @@ static cddp_result cddp__look_at_plane(cddp__plane *p) {
   cudaError_t fault = cudaSuccess;
   bool late = false, pending;
   cddp_result r;
+  cddp__exchange_notes(p);
   if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
   pthread_mutex_lock(&p->lock);
   if (p->comm != NULL && ncclCommGetAsyncError(p->comm, &e) != ncclSuccess) e = ncclInternalError;
@@ -14375,6 +14512,7 @@ static void cddp__plane_free(cddp__plane *p) {
   pthread_mutex_destroy(&p->turn);
   pthread_mutex_destroy(&p->lock);
   cddp__free(a, p->compared);
+  cddp__free(a, p->hashes);
   cddp__free(a, p);
 }
 
@@ -14393,7 +14531,8 @@ static cddp_result cddp__plane_new(cddp__plane **out, cddp_group *g, int device,
   pthread_mutex_init(&p->turn, NULL);
   pthread_mutex_init(&p->lock, NULL);
   p->compared = (uint32_t *)cddp__calloc(a, (size_t)g->size, sizeof *p->compared);
-  r = p->compared == NULL ? CDDP_OUT_OF_MEMORY : cddp__use_device(device);
+  p->hashes = (uint64_t *)cddp__calloc(a, CDDP__HASHES, sizeof *p->hashes);
+  r = p->compared == NULL || p->hashes == NULL ? CDDP_OUT_OF_MEMORY : cddp__use_device(device);
   if (r == CDDP_OK)
     r = cddp__cuda_result(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                           "cudaDeviceGetStreamPriorityRange");
@@ -14491,7 +14630,9 @@ static cddp_result cddp__await_stream(cddp__plane *p, cudaStream_t s) {
    Communicators. They are made non-blocking, so that no call of NCCL can hang the host: whatever
    it returns is polled until it is done, with an eye on peers and deadline. Works as follows: ranks
    tell each other their devices over the control plane, which catches what NCCL would say in a log
-   only; rank 0's id goes the same way; each rank polls its communicator until it is connected.
+   only; rank 0's id goes the same way, to other hosts too; each rank polls its communicator until
+   it is connected. How NCCL's own connections find their way between hosts is NCCL's affair, and
+   its NCCL_* variables'.
    Sub-groups come from ncclCommSplit, except single ranks: those need no communicator. Operations
    are issued in the order of calls, one at a time (plane.turn). gather, scatter and all_to_all are
    sends and receives in one NCCL group. */
@@ -14594,8 +14735,11 @@ static cddp_result cddp__settle(cddp__plane *p, ncclComm_t comm, ncclResult_t e,
     cddp__sleep(nap);
     nap = nap < 1e-3 ? 2 * nap : nap;
     now = cddp__now();
-    if (now >= look && (r = cddp__break_dead(g, what)) != CDDP_OK) return r;
-    if (now >= look) look = now + CDDP__NAP_S;
+    if (now >= look) {
+      cddp__exchange_notes(p);
+      if ((r = cddp__break_dead(g, what)) != CDDP_OK) return r;
+      look = now + CDDP__NAP_S;
+    }
     if (now >= deadline) {
       cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d in %s; not all ranks came to it",
                  g->timeout_s, g->rank, what);
@@ -14888,6 +15032,7 @@ static cddp_result cddp__nccl_connect(cddp__plane *p) {
   ncclUniqueId id;
   ncclResult_t e;
   cddp_result r;
+  cddp__exchange_notes(p); /* from now on leaders see each other's end */
   if ((r = cddp__nccl_id(g, &id)) != CDDP_OK) return r;
   config.blocking = 0;
   e = ncclCommInitRankConfig(&comm, g->size, id, g->rank, &config);
@@ -14927,6 +15072,7 @@ static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_grou
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__send_letters(p);
   if (r == CDDP_OK && child != NULL) r = cddp__plane_new(&c, child, p->device, p->stream);
+  if (r == CDDP_OK && c != NULL) cddp__exchange_notes(c);
   if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
   if (r == CDDP_OK) r = cddp__await_stream(p, p->stream);
   if (r != CDDP_OK) r = cddp__break(g, r);
@@ -14997,6 +15143,7 @@ static void cddp__plane_leave(cddp_group *g) {
   (void)cddp__send_letters(p);
   cddp__nccl_finish(p);
   cddp__unwatch(p);
+  if (g->backend->start == cddp__nccl_start) cddp__exchange_notes(p); /* the last ones */
   cddp__plane_abort(p);
   (void)cudaStreamSynchronize(p->side);
   cddp__plane_free(p);
@@ -16306,7 +16453,7 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                       "device \"%s\" does not exist: %d GPU%s visible, cuda:0 to cuda:%d",
                       desc->device, count, count == 1 ? " is" : "s are", count - 1);
   }
-  *device = local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local) : g->rank;
+  *device = local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local) : g->number;
   if (!nccl) *device %= count;
   if (*device < count) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -16386,11 +16533,7 @@ static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *de
   cddp_result r = CDDP_OK;
 #ifdef CDDP_CUDA
   char text[CDDP__ERROR_MAX];
-  if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0 && (*g)->hosts != NULL)
-    r = cddp__fail(CDDP_UNSUPPORTED,
-                   "the ranks are on %d hosts; in this version device \"cuda\" is for those of one",
-                   (*g)->hosts->count);
-  else if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0)
+  if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0)
     r = cddp__attach_plane(*g, desc);
   if (r != CDDP_OK) {
     snprintf(text, sizeof text, "%s", cddp__error_text);
@@ -19955,6 +20098,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
                   fail or are there twice while they meet are named to the others at once;
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
+                  device "cuda" on several hosts;
                   checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
                   cddp_ddp_join; sparse gradients
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */

@@ -23,12 +23,25 @@ typedef struct job {
   double timeout_s;
 } job;
 
+/* TEST_HOSTS=aab: see ranks.h. Each host's GPUs are then given out from cuda:0 on, and NCCL, which
+   goes by a name of its own, takes them for hosts too. */
+static void place(int rank) {
+  const char *hosts = getenv("TEST_HOSTS");
+  int i, local = 0;
+  if (hosts == NULL) return;
+  ranks_place(rank);
+  for (i = 0; i < rank; i++) local += hosts[i] == hosts[rank];
+  ranks_setenv("LOCAL_RANK", local);
+  setenv("NCCL_HOSTID", getenv("CDDP_HOST_ID"), 1);
+}
+
 static int rank_process(int rank, void *p) {
   const job *j = (const job *)p;
   cddp_group_desc d;
   cddp_group *g;
   int r;
   test_failures = 0;
+  place(rank);
   memset(&d, 0, sizeof d);
   d.backend = j->backend;
   d.device = j->device != NULL ? j->device : "cuda";
@@ -49,6 +62,14 @@ static cddp_result run(ranks_fn fn, void *arg, int n, const char *backend) {
   j.arg = arg;
   j.backend = backend;
   return cddp_spawn(rank_process, &j, n);
+}
+
+static cddp_result run_on(const char *hosts, ranks_fn fn, void *arg, const char *backend) {
+  cddp_result r;
+  setenv("TEST_HOSTS", hosts, 1);
+  r = run(fn, arg, (int)strlen(hosts), backend);
+  unsetenv("TEST_HOSTS");
+  return r;
 }
 
 /* --- device memory --- */
@@ -512,6 +533,35 @@ static void test_training(void) {
   CHECK(memcmp(p.out, p.out + plan_floats(), plan_floats() * sizeof *p.out) == 0);
 }
 
+/* On any hosts the plan ends in the bits of one. */
+static void check_hosts(plan *p, const char *const *layouts, const char *backend) {
+  size_t bytes = strlen(layouts[0]) * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  p->out = want;
+  CHECK_OK(run(train, p, (int)strlen(layouts[0]), backend));
+  p->out = got;
+  for (; *layouts != NULL; layouts++) {
+    memset(got, 0, bytes);
+    CHECK_OK(run_on(*layouts, train, p, backend));
+    if (memcmp(got, want, bytes) != 0) test_fail(__FILE__, __LINE__, "layout %s differs", *layouts);
+  }
+  munmap(want, bytes);
+  munmap(got, bytes);
+}
+
+static void test_training_over_hosts(void) {
+  static const char *const three[] = {"aab", "abc", NULL}, *const four[] = {"abba", NULL};
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  if (!RANKS_TSAN) check_hosts(&p, three, NULL);
+  p.steps_a_mode = 1;
+  p.given_grads = p.buffers = true;
+  check_hosts(&p, four, NULL);
+  if (!RANKS_TSAN) check_hosts(&p, three + 1, "cpu");
+}
+
 static void test_training_options(void) {
   plan p;
   memset(&p, 0, sizeof p);
@@ -788,6 +838,17 @@ static void test_groups(void) {
   CHECK_OK(run(host_memory, NULL, 2, "cpu"));
 }
 
+static void test_hosts(void) { /* the same between hosts */
+  if (!RANKS_TSAN) CHECK_OK(run_on("aab", every_collective, NULL, NULL));
+  CHECK_OK(run_on("abba", sub_groups, NULL, NULL));
+  CHECK_OK(run_on("aba", messages, NULL, NULL));
+  CHECK_OK(run_on("ab", host_memory, NULL, NULL));
+  if (RANKS_TSAN) return;
+  CHECK_OK(run_on("ab", every_collective, NULL, "cpu"));
+  CHECK_OK(run_on("aba", sub_groups, NULL, "cpu"));
+  CHECK_OK(run_on("aab", messages, NULL, "cpu"));
+}
+
 /* --- what a step costs, and what it refuses --- */
 
 static void model_of(cddp_group *g, cddp_param *p, int n, size_t count) { /* weights side by side */
@@ -916,6 +977,7 @@ static int ordeal_rank(int rank, void *p) {
   cddp_group_desc d;
   cddp_group *g = NULL;
   memset(&d, 0, sizeof d);
+  place(rank);
   d.device = o->device != NULL ? o->device : "cuda";
   d.backend = o->backend;
   d.timeout_s = o->timeout_s;
@@ -943,6 +1005,13 @@ static void endure(ordeal *o, int n) {
   ranks_script(ordeal_rank, o, n, RANKS_WITHIN(20), status);
   for (i = 0; i < n; i++)
     if (status[i] == -1) test_fail(__FILE__, __LINE__, "rank %d of %d hung", i, n);
+}
+
+static void endure_on(ordeal *o, const char *hosts) {
+  setenv("TEST_HOSTS", hosts, 1);
+  endure(o, (int)strlen(hosts));
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID"); /* the last rank's */
 }
 
 static void check_fate(const ordeal *o, int rank, cddp_result want, const char *says) {
@@ -987,6 +1056,10 @@ static void test_no_device(void) {
     check_fate(o, i, CDDP_INVALID_ARGUMENT, "and rank 1 (pid ");
     check_fate(o, i, CDDP_INVALID_ARGUMENT, "both have cuda:1");
   }
+  endure_on(o, "ab"); /* a cuda:1 each */
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_OK, "");
+  endure_on(o, "baa");
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "and rank 2 (pid ");
   o->device = "cuda:x";
   endure(o, 1);
   check_fate(o, 0, CDDP_INVALID_ARGUMENT, "is not known");
@@ -1131,6 +1204,53 @@ static void test_lost(void) {
   endure(o, 2);
   check_fate(o, 1, CDDP_PEER_LOST, "rank 0 (pid ");
   check_fate(o, 1, CDDP_PEER_LOST, "left the group");
+}
+
+/* The victim does not come to the others' second operation. */
+static int stay_away(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  while (cddp_rank(g) == o->victim && f->result == CDDP_OK) {
+    ranks_sleep(0.001);
+    f->result = cddp__check_group(g);
+  }
+  if (cddp_rank(g) != o->victim) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+/* Failures over hosts: who dies alone on a host, leads others there, or is led. */
+static void test_failing_hosts(void) {
+  static const struct {
+    const char *hosts;
+    int victim;
+  } cases[] = {{"ab", 1}, {"abb", 1}, {"abba", 2}, {"abcdee", 3}};
+  ordeal *o = ordeal_new(NULL);
+  char says[64];
+  size_t c;
+  int i, way;
+  for (c = 0; c < 4; c += RANKS_TSAN ? 3 : 1)
+    for (way = 0; way < 4; way++) {
+      if (way % 2 != 0 && (way == 1) != (c % 2 == 0)) continue; /* enough */
+      memset(o, 0, sizeof *o);
+      o->victim = cases[c].victim;
+      o->fn = way == 0 ? die_before : way == 1 ? die_in_step : way == 2 ? disagree : stay_away;
+      if (way == 3) o->timeout_s = RANKS_SLOW ? 2 : 0.3;
+      endure_on(o, cases[c].hosts);
+      snprintf(says, sizeof says, way == 2 ? "rank %d called all_reduce(count 11" : "rank %d (pid ",
+               o->victim);
+      for (i = 0; i < (int)strlen(cases[c].hosts); i++) {
+        if (i == o->victim && way < 2) continue;
+        check_fate(o, i, way < 2 ? CDDP_PEER_LOST : way == 2 ? CDDP_MISMATCH : CDDP_TIMEOUT, says);
+        if (way < 2) CHECK(o->fates[i].when - o->began < RANKS_WITHIN(2));
+      }
+    }
+  memset(o, 0, sizeof *o); /* while communicators connect */
+  o->victim = 1;
+  o->fuse = RANKS_SLOW ? 0.9 : 0.3;
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "init:1@1";
+  endure_on(o, "aba");
+  for (i = 0; i < 3; i += 2) check_fate(o, i, CDDP_PEER_LOST, "rank 1 (pid ");
 }
 
 /* A device that fails on rank 1, in an operation that rank 0 never comes to. */
@@ -1310,7 +1430,9 @@ int main(void) {
   RUN(test_collectives);
   RUN(test_streams);
   RUN(test_groups);
+  RUN(test_hosts);
   RUN(test_training);
+  RUN(test_training_over_hosts);
   RUN(test_training_options);
   RUN(test_graph);
   RUN(test_training_staged);
@@ -1318,6 +1440,7 @@ int main(void) {
   RUN(test_no_device);
   RUN(test_mismatch);
   RUN(test_lost);
+  RUN(test_failing_hosts);
   RUN(test_stall);
   RUN(test_device_failures);
   RUN(test_injection);
