@@ -282,7 +282,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    group on all ranks and aborts its communicator, so that streams, and a cudaStreamSynchronize on
    them, come to an end with undefined results; cddp_synchronize, cddp_wait and every later call
    return the failure. cddp_destroy waits for what is on the device, as long as the group is
-   healthy.
+   healthy; a process that ends without it, while others have a graph with the group's operations,
+   counts as lost.
    CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
    the default one); ranks are not compared while capturing, all must capture and launch alike. The
    learning rate is the captured one. Destroy graphs before the group.
@@ -1827,6 +1828,12 @@ typedef struct cddp__block {
   void *address;
 } cddp__block;
 
+/* How many CUDA graphs hold operations of a plane; any thread. There as long as one of them or the
+   plane is. */
+typedef struct cddp__graphs {
+  cddp__atomic_u32 alive, refs;
+} cddp__graphs;
+
 /* A group's data plane on one device. turn: held while an operation is issued. lock: held for a
    moment, also by the watcher; it guards what is marked so. */
 typedef struct cddp__plane {
@@ -1840,7 +1847,8 @@ typedef struct cddp__plane {
   pthread_mutex_t turn, lock;
   ncclComm_t comm;     /* lock; NULL: a single rank, no NCCL, or aborted */
   bool aborted;        /* lock */
-  bool captured;       /* lock; an operation is in a CUDA graph and may run at any time */
+  struct cddp__graphs *graphs; /* with operations of the plane; they run when the caller likes */
+  unsigned long long capture;  /* lock; the latest one counted there, as CUDA numbers captures */
   cudaEvent_t last;    /* lock; behind the last operation */
   bool pending;        /* lock; last has not been seen done */
   cudaEvent_t probe;   /* lock; behind some operation, one at a time */
@@ -13958,7 +13966,9 @@ static const cddp_kernels *cddp__registered_kernels;
 #ifdef CDDP_CUDA
 
 #define CDDP__WATCH_S 0.005 /* between two looks of the watcher */
+#ifndef CDDP__LEFT_S
 #define CDDP__LEFT_S 2.0    /* to finish operations on a device after a peer has left the group */
+#endif
 #define CDDP__HASHES 4096   /* by how many calls ranks may be apart, a power of two */
 #define CDDP__NOTE_BYTES 124
 #define CDDP__NOTES_SENT 16   /* notes in a message, at most: the newest */
@@ -13975,6 +13985,17 @@ static cddp_result cddp__use_device(int device) {
   int now = -1;
   if (cudaGetDevice(&now) == cudaSuccess && now == device) return CDDP_OK;
   return cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
+}
+
+static cddp__atomic_u32 cddp__device_groups; /* 1: this process has had one */
+
+/* Whether memory may lie on a device: asked before the first call that would set CUDA up, or fail,
+   in a process that has no business with it. */
+static bool cddp__cuda_in_use(void) {
+  int version = 0;
+  if (cddp__load32(&cddp__device_groups) != 0) return true;
+  return cddp__registered_kernels != NULL && cudaDriverGetVersion(&version) == cudaSuccess &&
+         version > 0; /* 0: no driver */
 }
 
 static bool cddp__capturing(cudaStream_t s) {
@@ -14308,8 +14329,8 @@ static bool cddp__event_ahead(cudaEvent_t event, cudaError_t *fault) {
   return e == cudaErrorNotReady;
 }
 
-/* Updates and tells whether operations of the plane are, or may be, on the device; *late: for
-   longer than a deadline allows. */
+/* Updates and tells whether operations of the plane are on the device, those of graphs left aside;
+   *late: for longer than a deadline allows. */
 static bool cddp__plane_pending(cddp__plane *p, bool *late, cudaError_t *fault) {
   bool pending;
   *fault = cudaSuccess;
@@ -14318,7 +14339,7 @@ static bool cddp__plane_pending(cddp__plane *p, bool *late, cudaError_t *fault) 
   if (p->probing) p->probing = cddp__event_ahead(p->probe, fault);
   *late = (p->probing || p->pending) &&
           cddp__now() - (p->probing ? p->probe_since : p->last_since) > p->group->timeout_s;
-  pending = p->pending || p->captured;
+  pending = p->pending;
   pthread_mutex_unlock(&p->lock);
   return pending;
 }
@@ -14356,7 +14377,8 @@ static cddp_result cddp__break_pending(cddp__plane *p) { /* an operation is too 
 }
 
 /* Breaks the group if operations wait for a rank that is gone. One that left after the same number
-   of calls has done its part: what is still on the device here gets a moment. */
+   of calls has done its part: what is still on the device here gets a moment. Whether a graph runs
+   nobody tells: with a rank that died it would never end, one that left has seen the end of its. */
 static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
   cddp_group *g = p->group;
   char who[160], how[80];
@@ -14369,7 +14391,7 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
                               : g->hosts->fate_errors[q] == CDDP__LEFT;
     behind = cddp__knows_calls(g, q) &&
              (int32_t)(cddp__calls_of(p) - cddp__load32(&seat->calls)) > 0;
-    if (!behind && !pending) continue;
+    if (!behind && !pending && (left || cddp__load32(&p->graphs->alive) == 0)) continue;
     if (!behind && left) {
       if (p->left_since == 0) p->left_since = cddp__now();
       if (cddp__now() - p->left_since < CDDP__LEFT_S) continue;
@@ -14471,13 +14493,49 @@ static void cddp__unwatch(cddp__plane *p) {
   if (last) pthread_join(thread, NULL);
 }
 
+static void cddp__graphs_release(cddp__graphs *k) {
+  if (k != NULL && cddp__add32(&k->refs, (uint32_t)-1) == 0) free(k);
+}
+
+/* CUDA calls it when a graph that was counted, and all that was made from it, has been destroyed. */
+static void cddp__graph_gone(void *graphs) {
+  cddp__graphs *k = (cddp__graphs *)graphs;
+  cddp__add32(&k->alive, (uint32_t)-1);
+  cddp__graphs_release(k);
+}
+
+/* Counts the graph that s is captured into, once. Should CUDA refuse to tell of its end, it counts
+   for ever. lock held. */
+static void cddp__count_graph(cddp__plane *p, cudaStream_t s) {
+  enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaUserObject_t object = NULL;
+  cudaGraph_t graph = NULL;
+#if CUDART_VERSION >= 13000
+  cudaError_t e = cudaStreamGetCaptureInfo(s, &status, &id, &graph, NULL, NULL, NULL);
+#else
+  cudaError_t e = cudaStreamGetCaptureInfo_v2(s, &status, &id, &graph, NULL, NULL);
+#endif
+  if (e == cudaSuccess && id == p->capture) return;
+  p->capture = id;
+  cddp__add32(&p->graphs->alive, 1);
+  if (e == cudaSuccess)
+    e = cudaUserObjectCreate(&object, p->graphs, cddp__graph_gone, 1,
+                             cudaUserObjectNoDestructorSync);
+  if (e == cudaSuccess) {
+    cddp__add32(&p->graphs->refs, 1);
+    e = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+  }
+  if (e != cudaSuccess) (void)cudaGetLastError();
+}
+
 /* Puts events behind an operation just enqueued, for the watcher. */
 static cddp_result cddp__track(cddp__plane *p, cudaStream_t s) {
   cudaError_t e = cudaSuccess;
   bool capturing = cddp__capturing(s);
   pthread_mutex_lock(&p->lock);
   if (capturing) {
-    p->captured = true;
+    cddp__count_graph(p, s);
   } else {
     e = cudaEventRecord(p->last, s);
     p->pending = e == cudaSuccess;
@@ -14511,6 +14569,7 @@ static void cddp__plane_free(cddp__plane *p) {
   if (p->side != NULL) cudaStreamDestroy(p->side);
   pthread_mutex_destroy(&p->turn);
   pthread_mutex_destroy(&p->lock);
+  cddp__graphs_release(p->graphs);
   cddp__free(a, p->compared);
   cddp__free(a, p->hashes);
   cddp__free(a, p);
@@ -14525,6 +14584,7 @@ static cddp_result cddp__plane_new(cddp__plane **out, cddp_group *g, int device,
   cddp_result r;
   *out = NULL;
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
+  cddp__store32(&cddp__device_groups, 1);
   p->group = g;
   p->device = device;
   p->stream = stream;
@@ -14532,7 +14592,10 @@ static cddp_result cddp__plane_new(cddp__plane **out, cddp_group *g, int device,
   pthread_mutex_init(&p->lock, NULL);
   p->compared = (uint32_t *)cddp__calloc(a, (size_t)g->size, sizeof *p->compared);
   p->hashes = (uint64_t *)cddp__calloc(a, CDDP__HASHES, sizeof *p->hashes);
-  r = p->compared == NULL || p->hashes == NULL ? CDDP_OUT_OF_MEMORY : cddp__use_device(device);
+  p->graphs = (cddp__graphs *)cddp__calloc(NULL, 1, sizeof *p->graphs); /* may outlive the group */
+  if (p->graphs != NULL) p->graphs->refs.v = 1;
+  r = p->compared == NULL || p->hashes == NULL || p->graphs == NULL ? CDDP_OUT_OF_MEMORY
+                                                                    : cddp__use_device(device);
   if (r == CDDP_OK)
     r = cddp__cuda_result(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                           "cudaDeviceGetStreamPriorityRange");
@@ -15094,14 +15157,6 @@ static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_grou
   return r;
 }
 
-static bool cddp__plane_captured(cddp__plane *p) {
-  bool captured;
-  pthread_mutex_lock(&p->lock);
-  captured = p->captured;
-  pthread_mutex_unlock(&p->lock);
-  return captured;
-}
-
 /* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
    Ranks that go on must not hear of it, so nothing here breaks the group: what is not done within a
    moment is aborted. */
@@ -15111,7 +15166,7 @@ static void cddp__nccl_finish(cddp__plane *p) {
   ncclResult_t e = ncclSuccess;
   double deadline;
   bool late = false;
-  while (cddp__plane_pending(p, &late, &fault) && !cddp__plane_captured(p)) {
+  while (cddp__plane_pending(p, &late, &fault)) {
     if (cddp__load32(broken) != 0) return;
     cddp__sleep(1e-4);
   }
@@ -16552,11 +16607,12 @@ static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *de
 static cddp_result cddp__attach_sgd(cddp_sgd *s) {
 #ifdef CDDP_CUDA
   int i, count = 0, on_device = 0;
+  if (s->desc.ddp != NULL ? s->desc.ddp->backend == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
     struct cudaPointerAttributes a;
     if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
     if (cudaPointerGetAttributes(&a, s->params[i].data) != cudaSuccess) {
-      (void)cudaGetLastError(); /* no driver: no device memory */
+      (void)cudaGetLastError(); /* no device: no device memory */
       return CDDP_OK;
     }
     count++;

@@ -2,6 +2,8 @@
    memory, run by real processes on tests/hostcuda. */
 #define CDDP_CUDA
 #define CDDP_IMPLEMENTATION
+#define CDDP__LEFT_S left_s
+static double left_s = 2; /* a rank sets its own */
 #include "../cddp.h"
 
 #include "hostcuda/hostcuda.h"
@@ -1065,6 +1067,58 @@ static void test_no_device(void) {
   check_fate(o, 0, CDDP_INVALID_ARGUMENT, "is not known");
 }
 
+/* On the CPU this build needs no driver, nor a word with CUDA; kernels or not. */
+static int without_driver(int rank, void *arg) {
+  const cddp_kernels *kernels = cddp__registered_kernels;
+  float w[2][10], grad[10];
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_group *g;
+  cddp_param p;
+  int i;
+  (void)rank;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  memset(&p, 0, sizeof p);
+  memset(w, 0, sizeof w);
+  memset(grad, 0, sizeof grad);
+  p.count = 10;
+  rule.lr = 0.5;
+  CHECK_OK(cddp_init(&g, NULL));
+  for (i = 0; i < 2; i++) {
+    cddp_register_kernels(i == 0 ? NULL : kernels);
+    p.data = w[i];
+    p.grad = grad;
+    CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+    grad[3] = 1;
+    CHECK_OK(cddp_sgd_step(s));
+    CHECK_EQ(w[i][3], -0.5);
+    cddp_sgd_destroy(s);
+    p.grad = NULL;
+    CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+    CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+    ((float *)p.grad)[3] = 1;
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, s));
+    CHECK_EQ(w[i][3], -1);
+    cddp_sgd_destroy(s);
+    cddp_ddp_destroy(d);
+  }
+  CHECK_EQ(hostcuda_calls("cudaPointerGetAttributes") + hostcuda_calls("cudaGetDevice"), 0);
+  CHECK_EQ(cudaPeekAtLastError(), cudaSuccess);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static void test_no_driver(void) {
+  int status[2];
+  setenv("HOSTCUDA_DEVICES", "no-driver", 1);
+  ranks_script(without_driver, NULL, 2, RANKS_WITHIN(20), status);
+  unsetenv("HOSTCUDA_DEVICES");
+  CHECK(ranks_exited_well(status, 2));
+}
+
 /* A stream synchronised by the program itself, as programs do. */
 static cddp_result work_on(cddp_group *g, float *x, size_t count) {
   cddp_result r = cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL);
@@ -1284,6 +1338,48 @@ static int lone_graph(cddp_group *g, ordeal *o, fate *f) {
   return 0;
 }
 
+/* A graph that has been launched on all ranks; then rank 0 goes, in one of three ways. Rank 1 may go
+   on, unless it has the graph still and rank 0 died. */
+static int graph_over(cddp_group *g, ordeal *o, fate *f) {
+  enum { LEAVES, DIES_WITHOUT_GRAPHS, DIES };
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  double until;
+  left_s = 0.1;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_OK(cddp_all_reduce(g, x, 20, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  CHECK_EQ(cddp__load32(&cddp__plane_of(g)->graphs->alive), 1);
+  CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+  CHECK_OK(cddp_synchronize(g));
+  cudaGraphDestroy(graph);
+  CHECK_EQ(cddp__load32(&cddp__plane_of(g)->graphs->alive), 1);
+  if (o->victim == DIES_WITHOUT_GRAPHS || cddp_rank(g) == 0) {
+    cudaGraphExecDestroy(exec);
+    exec = NULL;
+    CHECK_EQ(cddp__load32(&cddp__plane_of(g)->graphs->alive), 0);
+  }
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 0 && o->victim != LEAVES) raise(SIGKILL);
+  if (cddp_rank(g) != 0) {
+    while (!cddp__rank_gone(g, 0)) ranks_sleep(0.001);
+    for (until = test_now() + 2.5 * left_s; test_now() < until; ranks_sleep(0.01)) {}
+    f->result = cddp_synchronize(g);
+    snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  }
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  if (f->result != CDDP_OK) cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
 /* Whole momentum on every rank, then a captured cddp_ddp_step, which would need it in slices. */
 static int capture_too_early(cddp_group *g, ordeal *o, fate *f) {
   cddp_sgd_desc rule;
@@ -1336,6 +1432,13 @@ static void test_device_failures(void) {
   o->timeout_s = RANKS_SLOW ? 2 : 0.5;
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "timed out after");
+  for (i = 0; i < 3; i++) {
+    memset(o, 0, sizeof *o);
+    o->fn = graph_over;
+    o->victim = i;
+    endure(o, 2);
+    check_fate(o, 1, i < 2 ? CDDP_OK : CDDP_PEER_LOST, i < 2 ? "" : "rank 0 (pid ");
+  }
   memset(o, 0, sizeof *o);
   o->fn = capture_too_early;
   endure(o, 2);
@@ -1438,6 +1541,7 @@ int main(void) {
   RUN(test_training_staged);
   RUN(test_steps);
   RUN(test_no_device);
+  RUN(test_no_driver);
   RUN(test_mismatch);
   RUN(test_lost);
   RUN(test_failing_hosts);
