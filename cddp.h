@@ -608,6 +608,8 @@ typedef struct cddp_checkpoint_desc {
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
    a name) to path, and what desc asks for; returns when the file is on the disk. The momentum may
    lie in pieces on the ranks, as after cddp_ddp_step: it is written whole and stays where it is.
+   Parameters and momentum in a GPU's memory come through a few MiB of the host's; what is on the
+   group's stream is waited for (g NULL: what is on the device), and the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, a kill half-way)
    leaves the old one as it was, and at most path.tmp, which the next call takes over. All ranks
    get the same result, CDDP_IO for the file system's failures; ranks whose parameters or options
@@ -623,7 +625,8 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
    not suit; only when reading fails after that, part of rank 0's params may be overwritten. All
    ranks get the same result. A sampler goes on with the next sample of the epoch that no rank had:
    begin with epoch cddp_sampler_epoch(), whose first cddp_sampler_set_epoch then does not rewind.
-   Like load_file and load_state_dict. */
+   Memory of a GPU as in cddp_save; its values are there on return. Like load_file and
+   load_state_dict. */
 CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc);
 
@@ -960,6 +963,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
 #define CDDP__KEYS_MAX 131072u       /* keys in one store command, likewise */
 
+#ifndef CDDP__FERRY
+#define CDDP__FERRY ((size_t)4 << 20) /* bytes between a device and a file at a time */
+#endif
+
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
@@ -1179,11 +1186,20 @@ typedef struct cddp__backend {
   cddp_result (*compress)(cddp_bucket *b, cddp_dtype small);
 } cddp__backend;
 
-/* The same for an optimizer whose parameters lie on a device. */
+/* Gets n bytes of a parameter's momentum, from `offset` on. */
+typedef cddp_result (*cddp__take_fn)(void *context, int param, size_t offset, const void *bytes,
+                                     size_t n);
+
+/* What an optimizer does whose parameters lie on a device. */
 typedef struct cddp__sgd_backend {
   cddp_result (*step)(cddp_sgd *s);
   cddp_result (*zero)(cddp_sgd *s);
   void (*leave)(cddp_sgd *s);
+  /* Zeroed memory for whole momentum, and where each parameter's lies in it. */
+  cddp_result (*room)(const cddp_sgd *s, void **flat, void **momentum);
+  void (*free_room)(void *flat);
+  /* Collective over the shard's group: all momentum goes to rank 0's take, piece by piece. */
+  cddp_result (*collect)(const cddp_sgd *s, cddp__take_fn take, void *context);
 } cddp__sgd_backend;
 
 /* A recv that waits for its parcel. In its group's list, in order of posting; guarded by mail_lock.
@@ -15527,21 +15543,26 @@ static cddp_result cddp__no_momentum_yet(void) {
 }
 
 /* Whole momentum of all parameters, in one piece of device memory. */
-static cddp_result cddp__device_momentum(cddp_sgd *s, cudaStream_t stream) {
+static cddp_result cddp__momentum_room(const cddp_sgd *s, void **flat, void **momentum,
+                                       cudaStream_t stream) {
   size_t bytes = 0, at = 0;
   cddp_result r;
   int i;
-  if (s->rule.momentum == 0 || s->flat != NULL) return CDDP_OK;
-  if (cddp__capturing(stream)) return cddp__no_momentum_yet();
   for (i = 0; i < s->count; i++)
     bytes += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
-  r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
+  r = cddp__cuda_result(cudaMalloc(flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
   if (r != CDDP_OK) return r;
   for (i = 0; i < s->count; i++) {
-    s->momentum[i] = (char *)s->flat + at;
+    momentum[i] = (char *)*flat + at;
     at += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
   }
-  return cddp__device_zero(s->flat, bytes, stream);
+  return cddp__device_zero(*flat, bytes, stream);
+}
+
+static cddp_result cddp__device_momentum(cddp_sgd *s, cudaStream_t stream) {
+  if (s->rule.momentum == 0 || s->flat != NULL) return CDDP_OK;
+  if (cddp__capturing(stream)) return cddp__no_momentum_yet();
+  return cddp__momentum_room(s, &s->flat, s->momentum, stream);
 }
 
 static void cddp__device_momentum_free(cddp_sgd *s) {
@@ -15622,9 +15643,6 @@ static cddp_result cddp__device_sgd_zero(cddp_sgd *s) {
                             s->params[i].count * cddp__dtype_size(s->params[i].dtype), stream);
   return r;
 }
-
-static const cddp__sgd_backend cddp__device_sgd = {cddp__device_sgd_step, cddp__device_sgd_zero,
-                                                   cddp__device_momentum_free};
 
 /* --- reducing buckets --- */
 
@@ -15984,6 +16002,71 @@ static cddp_result cddp__gpu_dissolve(cddp_ddp *d, cddp__shard *h) {
   cddp__gpu_shard_drop(s);
   return r;
 }
+
+/* --- momentum of checkpoints --- */
+
+static cddp_result cddp__device_room(const cddp_sgd *s, void **flat, void **momentum) {
+  cudaStream_t stream = cddp__sgd_stream(s);
+  cddp_result r = cddp__momentum_room(s, flat, momentum, stream);
+  if (r != CDDP_OK) return r;
+  return cddp__cuda_result(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+static void cddp__device_room_free(void *flat) {
+  if (flat != NULL) cudaFree(flat);
+}
+
+/* What a piece, [at, at + n) of rank's slice, holds of each parameter. */
+static cddp_result cddp__take_piece(const cddp_ddp *d, const cddp__slices *k, int rank, size_t at,
+                                    const char *bytes, size_t n, cddp__take_fn take,
+                                    void *context) {
+  size_t low = k->run.begin + (size_t)rank * k->share + at, begin, end;
+  cddp_result r = CDDP_OK;
+  int j;
+  for (j = k->from; r == CDDP_OK && j < k->index; j++) {
+    int i = d->buckets[k->bucket].sorted[j];
+    if (!cddp__slice_part(d, k, rank, i, &begin, &end)) continue;
+    begin = cddp__max(begin, low);
+    end = cddp__min(end, low + n);
+    if (begin < end)
+      r = take(context, i, begin - d->tensors[i].offset, bytes + (begin - low), end - begin);
+  }
+  return r;
+}
+
+/* A failure of take is kept to the end: the other ranks count on this one. */
+static cddp_result cddp__device_collect(const cddp_sgd *s, cddp__take_fn take, void *context) {
+  const cddp__shard *h = (const cddp__shard *)s->shard;
+  cddp_ddp *d = h->ddp;
+  cddp_group *g = d->group;
+  size_t most = cddp__max(CDDP__FERRY / (size_t)g->size, 4096), at, n;
+  char *mine = (char *)cddp__malloc(&s->allocator, most * (g->rank == 0 ? 1 + (size_t)g->size : 1));
+  cddp_result r, taken = CDDP_OK;
+  cddp__slices k;
+  int q;
+  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  memset(&k, 0, sizeof k);
+  r = CDDP_OK;
+  while (r == CDDP_OK && cddp__next_slice(d, &k, d->plan.bucket_count))
+    for (at = 0; r == CDDP_OK && at < k.share; at += n) {
+      n = cddp__min(most, k.share - at);
+      r = cddp__copy_now(cddp__plane_of(g), mine, h->mine + k.at + at, n);
+      if (r != CDDP_OK) r = cddp__break(g, r);
+      if (r == CDDP_OK)
+        r = cddp__run_simple(g, CDDP__KIND_GATHER, mine, mine + most, n, CDDP_U8, 0);
+      for (q = 0; r == CDDP_OK && taken == CDDP_OK && g->rank == 0 && q < g->size; q++)
+        taken = cddp__take_piece(d, &k, q, at, mine + most + (size_t)q * n, n, take, context);
+    }
+  cddp__free(&s->allocator, mine);
+  return r == CDDP_OK ? taken : r;
+}
+
+static const cddp__sgd_backend cddp__device_sgd = {cddp__device_sgd_step,
+                                                   cddp__device_sgd_zero,
+                                                   cddp__device_momentum_free,
+                                                   cddp__device_room,
+                                                   cddp__device_room_free,
+                                                   cddp__device_collect};
 
 /* --- wait --- */
 
@@ -16626,6 +16709,66 @@ static cddp_result cddp__attach_sgd(cddp_sgd *s) {
   (void)s;
 #endif
   return CDDP_OK;
+}
+
+/* --- for checkpoints: memory anywhere --- */
+
+/* Whether p lies in memory that the host cannot read. */
+static bool cddp__on_device(const void *p) {
+#ifdef CDDP_CUDA
+  struct cudaPointerAttributes a;
+  if (p == NULL || !cddp__cuda_in_use()) return false;
+  if (cudaPointerGetAttributes(&a, p) == cudaSuccess) return a.type == cudaMemoryTypeDevice;
+  (void)cudaGetLastError();
+#else
+  (void)p;
+#endif
+  return false;
+}
+
+/* Waits for what is on the group's stream; without a group with a device, for all of the device's.
+ */
+static cddp_result cddp__settle_device(cddp_group *g) {
+#ifdef CDDP_CUDA
+  if (g == NULL || g->backend == NULL)
+    return cddp__cuda_result(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  if (cddp__capturing(cddp__plane_of(g)->stream))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "a checkpoint waits on the host and cannot be captured in a CUDA graph");
+  return g->backend->synchronize(g);
+#else
+  (void)g;
+  return CDDP_OK;
+#endif
+}
+
+/* Copies between the host's memory and a device's; returns when that is done. */
+static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
+#ifdef CDDP_CUDA
+  if (g != NULL && g->backend != NULL) return cddp__copy_now(cddp__plane_of(g), to, from, bytes);
+  return cddp__cuda_result(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
+#else
+  (void)g;
+  memcpy(to, from, bytes);
+  return CDDP_OK;
+#endif
+}
+
+/* Rank 0's values on every rank, in the same kind of memory on all. */
+static cddp_result cddp__broadcast_anywhere(cddp_group *g, void *data, size_t count,
+                                            cddp_dtype dtype) {
+  bool taken = false;
+  cddp_result r;
+  cddp__call c;
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_BROADCAST;
+  c.dtype = (uint8_t)dtype;
+  c.send = c.recv = data;
+  c.count = count;
+  c.esize = cddp__dtype_size(dtype);
+  if (g->backend != NULL && ((r = g->backend->start(g, &c, NULL, &taken)) != CDDP_OK || taken))
+    return r;
+  return cddp__run_call(g, &c);
 }
 
 /* cddp__split, and for every new group its data plane. */
@@ -17428,7 +17571,9 @@ static void cddp__st_place(cddp__st_item *items, size_t count) {
    it is on the disk: whoever reads PATH sees the old file or the new one. Loading: rank 0 reads the
    header and broadcasts its text; every rank reads that for itself and finds what it wants in it,
    so that all come to the same conclusion; then rank 0 reads the tensors and broadcasts them. After
-   each part the ranks tell each other how they fare, and all return the first failure. */
+   each part the ranks tell each other how they fare, and all return the first failure.
+   What lies on a device passes through a few MiB of the host's memory, piece by piece; its momentum
+   in slices goes so from every rank to rank 0. */
 
 /* --- files --- */
 
@@ -17651,6 +17796,16 @@ static cddp_result cddp__check_shapes(const cddp_param *params, int count,
   return CDDP_OK;
 }
 
+/* Whether anything that is to be saved or loaded lies on a device. */
+static bool cddp__any_on_device(const cddp_param *params, int count,
+                                const cddp_checkpoint_desc *d) {
+  int i;
+  if (d->sgd != NULL && d->sgd->backend != NULL) return true;
+  for (i = 0; i < count; i++)
+    if (params[i].count > 0 && cddp__on_device(params[i].data)) return true;
+  return false;
+}
+
 static cddp_result cddp__check_checkpoint(const cddp_group *g, const char *path,
                                           const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *d) {
@@ -17659,10 +17814,11 @@ static cddp_result cddp__check_checkpoint(const cddp_group *g, const char *path,
   int i;
   if (path == NULL || path[0] == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
-  if ((g != NULL && g->backend != NULL) || (d->sgd != NULL && d->sgd->backend != NULL))
-    return cddp__fail(CDDP_UNSUPPORTED, "memory of a GPU is not saved or loaded in this version; "
-                                        "copy it to the host and pass a group of the CPU or NULL");
   if ((r = cddp__check_tensors("parameter", params, count, true)) != CDDP_OK) return r;
+  if (g != NULL && g->size > 1 && g->backend == NULL && cddp__any_on_device(params, count, d))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "parameters lie on a GPU, but the group has device \"cpu\"; pass a group with "
+                      "device \"cuda\", or NULL");
   if ((r = cddp__check_shapes(params, count, d->shapes)) != CDDP_OK) return r;
   if (d->sgd != NULL)
     r = cddp__check_tensors("parameter of the SGD", d->sgd->params, d->sgd->count, false);
@@ -17688,6 +17844,7 @@ static const char *const cddp__sampler_keys[] = {
     "cddp.sampler.seed", "cddp.sampler.shuffle"};
 
 typedef struct cddp__saving {
+  cddp_group *g; /* NULL: none */
   const cddp_allocator *allocator;
   const cddp_param *params;
   int count;
@@ -17699,6 +17856,9 @@ typedef struct cddp__saving {
   char numbers[CDDP__SAMPLER_VALUES][24];
   double lr;
   cddp__text header;
+  char *ferry;     /* [CDDP__FERRY] for what lies on a device; NULL: not needed yet */
+  char *temporary; /* the file's name until it is whole */
+  int fd;          /* -1: it is not open */
 } cddp__saving;
 
 static bool cddp__has_momentum(const cddp_sgd *s, int i) {
@@ -17841,38 +18001,82 @@ static cddp_result cddp__write_shards(const cddp__saving *s, int fd, int param, 
   return r;
 }
 
-static cddp_result cddp__write_file(const cddp__saving *s, int fd) {
-  uint64_t at = 0;
-  size_t i;
-  cddp_result r = cddp__write_at(fd, s->header.out, s->header.n, &at);
-  for (i = 0; r == CDDP_OK && i < s->item_count; i++) {
-    const cddp__st_item *item = &s->items[i];
-    CDDP__POINT("save");
-    r = item->data != NULL || item->bytes == 0 ? cddp__write_at(fd, item->data, item->bytes, &at)
-                                               : cddp__write_shards(s, fd, item->param, &at);
+static cddp_result cddp__write_device(cddp__saving *s, const void *data, uint64_t size,
+                                      uint64_t *at) {
+  cddp_result r = CDDP_OK;
+  uint64_t done;
+  size_t n;
+  if (s->ferry == NULL) s->ferry = (char *)cddp__malloc(s->allocator, CDDP__FERRY);
+  if (s->ferry == NULL) return CDDP_OUT_OF_MEMORY;
+  for (done = 0; r == CDDP_OK && done < size; done += n) {
+    n = cddp__min((size_t)(size - done), CDDP__FERRY);
+    r = cddp__transfer(s->g, s->ferry, (const char *)data + done, n);
+    if (r == CDDP_OK) r = cddp__write_at(s->fd, s->ferry, n, at);
   }
-  if (r == CDDP_OK && fsync(fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
   return r;
 }
 
-/* Rank 0's part. */
-static cddp_result cddp__write_checkpoint(const cddp__saving *s, const char *path) {
+/* Momentum in slices on devices: all ranks hand it to rank 0 later. */
+static bool cddp__collects(const cddp_checkpoint_desc *d) {
+  return d->sgd != NULL && d->sgd->backend != NULL && d->sgd->shard != NULL;
+}
+
+/* For collect: a part of one parameter's momentum. */
+static cddp_result cddp__write_part(void *context, int param, size_t offset, const void *bytes,
+                                    size_t n) {
+  const cddp__saving *s = (const cddp__saving *)context;
+  uint64_t at;
+  size_t i;
+  for (i = 0; i < s->item_count; i++) {
+    const cddp__st_item *item = &s->items[i];
+    if (item->param != param || item->prefix[0] == 0) continue;
+    at = (uint64_t)s->header.n + item->begin + offset;
+    return cddp__write_at(s->fd, bytes, n, &at);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__write_file(cddp__saving *s) {
+  uint64_t at = 0;
+  size_t i;
+  cddp_result r = cddp__write_at(s->fd, s->header.out, s->header.n, &at);
+  for (i = 0; r == CDDP_OK && i < s->item_count; i++) {
+    const cddp__st_item *item = &s->items[i];
+    CDDP__POINT("save");
+    if (item->data == NULL && item->bytes > 0) {
+      if (cddp__collects(s->desc)) at += item->bytes;
+      else r = cddp__write_shards(s, s->fd, item->param, &at);
+    } else if (cddp__on_device(item->data)) {
+      r = cddp__write_device(s, item->data, item->bytes, &at);
+    } else {
+      r = cddp__write_at(s->fd, item->data, item->bytes, &at);
+    }
+  }
+  return r;
+}
+
+/* Rank 0's part: the file, but for what other ranks have to bring. */
+static cddp_result cddp__write_begin(cddp__saving *s, const char *path) {
   size_t n = strlen(path) + 5;
-  char *temporary = (char *)cddp__malloc(s->allocator, n);
-  bool ours;
-  int fd = -1;
   cddp_result r;
-  if (temporary == NULL) return CDDP_OUT_OF_MEMORY;
-  snprintf(temporary, n, "%s.tmp", path);
-  r = cddp__temporary(temporary, &fd);
-  ours = r == CDDP_OK;
-  if (ours) r = cddp__write_file(s, fd);
-  if (r == CDDP_OK && rename(temporary, path) != 0)
-    r = cddp__fail(CDDP_IO, "rename of %s: %s", temporary, strerror(errno));
-  if (r != CDDP_OK && ours) unlink(temporary);
-  cddp__close_fd(&fd); /* after that: the lock ends here */
-  if (r == CDDP_OK) r = cddp__sync_directory(temporary);
-  cddp__free(s->allocator, temporary);
+  s->temporary = (char *)cddp__malloc(s->allocator, n);
+  if (s->temporary == NULL) return CDDP_OUT_OF_MEMORY;
+  snprintf(s->temporary, n, "%s.tmp", path);
+  r = cddp__temporary(s->temporary, &s->fd);
+  if (r != CDDP_OK) cddp__close_fd(&s->fd); /* it is somebody else's */
+  return r == CDDP_OK ? cddp__write_file(s) : r;
+}
+
+/* Gives it its name, or takes it away. */
+static cddp_result cddp__write_end(cddp__saving *s, const char *path, cddp_result r) {
+  bool ours = s->fd >= 0;
+  if (r == CDDP_OK && fsync(s->fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
+  if (r == CDDP_OK && rename(s->temporary, path) != 0)
+    r = cddp__fail(CDDP_IO, "rename of %s: %s", s->temporary, strerror(errno));
+  if (r != CDDP_OK && ours) unlink(s->temporary);
+  cddp__close_fd(&s->fd); /* after that: the lock ends here */
+  if (r == CDDP_OK) r = cddp__sync_directory(s->temporary);
+  cddp__free(s->allocator, s->temporary);
   return r;
 }
 
@@ -17883,18 +18087,25 @@ static cddp_result cddp__save(cddp_group *g, const char *path, const cddp_param 
   uint64_t hash = r == CDDP_OK ? cddp__hash_checkpoint(params, count, desc) : 0;
   bool inside = g != NULL && g->size > 1, first = g == NULL || g->rank == 0;
   memset(&s, 0, sizeof s);
+  s.g = g;
   s.allocator = g != NULL ? &g->host->allocator : NULL;
   s.params = params;
   s.count = count;
   s.desc = desc;
+  s.fd = -1;
+  if (r == CDDP_OK && cddp__any_on_device(params, count, desc)) r = cddp__settle_device(g);
   if (r == CDDP_OK && first) r = cddp__save_header(&s);
   r = cddp__st_settle(g, r, hash, NULL);
   if (r == CDDP_OK) {
     if (first && inside) r = cddp__enter(g); /* reads its peers' memory */
-    if (first && r == CDDP_OK) r = cddp__write_checkpoint(&s, path);
+    if (first && r == CDDP_OK) r = cddp__write_begin(&s, path);
     if (first && inside) cddp__exit(g, CDDP_OK);
+    if (cddp__collects(desc) && (r = cddp__st_settle(g, r, 0, NULL)) == CDDP_OK)
+      r = desc->sgd->backend->collect(desc->sgd, cddp__write_part, &s);
+    if (first) r = cddp__write_end(&s, path, r);
     r = cddp__st_settle(g, r, 0, NULL);
   }
+  cddp__free(s.allocator, s.ferry);
   cddp__free(s.allocator, s.items);
   cddp__free(s.allocator, s.pairs);
   cddp__free(s.allocator, s.header.out);
@@ -17908,6 +18119,7 @@ typedef struct cddp__st_copy {
   const cddp__st_tensor *from;
   void *to;
   cddp_dtype dtype; /* of `to` */
+  bool device;      /* where that lies */
 } cddp__st_copy;
 
 typedef struct cddp__loading {
@@ -17919,7 +18131,10 @@ typedef struct cddp__loading {
   cddp_safetensors *file; /* rank 0's has the descriptor */
   cddp__st_copy *copies;
   size_t copy_count;
-  void **momentum; /* [sgd->count] what was in the file; NULL: nothing */
+  void **momentum; /* [sgd->count] memory for what is in the file */
+  bool *found;     /* [sgd->count] what is */
+  void *flat;      /* the memory, if it is a device's */
+  char *ferry;     /* [2 * CDDP__FERRY] for what goes to a device; NULL: not needed yet */
   bool *taken;     /* [file->count] somebody wants it */
   bool has_sampler;
   uint64_t sampler[CDDP__SAMPLER_VALUES];
@@ -17945,6 +18160,7 @@ static cddp_result cddp__want(cddp__loading *l, const cddp__st_tensor *t, const 
   c->from = t;
   c->to = to;
   c->dtype = p->dtype;
+  c->device = cddp__on_device(to);
   l->taken[t - l->file->tensors] = true;
   return CDDP_OK;
 }
@@ -17987,14 +18203,19 @@ static cddp_result cddp__match_sgd(cddp__loading *l) {
   l->has_lr = true;
   if (r != CDDP_OK || sgd->rule.momentum == 0) return r;
   l->momentum = (void **)cddp__calloc(l->allocator, (size_t)sgd->count, sizeof *l->momentum);
-  if (l->momentum == NULL) return CDDP_OUT_OF_MEMORY;
+  l->found = (bool *)cddp__calloc(l->allocator, (size_t)sgd->count, sizeof *l->found);
+  if (l->momentum == NULL || l->found == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; r == CDDP_OK && i < sgd->count; i++) {
     const cddp_param *p = &sgd->params[i];
     t = cddp__st_find(l->file, CDDP__MOMENTUM_PREFIX, p->name);
     if (t == NULL || p->count == 0) continue; /* no step has touched it */
-    l->momentum[i] = cddp__calloc(&sgd->allocator, p->count, cddp__dtype_size(p->dtype));
-    if (l->momentum[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    r = cddp__want(l, t, p, l->momentum[i]);
+    if (sgd->backend == NULL)
+      l->momentum[i] = cddp__calloc(&sgd->allocator, p->count, cddp__dtype_size(p->dtype));
+    else if (l->flat == NULL)
+      r = sgd->backend->room(sgd, &l->flat, l->momentum);
+    if (r == CDDP_OK && l->momentum[i] == NULL) r = CDDP_OUT_OF_MEMORY;
+    if (r == CDDP_OK) r = cddp__want(l, t, p, l->momentum[i]);
+    l->found[i] = true;
   }
   return r;
 }
@@ -18085,15 +18306,38 @@ static cddp_result cddp__read_converted(int fd, const cddp__st_copy *c, uint64_t
   return r;
 }
 
-static cddp_result cddp__read_tensors(const cddp__loading *l) {
+/* The same into device memory, a few MiB at a time, converted or not. */
+static cddp_result cddp__read_device(cddp__loading *l, const cddp__st_copy *c, uint64_t at) {
+  cddp_dtype from = (cddp_dtype)c->from->info.dtype;
+  size_t size = cddp__dtype_size(from), to_size = cddp__dtype_size(c->dtype), done, n;
+  size_t count = (size_t)c->from->info.count, most = CDDP__FERRY / cddp__max(size, to_size);
+  cddp_result r = CDDP_OK;
+  if (l->ferry == NULL) l->ferry = (char *)cddp__malloc(l->allocator, 2 * CDDP__FERRY);
+  if (l->ferry == NULL) return CDDP_OUT_OF_MEMORY;
+  for (done = 0; r == CDDP_OK && done < count; done += n) {
+    char *bytes = l->ferry;
+    n = cddp__min(count - done, most);
+    r = cddp__read_at(l->file->fd, bytes, n * size, at + done * size);
+    if (r == CDDP_OK && from != c->dtype)
+      cddp__convert(bytes = l->ferry + CDDP__FERRY, c->dtype, l->ferry, from, n);
+    if (r == CDDP_OK)
+      r = cddp__transfer(l->g, (char *)c->to + done * to_size, bytes, n * to_size);
+  }
+  return r;
+}
+
+static cddp_result cddp__read_tensors(cddp__loading *l) {
   cddp_result r = CDDP_OK;
   size_t i;
   for (i = 0; r == CDDP_OK && i < l->copy_count; i++) {
     const cddp__st_copy *c = &l->copies[i];
     uint64_t at = l->file->data_begin + c->from->info.begin;
-    r = c->from->info.dtype == (int)c->dtype
-            ? cddp__read_at(l->file->fd, c->to, c->from->info.bytes, at)
-            : cddp__read_converted(l->file->fd, c, at);
+    if (c->device)
+      r = cddp__read_device(l, c, at);
+    else
+      r = c->from->info.dtype == (int)c->dtype
+              ? cddp__read_at(l->file->fd, c->to, c->from->info.bytes, at)
+              : cddp__read_converted(l->file->fd, c, at);
   }
   if (r == CDDP_OK && l->has_lr && !(l->lr >= 0))
     r = cddp__fail(CDDP_IO, "its learning rate is %g", l->lr);
@@ -18127,10 +18371,15 @@ static void cddp__load_commit(cddp__loading *l) {
   char *text = d->text;
   int i;
   if (l->momentum != NULL && sgd->shard != NULL) sgd->drop(sgd); /* made anew by the next step */
+  if (l->momentum != NULL && sgd->backend != NULL) {
+    sgd->backend->leave(sgd);
+    sgd->flat = l->flat;
+    l->flat = NULL;
+  }
   for (i = 0; l->momentum != NULL && i < sgd->count; i++) {
     cddp__free(&sgd->allocator, sgd->momentum[i]);
     sgd->momentum[i] = l->momentum[i];
-    sgd->started[i] = l->momentum[i] != NULL;
+    sgd->started[i] = l->found[i];
     l->momentum[i] = NULL;
   }
   if (l->has_lr) {
@@ -18156,9 +18405,9 @@ static cddp_result cddp__load_tensors(cddp__loading *l) {
   r = cddp__st_settle(l->g, r, 0, NULL);
   for (i = 0; r == CDDP_OK && l->g != NULL && i < l->copy_count; i++) {
     const cddp__st_copy *c = &l->copies[i];
-    r = cddp__run_simple(l->g, CDDP__KIND_BROADCAST, c->to, c->to, (size_t)c->from->info.count,
-                         c->dtype, 0);
+    r = cddp__broadcast_anywhere(l->g, c->to, (size_t)c->from->info.count, c->dtype);
   }
+  if (r == CDDP_OK && l->g != NULL && l->g->backend != NULL) r = cddp__settle_device(l->g);
   return r;
 }
 
@@ -18174,12 +18423,16 @@ static cddp_result cddp__load(cddp_group *g, const char *path, const cddp_param 
   l.params = params;
   l.count = count;
   l.desc = desc;
+  if (r == CDDP_OK && cddp__any_on_device(params, count, desc)) r = cddp__settle_device(g);
   r = cddp__load_header(&l, path, hash, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&l);
   if (r == CDDP_OK) cddp__load_commit(&l);
-  for (i = 0; l.momentum != NULL && i < desc->sgd->count; i++)
+  for (i = 0; l.momentum != NULL && i < desc->sgd->count && desc->sgd->backend == NULL; i++)
     cddp__free(&desc->sgd->allocator, l.momentum[i]);
+  if (l.flat != NULL) desc->sgd->backend->free_room(l.flat);
   cddp__free(l.allocator, l.momentum);
+  cddp__free(l.allocator, l.found);
+  cddp__free(l.allocator, l.ferry);
   cddp__free(l.allocator, l.copies);
   cddp__free(l.allocator, l.taken);
   cddp__st_close(l.file);
@@ -20154,7 +20407,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
                   fail or are there twice while they meet are named to the others at once;
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
-                  device "cuda" on several hosts;
+                  device "cuda" on several hosts, checkpoints of a GPU's memory;
                   checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
                   cddp_ddp_join; sparse gradients
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */

@@ -2,6 +2,7 @@
    memory, run by real processes on tests/hostcuda. */
 #define CDDP_CUDA
 #define CDDP_IMPLEMENTATION
+#define CDDP__FERRY ((size_t)12288) /* many pieces */
 #define CDDP__LEFT_S left_s
 static double left_s = 2; /* a rank sets its own */
 #include "../cddp.h"
@@ -314,6 +315,9 @@ typedef struct plan {
   bool cpu; /* the reference: host memory, on the CPU backend */
   bool nosync;
   cddp_dtype last; /* of the last parameter */
+  const char *load, *save; /* files; NULL: none */
+  int from, save_at;       /* steps: the first after loading, that before which to save */
+  bool alone;              /* load and save without the group, of one rank */
   float *out;      /* shared, [ranks][sum of sizes] */
 } plan;
 
@@ -417,6 +421,27 @@ static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param
   if (graph != NULL) cudaGraphDestroy(graph);
 }
 
+static void plan_save(const plan *p, cddp_group *g, const cddp_param *params, cddp_sgd *s) {
+  cddp_checkpoint_desc k;
+  memset(&k, 0, sizeof k);
+  k.sgd = s;
+  CHECK_OK(cddp_save(p->alone ? NULL : g, p->save, params, PARAMS, &k));
+}
+
+static void plan_run(const plan *p, cddp_ddp *d, cddp_sgd *s, cddp_param *params, cddp_group *g) {
+  cddp_checkpoint_desc k;
+  int step;
+  memset(&k, 0, sizeof k);
+  k.sgd = s;
+  if (p->load != NULL)
+    CHECK_OK(cddp_load(p->alone ? NULL : g, p->load, params, PARAMS, &k));
+  for (step = p->from; step < p->steps; step++) {
+    if (p->save != NULL && step == p->save_at) plan_save(p, g, params, s);
+    plan_step(p, d, s, params, g, p->graph ? 7 : step);
+  }
+  if (p->save != NULL && step == p->save_at) plan_save(p, g, params, s);
+}
+
 static int train(cddp_group *g, void *arg) {
   const plan *p = (const plan *)arg;
   cddp_param params[PARAMS], buffer;
@@ -427,7 +452,7 @@ static int train(cddp_group *g, void *arg) {
   cddp_sgd *s = NULL;
   float *out = p->out + (size_t)cddp_rank(g) * plan_floats();
   size_t k;
-  int i, step;
+  int i;
   memset(&desc, 0, sizeof desc);
   memset(&rule, 0, sizeof rule);
   if (!p->cpu) {
@@ -452,7 +477,7 @@ static int train(cddp_group *g, void *arg) {
   if (p->graph && !p->cpu)
     plan_graph(p, d, s, params, g);
   else
-    for (step = 0; step < p->steps; step++) plan_step(p, d, s, params, g, p->graph ? 7 : step);
+    plan_run(p, d, s, params, g);
   if (p->buffers) CHECK_OK(cddp_ddp_sync_buffers(d));
   for (i = 0; i < PARAMS; i++) {
     char *host = (char *)calloc(1, sizes[i] * 8 + 1);
@@ -593,6 +618,131 @@ static void test_training_options(void) {
   p.last = CDDP_F32;
   p.hook = cddp_bf16_compress_hook;
   check_plan(&p, 2, NULL);
+}
+
+/* --- checkpoints --- */
+
+static char file_a[300], file_b[300], file_c[300];
+
+static bool same_files(const char *kept, const char *made) {
+  static char a[1 << 17], b[1 << 17];
+  FILE *f[2];
+  size_t n[2] = {0, 1};
+  f[0] = fopen(kept, "rb");
+  f[1] = fopen(made, "rb");
+  if (f[0] != NULL) n[0] = fread(a, 1, sizeof a, f[0]);
+  if (f[1] != NULL) n[1] = fread(b, 1, sizeof b, f[1]);
+  if (f[0] != NULL) fclose(f[0]);
+  if (f[1] != NULL) fclose(f[1]);
+  CHECK(n[0] > 2 * plan_floats()); /* momentum too */
+  unlink(made);
+  return n[0] == n[1] && n[0] < sizeof a && memcmp(a, b, n[0]) == 0;
+}
+
+/* What was loaded is saved again, unchanged, by all kinds of groups. */
+static void check_round_trips(const plan *made) {
+  static const int ranks[] = {1, 3, 1, 2, 2, 1};
+  plan p = *made;
+  int i;
+  p.load = file_a;
+  p.save = file_b;
+  p.from = p.steps = p.save_at;
+  for (i = 0; i < 6; i += RANKS_TSAN ? 2 : 1) {
+    p.out = (float *)ranks_shared((size_t)ranks[i] * plan_floats() * sizeof *p.out);
+    p.cpu = i >= 4;
+    p.alone = ranks[i] == 1 && i > 0;
+    if (p.cpu) CHECK_OK(ranks_run(train, &p, ranks[i], false));
+    else CHECK_OK(run(train, &p, ranks[i], i == 3 ? "cpu" : NULL));
+    if (!same_files(file_a, file_b)) test_fail(__FILE__, __LINE__, "the file of way %d differs", i);
+    munmap(p.out, (size_t)ranks[i] * plan_floats() * sizeof *p.out);
+  }
+}
+
+/* A run that is saved, and goes on; another begins with the file and must end the same. */
+static void check_resume(plan *p, int n, const char *backend) {
+  size_t bytes = (size_t)n * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  p->out = want;
+  p->save = file_a;
+  CHECK_OK(run(train, p, n, backend));
+  check_round_trips(p);
+  p->out = got;
+  p->load = file_a;
+  p->save = NULL;
+  p->from = p->save_at;
+  CHECK_OK(run(train, p, n, backend));
+  CHECK(memcmp(got, want, bytes) == 0);
+  p->load = NULL;
+  p->from = 0;
+  munmap(got, bytes);
+  munmap(want, bytes);
+}
+
+static int refused_pieces(cddp_group *g, void *arg) {
+  plan p;
+  cddp_param params[PARAMS];
+  cddp_checkpoint_desc k;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  (void)arg;
+  memset(&p, 0, sizeof p);
+  memset(&k, 0, sizeof k);
+  memset(&rule, 0, sizeof rule);
+  rule.momentum = 0.5;
+  plan_params(&p, params, 0);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, NULL));
+  CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
+  plan_step(&p, d, s, params, g, 0);
+  k.sgd = s;
+  CHECK_IS(cddp_save(NULL, file_b, params, PARAMS, &k), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "lies in pieces on the ranks") != NULL);
+  CHECK_IS(cddp_save(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
+  CHECK_IS(cddp_load(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
+  plan_step(&p, d, s, params, g, 1); /* nothing is lost */
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+/* Another dtype than the file's: as the CPU converts it. */
+static void check_conversion(const plan *made) {
+  size_t bytes = 2 * plan_floats() * sizeof(float);
+  plan p = *made;
+  p.out = (float *)ranks_shared(bytes);
+  p.from = p.steps = p.save_at;
+  p.load = file_a;
+  p.last = p.last == CDDP_F32 ? CDDP_BF16 : CDDP_F32;
+  p.save = file_b;
+  CHECK_OK(run(train, &p, 2, NULL));
+  p.save = file_c;
+  p.cpu = true;
+  CHECK_OK(ranks_run(train, &p, 2, false));
+  CHECK(same_files(file_c, file_b));
+  unlink(file_c);
+  munmap(p.out, bytes);
+}
+
+static void test_checkpoints(void) {
+  const char *tmp = getenv("TMPDIR");
+  plan p;
+  snprintf(file_a, sizeof file_a, "%.250s/cddp-nccl-%d.a", tmp ? tmp : "/tmp", (int)getpid());
+  snprintf(file_b, sizeof file_b, "%.250s/cddp-nccl-%d.b", tmp ? tmp : "/tmp", (int)getpid());
+  snprintf(file_c, sizeof file_c, "%.250s/cddp-nccl-%d.c", tmp ? tmp : "/tmp", (int)getpid());
+  memset(&p, 0, sizeof p);
+  p.cap_mb = 0.02;
+  p.steps = 5;
+  p.save_at = 3;
+  p.last = CDDP_BF16;
+  check_resume(&p, 2, NULL); /* momentum in slices */
+  check_conversion(&p);
+  p.steps_a_mode = 1;
+  check_resume(&p, 3, NULL); /* whole */
+  if (!RANKS_TSAN) check_resume(&p, 2, "cpu");
+  CHECK_OK(run(refused_pieces, NULL, 2, NULL));
+  unlink(file_a);
 }
 
 static void test_graph(void) {
@@ -1537,6 +1687,7 @@ int main(void) {
   RUN(test_training);
   RUN(test_training_over_hosts);
   RUN(test_training_options);
+  RUN(test_checkpoints);
   RUN(test_graph);
   RUN(test_training_staged);
   RUN(test_steps);
