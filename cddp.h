@@ -290,6 +290,12 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA
    and NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu.sh is for those who have one. */
 
+/* Collective over g, which has no device yet: gives it one, as cddp_init does for desc.device and
+   desc.backend (the same words; backend NULL = "nccl"). For the groups of cddp_run_threads, where
+   "cuda" is cuda:rank: one process, a GPU for each thread, as nn.DataParallel has it. Before the
+   group's first cddp_alloc. After a failure g is what it was, or broken. */
+CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend);
+
 /* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL:
    the legacy default stream. It must stay until another is set. Set it between steps: one stream
    for all ready() calls of a step. New sub-groups take their parent's. Does nothing for a group
@@ -709,7 +715,7 @@ CDDPDEF cddp_result cddp_launch(const cddp_launch_desc *desc, cddp_launch_report
 
 /* Calls fn on n threads, each with its own rank of one group, and waits for them; the groups are
    destroyed here. fn returns 0 for success; when one fails the others' waits end with
-   CDDP_PEER_LOST. All memory is zero-copy here. */
+   CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn begins with cddp_set_device. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
 /* CALL SITES. -------------------------------------------------------------------------------------
@@ -14065,15 +14071,18 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
 /* Where a call's buffers lie; an error if they differ. */
 static cddp_result cddp__memory_of_call(const cddp__plane *p, const cddp__call *c, bool *device) {
   int send = CDDP__MEMORY_DEVICE, recv = CDDP__MEMORY_DEVICE;
+  bool root = p->group->rank == c->root; /* off it one of them is not looked at */
+  const void *from = c->kind == CDDP__KIND_SCATTER && !root ? NULL : c->send;
+  const void *to = c->kind == CDDP__KIND_GATHER && !root ? NULL : c->recv;
   const char *name = c->kind <= CDDP__KIND_BROADCAST || c->kind > CDDP__KIND_COUNT ? "buf" : "send";
   cddp_result r = CDDP_OK;
   *device = true;
   if (c->count == 0) return CDDP_OK;
-  if (c->send != NULL) r = cddp__memory_of(p->device, c->send, name, &send);
-  if (r == CDDP_OK && c->recv != NULL && c->recv != c->send)
-    r = cddp__memory_of(p->device, c->recv, "recv", &recv);
-  if (c->recv == NULL || c->recv == c->send) recv = send;
-  if (c->send == NULL) send = recv;
+  if (from != NULL) r = cddp__memory_of(p->device, from, name, &send);
+  if (r == CDDP_OK && to != NULL && to != from)
+    r = cddp__memory_of(p->device, to, "recv", &recv);
+  if (to == NULL || to == from) recv = send;
+  if (from == NULL) send = recv;
   if (r != CDDP_OK) return r;
   if (send != recv)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -14711,7 +14720,8 @@ static cddp_result cddp__await_stream(cddp__plane *p, cudaStream_t s) {
    tell each other their devices over the control plane, which catches what NCCL would say in a log
    only; rank 0's id goes the same way, to other hosts too; each rank polls its communicator until
    it is connected. How NCCL's own connections find their way between hosts is NCCL's affair, and
-   its NCCL_* variables'.
+   its NCCL_* variables'. Ranks that are threads of one process do the same. ncclCommInitAll would
+   save them nothing: it is these calls in a loop, made by one thread, blocking, without a deadline.
    Sub-groups come from ncclCommSplit, except single ranks: those need no communicator. Operations
    are issued in the order of calls, one at a time (plane.turn). gather, scatter and all_to_all are
    sends and receives in one NCCL group. */
@@ -16591,6 +16601,7 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                       "device \"%s\" does not exist: %d GPU%s visible, cuda:0 to cuda:%d",
                       desc->device, count, count == 1 ? " is" : "s are", count - 1);
   }
+  if (g->host->threads && g->size > 1) local = NULL; /* the process's, not a thread's */
   *device = local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local) : g->number;
   if (!nccl) *device %= count;
   if (*device < count) return CDDP_OK;
@@ -16641,7 +16652,8 @@ static cddp_result cddp__check_devices(const cddp__device_report *all, int n, bo
 /* Collective: gives the new group of all ranks its data plane. */
 static cddp_result cddp__attach_plane(cddp_group *g, const cddp_group_desc *desc) {
   const cddp_allocator *a = &g->host->allocator;
-  bool nccl = desc->backend == NULL || strcmp(desc->backend, "nccl") == 0;
+  const char *backend = cddp__backend_name(desc);
+  bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
   cddp__plane *p = NULL;
   cddp_result r;
@@ -16666,13 +16678,24 @@ static cddp_result cddp__attach_plane(cddp_group *g, const cddp_group_desc *desc
 }
 #endif
 
+/* Collective: a device for a group that has none. */
+static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
+#ifdef CDDP_CUDA
+  return cddp__attach_plane(g, desc);
+#else
+  (void)g;
+  (void)desc;
+  return cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
+#endif
+}
+
 /* Collective: the device that the description asks for, if any. A failure takes the group away. */
 static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *desc) {
   cddp_result r = CDDP_OK;
 #ifdef CDDP_CUDA
   char text[CDDP__ERROR_MAX];
   if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0)
-    r = cddp__attach_plane(*g, desc);
+    r = cddp__give_device(*g, desc);
   if (r != CDDP_OK) {
     snprintf(text, sizeof text, "%s", cddp__error_text);
     cddp__group_leave(*g);
@@ -19483,6 +19506,25 @@ static cddp_result cddp__check_device(const char *device, bool cuda) {
                     device);
 }
 
+static cddp_result cddp__check_set_device(const cddp_group *g, const cddp_group_desc *d) {
+  static const char who[] = "cddp_set_device";
+  char text[CDDP__ERROR_MAX];
+  cddp_result r;
+  if (g == NULL) return cddp__invalid(who, "the group is NULL");
+  if (d->device == NULL || strncmp(d->device, "cuda", 4) != 0)
+    return cddp__invalid(who, "device is not \"cuda\" or a certain GPU, such as \"cuda:0\"");
+  if ((r = cddp__check_device(d->device, true)) == CDDP_OK)
+    r = cddp__check_backend(cddp__backend_name(d), true);
+  if (r != CDDP_OK) {
+    const char *inner = strstr(cddp__error_text, ": ");
+    snprintf(text, sizeof text, "%s", inner != NULL ? inner + 2 : cddp__error_text);
+    return cddp__fail(r, "%s: %s", who, text);
+  }
+  return g->backend == NULL && g->mpi == NULL
+             ? CDDP_OK
+             : cddp__invalid(who, "the group has a device already, or its backend is \"mpi\"");
+}
+
 static cddp_result cddp__check_desc(const cddp_group_desc *d) {
   bool cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
   cddp_result r;
@@ -19870,6 +19912,18 @@ CDDPDEF void cddp_free(cddp_group *g, void *p) {
     g->backend->release(g, p);
   else
     cddp__arena_free(g->host, p);
+}
+
+CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend) {
+  cddp_group_desc d;
+  cddp_result r;
+  memset(&d, 0, sizeof d);
+  d.device = device;
+  d.backend = backend;
+  if ((r = cddp__check_set_device(g, &d)) != CDDP_OK) return r;
+  cddp__engine_drain(g);
+  if ((r = cddp__check_group(g)) == CDDP_OK) r = cddp__give_device(g, &d);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_set_device: ");
 }
 
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
@@ -20407,7 +20461,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
                   fail or are there twice while they meet are named to the others at once;
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
-                  device "cuda" on several hosts, checkpoints of a GPU's memory;
+                  device "cuda" on several hosts, checkpoints of a GPU's memory, cddp_set_device;
                   checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
                   cddp_ddp_join; sparse gradients
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */

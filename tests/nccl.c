@@ -145,6 +145,11 @@ typedef struct one {
 } one;
 
 static cddp_result call(const one *o, const void *send, void *recv, cddp_work **w) {
+  static char nothing; /* in host memory, but nobody looks at it */
+  if (cddp_rank(o->g) != o->root) {
+    if (o->kind == CDDP__KIND_SCATTER) send = &nothing;
+    if (o->kind == CDDP__KIND_GATHER) recv = &nothing;
+  }
   switch (o->kind) {
   case CDDP__KIND_ALL_REDUCE:
     return cddp_all_reduce(o->g, recv, o->count, o->t, o->op, w);
@@ -260,6 +265,23 @@ static void test_collectives(void) {
   if (RANKS_SLOW) return;
   CHECK_OK(run(every_collective, NULL, 2, NULL));
   CHECK_OK(run(every_collective, NULL, 8, NULL));
+}
+
+/* Ranks as threads of one process, with a GPU each. */
+static int with_device(cddp_group *g, void *arg) {
+  const job *j = (const job *)arg;
+  CHECK_OK(cddp_set_device(g, j->device, j->backend));
+  return j->fn(g, j->arg);
+}
+
+static cddp_result run_threads(ranks_fn fn, void *arg, int n, const char *backend) {
+  job j;
+  memset(&j, 0, sizeof j);
+  j.fn = fn;
+  j.arg = arg;
+  j.backend = backend;
+  j.device = "cuda";
+  return cddp_run_threads(with_device, &j, n);
 }
 
 /* --- data parallel; the kernels are those of cddp_kernels.cuh --- */
@@ -1104,6 +1126,78 @@ static void test_steps(void) {
   CHECK_OK(run(refusals, NULL, 2, "cpu"));
 }
 
+/* --- ranks as threads of one process, a GPU each --- */
+
+static int refused_devices(cddp_group *g, void *arg) {
+  (void)arg;
+  CHECK_IS(cddp_set_device(g, "cuda", NULL), CDDP_INVALID_ARGUMENT); /* it has one */
+  return 0;
+}
+
+static int refuses_devices(cddp_group *g, void *arg) {
+  (void)arg;
+  CHECK_IS(cddp_set_device(g, "cpu", NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_set_device(g, "cuda", "gloo"), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_set_device(g, "cuda:1", NULL), CDDP_INVALID_ARGUMENT); /* for both */
+  CHECK(strstr(cddp_error(), "both have cuda:1") != NULL);
+  CHECK_OK(cddp_barrier(g));
+  return 0;
+}
+
+static int one_gives_up(cddp_group *g, void *arg) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cddp_result r;
+  (void)arg;
+  if (cddp_rank(g) == 1) return 1;
+  r = cddp_all_reduce(g, x, 1000, CDDP_F32, CDDP_SUM, NULL);
+  (void)cudaStreamSynchronize((cudaStream_t)cddp_stream(g));
+  if (r == CDDP_OK) r = cddp_synchronize(g);
+  CHECK_IS(r, CDDP_PEER_LOST);
+  CHECK(strstr(cddp_error(), "rank 1 (a thread of pid ") != NULL);
+  return 0;
+}
+
+/* In a process of its own: CUDA does not survive a fork. arg: where the weights go. */
+static int threads_of_a_process(int rank, void *arg) {
+  plan p;
+  (void)rank;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  p.out = (float *)arg;
+  CHECK_OK(run_threads(train, &p, 4, NULL));
+  CHECK_OK(run_threads(every_collective, NULL, 2, NULL));
+  if (RANKS_TSAN) return test_failures != 0;
+  CHECK_OK(run_threads(sub_groups, NULL, 4, NULL));
+  CHECK_OK(run_threads(messages, NULL, 2, "cpu"));
+  CHECK_OK(run_threads(refused_devices, NULL, 2, NULL));
+  CHECK_OK(cddp_run_threads(refuses_devices, NULL, 2));
+  CHECK_IS(run_threads(one_gives_up, NULL, 3, NULL), CDDP_PEER_LOST);
+  return test_failures != 0;
+}
+
+/* The weights are those of processes, bit for bit. */
+static void test_threads(void) {
+  size_t bytes = 4 * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  pid_t pid;
+  int status = -1;
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  p.out = want;
+  CHECK_OK(run(train, &p, 4, NULL));
+  pid = ranks_fork(threads_of_a_process, 0, got);
+  ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
+  CHECK_EQ(status, 0);
+  CHECK(memcmp(got, want, bytes) == 0);
+  munmap(got, bytes);
+  munmap(want, bytes);
+}
+
 /* --- failures --- */
 
 /* What happened to one rank; shared. */
@@ -1691,6 +1785,7 @@ int main(void) {
   RUN(test_graph);
   RUN(test_training_staged);
   RUN(test_steps);
+  RUN(test_threads);
   RUN(test_no_device);
   RUN(test_no_driver);
   RUN(test_mismatch);
