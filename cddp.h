@@ -11278,7 +11278,8 @@ static bool cddp__work_done(cddp_work *w) {
    buffers that others need lie in shared memory: one step to tell where, each rank reads
    (all_reduce: also writes) its peers' buffers in place, one step to say it is done. all_reduce:
    rank r owns the r-th slice, reads every replica of it once and writes the result into every
-   replica: the fewest bytes that can move. staged     any other memory: the share goes through the
+   replica: the fewest bytes that can move; broadcast, where all buffers are shared, likewise, so
+   that the root's core works too. staged     any other memory: the share goes through the
    slots piece by piece, one step a piece; the slots stay in cache, so main memory sees one read and
    one write of the buffer. Which one is decided from the size, and from the refs of all ranks:
    alike on every rank. */
@@ -11408,9 +11409,28 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
   bool pieces = c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_REDUCE_SCATTER ||
                 c->kind == CDDP__KIND_ALL_TO_ALL;
   memset(&none, 0, sizeof none);
+  if (c->kind == CDDP__KIND_BROADCAST) return cddp__ref_of(g->host, c->recv, c->count * c->esize);
   if (!cddp__rank_is_read(c, g->rank) || (c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv))
     return none;
   return cddp__ref_of(g->host, c->send, c->count * c->esize * (pieces ? (size_t)g->size : 1));
+}
+
+/* The root's array to all: this rank's slice of it to everybody, or (not all see all) the whole of
+   it to this rank. Blocks stay in the cache for the next copy. */
+static void cddp__spread(const cddp_group *g, const cddp__call *c, char *const *bufs) {
+  size_t begin, end, n, bytes = c->count * c->esize;
+  int r;
+  for (r = 0; r < g->size && bufs[r] != NULL; r++) {}
+  if (r < g->size) {
+    if (g->rank != c->root) memcpy(c->recv, bufs[c->root], bytes);
+    return;
+  }
+  cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
+  for (; begin < end; begin += n) {
+    n = g->size == 2 ? end - begin : cddp__min(end - begin, CDDP__SLOT);
+    for (r = 0; r < g->size; r++)
+      if (r != c->root) memcpy(bufs[r] + begin, bufs[c->root] + begin, n);
+  }
 }
 
 /* The direct moves, bufs[r] being rank r's buffer where it is read. */
@@ -11433,9 +11453,7 @@ static void cddp__move(cddp_group *g, const cddp__call *c, char *const *bufs, vo
     for (r = 0; r < n; r++) slices[r] = bufs[r] + me * share;
     cddp__reduce(recv, (const void *const *)slices, g->size, c->count, dtype, op);
     break;
-  case CDDP__KIND_BROADCAST:
-    if (g->rank != c->root) memcpy(recv, bufs[c->root], share);
-    break;
+  case CDDP__KIND_BROADCAST: cddp__spread(g, c, bufs); break;
   case CDDP__KIND_SCATTER:
     cddp__copy(recv, bufs[c->root] + me * share, share);
     break;
@@ -11454,7 +11472,8 @@ static void cddp__move(cddp_group *g, const cddp__call *c, char *const *bufs, vo
   }
 }
 
-/* Finds all buffers from the refs of the current step. *direct: whether that was possible. */
+/* Finds all buffers from the refs of the current step; NULL: needed by nobody, or not told of.
+   *direct: whether those that are needed were found. */
 static cddp_result cddp__locate_all(cddp_group *g, const cddp__call *c, char **bufs, bool *direct) {
   cddp_result r;
   int p;
@@ -11467,7 +11486,7 @@ static cddp_result cddp__locate_all(cddp_group *g, const cddp__call *c, char **b
     const cddp__ref *ref = &cddp__line_of(g, p, g->step)->u.ref;
     void *at = NULL;
     bufs[p] = NULL;
-    if (!cddp__rank_is_read(c, p)) continue;
+    if (ref->kind == CDDP__REF_NONE) continue;
     if ((r = cddp__locate(g->host, ref, &at)) != CDDP_OK) return cddp__break(g, r);
     bufs[p] = (char *)at;
   }
