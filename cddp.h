@@ -14607,7 +14607,7 @@ static void cddp__graphs_release(cddp__graphs *k) {
   if (k != NULL && cddp__add32(&k->refs, (uint32_t)-1) == 0) free(k);
 }
 
-/* CUDA calls it when a graph that was counted, and all that was made from it, has been destroyed. */
+/* CUDA calls it when a counted graph, and all that was made from it, has been destroyed. */
 static void cddp__graph_gone(void *graphs) {
   cddp__graphs *k = (cddp__graphs *)graphs;
   cddp__add32(&k->alive, (uint32_t)-1);
@@ -17945,7 +17945,7 @@ static cddp_result cddp__check_checkpoint(const cddp_group *g, const char *path,
   if ((r = cddp__check_tensors("parameter", params, count, true)) != CDDP_OK) return r;
   if (g != NULL && g->size > 1 && g->backend == NULL && cddp__any_on_device(params, count, d))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "parameters lie on a GPU, but the group has device \"cpu\"; pass a group with "
+                      "parameters lie on a GPU, but the group has device \"cpu\"; pass one with "
                       "device \"cuda\", or NULL");
   if ((r = cddp__check_shapes(params, count, d->shapes)) != CDDP_OK) return r;
   if (d->sgd != NULL)

@@ -60,7 +60,7 @@ static int train(cddp_group *g, void *arg) { /* on one GPU */
   cddp_param p = {"weights", w, ddp_way ? NULL : grad, WEIGHTS, CDDP_F32};
   cddp_sgd_desc options = cddp_sgd_desc();
   options.lr = 0.25, options.momentum = 0.9;
-  cddp_sampler_desc order = {(size_t)(batches * BATCH), 0, 1, 7, true, false, false}; /* the same for all GPUs */
+  cddp_sampler_desc order = {(size_t)(batches * BATCH), 0, 1, 7, true, false, false};
   cddp_sampler samples;
   cddp_ddp *ddp = NULL;
   cddp_sgd *sgd;

@@ -1607,8 +1607,8 @@ static int lone_graph(cddp_group *g, ordeal *o, fate *f) {
   return 0;
 }
 
-/* A graph that has been launched on all ranks; then rank 0 goes, in one of three ways. Rank 1 may go
-   on, unless it has the graph still and rank 0 died. */
+/* A graph that has been launched on all ranks; then rank 0 goes, in one of three ways. Rank 1 may
+   go on, unless it has the graph still and rank 0 died. */
 static int graph_over(cddp_group *g, ordeal *o, fate *f) {
   enum { LEAVES, DIES_WITHOUT_GRAPHS, DIES };
   float *x = (float *)cddp_alloc(g, 4000);

@@ -982,7 +982,7 @@ cudaError_t cudaUserObjectCreate(cudaUserObject_t *object, void *p, cudaHostFn_t
 }
 
 cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count,
-                                      unsigned flags) { /* the only reference, which it takes over */
+                                      unsigned flags) { /* its only one, taken over */
   ENTER("cudaGraphRetainUserObject");
   REQUIRE(graph != NULL && object != NULL && count == 1, cudaErrorInvalidValue);
   REQUIRE(flags == cudaGraphUserObjectMove, cudaErrorInvalidValue);
