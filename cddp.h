@@ -10409,24 +10409,25 @@ static cddp__link *cddp__mail_link(cddp_group *g, int peer) {
   return l;
 }
 
-/* Keeps what of the message the system did not take: from byte l->sent on. mail_lock held. */
+/* Keeps what of the message the system did not take: from byte l->sent on, or all of it behind
+   other letters, of whose first l->sent tells then. mail_lock held. */
 static cddp_result cddp__mail_keep(cddp_group *g, cddp__link *l, const unsigned char *head,
                                    const void *buf, size_t bytes) {
-  size_t size = CDDP__LINK_HEAD + bytes - l->sent, skip = 0;
+  size_t sent = l->letters == NULL ? l->sent : 0, size = CDDP__LINK_HEAD + bytes - sent, skip = 0;
   cddp__letter *letter =
       (cddp__letter *)cddp__malloc(&g->hosts->net->allocator, sizeof *letter + size);
   char *to = (char *)(letter + 1);
   if (letter == NULL) return CDDP_OUT_OF_MEMORY;
   letter->next = NULL;
   letter->size = size;
-  if (l->sent < CDDP__LINK_HEAD) {
-    memcpy(to, head + l->sent, CDDP__LINK_HEAD - l->sent);
-    to += CDDP__LINK_HEAD - l->sent;
+  if (sent < CDDP__LINK_HEAD) {
+    memcpy(to, head + sent, CDDP__LINK_HEAD - sent);
+    to += CDDP__LINK_HEAD - sent;
   } else {
-    skip = l->sent - CDDP__LINK_HEAD;
+    skip = sent - CDDP__LINK_HEAD;
   }
   if (bytes > skip) memcpy(to, (const char *)buf + skip, bytes - skip);
-  l->sent = 0;
+  l->sent -= sent;
   if (l->last_letter != NULL)
     l->last_letter->next = letter;
   else
