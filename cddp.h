@@ -1108,6 +1108,7 @@ typedef struct cddp__extent {
   uint64_t size;       /* bytes, whole pages */
   char *address;       /* where this process has it; NULL: free */
   uint32_t generation; /* bumped by each allocation */
+  bool dirty;          /* free, and its old bytes are still there */
 } cddp__extent;
 
 /* A peer's extent mapped here. */
@@ -5445,6 +5446,7 @@ static int cddp__extent_place(cddp__host *h, uint64_t size) {
   h->extents[best].base = base;
   h->extents[best].size = size;
   h->extents[best].address = NULL;
+  h->extents[best].dirty = false;
   h->window_end = base + size;
   return best;
 }
@@ -5467,6 +5469,8 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes) {
       cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
     } else {
       cddp__populate(address, e->size);
+      if (e->dirty) memset(address, 0, (size_t)e->size); /* or a board's old steps would seem new */
+      e->dirty = false;
       e->address = address;
       e->generation = ++h->generation;
     }
@@ -5476,7 +5480,9 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes) {
 }
 
 static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
-  if (h->fd >= 0) madvise(e->address, (size_t)e->size, MADV_REMOVE); /* the memory goes at once */
+  if (h->fd >= 0) /* the memory goes at once, unless the system will not */
+    e->dirty = fallocate(h->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)e->base,
+                         (off_t)e->size) != 0;
   munmap(e->address, (size_t)e->size);
   e->address = NULL;
 }
@@ -6028,10 +6034,12 @@ static int cddp__isa(void) { /* CDDP__ISA_*: the best this machine and system ha
 }
 
 static const cddp__kernels *cddp__pick_kernels(void) {
+  switch (cddp__isa()) {
 #if CDDP__DISPATCH
-  if (cddp__isa() == CDDP__ISA_AVX2) return &cddp__kernels_avx2;
+  case CDDP__ISA_AVX2: return &cddp__kernels_avx2;
 #endif
-  return &cddp__kernels_base;
+  default: return &cddp__kernels_base;
+  }
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* handled at a time, so that they stay in the first cache */
@@ -12169,10 +12177,12 @@ CDDP__SGD_SET(avx2, CDDP__AVX2)
 #endif
 
 static const cddp__sgd_kernels *cddp__pick_sgd_kernels(void) {
+  switch (cddp__isa()) {
 #if CDDP__DISPATCH
-  if (cddp__isa() == CDDP__ISA_AVX2) return &cddp__sgd_kernels_avx2;
+  case CDDP__ISA_AVX2: return &cddp__sgd_kernels_avx2;
 #endif
-  return &cddp__sgd_kernels_base;
+  default: return &cddp__sgd_kernels_base;
+  }
 }
 
 static void cddp__sgd_rule_init(cddp__sgd_rule *r, const cddp_sgd_desc *d) {
@@ -13187,8 +13197,8 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, uint32_t phase) 
 
 #define CDDP__FLAG_JOINED 2 /* the rank has joined: neither used nor forgotten */
 
-/* Puts parameter i's gradient into the arena: the caller's (accumulated under no_sync, or to be left
-   as it is), or zero. */
+/* Puts parameter i's gradient into the arena: the caller's (accumulated under no_sync, or to be
+   left as it is), or zero. */
 typedef cddp_result (*cddp__place_fn)(cddp_ddp *d, int i, bool fetch);
 
 static cddp_result cddp__place_gradient(cddp_ddp *d, int i, bool fetch) {
