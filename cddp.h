@@ -14926,8 +14926,11 @@ static cddp_result cddp__settle(cddp__plane *p, ncclComm_t comm, ncclResult_t e,
       look = now + CDDP__NAP_S;
     }
     if (now >= deadline) {
-      cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d in %s; not all ranks came to it",
-                 g->timeout_s, g->rank, what);
+      cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d in %s; not all ranks came to it%s",
+                 g->timeout_s, g->rank, what,
+                 g->hosts == NULL ? "" : ", or NCCL finds no way between the hosts: it takes the "
+                                         "interface that NCCL_SOCKET_IFNAME names, and with "
+                                         "NCCL_DEBUG=INFO it says what it does");
       return cddp__break(g, CDDP_TIMEOUT);
     }
   }
@@ -17935,10 +17938,11 @@ static cddp_result cddp__check_shapes(const cddp_param *params, int count,
   return CDDP_OK;
 }
 
-/* Whether anything that is to be saved or loaded lies on a device. */
-static bool cddp__any_on_device(const cddp_param *params, int count,
+/* Whether anything that is to be saved or loaded may lie on a device. */
+static bool cddp__any_on_device(const cddp_group *g, const cddp_param *params, int count,
                                 const cddp_checkpoint_desc *d) {
   int i;
+  if (g != NULL && g->backend != NULL) return true;
   if (d->sgd != NULL && d->sgd->backend != NULL) return true;
   for (i = 0; i < count; i++)
     if (params[i].count > 0 && cddp__on_device(params[i].data)) return true;
@@ -17954,7 +17958,7 @@ static cddp_result cddp__check_checkpoint(const cddp_group *g, const char *path,
   if (path == NULL || path[0] == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
   if ((r = cddp__check_tensors("parameter", params, count, true)) != CDDP_OK) return r;
-  if (g != NULL && g->size > 1 && g->backend == NULL && cddp__any_on_device(params, count, d))
+  if (g != NULL && g->size > 1 && g->backend == NULL && cddp__any_on_device(g, params, count, d))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "parameters lie on a GPU, but the group has device \"cpu\"; pass one with "
                       "device \"cuda\", or NULL");
@@ -18232,7 +18236,7 @@ static cddp_result cddp__save(cddp_group *g, const char *path, const cddp_param 
   s.count = count;
   s.desc = desc;
   s.fd = -1;
-  if (r == CDDP_OK && cddp__any_on_device(params, count, desc)) r = cddp__settle_device(g);
+  if (r == CDDP_OK && cddp__any_on_device(g, params, count, desc)) r = cddp__settle_device(g);
   if (r == CDDP_OK && first) r = cddp__save_header(&s);
   r = cddp__st_settle(g, r, hash, NULL);
   if (r == CDDP_OK) {
@@ -18562,7 +18566,7 @@ static cddp_result cddp__load(cddp_group *g, const char *path, const cddp_param 
   l.params = params;
   l.count = count;
   l.desc = desc;
-  if (r == CDDP_OK && cddp__any_on_device(params, count, desc)) r = cddp__settle_device(g);
+  if (r == CDDP_OK && cddp__any_on_device(g, params, count, desc)) r = cddp__settle_device(g);
   r = cddp__load_header(&l, path, hash, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&l);
   if (r == CDDP_OK) cddp__load_commit(&l);
