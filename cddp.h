@@ -20547,8 +20547,9 @@ CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, 
                                           size_t bytes) {
   static const char name[] = "cddp_safetensors_read";
   cddp_tensor_info t;
-  cddp_result r = cddp_safetensors_get(f, index, &t);
-  if (r != CDDP_OK) return r;
+  cddp_result r;
+  memset(&t, 0, sizeof t); /* a compiler that does not see far believes it unset */
+  if ((r = cddp_safetensors_get(f, index, &t)) != CDDP_OK) return r;
   if (bytes != t.bytes || (data == NULL && bytes > 0))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "%s: data is NULL, or has %zu bytes where the tensor has %" PRIu64, name,
