@@ -262,6 +262,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
      backend "cpu"    ranks may share a GPU: device memory goes through the host's. All calls return
                       when done; slower, and nothing can be captured in a CUDA graph. device "cuda"
                       is then cuda:(LOCAL_RANK modulo the number of GPUs).
+   Either spans several hosts, by the address at which ranks meet and nothing else; NCCL_* variables
+   are left to NCCL. Without LOCAL_RANK a rank's place among those of its host counts.
    STREAMS. A call with work NULL runs on the group's stream: cddp_set_stream, by default the legacy
    default stream. One with a work handle runs on a stream of cddp's that begins after what is on
    the group's stream now; cddp_wait(work) then makes the group's stream wait for it, not the host,
@@ -280,12 +282,19 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    group on all ranks and aborts its communicator, so that streams, and a cudaStreamSynchronize on
    them, come to an end with undefined results; cddp_synchronize, cddp_wait and every later call
    return the failure. cddp_destroy waits for what is on the device, as long as the group is
-   healthy.
+   healthy; a process that ends without it, while others have a graph with the group's operations,
+   counts as lost.
    CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
    the default one); ranks are not compared while capturing, all must capture and launch alike. The
    learning rate is the captured one. Destroy graphs before the group.
    STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA
    and NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu.sh is for those who have one. */
+
+/* Collective over g, which has no device yet: gives it one, as cddp_init does for desc.device and
+   desc.backend (the same words; backend NULL = "nccl"). For the groups of cddp_run_threads, where
+   "cuda" is cuda:rank: one process, a GPU for each thread, as nn.DataParallel has it. Before the
+   group's first cddp_alloc. After a failure g is what it was, or broken. */
+CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend);
 
 /* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL:
    the legacy default stream. It must stay until another is set. Set it between steps: one stream
@@ -617,6 +626,8 @@ typedef struct cddp_checkpoint_desc {
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
    a name) to path, and what desc asks for; returns when the file is on the disk. The momentum may
    lie in pieces on the ranks, as after cddp_ddp_step: it is written whole and stays where it is.
+   Parameters and momentum in a GPU's memory come through a few MiB of the host's; what is on the
+   group's stream is waited for (g NULL: what is on the device), and the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, a kill half-way)
    leaves the old one as it was, and at most path.tmp, which the next call takes over. All ranks
    get the same result, CDDP_IO for the file system's failures; ranks whose parameters or options
@@ -632,7 +643,8 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
    not suit; only when reading fails after that, part of rank 0's params may be overwritten. All
    ranks get the same result. A sampler goes on with the next sample of the epoch that no rank had:
    begin with epoch cddp_sampler_epoch(), whose first cddp_sampler_set_epoch then does not rewind.
-   Like load_file and load_state_dict. */
+   Memory of a GPU as in cddp_save; its values are there on return. Like load_file and
+   load_state_dict. */
 CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc);
 
@@ -715,7 +727,7 @@ CDDPDEF cddp_result cddp_launch(const cddp_launch_desc *desc, cddp_launch_report
 
 /* Calls fn on n threads, each with its own rank of one group, and waits for them; the groups are
    destroyed here. fn returns 0 for success; when one fails the others' waits end with
-   CDDP_PEER_LOST. All memory is zero-copy here. */
+   CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn begins with cddp_set_device. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
 /* CALL SITES. -------------------------------------------------------------------------------------
@@ -935,8 +947,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    it first, with one branch. Both kinds of data plane (>>nccl, >>staging) share devices and streams
    of >>cuda and the data parallel code of >>gpus; NCCL's also has the watcher thread. It compares
    what ranks called by records in their seats, without any of them waiting for it; it looks every
-   few milliseconds, at the host's cost only. Locks there: plane.turn, plane.lock; watch.lock,
-   plane.lock, fail_lock. */
+   few milliseconds, at the host's cost only. Between hosts it passes these records on. Locks there:
+   plane.turn, plane.lock; watch.lock, mail_lock, plane.lock, fail_lock. */
 
 /* >>config ------------------------------------------------------------------------------------- */
 
@@ -968,6 +980,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__LAUNCH_PORT 29500      /* master_port on several machines, as torchrun's */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
 #define CDDP__KEYS_MAX 131072u       /* keys in one store command, likewise */
+
+#ifndef CDDP__FERRY
+#define CDDP__FERRY ((size_t)4 << 20) /* bytes between a device and a file at a time */
+#endif
 
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
@@ -1189,11 +1205,20 @@ typedef struct cddp__backend {
   cddp_result (*compress)(cddp_bucket *b, cddp_dtype small);
 } cddp__backend;
 
-/* The same for an optimizer whose parameters lie on a device. */
+/* Gets n bytes of a parameter's momentum, from `offset` on. */
+typedef cddp_result (*cddp__take_fn)(void *context, int param, size_t offset, const void *bytes,
+                                     size_t n);
+
+/* What an optimizer does whose parameters lie on a device. */
 typedef struct cddp__sgd_backend {
   cddp_result (*step)(cddp_sgd *s);
   cddp_result (*zero)(cddp_sgd *s);
   void (*leave)(cddp_sgd *s);
+  /* Zeroed memory for whole momentum, and where each parameter's lies in it. */
+  cddp_result (*room)(const cddp_sgd *s, void **flat, void **momentum);
+  void (*free_room)(void *flat);
+  /* Collective over the shard's group: all momentum goes to rank 0's take, piece by piece. */
+  cddp_result (*collect)(const cddp_sgd *s, cddp__take_fn take, void *context);
   cddp_result (*copy)(cddp_sgd *s); /* all copies from data */
 } cddp__sgd_backend;
 
@@ -1840,6 +1865,12 @@ typedef struct cddp__block {
   void *address;
 } cddp__block;
 
+/* How many CUDA graphs hold operations of a plane; any thread. There as long as one of them or the
+   plane is. */
+typedef struct cddp__graphs {
+  cddp__atomic_u32 alive, refs;
+} cddp__graphs;
+
 /* A group's data plane on one device. turn: held while an operation is issued. lock: held for a
    moment, also by the watcher; it guards what is marked so. */
 typedef struct cddp__plane {
@@ -1853,7 +1884,8 @@ typedef struct cddp__plane {
   pthread_mutex_t turn, lock;
   ncclComm_t comm;     /* lock; NULL: a single rank, no NCCL, or aborted */
   bool aborted;        /* lock */
-  bool captured;       /* lock; an operation is in a CUDA graph and may run at any time */
+  struct cddp__graphs *graphs; /* with operations of the plane; they run when the caller likes */
+  unsigned long long capture;  /* lock; the latest one counted there, as CUDA numbers captures */
   cudaEvent_t last;    /* lock; behind the last operation */
   bool pending;        /* lock; last has not been seen done */
   cudaEvent_t probe;   /* lock; behind some operation, one at a time */
@@ -1863,7 +1895,9 @@ typedef struct cddp__plane {
   double left_since;   /* watcher; when a peer was first seen to have left; 0: none has */
   uint32_t calls;      /* notes written; lock */
   uint64_t hash;       /* of those calls; lock */
+  uint64_t *hashes;    /* [CDDP__HASHES] the hash after each of the latest calls, a ring; lock */
   uint32_t *compared;  /* [ranks] calls of each found to be the same; lock */
+  uint32_t told[3];    /* calls that the neighbours have been told of; mail_lock */
   cddp_work *letters;  /* sends and receives to be issued together, oldest first; turn */
   cddp__block *blocks; /* lock */
   void *scratch;       /* device memory, used on side; the thread that calls collectives */
@@ -10385,24 +10419,25 @@ static cddp__link *cddp__mail_link(cddp_group *g, int peer) {
   return l;
 }
 
-/* Keeps what of the message the system did not take: from byte l->sent on. mail_lock held. */
+/* Keeps what of the message the system did not take: from byte l->sent on, or all of it behind
+   other letters, of whose first l->sent tells then. mail_lock held. */
 static cddp_result cddp__mail_keep(cddp_group *g, cddp__link *l, const unsigned char *head,
                                    const void *buf, size_t bytes) {
-  size_t size = CDDP__LINK_HEAD + bytes - l->sent, skip = 0;
+  size_t sent = l->letters == NULL ? l->sent : 0, size = CDDP__LINK_HEAD + bytes - sent, skip = 0;
   cddp__letter *letter =
       (cddp__letter *)cddp__malloc(&g->hosts->net->allocator, sizeof *letter + size);
   char *to = (char *)(letter + 1);
   if (letter == NULL) return CDDP_OUT_OF_MEMORY;
   letter->next = NULL;
   letter->size = size;
-  if (l->sent < CDDP__LINK_HEAD) {
-    memcpy(to, head + l->sent, CDDP__LINK_HEAD - l->sent);
-    to += CDDP__LINK_HEAD - l->sent;
+  if (sent < CDDP__LINK_HEAD) {
+    memcpy(to, head + sent, CDDP__LINK_HEAD - sent);
+    to += CDDP__LINK_HEAD - sent;
   } else {
-    skip = l->sent - CDDP__LINK_HEAD;
+    skip = sent - CDDP__LINK_HEAD;
   }
   if (bytes > skip) memcpy(to, (const char *)buf + skip, bytes - skip);
-  l->sent = 0;
+  l->sent -= sent;
   if (l->last_letter != NULL)
     l->last_letter->next = letter;
   else
@@ -14038,14 +14073,26 @@ static cddp_result cddp__sync_buffers(cddp_ddp *d) {
    NCCL failed, a process died, ranks called different things, or an event is too late. It breaks
    the group and aborts the communicator, so that all streams of all ranks come to an end. Notes
    are compared at the latest call that both ranks have made: equal hashes mean that all calls
-   before were alike. Nobody waits for a comparison. */
+   before were alike. Nobody waits for a comparison.
+
+   A group of several hosts has its hosts in a binary tree, by their number in the group. Each
+   host's leader sends its latest notes to the leaders of the hosts above and below, as messages of
+   the group (>>hosts), and writes theirs into their seats here, where all ranks of the host compare
+   them: hosts that agree with their neighbours all agree. The links show the end of a leader; other
+   ranks are looked after by those of their host, who tell of what they find. */
 
 static const cddp_kernels *cddp__registered_kernels;
 
 #ifdef CDDP_CUDA
 
 #define CDDP__WATCH_S 0.005 /* between two looks of the watcher */
+#ifndef CDDP__LEFT_S
 #define CDDP__LEFT_S 2.0    /* to finish operations on a device after a peer has left the group */
+#endif
+#define CDDP__HASHES 4096   /* by how many calls ranks may be apart, a power of two */
+#define CDDP__NOTE_BYTES 124
+#define CDDP__NOTES_SENT 16   /* notes in a message, at most: the newest */
+#define CDDP__NOTES_TAG (-1)  /* of such messages; a program's tags are 0 and above */
 
 static cddp_result cddp__cuda_result(cudaError_t e, const char *what) {
   if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
@@ -14058,6 +14105,17 @@ static cddp_result cddp__use_device(int device) {
   int now = -1;
   if (cudaGetDevice(&now) == cudaSuccess && now == device) return CDDP_OK;
   return cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
+}
+
+static cddp__atomic_u32 cddp__device_groups; /* 1: this process has had one */
+
+/* Whether memory may lie on a device: asked before the first call that would set CUDA up, or fail,
+   in a process that has no business with it. */
+static bool cddp__cuda_in_use(void) {
+  int version = 0;
+  if (cddp__load32(&cddp__device_groups) != 0) return true;
+  return cddp__registered_kernels != NULL && cudaDriverGetVersion(&version) == cudaSuccess &&
+         version > 0; /* 0: no driver */
 }
 
 static bool cddp__capturing(cudaStream_t s) {
@@ -14111,15 +14169,18 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
 /* Where a call's buffers lie; an error if they differ. */
 static cddp_result cddp__memory_of_call(const cddp__plane *p, const cddp__call *c, bool *device) {
   int send = CDDP__MEMORY_DEVICE, recv = CDDP__MEMORY_DEVICE;
+  bool root = p->group->rank == c->root; /* off it one of them is not looked at */
+  const void *from = c->kind == CDDP__KIND_SCATTER && !root ? NULL : c->send;
+  const void *to = c->kind == CDDP__KIND_GATHER && !root ? NULL : c->recv;
   const char *name = c->kind <= CDDP__KIND_BROADCAST || c->kind > CDDP__KIND_COUNT ? "buf" : "send";
   cddp_result r = CDDP_OK;
   *device = true;
   if (c->count == 0) return CDDP_OK;
-  if (c->send != NULL) r = cddp__memory_of(p->device, c->send, name, &send);
-  if (r == CDDP_OK && c->recv != NULL && c->recv != c->send)
-    r = cddp__memory_of(p->device, c->recv, "recv", &recv);
-  if (c->recv == NULL || c->recv == c->send) recv = send;
-  if (c->send == NULL) send = recv;
+  if (from != NULL) r = cddp__memory_of(p->device, from, name, &send);
+  if (r == CDDP_OK && to != NULL && to != from)
+    r = cddp__memory_of(p->device, to, "recv", &recv);
+  if (to == NULL || to == from) recv = send;
+  if (from == NULL) send = recv;
   if (r != CDDP_OK) return r;
   if (send != recv)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -14146,6 +14207,7 @@ static void cddp__note_call(cddp__plane *p, const cddp__call *c, bool device) {
   pthread_mutex_lock(&p->lock);
   p->hash = cddp__hash64(p->hash, &what, sizeof what);
   to = &seat->notes[++p->calls & (CDDP__NOTES - 1)];
+  p->hashes[p->calls & (CDDP__HASHES - 1)] = p->hash;
   cddp__exchange32(&to->number, 0); /* a fence, which gcc's tsan lacks; so is cddp__add32 below */
   to->call = what.call;
   to->count = what.count;
@@ -14199,23 +14261,126 @@ static cddp_result cddp__break_notes(cddp__plane *p, int rank, uint32_t first, u
 /* Compares what all ranks have called so far, without waiting for any. */
 static cddp_result cddp__compare_notes(cddp__plane *p) {
   cddp_group *g = p->group;
-  cddp__note mine, theirs;
+  cddp__note theirs;
   int q;
-  for (q = 0; q < g->size; q++) {
-    uint32_t n = cddp__load32(&cddp__seat_of(g, q)->calls), ours, since;
+  for (q = 0; q < g->size; q++) { /* of another host's rank there may be no notes: 0 calls */
+    uint32_t n = cddp__load32(&cddp__seat_of(g, q)->calls), since;
     bool same;
     pthread_mutex_lock(&p->lock);
-    ours = p->calls;
     since = p->compared[q];
-    if ((int32_t)(n - ours) > 0) n = ours;
-    same =
-        n == since || !cddp__read_note(g, g->rank, n, &mine) || !cddp__read_note(g, q, n, &theirs);
-    if (!same && mine.hash == theirs.hash) p->compared[q] = n;
-    same = same || mine.hash == theirs.hash;
+    if ((int32_t)(n - p->calls) > 0) n = p->calls;
+    same = n == since || p->calls - n >= CDDP__HASHES || !cddp__read_note(g, q, n, &theirs);
+    if (!same && p->hashes[n & (CDDP__HASHES - 1)] == theirs.hash)
+      same = true, p->compared[q] = n;
     pthread_mutex_unlock(&p->lock);
     if (!same) return cddp__break_notes(p, q, since + 1, n);
   }
   return CDDP_OK;
+}
+
+/* --- notes between hosts --- */
+
+/* The leader of a host above (i = 0) or below this one in the group's tree; -1: there is none. */
+static int cddp__neighbour(const cddp__hosts *x, int i) {
+  int host = i == 0 ? (x->mine - 1) / 2 : 2 * x->mine + i;
+  if (host >= x->count || (i == 0 && x->mine == 0)) return -1;
+  return x->ranks[x->first[host]];
+}
+
+/* Whether this host knows how much the rank has called. */
+static bool cddp__knows_calls(const cddp_group *g, int rank) {
+  int i;
+  if (g->members[rank] >= 0) return true;
+  for (i = 0; i < 3; i++)
+    if (cddp__neighbour(g->hosts, i) == rank) return true;
+  return false;
+}
+
+/* Tells a neighbour what this rank has called since the last time. mail_lock held. */
+static void cddp__send_notes(cddp_group *g, int peer, uint32_t *told) {
+  unsigned char head[CDDP__LINK_HEAD], body[CDDP__NOTES_SENT * CDDP__NOTE_BYTES];
+  uint32_t calls = cddp__load32(&cddp__seat_of(g, g->rank)->calls), i;
+  size_t bytes = 0;
+  cddp__link *l;
+  if (cddp__fate_of(g, peer) != CDDP__FATE_ALIVE) return;
+  if ((l = cddp__mail_link(g, peer)) == NULL) return; /* then only the deadline tells */
+  cddp__mail_push(g, l);
+  if (l->state == CDDP__LINK_DEAD || l->letters != NULL || calls == *told) return;
+  for (i = calls - *told < CDDP__NOTES_SENT ? *told + 1 : calls - CDDP__NOTES_SENT + 1;
+       (int32_t)(calls - i) >= 0; i++) {
+    unsigned char *out = body + bytes;
+    cddp__note note;
+    if (!cddp__read_note(g, g->rank, i, &note)) continue;
+    cddp__put32(out, i);
+    cddp__put32(out + 4, note.call);
+    cddp__put64(out + 8, note.count);
+    cddp__put32(out + 16, (uint32_t)note.root);
+    cddp__put64(out + 20, note.hash);
+    memcpy(out + 28, note.site, sizeof note.site);
+    bytes += CDDP__NOTE_BYTES;
+  }
+  cddp__mail_head(head, CDDP__NOTES_TAG, CDDP_U8, bytes, bytes);
+  if (cddp__mail_keep(g, l, head, body, bytes) != CDDP_OK) return;
+  *told = calls;
+  cddp__mail_push(g, l);
+}
+
+/* Writes a neighbour's note into its seat on this host, of which this rank is the only writer. */
+static void cddp__mirror_note(cddp_group *g, int rank, const unsigned char *in) {
+  cddp__seat *seat = cddp__seat_of(g, rank);
+  uint32_t number = cddp__get32(in);
+  cddp__note *to = &seat->notes[number & (CDDP__NOTES - 1)];
+  cddp__exchange32(&to->number, 0);
+  to->call = cddp__get32(in + 4);
+  to->count = cddp__get64(in + 8);
+  to->root = (int32_t)cddp__get32(in + 16);
+  to->hash = cddp__get64(in + 20);
+  memcpy(to->site, in + 28, sizeof to->site - 1);
+  to->site[sizeof to->site - 1] = 0;
+  cddp__store32(&to->number, number);
+  cddp__store32(&seat->calls, number);
+}
+
+/* Takes the notes out of the messages that have come. mail_lock held. */
+static void cddp__take_notes(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  cddp__letter **at = &x->letters, *before = NULL, *l;
+  size_t i;
+  while ((l = *at) != NULL) {
+    if (l->tag != CDDP__NOTES_TAG) {
+      before = l;
+      at = &l->next;
+      continue;
+    }
+    for (i = 0; i + CDDP__NOTE_BYTES <= l->size; i += CDDP__NOTE_BYTES)
+      cddp__mirror_note(g, l->from, (const unsigned char *)(l + 1) + i);
+    x->letter_bytes -= l->size;
+    *at = l->next;
+    if (x->last_letter == l) x->last_letter = before;
+    cddp__free(&x->net->allocator, l);
+  }
+}
+
+/* In a group of several hosts: tells the others what was called here, hears what was called there,
+   what has failed and who is gone. Never waits; any thread. */
+static void cddp__exchange_notes(cddp__plane *p) {
+  cddp_group *g = p->group;
+  cddp__hosts *x = g->hosts;
+  int i, q;
+  if (x == NULL) return;
+  if (x->me != 0) { /* its host's leader sees to the rest */
+    cddp__hosts_look(g);
+    return;
+  }
+  pthread_mutex_lock(&g->mail_lock);
+  cddp__hosts_serve(g);
+  cddp__take_notes(g);
+  for (i = 0; i < 3; i++) {
+    if ((q = cddp__neighbour(x, i)) < 0) continue;
+    cddp__mail_watch_peer(g, q);
+    cddp__send_notes(g, q, &p->told[i]);
+  }
+  pthread_mutex_unlock(&g->mail_lock);
 }
 
 /* --- failure --- */
@@ -14243,19 +14408,29 @@ static cddp_result cddp__break_dead(cddp_group *g, const char *doing) {
   return CDDP_OK;
 }
 
+/* This rank sees an effect: the cause, a death or another rank's failure, gets a moment to show. */
+static cddp_result cddp__await_cause(cddp__plane *p, const char *doing, double seconds) {
+  double deadline = cddp__now() + seconds;
+  cddp_result r;
+  do {
+    cddp__exchange_notes(p);
+    if ((r = cddp__check_board(p->group)) != CDDP_OK) return r;
+    if ((r = cddp__break_dead(p->group, doing)) != CDDP_OK) return r;
+    cddp__sleep(0.002);
+  } while (cddp__now() < deadline);
+  return CDDP_OK;
+}
+
 /* Breaks the group over a failure of NCCL. What follows from a death may be seen before it. */
 static cddp_result cddp__break_nccl(cddp__plane *p, ncclResult_t e, const char *what) {
+  bool remote = e == ncclRemoteError || e == ncclSystemError;
   cddp_group *g = p->group;
-  double deadline = cddp__now() + (e == ncclRemoteError || e == ncclSystemError ? 0.1 : 0.01);
   char text[CDDP__ERROR_MAX];
   cddp_result r;
   snprintf(text, sizeof text, "rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
            ncclGetLastError(NULL));
-  do {
-    if ((r = cddp__check_board(g)) != CDDP_OK) return r;
-    if ((r = cddp__break_dead(g, what)) != CDDP_OK) return r;
-    cddp__sleep(0.002);
-  } while (cddp__now() < deadline);
+  r = cddp__await_cause(p, what, !remote ? 0.01 : g->hosts == NULL ? 0.1 : 3 * CDDP__NEWS_S);
+  if (r != CDDP_OK) return r;
   cddp__fail(CDDP_NCCL, "%s", text);
   return cddp__break(g, CDDP_NCCL);
 }
@@ -14277,8 +14452,8 @@ static bool cddp__event_ahead(cudaEvent_t event, cudaError_t *fault) {
   return e == cudaErrorNotReady;
 }
 
-/* Updates and tells whether operations of the plane are, or may be, on the device; *late: for
-   longer than a deadline allows. */
+/* Updates and tells whether operations of the plane are on the device, those of graphs left aside;
+   *late: for longer than a deadline allows. */
 static bool cddp__plane_pending(cddp__plane *p, bool *late, cudaError_t *fault) {
   bool pending;
   *fault = cudaSuccess;
@@ -14287,7 +14462,7 @@ static bool cddp__plane_pending(cddp__plane *p, bool *late, cudaError_t *fault) 
   if (p->probing) p->probing = cddp__event_ahead(p->probe, fault);
   *late = (p->probing || p->pending) &&
           cddp__now() - (p->probing ? p->probe_since : p->last_since) > p->group->timeout_s;
-  pending = p->pending || p->captured;
+  pending = p->pending;
   pthread_mutex_unlock(&p->lock);
   return pending;
 }
@@ -14304,12 +14479,18 @@ static cddp_result cddp__break_pending(cddp__plane *p) { /* an operation is too 
   cddp_group *g = p->group;
   char who[160], late[256] = "";
   uint32_t calls = cddp__calls_of(p);
+  cddp_result r;
   int q, n = 0;
   for (q = 0; q < g->size; q++) {
+    if (!cddp__knows_calls(g, q)) continue;
     if ((int32_t)(cddp__load32(&cddp__seat_of(g, q)->calls) - calls) >= 0) continue;
     cddp__name_rank(g, q, who, sizeof who);
     if (n++ < 2)
       snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : ": ", who);
+  }
+  if (n == 0 && g->hosts != NULL) { /* another host may know who is late */
+    r = cddp__await_cause(p, "operations on its device", 3 * CDDP__NEWS_S);
+    if (r != CDDP_OK) return r;
   }
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s",
@@ -14319,7 +14500,8 @@ static cddp_result cddp__break_pending(cddp__plane *p) { /* an operation is too 
 }
 
 /* Breaks the group if operations wait for a rank that is gone. One that left after the same number
-   of calls has done its part: what is still on the device here gets a moment. */
+   of calls has done its part: what is still on the device here gets a moment. Whether a graph runs
+   nobody tells: with a rank that died it would never end, one that left has seen the end of its. */
 static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
   cddp_group *g = p->group;
   char who[160], how[80];
@@ -14328,9 +14510,11 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
     cddp__seat *seat = cddp__seat_of(g, q);
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
-    left = cddp__load32(&seat->state) == CDDP__SEAT_LEFT;
-    behind = (int32_t)(cddp__calls_of(p) - cddp__load32(&seat->calls)) > 0;
-    if (!behind && !pending) continue;
+    left = g->members[q] >= 0 ? cddp__load32(&seat->state) == CDDP__SEAT_LEFT
+                              : g->hosts->fate_errors[q] == CDDP__LEFT;
+    behind = cddp__knows_calls(g, q) &&
+             (int32_t)(cddp__calls_of(p) - cddp__load32(&seat->calls)) > 0;
+    if (!behind && !pending && (left || cddp__load32(&p->graphs->alive) == 0)) continue;
     if (!behind && left) {
       if (p->left_since == 0) p->left_since = cddp__now();
       if (cddp__now() - p->left_since < CDDP__LEFT_S) continue;
@@ -14349,6 +14533,7 @@ static cddp_result cddp__look_at_plane(cddp__plane *p) {
   cudaError_t fault = cudaSuccess;
   bool late = false, pending;
   cddp_result r;
+  cddp__exchange_notes(p);
   if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
   pthread_mutex_lock(&p->lock);
   if (p->comm != NULL && ncclCommGetAsyncError(p->comm, &e) != ncclSuccess) e = ncclInternalError;
@@ -14431,13 +14616,49 @@ static void cddp__unwatch(cddp__plane *p) {
   if (last) pthread_join(thread, NULL);
 }
 
+static void cddp__graphs_release(cddp__graphs *k) {
+  if (k != NULL && cddp__add32(&k->refs, (uint32_t)-1) == 0) free(k);
+}
+
+/* CUDA calls it when a counted graph, and all that was made from it, has been destroyed. */
+static void cddp__graph_gone(void *graphs) {
+  cddp__graphs *k = (cddp__graphs *)graphs;
+  cddp__add32(&k->alive, (uint32_t)-1);
+  cddp__graphs_release(k);
+}
+
+/* Counts the graph that s is captured into, once. Should CUDA refuse to tell of its end, it counts
+   for ever. lock held. */
+static void cddp__count_graph(cddp__plane *p, cudaStream_t s) {
+  enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaUserObject_t object = NULL;
+  cudaGraph_t graph = NULL;
+#if CUDART_VERSION >= 13000
+  cudaError_t e = cudaStreamGetCaptureInfo(s, &status, &id, &graph, NULL, NULL, NULL);
+#else
+  cudaError_t e = cudaStreamGetCaptureInfo_v2(s, &status, &id, &graph, NULL, NULL);
+#endif
+  if (e == cudaSuccess && id == p->capture) return;
+  p->capture = id;
+  cddp__add32(&p->graphs->alive, 1);
+  if (e == cudaSuccess)
+    e = cudaUserObjectCreate(&object, p->graphs, cddp__graph_gone, 1,
+                             cudaUserObjectNoDestructorSync);
+  if (e == cudaSuccess) {
+    cddp__add32(&p->graphs->refs, 1);
+    e = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+  }
+  if (e != cudaSuccess) (void)cudaGetLastError();
+}
+
 /* Puts events behind an operation just enqueued, for the watcher. */
 static cddp_result cddp__track(cddp__plane *p, cudaStream_t s) {
   cudaError_t e = cudaSuccess;
   bool capturing = cddp__capturing(s);
   pthread_mutex_lock(&p->lock);
   if (capturing) {
-    p->captured = true;
+    cddp__count_graph(p, s);
   } else {
     e = cudaEventRecord(p->last, s);
     p->pending = e == cudaSuccess;
@@ -14471,7 +14692,9 @@ static void cddp__plane_free(cddp__plane *p) {
   if (p->side != NULL) cudaStreamDestroy(p->side);
   pthread_mutex_destroy(&p->turn);
   pthread_mutex_destroy(&p->lock);
+  cddp__graphs_release(p->graphs);
   cddp__free(a, p->compared);
+  cddp__free(a, p->hashes);
   cddp__free(a, p);
 }
 
@@ -14484,13 +14707,18 @@ static cddp_result cddp__plane_new(cddp__plane **out, cddp_group *g, int device,
   cddp_result r;
   *out = NULL;
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
+  cddp__store32(&cddp__device_groups, 1);
   p->group = g;
   p->device = device;
   p->stream = stream;
   pthread_mutex_init(&p->turn, NULL);
   pthread_mutex_init(&p->lock, NULL);
   p->compared = (uint32_t *)cddp__calloc(a, (size_t)g->size, sizeof *p->compared);
-  r = p->compared == NULL ? CDDP_OUT_OF_MEMORY : cddp__use_device(device);
+  p->hashes = (uint64_t *)cddp__calloc(a, CDDP__HASHES, sizeof *p->hashes);
+  p->graphs = (cddp__graphs *)cddp__calloc(NULL, 1, sizeof *p->graphs); /* may outlive the group */
+  if (p->graphs != NULL) p->graphs->refs.v = 1;
+  r = p->compared == NULL || p->hashes == NULL || p->graphs == NULL ? CDDP_OUT_OF_MEMORY
+                                                                    : cddp__use_device(device);
   if (r == CDDP_OK)
     r = cddp__cuda_result(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                           "cudaDeviceGetStreamPriorityRange");
@@ -14588,7 +14816,10 @@ static cddp_result cddp__await_stream(cddp__plane *p, cudaStream_t s) {
    Communicators. They are made non-blocking, so that no call of NCCL can hang the host: whatever
    it returns is polled until it is done, with an eye on peers and deadline. Works as follows: ranks
    tell each other their devices over the control plane, which catches what NCCL would say in a log
-   only; rank 0's id goes the same way; each rank polls its communicator until it is connected.
+   only; rank 0's id goes the same way, to other hosts too; each rank polls its communicator until
+   it is connected. How NCCL's own connections find their way between hosts is NCCL's affair, and
+   its NCCL_* variables'. Ranks that are threads of one process do the same. ncclCommInitAll would
+   save them nothing: it is these calls in a loop, made by one thread, blocking, without a deadline.
    Sub-groups come from ncclCommSplit, except single ranks: those need no communicator. Operations
    are issued in the order of calls, one at a time (plane.turn). gather, scatter and all_to_all are
    sends and receives in one NCCL group. */
@@ -14691,11 +14922,17 @@ static cddp_result cddp__settle(cddp__plane *p, ncclComm_t comm, ncclResult_t e,
     cddp__sleep(nap);
     nap = nap < 1e-3 ? 2 * nap : nap;
     now = cddp__now();
-    if (now >= look && (r = cddp__break_dead(g, what)) != CDDP_OK) return r;
-    if (now >= look) look = now + CDDP__NAP_S;
+    if (now >= look) {
+      cddp__exchange_notes(p);
+      if ((r = cddp__break_dead(g, what)) != CDDP_OK) return r;
+      look = now + CDDP__NAP_S;
+    }
     if (now >= deadline) {
-      cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d in %s; not all ranks came to it",
-                 g->timeout_s, g->rank, what);
+      cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d in %s; not all ranks came to it%s",
+                 g->timeout_s, g->rank, what,
+                 g->hosts == NULL ? "" : ", or NCCL finds no way between the hosts: it takes the "
+                                         "interface that NCCL_SOCKET_IFNAME names, and with "
+                                         "NCCL_DEBUG=INFO it says what it does");
       return cddp__break(g, CDDP_TIMEOUT);
     }
   }
@@ -14985,6 +15222,7 @@ static cddp_result cddp__nccl_connect(cddp__plane *p) {
   ncclUniqueId id;
   ncclResult_t e;
   cddp_result r;
+  cddp__exchange_notes(p); /* from now on leaders see each other's end */
   if ((r = cddp__nccl_id(g, &id)) != CDDP_OK) return r;
   config.blocking = 0;
   e = ncclCommInitRankConfig(&comm, g->size, id, g->rank, &config);
@@ -15024,6 +15262,7 @@ static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_grou
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__send_letters(p);
   if (r == CDDP_OK && child != NULL) r = cddp__plane_new(&c, child, p->device, p->stream);
+  if (r == CDDP_OK && c != NULL) cddp__exchange_notes(c);
   if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
   if (r == CDDP_OK) r = cddp__await_stream(p, p->stream);
   if (r != CDDP_OK) r = cddp__break(g, r);
@@ -15045,14 +15284,6 @@ static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_grou
   return r;
 }
 
-static bool cddp__plane_captured(cddp__plane *p) {
-  bool captured;
-  pthread_mutex_lock(&p->lock);
-  captured = p->captured;
-  pthread_mutex_unlock(&p->lock);
-  return captured;
-}
-
 /* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
    Ranks that go on must not hear of it, so nothing here breaks the group: what is not done within a
    moment is aborted. */
@@ -15062,7 +15293,7 @@ static void cddp__nccl_finish(cddp__plane *p) {
   ncclResult_t e = ncclSuccess;
   double deadline;
   bool late = false;
-  while (cddp__plane_pending(p, &late, &fault) && !cddp__plane_captured(p)) {
+  while (cddp__plane_pending(p, &late, &fault)) {
     if (cddp__load32(broken) != 0) return;
     cddp__sleep(1e-4);
   }
@@ -15094,6 +15325,7 @@ static void cddp__plane_leave(cddp_group *g) {
   (void)cddp__send_letters(p);
   cddp__nccl_finish(p);
   cddp__unwatch(p);
+  if (g->backend->start == cddp__nccl_start) cddp__exchange_notes(p); /* the last ones */
   cddp__plane_abort(p);
   (void)cudaStreamSynchronize(p->side);
   cddp__plane_free(p);
@@ -15422,21 +15654,26 @@ static cddp_result cddp__no_momentum_yet(void) {
 }
 
 /* Whole momentum of all parameters, in one piece of device memory. */
-static cddp_result cddp__device_momentum(cddp_sgd *s, cudaStream_t stream) {
+static cddp_result cddp__momentum_room(const cddp_sgd *s, void **flat, void **momentum,
+                                       cudaStream_t stream) {
   size_t bytes = 0, at = 0;
   cddp_result r;
   int i;
-  if (s->rule.momentum == 0 || s->flat != NULL) return CDDP_OK;
-  if (cddp__capturing(stream)) return cddp__no_momentum_yet();
   for (i = 0; i < s->count; i++)
     bytes += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
-  r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
+  r = cddp__cuda_result(cudaMalloc(flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
   if (r != CDDP_OK) return r;
   for (i = 0; i < s->count; i++) {
-    s->momentum[i] = (char *)s->flat + at;
+    momentum[i] = (char *)*flat + at;
     at += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
   }
-  return cddp__device_zero(s->flat, bytes, stream);
+  return cddp__device_zero(*flat, bytes, stream);
+}
+
+static cddp_result cddp__device_momentum(cddp_sgd *s, cudaStream_t stream) {
+  if (s->rule.momentum == 0 || s->flat != NULL) return CDDP_OK;
+  if (cddp__capturing(stream)) return cddp__no_momentum_yet();
+  return cddp__momentum_room(s, &s->flat, s->momentum, stream);
 }
 
 static void cddp__device_momentum_free(cddp_sgd *s) {
@@ -15535,10 +15772,6 @@ static cddp_result cddp__device_sgd_zero(cddp_sgd *s) {
 static cddp_result cddp__device_sgd_copy(cddp_sgd *s) {
   return cddp__device_copies(s, cddp__sgd_stream(s));
 }
-
-static const cddp__sgd_backend cddp__device_sgd = {cddp__device_sgd_step, cddp__device_sgd_zero,
-                                                   cddp__device_momentum_free,
-                                                   cddp__device_sgd_copy};
 
 /* --- reducing buckets --- */
 
@@ -15898,6 +16131,72 @@ static cddp_result cddp__gpu_dissolve(cddp_ddp *d, cddp__shard *h) {
   cddp__gpu_shard_drop(s);
   return r;
 }
+
+/* --- momentum of checkpoints --- */
+
+static cddp_result cddp__device_room(const cddp_sgd *s, void **flat, void **momentum) {
+  cudaStream_t stream = cddp__sgd_stream(s);
+  cddp_result r = cddp__momentum_room(s, flat, momentum, stream);
+  if (r != CDDP_OK) return r;
+  return cddp__cuda_result(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+static void cddp__device_room_free(void *flat) {
+  if (flat != NULL) cudaFree(flat);
+}
+
+/* What a piece, [at, at + n) of rank's slice, holds of each parameter. */
+static cddp_result cddp__take_piece(const cddp_ddp *d, const cddp__slices *k, int rank, size_t at,
+                                    const char *bytes, size_t n, cddp__take_fn take,
+                                    void *context) {
+  size_t low = k->run.begin + (size_t)rank * k->share + at, begin, end;
+  cddp_result r = CDDP_OK;
+  int j;
+  for (j = k->from; r == CDDP_OK && j < k->index; j++) {
+    int i = d->buckets[k->bucket].sorted[j];
+    if (!cddp__slice_part(d, k, rank, i, &begin, &end)) continue;
+    begin = cddp__max(begin, low);
+    end = cddp__min(end, low + n);
+    if (begin < end)
+      r = take(context, i, begin - d->tensors[i].offset, bytes + (begin - low), end - begin);
+  }
+  return r;
+}
+
+/* A failure of take is kept to the end: the other ranks count on this one. */
+static cddp_result cddp__device_collect(const cddp_sgd *s, cddp__take_fn take, void *context) {
+  const cddp__shard *h = (const cddp__shard *)s->shard;
+  cddp_ddp *d = h->ddp;
+  cddp_group *g = d->group;
+  size_t most = cddp__max(CDDP__FERRY / (size_t)g->size, 4096), at, n;
+  char *mine = (char *)cddp__malloc(&s->allocator, most * (g->rank == 0 ? 1 + (size_t)g->size : 1));
+  cddp_result r, taken = CDDP_OK;
+  cddp__slices k;
+  int q;
+  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  memset(&k, 0, sizeof k);
+  r = CDDP_OK;
+  while (r == CDDP_OK && cddp__next_slice(d, &k, d->plan.bucket_count))
+    for (at = 0; r == CDDP_OK && at < k.share; at += n) {
+      n = cddp__min(most, k.share - at);
+      r = cddp__copy_now(cddp__plane_of(g), mine, h->mine + k.at + at, n);
+      if (r != CDDP_OK) r = cddp__break(g, r);
+      if (r == CDDP_OK)
+        r = cddp__run_simple(g, CDDP__KIND_GATHER, mine, mine + most, n, CDDP_U8, 0);
+      for (q = 0; r == CDDP_OK && taken == CDDP_OK && g->rank == 0 && q < g->size; q++)
+        taken = cddp__take_piece(d, &k, q, at, mine + most + (size_t)q * n, n, take, context);
+    }
+  cddp__free(&s->allocator, mine);
+  return r == CDDP_OK ? taken : r;
+}
+
+static const cddp__sgd_backend cddp__device_sgd = {cddp__device_sgd_step,
+                                                   cddp__device_sgd_zero,
+                                                   cddp__device_momentum_free,
+                                                   cddp__device_room,
+                                                   cddp__device_room_free,
+                                                   cddp__device_collect,
+                                                   cddp__device_sgd_copy};
 
 /* --- wait --- */
 
@@ -16423,7 +16722,8 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                       "device \"%s\" does not exist: %d GPU%s visible, cuda:0 to cuda:%d",
                       desc->device, count, count == 1 ? " is" : "s are", count - 1);
   }
-  *device = local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local) : g->rank;
+  if (g->host->threads && g->size > 1) local = NULL; /* the process's, not a thread's */
+  *device = local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local) : g->number;
   if (!nccl) *device %= count;
   if (*device < count) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -16473,7 +16773,8 @@ static cddp_result cddp__check_devices(const cddp__device_report *all, int n, bo
 /* Collective: gives the new group of all ranks its data plane. */
 static cddp_result cddp__attach_plane(cddp_group *g, const cddp_group_desc *desc) {
   const cddp_allocator *a = &g->host->allocator;
-  bool nccl = desc->backend == NULL || strcmp(desc->backend, "nccl") == 0;
+  const char *backend = cddp__backend_name(desc);
+  bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
   cddp__plane *p = NULL;
   cddp_result r;
@@ -16498,17 +16799,24 @@ static cddp_result cddp__attach_plane(cddp_group *g, const cddp_group_desc *desc
 }
 #endif
 
+/* Collective: a device for a group that has none. */
+static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
+#ifdef CDDP_CUDA
+  return cddp__attach_plane(g, desc);
+#else
+  (void)g;
+  (void)desc;
+  return cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
+#endif
+}
+
 /* Collective: the device that the description asks for, if any. A failure takes the group away. */
 static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *desc) {
   cddp_result r = CDDP_OK;
 #ifdef CDDP_CUDA
   char text[CDDP__ERROR_MAX];
-  if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0 && (*g)->hosts != NULL)
-    r = cddp__fail(CDDP_UNSUPPORTED,
-                   "the ranks are on %d hosts; in this version device \"cuda\" is for those of one",
-                   (*g)->hosts->count);
-  else if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0)
-    r = cddp__attach_plane(*g, desc);
+  if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0)
+    r = cddp__give_device(*g, desc);
   if (r != CDDP_OK) {
     snprintf(text, sizeof text, "%s", cddp__error_text);
     cddp__group_leave(*g);
@@ -16526,11 +16834,12 @@ static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *de
 static cddp_result cddp__attach_sgd(cddp_sgd *s) {
 #ifdef CDDP_CUDA
   int i, count = 0, on_device = 0;
+  if (s->desc.ddp != NULL ? s->desc.ddp->backend == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
     struct cudaPointerAttributes a;
     if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
     if (cudaPointerGetAttributes(&a, s->params[i].data) != cudaSuccess) {
-      (void)cudaGetLastError(); /* no driver: no device memory */
+      (void)cudaGetLastError(); /* no device: no device memory */
       return CDDP_OK;
     }
     count++;
@@ -16544,6 +16853,66 @@ static cddp_result cddp__attach_sgd(cddp_sgd *s) {
   (void)s;
 #endif
   return CDDP_OK;
+}
+
+/* --- for checkpoints: memory anywhere --- */
+
+/* Whether p lies in memory that the host cannot read. */
+static bool cddp__on_device(const void *p) {
+#ifdef CDDP_CUDA
+  struct cudaPointerAttributes a;
+  if (p == NULL || !cddp__cuda_in_use()) return false;
+  if (cudaPointerGetAttributes(&a, p) == cudaSuccess) return a.type == cudaMemoryTypeDevice;
+  (void)cudaGetLastError();
+#else
+  (void)p;
+#endif
+  return false;
+}
+
+/* Waits for what is on the group's stream; without a group with a device, for all of the device's.
+ */
+static cddp_result cddp__settle_device(cddp_group *g) {
+#ifdef CDDP_CUDA
+  if (g == NULL || g->backend == NULL)
+    return cddp__cuda_result(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  if (cddp__capturing(cddp__plane_of(g)->stream))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "a checkpoint waits on the host and cannot be captured in a CUDA graph");
+  return g->backend->synchronize(g);
+#else
+  (void)g;
+  return CDDP_OK;
+#endif
+}
+
+/* Copies between the host's memory and a device's; returns when that is done. */
+static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
+#ifdef CDDP_CUDA
+  if (g != NULL && g->backend != NULL) return cddp__copy_now(cddp__plane_of(g), to, from, bytes);
+  return cddp__cuda_result(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
+#else
+  (void)g;
+  memcpy(to, from, bytes);
+  return CDDP_OK;
+#endif
+}
+
+/* Rank 0's values on every rank, in the same kind of memory on all. */
+static cddp_result cddp__broadcast_anywhere(cddp_group *g, void *data, size_t count,
+                                            cddp_dtype dtype) {
+  bool taken = false;
+  cddp_result r;
+  cddp__call c;
+  memset(&c, 0, sizeof c);
+  c.kind = CDDP__KIND_BROADCAST;
+  c.dtype = (uint8_t)dtype;
+  c.send = c.recv = data;
+  c.count = count;
+  c.esize = cddp__dtype_size(dtype);
+  if (g->backend != NULL && ((r = g->backend->start(g, &c, NULL, &taken)) != CDDP_OK || taken))
+    return r;
+  return cddp__run_call(g, &c);
 }
 
 /* cddp__split, and for every new group its data plane. */
@@ -17346,7 +17715,9 @@ static void cddp__st_place(cddp__st_item *items, size_t count) {
    it is on the disk: whoever reads PATH sees the old file or the new one. Loading: rank 0 reads the
    header and broadcasts its text; every rank reads that for itself and finds what it wants in it,
    so that all come to the same conclusion; then rank 0 reads the tensors and broadcasts them. After
-   each part the ranks tell each other how they fare, and all return the first failure. */
+   each part the ranks tell each other how they fare, and all return the first failure.
+   What lies on a device passes through a few MiB of the host's memory, piece by piece; its momentum
+   in slices goes so from every rank to rank 0. */
 
 /* --- files --- */
 
@@ -17569,6 +17940,17 @@ static cddp_result cddp__check_shapes(const cddp_param *params, int count,
   return CDDP_OK;
 }
 
+/* Whether anything that is to be saved or loaded may lie on a device. */
+static bool cddp__any_on_device(const cddp_group *g, const cddp_param *params, int count,
+                                const cddp_checkpoint_desc *d) {
+  int i;
+  if (g != NULL && g->backend != NULL) return true;
+  if (d->sgd != NULL && d->sgd->backend != NULL) return true;
+  for (i = 0; i < count; i++)
+    if (params[i].count > 0 && cddp__on_device(params[i].data)) return true;
+  return false;
+}
+
 static cddp_result cddp__check_checkpoint(const cddp_group *g, const char *path,
                                           const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *d) {
@@ -17577,10 +17959,11 @@ static cddp_result cddp__check_checkpoint(const cddp_group *g, const char *path,
   int i;
   if (path == NULL || path[0] == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
-  if ((g != NULL && g->backend != NULL) || (d->sgd != NULL && d->sgd->backend != NULL))
-    return cddp__fail(CDDP_UNSUPPORTED, "memory of a GPU is not saved or loaded in this version; "
-                                        "copy it to the host and pass a group of the CPU or NULL");
   if ((r = cddp__check_tensors("parameter", params, count, true)) != CDDP_OK) return r;
+  if (g != NULL && g->size > 1 && g->backend == NULL && cddp__any_on_device(g, params, count, d))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "parameters lie on a GPU, but the group has device \"cpu\"; pass one with "
+                      "device \"cuda\", or NULL");
   if ((r = cddp__check_shapes(params, count, d->shapes)) != CDDP_OK) return r;
   if (d->sgd != NULL)
     r = cddp__check_tensors("parameter of the SGD", d->sgd->params, d->sgd->count, false);
@@ -17606,6 +17989,7 @@ static const char *const cddp__sampler_keys[] = {
     "cddp.sampler.seed", "cddp.sampler.shuffle"};
 
 typedef struct cddp__saving {
+  cddp_group *g; /* NULL: none */
   const cddp_allocator *allocator;
   const cddp_param *params;
   int count;
@@ -17617,6 +18001,9 @@ typedef struct cddp__saving {
   char numbers[CDDP__SAMPLER_VALUES][24];
   double lr;
   cddp__text header;
+  char *ferry;     /* [CDDP__FERRY] for what lies on a device; NULL: not needed yet */
+  char *temporary; /* the file's name until it is whole */
+  int fd;          /* -1: it is not open */
 } cddp__saving;
 
 static bool cddp__has_momentum(const cddp_sgd *s, int i) {
@@ -17759,38 +18146,82 @@ static cddp_result cddp__write_shards(const cddp__saving *s, int fd, int param, 
   return r;
 }
 
-static cddp_result cddp__write_file(const cddp__saving *s, int fd) {
-  uint64_t at = 0;
-  size_t i;
-  cddp_result r = cddp__write_at(fd, s->header.out, s->header.n, &at);
-  for (i = 0; r == CDDP_OK && i < s->item_count; i++) {
-    const cddp__st_item *item = &s->items[i];
-    CDDP__POINT("save");
-    r = item->data != NULL || item->bytes == 0 ? cddp__write_at(fd, item->data, item->bytes, &at)
-                                               : cddp__write_shards(s, fd, item->param, &at);
+static cddp_result cddp__write_device(cddp__saving *s, const void *data, uint64_t size,
+                                      uint64_t *at) {
+  cddp_result r = CDDP_OK;
+  uint64_t done;
+  size_t n;
+  if (s->ferry == NULL) s->ferry = (char *)cddp__malloc(s->allocator, CDDP__FERRY);
+  if (s->ferry == NULL) return CDDP_OUT_OF_MEMORY;
+  for (done = 0; r == CDDP_OK && done < size; done += n) {
+    n = cddp__min((size_t)(size - done), CDDP__FERRY);
+    r = cddp__transfer(s->g, s->ferry, (const char *)data + done, n);
+    if (r == CDDP_OK) r = cddp__write_at(s->fd, s->ferry, n, at);
   }
-  if (r == CDDP_OK && fsync(fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
   return r;
 }
 
-/* Rank 0's part. */
-static cddp_result cddp__write_checkpoint(const cddp__saving *s, const char *path) {
+/* Momentum in slices on devices: all ranks hand it to rank 0 later. */
+static bool cddp__collects(const cddp_checkpoint_desc *d) {
+  return d->sgd != NULL && d->sgd->backend != NULL && d->sgd->shard != NULL;
+}
+
+/* For collect: a part of one parameter's momentum. */
+static cddp_result cddp__write_part(void *context, int param, size_t offset, const void *bytes,
+                                    size_t n) {
+  const cddp__saving *s = (const cddp__saving *)context;
+  uint64_t at;
+  size_t i;
+  for (i = 0; i < s->item_count; i++) {
+    const cddp__st_item *item = &s->items[i];
+    if (item->param != param || item->prefix[0] == 0) continue;
+    at = (uint64_t)s->header.n + item->begin + offset;
+    return cddp__write_at(s->fd, bytes, n, &at);
+  }
+  return CDDP_OK;
+}
+
+static cddp_result cddp__write_file(cddp__saving *s) {
+  uint64_t at = 0;
+  size_t i;
+  cddp_result r = cddp__write_at(s->fd, s->header.out, s->header.n, &at);
+  for (i = 0; r == CDDP_OK && i < s->item_count; i++) {
+    const cddp__st_item *item = &s->items[i];
+    CDDP__POINT("save");
+    if (item->data == NULL && item->bytes > 0) {
+      if (cddp__collects(s->desc)) at += item->bytes;
+      else r = cddp__write_shards(s, s->fd, item->param, &at);
+    } else if (cddp__on_device(item->data)) {
+      r = cddp__write_device(s, item->data, item->bytes, &at);
+    } else {
+      r = cddp__write_at(s->fd, item->data, item->bytes, &at);
+    }
+  }
+  return r;
+}
+
+/* Rank 0's part: the file, but for what other ranks have to bring. */
+static cddp_result cddp__write_begin(cddp__saving *s, const char *path) {
   size_t n = strlen(path) + 5;
-  char *temporary = (char *)cddp__malloc(s->allocator, n);
-  bool ours;
-  int fd = -1;
   cddp_result r;
-  if (temporary == NULL) return CDDP_OUT_OF_MEMORY;
-  snprintf(temporary, n, "%s.tmp", path);
-  r = cddp__temporary(temporary, &fd);
-  ours = r == CDDP_OK;
-  if (ours) r = cddp__write_file(s, fd);
-  if (r == CDDP_OK && rename(temporary, path) != 0)
-    r = cddp__fail(CDDP_IO, "rename of %s: %s", temporary, strerror(errno));
-  if (r != CDDP_OK && ours) unlink(temporary);
-  cddp__close_fd(&fd); /* after that: the lock ends here */
-  if (r == CDDP_OK) r = cddp__sync_directory(temporary);
-  cddp__free(s->allocator, temporary);
+  s->temporary = (char *)cddp__malloc(s->allocator, n);
+  if (s->temporary == NULL) return CDDP_OUT_OF_MEMORY;
+  snprintf(s->temporary, n, "%s.tmp", path);
+  r = cddp__temporary(s->temporary, &s->fd);
+  if (r != CDDP_OK) cddp__close_fd(&s->fd); /* it is somebody else's */
+  return r == CDDP_OK ? cddp__write_file(s) : r;
+}
+
+/* Gives it its name, or takes it away. */
+static cddp_result cddp__write_end(cddp__saving *s, const char *path, cddp_result r) {
+  bool ours = s->fd >= 0;
+  if (r == CDDP_OK && fsync(s->fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
+  if (r == CDDP_OK && rename(s->temporary, path) != 0)
+    r = cddp__fail(CDDP_IO, "rename of %s: %s", s->temporary, strerror(errno));
+  if (r != CDDP_OK && ours) unlink(s->temporary);
+  cddp__close_fd(&s->fd); /* after that: the lock ends here */
+  if (r == CDDP_OK) r = cddp__sync_directory(s->temporary);
+  cddp__free(s->allocator, s->temporary);
   return r;
 }
 
@@ -17801,18 +18232,25 @@ static cddp_result cddp__save(cddp_group *g, const char *path, const cddp_param 
   uint64_t hash = r == CDDP_OK ? cddp__hash_checkpoint(params, count, desc) : 0;
   bool inside = g != NULL && g->size > 1, first = g == NULL || g->rank == 0;
   memset(&s, 0, sizeof s);
+  s.g = g;
   s.allocator = g != NULL ? &g->host->allocator : NULL;
   s.params = params;
   s.count = count;
   s.desc = desc;
+  s.fd = -1;
+  if (r == CDDP_OK && cddp__any_on_device(g, params, count, desc)) r = cddp__settle_device(g);
   if (r == CDDP_OK && first) r = cddp__save_header(&s);
   r = cddp__st_settle(g, r, hash, NULL);
   if (r == CDDP_OK) {
     if (first && inside) r = cddp__enter(g); /* reads its peers' memory */
-    if (first && r == CDDP_OK) r = cddp__write_checkpoint(&s, path);
+    if (first && r == CDDP_OK) r = cddp__write_begin(&s, path);
     if (first && inside) cddp__exit(g, CDDP_OK);
+    if (cddp__collects(desc) && (r = cddp__st_settle(g, r, 0, NULL)) == CDDP_OK)
+      r = desc->sgd->backend->collect(desc->sgd, cddp__write_part, &s);
+    if (first) r = cddp__write_end(&s, path, r);
     r = cddp__st_settle(g, r, 0, NULL);
   }
+  cddp__free(s.allocator, s.ferry);
   cddp__free(s.allocator, s.items);
   cddp__free(s.allocator, s.pairs);
   cddp__free(s.allocator, s.header.out);
@@ -17826,6 +18264,7 @@ typedef struct cddp__st_copy {
   const cddp__st_tensor *from;
   void *to;
   cddp_dtype dtype; /* of `to` */
+  bool device;      /* where that lies */
 } cddp__st_copy;
 
 typedef struct cddp__loading {
@@ -17837,7 +18276,10 @@ typedef struct cddp__loading {
   cddp_safetensors *file; /* rank 0's has the descriptor */
   cddp__st_copy *copies;
   size_t copy_count;
-  void **momentum; /* [sgd->count] what was in the file; NULL: nothing */
+  void **momentum; /* [sgd->count] memory for what is in the file */
+  bool *found;     /* [sgd->count] what is */
+  void *flat;      /* the memory, if it is a device's */
+  char *ferry;     /* [2 * CDDP__FERRY] for what goes to a device; NULL: not needed yet */
   bool *taken;     /* [file->count] somebody wants it */
   bool has_sampler;
   uint64_t sampler[CDDP__SAMPLER_VALUES];
@@ -17863,6 +18305,7 @@ static cddp_result cddp__want(cddp__loading *l, const cddp__st_tensor *t, const 
   c->from = t;
   c->to = to;
   c->dtype = p->dtype;
+  c->device = cddp__on_device(to);
   l->taken[t - l->file->tensors] = true;
   return CDDP_OK;
 }
@@ -17905,14 +18348,19 @@ static cddp_result cddp__match_sgd(cddp__loading *l) {
   l->has_lr = true;
   if (r != CDDP_OK || sgd->rule.momentum == 0) return r;
   l->momentum = (void **)cddp__calloc(l->allocator, (size_t)sgd->count, sizeof *l->momentum);
-  if (l->momentum == NULL) return CDDP_OUT_OF_MEMORY;
+  l->found = (bool *)cddp__calloc(l->allocator, (size_t)sgd->count, sizeof *l->found);
+  if (l->momentum == NULL || l->found == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; r == CDDP_OK && i < sgd->count; i++) {
     const cddp_param *p = &sgd->params[i];
     t = cddp__st_find(l->file, CDDP__MOMENTUM_PREFIX, p->name);
     if (t == NULL || p->count == 0) continue; /* no step has touched it */
-    l->momentum[i] = cddp__calloc(&sgd->allocator, p->count, cddp__dtype_size(p->dtype));
-    if (l->momentum[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    r = cddp__want(l, t, p, l->momentum[i]);
+    if (sgd->backend == NULL)
+      l->momentum[i] = cddp__calloc(&sgd->allocator, p->count, cddp__dtype_size(p->dtype));
+    else if (l->flat == NULL)
+      r = sgd->backend->room(sgd, &l->flat, l->momentum);
+    if (r == CDDP_OK && l->momentum[i] == NULL) r = CDDP_OUT_OF_MEMORY;
+    if (r == CDDP_OK) r = cddp__want(l, t, p, l->momentum[i]);
+    l->found[i] = true;
   }
   return r;
 }
@@ -18003,15 +18451,38 @@ static cddp_result cddp__read_converted(int fd, const cddp__st_copy *c, uint64_t
   return r;
 }
 
-static cddp_result cddp__read_tensors(const cddp__loading *l) {
+/* The same into device memory, a few MiB at a time, converted or not. */
+static cddp_result cddp__read_device(cddp__loading *l, const cddp__st_copy *c, uint64_t at) {
+  cddp_dtype from = (cddp_dtype)c->from->info.dtype;
+  size_t size = cddp__dtype_size(from), to_size = cddp__dtype_size(c->dtype), done, n;
+  size_t count = (size_t)c->from->info.count, most = CDDP__FERRY / cddp__max(size, to_size);
+  cddp_result r = CDDP_OK;
+  if (l->ferry == NULL) l->ferry = (char *)cddp__malloc(l->allocator, 2 * CDDP__FERRY);
+  if (l->ferry == NULL) return CDDP_OUT_OF_MEMORY;
+  for (done = 0; r == CDDP_OK && done < count; done += n) {
+    char *bytes = l->ferry;
+    n = cddp__min(count - done, most);
+    r = cddp__read_at(l->file->fd, bytes, n * size, at + done * size);
+    if (r == CDDP_OK && from != c->dtype)
+      cddp__convert(bytes = l->ferry + CDDP__FERRY, c->dtype, l->ferry, from, n);
+    if (r == CDDP_OK)
+      r = cddp__transfer(l->g, (char *)c->to + done * to_size, bytes, n * to_size);
+  }
+  return r;
+}
+
+static cddp_result cddp__read_tensors(cddp__loading *l) {
   cddp_result r = CDDP_OK;
   size_t i;
   for (i = 0; r == CDDP_OK && i < l->copy_count; i++) {
     const cddp__st_copy *c = &l->copies[i];
     uint64_t at = l->file->data_begin + c->from->info.begin;
-    r = c->from->info.dtype == (int)c->dtype
-            ? cddp__read_at(l->file->fd, c->to, c->from->info.bytes, at)
-            : cddp__read_converted(l->file->fd, c, at);
+    if (c->device)
+      r = cddp__read_device(l, c, at);
+    else
+      r = c->from->info.dtype == (int)c->dtype
+              ? cddp__read_at(l->file->fd, c->to, c->from->info.bytes, at)
+              : cddp__read_converted(l->file->fd, c, at);
   }
   if (r == CDDP_OK && l->has_lr && !(l->lr >= 0))
     r = cddp__fail(CDDP_IO, "its learning rate is %g", l->lr);
@@ -18045,10 +18516,15 @@ static void cddp__load_commit(cddp__loading *l) {
   char *text = d->text;
   int i;
   if (l->momentum != NULL && sgd->shard != NULL) sgd->drop(sgd); /* made anew by the next step */
+  if (l->momentum != NULL && sgd->backend != NULL) {
+    sgd->backend->leave(sgd);
+    sgd->flat = l->flat;
+    l->flat = NULL;
+  }
   for (i = 0; l->momentum != NULL && i < sgd->count; i++) {
     cddp__free(&sgd->allocator, sgd->momentum[i]);
     sgd->momentum[i] = l->momentum[i];
-    sgd->started[i] = l->momentum[i] != NULL;
+    sgd->started[i] = l->found[i];
     l->momentum[i] = NULL;
   }
   if (l->has_lr) {
@@ -18074,9 +18550,9 @@ static cddp_result cddp__load_tensors(cddp__loading *l) {
   r = cddp__st_settle(l->g, r, 0, NULL);
   for (i = 0; r == CDDP_OK && l->g != NULL && i < l->copy_count; i++) {
     const cddp__st_copy *c = &l->copies[i];
-    r = cddp__run_simple(l->g, CDDP__KIND_BROADCAST, c->to, c->to, (size_t)c->from->info.count,
-                         c->dtype, 0);
+    r = cddp__broadcast_anywhere(l->g, c->to, (size_t)c->from->info.count, c->dtype);
   }
+  if (r == CDDP_OK && l->g != NULL && l->g->backend != NULL) r = cddp__settle_device(l->g);
   return r;
 }
 
@@ -18092,12 +18568,16 @@ static cddp_result cddp__load(cddp_group *g, const char *path, const cddp_param 
   l.params = params;
   l.count = count;
   l.desc = desc;
+  if (r == CDDP_OK && cddp__any_on_device(g, params, count, desc)) r = cddp__settle_device(g);
   r = cddp__load_header(&l, path, hash, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&l);
   if (r == CDDP_OK) cddp__load_commit(&l);
-  for (i = 0; l.momentum != NULL && i < desc->sgd->count; i++)
+  for (i = 0; l.momentum != NULL && i < desc->sgd->count && desc->sgd->backend == NULL; i++)
     cddp__free(&desc->sgd->allocator, l.momentum[i]);
+  if (l.flat != NULL) desc->sgd->backend->free_room(l.flat);
   cddp__free(l.allocator, l.momentum);
+  cddp__free(l.allocator, l.found);
+  cddp__free(l.allocator, l.ferry);
   cddp__free(l.allocator, l.copies);
   cddp__free(l.allocator, l.taken);
   cddp__st_close(l.file);
@@ -19148,6 +19628,25 @@ static cddp_result cddp__check_device(const char *device, bool cuda) {
                     device);
 }
 
+static cddp_result cddp__check_set_device(const cddp_group *g, const cddp_group_desc *d) {
+  static const char who[] = "cddp_set_device";
+  char text[CDDP__ERROR_MAX];
+  cddp_result r;
+  if (g == NULL) return cddp__invalid(who, "the group is NULL");
+  if (d->device == NULL || strncmp(d->device, "cuda", 4) != 0)
+    return cddp__invalid(who, "device is not \"cuda\" or a certain GPU, such as \"cuda:0\"");
+  if ((r = cddp__check_device(d->device, true)) == CDDP_OK)
+    r = cddp__check_backend(cddp__backend_name(d), true);
+  if (r != CDDP_OK) {
+    const char *inner = strstr(cddp__error_text, ": ");
+    snprintf(text, sizeof text, "%s", inner != NULL ? inner + 2 : cddp__error_text);
+    return cddp__fail(r, "%s: %s", who, text);
+  }
+  return g->backend == NULL && g->mpi == NULL
+             ? CDDP_OK
+             : cddp__invalid(who, "the group has a device already, or its backend is \"mpi\"");
+}
+
 static cddp_result cddp__check_desc(const cddp_group_desc *d) {
   bool cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
   cddp_result r;
@@ -19548,6 +20047,18 @@ CDDPDEF void cddp_free(cddp_group *g, void *p) {
     g->backend->release(g, p);
   else
     cddp__arena_free(g->host, p);
+}
+
+CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend) {
+  cddp_group_desc d;
+  cddp_result r;
+  memset(&d, 0, sizeof d);
+  d.device = device;
+  d.backend = backend;
+  if ((r = cddp__check_set_device(g, &d)) != CDDP_OK) return r;
+  cddp__engine_drain(g);
+  if ((r = cddp__check_group(g)) == CDDP_OK) r = cddp__give_device(g, &d);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_set_device: ");
 }
 
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
@@ -20089,6 +20600,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   the variables of mpirun and srun; unix://name; cddp_launcher_rank; ranks that die,
                   fail or are there twice while they meet are named to the others at once;
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
+                  device "cuda" on several hosts, checkpoints of a GPU's memory, cddp_set_device;
                   checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
                   cddp_ddp_join; sparse gradients; f16 and bf16 copies of f32 weights
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */

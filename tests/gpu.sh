@@ -73,7 +73,7 @@ END
 }
 
 flags="-O3 -std=c++17 -arch=native -lnccl -lcublas"
-for f in tests/kernels.cu tests/gpu.cu examples/toy.cu examples/linear.cu examples/collectives.cu examples/digits.cu; do
+for f in tests/kernels.cu tests/gpu.cu examples/{toy,linear,collectives,digits,data_parallel}.cu; do
   name=${f##*/}
   own=
   [ "$f" = tests/kernels.cu ] && own="-DCDDP_IMPLEMENTATION"
@@ -98,6 +98,7 @@ try "toy, 2 ranks, one GPU" 60 $out/toy -n 2 --backend cpu
 try "linear" 60 $out/linear
 try "collectives" 60 $out/collectives
 try "digits" 300 $out/digits
+try "data_parallel" 120 $out/data_parallel -n $((gpus > 7 ? 8 : gpus > 3 ? 4 : gpus > 1 ? 2 : 1))
 if command -v compute-sanitizer >/dev/null; then
   try "memcheck, kernels" 600 compute-sanitizer --tool memcheck --error-exitcode 9 $out/kernels
   try "racecheck, kernels" 600 compute-sanitizer --tool racecheck --error-exitcode 9 $out/kernels

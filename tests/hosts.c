@@ -355,9 +355,33 @@ static int run_mail(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* Sends that the system has no room for stand in a queue, the first of them half sent. */
+static int run_backlog(cddp_group *g, void *arg) {
+  enum { N = 3000000 };
+  uint32_t *x = (uint32_t *)malloc(N * sizeof *x), i, bad;
+  int k;
+  (void)arg;
+  for (k = 0; k < 3; k++) {
+    for (i = 0; i < N && cddp_rank(g) == 0; i++) x[i] = 3 * i + (uint32_t)k;
+    if (cddp_rank(g) == 0) {
+      CHECK_OK(cddp_send(g, x, N, CDDP_I32, 1, k, NULL));
+      __atomic_store_n(&shared->turns, k + 1, __ATOMIC_SEQ_CST);
+      continue;
+    }
+    while (__atomic_load_n(&shared->turns, __ATOMIC_SEQ_CST) < 3) ranks_sleep(0.001);
+    CHECK_OK(cddp_recv(g, x, N, CDDP_I32, 0, k, NULL));
+    for (i = bad = 0; i < N; i++) bad += x[i] != 3 * i + (uint32_t)k;
+    CHECK_EQ(bad, 0);
+  }
+  CHECK_OK(cddp_barrier(g));
+  free(x);
+  return 0;
+}
+
 static void test_mail(void) {
   static const char *const layouts[] = {"aab", "abc", NULL};
   same_everywhere(run_mail, NULL, 3, layouts);
+  CHECK_OK(run_on("ab", run_backlog, NULL, 2));
 }
 
 /* --- failures --------------------------------------------------------------------------------- */

@@ -2,6 +2,9 @@
    memory, run by real processes on tests/hostcuda. */
 #define CDDP_CUDA
 #define CDDP_IMPLEMENTATION
+#define CDDP__FERRY ((size_t)12288) /* many pieces */
+#define CDDP__LEFT_S left_s
+static double left_s = 2; /* a rank sets its own */
 #include "../cddp.h"
 
 #include "hostcuda/hostcuda.h"
@@ -23,12 +26,25 @@ typedef struct job {
   double timeout_s;
 } job;
 
+/* TEST_HOSTS=aab: see ranks.h. Each host's GPUs are then given out from cuda:0 on, and NCCL, which
+   goes by a name of its own, takes them for hosts too. */
+static void place(int rank) {
+  const char *hosts = getenv("TEST_HOSTS");
+  int i, local = 0;
+  if (hosts == NULL) return;
+  ranks_place(rank);
+  for (i = 0; i < rank; i++) local += hosts[i] == hosts[rank];
+  ranks_setenv("LOCAL_RANK", local);
+  setenv("NCCL_HOSTID", getenv("CDDP_HOST_ID"), 1);
+}
+
 static int rank_process(int rank, void *p) {
   const job *j = (const job *)p;
   cddp_group_desc d;
   cddp_group *g;
   int r;
   test_failures = 0;
+  place(rank);
   memset(&d, 0, sizeof d);
   d.backend = j->backend;
   d.device = j->device != NULL ? j->device : "cuda";
@@ -49,6 +65,14 @@ static cddp_result run(ranks_fn fn, void *arg, int n, const char *backend) {
   j.arg = arg;
   j.backend = backend;
   return cddp_spawn(rank_process, &j, n);
+}
+
+static cddp_result run_on(const char *hosts, ranks_fn fn, void *arg, const char *backend) {
+  cddp_result r;
+  setenv("TEST_HOSTS", hosts, 1);
+  r = run(fn, arg, (int)strlen(hosts), backend);
+  unsetenv("TEST_HOSTS");
+  return r;
 }
 
 /* --- device memory --- */
@@ -121,6 +145,11 @@ typedef struct one {
 } one;
 
 static cddp_result call(const one *o, const void *send, void *recv, cddp_work **w) {
+  static char nothing; /* in host memory, but nobody looks at it */
+  if (cddp_rank(o->g) != o->root) {
+    if (o->kind == CDDP__KIND_SCATTER) send = &nothing;
+    if (o->kind == CDDP__KIND_GATHER) recv = &nothing;
+  }
   switch (o->kind) {
   case CDDP__KIND_ALL_REDUCE:
     return cddp_all_reduce(o->g, recv, o->count, o->t, o->op, w);
@@ -233,9 +262,24 @@ static void test_collectives(void) {
   if (RANKS_TSAN) return;
   CHECK_OK(run(every_collective, NULL, 1, NULL));
   CHECK_OK(run(every_collective, NULL, 3, "cpu"));
-  if (RANKS_SLOW) return;
-  CHECK_OK(run(every_collective, NULL, 2, NULL));
-  CHECK_OK(run(every_collective, NULL, 8, NULL));
+  if (!RANKS_SLOW) CHECK_OK(run(every_collective, NULL, 8, NULL));
+}
+
+/* Ranks as threads of one process, with a GPU each. */
+static int with_device(cddp_group *g, void *arg) {
+  const job *j = (const job *)arg;
+  CHECK_OK(cddp_set_device(g, j->device, j->backend));
+  return j->fn(g, j->arg);
+}
+
+static cddp_result run_threads(ranks_fn fn, void *arg, int n, const char *backend) {
+  job j;
+  memset(&j, 0, sizeof j);
+  j.fn = fn;
+  j.arg = arg;
+  j.backend = backend;
+  j.device = "cuda";
+  return cddp_run_threads(with_device, &j, n);
 }
 
 /* --- data parallel; the kernels are those of cddp_kernels.cuh --- */
@@ -291,6 +335,9 @@ typedef struct plan {
   bool cpu; /* the reference: host memory, on the CPU backend */
   bool nosync;
   cddp_dtype last; /* of the last parameter */
+  const char *load, *save; /* files; NULL: none */
+  int from, save_at;       /* steps: the first after loading, that before which to save */
+  bool alone;              /* load and save without the group, of one rank */
   float *out;      /* shared, [ranks][sum of sizes] */
 } plan;
 
@@ -394,6 +441,27 @@ static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param
   if (graph != NULL) cudaGraphDestroy(graph);
 }
 
+static void plan_save(const plan *p, cddp_group *g, const cddp_param *params, cddp_sgd *s) {
+  cddp_checkpoint_desc k;
+  memset(&k, 0, sizeof k);
+  k.sgd = s;
+  CHECK_OK(cddp_save(p->alone ? NULL : g, p->save, params, PARAMS, &k));
+}
+
+static void plan_run(const plan *p, cddp_ddp *d, cddp_sgd *s, cddp_param *params, cddp_group *g) {
+  cddp_checkpoint_desc k;
+  int step;
+  memset(&k, 0, sizeof k);
+  k.sgd = s;
+  if (p->load != NULL)
+    CHECK_OK(cddp_load(p->alone ? NULL : g, p->load, params, PARAMS, &k));
+  for (step = p->from; step < p->steps; step++) {
+    if (p->save != NULL && step == p->save_at) plan_save(p, g, params, s);
+    plan_step(p, d, s, params, g, p->graph ? 7 : step);
+  }
+  if (p->save != NULL && step == p->save_at) plan_save(p, g, params, s);
+}
+
 /* Half precision for every f32 parameter but one. */
 static void plan_copies(const plan *p, const cddp_param *params, void **copies,
                         cddp_sgd_desc *rule) {
@@ -426,7 +494,7 @@ static int train(cddp_group *g, void *arg) {
   cddp_sgd *s = NULL;
   float *out = p->out + (size_t)cddp_rank(g) * plan_floats();
   size_t k;
-  int i, step;
+  int i;
   memset(&desc, 0, sizeof desc);
   memset(&rule, 0, sizeof rule);
   if (!p->cpu) {
@@ -452,7 +520,7 @@ static int train(cddp_group *g, void *arg) {
   if (p->graph && !p->cpu)
     plan_graph(p, d, s, params, g);
   else
-    for (step = 0; step < p->steps; step++) plan_step(p, d, s, params, g, p->graph ? 7 : step);
+    plan_run(p, d, s, params, g);
   if (p->buffers) CHECK_OK(cddp_ddp_sync_buffers(d));
   for (i = 0; i < PARAMS; i++) {
     char *host = (char *)calloc(1, sizes[i] * 8 + 1);
@@ -537,6 +605,35 @@ static void test_training(void) {
   CHECK(memcmp(p.out, p.out + plan_floats(), plan_floats() * sizeof *p.out) == 0);
 }
 
+/* On any hosts the plan ends in the bits of one. */
+static void check_hosts(plan *p, const char *const *layouts, const char *backend) {
+  size_t bytes = strlen(layouts[0]) * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  p->out = want;
+  CHECK_OK(run(train, p, (int)strlen(layouts[0]), backend));
+  p->out = got;
+  for (; *layouts != NULL; layouts++) {
+    memset(got, 0, bytes);
+    CHECK_OK(run_on(*layouts, train, p, backend));
+    if (memcmp(got, want, bytes) != 0) test_fail(__FILE__, __LINE__, "layout %s differs", *layouts);
+  }
+  munmap(want, bytes);
+  munmap(got, bytes);
+}
+
+static void test_training_over_hosts(void) {
+  static const char *const three[] = {"aab", "abc", NULL}, *const four[] = {"abba", NULL};
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  if (!RANKS_TSAN) check_hosts(&p, three, NULL);
+  p.steps_a_mode = 1;
+  p.given_grads = p.buffers = true;
+  check_hosts(&p, four, NULL);
+  if (!RANKS_TSAN) check_hosts(&p, three + 1, "cpu");
+}
+
 static void test_training_options(void) {
   plan p;
   memset(&p, 0, sizeof p);
@@ -566,6 +663,131 @@ static void test_training_options(void) {
   p.last = CDDP_F32;
   p.hook = cddp_bf16_compress_hook;
   check_plan(&p, 2, NULL);
+}
+
+/* --- checkpoints --- */
+
+static char file_a[300], file_b[300], file_c[300];
+
+static bool same_files(const char *kept, const char *made) {
+  static char a[1 << 17], b[1 << 17];
+  FILE *f[2];
+  size_t n[2] = {0, 1};
+  f[0] = fopen(kept, "rb");
+  f[1] = fopen(made, "rb");
+  if (f[0] != NULL) n[0] = fread(a, 1, sizeof a, f[0]);
+  if (f[1] != NULL) n[1] = fread(b, 1, sizeof b, f[1]);
+  if (f[0] != NULL) fclose(f[0]);
+  if (f[1] != NULL) fclose(f[1]);
+  CHECK(n[0] > 2 * plan_floats()); /* momentum too */
+  unlink(made);
+  return n[0] == n[1] && n[0] < sizeof a && memcmp(a, b, n[0]) == 0;
+}
+
+/* What was loaded is saved again, unchanged, by all kinds of groups. */
+static void check_round_trips(const plan *made) {
+  static const int ranks[] = {1, 3, 1, 2, 2, 1};
+  plan p = *made;
+  int i;
+  p.load = file_a;
+  p.save = file_b;
+  p.from = p.steps = p.save_at;
+  for (i = 0; i < 6; i += RANKS_TSAN ? 2 : 1) {
+    p.out = (float *)ranks_shared((size_t)ranks[i] * plan_floats() * sizeof *p.out);
+    p.cpu = i >= 4;
+    p.alone = ranks[i] == 1 && i > 0;
+    if (p.cpu) CHECK_OK(ranks_run(train, &p, ranks[i], false));
+    else CHECK_OK(run(train, &p, ranks[i], i == 3 ? "cpu" : NULL));
+    if (!same_files(file_a, file_b)) test_fail(__FILE__, __LINE__, "the file of way %d differs", i);
+    munmap(p.out, (size_t)ranks[i] * plan_floats() * sizeof *p.out);
+  }
+}
+
+/* A run that is saved, and goes on; another begins with the file and must end the same. */
+static void check_resume(plan *p, int n, const char *backend) {
+  size_t bytes = (size_t)n * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  p->out = want;
+  p->save = file_a;
+  CHECK_OK(run(train, p, n, backend));
+  check_round_trips(p);
+  p->out = got;
+  p->load = file_a;
+  p->save = NULL;
+  p->from = p->save_at;
+  CHECK_OK(run(train, p, n, backend));
+  CHECK(memcmp(got, want, bytes) == 0);
+  p->load = NULL;
+  p->from = 0;
+  munmap(got, bytes);
+  munmap(want, bytes);
+}
+
+static int refused_pieces(cddp_group *g, void *arg) {
+  plan p;
+  cddp_param params[PARAMS];
+  cddp_checkpoint_desc k;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  (void)arg;
+  memset(&p, 0, sizeof p);
+  memset(&k, 0, sizeof k);
+  memset(&rule, 0, sizeof rule);
+  rule.momentum = 0.5;
+  plan_params(&p, params, 0);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, NULL));
+  CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
+  plan_step(&p, d, s, params, g, 0);
+  k.sgd = s;
+  CHECK_IS(cddp_save(NULL, file_b, params, PARAMS, &k), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "lies in pieces on the ranks") != NULL);
+  CHECK_IS(cddp_save(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
+  CHECK_IS(cddp_load(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
+  plan_step(&p, d, s, params, g, 1); /* nothing is lost */
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+/* Another dtype than the file's: as the CPU converts it. */
+static void check_conversion(const plan *made) {
+  size_t bytes = 2 * plan_floats() * sizeof(float);
+  plan p = *made;
+  p.out = (float *)ranks_shared(bytes);
+  p.from = p.steps = p.save_at;
+  p.load = file_a;
+  p.last = p.last == CDDP_F32 ? CDDP_BF16 : CDDP_F32;
+  p.save = file_b;
+  CHECK_OK(run(train, &p, 2, NULL));
+  p.save = file_c;
+  p.cpu = true;
+  CHECK_OK(ranks_run(train, &p, 2, false));
+  CHECK(same_files(file_c, file_b));
+  unlink(file_c);
+  munmap(p.out, bytes);
+}
+
+static void test_checkpoints(void) {
+  const char *tmp = getenv("TMPDIR");
+  plan p;
+  snprintf(file_a, sizeof file_a, "%.250s/cddp-nccl-%d.a", tmp ? tmp : "/tmp", (int)getpid());
+  snprintf(file_b, sizeof file_b, "%.250s/cddp-nccl-%d.b", tmp ? tmp : "/tmp", (int)getpid());
+  snprintf(file_c, sizeof file_c, "%.250s/cddp-nccl-%d.c", tmp ? tmp : "/tmp", (int)getpid());
+  memset(&p, 0, sizeof p);
+  p.cap_mb = 0.02;
+  p.steps = 5;
+  p.save_at = 3;
+  p.last = CDDP_BF16;
+  check_resume(&p, 2, NULL); /* momentum in slices */
+  check_conversion(&p);
+  p.steps_a_mode = 1;
+  check_resume(&p, 3, NULL); /* whole */
+  if (!RANKS_TSAN) check_resume(&p, 2, "cpu");
+  CHECK_OK(run(refused_pieces, NULL, 2, NULL));
+  unlink(file_a);
 }
 
 static void test_graph(void) {
@@ -813,6 +1035,17 @@ static void test_groups(void) {
   CHECK_OK(run(host_memory, NULL, 2, "cpu"));
 }
 
+static void test_hosts(void) { /* the same between hosts */
+  if (!RANKS_TSAN) CHECK_OK(run_on("aab", every_collective, NULL, NULL));
+  CHECK_OK(run_on("abba", sub_groups, NULL, NULL));
+  CHECK_OK(run_on("aba", messages, NULL, NULL));
+  CHECK_OK(run_on("ab", host_memory, NULL, NULL));
+  if (RANKS_TSAN) return;
+  CHECK_OK(run_on("ab", every_collective, NULL, "cpu"));
+  CHECK_OK(run_on("aba", sub_groups, NULL, "cpu"));
+  CHECK_OK(run_on("aab", messages, NULL, "cpu"));
+}
+
 /* --- what a step costs, and what it refuses --- */
 
 static void model_of(cddp_group *g, cddp_param *p, int n, size_t count) { /* weights side by side */
@@ -916,6 +1149,78 @@ static void test_steps(void) {
   CHECK_OK(run(refusals, NULL, 2, "cpu"));
 }
 
+/* --- ranks as threads of one process, a GPU each --- */
+
+static int refused_devices(cddp_group *g, void *arg) {
+  (void)arg;
+  CHECK_IS(cddp_set_device(g, "cuda", NULL), CDDP_INVALID_ARGUMENT); /* it has one */
+  return 0;
+}
+
+static int refuses_devices(cddp_group *g, void *arg) {
+  (void)arg;
+  CHECK_IS(cddp_set_device(g, "cpu", NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_set_device(g, "cuda", "gloo"), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_set_device(g, "cuda:1", NULL), CDDP_INVALID_ARGUMENT); /* for both */
+  CHECK(strstr(cddp_error(), "both have cuda:1") != NULL);
+  CHECK_OK(cddp_barrier(g));
+  return 0;
+}
+
+static int one_gives_up(cddp_group *g, void *arg) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cddp_result r;
+  (void)arg;
+  if (cddp_rank(g) == 1) return 1;
+  r = cddp_all_reduce(g, x, 1000, CDDP_F32, CDDP_SUM, NULL);
+  (void)cudaStreamSynchronize((cudaStream_t)cddp_stream(g));
+  if (r == CDDP_OK) r = cddp_synchronize(g);
+  CHECK_IS(r, CDDP_PEER_LOST);
+  CHECK(strstr(cddp_error(), "rank 1 (a thread of pid ") != NULL);
+  return 0;
+}
+
+/* In a process of its own: CUDA does not survive a fork. arg: where the weights go. */
+static int threads_of_a_process(int rank, void *arg) {
+  plan p;
+  (void)rank;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  p.out = (float *)arg;
+  CHECK_OK(run_threads(train, &p, 4, NULL));
+  CHECK_OK(run_threads(every_collective, NULL, 2, NULL));
+  if (RANKS_TSAN) return test_failures != 0;
+  CHECK_OK(run_threads(sub_groups, NULL, 4, NULL));
+  CHECK_OK(run_threads(messages, NULL, 2, "cpu"));
+  CHECK_OK(run_threads(refused_devices, NULL, 2, NULL));
+  CHECK_OK(cddp_run_threads(refuses_devices, NULL, 2));
+  CHECK_IS(run_threads(one_gives_up, NULL, 3, NULL), CDDP_PEER_LOST);
+  return test_failures != 0;
+}
+
+/* The weights are those of processes, bit for bit. */
+static void test_threads(void) {
+  size_t bytes = 4 * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  pid_t pid;
+  int status = -1;
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  p.out = want;
+  CHECK_OK(run(train, &p, 4, NULL));
+  pid = ranks_fork(threads_of_a_process, 0, got);
+  ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
+  CHECK_EQ(status, 0);
+  CHECK(memcmp(got, want, bytes) == 0);
+  munmap(got, bytes);
+  munmap(want, bytes);
+}
+
 /* --- failures --- */
 
 /* What happened to one rank; shared. */
@@ -941,6 +1246,7 @@ static int ordeal_rank(int rank, void *p) {
   cddp_group_desc d;
   cddp_group *g = NULL;
   memset(&d, 0, sizeof d);
+  place(rank);
   d.device = o->device != NULL ? o->device : "cuda";
   d.backend = o->backend;
   d.timeout_s = o->timeout_s;
@@ -968,6 +1274,13 @@ static void endure(ordeal *o, int n) {
   ranks_script(ordeal_rank, o, n, RANKS_WITHIN(20), status);
   for (i = 0; i < n; i++)
     if (status[i] == -1) test_fail(__FILE__, __LINE__, "rank %d of %d hung", i, n);
+}
+
+static void endure_on(ordeal *o, const char *hosts) {
+  setenv("TEST_HOSTS", hosts, 1);
+  endure(o, (int)strlen(hosts));
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID"); /* the last rank's */
 }
 
 static void check_fate(const ordeal *o, int rank, cddp_result want, const char *says) {
@@ -1012,9 +1325,65 @@ static void test_no_device(void) {
     check_fate(o, i, CDDP_INVALID_ARGUMENT, "and rank 1 (pid ");
     check_fate(o, i, CDDP_INVALID_ARGUMENT, "both have cuda:1");
   }
+  endure_on(o, "ab"); /* a cuda:1 each */
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_OK, "");
+  endure_on(o, "baa");
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "and rank 2 (pid ");
   o->device = "cuda:x";
   endure(o, 1);
   check_fate(o, 0, CDDP_INVALID_ARGUMENT, "is not known");
+}
+
+/* On the CPU this build needs no driver, nor a word with CUDA; kernels or not. */
+static int without_driver(int rank, void *arg) {
+  const cddp_kernels *kernels = cddp__registered_kernels;
+  float w[2][10], grad[10];
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_group *g;
+  cddp_param p;
+  int i;
+  (void)rank;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  memset(&p, 0, sizeof p);
+  memset(w, 0, sizeof w);
+  memset(grad, 0, sizeof grad);
+  p.count = 10;
+  rule.lr = 0.5;
+  CHECK_OK(cddp_init(&g, NULL));
+  for (i = 0; i < 2; i++) {
+    cddp_register_kernels(i == 0 ? NULL : kernels);
+    p.data = w[i];
+    p.grad = grad;
+    CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+    grad[3] = 1;
+    CHECK_OK(cddp_sgd_step(s));
+    CHECK_EQ(w[i][3], -0.5);
+    cddp_sgd_destroy(s);
+    p.grad = NULL;
+    CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+    CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+    ((float *)p.grad)[3] = 1;
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, s));
+    CHECK_EQ(w[i][3], -1);
+    cddp_sgd_destroy(s);
+    cddp_ddp_destroy(d);
+  }
+  CHECK_EQ(hostcuda_calls("cudaPointerGetAttributes") + hostcuda_calls("cudaGetDevice"), 0);
+  CHECK_EQ(cudaPeekAtLastError(), cudaSuccess);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static void test_no_driver(void) {
+  int status[2];
+  setenv("HOSTCUDA_DEVICES", "no-driver", 1);
+  ranks_script(without_driver, NULL, 2, RANKS_WITHIN(20), status);
+  unsetenv("HOSTCUDA_DEVICES");
+  CHECK(ranks_exited_well(status, 2));
 }
 
 /* A stream synchronised by the program itself, as programs do. */
@@ -1158,6 +1527,57 @@ static void test_lost(void) {
   check_fate(o, 1, CDDP_PEER_LOST, "left the group");
 }
 
+/* The victim does not come to the others' second operation. */
+static int stay_away(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  while (cddp_rank(g) == o->victim && f->result == CDDP_OK) {
+    ranks_sleep(0.001);
+    f->result = cddp__check_group(g);
+  }
+  if (cddp_rank(g) != o->victim) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+/* Failures over hosts: who dies alone on a host, leads others there, or is led. */
+static void test_failing_hosts(void) {
+  static const struct {
+    const char *hosts;
+    int victim;
+  } cases[] = {{"ab", 1}, {"abb", 1}, {"abba", 2}, {"abcdee", 3}};
+  ordeal *o = ordeal_new(NULL);
+  char says[64];
+  size_t c;
+  int i, way;
+  for (c = 0; c < 4; c += RANKS_TSAN ? 3 : 1)
+    for (way = 0; way < 4; way++) {
+      if (way % 2 != 0 && (way == 1) != (c % 2 == 0)) continue; /* enough */
+      memset(o, 0, sizeof *o);
+      o->victim = cases[c].victim;
+      o->fn = way == 0 ? die_before : way == 1 ? die_in_step : way == 2 ? disagree : stay_away;
+      if (way == 3) o->timeout_s = RANKS_SLOW ? 2 : 0.3;
+      if (way == 0 && c % 2 != 0) { /* NCCL's connections end too */
+        o->environment = "HOSTNCCL_TRANSPORT";
+        o->value = "net";
+      }
+      endure_on(o, cases[c].hosts);
+      snprintf(says, sizeof says, way == 2 ? "rank %d called all_reduce(count 11" : "rank %d (pid ",
+               o->victim);
+      for (i = 0; i < (int)strlen(cases[c].hosts); i++) {
+        if (i == o->victim && way < 2) continue;
+        check_fate(o, i, way < 2 ? CDDP_PEER_LOST : way == 2 ? CDDP_MISMATCH : CDDP_TIMEOUT, says);
+        if (way < 2) CHECK(o->fates[i].when - o->began < RANKS_WITHIN(2));
+      }
+    }
+  memset(o, 0, sizeof *o); /* while communicators connect */
+  o->victim = 1;
+  o->fuse = RANKS_SLOW ? 0.9 : 0.3;
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "init:1@1";
+  endure_on(o, "aba");
+  for (i = 0; i < 3; i += 2) check_fate(o, i, CDDP_PEER_LOST, "rank 1 (pid ");
+}
+
 /* A device that fails on rank 1, in an operation that rank 0 never comes to. */
 static int fault(cddp_group *g, ordeal *o, fate *f) {
   float *x = (float *)cddp_alloc(g, 4000);
@@ -1186,6 +1606,48 @@ static int lone_graph(cddp_group *g, ordeal *o, fate *f) {
   cudaGraphDestroy(graph);
   cddp_set_stream(g, NULL);
   cudaStreamDestroy(s);
+  return 0;
+}
+
+/* A graph that has been launched on all ranks; then rank 0 goes, in one of three ways. Rank 1 may
+   go on, unless it has the graph still and rank 0 died. */
+static int graph_over(cddp_group *g, ordeal *o, fate *f) {
+  enum { LEAVES, DIES_WITHOUT_GRAPHS, DIES };
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  double until;
+  left_s = 0.1;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_OK(cddp_all_reduce(g, x, 20, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  CHECK_EQ(cddp__load32(&cddp__plane_of(g)->graphs->alive), 1);
+  CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+  CHECK_OK(cddp_synchronize(g));
+  cudaGraphDestroy(graph);
+  CHECK_EQ(cddp__load32(&cddp__plane_of(g)->graphs->alive), 1);
+  if (o->victim == DIES_WITHOUT_GRAPHS || cddp_rank(g) == 0) {
+    cudaGraphExecDestroy(exec);
+    exec = NULL;
+    CHECK_EQ(cddp__load32(&cddp__plane_of(g)->graphs->alive), 0);
+  }
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 0 && o->victim != LEAVES) raise(SIGKILL);
+  if (cddp_rank(g) != 0) {
+    while (!cddp__rank_gone(g, 0)) ranks_sleep(0.001);
+    for (until = test_now() + 2.5 * left_s; test_now() < until; ranks_sleep(0.01)) {}
+    f->result = cddp_synchronize(g);
+    snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  }
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  if (f->result != CDDP_OK) cddp__fail(f->result, "%s", f->text);
   return 0;
 }
 
@@ -1241,6 +1703,13 @@ static void test_device_failures(void) {
   o->timeout_s = RANKS_SLOW ? 2 : 0.5;
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "timed out after");
+  for (i = 0; i < 3; i++) {
+    memset(o, 0, sizeof *o);
+    o->fn = graph_over;
+    o->victim = i;
+    endure(o, 2);
+    check_fate(o, 1, i < 2 ? CDDP_OK : CDDP_PEER_LOST, i < 2 ? "" : "rank 0 (pid ");
+  }
   memset(o, 0, sizeof *o);
   o->fn = capture_too_early;
   endure(o, 2);
@@ -1251,7 +1720,7 @@ static void test_stall(void) {
   ordeal *o = ordeal_new(die_before);
   int i;
   o->victim = -1;
-  o->timeout_s = RANKS_SLOW ? 2 : 0.5;
+  o->timeout_s = RANKS_SLOW ? 2 : 0.3;
   o->environment = "HOSTNCCL_FAIL";
   o->value = "stall:4@1";
   endure(o, 3);
@@ -1335,14 +1804,20 @@ int main(void) {
   RUN(test_collectives);
   RUN(test_streams);
   RUN(test_groups);
+  RUN(test_hosts);
   RUN(test_training);
+  RUN(test_training_over_hosts);
   RUN(test_training_options);
+  RUN(test_checkpoints);
   RUN(test_graph);
   RUN(test_training_staged);
   RUN(test_steps);
+  RUN(test_threads);
   RUN(test_no_device);
+  RUN(test_no_driver);
   RUN(test_mismatch);
   RUN(test_lost);
+  RUN(test_failing_hosts);
   RUN(test_stall);
   RUN(test_device_failures);
   RUN(test_injection);

@@ -64,7 +64,13 @@ struct CUevent_st {
 
 struct CUgraphNode_st { hostcuda_op op; deps after; };
 
-struct CUgraph_st { struct CUgraphNode_st *nodes; int count, refs; };
+struct CUuserObject_st { struct CUuserObject_st *next; void *p; cudaHostFn_t destroy; };
+
+struct CUgraph_st {
+  struct CUgraphNode_st *nodes;
+  int count, refs;
+  cudaUserObject_t objects; /* destroyed with the graph */
+};
 
 struct CUgraphExec_st { cudaGraph_t graph; uint64_t random; };
 
@@ -947,12 +953,57 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
   return unlocked(cudaSuccess);
 }
 
+/* Of a stream that is not being captured only the status is told. */
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                        unsigned long long *id, cudaGraph_t *graph,
+                                        const cudaGraphNode_t **dependencies, size_t *count) {
+  cudaError_t e = cudaStreamIsCapturing(stream, status);
+  cudaStream_t s;
+  if (e != cudaSuccess) return e;
+  REQUIRE(dependencies == NULL && count == NULL, cudaErrorInvalidValue);
+  lock();
+  s = find(stream);
+  if (s->capture != NULL) {
+    if (id != NULL) *id = s->capture->id;
+    if (graph != NULL) *graph = s->capture->graph;
+  }
+  return unlocked(cudaSuccess);
+}
+
+cudaError_t cudaUserObjectCreate(cudaUserObject_t *object, void *p, cudaHostFn_t destroy,
+                                 unsigned references, unsigned flags) {
+  ENTER("cudaUserObjectCreate");
+  REQUIRE(object != NULL && destroy != NULL && references == 1, cudaErrorInvalidValue);
+  REQUIRE(flags == cudaUserObjectNoDestructorSync, cudaErrorInvalidValue);
+  *object = (cudaUserObject_t)allocate(sizeof **object);
+  (*object)->p = p;
+  (*object)->destroy = destroy;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count,
+                                      unsigned flags) { /* its only one, taken over */
+  ENTER("cudaGraphRetainUserObject");
+  REQUIRE(graph != NULL && object != NULL && count == 1, cudaErrorInvalidValue);
+  REQUIRE(flags == cudaGraphUserObjectMove, cudaErrorInvalidValue);
+  lock();
+  object->next = graph->objects;
+  graph->objects = object;
+  return unlocked(cudaSuccess);
+}
+
 static void unref_graph(cudaGraph_t graph) {
+  cudaUserObject_t o;
   int i;
   lock();
   i = --graph->refs;
   unlock();
   if (i > 0) return;
+  while ((o = graph->objects) != NULL) {
+    graph->objects = o->next;
+    o->destroy(o->p);
+    free(o);
+  }
   for (i = 0; i < graph->count; i++) {
     drop(&graph->nodes[i].op);
     free(graph->nodes[i].after.node);
