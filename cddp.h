@@ -910,9 +910,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    SEVERAL HOSTS. The ranks of a host work as above. Leaders, one for each host in a group, carry
    the lines of a step to each other, large arrays go from host to host in slices, one for each rank
    (>>hosts), on connections that are made when first used (>>links). Each host has a board of its
-   own: a failure is told to the others' leaders, and a rank that dies is named there by the ranks
-   of its own host, or by the connection that ends. A host that is cut off is noticed by the
-   deadline, or by TCP after 20 s.
+   own: a failure is told to the others, and how a rank died by the ranks of its own host, which
+   alone can see it; without one there the end of its connection has to do. A host that is cut off
+   is noticed by the deadline, or by TCP after 20 s.
 
    DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
@@ -1073,6 +1073,8 @@ typedef struct cddp__board {
   uint32_t spare;
   char broken_text[CDDP__ERROR_MAX]; /* valid when broken >= 2 */
   unsigned char pad4[CDDP__CACHE_LINE - 16];
+  cddp__atomic_u32 cause; /* 0, CDDP__BREAKING, or 2 + what a loss to come is due to */
+  char cause_text[CDDP__ERROR_MAX]; /* valid when cause >= 2 */
 } cddp__board;
 #define CDDP__BREAKING 0x80000000u /* the rank writes the text */
 
@@ -1707,7 +1709,11 @@ typedef struct cddp__link {
   uint64_t pass;                  /* of its group, in which it was found busy */
   size_t sent, got;               /* bytes of the current ones, heads included */
   unsigned char out_head[CDDP__LINK_HEAD], in_head[CDDP__LINK_HEAD];
-  cddp__letter *letters, *last_letter; /* MAIL: to be sent, or the one that is coming in */
+  cddp__letter *letters, *last_letter; /* MAIL: to be sent, or the one that is coming in; else a
+                                          reason for leaving, as it comes in */
+  bool quiet;        /* COLLECTIVE: up, and no message is half sent; writer: the owner, fail_lock */
+  bool parting;      /* the other side's goodbye has begun, its reason follows */
+  cddp_result told;  /* of that reason, whose text is in letters; CDDP_OK: none */
 } cddp__link;
 enum { CDDP__LINK_CONNECTING, CDDP__LINK_SHAKING, CDDP__LINK_UP, CDDP__LINK_DEAD };
 enum { CDDP__LINK_COLLECTIVE, CDDP__LINK_MAIL, CDDP__LINK_WATCH, CDDP__LINK_ABORT };
@@ -1739,6 +1745,8 @@ typedef struct cddp__net {
   unsigned char token[16]; /* of the job; whoever knows it came through the store */
   char *secret;            /* NULL: none */
   int listener;
+  cddp__atomic_u32 loss;           /* 0, CDDP__BREAKING, or 2: a group of this rank has lost one, */
+  char loss_text[CDDP__ERROR_MAX]; /* in words */
   pthread_mutex_t lock;            /* guards the rest */
   cddp__link *strangers;           /* have not said hello; newest first */
   int stranger_count;
@@ -1787,6 +1795,7 @@ typedef struct cddp__hosts {
   unsigned char *lines;    /* leaders: all hosts' lines on the wire, this host's first */
   int *line_at;            /* [count] index in lines of each host's first */
   int lowest_remote;       /* the lowest rank on another host */
+  bool apart;              /* this rank's step is one of its host alone */
   char *stage;             /* what is on its way to or from other hosts */
   size_t stage_size;
   char **scratch;          /* [locals] shared: pieces of buffers that are not */
@@ -6427,14 +6436,22 @@ static void *cddp__slot_of(const cddp_group *g, int rank, uint32_t step) {
 /* --- failure: the first rank to notice one writes it on the board; all calls of all ranks then
  * return it --- */
 
+/* Keeps the first loss of any group, for those who wait for this rank in another one. */
+static void cddp__note_loss(cddp__net *n, const char *text) {
+  if (n == NULL || !cddp__swap32(&n->loss, 0, CDDP__BREAKING)) return;
+  snprintf(n->loss_text, sizeof n->loss_text, "%s", text);
+  cddp__store32(&n->loss, 2);
+}
+
 /* Keeps the group's failure for this rank's later calls and makes it this thread's error. */
 static cddp_result cddp__fail_group(cddp_group *g, cddp_result r, const char *text) {
   pthread_mutex_lock(&g->fail_lock);
   if (!g->failed) {
-    if (g->hosts != NULL) g->hosts->ops->hang_up(g);
     g->failed = true;
     g->fail_result = r;
     snprintf(g->fail_text, sizeof g->fail_text, "%s", text);
+    if (r == CDDP_PEER_LOST) cddp__note_loss(g->host->net, text);
+    if (g->hosts != NULL) g->hosts->ops->hang_up(g);
   }
   r = cddp__fail(g->fail_result, "%s", g->fail_text);
   pthread_mutex_unlock(&g->fail_lock);
@@ -6511,6 +6528,30 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool tell) {
 
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   return cddp__break_here(g, r, true);
+}
+
+/* Keeps what a rank that left has said of another one's death: no failure of this group yet, but
+   what one to come is due to. Whether it is the first such word. */
+static bool cddp__note_cause(cddp_group *g, cddp_result r, const char *text) {
+  if (!cddp__swap32(&g->board->cause, 0, CDDP__BREAKING)) return false;
+  snprintf(g->board->cause_text, sizeof g->board->cause_text, "%s", text);
+  cddp__store32(&g->board->cause, 2 + (uint32_t)r);
+  return true;
+}
+
+static bool cddp__has_cause(const cddp_group *g) {
+  uint32_t cause = cddp__load32(&g->board->cause);
+  return cause >= 2 && (cause & CDDP__BREAKING) == 0;
+}
+
+/* Breaks the group over the loss of a rank, with this thread's error text. One that left, or is on
+   another host, may be gone because of somebody else: who has said so is believed. */
+static cddp_result cddp__break_lost(cddp_group *g, int rank) {
+  bool seen = g->members[rank] >= 0 &&
+              cddp__load32(&cddp__seat_of(g, rank)->state) != CDDP__SEAT_LEFT;
+  if (seen || !cddp__has_cause(g)) return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break(g, cddp__fail((cddp_result)(cddp__load32(&g->board->cause) - 2), "%s",
+                                   g->board->cause_text));
 }
 
 /* This group's failure for a call that begins, CDDP_OK when it is healthy. */
@@ -6674,6 +6715,12 @@ static bool cddp__rank_missing(const cddp_group *g, int p) {
   return g->crowded && cddp__load32(&g->board->release) != g->step;
 }
 
+/* The same, or the step still lacks other hosts: until they have come all ranks here are needed. */
+static bool cddp__rank_needed(const cddp_group *g, int p) {
+  if (cddp__rank_missing(g, p)) return true;
+  return g->hosts != NULL && !g->hosts->apart && cddp__rank_missing(g, g->hosts->lowest_remote);
+}
+
 /* Breaks the group if a rank that this step waits for is gone. */
 static cddp_result cddp__look_after_peers(cddp_group *g) {
   char loss[320], what[320];
@@ -6681,12 +6728,12 @@ static cddp_result cddp__look_after_peers(cddp_group *g) {
   if (g->hosts != NULL) g->hosts->ops->look(g);
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->members[p] < 0) continue;
-    if (!cddp__rank_missing(g, p) || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_missing(g, p)) continue; /* its last word had just come */
+    if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
+    if (!cddp__rank_needed(g, p)) continue; /* its last word had just come */
     cddp__describe_loss(g, p, loss, sizeof loss);
     cddp__describe_here(g, what, sizeof what);
     cddp__fail(CDDP_PEER_LOST, "%s; rank %d was waiting for it in %s", loss, g->rank, what);
-    return cddp__break(g, CDDP_PEER_LOST);
+    return cddp__break_lost(g, p);
   }
   return CDDP_OK;
 }
@@ -6967,7 +7014,9 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
    whatever group, also accepts, and lays links of others aside until their group asks for them.
    Who says nothing, or nonsense, is dropped after CDDP__STRANGER_S or at once, and costs a
    descriptor until then. Messages of collectives carry a head with their number and size: both
-   sides know what must come next, so a stream that is out of step is seen at once. */
+   sides know what must come next, so a stream that is out of step is seen at once. Who leaves says
+   goodbye in the same form, and why if its group has failed or it has seen a rank die: so whoever
+   finds a link ended finds the cause before the end. */
 
 #define CDDP__LINK_MAGIC 0x4b4c4443u    /* "CDLK", opens a link */
 #define CDDP__MESSAGE_MAGIC 0x534d4443u /* "CDMS", begins a message */
@@ -6978,7 +7027,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
 #define CDDP__STRANGER_S 5.0 /* for the hello and the proof */
 #endif
 #define CDDP__UNANSWERED_MS 20000 /* after which the system gives a connection up */
-#define CDDP__ABORT_BYTES (4 + CDDP__ERROR_MAX)
+#define CDDP__REASON_BYTES (4 + CDDP__ERROR_MAX)
+#define CDDP__HEARSAY 0x80000000u /* in a reason: the group has not failed, but a rank has died */
 enum { CDDP__MESSAGE_DATA = 1, CDDP__MESSAGE_BYE };
 #define CDDP__LEFT (-1) /* in link.error: the other side said goodbye */
 
@@ -7197,45 +7247,123 @@ static void cddp__message_head(unsigned char *head, uint32_t number, uint64_t si
   cddp__put32(head + 16, type);
 }
 
-/* Says goodbye, if no message is half sent; what the other side sent last is not for anybody. */
-static void cddp__link_leave(cddp__link *l) {
-  unsigned char rest[4096];
-  if (l->state == CDDP__LINK_UP && l->sent == 0) {
-    cddp__message_head(l->out_head, l->sent_count, 0, CDDP__MESSAGE_BYE);
-    (void)cddp__link_io(l, l->out_head, CDDP__LINK_HEAD, &l->sent, true);
+static bool cddp__message_bye(const cddp__link *l) {
+  return cddp__get32(l->in_head) == CDDP__MESSAGE_MAGIC &&
+         cddp__get32(l->in_head + 16) == CDDP__MESSAGE_BYE;
+}
+
+/* --- reasons: why a group has failed, or what it will fail of --- */
+
+static void cddp__put_reason(unsigned char body[CDDP__REASON_BYTES], uint32_t code,
+                             const char *text) {
+  memset(body, 0, CDDP__REASON_BYTES);
+  cddp__put32(body, code);
+  snprintf((char *)body + 4, CDDP__ERROR_MAX, "%s", text);
+}
+
+/* Takes in what is left of a reason, into l->letters; `have` bytes of it are at begun already. As
+   cddp__link_io. */
+static int cddp__link_reason(const cddp__net *n, cddp__link *l, const void *begun, size_t have) {
+  if (l->letters == NULL) {
+    l->letters =
+        (cddp__letter *)cddp__malloc(&n->allocator, sizeof *l->letters + CDDP__REASON_BYTES);
+    if (l->letters == NULL) {
+      cddp__link_end(l, ENOMEM);
+      return -1;
+    }
+    l->letters->next = NULL;
+    l->got = cddp__min(have, CDDP__REASON_BYTES);
+    if (have > 0) memcpy(l->letters + 1, begun, l->got);
   }
+  return cddp__link_io(l, l->letters + 1, CDDP__REASON_BYTES, &l->got, false);
+}
+
+/* The result of a reason that is there; CDDP_OK if it makes no sense. */
+static cddp_result cddp__read_reason(const cddp__link *l, bool *hearsay) {
+  unsigned char *body = (unsigned char *)(l->letters + 1);
+  uint32_t code = cddp__get32(body) & ~CDDP__HEARSAY;
+  *hearsay = (cddp__get32(body) & CDDP__HEARSAY) != 0;
+  body[CDDP__REASON_BYTES - 1] = 0;
+  return code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_OK;
+}
+
+static const char *cddp__reason_text(const cddp__link *l) {
+  return (const char *)(l->letters + 1) + 4;
+}
+
+/* Says goodbye, in one piece or not at all. reason: NULL without one. */
+static void cddp__link_part(const cddp__link *l, const unsigned char *reason) {
+  unsigned char bye[CDDP__LINK_HEAD + CDDP__REASON_BYTES];
+  size_t size = reason != NULL ? CDDP__REASON_BYTES : 0;
+  cddp__message_head(bye, l->sent_count, size, CDDP__MESSAGE_BYE);
+  if (size > 0) memcpy(bye + CDDP__LINK_HEAD, reason, size);
+  (void)!CDDP__SEND(l->fd, bye, CDDP__LINK_HEAD + size, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+/* Says goodbye, if no message is half sent; what the other side sent last is not for anybody. */
+static void cddp__link_leave(cddp__link *l, const unsigned char *reason) {
+  unsigned char rest[4096];
+  if (l->state == CDDP__LINK_UP && l->sent == 0) cddp__link_part(l, reason);
   while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
+}
+
+/* Goes on with a goodbye whose head, and `have` bytes behind it, have come. 0: more is to come; -1:
+   the link has ended. */
+static int cddp__link_goodbye(const cddp__net *n, cddp__link *l, const void *begun, size_t have) {
+  uint64_t size = cddp__get64(l->in_head + 8);
+  bool hearsay;
+  int done;
+  l->parting = true;
+  if (size != 0 && size != CDDP__REASON_BYTES) {
+    cddp__link_end(l, EPROTO);
+  } else if (size != 0) {
+    if ((done = cddp__link_reason(n, l, begun, have)) <= 0) return done;
+    l->told = cddp__read_reason(l, &hearsay);
+  }
+  cddp__link_end(l, CDDP__LEFT);
+  return -1;
+}
+
+/* The link has ended, but perhaps not everything that its other side said has been read. */
+static void cddp__link_hear_out(const cddp__net *n, cddp__link *l) {
+  unsigned char rest[4096];
+  while (!l->parting) {
+    size_t whole;
+    if (l->got < CDDP__LINK_HEAD &&
+        cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) != 1)
+      return;
+    if (cddp__message_bye(l)) break;
+    whole = CDDP__LINK_HEAD + (size_t)cddp__get64(l->in_head + 8);
+    if (cddp__get32(l->in_head) != CDDP__MESSAGE_MAGIC || whole < CDDP__LINK_HEAD) return;
+    while (l->got < whole) {
+      ssize_t got = CDDP__RECV(l->fd, rest, cddp__min(sizeof rest, whole - l->got), MSG_DONTWAIT);
+      if (got <= 0) return;
+      l->got += (size_t)got;
+    }
+    l->got = 0;
+  }
+  if (l->told == CDDP_OK) (void)cddp__link_goodbye(n, l, NULL, 0);
 }
 
 /* --- whoever calls this rank --- */
 
 /* A rank of another host says why a group is broken: so is it here. net.lock held. */
 static void cddp__link_abort(cddp__net *n, cddp__link *l) {
-  cddp__letter *letter = l->letters;
-  unsigned char *body;
-  char text[CDDP__ERROR_MAX];
-  uint32_t code;
+  char kept[CDDP__ERROR_MAX];
+  cddp_result code;
   cddp_group *g;
-  if (letter == NULL) {
-    letter = (cddp__letter *)cddp__malloc(&n->allocator, sizeof *letter + CDDP__ABORT_BYTES);
-    if (letter != NULL) letter->next = NULL;
-    l->letters = letter;
-    if (letter == NULL) cddp__link_end(l, ENOMEM);
-    if (letter == NULL) return;
+  bool hearsay;
+  if (cddp__link_reason(n, l, NULL, 0) != 1) return;
+  code = cddp__read_reason(l, &hearsay);
+  for (g = n->groups; g != NULL; g = g->hosts->next) {
+    if (g->id != l->group || code == CDDP_OK) continue;
+    memcpy(kept, cddp__error_text, sizeof kept);
+    if (hearsay)
+      cddp__note_cause(g, code, cddp__reason_text(l));
+    else
+      (void)cddp__break_here(g, cddp__fail(code, "%s", cddp__reason_text(l)), false);
+    memcpy(cddp__error_text, kept, sizeof kept);
   }
-  body = (unsigned char *)(letter + 1);
-  if (cddp__link_io(l, body, CDDP__ABORT_BYTES, &l->got, false) != 1) return;
-  code = cddp__get32(body);
-  memcpy(text, body + 4, sizeof text);
-  text[sizeof text - 1] = 0;
-  for (g = n->groups; g != NULL; g = g->hosts->next)
-    if (g->id == l->group && code > CDDP_OK && code < CDDP__RESULT_COUNT) {
-      char kept[CDDP__ERROR_MAX];
-      memcpy(kept, cddp__error_text, sizeof kept);
-      cddp__fail((cddp_result)code, "%s", text);
-      (void)cddp__break_here(g, (cddp_result)code, false);
-      memcpy(cddp__error_text, kept, sizeof kept);
-    }
   cddp__link_end(l, 0);
 }
 
@@ -7285,7 +7413,7 @@ static void cddp__net_look(cddp__net *n) {
     *at = l->next;
     n->stranger_count--;
     if (l->state != CDDP__LINK_DEAD && cddp__net_has_left(n, l->group)) {
-      cddp__link_leave(l);
+      cddp__link_leave(l, NULL);
       cddp__link_free(n, l);
     } else if (l->state == CDDP__LINK_DEAD) {
       cddp__link_free(n, l);
@@ -7396,14 +7524,17 @@ static bool cddp__message_good(const cddp__link *l, uint64_t size) {
 }
 
 /* Receives what is left of the message that must come now. As cddp__link_push. */
-static int cddp__link_pull(cddp__link *l, void *data, size_t size) {
+static int cddp__link_pull(const cddp__net *net, cddp__link *l, void *data, size_t size) {
+  if (l->parting) return cddp__link_goodbye(net, l, NULL, 0);
   while (l->got < CDDP__LINK_HEAD + size) {
     bool headless = l->got < CDDP__LINK_HEAD;
     ssize_t n = cddp__link_vector(l, l->in_head, data, size, l->got, false);
     if (n > 0) {
       l->got += (size_t)n;
       if (!headless || l->got < CDDP__LINK_HEAD || cddp__message_good(l, size)) continue;
-      cddp__link_end(l, cddp__get32(l->in_head + 16) == CDDP__MESSAGE_BYE ? CDDP__LEFT : EPROTO);
+      if (cddp__message_bye(l))
+        return cddp__link_goodbye(net, l, data, l->got - CDDP__LINK_HEAD);
+      cddp__link_end(l, EPROTO);
       return -1;
     }
     if (n < 0 && errno == EINTR) continue;
@@ -8941,7 +9072,7 @@ static cddp_result cddp__check_peer(cddp_group *g, int peer, const char *what, i
   if (peer == g->rank || !cddp__rank_gone(g, peer)) return CDDP_OK;
   cddp__describe_loss(g, peer, loss, sizeof loss);
   cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in %s it, tag %d", loss, g->rank, what, tag);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break_lost(g, peer);
 }
 
 /* Waits for mail with a deadline and an eye on the peer. what: "recv(...) from", for messages. */
@@ -9063,9 +9194,12 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
    takes them; the rest is copied and goes out in later calls, of any group. Whatever comes is read
    into memory, unless nobody waits for it and 256 MiB have come already.
 
-   FAILURE. Whoever breaks the group tells the ranks of the other hosts by a link of its own and
-   ends its collective links, which others see at once. A link that ends gives the news CDDP__NEWS_S
-   to arrive before it is a failure itself.
+   FAILURE. Whoever breaks the group tells the ranks of the other hosts by a link of its own; every
+   rank then says why on its collective links and ends them, which others see at once. How a rank
+   died is known on its own host only: who finds its link ended gives the ranks there CDDP__CAUSE_S
+   to tell. A rank that leaves a healthy group says, as hearsay, that one of its host has died or
+   that another group of its own has failed of a loss: nobody's call fails of that, but one that
+   fails of a loss then names the dead.
 
    WHAT IT COSTS, reckoned for 4,096 ranks on 512 hosts of 8, 25 us from host to host, 100 Gbit/s
    for each host; tests/bench/scale.md has the sums. Start-up: each leader puts 27 bytes a rank into
@@ -9076,6 +9210,7 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
 
 #define CDDP__DIRECT_HOSTS 8 /* above, lines go by rounds */
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
+#define CDDP__CAUSE_S 0.5    /* the same where other ranks may have seen how one ended */
 #define CDDP__LINE_BYTES 64  /* of a line on the wire */
 #define CDDP__PIECE ((size_t)256 << 10) /* bytes of a part of a piece; of all parts at most: */
 #define CDDP__PIECE_MOST ((size_t)2 << 20)
@@ -9130,11 +9265,12 @@ static void cddp__mail_push(cddp_group *g, cddp__link *l) {
   }
 }
 
-/* Notes that a peer is gone, once. */
+/* Notes that a peer is gone, once, and why, if it said so. */
 static void cddp__fate(cddp_group *g, int rank, const cddp__link *l) {
   cddp__hosts *x = g->hosts;
+  if (l->told != CDDP_OK) cddp__note_cause(g, l->told, cddp__reason_text(l));
   if (cddp__fate_of(g, rank) != CDDP__FATE_ALIVE) return;
-  x->fate_times[rank] = cddp__now();
+  x->fate_times[rank] = l->told != CDDP_OK ? 0 : cddp__now();
   x->fate_errors[rank] = l->error;
   cddp__store32(&x->fates[rank], CDDP__FATE_LOST);
 }
@@ -9150,16 +9286,18 @@ static void cddp__mail_flush(cddp_group *g) { /* mail_lock held */
   }
 }
 
-/* A watch link carries nothing; it ends when its other side does. */
+/* A watch link carries nothing but a goodbye; it ends when its other side does. */
 static void cddp__mail_watch(cddp_group *g, cddp__link *l) {
-  unsigned char byte;
-  size_t got = 0;
   if (l->state == CDDP__LINK_DEAD || !cddp__link_shake(g->hosts->net, l)) {
     if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
     return;
   }
-  (void)cddp__link_io(l, &byte, 1, &got, false);
-  if (got > 0) cddp__link_end(l, CDDP__LEFT); /* the first byte of a goodbye */
+  if (l->parting || cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) == 1) {
+    if (cddp__message_bye(l))
+      (void)cddp__link_goodbye(g->hosts->net, l, NULL, 0);
+    else
+      cddp__link_end(l, EPROTO);
+  }
   if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
 }
 
@@ -9195,57 +9333,93 @@ static void cddp__hosts_look(cddp_group *g) {
 /* --- failure --- */
 
 static void cddp__hosts_hang_up(cddp_group *g) { /* fail_lock held */
+  unsigned char reason[CDDP__REASON_BYTES];
   int p;
-  for (p = 0; p < g->size; p++)
-    if (g->hosts->links[p] != NULL) shutdown(g->hosts->links[p]->fd, SHUT_WR);
+  cddp__put_reason(reason, (uint32_t)g->fail_result, g->fail_text);
+  for (p = 0; p < g->size; p++) {
+    cddp__link *l = g->hosts->links[p];
+    if (l == NULL) continue;
+    if (l->quiet) cddp__link_part(l, reason);
+    shutdown(l->fd, SHUT_WR);
+  }
 }
 
-/* Sends the news to the next ranks from *next on; returns how many connections. */
-static int cddp__abort_call(cddp_group *g, int *next, cddp__link **links, int most) {
-  cddp__hosts *x = g->hosts;
+/* Who is to be told of a failure: the ranks of a group that are on other hosts; of large groups
+   their leaders. */
+typedef struct cddp__audience {
+  const cddp__net *net;
+  uint64_t group;
+  int size;
+  const int *world, *number; /* [size] as in cddp_group, cddp__hosts; NULL: of the job itself */
+} cddp__audience;
+
+/* Calls the next of them from *next on; returns how many connections. */
+static int cddp__abort_call(const cddp__audience *a, int *next, cddp__link **links, int most) {
   int n = 0;
-  for (; *next < g->size && n < most; ++*next) {
-    if (x->host_of[*next] == x->mine) continue;
-    if (g->size > 64 && x->number[*next] != 0) continue;
-    links[n] = cddp__link_call(x->net, g->world[*next], CDDP__LINK_ABORT, g->id);
+  for (; *next < a->size && n < most; ++*next) {
+    int rank = a->world != NULL ? a->world[*next] : *next;
+    const cddp__home *home = &a->net->homes[rank];
+    if (home->host == a->net->host) continue;
+    if (a->size > 64 && (a->number != NULL ? a->number[*next] : home->index) != 0) continue;
+    links[n] = cddp__link_call(a->net, rank, CDDP__LINK_ABORT, a->group);
     if (links[n] != NULL) n++;
   }
   return n;
 }
 
-/* Tells ranks of the other hosts (in large groups their leaders) why the group is broken. Without a
-   secret they need not be listening; with one, those that wait do. */
-static void cddp__hosts_abort(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
-  unsigned char body[CDDP__ABORT_BYTES];
+/* Tells them why the group is broken, or will be. Without a secret they need not be listening; with
+   one, those that wait do. */
+static void cddp__tell_all(const cddp__audience *a, uint32_t code, const char *text) {
+  unsigned char body[CDDP__REASON_BYTES];
   cddp__link *links[32];
   char kept[CDDP__ERROR_MAX];
   double deadline = cddp__now() + 0.3;
   int next = 0, n, i, left;
   memcpy(kept, cddp__error_text, sizeof kept);
-  memset(body, 0, sizeof body);
-  cddp__put32(body, cddp__load32(&g->board->broken) - 2);
-  memcpy(body + 4, g->board->broken_text, CDDP__ERROR_MAX);
-  while ((n = cddp__abort_call(g, &next, links, 32)) > 0) {
+  cddp__put_reason(body, code, text);
+  while ((n = cddp__abort_call(a, &next, links, 32)) > 0) {
     do {
       for (i = left = 0; i < n; i++) {
-        if (cddp__link_shake(x->net, links[i]) &&
+        if (cddp__link_shake(a->net, links[i]) &&
             cddp__link_io(links[i], body, sizeof body, &links[i]->sent, true) == 1)
           cddp__link_end(links[i], 0);
         left += links[i]->state != CDDP__LINK_DEAD;
       }
       if (left > 0) cddp__sleep(2e-4);
     } while (left > 0 && cddp__now() < deadline);
-    for (i = 0; i < n; i++) cddp__link_free(x->net, links[i]);
+    for (i = 0; i < n; i++) cddp__link_free(a->net, links[i]);
   }
   memcpy(cddp__error_text, kept, sizeof kept);
 }
 
-/* Gives the cause of a failure that this rank sees the effect of a moment to arrive. */
-static cddp_result cddp__hosts_news(cddp_group *g) {
-  double deadline = cddp__now() + CDDP__NEWS_S;
+static void cddp__hosts_tell(cddp_group *g, uint32_t code, const char *text) {
+  cddp__audience a;
+  a.net = g->hosts->net;
+  a.group = g->id;
+  a.size = g->size;
+  a.world = g->world;
+  a.number = g->hosts->number;
+  cddp__tell_all(&a, code, text);
+}
+
+static void cddp__hosts_abort(cddp_group *g) {
+  cddp__hosts_tell(g, cddp__load32(&g->board->broken) - 2, g->board->broken_text);
+}
+
+/* How long the cause of a link's end may take: one that said goodbye has said it, and a rank that
+   was alone on its host has nobody who could. */
+static double cddp__news_time(const cddp_group *g, int rank, int error) {
+  const cddp__hosts *x = g->hosts;
+  int host = x->host_of[rank];
+  bool alone = x->first[host + 1] - x->first[host] == 1;
+  return error == CDDP__LEFT || alone ? CDDP__NEWS_S : CDDP__CAUSE_S;
+}
+
+/* Gives the cause of a failure that this rank sees the effect of some time to arrive. */
+static cddp_result cddp__hosts_news(cddp_group *g, double time) {
+  double deadline = cddp__now() + time;
   cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && cddp__now() < deadline) {
+  while (r == CDDP_OK && !cddp__has_cause(g) && cddp__now() < deadline) {
     cddp__hosts_look(g);
     if ((r = cddp__check_board(g)) == CDDP_OK) r = cddp__look_after_peers(g);
     if (r == CDDP_OK) cddp__sleep(5e-4);
@@ -9254,15 +9428,21 @@ static cddp_result cddp__hosts_news(cddp_group *g) {
 }
 
 /* A collective link has ended. */
-static cddp_result cddp__hosts_lost(cddp_group *g, const cddp__link *l) {
+static cddp_result cddp__hosts_lost(cddp_group *g, cddp__link *l) {
   char who[160], how[128], what[320];
-  cddp_result r = cddp__hosts_news(g);
+  cddp_result r;
+  if (l->error != EPROTO) cddp__link_hear_out(g->hosts->net, l);
+  if (l->told != CDDP_OK) {
+    cddp__fail(l->told, "%s", cddp__reason_text(l));
+    return cddp__break_here(g, l->told, false); /* it has told the others too */
+  }
+  r = cddp__hosts_news(g, cddp__news_time(g, l->rank, l->error));
   if (r != CDDP_OK) return r;
   cddp__name_rank(g, l->rank, who, sizeof who);
   cddp__describe_link_end(l, how, sizeof how);
   cddp__describe_here(g, what, sizeof what);
   cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was waiting for it in %s", who, how, g->rank, what);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break_lost(g, l->rank);
 }
 
 /* Nothing has come from a rank until the deadline. */
@@ -9270,7 +9450,7 @@ static cddp_result cddp__hosts_late(cddp_group *g, int rank) {
   const cddp__hosts *x = g->hosts;
   int host = x->host_of[rank], others = x->first[host + 1] - x->first[host] - 1;
   char who[160], what[320], more[48] = "";
-  cddp_result r = cddp__hosts_news(g);
+  cddp_result r = cddp__hosts_news(g, CDDP__NEWS_S);
   if (r != CDDP_OK) return r;
   cddp__name_rank(g, rank, who, sizeof who);
   cddp__describe_here(g, what, sizeof what);
@@ -9297,7 +9477,11 @@ static void cddp__hosts_claim(cddp_group *g) {
       pthread_mutex_unlock(&g->fail_lock);
       continue;
     }
-    if (p < g->size && x->links[p]->mine) cddp__link_end(x->links[p], CDDP__LEFT);
+    if (p < g->size && x->links[p]->mine) {
+      cddp__link_hear_out(x->net, l);
+      if (l->told != CDDP_OK) cddp__note_cause(g, l->told, cddp__reason_text(l));
+      cddp__link_end(x->links[p], CDDP__LEFT);
+    }
     cddp__link_free(x->net, l);
   }
 }
@@ -9312,11 +9496,29 @@ static cddp_result cddp__hosts_watch(cddp_group *g, int rank) {
   for (l = g->hosts->watches; l != NULL; l = l->next) cddp__mail_watch(g, l);
   pthread_mutex_unlock(&g->mail_lock);
   if (cddp__fate_of(g, rank) == CDDP__FATE_ALIVE) return CDDP_OK;
-  if ((r = cddp__hosts_news(g)) != CDDP_OK) return r;
+  r = cddp__hosts_news(g, cddp__news_time(g, rank, g->hosts->fate_errors[rank]));
+  if (r != CDDP_OK) return r;
   cddp__describe_loss(g, rank, loss, sizeof loss);
   cddp__describe_here(g, what, sizeof what);
   cddp__fail(CDDP_PEER_LOST, "%s; rank %d was waiting for it in %s", loss, g->rank, what);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break_lost(g, rank);
+}
+
+/* In the middle of a collective no rank of this host ends in good order, whether it has announced
+   the step or not: each waits for the others before it is through. */
+static cddp_result cddp__hosts_mates(cddp_group *g) {
+  const cddp__hosts *x = g->hosts;
+  char loss[320], what[320];
+  int i;
+  for (i = 0; i < g->locals; i++) {
+    int p = x->ranks[x->first[x->mine] + i];
+    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
+    cddp__describe_loss(g, p, loss, sizeof loss);
+    cddp__describe_here(g, what, sizeof what);
+    cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in %s", loss, g->rank, what);
+    return cddp__break_lost(g, p);
+  }
+  return CDDP_OK;
 }
 
 /* Nothing could be moved: polls, then sleeps until a watched descriptor is ready, for at most a few
@@ -9347,6 +9549,7 @@ static cddp_result cddp__hosts_pause(cddp_group *g, cddp__patience *w, int late,
   if (joining || x->fds[w->nfds].revents != 0) cddp__hosts_look(g);
   if (now >= w->look) {
     if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
+    if ((r = cddp__hosts_mates(g)) != CDDP_OK) return r;
     cddp__hosts_claim(g);
     if (w->look > 0 && x->links[late] == NULL && (r = cddp__hosts_watch(g, late)) != CDDP_OK)
       return r;
@@ -9378,7 +9581,23 @@ static cddp_result cddp__hosts_link(cddp_group *g, int rank, cddp__link **link) 
   if (l->state < CDDP__LINK_UP) cddp__link_shake(x->net, l);
   if (l->state == CDDP__LINK_DEAD) return cddp__hosts_lost(g, l);
   if (l->state == CDDP__LINK_UP) *link = l;
+  if (l->state == CDDP__LINK_UP && !l->quiet && l->sent == 0) {
+    pthread_mutex_lock(&g->fail_lock);
+    l->quiet = true;
+    pthread_mutex_unlock(&g->fail_lock);
+  }
   return CDDP_OK;
+}
+
+/* cddp__link_push; whoever breaks the group meanwhile says so before or behind the message, not in
+   the middle. */
+static int cddp__hosts_push(cddp_group *g, cddp__link *l, const void *data, size_t size) {
+  int done;
+  pthread_mutex_lock(&g->fail_lock);
+  done = cddp__link_push(l, data, size);
+  l->quiet = done > 0;
+  pthread_mutex_unlock(&g->fail_lock);
+  return done;
 }
 
 /* Goes on with the messages of one direction. *left: how many there still are, *late: whose. */
@@ -9400,7 +9619,8 @@ static cddp_result cddp__deliver_some(cddp_group *g, cddp__patience *w, cddp__it
     if (l == NULL) cddp__watch_fd(g, w, x->links[it->rank], true);
     if (l == NULL || l->pass == x->pass) continue;
     before = out ? l->sent : l->got;
-    done = out ? cddp__link_push(l, it->data, it->size) : cddp__link_pull(l, it->data, it->size);
+    done = out ? cddp__hosts_push(g, l, it->data, it->size)
+               : cddp__link_pull(x->net, l, it->data, it->size);
     if (done < 0) return cddp__hosts_lost(g, l);
     if (done == 0) {
       *moved = *moved || (out ? l->sent : l->got) != before; /* slow is not late */
@@ -9538,6 +9758,7 @@ static cddp_result cddp__hosts_meet(cddp_group *g, cddp__idle_fn idle) {
   cddp__hosts *x = g->hosts;
   cddp_result r;
   int i;
+  x->apart = false;
   if (x->me != 0) return CDDP_OK;
   cddp__hosts_look(g); /* the others may have given up and left their lines behind */
   if ((r = cddp__check_board(g)) != CDDP_OK) return r;
@@ -9562,6 +9783,7 @@ static cddp_result cddp__local_sync(cddp_group *g, const cddp__call *c, uint32_t
   mine->count = c->count;
   mine->root = c->root;
   mine->extra = 0;
+  x->apart = true;
   cddp__exchange32(&mine->seq, g->step);
   if (g->crowded) {
     g->arrive_target += (uint32_t)g->locals;
@@ -9785,7 +10007,7 @@ static int cddp__relay_push(cddp__relay *y, cddp__patience *w, int h, cddp__link
       data = cddp__relay_out(y, m.k, h);
     else
       data = cddp__relay_local(y, y->reduces ? x->me : y->root, m.begin);
-    if ((done = cddp__link_push(l, data, m.bytes)) < 0) return -1;
+    if ((done = cddp__hosts_push(y->g, l, data, m.bytes)) < 0) return -1;
     if (done == 0) {
       cddp__watch_fd(y->g, w, l, true);
       if (l->sent != before) moved = 1;
@@ -9806,7 +10028,7 @@ static int cddp__relay_pull(cddp__relay *y, cddp__patience *w, int h, cddp__link
     size_t before = l->got;
     if (!m.back && m.k >= y->reduced + CDDP__SLOTS) break;
     if (m.back || !y->reduces) to = y->bufs[y->root >= 0 ? y->root : x->me] + m.begin * y->esize;
-    if ((done = cddp__link_pull(l, to, m.bytes)) < 0) return -1;
+    if ((done = cddp__link_pull(x->net, l, to, m.bytes)) < 0) return -1;
     if (done == 0) {
       cddp__watch_fd(y->g, w, l, false);
       if (l->got != before) moved = 1;
@@ -10417,10 +10639,11 @@ static cddp_result cddp__mail_connect(cddp_group *g, int peer) {
     if ((r = cddp__check_board(g)) != CDDP_OK) return r;
     if (cddp__now() >= deadline) break;
   }
-  if ((r = cddp__hosts_news(g)) != CDDP_OK) return r;
+  r = cddp__hosts_news(g, cddp__news_time(g, peer, g->hosts->fate_errors[peer]));
+  if (r != CDDP_OK) return r;
   cddp__describe_loss(g, peer, loss, sizeof loss);
   cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in send to it", loss, g->rank);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break_lost(g, peer);
 }
 
 /* Sends a message as far as the system takes it, and keeps the rest. *posted false: too much is
@@ -10472,11 +10695,12 @@ static bool cddp__mail_pull(cddp_group *g, cddp__link *l) {
   cddp__hosts *x = g->hosts;
   cddp__letter *letter = l->letters;
   size_t bytes;
-  if (letter == NULL) {
-    if (cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) != 1) return false;
+  if (l->parting || letter == NULL) {
+    if (!l->parting && cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) != 1)
+      return false;
     bytes = (size_t)cddp__get64(l->in_head + 24);
-    if (cddp__get32(l->in_head) == CDDP__MESSAGE_MAGIC) {
-      cddp__link_end(l, CDDP__LEFT);
+    if (cddp__message_bye(l)) {
+      (void)cddp__link_goodbye(x->net, l, NULL, 0);
       return false;
     }
     if (!cddp__mail_head_good(l->in_head, bytes)) {
@@ -10585,6 +10809,29 @@ static void cddp__hosts_serve(cddp_group *g) {
   }
 }
 
+/* The first to see, in a healthy group, that a rank of its host has died tells the other hosts,
+   which cannot see it; here nobody may have to wait for that rank. One that ended well may do so,
+   unless this rank leaves with it. */
+static void cddp__hosts_mourn(cddp_group *g, bool leaving) {
+  const cddp__hosts *x = g->hosts;
+  char who[160], how[96], text[CDDP__ERROR_MAX];
+  int i;
+  if (cddp__load32(&g->board->broken) != 0 || cddp__load32(&g->board->cause) != 0) return;
+  for (i = 0; i < g->locals; i++) {
+    int p = x->ranks[x->first[x->mine] + i];
+    if (p == g->rank || cddp__load32(&cddp__seat_of(g, p)->state) == CDDP__SEAT_LEFT) continue;
+    if (!cddp__rank_gone(g, p)) continue;
+    cddp__describe_end(g, p, how, sizeof how);
+    if (!leaving && strcmp(how, "exited with code 0") == 0) continue;
+    cddp__name_rank(g, p, who, sizeof who);
+    snprintf(text, sizeof text, "%s %s; rank %d %s", who, how, g->rank,
+             leaving ? "left the group after that" : "saw it end");
+    if (cddp__note_cause(g, CDDP_PEER_LOST, text))
+      cddp__hosts_tell(g, CDDP__HEARSAY | (uint32_t)CDDP_PEER_LOST, text);
+    return;
+  }
+}
+
 /* Sleeps until there may be news for one who waits for peer: a few ms at most. */
 static void cddp__hosts_doze(cddp_group *g, int peer) {
   cddp__hosts *x = g->hosts;
@@ -10607,9 +10854,11 @@ static void cddp__hosts_doze(cddp_group *g, int peer) {
   pthread_mutex_unlock(&g->mail_lock);
   poll(fds, (nfds_t)n, x->host_of[peer] == x->mine ? 1 : 5);
   cddp__hosts_look(g);
+  cddp__hosts_mourn(g, false);
 }
 
-/* Whether a rank of another host is gone; the cause, if another one, has had time to arrive. */
+/* Whether a rank of another host is gone; the cause, if another one, is here or has had time to
+   arrive. */
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n) {
   const cddp__hosts *x = g->hosts;
   cddp__link end;
@@ -10618,8 +10867,8 @@ static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n)
   memset(&end, 0, sizeof end);
   end.error = x->fate_errors[rank];
   if (how != NULL) cddp__describe_link_end(&end, how, n);
-  grace = end.error == CDDP__LEFT ? CDDP__NEWS_S / 5 : CDDP__NEWS_S; /* it may have said why */
-  return cddp__now() >= x->fate_times[rank] + grace;
+  grace = end.error == CDDP__LEFT ? CDDP__NEWS_S / 5 : cddp__news_time(g, rank, end.error);
+  return cddp__has_cause(g) || cddp__now() >= x->fate_times[rank] + grace;
 }
 
 /* --- a group's life --- */
@@ -10792,14 +11041,42 @@ static void cddp__say_goodbye(cddp_group *g) {
       cddp__sleep(1e-4);
 }
 
+/* What the others are told by a rank that leaves a healthy group because another one has failed. */
+static void cddp__hosts_excuse(cddp_group *g) {
+  const cddp__net *n = g->hosts->net;
+  char text[CDDP__ERROR_MAX];
+  if (cddp__load32(&g->board->broken) != 0 || cddp__load32(&n->loss) != 2) return;
+  snprintf(text, sizeof text, "rank %d left the group after a failure in another one: %.*s",
+           g->rank, CDDP__ERROR_MAX - 80, n->loss_text);
+  if (cddp__note_cause(g, CDDP_PEER_LOST, text))
+    cddp__hosts_tell(g, CDDP__HEARSAY | (uint32_t)CDDP_PEER_LOST, text);
+}
+
+/* Why this rank leaves, for its goodbyes: NULL without a reason. */
+static const unsigned char *cddp__hosts_reason(const cddp_group *g,
+                                               unsigned char body[CDDP__REASON_BYTES]) {
+  uint32_t broken = cddp__load32(&g->board->broken);
+  if (broken >= 2 && (broken & CDDP__BREAKING) == 0)
+    cddp__put_reason(body, broken - 2, g->board->broken_text);
+  else if (cddp__has_cause(g))
+    cddp__put_reason(body, cddp__load32(&g->board->cause) - 2, g->board->cause_text);
+  else
+    return NULL;
+  return body;
+}
+
 /* This rank leaves: says goodbye on all links and closes them. */
 static void cddp__hosts_leave(cddp_group *g) {
+  unsigned char body[CDDP__REASON_BYTES];
+  const unsigned char *reason;
   cddp__hosts *x = g->hosts;
   cddp__net *net = g->host->net;
   cddp_group **at;
   cddp__link *l;
   int p;
   if (x == NULL) return;
+  cddp__hosts_mourn(g, true);
+  cddp__hosts_excuse(g);
   cddp__mail_linger(g);
   pthread_mutex_lock(&net->lock);
   for (at = &net->groups; *at != NULL && *at != g;) at = &(*at)->hosts->next;
@@ -10810,12 +11087,13 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts_claim(g);
   cddp__say_goodbye(g);
   cddp__mail_welcome(g);
+  reason = cddp__hosts_reason(g, body);
   for (p = 0; p < g->size; p++)
-    if (x->links[p] != NULL) cddp__link_leave(x->links[p]);
+    if (x->links[p] != NULL) cddp__link_leave(x->links[p], reason);
   for (p = 0; p < x->mail_outs; p++)
-    if (x->mail_out[p]->letters == NULL) cddp__link_leave(x->mail_out[p]);
+    if (x->mail_out[p]->letters == NULL) cddp__link_leave(x->mail_out[p], reason);
   for (l = x->watches; l != NULL; l = l->next)
-    if (!l->mine) cddp__link_leave(l);
+    if (!l->mine) cddp__link_leave(l, reason);
   for (p = 0; p < g->size; p++) cddp__link_free(net, x->links[p]);
   for (p = 0; p < x->mail_outs; p++) cddp__link_free(net, x->mail_out[p]);
   cddp__links_free(net, x->mail_in);
@@ -11800,6 +12078,7 @@ static cddp_result cddp__first_step(cddp_group *g) {
 /* The ranks have met, but this one cannot come to the first step: it may not even have the memory
    to map the board on which the others would read why. */
 static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
+  cddp__audience all;
   char text[CDDP__ERROR_MAX];
   uint32_t broken = 2 + (uint32_t)r;
   memset(text, 0, sizeof text);
@@ -11807,6 +12086,11 @@ static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
            h->net != NULL ? h->net->rank : h->index, CDDP__ERROR_MAX - 64, cddp_error());
   if (pwrite(h->fd, text, sizeof text, offsetof(cddp__board, broken_text)) == (ssize_t)sizeof text)
     (void)!pwrite(h->fd, &broken, sizeof broken, offsetof(cddp__board, broken));
+  if (h->net == NULL) return;
+  memset(&all, 0, sizeof all);
+  all.net = h->net;
+  all.size = h->net->size;
+  cddp__tell_all(&all, (uint32_t)r, text);
 }
 
 #ifdef CDDP_MPI
