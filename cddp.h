@@ -873,8 +873,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 /* >>design ----------------------------------------------------------------------------------------
    PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
    left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
-   they meet. Each group has a board there: a seat per rank (two announcement lines, posted sends, a
-   state) and two slots per rank for bytes in transit.
+   they meet. Each group has a board there: two announcement lines per rank, a seat (posted sends, a
+   state) and two slots for bytes in transit.
 
    STEPS. Whatever ranks do together is a numbered sequence of steps (>>local). In a step each rank
    announces what it calls and waits for all others' announcements; the announcement carries
@@ -1038,9 +1038,8 @@ typedef struct cddp__note {
 } cddp__note;
 #define CDDP__NOTES 64 /* calls remembered per rank and group, a power of two */
 
-/* shared: a rank's place in a group. */
+/* shared: a rank's place in a group, on its own host. */
 typedef struct cddp__seat {
-  cddp__line lines[2];    /* writer: the rank */
   cddp__atomic_u32 state; /* CDDP__SEAT_*; writer: the rank, for threads also their starter */
   uint32_t pid;           /* writer: the rank, before its first step */
   cddp__atomic_u32 inside; /* 1: may be in its peers' memory, see cddp__enter; writer: the rank */
@@ -1059,7 +1058,8 @@ typedef struct cddp__seat {
 } cddp__seat;
 enum { CDDP__SEAT_EMPTY, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT, CDDP__SEAT_DEAD };
 
-/* shared: the control block of a group, followed by its seats and then its slots. */
+/* shared: the control block of a group, followed by the lines of all ranks, the seats of those of
+   this host (and an empty one for the others) and then the slots. */
 typedef struct cddp__board {
   cddp__atomic_u32 arrivals; /* crowded groups: ranks that reached a step, summed over all steps */
   unsigned char pad1[CDDP__CACHE_LINE - 4];
@@ -1246,8 +1246,11 @@ struct cddp_group {
   struct cddp__hosts *hosts; /* NULL: all ranks are on this host */
   struct cddp__mpi *mpi;     /* NULL: the bytes are cddp's own affair */
   int locals, number; /* ranks of the group on this host, this one's place among them */
-  char *board_memory; /* control block: board, seats, slots */
+  int *places;        /* [size] index of each rank's seat */
+  char *board_memory; /* control block: board, lines, seats, slots */
   cddp__board *board;
+  cddp__seat *seats;
+  char *slots;
   cddp__ref board_ref;
   bool board_mine; /* this rank allocated it */
   double timeout_s;
@@ -6416,21 +6419,27 @@ static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t cou
   }
 }
 
-/* Layout of a control block: board, seats, slots. */
-static size_t cddp__board_head(int size) {
-  return cddp__round_up(4096 + (size_t)size * sizeof(cddp__seat), 65536); /* any page size */
+/* Layout of a control block: board, lines, seats, slots. Every rank reads all lines, so those lie
+   close together: of a thousand ranks they are 32 pages, while a seat takes several. */
+static size_t cddp__board_seats(int size) {
+  return 4096 + cddp__round_up(2 * (size_t)size * sizeof(cddp__line), 4096);
 }
-static size_t cddp__board_bytes(int size) {
-  return cddp__board_head(size) + 2 * (size_t)size * CDDP__SLOT;
+static size_t cddp__board_head(int size, int locals) {
+  size_t seats = (size_t)locals + (locals < size);
+  return cddp__round_up(cddp__board_seats(size) + seats * sizeof(cddp__seat), 65536);
 }
+static size_t cddp__board_bytes(int size, int locals) { /* any page size */
+  return cddp__board_head(size, locals) + (locals < size ? 0 : 2 * (size_t)size * CDDP__SLOT);
+}
+/* All ranks of other hosts share a seat in which nobody ever sits. */
 static cddp__seat *cddp__seat_of(const cddp_group *g, int rank) {
-  return (cddp__seat *)(void *)(g->board_memory + 4096) + rank;
+  return g->seats + g->places[rank];
 }
 static cddp__line *cddp__line_of(const cddp_group *g, int rank, uint32_t step) {
-  return &cddp__seat_of(g, rank)->lines[step & 1];
+  return (cddp__line *)(void *)(g->board_memory + 4096) + 2 * (size_t)rank + (step & 1);
 }
 static void *cddp__slot_of(const cddp_group *g, int rank, uint32_t step) {
-  return g->board_memory + cddp__board_head(g->size) + (2 * (size_t)rank + (step & 1)) * CDDP__SLOT;
+  return g->slots + (2 * (size_t)rank + (step & 1)) * CDDP__SLOT;
 }
 
 /* --- failure: the first rank to notice one writes it on the board; all calls of all ranks then
@@ -6458,14 +6467,14 @@ static cddp_result cddp__fail_group(cddp_group *g, cddp_result r, const char *te
   return r;
 }
 
-static void cddp__wake_all(cddp_group *g) {
+static void cddp__wake_all(cddp_group *g) { /* of other hosts' lines one at most is slept on */
   int p;
   cddp__futex_wake(&g->board->release);
   for (p = 0; p < g->size; p++) {
-    cddp__seat *s = cddp__seat_of(g, p);
-    cddp__futex_wake(&s->lines[0].seq);
-    cddp__futex_wake(&s->lines[1].seq);
-    cddp__futex_wake(&s->mail);
+    if (g->members[p] < 0 && (g->hosts == NULL || p != g->hosts->lowest_remote)) continue;
+    cddp__futex_wake(&cddp__line_of(g, p, 0)->seq);
+    cddp__futex_wake(&cddp__line_of(g, p, 1)->seq);
+    if (g->members[p] >= 0) cddp__futex_wake(&cddp__seat_of(g, p)->mail);
   }
 }
 
@@ -6968,10 +6977,10 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
                                      const int *members, char *board, double timeout_s) {
   cddp_group *g = (cddp_group *)cddp__calloc(&h->allocator, 1, sizeof *g);
   cddp__seat *seat;
-  int i;
+  int i, place;
   *out = NULL;
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
-  g->members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *g->members);
+  g->members = (int *)cddp__calloc(&h->allocator, 2 * (size_t)size, sizeof *g->members);
   if (g->members == NULL) {
     cddp__free(&h->allocator, g);
     return CDDP_OUT_OF_MEMORY;
@@ -6983,10 +6992,12 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->board_memory = board;
   g->board = (cddp__board *)(void *)board;
   g->timeout_s = timeout_s;
-  for (i = 0; i < size; i++) {
-    if (i == rank) g->number = g->locals;
-    g->locals += members[i] >= 0;
-  }
+  for (i = 0; i < size; i++) g->locals += members[i] >= 0;
+  g->places = g->members + size;
+  for (i = 0, place = 0; i < size; i++) g->places[i] = members[i] >= 0 ? place++ : g->locals;
+  g->number = g->places[rank];
+  g->seats = (cddp__seat *)(void *)(board + cddp__board_seats(size));
+  g->slots = board + cddp__board_head(size, g->locals);
   g->crowded = g->locals > h->cores;
   g->spin = h->size > h->cores ? CDDP__SPIN_CROWDED : CDDP__SPIN;
   pthread_mutex_init(&g->fail_lock, NULL);
@@ -8825,17 +8836,18 @@ static void cddp__watch_processes(cddp__host *h) {
 /* The group of all ranks, on a board that lies at the start of the shared memory. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
                                      double timeout_s) {
-  size_t bytes = cddp__round_up(h->net != NULL ? cddp__board_head(size) : cddp__board_bytes(size),
-                                cddp__page_size());
   int *members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *members);
   char *board = NULL;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i;
+  size_t bytes;
+  int i, locals = 0;
   if (members == NULL) return r;
   for (i = 0; i < size; i++) {
     const cddp__home *home = h->net != NULL ? &h->net->homes[i] : NULL;
     members[i] = home == NULL ? i : home->host == h->net->host ? home->index : -1;
+    locals += members[i] >= 0;
   }
+  bytes = cddp__round_up(cddp__board_bytes(size, locals), cddp__page_size());
   board = h->fd >= 0 ? cddp__map_extent(h, 0, bytes) : cddp__map_plain(bytes);
   if (board == NULL)
     cddp__fail(r, "mmap of the group's shared memory: %s", strerror(errno));
@@ -9167,9 +9179,9 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
 /* >>hosts --------------------------------------------------------------------------------------
    Steps and collectives of groups whose ranks are on several hosts. Works as follows.
 
-   STEPS. The board of such a group has seats for all its ranks on each of the hosts. The lowest
+   STEPS. The board of such a group has lines for all its ranks on each of the hosts. The lowest
    rank of a host in the group leads it: in a step it waits for its host's ranks, sends their lines
-   to the other leaders, gets theirs, and writes those into the remote ranks' seats. So all ranks
+   to the other leaders, gets theirs, and writes those into the remote ranks' places. So all ranks
    compare all lines, as on one host: disagreement, small all_reduce, splits and what a cddp_ddp
    agrees on need nothing else. Up to CDDP__DIRECT_HOSTS leaders exchange directly; more in
    log2(hosts) rounds, in each of which a leader passes on all it has. A local step is one of the
@@ -9206,7 +9218,7 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
    the store and takes out 108 KiB, 55 MiB from the store's host together. A step: 9 rounds, 256 KiB
    to each leader, 0.8 ms, and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each
    n * 511/512 out of every host, so 25 MiB take 4.2 ms of the wire and 8 ms of system calls. Links:
-   511 for each rank that carries a slice. The seats of a group take 34 MiB of each host. */
+   511 for each rank that carries a slice. The board of a group takes 0.7 MiB of each host. */
 
 #define CDDP__DIRECT_HOSTS 8 /* above, lines go by rounds */
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
@@ -10894,26 +10906,23 @@ static void cddp__find_nodes(cddp__hosts *x, int low, int high) {
   cddp__find_nodes(x, low + half, high);
 }
 
-/* Numbers the hosts by their lowest ranks; lists the ranks of each. */
-static void cddp__sort_hosts(const cddp_group *g, cddp__hosts *x, const int *jobs_hosts) {
-  int p, q, h, n = 0;
+/* Numbers the hosts by their lowest ranks; lists the ranks of each. index[hosts of the job]: 0. */
+static void cddp__sort_hosts(const cddp_group *g, cddp__hosts *x, const int *jobs_hosts,
+                             int *index) {
+  int p, h, n;
   for (p = 0; p < g->size; p++) {
-    for (q = 0; q < p && jobs_hosts[q] != jobs_hosts[p]; q++) {}
-    x->host_of[p] = q < p ? x->host_of[q] : x->count++;
+    if (index[jobs_hosts[p]] == 0) index[jobs_hosts[p]] = ++x->count;
+    x->host_of[p] = index[jobs_hosts[p]] - 1;
+    x->number[p] = x->first[x->host_of[p] + 1]++;
   }
   x->most = 0;
   x->carriers = g->size;
   for (h = 0; h < x->count; h++) {
-    x->first[h] = n;
-    for (p = 0; p < g->size; p++)
-      if (x->host_of[p] == h) {
-        x->number[p] = n - x->first[h];
-        x->ranks[n++] = p;
-      }
-    x->most = n - x->first[h] > x->most ? n - x->first[h] : x->most;
-    x->carriers = n - x->first[h] < x->carriers ? n - x->first[h] : x->carriers;
+    x->most = x->first[h + 1] > x->most ? x->first[h + 1] : x->most;
+    x->carriers = x->first[h + 1] < x->carriers ? x->first[h + 1] : x->carriers;
+    x->first[h + 1] += x->first[h];
   }
-  x->first[x->count] = n;
+  for (p = 0; p < g->size; p++) x->ranks[x->first[x->host_of[p]] + x->number[p]] = p;
   x->mine = x->host_of[g->rank];
   x->me = x->number[g->rank];
   for (p = 0; p < g->size && x->host_of[p] == x->mine; p++) {}
@@ -10978,7 +10987,8 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   cddp__hosts *x;
   int *hosts, p;
   if (net == NULL) return CDDP_OK;
-  g->world = (int *)cddp__calloc(&g->host->allocator, 2 * (size_t)g->size, sizeof *g->world);
+  g->world = (int *)cddp__calloc(&g->host->allocator,
+                                 2 * (size_t)g->size + (size_t)net->host_count, sizeof *g->world);
   if (g->world == NULL) return CDDP_OUT_OF_MEMORY;
   hosts = g->world + g->size;
   for (p = 0; p < g->size; p++) {
@@ -10990,7 +11000,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   x->ops = &cddp__hosts_functions;
   x->net = net;
   x->locals = g->locals;
-  cddp__sort_hosts(g, x, hosts);
+  cddp__sort_hosts(g, x, hosts, hosts + g->size);
   cddp__find_nodes(x, 0, g->size);
   g->hosts = x;
   return CDDP_OK;
@@ -11912,7 +11922,7 @@ static cddp_result cddp__share_board(cddp_group *g, const int *members, int n, c
     first = i;
     here++;
   }
-  bytes = here < n ? cddp__board_head(n) : cddp__board_bytes(n);
+  bytes = cddp__board_bytes(n, here);
   *mine = n > 0 && members[first] == g->rank;
   *board = NULL;
   memset(line->u.bytes, 0, CDDP__INLINE);
@@ -11989,7 +11999,7 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__wake_all(g);
   cddp__add32(&g->board->left, 1);
   if (g->board_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
-    size_t bytes = h->net != NULL ? cddp__board_head(g->size) : cddp__board_bytes(g->size);
+    size_t bytes = cddp__board_bytes(g->size, g->locals);
     if (!h->threads || g->size == 1)
       munmap(g->board_memory, cddp__round_up(bytes, cddp__page_size()));
   } else if (g->board_mine) {
@@ -18577,10 +18587,10 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
   int i;
   if ((r = cddp__discover_timeout(0, &timeout_s)) != CDDP_OK) return r;
   t = (cddp__thread_rank *)calloc((size_t)n, sizeof *t);
-  board = cddp__map_plain(cddp__board_bytes(n));
+  board = cddp__map_plain(cddp__board_bytes(n, n));
   if (t == NULL || board == NULL) {
     free(t);
-    if (board != NULL) munmap(board, cddp__board_bytes(n));
+    if (board != NULL) munmap(board, cddp__board_bytes(n, n));
     return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
   }
   for (i = 0; i < n; i++) {
@@ -18592,7 +18602,7 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
   r = cddp__thread_groups(t, n, board, timeout_s);
   r = cddp__run_thread_ranks(t, n, r);
   for (i = 0; i < n; i++) cddp__host_release(t[i].host);
-  munmap(board, cddp__board_bytes(n));
+  munmap(board, cddp__board_bytes(n, n));
   free(t);
   return r;
 }
