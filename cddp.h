@@ -1251,6 +1251,7 @@ struct cddp_group {
   cddp__board *board;
   cddp__seat *seats;
   char *slots;
+  size_t slot_size;   /* bytes; 0: there are none */
   cddp__ref board_ref;
   bool board_mine; /* this rank allocated it */
   double timeout_s;
@@ -1716,6 +1717,7 @@ typedef struct cddp__link {
                                           reason for leaving, as it comes in */
   bool quiet;        /* COLLECTIVE: up, and no message is half sent; writer: the owner, fail_lock */
   bool parting;      /* the other side's goodbye has begun, its reason follows */
+  bool odd;          /* a message of another size came than was due */
   cddp_result told;  /* of that reason, whose text is in letters; CDDP_OK: none */
 } cddp__link;
 enum { CDDP__LINK_CONNECTING, CDDP__LINK_SHAKING, CDDP__LINK_UP, CDDP__LINK_DEAD };
@@ -1771,6 +1773,7 @@ typedef struct cddp__item {
   int rank; /* the other side, in the group */
   char *data;
   size_t size; /* bytes; 0: there is no message */
+  size_t least; /* of another size: bytes that must come all the same; 0: it must be that size */
 } cddp__item;
 
 /* What one group needs to span hosts. Host 0 of a group is that of its rank 0, and so on. */
@@ -1795,8 +1798,9 @@ typedef struct cddp__hosts {
   const void **pointers, **sums; /* [size] sources of a reduction */
   struct pollfd *fds;      /* [2 * size + 2] */
   uint64_t pass;           /* through outs or ins */
-  unsigned char *lines;    /* leaders: all hosts' lines on the wire, this host's first */
-  int *line_at;            /* [count] index in lines of each host's first */
+  unsigned char *lines;    /* leaders: all hosts' lines on the wire, this host's first, each host's
+                              with the shares that ride with them */
+  size_t *lines_at;        /* [count] bytes before each host's */
   int lowest_remote;       /* the lowest rank on another host */
   bool apart;              /* this rank's step is one of its host alone */
   char *stage;             /* what is on its way to or from other hosts */
@@ -6375,6 +6379,8 @@ static void cddp__plan_reverse(cddp__bucket_plan *p) {
 
 #define CDDP__SLOT                                                                                 \
   ((size_t)64 << 10)    /* bytes of a slot: two ranks' slots stay in a 512 KiB L2 cache */
+#define CDDP__RIDE                                                                                 \
+  ((size_t)32 << 10) /* bytes of all ranks' slots that cross between hosts with a step's lines */
 #define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds */
 #define CDDP__SPIN_CROWDED 50
 #define CDDP__YIELDS 100
@@ -6398,6 +6404,7 @@ static bool cddp__kind_reduces(uint32_t kind) {
          kind == CDDP__KIND_REDUCE_SCATTER;
 }
 
+#define CDDP__PHASE_STAGED 1u /* the shares are in lines or slots */
 #define CDDP__PHASE_HOST 15u /* records: a device group's call on host memory */
 
 static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t count, int root) {
@@ -6429,7 +6436,8 @@ static size_t cddp__board_head(int size, int locals) {
   return cddp__round_up(cddp__board_seats(size) + seats * sizeof(cddp__seat), 65536);
 }
 static size_t cddp__board_bytes(int size, int locals) { /* any page size */
-  return cddp__board_head(size, locals) + (locals < size ? 0 : 2 * (size_t)size * CDDP__SLOT);
+  return cddp__board_head(size, locals) +
+         2 * (locals < size ? CDDP__RIDE : (size_t)size * CDDP__SLOT);
 }
 /* All ranks of other hosts share a seat in which nobody ever sits. */
 static cddp__seat *cddp__seat_of(const cddp_group *g, int rank) {
@@ -6439,7 +6447,7 @@ static cddp__line *cddp__line_of(const cddp_group *g, int rank, uint32_t step) {
   return (cddp__line *)(void *)(g->board_memory + 4096) + 2 * (size_t)rank + (step & 1);
 }
 static void *cddp__slot_of(const cddp_group *g, int rank, uint32_t step) {
-  return g->slots + (2 * (size_t)rank + (step & 1)) * CDDP__SLOT;
+  return g->slots + (2 * (size_t)rank + (step & 1)) * g->slot_size;
 }
 
 /* --- failure: the first rank to notice one writes it on the board; all calls of all ranks then
@@ -6998,6 +7006,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->number = g->places[rank];
   g->seats = (cddp__seat *)(void *)(board + cddp__board_seats(size));
   g->slots = board + cddp__board_head(size, g->locals);
+  g->slot_size = g->locals == size ? CDDP__SLOT : 0;
   g->crowded = g->locals > h->cores;
   g->spin = h->size > h->cores ? CDDP__SPIN_CROWDED : CDDP__SPIN;
   pthread_mutex_init(&g->fail_lock, NULL);
@@ -7534,15 +7543,25 @@ static bool cddp__message_good(const cddp__link *l, uint64_t size) {
          cddp__get32(l->in_head + 16) == CDDP__MESSAGE_DATA;
 }
 
-/* Receives what is left of the message that must come now. As cddp__link_push. */
-static int cddp__link_pull(const cddp__net *net, cddp__link *l, void *data, size_t size) {
+/* Receives what is left of the message that must come now. As cddp__link_push. Where `least` is not
+   0 one of another size will do as far as its first `least` bytes: those tell that the two sides
+   disagree, and nothing is read from the link after them. */
+static int cddp__link_pull(const cddp__net *net, cddp__link *l, void *data, size_t size,
+                           size_t least) {
   if (l->parting) return cddp__link_goodbye(net, l, NULL, 0);
-  while (l->got < CDDP__LINK_HEAD + size) {
+  if (l->odd && l->got == 0) { /* nobody knows where the next message begins */
+    cddp__link_end(l, EPROTO);
+    return -1;
+  }
+  while (l->got < CDDP__LINK_HEAD + (l->odd ? least : size)) {
     bool headless = l->got < CDDP__LINK_HEAD;
     ssize_t n = cddp__link_vector(l, l->in_head, data, size, l->got, false);
     if (n > 0) {
       l->got += (size_t)n;
       if (!headless || l->got < CDDP__LINK_HEAD || cddp__message_good(l, size)) continue;
+      l->odd = least > 0 && cddp__get64(l->in_head + 8) >= least &&
+               cddp__message_good(l, cddp__get64(l->in_head + 8));
+      if (l->odd) continue;
       if (cddp__message_bye(l))
         return cddp__link_goodbye(net, l, data, l->got - CDDP__LINK_HEAD);
       cddp__link_end(l, EPROTO);
@@ -9184,18 +9203,21 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
    to the other leaders, gets theirs, and writes those into the remote ranks' places. So all ranks
    compare all lines, as on one host: disagreement, small all_reduce, splits and what a cddp_ddp
    agrees on need nothing else. Up to CDDP__DIRECT_HOSTS leaders exchange directly; more in
-   log2(hosts) rounds, in each of which a leader passes on all it has. A local step is one of the
-   host's ranks alone.
+   log2(hosts) rounds, in each of which a leader passes on all it has. Directly, the ranks' shares
+   of a short collective ride along, out of their slots and into those of the remote ranks: it is
+   the one step of >>collectives then, and costs what a barrier costs. Of how many bytes, each
+   leader knows from its own line; where another comes with more or fewer, the lines disagree too.
+   A local step is one of the host's ranks alone.
 
-   COLLECTIVES. What does not fit into lines begins with one step. all_reduce, reduce and broadcast
-   then move slices: each rank of a host (as many as the smallest host has) carries one, and deals
-   with the ranks that carry it on the other hosts. A slice goes in pieces, each divided among the
-   hosts: (A) every host sends each other one its sums for that one's part, straight out of its
-   ranks' buffers; (B) the owner adds up what it got and sends the result to all. broadcast is the
-   same with the root's bytes for sums. That moves the fewest bytes, in two hops; while one piece is
-   reduced others are on their way. Short ones go to all at once, and all add up all. The others
-   send straight from rank to rank, once to each host what the whole host needs. What ranks of the
-   same host must see of each other's buffers, and cannot, passes through shared scratch.
+   COLLECTIVES. What does not fit into lines or slots begins with one step. all_reduce, reduce and
+   broadcast then move slices: each rank of a host (as many as the smallest host has) carries one,
+   and deals with the ranks that carry it on the other hosts. A slice goes in pieces, each divided
+   among the hosts: (A) every host sends each other one its sums for that one's part, straight out
+   of its ranks' buffers; (B) the owner adds up what it got and sends the result to all. broadcast
+   is the same with the root's bytes for sums. That moves the fewest bytes, in two hops; while one
+   piece is reduced others are on their way. Short ones go to all at once, and all add up all. The
+   others send straight from rank to rank, once to each host what the whole host needs. What ranks
+   of the same host must see of each other's buffers, and cannot, passes through shared scratch.
 
    THE CANONICAL SUM over hosts: a host adds up those nodes of the canonical tree whose ranks are
    all its own (of hosts with consecutive ranks, aligned: one) and sends these, f16 and bf16 as f32
@@ -9632,7 +9654,7 @@ static cddp_result cddp__deliver_some(cddp_group *g, cddp__patience *w, cddp__it
     if (l == NULL || l->pass == x->pass) continue;
     before = out ? l->sent : l->got;
     done = out ? cddp__hosts_push(g, l, it->data, it->size)
-               : cddp__link_pull(x->net, l, it->data, it->size);
+               : cddp__link_pull(x->net, l, it->data, it->size, it->least);
     if (done < 0) return cddp__hosts_lost(g, l);
     if (done == 0) {
       *moved = *moved || (out ? l->sent : l->got) != before; /* slow is not late */
@@ -9673,6 +9695,7 @@ static void cddp__item_set(cddp__item *it, int rank, const void *data, size_t si
   it->rank = rank;
   memcpy(&it->data, &data, sizeof it->data); /* what is sent is not written to */
   it->size = size;
+  it->least = 0;
 }
 
 /* --- steps --- */
@@ -9706,22 +9729,63 @@ static void cddp__put_line(unsigned char *out, const cddp__line *line, uint32_t 
   memcpy(out + 24, line->u.bytes, CDDP__INLINE);
 }
 
+/* Bytes of a rank's slot that ride with the lines of the step, as this rank sees it. */
+static size_t cddp__ride_of(const cddp_group *g, int rank) {
+  const cddp__line *line = cddp__line_of(g, g->rank, g->step);
+  uint32_t kind = line->call & 255, dtype = line->call >> 8 & 255;
+  bool pieces = kind == CDDP__KIND_SCATTER || kind == CDDP__KIND_REDUCE_SCATTER ||
+                kind == CDDP__KIND_ALL_TO_ALL;
+  size_t element;
+  if (line->call >> 24 != CDDP__PHASE_STAGED || kind == CDDP__KIND_BARRIER ||
+      kind >= CDDP__KIND_GROUP_NEW || dtype > CDDP_I64)
+    return 0;
+  element = cddp__dtype_size((cddp_dtype)dtype) * (pieces ? (size_t)g->size : 1);
+  if (line->count > g->slot_size / element || line->count <= CDDP__INLINE / element) return 0;
+  if ((kind == CDDP__KIND_BROADCAST || kind == CDDP__KIND_SCATTER) && rank != line->root) return 0;
+  return element * (size_t)line->count;
+}
+
+/* Copies what rides with a host's lines between its place behind them and the ranks' slots. */
+static size_t cddp__ride_copy(cddp_group *g, int host, unsigned char *at, bool out) {
+  const cddp__hosts *x = g->hosts;
+  size_t sum = 0;
+  int i;
+  for (i = x->first[host]; i < x->first[host + 1]; i++) {
+    size_t bytes = cddp__ride_of(g, x->ranks[i]);
+    void *slot = cddp__slot_of(g, x->ranks[i], g->step);
+    if (bytes == 0) continue;
+    memcpy(out ? at + sum : (unsigned char *)slot, out ? slot : at + sum, bytes);
+    sum += bytes;
+  }
+  return sum;
+}
+
+/* Leaders exchange lines and what rides with them directly. */
+static cddp_result cddp__exchange_directly(cddp_group *g, cddp__idle_fn idle) {
+  cddp__hosts *x = g->hosts;
+  size_t lines = (size_t)g->locals * CDDP__LINE_BYTES;
+  size_t have = lines + cddp__ride_copy(g, x->mine, x->lines + lines, true), at = have;
+  int i, k;
+  for (i = 1; i < x->count; i++) {
+    int host = (x->mine + i) % x->count, leader = x->ranks[x->first[host]];
+    size_t least = (size_t)cddp__host_size(x, host) * CDDP__LINE_BYTES, bytes = least;
+    for (k = x->first[host]; k < x->first[host + 1]; k++) bytes += cddp__ride_of(g, x->ranks[k]);
+    cddp__item_set(&x->outs[i - 1], leader, x->lines, have);
+    cddp__item_set(&x->ins[i - 1], leader, x->lines + at, bytes);
+    x->ins[i - 1].least = least;
+    x->lines_at[host] = at;
+    at += bytes;
+  }
+  return cddp__deliver(g, x->count - 1, x->count - 1, idle);
+}
+
 /* The leaders' exchange, into x->lines: this host's lines first, then the next host's, ... */
 static cddp_result cddp__exchange_lines(cddp_group *g, cddp__idle_fn idle) {
   cddp__hosts *x = g->hosts;
-  size_t have = (size_t)g->locals * CDDP__LINE_BYTES, at;
+  size_t have = (size_t)g->locals * CDDP__LINE_BYTES;
   cddp_result r = CDDP_OK;
   int d, i, n;
-  if (x->count <= CDDP__DIRECT_HOSTS) {
-    for (i = 1, at = have; i < x->count; i++) {
-      int host = (x->mine + i) % x->count, leader = x->ranks[x->first[host]];
-      size_t bytes = (size_t)cddp__host_size(x, host) * CDDP__LINE_BYTES;
-      cddp__item_set(&x->outs[i - 1], leader, x->lines, have);
-      cddp__item_set(&x->ins[i - 1], leader, x->lines + at, bytes);
-      at += bytes;
-    }
-    return cddp__deliver(g, x->count - 1, x->count - 1, idle);
-  }
+  if (x->count <= CDDP__DIRECT_HOSTS) return cddp__exchange_directly(g, idle);
   for (d = 1; r == CDDP_OK && d < x->count; d *= 2) { /* has d hosts' lines, gets as many more */
     int to = (x->mine + x->count - d) % x->count, from = (x->mine + d) % x->count;
     size_t out = 0, in = 0;
@@ -9738,17 +9802,41 @@ static cddp_result cddp__exchange_lines(cddp_group *g, cddp__idle_fn idle) {
   return r;
 }
 
-/* Writes the other hosts' lines into their seats; the lowest remote rank's last, for which ranks of
-   this host wait first. */
+/* What came with the other hosts' lines goes into their ranks' slots. A message of another size
+   than this host's is fine if the line in it is another too: all ranks will find that. */
+static cddp_result cddp__mirror_rides(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  const cddp__line *mine = cddp__line_of(g, g->rank, g->step);
+  int h;
+  for (h = 0; h < x->count; h++) {
+    unsigned char *in = x->lines + x->lines_at[h];
+    int leader = x->ranks[x->first[h]];
+    if (h == x->mine) continue;
+    if (!x->links[leader]->odd) {
+      cddp__ride_copy(g, h, in + (size_t)cddp__host_size(x, h) * CDDP__LINE_BYTES, false);
+    } else if (cddp__get32(in) == mine->call && cddp__get64(in + 8) == mine->count &&
+               cddp__get32(in + 4) == (uint32_t)mine->root) {
+      cddp__fail(CDDP_NETWORK, "rank %d sent a message to rank %d that is not as long as was due",
+                 leader, g->rank);
+      return cddp__break(g, CDDP_NETWORK);
+    }
+  }
+  return CDDP_OK;
+}
+
+/* Writes the other hosts' lines into their places; the lowest remote rank's last, for which ranks
+   of this host wait first. */
 static cddp_result cddp__mirror_lines(cddp_group *g) {
   cddp__hosts *x = g->hosts;
+  cddp_result r = x->count <= CDDP__DIRECT_HOSTS ? cddp__mirror_rides(g) : CDDP_OK;
   int p;
+  if (r != CDDP_OK) return r;
   for (p = g->size - 1; p >= 0; p--) {
     cddp__line *line = cddp__line_of(g, p, g->step);
     const unsigned char *in;
     int host = x->host_of[p];
     if (host == x->mine) continue;
-    in = x->lines + (size_t)(x->line_at[host] + x->number[p]) * CDDP__LINE_BYTES;
+    in = x->lines + x->lines_at[host] + (size_t)x->number[p] * CDDP__LINE_BYTES;
     if (cddp__get32(in + 20) != g->step) {
       cddp__fail(CDDP_NETWORK, "rank %d is at step %u of the group, rank %d at %u", p,
                  cddp__get32(in + 20), g->rank, g->step);
@@ -10040,7 +10128,7 @@ static int cddp__relay_pull(cddp__relay *y, cddp__patience *w, int h, cddp__link
     size_t before = l->got;
     if (!m.back && m.k >= y->reduced + CDDP__SLOTS) break;
     if (m.back || !y->reduces) to = y->bufs[y->root >= 0 ? y->root : x->me] + m.begin * y->esize;
-    if ((done = cddp__link_pull(x->net, l, to, m.bytes)) < 0) return -1;
+    if ((done = cddp__link_pull(x->net, l, to, m.bytes, 0)) < 0) return -1;
     if (done == 0) {
       cddp__watch_fd(y->g, w, l, false);
       if (l->got != before) moved = 1;
@@ -10909,7 +10997,7 @@ static void cddp__find_nodes(cddp__hosts *x, int low, int high) {
 /* Numbers the hosts by their lowest ranks; lists the ranks of each. index[hosts of the job]: 0. */
 static void cddp__sort_hosts(const cddp_group *g, cddp__hosts *x, const int *jobs_hosts,
                              int *index) {
-  int p, h, n;
+  int p, h, n = 0;
   for (p = 0; p < g->size; p++) {
     if (index[jobs_hosts[p]] == 0) index[jobs_hosts[p]] = ++x->count;
     x->host_of[p] = index[jobs_hosts[p]] - 1;
@@ -10927,8 +11015,8 @@ static void cddp__sort_hosts(const cddp_group *g, cddp__hosts *x, const int *job
   x->me = x->number[g->rank];
   for (p = 0; p < g->size && x->host_of[p] == x->mine; p++) {}
   x->lowest_remote = p;
-  for (h = 0, n = 0; h < x->count; h++) {
-    x->line_at[(x->mine + h) % x->count] = n;
+  for (h = 0; h < x->count; h++) {
+    x->lines_at[(x->mine + h) % x->count] = (size_t)n * CDDP__LINE_BYTES;
     n += cddp__host_size(x, (x->mine + h) % x->count);
   }
 }
@@ -10965,8 +11053,8 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
     CDDP__TAKE(pointers, const void *, n);
     CDDP__TAKE(sums, const void *, n);
     CDDP__TAKE(fds, struct pollfd, 2 * n + 2);
-    CDDP__TAKE(lines, unsigned char, n * CDDP__LINE_BYTES);
-    CDDP__TAKE(line_at, int, n);
+    CDDP__TAKE(lines, unsigned char, n * CDDP__LINE_BYTES + CDDP__RIDE);
+    CDDP__TAKE(lines_at, size_t, n);
     CDDP__TAKE(scratch, char *, n);
     CDDP__TAKE(bufs, char *, n);
     CDDP__TAKE(pieces, char *, n);
@@ -11002,6 +11090,8 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   x->locals = g->locals;
   cddp__sort_hosts(g, x, hosts, hosts + g->size);
   cddp__find_nodes(x, 0, g->size);
+  if (x->count <= CDDP__DIRECT_HOSTS)
+    g->slot_size = CDDP__RIDE / (size_t)g->size / CDDP__CACHE_LINE * CDDP__CACHE_LINE;
   g->hosts = x;
   return CDDP_OK;
 }
@@ -11549,15 +11639,15 @@ static bool cddp__work_done(cddp_work *w) {
 /* >>collectives --------------------------------------------------------------------------------
    Every collective is one of three sequences of steps:
      one step   what fits into a slot: each rank puts its share into its line (up to 40 bytes) or
-   slot, one step, each rank takes what it needs from all lines or slots. A small all_reduce is thus
-   one exchange of cache lines; every rank adds all values, in the same order. direct     the
-   buffers that others need lie in shared memory: one step to tell where, each rank reads
-   (all_reduce: also writes) its peers' buffers in place, one step to say it is done. all_reduce:
-   rank r owns the r-th slice, reads every replica of it once and writes the result into every
-   replica: the fewest bytes that can move. staged     any other memory: the share goes through the
-   slots piece by piece, one step a piece; the slots stay in cache, so main memory sees one read and
-   one write of the buffer. Which one is decided from the size, and from the refs of all ranks:
-   alike on every rank. */
+   slot (64 KiB; in a group of several hosts, its part of CDDP__RIDE), one step, each rank takes
+   what it needs from all lines or slots. A small all_reduce is thus one exchange of cache lines;
+   every rank adds all values, in the same order. direct     the buffers that others need lie in
+   shared memory: one step to tell where, each rank reads (all_reduce: also writes) its peers'
+   buffers in place, one step to say it is done. all_reduce: rank r owns the r-th slice, reads every
+   replica of it once and writes the result into every replica: the fewest bytes that can move.
+   staged     any other memory: the share goes through the slots piece by piece, one step a piece;
+   the slots stay in cache, so main memory sees one read and one write of the buffer. Which one is
+   decided from the size, and from the refs of all ranks: alike on every rank. */
 
 #define CDDP__DIRECT_MIN                                                                           \
   ((size_t)16 << 10) /* bytes of a share from which a look at the refs pays */
@@ -11656,7 +11746,7 @@ static cddp_result cddp__sync_call(cddp_group *g, const cddp__call *c, uint32_t 
 }
 
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c) {
-  size_t element = cddp__slot_element(g, c), most = CDDP__SLOT / element;
+  size_t element = cddp__slot_element(g, c), most = cddp__max(g->slot_size, CDDP__INLINE) / element;
   cddp__chunk k;
   cddp_result r;
   for (k.begin = 0; k.begin < c->count; k.begin += k.n) {
@@ -11664,7 +11754,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c) {
     k.in_line = k.n * element <= CDDP__INLINE;
     cddp__begin(g);
     cddp__put(g, c, &k);
-    if ((r = cddp__sync_call(g, c, 1)) != CDDP_OK) return r;
+    if ((r = cddp__sync_call(g, c, CDDP__PHASE_STAGED)) != CDDP_OK) return r;
     cddp__take(g, c, &k);
   }
   return CDDP_OK;
@@ -11788,8 +11878,9 @@ static cddp_result cddp__dispatch_call(cddp_group *g, const cddp__call *c) {
 #ifdef CDDP_MPI
   if (g->mpi != NULL && c->count > CDDP__INLINE / element) return cddp__mpi_run(g, c);
 #endif
-  if (CDDP__UNLIKELY(g->hosts != NULL) && c->count > CDDP__INLINE / element)
-    return cddp__hosts_run(g, c);
+  if (CDDP__UNLIKELY(g->hosts != NULL))
+    return c->count <= cddp__max(g->slot_size, CDDP__INLINE) / element ? cddp__run_staged(g, c)
+                                                                       : cddp__hosts_run(g, c);
   if (c->count <= CDDP__DIRECT_MIN / element) return cddp__run_staged(g, c);
   return cddp__run_large(g, c);
 }

@@ -141,7 +141,7 @@ static void movements(worker *k) {
 }
 
 static int run_program(cddp_group *g, void *arg) {
-  static const size_t counts[] = {1, 5, 1000, 9001};
+  static const size_t counts[] = {1, 5, 2500, 9001};
   static const cddp_dtype dtypes[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16,
                                       CDDP_I8,  CDDP_U8,  CDDP_I32, CDDP_I64};
   bool large = *(const bool *)arg;
@@ -362,13 +362,14 @@ static void test_mail(void) {
 
 /* --- failures --------------------------------------------------------------------------------- */
 
-enum { KILLED, STOPPED, LEFT, OTHER_CALL, OTHER_COUNT };
+enum { KILLED, STOPPED, LEFT, OTHER_CALL, OTHER_COUNT, NO_SHARE };
 
 typedef struct trouble {
   const char *hosts;
   int n, how;
   unsigned who; /* bit for each rank that makes it */
   double timeout;
+  size_t count; /* of the call in question; 0: 2 */
 } trouble;
 
 static int in_trouble(int rank, void *arg) {
@@ -382,13 +383,14 @@ static int in_trouble(int rank, void *arg) {
   CHECK_OK(cddp_init(&g, NULL));
   if (g == NULL) return 1;
   for (i = 0; mine->result == CDDP_OK && i < 1000; i++) {
-    size_t count = i % 3 == 2 ? 50000 : 2;
+    size_t count = i % 3 == 2 ? 50000 : i == 7 && t->count > 0 ? t->count : 2;
     if (i == 7 && culprit) {
       shared->died = test_now();
       if (t->how == KILLED) raise(SIGKILL);
       if (t->how == STOPPED) raise(SIGSTOP);
       if (t->how == LEFT) break;
       if (t->how == OTHER_COUNT) count++;
+      if (t->how == NO_SHARE) count = 1;
     }
     if (i == 7 && culprit && t->how == OTHER_CALL)
       mine->result = cddp_broadcast(g, x, count, CDDP_F32, 0, NULL);
@@ -611,6 +613,26 @@ static void test_mismatch(void) {
   expect(&t, CDDP_MISMATCH, 2, "rank 1 called all_reduce(count 3, f32, sum)", "?");
 }
 
+/* Shares that ride with the lines of a step: leaders then expect messages of other lengths. */
+static void test_mismatch_riding(void) {
+  static const char *const words[] = {"broadcast(count 600, f32, root 0)",
+                                      "all_reduce(count 601, f32, sum)",
+                                      "all_reduce(count 1, f32, sum)"};
+  trouble t;
+  int i;
+  char text[96];
+  memset(&t, 0, sizeof t);
+  t.count = 600;
+  for (i = 0; i < 6; i++) {
+    t.hosts = i % 2 ? "abc" : "aabb";
+    t.n = (int)strlen(t.hosts);
+    t.how = OTHER_CALL + i / 2;
+    t.who = 1u << (i < 3 ? 0 : 2); /* a leader */
+    snprintf(text, sizeof text, "rank %d called %s", i < 3 ? 0 : 2, words[i / 2]);
+    expect(&t, CDDP_MISMATCH, 2, text, "?");
+  }
+}
+
 /* --- strangers at a rank's port --------------------------------------------------------------- */
 
 /* The port of the one socket of this process that listens on an IPv4 or IPv6 address; 0: none. */
@@ -804,6 +826,7 @@ int main(void) {
   RUN(test_left);
   RUN(test_first_cause);
   RUN(test_mismatch);
+  RUN(test_mismatch_riding);
   RUN(test_strangers);
   RUN(test_meeting);
   RUN(test_wrong_meetings);
