@@ -235,8 +235,8 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it; NULL is fine. Local and never blocks on a peer, but for at most a
-   second in which messages sent to other hosts do not move: ranks still waiting for this one get
-   CDDP_PEER_LOST. Asynchronous work must have been waited for. */
+   second in which messages sent to other hosts, or word of a rank's death, do not move: ranks still
+   waiting for this one get CDDP_PEER_LOST. Asynchronous work must have been waited for. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
