@@ -533,16 +533,26 @@ struct cddp_sgd_desc {
   bool separate_mul_add; /* round after each multiply, as PyTorch without AVX2; false: fused */
   cddp_ddp *ddp;       /* optional, must outlive this: step skips what no rank used in its wait */
   void *stream;        /* CUDA stream of step and zero_grad without ddp; NULL = the default one */
+  void *const *copies;   /* [count] mixed precision, see below; NULL for a parameter: none of it */
+  cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
 };
 
 /* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
-   was NULL; must stay where it is. Momentum is allocated at the first step that needs it. */
+   was NULL; must stay where it is. Momentum is allocated at the first step that needs it.
+   MIXED PRECISION. Forward and backward read f16 or bf16 weights, while the optimizer works on f32
+   master weights: params hold the masters and f32 gradients, which are reduced in f32 as ever;
+   copies[i], of count elements in the same kind of memory as data, is what the model reads.
+   cddp_sgd_create, cddp_sgd_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.sgd) write
+   data, rounded to the nearest, to it. Checkpoints have the masters. The array is copied, the
+   memory must stay. */
 CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc);
 CDDPDEF cddp_result cddp_sgd_step(cddp_sgd *s);                /* updates data from grad. Local */
 CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s);           /* sets every grad to zero. Local */
 CDDPDEF cddp_result cddp_sgd_set_lr(cddp_sgd *s, double lr);   /* from the next step on */
 CDDPDEF double cddp_sgd_lr(const cddp_sgd *s);
+/* Writes the copies after a change of data by your own hand. Local. */
+CDDPDEF cddp_result cddp_sgd_write_copies(cddp_sgd *s);
 CDDPDEF void cddp_sgd_destroy(cddp_sgd *s);                    /* NULL is fine */
 
 /* DATA. -----------------------------------------------------------------------------------------*/
@@ -1084,6 +1094,7 @@ typedef struct cddp__extent {
   uint64_t size;       /* bytes, whole pages */
   char *address;       /* where this process has it; NULL: free */
   uint32_t generation; /* bumped by each allocation */
+  bool dirty;          /* free, and its old bytes are still there */
 } cddp__extent;
 
 /* A peer's extent mapped here. */
@@ -1183,6 +1194,7 @@ typedef struct cddp__sgd_backend {
   cddp_result (*step)(cddp_sgd *s);
   cddp_result (*zero)(cddp_sgd *s);
   void (*leave)(cddp_sgd *s);
+  cddp_result (*copy)(cddp_sgd *s); /* all copies from data */
 } cddp__sgd_backend;
 
 /* A recv that waits for its parcel. In its group's list, in order of posting; guarded by mail_lock.
@@ -1376,6 +1388,7 @@ struct cddp_sgd { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_st
   void (*drop)(cddp_sgd *s); /* frees the shard and NULLs it; set along with shard */
   const cddp__sgd_backend *backend; /* parameters on a device; NULL: in host memory */
   void *flat;                       /* their momentum in one piece; NULL: none */
+  void **copies;                    /* [count] of desc.copy_dtype, the caller's; NULL: none */
 };
 
 /* Parameters dealt out to buckets: b has params[offsets[b]] .. params[offsets[b + 1] - 1]. */
@@ -5415,6 +5428,7 @@ static int cddp__extent_place(cddp__host *h, uint64_t size) {
   h->extents[best].base = base;
   h->extents[best].size = size;
   h->extents[best].address = NULL;
+  h->extents[best].dirty = false;
   h->window_end = base + size;
   return best;
 }
@@ -5437,6 +5451,8 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes) {
       cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
     } else {
       cddp__populate(address, e->size);
+      if (e->dirty) memset(address, 0, (size_t)e->size); /* or a board's old steps would seem new */
+      e->dirty = false;
       e->address = address;
       e->generation = ++h->generation;
     }
@@ -5446,7 +5462,9 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes) {
 }
 
 static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
-  if (h->fd >= 0) madvise(e->address, (size_t)e->size, MADV_REMOVE); /* the memory goes at once */
+  if (h->fd >= 0) /* the memory goes at once, unless the system will not */
+    e->dirty = fallocate(h->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)e->base,
+                         (off_t)e->size) != 0;
   munmap(e->address, (size_t)e->size);
   e->address = NULL;
 }
@@ -5998,10 +6016,12 @@ static int cddp__isa(void) { /* CDDP__ISA_*: the best this machine and system ha
 }
 
 static const cddp__kernels *cddp__pick_kernels(void) {
+  switch (cddp__isa()) {
 #if CDDP__DISPATCH
-  if (cddp__isa() == CDDP__ISA_AVX2) return &cddp__kernels_avx2;
+  case CDDP__ISA_AVX2: return &cddp__kernels_avx2;
 #endif
-  return &cddp__kernels_base;
+  default: return &cddp__kernels_base;
+  }
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* handled at a time, so that they stay in the first cache */
@@ -11644,7 +11664,8 @@ static bool cddp__work_done(cddp_work *w) {
    every rank adds all values, in the same order. direct     the buffers that others need lie in
    shared memory: one step to tell where, each rank reads (all_reduce: also writes) its peers'
    buffers in place, one step to say it is done. all_reduce: rank r owns the r-th slice, reads every
-   replica of it once and writes the result into every replica: the fewest bytes that can move.
+   replica of it once and writes the result into every replica: the fewest bytes that can move;
+   broadcast, where all buffers are shared, likewise, so that the root's core works too.
    staged     any other memory: the share goes through the slots piece by piece, one step a piece;
    the slots stay in cache, so main memory sees one read and one write of the buffer. Which one is
    decided from the size, and from the refs of all ranks: alike on every rank. */
@@ -11692,9 +11713,10 @@ static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chun
   }
 }
 
-/* Reduces the same stretch of every rank's memory into dst: at address(rank) + offset. */
+/* Reduces the same stretch of every rank's memory into dst: the others' at their space + offset,
+   this rank's at own, which may be dst. */
 static void cddp__reduce_spaces(const cddp_group *g, const cddp__call *c, const cddp__chunk *k,
-                                void *dst, size_t offset) {
+                                void *dst, size_t offset, const char *own) {
   const void *few[16], **srcs = few;
   int r, base;
   if (g->hosts != NULL)
@@ -11703,6 +11725,7 @@ static void cddp__reduce_spaces(const cddp_group *g, const cddp__call *c, const 
     srcs = (const void **)cddp__slot_of(g, g->rank, g->step + 1); /* free until then */
   for (r = 0, base = g->size; r < base; r++)
     srcs[r] = (const char *)cddp__space_of(g, r, k) + offset;
+  if (!k->in_line) srcs[g->rank] = own;
   cddp__reduce(dst, srcs, g->size, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
 }
 
@@ -11716,10 +11739,11 @@ static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chu
     if (!root) break;
     /* fall through */
   case CDDP__KIND_ALL_REDUCE:
-    cddp__reduce_spaces(g, c, k, recv + at, 0);
+    cddp__reduce_spaces(g, c, k, recv + at, 0, (const char *)c->send + at);
     break;
   case CDDP__KIND_REDUCE_SCATTER:
-    cddp__reduce_spaces(g, c, k, recv + at, (size_t)g->rank * bytes);
+    cddp__reduce_spaces(g, c, k, recv + at, (size_t)g->rank * bytes,
+                        (const char *)c->send + (size_t)g->rank * share + at);
     break;
   case CDDP__KIND_BROADCAST:
     if (!root) memcpy(recv + at, cddp__space_of(g, c->root, k), bytes);
@@ -11771,9 +11795,28 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
   bool pieces = c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_REDUCE_SCATTER ||
                 c->kind == CDDP__KIND_ALL_TO_ALL;
   memset(&none, 0, sizeof none);
+  if (c->kind == CDDP__KIND_BROADCAST) return cddp__ref_of(g->host, c->recv, c->count * c->esize);
   if (!cddp__rank_is_read(c, g->rank) || (c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv))
     return none;
   return cddp__ref_of(g->host, c->send, c->count * c->esize * (pieces ? (size_t)g->size : 1));
+}
+
+/* The root's array to all: this rank's slice of it to everybody, or (not all see all) the whole of
+   it to this rank. Blocks stay in the cache for the next copy. */
+static void cddp__spread(const cddp_group *g, const cddp__call *c, char *const *bufs) {
+  size_t begin, end, n, bytes = c->count * c->esize;
+  int r;
+  for (r = 0; r < g->size && bufs[r] != NULL; r++) {}
+  if (r < g->size) {
+    if (g->rank != c->root) memcpy(c->recv, bufs[c->root], bytes);
+    return;
+  }
+  cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
+  for (; begin < end; begin += n) {
+    n = g->size == 2 ? end - begin : cddp__min(end - begin, CDDP__SLOT);
+    for (r = 0; r < g->size; r++)
+      if (r != c->root) memcpy(bufs[r] + begin, bufs[c->root] + begin, n);
+  }
 }
 
 /* The direct moves, bufs[r] being rank r's buffer where it is read. */
@@ -11796,9 +11839,7 @@ static void cddp__move(cddp_group *g, const cddp__call *c, char *const *bufs, vo
     for (r = 0; r < n; r++) slices[r] = bufs[r] + me * share;
     cddp__reduce(recv, (const void *const *)slices, g->size, c->count, dtype, op);
     break;
-  case CDDP__KIND_BROADCAST:
-    if (g->rank != c->root) memcpy(recv, bufs[c->root], share);
-    break;
+  case CDDP__KIND_BROADCAST: cddp__spread(g, c, bufs); break;
   case CDDP__KIND_SCATTER:
     cddp__copy(recv, bufs[c->root] + me * share, share);
     break;
@@ -11817,7 +11858,8 @@ static void cddp__move(cddp_group *g, const cddp__call *c, char *const *bufs, vo
   }
 }
 
-/* Finds all buffers from the refs of the current step. *direct: whether that was possible. */
+/* Finds all buffers from the refs of the current step; NULL: needed by nobody, or not told of.
+   *direct: whether those that are needed were found. */
 static cddp_result cddp__locate_all(cddp_group *g, const cddp__call *c, char **bufs, bool *direct) {
   cddp_result r;
   int p;
@@ -11830,7 +11872,7 @@ static cddp_result cddp__locate_all(cddp_group *g, const cddp__call *c, char **b
     const cddp__ref *ref = &cddp__line_of(g, p, g->step)->u.ref;
     void *at = NULL;
     bufs[p] = NULL;
-    if (!cddp__rank_is_read(c, p)) continue;
+    if (ref->kind == CDDP__REF_NONE) continue;
     if ((r = cddp__locate(g->host, ref, &at)) != CDDP_OK) return cddp__break(g, r);
     bufs[p] = (char *)at;
   }
@@ -12485,10 +12527,12 @@ CDDP__SGD_SET(avx2, CDDP__AVX2)
 #endif
 
 static const cddp__sgd_kernels *cddp__pick_sgd_kernels(void) {
+  switch (cddp__isa()) {
 #if CDDP__DISPATCH
-  if (cddp__isa() == CDDP__ISA_AVX2) return &cddp__sgd_kernels_avx2;
+  case CDDP__ISA_AVX2: return &cddp__sgd_kernels_avx2;
 #endif
-  return &cddp__sgd_kernels_base;
+  default: return &cddp__sgd_kernels_base;
+  }
 }
 
 static void cddp__sgd_rule_init(cddp__sgd_rule *r, const cddp_sgd_desc *d) {
@@ -12633,12 +12677,19 @@ static cddp_result cddp__sgd_check(const cddp_param *params, int count, const cd
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "nesterov needs momentum > 0 and dampening 0; they are %g and %g",
                       d->momentum, d->dampening);
+  if (d->copies != NULL && d->copy_dtype != CDDP_F16 && d->copy_dtype != CDDP_BF16)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "copy_dtype is %d; it must be CDDP_F16 or CDDP_BF16",
+                      (int)d->copy_dtype);
   for (i = 0; i < count; i++) {
     const char *name = params[i].name != NULL ? params[i].name : "unnamed";
     if (!cddp__dtype_trains(params[i].dtype))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "parameter %d (%s) has dtype %d; F32, F64, F16 and BF16 can be trained", i,
                         name, (int)params[i].dtype);
+    if (d->copies != NULL && d->copies[i] != NULL && params[i].dtype != CDDP_F32)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "parameter %d (%s) is %s; only f32 weights have copies", i, name,
+                        cddp__dtype_names[params[i].dtype]);
   }
   return CDDP_OK;
 }
@@ -12651,6 +12702,7 @@ static void cddp__sgd_free(cddp_sgd *s) {
   for (i = 0; s->momentum != NULL && i < s->count; i++) cddp__free(&a, s->momentum[i]);
   cddp__free(&a, s->momentum);
   cddp__free(&a, s->started);
+  cddp__free(&a, s->copies);
   cddp__free(&a, s);
 }
 
@@ -12671,16 +12723,45 @@ static cddp_result cddp__sgd_create(cddp_sgd **out, cddp_param *params, int coun
   cddp__sgd_rule_init(&s->rule, desc);
   s->momentum = (void **)cddp__calloc(a, (size_t)count, sizeof *s->momentum);
   s->started = (bool *)cddp__calloc(a, (size_t)count, sizeof *s->started);
-  if (s->momentum == NULL || s->started == NULL) {
+  if (desc->copies != NULL) s->copies = (void **)cddp__calloc(a, (size_t)count, sizeof *s->copies);
+  if (s->momentum == NULL || s->started == NULL || (desc->copies != NULL && s->copies == NULL)) {
     cddp__sgd_free(s);
     return cddp__fail_in(CDDP_OUT_OF_MEMORY, "cddp_sgd_create: ");
   }
+  if (s->copies != NULL) memcpy(s->copies, desc->copies, (size_t)count * sizeof *s->copies);
   *out = s;
   return CDDP_OK;
 }
 
 static bool cddp__sgd_skips(const cddp_sgd *s, int i) {
   return s->params[i].count == 0 || (s->used != NULL && !s->used[i]);
+}
+
+/* Brings n elements of parameter i's copy, if it has one, up to date. */
+static void cddp__sgd_copy(const cddp_sgd *s, int i, size_t from, size_t n) {
+  if (s->copies != NULL && s->copies[i] != NULL)
+    cddp__convert((uint16_t *)s->copies[i] + from, s->desc.copy_dtype,
+                  (const float *)s->params[i].data + from, CDDP_F32, n);
+}
+
+static void cddp__sgd_copy_all(const cddp_sgd *s) {
+  int i;
+  for (i = 0; i < s->count; i++)
+    if (s->params[i].data != NULL) cddp__sgd_copy(s, i, 0, s->params[i].count);
+}
+
+/* One step of a parameter; its copy while the new weights are in the cache. */
+static void cddp__sgd_dense(cddp_sgd *s, int i) {
+  const cddp_param *p = &s->params[i];
+  size_t size = cddp__dtype_size(p->dtype), at, n;
+  bool copied = s->copies != NULL && s->copies[i] != NULL;
+  for (at = 0; at < p->count; at += n) {
+    char *momentum = (char *)s->momentum[i], *weights = (char *)p->data + at * size;
+    n = copied ? cddp__min(p->count - at, (size_t)CDDP__BLOCK_BYTES / sizeof(float)) : p->count;
+    cddp__sgd_update(&s->rule, p->dtype, weights, weights, (char *)p->grad + at * size,
+                     momentum != NULL ? momentum + at * size : NULL, n, !s->started[i]);
+    cddp__sgd_copy(s, i, at, n);
+  }
 }
 
 /* One step of a parameter whose gradient is rows: what a dense gradient with zeros elsewhere would
@@ -12692,6 +12773,7 @@ static void cddp__sgd_rows(cddp_sgd *s, int i, const cddp__sparse *g) {
     char *weights = (char *)p->data + (size_t)g->mean.number[k] * g->bytes;
     cddp__sgd_update(&s->rule, p->dtype, weights, weights, g->mean.values + k * g->bytes, NULL,
                      g->width, false);
+    cddp__sgd_copy(s, i, (size_t)g->mean.number[k] * g->width, g->width);
   }
   for (k = row = 0; s->rule.momentum != 0 && row < g->rows; row++) {
     bool has = k < g->mean.n && (size_t)g->mean.number[k] == row;
@@ -12699,6 +12781,7 @@ static void cddp__sgd_rows(cddp_sgd *s, int i, const cddp__sparse *g) {
     cddp__sgd_update(&s->rule, p->dtype, weights, weights,
                      has ? g->mean.values + k * g->bytes : g->zeros,
                      (char *)s->momentum[i] + row * g->bytes, g->width, !s->started[i]);
+    cddp__sgd_copy(s, i, row * g->width, g->width);
     k += has;
   }
 }
@@ -12750,13 +12833,11 @@ static cddp_result cddp__sgd_step(cddp_sgd *s) {
                       "cddp_ddp_wait before cddp_sgd_step");
   if ((r = cddp__sgd_prepare(s)) != CDDP_OK) return r;
   for (i = 0; i < s->count; i++) {
-    cddp_param *p = &s->params[i];
     if (cddp__sgd_skips(s, i)) continue;
     if (cddp__sgd_sparse(s, i) != NULL)
       cddp__sgd_rows(s, i, s->sparse[i]);
     else
-      cddp__sgd_update(&s->rule, p->dtype, p->data, p->data, p->grad, s->momentum[i], p->count,
-                       !s->started[i]);
+      cddp__sgd_dense(s, i);
     if (s->rule.momentum != 0) s->started[i] = true;
   }
   return CDDP_OK;
@@ -13466,8 +13547,8 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, uint32_t phase) 
 
 #define CDDP__FLAG_JOINED 2 /* the rank has joined: neither used nor forgotten */
 
-/* Puts parameter i's gradient into the arena: the caller's (accumulated under no_sync, or to be left
-   as it is), or zero. */
+/* Puts parameter i's gradient into the arena: the caller's (accumulated under no_sync, or to be
+   left as it is), or zero. */
 typedef cddp_result (*cddp__place_fn)(cddp_ddp *d, int i, bool fetch);
 
 static cddp_result cddp__place_gradient(cddp_ddp *d, int i, bool fetch) {
@@ -13876,6 +13957,7 @@ static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
   if (f->shard != NULL) momentum = f->shard->mine + cddp__shard_offset(d, (int)p->dtype, me, at);
   cddp__sgd_update(&f->s->rule, p->dtype, weights, weights, gradient, momentum, n,
                    !f->s->started[i]);
+  cddp__sgd_copy(f->s, i, inside / cddp__dtype_size(p->dtype), n);
   for (k = 0; k < size; k++) {
     if (t->data != NULL && k != me) memcpy(t->data[k] + inside, weights, bytes);
     if (t->data != NULL || k != me) memset(d->arenas[k] + at, 0, bytes);
@@ -13921,6 +14003,17 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_sgd *s) {
   return CDDP_OK;
 }
 
+/* Copies of the weights that other ranks of this host have updated. */
+static void cddp__fuse_copies(cddp_ddp *d, const cddp_sgd *s) {
+  size_t begin, end;
+  int i, p;
+  for (i = 0; s->copies != NULL && i < d->count; i++)
+    for (p = 0; s->copies[i] != NULL && cddp__steps(d, s, i) && p < d->group->locals; p++)
+      if (p != d->group->number && cddp__tensor_slice(d, i, p, &begin, &end))
+        cddp__sgd_copy(s, i, (begin - d->tensors[i].offset) / sizeof(float),
+                       (end - begin) / sizeof(float));
+}
+
 /* Every rank updates its own copy of the parameters whose gradients are rows. */
 static cddp_result cddp__fuse_rows(cddp_ddp *d, cddp_sgd *s) {
   int i;
@@ -13959,6 +14052,7 @@ static cddp_result cddp__fuse(cddp_ddp *d, cddp_sgd *s, bool averaged) {
   if ((r = cddp__fuse_rows(d, s)) != CDDP_OK) return r;
   if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, 2)) != CDDP_OK) return r;
   if ((r = cddp__fetch_weights(d, s)) != CDDP_OK) return r;
+  cddp__fuse_copies(d, s);
   for (i = 0; i < d->count; i++) {
     bool skipped = !cddp__steps(d, s, i);
     if (s->rule.momentum != 0 && !skipped) s->started[i] = true;
@@ -13996,6 +14090,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_sgd *s, int root) {
   if (!d->stale) return r;
   r = cddp__broadcast_params(d, d->params, d->count, root);
   if (r == CDDP_OK && s != NULL && s->rule.momentum != 0) r = cddp__sync_momentum(d, s, root);
+  if (r == CDDP_OK && s != NULL) cddp__sgd_copy_all(s);
   d->stale = false;
   return r;
 }
@@ -15773,6 +15868,19 @@ static cudaStream_t cddp__sgd_stream(const cddp_sgd *s) {
   return (cudaStream_t)s->desc.stream;
 }
 
+static cddp_result cddp__device_copies(const cddp_sgd *s, cudaStream_t stream) {
+  const cddp_kernels *k;
+  cddp_result r = CDDP_OK;
+  int i;
+  if (s->copies != NULL) r = cddp__need_kernels(&k, "copies of weights");
+  for (i = 0; s->copies != NULL && r == CDDP_OK && i < s->count; i++)
+    if (s->copies[i] != NULL && s->params[i].count > 0)
+      r = cddp__kernel_result(k->convert(s->copies[i], s->desc.copy_dtype, s->params[i].data,
+                                         CDDP_F32, s->params[i].count, (void *)stream),
+                              "the kernel that copies weights");
+  return r;
+}
+
 static cddp_result cddp__device_sgd_step(cddp_sgd *s) {
   cddp_segment *segments;
   cddp_result r;
@@ -15791,6 +15899,7 @@ static cddp_result cddp__device_sgd_step(cddp_sgd *s) {
   segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *segments);
   if (segments == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__device_update(s, NULL, 0, segments, cddp__sgd_stream(s));
+  if (r == CDDP_OK) r = cddp__device_copies(s, cddp__sgd_stream(s));
   cddp__free(&s->allocator, segments);
   return r;
 }
@@ -15806,8 +15915,13 @@ static cddp_result cddp__device_sgd_zero(cddp_sgd *s) {
   return r;
 }
 
+static cddp_result cddp__device_sgd_copy(cddp_sgd *s) {
+  return cddp__device_copies(s, cddp__sgd_stream(s));
+}
+
 static const cddp__sgd_backend cddp__device_sgd = {cddp__device_sgd_step, cddp__device_sgd_zero,
-                                                   cddp__device_momentum_free};
+                                                   cddp__device_momentum_free,
+                                                   cddp__device_sgd_copy};
 
 /* --- reducing buckets --- */
 
@@ -16301,6 +16415,7 @@ static cddp_result cddp__gpu_average_and_step(cddp_ddp *d, cddp_sgd *s) {
     if (r == CDDP_OK) r = cddp__rebuild(d); /* before momentum is dealt out by buckets */
   }
   if (r == CDDP_OK) r = slices ? cddp__gpu_step_slices(d, s) : cddp__gpu_step_whole(d, s);
+  if (r == CDDP_OK) r = cddp__device_copies(s, cddp__gpu_stream(d));
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (!d->tensors[i].placed)
       r = cddp__device_zero(d->params[i].grad,
@@ -19480,6 +19595,19 @@ CDDPDEF int cddp_launcher_rank(void) {
 
 CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype); }
 
+static cddp_result cddp__write_copies(cddp_sgd *s) {
+  if (s->backend != NULL && s->copies != NULL) return s->backend->copy(s);
+  cddp__sgd_copy_all(s);
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_sgd_write_copies(cddp_sgd *s) {
+  cddp_result r;
+  if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_write_copies: s is NULL");
+  r = cddp__write_copies(s);
+  return r == CDDP_OK ? r : cddp__fail_in(r, "cddp_sgd_write_copies: ");
+}
+
 CDDPDEF cddp_result cddp_sgd_step(cddp_sgd *s) {
   cddp_result r;
   if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_step: s is NULL");
@@ -20203,20 +20331,23 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc) {
   cddp_result r = cddp__sgd_create(out, params, count, desc, NULL);
-  if (r == CDDP_OK && (r = cddp__attach_sgd(*out)) != CDDP_OK) {
+  if (r != CDDP_OK) return r;
+  if (desc->ddp != NULL && (desc->ddp->params != params || desc->ddp->count != count)) {
+    r = cddp__invalid("cddp_sgd_create", "desc.ddp was made for other parameters");
+  } else {
+    if (desc->ddp != NULL) {
+      (*out)->used = desc->ddp->used;
+      (*out)->sparse = desc->ddp->sparse;
+    }
+    r = cddp__attach_sgd(*out);
+    if (r == CDDP_OK) r = cddp__write_copies(*out);
+    if (r != CDDP_OK) cddp__fail_in(r, "cddp_sgd_create: ");
+  }
+  if (r != CDDP_OK) {
     cddp__sgd_free(*out);
     *out = NULL;
-    return cddp__fail_in(r, "cddp_sgd_create: ");
   }
-  if (r != CDDP_OK || desc->ddp == NULL) return r;
-  if (desc->ddp->params != params || desc->ddp->count != count) {
-    cddp__sgd_free(*out);
-    *out = NULL;
-    return cddp__invalid("cddp_sgd_create", "desc.ddp was made for other parameters");
-  }
-  (*out)->used = desc->ddp->used;
-  (*out)->sparse = desc->ddp->sparse;
-  return CDDP_OK;
+  return r;
 }
 /* Words for a failure of either: which call, which file. */
 static cddp_result cddp__checkpoint_failed(const char *function, const char *path, cddp_result r) {
@@ -20246,6 +20377,7 @@ CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *param
   if (g != NULL) cddp__engine_drain(g);
   r = cddp__check_checkpoint(g, path, params, count, desc);
   r = cddp__load(g, path, params, count, desc, r);
+  if (r == CDDP_OK && desc->sgd != NULL) r = cddp__write_copies(desc->sgd);
   return r == CDDP_OK ? r : cddp__checkpoint_failed("cddp_load", path, r);
 }
 
@@ -20341,7 +20473,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   fail or are there twice while they meet are named to the others at once;
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
                   checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
-                  cddp_ddp_join; sparse gradients
+                  cddp_ddp_join; sparse gradients; f16 and bf16 copies of f32 weights
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

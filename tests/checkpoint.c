@@ -419,6 +419,8 @@ static int train(cddp_group *g, void *arg) {
   cddp_checkpoint_desc d;
   cddp_sgd *sgd = NULL;
   cddp_ddp *ddp = NULL;
+  uint16_t half[WEIGHTS];
+  void *copies[2] = {half, NULL};
   int step, i;
   if (w == NULL) return 1;
   memset(&o, 0, sizeof o);
@@ -428,10 +430,13 @@ static int train(cddp_group *g, void *arg) {
   for (i = 0; i < WEIGHTS + BIASES; i++) w[i] = (float)i * 0.001f + (float)cddp_rank(g);
   o.lr = job->from != NULL ? 77 : 0.1; /* that of the file counts */
   o.momentum = 0.9;
+  o.copies = copies;
+  o.copy_dtype = CDDP_BF16;
   CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, NULL));
   CHECK_OK(cddp_sgd_create(&sgd, p, 2, &o));
   d.sgd = sgd;
   if (job->from != NULL) CHECK_OK(cddp_load(g, job->from, p, 2, &d));
+  CHECK(ranks_is_copy(CDDP_BF16, half, w, WEIGHTS));
   CHECK(cddp_sgd_lr(sgd) == (job->from != NULL ? 0.05 : 0.1));
   for (step = job->begin; step < job->end; step++) {
     for (i = 0; i < WEIGHTS + BIASES; i++) {

@@ -22,6 +22,8 @@ typedef struct model {
   cddp_ddp *ddp;
   cddp_sgd *sgd;
   uint64_t seed;
+  void *copies[MOST]; /* of f32 parameters: what the optimizer keeps in half precision */
+  cddp_dtype copy_dtype;
 } model;
 
 static bool in_shared(const model *m, int memory, int i) {
@@ -93,7 +95,24 @@ static void model_close(model *m) {
     if (m->ddp != NULL && m->grad_memory == PLACED) CHECK(m->p[k].grad == NULL);
     if (m->grad_memory != PLACED) give(m, m->grad_memory, k, m->p[k].grad);
     give(m, m->data_memory, k, m->p[k].data);
+    free(m->copies[k]);
   }
+}
+
+/* Every other f32 parameter gets a copy. */
+static void model_copies(model *m, cddp_dtype dtype, cddp_sgd_desc *o) {
+  int k;
+  for (k = 0; k < m->n; k += 2)
+    if (m->p[k].dtype == CDDP_F32) m->copies[k] = malloc(m->p[k].count * 2 + 1);
+  o->copies = m->copies;
+  o->copy_dtype = m->copy_dtype = dtype;
+}
+
+static void check_copies(const model *m) {
+  int k;
+  for (k = 0; k < m->n; k++)
+    if (m->copies[k] != NULL)
+      CHECK(ranks_is_copy(m->copy_dtype, m->copies[k], m->p[k].data, m->p[k].count));
 }
 
 /* What backward does: adds this rank's gradients of the step. */
@@ -1023,6 +1042,8 @@ static void compare_training(model *a, model *b, int steps, int mode, int option
     take_step(a, fused);
     take_step(b, false);
     compare_models(a, b, step, option);
+    check_copies(a);
+    check_copies(b);
     if (step == 7) {
       CHECK_OK(cddp_sgd_set_lr(a->sgd, 0.025));
       CHECK_OK(cddp_sgd_set_lr(b->sgd, 0.025));
@@ -1055,7 +1076,10 @@ static void run_fused_case(cddp_group *g, const fused_case *c) {
       model_open(b, g, n, counts, 12, t->types, t->count, HEAP, PLACED)) {
     CHECK_OK(cddp_ddp_create(&a->ddp, g, a->p, n, c->option % 2 ? &d : NULL));
     CHECK_OK(cddp_ddp_create(&b->ddp, g, b->p, n, &d));
+    model_copies(a, c->option % 2 ? CDDP_BF16 : CDDP_F16, &o);
     CHECK_OK(cddp_sgd_create(&a->sgd, a->p, n, &o));
+    check_copies(a);
+    model_copies(b, CDDP_BF16, &o);
     CHECK_OK(cddp_sgd_create(&b->sgd, b->p, n, &o));
     if (a->sgd != NULL && b->sgd != NULL) compare_training(a, b, c->steps, c->mode, c->option);
   }

@@ -26,7 +26,7 @@
 enum { CALL_MALLOC, CALL_CALLOC, CALL_MMAP, CALL_THREAD, CALL_MEMFD, /* memory */
        CALL_SOCKET, CALL_ACCEPT, CALL_EPOLL, CALL_EVENTFD, CALL_OPEN, CALL_PIDFD, /* descriptors */
        CALL_SEND, CALL_RECV, CALL_SENDMSG, CALL_RECVMSG, CALL_CONNECT, CALL_POLL, CALL_WAIT,
-       CALL_PREAD, CALL_PWRITE, CALL_FTRUNCATE, CALL_BIND, CALLS };
+       CALL_PREAD, CALL_PWRITE, CALL_FTRUNCATE, CALL_FALLOCATE, CALL_BIND, CALLS };
 #define MEMORY (1u << CALL_MALLOC | 1u << CALL_CALLOC | 1u << CALL_MMAP | 1u << CALL_THREAD | \
                 1u << CALL_MEMFD)
 #define DESCRIPTORS (1u << CALL_SOCKET | 1u << CALL_ACCEPT | 1u << CALL_EPOLL | \
@@ -99,6 +99,9 @@ static ssize_t faulty_pwrite(int fd, const void *p, size_t n, off_t at) {
 static int faulty_ftruncate(int fd, off_t n) {
   return strikes(CALL_FTRUNCATE) ? -1 : ftruncate(fd, n);
 }
+static int faulty_fallocate(int fd, int mode, off_t at, off_t n) {
+  return strikes(CALL_FALLOCATE) ? -1 : fallocate(fd, mode, at, n);
+}
 static int faulty_open(const char *path, int flags, ...) {
   va_list args;
   mode_t mode;
@@ -141,6 +144,7 @@ static long faulty_syscall(long number, ...) {
 #define recv faulty_recv /* with the header's parameters and fields of that name */
 #define send faulty_send
 #define pread faulty_pread
+#define fallocate faulty_fallocate
 #define pwrite faulty_pwrite
 
 #define CDDP_IMPLEMENTATION
@@ -260,6 +264,21 @@ static cddp_result run_groups(cddp_group *g, int variant) {
                                  : cddp_group_new(g, alone ? one : both, alone ? 1 : 2, &s);
   if (r == CDDP_OK) r = cddp_barrier(s);
   cddp_destroy(s);
+  return r;
+}
+
+/* Groups that come one after the other in the same memory, their ranks in turn the other way
+   round. */
+static cddp_result run_reuse(cddp_group *g, int variant) {
+  int32_t mine = cddp_rank(g), n = cddp_world_size(g), all[2], i, k;
+  cddp_group *s = NULL;
+  cddp_result r = CDDP_OK;
+  for (k = 0; r == CDDP_OK && k < variant; k++) {
+    r = cddp_group_split(g, 0, k % 2 ? -mine : mine, &s);
+    if (r == CDDP_OK) r = cddp_all_gather(s, &mine, all, 1, CDDP_I32, NULL);
+    for (i = 0; r == CDDP_OK && i < n; i++) CHECK_EQ(all[i], k % 2 ? n - 1 - i : i);
+    cddp_destroy(s);
+  }
   return r;
 }
 
@@ -601,6 +620,11 @@ static void test_memory_groups(void) {
       prepare(ranks, false, false);
       CHECK(for_every("group", run_groups, v, MEMORY, ENOMEM, false) > 0);
     }
+}
+
+static void test_memory_kept(void) {
+  prepare(2, false, false);
+  CHECK(for_every("reuse", run_reuse, 4, 1u << CALL_FALLOCATE, EOPNOTSUPP, true) > 1);
 }
 
 static void test_memory_models(void) {
@@ -1056,6 +1080,7 @@ int main(int argc, char **argv) {
   RUN(test_memory_collectives);
   RUN(test_memory_mail);
   RUN(test_memory_groups);
+  RUN(test_memory_kept);
   RUN(test_memory_models);
   RUN(test_memory_threads);
   RUN(test_memory_spawn);

@@ -394,9 +394,31 @@ static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param
   if (graph != NULL) cudaGraphDestroy(graph);
 }
 
+/* Half precision for every f32 parameter but one. */
+static void plan_copies(const plan *p, const cddp_param *params, void **copies,
+                        cddp_sgd_desc *rule) {
+  int i;
+  for (i = 0; i < PARAMS; i++)
+    copies[i] = params[i].dtype == CDDP_F32 && i != 2 ? plan_memory(p, sizes[i] * 2) : NULL;
+  if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  rule->copies = copies;
+  rule->copy_dtype = p->given_grads ? CDDP_F16 : CDDP_BF16;
+}
+
+/* data: a parameter's weights, on the host. */
+static void check_copy(const plan *p, cddp_group *g, const void *copy, const char *data, int i,
+                       cddp_dtype dtype) {
+  char *host = (char *)calloc(2, sizes[i] + 1);
+  if (p->cpu) memcpy(host, copy, sizes[i] * 2);
+  else if (sizes[i] > 0) to_host(g, host, copy, sizes[i] * 2);
+  CHECK(ranks_is_copy(dtype, host, data, sizes[i]));
+  free(host);
+}
+
 static int train(cddp_group *g, void *arg) {
   const plan *p = (const plan *)arg;
   cddp_param params[PARAMS], buffer;
+  void *copies[PARAMS];
   cddp_ddp_desc desc;
   cddp_sgd_desc rule;
   cudaStream_t stream = NULL;
@@ -425,6 +447,7 @@ static int train(cddp_group *g, void *arg) {
   rule.weight_decay = 0.01;
   if (p->unused) rule.ddp = d;
   rule.stream = stream;
+  plan_copies(p, params, copies, &rule);
   CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
   if (p->graph && !p->cpu)
     plan_graph(p, d, s, params, g);
@@ -439,6 +462,7 @@ static int train(cddp_group *g, void *arg) {
     else if (bytes > 0)
       to_host(g, host, params[i].data, bytes);
     for (k = 0; k < sizes[i]; k++) *out++ = (float)ranks_load(params[i].dtype, host, k);
+    if (copies[i] != NULL) check_copy(p, g, copies[i], host, i, rule.copy_dtype);
     free(host);
   }
   if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
@@ -447,6 +471,7 @@ static int train(cddp_group *g, void *arg) {
   for (i = 0; i < PARAMS; i++) {
     plan_release(p, params[i].data);
     if (params[i].grad != NULL) plan_release(p, params[i].grad);
+    if (copies[i] != NULL) plan_release(p, copies[i]);
   }
   if (stream != NULL) {
     cddp_set_stream(g, NULL);

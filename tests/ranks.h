@@ -345,4 +345,15 @@ RANKS_DEF void ranks_store(cddp_dtype dtype, void *buf, size_t i, double v) {
     memcpy(p, &h, 2);
 }
 
+/* Whether copy[n] is the f32s of data rounded to dtype, f16 or bf16. */
+RANKS_DEF bool ranks_is_copy(cddp_dtype dtype, const void *copy, const void *data, size_t n) {
+  unsigned char want[2];
+  size_t i;
+  for (i = 0; i < n; i++) {
+    ranks_store(dtype, want, 0, ranks_load(CDDP_F32, data, i));
+    if (memcmp(want, (const char *)copy + 2 * i, 2) != 0) return false;
+  }
+  return true;
+}
+
 #endif

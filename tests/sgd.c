@@ -111,6 +111,52 @@ static void test_check_values(void) {
   }
 }
 
+/* f16 and bf16 copies of f32 weights: at creation, after a step and when asked for. */
+static void test_copies(void) {
+  enum { N = 3001 };
+  static float w[N], plain[N], grad[N];
+  static uint16_t half[N], want[N];
+  void *copies[2] = {half, NULL};
+  cddp_sgd_desc d = desc_of(CONFIGS - 1, false), none = d;
+  cddp_param p[2], q;
+  cddp_sgd *s, *t;
+  int k, step, i;
+  for (k = 0; k < 2; k++) {
+    d.copies = copies;
+    d.copy_dtype = k == 0 ? CDDP_BF16 : CDDP_F16;
+    memset(p, 0, sizeof p);
+    for (i = 0; i < N; i++) w[i] = plain[i] = (float)(i - 1500) / 7.0f;
+    p[0].data = w, p[0].grad = grad, p[0].count = N;
+    p[1].dtype = CDDP_F64; /* has none */
+    q = p[0];
+    q.data = plain;
+    CHECK_OK(cddp_sgd_create(&s, p, 2, &d));
+    CHECK_OK(cddp_sgd_create(&t, &q, 1, &none));
+    for (step = 0; step < 4; step++) {
+      cddp__convert(want, d.copy_dtype, plain, CDDP_F32, N);
+      CHECK(memcmp(half, want, sizeof half) == 0);
+      for (i = 0; i < N; i++) grad[i] = 1e-3f * (float)((i * 37 + step * 101) % 211 - 105);
+      CHECK_OK(cddp_sgd_step(s));
+      CHECK_OK(cddp_sgd_step(t));
+      CHECK(memcmp(w, plain, sizeof w) == 0); /* small steps count: they are of the masters */
+    }
+    w[7] = plain[7] = 1.0f + 0x1p-7f; /* a bf16 */
+    CHECK_OK(cddp_sgd_write_copies(s));
+    cddp__convert(want, d.copy_dtype, plain, CDDP_F32, N);
+    CHECK(memcmp(half, want, sizeof half) == 0);
+    CHECK_OK(cddp_sgd_write_copies(t)); /* has none */
+    cddp_sgd_destroy(s);
+    cddp_sgd_destroy(t);
+  }
+  d.copy_dtype = CDDP_F32;
+  CHECK_IS(cddp_sgd_create(&s, p, 2, &d), CDDP_INVALID_ARGUMENT);
+  d.copy_dtype = CDDP_F16;
+  copies[1] = half;
+  CHECK_IS(cddp_sgd_create(&s, p, 2, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(s == NULL && strstr(cddp_error(), "f64") != NULL);
+  CHECK_IS(cddp_sgd_write_copies(NULL), CDDP_INVALID_ARGUMENT);
+}
+
 /* Any cut into pieces, and any instruction set, gives the same bits. */
 static void test_pieces(void) {
   enum { N = 5003 };
@@ -340,6 +386,7 @@ int main(void) {
   RUN(test_of_pytorch);
   RUN(test_of_pytorch_portable);
   RUN(test_check_values);
+  RUN(test_copies);
   RUN(test_pieces);
   RUN(test_learning_rate_and_zero);
   RUN(test_unused);

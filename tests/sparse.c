@@ -136,6 +136,7 @@ static int run_uneven(cddp_group *g, void *arg) {
   float buffer = (float)rank;
   reference *f = (reference *)malloc(2 * sizeof *f), *own = f + 1;
   cddp_param p[PARAMS], extra;
+  void *copies[PARAMS];
   cddp_ddp_desc d;
   cddp_sgd_desc o;
   cddp_ddp *ddp;
@@ -160,20 +161,26 @@ static int run_uneven(cddp_group *g, void *arg) {
     p[k].grad = c->own ? own->grads + k * LARGE : NULL;
     p[k].data = c->shared ? cddp_alloc(g, sizes[k] * 4) : own->weights + k * LARGE;
     memcpy(p[k].data, f->p[k].data, sizes[k] * 4);
+    copies[k] = malloc(sizes[k] * 2 + 1);
   }
   memset(own->grads, 0, sizeof own->grads);
   CHECK_OK(cddp_ddp_create(&ddp, g, p, PARAMS, &d));
+  o.copies = copies;
+  o.copy_dtype = CDDP_BF16;
   CHECK_OK(cddp_sgd_create(&sgd, p, PARAMS, &o));
   for (epoch = 0; epoch < 4 && test_failures == before; epoch++) {
     uneven_epoch(ddp, sgd, p, c, epoch, rank, world, &buffer);
     reference_epoch(f, c, epoch, world);
     CHECK(cddp_sgd_lr(sgd) == cddp_sgd_lr(f->sgd));
     for (k = 0; k < PARAMS; k++) CHECK(memcmp(p[k].data, f->p[k].data, sizes[k] * 4) == 0);
+    for (k = 0; k < PARAMS; k++)
+      CHECK(ranks_is_copy(CDDP_BF16, copies[k], p[k].data, sizes[k]));
   }
   cddp_sgd_destroy(sgd);
   cddp_sgd_destroy(f->sgd);
   cddp_ddp_destroy(ddp);
   for (k = 0; c->shared && k < PARAMS; k++) cddp_free(g, p[k].data);
+  for (k = 0; k < PARAMS; k++) free(copies[k]);
   free(f);
   return test_failures != before;
 }
@@ -483,7 +490,10 @@ static int run_rows(cddp_group *g, void *arg) {
   cddp_param p[2][TWIN];
   cddp_ddp *ddp[2];
   cddp_sgd *sgd[2];
+  uint16_t embedding[ROWS * WIDTH] = {0};
+  void *copies[TWIN] = {NULL};
   memset(p, 0, sizeof p);
+  if (c->dtype == CDDP_F32) copies[EMBEDDING] = embedding;
   for (i = 0; i < 2; i++) {
     cddp_ddp_desc d;
     cddp_sgd_desc o;
@@ -501,6 +511,8 @@ static int run_rows(cddp_group *g, void *arg) {
     }
     CHECK_OK(cddp_ddp_create(&ddp[i], g, p[i], TWIN, &d));
     o.ddp = ddp[i];
+    o.copies = i == 0 ? copies : NULL;
+    o.copy_dtype = CDDP_F16;
     CHECK_OK(cddp_sgd_create(&sgd[i], p[i], TWIN, &o));
   }
   CHECK(p[0][EMBEDDING].grad == NULL && p[0][BIAS].grad != NULL);
@@ -508,6 +520,8 @@ static int run_rows(cddp_group *g, void *arg) {
     rows_step(ddp, sgd, p, c, rank, step);
     for (k = 0; k < TWIN; k++)
       CHECK(memcmp(p[0][k].data, p[1][k].data, twin_counts[k] * cddp_dtype_size(c->dtype)) == 0);
+    if (copies[EMBEDDING] != NULL)
+      CHECK(ranks_is_copy(CDDP_F16, embedding, p[0][EMBEDDING].data, twin_counts[EMBEDDING]));
   }
   for (i = 0; i < 2; i++) {
     cddp_sgd_destroy(sgd[i]);
