@@ -37,4 +37,9 @@ if command -v clang >/dev/null && clang -fsanitize=fuzzer -xc -c /dev/null -o /d
 else
   echo "skip   fuzz (needs clang)"
 fi
+if command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null; then
+  run aarch64 tests/aarch64.sh
+else
+  echo "skip   aarch64 (needs gcc-aarch64-linux-gnu and qemu-user)"
+fi
 exit $failed
