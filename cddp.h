@@ -14792,7 +14792,7 @@ static cddp_result cddp__break_dead(cddp_group *g, const char *doing) {
     cddp__name_rank(g, q, who, sizeof who);
     cddp__describe_end(g, q, how, sizeof how);
     cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was in %s", who, how, g->rank, doing);
-    return cddp__break(g, CDDP_PEER_LOST);
+    return cddp__break_lost(g, q);
   }
   return CDDP_OK;
 }
@@ -14912,7 +14912,7 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
     cddp__describe_end(g, q, how, sizeof how);
     cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d had operations with it on cuda:%d", who, how,
                g->rank, p->device);
-    return cddp__break(g, CDDP_PEER_LOST);
+    return cddp__break_lost(g, q);
   }
   return CDDP_OK;
 }
