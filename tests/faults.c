@@ -270,13 +270,14 @@ static cddp_result run_groups(cddp_group *g, int variant) {
 /* Groups that come one after the other in the same memory, their ranks in turn the other way
    round. */
 static cddp_result run_reuse(cddp_group *g, int variant) {
-  int32_t mine = cddp_rank(g), n = cddp_world_size(g), all[2], i, k;
+  int32_t mine = cddp_rank(g), n = cddp_world_size(g), all[2], value, i, k;
   cddp_group *s = NULL;
   cddp_result r = CDDP_OK;
   for (k = 0; r == CDDP_OK && k < variant; k++) {
     r = cddp_group_split(g, 0, k % 2 ? -mine : mine, &s);
-    if (r == CDDP_OK) r = cddp_all_gather(s, &mine, all, 1, CDDP_I32, NULL);
-    for (i = 0; r == CDDP_OK && i < n; i++) CHECK_EQ(all[i], k % 2 ? n - 1 - i : i);
+    value = mine + 10 * k; /* not what an old step of this memory has */
+    if (r == CDDP_OK) r = cddp_all_gather(s, &value, all, 1, CDDP_I32, NULL);
+    for (i = 0; r == CDDP_OK && i < n; i++) CHECK_EQ(all[i], (k % 2 ? n - 1 - i : i) + 10 * k);
     cddp_destroy(s);
     if (r == CDDP_OK) r = cddp_barrier(g); /* all have left: its memory is freed next */
   }
