@@ -489,7 +489,9 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s);
    is here. On return all ranks have the same weights, buffers and momentum of s. A hook's result is
    scaled by world size / ranks with data, so it must be linear. Each step has the group's timeout
    anew. Other collectives of the loop are not joined: have them on ranks with data only, or
-   outside. Collective; once an epoch. Like PyTorch's join(divide_by_initial_world_size=False). */
+   outside. A batch that is shorter than the others' weighs as much as a full one; multiply its loss
+   by its samples / a full batch's for each sample to weigh the same. Collective; once an epoch.
+   Like PyTorch's join(divide_by_initial_world_size=False). */
 CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s);
 
 /* Over how many ranks the last cddp_ddp_wait or _step took the mean: those that had not joined. */

@@ -14,7 +14,7 @@ import torch.distributed as dist
 KIB, MIB = 1 << 10, 1 << 20
 SLAB = 512 * MIB
 SIZES = [4, 64, KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB]
-QUICK = {4, KIB, 16 * KIB, 256 * KIB, 4 * MIB, 25 * MIB}
+QUICK = {4, KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 25 * MIB}
 
 
 def operation(op, rank, ranks):
