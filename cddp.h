@@ -235,8 +235,8 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it; NULL is fine. Local and never blocks on a peer, but for at most a
-   second in which messages sent to other hosts do not move: ranks still waiting for this one get
-   CDDP_PEER_LOST. Asynchronous work must have been waited for. */
+   second in which messages sent to other hosts, or word of a rank's death, do not move: ranks still
+   waiting for this one get CDDP_PEER_LOST. Asynchronous work must have been waited for. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
@@ -897,8 +897,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 /* >>design ----------------------------------------------------------------------------------------
    PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
    left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
-   they meet. Each group has a board there: a seat per rank (two announcement lines, posted sends, a
-   state) and two slots per rank for bytes in transit.
+   they meet. Each group has a board there: two announcement lines per rank, a seat (posted sends, a
+   state) and two slots for bytes in transit.
 
    STEPS. Whatever ranks do together is a numbered sequence of steps (>>local). In a step each rank
    announces what it calls and waits for all others' announcements; the announcement carries
@@ -934,9 +934,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    SEVERAL HOSTS. The ranks of a host work as above. Leaders, one for each host in a group, carry
    the lines of a step to each other, large arrays go from host to host in slices, one for each rank
    (>>hosts), on connections that are made when first used (>>links). Each host has a board of its
-   own: a failure is told to the others' leaders, and a rank that dies is named there by the ranks
-   of its own host, or by the connection that ends. A host that is cut off is noticed by the
-   deadline, or by TCP after 20 s.
+   own: a failure is told to the others, and how a rank died by the ranks of its own host, which
+   alone can see it; without one there the end of its connection has to do. A host that is cut off
+   is noticed by the deadline, or by TCP after 20 s.
 
    DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
@@ -1065,10 +1065,10 @@ typedef struct cddp__note {
   char site[96]; /* where it was made, in words; "": not known */
 } cddp__note;
 #define CDDP__NOTES 64 /* calls remembered per rank and group, a power of two */
+#define CDDP__NEIGHBOURS 3 /* hosts whose leaders' notes come to a host, see >>cuda */
 
-/* shared: a rank's place in a group. */
+/* shared: a rank's place in a group, on its own host. */
 typedef struct cddp__seat {
-  cddp__line lines[2];    /* writer: the rank */
   cddp__atomic_u32 state; /* CDDP__SEAT_*; writer: the rank, for threads also their starter */
   uint32_t pid;           /* writer: the rank, before its first step */
   cddp__atomic_u32 inside; /* 1: may be in its peers' memory, see cddp__enter; writer: the rank */
@@ -1087,7 +1087,8 @@ typedef struct cddp__seat {
 } cddp__seat;
 enum { CDDP__SEAT_EMPTY, CDDP__SEAT_TAKEN, CDDP__SEAT_LEFT, CDDP__SEAT_DEAD };
 
-/* shared: the control block of a group, followed by its seats and then its slots. */
+/* shared: the control block of a group, followed by the lines of all ranks, the seats of those of
+   this host (and an empty one for the others) and then the slots. */
 typedef struct cddp__board {
   cddp__atomic_u32 arrivals; /* crowded groups: ranks that reached a step, summed over all steps */
   unsigned char pad1[CDDP__CACHE_LINE - 4];
@@ -1101,6 +1102,8 @@ typedef struct cddp__board {
   uint32_t spare;
   char broken_text[CDDP__ERROR_MAX]; /* valid when broken >= 2 */
   unsigned char pad4[CDDP__CACHE_LINE - 16];
+  cddp__atomic_u32 cause; /* 0, CDDP__BREAKING, or 2 + what a loss to come is due to */
+  char cause_text[CDDP__ERROR_MAX]; /* valid when cause >= 2 */
 } cddp__board;
 #define CDDP__BREAKING 0x80000000u /* the rank writes the text */
 
@@ -1283,8 +1286,12 @@ struct cddp_group {
   struct cddp__hosts *hosts; /* NULL: all ranks are on this host */
   struct cddp__mpi *mpi;     /* NULL: the bytes are cddp's own affair */
   int locals, number; /* ranks of the group on this host, this one's place among them */
-  char *board_memory; /* control block: board, seats, slots */
+  int *places;        /* [size] index of each rank's seat */
+  char *board_memory; /* control block: board, lines, seats, slots */
   cddp__board *board;
+  cddp__seat *seats;
+  char *slots;
+  size_t slot_size;   /* bytes; 0: there are none */
   cddp__ref board_ref;
   bool board_mine; /* this rank allocated it */
   double timeout_s;
@@ -1747,7 +1754,12 @@ typedef struct cddp__link {
   uint64_t pass;                  /* of its group, in which it was found busy */
   size_t sent, got;               /* bytes of the current ones, heads included */
   unsigned char out_head[CDDP__LINK_HEAD], in_head[CDDP__LINK_HEAD];
-  cddp__letter *letters, *last_letter; /* MAIL: to be sent, or the one that is coming in */
+  cddp__letter *letters, *last_letter; /* MAIL: to be sent, or the one that is coming in; else a
+                                          reason for leaving, as it comes in */
+  bool quiet;        /* COLLECTIVE: up, and no message is half sent; writer: the owner, fail_lock */
+  bool parting;      /* the other side's goodbye has begun, its reason follows */
+  bool odd;          /* a message of another size came than was due */
+  cddp_result told;  /* of that reason, whose text is in letters; CDDP_OK: none */
 } cddp__link;
 enum { CDDP__LINK_CONNECTING, CDDP__LINK_SHAKING, CDDP__LINK_UP, CDDP__LINK_DEAD };
 enum { CDDP__LINK_COLLECTIVE, CDDP__LINK_MAIL, CDDP__LINK_WATCH, CDDP__LINK_ABORT };
@@ -1779,6 +1791,8 @@ typedef struct cddp__net {
   unsigned char token[16]; /* of the job; whoever knows it came through the store */
   char *secret;            /* NULL: none */
   int listener;
+  cddp__atomic_u32 loss;           /* 0, CDDP__BREAKING, or 2: a group of this rank has lost one, */
+  char loss_text[CDDP__ERROR_MAX]; /* in words */
   pthread_mutex_t lock;            /* guards the rest */
   cddp__link *strangers;           /* have not said hello; newest first */
   int stranger_count;
@@ -1800,6 +1814,7 @@ typedef struct cddp__item {
   int rank; /* the other side, in the group */
   char *data;
   size_t size; /* bytes; 0: there is no message */
+  size_t least; /* of another size: bytes that must come all the same; 0: it must be that size */
 } cddp__item;
 
 /* What one group needs to span hosts. Host 0 of a group is that of its rank 0, and so on. */
@@ -1824,9 +1839,11 @@ typedef struct cddp__hosts {
   const void **pointers, **sums; /* [size] sources of a reduction */
   struct pollfd *fds;      /* [2 * size + 2] */
   uint64_t pass;           /* through outs or ins */
-  unsigned char *lines;    /* leaders: all hosts' lines on the wire, this host's first */
-  int *line_at;            /* [count] index in lines of each host's first */
+  unsigned char *lines;    /* leaders: all hosts' lines on the wire, this host's first, each host's
+                              with the shares that ride with them */
+  size_t *lines_at;        /* [count] bytes before each host's */
   int lowest_remote;       /* the lowest rank on another host */
+  bool apart;              /* this rank's step is one of its host alone */
   char *stage;             /* what is on its way to or from other hosts */
   size_t stage_size;
   char **scratch;          /* [locals] shared: pieces of buffers that are not */
@@ -1897,7 +1914,7 @@ typedef struct cddp__plane {
   uint64_t hash;       /* of those calls; lock */
   uint64_t *hashes;    /* [CDDP__HASHES] the hash after each of the latest calls, a ring; lock */
   uint32_t *compared;  /* [ranks] calls of each found to be the same; lock */
-  uint32_t told[3];    /* calls that the neighbours have been told of; mail_lock */
+  uint32_t told[CDDP__NEIGHBOURS]; /* calls that the neighbours have been told of; mail_lock */
   cddp_work *letters;  /* sends and receives to be issued together, oldest first; turn */
   cddp__block *blocks; /* lock */
   void *scratch;       /* device memory, used on side; the thread that calls collectives */
@@ -6419,6 +6436,8 @@ static void cddp__plan_reverse(cddp__bucket_plan *p) {
 
 #define CDDP__SLOT                                                                                 \
   ((size_t)64 << 10)    /* bytes of a slot: two ranks' slots stay in a 512 KiB L2 cache */
+#define CDDP__RIDE                                                                                 \
+  ((size_t)32 << 10) /* bytes of all ranks' slots that cross between hosts with a step's lines */
 #define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds */
 #define CDDP__SPIN_CROWDED 50
 #define CDDP__YIELDS 100
@@ -6442,6 +6461,7 @@ static bool cddp__kind_reduces(uint32_t kind) {
          kind == CDDP__KIND_REDUCE_SCATTER;
 }
 
+#define CDDP__PHASE_STAGED 1u /* the shares are in lines or slots */
 #define CDDP__PHASE_HOST 15u /* records: a device group's call on host memory */
 
 static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t count, int root) {
@@ -6463,48 +6483,64 @@ static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t cou
   }
 }
 
-/* Layout of a control block: board, seats, slots. */
-static size_t cddp__board_head(int size) {
-  return cddp__round_up(4096 + (size_t)size * sizeof(cddp__seat), 65536); /* any page size */
+/* Layout of a control block: board, lines, seats, slots. Every rank reads all lines, so those lie
+   close together: of a thousand ranks they are 32 pages, while a seat takes several. */
+static size_t cddp__board_seats(int size) {
+  return 4096 + cddp__round_up(2 * (size_t)size * sizeof(cddp__line), 4096);
 }
-static size_t cddp__board_bytes(int size) {
-  return cddp__board_head(size) + 2 * (size_t)size * CDDP__SLOT;
+static size_t cddp__board_head(int size, int locals) {
+  size_t seats = (size_t)locals + (locals < size ? 1 + CDDP__NEIGHBOURS : 0);
+  return cddp__round_up(cddp__board_seats(size) + seats * sizeof(cddp__seat), 65536);
 }
+static size_t cddp__board_bytes(int size, int locals) { /* any page size */
+  return cddp__board_head(size, locals) +
+         2 * (locals < size ? CDDP__RIDE : (size_t)size * CDDP__SLOT);
+}
+/* Ranks of other hosts share a seat in which nobody ever sits; neighbours have one for their notes.
+ */
 static cddp__seat *cddp__seat_of(const cddp_group *g, int rank) {
-  return (cddp__seat *)(void *)(g->board_memory + 4096) + rank;
+  return g->seats + g->places[rank];
 }
 static cddp__line *cddp__line_of(const cddp_group *g, int rank, uint32_t step) {
-  return &cddp__seat_of(g, rank)->lines[step & 1];
+  return (cddp__line *)(void *)(g->board_memory + 4096) + 2 * (size_t)rank + (step & 1);
 }
 static void *cddp__slot_of(const cddp_group *g, int rank, uint32_t step) {
-  return g->board_memory + cddp__board_head(g->size) + (2 * (size_t)rank + (step & 1)) * CDDP__SLOT;
+  return g->slots + (2 * (size_t)rank + (step & 1)) * g->slot_size;
 }
 
 /* --- failure: the first rank to notice one writes it on the board; all calls of all ranks then
  * return it --- */
 
+/* Keeps the first loss of any group, for those who wait for this rank in another one. */
+static void cddp__note_loss(cddp__net *n, const char *text) {
+  if (n == NULL || !cddp__swap32(&n->loss, 0, CDDP__BREAKING)) return;
+  snprintf(n->loss_text, sizeof n->loss_text, "%s", text);
+  cddp__store32(&n->loss, 2);
+}
+
 /* Keeps the group's failure for this rank's later calls and makes it this thread's error. */
 static cddp_result cddp__fail_group(cddp_group *g, cddp_result r, const char *text) {
   pthread_mutex_lock(&g->fail_lock);
   if (!g->failed) {
-    if (g->hosts != NULL) g->hosts->ops->hang_up(g);
     g->failed = true;
     g->fail_result = r;
     snprintf(g->fail_text, sizeof g->fail_text, "%s", text);
+    if (r == CDDP_PEER_LOST) cddp__note_loss(g->host->net, text);
+    if (g->hosts != NULL) g->hosts->ops->hang_up(g);
   }
   r = cddp__fail(g->fail_result, "%s", g->fail_text);
   pthread_mutex_unlock(&g->fail_lock);
   return r;
 }
 
-static void cddp__wake_all(cddp_group *g) {
+static void cddp__wake_all(cddp_group *g) { /* of other hosts' lines one at most is slept on */
   int p;
   cddp__futex_wake(&g->board->release);
   for (p = 0; p < g->size; p++) {
-    cddp__seat *s = cddp__seat_of(g, p);
-    cddp__futex_wake(&s->lines[0].seq);
-    cddp__futex_wake(&s->lines[1].seq);
-    cddp__futex_wake(&s->mail);
+    if (g->members[p] < 0 && (g->hosts == NULL || p != g->hosts->lowest_remote)) continue;
+    cddp__futex_wake(&cddp__line_of(g, p, 0)->seq);
+    cddp__futex_wake(&cddp__line_of(g, p, 1)->seq);
+    if (g->members[p] >= 0) cddp__futex_wake(&cddp__seat_of(g, p)->mail);
   }
 }
 
@@ -6567,6 +6603,30 @@ static cddp_result cddp__break_here(cddp_group *g, cddp_result r, bool tell) {
 
 static cddp_result cddp__break(cddp_group *g, cddp_result r) {
   return cddp__break_here(g, r, true);
+}
+
+/* Keeps what a rank that left has said of another one's death: no failure of this group yet, but
+   what one to come is due to. Whether it is the first such word. */
+static bool cddp__note_cause(cddp_group *g, cddp_result r, const char *text) {
+  if (!cddp__swap32(&g->board->cause, 0, CDDP__BREAKING)) return false;
+  snprintf(g->board->cause_text, sizeof g->board->cause_text, "%s", text);
+  cddp__store32(&g->board->cause, 2 + (uint32_t)r);
+  return true;
+}
+
+static bool cddp__has_cause(const cddp_group *g) {
+  uint32_t cause = cddp__load32(&g->board->cause);
+  return cause >= 2 && (cause & CDDP__BREAKING) == 0;
+}
+
+/* Breaks the group over the loss of a rank, with this thread's error text. One that left, or is on
+   another host, may be gone because of somebody else: who has said so is believed. */
+static cddp_result cddp__break_lost(cddp_group *g, int rank) {
+  bool seen = g->members[rank] >= 0 &&
+              cddp__load32(&cddp__seat_of(g, rank)->state) != CDDP__SEAT_LEFT;
+  if (seen || !cddp__has_cause(g)) return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break(g, cddp__fail((cddp_result)(cddp__load32(&g->board->cause) - 2), "%s",
+                                   g->board->cause_text));
 }
 
 /* This group's failure for a call that begins, CDDP_OK when it is healthy. */
@@ -6730,6 +6790,12 @@ static bool cddp__rank_missing(const cddp_group *g, int p) {
   return g->crowded && cddp__load32(&g->board->release) != g->step;
 }
 
+/* The same, or the step still lacks other hosts: until they have come all ranks here are needed. */
+static bool cddp__rank_needed(const cddp_group *g, int p) {
+  if (cddp__rank_missing(g, p)) return true;
+  return g->hosts != NULL && !g->hosts->apart && cddp__rank_missing(g, g->hosts->lowest_remote);
+}
+
 /* Breaks the group if a rank that this step waits for is gone. */
 static cddp_result cddp__look_after_peers(cddp_group *g) {
   char loss[320], what[320];
@@ -6737,12 +6803,12 @@ static cddp_result cddp__look_after_peers(cddp_group *g) {
   if (g->hosts != NULL) g->hosts->ops->look(g);
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->members[p] < 0) continue;
-    if (!cddp__rank_missing(g, p) || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_missing(g, p)) continue; /* its last word had just come */
+    if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
+    if (!cddp__rank_needed(g, p)) continue; /* its last word had just come */
     cddp__describe_loss(g, p, loss, sizeof loss);
     cddp__describe_here(g, what, sizeof what);
     cddp__fail(CDDP_PEER_LOST, "%s; rank %d was waiting for it in %s", loss, g->rank, what);
-    return cddp__break(g, CDDP_PEER_LOST);
+    return cddp__break_lost(g, p);
   }
   return CDDP_OK;
 }
@@ -6977,10 +7043,10 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
                                      const int *members, char *board, double timeout_s) {
   cddp_group *g = (cddp_group *)cddp__calloc(&h->allocator, 1, sizeof *g);
   cddp__seat *seat;
-  int i;
+  int i, place;
   *out = NULL;
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
-  g->members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *g->members);
+  g->members = (int *)cddp__calloc(&h->allocator, 2 * (size_t)size, sizeof *g->members);
   if (g->members == NULL) {
     cddp__free(&h->allocator, g);
     return CDDP_OUT_OF_MEMORY;
@@ -6992,10 +7058,13 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->board_memory = board;
   g->board = (cddp__board *)(void *)board;
   g->timeout_s = timeout_s;
-  for (i = 0; i < size; i++) {
-    if (i == rank) g->number = g->locals;
-    g->locals += members[i] >= 0;
-  }
+  for (i = 0; i < size; i++) g->locals += members[i] >= 0;
+  g->places = g->members + size;
+  for (i = 0, place = 0; i < size; i++) g->places[i] = members[i] >= 0 ? place++ : g->locals;
+  g->number = g->places[rank];
+  g->seats = (cddp__seat *)(void *)(board + cddp__board_seats(size));
+  g->slots = board + cddp__board_head(size, g->locals);
+  g->slot_size = g->locals == size ? CDDP__SLOT : 0;
   g->crowded = g->locals > h->cores;
   g->spin = h->size > h->cores ? CDDP__SPIN_CROWDED : CDDP__SPIN;
   pthread_mutex_init(&g->fail_lock, NULL);
@@ -7023,7 +7092,9 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
    whatever group, also accepts, and lays links of others aside until their group asks for them.
    Who says nothing, or nonsense, is dropped after CDDP__STRANGER_S or at once, and costs a
    descriptor until then. Messages of collectives carry a head with their number and size: both
-   sides know what must come next, so a stream that is out of step is seen at once. */
+   sides know what must come next, so a stream that is out of step is seen at once. Who leaves says
+   goodbye in the same form, and why if its group has failed or it has seen a rank die: so whoever
+   finds a link ended finds the cause before the end. */
 
 #define CDDP__LINK_MAGIC 0x4b4c4443u    /* "CDLK", opens a link */
 #define CDDP__MESSAGE_MAGIC 0x534d4443u /* "CDMS", begins a message */
@@ -7034,7 +7105,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
 #define CDDP__STRANGER_S 5.0 /* for the hello and the proof */
 #endif
 #define CDDP__UNANSWERED_MS 20000 /* after which the system gives a connection up */
-#define CDDP__ABORT_BYTES (4 + CDDP__ERROR_MAX)
+#define CDDP__REASON_BYTES (4 + CDDP__ERROR_MAX)
+#define CDDP__HEARSAY 0x80000000u /* in a reason: the group has not failed, but a rank has died */
 enum { CDDP__MESSAGE_DATA = 1, CDDP__MESSAGE_BYE };
 #define CDDP__LEFT (-1) /* in link.error: the other side said goodbye */
 
@@ -7253,45 +7325,123 @@ static void cddp__message_head(unsigned char *head, uint32_t number, uint64_t si
   cddp__put32(head + 16, type);
 }
 
-/* Says goodbye, if no message is half sent; what the other side sent last is not for anybody. */
-static void cddp__link_leave(cddp__link *l) {
-  unsigned char rest[4096];
-  if (l->state == CDDP__LINK_UP && l->sent == 0) {
-    cddp__message_head(l->out_head, l->sent_count, 0, CDDP__MESSAGE_BYE);
-    (void)cddp__link_io(l, l->out_head, CDDP__LINK_HEAD, &l->sent, true);
+static bool cddp__message_bye(const cddp__link *l) {
+  return cddp__get32(l->in_head) == CDDP__MESSAGE_MAGIC &&
+         cddp__get32(l->in_head + 16) == CDDP__MESSAGE_BYE;
+}
+
+/* --- reasons: why a group has failed, or what it will fail of --- */
+
+static void cddp__put_reason(unsigned char body[CDDP__REASON_BYTES], uint32_t code,
+                             const char *text) {
+  memset(body, 0, CDDP__REASON_BYTES);
+  cddp__put32(body, code);
+  snprintf((char *)body + 4, CDDP__ERROR_MAX, "%s", text);
+}
+
+/* Takes in what is left of a reason, into l->letters; `have` bytes of it are at begun already. As
+   cddp__link_io. */
+static int cddp__link_reason(const cddp__net *n, cddp__link *l, const void *begun, size_t have) {
+  if (l->letters == NULL) {
+    l->letters =
+        (cddp__letter *)cddp__malloc(&n->allocator, sizeof *l->letters + CDDP__REASON_BYTES);
+    if (l->letters == NULL) {
+      cddp__link_end(l, ENOMEM);
+      return -1;
+    }
+    l->letters->next = NULL;
+    l->got = cddp__min(have, CDDP__REASON_BYTES);
+    if (have > 0) memcpy(l->letters + 1, begun, l->got);
   }
+  return cddp__link_io(l, l->letters + 1, CDDP__REASON_BYTES, &l->got, false);
+}
+
+/* The result of a reason that is there; CDDP_OK if it makes no sense. */
+static cddp_result cddp__read_reason(const cddp__link *l, bool *hearsay) {
+  unsigned char *body = (unsigned char *)(l->letters + 1);
+  uint32_t code = cddp__get32(body) & ~CDDP__HEARSAY;
+  *hearsay = (cddp__get32(body) & CDDP__HEARSAY) != 0;
+  body[CDDP__REASON_BYTES - 1] = 0;
+  return code < CDDP__RESULT_COUNT ? (cddp_result)code : CDDP_OK;
+}
+
+static const char *cddp__reason_text(const cddp__link *l) {
+  return (const char *)(l->letters + 1) + 4;
+}
+
+/* Says goodbye, in one piece or not at all. reason: NULL without one. */
+static void cddp__link_part(const cddp__link *l, const unsigned char *reason) {
+  unsigned char bye[CDDP__LINK_HEAD + CDDP__REASON_BYTES];
+  size_t size = reason != NULL ? CDDP__REASON_BYTES : 0;
+  cddp__message_head(bye, l->sent_count, size, CDDP__MESSAGE_BYE);
+  if (size > 0) memcpy(bye + CDDP__LINK_HEAD, reason, size);
+  (void)!CDDP__SEND(l->fd, bye, CDDP__LINK_HEAD + size, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+/* Says goodbye, if no message is half sent; what the other side sent last is not for anybody. */
+static void cddp__link_leave(cddp__link *l, const unsigned char *reason) {
+  unsigned char rest[4096];
+  if (l->state == CDDP__LINK_UP && l->sent == 0) cddp__link_part(l, reason);
   while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
+}
+
+/* Goes on with a goodbye whose head, and `have` bytes behind it, have come. 0: more is to come; -1:
+   the link has ended. */
+static int cddp__link_goodbye(const cddp__net *n, cddp__link *l, const void *begun, size_t have) {
+  uint64_t size = cddp__get64(l->in_head + 8);
+  bool hearsay;
+  int done;
+  l->parting = true;
+  if (size != 0 && size != CDDP__REASON_BYTES) {
+    cddp__link_end(l, EPROTO);
+  } else if (size != 0) {
+    if ((done = cddp__link_reason(n, l, begun, have)) <= 0) return done;
+    l->told = cddp__read_reason(l, &hearsay);
+  }
+  cddp__link_end(l, CDDP__LEFT);
+  return -1;
+}
+
+/* The link has ended, but perhaps not everything that its other side said has been read. */
+static void cddp__link_hear_out(const cddp__net *n, cddp__link *l) {
+  unsigned char rest[4096];
+  while (!l->parting) {
+    size_t whole;
+    if (l->got < CDDP__LINK_HEAD &&
+        cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) != 1)
+      return;
+    if (cddp__message_bye(l)) break;
+    whole = CDDP__LINK_HEAD + (size_t)cddp__get64(l->in_head + 8);
+    if (cddp__get32(l->in_head) != CDDP__MESSAGE_MAGIC || whole < CDDP__LINK_HEAD) return;
+    while (l->got < whole) {
+      ssize_t got = CDDP__RECV(l->fd, rest, cddp__min(sizeof rest, whole - l->got), MSG_DONTWAIT);
+      if (got <= 0) return;
+      l->got += (size_t)got;
+    }
+    l->got = 0;
+  }
+  if (l->told == CDDP_OK) (void)cddp__link_goodbye(n, l, NULL, 0);
 }
 
 /* --- whoever calls this rank --- */
 
 /* A rank of another host says why a group is broken: so is it here. net.lock held. */
 static void cddp__link_abort(cddp__net *n, cddp__link *l) {
-  cddp__letter *letter = l->letters;
-  unsigned char *body;
-  char text[CDDP__ERROR_MAX];
-  uint32_t code;
+  char kept[CDDP__ERROR_MAX];
+  cddp_result code;
   cddp_group *g;
-  if (letter == NULL) {
-    letter = (cddp__letter *)cddp__malloc(&n->allocator, sizeof *letter + CDDP__ABORT_BYTES);
-    if (letter != NULL) letter->next = NULL;
-    l->letters = letter;
-    if (letter == NULL) cddp__link_end(l, ENOMEM);
-    if (letter == NULL) return;
+  bool hearsay;
+  if (cddp__link_reason(n, l, NULL, 0) != 1) return;
+  code = cddp__read_reason(l, &hearsay);
+  for (g = n->groups; g != NULL; g = g->hosts->next) {
+    if (g->id != l->group || code == CDDP_OK) continue;
+    memcpy(kept, cddp__error_text, sizeof kept);
+    if (hearsay)
+      cddp__note_cause(g, code, cddp__reason_text(l));
+    else
+      (void)cddp__break_here(g, cddp__fail(code, "%s", cddp__reason_text(l)), false);
+    memcpy(cddp__error_text, kept, sizeof kept);
   }
-  body = (unsigned char *)(letter + 1);
-  if (cddp__link_io(l, body, CDDP__ABORT_BYTES, &l->got, false) != 1) return;
-  code = cddp__get32(body);
-  memcpy(text, body + 4, sizeof text);
-  text[sizeof text - 1] = 0;
-  for (g = n->groups; g != NULL; g = g->hosts->next)
-    if (g->id == l->group && code > CDDP_OK && code < CDDP__RESULT_COUNT) {
-      char kept[CDDP__ERROR_MAX];
-      memcpy(kept, cddp__error_text, sizeof kept);
-      cddp__fail((cddp_result)code, "%s", text);
-      (void)cddp__break_here(g, (cddp_result)code, false);
-      memcpy(cddp__error_text, kept, sizeof kept);
-    }
   cddp__link_end(l, 0);
 }
 
@@ -7341,7 +7491,7 @@ static void cddp__net_look(cddp__net *n) {
     *at = l->next;
     n->stranger_count--;
     if (l->state != CDDP__LINK_DEAD && cddp__net_has_left(n, l->group)) {
-      cddp__link_leave(l);
+      cddp__link_leave(l, NULL);
       cddp__link_free(n, l);
     } else if (l->state == CDDP__LINK_DEAD) {
       cddp__link_free(n, l);
@@ -7451,15 +7601,28 @@ static bool cddp__message_good(const cddp__link *l, uint64_t size) {
          cddp__get32(l->in_head + 16) == CDDP__MESSAGE_DATA;
 }
 
-/* Receives what is left of the message that must come now. As cddp__link_push. */
-static int cddp__link_pull(cddp__link *l, void *data, size_t size) {
-  while (l->got < CDDP__LINK_HEAD + size) {
+/* Receives what is left of the message that must come now. As cddp__link_push. Where `least` is not
+   0 one of another size will do as far as its first `least` bytes: those tell that the two sides
+   disagree, and nothing is read from the link after them. */
+static int cddp__link_pull(const cddp__net *net, cddp__link *l, void *data, size_t size,
+                           size_t least) {
+  if (l->parting) return cddp__link_goodbye(net, l, NULL, 0);
+  if (l->odd && l->got == 0) { /* nobody knows where the next message begins */
+    cddp__link_end(l, EPROTO);
+    return -1;
+  }
+  while (l->got < CDDP__LINK_HEAD + (l->odd ? least : size)) {
     bool headless = l->got < CDDP__LINK_HEAD;
     ssize_t n = cddp__link_vector(l, l->in_head, data, size, l->got, false);
     if (n > 0) {
       l->got += (size_t)n;
       if (!headless || l->got < CDDP__LINK_HEAD || cddp__message_good(l, size)) continue;
-      cddp__link_end(l, cddp__get32(l->in_head + 16) == CDDP__MESSAGE_BYE ? CDDP__LEFT : EPROTO);
+      l->odd = least > 0 && cddp__get64(l->in_head + 8) >= least &&
+               cddp__message_good(l, cddp__get64(l->in_head + 8));
+      if (l->odd) continue;
+      if (cddp__message_bye(l))
+        return cddp__link_goodbye(net, l, data, l->got - CDDP__LINK_HEAD);
+      cddp__link_end(l, EPROTO);
       return -1;
     }
     if (n < 0 && errno == EINTR) continue;
@@ -8750,17 +8913,18 @@ static void cddp__watch_processes(cddp__host *h) {
 /* The group of all ranks, on a board that lies at the start of the shared memory. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
                                      double timeout_s) {
-  size_t bytes = cddp__round_up(h->net != NULL ? cddp__board_head(size) : cddp__board_bytes(size),
-                                cddp__page_size());
   int *members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *members);
   char *board = NULL;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i;
+  size_t bytes;
+  int i, locals = 0;
   if (members == NULL) return r;
   for (i = 0; i < size; i++) {
     const cddp__home *home = h->net != NULL ? &h->net->homes[i] : NULL;
     members[i] = home == NULL ? i : home->host == h->net->host ? home->index : -1;
+    locals += members[i] >= 0;
   }
+  bytes = cddp__round_up(cddp__board_bytes(size, locals), cddp__page_size());
   board = h->fd >= 0 ? cddp__map_extent(h, 0, bytes) : cddp__map_plain(bytes);
   if (board == NULL)
     cddp__fail(r, "mmap of the group's shared memory: %s", strerror(errno));
@@ -8997,7 +9161,7 @@ static cddp_result cddp__check_peer(cddp_group *g, int peer, const char *what, i
   if (peer == g->rank || !cddp__rank_gone(g, peer)) return CDDP_OK;
   cddp__describe_loss(g, peer, loss, sizeof loss);
   cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in %s it, tag %d", loss, g->rank, what, tag);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break_lost(g, peer);
 }
 
 /* Waits for mail with a deadline and an eye on the peer. what: "recv(...) from", for messages. */
@@ -9092,23 +9256,26 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
 /* >>hosts --------------------------------------------------------------------------------------
    Steps and collectives of groups whose ranks are on several hosts. Works as follows.
 
-   STEPS. The board of such a group has seats for all its ranks on each of the hosts. The lowest
+   STEPS. The board of such a group has lines for all its ranks on each of the hosts. The lowest
    rank of a host in the group leads it: in a step it waits for its host's ranks, sends their lines
-   to the other leaders, gets theirs, and writes those into the remote ranks' seats. So all ranks
+   to the other leaders, gets theirs, and writes those into the remote ranks' places. So all ranks
    compare all lines, as on one host: disagreement, small all_reduce, splits and what a cddp_ddp
    agrees on need nothing else. Up to CDDP__DIRECT_HOSTS leaders exchange directly; more in
-   log2(hosts) rounds, in each of which a leader passes on all it has. A local step is one of the
-   host's ranks alone.
+   log2(hosts) rounds, in each of which a leader passes on all it has. Directly, the ranks' shares
+   of a short collective ride along, out of their slots and into those of the remote ranks: it is
+   the one step of >>collectives then, and costs what a barrier costs. Of how many bytes, each
+   leader knows from its own line; where another comes with more or fewer, the lines disagree too.
+   A local step is one of the host's ranks alone.
 
-   COLLECTIVES. What does not fit into lines begins with one step. all_reduce, reduce and broadcast
-   then move slices: each rank of a host (as many as the smallest host has) carries one, and deals
-   with the ranks that carry it on the other hosts. A slice goes in pieces, each divided among the
-   hosts: (A) every host sends each other one its sums for that one's part, straight out of its
-   ranks' buffers; (B) the owner adds up what it got and sends the result to all. broadcast is the
-   same with the root's bytes for sums. That moves the fewest bytes, in two hops; while one piece is
-   reduced others are on their way. Short ones go to all at once, and all add up all. The others
-   send straight from rank to rank, once to each host what the whole host needs. What ranks of the
-   same host must see of each other's buffers, and cannot, passes through shared scratch.
+   COLLECTIVES. What does not fit into lines or slots begins with one step. all_reduce, reduce and
+   broadcast then move slices: each rank of a host (as many as the smallest host has) carries one,
+   and deals with the ranks that carry it on the other hosts. A slice goes in pieces, each divided
+   among the hosts: (A) every host sends each other one its sums for that one's part, straight out
+   of its ranks' buffers; (B) the owner adds up what it got and sends the result to all. broadcast
+   is the same with the root's bytes for sums. That moves the fewest bytes, in two hops; while one
+   piece is reduced others are on their way. Short ones go to all at once, and all add up all. The
+   others send straight from rank to rank, once to each host what the whole host needs. What ranks
+   of the same host must see of each other's buffers, and cannot, passes through shared scratch.
 
    THE CANONICAL SUM over hosts: a host adds up those nodes of the canonical tree whose ranks are
    all its own (of hosts with consecutive ranks, aligned: one) and sends these, f16 and bf16 as f32
@@ -9119,19 +9286,23 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
    takes them; the rest is copied and goes out in later calls, of any group. Whatever comes is read
    into memory, unless nobody waits for it and 256 MiB have come already.
 
-   FAILURE. Whoever breaks the group tells the ranks of the other hosts by a link of its own and
-   ends its collective links, which others see at once. A link that ends gives the news CDDP__NEWS_S
-   to arrive before it is a failure itself.
+   FAILURE. Whoever breaks the group tells the ranks of the other hosts by a link of its own; every
+   rank then says why on its collective links and ends them, which others see at once. How a rank
+   died is known on its own host only: who finds its link ended gives the ranks there CDDP__CAUSE_S
+   to tell. A rank that leaves a healthy group says, as hearsay, that one of its host has died or
+   that another group of its own has failed of a loss: nobody's call fails of that, but one that
+   fails of a loss then names the dead.
 
    WHAT IT COSTS, reckoned for 4,096 ranks on 512 hosts of 8, 25 us from host to host, 100 Gbit/s
    for each host; tests/bench/scale.md has the sums. Start-up: each leader puts 27 bytes a rank into
    the store and takes out 108 KiB, 55 MiB from the store's host together. A step: 9 rounds, 256 KiB
    to each leader, 0.8 ms, and 18 links of each leader. An all_reduce of n bytes: (A) and (B) each
    n * 511/512 out of every host, so 25 MiB take 4.2 ms of the wire and 8 ms of system calls. Links:
-   511 for each rank that carries a slice. The seats of a group take 34 MiB of each host. */
+   511 for each rank that carries a slice. The board of a group takes 0.7 MiB of each host. */
 
 #define CDDP__DIRECT_HOSTS 8 /* above, lines go by rounds */
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
+#define CDDP__CAUSE_S 0.5    /* the same where other ranks may have seen how one ended */
 #define CDDP__LINE_BYTES 64  /* of a line on the wire */
 #define CDDP__PIECE ((size_t)256 << 10) /* bytes of a part of a piece; of all parts at most: */
 #define CDDP__PIECE_MOST ((size_t)2 << 20)
@@ -9186,11 +9357,12 @@ static void cddp__mail_push(cddp_group *g, cddp__link *l) {
   }
 }
 
-/* Notes that a peer is gone, once. */
+/* Notes that a peer is gone, once, and why, if it said so. */
 static void cddp__fate(cddp_group *g, int rank, const cddp__link *l) {
   cddp__hosts *x = g->hosts;
+  if (l->told != CDDP_OK) cddp__note_cause(g, l->told, cddp__reason_text(l));
   if (cddp__fate_of(g, rank) != CDDP__FATE_ALIVE) return;
-  x->fate_times[rank] = cddp__now();
+  x->fate_times[rank] = l->told != CDDP_OK ? 0 : cddp__now();
   x->fate_errors[rank] = l->error;
   cddp__store32(&x->fates[rank], CDDP__FATE_LOST);
 }
@@ -9206,16 +9378,18 @@ static void cddp__mail_flush(cddp_group *g) { /* mail_lock held */
   }
 }
 
-/* A watch link carries nothing; it ends when its other side does. */
+/* A watch link carries nothing but a goodbye; it ends when its other side does. */
 static void cddp__mail_watch(cddp_group *g, cddp__link *l) {
-  unsigned char byte;
-  size_t got = 0;
   if (l->state == CDDP__LINK_DEAD || !cddp__link_shake(g->hosts->net, l)) {
     if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
     return;
   }
-  (void)cddp__link_io(l, &byte, 1, &got, false);
-  if (got > 0) cddp__link_end(l, CDDP__LEFT); /* the first byte of a goodbye */
+  if (l->parting || cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) == 1) {
+    if (cddp__message_bye(l))
+      (void)cddp__link_goodbye(g->hosts->net, l, NULL, 0);
+    else
+      cddp__link_end(l, EPROTO);
+  }
   if (l->state == CDDP__LINK_DEAD && l->mine) cddp__fate(g, l->rank, l);
 }
 
@@ -9251,57 +9425,93 @@ static void cddp__hosts_look(cddp_group *g) {
 /* --- failure --- */
 
 static void cddp__hosts_hang_up(cddp_group *g) { /* fail_lock held */
+  unsigned char reason[CDDP__REASON_BYTES];
   int p;
-  for (p = 0; p < g->size; p++)
-    if (g->hosts->links[p] != NULL) shutdown(g->hosts->links[p]->fd, SHUT_WR);
+  cddp__put_reason(reason, (uint32_t)g->fail_result, g->fail_text);
+  for (p = 0; p < g->size; p++) {
+    cddp__link *l = g->hosts->links[p];
+    if (l == NULL) continue;
+    if (l->quiet) cddp__link_part(l, reason);
+    shutdown(l->fd, SHUT_WR);
+  }
 }
 
-/* Sends the news to the next ranks from *next on; returns how many connections. */
-static int cddp__abort_call(cddp_group *g, int *next, cddp__link **links, int most) {
-  cddp__hosts *x = g->hosts;
+/* Who is to be told of a failure: the ranks of a group that are on other hosts; of large groups
+   their leaders. */
+typedef struct cddp__audience {
+  const cddp__net *net;
+  uint64_t group;
+  int size;
+  const int *world, *number; /* [size] as in cddp_group, cddp__hosts; NULL: of the job itself */
+} cddp__audience;
+
+/* Calls the next of them from *next on; returns how many connections. */
+static int cddp__abort_call(const cddp__audience *a, int *next, cddp__link **links, int most) {
   int n = 0;
-  for (; *next < g->size && n < most; ++*next) {
-    if (x->host_of[*next] == x->mine) continue;
-    if (g->size > 64 && x->number[*next] != 0) continue;
-    links[n] = cddp__link_call(x->net, g->world[*next], CDDP__LINK_ABORT, g->id);
+  for (; *next < a->size && n < most; ++*next) {
+    int rank = a->world != NULL ? a->world[*next] : *next;
+    const cddp__home *home = &a->net->homes[rank];
+    if (home->host == a->net->host) continue;
+    if (a->size > 64 && (a->number != NULL ? a->number[*next] : home->index) != 0) continue;
+    links[n] = cddp__link_call(a->net, rank, CDDP__LINK_ABORT, a->group);
     if (links[n] != NULL) n++;
   }
   return n;
 }
 
-/* Tells ranks of the other hosts (in large groups their leaders) why the group is broken. Without a
-   secret they need not be listening; with one, those that wait do. */
-static void cddp__hosts_abort(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
-  unsigned char body[CDDP__ABORT_BYTES];
+/* Tells them why the group is broken, or will be. Without a secret they need not be listening; with
+   one, those that wait do. */
+static void cddp__tell_all(const cddp__audience *a, uint32_t code, const char *text) {
+  unsigned char body[CDDP__REASON_BYTES];
   cddp__link *links[32];
   char kept[CDDP__ERROR_MAX];
   double deadline = cddp__now() + 0.3;
   int next = 0, n, i, left;
   memcpy(kept, cddp__error_text, sizeof kept);
-  memset(body, 0, sizeof body);
-  cddp__put32(body, cddp__load32(&g->board->broken) - 2);
-  memcpy(body + 4, g->board->broken_text, CDDP__ERROR_MAX);
-  while ((n = cddp__abort_call(g, &next, links, 32)) > 0) {
+  cddp__put_reason(body, code, text);
+  while ((n = cddp__abort_call(a, &next, links, 32)) > 0) {
     do {
       for (i = left = 0; i < n; i++) {
-        if (cddp__link_shake(x->net, links[i]) &&
+        if (cddp__link_shake(a->net, links[i]) &&
             cddp__link_io(links[i], body, sizeof body, &links[i]->sent, true) == 1)
           cddp__link_end(links[i], 0);
         left += links[i]->state != CDDP__LINK_DEAD;
       }
       if (left > 0) cddp__sleep(2e-4);
     } while (left > 0 && cddp__now() < deadline);
-    for (i = 0; i < n; i++) cddp__link_free(x->net, links[i]);
+    for (i = 0; i < n; i++) cddp__link_free(a->net, links[i]);
   }
   memcpy(cddp__error_text, kept, sizeof kept);
 }
 
-/* Gives the cause of a failure that this rank sees the effect of a moment to arrive. */
-static cddp_result cddp__hosts_news(cddp_group *g) {
-  double deadline = cddp__now() + CDDP__NEWS_S;
+static void cddp__hosts_tell(cddp_group *g, uint32_t code, const char *text) {
+  cddp__audience a;
+  a.net = g->hosts->net;
+  a.group = g->id;
+  a.size = g->size;
+  a.world = g->world;
+  a.number = g->hosts->number;
+  cddp__tell_all(&a, code, text);
+}
+
+static void cddp__hosts_abort(cddp_group *g) {
+  cddp__hosts_tell(g, cddp__load32(&g->board->broken) - 2, g->board->broken_text);
+}
+
+/* How long the cause of a link's end may take: one that said goodbye has said it, and a rank that
+   was alone on its host has nobody who could. */
+static double cddp__news_time(const cddp_group *g, int rank, int error) {
+  const cddp__hosts *x = g->hosts;
+  int host = x->host_of[rank];
+  bool alone = x->first[host + 1] - x->first[host] == 1;
+  return error == CDDP__LEFT || alone ? CDDP__NEWS_S : CDDP__CAUSE_S;
+}
+
+/* Gives the cause of a failure that this rank sees the effect of some time to arrive. */
+static cddp_result cddp__hosts_news(cddp_group *g, double time) {
+  double deadline = cddp__now() + time;
   cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && cddp__now() < deadline) {
+  while (r == CDDP_OK && !cddp__has_cause(g) && cddp__now() < deadline) {
     cddp__hosts_look(g);
     if ((r = cddp__check_board(g)) == CDDP_OK) r = cddp__look_after_peers(g);
     if (r == CDDP_OK) cddp__sleep(5e-4);
@@ -9310,15 +9520,21 @@ static cddp_result cddp__hosts_news(cddp_group *g) {
 }
 
 /* A collective link has ended. */
-static cddp_result cddp__hosts_lost(cddp_group *g, const cddp__link *l) {
+static cddp_result cddp__hosts_lost(cddp_group *g, cddp__link *l) {
   char who[160], how[128], what[320];
-  cddp_result r = cddp__hosts_news(g);
+  cddp_result r;
+  if (l->error != EPROTO) cddp__link_hear_out(g->hosts->net, l);
+  if (l->told != CDDP_OK) {
+    cddp__fail(l->told, "%s", cddp__reason_text(l));
+    return cddp__break_here(g, l->told, false); /* it has told the others too */
+  }
+  r = cddp__hosts_news(g, cddp__news_time(g, l->rank, l->error));
   if (r != CDDP_OK) return r;
   cddp__name_rank(g, l->rank, who, sizeof who);
   cddp__describe_link_end(l, how, sizeof how);
   cddp__describe_here(g, what, sizeof what);
   cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was waiting for it in %s", who, how, g->rank, what);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break_lost(g, l->rank);
 }
 
 /* Nothing has come from a rank until the deadline. */
@@ -9326,7 +9542,7 @@ static cddp_result cddp__hosts_late(cddp_group *g, int rank) {
   const cddp__hosts *x = g->hosts;
   int host = x->host_of[rank], others = x->first[host + 1] - x->first[host] - 1;
   char who[160], what[320], more[48] = "";
-  cddp_result r = cddp__hosts_news(g);
+  cddp_result r = cddp__hosts_news(g, CDDP__NEWS_S);
   if (r != CDDP_OK) return r;
   cddp__name_rank(g, rank, who, sizeof who);
   cddp__describe_here(g, what, sizeof what);
@@ -9353,7 +9569,11 @@ static void cddp__hosts_claim(cddp_group *g) {
       pthread_mutex_unlock(&g->fail_lock);
       continue;
     }
-    if (p < g->size && x->links[p]->mine) cddp__link_end(x->links[p], CDDP__LEFT);
+    if (p < g->size && x->links[p]->mine) {
+      cddp__link_hear_out(x->net, l);
+      if (l->told != CDDP_OK) cddp__note_cause(g, l->told, cddp__reason_text(l));
+      cddp__link_end(x->links[p], CDDP__LEFT);
+    }
     cddp__link_free(x->net, l);
   }
 }
@@ -9368,11 +9588,29 @@ static cddp_result cddp__hosts_watch(cddp_group *g, int rank) {
   for (l = g->hosts->watches; l != NULL; l = l->next) cddp__mail_watch(g, l);
   pthread_mutex_unlock(&g->mail_lock);
   if (cddp__fate_of(g, rank) == CDDP__FATE_ALIVE) return CDDP_OK;
-  if ((r = cddp__hosts_news(g)) != CDDP_OK) return r;
+  r = cddp__hosts_news(g, cddp__news_time(g, rank, g->hosts->fate_errors[rank]));
+  if (r != CDDP_OK) return r;
   cddp__describe_loss(g, rank, loss, sizeof loss);
   cddp__describe_here(g, what, sizeof what);
   cddp__fail(CDDP_PEER_LOST, "%s; rank %d was waiting for it in %s", loss, g->rank, what);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break_lost(g, rank);
+}
+
+/* In the middle of a collective no rank of this host ends in good order, whether it has announced
+   the step or not: each waits for the others before it is through. */
+static cddp_result cddp__hosts_mates(cddp_group *g) {
+  const cddp__hosts *x = g->hosts;
+  char loss[320], what[320];
+  int i;
+  for (i = 0; i < g->locals; i++) {
+    int p = x->ranks[x->first[x->mine] + i];
+    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
+    cddp__describe_loss(g, p, loss, sizeof loss);
+    cddp__describe_here(g, what, sizeof what);
+    cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in %s", loss, g->rank, what);
+    return cddp__break_lost(g, p);
+  }
+  return CDDP_OK;
 }
 
 /* Nothing could be moved: polls, then sleeps until a watched descriptor is ready, for at most a few
@@ -9403,6 +9641,7 @@ static cddp_result cddp__hosts_pause(cddp_group *g, cddp__patience *w, int late,
   if (joining || x->fds[w->nfds].revents != 0) cddp__hosts_look(g);
   if (now >= w->look) {
     if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
+    if ((r = cddp__hosts_mates(g)) != CDDP_OK) return r;
     cddp__hosts_claim(g);
     if (w->look > 0 && x->links[late] == NULL && (r = cddp__hosts_watch(g, late)) != CDDP_OK)
       return r;
@@ -9434,7 +9673,23 @@ static cddp_result cddp__hosts_link(cddp_group *g, int rank, cddp__link **link) 
   if (l->state < CDDP__LINK_UP) cddp__link_shake(x->net, l);
   if (l->state == CDDP__LINK_DEAD) return cddp__hosts_lost(g, l);
   if (l->state == CDDP__LINK_UP) *link = l;
+  if (l->state == CDDP__LINK_UP && !l->quiet && l->sent == 0) {
+    pthread_mutex_lock(&g->fail_lock);
+    l->quiet = true;
+    pthread_mutex_unlock(&g->fail_lock);
+  }
   return CDDP_OK;
+}
+
+/* cddp__link_push; whoever breaks the group meanwhile says so before or behind the message, not in
+   the middle. */
+static int cddp__hosts_push(cddp_group *g, cddp__link *l, const void *data, size_t size) {
+  int done;
+  pthread_mutex_lock(&g->fail_lock);
+  done = cddp__link_push(l, data, size);
+  l->quiet = done > 0;
+  pthread_mutex_unlock(&g->fail_lock);
+  return done;
 }
 
 /* Goes on with the messages of one direction. *left: how many there still are, *late: whose. */
@@ -9456,7 +9711,8 @@ static cddp_result cddp__deliver_some(cddp_group *g, cddp__patience *w, cddp__it
     if (l == NULL) cddp__watch_fd(g, w, x->links[it->rank], true);
     if (l == NULL || l->pass == x->pass) continue;
     before = out ? l->sent : l->got;
-    done = out ? cddp__link_push(l, it->data, it->size) : cddp__link_pull(l, it->data, it->size);
+    done = out ? cddp__hosts_push(g, l, it->data, it->size)
+               : cddp__link_pull(x->net, l, it->data, it->size, it->least);
     if (done < 0) return cddp__hosts_lost(g, l);
     if (done == 0) {
       *moved = *moved || (out ? l->sent : l->got) != before; /* slow is not late */
@@ -9497,6 +9753,7 @@ static void cddp__item_set(cddp__item *it, int rank, const void *data, size_t si
   it->rank = rank;
   memcpy(&it->data, &data, sizeof it->data); /* what is sent is not written to */
   it->size = size;
+  it->least = 0;
 }
 
 /* --- steps --- */
@@ -9530,22 +9787,63 @@ static void cddp__put_line(unsigned char *out, const cddp__line *line, uint32_t 
   memcpy(out + 24, line->u.bytes, CDDP__INLINE);
 }
 
+/* Bytes of a rank's slot that ride with the lines of the step, as this rank sees it. */
+static size_t cddp__ride_of(const cddp_group *g, int rank) {
+  const cddp__line *line = cddp__line_of(g, g->rank, g->step);
+  uint32_t kind = line->call & 255, dtype = line->call >> 8 & 255;
+  bool pieces = kind == CDDP__KIND_SCATTER || kind == CDDP__KIND_REDUCE_SCATTER ||
+                kind == CDDP__KIND_ALL_TO_ALL;
+  size_t element;
+  if (line->call >> 24 != CDDP__PHASE_STAGED || kind == CDDP__KIND_BARRIER ||
+      kind >= CDDP__KIND_GROUP_NEW || dtype > CDDP_I64)
+    return 0;
+  element = cddp__dtype_size((cddp_dtype)dtype) * (pieces ? (size_t)g->size : 1);
+  if (line->count > g->slot_size / element || line->count <= CDDP__INLINE / element) return 0;
+  if ((kind == CDDP__KIND_BROADCAST || kind == CDDP__KIND_SCATTER) && rank != line->root) return 0;
+  return element * (size_t)line->count;
+}
+
+/* Copies what rides with a host's lines between its place behind them and the ranks' slots. */
+static size_t cddp__ride_copy(cddp_group *g, int host, unsigned char *at, bool out) {
+  const cddp__hosts *x = g->hosts;
+  size_t sum = 0;
+  int i;
+  for (i = x->first[host]; i < x->first[host + 1]; i++) {
+    size_t bytes = cddp__ride_of(g, x->ranks[i]);
+    void *slot = cddp__slot_of(g, x->ranks[i], g->step);
+    if (bytes == 0) continue;
+    memcpy(out ? at + sum : (unsigned char *)slot, out ? slot : at + sum, bytes);
+    sum += bytes;
+  }
+  return sum;
+}
+
+/* Leaders exchange lines and what rides with them directly. */
+static cddp_result cddp__exchange_directly(cddp_group *g, cddp__idle_fn idle) {
+  cddp__hosts *x = g->hosts;
+  size_t lines = (size_t)g->locals * CDDP__LINE_BYTES;
+  size_t have = lines + cddp__ride_copy(g, x->mine, x->lines + lines, true), at = have;
+  int i, k;
+  for (i = 1; i < x->count; i++) {
+    int host = (x->mine + i) % x->count, leader = x->ranks[x->first[host]];
+    size_t least = (size_t)cddp__host_size(x, host) * CDDP__LINE_BYTES, bytes = least;
+    for (k = x->first[host]; k < x->first[host + 1]; k++) bytes += cddp__ride_of(g, x->ranks[k]);
+    cddp__item_set(&x->outs[i - 1], leader, x->lines, have);
+    cddp__item_set(&x->ins[i - 1], leader, x->lines + at, bytes);
+    x->ins[i - 1].least = least;
+    x->lines_at[host] = at;
+    at += bytes;
+  }
+  return cddp__deliver(g, x->count - 1, x->count - 1, idle);
+}
+
 /* The leaders' exchange, into x->lines: this host's lines first, then the next host's, ... */
 static cddp_result cddp__exchange_lines(cddp_group *g, cddp__idle_fn idle) {
   cddp__hosts *x = g->hosts;
-  size_t have = (size_t)g->locals * CDDP__LINE_BYTES, at;
+  size_t have = (size_t)g->locals * CDDP__LINE_BYTES;
   cddp_result r = CDDP_OK;
   int d, i, n;
-  if (x->count <= CDDP__DIRECT_HOSTS) {
-    for (i = 1, at = have; i < x->count; i++) {
-      int host = (x->mine + i) % x->count, leader = x->ranks[x->first[host]];
-      size_t bytes = (size_t)cddp__host_size(x, host) * CDDP__LINE_BYTES;
-      cddp__item_set(&x->outs[i - 1], leader, x->lines, have);
-      cddp__item_set(&x->ins[i - 1], leader, x->lines + at, bytes);
-      at += bytes;
-    }
-    return cddp__deliver(g, x->count - 1, x->count - 1, idle);
-  }
+  if (x->count <= CDDP__DIRECT_HOSTS) return cddp__exchange_directly(g, idle);
   for (d = 1; r == CDDP_OK && d < x->count; d *= 2) { /* has d hosts' lines, gets as many more */
     int to = (x->mine + x->count - d) % x->count, from = (x->mine + d) % x->count;
     size_t out = 0, in = 0;
@@ -9562,17 +9860,41 @@ static cddp_result cddp__exchange_lines(cddp_group *g, cddp__idle_fn idle) {
   return r;
 }
 
-/* Writes the other hosts' lines into their seats; the lowest remote rank's last, for which ranks of
-   this host wait first. */
+/* What came with the other hosts' lines goes into their ranks' slots. A message of another size
+   than this host's is fine if the line in it is another too: all ranks will find that. */
+static cddp_result cddp__mirror_rides(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  const cddp__line *mine = cddp__line_of(g, g->rank, g->step);
+  int h;
+  for (h = 0; h < x->count; h++) {
+    unsigned char *in = x->lines + x->lines_at[h];
+    int leader = x->ranks[x->first[h]];
+    if (h == x->mine) continue;
+    if (!x->links[leader]->odd) {
+      cddp__ride_copy(g, h, in + (size_t)cddp__host_size(x, h) * CDDP__LINE_BYTES, false);
+    } else if (cddp__get32(in) == mine->call && cddp__get64(in + 8) == mine->count &&
+               cddp__get32(in + 4) == (uint32_t)mine->root) {
+      cddp__fail(CDDP_NETWORK, "rank %d sent a message to rank %d that is not as long as was due",
+                 leader, g->rank);
+      return cddp__break(g, CDDP_NETWORK);
+    }
+  }
+  return CDDP_OK;
+}
+
+/* Writes the other hosts' lines into their places; the lowest remote rank's last, for which ranks
+   of this host wait first. */
 static cddp_result cddp__mirror_lines(cddp_group *g) {
   cddp__hosts *x = g->hosts;
+  cddp_result r = x->count <= CDDP__DIRECT_HOSTS ? cddp__mirror_rides(g) : CDDP_OK;
   int p;
+  if (r != CDDP_OK) return r;
   for (p = g->size - 1; p >= 0; p--) {
     cddp__line *line = cddp__line_of(g, p, g->step);
     const unsigned char *in;
     int host = x->host_of[p];
     if (host == x->mine) continue;
-    in = x->lines + (size_t)(x->line_at[host] + x->number[p]) * CDDP__LINE_BYTES;
+    in = x->lines + x->lines_at[host] + (size_t)x->number[p] * CDDP__LINE_BYTES;
     if (cddp__get32(in + 20) != g->step) {
       cddp__fail(CDDP_NETWORK, "rank %d is at step %u of the group, rank %d at %u", p,
                  cddp__get32(in + 20), g->rank, g->step);
@@ -9594,6 +9916,7 @@ static cddp_result cddp__hosts_meet(cddp_group *g, cddp__idle_fn idle) {
   cddp__hosts *x = g->hosts;
   cddp_result r;
   int i;
+  x->apart = false;
   if (x->me != 0) return CDDP_OK;
   cddp__hosts_look(g); /* the others may have given up and left their lines behind */
   if ((r = cddp__check_board(g)) != CDDP_OK) return r;
@@ -9618,6 +9941,7 @@ static cddp_result cddp__local_sync(cddp_group *g, const cddp__call *c, uint32_t
   mine->count = c->count;
   mine->root = c->root;
   mine->extra = 0;
+  x->apart = true;
   cddp__exchange32(&mine->seq, g->step);
   if (g->crowded) {
     g->arrive_target += (uint32_t)g->locals;
@@ -9841,7 +10165,7 @@ static int cddp__relay_push(cddp__relay *y, cddp__patience *w, int h, cddp__link
       data = cddp__relay_out(y, m.k, h);
     else
       data = cddp__relay_local(y, y->reduces ? x->me : y->root, m.begin);
-    if ((done = cddp__link_push(l, data, m.bytes)) < 0) return -1;
+    if ((done = cddp__hosts_push(y->g, l, data, m.bytes)) < 0) return -1;
     if (done == 0) {
       cddp__watch_fd(y->g, w, l, true);
       if (l->sent != before) moved = 1;
@@ -9862,7 +10186,7 @@ static int cddp__relay_pull(cddp__relay *y, cddp__patience *w, int h, cddp__link
     size_t before = l->got;
     if (!m.back && m.k >= y->reduced + CDDP__SLOTS) break;
     if (m.back || !y->reduces) to = y->bufs[y->root >= 0 ? y->root : x->me] + m.begin * y->esize;
-    if ((done = cddp__link_pull(l, to, m.bytes)) < 0) return -1;
+    if ((done = cddp__link_pull(x->net, l, to, m.bytes, 0)) < 0) return -1;
     if (done == 0) {
       cddp__watch_fd(y->g, w, l, false);
       if (l->got != before) moved = 1;
@@ -10474,10 +10798,11 @@ static cddp_result cddp__mail_connect(cddp_group *g, int peer) {
     if ((r = cddp__check_board(g)) != CDDP_OK) return r;
     if (cddp__now() >= deadline) break;
   }
-  if ((r = cddp__hosts_news(g)) != CDDP_OK) return r;
+  r = cddp__hosts_news(g, cddp__news_time(g, peer, g->hosts->fate_errors[peer]));
+  if (r != CDDP_OK) return r;
   cddp__describe_loss(g, peer, loss, sizeof loss);
   cddp__fail(CDDP_PEER_LOST, "%s; rank %d was in send to it", loss, g->rank);
-  return cddp__break(g, CDDP_PEER_LOST);
+  return cddp__break_lost(g, peer);
 }
 
 /* Sends a message as far as the system takes it, and keeps the rest. *posted false: too much is
@@ -10529,11 +10854,12 @@ static bool cddp__mail_pull(cddp_group *g, cddp__link *l) {
   cddp__hosts *x = g->hosts;
   cddp__letter *letter = l->letters;
   size_t bytes;
-  if (letter == NULL) {
-    if (cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) != 1) return false;
+  if (l->parting || letter == NULL) {
+    if (!l->parting && cddp__link_io(l, l->in_head, CDDP__LINK_HEAD, &l->got, false) != 1)
+      return false;
     bytes = (size_t)cddp__get64(l->in_head + 24);
-    if (cddp__get32(l->in_head) == CDDP__MESSAGE_MAGIC) {
-      cddp__link_end(l, CDDP__LEFT);
+    if (cddp__message_bye(l)) {
+      (void)cddp__link_goodbye(x->net, l, NULL, 0);
       return false;
     }
     if (!cddp__mail_head_good(l->in_head, bytes)) {
@@ -10642,6 +10968,29 @@ static void cddp__hosts_serve(cddp_group *g) {
   }
 }
 
+/* The first to see, in a healthy group, that a rank of its host has died tells the other hosts,
+   which cannot see it; here nobody may have to wait for that rank. One that ended well may do so,
+   unless this rank leaves with it. */
+static void cddp__hosts_mourn(cddp_group *g, bool leaving) {
+  const cddp__hosts *x = g->hosts;
+  char who[160], how[96], text[CDDP__ERROR_MAX];
+  int i;
+  if (cddp__load32(&g->board->broken) != 0 || cddp__load32(&g->board->cause) != 0) return;
+  for (i = 0; i < g->locals; i++) {
+    int p = x->ranks[x->first[x->mine] + i];
+    if (p == g->rank || cddp__load32(&cddp__seat_of(g, p)->state) == CDDP__SEAT_LEFT) continue;
+    if (!cddp__rank_gone(g, p)) continue;
+    cddp__describe_end(g, p, how, sizeof how);
+    if (!leaving && strcmp(how, "exited with code 0") == 0) continue;
+    cddp__name_rank(g, p, who, sizeof who);
+    snprintf(text, sizeof text, "%s %s; rank %d %s", who, how, g->rank,
+             leaving ? "left the group after that" : "saw it end");
+    if (cddp__note_cause(g, CDDP_PEER_LOST, text))
+      cddp__hosts_tell(g, CDDP__HEARSAY | (uint32_t)CDDP_PEER_LOST, text);
+    return;
+  }
+}
+
 /* Sleeps until there may be news for one who waits for peer: a few ms at most. */
 static void cddp__hosts_doze(cddp_group *g, int peer) {
   cddp__hosts *x = g->hosts;
@@ -10664,9 +11013,11 @@ static void cddp__hosts_doze(cddp_group *g, int peer) {
   pthread_mutex_unlock(&g->mail_lock);
   poll(fds, (nfds_t)n, x->host_of[peer] == x->mine ? 1 : 5);
   cddp__hosts_look(g);
+  cddp__hosts_mourn(g, false);
 }
 
-/* Whether a rank of another host is gone; the cause, if another one, has had time to arrive. */
+/* Whether a rank of another host is gone; the cause, if another one, is here or has had time to
+   arrive. */
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n) {
   const cddp__hosts *x = g->hosts;
   cddp__link end;
@@ -10675,8 +11026,8 @@ static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n)
   memset(&end, 0, sizeof end);
   end.error = x->fate_errors[rank];
   if (how != NULL) cddp__describe_link_end(&end, how, n);
-  grace = end.error == CDDP__LEFT ? CDDP__NEWS_S / 5 : CDDP__NEWS_S; /* it may have said why */
-  return cddp__now() >= x->fate_times[rank] + grace;
+  grace = end.error == CDDP__LEFT ? CDDP__NEWS_S / 5 : cddp__news_time(g, rank, end.error);
+  return cddp__has_cause(g) || cddp__now() >= x->fate_times[rank] + grace;
 }
 
 /* --- a group's life --- */
@@ -10702,32 +11053,29 @@ static void cddp__find_nodes(cddp__hosts *x, int low, int high) {
   cddp__find_nodes(x, low + half, high);
 }
 
-/* Numbers the hosts by their lowest ranks; lists the ranks of each. */
-static void cddp__sort_hosts(const cddp_group *g, cddp__hosts *x, const int *jobs_hosts) {
-  int p, q, h, n = 0;
+/* Numbers the hosts by their lowest ranks; lists the ranks of each. index[hosts of the job]: 0. */
+static void cddp__sort_hosts(const cddp_group *g, cddp__hosts *x, const int *jobs_hosts,
+                             int *index) {
+  int p, h, n = 0;
   for (p = 0; p < g->size; p++) {
-    for (q = 0; q < p && jobs_hosts[q] != jobs_hosts[p]; q++) {}
-    x->host_of[p] = q < p ? x->host_of[q] : x->count++;
+    if (index[jobs_hosts[p]] == 0) index[jobs_hosts[p]] = ++x->count;
+    x->host_of[p] = index[jobs_hosts[p]] - 1;
+    x->number[p] = x->first[x->host_of[p] + 1]++;
   }
   x->most = 0;
   x->carriers = g->size;
   for (h = 0; h < x->count; h++) {
-    x->first[h] = n;
-    for (p = 0; p < g->size; p++)
-      if (x->host_of[p] == h) {
-        x->number[p] = n - x->first[h];
-        x->ranks[n++] = p;
-      }
-    x->most = n - x->first[h] > x->most ? n - x->first[h] : x->most;
-    x->carriers = n - x->first[h] < x->carriers ? n - x->first[h] : x->carriers;
+    x->most = x->first[h + 1] > x->most ? x->first[h + 1] : x->most;
+    x->carriers = x->first[h + 1] < x->carriers ? x->first[h + 1] : x->carriers;
+    x->first[h + 1] += x->first[h];
   }
-  x->first[x->count] = n;
+  for (p = 0; p < g->size; p++) x->ranks[x->first[x->host_of[p]] + x->number[p]] = p;
   x->mine = x->host_of[g->rank];
   x->me = x->number[g->rank];
   for (p = 0; p < g->size && x->host_of[p] == x->mine; p++) {}
   x->lowest_remote = p;
-  for (h = 0, n = 0; h < x->count; h++) {
-    x->line_at[(x->mine + h) % x->count] = n;
+  for (h = 0; h < x->count; h++) {
+    x->lines_at[(x->mine + h) % x->count] = (size_t)n * CDDP__LINE_BYTES;
     n += cddp__host_size(x, (x->mine + h) % x->count);
   }
 }
@@ -10764,8 +11112,8 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
     CDDP__TAKE(pointers, const void *, n);
     CDDP__TAKE(sums, const void *, n);
     CDDP__TAKE(fds, struct pollfd, 2 * n + 2);
-    CDDP__TAKE(lines, unsigned char, n * CDDP__LINE_BYTES);
-    CDDP__TAKE(line_at, int, n);
+    CDDP__TAKE(lines, unsigned char, n * CDDP__LINE_BYTES + CDDP__RIDE);
+    CDDP__TAKE(lines_at, size_t, n);
     CDDP__TAKE(scratch, char *, n);
     CDDP__TAKE(bufs, char *, n);
     CDDP__TAKE(pieces, char *, n);
@@ -10779,14 +11127,22 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   return x;
 }
 
+/* The leader of a host above (i = 0) or below this one in the group's tree; -1: there is none. */
+static int cddp__neighbour(const cddp__hosts *x, int i) {
+  int host = i == 0 ? (x->mine - 1) / 2 : 2 * x->mine + i;
+  if (host >= x->count || (i == 0 && x->mine == 0)) return -1;
+  return x->ranks[x->first[host]];
+}
+
 /* Tells a new group of a job of several hosts which ranks of the job its ranks are (NULL: the
    same), and prepares it to span hosts, if it does. */
 static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   cddp__net *net = g->host->net;
   cddp__hosts *x;
-  int *hosts, p;
+  int *hosts, p, i;
   if (net == NULL) return CDDP_OK;
-  g->world = (int *)cddp__calloc(&g->host->allocator, 2 * (size_t)g->size, sizeof *g->world);
+  g->world = (int *)cddp__calloc(&g->host->allocator,
+                                 2 * (size_t)g->size + (size_t)net->host_count, sizeof *g->world);
   if (g->world == NULL) return CDDP_OUT_OF_MEMORY;
   hosts = g->world + g->size;
   for (p = 0; p < g->size; p++) {
@@ -10798,8 +11154,12 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   x->ops = &cddp__hosts_functions;
   x->net = net;
   x->locals = g->locals;
-  cddp__sort_hosts(g, x, hosts);
+  cddp__sort_hosts(g, x, hosts, hosts + g->size);
   cddp__find_nodes(x, 0, g->size);
+  for (i = 0; i < CDDP__NEIGHBOURS; i++)
+    if ((p = cddp__neighbour(x, i)) >= 0) g->places[p] = g->locals + 1 + i;
+  if (x->count <= CDDP__DIRECT_HOSTS)
+    g->slot_size = CDDP__RIDE / (size_t)g->size / CDDP__CACHE_LINE * CDDP__CACHE_LINE;
   g->hosts = x;
   return CDDP_OK;
 }
@@ -10849,14 +11209,42 @@ static void cddp__say_goodbye(cddp_group *g) {
       cddp__sleep(1e-4);
 }
 
+/* What the others are told by a rank that leaves a healthy group because another one has failed. */
+static void cddp__hosts_excuse(cddp_group *g) {
+  const cddp__net *n = g->hosts->net;
+  char text[CDDP__ERROR_MAX];
+  if (cddp__load32(&g->board->broken) != 0 || cddp__load32(&n->loss) != 2) return;
+  snprintf(text, sizeof text, "rank %d left the group after a failure in another one: %.*s",
+           g->rank, CDDP__ERROR_MAX - 80, n->loss_text);
+  if (cddp__note_cause(g, CDDP_PEER_LOST, text))
+    cddp__hosts_tell(g, CDDP__HEARSAY | (uint32_t)CDDP_PEER_LOST, text);
+}
+
+/* Why this rank leaves, for its goodbyes: NULL without a reason. */
+static const unsigned char *cddp__hosts_reason(const cddp_group *g,
+                                               unsigned char body[CDDP__REASON_BYTES]) {
+  uint32_t broken = cddp__load32(&g->board->broken);
+  if (broken >= 2 && (broken & CDDP__BREAKING) == 0)
+    cddp__put_reason(body, broken - 2, g->board->broken_text);
+  else if (cddp__has_cause(g))
+    cddp__put_reason(body, cddp__load32(&g->board->cause) - 2, g->board->cause_text);
+  else
+    return NULL;
+  return body;
+}
+
 /* This rank leaves: says goodbye on all links and closes them. */
 static void cddp__hosts_leave(cddp_group *g) {
+  unsigned char body[CDDP__REASON_BYTES];
+  const unsigned char *reason;
   cddp__hosts *x = g->hosts;
   cddp__net *net = g->host->net;
   cddp_group **at;
   cddp__link *l;
   int p;
   if (x == NULL) return;
+  cddp__hosts_mourn(g, true);
+  cddp__hosts_excuse(g);
   cddp__mail_linger(g);
   pthread_mutex_lock(&net->lock);
   for (at = &net->groups; *at != NULL && *at != g;) at = &(*at)->hosts->next;
@@ -10867,12 +11255,13 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts_claim(g);
   cddp__say_goodbye(g);
   cddp__mail_welcome(g);
+  reason = cddp__hosts_reason(g, body);
   for (p = 0; p < g->size; p++)
-    if (x->links[p] != NULL) cddp__link_leave(x->links[p]);
+    if (x->links[p] != NULL) cddp__link_leave(x->links[p], reason);
   for (p = 0; p < x->mail_outs; p++)
-    if (x->mail_out[p]->letters == NULL) cddp__link_leave(x->mail_out[p]);
+    if (x->mail_out[p]->letters == NULL) cddp__link_leave(x->mail_out[p], reason);
   for (l = x->watches; l != NULL; l = l->next)
-    if (!l->mine) cddp__link_leave(l);
+    if (!l->mine) cddp__link_leave(l, reason);
   for (p = 0; p < g->size; p++) cddp__link_free(net, x->links[p]);
   for (p = 0; p < x->mail_outs; p++) cddp__link_free(net, x->mail_out[p]);
   cddp__links_free(net, x->mail_in);
@@ -11318,16 +11707,16 @@ static bool cddp__work_done(cddp_work *w) {
 /* >>collectives --------------------------------------------------------------------------------
    Every collective is one of three sequences of steps:
      one step   what fits into a slot: each rank puts its share into its line (up to 40 bytes) or
-   slot, one step, each rank takes what it needs from all lines or slots. A small all_reduce is thus
-   one exchange of cache lines; every rank adds all values, in the same order. direct     the
-   buffers that others need lie in shared memory: one step to tell where, each rank reads
-   (all_reduce: also writes) its peers' buffers in place, one step to say it is done. all_reduce:
-   rank r owns the r-th slice, reads every replica of it once and writes the result into every
-   replica: the fewest bytes that can move; broadcast, where all buffers are shared, likewise, so
-   that the root's core works too. staged     any other memory: the share goes through the
-   slots piece by piece, one step a piece; the slots stay in cache, so main memory sees one read and
-   one write of the buffer. Which one is decided from the size, and from the refs of all ranks:
-   alike on every rank. */
+   slot (64 KiB; in a group of several hosts, its part of CDDP__RIDE), one step, each rank takes
+   what it needs from all lines or slots. A small all_reduce is thus one exchange of cache lines;
+   every rank adds all values, in the same order. direct     the buffers that others need lie in
+   shared memory: one step to tell where, each rank reads (all_reduce: also writes) its peers'
+   buffers in place, one step to say it is done. all_reduce: rank r owns the r-th slice, reads every
+   replica of it once and writes the result into every replica: the fewest bytes that can move;
+   broadcast, where all buffers are shared, likewise, so that the root's core works too.
+   staged     any other memory: the share goes through the slots piece by piece, one step a piece;
+   the slots stay in cache, so main memory sees one read and one write of the buffer. Which one is
+   decided from the size, and from the refs of all ranks: alike on every rank. */
 
 #define CDDP__DIRECT_MIN                                                                           \
   ((size_t)16 << 10) /* bytes of a share from which a look at the refs pays */
@@ -11429,7 +11818,7 @@ static cddp_result cddp__sync_call(cddp_group *g, const cddp__call *c, uint32_t 
 }
 
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c) {
-  size_t element = cddp__slot_element(g, c), most = CDDP__SLOT / element;
+  size_t element = cddp__slot_element(g, c), most = cddp__max(g->slot_size, CDDP__INLINE) / element;
   cddp__chunk k;
   cddp_result r;
   for (k.begin = 0; k.begin < c->count; k.begin += k.n) {
@@ -11437,7 +11826,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c) {
     k.in_line = k.n * element <= CDDP__INLINE;
     cddp__begin(g);
     cddp__put(g, c, &k);
-    if ((r = cddp__sync_call(g, c, 1)) != CDDP_OK) return r;
+    if ((r = cddp__sync_call(g, c, CDDP__PHASE_STAGED)) != CDDP_OK) return r;
     cddp__take(g, c, &k);
   }
   return CDDP_OK;
@@ -11579,8 +11968,9 @@ static cddp_result cddp__dispatch_call(cddp_group *g, const cddp__call *c) {
 #ifdef CDDP_MPI
   if (g->mpi != NULL && c->count > CDDP__INLINE / element) return cddp__mpi_run(g, c);
 #endif
-  if (CDDP__UNLIKELY(g->hosts != NULL) && c->count > CDDP__INLINE / element)
-    return cddp__hosts_run(g, c);
+  if (CDDP__UNLIKELY(g->hosts != NULL))
+    return c->count <= cddp__max(g->slot_size, CDDP__INLINE) / element ? cddp__run_staged(g, c)
+                                                                       : cddp__hosts_run(g, c);
   if (c->count <= CDDP__DIRECT_MIN / element) return cddp__run_staged(g, c);
   return cddp__run_large(g, c);
 }
@@ -11713,7 +12103,7 @@ static cddp_result cddp__share_board(cddp_group *g, const int *members, int n, c
     first = i;
     here++;
   }
-  bytes = here < n ? cddp__board_head(n) : cddp__board_bytes(n);
+  bytes = cddp__board_bytes(n, here);
   *mine = n > 0 && members[first] == g->rank;
   *board = NULL;
   memset(line->u.bytes, 0, CDDP__INLINE);
@@ -11790,7 +12180,7 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__wake_all(g);
   cddp__add32(&g->board->left, 1);
   if (g->board_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
-    size_t bytes = h->net != NULL ? cddp__board_head(g->size) : cddp__board_bytes(g->size);
+    size_t bytes = cddp__board_bytes(g->size, g->locals);
     if (!h->threads || g->size == 1)
       munmap(g->board_memory, cddp__round_up(bytes, cddp__page_size()));
   } else if (g->board_mine) {
@@ -11879,6 +12269,7 @@ static cddp_result cddp__first_step(cddp_group *g) {
 /* The ranks have met, but this one cannot come to the first step: it may not even have the memory
    to map the board on which the others would read why. */
 static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
+  cddp__audience all;
   char text[CDDP__ERROR_MAX];
   uint32_t broken = 2 + (uint32_t)r;
   memset(text, 0, sizeof text);
@@ -11886,6 +12277,11 @@ static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
            h->net != NULL ? h->net->rank : h->index, CDDP__ERROR_MAX - 64, cddp_error());
   if (pwrite(h->fd, text, sizeof text, offsetof(cddp__board, broken_text)) == (ssize_t)sizeof text)
     (void)!pwrite(h->fd, &broken, sizeof broken, offsetof(cddp__board, broken));
+  if (h->net == NULL) return;
+  memset(&all, 0, sizeof all);
+  all.net = h->net;
+  all.size = h->net->size;
+  cddp__tell_all(&all, (uint32_t)r, text);
 }
 
 #ifdef CDDP_MPI
@@ -14280,18 +14676,11 @@ static cddp_result cddp__compare_notes(cddp__plane *p) {
 
 /* --- notes between hosts --- */
 
-/* The leader of a host above (i = 0) or below this one in the group's tree; -1: there is none. */
-static int cddp__neighbour(const cddp__hosts *x, int i) {
-  int host = i == 0 ? (x->mine - 1) / 2 : 2 * x->mine + i;
-  if (host >= x->count || (i == 0 && x->mine == 0)) return -1;
-  return x->ranks[x->first[host]];
-}
-
 /* Whether this host knows how much the rank has called. */
 static bool cddp__knows_calls(const cddp_group *g, int rank) {
   int i;
   if (g->members[rank] >= 0) return true;
-  for (i = 0; i < 3; i++)
+  for (i = 0; i < CDDP__NEIGHBOURS; i++)
     if (cddp__neighbour(g->hosts, i) == rank) return true;
   return false;
 }
@@ -14375,7 +14764,7 @@ static void cddp__exchange_notes(cddp__plane *p) {
   pthread_mutex_lock(&g->mail_lock);
   cddp__hosts_serve(g);
   cddp__take_notes(g);
-  for (i = 0; i < 3; i++) {
+  for (i = 0; i < CDDP__NEIGHBOURS; i++) {
     if ((q = cddp__neighbour(x, i)) < 0) continue;
     cddp__mail_watch_peer(g, q);
     cddp__send_notes(g, q, &p->told[i]);
@@ -14403,7 +14792,7 @@ static cddp_result cddp__break_dead(cddp_group *g, const char *doing) {
     cddp__name_rank(g, q, who, sizeof who);
     cddp__describe_end(g, q, how, sizeof how);
     cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d was in %s", who, how, g->rank, doing);
-    return cddp__break(g, CDDP_PEER_LOST);
+    return cddp__break_lost(g, q);
   }
   return CDDP_OK;
 }
@@ -14523,7 +14912,7 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
     cddp__describe_end(g, q, how, sizeof how);
     cddp__fail(CDDP_PEER_LOST, "%s %s; rank %d had operations with it on cuda:%d", who, how,
                g->rank, p->device);
-    return cddp__break(g, CDDP_PEER_LOST);
+    return cddp__break_lost(g, q);
   }
   return CDDP_OK;
 }
@@ -18890,10 +19279,10 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
   int i;
   if ((r = cddp__discover_timeout(0, &timeout_s)) != CDDP_OK) return r;
   t = (cddp__thread_rank *)calloc((size_t)n, sizeof *t);
-  board = cddp__map_plain(cddp__board_bytes(n));
+  board = cddp__map_plain(cddp__board_bytes(n, n));
   if (t == NULL || board == NULL) {
     free(t);
-    if (board != NULL) munmap(board, cddp__board_bytes(n));
+    if (board != NULL) munmap(board, cddp__board_bytes(n, n));
     return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
   }
   for (i = 0; i < n; i++) {
@@ -18905,7 +19294,7 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
   r = cddp__thread_groups(t, n, board, timeout_s);
   r = cddp__run_thread_ranks(t, n, r);
   for (i = 0; i < n; i++) cddp__host_release(t[i].host);
-  munmap(board, cddp__board_bytes(n));
+  munmap(board, cddp__board_bytes(n, n));
   free(t);
   return r;
 }

@@ -141,7 +141,7 @@ static void movements(worker *k) {
 }
 
 static int run_program(cddp_group *g, void *arg) {
-  static const size_t counts[] = {1, 5, 1000, 9001};
+  static const size_t counts[] = {1, 5, 2500, 9001};
   static const cddp_dtype dtypes[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16,
                                       CDDP_I8,  CDDP_U8,  CDDP_I32, CDDP_I64};
   bool large = *(const bool *)arg;
@@ -386,13 +386,14 @@ static void test_mail(void) {
 
 /* --- failures --------------------------------------------------------------------------------- */
 
-enum { KILLED, STOPPED, LEFT, OTHER_CALL, OTHER_COUNT };
+enum { KILLED, STOPPED, LEFT, OTHER_CALL, OTHER_COUNT, NO_SHARE };
 
 typedef struct trouble {
   const char *hosts;
   int n, how;
   unsigned who; /* bit for each rank that makes it */
   double timeout;
+  size_t count; /* of the call in question; 0: 2 */
 } trouble;
 
 static int in_trouble(int rank, void *arg) {
@@ -406,13 +407,14 @@ static int in_trouble(int rank, void *arg) {
   CHECK_OK(cddp_init(&g, NULL));
   if (g == NULL) return 1;
   for (i = 0; mine->result == CDDP_OK && i < 1000; i++) {
-    size_t count = i % 3 == 2 ? 50000 : 2;
+    size_t count = i % 3 == 2 ? 50000 : i == 7 && t->count > 0 ? t->count : 2;
     if (i == 7 && culprit) {
       shared->died = test_now();
       if (t->how == KILLED) raise(SIGKILL);
       if (t->how == STOPPED) raise(SIGSTOP);
       if (t->how == LEFT) break;
       if (t->how == OTHER_COUNT) count++;
+      if (t->how == NO_SHARE) count = 1;
     }
     if (i == 7 && culprit && t->how == OTHER_CALL)
       mine->result = cddp_broadcast(g, x, count, CDDP_F32, 0, NULL);
@@ -514,6 +516,114 @@ static void test_left(void) {
   expect(&t, CDDP_PEER_LOST, 2, "rank 0 (pid", "rank 0 (pid");
 }
 
+/* --- who died first --- */
+
+enum { GO_ON, EXIT, LEAVE, MATES };      /* the dead rank's host-mates: see meet_the_end */
+enum { SMALL, LARGE, BETWEEN, MAIL, WORKS }; /* what all do meanwhile */
+
+typedef struct ending {
+  const char *hosts;
+  int n, victim, work, mates;
+  uint64_t seed;
+} ending;
+
+static cddp_result work_once(cddp_group *g, const ending *e, int turn) {
+  static float x[50000];
+  int rank = cddp_rank(g), n = cddp_world_size(g);
+  cddp_work *w = NULL;
+  cddp_result r, sent;
+  if (e->work == BETWEEN)
+    ranks_sleep((double)(ranks_mix(e->seed, (uint64_t)turn, (uint64_t)rank) % 2000) * 1e-6);
+  if (e->work != MAIL)
+    return cddp_all_reduce(g, x, e->work == LARGE ? 50000 : 2, CDDP_F32, CDDP_SUM, NULL);
+  if ((r = cddp_recv(g, x, 5, CDDP_F32, (rank + n - 1) % n, 0, &w)) != CDDP_OK) return r;
+  sent = cddp_send(g, x + 9, 5, CDDP_F32, (rank + 1) % n, 0, NULL);
+  r = cddp_wait(w);
+  return sent != CDDP_OK ? sent : r;
+}
+
+/* Works until it fails. Of the dead rank's host-mates some exit then without a word, and some leave
+   a group that is healthy still, because they have seen the death by themselves. */
+static int meet_the_end(int rank, void *arg) {
+  const ending *e = (const ending *)arg;
+  outcome *mine = &shared->ranks[rank];
+  bool mate = e->hosts[rank] == e->hosts[e->victim], last;
+  cddp_group *g = NULL;
+  int turn;
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  for (turn = 0; mine->result == CDDP_OK; turn++) {
+    if (turn == 3) __atomic_add_fetch(&shared->turns, 1, __ATOMIC_SEQ_CST);
+    last = turn == 7 && mate && e->mates == LEAVE;
+    while (last && !__atomic_load_n(&shared->stop, __ATOMIC_SEQ_CST)) ranks_sleep(2e-4);
+    if (last) break;
+    mine->result = work_once(g, e, turn);
+  }
+  if (mine->result != CDDP_OK) snprintf(mine->text, sizeof mine->text, "%s", cddp_error());
+  mine->told = test_now();
+  if (mate && e->mates == EXIT) _exit(0);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void end_one(const ending *e) {
+  pid_t pids[MOST];
+  ending copy = *e;
+  siginfo_t info;
+  char who[64];
+  int status[MOST], i, port = ranks_free_port();
+  double deadline = test_now() + 60;
+  memset(shared, 0, sizeof *shared);
+  setenv("TEST_HOSTS", e->hosts, 1);
+  for (i = 0; i < e->n; i++) {
+    ranks_environment(i, e->n, port);
+    pids[i] = ranks_fork(meet_the_end, i, &copy);
+  }
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID");
+  while (__atomic_load_n(&shared->turns, __ATOMIC_SEQ_CST) < e->n && test_now() < deadline)
+    ranks_sleep(2e-4);
+  ranks_sleep((double)(ranks_mix(e->seed, 1, 1) % 1000) * 2e-6);
+  shared->died = test_now();
+  kill(pids[e->victim], SIGKILL);
+  waitid(P_PID, (id_t)pids[e->victim], &info, WEXITED | WNOWAIT); /* it stays, to be looked at */
+  __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
+  snprintf(who, sizeof who, "rank %d (pid %d on ", e->victim, (int)pids[e->victim]);
+  for (i = 0; i < e->n; i++) {
+    const outcome *o = &shared->ranks[i];
+    if (i == e->victim) continue;
+    ranks_join(&pids[i], 1, 60, &status[i]);
+    CHECK(status[i] == 0);
+    if (e->mates == LEAVE && e->hosts[i] == e->hosts[e->victim] && o->result == CDDP_OK) continue;
+    test_count();
+    if (o->result != CDDP_PEER_LOST || strncmp(o->text, who, strlen(who)) != 0 ||
+        strstr(o->text, "was killed by signal 9") == NULL)
+      test_fail(__FILE__, __LINE__, "%s, seed %d, rank %d dies, work %d, mates %d; rank %d: %s: %s",
+                e->hosts, (int)e->seed, e->victim, e->work, e->mates, i,
+                cddp_result_name(o->result), o->text);
+    CHECK(o->told - shared->died < RANKS_WITHIN(2));
+  }
+  ranks_join(&pids[e->victim], 1, 60, &status[e->victim]);
+}
+
+/* Whoever fails because of a death names the dead and how it died, on the other hosts too, however
+   its host-mates end. */
+static void test_first_cause(void) {
+  static const char *const layouts[] = {"aabb", "aabbcc", "abab", "abcabc"};
+  const char *more = getenv("SEEDS"); /* SEEDS=1000 ONLY=test_first_cause build/plain/hosts */
+  int seeds = more != NULL ? atoi(more) : RANKS_SLOW ? 12 : 18, i;
+  for (i = 0; i < seeds; i++) {
+    ending e;
+    e.seed = (uint64_t)i;
+    e.hosts = layouts[ranks_mix(e.seed, 2, 0) % 4];
+    e.n = (int)strlen(e.hosts);
+    e.victim = (int)(ranks_mix(e.seed, 3, 0) % (uint64_t)e.n);
+    e.work = i % WORKS;
+    e.mates = i / WORKS % MATES;
+    end_one(&e);
+  }
+}
+
 static void test_mismatch(void) {
   trouble t;
   memset(&t, 0, sizeof t);
@@ -525,6 +635,26 @@ static void test_mismatch(void) {
   t.how = OTHER_COUNT;
   t.who = 2;
   expect(&t, CDDP_MISMATCH, 2, "rank 1 called all_reduce(count 3, f32, sum)", "?");
+}
+
+/* Shares that ride with the lines of a step: leaders then expect messages of other lengths. */
+static void test_mismatch_riding(void) {
+  static const char *const words[] = {"broadcast(count 600, f32, root 0)",
+                                      "all_reduce(count 601, f32, sum)",
+                                      "all_reduce(count 1, f32, sum)"};
+  trouble t;
+  int i;
+  char text[96];
+  memset(&t, 0, sizeof t);
+  t.count = 600;
+  for (i = 0; i < 6; i++) {
+    t.hosts = i % 2 ? "abc" : "aabb";
+    t.n = (int)strlen(t.hosts);
+    t.how = OTHER_CALL + i / 2;
+    t.who = 1u << (i < 3 ? 0 : 2); /* a leader */
+    snprintf(text, sizeof text, "rank %d called %s", i < 3 ? 0 : 2, words[i / 2]);
+    expect(&t, CDDP_MISMATCH, 2, text, "?");
+  }
 }
 
 /* --- strangers at a rank's port --------------------------------------------------------------- */
@@ -718,7 +848,9 @@ int main(void) {
   RUN(test_killed);
   RUN(test_stopped);
   RUN(test_left);
+  RUN(test_first_cause);
   RUN(test_mismatch);
+  RUN(test_mismatch_riding);
   RUN(test_strangers);
   RUN(test_meeting);
   RUN(test_wrong_meetings);

@@ -974,7 +974,10 @@ static void link_pull(cddp_group *g, size_t size) {
     cddp__link *l = g->hosts->links[p];
     if (l == NULL) continue;
     REQUIRE(g->hosts->net->secret == NULL); /* nobody here knows it */
-    if (l->state == CDDP__LINK_UP) (void)cddp__link_pull(l, buf, size);
+    if (l->state == CDDP__LINK_UP) {
+      size_t least = size > 64 ? size - 64 : 0; /* as of lines with something that rides along */
+      (void)cddp__link_pull(g->hosts->net, l, buf, size, least);
+    }
   }
 }
 
