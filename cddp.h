@@ -854,6 +854,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <ifaddrs.h>
 #include <inttypes.h>
 #include <limits.h>
+#include <linux/falloc.h>
 #include <math.h>
 #include <net/if.h>
 #include <netdb.h>
