@@ -9305,10 +9305,10 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__pending *q) {
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
 #define CDDP__CAUSE_S 0.5    /* the same where other ranks may have seen how one ended */
 #define CDDP__LINE_BYTES 64  /* of a line on the wire */
-#define CDDP__PIECE ((size_t)256 << 10) /* bytes of a part of a piece; of all parts at most: */
+#define CDDP__PIECE ((size_t)64 << 10) /* bytes of a part of a piece; of all parts at most: */
 #define CDDP__PIECE_MOST ((size_t)2 << 20)
 #define CDDP__WHOLE_MOST ((size_t)32 << 10) /* bytes of a slice, times hosts, that all add up */
-#define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
+#define CDDP__AHEAD 4 /* pieces on their way before the first comes back */
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's share in shared scratch */
 #define CDDP__LANDING ((size_t)1 << 20) /* and of what comes in for its host */
@@ -9962,7 +9962,7 @@ static cddp_result cddp__local_sync(cddp_group *g, const cddp__call *c, uint32_t
 /* --- all_reduce, reduce, broadcast: one slice's way through the hosts --- */
 
 /* Piece k of the slice [begin, end) is divided among the hosts into parts; host h owns the h-th. On
-   each link the messages of both directions are A0 A1 (A2 B0) (A3 B1) ..., those left out that have
+   each link the messages of both directions are A0 .. A3 (A4 B0) (A5 B1) .., those left out that have
    no bytes or no purpose. */
 typedef struct cddp__relay {
   cddp_group *g;
