@@ -9962,7 +9962,7 @@ static cddp_result cddp__local_sync(cddp_group *g, const cddp__call *c, uint32_t
 /* --- all_reduce, reduce, broadcast: one slice's way through the hosts --- */
 
 /* Piece k of the slice [begin, end) is divided among the hosts into parts; host h owns the h-th. On
-   each link the messages of both directions are A0 .. A3 (A4 B0) (A5 B1) .., without those that have
+   each link the messages of both directions are A0 .. A3 (A4 B0) (A5 B1) .., less those that have
    no bytes or no purpose. */
 typedef struct cddp__relay {
   cddp_group *g;
