@@ -9051,8 +9051,7 @@ static cddp_result cddp__try_post(cddp_group *g, const void *buf, size_t count, 
   return r;
 }
 
-/* The oldest parcel from q->peer to this rank with q's tag, or NULL. */
-static cddp__parcel *cddp__find_parcel(cddp_group *g, const cddp__pending *q) {
+static cddp__parcel *cddp__look_for_parcel(cddp_group *g, const cddp__pending *q) {
   cddp__seat *seat = cddp__seat_of(g, q->peer);
   uint32_t i, top = cddp__load32(&seat->parcel_top);
   cddp__parcel *best = NULL;
@@ -9062,6 +9061,14 @@ static cddp__parcel *cddp__find_parcel(cddp_group *g, const cddp__pending *q) {
     if (best == NULL || p->number < best->number) best = p;
   }
   return best;
+}
+
+/* The oldest parcel from q->peer to this rank with q's tag, or NULL. One look may come upon a
+   parcel and have passed by the place of an older one, posted there behind its back just before.
+   Whatever is older than a parcel that has been seen is there for the second look. */
+static cddp__parcel *cddp__find_parcel(cddp_group *g, const cddp__pending *q) {
+  if (cddp__look_for_parcel(g, q) == NULL) return NULL;
+  return cddp__look_for_parcel(g, q);
 }
 
 static void cddp__finish_pending(cddp__pending *q, cddp_result r) {

@@ -186,6 +186,28 @@ static void test_all_pairs(void) {
   }
 }
 
+/* Many small messages on their way with one tag: they come in the order in which they were sent. */
+static int run_in_order(cddp_group *g, void *arg) {
+  int32_t i, x = -1, n = *(const int *)arg, wrong = 0;
+  for (i = 0; i < n && wrong < 4; i++) {
+    cddp_result r;
+    if (cddp_rank(g) == 0) {
+      if ((r = cddp_send(g, &i, 1, CDDP_I32, 1, 0, NULL)) == CDDP_OK && i % 7 == 0) sched_yield();
+    } else if ((r = cddp_recv(g, &x, 1, CDDP_I32, 0, 0, NULL)) == CDDP_OK && x != i) {
+      wrong++;
+    }
+    if (r != CDDP_OK) return 1;
+  }
+  CHECK_EQ(wrong, 0);
+  return wrong != 0;
+}
+
+static void test_in_order(void) {
+  int n = RANKS_SLOW ? 40000 : 400000;
+  CHECK_OK(ranks_run(run_in_order, &n, 2, true));
+  CHECK_OK(ranks_run(run_in_order, &n, 2, false));
+}
+
 /* EXCHANGES: async recv, then a blocking send that no small buffer holds. ---------------------- */
 
 static int run_ring(cddp_group *g, void *arg) {
@@ -596,6 +618,7 @@ int main(void) {
   RUN(test_pair);
   RUN(test_tags);
   RUN(test_all_pairs);
+  RUN(test_in_order);
   RUN(test_ring);
   RUN(test_beside_collective);
   RUN(test_talkers);
