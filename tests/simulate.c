@@ -809,8 +809,9 @@ static void judge_failure(int r, const story *s) {
     break;
   case NOMEM:
     JUDGE(s->result == CDDP_OUT_OF_MEMORY ||
-          (s->failed_op == -2 && /* the store's server had none */
-           (s->result == CDDP_NETWORK || s->result == CDDP_PEER_LOST)) ||
+          (s->failed_op == -2 && /* the store's server had none; who calls again may be late */
+           (s->result == CDDP_NETWORK || s->result == CDDP_PEER_LOST ||
+            s->result == CDDP_TIMEOUT)) ||
           (!victim && (s->result == CDDP_PEER_LOST || s->result == CDDP_TIMEOUT)));
     break;
   default:
