@@ -11781,7 +11781,7 @@ static void cddp__reduce_spaces(const cddp_group *g, const cddp__call *c, const 
     srcs = (const void **)cddp__slot_of(g, g->rank, g->step + 1); /* free until then */
   for (r = 0, base = g->size; r < base; r++)
     srcs[r] = (const char *)cddp__space_of(g, r, k) + offset;
-  if (!k->in_line) srcs[g->rank] = own;
+  srcs[g->rank] = own;
   cddp__reduce(dst, srcs, g->size, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
 }
 
@@ -17298,8 +17298,6 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
 /* Rank 0's values on every rank, in the same kind of memory on all. */
 static cddp_result cddp__broadcast_anywhere(cddp_group *g, void *data, size_t count,
                                             cddp_dtype dtype) {
-  bool taken = false;
-  cddp_result r;
   cddp__call c;
   memset(&c, 0, sizeof c);
   c.kind = CDDP__KIND_BROADCAST;
@@ -17307,9 +17305,7 @@ static cddp_result cddp__broadcast_anywhere(cddp_group *g, void *data, size_t co
   c.send = c.recv = data;
   c.count = count;
   c.esize = cddp__dtype_size(dtype);
-  if (g->backend != NULL && ((r = g->backend->start(g, &c, NULL, &taken)) != CDDP_OK || taken))
-    return r;
-  return cddp__run_call(g, &c);
+  return cddp__start_call(g, &c, NULL);
 }
 
 /* cddp__split, and for every new group its data plane. */
