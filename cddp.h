@@ -269,6 +269,7 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    the group's stream now; cddp_wait(work) then makes the group's stream wait for it, not the host,
    and cddp_test asks whether it has ended on the device. Buffers are the operation's until the
    stream has passed it. cddp_barrier waits on the host for this group's stream, then for the ranks.
+   cudaStreamPerThread is no stream for a group: NCCL enqueues in threads of its own.
    Host memory may be passed to collectives, send and recv all the same (all buffers of a call, on
    all ranks alike): the CPU backend does those, at once.
    SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
@@ -281,12 +282,16 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    only cddp_synchronize and cddp_barrier do, from their beginning on). What it finds breaks the
    group on all ranks and aborts its communicator, so that streams, and a cudaStreamSynchronize on
    them, come to an end with undefined results; cddp_synchronize, cddp_wait and every later call
-   return the failure. cddp_destroy waits for what is on the device, as long as the group is
-   healthy; a process that ends without it, while others have a graph with the group's operations,
-   counts as lost.
+   return the failure. A cddp_ddp fails with its group, and takes it along. cddp_destroy waits for
+   what is on the device, as long as the group is healthy; a process that ends without it, while
+   others have a graph with the group's operations, counts as lost.
    CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
    the default one); ranks are not compared while capturing, all must capture and launch alike. The
-   learning rate is the captured one. Destroy graphs before the group.
+   learning rate is the captured one. Destroy graphs before the cddp_ddp and the group: until then
+   NCCL keeps what they use. While there is one, go on with steps of its kind: what would move
+   momentum (cddp_ddp_wait after cddp_ddp_step, cddp_load) is refused.
+   ORDER. To NCCL all groups of a GPU are one queue: call the operations of all of them, ready() and
+   the steps of a cddp_ddp included, from one thread at a time and in the same order on every rank.
    STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA
    and NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu.sh is for those who have one. */
 
@@ -328,6 +333,9 @@ typedef struct cddp_kernels {
   size_t scratch_bytes; /* device memory for squares, factor and scale */
   int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
              unsigned flags, void *stream);
+  /* copies[i][count] = data of segment i, f32, as f16 or bf16 */
+  int (*copies)(const cddp_segment *s, void *const *copies, int n, cddp_dtype copy_dtype,
+                void *stream);
   int (*adopt)(const cddp_segment *s, int n, cddp_dtype dtype, void *stream); /* data = grad,
                                                                                  then grad = 0 */
   int (*convert)(void *to, cddp_dtype to_dtype, const void *from, cddp_dtype from_dtype, size_t n,
@@ -941,7 +949,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>buckets. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
-   ready() calls in any order. Ranks without data: >>join. Gradients that are rows: >>sparse.
+   ready() calls in any order (on GPUs see ORDER there). Ranks without data: >>join. Gradients that
+   are rows: >>sparse.
 
    DEVICES. A group keeps all of the above as its control plane; memory on a device has a data plane
    beside it: cddp_group.backend, a struct of functions, NULL for the CPU. The public functions ask
@@ -1889,6 +1898,15 @@ typedef struct cddp__graphs {
   cddp__atomic_u32 alive, refs;
 } cddp__graphs;
 
+/* A communicator on its way out, in a thread of its own: NCCL's calls that end one wait for
+   streams, for CUDA graphs and for other ranks. Made with its plane, outlives it. */
+typedef struct cddp__ending {
+  ncclComm_t comm;
+  ncclComm_t made; /* a communicator in the making; NCCL's threads write it */
+  int device;
+  bool abort; /* or destroy */
+} cddp__ending;
+
 /* A group's data plane on one device. turn: held while an operation is issued. lock: held for a
    moment, also by the watcher; it guards what is marked so. */
 typedef struct cddp__plane {
@@ -1900,8 +1918,11 @@ typedef struct cddp__plane {
   cudaEvent_t fork;    /* orders side after stream; turn */
   cudaEvent_t join;    /* orders stream and side; the thread that calls collectives */
   pthread_mutex_t turn, lock;
-  ncclComm_t comm;     /* lock; NULL: a single rank, no NCCL, or aborted */
-  bool aborted;        /* lock */
+  ncclComm_t comm;     /* lock; NULL: a single rank, no NCCL, or at its end */
+  bool aborted;        /* lock; the plane has given its communicator away */
+  cddp__ending *end;   /* lock; NULL: aborted */
+  cddp_group *parent;  /* lock; a cddp_ddp's private planes: the group that fails with them */
+  bool doomed;         /* watcher; its group is broken */
   struct cddp__graphs *graphs; /* with operations of the plane; they run when the caller likes */
   unsigned long long capture;  /* lock; the latest one counted there, as CUDA numbers captures */
   cudaEvent_t last;    /* lock; behind the last operation */
@@ -5707,12 +5728,14 @@ static void cddp__host_release(cddp__host *h) {
 #define CDDP__KERNEL
 #define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
 #define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)") /* destinations may be sources */
+#define CDDP__WIDE ""
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no fault */
 #else
 #define CDDP__KERNEL __attribute__((optimize("O3", "fp-contract=off", "no-fast-math")))
 #define CDDP__STRICT_FP
 #define CDDP__IVDEP _Pragma("GCC ivdep") /* destinations may be sources */
+#define CDDP__WIDE ",prefer-vector-width=512"
 #endif
 
 static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
@@ -5968,6 +5991,8 @@ CDDP__TEMPLATE double cddp__squares(const void *p, size_t n, cddp_dtype dtype) {
 /* F16C converts 8 elements in one instruction. */
 #if CDDP__DISPATCH
 #define CDDP__AVX2 __attribute__((target("avx2,fma,f16c")))
+#define CDDP__AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" CDDP__WIDE)))
 
 CDDP__AVX2 static void cddp__widen_f16c(cddp__f32 *d, const void *src, size_t n) {
   const cddp__u16 *s = (const cddp__u16 *)src;
@@ -6031,13 +6056,16 @@ CDDP__AVX2 static void cddp__narrow_f16c(void *dst, const cddp__f32 *s, size_t n
 CDDP__KERNEL_SET(base, , cddp__widen(d, s, n, CDDP_F16), cddp__narrow(d, s, n, CDDP_F16))
 #if CDDP__DISPATCH
 CDDP__KERNEL_SET(avx2, CDDP__AVX2, cddp__widen_f16c(d, s, n), cddp__narrow_f16c(d, s, n))
+CDDP__KERNEL_SET(avx512, CDDP__AVX512, cddp__widen_f16c(d, s, n), cddp__narrow_f16c(d, s, n))
 #endif
 #undef CDDP__KERNEL_SET
 
-enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2 };
+enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
 static int cddp__isa_found; /* 0 until asked; only cddp__isa (and tests) touch it */
 
-static int cddp__isa(void) { /* CDDP__ISA_*: the best this machine and system have */
+/* CDDP__ISA_*: the best this machine and system have. AVX-512 only where there is VBMI too (Ice
+   Lake, Zen 4): those before slow their clock down for it, which these loops cannot earn. */
+static int cddp__isa(void) {
   int isa = __atomic_load_n(&cddp__isa_found, __ATOMIC_RELAXED);
   if (isa != 0) return isa;
   isa = CDDP__ISA_BASE;
@@ -6047,6 +6075,10 @@ static int cddp__isa(void) { /* CDDP__ISA_*: the best this machine and system ha
     if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C) &&
         __builtin_cpu_supports("avx2"))
       isa = CDDP__ISA_AVX2;
+    if (isa == CDDP__ISA_AVX2 && __builtin_cpu_supports("avx512vbmi") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+      isa = CDDP__ISA_AVX512;
   }
 #endif
   __atomic_store_n(&cddp__isa_found, isa, __ATOMIC_RELAXED);
@@ -6056,6 +6088,7 @@ static int cddp__isa(void) { /* CDDP__ISA_*: the best this machine and system ha
 static const cddp__kernels *cddp__pick_kernels(void) {
   switch (cddp__isa()) {
 #if CDDP__DISPATCH
+  case CDDP__ISA_AVX512: return &cddp__kernels_avx512;
   case CDDP__ISA_AVX2: return &cddp__kernels_avx2;
 #endif
   default: return &cddp__kernels_base;
@@ -12575,6 +12608,7 @@ CDDP__SGD_LOOPS(cddp__f64, f64, __builtin_fma)
 CDDP__SGD_SET(base, )
 #if CDDP__DISPATCH
 CDDP__SGD_SET(avx2, CDDP__AVX2)
+CDDP__SGD_SET(avx512, CDDP__AVX512)
 #endif
 #undef CDDP__SGD_SET
 
@@ -12585,6 +12619,7 @@ CDDP__SGD_SET(avx2, CDDP__AVX2)
 static const cddp__sgd_kernels *cddp__pick_sgd_kernels(void) {
   switch (cddp__isa()) {
 #if CDDP__DISPATCH
+  case CDDP__ISA_AVX512: return &cddp__sgd_kernels_avx512;
   case CDDP__ISA_AVX2: return &cddp__sgd_kernels_avx2;
 #endif
   default: return &cddp__sgd_kernels_base;
@@ -14524,8 +14559,10 @@ static bool cddp__cuda_in_use(void) {
 
 static bool cddp__capturing(cudaStream_t s) {
   enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(s, &status) != cudaSuccess) (void)cudaGetLastError();
-  return status != cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(s, &status) == cudaSuccess)
+    return status != cudaStreamCaptureStatusNone;
+  (void)cudaGetLastError(); /* the default stream, while another is captured */
+  return false;
 }
 
 /* `to` goes on after all that is on `from` now. */
@@ -14782,13 +14819,52 @@ static void cddp__exchange_notes(cddp__plane *p) {
 
 /* --- failure --- */
 
-/* Ends what the communicator does on this rank's streams. The group has been broken before. */
-static void cddp__plane_abort(cddp__plane *p) {
+static cddp__atomic_u32 cddp__endings; /* communicators of this process that are on their way out */
+
+static void *cddp__end_main(void *ending) {
+  enum cudaStreamCaptureMode relaxed = cudaStreamCaptureModeRelaxed;
+  cddp__ending *x = (cddp__ending *)ending;
+  ncclComm_t made;
+  (void)cudaSetDevice(x->device);
+  cudaThreadExchangeStreamCaptureMode(&relaxed); /* what is freed here is no part of a graph */
+  if (x->comm != NULL && x->abort) ncclCommAbort(x->comm); /* joins who may write to made */
+  if (x->comm != NULL && !x->abort) ncclCommDestroy(x->comm);
+  made = __atomic_load_n(&x->made, __ATOMIC_RELAXED);
+  if (made != NULL) ncclCommAbort(made);
+  free(x);
+  cddp__add32(&cddp__endings, (uint32_t)-1);
+  return NULL;
+}
+
+/* Gives the communicator to a thread that ends it: abort, for which the group has been broken
+   before, makes all operations on this rank's streams end at once. Never waits. */
+static void cddp__plane_end(cddp__plane *p, bool abort) {
+  cddp__ending *x;
+  pthread_t thread;
   pthread_mutex_lock(&p->lock);
-  if (p->comm != NULL) ncclCommAbort(p->comm);
+  x = p->end;
+  if (x != NULL) x->comm = p->comm;
   p->comm = NULL;
+  p->end = NULL;
   p->aborted = true;
   pthread_mutex_unlock(&p->lock);
+  if (x == NULL) return;
+  x->abort = abort;
+  cddp__add32(&cddp__endings, 1);
+  if (x->comm == NULL && __atomic_load_n(&x->made, __ATOMIC_RELAXED) == NULL)
+    cddp__end_main(x);
+  else if (cddp__thread_start(&thread, cddp__end_main, x) == CDDP_OK)
+    pthread_detach(thread);
+  else
+    cddp__end_main(x);
+}
+
+static void cddp__plane_abort(cddp__plane *p) { cddp__plane_end(p, true); }
+
+/* The process may end soon: gives NCCL's threads a moment to get out of the way. */
+static void cddp__await_endings(void) {
+  double deadline = cddp__now() + CDDP__LEFT_S;
+  while (cddp__load32(&cddp__endings) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
 }
 
 /* Breaks the group if a rank's process is gone. */
@@ -14820,13 +14896,13 @@ static cddp_result cddp__await_cause(cddp__plane *p, const char *doing, double s
 
 /* Breaks the group over a failure of NCCL. What follows from a death may be seen before it. */
 static cddp_result cddp__break_nccl(cddp__plane *p, ncclResult_t e, const char *what) {
-  bool remote = e == ncclRemoteError || e == ncclSystemError;
+  bool remote = e != ncclInvalidArgument && e != ncclInvalidUsage; /* a death has many faces */
   cddp_group *g = p->group;
   char text[CDDP__ERROR_MAX];
   cddp_result r;
   snprintf(text, sizeof text, "rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
            ncclGetLastError(NULL));
-  r = cddp__await_cause(p, what, !remote ? 0.01 : g->hosts == NULL ? 0.1 : 3 * CDDP__NEWS_S);
+  r = cddp__await_cause(p, what, remote ? CDDP__CAUSE_S : 0.01);
   if (r != CDDP_OK) return r;
   cddp__fail(CDDP_NCCL, "%s", text);
   return cddp__break(g, CDDP_NCCL);
@@ -14845,6 +14921,7 @@ static cddp__atomic_u32 cddp__watch_shift; /* a watcher ends when this changes; 
 static bool cddp__event_ahead(cudaEvent_t event, cudaError_t *fault) {
   cudaError_t e = cudaEventQuery(event);
   if (e != cudaSuccess) (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+  if (e == cudaErrorCudartUnloading) return false; /* the process ends without cddp_destroy */
   if (e != cudaSuccess && e != cudaErrorNotReady) *fault = e;
   return e == cudaErrorNotReady;
 }
@@ -14925,6 +15002,8 @@ static cddp_result cddp__look_for_lost(cddp__plane *p, bool pending) {
   return CDDP_OK;
 }
 
+/* First what asks neither CUDA nor NCCL: a call of the program's that waits for a dead rank may
+   hold their locks. */
 static cddp_result cddp__look_at_plane(cddp__plane *p) {
   ncclResult_t e = ncclSuccess;
   cudaError_t fault = cudaSuccess;
@@ -14932,12 +15011,15 @@ static cddp_result cddp__look_at_plane(cddp__plane *p) {
   cddp_result r;
   cddp__exchange_notes(p);
   if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
+  if ((r = cddp__compare_notes(p)) != CDDP_OK) return r;
+  pthread_mutex_lock(&p->lock);
+  pending = p->pending;
+  pthread_mutex_unlock(&p->lock);
+  if ((r = cddp__look_for_lost(p, pending)) != CDDP_OK) return r;
   pthread_mutex_lock(&p->lock);
   if (p->comm != NULL && ncclCommGetAsyncError(p->comm, &e) != ncclSuccess) e = ncclInternalError;
   pthread_mutex_unlock(&p->lock);
-  pending = cddp__plane_pending(p, &late, &fault);
-  if ((r = cddp__compare_notes(p)) != CDDP_OK) return r;
-  if ((r = cddp__look_for_lost(p, pending)) != CDDP_OK) return r;
+  (void)cddp__plane_pending(p, &late, &fault);
   if (e != ncclSuccess && e != ncclInProgress)
     return cddp__break_nccl(p, e, "an asynchronous NCCL operation");
   if (fault != cudaSuccess) {
@@ -14948,21 +15030,45 @@ static cddp_result cddp__look_at_plane(cddp__plane *p) {
   return late ? cddp__break_pending(p) : CDDP_OK;
 }
 
+/* A cddp_ddp's private group and the user's, whose work is on the same streams: the private one
+   fails with the other, the other over what may leave streams with undefined results. */
+static void cddp__break_both(cddp_group *private_group, cddp_group *users) {
+  cddp_result r = cddp__check_group(users);
+  if (r != CDDP_OK) {
+    if (cddp__load32(&private_group->board->broken) == 0) (void)cddp__break(private_group, r);
+    return;
+  }
+  r = cddp__check_group(private_group);
+  if (r == CDDP_PEER_LOST || r == CDDP_TIMEOUT || r == CDDP_NCCL || r == CDDP_CUDA)
+    (void)cddp__break(users, r);
+}
+
+/* Looks at every plane before any communicator ends: what a stream still does then is undefined,
+   and whoever asks must hear of the failure. */
+static void cddp__watch_all(void) {
+  cddp__plane *p;
+  for (p = cddp__watched; p != NULL; p = p->next) {
+    cddp_group *parent;
+    bool healthy;
+    pthread_mutex_lock(&p->lock);
+    healthy = !p->aborted;
+    parent = p->parent;
+    pthread_mutex_unlock(&p->lock);
+    p->doomed = healthy && cddp__use_device(p->device) == CDDP_OK;
+    if (p->doomed) p->doomed = cddp__look_at_plane(p) != CDDP_OK;
+    if (parent != NULL) cddp__break_both(p->group, parent);
+  }
+  for (p = cddp__watched; p != NULL; p = p->next)
+    if (p->doomed) cddp__plane_abort(p);
+}
+
 static void *cddp__watch_main(void *shift) {
   enum cudaStreamCaptureMode relaxed = cudaStreamCaptureModeRelaxed;
   uint32_t mine = (uint32_t)(uintptr_t)shift;
-  cddp__plane *p;
   cudaThreadExchangeStreamCaptureMode(&relaxed); /* its queries are no part of anyone's graph */
   while (cddp__load32(&cddp__watch_shift) == mine) {
     pthread_mutex_lock(&cddp__watch_lock);
-    for (p = cddp__watched; p != NULL; p = p->next) {
-      bool healthy;
-      pthread_mutex_lock(&p->lock);
-      healthy = !p->aborted;
-      pthread_mutex_unlock(&p->lock);
-      if (healthy && cddp__use_device(p->device) == CDDP_OK && cddp__look_at_plane(p) != CDDP_OK)
-        cddp__plane_abort(p);
-    }
+    cddp__watch_all();
     pthread_mutex_unlock(&cddp__watch_lock);
     cddp__futex_wait(&cddp__watch_shift, mine, CDDP__WATCH_S);
   }
@@ -14975,6 +15081,7 @@ static cddp_result cddp__watch(cddp__plane *p) {
   if (cddp__watch_pid != getpid()) { /* after a fork: the parent's are not ours */
     cddp__watching = false;
     cddp__watched = NULL;
+    cddp__store32(&cddp__endings, 0);
     cddp__watch_pid = getpid();
   }
   if (!cddp__watching) {
@@ -14990,8 +15097,8 @@ static cddp_result cddp__watch(cddp__plane *p) {
   return r;
 }
 
-/* The last plane to go takes the thread with it. */
-static void cddp__unwatch(cddp__plane *p) {
+/* The last plane to go takes the thread with it; returns whether it was. */
+static bool cddp__unwatch(cddp__plane *p) {
   cddp__plane **link;
   pthread_t thread;
   bool last;
@@ -14999,7 +15106,7 @@ static void cddp__unwatch(cddp__plane *p) {
   for (link = &cddp__watched; *link != NULL && *link != p; link = &(*link)->next) {}
   if (*link == NULL) {
     pthread_mutex_unlock(&cddp__watch_lock);
-    return;
+    return false;
   }
   *link = p->next;
   last = cddp__watched == NULL;
@@ -15011,6 +15118,7 @@ static void cddp__unwatch(cddp__plane *p) {
   }
   pthread_mutex_unlock(&cddp__watch_lock);
   if (last) pthread_join(thread, NULL);
+  return last;
 }
 
 static void cddp__graphs_release(cddp__graphs *k) {
@@ -15036,6 +15144,7 @@ static void cddp__count_graph(cddp__plane *p, cudaStream_t s) {
 #else
   cudaError_t e = cudaStreamGetCaptureInfo_v2(s, &status, &id, &graph, NULL, NULL);
 #endif
+  if (e == cudaSuccess && status != cudaStreamCaptureStatusActive) e = cudaErrorUnknown;
   if (e == cudaSuccess && id == p->capture) return;
   p->capture = id;
   cddp__add32(&p->graphs->alive, 1);
@@ -15047,6 +15156,14 @@ static void cddp__count_graph(cddp__plane *p, cudaStream_t s) {
     e = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
   }
   if (e != cudaSuccess) (void)cudaGetLastError();
+}
+
+/* Whether CUDA graphs hold operations of the plane, and with them the addresses of its memory. Of
+   one that has been destroyed CUDA tells a little later. */
+static bool cddp__in_graphs(cddp__plane *p) {
+  double deadline = cddp__now() + 0.5;
+  while (cddp__load32(&p->graphs->alive) != 0 && cddp__now() < deadline) cddp__sleep(1e-3);
+  return cddp__load32(&p->graphs->alive) != 0;
 }
 
 /* Puts events behind an operation just enqueued, for the watcher. */
@@ -15090,6 +15207,7 @@ static void cddp__plane_free(cddp__plane *p) {
   pthread_mutex_destroy(&p->turn);
   pthread_mutex_destroy(&p->lock);
   cddp__graphs_release(p->graphs);
+  free(p->end);
   cddp__free(a, p->compared);
   cddp__free(a, p->hashes);
   cddp__free(a, p);
@@ -15112,10 +15230,13 @@ static cddp_result cddp__plane_new(cddp__plane **out, cddp_group *g, int device,
   pthread_mutex_init(&p->lock, NULL);
   p->compared = (uint32_t *)cddp__calloc(a, (size_t)g->size, sizeof *p->compared);
   p->hashes = (uint64_t *)cddp__calloc(a, CDDP__HASHES, sizeof *p->hashes);
-  p->graphs = (cddp__graphs *)cddp__calloc(NULL, 1, sizeof *p->graphs); /* may outlive the group */
+  p->graphs = (cddp__graphs *)cddp__calloc(NULL, 1, sizeof *p->graphs); /* may outlive the group, */
+  p->end = (cddp__ending *)cddp__calloc(NULL, 1, sizeof *p->end);       /* as may this */
   if (p->graphs != NULL) p->graphs->refs.v = 1;
-  r = p->compared == NULL || p->hashes == NULL || p->graphs == NULL ? CDDP_OUT_OF_MEMORY
-                                                                    : cddp__use_device(device);
+  if (p->end != NULL) p->end->device = device;
+  r = CDDP_OUT_OF_MEMORY;
+  if (p->compared != NULL && p->hashes != NULL && p->graphs != NULL && p->end != NULL)
+    r = cddp__use_device(device);
   if (r == CDDP_OK)
     r = cddp__cuda_result(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                           "cudaDeviceGetStreamPriorityRange");
@@ -15141,11 +15262,28 @@ static void cddp__plane_set_stream(cddp_group *g, void *stream) {
 
 static void *cddp__plane_stream(const cddp_group *g) { return (void *)cddp__plane_of(g)->stream; }
 
+/* Memory that goes with the plane, or by cddp__plane_release. */
+static cddp_result cddp__plane_keep(cddp__plane *p, void *address) {
+  cddp__block *b = (cddp__block *)cddp__calloc(&p->group->host->allocator, 1, sizeof *b);
+  if (b == NULL) return CDDP_OUT_OF_MEMORY;
+  b->address = address;
+  pthread_mutex_lock(&p->lock);
+  b->next = p->blocks;
+  p->blocks = b;
+  pthread_mutex_unlock(&p->lock);
+  return CDDP_OK;
+}
+
 /* Device memory for an operation that needs some; grows. */
 static cddp_result cddp__plane_scratch(cddp__plane *p, size_t bytes) {
   cddp_result r;
   if (p->scratch_bytes >= bytes) return CDDP_OK;
-  if (p->scratch != NULL) cudaFree(p->scratch); /* waits for its last user */
+  if (p->scratch != NULL && cddp__load32(&p->graphs->alive) != 0) { /* a graph may use it again */
+    if ((r = cddp__plane_keep(p, p->scratch)) != CDDP_OK) return r;
+  } else if (p->scratch != NULL) {
+    (void)cudaStreamSynchronize(p->side); /* its last user */
+    cudaFree(p->scratch);
+  }
   p->scratch = NULL;
   p->scratch_bytes = 0;
   r = cddp__cuda_result(cudaMalloc(&p->scratch, bytes), "cudaMalloc");
@@ -15155,21 +15293,14 @@ static cddp_result cddp__plane_scratch(cddp__plane *p, size_t bytes) {
 
 static void *cddp__plane_alloc(cddp_group *g, size_t bytes) {
   cddp__plane *p = cddp__plane_of(g);
-  cddp__block *b = (cddp__block *)cddp__calloc(&g->host->allocator, 1, sizeof *b);
-  cddp_result r;
-  if (b == NULL) return NULL;
-  r = cddp__use_device(p->device);
+  void *address = NULL;
+  cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK)
-    r = cddp__cuda_result(cudaMalloc(&b->address, bytes > 0 ? bytes : 1), "cddp_alloc: cudaMalloc");
-  if (r != CDDP_OK) {
-    cddp__free(&g->host->allocator, b);
-    return NULL;
-  }
-  pthread_mutex_lock(&p->lock);
-  b->next = p->blocks;
-  p->blocks = b;
-  pthread_mutex_unlock(&p->lock);
-  return b->address;
+    r = cddp__cuda_result(cudaMalloc(&address, bytes > 0 ? bytes : 1), "cddp_alloc: cudaMalloc");
+  if (r != CDDP_OK) return NULL;
+  if (cddp__plane_keep(p, address) == CDDP_OK) return address;
+  cudaFree(address);
+  return NULL;
 }
 
 static void cddp__plane_release(cddp_group *g, void *address) {
@@ -15219,7 +15350,9 @@ static cddp_result cddp__await_stream(cddp__plane *p, cudaStream_t s) {
    save them nothing: it is these calls in a loop, made by one thread, blocking, without a deadline.
    Sub-groups come from ncclCommSplit, except single ranks: those need no communicator. Operations
    are issued in the order of calls, one at a time (plane.turn). gather, scatter and all_to_all are
-   sends and receives in one NCCL group. */
+   sends and receives in one NCCL group. What ends a communicator blocks all the same (ncclCommAbort
+   for streams and CUDA graphs, ncclCommDestroy for the ranks of the host too), so a thread of its
+   own does it (cddp__plane_end). */
 
 static ncclDataType_t cddp__nccl_type(uint8_t dtype) {
   static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* bf16 is not named in every nccl.h */
@@ -15297,21 +15430,29 @@ static const char *cddp__post_name(const cddp__call *c) {
   return c->kind == CDDP__KIND_RECV ? "ncclRecv" : names[c->kind];
 }
 
-/* Polls until NCCL has done what it began: e is what it returned then. */
+/* Asks how far NCCL is with what it began. Up to NCCL 2.25 that does not end its work in this
+   thread, which would be in the way of another communicator's; ncclCommCount does. */
+static ncclResult_t cddp__progress(cddp__plane *p, ncclComm_t comm) {
+  ncclResult_t e = ncclInternalError;
+  int ranks;
+  pthread_mutex_lock(&p->lock);
+  if (p->aborted || ncclCommGetAsyncError(comm, &e) != ncclSuccess) e = ncclInternalError;
+  if (e == ncclSuccess) e = ncclCommCount(comm, &ranks);
+  pthread_mutex_unlock(&p->lock);
+  return e;
+}
+
+/* Polls until NCCL has done what it began: e is what it returned then, of which success says
+   nothing: ncclCommSplit and, up to NCCL 2.23, single operations return it too early. */
 static cddp_result cddp__settle(cddp__plane *p, ncclComm_t comm, ncclResult_t e, const char *what) {
   cddp_group *g = p->group;
   double now = cddp__now(), deadline = now + g->timeout_s, look = now + CDDP__NAP_S, nap = 2e-5;
   cddp_result r;
   int i;
+  if (e == ncclSuccess) e = ncclInProgress;
   for (i = 0; e == ncclInProgress; i++) {
     if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-    pthread_mutex_lock(&p->lock);
-    if (p->aborted)
-      e = ncclInternalError;
-    else if (ncclCommGetAsyncError(comm, &e) != ncclSuccess)
-      e = ncclInternalError;
-    pthread_mutex_unlock(&p->lock);
-    if (e != ncclInProgress) break;
+    if ((e = cddp__progress(p, comm)) != ncclInProgress) break;
     if (i < CDDP__YIELDS) {
       sched_yield();
       continue;
@@ -15344,6 +15485,9 @@ static cddp_result cddp__issue_held(cddp__plane *p, const cddp__call *c, int n, 
   bool group = n > 1 || c->kind == CDDP__KIND_GATHER || c->kind == CDDP__KIND_SCATTER ||
                c->kind == CDDP__KIND_ALL_TO_ALL;
   int i;
+  if (s == cudaStreamPerThread) /* NCCL enqueues in a thread of its own */
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "the group's stream is cudaStreamPerThread, which to "
+                      "NCCL is another stream; make one with cudaStreamCreate");
   pthread_mutex_lock(&p->lock);
   if ((comm = p->comm) == NULL) {
     pthread_mutex_unlock(&p->lock);
@@ -15474,8 +15618,10 @@ static cddp_result cddp__device_wait(cddp_work *w) {
 }
 
 static bool cddp__device_done(cddp_work *w) {
+  cddp__plane *p = cddp__plane_of(w->group);
   cudaError_t e;
-  if (cddp__use_device(cddp__plane_of(w->group)->device) != CDDP_OK) return true;
+  if (cddp__use_device(p->device) != CDDP_OK) return true;
+  if (cddp__capturing(p->stream)) return false; /* a look would void the capture */
   cddp__issue_letter(w);
   if (w->result != CDDP_OK || w->event == NULL) return true;
   if (cddp__load32(&w->group->board->broken) != 0) return true;
@@ -15580,12 +15726,19 @@ static cddp_result cddp__nccl_synchronize(cddp_group *g) {
 
 /* --- communicators --- */
 
-/* Takes a communicator that is connected; from then on the watcher looks after it. */
-static cddp_result cddp__plane_adopt(cddp__plane *p, ncclComm_t comm) {
+/* The communicator that NCCL has made for maker becomes p's. */
+static ncclComm_t cddp__plane_adopt(cddp__plane *p, cddp__plane *maker) {
+  ncclComm_t comm = NULL;
+  pthread_mutex_lock(&maker->lock);
+  if (maker->end != NULL) {
+    comm = maker->end->made;
+    maker->end->made = NULL;
+  }
+  pthread_mutex_unlock(&maker->lock);
   pthread_mutex_lock(&p->lock);
   p->comm = comm;
   pthread_mutex_unlock(&p->lock);
-  return cddp__watch(p);
+  return comm;
 }
 
 /* Rank 0's new id, on every rank. */
@@ -15615,43 +15768,45 @@ static cddp_result cddp__all_connected(cddp_group *g) {
 static cddp_result cddp__nccl_connect(cddp__plane *p) {
   cddp_group *g = p->group;
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  ncclComm_t comm = NULL;
+  ncclComm_t comm;
   ncclUniqueId id;
   ncclResult_t e;
   cddp_result r;
+  int version = 0;
+  if (ncclGetVersion(&version) == ncclSuccess && version < 21900)
+    cddp__log(&g->host->logger, 1,
+              "NCCL %d.%d can crash when another thread aborts a communicator, which cddp does "
+              "after a failure; 2.19 and later do not",
+              version / 10000, version / 100 % 100);
   cddp__exchange_notes(p); /* from now on leaders see each other's end */
   if ((r = cddp__nccl_id(g, &id)) != CDDP_OK) return r;
   config.blocking = 0;
-  e = ncclCommInitRankConfig(&comm, g->size, id, g->rank, &config);
+  e = ncclCommInitRankConfig(&p->end->made, g->size, id, g->rank, &config);
+  comm = __atomic_load_n(&p->end->made, __ATOMIC_RELAXED); /* which NCCL's thread writes again */
   r = cddp__settle(p, comm, e, "ncclCommInitRankConfig");
   if (r == CDDP_OK) r = cddp__all_connected(g);
-  if (r == CDDP_OK) return cddp__plane_adopt(p, comm);
-  if (comm != NULL) ncclCommAbort(comm);
-  return r;
+  if (r != CDDP_OK) return r;
+  cddp__plane_adopt(p, p);
+  return cddp__watch(p);
 }
 
 /* Every rank of g: the communicators of the groups that it has been split into. */
 static cddp_result cddp__nccl_split_comm(cddp__plane *p, int color, int key, cddp__plane *child) {
   bool wants = child != NULL && child->group->size > 1;
-  ncclComm_t comm, sub = NULL;
-  ncclResult_t e;
+  ncclComm_t comm;
+  ncclResult_t e = ncclInvalidUsage;
   cddp_result r;
   pthread_mutex_lock(&p->turn);
   pthread_mutex_lock(&p->lock);
-  comm = p->comm;
-  e = comm == NULL ? ncclInvalidUsage
-                   : ncclCommSplit(comm, wants ? color : NCCL_SPLIT_NOCOLOR, key, &sub, NULL);
+  if ((comm = p->comm) != NULL)
+    e = ncclCommSplit(comm, wants ? color : NCCL_SPLIT_NOCOLOR, key, &p->end->made, NULL);
   pthread_mutex_unlock(&p->lock);
   r = cddp__settle(p, comm, e, "ncclCommSplit");
   pthread_mutex_unlock(&p->turn);
-  if (r == CDDP_OK && wants) {
-    e = ncclCommGetAsyncError(sub, &e) == ncclSuccess ? e : ncclInternalError;
-    r = cddp__settle(child, sub, e, "ncclCommSplit");
-  }
-  if (r == CDDP_OK && wants) return cddp__plane_adopt(child, sub);
-  if (r != CDDP_OK) cddp__plane_abort(p); /* ends NCCL's thread, which may still write to sub */
-  if (r != CDDP_OK && sub != NULL) ncclCommAbort(sub);
-  return r;
+  if (r == CDDP_OK && wants)
+    r = cddp__settle(child, cddp__plane_adopt(child, p), ncclSuccess, "ncclCommSplit");
+  if (r != CDDP_OK) cddp__plane_abort(p);
+  return r == CDDP_OK && wants ? cddp__watch(child) : r;
 }
 
 static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_group *child) {
@@ -15682,50 +15837,32 @@ static cddp_result cddp__nccl_split(cddp_group *g, int color, int key, cddp_grou
 }
 
 /* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
-   Ranks that go on must not hear of it, so nothing here breaks the group: what is not done within a
-   moment is aborted. */
+   Ranks that go on must not hear of it, so nothing here breaks the group. */
 static void cddp__nccl_finish(cddp__plane *p) {
   const cddp__atomic_u32 *broken = &p->group->board->broken;
   cudaError_t fault;
-  ncclResult_t e = ncclSuccess;
-  double deadline;
   bool late = false;
   while (cddp__plane_pending(p, &late, &fault)) {
     if (cddp__load32(broken) != 0) return;
     cddp__sleep(1e-4);
   }
-  if (cddp__load32(broken) != 0) return;
-  pthread_mutex_lock(&p->lock);
-  if (p->comm != NULL) e = ncclCommFinalize(p->comm);
-  pthread_mutex_unlock(&p->lock);
-  for (deadline = cddp__now() + CDDP__LEFT_S; e == ncclInProgress; cddp__sleep(1e-4)) {
-    if (cddp__load32(broken) != 0 || cddp__now() > deadline) return;
-    pthread_mutex_lock(&p->lock);
-    if (p->comm == NULL || ncclCommGetAsyncError(p->comm, &e) != ncclSuccess)
-      e = ncclInternalError;
-    pthread_mutex_unlock(&p->lock);
-  }
-  pthread_mutex_lock(&p->lock);
-  if (p->comm != NULL && e == ncclSuccess) {
-    ncclCommDestroy(p->comm);
-    p->comm = NULL;
-    p->aborted = true;
-  }
-  pthread_mutex_unlock(&p->lock);
+  if (cddp__load32(broken) == 0) cddp__plane_end(p, false);
 }
 
 static void cddp__plane_leave(cddp_group *g) {
   cddp__plane *p = cddp__plane_of(g);
+  bool last;
   char text[CDDP__ERROR_MAX];
   snprintf(text, sizeof text, "%s", cddp__error_text);
   (void)cddp__use_device(p->device);
   (void)cddp__send_letters(p);
   cddp__nccl_finish(p);
-  cddp__unwatch(p);
+  last = cddp__unwatch(p);
   if (g->backend->start == cddp__nccl_start) cddp__exchange_notes(p); /* the last ones */
   cddp__plane_abort(p);
   (void)cudaStreamSynchronize(p->side);
   cddp__plane_free(p);
+  if (last) cddp__await_endings();
   g->backend = NULL;
   g->plane = NULL;
   snprintf(cddp__error_text, sizeof cddp__error_text, "%s", text);
@@ -16050,6 +16187,15 @@ static cddp_result cddp__no_momentum_yet(void) {
                     "momentum is allocated by the first");
 }
 
+/* Momentum is to move: not while CUDA graphs of the cddp_ddp's steps hold its address. */
+static cddp_result cddp__gpu_check_graphs(const cddp_ddp *d) {
+  if (cddp__capturing(cddp__gpu_stream(d)) || !cddp__in_graphs(cddp__gpu_of(d)->plane))
+    return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "momentum would move to other memory, but there is a CUDA graph of steps with "
+                    "it; destroy the graph first, or go on with steps of the same kind");
+}
+
 /* Whole momentum of all parameters, in one piece of device memory. */
 static cddp_result cddp__momentum_room(const cddp_sgd *s, void **flat, void **momentum,
                                        cudaStream_t stream) {
@@ -16114,21 +16260,35 @@ static cddp_result cddp__device_update(cddp_sgd *s, const cddp_ddp *d, unsigned 
   return r;
 }
 
+/* That of the cddp_ddp, whose device becomes this thread's. */
 static cudaStream_t cddp__sgd_stream(const cddp_sgd *s) {
-  if (s->desc.ddp != NULL && s->desc.ddp->backend != NULL) return cddp__gpu_stream(s->desc.ddp);
-  return (cudaStream_t)s->desc.stream;
+  if (s->desc.ddp == NULL || s->desc.ddp->backend == NULL) return (cudaStream_t)s->desc.stream;
+  (void)cddp__use_device(cddp__plane_of(s->desc.ddp->group)->device);
+  return cddp__gpu_stream(s->desc.ddp);
 }
 
+#define CDDP__COPIES 64 /* of a launch */
+
 static cddp_result cddp__device_copies(const cddp_sgd *s, cudaStream_t stream) {
+  cddp_segment from[CDDP__COPIES];
+  void *to[CDDP__COPIES];
   const cddp_kernels *k;
-  cddp_result r = CDDP_OK;
-  int i;
-  if (s->copies != NULL) r = cddp__need_kernels(&k, "copies of weights");
-  for (i = 0; s->copies != NULL && r == CDDP_OK && i < s->count; i++)
-    if (s->copies[i] != NULL && s->params[i].count > 0)
-      r = cddp__kernel_result(k->convert(s->copies[i], s->desc.copy_dtype, s->params[i].data,
-                                         CDDP_F32, s->params[i].count, (void *)stream),
-                              "the kernel that copies weights");
+  cddp_result r;
+  int i, n = 0;
+  if (s->copies == NULL) return CDDP_OK;
+  r = cddp__need_kernels(&k, "copies of weights");
+  memset(from, 0, sizeof from);
+  for (i = 0; r == CDDP_OK && i < s->count; i++) {
+    if (s->copies[i] != NULL && s->params[i].count > 0) {
+      from[n].data = s->params[i].data;
+      from[n].count = s->params[i].count;
+      to[n++] = s->copies[i];
+    }
+    if (n == 0 || (n < CDDP__COPIES && i < s->count - 1)) continue;
+    r = cddp__kernel_result(k->copies(from, to, n, s->desc.copy_dtype, (void *)stream),
+                            "the kernel that copies weights");
+    n = 0;
+  }
   return r;
 }
 
@@ -16600,6 +16760,7 @@ static const cddp__sgd_backend cddp__device_sgd = {cddp__device_sgd_step,
 static cddp_result cddp__gpu_average(cddp_ddp *d) {
   cddp_result r;
   int i;
+  if (d->shards != NULL && (r = cddp__gpu_check_graphs(d)) != CDDP_OK) return r;
   r = cddp__gpu_meet(d, CDDP__KIND_DDP_WAIT, 0);
   if (r == CDDP_OK) r = cddp__gpu_finish(d);
   if (r == CDDP_OK) r = cddp__gpu_gather_means(d);
@@ -16717,6 +16878,7 @@ static cddp_result cddp__gpu_average_and_step(cddp_ddp *d, cddp_sgd *s) {
   bool slices = cddp__gpu_slices(d);
   cddp_result r;
   int i;
+  if (slices && s->flat != NULL && (r = cddp__gpu_check_graphs(d)) != CDDP_OK) return r;
   r = cddp__gpu_meet(d, CDDP__KIND_DDP_STEP, cddp__sgd_hash(s, s->desc.lr));
   if (r == CDDP_OK && d->stepping && slices) {
     pthread_mutex_lock(&d->lock);
@@ -16982,7 +17144,10 @@ static void cddp__gpu_leave(cddp_ddp *d) {
   if (gpu == NULL) return;
   (void)cddp__use_device(gpu->plane->device);
   if (d->comm != NULL) cddp__engine_drain(d->comm);
-  (void)cddp__await_stream(gpu->plane, gpu->plane->side);
+  (void)cddp__await_stream(cddp__plane_of(d->group), cddp__gpu_stream(d));
+  if (cddp__await_stream(gpu->plane, gpu->plane->side) != CDDP_OK) cddp__plane_abort(gpu->plane);
+  (void)cudaStreamSynchronize(gpu->plane->side); /* what ran at the failure, too */
+  (void)cudaStreamSynchronize(cddp__gpu_stream(d));
   cddp__gpu_deregister(d);
   while (d->shards != NULL) {
     cddp_sgd *s = d->shards->sgd; /* its momentum goes with the shard: it starts anew */
@@ -16991,7 +17156,6 @@ static void cddp__gpu_leave(cddp_ddp *d) {
   }
 #if NCCL_VERSION_CODE >= 21900
   if (gpu->arena_from_nccl) {
-    (void)cudaStreamSynchronize(cddp__gpu_stream(d)); /* cudaFree would wait by itself */
     ncclMemFree(d->arena);
     d->arena = NULL;
   }
@@ -17020,6 +17184,13 @@ static cddp_result cddp__split_with_plane(cddp_group *g, uint64_t check, cddp_gr
   if (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY) return r;
   s = g->backend->split(g, 0, g->rank, *out);
   return r == CDDP_OK ? s : r;
+}
+
+/* From now on the user's group and the private one fail together: see cddp__break_both. */
+static void cddp__plane_belongs(cddp__plane *p, cddp_group *parent) {
+  pthread_mutex_lock(&p->lock);
+  p->parent = parent;
+  pthread_mutex_unlock(&p->lock);
 }
 
 static size_t cddp__gpu_align(int ranks) { /* lowest common multiple of 64 and 16 * ranks */
@@ -17064,6 +17235,8 @@ static cddp_result cddp__gpu_join(cddp_ddp *d) {
   cddp__arm(d);
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].placed) d->params[i].grad = d->arena + d->tensors[i].offset;
+  cddp__plane_belongs(cddp__plane_of(d->comm), g);
+  if (d->hooks != NULL) cddp__plane_belongs(cddp__plane_of(d->hooks), g);
   return CDDP_OK;
 }
 
@@ -17121,7 +17294,7 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
   }
   if (g->host->threads && g->size > 1) local = NULL; /* the process's, not a thread's */
   *device = local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local) : g->number;
-  if (!nccl) *device %= count;
+  if (!nccl || count == 1) *device %= count; /* a rank that sees one GPU has been given it */
   if (*device < count) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
                     "local rank %d has no GPU of its own: %d %s visible; start at most %d rank%s "
@@ -17131,10 +17304,15 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
 
 static void cddp__report_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                 cddp__device_report *out) {
+  const char *blocking = getenv("NCCL_COMM_BLOCKING");
   cddp_result r;
   int device = 0;
   memset(out, 0, sizeof *out);
   r = cddp__pick_device(g, desc, nccl, &device);
+  if (r == CDDP_OK && nccl && blocking != NULL && strcmp(blocking, "1") == 0)
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "NCCL_COMM_BLOCKING=1 makes NCCL's calls block, which no deadline ends; unset "
+                   "it");
   if (r == CDDP_OK) r = cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
   if (r == CDDP_OK)
     r = cddp__cuda_result(cudaDeviceGetPCIBusId(out->bus, (int)sizeof out->bus, device),
@@ -17265,6 +17443,17 @@ static bool cddp__on_device(const void *p) {
   (void)p;
 #endif
   return false;
+}
+
+/* Whether an optimizer's momentum on a device may move. */
+static cddp_result cddp__check_graphs(const cddp_sgd *s) {
+#ifdef CDDP_CUDA
+  const cddp_ddp *d = s->shard != NULL ? ((const cddp__shard *)s->shard)->ddp : s->desc.ddp;
+  if (s->backend != NULL && d != NULL && d->gpu != NULL) return cddp__gpu_check_graphs(d);
+#else
+  (void)s;
+#endif
+  return CDDP_OK;
 }
 
 /* Waits for what is on the group's stream; without a group with a device, for all of the device's.
@@ -18945,7 +19134,8 @@ static cddp_result cddp__load_tensors(cddp__loading *l) {
     const cddp__st_copy *c = &l->copies[i];
     r = cddp__broadcast_anywhere(l->g, c->to, (size_t)c->from->info.count, c->dtype);
   }
-  if (r == CDDP_OK && l->g != NULL && l->g->backend != NULL) r = cddp__settle_device(l->g);
+  if (r == CDDP_OK && cddp__any_on_device(l->g, l->params, l->count, l->desc))
+    r = cddp__settle_device(l->g); /* cudaMemcpy may return before the bytes are there */
   return r;
 }
 
@@ -18962,6 +19152,7 @@ static cddp_result cddp__load(cddp_group *g, const char *path, const cddp_param 
   l.count = count;
   l.desc = desc;
   if (r == CDDP_OK && cddp__any_on_device(g, params, count, desc)) r = cddp__settle_device(g);
+  if (r == CDDP_OK && desc->sgd != NULL) r = cddp__check_graphs(desc->sgd);
   r = cddp__load_header(&l, path, hash, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&l);
   if (r == CDDP_OK) cddp__load_commit(&l);

@@ -71,6 +71,9 @@ cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const 
 cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, const cddp_sgd_desc *rule, unsigned flags,
                                  cudaStream_t stream);
+/* copies[i][count] = segment i's weights, f32, as f16 or bf16; its grad may be NULL. */
+cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copies, int n,
+                             cddp_dtype copy_dtype, cudaStream_t stream);
 /* data = grad, then grad = 0. */
 cudaError_t cddp_cuda_adopt(const cddp_segment *s, int n, cddp_dtype dtype, cudaStream_t stream);
 /* scratch[0] = the sum of all grad squared (add: + what it was), in double. */
@@ -545,6 +548,24 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
   return cudaErrorInvalidValue;
 }
 
+template <typename H> struct cddp__cu_copy_op : cddp__cu_half_copy<H> {
+  enum { READS = CDDP__CU_DATA, WRITES = 0 };
+  __device__ void begin() {}
+  __device__ void apply(float &, float &, float &) const {}
+};
+
+extern "C" cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copies, int n,
+                                        cddp_dtype copy_dtype, cudaStream_t stream) {
+  if (n < 0 || (n > 0 && (s == NULL || copies == NULL))) return cudaErrorInvalidValue;
+  for (int i = 0; i < n; i++)
+    if (s[i].count > 0 && (s[i].data == NULL || copies[i] == NULL)) return cudaErrorInvalidValue;
+  if (copy_dtype == CDDP_F16)
+    return cddp__cu_segments<float>(s, copies, n, cddp__cu_copy_op<__half>(), stream);
+  if (copy_dtype == CDDP_BF16)
+    return cddp__cu_segments<float>(s, copies, n, cddp__cu_copy_op<__nv_bfloat16>(), stream);
+  return cudaErrorInvalidValue;
+}
+
 template <typename T> struct cddp__cu_adopt_op : cddp__cu_no_copy {
   enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_DATA | CDDP__CU_GRAD };
   __device__ void begin() {}
@@ -998,6 +1019,10 @@ static int cddp__cu_table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
 static int cddp__cu_table_adopt(const cddp_segment *s, int n, cddp_dtype dtype, void *stream) {
   return (int)cddp_cuda_adopt(s, n, dtype, (cudaStream_t)stream);
 }
+static int cddp__cu_table_copies(const cddp_segment *s, void *const *copies, int n,
+                                 cddp_dtype copy_dtype, void *stream) {
+  return (int)cddp_cuda_copies(s, copies, n, copy_dtype, (cudaStream_t)stream);
+}
 static int cddp__cu_table_convert(void *to, cddp_dtype to_dtype, const void *from,
                                cddp_dtype from_dtype, size_t n, void *stream) {
   return (int)cddp_cuda_convert(to, to_dtype, from, from_dtype, n, (cudaStream_t)stream);
@@ -1015,8 +1040,9 @@ static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype,
 }
 
 static const cddp_kernels cddp__cu_table = {
-    CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,    cddp__cu_table_adopt,
-    cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor, cddp__cu_table_scale};
+    CDDP_VERSION,          CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,
+    cddp__cu_table_copies, cddp__cu_table_adopt,    cddp__cu_table_convert,
+    cddp__cu_table_squares, cddp__cu_table_factor,  cddp__cu_table_scale};
 
 static struct cddp__cu_registers {
   cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }

@@ -183,6 +183,38 @@ static void test_copies(void) {
   }
 }
 
+static void test_copies_alone(void) { /* more than a launch takes; f16 and bf16; some empty */
+  enum { COUNT = 70, EACH = 1031 };
+  std::vector<float> w = floats(COUNT * EACH, 1);
+  std::vector<cddp_segment> s(COUNT);
+  std::vector<void *> to(COUNT);
+  array<float> dw(w);
+  for (int half = 0; half < 2; half++) {
+    array<uint16_t> dc(COUNT * EACH, 1);
+    std::vector<uint16_t> c;
+    size_t bad = 0;
+    for (size_t i = 0; i < COUNT; i++) {
+      cddp_segment one = {dw.p() + i * EACH, NULL, NULL, i % 5 == 0 ? 0 : (size_t)EACH};
+      s[i] = one;
+      to[i] = dc.p() + i * EACH;
+    }
+    CUDA(cddp_cuda_copies(s.data(), to.data(), COUNT, half ? CDDP_F16 : CDDP_BF16, stream));
+    c = dc.get();
+    for (size_t i = 0; i < c.size(); i++)
+      bad += c[i] != (i / EACH % 5 == 0 ? 0xa5a5 /* not touched */
+                      : half            ? hostcuda_float_to_half(w[i])
+                                        : hostcuda_float_to_bf16(w[i]));
+    CHECK_EQ(bad, 0);
+    CHECK(dw.get() == w);
+  }
+  CUDA(cddp_cuda_copies(NULL, NULL, 0, CDDP_F16, stream));
+  CHECK_EQ((int)cddp_cuda_copies(s.data(), to.data(), 2, CDDP_F32, stream),
+           (int)cudaErrorInvalidValue);
+  to[1] = NULL;
+  CHECK_EQ((int)cddp_cuda_copies(s.data(), to.data(), 2, CDDP_F16, stream),
+           (int)cudaErrorInvalidValue);
+}
+
 static void test_adopt(void) {
   std::vector<float> g = floats(5003, 1);
   array<float> dw(5003, 1), dg(g, 1);
@@ -480,6 +512,7 @@ int main(void) {
   RUN(test_sgd);
   RUN(test_many_segments);
   RUN(test_copies);
+  RUN(test_copies_alone);
   RUN(test_adopt);
   RUN(test_norm);
   RUN(test_convert);

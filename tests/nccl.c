@@ -1634,7 +1634,7 @@ static int graph_over(cddp_group *g, ordeal *o, fate *f) {
   if (o->victim == DIES_WITHOUT_GRAPHS || cddp_rank(g) == 0) {
     cudaGraphExecDestroy(exec);
     exec = NULL;
-    CHECK_EQ(cddp__load32(&cddp__plane_of(g)->graphs->alive), 0);
+    CHECK(!cddp__in_graphs(cddp__plane_of(g)));
   }
   (void)cddp_barrier(g);
   if (cddp_rank(g) == 0 && o->victim != LEAVES) raise(SIGKILL);
@@ -1691,6 +1691,118 @@ static int capture_too_early(cddp_group *g, ordeal *o, fate *f) {
   return 0;
 }
 
+/* A model whose step has been captured after two eager ones. */
+typedef struct captured {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  cddp_param p;
+  cddp_ddp *d;
+  cddp_sgd *s;
+} captured;
+
+static void captured_open(captured *c, cddp_group *g) {
+  cddp_sgd_desc rule;
+  int step;
+  memset(c, 0, sizeof *c);
+  memset(&rule, 0, sizeof rule);
+  CHECK(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, c->stream);
+  c->p.data = cddp_alloc(g, 40000);
+  c->p.count = 10000;
+  rule.momentum = 0.9;
+  rule.lr = 0.1;
+  CHECK_OK(cddp_ddp_create(&c->d, g, &c->p, 1, NULL));
+  CHECK_OK(cddp_sgd_create(&c->s, &c->p, 1, &rule));
+  for (step = 0; step < 3; step++) {
+    if (step == 2)
+      CHECK(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK_OK(cddp_ddp_ready(c->d, 0));
+    CHECK_OK(cddp_ddp_step(c->d, c->s));
+  }
+  CHECK(cudaStreamEndCapture(c->stream, &c->graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&c->exec, c->graph, 0) == cudaSuccess);
+}
+
+static void captured_drop_graph(captured *c) {
+  if (c->exec != NULL) cudaGraphExecDestroy(c->exec);
+  if (c->graph != NULL) cudaGraphDestroy(c->graph);
+  c->exec = NULL;
+  c->graph = NULL;
+}
+
+/* What may become of a captured step: the model is destroyed before the graph; rank 1 does not
+   launch it, or dies instead; an eager wait comes between. */
+static int step_graph(cddp_group *g, ordeal *o, fate *f) {
+  enum { MODEL_FIRST, ONE_LAUNCHES, DIES, WAITS };
+  bool launches;
+  captured c;
+  captured_open(&c, g);
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 1 && o->victim == DIES) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  launches = cddp_rank(g) == 0 || o->victim != ONE_LAUNCHES;
+  if (launches) CHECK(cudaGraphLaunch(c.exec, c.stream) == cudaSuccess);
+  f->result = launches ? cddp_synchronize(g) : cddp_barrier(g);
+  if (o->victim == WAITS) {
+    CHECK_OK(f->result);
+    CHECK_OK(cddp_ddp_ready(c.d, 0));
+    CHECK_IS(cddp_ddp_wait(c.d), CDDP_INVALID_ARGUMENT);
+    CHECK(strstr(cddp_error(), "there is a CUDA graph of steps") != NULL);
+    captured_drop_graph(&c);
+    f->result = cddp_ddp_wait(c.d);
+  }
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  cddp_sgd_destroy(c.s);
+  cddp_ddp_destroy(c.d);
+  captured_drop_graph(&c);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(c.stream);
+  if (f->result != CDDP_OK) cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+static void test_step_graphs(void) {
+  static const cddp_result want[] = {CDDP_OK, CDDP_TIMEOUT, CDDP_PEER_LOST, CDDP_OK};
+  ordeal *o = ordeal_new(NULL);
+  int i, k;
+  for (k = 0; k < 4; k++) {
+    memset(o, 0, sizeof *o);
+    o->fn = step_graph;
+    o->victim = k;
+    o->timeout_s = k != 1 ? 0 : RANKS_SLOW ? 2 : 0.5;
+    endure(o, 2);
+    for (i = 0; i < (k == 2 ? 1 : 2); i++)
+      check_fate(o, i, want[k], k == 1 ? "timed out after" : k == 2 ? "rank 1 (pid " : "");
+  }
+}
+
+/* Rank 1 dies; rank 0 has one group's operation on a stream ahead of another's: neither can end
+   before the other is told to. */
+static int die_ahead(cddp_group *g, ordeal *o, fate *f) {
+  captured c;
+  float *x = (float *)cddp_alloc(g, 4000);
+  captured_open(&c, g);
+  captured_drop_graph(&c);
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 1) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  f->result = cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_ddp_ready(c.d, 0);
+  if (f->result == CDDP_OK) f->result = cddp_ddp_step(c.d, c.s);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  cddp_sgd_destroy(c.s);
+  cddp_ddp_destroy(c.d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(c.stream);
+  cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
 static void test_device_failures(void) {
   ordeal *o = ordeal_new(fault);
   int i;
@@ -1714,6 +1826,11 @@ static void test_device_failures(void) {
   o->fn = capture_too_early;
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "take two steps of the same");
+  memset(o, 0, sizeof *o);
+  o->fn = die_ahead;
+  endure(o, 2);
+  check_fate(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
+  CHECK(o->fates[0].when - o->began < RANKS_WITHIN(2));
 }
 
 static void test_stall(void) {
@@ -1820,6 +1937,7 @@ int main(void) {
   RUN(test_failing_hosts);
   RUN(test_stall);
   RUN(test_device_failures);
+  RUN(test_step_graphs);
   RUN(test_injection);
   return TEST_END();
 }

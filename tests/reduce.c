@@ -12,7 +12,12 @@ static uint32_t noise(void) {
   return (uint32_t)(state >> 32);
 }
 
+/* Every test runs with each set of instructions that this machine has. */
 static void use(int isa) { __atomic_store_n(&cddp__isa_found, isa, __ATOMIC_RELAXED); }
+
+static const char *isa_name(int isa) {
+  return isa == CDDP__ISA_BASE ? "portable" : isa == CDDP__ISA_AVX2 ? "AVX2" : "AVX-512";
+}
 
 /* Half precision with ldexp and nearbyint: slow, and nothing like the code under test. */
 
@@ -61,31 +66,26 @@ static void test_half_values(void) {
   static uint16_t half[65536], back[65536];
   static float wide[65536];
   static double wider[65536];
-  int t, isa;
+  int t;
   unsigned i;
   for (i = 0; i < 65536; i++) half[i] = (uint16_t)i;
   for (t = CDDP_F16; t <= CDDP_BF16; t++) {
-    for (isa = cddp__isa(); isa >= CDDP__ISA_BASE; isa--) {
-      int found = cddp__isa();
-      bool same = true;
-      use(isa);
-      cddp__convert(wide, CDDP_F32, half, (cddp_dtype)t, 65536);
-      cddp__convert(wider, CDDP_F64, half, (cddp_dtype)t, 65536);
-      cddp__convert(back, (cddp_dtype)t, wide, CDDP_F32, 65536);
-      for (i = 0; i < 65536; i++) {
-        float one = t == CDDP_F16 ? cddp__f16_to_f32((uint16_t)i) : cddp__bf16_to_f32((uint16_t)i);
-        double want = half_value(i, (cddp_dtype)t);
-        if (half_nan(i, (cddp_dtype)t)) {
-          same = same && one != one && wide[i] != wide[i] && wider[i] != wider[i] &&
-                 half_nan(back[i], (cddp_dtype)t);
-        } else {
-          same = same && (double)one == want && (double)wide[i] == want && wider[i] == want &&
-                 !signbit(wide[i]) == !signbit(want) && back[i] == i;
-        }
+    bool same = true;
+    cddp__convert(wide, CDDP_F32, half, (cddp_dtype)t, 65536);
+    cddp__convert(wider, CDDP_F64, half, (cddp_dtype)t, 65536);
+    cddp__convert(back, (cddp_dtype)t, wide, CDDP_F32, 65536);
+    for (i = 0; i < 65536; i++) {
+      float one = t == CDDP_F16 ? cddp__f16_to_f32((uint16_t)i) : cddp__bf16_to_f32((uint16_t)i);
+      double want = half_value(i, (cddp_dtype)t);
+      if (half_nan(i, (cddp_dtype)t)) {
+        same = same && one != one && wide[i] != wide[i] && wider[i] != wider[i] &&
+               half_nan(back[i], (cddp_dtype)t);
+      } else {
+        same = same && (double)one == want && (double)wide[i] == want && wider[i] == want &&
+               !signbit(wide[i]) == !signbit(want) && back[i] == i;
       }
-      CHECK(same);
-      use(found);
     }
+    CHECK(same);
   }
 }
 
@@ -347,7 +347,7 @@ static void compare(int k, size_t n, cddp_dtype t, cddp_op op, size_t shift) {
   free(raw);
 }
 
-static void sums(void) {
+static void test_sums(void) {
   static const size_t lengths[] = {1, 37, 2051};
   int k, t, op;
   for (k = 1; k <= MOST; k = k < 17 ? k + 1 : k == 17 ? 33 : k == 33 ? 64 : k + 1) {
@@ -358,15 +358,6 @@ static void sums(void) {
       }
     }
   }
-}
-
-static void test_sums(void) { sums(); }
-
-static void test_sums_portable(void) {
-  int found = cddp__isa();
-  use(CDDP__ISA_BASE);
-  sums();
-  use(found);
 }
 
 /* Two sources are what counts most: every length up to some vectors, every alignment. */
@@ -531,20 +522,23 @@ int main(void) {
     keep[i] = (char *)malloc(2051 * 8 + 128);
     if (memory[i] == NULL || keep[i] == NULL) return 1;
   }
-  RUN(test_types);
-  RUN(test_half_values);
-  RUN(test_half_rounding);
-  RUN(test_double_to_half);
-  RUN(test_convert_between);
-  RUN(test_sums);
-  RUN(test_sums_portable);
-  RUN(test_lengths);
-  RUN(test_shape_of_the_tree);
-  RUN(test_integer_edges);
-  RUN(test_nan_and_infinity);
-  RUN(test_most_sources);
-  RUN(test_scale);
-  RUN(test_sum_of_squares);
+  for (i = cddp__isa(); i >= CDDP__ISA_BASE; i--) {
+    use(i);
+    printf("%s\n", isa_name(i));
+    RUN(test_types);
+    RUN(test_half_values);
+    RUN(test_half_rounding);
+    RUN(test_double_to_half);
+    RUN(test_convert_between);
+    RUN(test_sums);
+    RUN(test_lengths);
+    RUN(test_shape_of_the_tree);
+    RUN(test_integer_edges);
+    RUN(test_nan_and_infinity);
+    RUN(test_most_sources);
+    RUN(test_scale);
+    RUN(test_sum_of_squares);
+  }
   for (i = 0; i < MOST; i++) {
     free(memory[i]);
     free(keep[i]);

@@ -51,7 +51,7 @@ static void trajectory(cddp_dtype dtype, const void *inputs, const void *want, i
   cddp_sgd_destroy(s);
 }
 
-static void trajectories(void) {
+static void test_of_pytorch(void) {
   int c;
   for (c = 0; c < CONFIGS; c++) {
     trajectory(CDDP_F32, golden_f32_inputs, golden_f32, c, false);
@@ -61,15 +61,6 @@ static void trajectories(void) {
     trajectory(CDDP_F32, golden_f32_inputs, golden_f32_separate, c, true);
     trajectory(CDDP_F64, golden_f64_inputs, golden_f64_separate, c, true);
   }
-}
-
-static void test_of_pytorch(void) { trajectories(); }
-
-static void test_of_pytorch_portable(void) {
-  int found = cddp__isa();
-  __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
-  trajectories();
-  __atomic_store_n(&cddp__isa_found, found, __ATOMIC_RELAXED);
 }
 
 /* The values in protocols.md E. */
@@ -269,6 +260,7 @@ static void drop(cddp_sgd *s) {
 static void test_sharded(void) {
   cddp_sgd_desc d;
   cddp_sgd *s;
+  dropped = 0;
   memset(&d, 0, sizeof d);
   CHECK_OK(cddp__sgd_create(&s, NULL, 0, &d, NULL));
   s->drop = drop;
@@ -383,15 +375,20 @@ static void test_no_memory(void) {
 }
 
 int main(void) {
-  RUN(test_of_pytorch);
-  RUN(test_of_pytorch_portable);
-  RUN(test_check_values);
-  RUN(test_copies);
-  RUN(test_pieces);
-  RUN(test_learning_rate_and_zero);
-  RUN(test_unused);
-  RUN(test_sharded);
-  RUN(test_bad_arguments);
-  RUN(test_no_memory);
+  int isa;
+  for (isa = cddp__isa(); isa >= CDDP__ISA_BASE; isa--) { /* each set of instructions found here */
+    __atomic_store_n(&cddp__isa_found, isa, __ATOMIC_RELAXED);
+    printf("%s\n",
+           isa == CDDP__ISA_BASE ? "portable" : isa == CDDP__ISA_AVX2 ? "AVX2" : "AVX-512");
+    RUN(test_of_pytorch);
+    RUN(test_check_values);
+    RUN(test_copies);
+    RUN(test_pieces);
+    RUN(test_learning_rate_and_zero);
+    RUN(test_unused);
+    RUN(test_sharded);
+    RUN(test_bad_arguments);
+    RUN(test_no_memory);
+  }
   return TEST_END();
 }

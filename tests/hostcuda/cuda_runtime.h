@@ -23,6 +23,7 @@ extern "C" {
   X(cudaErrorInvalidValue, 1, "invalid argument")                                                  \
   X(cudaErrorMemoryAllocation, 2, "out of memory")                                                 \
   X(cudaErrorInitializationError, 3, "initialization error")                                       \
+  X(cudaErrorCudartUnloading, 4, "driver shutting down")                                           \
   X(cudaErrorInvalidConfiguration, 9, "invalid configuration argument")                            \
   X(cudaErrorInsufficientDriver, 35,                                                               \
     "CUDA driver version is insufficient for CUDA runtime version")                                \
