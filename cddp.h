@@ -14827,8 +14827,8 @@ static void *cddp__end_main(void *ending) {
   ncclComm_t made;
   (void)cudaSetDevice(x->device);
   cudaThreadExchangeStreamCaptureMode(&relaxed); /* what is freed here is no part of a graph */
-  if (x->comm != NULL && x->abort) ncclCommAbort(x->comm); /* joins who may write to made */
-  if (x->comm != NULL && !x->abort) ncclCommDestroy(x->comm);
+  if (x->comm != NULL && (x->abort || ncclCommDestroy(x->comm) != ncclSuccess))
+    ncclCommAbort(x->comm); /* joins who may write to made */
   made = __atomic_load_n(&x->made, __ATOMIC_RELAXED);
   if (made != NULL) ncclCommAbort(made);
   free(x);

@@ -44,8 +44,20 @@ static void processes(int n, void (*fn)(int), const char *name, const char *valu
 
 /* --- streams --- */
 
-static int host_value;
-static void set_host_value(void *to) { host_value = *(int *)to; }
+static int host_value; /* atomic */
+static pthread_t host_thread;
+
+static void set_host_value(void *to) {
+  host_thread = pthread_self();
+  __atomic_store_n(&host_value, *(int *)to, __ATOMIC_RELEASE);
+}
+
+/* Until *p is what it must be; fails after a minute. */
+static void await(const int *p, int want) {
+  double start = test_now();
+  while (__atomic_load_n(p, __ATOMIC_ACQUIRE) != want && test_now() - start < 60) usleep(200);
+  CHECK_EQ(__atomic_load_n(p, __ATOMIC_ACQUIRE), want);
+}
 
 /* a = 1, 2, ... in one stream, copied out by another: right with the event wait, wrong without. */
 static int mistakes(bool waits) {
@@ -81,7 +93,9 @@ static int mistakes(bool waits) {
 static void streams(int rank) {
   (void)rank;
   CHECK_EQ(mistakes(true), 0);
+#ifndef __SANITIZE_THREAD__ /* which would tell of it */
   CHECK(mistakes(false) > 0);
+#endif
 }
 
 static void legacy_stream(int rank) { /* waits for blocking streams, not for others */
@@ -102,7 +116,7 @@ static void legacy_stream(int rank) { /* waits for blocking streams, not for oth
   }
   CUDA(cudaLaunchHostFunc(s, set_host_value, &five));
   CUDA(cudaStreamSynchronize(s));
-  CHECK_EQ(host_value, 5);
+  CHECK_EQ(__atomic_load_n(&host_value, __ATOMIC_ACQUIRE), 5);
   CUDA(cudaStreamDestroy(s));
   CHECK_EQ(cudaStreamSynchronize(s), cudaErrorInvalidResourceHandle);
   CHECK_EQ(cudaGetLastError(), cudaErrorInvalidResourceHandle);
@@ -228,9 +242,10 @@ static void graphs(int rank) {
     CHECK_EQ(host[0], 7);
     CHECK_EQ(host[1], 1);
   }
-  CHECK_EQ(host_value, 0);
+  CHECK_EQ(__atomic_load_n(&host_value, __ATOMIC_ACQUIRE), 0);
   CUDA(cudaGraphExecDestroy(exec));
-  CHECK_EQ(host_value, 5); /* the object went with the last of the graph */
+  await(&host_value, 5); /* the object goes after the last of the graph, on another thread */
+  CHECK(!pthread_equal(host_thread, pthread_self()));
   CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal)); /* what voids a capture */
   CHECK_EQ(cudaStreamSynchronize(a), cudaErrorStreamCaptureUnsupported);
   CHECK_EQ(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureInvalidated);
@@ -279,7 +294,7 @@ static void forked(int rank) {
 
 /* --- NCCL --- */
 
-static ncclResult_t settle(ncclComm_t c) { /* polls, as one must */
+static ncclResult_t poll_state(ncclComm_t c) {
   ncclResult_t state = ncclInProgress;
   double start = test_now();
   while (state == ncclInProgress && test_now() - start < 60) {
@@ -287,6 +302,12 @@ static ncclResult_t settle(ncclComm_t c) { /* polls, as one must */
     usleep(50);
   }
   return state;
+}
+
+static ncclResult_t settle(ncclComm_t c) { /* polls, as one must, and joins */
+  ncclResult_t state = poll_state(c);
+  int n;
+  return state == ncclSuccess ? ncclCommCount(c, &n) : state;
 }
 
 static ncclComm_t join(int rank, int n, int device) {
@@ -311,11 +332,12 @@ static float *upload(const float *x, size_t n) {
   float *d;
   CUDA(cudaMalloc((void **)&d, n * sizeof *d));
   CUDA(cudaMemcpy(d, x, n * sizeof *x, cudaMemcpyHostToDevice));
+  CUDA(cudaDeviceSynchronize());
   return d;
 }
 
 static ncclResult_t begin(ncclComm_t c, ncclResult_t r) {
-  return r == ncclInProgress ? settle(c) : r;
+  return r == ncclInProgress || r == ncclSuccess ? settle(c) : r;
 }
 
 static void collective(int rank) {
@@ -431,6 +453,7 @@ static void ipc(int rank) { /* rank 0's memory, written by rank 1 */
   if (rank == 0) {
     CUDA(cudaMalloc((void **)&p, 4));
     CUDA(cudaMemcpy(p, &x, 4, cudaMemcpyHostToDevice));
+    CUDA(cudaDeviceSynchronize());
     CUDA(cudaIpcGetMemHandle(&handle, p));
     memcpy(&meeting->id, &handle, sizeof handle);
     __atomic_store_n(&meeting->made, 1, __ATOMIC_RELEASE);
@@ -450,6 +473,375 @@ static void ipc(int rank) { /* rank 0's memory, written by rank 1 */
   __atomic_store_n(&meeting->made, 2, __ATOMIC_RELEASE);
 }
 
+/* --- what NCCL does not forgive --- */
+
+static ncclComm_t single(void) { /* a communicator of one */
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclUniqueId id;
+  ncclComm_t c;
+  config.blocking = 0;
+  NCCL(ncclGetUniqueId(&id));
+  CHECK_EQ(ncclCommInitRankConfig(&c, 1, id, 0, &config), ncclInProgress);
+  CHECK_EQ(poll_state(c), ncclSuccess);
+  return c;
+}
+
+static ncclComm_t ready(void) {
+  ncclComm_t c = single();
+  CHECK_EQ(settle(c), ncclSuccess);
+  return c;
+}
+
+static cudaStream_t other_stream(void) {
+  cudaStream_t s;
+  CUDA(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  return s;
+}
+
+static ncclResult_t sum(float *d, ncclComm_t c, cudaStream_t s) {
+  return ncclAllReduce(d, d, 1, ncclFloat, ncclSum, c, s);
+}
+
+typedef struct ending { /* of a communicator, by another thread */
+  ncclResult_t (*by)(ncclComm_t);
+  ncclComm_t comm;
+  pthread_t thread;
+  int done;
+} ending;
+
+static void *end_comm(void *arg) {
+  ending *e = (ending *)arg;
+  NCCL(e->by(e->comm));
+  __atomic_store_n(&e->done, 1, __ATOMIC_RELEASE);
+  return NULL;
+}
+
+static void start_end(ending *e, ncclResult_t (*by)(ncclComm_t), ncclComm_t c) {
+  e->by = by;
+  e->comm = c;
+  e->done = 0;
+  CHECK(pthread_create(&e->thread, NULL, end_comm, e) == 0);
+}
+
+static void has_ended(ending *e) {
+  await(&e->done, 1);
+  pthread_join(e->thread, NULL);
+}
+
+static void still_waits(const ending *e) { /* its chance to be wrong */
+  usleep(20000);
+  CHECK_EQ(__atomic_load_n(&e->done, __ATOMIC_ACQUIRE), 0);
+}
+
+/* The child appears when the parent's state is ncclSuccess; until then the parent is not usable. */
+static void late_child(int rank) {
+  ncclComm_t c = join(rank, 2, rank), child, children[1];
+  ncclResult_t state;
+  float x = 1, *d = upload(&x, 1);
+  cudaStream_t s = other_stream();
+  CHECK_EQ(settle(c), ncclSuccess);
+  memset(&child, 1, sizeof child);
+  children[0] = NULL;
+  if (rank == 1) await(&meeting->made, 2);
+  NCCL(ncclCommSplit(c, 0, rank, &child, NULL));
+  if (rank == 0) {
+    CHECK(__atomic_load_n(&child, __ATOMIC_ACQUIRE) == NULL);
+    NCCL(ncclCommGetAsyncError(c, &state));
+    CHECK_EQ(state, ncclInProgress);
+    CHECK_EQ(ncclCommGetAsyncError(NULL, &state), ncclInvalidArgument);
+    __atomic_store_n(&meeting->made, 2, __ATOMIC_RELEASE);
+  }
+  CHECK_EQ(settle(c), ncclSuccess);
+  NCCL(ncclCommGetAsyncError(child, &state));
+  CHECK_EQ(state, ncclSuccess);
+  NCCL(begin(child, sum(d, child, s)));
+  if (rank == 1) {
+    NCCL(ncclCommAbort(c));
+    NCCL(ncclCommDestroy(child));
+    return;
+  }
+  NCCL(ncclCommSplit(c, 0, rank, &children[0], NULL)); /* alone: it never ends */
+  CHECK_EQ(sum(d, c, s), ncclInvalidArgument);
+  NCCL(ncclCommGetAsyncError(c, &state));
+  CHECK_EQ(state, ncclInvalidArgument);
+  NCCL(ncclCommAbort(c));
+  NCCL(ncclCommAbort(children[0])); /* NULL, or one that failed */
+  NCCL(ncclCommDestroy(child));
+}
+
+/* Abort waits for what is ahead of the communicator's operation in a stream: stall:1. */
+static void abort_behind(int rank) {
+  ncclComm_t a = ready(), b = ready();
+  float x = 1, *d = upload(&x, 1);
+  cudaStream_t s = other_stream();
+  ending e;
+  (void)rank;
+  NCCL(begin(b, sum(d, b, s)));
+  NCCL(begin(a, sum(d, a, s)));
+  start_end(&e, ncclCommAbort, a);
+  still_waits(&e);
+  NCCL(ncclCommAbort(b));
+  has_ended(&e);
+  CUDA(cudaStreamSynchronize(s));
+}
+
+/* Finalize does, too; abort ends it. */
+static void finalize_behind(int rank) {
+  ncclComm_t a = ready();
+  ncclResult_t state;
+  float x = 1, *d = upload(&x, 1);
+  (void)rank;
+  NCCL(begin(a, sum(d, a, other_stream())));
+  CHECK_EQ(ncclCommFinalize(a), ncclInProgress);
+  usleep(20000);
+  NCCL(ncclCommGetAsyncError(a, &state));
+  CHECK_EQ(state, ncclInProgress);
+  NCCL(ncclCommAbort(a));
+}
+
+/* ... and until no graph has an operation of it; destroy, too. */
+static void end_of_captured(ncclResult_t (*by)(ncclComm_t)) {
+  ncclComm_t a = ready();
+  float x = 1, *d = upload(&x, 1);
+  cudaStream_t s = other_stream();
+  cudaGraphExec_t exec;
+  cudaGraph_t graph;
+  size_t nodes = 0;
+  ending e;
+  CUDA(cudaStreamBeginCapture(s, cudaStreamCaptureModeRelaxed));
+  CHECK_EQ(sum(d, a, s), ncclInProgress);
+  CHECK_EQ(settle(a), ncclSuccess); /* in the graph not before */
+  CUDA(cudaStreamEndCapture(s, &graph));
+  CUDA(cudaGraphGetNodes(graph, NULL, &nodes));
+  CHECK_EQ(nodes, 1);
+  CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  CUDA(cudaGraphLaunch(exec, s));
+  NCCL(begin(a, sum(d, a, s)));
+  CUDA(cudaStreamSynchronize(s));
+  start_end(&e, by, a);
+  still_waits(&e);
+  CUDA(cudaGraphDestroy(graph));
+  still_waits(&e);
+  CUDA(cudaGraphExecDestroy(exec));
+  has_ended(&e);
+}
+
+static void captured(int rank) {
+  (void)rank;
+  end_of_captured(ncclCommAbort);
+  end_of_captured(ncclCommDestroy);
+}
+
+/* Rank 0 destroys: it waits until rank 1 has aborted and rank 2 has ended. */
+static void destroy_waits(int rank) {
+  ncclComm_t c = join(rank, 3, rank);
+  CHECK_EQ(settle(c), ncclSuccess);
+  if (rank == 0) {
+    NCCL(ncclCommDestroy(c));
+    CHECK_EQ(__atomic_load_n(&meeting->made, __ATOMIC_ACQUIRE), 3);
+  } else if (rank == 1) {
+    usleep(20000);
+    __atomic_store_n(&meeting->made, 2, __ATOMIC_RELEASE);
+    NCCL(ncclCommAbort(c));
+  } else {
+    await(&meeting->made, 2);
+    usleep(20000);
+    __atomic_store_n(&meeting->made, 3, __ATOMIC_RELEASE);
+  }
+}
+
+static void in_progress(int rank) { /* in any stream; HOSTNCCL_VERSION: a new one */
+  ncclComm_t c = ready();
+  float x = 1, *d = upload(&x, 1);
+  (void)rank;
+  CHECK_EQ(sum(d, c, NULL), ncclInProgress);
+  CHECK_EQ(poll_state(c), ncclSuccess);
+  CHECK_EQ(sum(d, c, other_stream()), ncclInProgress);
+  CHECK_EQ(poll_state(c), ncclSuccess);
+  NCCL(ncclGroupStart());
+  NCCL(sum(d, c, cudaStreamLegacy));
+  CHECK_EQ(ncclGroupEnd(), ncclInProgress);
+  CHECK_EQ(settle(c), ncclSuccess);
+  NCCL(ncclCommDestroy(c));
+}
+
+static void old_success(int rank) { /* the same of an old one */
+  ncclComm_t a = ready(), b = ready();
+  float x = 1, *d = upload(&x, 1);
+  (void)rank;
+  NCCL(sum(d, a, NULL));
+  CHECK_EQ(settle(a), ncclSuccess);
+  NCCL(sum(d, b, NULL));
+  CHECK_EQ(poll_state(b), ncclSuccess);
+  NCCL(sum(d, b, NULL)); /* on the same one polling is enough */
+  CHECK_EQ(settle(b), ncclSuccess);
+  NCCL(ncclCommDestroy(a));
+  NCCL(ncclCommDestroy(b));
+}
+
+static void blocking(int rank) { /* everything in its place when a call returns */
+  float x = 1, *d = upload(&x, 1);
+  ncclUniqueId id;
+  ncclComm_t c, child;
+  (void)rank;
+  NCCL(ncclGetUniqueId(&id));
+  NCCL(ncclCommInitRank(&c, 1, id, 0));
+  NCCL(sum(d, c, cudaStreamPerThread));
+  NCCL(ncclCommSplit(c, 0, 0, &child, NULL));
+  CHECK_EQ(ncclAllReduce(NULL, d, 1, ncclFloat, ncclSum, child, NULL), ncclInvalidArgument);
+  NCCL(sum(d, child, NULL));
+  NCCL(ncclCommFinalize(child));
+  NCCL(ncclCommDestroy(child));
+  NCCL(ncclCommDestroy(c));
+}
+
+static void argument_error(int rank) { /* stays, and in a group is everybody's */
+  ncclComm_t a = ready(), b = ready();
+  float x = 1, *d = upload(&x, 1);
+  ncclResult_t state;
+  (void)rank;
+  CHECK_EQ(ncclAllReduce(NULL, d, 1, ncclFloat, ncclSum, a, NULL), ncclInvalidArgument);
+  CHECK(strstr(ncclGetLastError(b), "not in device memory") != NULL);
+  CHECK_EQ(sum(d, a, NULL), ncclInvalidArgument);
+  CHECK_EQ(ncclCommDestroy(a), ncclInvalidArgument);
+  NCCL(ncclGroupStart());
+  NCCL(sum(d, b, NULL));
+  CHECK_EQ(sum(d, a, NULL), ncclInvalidArgument);
+  CHECK_EQ(ncclGroupEnd(), ncclInvalidArgument);
+  NCCL(ncclCommGetAsyncError(b, &state));
+  CHECK_EQ(state, ncclInvalidArgument);
+  NCCL(ncclCommAbort(a));
+  NCCL(ncclCommAbort(b));
+}
+
+static int legacy_waits = 1;
+static void wait_on_legacy(void *arg) {
+  (void)arg;
+  await(&legacy_waits, 0);
+}
+
+static void late_copies(int rank) { /* while the legacy stream is busy */
+  cudaStream_t s = other_stream();
+  unsigned char *device, host[2] = {7, 7}, got[2];
+  (void)rank;
+  CUDA(cudaMalloc((void **)&device, 2));
+  CUDA(cudaLaunchHostFunc(NULL, wait_on_legacy, NULL));
+  CUDA(cudaMemcpy(device, host, 1, cudaMemcpyHostToDevice));
+  CUDA(cudaMemset(device + 1, 8, 1));
+  host[0] = 9;
+  CUDA(cudaMemcpyAsync(got, device, 2, cudaMemcpyDeviceToHost, s));
+  CHECK(got[0] == 0xff && got[1] == 0xff);
+  __atomic_store_n(&legacy_waits, 0, __ATOMIC_RELEASE);
+  CUDA(cudaMemcpy(got, device, 2, cudaMemcpyDeviceToHost));
+  CHECK(got[0] == 7 && got[1] == 8);
+}
+
+static void captured_legacy(int rank) {
+  enum cudaStreamCaptureStatus status;
+  cudaStream_t blocking, s = other_stream();
+  cudaGraph_t graph;
+  cudaEvent_t e;
+  (void)rank;
+  CUDA(cudaStreamCreate(&blocking));
+  CUDA(cudaEventCreate(&e));
+  CUDA(cudaStreamIsCapturing(NULL, &status));
+  CHECK_EQ(status, cudaStreamCaptureStatusNone);
+  CUDA(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeGlobal));
+  CHECK_EQ(cudaStreamIsCapturing(NULL, &status), cudaErrorStreamCaptureImplicit);
+  CUDA(cudaStreamEndCapture(blocking, &graph));
+  CUDA(cudaStreamBeginCapture(s, cudaStreamCaptureModeRelaxed));
+  CUDA(cudaStreamIsCapturing(NULL, &status));
+  CUDA(cudaEventRecord(e, s));
+  CHECK_EQ(cudaEventQuery(e), cudaErrorCapturedEvent);
+  CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureInvalidated);
+}
+
+/* fn says so in its last sentence, and does not come back. */
+static void dies(void (*fn)(void), const char *version, const char *sentence) {
+  char text[4096];
+  size_t n = 0;
+  ssize_t more;
+  int fd[2], status;
+  pid_t pid;
+  CHECK(pipe(fd) == 0);
+  if ((pid = fork()) == 0) {
+    dup2(fd[1], STDERR_FILENO);
+    setenv("HOSTNCCL_VERSION", version, 1);
+    fn();
+    _exit(0);
+  }
+  close(fd[1]);
+  while (n < sizeof text - 1 && (more = read(fd[0], text + n, sizeof text - 1 - n)) > 0)
+    n += (size_t)more;
+  text[n] = 0;
+  close(fd[0]);
+  CHECK(waitpid(pid, &status, 0) == pid);
+  CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+  CHECK(strstr(text, sentence) != NULL);
+}
+
+static void touch_unmapped(void) {
+  cudaStream_t s = other_stream();
+  void *p, *q;
+  NCCL(ncclMemAlloc(&p, 4));
+  CUDA(cudaMalloc(&q, 4));
+  if (cudaFree(p) == cudaSuccess || ncclMemFree(q) == ncclSuccess) return;
+  CUDA(cudaLaunchHostFunc(s, wait_on_legacy, NULL));
+  CUDA(cudaMemsetAsync(p, 1, 4, s));
+  NCCL(ncclMemFree(p));
+  __atomic_store_n(&legacy_waits, 0, __ATOMIC_RELEASE);
+  CUDA(cudaStreamSynchronize(s));
+}
+
+static void unjoined(void) {
+  ncclComm_t a = ready(), b = ready();
+  float x = 1, *d = upload(&x, 1);
+  NCCL(sum(d, a, NULL));
+  CHECK_EQ(poll_state(a), ncclSuccess);
+  sum(d, b, NULL);
+}
+
+static void unjoined_init(void) {
+  single();
+  single();
+}
+
+static void per_thread(void) {
+  ncclComm_t c = ready();
+  float x = 1, *d = upload(&x, 1);
+  sum(d, c, cudaStreamPerThread);
+}
+
+static void after_abort(void) {
+  ncclComm_t c = ready();
+  ncclResult_t state;
+  NCCL(ncclCommAbort(c));
+  ncclCommGetAsyncError(c, &state);
+}
+
+static void test_deaths(void) {
+  dies(touch_unmapped, "22809", "touches what ncclMemFree has unmapped");
+  dies(unjoined, "22500", "the thread's last job on another is not joined");
+  dies(unjoined_init, "22500", "the thread's last job on another is not joined");
+  dies(per_thread, "22809", "cudaStreamPerThread");
+  dies(after_abort, "22809", "after its end");
+}
+
+static void test_late_child(void) { processes(2, late_child, NULL, NULL); }
+static void test_destroy(void) { processes(3, destroy_waits, NULL, NULL); }
+static void test_abort(void) {
+  processes(1, abort_behind, "HOSTNCCL_FAIL", "stall:1");
+  processes(1, finalize_behind, "HOSTNCCL_FAIL", "stall:1");
+  processes(1, captured, "HOSTNCCL_VERSION", "22809");
+}
+static void test_progress(void) {
+  processes(1, in_progress, "HOSTNCCL_VERSION", "22809");
+  processes(1, old_success, "HOSTNCCL_VERSION", "22500");
+  processes(1, blocking, NULL, NULL);
+}
+static void test_argument_error(void) { processes(1, argument_error, NULL, NULL); }
+static void test_late_copies(void) { processes(1, late_copies, NULL, NULL); }
+static void test_captured_legacy(void) { processes(1, captured_legacy, NULL, NULL); }
 static void test_streams(void) { processes(1, streams, "HOSTCUDA_DELAY_US", "2000"); }
 static void test_legacy_stream(void) { processes(1, legacy_stream, NULL, NULL); }
 static void test_events(void) { processes(1, events, NULL, NULL); }
@@ -485,5 +877,13 @@ int main(void) {
   RUN(test_duplicate);
   RUN(test_lost);
   RUN(test_error);
+  RUN(test_late_child);
+  RUN(test_abort);
+  RUN(test_destroy);
+  RUN(test_progress);
+  RUN(test_argument_error);
+  RUN(test_late_copies);
+  RUN(test_captured_legacy);
+  RUN(test_deaths);
   return TEST_END();
 }

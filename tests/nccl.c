@@ -1848,7 +1848,7 @@ static void test_stall(void) {
   o->value = "error:4@0";
   o->timeout_s = 60;
   endure(o, 2);
-  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_NCCL, "rank 0: an asynchronous NCCL operation");
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_NCCL, "injected asynchronous error");
 }
 
 /* A run through everything; any call may fail in it. */

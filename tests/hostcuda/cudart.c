@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -91,7 +92,7 @@ typedef struct block { /* one allocation */
   size_t size, map_size;
   enum cudaMemoryType type;
   int device;
-  bool imported;
+  bool imported, own_mapping;
   uint64_t offset; /* in the memfd */
 } block;
 
@@ -110,7 +111,8 @@ static struct {
   bool protects;
   cudaStream_t streams, legacy[MAX_DEVICES];
   capture *captures;
-  block *blocks;
+  block *blocks, *unmapped; /* the latter is read without the lock */
+  struct sigaction old_fault;
   failure fails[MAX_FAILS];
   int fail_count;
   struct { const char *name; uint64_t calls; } names[MAX_NAMES];
@@ -171,6 +173,30 @@ static void read_failures(const char *s) {
   }
 }
 
+static void on_fault(int sig, siginfo_t *info, void *context) {
+  static const char text[] = "hostcuda: an operation touches what ncclMemFree has unmapped\n";
+  const char *at = (const char *)info->si_addr;
+  const block *b = __atomic_load_n(&g.unmapped, __ATOMIC_ACQUIRE);
+  ssize_t told;
+  (void)context;
+  while (b != NULL && !(at >= b->map && at < b->map + b->map_size)) b = b->next;
+  if (b == NULL) {
+    sigaction(sig, &g.old_fault, NULL); /* it faults again */
+    return;
+  }
+  told = write(STDERR_FILENO, text, sizeof text - 1);
+  (void)told;
+  abort();
+}
+
+static void catch_faults(void) {
+  struct sigaction a;
+  memset(&a, 0, sizeof a);
+  a.sa_sigaction = on_fault;
+  a.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &a, &g.old_fault);
+}
+
 static void start(void) { /* g.lock is held */
   const char *devices = getenv("HOSTCUDA_DEVICES");
   if (g.ready) return;
@@ -188,6 +214,7 @@ static void start(void) { /* g.lock is held */
   if (g.broken == cudaSuccess && number("HOSTCUDA_PROTECT", 1) != 0)
     g.key = pkey_alloc(0, PKEY_DISABLE_ACCESS);
   g.protects = g.key >= 0;
+  catch_faults();
 }
 
 static uint64_t *counter(const char *name) { /* g.lock is held */
@@ -475,16 +502,10 @@ static cudaStream_t find(cudaStream_t handle) {
   return NULL;
 }
 
-static void start_thread(cudaStream_t s) { /* g.lock is held */
+static void start_thread(void *(*fn)(void *), void *arg) {
   pthread_t thread;
-  pthread_attr_t attr;
-  if (s->started) return;
-  s->started = true;
-  s->refs++;
-  pthread_attr_init(&attr);
-  pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
-  if (pthread_create(&thread, &attr, stream_thread, s) != 0) abort();
-  pthread_attr_destroy(&attr);
+  if (pthread_create(&thread, NULL, fn, arg) != 0) abort();
+  pthread_detach(thread);
 }
 
 static bool is_legacy(cudaStream_t s) { return s == g.legacy[s->device]; }
@@ -512,7 +533,11 @@ static void push(cudaStream_t s, hostcuda_op op) { /* g.lock is held */
   *s->tail = e;
   s->tail = &e->next;
   s->enqueued++;
-  start_thread(s);
+  if (!s->started) {
+    s->started = true;
+    s->refs++;
+    start_thread(stream_thread, s);
+  }
   pthread_cond_signal(&s->work);
 }
 
@@ -548,17 +573,21 @@ static void record_node(cudaStream_t s, hostcuda_op op, bool ordered) { /* g.loc
 }
 
 /* The legacy stream may not be used while a blocking stream of its device is captured. Locked. */
-static cudaError_t enqueueable(cudaStream_t s) {
+static capture *obstacle(cudaStream_t s) {
+  cudaStream_t o;
+  for (o = g.streams; o != NULL && is_legacy(s); o = o->next)
+    if (o->capture != NULL && (o->flags & cudaStreamNonBlocking) == 0 && o->device == s->device)
+      return o->capture;
+  return NULL;
+}
+
+static cudaError_t enqueueable(cudaStream_t s) { /* g.lock is held */
   capture *c;
   if (s == NULL) return cudaErrorInvalidResourceHandle;
   if (s->capture != NULL && s->capture->invalid) return cudaErrorStreamCaptureInvalidated;
-  if (!is_legacy(s)) return cudaSuccess;
-  for (c = g.captures; c != NULL; c = c->next) {
-    if ((c->origin->flags & cudaStreamNonBlocking) != 0 || c->origin->device != s->device) continue;
-    c->invalid = true;
-    return cudaErrorStreamCaptureImplicit;
-  }
-  return cudaSuccess;
+  if ((c = obstacle(s)) == NULL) return cudaSuccess;
+  c->invalid = true;
+  return cudaErrorStreamCaptureImplicit;
 }
 
 static cudaError_t enqueue(cudaStream_t handle, hostcuda_op op, bool ordered) { /* lock is held */
@@ -864,24 +893,33 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return unlocked(cudaSuccess);
 }
 
+/* Of an event last recorded in a capture nobody may ask; it voids the capture. g.lock is held. */
+static cudaError_t askable(cudaEvent_t event) {
+  capture *c = live_capture(event);
+  if (event->capture == NULL) return cudaSuccess;
+  if (c != NULL) c->invalid = true;
+  return cudaErrorCapturedEvent;
+}
+
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   cudaError_t e;
   ENTER("cudaEventQuery");
   REQUIRE(event != NULL, cudaErrorInvalidResourceHandle);
   SAFE();
   lock();
-  if (event->capture != NULL) e = cudaErrorCapturedEvent;
-  else e = event->completed == event->recorded ? cudaSuccess : cudaErrorNotReady;
+  e = askable(event);
+  if (e == cudaSuccess && event->completed != event->recorded) e = cudaErrorNotReady;
   return unlocked(e);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  cudaError_t e;
   uint64_t seq;
   ENTER("cudaEventSynchronize");
   REQUIRE(event != NULL, cudaErrorInvalidResourceHandle);
   SAFE();
   lock();
-  if (event->capture != NULL) return unlocked(cudaErrorCapturedEvent);
+  if ((e = askable(event)) != cudaSuccess) return unlocked(e);
   seq = event->recorded;
   event->refs++;
   while (event->completed < seq && g.sticky == cudaSuccess)
@@ -947,6 +985,8 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
   lock();
   s = find(stream);
   if (s == NULL) return unlocked(cudaErrorInvalidResourceHandle);
+  *status = (enum cudaStreamCaptureStatus)3; /* unspecified in an error */
+  if (obstacle(s) != NULL) return unlocked(cudaErrorStreamCaptureImplicit);
   *status = s->capture == NULL      ? cudaStreamCaptureStatusNone
             : s->capture->invalid   ? cudaStreamCaptureStatusInvalidated
                                     : cudaStreamCaptureStatusActive;
@@ -992,13 +1032,14 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
   return unlocked(cudaSuccess);
 }
 
-static void unref_graph(cudaGraph_t graph) {
+/* Some time after the last use, on a thread of CUDA's own. */
+static void *free_graph(void *arg) {
+  struct timespec t = {0, 3000000};
+  cudaGraph_t graph = (cudaGraph_t)arg;
   cudaUserObject_t o;
   int i;
-  lock();
-  i = --graph->refs;
-  unlock();
-  if (i > 0) return;
+  nanosleep(&t, NULL);
+  t_in_callback = true;
   while ((o = graph->objects) != NULL) {
     graph->objects = o->next;
     o->destroy(o->p);
@@ -1010,6 +1051,15 @@ static void unref_graph(cudaGraph_t graph) {
   }
   free(graph->nodes);
   free(graph);
+  return NULL;
+}
+
+static void unref_graph(cudaGraph_t graph) {
+  int left;
+  lock();
+  left = --graph->refs;
+  unlock();
+  if (left == 0) start_thread(free_graph, graph);
 }
 
 static void mark(const struct CUgraph_st *graph, const deps *d, bool *reached) {
@@ -1187,6 +1237,19 @@ static void forget_block(block *b) { /* unlinked; g.lock is held */
   free(b);
 }
 
+/* What ncclMemAlloc gave: its addresses stay taken, that nobody else gets them. */
+static void unmap_block(block *b) { /* unlinked; g.lock is held */
+  size_t inner = b->map_size - 2 * page_size();
+  ASAN_UNPOISON_MEMORY_REGION(b->map, b->map_size);
+  if (mmap(b->map, b->map_size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+      MAP_FAILED)
+    abort();
+  fallocate(g.memory, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)b->offset, (off_t)inner);
+  g.used[b->device] -= b->map_size;
+  b->next = g.unmapped;
+  __atomic_store_n(&g.unmapped, b, __ATOMIC_RELEASE);
+}
+
 static block *find_block(const void *p) { /* g.lock is held */
   block *b;
   const char *at = (const char *)p;
@@ -1258,10 +1321,29 @@ cudaError_t cudaFree(void *p) { /* waits for the device, as there */
   if (e != cudaSuccess) return hostcuda_leave(e);
   lock();
   b = find_block(p);
-  if (b == NULL || b->base != (char *)p || b->type != cudaMemoryTypeDevice || b->imported)
+  if (b == NULL || b->base != (char *)p || b->type != cudaMemoryTypeDevice || b->imported ||
+      b->own_mapping)
     return unlocked(cudaErrorInvalidValue);
   forget_block(unlink_block(p));
   return unlocked(cudaSuccess);
+}
+
+void hostcuda_own_mapping(void *p) {
+  lock();
+  if (p != NULL) find_block(p)->own_mapping = true;
+  unlock();
+}
+
+bool hostcuda_unmap(void *p) {
+  block *b;
+  bool own;
+  if (p == NULL) return true;
+  lock();
+  b = find_block(p);
+  own = b != NULL && b->base == (char *)p && b->own_mapping;
+  if (own) unmap_block(unlink_block(p));
+  unlock();
+  return own;
 }
 
 cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t stream) {
@@ -1501,12 +1583,17 @@ cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t bytes, enum cudaM
   return hostcuda_leave(start_copy(dst, src, bytes, kind, stream));
 }
 
+/* To the device from pageable memory it ends when that may be written again, within the device at
+   once: the copy itself comes in the legacy stream, for which non-blocking streams do not wait. */
 cudaError_t cudaMemcpy(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind) {
+  bool ok = true, later;
   cudaError_t e;
   ENTER("cudaMemcpy");
   SAFE();
+  later = kind_of(dst, 0, &ok) == cudaMemoryTypeDevice &&
+          kind_of(src, 0, &ok) != cudaMemoryTypeHost;
   e = start_copy(dst, src, bytes, kind, NULL);
-  return hostcuda_leave(e == cudaSuccess ? cudaStreamSynchronize(NULL) : e);
+  return hostcuda_leave(e == cudaSuccess && !later ? cudaStreamSynchronize(NULL) : e);
 }
 
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
@@ -1524,8 +1611,12 @@ cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t strea
   return hostcuda_leave(hostcuda_enqueue(stream, op, false));
 }
 
-cudaError_t cudaMemset(void *p, int value, size_t bytes) {
+cudaError_t cudaMemset(void *p, int value, size_t bytes) { /* waited for in pinned memory alone */
+  bool ok = true, waits;
+  cudaError_t e;
   ENTER("cudaMemset");
   SAFE();
-  return cudaMemsetAsync(p, value, bytes, NULL);
+  waits = kind_of(p, 0, &ok) == cudaMemoryTypeHost;
+  e = cudaMemsetAsync(p, value, bytes, NULL);
+  return e == cudaSuccess && waits ? cudaStreamSynchronize(NULL) : e;
 }

@@ -26,7 +26,17 @@
                                  die: SIGKILL; init: the Nth communicator never comes up
      HOSTNCCL_TRANSPORT=shm      net: survivors of a rank that died get ncclRemoteError; with shm
                                  they wait, as over NVLink
-     HOSTNCCL_VERSION=22809      what ncclGetVersion says */
+     HOSTNCCL_VERSION=22809      what ncclGetVersion says; before 22600 all communicators behave as
+                                 those of old versions, from there on none; unset: half of them
+
+   NCCL, where it is easy to take it for more than it is: a non-blocking communicator hands every
+   operation to a thread of its own, and the stream (or its capture) has it only when the state is
+   ncclSuccess again; ncclCommSplit shows its child then, too. Old versions call a single operation
+   ncclSuccess before, and a thread that has seen the end of one by polling must still make a call
+   on that communicator before it turns to another. ncclCommAbort waits for the streams that carry
+   the communicator's operations, whatever they have to do before, and until its graphs are
+   destroyed; ncclCommDestroy for the other ranks of the host besides. ncclMemFree waits for
+   nothing. */
 #ifndef HOSTCUDA_H
 #define HOSTCUDA_H
 
@@ -67,6 +77,10 @@ uint64_t hostcuda_random(uint64_t *state);
 uint64_t hostcuda_seed(void);
 /* The device current in this thread. */
 int hostcuda_device(void);
+/* What cudaMalloc gave is mapped on its own from here on: no longer cudaFree's. */
+void hostcuda_own_mapping(void *p);
+/* Unmaps it at once; whatever still touches it is told so, and aborted. False: not such memory. */
+bool hostcuda_unmap(void *p);
 
 #ifdef __cplusplus
 }

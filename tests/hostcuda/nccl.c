@@ -4,7 +4,10 @@
    maker keeps it open. A collective goes chunk by chunk: each rank puts its piece into its slot,
    all meet, each takes what it needs from all slots in rank order, all meet again. Ranks that call
    different things never meet: the operation hangs, as the real one may. Sends go through one
-   mailbox for each pair of ranks. */
+   mailbox for each pair of ranks.
+
+   What a call starts is a job: a blocking communicator runs it in the caller's thread, another in
+   one of its own, and is in progress until that has ended. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -43,7 +46,7 @@ typedef struct seat { /* one rank's; written by it alone */
   uint64_t host;
   uint64_t splits;
   ncclUniqueId id[MAX_SPLITS];
-  uint64_t ids;
+  uint64_t ids, left;
   call now;
   char slot[CHUNK];
 } seat;
@@ -53,16 +56,20 @@ typedef struct shared { seat seats[MAX_RANKS]; mailbox mail[MAX_RANKS][MAX_RANKS
 struct ncclComm { /* guarded by its lock where no comment says otherwise */
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  int rank, size, device, refs, pending;
-  bool blocking, finalized, asynchronous;
+  int rank, size, device;
+  int pending; /* operations that a stream, a graph or a job has */
+  int jobs;    /* that have not ended */
+  bool blocking, finalized, doomed, busy;
+  bool old;     /* as NCCL 2.19 to 2.25 */
   int aborted; /* atomic */
   ncclResult_t state;
-  char error[256];
   shared *all;
   ncclUniqueId id;
   uint64_t step, tail, head, splits, random;
   struct ncclComm *parent; /* while it is being split off */
   int color, key;
+  struct ncclComm *next; /* guarded by living, as is: */
+  uint64_t unjoined;     /* the job that no call has joined yet, or 0 */
 };
 
 typedef struct action {
@@ -80,45 +87,70 @@ typedef struct batch { /* what one group enqueues on one communicator and stream
   cudaStream_t stream;
   action *actions;
   int count;
-  bool eager;
+  bool eager; /* in a stream, not in a graph */
   uint64_t ticket;
 } batch;
 
+typedef struct job {
+  ncclResult_t (*run)(struct job *);
+  uint64_t pause;             /* nanoseconds before it */
+  ncclComm_t child, *newcomm; /* a split's */
+  batch *batches;             /* a group's */
+  int count;
+  ncclComm_t comms[]; /* in progress until it ends */
+} job;
+
+enum { TEXTS = 64 };
+
 static _Thread_local int t_depth;
 static _Thread_local batch *t_batches;
-static _Thread_local char t_error[256];
+static _Thread_local ncclResult_t t_failed; /* an operation of this group */
 static int operations, initialised; /* atomic: of this process */
+static char texts[TEXTS][256]; /* so many: one may be read while the next come */
+static unsigned last_text;     /* atomic */
+static pthread_mutex_t living = PTHREAD_MUTEX_INITIALIZER; /* guards comms and jobs */
+static ncclComm_t comms;
+static uint64_t jobs;
+static _Thread_local uint64_t t_job; /* the last one that this thread has started */
 
-static void set_error(ncclComm_t c, const char *text) {
-  snprintf(t_error, sizeof t_error, "%s", text);
-  if (c == NULL) return;
-  pthread_mutex_lock(&c->lock);
-  snprintf(c->error, sizeof c->error, "%s", text);
-  pthread_mutex_unlock(&c->lock);
-}
-
-static ncclResult_t refuse(ncclComm_t c, ncclResult_t r, const char *text) {
-  set_error(c, text);
+static ncclResult_t refuse(ncclResult_t r, const char *text) {
+  static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
+  unsigned next;
+  pthread_mutex_lock(&one);
+  next = (last_text + 1) % TEXTS;
+  snprintf(texts[next], sizeof texts[next], "%s", text);
+  __atomic_store_n(&last_text, next, __ATOMIC_RELEASE);
+  pthread_mutex_unlock(&one);
   return r;
 }
 
+/* What a real NCCL does not survive. */
+static void die(const char *text) {
+  fprintf(stderr, "hostcuda: %s\n", text);
+  abort();
+}
+
 /* What HOSTCUDA_FAIL says about this call. */
-static ncclResult_t enter(ncclComm_t c, const char *name) {
+static ncclResult_t enter(const char *name) {
   char text[120];
   int code = hostcuda_injected(name);
   snprintf(text, sizeof text, "injected failure of %s", name);
-  return code != 0 ? refuse(c, (ncclResult_t)code, text) : ncclSuccess;
+  return code != 0 ? refuse((ncclResult_t)code, text) : ncclSuccess;
 }
 
-#define ENTER(comm, name)                                \
+#define ENTER(name)                                      \
   do {                                                   \
-    ncclResult_t entered = enter(comm, name);            \
+    ncclResult_t entered = enter(name);                  \
     if (entered != ncclSuccess) return entered;          \
   } while (0)
 
 static uint64_t load(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 static void store(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-static int aborted(ncclComm_t c) { return __atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE); }
+
+static bool aborted(ncclComm_t c) { /* or the one that it is being split from */
+  return __atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE) ||
+         (c->parent != NULL && __atomic_load_n(&c->parent->aborted, __ATOMIC_ACQUIRE));
+}
 
 static void nap(void) {
   struct timespec t = {0, 20000};
@@ -140,28 +172,180 @@ static bool told(const char *kind, int nth, int *code) {
   return false;
 }
 
-static void unref(ncclComm_t c) {
-  int left;
+/* An error is there to stay. */
+static void set_state(ncclComm_t c, ncclResult_t r) {
   pthread_mutex_lock(&c->lock);
-  left = --c->refs;
+  if (c->state == ncclSuccess || c->state == ncclInProgress) c->state = r;
+  pthread_cond_broadcast(&c->changed);
   pthread_mutex_unlock(&c->lock);
-  if (left > 0) return;
+}
+
+/* Locks c, unless it is NULL. */
+static bool hold(ncclComm_t c) {
+  ncclComm_t o;
+  if (c == NULL) return false;
+  pthread_mutex_lock(&living);
+  for (o = comms; o != NULL && o != c;) o = o->next;
+  if (o == NULL) die("a communicator is used after its end");
+  pthread_mutex_lock(&c->lock);
+  pthread_mutex_unlock(&living);
+  return true;
+}
+
+static ncclComm_t make_comm(const ncclConfig_t *config, bool blocking, int device) {
+  static uint64_t made; /* guarded by living */
+  const char *forced = getenv("NCCL_COMM_BLOCKING"), *version = getenv("HOSTNCCL_VERSION");
+  ncclComm_t c = (ncclComm_t)calloc(1, sizeof *c);
+  if (c == NULL) abort();
+  pthread_mutex_init(&c->lock, NULL);
+  pthread_cond_init(&c->changed, NULL);
+  c->blocking = blocking;
+  if (config != NULL) c->blocking = config->blocking != 0;
+  if (forced != NULL) c->blocking = atoi(forced) != 0;
+  c->device = device;
+  pthread_mutex_lock(&living);
+  c->random = hostcuda_seed() * 7919 + ++made;
+  c->old = version != NULL ? atoi(version) < 22600 : hostcuda_random(&c->random) % 2 == 0;
+  c->next = comms;
+  comms = c;
+  pthread_mutex_unlock(&living);
+  return c;
+}
+
+static void free_comm(ncclComm_t c) {
+  ncclComm_t *at = &comms;
+  pthread_mutex_lock(&living);
+  while (*at != c) at = &(*at)->next;
+  *at = c->next;
+  pthread_mutex_unlock(&living);
+  pthread_mutex_lock(&c->lock); /* whoever has just held it lets it go */
+  pthread_mutex_unlock(&c->lock);
   if (c->all != NULL) munmap(c->all, sizeof *c->all);
   pthread_mutex_destroy(&c->lock);
   pthread_cond_destroy(&c->changed);
   free(c);
 }
 
-static void ref(ncclComm_t c) {
-  pthread_mutex_lock(&c->lock);
-  c->refs++;
-  pthread_mutex_unlock(&c->lock);
+static void join(ncclComm_t c) {
+  uint64_t joined;
+  ncclComm_t o;
+  pthread_mutex_lock(&living);
+  joined = c->unjoined;
+  for (o = comms; joined != 0 && o != NULL; o = o->next)
+    if (o->unjoined == joined) o->unjoined = 0;
+  pthread_mutex_unlock(&living);
 }
 
-static void set_state(ncclComm_t c, ncclResult_t r) {
+/* NCCL up to 2.25 has one place for a thread's job, which the next one overwrites: a job that goes
+   through without a thread of its own (running) only matters to one that has not ended. */
+static void check_thread(ncclComm_t c, bool running) { /* living is held */
+  ncclComm_t o;
+  for (o = comms; o != NULL && t_job != 0; o = o->next) {
+    bool unjoined = o != c && o->old && o->unjoined == t_job;
+    pthread_mutex_lock(&o->lock);
+    if (running && o->state != ncclInProgress) unjoined = false;
+    pthread_mutex_unlock(&o->lock);
+    if (unjoined)
+      die("operation on a communicator while the thread's last job on another is not joined: "
+          "NCCL 2.19 to 2.25 crash here");
+  }
+}
+
+/* What every call asks first. Joins the last job. */
+static ncclResult_t ready(ncclComm_t c) {
+  ncclResult_t r;
+  if (!hold(c)) return refuse(ncclInvalidArgument, "the communicator is NULL");
+  r = c->state;
+  pthread_mutex_unlock(&c->lock);
+  if (r == ncclInProgress)
+    return refuse(ncclInvalidArgument,
+                  "the communicator is used before its last operation is ncclSuccess");
+  if (r == ncclSuccess) join(c);
+  return r;
+}
+
+/* An operation that fails leaves its communicator failed. */
+static ncclResult_t fail(ncclComm_t c, ncclResult_t r) {
+  if (c != NULL && !c->blocking) set_state(c, r);
+  return r;
+}
+
+static ncclResult_t usable(ncclComm_t c) {
+  ncclResult_t r = ready(c);
+  if (r == ncclSuccess && hold(c)) {
+    if (c->finalized) r = refuse(ncclInvalidArgument, "the communicator is finalized");
+    pthread_mutex_unlock(&c->lock);
+  }
+  return r == ncclSuccess ? r : fail(c, r);
+}
+
+/* --- jobs --- */
+
+static void end_job(job *j, ncclResult_t r) {
+  int i;
+  for (i = 0; i < j->count; i++) {
+    ncclComm_t c = j->comms[i];
+    pthread_mutex_lock(&c->lock);
+    if (c->state == ncclInProgress) c->state = r;
+    c->jobs--;
+    pthread_cond_broadcast(&c->changed);
+    pthread_mutex_unlock(&c->lock);
+  }
+  free(j);
+}
+
+static void *run_job(void *arg) {
+  job *j = (job *)arg;
+  struct timespec t = {0, 0};
+  t.tv_nsec = (long)j->pause;
+  nanosleep(&t, NULL);
+  end_job(j, j->run(j));
+  return NULL;
+}
+
+static job *make_job(ncclResult_t (*run)(job *), int count, ncclComm_t c) {
+  job *j = (job *)calloc(1, sizeof *j + (size_t)count * sizeof(ncclComm_t));
+  if (j == NULL) abort();
+  j->run = run;
+  j->count = count;
+  j->comms[0] = c;
+  return j;
+}
+
+/* Whoever does not poll records his event too early, as with the real one. */
+static ncclResult_t start_job(job *j) {
+  bool blocking = j->comms[0]->blocking;
+  pthread_t thread;
+  ncclResult_t r;
+  int i;
+  pthread_mutex_lock(&living);
+  check_thread(NULL, blocking);
+  if (!blocking) t_job = ++jobs;
+  for (i = 0; i < j->count; i++) j->comms[i]->unjoined = blocking ? 0 : t_job;
+  pthread_mutex_unlock(&living);
+  for (i = 0; i < j->count; i++) {
+    ncclComm_t c = j->comms[i];
+    pthread_mutex_lock(&c->lock);
+    if (!blocking && c->state == ncclSuccess) c->state = ncclInProgress;
+    c->jobs++;
+    j->pause = hostcuda_random(&c->random);
+    pthread_mutex_unlock(&c->lock);
+  }
+  if (blocking) {
+    r = j->run(j);
+    end_job(j, r);
+    return r;
+  }
+  j->pause = j->pause % 2 == 0 ? 0 : j->pause / 2 % 300000;
+  if (pthread_create(&thread, NULL, run_job, j) != 0) abort();
+  pthread_detach(thread);
+  return ncclInProgress;
+}
+
+/* Until its jobs have ended and no stream and no graph has an operation of it. */
+static void drain(ncclComm_t c) {
   pthread_mutex_lock(&c->lock);
-  c->state = r;
-  pthread_cond_broadcast(&c->changed);
+  while (c->pending > 0 || c->jobs > 0) pthread_cond_wait(&c->changed, &c->lock);
   pthread_mutex_unlock(&c->lock);
 }
 
@@ -171,15 +355,28 @@ static void hang(ncclComm_t c) {
   while (!aborted(c)) nap();
 }
 
+static bool ended(pid_t pid) { /* a process; its parent need not have heard of it */
+  char path[40], text[512], *name_end;
+  ssize_t n;
+  int fd;
+  snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return errno == ENOENT;
+  n = read(fd, text, sizeof text - 1);
+  close(fd);
+  if (n <= 0) return true;
+  text[n] = 0;
+  name_end = strrchr(text, ')');
+  return name_end != NULL && (name_end[2] == 'Z' || name_end[2] == 'X');
+}
+
 /* With HOSTNCCL_TRANSPORT=net a dead peer is noticed; over shared memory nobody looks. */
 static void look_after(ncclComm_t c, int peer) {
   const char *transport = getenv("HOSTNCCL_TRANSPORT");
+  int pid = __atomic_load_n(&c->all->seats[peer].pid, __ATOMIC_ACQUIRE);
   char text[120];
-  if (transport == NULL || strcmp(transport, "net") != 0) return;
-  if (kill(c->all->seats[peer].pid, 0) == 0 || errno != ESRCH) return;
+  if (transport == NULL || strcmp(transport, "net") != 0 || pid == 0 || !ended(pid)) return;
   snprintf(text, sizeof text, "connection closed by remote peer, rank %d", peer);
-  set_error(c, text);
-  set_state(c, ncclRemoteError);
+  set_state(c->parent != NULL ? c->parent : c, refuse(ncclRemoteError, text));
   hang(c);
 }
 
@@ -434,8 +631,7 @@ static bool survives(ncclComm_t c) {
   int nth = __atomic_add_fetch(&operations, 1, __ATOMIC_SEQ_CST), code = 0;
   if (told("die", nth, &code)) kill(getpid(), SIGKILL);
   if (told("error", nth, &code)) {
-    set_error(c, "injected asynchronous error");
-    set_state(c, (ncclResult_t)code);
+    set_state(c, refuse((ncclResult_t)code, "injected asynchronous error"));
   } else if (!told("stall", nth, &code)) {
     return true;
   }
@@ -443,95 +639,75 @@ static bool survives(ncclComm_t c) {
   return false;
 }
 
+/* One at a time; those of streams in the order of their calls. */
 static void run_batch(void *arg) {
   batch *b = (batch *)arg;
   ncclComm_t c = b->comm;
-  uint64_t ticket;
   int i;
   pthread_mutex_lock(&c->lock);
-  ticket = b->eager ? b->ticket : c->tail++;
-  while (c->head != ticket) pthread_cond_wait(&c->changed, &c->lock);
+  while (c->busy || (b->eager && c->head != b->ticket)) pthread_cond_wait(&c->changed, &c->lock);
+  c->busy = true;
   pthread_mutex_unlock(&c->lock);
   for (i = 0; i < b->count && !aborted(c) && survives(c); i++)
     if (b->actions[i].kind < SEND) run_collective(c, &b->actions[i]);
   run_transfers(b);
   pthread_mutex_lock(&c->lock);
-  c->head++;
+  c->busy = false;
+  if (b->eager) c->head++;
   pthread_cond_broadcast(&c->changed);
   pthread_mutex_unlock(&c->lock);
 }
 
-static void drop_batch(void *arg) {
-  batch *b = (batch *)arg;
-  pthread_mutex_lock(&b->comm->lock);
-  b->comm->pending--;
-  pthread_cond_broadcast(&b->comm->changed);
-  pthread_mutex_unlock(&b->comm->lock);
-  unref(b->comm);
+static void free_batch(batch *b) {
   free(b->actions);
   free(b);
+}
+
+static void drop_batch(void *arg) {
+  batch *b = (batch *)arg;
+  ncclComm_t c = b->comm;
+  free_batch(b);
+  pthread_mutex_lock(&c->lock);
+  c->pending--;
+  pthread_cond_broadcast(&c->changed);
+  pthread_mutex_unlock(&c->lock);
 }
 
 /* --- enqueueing --- */
 
 static ncclResult_t enqueue(batch *b) {
+  enum cudaStreamCaptureStatus status;
   hostcuda_op op = {run_batch, drop_batch, NULL};
   ncclComm_t c = b->comm;
-  int was = hostcuda_device();
+  bool eager;
   cudaError_t e;
   op.arg = b;
-  if (was != c->device) cudaSetDevice(c->device);
-  ref(c);
+  if (hostcuda_device() != c->device) cudaSetDevice(c->device);
+  b->eager = eager = cudaStreamIsCapturing(b->stream, &status) != cudaSuccess ||
+                     status == cudaStreamCaptureStatusNone;
+  pthread_mutex_lock(&c->lock);
+  if (eager) b->ticket = c->tail++;
+  pthread_mutex_unlock(&c->lock);
   e = hostcuda_enqueue(b->stream, op, true);
-  if (was != c->device) cudaSetDevice(was);
-  if (e != cudaSuccess) refuse(c, ncclUnhandledCudaError, cudaGetErrorString(e));
-  unref(c);
-  return e == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-static void *enqueue_later(void *arg) {
-  batch *b = (batch *)arg;
-  ncclComm_t c = b->comm;
-  struct timespec t = {0, 0};
-  ncclResult_t r;
-  t.tv_nsec = (long)(hostcuda_random(&c->random) % 300000);
-  nanosleep(&t, NULL);
-  r = enqueue(b);
+  if (e == cudaSuccess) return ncclSuccess;
   pthread_mutex_lock(&c->lock);
-  if (c->state == ncclInProgress) c->state = r;
+  if (eager) c->tail--;
   pthread_mutex_unlock(&c->lock);
-  unref(c);
-  return NULL;
+  return refuse(ncclUnhandledCudaError, cudaGetErrorString(e));
 }
 
-static bool start_thread(void *(*fn)(void *), void *arg) {
-  pthread_t thread;
-  if (pthread_create(&thread, NULL, fn, arg) != 0) return false;
-  pthread_detach(thread);
-  return true;
-}
-
-/* A non-blocking communicator enqueues half of its groups later, from another thread: whoever does
-   not poll records his event too early, as with the real one. */
-static ncclResult_t submit(batch *b) {
-  enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  ncclComm_t c = b->comm;
-  cudaStreamIsCapturing(b->stream, &status);
-  b->eager = status == cudaStreamCaptureStatusNone;
-  pthread_mutex_lock(&c->lock);
-  c->pending++;
-  c->refs++;
-  if (b->eager) b->ticket = c->tail++;
-  if (!c->blocking && b->eager && b->stream > cudaStreamPerThread &&
-      hostcuda_random(&c->random) % 2 == 0) {
-    c->state = ncclInProgress;
-    c->refs++;
-    pthread_mutex_unlock(&c->lock);
-    if (start_thread(enqueue_later, b)) return ncclInProgress;
-    abort();
+static ncclResult_t run_group(job *j) {
+  ncclResult_t r = ncclSuccess;
+  int was = hostcuda_device();
+  batch *b, *next;
+  for (b = j->batches; b != NULL; b = next) {
+    next = b->next;
+    if (aborted(b->comm)) r = ncclInternalError;
+    if (r == ncclSuccess) r = enqueue(b);
+    else drop_batch(b);
   }
-  pthread_mutex_unlock(&c->lock);
-  return enqueue(b);
+  if (hostcuda_device() != was) cudaSetDevice(was);
+  return r;
 }
 
 static batch *batch_for(ncclComm_t c, cudaStream_t stream) {
@@ -547,43 +723,42 @@ static batch *batch_for(ncclComm_t c, cudaStream_t stream) {
 }
 
 ncclResult_t ncclGroupStart(void) {
-  ENTER(NULL, "ncclGroupStart");
+  ENTER("ncclGroupStart");
   t_depth++;
   return ncclSuccess;
 }
 
-ncclResult_t ncclGroupEnd(void) {
-  ncclResult_t result = ncclSuccess, r, failure = enter(NULL, "ncclGroupEnd");
-  batch *b, *next;
-  if (t_depth == 0) return refuse(NULL, ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
-  if (--t_depth > 0) return failure;
-  b = t_batches;
+static ncclResult_t end_group(ncclResult_t failure) {
+  batch *first = t_batches, *b, *next;
+  int count = 0;
+  job *j;
+  if (failure == ncclSuccess) failure = t_failed;
+  t_failed = ncclSuccess;
   t_batches = NULL;
-  for (; b != NULL; b = next) {
+  for (b = first; b != NULL; b = b->next, count++)
+    if (b->comm->blocking != first->comm->blocking)
+      failure = refuse(ncclInvalidArgument, "a blocking communicator in a group with another");
+  for (b = first; b != NULL && failure != ncclSuccess; b = next) {
     next = b->next;
-    if (failure != ncclSuccess) {
-      free(b->actions);
-      free(b);
-      continue;
-    }
-    r = submit(b);
-    if (result == ncclSuccess || result == ncclInProgress) result = r != ncclSuccess ? r : result;
+    fail(b->comm, failure);
+    free_batch(b);
   }
-  return failure != ncclSuccess ? failure : result;
+  if (first == NULL || failure != ncclSuccess) return failure;
+  j = make_job(run_group, count, NULL);
+  j->batches = first;
+  for (b = first; b != NULL; b = b->next) {
+    j->comms[--count] = b->comm;
+    hold(b->comm);
+    b->comm->pending++;
+    pthread_mutex_unlock(&b->comm->lock);
+  }
+  return start_job(j);
 }
 
-static ncclResult_t usable(ncclComm_t c) {
-  ncclResult_t r;
-  bool finalized;
-  if (c == NULL) return refuse(NULL, ncclInvalidArgument, "the communicator is NULL");
-  pthread_mutex_lock(&c->lock);
-  r = c->state;
-  finalized = c->finalized;
-  pthread_mutex_unlock(&c->lock);
-  if (finalized) return refuse(c, ncclInvalidArgument, "the communicator is finalized");
-  if (r == ncclInProgress)
-    return refuse(c, ncclInvalidArgument, "the communicator has an operation in progress");
-  return r;
+ncclResult_t ncclGroupEnd(void) {
+  ncclResult_t failure = enter("ncclGroupEnd");
+  if (t_depth == 0) return refuse(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
+  return --t_depth > 0 ? failure : end_group(failure);
 }
 
 static bool reachable(const void *p, size_t bytes) {
@@ -593,33 +768,42 @@ static bool reachable(const void *p, size_t bytes) {
   return a.type == cudaMemoryTypeHost || hostcuda_is_device(p, bytes);
 }
 
-static ncclResult_t add(const char *name, action a, ncclComm_t c, cudaStream_t stream) {
+static ncclResult_t check(const char *name, action a, ncclComm_t c, cudaStream_t stream) {
   size_t size = type_size(a.type), in = a.count, out = a.count;
   ncclResult_t r;
-  batch *b;
-  ENTER(c, name);
+  ENTER(name);
   if ((r = usable(c)) != ncclSuccess) return r;
   if (size == 0 || (unsigned)a.op >= ncclNumOps || a.root < 0 || a.root >= c->size)
-    return refuse(c, ncclInvalidArgument, "bad type, operation, root or peer");
+    return refuse(ncclInvalidArgument, "bad type, operation, root or peer");
   if (a.kind == REDUCE_SCATTER) in *= (size_t)c->size;
   if (a.kind == ALL_GATHER) out *= (size_t)c->size;
   if (a.kind == BROADCAST && c->rank != a.root) in = 0;
   if (a.kind == RECV) in = 0;
   if (a.kind == SEND || (a.kind == REDUCE && c->rank != a.root)) out = 0;
   if (!reachable(a.send, in * size) || !reachable(a.recv, out * size))
-    return refuse(c, ncclInvalidArgument, "a buffer is not in device memory, or ends too early");
+    return refuse(ncclInvalidArgument, "a buffer is not in device memory, or ends too early");
+  if (stream == cudaStreamPerThread && !c->blocking)
+    die("cudaStreamPerThread with a non-blocking communicator is the stream of NCCL's own thread");
   if (stream > cudaStreamPerThread && hostcuda_stream_device(stream) != c->device)
-    return refuse(c, ncclInvalidUsage, "the stream belongs to another device");
-  t_depth++;
+    return refuse(ncclInvalidUsage, "the stream belongs to another device");
+  return ncclSuccess;
+}
+
+/* A single operation of an old communicator says ncclSuccess while it is in progress. */
+static ncclResult_t add(const char *name, action a, ncclComm_t c, cudaStream_t stream) {
+  ncclResult_t r = check(name, a, c, stream);
+  batch *b;
+  if (r != ncclSuccess) {
+    if (t_depth > 0) t_failed = r;
+    return fail(c, r);
+  }
   b = batch_for(c, stream);
   b->actions = (action *)realloc(b->actions, (size_t)(b->count + 1) * sizeof a);
   if (b->actions == NULL) abort();
   b->actions[b->count++] = a;
-  if (t_depth > 1) {
-    t_depth--;
-    return ncclSuccess;
-  }
-  return ncclGroupEnd();
+  if (t_depth > 0) return ncclSuccess;
+  r = end_group(ncclSuccess);
+  return r == ncclInProgress && c->old ? ncclSuccess : r;
 }
 
 static action make(int kind, const void *send, void *recv, size_t count, ncclDataType_t type,
@@ -679,7 +863,7 @@ static ncclResult_t make_id(ncclUniqueId *id) { /* its memory stays open as long
   id_text text = {0x686f73746e63636cu, (int32_t)getpid(), 0};
   text.fd = memfd_create("hostnccl", MFD_CLOEXEC);
   if (text.fd < 0 || ftruncate(text.fd, (off_t)sizeof(shared)) != 0)
-    return refuse(NULL, ncclSystemError, "no memory for a communicator");
+    return refuse(ncclSystemError, "no memory for a communicator");
   memset(id, 0, sizeof *id);
   memcpy(id, &text, sizeof text);
   return ncclSuccess;
@@ -687,15 +871,15 @@ static ncclResult_t make_id(ncclUniqueId *id) { /* its memory stays open as long
 
 ncclResult_t ncclGetVersion(int *version) {
   const char *s = getenv("HOSTNCCL_VERSION");
-  ENTER(NULL, "ncclGetVersion");
-  if (version == NULL) return refuse(NULL, ncclInvalidArgument, "version is NULL");
+  ENTER("ncclGetVersion");
+  if (version == NULL) return refuse(ncclInvalidArgument, "version is NULL");
   *version = s != NULL ? atoi(s) : NCCL_VERSION_CODE;
   return ncclSuccess;
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
-  ENTER(NULL, "ncclGetUniqueId");
-  if (id == NULL) return refuse(NULL, ncclInvalidArgument, "id is NULL");
+  ENTER("ncclGetUniqueId");
+  if (id == NULL) return refuse(ncclInvalidArgument, "id is NULL");
   return make_id(id);
 }
 
@@ -731,7 +915,7 @@ static ncclResult_t find_duplicates(ncclComm_t c) {
       snprintf(text, sizeof text,
                "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", r, q,
                (unsigned)s[r].device + 1);
-      return refuse(c, ncclInvalidUsage, text);
+      return refuse(ncclInvalidUsage, text);
     }
   return ncclSuccess;
 }
@@ -742,12 +926,12 @@ static ncclResult_t connect_ranks(ncclComm_t c) {
   if (told("init", __atomic_add_fetch(&initialised, 1, __ATOMIC_SEQ_CST), &code)) hang(c);
   c->all = open_id(&c->id);
   if (c->all == NULL)
-    return refuse(c, ncclSystemError, "the process that made the unique id has ended");
+    return refuse(ncclSystemError, "the process that made the unique id has ended");
   s = &c->all->seats[c->rank];
-  s->pid = (int32_t)getpid();
+  __atomic_store_n(&s->pid, (int32_t)getpid(), __ATOMIC_RELEASE);
   s->device = c->device;
   s->host = host_hash();
-  if (!meet(c)) return refuse(c, ncclInternalError, "aborted");
+  if (!meet(c)) return refuse(ncclInternalError, "aborted");
   return find_duplicates(c);
 }
 
@@ -784,48 +968,24 @@ static ncclResult_t split_ranks(ncclComm_t c) {
   return ncclSuccess;
 }
 
-static void *come_up(void *arg) {
-  ncclComm_t c = (ncclComm_t)arg, p = c->parent;
-  ncclResult_t r = ncclSuccess;
-  bool member = true;
-  cudaSetDevice(c->device);
-  if (p != NULL) {
-    r = split_ranks(c);
-    member = c->color >= 0;
-  }
-  if (r == ncclSuccess && member) r = connect_ranks(c);
-  if (p != NULL) {
-    set_state(p, ncclSuccess);
-    unref(p);
-  }
-  set_state(c, r);
-  unref(c);
-  return NULL;
+static ncclResult_t run_init(job *j) {
+  ncclResult_t r = connect_ranks(j->comms[0]);
+  if (r != ncclSuccess) set_state(j->comms[0], r);
+  return r;
 }
 
-static ncclComm_t make_comm(const ncclConfig_t *config, int device) {
-  const char *forced = getenv("NCCL_COMM_BLOCKING");
-  ncclComm_t c = (ncclComm_t)calloc(1, sizeof *c);
-  if (c == NULL) abort();
-  pthread_mutex_init(&c->lock, NULL);
-  pthread_cond_init(&c->changed, NULL);
-  c->refs = 2; /* the caller's, and that of come_up */
-  c->blocking = config == NULL || config->blocking != 0;
-  if (forced != NULL) c->blocking = atoi(forced) != 0;
-  c->device = device;
-  c->state = ncclInProgress;
-  c->random = hostcuda_seed();
-  return c;
-}
-
-/* In this thread when blocking; else in another. */
-static ncclResult_t launch(ncclComm_t c) {
-  ncclResult_t r;
-  if (!c->blocking) return start_thread(come_up, c) ? ncclInProgress : ncclSystemError;
-  come_up(c);
-  pthread_mutex_lock(&c->lock);
-  r = c->state;
-  pthread_mutex_unlock(&c->lock);
+/* The child is shown when all is done; of one that failed, a half is. */
+static ncclResult_t run_split(job *j) {
+  ncclComm_t c = j->child;
+  ncclResult_t r = split_ranks(c);
+  if (r == ncclSuccess && c->color >= 0) r = connect_ranks(c);
+  c->parent = NULL;
+  if (r != ncclSuccess) set_state(c, r);
+  if (c->color < 0 || (r != ncclSuccess && hostcuda_random(&c->random) % 2 == 0)) {
+    free_comm(c);
+    c = NULL;
+  }
+  __atomic_store_n(j->newcomm, c, __ATOMIC_RELEASE);
   return r;
 }
 
@@ -833,117 +993,145 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId i
                                     ncclConfig_t *config) {
   ncclComm_t c;
   int device;
-  ENTER(NULL, "ncclCommInitRankConfig");
+  ENTER("ncclCommInitRankConfig");
   if (comm == NULL || nranks < 1 || nranks > MAX_RANKS || rank < 0 || rank >= nranks)
-    return refuse(NULL, ncclInvalidArgument, "bad rank or number of ranks (hostcuda: up to 16)");
+    return refuse(ncclInvalidArgument, "bad rank or number of ranks (hostcuda: up to 16)");
   if (config != NULL &&
       (config->magic != 0xcafebeef ||
        (config->blocking != NCCL_CONFIG_UNDEF_INT && (unsigned)config->blocking > 1)))
-    return refuse(NULL, ncclInvalidArgument,
+    return refuse(ncclInvalidArgument,
                   "the config was not initialised, or blocking not 0 or 1");
   if (cudaGetDevice(&device) != cudaSuccess)
-    return refuse(NULL, ncclUnhandledCudaError, "no device");
-  c = make_comm(config, device);
+    return refuse(ncclUnhandledCudaError, "no device");
+  c = make_comm(config, true, device);
   c->size = nranks;
   c->rank = rank;
   c->id = id;
+  if (!c->blocking) c->state = ncclInProgress;
   *comm = c;
-  return launch(c);
+  return start_job(make_job(run_init, 1, c));
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank) {
   return ncclCommInitRankConfig(comm, nranks, id, rank, NULL);
 }
 
+/* Says ncclSuccess while it is in progress: a quirk of every version so far. */
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *newcomm,
                            ncclConfig_t *config) {
   ncclResult_t r;
   ncclComm_t c;
-  bool blocking;
-  ENTER(comm, "ncclCommSplit");
+  job *j;
+  ENTER("ncclCommSplit");
   if ((r = usable(comm)) != ncclSuccess) return r;
   if (newcomm == NULL || color < NCCL_SPLIT_NOCOLOR)
-    return refuse(comm, ncclInvalidArgument, "bad color or newcomm");
-  c = make_comm(config, comm->device);
-  if (config == NULL) c->blocking = comm->blocking;
-  blocking = c->blocking;
+    return fail(comm, refuse(ncclInvalidArgument, "bad color or newcomm"));
+  *newcomm = NULL;
+  c = make_comm(config, comm->blocking, comm->device);
   c->parent = comm;
   c->color = color;
   c->key = key;
-  ref(comm);
-  set_state(comm, ncclInProgress);
-  *newcomm = color >= 0 ? c : NULL;
-  if (color < 0) unref(c); /* come_up has the other reference */
-  r = launch(c);
-  return color < 0 && blocking ? ncclSuccess : r;
+  j = make_job(run_split, 1, comm);
+  j->child = c;
+  j->newcomm = newcomm;
+  r = start_job(j);
+  return r == ncclInProgress ? ncclSuccess : r;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
-  ENTER(comm, "ncclCommGetAsyncError");
-  if (comm == NULL || error == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
-  pthread_mutex_lock(&comm->lock);
+  ENTER("ncclCommGetAsyncError");
+  if (error == NULL || !hold(comm)) return refuse(ncclInvalidArgument, "NULL");
   *error = comm->state;
-  if (*error == ncclSuccess && comm->finalized && comm->pending > 0) *error = ncclInProgress;
   pthread_mutex_unlock(&comm->lock);
   return ncclSuccess;
 }
 
-/* Until no stream and no graph has an operation of it. */
-static void drain(ncclComm_t c) {
+static ncclResult_t run_finalize(job *j) {
+  ncclComm_t c = j->comms[0];
   pthread_mutex_lock(&c->lock);
   while (c->pending > 0) pthread_cond_wait(&c->changed, &c->lock);
   pthread_mutex_unlock(&c->lock);
+  return ncclSuccess;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   ncclResult_t r;
-  ENTER(comm, "ncclCommFinalize");
+  ENTER("ncclCommFinalize");
   if ((r = usable(comm)) != ncclSuccess) return r;
-  pthread_mutex_lock(&comm->lock);
+  hold(comm);
   comm->finalized = true;
   pthread_mutex_unlock(&comm->lock);
-  if (!comm->blocking) return ncclInProgress;
-  drain(comm);
-  return ncclSuccess;
+  return start_job(make_job(run_finalize, 1, comm));
+}
+
+/* From here on nobody else may use it. */
+static void doom(ncclComm_t c, bool abort_it) {
+  hold(c);
+  if (c->doomed) die("ncclCommDestroy or ncclCommAbort of a communicator that is in one of them");
+  c->doomed = true;
+  if (abort_it) __atomic_store_n(&c->aborted, 1, __ATOMIC_RELEASE);
+  pthread_mutex_unlock(&c->lock);
+  pthread_mutex_lock(&living);
+  check_thread(c, true);
+  pthread_mutex_unlock(&living);
+}
+
+/* The ranks of one host serve each other until all have left. */
+static void await_neighbours(ncclComm_t c) {
+  const seat *mine = &c->all->seats[c->rank], *s;
+  int r;
+  for (r = 0; r < c->size; r++) {
+    s = &c->all->seats[r];
+    if (s->host != mine->host || s->pid == mine->pid) continue;
+    while (!load(&s->left) && !ended(s->pid)) nap();
+  }
+}
+
+static void end_comm(ncclComm_t c, bool waits) {
+  drain(c);
+  join(c);
+  if (c->all != NULL) store(&c->all->seats[c->rank].left, 1);
+  if (waits) await_neighbours(c);
+  free_comm(c);
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
-  bool in_progress;
-  ENTER(comm, "ncclCommDestroy");
+  ncclResult_t r;
+  ENTER("ncclCommDestroy");
   if (comm == NULL) return ncclSuccess;
-  pthread_mutex_lock(&comm->lock);
-  in_progress = comm->state == ncclInProgress;
-  pthread_mutex_unlock(&comm->lock);
-  if (in_progress) return refuse(comm, ncclInvalidArgument, "an operation is in progress");
-  drain(comm);
-  unref(comm);
+  if ((r = ready(comm)) != ncclSuccess) return r;
+  doom(comm, false);
+  end_comm(comm, true);
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  ENTER(comm, "ncclCommAbort");
+  ENTER("ncclCommAbort");
   if (comm == NULL) return ncclSuccess;
-  __atomic_store_n(&comm->aborted, 1, __ATOMIC_RELEASE);
-  unref(comm);
+  doom(comm, true);
+  end_comm(comm, false);
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) {
-  if (comm == NULL || count == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
-  *count = comm->size;
-  return ncclSuccess;
+  ncclResult_t r = ready(comm);
+  if (count == NULL) return refuse(ncclInvalidArgument, "NULL");
+  if (r == ncclSuccess) *count = comm->size;
+  return r;
 }
 
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) {
-  if (comm == NULL || device == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
-  *device = comm->device;
-  return ncclSuccess;
+  ncclResult_t r = ready(comm);
+  if (device == NULL) return refuse(ncclInvalidArgument, "NULL");
+  if (r == ncclSuccess) *device = comm->device;
+  return r;
 }
 
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
-  if (comm == NULL || rank == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
-  *rank = comm->rank;
-  return ncclSuccess;
+  ncclResult_t r = ready(comm);
+  if (rank == NULL) return refuse(ncclInvalidArgument, "NULL");
+  if (r == ncclSuccess) *rank = comm->rank;
+  return r;
 }
 
 const char *ncclGetErrorString(ncclResult_t result) {
@@ -954,36 +1142,40 @@ const char *ncclGetErrorString(ncclResult_t result) {
   return (unsigned)result < sizeof text / sizeof text[0] ? text[result] : "unknown result code";
 }
 
-const char *ncclGetLastError(ncclComm_t comm) { return comm != NULL ? comm->error : t_error; }
+const char *ncclGetLastError(ncclComm_t comm) { /* of the process: no communicator has its own */
+  (void)comm;
+  return texts[__atomic_load_n(&last_text, __ATOMIC_ACQUIRE)];
+}
 
 /* --- memory --- */
 
 ncclResult_t ncclMemAlloc(void **p, size_t bytes) {
   size_t page = 4096;
-  ENTER(NULL, "ncclMemAlloc");
-  if (p == NULL) return refuse(NULL, ncclInvalidArgument, "NULL");
-  if (cudaMalloc(p, (bytes + page - 1) / page * page) == cudaSuccess) return ncclSuccess;
-  return refuse(NULL, ncclUnhandledCudaError, "out of memory");
+  ENTER("ncclMemAlloc");
+  if (p == NULL) return refuse(ncclInvalidArgument, "NULL");
+  if (cudaMalloc(p, (bytes + page - 1) / page * page) != cudaSuccess)
+    return refuse(ncclUnhandledCudaError, "out of memory");
+  hostcuda_own_mapping(*p);
+  return ncclSuccess;
 }
 
-ncclResult_t ncclMemFree(void *p) {
-  ENTER(NULL, "ncclMemFree");
-  if (cudaFree(p) == cudaSuccess) return ncclSuccess;
-  return refuse(NULL, ncclUnhandledCudaError, "ncclMemFree failed");
+ncclResult_t ncclMemFree(void *p) { /* waits for no stream, unlike cudaFree */
+  ENTER("ncclMemFree");
+  return hostcuda_unmap(p) ? ncclSuccess : refuse(ncclUnhandledCudaError, "not of ncclMemAlloc");
 }
 
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void *p, size_t bytes, void **handle) {
   ncclResult_t r;
-  ENTER(comm, "ncclCommRegister");
+  ENTER("ncclCommRegister");
   if ((r = usable(comm)) != ncclSuccess) return r;
   if (handle == NULL || !reachable(p, bytes))
-    return refuse(comm, ncclInvalidArgument, "not device memory");
+    return fail(comm, refuse(ncclInvalidArgument, "not device memory"));
   *handle = p;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
   (void)handle;
-  ENTER(comm, "ncclCommDeregister");
+  ENTER("ncclCommDeregister");
   return usable(comm);
 }
