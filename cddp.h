@@ -1899,8 +1899,9 @@ typedef struct cddp__graphs {
 } cddp__graphs;
 
 /* A communicator on its way out, in a thread of its own: NCCL's calls that end one wait for
-   streams, for CUDA graphs and for other ranks. Made with its plane, outlives it. */
+   streams, for CUDA graphs and for other ranks. Made with its plane; there until both are gone. */
 typedef struct cddp__ending {
+  cddp__atomic_u32 refs, done;
   ncclComm_t comm;
   ncclComm_t made; /* a communicator in the making; NCCL's threads write it */
   int device;
@@ -1920,7 +1921,7 @@ typedef struct cddp__plane {
   pthread_mutex_t turn, lock;
   ncclComm_t comm;     /* lock; NULL: a single rank, no NCCL, or at its end */
   bool aborted;        /* lock; the plane has given its communicator away */
-  cddp__ending *end;   /* lock; NULL: aborted */
+  cddp__ending *end;   /* the thread's that ends it, once aborted */
   cddp_group *parent;  /* lock; a cddp_ddp's private planes: the group that fails with them */
   bool doomed;         /* watcher; its group is broken */
   struct cddp__graphs *graphs; /* with operations of the plane; they run when the caller likes */
@@ -14821,6 +14822,10 @@ static void cddp__exchange_notes(cddp__plane *p) {
 
 static cddp__atomic_u32 cddp__endings; /* communicators of this process that are on their way out */
 
+static void cddp__ending_release(cddp__ending *x) {
+  if (x != NULL && cddp__add32(&x->refs, (uint32_t)-1) == 0) free(x);
+}
+
 static void *cddp__end_main(void *ending) {
   enum cudaStreamCaptureMode relaxed = cudaStreamCaptureModeRelaxed;
   cddp__ending *x = (cddp__ending *)ending;
@@ -14831,7 +14836,8 @@ static void *cddp__end_main(void *ending) {
     ncclCommAbort(x->comm); /* joins who may write to made */
   made = __atomic_load_n(&x->made, __ATOMIC_RELAXED);
   if (made != NULL) ncclCommAbort(made);
-  free(x);
+  cddp__store32(&x->done, 1);
+  cddp__ending_release(x);
   cddp__add32(&cddp__endings, (uint32_t)-1);
   return NULL;
 }
@@ -14839,17 +14845,20 @@ static void *cddp__end_main(void *ending) {
 /* Gives the communicator to a thread that ends it: abort, for which the group has been broken
    before, makes all operations on this rank's streams end at once. Never waits. */
 static void cddp__plane_end(cddp__plane *p, bool abort) {
-  cddp__ending *x;
+  cddp__ending *x = p->end;
   pthread_t thread;
+  bool first;
   pthread_mutex_lock(&p->lock);
-  x = p->end;
-  if (x != NULL) x->comm = p->comm;
-  p->comm = NULL;
-  p->end = NULL;
+  first = !p->aborted;
   p->aborted = true;
+  if (first) {
+    x->comm = p->comm;
+    x->abort = abort;
+  }
+  p->comm = NULL;
   pthread_mutex_unlock(&p->lock);
-  if (x == NULL) return;
-  x->abort = abort;
+  if (!first) return;
+  cddp__add32(&x->refs, 1);
   cddp__add32(&cddp__endings, 1);
   if (x->comm == NULL && __atomic_load_n(&x->made, __ATOMIC_RELAXED) == NULL)
     cddp__end_main(x);
@@ -14860,6 +14869,17 @@ static void cddp__plane_end(cddp__plane *p, bool abort) {
 }
 
 static void cddp__plane_abort(cddp__plane *p) { cddp__plane_end(p, true); }
+
+/* After an abort: until NCCL's threads have let go of the operations' memory. That takes no longer
+   than a moment, but where a CUDA graph exists. */
+static void cddp__await_abort(cddp__plane *p) {
+  double deadline = cddp__now() + CDDP__LEFT_S;
+  bool aborted;
+  pthread_mutex_lock(&p->lock);
+  aborted = p->aborted && p->end->abort;
+  pthread_mutex_unlock(&p->lock);
+  while (aborted && cddp__load32(&p->end->done) == 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+}
 
 /* The process may end soon: gives NCCL's threads a moment to get out of the way. */
 static void cddp__await_endings(void) {
@@ -15207,7 +15227,7 @@ static void cddp__plane_free(cddp__plane *p) {
   pthread_mutex_destroy(&p->turn);
   pthread_mutex_destroy(&p->lock);
   cddp__graphs_release(p->graphs);
-  free(p->end);
+  cddp__ending_release(p->end);
   cddp__free(a, p->compared);
   cddp__free(a, p->hashes);
   cddp__free(a, p);
@@ -15233,6 +15253,7 @@ static cddp_result cddp__plane_new(cddp__plane **out, cddp_group *g, int device,
   p->graphs = (cddp__graphs *)cddp__calloc(NULL, 1, sizeof *p->graphs); /* may outlive the group, */
   p->end = (cddp__ending *)cddp__calloc(NULL, 1, sizeof *p->end);       /* as may this */
   if (p->graphs != NULL) p->graphs->refs.v = 1;
+  if (p->end != NULL) p->end->refs.v = 1;
   if (p->end != NULL) p->end->device = device;
   r = CDDP_OUT_OF_MEMORY;
   if (p->compared != NULL && p->hashes != NULL && p->graphs != NULL && p->end != NULL)
@@ -15505,14 +15526,21 @@ static cddp_result cddp__issue_held(cddp__plane *p, const cddp__call *c, int n, 
   return r == CDDP_OK ? cddp__track(p, s) : r;
 }
 
+/* After an operation that failed with the group: makes the buffers the caller's again. */
+static cddp_result cddp__let_go(cddp__plane *p, cddp_result r) {
+  if (r == CDDP_OK || cddp__load32(&p->group->board->broken) == 0) return r;
+  cddp__plane_abort(p);
+  cddp__await_abort(p);
+  return r;
+}
+
 static cddp_result cddp__issue(cddp__plane *p, const cddp__call *c, int n, cudaStream_t s) {
   cddp_result r;
   if (n == 0) return CDDP_OK;
   pthread_mutex_lock(&p->turn);
   r = cddp__issue_held(p, c, n, s);
   pthread_mutex_unlock(&p->turn);
-  if (r != CDDP_OK && cddp__load32(&p->group->board->broken) != 0) cddp__plane_abort(p);
-  return r;
+  return cddp__let_go(p, r);
 }
 
 /* An operation of a single rank. */
@@ -15592,16 +15620,18 @@ static cddp_result cddp__send_letters(cddp__plane *p) {
   pthread_mutex_lock(&p->turn);
   r = cddp__send_letters_held(p);
   pthread_mutex_unlock(&p->turn);
-  return r;
+  return cddp__let_go(p, r);
 }
 
 /* Sees to it that a send or receive with a handle has been issued; another thread may be at it. */
 static void cddp__issue_letter(cddp_work *w) {
   cddp__plane *p = cddp__plane_of(w->group);
+  cddp_result r = CDDP_OK;
   if (w->call.kind != CDDP__KIND_SEND && w->call.kind != CDDP__KIND_RECV) return;
   pthread_mutex_lock(&p->turn);
-  if (!w->done) (void)cddp__send_letters_held(p);
+  if (!w->done) r = cddp__send_letters_held(p);
   pthread_mutex_unlock(&p->turn);
+  (void)cddp__let_go(p, r);
 }
 
 static cddp_result cddp__device_wait(cddp_work *w) {
@@ -15730,7 +15760,7 @@ static cddp_result cddp__nccl_synchronize(cddp_group *g) {
 static ncclComm_t cddp__plane_adopt(cddp__plane *p, cddp__plane *maker) {
   ncclComm_t comm = NULL;
   pthread_mutex_lock(&maker->lock);
-  if (maker->end != NULL) {
+  if (!maker->aborted) {
     comm = maker->end->made;
     maker->end->made = NULL;
   }
@@ -15860,6 +15890,7 @@ static void cddp__plane_leave(cddp_group *g) {
   last = cddp__unwatch(p);
   if (g->backend->start == cddp__nccl_start) cddp__exchange_notes(p); /* the last ones */
   cddp__plane_abort(p);
+  cddp__await_abort(p);
   (void)cudaStreamSynchronize(p->side);
   cddp__plane_free(p);
   if (last) cddp__await_endings();
@@ -17146,6 +17177,7 @@ static void cddp__gpu_leave(cddp_ddp *d) {
   if (d->comm != NULL) cddp__engine_drain(d->comm);
   (void)cddp__await_stream(cddp__plane_of(d->group), cddp__gpu_stream(d));
   if (cddp__await_stream(gpu->plane, gpu->plane->side) != CDDP_OK) cddp__plane_abort(gpu->plane);
+  cddp__await_abort(gpu->plane);
   (void)cudaStreamSynchronize(gpu->plane->side); /* what ran at the failure, too */
   (void)cudaStreamSynchronize(cddp__gpu_stream(d));
   cddp__gpu_deregister(d);

@@ -42,4 +42,9 @@ if command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/
 else
   echo "skip   aarch64 (needs gcc-aarch64-linux-gnu and qemu-user)"
 fi
+if command -v bochs >/dev/null; then
+  run avx512 tests/avx512.sh
+else
+  echo "skip   avx512 (needs bochs: tests/avx512.sh)"
+fi
 exit $failed

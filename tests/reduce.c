@@ -15,10 +15,6 @@ static uint32_t noise(void) {
 /* Every test runs with each set of instructions that this machine has. */
 static void use(int isa) { __atomic_store_n(&cddp__isa_found, isa, __ATOMIC_RELAXED); }
 
-static const char *isa_name(int isa) {
-  return isa == CDDP__ISA_BASE ? "portable" : isa == CDDP__ISA_AVX2 ? "AVX2" : "AVX-512";
-}
-
 /* Half precision with ldexp and nearbyint: slow, and nothing like the code under test. */
 
 static double decode(unsigned h, int fraction, int bias) {
@@ -522,9 +518,8 @@ int main(void) {
     keep[i] = (char *)malloc(2051 * 8 + 128);
     if (memory[i] == NULL || keep[i] == NULL) return 1;
   }
-  for (i = cddp__isa(); i >= CDDP__ISA_BASE; i--) {
-    use(i);
-    printf("%s\n", isa_name(i));
+  for (i = test_best_isa(); i >= CDDP__ISA_BASE; i--) {
+    test_use_isa(i);
     RUN(test_types);
     RUN(test_half_values);
     RUN(test_half_rounding);

@@ -376,10 +376,8 @@ static void test_no_memory(void) {
 
 int main(void) {
   int isa;
-  for (isa = cddp__isa(); isa >= CDDP__ISA_BASE; isa--) { /* each set of instructions found here */
-    __atomic_store_n(&cddp__isa_found, isa, __ATOMIC_RELAXED);
-    printf("%s\n",
-           isa == CDDP__ISA_BASE ? "portable" : isa == CDDP__ISA_AVX2 ? "AVX2" : "AVX-512");
+  for (isa = test_best_isa(); isa >= CDDP__ISA_BASE; isa--) {
+    test_use_isa(isa);
     RUN(test_of_pytorch);
     RUN(test_check_values);
     RUN(test_copies);

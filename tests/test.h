@@ -107,6 +107,25 @@ TEST__UNUSED static void test_run(void (*fn)(void), const char *name) {
 }
 #define RUN(fn) test_run(fn, #fn)
 
+#ifdef CDDP__DISPATCH /* in tests of rooms */
+/* The best set of instructions that this machine has: AVX-512 where cddp would not use it, too. */
+TEST__UNUSED static int test_best_isa(void) {
+  int isa = cddp__isa();
+#if CDDP__DISPATCH
+  if (isa == CDDP__ISA_AVX2 && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    isa = CDDP__ISA_AVX512;
+#endif
+  return isa;
+}
+
+TEST__UNUSED static void test_use_isa(int isa) {
+  static const char *const names[] = {"portable", "AVX2", "AVX-512"};
+  __atomic_store_n(&cddp__isa_found, isa, __ATOMIC_RELAXED);
+  printf("%s\n", names[isa - CDDP__ISA_BASE]);
+}
+#endif
+
 TEST__UNUSED static int test_end(const char *file) {
   const char *slash = strrchr(file, '/'), *name = slash != NULL ? slash + 1 : file;
   int failures = __atomic_load_n(&test_failures, __ATOMIC_SEQ_CST);
