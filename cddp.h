@@ -275,15 +275,16 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
    compared. Those with a work handle are sent together at the group's next call that is not
    another of them, or at their cddp_wait or cddp_test: an exchange posts all, then waits.
-   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum; AVG of f16 and bf16
-   multiplies by 1/world_size before it adds; MIN and MAX may pass over a NaN.
+   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum; AVG of floats adds what
+   it has multiplied by 1/world_size; MIN and MAX may pass over a NaN.
    FAILURES. A thread watches NCCL's and the device's errors, the other ranks' processes, their
    order of calls and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
    only cddp_synchronize and cddp_barrier do, from their beginning on). What it finds breaks the
    group on all ranks and aborts its communicator, so that streams, and a cudaStreamSynchronize on
    them, come to an end with undefined results; cddp_synchronize, cddp_wait and every later call
    return the failure. A cddp_ddp fails with its group, and takes it along. cddp_destroy waits for
-   what is on the device, as long as the group is healthy; a process that ends without it, while
+   what is on the device, as long as the group is healthy, and with a process's last group up to two
+   seconds for NCCL, which takes leave of the other ranks; a process that ends without it, while
    others have a graph with the group's operations, counts as lost.
    CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
    the default one); ranks are not compared while capturing, all must capture and launch alike. The
@@ -292,6 +293,9 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    momentum (cddp_ddp_wait after cddp_ddp_step, cddp_load) is refused.
    ORDER. To NCCL all groups of a GPU are one queue: call the operations of all of them, ready() and
    the steps of a cddp_ddp included, from one thread at a time and in the same order on every rank.
+   FORKING. CUDA does not survive a fork: cddp_spawn comes first. Where cddp_kernels.cuh is linked,
+   cddp_sgd_create without a cddp_ddp, cddp_save and cddp_load use CUDA too: they ask it where
+   parameters lie.
    STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA
    and NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu.sh is for those who have one. */
 
@@ -14526,6 +14530,7 @@ static const cddp_kernels *cddp__registered_kernels;
 #ifdef CDDP_CUDA
 
 #define CDDP__WATCH_S 0.005 /* between two looks of the watcher */
+#define CDDP__GONE_S 0.1    /* to see that what NCCL began is done, after a peer has gone */
 #ifndef CDDP__LEFT_S
 #define CDDP__LEFT_S 2.0    /* to finish operations on a device after a peer has left the group */
 #endif
@@ -14870,21 +14875,15 @@ static void cddp__plane_end(cddp__plane *p, bool abort) {
 
 static void cddp__plane_abort(cddp__plane *p) { cddp__plane_end(p, true); }
 
-/* After an abort: until NCCL's threads have let go of the operations' memory. That takes no longer
-   than a moment, but where a CUDA graph exists. */
+/* After an abort: until NCCL's threads have let go of the operations' memory. That takes a moment;
+   where there is a CUDA graph with the group's operations the rest of it waits for the graph. */
 static void cddp__await_abort(cddp__plane *p) {
-  double deadline = cddp__now() + CDDP__LEFT_S;
+  double deadline = cddp__now() + (cddp__load32(&p->graphs->alive) != 0 ? 0.1 : CDDP__LEFT_S);
   bool aborted;
   pthread_mutex_lock(&p->lock);
   aborted = p->aborted && p->end->abort;
   pthread_mutex_unlock(&p->lock);
   while (aborted && cddp__load32(&p->end->done) == 0 && cddp__now() < deadline) cddp__sleep(1e-4);
-}
-
-/* The process may end soon: gives NCCL's threads a moment to get out of the way. */
-static void cddp__await_endings(void) {
-  double deadline = cddp__now() + CDDP__LEFT_S;
-  while (cddp__load32(&cddp__endings) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
 }
 
 /* Breaks the group if a rank's process is gone. */
@@ -15117,8 +15116,8 @@ static cddp_result cddp__watch(cddp__plane *p) {
   return r;
 }
 
-/* The last plane to go takes the thread with it; returns whether it was. */
-static bool cddp__unwatch(cddp__plane *p) {
+/* The last plane to go takes the thread with it. */
+static void cddp__unwatch(cddp__plane *p) {
   cddp__plane **link;
   pthread_t thread;
   bool last;
@@ -15126,7 +15125,7 @@ static bool cddp__unwatch(cddp__plane *p) {
   for (link = &cddp__watched; *link != NULL && *link != p; link = &(*link)->next) {}
   if (*link == NULL) {
     pthread_mutex_unlock(&cddp__watch_lock);
-    return false;
+    return;
   }
   *link = p->next;
   last = cddp__watched == NULL;
@@ -15138,7 +15137,16 @@ static bool cddp__unwatch(cddp__plane *p) {
   }
   pthread_mutex_unlock(&cddp__watch_lock);
   if (last) pthread_join(thread, NULL);
-  return last;
+}
+
+/* Without planes the process may end soon: NCCL's threads get a moment to be out of the way. */
+static void cddp__await_endings(void) {
+  double deadline = cddp__now() + CDDP__LEFT_S;
+  bool last;
+  pthread_mutex_lock(&cddp__watch_lock);
+  last = cddp__watched == NULL;
+  pthread_mutex_unlock(&cddp__watch_lock);
+  while (last && cddp__load32(&cddp__endings) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
 }
 
 static void cddp__graphs_release(cddp__graphs *k) {
@@ -15463,11 +15471,20 @@ static ncclResult_t cddp__progress(cddp__plane *p, ncclComm_t comm) {
   return e;
 }
 
+static bool cddp__any_gone(const cddp_group *g) {
+  int q;
+  for (q = 0; q < g->size; q++)
+    if (q != g->rank && cddp__rank_gone(g, q)) return true;
+  return false;
+}
+
 /* Polls until NCCL has done what it began: e is what it returned then, of which success says
-   nothing: ncclCommSplit and, up to NCCL 2.23, single operations return it too early. */
+   nothing: ncclCommSplit and, up to NCCL 2.23, single operations return it too early. A rank that
+   is gone may have done its part: NCCL gets a moment to say so. */
 static cddp_result cddp__settle(cddp__plane *p, ncclComm_t comm, ncclResult_t e, const char *what) {
   cddp_group *g = p->group;
   double now = cddp__now(), deadline = now + g->timeout_s, look = now + CDDP__NAP_S, nap = 2e-5;
+  double gone_since = now;
   cddp_result r;
   int i;
   if (e == ncclSuccess) e = ncclInProgress;
@@ -15483,7 +15500,8 @@ static cddp_result cddp__settle(cddp__plane *p, ncclComm_t comm, ncclResult_t e,
     now = cddp__now();
     if (now >= look) {
       cddp__exchange_notes(p);
-      if ((r = cddp__break_dead(g, what)) != CDDP_OK) return r;
+      if (!cddp__any_gone(g)) gone_since = now;
+      if (now - gone_since > CDDP__GONE_S && (r = cddp__break_dead(g, what)) != CDDP_OK) return r;
       look = now + CDDP__NAP_S;
     }
     if (now >= deadline) {
@@ -15881,19 +15899,17 @@ static void cddp__nccl_finish(cddp__plane *p) {
 
 static void cddp__plane_leave(cddp_group *g) {
   cddp__plane *p = cddp__plane_of(g);
-  bool last;
   char text[CDDP__ERROR_MAX];
   snprintf(text, sizeof text, "%s", cddp__error_text);
   (void)cddp__use_device(p->device);
   (void)cddp__send_letters(p);
   cddp__nccl_finish(p);
-  last = cddp__unwatch(p);
+  cddp__unwatch(p);
   if (g->backend->start == cddp__nccl_start) cddp__exchange_notes(p); /* the last ones */
   cddp__plane_abort(p);
   cddp__await_abort(p);
   (void)cudaStreamSynchronize(p->side);
   cddp__plane_free(p);
-  if (last) cddp__await_endings();
   g->backend = NULL;
   g->plane = NULL;
   snprintf(cddp__error_text, sizeof cddp__error_text, "%s", text);
@@ -17361,11 +17377,13 @@ static void cddp__report_device(const cddp_group *g, const cddp_group_desc *desc
 
 /* The first thing that is wrong with the ranks' devices; the same on every rank. */
 static cddp_result cddp__check_devices(const cddp__device_report *all, int n, bool nccl) {
+  const char *shared = getenv("NCCL_MULTI_RANK_GPU_ENABLE"); /* NCCL 2.30 lets them */
   int i, k;
   for (i = 0; i < n; i++)
     if (all[i].result != CDDP_OK)
       return cddp__fail((cddp_result)all[i].result, "%s%s%s", n > 1 ? all[i].name : "",
                         n > 1 ? ": " : "", all[i].text);
+  if (shared != NULL && strcmp(shared, "1") == 0) nccl = false;
   for (i = 0; nccl && i < n; i++)
     for (k = 0; k < i; k++)
       if (strcmp(all[i].bus, all[k].bus) == 0 && strcmp(all[i].host, all[k].host) == 0)
@@ -19523,6 +19541,9 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
   for (i = 0; i < n; i++) cddp__host_release(t[i].host);
   munmap(board, cddp__board_bytes(n, n));
   free(t);
+#ifdef CDDP_CUDA
+  cddp__await_endings();
+#endif
   return r;
 }
 /* >>launch -------------------------------------------------------------------------------------
@@ -20640,7 +20661,13 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line) {
 }
 
 CDDPDEF void cddp_destroy(cddp_group *g) {
+#ifdef CDDP_CUDA
+  bool device = g != NULL && g->backend != NULL;
+#endif
   if (g != NULL) cddp__group_leave(g);
+#ifdef CDDP_CUDA
+  if (device) cddp__await_endings();
+#endif
 }
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }
@@ -21219,7 +21246,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
                   device "cuda" on several hosts, checkpoints of a GPU's memory, cddp_set_device;
                   checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
-                  cddp_ddp_join; sparse gradients; f16 and bf16 copies of f32 weights
+                  cddp_ddp_join; sparse gradients; f16 and bf16 copies of f32 weights; AVX-512
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

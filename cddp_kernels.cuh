@@ -21,7 +21,8 @@
    64-bit, and 0 elements are fine. 16-byte alignment (all arrays of a call alike) makes it fast.
    Every result is the same in every run: sums have a fixed order that depends on sizes alone. All
    can be captured in a CUDA graph; numbers passed by value are then the captured ones. Matrices are
-   row-major.
+   row-major; a cuBLAS handle is in host pointer mode, as it begins. --use_fast_math costs the exact
+   bits of subnormal numbers.
 
    A layer, forward and backward, of a batch of rows:
 
@@ -954,13 +955,20 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   }
 }
 
+/* Setting a stream takes away a workspace that the program has set: only if it is another one. */
+static bool cddp__cu_blas_on(cublasHandle_t blas, cudaStream_t stream) {
+  cudaStream_t now = NULL;
+  if (cublasGetStream(blas, &now) == CUBLAS_STATUS_SUCCESS && now == stream) return true;
+  return cublasSetStream(blas, stream) == CUBLAS_STATUS_SUCCESS;
+}
+
 extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, const float *w,
                                         const float *b, float *y, int rows, int in, int out,
                                         bool relu, cudaStream_t stream) {
   const float one = 1, zero = 0;
   if (rows == 0 || out == 0) return cudaSuccess;
   if (rows < 0 || in < 1 || out < 0) return cudaErrorInvalidValue;
-  if (cublasSetStream(blas, stream) != CUBLAS_STATUS_SUCCESS ||
+  if (!cddp__cu_blas_on(blas, stream) ||
       cublasSgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, out, rows, in, &one, w, in, x, in, &zero, y,
                   out) != CUBLAS_STATUS_SUCCESS)
     return cudaErrorUnknown;
@@ -995,7 +1003,7 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
   const float one = 1, zero = 0;
   if (rows == 0 || out == 0) return cudaSuccess;
   if (rows < 0 || in < 1 || out < 0) return cudaErrorInvalidValue;
-  if (cublasSetStream(blas, stream) != CUBLAS_STATUS_SUCCESS ||
+  if (!cddp__cu_blas_on(blas, stream) ||
       cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, in, out, rows, &one, x, in, dy, out, &one, dw,
                   in) != CUBLAS_STATUS_SUCCESS)
     return cudaErrorUnknown;

@@ -1737,6 +1737,7 @@ static int step_graph(cddp_group *g, ordeal *o, fate *f) {
   enum { MODEL_FIRST, ONE_LAUNCHES, DIES, WAITS };
   bool launches;
   captured c;
+  left_s = 0.2;
   captured_open(&c, g);
   (void)cddp_barrier(g);
   if (cddp_rank(g) == 1 && o->victim == DIES) {
