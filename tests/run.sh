@@ -29,7 +29,7 @@ unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT CDDP_S
 unset ${!OMPI_@} ${!PMIX_@} ${!PMI_@} ${!MPI_LOCAL@} ${!SLURM_@}
 export ASAN_OPTIONS=allocator_may_return_null=1:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=print_stacktrace=1
-export TSAN_OPTIONS=die_after_fork=0
+export TSAN_OPTIONS=die_after_fork=0:atexit_sleep_ms=0
 export OPENBLAS_NUM_THREADS=1
 
 wanted() { # NAME: whether a pattern of the command line asks for it
