@@ -14832,15 +14832,16 @@ static void cddp__ending_release(cddp__ending *x) {
 }
 
 static void *cddp__end_main(void *ending) {
-  enum cudaStreamCaptureMode relaxed = cudaStreamCaptureModeRelaxed;
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cddp__ending *x = (cddp__ending *)ending;
   ncclComm_t made;
   (void)cudaSetDevice(x->device);
-  cudaThreadExchangeStreamCaptureMode(&relaxed); /* what is freed here is no part of a graph */
+  cudaThreadExchangeStreamCaptureMode(&mode); /* what is freed here is no part of a graph */
   if (x->comm != NULL && (x->abort || ncclCommDestroy(x->comm) != ncclSuccess))
     ncclCommAbort(x->comm); /* joins who may write to made */
   made = __atomic_load_n(&x->made, __ATOMIC_RELAXED);
   if (made != NULL) ncclCommAbort(made);
+  cudaThreadExchangeStreamCaptureMode(&mode); /* the thread may be the caller's */
   cddp__store32(&x->done, 1);
   cddp__ending_release(x);
   cddp__add32(&cddp__endings, (uint32_t)-1);
@@ -17377,13 +17378,11 @@ static void cddp__report_device(const cddp_group *g, const cddp_group_desc *desc
 
 /* The first thing that is wrong with the ranks' devices; the same on every rank. */
 static cddp_result cddp__check_devices(const cddp__device_report *all, int n, bool nccl) {
-  const char *shared = getenv("NCCL_MULTI_RANK_GPU_ENABLE"); /* NCCL 2.30 lets them */
   int i, k;
   for (i = 0; i < n; i++)
     if (all[i].result != CDDP_OK)
       return cddp__fail((cddp_result)all[i].result, "%s%s%s", n > 1 ? all[i].name : "",
                         n > 1 ? ": " : "", all[i].text);
-  if (shared != NULL && strcmp(shared, "1") == 0) nccl = false;
   for (i = 0; nccl && i < n; i++)
     for (k = 0; k < i; k++)
       if (strcmp(all[i].bus, all[k].bus) == 0 && strcmp(all[i].host, all[k].host) == 0)

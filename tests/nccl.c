@@ -39,6 +39,7 @@ static void place(int rank) {
 }
 
 static int rank_process(int rank, void *p) {
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal; /* this thread's must stay so */
   const job *j = (const job *)p;
   cddp_group_desc d;
   cddp_group *g;
@@ -55,6 +56,8 @@ static int rank_process(int rank, void *p) {
   }
   r = j->fn(g, j->arg);
   cddp_destroy(g);
+  CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
+  CHECK_EQ((int)mode, (int)cudaStreamCaptureModeGlobal);
   return r != 0 || test_failures != 0;
 }
 

@@ -12,7 +12,7 @@ static uint32_t noise(void) {
   return (uint32_t)(state >> 32);
 }
 
-/* Every test runs with each set of instructions that this machine has. */
+/* For the next calls; main runs all tests with each set of instructions that this machine has. */
 static void use(int isa) { __atomic_store_n(&cddp__isa_found, isa, __ATOMIC_RELAXED); }
 
 /* Half precision with ldexp and nearbyint: slow, and nothing like the code under test. */
