@@ -247,7 +247,9 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
 /* Memory that the backend reduces without a copy: shared with the ranks of this host, on huge pages
    where the system allows, page-aligned, contents undefined. NULL when there is none (cddp_error
    says why). Local, any thread. Free it with the group it came from, after every operation on it
-   has ended, and before that group is destroyed. */
+   has ended, and before that group is destroyed. Huge pages: for root, and where
+   /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise; on Linux 6.1 and some after it
+   for everybody. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
 
@@ -908,10 +910,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #endif
 #endif
 /* >>design ----------------------------------------------------------------------------------------
-   PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
-   left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
-   they meet. Each group has a board there: two announcement lines per rank, a seat (posted sends, a
-   state) and two slots for bytes in transit.
+   PLACES. The ranks of a host share one file without a name, mostly a memfd, kept open by them
+   alone, so that nothing is ever left in a file system. Rank i allocates in its own window of it
+   (>>arena) and its peers map what they meet. Each group has a board there: two announcement lines
+   per rank, a seat (posted sends, a state) and two slots for bytes in transit.
 
    STEPS. Whatever ranks do together is a numbered sequence of steps (>>local). In a step each rank
    announces what it calls and waits for all others' announcements; the announcement carries
@@ -1019,7 +1021,7 @@ typedef struct cddp__site {
 
 /* Where a buffer lies, in words that every rank of the host can follow. */
 typedef struct cddp__ref {
-  uint64_t base;       /* extent: offset in the memfd, bytes; pointer: the address */
+  uint64_t base;       /* extent: offset in the file, bytes; pointer: the address */
   uint64_t size;       /* extent: its length, bytes */
   uint64_t offset;     /* of the buffer in the extent, bytes */
   uint32_t generation; /* of the extent: a freed and reused one has another */
@@ -1123,7 +1125,7 @@ typedef struct cddp__board {
 
 /* A piece of this rank's window, or (threads) of plain memory. Owned by cddp__arena. */
 typedef struct cddp__extent {
-  uint64_t base;       /* offset in the memfd, bytes */
+  uint64_t base;       /* offset in the file, bytes */
   uint64_t size;       /* bytes, whole pages */
   char *address;       /* where this process has it; NULL: free */
   uint32_t generation; /* bumped by each allocation */
@@ -1146,14 +1148,14 @@ typedef struct cddp__host {
   int refs;              /* groups that use it */
   bool threads;          /* ranks are threads of this process: any pointer is shared */
   int size, index;       /* ranks, this rank */
-  int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
+  int fd;                /* shared memory; -1 for threads and a single rank without it */
   int window_bits;       /* rank i's extents lie in [(i + 1) << bits, (i + 2) << bits) */
   int *pidfds;           /* [size]; -1 for this rank and for threads */
   uint32_t *pids;        /* [size] */
   int cores;             /* that this process may use */
   char name[72];         /* of the machine */
   cddp_record_header *record; /* flight recorder; NULL: off */
-  uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
+  uint64_t window_end;   /* bump pointer in this rank's window, offset in the file */
   uint32_t generation;   /* last one given out */
   cddp__extent *extents; /* own extents, used and free, by base */
   int extent_count, extent_capacity;
@@ -1386,6 +1388,14 @@ typedef struct cddp__sgd_rule {
   bool nesterov, maximize, separate;
 } cddp__sgd_rule;
 
+/* A stretch of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one momentum. */
+typedef struct cddp__sweep {
+  cddp__f32 *gradients[4], *weights[4]; /* weights: this rank's first */
+  cddp__f32 *momentum;
+  float mean, momentum_factor, intake, decay, step; /* mean: 1 / ranks */
+  bool decays;
+} cddp__sweep;
+
 /* The passes of a step over one block, fused or rounded after each multiply. */
 typedef struct cddp__sgd_kernels {
   /* d = a + f * b */
@@ -1398,6 +1408,8 @@ typedef struct cddp__sgd_kernels {
                   bool separate);
   void (*mix_f64)(cddp__f64 *m, const cddp__f64 *b, size_t n, double momentum, double f,
                   bool separate);
+  /* mean, decay, momentum, step, zero */
+  void (*sweep)(const cddp__sweep *s, int ranks, size_t n);
 } cddp__sgd_kernels;
 
 /* Rows of a matrix, by number; owner: cddp__sparse. */
@@ -5403,7 +5415,7 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   return CDDP_OK;
 }
 /* >>arena --------------------------------------------------------------------------------------
-   Memory that the ranks of a host reduce in place. Works as follows: the ranks hold one memfd, so
+   Memory that the ranks of a host reduce in place. Works as follows: the ranks hold one file, so
    large that it is all holes; rank i's extents lie in its own window of it, so that nobody needs a
    lock to allocate. A buffer is told to peers as a cddp__ref (extent, offset); a peer maps the
    extent when it first meets it and keeps the mapping until the extent is freed and its place
@@ -5415,6 +5427,30 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
 #endif
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+/* Where the system's setting denies memfds huge pages, which is the default: a file without a name
+   in a tmpfs that nobody else sees, with a setting of its own. -1: not needed, or not allowed. */
+static int cddp__huge_file(void) {
+  int fd = -1;
+#ifdef SYS_fsopen
+  static const char setting[] = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+  char text[128];
+  int fs, mount = -1, file = open(setting, O_RDONLY | O_CLOEXEC);
+  ssize_t n = file >= 0 ? read(file, text, sizeof text - 1) : 0;
+  if (file >= 0) close(file);
+  text[n > 0 ? n : 0] = 0;
+  if (strstr(text, "[never]") == NULL) return -1;
+  if ((fs = (int)syscall(SYS_fsopen, "tmpfs", 1u /* FSOPEN_CLOEXEC */)) < 0) return -1;
+  if (syscall(SYS_fsconfig, fs, 1u /* SET_STRING */, "huge", "advise", 0) == 0 &&
+      syscall(SYS_fsconfig, fs, 1u, "size", "0" /* no limit but the system's */, 0) == 0 &&
+      syscall(SYS_fsconfig, fs, 6u /* CREATE */, NULL, NULL, 0) == 0)
+    mount = (int)syscall(SYS_fsmount, fs, 1u /* FSMOUNT_CLOEXEC */, 0u);
+  if (mount >= 0) fd = openat(mount, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (mount >= 0) close(mount);
+  close(fs);
+#endif
+  return fd;
+}
 
 /* Maps an extent where its huge pages can be used: at an address that agrees with its offset. */
 static char *cddp__map_extent(const cddp__host *h, uint64_t base, uint64_t size) {
@@ -5447,8 +5483,8 @@ static char *cddp__map_plain(uint64_t size) { /* for threads and single ranks */
   return at;
 }
 
-/* Asks for huge pages and touches the memory from its owner's core. MADV_COLLAPSE makes huge pages
-   even where the system's setting for shared memory says never; without it ordinary pages do. */
+/* Asks for huge pages. MADV_COLLAPSE makes them at once, from Linux 6.1 on and before 6.18 even
+   where the system's setting for shared memory says never; without them ordinary pages do. */
 static void cddp__populate(char *address, uint64_t size) {
   uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
   if (whole == 0) return;
@@ -7691,11 +7727,11 @@ static void cddp__describe_link_end(const cddp__link *l, char *out, size_t n) {
 /* >>rendezvous ---------------------------------------------------------------------------------
    How ranks meet. Works as follows: all open the store (rank 0 serves it); the first rank of a host
    to write its socket's name under the host's key becomes the host's leader, the others connect to
-   that abstract Unix socket and say hello. When all are there the leader makes the memfd and sends
+   that abstract Unix socket and say hello. When all are there the leader makes that file and sends
    it to everyone with the list of process ids, and waits for each to say that it is in. A leader's
    name left over from a dead job is recognised by the refused connection and replaced. A rank that
    cannot go on says why under a key that leaders look at, and one that dies has left its will in
-   the store. Who fails when all have met breaks the group on its board, through the memfd. The
+   the store. Who fails when all have met breaks the group on its board, through that file. The
    socket's name carries 128 random bits, the hello a random token that only the store knows, and
    both sides check the peer's user. */
 
@@ -8289,17 +8325,19 @@ static cddp_result cddp__gather_guests(cddp__meeting *m) {
   return r;
 }
 
-/* Makes the memfd: as large as all windows, and all holes. */
+/* Makes the file that is the shared memory: as large as all windows, and all holes. */
 static cddp_result cddp__make_memory(cddp__host *h) {
   uint64_t bytes;
-  h->fd = (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */);
+  h->fd = cddp__huge_file();
+  if (h->fd < 0)
+    h->fd = (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */);
   if (h->fd < 0) return cddp__fail_errno("memfd_create");
   bytes = (uint64_t)(h->size + 1) << h->window_bits;
   if (ftruncate(h->fd, (off_t)bytes) != 0)
     return cddp__fail(CDDP_SYSTEM,
                       "ftruncate of shared memory: %s; is there a file size limit (ulimit -f)?",
                       strerror(errno));
-  fcntl(h->fd, 1033 /* F_ADD_SEALS */,
+  fcntl(h->fd, 1033 /* F_ADD_SEALS: for a memfd */,
         2 | 4 /* SHRINK | GROW: no peer can pull it from under us */);
   return CDDP_OK;
 }
@@ -12586,6 +12624,39 @@ CDDP__SGD_LOOPS(cddp__f32, f32, __builtin_fmaf)
 CDDP__SGD_LOOPS(cddp__f64, f64, __builtin_fma)
 #undef CDDP__SGD_LOOPS
 
+/* Reads and writes everything once, in one loop: the memory is busy all the time. */
+#define CDDP__SWEEP(MEAN, OTHERS)                           \
+  CDDP__EACH(float v = MEAN; float x = momentum * m[i];     \
+             if (decay) v = __builtin_fmaf(rate, w0[i], v); \
+             v = __builtin_fmaf(intake, v, x);              \
+             x = __builtin_fmaf(step, v, w0[i]);            \
+             m[i] = v; w0[i] = x; g0[i] = 0; OTHERS)
+
+CDDP__TEMPLATE void cddp__sweep_as(const cddp__sweep *s, int ranks, bool decay, size_t n) {
+  CDDP__STRICT_FP
+  float mean = s->mean, momentum = s->momentum_factor, intake = s->intake, rate = s->decay,
+        step = s->step;
+  cddp__f32 *m = s->momentum, *g0 = s->gradients[0], *g1 = s->gradients[1], *g2 = s->gradients[2],
+            *g3 = s->gradients[3];
+  cddp__f32 *w0 = s->weights[0], *w1 = s->weights[1], *w2 = s->weights[2], *w3 = s->weights[3];
+  if (ranks == 1) {
+    CDDP__SWEEP(g0[i], );
+  } else if (ranks == 2) {
+    CDDP__SWEEP((g0[i] + g1[i]) * mean, w1[i] = x; g1[i] = 0);
+  } else {
+    CDDP__SWEEP(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean,
+                w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);
+  }
+}
+#undef CDDP__SWEEP
+
+CDDP__TEMPLATE void cddp__sweep_any(const cddp__sweep *s, int ranks, size_t n) {
+  bool decay = s->decays;
+  if (ranks == 1) decay ? cddp__sweep_as(s, 1, true, n) : cddp__sweep_as(s, 1, false, n);
+  else if (ranks == 2) decay ? cddp__sweep_as(s, 2, true, n) : cddp__sweep_as(s, 2, false, n);
+  else decay ? cddp__sweep_as(s, 4, true, n) : cddp__sweep_as(s, 4, false, n);
+}
+
 #define CDDP__SGD_SET(ISA, TARGET)                                                                \
   TARGET CDDP__KERNEL                                                                             \
   static void cddp__add_f32_##ISA(cddp__f32 *d, const cddp__f32 *a, const cddp__f32 *b, size_t n, \
@@ -12607,8 +12678,13 @@ CDDP__SGD_LOOPS(cddp__f64, f64, __builtin_fma)
                                   double f, bool separate) {                                      \
     cddp__mix_f64(m, b, n, momentum, f, separate);                                                \
   }                                                                                               \
+  TARGET CDDP__KERNEL                                                                             \
+  static void cddp__sweep_##ISA(const cddp__sweep *s, int ranks, size_t n) {                      \
+    cddp__sweep_any(s, ranks, n);                                                                 \
+  }                                                                                               \
   static const cddp__sgd_kernels cddp__sgd_kernels_##ISA = {                                      \
-      cddp__add_f32_##ISA, cddp__add_f64_##ISA, cddp__mix_f32_##ISA, cddp__mix_f64_##ISA};
+      cddp__add_f32_##ISA, cddp__add_f64_##ISA, cddp__mix_f32_##ISA, cddp__mix_f64_##ISA,         \
+      cddp__sweep_##ISA};
 
 CDDP__SGD_SET(base, )
 #if CDDP__DISPATCH
@@ -14034,6 +14110,40 @@ static bool cddp__steps(const cddp_ddp *d, const cddp_sgd *s, int i) {
   return d->tensors[i].used || s->used == NULL;
 }
 
+/* Whether one loop does it all: with what most programs have, and not in the first step. */
+static bool cddp__sweeps(const cddp__fused *f, int i) {
+  const cddp_ddp *d = f->d;
+  const cddp__sgd_rule *r = &f->s->rule;
+  int k = d->group->locals;
+  return d->params[i].dtype == CDDP_F32 && (k == 1 || k == 2 || k == 4) && d->active_count == k &&
+         !f->averaged && d->tensors[i].used && (d->tensors[i].data != NULL || k == 1) &&
+         f->shard != NULL && f->s->started[i] && !r->nesterov && !r->maximize && !r->separate;
+}
+
+static void cddp__sweep_block(const cddp__fused *f, int i, size_t at, size_t n) {
+  const cddp_ddp *d = f->d;
+  const cddp__sgd_rule *r = &f->s->rule;
+  size_t inside = at - d->tensors[i].offset;
+  int k, others = 0, size = d->group->locals, me = d->group->number;
+  cddp__sweep sweep;
+  memset(&sweep, 0, sizeof sweep);
+  sweep.mean = 1.0f / (float)size;
+  sweep.momentum_factor = (float)r->momentum;
+  sweep.intake = (float)r->intake;
+  sweep.decay = (float)r->decay;
+  sweep.decays = r->decay != 0;
+  sweep.step = (float)r->step;
+  sweep.momentum =
+      (cddp__f32 *)(void *)(f->shard->mine + cddp__shard_offset(d, CDDP_F32, me, at));
+  sweep.weights[0] = (cddp__f32 *)(void *)((char *)d->params[i].data + inside);
+  for (k = 0; k < size; k++) {
+    sweep.gradients[k] = (cddp__f32 *)(void *)(d->arenas[k] + at);
+    if (k != me)
+      sweep.weights[++others] = (cddp__f32 *)(void *)(d->tensors[i].data[k] + inside);
+  }
+  cddp__pick_sgd_kernels()->sweep(&sweep, size, n);
+}
+
 /* Reduces, updates and publishes n elements of parameter i from arena offset `at` on. */
 static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
   double sum[CDDP__BLOCK];
@@ -14053,7 +14163,6 @@ static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
   if (f->shard != NULL) momentum = f->shard->mine + cddp__shard_offset(d, (int)p->dtype, me, at);
   cddp__sgd_update(&f->s->rule, p->dtype, weights, weights, gradient, momentum, n,
                    !f->s->started[i]);
-  cddp__sgd_copy(f->s, i, inside / cddp__dtype_size(p->dtype), n);
   for (k = 0; k < size; k++) {
     if (t->data != NULL && k != me) memcpy(t->data[k] + inside, weights, bytes);
     if (t->data != NULL || k != me) memset(d->arenas[k] + at, 0, bytes);
@@ -14067,11 +14176,14 @@ static void cddp__fuse_slice(const cddp__fused *f) {
   int i;
   for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
     size_t esize = cddp__dtype_size(d->params[i].dtype);
+    bool sweeps = cddp__sweeps(f, i);
     if (!cddp__steps(d, f->s, i)) continue;
     if (!cddp__tensor_slice(d, i, d->group->number, &begin, &end)) continue;
     for (; begin < end; begin += n * esize) {
       n = cddp__min(CDDP__BLOCK, (end - begin) / esize);
-      cddp__fuse_block(f, i, begin, n);
+      if (sweeps) cddp__sweep_block(f, i, begin, n);
+      else cddp__fuse_block(f, i, begin, n);
+      cddp__sgd_copy(f->s, i, (begin - d->tensors[i].offset) / esize, n);
     }
   }
 }
@@ -21245,7 +21357,8 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   ranks on several hosts, by TCP; backend "mpi" (CDDP_MPI, CDDP_BACKEND);
                   device "cuda" on several hosts, checkpoints of a GPU's memory, cddp_set_device;
                   checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
-                  cddp_ddp_join; sparse gradients; f16 and bf16 copies of f32 weights; AVX-512
+                  cddp_ddp_join; sparse gradients; f16 and bf16 copies of f32 weights; AVX-512;
+                  cddp_ddp_step in one loop; huge pages of its own for root
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

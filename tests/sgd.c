@@ -374,6 +374,70 @@ static void test_no_memory(void) {
   cddp_sgd_destroy(s);
 }
 
+/* The one loop of a data-parallel step is the mean, the update, the others' weights and zeros. */
+static void sweep_as(int ranks, size_t n, double decay, double dampening) {
+  enum { MOST = 2100 };
+  static float g[4][MOST], w[4][MOST], m[MOST], mean[MOST], want_w[MOST], want_m[MOST];
+  static const float odd[] = {0.0f, -0.0f, 1e-42f, -3e38f, 3e38f, 1e-30f};
+  const void *srcs[4];
+  cddp_sgd_desc desc;
+  cddp__sgd_rule rule;
+  cddp__sweep s;
+  uint32_t state = 12345;
+  size_t i;
+  int k;
+  memset(&desc, 0, sizeof desc);
+  desc.lr = 0.1;
+  desc.momentum = 0.9;
+  desc.dampening = dampening;
+  desc.weight_decay = decay;
+  cddp__sgd_rule_init(&rule, &desc);
+  memset(&s, 0, sizeof s);
+  for (i = 0; i < MOST; i++) {
+    for (k = 0; k < 4; k++) {
+      state = state * 1664525u + 1013904223u;
+      g[k][i] = state >> 28 == 0 ? odd[(state >> 8) % 6] : (float)(int32_t)state * 0x1p-31f;
+      w[k][i] = 7;
+    }
+    state = state * 1664525u + 1013904223u;
+    m[i] = want_m[i] = (float)(int32_t)state * 0x1p-33f;
+    w[0][i] = want_w[i] = (float)(int32_t)(state * 2654435761u) * 0x1p-30f;
+  }
+  for (k = 0; k < ranks; k++) srcs[k] = s.gradients[k] = (cddp__f32 *)g[k];
+  for (k = 0; k < ranks; k++) s.weights[k] = (cddp__f32 *)w[k];
+  cddp__reduce(mean, srcs, ranks, n, CDDP_F32, CDDP_AVG);
+  cddp__sgd_update(&rule, CDDP_F32, want_w, want_w, mean, want_m, n, false);
+  s.momentum = (cddp__f32 *)m;
+  s.mean = 1.0f / (float)ranks;
+  s.momentum_factor = (float)rule.momentum;
+  s.intake = (float)rule.intake;
+  s.decay = (float)rule.decay;
+  s.decays = rule.decay != 0;
+  s.step = (float)rule.step;
+  cddp__pick_sgd_kernels()->sweep(&s, ranks, n);
+  CHECK(memcmp(m, want_m, sizeof m) == 0);
+  for (k = 0; k < ranks; k++) {
+    CHECK(memcmp(w[k], want_w, n * sizeof(float)) == 0);
+    for (i = 0; i < n; i++)
+      if (g[k][i] != 0 || signbit(g[k][i])) break;
+    CHECK_EQ(i, n);
+    CHECK(w[k][n] == (k == 0 ? want_w[n] : 7));
+  }
+}
+
+static void test_sweep(void) {
+  static const size_t sizes[] = {0, 1, 7, 16, 33, 1000, 2048, 2099};
+  size_t i;
+  int ranks;
+  for (i = 0; i < sizeof sizes / sizeof *sizes; i++)
+    for (ranks = 1; ranks <= 4; ranks *= 2) {
+      sweep_as(ranks, sizes[i], 0, 0);
+      sweep_as(ranks, sizes[i], 1e-4, 0);
+      sweep_as(ranks, sizes[i], 0, 0.25);
+      sweep_as(ranks, sizes[i], 1e-4, 0.25);
+    }
+}
+
 int main(void) {
   int isa;
   for (isa = test_best_isa(); isa >= CDDP__ISA_BASE; isa--) {
@@ -387,6 +451,7 @@ int main(void) {
     RUN(test_sharded);
     RUN(test_bad_arguments);
     RUN(test_no_memory);
+    RUN(test_sweep);
   }
   return TEST_END();
 }

@@ -1,6 +1,8 @@
 /* step.c - times a training step: the network 784-2048-2048-10, 128 images a rank, 2 ranks, SGD
    with momentum. Prints lines 'step NAME MILLISECONDS'; the names:
      alone         the ranks do not communicate: each has all of the SGD to itself
+     lockstep      the same, but they wait for each other before and after the SGD, as ranks that
+                   step together must: what is above alone is the unevenness of the cores
      ddp_step      cddp_ddp_step
      ddp_wait      cddp_ddp_wait, cddp_sgd_step, cddp_sgd_zero_grad
    each with its parts (.forward .backward .update), and without the network around it
@@ -15,8 +17,8 @@
 #include <cblas.h>
 
 enum { RANKS = 2, BATCH = 128, IN = 784, HIDDEN = 2048, OUT = 10, PARAMS = 6, ROUNDS = 64 };
-enum { ALONE, STEP, WAIT, MODES };
-static const char *const mode_names[MODES] = {"alone", "ddp_step", "ddp_wait"};
+enum { ALONE, LOCKSTEP, STEP, WAIT, MODES };
+static const char *const mode_names[MODES] = {"alone", "lockstep", "ddp_step", "ddp_wait"};
 static int rounds = 7, steps = 10;
 
 static const size_t param_size[PARAMS] = {(size_t)HIDDEN *IN, HIDDEN, (size_t)HIDDEN *HIDDEN,
@@ -124,9 +126,11 @@ static void update(model *m, int mode) {
     check(cddp_ddp_step(m->ddp, m->sgd));
     return;
   }
+  if (mode == LOCKSTEP) check(cddp_barrier(group));
   if (mode == WAIT) check(cddp_ddp_wait(m->ddp));
   check(cddp_sgd_step(m->sgd));
   check(cddp_sgd_zero_grad(m->sgd));
+  if (mode == LOCKSTEP) check(cddp_barrier(group));
 }
 
 static void model_init(model *m, int mode) {
@@ -139,15 +143,15 @@ static void model_init(model *m, int mode) {
   o.lr = 0.01;
   o.momentum = 0.9;
   for (i = 0; i < PARAMS; i++) {
-    float *w = mode == ALONE ? fresh(param_size[i]) : cddp_alloc(group, param_size[i] * 4);
+    float *w = mode <= LOCKSTEP ? fresh(param_size[i]) : cddp_alloc(group, param_size[i] * 4);
     if (w == NULL) check(CDDP_OUT_OF_MEMORY);
     for (k = 0; k < param_size[i]; k++) w[k] = i % 2 ? 0 : noise(&seed) * 0.04f;
     m->p[i].name = param_name[i];
     m->p[i].data = w;
-    m->p[i].grad = mode == ALONE ? fresh(param_size[i]) : NULL;
+    m->p[i].grad = mode <= LOCKSTEP ? fresh(param_size[i]) : NULL;
     m->p[i].count = param_size[i];
   }
-  if (mode != ALONE) check(cddp_ddp_create(&m->ddp, group, m->p, PARAMS, NULL));
+  if (mode > LOCKSTEP) check(cddp_ddp_create(&m->ddp, group, m->p, PARAMS, NULL));
   check(cddp_sgd_create(&m->sgd, m->p, PARAMS, &o));
 }
 
@@ -281,7 +285,7 @@ static int as_rank(int r, void *arg) {
   for (mode = 0; mode < MODES; mode++) {
     cddp_sgd_destroy(models[mode].sgd);
     cddp_ddp_destroy(models[mode].ddp);
-    for (i = 0; mode != ALONE && i < PARAMS; i++) cddp_free(group, models[mode].p[i].data);
+    for (i = 0; mode > LOCKSTEP && i < PARAMS; i++) cddp_free(group, models[mode].p[i].data);
   }
   cddp_destroy(group);
   return 0;
