@@ -247,9 +247,8 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
 /* Memory that the backend reduces without a copy: shared with the ranks of this host, on huge pages
    where the system allows, page-aligned, contents undefined. NULL when there is none (cddp_error
    says why). Local, any thread. Free it with the group it came from, after every operation on it
-   has ended, and before that group is destroyed. Huge pages: for root, and where
-   /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise; on Linux 6.1 and some after it
-   for everybody. */
+   has ended, and before that group is destroyed. Huge pages: from Linux 6.1 on; before it where
+   /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
 
@@ -910,10 +909,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #endif
 #endif
 /* >>design ----------------------------------------------------------------------------------------
-   PLACES. The ranks of a host share one file without a name, mostly a memfd, kept open by them
-   alone, so that nothing is ever left in a file system. Rank i allocates in its own window of it
-   (>>arena) and its peers map what they meet. Each group has a board there: two announcement lines
-   per rank, a seat (posted sends, a state) and two slots for bytes in transit.
+   PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
+   left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
+   they meet. Each group has a board there: two announcement lines per rank, a seat (posted sends, a
+   state) and two slots for bytes in transit.
 
    STEPS. Whatever ranks do together is a numbered sequence of steps (>>local). In a step each rank
    announces what it calls and waits for all others' announcements; the announcement carries
@@ -1021,7 +1020,7 @@ typedef struct cddp__site {
 
 /* Where a buffer lies, in words that every rank of the host can follow. */
 typedef struct cddp__ref {
-  uint64_t base;       /* extent: offset in the file, bytes; pointer: the address */
+  uint64_t base;       /* extent: offset in the memfd, bytes; pointer: the address */
   uint64_t size;       /* extent: its length, bytes */
   uint64_t offset;     /* of the buffer in the extent, bytes */
   uint32_t generation; /* of the extent: a freed and reused one has another */
@@ -1125,7 +1124,7 @@ typedef struct cddp__board {
 
 /* A piece of this rank's window, or (threads) of plain memory. Owned by cddp__arena. */
 typedef struct cddp__extent {
-  uint64_t base;       /* offset in the file, bytes */
+  uint64_t base;       /* offset in the memfd, bytes */
   uint64_t size;       /* bytes, whole pages */
   char *address;       /* where this process has it; NULL: free */
   uint32_t generation; /* bumped by each allocation */
@@ -1148,14 +1147,14 @@ typedef struct cddp__host {
   int refs;              /* groups that use it */
   bool threads;          /* ranks are threads of this process: any pointer is shared */
   int size, index;       /* ranks, this rank */
-  int fd;                /* shared memory; -1 for threads and a single rank without it */
+  int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
   int window_bits;       /* rank i's extents lie in [(i + 1) << bits, (i + 2) << bits) */
   int *pidfds;           /* [size]; -1 for this rank and for threads */
   uint32_t *pids;        /* [size] */
   int cores;             /* that this process may use */
   char name[72];         /* of the machine */
   cddp_record_header *record; /* flight recorder; NULL: off */
-  uint64_t window_end;   /* bump pointer in this rank's window, offset in the file */
+  uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
   uint32_t generation;   /* last one given out */
   cddp__extent *extents; /* own extents, used and free, by base */
   int extent_count, extent_capacity;
@@ -5415,7 +5414,7 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   return CDDP_OK;
 }
 /* >>arena --------------------------------------------------------------------------------------
-   Memory that the ranks of a host reduce in place. Works as follows: the ranks hold one file, so
+   Memory that the ranks of a host reduce in place. Works as follows: the ranks hold one memfd, so
    large that it is all holes; rank i's extents lie in its own window of it, so that nobody needs a
    lock to allocate. A buffer is told to peers as a cddp__ref (extent, offset); a peer maps the
    extent when it first meets it and keeps the mapping until the extent is freed and its place
@@ -5427,30 +5426,6 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
 #endif
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
-
-/* Where the system's setting denies memfds huge pages, which is the default: a file without a name
-   in a tmpfs that nobody else sees, with a setting of its own. -1: not needed, or not allowed. */
-static int cddp__huge_file(void) {
-  int fd = -1;
-#ifdef SYS_fsopen
-  static const char setting[] = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
-  char text[128];
-  int fs, mount = -1, file = open(setting, O_RDONLY | O_CLOEXEC);
-  ssize_t n = file >= 0 ? read(file, text, sizeof text - 1) : 0;
-  if (file >= 0) close(file);
-  text[n > 0 ? n : 0] = 0;
-  if (strstr(text, "[never]") == NULL) return -1;
-  if ((fs = (int)syscall(SYS_fsopen, "tmpfs", 1u /* FSOPEN_CLOEXEC */)) < 0) return -1;
-  if (syscall(SYS_fsconfig, fs, 1u /* SET_STRING */, "huge", "advise", 0) == 0 &&
-      syscall(SYS_fsconfig, fs, 1u, "size", "0" /* no limit but the system's */, 0) == 0 &&
-      syscall(SYS_fsconfig, fs, 6u /* CREATE */, NULL, NULL, 0) == 0)
-    mount = (int)syscall(SYS_fsmount, fs, 1u /* FSMOUNT_CLOEXEC */, 0u);
-  if (mount >= 0) fd = openat(mount, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-  if (mount >= 0) close(mount);
-  close(fs);
-#endif
-  return fd;
-}
 
 /* Maps an extent where its huge pages can be used: at an address that agrees with its offset. */
 static char *cddp__map_extent(const cddp__host *h, uint64_t base, uint64_t size) {
@@ -5483,12 +5458,15 @@ static char *cddp__map_plain(uint64_t size) { /* for threads and single ranks */
   return at;
 }
 
-/* Asks for huge pages. MADV_COLLAPSE makes them at once, from Linux 6.1 on and before 6.18 even
-   where the system's setting for shared memory says never; without them ordinary pages do. */
-static void cddp__populate(char *address, uint64_t size) {
-  uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE;
+/* Asks for huge pages. MADV_COLLAPSE makes them, on this core, even where the system's setting for
+   shared memory says never, but only of memory that has one page at least. Without it ordinary
+   pages do. */
+static void cddp__populate(char *address, uint64_t size, bool shared) {
+  uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
   if (whole == 0) return;
   madvise(address, (size_t)whole, MADV_HUGEPAGE);
+  if (!shared) return; /* the first touch makes one */
+  for (at = 0; at < whole; at += CDDP__HUGE_PAGE) ((volatile char *)address)[at] = 0;
   madvise(address, (size_t)whole, MADV_COLLAPSE);
 }
 
@@ -5550,7 +5528,7 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes) {
     if (address == NULL) {
       cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
     } else {
-      cddp__populate(address, e->size);
+      cddp__populate(address, e->size, h->fd >= 0);
       if (e->dirty) memset(address, 0, (size_t)e->size); /* or a board's old steps would seem new */
       e->dirty = false;
       e->address = address;
@@ -7727,11 +7705,11 @@ static void cddp__describe_link_end(const cddp__link *l, char *out, size_t n) {
 /* >>rendezvous ---------------------------------------------------------------------------------
    How ranks meet. Works as follows: all open the store (rank 0 serves it); the first rank of a host
    to write its socket's name under the host's key becomes the host's leader, the others connect to
-   that abstract Unix socket and say hello. When all are there the leader makes that file and sends
+   that abstract Unix socket and say hello. When all are there the leader makes the memfd and sends
    it to everyone with the list of process ids, and waits for each to say that it is in. A leader's
    name left over from a dead job is recognised by the refused connection and replaced. A rank that
    cannot go on says why under a key that leaders look at, and one that dies has left its will in
-   the store. Who fails when all have met breaks the group on its board, through that file. The
+   the store. Who fails when all have met breaks the group on its board, through the memfd. The
    socket's name carries 128 random bits, the hello a random token that only the store knows, and
    both sides check the peer's user. */
 
@@ -8325,19 +8303,17 @@ static cddp_result cddp__gather_guests(cddp__meeting *m) {
   return r;
 }
 
-/* Makes the file that is the shared memory: as large as all windows, and all holes. */
+/* Makes the memfd: as large as all windows, and all holes. */
 static cddp_result cddp__make_memory(cddp__host *h) {
   uint64_t bytes;
-  h->fd = cddp__huge_file();
-  if (h->fd < 0)
-    h->fd = (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */);
+  h->fd = (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */);
   if (h->fd < 0) return cddp__fail_errno("memfd_create");
   bytes = (uint64_t)(h->size + 1) << h->window_bits;
   if (ftruncate(h->fd, (off_t)bytes) != 0)
     return cddp__fail(CDDP_SYSTEM,
                       "ftruncate of shared memory: %s; is there a file size limit (ulimit -f)?",
                       strerror(errno));
-  fcntl(h->fd, 1033 /* F_ADD_SEALS: for a memfd */,
+  fcntl(h->fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can pull it from under us */);
   return CDDP_OK;
 }
@@ -21358,7 +21334,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
                   device "cuda" on several hosts, checkpoints of a GPU's memory, cddp_set_device;
                   checkpoints: cddp_save, cddp_load, cddp_safetensors_*;
                   cddp_ddp_join; sparse gradients; f16 and bf16 copies of f32 weights; AVX-512;
-                  cddp_ddp_step in one loop; huge pages of its own for root
+                  cddp_ddp_step in one loop
    0.1 (2026-11)  CPU backend on one host, DDP, SGD, sampler, spawn, store */
 
 /* >>license ---------------------------------------------------------------------------------------

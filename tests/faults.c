@@ -119,11 +119,6 @@ static long faulty_syscall(long number, ...) {
   va_end(args);
   if (number == SYS_accept4 && strikes(CALL_ACCEPT)) return -1;
   if (number == SYS_memfd_create && strikes(CALL_MEMFD)) return -1;
-#ifdef SYS_fsopen
-  if (number == SYS_fsopen && strikes(CALL_MEMFD)) return -1;
-  if (number == SYS_fsconfig && strikes(CALL_MEMFD)) return -1;
-  if (number == SYS_fsmount && strikes(CALL_MEMFD)) return -1;
-#endif
   if (number == SYS_pidfd_open && strikes(CALL_PIDFD)) return -1;
   return syscall(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }

@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #endif
 #include <errno.h>
-#include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -17,7 +16,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -67,27 +65,11 @@ BENCH_DEF void bench_die(const char *what) {
 
 BENCH_DEF size_t bench_round(size_t n) { return (n + BENCH_HUGE - 1) / BENCH_HUGE * BENCH_HUGE; }
 
-/* A file for shared memory, with huge pages as far as this user may have them. */
-BENCH_DEF int bench_file(void) {
-  int fd = -1;
-#ifdef SYS_fsopen
-  int fs = (int)syscall(SYS_fsopen, "tmpfs", 1u), mount = -1;
-  if (fs >= 0 && syscall(SYS_fsconfig, fs, 1u, "huge", "advise", 0) == 0 &&
-      syscall(SYS_fsconfig, fs, 1u, "size", "0", 0) == 0 &&
-      syscall(SYS_fsconfig, fs, 6u, NULL, NULL, 0) == 0)
-    mount = (int)syscall(SYS_fsmount, fs, 1u, 0u);
-  if (mount >= 0) fd = openat(mount, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-  if (mount >= 0) close(mount);
-  if (fs >= 0) close(fs);
-#endif
-  return fd >= 0 ? fd : memfd_create("bench", MFD_CLOEXEC);
-}
-
 /* Memory at a multiple of 2 MiB; shared: also seen by processes forked later. */
 BENCH_DEF char *bench_map(size_t bytes, bool shared) {
   size_t span = bench_round(bytes) + BENCH_HUGE;
   char *area = mmap(NULL, span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), *at;
-  int fd = shared ? bench_file() : -1;
+  int fd = shared ? memfd_create("bench", MFD_CLOEXEC) : -1;
   if (area == MAP_FAILED) bench_die("mmap");
   at = area + (BENCH_HUGE - (uintptr_t)area % BENCH_HUGE) % BENCH_HUGE;
   if (shared && (fd < 0 || ftruncate(fd, (off_t)bench_round(bytes)) != 0)) bench_die("memfd");
@@ -101,11 +83,9 @@ BENCH_DEF char *bench_map(size_t bytes, bool shared) {
 /* Asks for 2 MiB pages and touches everything, on the core of the caller. */
 BENCH_DEF void bench_touch(char *p, size_t bytes, bool huge) {
   size_t i, whole = bench_round(bytes);
-  if (huge) {
-    madvise(p, whole, MADV_HUGEPAGE);
-    madvise(p, whole, MADV_COLLAPSE);
-  }
+  if (huge) madvise(p, whole, MADV_HUGEPAGE);
   for (i = 0; i < bytes; i += 4096) ((volatile char *)p)[i] = 0;
+  if (huge) madvise(p, whole, MADV_COLLAPSE);
 }
 
 static int bench_compare(const void *a, const void *b) {
