@@ -427,6 +427,57 @@ static void test_many_runs(void) {
   CHECK(ranks_threads_left(tasks));
 }
 
+/* HUGE PAGES ----------------------------------------------------------------------------------- */
+
+enum { HUGE = 2 << 20, PIECES = 4 };
+
+static long huge_kib(const void *p) { /* of the shared mapping at p */
+  FILE *f = fopen("/proc/self/smaps", "r");
+  unsigned long begin = 0, end = 0, at = (unsigned long)(uintptr_t)p, a, b;
+  char line[256];
+  long kib = 0;
+  while (f != NULL && fgets(line, sizeof line, f) != NULL) {
+    if (sscanf(line, "%lx-%lx ", &a, &b) == 2) begin = a, end = b;
+    if (begin <= at && at < end && sscanf(line, "ShmemPmdMapped: %ld", &kib) == 1) break;
+  }
+  if (f != NULL) fclose(f);
+  return kib;
+}
+
+static bool system_has_huge_pages(void) { /* for shared memory that is asked for them by hand */
+  int fd = memfd_create("huge", MFD_CLOEXEC), i;
+  char *area = (char *)mmap(NULL, (PIECES + 1) * (size_t)HUGE, PROT_NONE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char *at = area + (HUGE - (uintptr_t)area % HUGE) % HUGE;
+  bool has;
+  CHECK(fd >= 0 && ftruncate(fd, PIECES * (off_t)HUGE) == 0 && area != (char *)MAP_FAILED);
+  CHECK(mmap(at, PIECES * (size_t)HUGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) ==
+        at);
+  madvise(at, PIECES * (size_t)HUGE, MADV_HUGEPAGE);
+  for (i = 0; i < PIECES; i++) at[i * HUGE] = 1;
+  has = madvise(at, PIECES * (size_t)HUGE, 25 /* MADV_COLLAPSE */) == 0 && huge_kib(at) > 0;
+  munmap(area, (PIECES + 1) * (size_t)HUGE);
+  close(fd);
+  return has;
+}
+
+static int run_huge_pages(cddp_group *g, void *arg) {
+  float *p = (float *)cddp_alloc(g, PIECES * (size_t)HUGE);
+  (void)arg;
+  CHECK(p != NULL);
+  CHECK_OK(cddp_all_reduce(g, p, PIECES * (size_t)HUGE / 4, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(p != NULL && huge_kib(p) > 0);
+  cddp_free(g, p);
+  return 0;
+}
+
+static void test_huge_pages(void) {
+  if (system_has_huge_pages())
+    CHECK_OK(ranks_run(run_huge_pages, NULL, 2, false));
+  else
+    printf("  this system has none for shared memory\n");
+}
+
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   cddp_destroy(NULL);
@@ -439,5 +490,6 @@ int main(void) {
   RUN(test_left_behind);
   RUN(test_cycles);
   RUN(test_many_runs);
+  RUN(test_huge_pages);
   return TEST_END();
 }
