@@ -13000,8 +13000,9 @@ static cddp_result cddp__sgd_step(cddp_sgd *s) {
    reduced yet takes one pass instead: each rank walks through its slice of the arena block by
    block, adds up the block of all ranks, applies SGD with its share of the momentum, writes the new
    weights to every rank and zeroes the block everywhere: the block stays in the first-level cache
-   between these. After a step() the next buckets therefore wait for step(). Weights in memory that
-   is not shared are published through the gradients' places. */
+   between these, or (f32, 1, 2 or 4 ranks) one loop does it all. After a step() the next buckets
+   therefore wait for step(). Weights in memory that is not shared are published through the
+   gradients' places. */
 
 #define CDDP__BLOCK ((size_t)2048) /* elements of a block of step() */
 

@@ -11,7 +11,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 
 patterns=("$@")
-variants="plain asan tsan clang-asan"
+variants="plain asan tsan clang"
 valgrind_tests="groups"
 waiting="store discovery spawn launch init strangers faults simulate" # mostly asleep: they run side by side
 tests=$(sed -n 's/^build $dir\/\([a-z0-9_]*\): \(room\|public\) .*/\1/p' tests/variant.ninja)
@@ -155,7 +155,7 @@ built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this var
   case $1 in
   asan) list='$name|${name}-parsers' ;;
   tsan) list='${name}-threads|${name}-gpu-short' ;;
-  clang-asan) list='${name}-short' ;;
+  clang) list='${name}-short' ;;
   esac
   cat tests/variant.ninja tests/gpu.ninja | awk -v list="|$list|" '
     /^build / { on = index(list, "|" substr($2, 1, length($2) - 1) "|") } on' | grep -q -w "\$dir/$2"
@@ -163,7 +163,7 @@ built_by_default() { # VARIANT TEST: whether `ninja test` builds it for this var
 
 run_variant() { # VARIANT
   local v=$1 t why limit=300 prefix=("${fixed[@]+"${fixed[@]}"}") any= waits cores=2 tests=$tests
-  [ "$v" = clang-asan ] || tests="$tests $gpu_tests"
+  [ "$v" = clang ] || tests="$tests $gpu_tests"
   for t in $tests; do wanted "$v/$t" && any=1; done
   [ -n "$any" ] || return 0
   why=$(obstacle "$v")
