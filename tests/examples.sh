@@ -264,7 +264,7 @@ gpu() {
   [ "$(grep -o -E '[0-9a-f]{16}$' "$work/out" | uniq -c | awk '{ print $1 }')" = 4 ] || fail "weights differ"
   run build/plain/data_parallel.cu -n 4 --output 1 --epochs 2 --images 64 # compares the losses itself
   expect 2 '^ +[0-9]+( +[0-9]\.[0-9]{5}){4}$'
-  HOSTCUDA_DEVICES=2 build/plain/data_parallel.cu -n 4 >"$work/out" 2>&1 && fail "4 threads on 2 GPUs"
+  HOSTCUDA_DEVICES=2 build/plain/data_parallel.cu -n 4 --epochs 1 --images 64 >"$work/out" 2>&1 && fail "4 threads on 2 GPUs"
   expect 1 'cddp_set_device: .*local rank [23] has no GPU of its own: 2 are visible'
   HOSTCUDA_DEVICES=0 no_gpu build/plain/toy.cu
   HOSTCUDA_DEVICES=2 build/plain/toy.cu -n 3 >"$work/out" 2>&1 && fail "3 ranks on 2 GPUs: $(cat "$work/out")"
