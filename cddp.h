@@ -247,7 +247,8 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
 /* Memory that the backend reduces without a copy: shared with the ranks of this host, on huge pages
    where the system allows, page-aligned, contents undefined. NULL when there is none (cddp_error
    says why). Local, any thread. Free it with the group it came from, after every operation on it
-   has ended, and before that group is destroyed. Huge pages: from Linux 6.1 on; before it where
+   has ended, and before that group is destroyed. Huge pages, which take their memory at once: by
+   MADV_COLLAPSE (Linux 6.1); before that where
    /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
@@ -1407,7 +1408,7 @@ typedef struct cddp__sgd_kernels {
                   bool separate);
   void (*mix_f64)(cddp__f64 *m, const cddp__f64 *b, size_t n, double momentum, double f,
                   bool separate);
-  /* mean, decay, momentum, step, zero */
+  /* mean, decay, momentum, step, publish, zero; of a rule that cddp__rule_sweeps */
   void (*sweep)(const cddp__sweep *s, int ranks, size_t n);
 } cddp__sgd_kernels;
 
@@ -12693,6 +12694,22 @@ static void cddp__sgd_rule_init(cddp__sgd_rule *r, const cddp_sgd_desc *d) {
   r->separate = d->separate_mul_add;
 }
 
+static bool cddp__rule_sweeps(const cddp__sgd_rule *r) {
+  return r->momentum != 0 && !r->nesterov && !r->maximize && !r->separate;
+}
+
+static cddp__sweep cddp__sweep_of(const cddp__sgd_rule *r, int ranks) { /* but for the arrays */
+  cddp__sweep s;
+  memset(&s, 0, sizeof s);
+  s.mean = 1.0f / (float)ranks;
+  s.momentum_factor = (float)r->momentum;
+  s.intake = (float)r->intake;
+  s.decay = (float)r->decay;
+  s.decays = r->decay != 0;
+  s.step = (float)r->step;
+  return s;
+}
+
 /* One pass over a block in the compute type: F32 for F16 and BF16, whose results are rounded. */
 typedef struct cddp__sgd_pass {
   const cddp__kernels *kernels;
@@ -14090,26 +14107,17 @@ static bool cddp__steps(const cddp_ddp *d, const cddp_sgd *s, int i) {
 /* Whether one loop does it all: with what most programs have, and not in the first step. */
 static bool cddp__sweeps(const cddp__fused *f, int i) {
   const cddp_ddp *d = f->d;
-  const cddp__sgd_rule *r = &f->s->rule;
   int k = d->group->locals;
   return d->params[i].dtype == CDDP_F32 && (k == 1 || k == 2 || k == 4) && d->active_count == k &&
          !f->averaged && d->tensors[i].used && (d->tensors[i].data != NULL || k == 1) &&
-         f->shard != NULL && f->s->started[i] && !r->nesterov && !r->maximize && !r->separate;
+         f->shard != NULL && f->s->started[i] && cddp__rule_sweeps(&f->s->rule);
 }
 
 static void cddp__sweep_block(const cddp__fused *f, int i, size_t at, size_t n) {
   const cddp_ddp *d = f->d;
-  const cddp__sgd_rule *r = &f->s->rule;
   size_t inside = at - d->tensors[i].offset;
   int k, others = 0, size = d->group->locals, me = d->group->number;
-  cddp__sweep sweep;
-  memset(&sweep, 0, sizeof sweep);
-  sweep.mean = 1.0f / (float)size;
-  sweep.momentum_factor = (float)r->momentum;
-  sweep.intake = (float)r->intake;
-  sweep.decay = (float)r->decay;
-  sweep.decays = r->decay != 0;
-  sweep.step = (float)r->step;
+  cddp__sweep sweep = cddp__sweep_of(&f->s->rule, size);
   sweep.momentum =
       (cddp__f32 *)(void *)(f->shard->mine + cddp__shard_offset(d, CDDP_F32, me, at));
   sweep.weights[0] = (cddp__f32 *)(void *)((char *)d->params[i].data + inside);

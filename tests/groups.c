@@ -466,7 +466,7 @@ static int run_huge_pages(cddp_group *g, void *arg) {
   (void)arg;
   CHECK(p != NULL);
   CHECK_OK(cddp_all_reduce(g, p, PIECES * (size_t)HUGE / 4, CDDP_F32, CDDP_SUM, NULL));
-  CHECK(p != NULL && huge_kib(p) > 0);
+  CHECK(p != NULL && (cddp_local_world_size(g) == 1 || huge_kib(p) > 0));
   cddp_free(g, p);
   return 0;
 }

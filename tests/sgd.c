@@ -392,7 +392,8 @@ static void sweep_as(int ranks, size_t n, double decay, double dampening) {
   desc.dampening = dampening;
   desc.weight_decay = decay;
   cddp__sgd_rule_init(&rule, &desc);
-  memset(&s, 0, sizeof s);
+  CHECK(cddp__rule_sweeps(&rule));
+  s = cddp__sweep_of(&rule, ranks);
   for (i = 0; i < MOST; i++) {
     for (k = 0; k < 4; k++) {
       state = state * 1664525u + 1013904223u;
@@ -408,12 +409,6 @@ static void sweep_as(int ranks, size_t n, double decay, double dampening) {
   cddp__reduce(mean, srcs, ranks, n, CDDP_F32, CDDP_AVG);
   cddp__sgd_update(&rule, CDDP_F32, want_w, want_w, mean, want_m, n, false);
   s.momentum = (cddp__f32 *)m;
-  s.mean = 1.0f / (float)ranks;
-  s.momentum_factor = (float)rule.momentum;
-  s.intake = (float)rule.intake;
-  s.decay = (float)rule.decay;
-  s.decays = rule.decay != 0;
-  s.step = (float)rule.step;
   cddp__pick_sgd_kernels()->sweep(&s, ranks, n);
   CHECK(memcmp(m, want_m, sizeof m) == 0);
   for (k = 0; k < ranks; k++) {
