@@ -35,7 +35,7 @@
    double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED
    to it, so that a loop reads it back once an epoch; zero it with cudaMemsetAsync.
 
-   CONTENTS  >>declarations  >>primitives  >>segments (SGD, scale, adopt)  >>sums  >>arrays
+   CONTENTS  >>declarations  >>primitives  >>segments (SGD, scale)  >>sums  >>arrays
              >>layers  >>table */
 
 #ifndef CDDP_KERNELS_CUH
@@ -64,8 +64,8 @@ extern "C" {
 #endif
 
 /* One step of SGD on all segments, in as few launches as 64 segments each allow (one for a flat
-   arena). Arithmetic and rounding of cddp_sgd_step, bit for bit. flags: CDDP_SGD_FIRST, _ZERO,
-   _PUBLISH. Segments whose momentum is NULL need a rule without momentum. */
+   arena). Arithmetic and rounding of cddp_sgd_step, bit for bit. flags: CDDP_SGD_FIRST, _ZERO.
+   Segments whose momentum is NULL need a rule without momentum. */
 cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
                           unsigned flags, cudaStream_t stream);
 /* The same on f32; copies[i][count] also gets segment i's new weights as f16 or bf16. */
@@ -75,8 +75,6 @@ cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int
 /* copies[i][count] = segment i's weights, f32, as f16 or bf16; its grad may be NULL. */
 cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copies, int n,
                              cddp_dtype copy_dtype, cudaStream_t stream);
-/* data = grad, then grad = 0. */
-cudaError_t cddp_cuda_adopt(const cddp_segment *s, int n, cddp_dtype dtype, cudaStream_t stream);
 /* scratch[0] = the sum of all grad squared (add: + what it was), in double. */
 cudaError_t cddp_cuda_squares(const cddp_segment *s, int n, cddp_dtype dtype, double *scratch,
                               bool add, cudaStream_t stream);
@@ -186,7 +184,6 @@ static __device__ double cddp__cu_fma(double a, double b, double c) { return __f
 static __device__ float cddp__cu_mul(float a, float b) { return __fmul_rn(a, b); }
 static __device__ double cddp__cu_mul(double a, double b) { return __dmul_rn(a, b); }
 static __device__ float cddp__cu_add(float a, float b) { return __fadd_rn(a, b); }
-static __device__ double cddp__cu_add(double a, double b) { return __dadd_rn(a, b); }
 
 /* What a thread moves at once. */
 template <typename T, size_t N> struct alignas(sizeof(T) * N) cddp__cu_pack { T v[N]; };
@@ -253,6 +250,14 @@ static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to
 /* An operation reads and writes some of an element's arrays: a sum of these. */
 enum { CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4 };
 
+/* What most operations leave out: a limit to the blocks, what follows a block's last chunk, and
+   what follows a launch. */
+struct cddp__cu_each {
+  enum { BLOCKS = 1 << 30 };
+  __device__ void end() const {}
+  cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
+};
+
 template <typename T, typename Op>
 static __device__ void cddp__cu_do_element(const cddp__cu_piece &p, size_t i, const Op &op) {
   T d = T(), g = T(), m = T();
@@ -309,6 +314,7 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
       for (size_t i = at + threadIdx.x; i < end; i += CDDP__CU_THREADS)
         cddp__cu_do_element<T>(p, i, op);
   }
+  op.end();
 }
 
 /* Bytes from the last multiple of 16 to p; the same for all arrays, or -1. */
@@ -343,11 +349,12 @@ static void cddp__cu_add_piece(cddp__cu_pieces *t, const cddp_segment *s, void *
 
 template <typename T, typename Op>
 static cudaError_t cddp__cu_flush(cddp__cu_pieces *t, const Op &op, cudaStream_t stream) {
+  unsigned blocks = cddp__cu_blocks(t->chunks, 1, Op::BLOCKS);
   cudaError_t e = cudaSuccess;
   if (t->count > 0)
-    e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>,
-                        dim3(cddp__cu_blocks(t->chunks, 1, 1u << 30)), CDDP__CU_THREADS, stream, *t,
+    e = cddp__cu_launch(cddp__cu_segments_kernel<T, Op>, dim3(blocks), CDDP__CU_THREADS, stream, *t,
                         op);
+  if (t->count > 0 && e == cudaSuccess) e = op.launched(blocks, stream);
   t->count = 0;
   t->chunks = 0;
   return e;
@@ -385,25 +392,23 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
 /* The rule's numbers in the type they are computed in. */
 template <typename C> struct cddp__cu_rule {
   C step, momentum, intake, decay;
-  bool has_momentum, has_decay, nesterov, maximize, separate;
+  bool has_momentum, has_decay, nesterov, maximize;
 };
 
 /* d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
-   d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded once (separate:
-   after the product too); f16 and bf16 round each result to their type, as >>sgd of cddp.h does. */
-template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op {
+   d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded once; f16 and bf16
+   round each result to their type, as >>sgd of cddp.h does. */
+template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   typedef typename cddp__cu_type<T>::C C;
   enum {
     READS = CDDP__CU_DATA | CDDP__CU_GRAD | (IN & CDDP__CU_MOMENTUM),
     WRITES = CDDP__CU_DATA | OUT
   };
   cddp__cu_rule<C> r;
-  bool publish;
   Copy copies;
   __device__ void begin() {}
   __device__ C add(C a, C b, C f) const { /* a + f * b */
-    C x = r.separate ? cddp__cu_add(a, cddp__cu_mul(f, b)) : cddp__cu_fma(f, b, a);
-    return cddp__cu_rounded<T>(x);
+    return cddp__cu_rounded<T>(cddp__cu_fma(f, b, a));
   }
   __device__ void apply(T &data, T &grad, T &moment) const {
     C p = cddp__cu_load(data), d = cddp__cu_load(grad), m;
@@ -419,19 +424,19 @@ template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op {
       moment = cddp__cu_store<T>(m);
     }
     data = cddp__cu_store<T>(add(p, d, r.step));
-    if (OUT & CDDP__CU_GRAD) grad = publish ? data : cddp__cu_store<T>((C)0);
+    if (OUT & CDDP__CU_GRAD) grad = cddp__cu_store<T>((C)0);
   }
   template <size_t N> __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
     copies.template copy<N>(p, i, d);
   }
 };
 
-struct cddp__cu_no_copy {
+struct cddp__cu_no_copy : cddp__cu_each {
   template <size_t N, typename T>
   __device__ void copy(const cddp__cu_piece &, size_t, const T *) const {}
 };
 
-template <typename H> struct cddp__cu_half_copy {
+template <typename H> struct cddp__cu_half_copy : cddp__cu_each {
   template <size_t N, typename T>
   __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
     cddp__cu_pack<H, N> out;
@@ -480,16 +485,14 @@ static cddp__cu_rule<typename cddp__cu_type<T>::C> cddp__cu_make_rule(const cddp
   r.has_decay = d->weight_decay != 0;
   r.nesterov = d->nesterov;
   r.maximize = d->maximize;
-  r.separate = d->separate_mul_add;
   return r;
 }
 
 template <typename T, int IN, int OUT, typename Copy>
 static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
-                                const cddp_sgd_desc *rule, unsigned flags, cudaStream_t stream) {
+                                const cddp_sgd_desc *rule, cudaStream_t stream) {
   cddp__cu_sgd_op<T, IN, OUT, Copy> op = {};
   op.r = cddp__cu_make_rule<T>(rule);
-  op.publish = (flags & CDDP_SGD_PUBLISH) != 0;
   return cddp__cu_segments<T>(s, copies, n, op, stream);
 }
 
@@ -498,15 +501,15 @@ static cudaError_t cddp__cu_sgd_copying(const cddp_segment *s, void *const *copi
                                      const cddp_sgd_desc *rule, unsigned flags,
                                      cudaStream_t stream) {
   const int M = CDDP__CU_MOMENTUM, G = CDDP__CU_GRAD;
-  bool grad = (flags & (CDDP_SGD_ZERO | CDDP_SGD_PUBLISH)) != 0;
+  bool grad = (flags & CDDP_SGD_ZERO) != 0;
   if (rule->momentum == 0)
-    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, flags, stream)
-                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, flags, stream);
+    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, stream)
+                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, stream);
   if ((flags & CDDP_SGD_FIRST) != 0)
-    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, flags, stream)
-                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, flags, stream);
-  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, flags, stream)
-              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, flags, stream);
+    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, stream)
+                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, stream);
+  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, stream)
+              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, stream);
 }
 
 template <typename T>
@@ -567,26 +570,6 @@ extern "C" cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copi
   return cudaErrorInvalidValue;
 }
 
-template <typename T> struct cddp__cu_adopt_op : cddp__cu_no_copy {
-  enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_DATA | CDDP__CU_GRAD };
-  __device__ void begin() {}
-  __device__ void apply(T &data, T &grad, T &) const {
-    data = grad;
-    grad = cddp__cu_store<T>(0);
-  }
-};
-
-template <typename T>
-static cudaError_t cddp__cu_adopt(const cddp_segment *s, int n, cudaStream_t stream) {
-  return cddp__cu_segments<T>(s, NULL, n, cddp__cu_adopt_op<T>(), stream);
-}
-
-extern "C" cudaError_t cddp_cuda_adopt(const cddp_segment *s, int n, cddp_dtype dtype,
-                                       cudaStream_t stream) {
-  if (!cddp__cu_segments_ok(s, n, true, false)) return cudaErrorInvalidValue;
-  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_adopt, s, n, stream);
-}
-
 template <typename T> struct cddp__cu_scale_op : cddp__cu_no_copy {
   enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_GRAD };
   const double *factor;
@@ -614,7 +597,7 @@ extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype 
 
 /* >>sums -----------------------------------------------------------------------------------------
    Works as follows: each block leaves its sum in scratch (block b at 2 + b), a second launch of one
-   block adds these up. How many blocks there are depends on the size alone, not on the device. */
+   block adds these up. How many blocks there are depends on the sizes alone, not on the device. */
 
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     cddp__cu_finish_kernel(double *to, const double *partial, int n, double factor, bool add) {
@@ -624,43 +607,34 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   if (threadIdx.x == 0) *to = add ? *to + sum : sum;
 }
 
-template <typename T>
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_squares_kernel(const T *x, size_t n, bool packed, double *partial) {
-  const size_t N = 16 / sizeof(T);
-  typedef cddp__cu_pack<T, N> pack;
-  size_t packs = packed ? n / N : 0;
-  double sum = 0;
-  for (size_t i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads()) {
-    pack p = ((const pack *)x)[i];
-    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
-      double v = (double)cddp__cu_load(p.v[k]);
-      sum += v * v;
-    }
+/* Adds to scratch[0] after each launch. */
+template <typename T> struct cddp__cu_squares_op : cddp__cu_no_copy {
+  enum { READS = CDDP__CU_GRAD, WRITES = 0, BLOCKS = CDDP_CUDA_BLOCKS };
+  double *scratch;
+  mutable double sum; /* of a thread */
+  __device__ void begin() { sum = 0; }
+  __device__ void apply(T &, T &grad, T &) const {
+    double v = (double)cddp__cu_load(grad);
+    sum += v * v;
   }
-  for (size_t i = packs * N + cddp__cu_thread(); i < n; i += cddp__cu_all_threads())
-    sum += (double)cddp__cu_load(x[i]) * (double)cddp__cu_load(x[i]);
-  sum = cddp__cu_block_sum(sum);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
-}
+  __device__ void end() const {
+    double all = cddp__cu_block_sum(sum);
+    if (threadIdx.x == 0) scratch[2 + blockIdx.x] = all;
+  }
+  cudaError_t launched(unsigned blocks, cudaStream_t stream) const {
+    return cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, scratch,
+                           scratch + 2, (int)blocks, 1.0, true);
+  }
+};
 
 template <typename T>
 static cudaError_t cddp__cu_squares(const cddp_segment *s, int n, double *scratch, bool add,
                                  cudaStream_t stream) {
-  cudaError_t e = cudaSuccess;
-  for (int i = 0; i < n && e == cudaSuccess; i++) {
-    const T *x = (const T *)s[i].grad;
-    unsigned blocks = cddp__cu_blocks(s[i].count, 4 * CDDP__CU_THREADS, CDDP_CUDA_BLOCKS);
-    if (s[i].count == 0) continue;
-    e = cddp__cu_launch(cddp__cu_squares_kernel<T>, dim3(blocks), CDDP__CU_THREADS, stream, x,
-                        s[i].count, (uintptr_t)x % 16 == 0, scratch + 2);
-    if (e == cudaSuccess)
-      e = cddp__cu_launch(cddp__cu_finish_kernel, dim3(1), CDDP__CU_THREADS, stream, scratch,
-                          scratch + 2, (int)blocks, 1.0, add);
-    add = true;
-  }
-  if (e == cudaSuccess && !add) e = cudaMemsetAsync(scratch, 0, sizeof *scratch, stream);
-  return e;
+  cddp__cu_squares_op<T> op;
+  cudaError_t e = add ? cudaSuccess : cudaMemsetAsync(scratch, 0, sizeof *scratch, stream);
+  op.scratch = scratch;
+  op.sum = 0;
+  return e == cudaSuccess ? cddp__cu_segments<T>(s, NULL, n, op, stream) : e;
 }
 
 extern "C" cudaError_t cddp_cuda_squares(const cddp_segment *s, int n, cddp_dtype dtype,
@@ -979,21 +953,26 @@ extern "C" cudaError_t cddp_cuda_linear(cublasHandle_t blas, const float *x, con
                       CDDP__CU_THREADS, stream, y, b, rows, out, relu);
 }
 
-/* A block has 32 columns; its 8 warps sum every eighth row, then warp 0 adds the 8 sums. */
-static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+/* A block has 32 columns. Each of its warps sums every 32nd row, four at a time so that as many
+   loads are under way, then warp 0 adds the warps' sums. */
+enum { CDDP__CU_COLUMN_WARPS = 32, CDDP__CU_COLUMN_ROWS = 4 };
+static __global__ void __launch_bounds__(32 * CDDP__CU_COLUMN_WARPS)
     cddp__cu_columns_kernel(const float *x, float *sums, int rows, int columns) {
-  __shared__ float part[CDDP__CU_THREADS / 32][32];
-  int lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32), r;
-  int64_t c = (int64_t)blockIdx.x * 32 + lane;
-  float sum = 0;
-  for (r = warp; c < columns && r < rows; r += CDDP__CU_THREADS / 32)
-    sum += x[(int64_t)r * columns + c];
-  part[warp][lane] = sum;
+  __shared__ float part[CDDP__CU_COLUMN_WARPS][32];
+  int lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32), k;
+  int64_t c = (int64_t)blockIdx.x * 32 + lane, r;
+  float sum[CDDP__CU_COLUMN_ROWS] = {0, 0, 0, 0};
+  for (r = warp; c < columns && r < rows; r += CDDP__CU_COLUMN_WARPS * CDDP__CU_COLUMN_ROWS)
+    CDDP__CU_UNROLLED for (k = 0; k < CDDP__CU_COLUMN_ROWS; k++) {
+      int64_t at = r + k * CDDP__CU_COLUMN_WARPS;
+      sum[k] += at < rows ? x[at * columns + c] : 0;
+    }
+  part[warp][lane] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
   __syncthreads();
   if (warp > 0 || c >= columns) return;
-  sum = sums[c];
-  for (r = 0; r < CDDP__CU_THREADS / 32; r++) sum += part[r][lane];
-  sums[c] = sum;
+  sum[0] = sums[c];
+  for (k = 0; k < CDDP__CU_COLUMN_WARPS; k++) sum[0] += part[k][lane];
+  sums[c] = sum[0];
 }
 
 extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const float *x,
@@ -1012,7 +991,7 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
     return cudaErrorUnknown;
   if (db == NULL) return cudaSuccess;
   return cddp__cu_launch(cddp__cu_columns_kernel, dim3(cddp__cu_blocks((size_t)out, 32, 1u << 30)),
-                      CDDP__CU_THREADS, stream, dy, db, rows, out);
+                      32 * CDDP__CU_COLUMN_WARPS, stream, dy, db, rows, out);
 }
 
 #endif /* CDDP_KERNELS_NO_CUBLAS */
@@ -1023,9 +1002,6 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
 static int cddp__cu_table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                            const cddp_sgd_desc *rule, unsigned flags, void *stream) {
   return (int)cddp_cuda_sgd(s, n, dtype, rule, flags, (cudaStream_t)stream);
-}
-static int cddp__cu_table_adopt(const cddp_segment *s, int n, cddp_dtype dtype, void *stream) {
-  return (int)cddp_cuda_adopt(s, n, dtype, (cudaStream_t)stream);
 }
 static int cddp__cu_table_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, void *stream) {
@@ -1048,9 +1024,8 @@ static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype,
 }
 
 static const cddp_kernels cddp__cu_table = {
-    CDDP_VERSION,          CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,
-    cddp__cu_table_copies, cddp__cu_table_adopt,    cddp__cu_table_convert,
-    cddp__cu_table_squares, cddp__cu_table_factor,  cddp__cu_table_scale};
+    CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,    cddp__cu_table_copies,
+    cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor, cddp__cu_table_scale};
 
 static struct cddp__cu_registers {
   cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }

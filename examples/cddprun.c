@@ -3,11 +3,57 @@
      ./cddprun -n 4 ./digits                           4 ranks on this machine
      ./cddprun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr node1 ./digits
    The last one runs on node1, the same with --node-rank 1 on the other machine. Options are named
-   like torchrun's; - and _ are the same in them, and --name=value works too. Each line of output
-   begins with its rank. Exit code: 0; that of the rank that failed first, or 128 + the signal that
-   killed it; 128 + the signal that ended cddprun; 2 for bad options. */
-#define CDDP_IMPLEMENTATION /* includes stdio.h, stdlib.h and string.h */
+   like torchrun's; - and _ are the same in them, and --name=value works too.
+
+   Exit code: 0; that of the rank that failed first, or 128 + the signal that killed it; 127 or 126
+   if the program could not be run; 128 + the signal that ended cddprun; 2 for bad options; 1 else.
+
+   Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
+   MASTER_ADDR and MASTER_PORT; TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS; OMP_NUM_THREADS=1 if
+   it is unset and there are several. The first rank keeps stdin unless that is a terminal, which
+   would stop a process group in the background; the others read /dev/null.
+
+   Output. Ranks write into pipes; each line leaves whole, after its rank: "[3] ". A part of a line
+   (a prompt) leaves when the rank has written nothing for 50 ms, and a progress bar at each '\r'.
+   If another rank's line comes between, the part gets an end of line. With --no-prefix every byte
+   leaves as it came, and none is added.
+
+   Ends. When a rank fails the others have 1 s to notice it and say so, then get SIGTERM, and 5 s
+   later SIGKILL. A rank and what it starts are one process group, which ends with the rank. Signals
+   that cddprun gets go on to these groups; SIGHUP, SIGINT, SIGQUIT and SIGTERM end the run, with
+   SIGKILL after 30 s or at the second signal. If cddprun itself is killed by SIGKILL, its ranks
+   are killed with it (PR_SET_PDEATHSIG), but not the processes that these have started.
+
+   On one machine the port is bound here and passed on to rank 0 (CDDP_LISTEN_FD), so nobody can
+   take it. With --serve-store, for PyTorch programs and for those behind one that closes
+   descriptors, cddprun serves the store itself.
+
+   On one machine the ranks get a random secret (CDDP_JOB_SECRET), unless CDDP_SECRET is set: no
+   other user can disturb their meeting. With --serve-store, and on several machines, CDDP_SECRET
+   alone does that; PyTorch's programs know no secret. */
+#define CDDP_IMPLEMENTATION /* for --serve-store */
 #include "../cddp.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
 
 static const char usage[] =
     "usage: cddprun [options] program [arguments]\n"
@@ -20,8 +66,94 @@ static const char usage[] =
     "  --serve-store           serve the ranks' store here: for PyTorch programs\n"
     "  --max-restarts N        restart all ranks when one fails, at most N times (0)\n"
     "  --log-dir DIR           write what rank N prints to DIR/rankN.log too\n"
-    "  --no-prefix             print lines without their rank\n"
+    "  --no-prefix             pass output on byte for byte, without ranks\n"
     "  --color WHEN            auto, always or never color the prefix (auto)\n";
+
+enum { MAX_RANKS = 4096, MAX_NODES = 65536, DEFAULT_PORT = 29500 };
+enum {
+  LINE_MAX_BYTES = 1 << 20, /* of a line; what is longer leaves in parts */
+  QUEUE_MAX = 1 << 18,      /* bytes that wait for an output; from there on ranks have to wait */
+  WRITE_MAX = 4096          /* bytes that a pipe takes at once when poll calls it writable */
+};
+enum { SIGNALS, SINKS, STREAMS = SINKS + 2 }; /* what poll looks at: job.what */
+static const double notice_s = 1, grace_s = 5, interrupt_s = 30, pause_s = 0.05;
+
+typedef struct options {
+  char **argv; /* the program and its arguments */
+  int nproc_per_node, nnodes, node_rank, master_port, max_restarts;
+  const char *master_addr, *log_dir, *color;
+  bool standalone, serve_store, no_prefix;
+} options;
+
+typedef struct buffer { /* a queue of bytes */
+  char *data;
+  size_t start, end, room;
+} buffer;
+
+typedef struct stream { /* stdout or stderr of one rank */
+  int fd;               /* the pipe's end here; -1: ended */
+  buffer held;          /* a line that has no end yet */
+  double since;         /* when the last of it came */
+} stream;
+
+typedef struct sink { /* where lines go: 1 or 2 */
+  int fd;             /* -1: it failed */
+  bool color;
+  int open;           /* the stream that has begun a line here; -1: none */
+  buffer queue;
+} sink;
+
+typedef struct job { /* one life of all ranks */
+  const options *o;
+  int attempt, count, first; /* restarts so far; ranks here; the rank of the first of them */
+  pid_t pids[MAX_RANKS];     /* 0: not started, or ended */
+  int logs[MAX_RANKS];       /* files of --log-dir; -1: none */
+  stream streams[2 * MAX_RANKS]; /* rank i's are 2i (stdout) and 2i + 1 */
+  struct pollfd fds[STREAMS + 2 * MAX_RANKS];
+  int what[STREAMS + 2 * MAX_RANKS], polled; /* whose they are, and how many */
+  sink sinks[2];
+  int sink_count;            /* 1: stdout and stderr are one file */
+  int alive;
+  int code;                  /* 0, or the exit code of the first failure, */
+  char why[512];             /* which was this */
+  bool rank_failed, by_signal; /* a rank's own; a signal killed it */
+  int interrupted;           /* the signal that asked for the end; 0: none */
+  int next_signal;           /* that the ranks get at deadline; 0: nothing has failed */
+  double deadline;
+  int signals;               /* a signalfd */
+  sigset_t old_mask;
+  cddp_store *store;         /* that this process serves; NULL: rank 0 does */
+  int listener;              /* of rank 0's store, bound here; -1: none */
+  int port;
+} job;
+
+static double now(void) { /* seconds */
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+__attribute__((format(printf, 1, 2))) static void say(const char *format, ...) {
+  char line[1024];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(line, sizeof line, format, args);
+  va_end(args);
+  fprintf(stderr, "cddprun: %s\n", line);
+}
+
+static const char *signal_name(int number) {
+  switch (number) {
+#define NAME(s) case s: return #s
+    NAME(SIGHUP); NAME(SIGINT); NAME(SIGQUIT); NAME(SIGILL); NAME(SIGTRAP); NAME(SIGABRT);
+    NAME(SIGBUS); NAME(SIGFPE); NAME(SIGKILL); NAME(SIGUSR1); NAME(SIGSEGV); NAME(SIGUSR2);
+    NAME(SIGPIPE); NAME(SIGALRM); NAME(SIGTERM); NAME(SIGXCPU); NAME(SIGXFSZ); NAME(SIGSYS);
+#undef NAME
+  default: return "see signal(7)";
+  }
+}
+
+/* --- options --- */
 
 /* Says what is wrong with the command line. */
 static int refuse(const char *what, const char *which) {
@@ -30,70 +162,648 @@ static int refuse(const char *what, const char *which) {
 }
 
 /* Whether an argument, up to its '=' if it has one, is this option; torchrun takes - and _. */
-static int is(const char *argument, const char *name) {
+static bool is(const char *argument, const char *name) {
   for (; *name; argument++, name++)
-    if (*argument != *name && !(*argument == '_' && *name == '-')) return 0;
+    if (*argument != *name && !(*argument == '_' && *name == '-')) return false;
   return *argument == 0 || *argument == '=';
 }
 
-/* A whole number, or -1. */
-static int number(const char *text) {
-  char *end;
+/* Reads a whole number of low .. high. Returns 0 or the exit code. */
+static int read_number(const char *name, const char *text, int low, int high, int *out) {
+  char *end, what[160];
   long n = strtol(text, &end, 10);
-  return end != text && *end == 0 && n >= 0 && n <= 1 << 20 ? (int)n : -1;
+  *out = (int)n;
+  if (end != text && *end == 0 && n >= low && n <= high) return 0;
+  snprintf(what, sizeof what, "%.40s must be a whole number from %d to %d, not ", name, low, high);
+  return refuse(what, text);
 }
 
-static void print_line(int level, const char *line, void *user_data) {
-  (void)level, (void)user_data;
-  fprintf(stderr, "cddprun: %s\n", line);
+/* Whether options contradict each other. Returns 0 or the exit code. */
+static int check_options(const options *o) {
+  if (strcmp(o->color, "auto") && strcmp(o->color, "always") && strcmp(o->color, "never"))
+    return refuse("--color is auto, always or never, not ", o->color);
+  if (o->node_rank >= o->nnodes) return refuse("--node-rank must be less than --nnodes", "");
+  if (o->nnodes > 1 && o->standalone) return refuse("--standalone is for one machine", "");
+  if (o->nnodes > 1 && o->serve_store)
+    return refuse("--serve-store is for one machine; with several, rank 0 serves", "");
+  if (o->nnodes > 1 && o->master_addr == NULL)
+    return refuse("--master-addr must name the machine whose --node-rank is 0, as others reach it",
+                  "");
+  return o->argv[0] != NULL && o->argv[0][0] != 0 ? 0 : refuse("no program is named", "");
 }
 
-/* Reads the options into d, up to the program. Returns 0 or the exit code. */
-static int read_options(cddp_launch_desc *d, char **argv) {
-  const char *color = "auto";
-  struct { const char *name, *other; int *number; const char **text; bool *flag; } options[] = {
-      {"--nproc-per-node", "-n", &d->nproc_per_node, NULL, NULL},
-      {"--nnodes", "", &d->nnodes, NULL, NULL},
-      {"--node-rank", "", &d->node_rank, NULL, NULL},
-      {"--master-addr", "", NULL, &d->master_addr, NULL},
-      {"--master-port", "", &d->master_port, NULL, NULL},
-      {"--standalone", "", NULL, NULL, &d->standalone},
-      {"--serve-store", "", NULL, NULL, &d->serve_store},
-      {"--max-restarts", "", &d->max_restarts, NULL, NULL},
-      {"--log-dir", "", NULL, &d->log_dir, NULL},
-      {"--no-prefix", "", NULL, NULL, &d->no_prefix},
-      {"--color", "", NULL, &color, NULL}};
-  const size_t count = sizeof options / sizeof *options;
-  for (; *argv && **argv == '-' && strcmp(*argv, "--"); argv++) {
+/* Reads the options, up to the program. Returns 0 or the exit code. */
+static int read_options(options *o, char **argv) {
+  struct {
+    const char *name, *other;
+    int *number, low, high;
+    const char **text;
+    bool *flag;
+  } all[] = {{"--nproc-per-node", "-n", &o->nproc_per_node, 1, MAX_RANKS, NULL, NULL},
+             {"--nnodes", "", &o->nnodes, 1, MAX_NODES, NULL, NULL},
+             {"--node-rank", "", &o->node_rank, 0, MAX_NODES, NULL, NULL},
+             {"--master-port", "", &o->master_port, 0, 65535, NULL, NULL},
+             {"--max-restarts", "", &o->max_restarts, 0, 1 << 20, NULL, NULL},
+             {"--master-addr", "", NULL, 0, 0, &o->master_addr, NULL},
+             {"--log-dir", "", NULL, 0, 0, &o->log_dir, NULL},
+             {"--color", "", NULL, 0, 0, &o->color, NULL},
+             {"--standalone", "", NULL, 0, 0, NULL, &o->standalone},
+             {"--serve-store", "", NULL, 0, 0, NULL, &o->serve_store},
+             {"--no-prefix", "", NULL, 0, 0, NULL, &o->no_prefix}};
+  const size_t count = sizeof all / sizeof *all;
+  int code;
+  for (; *argv && **argv == '-' && strcmp(*argv, "--") != 0; argv++) {
     const char *name = *argv, *equals = strchr(name, '='), *value = equals ? equals + 1 : argv[1];
     size_t k = 0;
-    while (k < count && !is(name, options[k].name) && !is(name, options[k].other)) k++;
+    while (k < count && !is(name, all[k].name) && !is(name, all[k].other)) k++;
     if (k == count) return refuse("no such option: ", name);
-    if (options[k].flag && equals) return refuse("takes no value: ", name);
-    if (options[k].flag) *options[k].flag = true;
+    if (all[k].flag && equals) return refuse("takes no value: ", name);
+    if (all[k].flag) *all[k].flag = true;
     else if (!value) return refuse("a value is missing after ", name);
-    else if (options[k].text) *options[k].text = value;
-    else if ((*options[k].number = number(value)) < 0) return refuse("not a whole number: ", value);
-    argv += !options[k].flag && !equals;
+    else if (all[k].text) *all[k].text = value;
+    else if ((code = read_number(all[k].name, value, all[k].low, all[k].high, all[k].number)))
+      return code;
+    argv += !all[k].flag && !equals;
   }
-  if (strcmp(color, "auto") && strcmp(color, "always") && strcmp(color, "never"))
-    return refuse("--color is auto, always or never, not ", color);
-  d->color = strcmp(color, "always") == 0 ? 1 : strcmp(color, "never") == 0 ? -1 : 0;
-  argv += *argv && strcmp(*argv, "--") == 0;
-  d->argv = (const char *const *)argv;
-  return *argv ? 0 : refuse("no program is named", "");
+  o->argv = argv + (*argv && strcmp(*argv, "--") == 0);
+  return check_options(o);
+}
+
+/* --- failure, and how the ranks end --- */
+
+/* Something failed that is not a rank's end. The ranks get the signal after seconds. */
+__attribute__((format(printf, 5, 6))) static void give_up(job *j, int code, int signal_number,
+                                                          double seconds, const char *format, ...) {
+  va_list args;
+  if (j->code != 0) return;
+  va_start(args, format);
+  vsnprintf(j->why, sizeof j->why, format, args);
+  va_end(args);
+  j->code = code;
+  j->next_signal = signal_number;
+  j->deadline = now() + seconds;
+}
+
+static void signal_ranks(const job *j, int number) {
+  int i;
+  for (i = 0; i < j->count; i++)
+    if (j->pids[i] > 0) kill(-j->pids[i], number);
+}
+
+/* Once something has failed: time to notice it, then SIGTERM, then SIGKILL. */
+static void press_ranks(job *j) {
+  if (j->code == 0 || now() < j->deadline) return;
+  signal_ranks(j, j->next_signal);
+  j->deadline = now() + (j->next_signal == SIGTERM ? grace_s : 1);
+  j->next_signal = SIGKILL;
+}
+
+/* A rank has ended. Among several that end at once a signal comes before an exit code: survivors of
+   a killed rank exit because of it. fresh: nothing had failed when these were looked for. */
+static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
+  j->pids[i] = 0;
+  j->alive--;
+  if (status == 0 || !fresh || (j->code != 0 && (!WIFSIGNALED(status) || j->by_signal))) return;
+  j->code = 0;
+  if (WIFSIGNALED(status))
+    give_up(j, 128 + WTERMSIG(status), SIGTERM, notice_s,
+            "rank %d (pid %d) was killed by signal %d (%s)%s", j->first + i, (int)pid,
+            WTERMSIG(status), signal_name(WTERMSIG(status)),
+            WCOREDUMP(status) ? ", core dumped" : "");
+  else
+    give_up(j, WEXITSTATUS(status), SIGTERM, notice_s, "rank %d (pid %d) exited with code %d",
+            j->first + i, (int)pid, WEXITSTATUS(status));
+  j->rank_failed = true;
+  j->by_signal = WIFSIGNALED(status);
+}
+
+/* What is left of a rank's group ends while the rank, not yet waited for, still keeps the group's
+   number from being used again. */
+static void reap_ranks(job *j) {
+  bool fresh = j->code == 0;
+  siginfo_t info;
+  int i, status;
+  for (;;) {
+    memset(&info, 0, sizeof info);
+    if (waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) return;
+    for (i = 0; i < j->count && j->pids[i] != info.si_pid; i++) {}
+    if (i < j->count) kill(-info.si_pid, SIGKILL);
+    if (waitpid(info.si_pid, &status, 0) == info.si_pid && i < j->count)
+      note_end(j, i, info.si_pid, status, fresh);
+  }
+}
+
+static void take_signal(job *j, int number) {
+  bool ends = number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGQUIT;
+  if (number == SIGCHLD) {
+    reap_ranks(j);
+    return;
+  }
+  if (ends && j->interrupted != 0) number = SIGKILL; /* asked twice */
+  signal_ranks(j, number);
+  if (number == SIGTSTP) kill(getpid(), SIGSTOP); /* as the signal would have done */
+  if (!ends || j->interrupted != 0) return;
+  j->interrupted = number;
+  give_up(j, 128 + number, SIGKILL, interrupt_s, "ended by signal %d (%s)", number,
+          signal_name(number));
+}
+
+/* From here on signals come through j->signals. Those that are ignored here (nohup, a shell's
+   background) stay so, but for SIGCHLD: without it the kernel throws exit codes away. */
+static bool open_signals(job *j) {
+  static const int passed[] = {SIGHUP,  SIGINT,   SIGQUIT, SIGTERM, SIGUSR1,
+                               SIGUSR2, SIGWINCH, SIGTSTP, SIGCONT};
+  struct sigaction how;
+  sigset_t set;
+  size_t i;
+  signal(SIGCHLD, SIG_DFL);
+  sigemptyset(&set);
+  sigaddset(&set, SIGCHLD);
+  for (i = 0; i < sizeof passed / sizeof *passed; i++)
+    if (sigaction(passed[i], NULL, &how) == 0 && how.sa_handler != SIG_IGN)
+      sigaddset(&set, passed[i]);
+  j->signals = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+  sigaddset(&set, SIGPIPE); /* an output that is gone is an error, not a death */
+  sigprocmask(SIG_BLOCK, &set, &j->old_mask);
+  if (j->signals < 0) say("signalfd: %s", strerror(errno));
+  return j->signals >= 0;
+}
+
+/* --- output --- */
+
+static size_t size_of(const buffer *b) { return b->end - b->start; }
+
+static void add(buffer *b, const void *data, size_t n) {
+  size_t size = size_of(b);
+  if (n == 0) return;
+  if (b->end + n > b->room) {
+    size_t room = size + n <= b->room ? b->room : 2 * (size + n);
+    char *moved = (char *)malloc(room);
+    if (moved == NULL) {
+      say("out of memory for the ranks' output");
+      exit(1); /* the ranks end with this process */
+    }
+    if (size > 0) memcpy(moved, b->data + b->start, size);
+    free(b->data);
+    b->data = moved;
+    b->start = 0;
+    b->end = size;
+    b->room = room;
+  }
+  memcpy(b->data + b->end, data, n);
+  b->end += n;
+}
+
+static void drop(buffer *b, size_t n) {
+  b->start += n;
+  if (b->start == b->end) b->start = b->end = 0;
+}
+
+static void clear(buffer *b) {
+  free(b->data);
+  memset(b, 0, sizeof *b);
+}
+
+static void begin_line(const job *j, sink *k, int s) {
+  int rank = j->first + s / 2;
+  char prefix[48];
+  if (k->color)
+    snprintf(prefix, sizeof prefix, "\033[%dm[%d]\033[0m ", 31 + rank % 6, rank);
+  else
+    snprintf(prefix, sizeof prefix, "[%d] ", rank);
+  add(&k->queue, prefix, strlen(prefix));
+}
+
+/* Queues the first n bytes that are held of stream s: a line, or a part of one. */
+static void pass_on(job *j, int s, size_t n) {
+  sink *k = &j->sinks[j->sink_count == 1 ? 0 : s % 2];
+  buffer *held = &j->streams[s].held;
+  char last = held->data[held->start + n - 1];
+  if (k->fd >= 0) {
+    if (!j->o->no_prefix && k->open >= 0 && k->open != s) add(&k->queue, "\n", 1);
+    if (!j->o->no_prefix && k->open != s) begin_line(j, k, s);
+    add(&k->queue, held->data + held->start, n);
+    k->open = last == '\n' || last == '\r' ? -1 : s;
+  }
+  drop(held, n);
+}
+
+/* Bytes have come: lines leave, up to the last '\n' or '\r'. A '\r' at the very end waits, as the
+   rest of a line does: '\n' may follow. */
+static void take_output(job *j, int s, const char *data, size_t n) {
+  stream *t = &j->streams[s];
+  size_t i = size_of(&t->held), size;
+  if (i > 0 && t->held.data[t->held.end - 1] == '\r') i--;
+  add(&t->held, data, n);
+  t->since = now();
+  while (i < (size = size_of(&t->held))) {
+    const char *at = t->held.data + t->held.start + i++;
+    if (*at == '\r' && (i == size || at[1] == '\n')) continue;
+    if (*at != '\r' && *at != '\n') continue;
+    pass_on(j, s, i);
+    i = 0;
+  }
+  if (size > LINE_MAX_BYTES) pass_on(j, s, size);
+}
+
+/* Nothing more comes from this stream. */
+static void end_stream(job *j, int s) {
+  sink *k = &j->sinks[j->sink_count == 1 ? 0 : s % 2];
+  if (size_of(&j->streams[s].held) > 0) pass_on(j, s, size_of(&j->streams[s].held));
+  if (k->open == s && !j->o->no_prefix && k->fd >= 0) add(&k->queue, "\n", 1);
+  if (k->open == s) k->open = -1;
+  clear(&j->streams[s].held);
+  if (j->streams[s].fd >= 0) close(j->streams[s].fd);
+  j->streams[s].fd = -1;
+}
+
+/* A rank's own file gets its bytes as they come. */
+static void write_log(job *j, int s, const char *data, size_t n) {
+  int fd = j->logs[s / 2];
+  while (fd >= 0 && n > 0) {
+    ssize_t got = write(fd, data, n);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) {
+      give_up(j, 1, SIGTERM, 0, "the log of rank %d in %s cannot be written: %s", j->first + s / 2,
+              j->o->log_dir, strerror(errno));
+      return;
+    }
+    data += got;
+    n -= (size_t)got;
+  }
+}
+
+/* Reads once from a rank's pipe, which does not block; how much there was. */
+static size_t read_stream(job *j, int s) {
+  char data[16384];
+  ssize_t n = read(j->streams[s].fd, data, sizeof data);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
+  if (n <= 0) {
+    end_stream(j, s);
+    return 0;
+  }
+  write_log(j, s, data, (size_t)n);
+  take_output(j, s, data, (size_t)n);
+  return (size_t)n;
+}
+
+/* Writes once. If that fails nobody hears the ranks any more, so they have to end. */
+static void write_sink(job *j, sink *k) {
+  size_t n = size_of(&k->queue) < WRITE_MAX ? size_of(&k->queue) : WRITE_MAX;
+  ssize_t got = write(k->fd, k->queue.data + k->queue.start, n);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got < 0) {
+    give_up(j, 1, SIGTERM, 0, "the ranks' output cannot be written to descriptor %d: %s", k->fd,
+            strerror(errno));
+    k->fd = -1;
+    clear(&k->queue);
+    return;
+  }
+  drop(&k->queue, (size_t)got);
+}
+
+static void open_sinks(job *j) {
+  const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
+  bool plain = (no_color != NULL && no_color[0] != 0) || term == NULL || strcmp(term, "dumb") == 0;
+  struct stat a, b;
+  int i;
+  for (i = 0; i < 2; i++) {
+    j->sinks[i].fd = 1 + i;
+    j->sinks[i].open = -1;
+    j->sinks[i].color = strcmp(j->o->color, "always") == 0 ||
+                        (strcmp(j->o->color, "auto") == 0 && !plain && isatty(1 + i) == 1);
+  }
+  j->sink_count = 2;
+  if (fstat(1, &a) == 0 && fstat(2, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
+    j->sink_count = 1; /* 2>&1: one queue keeps lines of both whole */
+}
+
+/* --- the loop --- */
+
+static size_t queued(const job *j) {
+  return size_of(&j->sinks[0].queue) + size_of(&j->sinks[1].queue);
+}
+
+/* Milliseconds until the next thing to do; at most `most` (-1: any). */
+static int wait_ms(const job *j, int most) {
+  double next = j->code != 0 ? j->deadline : 1e300, left;
+  int s;
+  for (s = 0; s < 2 * j->count; s++)
+    if (size_of(&j->streams[s].held) > 0 && j->streams[s].since + pause_s < next)
+      next = j->streams[s].since + pause_s;
+  left = (next - now()) * 1000;
+  if (left <= 0) return 0;
+  if (most < 0) return left < 60000 ? (int)left + 1 : next < 1e300 ? 60000 : -1;
+  return left < most ? (int)left + 1 : most;
+}
+
+/* Adds a descriptor to those that poll looks at: poll takes no more of them than can be open. */
+static void look_at(job *j, int fd, short events, int what) {
+  j->fds[j->polled].fd = fd;
+  j->fds[j->polled].events = events;
+  j->fds[j->polled].revents = 0;
+  j->what[j->polled++] = what;
+}
+
+/* Waits for something to happen, and deals with it. Returns how many descriptors were ready. */
+static int step(job *j, int most_ms) {
+  struct signalfd_siginfo info;
+  int i, ready;
+  j->polled = 0;
+  look_at(j, j->signals, POLLIN, SIGNALS);
+  for (i = 0; i < 2; i++)
+    if (size_of(&j->sinks[i].queue) > 0) look_at(j, j->sinks[i].fd, POLLOUT, SINKS + i);
+  for (i = 0; i < 2 * j->count && queued(j) <= QUEUE_MAX; i++)
+    if (j->streams[i].fd >= 0) look_at(j, j->streams[i].fd, POLLIN, STREAMS + i);
+  ready = poll(j->fds, (nfds_t)j->polled, wait_ms(j, most_ms));
+  for (i = 0; ready > 0 && i < j->polled; i++) {
+    int what = j->what[i];
+    if (j->fds[i].revents == 0) continue;
+    if (what >= STREAMS) read_stream(j, what - STREAMS);
+    else if (what >= SINKS) write_sink(j, &j->sinks[what - SINKS]);
+    else while (read(j->signals, &info, sizeof info) == (ssize_t)sizeof info)
+      take_signal(j, (int)info.ssi_signo);
+  }
+  for (i = 0; i < 2 * j->count; i++)
+    if (size_of(&j->streams[i].held) > 0 && now() >= j->streams[i].since + pause_s)
+      pass_on(j, i, size_of(&j->streams[i].held));
+  press_ranks(j);
+  return ready;
+}
+
+/* After the last rank: passes on what is in the pipes now, and waits for nobody who left its rank's
+   group and may keep them open. After a signal, a reader that takes nothing for 1 s is given up. */
+static void finish_output(job *j) {
+  int s, left;
+  for (s = 0; s < 2 * j->count; s++) {
+    if (j->streams[s].fd < 0 || ioctl(j->streams[s].fd, FIONREAD, &left) != 0) left = 0;
+    while (left > 0 && j->streams[s].fd >= 0) {
+      size_t got = read_stream(j, s);
+      left = got > 0 ? left - (int)got : 0;
+    }
+    end_stream(j, s);
+  }
+  while (queued(j) > 0)
+    if (step(j, 1000) == 0 && j->interrupted != 0) break;
+}
+
+/* --- start --- */
+
+static bool open_pipe(job *j, int *ends) {
+  if (pipe2(ends, O_CLOEXEC) == 0) return true;
+  give_up(j, 1, SIGTERM, 0, "pipe2: %s%s", strerror(errno),
+          errno == EMFILE ? "; raise ulimit -n: each rank takes 3 descriptors" : "");
+  return false;
+}
+
+/* A socket that listens on the first of host's addresses that this machine has. *port 0: any. */
+static int listen_on(job *j, const char *host, int *port) {
+  struct addrinfo want, *all = NULL, *a;
+  struct sockaddr_storage bound;
+  socklen_t size = sizeof bound;
+  char text[16];
+  int fd = -1, on = 1, e;
+  memset(&want, 0, sizeof want);
+  want.ai_socktype = SOCK_STREAM;
+  snprintf(text, sizeof text, "%d", *port);
+  if ((e = getaddrinfo(host, text, &want, &all)) != 0) {
+    give_up(j, 1, SIGTERM, 0, "--master-addr \"%s\": %s", host, gai_strerror(e));
+    return -1;
+  }
+  for (a = all, e = 0; a != NULL && fd < 0; a = a->ai_next) {
+    fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (fd >= 0 && bind(fd, a->ai_addr, a->ai_addrlen) == 0 && listen(fd, SOMAXCONN) == 0) break;
+    if (e == 0) e = errno;
+    if (fd >= 0) close(fd);
+    fd = -1;
+  }
+  freeaddrinfo(all);
+  if (fd >= 0 && getsockname(fd, (struct sockaddr *)&bound, &size) == 0)
+    *port = ntohs(bound.ss_family == AF_INET6
+                      ? ((struct sockaddr_in6 *)(void *)&bound)->sin6_port
+                      : ((struct sockaddr_in *)(void *)&bound)->sin_port);
+  if (fd < 0) give_up(j, 1, SIGTERM, 0, "cannot listen on %s:%d: %s", host, *port, strerror(e));
+  return fd;
+}
+
+/* For the ranks that meet at j->port. */
+static void make_secret(job *j) {
+  uint64_t dice[2];
+  char text[64];
+  if (getrandom(dice, sizeof dice, 0) != (ssize_t)sizeof dice) {
+    give_up(j, 1, SIGTERM, 0, "getrandom: %s", strerror(errno));
+    return;
+  }
+  snprintf(text, sizeof text, "%d:%016" PRIx64 "%016" PRIx64, j->port, dice[0], dice[1]);
+  setenv("CDDP_JOB_SECRET", text, 1);
+}
+
+/* Where the ranks meet. */
+static void open_meeting(job *j) {
+  const options *o = j->o;
+  const char *host = o->master_addr != NULL && !o->standalone ? o->master_addr : "127.0.0.1";
+  cddp_store_desc desc;
+  char where[320];
+  j->port = o->standalone ? 0 : o->master_port;
+  setenv("MASTER_ADDR", host, 1);
+  if (o->nnodes > 1) {
+    if (j->port == 0) j->port = DEFAULT_PORT;
+  } else if (!o->serve_store) {
+    j->listener = listen_on(j, host, &j->port);
+    make_secret(j);
+  } else {
+    memset(&desc, 0, sizeof desc);
+    snprintf(where, sizeof where, strchr(host, ':') ? "tcp://[%s]:%d" : "tcp://%s:%d", host,
+             j->port);
+    desc.init_method = where;
+    desc.is_server = true;
+    desc.timeout_s = 10;
+    if (cddp_store_create(&j->store, &desc) != CDDP_OK)
+      give_up(j, 1, SIGTERM, 0, "%s", cddp_error());
+    j->port = cddp_store_port(j->store);
+  }
+}
+
+/* Opens a rank's log. The folder must be the caller's, and the file in it the caller's alone: links
+   and pipes may lead elsewhere. */
+static bool open_log(job *j, int i) {
+  const char *folder = j->o->log_dir;
+  char name[64];
+  struct stat s;
+  int at, fd = -1;
+  if (folder == NULL) return true;
+  if (j->attempt == 0) snprintf(name, sizeof name, "rank%d.log", j->first + i);
+  else snprintf(name, sizeof name, "rank%d.restart%d.log", j->first + i, j->attempt);
+  if (mkdir(folder, 0777) != 0 && errno != EEXIST) {
+    give_up(j, 1, SIGTERM, 0, "cannot make the folder %s for logs: %s", folder, strerror(errno));
+    return false;
+  }
+  at = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (at >= 0 && fstat(at, &s) == 0 && s.st_uid != geteuid()) {
+    give_up(j, 1, SIGTERM, 0,
+            "the folder %s for logs belongs to user %u, who could make them overwrite other files; "
+            "name one of your own",
+            folder, (unsigned)s.st_uid);
+    close(at);
+    return false;
+  }
+  if (at >= 0)
+    fd = openat(at, name, O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
+  if (fd >= 0 && (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode) || s.st_nlink != 1 ||
+                  s.st_uid != geteuid() || ftruncate(fd, 0) != 0)) {
+    close(fd);
+    fd = -1;
+    errno = EPERM;
+  }
+  j->logs[i] = fd;
+  if (fd < 0)
+    give_up(j, 1, SIGTERM, 0, "cannot write the log %s/%s: %s%s", folder, name, strerror(errno),
+            errno == ELOOP || errno == EPERM ? "; it must be a file of yours, not a link to one"
+                                             : "");
+  if (at >= 0) close(at);
+  return fd >= 0;
+}
+
+static void set_number(const char *name, int value) {
+  char text[16];
+  snprintf(text, sizeof text, "%d", value);
+  setenv(name, text, 1);
+}
+
+/* Sets here what rank i inherits. */
+static void set_environment(const job *j, int i) {
+  const options *o = j->o;
+  set_number("RANK", j->first + i);
+  set_number("WORLD_SIZE", o->nnodes * j->count);
+  set_number("LOCAL_RANK", i);
+  set_number("LOCAL_WORLD_SIZE", j->count);
+  set_number("GROUP_RANK", o->node_rank);
+  set_number("GROUP_WORLD_SIZE", o->nnodes);
+  set_number("MASTER_PORT", j->port);
+  set_number("TORCHELASTIC_RESTART_COUNT", j->attempt);
+  set_number("TORCHELASTIC_MAX_RESTARTS", o->max_restarts);
+  unsetenv("TORCHELASTIC_RUN_ID");
+  unsetenv("CDDP_LISTEN_FD");
+  if (j->listener >= 0 && i == 0) set_number("CDDP_LISTEN_FD", j->listener);
+  if (o->serve_store) setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
+  else unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  if (j->count > 1) setenv("OMP_NUM_THREADS", "1", 0);
+}
+
+/* A rank's life until it runs the program; what keeps it from that goes into the pipe. */
+static void run_rank(const job *j, int i, const int *outputs, int failure, pid_t parent) {
+  int null = -1, e;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) _exit(1); /* it died before the line above */
+  setpgid(0, 0);
+  if (i != 0 || isatty(0)) null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  if (null >= 0) dup2(null, 0);
+  dup2(outputs[0], 1);
+  dup2(outputs[1], 2);
+  if (i == 0 && j->listener >= 0) fcntl(j->listener, F_SETFD, 0);
+  sigprocmask(SIG_SETMASK, &j->old_mask, NULL);
+  execvp(j->o->argv[0], j->o->argv);
+  e = errno;
+  if (write(failure, &e, sizeof e) < 0) _exit(126);
+  _exit(e == ENOENT ? 127 : 126);
+}
+
+/* Starts rank i; false when that has failed. */
+static bool start_rank(job *j, int i) {
+  int out[2] = {-1, -1}, err[2] = {-1, -1}, failure[2] = {-1, -1}, theirs[2], e = 0;
+  pid_t parent = getpid(), pid = -1;
+  ssize_t got = 0;
+  set_environment(j, i);
+  if (open_log(j, i) && open_pipe(j, out) && open_pipe(j, err) && open_pipe(j, failure)) {
+    theirs[0] = out[1];
+    theirs[1] = err[1];
+    if ((pid = fork()) == 0) run_rank(j, i, theirs, failure[1], parent);
+    if (pid < 0) give_up(j, 1, SIGTERM, 0, "fork: %s", strerror(errno));
+  }
+  if (out[1] >= 0) close(out[1]);
+  if (err[1] >= 0) close(err[1]);
+  if (failure[1] >= 0) close(failure[1]);
+  j->streams[2 * i].fd = out[0];
+  j->streams[2 * i + 1].fd = err[0];
+  if (pid > 0) {
+    fcntl(out[0], F_SETFL, O_NONBLOCK);
+    fcntl(err[0], F_SETFL, O_NONBLOCK);
+    setpgid(pid, pid); /* the rank does so too: whoever comes first */
+    j->pids[i] = pid;
+    j->alive++;
+    do got = read(failure[0], &e, sizeof e);
+    while (got < 0 && errno == EINTR);
+  }
+  if (failure[0] >= 0) close(failure[0]);
+  if (got == (ssize_t)sizeof e)
+    give_up(j, e == ENOENT ? 127 : 126, SIGTERM, 0, "cannot run \"%s\": %s%s", j->o->argv[0],
+            strerror(e),
+            e == ENOENT && strchr(j->o->argv[0], '/') == NULL
+                ? "; it is in no folder of PATH (a program here is ./NAME)"
+                : "");
+  return pid > 0 && got == 0;
+}
+
+/* One life of all ranks. */
+static void run_ranks(job *j) {
+  int i;
+  open_meeting(j);
+  for (i = 0; i < j->count && j->code == 0; i++)
+    if (!start_rank(j, i)) break;
+  if (j->listener >= 0) close(j->listener);
+  reap_ranks(j);
+  while (j->alive > 0) step(j, -1);
+  finish_output(j);
+  clear(&j->sinks[0].queue);
+  clear(&j->sinks[1].queue);
+  cddp_store_destroy(j->store);
+  for (i = 0; i < j->count; i++)
+    if (j->logs[i] >= 0) close(j->logs[i]);
+}
+
+/* A descriptor of 0, 1 or 2 that is closed would be taken by the next thing opened. */
+static void open_standard_files(void) {
+  int fd;
+  do fd = open("/dev/null", O_RDWR);
+  while (fd >= 0 && fd < 3);
+  if (fd >= 3) close(fd);
+}
+
+static void prepare(job *j, const options *o, int attempt) {
+  int i, signals = j->signals;
+  sigset_t mask = j->old_mask;
+  memset(j, 0, sizeof *j);
+  j->signals = signals;
+  j->old_mask = mask;
+  j->o = o;
+  j->attempt = attempt;
+  j->count = o->nproc_per_node;
+  j->first = o->node_rank * j->count;
+  j->listener = -1;
+  for (i = 0; i < 2 * j->count; i++) j->streams[i].fd = j->logs[i / 2] = -1;
+  open_sinks(j);
 }
 
 int main(int argc, char **argv) {
-  cddp_launch_desc desc = {0};
-  cddp_launch_report report;
-  int code = argc > 1 && (is(argv[1], "-h") || is(argv[1], "--help"));
+  options o = {0};
+  static job j;
+  int code = argc > 1 && (is(argv[1], "-h") || is(argv[1], "--help")), attempt;
+  bool again;
+  open_standard_files();
   if (code) return puts(usage) < 0;
-  if ((code = read_options(&desc, argv + 1))) return code;
-  desc.logger.log = print_line; /* restarts */
-  cddp_result r = cddp_launch(&desc, &report);
-  if (r) print_line(0, cddp_error(), NULL);
-  if (r == CDDP_INVALID_ARGUMENT) return 2;
-  if (report.signal) return 128 + report.signal;
-  return report.rank >= 0 ? report.exit_code : r != CDDP_OK;
+  o.nproc_per_node = o.nnodes = 1;
+  o.color = "auto";
+  if ((code = read_options(&o, argv + 1))) return code;
+  if (!open_signals(&j)) return 1;
+  for (attempt = 0, again = true; again; attempt++) {
+    prepare(&j, &o, attempt);
+    run_ranks(&j);
+    again = j.rank_failed && j.interrupted == 0 && attempt < o.max_restarts;
+    if (again) say("%s; restart %d of %d", j.why, attempt + 1, o.max_restarts);
+    else if (j.code != 0 && attempt > 0)
+      say("after %d restart%s, %s", attempt, attempt > 1 ? "s" : "", j.why);
+    else if (j.code != 0) say("%s", j.why);
+  }
+  return j.code;
 }

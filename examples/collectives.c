@@ -3,6 +3,7 @@
      cc -O2 examples/collectives.c -o collectives -lpthread -lm
      ./collectives                              3 ranks, as child processes
      ./collectives -n 4                         4 ranks
+     mpirun -n 4 ./collectives                  4 ranks, started by mpirun, srun or torchrun
 
    A collective is called by every rank of the group, in the same order and with the same count. If
    one rank calls something else, all get CDDP_MISMATCH with a text that says who called what. */
@@ -83,6 +84,7 @@ static int run(int rank, void *arg) {
   (void)arg;
   TRY(cddp_init(&g, NULL));
   int world = cddp_world_size(g), last = world - 1;
+  if (world > MAX_RANKS) return fprintf(stderr, "at most %d ranks\n", MAX_RANKS), 1;
   mine[0] = (float)(rank + 1);
   mine[1] = (float)(10 * (rank + 1));
   TRY(print_in_turn(g, "mine", mine, 2));
@@ -118,6 +120,7 @@ int main(int argc, char **argv) {
     return 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
+  if (cddp_launcher_rank() >= 0) return run(cddp_launcher_rank(), NULL); /* by a launcher */
   if (cddp_spawn(run, NULL, ranks) == CDDP_OK) return 0;
   fprintf(stderr, "%s\n", cddp_error());
   return 1;

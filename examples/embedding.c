@@ -4,6 +4,7 @@
      cc -O2 examples/embedding.c -o embedding -lpthread -lm
      ./embedding                                2 ranks, as child processes
      ./embedding -n 4                           4 ranks
+     mpirun -n 4 ./embedding                    4 ranks, started by mpirun, srun or torchrun
 
    A sample is a number below 1000, its label the number's last digit. The weights come out the same
    to the last bit, however the gradient was sent. */
@@ -141,6 +142,7 @@ int main(int argc, char **argv) {
     return 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0);
+  if (cddp_launcher_rank() >= 0) return both(cddp_launcher_rank(), NULL); /* by a launcher */
   if (cddp_spawn(both, NULL, ranks) == CDDP_OK) return 0;
   fprintf(stderr, "%s\n", cddp_error());
   return 1;

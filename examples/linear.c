@@ -3,6 +3,7 @@
      cc -O2 examples/linear.c -o linear -lpthread -lm
      ./linear                                   2 ranks, as child processes
      ./linear -n 3                              3 ranks
+     mpirun -n 3 ./linear                       3 ranks, started by mpirun, srun or torchrun
 
    Each rank has its own data, so its loss and its gradients are its own. After the step the
    parameters are the same on every rank to the last bit: each rank prints them in turn, all of them
@@ -71,6 +72,7 @@ static int train(int rank, void *arg) {
   (void)arg;
 
   TRY(cddp_init(&g, NULL));
+  if (cddp_world_size(g) > MAX_RANKS) return fprintf(stderr, "at most %d ranks\n", MAX_RANKS), 1;
   for (int o = 0; o < OUT; o++) {
     for (int i = 0; i < IN; i++) weights.weight[o][i] = uniform(&rng) / 3;
     weights.bias[o] = uniform(&rng) / 3;
@@ -121,6 +123,7 @@ int main(int argc, char **argv) {
     return 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
+  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
   if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0;
   fprintf(stderr, "%s\n", cddp_error());
   return 1;

@@ -3,6 +3,7 @@
      cc -O2 examples/model_parallel.c -o model_parallel -lpthread -lm
      ./model_parallel                           2 ranks: one pipeline of two stages
      ./model_parallel -n 4                      two pipelines, data parallel
+     mpirun -n 4 ./model_parallel               the same, started by mpirun, srun or torchrun
      ./model_parallel --ahead 0                 one micro-batch at a time, for comparison
 
    Even ranks have stage 0, Linear 32-64 and tanh; the odd rank after each has stage 1, Linear 64-8
@@ -105,15 +106,19 @@ static int last_stage(cddp_group *g, const float *w, float *grad, uint64_t seed,
 
 static int train(int rank, void *arg) {
   static float w[(IN + 1) * MIDDLE]; /* room for either stage */
-  int stage = rank % 2, pipelines = ranks / 2, micro = MICRO / pipelines, most = 0;
+  int stage = rank % 2, micro, most = 0;
   cddp_param p = {"stage", w, NULL, stage ? (MIDDLE + 1) * OUT : (IN + 1) * MIDDLE, CDDP_F32};
-  cddp_sgd_desc options = {0.2, 0.9, 0, 0, false, false, false, NULL};
+  cddp_sgd_desc options = {0};
   cddp_group *g, *alike;
   cddp_ddp *ddp;
   cddp_sgd *sgd;
   double loss = 0;
   (void)arg;
   TRY(cddp_init(&g, NULL) || cddp_group_split(g, stage, rank, &alike)); /* the same stage's ranks */
+  ranks = cddp_world_size(g); /* a launcher's number, if there is one */
+  if (ranks < 2 || ranks % 2 || 2 * MICRO % ranks)
+    return fprintf(stderr, "%d ranks; it takes 2, 4, 8 or 16\n", ranks), 1;
+  micro = MICRO / (ranks / 2), options.lr = 0.2, options.momentum = 0.9;
   for (size_t i = 0; i < p.count; i++) w[i] = 0.25f * sinf((float)(i * i + 1));
   TRY(cddp_ddp_create(&ddp, alike, &p, 1, NULL) || cddp_sgd_create(&sgd, &p, 1, &options));
   for (int step = 0; step < STEPS; step++, loss = 0) {
@@ -135,5 +140,6 @@ int main(int argc, char **argv) {
   if (argc % 2 == 0 || ranks < 2 || ranks % 2 || 2 * MICRO % ranks || ahead < 0 || ahead > MICRO)
     return fprintf(stderr, "usage: %s [-n 2|4|8|16] [--ahead 0 to %d]\n", argv[0], MICRO), 2;
   setvbuf(stdout, NULL, _IOLBF, 0);
+  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
   return cddp_spawn(train, NULL, ranks) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }

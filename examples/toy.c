@@ -7,9 +7,9 @@
      RANK=0 ./toy & RANK=1 ./toy; wait          the same, started one by one
      mpirun -n 4 ./toy                          4 ranks, started by mpirun or srun
 
-   Each rank draws its own batch and computes its own gradients. cddp averages them while backward
-   is still running, and every rank takes the same step from the same weights. The six calls are
-   numbered as in the first lines of cddp.h. */
+   Each rank draws its own batch and computes its own gradients. cddp averages them, and every rank
+   takes the same step from the same weights. The six calls are numbered as in the first lines of
+   cddp.h. */
 #define CDDP_IMPLEMENTATION /* in one file of a program, before its other includes */
 #include "../cddp.h"
 
@@ -111,7 +111,7 @@ static int train(int rank, void *arg) {
     }
 
     /* Backward, last layer first. Gradients start at zero; ready says that one is complete, so that
-       averaging it overlaps the work on the layers before it. */
+       averaging it may begin: between hosts and on GPUs beside the work on the layers before it. */
     linear_backward(h, dy, grad[2], grad[3], HIDDEN, OUT);
     TRY(cddp_ddp_ready(ddp, 3)); /* 4 */
     TRY(cddp_ddp_ready(ddp, 2));

@@ -1,7 +1,6 @@
 #!/bin/bash
 # Checks that read and compile the sources. Each is one test of tests/run.sh.
 #
-#   tests/checks.sh list          their names
 #   tests/checks.sh symbols       runs one: exit code 0 = good, 77 = skipped, 'SKIP: reason' says why
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -111,6 +110,83 @@ alone() {
   run_program ./a.out
 }
 
+# Ranks of a program that has used threads of OpenMP or OpenBLAS before: they do not hang, and have a thread
+# each unless the user or the program says otherwise.
+openmp() {
+  local c out blas
+  cat >"$work/omp.c" <<'END'
+#define CDDP_IMPLEMENTATION
+#include "cddp.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef BLAS
+void cblas_dgemm(int, int, int, int, int, int, double, const double *, int, const double *, int, double,
+                 double *, int);
+int openblas_get_num_threads(void);
+void openblas_set_num_threads(int);
+#define threads openblas_get_num_threads
+#define set_threads openblas_set_num_threads
+static void work(void) {
+  int n = 300;
+  double *a = (double *)calloc(3 * 300 * 300, sizeof *a);
+  cblas_dgemm(101, 111, 111, n, n, n, 1, a, n, a + n * n, n, 0, a + 2 * n * n, n);
+  free(a);
+}
+#else
+#include <omp.h>
+#define threads omp_get_max_threads
+#define set_threads omp_set_num_threads
+static void work(void) {
+  double s = 0;
+  int i;
+#pragma omp parallel for reduction(+ : s)
+  for (i = 0; i < 100000; i++) s += i;
+}
+#endif
+static int train(int rank, void *arg) {
+  cddp_group *g;
+  work();
+  if (cddp_init(&g, NULL) || cddp_barrier(g)) return 1;
+  cddp_destroy(g);
+  if (threads() == *(int *)arg) return 0;
+  printf("rank %d has %d threads, not %d\n", rank, threads(), *(int *)arg);
+  return 2;
+}
+int main(int argc, char **argv) {
+  int want = argc > 1 ? atoi(argv[1]) : 1, i;
+  if (argc > 2) set_threads(atoi(argv[2]));
+  for (i = 0; i < 3; i++) {
+    work();
+    if (cddp_spawn(train, &want, 2) == CDDP_OK) continue;
+    printf("%s\n", cddp_error());
+    return 1;
+  }
+  return 0;
+}
+END
+  for c in gcc clang; do
+    command -v $c >/dev/null && $c -O0 -w -fopenmp -I. "$work/omp.c" -o "$work/omp" -lpthread -lm 2>/dev/null || continue
+    echo "$c -fopenmp"
+    run_openmp $c
+  done
+  cc -O0 -w -DBLAS -I. "$work/omp.c" -o "$work/omp" -lopenblas -lpthread -lm 2>/dev/null || return 0
+  for blas in /usr/lib/*-linux-gnu/openblas-{pthread,openmp,serial} "${TEST_OPENBLAS:-}"; do
+    [ -d "$blas" ] || continue
+    echo "$blas"
+    LD_LIBRARY_PATH=$blas run_openmp blas
+  done
+}
+
+run_openmp() { # LIBRARY; clang's starts afresh after a fork, and forgets what the program said
+  (
+    unset OMP_NUM_THREADS OPENBLAS_NUM_THREADS
+    timeout 30 "$work/omp" || fail "the ranks hang or fail after the caller's parallel regions: $?"
+    OMP_NUM_THREADS=2 timeout 30 "$work/omp" 2 || fail "OMP_NUM_THREADS of the user's is lost"
+    [ "$1" != gcc ] || timeout 30 "$work/omp" 3 3 || fail "the program's own number of threads is lost"
+  ) || exit 1
+}
+
 # --- nvcc, with or without a GPU: for sm_80 and sm_90, no warnings from it or the host's compiler. (The
 # comments and macros that excuse two things are gone before the host's compiler sees the code.)
 
@@ -120,7 +196,7 @@ cuda_flags="-Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-implicit-fallthro
 cuda-full() { # as users compile it, and no register is spilled; only with `ninja cuda`: it takes minutes
   local f
   installed nvcc
-  for f in tests/kernels.cu examples/*.cu; do
+  for f in tests/gpu/kernels.cu examples/*.cu; do
     # shellcheck disable=SC2086
     nvcc $cuda_flags -O3 -Xptxas -v -c "$f" -o "$work/full.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
     grep -E '[1-9][0-9]* bytes spill' "$work/out" | none "$f: registers are spilled"
@@ -156,6 +232,16 @@ aarch64() {
   implementation aarch64-linux-gnu-gcc
 }
 
+ignored() { # a result that nobody looks at is a warning, unless the program wants none
+  compiler cc
+  echo '#include "cddp.h"
+    void f(cddp_ddp *d);
+    void f(cddp_ddp *d) { cddp_ddp_wait(d); }' >"$work/one.c"
+  $cc -I. -Werror -c "$work/one.c" -o "$work/one.o" >"$work/out" 2>&1 && fail "an ignored cddp_ddp_wait does not warn"
+  grep -q 'unused-result' "$work/out" || fail "$(cat "$work/out")"
+  $cc -I. -Werror -DCDDP_CHECKED= -c "$work/one.c" -o "$work/one.o" || fail "CDDP_CHECKED= does not help"
+}
+
 stdio_first() { # a system header before the implementation: fine by default; explained with c11
   compiler cc
   { echo '#include <stdio.h>' && implement; } >"$work/one.c"
@@ -164,6 +250,16 @@ stdio_first() { # a system header before the implementation: fine by default; ex
   grep -q 'include the implementation before any system header, or compile with -D' "$work/out" ||
     fail "no #error with the cure: $(head -n 5 "$work/out")"
   $cc -std=c11 -D_GNU_SOURCE -I. -fsyntax-only "$work/one.c" || fail "the cure does not cure"
+}
+
+any_order() { # whatever came first, nothing is implicit: GNU's extensions may be off
+  local first
+  compiler cc
+  for first in stdio fcntl sys/socket pthread; do
+    { echo "#include <$first.h>" && implement; } >"$work/one.c"
+    $cc -std=gnu11 -Werror=implicit-function-declaration -Wall -Wextra -Werror -I. -fsyntax-only "$work/one.c" ||
+      fail "$first.h first"
+  done
 }
 
 symbols() { # the object exports what the header declares and nothing else
@@ -182,7 +278,7 @@ symbols() { # the object exports what the header declares and nothing else
 # --- reading ---
 
 sources() {
-  ls cddp.h cddp_kernels.cuh examples/*.c examples/*.cu tests/*.[ch] tests/*/*.[ch] 2>/dev/null
+  ls cddp.h cddp_kernels.cuh examples/*.c examples/*.cu tests/*.[ch] tests/*/*.[ch] tests/*/*/*.[ch] 2>/dev/null
 }
 
 lines() { # at most 100 columns, no tabs, no blanks at the end, a newline at the end of the file
@@ -193,22 +289,23 @@ lines() { # at most 100 columns, no tabs, no blanks at the end, a newline at the
   for f in $(sources); do [ -z "$(tail -c 1 "$f")" ] || echo "$f"; done | none "no newline at the end"
 }
 
-# The functions of cddp.h are at most 60 lines long and none is declared ahead. A chunk runs from a line
-# that begins in column 0 to the one that ends it: '}' after an open body, ';' or '}' otherwise.
+# The functions of cddp.h are at most 60 lines long and none is declared ahead, but for the list in room
+# >>hooks. A chunk runs from a line that begins in column 0 to the one that ends it: '}' after an open body,
+# ';' or '}' otherwise.
 functions() {
   awk '
+    /^\/\* >>[a-z0-9_]+ -/ { room = $2 }
     /^[#\/ }]/ && !open || /^$/ { next }
     !open && /^[A-Za-z_]/ { open = 1; start = NR; head = $0; body = 0 }
     open && !body && /\{[^}]*$/ { body = 1 }
     open && (body && /^\}/ || !body && /[;}][ ]*(\/\*.*)?$/) {
       where = "cddp.h:" start ": " head
-      if (!body && head ~ /^(static |CDDP)/ && head ~ /cddp__[a-z0-9_]+\(/ && $0 ~ /\);/ && $0 !~ /[={]/)
+      if (!body && room != ">>hooks" && head ~ /^(static |CDDP)/ && head ~ /cddp__[a-z0-9_]+\(/ && $0 ~ /\);/ && $0 !~ /[={]/)
         print "forward declaration: " where
       if (body && head ~ /\(/ && head !~ /^(typedef|enum|struct|union|extern)/ && NR - start >= 60)
         print "function of " NR - start + 1 " lines: " where
       open = 0
     }' cddp.h | none "style"
-  grep -n -E '^(static )?[a-z_].*\bcddp__[a-z0-9_]+\([^;{]*\);$' cddp.h | none "forward declaration"
 }
 
 contents() { # each >>mark of the contents has one room, in that order
@@ -233,7 +330,7 @@ layout() { # the top level holds what the layout names; no binaries
 
 unfinished() {
   # shellcheck disable=SC2046
-  grep -n -E '\b(T[O]DO|F[I]XME|X[X]X)\b|not implemente[d]' $(sources) tests/*.sh build.ninja README.md |
+  grep -n -E '\b(T[O]DO|F[I]XME|X[X]X)\b|not implemente[d]' $(sources) tests/*.sh tests/*/*.sh build.ninja README.md |
     none "unfinished"
 }
 
@@ -260,35 +357,33 @@ readme() { # its C compiles; every file and target of ours that it names is ther
   done | none "README.md: C"
 }
 
+lists() { # what there is to run, tests/list.ninja or a script has; it runs in `ninja test` or `ninja all-tests`
+  local f name
+  for f in tests/{rooms,ranks,chaos,fuzz}/*.c tests/gpu/*.{c,cu}; do
+    name=$(sed -n "s|^build \$dir/\([^:]*\): [a-z_]*program $f.*|\1|p" tests/list.ninja)
+    grep -q -E "build/[a-z]+/${name:-none}( |\$)" build.ninja || echo "$f"
+  done | none "not in tests/list.ninja, or its program not in build.ninja's lists"
+  for f in tests/*.sh tests/{ranks,chaos,peers}/*.sh; do
+    grep -q "$f" build.ninja tests/nightly.sh || echo "$f"
+  done | none "not in build.ninja or tests/nightly.sh"
+  for name in $others; do grep -q -E "checks.sh:([^ ]*,)?$name(,| |\$)" build.ninja || echo "$name"; done |
+    none "tests/checks.sh: not in build.ninja's lists"
+}
+
 # --- which ---
 
 compilers="cc g++ clang clang++"
-others="stdio-first symbols lines functions contents layout unfinished short-examples readme"
-per_compiler="implementation declarations static two-files alone"
-
-# gcc and g++ say all; the second compiler, what it says of one file. The rest runs by name.
-list() {
-  local c
-  for c in $compilers; do
-    command -v "$c" >/dev/null || { echo "alone-$c"; continue; }
-    case $c in
-    cc) printf "%s-$c\n" $per_compiler ;;
-    g++) printf "%s-$c\n" implementation declarations two-files alone ;;
-    *) printf "%s-$c\n" implementation declarations ;;
-    esac
-  done
-  echo alone-nvcc cuda-examples cuda-full aarch64 $others
-}
+others="openmp stdio-first any-order ignored symbols lines functions contents layout unfinished short-examples readme lists"
+per_compiler="implementation declarations static two-files alone" # ...-COMPILER
 
 case ${1:-} in
-list) list ;;
 cuda-full | cuda-examples) "$1" || exit 1 ;;
 implementation-* | declarations-* | static-* | two-files-* | alone-*)
   what=${1%-*}
   "${what//-/_}" "${1##*-}" || exit 1
   ;;
 *)
-  [[ " aarch64 $others " == *" ${1:-?} "* ]] || fail "usage: $0 list | NAME"
+  [[ " aarch64 $others " == *" ${1:-?} "* ]] || fail "usage: $0 NAME: $others ${per_compiler// /-COMPILER }"
   "${1//-/_}" || exit 1
   ;;
 esac

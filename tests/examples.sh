@@ -1,7 +1,6 @@
 #!/bin/bash
 # Builds each example by the command in its top comment, runs it, and reads what it prints.
 #
-#   tests/examples.sh list        their names
 #   tests/examples.sh toy         one
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -35,6 +34,18 @@ expect() { # COUNT PATTERN: that many lines of the output match
   [ "$n" = "$1" ] || fail "$n lines, not $1, match: $2"
 }
 
+launched() { # RANKS COMMAND...: as the ranks of a launcher, all in one job; its output is in $work/out
+  local ranks=$1 r port=$((20000 + $$ % 10000)) pids=() code=0
+  shift
+  for ((r = 0; r < ranks; r++)); do
+    RANK=$r WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 "$@" >"$work/out$r" 2>&1 &
+    pids+=($!)
+  done
+  for r in "${pids[@]}"; do wait "$r" || code=$?; done
+  cat "$work"/out[0-9] >"$work/out"
+  [ $code = 0 ] || { cat "$work/out"; fail "as $ranks ranks of a launcher: $*: exit code $code"; }
+}
+
 toy() {
   local ranks r
   build toy
@@ -61,6 +72,10 @@ linear() {
     cmp "$work/rank0" "$work/rank$r" || fail "the parameters of ranks 0 and $r differ"
   done
   [ "$(grep '^Loss' "$work/out" | sed 's/.*: //' | sort -u | wc -l)" = 3 ] || fail "the losses do not differ by rank"
+  grep '^Hash' "$work/out" >"$work/hash"
+  launched 3 ./linear
+  expect 3 '^Loss on rank [0-2]: '
+  grep '^Hash' "$work/out" | cmp - "$work/hash" || fail "a launcher's ranks have other weights"
 }
 
 collectives() {
@@ -77,6 +92,9 @@ collectives() {
   for word in mine all_gather gather all_reduce broadcast; do # one rank at a time, in order
     grep "^$word," "$work/order" | sort -c || fail "the ranks did not print in turn"
   done
+  launched 3 ./collectives
+  expect 3 '^all_gather, rank [0-2]: 1 10 2 20 3 30$'
+  expect 1 '^gather, rank 2: 1 10 2 20 3 30$'
 }
 
 embedding() { # dense and sparse gradients: the same losses and weights; far fewer bytes
@@ -94,6 +112,9 @@ embedding() { # dense and sparse gradients: the same losses and weights; far few
     [ "$dense" = 40000 ] && [ "$sparse" -gt 1440 ] && [ "$sparse" -lt 1536 ] || fail "bytes: $dense and $sparse"
     awk '/^step 100:/ { first = $4 } END { exit !($4 < 0.01 && first > 1) }' "$work/dense" || fail "it does not learn"
   done
+  grep -o 'weights [0-9a-f]*$' "$work/out" >"$work/hash"
+  launched 3 ./embedding
+  grep -o 'weights [0-9a-f]*$' "$work/out" | cmp - "$work/hash" || fail "a launcher's ranks have other weights"
 }
 
 data_parallel() { # on digits: one device, DataParallel in both ways and cddp_ddp have the same loss curve
@@ -129,11 +150,15 @@ model_parallel() { # the order of work changes nothing; two pipelines share the 
   grep '^step' "$work/out" | paste - "$work/curve" |
     awk '{ d = $4 - $8; if (d < 0) d = -d; if (d > 1e-6 || $2 != $6) exit 1; last = $4 }
          END { if (NR != 5 || last > 0.09) exit 1 }' || fail "-n 4: other losses"
+  grep '^step' "$work/out" >"$work/curve"
+  launched 4 ./model_parallel
+  expect 1 '^3 micro-batches on their way at once, 4 ranks$'
+  grep '^step' "$work/out" | cmp - "$work/curve" || fail "a launcher's 4 ranks have other losses"
 }
 
 digits() {
   local accuracy
-  echo '#include <cblas.h>' | cc -E -xc - >/dev/null 2>&1 ||
+  [ "$(cc -print-file-name=libopenblas.so)" != libopenblas.so ] ||
     fail "examples/digits.c needs cblas.h of OpenBLAS: apt-get install libopenblas-dev"
   build digits
   run ./digits -n 2
@@ -231,14 +256,19 @@ cddprun() { # also: options in torchrun's two spellings, exit codes, --help
   # shellcheck disable=SC2016
   ./cddprun -n 2 sh -c '[ $RANK = 0 ] || exit 9; exec sleep 20' >out 2>&1
   [ $? = 9 ] && grep -q '^cddprun: rank 1 (pid [0-9]*) exited with code 9$' out || fail "code 9: $(cat out)"
+  ./cddprun -n 0 true >out 2>&1
+  [ $? = 2 ] && grep -q 'must be a whole number from 1' out || fail "-n 0: $(cat out)"
   ./cddprun --nodes 2 true >out 2>&1
   [ $? = 2 ] && grep -q '^cddprun: no such option: --nodes$' out || fail "a wrong option: $(cat out)"
 }
 
-# Those for GPUs, on the test double of CUDA and NCCL (tests/hostcuda), where ninja has built them.
+# Those for GPUs, on the test double of CUDA and NCCL (tests/gpu/hostcuda), where ninja has built them.
 gpu() {
   local ranks r
-  cd build/plain && [ -x toy.cu ] && [ -x digits.cu ] || fail "ninja builds them first: ninja plain-gpu"
+  cd build/plain && [ -x toy.cu ] && [ -x digits.cu ] || {
+    echo "SKIP: not built: ninja on_double; $(cat missing 2>/dev/null)"
+    exit 77
+  }
   run ./toy.cu -n 2 # its thousands of small steps take their time on the double
   for r in 0 1; do expect 1 "^Loss on rank $r: [0-9]+\.[0-9]+\$"; done
   cp "$work/out" "$work/toy2"
@@ -266,6 +296,11 @@ gpu() {
   expect 2 '^ +[0-9]+( +[0-9]\.[0-9]{5}){4}$'
   HOSTCUDA_DEVICES=2 build/plain/data_parallel.cu -n 4 --epochs 1 --images 64 >"$work/out" 2>&1 && fail "4 threads on 2 GPUs"
   expect 1 'cddp_set_device: .*local rank [23] has no GPU of its own: 2 are visible'
+  for r in 'check 2' 'lost 2' 'lost0 2' 'lostfree 2' 'contexts 2'; do # of tests/gpu/gpu.sh
+    # shellcheck disable=SC2086
+    run build/plain/gpu.cu $r
+    expect 1 '^ok: '
+  done
   HOSTCUDA_DEVICES=0 no_gpu build/plain/toy.cu
   HOSTCUDA_DEVICES=2 build/plain/toy.cu -n 3 >"$work/out" 2>&1 && fail "3 ranks on 2 GPUs: $(cat "$work/out")"
   expect 3 ' has no GPU of its own: 2 are visible; start at most 2 ranks here'
@@ -280,7 +315,6 @@ no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
 }
 
 case ${1:-} in
-list) echo toy linear collectives embedding data_parallel model_parallel digits cddptrace cddprun gpu ;;
 toy | linear | collectives | embedding | data_parallel | model_parallel | digits | cddptrace | cddprun | gpu) "$1" ;;
-*) fail "usage: $0 list | NAME" ;;
+*) fail "usage: $0 NAME" ;;
 esac

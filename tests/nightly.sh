@@ -29,9 +29,10 @@ export TSAN_OPTIONS=die_after_fork=0
 run kills build/plain/kills --seeds 1000
 run simulate build/plain/simulate --seeds 10000
 run faults build/plain/faults --thorough
-[ ! -x build/asan/ok ] || run kills-asan "${fixed[@]+"${fixed[@]}"}" build/asan/kills --seeds 100
-[ ! -x build/asan/ok ] || run simulate-asan "${fixed[@]+"${fixed[@]}"}" build/asan/simulate --seeds 1000 100000
-[ ! -x build/tsan/ok ] || run simulate-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/simulate --seeds 1000 200000
+run late env LATE=40 ONLY=test_late_receiver build/plain/hosts
+[ -s build/asan/missing ] || run kills-asan "${fixed[@]+"${fixed[@]}"}" build/asan/kills --seeds 100
+[ -s build/asan/missing ] || run simulate-asan "${fixed[@]+"${fixed[@]}"}" build/asan/simulate --seeds 1000 100000
+[ -s build/tsan/missing ] || run simulate-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/simulate --seeds 1000 200000
 if command -v clang >/dev/null && clang -fsanitize=fuzzer -xc -c /dev/null -o /dev/null 2>/dev/null; then
   run fuzz tests/fuzz/fuzz.sh "$seconds"
 else

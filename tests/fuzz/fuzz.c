@@ -10,6 +10,7 @@
    byte of settings and one that says which allocation fails; what follows is a script of events
    (bytes come, a connection ends, time passes) or the bytes that the other side sends. */
 #define _GNU_SOURCE
+#include <ifaddrs.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -24,6 +25,7 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -48,7 +50,7 @@ static int fake_nanosleep(const struct timespec *t, struct timespec *left);
 static long fake_syscall(long number, ...);
 static char *fake_getenv(const char *name);
 static int fake_open(const char *path, int flags, ...);
-static int fake_fcntl(int fd, int command, ...);
+static int fake_flock(int fd, int command);
 static int fake_ftruncate(int fd, off_t size);
 static int fake_unlink(const char *path);
 static ssize_t fake_pread(int fd, void *p, size_t n, off_t at);
@@ -79,12 +81,14 @@ static void *fake_calloc(size_t n, size_t size);
 #define syscall fake_syscall
 #define getenv fake_getenv
 #define open fake_open
-#define fcntl fake_fcntl
+#define flock fake_flock
 #define ftruncate fake_ftruncate
 #define unlink fake_unlink
 #define pread fake_pread
 #define pwrite fake_pwrite
 #define calloc fake_calloc
+#define getrlimit(which, limit) (memset(limit, 0, sizeof *(limit)), -1)
+#define getifaddrs(list) (-1)
 #define fstat(fd, st) fake_fstat(fd, st)
 #define stat(path, st) ((void)(path), fake_fstat(FIRST_FD, st))
 
@@ -137,8 +141,9 @@ static size_t take_size(input *in) {
 
 typedef struct fake_fd {
   bool open, ended, blocked; /* ended: by the other side; blocked: takes no output */
+  bool local;                /* a Unix socket */
   input in;                  /* what it has to say now */
-  unsigned char extra[96];   /* comes before in */
+  unsigned char extra[256];  /* comes before in */
   size_t extra_size, extra_at;
 } fake_fd;
 
@@ -154,14 +159,15 @@ static struct world {
   input stream;                       /* what the server says, in the client */
   bool silent;                        /* at its end: silence instead of a closed connection */
   bool honest;                        /* the server knows the secret */
-  unsigned char nonces[64];
+  const void *called;                 /* not NULL: its challenge has begun */
+  int store;                          /* the meeting's store: a descriptor, or 0 */
   bool refuses;                       /* connect fails */
   bool others;                        /* somebody else has the store file open */
   bool stranger;                      /* the peer is another user */
   unsigned char *file;
   size_t file_size, file_capacity;
-  struct cddp__meeting *meeting;
-  int coming;                         /* links: connections that wait to be accepted */
+  struct cddp__rendezvous *meeting;
+  int coming;                         /* connections that wait to be accepted */
   const char *names[16];              /* environment */
   char *values[16];
   int variables;
@@ -269,6 +275,7 @@ static ssize_t fake_recv(int fd, void *p, size_t n, int flags) {
 }
 
 static void client_said(fake_fd *f, const unsigned char *p, size_t n);
+static void store_asked(fake_fd *f, const unsigned char *p, size_t n);
 
 static ssize_t fake_send(int fd, const void *p, size_t n, int flags) {
   fake_fd *f = fd_of(fd);
@@ -276,6 +283,10 @@ static ssize_t fake_send(int fd, const void *p, size_t n, int flags) {
   if (f->blocked) {
     errno = EAGAIN;
     return -1;
+  }
+  if (fd == w.store) {
+    store_asked(f, (const unsigned char *)p, n);
+    return (ssize_t)n;
   }
   if (w.honest) { /* the handshake comes in whole pieces */
     client_said(f, (const unsigned char *)p, n);
@@ -307,6 +318,7 @@ static ssize_t fake_sendmsg(int fd, const struct msghdr *m, int flags) {
 
 static int fake_close(int fd) {
   if (fd < FIRST_FD) return close(fd);
+  if (fd == w.store) w.store = 0;
   fd_of(fd)->open = false;
   return 0;
 }
@@ -341,8 +353,12 @@ static int fake_shutdown(int fd, int how) {
   return 0;
 }
 static int fake_getsockname(int fd, struct sockaddr *a, socklen_t *n) {
-  (void)fd, (void)a, (void)n;
-  return -1;
+  struct sockaddr_in *in = (struct sockaddr_in *)(void *)a;
+  if (w.meeting == NULL) return -1;
+  memset(a, 0, *n = sizeof *in);
+  in->sin_family = fd_of(fd)->local ? AF_UNIX : AF_INET;
+  in->sin_port = htons(1234);
+  return 0;
 }
 static int fake_setsockopt(int fd, int level, int name, const void *p, socklen_t n) {
   (void)fd_of(fd), (void)level, (void)name, (void)p, (void)n;
@@ -352,11 +368,8 @@ static int fake_setsockopt(int fd, int level, int name, const void *p, socklen_t
 static int fake_getsockopt(int fd, int level, int name, void *p, socklen_t *n) {
   memset(p, 0, *n);
   if (level == SOL_SOCKET && name == SO_PEERCRED) {
-    cddp__credentials c;
-    memset(&c, 0, sizeof c);
-    c.pid = fd;
-    c.uid = (uint32_t)geteuid() + (w.stranger ? 1u : 0u);
-    memcpy(p, &c, sizeof c);
+    uint32_t c[3] = {(uint32_t)fd, (uint32_t)geteuid() + (w.stranger ? 1u : 0u), 0};
+    memcpy(p, c, sizeof c);
   }
   return 0;
 }
@@ -413,16 +426,18 @@ static bool next_event(struct pollfd *fds, nfds_t n);
 
 static int fake_poll(struct pollfd *fds, nfds_t n, int ms) {
   int ready = 0;
+  bool events;
   nfds_t i;
   w.calls++;
   if (w.tiny && w.calls % 5 == 2) {
     errno = EINTR;
     return -1;
   }
-  if (w.meeting != NULL && n > 1 && !next_event(fds, n)) w.now = w.meeting->deadline;
+  events = w.meeting != NULL && w.meeting->node_socket >= 0 && n > 1;
+  if (events && !next_event(fds, n) && w.now < w.meeting->deadline) w.now = w.meeting->deadline;
   for (i = 0; i < n; i++) {
     const fake_fd *f = fds[i].fd >= FIRST_FD ? fd_of(fds[i].fd) : NULL;
-    if (w.meeting == NULL || n == 1) fds[i].revents = 0;
+    if (!events) fds[i].revents = 0;
     if (f == NULL) continue;
     if ((fds[i].events & POLLIN) && (fd_ready(f) > 0 || f->ended)) fds[i].revents |= POLLIN;
     if ((fds[i].events & POLLOUT) && !f->blocked) fds[i].revents |= POLLOUT;
@@ -432,98 +447,81 @@ static int fake_poll(struct pollfd *fds, nfds_t n, int ms) {
   return ready;
 }
 
-/* --- store-server: the connections' state machine, both dialects, the challenge --------------- */
+/* --- store-server: the connections' state machine, the commands, the challenge ---------------- */
 
 #define CONNS 6
 
-static cddp__conn *open_conn(cddp__server *v, unsigned host) {
-  cddp__address peer;
-  struct sockaddr_in *in4 = (struct sockaddr_in *)(void *)&peer.sa;
-  const cddp__conn *first = v->conns;
+static cddp__conn *open_conn(cddp__server *v) {
+  const cddp__conn *before = v->conns;
   int fd = world_fd();
-  memset(&peer, 0, sizeof peer);
-  in4->sin_family = AF_INET;
-  in4->sin_addr.s_addr = htonl(0x7f000001u + host);
-  peer.size = sizeof *in4;
   if (fd < 0) return NULL;
-  cddp__server_add_conn(v, fd, &peer);
-  return v->conns != first ? v->conns : NULL;
-}
-
-static void drain_ready(cddp__server *v) {
-  while (v->ready != NULL) {
-    cddp__conn *c = v->ready;
-    v->ready = c->next_ready;
-    c->ready = false;
-    if (!c->dead) cddp__conn_run(v, c);
-  }
+  cddp__server_add_conn(v, fd);
+  return v->conns != before ? v->conns : NULL;
 }
 
 /* What epoll would report, as long as there is something. */
 static void serve_conn(cddp__server *v, cddp__conn *c) {
   int rounds;
   for (rounds = 0; rounds < 4096 && !c->dead; rounds++) {
-    const fake_fd *f = fd_of(c->source.fd);
+    const fake_fd *f = fd_of(c->fd);
     uint32_t events = 0;
     if ((c->events & EPOLLIN) && (fd_ready(f) > 0 || f->ended)) events |= EPOLLIN;
     if ((c->events & EPOLLOUT) && !f->blocked) events |= EPOLLOUT;
     if (events == 0) break;
     cddp__conn_event(v, c, events);
-    drain_ready(v);
   }
   REQUIRE(rounds < 4096);
 }
 
 /* The proof that the server wants to see. */
 static void prove(const cddp__server *v, cddp__conn *c) {
-  fake_fd *f = fd_of(c->source.fd);
+  fake_fd *f = fd_of(c->fd);
   if (v->secret == NULL) return;
-  cddp__hmac(v->secret, CDDP__LABEL_CLIENT, c->nonces, sizeof c->nonces, f->extra);
+  cddp__challenge_prove(&c->challenge, true, f->extra);
   f->extra_size = CDDP__PROOF_SIZE;
   f->extra_at = 0;
 }
 
 static void server_check(cddp__server *v) {
-  const cddp__conn *c;
   size_t bytes = 0;
-  int armed = 0;
+  int blocked = 0, pending = 0;
+  const cddp__conn *c;
   for (c = v->conns; c != NULL; c = c->next) {
+    if (c->dead) continue;
     bytes += c->in.capacity + c->out.capacity;
-    armed += c->deadline != 0;
-    if (c->waiters == NULL) REQUIRE(c->missing == 0);
+    blocked += c->blocked;
+    pending += !c->greeted;
+    REQUIRE(!c->blocked || c->frame.code == CDDP__WAIT);
   }
-  REQUIRE(bytes == v->buffered && armed == v->armed);
+  REQUIRE(bytes == v->buffered && blocked == v->blocked && pending == v->pending);
 }
 
 static void server_event(cddp__server *v, cddp__conn **conns, input *in) {
   unsigned op = take(in), k = op % CONNS;
   cddp__conn *c = conns[k];
-  if (c == NULL) c = conns[k] = open_conn(v, k % 2);
+  if (c == NULL) c = conns[k] = open_conn(v);
   if (c == NULL) return;
   switch (op / CONNS % 8) {
   case 4:
     prove(v, c);
     break;
   case 5:
-    fd_of(c->source.fd)->ended = true;
+    fd_of(c->fd)->ended = true;
     break;
   case 6:
     w.now += (double)take(in) / 8;
-    cddp__server_check_deadlines(v);
     break;
   case 7:
-    fd_of(c->source.fd)->blocked = !fd_of(c->source.fd)->blocked;
+    fd_of(c->fd)->blocked = !fd_of(c->fd)->blocked;
     break;
   default:
-    fd_of(c->source.fd)->in = take_bytes(in, take_size(in));
+    fd_of(c->fd)->in = take_bytes(in, take_size(in));
   }
   if (!c->dead) serve_conn(v, c);
   server_check(v);
-  while (v->dead != NULL) {
-    cddp__server_bury(v);
-    cddp__server_run_ready(v);
-  }
-  for (k = 0; k < CONNS; k++) { /* wills end others, too */
+  cddp__server_settle(v);
+  server_check(v);
+  for (k = 0; k < CONNS; k++) { /* those that ended are gone */
     for (c = v->conns; c != NULL && c != conns[k]; c = c->next) continue;
     conns[k] = c;
   }
@@ -540,11 +538,10 @@ static void target_store_server(input *in) {
   memset(conns, 0, sizeof conns);
   v = (cddp__server *)cddp__calloc(&a, 1, sizeof *v);
   if (v == NULL) return;
-  v->allocator = a;
+  v->allocator = v->map.allocator = a;
+  v->map.limit = CDDP__STORE_MEMORY;
   v->secret = settings & 1 ? "secret" : NULL;
-  v->accepting = true;
-  v->epoll = v->stop.fd = -1;
-  cddp__map_init(&v->map, &a);
+  v->epoll = v->stop = -1;
   for (events = 0; in->n > 0 && events < 400; events++) server_event(v, conns, in);
   cddp__server_free(v);
   world_end();
@@ -554,18 +551,16 @@ static void target_store_server(input *in) {
 
 /* An honest server's side of the handshake. */
 static void client_said(fake_fd *f, const unsigned char *p, size_t n) {
+  static cddp__challenge called;
   if (n == 8 + CDDP__NONCE_SIZE && memcmp(p, CDDP__AUTH_HELLO, 8) == 0) {
-    memcpy(w.nonces, p + 8, CDDP__NONCE_SIZE);
-    memset(w.nonces + CDDP__NONCE_SIZE, 'n', CDDP__NONCE_SIZE);
-    memcpy(f->extra, CDDP__AUTH_CHALLENGE, 8);
-    memcpy(f->extra + 8, w.nonces + CDDP__NONCE_SIZE, CDDP__NONCE_SIZE);
-  } else if (n == CDDP__PROOF_SIZE) {
-    memcpy(f->extra, CDDP__AUTH_WELCOME, 8);
-    cddp__hmac("secret", CDDP__LABEL_SERVER, w.nonces, sizeof w.nonces, f->extra + 8);
-  } else {
+    w.called = p;
+    (void)cddp__challenge_begin(&called, "secret", "store", false, NULL, 0);
+  } else if (n != CDDP__PROOF_SIZE || w.called == NULL) {
     return;
   }
-  f->extra_size = 40;
+  cddp__challenge_feed(&called, p, n);
+  memcpy(f->extra, called.out, called.out_size);
+  f->extra_size = called.out_size;
   f->extra_at = 0;
 }
 
@@ -612,12 +607,12 @@ static cddp_result open_store(cddp_store **s, const char *method, const char *se
   o.deadline = w.now + 3;
   o.timeout_s = 3;
   o.secret = secret;
+  o.elect = true;
   o.allocator = world_allocator();
   return cddp__store_open(s, &o);
 }
 
 static void target_store_client(input *in) {
-  static char old[] = "old";
   unsigned settings = take(in);
   cddp_store *s = NULL;
   input ops;
@@ -626,23 +621,19 @@ static void target_store_client(input *in) {
   w.honest = (settings & 3) == 3;
   w.tiny = (settings & 4) && !w.honest;
   w.silent = settings & 8;
-  if (settings & 16) {
-    w.names[w.variables] = "CDDP_STORE_PROTO";
-    w.values[w.variables++] = old;
-  }
   ops = take_bytes(in, settings >> 5);
   w.stream = *in;
   r = open_store(&s, "tcp://127.0.0.1:29500", settings & 1 ? "secret" : NULL);
   must_say(r);
   while (r == CDDP_OK && ops.n > 0) {
-    if (s->tcp.fd >= 0) w.stream = fd_of(s->tcp.fd)->in;
+    if (s->fd >= 0) w.stream = fd_of(s->fd)->in;
     store_op(s, take(&ops));
   }
   cddp__store_close(s);
   world_end();
 }
 
-/* --- file-log: a store file that somebody has written ----------------------------------------- */
+/* --- file: a store file that somebody has written, and what answers where it leads ------------ */
 
 static void file_resize(size_t n) {
   if (n > w.file_capacity) {
@@ -659,17 +650,10 @@ static int fake_open(const char *path, int flags, ...) {
   return world_fd();
 }
 
-static int fake_fcntl(int fd, int command, ...) {
-  struct flock *l;
-  va_list args;
-  va_start(args, command);
-  l = va_arg(args, struct flock *);
-  va_end(args);
-  if (command == F_OFD_SETLK || command == F_OFD_GETLK) {
-    (void)fd_of(fd);
-    if (command == F_OFD_GETLK && !w.others) l->l_type = F_UNLCK;
-  }
-  return 0;
+static int fake_flock(int fd, int command) {
+  (void)fd_of(fd), (void)command;
+  errno = EWOULDBLOCK;
+  return w.others ? -1 : 0;
 }
 
 static int fake_ftruncate(int fd, off_t size) {
@@ -709,61 +693,57 @@ static int fake_fstat(int fd, struct stat *st) {
   memset(st, 0, sizeof *st);
   if (fd != FIRST_FD) (void)fd_of(fd); /* that one is the path */
   st->st_mode = S_IFREG | 0600;
+  st->st_uid = geteuid();
+  st->st_nlink = 1;
   st->st_size = (off_t)w.file_size;
   return 0;
 }
 
-/* Makes the hashes of records right, so that what they say is looked at. */
-static void sign_records(void) {
-  size_t at = CDDP__FILE_HEADER;
-  while (at + CDDP__FILE_RECORD <= w.file_size) {
-    uint64_t size = cddp__record_size(w.file + at);
-    if (size == 0 || size > w.file_size - at) return;
-    cddp__put64(w.file + at, cddp__record_hash(w.file + at, (size_t)size));
-    at += (size_t)size;
-  }
-}
-
-static void target_file_log(input *in) {
+static void target_file(input *in) {
   unsigned settings = take(in);
   cddp_store *s = NULL;
-  input ops;
+  uint32_t count;
+  size_t n, head = offsetof(cddp__file_record, addresses);
+  input ops, file;
   cddp_result r;
   world_begin(in);
-  w.tiny = settings & 1;
-  w.others = !(settings & 2);
+  w.honest = (settings & 1) && !(settings & 2);
+  w.tiny = settings & 2;
+  w.others = !(settings & 4);
+  w.refuses = settings & 8;
   ops = take_bytes(in, settings >> 4);
+  file = take_bytes(in, take_size(in));
+  w.stream = *in;
   file_resize(0);
-  file_resize(in->n);
-  if (in->n > 0) memcpy(w.file, in->p, in->n);
-  if ((settings & 4) && w.file_size >= CDDP__FILE_HEADER) {
-    memcpy(w.file, CDDP__FILE_MAGIC, 8);
-    if (settings & 8) cddp__put64(w.file + 24, w.file_size);
-    sign_records();
+  if (settings & 1) { /* a whole record of 0 to 3 addresses, which the file's bytes are */
+    count = take(&file) % 4;
+    file_resize(cddp__file_size(count));
+    memcpy(w.file, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
+    memcpy(w.file + offsetof(cddp__file_record, count), &count, sizeof count);
+    n = file.n < w.file_size - head ? file.n : w.file_size - head;
+    if (n > 0) memcpy(w.file + head, file.p, n);
+  } else {
+    file_resize(file.n);
+    if (file.n > 0) memcpy(w.file, file.p, file.n);
   }
   r = open_store(&s, "file:///f", NULL);
   must_say(r);
   while (r == CDDP_OK && ops.n > 0) {
-    unsigned op = take(&ops);
-    if (op >= 224) { /* somebody writes into it */
-      size_t at = take(&ops) + 64 * (op % 4);
-      if (at < w.file_size) w.file[at] ^= (unsigned char)(take(&ops) | 1);
-    } else {
-      store_op(s, op);
-    }
+    if (s->fd >= 0) w.stream = fd_of(s->fd)->in;
+    store_op(s, take(&ops));
   }
   cddp__store_close(s);
   world_end();
 }
 
-/* --- meeting: hellos to the leader, and what a leader answers --------------------------------- */
+/* --- meeting: what ranks tell a coordinator, what the store does, and what its clients hear --- */
 
-static int last_guest;
+static int last_client;
 
 static long fake_accept(void) {
   unsigned kind;
   int fd;
-  if (w.meeting == NULL && w.coming-- <= 0) {
+  if (w.coming-- <= 0) {
     w.coming = 0;
     errno = EAGAIN;
     return -1;
@@ -771,40 +751,47 @@ static long fake_accept(void) {
   fd = world_fd();
   kind = take(&w.script);
   w.stranger = kind == 7;
-  if (fd >= 0) last_guest = fd;
+  if (fd >= 0) fd_of(last_client = fd)->local = kind % 4 != 0;
   return fd;
 }
 
-/* A hello that is right but for its rank and world size. */
-static void say_hello(fake_fd *f) {
+/* A message that is right but for its rank and world size, or another kind of message. */
+static void say_rank(fake_fd *f) {
   unsigned rank = take(&w.script), size = take(&w.script);
-  cddp__meeting *m = w.meeting;
-  cddp__place other = *m->at;
-  const cddp__place *at = m->at;
-  other.rank = rank == 255 ? -1 : (int)rank;
-  other.world_size = size == 0 ? at->world_size : (int)size;
-  m->at = &other;
-  cddp__write_hello(m, f->extra);
-  m->at = at;
-  f->extra_size = CDDP__HELLO_BYTES;
+  cddp__meet_head head = {CDDP__MEET_MAGIC, CDDP__MEET_RANK, 0, sizeof(cddp__rank_info)};
+  cddp__rank_info info = w.meeting->members[0].info;
+  info.rank = rank == 255 ? UINT32_MAX : rank;
+  memcpy(info.token, w.meeting->token, sizeof info.token);
+  if (size % 16 != 0) info.world_size = size % 16;
+  if (size / 16 == 15) info.user++;
+  if (size / 16 == 14) head.kind = CDDP__MEET_IN, head.size = 0;
+  if (size / 16 == 13) head.kind = CDDP__MEET_FAIL, head.result = rank;
+  memcpy(f->extra, &head, sizeof head);
+  memcpy(f->extra + sizeof head, &info, sizeof info);
+  f->extra_size = sizeof head + head.size;
   f->extra_at = 0;
 }
 
-/* poll in the leader's loop: the next thing that happens; false when nothing does any more. */
+/* poll in the coordinator's loop, where after its connections come the node's socket, the root's,
+   that of claims and the one to the root: the next thing that happens; false when nothing does any
+   more. */
 static bool next_event(struct pollfd *fds, nfds_t n) {
   unsigned op = take(&w.script);
   nfds_t i, k = op / 8 % 8;
   fake_fd *f = NULL;
   for (i = 0; i < n; i++) fds[i].revents = 0;
-  for (i = 1; i < n && f == NULL; i++) /* the k-th connection */
-    if (fds[i].fd >= 0 && (k-- == 0 || fds[i].fd == last_guest)) f = fd_of(fds[i].fd);
+  for (i = 0; i + 4 < n && f == NULL; i++) /* the k-th connection */
+    if (k-- == 0 || fds[i].fd == last_client) f = fd_of(fds[i].fd);
   switch (op % 8) {
   case 0: return w.script.n > 0;
   case 1:
-  case 2: fds[0].revents = POLLIN; break;
+  case 2:
+    fds[n - (op % 8 == 1 || fds[n - 3].fd < 0 ? 4 : 3)].revents = POLLIN;
+    w.coming = 1;
+    break;
   case 3:
   case 4:
-    if (f != NULL) say_hello(f);
+    if (f != NULL) say_rank(f);
     break;
   case 5:
     if (f != NULL) f->in = take_bytes(&w.script, take_size(&w.script));
@@ -817,89 +804,92 @@ static bool next_event(struct pollfd *fds, nfds_t n) {
   return w.script.n > 0;
 }
 
-static cddp_result no_check(cddp_store *s, const char *const *keys, int count, bool *all,
-                            double deadline) {
-  (void)s, (void)keys, (void)count, (void)deadline;
-  *all = take(&w.script) == 255;
-  return CDDP_OK;
-}
-
-static cddp_result no_wait(cddp_store *s, const char *const *keys, int count, double deadline) {
-  (void)s, (void)keys, (void)count, (void)deadline;
-  return CDDP_OK;
-}
-
-static cddp_result no_remove(cddp_store *s, const char *key, bool *deleted) {
-  (void)s, (void)key;
-  *deleted = true;
-  return CDDP_OK;
-}
-
-static cddp_result no_get(cddp_store *s, const char *key) {
-  input part = take_bytes(&w.script, take_size(&w.script));
-  (void)key;
-  return cddp__store_answer(s, cddp__span_of(part.p, part.n));
-}
-
-static cddp_result no_compare_set(cddp_store *s, const char *key, cddp__span expected,
-                                  cddp__span desired) {
-  unsigned kind = take(&w.script);
-  (void)key, (void)expected;
-  w.refuses = kind == 3;
-  w.now += 0.25;
-  if (kind % 4 != 0) return no_get(s, key);
-  return cddp__store_answer(s, desired);
-}
-
-static cddp_result no_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
-  (void)s, (void)key, (void)amount;
-  *total = 1 + take(&w.script) / 128;
-  return CDDP_OK;
-}
-
-static cddp_result no_set(cddp_store *s, const char *key, cddp__span value) {
-  (void)s, (void)key, (void)value;
-  return CDDP_OK;
+/* The meeting's store answers as the script has it. */
+static void store_asked(fake_fd *f, const unsigned char *p, size_t n) {
+  unsigned kind, code = n > 0 ? p[0] : (unsigned)CDDP__GETNUMKEYS;
+  cddp__span desired = cddp__span_of(NULL, 0);
+  uint64_t answer = 0;
+  size_t size = 8;
+  bool string = code == CDDP__GET;
+  if (code == CDDP__CHECK || code == CDDP__WAIT || code == CDDP__CANCEL_WAIT) size = 1;
+  if (code == CDDP__CHECK) answer = take(&w.script) != 255;
+  if (code == CDDP__ADD) answer = 1 + take(&w.script) / 128;
+  if (code == CDDP__DELETE_KEY) answer = 1;
+  if (code == CDDP__COMPARE_SET) {
+    const unsigned char *at = p + 1;
+    kind = take(&w.script);
+    w.refuses = kind == 3;
+    w.now += 0.25;
+    string = kind % 4 != 0;
+    (void)cddp__take_string(&at), (void)cddp__take_string(&at);
+    desired = cddp__take_string(&at);
+    if (!string) answer = desired.size;
+  }
+  f->in = string ? take_bytes(&w.script, take_size(&w.script)) : take_bytes(&w.script, 0);
+  if (string) answer = f->in.n;
+  cddp__put64(f->extra, answer);
+  if (!string && desired.size > 0) {
+    REQUIRE(desired.size <= sizeof f->extra - 8);
+    memcpy(f->extra + 8, desired.data, desired.size);
+    size += desired.size;
+  }
+  f->extra_size = size;
+  f->extra_at = 0;
 }
 
 static void target_meeting(input *in) {
-  static const cddp__store_ops ops = {no_set,  no_get, no_add, no_compare_set, no_check,
-                                      no_wait, no_remove, NULL, NULL};
   unsigned settings = take(in);
   cddp_allocator a = world_allocator();
-  cddp__meeting m;
+  cddp_group_desc d;
+  cddp__rendezvous m;
+  cddp__rank_info own;
   cddp__place at;
-  cddp_store s;
-  cddp__host *h;
+  cddp_result r;
+  int fd;
   world_begin(in);
-  memset(&m, 0, sizeof m);
   memset(&at, 0, sizeof at);
-  memset(&s, 0, sizeof s);
+  memset(&d, 0, sizeof d);
   at.world_size = 2 + (int)(settings % 4);
   at.rank = (int)(settings / 4 % 4) % at.world_size;
   at.timeout_s = 20;
+  snprintf(at.init_method, sizeof at.init_method, "tcp://127.0.0.1:29500");
   w.tiny = settings & 16;
   w.silent = settings & 32;
-  h = cddp__host_create(&a, NULL, at.world_size, at.rank);
-  if (h == NULL) return;
-  s.ops = &ops;
-  s.allocator = a;
-  pthread_mutex_init(&s.lock, NULL);
-  m.at = &at;
-  m.store = &s;
-  m.deadline = w.now + at.timeout_s;
-  m.listener = -1;
-  w.meeting = &m;
-  w.script = *in;
-  if (settings & 64) { /* what this rank hears from a leader */
-    w.script = take_bytes(in, take_size(in));
-    w.stream = *in;
+  memset(&m, 0, sizeof m);
+  m.host = cddp__host_create(&a, NULL, at.world_size, at.rank);
+  if (m.host != NULL) cddp__rendezvous_init(&m, &at, &d, m.host);
+  m.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.store);
+  if (m.host != NULL && m.store != NULL) {
+    own = cddp__own_info(&m);
+    m.serves = false;
+    m.store->allocator = a;
+    m.store->timeout_s = 20;
+    m.store->name = cddp__strdup(&a, "store");
+    m.store->file = -1;
+    m.store->fd = w.store = world_fd();
+    pthread_mutex_init(&m.store->lock, NULL);
+    w.meeting = &m;
+    w.script = *in;
+    r = cddp__add_member(&m, &own, 0);
+    if (settings & 64) { /* what a client hears */
+      fd = world_fd();
+      fd_of(fd)->in = *in;
+      fd_of(fd)->ended = !w.silent;
+      cddp__channel_init(&m.up, fd, true);
+      m.up.above = true;
+    } else {
+      m.node_socket = world_fd();
+    }
+    if (r == CDDP_OK) r = cddp__gather(&m);
+    if (r == CDDP_OK) r = cddp__pass_on(&m);
+    must_say(r);
+    cddp__tell_failure(&m, r);
+    cddp__rendezvous_free(&m);
+  } else {
+    cddp__free(&a, m.store);
   }
-  must_say(cddp__meet_in(&m, h));
-  cddp__meeting_close(&m);
-  cddp__buffer_free(&a, &s.reply);
-  pthread_mutex_destroy(&s.lock);
-  cddp__host_release(h);
+  cddp__host_release(m.host);
+  w.meeting = NULL;
   world_end();
 }
 
@@ -909,8 +899,9 @@ enum { LINK_RANKS = 4, LINK_RECVS = 8 }; /* rank 0 is this one, the others are o
 
 typedef struct link_world {
   cddp_group *g;
-  cddp__pending recvs[LINK_RECVS];
+  cddp__recv_request recvs[LINK_RECVS];
   unsigned char bufs[LINK_RECVS][2048];
+  char text[CDDP__ERROR_MAX];
   int posted;
 } link_world;
 
@@ -946,7 +937,7 @@ static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
   f->extra_at = 0;
   if (kind == 0) { /* hello */
     int me = n->rank;
-    l.purpose = (int)(take(in) % 5);
+    l.purpose = (int)(take(in) % 4);
     n->rank = (int)(take(in) % 5);
     cddp__link_write_hello(n, &l);
     n->rank = me;
@@ -955,13 +946,13 @@ static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
   } else if (kind == 1) { /* a message of send */
     dtype = take(in) % 9;
     f->in = take_bytes(in, take_size(in));
-    cddp__mail_head(at, (int)(take(in) % 4), (cddp_dtype)dtype,
+    cddp__link_head(at, CDDP__FRAME_MESSAGE, take(in) % 4, (cddp_dtype)dtype,
                     f->in.n / cddp__max(1, cddp_dtype_size((cddp_dtype)dtype)), f->in.n);
-    f->extra_size = CDDP__LINK_HEAD;
-  } else { /* a message of a collective, or goodbye */
+    f->extra_size = CDDP__FRAME_HEAD;
+  } else { /* a frame of a collective, or another one */
     f->in = take_bytes(in, take_size(in));
-    cddp__message_head(at, take(in) % 2, f->in.n, 1 + take(in) % 2);
-    f->extra_size = CDDP__LINK_HEAD;
+    cddp__link_head(at, 1 + (int)(take(in) % 4), take(in) % 2, CDDP_U8, f->in.n, f->in.n);
+    f->extra_size = CDDP__FRAME_HEAD;
   }
 }
 
@@ -969,27 +960,28 @@ static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
 static void link_pull(cddp_group *g, size_t size) {
   unsigned char buf[256];
   int p;
-  cddp__hosts_claim(g);
+  cddp__claim_data(g);
   for (p = 0; p < g->size; p++) {
-    cddp__link *l = g->hosts->links[p];
+    cddp__link *l = g->hosts->peers[p].data;
     if (l == NULL) continue;
     REQUIRE(g->hosts->net->secret == NULL); /* nobody here knows it */
     if (l->state == CDDP__LINK_UP) {
-      size_t least = size > 64 ? size - 64 : 0; /* as of lines with something that rides along */
-      (void)cddp__link_pull(g->hosts->net, l, buf, size, least);
+      size_t least = size > 64 ? size - 64 : size; /* as of headers with what rides along */
+      (void)cddp__link_pull(l, buf, least, size);
     }
   }
 }
 
 static void link_recv(link_world *k, input *in) {
-  cddp__pending *q = &k->recvs[k->posted];
+  cddp__recv_request *q = &k->recvs[k->posted];
   if (k->posted == LINK_RECVS) return;
   q->peer = 1 + (int)(take(in) % (LINK_RANKS - 1));
   q->tag = (int)(take(in) % 4);
   q->dtype = (cddp_dtype)(take(in) % 8);
   q->count = take(in);
   q->buf = k->bufs[k->posted++];
-  cddp__post_pending(k->g, q);
+  q->text = k->text;
+  cddp__post_recv(k->g, q);
 }
 
 static void link_event(link_world *k, input *in) {
@@ -1015,7 +1007,6 @@ static void link_event(link_world *k, input *in) {
   default: cddp__serve_idle(k->g);
   }
   cddp__hosts_look(k->g);
-  REQUIRE(n->stranger_count >= 0 && n->stranger_count <= FDS);
   REQUIRE(n->secret == NULL || n->arrived == NULL);
 }
 
@@ -1035,10 +1026,11 @@ static void target_link(input *in) {
       cddp__hosts_register(k.g);
       w.tiny = settings & 2;
       while (in->n > 0) link_event(&k, in);
+      w.coming = 0; /* nobody calls any more, also where accepting has rested */
       if (!(settings & 4)) w.now += 6; /* whoever has said nothing is dropped */
       cddp__hosts_look(k.g);
-      REQUIRE((settings & 4) || h->net->stranger_count == 0);
-      for (i = 0; i < k.posted; i++) cddp__drop_pending(k.g, &k.recvs[i]);
+      REQUIRE((settings & 4) || h->net->pending == NULL);
+      for (i = 0; i < k.posted; i++) cddp__give_up_recv(k.g, &k.recvs[i], true);
     }
     cddp__group_leave(k.g);
   }
@@ -1081,28 +1073,26 @@ static void target_discovery(input *in) {
   }
   must_say(r = cddp__host_port(text[0], host, sizeof host, &port));
   if (r == CDDP_OK) REQUIRE(port >= 0 && port <= 65535 && host[0] != 0 && strlen(host) < 64);
-  must_say(cddp__store_timeout(0, &seconds));
+  must_say(cddp__discover_timeout(0, &seconds));
 }
 
 /* --- safetensors: a file's header, and what it says written again ----------------------------- */
 
-static cddp_safetensors *new_file(const cddp_allocator *a, const void *text, size_t n) {
-  cddp_safetensors *f = cddp__st_new(a);
+static cddp_safetensors *new_file(const cddp_allocator *a, const void *text, size_t n,
+                                  uint64_t data_bytes) {
+  cddp_safetensors *f = cddp__st_new(a, n);
   if (f == NULL) return NULL;
-  if (cddp__st_text_room(f, n) == CDDP_OK) {
-    if (n > 0) memcpy(f->text, text, n);
-    return f;
-  }
-  cddp__st_free(f);
-  return NULL;
+  if (n > 0) memcpy(f->text, text, n);
+  f->data_bytes = data_bytes;
+  return f;
 }
 
 /* Each byte has one tensor, each name is there once, every pointer into the text. */
-static void must_fit(const cddp_safetensors *f, uint64_t data_bytes) {
+static void must_fit(const cddp_safetensors *f) {
   uint64_t at = 0, product;
   size_t i, k;
   for (i = 0; i < f->count; i++) {
-    const cddp_tensor_info *t = &f->tensors[i].info;
+    const cddp_tensor_info *t = &f->tensors[i];
     REQUIRE(t->begin == at && t->dims >= 0 && t->dims <= CDDP__DIMS_MAX);
     REQUIRE(t->dims == 0 || t->shape >= f->shapes);
     REQUIRE(t->dims == 0 || t->shape + t->dims <= f->shapes + f->shape_count);
@@ -1110,13 +1100,13 @@ static void must_fit(const cddp_safetensors *f, uint64_t data_bytes) {
     for (product = 1, k = 0; k < (size_t)t->dims; k++) product *= t->shape[k];
     REQUIRE(product == t->count && cddp__st_type_named(t->type) != NULL);
     REQUIRE(product * (uint64_t)cddp__st_type_named(t->type)->bits == t->bytes * 8);
-    REQUIRE(cddp__st_find(f, "", t->name) == &f->tensors[i]);
-    REQUIRE(t->name[0] == 0 || cddp__st_find(f, "", t->name + 1) != &f->tensors[i]);
+    REQUIRE(cddp__st_find(f, t->name) == &f->tensors[i]);
+    REQUIRE(t->name[0] == 0 || cddp__st_find(f, t->name + 1) != &f->tensors[i]);
     at += t->bytes;
   }
-  REQUIRE(at == data_bytes);
-  for (i = 0; i < f->pair_count; i += 2)
-    REQUIRE(cddp__st_value(f, f->pairs[i]) == f->pairs[i + 1]);
+  REQUIRE(at == f->data_bytes);
+  for (i = 0; i < f->metadata_count; i++)
+    REQUIRE(cddp__st_value(f, f->metadata[i].key) == f->metadata[i].value);
 }
 
 /* Writes the tensors that a header of ours can have, and reads that. */
@@ -1125,33 +1115,31 @@ static void write_again(const cddp_safetensors *f, const cddp_allocator *a) {
   static cddp__st_item items[1024];
   cddp__text t = {text, 0};
   cddp_safetensors *again;
-  uint64_t at = 0;
+  uint64_t at;
   size_t i, n = 0, k;
   if (f->text_size > 8192) return;
   for (i = 0; i < f->count; i++) {
-    const cddp_tensor_info *info = &f->tensors[i].info;
+    const cddp_tensor_info *info = &f->tensors[i];
     if (info->dims > 8) continue;
     memset(&items[n], 0, sizeof items[n]);
-    items[n].prefix = "";
     items[n].name = info->name;
     items[n].type = cddp__st_type_named(info->type);
-    items[n].dims = info->dims;
-    for (k = 0; k < (size_t)info->dims; k++) items[n].shape[k] = info->shape[k];
+    items[n].shape.dims = info->dims;
+    for (k = 0; k < (size_t)info->dims; k++) items[n].shape.size[k] = info->shape[k];
     items[n++].bytes = info->bytes;
   }
-  cddp__st_place(items, n);
-  cddp__st_write(&t, items, n, f->pairs, f->pair_count);
+  at = cddp__st_place(items, n);
+  cddp__st_write(&t, items, n, f->metadata, f->metadata_count);
   REQUIRE(t.n % 8 == 0 && t.n <= sizeof text);
-  if ((again = new_file(a, text + 8, t.n - 8)) == NULL) return;
-  for (i = 0; i < n; i++) at += items[i].bytes;
-  if (cddp__st_parse(again, at) == CDDP_OK) {
-    REQUIRE(again->count == n && again->pair_count == f->pair_count);
-    must_fit(again, at);
-    for (i = 0; i < n; i++) REQUIRE(cddp__st_find(f, "", again->tensors[i].info.name) != NULL);
+  if ((again = new_file(a, text + 8, t.n - 8, at)) == NULL) return;
+  if (cddp__st_parse(again) == CDDP_OK) {
+    REQUIRE(again->count == n && again->metadata_count == f->metadata_count);
+    must_fit(again);
+    for (i = 0; i < n; i++) REQUIRE(cddp__st_find(f, again->tensors[i].name) != NULL);
   } else {
     REQUIRE(w.fail_at > 0 && w.allocations >= w.fail_at);
   }
-  cddp__st_free(again);
+  cddp__st_close(again);
 }
 
 static void target_safetensors(input *in) {
@@ -1167,14 +1155,15 @@ static void target_safetensors(input *in) {
   must_say(cddp__st_header_size(first, in->n + bytes, &size));
   REQUIRE(size <= in->n + bytes);
   take_bytes(in, 8);
-  if ((f = new_file(&a, in->p, in->n)) != NULL) { /* of any length, whatever the first bytes say */
-    cddp_result r = cddp__st_parse(f, bytes);
+  f = new_file(&a, in->p, in->n, bytes);
+  if (f != NULL) { /* of any length, whatever the first bytes say */
+    cddp_result r = cddp__st_parse(f);
     must_say(r);
     if (r == CDDP_OK) {
-      must_fit(f, bytes);
+      must_fit(f);
       write_again(f, &a);
     }
-    cddp__st_free(f);
+    cddp__st_close(f);
   }
   world_end();
 }
@@ -1187,7 +1176,7 @@ typedef void (*target_fn)(input *in);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-  static const target_fn all[] = {target_store_server, target_store_client, target_file_log,
+  static const target_fn all[] = {target_store_server, target_store_client, target_file,
                                   target_meeting, target_link, target_discovery,
                                   target_safetensors};
   input in;
@@ -1205,7 +1194,7 @@ static const struct target {
   target_fn fn;
 } targets[] = {{"store_server", target_store_server},
                {"store_client", target_store_client},
-               {"file_log", target_file_log},
+               {"file", target_file},
                {"meeting", target_meeting},
                {"link", target_link},
                {"discovery", target_discovery},

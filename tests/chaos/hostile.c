@@ -1,0 +1,355 @@
+/* hostile.c - a job that starts among hostile connections.
+
+   Four ranks meet while strangers hold connections to everything that listens: the store's port and
+   the coordinator's Unix socket. They say nothing, garbage, HTTP, half of a frame or of a hello, or
+   a byte now and then. The ranks that come after them must be ready within a second of what it
+   takes without them. (What the store does with each kind of stranger, with secrets and with
+   replayed proofs is in store.c.) */
+#define _GNU_SOURCE
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+
+#include "../ranks.h"
+
+#include <arpa/inet.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+
+enum { RANKS = 4 };
+
+static struct shared {
+  int port;
+  bool secret;
+  int serves;          /* 1: serve_poison is ready; -1: it failed */
+  double timeout_s;
+  double ready[RANKS]; /* test_now() when cddp_init returned */
+  int ranks[RANKS];    /* which rank each process says it is */
+  cddp_result result[RANKS];
+  char text[RANKS][CDDP__ERROR_MAX];
+} *shared;
+
+static int life(int slot, void *arg) {
+  cddp_group_desc d;
+  cddp_group *g = NULL;
+  float x = 1;
+  char url[64];
+  (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  memset(&d, 0, sizeof d);
+  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
+  d.init_method = url;
+  d.rank = shared->ranks[slot];
+  d.world_size = RANKS;
+  d.timeout_s = shared->timeout_s;
+  d.secret = shared->secret ? "sesame" : "";
+  shared->result[slot] = cddp_init(&g, &d);
+  shared->ready[slot] = test_now();
+  if (g != NULL) shared->result[slot] = cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL);
+  snprintf(shared->text[slot], CDDP__ERROR_MAX, "%s", cddp_error());
+  cddp_destroy(g);
+  return shared->result[slot] != CDDP_OK || x != RANKS;
+}
+
+static void prepare(bool secret) {
+  int i;
+  memset(shared, 0, sizeof *shared);
+  shared->port = ranks_free_port();
+  shared->secret = secret;
+  shared->timeout_s = 20;
+  for (i = 0; i < RANKS; i++) shared->ranks[i] = i;
+}
+
+/* --- strangers --- */
+
+static int to_port(int port) {
+  struct sockaddr_in a;
+  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  memset(&a, 0, sizeof a);
+  a.sin_family = AF_INET;
+  a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  a.sin_port = htons((uint16_t)port);
+  if (fd >= 0 && connect(fd, (struct sockaddr *)&a, sizeof a) == 0) return fd;
+  if (fd >= 0) close(fd);
+  return -1;
+}
+
+/* Waits until a rank listens on the node's socket, whose name anybody of this user can tell. */
+static int to_coordinator(double seconds) {
+  double deadline = test_now() + seconds;
+  cddp__address a;
+  cddp__place at;
+  char name[48];
+  int fd;
+  memset(&at, 0, sizeof at);
+  snprintf(at.init_method, sizeof at.init_method, "tcp://127.0.0.1:%d", shared->port);
+  snprintf(at.run, sizeof at.run, "cddp/0/0");
+  cddp__node_name(&at, shared->secret ? "sesame" : NULL, name);
+  cddp__unix_name(&a, name);
+  do (void)cddp__connect_address(&a, cddp__now() + 1, &fd);
+  while (fd < 0 && test_now() < deadline && (ranks_sleep(0.001), true));
+  return fd;
+}
+
+/* The i-th stranger says what it has to say. */
+static void speak(int fd, int i) {
+  static const char http[] = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+  static const unsigned char frame[] = {0, 0xce, 0xf7, 0x85, 0x3c, 1, 9, 0, 0, 0, 0, 0, 0, 0, 'k'};
+  static const unsigned char hello[] = {'C', 'D', 'M', 'T', 1, 0, 0, 0, 0, 0, 0, 0,
+                                        sizeof(cddp__rank_info), 0, 0, 0, 1, 2, 3};
+  unsigned char noise[200];
+  size_t k;
+  ssize_t sent = 0;
+  for (k = 0; k < sizeof noise; k++) noise[k] = (unsigned char)ranks_mix((uint64_t)i, k, 3);
+  switch (i % 7) {
+  case 0: break; /* silence */
+  case 1: sent = send(fd, http, sizeof http - 1, MSG_NOSIGNAL); break;
+  case 2: sent = send(fd, noise, 1 + (size_t)i % sizeof noise, MSG_NOSIGNAL); break;
+  case 3: sent = send(fd, frame, sizeof frame, MSG_NOSIGNAL); break;
+  case 4: sent = send(fd, hello, sizeof hello, MSG_NOSIGNAL); break;
+  case 5: sent = send(fd, CDDP__AUTH_HELLO, 8, MSG_NOSIGNAL); break;
+  default: sent = send(fd, noise, 1, MSG_NOSIGNAL); /* and a byte a minute later */
+  }
+  (void)sent; /* hung up on already */
+}
+
+/* Ranks 0 and 1 wait; `count` strangers come to the store and to the coordinator; then the others.
+   Returns the time from their start until all are ready. */
+static double start_among(int count, bool secret) {
+  pid_t pids[RANKS];
+  int status[RANKS], *fds = (int *)malloc((2 * (size_t)count + 1) * sizeof *fds), i, r, held = 0;
+  double begin, last = 0;
+  prepare(secret);
+  for (i = 0; i < 2; i++) pids[i] = ranks_fork(life, i, NULL);
+  fds[0] = to_coordinator(10);
+  CHECK(fds[0] >= 0);
+  close(fds[0]);
+  for (i = 0; i < 1000 && (fds[0] = to_port(shared->port)) < 0; i++) ranks_sleep(0.001);
+  close(fds[0]);
+  for (i = 0; i < count; i++) {
+    int fd = i % 2 ? to_coordinator(10) : to_port(shared->port);
+    if (fd < 0) continue;
+    speak(fd, i / 2);
+    fds[held++] = fd;
+  }
+  CHECK(held >= count * 9 / 10);
+  begin = test_now();
+  for (i = 2; i < RANKS; i++) pids[i] = ranks_fork(life, i, NULL);
+  ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
+  CHECK(ranks_exited_well(status, RANKS));
+  for (r = 0; r < RANKS; r++) {
+    if (shared->result[r] != CDDP_OK) fprintf(stderr, "  rank %d: %s\n", r, shared->text[r]);
+    if (shared->ready[r] > last) last = shared->ready[r];
+  }
+  for (i = 0; i < held; i++) close(fds[i]);
+  free(fds);
+  return last - begin;
+}
+
+static void test_start(void) {
+  double alone = start_among(0, false), some = start_among(100, false),
+         secret = start_among(100, true), many = start_among(1000, false);
+  fprintf(stderr, "  ready after %.3f s; among 100: %.3f s, with a secret: %.3f s, 1000: %.3f s\n",
+          alone, some, secret, many);
+  CHECK(some < alone + RANKS_WITHIN(1.0));
+  CHECK(secret < alone + RANKS_WITHIN(1.0));
+  CHECK(many < alone + RANKS_WITHIN(1.0));
+}
+
+/* They keep coming while the ranks meet: a rank may be dropped among them and has to come again. A
+   process of its own, as ranks are forked meanwhile; it is killed in the end. */
+static int storm(int rank, void *arg) {
+  pid_t parent = getppid();
+  int fds[256], n = 0;
+  (void)rank;
+  (void)arg;
+  memset(fds, 0xff, sizeof fds);
+  while (getppid() == parent) {
+    if (fds[n] >= 0) close(fds[n]);
+    fds[n] = to_coordinator(0);
+    n = (n + 1) % 256;
+  }
+  return 0;
+}
+
+static void test_storm(void) {
+  pid_t pids[RANKS], stranger;
+  int status[RANKS], i;
+  double begin;
+  prepare(false);
+  pids[0] = ranks_fork(life, 0, NULL);
+  close(to_coordinator(10));
+  for (i = 1; i < RANKS; i++) pids[i] = 0;
+  stranger = ranks_fork(storm, 0, NULL);
+  ranks_sleep(0.05); /* it is under way */
+  begin = test_now();
+  for (i = 1; i < RANKS; i++) pids[i] = ranks_fork(life, i, NULL);
+  ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
+  CHECK(ranks_exited_well(status, RANKS));
+  CHECK(test_now() - begin < RANKS_WITHIN(3.0));
+  for (i = 0; i < RANKS; i++)
+    if (shared->result[i] != CDDP_OK) fprintf(stderr, "  rank %d: %s\n", i, shared->text[i]);
+  kill(stranger, SIGKILL);
+  waitpid(stranger, NULL, 0);
+}
+
+/* --- strangers at the coordinator's socket are dropped under a deadline of their own --- */
+
+static bool hangs_up(int fd, double seconds) {
+  struct pollfd p;
+  char c;
+  p.fd = fd;
+  p.events = POLLIN;
+  return poll(&p, 1, (int)(seconds * 1000)) == 1 && recv(fd, &c, 1, MSG_DONTWAIT) <= 0;
+}
+
+static void test_dropped(void) {
+  pid_t pid;
+  int status, fds[7], i;
+  prepare(false);
+  pid = ranks_fork(life, 0, NULL);
+  for (i = 0; i < 7; i++) {
+    fds[i] = to_coordinator(10);
+    CHECK(fds[i] >= 0);
+    speak(fds[i], i);
+  }
+  for (i = 0; i < 7; i++) { /* rank 0 waits on, for 20 s */
+    CHECK(hangs_up(fds[i], RANKS_WITHIN(CDDP__HELLO_S + 2)));
+    close(fds[i]);
+  }
+  CHECK(waitpid(pid, &status, WNOHANG) == 0);
+  kill(pid, SIGKILL);
+  waitpid(pid, &status, 0);
+}
+
+/* --- a rank that is there twice: as soon as enough processes have come, all hear of it --- */
+
+static void test_double(void) {
+  pid_t pids[RANKS];
+  int status[RANKS], i;
+  double begin = test_now();
+  prepare(false);
+  shared->ranks[3] = 1;
+  for (i = 0; i < RANKS; i++) pids[i] = ranks_fork(life, i, NULL);
+  ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
+  CHECK(test_now() - begin < RANKS_WITHIN(3.0));
+  for (i = 0; i < RANKS; i++) {
+    CHECK_IS(shared->result[i], CDDP_INVALID_ARGUMENT);
+    CHECK(strstr(shared->text[i], "rank 1") != NULL);
+  }
+}
+
+/* --- a text of a false rank, to which the store has led, is shown, and no terminal obeys it --- */
+
+static const char poison[] = "\033]0;owned\007\033[2Jbad\302\233news";
+
+/* A store whose key is hostile, in a process of its own: the rank is forked while it serves. */
+static int serve_poison(int rank, void *arg) {
+  cddp_store_desc d;
+  cddp_store *s = NULL;
+  cddp__root_key key;
+  cddp__address a;
+  char url[64];
+  int listener, port, fd;
+  (void)rank;
+  (void)arg;
+  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
+  memset(&d, 0, sizeof d);
+  memset(&key, 0, sizeof key);
+  memcpy(key.magic, cddp__root_magic, sizeof key.magic);
+  CHECK_OK(cddp__listen_any(&listener, &port));
+  CHECK(cddp__local_address(listener, &a));
+  cddp__pack_address(key.address, &a);
+  d.init_method = url;
+  d.is_server = true;
+  d.timeout_s = 10;
+  d.secret = "";
+  CHECK_OK(cddp_store_create(&s, &d));
+  CHECK_OK(cddp_store_set(s, "cddp/0/0/meeting", &key, sizeof key));
+  __atomic_store_n(&shared->serves, test_failures == 0 ? 1 : -1, __ATOMIC_SEQ_CST);
+  while (cddp__wait_fd(listener, POLLIN, cddp__now() + 60) == CDDP_OK) {
+    if ((fd = cddp__accept(listener)) < 0) continue;
+    (void)cddp__channel_post(fd, CDDP__MEET_FAIL, CDDP_TIMEOUT, poison, sizeof poison - 1, NULL,
+                     cddp__now() + 1);
+  }
+  return 1;
+}
+
+static void test_poison(void) {
+  double deadline = test_now() + RANKS_WITHIN(5);
+  const char *c;
+  int status;
+  pid_t pid, server;
+  prepare(false);
+  server = ranks_fork(serve_poison, 0, NULL);
+  while (__atomic_load_n(&shared->serves, __ATOMIC_SEQ_CST) == 0 && test_now() < deadline)
+    ranks_sleep(0.01);
+  CHECK_EQ(shared->serves, 1);
+  pid = ranks_fork(life, 1, NULL);
+  ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
+  CHECK(shared->result[1] != CDDP_OK);
+  CHECK(strstr(shared->text[1], "bad") != NULL && strstr(shared->text[1], "news") != NULL);
+  for (c = shared->text[1]; *c != 0; c++)
+    CHECK((unsigned char)*c >= 32 && *c != 127 && (unsigned char)*c != 0x9b);
+  kill(server, SIGKILL);
+  CHECK_EQ(waitpid(server, NULL, 0), server);
+}
+
+/* --- strangers at the port where the root waits for other hosts' ranks --- */
+
+static void test_root(void) {
+  cddp_store_desc d;
+  cddp_store *s = NULL;
+  cddp__root_key key;
+  cddp__address a;
+  pid_t pids[RANKS];
+  int status[RANKS], fds[150], i, r;
+  size_t n = 0;
+  char url[64];
+  double begin;
+  prepare(false);
+  setenv("CDDP_HOST_ID", "a", 1);
+  pids[0] = ranks_fork(life, 0, NULL);
+  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
+  memset(&d, 0, sizeof d);
+  d.init_method = url;
+  d.timeout_s = RANKS_WITHIN(5);
+  d.secret = "";
+  CHECK_OK(cddp_store_create(&s, &d));
+  if (s != NULL) CHECK_OK(cddp_store_get(s, "cddp/0/0/meeting", &key, sizeof key, &n));
+  CHECK_EQ(n, sizeof key);
+  cddp_store_destroy(s);
+  cddp__unpack_address(&a, key.address);
+  for (i = 0; i < 150; i++) {
+    fds[i] = to_port(cddp__address_port(&a));
+    CHECK(fds[i] >= 0);
+    speak(fds[i], i);
+  }
+  setenv("CDDP_HOST_ID", "b", 1);
+  begin = test_now();
+  for (i = 1; i < RANKS; i++) pids[i] = ranks_fork(life, i, NULL);
+  unsetenv("CDDP_HOST_ID");
+  ranks_join(pids, RANKS, RANKS_WITHIN(20), status);
+  CHECK(ranks_exited_well(status, RANKS));
+  for (r = 0; r < RANKS; r++) {
+    if (shared->result[r] != CDDP_OK) fprintf(stderr, "  rank %d: %s\n", r, shared->text[r]);
+    CHECK(shared->ready[r] - begin < RANKS_WITHIN(1.0));
+  }
+  for (i = 0; i < 150; i++) close(fds[i]);
+}
+
+int main(void) {
+  struct rlimit files;
+  if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < 4096) {
+    files.rlim_cur = files.rlim_max < 4096 ? files.rlim_max : 4096;
+    setrlimit(RLIMIT_NOFILE, &files);
+    if (files.rlim_cur < 4096) return TEST_SKIP("fewer than 4096 descriptors are allowed");
+  }
+  shared = (struct shared *)ranks_shared(sizeof *shared);
+  RUN(test_start);
+  RUN(test_storm);
+  RUN(test_double);
+  RUN(test_dropped);
+  RUN(test_root);
+  RUN(test_poison);
+  return TEST_END();
+}

@@ -1,0 +1,76 @@
+/* late.c - time as connections between hosts see it. A rank that is late to read, however long, is
+   no dead one. Compiled with one second for the twenty after which a host that answers nothing is
+   given up, so that a few seconds are very late. Hosts that are cut off: netns.sh. */
+#define _GNU_SOURCE
+#define CDDP_IMPLEMENTATION
+#define CDDP__UNANSWERED_S 1.0
+#include "../../cddp.h"
+
+#include "../ranks.h"
+
+/* Rank 0 sends at once what rank 1 receives seconds later: small messages, or one that is more than
+   the system takes. */
+static int receive_late(cddp_group *g, void *arg) {
+  size_t n = *(const size_t *)arg, turns = n > 1 ? 1 : 20000, k, i, bad = 0;
+  float *x = (float *)malloc(n * sizeof *x);
+  if (cddp_rank(g) == 1) ranks_sleep(5);
+  for (k = 0; k < turns && test_failures == 0; k++) {
+    for (i = 0; i < n; i++) x[i] = cddp_rank(g) == 0 ? (float)(i + k) : 0;
+    if (cddp_rank(g) == 0)
+      CHECK_OK(cddp_send(g, x, n, CDDP_F32, 1, 0, NULL));
+    else
+      CHECK_OK(cddp_recv(g, x, n, CDDP_F32, 0, 0, NULL));
+    for (i = 0; i < n; i++) bad += x[i] != (float)(i + k);
+  }
+  CHECK_EQ(bad, 0);
+  CHECK_OK(cddp_barrier(g));
+  free(x);
+  return 0;
+}
+
+static void test_late_receiver(void) {
+  size_t counts[] = {1, 8000000};
+  int i;
+  setenv("TEST_HOSTS", "ab", 1);
+  for (i = 0; i < 2; i++) CHECK_OK(ranks_run(receive_late, &counts[i], 2, false));
+}
+
+/* Rank 1 is stopped in the middle of a collective, for seconds, and goes on. */
+static int stop_midway(cddp_group *g, void *arg) {
+  enum { N = 12000000 };
+  float *x = (float *)malloc(N * sizeof *x);
+  pid_t *pid = (pid_t *)arg;
+  int i, bad = 0;
+  for (i = 0; i < N; i++) x[i] = 1;
+  CHECK_OK(cddp_barrier(g));
+  if (cddp_rank(g) == 1) {
+    *pid = fork();
+    if (*pid == 0) { /* stops its parent, and lets it go on */
+      ranks_sleep(RANKS_WITHIN(0.005));
+      kill(getppid(), SIGSTOP);
+      ranks_sleep(4);
+      kill(getppid(), SIGCONT);
+      _exit(0);
+    }
+  }
+  for (i = 0; i < 3; i++) CHECK_OK(cddp_all_reduce(g, x, N, CDDP_F32, CDDP_AVG, NULL));
+  for (i = 0; i < N; i++) bad += x[i] != 1;
+  CHECK_EQ(bad, 0);
+  CHECK_OK(cddp_barrier(g));
+  if (cddp_rank(g) == 1) waitpid(*pid, NULL, 0);
+  free(x);
+  return 0;
+}
+
+static void test_stopped_midway(void) {
+  pid_t pid = 0;
+  setenv("TEST_HOSTS", "ab", 1);
+  CHECK_OK(ranks_run(stop_midway, &pid, 2, false));
+}
+
+int main(void) {
+  setenv("CDDP_TIMEOUT_S", "120", 0);
+  RUN(test_late_receiver);
+  RUN(test_stopped_midway);
+  return TEST_END();
+}

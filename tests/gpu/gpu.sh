@@ -1,0 +1,448 @@
+#!/bin/bash
+# Everything that needs a GPU: builds for the one at hand, runs the checks, looks for bad memory accesses,
+# measures; ends in a table. Needs nvcc, NCCL, cuBLAS and at least one NVIDIA GPU. Put what it prints into
+# tests/gpu/gpu-results.md.
+#
+#   tests/gpu/gpu.sh              all of it, in this order:
+#   tests/gpu/gpu.sh build        compiles, side by side; what is there from the same sources stays
+#   tests/gpu/gpu.sh checks       each of these three builds first what is missing
+#   tests/gpu/gpu.sh sanitize
+#   tests/gpu/gpu.sh bench
+#   tests/gpu/gpu.sh table        the table of the calls so far, which add up
+#
+#   GPU_SECONDS=570 tests/gpu/gpu.sh checks       starts nothing that would take it beyond that
+#
+# A row is 'ok', 'FAIL', 'skip', 'warn' or 'info'; the logs are in build/gpu/log. The exit code is 0 when
+# no row of the table is FAIL. Several NCCL ranks on one GPU are a trick (NCCL_HOSTID: each takes the other
+# for another host and goes through sockets) that NCCL does not support: where it does not work is a
+# warning, and what it does says nothing about speed. What takes 2 ranks uses 2 GPUs where they are.
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+out=build/gpu
+
+die() { # SENTENCE
+  trap - EXIT
+  echo "tests/gpu/gpu.sh: $*" >&2
+  exit 1
+}
+
+case ${1:-all} in
+all) phases="build checks sanitize bench" ;;
+build) phases=build ;;
+checks | sanitize | bench) phases="build $1" ;;
+table) phases= ;;
+*) echo "usage: tests/gpu/gpu.sh [build|checks|sanitize|bench|table]" >&2 && exit 2 ;;
+esac
+
+# No variable of the caller's launcher may make a rank of a check.
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GPU_MEET
+# shellcheck disable=SC2086
+unset ${!CDDP_@} ${!TORCHELASTIC_@} ${!OMPI_@} ${!PMIX_@} ${!PMI_@} ${!MPI_LOCAL@} ${!SLURM_@}
+
+# --- rows, each in a file of its own ---
+
+phase=0 rows=0
+declare -A verdict
+
+row() { # STATE NAME [REMARK]
+  rows=$((rows + 1))
+  verdict[$2]=$1
+  printf '%s|%s|%s|%s\n' "$1" "$2" "${3//|//}" "$id" >"$out/rows/$phase-$(printf %02d $rows)"
+  printf '%-5s %-38s %s\n' "$1" "$2" "${3:-}"
+}
+
+table() {
+  local f state name remark of head
+  echo
+  head=$(cat "$out/rows/head" 2>/dev/null) || { echo "tests/gpu/gpu.sh has not run yet"; return 1; }
+  echo "${head#*|}"
+  for f in "$out"/rows/[1-9]*; do
+    [ -e "$f" ] || continue
+    IFS='|' read -r state name remark of <"$f"
+    [ "$of" = "${head%%|*}" ] || remark="$remark  [of $of]"
+    printf '%-5s %-38s %s\n' "$state" "$name" "$remark"
+  done
+  ! grep -q '^FAIL' "$out"/rows/*
+}
+
+if [ -z "$phases" ]; then
+  table
+  exit
+fi
+
+# --- what is there ---
+
+command -v nvcc >/dev/null || PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
+command -v nvcc >/dev/null ||
+  die "nvcc is not installed: install NVIDIA's CUDA toolkit, or add its bin directory to PATH"
+cuda=$(readlink -f "$(command -v nvcc)")
+cuda=${cuda%/bin/*}
+gpus=$(timeout 60 nvidia-smi -L 2>/dev/null | grep -c '^GPU') # not the lines of MIG's parts
+[ "$gpus" -gt 0 ] ||
+  die "nvidia-smi finds no GPU here: this needs a machine with an NVIDIA GPU and its driver"
+
+ask() { timeout 60 nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits 2>/dev/null | head -n 1; }
+
+gpu=$(ask name,driver_version)
+arch=$(ask compute_cap | tr -d .)
+[[ $arch =~ ^[0-9]+$ ]] && arch=sm_$arch || arch=native
+memory=$(ask memory.total) # MiB
+[[ $memory =~ ^[0-9]+$ ]] || memory=0
+cores=$(nproc)
+[ "$cores" -gt 1 ] || cores=2 # two ranks wait for each other
+id=$(git describe --always --dirty 2>/dev/null) || id="cddp.h $(sha256sum cddp.h | cut -c 1-8)"
+mkdir -p $out/rows $out/log $out/lib $out/bin
+
+# Whether nvcc finds a library and its header.
+links() { # LIBRARY HEADER
+  printf '#include <%s>\nint main() { return 0; }\n' "$2" >$out/probe.cpp
+  timeout 120 nvcc $out/probe.cpp -o $out/probe "-l$1" >$out/log/probe.log 2>&1
+}
+
+places() { # where pip and others put libraries with their headers
+  local d
+  for d in "${NCCL_HOME:-}" "${CONDA_PREFIX:-}" "$cuda"/targets/*; do [ -z "$d" ] || echo "$d"; done
+  python3 - 2>/dev/null <<'END'
+import glob, os, sys
+for path in sys.path:
+    for d in sorted(glob.glob(os.path.join(path or ".", "nvidia", "*"))):
+        print(os.path.abspath(d))
+END
+}
+
+# Sees to it that nvcc and the programs find a library: pip's lack the name without a version.
+need() { # LIBRARY HEADER CURE
+  local d f dir
+  links "$1" "$2" && return
+  while read -r d; do
+    [ -f "$d/include/$2" ] || continue
+    for dir in "$d/lib" "$d/lib64"; do
+      for f in "$dir/lib$1.so" "$dir/lib$1.so".[0-9]*; do
+        [ -f "$f" ] || continue
+        ln -sf "$f" "$out/lib/lib$1.so"
+        export CPATH=$d/include${CPATH:+:$CPATH}
+        export LIBRARY_PATH=$PWD/$out/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
+        export LD_LIBRARY_PATH=$dir${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+        links "$1" "$2" && return
+      done
+    done
+  done < <(places)
+  die "nvcc finds no $2 with lib$1.so: $3 ($out/log/probe.log)"
+}
+
+callers_libraries=${LD_LIBRARY_PATH:-} # PyTorch brings its own
+
+find_libraries() { # and says in rows/head with what all is built
+  local log=$out/log/probe.log nvcc
+  links c stdio.h || die "nvcc compiles nothing here; $log ends: $(tail -n 1 "$log")"
+  need nccl nccl.h "install NVIDIA's libnccl-dev, or run python3 -m pip install nvidia-nccl-cu13 (cu12 for CUDA 12)"
+  need cublas cublas_v2.h "install cuBLAS of the CUDA toolkit, or run python3 -m pip install nvidia-cublas (nvidia-cublas-cu12)"
+  cat >$out/probe.cpp <<'END'
+#include <cublas_v2.h>
+#include <nccl.h>
+#include <stdio.h>
+int main() {
+  int n = 0, major = 0;
+  if (ncclGetVersion(&n) || cublasGetProperty(MAJOR_VERSION, &major)) return 1;
+  return printf("NCCL %d.%d.%d, cuBLAS %d\n", n / 10000, n / 100 % 100, n % 100, major) < 0;
+}
+END
+  { timeout 120 nvcc $out/probe.cpp -o $out/probe -lnccl -lcublas && timeout 60 $out/probe; } >"$log" 2>&1 ||
+    die "a program with NCCL and cuBLAS does not run; $log ends: $(tail -n 1 "$log")"
+  libraries=$(tail -n 1 "$log")
+  nvcc=$(nvcc --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+  echo "$id|$(date -u +%F)  $gpu (of $gpus)  $id  nvcc $nvcc ($arch)  $libraries" >$out/rows/head
+}
+
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # NCCL says why in the logs
+
+# --- running ---
+
+pids=() names=() logs=() limits=() ends=() musts=() softs=() # of the commands begun, by their number
+must='' soft='' made='' started=0
+
+left() { # seconds until GPU_SECONDS, less those for the table
+  echo $((${GPU_SECONDS:-0} > 0 ? GPU_SECONDS - SECONDS - 10 : 1000000))
+}
+
+# MARK: processes with a mark that begins so. They inherit it from the command that start began.
+marked() { grep -lsza "^CDDP_GPU_MARK=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
+
+# MARK: ends them, and says which they were.
+end_marked() {
+  local pid
+  for _ in 1 2 3 4 5 6 7 8 9 10; do # a moment to go by themselves
+    [ -n "$(marked "$1")" ] || return 0
+    sleep 0.1
+  done
+  for pid in $(marked "$1"); do
+    echo "$pid $(tr '\0' ' ' 2>/dev/null <"/proc/$pid/cmdline" | cut -c 1-80)"
+    kill -KILL "$pid" 2>/dev/null
+  done
+}
+
+gist() { # LOG: the line that says most
+  { grep -a -m 1 -E '^rank [0-9]+: |[Ee]rror|FAIL|failed|fatal|WARN|usage' "$1" ||
+    tail -n 1 "$1" | grep . || echo "no output"; } | cut -c 1-160
+}
+
+judge() { # NUMBER of a command that has ended: makes its row
+  local name=${names[$1]} log=${logs[$1]} limit=${limits[$1]} code=none seconds=0 state=FAIL why behind
+  read -r code seconds 2>/dev/null <"$log.end"
+  behind=$(end_marked "$$-$1-")
+  case $code in
+  0) why="$seconds s" ;;
+  124 | 137) why="killed" && [ "$seconds" -lt "$limit" ] || why="no end after $limit s" ;;
+  none) why="cannot be ended" ;;
+  *) why="exit code $code" ;;
+  esac
+  if [ "$code" != 0 ]; then why="$why: $(gist "$log")"
+  elif [ -n "$behind" ]; then why="left processes behind: $behind"
+  elif [ -n "${musts[$1]}" ] && ! grep -q -a -E "${musts[$1]}" "$log"; then why="no line says ${musts[$1]}"
+  else state=ok; fi
+  [ "$state" = ok ] || [[ ${softs[$1]} != 1* ]] || state=warn
+  if [[ $why = "no end"* && ${softs[$1]} = *cut ]]; then state=skip; fi # it may need the time it did not get
+  if [ "$state" != ok ] && grep -q -a 'Device not supported' "$log"; then
+    state=warn why="compute-sanitizer does not support this device"
+  fi
+  [ "$state" = ok ] || why="$why ($log)"
+  row "$state" "$name" "$why"
+  [ "$state" = ok ] || tail -n 8 "$log" | cut -c 1-200 | sed 's/^/      | /'
+}
+
+reap() { # makes the rows of commands that have ended
+  local i
+  for i in "${!pids[@]}"; do
+    [ -e "${logs[i]}.end" ] || [ $SECONDS -gt "${ends[i]}" ] || ! kill -0 "${pids[i]}" 2>/dev/null || continue
+    judge "$i"
+    unset "pids[i]"
+  done
+  sleep 0.1
+}
+
+collect() { # waits for all that start began
+  while [ ${#pids[@]} -gt 0 ]; do reap; done
+}
+
+# Begins a command in the background; its row comes from collect. With must=REGEX a line of its output
+# has to match; with soft=1 a failure is a warning; made=FILE: success makes FILE.stamp of FILE.next.
+start() { # NAME SECONDS COMMAND...
+  local name=$1 limit=$2 log=$out/log/${1//[^a-zA-Z0-9_]/-}.log i word room soft=$soft
+  shift 2
+  for word in "$@"; do
+    [[ $word != $out/bin/* ]] || [ -e "$word.stamp" ] || [ "$1" = nvcc ] ||
+      { row skip "$name" "$word was not built" && return; }
+  done
+  while [ ${#pids[@]} -ge "$cores" ]; do reap; done
+  room=$(left)
+  [ "$room" -gt 5 ] || { row skip "$name" "no time was left" && return; }
+  [ "$room" -ge "$limit" ] || limit=$room soft=${soft}cut
+  rm -f "$log.end"
+  i=$((started += 1))
+  {
+    begin=$SECONDS
+    CDDP_GPU_MARK=$$-$i- timeout -k 5 "$limit" "$@" >"$log" 2>&1 </dev/null
+    code=$?
+    [ $code != 0 ] || [ -z "$made" ] || mv "$made.next" "$made.stamp"
+    echo "$code $((SECONDS - begin))" >"$log.new" && mv "$log.new" "$log.end"
+  } 2>/dev/null &
+  pids[i]=$! names[i]=$name logs[i]=$log limits[i]=$limit musts[i]=$must softs[i]=$soft
+  ends[i]=$((SECONDS + limit + 20)) # a process that waits for the driver may outlast even SIGKILL
+}
+
+try() { # NAME SECONDS COMMAND...: runs it and makes its row; fails if that is not ok
+  start "$@"
+  collect
+  [ "${verdict[$1]:-}" = ok ]
+}
+
+# shellcheck disable=SC2317 # the trap calls it
+finish() {
+  local code=$? i
+  trap - EXIT
+  trap '' HUP INT TERM
+  for i in "${!pids[@]}"; do
+    if [ -e "${logs[i]}.end" ]; then judge "$i"
+    else row FAIL "${names[i]}" "tests/gpu/gpu.sh was ended during it (${logs[i]})"; fi
+  done
+  marked "$$-" | xargs -r kill 2>/dev/null
+  end_marked "$$-" >/dev/null
+  table || [ "$code" != 0 ] || code=1
+  exit "$code"
+}
+
+# --- build ---
+
+build() {
+  local f name hash flags="-O3 -std=c++17 -arch=$arch" own
+  for f in tests/gpu/kernels.cu tests/gpu/gpu.cu examples/{toy,linear,collectives,digits,data_parallel}.cu; do
+    name=${f##*/} name=${name%.cu}
+    own=
+    [ "$name" != kernels ] || own="-DCDDP_IMPLEMENTATION"
+    hash=$({ echo "$flags $libraries" && nvcc --version &&
+      cat "$f" cddp.h cddp_kernels.cuh tests/test.h tests/gpu/hostcuda/half.h; } | sha256sum)
+    [ ! -x "$out/bin/$name" ] || [ "$hash" != "$(cat "$out/bin/$name.stamp" 2>/dev/null)" ] ||
+      { row ok "build $name" "is there already" && continue; }
+    rm -f "$out/bin/$name.stamp"
+    echo "$hash" >"$out/bin/$name.next"
+    # shellcheck disable=SC2086
+    made=$out/bin/$name start "build $name" 550 nvcc $own "$f" -o "$out/bin/$name" $flags -lnccl -lcublas
+  done
+  collect
+}
+
+# --- checks ---
+
+bin=$out/bin
+# For ranks that share a GPU: they are to find no way to each other but sockets.
+apart=(env NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_MNNVL_ENABLE=0 NCCL_IB_DISABLE=1)
+
+first_experiments() { # what the test double cannot tell, in tests/gpu/gpu-results.md's order
+  local two=() word=() what
+  for what in outlive replay; do
+    try "$what, 1 rank" 60 $bin/gpu $what 1
+    try "$what, 1 rank with NCCL" 60 env GPU_ALONE=1 $bin/gpu $what 1
+  done
+  if [ "$gpus" -lt 2 ]; then
+    two=("${apart[@]}") word=(share)
+    if [ "${verdict[2 ranks, nccl, one GPU]:-}" != ok ]; then
+      for what in outlive lost lost0 lostfree lone replay; do
+        row skip "$what, 2 ranks" "two NCCL ranks do not work on one GPU here"
+      done
+      return
+    fi
+  fi
+  try "outlive, 2 ranks" 90 "${two[@]}" $bin/gpu outlive 2 nccl "${word[@]}"
+  for what in lost lost0 lostfree; do
+    try "$what, 2 ranks" 90 "${two[@]}" $bin/gpu $what 2 nccl "${word[@]}"
+  done
+  try "lone, 2 ranks" 70 "${two[@]}" $bin/gpu lone 2 nccl "${word[@]}"
+  try "replay, 2 ranks" 90 "${two[@]}" $bin/gpu replay 2 nccl "${word[@]}"
+}
+
+checks() {
+  local n log huge=() most=$gpus
+  rm -f $out/log/1-rank--nccl.log $out/log/2-ranks--nccl-*.log # they are read below
+  [ "$memory" -lt 16000 ] || huge=(env HUGE=1) # more than 2^31 elements
+  try "kernels" 200 "${huge[@]}" $bin/kernels
+  try "1 rank, nccl" 60 $bin/gpu check 1 nccl
+  try "1 rank with NCCL" 60 env GPU_ALONE=1 $bin/gpu check 1 nccl # a communicator of one
+  for n in 2 4; do
+    try "$n ranks, cpu, one GPU" 100 $bin/gpu check $n cpu share
+    soft=1
+    try "$n ranks, nccl, one GPU" 100 "${apart[@]}" $bin/gpu check $n nccl share
+    soft=''
+  done
+  # Of MIG's parts CUDA sees one, and CUDA_VISIBLE_DEVICES may hide some.
+  [ ! -e $bin/gpu.stamp ] || most=$(timeout 60 $bin/gpu devices)
+  [[ $most =~ ^[0-9]+$ ]] || most=$gpus
+  for n in 2 4 8; do
+    if [ "$most" -ge "$n" ]; then try "$n ranks, nccl, $n GPUs" 100 $bin/gpu check $n nccl
+    else row skip "$n ranks, nccl, $n GPUs" "CUDA sees $most"; fi
+  done
+  for log in "$out"/log/1-rank--nccl.log "$out"/log/2-ranks--nccl-*.log; do
+    n=$(grep -h -m 1 '^graph of a step' "$log" 2>/dev/null) || continue
+    row info "graph of a step, ${log##*/}" "${n#*: }"
+  done
+  if [ "$most" -ge 2 ]; then try "contexts, 2 ranks" 60 $bin/gpu contexts 2 nccl
+  else row skip "contexts, 2 ranks" "CUDA sees $most"; fi
+  gpus=$most first_experiments
+  must='^Loss on rank 0: [0-9]' try "toy" 60 $bin/toy
+  must='^Loss on rank 1: [0-9]' try "toy, 2 ranks, one GPU" 60 $bin/toy -n 2 --backend cpu
+  must='and the same on all ranks' try "linear" 60 $bin/linear
+  must='^broadcast, rank 0: 1 10' try "collectives" 60 $bin/collectives
+  must='^test accuracy: (9[0-9]|100)' try "digits" 200 $bin/digits
+  try "data_parallel" 100 $bin/data_parallel -n $((most > 7 ? 8 : most > 3 ? 4 : most > 1 ? 2 : 1))
+}
+
+# --- sanitize ---
+
+sanitize() {
+  local tool=compute-sanitizer r memcheck
+  local must='SUMMARY: 0 (errors|hazards)' meet=unix://cddp-gpu-$$
+  for r in "$cuda/bin/$tool" "$cuda/compute-sanitizer/$tool"; do
+    command -v $tool >/dev/null || [ ! -x "$r" ] || PATH=$PATH:${r%/*}
+  done
+  command -v $tool >/dev/null || { row skip $tool "is not installed" && return; }
+  # A rank must be the process that the sanitizer starts, so it gets what a launcher would tell it.
+  memcheck=("$tool" --launch-timeout 0 --tool memcheck --report-api-errors no --error-exitcode 9)
+  for r in 0 1; do
+    start "memcheck, rank $r of 2, cpu" 300 env RANK=$r WORLD_SIZE=2 LOCAL_RANK=$r LOCAL_WORLD_SIZE=2 \
+      GPU_MEET=$meet "${memcheck[@]}" $bin/gpu check 2 cpu share
+  done
+  start "memcheck, kernels" 400 "${memcheck[@]}" $bin/kernels
+  start "racecheck, kernels" 400 "${memcheck[@]/memcheck/racecheck}" $bin/kernels
+  start "memcheck, 1 rank, nccl" 300 env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 \
+    "${memcheck[@]}" $bin/gpu check 1 nccl
+  collect
+}
+
+# --- bench ---
+
+torch_step() { # the step of `gpu bench` in PyTorch, alone and with DDP on one rank over NCCL
+  cat <<'END'
+import statistics, torch, torch.distributed as dist
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+torch.set_float32_matmul_precision("highest")
+nn, dev = torch.nn, torch.device("cuda:0")
+x, label = torch.randn(128, 784, device=dev), torch.zeros(128, dtype=torch.long, device=dev)
+for name in "plain", "ddp":
+    net = nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)).to(dev)
+    if name == "ddp":
+        net = nn.parallel.DistributedDataParallel(net, device_ids=[0])
+    sgd = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+    taken = []
+    for r in range(8):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        for i in range(50):
+            nn.functional.cross_entropy(net(x), label).backward()
+            sgd.step()
+            sgd.zero_grad(set_to_none=False)
+        b.record()
+        b.synchronize()
+        taken.append(a.elapsed_time(b) / 50)
+    print(f"torch_{name}_step {statistics.median(taken[1:]):.4f} ms", flush=True)
+dist.destroy_process_group()
+END
+}
+
+figures() { # LOG: its lines 'NAME VALUE UNIT' as rows; those that fall short of what is expected are warnings
+  local name value unit want state
+  while read -r name value unit; do
+    want='' state=info
+    case $name in
+    sgd_share) want="85 or more" && awk "BEGIN { exit !($value < 85) }" && state=warn ;;
+    ddp_cost) want="3 or less" && awk "BEGIN { exit !($value > 3) }" && state=warn ;;
+    esac
+    row $state "$name" "$value $unit${want:+  (expected: $want)}"
+  done < <(grep -E '^[a-z_]+ -?[0-9.]+ ' "$1")
+}
+
+bench() {
+  try "measurements" 200 $bin/gpu bench && figures "$out/log/measurements.log"
+  if timeout 120 python3 -c 'import torch; exit(not torch.cuda.is_available())' 2>/dev/null; then
+    try "PyTorch" 200 env LD_LIBRARY_PATH="$callers_libraries" python3 -c "$(torch_step)" &&
+      figures "$out/log/PyTorch.log"
+  else
+    row skip "PyTorch" "python3 has no torch that sees a GPU"
+  fi
+}
+
+trap finish EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+find_libraries
+
+begin_phase() { phase=$1 rows=0 && rm -f "$out/rows/$1"-*; }
+
+for p in $phases; do
+  case $p in
+  build) begin_phase 1 && build ;;
+  checks) begin_phase 2 && checks ;;
+  sanitize) begin_phase 3 && sanitize ;;
+  bench) begin_phase 4 && bench ;;
+  esac
+done
+exit 0

@@ -1,0 +1,2223 @@
+/* GPUs without GPUs: the NCCL backend, data parallel on devices and the CPU backend with device
+   memory, run by real processes on tests/gpu/hostcuda. */
+#define CDDP_CUDA
+#define CDDP_IMPLEMENTATION
+#define CDDP__FILE_STAGING ((size_t)12288) /* many pieces */
+#define CDDP__LEFT_S left_s
+#define CDDP__WARM_UP ((size_t)1 << 18)
+#define CDDP__COMM_FROM comm_from
+static double left_s = 2; /* a rank sets its own */
+static int comm_from = 2;
+#include "../../cddp.h"
+
+#include "hostcuda/hostcuda.h"
+#include "../ranks.h"
+
+#include <sys/time.h>
+
+#if RANKS_TSAN /* a rank with threads would linger for a second at its end */
+const char *__tsan_default_options(void);
+const char *__tsan_default_options(void) { return "atexit_sleep_ms=0"; }
+#endif
+
+/* --- ranks with a device --- */
+
+typedef struct job {
+  ranks_fn fn;
+  void *arg;
+  const char *backend, *device; /* NULL device: "cuda" */
+  double timeout_s;
+} job;
+
+/* TEST_HOSTS=aab: see ranks.h. Each host's GPUs are then given out from cuda:0 on, and NCCL, which
+   goes by a name of its own, takes them for hosts too. */
+static void place(int rank) {
+  const char *hosts = getenv("TEST_HOSTS");
+  int i, local = 0;
+  if (hosts == NULL) return;
+  ranks_place(rank);
+  for (i = 0; i < rank; i++) local += hosts[i] == hosts[rank];
+  ranks_setenv("LOCAL_RANK", local);
+  setenv("NCCL_HOSTID", getenv("CDDP_HOST_ID"), 1);
+}
+
+static int rank_process(int rank, void *p) {
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal; /* this thread's must stay so */
+  const job *j = (const job *)p;
+  cddp_group_desc d;
+  cddp_group *g;
+  int r;
+  test_failures = 0;
+  place(rank);
+  memset(&d, 0, sizeof d);
+  d.backend = j->backend;
+  d.device = j->device != NULL ? j->device : "cuda";
+  d.timeout_s = j->timeout_s;
+  if (cddp_init(&g, &d) != CDDP_OK) {
+    fprintf(stderr, "rank %d: %s\n", rank, cddp_error());
+    return 1;
+  }
+  r = j->fn(g, j->arg);
+  cddp_destroy(g);
+  CHECK(hostcuda_contexts() <= 1); /* on the rank's own GPU */
+  CHECK_EQ(hostnccl_communicators(), 0);
+  CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
+  CHECK_EQ((int)mode, (int)cudaStreamCaptureModeGlobal);
+  return r != 0 || test_failures != 0;
+}
+
+static cddp_result run(ranks_fn fn, void *arg, int n, const char *backend) {
+  job j;
+  memset(&j, 0, sizeof j);
+  j.fn = fn;
+  j.arg = arg;
+  j.backend = backend;
+  return cddp_spawn(rank_process, &j, n);
+}
+
+static cddp_result run_on(const char *hosts, ranks_fn fn, void *arg, const char *backend) {
+  cddp_result r;
+  setenv("TEST_HOSTS", hosts, 1);
+  r = run(fn, arg, (int)strlen(hosts), backend);
+  unsetenv("TEST_HOSTS");
+  return r;
+}
+
+/* --- device memory --- */
+
+static void *on_device(const void *host, size_t bytes) { /* a copy of host; NULL: uninitialised */
+  void *p = NULL;
+  if (cudaMalloc(&p, bytes > 0 ? bytes : 1) != cudaSuccess) {
+    fprintf(stderr, "cudaMalloc of %zu bytes failed\n", bytes);
+    exit(1);
+  }
+  if (host != NULL) CHECK(cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+  return p;
+}
+
+static void to_host(cddp_group *g, void *host, const void *device, size_t bytes) {
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  CHECK_OK(cddp_synchronize(g));
+  CHECK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, s) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(s) == cudaSuccess);
+}
+
+/* --- collectives --- */
+
+/* Element i of rank r's input: small whole numbers, exact in every type and order. */
+static double value(int r, size_t i, cddp_op op) {
+  uint64_t h = ranks_mix((uint64_t)r, i, 1);
+  return op == CDDP_PROD ? (double)(1 + h % 2) : (double)(h % 7);
+}
+
+static double reduced(int n, size_t i, cddp_op op) {
+  double v = value(0, i, op), w;
+  int r;
+  for (r = 1; r < n; r++) {
+    w = value(r, i, op);
+    v = op == CDDP_PROD ? v * w : op == CDDP_MIN ? fmin(v, w) : op == CDDP_MAX ? fmax(v, w) : v + w;
+  }
+  return v;
+}
+
+static void put(cddp_dtype t, void *p, size_t i, double v) {
+  int64_t whole = (int64_t)v;
+  int32_t w32 = (int32_t)v;
+  if (t <= CDDP_BF16)
+    ranks_store(t, p, i, v);
+  else if (t == CDDP_I64)
+    memcpy((char *)p + 8 * i, &whole, 8);
+  else if (t == CDDP_I32)
+    memcpy((char *)p + 4 * i, &w32, 4);
+  else
+    ((unsigned char *)p)[i] = (unsigned char)w32;
+}
+
+static double get(cddp_dtype t, const void *p, size_t i) {
+  int64_t whole;
+  int32_t w32;
+  if (t <= CDDP_BF16) return ranks_load(t, p, i);
+  if (t == CDDP_I64) return memcpy(&whole, (const char *)p + 8 * i, 8), (double)whole;
+  if (t == CDDP_I32) return memcpy(&w32, (const char *)p + 4 * i, 4), (double)w32;
+  return (double)((const unsigned char *)p)[i];
+}
+
+/* One collective on n ranks: fills, runs, compares. */
+typedef struct one {
+  cddp_group *g;
+  int kind, root;
+  cddp_dtype t;
+  cddp_op op;
+  size_t count;
+  bool async;
+} one;
+
+static cddp_result call(const one *o, const void *send, void *recv, cddp_work **w) {
+  static char nothing; /* in host memory, but nobody looks at it */
+  if (cddp_rank(o->g) != o->root) {
+    if (o->kind == CDDP__KIND_SCATTER) send = &nothing;
+    if (o->kind == CDDP__KIND_GATHER) recv = &nothing;
+  }
+  switch (o->kind) {
+  case CDDP__KIND_ALL_REDUCE:
+    return cddp_all_reduce(o->g, recv, o->count, o->t, o->op, w);
+  case CDDP__KIND_REDUCE:
+    return cddp_reduce(o->g, recv, o->count, o->t, o->op, o->root, w);
+  case CDDP__KIND_BROADCAST:
+    return cddp_broadcast(o->g, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_ALL_GATHER:
+    return cddp_all_gather(o->g, send, recv, o->count, o->t, w);
+  case CDDP__KIND_GATHER:
+    return cddp_gather(o->g, send, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_SCATTER:
+    return cddp_scatter(o->g, send, recv, o->count, o->t, o->root, w);
+  case CDDP__KIND_REDUCE_SCATTER:
+    return cddp_reduce_scatter(o->g, send, recv, o->count, o->t, o->op, w);
+  default:
+    return cddp_all_to_all(o->g, send, recv, o->count, o->t, w);
+  }
+}
+
+/* What rank `me` must have at i of its result; NAN: anything. */
+static double wanted(const one *o, int me, int n, size_t i) {
+  size_t c = o->count, q = i / c, k = i % c;
+  double v;
+  switch (o->kind) {
+  case CDDP__KIND_REDUCE:
+    if (me != o->root) return value(me, i, o->op);
+    /* fall through */
+  case CDDP__KIND_ALL_REDUCE:
+    v = reduced(n, i, o->op);
+    break;
+  case CDDP__KIND_BROADCAST:
+    return value(o->root, i, o->op);
+  case CDDP__KIND_ALL_GATHER:
+    return value((int)q, k, o->op);
+  case CDDP__KIND_GATHER:
+    return me == o->root ? value((int)q, k, o->op) : (double)NAN;
+  case CDDP__KIND_SCATTER:
+    return value(o->root, (size_t)me * c + k, o->op);
+  case CDDP__KIND_REDUCE_SCATTER:
+    v = reduced(n, (size_t)me * c + k, o->op);
+    break;
+  default:
+    return value((int)q, (size_t)me * c + k, o->op);
+  }
+  if (o->op != CDDP_AVG) return v;
+  return o->t <= CDDP_BF16 ? v / n : floor(v / n);
+}
+
+static void check_one(const one *o) {
+  int n = cddp_world_size(o->g), me = cddp_rank(o->g);
+  size_t all = o->count * (size_t)n, bytes = all * cddp_dtype_size(o->t), i, out;
+  bool in_place = o->kind <= CDDP__KIND_BROADCAST;
+  void *host = malloc(bytes), *send, *recv;
+  cddp_work *w = NULL;
+  int bad = 0;
+  for (i = 0; i < all; i++) put(o->t, host, i, value(me, i, o->op));
+  send = on_device(host, bytes);
+  recv = in_place ? send : on_device(NULL, bytes);
+  CHECK_OK(call(o, send, recv, o->async ? &w : NULL));
+  if (o->async) CHECK_OK(cddp_wait(w));
+  to_host(o->g, host, recv, bytes);
+  out = in_place || o->kind == CDDP__KIND_SCATTER || o->kind == CDDP__KIND_REDUCE_SCATTER ? o->count
+                                                                                          : all;
+  for (i = 0; i < out; i++) {
+    double want = wanted(o, me, n, i), got = get(o->t, host, i);
+    double slack = o->op == CDDP_AVG && o->t <= CDDP_BF16 ? 0.05 * want : 0;
+    if (want == want && !(fabs(got - want) <= slack) && bad++ == 0)
+      test_fail(__FILE__, __LINE__,
+                "kind %d, dtype %d, op %d, root %d, count %zu, rank %d of %d: "
+                "element %zu is %g, not %g",
+                o->kind, (int)o->t, (int)o->op, o->root, o->count, me, n, i, got, want);
+  }
+  CHECK_EQ(bad, 0);
+  if (!in_place) cudaFree(recv);
+  cudaFree(send);
+  free(host);
+}
+
+static int every_collective(cddp_group *g, void *arg) {
+  static const size_t counts[] = {1, 7, 1000, 20001};
+  one o;
+  int kind, t, n = cddp_world_size(g);
+  (void)arg;
+  memset(&o, 0, sizeof o);
+  o.g = g;
+  for (kind = CDDP__KIND_ALL_REDUCE; kind <= CDDP__KIND_ALL_TO_ALL; kind++) {
+    for (t = 0; t <= CDDP_I64; t++) {
+      o.kind = kind;
+      o.t = (cddp_dtype)t;
+      o.op = (cddp_op)((kind + t) % 5);
+      o.count = counts[(kind + t) % 4];
+      o.root = (kind + t) % n;
+      o.async = t % 2 != 0;
+      if (o.t == CDDP_I8 || o.t == CDDP_U8) o.count = counts[(kind + t) % 3];
+      check_one(&o);
+    }
+    o.t = CDDP_F32;
+    for (o.op = CDDP_SUM; kind != CDDP__KIND_BROADCAST && o.op <= CDDP_MAX;
+         o.op = (cddp_op)(o.op + 1))
+      check_one(&o);
+    o.op = CDDP_SUM;
+  }
+  CHECK_OK(cddp_barrier(g));
+  return 0;
+}
+
+static int with_nccl(cddp_group *g, void *arg) {
+  every_collective(g, arg);
+  CHECK(hostcuda_calls("ncclAllReduce") > 8);
+  return 0;
+}
+
+static void test_collectives(void) {
+  CHECK_OK(run(every_collective, NULL, 3, NULL));
+  if (RANKS_TSAN) return;
+  CHECK_OK(run(every_collective, NULL, 1, NULL));
+  comm_from = 1;
+  CHECK_OK(run(with_nccl, NULL, 1, NULL));
+  comm_from = 2;
+  CHECK_OK(run(every_collective, NULL, 3, "cpu"));
+  if (!RANKS_SLOW) CHECK_OK(run(every_collective, NULL, 8, NULL));
+}
+
+/* Ranks as threads of one process, with a GPU each. */
+static int with_device(cddp_group *g, void *arg) {
+  const job *j = (const job *)arg;
+  CHECK_OK(cddp_set_device(g, j->device, j->backend));
+  return j->fn(g, j->arg);
+}
+
+static cddp_result run_threads(ranks_fn fn, void *arg, int n, const char *backend) {
+  job j;
+  memset(&j, 0, sizeof j);
+  j.fn = fn;
+  j.arg = arg;
+  j.backend = backend;
+  j.device = "cuda";
+  return cddp_run_threads(with_device, &j, n);
+}
+
+/* --- data parallel; the kernels are those of cddp_kernels.cuh --- */
+
+/* The backward pass of a made-up model: grad += f(weight, rank, step), on the stream. */
+typedef struct backward {
+  void *grad;
+  const void *data;
+  size_t count;
+  cddp_dtype dtype;
+  uint64_t seed;
+} backward;
+
+static void backward_run(void *arg) {
+  const backward *b = (const backward *)arg;
+  size_t i;
+  for (i = 0; i < b->count; i++) {
+    double noise = (double)(int64_t)(ranks_mix(b->seed, i, 5) % 17) / 8 - 1;
+    double g = 0.25 * ranks_load(b->dtype, b->data, i) + noise;
+    ranks_store(b->dtype, b->grad, i, ranks_load(b->dtype, b->grad, i) + g);
+  }
+}
+
+static void backward_on(cudaStream_t s, const cddp_param *p, uint64_t seed) {
+  backward *b = (backward *)malloc(sizeof *b);
+  hostcuda_op op;
+  b->grad = p->grad;
+  b->data = p->data;
+  b->count = p->count;
+  b->dtype = p->dtype;
+  b->seed = seed;
+  op.run = backward_run;
+  op.drop = free;
+  op.arg = b;
+  if (s == (cudaStream_t)-1) {
+    backward_run(b);
+    free(b);
+  } else {
+    CHECK(hostcuda_enqueue(s, op, false) == cudaSuccess);
+  }
+}
+
+#define PARAMS 6
+static const size_t sizes[PARAMS] = {3000, 17, 1, 0, 12000, 129};
+
+/* How a model is trained; out: this rank's weights after it, all of them. */
+typedef struct plan {
+  int steps,
+      steps_a_mode; /* every so many steps the other of wait and step is used; 0: step only */
+  double cap_mb, clip;
+  bool given_grads, unused, graph, no_momentum, buffers;
+  cddp_comm_hook hook;
+  bool cpu; /* the reference: host memory, on the CPU backend */
+  bool nosync;
+  bool uneven; /* each rank takes one step less than the one before it, then joins */
+  bool sparse; /* parameter 4's gradient is rows */
+  cddp_dtype last; /* of the last parameter */
+  const char *load, *save; /* files; NULL: none */
+  int from, save_at;       /* steps: the first after loading, that before which to save */
+  bool alone;              /* load and save without the group, of one rank */
+  float *out;      /* shared, [ranks][sum of sizes] */
+} plan;
+
+static size_t plan_floats(void) {
+  size_t n = 0;
+  int i;
+  for (i = 0; i < PARAMS; i++) n += sizes[i];
+  return n;
+}
+
+static void *plan_memory(const plan *p, size_t bytes) {
+  void *q;
+  if (p->cpu) return calloc(1, bytes + 1);
+  q = on_device(NULL, bytes);
+  if (bytes > 0) CHECK(cudaMemset(q, 0, bytes) == cudaSuccess);
+  return q;
+}
+
+static void plan_release(const plan *p, void *q) {
+  if (p->cpu)
+    free(q);
+  else
+    cudaFree(q);
+}
+
+static void plan_params(const plan *p, cddp_param *params, int rank) {
+  static const char *const names[PARAMS] = {"a", "b", "c", "d", "e", "f"};
+  size_t k;
+  int i;
+  for (i = 0; i < PARAMS; i++) {
+    cddp_dtype t = i == PARAMS - 1 ? p->last : CDDP_F32;
+    size_t bytes = sizes[i] * cddp_dtype_size(t);
+    void *host = calloc(1, bytes + 1);
+    for (k = 0; k < sizes[i]; k++)
+      ranks_store(t, host, k,
+                  rank == 0 ? (double)(ranks_mix((uint64_t)i, k, 3) % 64) / 32 - 1 : 99);
+    params[i].name = names[i];
+    params[i].count = sizes[i];
+    params[i].dtype = t;
+    params[i].data = plan_memory(p, bytes);
+    params[i].grad = p->given_grads && i % 2 == 0 ? plan_memory(p, bytes) : NULL;
+    if (p->cpu)
+      memcpy(params[i].data, host, bytes);
+    else if (bytes > 0)
+      CHECK(cudaMemcpy(params[i].data, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+    free(host);
+  }
+}
+
+#define ROWS 100 /* of parameter 4 */
+
+/* Some rows, more than once some of them; none on one rank. */
+static void plan_rows(const plan *p, cddp_ddp *d, int rank, int step) {
+  size_t width = sizes[4] / ROWS, n = rank == 1 ? 0 : 7, k;
+  float *values = (float *)malloc(n * width * sizeof *values + 1), *given = values;
+  int64_t rows[7];
+  for (k = 0; k < n; k++) {
+    uint64_t row = ranks_mix((uint64_t)step, k / 2, (uint64_t)rank) % ROWS;
+    rows[k] = k > 4 ? 50 + (int64_t)k : (int64_t)row;
+  }
+  for (k = 0; k < n * width; k++)
+    values[k] = (float)(ranks_mix((uint64_t)rank, k, (uint64_t)step) % 64) / 32 - 1;
+  if (!p->cpu && step % 2) {
+    given = (float *)on_device(values, n * width * sizeof *values + 1);
+    CHECK(cudaDeviceSynchronize() == cudaSuccess); /* cddp's streams do not wait for the copy */
+  }
+  CHECK_OK(cddp_ddp_add_rows(d, 4, rows, given, n));
+  if (given != values) cudaFree(given);
+  free(values);
+}
+
+/* One micro-batch: backward in an order that is not that of declaration. */
+static void plan_backward(const plan *p, cddp_ddp *d, const cddp_param *params, cddp_group *g,
+                          int step) {
+  static const int order[PARAMS] = {5, 3, 4, 1, 2, 0};
+  cudaStream_t s = p->cpu ? (cudaStream_t)-1 : (cudaStream_t)cddp_stream(g);
+  int i, k;
+  for (k = 0; k < PARAMS; k++) {
+    i = order[k];
+    if (p->unused && (i == 1 || (i == 4 && cddp_rank(g) == 0 && step % 2 == 0))) continue;
+    if (p->sparse && i == 4)
+      plan_rows(p, d, cddp_rank(g), step);
+    else if (params[i].count > 0)
+      backward_on(s, &params[i], ranks_mix((uint64_t)i, (uint64_t)cddp_rank(g), (uint64_t)step));
+    CHECK_OK(cddp_ddp_ready(d, i));
+  }
+}
+
+static void plan_step(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params,
+                      cddp_group *g, int step) {
+  if (p->nosync) {
+    cddp_ddp_no_sync(d, true);
+    plan_backward(p, d, params, g, step + 1000);
+    CHECK_OK(cddp_ddp_wait(d));
+    cddp_ddp_no_sync(d, false);
+  }
+  plan_backward(p, d, params, g, step);
+  if (p->clip > 0 || (p->steps_a_mode > 0 && step / p->steps_a_mode % 2 == 0)) {
+    double norm = 0, *asked = step % 2 && !p->graph ? &norm : NULL;
+    CHECK_OK(cddp_ddp_wait(d));
+    if (p->clip > 0) CHECK_OK(cddp_ddp_clip_grad_norm(d, p->clip, asked));
+    CHECK_OK(cddp_sgd_step(s));
+    CHECK_OK(cddp_sgd_zero_grad(s));
+  } else {
+    CHECK_OK(cddp_ddp_step(d, s));
+  }
+}
+
+/* Steps 2 and later as launches of one graph: the captured step is `step` each time. */
+static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params,
+                       cddp_group *g) {
+  cudaStream_t stream = (cudaStream_t)cddp_stream(g);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  int step;
+  for (step = 0; step < 2; step++) plan_step(p, d, s, params, g, 7);
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  plan_step(p, d, s, params, g, 7);
+  CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+  CHECK(graph != NULL && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  for (step = 2; exec != NULL && step < p->steps; step++)
+    CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess);
+  CHECK_OK(cddp_synchronize(g));
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  if (graph != NULL) cudaGraphDestroy(graph);
+}
+
+static void plan_save(const plan *p, cddp_group *g, const cddp_param *params, cddp_sgd *s) {
+  cddp_checkpoint_desc k;
+  memset(&k, 0, sizeof k);
+  k.sgd = s;
+  CHECK_OK(cddp_save(p->alone ? NULL : g, p->save, params, PARAMS, &k));
+}
+
+static void plan_run(const plan *p, cddp_ddp *d, cddp_sgd *s, cddp_param *params, cddp_group *g) {
+  cddp_checkpoint_desc k;
+  int step;
+  memset(&k, 0, sizeof k);
+  k.sgd = s;
+  if (p->load != NULL)
+    CHECK_OK(cddp_load(p->alone ? NULL : g, p->load, params, PARAMS, &k));
+  for (step = p->from; step < p->steps - (p->uneven ? cddp_rank(g) : 0); step++) {
+    if (p->save != NULL && step == p->save_at) plan_save(p, g, params, s);
+    plan_step(p, d, s, params, g, p->graph ? 7 : step);
+  }
+  if (p->save != NULL && step == p->save_at) plan_save(p, g, params, s);
+  if (p->uneven) CHECK_OK(cddp_ddp_join(d, s));
+}
+
+/* Half precision for every f32 parameter but one. */
+static void plan_copies(const plan *p, const cddp_param *params, void **copies,
+                        cddp_sgd_desc *rule) {
+  int i;
+  for (i = 0; i < PARAMS; i++)
+    copies[i] = params[i].dtype == CDDP_F32 && i != 2 ? plan_memory(p, sizes[i] * 2) : NULL;
+  if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  rule->copies = copies;
+  rule->copy_dtype = p->given_grads ? CDDP_F16 : CDDP_BF16;
+}
+
+/* data: a parameter's weights, on the host. */
+static void check_copy(const plan *p, cddp_group *g, const void *copy, const char *data, int i,
+                       cddp_dtype dtype) {
+  char *host = (char *)calloc(2, sizes[i] + 1);
+  if (p->cpu) memcpy(host, copy, sizes[i] * 2);
+  else if (sizes[i] > 0) to_host(g, host, copy, sizes[i] * 2);
+  CHECK(ranks_is_copy(dtype, host, data, sizes[i]));
+  free(host);
+}
+
+static int train(cddp_group *g, void *arg) {
+  const plan *p = (const plan *)arg;
+  cddp_param params[PARAMS], buffer;
+  void *copies[PARAMS];
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cudaStream_t stream = NULL;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  float *out = p->out + (size_t)cddp_rank(g) * plan_floats();
+  size_t k, rows[PARAMS] = {0, 0, 0, 0, ROWS, 0};
+  int i;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  if (!p->cpu) {
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    cddp_set_stream(g, stream);
+  }
+  plan_params(p, params, cddp_rank(g));
+  if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  desc.bucket_cap_mb = p->cap_mb;
+  desc.find_unused_parameters = p->unused;
+  desc.comm_hook = p->hook;
+  desc.uneven_inputs = p->uneven;
+  if (p->sparse) desc.sparse_rows = rows;
+  buffer = params[0];
+  if (p->buffers) desc.buffers = &buffer, desc.buffer_count = 1;
+  CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, &desc));
+  if (d == NULL) return 1;
+  rule.lr = 0.05;
+  rule.momentum = p->no_momentum ? 0 : 0.9;
+  rule.weight_decay = p->sparse ? 0 : 0.01;
+  if (p->unused || p->sparse) rule.ddp = d;
+  rule.stream = stream;
+  plan_copies(p, params, copies, &rule);
+  CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
+  if (p->graph && !p->cpu)
+    plan_graph(p, d, s, params, g);
+  else
+    plan_run(p, d, s, params, g);
+  if (p->buffers) CHECK_OK(cddp_ddp_sync_buffers(d));
+  for (i = 0; i < PARAMS; i++) {
+    char *host = (char *)calloc(1, sizes[i] * 8 + 1);
+    size_t bytes = sizes[i] * cddp_dtype_size(params[i].dtype);
+    if (p->cpu)
+      memcpy(host, params[i].data, bytes);
+    else if (bytes > 0)
+      to_host(g, host, params[i].data, bytes);
+    for (k = 0; k < sizes[i]; k++) *out++ = (float)ranks_load(params[i].dtype, host, k);
+    if (copies[i] != NULL) check_copy(p, g, copies[i], host, i, rule.copy_dtype);
+    free(host);
+  }
+  if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  for (i = 0; i < PARAMS; i++) {
+    plan_release(p, params[i].data);
+    if (params[i].grad != NULL) plan_release(p, params[i].grad);
+    if (copies[i] != NULL) plan_release(p, copies[i]);
+  }
+  if (stream != NULL) {
+    cddp_set_stream(g, NULL);
+    cudaStreamDestroy(stream);
+  }
+  return 0;
+}
+
+/* The plan on n ranks, on a device and on the CPU: all ranks alike, and close to the CPU's. */
+static void check_plan(plan *p, int n, const char *backend) {
+  size_t count = plan_floats(), i;
+  float *got = (float *)ranks_shared((size_t)n * count * sizeof *got), *want;
+  double worst = 0;
+  int r, cut = 0;
+  want = (float *)ranks_shared((size_t)n * count * sizeof *want);
+  p->out = got;
+  p->cpu = false;
+  CHECK_OK(run(train, p, n, backend));
+  p->out = want;
+  p->cpu = true;
+  CHECK_OK(ranks_run(train, p, n, false));
+  for (r = 1; r < n; r++) CHECK(memcmp(got, got + (size_t)r * count, count * sizeof *got) == 0);
+  for (i = 0; i < count; i++) {
+    double e = fabs((double)got[i] - (double)want[i]) / (1 + fabs((double)want[i]));
+    if (!(e <= worst)) worst = e;
+    if (!(e == e)) cut = 1;
+  }
+  if (!(worst < (p->hook != NULL || p->last == CDDP_BF16 ? 0.02 : 1e-5)) || cut)
+    test_fail(__FILE__, __LINE__, "%d ranks on %s: worst difference to the CPU %g", n,
+              backend != NULL ? backend : "nccl", worst);
+  munmap(got, (size_t)n * count * sizeof *got);
+  munmap(want, (size_t)n * count * sizeof *want);
+}
+
+/* Both halves of the group train the same. */
+static int train_halves(cddp_group *g, void *arg) {
+  cddp_group *half = NULL;
+  int r = 1;
+  CHECK_OK(cddp_group_split(g, cddp_rank(g) % 2, 0, &half));
+  if (half != NULL) r = train(half, arg);
+  cddp_destroy(half);
+  return r;
+}
+
+static void test_training(void) {
+  static const int ranks[] = {1, 2, 3, 8};
+  plan p;
+  int i;
+  for (i = 0; i < (RANKS_SLOW ? 3 : 4); i++) {
+    memset(&p, 0, sizeof p);
+    p.steps = 4;
+    p.cap_mb = 0.02;
+    check_plan(&p, ranks[i], NULL);
+    p.steps_a_mode = 1;
+    p.steps = 6;
+    p.given_grads = true;
+    check_plan(&p, ranks[i], NULL);
+  }
+  memset(&p, 0, sizeof p);
+  p.steps = 3;
+  p.out = (float *)ranks_shared(2 * plan_floats() * sizeof *p.out);
+  CHECK_OK(run(train_halves, &p, 4, NULL));
+  CHECK(memcmp(p.out, p.out + plan_floats(), plan_floats() * sizeof *p.out) == 0);
+}
+
+/* On any hosts the plan ends in the bits of one. */
+static void check_hosts(plan *p, const char *const *layouts, const char *backend) {
+  size_t bytes = strlen(layouts[0]) * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  p->out = want;
+  CHECK_OK(run(train, p, (int)strlen(layouts[0]), backend));
+  p->out = got;
+  for (; *layouts != NULL; layouts++) {
+    memset(got, 0, bytes);
+    CHECK_OK(run_on(*layouts, train, p, backend));
+    if (memcmp(got, want, bytes) != 0) test_fail(__FILE__, __LINE__, "layout %s differs", *layouts);
+  }
+  munmap(want, bytes);
+  munmap(got, bytes);
+}
+
+static void test_training_over_hosts(void) {
+  static const char *const three[] = {"aab", "abc", NULL}, *const four[] = {"abba", NULL};
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  if (!RANKS_TSAN) check_hosts(&p, three, NULL);
+  p.steps_a_mode = 1;
+  p.given_grads = p.buffers = true;
+  check_hosts(&p, four, NULL);
+  if (!RANKS_TSAN) check_hosts(&p, three + 1, "cpu");
+}
+
+static void test_training_options(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.clip = 0.5;
+  check_plan(&p, 2, NULL);
+  p.clip = 0;
+  p.nosync = true;
+  p.no_momentum = true;
+  check_plan(&p, 2, NULL);
+  p.nosync = false;
+  p.steps_a_mode = 1;
+  check_plan(&p, 3, NULL);
+  p.steps_a_mode = 0;
+  p.no_momentum = false;
+  p.unused = true;
+  check_plan(&p, 2, NULL);
+  p.steps_a_mode = 1;
+  check_plan(&p, 3, NULL);
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.last = CDDP_BF16;
+  p.buffers = true;
+  check_plan(&p, 2, NULL);
+  p.last = CDDP_F32;
+  p.hook = cddp_bf16_compress_hook;
+  check_plan(&p, 2, NULL);
+}
+
+/* Ranks without data, and gradients that are rows, as on the CPU. */
+static void test_uneven_and_sparse(void) {
+  static const char *const backends[] = {NULL, "cpu"}, *const layouts[] = {"aab", "abc", NULL};
+  plan p;
+  int i;
+  for (i = 0; i < 2; i++) {
+    memset(&p, 0, sizeof p);
+    p.steps = 6;
+    p.cap_mb = 0.02;
+    p.uneven = true;
+    check_plan(&p, 3, backends[i]);
+    p.steps_a_mode = 1;
+    p.unused = p.buffers = true;
+    check_plan(&p, 3, backends[i]);
+    p.unused = false;
+    p.hook = cddp_bf16_compress_hook;
+    check_plan(&p, 3, backends[i]);
+    p.hook = NULL;
+    p.uneven = false;
+    p.sparse = true;
+    check_plan(&p, 2, backends[i]);
+    p.clip = 0.5;
+    check_plan(&p, 3, backends[i]);
+    p.clip = 0;
+    p.steps_a_mode = 0;
+    p.no_momentum = p.uneven = true;
+    check_plan(&p, 3, backends[i]);
+    p.cpu = false;
+    if (i == 0) check_hosts(&p, layouts, NULL);
+  }
+}
+
+/* --- checkpoints --- */
+
+static char file_a[300], file_b[300], file_c[300];
+
+static bool same_files(const char *kept, const char *made) {
+  static char a[1 << 17], b[1 << 17];
+  FILE *f[2];
+  size_t n[2] = {0, 1};
+  f[0] = fopen(kept, "rb");
+  f[1] = fopen(made, "rb");
+  if (f[0] != NULL) n[0] = fread(a, 1, sizeof a, f[0]);
+  if (f[1] != NULL) n[1] = fread(b, 1, sizeof b, f[1]);
+  if (f[0] != NULL) fclose(f[0]);
+  if (f[1] != NULL) fclose(f[1]);
+  CHECK(n[0] > 2 * plan_floats()); /* momentum too */
+  unlink(made);
+  return n[0] == n[1] && n[0] < sizeof a && memcmp(a, b, n[0]) == 0;
+}
+
+/* What was loaded is saved again, unchanged, by all kinds of groups. */
+static void check_round_trips(const plan *made) {
+  static const int ranks[] = {1, 3, 1, 2, 2, 1};
+  plan p = *made;
+  int i;
+  p.load = file_a;
+  p.save = file_b;
+  p.from = p.steps = p.save_at;
+  for (i = 0; i < 6; i += RANKS_TSAN ? 2 : 1) {
+    p.out = (float *)ranks_shared((size_t)ranks[i] * plan_floats() * sizeof *p.out);
+    p.cpu = i >= 4;
+    p.alone = ranks[i] == 1 && i > 0;
+    if (p.cpu) CHECK_OK(ranks_run(train, &p, ranks[i], false));
+    else CHECK_OK(run(train, &p, ranks[i], i == 3 ? "cpu" : NULL));
+    if (!same_files(file_a, file_b)) test_fail(__FILE__, __LINE__, "the file of way %d differs", i);
+    munmap(p.out, (size_t)ranks[i] * plan_floats() * sizeof *p.out);
+  }
+}
+
+/* A run that is saved, and goes on; another begins with the file and must end the same. */
+static void check_resume(plan *p, int n, const char *backend) {
+  size_t bytes = (size_t)n * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  p->out = want;
+  p->save = file_a;
+  CHECK_OK(run(train, p, n, backend));
+  check_round_trips(p);
+  p->out = got;
+  p->load = file_a;
+  p->save = NULL;
+  p->from = p->save_at;
+  CHECK_OK(run(train, p, n, backend));
+  CHECK(memcmp(got, want, bytes) == 0);
+  p->load = NULL;
+  p->from = 0;
+  munmap(got, bytes);
+  munmap(want, bytes);
+}
+
+static int failing_files(cddp_group *g, void *arg) {
+  plan p;
+  cddp_param params[PARAMS];
+  cddp_checkpoint_desc k;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  (void)arg;
+  memset(&p, 0, sizeof p);
+  memset(&k, 0, sizeof k);
+  memset(&rule, 0, sizeof rule);
+  rule.momentum = 0.5;
+  plan_params(&p, params, 0);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, NULL));
+  CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
+  plan_step(&p, d, s, params, g, 0);
+  k.sgd = s;
+  CHECK_IS(cddp_save(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
+  CHECK_IS(cddp_load(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
+  plan_step(&p, d, s, params, g, 1); /* nothing is lost */
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+/* Another dtype than the file's: as the CPU converts it. */
+static void check_conversion(const plan *made) {
+  size_t bytes = 2 * plan_floats() * sizeof(float);
+  plan p = *made;
+  p.out = (float *)ranks_shared(bytes);
+  p.from = p.steps = p.save_at;
+  p.load = file_a;
+  p.last = p.last == CDDP_F32 ? CDDP_BF16 : CDDP_F32;
+  p.save = file_b;
+  CHECK_OK(run(train, &p, 2, NULL));
+  p.save = file_c;
+  p.cpu = true;
+  CHECK_OK(ranks_run(train, &p, 2, false));
+  CHECK(same_files(file_c, file_b));
+  unlink(file_c);
+  munmap(p.out, bytes);
+}
+
+static void test_checkpoints(void) {
+  const char *tmp = getenv("TMPDIR");
+  plan p;
+  snprintf(file_a, sizeof file_a, "%.250s/cddp-nccl-%d.a", tmp ? tmp : "/tmp", (int)getpid());
+  snprintf(file_b, sizeof file_b, "%.250s/cddp-nccl-%d.b", tmp ? tmp : "/tmp", (int)getpid());
+  snprintf(file_c, sizeof file_c, "%.250s/cddp-nccl-%d.c", tmp ? tmp : "/tmp", (int)getpid());
+  memset(&p, 0, sizeof p);
+  p.cap_mb = 0.02;
+  p.steps = 5;
+  p.save_at = 3;
+  p.last = CDDP_BF16;
+  check_resume(&p, 2, NULL);
+  check_conversion(&p);
+  p.steps_a_mode = 1;
+  check_resume(&p, 3, NULL);
+  if (!RANKS_TSAN) check_resume(&p, 2, "cpu");
+  CHECK_OK(run(failing_files, NULL, 2, NULL));
+  unlink(file_a);
+}
+
+static void test_graph(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 6;
+  p.cap_mb = 0.02;
+  p.graph = true;
+  check_plan(&p, 1, NULL);
+  check_plan(&p, 2, NULL);
+  check_plan(&p, 4, NULL);
+  p.clip = 0.5;
+  check_plan(&p, 2, NULL);
+}
+
+static void test_training_staged(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  check_plan(&p, 2, "cpu");
+  p.unused = true;
+  p.steps_a_mode = 0;
+  check_plan(&p, 3, "cpu");
+  p.unused = false;
+  p.given_grads = true;
+  p.hook = cddp_fp16_compress_hook;
+  check_plan(&p, 2, "cpu");
+}
+
+/* --- streams --- */
+
+typedef struct fill {
+  float *p, v;
+  size_t n;
+  bool times;
+} fill;
+
+static void fill_run(void *arg) {
+  const fill *f = (const fill *)arg;
+  size_t i;
+  for (i = 0; i < f->n; i++) f->p[i] = f->times ? f->p[i] * f->v : f->v;
+}
+
+static void fill_on(cudaStream_t s, float *p, size_t n, float v, bool times) {
+  fill *f = (fill *)malloc(sizeof *f);
+  hostcuda_op op;
+  f->p = p;
+  f->n = n;
+  f->v = v;
+  f->times = times;
+  op.run = fill_run;
+  op.drop = free;
+  op.arg = f;
+  CHECK(hostcuda_enqueue(s, op, false) == cudaSuccess);
+}
+
+static void check_fill(cddp_group *g, const float *p, size_t n, double want) {
+  float *host = (float *)malloc(n * sizeof *host);
+  size_t i, bad = 0;
+  to_host(g, host, p, n * sizeof *host);
+  for (i = 0; i < n; i++) bad += (double)host[i] != want;
+  if (bad > 0)
+    test_fail(__FILE__, __LINE__, "rank %d: %zu of %zu are not %g; the first is %g", cddp_rank(g),
+              bad, n, want, (double)host[0]);
+  test_count();
+  free(host);
+}
+
+/* Three all_to_alls in place, the first beside the stream: they share what they are copied to. What
+   the last one gave is overwritten. */
+static void check_in_place(cddp_group *g, cudaStream_t s) {
+  enum { N = 5000 };
+  int n = cddp_world_size(g) & 7, q, k;
+  size_t all = (size_t)n * N, i;
+  float *x[3], *host = (float *)malloc(all * sizeof *host);
+  size_t bad = 0;
+  cddp_work *w;
+  for (k = 0; k < 3; k++) {
+    x[k] = (float *)on_device(NULL, all * sizeof(float));
+    for (i = 0; i < 30; i++) fill_on(s, x[k], all, -1, false); /* the stream is late */
+    fill_on(s, x[k], all, (float)(10 * k + cddp_rank(g)), false);
+    CHECK_OK(cddp_all_to_all(g, x[k], x[k], N, CDDP_F32, k == 0 ? &w : NULL));
+  }
+  fill_on(s, x[2], all, 77, false);
+  CHECK_OK(cddp_wait(w));
+  for (k = 0; k < 3; k++) {
+    to_host(g, host, x[k], all * sizeof *host);
+    for (q = 0; q < n; q++)
+      for (i = 0; i < N; i++)
+        bad += host[(size_t)q * N + i] != (k < 2 ? (float)(10 * k + q) : 77.0f);
+    cudaFree(x[k]);
+  }
+  CHECK_EQ(bad, 0);
+  free(host);
+}
+
+/* Work handles: the group's stream and cddp's run side by side, ordered by events alone. */
+static int stream_order(cddp_group *g, void *arg) {
+  enum { N = 5000 };
+  int n = cddp_world_size(g), step, ranks = n * (n - 1) / 2;
+  float *x = (float *)cddp_alloc(g, N * sizeof *x), *y = (float *)on_device(NULL, N * sizeof *y);
+  cudaStream_t s;
+  bool done = false;
+  (void)arg;
+  CHECK(x != NULL);
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cddp_stream(g) == (void *)s);
+  for (step = 0; step < 8; step++) {
+    cddp_work *w[2];
+    fill_on(s, x, N, (float)(cddp_rank(g) + step), false);
+    CHECK_OK(cddp_all_reduce(g, x, N, CDDP_F32, CDDP_SUM, &w[0]));
+    fill_on(s, y, N, (float)(cddp_rank(g) + 1), false);
+    CHECK_OK(cddp_all_reduce(g, y, N, CDDP_F32, CDDP_MAX, &w[1]));
+    CHECK_OK(cddp_wait(w[step % 2]));
+    fill_on(s, step % 2 ? y : x, N, 2, true);
+    CHECK_OK(cddp_test(w[!(step % 2)], &done));
+    CHECK_OK(cddp_wait(w[!(step % 2)]));
+    fill_on(s, step % 2 ? x : y, N, 2, true);
+    CHECK_OK(cddp_all_reduce(g, x, N, CDDP_F32, CDDP_SUM, NULL)); /* on s itself */
+    check_fill(g, x, N, 2.0 * n * (ranks + n * step));
+    check_fill(g, y, N, 2.0 * n);
+    check_in_place(g, s);
+  }
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  cudaFree(y);
+  cddp_free(g, x);
+  return 0;
+}
+
+static void test_streams(void) {
+  CHECK_OK(run(stream_order, NULL, 2, NULL));
+  CHECK_OK(run(stream_order, NULL, 4, NULL));
+  CHECK_OK(run(stream_order, NULL, 2, "cpu"));
+}
+
+/* --- groups, messages, host memory --- */
+
+static void check_sum(cddp_group *g,
+                      double want) { /* of what each rank of g gives: its own rank + 1 */
+  float *x = (float *)cddp_alloc(g, 100 * sizeof *x);
+  fill_on((cudaStream_t)cddp_stream(g), x, 100, (float)cddp_rank(g) + 1, false);
+  CHECK_OK(cddp_all_reduce(g, x, 100, CDDP_F32, CDDP_SUM, NULL));
+  check_fill(g, x, 100, want);
+  cddp_free(g, x);
+}
+
+static int sub_groups(cddp_group *g, void *arg) {
+  int n = cddp_world_size(g), me = cddp_rank(g), k;
+  int order[2] = {2, 0};
+  cddp_group *half = NULL, *pair = NULL, *inner = NULL, *none = NULL;
+  (void)arg;
+  check_sum(g, n * (n + 1) / 2);
+  CHECK_OK(cddp_group_split(g, me % 2, -me, &half));
+  k = cddp_world_size(half);
+  CHECK_EQ(k, n / 2 + (n % 2 != 0 && me % 2 == 0));
+  CHECK_EQ(cddp_rank(half), k - 1 - me / 2);
+  check_sum(half, k * (k + 1) / 2);
+  CHECK_OK(cddp_group_new(g, order, 2, &pair));
+  CHECK((pair != NULL) == (me == 0 || me == 2));
+  if (pair != NULL) CHECK_EQ(cddp_rank(pair), me == 0);
+  if (pair != NULL) check_sum(pair, 3);
+  CHECK_OK(cddp_group_split(half, cddp_rank(half) == 0 ? 1 : -1, 0, &inner)); /* a single rank */
+  if (inner != NULL) check_sum(inner, 1);
+  CHECK_OK(cddp_group_split(g, -1, 0, &none));
+  CHECK(none == NULL);
+  check_sum(g, n * (n + 1) / 2);
+  CHECK_OK(cddp_barrier(half));
+  cddp_destroy(inner);
+  cddp_destroy(pair);
+  cddp_destroy(half);
+  check_sum(g, n * (n + 1) / 2);
+  return 0;
+}
+
+static void *wait_for_three(void *handles) {
+  cddp_work **w = (cddp_work **)handles;
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(cddp_wait(w[i]));
+  return NULL;
+}
+
+static int messages(cddp_group *g, void *arg) {
+  enum { N = 3000 };
+  int n = cddp_world_size(g), me = cddp_rank(g), next = (me + 1) % n, before = (me + n - 1) % n, i;
+  float *out[3], *in[3], host = (float)me;
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  cddp_work *w[6];
+  pthread_t other;
+  (void)arg;
+  for (i = 0; i < 3; i++) {
+    out[i] = (float *)on_device(NULL, N * sizeof(float));
+    in[i] = (float *)on_device(NULL, N * sizeof(float));
+    fill_on(s, out[i], N, (float)(10 * me + i), false);
+    CHECK_OK(cddp_send(g, out[i], N, CDDP_F32, next, i, &w[i]));
+    CHECK_OK(cddp_recv(g, in[i], N, CDDP_F32, before, i, &w[3 + i]));
+  }
+  CHECK_EQ(pthread_create(&other, NULL, wait_for_three, w), 0); /* whoever is first sends all */
+  wait_for_three(w + 3);
+  pthread_join(other, NULL);
+  for (i = 0; i < 3; i++) check_fill(g, in[i], N, 10 * before + i);
+  for (i = 0; me > 0 && i < 30; i++) fill_on(s, in[0], N, -1, false); /* received after them */
+  if (me > 0)
+    CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
+  else
+    fill_on(s, in[0], N, 1, false);
+  fill_on(s, in[0], N, 2, true);
+  if (next != 0) CHECK_OK(cddp_send(g, in[0], N, CDDP_F32, next, 0, NULL));
+  check_fill(g, in[0], N, (double)(2 << me));
+  CHECK_OK(cddp_send(g, &host, 1, CDDP_F32, next, 9, NULL)); /* host memory, with tags */
+  CHECK_OK(cddp_recv(g, &host, 1, CDDP_F32, before, 9, NULL));
+  CHECK_EQ(host, before);
+  for (i = 0; i < 3; i++) {
+    cudaFree(out[i]);
+    cudaFree(in[i]);
+  }
+  return 0;
+}
+
+/* cddp_wait_for on a device: the host waits, gives up in time, and may come again; cddp_cancel
+   leaves such an operation alone. */
+static int wait_for_late(cddp_group *g, void *arg) {
+  int me = cddp_rank(g);
+  float *x = (float *)cddp_alloc(g, 100 * sizeof *x);
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  cddp_work *w = NULL;
+  bool done = true;
+  (void)arg;
+  check_sum(g, 3);
+  fill_on(s, x, 100, (float)me + 1, false);
+  if (me == 0) {
+    double t = test_now();
+    CHECK_OK(cddp_all_reduce(g, x, 100, CDDP_F32, CDDP_SUM, &w));
+    CHECK_IS(cddp_wait_for(w, 0.05), CDDP_TIMEOUT);
+    CHECK(test_now() - t >= 0.05);
+    CHECK_IS(cddp_wait_for(w, 0), CDDP_TIMEOUT);
+    CHECK_OK(cddp_test(w, &done));
+    CHECK(!done);
+    CHECK_IS(cddp_cancel(w), CDDP_UNSUPPORTED);
+    CHECK_OK(cddp_send(g, &me, 1, CDDP_I32, 1, 5, NULL)); /* host memory: the other may begin */
+    CHECK_OK(cddp_wait_for(w, 20));
+  } else {
+    int32_t go = -1;
+    CHECK_OK(cddp_recv(g, &go, 1, CDDP_I32, 0, 5, NULL));
+    CHECK_OK(cddp_all_reduce(g, x, 100, CDDP_F32, CDDP_SUM, &w));
+    CHECK_OK(cddp_wait_for(w, 20));
+  }
+  check_fill(g, x, 100, 3);
+  cddp_free(g, x);
+  return 0;
+}
+
+static int host_memory(cddp_group *g, void *arg) {
+  int n = cddp_world_size(g), me = cddp_rank(g), i;
+  float x[3000], *d = (float *)cddp_alloc(g, sizeof x);
+  cddp_work *w;
+  (void)arg;
+  for (i = 0; i < 3000; i++) x[i] = (float)me;
+  CHECK_OK(cddp_all_reduce(g, x, 3000, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_EQ(x[2999], n * (n - 1) / 2);
+  CHECK_OK(cddp_broadcast(g, x, 3000, CDDP_F32, 0, &w));
+  CHECK_OK(cddp_wait(w));
+  CHECK_IS(cddp_all_gather(g, x, d, 1, CDDP_F32, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "both") != NULL);
+  check_sum(g, n * (n + 1) / 2);
+  cddp_free(g, d);
+  return 0;
+}
+
+static void test_groups(void) {
+  CHECK_OK(run(sub_groups, NULL, 4, NULL));
+  CHECK_OK(run(sub_groups, NULL, 3, "cpu"));
+  CHECK_OK(run(messages, NULL, 2, NULL));
+  CHECK_OK(run(messages, NULL, 3, NULL));
+  CHECK_OK(run(messages, NULL, 3, "cpu"));
+  CHECK_OK(run(wait_for_late, NULL, 2, NULL));
+  CHECK_OK(run(wait_for_late, NULL, 2, "cpu"));
+  CHECK_OK(run(host_memory, NULL, 2, NULL));
+  CHECK_OK(run(host_memory, NULL, 2, "cpu"));
+}
+
+static void test_hosts(void) { /* the same between hosts */
+  if (!RANKS_TSAN) CHECK_OK(run_on("aab", every_collective, NULL, NULL));
+  CHECK_OK(run_on("abba", sub_groups, NULL, NULL));
+  CHECK_OK(run_on("aba", messages, NULL, NULL));
+  CHECK_OK(run_on("ab", host_memory, NULL, NULL));
+  if (RANKS_TSAN) return;
+  CHECK_OK(run_on("ab", every_collective, NULL, "cpu"));
+  CHECK_OK(run_on("aba", sub_groups, NULL, "cpu"));
+  CHECK_OK(run_on("aab", messages, NULL, "cpu"));
+}
+
+/* --- what a step costs, and what it refuses --- */
+
+/* The first all-reduces of a group and of its halves wait for no other rank's host. */
+static int unwaiting(cddp_group *g, void *arg) {
+  float *x = (float *)cddp_alloc(g, 400000);
+  cddp_group *both = NULL;
+  double start;
+  int i;
+  (void)arg;
+  CHECK_OK(cddp_group_split(g, 0, 0, &both));
+  (void)cddp_barrier(g);
+  start = test_now();
+  for (i = 0; i < 4; i++) {
+    if (i == 0 && cddp_rank(g) == 1) ranks_sleep(RANKS_SLOW ? 2 : 0.5);
+    CHECK_OK(cddp_all_reduce(i / 2 ? both : g, x, i % 2 ? 100000 : 10, CDDP_F32, CDDP_SUM, NULL));
+  }
+  if (cddp_rank(g) == 0) CHECK(test_now() - start < (RANKS_SLOW ? 1.5 : 0.3));
+  CHECK_OK(cddp_synchronize(g));
+  CHECK_OK(cddp_synchronize(both));
+  cddp_destroy(both);
+  return 0;
+}
+
+static void model_of(cddp_group *g, cddp_param *p, int n, size_t count) { /* weights side by side */
+  float *w = (float *)cddp_alloc(g, (size_t)n * count * sizeof *w);
+  int i;
+  memset(p, 0, (size_t)n * sizeof *p);
+  CHECK(cudaMemset(w, 0, (size_t)n * count * sizeof *w) == cudaSuccess);
+  for (i = 0; i < n; i++) { /* the last first, as gradients lie */
+    p[i].data = w + (size_t)(n - 1 - i) * count;
+    p[i].count = count;
+  }
+}
+
+/* A bucket's operation is issued while later gradients are still to come; a step synchronises
+   nothing and allocates nothing. */
+static int frugal(cddp_group *g, void *arg) {
+  static const char *const never[] = {"cudaDeviceSynchronize", "cudaStreamSynchronize",
+                                      "cudaEventSynchronize",  "cudaMalloc",
+                                      "cudaEventCreateWithFlags"};
+  uint64_t before[5], reduced_before, launched;
+  bool alone = cddp_world_size(g) == 1;
+  cddp_sgd_desc rule;
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[4];
+  int step, i;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  memset(&desc, 0, sizeof desc);
+  desc.bucket_cap_mb = 0.001;
+  rule.lr = 0.1;
+  rule.momentum = 0.9;
+  model_of(g, p, 4, 1024);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 4, &desc));
+  CHECK_OK(cddp_sgd_create(&s, p, 4, &rule));
+  for (step = 0; step < 5; step++) {
+    for (i = 0; i < 5; i++) before[i] = hostcuda_calls(never[i]);
+    reduced_before = hostcuda_calls("ncclAllReduce");
+    launched = hostcuda_calls("kernel");
+    for (i = 3; i >= 0; i--) {
+      if (i == 0 && !alone)
+        CHECK(hostcuda_calls("ncclAllReduce") == reduced_before + 3);
+      CHECK_OK(cddp_ddp_ready(d, i));
+    }
+    CHECK_OK(cddp_ddp_step(d, s));
+    for (i = 0; step >= 2 && i < 5; i++) CHECK_EQ(hostcuda_calls(never[i]), before[i]);
+    if (alone) CHECK_EQ(hostcuda_calls("kernel") - launched, 1);
+  }
+  if (alone) CHECK_EQ(hostcuda_calls("ncclAllReduce") + hostcuda_calls("ncclBroadcast"), 0);
+  for (i = 3; i >= 0; i--) CHECK_OK(cddp_ddp_ready(d, i));
+  CHECK_OK(cddp_ddp_wait(d));
+  launched = hostcuda_calls("kernel");
+  CHECK_OK(cddp_ddp_clip_grad_norm(d, 1, NULL));
+  CHECK_EQ(hostcuda_calls("kernel") - launched, 4); /* squares, sum, factor, scale: for all four */
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static int join_refused(cddp_group *g, void *arg) {
+  cddp_param p[2];
+  cddp_ddp *d = NULL;
+  (void)arg;
+  model_of(g, p, 2, 64);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, NULL));
+  CHECK_IS(cddp_ddp_join(d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "uneven_inputs") != NULL);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static int refusals(cddp_group *g, void *arg) {
+  const cddp_kernels *kernels = cddp__registered_kernels;
+  float host[64];
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[2];
+  int i;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 0.1;
+  model_of(g, p, 2, 64);
+  if (cddp_rank(g) == cddp_world_size(g) - 1) p[1].data = host;
+  CHECK_IS(cddp_ddp_create(&d, g, p, 2, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "data of parameter \"#1\" lies in host memory") != NULL);
+  CHECK_IS(cddp_sgd_create(&s, p, 2, &rule),
+           cddp_rank(g) == cddp_world_size(g) - 1 ? CDDP_INVALID_ARGUMENT : CDDP_OK);
+  cddp_sgd_destroy(s);
+  check_sum(g, cddp_world_size(g) * (cddp_world_size(g) + 1) / 2); /* the group lives on */
+  model_of(g, p, 2, 64);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, NULL));
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  for (i = 0; i < 2; i++) CHECK_OK(cddp_ddp_ready(d, i));
+  cddp_register_kernels(NULL);
+  CHECK_IS(cddp_ddp_step(d, s), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
+  CHECK_IS(cddp_sgd_step(s), CDDP_UNSUPPORTED);
+  cddp_register_kernels(kernels);
+  CHECK_OK(cddp_ddp_step(d, s));
+  CHECK_OK(cddp_ddp_ready(d, 0)); /* one is missing */
+  CHECK_IS(cddp_ddp_wait(d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "\"#1\"") != NULL);
+  CHECK_OK(cddp_synchronize(g));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_steps(void) {
+  CHECK_OK(run(unwaiting, NULL, 2, NULL));
+  CHECK_OK(run(frugal, NULL, 1, NULL));
+  CHECK_OK(run(frugal, NULL, 2, NULL));
+  CHECK_OK(run(join_refused, NULL, 2, NULL));
+  CHECK_OK(run(refusals, NULL, 2, NULL));
+  CHECK_OK(run(refusals, NULL, 2, "cpu"));
+}
+
+/* --- ranks as threads of one process, a GPU each --- */
+
+static int refused_devices(cddp_group *g, void *arg) {
+  (void)arg;
+  CHECK_IS(cddp_set_device(g, "cuda", NULL), CDDP_INVALID_ARGUMENT); /* it has one */
+  return 0;
+}
+
+static int refuses_devices(cddp_group *g, void *arg) {
+  (void)arg;
+  CHECK_IS(cddp_set_device(g, "cpu", NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_set_device(g, "cuda", "gloo"), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_set_device(g, "cuda:1", NULL), CDDP_INVALID_ARGUMENT); /* for both */
+  CHECK(strstr(cddp_error(), "both have cuda:1") != NULL);
+  CHECK_OK(cddp_barrier(g));
+  return 0;
+}
+
+static int one_gives_up(cddp_group *g, void *arg) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cddp_result r;
+  (void)arg;
+  if (cddp_rank(g) == 1) return 1;
+  r = cddp_all_reduce(g, x, 1000, CDDP_F32, CDDP_SUM, NULL);
+  (void)cudaStreamSynchronize((cudaStream_t)cddp_stream(g));
+  if (r == CDDP_OK) r = cddp_synchronize(g);
+  CHECK_IS(r, CDDP_PEER_LOST);
+  CHECK(strstr(cddp_error(), "rank 1 (a thread of pid ") != NULL);
+  return 0;
+}
+
+/* In a process of its own: CUDA does not survive a fork. arg: where the weights go. */
+static int threads_of_a_process(int rank, void *arg) {
+  plan p;
+  (void)rank;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  p.out = (float *)arg;
+  CHECK_OK(run_threads(train, &p, 4, NULL));
+  CHECK_OK(run_threads(every_collective, NULL, 2, NULL));
+  if (RANKS_TSAN) return test_failures != 0;
+  CHECK_OK(run_threads(sub_groups, NULL, 4, NULL));
+  CHECK_OK(run_threads(messages, NULL, 2, "cpu"));
+  CHECK_OK(run_threads(refused_devices, NULL, 2, NULL));
+  CHECK_OK(cddp_run_threads(refuses_devices, NULL, 2));
+  CHECK_IS(run_threads(one_gives_up, NULL, 3, NULL), CDDP_PEER_LOST);
+  return test_failures != 0;
+}
+
+/* The weights are those of processes, bit for bit. */
+static void test_threads(void) {
+  size_t bytes = 4 * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  pid_t pid;
+  int status = -1;
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  p.steps_a_mode = 1;
+  p.out = want;
+  CHECK_OK(run(train, &p, 4, NULL));
+  pid = ranks_fork(threads_of_a_process, 0, got);
+  ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
+  CHECK_EQ(status, 0);
+  CHECK(memcmp(got, want, bytes) == 0);
+  munmap(got, bytes);
+  munmap(want, bytes);
+}
+
+/* --- failures --- */
+
+/* What happened to one rank; shared. */
+typedef struct fate {
+  cddp_result result;
+  double when; /* it learned of it */
+  char text[512];
+} fate;
+
+/* How ranks are made to fail. */
+typedef struct ordeal {
+  int (*fn)(cddp_group *g, struct ordeal *o, fate *f);
+  const char *device, *backend, *environment, *value; /* value: of the variable, set in all ranks */
+  int victim;                                         /* the rank that does it */
+  double timeout_s, began;
+  double fuse; /* seconds after which the victim dies, wherever it is */
+  fate fates[8];
+} ordeal;
+
+static int ordeal_rank(int rank, void *p) {
+  ordeal *o = (ordeal *)p;
+  fate *f = &o->fates[rank];
+  cddp_group_desc d;
+  cddp_group *g = NULL;
+  memset(&d, 0, sizeof d);
+  place(rank);
+  d.device = o->device != NULL ? o->device : "cuda";
+  d.backend = o->backend;
+  d.timeout_s = o->timeout_s;
+  if (o->environment != NULL) setenv(o->environment, o->value, 1);
+  if (o->fuse > 0 && rank == o->victim) {
+    struct itimerval t;
+    memset(&t, 0, sizeof t);
+    t.it_value.tv_usec = (suseconds_t)(o->fuse * 1e6);
+    o->began = test_now() + o->fuse;
+    setitimer(ITIMER_REAL, &t, NULL); /* SIGALRM */
+  }
+  f->result = cddp_init(&g, &d);
+  if (f->result == CDDP_OK && o->fn != NULL) {
+    o->fn(g, o, f);
+  }
+  f->when = test_now();
+  snprintf(f->text, sizeof f->text, "%s", f->result != CDDP_OK ? cddp_error() : "");
+  cddp_destroy(g);
+  return 0;
+}
+
+static void endure(ordeal *o, int n) {
+  int status[8], i;
+  if (o->timeout_s == 0) o->timeout_s = 60;
+  ranks_script(ordeal_rank, o, n, RANKS_WITHIN(20), status);
+  for (i = 0; i < n; i++)
+    if (status[i] == -1) test_fail(__FILE__, __LINE__, "rank %d of %d hung", i, n);
+}
+
+static void endure_on(ordeal *o, const char *hosts) {
+  setenv("TEST_HOSTS", hosts, 1);
+  endure(o, (int)strlen(hosts));
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID"); /* the last rank's */
+}
+
+static void check_fate(const ordeal *o, int rank, cddp_result want, const char *says) {
+  const fate *f = &o->fates[rank];
+  test_count();
+  if (f->result != want || strstr(f->text, says) == NULL)
+    test_fail(__FILE__, __LINE__, "rank %d: %s \"%s\"; wanted %s with \"%s\"", rank,
+              cddp_result_name(f->result), f->text, cddp_result_name(want), says);
+}
+
+static ordeal *ordeal_new(int (*fn)(cddp_group *, ordeal *, fate *)) {
+  ordeal *o = (ordeal *)ranks_shared(sizeof *o);
+  o->fn = fn;
+  return o;
+}
+
+static void test_no_device(void) {
+  ordeal *o = ordeal_new(NULL);
+  int i;
+  o->environment = "HOSTCUDA_DEVICES";
+  o->value = "0";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "finds no GPU");
+  o->value = "no-driver";
+  endure(o, 1);
+  check_fate(o, 0, CDDP_CUDA, "finds no GPU here: the NVIDIA driver is missing");
+  o->value = "2";
+  endure(o, 3);
+  for (i = 0; i < 3; i++)
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "2 are visible; start at most 2 ranks");
+  o->backend = "cpu"; /* they share */
+  endure(o, 3);
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_OK, "");
+  o->device = "cuda:5";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "\"cuda:5\" does not exist");
+  o->device = "cuda:1";
+  o->backend = "nccl";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) {
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "rank 0 (pid ");
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "and rank 1 (pid ");
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "both have cuda:1");
+  }
+  setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1); /* as NCCL has it from 2.30 on */
+  o->environment = "HOSTNCCL_VERSION";
+  o->value = "22809";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "both have cuda:1");
+  o->value = "23000";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_OK, "");
+  unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "both have cuda:1");
+  o->environment = NULL;
+  endure_on(o, "ab"); /* a cuda:1 each */
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_OK, "");
+  endure_on(o, "baa");
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "and rank 2 (pid ");
+  o->device = "cuda:x";
+  endure(o, 1);
+  check_fate(o, 0, CDDP_INVALID_ARGUMENT, "is not known");
+}
+
+/* On the CPU this build needs no driver, nor a word with CUDA; kernels or not. */
+static int without_driver(int rank, void *arg) {
+  const cddp_kernels *kernels = cddp__registered_kernels;
+  float w[2][10], grad[10];
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_group *g;
+  cddp_param p;
+  int i;
+  (void)rank;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  memset(&p, 0, sizeof p);
+  memset(w, 0, sizeof w);
+  memset(grad, 0, sizeof grad);
+  p.count = 10;
+  rule.lr = 0.5;
+  CHECK_OK(cddp_init(&g, NULL));
+  for (i = 0; i < 2; i++) {
+    cddp_register_kernels(i == 0 ? NULL : kernels);
+    p.data = w[i];
+    p.grad = grad;
+    CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+    grad[3] = 1;
+    CHECK_OK(cddp_sgd_step(s));
+    CHECK_EQ(w[i][3], -0.5);
+    cddp_sgd_destroy(s);
+    p.grad = NULL;
+    CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+    CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+    ((float *)p.grad)[3] = 1;
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, s));
+    CHECK_EQ(w[i][3], -1);
+    cddp_sgd_destroy(s);
+    cddp_ddp_destroy(d);
+  }
+  CHECK_EQ(hostcuda_calls("cudaPointerGetAttributes") + hostcuda_calls("cudaGetDevice"), 0);
+  CHECK_EQ(cudaPeekAtLastError(), cudaSuccess);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static void test_no_driver(void) {
+  int status[2];
+  setenv("HOSTCUDA_DEVICES", "no-driver", 1);
+  ranks_script(without_driver, NULL, 2, RANKS_WITHIN(20), status);
+  unsetenv("HOSTCUDA_DEVICES");
+  CHECK(ranks_exited_well(status, 2));
+}
+
+/* A stream synchronised by the program itself, as programs do. */
+static cddp_result work_on(cddp_group *g, float *x, size_t count) {
+  cddp_result r = cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL);
+  (void)cudaStreamSynchronize((cudaStream_t)cddp_stream(g));
+  return r == CDDP_OK ? cddp_synchronize(g) : r;
+}
+
+static int disagree(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g); /* what follows disturbs nobody's first three */
+  f->result = work_on(g, x, cddp_rank(g) == o->victim ? 11 : 10);
+  if (f->result == CDDP_OK) f->result = work_on(g, x, 10);
+  cddp_free(g, x);
+  return 0;
+}
+
+static int disagree_memory(cddp_group *g, ordeal *o, fate *f) {
+  float host[10], *x = (float *)cddp_alloc(g, 40);
+  memset(host, 0, sizeof host);
+  f->result = work_on(g, cddp_rank(g) == o->victim ? host : x, 10);
+  if (f->result == CDDP_OK) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+/* After steps that all ranks take alike, in which no host waits for another, rank 1 has another
+   learning rate, waits instead of stepping, or forgets a gradient. */
+static int disagree_step(cddp_group *g, ordeal *o, fate *f) {
+  enum { RATE, WAITS, FORGETS };
+  bool odd = cddp_rank(g) == 1;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[2];
+  int step;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 0.1;
+  model_of(g, p, 2, 1000);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, NULL));
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  for (step = 0; step < 3; step++) {
+    CHECK_OK(cddp_ddp_ready(d, 1));
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_step(d, s));
+  }
+  CHECK_OK(cddp_synchronize(g));
+  (void)cddp_barrier(g); /* what follows disturbs nobody's first three */
+  if (odd && o->victim == RATE) CHECK_OK(cddp_sgd_set_lr(s, 0.2));
+  o->began = test_now();
+  while (f->result == CDDP_OK && test_now() < o->began + 10) { /* a look takes milliseconds */
+    f->result = cddp_ddp_ready(d, 1);
+    if (f->result == CDDP_OK && !(odd && o->victim == FORGETS)) f->result = cddp_ddp_ready(d, 0);
+    if (f->result == CDDP_OK)
+      f->result = odd && o->victim == WAITS ? cddp_ddp_wait(d) : cddp_ddp_step(d, s);
+    (void)cudaStreamSynchronize((cudaStream_t)cddp_stream(g));
+    if (f->result == CDDP_OK && getenv("TEST_HOSTS") != NULL) f->result = cddp_barrier(g);
+  }
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  if (f->result != CDDP_OK) cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+/* Calls that NCCL does not see differ: ranks of different hosts learn of it where they meet. */
+static int disagree_unseen(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 40);
+  cddp_group *half = NULL;
+  CHECK_OK(work_on(g, x, 10));
+  if (cddp_rank(g) == o->victim) f->result = cddp_all_reduce(g, x, 0, CDDP_F32, CDDP_SUM, NULL);
+  else f->result = cddp_broadcast(g, x, 0, CDDP_F32, 0, NULL);
+  if (f->result == CDDP_OK)
+    f->result = o->victim % 2 != 0 ? cddp_barrier(g) : cddp_group_split(g, 0, 0, &half);
+  return 0;
+}
+
+static void test_mismatch(void) {
+  static const char *const says[] = {"with other settings", "rank 1 called ddp_wait",
+                                     "was not marked ready on rank 1"};
+  ordeal *o = ordeal_new(disagree);
+  int i, k;
+  for (k = 0; k < 3; k++) {
+    memset(o, 0, sizeof *o);
+    o->fn = disagree_step;
+    o->victim = k;
+    endure(o, 2);
+    for (i = 0; i < 2; i++)
+      check_fate(o, i, k < 2 ? CDDP_MISMATCH : CDDP_INVALID_ARGUMENT, says[k]);
+  }
+  memset(o, 0, sizeof *o);
+  o->fn = disagree;
+  o->victim = 1;
+  endure(o, 3);
+  for (i = 0; i < 3; i++) {
+    check_fate(o, i, CDDP_MISMATCH, "call 4 of the group");
+    check_fate(o, i, CDDP_MISMATCH, "all_reduce(count 10, f32, sum)");
+    check_fate(o, i, CDDP_MISMATCH, "rank 1 called all_reduce(count 11, f32, sum) at tests/");
+  }
+  o->fn = disagree_memory;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_MISMATCH, "host memory");
+}
+
+static int die_before(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  int i;
+  for (i = 0; i < 3; i++) CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g); /* what follows disturbs nobody's first three */
+  if (cddp_rank(g) == o->victim) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  f->result = work_on(g, x, 1000);
+  return 0;
+}
+
+/* With no operation under way: the next one tells. */
+static int die_idle(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == o->victim) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  while (!cddp__rank_gone(g, o->victim)) ranks_sleep(0.001);
+  f->result = work_on(g, x, 1000);
+  return 0;
+}
+
+static int die_in_step(cddp_group *g, ordeal *o, fate *f) {
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cddp_param p[2];
+  int step;
+  memset(p, 0, sizeof p);
+  memset(&rule, 0, sizeof rule);
+  p[0].data = cddp_alloc(g, 40000);
+  p[1].data = cddp_alloc(g, 40000);
+  p[0].count = p[1].count = 10000;
+  rule.lr = 0.1;
+  rule.momentum = 0.9;
+  f->result = cddp_ddp_create(&d, g, p, 2, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_sgd_create(&s, p, 2, &rule);
+  for (step = 0; f->result == CDDP_OK && step < 6; step++) {
+    f->result = cddp_ddp_ready(d, 1);
+    if (step == 4 && cddp_rank(g) == o->victim) {
+      o->began = test_now();
+      raise(SIGKILL);
+    }
+    if (f->result == CDDP_OK) f->result = cddp_ddp_ready(d, 0);
+    if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
+  }
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  f->when = test_now();
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+/* While another rank's program waits in cudaFree, with CUDA's lock, for what will never end. */
+static int die_at_free(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000), *y = (float *)on_device(NULL, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == o->victim) {
+    ranks_sleep(0.1); /* the others are in there */
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  f->result = cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL);
+  (void)cudaFree(y);
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
+  return 0;
+}
+
+static int leave_early(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  if (cddp_rank(g) != o->victim) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+static void test_lost(void) {
+  int (*const ways[])(cddp_group *, ordeal *, fate *) = {die_before, die_idle, die_in_step,
+                                                         die_at_free};
+  ordeal *o = ordeal_new(NULL);
+  int n, i, k;
+  for (k = 0; k < 4; k++) {
+    for (n = 2; n <= 4; n += 2) {
+      memset(o, 0, sizeof *o);
+      o->fn = ways[k];
+      o->victim = 1;
+      endure(o, n);
+      for (i = 0; i < n; i++) {
+        if (i == 1) continue;
+        check_fate(o, i, CDDP_PEER_LOST, "rank 1 (pid ");
+        CHECK(o->fates[i].when - o->began < RANKS_WITHIN(2));
+      }
+    }
+  }
+  memset(o, 0, sizeof *o); /* while communicators connect */
+  o->victim = 1;
+  o->fuse = RANKS_SLOW ? 0.9 : 0.3; /* on a busy machine it dies before they do: no matter */
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "init:1@1";
+  endure(o, 3);
+  check_fate(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
+  check_fate(o, 2, CDDP_PEER_LOST, "rank 1 (pid ");
+  CHECK(o->fates[0].when - o->began < RANKS_WITHIN(2));
+  memset(o, 0, sizeof *o);
+  o->fn = leave_early;
+  endure(o, 2);
+  check_fate(o, 1, CDDP_PEER_LOST, "rank 0 (pid ");
+  check_fate(o, 1, CDDP_PEER_LOST, "left the group");
+}
+
+/* The victim does not come to the others' second operation. */
+static int stay_away(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  CHECK_OK(work_on(g, x, 10));
+  while (cddp_rank(g) == o->victim && f->result == CDDP_OK) {
+    ranks_sleep(0.001);
+    f->result = cddp__check_group(g);
+  }
+  if (cddp_rank(g) != o->victim) f->result = work_on(g, x, 10);
+  return 0;
+}
+
+/* Failures over hosts: who dies alone on a host, leads others there, or is led. */
+static void test_failing_hosts(void) {
+  static const struct {
+    const char *hosts;
+    int victim;
+  } cases[] = {{"ab", 1}, {"abb", 1}, {"abba", 2}, {"abcdee", 3}};
+  ordeal *o = ordeal_new(NULL);
+  char says[64];
+  size_t c;
+  int i, way;
+  for (c = 0; c < 4; c += RANKS_TSAN ? 3 : 1)
+    for (way = 0; way < 4; way++) {
+      if (way % 2 != 0 && (way == 1) != (c % 2 == 0)) continue; /* enough */
+      memset(o, 0, sizeof *o);
+      o->victim = cases[c].victim;
+      o->fn = way == 0   ? die_before
+              : way == 1 ? die_in_step
+              : way == 2 ? disagree_unseen
+                         : stay_away;
+      if (way == 3) o->timeout_s = RANKS_SLOW ? 2 : 0.3;
+      if (way == 0 && c % 2 != 0) { /* NCCL's connections end too */
+        o->environment = "HOSTNCCL_TRANSPORT";
+        o->value = "net";
+      }
+      endure_on(o, cases[c].hosts);
+      snprintf(says, sizeof says, "rank %d (pid ", o->victim);
+      for (i = 0; i < (int)strlen(cases[c].hosts); i++) {
+        if (i == o->victim && way < 2) continue;
+        if (way < 2) check_fate(o, i, CDDP_PEER_LOST, says);
+        else if (way == 2) check_fate(o, i, CDDP_MISMATCH, "ranks disagree in ");
+        else check_fate(o, i, CDDP_TIMEOUT, "latest is all_reduce(count 10, f32, sum) at tests/");
+        if (way < 2) CHECK(o->fates[i].when - o->began < RANKS_WITHIN(2));
+      }
+    }
+  memset(o, 0, sizeof *o);
+  o->fn = disagree_step; /* in the learning rate: a cddp_ddp's calls count as the group's */
+  endure_on(o, "ab");
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_MISMATCH, "or one of a cddp_ddp");
+  memset(o, 0, sizeof *o); /* while communicators connect */
+  o->victim = 1;
+  o->fuse = RANKS_SLOW ? 0.9 : 0.3;
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "init:1@1";
+  endure_on(o, "aba");
+  for (i = 0; i < 3; i += 2) check_fate(o, i, CDDP_PEER_LOST, "rank 1 (pid ");
+}
+
+/* A device that fails on rank 1, in an operation that rank 0 never comes to. */
+static int fault(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  (void)o;
+  f->result = cddp_rank(g) == 0 ? cddp_barrier(g) : work_on(g, x, 10);
+  return 0;
+}
+
+/* A graph that rank 1 does not launch: no event tells of its operations, the deadline does. */
+static int lone_graph(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  (void)o;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  if (cddp_rank(g) == 0) CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+  f->result = cddp_rank(g) == 0 ? cddp_synchronize(g) : cddp_barrier(g);
+  (void)cudaStreamSynchronize(s); /* the watcher has ended it */
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* A graph that has been launched on all ranks; then rank 0 leaves, or dies. Rank 1 may go on only
+   if it left: nobody knows whether the graph, which waits for rank 0, is to be launched again. */
+static int graph_over(cddp_group *g, ordeal *o, fate *f) {
+  enum { LEAVES, DIES };
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  double until;
+  left_s = 0.1;
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, s);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_OK(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_OK(cddp_all_reduce(g, x, 20, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  CHECK(cudaGraphLaunch(exec, s) == cudaSuccess);
+  CHECK_OK(cddp_synchronize(g));
+  cudaGraphDestroy(graph);
+  if (cddp_rank(g) == 0) {
+    cudaGraphExecDestroy(exec);
+    exec = NULL;
+  }
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 0 && o->victim != LEAVES) raise(SIGKILL);
+  if (cddp_rank(g) != 0) {
+    while (!cddp__rank_gone(g, 0)) ranks_sleep(0.001);
+    for (until = test_now() + 2.5 * left_s; test_now() < until; ranks_sleep(0.01)) {}
+    f->result = cddp_synchronize(g);
+    snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  }
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(s);
+  if (f->result != CDDP_OK) cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+/* A blocking stream is captured while the group has the default one: an error, and no more. */
+static int capture_elsewhere(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  cddp_ddp *d = NULL;
+  cddp_param p;
+  (void)o;
+  model_of(g, &p, 1, 100);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  CHECK(cudaStreamCreate(&s) == cudaSuccess);
+  (void)cddp_barrier(g);
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  CHECK_IS(cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "cddp_set_stream") != NULL);
+  CHECK_IS(cddp_ddp_ready(d, 0), CDDP_INVALID_ARGUMENT);
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess); /* not void */
+  cudaGraphDestroy(graph);
+  f->result = work_on(g, x, 10);
+  cddp_ddp_destroy(d);
+  cudaStreamDestroy(s);
+  return 0;
+}
+
+/* A model's first step is captured. */
+static int capture_too_early(cddp_group *g, ordeal *o, fate *f) {
+  cddp_sgd_desc rule;
+  cudaGraph_t graph = NULL;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  cudaStream_t stream;
+  cddp_param p;
+  (void)o;
+  memset(&p, 0, sizeof p);
+  memset(&rule, 0, sizeof rule);
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  p.data = cddp_alloc(g, 40000);
+  p.count = 10000;
+  rule.momentum = 0.9;
+  rule.stream = stream;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
+  (void)cddp_barrier(g);
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  f->result = cddp_ddp_ready(d, 0); /* or the other rank was first with the failure */
+  if (f->result == CDDP_OK) f->result = cddp_ddp_step(d, s);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  (void)cudaStreamEndCapture(stream, &graph);
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(stream);
+  cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+/* A model whose step has been captured after two eager ones. */
+typedef struct captured {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  cddp_param p;
+  cddp_ddp *d;
+  cddp_sgd *s;
+} captured;
+
+static void captured_open(captured *c, cddp_group *g) {
+  cddp_sgd_desc rule;
+  int step;
+  memset(c, 0, sizeof *c);
+  memset(&rule, 0, sizeof rule);
+  CHECK(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, c->stream);
+  c->p.data = cddp_alloc(g, 40000);
+  c->p.count = 10000;
+  rule.momentum = 0.9;
+  rule.lr = 0.1;
+  CHECK_OK(cddp_ddp_create(&c->d, g, &c->p, 1, NULL));
+  rule.ddp = c->d;
+  CHECK_OK(cddp_sgd_create(&c->s, &c->p, 1, &rule));
+  for (step = 0; step < 3; step++) {
+    if (step == 2)
+      CHECK(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK_OK(cddp_ddp_ready(c->d, 0));
+    CHECK_OK(cddp_ddp_step(c->d, c->s));
+  }
+  CHECK(cudaStreamEndCapture(c->stream, &c->graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&c->exec, c->graph, 0) == cudaSuccess);
+}
+
+static void captured_drop_graph(captured *c) {
+  if (c->exec != NULL) cudaGraphExecDestroy(c->exec);
+  if (c->graph != NULL) cudaGraphDestroy(c->graph);
+  c->exec = NULL;
+  c->graph = NULL;
+}
+
+/* What may become of a captured step: the model is destroyed before the graph; rank 1 does not
+   launch it, or dies instead; an eager wait comes between. */
+static int step_graph(cddp_group *g, ordeal *o, fate *f) {
+  enum { MODEL_FIRST, ONE_LAUNCHES, DIES, WAITS };
+  bool launches;
+  captured c;
+  left_s = 0.2;
+  captured_open(&c, g);
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 1 && o->victim == DIES) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  launches = cddp_rank(g) == 0 || o->victim != ONE_LAUNCHES;
+  if (launches) CHECK(cudaGraphLaunch(c.exec, c.stream) == cudaSuccess);
+  f->result = launches ? cddp_synchronize(g) : cddp_barrier(g);
+  if (o->victim == WAITS) {
+    CHECK_OK(f->result);
+    CHECK_OK(cddp_ddp_ready(c.d, 0)); /* nothing of the graph's moves */
+    CHECK_OK(cddp_ddp_wait(c.d));
+    CHECK_OK(cddp_sgd_step(c.s));
+    CHECK(cudaGraphLaunch(c.exec, c.stream) == cudaSuccess);
+    f->result = cddp_synchronize(g);
+  }
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  cddp_sgd_destroy(c.s);
+  cddp_ddp_destroy(c.d);
+  captured_drop_graph(&c);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(c.stream);
+  if (f->result != CDDP_OK) cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+static void test_step_graphs(void) {
+  static const cddp_result want[] = {CDDP_OK, CDDP_TIMEOUT, CDDP_PEER_LOST, CDDP_OK};
+  ordeal *o = ordeal_new(NULL);
+  int i, k;
+  for (k = 0; k < 4; k++) {
+    memset(o, 0, sizeof *o);
+    o->fn = step_graph;
+    o->victim = k;
+    o->timeout_s = k != 1 ? 0 : RANKS_SLOW ? 2 : 0.5;
+    endure(o, 2);
+    for (i = 0; i < (k == 2 ? 1 : 2); i++)
+      check_fate(o, i, want[k], k == 1 ? "timed out after" : k == 2 ? "rank 1 (pid " : "");
+  }
+}
+
+/* Rank 1 dies; rank 0 has one group's operation on a stream ahead of another's: neither can end
+   before the other is told to. */
+static int die_ahead(cddp_group *g, ordeal *o, fate *f) {
+  captured c;
+  float *x = (float *)cddp_alloc(g, 4000);
+  captured_open(&c, g);
+  captured_drop_graph(&c);
+  (void)cddp_barrier(g);
+  if (cddp_rank(g) == 1) {
+    o->began = test_now();
+    raise(SIGKILL);
+  }
+  f->result = cddp_all_reduce(g, x, 10, CDDP_F32, CDDP_SUM, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_ddp_ready(c.d, 0);
+  if (f->result == CDDP_OK) f->result = cddp_ddp_step(c.d, c.s);
+  if (f->result == CDDP_OK) f->result = cddp_synchronize(g); /* no host waits in a step */
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  cddp_sgd_destroy(c.s);
+  cddp_ddp_destroy(c.d);
+  cddp_set_stream(g, NULL);
+  cudaStreamDestroy(c.stream);
+  cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+static void test_device_failures(void) {
+  ordeal *o = ordeal_new(fault);
+  int i;
+  o->environment = "HOSTCUDA_FAIL";
+  o->value = "cudaEventQuery:1:700@1";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "rank 1: cuda:1 failed during the group's");
+  memset(o, 0, sizeof *o);
+  o->fn = lone_graph;
+  o->timeout_s = RANKS_SLOW ? 2 : 0.5;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "timed out after");
+  for (i = 0; i < 2; i++) {
+    memset(o, 0, sizeof *o);
+    o->fn = graph_over;
+    o->victim = i;
+    endure(o, 2);
+    check_fate(o, 1, i == 0 ? CDDP_OK : CDDP_PEER_LOST, i == 0 ? "" : "rank 0 (pid ");
+  }
+  memset(o, 0, sizeof *o);
+  o->fn = capture_too_early;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "take two steps");
+  memset(o, 0, sizeof *o);
+  o->fn = capture_elsewhere;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_OK, "");
+  memset(o, 0, sizeof *o);
+  o->fn = die_ahead;
+  endure(o, 2);
+  check_fate(o, 0, CDDP_PEER_LOST, "rank 1 (pid ");
+  CHECK(o->fates[0].when - o->began < RANKS_WITHIN(2));
+}
+
+static void test_stall(void) {
+  ordeal *o = ordeal_new(die_before);
+  int i;
+  o->victim = -1;
+  o->timeout_s = RANKS_SLOW ? 2 : 0.3;
+  o->environment = "HOSTNCCL_FAIL";
+  o->value = "stall:8@1";
+  endure(o, 3);
+  for (i = 0; i < 3; i++) check_fate(o, i, CDDP_TIMEOUT, "has not ended");
+  o->value = "init:1@1";
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "ncclCommInitRankConfig");
+  o->value = "error:8@0";
+  o->timeout_s = 60;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_NCCL, "injected asynchronous error");
+}
+
+/* A run through everything; any call may fail in it. */
+static int everything(cddp_group *g, ordeal *o, fate *f) {
+  cddp_group *half = NULL;
+  float *x = NULL;
+  cddp_work *w = NULL;
+  (void)o;
+  f->result = cddp_group_split(g, 0, 0, &half);
+  if (f->result == CDDP_OK && (x = (float *)cddp_alloc(half, 4000)) == NULL)
+    f->result = CDDP_OUT_OF_MEMORY;
+  if (f->result == CDDP_OK) f->result = cddp_all_reduce(half, x, 10, CDDP_F32, CDDP_SUM, &w);
+  if (w != NULL && f->result == CDDP_OK) f->result = cddp_wait(w);
+  if (f->result == CDDP_OK) f->result = cddp_gather(half, x, x + 100, 10, CDDP_F32, 0, NULL);
+  if (f->result == CDDP_OK)
+    f->result = cddp_reduce_scatter(half, x, x + 100, 10, CDDP_F32, CDDP_SUM, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_all_gather(half, x, x + 100, 10, CDDP_F32, NULL);
+  if (f->result == CDDP_OK) f->result = cddp_barrier(half);
+  snprintf(f->text, sizeof f->text, "%s", cddp_error());
+  cddp_destroy(half);
+  if (f->result == CDDP_OK)
+    die_in_step(g, o, f);
+  else
+    cddp__fail(f->result, "%s", f->text);
+  return 0;
+}
+
+/* Every function of NCCL and CUDA that is called fails on rank 1 at one of its calls: nobody hangs,
+   and rank 1 gets an error that names the function. */
+static void test_injection(void) {
+  static const struct {
+    const char *fail, *says;
+    cddp_result result;
+  } cases[] = {{"ncclCommInitRankConfig:1:2@1", "ncclCommInitRankConfig", CDDP_NCCL},
+               {"ncclGetUniqueId:1:2@0", "ncclGetUniqueId", CDDP_NCCL},
+               {"ncclCommSplit:1:3@1", "ncclCommSplit", CDDP_NCCL},
+               {"ncclCommSplit:2:3@1", "ncclCommSplit", CDDP_NCCL},
+               {"ncclAllReduce:1:1@1", "ncclAllReduce", CDDP_NCCL}, /* in warm-ups */
+               {"ncclAllReduce:8:3@1", "ncclAllReduce", CDDP_NCCL},
+               {"ncclAllReduce:9:1@1", "ncclAllReduce", CDDP_NCCL},
+               {"ncclAllReduce:14:3@1", "ncclAllReduce", CDDP_NCCL},
+               {"ncclReduceScatter:1:3@1", "ncclReduceScatter", CDDP_NCCL},
+               {"ncclAllGather:1:3@1", "ncclAllGather", CDDP_NCCL},
+               {"ncclBroadcast:1:3@1", "ncclBroadcast", CDDP_NCCL},
+               {"ncclSend:1:3@1", "ncclSend", CDDP_NCCL},
+               {"ncclGroupEnd:1:3@1", "ncclGroupEnd", CDDP_NCCL},
+               {"ncclGroupEnd:3:3@1", "ncclGroupEnd", CDDP_NCCL},
+               {"ncclCommDestroy:1:6@1", "", CDDP_OK},
+               {"cudaStreamCreateWithPriority:1:2@1", "cudaStreamCreateWithPriority", CDDP_CUDA},
+               {"cudaEventCreateWithFlags:2:2@1", "cudaEventCreateWithFlags", CDDP_CUDA},
+               {"cudaEventRecord:2:700@1", "cudaEventRecord", CDDP_CUDA},
+               {"cudaStreamWaitEvent:3:700@1", "cudaStreamWaitEvent", CDDP_CUDA},
+               {"cudaMalloc:1:2@1", "cudaMalloc", CDDP_CUDA},
+               {"cudaMalloc:7:2@1", "cudaMalloc", CDDP_CUDA},
+               {"cudaMemsetAsync:1:700@1", "cudaMemsetAsync", CDDP_CUDA}};
+  size_t i;
+  for (i = 0; i < sizeof cases / sizeof *cases; i += RANKS_SLOW ? 3 : 1) {
+    ordeal *o = ordeal_new(everything);
+    int rank = cases[i].fail[strlen(cases[i].fail) - 1] - '0';
+    o->victim = -1;
+    o->environment = "HOSTCUDA_FAIL";
+    o->value = cases[i].fail;
+    endure(o, 2);
+    test_count();
+    if (o->fates[rank].result != cases[i].result ||
+        strstr(o->fates[rank].text, cases[i].says) == NULL ||
+        (cases[i].result != CDDP_OK) != (o->fates[!rank].result != CDDP_OK))
+      test_fail(__FILE__, __LINE__, "%s: rank %d: %s \"%s\", the other: %s \"%s\"", cases[i].fail,
+                rank, cddp_result_name(o->fates[rank].result), o->fates[rank].text,
+                cddp_result_name(o->fates[!rank].result), o->fates[!rank].text);
+    munmap(o, sizeof *o);
+  }
+}
+
+int main(void) {
+  RUN(test_collectives);
+  RUN(test_streams);
+  RUN(test_groups);
+  RUN(test_hosts);
+  RUN(test_training);
+  RUN(test_training_over_hosts);
+  if (!RANKS_TSAN) RUN(test_training_options); /* its threads are those of test_training */
+  RUN(test_uneven_and_sparse);
+  if (!RANKS_TSAN) RUN(test_checkpoints);
+  RUN(test_graph);
+  RUN(test_training_staged);
+  RUN(test_steps);
+  RUN(test_threads);
+  RUN(test_no_device);
+  RUN(test_no_driver);
+  RUN(test_mismatch);
+  RUN(test_lost);
+  RUN(test_failing_hosts);
+  RUN(test_stall);
+  RUN(test_device_failures);
+  RUN(test_step_graphs);
+  RUN(test_injection);
+  return TEST_END();
+}

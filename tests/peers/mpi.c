@@ -1,0 +1,276 @@
+/* mpi.c - backend "mpi". Run by tests/peers/mpirun.sh under each mpirun there is, as 4 ranks:
+
+     mpi         collectives, sub-groups, training, mismatch
+     mpi die     rank 1 is killed in an all_reduce; the others must hear of it soon */
+#define CDDP_MPI
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+
+#include "../test.h"
+
+#include <signal.h>
+
+static double value(int rank, size_t i) { return (double)((i * 7 + (size_t)rank * 3) % 5); }
+
+static void put(cddp_dtype t, void *p, size_t i, double v) {
+  switch (t) {
+  case CDDP_F32: ((float *)p)[i] = (float)v; break;
+  case CDDP_F64: ((double *)p)[i] = v; break;
+  case CDDP_F16: ((uint16_t *)p)[i] = cddp__f32_to_f16((float)v); break;
+  case CDDP_BF16: ((uint16_t *)p)[i] = cddp__f32_to_bf16((float)v); break;
+  case CDDP_I8: ((int8_t *)p)[i] = (int8_t)v; break;
+  case CDDP_U8: ((uint8_t *)p)[i] = (uint8_t)v; break;
+  case CDDP_I32: ((int32_t *)p)[i] = (int32_t)v; break;
+  default: ((int64_t *)p)[i] = (int64_t)v;
+  }
+}
+
+static double get(cddp_dtype t, const void *p, size_t i) {
+  switch (t) {
+  case CDDP_F32: return (double)((const float *)p)[i];
+  case CDDP_F64: return ((const double *)p)[i];
+  case CDDP_F16: return (double)cddp__f16_to_f32(((const uint16_t *)p)[i]);
+  case CDDP_BF16: return (double)cddp__bf16_to_f32(((const uint16_t *)p)[i]);
+  case CDDP_I8: return (double)((const int8_t *)p)[i];
+  case CDDP_U8: return (double)((const uint8_t *)p)[i];
+  case CDDP_I32: return (double)((const int32_t *)p)[i];
+  default: return (double)((const int64_t *)p)[i];
+  }
+}
+
+static double reduced(cddp_op op, cddp_dtype t, int n, size_t i) {
+  double v = value(0, i);
+  int r;
+  for (r = 1; r < n; r++) {
+    double x = value(r, i);
+    v = op == CDDP_PROD ? v * x : op == CDDP_MIN ? fmin(v, x) : op == CDDP_MAX ? fmax(v, x) : v + x;
+  }
+  if (op != CDDP_AVG) return v;
+  return t >= CDDP_I8 ? floor(v / n) : v / n;
+}
+
+static bool near(double a, double b, cddp_dtype t) {
+  double e = t == CDDP_F16 || t == CDDP_BF16 ? 0.01 : t == CDDP_F32 ? 1e-6 : 1e-12;
+  return fabs(a - b) <= e * fabs(b);
+}
+
+static cddp_group *g;
+static int me, n;
+
+static void fill(cddp_dtype t, void *p, int rank, size_t from, size_t count) {
+  size_t i;
+  for (i = 0; i < count; i++) put(t, p, i, value(rank, from + i));
+}
+
+static bool holds(cddp_dtype t, const void *p, int rank, size_t from, size_t count) {
+  size_t i;
+  for (i = 0; i < count; i++)
+    if (!near(get(t, p, i), value(rank, from + i), t)) return false;
+  return true;
+}
+
+static void reductions(cddp_dtype t, size_t count, cddp_op op) {
+  size_t es = cddp_dtype_size(t), i;
+  char *a = (char *)malloc((size_t)n * count * es + 1), *b = (char *)malloc(count * es + 1);
+  bool good = true, whole = true, kept = true, share = true;
+  fill(t, b, me, 0, count);
+  CHECK_OK(cddp_all_reduce(g, b, count, t, op, NULL));
+  for (i = 0; i < count; i++) good = good && near(get(t, b, i), reduced(op, t, n, i), t);
+  CHECK(good);
+  fill(t, b, me, 0, count);
+  CHECK_OK(cddp_reduce(g, b, count, t, op, n - 1, NULL));
+  if (me == n - 1)
+    for (i = 0; i < count; i++) whole = whole && near(get(t, b, i), reduced(op, t, n, i), t);
+  else
+    kept = holds(t, b, me, 0, count);
+  CHECK(whole && kept);
+  fill(t, a, me, 0, (size_t)n * count);
+  CHECK_OK(cddp_reduce_scatter(g, a, b, count, t, op, NULL));
+  for (i = 0; i < count; i++)
+    share = share && near(get(t, b, i), reduced(op, t, n, (size_t)me * count + i), t);
+  CHECK(share);
+  CHECK(holds(t, a, me, 0, (size_t)n * count));
+  free(a);
+  free(b);
+}
+
+static void moves(cddp_dtype t, size_t count) {
+  size_t es = cddp_dtype_size(t), share = count * es, all = (size_t)n * count;
+  char *a = (char *)calloc(all, es), *b = (char *)calloc(all, es);
+  int r;
+  fill(t, a, me, 0, count);
+  CHECK_OK(cddp_broadcast(g, a, count, t, 1, NULL));
+  CHECK(holds(t, a, 1, 0, count));
+  fill(t, a, me, 0, count);
+  CHECK_OK(cddp_all_gather(g, a, b, count, t, NULL));
+  for (r = 0; r < n; r++) CHECK(holds(t, b + (size_t)r * share, r, 0, count));
+  memset(b, 0, all * es);
+  memcpy(b + (size_t)me * share, a, share); /* in place */
+  CHECK_OK(cddp_all_gather(g, b + (size_t)me * share, b, count, t, NULL));
+  for (r = 0; r < n; r++) CHECK(holds(t, b + (size_t)r * share, r, 0, count));
+  CHECK_OK(cddp_gather(g, a, me == 2 ? b : NULL, count, t, 2, NULL));
+  for (r = 0; me == 2 && r < n; r++) CHECK(holds(t, b + (size_t)r * share, r, 0, count));
+  fill(t, b, 3, 0, all);
+  CHECK_OK(cddp_scatter(g, me == 0 ? b : NULL, a, count, t, 0, NULL));
+  CHECK(holds(t, a, 3, (size_t)me * count, count));
+  fill(t, a, me, 0, all);
+  CHECK_OK(cddp_all_to_all(g, a, b, count, t, NULL));
+  for (r = 0; r < n; r++) CHECK(holds(t, b + (size_t)r * share, r, (size_t)me * count, count));
+  free(a);
+  free(b);
+}
+
+static void test_collectives(void) {
+  static const size_t counts[] = {1, 50, 4099, 70001};
+  size_t c;
+  int t, op;
+  for (c = 0; c < 4; c++)
+    for (t = CDDP_F32; t <= (c < 3 ? CDDP_I64 : CDDP_F16); t++) {
+      for (op = CDDP_SUM; op <= CDDP_MAX; op++)
+        if (t != CDDP_I8 || op != CDDP_PROD) /* 4 * 4 * 4 * 4 is too much for it */
+          reductions((cddp_dtype)t, counts[c], (cddp_op)op);
+      moves((cddp_dtype)t, counts[c]);
+    }
+}
+
+static void test_in_flight(void) {
+  float *x = (float *)malloc(3 * 5000 * sizeof *x);
+  cddp_work *w[3];
+  int k;
+  size_t i;
+  for (k = 0; k < 3; k++) {
+    fill(CDDP_F32, x + k * 5000, me, 0, 5000);
+    CHECK_OK(cddp_all_reduce(g, x + k * 5000, 5000, CDDP_F32, CDDP_SUM, &w[k]));
+  }
+  for (k = 0; k < 3; k++) {
+    bool good = true;
+    CHECK_OK(cddp_wait(w[k]));
+    for (i = 0; i < 5000; i++)
+      good = good && (double)x[k * 5000 + (int)i] == reduced(CDDP_SUM, CDDP_F32, n, i);
+    CHECK(good);
+  }
+  free(x);
+}
+
+static void test_groups(void) {
+  const int pair[] = {3, 1};
+  cddp_group *half = NULL, *two = NULL;
+  float x[100];
+  int i;
+  CHECK_OK(cddp_group_split(g, me % 2, -me, &half));
+  for (i = 0; i < 100; i++) x[i] = (float)me;
+  CHECK_OK(cddp_all_reduce(half, x, 100, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_EQ(x[99], me % 2 ? 4 : 2);
+  CHECK_EQ(cddp_rank(half), me < 2 ? 1 : 0);
+  CHECK_OK(cddp_group_new(g, pair, 2, &two));
+  CHECK((two != NULL) == (me % 2 == 1));
+  if (two != NULL) {
+    for (i = 0; i < 100; i++) x[i] = (float)me;
+    CHECK_OK(cddp_broadcast(two, x, 100, CDDP_F32, 0, NULL));
+    CHECK_EQ(x[50], 3);
+  }
+  cddp_destroy(two);
+  cddp_destroy(half);
+}
+
+/* Two models on the same gradients: stepped in one call and in two. */
+static void test_training(void) {
+  static float w[2][3][3000], mean;
+  cddp_param p[2][3];
+  cddp_ddp *d[2];
+  cddp_sgd *s[2];
+  cddp_sgd_desc o;
+  uint64_t hash, *all = (uint64_t *)calloc((size_t)n, sizeof *all);
+  int m, k, step, r;
+  memset(&o, 0, sizeof o);
+  memset(p, 0, sizeof p);
+  o.lr = 0.125;
+  o.momentum = 0.5;
+  for (m = 0; m < 2; m++) {
+    for (k = 0; k < 3; k++) {
+      p[m][k].name = k == 0 ? "a" : k == 1 ? "b" : "c";
+      p[m][k].data = w[m][k];
+      p[m][k].count = (size_t)(1000 * (k + 1));
+      w[m][k][0] = (float)me;
+    }
+    CHECK_OK(cddp_ddp_create(&d[m], g, p[m], 3, NULL));
+    CHECK_OK(cddp_sgd_create(&s[m], p[m], 3, &o));
+  }
+  for (step = 0; step < 4; step++)
+    for (m = 0; m < 2; m++) {
+      for (k = 2; k >= 0; k--) {
+        float *grad = (float *)p[m][k].grad;
+        size_t i;
+        for (i = 0; i < p[m][k].count; i++) grad[i] += (float)value(me, i + (size_t)step);
+        CHECK_OK(cddp_ddp_ready(d[m], k));
+      }
+      if (m == 1) {
+        CHECK_OK(cddp_ddp_step(d[m], s[m]));
+        continue;
+      }
+      CHECK_OK(cddp_ddp_wait(d[m]));
+      mean = (float)reduced(CDDP_AVG, CDDP_F32, n, 5 + (size_t)step);
+      CHECK(((float *)p[m][1].grad)[5] == mean);
+      CHECK_OK(cddp_sgd_step(s[m]));
+      CHECK_OK(cddp_sgd_zero_grad(s[m]));
+    }
+  for (k = 0; k < 3; k++) CHECK(memcmp(w[0][k], w[1][k], sizeof w[0][k]) == 0);
+  CHECK(w[0][0][5] != 0);
+  hash = cddp__hash64(1, w, sizeof w);
+  CHECK_OK(cddp_all_gather(g, &hash, all, 1, CDDP_I64, NULL));
+  for (r = 0; r < n; r++) CHECK(all[r] == hash);
+  for (m = 0; m < 2; m++) {
+    cddp_sgd_destroy(s[m]);
+    cddp_ddp_destroy(d[m]);
+  }
+  free(all);
+}
+
+static void test_mismatch(void) {
+  cddp_group *other = NULL;
+  float x[600] = {0};
+  CHECK_OK(cddp_group_split(g, 0, me, &other));
+  CHECK_IS(cddp_all_reduce(other, x, me == 1 ? 500 : 600, CDDP_F32, CDDP_SUM, NULL), CDDP_MISMATCH);
+  CHECK(strstr(cddp_error(), "rank 1 called all_reduce(count 500, f32, sum)") != NULL);
+  cddp_destroy(other);
+  CHECK_OK(cddp_barrier(g));
+}
+
+static int be_told(void) {
+  size_t count = 4 << 20, k;
+  float *x = (float *)calloc(count, sizeof *x);
+  cddp_result r = CDDP_OK;
+  double since = test_now();
+  for (k = 0; r == CDDP_OK && k < 10000; k++) {
+    if (me == 1 && k == 5) raise(SIGKILL);
+    since = test_now();
+    r = cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL);
+  }
+  CHECK_IS(r, CDDP_PEER_LOST);
+  CHECK(strstr(cddp_error(), "rank 1 (pid ") != NULL);
+  CHECK(test_now() - since < 1.5);
+  CHECK_IS(cddp_barrier(g), CDDP_PEER_LOST);
+  cddp_destroy(g);
+  printf("told rank %d%s\n", me, test_failures ? ": wrong" : "");
+  fflush(stdout);
+  _exit(test_failures != 0); /* MPI_Finalize would wait for the dead */
+}
+
+int main(int argc, char **argv) {
+  cddp_group_desc d;
+  memset(&d, 0, sizeof d);
+  d.backend = "mpi";
+  CHECK_OK(cddp_init(&g, &d));
+  if (g == NULL) return 1;
+  me = cddp_rank(g);
+  n = cddp_world_size(g);
+  CHECK_EQ(n, 4);
+  if (argc > 1 && strcmp(argv[1], "die") == 0) return be_told();
+  RUN(test_collectives);
+  RUN(test_in_flight);
+  RUN(test_groups);
+  RUN(test_training);
+  RUN(test_mismatch);
+  cddp_destroy(g);
+  return TEST_END();
+}

@@ -1,0 +1,1713 @@
+/* Data parallel: buckets, means, unused parameters, hooks, clipping, and the fused step against
+   its three parts. */
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+#include "../ranks.h"
+
+#include <pthread.h>
+
+enum { MOST = 40 };           /* parameters of a model */
+enum { SHARED, HEAP, MIXED }; /* where data and gradients lie */
+enum { PLACED = 3 };          /* gradients: by cddp_ddp_create */
+
+static bool mentions(const char *text) { return strcasestr(cddp_error(), text) != NULL; }
+
+/* MODELS --------------------------------------------------------------------------------------- */
+
+typedef struct model {
+  cddp_group *g;
+  cddp_param p[MOST];
+  char name[MOST][32];
+  int n, data_memory, grad_memory;
+  cddp_ddp *ddp;
+  cddp_sgd *sgd;
+  uint64_t seed;
+  void *copies[MOST]; /* of f32 parameters: what the optimizer keeps in half precision */
+  cddp_dtype copy_dtype;
+} model;
+
+static bool in_shared(const model *m, int memory, int i) {
+  return memory == SHARED || (memory == MIXED && (i + cddp_rank(m->g)) % 2 == 0);
+}
+
+static void *take(model *m, int memory, int i, size_t bytes) {
+  void *p = in_shared(m, memory, i) ? cddp_alloc(m->g, bytes) : malloc(bytes ? bytes : 1);
+  CHECK(p != NULL);
+  if (p != NULL) memset(p, 0, bytes);
+  return p;
+}
+
+static void give(model *m, int memory, int i, void *p) {
+  if (in_shared(m, memory, i))
+    cddp_free(m->g, p);
+  else
+    free(p);
+}
+
+/* A double that has any mantissa and one of several exponents, rounded to dtype. */
+static double number(cddp_dtype dtype, uint64_t h) {
+  unsigned char b[8];
+  double v = ldexp(1.0 + (double)(h >> 12) * 0x1p-52, (int)(h % 7) - 5);
+  ranks_store(dtype, b, 0, h & 8 ? -v : v);
+  return ranks_load(dtype, b, 0);
+}
+
+static double gradient(const model *m, int rank, int step, int param, size_t i) {
+  uint64_t h = ranks_mix(m->seed * 64 + (uint64_t)param, (uint64_t)(rank * 1000 + step), i);
+  return number(m->p[param].dtype, h);
+}
+
+/* n parameters of the given sizes and types (both repeat); data from the seed, different on each
+   rank. */
+static bool model_open(model *m, cddp_group *g, int n, const size_t *counts, int count_count,
+                       const cddp_dtype *types, int type_count, int data_memory, int grad_memory) {
+  int k, rank = cddp_rank(g);
+  size_t i;
+  uint64_t seed = m->seed;
+  memset(m, 0, sizeof *m);
+  m->seed = seed;
+  m->g = g;
+  m->n = n;
+  m->data_memory = data_memory;
+  m->grad_memory = grad_memory;
+  for (k = 0; k < n; k++) {
+    cddp_param *p = &m->p[k];
+    snprintf(m->name[k], sizeof m->name[k], "layer%d.w", k);
+    p->name = m->name[k];
+    p->count = counts[k % count_count];
+    p->dtype = types[k % type_count];
+    p->data = take(m, data_memory, k, p->count * cddp_dtype_size(p->dtype));
+    if (grad_memory != PLACED)
+      p->grad = take(m, grad_memory, k, p->count * cddp_dtype_size(p->dtype));
+    if (p->data == NULL) return false;
+    for (i = 0; i < p->count; i++)
+      ranks_store(p->dtype, p->data, i,
+                  number(p->dtype, ranks_mix(seed, (uint64_t)(k + 100 * rank), i)));
+  }
+  return true;
+}
+
+static void model_close(model *m) {
+  int k;
+  cddp_sgd_destroy(m->sgd);
+  cddp_ddp_destroy(m->ddp);
+  for (k = 0; k < m->n; k++) {
+    if (m->ddp != NULL && m->grad_memory == PLACED) CHECK(m->p[k].grad == NULL);
+    if (m->grad_memory != PLACED) give(m, m->grad_memory, k, m->p[k].grad);
+    give(m, m->data_memory, k, m->p[k].data);
+    free(m->copies[k]);
+  }
+}
+
+/* Every other f32 parameter gets a copy. */
+static void model_copies(model *m, cddp_dtype dtype, cddp_sgd_desc *o) {
+  int k;
+  for (k = 0; k < m->n; k += 2)
+    if (m->p[k].dtype == CDDP_F32) m->copies[k] = malloc(m->p[k].count * 2 + 1);
+  o->copies = m->copies;
+  o->copy_dtype = m->copy_dtype = dtype;
+}
+
+static void check_copies(const model *m) {
+  int k;
+  for (k = 0; k < m->n; k++)
+    if (m->copies[k] != NULL)
+      CHECK(ranks_is_copy(m->copy_dtype, m->copies[k], m->p[k].data, m->p[k].count));
+}
+
+/* What backward does: adds this rank's gradients of the step. */
+static void backward_one(model *m, int step, int k) {
+  cddp_param *p = &m->p[k];
+  size_t i;
+  int rank = cddp_rank(m->g);
+  for (i = 0; i < p->count; i++)
+    ranks_store(p->dtype, p->grad, i,
+                ranks_load(p->dtype, p->grad, i) + gradient(m, rank, step, k, i));
+}
+
+static void zero_gradients(model *m) {
+  int k;
+  for (k = 0; k < m->n; k++)
+    memset(m->p[k].grad, 0, m->p[k].count * cddp_dtype_size(m->p[k].dtype));
+}
+
+typedef struct element {
+  const model *m;
+  int step, param;
+  size_t i;
+} element;
+
+static float element_f32(void *arg, int rank) {
+  element *e = (element *)arg;
+  return (float)gradient(e->m, rank, e->step, e->param, e->i);
+}
+
+static double element_f64(void *arg, int rank) {
+  element *e = (element *)arg;
+  return gradient(e->m, rank, e->step, e->param, e->i);
+}
+
+/* The mean over ranks as the manual defines it: canonical sum, one true division, one rounding. */
+static void mean(const model *m, int step, int param, size_t i, unsigned char out[8]) {
+  int world = cddp_world_size(m->g);
+  element e;
+  e.m = m;
+  e.step = step;
+  e.param = param;
+  e.i = i;
+  if (m->p[param].dtype == CDDP_F64)
+    ranks_store(CDDP_F64, out, 0, ranks_tree_f64(element_f64, &e, 0, world) / world);
+  else
+    ranks_store(m->p[param].dtype, out, 0,
+                (double)(ranks_tree_f32(element_f32, &e, 0, world) / (float)world));
+}
+
+static void check_means(const model *m, int step) {
+  int k;
+  for (k = 0; k < m->n; k++) {
+    const cddp_param *p = &m->p[k];
+    size_t size = cddp_dtype_size(p->dtype), i;
+    unsigned char want[8];
+    for (i = 0; i < p->count; i++) {
+      mean(m, step, k, i, want);
+      if (memcmp(want, (const char *)p->grad + i * size, size) != 0) break;
+    }
+    CHECK(i == p->count);
+    if (i < p->count)
+      fprintf(
+          stderr,
+          "  rank %d of %d, step %d, parameter %d (dtype %d) at %zu of %zu: want %.17g got %.17g\n",
+          cddp_rank(m->g), cddp_world_size(m->g), step, k, (int)p->dtype, i, p->count,
+          ranks_load(p->dtype, want, 0), ranks_load(p->dtype, p->grad, i));
+  }
+}
+
+static uint64_t hash(const void *data, size_t n) {
+  const unsigned char *p = (const unsigned char *)data;
+  uint64_t h = 0xcbf29ce484222325ull;
+  size_t i;
+  for (i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
+  return h;
+}
+
+/* Weights (or gradients) have the same bits on every rank. */
+static void check_same_everywhere(const model *m, bool grads) {
+  uint64_t mine = 0, all[64];
+  int k;
+  for (k = 0; k < m->n; k++) {
+    const cddp_param *p = &m->p[k];
+    mine = mine * 31 + hash(grads ? p->grad : p->data, p->count * cddp_dtype_size(p->dtype));
+  }
+  CHECK_OK(cddp_all_gather(m->g, &mine, all, 1, CDDP_I64, NULL));
+  for (k = 0; k < cddp_world_size(m->g); k++) CHECK(all[k] == mine);
+}
+
+/* READY: in an order of each rank's own, from one thread or from three. ------------------------ */
+
+typedef struct readier {
+  model *m;
+  const int *order;
+  int step, part, parts;
+} readier;
+
+static void *ready_some(void *arg) {
+  readier *r = (readier *)arg;
+  int i;
+  for (i = r->part; i < r->m->n; i += r->parts) {
+    backward_one(r->m, r->step, r->order[i]);
+    CHECK_OK(cddp_ddp_ready(r->m->ddp, r->order[i]));
+  }
+  return NULL;
+}
+
+static void backward(model *m, int step, int threads) {
+  int order[MOST], i;
+  pthread_t t[3];
+  readier r[3];
+  ranks_shuffle(order, m->n, m->seed + (uint64_t)(step * 100 + cddp_rank(m->g)));
+  for (i = 0; i < threads; i++) {
+    r[i].m = m;
+    r[i].order = order;
+    r[i].step = step;
+    r[i].part = i;
+    r[i].parts = threads;
+    if (threads > 1)
+      CHECK(pthread_create(&t[i], NULL, ready_some, &r[i]) == 0);
+    else
+      ready_some(&r[i]);
+  }
+  for (i = 0; threads > 1 && i < threads; i++) pthread_join(t[i], NULL);
+}
+
+static void small_buckets(cddp_ddp_desc *d) {
+  memset(d, 0, sizeof *d);
+  d->bucket_cap_mb = 4096.0 / 1048576;
+  d->first_bucket_mb = 512.0 / 1048576;
+}
+
+/* MEANS ---------------------------------------------------------------------------------------- */
+
+static const size_t some_counts[] = {1, 3, 17, 64, 1000, 130, 2, 259, 4099, 0, 31, 7};
+static const cddp_dtype only_f32[] = {CDDP_F32}, only_f64[] = {CDDP_F64}, only_f16[] = {CDDP_F16},
+                        only_bf16[] = {CDDP_BF16}, mixed_types[] = {CDDP_F32, CDDP_F32, CDDP_BF16,
+                                                                    CDDP_F64, CDDP_F16, CDDP_F32};
+
+typedef struct type_list {
+  const cddp_dtype *types;
+  int count;
+} type_list;
+static const type_list type_lists[] = {
+    {only_f32, 1}, {mixed_types, 6}, {only_f64, 1}, {only_f16, 1}, {only_bf16, 1}};
+
+static int run_means(cddp_group *g, void *arg) {
+  int before = test_failures, k, step;
+  (void)arg;
+  for (k = 0; k < 10 && test_failures == before; k++) {
+    const type_list *t = &type_lists[k % 5];
+    model *m = (model *)calloc(1, sizeof *m);
+    cddp_ddp_desc d;
+    if (m == NULL) return 1;
+    m->seed = (uint64_t)k + 1;
+    small_buckets(&d);
+    if (model_open(m, g, k == 0 ? 1 : 12, some_counts + k % 3, 12 - k % 3, t->types, t->count,
+                   k % 3, k % 4)) {
+      CHECK_OK(cddp_ddp_create(&m->ddp, g, m->p, m->n, k % 3 == 0 ? NULL : &d));
+      for (step = 0; m->ddp != NULL && step < 4 && test_failures == before; step++) {
+        zero_gradients(m);
+        backward(m, step, step % 2 ? 3 : 1);
+        CHECK_OK(cddp_ddp_wait(m->ddp));
+        check_means(m, step);
+      }
+    }
+    model_close(m);
+    free(m);
+  }
+  return test_failures != before;
+}
+
+static const int all_ranks[] = {2, 3, 7, 1, 4, 16};
+
+static void test_means(void) {
+  int i;
+  for (i = 0; i < (RANKS_SLOW ? 3 : 6); i++) {
+    if (!RANKS_TSAN) CHECK_OK(ranks_run(run_means, NULL, all_ranks[i], false));
+    CHECK_OK(ranks_run(run_means, NULL, all_ranks[i], true));
+  }
+}
+
+/* CREATION: rank 0's values everywhere; what differs is named. --------------------------------- */
+
+static int run_creation(cddp_group *g, void *arg) {
+  int before = test_failures, k, memory, rank = cddp_rank(g);
+  size_t i;
+  (void)arg;
+  for (memory = 0; memory < 3; memory++) {
+    model m;
+    cddp_ddp_desc d;
+    int32_t steps = 5 + rank;
+    float running[33];
+    uint8_t flags[3] = {1, 2, 3};
+    cddp_param buffers[3];
+    memset(buffers, 0, sizeof buffers);
+    buffers[0].name = "steps";
+    buffers[0].data = &steps;
+    buffers[0].count = 1;
+    buffers[0].dtype = CDDP_I32;
+    buffers[1].data = running;
+    buffers[1].count = 33;
+    buffers[1].dtype = CDDP_F32;
+    buffers[2].data = flags;
+    buffers[2].count = 3;
+    buffers[2].dtype = CDDP_U8;
+    for (i = 0; i < 33; i++) running[i] = (float)(rank * 100) + (float)i;
+    flags[1] = (uint8_t)(9 + rank);
+    memset(&d, 0, sizeof d);
+    d.buffers = buffers;
+    d.buffer_count = 3;
+    m.seed = 40;
+    if (!model_open(&m, g, 12, some_counts, 12, mixed_types, 6, memory, PLACED)) return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+    if (m.ddp == NULL) return 1;
+    for (k = 0; k < m.n; k++) {
+      cddp_param *p = &m.p[k];
+      CHECK(p->grad != NULL || p->count == 0);
+      for (i = 0; i < p->count; i++) {
+        if (ranks_load(p->dtype, p->data, i) != number(p->dtype, ranks_mix(40, (uint64_t)k, i)))
+          break;
+        if (ranks_load(p->dtype, p->grad, i) != 0) break;
+      }
+      CHECK(i == p->count);
+    }
+    CHECK(steps == 5 && running[32] == 32.0f && flags[1] == 9 && flags[2] == 3);
+    steps += rank * 2;
+    running[5] = (float)rank - 3;
+    flags[0] = (uint8_t)(rank + 50);
+    CHECK_OK(cddp_ddp_sync_buffers(m.ddp));
+    CHECK(steps == 5 && running[5] == -3.0f && flags[0] == 50);
+    model_close(&m);
+  }
+  return test_failures != before;
+}
+
+static void test_creation(void) {
+  CHECK_OK(ranks_run(run_creation, NULL, 1, false));
+  CHECK_OK(ranks_run(run_creation, NULL, 3, false));
+  CHECK_OK(ranks_run(run_creation, NULL, 4, true));
+}
+
+static int run_difference(cddp_group *g, void *arg) {
+  int before = test_failures, odd = cddp_rank(g) == *(int *)arg, kind;
+  for (kind = 0; kind < 6; kind++) {
+    const char *said = "layer2.w";
+    model m;
+    m.seed = 3;
+    if (!model_open(&m, g, 5, some_counts + 1, 5, only_f32, 1, HEAP, PLACED)) return 1;
+    if (odd && kind == 0) m.p[2].name = "layer2.bias";
+    if (odd && kind == 1) m.p[2].count--;
+    if (odd && kind == 2) m.p[2].dtype = CDDP_F16;
+    if (odd && kind == 3) m.n = 4;
+    if (odd && kind == 4) m.p[2].name = NULL;
+    if (odd && kind == 5) { /* two differ: the first is named */
+      m.p[2].count = 1;
+      m.p[4].count = 1;
+    }
+    CHECK_IS(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL), CDDP_MISMATCH);
+    CHECK(m.ddp == NULL);
+    if (kind == 3)
+      CHECK(mentions("4 parameters") || mentions("5 parameters"));
+    else
+      CHECK(mentions(said));
+    CHECK(m.p[0].grad == NULL);
+    m.n = 5;
+    model_close(&m);
+    CHECK_OK(cddp_barrier(g)); /* the group is as good as before */
+  }
+  return test_failures != before;
+}
+
+static void test_difference(void) {
+  int odd;
+  for (odd = 0; odd < 3; odd++) {
+    CHECK_OK(ranks_run(run_difference, &odd, 3, false));
+    CHECK_OK(ranks_run(run_difference, &odd, 3, true));
+  }
+}
+
+/* MISUSE --------------------------------------------------------------------------------------- */
+
+#define CHECK_INVALID(call)                                                                        \
+  do {                                                                                             \
+    CHECK_IS(call, CDDP_INVALID_ARGUMENT);                                                         \
+    CHECK(cddp_error()[0] != 0);                                                                   \
+  } while (0)
+
+static void creation_misuse(cddp_group *g) {
+  float w[4] = {0};
+  cddp_param p[2] = {{"a", w, NULL, 4, CDDP_F32}, {"b", w, NULL, 4, CDDP_I32}};
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  memset(&desc, 0, sizeof desc);
+  CHECK_INVALID(cddp_ddp_create(NULL, g, p, 1, NULL));
+  CHECK_INVALID(cddp_ddp_create(&d, NULL, p, 1, NULL));
+  CHECK_INVALID(cddp_ddp_create(&d, g, NULL, 1, NULL));
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, -1, NULL));
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, 2, NULL)); /* i32 has no gradient */
+  p[1].dtype = (cddp_dtype)77;
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, 2, NULL));
+  p[1].dtype = CDDP_F32;
+  p[1].data = NULL;
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, 2, NULL));
+  CHECK(mentions("b"));
+  p[1].data = w;
+  p[1].count = SIZE_MAX / 2;
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, 2, NULL));
+  desc.bucket_cap_mb = -1;
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, 1, &desc));
+  desc.bucket_cap_mb = NAN;
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, 1, &desc));
+  desc.bucket_cap_mb = 0;
+  desc.buffer_count = 2;
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, 1, &desc));
+  CHECK(d == NULL);
+  cddp_ddp_destroy(NULL);
+}
+
+static void null_misuse(void) {
+  int i;
+  CHECK_INVALID(cddp_ddp_ready(NULL, 0));
+  CHECK_INVALID(cddp_ddp_wait(NULL));
+  CHECK_INVALID(cddp_ddp_step(NULL, NULL));
+  CHECK_INVALID(cddp_ddp_sync_buffers(NULL));
+  CHECK_INVALID(cddp_ddp_clip_grad_norm(NULL, 1, NULL));
+  CHECK(!cddp_ddp_used(NULL, 0));
+  CHECK(cddp_ddp_bucket_count(NULL) <= 0);
+  CHECK_EQ(cddp_ddp_bucket_params(NULL, 0, &i, 1), -1);
+  cddp_ddp_no_sync(NULL, true);
+}
+
+static int run_misuse(cddp_group *g, void *arg) {
+  int before = test_failures, other[4];
+  model m, m2;
+  double norm;
+  cddp_sgd_desc o;
+  (void)arg;
+  creation_misuse(g);
+  null_misuse();
+  m.seed = m2.seed = 5;
+  if (!model_open(&m, g, 4, some_counts + 1, 4, only_f32, 1, HEAP, PLACED)) return 1;
+  if (!model_open(&m2, g, 4, some_counts + 1, 4, only_f32, 1, HEAP, HEAP)) return 1;
+  memset(&o, 0, sizeof o);
+  o.lr = 0.1;
+  CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
+  CHECK_INVALID(cddp_sgd_step(m.sgd)); /* gradients are not placed yet */
+  CHECK(mentions("layer0.w"));
+  cddp_sgd_destroy(m.sgd);
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
+  CHECK_OK(cddp_sgd_create(&m2.sgd, m2.p, m2.n, &o));
+  if (m.ddp == NULL || m.sgd == NULL) return 1;
+  CHECK_INVALID(cddp_ddp_ready(m.ddp, -1));
+  CHECK_INVALID(cddp_ddp_ready(m.ddp, 4));
+  CHECK_EQ(cddp_ddp_bucket_params(m.ddp, 99, other, 4), -1);
+  CHECK_EQ(cddp_ddp_bucket_params(m.ddp, -1, other, 4), -1);
+  CHECK(!cddp_ddp_used(m.ddp, 99) && !cddp_ddp_used(m.ddp, -1));
+  backward(&m, 0, 1);
+  CHECK_INVALID(cddp_ddp_step(m.ddp, m2.sgd)); /* another model's */
+  CHECK_INVALID(cddp_ddp_step(m.ddp, NULL));
+  CHECK_OK(cddp_ddp_wait(m.ddp));
+  check_means(&m, 0);
+  CHECK_INVALID(cddp_ddp_clip_grad_norm(m.ddp, 0, &norm));
+  CHECK_INVALID(cddp_ddp_clip_grad_norm(m.ddp, -1, &norm));
+  zero_gradients(&m);
+  backward(&m, 1, 1);
+  CHECK_OK(cddp_ddp_wait(m.ddp));
+  check_means(&m, 1);
+  model_close(&m);
+  model_close(&m2);
+  return test_failures != before;
+}
+
+static void test_misuse(void) {
+  CHECK_OK(ranks_run(run_misuse, NULL, 1, false));
+  CHECK_OK(ranks_run(run_misuse, NULL, 3, false));
+  CHECK_OK(ranks_run(run_misuse, NULL, 3, true));
+}
+
+/* Ready twice: the caller may ignore it, wait and step do not, on any rank. */
+static int run_twice(cddp_group *g, void *arg) {
+  bool fused = *(const bool *)arg, odd = cddp_rank(g) == cddp_world_size(g) - 1;
+  double start = test_now();
+  cddp_sgd_desc o;
+  cddp_result r;
+  model m;
+  int k;
+  m.seed = 6;
+  if (!model_open(&m, g, 4, some_counts + 1, 4, only_f32, 1, HEAP, PLACED)) return 1;
+  memset(&o, 0, sizeof o);
+  o.lr = 0.1;
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
+  if (m.ddp == NULL || m.sgd == NULL) return 1;
+  for (k = m.n - 1; k >= 0; k--) {
+    backward_one(&m, 0, k);
+    CHECK_OK(cddp_ddp_ready(m.ddp, k));
+    if (odd && k == 2) CHECK_INVALID(cddp_ddp_ready(m.ddp, k));
+    if (odd && k == 2) break;
+  }
+  for (k = 0; k < 2; k++) {
+    r = fused ? cddp_ddp_step(m.ddp, m.sgd) : cddp_ddp_wait(m.ddp);
+    CHECK_INVALID(r);
+    CHECK(mentions("layer2.w"));
+    CHECK(mentions("twice"));
+  }
+  CHECK(test_now() - start < RANKS_WITHIN(5));
+  CHECK_OK(cddp_barrier(g)); /* the group is as it was */
+  model_close(&m);
+  return 0;
+}
+
+static void test_ready_twice(void) {
+  bool fused;
+  int i;
+  for (i = 0; i < 4; i++) {
+    fused = i % 2;
+    CHECK_OK(ranks_run(run_twice, &fused, 2, i >= 2));
+  }
+}
+
+/* MEMORY OF TWO PARAMETERS --------------------------------------------------------------------- */
+
+static void check_refused(cddp_group *g, cddp_param *p, int n, const char *one, const char *other) {
+  cddp_sgd_desc o;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  memset(&o, 0, sizeof o);
+  o.lr = 0.1;
+  CHECK_INVALID(cddp_ddp_create(&d, g, p, n, NULL));
+  CHECK(d == NULL && mentions("cddp_ddp_create") && mentions(one) && mentions(other));
+  CHECK_INVALID(cddp_sgd_create(&s, p, n, &o));
+  CHECK(s == NULL && mentions("cddp_sgd_create") && mentions(one) && mentions(other));
+}
+
+static int run_tied(cddp_group *g, void *arg) {
+  enum { N = 64 };
+  float *w = (float *)cddp_alloc(g, 4 * N * sizeof *w), heap[4 * N], grads[4 * N];
+  void *copies[3];
+  uint16_t half[2 * N];
+  cddp_param p[3] = {{"wte", w, NULL, N, CDDP_F32},
+                     {"bias", w + 2 * N, NULL, N, CDDP_F32},
+                     {"lm_head", w, NULL, N, CDDP_F32}};
+  cddp_sgd_desc o;
+  cddp_ddp *d = NULL;
+  cddp_sgd *s = NULL;
+  int i;
+  (void)arg;
+  if (w == NULL) return 1;
+  memset(w, 0, 4 * N * sizeof *w);
+  memset(heap, 0, sizeof heap);
+  memset(grads, 0, sizeof grads);
+  check_refused(g, p, 3, "\"wte\"", "\"lm_head\"");
+  CHECK(mentions("once"));
+  p[0].data = p[2].data = heap;
+  check_refused(g, p, 3, "\"wte\"", "\"lm_head\"");
+  p[2].data = heap + N - 1; /* its last weight is the other's first */
+  check_refused(g, p, 3, "\"wte\"", "\"lm_head\"");
+  p[2].data = heap + N;
+  p[0].grad = grads, p[1].grad = grads + N, p[2].grad = grads + N + 1;
+  check_refused(g, p, 3, "\"bias\"", "\"lm_head\"");
+  p[2].grad = heap; /* the weights of another */
+  check_refused(g, p, 3, "\"wte\"", "\"lm_head\"");
+  p[2].grad = grads + 2 * N;
+  memset(&o, 0, sizeof o);
+  o.lr = 1;
+  o.copies = copies;
+  o.copy_dtype = CDDP_BF16;
+  copies[0] = half, copies[1] = NULL, copies[2] = half + N - 1;
+  CHECK_INVALID(cddp_sgd_create(&s, p, 3, &o));
+  CHECK(mentions("wte") && mentions("lm_head") && mentions("copy"));
+  o.copies = NULL;
+  p[1].data = heap, p[1].count = 0; /* no element is shared */
+  CHECK_OK(cddp_ddp_create(&d, g, p, 3, NULL));
+  CHECK_OK(cddp_sgd_create(&s, p, 3, &o));
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  /* the cure: one parameter, to whose gradient both places add */
+  p[0].grad = NULL;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 1, NULL));
+  CHECK_OK(cddp_sgd_create(&s, p, 1, &o));
+  for (i = 0; i < 2 * N; i++) ((float *)p[0].grad)[i % N] += i < N ? 1.0f : 2.0f;
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_ddp_step(d, s));
+  for (i = 0; i < N; i++) CHECK(heap[i] == -3.0f);
+  cddp_sgd_destroy(s);
+  cddp_ddp_destroy(d);
+  cddp_free(g, w);
+  return 0;
+}
+
+static void test_tied(void) {
+  CHECK_OK(ranks_run(run_tied, NULL, 2, false));
+  CHECK_OK(ranks_run(run_tied, NULL, 2, true));
+}
+
+/* BUCKETS: assigned as PyTorch does (protocol notes F.1, F.2). --------------------------------- */
+
+typedef struct buckets {
+  int count, size[MOST], param[MOST][MOST];
+} buckets;
+
+static void assign(const model *m, const int *order, double first, double cap, bool declared,
+                   buckets *b) {
+  int open[8], limited[8], i, k; /* by dtype: the open bucket, -1 none; buckets closed so far */
+  buckets all, done;
+  size_t bytes[MOST];
+  memset(&all, 0, sizeof all);
+  memset(&done, 0, sizeof done);
+  for (i = 0; i < 8; i++) {
+    open[i] = -1;
+    limited[i] = 0;
+  }
+  for (k = 0; k < m->n; k++) {
+    int p = order[k], t = (int)m->p[p].dtype, at;
+    if (open[t] < 0) {
+      bytes[all.count] = 0;
+      open[t] = all.count++;
+    }
+    at = open[t];
+    all.param[at][all.size[at]++] = p;
+    bytes[at] += m->p[p].count * cddp_dtype_size(m->p[p].dtype);
+    if ((double)bytes[at] < (limited[t] ? cap : first)) continue;
+    memcpy(done.param[done.count], all.param[at], sizeof all.param[at]);
+    done.size[done.count++] = all.size[at];
+    limited[t] = 1;
+    open[t] = -1;
+  }
+  for (i = 0; i < 8; i++) {
+    if (open[i] < 0) continue;
+    memcpy(done.param[done.count], all.param[open[i]], sizeof all.param[0]);
+    done.size[done.count++] = all.size[open[i]];
+  }
+  *b = done;
+  if (!declared) return;
+  for (i = 0; i < done.count; i++) { /* by smallest (here the first) index, then reversed */
+    int place = 0;
+    for (k = 0; k < done.count; k++) place += done.param[k][0] > done.param[i][0];
+    memcpy(b->param[place], done.param[i], sizeof done.param[i]);
+    b->size[place] = done.size[i];
+  }
+}
+
+static void check_buckets(const model *m, const buckets *want) {
+  int i, k, got[MOST];
+  CHECK_EQ(cddp_ddp_bucket_count(m->ddp), want->count);
+  for (i = 0; i < want->count; i++) {
+    CHECK_EQ(cddp_ddp_bucket_params(m->ddp, i, got, MOST), want->size[i]);
+    for (k = 0; k < want->size[i]; k++) CHECK_EQ(got[k], want->param[i][k]);
+  }
+  if (want->size[0] > 1) { /* capacity bounds what is written, not what is told */
+    got[1] = -7;
+    CHECK_EQ(cddp_ddp_bucket_params(m->ddp, 0, got, 1), want->size[0]);
+    CHECK(got[0] == want->param[0][0] && got[1] == -7);
+    CHECK_EQ(cddp_ddp_bucket_params(m->ddp, 0, NULL, 0), want->size[0]);
+  }
+}
+
+/* Every parameter in exactly one bucket, none mixes dtypes. */
+static void check_partition(const model *m) {
+  int i, k, n, got[MOST], seen[MOST] = {0};
+  for (i = 0; i < cddp_ddp_bucket_count(m->ddp); i++) {
+    n = cddp_ddp_bucket_params(m->ddp, i, got, MOST);
+    CHECK(n > 0);
+    for (k = 0; k < n; k++) {
+      seen[got[k]]++;
+      CHECK(m->p[got[k]].dtype == m->p[got[0]].dtype);
+    }
+  }
+  for (k = 0; k < m->n; k++) CHECK_EQ(seen[k], 1);
+}
+
+typedef struct bucket_case {
+  int n, count_count, type_count;
+  size_t counts[12];
+  cddp_dtype types[12];
+  double first, cap; /* MiB, as in the description */
+} bucket_case;
+
+static const bucket_case bucket_cases[] = {
+    /* protocol notes F.1's example; the defaults, 1 and 25 MiB */
+    {7,
+     7,
+     7,
+     {200000, 100000, 10, 7000000, 500, 300, 600000},
+     {CDDP_F32, CDDP_F32, CDDP_F32, CDDP_F32, CDDP_F32, CDDP_F16, CDDP_F32},
+     0,
+     0},
+    /* F.2's: four Linears, cap 1 */
+    {8, 8, 1, {90000, 300, 90000, 300, 300000, 1000, 10000, 10}, {CDDP_F32}, 0, 1},
+    {8, 8, 1, {90000, 300, 90000, 300, 300000, 1000, 10000, 10}, {CDDP_F32}, 0.5, 1},
+    {30, 7, 1, {100, 300, 1, 57, 1000, 12, 256}, {CDDP_F32}, 1024.0 / 1048576, 4096.0 / 1048576},
+    {30, 7, 1, {100, 300, 1, 57, 1000, 12, 256}, {CDDP_F32}, 4096.0 / 1048576, 1024.0 / 1048576},
+    {30, 7, 1, {100, 300, 1, 57, 1000, 12, 256}, {CDDP_F64}, 1e-9, 1e-9},  /* one each */
+    {30, 7, 1, {100, 300, 1, 57, 1000, 12, 256}, {CDDP_BF16}, 1000, 1000}, /* one for all */
+    {36,
+     7,
+     5,
+     {100, 300, 1, 57, 1000, 12, 256},
+     {CDDP_F32, CDDP_F16, CDDP_F32, CDDP_F64, CDDP_BF16},
+     1024.0 / 1048576,
+     4096.0 / 1048576},
+    {1, 1, 1, {5}, {CDDP_F32}, 0, 0},
+};
+
+static int run_buckets(cddp_group *g, void *arg) {
+  const bucket_case *c = (const bucket_case *)arg;
+  int before = test_failures, order[MOST], k, step, rank = cddp_rank(g);
+  double cap = c->cap != 0 ? c->cap : 25, first = c->first != 0 ? c->first
+                                                  : c->cap != 0 ? c->cap
+                                                                : 1;
+  cddp_ddp_desc d;
+  buckets want;
+  model m;
+  m.seed = 9;
+  if (!model_open(&m, g, c->n, c->counts, c->count_count, c->types, c->type_count, HEAP, PLACED))
+    return 1;
+  memset(&d, 0, sizeof d);
+  d.bucket_cap_mb = c->cap;
+  d.first_bucket_mb = c->first;
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+  if (m.ddp == NULL) return 1;
+  for (k = 0; k < m.n; k++) order[k] = k;
+  assign(&m, order, first * 1048576, cap * 1048576, true, &want);
+  check_buckets(&m, &want);
+  for (step = 0; step < 3; step++) {
+    ranks_shuffle(order, m.n, (uint64_t)(step * 10 + rank));
+    for (k = 0; k < m.n; k++) CHECK_OK(cddp_ddp_ready(m.ddp, order[k]));
+    if (step == 0) check_buckets(&m, &want); /* they change at the wait */
+    CHECK_OK(cddp_ddp_wait(m.ddp));
+    if (step == 0) { /* rank 0's order of arrival in the first step, on every rank, for good */
+      ranks_shuffle(order, m.n, 0);
+      assign(&m, order, first * 1048576, cap * 1048576, false, &want);
+    }
+    if (c->type_count == 1)
+      check_buckets(&m, &want);
+    else
+      check_partition(&m);
+    if (step == 0 && c->type_count > 1) CHECK_EQ(cddp_ddp_bucket_count(m.ddp), want.count);
+  }
+  model_close(&m);
+  return test_failures != before;
+}
+
+static void test_buckets(void) {
+  size_t i;
+  for (i = RANKS_TSAN ? 3 : 0; i < sizeof bucket_cases / sizeof *bucket_cases; i++) {
+    bucket_case c = bucket_cases[i];
+    CHECK_OK(ranks_run(run_buckets, &c, 2, false));
+    CHECK_OK(ranks_run(run_buckets, &c, 3, true));
+  }
+}
+
+static int run_no_limit(cddp_group *g, void *arg) {
+  static const size_t counts[] = {400000, 400000, 400000};
+  cddp_ddp_desc d;
+  model m;
+  m.seed = 3;
+  if (!model_open(&m, g, 3, counts, 3, only_f32, 1, HEAP, PLACED)) return 1;
+  memset(&d, 0, sizeof d);
+  d.bucket_cap_mb = *(const double *)arg;
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+  CHECK_EQ(cddp_ddp_bucket_count(m.ddp), 1);
+  backward(&m, 0, 1);
+  CHECK_OK(cddp_ddp_wait(m.ddp));
+  CHECK_EQ(cddp_ddp_bucket_count(m.ddp), 1);
+  check_means(&m, 0);
+  model_close(&m);
+  return 0;
+}
+
+static void test_no_limit(void) {
+  double caps[2] = {INFINITY, 1e300};
+  CHECK_OK(ranks_run(run_no_limit, &caps[0], 2, true));
+  CHECK_OK(ranks_run(run_no_limit, &caps[1], 2, true));
+}
+
+/* In the order of declaration, the reverse of where they lie: it took seconds to sort them. */
+static int run_many(cddp_group *g, void *arg) {
+  enum { MANY = RANKS_SLOW ? 20000 : 100000 };
+  cddp_param *p = (cddp_param *)calloc(MANY, sizeof *p);
+  float *w = (float *)calloc(MANY, sizeof *w);
+  cddp_ddp *d = NULL;
+  double start;
+  int i, step;
+  (void)arg;
+  if (p == NULL || w == NULL) return 1;
+  for (i = 0; i < MANY; i++) p[i].data = w + i, p[i].count = 1;
+  CHECK_OK(cddp_ddp_create(&d, g, p, MANY, NULL));
+  for (step = 0; step < 2 && d != NULL; step++) {
+    start = test_now();
+    for (i = 0; i < MANY; i++) CHECK_OK(cddp_ddp_ready(d, i));
+    CHECK_OK(cddp_ddp_wait(d));
+    CHECK(test_now() - start < RANKS_WITHIN(0.7));
+  }
+  cddp_ddp_destroy(d);
+  free(w);
+  free(p);
+  return 0;
+}
+
+static void test_many_parameters(void) { CHECK_OK(ranks_run(run_many, NULL, 1, true)); }
+
+/* NO_SYNC -------------------------------------------------------------------------------------- */
+
+static void add_to_all(model *m, double v) {
+  int k;
+  size_t i;
+  for (k = 0; k < m->n; k++)
+    for (i = 0; i < m->p[k].count; i++)
+      ranks_store(m->p[k].dtype, m->p[k].grad, i, ranks_load(m->p[k].dtype, m->p[k].grad, i) + v);
+}
+
+static void ready_all(model *m) {
+  int k;
+  for (k = m->n - 1; k >= 0; k--) CHECK_OK(cddp_ddp_ready(m->ddp, k));
+}
+
+static bool all_are(const model *m, int k, double v) {
+  size_t i;
+  for (i = 0; i < m->p[k].count; i++)
+    if (ranks_load(m->p[k].dtype, m->p[k].grad, i) != v) return false;
+  return true;
+}
+
+static int run_no_sync(cddp_group *g, void *arg) { /* 2 ranks */
+  int before = test_failures, rank = cddp_rank(g), round, k, grads;
+  (void)arg;
+  for (grads = 0; grads < 4; grads++) {
+    model m;
+    m.seed = 11;
+    if (!model_open(&m, g, 6, some_counts + 1, 6, mixed_types, 6, HEAP, grads)) return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+    if (m.ddp == NULL) return 1;
+    for (round = 0; round < 3; round++) {
+      zero_gradients(&m);
+      cddp_ddp_no_sync(m.ddp, true);
+      add_to_all(&m, 1 + rank);
+      ready_all(&m);
+      for (k = 0; k < m.n; k++) CHECK(all_are(&m, k, 1 + rank)); /* local until the step */
+      if (round == 1) {                                          /* a second micro-batch */
+        add_to_all(&m, 100);
+        ready_all(&m);
+      }
+      cddp_ddp_no_sync(m.ddp, false);
+      add_to_all(&m, 10 + rank);
+      ready_all(&m);
+      CHECK_OK(cddp_ddp_wait(m.ddp));
+      for (k = 0; k < m.n; k++) CHECK(all_are(&m, k, round == 1 ? 112 : 12));
+    }
+    model_close(&m);
+  }
+  return test_failures != before;
+}
+
+static void test_no_sync(void) {
+  CHECK_OK(ranks_run(run_no_sync, NULL, 2, false));
+  CHECK_OK(ranks_run(run_no_sync, NULL, 2, true));
+}
+
+/* UNUSED PARAMETERS ---------------------------------------------------------------------------- */
+
+static int run_unused(cddp_group *g, void *arg) { /* 4 ranks */
+  int before = test_failures, rank = cddp_rank(g), step, k, grads;
+  (void)arg;
+  for (grads = 0; grads < 4; grads++) {
+    cddp_ddp_desc d;
+    model m;
+    small_buckets(&d);
+    d.find_unused_parameters = true;
+    m.seed = 12;
+    if (!model_open(&m, g, 6, some_counts + 1, 6, mixed_types, 6, HEAP, grads)) return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+    if (m.ddp == NULL) return 1;
+    for (step = 0; step < 4;
+         step++) { /* 0: unused on all; 1: on all but one; 2: on one; others used */
+      zero_gradients(&m);
+      add_to_all(&m, 8);
+      for (k = m.n - 1; k >= 0; k--) {
+        bool used = k == 0 ? step == 3 : k == 1 ? rank == step : k == 2 ? rank != step : true;
+        if (used) CHECK_OK(cddp_ddp_ready(m.ddp, k));
+      }
+      CHECK_OK(cddp_ddp_wait(m.ddp));
+      CHECK(all_are(&m, 0, 8)); /* untouched, or used by all */
+      CHECK(all_are(&m, 1, 2)); /* 8 / 4: what the others held does not count */
+      CHECK(all_are(&m, 2, 6));
+      for (k = 3; k < m.n; k++) CHECK(all_are(&m, k, 8));
+      for (k = 0; k < m.n; k++) CHECK(cddp_ddp_used(m.ddp, k) == (k != 0 || step == 3));
+    }
+    cddp_ddp_no_sync(m.ddp, true); /* used in a micro-batch counts as used */
+    zero_gradients(&m);
+    add_to_all(&m, 8);
+    CHECK_OK(cddp_ddp_ready(m.ddp, 0));
+    cddp_ddp_no_sync(m.ddp, false);
+    for (k = m.n - 1; k >= 2; k--) CHECK_OK(cddp_ddp_ready(m.ddp, k));
+    CHECK_OK(cddp_ddp_wait(m.ddp));
+    CHECK(cddp_ddp_used(m.ddp, 0) && !cddp_ddp_used(m.ddp, 1) && cddp_ddp_used(m.ddp, 2));
+    CHECK(all_are(&m, 0, 8));
+    zero_gradients(&m); /* no parameter at all, on any rank */
+    add_to_all(&m, 3);
+    CHECK_OK(cddp_ddp_wait(m.ddp));
+    for (k = 0; k < m.n; k++) CHECK(all_are(&m, k, 3) && !cddp_ddp_used(m.ddp, k));
+    model_close(&m);
+  }
+  return test_failures != before;
+}
+
+static void test_unused(void) {
+  CHECK_OK(ranks_run(run_unused, NULL, 4, false));
+  CHECK_OK(ranks_run(run_unused, NULL, 4, true));
+}
+
+/* cddp_ddp_desc's flag off: who forgot what is said, and the group survives. */
+static int run_forgotten(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), kind, k;
+  (void)arg;
+  for (kind = 0; kind < 4;
+       kind++) { /* 0: forgotten by all; 1: by rank 1; 2: by rank 0; 3: everything by all */
+    cddp_result want = kind == 0 || kind == 3 ? CDDP_INVALID_ARGUMENT : CDDP_MISMATCH;
+    double t = test_now();
+    cddp_ddp_desc d;
+    model m;
+    small_buckets(&d);
+    m.seed = 13;
+    if (!model_open(&m, g, 6, some_counts + 1, 6, only_f32, 1, HEAP, PLACED)) return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+    if (m.ddp == NULL) return 1;
+    for (k = m.n - 1; k >= 0 && kind != 3; k--) {
+      bool forgets = kind == 0 || (kind == 1 && rank == 1) || (kind == 2 && rank == 0);
+      if (k != 3 || !forgets) CHECK_OK(cddp_ddp_ready(m.ddp, k));
+    }
+    CHECK_IS(cddp_ddp_wait(m.ddp), want);
+    CHECK(kind == 3 ? mentions("layer") : mentions("layer3.w"));
+    CHECK(kind == 3 || !mentions("layer2.w"));
+    CHECK(cddp_ddp_wait(m.ddp) != CDDP_OK); /* the model is broken */
+    CHECK(cddp_error()[0] != 0);
+    CHECK(test_now() - t < RANKS_WITHIN(2.0));
+    model_close(&m);
+    CHECK_OK(cddp_barrier(g)); /* the group is not */
+  }
+  return test_failures != before;
+}
+
+static void test_forgotten(void) {
+  CHECK_OK(ranks_run(run_forgotten, NULL, 3, false));
+  CHECK_OK(ranks_run(run_forgotten, NULL, 3, true));
+  CHECK_OK(ranks_run(run_means, NULL, 2, true));
+}
+
+static int run_forgotten_alone(cddp_group *g, void *arg) { /* a world of one checks the same */
+  int before = test_failures;
+  model m;
+  (void)arg;
+  m.seed = 13;
+  if (!model_open(&m, g, 3, some_counts + 1, 3, only_f32, 1, HEAP, HEAP)) return 1;
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  CHECK_OK(cddp_ddp_ready(m.ddp, 0));
+  CHECK_OK(cddp_ddp_ready(m.ddp, 2));
+  CHECK_INVALID(cddp_ddp_wait(m.ddp));
+  CHECK(mentions("layer1.w"));
+  model_close(&m);
+  return test_failures != before;
+}
+
+static void test_forgotten_alone(void) { CHECK_OK(ranks_run(run_forgotten_alone, NULL, 1, true)); }
+
+/* COMMUNICATION HOOKS -------------------------------------------------------------------------- */
+
+typedef struct hook_log {
+  int calls, next;
+  bool in_order, fails;
+} hook_log;
+
+static cddp_result sum_and_divide(cddp_bucket *b, void *user_data) {
+  hook_log *log = (hook_log *)user_data;
+  double world = cddp_world_size(b->group);
+  cddp_result r;
+  size_t i;
+  log->calls++;
+  log->in_order = log->in_order && b->index == log->next && b->param_count > 0 && b->params != NULL;
+  log->next = b->index + 1 == b->bucket_count ? 0 : b->index + 1;
+  if (log->fails) return CDDP_ABORTED;
+  r = cddp_all_reduce(b->group, b->data, b->count, b->dtype, CDDP_SUM, NULL);
+  if (r != CDDP_OK) return r;
+  for (i = 0; i < b->count; i++) {
+    if (b->dtype == CDDP_F64)
+      ((double *)b->data)[i] /= world;
+    else
+      ((float *)b->data)[i] /= (float)world;
+  }
+  return CDDP_OK;
+}
+
+static int run_hook(cddp_group *g, void *arg) {
+  static const cddp_dtype types[] = {CDDP_F32, CDDP_F64, CDDP_F32};
+  int before = test_failures, step, grads;
+  (void)arg;
+  for (grads = 0; grads < 4; grads++) {
+    hook_log log = {0, 0, true, false};
+    cddp_ddp_desc d;
+    model m;
+    small_buckets(&d);
+    d.comm_hook = sum_and_divide;
+    d.comm_hook_data = &log;
+    m.seed = 14;
+    if (!model_open(&m, g, 12, some_counts, 12, types, 3, HEAP, grads)) return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+    if (m.ddp == NULL) return 1;
+    for (step = 0; step < 4; step++) {
+      log.calls = 0;
+      zero_gradients(&m);
+      backward(&m, step, 1);
+      CHECK_OK(cddp_ddp_wait(m.ddp));
+      check_means(&m, step); /* the same bits as the default */
+      CHECK(log.in_order);
+      CHECK(log.calls > 0);
+      if (step > 0) CHECK_EQ(log.calls, cddp_ddp_bucket_count(m.ddp));
+    }
+    log.fails = true; /* its error is the wait's */
+    backward(&m, 4, 1);
+    CHECK_IS(cddp_ddp_wait(m.ddp), CDDP_ABORTED);
+    model_close(&m);
+    CHECK_OK(cddp_barrier(g));
+  }
+  return test_failures != before;
+}
+
+static void test_hook(void) {
+  CHECK_OK(ranks_run(run_hook, NULL, 1, false));
+  CHECK_OK(ranks_run(run_hook, NULL, 3, false));
+  CHECK_OK(ranks_run(run_hook, NULL, 3, true));
+}
+
+/* bf16 keeps 8 bits of the mantissa, fp16 11: of each rank's number, of the sum, of the mean. */
+static void check_close(const model *m, int step, double relative) {
+  int k, rank, world = cddp_world_size(m->g);
+  size_t i;
+  for (k = 0; k < m->n; k++) {
+    for (i = 0; i < m->p[k].count; i++) {
+      double size = 0, sum = 0;
+      for (rank = 0; rank < world; rank++) {
+        sum += gradient(m, rank, step, k, i);
+        size += fabs(gradient(m, rank, step, k, i));
+      }
+      if (fabs(ranks_load(m->p[k].dtype, m->p[k].grad, i) - sum / world) > relative * size / world)
+        break;
+    }
+    CHECK(i == m->p[k].count);
+  }
+}
+
+static int run_compression(cddp_group *g, void *arg) {
+  static const cddp_dtype types[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16};
+  int before = test_failures, step, which;
+  (void)arg;
+  for (which = 0; which < 4; which++) {
+    cddp_ddp_desc d;
+    model m;
+    small_buckets(&d);
+    d.comm_hook = which & 1 ? cddp_bf16_compress_hook : cddp_fp16_compress_hook;
+    m.seed = 15;
+    if (!model_open(&m, g, 12, some_counts, 12, types, which < 2 ? 2 : 4, HEAP, which)) return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+    if (m.ddp == NULL) return 1;
+    for (step = 0; step < 3; step++) {
+      zero_gradients(&m);
+      backward(&m, step, 1);
+      CHECK_OK(cddp_ddp_wait(m.ddp));
+      check_close(&m, step, which == 0 ? 0x1p-10 : 0x1p-7);
+      check_same_everywhere(&m, true);
+    }
+    model_close(&m);
+  }
+  return test_failures != before;
+}
+
+static void test_compression(void) {
+  CHECK_OK(ranks_run(run_compression, NULL, 2, false));
+  CHECK_OK(ranks_run(run_compression, NULL, 5, false));
+  CHECK_OK(ranks_run(run_compression, NULL, 3, true));
+}
+
+/* CLIPPING ------------------------------------------------------------------------------------- */
+
+static int run_clip(cddp_group *g, void *arg) {
+  int before = test_failures, step, k, type;
+  (void)arg;
+  for (type = 0; type < 3; type++) {
+    static const double limits[] = {1.0, 1e6, 0.01, 30};
+    model m;
+    m.seed = 16;
+    if (!model_open(&m, g, 12, some_counts, 12, type_lists[type].types, type_lists[type].count,
+                    MIXED, type == 0 ? PLACED : MIXED))
+      return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+    if (m.ddp == NULL) return 1;
+    for (step = 0; step < 4; step++) {
+      double norm = -1, square = 0, factor;
+      size_t i;
+      zero_gradients(&m);
+      backward(&m, step, 1);
+      CHECK_OK(cddp_ddp_wait(m.ddp));
+      for (k = 0; k < m.n; k++)
+        for (i = 0; i < m.p[k].count; i++)
+          square += pow(ranks_load(m.p[k].dtype, m.p[k].grad, i), 2);
+      CHECK_OK(cddp_ddp_clip_grad_norm(m.ddp, limits[step], step == 2 ? NULL : &norm));
+      if (step != 2) CHECK(fabs(norm / sqrt(square) - 1) < 1e-5);
+      factor = fmin(1, limits[step] / (sqrt(square) + 1e-6));
+      if (factor == 1) check_means(&m, step); /* not touched */
+      for (k = 0; k < m.n; k++) {
+        bool coarse = m.p[k].dtype == CDDP_BF16 || m.p[k].dtype == CDDP_F16;
+        for (i = 0; i < m.p[k].count; i++) {
+          unsigned char b[8];
+          double want;
+          mean(&m, step, k, i, b);
+          want = ranks_load(m.p[k].dtype, b, 0) * factor;
+          if (fabs(ranks_load(m.p[k].dtype, m.p[k].grad, i) - want) >
+              fabs(want) * (coarse ? 0x1p-7 : 1e-5) + 6e-8)
+            break;
+        }
+        CHECK(i == m.p[k].count);
+      }
+      check_same_everywhere(&m, true);
+    }
+    model_close(&m);
+  }
+  return test_failures != before;
+}
+
+static void test_clip(void) {
+  CHECK_OK(ranks_run(run_clip, NULL, 1, true));
+  CHECK_OK(ranks_run(run_clip, NULL, 3, false));
+  CHECK_OK(ranks_run(run_clip, NULL, 4, true));
+}
+
+/* THE FUSED STEP: the same bits as wait + sgd_step + zero_grad. -------------------------------- */
+
+#define OPTIONS 9
+
+static void sgd_options(int which, cddp_sgd_desc *o) {
+  memset(o, 0, sizeof *o);
+  o->lr = 0.1;
+  if (which >= 1) o->momentum = 0.9;
+  if (which == 2) o->nesterov = true;
+  if (which == 2 || which == 4 || which == 6) o->weight_decay = 0.01;
+  if (which == 3) o->dampening = 0.3;
+  if (which == 4 || which == 8) o->maximize = true;
+  if (which == 5) o->nesterov = true;
+  if (which == 7) o->momentum = 0;
+  if (which == 8) o->dampening = 0.5;
+}
+
+static void compare_models(const model *a, const model *b, int step, int option) {
+  int k;
+  for (k = 0; k < a->n; k++) {
+    const cddp_param *p = &a->p[k], *q = &b->p[k];
+    size_t size = cddp_dtype_size(p->dtype), i;
+    bool same = memcmp(p->data, q->data, p->count * size) == 0;
+    CHECK(same);
+    for (i = 0; !same && i < p->count; i++) {
+      if (memcmp((char *)p->data + i * size, (char *)q->data + i * size, size) == 0) continue;
+      fprintf(
+          stderr,
+          "  rank %d of %d, step %d, option %d, parameter %d (dtype %d) at %zu: %.17g and %.17g\n",
+          cddp_rank(a->g), cddp_world_size(a->g), step, option, k, (int)p->dtype, i,
+          ranks_load(p->dtype, p->data, i), ranks_load(q->dtype, q->data, i));
+      break;
+    }
+    for (i = 0; i < p->count * size && ((unsigned char *)p->grad)[i] == 0; i++) {}
+    CHECK(i == p->count * size); /* gradients are zero */
+  }
+}
+
+static void take_step(model *m, bool fused) {
+  if (fused) {
+    CHECK_OK(cddp_ddp_step(m->ddp, m->sgd));
+    return;
+  }
+  CHECK_OK(cddp_ddp_wait(m->ddp));
+  CHECK_OK(cddp_sgd_step(m->sgd));
+  CHECK_OK(cddp_sgd_zero_grad(m->sgd));
+}
+
+/* `mode` 0: all steps of a are fused; 1: every other; 2: the first five are not. */
+static void compare_training(model *a, model *b, int steps, int mode, int option) {
+  int step, before = test_failures;
+  for (step = 0; step < steps && test_failures == before; step++) {
+    bool fused = mode == 0 || (mode == 1 ? step % 2 == 0 : step >= 5);
+    backward(a, step, 1);
+    backward(b, step, 1);
+    take_step(a, fused);
+    take_step(b, false);
+    compare_models(a, b, step, option);
+    check_copies(a);
+    check_copies(b);
+    if (step == 7) {
+      CHECK_OK(cddp_sgd_set_lr(a->sgd, 0.025));
+      CHECK_OK(cddp_sgd_set_lr(b->sgd, 0.025));
+      CHECK(cddp_sgd_lr(a->sgd) == 0.025);
+    }
+  }
+  check_same_everywhere(a, false);
+}
+
+typedef struct fused_case {
+  int option, type, memory, grads, mode, steps;
+  size_t large; /* elements of one more parameter; 0: none */
+} fused_case;
+
+static void run_fused_case(cddp_group *g, const fused_case *c) {
+  model *a = (model *)calloc(2, sizeof *a), *b = a + 1;
+  const type_list *t = &type_lists[c->type];
+  size_t counts[12];
+  int n = 10;
+  cddp_sgd_desc o;
+  cddp_ddp_desc d;
+  small_buckets(&d);
+  sgd_options(c->option, &o);
+  memcpy(counts, some_counts, sizeof counts);
+  if (c->large != 0) counts[1] = c->large;
+  CHECK(a != NULL);
+  if (a == NULL) return;
+  a->seed = b->seed = (uint64_t)(c->option * 100 + c->type);
+  if (model_open(a, g, n, counts, 12, t->types, t->count, c->memory, c->grads) &&
+      model_open(b, g, n, counts, 12, t->types, t->count, HEAP, PLACED)) {
+    CHECK_OK(cddp_ddp_create(&a->ddp, g, a->p, n, c->option % 2 ? &d : NULL));
+    CHECK_OK(cddp_ddp_create(&b->ddp, g, b->p, n, &d));
+    model_copies(a, c->option % 2 ? CDDP_BF16 : CDDP_F16, &o);
+    CHECK_OK(cddp_sgd_create(&a->sgd, a->p, n, &o));
+    check_copies(a);
+    model_copies(b, CDDP_BF16, &o);
+    CHECK_OK(cddp_sgd_create(&b->sgd, b->p, n, &o));
+    if (a->sgd != NULL && b->sgd != NULL) compare_training(a, b, c->steps, c->mode, c->option);
+  }
+  model_close(a);
+  model_close(b);
+  free(a);
+}
+
+static int run_fused(cddp_group *g, void *arg) {
+  int before = test_failures, memory, option;
+  fused_case c;
+  memset(&c, 0, sizeof c);
+  c.steps = *(const int *)arg;
+  for (memory = SHARED; memory <= MIXED; memory++)
+    for (option = 0; option < OPTIONS && test_failures == before; option++) {
+      c.option = option;
+      c.memory = memory;
+      c.type = option % 3 == 0 ? 0 : (option + memory) % 5;
+      c.grads = option % 2 == 0 ? PLACED : (option + memory) % 4;
+      c.mode = (option + memory) % 5 < 3 ? 0 : (option + memory) % 5 - 2;
+      run_fused_case(g, &c);
+    }
+  return test_failures != before;
+}
+
+static void test_fused(void) {
+  int i, steps;
+  for (i = 0; i < (RANKS_TSAN ? 2 : RANKS_SLOW ? 3 : 6); i++) {
+    steps = RANKS_TSAN ? 4 : RANKS_SLOW || all_ranks[i] > 7 ? 5 : 7;
+    if (!RANKS_TSAN) CHECK_OK(ranks_run(run_fused, &steps, all_ranks[i], false));
+    if (RANKS_TSAN || !RANKS_SLOW || i == 1)
+      CHECK_OK(ranks_run(run_fused, &steps, all_ranks[i], true));
+  }
+}
+
+static int run_fused_large(cddp_group *g, void *arg) {
+  int before = test_failures;
+  fused_case c;
+  (void)arg;
+  memset(&c, 0, sizeof c);
+  c.steps = 4;
+  c.large = RANKS_TSAN ? 60007 : 300007;
+  c.grads = PLACED;
+  c.option = 2;
+  run_fused_case(g, &c);
+  c.memory = HEAP;
+  c.grads = HEAP;
+  c.option = 1;
+  run_fused_case(g, &c);
+  return test_failures != before;
+}
+
+static void test_fused_large(void) {
+  CHECK_OK(ranks_run(run_fused_large, NULL, 3, false));
+  CHECK_OK(ranks_run(run_fused_large, NULL, 2, true));
+}
+
+/* With unused parameters: skipped by the optimizer that knows the model, as PyTorch skips grad
+   None. */
+static int run_fused_unused(cddp_group *g, void *arg) {
+  int before = test_failures, step, k, knows;
+  (void)arg;
+  for (knows = 0; knows < 2; knows++) {
+    model m[2];
+    cddp_ddp_desc d;
+    cddp_sgd_desc o;
+    size_t c;
+    int i;
+    small_buckets(&d);
+    d.find_unused_parameters = true;
+    for (i = 0; i < 2; i++) {
+      m[i].seed = 21;
+      if (!model_open(&m[i], g, 6, some_counts + 1, 6, only_f32, 1, i == 0 ? SHARED : HEAP, PLACED))
+        return 1;
+      CHECK_OK(cddp_ddp_create(&m[i].ddp, g, m[i].p, m[i].n, &d));
+      sgd_options(2, &o);
+      o.ddp = knows ? m[i].ddp : NULL;
+      CHECK_OK(cddp_sgd_create(&m[i].sgd, m[i].p, m[i].n, &o));
+      if (m[i].ddp == NULL || m[i].sgd == NULL) return 1;
+    }
+    for (step = 0; step < 8; step++) {
+      float old = ((float *)m[0].p[1].data)[0];
+      for (i = 0; i < 2; i++)
+        for (k = 0; k < 6; k++) {
+          if (k == 1 && step == 4) /* held, the same on all ranks, but not said to be ready */
+            for (c = 0; c < m[i].p[1].count; c++) ((float *)m[i].p[1].grad)[c] = 0.5f;
+          if ((k == 1 && step % 3 != 2) || (k == 2 && (cddp_rank(g) + step) % 2 == 0)) continue;
+          backward_one(&m[i], step, k);
+          CHECK_OK(cddp_ddp_ready(m[i].ddp, k));
+        }
+      take_step(&m[0], true);
+      take_step(&m[1], false);
+      compare_models(&m[0], &m[1], step, 2);
+      CHECK(cddp_ddp_used(m[0].ddp, 1) == (step % 3 == 2));
+      if (knows && step % 3 != 2) CHECK(((float *)m[0].p[1].data)[0] == old);
+      if (!knows) CHECK(((float *)m[0].p[1].data)[0] != old); /* weight decay, momentum */
+    }
+    model_close(&m[0]);
+    model_close(&m[1]);
+  }
+  return test_failures != before;
+}
+
+static void test_fused_unused(void) {
+  CHECK_OK(ranks_run(run_fused_unused, NULL, 3, false));
+  CHECK_OK(ranks_run(run_fused_unused, NULL, 2, true));
+}
+
+/* Accumulation, then one fused step; a hook, then one fused step. */
+static int run_fused_others(cddp_group *g, void *arg) {
+  int before = test_failures, step, i;
+  hook_log log[2] = {{0, 0, true, false}, {0, 0, true, false}};
+  (void)arg;
+  {
+    model m[2];
+    cddp_ddp_desc d;
+    cddp_sgd_desc o;
+    sgd_options(1, &o);
+    for (i = 0; i < 2; i++) {
+      small_buckets(&d);
+      d.comm_hook = sum_and_divide;
+      d.comm_hook_data = &log[i];
+      m[i].seed = 22;
+      if (!model_open(&m[i], g, 8, some_counts, 8, only_f32, 1, SHARED, PLACED)) return 1;
+      CHECK_OK(cddp_ddp_create(&m[i].ddp, g, m[i].p, m[i].n, &d));
+      CHECK_OK(cddp_sgd_create(&m[i].sgd, m[i].p, m[i].n, &o));
+      if (m[i].ddp == NULL || m[i].sgd == NULL) return 1;
+    }
+    for (step = 0; step < 6; step++) {
+      for (i = 0; i < 2; i++) {
+        if (step % 2) {
+          cddp_ddp_no_sync(m[i].ddp, true);
+          backward(&m[i], 100 + step, 1);
+          cddp_ddp_no_sync(m[i].ddp, false);
+        }
+        backward(&m[i], step, 1);
+      }
+      take_step(&m[0], true);
+      take_step(&m[1], false);
+      compare_models(&m[0], &m[1], step, 1);
+    }
+    CHECK(log[0].calls > 0 && log[0].calls == log[1].calls);
+    model_close(&m[0]);
+    model_close(&m[1]);
+  }
+  return test_failures != before;
+}
+
+static void test_fused_others(void) {
+  CHECK_OK(ranks_run(run_fused_others, NULL, 3, false));
+  CHECK_OK(ranks_run(run_fused_others, NULL, 3, true));
+}
+
+/* BESIDE OTHERS: user collectives between ready() calls, two models on one group. -------------- */
+
+static int run_beside(cddp_group *g, void *arg) {
+  int before = test_failures, step, k, world = cddp_world_size(g), order[2][MOST];
+  model m[2];
+  cddp_ddp_desc d;
+  (void)arg;
+  small_buckets(&d);
+  for (k = 0; k < 2; k++) {
+    m[k].seed = (uint64_t)(30 + k);
+    if (!model_open(&m[k], g, 10, some_counts + k, 10, only_f32, 1, SHARED, k ? PLACED : HEAP))
+      return 1;
+    CHECK_OK(cddp_ddp_create(&m[k].ddp, g, m[k].p, m[k].n, &d));
+    if (m[k].ddp == NULL) return 1;
+  }
+  for (step = 0; step < 6; step++) {
+    cddp_work *w = NULL;
+    int32_t late = 2;
+    for (k = 0; k < 2; k++) {
+      zero_gradients(&m[k]);
+      ranks_shuffle(order[k], m[k].n, (uint64_t)(step * 7 + k * 3 + cddp_rank(g)));
+    }
+    for (k = 0; k < 10; k++) {
+      int32_t one = 1;
+      backward_one(&m[0], step, order[0][k]);
+      CHECK_OK(cddp_ddp_ready(m[0].ddp, order[0][k]));
+      backward_one(&m[1], step, order[1][k]);
+      CHECK_OK(cddp_ddp_ready(m[1].ddp, order[1][k]));
+      if (k == 3) CHECK_OK(cddp_all_reduce(g, &late, 1, CDDP_I32, CDDP_SUM, &w));
+      if (k % 4 == 0) CHECK_OK(cddp_all_reduce(g, &one, 1, CDDP_I32, CDDP_SUM, NULL));
+      if (k % 4 == 0) CHECK(one == world);
+    }
+    CHECK_OK(cddp_ddp_wait(m[step % 2].ddp));
+    CHECK_OK(cddp_ddp_wait(m[1 - step % 2].ddp));
+    CHECK_OK(cddp_wait(w));
+    CHECK(late == 2 * world);
+    check_means(&m[0], step);
+    check_means(&m[1], step);
+  }
+  model_close(&m[0]);
+  model_close(&m[1]);
+  return test_failures != before;
+}
+
+static void test_beside(void) {
+  CHECK_OK(ranks_run(run_beside, NULL, 2, false));
+  CHECK_OK(ranks_run(run_beside, NULL, 4, false));
+  CHECK_OK(ranks_run(run_beside, NULL, 3, true));
+}
+
+/* ENDS: cycles leak nothing, a model may go in mid-step, a dead rank is named. ----------------- */
+
+static int run_cycles(cddp_group *g, void *arg) {
+  int before = test_failures, i, fds = 0, tasks = 0;
+  bool threads = *(const bool *)arg;
+  for (i = 0; i < 50 && test_failures == before; i++) {
+    model m;
+    cddp_sgd_desc o;
+    m.seed = (uint64_t)i;
+    if (i == 2) {
+      CHECK_OK(cddp_barrier(g));
+      fds = ranks_open_fds();
+      tasks = ranks_threads();
+    }
+    if (!model_open(&m, g, 6, some_counts, 6, only_f32, 1, i % 3, i % 4)) return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+    sgd_options(1, &o);
+    CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
+    if (m.ddp == NULL || m.sgd == NULL) return 1;
+    if (i % 2 == 0) {
+      backward(&m, 0, 1);
+      take_step(&m, i % 4 == 0);
+    }
+    model_close(&m);
+  }
+  CHECK_OK(cddp_barrier(g));
+  if (!threads) CHECK_EQ(ranks_open_fds(), fds);
+  if (!threads) CHECK(ranks_threads_left(tasks));
+  return test_failures != before;
+}
+
+static void test_cycles(void) {
+  bool threads = false;
+  int fds = ranks_open_fds();
+  CHECK_OK(ranks_run(run_cycles, &threads, 3, false));
+  threads = true;
+  CHECK_OK(ranks_run(run_cycles, &threads, 3, true));
+  CHECK_EQ(ranks_open_fds(), fds);
+}
+
+static int run_given_up(cddp_group *g, void *arg) { /* destroyed between ready() and wait() */
+  int before = test_failures, i;
+  (void)arg;
+  for (i = 0; i < 5; i++) {
+    double t = test_now();
+    cddp_ddp_desc d;
+    model m;
+    small_buckets(&d);
+    m.seed = 3;
+    if (!model_open(&m, g, 8, some_counts, 8, only_f32, 1, HEAP, i % 4)) return 1;
+    CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
+    if (m.ddp == NULL) return 1;
+    if (i % 2 == 0 || cddp_rank(g) != 1) backward(&m, 0, 1); /* all ranks, or all but one */
+    model_close(&m);
+    CHECK(test_now() - t < RANKS_WITHIN(2.0));
+    CHECK_OK(cddp_barrier(g));
+  }
+  return test_failures != before;
+}
+
+static void test_given_up(void) {
+  CHECK_OK(ranks_run(run_given_up, NULL, 3, false));
+  CHECK_OK(ranks_run(run_given_up, NULL, 3, true));
+}
+
+typedef struct loss {
+  double *died_at;
+  bool fused;
+} loss;
+
+static int lossy_rank(int rank, void *arg) {
+  const loss *l = (const loss *)arg;
+  int before = test_failures, step;
+  cddp_result r = CDDP_OK;
+  cddp_sgd_desc o;
+  cddp_group *g;
+  double t;
+  model m;
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  m.seed = 3;
+  if (!model_open(&m, g, 8, some_counts, 8, only_f32, 1, SHARED, PLACED)) return 1;
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  sgd_options(1, &o);
+  CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
+  if (m.ddp == NULL || m.sgd == NULL) return 1;
+  for (step = 0; step < 1000 && r == CDDP_OK; step++) {
+    int k;
+    for (k = m.n - 1; k >= 0 && r == CDDP_OK; k--) {
+      if (rank == 1 && step == 20 && k == 3) {
+        *l->died_at = test_now();
+        kill(getpid(), SIGKILL);
+      }
+      backward_one(&m, step, k);
+      r = cddp_ddp_ready(m.ddp, k);
+    }
+    if (r == CDDP_OK) r = l->fused ? cddp_ddp_step(m.ddp, m.sgd) : cddp_ddp_wait(m.ddp);
+  }
+  CHECK_IS(r, CDDP_PEER_LOST);
+  CHECK(mentions("rank 1"));
+  CHECK(*l->died_at > 0 && test_now() - *l->died_at < RANKS_WITHIN(1.0));
+  t = test_now();
+  CHECK(cddp_ddp_wait(m.ddp) != CDDP_OK);
+  ranks_sleep(0.1);
+  model_close(&m);
+  cddp_destroy(g);
+  CHECK(test_now() - t < 0.1 + RANKS_WITHIN(0.5));
+  return test_failures != before;
+}
+
+static void test_dead_rank(void) {
+  loss l;
+  int status[3], i;
+  l.died_at = (double *)ranks_shared(4096);
+  for (i = 0; i < 2; i++) {
+    *l.died_at = 0;
+    l.fused = i == 0;
+    ranks_script(lossy_rank, &l, 3, 30, status);
+    CHECK(status[0] == 0 && status[2] == 0);
+    CHECK(WIFSIGNALED(status[1]));
+  }
+  munmap(l.died_at, 4096);
+}
+
+/* STOPPED IN THE MIDDLE of cddp_ddp_step, where rank 1 writes new weights and zeroes into memory of
+   its peers: once they have had their failure, weights and gradients are their own again, and rank
+   1 changes neither when it goes on. ----------------------------------------------------------- */
+
+enum { STOPPED_COUNT = 12 << 20 }; /* weights, f32 */
+
+typedef struct stopped {
+  const float *weights;
+  float old;
+  pid_t victim;
+} stopped;
+
+static bool is_still(const float *p, float value) { /* another process writes to it */
+  return __atomic_load_n((const uint32_t *)(const void *)p, __ATOMIC_RELAXED) ==
+         ranks_to_bits(value);
+}
+
+static void *stop_victim(void *arg) { /* as soon as the first of its results is seen */
+  const stopped *s = (const stopped *)arg;
+  double deadline = test_now() + 10;
+  while (is_still(s->weights + STOPPED_COUNT / 3 + 64, s->old) && test_now() < deadline) {}
+  kill(s->victim, SIGSTOP);
+  return NULL;
+}
+
+static void fill_with(float *p, float value) {
+  size_t i;
+  for (i = 0; i < STOPPED_COUNT; i++) p[i] = value;
+}
+
+static bool holds_only(const float *p, float want) {
+  size_t i;
+  for (i = 0; i < STOPPED_COUNT && p[i] == want; i++) {}
+  return i == STOPPED_COUNT;
+}
+
+static int stopped_rank(int rank, void *arg) {
+  int before = test_failures, *hit = (int *)arg;
+  cddp_group_desc desc;
+  cddp_sgd_desc rule;
+  cddp_group *g, *pair;
+  cddp_param p;
+  cddp_ddp *d;
+  cddp_sgd *o;
+  int32_t pids[3];
+  pthread_t thread;
+  cddp_result r;
+  stopped s;
+  float *w;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  memset(&p, 0, sizeof p);
+  desc.timeout_s = RANKS_SLOW ? 8 : 3;
+  rule.lr = 0.5;
+  rule.momentum = 0.5;
+  CHECK_OK(cddp_init(&g, &desc));
+  if (g == NULL) return 1;
+  CHECK_OK(cddp_group_split(g, rank == 1 ? -1 : 0, rank, &pair));
+  pids[rank] = (int32_t)getpid();
+  CHECK_OK(cddp_all_gather(g, &pids[rank], pids, 1, CDDP_I32, NULL));
+  p.data = w = (float *)cddp_alloc(g, STOPPED_COUNT * sizeof *w);
+  p.count = STOPPED_COUNT;
+  fill_with(w, 1);
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
+  fill_with((float *)p.grad, 1);
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_ddp_step(d, o));
+  CHECK(holds_only(w, 0.5f));
+  fill_with((float *)p.grad, 1);
+  if (rank == 1 && nice(19) == -1) ranks_sleep(0); /* slow, so that the stop comes in time */
+  CHECK_OK(cddp_barrier(g));
+  s.weights = w;
+  s.old = 0.5f;
+  s.victim = (pid_t)pids[1];
+  if (rank == 0) CHECK(pthread_create(&thread, NULL, stop_victim, &s) == 0);
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  r = cddp_ddp_step(d, o);
+  if (rank == 0) {
+    pthread_join(thread, NULL);
+    *hit = r != CDDP_OK && !is_still(w + STOPPED_COUNT / 3 + 64, 0.5f) &&
+           is_still(w + STOPPED_COUNT / 3 * 2 - 64, 0.5f);
+    if (!*hit) kill(s.victim, SIGCONT);
+  }
+  if (rank != 1 && r != CDDP_OK) {
+    fill_with(w, 7);
+    fill_with((float *)p.grad, 9);
+    CHECK_OK(cddp_barrier(pair));
+    if (rank == 0) kill(s.victim, SIGCONT);
+    ranks_sleep(0.5);
+    CHECK(holds_only(w, 7) && holds_only((const float *)p.grad, 9));
+  }
+  CHECK(rank == 1 || cddp_barrier(pair) == CDDP_OK);
+  cddp_sgd_destroy(o);
+  cddp_ddp_destroy(d);
+  cddp_destroy(pair);
+  cddp_destroy(g);
+  return test_failures != before;
+}
+
+static void test_stopped_inside(void) {
+  int status[3], *hit = (int *)ranks_shared(4096), tries;
+  for (tries = 0; tries < (RANKS_SLOW ? 3 : 20) && *hit == 0; tries++) {
+    ranks_script(stopped_rank, hit, 3, 100, status);
+    CHECK(ranks_exited_well(status, 3));
+  }
+  if (*hit == 0) printf("  the stop has never come in the middle\n");
+  munmap(hit, 4096);
+}
+
+int main(void) {
+  setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
+  RUN(test_creation);
+  RUN(test_difference);
+  RUN(test_misuse);
+  RUN(test_ready_twice);
+  RUN(test_tied);
+  RUN(test_no_limit);
+  RUN(test_many_parameters);
+  RUN(test_buckets);
+  RUN(test_means);
+  RUN(test_no_sync);
+  RUN(test_unused);
+  RUN(test_forgotten);
+  RUN(test_forgotten_alone);
+  RUN(test_hook);
+  RUN(test_compression);
+  RUN(test_clip);
+  RUN(test_fused);
+  RUN(test_fused_large);
+  RUN(test_fused_unused);
+  RUN(test_fused_others);
+  RUN(test_beside);
+  RUN(test_cycles);
+  RUN(test_given_up);
+  RUN(test_dead_rank);
+  RUN(test_stopped_inside);
+  return TEST_END();
+}

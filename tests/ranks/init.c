@@ -1,0 +1,1206 @@
+/* cddp_init: variables, addresses, files, secrets, late and missing ranks, and the words of each
+   error. */
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+#include "../ranks.h"
+
+#include <fenv.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+/* What one process saw, in shared memory. */
+typedef struct seen {
+  cddp_result result;
+  char text[512];
+  double seconds;
+  int sum, rank, world, fds, threads; /* fds and threads: more than before, after cddp_destroy */
+  bool out_is_null;
+  int jobs; /* bits: which jobs its ranks are of */
+  cddp_result end; /* how its steps ended, and what that said */
+  char end_text[512];
+  int local; /* ranks that share memory */
+} seen;
+
+/* One process to be: its variables and its description. */
+typedef struct member {
+  int rank, world; /* for the variables; world 0: none are set */
+  int port;
+  double delay;
+  const char *name, *value; /* one more variable, or one taken away (value NULL) */
+  cddp_group_desc desc;
+  bool null_desc;
+  bool dies; /* by SIGKILL, once it is a member */
+  int fp;    /* floating-point mode: 1 rounds upward, 2 flushes subnormals to 0 */
+  rlim_t files, file_size;   /* limits; 0: as they are */
+  int denied;                /* number of a system call that gives EPERM; 0: none */
+  uid_t user;                /* 0: as this process */
+  int job;                   /* which of two at once; 0: there is one */
+  double stays;              /* s that it goes on making steps */
+  seen *seen;
+} member;
+
+static const char *const variables[] = {"RANK",        "WORLD_SIZE",     "LOCAL_RANK",
+                                        "MASTER_ADDR", "MASTER_PORT",    "LOCAL_WORLD_SIZE",
+                                        "CDDP_SECRET", "CDDP_TIMEOUT_S", "CDDP_MASTER"};
+
+static void clear_variables(void) {
+  size_t i;
+  for (i = 0; i < sizeof variables / sizeof *variables; i++) unsetenv(variables[i]);
+}
+
+static void set_fp_mode(int fp) {
+  if (fp == 1) fesetround(FE_UPWARD);
+#if defined(__x86_64__)
+  if (fp == 2) __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | 0x8040);
+#elif defined(__aarch64__)
+  uint64_t csr;
+  __asm__ __volatile__("mrs %0, fpcr" : "=r"(csr));
+  if (fp == 2) __asm__ __volatile__("msr fpcr, %0" : : "r"(csr | 1 << 24));
+#endif
+}
+
+static void limit(int what, rlim_t most) {
+  struct rlimit l;
+  l.rlim_cur = l.rlim_max = most;
+  if (most != 0) CHECK_EQ(setrlimit(what, &l), 0);
+}
+
+/* As a container's sandbox may: the call fails with EPERM. */
+static void deny(int call) {
+  struct sock_filter rules[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)call, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+  struct sock_fprog program = {4, rules};
+  if (call == 0) return;
+  CHECK_EQ(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+  CHECK_EQ(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program, 0, 0), 0);
+}
+
+/* Steps like those of training; the ranks end together. Notes of which jobs the ranks are. */
+static void train(cddp_group *g, const member *m) {
+  double end = test_now() + m->stays;
+  int32_t seen_jobs[3] = {0, 0, 1};
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && seen_jobs[2]) {
+    seen_jobs[0] = m->job == 1;
+    seen_jobs[1] = m->job == 2;
+    seen_jobs[2] = test_now() < end;
+    r = cddp_all_reduce(g, seen_jobs, 3, CDDP_I32, CDDP_MAX, NULL);
+    if (r == CDDP_OK) m->seen->jobs = seen_jobs[0] | seen_jobs[1] << 1;
+    ranks_sleep(0.003);
+  }
+  m->seen->end = r;
+  snprintf(m->seen->end_text, sizeof m->seen->end_text, "%s", r != CDDP_OK ? cddp_error() : "");
+}
+
+static int join_group(int slot, void *arg) {
+  const member *m = (const member *)arg;
+  seen *s = m->seen;
+  int32_t one = 1;
+  cddp_group *g = (cddp_group *)(void *)s;
+  double t;
+  (void)slot;
+  ranks_sleep(m->delay);
+  s->fds = ranks_open_fds();
+  s->threads = ranks_threads();
+  set_fp_mode(m->fp);
+  limit(RLIMIT_NOFILE, m->files);
+  limit(RLIMIT_FSIZE, m->file_size);
+  if (m->user != 0) CHECK(setgid(m->user) == 0 && setuid(m->user) == 0);
+  deny(m->denied);
+  t = test_now();
+  s->result = cddp_init(&g, m->null_desc ? NULL : &m->desc);
+  s->seconds = test_now() - t;
+  s->out_is_null = g == NULL;
+  snprintf(s->text, sizeof s->text, "%s", s->result != CDDP_OK ? cddp_error() : "");
+  if (s->result == CDDP_OK) {
+    s->rank = cddp_rank(g);
+    s->world = cddp_world_size(g);
+    s->local = cddp_local_world_size(g);
+    if (cddp_all_reduce(g, &one, 1, CDDP_I32, CDDP_SUM, NULL) == CDDP_OK) s->sum = one;
+    if (m->dies) kill(getpid(), SIGKILL);
+    if (m->job != 0) train(g, m);
+  }
+  cddp_destroy(g);
+  ranks_threads_left(s->threads);
+  s->threads = ranks_threads() - s->threads;
+  s->fds = ranks_open_fds() - s->fds;
+  return 0;
+}
+
+static pid_t start_member(member *m) {
+  pid_t pid;
+  clear_variables();
+  if (m->world > 0) ranks_environment(m->rank, m->world, m->port);
+  if (m->name != NULL) {
+    if (m->value != NULL)
+      setenv(m->name, m->value, 1);
+    else
+      unsetenv(m->name);
+  }
+  memset(m->seen, 0, sizeof *m->seen);
+  m->seen->result = CDDP__RESULT_COUNT; /* "it never said" */
+  pid = ranks_fork(join_group, 0, m);
+  clear_variables();
+  return pid;
+}
+
+/* Starts all, waits for all; nothing may hang, crash or leave anything behind. */
+static void launch(member *m, int n, double seconds) {
+  pid_t pid[64] = {0};
+  int status[64], i;
+  for (i = 0; i < n; i++) pid[i] = start_member(&m[i]);
+  ranks_join(pid, n, seconds, status);
+  for (i = 0; i < n; i++) {
+    if (m[i].dies) continue;
+    CHECK_EQ(status[i], 0);
+    CHECK_EQ(m[i].seen->fds, 0);
+    CHECK_EQ(m[i].seen->threads, 0);
+    CHECK((m[i].seen->result == CDDP_OK) == !m[i].seen->out_is_null);
+    CHECK((m[i].seen->result == CDDP_OK) == (m[i].seen->text[0] == 0));
+  }
+  CHECK(ranks_no_children());
+}
+
+static seen *shared_seen;
+
+static void prepare(member *m, int n) {
+  int i, port = ranks_free_port();
+  memset(m, 0, sizeof *m * (size_t)n);
+  for (i = 0; i < n; i++) {
+    m[i].rank = i;
+    m[i].world = n;
+    m[i].port = port;
+    m[i].desc.timeout_s = 20;
+    m[i].seen = &shared_seen[i];
+  }
+}
+
+static bool says(const member *m, const char *word) {
+  return strcasestr(m->seen->text, word) != NULL;
+}
+
+/* The number stands in the text on its own, not as a part of an address or of another number. */
+static bool says_number(const member *m, int number) {
+  const char *p = m->seen->text;
+  char word[16];
+  size_t n = (size_t)snprintf(word, sizeof word, "%d", number);
+  for (; (p = strstr(p, word)) != NULL; p++) {
+    char before = p == m->seen->text ? ' ' : p[-1], after = p[n];
+    if (strchr(".:0123456789", before) == NULL && strchr(":0123456789", after) == NULL) return true;
+    if (after == 0 && strchr(".:0123456789", before) == NULL) return true;
+  }
+  return false;
+}
+
+/* `m` ended with `want` and its text has both words. */
+static void check_seen(const member *m, cddp_result want, const char *word, const char *word2,
+                       int line) {
+  bool ok = m->seen->result == want && says(m, word) && says(m, word2);
+  CHECK(ok);
+  if (!ok)
+    fprintf(stderr, "  line %d: rank %d got %s: '%s'; wanted %s, '%s', '%s'\n", line, m->rank,
+            m->seen->result < CDDP__RESULT_COUNT ? cddp_result_name(m->seen->result) : "nothing",
+            m->seen->text, cddp_result_name(want), word, word2);
+}
+#define CHECK_SEEN(m, want, word, word2) check_seen(m, want, word, word2, __LINE__)
+
+static void check_joined(const member *m, int n) {
+  int i;
+  for (i = 0; i < n; i++) {
+    CHECK_SEEN(&m[i], CDDP_OK, "", "");
+    CHECK_EQ(m[i].seen->sum, n);
+    CHECK_EQ(m[i].seen->world, n);
+    CHECK_EQ(m[i].seen->rank, m[i].rank);
+  }
+}
+
+static int connect_to(int port) {
+  struct sockaddr_in a;
+  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  memset(&a, 0, sizeof a);
+  a.sin_family = AF_INET;
+  a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  a.sin_port = htons((uint16_t)port);
+  if (fd >= 0 && connect(fd, (struct sockaddr *)&a, sizeof a) != 0) {
+    close(fd);
+    return -1;
+  }
+  return fd;
+}
+
+/* VARIABLES ------------------------------------------------------------------------------------ */
+
+static void test_alone(void) {
+  member m;
+  prepare(&m, 1);
+  m.world = 0;
+  launch(&m, 1, 20);
+  m.world = 1;
+  check_joined(&m, 1);
+  m.world = 0;
+  m.null_desc = true;
+  launch(&m, 1, 20);
+  check_joined(&m, 1);
+  m.world = 1; /* WORLD_SIZE=1 with everything set */
+  launch(&m, 1, 20);
+  check_joined(&m, 1);
+}
+
+static void test_no_group(void) {
+  cddp_group_desc desc;
+  CHECK_EQ(cddp_rank(NULL), -1);
+  CHECK_EQ(cddp_world_size(NULL), -1);
+  CHECK_EQ(cddp_local_rank(NULL), -1);
+  CHECK_EQ(cddp_local_world_size(NULL), -1);
+  memset(&desc, 0, sizeof desc);
+  CHECK_IS(cddp_init(NULL, &desc), CDDP_INVALID_ARGUMENT);
+  CHECK(cddp_error()[0] != 0);
+  cddp_destroy(NULL);
+}
+
+static void test_missing(void) {
+  static const char *const needed[] = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
+  int i, rank;
+  for (i = 0; i < 4; i++)
+    for (rank = 0; rank < 2; rank++) {
+      member m;
+      prepare(&m, 1);
+      m.rank = rank;
+      m.world = 2;
+      m.name = needed[i];
+      m.null_desc = rank == 1;
+      launch(&m, 1, 20);
+      CHECK_SEEN(&m, CDDP_INVALID_ARGUMENT, needed[i], "");
+      CHECK(m.seen->seconds < RANKS_WITHIN(0.5)); /* at once, not after the timeout */
+    }
+}
+
+static void test_bad_values(void) {
+  static const char *const bad[][2] = {{"RANK", "2"},
+                                       {"RANK", "-1"},
+                                       {"RANK", "x"},
+                                       {"RANK", ""},
+                                       {"RANK", "0x"},
+                                       {"RANK", "1.5"},
+                                       {"RANK", "99999999999999999999"},
+                                       {"WORLD_SIZE", "0"},
+                                       {"WORLD_SIZE", "-2"},
+                                       {"WORLD_SIZE", "two"},
+                                       {"WORLD_SIZE", "2 3"},
+                                       {"WORLD_SIZE", "4294967298"},
+                                       {"MASTER_PORT", "70000"},
+                                       {"MASTER_PORT", "-1"},
+                                       {"MASTER_PORT", "http"},
+                                       {"MASTER_PORT", ""},
+                                       {"MASTER_PORT", "29x"},
+                                       {"MASTER_ADDR", ""},
+                                       {"CDDP_TIMEOUT_S", "soon"},
+                                       {"CDDP_TIMEOUT_S", "-1"}};
+  size_t i;
+  for (i = 0; i < sizeof bad / sizeof *bad; i++) {
+    member m;
+    prepare(&m, 1);
+    m.world = 2;
+    m.name = bad[i][0];
+    m.value = bad[i][1];
+    m.null_desc = true;
+    launch(&m, 1, 5);
+    CHECK_SEEN(&m, CDDP_INVALID_ARGUMENT, bad[i][0], bad[i][1]);
+    CHECK(m.seen->seconds < RANKS_WITHIN(0.5));
+  }
+}
+
+static void test_bad_desc(void) {
+  static const char *const methods[] = {"",          "tcp://",     "tcp://127.0.0.1",
+                                        "tcp://:1",  "tcp://a:b",  "tcp://127.0.0.1:70000",
+                                        "udp://a:1", "file://",    "file://relative/path",
+                                        "env:/",     "/somewhere", "tcp://127.0.0.1:-5"};
+  size_t i;
+  member m;
+  for (i = 0; i < sizeof methods / sizeof *methods; i++) {
+    const char *after = strstr(methods[i], "://");
+    prepare(&m, 1);
+    m.world = 0;
+    m.desc.world_size = 2;
+    m.desc.init_method = methods[i];
+    launch(&m, 1, 5);
+    CHECK_SEEN(&m, CDDP_INVALID_ARGUMENT, after != NULL ? after + 3 : methods[i], "");
+  }
+  for (i = 0; i < 4; i++) {
+    static const int rank[] = {2, -1, 0, 5}, world[] = {2, 2, -1, 3};
+    prepare(&m, 1);
+    m.world = 0;
+    m.desc.init_method = "tcp://127.0.0.1:29511";
+    m.desc.rank = rank[i];
+    m.desc.world_size = world[i];
+    launch(&m, 1, 5);
+    CHECK_SEEN(&m, CDDP_INVALID_ARGUMENT, i == 2 ? "world_size" : "rank", "");
+  }
+  prepare(&m, 1);
+  m.world = 0;
+  m.desc.timeout_s = -1;
+  launch(&m, 1, 5);
+  CHECK_SEEN(&m, CDDP_INVALID_ARGUMENT, "timeout", "");
+  m.desc.timeout_s = 1;
+  m.desc.backend = "carrier pigeon";
+  launch(&m, 1, 5);
+  CHECK(m.seen->result == CDDP_UNSUPPORTED || m.seen->result == CDDP_INVALID_ARGUMENT);
+  CHECK(says(&m, "carrier pigeon"));
+  m.desc.backend = "cpu";
+  m.desc.device = "abacus";
+  launch(&m, 1, 5);
+  CHECK(m.seen->result == CDDP_UNSUPPORTED || m.seen->result == CDDP_INVALID_ARGUMENT);
+  CHECK(says(&m, "abacus"));
+  m.desc.device = "cpu";
+  launch(&m, 1, 5);
+  CHECK(m.seen->result == CDDP_OK);
+}
+
+/* ADDRESSES ------------------------------------------------------------------------------------ */
+
+static void test_port_in_use(void) {
+  struct sockaddr_in a;
+  socklen_t n = sizeof a;
+  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  char text[16];
+  member m;
+  memset(&a, 0, sizeof a);
+  a.sin_family = AF_INET;
+  a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK(fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && listen(fd, 5) == 0);
+  CHECK(getsockname(fd, (struct sockaddr *)&a, &n) == 0);
+  prepare(&m, 1);
+  m.world = 2;
+  m.port = ntohs(a.sin_port);
+  m.desc.timeout_s = 2;
+  snprintf(text, sizeof text, "%d", m.port);
+  launch(&m, 1, 10);
+  CHECK_SEEN(&m, CDDP_NETWORK, text, "in use");
+  close(fd);
+}
+
+static void test_unknown_host(void) {
+  int rank;
+  for (rank = 0; rank < 2; rank++) {
+    member m;
+    prepare(&m, 1);
+    m.rank = rank;
+    m.world = 2;
+    m.name = "MASTER_ADDR";
+    m.value = "no-such-host.invalid";
+    m.desc.timeout_s = 3;
+    launch(&m, 1, 60);
+    CHECK_SEEN(&m, CDDP_NETWORK, "no-such-host.invalid", "");
+  }
+}
+
+static void test_localhost(void) { /* a name with several addresses, or one of either family */
+  member m[3];
+  int i;
+  prepare(m, 3);
+  for (i = 0; i < 3; i++) {
+    m[i].name = "MASTER_ADDR";
+    m[i].value = "localhost";
+  }
+  launch(m, 3, 30);
+  check_joined(m, 3);
+}
+
+static void test_spellings(void) { /* of one host: its ranks still share memory */
+  static const char *const names[] = {"0.0.0.0", "localhost", "127.0.0.1"};
+  member m[3];
+  int i;
+  prepare(m, 3);
+  for (i = 0; i < 3; i++) {
+    m[i].name = "MASTER_ADDR";
+    m[i].value = names[i];
+  }
+  launch(m, 3, 30);
+  check_joined(m, 3);
+  for (i = 0; i < 3; i++) CHECK_EQ(m[i].seen->local, 3);
+}
+
+static void test_tcp(void) {
+  char method[64];
+  member m[4];
+  int i, from_variables;
+  for (from_variables = 0; from_variables < 2; from_variables++) {
+    prepare(m, 4);
+    snprintf(method, sizeof method, "tcp://127.0.0.1:%d", m[0].port);
+    for (i = 0; i < 4; i++) {
+      m[i].desc.init_method = method;
+      if (from_variables) {
+        m[i].port = 1; /* MASTER_PORT is not looked at */
+      } else {
+        m[i].world = 0;
+        m[i].desc.rank = i;
+        m[i].desc.world_size = 4;
+      }
+    }
+    launch(m, 4, 30);
+    check_joined(m, 4);
+  }
+}
+
+typedef struct thread_member {
+  const char *method;
+  int rank, sum;
+} thread_member;
+
+static void *join_by_thread(void *arg) {
+  thread_member *t = (thread_member *)arg;
+  cddp_group_desc desc;
+  cddp_group *g;
+  int32_t one = 1;
+  memset(&desc, 0, sizeof desc);
+  desc.init_method = t->method;
+  desc.rank = t->rank;
+  desc.world_size = 4;
+  CHECK_OK(cddp_init(&g, &desc));
+  if (g == NULL) return NULL;
+  CHECK_OK(cddp_all_reduce(g, &one, 1, CDDP_I32, CDDP_SUM, NULL));
+  t->sum = one;
+  cddp_destroy(g);
+  return NULL;
+}
+
+static void
+test_threads_of_one_process(void) { /* ranks need not be processes for cddp_init either */
+  int fds = ranks_open_fds(), tasks = ranks_threads(), i;
+  pthread_t thread[4];
+  thread_member t[4];
+  char method[64];
+  snprintf(method, sizeof method, "tcp://127.0.0.1:%d", ranks_free_port());
+  for (i = 0; i < 4; i++) {
+    t[i].method = method;
+    t[i].rank = i;
+    t[i].sum = 0;
+    CHECK(pthread_create(&thread[i], NULL, join_by_thread, &t[i]) == 0);
+  }
+  for (i = 0; i < 4; i++) {
+    pthread_join(thread[i], NULL);
+    CHECK_EQ(t[i].sum, 4);
+  }
+  CHECK_EQ(ranks_open_fds(), fds);
+  CHECK(ranks_threads_left(tasks));
+}
+
+/* ORDER ---------------------------------------------------------------------------------------- */
+
+static void test_late(void) {
+  int late, i;
+  member m[3];
+  for (late = 0; late < 3; late++) {
+    prepare(m, 3);
+    m[late].delay = 1;
+    launch(m, 3, 30);
+    check_joined(m, 3);
+    for (i = 0; i < 3; i++) CHECK(i == late || m[i].seen->seconds > 0.5);
+  }
+}
+
+static void test_any_order(void) {
+  int round, i, order[8];
+  member m[8];
+  for (round = 0; round < 4; round++) {
+    prepare(m, 8);
+    ranks_shuffle(order, 8, (uint64_t)round);
+    for (i = 0; i < 8; i++) {
+      m[i].rank = order[i];
+      m[i].delay = (double)(ranks_mix((uint64_t)round, (uint64_t)i, 0) % 100) * 2e-3;
+    }
+    launch(m, 8, 30);
+    check_joined(m, 8);
+  }
+}
+
+static void test_never_comes(void) {
+  member m[4];
+  int i;
+  prepare(m, 4);
+  m[0].desc.timeout_s = m[2].desc.timeout_s = 0.5;
+  m[1] = m[2]; /* ranks 0 and 2 of 4 */
+  m[1].seen = &shared_seen[1];
+  launch(m, 2, 20);
+  for (i = 0; i < 2; i++) {
+    CHECK_SEEN(&m[i], CDDP_TIMEOUT, "", "");
+    CHECK(m[i].seen->seconds > 0.45 && m[i].seen->seconds < 0.5 + RANKS_WITHIN(0.7));
+    CHECK(says_number(&m[i], 1) && says_number(&m[i], 3));
+    if (!says_number(&m[i], 1) || !says_number(&m[i], 3))
+      fprintf(stderr, "  '%s'\n", m[i].seen->text);
+  }
+  prepare(m, 2); /* rank 0 never comes */
+  m[1].desc.timeout_s = 0.5;
+  launch(&m[1], 1, 20);
+  CHECK_SEEN(&m[1], CDDP_TIMEOUT, "127.0.0.1", "rank 0");
+  CHECK(m[1].seen->seconds > 0.45 && m[1].seen->seconds < 0.5 + RANKS_WITHIN(0.7));
+  prepare(m, 2); /* the environment's timeout */
+  m[0].null_desc = true;
+  m[0].name = "CDDP_TIMEOUT_S";
+  m[0].value = "0.5";
+  launch(m, 1, 20);
+  CHECK_SEEN(&m[0], CDDP_TIMEOUT, "rank", "");
+  CHECK(says_number(&m[0], 1));
+  CHECK(m[0].seen->seconds > 0.45 && m[0].seen->seconds < 0.5 + RANKS_WITHIN(0.7));
+}
+
+static void test_duplicate(void) {
+  double wait_s = RANKS_SLOW ? 3 : 1;
+  member m[4];
+  int i;
+  prepare(m, 3); /* 0, 1 and 1 of 3 */
+  for (i = 0; i < 3; i++) m[i].desc.timeout_s = wait_s;
+  m[2].rank = 1;
+  m[2].delay = 0.1;
+  launch(m, 3, 60);
+  for (i = 0; i < 3; i++) CHECK(m[i].seen->result != CDDP_OK);
+  CHECK(m[2].seen->seconds < wait_s && says(&m[2], "rank 1")); /* it hears at once */
+
+  prepare(m, 2); /* 0 and 0 of 2 */
+  for (i = 0; i < 2; i++) m[i].desc.timeout_s = wait_s;
+  m[1].rank = 0;
+  m[1].delay = 0.1;
+  launch(m, 2, 60);
+  CHECK(m[0].seen->result != CDDP_OK);
+  CHECK(m[1].seen->result != CDDP_OK);
+  CHECK(m[1].seen->seconds < wait_s);
+
+  prepare(m, 4); /* 0, 1, 2 and a second 1, of 3 */
+  for (i = 0; i < 4; i++) {
+    m[i].world = 3;
+    m[i].desc.timeout_s = wait_s;
+  }
+  m[3].rank = 1;
+  launch(m, 4, 60);
+  CHECK(m[1].seen->result != CDDP_OK || m[3].seen->result != CDDP_OK);
+
+  prepare(m, 3); /* 0 and 1 of 2 have met; then a second 1 comes */
+  for (i = 0; i < 3; i++) {
+    m[i].world = 2;
+    m[i].job = 1;
+    m[i].stays = 0.3 + RANKS_WITHIN(0.5);
+  }
+  m[2].rank = 1;
+  m[2].delay = 0.3;
+  launch(m, 3, 60);
+  CHECK_SEEN(&m[2], CDDP_INVALID_ARGUMENT, "two jobs use port", "rank 1");
+  for (i = 0; i < 2; i++) {
+    CHECK_EQ(m[i].seen->result, CDDP_OK);
+    CHECK_EQ(m[i].seen->end, CDDP_INVALID_ARGUMENT);
+    CHECK(strstr(m[i].seen->end_text, "two jobs use port") != NULL);
+  }
+}
+
+/* World sizes that differ between ranks. */
+static void test_world_sizes_differ(void) {
+  member m[2];
+  int i;
+  prepare(m, 2);
+  m[1].world = 3;
+  m[0].desc.timeout_s = m[1].desc.timeout_s = 2;
+  launch(m, 2, 20);
+  for (i = 0; i < 2; i++) {
+    CHECK_SEEN(&m[i], CDDP_MISMATCH, "WORLD_SIZE", "");
+    CHECK(m[i].seen->seconds < RANKS_WITHIN(1.0));
+  }
+}
+
+/* A rank whose floats behave in another way would end with other weights, without a word. */
+static void test_fp_modes_differ(void) {
+  static const char *const words[] = {"", "upward", "FTZ"};
+  member m[3];
+  int i, fp;
+  for (fp = 1; fp <= 2; fp++) {
+    prepare(m, 3);
+    m[2].fp = fp;
+    launch(m, 3, 30);
+    for (i = 0; i < 3; i++) CHECK_SEEN(&m[i], CDDP_MISMATCH, "rank 2", words[fp]);
+    prepare(m, 3);
+    for (i = 0; i < 3; i++) m[i].fp = fp;
+    launch(m, 3, 30);
+    check_joined(m, 3);
+  }
+}
+
+/* PLACES THAT TWO SHARE ------------------------------------------------------------------------ */
+
+/* Two jobs of two ranks, by hand, on one port. Nothing tells the first two ranks to come that they
+   are of two jobs; but those that come later tell them, as long as they are there: then no rank
+   ends well. Else a job is whole, or each of its ranks has an error that names the port. */
+static void check_two_jobs(const member m[4]) {
+  int i, k;
+  char port[16];
+  snprintf(port, sizeof port, "%d", m[0].port);
+  for (i = 0; i < 4; i++) {
+    const seen *s = m[i].seen;
+    cddp_result r = s->result != CDDP_OK ? s->result : s->end;
+    const char *text = s->result != CDDP_OK ? s->text : s->end_text;
+    bool well = r == CDDP_OK && s->sum == 2 && s->jobs == m[i].job;
+    bool told = r == CDDP_INVALID_ARGUMENT && strstr(text, "two jobs use port") != NULL;
+    for (k = 0; k < 4 && well; k++)
+      if (m[k].job == m[i].job) well = m[k].seen->result == CDDP_OK && m[k].seen->end == CDDP_OK;
+    if (well) continue;
+    if (told || r == CDDP_TIMEOUT || r == CDDP_PEER_LOST) told = strstr(text, port) != NULL;
+    if (!told)
+      fprintf(stderr, "  %d%d %d%d %d%d %d%d: job %d rank %d: %s (jobs %d) '%s'\n", m[0].job,
+              m[0].rank, m[1].job, m[1].rank, m[2].job, m[2].rank, m[3].job, m[3].rank, m[i].job,
+              m[i].rank, r < CDDP__RESULT_COUNT ? cddp_result_name(r) : "nothing", s->jobs, text);
+    CHECK(told);
+  }
+}
+
+/* Cases side by side, four ranks each, in the order of `order`, `apart` s between their starts. */
+static void two_jobs(int orders[][4], int cases, double apart) {
+  member m[64];
+  pid_t pid[64];
+  int status[64], i, k;
+  for (k = 0; k < cases; k++) {
+    prepare(m + 4 * k, 4);
+    for (i = 0; i < 4; i++) {
+      member *one = &m[4 * k + i];
+      one->rank = orders[k][i] % 2;
+      one->world = 2;
+      one->job = 1 + orders[k][i] / 2;
+      one->delay = apart * i;
+      one->stays = apart * 4 + RANKS_WITHIN(0.2);
+      one->desc.timeout_s = apart * 4 + RANKS_WITHIN(0.4);
+      one->seen = &shared_seen[4 * k + i];
+    }
+  }
+  for (i = 0; i < 4 * cases; i++) pid[i] = start_member(&m[i]);
+  ranks_join(pid, 4 * cases, 60, status);
+  CHECK(ranks_exited_well(status, 4 * cases));
+  for (k = 0; k < cases; k++) check_two_jobs(m + 4 * k);
+}
+
+static void test_two_jobs(void) {
+  static const double apart[] = {0, 0, 0.005, 0.02, 0.1, 0.5};
+  int first[12][4], loop, i, n, code, most = RANKS_SLOW ? 4 : 12;
+  for (n = code = 0; code < 256; code++) { /* every order in which a rank of the first job leads */
+    int digit[4], bits = 0;
+    for (i = 0; i < 4; i++) bits |= 1 << (digit[i] = code >> 2 * i & 3);
+    if (bits == 15 && digit[0] < 2) memcpy(first[n++], digit, sizeof digit);
+  }
+  CHECK_EQ(n, 12);
+  for (loop = 0; loop < 6 && test_failures == 0; loop += RANKS_SLOW ? 4 : 1)
+    for (i = 0; i < 12; i += most) two_jobs(first + i, most, apart[loop]);
+}
+
+/* A rank of another user's job at the port is refused by name, and this job goes on. */
+static void test_other_user(void) {
+  member m[3];
+  int i;
+  if (geteuid() != 0) {
+    fprintf(stderr, "  (only root can be another user: left out)\n");
+    return;
+  }
+  prepare(m, 3);
+  for (i = 0; i < 3; i++) m[i].world = 2;
+  m[2].rank = 1;
+  m[2].user = 65534;
+  m[2].desc.timeout_s = 5;
+  m[1].delay = 0.5;
+  launch(m, 3, 30);
+  check_joined(m, 2);
+  CHECK_SEEN(&m[2], CDDP_UNAUTHORIZED, "another user", "MASTER_PORT");
+  CHECK(m[2].seen->seconds < RANKS_WITHIN(1.0));
+}
+
+/* A rank that asks with another secret is known to the one that waits for it. */
+static void test_secret_is_named(void) {
+  member m[2];
+  prepare(m, 2);
+  m[0].desc.secret = "open sesame";
+  m[1].desc.secret = "open barley";
+  m[0].desc.timeout_s = 1;
+  launch(m, 2, 30);
+  CHECK_SEEN(&m[0], CDDP_TIMEOUT, "secret", "rank 1");
+  CHECK_SEEN(&m[1], CDDP_UNAUTHORIZED, "secret", "");
+}
+
+/* The ranks of a host need one connection to the store, which may be slow to take them. */
+static int connections(int port) { /* established, by their near ends; a line may come twice */
+  char line[512];
+  unsigned near, far, state, seen_ports[64];
+  int n = 0, i;
+  FILE *f = fopen("/proc/net/tcp", "r");
+  while (f != NULL && n < 64 && fgets(line, sizeof line, f) != NULL) {
+    if (sscanf(line, " %*[^:]: %*[^:]:%x %*[^:]:%x %x", &near, &far, &state) != 3) continue;
+    if (far != (unsigned)port || state != 1) continue;
+    for (i = 0; i < n && seen_ports[i] != near; i++) continue;
+    if (i == n) seen_ports[n++] = near;
+  }
+  if (f != NULL) fclose(f);
+  return n;
+}
+
+/* As torchrun's agent: serves the store of the port `arg` in a process of its own, since the ranks
+   are forked while it serves. Ends when it is told to. */
+static int serve_store(int slot, void *arg) {
+  cddp_store_desc d;
+  cddp_store *s = NULL;
+  char url[64];
+  (void)slot;
+  snprintf(url, sizeof url, "tcp://127.0.0.1:%d", *(const int *)arg);
+  memset(&d, 0, sizeof d);
+  d.init_method = url;
+  d.is_server = true;
+  d.secret = "";
+  CHECK_OK(cddp_store_create(&s, &d));
+  pause();
+  return 1;
+}
+
+static void test_one_connection(void) {
+  double deadline = test_now() + RANKS_WITHIN(5.0);
+  member m[8];
+  pid_t pid[8], server;
+  int status[8], i, most = 0, none, fd = -1;
+  prepare(m, 8);
+  server = ranks_fork(serve_store, 0, &m[0].port);
+  while ((fd = connect_to(m[0].port)) < 0 && test_now() < deadline) ranks_sleep(0.01);
+  CHECK(fd >= 0);
+  close(fd);
+  ranks_sleep(0.1);
+  none = connections(m[0].port);
+  for (i = 0; i < 8; i++) { /* torchrun's agent serves the store */
+    m[i].name = "TORCHELASTIC_USE_AGENT_STORE";
+    m[i].value = "True";
+    m[i].desc.secret = "";
+    m[i].delay = i == 7 ? 0.5 : 0;
+    pid[i] = start_member(&m[i]);
+    unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  }
+  for (i = 0; i < 30; i++) {
+    int now = connections(m[0].port) - none;
+    most = now > most ? now : most;
+    ranks_sleep(0.01);
+  }
+  ranks_join(pid, 8, 30, status);
+  CHECK(ranks_exited_well(status, 8));
+  check_joined(m, 8);
+  CHECK_EQ(most, 1);
+  kill(server, SIGKILL);
+  CHECK_EQ(waitpid(server, NULL, 0), server);
+}
+
+/* LIMITS --------------------------------------------------------------------------------------- */
+
+static void test_few_descriptors(void) {
+  member m[60];
+  int i, named = 0;
+  prepare(m, 1); /* waits for 999 others as it should */
+  m[0].world = 1000;
+  m[0].files = 64;
+  m[0].desc.timeout_s = RANKS_WITHIN(0.5);
+  launch(m, 1, 20);
+  CHECK_SEEN(&m[0], CDDP_TIMEOUT, "did not come", "");
+  prepare(m, 40); /* as many as there are descriptors for */
+  for (i = 0; i < 40; i++) m[i].files = 64;
+  launch(m, 40, 60);
+  check_joined(m, 40);
+  prepare(m, 60); /* too many: a sentence with limit and cure */
+  for (i = 0; i < 60; i++) {
+    m[i].files = 40;
+    m[i].desc.timeout_s = RANKS_SLOW ? RANKS_WITHIN(1.5) : 1.5;
+  }
+  launch(m, 60, 60);
+  for (i = 0; i < 60; i++) {
+    CHECK(m[i].seen->result != CDDP_OK);
+    named += says(&m[i], "ulimit -n") && says_number(&m[i], 40);
+  }
+  CHECK(named >= 30);
+}
+
+/* What ranks share fits any file size limit that has room for it. */
+static void test_file_size_limit(void) {
+  static const rlim_t sizes[] = {(rlim_t)95 << 30, 100000000, 65536};
+  member m[4];
+  size_t k;
+  int i;
+  for (k = 0; k < 3; k++) {
+    prepare(m, 4);
+    for (i = 0; i < 4; i++) m[i].file_size = sizes[k];
+    launch(m, 4, 30);
+    if (k < 2) check_joined(m, 4);
+    for (i = 0; k == 2 && i < 4; i++) CHECK_SEEN(&m[i], CDDP_SYSTEM, "ulimit -f", "65536");
+  }
+}
+
+/* Sandboxes that forbid memfd_create or pidfd_open. */
+static void test_denied_calls(void) {
+  static const char *const hosts[] = {"a", "b"};
+  member m[2];
+  int i;
+  prepare(m, 2);
+  m[0].denied = m[1].denied = SYS_memfd_create;
+  launch(m, 2, 30);
+  for (i = 0; i < 2; i++) CHECK_SEEN(&m[i], CDDP_SYSTEM, "seccomp", "CDDP_HOST_ID");
+  prepare(m, 2); /* its cure */
+  for (i = 0; i < 2; i++) {
+    m[i].denied = SYS_memfd_create;
+    m[i].name = "CDDP_HOST_ID";
+    m[i].value = hosts[i];
+  }
+  launch(m, 2, 30);
+  unsetenv("CDDP_HOST_ID");
+  check_joined(m, 2);
+  prepare(m, 2);
+  m[0].denied = m[1].denied = SYS_pidfd_open;
+  launch(m, 2, 30);
+  check_joined(m, 2);
+}
+
+/* CONTAINERS: ranks in process namespaces of their own, with one network. ---------------------- */
+
+static cddp_result some_steps(cddp_group *g, int count) {
+  float x = 1;
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && count-- > 0) {
+    r = cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_AVG, NULL);
+    ranks_sleep(0.001);
+  }
+  return r;
+}
+
+static void test_pid_namespaces(void) {
+  int status, rank, pass;
+  for (pass = 0; pass < 2; pass++) { /* one of them dies: the other hears of it, and of no other */
+    pid_t pid[2];
+    double begin = test_now();
+    int port = ranks_free_port();
+    for (rank = 0; rank < 2; rank++) {
+      ranks_environment(rank, 2, port);
+      fflush(NULL);
+      pid[rank] = fork();
+      if (pid[rank] == 0) {
+        pid_t inner;
+        if (unshare(CLONE_NEWPID) != 0) _exit(77);
+        test_failures = 0;
+        inner = fork();
+        if (inner == 0) {
+          cddp_group_desc d;
+          cddp_group *g;
+          memset(&d, 0, sizeof d);
+          d.timeout_s = 20;
+          if (rank == 1) ranks_sleep(0.06);
+          if (cddp_init(&g, &d) != CDDP_OK) {
+            fprintf(stderr, "%s\n", cddp_error());
+            _exit(1);
+          }
+          if (pass == 1) _exit(some_steps(g, 10000) == CDDP_PEER_LOST ? 0 : 3);
+          if (some_steps(g, 200) != CDDP_OK) fprintf(stderr, "%s\n", cddp_error()), _exit(2);
+          cddp_barrier(g);
+          cddp_destroy(g);
+          _exit(0);
+        }
+        if (pass == 1 && rank == 1) { /* the first of a namespace can only be killed from outside */
+          ranks_sleep(RANKS_WITHIN(0.4));
+          kill(inner, SIGKILL);
+        }
+        waitpid(inner, &status, 0);
+        _exit(WIFEXITED(status) ? WEXITSTATUS(status) : 9);
+      }
+    }
+    clear_variables();
+    for (rank = 0; rank < 2; rank++) {
+      CHECK(waitpid(pid[rank], &status, 0) == pid[rank] && WIFEXITED(status));
+      if (WEXITSTATUS(status) == 77) {
+        fprintf(stderr, "  (no right to make a process namespace: left out)\n");
+        return;
+      }
+      CHECK_EQ(WEXITSTATUS(status), pass == 1 && rank == 1 ? 9 : 0);
+    }
+    CHECK(test_now() - begin < RANKS_WITHIN(5.0));
+  }
+}
+
+/* FILES ---------------------------------------------------------------------------------------- */
+
+static void use_file(member *m, int n, const char *method) {
+  int i;
+  prepare(m, n);
+  for (i = 0; i < n; i++) {
+    m[i].world = 0;
+    m[i].desc.init_method = method;
+    m[i].desc.rank = i;
+    m[i].desc.world_size = n;
+  }
+}
+
+static void test_file(void) {
+  char dir[] = P_tmpdir "/cddp_init_XXXXXX", method[128];
+  member m[4];
+  int i, round;
+  CHECK(mkdtemp(dir) != NULL);
+  snprintf(method, sizeof method, "file://%s/meet", dir);
+  for (round = 0; round < 3; round++) { /* one path, one job after the other */
+    use_file(m, 4, method);
+    m[round].delay = 0.2;
+    launch(m, 4, 30);
+    check_joined(m, 4);
+  }
+  use_file(m, 3, method); /* all crash */
+  for (i = 0; i < 3; i++) m[i].dies = true;
+  launch(m, 3, 30);
+  use_file(m, 4, method);
+  m[0].delay = 0.2;
+  launch(m, 4, 30);
+  check_joined(m, 4);
+  use_file(m, 4, method); /* one crashes while it waits for the others */
+  {
+    pid_t pid = start_member(&m[1]);
+    int status;
+    ranks_sleep(RANKS_WITHIN(0.2));
+    kill(pid, SIGKILL);
+    CHECK(waitpid(pid, &status, 0) == pid);
+  }
+  use_file(m, 2, method);
+  launch(m, 2, 30);
+  check_joined(m, 2);
+  for (i = 0; i < 3; i++) { /* rank and world size from the variables */
+    use_file(m, 3, method);
+    m[0].world = m[1].world = m[2].world = 3;
+    m[0].desc.world_size = m[1].desc.world_size = m[2].desc.world_size = 0;
+  }
+  launch(m, 3, 30);
+  check_joined(m, 3);
+  use_file(m, 2, method); /* rank 1 never comes */
+  m[0].desc.timeout_s = 0.5;
+  launch(m, 1, 20);
+  CHECK_SEEN(&m[0], CDDP_TIMEOUT, "", "");
+  CHECK(says_number(&m[0], 1));
+  use_file(m, 2, method);
+  launch(m, 2, 30);
+  check_joined(m, 2);
+  unlink(method + 7);
+  CHECK(rmdir(dir) == 0); /* nothing but the file itself */
+}
+
+static void test_bad_file(void) {
+  char dir[] = P_tmpdir "/cddp_init_XXXXXX", method[128];
+  FILE *f;
+  member m[2];
+  CHECK(mkdtemp(dir) != NULL);
+  snprintf(method, sizeof method, "file://%s/none/meet", dir);
+  use_file(m, 2, method);
+  m[0].desc.timeout_s = m[1].desc.timeout_s = 2;
+  launch(m, 2, 20);
+  CHECK_SEEN(&m[0], CDDP_IO, dir, "");
+  CHECK_SEEN(&m[1], CDDP_IO, dir, "");
+  snprintf(method, sizeof method, "file://%s/meet", dir);
+  f = fopen(method + 7, "w"); /* somebody's notes */
+  CHECK(f != NULL);
+  if (f != NULL) {
+    fprintf(f, "Dear diary, this is no store at all. %s\n", method);
+    fclose(f);
+  }
+  use_file(m, 2, method);
+  m[0].desc.timeout_s = m[1].desc.timeout_s = 2;
+  launch(m, 2, 20);
+  CHECK((m[0].seen->result == CDDP_OK) == (m[1].seen->result == CDDP_OK));
+  CHECK(m[0].seen->result == CDDP_OK || says(&m[0], dir));
+  unlink(method + 7);
+  CHECK(rmdir(dir) == 0);
+}
+
+/* SECRETS -------------------------------------------------------------------------------------- */
+
+static void test_secret(void) {
+  member m[3];
+  int i;
+  prepare(m, 3);
+  for (i = 0; i < 3; i++) m[i].desc.secret = "open sesame";
+  m[1].desc.secret = NULL; /* from the environment */
+  m[1].name = "CDDP_SECRET";
+  m[1].value = "open sesame";
+  launch(m, 3, 30);
+  check_joined(m, 3);
+  CHECK(!says(&m[0], "sesame"));
+}
+
+static void test_wrong_secret(void) {
+  static const char *const wrong[] = {"open barley", NULL, ""};
+  member m[4];
+  int i, k;
+  for (k = 0; k < 3; k++) {
+    prepare(m, 3);
+    for (i = 0; i < 3; i++) m[i].desc.secret = "open sesame";
+    m[1].delay = 0.6; /* after the wrong one */
+    m[3] = m[1];
+    m[3].delay = 0;
+    m[3].desc.secret = wrong[k];
+    m[3].desc.timeout_s = 5;
+    m[3].seen = &shared_seen[3];
+    launch(m, 4, 30);
+    check_joined(m, 3); /* the job goes on */
+    CHECK_SEEN(&m[3], CDDP_UNAUTHORIZED, "secret", "");
+    CHECK(!says(&m[3], "sesame") && !says(&m[3], "barley"));
+    CHECK(m[3].seen->seconds < RANKS_WITHIN(2.0));
+  }
+  prepare(m, 2); /* the server has none, the client insists */
+  m[1].desc.secret = "open sesame";
+  m[0].desc.timeout_s = m[1].desc.timeout_s = 2;
+  launch(m, 2, 30);
+  CHECK(m[1].seen->result != CDDP_OK);
+  CHECK(m[0].seen->result != CDDP_OK);
+}
+
+/* STRANGERS ------------------------------------------------------------------------------------ */
+
+static void test_strangers(void) {
+  static const char http[] = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+  int secret, i;
+  for (secret = 0; secret < 2; secret++) {
+    double deadline = test_now() + RANKS_WITHIN(5.0);
+    int fd[12], status[2];
+    member m[2];
+    pid_t pid[2];
+    prepare(m, 2);
+    if (secret) m[0].desc.secret = m[1].desc.secret = "s";
+    pid[0] = start_member(&m[0]);
+    do {
+      fd[0] = connect_to(m[0].port);
+      if (fd[0] < 0) ranks_sleep(0.01);
+    } while (fd[0] < 0 && test_now() < deadline);
+    CHECK(fd[0] >= 0);
+    for (i = 1; i < 12; i++) {
+      unsigned char noise[256];
+      size_t k;
+      ssize_t sent = 0;
+      fd[i] = connect_to(m[0].port);
+      for (k = 0; k < sizeof noise; k++)
+        noise[k] = (unsigned char)(i % 4 == 3 ? 255 : ranks_mix((uint64_t)i, k, 0));
+      if (i % 3 == 1) sent = send(fd[i], http, sizeof http - 1, MSG_NOSIGNAL);
+      if (i % 3 == 2) sent = send(fd[i], noise, (size_t)i * 11, MSG_NOSIGNAL); /* else silent */
+      CHECK(sent >= 0);
+      if (i % 5 == 4) {
+        close(fd[i]);
+        fd[i] = -1;
+      }
+    }
+    pid[1] = start_member(&m[1]);
+    ranks_join(pid, 2, 30, status);
+    CHECK(ranks_exited_well(status, 2));
+    check_joined(m, 2);
+    CHECK(m[1].seen->seconds < RANKS_WITHIN(2.0));
+    for (i = 0; i < 12; i++)
+      if (fd[i] >= 0) close(fd[i]);
+  }
+}
+
+/* HOOKS: all of the group's own memory comes from the allocator and returns to it. ------------- */
+
+typedef struct purse {
+  int left, taken, returned; /* left: allocations until there is none; -1: never */
+} purse;
+
+static void *take(size_t bytes, void *user_data) {
+  purse *p = (purse *)user_data;
+  int left = __atomic_load_n(&p->left, __ATOMIC_SEQ_CST);
+  if (left == 0) return NULL;
+  if (left > 0) __atomic_sub_fetch(&p->left, 1, __ATOMIC_SEQ_CST);
+  __atomic_add_fetch(&p->taken, 1, __ATOMIC_SEQ_CST);
+  return malloc(bytes);
+}
+
+static void give(void *what, void *user_data) {
+  purse *p = (purse *)user_data;
+  if (what != NULL) __atomic_add_fetch(&p->returned, 1, __ATOMIC_SEQ_CST);
+  free(what);
+}
+
+/* Everything a program does, in a world of one; each call may say that memory is short, none may
+   do worse. */
+static bool whole_life(purse *p) {
+  float w[8] = {1}, x[8] = {1};
+  cddp_param param = {"w", w, NULL, 8, CDDP_F32};
+  cddp_group_desc desc;
+  cddp_group *g = NULL, *s = NULL;
+  cddp_ddp *d = NULL;
+  cddp_work *work = NULL;
+  void *shared = NULL;
+  cddp_result r;
+  memset(&desc, 0, sizeof desc);
+  desc.allocator.alloc = take;
+  desc.allocator.free = give;
+  desc.allocator.user_data = p;
+  r = cddp_init(&g, &desc);
+  if (r == CDDP_OK) r = cddp_group_split(g, 0, 0, &s);
+  if (r == CDDP_OK && (shared = cddp_alloc(s, 1000)) == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = cddp_all_reduce(s, x, 8, CDDP_F32, CDDP_SUM, &work);
+  if (work != NULL) r = cddp_wait(work);
+  if (r == CDDP_OK) r = cddp_ddp_create(&d, g, &param, 1, NULL);
+  if (r == CDDP_OK) r = cddp_ddp_ready(d, 0);
+  if (r == CDDP_OK) r = cddp_ddp_wait(d);
+  CHECK(r == CDDP_OK || r == CDDP_OUT_OF_MEMORY);
+  cddp_ddp_destroy(d);
+  CHECK(param.grad == NULL);
+  if (shared != NULL) cddp_free(s, shared);
+  cddp_destroy(s);
+  cddp_destroy(g);
+  CHECK_EQ(p->taken, p->returned);
+  return r == CDDP_OK;
+}
+
+static void test_allocator(void) {
+  int n, fds = ranks_open_fds(), tasks = ranks_threads();
+  purse p = {-1, 0, 0};
+  bool done = false;
+  CHECK(whole_life(&p));
+  CHECK(p.taken > 0);
+  for (n = 0; n < 2000 && !done; n++) { /* the Nth allocation fails, for every N */
+    purse q = {n, 0, 0};
+    done = whole_life(&q);
+    if (!done) CHECK(strstr(cddp_error(), "memory") != NULL);
+  }
+  CHECK(done);
+  CHECK_EQ(ranks_open_fds(), fds);
+  CHECK(ranks_threads_left(tasks));
+}
+
+int main(void) {
+  clear_variables();
+  shared_seen = (seen *)ranks_shared(64 * sizeof *shared_seen);
+  RUN(test_no_group);
+  RUN(test_alone);
+  RUN(test_missing);
+  RUN(test_bad_values);
+  RUN(test_bad_desc);
+  RUN(test_port_in_use);
+  RUN(test_unknown_host);
+  RUN(test_localhost);
+  RUN(test_spellings);
+  RUN(test_tcp);
+  RUN(test_late);
+  RUN(test_any_order);
+  RUN(test_never_comes);
+  RUN(test_duplicate);
+  RUN(test_world_sizes_differ);
+  RUN(test_fp_modes_differ);
+  RUN(test_two_jobs);
+  RUN(test_other_user);
+  RUN(test_secret_is_named);
+  RUN(test_one_connection);
+  RUN(test_few_descriptors);
+  RUN(test_file_size_limit);
+  RUN(test_denied_calls);
+  RUN(test_pid_namespaces);
+  RUN(test_file);
+  RUN(test_bad_file);
+  RUN(test_secret);
+  RUN(test_wrong_secret);
+  RUN(test_strangers);
+  RUN(test_allocator);
+  RUN(test_threads_of_one_process);
+  munmap(shared_seen, 64 * sizeof *shared_seen);
+  return TEST_END();
+}

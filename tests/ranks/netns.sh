@@ -1,0 +1,255 @@
+#!/bin/bash
+# Ranks on two hosts: network namespaces with names of their own and two links (veth) between them.
+# Needs root and ip; skipped without. Delay and loss, for which not every kernel has netem, come from a
+# relay between two tun devices.
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/cddp-netns.XXXXXX") || exit 1
+net=cddp$$
+jobs=() relay=
+cleanup() {
+  [ ${#jobs[@]} = 0 ] || kill -KILL "${jobs[@]}" 2>/dev/null
+  [ -z "$relay" ] || kill -KILL "$relay" 2>/dev/null
+  ip netns del "$net-0" 2>/dev/null
+  ip netns del "$net-1" 2>/dev/null
+  rm -rf "$work"
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+export CDDP_TIMEOUT_S=40 OPENBLAS_NUM_THREADS=1
+
+fail() { echo "$*"; exit 1; }
+skip() { echo "SKIP: $*"; exit 77; }
+command -v ip >/dev/null && command -v unshare >/dev/null || skip "ip or unshare is not installed"
+ip netns add "$net-0" 2>"$work/log" && unshare --net --uts --mount true 2>>"$work/log" ||
+  skip "no right to make namespaces: $(head -n 1 "$work/log")"
+ip netns add "$net-1" || exit 1
+
+# Each host knows itself by Debian's 127.0.1.1 and the other by the first link's address.
+for h in 0 1; do
+  printf '127.0.0.1 localhost\n127.0.1.1 node%d\n10.99.0.%d node%d\n' $h $((2 - h)) $((1 - h)) >"$work/hosts$h"
+done
+for link in 0 1; do
+  ip -n "$net-0" link add "wire$link" type veth peer name "wire$link" netns "$net-1" 2>"$work/log" ||
+    skip "no veth links here: $(head -n 1 "$work/log")"
+  for h in 0 1; do
+    ip -n "$net-$h" addr add "10.$((99 + link)).0.$((h + 1))/24" dev "wire$link" &&
+      ip -n "$net-$h" link set "wire$link" up || exit 1
+    ip -n "$net-$h" -6 addr add "fd00:$link::$((h + 1))/64" dev "wire$link" nodad 2>/dev/null
+  done
+done
+ip -n "$net-0" link set lo up && ip -n "$net-1" link set lo up || exit 1
+
+on_host() { # HOST COMMAND...
+  local h=$1
+  shift
+  # shellcheck disable=SC2016
+  exec ip netns exec "$net-$h" unshare --uts --mount sh -c \
+    'hostname "$1" && mount --bind "$2" /etc/hosts && { [ -z "$3" ] || mount -t tmpfs none /proc; } && shift 3 &&
+    exec "$@"' sh "node$h" "$work/hosts$h" "${no_proc:-}" "$@"
+}
+
+launch() { # MASTER PROGRAM...: two ranks on each host, output in out0 and out1; codes in code0 and code1
+  local master=$1 h
+  shift
+  for h in 0 1; do
+    (on_host $h timeout -k 5 60 "$work/cddprun" --nnodes 2 --node-rank $h --nproc-per-node 2 \
+      --master-addr "$master" "$@" >"$work/out$h" 2>&1) &
+    jobs[h]=$!
+  done
+}
+
+join() { # both succeed, or (WORD) whatever
+  local h
+  for h in 0 1; do
+    wait "${jobs[h]}"
+    codes[h]=$?
+  done
+  jobs=()
+  [ $# -gt 0 ] || [ "${codes[*]}" = "0 0" ] || { tail -n 20 "$work/out0" "$work/out1"; fail "exit codes ${codes[*]}"; }
+}
+
+cat >"$work/loop.c" <<'END'
+/* Adds up until it fails, and says so, and when; without an argument 50 times. */
+#define CDDP_IMPLEMENTATION
+#include "cddp.h"
+int main(int argc, char **argv) {
+  static float x[100000];
+  struct timespec t;
+  cddp_group *g;
+  cddp_result r;
+  int i;
+  if (cddp_init(&g, NULL)) return printf("%s\n", cddp_error()), 1;
+  for (i = 0; (r = cddp_all_reduce(g, x, i % 2 ? 100000 : 1, CDDP_F32, CDDP_SUM, NULL)) == 0; i++) {
+    if (argc == 1 && i == 50) return cddp_destroy(g), printf("rank well\n"), 0;
+    if (argc == 2 && i == 20 && cddp_rank(g) == 3) fclose(fopen(argv[1], "w"));
+  }
+  clock_gettime(CLOCK_REALTIME, &t);
+  printf("%lld %s: %s\n", (long long)t.tv_sec, cddp_result_name(r), cddp_error());
+  cddp_destroy(g);
+  return 0;
+}
+END
+cc -O1 examples/cddprun.c -o "$work/cddprun" -lpthread -lm &
+cc -O1 -I. "$work/loop.c" -o "$work/loop" -lpthread -lm &
+cc -O1 -I. -DCDDP__UNANSWERED_S=4.0 "$work/loop.c" -o "$work/loop4" -lpthread -lm &
+cc -O1 examples/digits.c -o "$work/digits" -lopenblas -lpthread -lm 2>"$work/log"
+wait
+[ -x "$work/cddprun" ] && [ -x "$work/loop" ] && [ -x "$work/loop4" ] || fail "that does not compile"
+
+# --- the same weights as on one host ---
+
+digits() { # NAME MASTER
+  launch "$2" "$work/digits" --epochs 1 --hidden 256
+  join
+  grep -h -o 'rank [0-9] weights .*' "$work/out0" "$work/out1" | sort | diff "$work/hashes" - ||
+    fail "$1: not the weights of ./digits -n 4"
+  echo "$1: ok"
+}
+
+if [ -x "$work/digits" ]; then
+  "$work/digits" -n 4 --epochs 1 --hidden 256 >"$work/alone" 2>&1 || { cat "$work/alone"; fail "digits failed"; }
+  grep -o 'rank [0-9] weights .*' "$work/alone" | sort >"$work/hashes"
+  [ "$(wc -l <"$work/hashes")" = 4 ] || fail "digits printed no weights"
+  digits "the first host's own name is 127.0.1.1" node0
+else
+  echo "digits does not compile here, left out: $(grep -m 1 error "$work/log")"
+fi
+
+adds() { # NAME MASTER
+  launch "$2" "$work/loop"
+  join
+  [ "$(cat "$work/out0" "$work/out1" | grep -c 'rank well')" = 4 ] || { cat "$work"/out?; fail "$1: not four ranks"; }
+  echo "$1: ok"
+}
+
+adds "IPv4" 10.99.0.1
+if ip -n "$net-0" -6 addr show dev wire0 | grep -q fd00:; then
+  adds "IPv6" fd00:0::1
+else
+  echo "no IPv6 here: left out"
+fi
+
+# Without /proc nothing names a machine but its host name: two must not take each other for one.
+no_proc=1 adds "no /proc" 10.99.0.1
+
+# --- CDDP_IFNAME: bytes between ranks take the second link ---
+
+sent() { ip netns exec "$net-0" cat /sys/class/net/wire1/statistics/tx_bytes; }
+before=$(sent)
+CDDP_IFNAME=wire1 adds "CDDP_IFNAME" node0
+[ $(($(sent) - before)) -gt 2000 ] || fail "CDDP_IFNAME=wire1, and $(($(sent) - before)) bytes went there"
+CDDP_IFNAME=wire7 launch node0 "$work/loop"
+join any
+grep -q 'CDDP_IFNAME is "wire7"' "$work/out0" "$work/out1" || { cat "$work"/out?; fail "wire7 is not named"; }
+
+# --- a slow link that loses packets ---
+
+cat >"$work/slow.c" <<'END'
+/* A wire between two network namespaces that takes 1 to 2 ms and loses one packet of 200. */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <linux/if_tun.h>
+#include <net/if.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <time.h>
+#include <unistd.h>
+enum { QUEUE = 8192, MTU = 1600 };
+static struct queue { double due[QUEUE]; int size[QUEUE]; unsigned first, last; char data[QUEUE][MTU]; } q[2];
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+static int end_in(const char *path) {
+  struct ifreq r;
+  int space = open(path, O_RDONLY), fd;
+  memset(&r, 0, sizeof r);
+  strcpy(r.ifr_name, "slow");
+  r.ifr_flags = IFF_TUN | IFF_NO_PI;
+  if (space < 0 || setns(space, CLONE_NEWNET) != 0) return perror(path), -1;
+  if ((fd = open("/dev/net/tun", O_RDWR | O_NONBLOCK)) < 0 || ioctl(fd, TUNSETIFF, &r) != 0) return perror("tun"), -1;
+  return fd;
+}
+static void carry(int in, int out, struct queue *w) {
+  int n;
+  while (w->last - w->first < QUEUE && (n = (int)read(in, w->data[w->last % QUEUE], MTU)) > 0) {
+    if (rand() % 200 == 0) continue;
+    w->size[w->last % QUEUE] = n;
+    w->due[w->last++ % QUEUE] = now() + 1e-3 + rand() % 1000 * 1e-6;
+  }
+  for (; w->first != w->last && w->due[w->first % QUEUE] <= now(); w->first++)
+    if (write(out, w->data[w->first % QUEUE], (size_t)w->size[w->first % QUEUE]) < 0) continue; /* lost */
+}
+int main(int argc, char **argv) {
+  struct pollfd fds[2];
+  int i;
+  for (i = 0; i < 2 && argc == 3; i++) {
+    fds[i].fd = end_in(argv[1 + i]);
+    fds[i].events = POLLIN;
+    if (fds[i].fd < 0) return 1;
+  }
+  puts("ready");
+  fflush(stdout);
+  for (;;) {
+    poll(fds, 2, q[0].first != q[0].last || q[1].first != q[1].last ? 1 : 100);
+    carry(fds[0].fd, fds[1].fd, &q[0]);
+    carry(fds[1].fd, fds[0].fd, &q[1]);
+  }
+}
+END
+cc -O1 "$work/slow.c" -o "$work/slow" || fail "slow does not compile"
+"$work/slow" "/run/netns/$net-0" "/run/netns/$net-1" >"$work/wire" 2>"$work/log" &
+relay=$!
+for ((i = 0; i < 100; i++)); do
+  grep -q ready "$work/wire" || ! kill -0 $relay 2>/dev/null && break
+  sleep 0.05
+done
+if grep -q ready "$work/wire"; then
+  for h in 0 1; do
+    ip -n "$net-$h" addr add "10.101.0.$((h + 1))" peer "10.101.0.$((2 - h))" dev slow &&
+      ip -n "$net-$h" link set slow up || exit 1
+  done
+  adds "delay and loss" 10.101.0.1
+  [ ! -x "$work/digits" ] || digits "the same weights there" 10.101.0.1
+else
+  echo "no tun device here, delay and loss left out: $(head -n 1 "$work/log")"
+fi
+kill $relay 2>/dev/null
+wait $relay 2>/dev/null
+relay=
+
+# --- a link that is cut: both hosts know by the deadline, and before it when nothing has been
+# acknowledged for 20 s (for 4 s in loop4), and name the other ---
+
+cut_link() { # NAME PROGRAM TIMEOUT SECONDS COMMAND...
+  local name=$1 program=$2 timeout=$3 within=$4 start i h
+  shift 4
+  rm -f "$work/runs"
+  CDDP_TIMEOUT_S=$timeout launch node0 "$work/$program" "$work/runs"
+  for ((i = 0; i < 300; i++)); do [ -e "$work/runs" ] && break; sleep 0.05; done
+  [ -e "$work/runs" ] || { cat "$work"/out?; fail "$name: the ranks did not meet"; }
+  "$@" || fail "$name: $*"
+  start=$(date +%s)
+  join any
+  for h in 0 1; do
+    [ "$(grep -c -E "CDDP_(PEER_LOST|TIMEOUT): .*rank [0-3] \(pid [0-9]+ on node$((1 - h))\)" "$work/out$h")" -ge 1 ] ||
+      { cat "$work"/out?; fail "$name: host $h does not name the other"; }
+    awk -v s=$((start + within)) '/CDDP_(PEER_LOST|TIMEOUT): / { sub(/^\[[0-9]\] /, ""); n++; if ($1 > s) late = 1 }
+      END { exit n < 1 || late }' "$work/out$h" || { cat "$work"/out?; fail "$name: later than $within s"; }
+  done
+  echo "$name: ok: $(grep -h -m 1 -o 'CDDP_.*' "$work/out1")"
+}
+
+cut_link "a link set down" loop 3 5 ip -n "$net-0" link set wire0 down
+ip -n "$net-0" link set wire0 up
+cut_link "no answer for 4 s" loop4 40 9 ip -n "$net-0" link set wire0 down
+ip -n "$net-0" link set wire0 up
+cut_link "a host that is gone" loop 3 5 ip netns exec "$net-1" ip link set wire0 down
+echo "ok netns"

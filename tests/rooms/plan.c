@@ -1,0 +1,144 @@
+/* >>plan: slices and buckets, the latter against PyTorch's. */
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+
+#include "../peers/golden.h"
+#include "../test.h"
+
+static void test_slices(void) {
+  static const size_t sizes[] = {0, 1, 2, 7, 16, 17, 100, 1000, 4097, (size_t)1 << 40};
+  static const size_t granules[] = {1, 2, 16, 64};
+  size_t a, b, begin, end, least, most, before;
+  int parts, i;
+  for (a = 0; a < sizeof sizes / sizeof *sizes; a++) {
+    for (b = 0; b < sizeof granules / sizeof *granules; b++) {
+      for (parts = 1; parts <= 64; parts = parts < 9 ? parts + 1 : parts * 2) {
+        before = most = 0;
+        least = SIZE_MAX;
+        for (i = 0; i < parts; i++) {
+          cddp__slice(sizes[a], granules[b], parts, i, &begin, &end);
+          CHECK(begin == before && end >= begin);
+          CHECK(begin % granules[b] == 0 || begin == sizes[a]);
+          if (end - begin < least) least = end - begin;
+          if (end - begin > most) most = end - begin;
+          before = end;
+        }
+        CHECK(before == sizes[a]);
+        CHECK(most - least <= granules[b]);
+      }
+    }
+  }
+  cddp__slice(SIZE_MAX, 64, 3, 2, &begin, &end);
+  CHECK(end == SIZE_MAX);
+}
+
+static void test_buckets_of_pytorch(void) {
+  const long long *p = golden_buckets;
+  int i, c, b;
+  for (c = 0; c < GOLDEN_BUCKET_CASES; c++) {
+    cddp_param params[32];
+    size_t limits[4];
+    int order[32], n = (int)*p++, explicit_order = (int)*p++, limit_count = (int)*p++;
+    cddp__bucket_plan plan;
+    memset(params, 0, sizeof params);
+    for (i = 0; i < limit_count; i++) limits[i] = (size_t)*p++;
+    for (i = 0; i < n; i++) params[i].count = (size_t)*p++;
+    for (i = 0; i < n; i++) { /* the script's dtypes are F32, F64, F16, BF16 */
+      params[i].dtype = (cddp_dtype)*p++;
+    }
+    for (i = 0; i < n; i++) order[i] = (int)*p++;
+    CHECK_OK(cddp__plan_buckets(&plan, params, n, explicit_order ? order : NULL, limits,
+                                limit_count, NULL));
+    CHECK_EQ(plan.bucket_count, *p);
+    p++;
+    for (b = 0; b < plan.bucket_count; b++) {
+      CHECK_EQ(plan.offsets[b + 1] - plan.offsets[b], *p);
+      p++;
+      for (i = plan.offsets[b]; i < plan.offsets[b + 1]; i++) CHECK_EQ(plan.params[i], *p++);
+    }
+    CHECK_EQ(plan.offsets[plan.bucket_count], n);
+    cddp__plan_free(&plan);
+  }
+  CHECK(p == golden_buckets + sizeof golden_buckets / sizeof *golden_buckets);
+}
+
+static void test_example_and_reverse(void) {
+  static const size_t bytes[] = {800000, 400000, 40, 28000000, 2000, 600, 2400000};
+  static const size_t limits[] = {1048576, 26214400};
+  static const int want[] = {0, 1, 2, 3, 4, 6, 5}, offsets[] = {0, 2, 4, 6, 7};
+  static const int reversed[] = {5, 4, 6, 2, 3, 0, 1}, reversed_offsets[] = {0, 1, 3, 5, 7};
+  cddp_param params[7];
+  cddp__bucket_plan plan;
+  int i;
+  memset(params, 0, sizeof params);
+  for (i = 0; i < 7; i++) {
+    params[i].dtype = i == 5 ? CDDP_F16 : CDDP_F32;
+    params[i].count = bytes[i] / cddp_dtype_size(params[i].dtype);
+  }
+  CHECK_OK(cddp__plan_buckets(&plan, params, 7, NULL, limits, 2, NULL));
+  CHECK_EQ(plan.bucket_count, 4);
+  CHECK(memcmp(plan.params, want, sizeof want) == 0);
+  CHECK(memcmp(plan.offsets, offsets, sizeof offsets) == 0);
+  cddp__plan_reverse(&plan);
+  CHECK_EQ(plan.bucket_count, 4);
+  CHECK(memcmp(plan.params, reversed, sizeof reversed) == 0);
+  CHECK(memcmp(plan.offsets, reversed_offsets, sizeof reversed_offsets) == 0);
+  cddp__plan_free(&plan);
+}
+
+/* Buckets still open at the end follow the first appearance of their dtype. */
+static void test_arrival_order(void) {
+  static const size_t limits[] = {SIZE_MAX};
+  static const int order[] = {3, 0, 2, 1}, want[] = {3, 2, 0, 1};
+  cddp_param params[4];
+  cddp__bucket_plan plan;
+  int i;
+  memset(params, 0, sizeof params);
+  for (i = 0; i < 4; i++) {
+    params[i].dtype = i < 2 ? CDDP_F32 : CDDP_F64;
+    params[i].count = 10;
+  }
+  CHECK_OK(cddp__plan_buckets(&plan, params, 4, order, limits, 1, NULL));
+  CHECK_EQ(plan.bucket_count, 2);
+  CHECK(memcmp(plan.params, want, sizeof want) == 0);
+  cddp__plan_free(&plan);
+}
+
+static int left; /* allocations until one fails */
+
+static void *failing_alloc(size_t bytes, void *user_data) {
+  (void)user_data;
+  return left-- > 0 ? malloc(bytes) : NULL;
+}
+
+static void failing_free(void *p, void *user_data) {
+  (void)user_data;
+  free(p);
+}
+
+static void test_no_memory(void) {
+  static const size_t limits[] = {100};
+  cddp_allocator a = {failing_alloc, failing_free, NULL};
+  cddp_param params[3];
+  cddp__bucket_plan plan;
+  int i;
+  memset(params, 0, sizeof params);
+  for (i = 0; i < 4; i++) {
+    left = i;
+    CHECK_IS(cddp__plan_buckets(&plan, params, 3, NULL, limits, 1, &a), CDDP_OUT_OF_MEMORY);
+    CHECK(plan.params == NULL && plan.offsets == NULL && plan.bucket_count == 0);
+    cddp__plan_free(&plan);
+  }
+  left = 4;
+  CHECK_OK(cddp__plan_buckets(&plan, params, 3, NULL, limits, 1, &a));
+  cddp__plan_free(&plan);
+}
+
+int main(void) {
+  RUN(test_slices);
+  RUN(test_buckets_of_pytorch);
+  RUN(test_example_and_reverse);
+  RUN(test_arrival_order);
+  RUN(test_no_memory);
+  return TEST_END();
+}

@@ -1,0 +1,192 @@
+/* >>sampler: the indices of torch.utils.data.DistributedSampler. */
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+
+#include "../peers/golden.h"
+#include "../test.h"
+
+static void test_generator(void) {
+  static const uint32_t want[3][4] = {{0, 2357136044u, 2546248239u, 3071714933u},
+                                      {1, 1791095845u, 4282876139u, 3093770124u},
+                                      {42, 1608637542u, 3421126067u, 4083286876u}};
+  cddp__mt19937 g;
+  int i, k;
+  for (i = 0; i < 3; i++) {
+    cddp__mt_seed(&g, want[i][0]);
+    for (k = 1; k < 4; k++) CHECK_EQ(cddp__mt_next(&g), want[i][k]);
+  }
+  cddp__mt_seed(&g, 5489);
+  for (i = 0; i < 9999; i++) cddp__mt_next(&g);
+  CHECK_EQ(cddp__mt_next(&g), 4123659995u);
+}
+
+static void test_permutations(void) {
+  static const int seeds[] = {0, 1, 42, 7};
+  static const uint64_t tens[4][10] = {{4, 1, 7, 5, 3, 9, 0, 8, 6, 2},
+                                       {5, 6, 1, 2, 0, 8, 9, 3, 7, 4},
+                                       {2, 6, 1, 8, 4, 5, 0, 9, 3, 7},
+                                       {5, 0, 3, 4, 1, 7, 9, 6, 8, 2}};
+  static const uint64_t thousand[] = {382, 974, 946, 31, 512, 42, 918, 564};
+  static const uint64_t many[] = {41615, 23657, 92717, 16389};
+  uint64_t *a = (uint64_t *)malloc(100000 * sizeof *a);
+  int i;
+  if (a == NULL) return;
+  for (i = 0; i < 4; i++) {
+    cddp__randperm(a, 10, (uint64_t)seeds[i]);
+    CHECK(memcmp(a, tens[i], sizeof tens[i]) == 0);
+  }
+  cddp__randperm(a, 1000, 123);
+  CHECK(memcmp(a, thousand, sizeof thousand) == 0);
+  cddp__randperm(a, 100000, 7);
+  CHECK(memcmp(a, many, sizeof many) == 0);
+  cddp__randperm(a, 0, 7);
+  cddp__randperm(a, 1, 7);
+  CHECK_EQ(a[0], 0);
+  free(a);
+}
+
+/* From 214748364 samples on PyTorch draws differently. 1.7 GB: only when asked for. */
+static void test_huge_permutation(void) {
+  static const uint64_t want[] = {91252029, 200188117, 89143689, 193777243};
+  uint64_t *a;
+  if (getenv("CDDP_TEST_HUGE") == NULL) return;
+  a = (uint64_t *)malloc(214748364u * sizeof *a);
+  CHECK(a != NULL);
+  if (a == NULL) return;
+  cddp__randperm(a, 214748364u, 5);
+  CHECK(memcmp(a, want, sizeof want) == 0);
+  free(a);
+}
+
+static void test_of_pytorch(void) {
+  const int *p = golden_indices;
+  size_t c, i, index, size;
+  int rank;
+  for (c = 0; c < sizeof golden_samplers / sizeof *golden_samplers; c++) {
+    const golden_sampler *g = &golden_samplers[c];
+    for (rank = 0; rank < g->world; rank++) {
+      cddp_sampler_desc d;
+      cddp_sampler s;
+      memset(&d, 0, sizeof d);
+      d.dataset_size = (size_t)g->n;
+      d.rank = rank;
+      d.world_size = g->world;
+      d.seed = g->seed;
+      d.shuffle = g->shuffle != 0;
+      d.drop_last = g->drop_last != 0;
+      CHECK_OK(cddp_sampler_init(&s, &d));
+      cddp_sampler_set_epoch(&s, (uint64_t)g->epoch);
+      size = (size_t)*p++;
+      CHECK(cddp_sampler_size(&s) == size);
+      for (i = 0; i < size; i++) {
+        CHECK(cddp_sampler_next(&s, &index));
+        CHECK(index == (size_t)p[i]);
+      }
+      p += size;
+      CHECK(!cddp_sampler_next(&s, &index) && s.result == CDDP_OK && s.order == NULL);
+      CHECK(!cddp_sampler_next(&s, &index));
+    }
+  }
+  CHECK(p == golden_indices + sizeof golden_indices / sizeof *golden_indices);
+}
+
+/* Every sample once, whatever the number of ranks; a prefix of what PyTorch deals out. */
+static void test_exact(void) {
+  size_t n, total, index, i;
+  int world, rank, shuffle;
+  for (n = 0; n < 40; n += 3) {
+    for (world = 1; world < 9; world++) {
+      for (shuffle = 0; shuffle < 2; shuffle++) {
+        unsigned char seen[64] = {0};
+        total = 0;
+        for (rank = 0; rank < world; rank++) {
+          cddp_sampler_desc d;
+          cddp_sampler exact, padded;
+          memset(&d, 0, sizeof d);
+          d.dataset_size = n;
+          d.rank = rank;
+          d.world_size = world;
+          d.shuffle = shuffle != 0;
+          CHECK_OK(cddp_sampler_init(&padded, &d));
+          d.exact = true;
+          CHECK_OK(cddp_sampler_init(&exact, &d));
+          total += cddp_sampler_size(&exact);
+          for (i = 0; cddp_sampler_next(&exact, &index); i++) {
+            size_t other;
+            CHECK(cddp_sampler_next(&padded, &other) && other == index);
+            CHECK(index < n && seen[index]++ == 0);
+          }
+          CHECK(i == cddp_sampler_size(&exact));
+          cddp_sampler_destroy(&padded);
+        }
+        CHECK(total == n);
+      }
+    }
+  }
+}
+
+static void test_epochs(void) {
+  static const size_t want[2][3] = {{4, 3, 6}, {5, 0, 7}};
+  cddp_sampler_desc d;
+  cddp_sampler s;
+  size_t index = 99;
+  int epoch, i;
+  memset(&d, 0, sizeof d);
+  d.dataset_size = 10;
+  d.world_size = 4;
+  d.shuffle = true;
+  CHECK_OK(cddp_sampler_init(&s, &d));
+  for (epoch = 0; epoch < 2; epoch++) {
+    cddp_sampler_set_epoch(&s, (uint64_t)epoch);
+    for (i = 0; i < 3; i++) {
+      CHECK(cddp_sampler_next(&s, &index));
+      CHECK_EQ(index, want[epoch][i]);
+      CHECK(s.order != NULL);
+    }
+    if (epoch == 0) cddp_sampler_set_epoch(&s, 0); /* an epoch left early is rewound */
+  }
+  cddp_sampler_destroy(&s);
+  CHECK(s.order == NULL);
+  CHECK(!cddp_sampler_next(&s, &index));
+  cddp_sampler_destroy(NULL);
+}
+
+static void test_bad_arguments(void) {
+  cddp_sampler_desc d;
+  cddp_sampler s;
+  memset(&d, 0, sizeof d);
+  CHECK_IS(cddp_sampler_init(NULL, &d), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sampler_init(&s, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(!cddp_sampler_next(&s, NULL));
+  CHECK_OK(cddp_sampler_init(&s, &d)); /* no samples, one rank */
+  CHECK(!cddp_sampler_next(&s, NULL));
+  d.rank = 2;
+  d.world_size = 2;
+  CHECK_IS(cddp_sampler_init(&s, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "rank 2") != NULL);
+  d.rank = -1;
+  CHECK_IS(cddp_sampler_init(&s, &d), CDDP_INVALID_ARGUMENT);
+  d.rank = 0;
+  d.world_size = -2;
+  CHECK_IS(cddp_sampler_init(&s, &d), CDDP_INVALID_ARGUMENT);
+  d.world_size = 2;
+  d.exact = d.drop_last = true;
+  CHECK_IS(cddp_sampler_init(&s, &d), CDDP_INVALID_ARGUMENT);
+  d.exact = d.drop_last = false;
+  d.dataset_size = SIZE_MAX;
+  CHECK_IS(cddp_sampler_init(&s, &d), CDDP_INVALID_ARGUMENT);
+  CHECK_EQ(cddp_sampler_size(NULL), 0);
+  CHECK(!cddp_sampler_next(NULL, NULL));
+  cddp_sampler_set_epoch(NULL, 1);
+}
+
+int main(void) {
+  RUN(test_generator);
+  RUN(test_permutations);
+  RUN(test_huge_permutation);
+  RUN(test_of_pytorch);
+  RUN(test_exact);
+  RUN(test_epochs);
+  RUN(test_bad_arguments);
+  return TEST_END();
+}

@@ -1,0 +1,453 @@
+/* >>sgd: torch.optim.SGD to the last bit, with every instruction set. */
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+
+#include "../peers/golden.h"
+#include "../test.h"
+
+enum { CONFIGS = sizeof golden_sgd / sizeof *golden_sgd, SHOWN = 3 };
+
+static cddp_sgd_desc desc_of(int config) {
+  cddp_sgd_desc d;
+  memset(&d, 0, sizeof d);
+  d.lr = golden_sgd[config][0];
+  d.momentum = golden_sgd[config][1];
+  d.dampening = golden_sgd[config][2];
+  d.weight_decay = golden_sgd[config][3];
+  d.nesterov = golden_sgd[config][4] != 0;
+  d.maximize = golden_sgd[config][5] != 0;
+  return d;
+}
+
+static void trajectory(cddp_dtype dtype, const void *inputs, const void *want, int config) {
+  size_t bytes = GOLDEN_ELEMENTS * cddp_dtype_size(dtype);
+  double weights[GOLDEN_ELEMENTS], gradient[GOLDEN_ELEMENTS];
+  cddp_sgd_desc desc = desc_of(config);
+  cddp_param p;
+  cddp_sgd *s;
+  int step, shown = 0;
+  memset(&p, 0, sizeof p);
+  p.data = weights;
+  p.grad = gradient;
+  p.count = GOLDEN_ELEMENTS;
+  p.dtype = dtype;
+  memcpy(weights, inputs, bytes);
+  CHECK_OK(cddp__sgd_create(&s, &p, 1, &desc, NULL));
+  for (step = 1; step <= GOLDEN_STEPS; step++) {
+    memcpy(gradient, (const char *)inputs + (size_t)step * bytes, bytes);
+    CHECK_OK(cddp_sgd_step(s));
+    if (shown < SHOWN && golden_shown[shown] == step) {
+      const char *w = (const char *)want + (size_t)(config * SHOWN + shown) * bytes;
+      if (memcmp(weights, w, bytes) != 0)
+        fprintf(stderr, "dtype %d, configuration %d, step %d\n", (int)dtype, config, step);
+      CHECK(memcmp(weights, w, bytes) == 0);
+      shown++;
+    }
+  }
+  CHECK_EQ(shown, SHOWN);
+  cddp_sgd_destroy(s);
+}
+
+static void test_of_pytorch(void) {
+  int c;
+  for (c = 0; c < CONFIGS; c++) {
+    trajectory(CDDP_F32, golden_f32_inputs, golden_f32, c);
+    trajectory(CDDP_F64, golden_f64_inputs, golden_f64, c);
+    trajectory(CDDP_BF16, golden_bf16_inputs, golden_bf16, c);
+    trajectory(CDDP_F16, golden_f16_inputs, golden_f16, c);
+  }
+}
+
+/* The values in protocols.md E. */
+static void test_check_values(void) {
+  static const float g[2][3] = {{0.5f, 0.25f, -1.0f}, {0.1f, -0.2f, 0.7f}};
+  static const float nesterov[2][3] = {
+      {0.9031000137329102f, -2.0436999797821045f, 0.4894300103187561f},
+      {0.8410741090774536f, -2.020447015762329f, 0.43625709414482117f}};
+  static const float damped[2][3] = {
+      {0.949999988079071f, -2.0250000953674316f, 0.4000000059604645f},
+      {0.8999999761581421f, -2.0375001430511475f, 0.45500001311302185f}};
+  static const float first[3] = {0.5099999904632568f, 0.23000000417232513f, -0.996999979019165f};
+  static const float second[3] = {0.5f, 0.1249999925494194f, -0.5499999523162842f};
+  int which, step;
+  for (which = 0; which < 2; which++) {
+    float w[3] = {1.0f, -2.0f, 0.3f}, grad[3];
+    cddp_param p;
+    cddp_sgd_desc d;
+    cddp_sgd *s;
+    memset(&p, 0, sizeof p);
+    memset(&d, 0, sizeof d);
+    p.data = w;
+    p.grad = grad;
+    p.count = 3;
+    d.lr = 0.1;
+    d.momentum = 0.9;
+    d.weight_decay = which == 0 ? 0.01 : 0;
+    d.nesterov = which == 0;
+    d.dampening = which == 0 ? 0 : 0.5;
+    CHECK_OK(cddp__sgd_create(&s, &p, 1, &d, NULL));
+    for (step = 0; step < 2; step++) {
+      memcpy(grad, g[step], sizeof grad);
+      CHECK_OK(cddp_sgd_step(s));
+      CHECK(memcmp(w, which == 0 ? nesterov[step] : damped[step], sizeof w) == 0);
+      if (which == 0 && step == 0) CHECK(memcmp(s->momentum[0], first, sizeof first) == 0);
+      if (which == 1 && step == 1) CHECK(memcmp(s->momentum[0], second, sizeof second) == 0);
+    }
+    cddp_sgd_destroy(s);
+  }
+}
+
+/* f16 and bf16 copies of f32 weights: at creation, after a step and when asked for. */
+static void test_copies(void) {
+  enum { N = 3001 };
+  static float w[N], plain[N], grad[N];
+  static uint16_t half[N], want[N];
+  void *copies[2] = {half, NULL};
+  cddp_sgd_desc d = desc_of(CONFIGS - 1), none = d;
+  cddp_param p[2], q;
+  cddp_sgd *s, *t;
+  int k, step, i;
+  for (k = 0; k < 2; k++) {
+    d.copies = copies;
+    d.copy_dtype = k == 0 ? CDDP_BF16 : CDDP_F16;
+    memset(p, 0, sizeof p);
+    for (i = 0; i < N; i++) w[i] = plain[i] = (float)(i - 1500) / 7.0f;
+    p[0].data = w, p[0].grad = grad, p[0].count = N;
+    p[1].dtype = CDDP_F64; /* has none */
+    q = p[0];
+    q.data = plain;
+    CHECK_OK(cddp_sgd_create(&s, p, 2, &d));
+    CHECK_OK(cddp_sgd_create(&t, &q, 1, &none));
+    for (step = 0; step < 4; step++) {
+      cddp__convert(want, d.copy_dtype, plain, CDDP_F32, N);
+      CHECK(memcmp(half, want, sizeof half) == 0);
+      for (i = 0; i < N; i++) grad[i] = 1e-3f * (float)((i * 37 + step * 101) % 211 - 105);
+      CHECK_OK(cddp_sgd_step(s));
+      CHECK_OK(cddp_sgd_step(t));
+      CHECK(memcmp(w, plain, sizeof w) == 0); /* small steps count: they are of the masters */
+    }
+    w[7] = plain[7] = 1.0f + 0x1p-7f; /* a bf16 */
+    CHECK_OK(cddp_sgd_write_copies(s));
+    cddp__convert(want, d.copy_dtype, plain, CDDP_F32, N);
+    CHECK(memcmp(half, want, sizeof half) == 0);
+    CHECK_OK(cddp_sgd_write_copies(t)); /* has none */
+    cddp_sgd_destroy(s);
+    cddp_sgd_destroy(t);
+  }
+  d.copy_dtype = CDDP_F32;
+  CHECK_IS(cddp_sgd_create(&s, p, 2, &d), CDDP_INVALID_ARGUMENT);
+  d.copy_dtype = CDDP_F16;
+  copies[1] = half;
+  CHECK_IS(cddp_sgd_create(&s, p, 2, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(s == NULL && strstr(cddp_error(), "f64") != NULL);
+  CHECK_IS(cddp_sgd_write_copies(NULL), CDDP_INVALID_ARGUMENT);
+}
+
+/* Any cut into pieces, and any instruction set, gives the same bits. */
+static void test_pieces(void) {
+  enum { N = 5003 };
+  static const cddp_dtype dtypes[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16};
+  static double start[N], whole[N], parts[N], grad[N], whole_m[N], parts_m[N];
+  uint64_t x = 1;
+  size_t i, t, size, at, n;
+  int c, found = cddp__isa();
+  for (t = 0; t < 4; t++) {
+    size = cddp_dtype_size(dtypes[t]);
+    for (i = 0; i < N; i++) { /* any bits that are numbers of moderate size */
+      x = x * 6364136223846793005ull + 1442695040888963407ull;
+      start[i] = (double)(int64_t)(x >> 11) * 0x1p-50 - 4.0;
+      grad[i] = (double)(int64_t)(x * 77 >> 11) * 0x1p-52 - 1.0;
+    }
+    cddp__convert(whole, dtypes[t], start, CDDP_F64, N);
+    memcpy(start, whole, N * size);
+    cddp__convert(whole, dtypes[t], grad, CDDP_F64, N);
+    memcpy(grad, whole, N * size);
+    for (c = 0; c < CONFIGS; c++) {
+      cddp_sgd_desc d = desc_of(c);
+      cddp__sgd_rule r;
+      int step;
+      cddp__sgd_rule_init(&r, &d);
+      memcpy(whole, start, sizeof whole);
+      memcpy(parts, start, sizeof parts);
+      for (step = 0; step < 3; step++) {
+        cddp__sgd_update(&r, dtypes[t], whole, whole, grad, r.momentum != 0 ? whole_m : NULL, N,
+                         step == 0);
+        __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
+        for (at = 0, n = 1; at < N; at += n, n = n * 2 + 1) {
+          size_t m = n < N - at ? n : N - at;
+          cddp__sgd_update(&r, dtypes[t], (char *)parts + at * size, (char *)parts + at * size,
+                           (char *)grad + at * size,
+                           r.momentum != 0 ? (char *)parts_m + at * size : NULL, m, step == 0);
+        }
+        __atomic_store_n(&cddp__isa_found, found, __ATOMIC_RELAXED);
+      }
+      CHECK(memcmp(whole, parts, N * size) == 0);
+      if (r.momentum != 0) CHECK(memcmp(whole_m, parts_m, N * size) == 0);
+    }
+  }
+}
+
+static void test_learning_rate_and_zero(void) {
+  float w[2] = {1.0f, 2.0f}, g[2] = {1.0f, 1.0f};
+  cddp_param p;
+  cddp_sgd_desc d;
+  cddp_sgd *s;
+  memset(&p, 0, sizeof p);
+  memset(&d, 0, sizeof d);
+  p.data = w;
+  p.grad = g;
+  p.count = 2;
+  CHECK_OK(cddp__sgd_create(&s, &p, 1, &d, NULL));
+  CHECK_EQ(cddp_sgd_lr(s), 0);
+  CHECK_OK(cddp_sgd_step(s));
+  CHECK(w[0] == 1.0f && w[1] == 2.0f);
+  CHECK(s->momentum[0] == NULL);
+  CHECK_OK(cddp_sgd_set_lr(s, 0.5));
+  CHECK_EQ(cddp_sgd_lr(s), 0.5);
+  CHECK_OK(cddp_sgd_step(s));
+  CHECK(w[0] == 0.5f && w[1] == 1.5f);
+  CHECK_IS(cddp_sgd_set_lr(s, -1), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sgd_set_lr(s, NAN), CDDP_INVALID_ARGUMENT);
+  CHECK_EQ(cddp_sgd_lr(s), 0.5);
+  CHECK_OK(cddp_sgd_zero_grad(s));
+  CHECK(g[0] == 0 && g[1] == 0);
+  cddp_sgd_destroy(s);
+}
+
+/* A parameter that no rank used keeps its weights and its momentum. */
+static void test_unused(void) {
+  float w[2] = {1.0f, 1.0f}, g[2] = {1.0f, 1.0f};
+  unsigned char used[2] = {1, 0};
+  cddp_param p[2];
+  cddp_sgd_desc d;
+  cddp_sgd *s;
+  int i;
+  memset(p, 0, sizeof p);
+  memset(&d, 0, sizeof d);
+  for (i = 0; i < 2; i++) {
+    p[i].data = &w[i];
+    p[i].grad = &g[i];
+    p[i].count = 1;
+  }
+  d.lr = 0.5;
+  d.momentum = 0.5;
+  d.dampening = 0.5;
+  CHECK_OK(cddp__sgd_create(&s, p, 2, &d, NULL));
+  s->used = used;
+  CHECK_OK(cddp_sgd_step(s));
+  CHECK(w[0] == 0.5f && w[1] == 1.0f);
+  CHECK(s->momentum[1] == NULL && !s->started[1]);
+  used[1] = 1;
+  CHECK_OK(cddp_sgd_step(s));
+  CHECK(w[0] == 0.0f);
+  CHECK(w[1] == 0.5f); /* its first gradient is not dampened */
+  cddp_sgd_destroy(s);
+}
+
+static int dropped;
+
+static void drop(cddp_sgd *s) {
+  dropped++;
+  s->shard = NULL;
+}
+
+/* While a cddp_ddp keeps the momentum in shards, a step of its own would use a stale one. */
+static void test_sharded(void) {
+  cddp_sgd_desc d;
+  cddp_sgd *s;
+  dropped = 0;
+  memset(&d, 0, sizeof d);
+  CHECK_OK(cddp__sgd_create(&s, NULL, 0, &d, NULL));
+  s->drop = drop;
+  s->shard = s;
+  CHECK_IS(cddp_sgd_step(s), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "cddp_ddp_wait") != NULL);
+  CHECK_EQ(dropped, 0);
+  cddp_sgd_destroy(s);
+  CHECK_EQ(dropped, 1);
+}
+
+static cddp_result made_with(double lr, double momentum, double dampening, double decay,
+                             bool nesterov) {
+  cddp_sgd_desc d;
+  cddp_sgd *s;
+  cddp_result r;
+  memset(&d, 0, sizeof d);
+  d.lr = lr;
+  d.momentum = momentum;
+  d.dampening = dampening;
+  d.weight_decay = decay;
+  d.nesterov = nesterov;
+  r = cddp__sgd_create(&s, NULL, 0, &d, NULL);
+  CHECK((r == CDDP_OK) == (s != NULL));
+  cddp_sgd_destroy(s);
+  return r;
+}
+
+static void test_bad_arguments(void) {
+  float w = 0, g = 0;
+  cddp_param p;
+  cddp_sgd_desc d;
+  cddp_sgd *s;
+  memset(&d, 0, sizeof d);
+  memset(&p, 0, sizeof p);
+  CHECK_OK(made_with(0.1, 0.9, 0, 0.1, true));
+  CHECK_IS(made_with(-0.1, 0, 0, 0, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(NAN, 0, 0, 0, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, -0.9, 0, 0, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, NAN, 0, 0, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, 0.9, NAN, 0, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(INFINITY, 0, 0, 0, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, INFINITY, 0, 0, false), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "momentum is inf") != NULL);
+  CHECK_IS(made_with(0.1, 0.9, INFINITY, 0, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, 0, 0, INFINITY, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, 0, 0, -1, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, 0, 0, NAN, false), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, 0, 0, 0, true), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(made_with(0.1, 0.9, 0.1, 0, true), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__sgd_create(NULL, NULL, 0, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__sgd_create(&s, NULL, 0, NULL, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__sgd_create(&s, NULL, 1, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__sgd_create(&s, &p, -1, &d, NULL), CDDP_INVALID_ARGUMENT);
+  p.name = "conv";
+  p.count = 1;
+  p.dtype = CDDP_I32;
+  CHECK_IS(cddp__sgd_create(&s, &p, 1, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "conv") != NULL);
+  p.dtype = CDDP_F32;
+  CHECK_OK(cddp__sgd_create(&s, &p, 1, &d, NULL));
+  p.data = &w;
+  CHECK_IS(cddp_sgd_step(s), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "conv") != NULL && strstr(cddp_error(), "gradient") != NULL);
+  CHECK_OK(cddp_sgd_zero_grad(s));
+  p.data = NULL;
+  p.grad = &g;
+  CHECK_IS(cddp_sgd_step(s), CDDP_INVALID_ARGUMENT);
+  cddp_sgd_destroy(s);
+  CHECK_IS(cddp_sgd_step(NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sgd_zero_grad(NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sgd_set_lr(NULL, 1), CDDP_INVALID_ARGUMENT);
+  cddp_sgd_destroy(NULL);
+}
+
+static int left; /* allocations until one fails */
+
+static void *failing_alloc(size_t bytes, void *user_data) {
+  (void)user_data;
+  return left-- > 0 ? malloc(bytes) : NULL;
+}
+
+static void failing_free(void *p, void *user_data) {
+  (void)user_data;
+  free(p);
+}
+
+static void test_no_memory(void) {
+  cddp_allocator a = {failing_alloc, failing_free, NULL};
+  float w[2] = {1, 1}, g[2] = {1, 1};
+  cddp_param p[2];
+  cddp_sgd_desc d;
+  cddp_sgd *s;
+  int i;
+  memset(&d, 0, sizeof d);
+  memset(p, 0, sizeof p);
+  d.lr = 1;
+  d.momentum = 1;
+  for (i = 0; i < 2; i++) {
+    p[i].data = &w[i];
+    p[i].grad = &g[i];
+    p[i].count = 1;
+  }
+  for (i = 0; i < 3; i++) {
+    left = i;
+    CHECK_IS(cddp__sgd_create(&s, p, 2, &d, &a), CDDP_OUT_OF_MEMORY);
+    CHECK(s == NULL);
+  }
+  left = 4; /* one of the two momentum buffers: nothing may have changed */
+  CHECK_OK(cddp__sgd_create(&s, p, 2, &d, &a));
+  CHECK_IS(cddp_sgd_step(s), CDDP_OUT_OF_MEMORY);
+  CHECK(w[0] == 1 && w[1] == 1);
+  left = 1;
+  CHECK_OK(cddp_sgd_step(s));
+  CHECK(w[0] == 0 && w[1] == 0);
+  cddp_sgd_destroy(s);
+}
+
+/* The one loop of a data-parallel step is the mean, the update, the others' weights and zeros. */
+static void sweep_as(int ranks, size_t n, double decay, double dampening) {
+  enum { MOST = 2100 };
+  static float g[4][MOST], w[4][MOST], m[MOST], mean[MOST], want_w[MOST], want_m[MOST];
+  static const float odd[] = {0.0f, -0.0f, 1e-42f, -3e38f, 3e38f, 1e-30f};
+  const void *srcs[4];
+  cddp_sgd_desc desc;
+  cddp__sgd_rule rule;
+  cddp__fused_args s;
+  uint32_t state = 12345;
+  size_t i;
+  int k;
+  memset(&desc, 0, sizeof desc);
+  desc.lr = 0.1;
+  desc.momentum = 0.9;
+  desc.dampening = dampening;
+  desc.weight_decay = decay;
+  cddp__sgd_rule_init(&rule, &desc);
+  CHECK(rule.fuses);
+  s = rule.fused;
+  s.mean = 1.0f / (float)ranks;
+  for (i = 0; i < MOST; i++) {
+    for (k = 0; k < 4; k++) {
+      state = state * 1664525u + 1013904223u;
+      g[k][i] = state >> 28 == 0 ? odd[(state >> 8) % 6] : (float)(int32_t)state * 0x1p-31f;
+      w[k][i] = 7;
+    }
+    state = state * 1664525u + 1013904223u;
+    m[i] = want_m[i] = (float)(int32_t)state * 0x1p-33f;
+    w[0][i] = want_w[i] = (float)(int32_t)(state * 2654435761u) * 0x1p-30f;
+  }
+  for (k = 0; k < ranks; k++) srcs[k] = s.gradients[k] = (cddp__f32 *)g[k];
+  for (k = 0; k < ranks; k++) s.weights[k] = (cddp__f32 *)w[k];
+  cddp__reduce(mean, srcs, ranks, n, CDDP_F32, CDDP_AVG);
+  cddp__sgd_update(&rule, CDDP_F32, want_w, want_w, mean, want_m, n, false);
+  s.momentum = (cddp__f32 *)m;
+  rule.kernels->fused(&s, ranks, n);
+  CHECK(memcmp(m, want_m, sizeof m) == 0);
+  for (k = 0; k < ranks; k++) {
+    CHECK(memcmp(w[k], want_w, n * sizeof(float)) == 0);
+    for (i = 0; i < n; i++)
+      if (g[k][i] != 0 || signbit(g[k][i])) break;
+    CHECK_EQ(i, n);
+    CHECK(w[k][n] == (k == 0 ? want_w[n] : 7));
+  }
+}
+
+static void test_sweep(void) {
+  static const size_t sizes[] = {0, 1, 7, 16, 33, 1000, 2048, 2099};
+  size_t i;
+  int ranks;
+  for (i = 0; i < sizeof sizes / sizeof *sizes; i++)
+    for (ranks = 1; ranks <= 4; ranks *= 2) {
+      sweep_as(ranks, sizes[i], 0, 0);
+      sweep_as(ranks, sizes[i], 1e-4, 0);
+      sweep_as(ranks, sizes[i], 0, 0.25);
+      sweep_as(ranks, sizes[i], 1e-4, 0.25);
+    }
+}
+
+int main(void) {
+  int isa;
+  for (isa = test_best_isa(); isa >= CDDP__ISA_BASE; isa--) {
+    test_use_isa(isa);
+    RUN(test_of_pytorch);
+    RUN(test_check_values);
+    RUN(test_copies);
+    RUN(test_pieces);
+    RUN(test_learning_rate_and_zero);
+    RUN(test_unused);
+    RUN(test_sharded);
+    RUN(test_bad_arguments);
+    RUN(test_no_memory);
+    RUN(test_sweep);
+  }
+  return TEST_END();
+}
