@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -162,19 +163,46 @@ RANKS_DEF cddp_result ranks_run(ranks_fn fn, void *arg, int n, bool threads) {
   return cddp_spawn(ranks_process, &job, n);
 }
 
-/* A TCP port of the loopback interface that was free a moment ago. */
-RANKS_DEF int ranks_free_port(void) {
+/* True when no process listens on the port. */
+RANKS_DEF bool ranks_port_is_free(int port) {
   struct sockaddr_in a;
-  socklen_t n = sizeof a;
-  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), port = -1;
+  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  bool ok;
   memset(&a, 0, sizeof a);
   a.sin_family = AF_INET;
   a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  if (fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 &&
-      getsockname(fd, (struct sockaddr *)&a, &n) == 0)
-    port = ntohs(a.sin_port);
+  a.sin_port = htons((uint16_t)port);
+  ok = fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0;
   if (fd >= 0) close(fd);
-  return port;
+  return ok;
+}
+
+/* A free TCP port of the loopback interface. No other test gets it: an abstract socket reserves a
+   block of ports for this process while it lives. Clients get none either: the system takes theirs
+   from 32768 on. -1 when none is left. */
+RANKS_DEF int ranks_free_port(void) {
+  enum { RANKS_FIRST_PORT = 20000, RANKS_BLOCK = 50, RANKS_BLOCKS = 240 };
+  static int block, used = RANKS_BLOCK;
+  static pid_t owner;
+  int tries = 0;
+  for (;;) {
+    while (owner == getpid() && used < RANKS_BLOCK) {
+      int port = RANKS_FIRST_PORT + block * RANKS_BLOCK + used++;
+      if (ranks_port_is_free(port)) return port;
+    }
+    for (used = RANKS_BLOCK; used == RANKS_BLOCK; tries++) {
+      struct sockaddr_un name;
+      int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+      if (fd < 0 || tries == RANKS_BLOCKS) return -1;
+      block = (int)(((long)getpid() + tries) % RANKS_BLOCKS);
+      memset(&name, 0, sizeof name);
+      name.sun_family = AF_UNIX;
+      snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "cddp-test-ports-%d", block);
+      if (bind(fd, (struct sockaddr *)&name, sizeof name) == 0) used = 0; /* fd stays open */
+      else close(fd);
+    }
+    owner = getpid();
+  }
 }
 
 RANKS_DEF void ranks_setenv(const char *name, long value) {
