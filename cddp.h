@@ -11,7 +11,7 @@
 
        #define TRY(call) if (call) return fprintf(stderr, "%s\n", cddp_error()), 1
        static int train(int rank, void *arg) {
-         cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd; cddp_sgd_desc o = {0};
+         cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sgd_desc o = {0};
          TRY(cddp_init(&g, NULL));                      // 1  finds the other ranks
          float *w = cddp_alloc(g, N * sizeof *w);       //    malloc'ed weights work too
          init_weights(w, 42);                           //    rank 0's values win anyway
@@ -24,7 +24,7 @@
            TRY(cddp_ddp_ready(ddp, 0));                 // 4  its bucket may start reducing
            TRY(cddp_ddp_step(ddp, sgd));                // 5  mean over ranks, SGD, zero gradients
          }
-         cddp_sgd_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);   // 6
+         cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);   // 6
          return 0;
        }
        int main(void) {
@@ -176,7 +176,7 @@ CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype); /* bytes of an element; 0 if i
 typedef struct cddp_group cddp_group; /* torch.distributed.ProcessGroup, MPI_Comm */
 typedef struct cddp_work cddp_work;   /* an operation in flight: distributed.Work */
 typedef struct cddp_ddp cddp_ddp;     /* nn.parallel.DistributedDataParallel */
-typedef struct cddp_sgd cddp_sgd;     /* torch.optim.SGD */
+typedef struct cddp_optim cddp_optim; /* torch.optim.Optimizer */
 typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.Store */
 
 /* GROUPS. -----------------------------------------------------------------------------------------
@@ -192,9 +192,9 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    One thread at a time, in the same order on every rank: what is collective over a group, with a
    handle or without (cddp_group_split, cddp_ddp_create, _wait and _step, cddp_save among them; a
    cddp_ddp's steps may run beside collectives on its group, being on groups of its own). One thread
-   at a time: the rest of a cddp_ddp, a cddp_sgd, a sampler. Nobody may be in a call on what another
-   thread destroys. cddp_error is each thread's own. Do not pthread_cancel a thread in a call, but
-   in cddp_recv without a handle. On GPUs see ORDER.
+   at a time: the rest of a cddp_ddp, a cddp_optim, a sampler. Nobody may be in a call on what
+   another thread destroys. cddp_error is each thread's own. Do not pthread_cancel a thread in a
+   call, but in cddp_recv without a handle. On GPUs see ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
    caller's again when the call returns its failure. A peer on this host that was stopped in the
@@ -370,7 +370,7 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
    the default one, in mode thread-local or relaxed); ranks are not compared while capturing, all
    must capture and launch alike. The learning rate is the captured one. Destroy graphs before the
-   cddp_ddp, the cddp_sgd and the group, whose memory they use.
+   cddp_ddp, the cddp_optim and the group, whose memory they use.
    ORDER. To NCCL all groups of a GPU are one queue: call the operations of all of them, ready() and
    the steps of a cddp_ddp included, from one thread at a time and in the same order on every rank.
    From NCCL 2.26 on NCCL_LAUNCH_ORDER_IMPLICIT=1 keeps the GPU to that order as well.
@@ -386,7 +386,7 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    group's first cddp_alloc. After a failure g is what it was, or broken. */
 CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const char *backend);
 
-/* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_sgd; NULL:
+/* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_optim; NULL:
    the legacy default stream. It must stay until another is set. Set it between steps: one stream
    for all ready() calls of a step. New sub-groups take their parent's. Does nothing for a group
    without a GPU. */
@@ -585,15 +585,16 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
    _step send only these rows, in the call itself, past any comm_hook; the mean has the bits of a
    dense one. The parameter's grad stays NULL. SGD does with them what torch.optim.SGD does: without
    momentum the other rows are not touched, with it all are; weight_decay is CDDP_UNSUPPORTED.
-   cddp_sgd_step needs cddp_sgd_desc.ddp to find them. Any thread, one at a time for a parameter. On
-   a GPU values may lie in either memory, rows in the host's; the call waits for the group's stream,
-   a step's hosts meet, and SGD passes over the whole table. Like nn.Embedding(sparse=True). */
+   cddp_optim_step needs cddp_sgd_desc.ddp to find them. Any thread, one at a time for a parameter.
+   On a GPU values may lie in either memory, rows in the host's; the call waits for the group's
+   stream, a step's hosts meet, and SGD passes over the whole table. Like
+   nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
 /* After cddp_ddp_wait, for an optimizer of yours: the mean gradient's rows, ascending, each once.
-   Returns how many; the arrays are valid until the next wait, step or cddp_sgd_zero_grad. On a GPU
-   they are the host's, without what a clip has done. */
+   Returns how many; the arrays are valid until the next wait, step or cddp_optim_zero_grad. On a
+   GPU they are the host's, without what a clip has done. */
 CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
@@ -605,18 +606,18 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
-/* cddp_ddp_wait, then cddp_sgd_step, then zero gradients, in one pass over the bytes: each rank
+/* cddp_ddp_wait, then cddp_optim_step, then zero gradients, in one pass over the bytes: each rank
    reduces its share, updates it and writes the new weights to all ranks of the host, keeping
    1/world_size of the momentum. Same bits as the three calls. s must have been made for the same
    params array. Collective. On GPUs buckets are reduced while backward runs, as in cddp_ddp_wait,
    and one kernel then updates all weights on every rank, which keeps all of the momentum; needs
    cddp_kernels.cuh. */
 CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s);
+CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* Uneven inputs: a rank that has run out of data calls this where the others go on stepping. Until
    every rank has called it, it takes part in their cddp_ddp_wait, _step and _sync_buffers with zero
-   weight: each mean is over the ranks that have data (>>ddp). s: the cddp_sgd of the loop, whose
+   weight: each mean is over the ranks that have data (>>ddp). s: the cddp_optim of the loop, whose
    learning rate follows the others'; NULL if they step by other means, whose own state stays as it
    is here. On return all ranks have the same weights, buffers and momentum of s. A hook's result is
    scaled by world size / ranks with data, so it must be linear. Each step has the group's timeout
@@ -626,7 +627,7 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s);
    uneven_inputs in cddp_ddp_desc. Collective; once an epoch.
    Like PyTorch's join(divide_by_initial_world_size=False). */
 CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s);
+CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
 /* Over how many ranks the last cddp_ddp_wait or _step took the mean: those that had not joined. */
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
@@ -678,20 +679,20 @@ struct cddp_sgd_desc {
    MIXED PRECISION. Forward and backward read f16 or bf16 weights, while the optimizer works on f32
    master weights: params hold the masters and f32 gradients, which are reduced in f32 as ever;
    copies[i], of count elements in the same kind of memory as data, is what the model reads.
-   cddp_sgd_create, cddp_sgd_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.sgd) write
-   data, rounded to the nearest, to it. Checkpoints have the masters. The array is copied, the
+   cddp_sgd_create, cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.optim)
+   write data, rounded to the nearest, to it. Checkpoints have the masters. The array is copied, the
    memory must stay. */
 CDDP_CHECKED
-CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int count,
+CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc);
 CDDP_CHECKED
-CDDPDEF cddp_result cddp_sgd_step(cddp_sgd *s);                /* updates data from grad. Local */
-CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s);           /* sets every grad to zero. Local */
-CDDPDEF cddp_result cddp_sgd_set_lr(cddp_sgd *s, double lr);   /* from the next step on */
-CDDPDEF double cddp_sgd_lr(const cddp_sgd *s);
+CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);              /* updates data from grad. Local */
+CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
+CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
+CDDPDEF double cddp_optim_lr(const cddp_optim *s);
 /* Writes the copies after a change of data by your own hand. Local. */
-CDDPDEF cddp_result cddp_sgd_write_copies(cddp_sgd *s);
-CDDPDEF void cddp_sgd_destroy(cddp_sgd *s);                    /* NULL is fine */
+CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
+CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
 /* DATA. -----------------------------------------------------------------------------------------*/
 
@@ -741,7 +742,10 @@ typedef struct cddp_metadata { /* strings in UTF-8 */
 typedef struct cddp_checkpoint_desc {
   const cddp_shape *shapes; /* [count] of params, for the file's readers; load: it must have them.
                                NULL: one dimension each; load takes any shape with that count */
-  cddp_sgd *sgd;            /* its momentum and learning rate too; NULL: none */
+  union {
+    cddp_optim *optim; /* its state and learning rate too; NULL: none */
+    cddp_optim *sgd;   /* the same by its name in v0.2 */
+  };
   cddp_sampler *sampler;    /* its epoch and place in it; NULL: none */
   cddp_metadata *metadata;  /* save: what to write; load: keys to look up */
   int metadata_count;
@@ -1365,16 +1369,16 @@ typedef struct cddp__carrier {
 } cddp__carrier;
 
 /* What an optimizer does whose parameters lie on a device. */
-typedef struct cddp__sgd_backend {
-  cddp_result (*step)(cddp_sgd *s);
-  cddp_result (*zero)(cddp_sgd *s);
-  void (*leave)(cddp_sgd *s);
+typedef struct cddp__optim_backend {
+  cddp_result (*step)(cddp_optim *s);
+  cddp_result (*zero)(cddp_optim *s);
+  void (*leave)(cddp_optim *s);
   /* Zeroed memory laid out as the momentum is; where each parameter's lies in it. */
-  cddp_result (*room)(const cddp_sgd *s, void **flat, void **momentum);
-  cddp_result (*put)(cddp_sgd *s, const void *flat); /* makes that the momentum, where it lies */
+  cddp_result (*room)(const cddp_optim *s, void **flat, void **momentum);
+  cddp_result (*put)(cddp_optim *s, const void *flat); /* makes that the momentum, where it lies */
   void (*free_room)(void *flat);
-  cddp_result (*copy)(cddp_sgd *s); /* all copies from data */
-} cddp__sgd_backend;
+  cddp_result (*copy)(cddp_optim *s); /* all copies from data */
+} cddp__optim_backend;
 
 /* A recv that waits for its message. In its group's list, in order of posting; p2p_lock. */
 typedef struct cddp__recv_request {
@@ -1513,7 +1517,7 @@ typedef struct cddp__bucket_state {
 /* This rank's share of an SGD's momentum: the part of each parameter that lies in its slice. */
 typedef struct cddp__shard {
   struct cddp__shard *next;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   cddp_ddp *ddp;
   char *mine; /* in the arena of the host: slice bytes of each dtype, one after the other */
   char **all; /* [ranks] where every rank's lies */
@@ -1524,7 +1528,7 @@ typedef struct cddp__shard {
 /* The payload of a step in which the ranks of a cddp_ddp meet. */
 typedef struct cddp__step_header {
   uint64_t missing;  /* parameters that are not ready on this rank */
-  uint64_t settings; /* of the cddp_sgd without its lr; 0: there is none */
+  uint64_t settings; /* of the cddp_optim without its lr; 0: there is none */
   double lr;
   uint32_t joined;   /* CDDP__JOINED*; 0: the rank has data */
 } cddp__step_header;
@@ -1550,7 +1554,7 @@ typedef struct cddp__ddp_memory {
   cddp_result (*scale)(cddp_ddp *d, double factor); /* all gradients in the arena */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   /* Updates the weights. averaged: the arena holds means already. wrote: see cddp__host_step */
-  cddp_result (*step)(cddp_ddp *d, cddp_sgd *s, bool averaged, bool wrote);
+  cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
 } cddp__ddp_memory;
 
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
@@ -1588,7 +1592,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   int next_bucket; /* first one not launched; guarded by lock */
   int *arrival;    /* [count] order of ready(); guarded by lock */
   int arrived;
-  unsigned char *used;  /* [count] of the last wait or step; cddp_sgd points here */
+  unsigned char *used;  /* [count] of the last wait or step; cddp_optim points here */
   unsigned char *flags; /* [ranks + 1][count] exchange of ready flags */
   cddp__shard *shards;
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
@@ -12011,9 +12015,9 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
   return r;
 }
 /* >>sgd ----------------------------------------------------------------------------------------
-   The arithmetic of torch.optim.SGD, to the last bit. Owns: a cddp_sgd and its momentum, unless
+   The arithmetic of torch.optim.SGD, to the last bit. Owns: a cddp_optim and its momentum, unless
    that lies in shards (>>ddp) or on a device (>>kernels). Touches: the caller's parameters,
-   gradients and copies. Entry points: cddp__sgd_create, _step and _free; cddp__sgd_rule_init,
+   gradients and copies. Entry points: cddp__optim_create, _step and _free; cddp__sgd_rule_init,
    whenever lr has changed; cddp__sgd_update for a piece of a parameter; cddp__sgd_rows; the kernel
    `fused` of the rule, which is a whole data-parallel step of such a piece in one loop.
    Works as follows: every a + s * b is one fused multiply-add, as in PyTorch's AVX2 kernels.
@@ -12034,7 +12038,7 @@ typedef struct cddp__sgd_rule {
   const cddp__kernels *kernels; /* of this machine */
 } cddp__sgd_rule;
 
-struct cddp_sgd { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_step */
+struct cddp_optim { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_step */
   cddp_allocator allocator;
   cddp_param *params;  /* [count], the caller's */
   int count;
@@ -12046,8 +12050,8 @@ struct cddp_sgd { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_st
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
   void *shard;         /* momentum that a cddp_ddp keeps in pieces; NULL: momentum above is whole */
-  void (*drop)(cddp_sgd *s); /* frees the shard and NULLs it; set along with shard */
-  const cddp__sgd_backend *backend; /* parameters on a device; NULL: in host memory */
+  void (*drop)(cddp_optim *s); /* frees the shard and NULLs it; set along with shard */
+  const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
   void *flat;                       /* their momentum in one piece; NULL: none */
   void **copies;                    /* [count] of desc.copy_dtype, the caller's; NULL: none */
 };
@@ -12287,7 +12291,7 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
   return r;
 }
 
-static cddp_result cddp__sgd_check(const cddp_param *params, int count, const cddp_sgd_desc *d) {
+static cddp_result cddp__optim_check(const cddp_param *params, int count, const cddp_sgd_desc *d) {
   static const char *const names[] = {"lr", "momentum", "weight_decay"};
   double bounded[3];
   int i;
@@ -12325,7 +12329,7 @@ static cddp_result cddp__sgd_check(const cddp_param *params, int count, const cd
   return CDDP_OK;
 }
 
-static void cddp__sgd_free(cddp_sgd *s) {
+static void cddp__optim_free(cddp_optim *s) {
   cddp_allocator a;
   int i;
   if (s == NULL) return;
@@ -12337,15 +12341,15 @@ static void cddp__sgd_free(cddp_sgd *s) {
   cddp__free(&a, s);
 }
 
-static cddp_result cddp__sgd_create(cddp_sgd **out, cddp_param *params, int count,
+static cddp_result cddp__optim_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc, const cddp_allocator *a) {
   cddp_result r;
-  cddp_sgd *s;
+  cddp_optim *s;
   if (out == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_create: out is NULL");
   *out = NULL;
-  r = cddp__sgd_check(params, count, desc);
+  r = cddp__optim_check(params, count, desc);
   if (r != CDDP_OK) return cddp__fail_in(r, "cddp_sgd_create: ");
-  s = (cddp_sgd *)cddp__calloc(a, 1, sizeof *s);
+  s = (cddp_optim *)cddp__calloc(a, 1, sizeof *s);
   if (s == NULL) return cddp__fail_in(CDDP_OUT_OF_MEMORY, "cddp_sgd_create: ");
   if (a != NULL) s->allocator = *a;
   s->params = params;
@@ -12356,7 +12360,7 @@ static cddp_result cddp__sgd_create(cddp_sgd **out, cddp_param *params, int coun
   s->started = (bool *)cddp__calloc(a, (size_t)count, sizeof *s->started);
   if (desc->copies != NULL) s->copies = (void **)cddp__calloc(a, (size_t)count, sizeof *s->copies);
   if (s->momentum == NULL || s->started == NULL || (desc->copies != NULL && s->copies == NULL)) {
-    cddp__sgd_free(s);
+    cddp__optim_free(s);
     return cddp__fail_in(CDDP_OUT_OF_MEMORY, "cddp_sgd_create: ");
   }
   if (s->copies != NULL) memcpy(s->copies, desc->copies, (size_t)count * sizeof *s->copies);
@@ -12364,28 +12368,28 @@ static cddp_result cddp__sgd_create(cddp_sgd **out, cddp_param *params, int coun
   return CDDP_OK;
 }
 
-static bool cddp__sgd_skips(const cddp_sgd *s, int i) {
+static bool cddp__sgd_skips(const cddp_optim *s, int i) {
   return s->params[i].count == 0 || (s->used != NULL && !s->used[i]);
 }
 
 /* Brings n elements of parameter i's copy, if it has one, up to date. */
-static void cddp__sgd_copy(const cddp_sgd *s, int i, size_t from, size_t n) {
+static void cddp__optim_copy(const cddp_optim *s, int i, size_t from, size_t n) {
   if (s->copies != NULL && s->copies[i] != NULL)
     cddp__convert((uint16_t *)s->copies[i] + from, s->desc.copy_dtype,
                   (const float *)s->params[i].data + from, CDDP_F32, n);
 }
 
 /* Brings all copies up to date. */
-static cddp_result cddp__write_copies(cddp_sgd *s) {
+static cddp_result cddp__write_copies(cddp_optim *s) {
   int i;
   if (s->backend != NULL && s->copies != NULL) return s->backend->copy(s);
   for (i = 0; i < s->count; i++)
-    if (s->params[i].data != NULL) cddp__sgd_copy(s, i, 0, s->params[i].count);
+    if (s->params[i].data != NULL) cddp__optim_copy(s, i, 0, s->params[i].count);
   return CDDP_OK;
 }
 
 /* One step of a parameter; its copy while the new weights are in the cache. */
-static void cddp__sgd_dense(cddp_sgd *s, int i) {
+static void cddp__sgd_dense(cddp_optim *s, int i) {
   const cddp_param *p = &s->params[i];
   size_t size = cddp__dtype_size(p->dtype), at, n;
   bool copied = s->copies != NULL && s->copies[i] != NULL;
@@ -12394,13 +12398,13 @@ static void cddp__sgd_dense(cddp_sgd *s, int i) {
     n = copied ? cddp__min(p->count - at, (size_t)CDDP__BLOCK_BYTES / sizeof(float)) : p->count;
     cddp__sgd_update(&s->rule, p->dtype, weights, weights, (char *)p->grad + at * size,
                      momentum != NULL ? momentum + at * size : NULL, n, !s->started[i]);
-    cddp__sgd_copy(s, i, at, n);
+    cddp__optim_copy(s, i, at, n);
   }
 }
 
 /* One step of a parameter whose gradient is rows: what a dense gradient with zeros elsewhere would
    do. Without momentum the other rows stay as they are and are not looked at. */
-static void cddp__sgd_rows(cddp_sgd *s, int i, const cddp__sparse *g) {
+static void cddp__sgd_rows(cddp_optim *s, int i, const cddp__sparse *g) {
   const cddp_param *p = &s->params[i];
   bool every = s->rule.momentum != 0, has;
   size_t k = 0, row;
@@ -12412,11 +12416,11 @@ static void cddp__sgd_rows(cddp_sgd *s, int i, const cddp__sparse *g) {
     cddp__sgd_update(&s->rule, p->dtype, weights, weights,
                      has ? g->mean.values + k * g->bytes : g->zeros, momentum, g->width,
                      every && !s->started[i]);
-    cddp__sgd_copy(s, i, row * g->width, g->width);
+    cddp__optim_copy(s, i, row * g->width, g->width);
   }
 }
 
-static cddp_result cddp__sgd_check_rows(const cddp_sgd *s, int i) {
+static cddp_result cddp__sgd_check_rows(const cddp_optim *s, int i) {
   const char *name = s->params[i].name != NULL ? s->params[i].name : "unnamed";
   if (s->rule.decay == 0) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -12425,12 +12429,12 @@ static cddp_result cddp__sgd_check_rows(const cddp_sgd *s, int i) {
                     i, name);
 }
 
-static const cddp__sparse *cddp__sgd_sparse(const cddp_sgd *s, int i) { /* NULL: it is dense */
+static const cddp__sparse *cddp__sgd_sparse(const cddp_optim *s, int i) { /* NULL: it is dense */
   return s->sparse != NULL ? s->sparse[i] : NULL;
 }
 
 /* Checks and allocates all that a step needs, so that a step is done as a whole or not at all. */
-static cddp_result cddp__sgd_prepare(cddp_sgd *s) {
+static cddp_result cddp__optim_prepare(cddp_optim *s) {
   int i;
   for (i = 0; i < s->count; i++) {
     const cddp_param *p = &s->params[i];
@@ -12454,14 +12458,14 @@ static cddp_result cddp__sgd_prepare(cddp_sgd *s) {
   return CDDP_OK;
 }
 
-static cddp_result cddp__sgd_step(cddp_sgd *s) {
+static cddp_result cddp__sgd_step(cddp_optim *s) {
   cddp_result r;
   int i;
   if (s->shard != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "after cddp_ddp_step each rank holds its part of the momentum only; call "
-                      "cddp_ddp_wait before cddp_sgd_step");
-  if ((r = cddp__sgd_prepare(s)) != CDDP_OK) return r;
+                      "cddp_ddp_wait before cddp_optim_step");
+  if ((r = cddp__optim_prepare(s)) != CDDP_OK) return r;
   for (i = 0; i < s->count; i++) {
     if (cddp__sgd_skips(s, i)) continue;
     if (cddp__sgd_sparse(s, i) != NULL)
@@ -14276,12 +14280,12 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
 }
 /* >>kernels ------------------------------------------------------------------------------------
    What cddp_kernels.cuh does on a device: SGD's step, copies of weights, compression. Owns: the
-   momentum of a cddp_sgd whose parameters lie on a device. Touches: parameters, gradients, copies
+   momentum of a cddp_optim whose parameters lie on a device. Touches: parameters, gradients, copies
    and buckets there. Entry points: cddp__attach_sgd, cddp__device_sgd, cddp__device_update and
    _copies for a cddp_ddp's step, cddp__compress_hook.
    Works as follows: kernels are registered before main by the one .cu file that includes
    cddp_kernels.cuh; without it these calls are CDDP_UNSUPPORTED. One launch takes all parameters of
-   a dtype. Momentum is one piece of memory, made with the cddp_sgd, and stays where it is: a CUDA
+   a dtype. Momentum is one piece of memory, made with the cddp_optim, and stays where it is: a CUDA
    graph may have its address. */
 
 static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
@@ -14312,8 +14316,8 @@ static cddp_result cddp__kernel_result(int e, const char *what) {
   return cddp__cuda_result((cudaError_t)e, what);
 }
 
-/* Where parameter i's gradient lies on the device; d NULL: for cddp_sgd_step. */
-static void *cddp__device_gradient(const cddp_sgd *s, const cddp_ddp *d, int i) {
+/* Where parameter i's gradient lies on the device; d NULL: for cddp_optim_step. */
+static void *cddp__device_gradient(const cddp_optim *s, const cddp_ddp *d, int i) {
   if (d == NULL && cddp__sgd_sparse(s, i) == NULL) return s->params[i].grad;
   if (d == NULL) d = s->desc.ddp;
   return d->arena + (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense : d->tensors[i].offset);
@@ -14321,7 +14325,7 @@ static void *cddp__device_gradient(const cddp_sgd *s, const cddp_ddp *d, int i) 
 
 /* Updates all weights of this rank: a launch for each dtype, and one more for parameters without
    momentum yet. d: in cddp_ddp_step, whose gradients lie in the arena; else NULL. */
-static cddp_result cddp__device_update(cddp_sgd *s, const cddp_ddp *d, unsigned flags,
+static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigned flags,
                                        cddp_segment *segments, cudaStream_t stream) {
   bool capturing = cddp__capturing(stream);
   const cddp_kernels *k;
@@ -14351,7 +14355,7 @@ static cddp_result cddp__device_update(cddp_sgd *s, const cddp_ddp *d, unsigned 
 }
 
 /* That of the cddp_ddp, whose device becomes this thread's. */
-static cudaStream_t cddp__sgd_stream(const cddp_sgd *s) {
+static cudaStream_t cddp__optim_stream(const cddp_optim *s) {
   if (s->desc.ddp == NULL || s->desc.ddp->gpu == NULL) return (cudaStream_t)s->desc.stream;
   (void)cddp__use_device(cddp__device_of(s->desc.ddp->group)->device);
   return cddp__gpu_stream(s->desc.ddp);
@@ -14359,7 +14363,7 @@ static cudaStream_t cddp__sgd_stream(const cddp_sgd *s) {
 
 #define CDDP__COPIES 64 /* of a launch */
 
-static cddp_result cddp__device_copies(const cddp_sgd *s, cudaStream_t stream) {
+static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream) {
   cddp_segment from[CDDP__COPIES];
   void *to[CDDP__COPIES];
   const cddp_kernels *k;
@@ -14382,12 +14386,12 @@ static cddp_result cddp__device_copies(const cddp_sgd *s, cudaStream_t stream) {
   return r;
 }
 
-static cddp_result cddp__device_sgd_step(cddp_sgd *s) {
-  cudaStream_t stream = cddp__sgd_stream(s);
+static cddp_result cddp__device_sgd_step(cddp_optim *s) {
+  cudaStream_t stream = cddp__optim_stream(s);
   cddp_segment *segments;
   cddp_result r;
   int i;
-  if ((r = cddp__sgd_prepare(s)) != CDDP_OK) return r;
+  if ((r = cddp__optim_prepare(s)) != CDDP_OK) return r;
   segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *segments);
   if (segments == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__device_update(s, NULL, 0, segments, stream);
@@ -14398,8 +14402,8 @@ static cddp_result cddp__device_sgd_step(cddp_sgd *s) {
 }
 
 /* All gradients that a cddp_ddp has placed at once, the caller's own one by one. */
-static cddp_result cddp__device_sgd_zero(cddp_sgd *s) {
-  cudaStream_t stream = cddp__sgd_stream(s);
+static cddp_result cddp__device_sgd_zero(cddp_optim *s) {
+  cudaStream_t stream = cddp__optim_stream(s);
   const cddp_ddp *d = s->desc.ddp;
   cddp_result r = d != NULL ? cddp__device_zero(d->arena, d->bytes, stream) : CDDP_OK;
   int i;
@@ -14412,11 +14416,11 @@ static cddp_result cddp__device_sgd_zero(cddp_sgd *s) {
   return r;
 }
 
-static cddp_result cddp__device_sgd_copy(cddp_sgd *s) {
-  return cddp__device_copies(s, cddp__sgd_stream(s));
+static cddp_result cddp__device_sgd_copy(cddp_optim *s) {
+  return cddp__device_copies(s, cddp__optim_stream(s));
 }
 
-static size_t cddp__momentum_bytes(const cddp_sgd *s) {
+static size_t cddp__momentum_bytes(const cddp_optim *s) {
   size_t bytes = 0;
   int i;
   for (i = 0; i < s->count; i++)
@@ -14425,9 +14429,9 @@ static size_t cddp__momentum_bytes(const cddp_sgd *s) {
 }
 
 /* Zeroed momentum of all parameters, in one piece of device memory. */
-static cddp_result cddp__momentum_alloc(const cddp_sgd *s, void **flat, void **momentum) {
+static cddp_result cddp__momentum_alloc(const cddp_optim *s, void **flat, void **momentum) {
   size_t bytes = cddp__momentum_bytes(s), at = 0;
-  cudaStream_t stream = cddp__sgd_stream(s);
+  cudaStream_t stream = cddp__optim_stream(s);
   cddp_result r;
   int i;
   r = cddp__cuda_result(cudaMalloc(flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
@@ -14441,8 +14445,8 @@ static cddp_result cddp__momentum_alloc(const cddp_sgd *s, void **flat, void **m
 }
 
 /* From a checkpoint. CUDA graphs hold the momentum's address, so it stays. */
-static cddp_result cddp__momentum_put(cddp_sgd *s, const void *flat) {
-  cudaStream_t stream = cddp__sgd_stream(s);
+static cddp_result cddp__momentum_put(cddp_optim *s, const void *flat) {
+  cudaStream_t stream = cddp__optim_stream(s);
   cddp_result r = cddp__device_copy(s->flat, flat, cddp__momentum_bytes(s), stream);
   if (r != CDDP_OK) return r;
   return cddp__cuda_result(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
@@ -14452,14 +14456,14 @@ static void cddp__device_free(void *p) {
   if (p != NULL) cudaFree(p);
 }
 
-static void cddp__momentum_free(cddp_sgd *s) {
+static void cddp__momentum_free(cddp_optim *s) {
   int i;
   cddp__device_free(s->flat);
   s->flat = NULL;
   for (i = 0; s->momentum != NULL && i < s->count; i++) s->momentum[i] = NULL;
 }
 
-static const cddp__sgd_backend cddp__device_sgd = {
+static const cddp__optim_backend cddp__device_sgd = {
     cddp__device_sgd_step, cddp__device_sgd_zero, cddp__momentum_free,  cddp__momentum_alloc,
     cddp__momentum_put,    cddp__device_free,     cddp__device_sgd_copy};
 
@@ -14501,7 +14505,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 }
 
 /* An optimizer whose first parameter lies on a device has all of them there. */
-static cddp_result cddp__attach_sgd(cddp_sgd *s) {
+static cddp_result cddp__attach_sgd(cddp_optim *s) {
 #ifdef CDDP_CUDA
   int i, count = 0, on_device = 0;
   if (s->desc.ddp != NULL ? s->desc.ddp->gpu == NULL : !cddp__cuda_in_use()) return CDDP_OK;
@@ -14528,14 +14532,14 @@ static cddp_result cddp__attach_sgd(cddp_sgd *s) {
 #endif
 }
 /* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
-static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_sgd *s) {
+static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
   cddp_result r;
   int i;
   const char *wrong =
       s->params != d->params || s->count != d->count
-          ? "the cddp_sgd was made for other parameters than the cddp_ddp"
+          ? "the cddp_optim was made for other parameters than the cddp_ddp"
       : s->shard != NULL && ((cddp__shard *)s->shard)->ddp != d
-          ? "the cddp_sgd already steps another cddp_ddp"
+          ? "the cddp_optim already steps another cddp_ddp"
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
   if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
@@ -14549,7 +14553,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_sgd *s) {
    Distributed data parallel training: one engine for gradients in host memory and on devices.
    Owns: a cddp_ddp, its gradients, its private groups, and the shards of momentum. Touches: the
    caller's parameters, on a host also those of the other ranks between cddp__enter and cddp__exit;
-   momentum and counts of the cddp_sgd of a step. Entry points: cddp__ddp_new, _setup and _free;
+   momentum and counts of the cddp_optim of a step. Entry points: cddp__ddp_new, _setup and _free;
    cddp__ddp_ready and _step; cddp__join_steps, cddp__sync_buffers. Called by the thread that
    trains, but for cddp__ddp_ready (any) and cddp__run_bucket (the engine of d->comm); what both
    touch is guarded by d->lock.
@@ -15067,7 +15071,7 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase
   return cddp__round(d->control, CDDP__SCOPE_HOST, kind, phase, 0, NULL, 0);
 }
 
-static void cddp__shard_free(cddp_sgd *s) {
+static void cddp__shard_free(cddp_optim *s) {
   cddp__shard *h = (cddp__shard *)s->shard, **link = &h->ddp->shards;
   while (*link != h) link = &(*link)->next;
   *link = h->next;
@@ -15091,7 +15095,7 @@ static void cddp__shard_copy(cddp__shard *h, int rank, bool gather) {
 }
 
 /* Collective: makes the shard of an SGD that takes its first fused step, from its momentum. */
-static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
+static cddp_result cddp__shard_create(cddp_ddp *d, cddp_optim *s) {
   const cddp_allocator *a = &d->group->host->allocator;
   size_t n = (size_t)d->group->local_size, begin, end;
   cddp__shard *h = (cddp__shard *)cddp__calloc(a, 1, sizeof *h + n * sizeof *h->all);
@@ -15129,7 +15133,7 @@ static cddp_result cddp__shard_create(cddp_ddp *d, cddp_sgd *s) {
 }
 
 /* The momentum of a parameter in host memory; NULL: no memory. */
-static void *cddp__need_momentum(cddp_sgd *s, int i) {
+static void *cddp__need_momentum(cddp_optim *s, int i) {
   const cddp_param *p = &s->params[i];
   if (s->momentum[i] == NULL)
     s->momentum[i] = cddp__calloc(&s->allocator, p->count, cddp__dtype_size(p->dtype));
@@ -15154,7 +15158,7 @@ static cddp_result cddp__shard_gather(cddp__shard *h) {
 /* What one fused step works with. */
 typedef struct cddp__fused {
   cddp_ddp *d;
-  cddp_sgd *s;
+  cddp_optim *s;
   char *momentum;    /* this rank's shard; NULL without momentum */
   bool averaged;     /* the arena holds the mean already */
   bool one_loop;     /* one loop does it all: for f32 on 1, 2 or 4 ranks, see cddp__fuse */
@@ -15178,7 +15182,7 @@ static void cddp__fuse_loop(const cddp__fused *f, int i) {
   for (; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK, end - at);
     f->s->rule.kernels->fused(&args, size, n);
-    cddp__sgd_copy(f->s, i, at, n);
+    cddp__optim_copy(f->s, i, at, n);
     args.momentum += n;
     for (k = 0; k < size; k++) args.gradients[k] += n;
     for (k = 0; k < size; k++) args.weights[k] += n;
@@ -15227,14 +15231,14 @@ static void cddp__fuse_parts(const cddp__fused *f) {
     for (at = t->begin; at < t->end; at += n * esize) {
       n = cddp__min(CDDP__BLOCK, (t->end - at) / esize);
       cddp__fuse_block(f, i, at, n);
-      cddp__sgd_copy(f->s, i, (at - t->offset) / esize, n);
+      cddp__optim_copy(f->s, i, (at - t->offset) / esize, n);
     }
   }
 }
 
 /* What other ranks of this host have stepped: weights that are not shared come from their arenas,
    where the places are cleared then; copies follow. */
-static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_sgd *s) {
+static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   int i, p, me = d->group->local_rank;
   size_t begin, end, at;
   cddp_result r;
@@ -15249,7 +15253,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_sgd *s) {
       if (p == me || !cddp__tensor_slice(d, i, p, &begin, &end, &at)) continue;
       at = begin - t->offset;
       if (fetched) memcpy((char *)d->params[i].data + at, d->mirrors[p] + begin, end - begin);
-      cddp__sgd_copy(s, i, at / esize, (end - begin) / esize);
+      cddp__optim_copy(s, i, at / esize, (end - begin) / esize);
     }
   }
   if (!any) return CDDP_OK;
@@ -15265,7 +15269,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_sgd *s) {
 /* Updates this rank's part of all weights, between two rounds of the control group, then fetches
    what the others have updated. averaged: the arena holds the means already. wrote: ranks have
    written to their arenas since the last round, so that nobody may read them before another. */
-static cddp_result cddp__host_step(cddp_ddp *d, cddp_sgd *s, bool averaged, bool wrote) {
+static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   int i, size = d->group->local_size;
   cddp__fused f;
   cddp_result r = CDDP_OK;
@@ -15523,7 +15527,7 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   return r;
 }
 
-static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_sgd *s, bool averaged, bool wrote) {
+static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   cudaStream_t stream = cddp__gpu_stream(d);
   cddp_result r =
       cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->gpu->segments, stream);
@@ -15742,7 +15746,7 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
 /* --- agreeing on what is ready --- */
 
 /* What must agree between ranks, but for lr. Momentum in shards is an agreement too. */
-static uint64_t cddp__sgd_settings(const cddp_sgd *s) {
+static uint64_t cddp__sgd_settings(const cddp_optim *s) {
   return s->rule.settings | (uint64_t)(s->shard != NULL);
 }
 
@@ -15754,8 +15758,8 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
 
 /* All ranks meet, unless their memory has other means. *missing: parameters not ready anywhere,
    summed over ranks. The same call, the same settings (check) on all of them is part of the round,
-   but for ranks that have joined. s: the cddp_sgd of the call or NULL. */
-static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const cddp_sgd *s,
+   but for ranks that have joined. s: the cddp_optim of the call or NULL. */
+static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const cddp_optim *s,
                               uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
@@ -15957,7 +15961,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
 
 /* Collective: after steps that ranks which have joined did not take, brings them root's weights
    and momentum, none of which is in shards. */
-static cddp_result cddp__catch_up(cddp_ddp *d, cddp_sgd *s, int root) {
+static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
   int i;
   if (!d->out_of_date) return CDDP_OK;
@@ -15979,7 +15983,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_sgd *s, int root) {
 
 /* What an update by s leaves: momentum has begun, gradients that it did not clear become zero. s
    NULL: all of them do, also for a hook, which gets a joined rank's arena as it is. */
-static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_sgd *s) {
+static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s) {
   void *stream = cddp__stream_of(d);
   cddp_result r = s == NULL ? d->memory->zero(d->arena, d->bytes, stream) : CDDP_OK;
   int i;
@@ -16007,7 +16011,7 @@ static cddp_result cddp__return_means(cddp_ddp *d) {
 }
 
 /* What follows the meeting of a step, or (s NULL) of a wait, on ranks that have joined too. */
-static cddp_result cddp__finish(cddp_ddp *d, cddp_sgd *s, uint64_t missing) {
+static cddp_result cddp__finish(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
   bool averaged = s == NULL || d->early, wrote = missing > 0 && !averaged;
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
@@ -16029,7 +16033,7 @@ static cddp_result cddp__finish(cddp_ddp *d, cddp_sgd *s, uint64_t missing) {
 }
 
 /* cddp_ddp_step, or (s NULL) cddp_ddp_wait. */
-static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
+static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
   int kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
   uint64_t record, missing = 0;
   cddp_result r;
@@ -16050,30 +16054,30 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_sgd *s) {
 
 /* --- uneven inputs --- */
 
-static void cddp__take_over_lr(cddp_sgd *s, double lr) {
+static void cddp__take_over_lr(cddp_optim *s, double lr) {
   s->desc.lr = lr;
   cddp__sgd_rule_init(&s->rule, &s->desc);
 }
 
-/* This rank's cddp_sgd must be the one that the others step with. */
-static cddp_result cddp__check_joined_sgd(cddp_ddp *d, const cddp_sgd *s) {
+/* This rank's cddp_optim must be the one that the others step with. */
+static cddp_result cddp__check_joined_sgd(cddp_ddp *d, const cddp_optim *s) {
   int rank = d->group->rank, lead = d->active[0];
   if (s != NULL && cddp__header_of(d, lead).settings == cddp__sgd_settings(s)) return CDDP_OK;
   if (s == NULL)
     cddp__fail(CDDP_MISMATCH,
-               "rank %d called ddp_join without a cddp_sgd, rank %d called ddp_step; pass the one "
-               "of the training loop",
+               "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; pass the "
+               "one of the training loop",
                rank, lead);
   else
     cddp__fail(CDDP_MISMATCH,
-               "the cddp_sgd that rank %d passed to ddp_join has other settings than the one that "
-               "rank %d passed to ddp_step",
+               "the cddp_optim that rank %d passed to ddp_join has other settings than the one "
+               "that rank %d passed to ddp_step",
                rank, lead);
   return cddp__break(d->control, CDDP_MISMATCH);
 }
 
 /* This rank's part of what the others have called. */
-static cddp_result cddp__take_part(cddp_ddp *d, cddp_sgd *s, uint64_t missing) {
+static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int lead = d->active[0];
   uint32_t kind = cddp__op_header_of(d->control, lead, d->control->round)->call & 255;
   cddp_result r;
@@ -16089,7 +16093,7 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_sgd *s, uint64_t missing) {
 }
 
 /* All ranks have joined: the last to do so has the newest state. */
-static cddp_result cddp__end_join(cddp_ddp *d, cddp_sgd *s) {
+static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   int p, last = 0;
   cddp_result r;
   if (!d->had_joined) return CDDP_OK;
@@ -16097,8 +16101,8 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_sgd *s) {
   for (p = 0; p < d->group->size; p++)
     if (cddp__header_of(d, p).settings != (s != NULL ? cddp__sgd_settings(s) : 0))
       return cddp__fail(CDDP_MISMATCH,
-                        "ranks %d and %d called ddp_join with cddp_sgd's of other settings, or one "
-                        "of them with none",
+                        "ranks %d and %d called ddp_join with cddp_optim's of other settings, or "
+                        "one of them with none",
                         d->group->rank, p);
   if (s != NULL) cddp__take_over_lr(s, cddp__header_of(d, last).lr);
   r = cddp__catch_up(d, s, last);
@@ -16108,7 +16112,7 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_sgd *s) {
   return r;
 }
 
-static cddp_result cddp__join_steps(cddp_ddp *d, cddp_sgd *s) {
+static cddp_result cddp__join_steps(cddp_ddp *d, cddp_optim *s) {
   uint64_t missing = 0, record;
   cddp_result r;
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
@@ -16145,7 +16149,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   while (d->shards != NULL) {
-    cddp_sgd *s = d->shards->sgd; /* its momentum goes with the shard: it starts anew */
+    cddp_optim *s = d->shards->sgd; /* its momentum goes with the shard: it starts anew */
     for (i = 0; i < s->count; i++) s->started[i] = false;
     cddp__shard_free(s);
   }
@@ -17200,7 +17204,7 @@ typedef struct cddp__checkpoint {
 
 static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path) {
   const cddp_checkpoint_desc *d = c->desc;
-  const cddp__shard *shard = d->sgd != NULL ? (const cddp__shard *)d->sgd->shard : NULL;
+  const cddp__shard *shard = d->optim != NULL ? (const cddp__shard *)d->optim->shard : NULL;
   uint64_t elements, bytes;
   cddp_result r;
   int i;
@@ -17209,7 +17213,7 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path)
   r = cddp__check_params(c->params, c->count, CDDP__HAS_NAME | CDDP__HAS_DATA);
   if (r != CDDP_OK) return r;
   c->device = (c->g != NULL && c->g->backend != NULL) ||
-              (d->sgd != NULL && d->sgd->backend != NULL);
+              (d->optim != NULL && d->optim->backend != NULL);
   for (i = 0; i < c->count; i++) {
     const cddp_shape *s = d->shapes != NULL ? &d->shapes[i] : NULL;
     if (c->params[i].count > 0 && cddp__on_device(c->params[i].data)) c->device = true;
@@ -17226,8 +17230,8 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "parameters lie on a GPU, but the group has device \"cpu\"; pass one with "
                       "device \"cuda\", or NULL");
-  if (d->sgd != NULL)
-    r = cddp__check_params(d->sgd->params, d->sgd->count, CDDP__HAS_NAME);
+  if (d->optim != NULL)
+    r = cddp__check_params(d->optim->params, d->optim->count, CDDP__HAS_NAME);
   if (r != CDDP_OK) return r;
   if (shard != NULL && shard->ddp->group != c->g && shard->ddp->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -17259,7 +17263,7 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
 }
 
 static cddp_result cddp__list_items(cddp__checkpoint *c) {
-  const cddp_sgd *sgd = c->desc->sgd;
+  const cddp_optim *sgd = c->desc->optim;
   const cddp_shape *shapes = c->desc->shapes;
   int i, count = sgd != NULL && sgd->rule.momentum != 0 ? sgd->count : 0;
   size_t room = 0;
@@ -17367,7 +17371,7 @@ static cddp_result cddp__copy_item(cddp__checkpoint *c, int fd, const cddp__st_i
 
 /* Leaves out momentum that no step has made yet. */
 static void cddp__find_momentum(cddp__checkpoint *c) {
-  const cddp_sgd *s = c->desc->sgd;
+  const cddp_optim *s = c->desc->optim;
   size_t i, n = 0;
   for (i = 0; i < c->item_count; i++) {
     int m = c->items[i].momentum;
@@ -17444,7 +17448,7 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
 
 /* Writes momentum in pieces, from the ranks' shards in shared memory. */
 static cddp_result cddp__write_shards(const cddp__checkpoint *c, int fd, int param, uint64_t at) {
-  const cddp__shard *h = (const cddp__shard *)c->desc->sgd->shard;
+  const cddp__shard *h = (const cddp__shard *)c->desc->optim->shard;
   size_t begin, end, from;
   cddp_result r = CDDP_OK;
   int p;
@@ -17526,7 +17530,7 @@ static cddp_result cddp__check_match(const cddp__st_item *item, const cddp_tenso
 
 /* Memory for the momentum of the items that are in the file. */
 static cddp_result cddp__momentum_memory(cddp__checkpoint *c) {
-  cddp_sgd *sgd = c->desc->sgd;
+  cddp_optim *sgd = c->desc->optim;
   void **places = NULL;
   cddp_result r = CDDP_OK;
   size_t i;
@@ -17654,7 +17658,7 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
 
 /* Puts the momentum that was loaded in its place; cannot fail in host memory. */
 static cddp_result cddp__take_momentum(cddp__checkpoint *c) {
-  cddp_sgd *sgd = c->desc->sgd;
+  cddp_optim *sgd = c->desc->optim;
   cddp_result r;
   size_t i;
   if (sgd->rule.momentum != 0 && sgd->shard != NULL) sgd->drop(sgd); /* the next step makes it */
@@ -17687,13 +17691,13 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
     memcpy(text, value, strlen(value) + 1);
     text += strlen(value) + 1;
   }
-  return d->sgd != NULL ? cddp__write_copies(d->sgd) : CDDP_OK;
+  return d->optim != NULL ? cddp__write_copies(d->optim) : CDDP_OK;
 }
 
 CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc) {
   cddp__checkpoint c;
-  cddp_sgd *sgd = desc != NULL ? desc->sgd : NULL;
+  cddp_optim *sgd = desc != NULL ? desc->optim : NULL;
   cddp_result r;
   size_t i;
   cddp__enter_call(__func__);
@@ -18466,16 +18470,16 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
-CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_sgd *s) {
+CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s) {
   cddp_result r;
   cddp__enter_call(__func__);
-  CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_sgd is NULL");
+  CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_optim is NULL");
   if (s->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, s));
   r = cddp__ddp_step(d, s);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
-CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_sgd *s) {
+CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s) {
   char space[24];
   cddp_result r;
   int i;
@@ -18549,10 +18553,10 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 /* --- SGD --- */
 
-CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int count,
+CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc) {
   const cddp_ddp *ddp = desc != NULL ? desc->ddp : NULL;
-  cddp_result r = cddp__sgd_create(out, params, count, desc, NULL);
+  cddp_result r = cddp__optim_create(out, params, count, desc, NULL);
   if (r != CDDP_OK) return r;
   if (ddp != NULL && (ddp->params != params || ddp->count != count)) {
     r = cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was made for other parameters");
@@ -18566,22 +18570,22 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_sgd **out, cddp_param *params, int coun
     if (r == CDDP_OK) r = cddp__write_copies(*out);
   }
   if (r == CDDP_OK) return r;
-  cddp__sgd_free(*out);
+  cddp__optim_free(*out);
   *out = NULL;
   return cddp__named(__func__, r);
 }
 
-CDDPDEF cddp_result cddp_sgd_write_copies(cddp_sgd *s) {
+CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s) {
   CDDP__CHECK(s != NULL, "s is NULL");
   return cddp__named(__func__, cddp__write_copies(s));
 }
 
-CDDPDEF cddp_result cddp_sgd_step(cddp_sgd *s) {
+CDDPDEF cddp_result cddp_optim_step(cddp_optim *s) {
   CDDP__CHECK(s != NULL, "s is NULL");
   return cddp__named(__func__, s->backend != NULL ? s->backend->step(s) : cddp__sgd_step(s));
 }
 
-CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s) {
+CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s) {
   int i;
   CDDP__CHECK(s != NULL, "s is NULL");
   if (s->backend != NULL) return s->backend->zero(s);
@@ -18593,7 +18597,7 @@ CDDPDEF cddp_result cddp_sgd_zero_grad(cddp_sgd *s) {
   return CDDP_OK;
 }
 
-CDDPDEF cddp_result cddp_sgd_set_lr(cddp_sgd *s, double lr) {
+CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr) {
   CDDP__CHECK(s != NULL, "s is NULL");
   CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
   s->desc.lr = lr;
@@ -18601,12 +18605,12 @@ CDDPDEF cddp_result cddp_sgd_set_lr(cddp_sgd *s, double lr) {
   return CDDP_OK;
 }
 
-CDDPDEF double cddp_sgd_lr(const cddp_sgd *s) { return s != NULL ? s->desc.lr : 0.0; }
+CDDPDEF double cddp_optim_lr(const cddp_optim *s) { return s != NULL ? s->desc.lr : 0.0; }
 
-CDDPDEF void cddp_sgd_destroy(cddp_sgd *s) {
+CDDPDEF void cddp_optim_destroy(cddp_optim *s) {
   if (s != NULL && s->shard != NULL) s->drop(s);
   if (s != NULL && s->backend != NULL) s->backend->leave(s);
-  cddp__sgd_free(s);
+  cddp__optim_free(s);
 }
 
 /* --- the store --- */
@@ -18778,7 +18782,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
-              one kernel; momentum is allocated with the cddp_sgd and never moves; no host waits
+              one kernel; momentum is allocated with the cddp_optim and never moves; no host waits
               for another in a step; memory is not registered with NCCL.
               file:// ends with the process that opened it first, honours the secret, and trusts
               no link and no other user's file.

@@ -64,7 +64,7 @@ extern "C" {
 #endif
 
 /* One step of SGD on all segments, in as few launches as 64 segments each allow (one for a flat
-   arena). Arithmetic and rounding of cddp_sgd_step, bit for bit. flags: CDDP_SGD_FIRST, _ZERO.
+   arena). Arithmetic and rounding of cddp_optim_step, bit for bit. flags: CDDP_SGD_FIRST, _ZERO.
    Segments whose momentum is NULL need a rule without momentum. */
 cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
                           unsigned flags, cudaStream_t stream);

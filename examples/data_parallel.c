@@ -82,7 +82,7 @@ static int train(cddp_group *g, void *arg) { /* on one device */
   cddp_param p = {"weights", w, ddp_way ? NULL : grad, WEIGHTS, CDDP_F32};
   cddp_sgd_desc options = {0.25, 0.9, 0, 0, false, false, false, NULL};
   cddp_sampler_desc order = {IMAGES, 0, 1, 7, true, false, false}; /* the same on all devices */
-  cddp_sampler samples; cddp_ddp *ddp = NULL; cddp_sgd *sgd;
+  cddp_sampler samples; cddp_ddp *ddp = NULL; cddp_optim *sgd;
   j->bytes[me] = floats * sizeof *w + (master ? WEIGHTS * sizeof *w : 0); /* with SGD's momentum */
   if (ddp_way) TRY(cddp_ddp_create(&ddp, g, &p, 1, NULL));
   TRY(!w || cddp_sgd_create(&sgd, &p, 1, &options) || cddp_sampler_init(&samples, &order));
@@ -111,14 +111,14 @@ static int train(cddp_group *g, void *arg) { /* on one device */
       if (ddp_way) memcpy(p.grad, grad, WEIGHTS * sizeof *w);
       if (ddp_way) TRY(cddp_ddp_ready(ddp, 0) || cddp_ddp_step(ddp, sgd));
       if (!ddp_way) TRY(cddp_reduce(g, grad, WEIGHTS, CDDP_F32, CDDP_SUM, out, NULL));
-      if (master) TRY(cddp_sgd_step(sgd));
+      if (master) TRY(cddp_optim_step(sgd));
       if (me == out) j->loss[e] += loss / (BATCHES * BATCH);
     }
   }
   clock_gettime(CLOCK_MONOTONIC, &to);
   if (me == out) j->milliseconds = (1e3 * (double)(to.tv_sec - from.tv_sec) +
                                     1e-6 * (double)(to.tv_nsec - from.tv_nsec)) / EPOCHS / BATCHES;
-  return cddp_sgd_destroy(sgd), cddp_ddp_destroy(ddp), cddp_sampler_destroy(&samples), free(w), 0;
+  return cddp_optim_destroy(sgd), cddp_ddp_destroy(ddp), cddp_sampler_destroy(&samples), free(w), 0;
 }
 int main(int argc, char **argv) {
   static job jobs[WAYS];

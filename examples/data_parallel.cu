@@ -63,7 +63,7 @@ static int train(cddp_group *g, void *arg) { /* on one GPU */
   cddp_sampler_desc order = {(size_t)(batches * BATCH), 0, 1, 7, true, false, false};
   cddp_sampler samples;
   cddp_ddp *ddp = NULL;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   j->bytes[me] = bytes + (master ? WEIGHTS * sizeof *w : 0); /* with SGD's momentum */
   if (ddp_way) TRY(cddp_ddp_create(&ddp, g, &p, 1, NULL));
   TRY(cddp_sgd_create(&sgd, &p, 1, &options) || cddp_sampler_init(&samples, &order));
@@ -97,7 +97,7 @@ static int train(cddp_group *g, void *arg) { /* on one GPU */
       if (ddp_way) TRY(cddp_ddp_ready(ddp, 0) || cddp_ddp_step(ddp, sgd));
       if (!ddp_way) /* each: means over shares */
         TRY(cddp_reduce(g, grad, WEIGHTS, CDDP_F32, each ? CDDP_AVG : CDDP_SUM, out, NULL));
-      if (master) TRY(cddp_sgd_step(sgd));
+      if (master) TRY(cddp_optim_step(sgd));
     }
     TRY(cddp_synchronize(g)); /* not cudaDeviceSynchronize, which would not hear of a failure */
     CUDA(cudaMemcpy(seen, stats, sizeof seen, cudaMemcpyDefault));
@@ -108,7 +108,7 @@ static int train(cddp_group *g, void *arg) { /* on one GPU */
   clock_gettime(CLOCK_MONOTONIC, &to);
   if (me == out) j->milliseconds = (1e3 * (double)(to.tv_sec - from.tv_sec) +
                                     1e-6 * (double)(to.tv_nsec - from.tv_nsec)) / epochs / batches;
-  cddp_sgd_destroy(sgd), cddp_ddp_destroy(ddp), cddp_sampler_destroy(&samples);
+  cddp_optim_destroy(sgd), cddp_ddp_destroy(ddp), cddp_sampler_destroy(&samples);
   return cublasDestroy(blas), cddp_free(g, stats), 0;
 }
 

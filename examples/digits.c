@@ -87,7 +87,7 @@ static int train(int rank, void *group_desc) {
   int epochs = (int)number(EPOCHS), batch = (int)number(BATCH), n, xhy = in + 2 * hidden + CLASSES;
   size_t n1 = (size_t)(hidden * in), n2 = (size_t)(CLASSES * hidden), n3 = (size_t)(batch * xhy);
   uint64_t seed = (uint64_t)number(SEED), hash = 0xcbf29ce484222325u, hashes[MAX]; /* FNV-1a */
-  cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd; cddp_sampler samples, test;
+  cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sampler samples, test;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc));
   int world = cddp_world_size(g), bar = rank == 0 && isatty(2), first;
   TRY(!(w1 = (float *)cddp_alloc(g, (n1 + n2 + n3) * sizeof *w1)));
@@ -106,7 +106,7 @@ static int train(int rank, void *group_desc) {
   double size = (double)cddp_sampler_size(&samples), seen = 0, start = now();
   TRY(value[RESUME] && cddp_load(g, value[RESUME], p, 3, &all));
   for (int e = first = (int)cddp_sampler_epoch(&samples); e < epochs; e++, seen = 0) {
-    TRY(cddp_sgd_set_lr(sgd, number(LR) * world * (epochs - e) / epochs)); /* falls to nearly 0 */
+    TRY(cddp_optim_set_lr(sgd, number(LR) * world * (epochs - e) / epochs)); /* falls to nearly 0 */
     while ((n = forward(&samples, &training, e, 0.6)) > 0) {
       MATMUL(Trans, NoTrans, CLASSES, hidden, n, y, CLASSES, h, hidden, (float *)p[1].grad, 1);
       TRY(cddp_ddp_ready(ddp, 1)); /* the ranks average it while ... */
@@ -133,7 +133,7 @@ static int train(int rank, void *group_desc) {
   TRY(cddp_all_gather(g, &hash, hashes, 1, CDDP_I64, NULL));
   for (int r = 0; r < world && !rank; r++) printf("rank %d weights %016" PRIx64 "\n", r, hashes[r]);
   for (int r = 0; r < world; r++) if (hashes[r] != hash) FAIL("rank %d's weights differ\n", r);
-  return cddp_sgd_destroy(sgd), cddp_ddp_destroy(ddp), cddp_free(g, w1), cddp_destroy(g), 0;
+  return cddp_optim_destroy(sgd), cddp_ddp_destroy(ddp), cddp_free(g, w1), cddp_destroy(g), 0;
 }
 int main(int argc, char **argv) {
   for (int i = 1, k = 0; i < argc; i += 2, k = 0) {

@@ -86,7 +86,7 @@ static int train(int rank, void *group_desc) {
   int epochs = (int)number(EPOCHS), n, steps;
   size_t n1 = (size_t)(hidden * in), n2 = (size_t)(CLASSES * hidden), floats = n1 + n2;
   uint64_t hash = 0xcbf29ce484222325u, hashes[MAX]; double seen[2], zero[2] = {0, 0};
-  cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd; cddp_sampler samples, test;
+  cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sampler samples, test;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc));
   if (gpu && cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS) FAIL("rank %d: no cuBLAS\n", rank);
   int world = cddp_world_size(g);
@@ -107,7 +107,7 @@ static int train(int rank, void *group_desc) {
   TRY(cddp_sampler_init(&samples, &shuffled) || cddp_sampler_init(&test, &exact));
   for (int e = 0; e < epochs; e++) {
     cddp_sampler_set_epoch(&samples, (uint64_t)e), copy(stats, zero, sizeof zero);
-    TRY(cddp_sgd_set_lr(sgd, number(LR) * world * (epochs - e) / epochs)); /* falls to nearly 0 */
+    TRY(cddp_optim_set_lr(sgd, number(LR) * world * (epochs - e) / epochs)); /* falls to nearly 0 */
     for (steps = 0; (n = forward(&samples, &training, host, 0.36)) > 0; steps++) {
       backward(h, w2, y, dh, (float *)p[1].grad, n, hidden, CLASSES);
       TRY(cddp_ddp_ready(ddp, 1)); /* the ranks average it while ... */
@@ -130,7 +130,7 @@ static int train(int rank, void *group_desc) {
   TRY(cddp_all_gather(g, &hash, hashes, 1, CDDP_I64, NULL));
   for (int r = 0; r < world && !rank; r++) printf("rank %d weights %016" PRIx64 "\n", r, hashes[r]);
   for (int r = 0; r < world; r++) if (hashes[r] != hash) FAIL("rank %d's weights differ\n", r);
-  cddp_sgd_destroy(sgd), cddp_ddp_destroy(ddp), cddp_free(g, stats), free(host);
+  cddp_optim_destroy(sgd), cddp_ddp_destroy(ddp), cddp_free(g, stats), free(host);
   return gpu ? (void)cublasDestroy(blas) : (void)0, cddp_destroy(g), 0;
 }
 int main(int argc, char **argv) {

@@ -81,7 +81,7 @@ static int train(cddp_group *g, int sparse, uint64_t *hash) {
   cddp_ddp_desc ddp_options;
   cddp_sgd_desc sgd_options;
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   memset(&ddp_options, 0, sizeof ddp_options);
   memset(&sgd_options, 0, sizeof sgd_options);
   sgd_options.lr = 4;
@@ -119,7 +119,7 @@ static int train(cddp_group *g, int sparse, uint64_t *hash) {
   if (rank == 0)
     printf("%s: %.0f bytes of the table's gradient sent by a rank in a step, weights %016" PRIx64
            "\n", sparse ? "sparse" : "dense", sent / STEPS, *hash);
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   return 0;
 }

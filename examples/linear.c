@@ -67,7 +67,7 @@ static int train(int rank, void *arg) {
   double loss = 0;
   cddp_group *g;
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   layer weights, grad; /* a program's own memory will do; cddp_alloc's saves a copy, see toy.c */
   (void)arg;
 
@@ -91,7 +91,7 @@ static int train(int rank, void *arg) {
   TRY(cddp_ddp_ready(ddp, 1)); /* both gradients are complete: summing over ranks may start */
   TRY(cddp_ddp_ready(ddp, 0));
   TRY(cddp_ddp_wait(ddp)); /* grad is the mean over all ranks */
-  TRY(cddp_sgd_step(sgd)); /* toy.c has both in one call, cddp_ddp_step, which also zeroes grad */
+  TRY(cddp_optim_step(sgd)); /* toy.c has both in one call, cddp_ddp_step, which also zeroes grad */
 
   for (int turn = 0; turn < cddp_world_size(g); turn++) {
     if (turn == cddp_rank(g)) {
@@ -110,7 +110,7 @@ static int train(int rank, void *arg) {
   for (int r = 0; r < cddp_world_size(g); r++) differ |= all[r] != all[0];
   if (rank == 0) printf("Hash %016" PRIx64 ", %s\n", mine, differ ? "NOT the same on all ranks" :
                                                                      "the same on all ranks");
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   cddp_destroy(g);
   return differ;

@@ -66,7 +66,7 @@ static int train(int rank, void *group_desc) {
   enum { ALL = WEIGHTS + BATCH * (IN + OUT) + OUT };
   uint64_t mine, all[MAX_RANKS];
   float host[ALL];
-  cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd;
+  cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc));
   float *w = (float *)cddp_alloc(g, sizeof host); /* on a GPU device memory, else shared memory */
   TRY(!w);
@@ -103,7 +103,7 @@ static int train(int rank, void *group_desc) {
   for (int r = 0; r < cddp_world_size(g); r++) differ |= all[r] != all[0];
   if (cddp_rank(g) == 0)
     printf("Hash %016" PRIx64 ", %s the same on all ranks\n", mine, differ ? "NOT" : "and");
-  cddp_sgd_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);
+  cddp_optim_destroy(sgd); cddp_ddp_destroy(ddp); cddp_free(g, w); cddp_destroy(g);
   return differ;
 }
 

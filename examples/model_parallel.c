@@ -111,7 +111,7 @@ static int train(int rank, void *arg) {
   cddp_sgd_desc options = {0};
   cddp_group *g, *alike;
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   double loss = 0;
   (void)arg;
   TRY(cddp_init(&g, NULL) || cddp_group_split(g, stage, rank, &alike)); /* the same stage's ranks */
@@ -130,7 +130,7 @@ static int train(int rank, void *arg) {
     if (rank == 1 && step % 40 == 39) printf("step %d: loss %.12f\n", step + 1, loss);
   }
   if (rank == 0) printf("%d micro-batches on their way at once, %d ranks\n", most, ranks);
-  cddp_sgd_destroy(sgd), cddp_ddp_destroy(ddp), cddp_destroy(alike), cddp_destroy(g);
+  cddp_optim_destroy(sgd), cddp_ddp_destroy(ddp), cddp_destroy(alike), cddp_destroy(g);
   return 0;
 }
 

@@ -71,7 +71,7 @@ static int train(int rank, void *arg) {
   double loss = 0;
   cddp_group *g;
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   (void)arg;
 
   TRY(cddp_init(&g, NULL)); /* 1  RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where */
@@ -129,7 +129,7 @@ static int train(int rank, void *arg) {
   }
   printf("Loss on rank %d: %f\n", cddp_rank(g), loss);
 
-  cddp_sgd_destroy(sgd); /* 6 */
+  cddp_optim_destroy(sgd); /* 6 */
   cddp_ddp_destroy(ddp);
   cddp_free(g, m);
   cddp_destroy(g);

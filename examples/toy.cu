@@ -71,7 +71,7 @@ static void mse(const float *y, const float *labels, float *dy, double *loss, do
 static int train(int rank, void *group_desc) {
   float host[WEIGHTS], data[BATCH * (IN + OUT)];
   double loss = 0;
-  cddp_group *g; cddp_ddp *ddp; cddp_sgd *sgd;
+  cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc)); /* 1  makes rank's GPU the current one */
   printf("Running on rank %d.\n", cddp_rank(g));
   if (gpu && cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS) FAIL("rank %d: no cuBLAS\n", rank);
@@ -119,7 +119,7 @@ static int train(int rank, void *group_desc) {
   copy(&loss, statistics, sizeof loss);
   printf("Loss on rank %d: %f\n", cddp_rank(g), loss);
 
-  cddp_sgd_destroy(sgd); /* 6 */
+  cddp_optim_destroy(sgd); /* 6 */
   cddp_ddp_destroy(ddp);
   cddp_free(g, statistics);
   if (gpu) cublasDestroy(blas);

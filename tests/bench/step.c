@@ -4,7 +4,7 @@
      lockstep      the same, but they wait for each other before and after the SGD, as ranks that
                    step together must: what is above alone is the unevenness of the cores
      ddp_step      cddp_ddp_step
-     ddp_wait      cddp_ddp_wait, cddp_sgd_step, cddp_sgd_zero_grad
+     ddp_wait      cddp_ddp_wait, cddp_optim_step, cddp_optim_zero_grad
    each with its parts (.forward .backward .update), and without the network around it
      update        cddp_ddp_ready for all parameters and cddp_ddp_step
      update_floor  the same bytes: sum, SGD, publish, zero, by a plain loop on both cores
@@ -15,6 +15,13 @@
 #include "../../cddp.h"
 #include "bench.h"
 #include <cblas.h>
+
+#if CDDP_VERSION < 300 /* v0.2 is compared with what is here */
+#define cddp_optim cddp_sgd
+#define cddp_optim_step cddp_sgd_step
+#define cddp_optim_zero_grad cddp_sgd_zero_grad
+#define cddp_optim_destroy cddp_sgd_destroy
+#endif
 
 enum { RANKS = 2, BATCH = 128, IN = 784, HIDDEN = 2048, OUT = 10, PARAMS = 6, ROUNDS = 64 };
 enum { ALONE, LOCKSTEP, STEP, WAIT, MODES };
@@ -29,7 +36,7 @@ static const char *const param_name[PARAMS] = {"w1", "b1", "w2", "b2", "w3", "b3
 typedef struct model {
   cddp_param p[PARAMS];
   cddp_ddp *ddp; /* NULL: alone */
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
 } model;
 
 static cddp_group *group;
@@ -128,8 +135,8 @@ static void update(model *m, int mode) {
   }
   if (mode == LOCKSTEP) check(cddp_barrier(group));
   if (mode == WAIT) check(cddp_ddp_wait(m->ddp));
-  check(cddp_sgd_step(m->sgd));
-  check(cddp_sgd_zero_grad(m->sgd));
+  check(cddp_optim_step(m->sgd));
+  check(cddp_optim_zero_grad(m->sgd));
   if (mode == LOCKSTEP) check(cddp_barrier(group));
 }
 
@@ -283,7 +290,7 @@ static int as_rank(int r, void *arg) {
   if (rank == 0) report();
   compare_updates(&models[STEP]);
   for (mode = 0; mode < MODES; mode++) {
-    cddp_sgd_destroy(models[mode].sgd);
+    cddp_optim_destroy(models[mode].sgd);
     cddp_ddp_destroy(models[mode].ddp);
     for (i = 0; mode > LOCKSTEP && i < PARAMS; i++) cddp_free(group, models[mode].p[i].data);
   }

@@ -285,7 +285,7 @@ static cddp_result run_model(cddp_group *g, int variant) {
   cddp_ddp_desc d;
   cddp_sgd_desc sd;
   cddp_ddp *ddp = NULL;
-  cddp_sgd *sgd = NULL;
+  cddp_optim *sgd = NULL;
   cddp_result r = CDDP_OK;
   int i, step;
   memset(p, 0, sizeof p);
@@ -309,9 +309,9 @@ static cddp_result run_model(cddp_group *g, int variant) {
     for (i = PARAMS - 1; r == CDDP_OK && i >= (variant & 4 ? 1 : 0); i--)
       r = cddp_ddp_ready(ddp, i);
     if (r == CDDP_OK) r = variant & 16 ? cddp_ddp_wait(ddp) : cddp_ddp_step(ddp, sgd);
-    if (r == CDDP_OK && (variant & 16)) r = cddp_sgd_step(sgd);
+    if (r == CDDP_OK && (variant & 16)) r = cddp_optim_step(sgd);
   }
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   for (i = 0; i < PARAMS; i++) {
     free(grads[i]);
@@ -354,9 +354,9 @@ static cddp_result run_checkpoint(cddp_group *g, int variant) {
   CHECK_OK(cddp_sampler_init(&s, &so));
   arm(false); /* what comes before is tested elsewhere */
   if (variant == 1) r = cddp_ddp_create(&ddp, g, &p, 1, NULL);
-  if (r == CDDP_OK) r = cddp_sgd_create(&d.sgd, &p, 1, &o);
+  if (r == CDDP_OK) r = cddp_sgd_create(&d.optim, &p, 1, &o);
   if (r == CDDP_OK && variant == 1) r = cddp_ddp_ready(ddp, 0);
-  if (r == CDDP_OK) r = variant == 1 ? cddp_ddp_step(ddp, d.sgd) : cddp_sgd_step(d.sgd);
+  if (r == CDDP_OK) r = variant == 1 ? cddp_ddp_step(ddp, d.optim) : cddp_optim_step(d.optim);
   arm(armed);
   if (r == CDDP_OK) r = cddp_save(g, checkpoint, &p, 1, &d);
   if (r == CDDP_OK) r = cddp_load(g, checkpoint, &p, 1, &d);
@@ -367,13 +367,13 @@ static cddp_result run_checkpoint(cddp_group *g, int variant) {
     CHECK(cddp_safetensors_count(f) == 3 && access(temporary, F_OK) != 0);
     cddp_safetensors_close(f);
   }
-  CHECK(w[0] == 1 && w[999] == 0 && cddp_sgd_lr(d.sgd) == 0.5);
+  CHECK(w[0] == 1 && w[999] == 0 && cddp_optim_lr(d.optim) == 0.5);
   if (r == CDDP_OK) { /* and training goes on */
     if (variant == 1) r = cddp_ddp_ready(ddp, 0);
-    if (r == CDDP_OK) r = variant == 1 ? cddp_ddp_step(ddp, d.sgd) : cddp_sgd_step(d.sgd);
+    if (r == CDDP_OK) r = variant == 1 ? cddp_ddp_step(ddp, d.optim) : cddp_optim_step(d.optim);
   }
   cddp_sampler_destroy(&s);
-  cddp_sgd_destroy(d.sgd);
+  cddp_optim_destroy(d.optim);
   cddp_ddp_destroy(ddp);
   return r;
 }
@@ -914,7 +914,7 @@ static void bad_params(cddp_group *g, float *x) {
   CHECK(ddp == NULL && p[0].grad == NULL);
 }
 
-static void bad_model_calls(cddp_ddp *d, cddp_sgd *s, cddp_sgd *foreign) {
+static void bad_model_calls(cddp_ddp *d, cddp_optim *s, cddp_optim *foreign) {
   double norm = 5;
   int list[4];
   REFUSED(cddp_ddp_ready(NULL, 0));
@@ -930,11 +930,11 @@ static void bad_model_calls(cddp_ddp *d, cddp_sgd *s, cddp_sgd *foreign) {
   REFUSED(cddp_ddp_clip_grad_norm(d, NAN, &norm));
   CHECK(norm == 5);
   REFUSED(cddp_ddp_sync_buffers(NULL));
-  REFUSED(cddp_sgd_step(NULL));
-  REFUSED(cddp_sgd_zero_grad(NULL));
-  REFUSED(cddp_sgd_set_lr(NULL, 1));
-  REFUSED(cddp_sgd_set_lr(s, -1));
-  REFUSED(cddp_sgd_set_lr(s, NAN));
+  REFUSED(cddp_optim_step(NULL));
+  REFUSED(cddp_optim_zero_grad(NULL));
+  REFUSED(cddp_optim_set_lr(NULL, 1));
+  REFUSED(cddp_optim_set_lr(s, -1));
+  REFUSED(cddp_optim_set_lr(s, NAN));
   REFUSED(cddp_bf16_compress_hook(NULL, NULL));
   REFUSED(cddp_fp16_compress_hook(NULL, NULL));
   CHECK(!cddp_ddp_used(NULL, 0) && !cddp_ddp_used(d, -1) && !cddp_ddp_used(d, 2));
@@ -945,15 +945,15 @@ static void bad_model_calls(cddp_ddp *d, cddp_sgd *s, cddp_sgd *foreign) {
   CHECK(cddp_ddp_bucket_params(d, 0, list, -1) > 0);
   cddp_ddp_no_sync(NULL, true);
   cddp_ddp_destroy(NULL);
-  cddp_sgd_destroy(NULL);
-  CHECK(cddp_sgd_lr(NULL) == 0);
+  cddp_optim_destroy(NULL);
+  CHECK(cddp_optim_lr(NULL) == 0);
 }
 
 static void bad_models(cddp_group *g, float *x) {
   cddp_param p[2], other[2];
   cddp_sgd_desc o;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL, *foreign = NULL;
+  cddp_optim *s = NULL, *foreign = NULL;
   float weights[4] = {1, 2, 3, 4}, grads[4] = {0, 0, 0, 0};
   int i;
   (void)x;
@@ -990,8 +990,8 @@ static void bad_models(cddp_group *g, float *x) {
   CHECK_OK(cddp_ddp_step(d, s)); /* after all that */
   CHECK(weights[0] == 1 && weights[3] == 4);
   REFUSED(cddp_ddp_wait(d)); /* without ready */
-  cddp_sgd_destroy(foreign);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(foreign);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
 }
 

@@ -148,7 +148,7 @@ static cddp_result steps_until_failure(worker *k) {
   cddp_sgd_desc o;
   cddp_ddp_desc desc;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   cddp_result r;
   int i, step;
   memset(params, 0, sizeof params);
@@ -174,14 +174,14 @@ static cddp_result steps_until_failure(worker *k) {
     r = step % 3 == 2 ? cddp_ddp_wait(d) : cddp_ddp_step(d, s);
     if (r == CDDP_OK && step % 3 == 2) {
       for (i = 0; i < PARAMS; i++) k->wrong += ((float *)params[i].grad)[0] != 1;
-      r = cddp_sgd_step(s);
-      cddp_sgd_zero_grad(s);
+      r = cddp_optim_step(s);
+      cddp_optim_zero_grad(s);
     }
   }
   shared->survivors[k->rank].told = test_now();
   snprintf(shared->survivors[k->rank].text, sizeof shared->survivors[0].text, "%s", cddp_error());
   shared->survivors[k->rank].again = cddp_ddp_wait(d) == r || d == NULL;
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   return r;
 }

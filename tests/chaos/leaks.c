@@ -134,7 +134,7 @@ static int train(cddp_group *g, void *arg) {
   cddp_sgd_desc o;
   cddp_param p[2];
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   float *w = (float *)cddp_alloc(g, N * sizeof *w);
   uint16_t *half = (uint16_t *)calloc(N, sizeof *half);
   int step, i;
@@ -155,12 +155,12 @@ static int train(cddp_group *g, void *arg) {
     }
     CHECK_OK(cddp_ddp_wait(ddp));
     CHECK_OK(cddp_ddp_clip_grad_norm(ddp, 1, NULL));
-    CHECK_OK(cddp_sgd_step(sgd));
-    cddp_sgd_zero_grad(sgd);
+    CHECK_OK(cddp_optim_step(sgd));
+    cddp_optim_zero_grad(sgd);
   }
   if (path != NULL) CHECK_OK(cddp_save(g, path, p, 2, NULL));
   if (path != NULL) CHECK_OK(cddp_load(g, path, p, 2, NULL));
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   cddp_free(g, w);
   free(half);

@@ -557,7 +557,7 @@ typedef struct model {
   cddp_param params[PARAMS];
   bool data_shared[PARAMS];
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
 } model;
 
 static cddp_result model_step(rank *k, int index, model *t, int step) {
@@ -583,8 +583,8 @@ static cddp_result model_step(rank *k, int index, model *t, int step) {
     want = sum / (float)m->n;
     if (t->params[j].count > 0 && grad[0] != want) wrong(k, index);
   }
-  r = cddp_sgd_step(t->sgd);
-  return r == CDDP_OK ? cddp_sgd_zero_grad(t->sgd) : r;
+  r = cddp_optim_step(t->sgd);
+  return r == CDDP_OK ? cddp_optim_zero_grad(t->sgd) : r;
 }
 
 static cddp_result mean_hook(cddp_bucket *b, void *user_data) {
@@ -635,7 +635,7 @@ static cddp_result run_a_model(rank *k, int index) {
     void *own[PARAMS];
     for (j = 0; j < PARAMS; j++) own[j] = t.params[j].grad;
     if (r == CDDP_OK) r = run_model(k, index, &t);
-    cddp_sgd_destroy(t.sgd);
+    cddp_optim_destroy(t.sgd);
     cddp_ddp_destroy(t.ddp);
     for (j = 0; j < PARAMS; j++) {
       free(own[j]);

@@ -48,7 +48,7 @@ typedef struct model {
   cudaStream_t s;
   cddp_param p[PARAMS];
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   cudaGraph_t graph;
   cudaGraphExec_t exec;
 } model;
@@ -132,7 +132,7 @@ static int drop_graph(model *m) {
 
 static int leave(model *m) {
   int bad = drop_graph(m);
-  cddp_sgd_destroy(m->sgd);
+  cddp_optim_destroy(m->sgd);
   cddp_ddp_destroy(m->ddp);
   for (int i = 0; i < PARAMS; i++) cddp_free(m->g, m->p[i].data);
   cddp_set_stream(m->g, NULL);
@@ -160,8 +160,8 @@ static cddp_result step_by_wait(model *m, int step) {
   cddp_result r = backward(m, step);
   if (r == CDDP_OK) r = cddp_ddp_wait(m->ddp);
   if (r == CDDP_OK) r = cddp_ddp_clip_grad_norm(m->ddp, 1e9, NULL);
-  if (r == CDDP_OK) r = cddp_sgd_step(m->sgd);
-  return r == CDDP_OK ? cddp_sgd_zero_grad(m->sgd) : r;
+  if (r == CDDP_OK) r = cddp_optim_step(m->sgd);
+  return r == CDDP_OK ? cddp_optim_zero_grad(m->sgd) : r;
 }
 
 static int one_step(model *m, int step) {
@@ -556,7 +556,7 @@ static int bench_step(cddp_group *g, cudaStream_t s) {
   cddp_param p[2][WEIGHTS];
   cddp_segment plain[WEIGHTS];
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   cddp_sgd_desc rule = cddp_sgd_desc();
   double alone = 0, with = 0;
   rule.lr = 0.01, rule.momentum = 0.9, rule.stream = s;
@@ -591,7 +591,7 @@ static int bench_step(cddp_group *g, cudaStream_t s) {
   if (!(alone > 0 && with > 0)) FAIL("a step failed: %g and %g ms; %s", alone, with, cddp_error());
   printf("plain_step %.4f ms\nddp_step %.4f ms\nddp_cost %.1f %%\n", alone, with,
          100 * (with / alone - 1));
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   return cublasDestroy(n.blas) != CUBLAS_STATUS_SUCCESS;
 }

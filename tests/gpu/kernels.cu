@@ -98,14 +98,14 @@ static cddp_sgd_desc rule(int kind) {
   return d;
 }
 
-/* Three steps on a parameter of n elements; the weights' bits are cddp_sgd_step's. */
+/* Three steps on a parameter of n elements; the weights' bits are cddp_optim_step's. */
 static void compare_sgd(cddp_dtype t, size_t n, size_t shift, int kind, unsigned flags) {
   size_t bytes = n * size_of(t), move = shift * size_of(t);
   std::vector<char> w = random_bytes(t, n), g;
   array<char> dw(w, move), dg(bytes, move), dm(bytes, move);
   cddp_sgd_desc d = rule(kind);
   cddp_param p = {"w", w.data(), NULL, n, t};
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   g.resize(bytes);
   p.grad = g.data();
   CHECK_OK(cddp_sgd_create(&sgd, &p, 1, &d));
@@ -114,7 +114,7 @@ static void compare_sgd(cddp_dtype t, size_t n, size_t shift, int kind, unsigned
     std::vector<char> fresh = random_bytes(t, n);
     memcpy(g.data(), fresh.data(), bytes);
     dg.put(fresh);
-    CHECK_OK(cddp_sgd_step(sgd));
+    CHECK_OK(cddp_optim_step(sgd));
     CUDA(cddp_cuda_sgd(&s, 1, t, &d, flags | (step == 0 ? 1u * CDDP_SGD_FIRST : 0u), stream));
     CHECK(dw.get() == w);
     fresh = dg.get();
@@ -122,7 +122,7 @@ static void compare_sgd(cddp_dtype t, size_t n, size_t shift, int kind, unsigned
     else CHECK(fresh == g);
   }
   if (d.momentum != 0) dm.get();
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
 }
 
 static void test_sgd(void) {

@@ -445,7 +445,7 @@ static void plan_backward(const plan *p, cddp_ddp *d, const cddp_param *params, 
   }
 }
 
-static void plan_step(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params,
+static void plan_step(const plan *p, cddp_ddp *d, cddp_optim *s, const cddp_param *params,
                       cddp_group *g, int step) {
   if (p->nosync) {
     cddp_ddp_no_sync(d, true);
@@ -458,15 +458,15 @@ static void plan_step(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param 
     double norm = 0, *asked = step % 2 && !p->graph ? &norm : NULL;
     CHECK_OK(cddp_ddp_wait(d));
     if (p->clip > 0) CHECK_OK(cddp_ddp_clip_grad_norm(d, p->clip, asked));
-    CHECK_OK(cddp_sgd_step(s));
-    CHECK_OK(cddp_sgd_zero_grad(s));
+    CHECK_OK(cddp_optim_step(s));
+    CHECK_OK(cddp_optim_zero_grad(s));
   } else {
     CHECK_OK(cddp_ddp_step(d, s));
   }
 }
 
 /* Steps 2 and later as launches of one graph: the captured step is `step` each time. */
-static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param *params,
+static void plan_graph(const plan *p, cddp_ddp *d, cddp_optim *s, const cddp_param *params,
                        cddp_group *g) {
   cudaStream_t stream = (cudaStream_t)cddp_stream(g);
   cudaGraphExec_t exec = NULL;
@@ -484,14 +484,14 @@ static void plan_graph(const plan *p, cddp_ddp *d, cddp_sgd *s, const cddp_param
   if (graph != NULL) cudaGraphDestroy(graph);
 }
 
-static void plan_save(const plan *p, cddp_group *g, const cddp_param *params, cddp_sgd *s) {
+static void plan_save(const plan *p, cddp_group *g, const cddp_param *params, cddp_optim *s) {
   cddp_checkpoint_desc k;
   memset(&k, 0, sizeof k);
   k.sgd = s;
   CHECK_OK(cddp_save(p->alone ? NULL : g, p->save, params, PARAMS, &k));
 }
 
-static void plan_run(const plan *p, cddp_ddp *d, cddp_sgd *s, cddp_param *params, cddp_group *g) {
+static void plan_run(const plan *p, cddp_ddp *d, cddp_optim *s, cddp_param *params, cddp_group *g) {
   cddp_checkpoint_desc k;
   int step;
   memset(&k, 0, sizeof k);
@@ -535,7 +535,7 @@ static int train(cddp_group *g, void *arg) {
   cddp_sgd_desc rule;
   cudaStream_t stream = NULL;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   float *out = p->out + (size_t)cddp_rank(g) * plan_floats();
   size_t k, rows[PARAMS] = {0, 0, 0, 0, ROWS, 0};
   int i;
@@ -580,7 +580,7 @@ static int train(cddp_group *g, void *arg) {
     free(host);
   }
   if (!p->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   for (i = 0; i < PARAMS; i++) {
     plan_release(p, params[i].data);
@@ -807,7 +807,7 @@ static int failing_files(cddp_group *g, void *arg) {
   cddp_checkpoint_desc k;
   cddp_sgd_desc rule;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   (void)arg;
   memset(&p, 0, sizeof p);
   memset(&k, 0, sizeof k);
@@ -823,7 +823,7 @@ static int failing_files(cddp_group *g, void *arg) {
   CHECK_IS(cddp_load(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
   plan_step(&p, d, s, params, g, 1); /* nothing is lost */
   CHECK_OK(cddp_synchronize(g));
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   return 0;
 }
@@ -1204,7 +1204,7 @@ static int frugal(cddp_group *g, void *arg) {
   cddp_sgd_desc rule;
   cddp_ddp_desc desc;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   cddp_param p[4];
   int step, i;
   (void)arg;
@@ -1236,7 +1236,7 @@ static int frugal(cddp_group *g, void *arg) {
   CHECK_OK(cddp_ddp_clip_grad_norm(d, 1, NULL));
   CHECK_EQ(hostcuda_calls("kernel") - launched, 4); /* squares, sum, factor, scale: for all four */
   CHECK_OK(cddp_synchronize(g));
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   return 0;
 }
@@ -1258,7 +1258,7 @@ static int refusals(cddp_group *g, void *arg) {
   float host[64];
   cddp_sgd_desc rule;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   cddp_param p[2];
   int i;
   (void)arg;
@@ -1270,7 +1270,7 @@ static int refusals(cddp_group *g, void *arg) {
   CHECK(strstr(cddp_error(), "data of parameter \"#1\" lies in host memory") != NULL);
   CHECK_IS(cddp_sgd_create(&s, p, 2, &rule),
            cddp_rank(g) == cddp_world_size(g) - 1 ? CDDP_INVALID_ARGUMENT : CDDP_OK);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   check_sum(g, cddp_world_size(g) * (cddp_world_size(g) + 1) / 2); /* the group lives on */
   model_of(g, p, 2, 64);
   CHECK_OK(cddp_ddp_create(&d, g, p, 2, NULL));
@@ -1279,14 +1279,14 @@ static int refusals(cddp_group *g, void *arg) {
   cddp_register_kernels(NULL);
   CHECK_IS(cddp_ddp_step(d, s), CDDP_UNSUPPORTED);
   CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
-  CHECK_IS(cddp_sgd_step(s), CDDP_UNSUPPORTED);
+  CHECK_IS(cddp_optim_step(s), CDDP_UNSUPPORTED);
   cddp_register_kernels(kernels);
   CHECK_OK(cddp_ddp_step(d, s));
   CHECK_OK(cddp_ddp_ready(d, 0)); /* one is missing */
   CHECK_IS(cddp_ddp_wait(d), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "\"#1\"") != NULL);
   CHECK_OK(cddp_synchronize(g));
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   return 0;
 }
@@ -1503,7 +1503,7 @@ static int without_driver(int rank, void *arg) {
   float w[2][10], grad[10];
   cddp_sgd_desc rule;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   cddp_group *g;
   cddp_param p;
   int i;
@@ -1522,9 +1522,9 @@ static int without_driver(int rank, void *arg) {
     p.grad = grad;
     CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
     grad[3] = 1;
-    CHECK_OK(cddp_sgd_step(s));
+    CHECK_OK(cddp_optim_step(s));
     CHECK_EQ(w[i][3], -0.5);
-    cddp_sgd_destroy(s);
+    cddp_optim_destroy(s);
     p.grad = NULL;
     CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
     CHECK_OK(cddp_sgd_create(&s, &p, 1, &rule));
@@ -1532,7 +1532,7 @@ static int without_driver(int rank, void *arg) {
     CHECK_OK(cddp_ddp_ready(d, 0));
     CHECK_OK(cddp_ddp_step(d, s));
     CHECK_EQ(w[i][3], -1);
-    cddp_sgd_destroy(s);
+    cddp_optim_destroy(s);
     cddp_ddp_destroy(d);
   }
   CHECK_EQ(hostcuda_calls("cudaPointerGetAttributes") + hostcuda_calls("cudaGetDevice"), 0);
@@ -1582,7 +1582,7 @@ static int disagree_step(cddp_group *g, ordeal *o, fate *f) {
   bool odd = cddp_rank(g) == 1;
   cddp_sgd_desc rule;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   cddp_param p[2];
   int step;
   memset(&rule, 0, sizeof rule);
@@ -1597,7 +1597,7 @@ static int disagree_step(cddp_group *g, ordeal *o, fate *f) {
   }
   CHECK_OK(cddp_synchronize(g));
   (void)cddp_barrier(g); /* what follows disturbs nobody's first three */
-  if (odd && o->victim == RATE) CHECK_OK(cddp_sgd_set_lr(s, 0.2));
+  if (odd && o->victim == RATE) CHECK_OK(cddp_optim_set_lr(s, 0.2));
   o->began = test_now();
   while (f->result == CDDP_OK && test_now() < o->began + 10) { /* a look takes milliseconds */
     f->result = cddp_ddp_ready(d, 1);
@@ -1608,7 +1608,7 @@ static int disagree_step(cddp_group *g, ordeal *o, fate *f) {
     if (f->result == CDDP_OK && getenv("TEST_HOSTS") != NULL) f->result = cddp_barrier(g);
   }
   snprintf(f->text, sizeof f->text, "%s", cddp_error());
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   if (f->result != CDDP_OK) cddp__fail(f->result, "%s", f->text);
   return 0;
@@ -1683,7 +1683,7 @@ static int die_idle(cddp_group *g, ordeal *o, fate *f) {
 static int die_in_step(cddp_group *g, ordeal *o, fate *f) {
   cddp_sgd_desc rule;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   cddp_param p[2];
   int step;
   memset(p, 0, sizeof p);
@@ -1707,7 +1707,7 @@ static int die_in_step(cddp_group *g, ordeal *o, fate *f) {
   if (f->result == CDDP_OK) f->result = cddp_synchronize(g);
   snprintf(f->text, sizeof f->text, "%s", cddp_error());
   f->when = test_now();
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   cddp__fail(f->result, "%s", f->text);
   return 0;
@@ -1928,7 +1928,7 @@ static int capture_too_early(cddp_group *g, ordeal *o, fate *f) {
   cddp_sgd_desc rule;
   cudaGraph_t graph = NULL;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   cudaStream_t stream;
   cddp_param p;
   (void)o;
@@ -1949,7 +1949,7 @@ static int capture_too_early(cddp_group *g, ordeal *o, fate *f) {
   snprintf(f->text, sizeof f->text, "%s", cddp_error());
   (void)cudaStreamEndCapture(stream, &graph);
   if (graph != NULL) cudaGraphDestroy(graph);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   cddp_set_stream(g, NULL);
   cudaStreamDestroy(stream);
@@ -1964,7 +1964,7 @@ typedef struct captured {
   cudaGraphExec_t exec;
   cddp_param p;
   cddp_ddp *d;
-  cddp_sgd *s;
+  cddp_optim *s;
 } captured;
 
 static void captured_open(captured *c, cddp_group *g) {
@@ -2018,12 +2018,12 @@ static int step_graph(cddp_group *g, ordeal *o, fate *f) {
     CHECK_OK(f->result);
     CHECK_OK(cddp_ddp_ready(c.d, 0)); /* nothing of the graph's moves */
     CHECK_OK(cddp_ddp_wait(c.d));
-    CHECK_OK(cddp_sgd_step(c.s));
+    CHECK_OK(cddp_optim_step(c.s));
     CHECK(cudaGraphLaunch(c.exec, c.stream) == cudaSuccess);
     f->result = cddp_synchronize(g);
   }
   snprintf(f->text, sizeof f->text, "%s", cddp_error());
-  cddp_sgd_destroy(c.s);
+  cddp_optim_destroy(c.s);
   cddp_ddp_destroy(c.d);
   captured_drop_graph(&c);
   cddp_set_stream(g, NULL);
@@ -2064,7 +2064,7 @@ static int die_ahead(cddp_group *g, ordeal *o, fate *f) {
   if (f->result == CDDP_OK) f->result = cddp_ddp_step(c.d, c.s);
   if (f->result == CDDP_OK) f->result = cddp_synchronize(g); /* no host waits in a step */
   snprintf(f->text, sizeof f->text, "%s", cddp_error());
-  cddp_sgd_destroy(c.s);
+  cddp_optim_destroy(c.s);
   cddp_ddp_destroy(c.d);
   cddp_set_stream(g, NULL);
   cudaStreamDestroy(c.stream);

@@ -178,7 +178,7 @@ static void test_training(void) {
   static float w[2][3][3000], mean;
   cddp_param p[2][3];
   cddp_ddp *d[2];
-  cddp_sgd *s[2];
+  cddp_optim *s[2];
   cddp_sgd_desc o;
   uint64_t hash, *all = (uint64_t *)calloc((size_t)n, sizeof *all);
   int m, k, step, r;
@@ -211,8 +211,8 @@ static void test_training(void) {
       CHECK_OK(cddp_ddp_wait(d[m]));
       mean = (float)reduced(CDDP_AVG, CDDP_F32, n, 5 + (size_t)step);
       CHECK(((float *)p[m][1].grad)[5] == mean);
-      CHECK_OK(cddp_sgd_step(s[m]));
-      CHECK_OK(cddp_sgd_zero_grad(s[m]));
+      CHECK_OK(cddp_optim_step(s[m]));
+      CHECK_OK(cddp_optim_zero_grad(s[m]));
     }
   for (k = 0; k < 3; k++) CHECK(memcmp(w[0][k], w[1][k], sizeof w[0][k]) == 0);
   CHECK(w[0][0][5] != 0);
@@ -220,7 +220,7 @@ static void test_training(void) {
   CHECK_OK(cddp_all_gather(g, &hash, all, 1, CDDP_I64, NULL));
   for (r = 0; r < n; r++) CHECK(all[r] == hash);
   for (m = 0; m < 2; m++) {
-    cddp_sgd_destroy(s[m]);
+    cddp_optim_destroy(s[m]);
     cddp_ddp_destroy(d[m]);
   }
   free(all);

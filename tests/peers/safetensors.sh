@@ -28,13 +28,13 @@ static int step(cddp_group *g, void *path) {
   cddp_sgd_desc o = {0.5, 0.9, 0, 0, false, false, false, NULL};
   cddp_checkpoint_desc d = {&shape, NULL, NULL, NULL, 0, NULL, 0, false};
   cddp_ddp *ddp;
-  TRY(cddp_ddp_create(&ddp, g, &p, 1, NULL) || cddp_sgd_create(&d.sgd, &p, 1, &o));
+  TRY(cddp_ddp_create(&ddp, g, &p, 1, NULL) || cddp_sgd_create(&d.optim, &p, 1, &o));
   for (int s = 0; s < 2; s++) {
     for (int i = 0; i < 15; i++) ((float *)p.grad)[i] = (float)(i + s + 2 * cddp_rank(g));
-    TRY(cddp_ddp_ready(ddp, 0) || cddp_ddp_step(ddp, d.sgd));
+    TRY(cddp_ddp_ready(ddp, 0) || cddp_ddp_step(ddp, d.optim));
   }
   TRY(cddp_save(g, (const char *)path, &p, 1, &d));
-  return cddp_sgd_destroy(d.sgd), cddp_ddp_destroy(ddp), 0;
+  return cddp_optim_destroy(d.optim), cddp_ddp_destroy(ddp), 0;
 }
 static int again(const char *in, const char *out) {
   static cddp_param p[16];

@@ -417,7 +417,7 @@ static int train(cddp_group *g, void *arg) {
                      {"bias", NULL, NULL, BIASES, CDDP_F32}};
   cddp_sgd_desc o;
   cddp_checkpoint_desc d;
-  cddp_sgd *sgd = NULL;
+  cddp_optim *sgd = NULL;
   cddp_ddp *ddp = NULL;
   uint16_t half[WEIGHTS];
   void *copies[2] = {half, NULL};
@@ -434,10 +434,10 @@ static int train(cddp_group *g, void *arg) {
   o.copy_dtype = CDDP_BF16;
   CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, NULL));
   CHECK_OK(cddp_sgd_create(&sgd, p, 2, &o));
-  d.sgd = sgd;
+  d.optim = sgd;
   if (job->from != NULL) CHECK_OK(cddp_load(g, job->from, p, 2, &d));
   CHECK(ranks_is_copy(CDDP_BF16, half, w, WEIGHTS));
-  CHECK(cddp_sgd_lr(sgd) == (job->from != NULL ? 0.05 : 0.1));
+  CHECK(cddp_optim_lr(sgd) == (job->from != NULL ? 0.05 : 0.1));
   for (step = job->begin; step < job->end; step++) {
     for (i = 0; i < WEIGHTS + BIASES; i++) {
       float *grad = (float *)(i < WEIGHTS ? p[0].grad : p[1].grad);
@@ -446,13 +446,13 @@ static int train(cddp_group *g, void *arg) {
     CHECK_OK(cddp_ddp_ready(ddp, 1));
     CHECK_OK(cddp_ddp_ready(ddp, 0));
     if (job->fused) CHECK_OK(cddp_ddp_step(ddp, sgd));
-    else CHECK(cddp_ddp_wait(ddp) == CDDP_OK && cddp_sgd_step(sgd) == CDDP_OK &&
-               cddp_sgd_zero_grad(sgd) == CDDP_OK);
-    if (step == 2) CHECK_OK(cddp_sgd_set_lr(sgd, 0.05));
+    else CHECK(cddp_ddp_wait(ddp) == CDDP_OK && cddp_optim_step(sgd) == CDDP_OK &&
+               cddp_optim_zero_grad(sgd) == CDDP_OK);
+    if (step == 2) CHECK_OK(cddp_optim_set_lr(sgd, 0.05));
     if (job->to != NULL) CHECK_OK(cddp_save(g, job->to, p, 2, &d)); /* changes nothing */
   }
   if (cddp_rank(g) == cddp_world_size(g) - 1) memcpy(job->weights, w, sizeof job->weights);
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   if (job->shared) cddp_free(g, w);
   else free(w);
@@ -506,7 +506,7 @@ static int go_back(cddp_group *g, void *arg) {
   cddp_param p = {"w", NULL, NULL, 64, CDDP_F32};
   cddp_sgd_desc o;
   cddp_checkpoint_desc d;
-  cddp_sgd *sgd = NULL;
+  cddp_optim *sgd = NULL;
   cddp_ddp *ddp = NULL;
   int round, step, i;
   (void)arg;
@@ -519,7 +519,7 @@ static int go_back(cddp_group *g, void *arg) {
   o.momentum = 0.5;
   CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, NULL));
   CHECK_OK(cddp_sgd_create(&sgd, &p, 1, &o));
-  d.sgd = sgd;
+  d.optim = sgd;
   CHECK_OK(cddp_save(g, path, &p, 1, &d)); /* before any momentum */
   for (round = 0; round < 3; round++) {
     for (step = 0; step < 4; step++) {
@@ -532,13 +532,13 @@ static int go_back(cddp_group *g, void *arg) {
     CHECK_OK(cddp_load(g, path, &p, 1, &d));
     CHECK(w[5] == 0);
   }
-  d.sgd = NULL;
+  d.optim = NULL;
   CHECK_OK(cddp_load(g, path, &p, 1, &d)); /* the weights alone */
   CHECK_OK(cddp_save(g, path, &p, 1, &d));
-  d.sgd = sgd;
+  d.optim = sgd;
   CHECK_IS(cddp_load(g, path, &p, 1, &d), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "optimizer.lr") != NULL);
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   cddp_free(g, w);
   return 0;

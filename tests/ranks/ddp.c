@@ -20,7 +20,7 @@ typedef struct model {
   char name[MOST][32];
   int n, data_memory, grad_memory;
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   uint64_t seed;
   void *copies[MOST]; /* of f32 parameters: what the optimizer keeps in half precision */
   cddp_dtype copy_dtype;
@@ -89,7 +89,7 @@ static bool model_open(model *m, cddp_group *g, int n, const size_t *counts, int
 
 static void model_close(model *m) {
   int k;
-  cddp_sgd_destroy(m->sgd);
+  cddp_optim_destroy(m->sgd);
   cddp_ddp_destroy(m->ddp);
   for (k = 0; k < m->n; k++) {
     if (m->ddp != NULL && m->grad_memory == PLACED) CHECK(m->p[k].grad == NULL);
@@ -459,9 +459,9 @@ static int run_misuse(cddp_group *g, void *arg) {
   memset(&o, 0, sizeof o);
   o.lr = 0.1;
   CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
-  CHECK_INVALID(cddp_sgd_step(m.sgd)); /* gradients are not placed yet */
+  CHECK_INVALID(cddp_optim_step(m.sgd)); /* gradients are not placed yet */
   CHECK(mentions("layer0.w"));
-  cddp_sgd_destroy(m.sgd);
+  cddp_optim_destroy(m.sgd);
   CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
   CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
   CHECK_OK(cddp_sgd_create(&m2.sgd, m2.p, m2.n, &o));
@@ -540,7 +540,7 @@ static void test_ready_twice(void) {
 static void check_refused(cddp_group *g, cddp_param *p, int n, const char *one, const char *other) {
   cddp_sgd_desc o;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   memset(&o, 0, sizeof o);
   o.lr = 0.1;
   CHECK_INVALID(cddp_ddp_create(&d, g, p, n, NULL));
@@ -559,7 +559,7 @@ static int run_tied(cddp_group *g, void *arg) {
                      {"lm_head", w, NULL, N, CDDP_F32}};
   cddp_sgd_desc o;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   int i;
   (void)arg;
   if (w == NULL) return 1;
@@ -589,7 +589,7 @@ static int run_tied(cddp_group *g, void *arg) {
   p[1].data = heap, p[1].count = 0; /* no element is shared */
   CHECK_OK(cddp_ddp_create(&d, g, p, 3, NULL));
   CHECK_OK(cddp_sgd_create(&s, p, 3, &o));
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   /* the cure: one parameter, to whose gradient both places add */
   p[0].grad = NULL;
@@ -599,7 +599,7 @@ static int run_tied(cddp_group *g, void *arg) {
   CHECK_OK(cddp_ddp_ready(d, 0));
   CHECK_OK(cddp_ddp_step(d, s));
   for (i = 0; i < N; i++) CHECK(heap[i] == -3.0f);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   cddp_free(g, w);
   return 0;
@@ -1193,8 +1193,8 @@ static void take_step(model *m, bool fused) {
     return;
   }
   CHECK_OK(cddp_ddp_wait(m->ddp));
-  CHECK_OK(cddp_sgd_step(m->sgd));
-  CHECK_OK(cddp_sgd_zero_grad(m->sgd));
+  CHECK_OK(cddp_optim_step(m->sgd));
+  CHECK_OK(cddp_optim_zero_grad(m->sgd));
 }
 
 /* `mode` 0: all steps of a are fused; 1: every other; 2: the first five are not. */
@@ -1210,9 +1210,9 @@ static void compare_training(model *a, model *b, int steps, int mode, int option
     check_copies(a);
     check_copies(b);
     if (step == 7) {
-      CHECK_OK(cddp_sgd_set_lr(a->sgd, 0.025));
-      CHECK_OK(cddp_sgd_set_lr(b->sgd, 0.025));
-      CHECK(cddp_sgd_lr(a->sgd) == 0.025);
+      CHECK_OK(cddp_optim_set_lr(a->sgd, 0.025));
+      CHECK_OK(cddp_optim_set_lr(b->sgd, 0.025));
+      CHECK(cddp_optim_lr(a->sgd) == 0.025);
     }
   }
   check_same_everywhere(a, false);
@@ -1615,7 +1615,7 @@ static int stopped_rank(int rank, void *arg) {
   cddp_group *g, *pair;
   cddp_param p;
   cddp_ddp *d;
-  cddp_sgd *o;
+  cddp_optim *o;
   int32_t pids[3];
   pthread_t thread;
   cddp_result r;
@@ -1665,7 +1665,7 @@ static int stopped_rank(int rank, void *arg) {
     CHECK(holds_only(w, 7) && holds_only((const float *)p.grad, 9));
   }
   CHECK(rank == 1 || cddp_barrier(pair) == CDDP_OK);
-  cddp_sgd_destroy(o);
+  cddp_optim_destroy(o);
   cddp_ddp_destroy(d);
   cddp_destroy(pair);
   cddp_destroy(g);

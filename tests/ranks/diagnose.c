@@ -215,7 +215,7 @@ static int cross(cddp_group *g, void *arg) {
   cddp_param p[2][1] = {{{"weight", w[0], NULL, 4, CDDP_F32}}, {{"w", w[1], NULL, 4, CDDP_F32}}};
   cddp_sgd_desc o;
   cddp_ddp *d[2] = {NULL, NULL};
-  cddp_sgd *s[2] = {NULL, NULL};
+  cddp_optim *s[2] = {NULL, NULL};
   cddp_group *sub = NULL;
   cddp_work *work = NULL;
   cddp_result r = CDDP_OK;
@@ -256,7 +256,7 @@ static int cross(cddp_group *g, void *arg) {
   note(rank, line, r);
   CHECK(test_now() - start < RANKS_WITHIN(2.0));
   for (i = 0; i < 2; i++) {
-    cddp_sgd_destroy(s[i]);
+    cddp_optim_destroy(s[i]);
     cddp_ddp_destroy(d[i]);
   }
   cddp_destroy(sub);
@@ -396,7 +396,7 @@ static int other_mode(cddp_group *g, void *arg) {
   cddp_param p[1] = {{"weight", w, NULL, 4, CDDP_F32}};
   cddp_sgd_desc o;
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   cddp_result r = CDDP_OK;
   fenv_t normal;
   int rank = cddp_rank(g), one = 1;
@@ -417,7 +417,7 @@ static int other_mode(cddp_group *g, void *arg) {
   if (job[0] == ON_STEP) r = cddp_ddp_step(d, s);
   fesetenv(&normal);
   note(rank, 0, r);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   return 0;
 }
@@ -558,7 +558,7 @@ static int recorded(cddp_group *g, void *arg) {
   cddp_param p[1] = {{"weight", w, NULL, 64, CDDP_F32}};
   cddp_sgd_desc o = {0};
   cddp_ddp *d = NULL;
-  cddp_sgd *s = NULL;
+  cddp_optim *s = NULL;
   int rank = cddp_rank(g), i;
   (void)arg;
   CHECK_OK(cddp_ddp_create(&d, g, p, 1, NULL));
@@ -572,7 +572,7 @@ static int recorded(cddp_group *g, void *arg) {
   if (rank == 0) CHECK_OK(cddp_send(g, x, 4, CDDP_F32, 1, 5, NULL));
   if (rank == 1) CHECK_OK(cddp_recv(g, x, 4, CDDP_F32, 0, 5, NULL));
   for (i = 0; i < 1500; i++) CHECK_OK(cddp_all_reduce(g, x, 4, CDDP_F32, CDDP_MAX, NULL));
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   if (rank == 1) {
     CHECK_OK(cddp_broadcast(g, x, 3, CDDP_F32, 0, NULL));

@@ -111,7 +111,7 @@ static void compare_to_golden(const toy *t, int which, int step) {
   if (worst >= 2e-5) fprintf(stderr, "case %d, step %d: off by %g\n", which, step, worst);
 }
 
-static void train(toy *t, cddp_ddp *ddp, cddp_sgd *sgd, const plan *pl, int rank) {
+static void train(toy *t, cddp_ddp *ddp, cddp_optim *sgd, const plan *pl, int rank) {
   int step, p, steps = GOLDEN_CHECKPOINTS * GOLDEN_EVERY;
   for (step = 0; step < steps; step++) {
     uint64_t seed = (uint64_t)(1000 + step * RANKS + rank);
@@ -123,8 +123,8 @@ static void train(toy *t, cddp_ddp *ddp, cddp_sgd *sgd, const plan *pl, int rank
       CHECK_OK(cddp_ddp_step(ddp, sgd));
     } else {
       CHECK_OK(cddp_ddp_wait(ddp));
-      CHECK_OK(cddp_sgd_step(sgd));
-      CHECK_OK(cddp_sgd_zero_grad(sgd));
+      CHECK_OK(cddp_optim_step(sgd));
+      CHECK_OK(cddp_optim_zero_grad(sgd));
     }
     if ((step + 1) % GOLDEN_EVERY == 0) compare_to_golden(t, pl->which, step + 1);
   }
@@ -135,7 +135,7 @@ static int run_plan(cddp_group *g, void *arg) {
   const plan *pl = (const plan *)arg;
   int before = test_failures, rank = cddp_rank(g), p;
   cddp_ddp *ddp = NULL;
-  cddp_sgd *sgd = NULL;
+  cddp_optim *sgd = NULL;
   cddp_sgd_desc o;
   toy t;
   memset(&t, 0, sizeof t);
@@ -155,7 +155,7 @@ static int run_plan(cddp_group *g, void *arg) {
   CHECK_OK(cddp_ddp_create(&ddp, g, t.p, PARAMS, NULL));
   CHECK_OK(cddp_sgd_create(&sgd, t.p, PARAMS, &o));
   if (ddp != NULL && sgd != NULL) train(&t, ddp, sgd, pl, rank);
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   for (p = 0; p < PARAMS; p++) {
     if (pl->shared)

@@ -256,7 +256,7 @@ static int run_training(cddp_group *g, void *arg) {
   cddp_ddp_desc d;
   cddp_sgd_desc o;
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   memset(p, 0, sizeof p);
   memset(&d, 0, sizeof d);
   memset(&o, 0, sizeof o);
@@ -278,12 +278,12 @@ static int run_training(cddp_group *g, void *arg) {
       CHECK_OK(cddp_ddp_step(ddp, sgd));
     } else {
       CHECK_OK(cddp_ddp_wait(ddp));
-      CHECK_OK(cddp_sgd_step(sgd));
-      CHECK_OK(cddp_sgd_zero_grad(sgd));
+      CHECK_OK(cddp_optim_step(sgd));
+      CHECK_OK(cddp_optim_zero_grad(sgd));
     }
   }
   shared->ranks[rank].hash = hash_bytes(hash_bytes(1, w, sizeof heap), bias, sizeof bias);
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   if (options[1]) cddp_free(g, w);
   return 0;

@@ -45,7 +45,7 @@ static float term(void *arg, int k) {
 typedef struct reference {
   cddp_param p[PARAMS];
   float weights[LARGE * PARAMS], grads[LARGE * PARAMS];
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
 } reference;
 
 static void reference_open(reference *f, const cddp_sgd_desc *o) {
@@ -77,18 +77,18 @@ static void reference_step(reference *f, element *e, int n, const uneven *c) {
       ((float *)f->p[k].grad)[e->i] = sum / (float)n;
     }
   }
-  CHECK_OK(cddp_sgd_step(f->sgd));
+  CHECK_OK(cddp_optim_step(f->sgd));
 }
 
-static cddp_result take_step(cddp_ddp *ddp, cddp_sgd *sgd, int kind, int step) {
+static cddp_result take_step(cddp_ddp *ddp, cddp_optim *sgd, int kind, int step) {
   cddp_result r;
   if (kind == FUSED || (kind == BOTH && step % 3 == 1)) return cddp_ddp_step(ddp, sgd);
-  if ((r = cddp_ddp_wait(ddp)) != CDDP_OK || (r = cddp_sgd_step(sgd)) != CDDP_OK) return r;
-  return cddp_sgd_zero_grad(sgd);
+  if ((r = cddp_ddp_wait(ddp)) != CDDP_OK || (r = cddp_optim_step(sgd)) != CDDP_OK) return r;
+  return cddp_optim_zero_grad(sgd);
 }
 
 /* One epoch on this rank: its own steps, then join. */
-static void uneven_epoch(cddp_ddp *ddp, cddp_sgd *sgd, cddp_param *p, const uneven *c, int epoch,
+static void uneven_epoch(cddp_ddp *ddp, cddp_optim *sgd, cddp_param *p, const uneven *c, int epoch,
                          int rank, int world, float *buffer) {
   int step, k, mine = steps_of(rank, epoch, world);
   size_t i;
@@ -103,7 +103,7 @@ static void uneven_epoch(cddp_ddp *ddp, cddp_sgd *sgd, cddp_param *p, const unev
     *buffer = (float)(100 * rank + step);
     CHECK_OK(cddp_ddp_sync_buffers(ddp));
     CHECK_EQ(*buffer, 100 * first + step);
-    CHECK_OK(cddp_sgd_set_lr(sgd, 0.125 / (1 + global)));
+    CHECK_OK(cddp_optim_set_lr(sgd, 0.125 / (1 + global)));
     for (k = PARAMS - 1; k >= 0; k--) {
       if (k == 1 && c->unused && rank % 2) continue;
       for (i = 0; i < sizes[k]; i++)
@@ -125,7 +125,7 @@ static void reference_epoch(reference *f, const uneven *c, int epoch, int world)
     for (n = 0, r = 0; r < world; r++)
       if (steps_of(r, epoch, world) > step) e.active[n++] = r;
     if (n == 0) break;
-    CHECK_OK(cddp_sgd_set_lr(f->sgd, 0.125 / (1 + e.step)));
+    CHECK_OK(cddp_optim_set_lr(f->sgd, 0.125 / (1 + e.step)));
     reference_step(f, &e, n, c);
   }
 }
@@ -140,7 +140,7 @@ static int run_uneven(cddp_group *g, void *arg) {
   cddp_ddp_desc d;
   cddp_sgd_desc o;
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   CHECK(f != NULL);
   memset(&d, 0, sizeof d);
   memset(&o, 0, sizeof o);
@@ -171,13 +171,13 @@ static int run_uneven(cddp_group *g, void *arg) {
   for (epoch = 0; epoch < 4 && test_failures == before; epoch++) {
     uneven_epoch(ddp, sgd, p, c, epoch, rank, world, &buffer);
     reference_epoch(f, c, epoch, world);
-    CHECK(cddp_sgd_lr(sgd) == cddp_sgd_lr(f->sgd));
+    CHECK(cddp_optim_lr(sgd) == cddp_optim_lr(f->sgd));
     for (k = 0; k < PARAMS; k++) CHECK(memcmp(p[k].data, f->p[k].data, sizes[k] * 4) == 0);
     for (k = 0; k < PARAMS; k++)
       CHECK(ranks_is_copy(CDDP_BF16, copies[k], p[k].data, sizes[k]));
   }
-  cddp_sgd_destroy(sgd);
-  cddp_sgd_destroy(f->sgd);
+  cddp_optim_destroy(sgd);
+  cddp_optim_destroy(f->sgd);
   cddp_ddp_destroy(ddp);
   for (k = 0; c->shared && k < PARAMS; k++) cddp_free(g, p[k].data);
   for (k = 0; k < PARAMS; k++) free(copies[k]);
@@ -207,7 +207,7 @@ typedef struct small {
   float w[8];
   cddp_param p[1];
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
 } small;
 
 static bool small_open(small *m, cddp_group *g, double momentum, const cddp_ddp_desc *d) {
@@ -225,7 +225,7 @@ static bool small_open(small *m, cddp_group *g, double momentum, const cddp_ddp_
 }
 
 static void small_close(small *m) {
-  cddp_sgd_destroy(m->sgd);
+  cddp_optim_destroy(m->sgd);
   cddp_ddp_destroy(m->ddp);
 }
 
@@ -292,9 +292,9 @@ static int run_join_mismatch(cddp_group *g, void *arg) {
   if (!small_open(&m, g, which == 1 && rank == 0 ? 0.5 : 0, NULL)) return 1;
   if (rank > 0) CHECK_OK(cddp_ddp_ready(m.ddp, 0));
   switch (which) {
-  case 0: /* joins without the cddp_sgd that the others step with */
+  case 0: /* joins without the cddp_optim that the others step with */
     CHECK_IS(rank ? cddp_ddp_step(m.ddp, m.sgd) : cddp_ddp_join(m.ddp, NULL), CDDP_MISMATCH);
-    CHECK(mentions("rank 0 called ddp_join without a cddp_sgd, rank 1 called ddp_step"));
+    CHECK(mentions("rank 0 called ddp_join without a cddp_optim, rank 1 called ddp_step"));
     break;
   case 1: /* with another */
     CHECK_IS(rank ? cddp_ddp_step(m.ddp, m.sgd) : cddp_ddp_join(m.ddp, m.sgd), CDDP_MISMATCH);
@@ -311,10 +311,10 @@ static int run_join_mismatch(cddp_group *g, void *arg) {
   default: /* one of them stepped by itself, and joins without saying with what */
     if (rank > 0) {
       CHECK_OK(cddp_ddp_wait(m.ddp));
-      CHECK_OK(cddp_sgd_step(m.sgd));
+      CHECK_OK(cddp_optim_step(m.sgd));
     }
     CHECK_IS(cddp_ddp_join(m.ddp, rank == 0 ? NULL : m.sgd), CDDP_MISMATCH);
-    CHECK(mentions("cddp_sgd's of other settings"));
+    CHECK(mentions("cddp_optim's of other settings"));
   }
   CHECK_IS(cddp_ddp_join(m.ddp, m.sgd), CDDP_MISMATCH); /* broken for good */
   small_close(&m);
@@ -450,7 +450,7 @@ static void check_rows(const cddp_ddp *sparse, int k, const cddp_param *dense) {
   }
 }
 
-static void rows_step(cddp_ddp **ddp, cddp_sgd **sgd, cddp_param p[][TWIN], const rows_case *c,
+static void rows_step(cddp_ddp **ddp, cddp_optim **sgd, cddp_param p[][TWIN], const rows_case *c,
                       int rank, int step) {
   int i, k, round;
   bool skip = c->unused && (step % 3 == 0 || (step + rank) % 2 == 0);
@@ -474,8 +474,8 @@ static void rows_step(cddp_ddp **ddp, cddp_sgd **sgd, cddp_param p[][TWIN], cons
       if (i == 1) check_rows(ddp[0], EMBEDDING, &p[1][EMBEDDING]);
       CHECK_OK(cddp_ddp_clip_grad_norm(ddp[i], 1e9, &norm[i]));
       if (i == 1) CHECK(fabs(norm[0] - norm[1]) <= 1e-9 * norm[1]);
-      CHECK_OK(cddp_sgd_step(sgd[i]));
-      CHECK_OK(cddp_sgd_zero_grad(sgd[i]));
+      CHECK_OK(cddp_optim_step(sgd[i]));
+      CHECK_OK(cddp_optim_zero_grad(sgd[i]));
     } else {
       CHECK_OK(take_step(ddp[i], sgd[i], c->kind, step));
     }
@@ -488,7 +488,7 @@ static int run_rows(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g), i, k, step;
   cddp_param p[2][TWIN];
   cddp_ddp *ddp[2];
-  cddp_sgd *sgd[2];
+  cddp_optim *sgd[2];
   uint16_t embedding[ROWS * WIDTH] = {0};
   void *copies[TWIN] = {NULL};
   memset(p, 0, sizeof p);
@@ -523,7 +523,7 @@ static int run_rows(cddp_group *g, void *arg) {
       CHECK(ranks_is_copy(CDDP_F16, embedding, p[0][EMBEDDING].data, twin_counts[EMBEDDING]));
   }
   for (i = 0; i < 2; i++) {
-    cddp_sgd_destroy(sgd[i]);
+    cddp_optim_destroy(sgd[i]);
     cddp_ddp_destroy(ddp[i]);
   }
   for (k = 0; k < TWIN; k++)
@@ -559,7 +559,7 @@ static int run_few_rows(cddp_group *g, void *arg) {
   cddp_ddp_desc d;
   cddp_sgd_desc o;
   cddp_ddp *ddp;
-  cddp_sgd *sgd;
+  cddp_optim *sgd;
   (void)arg;
   memset(p, 0, sizeof p);
   memset(&d, 0, sizeof d);
@@ -582,8 +582,8 @@ static int run_few_rows(cddp_group *g, void *arg) {
     CHECK_EQ(((const float *)values)[i], i == 0 ? 10 : 20);
     CHECK_EQ(((const float *)values)[4 + i], i == 0 ? 3 : 6);
   }
-  CHECK_OK(cddp_sgd_step(sgd));
-  CHECK_OK(cddp_sgd_zero_grad(sgd));
+  CHECK_OK(cddp_optim_step(sgd));
+  CHECK_OK(cddp_optim_zero_grad(sgd));
   CHECK(w[0] == -10 && w[3] == -20 && w[8] == -3 && w[9] == -6);
   for (i = 4; i < 8; i++) CHECK(w[i] == 0);
   if (rank < 2) { /* two ranks go on, the third has joined: the mean is over two */
@@ -595,7 +595,7 @@ static int run_few_rows(cddp_group *g, void *arg) {
   }
   CHECK_OK(cddp_ddp_join(ddp, sgd));
   CHECK(w[10] == -1.5f && w[11] == -3 && w[8] == -3);
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   return test_failures != before;
 }
@@ -652,7 +652,7 @@ static int run_rows_misuse(cddp_group *g, void *arg) {
   cddp_ddp_desc d;
   cddp_sgd_desc o;
   cddp_ddp *ddp;
-  cddp_sgd *sgd, *blind, *decays;
+  cddp_optim *sgd, *blind, *decays;
   (void)arg;
   memset(p, 0, sizeof p);
   memset(&d, 0, sizeof d);
@@ -696,13 +696,13 @@ static int run_rows_misuse(cddp_group *g, void *arg) {
   CHECK_IS(cddp_ddp_step(ddp, decays), CDDP_UNSUPPORTED);
   CHECK(mentions("table") && mentions("weight_decay"));
   CHECK_OK(cddp_ddp_wait(ddp));
-  CHECK_IS(cddp_sgd_step(decays), CDDP_UNSUPPORTED);
-  CHECK_IS(cddp_sgd_step(blind), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_optim_step(decays), CDDP_UNSUPPORTED);
+  CHECK_IS(cddp_optim_step(blind), CDDP_INVALID_ARGUMENT);
   CHECK(mentions("(sparse) set ddp in cddp_sgd_desc"));
-  CHECK_OK(cddp_sgd_step(sgd));
-  cddp_sgd_destroy(sgd);
-  cddp_sgd_destroy(blind);
-  cddp_sgd_destroy(decays);
+  CHECK_OK(cddp_optim_step(sgd));
+  cddp_optim_destroy(sgd);
+  cddp_optim_destroy(blind);
+  cddp_optim_destroy(decays);
   cddp_ddp_destroy(ddp);
   return test_failures != before;
 }
@@ -730,7 +730,7 @@ static cddp_result use_rows(cddp_group *g, bool fused) {
   cddp_ddp_desc d;
   cddp_sgd_desc o;
   cddp_ddp *ddp = NULL;
-  cddp_sgd *sgd = NULL;
+  cddp_optim *sgd = NULL;
   cddp_result r;
   memset(p, 0, sizeof p);
   memset(&d, 0, sizeof d);
@@ -745,7 +745,7 @@ static cddp_result use_rows(cddp_group *g, bool fused) {
   if (r == CDDP_OK) r = cddp_ddp_add_rows(ddp, 0, numbers, v, 12);
   if (r == CDDP_OK) r = cddp_ddp_ready(ddp, 0);
   if (r == CDDP_OK) r = fused ? cddp_ddp_step(ddp, sgd) : cddp_ddp_wait(ddp);
-  cddp_sgd_destroy(sgd);
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   return r;
 }

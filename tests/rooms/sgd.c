@@ -24,7 +24,7 @@ static void trajectory(cddp_dtype dtype, const void *inputs, const void *want, i
   double weights[GOLDEN_ELEMENTS], gradient[GOLDEN_ELEMENTS];
   cddp_sgd_desc desc = desc_of(config);
   cddp_param p;
-  cddp_sgd *s;
+  cddp_optim *s;
   int step, shown = 0;
   memset(&p, 0, sizeof p);
   p.data = weights;
@@ -32,10 +32,10 @@ static void trajectory(cddp_dtype dtype, const void *inputs, const void *want, i
   p.count = GOLDEN_ELEMENTS;
   p.dtype = dtype;
   memcpy(weights, inputs, bytes);
-  CHECK_OK(cddp__sgd_create(&s, &p, 1, &desc, NULL));
+  CHECK_OK(cddp__optim_create(&s, &p, 1, &desc, NULL));
   for (step = 1; step <= GOLDEN_STEPS; step++) {
     memcpy(gradient, (const char *)inputs + (size_t)step * bytes, bytes);
-    CHECK_OK(cddp_sgd_step(s));
+    CHECK_OK(cddp_optim_step(s));
     if (shown < SHOWN && golden_shown[shown] == step) {
       const char *w = (const char *)want + (size_t)(config * SHOWN + shown) * bytes;
       if (memcmp(weights, w, bytes) != 0)
@@ -45,7 +45,7 @@ static void trajectory(cddp_dtype dtype, const void *inputs, const void *want, i
     }
   }
   CHECK_EQ(shown, SHOWN);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
 }
 
 static void test_of_pytorch(void) {
@@ -74,7 +74,7 @@ static void test_check_values(void) {
     float w[3] = {1.0f, -2.0f, 0.3f}, grad[3];
     cddp_param p;
     cddp_sgd_desc d;
-    cddp_sgd *s;
+    cddp_optim *s;
     memset(&p, 0, sizeof p);
     memset(&d, 0, sizeof d);
     p.data = w;
@@ -85,15 +85,15 @@ static void test_check_values(void) {
     d.weight_decay = which == 0 ? 0.01 : 0;
     d.nesterov = which == 0;
     d.dampening = which == 0 ? 0 : 0.5;
-    CHECK_OK(cddp__sgd_create(&s, &p, 1, &d, NULL));
+    CHECK_OK(cddp__optim_create(&s, &p, 1, &d, NULL));
     for (step = 0; step < 2; step++) {
       memcpy(grad, g[step], sizeof grad);
-      CHECK_OK(cddp_sgd_step(s));
+      CHECK_OK(cddp_optim_step(s));
       CHECK(memcmp(w, which == 0 ? nesterov[step] : damped[step], sizeof w) == 0);
       if (which == 0 && step == 0) CHECK(memcmp(s->momentum[0], first, sizeof first) == 0);
       if (which == 1 && step == 1) CHECK(memcmp(s->momentum[0], second, sizeof second) == 0);
     }
-    cddp_sgd_destroy(s);
+    cddp_optim_destroy(s);
   }
 }
 
@@ -105,7 +105,7 @@ static void test_copies(void) {
   void *copies[2] = {half, NULL};
   cddp_sgd_desc d = desc_of(CONFIGS - 1), none = d;
   cddp_param p[2], q;
-  cddp_sgd *s, *t;
+  cddp_optim *s, *t;
   int k, step, i;
   for (k = 0; k < 2; k++) {
     d.copies = copies;
@@ -122,17 +122,17 @@ static void test_copies(void) {
       cddp__convert(want, d.copy_dtype, plain, CDDP_F32, N);
       CHECK(memcmp(half, want, sizeof half) == 0);
       for (i = 0; i < N; i++) grad[i] = 1e-3f * (float)((i * 37 + step * 101) % 211 - 105);
-      CHECK_OK(cddp_sgd_step(s));
-      CHECK_OK(cddp_sgd_step(t));
+      CHECK_OK(cddp_optim_step(s));
+      CHECK_OK(cddp_optim_step(t));
       CHECK(memcmp(w, plain, sizeof w) == 0); /* small steps count: they are of the masters */
     }
     w[7] = plain[7] = 1.0f + 0x1p-7f; /* a bf16 */
-    CHECK_OK(cddp_sgd_write_copies(s));
+    CHECK_OK(cddp_optim_write_copies(s));
     cddp__convert(want, d.copy_dtype, plain, CDDP_F32, N);
     CHECK(memcmp(half, want, sizeof half) == 0);
-    CHECK_OK(cddp_sgd_write_copies(t)); /* has none */
-    cddp_sgd_destroy(s);
-    cddp_sgd_destroy(t);
+    CHECK_OK(cddp_optim_write_copies(t)); /* has none */
+    cddp_optim_destroy(s);
+    cddp_optim_destroy(t);
   }
   d.copy_dtype = CDDP_F32;
   CHECK_IS(cddp_sgd_create(&s, p, 2, &d), CDDP_INVALID_ARGUMENT);
@@ -140,7 +140,7 @@ static void test_copies(void) {
   copies[1] = half;
   CHECK_IS(cddp_sgd_create(&s, p, 2, &d), CDDP_INVALID_ARGUMENT);
   CHECK(s == NULL && strstr(cddp_error(), "f64") != NULL);
-  CHECK_IS(cddp_sgd_write_copies(NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_optim_write_copies(NULL), CDDP_INVALID_ARGUMENT);
 }
 
 /* Any cut into pieces, and any instruction set, gives the same bits. */
@@ -191,27 +191,27 @@ static void test_learning_rate_and_zero(void) {
   float w[2] = {1.0f, 2.0f}, g[2] = {1.0f, 1.0f};
   cddp_param p;
   cddp_sgd_desc d;
-  cddp_sgd *s;
+  cddp_optim *s;
   memset(&p, 0, sizeof p);
   memset(&d, 0, sizeof d);
   p.data = w;
   p.grad = g;
   p.count = 2;
-  CHECK_OK(cddp__sgd_create(&s, &p, 1, &d, NULL));
-  CHECK_EQ(cddp_sgd_lr(s), 0);
-  CHECK_OK(cddp_sgd_step(s));
+  CHECK_OK(cddp__optim_create(&s, &p, 1, &d, NULL));
+  CHECK_EQ(cddp_optim_lr(s), 0);
+  CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 1.0f && w[1] == 2.0f);
   CHECK(s->momentum[0] == NULL);
-  CHECK_OK(cddp_sgd_set_lr(s, 0.5));
-  CHECK_EQ(cddp_sgd_lr(s), 0.5);
-  CHECK_OK(cddp_sgd_step(s));
+  CHECK_OK(cddp_optim_set_lr(s, 0.5));
+  CHECK_EQ(cddp_optim_lr(s), 0.5);
+  CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 0.5f && w[1] == 1.5f);
-  CHECK_IS(cddp_sgd_set_lr(s, -1), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp_sgd_set_lr(s, NAN), CDDP_INVALID_ARGUMENT);
-  CHECK_EQ(cddp_sgd_lr(s), 0.5);
-  CHECK_OK(cddp_sgd_zero_grad(s));
+  CHECK_IS(cddp_optim_set_lr(s, -1), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_optim_set_lr(s, NAN), CDDP_INVALID_ARGUMENT);
+  CHECK_EQ(cddp_optim_lr(s), 0.5);
+  CHECK_OK(cddp_optim_zero_grad(s));
   CHECK(g[0] == 0 && g[1] == 0);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
 }
 
 /* A parameter that no rank used keeps its weights and its momentum. */
@@ -220,7 +220,7 @@ static void test_unused(void) {
   unsigned char used[2] = {1, 0};
   cddp_param p[2];
   cddp_sgd_desc d;
-  cddp_sgd *s;
+  cddp_optim *s;
   int i;
   memset(p, 0, sizeof p);
   memset(&d, 0, sizeof d);
@@ -232,21 +232,21 @@ static void test_unused(void) {
   d.lr = 0.5;
   d.momentum = 0.5;
   d.dampening = 0.5;
-  CHECK_OK(cddp__sgd_create(&s, p, 2, &d, NULL));
+  CHECK_OK(cddp__optim_create(&s, p, 2, &d, NULL));
   s->used = used;
-  CHECK_OK(cddp_sgd_step(s));
+  CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 0.5f && w[1] == 1.0f);
   CHECK(s->momentum[1] == NULL && !s->started[1]);
   used[1] = 1;
-  CHECK_OK(cddp_sgd_step(s));
+  CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 0.0f);
   CHECK(w[1] == 0.5f); /* its first gradient is not dampened */
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
 }
 
 static int dropped;
 
-static void drop(cddp_sgd *s) {
+static void drop(cddp_optim *s) {
   dropped++;
   s->shard = NULL;
 }
@@ -254,23 +254,23 @@ static void drop(cddp_sgd *s) {
 /* While a cddp_ddp keeps the momentum in shards, a step of its own would use a stale one. */
 static void test_sharded(void) {
   cddp_sgd_desc d;
-  cddp_sgd *s;
+  cddp_optim *s;
   dropped = 0;
   memset(&d, 0, sizeof d);
-  CHECK_OK(cddp__sgd_create(&s, NULL, 0, &d, NULL));
+  CHECK_OK(cddp__optim_create(&s, NULL, 0, &d, NULL));
   s->drop = drop;
   s->shard = s;
-  CHECK_IS(cddp_sgd_step(s), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "cddp_ddp_wait") != NULL);
   CHECK_EQ(dropped, 0);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   CHECK_EQ(dropped, 1);
 }
 
 static cddp_result made_with(double lr, double momentum, double dampening, double decay,
                              bool nesterov) {
   cddp_sgd_desc d;
-  cddp_sgd *s;
+  cddp_optim *s;
   cddp_result r;
   memset(&d, 0, sizeof d);
   d.lr = lr;
@@ -278,9 +278,9 @@ static cddp_result made_with(double lr, double momentum, double dampening, doubl
   d.dampening = dampening;
   d.weight_decay = decay;
   d.nesterov = nesterov;
-  r = cddp__sgd_create(&s, NULL, 0, &d, NULL);
+  r = cddp__optim_create(&s, NULL, 0, &d, NULL);
   CHECK((r == CDDP_OK) == (s != NULL));
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
   return r;
 }
 
@@ -288,7 +288,7 @@ static void test_bad_arguments(void) {
   float w = 0, g = 0;
   cddp_param p;
   cddp_sgd_desc d;
-  cddp_sgd *s;
+  cddp_optim *s;
   memset(&d, 0, sizeof d);
   memset(&p, 0, sizeof p);
   CHECK_OK(made_with(0.1, 0.9, 0, 0.1, true));
@@ -306,29 +306,29 @@ static void test_bad_arguments(void) {
   CHECK_IS(made_with(0.1, 0, 0, NAN, false), CDDP_INVALID_ARGUMENT);
   CHECK_IS(made_with(0.1, 0, 0, 0, true), CDDP_INVALID_ARGUMENT);
   CHECK_IS(made_with(0.1, 0.9, 0.1, 0, true), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp__sgd_create(NULL, NULL, 0, &d, NULL), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp__sgd_create(&s, NULL, 0, NULL, NULL), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp__sgd_create(&s, NULL, 1, &d, NULL), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp__sgd_create(&s, &p, -1, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__optim_create(NULL, NULL, 0, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__optim_create(&s, NULL, 0, NULL, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__optim_create(&s, NULL, 1, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__optim_create(&s, &p, -1, &d, NULL), CDDP_INVALID_ARGUMENT);
   p.name = "conv";
   p.count = 1;
   p.dtype = CDDP_I32;
-  CHECK_IS(cddp__sgd_create(&s, &p, 1, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp__optim_create(&s, &p, 1, &d, NULL), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "conv") != NULL);
   p.dtype = CDDP_F32;
-  CHECK_OK(cddp__sgd_create(&s, &p, 1, &d, NULL));
+  CHECK_OK(cddp__optim_create(&s, &p, 1, &d, NULL));
   p.data = &w;
-  CHECK_IS(cddp_sgd_step(s), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "conv") != NULL && strstr(cddp_error(), "gradient") != NULL);
-  CHECK_OK(cddp_sgd_zero_grad(s));
+  CHECK_OK(cddp_optim_zero_grad(s));
   p.data = NULL;
   p.grad = &g;
-  CHECK_IS(cddp_sgd_step(s), CDDP_INVALID_ARGUMENT);
-  cddp_sgd_destroy(s);
-  CHECK_IS(cddp_sgd_step(NULL), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp_sgd_zero_grad(NULL), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp_sgd_set_lr(NULL, 1), CDDP_INVALID_ARGUMENT);
-  cddp_sgd_destroy(NULL);
+  CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
+  cddp_optim_destroy(s);
+  CHECK_IS(cddp_optim_step(NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_optim_zero_grad(NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_optim_set_lr(NULL, 1), CDDP_INVALID_ARGUMENT);
+  cddp_optim_destroy(NULL);
 }
 
 static int left; /* allocations until one fails */
@@ -348,7 +348,7 @@ static void test_no_memory(void) {
   float w[2] = {1, 1}, g[2] = {1, 1};
   cddp_param p[2];
   cddp_sgd_desc d;
-  cddp_sgd *s;
+  cddp_optim *s;
   int i;
   memset(&d, 0, sizeof d);
   memset(p, 0, sizeof p);
@@ -361,17 +361,17 @@ static void test_no_memory(void) {
   }
   for (i = 0; i < 3; i++) {
     left = i;
-    CHECK_IS(cddp__sgd_create(&s, p, 2, &d, &a), CDDP_OUT_OF_MEMORY);
+    CHECK_IS(cddp__optim_create(&s, p, 2, &d, &a), CDDP_OUT_OF_MEMORY);
     CHECK(s == NULL);
   }
   left = 4; /* one of the two momentum buffers: nothing may have changed */
-  CHECK_OK(cddp__sgd_create(&s, p, 2, &d, &a));
-  CHECK_IS(cddp_sgd_step(s), CDDP_OUT_OF_MEMORY);
+  CHECK_OK(cddp__optim_create(&s, p, 2, &d, &a));
+  CHECK_IS(cddp_optim_step(s), CDDP_OUT_OF_MEMORY);
   CHECK(w[0] == 1 && w[1] == 1);
   left = 1;
-  CHECK_OK(cddp_sgd_step(s));
+  CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 0 && w[1] == 0);
-  cddp_sgd_destroy(s);
+  cddp_optim_destroy(s);
 }
 
 /* The one loop of a data-parallel step is the mean, the update, the others' weights and zeros. */
