@@ -742,10 +742,7 @@ typedef struct cddp_metadata { /* strings in UTF-8 */
 typedef struct cddp_checkpoint_desc {
   const cddp_shape *shapes; /* [count] of params, for the file's readers; load: it must have them.
                                NULL: one dimension each; load takes any shape with that count */
-  union {
-    cddp_optim *optim; /* its state and learning rate too; NULL: none */
-    cddp_optim *sgd;   /* the same by its name in v0.2 */
-  };
+  cddp_optim *optim;        /* its state and learning rate too; NULL: none */
   cddp_sampler *sampler;    /* its epoch and place in it; NULL: none */
   cddp_metadata *metadata;  /* save: what to write; load: keys to look up */
   int metadata_count;

@@ -97,7 +97,7 @@ static int train(int rank, void *group_desc) {
   cddp_param p[] = {{"w1", w1, NULL, n1, CDDP_F32}, {"w2", w2, NULL, n2, CDDP_F32},
                     {"curve", curve, NULL, 2 * MAX, CDDP_F64}}; /* saved, but not trained */
   cddp_shape shapes[] = {{2, {hidden, in}}, {2, {CLASSES, hidden}}, {2, {MAX, 2}}};
-  cddp_sgd_desc options = {0, number(MOMENTUM), 0, 0, false, false, false, NULL};
+  cddp_sgd_desc options = {0}; options.momentum = number(MOMENTUM);
   cddp_sampler_desc shuffled = {training.count, rank, world, seed, true, false, false};
   cddp_sampler_desc exact = {testing.count, rank, world, seed, false, false, true};
   TRY(cddp_ddp_create(&ddp, g, p, 2, NULL) || cddp_sgd_create(&sgd, p, 2, &options));
