@@ -80,7 +80,7 @@ static int train(cddp_group *g, void *arg) { /* on one device */
   float *y = x + xs, *all_x = y + ys, *all_y = all_x + whole * PIXELS;
   unsigned char label[BATCH], all_labels[BATCH];
   cddp_param p = {"weights", w, ddp_way ? NULL : grad, WEIGHTS, CDDP_F32};
-  cddp_sgd_desc options = {0.25, 0.9, 0, 0, false, false, false, NULL};
+  cddp_sgd_desc options = {0}; options.lr = 0.25, options.momentum = 0.9;
   cddp_sampler_desc order = {IMAGES, 0, 1, 7, true, false, false}; /* the same on all devices */
   cddp_sampler samples; cddp_ddp *ddp = NULL; cddp_optim *sgd;
   j->bytes[me] = floats * sizeof *w + (master ? WEIGHTS * sizeof *w : 0); /* with SGD's momentum */
