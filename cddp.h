@@ -1492,7 +1492,7 @@ typedef struct cddp__address { /* a socket address */
 typedef struct cddp__tensor {
   size_t offset, bytes, room; /* room: bytes rounded up to a cache line, the rest stays zero */
   size_t begin, end; /* what this rank steps, bytes of the arena; end <= begin: nothing */
-  size_t momentum;   /* of it, where it is in this rank's shard */
+  size_t momentum;   /* of it, where it is in this rank's share */
   size_t dense;      /* rows, on a device: where the mean is as a dense gradient */
   bool placed;         /* params[i].grad points into the arena */
   bool ready;          /* this step; guarded by lock */
@@ -1512,13 +1512,13 @@ typedef struct cddp__bucket_state {
 } cddp__bucket_state;
 
 /* This rank's share of an SGD's momentum: the part of each parameter that lies in its slice. */
-typedef struct cddp__shard {
-  struct cddp__shard *next;
+typedef struct cddp__share {
+  struct cddp__share *next;
   cddp_optim *sgd;
   cddp_ddp *ddp;
   char *mine; /* in the arena of the host: slice bytes of each dtype, one after the other */
   char **all; /* [ranks] where every rank's lies */
-} cddp__shard;
+} cddp__share;
 
 #define CDDP__TRAINED (CDDP_BF16 + 1) /* dtypes that parameters have */
 
@@ -1591,7 +1591,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   int arrived;
   unsigned char *used;  /* [count] of the last wait or step; cddp_optim points here */
   unsigned char *flags; /* [ranks + 1][count] exchange of ready flags */
-  cddp__shard *shards;
+  cddp__share *shares;
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
   struct cddp__sparse **sparse_room; /* [count] memory of sparse */
   struct cddp__row_list *lists; /* [ranks] scratch of merging */
@@ -12013,7 +12013,7 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
 }
 /* >>sgd ----------------------------------------------------------------------------------------
    The arithmetic of torch.optim.SGD, to the last bit. Owns: a cddp_optim and its momentum, unless
-   that lies in shards (>>ddp) or on a device (>>kernels). Touches: the caller's parameters,
+   that lies in shares (>>ddp) or on a device (>>kernels). Touches: the caller's parameters,
    gradients and copies. Entry points: cddp__optim_create, _step and _free; cddp__sgd_rule_init,
    whenever lr has changed; cddp__sgd_update for a piece of a parameter; cddp__sgd_rows; the kernel
    `fused` of the rule, which is a whole data-parallel step of such a piece in one loop.
@@ -12046,8 +12046,8 @@ struct cddp_optim { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_
   bool *started;       /* [count] whether the momentum has its first gradient */
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
-  void *shard;         /* momentum that a cddp_ddp keeps in pieces; NULL: momentum above is whole */
-  void (*drop)(cddp_optim *s); /* frees the shard and NULLs it; set along with shard */
+  void *share;         /* momentum that a cddp_ddp keeps in pieces; NULL: momentum above is whole */
+  void (*drop)(cddp_optim *s); /* frees the share and NULLs it; set along with share */
   const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
   void *flat;                       /* their momentum in one piece; NULL: none */
   void **copies;                    /* [count] of desc.copy_dtype, the caller's; NULL: none */
@@ -12458,7 +12458,7 @@ static cddp_result cddp__optim_prepare(cddp_optim *s) {
 static cddp_result cddp__sgd_step(cddp_optim *s) {
   cddp_result r;
   int i;
-  if (s->shard != NULL)
+  if (s->share != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "after cddp_ddp_step each rank holds its part of the momentum only; call "
                       "cddp_ddp_wait before cddp_optim_step");
@@ -14535,7 +14535,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
   const char *wrong =
       s->params != d->params || s->count != d->count
           ? "the cddp_optim was made for other parameters than the cddp_ddp"
-      : s->shard != NULL && ((cddp__shard *)s->shard)->ddp != d
+      : s->share != NULL && ((cddp__share *)s->share)->ddp != d
           ? "the cddp_optim already steps another cddp_ddp"
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
@@ -14548,7 +14548,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
 
 /* >>ddp ----------------------------------------------------------------------------------------
    Distributed data parallel training: one engine for gradients in host memory and on devices.
-   Owns: a cddp_ddp, its gradients, its private groups, and the shards of momentum. Touches: the
+   Owns: a cddp_ddp, its gradients, its private groups, and the shares of momentum. Touches: the
    caller's parameters, on a host also those of the other ranks between cddp__enter and cddp__exit;
    momentum and counts of the cddp_optim of a step. Entry points: cddp__ddp_new, _setup and _free;
    cddp__ddp_ready and _step; cddp__join_steps, cddp__sync_buffers. Called by the thread that
@@ -14563,7 +14563,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    On the host the arena is shared memory. The group's thread reduces a bucket in two rounds: every
    rank has it; every rank has done its slice. step() on gradients that nobody has reduced yet takes
    one pass instead: each rank walks through its part of the arena block by block, adds up the block
-   of all ranks, applies SGD with its shard of the momentum, writes the new weights to every rank
+   of all ranks, applies SGD with its share of the momentum, writes the new weights to every rank
    and zeroes the block everywhere. The block stays in the first-level cache between these, or (f32,
    momentum, 1, 2 or 4 ranks) one loop does it all. After a step() the reduction of the next buckets
    therefore waits for step(). Weights in memory that is not shared are published through the
@@ -14710,7 +14710,7 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
 }
 
 /* Where parameter i's share of a rank's part begins and ends, in bytes of the arena, and where its
-   momentum is in the rank's shard; false if there is none. rank: its number among the group's ranks
+   momentum is in the rank's share; false if there is none. rank: its number among the group's ranks
    on this host, here and below. */
 static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end,
                                size_t *momentum) {
@@ -14777,7 +14777,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, const void *p, size_t byte
 }
 
 /* Finds the mirrors of the host's ranks and, for step() there, their weights. */
-static cddp_result cddp__share_memory(cddp_ddp *d) {
+static cddp_result cddp__map_peers(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t n = (size_t)g->local_size, bytes;
   bool all = true;
@@ -15002,7 +15002,7 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
   return CDDP_OK;
 }
 
-/* Without memory d->mirror stays NULL, which cddp__share_memory tells all ranks. */
+/* Without memory d->mirror stays NULL, which cddp__map_peers tells all ranks. */
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
   d->arena = d->mirror = (char *)cddp__arena_alloc(d->group->host, d->bytes, CDDP__FOR_USER);
   return CDDP_OK;
@@ -15068,18 +15068,18 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase
   return cddp__round(d->control, CDDP__SCOPE_HOST, kind, phase, 0, NULL, 0);
 }
 
-static void cddp__shard_free(cddp_optim *s) {
-  cddp__shard *h = (cddp__shard *)s->shard, **link = &h->ddp->shards;
+static void cddp__share_free(cddp_optim *s) {
+  cddp__share *h = (cddp__share *)s->share, **link = &h->ddp->shares;
   while (*link != h) link = &(*link)->next;
   *link = h->next;
-  s->shard = NULL;
+  s->share = NULL;
   s->drop = NULL;
   cddp__arena_free(h->ddp->group->host, h->mine);
   cddp__free(&h->ddp->group->host->allocator, h);
 }
 
-/* Copies between a rank's shard and the whole momentum of every parameter that has it. */
-static void cddp__shard_copy(cddp__shard *h, int rank, bool gather) {
+/* Copies between a rank's share and the whole momentum of every parameter that has it. */
+static void cddp__share_copy(cddp__share *h, int rank, bool gather) {
   cddp_ddp *d = h->ddp;
   size_t begin, end, at;
   int i;
@@ -15091,11 +15091,11 @@ static void cddp__shard_copy(cddp__shard *h, int rank, bool gather) {
   }
 }
 
-/* Collective: makes the shard of an SGD that takes its first fused step, from its momentum. */
-static cddp_result cddp__shard_create(cddp_ddp *d, cddp_optim *s) {
+/* Collective: makes the share of an SGD that takes its first fused step, from its momentum. */
+static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *s) {
   const cddp_allocator *a = &d->group->host->allocator;
   size_t n = (size_t)d->group->local_size, begin, end;
-  cddp__shard *h = (cddp__shard *)cddp__calloc(a, 1, sizeof *h + n * sizeof *h->all);
+  cddp__share *h = (cddp__share *)cddp__calloc(a, 1, sizeof *h + n * sizeof *h->all);
   bool all = false;
   cddp_result r;
   int i;
@@ -15116,11 +15116,11 @@ static cddp_result cddp__shard_create(cddp_ddp *d, cddp_optim *s) {
     cddp__free(a, h);
     return r;
   }
-  h->next = d->shards;
-  d->shards = h;
-  s->shard = h;
-  s->drop = cddp__shard_free;
-  cddp__shard_copy(h, d->group->local_rank, false);
+  h->next = d->shares;
+  d->shares = h;
+  s->share = h;
+  s->drop = cddp__share_free;
+  cddp__share_copy(h, d->group->local_rank, false);
   for (i = 0; i < d->count; i++) {
     if (cddp__sparse_of(d, i) != NULL) continue;
     cddp__free(&s->allocator, s->momentum[i]);
@@ -15138,17 +15138,17 @@ static void *cddp__need_momentum(cddp_optim *s, int i) {
 }
 
 /* Collective: brings whole momentum back to every rank, for unfused steps. */
-static cddp_result cddp__shard_gather(cddp__shard *h) {
+static cddp_result cddp__share_gather(cddp__share *h) {
   cddp_ddp *d = h->ddp;
   cddp_result r = cddp__enter(d->control);
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (h->sgd->started[i] && cddp__need_momentum(h->sgd, i) == NULL)
       r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
-  for (i = 0; r == CDDP_OK && i < d->group->local_size; i++) cddp__shard_copy(h, i, true);
+  for (i = 0; r == CDDP_OK && i < d->group->local_size; i++) cddp__share_copy(h, i, true);
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
   r = cddp__exit(d->control, r);
-  if (r == CDDP_OK) cddp__shard_free(h->sgd);
+  if (r == CDDP_OK) cddp__share_free(h->sgd);
   return r;
 }
 
@@ -15156,7 +15156,7 @@ static cddp_result cddp__shard_gather(cddp__shard *h) {
 typedef struct cddp__fused {
   cddp_ddp *d;
   cddp_optim *s;
-  char *momentum;    /* this rank's shard; NULL without momentum */
+  char *momentum;    /* this rank's share; NULL without momentum */
   bool averaged;     /* the arena holds the mean already */
   bool one_loop;     /* one loop does it all: for f32 on 1, 2 or 4 ranks, see cddp__fuse */
 } cddp__fused;
@@ -15272,12 +15272,12 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   cddp_result r = CDDP_OK;
   if (wrote) r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_GRADIENTS);
   if (r == CDDP_OK) r = cddp__enter(d->control);
-  if (r == CDDP_OK && s->rule.momentum != 0 && s->shard == NULL) r = cddp__shard_create(d, s);
+  if (r == CDDP_OK && s->rule.momentum != 0 && s->share == NULL) r = cddp__share_create(d, s);
   if (r != CDDP_OK) return r;
   f.d = d;
   f.s = s;
   f.averaged = averaged;
-  f.momentum = s->rule.momentum != 0 ? ((cddp__shard *)s->shard)->mine : NULL;
+  f.momentum = s->rule.momentum != 0 ? ((cddp__share *)s->share)->mine : NULL;
   f.one_loop = s->rule.fuses && !averaged && d->active_count == size &&
                (size == 1 || size == 2 || size == 4);
   CDDP__POINT("fuse");
@@ -15742,9 +15742,9 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
 
 /* --- agreeing on what is ready --- */
 
-/* What must agree between ranks, but for lr. Momentum in shards is an agreement too. */
+/* What must agree between ranks, but for lr. Momentum in shares is an agreement too. */
 static uint64_t cddp__sgd_settings(const cddp_optim *s) {
-  return s->rule.settings | (uint64_t)(s->shard != NULL);
+  return s->rule.settings | (uint64_t)(s->share != NULL);
 }
 
 static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
@@ -15957,7 +15957,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
 /* --- wait and step --- */
 
 /* Collective: after steps that ranks which have joined did not take, brings them root's weights
-   and momentum, none of which is in shards. */
+   and momentum, none of which is in shares. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
   int i;
@@ -16014,7 +16014,7 @@ static cddp_result cddp__finish(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
   int i;
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
-  while (r == CDDP_OK && s == NULL && d->shards != NULL) r = cddp__shard_gather(d->shards);
+  while (r == CDDP_OK && s == NULL && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
     r = cddp__finish_buckets(d);
     wrote = d->desc.comm_hook != NULL || cddp__overdivided(d);
@@ -16042,7 +16042,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
     if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
 #endif
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
-  r = cddp__ddp_meet(d, kind, s != NULL ? s->rule.check | (uint64_t)(s->shard != NULL) : 0, s,
+  r = cddp__ddp_meet(d, kind, s != NULL ? s->rule.check | (uint64_t)(s->share != NULL) : 0, s,
                      &missing);
   r = r == CDDP_OK ? cddp__finish(d, s, missing) : cddp__give_up(d, r);
   cddp__record_finish(d->control, record, r);
@@ -16145,10 +16145,10 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   char text[CDDP__ERROR_MAX];
   int i;
   memcpy(text, cddp__error_text, sizeof text);
-  while (d->shards != NULL) {
-    cddp_optim *s = d->shards->sgd; /* its momentum goes with the shard: it starts anew */
+  while (d->shares != NULL) {
+    cddp_optim *s = d->shares->sgd; /* its momentum goes with the share: it starts anew */
     for (i = 0; i < s->count; i++) s->started[i] = false;
-    cddp__shard_free(s);
+    cddp__share_free(s);
   }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].placed) d->params[i].grad = NULL;
@@ -16262,7 +16262,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   cddp__lay_out(d);
   local = d->memory->alloc(d);
   if ((r = cddp__consensus(d->control, local, NULL, 0, NULL)) != CDDP_OK) return r;
-  if ((r = cddp__share_memory(d)) != CDDP_OK) return r;
+  if ((r = cddp__map_peers(d)) != CDDP_OK) return r;
   if ((r = d->memory->broadcast(d, d->params, d->count, 0)) != CDDP_OK) return r;
   r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, 0);
   if (r != CDDP_OK) return r;
@@ -17201,7 +17201,7 @@ typedef struct cddp__checkpoint {
 
 static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path) {
   const cddp_checkpoint_desc *d = c->desc;
-  const cddp__shard *shard = d->optim != NULL ? (const cddp__shard *)d->optim->shard : NULL;
+  const cddp__share *share = d->optim != NULL ? (const cddp__share *)d->optim->share : NULL;
   uint64_t elements, bytes;
   cddp_result r;
   int i;
@@ -17230,7 +17230,7 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path)
   if (d->optim != NULL)
     r = cddp__check_params(d->optim->params, d->optim->count, CDDP__HAS_NAME);
   if (r != CDDP_OK) return r;
-  if (shard != NULL && shard->ddp->group != c->g && shard->ddp->group->size > 1)
+  if (share != NULL && share->ddp->group != c->g && share->ddp->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the momentum lies in pieces on the ranks of the cddp_ddp's group; pass that "
                       "group, on all of its ranks");
@@ -17372,7 +17372,7 @@ static void cddp__find_momentum(cddp__checkpoint *c) {
   size_t i, n = 0;
   for (i = 0; i < c->item_count; i++) {
     int m = c->items[i].momentum;
-    if (m >= 0 && (!s->started[m] || (s->momentum[m] == NULL && s->shard == NULL))) continue;
+    if (m >= 0 && (!s->started[m] || (s->momentum[m] == NULL && s->share == NULL))) continue;
     if (m >= 0) c->items[i].data = s->momentum[m];
     c->items[n++] = c->items[i];
   }
@@ -17443,9 +17443,9 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
   return r;
 }
 
-/* Writes momentum in pieces, from the ranks' shards in shared memory. */
-static cddp_result cddp__write_shards(const cddp__checkpoint *c, int fd, int param, uint64_t at) {
-  const cddp__shard *h = (const cddp__shard *)c->desc->optim->shard;
+/* Writes momentum in pieces, from the ranks' shares in shared memory. */
+static cddp_result cddp__write_shares(const cddp__checkpoint *c, int fd, int param, uint64_t at) {
+  const cddp__share *h = (const cddp__share *)c->desc->optim->share;
   size_t begin, end, from;
   cddp_result r = CDDP_OK;
   int p;
@@ -17474,7 +17474,7 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
     uint64_t at = c->header.n + item->begin;
     CDDP__POINT("save");
     r = item->data == NULL && item->momentum >= 0
-            ? cddp__write_shards(c, t->fd, item->momentum, at)
+            ? cddp__write_shares(c, t->fd, item->momentum, at)
             : cddp__copy_item(c, t->fd, item, at);
   }
   left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
@@ -17658,7 +17658,7 @@ static cddp_result cddp__take_momentum(cddp__checkpoint *c) {
   cddp_optim *sgd = c->desc->optim;
   cddp_result r;
   size_t i;
-  if (sgd->rule.momentum != 0 && sgd->shard != NULL) sgd->drop(sgd); /* the next step makes it */
+  if (sgd->rule.momentum != 0 && sgd->share != NULL) sgd->drop(sgd); /* the next step makes it */
   if (c->flat != NULL && (r = sgd->backend->put(sgd, c->flat)) != CDDP_OK) return r;
   for (i = 0; i < c->item_count; i++) {
     int m = c->items[i].momentum;
@@ -18605,7 +18605,7 @@ CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr) {
 CDDPDEF double cddp_optim_lr(const cddp_optim *s) { return s != NULL ? s->desc.lr : 0.0; }
 
 CDDPDEF void cddp_optim_destroy(cddp_optim *s) {
-  if (s != NULL && s->shard != NULL) s->drop(s);
+  if (s != NULL && s->share != NULL) s->drop(s);
   if (s != NULL && s->backend != NULL) s->backend->leave(s);
   cddp__optim_free(s);
 }

@@ -251,7 +251,7 @@ static void drop(cddp_optim *s) {
   s->shard = NULL;
 }
 
-/* While a cddp_ddp keeps the momentum in shards, a step of its own would use a stale one. */
+/* While a cddp_ddp keeps the momentum in shares, a step of its own would use a stale one. */
 static void test_sharded(void) {
   cddp_sgd_desc d;
   cddp_optim *s;
