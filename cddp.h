@@ -773,11 +773,11 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
    values, whatever the number of ranks that saved it. f32, f64, f16 and bf16 are converted into
    each other. The file, which is not trusted, and all that is asked for are checked before
    anything is changed: CDDP_IO for a file that is damaged, CDDP_INVALID_ARGUMENT for one that does
-   not suit; only when reading fails after that, part of rank 0's params may be overwritten. All
-   ranks get the same result. A sampler goes on with the next sample of the epoch that no rank had:
-   begin with epoch cddp_sampler_epoch(), whose first cddp_sampler_set_epoch then does not rewind.
-   Memory of a GPU as in cddp_save; its values are there on return. Like load_file and
-   load_state_dict. */
+   not suit; only when reading fails after that, part of rank 0's params (and of momentum on a GPU)
+   may be overwritten. All ranks get the same result. A sampler goes on with the next sample of the
+   epoch that no rank had: begin with epoch cddp_sampler_epoch(), whose first cddp_sampler_set_epoch
+   then does not rewind. Memory of a GPU as in cddp_save; its values are there on return. Like
+   load_file and load_state_dict. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc);
@@ -1370,10 +1370,7 @@ typedef struct cddp__optim_backend {
   cddp_result (*step)(cddp_optim *s);
   cddp_result (*zero)(cddp_optim *s);
   void (*leave)(cddp_optim *s);
-  /* Zeroed memory laid out as the momentum is; where each parameter's lies in it. */
-  cddp_result (*room)(const cddp_optim *s, void **flat, void **momentum);
-  cddp_result (*put)(cddp_optim *s, const void *flat); /* makes that the momentum, where it lies */
-  void (*free_room)(void *flat);
+  cddp_result (*clear)(const cddp_optim *s, void *state, size_t bytes); /* zeroes momentum */
   cddp_result (*copy)(cddp_optim *s); /* all copies from data */
 } cddp__optim_backend;
 
@@ -12053,6 +12050,26 @@ struct cddp_optim { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_
   void **copies;                    /* [count] of desc.copy_dtype, the caller's; NULL: none */
 };
 
+/* What an optimizer keeps for each parameter. In a checkpoint its name is
+   "optimizer.NAME.PARAMETER", NAME being torch.optim's. */
+typedef struct cddp__state {
+  const char *name;
+  void **data;    /* [count] as long as the parameter, of its dtype; NULL: none yet, or in shares */
+  float *numbers; /* [count] instead of data: one number each */
+} cddp__state;
+
+#define CDDP__STATES 4 /* of an optimizer, at most */
+
+static int cddp__optim_states(const cddp_optim *s, cddp__state *rows) {
+  int n = 0;
+  memset(rows, 0, CDDP__STATES * sizeof *rows);
+  if (s->rule.momentum != 0) {
+    rows[n].name = "momentum_buffer";
+    rows[n++].data = s->momentum;
+  }
+  return n;
+}
+
 static void cddp__sgd_rule_init(cddp__sgd_rule *r, const cddp_sgd_desc *d) {
   double hashed[3];
   r->step = -d->lr;
@@ -14425,28 +14442,27 @@ static size_t cddp__momentum_bytes(const cddp_optim *s) {
   return bytes;
 }
 
-/* Zeroed momentum of all parameters, in one piece of device memory. */
-static cddp_result cddp__momentum_alloc(const cddp_optim *s, void **flat, void **momentum) {
-  size_t bytes = cddp__momentum_bytes(s), at = 0;
+/* CUDA graphs hold the momentum's address: it stays where it is. */
+static cddp_result cddp__momentum_clear(const cddp_optim *s, void *momentum, size_t bytes) {
   cudaStream_t stream = cddp__optim_stream(s);
-  cddp_result r;
-  int i;
-  r = cddp__cuda_result(cudaMalloc(flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
+  cddp_result r = cddp__device_zero(momentum, bytes, stream);
   if (r != CDDP_OK) return r;
-  for (i = 0; i < s->count; i++) {
-    momentum[i] = (char *)*flat + at;
-    at += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
-  }
-  if ((r = cddp__device_zero(*flat, bytes, stream)) != CDDP_OK) return r;
   return cddp__cuda_result(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-/* From a checkpoint. CUDA graphs hold the momentum's address, so it stays. */
-static cddp_result cddp__momentum_put(cddp_optim *s, const void *flat) {
-  cudaStream_t stream = cddp__optim_stream(s);
-  cddp_result r = cddp__device_copy(s->flat, flat, cddp__momentum_bytes(s), stream);
+/* Zeroed momentum of all parameters, in one piece of device memory. */
+static cddp_result cddp__momentum_alloc(cddp_optim *s) {
+  size_t bytes = cddp__momentum_bytes(s), at = 0;
+  cddp_result r;
+  int i;
+  (void)cddp__optim_stream(s); /* its device is this thread's */
+  r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
   if (r != CDDP_OK) return r;
-  return cddp__cuda_result(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  for (i = 0; i < s->count; i++) {
+    s->momentum[i] = (char *)s->flat + at;
+    at += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
+  }
+  return cddp__momentum_clear(s, s->flat, bytes);
 }
 
 static void cddp__device_free(void *p) {
@@ -14461,8 +14477,8 @@ static void cddp__momentum_free(cddp_optim *s) {
 }
 
 static const cddp__optim_backend cddp__device_sgd = {
-    cddp__device_sgd_step, cddp__device_sgd_zero, cddp__momentum_free,  cddp__momentum_alloc,
-    cddp__momentum_put,    cddp__device_free,     cddp__device_sgd_copy};
+    cddp__device_sgd_step, cddp__device_sgd_zero, cddp__momentum_free, cddp__momentum_clear,
+    cddp__device_sgd_copy};
 
 /* cddp__compress_hook on a device. */
 static cddp_result cddp__gpu_compress(cddp_bucket *b, cddp_dtype small) {
@@ -14522,7 +14538,7 @@ static cddp_result cddp__attach_sgd(cddp_optim *s) {
   if (on_device == 0) return CDDP_OK;
   s->backend = &cddp__device_sgd;
   if (s->rule.momentum == 0) return CDDP_OK;
-  return cddp__momentum_alloc(s, &s->flat, s->momentum); /* zeroed before any stream steps */
+  return cddp__momentum_alloc(s); /* zeroed before any stream steps */
 #else
   (void)s;
   return CDDP_OK;
@@ -16859,8 +16875,9 @@ typedef struct cddp__st_item {
   cddp_shape shape;
   bool any_shape; /* none was asked for */
   size_t count;   /* elements */
-  void *data;     /* NULL: no elements, momentum in pieces, or momentum without memory yet */
-  int momentum;   /* index of the parameter whose momentum this is; -1: it is no momentum */
+  void *data;     /* NULL: no elements, in pieces on the ranks, or no memory yet */
+  int param;      /* of an optimizer's state: whose, and where the optimizer has its address; */
+  void **place;   /* NULL: at data. param -1: it is no such state */
   uint64_t begin, bytes;        /* of a file that is written */
   const cddp_tensor_info *from; /* load: the tensor in the file; NULL: it is not there */
 } cddp__st_item;
@@ -16958,7 +16975,6 @@ static void cddp__st_write(cddp__text *t, const cddp__st_item *items, size_t cou
    cddp__consensus makes the first failure the result on all ranks.
    Memory of a device passes through a few MiB of the host's, piece by piece. */
 
-#define CDDP__MOMENTUM_PREFIX "optimizer.momentum_buffer."
 #define CDDP__LR_NAME "optimizer.lr"
 
 /* --- files --- */
@@ -17184,9 +17200,9 @@ typedef struct cddp__checkpoint {
   cddp_checkpoint_desc none; /* if the caller passed none */
   bool first;                /* this is rank 0 */
   bool device;               /* something may lie on a device */
-  cddp__st_item *items;      /* the parameters, the learning rate, the momentum */
+  cddp__st_item *items;      /* the parameters, the learning rate, the optimizer's states */
   size_t item_count;
-  char *names; /* of the momentum's items */
+  char *names; /* of the states */
   double lr;
   uint64_t sampler[CDDP__SAMPLER_VALUES]; /* as cddp__sampler_keys */
   char *staging; /* [2 * CDDP__FILE_STAGING] between the file and a device; NULL: not needed yet */
@@ -17196,7 +17212,6 @@ typedef struct cddp__checkpoint {
   cddp_safetensors *file;   /* rank 0's has the descriptor */
   uint64_t sizes[2];        /* bytes of the header and of the data */
   bool has_lr, has_sampler; /* the file has */
-  void *flat;               /* memory of a device for the momentum */
 } cddp__checkpoint;
 
 static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path) {
@@ -17251,7 +17266,7 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
   item->type = type;
   item->count = count;
   item->data = data;
-  item->momentum = -1;
+  item->param = -1;
   item->bytes = (uint64_t)count * cddp__dtype_size(dtype);
   item->any_shape = shape == NULL || shape->dims == 0;
   if (!item->any_shape) item->shape = *shape;
@@ -17260,29 +17275,41 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
 }
 
 static cddp_result cddp__list_items(cddp__checkpoint *c) {
-  const cddp_optim *sgd = c->desc->optim;
+  const cddp_optim *s = c->desc->optim;
   const cddp_shape *shapes = c->desc->shapes;
-  int i, count = sgd != NULL && sgd->rule.momentum != 0 ? sgd->count : 0;
-  size_t room = 0;
+  cddp__state rows[CDDP__STATES];
+  int i, k, states = s != NULL ? cddp__optim_states(s, rows) : 0, owners = s != NULL ? s->count : 0;
+  size_t names = 0;
   char *name;
-  for (i = 0; i < count; i++) room += sizeof CDDP__MOMENTUM_PREFIX + strlen(sgd->params[i].name);
-  c->items = (cddp__st_item *)cddp__calloc(c->allocator, (size_t)c->count + (size_t)count + 1,
-                                           sizeof *c->items);
-  c->names = name = (char *)cddp__malloc(c->allocator, room);
+  for (i = 0; i < owners; i++)
+    for (k = 0; k < states; k++)
+      names += strlen("optimizer..") + strlen(rows[k].name) + strlen(s->params[i].name) + 1;
+  c->items = (cddp__st_item *)cddp__calloc(
+      c->allocator, (size_t)c->count + (size_t)owners * (size_t)states + 1, sizeof *c->items);
+  c->names = name = (char *)cddp__malloc(c->allocator, names);
   if (c->items == NULL || c->names == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < c->count; i++)
     cddp__add_item(c, c->params[i].name, c->params[i].dtype, c->params[i].count,
                    shapes != NULL ? &shapes[i] : NULL, c->params[i].data);
-  if (sgd == NULL) return CDDP_OK;
-  c->lr = sgd->desc.lr;
+  if (s == NULL) return CDDP_OK;
+  c->lr = s->desc.lr;
   cddp__add_item(c, CDDP__LR_NAME, CDDP_F64, 1, NULL, &c->lr)->shape.dims = 0;
-  if (sgd->params != c->params || sgd->count > c->count) shapes = NULL;
-  for (i = 0; i < count; i++) {
-    const cddp_param *p = &sgd->params[i];
+  if (s->params != c->params || s->count > c->count) shapes = NULL;
+  for (i = 0; i < owners * states; i++) {
+    const cddp_param *p = &s->params[i / states];
+    const cddp__state *row = &rows[i % states];
+    cddp__st_item *item;
     if (p->count == 0) continue;
-    cddp__add_item(c, name, p->dtype, p->count, shapes != NULL ? &shapes[i] : NULL, NULL)
-        ->momentum = i;
-    name += sprintf(name, "%s%s", CDDP__MOMENTUM_PREFIX, p->name) + 1;
+    if (row->numbers != NULL) {
+      item = cddp__add_item(c, name, CDDP_F32, 1, NULL, &row->numbers[i / states]);
+      item->shape.dims = 0;
+    } else {
+      item = cddp__add_item(c, name, p->dtype, p->count,
+                            shapes != NULL ? &shapes[i / states] : NULL, NULL);
+      item->place = &row->data[i / states];
+    }
+    item->param = i / states;
+    name += sprintf(name, "optimizer.%s.%s", row->name, p->name) + 1;
   }
   return CDDP_OK;
 }
@@ -17306,6 +17333,11 @@ static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, cddp_group *g, co
 }
 
 static void cddp__checkpoint_end(cddp__checkpoint *c) {
+  const cddp_optim *s = c->desc->optim;
+  size_t i;
+  for (i = 0; i < c->item_count; i++) /* states that a load has not put in their places */
+    if (c->items[i].from != NULL && c->items[i].place != NULL && s->backend == NULL)
+      cddp__free(&s->allocator, c->items[i].data);
   cddp__free(c->allocator, c->items);
   cddp__free(c->allocator, c->names);
   cddp__free(c->allocator, c->staging);
@@ -17366,15 +17398,16 @@ static cddp_result cddp__copy_item(cddp__checkpoint *c, int fd, const cddp__st_i
 
 /* --- saving --- */
 
-/* Leaves out momentum that no step has made yet. */
-static void cddp__find_momentum(cddp__checkpoint *c) {
+/* Leaves out states that no step has made yet. */
+static void cddp__find_states(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   size_t i, n = 0;
   for (i = 0; i < c->item_count; i++) {
-    int m = c->items[i].momentum;
-    if (m >= 0 && (!s->started[m] || (s->momentum[m] == NULL && s->share == NULL))) continue;
-    if (m >= 0) c->items[i].data = s->momentum[m];
-    c->items[n++] = c->items[i];
+    cddp__st_item *item = &c->items[i];
+    if (item->param >= 0 && !s->started[item->param]) continue;
+    if (item->place != NULL) item->data = *item->place;
+    if (item->place != NULL && item->data == NULL && s->share == NULL) continue;
+    c->items[n++] = *item;
   }
   c->item_count = n;
 }
@@ -17437,13 +17470,13 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
     else if (strcmp(given->key, "format") == 0) all[0].value = given->value;
     else *m++ = *given;
   }
-  cddp__find_momentum(c);
+  cddp__find_states(c);
   if (r == CDDP_OK) r = cddp__make_header(c, all, (size_t)(m - all));
   cddp__free(c->allocator, all);
   return r;
 }
 
-/* Writes momentum in pieces, from the ranks' shares in shared memory. */
+/* Writes a state that lies in pieces, from the ranks' shares in shared memory. */
 static cddp_result cddp__write_shares(const cddp__checkpoint *c, int fd, int param, uint64_t at) {
   const cddp__share *h = (const cddp__share *)c->desc->optim->share;
   size_t begin, end, from;
@@ -17473,8 +17506,8 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
     const cddp__st_item *item = &c->items[i];
     uint64_t at = c->header.n + item->begin;
     CDDP__POINT("save");
-    r = item->data == NULL && item->momentum >= 0
-            ? cddp__write_shares(c, t->fd, item->momentum, at)
+    r = item->data == NULL && item->place != NULL
+            ? cddp__write_shares(c, t->fd, item->param, at)
             : cddp__copy_item(c, t->fd, item, at);
   }
   left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
@@ -17518,53 +17551,43 @@ static cddp_result cddp__check_match(const cddp__st_item *item, const cddp_tenso
   if (t->dtype != (int)dtype && !converts)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" is %s in the file, the parameter is %s",
                       t->name, t->type, cddp__dtype_names[dtype]);
-  if (item->momentum < 0 && !item->any_shape &&
+  if (item->param < 0 && !item->any_shape &&
       (item->shape.dims != t->dims ||
        memcmp(item->shape.size, t->shape, (size_t)t->dims * sizeof *t->shape) != 0))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" has another shape in the file", t->name);
   return CDDP_OK;
 }
 
-/* Memory for the momentum of the items that are in the file. */
-static cddp_result cddp__momentum_memory(cddp__checkpoint *c) {
-  cddp_optim *sgd = c->desc->optim;
-  void **places = NULL;
-  cddp_result r = CDDP_OK;
-  size_t i;
-  if (sgd->backend != NULL) {
-    places = (void **)cddp__calloc(c->allocator, (size_t)sgd->count, sizeof *places);
-    r = places != NULL ? sgd->backend->room(sgd, &c->flat, places) : CDDP_OUT_OF_MEMORY;
-  }
-  for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
-    cddp__st_item *item = &c->items[i];
-    if (item->momentum < 0 || item->from == NULL) continue;
-    item->data = places != NULL ? places[item->momentum]
-                                : cddp__calloc(&sgd->allocator, 1, (size_t)item->bytes);
-    if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
-  }
-  cddp__free(c->allocator, places);
-  return r;
-}
-
-/* Finds the items in the file. Nothing may be left over there, but for what an SGD would want. */
+/* Finds the items in the file, and memory for states, which take their places only when all is
+   read: but on a device they are read into them. Nothing may be left over in the file but for what
+   an optimizer would want. */
 static cddp_result cddp__match_items(cddp__checkpoint *c) {
-  bool momentum = false, partial = c->desc->partial;
+  const cddp_optim *s = c->desc->optim;
+  bool partial = c->desc->partial;
   bool *taken = (bool *)cddp__calloc(c->allocator, c->file->count, sizeof *taken);
   cddp_result r = taken != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
     cddp__st_item *item = &c->items[i];
     const cddp_tensor_info *t = cddp__st_find(c->file, item->name);
-    if (item->momentum >= 0 && !c->has_lr) continue; /* partial, and the file has no SGD */
-    if (t == NULL) {
-      if (!partial && item->momentum < 0) r = cddp__lacks("tensor", item->name);
-      continue; /* momentum: no step had touched the parameter */
+    bool sibling = item->param >= 0 && item[-1].param == item->param;
+    if (item->param >= 0 && !c->has_lr) continue; /* partial, and the file has no optimizer */
+    if (t == NULL) { /* all states of a parameter may be missing: no step had touched it */
+      if (!partial && (item->param < 0 || (sibling && item[-1].from != NULL)))
+        r = cddp__lacks("tensor", item->name);
+      continue;
     }
+    if (!partial && sibling && item[-1].from == NULL) r = cddp__lacks("tensor", item[-1].name);
+    if (r != CDDP_OK) break;
     r = cddp__check_match(item, t);
-    item->from = t;
     taken[t - c->file->tensors] = true;
     c->has_lr = c->has_lr || item->data == &c->lr;
-    momentum = momentum || item->momentum >= 0;
+    if (r == CDDP_OK && item->place != NULL) {
+      item->data = s->backend != NULL ? *item->place
+                                      : cddp__calloc(&s->allocator, 1, (size_t)item->bytes);
+      if (item->data == NULL) r = CDDP_OUT_OF_MEMORY;
+    }
+    item->from = t;
   }
   for (i = 0; r == CDDP_OK && !partial && i < c->file->count; i++)
     if (!taken[i] && strncmp(c->file->tensors[i].name, "optimizer.", 10) != 0)
@@ -17572,7 +17595,7 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
                      "the file has a tensor \"%.60s\", which is not among the parameters; set "
                      "partial to leave it", c->file->tensors[i].name);
   cddp__free(c->allocator, taken);
-  return r == CDDP_OK && momentum ? cddp__momentum_memory(c) : r;
+  return r;
 }
 
 static cddp_result cddp__match_sampler(cddp__checkpoint *c) {
@@ -17641,7 +17664,7 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
     if (t != NULL)
       r = cddp__copy_item(c, c->file->fd, &c->items[i], 8 + c->file->text_size + t->begin);
   }
-  if (c->first && r == CDDP_OK && c->has_lr && !(c->lr >= 0))
+  if (c->first && r == CDDP_OK && c->has_lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
     r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
   r = cddp__consensus(c->g, r, NULL, 0, NULL);
   for (i = 0; r == CDDP_OK && c->g != NULL && i < c->item_count; i++)
@@ -17653,25 +17676,29 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
   return r;
 }
 
-/* Puts the momentum that was loaded in its place; cannot fail in host memory. */
-static cddp_result cddp__take_momentum(cddp__checkpoint *c) {
-  cddp_optim *sgd = c->desc->optim;
-  cddp_result r;
+/* Puts the states that were loaded in their places; cannot fail in host memory. */
+static cddp_result cddp__take_states(cddp__checkpoint *c) {
+  cddp_optim *s = c->desc->optim;
+  cddp_result r = CDDP_OK;
   size_t i;
-  if (sgd->rule.momentum != 0 && sgd->share != NULL) sgd->drop(sgd); /* the next step makes it */
-  if (c->flat != NULL && (r = sgd->backend->put(sgd, c->flat)) != CDDP_OK) return r;
-  for (i = 0; i < c->item_count; i++) {
-    int m = c->items[i].momentum;
-    if (m < 0) continue;
-    sgd->started[m] = c->items[i].from != NULL;
-    if (sgd->backend != NULL) continue;
-    cddp__free(&sgd->allocator, sgd->momentum[m]);
-    sgd->momentum[m] = c->items[i].data;
-    c->items[i].data = NULL;
+  if (s->share != NULL) s->drop(s); /* the next step makes it */
+  for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
+    cddp__st_item *item = &c->items[i];
+    bool found = item->from != NULL;
+    if (item->param < 0) continue;
+    s->started[item->param] =
+        found || (item[-1].param == item->param && s->started[item->param]);
+    if (item->place == NULL) {
+      if (!found) *(float *)item->data = 0;
+    } else if (s->backend == NULL) {
+      cddp__free(&s->allocator, *item->place);
+      *item->place = item->data;
+      item->data = NULL;
+    } else if (!found) {
+      r = s->backend->clear(s, *item->place, (size_t)item->bytes);
+    }
   }
-  sgd->desc.lr = c->lr;
-  cddp__sgd_rule_init(&sgd->rule, &sgd->desc);
-  return CDDP_OK;
+  return r == CDDP_OK ? cddp_optim_set_lr(s, c->lr) : r;
 }
 
 static cddp_result cddp__load_commit(cddp__checkpoint *c) {
@@ -17679,7 +17706,7 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
   char *text = d->text;
   cddp_result r;
   int i;
-  if (c->has_lr && (r = cddp__take_momentum(c)) != CDDP_OK) return r;
+  if (c->has_lr && (r = cddp__take_states(c)) != CDDP_OK) return r;
   if (c->has_sampler) cddp__sampler_begin(d->sampler, c->sampler[0], c->sampler[1], true);
   for (i = 0; i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);
@@ -17694,17 +17721,12 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
 CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc) {
   cddp__checkpoint c;
-  cddp_optim *sgd = desc != NULL ? desc->optim : NULL;
   cddp_result r;
-  size_t i;
   cddp__enter_call(__func__);
   r = cddp__checkpoint_begin(&c, g, path, params, count, desc);
   r = cddp__load_header(&c, path, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
   if (r == CDDP_OK) r = cddp__load_commit(&c);
-  for (i = 0; sgd != NULL && sgd->backend == NULL && i < c.item_count; i++)
-    if (c.items[i].momentum >= 0) cddp__free(&sgd->allocator, c.items[i].data);
-  if (c.flat != NULL) sgd->backend->free_room(c.flat);
   cddp__checkpoint_end(&c);
   return cddp__fail_on_file(__func__, path, r);
 }

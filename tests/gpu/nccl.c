@@ -487,7 +487,7 @@ static void plan_graph(const plan *p, cddp_ddp *d, cddp_optim *s, const cddp_par
 static void plan_save(const plan *p, cddp_group *g, const cddp_param *params, cddp_optim *s) {
   cddp_checkpoint_desc k;
   memset(&k, 0, sizeof k);
-  k.sgd = s;
+  k.optim = s;
   CHECK_OK(cddp_save(p->alone ? NULL : g, p->save, params, PARAMS, &k));
 }
 
@@ -495,7 +495,7 @@ static void plan_run(const plan *p, cddp_ddp *d, cddp_optim *s, cddp_param *para
   cddp_checkpoint_desc k;
   int step;
   memset(&k, 0, sizeof k);
-  k.sgd = s;
+  k.optim = s;
   if (p->load != NULL)
     CHECK_OK(cddp_load(p->alone ? NULL : g, p->load, params, PARAMS, &k));
   for (step = p->from; step < p->steps - (p->uneven ? cddp_rank(g) : 0); step++) {
@@ -818,7 +818,7 @@ static int failing_files(cddp_group *g, void *arg) {
   CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, NULL));
   CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
   plan_step(&p, d, s, params, g, 0);
-  k.sgd = s;
+  k.optim = s;
   CHECK_IS(cddp_save(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
   CHECK_IS(cddp_load(g, "/nowhere/at/all", params, PARAMS, &k), CDDP_IO);
   plan_step(&p, d, s, params, g, 1); /* nothing is lost */
