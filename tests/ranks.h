@@ -85,8 +85,10 @@ RANKS_DEF int ranks_entries(const char *directory) {
   return n;
 }
 
-RANKS_DEF int ranks_open_fds(void) {
-  return ranks_entries("/proc/self/fd") - 1; /* opendir's own */
+static __attribute__((unused)) int ranks_port_fds; /* that hold blocks of ports for this process */
+
+RANKS_DEF int ranks_open_fds(void) { /* but for those of tests themselves */
+  return ranks_entries("/proc/self/fd") - 1 /* opendir's own */ - ranks_port_fds;
 }
 
 /* The thread sanitizer adds one of its own at some point, so there is nothing to count with it. */
@@ -198,8 +200,8 @@ RANKS_DEF int ranks_free_port(void) {
       memset(&name, 0, sizeof name);
       name.sun_family = AF_UNIX;
       snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "cddp-test-ports-%d", block);
-      if (bind(fd, (struct sockaddr *)&name, sizeof name) == 0) used = 0; /* fd stays open */
-      else close(fd);
+      if (bind(fd, (struct sockaddr *)&name, sizeof name) != 0) close(fd);
+      else used = 0, ranks_port_fds++; /* fd stays open */
     }
     owner = getpid();
   }
