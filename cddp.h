@@ -723,6 +723,16 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s); /* of an epoch, or what
 /* The next index; false at the end of the epoch, where the permutation's memory (8 bytes a sample)
    is freed too. false with s->result != CDDP_OK: there was no memory for it. */
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
+/* The indices of batch number `batch` (from 0) of one shard of the epoch; each has `size` samples,
+   the last one may have fewer. Returns how many it has, at most size; 0 behind the last batch. The
+   sampler's world_size is the number of shards, its rank does not matter. Any batch at any time:
+   this counts from the epoch's first sample, after cddp_load too, and changes nothing that
+   cddp_sampler_next or a checkpoint counts. The permutation stays for the next call, until another
+   epoch is set. 0 with s->result != CDDP_OK: a bad argument, or no memory for the permutation. Like
+   batches of torch.utils.data's BatchSampler(DistributedSampler(data, shards, shard), size, False).
+   */
+CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
+                                  size_t *indices);
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; NULL is fine */
 
 /* CHECKPOINTS. ------------------------------------------------------------------------------------
@@ -16298,9 +16308,10 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
    torch.utils.data.DistributedSampler: the same generator and the same shuffle. Pure.
    Owns: a cddp_sampler's permutation.
    Entry points: the public functions; cddp__sampler_begin, for a checkpoint.
-   Works as follows: this rank has positions rank, rank + W, ... of the permutation, after those
-   that were taken before a resumption; for even shares it is repeated from its start. It is made
-   at the first index of an epoch and freed after the last. */
+   Works as follows: a rank (or shard) has places rank, rank + W, ... of the permutation, after
+   those that were taken before a resumption; for even shares it is repeated from its start. It is
+   made when an epoch's first index is asked for, and freed when another epoch is set or
+   cddp_sampler_next has come to the end. */
 
 /* The generator of PyTorch on the CPU. On the stack of its user. */
 typedef struct cddp__mt19937 {
@@ -16361,20 +16372,45 @@ static void cddp__randperm(uint64_t *a, size_t n, uint64_t seed) {
   }
 }
 
-/* Begins an epoch, of which all ranks together have taken `start` samples. */
-static void cddp__sampler_begin(cddp_sampler *s, uint64_t epoch, uint64_t start, bool resumed) {
-  const cddp_sampler_desc *d = &s->desc;
-  size_t left = d->dataset_size - (size_t)(start < d->dataset_size ? start : d->dataset_size);
+/* How many of `left` samples a rank gets. */
+static size_t cddp__sampler_share(const cddp_sampler_desc *d, int rank, size_t left) {
   size_t w = (size_t)d->world_size;
-  bool more = d->exact ? (size_t)d->rank < left % w : !d->drop_last && left % w != 0;
+  bool more = d->exact ? (size_t)rank < left % w : !d->drop_last && left % w != 0;
+  return left / w + (size_t)more;
+}
+
+static void cddp__sampler_free(cddp_sampler *s) {
   free(s->order);
   s->order = NULL;
+}
+
+/* Begins an epoch, of which all ranks together have taken `start` samples. */
+static void cddp__sampler_begin(cddp_sampler *s, uint64_t epoch, uint64_t start, bool resumed) {
+  size_t n = s->desc.dataset_size;
+  if (s->epoch != epoch) cddp__sampler_free(s);
   s->position = 0;
   s->result = CDDP_OK;
   s->epoch = epoch;
-  s->start = d->dataset_size - left;
-  s->size = left / w + (size_t)more;
+  s->start = start < n ? (size_t)start : n;
+  s->size = cddp__sampler_share(&s->desc, s->desc.rank, n - s->start);
   s->resumed = resumed;
+}
+
+/* Writes n indices of the epoch: those at place, place + W, ... of its permutation. */
+static cddp_result cddp__sampler_deal(cddp_sampler *s, size_t place, size_t n, size_t *indices) {
+  size_t samples = s->desc.dataset_size, i;
+  if (n > 0 && s->desc.shuffle && s->order == NULL) {
+    s->order = (uint64_t *)malloc(samples * sizeof *s->order);
+    if (s->order == NULL)
+      return cddp__fail(CDDP_OUT_OF_MEMORY, "no memory for the permutation of %zu samples",
+                        samples);
+    cddp__randperm(s->order, samples, s->desc.seed + s->epoch);
+  }
+  for (i = 0; i < n; i++, place += (size_t)s->desc.world_size) {
+    size_t at = place % samples;
+    indices[i] = s->order != NULL ? (size_t)s->order[at] : at;
+  }
+  return CDDP_OK;
 }
 
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc) {
@@ -16405,34 +16441,46 @@ CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s) { return s != NULL ? 
 CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s) { return s != NULL ? s->size : 0; }
 
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index) {
-  size_t n, at;
+  size_t next;
   if (s == NULL) return false;
-  n = s->desc.dataset_size;
   s->result = CDDP_OK;
   if (s->position >= s->size) {
-    free(s->order);
-    s->order = NULL;
+    cddp__sampler_free(s);
     return false;
   }
-  if (s->desc.shuffle && s->order == NULL) {
-    s->order = (uint64_t *)malloc(n * sizeof *s->order);
-    if (s->order == NULL) {
-      s->result = cddp__fail(CDDP_OUT_OF_MEMORY,
-                             "cddp_sampler_next: no memory for the permutation of %zu samples", n);
-      return false;
-    }
-    cddp__randperm(s->order, n, s->desc.seed + s->epoch);
-  }
-  at = (s->start + (size_t)s->desc.rank + s->position * (size_t)s->desc.world_size) % n;
-  if (index != NULL) *index = s->order != NULL ? (size_t)s->order[at] : at;
+  next = s->start + (size_t)s->desc.rank + s->position * (size_t)s->desc.world_size;
+  s->result = cddp__named(__func__, cddp__sampler_deal(s, next, 1, &next));
+  if (s->result != CDDP_OK) return false;
+  if (index != NULL) *index = next;
   s->position++;
   return true;
 }
 
+static cddp_result cddp__sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
+                                       size_t *indices, size_t *n) {
+  size_t all, world = (size_t)s->desc.world_size;
+  if (shard < 0 || shard >= s->desc.world_size)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "shard is %d; the sampler has %d, its world_size",
+                      shard, s->desc.world_size);
+  if (size == 0 || indices == NULL)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "size is 0 or indices is NULL");
+  all = cddp__sampler_share(&s->desc, shard, s->desc.dataset_size);
+  if (batch > all / size) return CDDP_OK;
+  *n = cddp__min(size, all - batch * size);
+  return cddp__sampler_deal(s, (size_t)shard + batch * size * world, *n, indices);
+}
+
+CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
+                                  size_t *indices) {
+  size_t n = 0;
+  if (s == NULL) return 0;
+  s->result = cddp__named(__func__, cddp__sampler_batch(s, shard, batch, size, indices, &n));
+  return s->result == CDDP_OK ? n : 0;
+}
+
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
   if (s == NULL) return;
-  free(s->order);
-  s->order = NULL;
+  cddp__sampler_free(s);
   s->position = s->size = s->start = 0;
 }
 

@@ -674,7 +674,7 @@ static void test_memory_spawn(void) {
 static void test_memory_sampler(void) {
   cddp_sampler_desc d;
   cddp_sampler s;
-  size_t index;
+  size_t index, batch[3];
   memset(&d, 0, sizeof d);
   d.dataset_size = 10;
   d.shuffle = true;
@@ -687,6 +687,12 @@ static void test_memory_sampler(void) {
   CHECK_IS(s.result, CDDP_OUT_OF_MEMORY);
   CHECK(strncmp(cddp_error(), "cddp_sampler_next:", 18) == 0);
   CHECK(cddp_sampler_next(&s, &index)); /* the next one may have some again */
+  cddp_sampler_set_epoch(&s, 1);
+  cddp__store32(&fault.counted, 0);
+  CHECK_EQ(cddp_sampler_batch(&s, 0, 1, 3, batch), 0);
+  CHECK_IS(s.result, CDDP_OUT_OF_MEMORY);
+  CHECK(strncmp(cddp_error(), "cddp_sampler_batch:", 19) == 0);
+  CHECK_EQ(cddp_sampler_batch(&s, 0, 1, 3, batch), 3);
   arm(false);
   cddp_sampler_destroy(&s);
 }

@@ -607,7 +607,7 @@ static void test_sampler_even(void) {
   cddp_sampler_desc o;
   cddp_checkpoint_desc d;
   cddp_sampler whole, part;
-  size_t i, a, b;
+  size_t i, a, b, batch[2], again[2];
   memset(&o, 0, sizeof o);
   memset(&d, 0, sizeof d);
   o.dataset_size = 10;
@@ -618,11 +618,14 @@ static void test_sampler_even(void) {
     CHECK_OK(cddp_sampler_init(&whole, &o));
     CHECK_OK(cddp_sampler_init(&part, &o));
     for (a = 0; a < i; a++) CHECK(cddp_sampler_next(&whole, &b));
+    CHECK_EQ(cddp_sampler_batch(&whole, 1, 0, 2, batch), 2); /* is not counted */
     d.sampler = &whole;
     CHECK_OK(cddp_save(NULL, path, NULL, 0, &d));
     d.sampler = &part;
     CHECK_OK(cddp_load(NULL, path, NULL, 0, &d));
     CHECK_EQ(cddp_sampler_size(&part), 3 - i);
+    CHECK_EQ(cddp_sampler_batch(&part, 1, 0, 2, again), 2); /* of the epoch, not of what is left */
+    CHECK(memcmp(batch, again, sizeof batch) == 0);
     while (cddp_sampler_next(&whole, &a)) CHECK(cddp_sampler_next(&part, &b) && a == b);
     CHECK(!cddp_sampler_next(&part, &b));
     cddp_sampler_destroy(&part);

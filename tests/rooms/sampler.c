@@ -125,6 +125,126 @@ static void test_exact(void) {
   }
 }
 
+/* All batches of a shard, in an order of their own, come to the shard's share of the epoch. */
+static void check_batches(cddp_sampler *s, int shard, const size_t *want, size_t n, size_t size) {
+  size_t count = (n + size - 1) / size, k, i, got[256];
+  for (k = 0; k < count; k++) {
+    size_t batch = (k * 1009 + (size_t)shard) % count, from = batch * size; /* each once */
+    size_t most = n - from < size ? n - from : size;
+    got[most] = 77;
+    CHECK_EQ(cddp_sampler_batch(s, shard, batch, size, got), most);
+    for (i = 0; i < most; i++) CHECK_EQ(got[i], want[from + i]);
+    CHECK(got[most] == 77 && s->result == CDDP_OK);
+  }
+  CHECK_EQ(cddp_sampler_batch(s, shard, count, size, got), 0);
+  CHECK_EQ(cddp_sampler_batch(s, shard, SIZE_MAX, size, got), 0);
+  CHECK(s->result == CDDP_OK);
+}
+
+static void test_batches_of_pytorch(void) {
+  const int *p = golden_indices;
+  size_t c, i, size, want[200];
+  int shard;
+  for (c = 0; c < sizeof golden_samplers / sizeof *golden_samplers; c++) {
+    const golden_sampler *g = &golden_samplers[c];
+    cddp_sampler_desc d;
+    cddp_sampler s;
+    memset(&d, 0, sizeof d);
+    d.dataset_size = (size_t)g->n;
+    d.world_size = g->world;
+    d.seed = g->seed;
+    d.shuffle = g->shuffle != 0;
+    d.drop_last = g->drop_last != 0;
+    CHECK_OK(cddp_sampler_init(&s, &d));
+    cddp_sampler_set_epoch(&s, (uint64_t)g->epoch);
+    for (shard = 0; shard < g->world; shard++) {
+      size_t n = (size_t)*p++;
+      CHECK(n < 200);
+      for (i = 0; i < n; i++) want[i] = (size_t)p[i];
+      for (size = 1; size < 200; size += size) check_batches(&s, shard, want, n, size);
+      check_batches(&s, shard, want, n, 5);
+      p += n;
+    }
+    cddp_sampler_destroy(&s);
+  }
+}
+
+/* What cddp_sampler_next gives each rank, whichever rank the sampler was made for, while it gives
+   its own rank's indices as ever, and when another epoch is set. */
+static void test_batches(void) {
+  size_t n, m, index, k, want[64], indices[8];
+  int world, rank, epoch, way;
+  for (n = 0; n < 40; n += 3) {
+    for (world = 1; world < 9; world++) {
+      for (way = 0; way < 6; way++) {
+        cddp_sampler_desc d;
+        cddp_sampler all, own;
+        memset(&d, 0, sizeof d);
+        d.dataset_size = n;
+        d.rank = world - 1;
+        d.world_size = world;
+        d.shuffle = way % 2 != 0;
+        d.drop_last = way / 2 == 1;
+        d.exact = way / 2 == 2;
+        CHECK_OK(cddp_sampler_init(&all, &d));
+        for (epoch = 0; epoch < 2; epoch++) {
+          cddp_sampler_set_epoch(&all, (uint64_t)epoch);
+          for (rank = 0; rank < world; rank++) {
+            d.rank = rank;
+            CHECK_OK(cddp_sampler_init(&own, &d));
+            cddp_sampler_set_epoch(&own, (uint64_t)epoch);
+            for (m = 0; cddp_sampler_next(&own, &want[m]); m++) {}
+            check_batches(&all, rank, want, m, 4);
+          }
+          /* of the last rank, which `all` was made for */
+          for (k = 0; cddp_sampler_next(&all, &index); k++) {
+            CHECK(index == want[k]);
+            CHECK(cddp_sampler_batch(&all, 0, 0, 8, indices) > 0);
+          }
+          CHECK_EQ(k, m);
+        }
+        cddp_sampler_destroy(&all);
+      }
+    }
+  }
+}
+
+/* One permutation serves all batches, and the epoch's that is set again. */
+static void test_batches_share(void) {
+  cddp_sampler_desc d;
+  cddp_sampler s;
+  size_t indices[4];
+  const uint64_t *order;
+  memset(&d, 0, sizeof d);
+  d.dataset_size = 100;
+  d.world_size = 4;
+  d.shuffle = true;
+  CHECK_OK(cddp_sampler_init(&s, &d));
+  CHECK_EQ(cddp_sampler_batch(&s, 3, 2, 4, indices), 4);
+  order = s.order;
+  CHECK(order != NULL);
+  cddp_sampler_set_epoch(&s, 0);
+  CHECK_EQ(cddp_sampler_batch(&s, 0, 6, 4, indices), 1);
+  CHECK_EQ(cddp_sampler_batch(&s, 0, 7, 4, indices), 0);
+  CHECK(s.order == order);
+  CHECK_EQ(cddp_sampler_batch(&s, 4, 0, 4, indices), 0);
+  CHECK(s.result == CDDP_INVALID_ARGUMENT && strstr(cddp_error(), "shard is 4") != NULL);
+  CHECK_EQ(cddp_sampler_batch(&s, -1, 0, 4, indices), 0);
+  CHECK(s.result == CDDP_INVALID_ARGUMENT && strstr(cddp_error(), "shard is -1") != NULL);
+  CHECK_EQ(cddp_sampler_batch(&s, 0, 0, 0, indices), 0);
+  CHECK(s.result == CDDP_INVALID_ARGUMENT);
+  CHECK_EQ(cddp_sampler_batch(&s, 0, 0, 4, NULL), 0);
+  CHECK(s.result == CDDP_INVALID_ARGUMENT);
+  CHECK_EQ(cddp_sampler_batch(&s, 0, 0, 4, indices), 4);
+  CHECK(s.result == CDDP_OK);
+  cddp_sampler_set_epoch(&s, 1);
+  CHECK(s.order == NULL);
+  CHECK_EQ(cddp_sampler_batch(NULL, 0, 0, 4, indices), 0);
+  memset(&s, 0, sizeof s); /* no sampler: cddp_sampler_init has failed */
+  CHECK_EQ(cddp_sampler_batch(&s, 0, 0, 4, indices), 0);
+  CHECK(s.result == CDDP_INVALID_ARGUMENT);
+}
+
 static void test_epochs(void) {
   static const size_t want[2][3] = {{4, 3, 6}, {5, 0, 7}};
   cddp_sampler_desc d;
@@ -186,6 +306,9 @@ int main(void) {
   RUN(test_huge_permutation);
   RUN(test_of_pytorch);
   RUN(test_exact);
+  RUN(test_batches_of_pytorch);
+  RUN(test_batches);
+  RUN(test_batches_share);
   RUN(test_epochs);
   RUN(test_bad_arguments);
   return TEST_END();
