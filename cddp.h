@@ -71,7 +71,7 @@
      >>hosts        steps, collectives across hosts >>mpi          collectives by MPI
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
-     >>sgd          the optimizer's arithmetic      >>device       groups whose ranks have GPUs
+     >>optim        SGD                             >>device       groups whose ranks have GPUs
      >>kernels      SGD on devices                  >>ddp          distributed data parallel
      >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
      >>checkpoint   save and load                   >>spawn        processes and threads as ranks
@@ -1499,7 +1499,7 @@ typedef struct cddp__address { /* a socket address */
 typedef struct cddp__tensor {
   size_t offset, bytes, room; /* room: bytes rounded up to a cache line, the rest stays zero */
   size_t begin, end; /* what this rank steps, bytes of the arena; end <= begin: nothing */
-  size_t momentum;   /* of it, where it is in this rank's share */
+  size_t state;      /* of it, where it is in each state of this rank's share */
   size_t dense;      /* rows, on a device: where the mean is as a dense gradient */
   bool placed;         /* params[i].grad points into the arena */
   bool ready;          /* this step; guarded by lock */
@@ -1518,12 +1518,12 @@ typedef struct cddp__bucket_state {
   cddp_ddp *ddp;
 } cddp__bucket_state;
 
-/* This rank's share of an SGD's momentum: the part of each parameter that lies in its slice. */
+/* This rank's share of an optimizer's states: the part of each parameter that lies in its slice. */
 typedef struct cddp__share {
   struct cddp__share *next;
-  cddp_optim *sgd;
+  cddp_optim *optim;
   cddp_ddp *ddp;
-  char *mine; /* in the arena of the host: slice bytes of each dtype, one after the other */
+  char *mine; /* in the arena of the host: for each state as many bytes as the slice has */
   char **all; /* [ranks] where every rank's lies */
 } cddp__share;
 
@@ -1765,6 +1765,9 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
 
 /* >>links: a job's connections end with its memory. */
 static void cddp__net_free(cddp__net *n);
+
+/* >>kernels: takes over what an optimizer does if its parameters lie on a device. */
+static cddp_result cddp__attach_optim(cddp_optim *o);
 
 /* >>rendezvous: ranks that run listen for a second job at their place. */
 static cddp_result cddp__hear_claims(cddp_group *g);
@@ -5138,7 +5141,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
 /* >>reduce ---------------------------------------------------------------------------------------
    Sums in canonical order, conversions, and the loops of SGD, over arrays. Pure: owns nothing and
    touches only the arrays that it is given. Entry points: cddp__reduce, _reduce_all, _reduce_part,
-   _reduce_nodes; cddp__scale, cddp__sum_squares, cddp__convert; cddp__pick_kernels for >>sgd.
+   _reduce_nodes; cddp__scale, cddp__sum_squares, cddp__convert; cddp__pick_kernels for >>optim.
    Works as follows: each loop is written once, in plain C, as a CDDP__TEMPLATE function. The list
    CDDP__KERNELS compiles it for each instruction set, and cddp__pick_kernels takes the best set
    that this machine has. All sets give the same bits: the operations on an element and their order
@@ -5155,12 +5158,25 @@ typedef uint32_t __attribute__((may_alias)) cddp__u32;
 typedef int64_t __attribute__((may_alias)) cddp__i64;
 typedef uint64_t __attribute__((may_alias)) cddp__u64;
 
-/* A stretch of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one momentum. */
+#define CDDP__STATES 3 /* arrays that an optimizer keeps of a parameter, at most */
+
+/* What an optimizer's step takes from its settings. */
+typedef struct cddp__scalars {
+  double sign;   /* of the gradient: -1 to maximize */
+  double step;   /* -lr */
+  double decay;  /* weight_decay; 0: none */
+  double keep;   /* factor of the momentum */
+  double take;   /* factor of the gradient that enters the momentum */
+  bool nesterov;
+  bool first;    /* the gradient becomes the momentum */
+} cddp__scalars;
+
+/* A stretch of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one rank's states. */
 typedef struct cddp__fused_args {
   cddp__f32 *gradients[4], *weights[4]; /* weights: this rank's first */
-  cddp__f32 *momentum;
-  float mean, momentum_factor, intake, decay, step; /* mean: 1 / ranks */
-  bool decays;
+  cddp__f32 *states[CDDP__STATES];
+  const cddp__scalars *scalars;
+  float mean; /* factor of the sum of gradients: sign / ranks */
 } cddp__fused_args;
 
 #if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
@@ -5185,6 +5201,11 @@ typedef struct cddp__fused_args {
 #define CDDP__IVDEP _Pragma("GCC ivdep") /* destinations may be sources */
 #define CDDP__WIDE ",prefer-vector-width=512"
 #endif
+
+static bool cddp__dtype_half(cddp_dtype d) { return d == CDDP_F16 || d == CDDP_BF16; }
+
+/* In which elements of a dtype are computed. */
+static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
 static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
 
@@ -5436,7 +5457,7 @@ CDDP__TEMPLATE void cddp__squares_any(const void *p, size_t n, cddp_dtype dtype,
                             : cddp__squares_f32((const cddp__f32 *)p, n);
 }
 
-/* The passes of torch.optim.SGD (>>sgd) over one block. */
+/* The passes of torch.optim.SGD (>>optim) over one block. */
 #define CDDP__SGD_LOOPS(T, S, F, FMA)                                                          \
   CDDP__TEMPLATE void cddp__add_##S(T *d, const T *a, const T *b, size_t n, F f) {             \
     CDDP__STRICT_FP                                                                            \
@@ -5466,37 +5487,38 @@ CDDP__TEMPLATE void cddp__mix_any(void *m, const void *b, size_t n, cddp_dtype d
     cddp__mix_f32((cddp__f32 *)m, (const cddp__f32 *)b, n, (float)momentum, (float)f);
 }
 
-/* Reads and writes everything once, in one loop: the memory is busy all the time. */
-#define CDDP__FUSED(MEAN, OTHERS)                           \
-  CDDP__EACH(float v = MEAN; float x = momentum * m[i];     \
-             if (decay) v = __builtin_fmaf(rate, w0[i], v); \
-             v = __builtin_fmaf(intake, v, x);              \
-             x = __builtin_fmaf(step, v, w0[i]);            \
-             m[i] = v; w0[i] = x; g0[i] = 0; OTHERS)
+/* Mean, step, publish, zero. Reads and writes everything once, in one loop: the memory is busy all
+   the time. STEP makes x, the weight, from x and v, the mean. */
+#define CDDP__FUSED(MEAN, STEP, OTHERS) \
+  CDDP__EACH(float v = MEAN; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
+#define CDDP__FUSED_LOOPS(STEP)                                                                 \
+  do {                                                                                          \
+    if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                          \
+    else if (ranks == 2) CDDP__FUSED((g0[i] + g1[i]) * mean, STEP, w1[i] = x; g1[i] = 0);       \
+    else CDDP__FUSED(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean, STEP,                          \
+                     w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);         \
+  } while (0)
 
-CDDP__TEMPLATE void cddp__fused_as(const cddp__fused_args *s, int ranks, bool decay, size_t n) {
+CDDP__TEMPLATE void cddp__sgd_loop_as(const cddp__fused_args *s, int ranks, bool decays, size_t n) {
   CDDP__STRICT_FP
-  float mean = s->mean, momentum = s->momentum_factor, intake = s->intake, rate = s->decay,
-        step = s->step;
-  cddp__f32 *m = s->momentum, *g0 = s->gradients[0], *g1 = s->gradients[1], *g2 = s->gradients[2],
+  float mean = s->mean, keep = (float)s->scalars->keep, take = (float)s->scalars->take,
+        decay = (float)s->scalars->decay, step = (float)s->scalars->step;
+  cddp__f32 *m = s->states[0], *g0 = s->gradients[0], *g1 = s->gradients[1], *g2 = s->gradients[2],
             *g3 = s->gradients[3];
   cddp__f32 *w0 = s->weights[0], *w1 = s->weights[1], *w2 = s->weights[2], *w3 = s->weights[3];
-  if (ranks == 1) {
-    CDDP__FUSED(g0[i], );
-  } else if (ranks == 2) {
-    CDDP__FUSED((g0[i] + g1[i]) * mean, w1[i] = x; g1[i] = 0);
-  } else {
-    CDDP__FUSED(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean,
-                w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);
-  }
+#define CDDP__SGD_STEP                   \
+  float y = keep * m[i];                 \
+  if (decays) v = __builtin_fmaf(decay, x, v); \
+  v = __builtin_fmaf(take, v, y);        \
+  x = __builtin_fmaf(step, v, x);        \
+  m[i] = v
+  CDDP__FUSED_LOOPS(CDDP__SGD_STEP);
+#undef CDDP__SGD_STEP
 }
-#undef CDDP__FUSED
 
-CDDP__TEMPLATE void cddp__fused_any(const cddp__fused_args *s, int ranks, size_t n) {
-  bool decay = s->decays;
-  if (ranks == 1) decay ? cddp__fused_as(s, 1, true, n) : cddp__fused_as(s, 1, false, n);
-  else if (ranks == 2) decay ? cddp__fused_as(s, 2, true, n) : cddp__fused_as(s, 2, false, n);
-  else decay ? cddp__fused_as(s, 4, true, n) : cddp__fused_as(s, 4, false, n);
+CDDP__TEMPLATE void cddp__sgd_loop_any(const cddp__fused_args *s, int ranks, size_t n) {
+  if (s->scalars->decay != 0) cddp__sgd_loop_as(s, ranks, true, n);
+  else cddp__sgd_loop_as(s, ranks, false, n);
 }
 
 /* What is compiled for each instruction set: X(ISA, TARGET, name, parameters, arguments). */
@@ -5523,8 +5545,8 @@ CDDP__TEMPLATE void cddp__fused_any(const cddp__fused_args *s, int ranks, size_t
   /* m = momentum * m + f * b. F32, F64 */                                                        \
   X(ISA, TARGET, mix, (void *m, const void *b, size_t n, cddp_dtype dtype, double momentum,       \
                        double f), (m, b, n, dtype, momentum, f))                                  \
-  /* mean, decay, momentum, step, publish, zero; of a rule that `fuses`. F32 */                   \
-  X(ISA, TARGET, fused, (const cddp__fused_args *s, int ranks, size_t n), (s, ranks, n))
+  /* a data-parallel step by SGD with momentum that has a value, without nesterov. F32 */         \
+  X(ISA, TARGET, sgd_loop, (const cddp__fused_args *s, int ranks, size_t n), (s, ranks, n))
 
 #define CDDP__KERNEL_FIELD(ISA, TARGET, NAME, PARAMS, ARGS) void(*NAME) PARAMS;
 #define CDDP__KERNEL_ENTRY(ISA, TARGET, NAME, PARAMS, ARGS) cddp__##NAME##_##ISA,
@@ -12018,191 +12040,201 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
   }
   return r;
 }
-/* >>sgd ----------------------------------------------------------------------------------------
-   The arithmetic of torch.optim.SGD, to the last bit. Owns: a cddp_optim and its momentum, unless
-   that lies in shares (>>ddp) or on a device (>>kernels). Touches: the caller's parameters,
-   gradients and copies. Entry points: cddp__optim_create, _step and _free; cddp__sgd_rule_init,
-   whenever lr has changed; cddp__sgd_update for a piece of a parameter; cddp__sgd_rows; the kernel
-   `fused` of the rule, which is a whole data-parallel step of such a piece in one loop.
-   Works as follows: every a + s * b is one fused multiply-add, as in PyTorch's AVX2 kernels.
-   Scalars are computed in double and rounded once to the parameter's dtype. f16 and bf16 compute
-   each operation in f32 and round its result, as PyTorch's vector loops do; its scalar loops,
-   which take the last elements of each thread's chunk of bf16, round the product too. */
+/* >>optim --------------------------------------------------------------------------------------
+   Optimizers: torch.optim.SGD, to the last bit. Owns: a cddp_optim and its states, unless these lie
+   in shares (>>ddp) or on a device (>>kernels). Touches: the caller's parameters, gradients and
+   copies. Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run
+   and cddp__optim_rows.
+   Works as follows: an optimizer is a table, cddp__algorithm: the states that it keeps of each
+   parameter (arrays as long as it), the scalars of a step, and a function that steps one block.
+   What is done to an element depends on nothing but its own values and the scalars, so that any
+   piece of a parameter may be stepped on its own. Scalars are computed in double and rounded once
+   to the type of the arithmetic. SGD: every a + s * b is one fused multiply-add, as in PyTorch's
+   AVX2 kernels. f16 and bf16 compute each operation in f32 and round its result, as PyTorch's
+   vector loops do; its scalar loops, which take the last elements of each thread's chunk of bf16,
+   round the product too. */
 
-/* The arithmetic of one SGD step, in double; rounded once to each parameter's dtype. */
-typedef struct cddp__sgd_rule {
-  double step;     /* -lr */
-  double momentum; /* 0: none */
-  double intake;   /* 1 - dampening */
-  double decay;    /* weight_decay; 0: none */
+typedef struct cddp__update cddp__update;
+
+/* The settings of all optimizers, of which each has its own. */
+typedef struct cddp__settings {
+  double lr, weight_decay, momentum, dampening;
   bool nesterov, maximize;
-  bool fuses;        /* momentum, and nothing unusual: one loop can do it */
-  cddp__fused_args fused; /* for that, but for the arrays and the mean */
-  uint64_t settings, check; /* hashes without lr, with it; never 0; bit 0 is clear */
-  const cddp__kernels *kernels; /* of this machine */
-} cddp__sgd_rule;
+  cddp_ddp *ddp;
+  void *stream;
+  void *const *copies;
+  cddp_dtype copy_dtype;
+} cddp__settings;
 
-struct cddp_optim { /* all fields: the thread that calls cddp_sgd_* or cddp_ddp_step */
+/* An optimizer's arithmetic. */
+typedef struct cddp__algorithm {
+  const char *states[CDDP__STATES]; /* their names in files */
+  /* Scalars of the step that parameter i takes next, and the loop that can do all of it. */
+  void (*begin)(const cddp_optim *o, int i, cddp__update *u);
+  /* Steps a block of n elements, all of them in the type of the arithmetic. */
+  void (*block)(const cddp__update *u, void *weights, const void *gradient, void *const *states,
+                size_t n);
+} cddp__algorithm;
+
+struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_ddp_step */
   cddp_allocator allocator;
   cddp_param *params;  /* [count], the caller's */
   int count;
-  cddp_sgd_desc desc;
-  cddp__sgd_rule rule; /* of desc, made anew when lr changes */
+  const cddp__algorithm *algorithm;
+  cddp__settings desc; /* lr may change */
+  uint64_t settings, check; /* hashes without lr, with it; never 0; bit 0 is clear */
   uint64_t paired;     /* id of the cddp_ddp that it was last found to suit; 0: none */
-  void **momentum;     /* [count] each parameter's buffer, as long as it; NULL: none yet */
-  bool *started;       /* [count] whether the momentum has its first gradient */
+  int states;          /* of each parameter */
+  void **state;        /* [states][count] each as long as its parameter; NULL: none yet */
+  float *steps;        /* [count] that the parameter has taken, as PyTorch counts them; 0: its
+                          states have no value */
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
-  void *share;         /* momentum that a cddp_ddp keeps in pieces; NULL: momentum above is whole */
-  void (*drop)(cddp_optim *s); /* frees the share and NULLs it; set along with share */
+  void *share;         /* states that a cddp_ddp keeps in pieces; NULL: those above are whole */
+  void (*drop)(cddp_optim *o); /* frees the share and NULLs it; set along with share */
   const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
-  void *flat;                       /* their momentum in one piece; NULL: none */
-  void **copies;                    /* [count] of desc.copy_dtype, the caller's; NULL: none */
+  void *flat;                         /* their states in one piece; NULL: none */
+  void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
 };
 
-/* What an optimizer keeps for each parameter. In a checkpoint its name is
-   "optimizer.NAME.PARAMETER", NAME being torch.optim's. */
-typedef struct cddp__state {
-  const char *name;
-  void **data;    /* [count] as long as the parameter, of its dtype; NULL: none yet, or in shares */
-  float *numbers; /* [count] instead of data: one number each */
-} cddp__state;
-
-#define CDDP__STATES 4 /* of an optimizer, at most */
-
-static int cddp__optim_states(const cddp_optim *s, cddp__state *rows) {
-  int n = 0;
-  memset(rows, 0, CDDP__STATES * sizeof *rows);
-  if (s->rule.momentum != 0) {
-    rows[n].name = "momentum_buffer";
-    rows[n++].data = s->momentum;
-  }
-  return n;
-}
-
-static void cddp__sgd_rule_init(cddp__sgd_rule *r, const cddp_sgd_desc *d) {
-  double hashed[3];
-  r->step = -d->lr;
-  r->momentum = d->momentum;
-  r->intake = 1.0 - d->dampening;
-  r->decay = d->weight_decay;
-  r->nesterov = d->nesterov;
-  r->maximize = d->maximize;
-  r->fuses = r->momentum != 0 && !r->nesterov && !r->maximize;
-  memset(&r->fused, 0, sizeof r->fused);
-  r->fused.momentum_factor = (float)r->momentum;
-  r->fused.intake = (float)r->intake;
-  r->fused.decay = (float)r->decay;
-  r->fused.decays = r->decay != 0;
-  r->fused.step = (float)r->step;
-  hashed[0] = d->momentum;
-  hashed[1] = d->dampening;
-  hashed[2] = d->weight_decay;
-  r->settings = cddp__hash64((uint64_t)r->nesterov | (uint64_t)r->maximize << 1,
-                             hashed, sizeof hashed);
-  r->check = cddp__hash64(r->settings, &d->lr, sizeof d->lr);
-  r->settings = (r->settings & ~(uint64_t)1) | 2;
-  r->check = (r->check & ~(uint64_t)1) | 2;
-  r->kernels = cddp__pick_kernels();
-}
-
-/* One step of a piece: its arithmetic is in the compute type, F32 for F16 and BF16, and each
-   result is rounded to the dtype. */
-typedef struct cddp__sgd_pass {
+/* One step of one parameter. */
+struct cddp__update {
+  const cddp__algorithm *algorithm;
   const cddp__kernels *kernels;
-  cddp_dtype dtype, compute;
-} cddp__sgd_pass;
+  cddp_dtype dtype;
+  cddp__scalars scalars;
+  char *states[CDDP__STATES]; /* where they begin; NULL: there is none */
+  /* Does a data-parallel step of an f32 parameter in one loop; NULL: not this one. */
+  void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
+};
 
-static double cddp__sgd_scalar(const cddp__sgd_pass *k, double x) {
+/* --- SGD --- */
+
+static void cddp__sgd_begin(const cddp_optim *o, int i, cddp__update *u) {
+  cddp__scalars *s = &u->scalars;
+  s->sign = o->desc.maximize ? -1.0 : 1.0;
+  s->step = -o->desc.lr;
+  s->decay = o->desc.weight_decay;
+  s->keep = o->desc.momentum;
+  s->take = 1.0 - o->desc.dampening;
+  s->nesterov = o->desc.nesterov;
+  s->first = o->steps[i] == 0;
+  if (o->states > 0 && !s->nesterov && !s->first) u->loop = u->kernels->sgd_loop;
+}
+
+static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
   float y = cddp__round_odd(x);
-  if (k->dtype == CDDP_F16) return (double)cddp__f16_to_f32(cddp__f32_to_f16(y));
-  if (k->dtype == CDDP_BF16) return (double)cddp__bf16_to_f32(cddp__f32_to_bf16(y));
+  if (dtype == CDDP_F16) return (double)cddp__f16_to_f32(cddp__f32_to_f16(y));
+  if (dtype == CDDP_BF16) return (double)cddp__bf16_to_f32(cddp__f32_to_bf16(y));
   return x;
 }
 
-static void cddp__sgd_round(const cddp__sgd_pass *k, void *d, size_t n) {
+static void cddp__sgd_round(const cddp__update *u, void *d, size_t n) {
   uint16_t rounded[CDDP__BLOCK_BYTES / sizeof(float)];
-  if (k->compute == k->dtype) return;
-  k->kernels->narrow(rounded, (cddp__f32 *)d, n, k->dtype);
-  k->kernels->widen((cddp__f32 *)d, rounded, n, k->dtype);
+  if (!cddp__dtype_half(u->dtype)) return;
+  u->kernels->narrow(rounded, (cddp__f32 *)d, n, u->dtype);
+  u->kernels->widen((cddp__f32 *)d, rounded, n, u->dtype);
 }
 
-static void cddp__sgd_add(const cddp__sgd_pass *k, void *d, const void *a, const void *b, size_t n,
+static void cddp__sgd_add(const cddp__update *u, void *d, const void *a, const void *b, size_t n,
                           double f) { /* d = a + f * b */
-  k->kernels->add(d, a, b, n, k->compute, cddp__sgd_scalar(k, f));
-  cddp__sgd_round(k, d, n);
+  u->kernels->add(d, a, b, n, cddp__compute_type(u->dtype), cddp__sgd_scalar(u->dtype, f));
+  cddp__sgd_round(u, d, n);
 }
 
-static void cddp__sgd_mix(const cddp__sgd_pass *k, void *m, const void *b, size_t n,
-                          double momentum, double f) { /* m = momentum * m + f * b */
-  if (k->compute == k->dtype) {
-    k->kernels->mix(m, b, n, k->compute, momentum, f);
+static void cddp__sgd_mix(const cddp__update *u, void *m, const void *b, size_t n) {
+  const cddp__scalars *s = &u->scalars; /* m = keep * m + take * b */
+  if (!cddp__dtype_half(u->dtype)) {
+    u->kernels->mix(m, b, n, u->dtype, s->keep, s->take);
     return;
   }
-  k->kernels->scale(m, n, CDDP_F32, cddp__sgd_scalar(k, momentum), false);
-  cddp__sgd_round(k, m, n);
-  cddp__sgd_add(k, m, m, b, n, f);
+  u->kernels->scale(m, n, CDDP_F32, cddp__sgd_scalar(u->dtype, s->keep), false);
+  cddp__sgd_round(u, m, n);
+  cddp__sgd_add(u, m, m, b, n, s->take);
 }
 
-/* Works as follows, on a block that stays in the first cache, all in the compute type:
-   d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
-   d = nesterov ? d + momentum * m : m; p_out = p - lr * d.
-   d is g or m itself where it is equal, else in buf. */
-static void cddp__sgd_block(const cddp__sgd_rule *r, const cddp__sgd_pass *k, void *p_out,
-                            const void *p, const void *g, void *m, size_t n, bool first) {
+/* Works as follows, on a block that stays in the first cache:
+   d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + (1 - dampening) * d;
+   d = nesterov ? d + momentum * m : m; p = p - lr * d. d is g or m itself where it is equal. */
+static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void *const *states,
+                            size_t n) {
   double buf[CDDP__BLOCK_BYTES / sizeof(double)];
+  const cddp__scalars *s = &u->scalars;
+  cddp_dtype type = cddp__compute_type(u->dtype);
   const void *d = g;
-  if (r->maximize) {
-    memcpy(buf, g, n * cddp__dtype_size(k->compute));
-    k->kernels->scale(buf, n, k->compute, -1.0, false);
+  void *m = states[0];
+  if (s->sign < 0) {
+    memcpy(buf, g, n * cddp__dtype_size(type));
+    u->kernels->scale(buf, n, type, -1.0, false);
     d = buf;
   }
-  if (r->decay != 0) {
-    cddp__sgd_add(k, buf, d, p, n, r->decay);
+  if (s->decay != 0) {
+    cddp__sgd_add(u, buf, d, p, n, s->decay);
     d = buf;
   }
-  if (r->momentum != 0) {
-    if (first) memcpy(m, d, n * cddp__dtype_size(k->compute));
-    else cddp__sgd_mix(k, m, d, n, r->momentum, r->intake);
-    if (r->nesterov) cddp__sgd_add(k, buf, d, m, n, r->momentum);
-    d = r->nesterov ? buf : m;
+  if (m != NULL) {
+    if (s->first) memcpy(m, d, n * cddp__dtype_size(type));
+    else cddp__sgd_mix(u, m, d, n);
+    if (s->nesterov) cddp__sgd_add(u, buf, d, m, n, s->keep);
+    d = s->nesterov ? buf : m;
   }
-  cddp__sgd_add(k, p_out, p, d, n, r->step);
+  cddp__sgd_add(u, p, p, d, n, s->step);
 }
 
-/* The same for F16 and BF16: widened, computed, narrowed. */
-static void cddp__sgd_half_block(const cddp__sgd_rule *r, const cddp__sgd_pass *k, void *p_out,
-                                 const void *p, const void *g, void *m, size_t n, bool first) {
-  float wide_p[CDDP__BLOCK_BYTES / sizeof(float)], wide_g[CDDP__BLOCK_BYTES / sizeof(float)];
-  float wide_m[CDDP__BLOCK_BYTES / sizeof(float)];
-  k->kernels->widen(wide_p, p, n, k->dtype);
-  k->kernels->widen(wide_g, g, n, k->dtype);
-  if (m != NULL && !first) k->kernels->widen(wide_m, m, n, k->dtype);
-  cddp__sgd_block(r, k, wide_p, wide_p, wide_g, wide_m, n, first);
-  k->kernels->narrow(p_out, wide_p, n, k->dtype);
-  if (m != NULL) k->kernels->narrow(m, wide_m, n, k->dtype);
+static const cddp__algorithm cddp__sgd = {{"momentum_buffer"}, cddp__sgd_begin, cddp__sgd_block};
+
+/* --- a step of a piece of a parameter, whatever the optimizer --- */
+
+/* The step that parameter i takes next. */
+static cddp__update cddp__update_of(const cddp_optim *o, int i) {
+  cddp__update u;
+  int k;
+  memset(&u, 0, sizeof u);
+  u.algorithm = o->algorithm;
+  u.kernels = cddp__pick_kernels();
+  u.dtype = o->params[i].dtype;
+  for (k = 0; k < o->states; k++) u.states[k] = (char *)o->state[k * o->count + i];
+  o->algorithm->begin(o, i, &u);
+  return u;
 }
 
-/* p_out[i] = one step from p_in[i] with gradient g[i]; p_out may be p_in. Elementwise: any piece of
-   a parameter may be done on its own. momentum: NULL if the rule has none; first: no value yet. */
-static void cddp__sgd_update(const cddp__sgd_rule *r, cddp_dtype dtype, void *p_out,
-                             const void *p_in, const void *g, void *momentum, size_t n,
-                             bool first) {
-  size_t at, m, esize = cddp__dtype_size(dtype), block;
-  cddp__sgd_pass k;
-  k.kernels = r->kernels;
-  k.dtype = dtype;
-  k.compute = dtype == CDDP_F16 || dtype == CDDP_BF16 ? CDDP_F32 : dtype;
-  block = CDDP__BLOCK_BYTES / cddp__dtype_size(k.compute);
-  for (at = 0; at < n; at += block) {
-    char *out = (char *)p_out + at * esize;
-    const char *p = (const char *)p_in + at * esize, *d = (const char *)g + at * esize;
-    char *buf = momentum != NULL ? (char *)momentum + at * esize : NULL;
-    m = cddp__min(block, n - at);
-    if (k.compute != dtype) cddp__sgd_half_block(r, &k, out, p, d, buf, m, first);
-    else cddp__sgd_block(r, &k, out, p, d, buf, m, first);
+/* A block of F16 or BF16: widened, computed, narrowed. */
+static void cddp__half_block(const cddp__update *u, void *weights, const void *gradient,
+                             void *const *states, size_t n) {
+  float wide[2 + CDDP__STATES][CDDP__BLOCK_BYTES / sizeof(float)];
+  void *wide_states[CDDP__STATES];
+  int k;
+  u->kernels->widen(wide[0], weights, n, u->dtype);
+  u->kernels->widen(wide[1], gradient, n, u->dtype);
+  for (k = 0; k < CDDP__STATES; k++) {
+    wide_states[k] = states[k] != NULL ? wide[2 + k] : NULL;
+    if (states[k] != NULL) u->kernels->widen(wide[2 + k], states[k], n, u->dtype);
+  }
+  u->algorithm->block(u, wide[0], wide[1], wide_states, n);
+  u->kernels->narrow(weights, wide[0], n, u->dtype);
+  for (k = 0; k < CDDP__STATES; k++)
+    if (states[k] != NULL) u->kernels->narrow(states[k], wide[2 + k], n, u->dtype);
+}
+
+/* Steps n elements, whose states are `at` bytes behind the beginning of those of u. */
+static void cddp__update_run(const cddp__update *u, size_t at, void *weights, const void *gradient,
+                             size_t n) {
+  size_t esize = cddp__dtype_size(u->dtype), done, m;
+  size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(u->dtype));
+  void *states[CDDP__STATES];
+  int k;
+  for (done = 0; done < n; done += m) {
+    char *p = (char *)weights + done * esize;
+    const char *g = (const char *)gradient + done * esize;
+    m = cddp__min(block, n - done);
+    for (k = 0; k < CDDP__STATES; k++)
+      states[k] = u->states[k] != NULL ? u->states[k] + at + done * esize : NULL;
+    if (cddp__dtype_half(u->dtype)) cddp__half_block(u, p, g, states, m);
+    else u->algorithm->block(u, p, g, states, m);
   }
 }
+
+/* --- what callers pass --- */
 
 static bool cddp__dtype_trains(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
 
@@ -12315,17 +12347,199 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
   return r;
 }
 
-static cddp_result cddp__optim_check(const cddp_param *params, int count, const cddp_sgd_desc *d) {
+/* What an optimizer keeps of each parameter. In a checkpoint its name is "optimizer.NAME.PARAMETER",
+   NAME being torch.optim's. */
+typedef struct cddp__state {
+  const char *name;
+  void **data;    /* [count] as long as the parameter, of its dtype; NULL: none yet, or in shares */
+  float *numbers; /* [count] instead of data: one number each */
+} cddp__state;
+
+static int cddp__optim_states(const cddp_optim *o, cddp__state rows[CDDP__STATES + 1]) {
+  int k;
+  memset(rows, 0, (CDDP__STATES + 1) * sizeof *rows);
+  for (k = 0; k < o->states; k++) {
+    rows[k].name = o->algorithm->states[k];
+    rows[k].data = o->state + k * o->count;
+  }
+  return k;
+}
+
+/* --- a step of all parameters --- */
+
+static bool cddp__optim_skips(const cddp_optim *o, int i) {
+  return o->params[i].count == 0 || (o->used != NULL && !o->used[i]);
+}
+
+/* Brings n elements of parameter i's copy, if it has one, up to date. */
+static void cddp__optim_copy(const cddp_optim *o, int i, size_t from, size_t n) {
+  if (o->copies != NULL && o->copies[i] != NULL)
+    cddp__convert((uint16_t *)o->copies[i] + from, o->desc.copy_dtype,
+                  (const float *)o->params[i].data + from, CDDP_F32, n);
+}
+
+/* Brings all copies up to date. */
+static cddp_result cddp__write_copies(cddp_optim *o) {
+  int i;
+  if (o->backend != NULL && o->copies != NULL) return o->backend->copy(o);
+  for (i = 0; i < o->count; i++)
+    if (o->params[i].data != NULL) cddp__optim_copy(o, i, 0, o->params[i].count);
+  return CDDP_OK;
+}
+
+/* A parameter with a dense gradient; its copy while the new weights are in the cache. */
+static void cddp__optim_dense(cddp_optim *o, int i) {
+  const cddp_param *p = &o->params[i];
+  cddp__update u = cddp__update_of(o, i);
+  size_t size = cddp__dtype_size(p->dtype), at, n;
+  bool copied = o->copies != NULL && o->copies[i] != NULL;
+  for (at = 0; at < p->count; at += n) {
+    n = copied ? cddp__min(p->count - at, (size_t)CDDP__BLOCK_BYTES / sizeof(float)) : p->count;
+    cddp__update_run(&u, at * size, (char *)p->data + at * size, (char *)p->grad + at * size, n);
+    cddp__optim_copy(o, i, at, n);
+  }
+}
+
+/* A parameter whose gradient is rows: what a dense gradient with zeros elsewhere would do. Without
+   states the other rows stay as they are and are not looked at. */
+static void cddp__optim_rows(cddp_optim *o, int i, const cddp__sparse *g) {
+  const cddp_param *p = &o->params[i];
+  cddp__update u = cddp__update_of(o, i);
+  bool every = o->states > 0, has;
+  size_t k = 0, row;
+  for (row = 0; every ? row < g->rows : k < g->mean.n; row++, k += has) {
+    if (!every) row = (size_t)g->mean.number[k];
+    has = k < g->mean.n && (size_t)g->mean.number[k] == row;
+    cddp__update_run(&u, row * g->bytes, (char *)p->data + row * g->bytes,
+                     has ? g->mean.values + k * g->bytes : g->zeros, g->width);
+    cddp__optim_copy(o, i, row * g->width, g->width);
+  }
+}
+
+static cddp_result cddp__check_rows(const cddp_optim *o, int i) {
+  char space[24];
+  if (o->desc.weight_decay == 0) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "parameter \"%s\" has rows as its gradient, which go without weight_decay; "
+                    "set that to 0, or have a dense gradient",
+                    cddp__param_name(&o->params[i], i, space, sizeof space));
+}
+
+static cddp__sparse *cddp__optim_sparse(const cddp_optim *o, int i) { /* NULL: it is dense */
+  return o->sparse != NULL ? o->sparse[i] : NULL;
+}
+
+/* Memory for parameter i's states, zeroed; those that are there stay. */
+static cddp_result cddp__need_states(cddp_optim *o, int i) {
+  const cddp_param *p = &o->params[i];
+  int k;
+  for (k = i; k < o->count * o->states; k += o->count) {
+    if (o->state[k] == NULL)
+      o->state[k] = cddp__calloc(&o->allocator, p->count, cddp__dtype_size(p->dtype));
+    if (o->state[k] == NULL) return CDDP_OUT_OF_MEMORY;
+  }
+  return CDDP_OK;
+}
+
+/* Checks and allocates all that a step needs, so that a step is done as a whole or not at all. */
+static cddp_result cddp__optim_prepare(cddp_optim *o) {
+  cddp_result r = CDDP_OK;
+  char space[24];
+  int i;
+  if (o->share != NULL)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "after cddp_ddp_step each rank holds its part of the states only; call "
+                      "cddp_ddp_wait before cddp_optim_step");
+  for (i = 0; r == CDDP_OK && i < o->count; i++) {
+    const cddp_param *p = &o->params[i];
+    const char *name = cddp__param_name(p, i, space, sizeof space);
+    bool sparse = cddp__optim_sparse(o, i) != NULL;
+    if (cddp__optim_skips(o, i)) continue;
+    if (sparse && (r = cddp__check_rows(o, i)) != CDDP_OK) return r;
+    if (p->data == NULL)
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" has no data", name);
+    if (p->grad == NULL && !sparse)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "parameter \"%s\" has no gradient; set grad, or have cddp_ddp_create place "
+                        "it, or (sparse) set ddp in cddp_sgd_desc", name);
+    if (!cddp__dtype_trains(p->dtype))
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d", name,
+                        (int)p->dtype);
+    if (o->backend == NULL) r = cddp__need_states(o, i);
+  }
+  return r;
+}
+
+CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
+  int i;
+  CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
+  CDDP__TRY(cddp__optim_prepare(o));
+  if (o->backend != NULL) CDDP__TRY(o->backend->step(o));
+  for (i = 0; i < o->count; i++) {
+    if (cddp__optim_skips(o, i)) continue;
+    if (o->backend == NULL && cddp__optim_sparse(o, i) != NULL)
+      cddp__optim_rows(o, i, o->sparse[i]);
+    else if (o->backend == NULL)
+      cddp__optim_dense(o, i);
+    o->steps[i]++;
+  }
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *o) {
+  int i;
+  CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
+  if (o->backend != NULL) CDDP__TRY(o->backend->zero(o));
+  for (i = 0; i < o->count; i++) {
+    cddp_param *p = &o->params[i];
+    if (o->backend == NULL && p->grad != NULL)
+      memset(p->grad, 0, p->count * cddp__dtype_size(p->dtype));
+    if (cddp__optim_sparse(o, i) != NULL) o->sparse[i]->mean.n = 0;
+  }
+  return CDDP_OK;
+}
+
+/* --- settings, creation and destruction --- */
+
+static void cddp__set_lr(cddp_optim *o, double lr) {
+  o->desc.lr = lr;
+  o->check = (cddp__hash64(o->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
+}
+
+CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *o, double lr) {
+  CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
+  CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
+  cddp__set_lr(o, lr);
+  return CDDP_OK;
+}
+
+CDDPDEF double cddp_optim_lr(const cddp_optim *o) { return o != NULL ? o->desc.lr : 0.0; }
+
+CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *o) {
+  CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
+  return cddp__named(__func__, cddp__write_copies(o));
+}
+
+CDDPDEF void cddp_optim_destroy(cddp_optim *o) {
+  cddp_allocator a;
+  int i;
+  if (o == NULL) return;
+  if (o->share != NULL) o->drop(o);
+  if (o->backend != NULL) o->backend->leave(o);
+  a = o->allocator;
+  for (i = 0; o->backend == NULL && i < o->count * o->states; i++) cddp__free(&a, o->state[i]);
+  cddp__free(&a, o);
+}
+
+static cddp_result cddp__check_settings(const cddp_param *params, int count,
+                                        const cddp__settings *d) {
   static const char *const names[] = {"lr", "momentum", "weight_decay"};
   double bounded[3];
+  char space[24];
   int i;
-  if (d == NULL)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "desc is NULL; the learning rate has no default");
   bounded[0] = d->lr;
   bounded[1] = d->momentum;
   bounded[2] = d->weight_decay;
-  if (count < 0 || (count > 0 && params == NULL))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "params is NULL or count %d is negative", count);
   for (i = 0; i < 3; i++)
     if (!(bounded[i] >= 0 && bounded[i] <= DBL_MAX))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %g; it must be finite and at least 0",
@@ -12336,169 +12550,97 @@ static cddp_result cddp__optim_check(const cddp_param *params, int count, const 
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "nesterov needs momentum > 0 and dampening 0; they are %g and %g",
                       d->momentum, d->dampening);
-  if (d->copies != NULL && d->copy_dtype != CDDP_F16 && d->copy_dtype != CDDP_BF16)
+  if (d->copies != NULL && !cddp__dtype_half(d->copy_dtype))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "copy_dtype is %d; it must be CDDP_F16 or CDDP_BF16",
                       (int)d->copy_dtype);
-  for (i = 0; i < count; i++) {
-    const char *name = params[i].name != NULL ? params[i].name : "unnamed";
-    if (!cddp__dtype_trains(params[i].dtype))
+  if (d->ddp != NULL && (d->ddp->params != params || d->ddp->count != count))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was made for other parameters");
+  for (i = 0; d->copies != NULL && i < count; i++)
+    if (d->copies[i] != NULL && params[i].dtype != CDDP_F32)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter %d (%s) has dtype %d; F32, F64, F16 and BF16 can be trained", i,
-                        name, (int)params[i].dtype);
-    if (d->copies != NULL && d->copies[i] != NULL && params[i].dtype != CDDP_F32)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter %d (%s) is %s; only f32 weights have copies", i, name,
+                        "parameter \"%s\" is %s; only f32 weights have copies",
+                        cddp__param_name(&params[i], i, space, sizeof space),
                         cddp__dtype_names[params[i].dtype]);
-  }
   return CDDP_OK;
 }
 
-static void cddp__optim_free(cddp_optim *s) {
-  cddp_allocator a;
-  int i;
-  if (s == NULL) return;
-  a = s->allocator;
-  for (i = 0; s->momentum != NULL && i < s->count; i++) cddp__free(&a, s->momentum[i]);
-  cddp__free(&a, s->momentum);
-  cddp__free(&a, s->started);
-  cddp__free(&a, s->copies);
-  cddp__free(&a, s);
+/* Memory and settings; *out is NULL after a failure. */
+static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm, int states,
+                                   cddp_param *params, int count, const cddp__settings *d,
+                                   const cddp_allocator *a) {
+  double hashed[3];
+  size_t n;
+  cddp_optim *o;
+  cddp_result r = cddp__check_params(params, count, CDDP__IS_TRAINED);
+  if (r == CDDP_OK) r = cddp__check_settings(params, count, d);
+  if (r != CDDP_OK) return r;
+  n = (size_t)count;
+  o = (cddp_optim *)cddp__calloc(a, 1, sizeof *o + n * (sizeof *o->steps + sizeof *o->copies +
+                                                        (size_t)states * sizeof *o->state));
+  if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
+  if (a != NULL) o->allocator = *a;
+  o->params = params;
+  o->count = count;
+  o->algorithm = algorithm;
+  o->desc = *d;
+  o->states = states;
+  o->state = (void **)(void *)(o + 1);
+  if (d->copies != NULL)
+    o->copies = (void **)memcpy(o->state + n * (size_t)states, d->copies, n * sizeof *o->copies);
+  o->steps = (float *)(void *)(o->state + n * (size_t)(states + 1));
+  if (d->ddp != NULL) {
+    o->used = d->ddp->used;
+    o->sparse = d->ddp->sparse;
+  }
+  hashed[0] = d->momentum;
+  hashed[1] = d->dampening;
+  hashed[2] = d->weight_decay;
+  o->settings = cddp__hash64((uint64_t)d->nesterov | (uint64_t)d->maximize << 1, hashed,
+                             sizeof hashed);
+  o->settings = (o->settings & ~(uint64_t)1) | 2;
+  cddp__set_lr(o, d->lr);
+  return CDDP_OK;
 }
 
-static cddp_result cddp__optim_create(cddp_optim **out, cddp_param *params, int count,
-                                    const cddp_sgd_desc *desc, const cddp_allocator *a) {
-  cddp_result r;
-  cddp_optim *s;
-  if (out == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_sgd_create: out is NULL");
+static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
+                                      int states, cddp_param *params, int count,
+                                      const cddp__settings *d) {
+  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, d, NULL);
+  if (r != CDDP_OK) return r;
+  r = cddp__check_own_memory(params, count, d->copies, NULL);
+  if (r == CDDP_OK) r = cddp__attach_optim(*out);
+  if (r == CDDP_OK) r = cddp__write_copies(*out);
+  if (r == CDDP_OK) return r;
+  cddp_optim_destroy(*out);
   *out = NULL;
-  r = cddp__optim_check(params, count, desc);
-  if (r != CDDP_OK) return cddp__fail_in(r, "cddp_sgd_create: ");
-  s = (cddp_optim *)cddp__calloc(a, 1, sizeof *s);
-  if (s == NULL) return cddp__fail_in(CDDP_OUT_OF_MEMORY, "cddp_sgd_create: ");
-  if (a != NULL) s->allocator = *a;
-  s->params = params;
-  s->count = count;
-  s->desc = *desc;
-  cddp__sgd_rule_init(&s->rule, desc);
-  s->momentum = (void **)cddp__calloc(a, (size_t)count, sizeof *s->momentum);
-  s->started = (bool *)cddp__calloc(a, (size_t)count, sizeof *s->started);
-  if (desc->copies != NULL) s->copies = (void **)cddp__calloc(a, (size_t)count, sizeof *s->copies);
-  if (s->momentum == NULL || s->started == NULL || (desc->copies != NULL && s->copies == NULL)) {
-    cddp__optim_free(s);
-    return cddp__fail_in(CDDP_OUT_OF_MEMORY, "cddp_sgd_create: ");
-  }
-  if (s->copies != NULL) memcpy(s->copies, desc->copies, (size_t)count * sizeof *s->copies);
-  *out = s;
-  return CDDP_OK;
+  return r;
 }
 
-static bool cddp__sgd_skips(const cddp_optim *s, int i) {
-  return s->params[i].count == 0 || (s->used != NULL && !s->used[i]);
+static cddp__settings cddp__sgd_settings(const cddp_sgd_desc *d) {
+  cddp__settings s;
+  memset(&s, 0, sizeof s);
+  s.lr = d->lr;
+  s.weight_decay = d->weight_decay;
+  s.momentum = d->momentum;
+  s.dampening = d->dampening;
+  s.nesterov = d->nesterov;
+  s.maximize = d->maximize;
+  s.ddp = d->ddp;
+  s.stream = d->stream;
+  s.copies = d->copies;
+  s.copy_dtype = d->copy_dtype;
+  return s;
 }
 
-/* Brings n elements of parameter i's copy, if it has one, up to date. */
-static void cddp__optim_copy(const cddp_optim *s, int i, size_t from, size_t n) {
-  if (s->copies != NULL && s->copies[i] != NULL)
-    cddp__convert((uint16_t *)s->copies[i] + from, s->desc.copy_dtype,
-                  (const float *)s->params[i].data + from, CDDP_F32, n);
-}
-
-/* Brings all copies up to date. */
-static cddp_result cddp__write_copies(cddp_optim *s) {
-  int i;
-  if (s->backend != NULL && s->copies != NULL) return s->backend->copy(s);
-  for (i = 0; i < s->count; i++)
-    if (s->params[i].data != NULL) cddp__optim_copy(s, i, 0, s->params[i].count);
-  return CDDP_OK;
-}
-
-/* One step of a parameter; its copy while the new weights are in the cache. */
-static void cddp__sgd_dense(cddp_optim *s, int i) {
-  const cddp_param *p = &s->params[i];
-  size_t size = cddp__dtype_size(p->dtype), at, n;
-  bool copied = s->copies != NULL && s->copies[i] != NULL;
-  for (at = 0; at < p->count; at += n) {
-    char *momentum = (char *)s->momentum[i], *weights = (char *)p->data + at * size;
-    n = copied ? cddp__min(p->count - at, (size_t)CDDP__BLOCK_BYTES / sizeof(float)) : p->count;
-    cddp__sgd_update(&s->rule, p->dtype, weights, weights, (char *)p->grad + at * size,
-                     momentum != NULL ? momentum + at * size : NULL, n, !s->started[i]);
-    cddp__optim_copy(s, i, at, n);
-  }
-}
-
-/* One step of a parameter whose gradient is rows: what a dense gradient with zeros elsewhere would
-   do. Without momentum the other rows stay as they are and are not looked at. */
-static void cddp__sgd_rows(cddp_optim *s, int i, const cddp__sparse *g) {
-  const cddp_param *p = &s->params[i];
-  bool every = s->rule.momentum != 0, has;
-  size_t k = 0, row;
-  for (row = 0; every ? row < g->rows : k < g->mean.n; row++, k += has) {
-    char *momentum = every ? (char *)s->momentum[i] + row * g->bytes : NULL, *weights;
-    if (!every) row = (size_t)g->mean.number[k];
-    has = k < g->mean.n && (size_t)g->mean.number[k] == row;
-    weights = (char *)p->data + row * g->bytes;
-    cddp__sgd_update(&s->rule, p->dtype, weights, weights,
-                     has ? g->mean.values + k * g->bytes : g->zeros, momentum, g->width,
-                     every && !s->started[i]);
-    cddp__optim_copy(s, i, row * g->width, g->width);
-  }
-}
-
-static cddp_result cddp__sgd_check_rows(const cddp_optim *s, int i) {
-  const char *name = s->params[i].name != NULL ? s->params[i].name : "unnamed";
-  if (s->rule.decay == 0) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "parameter %d (%s) has rows as its gradient, which go without weight_decay; "
-                    "set that to 0, or have a dense gradient",
-                    i, name);
-}
-
-static const cddp__sparse *cddp__sgd_sparse(const cddp_optim *s, int i) { /* NULL: it is dense */
-  return s->sparse != NULL ? s->sparse[i] : NULL;
-}
-
-/* Checks and allocates all that a step needs, so that a step is done as a whole or not at all. */
-static cddp_result cddp__optim_prepare(cddp_optim *s) {
-  int i;
-  for (i = 0; i < s->count; i++) {
-    const cddp_param *p = &s->params[i];
-    const char *name = p->name != NULL ? p->name : "unnamed";
-    bool sparse = cddp__sgd_sparse(s, i) != NULL;
-    if (cddp__sgd_skips(s, i)) continue;
-    if (sparse && cddp__sgd_check_rows(s, i) != CDDP_OK) return CDDP_UNSUPPORTED;
-    if (p->data == NULL || (p->grad == NULL && !sparse))
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter %d (%s) has no %s%s", i, name,
-                        p->data == NULL ? "data" : "gradient",
-                        p->data == NULL ? ""
-                                        : "; set grad, or have cddp_ddp_create place it, or "
-                                          "(sparse) set ddp in cddp_sgd_desc");
-    if (!cddp__dtype_trains(p->dtype))
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter %d (%s) now has dtype %d", i, name,
-                        (int)p->dtype);
-    if (s->rule.momentum == 0 || s->momentum[i] != NULL) continue;
-    s->momentum[i] = cddp__calloc(&s->allocator, p->count, cddp__dtype_size(p->dtype));
-    if (s->momentum[i] == NULL) return CDDP_OUT_OF_MEMORY;
-  }
-  return CDDP_OK;
-}
-
-static cddp_result cddp__sgd_step(cddp_optim *s) {
-  cddp_result r;
-  int i;
-  if (s->share != NULL)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "after cddp_ddp_step each rank holds its part of the momentum only; call "
-                      "cddp_ddp_wait before cddp_optim_step");
-  if ((r = cddp__optim_prepare(s)) != CDDP_OK) return r;
-  for (i = 0; i < s->count; i++) {
-    if (cddp__sgd_skips(s, i)) continue;
-    if (cddp__sgd_sparse(s, i) != NULL)
-      cddp__sgd_rows(s, i, s->sparse[i]);
-    else
-      cddp__sgd_dense(s, i);
-    if (s->rule.momentum != 0) s->started[i] = true;
-  }
-  return CDDP_OK;
+CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
+                                    const cddp_sgd_desc *desc) {
+  cddp__settings s;
+  CDDP__CHECK(out != NULL, "out is NULL");
+  *out = NULL;
+  CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
+  s = cddp__sgd_settings(desc);
+  return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, s.momentum != 0, params, count,
+                                                  &s));
 }
 /* >>device -------------------------------------------------------------------------------------
    Groups whose ranks have GPUs. Owns: a group's device context (streams, events, communicator,
@@ -14305,7 +14447,7 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
 /* >>kernels ------------------------------------------------------------------------------------
    What cddp_kernels.cuh does on a device: SGD's step, copies of weights, compression. Owns: the
    momentum of a cddp_optim whose parameters lie on a device. Touches: parameters, gradients, copies
-   and buckets there. Entry points: cddp__attach_sgd, cddp__device_sgd, cddp__device_update and
+   and buckets there. Entry points: cddp__attach_optim, cddp__device_optim, cddp__device_update and
    _copies for a cddp_ddp's step, cddp__compress_hook.
    Works as follows: kernels are registered before main by the one .cu file that includes
    cddp_kernels.cuh; without it these calls are CDDP_UNSUPPORTED. One launch takes all parameters of
@@ -14342,9 +14484,21 @@ static cddp_result cddp__kernel_result(int e, const char *what) {
 
 /* Where parameter i's gradient lies on the device; d NULL: for cddp_optim_step. */
 static void *cddp__device_gradient(const cddp_optim *s, const cddp_ddp *d, int i) {
-  if (d == NULL && cddp__sgd_sparse(s, i) == NULL) return s->params[i].grad;
+  if (d == NULL && cddp__optim_sparse(s, i) == NULL) return s->params[i].grad;
   if (d == NULL) d = s->desc.ddp;
   return d->arena + (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense : d->tensors[i].offset);
+}
+
+static cddp_sgd_desc cddp__sgd_rule(const cddp_optim *s) {
+  cddp_sgd_desc d;
+  memset(&d, 0, sizeof d);
+  d.lr = s->desc.lr;
+  d.momentum = s->desc.momentum;
+  d.dampening = s->desc.dampening;
+  d.weight_decay = s->desc.weight_decay;
+  d.nesterov = s->desc.nesterov;
+  d.maximize = s->desc.maximize;
+  return d;
 }
 
 /* Updates all weights of this rank: a launch for each dtype, and one more for parameters without
@@ -14352,6 +14506,7 @@ static void *cddp__device_gradient(const cddp_optim *s, const cddp_ddp *d, int i
 static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigned flags,
                                        cddp_segment *segments, cudaStream_t stream) {
   bool capturing = cddp__capturing(stream);
+  const cddp_sgd_desc rule = cddp__sgd_rule(s);
   const cddp_kernels *k;
   cddp_result r = cddp__need_kernels(&k, "SGD");
   int kind, i, n;
@@ -14359,11 +14514,11 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
     unsigned first = kind & 1 ? (unsigned)CDDP_SGD_FIRST : 0u;
     for (n = 0, i = s->count - 1; i >= 0; i--) { /* ascending in a cddp_ddp's arena */
       const cddp_param *p = &s->params[i];
-      if ((int)p->dtype != kind >> 1 || cddp__sgd_skips(s, i)) continue;
-      if ((first != 0) != (s->rule.momentum != 0 && !s->started[i])) continue;
+      if ((int)p->dtype != kind >> 1 || cddp__optim_skips(s, i)) continue;
+      if ((first != 0) != (s->states > 0 && s->steps[i] == 0)) continue;
       segments[n].data = p->data;
       segments[n].grad = cddp__device_gradient(s, d, i);
-      segments[n].momentum = s->momentum[i];
+      segments[n].momentum = s->states > 0 ? s->state[i] : NULL;
       segments[n++].count = p->count;
     }
     if (n > 0 && capturing && first != 0)
@@ -14371,7 +14526,7 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
                         "take two steps before you capture one in a CUDA graph: the first starts "
                         "momentum");
     if (n > 0)
-      r = cddp__kernel_result(k->sgd(segments, n, (cddp_dtype)(kind >> 1), &s->desc, flags | first,
+      r = cddp__kernel_result(k->sgd(segments, n, (cddp_dtype)(kind >> 1), &rule, flags | first,
                                      (void *)stream),
                               "SGD's kernel");
   }
@@ -14410,23 +14565,19 @@ static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream)
   return r;
 }
 
-static cddp_result cddp__device_sgd_step(cddp_optim *s) {
+static cddp_result cddp__device_step(cddp_optim *s) {
   cudaStream_t stream = cddp__optim_stream(s);
   cddp_segment *segments;
   cddp_result r;
-  int i;
-  if ((r = cddp__optim_prepare(s)) != CDDP_OK) return r;
   segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *segments);
   if (segments == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__device_update(s, NULL, 0, segments, stream);
   cddp__free(&s->allocator, segments);
-  for (i = 0; r == CDDP_OK && s->rule.momentum != 0 && i < s->count; i++)
-    if (!cddp__sgd_skips(s, i)) s->started[i] = true;
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
 }
 
 /* All gradients that a cddp_ddp has placed at once, the caller's own one by one. */
-static cddp_result cddp__device_sgd_zero(cddp_optim *s) {
+static cddp_result cddp__device_zero_grad(cddp_optim *s) {
   cudaStream_t stream = cddp__optim_stream(s);
   const cddp_ddp *d = s->desc.ddp;
   cddp_result r = d != NULL ? cddp__device_zero(d->arena, d->bytes, stream) : CDDP_OK;
@@ -14435,60 +14586,49 @@ static cddp_result cddp__device_sgd_zero(cddp_optim *s) {
     if (s->params[i].grad != NULL && (d == NULL || !d->tensors[i].placed))
       r = cddp__device_zero(s->params[i].grad,
                             s->params[i].count * cddp__dtype_size(s->params[i].dtype), stream);
-    if (cddp__sgd_sparse(s, i) != NULL) s->sparse[i]->mean.n = 0;
   }
   return r;
 }
 
-static cddp_result cddp__device_sgd_copy(cddp_optim *s) {
+static cddp_result cddp__device_write_copies(cddp_optim *s) {
   return cddp__device_copies(s, cddp__optim_stream(s));
 }
 
-static size_t cddp__momentum_bytes(const cddp_optim *s) {
-  size_t bytes = 0;
-  int i;
-  for (i = 0; i < s->count; i++)
-    bytes += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
-  return bytes;
-}
-
-/* CUDA graphs hold the momentum's address: it stays where it is. */
-static cddp_result cddp__momentum_clear(const cddp_optim *s, void *momentum, size_t bytes) {
+/* CUDA graphs hold a state's address: it stays where it is. */
+static cddp_result cddp__states_clear(const cddp_optim *s, void *state, size_t bytes) {
   cudaStream_t stream = cddp__optim_stream(s);
-  cddp_result r = cddp__device_zero(momentum, bytes, stream);
+  cddp_result r = cddp__device_zero(state, bytes, stream);
   if (r != CDDP_OK) return r;
   return cddp__cuda_result(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-/* Zeroed momentum of all parameters, in one piece of device memory. */
-static cddp_result cddp__momentum_alloc(cddp_optim *s) {
-  size_t bytes = cddp__momentum_bytes(s), at = 0;
+/* Zeroed states of all parameters, in one piece of device memory. */
+static cddp_result cddp__states_alloc(cddp_optim *s) {
+  size_t bytes = 0;
   cddp_result r;
-  int i;
-  (void)cddp__optim_stream(s); /* its device is this thread's */
-  r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of momentum");
-  if (r != CDDP_OK) return r;
-  for (i = 0; i < s->count; i++) {
-    s->momentum[i] = (char *)s->flat + at;
-    at += cddp__round_up(s->params[i].count * cddp__dtype_size(s->params[i].dtype), 256);
+  int k;
+  for (k = 0; k < s->count * s->states; k++) {
+    const cddp_param *p = &s->params[k % s->count];
+    s->state[k] = (void *)(uintptr_t)bytes;
+    bytes += cddp__round_up(p->count * cddp__dtype_size(p->dtype), 256);
   }
-  return cddp__momentum_clear(s, s->flat, bytes);
+  (void)cddp__optim_stream(s); /* its device is this thread's */
+  r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of states");
+  if (r != CDDP_OK) return r;
+  for (k = 0; k < s->count * s->states; k++)
+    s->state[k] = (char *)s->flat + (uintptr_t)s->state[k];
+  return cddp__states_clear(s, s->flat, bytes);
 }
 
 static void cddp__device_free(void *p) {
   if (p != NULL) cudaFree(p);
 }
 
-static void cddp__momentum_free(cddp_optim *s) {
-  int i;
-  cddp__device_free(s->flat);
-  s->flat = NULL;
-  for (i = 0; s->momentum != NULL && i < s->count; i++) s->momentum[i] = NULL;
-}
+static void cddp__states_free(cddp_optim *s) { cddp__device_free(s->flat); }
 
-static const cddp__optim_backend cddp__device_sgd = {
-    cddp__device_sgd_step, cddp__device_sgd_zero, cddp__momentum_free, cddp__momentum_clear,
-    cddp__device_sgd_copy};
+static const cddp__optim_backend cddp__device_optim = {
+    cddp__device_step, cddp__device_zero_grad, cddp__states_free, cddp__states_clear,
+    cddp__device_write_copies};
 
 /* cddp__compress_hook on a device. */
 static cddp_result cddp__gpu_compress(cddp_bucket *b, cddp_dtype small) {
@@ -14528,7 +14668,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 }
 
 /* An optimizer whose first parameter lies on a device has all of them there. */
-static cddp_result cddp__attach_sgd(cddp_optim *s) {
+static cddp_result cddp__attach_optim(cddp_optim *s) {
 #ifdef CDDP_CUDA
   int i, count = 0, on_device = 0;
   if (s->desc.ddp != NULL ? s->desc.ddp->gpu == NULL : !cddp__cuda_in_use()) return CDDP_OK;
@@ -14546,9 +14686,9 @@ static cddp_result cddp__attach_sgd(cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
-  s->backend = &cddp__device_sgd;
-  if (s->rule.momentum == 0) return CDDP_OK;
-  return cddp__momentum_alloc(s); /* zeroed before any stream steps */
+  s->backend = &cddp__device_optim;
+  if (s->states == 0) return CDDP_OK;
+  return cddp__states_alloc(s); /* zeroed before any stream steps */
 #else
   (void)s;
   return CDDP_OK;
@@ -14567,7 +14707,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
                    : NULL;
   if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
   for (i = 0; i < d->count && s->paired != d->id; i++)
-    if (cddp__sparse_of(d, i) != NULL && (r = cddp__sgd_check_rows(s, i)) != CDDP_OK) return r;
+    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
   s->paired = d->id;
   return CDDP_OK;
 }
@@ -14736,16 +14876,16 @@ static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *en
 }
 
 /* Where parameter i's share of a rank's part begins and ends, in bytes of the arena, and where its
-   momentum is in the rank's share; false if there is none. rank: its number among the group's ranks
+   states are in the rank's share; false if there is none. rank: its number among the group's ranks
    on this host, here and below. */
 static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end,
-                               size_t *momentum) {
+                               size_t *state) {
   const cddp__tensor *t = &d->tensors[i];
   size_t first;
   cddp__part_of(d, rank, &first, end);
   *begin = cddp__max(first, t->offset);
   *end = cddp__min(*end, t->offset + t->bytes);
-  *momentum = *begin - first;
+  *state = *begin - first;
   return *begin < *end;
 }
 
@@ -14765,7 +14905,7 @@ static void cddp__lay_out(cddp_ddp *d) {
   }
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
-    cddp__tensor_slice(d, i, d->group->local_rank, &t->begin, &t->end, &t->momentum);
+    cddp__tensor_slice(d, i, d->group->local_rank, &t->begin, &t->end, &t->state);
     t->placed = d->params[i].grad == NULL;
     t->used = true;
     d->used[i] = 1;
@@ -15104,37 +15244,47 @@ static void cddp__share_free(cddp_optim *s) {
   cddp__free(&h->ddp->group->host->allocator, h);
 }
 
-/* Copies between a rank's share and the whole momentum of every parameter that has it. */
+/* Where state k of what lies `at` bytes behind the beginning of a rank's slice is. */
+static char *cddp__share_at(const cddp__share *h, int rank, int k, size_t at) {
+  size_t begin, end;
+  cddp__part_of(h->ddp, rank, &begin, &end);
+  return h->all[rank] + (size_t)k * (end - begin) + at;
+}
+
+/* Copies between a rank's share and the whole states of every parameter that has them. */
 static void cddp__share_copy(cddp__share *h, int rank, bool gather) {
-  cddp_ddp *d = h->ddp;
+  cddp_optim *o = h->optim;
   size_t begin, end, at;
-  int i;
-  for (i = 0; i < d->count; i++) {
-    char *whole = (char *)h->sgd->momentum[i];
-    if (whole == NULL || !cddp__tensor_slice(d, i, rank, &begin, &end, &at)) continue;
-    whole += begin - d->tensors[i].offset;
-    memcpy(gather ? whole : h->all[rank] + at, gather ? h->all[rank] + at : whole, end - begin);
+  int i, k;
+  for (k = 0; k < o->count * o->states; k++) {
+    char *whole = (char *)o->state[k], *part;
+    i = k % o->count;
+    if (whole == NULL || !cddp__tensor_slice(h->ddp, i, rank, &begin, &end, &at)) continue;
+    whole += begin - h->ddp->tensors[i].offset;
+    part = cddp__share_at(h, rank, k / o->count, at);
+    memcpy(gather ? whole : part, gather ? part : whole, end - begin);
   }
 }
 
-/* Collective: makes the share of an SGD that takes its first fused step, from its momentum. */
+/* Collective: makes the share of an optimizer that takes its first fused step, from its states. */
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *s) {
   const cddp_allocator *a = &d->group->host->allocator;
-  size_t n = (size_t)d->group->local_size, begin, end;
+  size_t n = (size_t)d->group->local_size, begin, end, bytes;
   cddp__share *h = (cddp__share *)cddp__calloc(a, 1, sizeof *h + n * sizeof *h->all);
   bool all = false;
   cddp_result r;
-  int i;
+  int k;
   if (h == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   h->all = (char **)(void *)(h + 1);
-  h->mine = (char *)cddp__arena_alloc(d->group->host, end - begin, CDDP__FOR_USER);
+  bytes = (end - begin) * (size_t)s->states;
+  h->mine = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_USER);
   h->ddp = d;
-  h->sgd = s;
+  h->optim = s;
   /* the parts differ in size, the exchange compares its count: 0 */
   r = cddp__exchange_refs(d->control, h->mine, 0, h->all, &all);
   if (r == CDDP_OK && !all) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the momentum on every rank");
+    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the optimizer's states on every rank");
     r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
   }
   if (r != CDDP_OK) {
@@ -15146,35 +15296,28 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *s) {
   d->shares = h;
   s->share = h;
   s->drop = cddp__share_free;
+  memset(h->mine, 0, bytes);
   cddp__share_copy(h, d->group->local_rank, false);
-  for (i = 0; i < d->count; i++) {
-    if (cddp__sparse_of(d, i) != NULL) continue;
-    cddp__free(&s->allocator, s->momentum[i]);
-    s->momentum[i] = NULL;
+  for (k = 0; k < s->count * s->states; k++) {
+    if (cddp__sparse_of(d, k % s->count) != NULL) continue;
+    cddp__free(&s->allocator, s->state[k]);
+    s->state[k] = NULL;
   }
   return CDDP_OK;
 }
 
-/* The momentum of a parameter in host memory; NULL: no memory. */
-static void *cddp__need_momentum(cddp_optim *s, int i) {
-  const cddp_param *p = &s->params[i];
-  if (s->momentum[i] == NULL)
-    s->momentum[i] = cddp__calloc(&s->allocator, p->count, cddp__dtype_size(p->dtype));
-  return s->momentum[i];
-}
-
-/* Collective: brings whole momentum back to every rank, for unfused steps. */
+/* Collective: brings whole states back to every rank, for unfused steps. */
 static cddp_result cddp__share_gather(cddp__share *h) {
   cddp_ddp *d = h->ddp;
   cddp_result r = cddp__enter(d->control);
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (h->sgd->started[i] && cddp__need_momentum(h->sgd, i) == NULL)
+    if (h->optim->steps[i] > 0 && cddp__need_states(h->optim, i) != CDDP_OK)
       r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
   for (i = 0; r == CDDP_OK && i < d->group->local_size; i++) cddp__share_copy(h, i, true);
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
   r = cddp__exit(d->control, r);
-  if (r == CDDP_OK) cddp__share_free(h->sgd);
+  if (r == CDDP_OK) cddp__share_free(h->optim);
   return r;
 }
 
@@ -15182,21 +15325,21 @@ static cddp_result cddp__share_gather(cddp__share *h) {
 typedef struct cddp__fused {
   cddp_ddp *d;
   cddp_optim *s;
-  char *momentum;    /* this rank's share; NULL without momentum */
-  bool averaged;     /* the arena holds the mean already */
-  bool one_loop;     /* one loop does it all: for f32 on 1, 2 or 4 ranks, see cddp__fuse */
+  bool averaged; /* the arena holds the mean already */
+  bool one_loop; /* the gradients of all ranks count, and there are as many as cddp__update.loop takes */
 } cddp__fused;
 
 /* This rank's part of parameter i in one loop, block by block for the sake of its copy. */
-static void cddp__fuse_loop(const cddp__fused *f, int i) {
+static void cddp__fuse_loop(const cddp__fused *f, int i, const cddp__update *u) {
   const cddp_ddp *d = f->d;
   const cddp__tensor *t = &d->tensors[i];
   size_t at = (t->begin - t->offset) / sizeof(float), n;
   size_t end = (t->end - t->offset) / sizeof(float);
   int k, others = 0, size = d->group->local_size;
-  cddp__fused_args args = f->s->rule.fused;
-  args.mean = 1.0f / (float)size;
-  args.momentum = (cddp__f32 *)(void *)(f->momentum + t->momentum);
+  cddp__fused_args args;
+  args.scalars = &u->scalars;
+  args.mean = (float)u->scalars.sign / (float)size;
+  for (k = 0; k < CDDP__STATES; k++) args.states[k] = (cddp__f32 *)(void *)u->states[k];
   args.weights[0] = (cddp__f32 *)d->params[i].data + at;
   for (k = 0; k < size; k++) {
     args.gradients[k] = (cddp__f32 *)(void *)(d->mirrors[k] + t->begin);
@@ -15204,16 +15347,17 @@ static void cddp__fuse_loop(const cddp__fused *f, int i) {
   }
   for (; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK, end - at);
-    f->s->rule.kernels->fused(&args, size, n);
+    u->loop(&args, size, n);
     cddp__optim_copy(f->s, i, at, n);
-    args.momentum += n;
+    for (k = 0; k < f->s->states; k++) args.states[k] += n;
     for (k = 0; k < size; k++) args.gradients[k] += n;
     for (k = 0; k < size; k++) args.weights[k] += n;
   }
 }
 
 /* Reduces, updates and publishes n elements of parameter i from arena offset `at` on. */
-static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
+static void cddp__fuse_block(const cddp__fused *f, int i, const cddp__update *u, size_t at,
+                             size_t n) {
   double sum[CDDP__BLOCK];
   cddp_ddp *d = f->d;
   const cddp_param *p = &d->params[i];
@@ -15221,15 +15365,13 @@ static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
   size_t bytes = n * cddp__dtype_size(p->dtype), inside = at - t->offset;
   const void *gradient = d->arena + at;
   char *weights = (char *)p->data + inside;
-  void *momentum = f->momentum != NULL ? f->momentum + t->momentum + (at - t->begin) : NULL;
   int k, size = d->group->local_size, me = d->group->local_rank;
   if (!f->averaged && t->used) {
     for (k = 0; k < d->active_count; k++) d->sources[k] = d->mirrors[d->active[k]] + at;
     cddp__reduce(sum, d->sources, d->active_count, n, p->dtype, CDDP_AVG);
     gradient = sum;
   }
-  cddp__sgd_update(&f->s->rule, p->dtype, weights, weights, gradient, momentum, n,
-                   !f->s->started[i]);
+  cddp__update_run(u, at - t->begin, weights, gradient, n);
   for (k = 0; k < size; k++) {
     if (t->data != NULL && k != me) memcpy(t->data[k] + inside, weights, bytes);
     if (t->data != NULL || k != me) memset(d->mirrors[k] + at, 0, bytes);
@@ -15240,20 +15382,24 @@ static void cddp__fuse_block(const cddp__fused *f, int i, size_t at, size_t n) {
 /* This rank's part of all parameters. */
 static void cddp__fuse_parts(const cddp__fused *f) {
   cddp_ddp *d = f->d;
+  cddp__update u;
   size_t at, n;
-  int i;
+  int i, k;
   for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
     const cddp__tensor *t = &d->tensors[i];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (t->begin >= t->end || cddp__sgd_skips(f->s, i)) continue;
-    if (f->one_loop && d->params[i].dtype == CDDP_F32 && t->used && f->s->started[i] &&
+    if (t->begin >= t->end || cddp__optim_skips(f->s, i)) continue;
+    u = cddp__update_of(f->s, i);
+    for (k = 0; k < f->s->states; k++)
+      u.states[k] = cddp__share_at((cddp__share *)f->s->share, d->group->local_rank, k, t->state);
+    if (f->one_loop && u.loop != NULL && d->params[i].dtype == CDDP_F32 && t->used &&
         (t->data != NULL || d->group->local_size == 1)) {
-      cddp__fuse_loop(f, i);
+      cddp__fuse_loop(f, i, &u);
       continue;
     }
     for (at = t->begin; at < t->end; at += n * esize) {
       n = cddp__min(CDDP__BLOCK, (t->end - at) / esize);
-      cddp__fuse_block(f, i, at, n);
+      cddp__fuse_block(f, i, &u, at, n);
       cddp__optim_copy(f->s, i, (at - t->offset) / esize, n);
     }
   }
@@ -15269,7 +15415,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     bool fetched = t->data == NULL;
-    if (cddp__sgd_skips(s, i) || (!fetched && s->copies == NULL)) continue;
+    if (cddp__optim_skips(s, i) || (!fetched && s->copies == NULL)) continue;
     any = any || fetched;
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
@@ -15283,7 +15429,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_WEIGHTS)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if (t->data == NULL && !cddp__sgd_skips(s, i) && t->begin < t->end)
+    if (t->data == NULL && !cddp__optim_skips(s, i) && t->begin < t->end)
       memset(d->arena + t->begin, 0, t->end - t->begin);
   }
   return CDDP_OK;
@@ -15298,21 +15444,18 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   cddp_result r = CDDP_OK;
   if (wrote) r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_GRADIENTS);
   if (r == CDDP_OK) r = cddp__enter(d->control);
-  if (r == CDDP_OK && s->rule.momentum != 0 && s->share == NULL) r = cddp__share_create(d, s);
+  if (r == CDDP_OK && s->states > 0 && s->share == NULL) r = cddp__share_create(d, s);
   if (r != CDDP_OK) return r;
   f.d = d;
   f.s = s;
   f.averaged = averaged;
-  f.momentum = s->rule.momentum != 0 ? ((cddp__share *)s->share)->mine : NULL;
-  f.one_loop = s->rule.fuses && !averaged && d->active_count == size &&
-               (size == 1 || size == 2 || size == 4);
+  f.one_loop = !averaged && d->active_count == size && (size == 1 || size == 2 || size == 4);
   CDDP__POINT("fuse");
   cddp__fuse_parts(&f);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
-    if (cddp__sparse_of(d, i) == NULL || cddp__sgd_skips(s, i)) continue;
-    if (s->rule.momentum != 0 && cddp__need_momentum(s, i) == NULL)
-      return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
-    cddp__sgd_rows(s, i, d->sparse[i]);
+    if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(s, i)) continue;
+    if (cddp__need_states(s, i) != CDDP_OK) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    cddp__optim_rows(s, i, d->sparse[i]);
   }
   r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_DONE);
   if (r == CDDP_OK) r = cddp__fetch_weights(d, s);
@@ -15768,9 +15911,9 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
 
 /* --- agreeing on what is ready --- */
 
-/* What must agree between ranks, but for lr. Momentum in shares is an agreement too. */
-static uint64_t cddp__sgd_settings(const cddp_optim *s) {
-  return s->rule.settings | (uint64_t)(s->share != NULL);
+/* What must agree between ranks, but for lr. States in shares are an agreement too. */
+static uint64_t cddp__optim_settings(const cddp_optim *s) {
+  return s->settings | (uint64_t)(s->share != NULL);
 }
 
 static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of the last meeting */
@@ -15797,7 +15940,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   pthread_mutex_lock(&d->lock);
   if (d->joined == 0) m.missing = (uint64_t)(d->count - d->arrived);
   pthread_mutex_unlock(&d->lock);
-  m.settings = s != NULL ? cddp__sgd_settings(s) : 0;
+  m.settings = s != NULL ? cddp__optim_settings(s) : 0;
   m.lr = s != NULL ? s->desc.lr : 0;
   m.joined = d->joined;
   g->calls++;
@@ -15983,28 +16126,28 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
 /* --- wait and step --- */
 
 /* Collective: after steps that ranks which have joined did not take, brings them root's weights
-   and momentum, none of which is in shares. */
+   and states, none of which is in shares. */
 static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   cddp_result r;
-  int i;
+  int k;
   if (!d->out_of_date) return CDDP_OK;
   d->out_of_date = false;
   r = d->memory->broadcast(d, d->params, d->count, root);
   if (r != CDDP_OK || s == NULL) return r;
-  if (s->rule.momentum != 0)
-    r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->started, s->started,
-                         (size_t)d->count, CDDP_U8, root);
-  for (i = 0; r == CDDP_OK && s->rule.momentum != 0 && i < d->count; i++) {
-    cddp_param p = d->params[i];
-    if (!s->started[i]) continue;
-    if ((p.data = cddp__need_momentum(s, i)) == NULL)
+  r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->steps, s->steps, (size_t)d->count,
+                       CDDP_F32, root);
+  for (k = 0; r == CDDP_OK && k < s->count * s->states; k++) {
+    cddp_param p = d->params[k % s->count];
+    if (s->steps[k % s->count] == 0) continue;
+    if (cddp__need_states(s, k % s->count) != CDDP_OK)
       return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    p.data = s->state[k];
     r = d->memory->broadcast(d, &p, 1, root);
   }
   return r == CDDP_OK ? cddp__write_copies(s) : r;
 }
 
-/* What an update by s leaves: momentum has begun, gradients that it did not clear become zero. s
+/* What an update by s leaves: a step more, gradients that it did not clear become zero. s
    NULL: all of them do, also for a hook, which gets a joined rank's arena as it is. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s) {
   void *stream = cddp__stream_of(d);
@@ -16012,10 +16155,10 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s) {
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if (s != NULL && cddp__sgd_skips(s, i))
+    if (s != NULL && cddp__optim_skips(s, i))
       r = d->memory->zero(d->arena + t->offset, t->room, stream);
-    else if (s != NULL && s->rule.momentum != 0)
-      s->started[i] = true;
+    else if (s != NULL)
+      s->steps[i]++;
     if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
     if (r == CDDP_OK && !t->placed) r = d->memory->zero(d->params[i].grad, t->bytes, stream);
   }
@@ -16068,7 +16211,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
     if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
 #endif
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
-  r = cddp__ddp_meet(d, kind, s != NULL ? s->rule.check | (uint64_t)(s->share != NULL) : 0, s,
+  r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
                      &missing);
   r = r == CDDP_OK ? cddp__finish(d, s, missing) : cddp__give_up(d, r);
   cddp__record_finish(d->control, record, r);
@@ -16077,15 +16220,10 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
 
 /* --- uneven inputs --- */
 
-static void cddp__take_over_lr(cddp_optim *s, double lr) {
-  s->desc.lr = lr;
-  cddp__sgd_rule_init(&s->rule, &s->desc);
-}
-
 /* This rank's cddp_optim must be the one that the others step with. */
 static cddp_result cddp__check_joined_sgd(cddp_ddp *d, const cddp_optim *s) {
   int rank = d->group->rank, lead = d->active[0];
-  if (s != NULL && cddp__header_of(d, lead).settings == cddp__sgd_settings(s)) return CDDP_OK;
+  if (s != NULL && cddp__header_of(d, lead).settings == cddp__optim_settings(s)) return CDDP_OK;
   if (s == NULL)
     cddp__fail(CDDP_MISMATCH,
                "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; pass the "
@@ -16111,7 +16249,7 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
     return r == CDDP_OK ? cddp__clear_gradients(d, NULL) : r;
   }
   if ((r = cddp__check_joined_sgd(d, s)) != CDDP_OK) return r;
-  cddp__take_over_lr(s, cddp__header_of(d, lead).lr);
+  cddp__set_lr(s, cddp__header_of(d, lead).lr);
   return cddp__finish(d, s, missing);
 }
 
@@ -16122,12 +16260,12 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   if (!d->had_joined) return CDDP_OK;
   while (last < d->group->size - 1 && cddp__header_of(d, last).joined != CDDP__JOINED_NOW) last++;
   for (p = 0; p < d->group->size; p++)
-    if (cddp__header_of(d, p).settings != (s != NULL ? cddp__sgd_settings(s) : 0))
+    if (cddp__header_of(d, p).settings != (s != NULL ? cddp__optim_settings(s) : 0))
       return cddp__fail(CDDP_MISMATCH,
                         "ranks %d and %d called ddp_join with cddp_optim's of other settings, or "
                         "one of them with none",
                         d->group->rank, p);
-  if (s != NULL) cddp__take_over_lr(s, cddp__header_of(d, last).lr);
+  if (s != NULL) cddp__set_lr(s, cddp__header_of(d, last).lr);
   r = cddp__catch_up(d, s, last);
   if (r == CDDP_OK)
     r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, last);
@@ -16172,8 +16310,8 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   while (d->shares != NULL) {
-    cddp_optim *s = d->shares->sgd; /* its momentum goes with the share: it starts anew */
-    for (i = 0; i < s->count; i++) s->started[i] = false;
+    cddp_optim *s = d->shares->optim; /* its states go with the share: it starts anew */
+    memset(s->steps, 0, (size_t)s->count * sizeof *s->steps);
     cddp__share_free(s);
   }
   for (i = 0; i < d->count; i++)
@@ -17325,7 +17463,7 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
 static cddp_result cddp__list_items(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   const cddp_shape *shapes = c->desc->shapes;
-  cddp__state rows[CDDP__STATES];
+  cddp__state rows[CDDP__STATES + 1];
   int i, k, states = s != NULL ? cddp__optim_states(s, rows) : 0, owners = s != NULL ? s->count : 0;
   size_t names = 0;
   char *name;
@@ -17452,7 +17590,7 @@ static void cddp__find_states(cddp__checkpoint *c) {
   size_t i, n = 0;
   for (i = 0; i < c->item_count; i++) {
     cddp__st_item *item = &c->items[i];
-    if (item->param >= 0 && !s->started[item->param]) continue;
+    if (item->param >= 0 && s->steps[item->param] == 0) continue;
     if (item->place != NULL) item->data = *item->place;
     if (item->place != NULL && item->data == NULL && s->share == NULL) continue;
     c->items[n++] = *item;
@@ -17525,14 +17663,15 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
 }
 
 /* Writes a state that lies in pieces, from the ranks' shares in shared memory. */
-static cddp_result cddp__write_shares(const cddp__checkpoint *c, int fd, int param, uint64_t at) {
-  const cddp__share *h = (const cddp__share *)c->desc->optim->share;
+static cddp_result cddp__write_shares(const cddp_optim *o, int fd, const cddp__st_item *item,
+                                      uint64_t at) {
+  const cddp__share *h = (const cddp__share *)o->share;
   size_t begin, end, from;
   cddp_result r = CDDP_OK;
-  int p;
+  int p, k = (int)(item->place - o->state) / o->count;
   for (p = 0; r == CDDP_OK && p < h->ddp->group->local_size; p++) {
-    if (!cddp__tensor_slice(h->ddp, param, p, &begin, &end, &from)) continue;
-    r = cddp__file_io(fd, true, h->all[p] + from, end - begin, at);
+    if (!cddp__tensor_slice(h->ddp, item->param, p, &begin, &end, &from)) continue;
+    r = cddp__file_io(fd, true, cddp__share_at(h, p, k, from), end - begin, at);
     at += end - begin;
   }
   return r;
@@ -17555,7 +17694,7 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
     uint64_t at = c->header.n + item->begin;
     CDDP__POINT("save");
     r = item->data == NULL && item->place != NULL
-            ? cddp__write_shares(c, t->fd, item->param, at)
+            ? cddp__write_shares(c->desc->optim, t->fd, item, at)
             : cddp__copy_item(c, t->fd, item, at);
   }
   left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
@@ -17734,11 +17873,8 @@ static cddp_result cddp__take_states(cddp__checkpoint *c) {
     cddp__st_item *item = &c->items[i];
     bool found = item->from != NULL;
     if (item->param < 0) continue;
-    s->started[item->param] =
-        found || (item[-1].param == item->param && s->started[item->param]);
-    if (item->place == NULL) {
-      if (!found) *(float *)item->data = 0;
-    } else if (s->backend == NULL) {
+    s->steps[item->param] = found;
+    if (s->backend == NULL) {
       cddp__free(&s->allocator, *item->place);
       *item->place = item->data;
       item->data = NULL;
@@ -18616,68 +18752,6 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
   (void)user_data;
   CDDP__CHECK(bucket != NULL, "the bucket is NULL");
   return cddp__compress_hook(bucket, CDDP_F16);
-}
-
-/* --- SGD --- */
-
-CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
-                                    const cddp_sgd_desc *desc) {
-  const cddp_ddp *ddp = desc != NULL ? desc->ddp : NULL;
-  cddp_result r = cddp__optim_create(out, params, count, desc, NULL);
-  if (r != CDDP_OK) return r;
-  if (ddp != NULL && (ddp->params != params || ddp->count != count)) {
-    r = cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was made for other parameters");
-  } else {
-    if (ddp != NULL) {
-      (*out)->used = ddp->used;
-      (*out)->sparse = ddp->sparse;
-    }
-    r = cddp__check_own_memory(params, count, desc->copies, NULL);
-    if (r == CDDP_OK) r = cddp__attach_sgd(*out);
-    if (r == CDDP_OK) r = cddp__write_copies(*out);
-  }
-  if (r == CDDP_OK) return r;
-  cddp__optim_free(*out);
-  *out = NULL;
-  return cddp__named(__func__, r);
-}
-
-CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s) {
-  CDDP__CHECK(s != NULL, "s is NULL");
-  return cddp__named(__func__, cddp__write_copies(s));
-}
-
-CDDPDEF cddp_result cddp_optim_step(cddp_optim *s) {
-  CDDP__CHECK(s != NULL, "s is NULL");
-  return cddp__named(__func__, s->backend != NULL ? s->backend->step(s) : cddp__sgd_step(s));
-}
-
-CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s) {
-  int i;
-  CDDP__CHECK(s != NULL, "s is NULL");
-  if (s->backend != NULL) return s->backend->zero(s);
-  for (i = 0; i < s->count; i++) {
-    cddp_param *p = &s->params[i];
-    if (p->grad != NULL) memset(p->grad, 0, p->count * cddp__dtype_size(p->dtype));
-    if (cddp__sgd_sparse(s, i) != NULL) s->sparse[i]->mean.n = 0;
-  }
-  return CDDP_OK;
-}
-
-CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr) {
-  CDDP__CHECK(s != NULL, "s is NULL");
-  CDDP__CHECK(lr >= 0 && lr <= DBL_MAX, "lr is %g; it must be finite and at least 0", lr);
-  s->desc.lr = lr;
-  cddp__sgd_rule_init(&s->rule, &s->desc);
-  return CDDP_OK;
-}
-
-CDDPDEF double cddp_optim_lr(const cddp_optim *s) { return s != NULL ? s->desc.lr : 0.0; }
-
-CDDPDEF void cddp_optim_destroy(cddp_optim *s) {
-  if (s != NULL && s->share != NULL) s->drop(s);
-  if (s != NULL && s->backend != NULL) s->backend->leave(s);
-  cddp__optim_free(s);
 }
 
 /* --- the store --- */

@@ -397,7 +397,7 @@ template <typename C> struct cddp__cu_rule {
 
 /* d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
    d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded once; f16 and bf16
-   round each result to their type, as >>sgd of cddp.h does. */
+   round each result to their type, as >>optim of cddp.h does. */
 template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   typedef typename cddp__cu_type<T>::C C;
   enum {

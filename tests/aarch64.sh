@@ -7,7 +7,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
-rooms="reduce sgd plan sampler store discovery hostile"
+rooms="reduce optim plan sampler store discovery hostile"
 publics="init groups diagnose golden_ddp kills checkpoint ddp"
 cc=aarch64-linux-gnu-gcc out=build/aarch64 failed=0 passed=0
 command -v $cc >/dev/null && command -v qemu-aarch64 >/dev/null ||

@@ -3,7 +3,7 @@
 # Linux of its own. Part of `ninja nightly`; some minutes. Debian's bochs, bochs-term, vgabios, isolinux, cpio and genisoimage
 # are needed, and a kernel: KERNEL names it, or it is /boot/vmlinuz-*, or apt-get downloads one to build/avx512.
 #
-#   tests/avx512.sh [TEST...]     reduce and sgd
+#   tests/avx512.sh [TEST...]     reduce and optim
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -11,7 +11,7 @@ out=$PWD/build/avx512 isolinux=/usr/lib/ISOLINUX/isolinux.bin linker=/usr/lib/sy
 for tool in bochs genisoimage cpio $isolinux $linker; do
   command -v $tool >/dev/null || [ -r $tool ] || { echo "SKIP: $tool is missing" && exit 77; }
 done
-tests=${*:-reduce sgd}
+tests=${*:-reduce optim}
 mkdir -p "$out/root" "$out/iso" && cd "$out" || exit 1
 
 kernel=${KERNEL:-$(ls /boot/vmlinuz-* boot/vmlinuz-* 2>/dev/null | tail -n 1)}

@@ -1,4 +1,4 @@
-/* >>sgd: torch.optim.SGD to the last bit, with every instruction set. */
+/* >>optim: torch.optim.SGD to the last bit, with every instruction set. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 
@@ -32,7 +32,7 @@ static void trajectory(cddp_dtype dtype, const void *inputs, const void *want, i
   p.count = GOLDEN_ELEMENTS;
   p.dtype = dtype;
   memcpy(weights, inputs, bytes);
-  CHECK_OK(cddp__optim_create(&s, &p, 1, &desc, NULL));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &desc));
   for (step = 1; step <= GOLDEN_STEPS; step++) {
     memcpy(gradient, (const char *)inputs + (size_t)step * bytes, bytes);
     CHECK_OK(cddp_optim_step(s));
@@ -85,13 +85,13 @@ static void test_check_values(void) {
     d.weight_decay = which == 0 ? 0.01 : 0;
     d.nesterov = which == 0;
     d.dampening = which == 0 ? 0 : 0.5;
-    CHECK_OK(cddp__optim_create(&s, &p, 1, &d, NULL));
+    CHECK_OK(cddp_sgd_create(&s, &p, 1, &d));
     for (step = 0; step < 2; step++) {
       memcpy(grad, g[step], sizeof grad);
       CHECK_OK(cddp_optim_step(s));
       CHECK(memcmp(w, which == 0 ? nesterov[step] : damped[step], sizeof w) == 0);
-      if (which == 0 && step == 0) CHECK(memcmp(s->momentum[0], first, sizeof first) == 0);
-      if (which == 1 && step == 1) CHECK(memcmp(s->momentum[0], second, sizeof second) == 0);
+      if (which == 0 && step == 0) CHECK(memcmp(s->state[0], first, sizeof first) == 0);
+      if (which == 1 && step == 1) CHECK(memcmp(s->state[0], second, sizeof second) == 0);
     }
     cddp_optim_destroy(s);
   }
@@ -164,25 +164,30 @@ static void test_pieces(void) {
     memcpy(grad, whole, N * size);
     for (c = 0; c < CONFIGS; c++) {
       cddp_sgd_desc d = desc_of(c);
-      cddp__sgd_rule r;
+      cddp_param p = {NULL, start, NULL, N, CDDP_F32};
+      cddp__update all, part;
+      cddp_optim *s;
       int step;
-      cddp__sgd_rule_init(&r, &d);
+      p.dtype = dtypes[t];
+      CHECK_OK(cddp_sgd_create(&s, &p, 1, &d));
       memcpy(whole, start, sizeof whole);
       memcpy(parts, start, sizeof parts);
       for (step = 0; step < 3; step++) {
-        cddp__sgd_update(&r, dtypes[t], whole, whole, grad, r.momentum != 0 ? whole_m : NULL, N,
-                         step == 0);
+        all = part = cddp__update_of(s, 0);
+        if (s->states > 0) all.states[0] = (char *)whole_m, part.states[0] = (char *)parts_m;
+        cddp__update_run(&all, 0, whole, grad, N);
         __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
         for (at = 0, n = 1; at < N; at += n, n = n * 2 + 1) {
           size_t m = n < N - at ? n : N - at;
-          cddp__sgd_update(&r, dtypes[t], (char *)parts + at * size, (char *)parts + at * size,
-                           (char *)grad + at * size,
-                           r.momentum != 0 ? (char *)parts_m + at * size : NULL, m, step == 0);
+          part.kernels = cddp__pick_kernels();
+          cddp__update_run(&part, at * size, (char *)parts + at * size, (char *)grad + at * size, m);
         }
         __atomic_store_n(&cddp__isa_found, found, __ATOMIC_RELAXED);
+        s->steps[0]++;
       }
       CHECK(memcmp(whole, parts, N * size) == 0);
-      if (r.momentum != 0) CHECK(memcmp(whole_m, parts_m, N * size) == 0);
+      if (s->states > 0) CHECK(memcmp(whole_m, parts_m, N * size) == 0);
+      cddp_optim_destroy(s);
     }
   }
 }
@@ -197,11 +202,11 @@ static void test_learning_rate_and_zero(void) {
   p.data = w;
   p.grad = g;
   p.count = 2;
-  CHECK_OK(cddp__optim_create(&s, &p, 1, &d, NULL));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &d));
   CHECK_EQ(cddp_optim_lr(s), 0);
   CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 1.0f && w[1] == 2.0f);
-  CHECK(s->momentum[0] == NULL);
+  CHECK_EQ(s->states, 0);
   CHECK_OK(cddp_optim_set_lr(s, 0.5));
   CHECK_EQ(cddp_optim_lr(s), 0.5);
   CHECK_OK(cddp_optim_step(s));
@@ -232,11 +237,11 @@ static void test_unused(void) {
   d.lr = 0.5;
   d.momentum = 0.5;
   d.dampening = 0.5;
-  CHECK_OK(cddp__optim_create(&s, p, 2, &d, NULL));
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &d));
   s->used = used;
   CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 0.5f && w[1] == 1.0f);
-  CHECK(s->momentum[1] == NULL && !s->started[1]);
+  CHECK(s->state[1] == NULL && s->steps[1] == 0);
   used[1] = 1;
   CHECK_OK(cddp_optim_step(s));
   CHECK(w[0] == 0.0f);
@@ -248,18 +253,18 @@ static int dropped;
 
 static void drop(cddp_optim *s) {
   dropped++;
-  s->shard = NULL;
+  s->share = NULL;
 }
 
 /* While a cddp_ddp keeps the momentum in shares, a step of its own would use a stale one. */
-static void test_sharded(void) {
+static void test_shared_states(void) {
   cddp_sgd_desc d;
   cddp_optim *s;
   dropped = 0;
   memset(&d, 0, sizeof d);
-  CHECK_OK(cddp__optim_create(&s, NULL, 0, &d, NULL));
+  CHECK_OK(cddp_sgd_create(&s, NULL, 0, &d));
   s->drop = drop;
-  s->shard = s;
+  s->share = s;
   CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "cddp_ddp_wait") != NULL);
   CHECK_EQ(dropped, 0);
@@ -278,7 +283,7 @@ static cddp_result made_with(double lr, double momentum, double dampening, doubl
   d.dampening = dampening;
   d.weight_decay = decay;
   d.nesterov = nesterov;
-  r = cddp__optim_create(&s, NULL, 0, &d, NULL);
+  r = cddp_sgd_create(&s, NULL, 0, &d);
   CHECK((r == CDDP_OK) == (s != NULL));
   cddp_optim_destroy(s);
   return r;
@@ -306,17 +311,17 @@ static void test_bad_arguments(void) {
   CHECK_IS(made_with(0.1, 0, 0, NAN, false), CDDP_INVALID_ARGUMENT);
   CHECK_IS(made_with(0.1, 0, 0, 0, true), CDDP_INVALID_ARGUMENT);
   CHECK_IS(made_with(0.1, 0.9, 0.1, 0, true), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp__optim_create(NULL, NULL, 0, &d, NULL), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp__optim_create(&s, NULL, 0, NULL, NULL), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp__optim_create(&s, NULL, 1, &d, NULL), CDDP_INVALID_ARGUMENT);
-  CHECK_IS(cddp__optim_create(&s, &p, -1, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sgd_create(NULL, NULL, 0, &d), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sgd_create(&s, NULL, 0, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sgd_create(&s, NULL, 1, &d), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sgd_create(&s, &p, -1, &d), CDDP_INVALID_ARGUMENT);
   p.name = "conv";
   p.count = 1;
   p.dtype = CDDP_I32;
-  CHECK_IS(cddp__optim_create(&s, &p, 1, &d, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_sgd_create(&s, &p, 1, &d), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "conv") != NULL);
   p.dtype = CDDP_F32;
-  CHECK_OK(cddp__optim_create(&s, &p, 1, &d, NULL));
+  CHECK_OK(cddp_sgd_create(&s, &p, 1, &d));
   p.data = &w;
   CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "conv") != NULL && strstr(cddp_error(), "gradient") != NULL);
@@ -348,6 +353,7 @@ static void test_no_memory(void) {
   float w[2] = {1, 1}, g[2] = {1, 1};
   cddp_param p[2];
   cddp_sgd_desc d;
+  cddp__settings settings;
   cddp_optim *s;
   int i;
   memset(&d, 0, sizeof d);
@@ -359,13 +365,12 @@ static void test_no_memory(void) {
     p[i].grad = &g[i];
     p[i].count = 1;
   }
-  for (i = 0; i < 3; i++) {
-    left = i;
-    CHECK_IS(cddp__optim_create(&s, p, 2, &d, &a), CDDP_OUT_OF_MEMORY);
-    CHECK(s == NULL);
-  }
-  left = 4; /* one of the two momentum buffers: nothing may have changed */
-  CHECK_OK(cddp__optim_create(&s, p, 2, &d, &a));
+  settings = cddp__sgd_settings(&d);
+  left = 0;
+  CHECK_IS(cddp__optim_new(&s, &cddp__sgd, 1, p, 2, &settings, &a), CDDP_OUT_OF_MEMORY);
+  CHECK(s == NULL);
+  left = 2; /* one of the two momentum buffers: nothing may have changed */
+  CHECK_OK(cddp__optim_new(&s, &cddp__sgd, 1, p, 2, &settings, &a));
   CHECK_IS(cddp_optim_step(s), CDDP_OUT_OF_MEMORY);
   CHECK(w[0] == 1 && w[1] == 1);
   left = 1;
@@ -375,13 +380,16 @@ static void test_no_memory(void) {
 }
 
 /* The one loop of a data-parallel step is the mean, the update, the others' weights and zeros. */
-static void sweep_as(int ranks, size_t n, double decay, double dampening) {
+static void sweep_as(int ranks, size_t n, double decay, double dampening,
+                     bool maximize) {
   enum { MOST = 2100 };
   static float g[4][MOST], w[4][MOST], m[MOST], mean[MOST], want_w[MOST], want_m[MOST];
   static const float odd[] = {0.0f, -0.0f, 1e-42f, -3e38f, 3e38f, 1e-30f};
   const void *srcs[4];
   cddp_sgd_desc desc;
-  cddp__sgd_rule rule;
+  cddp_param p = {NULL, w, NULL, MOST, CDDP_F32};
+  cddp__update u;
+  cddp_optim *o;
   cddp__fused_args s;
   uint32_t state = 12345;
   size_t i;
@@ -391,10 +399,14 @@ static void sweep_as(int ranks, size_t n, double decay, double dampening) {
   desc.momentum = 0.9;
   desc.dampening = dampening;
   desc.weight_decay = decay;
-  cddp__sgd_rule_init(&rule, &desc);
-  CHECK(rule.fuses);
-  s = rule.fused;
-  s.mean = 1.0f / (float)ranks;
+  desc.maximize = maximize;
+  CHECK_OK(cddp_sgd_create(&o, &p, 1, &desc));
+  CHECK(cddp__update_of(o, 0).loop == NULL); /* the first step has no momentum */
+  o->steps[0] = 1;
+  u = cddp__update_of(o, 0);
+  u.states[0] = (char *)want_m;
+  s.scalars = &u.scalars;
+  s.mean = (maximize ? -1.0f : 1.0f) / (float)ranks;
   for (i = 0; i < MOST; i++) {
     for (k = 0; k < 4; k++) {
       state = state * 1664525u + 1013904223u;
@@ -408,9 +420,10 @@ static void sweep_as(int ranks, size_t n, double decay, double dampening) {
   for (k = 0; k < ranks; k++) srcs[k] = s.gradients[k] = (cddp__f32 *)g[k];
   for (k = 0; k < ranks; k++) s.weights[k] = (cddp__f32 *)w[k];
   cddp__reduce(mean, srcs, ranks, n, CDDP_F32, CDDP_AVG);
-  cddp__sgd_update(&rule, CDDP_F32, want_w, want_w, mean, want_m, n, false);
-  s.momentum = (cddp__f32 *)m;
-  rule.kernels->fused(&s, ranks, n);
+  cddp__update_run(&u, 0, want_w, mean, n);
+  s.states[0] = (cddp__f32 *)m;
+  u.loop(&s, ranks, n);
+  cddp_optim_destroy(o);
   CHECK(memcmp(m, want_m, sizeof m) == 0);
   for (k = 0; k < ranks; k++) {
     CHECK(memcmp(w[k], want_w, n * sizeof(float)) == 0);
@@ -427,10 +440,10 @@ static void test_sweep(void) {
   int ranks;
   for (i = 0; i < sizeof sizes / sizeof *sizes; i++)
     for (ranks = 1; ranks <= 4; ranks *= 2) {
-      sweep_as(ranks, sizes[i], 0, 0);
-      sweep_as(ranks, sizes[i], 1e-4, 0);
-      sweep_as(ranks, sizes[i], 0, 0.25);
-      sweep_as(ranks, sizes[i], 1e-4, 0.25);
+      sweep_as(ranks, sizes[i], 0, 0, false);
+      sweep_as(ranks, sizes[i], 1e-4, 0, false);
+      sweep_as(ranks, sizes[i], 0, 0.25, true);
+      sweep_as(ranks, sizes[i], 1e-4, 0.25, false);
     }
 }
 
@@ -444,7 +457,7 @@ int main(void) {
     RUN(test_pieces);
     RUN(test_learning_rate_and_zero);
     RUN(test_unused);
-    RUN(test_sharded);
+    RUN(test_shared_states);
     RUN(test_bad_arguments);
     RUN(test_no_memory);
     RUN(test_sweep);
