@@ -5171,7 +5171,7 @@ typedef struct cddp__scalars {
   bool first;    /* the gradient becomes the momentum */
 } cddp__scalars;
 
-/* A stretch of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, one rank's states. */
+/* A stretch of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, states of one. */
 typedef struct cddp__fused_args {
   cddp__f32 *gradients[4], *weights[4]; /* weights: this rank's first */
   cddp__f32 *states[CDDP__STATES];
@@ -12347,8 +12347,8 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
   return r;
 }
 
-/* What an optimizer keeps of each parameter. In a checkpoint its name is "optimizer.NAME.PARAMETER",
-   NAME being torch.optim's. */
+/* What an optimizer keeps of each parameter. In a checkpoint its name is
+   "optimizer.NAME.PARAMETER", NAME being torch.optim's. */
 typedef struct cddp__state {
   const char *name;
   void **data;    /* [count] as long as the parameter, of its dtype; NULL: none yet, or in shares */
@@ -15326,7 +15326,7 @@ typedef struct cddp__fused {
   cddp_ddp *d;
   cddp_optim *s;
   bool averaged; /* the arena holds the mean already */
-  bool one_loop; /* the gradients of all ranks count, and there are as many as cddp__update.loop takes */
+  bool one_loop; /* all ranks have gradients, and are as many as cddp__update.loop takes */
 } cddp__fused;
 
 /* This rank's part of parameter i in one loop, block by block for the sake of its copy. */

@@ -180,7 +180,8 @@ static void test_pieces(void) {
         for (at = 0, n = 1; at < N; at += n, n = n * 2 + 1) {
           size_t m = n < N - at ? n : N - at;
           part.kernels = cddp__pick_kernels();
-          cddp__update_run(&part, at * size, (char *)parts + at * size, (char *)grad + at * size, m);
+          cddp__update_run(&part, at * size, (char *)parts + at * size,
+                           (char *)grad + at * size, m);
         }
         __atomic_store_n(&cddp__isa_found, found, __ATOMIC_RELAXED);
         s->steps[0]++;
