@@ -35,7 +35,7 @@ expect() { # COUNT PATTERN: that many lines of the output match
 }
 
 launched() { # RANKS COMMAND...: as the ranks of a launcher, all in one job; its output is in $work/out
-  local ranks=$1 r port=$((20000 + $$ % 10000)) pids=() code=0
+  local ranks=$1 r port=$((20000 + $$ % 9000)) pids=() code=0
   shift
   for ((r = 0; r < ranks; r++)); do
     RANK=$r WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 "$@" >"$work/out$r" 2>&1 &

@@ -183,7 +183,7 @@ RANKS_DEF bool ranks_port_is_free(int port) {
    block of ports for this process while it lives. Clients get none either: the system takes theirs
    from 32768 on. -1 when none is left. */
 RANKS_DEF int ranks_free_port(void) {
-  enum { RANKS_FIRST_PORT = 20000, RANKS_BLOCK = 50, RANKS_BLOCKS = 240 };
+  enum { RANKS_FIRST_PORT = 10000, RANKS_BLOCK = 50, RANKS_BLOCKS = 130 };
   static int block, used = RANKS_BLOCK;
   static pid_t owner;
   int tries = 0;
