@@ -1442,7 +1442,7 @@ struct cddp_group {
   int rank, size;
   int *members;       /* [size] index on the host of each rank; -1: on another host */
   int *world;         /* [size] the rank in the job of each rank; NULL in a job on one host */
-  struct cddp__hosts *hosts; /* NULL: all ranks are on this host */
+  struct cddp__hosts *hosts; /* NULL: all ranks are on this host. Written under host.lock */
   const cddp__carrier *carrier;
   struct cddp__mpi *mpi;     /* its carrier's, if that is MPI */
   int local_size, local_rank; /* ranks of the group on this host, this one's place among them */
@@ -1615,14 +1615,13 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
 
 /* Connections to ranks of other hosts; steps and collectives that span hosts. */
 
-/* A send to another host that the system's buffers had no room for yet, or one that came before its
-   recv. Its bytes follow the struct. */
+/* What came from another host, before its recv. Its bytes follow the struct. */
 typedef struct cddp__message {
   struct cddp__message *next;
-  int from, tag; /* received: rank in the group, and what follows */
+  int from, tag; /* rank in the group */
   uint32_t dtype;
   uint64_t count; /* elements */
-  size_t size;    /* bytes; of one to be sent: with its head, less what has gone */
+  size_t size;    /* bytes */
 } cddp__message;
 typedef struct cddp__queue {
   cddp__message *first, *last;
@@ -1664,9 +1663,8 @@ typedef struct cddp__net {
   pthread_mutex_t lock;            /* guards the rest */
   cddp__link *pending;           /* have not said hello; newest first */
   cddp__link *arrived;           /* have, and wait for their group to claim them */
-  uint64_t left[CDDP__LEFT_GROUPS]; /* ids of groups that this rank has left, a ring */
+  uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
   uint32_t left_count;
-  struct cddp_group *groups;       /* that span hosts, by hosts->next */
 } cddp__net;
 
 /* Leaves [low, high) of the canonical tree that have a node of their own and all lie on one host,
@@ -1707,7 +1705,6 @@ typedef struct cddp__peer {
    what can change, but for what is said: the thread that runs the group's collectives. */
 typedef struct cddp__hosts {
   cddp__net *net;
-  struct cddp_group *next;    /* in net.groups */
   int count, mine;            /* hosts of the group; this one's index */
   int max_locals, min_locals; /* most and fewest ranks of the group on one host */
   cddp__peer *peers;          /* [size] */
@@ -7017,21 +7014,15 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
 #define CDDP__UNANSWERED_S 20.0 /* after which a host that answers nothing is given up */
 #endif
 #define CDDP__ACCEPT_AGAIN_S 0.25 /* after there were no descriptors left */
-#define CDDP__LABEL_NOTICE "cddp link 1 notice"
-#define CDDP__NOTICE_BYTES (4 + CDDP__ERROR_MAX) /* result, text */
+#define CDDP__NOTICE_PROOF_AT (4 + CDDP__ERROR_MAX) /* in a notice: result, text, proof */
+#define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
 #define CDDP__NOTICE_EARLY 0x80000000u /* in its result: a rank is lost, the group has not failed */
 #define CDDP__LINK_HELLO 48 /* bytes of a connection's first message */
 #define CDDP__FRAME_HEAD 32 /* bytes before each frame's */
 #define CDDP__LEFT (-1)     /* in link.error: the other side said BYE */
 enum { CDDP__FRAME_DATA = 1, CDDP__FRAME_MESSAGE, CDDP__FRAME_NOTICE, CDDP__FRAME_BYE };
 enum { CDDP__LINK_DATA, CDDP__LINK_MESSAGES, CDDP__LINK_NOTICE };
-enum {
-  CDDP__LINK_CONNECTING,
-  CDDP__LINK_GREETING,
-  CDDP__LINK_PROVING,
-  CDDP__LINK_UP,
-  CDDP__LINK_DEAD
-};
+enum { CDDP__LINK_GREETING, CDDP__LINK_PROVING, CDDP__LINK_UP, CDDP__LINK_DEAD };
 
 /* A TCP connection between this rank and one of another host, for one purpose in one group. Owner:
    the thread that runs the group's collectives (DATA), p2p_lock (MESSAGES), net.lock (before its
@@ -7039,7 +7030,7 @@ enum {
 struct cddp__link {
   cddp__link *next;
   int fd;    /* -1: closed */
-  int state; /* CDDP__LINK_CONNECTING ... */
+  int state; /* CDDP__LINK_GREETING (the caller: connecting) ... */
   int purpose;
   int peer; /* rank of the job; -1 not known yet */
   int rank; /* the peer's in the group */
@@ -7049,23 +7040,14 @@ struct cddp__link {
   double deadline; /* for the connection, or for its hello and proof */
   unsigned char hello[CDDP__LINK_HELLO];
   cddp__challenge challenge;      /* with a secret, after the hello */
-  size_t handled;                 /* bytes of the hello, or of what the challenge says */
   uint32_t sent_count, got_count; /* whole DATA frames */
-  size_t sent, got;               /* bytes of the current frames, heads included */
+  size_t sent, got; /* bytes of the handshake's message or the current frame, head included */
   unsigned char out_head[CDDP__FRAME_HEAD], in_head[CDDP__FRAME_HEAD];
-  cddp__queue out;   /* frames with their heads that wait to be sent */
+  cddp__buffer out;  /* frames that wait to be sent; DATA: empty */
   cddp__message *in; /* the frame that is coming in; DATA: NULL */
 };
 
 /* --- queues of messages --- */
-
-static cddp__message *cddp__message_new(const cddp_allocator *a, size_t size) {
-  cddp__message *m = (cddp__message *)cddp__malloc(a, sizeof *m + size);
-  if (m == NULL) return NULL;
-  memset(m, 0, sizeof *m);
-  m->size = size;
-  return m;
-}
 
 static void cddp__queue_add(cddp__queue *q, cddp__message *m) {
   if (q->last != NULL)
@@ -7076,11 +7058,11 @@ static void cddp__queue_add(cddp__queue *q, cddp__message *m) {
   q->bytes += m->size;
 }
 
-/* Takes out the oldest message with this tag of this rank (-1: any); NULL: there is none. */
+/* Takes out the oldest message with this tag of this rank; NULL: there is none. */
 static cddp__message *cddp__queue_take(cddp__queue *q, int from, int tag) {
   cddp__message **at = &q->first, *m, *before = NULL;
   for (; (m = *at) != NULL; before = m, at = &m->next)
-    if (m->tag == tag && (from < 0 || m->from == from)) break;
+    if (m->tag == tag && m->from == from) break;
   if (m == NULL) return NULL;
   *at = m->next;
   if (q->last == m) q->last = before;
@@ -7099,7 +7081,8 @@ static void cddp__queue_free(const cddp_allocator *a, cddp__queue *q) {
 
 /* --- a connection's life --- */
 
-static cddp__link *cddp__link_new(const cddp__net *n, int fd, int purpose, uint64_t group) {
+/* Takes over a socket. Its hello (the caller: its connection) is due in so many seconds. */
+static cddp__link *cddp__link_new(const cddp__net *n, int fd, int purpose, double seconds) {
   cddp__link *l = (cddp__link *)cddp__calloc(&n->allocator, 1, sizeof *l);
   int idle = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, count = 3;
   if (l == NULL) {
@@ -7109,8 +7092,8 @@ static cddp__link *cddp__link_new(const cddp__net *n, int fd, int purpose, uint6
   cddp__own_socket(fd);
   l->fd = fd;
   l->purpose = purpose;
-  l->group = group;
   l->peer = l->rank = -1;
+  l->deadline = cddp__now() + seconds;
   /* Without these it works too, but notices less. TCP_USER_TIMEOUT is not among them: it would also
      end a connection whose other side answers but is late to read. */
   (void)cddp__set_nodelay(fd);
@@ -7131,7 +7114,7 @@ static void cddp__link_end(cddp__link *l, int error) {
 static void cddp__link_free(const cddp__net *n, cddp__link *l) {
   if (l == NULL) return;
   cddp__close_fd(&l->fd);
-  cddp__queue_free(&n->allocator, &l->out);
+  cddp__free(&n->allocator, l->out.data);
   cddp__free(&n->allocator, l->in);
   cddp__free(&n->allocator, l);
 }
@@ -7144,19 +7127,23 @@ static void cddp__links_free(const cddp__net *n, cddp__link *l) {
   }
 }
 
+/* Whether this side's connection is not made yet. */
+static bool cddp__link_connects(const cddp__link *l) {
+  return l->mine && l->state == CDDP__LINK_GREETING;
+}
+
 /* Ends a link if the other host has not acknowledged what was sent, as when it is unplugged. Where
    nothing is on its way the system's own probes tell. */
 static void cddp__link_answered(cddp__link *l) {
   struct tcp_info t;
   socklen_t size = sizeof t;
-  if (l->state == CDDP__LINK_DEAD) return;
-  if (l->state == CDDP__LINK_CONNECTING) { /* TCP_INFO's times mean nothing yet */
+  if (cddp__link_connects(l)) { /* TCP_INFO's times mean nothing yet */
     if (cddp__now() > l->deadline) cddp__link_end(l, ETIMEDOUT);
-    return;
+  } else if (getsockopt(l->fd, IPPROTO_TCP, TCP_INFO, &t, &size) == 0 &&
+             t.tcpi_last_ack_recv >= CDDP__UNANSWERED_S * 1000 &&
+             (t.tcpi_unacked > 0 || t.tcpi_probes >= 3)) {
+    cddp__link_end(l, ETIMEDOUT);
   }
-  if (getsockopt(l->fd, IPPROTO_TCP, TCP_INFO, &t, &size) != 0) return;
-  if (t.tcpi_last_ack_recv < CDDP__UNANSWERED_S * 1000) return;
-  if (t.tcpi_unacked > 0 || t.tcpi_probes >= 3) cddp__link_end(l, ETIMEDOUT);
 }
 
 /* Sends or receives what is left of a frame's head (NULL: there is none) and size bytes at data:
@@ -7240,62 +7227,41 @@ static bool cddp__link_read_hello(const cddp__net *n, cddp__link *l) {
   return true;
 }
 
-/* Goes on with the hello; what follows depends on the secret. */
-static int cddp__link_greet(const cddp__net *n, cddp__link *l) {
-  int done = cddp__link_io(l, NULL, l->hello, sizeof l->hello, &l->handled, l->mine);
-  if (done <= 0) return done;
-  l->handled = 0;
-  l->state = CDDP__LINK_UP;
-  if (!l->mine && !cddp__link_read_hello(n, l)) {
-    cddp__link_end(l, EPROTO);
-  } else if (n->secret != NULL && l->purpose != CDDP__LINK_NOTICE) {
-    l->state = CDDP__LINK_PROVING;
-    if (cddp__challenge_begin(&l->challenge, n->secret, "link", l->mine, l->hello,
-                              sizeof l->hello) != CDDP_OK)
-      cddp__link_end(l, EIO);
-  }
-  return 1;
-}
-
-/* Goes on with the proofs; reads nothing that comes behind them. */
-static int cddp__link_challenge(cddp__link *l) {
+/* Goes on with the handshake as far as it can without waiting; whether the link is up. What the
+   system says to the caller's hello tells whether the connection is made. */
+static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
   cddp__challenge *c = &l->challenge;
   unsigned char in[sizeof c->in];
-  size_t due = (c->caller || c->step == 0 ? sizeof c->in : CDDP__PROOF_SIZE) - c->in_size, got = 0;
-  int done;
-  memset(in, 0, sizeof in);
-  if (c->out_size > 0) {
-    done = cddp__link_io(l, NULL, c->out, c->out_size, &l->handled, true);
-    if (done <= 0) return done;
-    c->out_size = l->handled = 0;
-  } else if (c->state == CDDP__CHALLENGE_PROVEN) {
-    l->state = CDDP__LINK_UP;
-  } else if (c->state != CDDP__CHALLENGE_ON) {
-    cddp__link_end(l, EPROTO);
-  } else {
-    done = cddp__link_io(l, NULL, in, due, &got, false);
-    cddp__challenge_feed(c, in, got);
-    if (got == 0) return done;
+  size_t *done = l->mine ? &l->sent : &l->got, due;
+  while (l->state < CDDP__LINK_UP) {
+    if (l->state == CDDP__LINK_GREETING) {
+      if (cddp__link_io(l, NULL, l->hello, sizeof l->hello, done, l->mine) <= 0) break;
+      *done = 0;
+      l->state = n->secret != NULL ? CDDP__LINK_PROVING : CDDP__LINK_UP;
+      if (l->mine && cddp__connected_to_itself(l->fd)) cddp__link_end(l, ECONNREFUSED);
+      if (!l->mine && !cddp__link_read_hello(n, l)) cddp__link_end(l, EPROTO);
+      if (l->state != CDDP__LINK_PROVING) continue;
+      if (l->purpose == CDDP__LINK_NOTICE)
+        l->state = CDDP__LINK_UP;
+      else if (cddp__challenge_begin(c, n->secret, "link", l->mine, l->hello, sizeof l->hello) !=
+               CDDP_OK)
+        cddp__link_end(l, EIO);
+    } else if (c->out_size > 0) {
+      if (cddp__link_io(l, NULL, c->out, c->out_size, &l->sent, true) <= 0) break;
+      c->out_size = l->sent = 0;
+    } else if (c->state == CDDP__CHALLENGE_PROVEN) {
+      l->state = CDDP__LINK_UP;
+    } else if (c->state != CDDP__CHALLENGE_ON) {
+      cddp__link_end(l, EPROTO);
+    } else { /* reads nothing that comes behind the proof */
+      due = (c->caller || c->step == 0 ? sizeof in : CDDP__PROOF_SIZE) - c->in_size;
+      memset(in, 0, sizeof in);
+      (void)cddp__link_io(l, NULL, in, due, &l->got, false);
+      if (l->got == 0) break;
+      cddp__challenge_feed(c, in, l->got);
+      l->got = 0;
+    }
   }
-  return 1;
-}
-
-/* Goes on with the handshake as far as it can without waiting; whether the link is up. */
-static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
-  struct pollfd p;
-  int more = 1, error = 0;
-  socklen_t size = sizeof error;
-  p.fd = l->fd;
-  p.events = POLLOUT;
-  p.revents = 0;
-  if (l->state == CDDP__LINK_CONNECTING && poll(&p, 1, 0) == 1) {
-    if (getsockopt(l->fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
-    if (error == 0 && cddp__connected_to_itself(l->fd)) error = ECONNREFUSED;
-    l->state = CDDP__LINK_GREETING;
-    if (error != 0) cddp__link_end(l, error);
-  }
-  while (more > 0 && (l->state == CDDP__LINK_GREETING || l->state == CDDP__LINK_PROVING))
-    more = l->state == CDDP__LINK_GREETING ? cddp__link_greet(n, l) : cddp__link_challenge(l);
   return l->state == CDDP__LINK_UP;
 }
 
@@ -7310,10 +7276,10 @@ static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, ui
     cddp__fail_errno("socket");
     return NULL;
   }
-  if ((l = cddp__link_new(n, fd, purpose, group)) == NULL) return NULL;
+  if ((l = cddp__link_new(n, fd, purpose, CDDP__UNANSWERED_S)) == NULL) return NULL;
+  l->group = group;
   l->mine = true;
   l->peer = peer;
-  l->deadline = cddp__now() + CDDP__UNANSWERED_S;
   cddp__address_set_port(&a, home->port);
   cddp__address_set_port(&here, 0);
   if (a.sa.ss_family == AF_INET6) {
@@ -7323,9 +7289,7 @@ static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   }
   if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, &here.any, here.size);
   cddp__link_write_hello(n, l);
-  if (connect(fd, &a.any, a.size) == 0)
-    l->state = CDDP__LINK_GREETING;
-  else if (errno != EINPROGRESS && errno != EINTR)
+  if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__link_end(l, errno);
   return l;
 }
@@ -7382,28 +7346,31 @@ static int cddp__link_pull(cddp__link *l, void *data, size_t least, size_t most)
    has ended. A head says its size twice, so that it asks for no more memory than it means. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
   const unsigned char *head = l->in_head;
-  uint32_t dtype;
-  uint64_t size;
+  int type = l->purpose == CDDP__LINK_NOTICE ? CDDP__FRAME_NOTICE : CDDP__FRAME_MESSAGE;
   cddp__message *m;
   if (l->in == NULL) {
+    uint32_t dtype;
+    uint64_t size, count;
+    bool good;
     if (cddp__link_io(l, head, NULL, 0, &l->got, false) <= 0) return NULL;
     dtype = cddp__get32(head + 4) >> 8;
+    count = cddp__get64(head + 16);
     size = cddp__get64(head + 24);
-    if (!cddp__frame_is(head, l->purpose == CDDP__LINK_NOTICE ? CDDP__FRAME_NOTICE
-                                                              : CDDP__FRAME_MESSAGE) ||
-        dtype > CDDP_I64 || size > most || size % cddp__dtype_size((cddp_dtype)dtype) != 0 ||
-        size / cddp__dtype_size((cddp_dtype)dtype) != cddp__get64(head + 16)) {
-      cddp__link_end(l, cddp__frame_is(head, CDDP__FRAME_BYE) ? CDDP__LEFT : EPROTO);
+    good = cddp__frame_is(head, type) && dtype <= CDDP_I64 && size <= most &&
+           size % cddp__dtype_size((cddp_dtype)dtype) == 0 &&
+           size / cddp__dtype_size((cddp_dtype)dtype) == count;
+    if (good) l->in = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)size);
+    if (l->in == NULL) {
+      if (cddp__frame_is(head, CDDP__FRAME_BYE)) cddp__link_end(l, CDDP__LEFT);
+      cddp__link_end(l, good ? ENOMEM : EPROTO);
       return NULL;
     }
-    if ((l->in = cddp__message_new(&n->allocator, (size_t)size)) == NULL) {
-      cddp__link_end(l, ENOMEM);
-      return NULL;
-    }
+    l->in->next = NULL;
     l->in->from = l->rank;
     l->in->tag = (int)cddp__get32(head + 8);
     l->in->dtype = dtype;
-    l->in->count = cddp__get64(head + 16);
+    l->in->count = count;
+    l->in->size = (size_t)size;
   }
   m = l->in;
   if (cddp__link_io(l, head, m + 1, m->size, &l->got, false) <= 0) return NULL;
@@ -7414,60 +7381,31 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
 
 /* Goes on with the handshake and with what waits to be sent, as far as the system takes it. */
 static void cddp__link_flush(const cddp__net *n, cddp__link *l) {
-  cddp__message *m;
-  if (!cddp__link_shake(n, l)) return;
-  while ((m = l->out.first) != NULL) {
-    if (cddp__link_io(l, NULL, m + 1, m->size, &l->sent, true) <= 0) return;
-    l->sent = 0;
-    cddp__free(&n->allocator, cddp__queue_take(&l->out, m->from, m->tag));
-  }
+  cddp__buffer *b = &l->out;
+  if (!cddp__link_shake(n, l) || cddp__buffer_size(b) == 0) return;
+  (void)cddp__link_io(l, NULL, b->data, b->end, &b->start, true);
+  if (cddp__buffer_size(b) == 0) cddp__buffer_clear(&n->allocator, b, 0);
 }
 
-/* Says goodbye, in one piece or not at all, if no frame is half sent; what the other side sent last
-   is not for anybody. */
-static void cddp__link_leave(cddp__link *l) {
+/* Ends and frees a link; says goodbye, in one piece or not at all, if no frame is half sent. */
+static void cddp__link_leave(const cddp__net *n, cddp__link *l) {
   unsigned char bye[CDDP__FRAME_HEAD], rest[4096];
   cddp__link_head(bye, CDDP__FRAME_BYE, 0, CDDP_U8, 0, 0);
-  if (l->state == CDDP__LINK_UP && l->sent == 0 && l->out.first == NULL)
+  if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
     (void)!CDDP__SEND(l->fd, bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
   while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
+  cddp__link_free(n, l);
 }
 
 /* --- failure notices --- */
 
-/* A notice's body: result, text and, with a secret, a proof over these and the hello. */
-static size_t cddp__notice_size(const cddp__net *n) {
-  return CDDP__NOTICE_BYTES + (n->secret != NULL ? CDDP__PROOF_SIZE : 0);
-}
-
+/* The proof in a notice, over the hello and what comes before it; without a secret a checksum. */
 static void cddp__notice_prove(const cddp__net *n, const cddp__link *l, const unsigned char *body,
                                unsigned char proof[CDDP__PROOF_SIZE]) {
-  unsigned char all[CDDP__LINK_HELLO + CDDP__NOTICE_BYTES];
+  unsigned char all[CDDP__LINK_HELLO + CDDP__NOTICE_PROOF_AT];
   memcpy(all, l->hello, CDDP__LINK_HELLO);
-  memcpy(all + CDDP__LINK_HELLO, body, CDDP__NOTICE_BYTES);
-  cddp__hmac(n->secret, CDDP__LABEL_NOTICE, all, sizeof all, proof);
-}
-
-/* Calls a rank of the job with a notice on the link; NULL: that cannot be. */
-static cddp__link *cddp__notice_call(const cddp__net *n, int peer, uint64_t group, uint32_t code,
-                                     const char *text) {
-  size_t size = cddp__notice_size(n);
-  cddp__link *l = cddp__link_call(n, peer, CDDP__LINK_NOTICE, group);
-  cddp__message *m =
-      l != NULL ? cddp__message_new(&n->allocator, CDDP__FRAME_HEAD + size) : NULL;
-  unsigned char *body;
-  if (m == NULL) {
-    cddp__link_free(n, l);
-    return NULL;
-  }
-  body = (unsigned char *)(m + 1) + CDDP__FRAME_HEAD;
-  cddp__link_head((unsigned char *)(m + 1), CDDP__FRAME_NOTICE, 0, CDDP_U8, size, size);
-  memset(body, 0, size);
-  cddp__put32(body, code);
-  snprintf((char *)body + 4, CDDP__ERROR_MAX, "%s", text);
-  if (n->secret != NULL) cddp__notice_prove(n, l, body, body + CDDP__NOTICE_BYTES);
-  cddp__queue_add(&l->out, m);
-  return l;
+  memcpy(all + CDDP__LINK_HELLO, body, CDDP__NOTICE_PROOF_AT);
+  cddp__hmac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
 }
 
 /* Whether a rank of a group is told of a failure: all on other hosts; in a large group only the
@@ -7483,57 +7421,68 @@ static bool cddp__is_told(const cddp__net *n, const int *world, int size, int ra
    due to. They need not be listening. */
 static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
                            uint32_t code, const char *text) {
-  cddp__link *links[32];
+  unsigned char frame[CDDP__FRAME_HEAD + CDDP__NOTICE_BYTES], *body = frame + CDDP__FRAME_HEAD;
   char kept[CDDP__ERROR_MAX];
   double deadline = cddp__now() + 0.3;
-  int p = 0, count, left, i;
+  cddp__link *first = NULL, *l;
+  int p = 0, count;
+  bool busy;
   memcpy(kept, cddp__error_text, sizeof kept);
+  memset(frame, 0, sizeof frame);
+  cddp__link_head(frame, CDDP__FRAME_NOTICE, 0, CDDP_U8, CDDP__NOTICE_BYTES, CDDP__NOTICE_BYTES);
+  cddp__put32(body, code);
+  snprintf((char *)body + 4, CDDP__ERROR_MAX, "%s", text);
   while (p < size) {
     for (count = 0; p < size && count < 32; p++) {
       if (!cddp__is_told(n, world, size, p)) continue;
-      links[count] = cddp__notice_call(n, world != NULL ? world[p] : p, group, code, text);
-      count += links[count] != NULL;
+      l = cddp__link_call(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group);
+      if (l == NULL) continue;
+      cddp__notice_prove(n, l, body, body + CDDP__NOTICE_PROOF_AT);
+      cddp__buffer_add(&n->allocator, &l->out, frame, sizeof frame);
+      l->next = first;
+      first = l;
+      count++;
     }
     do {
-      for (i = left = 0; i < count; i++) {
-        cddp__link_flush(n, links[i]);
-        left += links[i]->state != CDDP__LINK_DEAD && links[i]->out.first != NULL;
+      for (busy = false, l = first; l != NULL; l = l->next) {
+        cddp__link_flush(n, l);
+        busy = busy || (l->state != CDDP__LINK_DEAD && cddp__buffer_size(&l->out) > 0);
       }
-      if (left > 0) cddp__sleep(2e-4);
-    } while (left > 0 && cddp__now() < deadline);
-    for (i = 0; i < count; i++) cddp__link_free(n, links[i]);
+      if (busy) cddp__sleep(2e-4);
+    } while (busy && cddp__now() < deadline);
+    cddp__links_free(n, first);
+    first = NULL;
   }
   memcpy(cddp__error_text, kept, sizeof kept);
 }
 
 /* Receives what there is of a notice; its link has ended when it was taken, or was none. The group
    is broken here too, then, or (early) what losses to come are due to is noted. net.lock held. */
-static void cddp__notice_receive(const cddp__net *n, cddp__link *l) {
-  cddp__message *m = cddp__link_receive(n, l, cddp__notice_size(n));
-  unsigned char *body, proof[CDDP__PROOF_SIZE];
+static void cddp__notice_receive(cddp__host *h, cddp__link *l) {
+  cddp__message *m = cddp__link_receive(h->net, l, CDDP__NOTICE_BYTES);
+  unsigned char *body = (unsigned char *)(m + 1), proof[CDDP__PROOF_SIZE];
   char kept[CDDP__ERROR_MAX];
   uint32_t code, result;
-  cddp_group *g = n->groups;
+  cddp_group *g;
   if (m == NULL) return;
-  body = (unsigned char *)(m + 1);
-  code = m->size == cddp__notice_size(n) ? cddp__get32(body) : 0;
-  if (code != 0 && n->secret != NULL) {
-    cddp__notice_prove(n, l, body, proof);
-    if (!cddp__same_bytes(proof, body + CDDP__NOTICE_BYTES, sizeof proof)) code = 0;
-  }
-  if (code != 0) body[CDDP__NOTICE_BYTES - 1] = 0;
-  result = code & ~CDDP__NOTICE_EARLY;
   memcpy(kept, cddp__error_text, sizeof kept);
-  for (; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->hosts->next) {
-    if (g->id != l->group) continue;
+  code = m->size == CDDP__NOTICE_BYTES ? cddp__get32(body) : 0;
+  if (code != 0) cddp__notice_prove(h->net, l, body, proof);
+  if (code != 0 && !cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0;
+  if (code != 0) body[CDDP__NOTICE_PROOF_AT - 1] = 0;
+  result = code & ~CDDP__NOTICE_EARLY;
+  pthread_mutex_lock(&h->lock);
+  for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
+    if (g->hosts == NULL || g->id != l->group) continue;
     if (code & CDDP__NOTICE_EARLY)
       cddp__note_cause(&g->block->cause, (cddp_result)result, (const char *)body + 4);
     else
       (void)cddp__break_here(
           g, cddp__fail((cddp_result)result, "%s", (const char *)body + 4), false);
   }
+  pthread_mutex_unlock(&h->lock);
   memcpy(cddp__error_text, kept, sizeof kept);
-  cddp__free(&n->allocator, m);
+  cddp__free(&h->net->allocator, m);
   cddp__link_end(l, 0);
 }
 
@@ -7552,9 +7501,7 @@ static void cddp__net_accept(cddp__net *n) { /* net.lock held */
       n->hears_again = cddp__now() + CDDP__ACCEPT_AGAIN_S;
       cddp__store32(&n->deaf, 1);
     }
-    if (fd < 0 || (l = cddp__link_new(n, fd, -1, 0)) == NULL) return;
-    l->state = CDDP__LINK_GREETING;
-    l->deadline = cddp__now() + CDDP__STRANGER_S;
+    if (fd < 0 || (l = cddp__link_new(n, fd, -1, CDDP__STRANGER_S)) == NULL) return;
     l->next = n->pending;
     n->pending = l;
   }
@@ -7566,33 +7513,30 @@ static int cddp__net_listener(const cddp__net *n) {
 }
 
 /* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
-static void cddp__net_look(cddp__net *n) {
+static void cddp__net_look(cddp__host *h) {
+  cddp__net *n = h->net;
   cddp__link **at, *l;
-  uint32_t i, left;
-  double now;
-  int place = 0;
+  int place = 0, i;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   cddp__net_accept(n);
-  left = (uint32_t)cddp__min(n->left_count, CDDP__LEFT_GROUPS);
-  now = n->pending != NULL ? cddp__now() : 0;
   for (at = &n->pending; (l = *at) != NULL;) {
     bool up = cddp__link_shake(n, l), notice = up && l->purpose == CDDP__LINK_NOTICE;
-    if (notice) cddp__notice_receive(n, l);
-    if (l->state != CDDP__LINK_DEAD && (now > l->deadline || ++place > CDDP__PENDING_LINKS))
-      cddp__link_end(l, ETIMEDOUT);
+    if (notice) cddp__notice_receive(h, l);
+    if (cddp__now() > l->deadline || ++place > CDDP__PENDING_LINKS) cddp__link_end(l, ETIMEDOUT);
     if (l->state != CDDP__LINK_DEAD && (!up || notice)) {
       at = &l->next;
       continue;
     }
     *at = l->next;
-    for (i = 0; i < left && n->left[i] != l->group; i++) {}
-    if (l->state != CDDP__LINK_DEAD && i == left) {
+    for (i = 0; i < CDDP__LEFT_GROUPS && n->left[i] != l->group + 1; i++) {}
+    if (l->state == CDDP__LINK_DEAD) {
+      cddp__link_free(n, l);
+    } else if (i < CDDP__LEFT_GROUPS) {
+      cddp__link_leave(n, l);
+    } else {
       l->next = n->arrived;
       n->arrived = l;
-      continue;
     }
-    if (l->state != CDDP__LINK_DEAD) cddp__link_leave(l); /* this rank has left that group */
-    cddp__link_free(n, l);
   }
   pthread_mutex_unlock(&n->lock);
 }
@@ -9343,7 +9287,7 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__recv_request *q, doubl
    May touch: headers and staging buffers of remote ranks on this host's control block, which nobody
    else writes.
    Entry points: those in >>hooks for rooms above; cddp__hosts_run for a call; cddp__hier_call for
-   gradients; cddp__hosts_attach, _register and _leave. Works as follows.
+   gradients; cddp__hosts_attach and _leave. Works as follows.
 
    ROUNDS. The control block of such a group has headers for all its ranks on each of the hosts. The
    lowest rank of a host in the group leads it: in a round it waits for its host's ranks, sends
@@ -9427,30 +9371,29 @@ static cddp__link *cddp__p2p_link(cddp_group *g, int peer) {
 static size_t cddp__p2p_queued(const cddp_group *g) {
   const cddp__link *l;
   size_t sum = 0;
-  for (l = g->hosts->links; l != NULL; l = l->next) sum += l->out.bytes;
+  for (l = g->hosts->links; l != NULL; l = l->next) sum += cddp__buffer_size(&l->out);
   return sum;
 }
 
 static void cddp__p2p_flush(cddp_group *g) { /* p2p_lock held */
   cddp__link *l;
   for (l = g->hosts->links; l != NULL; l = l->next) {
-    if (l->state < CDDP__LINK_UP || l->out.first != NULL) cddp__link_flush(g->hosts->net, l);
+    cddp__link_flush(g->hosts->net, l);
     if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, l->rank, l->error);
   }
 }
 
 /* Accepts connections, hears of failures elsewhere, sends what is left of all groups' messages. */
 static void cddp__hosts_look(cddp_group *g) {
-  cddp__net *n = g->hosts->net;
-  cddp_group *other;
-  cddp__net_look(n);
-  if (pthread_mutex_trylock(&n->lock) != 0) return;
-  for (other = n->groups; other != NULL; other = other->hosts->next) {
-    if (pthread_mutex_trylock(&other->p2p_lock) != 0) continue;
-    cddp__p2p_flush(other);
-    pthread_mutex_unlock(&other->p2p_lock);
+  cddp__host *h = g->host;
+  cddp__net_look(h);
+  if (pthread_mutex_trylock(&h->lock) != 0) return;
+  for (g = h->groups; g != NULL; g = g->next) {
+    if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p_lock) != 0) continue;
+    cddp__p2p_flush(g);
+    pthread_mutex_unlock(&g->p2p_lock);
   }
-  pthread_mutex_unlock(&n->lock);
+  pthread_mutex_unlock(&h->lock);
 }
 
 /* --- failure --- */
@@ -9568,7 +9511,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) { /* p2p_lock held */
   const cddp__link *l = cddp__p2p_link(g, peer);
   size_t queued = cddp__p2p_queued(g);
-  if (l == NULL || l->state == CDDP__LINK_CONNECTING || l->state == CDDP__LINK_DEAD) return false;
+  if (l == NULL || cddp__link_connects(l) || l->state == CDDP__LINK_DEAD) return false;
   return queued == 0 || bytes + queued <= CDDP__STAGED_MAX;
 }
 
@@ -9579,7 +9522,6 @@ static cddp_result cddp__hosts_post(cddp_group *g, const void *buf, size_t count
   const cddp__net *n = g->hosts->net;
   size_t bytes = count * cddp__dtype_size(dtype), all = CDDP__FRAME_HEAD + bytes, sent = 0, skip;
   unsigned char head[CDDP__FRAME_HEAD];
-  cddp__message *m = NULL;
   cddp_result r = CDDP_OK;
   cddp__link *l;
   cddp__link_head(head, CDDP__FRAME_MESSAGE, (uint32_t)tag, dtype, count, bytes);
@@ -9590,20 +9532,18 @@ static cddp_result cddp__hosts_post(cddp_group *g, const void *buf, size_t count
   }
   cddp__link_flush(n, l);
   *posted = l->state != CDDP__LINK_DEAD && (always || cddp__hosts_room(g, peer, bytes));
-  if (*posted && l->state == CDDP__LINK_UP && l->out.first == NULL)
+  if (*posted && l->state == CDDP__LINK_UP && cddp__buffer_size(&l->out) == 0)
     (void)cddp__link_io(l, head, buf, bytes, &sent, true);
-  if (*posted && sent < all && l->state != CDDP__LINK_DEAD &&
-      (m = cddp__message_new(&n->allocator, all - sent)) == NULL) {
-    r = CDDP_OUT_OF_MEMORY;
-    if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
-  }
-  if (m != NULL) {
-    skip = cddp__min(sent, CDDP__FRAME_HEAD);
-    memcpy(m + 1, head + skip, CDDP__FRAME_HEAD - skip);
-    if (sent - skip < bytes)
-      memcpy((char *)(m + 1) + CDDP__FRAME_HEAD - skip, (const char *)buf + (sent - skip),
-             bytes - (sent - skip));
-    cddp__queue_add(&l->out, m);
+  if (*posted && sent < all && l->state != CDDP__LINK_DEAD) {
+    if (cddp__buffer_reserve(&n->allocator, &l->out, all - sent)) {
+      skip = cddp__min(sent, CDDP__FRAME_HEAD);
+      cddp__buffer_add(&n->allocator, &l->out, head + skip, CDDP__FRAME_HEAD - skip);
+      sent -= skip;
+      cddp__buffer_add(&n->allocator, &l->out, (const char *)buf + sent, bytes - sent);
+    } else {
+      r = CDDP_OUT_OF_MEMORY;
+      if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
+    }
   }
   if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, peer, l->error);
   pthread_mutex_unlock(&g->p2p_lock);
@@ -9636,7 +9576,7 @@ static void cddp__hosts_serve(cddp_group *g) {
   cddp__link **at, *l;
   cddp__message *m;
   if (ask) x->ask_at = cddp__now() + CDDP__UNANSWERED_S / 4;
-  cddp__net_look(x->net);
+  cddp__net_look(g->host);
   for (at = &x->links; *at != NULL;) at = &(*at)->next;
   while ((*at = cddp__net_claim(g, CDDP__LINK_MESSAGES)) != NULL) at = &(*at)->next;
   for (l = x->links; l != NULL; l = l->next) {
@@ -9663,7 +9603,7 @@ static void cddp__hosts_poll(cddp_group *g, int peer) {
   pthread_mutex_lock(&g->p2p_lock);
   if (remote) (void)cddp__p2p_link(g, peer);
   for (l = x->links; l != NULL && n < 4; l = l->next) {
-    bool out = l->state == CDDP__LINK_CONNECTING || l->out.first != NULL;
+    bool out = cddp__link_connects(l) || cddp__buffer_size(&l->out) > 0;
     if (l->state == CDDP__LINK_DEAD || (l->rank != peer && !out)) continue;
     fds[n].fd = l->fd;
     fds[n].events = POLLIN;
@@ -9764,7 +9704,7 @@ static void cddp__traffic_watch(cddp__traffic *t, const cddp__link *l, bool out)
   struct pollfd *p = &t->g->hosts->fds[t->nfds];
   if (l == NULL || t->nfds >= 2 * t->g->size) return;
   p->fd = l->fd;
-  p->events = out || l->state == CDDP__LINK_CONNECTING ? POLLOUT : POLLIN;
+  p->events = out ? POLLOUT : POLLIN;
   p->revents = 0;
   t->nfds++;
 }
@@ -10698,18 +10638,10 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   cddp__set_leaves(g, x, false);
   g->round_most = cddp__max(g->staging_size, CDDP__INLINE);
   g->carrier = &cddp__hosts_carrier;
+  pthread_mutex_lock(&g->host->lock); /* from now on failures of the group elsewhere are heard */
   g->hosts = x;
+  pthread_mutex_unlock(&g->host->lock);
   return CDDP_OK;
-}
-
-/* From now on, and only once it has its number, failures of the group elsewhere are heard. */
-static void cddp__hosts_register(cddp_group *g) {
-  cddp__net *net = g->host->net;
-  if (g->hosts == NULL) return;
-  pthread_mutex_lock(&net->lock);
-  g->hosts->next = net->groups;
-  net->groups = g;
-  pthread_mutex_unlock(&net->lock);
 }
 
 /* Messages that were sent but are still here get a moment to leave. */
@@ -10728,11 +10660,10 @@ static void cddp__p2p_linger(cddp_group *g) {
   } while (left > 0 && cddp__wait_tick(g, &w) == CDDP_OK && !w.late);
 }
 
-/* A leader that leaves says so to those it would meet in a round, if they have no connection yet.
-   With a secret they would have to answer, and are left to their deadline. */
-static void cddp__say_goodbye(cddp_group *g) {
+/* A leader that leaves calls those that it would meet in a round and has no connection to, to say
+   so. With a secret they would have to answer, and are left to their deadline. */
+static void cddp__call_to_leave(cddp_group *g) {
   cddp__hosts *x = g->hosts;
-  double deadline = cddp__now() + 0.1;
   int d, side, p;
   if (g->local_rank != 0 || x->net->secret != NULL || cddp__load32(&g->block->broken) != 0) return;
   for (d = 1; d < x->count; d = x->count <= CDDP__DIRECT_HOSTS ? d + 1 : 2 * d)
@@ -10741,37 +10672,32 @@ static void cddp__say_goodbye(cddp_group *g) {
       if (x->peers[p].data == NULL)
         x->peers[p].data = cddp__link_call(x->net, g->world[p], CDDP__LINK_DATA, g->id);
     }
-  for (p = 0; p < g->size; p++) {
-    cddp__link *l = x->peers[p].data;
-    while (l != NULL && l->mine && !cddp__link_shake(x->net, l) && l->state != CDDP__LINK_DEAD &&
-           cddp__now() < deadline)
-      cddp__sleep(1e-4);
-  }
 }
 
 /* This rank leaves: says goodbye on all connections and closes them. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *x = g->hosts;
   cddp__net *net = g->host->net;
-  cddp_group **at;
   cddp__link *l;
+  double deadline;
   int p;
   if (x == NULL) return;
   cddp__early_notice(g, true);
   cddp__p2p_linger(g);
   pthread_mutex_lock(&net->lock);
-  for (at = &net->groups; *at != NULL && *at != g;) at = &(*at)->hosts->next;
-  if (*at == g) *at = x->next;
-  net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id;
+  net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
   pthread_mutex_unlock(&net->lock);
   cddp__claim_data(g);
-  cddp__say_goodbye(g);
+  cddp__call_to_leave(g);
   cddp__hosts_serve(g); /* takes over what has come for MESSAGES */
-  for (p = 0; p < g->size; p++)
-    if (x->peers[p].data != NULL) cddp__link_leave(x->peers[p].data);
-  for (l = x->links; l != NULL; l = l->next) cddp__link_leave(l);
-  for (p = 0; p < g->size; p++) cddp__link_free(net, x->peers[p].data);
-  cddp__links_free(net, x->links);
+  deadline = cddp__now() + 0.1;
+  for (p = 0; p < g->size; p++) {
+    if ((l = x->peers[p].data) == NULL) continue;
+    while (!cddp__link_shake(net, l) && l->state != CDDP__LINK_DEAD && cddp__now() < deadline)
+      cddp__sleep(1e-4);
+    cddp__link_leave(net, l);
+  }
+  for (; (l = x->links) != NULL; cddp__link_leave(net, l)) x->links = l->next;
   cddp__queue_free(&net->allocator, &x->mailbox);
   cddp__arena_free(g->host, x->my_scratch);
   cddp__free(&net->allocator, x->stage);
@@ -11708,12 +11634,12 @@ static void cddp__group_leave(cddp_group *g) {
   char text[CDDP__ERROR_MAX];
   int i;
   memcpy(text, cddp__error_text, sizeof text);
+  if (g->backend != NULL) g->backend->leave(g);
+  cddp__engine_stop(g);
   pthread_mutex_lock(&h->lock);
   for (at = &h->groups; *at != g; at = &(*at)->next) {}
   *at = g->next;
   pthread_mutex_unlock(&h->lock);
-  if (g->backend != NULL) g->backend->leave(g);
-  cddp__engine_stop(g);
   cddp__hosts_leave(g);
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay */
     if (!cddp__send_open(g, i)) cddp__arena_free(h, cddp__send_at(g, i)->stage);
@@ -11781,7 +11707,6 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
   }
   r = cddp__agree(g, members, n, r);
   if (r == CDDP_OK && g->carrier->split != NULL) r = g->carrier->split(g, *out, color, rank);
-  if (*out != NULL && r == CDDP_OK) cddp__hosts_register(*out);
   if (*out != NULL && r != CDDP_OK) {
     cddp__group_leave(*out);
     *out = NULL;
@@ -11826,10 +11751,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__host_release(h);
   if (r != CDDP_OK) return r;
   cddp__put64(job, cddp__record_job());
-  if ((r = cddp__hosts_attach(g, NULL)) == CDDP_OK) {
-    cddp__hosts_register(g);
+  if ((r = cddp__hosts_attach(g, NULL)) == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
-  }
   if (r == CDDP_OK)
     r = cddp__record_open(&g->host->record,
                           cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes), g->rank,
