@@ -1728,10 +1728,9 @@ typedef struct cddp__hosts {
   size_t stage_size;
   char **scratch;        /* [local_size] shared: pieces of buffers that are not */
   char *my_scratch;      /* this rank's; NULL: there is none yet */
-  char **bufs, **pieces; /* [local_size] this call's buffers; the parts of them on their way */
-  cddp__link *links;     /* MESSAGES, oldest first; p2p_lock, as are the next two */
+  void **bufs, **pieces; /* [local_size] this call's buffers; the parts of them on their way */
+  cddp__link *links;     /* MESSAGES, oldest first; p2p_lock, as is the next */
   cddp__queue mailbox;   /* received, without a recv yet */
-  double ask_at;         /* when links are asked for answers again, cddp__now() */
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
@@ -6458,12 +6457,14 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
 }
 
 /* Whether this rank's round still lacks rank p. Oversubscribed: p may have died between header and
-   arrival. Until the other hosts have come all ranks of this one are needed. */
+   arrival. Until the other hosts have come, and while frames of theirs are on their way, all ranks
+   of this one are needed. */
 static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
-  return g->hosts != NULL && !g->hosts->local_only &&
-         !cddp__has_announced(g, g->hosts->lowest_remote);
+  if (g->hosts == NULL) return false;
+  return g->hosts->in_count + g->hosts->out_count > 0 ||
+         (!g->hosts->local_only && !cddp__has_announced(g, g->hosts->lowest_remote));
 }
 
 /* Breaks the group if a rank that this round waits for is gone. */
@@ -9331,7 +9332,7 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp__recv_request *q, doubl
 #define CDDP__DIRECT_HOSTS 8 /* above, headers go by exchanges */
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
 #define CDDP__CAUSE_S 0.5    /* the same where other ranks may have seen how one ended */
-#define CDDP__HEADER_BYTES 64          /* of a header on the wire */
+#define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
 #define CDDP__PIECE ((size_t)64 << 10) /* bytes of a part of a piece; of all parts at most: */
 #define CDDP__PIECE_MOST ((size_t)2 << 20)
 #define CDDP__WHOLE_MOST ((size_t)32 << 10) /* bytes of a slice, times hosts, that all add up */
@@ -9357,13 +9358,18 @@ static void cddp__note_lost(cddp_group *g, int rank, int error) {
   cddp__store32(&p->lost, 1);
 }
 
+/* Begins to call a rank of the group; NULL with the error set. */
+static cddp__link *cddp__call_rank(const cddp_group *g, int rank, int purpose) {
+  cddp__link *l = cddp__link_call(g->hosts->net, g->world[rank], purpose, g->id);
+  if (l != NULL) l->rank = rank;
+  return l;
+}
+
 /* The MESSAGES connection to a rank; NULL with the error set. p2p_lock held. */
 static cddp__link *cddp__p2p_link(cddp_group *g, int peer) {
   cddp__link **at = &g->hosts->links;
-  for (; *at != NULL; at = &(*at)->next)
-    if ((*at)->rank == peer) return *at;
-  *at = cddp__link_call(g->hosts->net, g->world[peer], CDDP__LINK_MESSAGES, g->id);
-  if (*at != NULL) (*at)->rank = peer;
+  while (*at != NULL && (*at)->rank != peer) at = &(*at)->next;
+  if (*at == NULL) *at = cddp__call_rank(g, peer, CDDP__LINK_MESSAGES);
   return *at;
 }
 
@@ -9409,74 +9415,30 @@ static void cddp__hosts_abort(cddp_group *g) {
                  cddp__failure_text(g));
 }
 
-/* How long a notice may take that explains a lost rank: none follows a goodbye, and a rank that was
-   alone on its host leaves nobody who could send one. */
-static double cddp__notice_time(const cddp_group *g, int rank) {
-  const cddp__peer *p = &g->hosts->peers[rank];
-  bool alone = g->hosts->nodes[p->host].size == 1;
-  return alone || p->error == CDDP__LEFT ? CDDP__NEWS_S : CDDP__CAUSE_S;
-}
-
-/* Waits so long for a notice, unless there is one. */
-static cddp_result cddp__await_notice(cddp_group *g, double time) {
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  cddp__wait_begin(&w, time, 0);
-  while (r == CDDP_OK && !w.late && !cddp__has_cause(&g->block->cause)) {
-    cddp__sleep(5e-4);
-    if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__look_after_peers(g);
-  }
-  return r;
-}
-
-/* The connection to a rank has ended. */
-static cddp_result cddp__hosts_lost(cddp_group *g, int rank, int error) {
-  cddp_result r;
-  cddp__note_lost(g, rank, error);
-  r = cddp__await_notice(g, cddp__notice_time(g, rank));
-  return r != CDDP_OK ? r : cddp__report_lost(g, rank, NULL);
-}
-
-/* Whether a rank of another host is gone; the cause, if another one, is here or has had time to
-   arrive. */
+/* Whether a rank of another host is gone, and a notice that says why is here or has had time to
+   arrive: none follows a goodbye, and a rank that was alone on its host leaves none to send one. */
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n) {
   const cddp__peer *p = &g->hosts->peers[rank];
+  bool brief;
   if (!cddp__is_lost(g, rank)) return false;
   if (how != NULL) cddp__describe_link_end(p->error, how, n);
+  brief = p->error == CDDP__LEFT || g->hosts->nodes[p->host].size == 1;
   return cddp__has_cause(&g->block->cause) ||
-         cddp__now() >= p->lost_at + (p->error == CDDP__LEFT ? CDDP__NEWS_S / 5
-                                                             : cddp__notice_time(g, rank));
+         cddp__now() >= p->lost_at + (brief ? CDDP__NEWS_S : CDDP__CAUSE_S);
 }
 
 /* Nothing has come from a rank until the deadline. */
 static cddp_result cddp__hosts_late(cddp_group *g, int rank) {
   const cddp__hosts *x = g->hosts;
-  int others = x->nodes[x->peers[rank].host].size - 1;
-  char who[160], what[320], more[48] = "", where[CDDP__ERROR_MAX] = "";
-  cddp_result r = cddp__await_notice(g, CDDP__NEWS_S);
-  if (r != CDDP_OK) return r;
+  const char *more = x->nodes[x->peers[rank].host].size > 1 ? " or another rank of its host" : "";
+  char who[160], what[320], where[CDDP__ERROR_MAX] = "";
   cddp__describe_elsewhere(g, where, sizeof where);
   cddp__name_rank(g, rank, who, sizeof who);
   cddp__describe_here(g, what, sizeof what);
-  if (others > 1) snprintf(more, sizeof more, " or one of the %d other ranks there", others);
-  if (others == 1) snprintf(more, sizeof more, " or the other rank there");
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: %s%s did not come to %s, or that host cannot be reached%s",
              g->timeout_s, who, more, what, where);
   return cddp__break(g, CDDP_TIMEOUT);
-}
-
-/* During a collective over hosts every rank of this host takes part until the end: it breaks the
-   group if one of them has ended. */
-static cddp_result cddp__check_local_ranks(cddp_group *g) {
-  char what[320];
-  int p;
-  for (p = 0; p < g->size; p++) {
-    if (p == g->rank || g->members[p] < 0 || !cddp__rank_gone(g, p)) continue;
-    cddp__describe_here(g, what, sizeof what);
-    return cddp__report_lost(g, p, what);
-  }
-  return CDDP_OK;
 }
 
 /* In a healthy group: sends the other hosts an early notice if a rank of this host has died, which
@@ -9572,15 +9534,12 @@ static bool cddp__p2p_wanted(const cddp_group *g, int rank) {
 /* Sends and receives messages as far as possible without waiting. p2p_lock held. */
 static void cddp__hosts_serve(cddp_group *g) {
   cddp__hosts *x = g->hosts;
-  bool ask = cddp__now() >= x->ask_at;
   cddp__link **at, *l;
   cddp__message *m;
-  if (ask) x->ask_at = cddp__now() + CDDP__UNANSWERED_S / 4;
   cddp__net_look(g->host);
   for (at = &x->links; *at != NULL;) at = &(*at)->next;
   while ((*at = cddp__net_claim(g, CDDP__LINK_MESSAGES)) != NULL) at = &(*at)->next;
   for (l = x->links; l != NULL; l = l->next) {
-    if (ask) cddp__link_answered(l);
     cddp__link_flush(x->net, l);
     while (l->state == CDDP__LINK_UP &&
            (x->mailbox.bytes <= CDDP__STAGED_MAX || cddp__p2p_wanted(g, l->rank)) &&
@@ -9601,7 +9560,7 @@ static void cddp__hosts_poll(cddp_group *g, int peer) {
   fds[0].fd = cddp__net_listener(x->net);
   fds[0].events = POLLIN;
   pthread_mutex_lock(&g->p2p_lock);
-  if (remote) (void)cddp__p2p_link(g, peer);
+  if (remote && (l = cddp__p2p_link(g, peer)) != NULL) cddp__link_answered(l);
   for (l = x->links; l != NULL && n < 4; l = l->next) {
     bool out = cddp__link_connects(l) || cddp__buffer_size(&l->out) > 0;
     if (l->state == CDDP__LINK_DEAD || (l->rank != peer && !out)) continue;
@@ -9622,10 +9581,9 @@ static void cddp__hosts_poll(cddp_group *g, int peer) {
 typedef struct cddp__traffic {
   cddp_group *g;
   cddp__wait wait;
-  double ask_at;      /* when connections are asked for answers again, cddp__now() */
   cddp_result result; /* once not CDDP_OK nothing moves any more */
   bool moved;         /* anything, in this round */
-  int late;           /* a rank with which there is something left to do */
+  int late;           /* a rank with which there is something left to do: a lost one, if any is */
   int nfds;           /* connections that this round waits for, in hosts.fds */
 } cddp__traffic;
 
@@ -9650,24 +9608,15 @@ static void cddp__claim_data(cddp_group *g) {
   }
 }
 
-/* While waiting for a rank to which there is no DATA connection: looks whether it is gone. */
-static cddp_result cddp__watch_rank(cddp_group *g, int rank) {
-  if (g->hosts->peers[rank].data != NULL) return CDDP_OK;
-  pthread_mutex_lock(&g->p2p_lock);
-  (void)cddp__p2p_link(g, rank); /* it ends when that rank does */
-  cddp__hosts_serve(g);
-  pthread_mutex_unlock(&g->p2p_lock);
-  return cddp__is_lost(g, rank) ? cddp__hosts_lost(g, rank, g->hosts->peers[rank].error) : CDDP_OK;
-}
-
 /* Nothing could be moved: polls, then sleeps until a watched descriptor is ready, for at most a
-   few ms. */
+   few ms. It calls a late rank to which it has no DATA connection: the call ends when that does. */
 static cddp_result cddp__traffic_pause(cddp__traffic *t) {
   cddp_group *g = t->g;
   cddp__hosts *x = g->hosts;
-  struct pollfd *fds = x->fds;
-  bool joining = t->nfds == 0, first = t->wait.look == 0;
-  double now;
+  cddp__slot *slot = cddp__slot_of(g, g->rank);
+  struct pollfd *listener = &x->fds[t->nfds];
+  bool joining = t->nfds == 0;
+  cddp__link *l;
   cddp_result r;
   int i;
   if (t->wait.yields-- > 0) { /* with a core per rank it polls */
@@ -9675,27 +9624,27 @@ static cddp_result cddp__traffic_pause(cddp__traffic *t) {
     return CDDP_OK;
   }
   if ((r = cddp__wait_tick(g, &t->wait)) != CDDP_OK) return r;
-  now = cddp__now();
-  cddp__store32(&cddp__slot_of(g, g->rank)->awaits_at, (uint32_t)(uint64_t)(now * 1000));
-  cddp__store32(&cddp__slot_of(g, g->rank)->awaits, (uint32_t)t->late + 1);
+  cddp__store32(&slot->awaits_at, (uint32_t)(uint64_t)(cddp__now() * 1000));
+  cddp__store32(&slot->awaits, (uint32_t)t->late + 1);
   for (i = 0; i < g->size; i++) {
-    cddp__link *l = x->peers[i].data;
-    if (l == NULL) continue;
+    if ((l = x->peers[i].data) == NULL) continue;
     if (l->state < CDDP__LINK_UP) joining = true;
-    if (now >= t->ask_at) cddp__link_answered(l);
+    if (t->wait.due) cddp__link_answered(l);
   }
-  if (now >= t->ask_at) t->ask_at = now + CDDP__UNANSWERED_S / 4;
-  fds[t->nfds].fd = cddp__net_listener(x->net);
-  fds[t->nfds].events = POLLIN;
-  fds[t->nfds].revents = 0;
-  poll(fds, (nfds_t)t->nfds + 1, joining ? 1 : 5);
-  if (joining || fds[t->nfds].revents != 0) cddp__hosts_look(g);
+  listener->fd = cddp__net_listener(x->net);
+  listener->events = POLLIN;
+  listener->revents = 0;
+  poll(x->fds, (nfds_t)t->nfds + 1, joining ? 1 : 5);
+  if (joining || listener->revents != 0) cddp__hosts_look(g);
   if (t->wait.due) {
     if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
-    if ((r = cddp__check_local_ranks(g)) != CDDP_OK) return r;
     cddp__claim_data(g);
-    if (!first && (r = cddp__watch_rank(g, t->late)) != CDDP_OK) return r;
+    pthread_mutex_lock(&g->p2p_lock);
+    l = x->peers[t->late].data == NULL ? cddp__p2p_link(g, t->late) : NULL;
+    if (l != NULL) cddp__link_answered(l);
+    pthread_mutex_unlock(&g->p2p_lock);
   }
+  if (cddp__hosts_gone(g, t->late, NULL, 0)) return cddp__report_lost(g, t->late, NULL);
   return t->wait.late ? cddp__hosts_late(g, t->late) : CDDP_OK;
 }
 
@@ -9709,13 +9658,12 @@ static void cddp__traffic_watch(cddp__traffic *t, const cddp__link *l, bool out)
   t->nfds++;
 }
 
-/* The DATA connection to a rank, made if need be; NULL: it is not up yet. */
+/* The DATA connection to a rank, made if need be; NULL: it is not up yet, or the rank is lost. */
 static cddp__link *cddp__data_link(cddp__traffic *t, int rank) {
   cddp_group *g = t->g;
   cddp__link *l = g->hosts->peers[rank].data;
   if (l == NULL && g->world[g->rank] < g->world[rank]) {
-    l = cddp__link_call(g->hosts->net, g->world[rank], CDDP__LINK_DATA, g->id);
-    if (l != NULL) l->rank = rank;
+    l = cddp__call_rank(g, rank, CDDP__LINK_DATA);
     if (l == NULL) t->result = cddp__break(g, CDDP_SYSTEM);
     cddp__set_data(g, rank, l);
   } else if (l == NULL) {
@@ -9724,7 +9672,7 @@ static cddp__link *cddp__data_link(cddp__traffic *t, int rank) {
   }
   if (l == NULL || cddp__link_shake(g->hosts->net, l)) return l;
   if (l->state == CDDP__LINK_DEAD)
-    t->result = cddp__hosts_lost(g, rank, l->error);
+    cddp__note_lost(g, rank, l->error);
   else
     cddp__traffic_watch(t, l, l->state != CDDP__LINK_PROVING);
   return NULL;
@@ -9741,7 +9689,7 @@ static bool cddp__traffic_frame(cddp__traffic *t, const cddp__item *it, bool out
   before = out ? l->sent : l->got;
   done = out ? cddp__link_push(l, to, it->size) : cddp__link_pull(l, to, it->least, it->size);
   if (done == 0) cddp__traffic_watch(t, l, out);
-  if (done < 0) t->result = cddp__hosts_lost(t->g, it->rank, l->error);
+  if (done < 0) cddp__note_lost(t->g, it->rank, l->error);
   t->moved = t->moved || done > 0 || (out ? l->sent : l->got) != before; /* slow is not late */
   return done > 0;
 }
@@ -9774,14 +9722,15 @@ static bool cddp__traffic_round(cddp__traffic *t, cddp__item *items, int *count,
     items[kept++] = it;
     if (it.step >= due) continue;
     left = true;
-    t->late = it.rank;
+    if (t->late < 0 || !cddp__is_lost(t->g, t->late)) t->late = it.rank;
   }
   *count = kept;
   return left;
 }
 
 /* Moves posted frames until all that are to come have come, and all to be sent that were posted in
-   a step before `due` have gone. The deadline runs as long as nothing moves. */
+   a step before `due` have gone. The deadline runs as long as nothing moves, and a moment longer:
+   ranks that know more of a late one can say so first. */
 static cddp_result cddp__deliver(cddp_group *g, long due) {
   cddp__hosts *x = g->hosts;
   cddp__traffic t;
@@ -9790,13 +9739,10 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
   t.g = g;
   t.moved = true;
   do {
-    if (t.moved) {
-      cddp__wait_begin(&t.wait, g->timeout_s, g->spin >= CDDP__SPIN ? 100 : 1);
-      t.wait.look = 0;
-      t.ask_at = cddp__now() + CDDP__UNANSWERED_S / 4;
-    }
+    if (t.moved)
+      cddp__wait_begin(&t.wait, g->timeout_s + CDDP__NEWS_S, g->spin >= CDDP__SPIN ? 100 : 1);
     t.moved = false;
-    t.late = x->lowest_remote;
+    t.late = -1;
     t.nfds = 0;
     left = cddp__traffic_round(&t, x->outs, &x->out_count, true, due);
     left = cddp__traffic_round(&t, x->ins, &x->in_count, false, LONG_MAX) || left;
@@ -9814,29 +9760,35 @@ static int cddp__rank_on(const cddp__hosts *x, int host, int i) {
   return x->ranks[x->nodes[host].first + i];
 }
 
+/* The header of the i-th rank of a host, as its leader has it. */
+static cddp__op_header *cddp__header_in(const cddp__hosts *x, int host, int i) {
+  return (cddp__op_header *)(void *)(x->headers + x->nodes[host].headers_at) + i;
+}
+
 /* Bytes of a rank's staging buffer that ride with the headers of a round, by one of them. */
-static size_t cddp__ride_of(const cddp_group *g, const unsigned char *header, int rank) {
-  uint32_t call = cddp__get32(header), kind = call & 255, dtype = call >> 8 & 255;
-  uint64_t count = cddp__get64(header + 8);
+static size_t cddp__ride_of(const cddp_group *g, const cddp__op_header *header, int rank) {
+  uint32_t kind = header->call & 255, dtype = header->call >> 8 & 255;
   size_t element;
-  if (call >> 24 != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW || dtype > CDDP_I64)
+  if (header->call >> 24 != CDDP__PHASE_STAGED || kind >= CDDP__KIND_GROUP_NEW || dtype > CDDP_I64)
     return 0;
   element = cddp__dtype_size((cddp_dtype)dtype);
   if (cddp__shapes[kind].scatters) element *= (size_t)g->size;
-  if (count > g->staging_size / element || count <= CDDP__INLINE / element) return 0;
-  if (cddp__shapes[kind].from_root && (uint32_t)rank != cddp__get32(header + 4)) return 0;
-  return element * (size_t)count;
+  if (header->count > g->staging_size / element || header->count <= CDDP__INLINE / element)
+    return 0;
+  if (cddp__shapes[kind].from_root && rank != header->root) return 0;
+  return element * (size_t)header->count;
 }
 
 /* Copies what rides with a host's headers from its ranks' staging buffers to its place behind them,
    or from there. Returns the bytes of all. */
-static size_t cddp__ride_copy(cddp_group *g, int host, unsigned char *headers, bool out) {
-  const cddp__group_node *m = &g->hosts->nodes[host];
-  size_t sum = (size_t)m->size * CDDP__HEADER_BYTES;
+static size_t cddp__ride_copy(cddp_group *g, int host, bool out) {
+  cddp__hosts *x = g->hosts;
+  char *headers = (char *)cddp__header_in(x, host, 0);
+  size_t sum = (size_t)x->nodes[host].size * CDDP__HEADER_BYTES;
   int i;
-  for (i = 0; i < m->size; i++) {
-    int rank = cddp__rank_on(g->hosts, host, i);
-    size_t bytes = cddp__ride_of(g, headers, rank);
+  for (i = 0; i < x->nodes[host].size; i++) {
+    int rank = cddp__rank_on(x, host, i);
+    size_t bytes = cddp__ride_of(g, cddp__header_in(x, host, 0), rank);
     void *staging = cddp__staging_of(g, rank, g->round);
     if (bytes > 0) memcpy(out ? headers + sum : staging, out ? staging : headers + sum, bytes);
     sum += bytes;
@@ -9854,7 +9806,7 @@ static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp_result r = CDDP_OK;
   int d, i, n, count = x->count;
   if (count <= CDDP__DIRECT_HOSTS) {
-    have = cddp__ride_copy(g, x->mine, x->headers, true);
+    have = cddp__ride_copy(g, x->mine, true);
     for (i = 1; i < count; i++) {
       int host = (x->mine + i) % count, leader = cddp__rank_on(x, host, 0);
       size_t size = (size_t)x->nodes[host].size;
@@ -9889,28 +9841,22 @@ static cddp_result cddp__mirror_headers(cddp_group *g) {
   for (h = 0; h < x->count && x->count <= CDDP__DIRECT_HOSTS; h++) {
     const cddp__link *l = x->peers[cddp__rank_on(x, h, 0)].data;
     if (h == x->mine) continue;
-    if (cddp__ride_copy(g, h, x->headers + x->nodes[h].headers_at, false) ==
-        cddp__get64(l->in_head + 24))
-      continue;
+    if (cddp__ride_copy(g, h, false) == cddp__get64(l->in_head + 24)) continue;
     cddp__fail(CDDP_NETWORK, "rank %d sent a message to rank %d that is not as long as was due",
                l->rank, g->rank);
     return cddp__break(g, CDDP_NETWORK);
   }
   for (p = g->size - 1; p >= 0; p--) {
     cddp__op_header *header = cddp__op_header_of(g, p, g->round);
-    const unsigned char *in = x->headers + x->nodes[x->peers[p].host].headers_at +
-                              (size_t)x->peers[p].number * CDDP__HEADER_BYTES;
+    const cddp__op_header *in = cddp__header_in(x, x->peers[p].host, x->peers[p].number);
     if (g->members[p] >= 0) continue;
-    if (cddp__get32(in + 20) != g->round) {
-      cddp__fail(CDDP_NETWORK, "rank %d is at round %u of the group, rank %d at %u", p,
-                 cddp__get32(in + 20), g->rank, g->round);
+    if (in->seq.v != g->round) {
+      cddp__fail(CDDP_NETWORK, "rank %d is at round %u of the group, rank %d at %u", p, in->seq.v,
+                 g->rank, g->round);
       return cddp__break(g, CDDP_NETWORK);
     }
-    header->call = cddp__get32(in);
-    header->root = (int32_t)cddp__get32(in + 4);
-    header->count = cddp__get64(in + 8);
-    header->fp_mode = cddp__get32(in + 16);
-    memcpy(header->u.bytes, in + 24, CDDP__INLINE);
+    memcpy((char *)header + sizeof in->seq, (const char *)in + sizeof in->seq,
+           CDDP__HEADER_BYTES - sizeof in->seq);
     cddp__exchange32(&header->seq, g->round);
   }
   if (!g->oversubscribed && cddp__load32(&g->block->sleepers) != 0)
@@ -9930,15 +9876,9 @@ static cddp_result cddp__hosts_meet(cddp_group *g) {
     r = cddp__wait_word(g, &g->block->arrivals, g->arrive_target + (uint32_t)g->local_size - 1);
   for (i = 0; i < g->local_size; i++) {
     cddp__op_header *header = cddp__op_header_of(g, cddp__rank_on(x, x->mine, i), g->round);
-    unsigned char *out = x->headers + (size_t)i * CDDP__HEADER_BYTES;
     if (r == CDDP_OK && !g->oversubscribed) r = cddp__wait_word(g, &header->seq, g->round);
     if (r != CDDP_OK) return r;
-    cddp__put32(out, header->call);
-    cddp__put32(out + 4, (uint32_t)header->root);
-    cddp__put64(out + 8, header->count);
-    cddp__put32(out + 16, header->fp_mode);
-    cddp__put32(out + 20, g->round);
-    memcpy(out + 24, header->u.bytes, CDDP__INLINE);
+    memcpy(cddp__header_in(x, x->mine, i), header, CDDP__HEADER_BYTES);
   }
   if ((r = cddp__exchange_headers(g)) != CDDP_OK) return r;
   return cddp__mirror_headers(g);
@@ -9954,179 +9894,172 @@ static cddp_result cddp__hosts_meet(cddp_group *g) {
 typedef struct cddp__hier {
   cddp_group *g;
   const cddp__call *c;
-  char *const *bufs;  /* [local_size] element 0 of every local rank's buffer */
+  void *const *bufs;  /* [local_size] element 0 of every local rank's buffer */
   size_t begin, end;  /* elements */
-  size_t piece, most; /* elements of a piece, of its largest part */
+  size_t piece, part; /* elements of a piece, of its largest part */
   long pieces, ahead;
   bool whole;          /* short: every part is the piece, all hosts add up all of it */
   bool reduces, raw;   /* not broadcast; this host's sums are its only rank's buffer itself */
   int root_host, root; /* -1 without one; the root's number if it is on this host, else -1 */
-  cddp_dtype dtype;
-  size_t esize, csize;
-  size_t mine_bytes, all_bytes; /* an element's subtrees: of this host, of all */
-  char *out, *in, *sums, *result; /* in x->stage; of out and result there are CDDP__SLOTS */
+  char *out, *in, *result; /* in hosts.stage; of out and result there are CDDP__SLOTS */
 } cddp__hier;
 
-static void cddp__hier_part(const cddp__hier *y, long k, int host, size_t *begin, size_t *n) {
-  size_t from = y->begin + (size_t)k * y->piece, to = cddp__min(from + y->piece, y->end), end;
-  *begin = 0;
-  end = to - from;
-  if (!y->whole)
-    cddp__slice(to - from, CDDP__CACHE_LINE / y->esize, y->g->hosts->count, host, begin, &end);
-  *n = end - *begin;
-  *begin += from;
+static void cddp__hier_part(const cddp__hier *h, long k, int host, size_t *begin, size_t *n) {
+  size_t from = h->begin + (size_t)k * h->piece, at = 0, end = cddp__min(h->piece, h->end - from);
+  if (!h->whole)
+    cddp__slice(end, CDDP__CACHE_LINE / h->c->esize, h->g->hosts->count, host, &at, &end);
+  *begin = from + at;
+  *n = end - at;
 }
 
 /* Whether host `from` sends host `to` such frames at all. */
-static bool cddp__hier_sends(const cddp__hier *y, int from, int to, bool back) {
-  const cddp__shape *s = &cddp__shapes[y->c->kind];
-  if (y->whole) return !back;
-  if (s->from_root) return back ? to != y->root_host : from == y->root_host;
-  return !back || !s->to_root || to == y->root_host;
+static bool cddp__hier_sends(const cddp__hier *h, int from, int to, bool back) {
+  const cddp__shape *s = &cddp__shapes[h->c->kind];
+  if (h->whole) return !back;
+  if (s->from_root) return back ? to != h->root_host : from == h->root_host;
+  return !back || !s->to_root || to == h->root_host;
 }
 
-static char *cddp__hier_local(const cddp__hier *y, int number, size_t begin) {
-  return y->bufs[number] + begin * y->esize;
+static char *cddp__hier_local(const cddp__hier *h, int number, size_t begin) {
+  return (char *)h->bufs[number] + begin * h->c->esize;
 }
 
 /* Where this host's sums for another's part of piece k wait to be sent. */
-static char *cddp__hier_out(const cddp__hier *y, long k, int host) {
-  size_t part = y->most * y->mine_bytes, slot = (size_t)(k % CDDP__SLOTS);
-  return y->out + part * (y->whole ? slot : slot * (size_t)y->g->hosts->count + (size_t)host);
+static char *cddp__hier_out(const cddp__hier *h, long k, int host) {
+  const cddp__hosts *x = h->g->hosts;
+  size_t slot = (size_t)(k % CDDP__SLOTS);
+  if (!h->whole) slot = slot * (size_t)x->count + (size_t)host; /* else one host's are all's */
+  return h->out + slot * h->part * x->nodes[x->mine].bytes;
 }
 
 /* Where the result of this host's part goes first: to a rank that wants it, if there is one. */
-static char *cddp__hier_result(const cddp__hier *y, long k, size_t begin) {
-  if (y->root < 0 && y->c->kind == CDDP__KIND_REDUCE)
-    return y->result + (size_t)(k % CDDP__SLOTS) * y->most * y->esize;
-  return cddp__hier_local(y, y->root >= 0 ? y->root : y->g->local_rank, begin);
+static char *cddp__hier_result(const cddp__hier *h, long k, size_t begin) {
+  if (h->root < 0 && h->c->kind == CDDP__KIND_REDUCE)
+    return h->result + (size_t)(k % CDDP__SLOTS) * h->part * h->c->esize;
+  return cddp__hier_local(h, h->root >= 0 ? h->root : h->g->local_rank, begin);
 }
 
 /* The sum of one of this host's subtrees over what its ranks have `offset` bytes behind sources[its
    number]: into space, or a single rank's memory itself. */
 static const void *cddp__subtree_sum(cddp__hosts *x, const cddp__call *c, int subtree,
-                                     char *const *sources, size_t offset, size_t n, void *space) {
+                                     void *const *sources, size_t offset, size_t n, void *space) {
   const cddp__subtree *s = &x->subtrees[subtree];
   int r;
   for (r = s->low; r < s->high; r++)
-    x->pointers[r - s->low] = sources[x->peers[x->leaves[r]].number] + offset;
+    x->pointers[r - s->low] = (const char *)sources[x->peers[x->leaves[r]].number] + offset;
   if (s->high - s->low == 1) return x->pointers[0];
   cddp__reduce_part(space, x->pointers, s->high - s->low, n, (cddp_dtype)c->dtype,
                     (cddp_op)c->op);
   return space;
 }
 
-static void cddp__hier_copies(const cddp__hier *y, size_t begin, size_t n, int from) {
+/* This host's sums, as another one gets them: one behind the other in `out`. */
+static void cddp__sum_here(cddp__hosts *x, const cddp__call *c, void *const *sources,
+                           size_t offset, size_t n, char *out) {
+  int i;
+  for (i = 0; i < x->subtree_count; i++) {
+    char *to = out + n * x->subtrees[i].at;
+    if (x->subtrees[i].host == x->mine)
+      cddp__copy(to, cddp__subtree_sum(x, c, i, sources, offset, n, to), n * c->esize);
+  }
+}
+
+/* The sum of all ranks, from those of the other hosts, which lie in `in`: for each byte of an
+   element there is room for `room` of them. This host's sums go to their place there. */
+static void cddp__sum_all(cddp__hosts *x, const cddp__call *c, void *const *sources, size_t offset,
+                          size_t n, char *in, size_t room, void *result) {
+  int i;
+  for (i = 0; i < x->subtree_count; i++) {
+    const cddp__subtree *s = &x->subtrees[i];
+    char *at = in + room * x->nodes[s->host].bytes_at + n * s->at;
+    x->sums[i] = s->host == x->mine ? cddp__subtree_sum(x, c, i, sources, offset, n, at) : at;
+  }
+  if (x->subtree_count > 1)
+    cddp__reduce_nodes(result, x->sums, x->widths, x->subtree_count, x->leaf_count, n,
+                       (cddp_dtype)c->dtype, (cddp_op)c->op);
+  else
+    cddp__copy(result, x->sums[0], n * c->esize);
+}
+
+/* Copies piece k from one rank's buffer to the others of this host. */
+static void cddp__hier_copies(const cddp__hier *h, long k, int from) {
+  size_t begin = h->begin + (size_t)k * h->piece, n = cddp__min(h->piece, h->end - begin);
   int t;
-  for (t = 0; t < y->g->local_size; t++)
+  for (t = 0; t < h->g->local_size; t++)
     if (t != from)
-      memcpy(cddp__hier_local(y, t, begin), cddp__hier_local(y, from, begin), n * y->esize);
+      memcpy(cddp__hier_local(h, t, begin), cddp__hier_local(h, from, begin), n * h->c->esize);
 }
 
 /* Makes the sums of piece k that others are to get. A broadcast's root fills its host's buffers. */
-static void cddp__hier_prepare(const cddp__hier *y, long k) {
-  cddp__hosts *x = y->g->hosts;
-  size_t begin = y->begin + (size_t)k * y->piece, n;
-  int h, i;
-  if (!y->reduces && y->root >= 0)
-    cddp__hier_copies(y, begin, cddp__min(y->piece, y->end - begin), y->root);
-  for (h = 0; h < x->count && y->reduces && !y->raw; h++) {
-    if (h == x->mine || (y->whole && h != (x->mine == 0))) continue; /* one host's are all's */
-    cddp__hier_part(y, k, h, &begin, &n);
-    for (i = 0; i < x->subtree_count; i++) {
-      char *dst = cddp__hier_out(y, k, h) + n * x->subtrees[i].at;
-      if (x->subtrees[i].host == x->mine)
-        cddp__copy(dst, cddp__subtree_sum(x, y->c, i, y->bufs, begin * y->esize, n, dst),
-                   n * y->esize);
-    }
+static void cddp__hier_prepare(const cddp__hier *h, long k) {
+  cddp__hosts *x = h->g->hosts;
+  size_t begin, n;
+  int host;
+  if (!h->reduces && h->root >= 0) cddp__hier_copies(h, k, h->root);
+  for (host = 0; host < x->count && h->reduces && !h->raw; host++) {
+    if (host == x->mine) continue;
+    cddp__hier_part(h, k, host, &begin, &n);
+    cddp__sum_here(x, h->c, h->bufs, begin * h->c->esize, n, cddp__hier_out(h, k, host));
+    if (h->whole) break;
   }
 }
 
 /* Posts the frames A, or (back) B, of piece k, if there is such a piece. */
-static void cddp__hier_post(const cddp__hier *y, long k, bool back, bool out) {
-  cddp__hosts *x = y->g->hosts;
-  int me = y->g->local_rank, i;
-  if (k < 0 || k >= y->pieces) return;
-  if (out && !back) cddp__hier_prepare(y, k);
+static void cddp__hier_post(const cddp__hier *h, long k, bool back, bool out) {
+  cddp__hosts *x = h->g->hosts;
+  int me = h->g->local_rank, i;
+  if (k < 0 || k >= h->pieces) return;
+  if (out && !back) cddp__hier_prepare(h, k);
   for (i = 1; i < x->count; i++) {
-    int h = (x->mine + i) % x->count, from = out ? x->mine : h, to = out ? h : x->mine;
+    int host = (x->mine + i) % x->count, from = out ? x->mine : host, to = out ? host : x->mine;
     size_t begin, n, bytes;
     const char *data;
-    cddp__hier_part(y, k, back ? from : to, &begin, &n);
-    if (n == 0 || !cddp__hier_sends(y, from, to, back)) continue;
-    bytes = n * (back || !y->reduces ? y->esize : x->nodes[from].bytes);
+    cddp__hier_part(h, k, back ? from : to, &begin, &n);
+    if (n == 0 || !cddp__hier_sends(h, from, to, back)) continue;
+    bytes = n * (back || !h->reduces ? h->c->esize : x->nodes[from].bytes);
     if (out && back)
-      data = cddp__hier_result(y, k, begin);
-    else if (out && y->reduces && !y->raw)
-      data = cddp__hier_out(y, k, h);
-    else if (!out && !back && y->reduces)
-      data = y->in + y->most * x->nodes[h].bytes_at;
+      data = cddp__hier_result(h, k, begin);
+    else if (out && h->reduces && !h->raw)
+      data = cddp__hier_out(h, k, host);
+    else if (!out && !back && h->reduces)
+      data = h->in + h->part * x->nodes[host].bytes_at;
     else
-      data = cddp__hier_local(y, y->root >= 0 && !(out && y->reduces) ? y->root : me, begin);
-    cddp__post_frame(y->g, out, cddp__rank_on(x, h, me), data, bytes);
+      data = cddp__hier_local(h, h->root >= 0 && !(out && h->reduces) ? h->root : me, begin);
+    cddp__post_frame(h->g, out, cddp__rank_on(x, host, me), data, bytes);
   }
 }
 
-/* What has come for this host's part of piece k is added up, and copied to all ranks here. */
-static void cddp__hier_fold(const cddp__hier *y, long k) {
-  cddp__hosts *x = y->g->hosts;
-  char *sums = y->sums, *dst;
-  size_t begin, n;
-  int i;
-  if (k < 0 || k >= y->pieces) return;
-  cddp__hier_part(y, k, x->mine, &begin, &n);
-  dst = cddp__hier_result(y, k, begin);
-  for (i = 0; i < x->subtree_count && y->reduces; i++) {
-    if (x->subtrees[i].host != x->mine) {
-      x->sums[i] = y->in + y->most * x->nodes[x->subtrees[i].host].bytes_at + n * x->subtrees[i].at;
-    } else {
-      x->sums[i] = cddp__subtree_sum(x, y->c, i, y->bufs, begin * y->esize, n, sums);
-      if (x->sums[i] == sums) sums += n * y->csize;
-    }
-  }
-  if (n > 0 && y->reduces && x->subtree_count > 1)
-    cddp__reduce_nodes(dst, x->sums, x->widths, x->subtree_count, x->leaf_count, n, y->dtype,
-                       (cddp_op)y->c->op);
-  else if (n > 0 && y->reduces)
-    cddp__copy(dst, x->sums[0], n * y->esize);
-  if (y->root < 0 && y->c->kind != CDDP__KIND_REDUCE)
-    cddp__hier_copies(y, begin, n, y->g->local_rank);
-}
-
-/* Copies the parts of piece k that have come from the other hosts to all ranks here. */
-static void cddp__hier_take(const cddp__hier *y, long k) {
-  int h;
-  if (k < 0 || k >= y->pieces || y->c->kind == CDDP__KIND_REDUCE) return;
-  for (h = 0; h < y->g->hosts->count; h++) {
-    size_t begin, n;
-    if (!cddp__hier_sends(y, h, y->g->hosts->mine, true) || h == y->g->hosts->mine) continue;
-    cddp__hier_part(y, k, h, &begin, &n);
-    cddp__hier_copies(y, begin, n, y->g->local_rank);
-  }
-}
-
-static cddp_result cddp__hier_run(const cddp__hier *y) {
-  long s, last = y->pieces + y->ahead;
+static cddp_result cddp__hier_run(const cddp__hier *h) {
+  cddp__hosts *x = h->g->hosts;
+  long s, done, last = h->pieces + h->ahead;
+  bool copies = h->root < 0 && h->c->kind != CDDP__KIND_REDUCE;
   cddp_result r = CDDP_OK;
-  for (s = -y->ahead; r == CDDP_OK && s <= last; s++) {
-    y->g->hosts->step = s;
-    cddp__hier_post(y, s + y->ahead, false, true);
-    cddp__hier_post(y, s - 1, true, true);
-    cddp__hier_post(y, s, false, false);
-    cddp__hier_post(y, s - y->ahead - 1, true, false);
+  size_t begin, n;
+  for (s = -h->ahead; r == CDDP_OK && s <= last; s++) {
+    x->step = s;
+    done = s - h->ahead - 1;
+    cddp__hier_post(h, s + h->ahead, false, true);
+    cddp__hier_post(h, s - 1, true, true);
+    cddp__hier_post(h, s, false, false);
+    cddp__hier_post(h, done, true, false);
     /* what the next step writes over must have been sent */
-    r = cddp__deliver(y->g, s == last ? LONG_MAX : s + 2 - CDDP__SLOTS);
-    if (r != CDDP_OK) break;
-    cddp__hier_fold(y, s);
-    cddp__hier_take(y, s - y->ahead - 1);
+    r = cddp__deliver(h->g, s == last ? LONG_MAX : s + 2 - CDDP__SLOTS);
+    if (r == CDDP_OK && h->reduces && s >= 0 && s < h->pieces) {
+      cddp__hier_part(h, s, x->mine, &begin, &n);
+      if (n > 0)
+        cddp__sum_all(x, h->c, h->bufs, begin * h->c->esize, n, h->in, h->part,
+                      cddp__hier_result(h, s, begin));
+    }
+    if (r == CDDP_OK && copies && done >= 0) cddp__hier_copies(h, done, h->g->local_rank);
   }
   return r;
 }
 
 /* Bytes an element of every host's subtrees, and where each begins among its host's: those of
-   several ranks first, as their elements may be wider. */
-static void cddp__count_bytes(cddp__hosts *x, size_t esize, size_t csize) {
-  size_t sum = 0;
+   several ranks first, as their elements may be wider, not being rounded yet. Returns the bytes of
+   all. */
+static size_t cddp__count_bytes(cddp__hosts *x, const cddp__call *c) {
+  size_t wide = c->dtype == CDDP_F16 || c->dtype == CDDP_BF16 ? 4 : c->esize, sum = 0;
   int i, pass;
   for (i = 0; i < x->count; i++) x->nodes[i].bytes = 0;
   for (pass = 0; pass < 2; pass++)
@@ -10134,9 +10067,10 @@ static void cddp__count_bytes(cddp__hosts *x, size_t esize, size_t csize) {
       cddp__group_node *m = &x->nodes[x->subtrees[i].host];
       if ((x->widths[i] == 1) != pass) continue;
       x->subtrees[i].at = m->bytes;
-      m->bytes += pass ? esize : csize;
+      m->bytes += pass ? c->esize : wide;
     }
   for (i = 0; i < x->count; sum += x->nodes[i++].bytes) x->nodes[i].bytes_at = sum;
+  return sum;
 }
 
 static cddp_result cddp__hosts_stage(cddp_group *g, size_t bytes) {
@@ -10148,66 +10082,45 @@ static cddp_result cddp__hosts_stage(cddp_group *g, size_t bytes) {
   return x->stage != NULL ? CDDP_OK : cddp__break(g, CDDP_OUT_OF_MEMORY);
 }
 
-/* Sizes of pieces and stages. */
-static cddp_result cddp__hier_plan(cddp__hier *y) {
-  const cddp__hosts *x = y->g->hosts;
-  size_t granule = CDDP__CACHE_LINE / y->esize, hosts = (size_t)x->count, out, in, sums, result;
-  size_t part = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / hosts) * hosts / y->all_bytes;
-  cddp_result r;
-  part = cddp__round_up(cddp__max(part, 1), granule);
-  y->piece = part * hosts;
-  y->whole = y->c->kind == CDDP__KIND_ALL_REDUCE &&
-             (y->end - y->begin) * y->all_bytes <= CDDP__WHOLE_MOST;
-  if (y->whole) y->piece = y->end - y->begin;
-  y->most = y->whole ? cddp__round_up(y->piece, granule) : part;
-  y->pieces = (long)((y->end - y->begin + y->piece - 1) / cddp__max(y->piece, 1));
-  y->ahead = y->pieces > CDDP__AHEAD ? CDDP__AHEAD : y->pieces - 1;
-  y->raw = y->reduces && !y->whole && y->g->local_size == 1;
-  if (!y->reduces) return CDDP_OK;
-  out = y->raw ? 0 : y->most * y->mine_bytes * (y->whole ? 1 : hosts);
-  out = cddp__round_up(out, CDDP__CACHE_LINE);
-  in = cddp__round_up(y->most * y->all_bytes, CDDP__CACHE_LINE);
-  sums = cddp__round_up(y->most * y->mine_bytes, CDDP__CACHE_LINE);
-  result = cddp__round_up(y->most * y->esize, CDDP__CACHE_LINE);
-  r = cddp__hosts_stage(y->g, CDDP__SLOTS * (out + result) + in + sums);
-  if (r != CDDP_OK) return r;
-  y->out = x->stage;
-  y->in = y->out + CDDP__SLOTS * out;
-  y->sums = y->in + in;
-  y->result = y->sums + sums;
-  return CDDP_OK;
-}
-
-/* Bytes of an element in a sum that is not rounded yet. */
-static size_t cddp__sum_size(const cddp__call *c) {
-  return c->dtype == CDDP_F16 || c->dtype == CDDP_BF16 ? 4 : c->esize;
-}
-
 /* One call's elements [0, count) of bufs, the buffers of this host's ranks, all in memory that each
    of them sees. Its ranks have met before and meet afterwards. */
-static cddp_result cddp__hier_call(cddp_group *g, const cddp__call *c, char *const *bufs,
+static cddp_result cddp__hier_call(cddp_group *g, const cddp__call *c, void *const *bufs,
                                    size_t count) {
   cddp__hosts *x = g->hosts;
-  cddp__hier y;
+  size_t granule = CDDP__CACHE_LINE / c->esize, hosts = (size_t)x->count, all, out, in, result;
+  cddp__hier h;
   cddp_result r;
   if (g->local_rank >= x->min_locals) return CDDP_OK;
-  memset(&y, 0, sizeof y);
-  y.g = g;
-  y.c = c;
-  y.bufs = bufs;
-  y.dtype = (cddp_dtype)c->dtype;
-  y.esize = c->esize;
-  y.csize = cddp__sum_size(c);
-  y.reduces = cddp__shapes[c->kind].reduces;
-  y.root_host = c->root >= 0 ? x->peers[c->root].host : -1;
-  y.root = y.root_host == x->mine ? x->peers[c->root].number : -1;
-  cddp__slice(count, CDDP__CACHE_LINE / y.esize, x->min_locals, g->local_rank, &y.begin, &y.end);
-  if (y.begin == y.end) return CDDP_OK;
-  cddp__count_bytes(x, y.esize, y.csize);
-  y.mine_bytes = x->nodes[x->mine].bytes;
-  y.all_bytes = x->nodes[x->count - 1].bytes_at + x->nodes[x->count - 1].bytes;
-  if ((r = cddp__hier_plan(&y)) != CDDP_OK) return r;
-  return cddp__hier_run(&y);
+  memset(&h, 0, sizeof h);
+  h.g = g;
+  h.c = c;
+  h.bufs = bufs;
+  h.reduces = cddp__shapes[c->kind].reduces;
+  h.root_host = c->root >= 0 ? x->peers[c->root].host : -1;
+  h.root = h.root_host == x->mine ? x->peers[c->root].number : -1;
+  cddp__slice(count, granule, x->min_locals, g->local_rank, &h.begin, &h.end);
+  if (h.begin == h.end) return CDDP_OK;
+  all = cddp__count_bytes(x, c);
+  h.part = cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / hosts) * hosts / all;
+  h.part = cddp__round_up(cddp__max(h.part, 1), granule);
+  h.piece = h.part * hosts;
+  h.whole = c->kind == CDDP__KIND_ALL_REDUCE && (h.end - h.begin) * all <= CDDP__WHOLE_MOST;
+  if (h.whole) h.piece = h.end - h.begin;
+  if (h.whole) h.part = cddp__round_up(h.piece, granule);
+  h.pieces = (long)((h.end - h.begin + h.piece - 1) / h.piece);
+  h.ahead = h.pieces > CDDP__AHEAD ? CDDP__AHEAD : h.pieces - 1;
+  h.raw = h.reduces && !h.whole && g->local_size == 1;
+  if (h.reduces) {
+    out = h.raw ? 0 : h.part * x->nodes[x->mine].bytes * (h.whole ? 1 : hosts);
+    out = cddp__round_up(CDDP__SLOTS * out, CDDP__CACHE_LINE);
+    in = cddp__round_up(h.part * all, CDDP__CACHE_LINE);
+    result = CDDP__SLOTS * h.part * c->esize;
+    if ((r = cddp__hosts_stage(g, out + in + result)) != CDDP_OK) return r;
+    h.out = x->stage;
+    h.in = h.out + out;
+    h.result = h.in + in;
+  }
+  return cddp__hier_run(&h);
 }
 
 /* --- the other collectives: rank to rank --- */
@@ -10222,31 +10135,35 @@ typedef struct cddp__exchange {
 
 /* This host's local rank t's share for rank `to`, where this rank can see it: in t's buffer, or in
    its scratch. */
-static char *cddp__share_of(const cddp__exchange *v, int t, int to) {
-  const cddp__hosts *x = v->g->hosts;
-  const cddp__call *c = v->c;
+static char *cddp__share_of(const cddp__exchange *e, int t, int to) {
+  const cddp__hosts *x = e->g->hosts;
+  const cddp__call *c = e->c;
   size_t at = cddp__shapes[c->kind].scatters ? (size_t)to : 0;
-  if (x->bufs[t] != NULL) return x->bufs[t] + (at * c->count + v->begin) * c->esize;
+  if (x->bufs[t] != NULL) return (char *)x->bufs[t] + (at * c->count + e->begin) * c->esize;
   if (at > 0 && !cddp__shapes[c->kind].reduces) at = (size_t)x->peers[to].number;
-  return x->scratch[t] + (size_t)v->half * CDDP__HALF + at * v->n * c->esize;
+  return x->scratch[t] + (size_t)e->half * CDDP__HALF + at * e->n * c->esize;
+}
+
+/* Where this rank sees the shares of all ranks here for rank `to`: in x->pieces. */
+static void cddp__find_shares(const cddp__exchange *e, int to) {
+  int t;
+  for (t = 0; t < e->g->local_size; t++) e->g->hosts->pieces[t] = cddp__share_of(e, t, to);
 }
 
 /* Copies this rank's shares into its scratch, if its buffer is not shared and others of this host
    want them: of what is only moved, the shares for ranks here. */
-static void cddp__show(const cddp__exchange *v) {
-  const cddp__hosts *x = v->g->hosts;
-  const cddp__call *c = v->c;
-  int me = v->g->local_rank, i, shares = (int)cddp__send_shares(v->g, c);
-  char *to = x->scratch[me] + (size_t)v->half * CDDP__HALF;
-  size_t bytes = v->n * c->esize;
-  bool adds = cddp__shapes[c->kind].reduces, near = shares > 1 && !adds;
-  if (x->bufs[me] != NULL || !cddp__is_read(c, v->g->rank)) return;
-  if (!adds && cddp__shapes[c->kind].to_root && x->peers[c->root].host != x->mine) return;
-  if (near) shares = v->g->local_size;
-  for (i = 0; i < shares; i++)
-    memcpy(to + (size_t)i * bytes,
-           cddp__share_for(c, near ? cddp__rank_on(x, x->mine, i) : i) + v->begin * c->esize,
-           bytes);
+static void cddp__show(const cddp__exchange *e) {
+  const cddp__hosts *x = e->g->hosts;
+  const cddp__call *c = e->c;
+  const cddp__shape *s = &cddp__shapes[c->kind];
+  int me = e->g->rank, p;
+  if (x->bufs[e->g->local_rank] != NULL || !cddp__is_read(c, me)) return;
+  for (p = 0; p < e->g->size; p++) {
+    bool here = s->reduces || e->g->members[s->to_root ? c->root : p] >= 0;
+    if (here && (s->scatters || p == me))
+      memcpy(cddp__share_of(e, e->g->local_rank, p),
+             cddp__share_for(c, p) + e->begin * c->esize, e->n * c->esize);
+  }
 }
 
 /* Which of `host`'s ranks deals with rank: they take turns. */
@@ -10261,120 +10178,82 @@ static bool cddp__deals_with(const cddp_group *g, int rank) {
 
 /* Where a remote rank's share of an all_gather comes in: in the scratch of the rank that deals with
    it. */
-static char *cddp__recv_area(const cddp__exchange *v, int rank) {
-  const cddp__hosts *x = v->g->hosts;
+static char *cddp__recv_area(const cddp__exchange *e, int rank) {
+  const cddp__hosts *x = e->g->hosts;
   int t = x->peers[cddp__receiver_of(x, x->mine, rank)].number;
-  return x->scratch[t] + (size_t)v->half * CDDP__HALF + CDDP__SCRATCH +
-         (size_t)rank * v->n * v->c->esize;
+  return x->scratch[t] + (size_t)e->half * CDDP__HALF + CDDP__SCRATCH +
+         (size_t)rank * e->n * e->c->esize;
 }
 
-/* all_gather: one rank of each other host gets this rank's share, for all of that host. */
-static void cddp__exchange_all_gather(const cddp__exchange *v) {
-  const cddp__hosts *x = v->g->hosts;
-  const cddp__call *c = v->c;
-  size_t bytes = v->n * c->esize;
-  int h, r;
-  for (h = 0; h < x->count; h++)
-    if (h != x->mine)
-      cddp__post_frame(v->g, true, cddp__receiver_of(x, h, v->g->rank),
-                       (const char *)c->send + v->begin * c->esize, bytes);
-  for (r = 0; r < v->g->size; r++)
-    if (cddp__deals_with(v->g, r)) cddp__post_frame(v->g, false, r, cddp__recv_area(v, r), bytes);
-}
-
-/* gather, scatter, all_to_all: straight between the ranks' own buffers. */
-static cddp_result cddp__exchange_direct(const cddp__exchange *v) {
-  const cddp__hosts *x = v->g->hosts;
-  const cddp__call *c = v->c;
-  bool copied = cddp__overwrites(c);
-  size_t bytes = v->n * c->esize, at = v->begin * c->esize;
+/* gather, scatter, all_to_all: straight between the ranks' own buffers. all_gather: one rank of
+   each other host gets this rank's share, for all of that host. */
+static cddp_result cddp__exchange_moves(const cddp__exchange *e) {
+  cddp_group *g = e->g;
+  const cddp__hosts *x = g->hosts;
+  const cddp__call *c = e->c;
+  bool once = c->kind == CDDP__KIND_ALL_GATHER, copied = cddp__overwrites(c);
+  size_t bytes = e->n * c->esize, at = e->begin * c->esize;
   cddp_result r;
-  int p, me = v->g->rank;
-  if (copied && (r = cddp__hosts_stage(v->g, bytes * (size_t)v->g->size)) != CDDP_OK) return r;
-  for (p = 0; p < v->g->size; p++) {
-    if (v->g->members[p] >= 0) continue;
-    if (cddp__sends(c, me) && cddp__receives(c, p)) {
+  int p, me = g->rank;
+  if (copied && (r = cddp__hosts_stage(g, bytes * (size_t)g->size)) != CDDP_OK) return r;
+  for (p = 0; p < g->size; p++) {
+    bool sends = cddp__sends(c, me) && cddp__receives(c, p);
+    bool receives = cddp__sends(c, p) && cddp__receives(c, me);
+    if (g->members[p] >= 0) continue;
+    if (once) sends = cddp__receiver_of(x, x->peers[p].host, me) == p;
+    if (once) receives = cddp__deals_with(g, p);
+    if (sends) {
       const char *from = cddp__share_for(c, p) + at;
       if (copied) from = (const char *)memcpy(x->stage + (size_t)p * bytes, from, bytes);
-      cddp__post_frame(v->g, true, p, from, bytes);
+      cddp__post_frame(g, true, p, from, bytes);
     }
-    if (cddp__sends(c, p) && cddp__receives(c, me))
-      cddp__post_frame(v->g, false, p, cddp__share_from(c, p) + at, bytes);
+    if (receives)
+      cddp__post_frame(g, false, p, once ? cddp__recv_area(e, p) : cddp__share_from(c, p) + at,
+                       bytes);
   }
   return CDDP_OK;
 }
 
-/* Where this rank sees the shares of all ranks here for rank `to`: in x->pieces. */
-static void cddp__find_shares(const cddp__exchange *v, int to) {
-  int t;
-  for (t = 0; t < v->g->local_size; t++) v->g->hosts->pieces[t] = cddp__share_of(v, t, to);
-}
-
 /* reduce_scatter: this host's sums for each rank elsewhere that this rank deals with; and what the
    other hosts have for this one. In the stage: the hosts' sums for this rank, then those for
-   others. */
-static cddp_result cddp__exchange_reduce_scatter(const cddp__exchange *v) {
-  cddp_group *g = v->g;
+   others. room: elements there, for each byte of one. */
+static cddp_result cddp__exchange_sums(const cddp__exchange *e, size_t room) {
+  cddp_group *g = e->g;
   cddp__hosts *x = g->hosts;
-  const cddp__group_node *last = &x->nodes[x->count - 1];
-  size_t own = x->nodes[x->mine].bytes, room = cddp__round_up(v->n, CDDP__CACHE_LINE);
-  size_t all = room * (last->bytes_at + last->bytes), dealt = 0;
+  size_t all = room * cddp__count_bytes(x, e->c), own = x->nodes[x->mine].bytes, dealt = 0;
   char *out;
   cddp_result r;
   int p, i;
   for (p = 0; p < g->size; p++) dealt += cddp__deals_with(g, p);
-  if ((r = cddp__hosts_stage(g, all + room * own * (dealt + 1))) != CDDP_OK) return r;
-  out = x->stage + all;
-  for (p = 0; p < g->size; p++) {
+  if ((r = cddp__hosts_stage(g, all + room * own * dealt)) != CDDP_OK) return r;
+  for (p = 0, out = x->stage + all; p < g->size; p++) {
     if (!cddp__deals_with(g, p)) continue;
-    cddp__find_shares(v, p);
-    for (i = 0; i < x->subtree_count; i++) {
-      char *to = out + v->n * x->subtrees[i].at;
-      if (x->subtrees[i].host == x->mine)
-        cddp__copy(to, cddp__subtree_sum(x, v->c, i, x->pieces, 0, v->n, to),
-                   v->n * v->c->esize);
-    }
-    cddp__post_frame(v->g, true, p, out, v->n * own);
+    cddp__find_shares(e, p);
+    cddp__sum_here(x, e->c, x->pieces, 0, e->n, out);
+    cddp__post_frame(g, true, p, out, e->n * own);
     out += room * own;
   }
   for (i = 0; i < x->count; i++)
     if (i != x->mine)
       cddp__post_frame(g, false, cddp__receiver_of(x, i, g->rank),
-                       x->stage + room * x->nodes[i].bytes_at, v->n * x->nodes[i].bytes);
+                       x->stage + room * x->nodes[i].bytes_at, e->n * x->nodes[i].bytes);
   return CDDP_OK;
 }
 
-/* Adds up this rank's share of a reduce_scatter. */
-static void cddp__exchange_fold(const cddp__exchange *v) {
-  cddp__hosts *x = v->g->hosts;
-  size_t room = cddp__round_up(v->n, CDDP__CACHE_LINE);
-  int i;
-  cddp__find_shares(v, v->g->rank);
-  for (i = 0; i < x->subtree_count; i++) {
-    const cddp__subtree *s = &x->subtrees[i];
-    char *sum = x->stage + room * x->nodes[s->host].bytes_at + v->n * s->at;
-    x->sums[i] =
-        s->host == x->mine ? cddp__subtree_sum(x, v->c, i, x->pieces, 0, v->n, sum) : sum;
-  }
-  cddp__reduce_nodes((char *)v->c->recv + v->begin * v->c->esize, x->sums, x->widths,
-                     x->subtree_count, v->g->size, v->n, (cddp_dtype)v->c->dtype,
-                     (cddp_op)v->c->op);
-}
-
 /* Takes what this host's other ranks have, or have received, for this one. */
-static void cddp__exchange_collect(const cddp__exchange *v) {
-  const cddp__call *c = v->c;
-  size_t bytes = v->n * c->esize, begin = v->begin * c->esize;
-  int p, me = v->g->rank;
-  for (p = 0; p < v->g->size && cddp__receives(c, me); p++) {
+static void cddp__exchange_collect(const cddp__exchange *e) {
+  const cddp__call *c = e->c;
+  size_t begin = e->begin * c->esize;
+  int p, me = e->g->rank;
+  for (p = 0; p < e->g->size && cddp__receives(c, me); p++) {
     const char *from = NULL;
-    if (v->g->members[p] < 0)
-      from = c->kind == CDDP__KIND_ALL_GATHER ? cddp__recv_area(v, p) : NULL;
+    if (e->g->members[p] < 0)
+      from = c->kind == CDDP__KIND_ALL_GATHER ? cddp__recv_area(e, p) : NULL;
     else if (p == me && !cddp__shapes[c->kind].scatters)
       from = (const char *)c->send + begin;
     else if (cddp__sends(c, p))
-      from = cddp__share_of(v, v->g->hosts->peers[p].number, me);
-    if (from != NULL && cddp__sends(c, p)) cddp__copy(cddp__share_from(c, p) + begin, from, bytes);
+      from = cddp__share_of(e, e->g->hosts->peers[p].number, me);
+    if (from != NULL) cddp__copy(cddp__share_from(c, p) + begin, from, e->n * c->esize);
   }
 }
 
@@ -10385,32 +10264,33 @@ static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
 
 /* One piece of a call. Of one in one buffer the buffers that are not shared pass through scratch,
    and back. */
-static cddp_result cddp__exchange_piece(const cddp__exchange *v) {
-  const cddp__call *c = v->c;
-  cddp__hosts *x = v->g->hosts;
+static cddp_result cddp__exchange_piece(const cddp__exchange *e) {
+  const cddp__call *c = e->c;
+  cddp_group *g = e->g;
+  cddp__hosts *x = g->hosts;
   bool one = cddp__in_one_buffer(c), adds = c->kind == CDDP__KIND_REDUCE_SCATTER;
-  int me = v->g->local_rank;
+  size_t room = cddp__round_up(e->n, CDDP__CACHE_LINE);
+  size_t begin = e->begin * c->esize;
+  int me = g->local_rank;
   cddp_result r = CDDP_OK;
-  cddp__show(v);
-  if ((one || adds) && (r = cddp__piece_round(v->g, c)) != CDDP_OK) return r;
-  if (one) cddp__find_shares(v, 0);
+  cddp__show(e);
+  if ((one || adds) && (r = cddp__piece_round(g, c)) != CDDP_OK) return r;
+  if (one) cddp__find_shares(e, 0);
   if (one)
-    r = cddp__hier_call(v->g, c, x->pieces, v->n);
-  else if (adds)
-    r = cddp__exchange_reduce_scatter(v);
-  else if (c->kind == CDDP__KIND_ALL_GATHER)
-    cddp__exchange_all_gather(v);
+    r = cddp__hier_call(g, c, x->pieces, e->n);
   else
-    r = cddp__exchange_direct(v);
-  if (r == CDDP_OK && !one) r = cddp__deliver(v->g, LONG_MAX);
-  if (r == CDDP_OK && !adds) r = cddp__piece_round(v->g, c);
+    r = adds ? cddp__exchange_sums(e, room) : cddp__exchange_moves(e);
+  if (r == CDDP_OK && !one) r = cddp__deliver(g, LONG_MAX);
+  if (r == CDDP_OK && !adds) r = cddp__piece_round(g, c);
   if (r != CDDP_OK) return r;
-  if (adds)
-    cddp__exchange_fold(v);
-  else if (!one)
-    cddp__exchange_collect(v);
-  else if (x->bufs[me] == NULL && cddp__is_written(c, v->g->rank))
-    memcpy((char *)c->recv + v->begin * c->esize, x->pieces[me], v->n * c->esize);
+  if (adds) {
+    cddp__find_shares(e, g->rank);
+    cddp__sum_all(x, c, x->pieces, 0, e->n, x->stage, room, (char *)c->recv + begin);
+  } else if (!one) {
+    cddp__exchange_collect(e);
+  } else if (x->bufs[me] == NULL && cddp__is_written(c, g->rank)) {
+    memcpy((char *)c->recv + begin, x->pieces[me], e->n * c->esize);
+  }
   return CDDP_OK;
 }
 
@@ -10418,17 +10298,16 @@ static cddp_result cddp__exchange_run(cddp_group *g, const cddp__call *c) {
   const cddp__shape *s = &cddp__shapes[c->kind];
   size_t shown = !s->scatters ? 1 : (size_t)(s->reduces ? g->size : g->hosts->max_locals);
   size_t most = CDDP__SCRATCH / (shown * c->esize);
-  cddp__exchange v;
+  cddp__exchange e;
   cddp_result r = CDDP_OK;
-  memset(&v, 0, sizeof v);
-  v.g = g;
-  v.c = c;
+  memset(&e, 0, sizeof e);
+  e.g = g;
+  e.c = c;
   if (c->kind == CDDP__KIND_ALL_GATHER)
     most = cddp__min(most, CDDP__RECV_AREA / ((size_t)g->size * c->esize));
-  cddp__count_bytes(g->hosts, c->esize, cddp__sum_size(c));
-  for (; r == CDDP_OK && v.begin < c->count; v.begin += v.n, v.half ^= 1) {
-    v.n = cddp__min(most, c->count - v.begin);
-    r = cddp__exchange_piece(&v);
+  for (; r == CDDP_OK && e.begin < c->count; e.begin += e.n, e.half ^= 1) {
+    e.n = cddp__min(most, c->count - e.begin);
+    r = cddp__exchange_piece(&e);
   }
   return r == CDDP_OK ? cddp__piece_round(g, c) : r; /* nobody reads this rank's buffer any more */
 }
@@ -10512,7 +10391,7 @@ static cddp_result cddp__hosts_locate(cddp_group *g, const cddp__call *c, bool *
       return cddp__break(g, r);
     if (p == g->rank && (g->local_size == 1 || ref->kind != CDDP__REF_NONE))
       memcpy(&at, &c->send, sizeof at);
-    x->bufs[x->peers[p].number] = (char *)at;
+    x->bufs[x->peers[p].number] = at;
   }
   if (cddp__overwrites(c)) x->bufs[g->local_rank] = NULL;
   return CDDP_OK;
@@ -10594,7 +10473,7 @@ static void *cddp__cut(char **at, size_t bytes) {
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = n + CDDP__FRAMES * (size_t)g->host->net->host_count;
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
-                3 * sizeof(int) + 5 * sizeof(void *) + 2 * sizeof(struct pollfd) +
+                3 * sizeof(int) + 3 * sizeof(void *) + 2 * sizeof(struct pollfd) +
                 CDDP__HEADER_BYTES;
   char *at = (char *)cddp__calloc(&g->host->allocator, 1,
                                   sizeof(cddp__hosts) + n * each +
@@ -10610,8 +10489,8 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   x->pointers = (const void **)cddp__cut(&at, n * sizeof(void *));
   x->sums = (const void **)cddp__cut(&at, n * sizeof(void *));
   x->scratch = (char **)cddp__cut(&at, n * sizeof(void *));
-  x->bufs = (char **)cddp__cut(&at, n * sizeof(void *));
-  x->pieces = (char **)cddp__cut(&at, n * sizeof(void *));
+  x->bufs = g->buffers;
+  x->pieces = g->slices;
   x->fds = (struct pollfd *)cddp__cut(&at, (2 * n + 2) * sizeof *x->fds);
   x->ranks = (int *)cddp__cut(&at, n * sizeof(int));
   x->widths = (int *)cddp__cut(&at, n * sizeof(int));
@@ -10670,7 +10549,7 @@ static void cddp__call_to_leave(cddp_group *g) {
     for (side = 0; side < 2; side++) {
       p = cddp__rank_on(x, (x->mine + (side ? x->count - d : d)) % x->count, 0);
       if (x->peers[p].data == NULL)
-        x->peers[p].data = cddp__link_call(x->net, g->world[p], CDDP__LINK_DATA, g->id);
+        x->peers[p].data = cddp__call_rank(g, p, CDDP__LINK_DATA);
     }
 }
 
