@@ -335,8 +335,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
                       all that all-reduces need; in the first message to or from a rank, and the
                       first use of an algorithm that only another collective takes; in a model's
                       first step; and in each step of a model with find_unused_parameters,
-                      uneven_inputs or sparse_rows. A kernel's first launch may wait for the
-                      device, unless CUDA_MODULE_LOADING=EAGER is set.
+                      uneven_inputs or sparse_rows. The first launch of a kernel that is not
+                      cddp's may wait for the device, unless CUDA_MODULE_LOADING=EAGER is set.
      backend "cpu"    ranks may share a GPU: device memory goes through the host's. All calls return
                       when done; slower, and nothing can be captured in a CUDA graph. device "cuda"
                       is then cuda:(LOCAL_RANK modulo the number of GPUs).
@@ -353,8 +353,10 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
    compared. Those with a work handle are sent together at the group's next call that is not
    another of them, or at their cddp_wait or cddp_test: an exchange posts all, then waits.
-   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum; AVG of floats adds what
-   it has multiplied by 1/world_size; MIN and MAX may pass over a NaN.
+   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum; MIN and MAX may pass
+   over a NaN. A model's gradients are added and the sum divided. AVG adds what it has multiplied by
+   1/world_size, in f16 and bf16 by a number that is exact. Without cddp_kernels.cuh both are NCCL's
+   mean, which in bf16 is off by up to 0.2 % unless world_size is a power of two.
    FAILURES. Two threads watch NCCL's and the device's errors, the other ranks' processes, their
    order of calls, and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
    only cddp_synchronize and cddp_barrier do, from their beginning on). Calls of ranks on different
@@ -415,8 +417,10 @@ enum {
 typedef struct cddp_kernels {
   int version;          /* CDDP_VERSION of the header they were compiled with */
   size_t scratch_bytes; /* device memory for squares, factor and scale */
+  int (*load)(void);    /* loads all kernels to the thread's device */
+  /* The gradient is grad * factor, rounded to dtype. */
   int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
-             unsigned flags, void *stream);
+             double factor, unsigned flags, void *stream);
   /* copies[i][count] = data of segment i, f32, as f16 or bf16 */
   int (*copies)(const cddp_segment *s, void *const *copies, int n, cddp_dtype copy_dtype,
                 void *stream);
@@ -427,8 +431,9 @@ typedef struct cddp_kernels {
                  void *stream);
   /* scratch[1] = min(1, max_norm / (sqrt(scratch[0]) + 1e-6)) */
   int (*factor)(double *scratch, double max_norm, void *stream);
-  int (*scale)(const cddp_segment *s, int n, cddp_dtype dtype, const double *scratch,
-               void *stream); /* grad *= scratch[1] */
+  /* grad *= scratch[1], or factor if scratch is NULL */
+  int (*scale)(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
+               const double *scratch, void *stream);
 } cddp_kernels;
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay where it is */
 
@@ -1555,7 +1560,7 @@ typedef struct cddp__ddp_memory {
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
   cddp_result (*broadcast)(cddp_ddp *d, cddp_param *params, int count, int root);
   cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
-  cddp_result (*scale)(cddp_ddp *d, double factor); /* all gradients in the arena */
+  cddp_result (*scale)(cddp_ddp *d); /* all gradients in the arena, by cddp__mean_factor */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   /* Updates the weights. averaged: the arena holds means already. wrote: see cddp__host_step */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
@@ -1577,6 +1582,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   bool meets;    /* ranks meet on the host in each step; false: until d->rebuilt */
   bool eager;    /* buckets are reduced as they fill, even where cddp_ddp_step could do it */
   bool early;    /* they are now: eager, or the last step was no cddp_ddp_step */
+  bool sums;     /* reduced buckets are sums, as the last step was a cddp_ddp_step, which divides */
   bool no_sync, rebuilt;
   size_t limits[2];      /* of the first bucket and the others, bytes */
   cddp__tensor *tensors; /* [count] */
@@ -12494,6 +12500,7 @@ typedef struct cddp__communicator {
   cddp__atomic_u32 done;  /* 1: NCCL has let go of it */
   ncclComm_t comm;        /* NULL: a single rank, no NCCL, or not made yet; users */
   ncclComm_t made;        /* a communicator in the making; NCCL's threads write it */
+  ncclRedOp_t half_sum;   /* of f16, for means: see cddp__nccl_op */
   int device;
 } cddp__communicator;
 enum { CDDP__COMM_ALIVE, CDDP__COMM_DESTROYED, CDDP__COMM_ABORTED };
@@ -12519,6 +12526,7 @@ typedef struct cddp__device {
   cudaEvent_t join;    /* orders stream and side; the thread that calls collectives */
   pthread_mutex_t turn, lock;
   cddp__communicator *comm;
+  const cddp_kernels *kernels; /* those of every rank; NULL: some have none */
   cddp_group *parent; /* watch_lock; of a cddp_ddp's private groups: the one that fails with them */
   bool doomed;        /* watcher; its group is broken */
   cddp__atomic_u32 captured; /* 1: a CUDA graph may hold its operations and run them at any time */
@@ -12542,7 +12550,7 @@ typedef struct cddp__device {
 
 /* What every rank tells about its device when groups form. */
 typedef struct cddp__device_report {
-  int32_t device;
+  int32_t device, kernels;
   char gpu[40];  /* by which NCCL tells GPUs of a host apart; "": ranks may share one */
   char host[96]; /* identity of the machine */
   char name[96]; /* rank, pid and host, for messages */
@@ -13347,12 +13355,47 @@ static ncclResult_t cddp__post_shares(const cddp__device *p, const cddp__call *c
   return e;
 }
 
+/* The smallest that is no less than n. */
+static int cddp__power_of_two(int n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+/* What NCCL is asked for to form c's result, and by what that is to be multiplied. NCCL's own mean
+   multiplies by 1/n before it adds, in the operands' type: in bf16 and f16 1/n is off by up to
+   0.2 % unless n is a power of two. There NCCL adds and a kernel multiplies by 1/n in f32. A sum in
+   f16 may pass 65,504: NCCL halves its operands k times first, which is exact, with 2^k at least n,
+   and the kernel multiplies by 2^k/n. A model's gradients: see cddp__gpu_reduce_bucket. */
+static ncclRedOp_t cddp__nccl_op(const cddp__device *p, const cddp__call *c, double *factor) {
+  static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
+  int n = p->group->size, power = cddp__power_of_two(n);
+  *factor = 1;
+  if (c->op != CDDP_AVG || p->kernels == NULL || n == power) return ops[c->op];
+  if (c->dtype != CDDP_F16 && c->dtype != CDDP_BF16) return ncclAvg;
+  *factor = (c->dtype == CDDP_F16 ? (double)power : 1.0) / n;
+  return c->dtype == CDDP_F16 ? p->comm->half_sum : ncclSum;
+}
+
+/* The second half of c's mean, behind NCCL's. */
+static cddp_result cddp__scale_mean(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
+  cddp_segment result = {NULL, NULL, NULL, 0};
+  double factor;
+  (void)cddp__nccl_op(p, c, &factor);
+  if (factor == 1 || !cddp__receives(c, p->group->rank)) return CDDP_OK;
+  result.grad = c->recv;
+  result.count = c->count;
+  return cddp__cuda_result((cudaError_t)p->kernels->scale(&result, 1, (cddp_dtype)c->dtype, factor,
+                                                          NULL, (void *)s),
+                           "the kernel that scales a mean");
+}
+
 static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
   static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* bf16 is not named in every nccl.h */
-  static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
   ncclDataType_t type = (ncclDataType_t)types[c->dtype];
   ncclComm_t comm = p->comm->comm;
-  ncclRedOp_t op = ops[c->op];
+  double factor;
+  ncclRedOp_t op = cddp__nccl_op(p, c, &factor);
   switch (c->kind) {
   case CDDP__KIND_ALL_REDUCE:
     return ncclAllReduce(c->send, c->recv, c->count, type, op, comm, s);
@@ -13446,6 +13489,7 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
   }
   cddp__comm_exit(p->comm);
   r = cddp__settle(p, p->comm->comm, e, cddp__post_name(c));
+  for (i = 0; i < n && r == CDDP_OK; i++) r = cddp__scale_mean(p, &c[i], s);
   return r == CDDP_OK ? cddp__track(p, s) : r;
 }
 
@@ -13720,25 +13764,30 @@ static cddp_result cddp__all_connected(cddp_group *g) {
   return cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
 }
 
-/* Collective: all-reduces of several sizes. NCCL connects the ranks when it first uses an
+/* Collective: sums and means of several sizes. NCCL connects the ranks when it first uses an
    algorithm, and the host waits for that: here, and then in no all-reduce of a step. */
 static cddp_result cddp__warm_up(cddp__device *p) {
-  cddp__call calls[8];
+  cddp__call calls[16];
   char *room = NULL;
   size_t bytes, at = 0;
+  uint16_t halving = cddp__f32_to_f16(1.0f / (float)cddp__power_of_two(p->group->size));
+  ncclResult_t e = ncclInternalError;
   cddp_result r;
   int n = 0;
-  memset(calls, 0, sizeof calls);
-  r = cddp__cuda_result(cudaMalloc((void **)&room, 2 * CDDP__WARM_UP), "cudaMalloc");
-  if (r == CDDP_OK) r = cddp__device_zero(room, 2 * CDDP__WARM_UP, p->side);
-  for (bytes = 8; r == CDDP_OK && bytes <= CDDP__WARM_UP && n < 8; bytes *= 32) {
-    cddp__call *c = &calls[n++];
-    c->kind = CDDP__KIND_ALL_REDUCE;
-    c->dtype = CDDP_F32;
-    c->op = CDDP_SUM;
-    c->send = c->recv = room + at;
-    c->count = bytes / 4;
-    at += bytes;
+  if (cddp__comm_enter(p->comm)) {
+    e = ncclRedOpCreatePreMulSum(&p->comm->half_sum, &halving, ncclFloat16,
+                                 ncclScalarHostImmediate, p->comm->comm);
+    cddp__comm_exit(p->comm);
+  }
+  if (e != ncclSuccess) return cddp__break_nccl(p, e, "ncclRedOpCreatePreMulSum");
+  r = cddp__cuda_result(cudaMalloc((void **)&room, 3 * CDDP__WARM_UP), "cudaMalloc");
+  if (r == CDDP_OK) r = cddp__device_zero(room, 3 * CDDP__WARM_UP, p->side);
+  for (bytes = 8; r == CDDP_OK && bytes <= CDDP__WARM_UP && n < 16; bytes *= 32, n += 2) {
+    calls[n] = cddp__make_call(CDDP__KIND_ALL_REDUCE, room + at, room + at, bytes / 4, CDDP_F32,
+                               CDDP_SUM, -1);
+    calls[n + 1] = cddp__make_call(CDDP__KIND_ALL_REDUCE, room + at + bytes, room + at + bytes,
+                                   bytes / 2, CDDP_F16, CDDP_AVG, -1);
+    at += 2 * bytes;
   }
   if (r == CDDP_OK) r = cddp__issue(p, calls, n, p->side);
   if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
@@ -13804,6 +13853,7 @@ static cddp_result cddp__device_split(cddp_group *g, int color, int key, cddp_gr
   if (r == CDDP_OK && child != NULL) r = cddp__device_new(&c, child, p->device, p->stream);
   if (nccl) {
     if (c != NULL) cddp__watch_hosts(child);
+    if (c != NULL) c->kernels = p->kernels;
     if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
     if (r == CDDP_OK) r = cddp__await_stream(p, p->stream);
     if (r != CDDP_OK) r = cddp__break(g, r); /* the other ranks count on this one */
@@ -14081,6 +14131,8 @@ static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_des
   if (r == CDDP_OK) r = cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
   if (r == CDDP_OK) r = cddp__name_gpu(device, out->gpu, sizeof out->gpu);
   out->device = device;
+  out->kernels = cddp__registered_kernels != NULL &&
+                 cddp__registered_kernels->version == CDDP_VERSION;
   cddp__host_identity(out->host, sizeof out->host);
   if (getenv("NCCL_HOSTID") != NULL) /* NCCL goes by it: ranks may so share a GPU, for tests */
     snprintf(out->host, sizeof out->host, "%s", getenv("NCCL_HOSTID"));
@@ -14111,16 +14163,23 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
   cddp__device *p = NULL;
+  bool kernels = true;
   cddp_result r;
+  int i;
   all = (cddp__device_report *)cddp__malloc(a, (size_t)g->size * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__report_device(g, desc, nccl, &mine);
   r = cddp__consensus(g, r, &mine, sizeof mine, all);
   if (r == CDDP_OK && nccl) r = cddp__check_devices(all, g->size);
+  for (i = 0; r == CDDP_OK && i < g->size; i++) kernels = kernels && all[i].kernels != 0;
   cddp__free(a, all);
   if (r != CDDP_OK) return r;
   if ((r = cddp__device_new(&p, g, mine.device, NULL)) != CDDP_OK) return cddp__break(g, r);
-  if (nccl && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
+  if (kernels) p->kernels = cddp__registered_kernels;
+  if (mine.kernels != 0)
+    r = cddp__cuda_result((cudaError_t)cddp__registered_kernels->load(), "loading kernels");
+  if (r != CDDP_OK) r = cddp__break(g, r);
+  if (r == CDDP_OK && nccl && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
   if (r != CDDP_OK) {
     cddp__device_delete(p);
     return r;
@@ -14264,6 +14323,14 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
   return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
 }
 
+/* Makes what buckets leave in the arena the mean of the ranks that have data: it is a sum, or has
+   been divided by the number of all ranks, or is that mean. */
+static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
+  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign || !d->mirrored;
+  if (d->sums && dtype != CDDP_F16) return 1.0 / d->active_count;
+  return by_all ? (double)d->group->size / d->active_count : 1;
+}
+
 #ifdef CDDP_CUDA
 /* The caller's stream: that of the user's group. */
 static cudaStream_t cddp__gpu_stream(const cddp_ddp *d) {
@@ -14304,7 +14371,8 @@ static cddp_sgd_desc cddp__sgd_rule(const cddp_optim *s) {
 }
 
 /* Updates all weights of this rank: a launch for each dtype, and one more for parameters without
-   momentum yet. d: in cddp_ddp_step, whose gradients lie in the arena; else NULL. */
+   momentum yet or with gradients that are rows. d: in cddp_ddp_step, whose gradients lie in the
+   arena, those that are rows as means; else NULL. */
 static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigned flags,
                                        cddp_segment *segments, cudaStream_t stream) {
   bool capturing = cddp__capturing(stream);
@@ -14312,11 +14380,15 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
   const cddp_kernels *k;
   cddp_result r = cddp__need_kernels(&k, "SGD");
   int kind, i, n;
-  for (kind = 0; r == CDDP_OK && kind < 2 * CDDP__TRAINED; kind++) {
+  for (kind = 0; r == CDDP_OK && kind < 4 * CDDP__TRAINED; kind++) {
+    cddp_dtype dtype = (cddp_dtype)(kind >> 2);
     unsigned first = kind & 1 ? (unsigned)CDDP_SGD_FIRST : 0u;
+    bool rows = (kind & 2) != 0;
+    if (rows && (d == NULL || d->sparse == NULL)) continue;
     for (n = 0, i = s->count - 1; i >= 0; i--) { /* ascending in a cddp_ddp's arena */
       const cddp_param *p = &s->params[i];
-      if ((int)p->dtype != kind >> 1 || cddp__optim_skips(s, i)) continue;
+      if (p->dtype != dtype || cddp__optim_skips(s, i)) continue;
+      if (d != NULL && rows != (cddp__sparse_of(d, i) != NULL)) continue;
       if ((first != 0) != (s->states > 0 && s->steps[i] == 0)) continue;
       segments[n].data = p->data;
       segments[n].grad = cddp__device_gradient(s, d, i);
@@ -14328,8 +14400,9 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
                         "take two steps before you capture one in a CUDA graph: the first starts "
                         "momentum");
     if (n > 0)
-      r = cddp__kernel_result(k->sgd(segments, n, (cddp_dtype)(kind >> 1), &rule, flags | first,
-                                     (void *)stream),
+      r = cddp__kernel_result(k->sgd(segments, n, dtype, &rule,
+                                     d != NULL && !rows ? cddp__mean_factor(d, dtype) : 1,
+                                     flags | first, (void *)stream),
                               "SGD's kernel");
   }
   return r;
@@ -14995,9 +15068,10 @@ static cddp_result cddp__host_broadcast(cddp_ddp *d, cddp_param *params, int cou
   return r;
 }
 
-static cddp_result cddp__host_scale(cddp_ddp *d, double factor) {
+static cddp_result cddp__host_scale(cddp_ddp *d) {
+  double factor = cddp__mean_factor(d, CDDP_F32);
   int i;
-  for (i = 0; i < d->count; i++)
+  for (i = 0; factor != 1 && i < d->count; i++)
     if (d->tensors[i].used)
       cddp__scale(d->arena + d->tensors[i].offset, cddp__dense_count(d, i), d->params[i].dtype,
                   factor);
@@ -15319,11 +15393,16 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   return CDDP_OK;
 }
 
-/* The bucket's all-reduce, behind what is on the caller's stream now. lock held. */
+/* The bucket's all-reduce, behind what is on the caller's stream now. lock held. NCCL adds up, so
+   that NVLink's switches may do it, and the kernel of cddp_ddp_step divides, or if none is to come
+   one of the bucket's: to the same bits. f16, whose sums could overflow: as in cddp__nccl_op. */
 static cddp_result cddp__gpu_reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   struct cddp__gpu *gpu = d->gpu;
+  const cddp_kernels *k = gpu->device->kernels;
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
+  bool adds = k != NULL && dtype != CDDP_F16;
   int i = 0, n = 0, index = (int)(b - d->buckets);
+  cudaStream_t side = gpu->device->side;
   cddp__range range;
   cddp__call c;
   cddp_result r;
@@ -15332,7 +15411,7 @@ static cddp_result cddp__gpu_reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
                           "cudaEventRecord");
     return r == CDDP_OK ? cddp__push_bucket(d, b) : r;
   }
-  r = cddp__stream_after(gpu->device->side, cddp__gpu_stream(d), gpu->filled);
+  r = cddp__stream_after(side, cddp__gpu_stream(d), gpu->filled);
   if (r != CDDP_OK) return r;
   if (d->desc.comm_hook != NULL) return cddp__hook_bucket(d, b);
   memset(&c, 0, sizeof c);
@@ -15342,10 +15421,19 @@ static cddp_result cddp__gpu_reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   c.root = -1;
   cddp__log_call(gpu->device, &c, true);
   while (cddp__next_range(d, b, &i, &range)) {
-    size_t count = (range.end - range.begin) / cddp__dtype_size(dtype);
-    if (count > 0) gpu->calls[n++] = cddp__average_call(d->arena + range.begin, count, dtype);
+    if (range.begin == range.end) continue;
+    memset(&gpu->segments[n], 0, sizeof gpu->segments[n]);
+    gpu->segments[n].grad = d->arena + range.begin;
+    gpu->segments[n].count = (range.end - range.begin) / cddp__dtype_size(dtype);
+    gpu->calls[n] = cddp__average_call(gpu->segments[n].grad, gpu->segments[n].count, dtype);
+    if (adds) gpu->calls[n].op = CDDP_SUM;
+    n++;
   }
-  return cddp__issue(gpu->device, gpu->calls, n, gpu->device->side);
+  r = cddp__issue(gpu->device, gpu->calls, n, side);
+  if (r != CDDP_OK || n == 0 || !adds || d->sums) return r;
+  return cddp__kernel_result(
+      k->scale(gpu->segments, n, dtype, 1.0 / d->group->size, NULL, (void *)side),
+      "the kernel that scales");
 }
 
 /* On the engine: copies the bucket to the mirror, or back. */
@@ -15419,61 +15507,55 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
   return r;
 }
 
-/* Adds up the squares of the last step's gradients, or multiplies gradients by scratch[1]: the
-   caller's, or (arena) all in the arena. */
-static cddp_result cddp__gpu_pass(cddp_ddp *d, const cddp_kernels *k, bool scales, bool arena) {
+enum { CDDP__PASS_MEAN, CDDP__PASS_SQUARES, CDDP__PASS_CLIP };
+
+/* Makes the arena's gradients means; or adds up the squares of the caller's, as of the last step,
+   or multiplies these by scratch[1]. */
+static cddp_result cddp__gpu_pass(cddp_ddp *d, const cddp_kernels *k, int pass) {
+  double factor, *scratch = d->gpu->scratch;
   void *stream = cddp__stream_of(d);
   struct cddp__gpu *gpu = d->gpu;
   cddp_result r = CDDP_OK;
   bool add = false;
   int dtype, i, n, e;
   for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
+    factor = cddp__mean_factor(d, (cddp_dtype)dtype);
     for (n = 0, i = d->count - 1; i >= 0; i--) {
       const cddp_param *p = &d->params[i];
-      if ((int)p->dtype != dtype || p->count == 0 || (!arena && !d->used[i])) continue;
+      bool skipped = pass == CDDP__PASS_MEAN ? factor == 1 || cddp__sparse_of(d, i) : !d->used[i];
+      if ((int)p->dtype != dtype || p->count == 0 || skipped) continue;
       memset(&gpu->segments[n], 0, sizeof gpu->segments[n]);
-      gpu->segments[n].grad = arena || d->tensors[i].placed
+      gpu->segments[n].grad = pass == CDDP__PASS_MEAN || d->tensors[i].placed
                                   ? cddp__device_gradient(NULL, d, i)
                                   : p->grad;
       gpu->segments[n++].count = p->count;
     }
     if (n == 0) continue;
-    e = scales ? k->scale(gpu->segments, n, (cddp_dtype)dtype, gpu->scratch, stream)
-               : k->squares(gpu->segments, n, (cddp_dtype)dtype, gpu->scratch, add, stream);
-    r = cddp__kernel_result(e, scales ? "the kernel that scales" : "the kernel that adds squares");
+    e = pass == CDDP__PASS_SQUARES
+            ? k->squares(gpu->segments, n, (cddp_dtype)dtype, scratch, add, stream)
+            : k->scale(gpu->segments, n, (cddp_dtype)dtype, factor,
+                       pass == CDDP__PASS_CLIP ? scratch : NULL, stream);
+    r = cddp__kernel_result(e, pass == CDDP__PASS_SQUARES ? "the kernel that adds squares"
+                                                          : "the kernel that scales");
     add = true;
   }
   return r;
 }
 
-/* The kernels, and their scratch, of which the sum and the factor are zero. */
-static cddp_result cddp__gpu_begin_pass(cddp_ddp *d, const char *what, const cddp_kernels **k) {
-  struct cddp__gpu *gpu = d->gpu;
-  void *p = NULL;
-  cddp_result r;
-  if ((r = cddp__need_kernels(k, what)) != CDDP_OK) return r;
-  if ((r = cddp__use_device(gpu->device->device)) != CDDP_OK) return r;
-  if (gpu->scratch == NULL) {
-    r = cddp__cuda_result(cudaMalloc(&p, cddp__max((*k)->scratch_bytes, 16)), "cudaMalloc");
-    if (r != CDDP_OK) return r;
-    gpu->scratch = (double *)p;
-  }
-  return cddp__device_zero(gpu->scratch, 2 * sizeof *gpu->scratch, cddp__gpu_stream(d));
-}
-
-static cddp_result cddp__gpu_scale(cddp_ddp *d, double factor) {
+static cddp_result cddp__gpu_scale(cddp_ddp *d) {
   const cddp_kernels *k;
-  cddp_result r = cddp__gpu_begin_pass(d, "cddp_ddp_join", &k);
-  double *scratch = d->gpu->scratch;
-  if (r == CDDP_OK)
-    r = cddp__device_copy(scratch + 1, &factor, sizeof factor, cddp__gpu_stream(d));
-  return r == CDDP_OK ? cddp__gpu_pass(d, k, true, true) : r;
+  cddp_result r;
+  if (!d->sums && cddp__mean_factor(d, CDDP_F32) == 1) return CDDP_OK;
+  r = cddp__need_kernels(&k, "a mean over fewer ranks, as some have joined,");
+  return r == CDDP_OK ? cddp__gpu_pass(d, k, CDDP__PASS_MEAN) : r;
 }
 
 static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   cudaStream_t stream = cddp__gpu_stream(d);
   cddp__device *p = cddp__device_of(d->group);
+  struct cddp__gpu *gpu = d->gpu;
   const cddp_kernels *k;
+  void *scratch = NULL;
   double sum = 0;
   cddp_result r;
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
@@ -15481,12 +15563,18 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "cddp_ddp_clip_grad_norm waits for the norm and cannot be captured in a CUDA "
                       "graph; with norm NULL it can");
-  r = cddp__gpu_begin_pass(d, "cddp_ddp_clip_grad_norm", &k);
-  if (r == CDDP_OK) r = cddp__gpu_pass(d, k, false, false);
+  if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
+  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
+  if (gpu->scratch == NULL) {
+    r = cddp__cuda_result(cudaMalloc(&scratch, k->scratch_bytes), "cudaMalloc");
+    gpu->scratch = (double *)scratch;
+  }
+  if (r == CDDP_OK) r = cddp__device_zero(gpu->scratch, sizeof *gpu->scratch, stream);
+  if (r == CDDP_OK) r = cddp__gpu_pass(d, k, CDDP__PASS_SQUARES);
   if (r == CDDP_OK)
     r = cddp__kernel_result(k->factor(d->gpu->scratch, max_norm, (void *)stream),
                             "the norm's kernel");
-  if (r == CDDP_OK) r = cddp__gpu_pass(d, k, true, false);
+  if (r == CDDP_OK) r = cddp__gpu_pass(d, k, CDDP__PASS_CLIP);
   if (norm == NULL || r != CDDP_OK) return r;
   if ((r = cddp__await_stream(p, stream)) != CDDP_OK) return r;
   r = cddp__device_copy(&sum, d->gpu->scratch, sizeof sum, stream);
@@ -15817,14 +15905,9 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   return r;
 }
 
-/* Whether the means are sums divided by the number of all ranks, but some have joined. */
-static bool cddp__overdivided(const cddp_ddp *d) {
-  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign || !d->mirrored;
-  return by_all && d->active_count < d->group->size;
-}
-
-/* Starts the buckets that are left, and goes on behind them all. */
-static cddp_result cddp__finish_buckets(cddp_ddp *d) {
+/* Starts the buckets that are left, and goes on behind them all. stepping: an optimizer's kernel
+   follows, which makes their results means. */
+static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
   cddp_result r;
   int i;
   pthread_mutex_lock(&d->lock);
@@ -15836,9 +15919,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d) {
   r = cddp__launch(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
-  if (r == CDDP_OK && cddp__overdivided(d))
-    r = d->memory->scale(d, (double)d->group->size / d->active_count);
-  return r;
+  return r == CDDP_OK && !(stepping && d->gpu != NULL) ? d->memory->scale(d) : r;
 }
 
 /* The step has been done. After the first one buckets follow the order in which rank 0's gradients
@@ -15846,6 +15927,10 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d) {
 static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
   d->early = d->eager || (d->group->size > 1 && !stepping);
+#ifdef CDDP_CUDA
+  d->sums = stepping && !d->mirrored && d->gpu->device->kernels != NULL &&
+            d->desc.comm_hook == NULL && d->group->size > 1;
+#endif
   d->present = d->active_count;
   if (!d->rebuilt && !d->desc.find_unused_parameters) {
     r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival,
@@ -15987,8 +16072,8 @@ static cddp_result cddp__finish(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
   while (r == CDDP_OK && s == NULL && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
-    r = cddp__finish_buckets(d);
-    wrote = d->desc.comm_hook != NULL || cddp__overdivided(d);
+    r = cddp__finish_buckets(d, s != NULL);
+    wrote = d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   }
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__exchange_rows(d, kind);

@@ -207,11 +207,16 @@ static __device__ double cddp__cu_block_sum(double x) {
   return x;
 }
 
+/* Set while the thread loads what it would launch: see cddp__cu_table_load. */
+static thread_local bool cddp__cu_loads;
+
 /* The one way to launch: its own result, whatever error another call left behind. */
 template <typename... P, typename... A>
 static cudaError_t cddp__cu_launch(void (*kernel)(P...), dim3 grid, unsigned threads,
                                 cudaStream_t stream, A... arguments) {
   cudaLaunchConfig_t c;
+  cudaFuncAttributes about;
+  if (cddp__cu_loads) return cudaFuncGetAttributes(&about, (const void *)kernel);
   memset((void *)&c, 0, sizeof c);
   c.gridDim = grid;
   c.blockDim = dim3(threads);
@@ -391,11 +396,11 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
 
 /* The rule's numbers in the type they are computed in. */
 template <typename C> struct cddp__cu_rule {
-  C step, momentum, intake, decay;
-  bool has_momentum, has_decay, nesterov, maximize;
+  C factor, step, momentum, intake, decay;
+  bool has_factor, has_momentum, has_decay, nesterov, maximize;
 };
 
-/* d = g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
+/* d = factor * g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
    d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded once; f16 and bf16
    round each result to their type, as >>optim of cddp.h does. */
 template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
@@ -412,6 +417,7 @@ template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : c
   }
   __device__ void apply(T &data, T &grad, T &moment) const {
     C p = cddp__cu_load(data), d = cddp__cu_load(grad), m;
+    if (r.has_factor) d = cddp__cu_rounded<T>(cddp__cu_mul(d, r.factor));
     if (r.maximize) d = -d;
     if (r.has_decay) d = add(d, p, r.decay);
     if (OUT & CDDP__CU_MOMENTUM) {
@@ -474,13 +480,16 @@ template <> double cddp__cu_scalar<__half>(double x) {
 }
 
 template <typename T>
-static cddp__cu_rule<typename cddp__cu_type<T>::C> cddp__cu_make_rule(const cddp_sgd_desc *d) {
+static cddp__cu_rule<typename cddp__cu_type<T>::C> cddp__cu_make_rule(const cddp_sgd_desc *d,
+                                                                 double factor) {
   typedef typename cddp__cu_type<T>::C C;
   cddp__cu_rule<C> r;
+  r.factor = (C)factor;
   r.step = (C)cddp__cu_scalar<T>(-d->lr);
   r.momentum = (C)cddp__cu_scalar<T>(d->momentum);
   r.intake = (C)cddp__cu_scalar<T>(1.0 - d->dampening);
   r.decay = (C)cddp__cu_scalar<T>(d->weight_decay);
+  r.has_factor = factor != 1;
   r.has_momentum = d->momentum != 0;
   r.has_decay = d->weight_decay != 0;
   r.nesterov = d->nesterov;
@@ -490,32 +499,32 @@ static cddp__cu_rule<typename cddp__cu_type<T>::C> cddp__cu_make_rule(const cddp
 
 template <typename T, int IN, int OUT, typename Copy>
 static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
-                                const cddp_sgd_desc *rule, cudaStream_t stream) {
+                                const cddp_sgd_desc *rule, double factor, cudaStream_t stream) {
   cddp__cu_sgd_op<T, IN, OUT, Copy> op = {};
-  op.r = cddp__cu_make_rule<T>(rule);
+  op.r = cddp__cu_make_rule<T>(rule, factor);
   return cddp__cu_segments<T>(s, copies, n, op, stream);
 }
 
 template <typename T, typename Copy>
 static cudaError_t cddp__cu_sgd_copying(const cddp_segment *s, void *const *copies, int n,
-                                     const cddp_sgd_desc *rule, unsigned flags,
-                                     cudaStream_t stream) {
+                                     const cddp_sgd_desc *rule, double factor,
+                                     unsigned flags, cudaStream_t stream) {
   const int M = CDDP__CU_MOMENTUM, G = CDDP__CU_GRAD;
   bool grad = (flags & CDDP_SGD_ZERO) != 0;
   if (rule->momentum == 0)
-    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, stream)
-                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, stream);
+    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, factor, stream)
+                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, factor, stream);
   if ((flags & CDDP_SGD_FIRST) != 0)
-    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, stream)
-                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, stream);
-  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, stream)
-              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, stream);
+    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, factor, stream)
+                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, factor, stream);
+  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, factor, stream)
+              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, factor, stream);
 }
 
 template <typename T>
 static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_sgd_desc *rule,
-                                   unsigned flags, cudaStream_t stream) {
-  return cddp__cu_sgd_copying<T, cddp__cu_no_copy>(s, NULL, n, rule, flags, stream);
+                                   double factor, unsigned flags, cudaStream_t stream) {
+  return cddp__cu_sgd_copying<T, cddp__cu_no_copy>(s, NULL, n, rule, factor, flags, stream);
 }
 
 static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
@@ -527,12 +536,18 @@ static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool m
   return true;
 }
 
+static cudaError_t cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
+                                const cddp_sgd_desc *rule, double factor, unsigned flags,
+                                cudaStream_t stream) {
+  if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
+    return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, factor, flags, stream);
+}
+
 extern "C" cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                                      const cddp_sgd_desc *rule, unsigned flags,
                                      cudaStream_t stream) {
-  if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
-    return cudaErrorInvalidValue;
-  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, flags, stream);
+  return cddp__cu_sgd(s, n, dtype, rule, 1, flags, stream);
 }
 
 extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
@@ -544,11 +559,11 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
   for (int i = 0; i < n; i++)
     if (s[i].count > 0 && copies[i] == NULL) return cudaErrorInvalidValue;
   if (copy_dtype == CDDP_F16)
-    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half>>(s, copies, n, rule, flags,
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half>>(s, copies, n, rule, 1, flags,
                                                                    stream);
   if (copy_dtype == CDDP_BF16)
-    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16>>(s, copies, n, rule, flags,
-                                                                          stream);
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16>>(s, copies, n, rule, 1,
+                                                                          flags, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -572,27 +587,36 @@ extern "C" cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copi
 
 template <typename T> struct cddp__cu_scale_op : cddp__cu_no_copy {
   enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_GRAD };
-  const double *factor;
+  const double *scratch;
   typename cddp__cu_type<T>::C f;
-  __device__ void begin() { f = (typename cddp__cu_type<T>::C)*factor; }
+  __device__ void begin() {
+    if (scratch != NULL) f = (typename cddp__cu_type<T>::C)scratch[1];
+  }
   __device__ void apply(T &, T &grad, T &) const {
     grad = cddp__cu_store<T>(cddp__cu_mul(cddp__cu_load(grad), f));
   }
 };
 
 template <typename T>
-static cudaError_t cddp__cu_scale(const cddp_segment *s, int n, const double *factor,
-                               cudaStream_t stream) {
+static cudaError_t cddp__cu_scale_as(const cddp_segment *s, int n, double factor,
+                                     const double *scratch, cudaStream_t stream) {
   cddp__cu_scale_op<T> op;
-  op.factor = factor;
-  op.f = 1;
+  op.scratch = scratch;
+  op.f = (typename cddp__cu_type<T>::C)factor;
   return cddp__cu_segments<T>(s, NULL, n, op, stream);
+}
+
+/* grad *= scratch[1], or factor if scratch is NULL. */
+static cudaError_t cddp__cu_scale(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
+                                  const double *scratch, cudaStream_t stream) {
+  if (!cddp__cu_segments_ok(s, n, false, false)) return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_scale_as, s, n, factor, scratch, stream);
 }
 
 extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype dtype,
                                        const double *scratch, cudaStream_t stream) {
-  if (!cddp__cu_segments_ok(s, n, false, false) || scratch == NULL) return cudaErrorInvalidValue;
-  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_scale, s, n, scratch + 1, stream);
+  if (scratch == NULL) return cudaErrorInvalidValue;
+  return cddp__cu_scale(s, n, dtype, 1, scratch, stream);
 }
 
 /* >>sums -----------------------------------------------------------------------------------------
@@ -1000,8 +1024,9 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
    What cddp.h calls. It gets there by a constructor: before main, whatever file is linked first. */
 
 static int cddp__cu_table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
-                           const cddp_sgd_desc *rule, unsigned flags, void *stream) {
-  return (int)cddp_cuda_sgd(s, n, dtype, rule, flags, (cudaStream_t)stream);
+                           const cddp_sgd_desc *rule, double factor, unsigned flags,
+                           void *stream) {
+  return (int)cddp__cu_sgd(s, n, dtype, rule, factor, flags, (cudaStream_t)stream);
 }
 static int cddp__cu_table_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, void *stream) {
@@ -1018,14 +1043,43 @@ static int cddp__cu_table_squares(const cddp_segment *s, int n, cddp_dtype dtype
 static int cddp__cu_table_factor(double *scratch, double max_norm, void *stream) {
   return (int)cddp_cuda_factor(scratch, max_norm, (cudaStream_t)stream);
 }
-static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype,
+static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
                                 const double *scratch, void *stream) {
-  return (int)cddp_cuda_scale(s, n, dtype, scratch, (cudaStream_t)stream);
+  return (int)cddp__cu_scale(s, n, dtype, factor, scratch, (cudaStream_t)stream);
+}
+
+/* A kernel's first launch waits for the device, for others' calls of CUDA in its way, and voids a
+   stream capture: what cddp.h launches is loaded before. */
+static int cddp__cu_table_load(void) {
+  double room[2] = {0, 0};
+  cddp_segment s = {room, room, room, 1};
+  void *copy = room;
+  cddp_sgd_desc rule;
+  int e = 0;
+  memset((void *)&rule, 0, sizeof rule);
+  cddp__cu_loads = true;
+  for (int t = CDDP_F32; t <= CDDP_BF16; t++) {
+    cddp_dtype dtype = (cddp_dtype)t;
+    for (unsigned k = 0; k < 8; k++) { /* flags, with momentum and without */
+      rule.momentum = k / 4;
+      e |= cddp__cu_sgd(&s, 1, dtype, &rule, 1, k % 4, NULL);
+    }
+    for (int to = CDDP_F32; to <= CDDP_BF16; to++)
+      e |= cddp_cuda_convert(room, (cddp_dtype)to, room, dtype, 1, NULL);
+    e |= cddp__cu_scale(&s, 1, dtype, 1, NULL, NULL);
+    e |= cddp_cuda_squares(&s, 1, dtype, room, true, NULL);
+  }
+  e |= cddp_cuda_copies(&s, &copy, 1, CDDP_F16, NULL);
+  e |= cddp_cuda_copies(&s, &copy, 1, CDDP_BF16, NULL);
+  e |= cddp_cuda_factor(room, 1, NULL);
+  cddp__cu_loads = false;
+  return e != 0 ? (int)cudaGetLastError() : 0;
 }
 
 static const cddp_kernels cddp__cu_table = {
-    CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_sgd,    cddp__cu_table_copies,
-    cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor, cddp__cu_table_scale};
+    CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_load,
+    cddp__cu_table_sgd,     cddp__cu_table_copies,   cddp__cu_table_convert,
+    cddp__cu_table_squares, cddp__cu_table_factor,   cddp__cu_table_scale};
 
 static struct cddp__cu_registers {
   cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }

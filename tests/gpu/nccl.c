@@ -271,6 +271,108 @@ static int with_nccl(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* --- means --- */
+
+enum { MEANS = 20000 };
+
+static double mean_input(int rank, size_t i) { /* in [1, 2) */
+  return 1 + (double)(ranks_mix((uint64_t)rank, i, 9) % 65536) / 65536;
+}
+
+/* Got are means over n ranks: no element is off by more than its type's rounding of n inputs, n
+   sums and the mean, nor all of them together by what 1/n is in bf16 and f16. */
+static void check_means(cddp_dtype t, const void *got, int n, size_t count) {
+  const double unit[] = {0x1p-24, 0x1p-53, 0x1p-11, 0x1p-8};
+  double sum = 0, bias = 0;
+  size_t i, bad = 0;
+  int r;
+  for (i = 0; i < count; i++) {
+    for (sum = 0, r = 0; r < n; r++) sum += mean_input(r, i);
+    sum = fabs(get(t, got, i)) * n / sum - 1;
+    bias += sum / (double)count;
+    bad += !(fabs(sum) < (n + 3) * unit[t]);
+  }
+  CHECK_EQ(bad, 0);
+  CHECK(fabs(bias) < (t <= CDDP_F64 ? 1 : 0.1) * unit[t]);
+}
+
+/* In collectives and as a model's gradients; nor does a mean pass f16's range on the way. */
+static int means(cddp_group *g, void *arg) {
+  int n = cddp_world_size(g), me = cddp_rank(g), t, k;
+  char *host = (char *)malloc(MEANS * 8), *grad, *data;
+  size_t i, bytes;
+  (void)arg;
+  for (t = CDDP_F32; t <= CDDP_BF16; t++) {
+    cddp_param p;
+    cddp_ddp *d = NULL;
+    cddp_optim *o = NULL;
+    cddp_sgd_desc rule;
+    bytes = MEANS * cddp_dtype_size((cddp_dtype)t);
+    for (i = 0; i < MEANS; i++) put((cddp_dtype)t, host, i, mean_input(me, i));
+    grad = (char *)on_device(host, bytes);
+    CHECK_OK(cddp_all_reduce(g, grad, MEANS, (cddp_dtype)t, CDDP_AVG, NULL));
+    to_host(g, host, grad, bytes);
+    check_means((cddp_dtype)t, host, n, MEANS);
+    for (i = 0; t == CDDP_F16 && i < 64; i++) put(CDDP_F16, host, i, 60000);
+    CHECK(cudaMemcpy(grad, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+    CHECK_OK(cddp_all_reduce(g, grad, 64, (cddp_dtype)t, CDDP_AVG, NULL));
+    to_host(g, host, grad, 64);
+    for (i = 0; t == CDDP_F16 && i < 32; i++) CHECK(fabs(get(CDDP_F16, host, i) - 60000) < 100);
+    memset(&p, 0, sizeof p);
+    memset(&rule, 0, sizeof rule);
+    p.count = MEANS;
+    p.dtype = (cddp_dtype)t;
+    p.data = data = (char *)cddp_alloc(g, bytes);
+    CHECK(cudaMemset(data, 0, bytes) == cudaSuccess);
+    rule.lr = 1;
+    CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+    CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
+    for (k = 0; k < 6; k++) { /* step, step, wait, wait, step, step: each after either */
+      for (i = 0; i < MEANS; i++) put((cddp_dtype)t, host, i, mean_input(me, i));
+      CHECK(cudaMemset(data, 0, bytes) == cudaSuccess);
+      CHECK(cudaMemcpy(p.grad, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+      CHECK_OK(cddp_ddp_ready(d, 0));
+      if (k / 2 == 1) {
+        CHECK_OK(cddp_ddp_wait(d));
+        CHECK_OK(cddp_optim_step(o));
+      } else {
+        CHECK_OK(cddp_ddp_step(d, o));
+      }
+      to_host(g, host, data, bytes); /* 0 - 1 * mean */
+      check_means((cddp_dtype)t, host, n, MEANS);
+    }
+    cddp_optim_destroy(o);
+    cddp_ddp_destroy(d);
+    cudaFree(grad);
+  }
+  free(host);
+  return 0;
+}
+
+/* A rank without kernels: all use NCCL's mean. */
+static int without_kernels(cddp_group *g, void *arg) {
+  uint64_t launched = hostcuda_calls("kernel");
+  (void)arg;
+  return every_collective(g, NULL) || hostcuda_calls("kernel") != launched;
+}
+
+static int one_without_kernels(int rank, void *arg) {
+  if (rank == 1) cddp_register_kernels(NULL);
+  return rank_process(rank, arg);
+}
+
+static void test_means(void) {
+  job j;
+  CHECK_OK(run(means, NULL, 3, NULL));
+  if (RANKS_TSAN) return;
+  CHECK_OK(run(means, NULL, 2, NULL));
+  CHECK_OK(run(means, NULL, 7, NULL));
+  CHECK_OK(run(means, NULL, 3, "cpu"));
+  memset(&j, 0, sizeof j);
+  j.fn = without_kernels;
+  CHECK_OK(cddp_spawn(one_without_kernels, &j, 3));
+}
+
 static void test_collectives(void) {
   CHECK_OK(run(every_collective, NULL, 3, NULL));
   if (RANKS_TSAN) return;
@@ -1227,12 +1329,15 @@ static int frugal(cddp_group *g, void *arg) {
     }
     CHECK_OK(cddp_ddp_step(d, s));
     for (i = 0; step >= 2 && i < 5; i++) CHECK_EQ(hostcuda_calls(never[i]), before[i]);
-    if (alone) CHECK_EQ(hostcuda_calls("kernel") - launched, 1);
+    if (alone || step > 0) CHECK_EQ(hostcuda_calls("kernel") - launched, 1); /* it divides, too */
   }
   if (alone) CHECK_EQ(hostcuda_calls("ncclAllReduce") + hostcuda_calls("ncclBroadcast"), 0);
   for (i = 3; i >= 0; i--) CHECK_OK(cddp_ddp_ready(d, i));
   CHECK_OK(cddp_ddp_wait(d));
+  for (i = 3; i >= 0; i--) CHECK_OK(cddp_ddp_ready(d, i));
   launched = hostcuda_calls("kernel");
+  CHECK_OK(cddp_ddp_wait(d)); /* the buckets have been divided as they were reduced */
+  CHECK_EQ(hostcuda_calls("kernel"), launched);
   CHECK_OK(cddp_ddp_clip_grad_norm(d, 1, NULL));
   CHECK_EQ(hostcuda_calls("kernel") - launched, 4); /* squares, sum, factor, scale: for all four */
   CHECK_OK(cddp_synchronize(g));
@@ -2112,13 +2217,13 @@ static void test_stall(void) {
   o->victim = -1;
   o->timeout_s = RANKS_SLOW ? 2 : 0.3;
   o->environment = "HOSTNCCL_FAIL";
-  o->value = "stall:8@1";
+  o->value = "stall:12@1";
   endure(o, 3);
   for (i = 0; i < 3; i++) check_fate(o, i, CDDP_TIMEOUT, "has not ended");
   o->value = "init:1@1";
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "ncclCommInitRankConfig");
-  o->value = "error:8@0";
+  o->value = "error:12@0";
   o->timeout_s = 60;
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_NCCL, "injected asynchronous error");
@@ -2198,6 +2303,7 @@ static void test_injection(void) {
 
 int main(void) {
   RUN(test_collectives);
+  RUN(test_means);
   RUN(test_streams);
   RUN(test_groups);
   RUN(test_hosts);

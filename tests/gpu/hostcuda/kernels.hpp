@@ -56,6 +56,16 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
+struct cudaFuncAttributes {
+  int numRegs;
+};
+
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *out, const void *kernel) {
+  cudaError_t e = hostcuda_enter("cudaFuncGetAttributes");
+  out->numRegs = 0;
+  return hostcuda_leave(e == cudaSuccess ? hostcuda_load(kernel) : e);
+}
+
 namespace hostcuda {
 
 enum { STACK = 256 << 10, BLOCK_BARRIER = -1, RUNNABLE = -2, ENDED = -3 };

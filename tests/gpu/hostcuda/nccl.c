@@ -71,6 +71,9 @@ struct ncclComm { /* guarded by its lock where no comment says otherwise */
   uint64_t step, tail, head, splits, random;
   struct ncclComm *parent; /* while it is being split off */
   int color, key;
+  float scalars[4]; /* of the caller's operations; these are ncclNumOps and up */
+  int scalars_made;
+  ncclDataType_t scalar_types[4];
   struct ncclComm *next; /* guarded by living, as is: */
   uint64_t unjoined;     /* the job that no call has joined yet, or 0 */
 };
@@ -417,15 +420,14 @@ static size_t type_size(ncclDataType_t t) {
 
 #define LOOP(T, A, READ, WRITE, COMBINE, AVERAGE)                                  \
   for (i = 0; i < n; i++) {                                                        \
-    A sum = (A)0, scale = (A)1;                                                    \
-    (void)scale;                                                                   \
+    A sum = (A)0;                                                                  \
     for (r = 0; r < size; r++) {                                                   \
       T element;                                                                   \
       A x;                                                                         \
       memcpy(&element, from[r] + i * sizeof element, sizeof element);              \
       x = READ;                                                                    \
       if (r == 0) sum = x;                                                         \
-      else COMBINE;                                                                \
+      else { COMBINE; }                                                            \
     }                                                                              \
     AVERAGE;                                                                       \
     { T element = WRITE; memcpy(to + i * sizeof element, &element, sizeof element); } \
@@ -439,7 +441,6 @@ static size_t type_size(ncclDataType_t t) {
     default: sum += x; break;                                                      \
   }
 
-/* The mean of floats: every input times 1 / size, rounded to the type, as NCCL has it. */
 #define WHOLE(T, U) \
   LOOP(U, U, element, (U)sum, PICK, if (op == ncclAvg) sum = (U)((T)sum / (T)size))
 #define SMALL(T, U) \
@@ -480,23 +481,27 @@ static void reduce_signed(char *to, char **from, int size, size_t n, ncclDataTyp
   }
 }
 
+static float half(float x) { return hostcuda_half_to_float(hostcuda_float_to_half(x)); }
+static float bfloat(float x) { return hostcuda_bf16_to_float(hostcuda_float_to_bf16(x)); }
+
+/* Floats are multiplied by factor first. It, the product and each sum on the way are rounded to the
+   type, as NCCL has it. */
 static void reduce_pieces(char *to, char **from, int size, size_t n, ncclDataType_t t,
-                          ncclRedOp_t op) {
-  float f = op == ncclAvg ? 1.0f / (float)size : 1.0f;
+                          ncclRedOp_t op, double factor) {
+  float f = (float)factor;
   size_t i;
   int r;
   switch (t) {
     case ncclFloat32: LOOP(float, float, element * f, sum, PICK, ) break;
-    case ncclFloat64:
-      LOOP(double, double, op == ncclAvg ? element / size : element, sum, PICK, ) break;
+    case ncclFloat64: LOOP(double, double, element * factor, sum, PICK, ) break;
     case ncclFloat16:
-      LOOP(uint16_t, float, hostcuda_half_to_float(hostcuda_float_to_half(
-                                hostcuda_half_to_float(element) * f)),
-           hostcuda_float_to_half(sum), PICK, ) break;
+      f = half(f);
+      LOOP(uint16_t, float, half(hostcuda_half_to_float(element) * f), hostcuda_float_to_half(sum),
+           PICK sum = half(sum), ) break;
     case ncclBfloat16:
-      LOOP(uint16_t, float, hostcuda_bf16_to_float(hostcuda_float_to_bf16(
-                                hostcuda_bf16_to_float(element) * f)),
-           hostcuda_float_to_bf16(sum), PICK, ) break;
+      f = bfloat(f);
+      LOOP(uint16_t, float, bfloat(hostcuda_bf16_to_float(element) * f),
+           hostcuda_float_to_bf16(sum), PICK sum = bfloat(sum), ) break;
     case ncclUint8: SMALL(unsigned, uint8_t) break;
     case ncclUint32: WHOLE(uint32_t, uint32_t) break;
     case ncclUint64: WHOLE(uint64_t, uint64_t) break;
@@ -518,7 +523,8 @@ static bool agreed(ncclComm_t c, const action *a) {
 static void take(ncclComm_t c, const action *a, size_t at, size_t n) {
   size_t bytes = type_size(a->type);
   char *from[MAX_RANKS];
-  int r;
+  int r, own = (int)a->op - ncclNumOps;
+  double factor = own >= 0 ? c->scalars[own] : a->op == ncclAvg ? 1.0 / c->size : 1;
   for (r = 0; r < c->size; r++) {
     from[r] = c->all->seats[r].slot;
     if (a->kind == REDUCE_SCATTER) from[r] += (size_t)c->rank * n * bytes;
@@ -528,7 +534,8 @@ static void take(ncclComm_t c, const action *a, size_t at, size_t n) {
   if (a->kind == BROADCAST) memcpy(a->recv + at * bytes, from[a->root], n * bytes);
   if (a->kind == ALL_REDUCE || a->kind == REDUCE_SCATTER ||
       (a->kind == REDUCE && c->rank == a->root))
-    reduce_pieces(a->recv + at * bytes, from, c->size, n, a->type, a->op);
+    reduce_pieces(a->recv + at * bytes, from, c->size, n, a->type, a->op,
+                  factor);
 }
 
 static void give(ncclComm_t c, const action *a, size_t at, size_t n) {
@@ -805,7 +812,9 @@ static ncclResult_t check(const char *name, action a, ncclComm_t c, cudaStream_t
   ncclResult_t r;
   ENTER(name);
   if ((r = usable(c)) != ncclSuccess) return r;
-  if (size == 0 || (unsigned)a.op >= ncclNumOps || a.root < 0 || a.root >= c->size)
+  if (size == 0 || (int)a.op < 0 || (int)a.op >= ncclNumOps + c->scalars_made ||
+      (a.op >= ncclNumOps && c->scalar_types[a.op - ncclNumOps] != a.type) ||
+      a.root < 0 || a.root >= c->size)
     return refuse(ncclInvalidArgument, "bad type, operation, root or peer");
   if (a.kind == REDUCE_SCATTER) in *= (size_t)c->size;
   if (a.kind == ALL_GATHER) out *= (size_t)c->size;
@@ -850,6 +859,21 @@ static action make(int kind, const void *send, void *recv, size_t count, ncclDat
   a.op = op;
   a.root = root;
   return a;
+}
+
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t type,
+                                      ncclScalarResidence_t residence, ncclComm_t comm) {
+  ncclResult_t r;
+  uint16_t bits;
+  ENTER("ncclRedOpCreatePreMulSum");
+  if ((r = usable(comm)) != ncclSuccess) return r;
+  if (type != ncclFloat16 || residence != ncclScalarHostImmediate || comm->scalars_made == 4)
+    return refuse(ncclInvalidArgument, "the double has f16 and four operations a communicator");
+  memcpy(&bits, scalar, sizeof bits);
+  comm->scalars[comm->scalars_made] = hostcuda_half_to_float(bits);
+  comm->scalar_types[comm->scalars_made] = type;
+  *op = (ncclRedOp_t)(ncclNumOps + comm->scalars_made++);
+  return ncclSuccess;
 }
 
 ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type,
