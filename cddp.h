@@ -1647,9 +1647,9 @@ typedef struct cddp__home {
 } cddp__home;
 
 typedef struct cddp__host_entry {
-  char name[72];
-  cddp__address address; /* without a port */
-  int size;              /* ranks */
+  struct sockaddr_in6 address; /* or a sockaddr_in: cddp__internet_address. Without a port */
+  char name[68];
+  int size; /* ranks */
 } cddp__host_entry;
 
 /* The other hosts, as rendezvous found them. Owned by cddp__host; constant but for what lock
@@ -1658,9 +1658,9 @@ typedef struct cddp__net {
   cddp_allocator allocator;
   int rank, size; /* of the job */
   int host, host_count;
-  cddp__home *homes;       /* [size] */
-  cddp__host_entry *hosts; /* [host_count] */
-  unsigned char token[16]; /* of the job; whoever knows it came through the store */
+  unsigned char *token;    /* [16] of the job; whoever knows it came through the store */
+  cddp__host_entry *hosts; /* [host_count] behind the token, and behind them */
+  cddp__home *homes;       /* [size]: the rank table, as rank 0's host has sent it */
   char *secret;            /* NULL: none */
   int listener;
   cddp__atomic_u32 deaf;           /* 1: without a descriptor for a caller; writer: under lock */
@@ -2648,6 +2648,42 @@ static cddp_result cddp__recv_all(int fd, void *data, size_t size, double deadli
   return cddp__send_or_recv(fd, NULL, data, size, deadline);
 }
 
+/* Sends bytes or receives up to n, without blocking, as sendmsg and recvmsg do. On a Unix socket
+   with up to two descriptors: those of fds that are not -1 (NULL: none). Received ones replace what
+   fds has. */
+static ssize_t cddp__pass_fds(int fd, void *data, size_t n, int *fds, bool out) {
+  union {
+    struct cmsghdr head;
+    char space[CMSG_SPACE(2 * sizeof(int))];
+  } control;
+  size_t count = fds == NULL ? 0 : !out || fds[1] >= 0 ? 2 : fds[0] >= 0;
+  struct iovec io = {data, n};
+  struct msghdr m;
+  ssize_t done;
+  memset(&m, 0, sizeof m);
+  memset(&control, 0, sizeof control);
+  m.msg_iov = &io;
+  m.msg_iovlen = 1;
+  m.msg_control = control.space;
+  m.msg_controllen = count > 0 ? CMSG_SPACE(count * sizeof(int)) : 0;
+  if (out) {
+    control.head.cmsg_level = SOL_SOCKET;
+    control.head.cmsg_type = SCM_RIGHTS;
+    control.head.cmsg_len = CMSG_LEN(count * sizeof(int));
+    if (count > 0) memcpy(CMSG_DATA(&control.head), fds, count * sizeof(int));
+    return sendmsg(fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+  done = recvmsg(fd, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (done <= 0 || m.msg_controllen < CMSG_LEN(sizeof(int)) ||
+      control.head.cmsg_type != SCM_RIGHTS)
+    return done;
+  cddp__close_fd(&fds[0]);
+  cddp__close_fd(&fds[1]);
+  memcpy(fds, CMSG_DATA(&control.head),
+         cddp__min(control.head.cmsg_len - CMSG_LEN(0), 2 * sizeof *fds));
+  return done;
+}
+
 /* Splits "host:port" or "[::1]:port". */
 static cddp_result cddp__host_port(const char *text, char *host, size_t host_capacity, int *port) {
   const char *colon = strrchr(text, ':'), *begin = text, *end = colon, *why = NULL;
@@ -2703,6 +2739,16 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
 static bool cddp__address_loopback(const cddp__address *a) {
   if (a->sa.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&a->v6.sin6_addr) != 0;
   return a->sa.ss_family == AF_INET && ntohl(a->v4.sin_addr.s_addr) >> 24 == 127;
+}
+
+/* An IPv4 or IPv6 address from its bytes, whatever they are. */
+static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
+  cddp__address a;
+  memset(&a, 0, sizeof a);
+  a.v6 = *in;
+  if (a.sa.ss_family != AF_INET6) a.sa.ss_family = AF_INET;
+  a.size = a.sa.ss_family == AF_INET6 ? sizeof a.v6 : sizeof a.v4;
+  return a;
 }
 
 /* An abstract Unix socket: of this host alone, without a port and without a file. Its name begins
@@ -2767,6 +2813,17 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
   return n;
 }
 
+/* Whether the address is of this host: one of its interfaces', loopback, 0.0.0.0 or ::. */
+static bool cddp__address_here(const cddp__address *a) {
+  cddp__address own[CDDP__ADDRESSES_MAX + 2];
+  int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
+  memset(&own[n], 0, 2 * sizeof own[0]);
+  own[n++].sa.ss_family = AF_INET;
+  own[n++].sa.ss_family = AF_INET6;
+  for (i = 0; i < n && !cddp__address_same_host(a, &own[i]); i++) {}
+  return i < n || cddp__address_loopback(a);
+}
+
 static bool cddp__local_address(int fd, cddp__address *a) {
   memset(a, 0, sizeof *a);
   a->size = sizeof a->sa;
@@ -2779,18 +2836,23 @@ static bool cddp__set_nodelay(int fd) {
          setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0;
 }
 
+/* The process that made the other end of a Unix socket: pid, uid and gid, as in struct ucred. */
+static bool cddp__peer_process(int fd, uint32_t out[3]) {
+  socklen_t n = 3 * sizeof *out;
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, out, &n) == 0;
+}
+
 #define CDDP__FOREIGN (-1) /* in the place of an errno: the process there is another user's */
 
 /* Readies a connection: 0, CDDP__FOREIGN or an errno. Any user may take or call an abstract name:
    the process at the other end must be this user's. */
 static int cddp__stream_ready(int fd) {
   cddp__address a;
-  uint32_t c[3] = {0, 0, 0}; /* struct ucred: pid, uid, gid */
-  socklen_t n = sizeof c;
+  uint32_t peer[3];
   (void)cddp__local_address(fd, &a);
   if (a.sa.ss_family != AF_UNIX) return cddp__set_nodelay(fd) ? 0 : errno;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, c, &n) != 0) return errno;
-  return c[1] == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN;
+  if (!cddp__peer_process(fd, peer)) return errno;
+  return peer[1] == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN;
 }
 
 /* Makes fd as cddp's own sockets are: it does not block, and a new program does not inherit it. */
@@ -3896,9 +3958,9 @@ static cddp_result cddp__connect(cddp_store *s, double deadline, bool once) {
     if (cddp__now() >= deadline)
       return cddp__fail_in(
           CDDP_TIMEOUT,
-          "no connection to the store at %s within %.1f s; rank 0 (the server) may not be running, "
+          "no connection to the store at %s within %g s; rank 0 (the server) may not be running, "
           "or the address may be wrong. Last error: ",
-          s->name, cddp__now() - started);
+          s->name, s->timeout_s);
     dice = dice * 6364136223846793005u + 1442695040888963407u;
     cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice >> 40) / (1 << 25)), deadline) -
                 cddp__now());
@@ -4576,8 +4638,7 @@ static bool cddp__one_host(const cddp__place *at) {
    proxy that started this host's ranks. */
 static uint64_t cddp__job_key(int launcher, bool here) {
   const char *fd = launcher == CDDP__BY_HYDRA && here ? cddp__env("PMI_FD") : NULL;
-  uint32_t maker[3] = {0, 0, 0}; /* struct ucred: pid, uid, gid */
-  socklen_t size = sizeof maker;
+  uint32_t maker[3];
   uint64_t key = 0;
   int i;
   for (i = 0; i < (here ? 5 : 3); i++) {
@@ -4585,8 +4646,7 @@ static uint64_t cddp__job_key(int launcher, bool here) {
     const char *value = name != NULL ? cddp__env(name) : NULL;
     if (value != NULL) key = cddp__hash64(key + 1, value, strlen(value) + 1);
   }
-  if (fd != NULL && getsockopt((int)strtol(fd, NULL, 10), SOL_SOCKET, SO_PEERCRED, maker, &size) ==
-                        0 && maker[0] != 0)
+  if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), maker) && maker[0] != 0)
     key = cddp__hash64(key + 1, maker, sizeof maker);
   return key;
 }
@@ -7276,7 +7336,8 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
    link that could not be made later ends with the error. */
 static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, uint64_t group) {
   const cddp__home *home = &n->homes[peer];
-  cddp__address a = n->hosts[home->host].address, here = n->hosts[n->host].address;
+  cddp__address a = cddp__internet_address(&n->hosts[home->host].address),
+                here = cddp__internet_address(&n->hosts[n->host].address);
   cddp__link *l;
   int fd = socket(a.sa.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) {
@@ -7576,10 +7637,13 @@ static void cddp__net_free(cddp__net *n) {
   cddp__links_free(n, n->arrived);
   cddp__close_fd(&n->listener);
   pthread_mutex_destroy(&n->lock);
-  cddp__free(&a, n->homes);
-  cddp__free(&a, n->hosts);
+  cddp__free(&a, n->token);
   cddp__free(&a, n->secret);
   cddp__free(&a, n);
+}
+
+static size_t cddp__table_bytes(int size, int host_count) {
+  return 16 + (size_t)host_count * sizeof(cddp__host_entry) + (size_t)size * sizeof(cddp__home);
 }
 
 static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_count) {
@@ -7590,11 +7654,14 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
   n->size = size;
   n->host_count = host_count;
   pthread_mutex_init(&n->lock, NULL);
-  n->homes = (cddp__home *)cddp__calloc(a, (size_t)size, sizeof *n->homes);
-  n->hosts = (cddp__host_entry *)cddp__calloc(a, (size_t)host_count, sizeof *n->hosts);
-  if (n->homes != NULL && n->hosts != NULL) return n;
-  cddp__net_free(n);
-  return NULL;
+  n->token = (unsigned char *)cddp__calloc(a, 1, cddp__table_bytes(size, host_count));
+  if (n->token == NULL) {
+    cddp__net_free(n);
+    return NULL;
+  }
+  n->hosts = (cddp__host_entry *)(void *)(n->token + 16);
+  n->homes = (cddp__home *)(void *)(n->hosts + host_count);
+  return n;
 }
 
 /* >>rendezvous ---------------------------------------------------------------------------------
@@ -7604,7 +7671,7 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
    Owns: the sockets of the rendezvous and one key of the store; a name for each rank on its host,
    which it holds as long as its group lives.
    May touch: the cddp__host that it fills in, and the store where the job meets.
-   Entry points: cddp__meet, then cddp__world_group; cddp__hear_claims while the group lives.
+   Entry points: cddp__meet, cddp__world_group; cddp__hear_claims while the group lives.
    Works as follows: the ranks form a tree. A client is connected to its coordinator by a Unix
    socket, a coordinator to the root by TCP. The root is the coordinator of rank 0's node.
      1  A rank takes its name, which follows from where the job meets. If another living process has
@@ -7616,12 +7683,12 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
         a random token to the store, under RUN/meeting. Other coordinators read that and connect;
         by the token the root knows that they came through the store, and so know the secret.
      5  The root compares what ranks must have in common. When all have come it sends TABLE down:
-        who is where. A coordinator adds the node's memory for its clients, and for each client the
-        socket on which it listens for ranks of other nodes.
-     6  IN goes up when a rank has all that it needs, and its clients have said so.
+        who is where, as cddp__net has it. A coordinator adds the node's memory for its clients, and
+        for each client the socket on which it listens for ranks of other nodes.
+     6  IN goes up when a rank has built the group of all ranks, and its clients have said so.
    When it fails: FAIL, a result and a text, goes up and down from the rank that failed. A lost
    connection is a lost rank. What is wrong with a rank is told when as many ranks are there as are
-   to come, so that all of them hear it. */
+   to come, so that all of them hear it. Ranks that have said IN find the failure in the group. */
 
 #define CDDP__MEET_MAGIC 0x544d4443u /* "CDMT" */
 #define CDDP__HELLO_S 5.0   /* a connection that has not said RANK by then is dropped */
@@ -7639,11 +7706,6 @@ typedef struct cddp__meet_head { /* of each message */
   uint32_t size;   /* bytes that follow */
 } cddp__meet_head;
 
-typedef struct cddp__node_info {
-  unsigned char address[28]; /* for ranks of other nodes, without a port: cddp__pack_address */
-  char name[68];             /* of the machine */
-} cddp__node_info;
-
 /* What a rank says of itself. version, world_size, fp_mode and backend must be alike. */
 typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid;
@@ -7653,34 +7715,30 @@ typedef struct cddp__rank_info {
   uint64_t machine;        /* and its network namespace: a hash */
   unsigned char token[16]; /* by TCP: what the store said */
   char backend[16];
-  cddp__node_info node;
+  cddp__host_entry host;
 } cddp__rank_info;
 
-typedef struct cddp__rank_place {
-  uint32_t node, pid, port;
-} cddp__rank_place;
+typedef struct cddp__root_key { /* what lies under RUN/meeting */
+  char magic[8];
+  struct sockaddr_in6 address; /* where the root listens, with the port */
+  unsigned char token[16];
+} cddp__root_key;
+static const char cddp__root_magic[8] = {'C', 'D', 'D', 'P', 'r', 'o', 'o', 't'};
 
-typedef struct cddp__rank_table { /* behind it: cddp__node_info[nodes], cddp__rank_place[ranks] */
-  uint32_t nodes, ranks;
-  unsigned char token[16]; /* of the job */
-} cddp__rank_table;
-
-typedef struct cddp__member { /* a rank that has come */
+typedef struct cddp__member { /* a rank that has come, or a process that would be one */
   cddp__rank_info info;
-  int node;  /* 0: this rank's own */
-  bool fits; /* with this rank, and nobody else has its rank */
+  int node;    /* 0: this rank's own */
+  int link_fd; /* a socket on which it is to listen for other nodes; -1: none, or it has it */
+  bool fits;   /* with this rank, and nobody else has its rank */
 } cddp__member;
 
 typedef struct cddp__channel { /* a connection to another rank of the tree */
   int fd;
-  bool local; /* a Unix socket, else TCP */
-  bool above; /* to the coordinator or root; may bring descriptors */
-  bool known; /* the first RANK on it was taken */
-  bool fits;  /* and that rank fits */
-  bool in;    /* it has said IN */
-  int rank, node; /* of the first RANK */
+  bool local;   /* a Unix socket, else TCP */
+  bool known;   /* the first RANK on it was taken; of the one up: WAIT has come */
+  bool in;      /* it has said IN */
+  size_t first; /* the member of the first RANK */
   double since;
-  int fds[2];  /* that go with the table, -1 each: the memory (up only), the socket for links */
   size_t have; /* bytes of the message that is coming */
   unsigned char got[sizeof(cddp__meet_head) + CDDP__ERROR_MAX];
 } cddp__channel;
@@ -7695,17 +7753,18 @@ typedef struct cddp__rendezvous {
   double deadline;
   char name[48]; /* of the node's socket */
   uint32_t mark; /* a hash of it, not 0 */
+  char key[160]; /* RUN/meeting */
   cddp_store *store; /* NULL: not open */
   bool stale;        /* what the store says has led to nobody: it may be an earlier job's */
-  double look, pause, slice; /* when to ask the store again, s; how long to try to open it */
+  double look, pause; /* when to ask the store again; then for how long to try to open it, s */
   unsigned char token[16];
-  cddp__address address;  /* of this host, for ranks of other nodes */
+  cddp__address address; /* of this host, for ranks of other nodes */
   int node_socket, root_socket; /* listening: for clients, for coordinators; -1: not this rank */
-  int link_fd;                  /* this rank's own for links; -1: none yet */
-  cddp__channel up;             /* fd -1: none */
+  cddp__channel up;             /* to the coordinator or root; fd -1: none */
+  int fds[2]; /* that came with the table, -1: none: the memory, this rank's socket for links */
   cddp__channel *below;
-  struct pollfd *fds; /* for all channels and listening sockets */
-  size_t below_count, below_capacity, fds_capacity;
+  struct pollfd *poll; /* for all channels and listening sockets */
+  size_t below_count, below_capacity, poll_capacity;
   cddp__member *members; /* this rank and all below it, in the order in which they came */
   size_t member_count, member_capacity;
   size_t told;  /* members that the rank above knows */
@@ -7713,8 +7772,8 @@ typedef struct cddp__rendezvous {
   int expected; /* ranks to come, by the smallest WORLD_SIZE */
   cddp_result problem; /* of the first member that does not fit; CDDP_OK: none */
   char problem_text[CDDP__ERROR_MAX];
-  bool common;             /* the failure is not of this rank alone: its text is for all */
-  cddp__rank_table *table; /* NULL: not all ranks have come */
+  bool common;    /* the failure is not of this rank alone: its text is for all */
+  cddp__net *net; /* with the rank table; NULL: not all ranks have come */
 } cddp__rendezvous;
 
 /* What names this kernel and network namespace, so that ranks of one machine know each other. */
@@ -7736,82 +7795,37 @@ static void cddp__host_identity(char *out, size_t n) {
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
-static cddp__rank_info cddp__own_info(const cddp__rendezvous *v) {
-  const char *backend = cddp__backend_name(v->desc), *device = v->desc->device;
-  bool cuda = device != NULL && strncmp(device, "cuda", 4) == 0;
-  char machine[128];
-  cddp__rank_info i;
-  memset(&i, 0, sizeof i);
-  i.version = CDDP_VERSION;
-  i.world_size = (uint32_t)v->at->world_size;
-  i.rank = (uint32_t)v->at->rank;
-  i.pid = (uint32_t)getpid();
-  i.fp_mode = cddp__fp_mode();
-  i.user = (uint32_t)geteuid();
-  cddp__host_identity(machine, sizeof machine);
-  i.machine = cddp__hash64(0, machine, strlen(machine));
-  snprintf(i.backend, sizeof i.backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
-  snprintf(i.node.name, sizeof i.node.name, "%.67s", v->host->name);
-  return i;
-}
-
-/* Made by cddp_spawn or cddprun for the ranks that meet on one host, so that no other user of it
-   can join in: CDDP_JOB_SECRET is "PORT:SECRET", good for that MASTER_PORT. NULL: there is none, or
-   the user has set one. */
-static const char *cddp__job_secret(const cddp__place *at) {
-  const char *text = cddp__env("CDDP_JOB_SECRET"), *port = cddp__env("MASTER_PORT");
-  size_t n = port != NULL ? strlen(port) : 0;
-  if (text == NULL || n == 0 || at->port_name == NULL || at->client_only) return NULL;
-  if (cddp__env("CDDP_SECRET") != NULL) return NULL;
-  return strncmp(text, port, n) == 0 && text[n] == ':' ? text + n + 1 : NULL;
-}
-
-/* Where the job meets, in words that are the same for all ranks of a host however they spell it: an
-   address of this host is "here", for MASTER_ADDR may be localhost, 0.0.0.0 or its name. */
-static void cddp__common_place(const cddp__place *at, char out[1200]) {
-  cddp__address a[CDDP__ADDRESSES_MAX], own[CDDP__ADDRESSES_MAX + 2];
-  char host[256], text[160];
-  int n = 0, owns, port = 0, i, k;
-  bool here = false;
-  snprintf(out, 1200, "%s", at->init_method);
-  if (strncmp(out, "tcp://", 6) != 0 ||
-      cddp__host_port(out + 6, host, sizeof host, &port) != CDDP_OK ||
-      cddp__resolve(host, port, NULL, a, &n) != CDDP_OK)
-    return; /* who opens the store says what is wrong with it */
-  owns = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX);
-  memset(&own[owns], 0, 2 * sizeof own[0]); /* 0.0.0.0 and :: */
-  own[owns++].sa.ss_family = AF_INET;
-  own[owns++].sa.ss_family = AF_INET6;
-  for (i = 0; i < n && !here; i++) {
-    here = cddp__address_loopback(&a[i]);
-    for (k = 0; k < owns && !here; k++) here = cddp__address_same_host(&a[i], &own[k]);
-    cddp__address_text(&a[i], text, sizeof text);
-    if (i == 0 || strcmp(text, out) < 0) snprintf(out, 1200, "%s", text);
-  }
-  if (here) snprintf(out, 1200, "here:%d", port);
-}
-
 /* The name of the node's socket: the same for its ranks alone, and with a secret not to be
-   foreseen. */
+   foreseen. Ranks may spell the place where they meet in several ways: an address of this host
+   counts as "here", of others the first of the name's addresses. */
 static void cddp__node_name(const cddp__place *at, const char *secret, char name[48]) {
   static const char hex[] = "0123456789abcdef";
-  const char *given = cddp__env("CDDP_HOST_ID");
-  char place[1200], text[1600];
+  const char *method = at->init_method;
+  cddp__address a[CDDP__ADDRESSES_MAX];
+  char host[256], spelled[160], machine[128], place[1200], text[1600];
   unsigned char mac[32];
   struct stat st;
-  int i;
-  cddp__common_place(at, place);
+  bool here = false;
+  int n = 0, port = 0, i;
+  snprintf(place, sizeof place, "%s", method);
+  if (strncmp(method, "tcp://", 6) != 0 ||
+      cddp__host_port(method + 6, host, sizeof host, &port) != CDDP_OK ||
+      cddp__resolve(host, port, NULL, a, &n) != CDDP_OK)
+    n = 0; /* who opens the store says what is wrong with it */
+  for (i = 0; i < n && !here; i++) {
+    here = cddp__address_here(&a[i]);
+    cddp__address_text(&a[i], spelled, sizeof spelled);
+    if (i == 0 || strcmp(spelled, place) < 0) snprintf(place, sizeof place, "%s", spelled);
+  }
+  if (here) snprintf(place, sizeof place, "here:%d", port);
   if (stat("/proc/self/ns/pid", &st) != 0) st.st_ino = 0;
-  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu", place, at->run, given != NULL ? given : "",
-           (unsigned)geteuid(), (unsigned long long)st.st_ino);
+  cddp__host_identity(machine, sizeof machine);
+  snprintf(text, sizeof text, "%s|%s|%s|%u|%llu", place, at->run, machine, (unsigned)geteuid(),
+           (unsigned long long)st.st_ino);
   cddp__hmac(secret != NULL ? secret : "", "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
-}
-
-static cddp_result cddp__fail_memory(void) {
-  return cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for the rendezvous");
 }
 
 /* Words about lack of descriptors, when that is what the error says; else about the call. */
@@ -7841,10 +7855,8 @@ static cddp_result cddp__taken(const cddp__host *h, int rank, uint32_t pid, cons
 
 /* The process at the other end of a Unix socket, if it is this user's, else 0. */
 static uint32_t cddp__peer_pid(int fd) {
-  uint32_t c[3] = {0, 0, 0}; /* struct ucred: pid, uid, gid */
-  socklen_t n = sizeof c;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, c, &n) != 0) return 0;
-  return c[1] == (uint32_t)geteuid() ? c[0] : 0;
+  uint32_t peer[3];
+  return cddp__peer_process(fd, peer) && peer[1] == (uint32_t)geteuid() ? peer[0] : 0;
 }
 
 /* Where this process met last: survivors of a group meet again under other ranks, while the others
@@ -7858,14 +7870,16 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
   cddp__address a;
   char name[64], told;
   int tries, status;
-  bool ended;
   snprintf(name, sizeof name, "%s-%d", v->name, v->at->rank);
   cddp__unix_name(&a, name);
   for (tries = 0; tries < 100; tries++) {
     uint32_t pid = 0;
+    bool ended;
     int fd, error = cddp__listen_address(&a, &v->host->claim);
-    if (error == 0) cddp__own_socket(v->host->claim);
-    if (error == 0) return CDDP_OK;
+    if (error == 0) {
+      cddp__own_socket(v->host->claim);
+      return CDDP_OK;
+    }
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
     if (cddp__load32(&cddp__met_before) == v->mark)
@@ -7921,18 +7935,6 @@ static cddp_result cddp__hear_claims(cddp_group *g) {
                                     h->name));
 }
 
-/* An address, without its port or with it, in 28 bytes: as the system has it. */
-static void cddp__pack_address(unsigned char out[28], const cddp__address *a) {
-  memcpy(out, &a->v6, 28);
-}
-
-static void cddp__unpack_address(cddp__address *a, const unsigned char in[28]) {
-  memset(a, 0, sizeof *a);
-  memcpy(&a->v6, in, 28);
-  if (a->sa.ss_family != AF_INET6) a->sa.ss_family = AF_INET;
-  a->size = a->sa.ss_family == AF_INET6 ? sizeof a->v6 : sizeof a->v4;
-}
-
 /* --- members: the ranks that have come, and what they must have in common --- */
 
 static cddp__member *cddp__member_of(const cddp__rendezvous *v, uint32_t rank) { /* NULL: none */
@@ -7967,70 +7969,60 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     i->rank, a, own->rank, b);
 }
 
-/* Adds a rank that has come, or a process that wants to be one. */
+/* Adds a rank that has come, or a process that would be one. */
 static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *i, int node) {
   const cddp__member *other = cddp__member_of(v, i->rank);
   cddp_result r = v->member_count > 0 ? cddp__compare_ranks(&v->members[0].info, i) : CDDP_OK;
   cddp__member *m;
   if (r == CDDP_OK && other != NULL)
-    r = cddp__taken(v->host, (int)i->rank, other->info.pid, other->info.node.name, i->pid,
-                    i->node.name);
+    r = cddp__taken(v->host, (int)i->rank, other->info.pid, other->info.host.name, i->pid,
+                    i->host.name);
   if (r != CDDP_OK && v->problem == CDDP_OK) {
     v->problem = r;
     snprintf(v->problem_text, sizeof v->problem_text, "%s", cddp_error());
   }
   m = (cddp__member *)cddp__grown(&v->host->allocator, v->members, &v->member_capacity,
                                   v->member_count + 1, sizeof *m);
-  if (m == NULL) return cddp__fail_memory();
+  if (m == NULL) return CDDP_OUT_OF_MEMORY;
   v->members = m;
   m += v->member_count++;
   m->info = *i;
-  m->info.node.name[sizeof i->node.name - 1] = 0;
   m->node = node;
+  m->link_fd = -1;
   m->fits = r == CDDP_OK;
   if (i->world_size > 0 && i->world_size < (uint32_t)v->expected)
     v->expected = (int)i->world_size;
   return CDDP_OK;
 }
 
-/* --- messages --- */
-
-/* One sendmsg or recvmsg of one buffer, with up to two descriptors. */
-typedef union cddp__control {
-  struct cmsghdr head;
-  char space[CMSG_SPACE(2 * sizeof(int))];
-} cddp__control;
-
-static struct msghdr cddp__message_of(struct iovec *io, const void *data, size_t n,
-                                      cddp__control *c) {
-  struct msghdr m;
-  memset(&m, 0, sizeof m);
-  memset(c, 0, sizeof *c);
-  memcpy(&io->iov_base, &data, sizeof io->iov_base); /* sendmsg does not write to it */
-  io->iov_len = n;
-  m.msg_iov = io;
-  m.msg_iovlen = 1;
-  m.msg_control = c->space;
-  m.msg_controllen = sizeof c->space;
-  return m;
+static cddp_result cddp__add_self(cddp__rendezvous *v) {
+  const char *backend = cddp__backend_name(v->desc), *device = v->desc->device;
+  bool cuda = device != NULL && strncmp(device, "cuda", 4) == 0;
+  char machine[128];
+  cddp__rank_info i;
+  memset(&i, 0, sizeof i);
+  i.version = CDDP_VERSION;
+  i.world_size = (uint32_t)v->at->world_size;
+  i.rank = (uint32_t)v->at->rank;
+  i.pid = (uint32_t)getpid();
+  i.fp_mode = cddp__fp_mode();
+  i.user = (uint32_t)geteuid();
+  cddp__host_identity(machine, sizeof machine);
+  i.machine = cddp__hash64(0, machine, strlen(machine));
+  snprintf(i.backend, sizeof i.backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
+  snprintf(i.host.name, sizeof i.host.name, "%.67s", v->host->name);
+  return cddp__add_member(v, &i, 0);
 }
+
+/* --- messages --- */
 
 /* Sends a message, with the descriptors of fds that are not -1; fds NULL: none. */
 static cddp_result cddp__channel_post(int fd, int kind, cddp_result result, const void *data,
-                                      size_t size, const int *fds, double deadline) {
+                                      size_t size, int *fds, double deadline) {
   cddp__meet_head h = {CDDP__MEET_MAGIC, (uint32_t)kind, (uint32_t)result, (uint32_t)size};
-  cddp__control c;
-  struct iovec io;
-  struct msghdr m = cddp__message_of(&io, &h, sizeof h, &c);
-  size_t count = fds == NULL || fds[0] < 0 ? 0 : fds[1] < 0 ? 1 : 2;
   cddp_result r = CDDP_OK;
   ssize_t sent;
-  c.head.cmsg_level = SOL_SOCKET;
-  c.head.cmsg_type = SCM_RIGHTS;
-  c.head.cmsg_len = CMSG_LEN(count * sizeof(int));
-  if (count > 0) memcpy(CMSG_DATA(&c.head), fds, count * sizeof(int));
-  m.msg_controllen = count > 0 ? CMSG_SPACE(count * sizeof(int)) : 0;
-  while ((sent = sendmsg(fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT)) < 0 && r == CDDP_OK)
+  while ((sent = cddp__pass_fds(fd, &h, sizeof h, fds, true)) < 0 && r == CDDP_OK)
     if (errno == EAGAIN)
       r = cddp__wait_fd(fd, POLLOUT, deadline);
     else if (errno != EINTR)
@@ -8040,12 +8032,9 @@ static cddp_result cddp__channel_post(int fd, int kind, cddp_result result, cons
 }
 
 /* Reads without blocking: 1 when a message is there (of TABLE its head), 0: not yet, -1: the
-   connection has ended, or what it says is no message. */
-static int cddp__channel_read(cddp__channel *c, cddp__meet_head *h) {
+   connection has ended, or what it says is no message. fds: for descriptors, or NULL. */
+static int cddp__channel_read(cddp__channel *c, cddp__meet_head *h, int *fds) {
   for (;;) {
-    cddp__control control;
-    struct iovec io;
-    struct msghdr m;
     size_t want = sizeof *h;
     ssize_t n;
     if (c->have >= sizeof *h) {
@@ -8057,106 +8046,75 @@ static int cddp__channel_read(cddp__channel *c, cddp__meet_head *h) {
         return 1;
       }
     }
-    m = cddp__message_of(&io, c->got + c->have, want - c->have, &control);
-    if (!c->above) m.msg_controllen = 0;
-    n = recvmsg(c->fd, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    n = cddp__pass_fds(c->fd, c->got + c->have, want - c->have, fds, false);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return n < 0 && errno == EAGAIN ? 0 : -1;
     c->have += (size_t)n;
-    if (m.msg_controllen < CMSG_LEN(sizeof(int)) || control.head.cmsg_type != SCM_RIGHTS) continue;
-    cddp__close_fd(&c->fds[0]);
-    cddp__close_fd(&c->fds[1]);
-    memcpy(c->fds, CMSG_DATA(&control.head),
-           cddp__min(control.head.cmsg_len - CMSG_LEN(0), sizeof c->fds));
   }
-}
-
-static cddp_result cddp__report_failure(cddp__rendezvous *v, const cddp__meet_head *h,
-                                        const cddp__channel *c) {
-  char text[CDDP__ERROR_MAX + 1];
-  size_t n = cddp__min(h->size, CDDP__ERROR_MAX);
-  bool named = h->result > CDDP_OK && h->result < CDDP__RESULT_COUNT;
-  memcpy(text, c->got + sizeof *h, n);
-  text[n] = 0;
-  cddp__make_printable(text);
-  v->common = true;
-  return cddp__fail(named ? (cddp_result)h->result : CDDP_MISMATCH, "%s",
-                    text[0] != 0 ? text : "a rank gave up without a word");
-}
-
-static cddp_result cddp__report_channel_lost(const cddp__rendezvous *v, const cddp__channel *c) {
-  const cddp__member *m = c->above ? NULL : cddp__member_of(v, (uint32_t)c->rank);
-  if (c->above)
-    return cddp__fail(CDDP_PEER_LOST,
-                      "the rank that gathers %s ranks at %s died while they were meeting",
-                      c->local ? "this host's" : "all hosts'", v->host->place);
-  return cddp__fail(CDDP_PEER_LOST,
-                    "rank %d (pid %u on %s) died or gave up while the ranks were meeting", c->rank,
-                    m != NULL ? m->info.pid : 0, m != NULL ? m->info.node.name : "?");
 }
 
 static void cddp__channel_init(cddp__channel *c, int fd, bool local) {
   memset(c, 0, sizeof *c);
   cddp__own_socket(c->fd = fd);
-  c->fds[0] = c->fds[1] = -1;
   c->local = local;
   c->since = cddp__now();
 }
 
-static void cddp__channel_close(cddp__channel *c) {
-  cddp__close_fd(&c->fd);
-  cddp__close_fd(&c->fds[0]);
-  cddp__close_fd(&c->fds[1]);
+/* Whether the end of this channel would be the loss of a rank that is waited for. */
+static bool cddp__awaited(const cddp__rendezvous *v, const cddp__channel *c) {
+  return c->known && !c->in && (c == &v->up || v->members[c->first].fits);
+}
+
+static cddp_result cddp__report_channel_lost(const cddp__rendezvous *v, const cddp__channel *c) {
+  const cddp__rank_info *i = &v->members[c->first].info;
+  if (c == &v->up)
+    return cddp__fail(CDDP_PEER_LOST,
+                      "the rank that gathers %s ranks at %s died while they were meeting",
+                      c->local ? "this host's" : "all hosts'", v->host->place);
+  return cddp__fail(CDDP_PEER_LOST,
+                    "rank %u (pid %u on %s) died or gave up while the ranks were meeting", i->rank,
+                    i->pid, i->host.name);
 }
 
 /* --- the ranks below --- */
 
 static void cddp__drop_channel(cddp__rendezvous *v, size_t k) { /* the last one takes its place */
-  cddp__channel_close(&v->below[k]);
+  cddp__close_fd(&v->below[k].fd);
   v->below[k] = v->below[--v->below_count];
 }
 
-/* Room for one more channel. When too many have not said RANK, the oldest of them goes: a rank says
-   it at once. */
-static cddp_result cddp__channel_room(cddp__rendezvous *v) {
-  size_t i, oldest = 0, silent = 0;
-  cddp__channel *below;
-  for (i = 0; i < v->below_count; i++) {
-    const cddp__channel *c = &v->below[i];
-    if (c->known) continue;
-    if (silent++ == 0 || c->since < v->below[oldest].since) oldest = i;
-  }
-  if (silent >= CDDP__GREETING) cddp__drop_channel(v, oldest);
-  below = (cddp__channel *)cddp__grown(&v->host->allocator, v->below, &v->below_capacity,
-                                       v->below_count + 1, sizeof *below);
-  if (below != NULL) v->below = below;
-  return below != NULL ? CDDP_OK : cddp__fail_memory();
-}
-
-/* Takes in who waits at a listening socket. */
+/* Takes in who waits at a listening socket. When too many have not said RANK, the oldest of them
+   goes: a rank says it at once. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
-  int fd, i;
-  for (i = 0; i < 64; i++) {
-    cddp_result r;
-    fd = cddp__accept(listener);
+  int tries;
+  for (tries = 0; tries < 64; tries++) {
+    int fd = cddp__accept(listener);
+    size_t i, oldest = 0, silent = 0;
+    cddp__channel *below;
     if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
     if (fd < 0 && errno == EAGAIN) return CDDP_OK;
     if (fd < 0) return cddp__fail_descriptors(v, errno, "accept of another rank");
-    if ((r = cddp__channel_room(v)) != CDDP_OK || cddp__stream_ready(fd) != 0) {
+    for (i = 0; i < v->below_count; i++)
+      if (!v->below[i].known && (silent++ == 0 || v->below[i].since < v->below[oldest].since))
+        oldest = i;
+    if (silent >= CDDP__GREETING) cddp__drop_channel(v, oldest);
+    below = (cddp__channel *)cddp__grown(&v->host->allocator, v->below, &v->below_capacity,
+                                         v->below_count + 1, sizeof *below);
+    if (below != NULL) v->below = below;
+    if (below != NULL && cddp__stream_ready(fd) == 0)
+      cddp__channel_init(&below[v->below_count++], fd, listener == v->node_socket);
+    else
       close(fd);
-      if (r != CDDP_OK) return r;
-      continue;
-    }
-    cddp__channel_init(&v->below[v->below_count++], fd, listener == v->node_socket);
+    if (below == NULL) return CDDP_OUT_OF_MEMORY;
   }
   return CDDP_OK;
 }
 
 /* Whether the rank that speaks first on a channel may take part. By TCP it has to know the token.
    One on this machine, but of another user, is told that the meeting goes on without it. */
-static bool cddp__admit(cddp__rendezvous *v, cddp__channel *c, const cddp__rank_info *i) {
+static bool cddp__admit(const cddp__rendezvous *v, const cddp__channel *c,
+                        const cddp__rank_info *i) {
   const cddp__rank_info *own = &v->members[0].info;
-  if (c->known) return true;
   if (!c->local && !cddp__same_bytes(i->token, v->token, sizeof v->token)) return false;
   if (!c->local && i->machine == own->machine && i->user != own->user) {
     char text[CDDP__ERROR_MAX];
@@ -8169,29 +8127,22 @@ static bool cddp__admit(cddp__rendezvous *v, cddp__channel *c, const cddp__rank_
                              cddp__now());
     return false;
   }
-  c->rank = (int)i->rank;
-  c->node = c->local ? 0 : v->nodes++;
-  c->known = true;
   return cddp__channel_post(c->fd, CDDP__MEET_WAIT, CDDP_OK, NULL, 0, NULL, cddp__now()) == CDDP_OK;
 }
 
 /* --- the rank above --- */
 
-/* Opens a socket for links of one member of this node, if it has none, and notes where it is. */
+/* Opens a socket for links of a member of this node, if it has none, and notes where it is. */
 static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__member *m) {
   cddp__address a = v->address;
   char text[160];
-  int *fd = m == v->members ? &v->link_fd : NULL, error;
-  size_t i;
-  for (i = 0; i < v->below_count && fd == NULL; i++)
-    if (v->below[i].local && v->below[i].fits && v->below[i].rank == (int)m->info.rank)
-      fd = &v->below[i].fds[1];
-  cddp__pack_address(m->info.node.address, &v->address);
-  if (fd == NULL || *fd >= 0) return CDDP_OK;
+  int error;
+  m->info.host.address = v->address.v6;
+  if (m->link_fd >= 0) return CDDP_OK;
   cddp__address_set_port(&a, 0);
-  error = cddp__listen_address(&a, fd);
+  error = cddp__listen_address(&a, &m->link_fd);
   cddp__address_text(&a, text, sizeof text);
-  if (error == 0 && !cddp__local_address(*fd, &a)) error = errno;
+  if (error == 0 && !cddp__local_address(m->link_fd, &a)) error = errno;
   if (error == EMFILE || error == ENFILE) return cddp__fail_descriptors(v, error, "socket");
   if (error != 0)
     return cddp__fail(CDDP_SYSTEM,
@@ -8212,84 +8163,85 @@ static cddp_result cddp__tell_up(cddp__rendezvous *v) {
     CDDP__POINT("hello");
     if (r == CDDP_OK) /* if it cannot be sent, reading says why */
       (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, &m->info, sizeof m->info, NULL,
-                       v->deadline);
+                               v->deadline);
     CDDP__POINT("greeted");
   }
   return r;
 }
 
-static size_t cddp__table_bytes(size_t nodes, size_t ranks) {
-  return sizeof(cddp__rank_table) + nodes * sizeof(cddp__node_info) +
-         ranks * sizeof(cddp__rank_place);
-}
-static cddp__node_info *cddp__table_nodes(const cddp__rendezvous *v) {
-  return (cddp__node_info *)(void *)(v->table + 1);
-}
-static cddp__rank_place *cddp__table_ranks(const cddp__rendezvous *v) {
-  return (cddp__rank_place *)(void *)(cddp__table_nodes(v) + v->table->nodes);
-}
-
 /* Receives a table of so many bytes; a false one is an error. */
 static cddp_result cddp__take_table(cddp__rendezvous *v, size_t size) {
-  size_t ranks = (size_t)v->at->world_size, i;
-  bool good = size <= cddp__table_bytes(ranks, ranks) && size >= cddp__table_bytes(1, ranks);
+  int ranks = v->at->world_size, i;
+  size_t least = cddp__table_bytes(ranks, 0),
+         hosts = size > least ? (size - least) / sizeof(cddp__host_entry) : 0;
+  bool good = hosts > 0 && hosts <= (size_t)ranks && size == cddp__table_bytes(ranks, (int)hosts);
   cddp_result r;
   if (!good) return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
-  v->table = (cddp__rank_table *)cddp__malloc(&v->host->allocator, size);
-  if (v->table == NULL) return cddp__fail_memory();
-  if ((r = cddp__recv_all(v->up.fd, v->table, size, v->deadline + 0.5)) != CDDP_OK) return r;
-  good = v->table->ranks == ranks && v->table->nodes <= ranks &&
-         size == cddp__table_bytes(v->table->nodes, ranks);
-  for (i = 0; i < ranks && good; i++) {
-    const cddp__rank_place *p = &cddp__table_ranks(v)[i];
-    good = p->node < v->table->nodes && p->pid != 0 &&
-           (i != (size_t)v->at->rank || p->pid == (uint32_t)getpid());
+  v->net = cddp__net_new(&v->host->allocator, ranks, (int)hosts);
+  if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__recv_all(v->up.fd, v->net->token, size, v->deadline + 0.5);
+  for (i = 0; i < ranks && r == CDDP_OK && good; i++) {
+    const cddp__home *p = &v->net->homes[i];
+    good = (unsigned)p->host < hosts && p->pid != 0 &&
+           (i != v->at->rank || p->pid == (uint32_t)getpid());
   }
-  return good ? CDDP_OK : cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
+  return r != CDDP_OK || good ? r : cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
 }
 
 /* Takes what has come on a channel. *over: it has ended, or is not one of a rank. */
 static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c, bool *over) {
+  bool up = c == &v->up;
+  char text[CDDP__ERROR_MAX + 1] = "a rank gave up without a word";
   cddp__rank_info info;
   cddp__meet_head h;
   cddp_result r;
-  int got;
-  while ((got = cddp__channel_read(c, &h)) > 0) {
-    bool first = !c->known;
-    if (h.kind == CDDP__MEET_FAIL && (c->above || (c->fits && !c->in))) {
-      return cddp__report_failure(v, &h, c);
-    } else if (h.kind == CDDP__MEET_WAIT && c->above) {
+  int got, node;
+  while ((got = cddp__channel_read(c, &h, up ? v->fds : NULL)) > 0) {
+    if (h.kind == CDDP__MEET_FAIL && (up || cddp__awaited(v, c))) {
+      r = h.result > CDDP_OK && h.result < CDDP__RESULT_COUNT ? (cddp_result)h.result
+                                                              : CDDP_MISMATCH;
+      if (h.size > 0 && c->got[sizeof h] != 0) {
+        memcpy(text, c->got + sizeof h, h.size);
+        text[h.size] = 0;
+      }
+      cddp__make_printable(text);
+      v->common = true;
+      return cddp__fail(r, "%s", text);
+    }
+    if (h.kind == CDDP__MEET_WAIT && up) {
       c->known = true;
-    } else if (h.kind == CDDP__MEET_TABLE && c->above && v->table == NULL) {
+    } else if (h.kind == CDDP__MEET_TABLE && up && v->net == NULL) {
       return cddp__take_table(v, h.size);
-    } else if (h.kind == CDDP__MEET_IN && c->fits) {
+    } else if (h.kind == CDDP__MEET_IN && !up && cddp__awaited(v, c)) {
       c->in = true;
-    } else if (h.kind == CDDP__MEET_RANK && !c->above && h.size == sizeof info) {
+    } else if (h.kind == CDDP__MEET_RANK && !up && h.size == sizeof info) {
       memcpy(&info, c->got + sizeof h, sizeof info);
-      if (!cddp__admit(v, c, &info)) break;
-      if ((r = cddp__add_member(v, &info, c->node)) != CDDP_OK) return r;
-      if (first) c->fits = v->members[v->member_count - 1].fits;
+      info.host.name[sizeof info.host.name - 1] = 0;
+      if (!c->known && !cddp__admit(v, c, &info)) break;
+      node = c->local ? 0 : c->known ? v->members[c->first].node : v->nodes++;
+      if ((r = cddp__add_member(v, &info, node)) != CDDP_OK) return r;
+      if (!c->known) c->first = v->member_count - 1;
+      c->known = true;
     } else {
       break;
     }
   }
   *over = got != 0;
-  if (*over && (c->above ? c->known : c->fits && !c->in)) return cddp__report_channel_lost(v, c);
-  return CDDP_OK;
+  return *over && cddp__awaited(v, c) ? cddp__report_channel_lost(v, c) : CDDP_OK;
 }
 
 /* Waits a little for messages, connections, lost ones and claims, and deals with them. */
 static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
   int more[4] = {v->node_socket, v->root_socket, v->host->claim, v->up.fd};
   size_t i, n = v->below_count;
-  struct pollfd *fds = (struct pollfd *)cddp__grown(&v->host->allocator, v->fds, &v->fds_capacity,
-                                                    n + 4, sizeof *fds);
+  struct pollfd *fds = (struct pollfd *)cddp__grown(&v->host->allocator, v->poll,
+                                                    &v->poll_capacity, n + 4, sizeof *fds);
   uint32_t pid;
   double now;
   bool over;
   cddp_result r = CDDP_OK;
-  if (fds == NULL) return cddp__fail_memory();
-  v->fds = fds;
+  if (fds == NULL) return CDDP_OUT_OF_MEMORY;
+  v->poll = fds;
   for (i = 0; i < n + 4; i++) {
     fds[i].fd = i < n ? v->below[i].fd : more[i - n];
     fds[i].events = POLLIN;
@@ -8313,7 +8265,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
   over = false;
   if (fds[n + 3].revents != 0) r = cddp__channel_hear(v, &v->up, &over);
   if (r == CDDP_OK && over) { /* that rank was about to end: another one is found */
-    cddp__channel_close(&v->up);
+    cddp__close_fd(&v->up.fd);
     v->told = 0;
     v->stale = true;
     cddp__sleep(0.001);
@@ -8325,37 +8277,29 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
 
 /* --- how a coordinator finds the root, or is the root: one key of the store --- */
 
-typedef struct cddp__root_key { /* what lies under RUN/meeting */
-  char magic[8];
-  unsigned char address[28], token[16]; /* where the root listens, with the port */
-} cddp__root_key;
-static const char cddp__root_magic[8] = {'C', 'D', 'D', 'P', 'r', 'o', 'o', 't'};
-
-/* CDDP_IFNAME: the first address of that interface, of the master's family if it has one. */
-static cddp_result cddp__named_interface(const char *name, int family, cddp__address *out) {
-  cddp__address list[CDDP__ADDRESSES_MAX];
-  int n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX), i;
-  if (n == 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
-                      "and has an address; `ip addr` lists them",
-                      name);
-  for (i = 0; i < n - 1 && list[i].sa.ss_family != family; i++) {}
-  *out = list[list[i].sa.ss_family == family ? i : 0];
-  return CDDP_OK;
-}
-
 /* Where other hosts reach this one: the near end of a connection to one of them, as the system has
-   chosen it by route. Loopback says nothing: the other end is on this host. */
+   chosen it by route; or, by CDDP_IFNAME, the first address of that interface, of the same family
+   if it has one. Loopback says nothing: the other end is on this host. */
 static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
+  cddp__address list[CDDP__ADDRESSES_MAX];
+  int n, i;
   if (fd < 0 || !cddp__local_address(fd, out) || out->sa.ss_family == AF_UNIX) {
     memset(out, 0, sizeof *out);
     out->v4.sin_family = AF_INET;
     out->v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     out->size = sizeof out->v4;
   }
-  return name == NULL ? CDDP_OK : cddp__named_interface(name, out->sa.ss_family, out);
+  if (name == NULL) return CDDP_OK;
+  n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX);
+  if (n == 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
+                      "and has an address; `ip addr` lists them",
+                      name);
+  for (i = 0; i < n && list[i].sa.ss_family != out->sa.ss_family; i++) {}
+  *out = list[i < n ? i : 0];
+  return CDDP_OK;
 }
 
 /* The root listens for other coordinators, and tells the store where: on the address of its
@@ -8363,7 +8307,6 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
 static cddp_result cddp__open_root(cddp__rendezvous *v) {
   cddp__root_key value;
   cddp__address a, bound;
-  char key[256];
   int error;
   cddp_result r = cddp__random(v->token, sizeof v->token);
   if (r == CDDP_OK) r = cddp__own_address(v->store->fd, &v->address);
@@ -8381,23 +8324,25 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
   cddp__address_set_port(&v->address, cddp__address_port(&bound));
   memcpy(value.magic, cddp__root_magic, sizeof value.magic);
   memcpy(value.token, v->token, sizeof value.token);
-  cddp__pack_address(value.address, &v->address);
-  snprintf(key, sizeof key, "%s/meeting", v->at->run);
-  return cddp__store_set(v->store, key, &value, sizeof value);
+  value.address = v->address.v6;
+  return cddp__store_set(v->store, v->key, &value, sizeof value);
+}
+
+static void cddp__close_store(cddp__rendezvous *v) {
+  if (v->store != NULL) cddp__store_close(v->store);
+  v->store = NULL;
+  v->pause = 0.25;
 }
 
 /* Looks into the store where the root is, and connects to it. */
 static cddp_result cddp__call_root(cddp__rendezvous *v) {
   cddp__root_key value;
   cddp__address a, store;
-  char key[256];
-  const char *keys = key;
+  const char *key = v->key;
   bool there = false;
   size_t n = 0;
   int fd;
-  cddp_result r;
-  snprintf(key, sizeof key, "%s/meeting", v->at->run);
-  r = cddp__store_check(v->store, &keys, 1, &there);
+  cddp_result r = cddp__store_check(v->store, &key, 1, &there);
   if (r == CDDP_OK && there)
     r = cddp__store_get(v->store, key, &value, sizeof value, &n, cddp__now() + 1); /* no wait */
   if (r == CDDP_NETWORK || !there) return r;
@@ -8405,7 +8350,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   if (r != CDDP_OK || n != sizeof value ||
       memcmp(value.magic, cddp__root_magic, sizeof value.magic) != 0)
     return CDDP_OK; /* another program's */
-  cddp__unpack_address(&a, value.address);
+  a = cddp__internet_address(&value.address);
   memset(&store, 0, sizeof store);
   store.size = sizeof store.sa;
   if (cddp__address_loopback(&a) && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
@@ -8415,16 +8360,15 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   }
   if (cddp__connect_address(&a, cddp__soon(2, v->deadline), &fd) != 0) return CDDP_OK;
   cddp__channel_init(&v->up, fd, false);
-  v->up.above = true;
   memcpy(v->token, value.token, sizeof v->token);
-  cddp__store_close(v->store);
-  v->store = NULL;
+  cddp__close_store(v);
   return cddp__own_address(fd, &v->address);
 }
 
 static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   const cddp__place *at = v->at;
   cddp__store_options o;
+  cddp_result r;
   memset(&o, 0, sizeof o);
   o.init_method = at->init_method;
   o.is_server = v->serves;
@@ -8437,27 +8381,10 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.allocator = v->desc->allocator;
   o.port_name = at->port_name;
   o.host_name = at->host_name;
-  return cddp__store_open(&v->store, &o);
-}
-
-/* Tries to open the store for a while, a longer one each time: in between the clients are seen to.
- */
-static cddp_result cddp__try_store(cddp__rendezvous *v) {
-  char last[CDDP__ERROR_MAX], origin[128] = "";
-  const char *why = NULL;
-  cddp_result r = cddp__open_store(v, cddp__soon(v->slice, v->deadline));
-  v->slice *= 2;
-  v->look = cddp__now();
-  if (r != CDDP_TIMEOUT) return r;
-  if (cddp__now() < v->deadline || v->problem != CDDP_OK) return CDDP_OK;
-  if ((why = strstr(cddp_error(), "Last error: ")) == NULL) return r;
-  snprintf(last, sizeof last, "%s", why);
-  if (v->at->port_name != NULL && strcmp(v->at->port_name, "MASTER_PORT") != 0)
-    snprintf(origin, sizeof origin, " (host from %s, port %s)", v->at->host_name, v->at->port_name);
-  return cddp__fail(CDDP_TIMEOUT,
-                    "no connection to the store at %.200s%s within %g s; rank 0 (the server) may "
-                    "not be running, or the address may be wrong. %s",
-                    v->at->init_method, origin, v->at->timeout_s, last);
+  r = cddp__store_open(&v->store, &o);
+  if (r != CDDP_TIMEOUT || at->port_name == NULL || strcmp(at->port_name, "MASTER_PORT") == 0)
+    return r;
+  return cddp__fail_in(r, "host from %s, port %s: ", at->host_name, at->port_name);
 }
 
 static bool cddp__is_root(const cddp__rendezvous *v) { /* rank 0 is of this node, fitting or not */
@@ -8467,18 +8394,23 @@ static bool cddp__is_root(const cddp__rendezvous *v) { /* rank 0 is of this node
   return false;
 }
 
-/* Not all ranks are of this coordinator's node: looks for the others, now and then. */
+/* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
+   open the store for a while, a longer one each time: in between the clients are seen to. */
 static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
-  if (v->store == NULL) return cddp__try_store(v);
+  if (v->store == NULL) {
+    r = cddp__open_store(v, cddp__soon(v->pause, v->deadline));
+    v->pause = r == CDDP_OK ? 0.002 : 2 * v->pause;
+    v->look = cddp__now();
+    return r == CDDP_TIMEOUT && (v->look < v->deadline || v->problem != CDDP_OK) ? CDDP_OK : r;
+  }
   r = cddp__is_root(v) ? cddp__open_root(v) : cddp__call_root(v);
   v->look = cddp__now() + v->pause;
   v->pause = 2 * v->pause < most ? 2 * v->pause : most;
   if (r != CDDP_NETWORK || v->serves) return r;
-  cddp__store_close(v->store);
-  v->store = NULL;
+  cddp__close_store(v);
   if (v->stale) return CDDP_OK; /* an earlier job's store has ended */
   return cddp__fail(CDDP_PEER_LOST,
                     "the store at %s hung up while the ranks were meeting: the process that "
@@ -8510,7 +8442,6 @@ static cddp_result cddp__enter_node(cddp__rendezvous *v) {
   if (error == 0) {
     CDDP__POINT("follow");
     cddp__channel_init(&v->up, fd, true);
-    v->up.above = true;
   } else if (error == ECONNREFUSED || error == EAGAIN || error == EINTR) {
     cddp__sleep(0.001); /* that rank does not listen yet, or has just ended */
   } else {
@@ -8521,31 +8452,28 @@ static cddp_result cddp__enter_node(cddp__rendezvous *v) {
 
 /* The root: all ranks have come. Says who is where. */
 static cddp_result cddp__make_table(cddp__rendezvous *v) {
-  cddp_allocator *allocator = &v->host->allocator;
-  size_t i, bytes = cddp__table_bytes((size_t)v->nodes, (size_t)v->at->world_size);
+  size_t i;
   cddp_result r = CDDP_OK;
   bool routed = false;
   for (i = 0; i < v->below_count && !routed && r == CDDP_OK; i++) {
-    if (v->below[i].local || !v->below[i].fits) continue;
+    if (v->below[i].local || !cddp__awaited(v, &v->below[i])) continue;
     r = cddp__own_address(v->below[i].fd, &v->address);
     routed = !cddp__address_loopback(&v->address);
   }
   for (i = 0; i < v->member_count && v->nodes > 1 && r == CDDP_OK; i++)
     if (v->members[i].node == 0) r = cddp__listen_for_links(v, &v->members[i]);
   if (r != CDDP_OK) return r;
-  v->table = (cddp__rank_table *)cddp__calloc(allocator, 1, bytes);
-  if (v->table == NULL) return cddp__fail_memory();
-  v->table->nodes = (uint32_t)v->nodes;
-  v->table->ranks = (uint32_t)v->at->world_size;
+  v->net = cddp__net_new(&v->host->allocator, v->at->world_size, v->nodes);
+  if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < v->member_count; i++) {
     const cddp__rank_info *info = &v->members[i].info;
-    cddp__rank_place *p = &cddp__table_ranks(v)[info->rank];
-    p->node = (uint32_t)v->members[i].node;
+    cddp__home *p = &v->net->homes[info->rank];
+    p->host = v->members[i].node;
     p->pid = info->pid;
-    p->port = info->port;
-    cddp__table_nodes(v)[p->node] = info->node;
+    p->port = (int)info->port;
+    v->net->hosts[p->host] = info->host;
   }
-  return cddp__random(v->table->token, sizeof v->table->token);
+  return cddp__random(v->net->token, 16);
 }
 
 /* Time is up: who is missing, as far as this rank knows. */
@@ -8560,7 +8488,7 @@ static cddp_result cddp__fail_late(cddp__rendezvous *v) {
                       v->up.fd < 0 ? ", rank 0 has not" : "");
   for (rank = 0; rank < size; rank++)
     if (cddp__member_of(v, (uint32_t)rank) == NULL && n++ < 8)
-      snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d", n > 1 ? ", " : "", rank);
+      cddp__append(list, sizeof list, "%s%d", n > 1 ? ", " : "", rank);
   return cddp__fail(
       CDDP_TIMEOUT,
       "timed out after %g s: rank%s %s%s of %d did not come to %s; start them, or raise "
@@ -8568,33 +8496,30 @@ static cddp_result cddp__fail_late(cddp__rendezvous *v) {
       v->at->timeout_s, n > 1 ? "s" : "", list, n > 8 ? ", ..." : "", size, v->host->place);
 }
 
-/* Whether all have come, or what is wrong. The root's deadline is the first, as it knows who is
-   missing. */
-static cddp_result cddp__conclude(cddp__rendezvous *v) {
-  bool late = cddp__now() >= v->deadline + (v->up.fd < 0 ? 0 : v->up.local ? 0.5 : 0.25);
-  bool all = cddp__is_root(v) && v->member_count >= (size_t)v->expected;
-  if (v->table != NULL) return CDDP_OK;
-  v->common = true;
-  if (v->problem != CDDP_OK && (all || late)) return cddp__fail(v->problem, "%s", v->problem_text);
-  if (late) return cddp__fail_late(v);
-  v->common = false;
-  return all && v->problem == CDDP_OK ? cddp__make_table(v) : CDDP_OK;
-}
-
-/* Until this rank has the table. */
+/* Until this rank has the table, or knows what is wrong. The root's deadline is the first, as it
+   knows who is missing. */
 static cddp_result cddp__gather(cddp__rendezvous *v) {
   cddp_result r = CDDP_OK;
-  v->pause = 0.002;
-  v->slice = 0.25;
+  v->pause = v->store != NULL ? 0.002 : 0.25;
   v->look = cddp__now() + (v->store != NULL ? v->pause : 0);
-  while (r == CDDP_OK && v->table == NULL) {
+  while (r == CDDP_OK && v->net == NULL) {
     double until = v->deadline + 0.5;
+    bool late, all;
     if (v->up.fd < 0 && v->node_socket < 0) r = cddp__enter_node(v);
     if (r == CDDP_OK) r = cddp__tell_up(v);
     if (v->up.fd < 0) until = v->root_socket < 0 && v->look < v->deadline ? v->look : v->deadline;
     if (r == CDDP_OK) r = cddp__poll_channels(v, until);
-    if (r == CDDP_OK) r = cddp__conclude(v);
-    if (r == CDDP_OK && v->table == NULL && v->node_socket >= 0 && v->up.fd < 0)
+    if (r != CDDP_OK || v->net != NULL) break;
+    late = cddp__now() >= v->deadline + (v->up.fd < 0 ? 0 : v->up.local ? 0.5 : 0.25);
+    all = cddp__is_root(v) && v->member_count >= (size_t)v->expected;
+    if (late || (all && v->problem != CDDP_OK)) {
+      v->common = true;
+      return v->problem != CDDP_OK ? cddp__fail(v->problem, "%s", v->problem_text)
+                                   : cddp__fail_late(v);
+    }
+    if (all)
+      r = cddp__make_table(v);
+    else if (v->node_socket >= 0 && v->up.fd < 0)
       r = cddp__seek_others(v);
   }
   return r;
@@ -8621,11 +8546,8 @@ static cddp_result cddp__make_memory(cddp__host *h) {
                       "forbids it (Docker: --security-opt seccomp=unconfined allows it), give each "
                       "rank a CDDP_HOST_ID of its own: then they talk by TCP",
                       strerror(errno));
-  if (ftruncate(h->fd, (off_t)(windows << h->window_bits)) != 0) {
-    cddp_result r = cddp__fail_errno("ftruncate of shared memory");
-    cddp__close_fd(&h->fd); /* an empty file is no memory to write a failure to */
-    return r;
-  }
+  if (ftruncate(h->fd, (off_t)(windows << h->window_bits)) != 0)
+    return cddp__fail_errno("ftruncate of shared memory");
   fcntl(h->fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can pull it from under us */);
   return CDDP_OK;
@@ -8635,10 +8557,10 @@ static cddp_result cddp__make_memory(cddp__host *h) {
 static cddp_result cddp__take_memory(cddp__rendezvous *v) {
   cddp__host *h = v->host;
   struct stat st;
-  h->fd = v->up.fds[0];
-  v->link_fd = v->up.fds[1];
-  v->up.fds[0] = v->up.fds[1] = -1;
-  if (h->fd < 0 || (v->table->nodes > 1 && v->link_fd < 0))
+  h->fd = v->fds[0];
+  v->members[0].link_fd = v->fds[1];
+  v->fds[0] = v->fds[1] = -1;
+  if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
     return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
   if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
   for (h->window_bits = 12; h->window_bits < 40; h->window_bits++)
@@ -8646,65 +8568,78 @@ static cddp_result cddp__take_memory(cddp__rendezvous *v) {
   return CDDP_OK;
 }
 
-/* Fills the host with what the table says, for a job of several nodes. */
+/* Fills the host with what the table says; the table is its own from now on if there are others. */
 static cddp_result cddp__use_table(cddp__rendezvous *v) {
-  const cddp__rank_place *places = cddp__table_ranks(v);
   cddp__host *h = v->host;
-  cddp__net *n = cddp__net_new(&h->allocator, v->at->world_size, (int)v->table->nodes);
+  cddp__net *n = v->net;
   int i;
-  h->net = n;
-  if (n == NULL) return CDDP_OUT_OF_MEMORY;
   n->rank = v->at->rank;
-  memcpy(n->token, v->table->token, sizeof n->token);
-  if (v->secret != NULL && !v->job_secret &&
-      (n->secret = cddp__strdup(&h->allocator, v->secret)) == NULL)
-    return CDDP_OUT_OF_MEMORY;
+  n->host = n->homes[n->rank].host;
   for (i = 0; i < n->host_count; i++) {
-    const cddp__node_info *node = &cddp__table_nodes(v)[i];
-    cddp__unpack_address(&n->hosts[i].address, node->address);
-    snprintf(n->hosts[i].name, sizeof n->hosts[i].name, "%.67s", node->name);
+    n->hosts[i].name[sizeof n->hosts[i].name - 1] = 0;
+    n->hosts[i].size = 0;
   }
   for (i = 0; i < n->size; i++) {
-    n->homes[i].host = (int)places[i].node;
-    n->homes[i].index = n->hosts[places[i].node].size++;
-    n->homes[i].pid = places[i].pid;
-    n->homes[i].port = (int)places[i].port;
-  }
-  n->host = n->homes[n->rank].host;
-  cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index);
-  for (i = 0; i < n->size; i++)
+    n->homes[i].index = n->hosts[n->homes[i].host].size++;
     if (n->homes[i].host == n->host) h->pids[n->homes[i].index] = n->homes[i].pid;
-  return CDDP_OK;
+  }
+  cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index);
+  if (n->host_count == 1) return CDDP_OK;
+  h->net = n;
+  if (v->secret == NULL || v->job_secret) return CDDP_OK;
+  n->secret = cddp__strdup(&h->allocator, v->secret);
+  return n->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* Takes what the table says, passes it on to the ranks below, and waits until they have it. */
-static cddp_result cddp__pass_on(cddp__rendezvous *v) {
+/* The group of all ranks, on a control block that lies at the start of the shared memory. */
+static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
+                                     double timeout_s) {
+  int *members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *members);
+  char *block = NULL;
+  cddp_result r = CDDP_OUT_OF_MEMORY;
+  size_t bytes;
+  int i;
+  if (members == NULL) return r;
+  for (i = 0; i < size; i++) {
+    const cddp__home *home = h->net != NULL ? &h->net->homes[i] : NULL;
+    members[i] = home == NULL ? i : home->host == h->net->host ? home->index : -1;
+  }
+  bytes = cddp__round_up(cddp__block_bytes(size, h->size), cddp__page_size());
+  block = cddp__map_memory(h->fd, 0, bytes);
+  if (block == NULL)
+    cddp__fail(r, "mmap of the group's shared memory: %s", strerror(errno));
+  else
+    r = cddp__group_build(out, h, rank, size, members, block, timeout_s);
+  if (r != CDDP_OK && block != NULL) munmap(block, bytes);
+  cddp__free(&h->allocator, members);
+  return r;
+}
+
+/* Builds the group that the table describes, passes the table on to the ranks below, and waits
+   until they have built theirs. */
+static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   cddp__host *h = v->host;
-  cddp_result r = CDDP_OK;
+  cddp_result r = cddp__use_table(v);
   double deadline = v->deadline + 1;
   size_t i;
-  if (v->table->nodes > 1) {
-    r = cddp__use_table(v);
-  } else {
-    cddp__host_place(h, v->at->world_size, v->at->rank);
-    for (i = 0; i < (size_t)h->size; i++) h->pids[i] = cddp__table_ranks(v)[i].pid;
-  }
   if (r == CDDP_OK && v->node_socket < 0) r = cddp__take_memory(v);
   if (r == CDDP_OK && v->node_socket >= 0 && h->size > 1) r = cddp__make_memory(h);
   cddp__host_place(h, h->size, h->index); /* with this size of windows */
+  if (r == CDDP_OK)
+    r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
   for (i = 0; i < v->below_count && r == CDDP_OK; i++) {
     cddp__channel *c = &v->below[i];
-    int fds[2] = {h->fd, c->fds[1]};
-    if (!c->fits) continue;
+    int *link_fd = &v->members[c->first].link_fd, fds[2] = {h->fd, *link_fd};
+    if (!cddp__awaited(v, c)) continue;
     CDDP__POINT("welcome");
-    if (cddp__channel_post(c->fd, CDDP__MEET_TABLE, CDDP_OK, v->table,
-                   cddp__table_bytes(v->table->nodes, v->table->ranks), c->local ? fds : NULL,
-                   cddp__now() + 5) != CDDP_OK)
+    if (cddp__channel_post(c->fd, CDDP__MEET_TABLE, CDDP_OK, v->net->token,
+                           cddp__table_bytes(v->net->size, v->net->host_count),
+                           c->local ? fds : NULL, cddp__now() + 5) != CDDP_OK)
       r = cddp__report_channel_lost(v, c);
-    cddp__close_fd(&c->fds[1]);
+    cddp__close_fd(link_fd);
   }
   for (i = 0; i < v->below_count && r == CDDP_OK;) {
-    bool waits = v->below[i].fits && !v->below[i].in;
+    bool waits = cddp__awaited(v, &v->below[i]);
     if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(v, &v->below[i]);
     if (waits && r == CDDP_OK) r = cddp__poll_channels(v, deadline);
     i = waits ? 0 : i + 1; /* channels may have moved */
@@ -8716,8 +8651,8 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v) {
     if (r == CDDP_OK) r = cddp__report_channel_lost(v, &v->up);
   }
   if (r != CDDP_OK || h->net == NULL) return r;
-  h->net->listener = v->link_fd;
-  v->link_fd = -1;
+  h->net->listener = v->members[0].link_fd;
+  v->members[0].link_fd = -1;
   return CDDP_OK;
 }
 
@@ -8731,9 +8666,9 @@ static void cddp__channel_fail(int fd, bool local, cddp_result r, const char *te
          recv(fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
 }
 
-/* Tells the ranks above and below, those too that have just come, why there will be no group; or
-   (CDDP_OK) those that do not fit into it. */
-static void cddp__tell_failure(cddp__rendezvous *v, cddp_result r) {
+/* Tells the ranks above and below, those too that have just come, and those that are in the group
+   already, why there will be no group; or (CDDP_OK) those that do not fit into it. */
+static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX];
   size_t k = v->below_count;
   int fd, i;
@@ -8745,26 +8680,20 @@ static void cddp__tell_failure(cddp__rendezvous *v, cddp_result r) {
   if (v->up.fd >= 0 && r != CDDP_OK) cddp__channel_fail(v->up.fd, v->up.local, r, far);
   while (k-- > 0) {
     const cddp__channel *c = &v->below[k];
-    if (r == CDDP_OK && (!c->known || c->fits)) continue;
+    if (r == CDDP_OK && (!c->known || v->members[c->first].fits)) continue;
     cddp__channel_fail(c->fd, c->local || !c->known, r != CDDP_OK ? r : v->problem,
                        c->local ? text : far);
     cddp__drop_channel(v, k); /* those that come need its descriptor */
   }
-  for (i = 0; i < CDDP__MAX_RANKS && r != CDDP_OK && v->node_socket >= 0; i++) {
+  if (r == CDDP_OK) return;
+  for (i = 0; i < CDDP__MAX_RANKS && v->node_socket >= 0; i++) {
     if ((fd = cddp__accept(v->node_socket)) < 0 && errno != EINTR) break;
     if (fd >= 0 && cddp__stream_ready(fd) == 0) cddp__channel_fail(fd, true, r, text);
     if (fd >= 0) close(fd);
   }
-  if (r != CDDP_OK) cddp__fail(r, "%s", text);
-}
-
-/* Words for a rank 0 that waited in vain. */
-static cddp_result cddp__name_refused(const cddp__rendezvous *v, cddp_result r) {
-  const cddp__server *s = v->serves && v->store != NULL ? v->store->server : NULL;
-  uint32_t n = s != NULL ? cddp__load32(&s->unproven) : 0;
-  if (r != CDDP_TIMEOUT || n == 0) return r;
-  return cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ", n,
-                       n > 1 ? "s" : "", n > 1 ? "were" : "was");
+  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", far));
+  if (v->host->net != NULL) cddp__tell_all(v->host->net, 0, NULL, v->net->size, (uint32_t)r, far);
+  cddp__fail(r, "%s", text);
 }
 
 /* Holds on to the store's port, without listening, while the group lives: else the system might
@@ -8773,8 +8702,7 @@ static void cddp__keep_port(cddp__rendezvous *v) {
   const cddp__server *s = v->store->server;
   if (s != NULL) v->host->port = fcntl(s->listeners[0], F_DUPFD_CLOEXEC, 0);
   if (v->host->port >= 0) cddp__own_socket(v->host->port);
-  cddp__store_close(v->store);
-  v->store = NULL;
+  cddp__close_store(v);
   if (v->host->port >= 0) shutdown(v->host->port, SHUT_RD);
 }
 
@@ -8787,64 +8715,44 @@ static void cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place *at,
   v->desc = d;
   v->host = h;
   v->deadline = cddp__now() + at->timeout_s;
-  v->up.fd = v->up.fds[0] = v->up.fds[1] = v->node_socket = v->root_socket = v->link_fd = -1;
+  v->up.fd = v->fds[0] = v->fds[1] = v->node_socket = v->root_socket = -1;
   v->nodes = 1;
   v->expected = at->world_size;
   v->serves = at->rank == 0 && !at->client_only;
+  snprintf(v->key, sizeof v->key, "%s/meeting", at->run);
   snprintf(h->place, sizeof h->place, "%s%.80s", tcp ? "port " : "",
            tcp ? port + 1 : at->init_method);
 }
 
 static void cddp__rendezvous_free(cddp__rendezvous *v) {
   const cddp_allocator *a = &v->host->allocator;
+  size_t i;
   while (v->below_count > 0) cddp__drop_channel(v, v->below_count - 1);
-  cddp__channel_close(&v->up);
+  for (i = 0; i < v->member_count; i++) cddp__close_fd(&v->members[i].link_fd);
+  cddp__close_fd(&v->up.fd);
+  cddp__close_fd(&v->fds[0]);
+  cddp__close_fd(&v->fds[1]);
   cddp__close_fd(&v->node_socket);
   cddp__close_fd(&v->root_socket);
-  cddp__close_fd(&v->link_fd);
-  if (v->store != NULL) cddp__store_close(v->store);
+  cddp__close_store(v);
+  if (v->net != v->host->net) cddp__net_free(v->net);
   cddp__free(a, v->below);
-  cddp__free(a, v->fds);
+  cddp__free(a, v->poll);
   cddp__free(a, v->members);
-  cddp__free(a, v->table);
 }
 
-/* Fills h with the shared memory and process ids of all ranks. */
-static cddp_result cddp__meet(cddp__place *at, const cddp_group_desc *d, cddp__host *h) {
-  const char *job = cddp__job_secret(at),
-             *secret = d->secret != NULL ? d->secret : job != NULL ? job : cddp__env("CDDP_SECRET");
-  cddp__rendezvous v;
-  cddp__rank_info own;
-  cddp_result r;
-  cddp__rendezvous_init(&v, at, d, h);
-  v.secret = secret != NULL && secret[0] != 0 ? secret : NULL;
-  v.job_secret = v.secret != NULL && v.secret == job;
-  own = cddp__own_info(&v);
-  cddp__node_name(at, v.secret, v.name);
-  v.mark = (uint32_t)cddp__hash64(1, v.name, strlen(v.name)) | 1;
-  r = cddp__claim_rank(&v);
-  if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
-  if (r == CDDP_OK && v.serves) {
-    r = cddp__open_store(&v, v.deadline);
-    at->listen_fd = -1;
-    if (r != CDDP_OK && at->listen_fd_lost)
-      r = cddp__fail_in(r,
-                        "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a "
-                        "program between it and this one has closed it; ",
-                        getenv("CDDP_LISTEN_FD"));
-  }
-  cddp__close_fd(&at->listen_fd);
-  if (r == CDDP_OK) r = cddp__add_member(&v, &own, 0);
-  if (r == CDDP_OK) r = cddp__gather(&v);
-  if (r == CDDP_OK) r = cddp__pass_on(&v);
-  cddp__tell_failure(&v, r);
-  r = cddp__name_refused(&v, r);
-  h->claims_end = cddp__now() + CDDP__CLAIMS_S;
-  if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
-  if (r == CDDP_OK) cddp__store32(&cddp__met_before, v.mark);
-  if (r == CDDP_OK && v.serves) cddp__keep_port(&v);
-  cddp__rendezvous_free(&v);
-  return r;
+/* Finds the secret: the description's, the launcher's or the user's. The launcher's was made by
+   cddp_spawn or cddprun for ranks that meet on one host, so that no other user of it can join in:
+   CDDP_JOB_SECRET is "PORT:SECRET", good for that MASTER_PORT, unless the user has set one. */
+static void cddp__find_secret(cddp__rendezvous *v) {
+  const char *job = cddp__env("CDDP_JOB_SECRET"), *port = cddp__env("MASTER_PORT");
+  size_t n = port != NULL ? strlen(port) : 0;
+  const char *s = v->desc->secret != NULL ? v->desc->secret : cddp__env("CDDP_SECRET");
+  v->job_secret = s == NULL && job != NULL && n > 0 && v->at->port_name != NULL &&
+                  !v->at->client_only && strncmp(job, port, n) == 0 && job[n] == ':' &&
+                  job[n + 1] != 0;
+  if (v->job_secret) s = job + n + 1;
+  v->secret = s != NULL && s[0] != 0 ? s : NULL;
 }
 
 /* A descriptor for each process of the node, but at most half of what this one may have open: the
@@ -8859,30 +8767,50 @@ static void cddp__watch_processes(cddp__host *h) {
       h->pidfds[i] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[i], 0u);
 }
 
-/* The group of all ranks, on a control block that lies at the start of the shared memory. */
-static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
-                                     double timeout_s) {
-  int *members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *members);
-  char *block = NULL;
-  cddp_result r = CDDP_OUT_OF_MEMORY;
-  size_t bytes;
-  int i, local_size = 0;
-  if (members == NULL) return r;
-  for (i = 0; i < size; i++) {
-    const cddp__home *home = h->net != NULL ? &h->net->homes[i] : NULL;
-    members[i] = home == NULL ? i : home->host == h->net->host ? home->index : -1;
-    local_size += members[i] >= 0;
+/* Meets the other ranks and builds the group of all, after which h has the shared memory and
+   process ids of its ranks. After a failure there may be a group too, which the caller leaves. */
+static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_group_desc *d,
+                              cddp__host *h) {
+  cddp__rendezvous v;
+  uint32_t refused = 0;
+  cddp_result r;
+  *out = NULL;
+  cddp__rendezvous_init(&v, at, d, h);
+  cddp__find_secret(&v);
+  cddp__node_name(at, v.secret, v.name);
+  v.mark = (uint32_t)cddp__hash64(1, v.name, strlen(v.name)) | 1;
+  r = cddp__claim_rank(&v);
+  if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
+  if (r == CDDP_OK && v.serves) {
+    r = cddp__open_store(&v, v.deadline);
+    at->listen_fd = -1;
+    if (r != CDDP_OK && at->listen_fd_lost)
+      r = cddp__fail_in(r,
+                        "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a "
+                        "program between it and this one has closed it; ",
+                        getenv("CDDP_LISTEN_FD"));
   }
-  bytes = cddp__round_up(cddp__block_bytes(size, local_size), cddp__page_size());
-  block = cddp__map_memory(h->fd, 0, bytes);
-  if (block == NULL)
-    cddp__fail(r, "mmap of the group's shared memory: %s", strerror(errno));
-  else
-    r = cddp__group_build(out, h, rank, size, members, block, timeout_s);
-  if (r != CDDP_OK && block != NULL) munmap(block, bytes);
-  cddp__free(&h->allocator, members);
+  cddp__close_fd(&at->listen_fd);
+  if (r == CDDP_OK) r = cddp__add_self(&v);
+  if (r == CDDP_OK) r = cddp__gather(&v);
+  if (r == CDDP_OK) r = cddp__pass_on(&v, out);
+  cddp__tell_failure(&v, *out, r);
+  if (v.serves && v.store != NULL && v.store->server != NULL)
+    refused = cddp__load32(&v.store->server->unproven);
+  if (r == CDDP_TIMEOUT && refused > 0)
+    r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ",
+                      refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
+  h->claims_end = cddp__now() + CDDP__CLAIMS_S;
+  if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
+  if (r == CDDP_OK) {
+    cddp__store32(&cddp__met_before, v.mark);
+    if (v.serves) cddp__keep_port(&v);
+    cddp__watch_processes(h);
+  }
+  cddp__rendezvous_free(&v);
   return r;
 }
+
 /* >>p2p -------------------------------------------------------------------------------------------
    send and recv between ranks of a host; those to other hosts pass through >>hosts.
    Owns: of a slot the send requests, events and waiting; of the group the lists of receives and
@@ -11602,41 +11530,22 @@ done:
   return r;
 }
 
-/* The ranks have met, but this one cannot come to the first round: it may not even have the memory
-   to map the control block on which the others would read why. */
-static void cddp__break_unmapped(const cddp__host *h, cddp_result r) {
-  char text[CDDP__ERROR_MAX];
-  uint32_t broken = (uint32_t)r | (uint32_t)h->index << 8;
-  size_t slot = cddp__block_slots(h->net != NULL ? h->net->size : h->size) +
-                (size_t)h->index * sizeof(cddp__slot);
-  memset(text, 0, sizeof text);
-  snprintf(text, sizeof text, "rank %d failed while the ranks were meeting: %.*s",
-           h->net != NULL ? h->net->rank : h->index, CDDP__ERROR_MAX - 64, cddp_error());
-  if (h->fd >= 0 &&
-      pwrite(h->fd, text, sizeof text, (off_t)(slot + offsetof(cddp__slot, failure))) ==
-          (ssize_t)sizeof text)
-    (void)!pwrite(h->fd, &broken, sizeof broken, offsetof(cddp__control_block, broken));
-  if (h->net != NULL) cddp__tell_all(h->net, 0, NULL, h->net->size, (uint32_t)r, text);
-}
-
 static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__place at;
   cddp__host *h;
   unsigned char job[8]; /* rank 0's names the job */
-  cddp_group *g;
+  cddp_group *g = NULL;
   cddp_result r;
   if ((r = cddp__discover(&at, d)) != CDDP_OK) return r;
   h = cddp__host_create(&d->allocator, &d->logger, at.world_size, at.rank);
   if (h == NULL) return CDDP_OUT_OF_MEMORY;
   h->threads = at.world_size == 1;
-  if (at.world_size > 1) r = cddp__meet(&at, d, h);
-  if (r == CDDP_OK && at.world_size > 1) cddp__watch_processes(h);
-  if (r == CDDP_OK) r = cddp__world_group(&g, h, at.rank, at.world_size, at.timeout_s);
-  if (r != CDDP_OK) cddp__break_unmapped(h, r);
+  r = at.world_size > 1 ? cddp__meet(&g, &at, d, h) : cddp__world_group(&g, h, 0, 1, at.timeout_s);
   cddp__host_release(h);
-  if (r != CDDP_OK) return r;
+  if (g == NULL) return r;
   cddp__put64(job, cddp__record_job());
-  if ((r = cddp__hosts_attach(g, NULL)) == CDDP_OK)
+  if (r == CDDP_OK) r = cddp__hosts_attach(g, NULL);
+  if (r == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
   if (r == CDDP_OK)
     r = cddp__record_open(&g->host->record,

@@ -258,7 +258,7 @@ static int serve_poison(int rank, void *arg) {
   memcpy(key.magic, cddp__root_magic, sizeof key.magic);
   CHECK_OK(cddp__listen_any(&listener, &port));
   CHECK(cddp__local_address(listener, &a));
-  cddp__pack_address(key.address, &a);
+  key.address = a.v6;
   d.init_method = url;
   d.is_server = true;
   d.timeout_s = 10;
@@ -318,7 +318,7 @@ static void test_root(void) {
   if (s != NULL) CHECK_OK(cddp_store_get(s, "cddp/0/0/meeting", &key, sizeof key, &n));
   CHECK_EQ(n, sizeof key);
   cddp_store_destroy(s);
-  cddp__unpack_address(&a, key.address);
+  a = cddp__internet_address(&key.address);
   for (i = 0; i < 150; i++) {
     fds[i] = to_port(cddp__address_port(&a));
     CHECK(fds[i] >= 0);

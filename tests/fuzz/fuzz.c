@@ -842,8 +842,8 @@ static void target_meeting(input *in) {
   cddp_allocator a = world_allocator();
   cddp_group_desc d;
   cddp__rendezvous m;
-  cddp__rank_info own;
   cddp__place at;
+  cddp_group *g = NULL;
   cddp_result r;
   int fd;
   world_begin(in);
@@ -860,7 +860,6 @@ static void target_meeting(input *in) {
   if (m.host != NULL) cddp__rendezvous_init(&m, &at, &d, m.host);
   m.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.store);
   if (m.host != NULL && m.store != NULL) {
-    own = cddp__own_info(&m);
     m.serves = false;
     m.store->allocator = a;
     m.store->timeout_s = 20;
@@ -870,20 +869,20 @@ static void target_meeting(input *in) {
     pthread_mutex_init(&m.store->lock, NULL);
     w.meeting = &m;
     w.script = *in;
-    r = cddp__add_member(&m, &own, 0);
+    r = cddp__add_self(&m);
     if (settings & 64) { /* what a client hears */
       fd = world_fd();
       fd_of(fd)->in = *in;
       fd_of(fd)->ended = !w.silent;
       cddp__channel_init(&m.up, fd, true);
-      m.up.above = true;
     } else {
       m.node_socket = world_fd();
     }
     if (r == CDDP_OK) r = cddp__gather(&m);
-    if (r == CDDP_OK) r = cddp__pass_on(&m);
+    if (r == CDDP_OK) r = cddp__pass_on(&m, &g);
     must_say(r);
-    cddp__tell_failure(&m, r);
+    cddp__tell_failure(&m, g, r);
+    if (g != NULL) cddp__group_leave(g);
     cddp__rendezvous_free(&m);
   } else {
     cddp__free(&a, m.store);
@@ -911,8 +910,8 @@ static cddp__host *link_host(const cddp_allocator *a, bool secret) {
   int i;
   if (h != NULL) h->net = n;
   if (n == NULL) return h;
-  memset(n->token, 7, sizeof n->token);
-  for (i = 0; i < 2; i++) n->hosts[i].address.sa.ss_family = AF_INET;
+  memset(n->token, 7, 16);
+  for (i = 0; i < 2; i++) n->hosts[i].address.sin6_family = AF_INET;
   for (i = 1; i < LINK_RANKS; i++) n->homes[i].host = 1, n->homes[i].index = i - 1;
   n->listener = world_fd();
   if (secret) n->secret = cddp__strdup(a, "secret");
