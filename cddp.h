@@ -16429,8 +16429,8 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
    are decoded in place, which never makes them longer, and end with a NUL where their quote was:
    names point into the text. Then the tensors are sorted by position, where each must begin where
    the one before ended and the last one must end with the file, and by name, where equal names
-   meet. No size is computed without a check for overflow, and memory is taken for what has been
-   read, not for what a number in the file says. */
+   meet. No size is computed without a check for overflow. Memory is taken once, for as much as a
+   text of that length can say; no number in it counts. */
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
 #define CDDP__DIMS_MAX 64           /* of a tensor, as in PyTorch and NumPy */
@@ -16461,15 +16461,13 @@ struct cddp_safetensors { /* nothing changes once it is open */
   char *text; /* behind this struct: the JSON, decoded in place, and a NUL */
   size_t text_size;
   uint64_t data_bytes;       /* that follow the header in the file */
-  cddp_tensor_info *tensors; /* by position in the file */
-  size_t count, capacity;
-  uint64_t *shapes; /* of all tensors */
-  size_t shape_count, shape_capacity;
-  cddp_metadata *metadata; /* by key */
-  size_t metadata_count, metadata_capacity;
+  cddp_tensor_info *tensors; /* by position in the file; begins the memory of the next four */
+  cddp__st_name *by_name;    /* [count] */
+  cddp_metadata *metadata;   /* by key */
+  uint64_t *next_shape;      /* behind the tensors' shapes */
+  size_t count, metadata_count;
   bool has_metadata;
-  cddp__st_name *by_name; /* [count] */
-  int fd;                 /* the open file; -1: none */
+  int fd; /* the open file; -1: none */
 };
 
 /* A file whose header has so many bytes, which the caller puts into text. NULL: no memory. */
@@ -16491,9 +16489,6 @@ static void cddp__st_close(cddp_safetensors *f) {
   a = f->allocator;
   cddp__close_fd(&f->fd);
   cddp__free(&a, f->tensors);
-  cddp__free(&a, f->shapes);
-  cddp__free(&a, f->metadata);
-  cddp__free(&a, f->by_name);
   cddp__free(&a, f);
 }
 
@@ -16511,14 +16506,6 @@ static size_t cddp__utf8(const unsigned char *p, size_t n) {
   if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
   if ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f)) return 0;
   return k;
-}
-
-static char *cddp__utf8_put(char *to, uint32_t c) {
-  int more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
-  static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0};
-  *to++ = (char)(lead[more] | c >> (6 * more));
-  while (more-- > 0) *to++ = (char)(0x80 | (c >> (6 * more) & 0x3f));
-  return to;
 }
 
 /* --- JSON --- */
@@ -16575,8 +16562,10 @@ static bool cddp__json_hex(cddp__json *j, uint32_t *v) { /* four digits */
 /* Decodes the escape sequence at the cursor to `to`; NULL if it is none. */
 static char *cddp__json_escape(cddp__json *j, char *to) {
   static const char messages[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
+  static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0};
   const char *k = (const char *)memchr(messages, j->at[1], sizeof messages - 1);
   uint32_t c, low;
+  int more; /* bytes of UTF-8 behind the first */
   j->at += 2;
   if (k != NULL) {
     *to = meant[k - messages];
@@ -16589,7 +16578,10 @@ static char *cddp__json_escape(cddp__json *j, char *to) {
     if (!cddp__json_hex(j, &low) || low < 0xdc00 || low > 0xdfff) return NULL;
     c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
   }
-  return cddp__utf8_put(to, c);
+  more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
+  *to++ = (char)(lead[more] | c >> (6 * more));
+  while (more-- > 0) *to++ = (char)(0x80 | (c >> (6 * more) & 0x3f));
+  return to;
 }
 
 static const char *cddp__json_string(cddp__json *j) { /* "" after a failure */
@@ -16665,25 +16657,12 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
 
 static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name) {
   static const char *const fields[] = {"dtype", "shape", "data_offsets"};
-  const cddp_allocator *a = &f->allocator;
   const cddp__st_type *type = NULL;
-  uint64_t *shape, offsets[2] = {0, 0};
+  cddp_tensor_info *t = &f->tensors[f->count];
+  uint64_t *shape = f->next_shape, offsets[2] = {0, 0};
   size_t n, ends = 0;
   unsigned k, seen = 0;
-  cddp_tensor_info *t;
-  void *p = cddp__grown(a, f->shapes, &f->shape_capacity, f->shape_count + CDDP__DIMS_MAX,
-                        sizeof *f->shapes);
-  if (p != NULL) f->shapes = (uint64_t *)p;
-  if (p != NULL) p = cddp__grown(a, f->tensors, &f->capacity, f->count + 1, sizeof *f->tensors);
-  if (p == NULL) {
-    j->result = CDDP_OUT_OF_MEMORY;
-    return;
-  }
-  f->tensors = (cddp_tensor_info *)p;
-  t = &f->tensors[f->count];
-  shape = f->shapes + f->shape_count;
   memset(t, 0, sizeof *t);
-  t->name = name;
   for (n = 0; cddp__json_item(j, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(j);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
@@ -16704,16 +16683,17 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
     j->result = cddp__fail(CDDP_IO, "tensor \"%.60s\" takes %" PRIu64 " bytes by its shape, but "
                            "its data_offsets are %" PRIu64 " and %" PRIu64, name, t->bytes,
                            offsets[0], offsets[1]);
+  t->name = name;
   t->type = type->name;
   t->dtype = type->dtype;
+  t->shape = shape;
   t->begin = offsets[0];
   f->count++;
-  f->shape_count += (size_t)t->dims;
+  f->next_shape += t->dims;
 }
 
 static void cddp__st_metadata(cddp_safetensors *f, cddp__json *j) {
   size_t n;
-  void *p;
   if (f->has_metadata) cddp__json_fail(j, "__metadata__ comes twice");
   f->has_metadata = true;
   cddp__json_space(j);
@@ -16722,12 +16702,6 @@ static void cddp__st_metadata(cddp_safetensors *f, cddp__json *j) {
     return;
   }
   for (n = 0; cddp__json_item(j, "{}", n, "an object of strings"); n++) {
-    p = cddp__grown(&f->allocator, f->metadata, &f->metadata_capacity, n + 1, sizeof *f->metadata);
-    if (p == NULL) {
-      j->result = CDDP_OUT_OF_MEMORY;
-      return;
-    }
-    f->metadata = (cddp_metadata *)p;
     f->metadata[n].key = cddp__json_key(j);
     f->metadata[n].value = cddp__json_string(j);
     f->metadata_count = n + 1;
@@ -16759,12 +16733,8 @@ static int cddp__st_by_position(const void *a, const void *b) {
 
 /* Each byte of the data belongs to one tensor. Sorts them by position. */
 static cddp_result cddp__st_check_places(cddp_safetensors *f) {
-  uint64_t at = 0, *shape = f->shapes;
+  uint64_t at = 0;
   size_t i;
-  for (i = 0; i < f->count; i++) {
-    f->tensors[i].shape = shape;
-    shape += f->tensors[i].dims;
-  }
   if (f->count > 1) qsort(f->tensors, f->count, sizeof *f->tensors, cddp__st_by_position);
   for (i = 0; i < f->count; i++) {
     const cddp_tensor_info *t = &f->tensors[i];
@@ -16797,6 +16767,21 @@ static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   return NULL;
 }
 
+static cddp_result cddp__st_reserve(cddp_safetensors *f) {
+  static const char shortest[] = "\"\":{\"dtype\":\"\",\"shape\":[],\"data_offsets\":[0,0]}";
+  size_t tensors = f->text_size / strlen(shortest) + 1; /* one may be broken off */
+  size_t pairs = f->text_size / strlen("\"\":\"\"") + 1;
+  size_t sizes = f->text_size / strlen("0,") + CDDP__DIMS_MAX;
+  f->tensors = (cddp_tensor_info *)cddp__malloc(
+      &f->allocator, tensors * (sizeof *f->tensors + sizeof *f->by_name) +
+                         pairs * sizeof *f->metadata + sizes * sizeof *f->next_shape);
+  if (f->tensors == NULL) return CDDP_OUT_OF_MEMORY;
+  f->by_name = (cddp__st_name *)(f->tensors + tensors);
+  f->metadata = (cddp_metadata *)(f->by_name + tensors);
+  f->next_shape = (uint64_t *)(f->metadata + pairs);
+  return CDDP_OK;
+}
+
 /* Reads f->text; f has no tensors yet. */
 static cddp_result cddp__st_parse(cddp_safetensors *f) {
   const unsigned char *p = (const unsigned char *)f->text;
@@ -16806,10 +16791,9 @@ static cddp_result cddp__st_parse(cddp_safetensors *f) {
   for (at = 0; at < f->text_size; at += n)
     if ((n = cddp__utf8(p + at, f->text_size - at)) == 0)
       return cddp__fail(CDDP_IO, "its header is not UTF-8 at byte %zu", at);
+  if ((r = cddp__st_reserve(f)) != CDDP_OK) return r;
   if ((r = cddp__st_object(f)) != CDDP_OK) return r;
   if ((r = cddp__st_check_places(f)) != CDDP_OK) return r;
-  f->by_name = (cddp__st_name *)cddp__calloc(&f->allocator, f->count, sizeof *f->by_name);
-  if (f->by_name == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < f->count; i++) {
     f->by_name[i].name = f->tensors[i].name;
     f->by_name[i].tensor = &f->tensors[i];
@@ -16882,66 +16866,56 @@ static uint64_t cddp__st_place(cddp__st_item *items, size_t count) { /* bytes of
   return at;
 }
 
-typedef struct cddp__text { /* out NULL: counts only */
-  char *out;
-  size_t n;
-} cddp__text;
-
-static void cddp__text_char(cddp__text *t, char c) {
-  if (t->out != NULL) t->out[t->n] = c;
-  t->n++;
-}
-
-CDDP__PRINTF(2, 3)
-static void cddp__text_add(cddp__text *t, const char *format, ...) {
-  char piece[64], *c;
+CDDP__PRINTF(3, 4)
+static void cddp__st_print(const cddp_allocator *a, cddp__buffer *b, const char *format, ...) {
+  char piece[64];
   va_list args;
   va_start(args, format);
   vsnprintf(piece, sizeof piece, format, args);
   va_end(args);
-  for (c = piece; *c != 0; c++) cddp__text_char(t, *c);
+  cddp__buffer_add(a, b, piece, strlen(piece));
 }
 
 /* A JSON string. If it is not UTF-8, that shows when the header is read back. */
-static void cddp__text_string(cddp__text *t, const char *s) {
+static void cddp__st_quote(const cddp_allocator *a, cddp__buffer *b, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", messages[] = "\"\\bfnrt";
-  cddp__text_char(t, '"');
-  for (; *s != 0; s++) {
+  for (cddp__buffer_add(a, b, "\"", 1); *s != 0; s++) {
     const char *k = strchr(meant, *s);
-    if (k != NULL) cddp__text_add(t, "\\%c", messages[k - meant]);
-    else if ((unsigned char)*s < 0x20) cddp__text_add(t, "\\u%04x", (unsigned)*s);
-    else cddp__text_char(t, *s);
+    if (k != NULL) cddp__st_print(a, b, "\\%c", messages[k - meant]);
+    else if ((unsigned char)*s < 0x20) cddp__st_print(a, b, "\\u%04x", (unsigned)*s);
+    else cddp__buffer_add(a, b, s, 1);
   }
-  cddp__text_char(t, '"');
+  cddp__buffer_add(a, b, "\"", 1);
 }
 
-/* Writes N and the JSON, so that the data is aligned to 8 bytes. */
-static void cddp__st_write(cddp__text *t, const cddp__st_item *items, size_t count,
-                           const cddp_metadata *metadata, size_t metadata_count) {
+/* Adds N and the JSON, so that the data is aligned to 8 bytes. b->failed: there was no memory. */
+static void cddp__st_write(const cddp_allocator *a, cddp__buffer *b, const cddp__st_item *items,
+                           size_t count, const cddp_metadata *metadata, size_t metadata_count) {
   size_t i;
   int k;
-  for (t->n = 0; t->n < 8;) cddp__text_char(t, 0);
-  cddp__text_add(t, "{\"__metadata__\":{");
+  cddp__buffer_add_number(a, b, 0, 8);
+  cddp__st_print(a, b, "{\"__metadata__\":{");
   for (i = 0; i < metadata_count; i++) {
-    if (i > 0) cddp__text_char(t, ',');
-    cddp__text_string(t, metadata[i].key);
-    cddp__text_char(t, ':');
-    cddp__text_string(t, metadata[i].value);
+    if (i > 0) cddp__st_print(a, b, ",");
+    cddp__st_quote(a, b, metadata[i].key);
+    cddp__st_print(a, b, ":");
+    cddp__st_quote(a, b, metadata[i].value);
   }
-  cddp__text_char(t, '}');
+  cddp__st_print(a, b, "}");
   for (i = 0; i < count; i++) {
-    cddp__text_char(t, ',');
-    cddp__text_string(t, items[i].name);
-    cddp__text_add(t, ":{\"dtype\":\"%s\",\"shape\":[", items[i].type->name);
+    cddp__st_print(a, b, ",");
+    cddp__st_quote(a, b, items[i].name);
+    cddp__st_print(a, b, ":{\"dtype\":\"%s\",\"shape\":[", items[i].type->name);
     for (k = 0; k < items[i].shape.dims; k++)
-      cddp__text_add(t, "%s%" PRIu64, k > 0 ? "," : "", items[i].shape.size[k]);
-    cddp__text_add(t, "],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}", items[i].begin,
-                   items[i].begin + items[i].bytes);
+      cddp__st_print(a, b, "%s%" PRIu64, k > 0 ? "," : "", items[i].shape.size[k]);
+    cddp__st_print(a, b, "],\"data_offsets\":[%" PRIu64, items[i].begin);
+    cddp__st_print(a, b, ",%" PRIu64 "]}", items[i].begin + items[i].bytes);
   }
-  cddp__text_char(t, '}');
-  while (t->n % 8 != 0) cddp__text_char(t, ' ');
-  if (t->out != NULL) cddp__put64(t->out, t->n - 8);
+  cddp__st_print(a, b, "}");
+  while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_print(a, b, " ");
+  if (!b->failed) cddp__put64(b->data + b->start, cddp__buffer_size(b) - 8);
 }
+
 /* >>checkpoint ---------------------------------------------------------------------------------
    Saving and loading, for a group or for one process.
    Owns: the file while it is written, cddp__checkpoint (one call of cddp_save or cddp_load).
@@ -17189,7 +17163,7 @@ typedef struct cddp__checkpoint {
   uint64_t sampler[CDDP__SAMPLER_VALUES]; /* as cddp__sampler_keys */
   char *staging; /* [2 * CDDP__FILE_STAGING] between the file and a device; NULL: not needed yet */
   /* save: */
-  cddp__text header;
+  cddp__buffer header;
   /* load: */
   cddp_safetensors *file;   /* rank 0's has the descriptor */
   uint64_t sizes[2];        /* bytes of the header and of the data */
@@ -17323,7 +17297,7 @@ static void cddp__checkpoint_end(cddp__checkpoint *c) {
   cddp__free(c->allocator, c->items);
   cddp__free(c->allocator, c->names);
   cddp__free(c->allocator, c->staging);
-  cddp__free(c->allocator, c->header.out);
+  cddp__buffer_clear(c->allocator, &c->header, 0);
   cddp__st_close(c->file);
 }
 
@@ -17401,16 +17375,16 @@ static cddp_result cddp__make_header(cddp__checkpoint *c, const cddp_metadata *m
   uint64_t data_bytes = cddp__st_place(c->items, c->item_count);
   cddp_safetensors *f;
   cddp_result r;
-  cddp__st_write(&c->header, c->items, c->item_count, metadata, metadata_count);
-  if (c->header.n - 8 > CDDP__HEADER_MAX)
+  size_t n;
+  cddp__st_write(c->allocator, &c->header, c->items, c->item_count, metadata, metadata_count);
+  if (c->header.failed) return CDDP_OUT_OF_MEMORY;
+  n = cddp__buffer_size(&c->header) - 8;
+  if (n > CDDP__HEADER_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "names and metadata make a header of %zu bytes; %u are allowed",
-                      c->header.n - 8, CDDP__HEADER_MAX);
-  c->header.out = (char *)cddp__malloc(c->allocator, c->header.n);
-  if (c->header.out == NULL) return CDDP_OUT_OF_MEMORY;
-  cddp__st_write(&c->header, c->items, c->item_count, metadata, metadata_count);
-  if ((f = cddp__st_new(c->allocator, c->header.n - 8)) == NULL) return CDDP_OUT_OF_MEMORY;
-  memcpy(f->text, c->header.out + 8, f->text_size);
+                      "names and metadata make a header of %zu bytes; %u are allowed", n,
+                      CDDP__HEADER_MAX);
+  if ((f = cddp__st_new(c->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
+  memcpy(f->text, c->header.data + 8, n);
   f->data_bytes = data_bytes;
   r = cddp__st_parse(f);
   cddp__st_close(f);
@@ -17484,10 +17458,10 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
   r = cddp__find_target(t, path);
   if (r == CDDP_OK) r = cddp__make_temporary(t);
   if (r == CDDP_OK && peers) r = cddp__enter(c->g); /* it reads their memory */
-  if (r == CDDP_OK) r = cddp__file_io(t->fd, true, c->header.out, c->header.n, 0);
+  if (r == CDDP_OK) r = cddp__file_io(t->fd, true, c->header.data, c->header.end, 0);
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
     const cddp__st_item *item = &c->items[i];
-    uint64_t at = c->header.n + item->begin;
+    uint64_t at = c->header.end + item->begin;
     CDDP__POINT("save");
     r = item->data == NULL && item->place != NULL
             ? cddp__write_shares(c->desc->optim, t->fd, item, at)

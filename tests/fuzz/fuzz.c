@@ -1092,8 +1092,8 @@ static void must_fit(const cddp_safetensors *f) {
   for (i = 0; i < f->count; i++) {
     const cddp_tensor_info *t = &f->tensors[i];
     REQUIRE(t->begin == at && t->dims >= 0 && t->dims <= CDDP__DIMS_MAX);
-    REQUIRE(t->dims == 0 || t->shape >= f->shapes);
-    REQUIRE(t->dims == 0 || t->shape + t->dims <= f->shapes + f->shape_count);
+    REQUIRE(t->shape >= (const uint64_t *)(const void *)(f->metadata + f->metadata_count));
+    REQUIRE(t->shape + t->dims <= f->next_shape);
     REQUIRE(t->name > f->text && t->name + strlen(t->name) < f->text + f->text_size);
     for (product = 1, k = 0; k < (size_t)t->dims; k++) product *= t->shape[k];
     REQUIRE(product == t->count && cddp__st_type_named(t->type) != NULL);
@@ -1109,9 +1109,8 @@ static void must_fit(const cddp_safetensors *f) {
 
 /* Writes the tensors that a header of ours can have, and reads that. */
 static void write_again(const cddp_safetensors *f, const cddp_allocator *a) {
-  static char text[1 << 17];
   static cddp__st_item items[1024];
-  cddp__text t = {text, 0};
+  cddp__buffer text;
   cddp_safetensors *again;
   uint64_t at;
   size_t i, n = 0, k;
@@ -1127,9 +1126,12 @@ static void write_again(const cddp_safetensors *f, const cddp_allocator *a) {
     items[n++].bytes = info->bytes;
   }
   at = cddp__st_place(items, n);
-  cddp__st_write(&t, items, n, f->metadata, f->metadata_count);
-  REQUIRE(t.n % 8 == 0 && t.n <= sizeof text);
-  if ((again = new_file(a, text + 8, t.n - 8, at)) == NULL) return;
+  memset(&text, 0, sizeof text);
+  cddp__st_write(a, &text, items, n, f->metadata, f->metadata_count);
+  REQUIRE(text.failed || (text.start == 0 && text.end % 8 == 0));
+  again = text.failed ? NULL : new_file(a, text.data + 8, text.end - 8, at);
+  cddp__free(a, text.data);
+  if (again == NULL) return;
   if (cddp__st_parse(again) == CDDP_OK) {
     REQUIRE(again->count == n && again->metadata_count == f->metadata_count);
     must_fit(again);
