@@ -4204,10 +4204,10 @@ static cddp_result cddp__file_check(const cddp_store *s, int fd, bool *gone) {
                     why);
 }
 
-/* Whether the path still leads to the file that fd is. */
+/* Whether the path is still the name of the file that fd is. */
 static bool cddp__file_is_named(int fd, const char *path) {
   struct stat a, b;
-  return fstat(fd, &a) == 0 && stat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+  return fstat(fd, &a) == 0 && lstat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
 /* Reads *record, of which *size bytes are there; its count is 0 when it is not whole. An error when
@@ -17032,58 +17032,42 @@ static cddp_result cddp__find_target(cddp__target *t, const char *path) {
   return cddp__fail(CDDP_IO, "%s: %s", t->path, strerror(ELOOP));
 }
 
-static bool cddp__same_file(const char *path, int fd) {
-  struct stat there, mine;
-  return lstat(path, &there) == 0 && fstat(fd, &mine) == 0 && there.st_dev == mine.st_dev &&
-         there.st_ino == mine.st_ino;
-}
-
-/* Removes a PATH.tmp that a killed process left, or that another user put there, but not one that
-   a process of this user is writing. */
-static cddp_result cddp__remove_temporary(const char *path) {
-  struct stat there;
-  cddp_result r = CDDP_OK;
-  int fd = -1;
-  if (lstat(path, &there) != 0) return CDDP_OK; /* the next open says why, if it is not gone */
-  if (there.st_uid == geteuid()) {
-    if (!S_ISREG(there.st_mode))
-      return cddp__fail(CDDP_IO, "%s is %s; remove it", path, cddp__file_kind(there.st_mode));
-    fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0)
-      r = errno == EWOULDBLOCK ? cddp__fail(CDDP_IO, "somebody else is just writing %s", path)
-                               : cddp__fail(CDDP_IO, "flock %s: %s", path, strerror(errno));
-  }
-  /* Only the process that holds the lock removes the name of a file. */
-  if (r == CDDP_OK && (fd < 0 || cddp__same_file(path, fd)) && unlink(path) != 0 &&
-      errno != ENOENT)
-    r = cddp__fail(CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a "
-                   "directory of your own", path, (unsigned)there.st_uid, strerror(errno));
-  cddp__close_fd(&fd);
-  return r;
-}
-
-/* Makes the temporary file: new and locked. No other user can open it, or lock it, until it is
-   whole. */
+/* Makes the temporary file: new, and locked while it is written. No other user can open it, or lock
+   it, until it is whole. What has its name is removed: a killed process left it, or another user
+   put it there. But a file that a process of this user has locked is being written. */
 static cddp_result cddp__make_temporary(cddp__target *t) {
-  cddp_result r;
+  const char *path = t->temporary;
+  struct stat old;
+  cddp_result r = CDDP_OK;
   int tries;
   snprintf(t->temporary, sizeof t->temporary, "%s.tmp", t->path);
-  for (tries = 0; tries < 100; tries++) {
-    t->fd = open(t->temporary, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    if (t->fd < 0 && errno != EEXIST)
-      return cddp__fail(CDDP_IO, "open %s: %s", t->temporary, strerror(errno));
-    if (t->fd < 0) {
-      if ((r = cddp__remove_temporary(t->temporary)) != CDDP_OK) return r;
-      continue;
+  for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
+    bool made, locked;
+    t->fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    made = t->fd >= 0;
+    if (!made && errno != EEXIST)
+      return cddp__fail(CDDP_IO, "open %s: %s", path, strerror(errno));
+    if (!made && lstat(path, &old) != 0) continue; /* the next open says why, if it is not gone */
+    if (!made && old.st_uid == geteuid()) {
+      if (!S_ISREG(old.st_mode))
+        return cddp__fail(CDDP_IO, "%s is %s; remove it", path, cddp__file_kind(old.st_mode));
+      t->fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     }
-    if (flock(t->fd, LOCK_EX | LOCK_NB) == 0) {
-      if (cddp__same_file(t->temporary, t->fd)) return CDDP_OK;
-    } else if (errno != EWOULDBLOCK) {
-      return cddp__fail(CDDP_IO, "flock %s: %s", t->temporary, strerror(errno));
-    }
-    cddp__close_fd(&t->fd); /* before it was locked, another process took it for a dead one's */
+    locked = t->fd >= 0 && flock(t->fd, LOCK_EX | LOCK_NB) == 0;
+    if (t->fd >= 0 && !locked && errno != EWOULDBLOCK)
+      r = cddp__fail(CDDP_IO, "flock %s: %s", path, strerror(errno));
+    else if (t->fd >= 0 && !locked && !made)
+      r = cddp__fail(CDDP_IO, "somebody else is just writing %s", path);
+    else if (made && locked && cddp__file_is_named(t->fd, path))
+      return CDDP_OK; /* before it was locked, another process may have taken it for a dead one's */
+    else if (!made && (t->fd < 0 || cddp__file_is_named(t->fd, path)) && unlink(path) != 0 &&
+             errno != ENOENT)
+      r = cddp__fail(CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a "
+                     "directory of your own", path, (unsigned)old.st_uid, strerror(errno));
+    cddp__close_fd(&t->fd);
   }
-  return cddp__fail(CDDP_IO, "%s is made and removed by others again and again", t->temporary);
+  if (r != CDDP_OK) return r;
+  return cddp__fail(CDDP_IO, "%s is made and removed by others again and again", path);
 }
 
 /* The process's umask. (umask() itself would change it for all threads.) */
@@ -17111,7 +17095,7 @@ static void cddp__set_owner(const cddp__target *t) {
 
 /* After a failure removes the temporary file, else gives it its name. */
 static cddp_result cddp__finish_target(cddp__target *t, cddp_result r) {
-  bool ours = t->fd >= 0 && cddp__same_file(t->temporary, t->fd);
+  bool ours = t->fd >= 0 && cddp__file_is_named(t->fd, t->temporary);
   char *slash = strrchr(t->temporary, '/'), *folder = t->temporary;
   if (r == CDDP_OK) cddp__set_owner(t);
   if (r == CDDP_OK && fsync(t->fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
@@ -17154,6 +17138,7 @@ typedef struct cddp__checkpoint {
   int count;
   const cddp_checkpoint_desc *desc;
   cddp_checkpoint_desc none; /* if the caller passed none */
+  bool saves;
   bool first;                /* this is rank 0 */
   bool device;               /* something may lie on a device */
   cddp__st_item *items;      /* the parameters, the learning rate, the optimizer's states */
@@ -17166,7 +17151,6 @@ typedef struct cddp__checkpoint {
   cddp__buffer header;
   /* load: */
   cddp_safetensors *file;   /* rank 0's has the descriptor */
-  uint64_t sizes[2];        /* bytes of the header and of the data */
   bool has_lr, has_sampler; /* the file has */
 } cddp__checkpoint;
 
@@ -17207,9 +17191,13 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path)
                       "group, on all of its ranks");
   if (d->metadata_count < 0 || (d->metadata_count > 0 && d->metadata == NULL))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata is NULL or metadata_count negative");
-  for (i = 0; i < d->metadata_count; i++)
-    if (d->metadata[i].key == NULL)
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata %d has no key", i);
+  for (i = 0; i < d->metadata_count; i++) {
+    const cddp_metadata *m = &d->metadata[i];
+    if (m->key == NULL || (c->saves && (m->value == NULL || strncmp(m->key, "cddp.", 5) == 0)))
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "metadata %d, \"%s\", has no key or no value, or begins with cddp., which "
+                        "is reserved", i, m->key != NULL ? m->key : "");
+  }
   return CDDP_OK;
 }
 
@@ -17271,8 +17259,8 @@ static cddp_result cddp__list_items(cddp__checkpoint *c) {
 }
 
 /* Checks the arguments and lists the items. */
-static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, cddp_group *g, const char *path,
-                                          const cddp_param *params, int count,
+static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, bool saves, cddp_group *g,
+                                          const char *path, const cddp_param *params, int count,
                                           const cddp_checkpoint_desc *desc) {
   cddp_result r;
   memset(c, 0, sizeof *c);
@@ -17282,6 +17270,7 @@ static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, cddp_group *g, co
   c->count = count;
   c->desc = desc != NULL ? desc : &c->none;
   c->first = g == NULL || g->rank == 0;
+  c->saves = saves;
   if (g != NULL) cddp__engine_drain(g);
   r = cddp__check_checkpoint(c, path);
   if (r == CDDP_OK && c->device) r = cddp__settle_device(g);
@@ -17301,9 +17290,9 @@ static void cddp__checkpoint_end(cddp__checkpoint *c) {
   cddp__st_close(c->file);
 }
 
-/* Collective: cddp__consensus, and all ranks have passed the same. c->sizes become rank 0's. */
+/* Collective: cddp__consensus, and all ranks have passed the same. */
 static cddp_result cddp__compare_calls(cddp__checkpoint *c, cddp_result r) {
-  uint64_t own[3], *all, h = (uint64_t)(c->desc->sampler != NULL) << 1 | c->desc->partial;
+  uint64_t *all, h = (uint64_t)(c->desc->sampler != NULL) << 1 | c->desc->partial;
   size_t i, n = c->g != NULL ? (size_t)c->g->size : 1;
   for (i = 0; i < c->item_count; i++) {
     const cddp__st_item *item = &c->items[i];
@@ -17311,17 +17300,13 @@ static cddp_result cddp__compare_calls(cddp__checkpoint *c, cddp_result r) {
     h = cddp__hash64(h, item->type->name, strlen(item->type->name));
     h = cddp__hash64(h, item->name, strlen(item->name));
   }
-  own[0] = c->sizes[0];
-  own[1] = c->sizes[1];
-  own[2] = h;
-  all = (uint64_t *)cddp__calloc(c->allocator, n, sizeof own);
+  all = (uint64_t *)cddp__calloc(c->allocator, n, sizeof h);
   if (all == NULL) return c->g != NULL ? cddp__break(c->g, CDDP_OUT_OF_MEMORY) : CDDP_OUT_OF_MEMORY;
-  r = cddp__consensus(c->g, r, own, sizeof own, all);
+  r = cddp__consensus(c->g, r, &h, sizeof h, all);
   for (i = 0; r == CDDP_OK && i < n; i++)
-    if (all[3 * i + 2] != all[2])
+    if (all[i] != all[0])
       r = cddp__fail(CDDP_MISMATCH, "rank %zu passed other parameters (names, counts, dtypes) or "
                      "other options than rank 0", i);
-  if (r == CDDP_OK) memcpy(c->sizes, all, sizeof c->sizes);
   cddp__free(c->allocator, all);
   return r;
 }
@@ -17392,6 +17377,7 @@ static cddp_result cddp__make_header(cddp__checkpoint *c, const cddp_metadata *m
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "what was passed makes no file: ");
 }
 
+/* The metadata, then all of the header. */
 static cddp_result cddp__save_header(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
   const cddp_sampler *s = d->sampler;
@@ -17417,17 +17403,12 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
     m->key = cddp__sampler_keys[i];
     m++->value = numbers[i];
   }
-  for (r = CDDP_OK, i = 0; r == CDDP_OK && i < d->metadata_count; i++) {
-    const cddp_metadata *given = &d->metadata[i];
-    if (strncmp(given->key, "cddp.", 5) == 0 || given->value == NULL)
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "metadata \"%s\" has no value, or begins with cddp., which is reserved",
-                     given->key);
-    else if (strcmp(given->key, "format") == 0) all[0].value = given->value;
-    else *m++ = *given;
+  for (i = 0; i < d->metadata_count; i++) {
+    if (strcmp(d->metadata[i].key, "format") == 0) all[0].value = d->metadata[i].value;
+    else *m++ = d->metadata[i];
   }
   cddp__find_states(c);
-  if (r == CDDP_OK) r = cddp__make_header(c, all, (size_t)(m - all));
+  r = cddp__make_header(c, all, (size_t)(m - all));
   cddp__free(c->allocator, all);
   return r;
 }
@@ -17450,27 +17431,25 @@ static cddp_result cddp__write_shares(const cddp_optim *o, int fd, const cddp__s
 /* Rank 0's part of saving. */
 static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path) {
   bool peers = c->g != NULL && c->g->size > 1;
-  cddp__target *t = (cddp__target *)cddp__calloc(c->allocator, 1, sizeof *t);
+  cddp__target t;
   cddp_result r, left;
   size_t i;
-  if (t == NULL) return CDDP_OUT_OF_MEMORY;
-  t->fd = -1;
-  r = cddp__find_target(t, path);
-  if (r == CDDP_OK) r = cddp__make_temporary(t);
+  memset(&t, 0, sizeof t);
+  t.fd = -1;
+  r = cddp__find_target(&t, path);
+  if (r == CDDP_OK) r = cddp__make_temporary(&t);
   if (r == CDDP_OK && peers) r = cddp__enter(c->g); /* it reads their memory */
-  if (r == CDDP_OK) r = cddp__file_io(t->fd, true, c->header.data, c->header.end, 0);
+  if (r == CDDP_OK) r = cddp__file_io(t.fd, true, c->header.data, c->header.end, 0);
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
     const cddp__st_item *item = &c->items[i];
     uint64_t at = c->header.end + item->begin;
     CDDP__POINT("save");
     r = item->data == NULL && item->place != NULL
-            ? cddp__write_shares(c->desc->optim, t->fd, item, at)
-            : cddp__copy_item(c, t->fd, item, at);
+            ? cddp__write_shares(c->desc->optim, t.fd, item, at)
+            : cddp__copy_item(c, t.fd, item, at);
   }
   left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
-  r = cddp__finish_target(t, r == CDDP_OK ? left : r);
-  cddp__free(c->allocator, t);
-  return r;
+  return cddp__finish_target(&t, r == CDDP_OK ? left : r);
 }
 
 CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
@@ -17478,7 +17457,7 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
   cddp__checkpoint c;
   cddp_result r;
   cddp__enter_call(__func__);
-  r = cddp__checkpoint_begin(&c, g, path, params, count, desc);
+  r = cddp__checkpoint_begin(&c, true, g, path, params, count, desc);
   if ((r = cddp__compare_calls(&c, r)) == CDDP_OK) {
     if (c.first) r = cddp__save_header(&c);
     if (c.first && r == CDDP_OK) r = cddp__write_checkpoint(&c, path);
@@ -17595,21 +17574,24 @@ static cddp_result cddp__match(cddp__checkpoint *c) {
   return r;
 }
 
+/* Rank 0's values on all ranks. */
+static cddp_result cddp__share_bytes(const cddp__checkpoint *c, void *data, size_t bytes) {
+  if (c->g == NULL) return CDDP_OK;
+  return cddp__run_simple(c->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
+}
+
 /* The header, alike on all ranks, and what each rank finds in it. */
 static cddp_result cddp__load_header(cddp__checkpoint *c, const char *path, cddp_result r) {
+  uint64_t sizes[2] = {0, 0}; /* of the text and the data */
   if (r == CDDP_OK && c->first) r = cddp__st_open(&c->file, c->allocator, path);
-  if (c->file != NULL) {
-    c->sizes[0] = c->file->text_size;
-    c->sizes[1] = c->file->data_bytes;
-  }
   if ((r = cddp__compare_calls(c, r)) != CDDP_OK) return r;
-  if (!c->first) c->file = cddp__st_new(c->allocator, (size_t)c->sizes[0]);
+  if (c->first) sizes[0] = c->file->text_size, sizes[1] = c->file->data_bytes;
+  if ((r = cddp__share_bytes(c, sizes, sizeof sizes)) != CDDP_OK) return r;
+  if (!c->first) c->file = cddp__st_new(c->allocator, (size_t)sizes[0]);
   r = cddp__consensus(c->g, c->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY, NULL, 0, NULL);
-  if (r == CDDP_OK && c->g != NULL)
-    r = cddp__run_simple(c->g, CDDP__KIND_BROADCAST, c->file->text, c->file->text,
-                         c->file->text_size, CDDP_U8, 0);
+  if (r == CDDP_OK) r = cddp__share_bytes(c, c->file->text, c->file->text_size);
   if (r != CDDP_OK) return r;
-  c->file->data_bytes = c->sizes[1];
+  c->file->data_bytes = sizes[1];
   return cddp__consensus(c->g, cddp__match(c), NULL, 0, NULL);
 }
 
@@ -17677,7 +17659,7 @@ CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *param
   cddp__checkpoint c;
   cddp_result r;
   cddp__enter_call(__func__);
-  r = cddp__checkpoint_begin(&c, g, path, params, count, desc);
+  r = cddp__checkpoint_begin(&c, false, g, path, params, count, desc);
   r = cddp__load_header(&c, path, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
   if (r == CDDP_OK) r = cddp__load_commit(&c);
