@@ -5204,10 +5204,11 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
    Sums in canonical order, conversions, and the loops of SGD, over arrays. Pure: owns nothing and
    touches only the arrays that it is given. Entry points: cddp__reduce, _reduce_all, _reduce_part,
    _reduce_nodes; cddp__scale, cddp__sum_squares, cddp__convert; cddp__pick_kernels for >>optim.
-   Works as follows: each loop is written once, in plain C, as a CDDP__TEMPLATE function. The list
-   CDDP__KERNELS compiles it for each instruction set, and cddp__pick_kernels takes the best set
-   that this machine has. All sets give the same bits: the operations on an element and their order
-   are the same, and no compiler option may contract a * b + c or reorder sums here. */
+   Works as follows: each loop is written once, in plain C, as a macro that makes it for an element
+   type and an instruction set. A set's loops stand in a table with a row for each type, and
+   cddp__pick_kernels takes the table of the best set that this machine has. All sets give the same
+   bits: the operations on an element and their order are the same, and no compiler option may
+   contract a * b + c or reorder sums here. */
 
 /* Callers keep their elements as any type, say _Float16; these access all of them. */
 typedef float __attribute__((may_alias)) cddp__f32;
@@ -5216,9 +5217,103 @@ typedef int8_t __attribute__((may_alias)) cddp__i8;
 typedef uint8_t __attribute__((may_alias)) cddp__u8;
 typedef uint16_t __attribute__((may_alias)) cddp__u16;
 typedef int32_t __attribute__((may_alias)) cddp__i32;
-typedef uint32_t __attribute__((may_alias)) cddp__u32;
 typedef int64_t __attribute__((may_alias)) cddp__i64;
-typedef uint64_t __attribute__((may_alias)) cddp__u64;
+
+#if defined(__clang__)
+#define CDDP__FAST
+#define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
+#define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)") /* destinations may be sources */
+#define CDDP__UNROLL_16 _Pragma("clang loop unroll_count(16)")
+#define CDDP__WIDE ""
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no fault */
+#else
+#define CDDP__FAST /* O3 takes longer to compile, and gains nothing */                             \
+  __attribute__((optimize("O2", "tree-vectorize", "vect-cost-model=dynamic", "fp-contract=off",    \
+                          "no-fast-math")))
+#define CDDP__STRICT_FP
+#define CDDP__IVDEP _Pragma("GCC ivdep") /* destinations may be sources */
+#define CDDP__UNROLL_16 _Pragma("GCC unroll 16")
+#define CDDP__WIDE ",prefer-vector-width=512"
+#endif
+
+/* The attributes of an instruction set's functions. `base` is what the compiler is set to. */
+#if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
+#include <cpuid.h>
+#define CDDP__DISPATCH 1
+#define CDDP__AVX2 __attribute__((target("avx2,fma,f16c"))) CDDP__FAST
+#define CDDP__AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" CDDP__WIDE))) CDDP__FAST
+#else
+#define CDDP__DISPATCH 0
+#endif
+
+static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
+
+static size_t cddp__dtype_size(cddp_dtype d) {
+  switch (d) {
+    case CDDP_F32: case CDDP_I32: return 4;
+    case CDDP_F64: case CDDP_I64: return 8;
+    case CDDP_F16: case CDDP_BF16: return 2;
+    case CDDP_I8: case CDDP_U8: return 1;
+    default: return 0;
+  }
+}
+
+static bool cddp__dtype_half(cddp_dtype d) { return d == CDDP_F16 || d == CDDP_BF16; }
+
+/* In which elements of a dtype are computed. */
+static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
+
+/* Half precision, as the F16C instructions do it: NaNs turn quiet, keep sign and upper payload. */
+
+#define CDDP__INLINED static inline __attribute__((always_inline))
+
+CDDP__INLINED uint32_t cddp__f32_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+
+CDDP__INLINED float cddp__f32_of_bits(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+/* c ? a : b for c = 0 or 1, as arithmetic that every machine can do on vectors. */
+CDDP__INLINED uint32_t cddp__choose(bool c, uint32_t a, uint32_t b) {
+  uint32_t mask = 0u - (uint32_t)c;
+  return (a & mask) | (b & ~mask);
+}
+
+CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, a = h & 0x7fffu;
+  uint32_t normal = (a << 13) + cddp__choose(a >= 0x7c00, 224u << 23, 112u << 23);
+  uint32_t small = cddp__f32_bits((float)(int32_t)a * 0x1p-24f); /* subnormal or zero: exact */
+  uint32_t quiet = cddp__choose(a > 0x7c00, 0x400000, 0);
+  return cddp__f32_of_bits(sign | quiet | cddp__choose(a < 0x400, small, normal));
+}
+
+CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
+  uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
+  uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
+  /* below 2^-14: adding 0.5, whose last place is 2^-24, does the rounding */
+  uint32_t little = cddp__choose(a < 0x38800000, a, 0);
+  uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
+  uint32_t bits = cddp__choose(a < 0x38800000, small, normal);
+  bits = cddp__choose(a >= 0x477ff000, 0x7c00, bits); /* 65520 and more round to infinity */
+  bits = cddp__choose(a > 0x7f800000, 0x7e00 | ((a >> 13) & 0x1ff), bits);
+  return (uint16_t)((u >> 16 & 0x8000) | bits);
+}
+
+CDDP__INLINED float cddp__bf16_to_f32(uint16_t h) { return cddp__f32_of_bits((uint32_t)h << 16); }
+
+CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
+  uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
+  uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return (uint16_t)(a > 0x7f800000 ? u >> 16 | 0x40 : rounded);
+}
 
 #define CDDP__STATES 3 /* arrays that an optimizer keeps of a parameter, at most */
 
@@ -5241,100 +5336,25 @@ typedef struct cddp__fused_args {
   float mean; /* factor of the sum of gradients: sign / ranks */
 } cddp__fused_args;
 
-#if defined(__x86_64__) && !defined(CDDP__NO_DISPATCH)
-#define CDDP__DISPATCH 1
-#include <cpuid.h>
-#include <immintrin.h>
-#else
-#define CDDP__DISPATCH 0
-#endif
-
-#define CDDP__TEMPLATE static inline __attribute__((always_inline))
-#if defined(__clang__)
-#define CDDP__KERNEL
-#define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
-#define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)") /* destinations may be sources */
-#define CDDP__WIDE ""
-#pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no fault */
-#else
-#define CDDP__KERNEL __attribute__((optimize("O3", "fp-contract=off", "no-fast-math")))
-#define CDDP__STRICT_FP
-#define CDDP__IVDEP _Pragma("GCC ivdep") /* destinations may be sources */
-#define CDDP__WIDE ",prefer-vector-width=512"
-#endif
-
-static bool cddp__dtype_half(cddp_dtype d) { return d == CDDP_F16 || d == CDDP_BF16; }
-
-/* In which elements of a dtype are computed. */
-static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
-
-static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
-
-static size_t cddp__dtype_size(cddp_dtype d) {
-  switch (d) {
-    case CDDP_F32: case CDDP_I32: return 4;
-    case CDDP_F64: case CDDP_I64: return 8;
-    case CDDP_F16: case CDDP_BF16: return 2;
-    case CDDP_I8: case CDDP_U8: return 1;
-    default: return 0;
-  }
-}
-
-/* Half precision, as the F16C instructions do it: NaNs turn quiet, keep sign and upper payload. */
-
-CDDP__TEMPLATE uint32_t cddp__f32_bits(float x) {
-  uint32_t u;
-  memcpy(&u, &x, 4);
-  return u;
-}
-
-CDDP__TEMPLATE float cddp__f32_of_bits(uint32_t u) {
-  float x;
-  memcpy(&x, &u, 4);
-  return x;
-}
-
-/* c ? a : b for c = 0 or 1, as arithmetic that every machine can do on vectors. */
-CDDP__TEMPLATE uint32_t cddp__choose(bool c, uint32_t a, uint32_t b) {
-  uint32_t mask = 0u - (uint32_t)c;
-  return (a & mask) | (b & ~mask);
-}
-
-CDDP__TEMPLATE float cddp__widen_f16(uint16_t h) {
-  uint32_t sign = (uint32_t)(h & 0x8000) << 16, a = h & 0x7fffu;
-  uint32_t normal = (a << 13) + cddp__choose(a >= 0x7c00, 224u << 23, 112u << 23);
-  uint32_t small = cddp__f32_bits((float)(int32_t)a * 0x1p-24f); /* subnormal or zero: exact */
-  uint32_t quiet = cddp__choose(a > 0x7c00, 0x400000, 0);
-  return cddp__f32_of_bits(sign | quiet | cddp__choose(a < 0x400, small, normal));
-}
-
-CDDP__TEMPLATE uint16_t cddp__narrow_f16(float x) {
-  uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
-  uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
-  /* below 2^-14: adding 0.5, whose last place is 2^-24, does the rounding */
-  uint32_t little = cddp__choose(a < 0x38800000, a, 0);
-  uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
-  uint32_t bits = cddp__choose(a < 0x38800000, small, normal);
-  bits = cddp__choose(a >= 0x477ff000, 0x7c00, bits); /* 65520 and more round to infinity */
-  bits = cddp__choose(a > 0x7f800000, 0x7e00 | ((a >> 13) & 0x1ff), bits);
-  return (uint16_t)((u >> 16 & 0x8000) | bits);
-}
-
-CDDP__TEMPLATE float cddp__widen_bf16(uint16_t h) { return cddp__f32_of_bits((uint32_t)h << 16); }
-
-CDDP__TEMPLATE uint16_t cddp__narrow_bf16(float x) {
-  uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
-  uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  return (uint16_t)(a > 0x7f800000 ? u >> 16 | 0x40 : rounded);
-}
-
-static float cddp__f16_to_f32(uint16_t h) { return cddp__widen_f16(h); }
-static uint16_t cddp__f32_to_f16(float x) { return cddp__narrow_f16(x); }
-static float cddp__bf16_to_f32(uint16_t h) { return cddp__widen_bf16(h); }
-static uint16_t cddp__f32_to_bf16(float x) { return cddp__narrow_bf16(x); }
-
-/* Loops. */
+/* The loops for one element type; NULL: none. */
+typedef struct cddp__kernels {
+  /* d = the canonical sum of k sources: 2, 4 or 8, times f; 3, divided by f. F32, F64, BF16 */
+  void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
+  /* every buffer = the canonical sum of all k, 2, 4 or 8, times f. F32, F64, BF16 */
+  void (*all)(void *const *bufs, int k, size_t n, double f);
+  /* d = a op b: PROD, MIN, MAX, for integers SUM. Not F16, BF16 */
+  void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op);
+  /* d = d * f or d / f; integers are always divided, truncated. Not F16, BF16 */
+  void (*scale)(void *d, size_t n, double f, bool divide);
+  /* d = e * a + f * b, the first product rounded. F32, F64 */
+  void (*mix)(void *d, const void *a, const void *b, size_t n, double e, double f);
+  /* the sum of squares, in an order that depends on n alone. F32, F64 */
+  double (*squares)(const void *p, size_t n);
+  /* a data-parallel step by SGD with momentum that has a value, without nesterov. F32 */
+  void (*sgd_loop)(const cddp__fused_args *s, int ranks, size_t n);
+  void (*widen)(cddp__f32 *d, const void *s, size_t n);  /* F16, BF16 */
+  void (*narrow)(void *d, const cddp__f32 *s, size_t n); /* F16, BF16 */
+} cddp__kernels;
 
 #define CDDP__EACH(statement) \
   do {                        \
@@ -5345,326 +5365,240 @@ static uint16_t cddp__f32_to_bf16(float x) { return cddp__narrow_bf16(x); }
     }                         \
   } while (0)
 
+/* Below ISA is an instruction set, TARGET its attributes, T an element type and S its name. */
+
+/* F: type of the arithmetic; IN and OUT convert between T and F */
+#define CDDP__SUM_KERNELS(ISA, TARGET, T, S, F, IN, OUT)                                        \
+  TARGET static void cddp__sum_##S##_##ISA(void *dst, const void *const *s, int k, size_t n,    \
+                                           double factor) {                                     \
+    CDDP__STRICT_FP                                                                             \
+    F f = (F)factor;                                                                            \
+    T *d = (T *)dst;                                                                            \
+    const T *s0 = (const T *)s[0], *s1 = (const T *)s[1];                                       \
+    const T *s2 = k > 2 ? (const T *)s[2] : s0, *s3 = k > 3 ? (const T *)s[3] : s0;             \
+    if (k == 2) CDDP__EACH(d[i] = OUT((IN(s0[i]) + IN(s1[i])) * f));                            \
+    else if (k == 3) CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + IN(s2[i])) / f));         \
+    else if (k == 4)                                                                            \
+      CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + (IN(s2[i]) + IN(s3[i]))) * f));          \
+    else {                                                                                      \
+      const T *s4 = (const T *)s[4], *s5 = (const T *)s[5];                                     \
+      const T *s6 = (const T *)s[6], *s7 = (const T *)s[7];                                     \
+      CDDP__EACH(F x = (IN(s0[i]) + IN(s1[i])) + (IN(s2[i]) + IN(s3[i]));                       \
+                 F y = (IN(s4[i]) + IN(s5[i])) + (IN(s6[i]) + IN(s7[i]));                       \
+                 d[i] = OUT((x + y) * f));                                                      \
+    }                                                                                           \
+  }                                                                                             \
+  TARGET static void cddp__all_##S##_##ISA(void *const *bufs, int k, size_t n, double factor) { \
+    CDDP__STRICT_FP                                                                             \
+    F f = (F)factor;                                                                            \
+    T *b0 = (T *)bufs[0], *b1 = (T *)bufs[1];                                                   \
+    T *b2 = k > 2 ? (T *)bufs[2] : b0, *b3 = k > 2 ? (T *)bufs[3] : b0;                         \
+    if (k == 2)                                                                                 \
+      CDDP__EACH(T t = OUT((IN(b0[i]) + IN(b1[i])) * f); b0[i] = t; b1[i] = t);                 \
+    else if (k == 4)                                                                            \
+      CDDP__EACH(T t = OUT(((IN(b0[i]) + IN(b1[i])) + (IN(b2[i]) + IN(b3[i]))) * f);            \
+                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t);                                   \
+    else {                                                                                      \
+      T *b4 = (T *)bufs[4], *b5 = (T *)bufs[5], *b6 = (T *)bufs[6], *b7 = (T *)bufs[7];         \
+      CDDP__EACH(F x = (IN(b0[i]) + IN(b1[i])) + (IN(b2[i]) + IN(b3[i]));                       \
+                 F y = (IN(b4[i]) + IN(b5[i])) + (IN(b6[i]) + IN(b7[i]));                       \
+                 T t = OUT((x + y) * f);                                                        \
+                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t;                                    \
+                 b4[i] = t; b5[i] = t; b6[i] = t; b7[i] = t);                                   \
+    }                                                                                           \
+  }
+
+/* FMA: a * b + c, rounded once */
+#define CDDP__SCALE_KERNELS(ISA, TARGET, T, S, F, FMA)                                          \
+  TARGET static void cddp__scale_##S##_##ISA(void *p, size_t n, double factor, bool divide) {   \
+    CDDP__STRICT_FP                                                                             \
+    F f = (F)factor;                                                                            \
+    T *d = (T *)p;                                                                              \
+    if (divide) CDDP__EACH(d[i] = d[i] / f);                                                    \
+    else CDDP__EACH(d[i] = d[i] * f);                                                           \
+  }                                                                                             \
+  TARGET static void cddp__mix_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,   \
+                                           double factor_p, double factor_q) {                  \
+    CDDP__STRICT_FP                                                                             \
+    F e = (F)factor_p, f = (F)factor_q;                                                         \
+    T *d = (T *)dst;                                                                            \
+    const T *a = (const T *)p, *b = (const T *)q;                                               \
+    CDDP__EACH(F x = e * a[i]; d[i] = FMA(f, b[i], x));                                         \
+  }
+
+/* Element i is added to lane i mod 16, then the lanes in pairs. */
+#define CDDP__SQUARES_KERNEL(ISA, TARGET, T, S)                                                 \
+  TARGET static double cddp__squares_##S##_##ISA(const void *src, size_t n) {                   \
+    CDDP__STRICT_FP                                                                             \
+    const T *p = (const T *)src;                                                                \
+    double lane[16], square;                                                                    \
+    size_t i, j;                                                                                \
+    for (j = 0; j < 16; j++) lane[j] = 0;                                                       \
+    for (; n >= 16; n -= 16, p += 16) {                                                         \
+      CDDP__UNROLL_16                                                                           \
+      for (j = 0; j < 16; j++) {                                                                \
+        square = (double)p[j] * (double)p[j];                                                   \
+        lane[j] += square;                                                                      \
+      }                                                                                         \
+    }                                                                                           \
+    for (i = 0; i < n; i++) {                                                                   \
+      square = (double)p[i] * (double)p[i];                                                     \
+      lane[i] += square;                                                                        \
+    }                                                                                           \
+    for (j = 8; j > 0; j /= 2) {                                                                \
+      for (i = 0; i < j; i++) lane[i] += lane[i + j];                                           \
+    }                                                                                           \
+    return lane[0];                                                                             \
+  }
+
 /* d[i] = the lesser (or greater) of a[i] and b[i]; where either is NaN, that NaN comes through */
 #define CDDP__EACH_PICK(T, before) \
   CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((x before y) | (x != x)) ? x : y)
 
-/* T: element, F: type of the arithmetic, IN and OUT convert between them */
-#define CDDP__SUM_LOOPS(T, F, S, IN, OUT)                                               \
-  CDDP__TEMPLATE void cddp__sum_##S(T *d, const void *const *s, int k, size_t n, F f,   \
-                                    bool divide) {                                      \
-    CDDP__STRICT_FP                                                                     \
-    const T *s0 = (const T *)s[0], *s1 = (const T *)s[1];                               \
-    const T *s2 = k > 2 ? (const T *)s[2] : s0, *s3 = k > 3 ? (const T *)s[3] : s0;     \
-    if (k == 2 && divide) {                                                             \
-      CDDP__EACH(d[i] = OUT((IN(s0[i]) + IN(s1[i])) / f));                              \
-    } else if (k == 2) {                                                                \
-      CDDP__EACH(d[i] = OUT((IN(s0[i]) + IN(s1[i])) * f));                              \
-    } else if (k == 3 && divide) {                                                      \
-      CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + IN(s2[i])) / f));                \
-    } else if (k == 3) {                                                                \
-      CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + IN(s2[i])) * f));                \
-    } else if (k == 4) {                                                                \
-      CDDP__EACH(d[i] = OUT(((IN(s0[i]) + IN(s1[i])) + (IN(s2[i]) + IN(s3[i]))) * f));  \
-    } else {                                                                            \
-      const T *s4 = (const T *)s[4], *s5 = (const T *)s[5];                             \
-      const T *s6 = (const T *)s[6], *s7 = (const T *)s[7];                             \
-      CDDP__EACH(F x = (IN(s0[i]) + IN(s1[i])) + (IN(s2[i]) + IN(s3[i]));               \
-                 F y = (IN(s4[i]) + IN(s5[i])) + (IN(s6[i]) + IN(s7[i]));               \
-                 d[i] = OUT((x + y) * f));                                              \
-    }                                                                                   \
-  }                                                                                     \
-  CDDP__TEMPLATE void cddp__all_##S(void *const *bufs, int k, size_t n, F f) {          \
-    CDDP__STRICT_FP                                                                     \
-    T *b0 = (T *)bufs[0], *b1 = (T *)bufs[1];                                           \
-    T *b2 = k > 2 ? (T *)bufs[2] : b0, *b3 = k > 2 ? (T *)bufs[3] : b0;                 \
-    if (k == 2) {                                                                       \
-      CDDP__EACH(T t = OUT((IN(b0[i]) + IN(b1[i])) * f); b0[i] = t; b1[i] = t);         \
-    } else if (k == 4) {                                                                \
-      CDDP__EACH(T t = OUT(((IN(b0[i]) + IN(b1[i])) + (IN(b2[i]) + IN(b3[i]))) * f);    \
-                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t);                           \
-    } else {                                                                            \
-      T *b4 = (T *)bufs[4], *b5 = (T *)bufs[5], *b6 = (T *)bufs[6], *b7 = (T *)bufs[7]; \
-      CDDP__EACH(F x = (IN(b0[i]) + IN(b1[i])) + (IN(b2[i]) + IN(b3[i]));               \
-                 F y = (IN(b4[i]) + IN(b5[i])) + (IN(b6[i]) + IN(b7[i]));               \
-                 T t = OUT((x + y) * f);                                                \
-                 b0[i] = t; b1[i] = t; b2[i] = t; b3[i] = t;                            \
-                 b4[i] = t; b5[i] = t; b6[i] = t; b7[i] = t);                           \
-    }                                                                                   \
+/* U: T unsigned, since sums and products of integers wrap around; floats never come to SUM here */
+#define CDDP__PAIR_KERNEL(ISA, TARGET, T, S, U)                                                 \
+  TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
+                                            cddp_op op) {                                       \
+    CDDP__STRICT_FP                                                                             \
+    T *d = (T *)dst;                                                                            \
+    const T *a = (const T *)p, *b = (const T *)q;                                               \
+    if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i]));                          \
+    else if (op == CDDP_MIN) CDDP__EACH_PICK(T, <);                                             \
+    else if (op == CDDP_MAX) CDDP__EACH_PICK(T, >);                                             \
+    else CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i]));                                          \
   }
-#define CDDP__SAME(x) (x)
-CDDP__SUM_LOOPS(cddp__f32, float, f32, CDDP__SAME, CDDP__SAME)
-CDDP__SUM_LOOPS(cddp__f64, double, f64, CDDP__SAME, CDDP__SAME)
-CDDP__SUM_LOOPS(cddp__u16, float, bf16, cddp__widen_bf16, cddp__narrow_bf16)
-#undef CDDP__SAME
-#undef CDDP__SUM_LOOPS
 
-#define CDDP__FLOAT_LOOPS(T, S)                                                         \
-  CDDP__TEMPLATE void cddp__pair_##S(void *dst, const void *p, const void *q, size_t n, \
-                                     cddp_op op) {                                      \
-    CDDP__STRICT_FP                                                                     \
-    T *d = (T *)dst;                                                                    \
-    const T *a = (const T *)p, *b = (const T *)q;                                       \
-    if (op == CDDP_PROD) CDDP__EACH(d[i] = a[i] * b[i]);                                \
-    else if (op == CDDP_MIN) CDDP__EACH_PICK(T, <);                                     \
-    else CDDP__EACH_PICK(T, >);                                                         \
-  }                                                                                     \
-  CDDP__TEMPLATE void cddp__scale_##S(T *d, size_t n, T f, bool divide) {               \
-    CDDP__STRICT_FP                                                                     \
-    if (divide) CDDP__EACH(d[i] = d[i] / f);                                            \
-    else CDDP__EACH(d[i] = d[i] * f);                                                   \
+/* An integer divisor is at most CDDP__MAX_RANKS. Processors divide no vectors of integers. */
+#define CDDP__DIVIDE_KERNEL(T, S)                                                               \
+  static void cddp__divide_##S(void *p, size_t n, double f, bool divide) {                      \
+    T *d = (T *)p;                                                                              \
+    int k = (int)f;                                                                             \
+    (void)divide;                                                                               \
+    CDDP__EACH(d[i] = (T)(d[i] / k));                                                           \
   }
-CDDP__FLOAT_LOOPS(cddp__f32, f32)
-CDDP__FLOAT_LOOPS(cddp__f64, f64)
-#undef CDDP__FLOAT_LOOPS
 
-/* U is T unsigned: sums and products wrap around. */
-#define CDDP__INT_LOOPS(T, U, S)                                                        \
-  CDDP__TEMPLATE void cddp__pair_##S(void *dst, const void *p, const void *q, size_t n, \
-                                     cddp_op op) {                                      \
-    T *d = (T *)dst;                                                                    \
-    const T *a = (const T *)p, *b = (const T *)q;                                       \
-    if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i]));                  \
-    else if (op == CDDP_MIN) CDDP__EACH_PICK(T, <);                                     \
-    else if (op == CDDP_MAX) CDDP__EACH_PICK(T, >);                                     \
-    else CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i]));                                  \
+#define CDDP__HALF_KERNELS(ISA, TARGET, S)                                                      \
+  TARGET static void cddp__widen_##S##_##ISA(cddp__f32 *d, const void *src, size_t n) {         \
+    const cddp__u16 *s = (const cddp__u16 *)src;                                                \
+    CDDP__EACH(d[i] = cddp__##S##_to_f32(s[i]));                                                \
+  }                                                                                             \
+  TARGET static void cddp__narrow_##S##_##ISA(void *dst, const cddp__f32 *s, size_t n) {        \
+    CDDP__STRICT_FP                                                                             \
+    cddp__u16 *d = (cddp__u16 *)dst;                                                            \
+    CDDP__EACH(d[i] = cddp__f32_to_##S(s[i]));                                                  \
   }
-CDDP__INT_LOOPS(cddp__i8, uint8_t, i8)
-CDDP__INT_LOOPS(cddp__u8, uint8_t, u8)
-CDDP__INT_LOOPS(cddp__i32, uint32_t, i32)
-CDDP__INT_LOOPS(cddp__i64, uint64_t, i64)
-#undef CDDP__INT_LOOPS
-
-CDDP__TEMPLATE void cddp__sum_any(void *d, const void *const *s, int k, size_t n,
-                                  cddp_dtype dtype, double f, bool divide) {
-  if (dtype == CDDP_F64) cddp__sum_f64((cddp__f64 *)d, s, k, n, f, divide);
-  else if (dtype == CDDP_F32) cddp__sum_f32((cddp__f32 *)d, s, k, n, (float)f, divide);
-  else cddp__sum_bf16((cddp__u16 *)d, s, k, n, (float)f, divide);
-}
-
-CDDP__TEMPLATE void cddp__all_any(void *const *bufs, int k, size_t n, cddp_dtype dtype, double f) {
-  if (dtype == CDDP_F64) cddp__all_f64(bufs, k, n, f);
-  else if (dtype == CDDP_F32) cddp__all_f32(bufs, k, n, (float)f);
-  else cddp__all_bf16(bufs, k, n, (float)f);
-}
-
-CDDP__TEMPLATE void cddp__pair_any(void *d, const void *a, const void *b, size_t n,
-                                   cddp_dtype dtype, cddp_op op) {
-  switch (dtype) {
-    case CDDP_F32: cddp__pair_f32(d, a, b, n, op); break;
-    case CDDP_F64: cddp__pair_f64(d, a, b, n, op); break;
-    case CDDP_I8: cddp__pair_i8(d, a, b, n, op); break;
-    case CDDP_U8: cddp__pair_u8(d, a, b, n, op); break;
-    case CDDP_I32: cddp__pair_i32(d, a, b, n, op); break;
-    case CDDP_I64: cddp__pair_i64(d, a, b, n, op); break;
-    default: break;
-  }
-}
-
-/* Floats: * f or / f. Integers: / f, truncated (a divisor is at most CDDP__MAX_RANKS). */
-CDDP__TEMPLATE void cddp__scale_any(void *p, size_t n, cddp_dtype dtype, double f, bool divide) {
-  int k = dtype == CDDP_F32 || dtype == CDDP_F64 ? 0 : (int)f;
-  switch (dtype) {
-    case CDDP_F32: cddp__scale_f32((cddp__f32 *)p, n, (float)f, divide); break;
-    case CDDP_F64: cddp__scale_f64((cddp__f64 *)p, n, f, divide); break;
-    case CDDP_I8: CDDP__EACH(((cddp__i8 *)p)[i] = (int8_t)(((cddp__i8 *)p)[i] / k)); break;
-    case CDDP_U8: CDDP__EACH(((cddp__u8 *)p)[i] = (uint8_t)(((cddp__u8 *)p)[i] / k)); break;
-    case CDDP_I32: CDDP__EACH(((cddp__i32 *)p)[i] /= k); break;
-    case CDDP_I64: CDDP__EACH(((cddp__i64 *)p)[i] /= k); break;
-    default: break;
-  }
-}
-
-CDDP__TEMPLATE void cddp__widen(cddp__f32 *d, const void *src, size_t n, cddp_dtype from) {
-  const cddp__u16 *s = (const cddp__u16 *)src;
-  if (from == CDDP_F16) CDDP__EACH(d[i] = cddp__widen_f16(s[i]));
-  else CDDP__EACH(d[i] = cddp__widen_bf16(s[i]));
-}
-
-CDDP__TEMPLATE void cddp__narrow(void *dst, const cddp__f32 *s, size_t n, cddp_dtype to) {
-  cddp__u16 *d = (cddp__u16 *)dst;
-  if (to == CDDP_F16) CDDP__EACH(d[i] = cddp__narrow_f16(s[i]));
-  else CDDP__EACH(d[i] = cddp__narrow_bf16(s[i]));
-}
-
-/* Works as follows: element i goes to lane i mod 16, the lanes are added in pairs. So the order
-   depends on nothing but n. */
-#define CDDP__SQUARES(T, S)                                       \
-  CDDP__TEMPLATE double cddp__squares_##S(const T *p, size_t n) { \
-    CDDP__STRICT_FP                                               \
-    double lane[16];                                              \
-    size_t i, j, whole = n / 16 * 16;                             \
-    for (j = 0; j < 16; j++) lane[j] = 0;                         \
-    for (i = 0; i < whole; i += 16) {                             \
-      for (j = 0; j < 16; j++) {                                  \
-        double square = (double)p[i + j] * (double)p[i + j];      \
-        lane[j] += square;                                        \
-      }                                                           \
-    }                                                             \
-    for (i = whole; i < n; i++) {                                 \
-      double square = (double)p[i] * (double)p[i];                \
-      lane[i - whole] += square;                                  \
-    }                                                             \
-    for (j = 8; j > 0; j /= 2) {                                  \
-      for (i = 0; i < j; i++) lane[i] += lane[i + j];             \
-    }                                                             \
-    return lane[0];                                               \
-  }
-CDDP__SQUARES(cddp__f32, f32)
-CDDP__SQUARES(cddp__f64, f64)
-#undef CDDP__SQUARES
-
-CDDP__TEMPLATE void cddp__squares_any(const void *p, size_t n, cddp_dtype dtype, double *sum) {
-  *sum += dtype == CDDP_F64 ? cddp__squares_f64((const cddp__f64 *)p, n)
-                            : cddp__squares_f32((const cddp__f32 *)p, n);
-}
-
-/* The passes of torch.optim.SGD (>>optim) over one block. */
-#define CDDP__SGD_LOOPS(T, S, F, FMA)                                                          \
-  CDDP__TEMPLATE void cddp__add_##S(T *d, const T *a, const T *b, size_t n, F f) {             \
-    CDDP__STRICT_FP                                                                            \
-    CDDP__EACH(d[i] = FMA(f, b[i], a[i]));                                                     \
-  }                                                                                            \
-  CDDP__TEMPLATE void cddp__mix_##S(T *m, const T *b, size_t n, F momentum, F f) {             \
-    CDDP__STRICT_FP                                                                            \
-    CDDP__EACH(T x = momentum * m[i]; m[i] = FMA(f, b[i], x));                                 \
-  }
-CDDP__SGD_LOOPS(cddp__f32, f32, float, __builtin_fmaf)
-CDDP__SGD_LOOPS(cddp__f64, f64, double, __builtin_fma)
-#undef CDDP__SGD_LOOPS
-
-CDDP__TEMPLATE void cddp__add_any(void *d, const void *a, const void *b, size_t n,
-                                  cddp_dtype dtype, double f) {
-  if (dtype == CDDP_F64)
-    cddp__add_f64((cddp__f64 *)d, (const cddp__f64 *)a, (const cddp__f64 *)b, n, f);
-  else
-    cddp__add_f32((cddp__f32 *)d, (const cddp__f32 *)a, (const cddp__f32 *)b, n, (float)f);
-}
-
-CDDP__TEMPLATE void cddp__mix_any(void *m, const void *b, size_t n, cddp_dtype dtype,
-                                  double momentum, double f) {
-  if (dtype == CDDP_F64)
-    cddp__mix_f64((cddp__f64 *)m, (const cddp__f64 *)b, n, momentum, f);
-  else
-    cddp__mix_f32((cddp__f32 *)m, (const cddp__f32 *)b, n, (float)momentum, (float)f);
-}
 
 /* Mean, step, publish, zero. Reads and writes everything once, in one loop: the memory is busy all
    the time. STEP makes x, the weight, from x and v, the mean. */
 #define CDDP__FUSED(MEAN, STEP, OTHERS) \
   CDDP__EACH(float v = MEAN; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_LOOPS(STEP)                                                                 \
-  do {                                                                                          \
-    if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                          \
-    else if (ranks == 2) CDDP__FUSED((g0[i] + g1[i]) * mean, STEP, w1[i] = x; g1[i] = 0);       \
-    else CDDP__FUSED(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean, STEP,                          \
-                     w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);         \
-  } while (0)
+  if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                            \
+  else if (ranks == 2) CDDP__FUSED((g0[i] + g1[i]) * mean, STEP, w1[i] = x; g1[i] = 0);         \
+  else CDDP__FUSED(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean, STEP,                            \
+                   w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);
 
-CDDP__TEMPLATE void cddp__sgd_loop_as(const cddp__fused_args *s, int ranks, bool decays, size_t n) {
-  CDDP__STRICT_FP
-  float mean = s->mean, keep = (float)s->scalars->keep, take = (float)s->scalars->take,
-        decay = (float)s->scalars->decay, step = (float)s->scalars->step;
-  cddp__f32 *m = s->states[0], *g0 = s->gradients[0], *g1 = s->gradients[1], *g2 = s->gradients[2],
-            *g3 = s->gradients[3];
-  cddp__f32 *w0 = s->weights[0], *w1 = s->weights[1], *w2 = s->weights[2], *w3 = s->weights[3];
-#define CDDP__SGD_STEP                   \
-  float y = keep * m[i];                 \
-  if (decays) v = __builtin_fmaf(decay, x, v); \
-  v = __builtin_fmaf(take, v, y);        \
-  x = __builtin_fmaf(step, v, x);        \
+#define CDDP__SGD_STEP                                                                          \
+  float y = keep * m[i];                                                                        \
+  float decayed = __builtin_fmaf(decay, x, v);                                                  \
+  v = cddp__f32_of_bits(cddp__choose(decays, cddp__f32_bits(decayed), cddp__f32_bits(v)));      \
+  v = __builtin_fmaf(take, v, y);                                                               \
+  x = __builtin_fmaf(step, v, x);                                                               \
   m[i] = v
-  CDDP__FUSED_LOOPS(CDDP__SGD_STEP);
-#undef CDDP__SGD_STEP
-}
+#define CDDP__SGD_KERNEL(ISA, TARGET)                                                           \
+  TARGET static void cddp__sgd_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {     \
+    CDDP__STRICT_FP                                                                             \
+    float mean = s->mean, keep = (float)s->scalars->keep, take = (float)s->scalars->take;       \
+    float decay = (float)s->scalars->decay, step = (float)s->scalars->step;                     \
+    bool decays = s->scalars->decay != 0;                                                       \
+    cddp__f32 *m = s->states[0], *g0 = s->gradients[0], *g1 = s->gradients[1];                  \
+    cddp__f32 *g2 = s->gradients[2], *g3 = s->gradients[3], *w0 = s->weights[0];                \
+    cddp__f32 *w1 = s->weights[1], *w2 = s->weights[2], *w3 = s->weights[3];                    \
+    CDDP__FUSED_LOOPS(CDDP__SGD_STEP)                                                           \
+  }
 
-CDDP__TEMPLATE void cddp__sgd_loop_any(const cddp__fused_args *s, int ranks, size_t n) {
-  if (s->scalars->decay != 0) cddp__sgd_loop_as(s, ranks, true, n);
-  else cddp__sgd_loop_as(s, ranks, false, n);
-}
+/* What AVX-512 makes faster; and what it does not, or what is seldom called. */
+#define CDDP__HOT_KERNELS(ISA, TARGET)                                                          \
+  CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , )                                     \
+  CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16)  \
+  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f32, f32, float, __builtin_fmaf)                       \
+  CDDP__SGD_KERNEL(ISA, TARGET)
+#define CDDP__OTHER_KERNELS(ISA, TARGET)                                                        \
+  CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , )                                    \
+  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, double, __builtin_fma)                       \
+  CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32)                                             \
+  CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64)                                             \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32, float)                                         \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64, double)                                        \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t)                                         \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__u8, u8, uint8_t)                                         \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__i32, i32, uint32_t)                                      \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__i64, i64, uint64_t)                                      \
+  CDDP__HALF_KERNELS(ISA, TARGET, bf16)
+CDDP__DIVIDE_KERNEL(cddp__i8, i8)
+CDDP__DIVIDE_KERNEL(cddp__u8, u8)
+CDDP__DIVIDE_KERNEL(cddp__i32, i32)
+CDDP__DIVIDE_KERNEL(cddp__i64, i64)
 
-/* What is compiled for each instruction set: X(ISA, TARGET, name, parameters, arguments). */
-#define CDDP__KERNELS(X, ISA, TARGET)                                                             \
-  /* d = canonical sum of k sources (2, 3, 4 or 8), then * f, or / f if divide (k = 2, 3). F32,   \
-     F64, BF16 */                                                                                 \
-  X(ISA, TARGET, sum, (void *d, const void *const *s, int k, size_t n, cddp_dtype dtype,          \
-                       double f, bool divide), (d, s, k, n, dtype, f, divide))                    \
-  /* every buffer = canonical sum of k buffers (2, 4 or 8) * f. F32, F64, BF16 */                 \
-  X(ISA, TARGET, all, (void *const *bufs, int k, size_t n, cddp_dtype dtype, double f),           \
-    (bufs, k, n, dtype, f))                                                                       \
-  /* d = a op b, not F16, BF16; op is PROD, MIN, MAX, integers: SUM */                            \
-  X(ISA, TARGET, pair, (void *d, const void *a, const void *b, size_t n, cddp_dtype dtype,        \
-                        cddp_op op), (d, a, b, n, dtype, op))                                     \
-  /* d = d * f or d / f, any but F16 and BF16; integers are always divided */                     \
-  X(ISA, TARGET, scale, (void *d, size_t n, cddp_dtype dtype, double f, bool divide),             \
-    (d, n, dtype, f, divide))                                                                     \
-  /* *sum += squares, in an order that depends on n alone. F32, F64 */                            \
-  X(ISA, TARGET, squares, (const void *p, size_t n, cddp_dtype dtype, double *sum),               \
-    (p, n, dtype, sum))                                                                           \
-  /* d = a + f * b, rounded once. F32, F64 */                                                     \
-  X(ISA, TARGET, add, (void *d, const void *a, const void *b, size_t n, cddp_dtype dtype,         \
-                       double f), (d, a, b, n, dtype, f))                                         \
-  /* m = momentum * m + f * b. F32, F64 */                                                        \
-  X(ISA, TARGET, mix, (void *m, const void *b, size_t n, cddp_dtype dtype, double momentum,       \
-                       double f), (m, b, n, dtype, momentum, f))                                  \
-  /* a data-parallel step by SGD with momentum that has a value, without nesterov. F32 */         \
-  X(ISA, TARGET, sgd_loop, (const cddp__fused_args *s, int ranks, size_t n), (s, ranks, n))
+/* The table of a set, by cddp_dtype; HOT: the set that has its hot kernels. */
+#define CDDP__FLOAT_ENTRIES(ISA, HOT, S, LOOP)                                                  \
+  {cddp__sum_##S##_##HOT, cddp__all_##S##_##HOT, cddp__pair_##S##_##ISA,                        \
+   cddp__scale_##S##_##HOT, cddp__mix_##S##_##HOT, cddp__squares_##S##_##ISA, LOOP, NULL, NULL}
+#define CDDP__HALF_ENTRIES(ISA, S, SUM, ALL)                                                    \
+  {SUM, ALL, NULL, NULL, NULL, NULL, NULL, cddp__widen_##S##_##ISA, cddp__narrow_##S##_##ISA}
+#define CDDP__INT_ENTRIES(ISA, S)                                                               \
+  {NULL, NULL, cddp__pair_##S##_##ISA, cddp__divide_##S, NULL, NULL, NULL, NULL, NULL}
+#define CDDP__TABLE(ISA, HOT)                                                                   \
+  {CDDP__FLOAT_ENTRIES(ISA, HOT, f32, cddp__sgd_loop_##HOT),                                    \
+   CDDP__FLOAT_ENTRIES(ISA, ISA, f64, NULL),                                                    \
+   CDDP__HALF_ENTRIES(ISA, f16, NULL, NULL),                                                    \
+   CDDP__HALF_ENTRIES(ISA, bf16, cddp__sum_bf16_##HOT, cddp__all_bf16_##HOT),                   \
+   CDDP__INT_ENTRIES(ISA, i8),                                                                  \
+   CDDP__INT_ENTRIES(ISA, u8),                                                                  \
+   CDDP__INT_ENTRIES(ISA, i32),                                                                 \
+   CDDP__INT_ENTRIES(ISA, i64)}
 
-#define CDDP__KERNEL_FIELD(ISA, TARGET, NAME, PARAMS, ARGS) void(*NAME) PARAMS;
-#define CDDP__KERNEL_ENTRY(ISA, TARGET, NAME, PARAMS, ARGS) cddp__##NAME##_##ISA,
-#define CDDP__KERNEL_CODE(ISA, TARGET, NAME, PARAMS, ARGS) \
-  TARGET CDDP__KERNEL static void cddp__##NAME##_##ISA PARAMS { cddp__##NAME##_any ARGS; }
-
-typedef struct cddp__kernels {
-  CDDP__KERNELS(CDDP__KERNEL_FIELD, , )
-  void (*widen)(cddp__f32 *d, const void *s, size_t n, cddp_dtype from); /* F16, BF16 */
-  void (*narrow)(void *d, const cddp__f32 *s, size_t n, cddp_dtype to);  /* F16, BF16 */
-} cddp__kernels;
-
-CDDP__KERNELS(CDDP__KERNEL_CODE, base, )
-CDDP__KERNEL static void cddp__widen_base(cddp__f32 *d, const void *s, size_t n, cddp_dtype from) {
-  cddp__widen(d, s, n, from);
-}
-CDDP__KERNEL static void cddp__narrow_base(void *d, const cddp__f32 *s, size_t n, cddp_dtype to) {
-  cddp__narrow(d, s, n, to);
-}
-static const cddp__kernels cddp__kernels_base = {
-    CDDP__KERNELS(CDDP__KERNEL_ENTRY, base, ) cddp__widen_base, cddp__narrow_base};
+CDDP__HOT_KERNELS(base, CDDP__FAST)
+CDDP__OTHER_KERNELS(base, CDDP__FAST)
+CDDP__HALF_KERNELS(base, CDDP__FAST, f16)
+static const cddp__kernels cddp__kernels_base[] = CDDP__TABLE(base, base);
 
 #if CDDP__DISPATCH
-#define CDDP__AVX2 __attribute__((target("avx2,fma,f16c")))
-#define CDDP__AVX512 \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" CDDP__WIDE)))
-
 /* F16C converts 8 elements in one instruction. */
-CDDP__AVX2 CDDP__KERNEL
-static void cddp__widen_f16c(cddp__f32 *d, const void *src, size_t n, cddp_dtype from) {
+typedef short __attribute__((vector_size(16))) cddp__8_halves;
+typedef float __attribute__((vector_size(32))) cddp__8_floats;
+
+CDDP__AVX2 static void cddp__widen_f16_avx2(cddp__f32 *d, const void *src, size_t n) {
   const cddp__u16 *s = (const cddp__u16 *)src;
   size_t i;
-  for (i = 0; from == CDDP_F16 && i + 8 <= n; i += 8) {
-    __m128i h = _mm_loadu_si128((const __m128i *)(const void *)(s + i));
-    _mm256_storeu_ps((float *)(d + i), _mm256_cvtph_ps(h));
+  for (i = 0; i + 8 <= n; i += 8) {
+    cddp__8_halves h;
+    cddp__8_floats x;
+    memcpy(&h, s + i, sizeof h);
+    x = __builtin_ia32_vcvtph2ps256(h);
+    memcpy(d + i, &x, sizeof x);
   }
-  cddp__widen(d + i, s + i, n - i, from);
+  cddp__widen_f16_base(d + i, s + i, n - i);
 }
 
-CDDP__AVX2 CDDP__KERNEL
-static void cddp__narrow_f16c(void *dst, const cddp__f32 *s, size_t n, cddp_dtype to) {
+CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size_t n) {
   cddp__u16 *d = (cddp__u16 *)dst;
   size_t i;
-  for (i = 0; to == CDDP_F16 && i + 8 <= n; i += 8) {
-    __m256 x = _mm256_loadu_ps((const float *)(s + i));
-    _mm_storeu_si128((__m128i *)(void *)(d + i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  for (i = 0; i + 8 <= n; i += 8) {
+    cddp__8_halves h;
+    cddp__8_floats x;
+    memcpy(&x, s + i, sizeof x);
+    h = __builtin_ia32_vcvtps2ph256(x, 0 /* to nearest, ties to even */);
+    memcpy(d + i, &h, sizeof h);
   }
-  cddp__narrow(d + i, s + i, n - i, to);
+  cddp__narrow_f16_base(d + i, s + i, n - i);
 }
 
-CDDP__KERNELS(CDDP__KERNEL_CODE, avx2, CDDP__AVX2)
-CDDP__KERNELS(CDDP__KERNEL_CODE, avx512, CDDP__AVX512)
-static const cddp__kernels cddp__kernels_avx2 = {
-    CDDP__KERNELS(CDDP__KERNEL_ENTRY, avx2, ) cddp__widen_f16c, cddp__narrow_f16c};
-static const cddp__kernels cddp__kernels_avx512 = {
-    CDDP__KERNELS(CDDP__KERNEL_ENTRY, avx512, ) cddp__widen_f16c, cddp__narrow_f16c};
+CDDP__HOT_KERNELS(avx2, CDDP__AVX2)
+CDDP__OTHER_KERNELS(avx2, CDDP__AVX2)
+CDDP__HOT_KERNELS(avx512, CDDP__AVX512)
+static const cddp__kernels cddp__kernels_avx2[] = CDDP__TABLE(avx2, avx2);
+static const cddp__kernels cddp__kernels_avx512[] = CDDP__TABLE(avx2, avx512);
 #endif
 
 enum { CDDP__ISA_BASE = 1, CDDP__ISA_AVX2, CDDP__ISA_AVX512 };
@@ -5692,13 +5626,14 @@ static int cddp__isa(void) {
   return isa;
 }
 
+/* The loops of the best set, by dtype. */
 static const cddp__kernels *cddp__pick_kernels(void) {
   switch (cddp__isa()) {
 #if CDDP__DISPATCH
-  case CDDP__ISA_AVX512: return &cddp__kernels_avx512;
-  case CDDP__ISA_AVX2: return &cddp__kernels_avx2;
+  case CDDP__ISA_AVX512: return cddp__kernels_avx512;
+  case CDDP__ISA_AVX2: return cddp__kernels_avx2;
 #endif
-  default: return &cddp__kernels_base;
+  default: return cddp__kernels_base;
   }
 }
 
@@ -5708,57 +5643,52 @@ static const cddp__kernels *cddp__pick_kernels(void) {
 
 /* One reduction: what is the same for all its blocks. */
 typedef struct cddp__fold {
-  const cddp__kernels *kernels;
-  const void *const *srcs; /* [nsrcs] */
-  const int *widths;       /* [nsrcs] ranks that each is the sum of, in the compute type if more
-                              than one; NULL: one each */
-  bool wide;               /* the result is in the compute type */
+  const cddp__kernels *kernels; /* of dtype */
+  const cddp__kernels *math;    /* of the compute type: F32 for F16 and BF16, else dtype */
+  const void *const *srcs;      /* [nsrcs] */
+  const int *widths;            /* [nsrcs] ranks that each is the sum of, in the compute type if
+                                   more than one; NULL: one each */
   int nsrcs;
-  cddp_dtype dtype;        /* of sources and result */
-  cddp_dtype compute;      /* F32 for F16 and BF16, else dtype */
-  cddp_op op;              /* SUM for AVG */
-  size_t esize, csize;     /* bytes of an element of dtype, of compute */
-  int leaf;                /* sources that one kernel call takes at most */
-  bool direct;             /* one call of `sum` does it all */
-  double factor;           /* of the result */
-  bool divide;             /* by factor, not times */
+  cddp_op op;          /* SUM for AVG */
+  size_t esize, csize; /* bytes of an element of dtype, of the compute type */
+  bool sums;           /* with `sum` of math; else with its `pair` */
+  bool direct;         /* one call of `sum` of kernels does it all */
+  bool narrows;        /* the result is of dtype, not of a wider compute type */
+  bool divide;         /* the result by factor; false: times factor */
+  double factor;
 } cddp__fold;
 
 static void cddp__fold_init(cddp__fold *f, const void *const *srcs, int nsrcs, cddp_dtype dtype,
                             cddp_op op) {
-  bool halves = dtype == CDDP_F16 || dtype == CDDP_BF16;
-  bool integer = !halves && dtype != CDDP_F32 && dtype != CDDP_F64;
+  const cddp__kernels *tables = cddp__pick_kernels();
   bool average = op == CDDP_AVG;
-  f->kernels = cddp__pick_kernels();
+  f->kernels = &tables[dtype];
+  f->math = &tables[cddp__compute_type(dtype)];
   f->srcs = srcs;
   f->widths = NULL;
-  f->wide = false;
   f->nsrcs = nsrcs;
-  f->dtype = dtype;
-  f->compute = halves ? CDDP_F32 : dtype;
   f->op = average ? CDDP_SUM : op;
   f->esize = cddp__dtype_size(dtype);
-  f->csize = cddp__dtype_size(f->compute);
-  f->leaf = f->op == CDDP_SUM && !halves && !integer ? 8 : 1;
-  f->direct = f->op == CDDP_SUM && (f->leaf == 8 || dtype == CDDP_BF16) &&
-              (nsrcs <= 4 || nsrcs == 8);
+  f->csize = cddp__dtype_size(cddp__compute_type(dtype));
+  f->sums = f->op == CDDP_SUM && f->math->sum != NULL;
+  f->direct = f->op == CDDP_SUM && f->kernels->sum != NULL && (nsrcs <= 4 || nsrcs == 8);
+  f->narrows = f->kernels != f->math;
   /* dividing by a power of two is multiplying by its inverse, to the bit, and faster */
-  f->divide = average && (integer || (nsrcs & (nsrcs - 1)) != 0);
+  f->divide = average && (!f->sums || (nsrcs & (nsrcs - 1)) != 0);
   f->factor = !average ? 1.0 : f->divide ? (double)nsrcs : 1.0 / (double)nsrcs;
 }
 
 /* d = a op b, in the compute type. The last one of a tree scales the result. */
 static void cddp__fold_pair(const cddp__fold *f, void *d, const void *a, const void *b, size_t n,
                             bool last) {
-  if (f->op == CDDP_SUM && (f->compute == CDDP_F32 || f->compute == CDDP_F64)) {
-    const void *s[2];
-    s[0] = a;
-    s[1] = b;
-    f->kernels->sum(d, s, 2, n, f->compute, last ? f->factor : 1.0, last && f->divide);
-  } else {
-    f->kernels->pair(d, a, b, n, f->compute, f->op);
-    if (last && f->divide) f->kernels->scale(d, n, f->compute, f->factor, true);
-  }
+  const void *s[2];
+  s[0] = a;
+  s[1] = b;
+  if (f->sums)
+    f->math->sum(d, s, 2, n, last && !f->divide ? f->factor : 1.0);
+  else
+    f->math->pair(d, a, b, n, f->op);
+  if (last && f->divide) f->math->scale(d, n, f->factor, true);
 }
 
 /* The reduction of sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at`: in the
@@ -5770,13 +5700,12 @@ static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, in
   if (f->widths != NULL && f->widths[first] > 1)
     return (const char *)f->srcs[first] + at * f->csize;
   for (i = 0; i < k; i++) s[i] = (const char *)f->srcs[first + i] + at * f->esize;
-  if (k > 1) {
-    f->kernels->sum(buf, s, k, n, f->compute, 1.0, false);
-  } else if (f->compute != f->dtype) {
-    f->kernels->widen((cddp__f32 *)buf, s[0], n, f->dtype);
-  } else {
+  if (k > 1)
+    f->math->sum(buf, s, k, n, 1.0);
+  else if (f->kernels != f->math)
+    f->kernels->widen((cddp__f32 *)buf, s[0], n);
+  else
     return s[0];
-  }
   return buf;
 }
 
@@ -5799,26 +5728,25 @@ static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n
   char *bufs[CDDP__FOLD_DEPTH];
   const void *parts[CDDP__FOLD_DEPTH];
   int sizes[CDDP__FOLD_DEPTH]; /* sources in each part */
+  int leaf = f->sums && f->kernels == f->math && f->widths == NULL ? 8 : 1;
   int depth = 0, i = 0, k;
-  bool narrow = f->compute != f->dtype && !f->wide;
-  dst += at * (f->wide ? f->csize : f->esize);
   for (k = 0; k < CDDP__FOLD_DEPTH; k++)
     bufs[k] = (char *)space + (size_t)k * cddp__fold_bytes(f);
   while (i < f->nsrcs) {
-    for (k = f->leaf; k > f->nsrcs - i; k /= 2) continue;
+    for (k = leaf; k > f->nsrcs - i; k /= 2) continue;
     parts[depth] = cddp__fold_leaf(f, bufs[depth], i, k, at, n);
     sizes[depth++] = f->widths != NULL ? f->widths[i] : k;
     i += k;
     while (depth > 1 && (i == f->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
       bool last = i == f->nsrcs && depth == 2;
-      void *out = last && !narrow ? (void *)dst : (void *)bufs[depth - 2];
+      void *out = last && !f->narrows ? (void *)(dst + at * f->csize) : (void *)bufs[depth - 2];
       depth--;
       cddp__fold_pair(f, out, parts[depth - 1], parts[depth], n, last);
       parts[depth - 1] = out;
       sizes[depth - 1] += sizes[depth];
     }
   }
-  if (narrow) f->kernels->narrow(dst, (const cddp__f32 *)parts[0], n, f->dtype);
+  if (f->narrows) f->kernels->narrow(dst + at * f->esize, (const cddp__f32 *)parts[0], n);
 }
 
 /* dst[at .. at + n) of a fold with at least two sources. */
@@ -5828,7 +5756,7 @@ static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n
     const void *s[8];
     int i;
     for (i = 0; i < f->nsrcs; i++) s[i] = (const char *)f->srcs[i] + at * f->esize;
-    f->kernels->sum((char *)dst + at * f->esize, s, f->nsrcs, n, f->dtype, f->factor, f->divide);
+    f->kernels->sum((char *)dst + at * f->esize, s, f->nsrcs, n, f->factor);
     return;
   }
   for (; at < end; at += block) cddp__fold_block(f, (char *)dst, at, cddp__min(block, end - at));
@@ -5852,8 +5780,8 @@ static void cddp__reduce_part(void *dst, const void *const *srcs, int nsrcs, siz
                               cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
   cddp__fold_init(&f, srcs, nsrcs, dtype, op == CDDP_AVG ? CDDP_SUM : op);
-  f.wide = f.compute != dtype;
-  f.direct = f.direct && !f.wide;
+  f.direct = f.direct && !f.narrows;
+  f.narrows = false;
   cddp__fold_range(&f, dst, 0, n);
 }
 
@@ -5864,7 +5792,6 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
   cddp__fold_init(&f, srcs, ranks, dtype, op);
   f.nsrcs = nsrcs;
   f.widths = widths;
-  f.leaf = 1;
   f.direct = false;
   cddp__fold_range(&f, dst, 0, n);
 }
@@ -5872,21 +5799,19 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
 /* As cddp__reduce, with the result in every buffer. Reads and writes each once from memory. */
 static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
-  size_t at, block, bytes;
+  size_t at, m;
   int i;
   if (nbufs == 1) return;
   cddp__fold_init(&f, (const void *const *)bufs, nbufs, dtype, op);
   if (f.direct && nbufs != 3) {
-    f.kernels->all(bufs, nbufs, n, dtype, f.factor);
+    f.kernels->all(bufs, nbufs, n, f.factor);
     return;
   }
-  block = CDDP__BLOCK_BYTES / f.csize;
-  for (at = 0; at < n; at += block) {
-    cddp__fold_range(&f, bufs[0], at, cddp__min(block, n - at));
-    bytes = cddp__min(block, n - at) * f.esize;
-    for (i = 1; i < nbufs; i++) {
-      memcpy((char *)bufs[i] + at * f.esize, (char *)bufs[0] + at * f.esize, bytes);
-    }
+  for (at = 0; at < n; at += m) {
+    m = cddp__min(CDDP__BLOCK_BYTES / f.csize, n - at);
+    cddp__fold_range(&f, bufs[0], at, m);
+    for (i = 1; i < nbufs; i++)
+      memcpy((char *)bufs[i] + at * f.esize, (char *)bufs[0] + at * f.esize, m * f.esize);
   }
 }
 
@@ -5894,35 +5819,32 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
    F64, F16, BF16. */
 static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   const cddp__kernels *k = cddp__pick_kernels();
-  double buf[CDDP__BLOCK_BYTES / sizeof(double)];
-  size_t at, m, block = CDDP__BLOCK_BYTES / sizeof(float);
-  if (dtype != CDDP_F16 && dtype != CDDP_BF16) {
-    k->scale(p, n, dtype, factor, false);
+  float buf[CDDP__BLOCK_BYTES / sizeof(float)];
+  size_t at, m;
+  if (k[dtype].scale != NULL) {
+    k[dtype].scale(p, n, factor, false);
     return;
   }
-  for (at = 0; at < n; at += block) {
+  for (at = 0; at < n; at += m) {
     char *q = (char *)p + at * 2;
-    m = cddp__min(block, n - at);
-    k->widen((cddp__f32 *)(void *)buf, q, m, dtype);
-    k->scale(buf, m, CDDP_F32, factor, false);
-    k->narrow(q, (const cddp__f32 *)(const void *)buf, m, dtype);
+    m = cddp__min(CDDP__BLOCK_BYTES / sizeof(float), n - at);
+    k[dtype].widen(buf, q, m);
+    k[CDDP_F32].scale(buf, m, factor, false);
+    k[dtype].narrow(q, buf, m);
   }
 }
 
 /* The sum of squares in double, in an order that depends on n alone. F32, F64, F16, BF16. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   const cddp__kernels *k = cddp__pick_kernels();
-  double buf[CDDP__BLOCK_BYTES / sizeof(double)], sum = 0;
-  size_t at, m, esize = cddp__dtype_size(dtype), block = CDDP__BLOCK_BYTES / sizeof(float);
-  for (at = 0; at < n; at += block) {
+  float buf[CDDP__BLOCK_BYTES / sizeof(float)];
+  double sum = 0;
+  size_t at, m, esize = cddp__dtype_size(dtype);
+  for (at = 0; at < n; at += m) {
     const void *q = (const char *)p + at * esize;
-    m = cddp__min(block, n - at);
-    if (dtype == CDDP_F16 || dtype == CDDP_BF16) {
-      k->widen((cddp__f32 *)(void *)buf, q, m, dtype);
-      k->squares(buf, m, CDDP_F32, &sum);
-    } else {
-      k->squares(q, m, dtype, &sum);
-    }
+    m = cddp__min(CDDP__BLOCK_BYTES / sizeof(float), n - at);
+    if (k[dtype].widen != NULL) k[dtype].widen(buf, q, m);
+    sum += k[cddp__compute_type(dtype)].squares(k[dtype].widen != NULL ? buf : q, m);
   }
   return sum;
 }
@@ -5937,46 +5859,34 @@ static float cddp__round_odd(double x) {
   return cddp__f32_of_bits(u | 1);
 }
 
-/* One block between two of F32, F64, F16, BF16. */
-static void cddp__convert_block(const cddp__kernels *k, void *dst, cddp_dtype to, const void *src,
-                                cddp_dtype from, size_t n) {
-  float buf[CDDP__BLOCK_BYTES / sizeof(float)];
-  const cddp__f32 *mid = (const cddp__f32 *)src;
-  cddp__f64 *d = (cddp__f64 *)dst;
-  size_t i;
-  if (from == CDDP_F64) {
-    const cddp__f64 *s = (const cddp__f64 *)src;
-    if (to == CDDP_F32) for (i = 0; i < n; i++) ((cddp__f32 *)dst)[i] = (float)s[i];
-    else for (i = 0; i < n; i++) buf[i] = cddp__round_odd(s[i]);
-    if (to == CDDP_F32) return;
-    mid = buf;
-  } else if (from != CDDP_F32) {
-    k->widen(to == CDDP_F32 ? (cddp__f32 *)dst : buf, src, n, from);
-    if (to == CDDP_F32) return;
-    mid = buf;
-  }
-  if (to == CDDP_F64) for (i = 0; i < n; i++) d[i] = (double)mid[i];
-  else k->narrow(dst, mid, n, to);
-}
-
-/* dst[i] = src[i], rounded to the nearest, ties to even. No overlap, unless to == from. */
+/* dst[i] = src[i], rounded to the nearest, ties to even. No overlap, unless to == from: then any
+   dtype; else F32, F64, F16, BF16. */
 static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype from, size_t n) {
   const cddp__kernels *k = cddp__pick_kernels();
-  size_t at, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
-  size_t block = CDDP__BLOCK_BYTES / sizeof(float);
-  if (to == from) {
-    if (n > 0) memmove(dst, src, n * to_size);
-    return;
-  }
-  for (at = 0; at < n; at += block) {
-    cddp__convert_block(k, (char *)dst + at * to_size, to, (const char *)src + at * from_size, from,
-                        cddp__min(block, n - at));
+  float buf[CDDP__BLOCK_BYTES / sizeof(float)];
+  size_t at, m, i, to_size = cddp__dtype_size(to), from_size = cddp__dtype_size(from);
+  if (to == from && n > 0) memmove(dst, src, n * to_size);
+  for (at = 0; to != from && at < n; at += m) { /* by way of f32, in buf if it is neither */
+    void *d = (char *)dst + at * to_size;
+    const cddp__f64 *s64 = (const cddp__f64 *)src + at;
+    cddp__f32 *mid = to == CDDP_F32 ? (cddp__f32 *)d : (cddp__f32 *)buf;
+    const cddp__f32 *s = from == CDDP_F32 ? (const cddp__f32 *)src + at : mid;
+    m = cddp__min(CDDP__BLOCK_BYTES / sizeof(float), n - at);
+    if (from == CDDP_F64)
+      for (i = 0; i < m; i++) mid[i] = to == CDDP_F32 ? (float)s64[i] : cddp__round_odd(s64[i]);
+    else if (from != CDDP_F32)
+      k[from].widen(mid, (const char *)src + at * from_size, m);
+    if (to == CDDP_F64)
+      for (i = 0; i < m; i++) ((cddp__f64 *)d)[i] = (double)s[i];
+    else if (to != CDDP_F32)
+      k[to].narrow(d, s, m);
   }
 }
 
 #if defined(__clang__)
 #pragma clang diagnostic pop
 #endif
+
 /* >>plan ---------------------------------------------------------------------------------------
    Who gets what: slices of an array, and buckets of parameters as PyTorch's
    compute_bucket_assignment_by_size assigns them. Pure. Owns: nothing but a cddp__bucket_plan's
@@ -10595,7 +10505,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const void *send, void *recv,
   if (half) { /* summed in f32, as everywhere */
     out = cddp__malloc(&g->host->allocator, n * sizeof(float));
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-    cddp__pick_kernels()->widen((cddp__f32 *)out, send, n, dtype);
+    cddp__convert(out, CDDP_F32, send, dtype, n);
     in = MPI_IN_PLACE;
   }
   if (!gets && in == MPI_IN_PLACE) in = out;
@@ -10609,8 +10519,8 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const void *send, void *recv,
   r = cddp__mpi_wait(g, code, &request, root < 0 ? "MPI_Iallreduce" : "MPI_Ireduce");
   if (r != CDDP_OK) return r; /* a copy is left to MPI */
   if (gets && op == CDDP_AVG)
-    cddp__pick_kernels()->scale(out, n, half ? CDDP_F32 : dtype, (double)g->size, true);
-  if (gets && half) cddp__pick_kernels()->narrow(recv, (const cddp__f32 *)out, n, dtype);
+    cddp__pick_kernels()[half ? CDDP_F32 : dtype].scale(out, n, (double)g->size, true);
+  if (gets && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
   if (half) cddp__free(&g->host->allocator, out);
   return CDDP_OK;
 }
@@ -11817,7 +11727,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
 /* One step of one parameter. */
 struct cddp__update {
   const cddp__algorithm *algorithm;
-  const cddp__kernels *kernels;
+  const cddp__kernels *kernels; /* by dtype */
   cddp_dtype dtype;
   cddp__scalars scalars;
   char *states[CDDP__STATES]; /* where they begin; NULL: there is none */
@@ -11836,7 +11746,7 @@ static void cddp__sgd_begin(const cddp_optim *o, int i, cddp__update *u) {
   s->take = 1.0 - o->desc.dampening;
   s->nesterov = o->desc.nesterov;
   s->first = o->steps[i] == 0;
-  if (o->states > 0 && !s->nesterov && !s->first) u->loop = u->kernels->sgd_loop;
+  if (o->states > 0 && !s->nesterov && !s->first) u->loop = u->kernels[CDDP_F32].sgd_loop;
 }
 
 static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
@@ -11849,23 +11759,24 @@ static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
 static void cddp__sgd_round(const cddp__update *u, void *d, size_t n) {
   uint16_t rounded[CDDP__BLOCK_BYTES / sizeof(float)];
   if (!cddp__dtype_half(u->dtype)) return;
-  u->kernels->narrow(rounded, (cddp__f32 *)d, n, u->dtype);
-  u->kernels->widen((cddp__f32 *)d, rounded, n, u->dtype);
+  u->kernels[u->dtype].narrow(rounded, (cddp__f32 *)d, n);
+  u->kernels[u->dtype].widen((cddp__f32 *)d, rounded, n);
 }
 
 static void cddp__sgd_add(const cddp__update *u, void *d, const void *a, const void *b, size_t n,
                           double f) { /* d = a + f * b */
-  u->kernels->add(d, a, b, n, cddp__compute_type(u->dtype), cddp__sgd_scalar(u->dtype, f));
+  f = cddp__sgd_scalar(u->dtype, f);
+  u->kernels[cddp__compute_type(u->dtype)].mix(d, a, b, n, 1.0, f);
   cddp__sgd_round(u, d, n);
 }
 
 static void cddp__sgd_mix(const cddp__update *u, void *m, const void *b, size_t n) {
   const cddp__scalars *s = &u->scalars; /* m = keep * m + take * b */
   if (!cddp__dtype_half(u->dtype)) {
-    u->kernels->mix(m, b, n, u->dtype, s->keep, s->take);
+    u->kernels[u->dtype].mix(m, m, b, n, s->keep, s->take);
     return;
   }
-  u->kernels->scale(m, n, CDDP_F32, cddp__sgd_scalar(u->dtype, s->keep), false);
+  u->kernels[CDDP_F32].scale(m, n, cddp__sgd_scalar(u->dtype, s->keep), false);
   cddp__sgd_round(u, m, n);
   cddp__sgd_add(u, m, m, b, n, s->take);
 }
@@ -11882,7 +11793,7 @@ static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void 
   void *m = states[0];
   if (s->sign < 0) {
     memcpy(buf, g, n * cddp__dtype_size(type));
-    u->kernels->scale(buf, n, type, -1.0, false);
+    u->kernels[type].scale(buf, n, -1.0, false);
     d = buf;
   }
   if (s->decay != 0) {
@@ -11921,16 +11832,16 @@ static void cddp__half_block(const cddp__update *u, void *weights, const void *g
   float wide[2 + CDDP__STATES][CDDP__BLOCK_BYTES / sizeof(float)];
   void *wide_states[CDDP__STATES];
   int k;
-  u->kernels->widen(wide[0], weights, n, u->dtype);
-  u->kernels->widen(wide[1], gradient, n, u->dtype);
+  u->kernels[u->dtype].widen(wide[0], weights, n);
+  u->kernels[u->dtype].widen(wide[1], gradient, n);
   for (k = 0; k < CDDP__STATES; k++) {
     wide_states[k] = states[k] != NULL ? wide[2 + k] : NULL;
-    if (states[k] != NULL) u->kernels->widen(wide[2 + k], states[k], n, u->dtype);
+    if (states[k] != NULL) u->kernels[u->dtype].widen(wide[2 + k], states[k], n);
   }
   u->algorithm->block(u, wide[0], wide[1], wide_states, n);
-  u->kernels->narrow(weights, wide[0], n, u->dtype);
+  u->kernels[u->dtype].narrow(weights, wide[0], n);
   for (k = 0; k < CDDP__STATES; k++)
-    if (states[k] != NULL) u->kernels->narrow(states[k], wide[2 + k], n, u->dtype);
+    if (states[k] != NULL) u->kernels[u->dtype].narrow(states[k], wide[2 + k], n);
 }
 
 /* Steps n elements, whose states are `at` bytes behind the beginning of those of u. */

@@ -48,8 +48,7 @@ C
 cc -static -Os -w -include string.h -DTESTS="\"$tests\"" init.c -o root/init || exit 1
 # What Bochs 2.7 makes of the F16C instructions is not what processors do, so f16 goes the portable way.
 mkdir -p src/tests/rooms src/tests/peers
-sed 's/avx512, ) cddp__widen_f16c, cddp__narrow_f16c/avx512, ) cddp__widen_base, cddp__narrow_base/' \
-  ../../cddp.h >src/cddp.h
+sed 's/for (i = 0; i + 8 <= n; i += 8)/for (i = 0; i > n; i++)/' ../../cddp.h >src/cddp.h
 cp ../../tests/*.h src/tests/
 cp ../../tests/peers/*.h src/tests/peers/
 for t in $tests; do
