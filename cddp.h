@@ -11254,18 +11254,20 @@ static bool cddp__overlap_ok(const cddp_group *g, const cddp__call *c) {
 }
 
 static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
-  bool one = cddp__in_one_buffer(c);
+  bool one = cddp__in_one_buffer(c), message = c->kind >= CDDP__KIND_SEND;
   const char *wrong = NULL;
   if (g == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the group is NULL");
-  if (cddp__has_root(c) && (c->root < 0 || c->root >= g->size))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "root is %d; the group has ranks 0 to %d", c->root,
-                      g->size - 1);
+  if ((message || cddp__has_root(c)) && (c->root < 0 || c->root >= g->size))
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d; the group has ranks 0 to %d",
+                      message ? "peer" : "root", c->root, g->size - 1);
   if (c->count > SIZE_MAX / 2 / c->esize / (one ? 1 : (size_t)g->size))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "count %zu is beyond the address space", c->count);
   if (!cddp__dtype_ok((cddp_dtype)c->dtype))
     wrong = "dtype is not a cddp_dtype";
   else if (c->op > CDDP_MAX)
     wrong = "op is not a cddp_op";
+  else if (c->tag < 0)
+    wrong = "tag is negative";
   else if (c->count > 0 && c->send == NULL && (one || cddp__sends(c, g->rank)))
     wrong = one ? "buf is NULL" : "send is NULL";
   else if (c->count > 0 && c->recv == NULL && cddp__receives(c, g->rank))
@@ -18113,104 +18115,90 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
 
 /* --- collectives --- */
 
-static cddp_result cddp__collective(const char *function, cddp_group *g, int kind, const void *send,
-                                    void *recv, size_t count, cddp_dtype dtype, cddp_op op,
-                                    int root, cddp_work **work) {
-  cddp__call c = cddp__make_call(kind, send, recv, count, dtype, op, root);
+static cddp_result cddp__start(const char *function, cddp_group *g, const cddp__call *c,
+                               cddp_work **work) {
   cddp_result r;
   cddp__enter_call(function);
-  r = cddp__check_call(g, &c);
-  return r != CDDP_OK ? cddp__named(function, r) : cddp__start_call(g, &c, work);
+  if (work != NULL) *work = NULL;
+  if ((r = cddp__check_call(g, c)) != CDDP_OK) return cddp__named(function, r);
+  return c->kind < CDDP__KIND_SEND ? cddp__start_call(g, c, work)
+                                   : cddp__start_message(g, c, work);
 }
 
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                     cddp_op op, cddp_work **work) {
-  return cddp__collective(__func__, g, CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op,
-                          -1, work);
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op, -1);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                 cddp_op op, int root, cddp_work **work) {
-  return cddp__collective(__func__, g, CDDP__KIND_REDUCE, buf, buf, count, dtype, op, root,
-                          work);
+  cddp__call c = cddp__make_call(CDDP__KIND_REDUCE, buf, buf, count, dtype, op, root);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_broadcast(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
                                    int root, cddp_work **work) {
-  return cddp__collective(__func__, g, CDDP__KIND_BROADCAST, buf, buf, count, dtype,
-                          CDDP_SUM, root, work);
+  cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, buf, buf, count, dtype, CDDP_SUM, root);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
                                     size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
-  return cddp__collective(__func__, g, CDDP__KIND_ALL_GATHER, send, recv, count_per_rank,
-                          dtype, CDDP_SUM, -1, work);
+  cddp__call c =
+      cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count_per_rank, dtype, CDDP_SUM, -1);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
                                 cddp_dtype dtype, int root, cddp_work **work) {
-  return cddp__collective(__func__, g, CDDP__KIND_GATHER, send, recv, count_per_rank, dtype,
-                          CDDP_SUM, root, work);
+  cddp__call c =
+      cddp__make_call(CDDP__KIND_GATHER, send, recv, count_per_rank, dtype, CDDP_SUM, root);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_scatter(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
                                  cddp_dtype dtype, int root, cddp_work **work) {
-  return cddp__collective(__func__, g, CDDP__KIND_SCATTER, send, recv, count_per_rank, dtype,
-                          CDDP_SUM, root, work);
+  cddp__call c =
+      cddp__make_call(CDDP__KIND_SCATTER, send, recv, count_per_rank, dtype, CDDP_SUM, root);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_reduce_scatter(cddp_group *g, const void *send, void *recv,
                                         size_t count_per_rank, cddp_dtype dtype, cddp_op op,
                                         cddp_work **work) {
-  return cddp__collective(__func__, g, CDDP__KIND_REDUCE_SCATTER, send, recv,
-                          count_per_rank, dtype, op, -1, work);
+  cddp__call c =
+      cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count_per_rank, dtype, op, -1);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
                                     size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
-  return cddp__collective(__func__, g, CDDP__KIND_ALL_TO_ALL, send, recv, count_per_rank,
-                          dtype, CDDP_SUM, -1, work);
+  cddp__call c =
+      cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count_per_rank, dtype, CDDP_SUM, -1);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_barrier(cddp_group *g) {
-  return cddp__collective(__func__, g, CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM,
-                          -1, NULL);
+  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
+  return cddp__start(__func__, g, &c, NULL);
 }
 
 /* --- messages and handles --- */
 
-static cddp_result cddp__check_message(const cddp_group *g, const cddp__call *c) {
-  const char *wrong = g == NULL                                ? "the group is NULL"
-                      : !cddp__dtype_ok((cddp_dtype)c->dtype)  ? "dtype is not a cddp_dtype"
-                      : c->recv == NULL && c->count > 0        ? "buf is NULL"
-                      : c->count > SIZE_MAX / 16               ? "count is beyond the address space"
-                      : c->tag < 0                             ? "tag is negative"
-                                                               : NULL;
-  if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
-  if (c->root >= 0 && c->root < g->size) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "peer is %d; the group has ranks 0 to %d", c->root,
-                    g->size - 1);
-}
-
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
-  cddp__enter_call(__func__);
   memcpy(&c.recv, &buf, sizeof buf); /* recv's is not const, a send does not write to it */
   c.tag = tag;
-  if (work != NULL) *work = NULL;
-  CDDP__TRY(cddp__check_message(g, &c));
-  return cddp__start_message(g, &c, work);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_RECV, buf, buf, count, dtype, CDDP_SUM, peer);
-  cddp__enter_call(__func__);
   c.tag = tag;
-  if (work != NULL) *work = NULL;
-  CDDP__TRY(cddp__check_message(g, &c));
-  return cddp__start_message(g, &c, work);
+  return cddp__start(__func__, g, &c, work);
 }
 
 CDDPDEF cddp_result cddp_wait(cddp_work *w) {
