@@ -1158,7 +1158,6 @@ enum cddp__phase {
   CDDP__PHASE_DONE,      /* this rank is through with the others' buffers */
   CDDP__PHASE_SCRATCH,   /* where a host's ranks have their scratch */
   CDDP__PHASE_BLOCK,     /* where a new group's control block is */
-  CDDP__PHASE_OUTCOME,   /* whether this rank has what it needs */
   CDDP__PHASE_CONNECTED, /* other means of communication are up */
   CDDP__PHASE_ROWS,      /* where the ranks' rows are */
   CDDP__PHASE_ROWS_DONE, /* this rank has read them */
@@ -4470,8 +4469,8 @@ typedef struct cddp__place {
   double timeout_s;
 } cddp__place;
 
-static const char *cddp__env(const char *name) { /* NULL when unset or empty */
-  const char *v = getenv(name);
+static const char *cddp__env(const char *name) { /* NULL when unset, empty or without a name */
+  const char *v = name != NULL ? getenv(name) : NULL;
   return v != NULL && v[0] != 0 ? v : NULL;
 }
 
@@ -4481,7 +4480,7 @@ static const char *cddp__backend_name(const cddp_group_desc *d) { /* NULL: the d
 
 /* A variable as a whole number. *out stays as it is if the variable is not set, or has no name. */
 static cddp_result cddp__env_int(const char *name, long low, long high, int *out) {
-  const char *text = name != NULL ? cddp__env(name) : NULL;
+  const char *text = cddp__env(name);
   char *end = NULL;
   long v;
   if (text == NULL) return CDDP_OK;
@@ -4514,14 +4513,6 @@ static const cddp__launcher cddp__launchers[] = {
      {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", NULL, NULL}}};
 enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_SLURM, CDDP__LAUNCHERS };
 
-/* A batch script and an salloc shell look like task 0 of all tasks but are no step; and what are
-   steps to Slurm alone (batch, interactive, extern) has the highest numbers. */
-static bool cddp__in_slurm_step(void) {
-  const char *step = cddp__env("SLURM_STEP_ID");
-  return step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul &&
-         cddp__env("SLURM_PROCID") != NULL;
-}
-
 /* srun --pty gives task 0 a terminal. If the task is a shell, what a user starts from it inherits
    all variables of the task but is no task. A shell with job control gives each command a process
    group of its own; the task, and what a script runs as the task, have the session's. A step
@@ -4540,95 +4531,85 @@ static bool cddp__env_same(const char *name, const char *other) {
   return a != NULL && b != NULL && strcmp(a, b) == 0;
 }
 
+/* A batch script and an salloc shell look like task 0 of all tasks but are no step of Slurm's; and
+   what are steps to Slurm alone (batch, interactive, extern) has the highest numbers. */
 static bool cddp__launched_by(int i) {
   const cddp__launcher *l = &cddp__launchers[i];
+  const char *step = cddp__env("SLURM_STEP_ID");
+  bool in_step = step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul &&
+                 cddp__env("SLURM_PROCID") != NULL;
   if (cddp__env(l->rank) == NULL || cddp__env(l->size) == NULL) return false;
-  if (i == CDDP__BY_SLURM) return cddp__in_slurm_step() && !cddp__typed_in_slurm();
+  if (i == CDDP__BY_SLURM) return in_step && !cddp__typed_in_slurm();
   if (i == CDDP__BY_HYDRA && cddp__env(l->local_rank) == NULL) /* srun --mpi=pmi2 */
-    return !(cddp__in_slurm_step() && cddp__env_same("PMI_RANK", "SLURM_PROCID"));
+    return !in_step || !cddp__env_same("PMI_RANK", "SLURM_PROCID");
   return true;
 }
 
-/* Half of a pair is a mistake: as single processes, all ranks would train on all data. */
-static cddp_result cddp__half_launched(void) {
-  int i;
-  for (i = 0; i < CDDP__BY_SLURM; i++) {
-    const cddp__launcher *l = &cddp__launchers[i];
-    bool rank = cddp__env(l->rank) != NULL;
-    if (rank == (cddp__env(l->size) != NULL)) continue;
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is set but %s is not; %s%s",
-                      rank ? l->rank : l->size, rank ? l->size : l->rank,
-                      i == CDDP__BY_SCRIPT
-                          ? "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every rank, or "
-                            "none of them for a single process"
-                          : l->name,
-                      i == CDDP__BY_SCRIPT ? "" : " sets both: unset it for a single process");
-  }
-  return CDDP_OK;
-}
-
-/* Rank and size. RANK or WORLD_SIZE alone, beside a launcher that knows both, must not contradict
-   it. */
+/* Rank and size. Half of a pair is a mistake: as single processes, all ranks would train on all
+   data. RANK or WORLD_SIZE alone, beside a launcher that knows both, must not contradict it. */
 static cddp_result cddp__env_ranks(cddp__place *at) {
-  const cddp__launcher *l, *script = &cddp__launchers[CDDP__BY_SCRIPT];
+  const cddp__launcher *script = cddp__launchers, *l = script;
   cddp_result r;
-  int i = 0, given[2];
+  int given, i;
   at->rank = 0;
   at->world_size = 1;
-  while (i < CDDP__LAUNCHERS && !cddp__launched_by(i)) i++;
-  if (i == CDDP__LAUNCHERS) return cddp__half_launched();
-  at->launcher = i;
-  l = &cddp__launchers[i];
+  while (l < script + CDDP__LAUNCHERS && !cddp__launched_by((int)(l - script))) l++;
+  for (i = 0; i < CDDP__BY_SLURM && l == script + CDDP__LAUNCHERS; i++) {
+    bool rank = cddp__env(script[i].rank) != NULL, size = cddp__env(script[i].size) != NULL;
+    if (rank == size) continue;
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s is set but %s is not; %s sets both%s: unset it for a single process",
+                      rank ? script[i].rank : script[i].size,
+                      rank ? script[i].size : script[i].rank, script[i].name,
+                      i == CDDP__BY_SCRIPT ? ", and MASTER_ADDR and MASTER_PORT" : "");
+  }
+  if (l == script + CDDP__LAUNCHERS) return CDDP_OK;
+  at->launcher = (int)(l - script);
   if ((r = cddp__env_int(l->size, 1, CDDP__MAX_RANKS, &at->world_size)) != CDDP_OK ||
       (r = cddp__env_int(l->rank, 0, INT_MAX, &at->rank)) != CDDP_OK)
     return r;
   if (at->rank >= at->world_size)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d but %s is %d; ranks go from 0 to %d",
                       l->rank, at->rank, l->size, at->world_size, at->world_size - 1);
-  given[0] = at->rank;
-  given[1] = at->world_size;
-  (void)cddp__env_int(script->rank, 0, INT_MAX, &given[0]);
-  (void)cddp__env_int(script->size, 0, INT_MAX, &given[1]);
-  if (given[0] == at->rank && given[1] == at->world_size) return CDDP_OK;
-  i = given[0] == at->rank;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both",
-                    i ? script->size : script->rank, given[i], i ? l->size : l->rank,
-                    i ? at->world_size : at->rank, l->name, i ? script->size : script->rank);
+  for (i = 0; i < 2; i++) {
+    const char *own = i ? l->size : l->rank, *other = i ? script->size : script->rank;
+    int value = i ? at->world_size : at->rank;
+    given = value;
+    (void)cddp__env_int(other, 0, INT_MAX, &given);
+    if (given != value)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE "
+                        "both",
+                        other, given, own, value, l->name, other);
+  }
+  return CDDP_OK;
 }
 
 /* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. false: no such list. */
 static bool cddp__first_host(const char *list, char *out, size_t capacity) {
-  size_t n = 0;
-  bool inside = false, skipping = false;
-  for (; *list != 0 && (inside || *list != ','); list++) {
-    bool opens = *list == '[', closes = *list == ']';
-    if ((opens && inside) || (closes && !inside)) return false;
-    if (opens || closes) {
-      if (closes && list[-1] == '[') return false;
-      inside = opens;
-      skipping = false;
-    } else if (inside && (*list == ',' || *list == '-')) {
-      if (list[-1] == '[') return false; /* no first element */
-      skipping = true;
-    } else if (!skipping) {
-      if (inside && (*list < '0' || *list > '9')) return false;
-      if (n + 1 >= capacity) return false;
-      out[n++] = *list;
-    }
+  size_t n = 0, length;
+  while (*list != 0 && *list != ',') {
+    bool bracket = *list == '[';
+    list += bracket;
+    length = bracket ? strspn(list, "0123456789") : strcspn(list, "[],");
+    if (length == 0 || n + length >= capacity) return false;
+    memcpy(out + n, list, length);
+    n += length;
+    list += length;
+    if (!bracket) continue;
+    list += strspn(list, "0123456789-,");
+    if (*list++ != ']') return false;
   }
   out[n] = 0;
-  return n > 0 && !inside;
+  return n > 0;
 }
 
 /* Whether the launcher says that all its ranks are on this host. */
 static bool cddp__one_host(const cddp__place *at) {
-  static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
-                                      "SLURM_NNODES"};
-  const char *nodes = NULL;
-  int i;
+  const char *nodes = cddp__env("SLURM_STEP_NUM_NODES");
   if (at->launcher != CDDP__BY_SLURM) return at->local_world_size == at->world_size;
-  for (i = 0; i < 3 && nodes == NULL; i++) nodes = cddp__env(names[i]);
+  if (nodes == NULL) nodes = cddp__env("SLURM_JOB_NUM_NODES");
+  if (nodes == NULL) nodes = cddp__env("SLURM_NNODES");
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
 
@@ -4642,27 +4623,12 @@ static uint64_t cddp__job_key(int launcher, bool here) {
   uint64_t key = 0;
   int i;
   for (i = 0; i < (here ? 5 : 3); i++) {
-    const char *name = cddp__launchers[launcher].job[i];
-    const char *value = name != NULL ? cddp__env(name) : NULL;
+    const char *value = cddp__env(cddp__launchers[launcher].job[i]);
     if (value != NULL) key = cddp__hash64(key + 1, value, strlen(value) + 1);
   }
   if (fd != NULL && cddp__peer_process((int)strtol(fd, NULL, 10), maker) && maker[0] != 0)
     key = cddp__hash64(key + 1, maker, sizeof maker);
   return key;
-}
-
-/* The prefix of this job's key. Two jobs that come to one store, because they were given one port,
-   must not take each other's ranks for their own. By hand, and by Hydra on several hosts, all jobs
-   have the same prefix. */
-static void cddp__job_name(cddp__place *at) {
-  const char *run = cddp__env("TORCHELASTIC_RUN_ID"),
-             *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
-  uint64_t key = cddp__job_key(at->launcher, cddp__one_host(at));
-  at->by_hand = key == 0 && run == NULL;
-  if (key != 0)
-    snprintf(at->run, sizeof at->run, "cddp/%016" PRIx64 "/0", key);
-  else
-    snprintf(at->run, sizeof at->run, "cddp/%.80s/%.20s", run ? run : "0", restart ? restart : "0");
 }
 
 static cddp__atomic_u32 cddp__listen_fd_user; /* the process that has taken CDDP_LISTEN_FD */
@@ -4686,11 +4652,6 @@ static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
   return CDDP_OK;
 }
 
-static void cddp__set_master(cddp__place *at, const char *host, int port) {
-  snprintf(at->init_method, sizeof at->init_method,
-           strchr(host, ':') ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
-}
-
 /* The variable with the list of nodes whose first one has rank 0; NULL: none is set. A step of
    several parts of a heterogeneous job has a list of its own in which all nodes are sorted, and
    rank 0 in the first part; a step of one part has that part's list. */
@@ -4700,14 +4661,16 @@ static const char *cddp__slurm_list(void) {
   static const char *const first[] = {"SLURM_JOB_NODELIST_HET_GROUP_0",
                                       "SLURM_JOB_NODELIST_PACK_GROUP_0"};
   char part[64];
-  int i, k, alone = 0;
-  for (i = 0; i < 2 && cddp__env(first[i]) == NULL; i++) continue;
-  for (k = 0; i < 2 && !alone && k < 1000; k++) {
-    snprintf(part, sizeof part, "SLURM_JOB_NODELIST_%s_GROUP_%d", i == 0 ? "HET" : "PACK", k);
-    if (cddp__env(part) == NULL) break;
-    alone = cddp__env_same(part, lists[0]);
+  int i, k;
+  for (i = 0; i < 2 && cddp__env(lists[0]) != NULL; i++) {
+    bool alone = cddp__env(first[i]) == NULL;
+    for (k = 0; k < 1000 && !alone; k++) {
+      snprintf(part, sizeof part, "%.*s%d", (int)strlen(first[i]) - 1, first[i], k);
+      if (cddp__env(part) == NULL) break;
+      alone = cddp__env_same(part, lists[0]);
+    }
+    if (!alone) return first[i];
   }
-  if (i < 2 && !alone && cddp__env(lists[0]) != NULL) return first[i];
   for (i = 0; i < 3; i++)
     if (cddp__env(lists[i]) != NULL) return lists[i];
   return NULL;
@@ -4736,93 +4699,78 @@ static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity)
   return CDDP_OK;
 }
 
-/* Where ranks meet that Slurm or mpirun started, when MASTER_ADDR and MASTER_PORT are not both set:
-   on one host without any port, on several on one below those that systems give out by themselves.
-   Slurm's jobs whose numbers differ by less than 99 have different ports in their first 100 steps.
- */
-static cddp_result cddp__launcher_master(cddp__place *at, const char *host, int port) {
+/* Where ranks meet: at MASTER_ADDR and MASTER_PORT. Those that Slurm or mpirun started can do without
+   one of them: on one host they need no port, on several one follows from their job, below those
+   that systems give out by themselves. Slurm's jobs whose numbers differ by less than 99 have
+   different ports in their first 100 steps. key: of the job, see cddp__job_key. */
+static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
   const cddp__launcher *l = &cddp__launchers[at->launcher];
-  uint64_t key = cddp__one_host(at) ? cddp__job_key(at->launcher, true) : 0;
-  const char *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
+  const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE"),
+             *job = cddp__env("SLURM_JOB_ID"), *step = cddp__env("SLURM_STEP_ID"),
              *space = cddp__env("PMIX_NAMESPACE");
+  bool script = at->launcher == CDDP__BY_SCRIPT, slurm = at->launcher == CDDP__BY_SLURM;
   char first[256] = "";
-  cddp_result r = CDDP_OK;
-  if (key != 0) {
+  int port = 0;
+  cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
+  if (r != CDDP_OK) return r;
+  at->host_name = "MASTER_ADDR";
+  at->port_name = "MASTER_PORT";
+  if (!script && (host == NULL || port == 0) && cddp__one_host(at) && key != 0) {
     snprintf(at->init_method, sizeof at->init_method, "unix://cddp-%u-%016" PRIx64,
              (unsigned)geteuid(), key);
     return CDDP_OK;
   }
-  if (host == NULL && at->launcher == CDDP__BY_SLURM) r = cddp__slurm_host(at, first, sizeof first);
-  if (r != CDDP_OK) return r;
-  if (first[0] != 0) host = first;
-  if (port == 0 && at->launcher == CDDP__BY_SLURM && job != NULL && step != NULL) {
+  if (host == NULL && slurm) {
+    if ((r = cddp__slurm_host(at, first, sizeof first)) != CDDP_OK) return r;
+    host = first[0] != 0 ? first : NULL;
+  }
+  if (port == 0 && slurm && job != NULL && step != NULL) {
     at->port_name = "derived from SLURM_JOB_ID and SLURM_STEP_ID";
     port = 20000 + (int)((strtoull(job, NULL, 10) % 9973 * 101 + strtoull(step, NULL, 10)) % 9973);
   } else if (port == 0 && at->launcher == CDDP__BY_OPENMPI && space != NULL) {
     at->port_name = "derived from PMIX_NAMESPACE";
     port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
   }
+  if ((host == NULL || port == 0) && script)
+    return cddp__fail(
+        CDDP_INVALID_ARGUMENT,
+        "%s is not set, but WORLD_SIZE is %d; set it to rank 0's %s, the same for every rank",
+        host == NULL ? "MASTER_ADDR" : "MASTER_PORT", at->world_size,
+        host == NULL ? "host name or address" : "port, say 29500");
   if (host == NULL || port == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "%s is not set, and %s does not say where its %d ranks on several hosts "
                       "should meet; add %s to its command, HOST being rank 0's",
                       host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, at->world_size,
                       l->cure);
-  cddp__set_master(at, host, port);
-  return CDDP_OK;
+  snprintf(at->init_method, sizeof at->init_method,
+           strchr(host, ':') ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
+  at->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
+  return script && !at->client_only ? cddp__env_listen_fd(at, port) : CDDP_OK;
 }
 
-static cddp_result cddp__env_master(cddp__place *at) {
-  const char *host = cddp__env("MASTER_ADDR"), *port = cddp__env("MASTER_PORT");
-  const char *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE");
-  cddp_result r;
-  int number = 0;
-  if ((r = cddp__env_int("MASTER_PORT", 1, 65535, &number)) != CDDP_OK) return r;
-  at->host_name = "MASTER_ADDR";
-  at->port_name = "MASTER_PORT";
-  if (at->launcher != CDDP__BY_SCRIPT && (host == NULL || port == NULL))
-    return cddp__launcher_master(at, host, number);
-  if (host == NULL || port == NULL)
-    return cddp__fail(
-        CDDP_INVALID_ARGUMENT,
-        "%s is not set, but WORLD_SIZE is %d; set it to rank 0's %s, the same for every rank",
-        host == NULL ? "MASTER_ADDR" : "MASTER_PORT", at->world_size,
-        host == NULL ? "host name or address" : "port, say 29500");
-  cddp__set_master(at, host, number);
-  at->client_only = at->launcher == CDDP__BY_SCRIPT && agent != NULL && strcmp(agent, "True") == 0;
-  return at->client_only ? CDDP_OK : cddp__env_listen_fd(at, number);
-}
-
-/* "600" or "2.5", whatever the locale's decimal point is; below 0 for anything else. */
-static double cddp__parse_seconds(const char *text) {
-  double value = 0, unit = 1;
-  bool point = false, digits = false;
-  for (; *text != 0; text++) {
-    if (*text == '.' && !point) {
-      point = true;
-    } else if (*text >= '0' && *text <= '9') {
-      digits = true;
-      if (point) unit /= 10;
-      value = point ? value + unit * (*text - '0') : 10 * value + (*text - '0');
-    } else {
-      return -1;
-    }
-  }
-  return digits ? value : -1;
-}
-
-/* given, or if that is 0 CDDP_TIMEOUT_S, or 600. */
+/* given, or if that is 0 CDDP_TIMEOUT_S, or 600. "600" or "2.5", whatever the locale's decimal point
+   is. */
 static cddp_result cddp__discover_timeout(double given, double *out) {
-  const char *text = cddp__env("CDDP_TIMEOUT_S");
-  *out = given > 0 ? given : text != NULL ? cddp__parse_seconds(text) : CDDP__TIMEOUT_S;
-  if (*out > 0 && (*out <= 1e9 || given > 0)) return CDDP_OK;
+  const char *text = cddp__env("CDDP_TIMEOUT_S"), *c = text;
+  double value = 0, unit = 1;
+  *out = given > 0 ? given : CDDP__TIMEOUT_S;
+  if (given > 0 || text == NULL) return CDDP_OK;
+  for (; *c >= '0' && *c <= '9'; c++) value = 10 * value + (*c - '0');
+  if (*c == '.')
+    for (c++; *c >= '0' && *c <= '9'; c++) value += (unit /= 10) * (*c - '0');
+  *out = value;
+  if (*c == 0 && value > 0 && value <= 1e9) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT, "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0",
                     text);
 }
 
 static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
-  const char *method = d->init_method ? d->init_method : "env://";
+  const char *method = d->init_method ? d->init_method : "env://",
+             *run = cddp__env("TORCHELASTIC_RUN_ID"),
+             *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   const cddp__launcher *l;
+  uint64_t key;
   cddp_result r;
   memset(at, 0, sizeof *at);
   at->listen_fd = -1;
@@ -4838,8 +4786,16 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   if ((r = cddp__env_int(l->local_rank, 0, INT_MAX, &at->local_rank)) != CDDP_OK ||
       (r = cddp__env_int(l->local_size, 1, INT_MAX, &at->local_world_size)) != CDDP_OK)
     return r;
-  cddp__job_name(at);
-  if (strcmp(method, "env://") == 0) return at->world_size > 1 ? cddp__env_master(at) : CDDP_OK;
+  /* Two jobs that come to one store, because they were given one port, must not take each other's
+     ranks for their own: each has a prefix, but for those by hand, and Hydra's on several hosts. */
+  key = cddp__job_key(at->launcher, cddp__one_host(at));
+  at->by_hand = key == 0 && run == NULL;
+  if (key != 0)
+    snprintf(at->run, sizeof at->run, "cddp/%016" PRIx64 "/0", key);
+  else
+    snprintf(at->run, sizeof at->run, "cddp/%.80s/%.20s", run ? run : "0", restart ? restart : "0");
+  if (strcmp(method, "env://") == 0)
+    return at->world_size > 1 ? cddp__env_master(at, key) : CDDP_OK;
   if (strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0 &&
       strncmp(method, "unix://", 7) != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -11283,10 +11239,10 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
    Owns: nothing but what it makes: the control block is the arena's, which frees it.
    Touches: all of a group that no other room has yet, or has any more.
    Entry points: cddp__init, cddp__split, cddp__group_leave.
-   Works as follows: a split takes three rounds of the parent: colors and keys; where each new
-   group's control block lies; whether every member could map it. A rank that leaves marks its
-   slot and counts itself in the control block; the rank that made the block frees it once all
-   have left (>>arena). */
+   Works as follows: a split takes two rounds of the parent: colors and keys; where each new group's
+   control block lies. Then all ranks agree that every one could map its own. A rank that leaves
+   marks its slot and counts itself in the control block; the rank that made the block frees it
+   once all have left (>>arena). */
 
 /* The ranks of the current round with this color, by (key, rank); returns how many. */
 static int cddp__pick_members(const cddp_group *g, int color, int *members) {
@@ -11334,21 +11290,6 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
   else if (cddp__locate(g->host, ref, &p) == CDDP_OK)
     *block = (char *)p;
   return CDDP_OK;
-}
-
-/* All ranks of the parent tell whether they succeeded: a failure if a member of this rank's new
-   group did not. */
-static cddp_result cddp__agree(cddp_group *g, const int *members, int n, cddp_result mine) {
-  unsigned char result = (unsigned char)mine;
-  cddp_result r;
-  int i;
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_OUTCOME, 0, &result, 1);
-  if (r == CDDP_OK) r = mine;
-  for (i = 0; r == CDDP_OK && i < n; i++) {
-    r = (cddp_result)cddp__op_header_of(g, members[i], g->round)->u.bytes[0];
-    if (r != CDDP_OK) cddp__fail(r, "rank %d had no memory for the new group", members[i]);
-  }
-  return r;
 }
 
 /* Leaves the group: what peers wait for from now on is lost. Keeps this thread's error text. */
@@ -11430,7 +11371,7 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     for (i = 0; g->world != NULL && i < n; i++) members[i + g->size] = g->world[members[i]];
     r = cddp__hosts_attach(*out, members + g->size);
   }
-  r = cddp__agree(g, members, n, r);
+  r = cddp__consensus(g, r, NULL, 0, NULL);
   if (r == CDDP_OK && g->carrier->split != NULL) r = g->carrier->split(g, *out, color, rank);
   if (*out != NULL && r != CDDP_OK) {
     cddp__group_leave(*out);
