@@ -17608,20 +17608,6 @@ static void cddp__setenv_int(const char *name, int value) {
   setenv(name, text, 1);
 }
 
-/* Puts a rank's variables into the environment of the child that calls it. */
-static void cddp__child_environment(const cddp__spawn_job *job, int rank) {
-  cddp__setenv_int("RANK", rank);
-  cddp__setenv_int("WORLD_SIZE", job->n);
-  cddp__setenv_int("LOCAL_RANK", rank);
-  cddp__setenv_int("LOCAL_WORLD_SIZE", job->n);
-  setenv("MASTER_ADDR", "127.0.0.1", 1);
-  cddp__setenv_int("MASTER_PORT", job->port);
-  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
-  unsetenv("CDDP_LISTEN_FD");
-  if (rank == 0) cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
-  setenv("CDDP_JOB_SECRET", job->secret, 1);
-}
-
 /* OpenMP, where the program has it. GNU's runtime keeps its threads for the next parallel region,
    and a child of fork, where they do not exist, waits for them for ever: told to pause, it lets
    them go (clang's runtime and OpenBLAS's own threads handle fork themselves). Like GNU's, OpenBLAS
@@ -17658,8 +17644,17 @@ static void cddp__child(const cddp__spawn_job *job, int rank) {
   while ((code = (int)read(job->start[0], &byte, 1)) < 0 && errno == EINTR) {}
   if (code != 1) _exit(1); /* another child could not be started */
   close(job->start[0]);
-  cddp__child_environment(job, rank);
-  if (rank != 0) close(job->listen_fd);
+  cddp__setenv_int("RANK", rank);
+  cddp__setenv_int("WORLD_SIZE", job->n);
+  cddp__setenv_int("LOCAL_RANK", rank);
+  cddp__setenv_int("LOCAL_WORLD_SIZE", job->n);
+  setenv("MASTER_ADDR", "127.0.0.1", 1);
+  cddp__setenv_int("MASTER_PORT", job->port);
+  setenv("CDDP_JOB_SECRET", job->secret, 1);
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  unsetenv("CDDP_LISTEN_FD");
+  if (rank == 0) cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
+  else close(job->listen_fd);
   if (job->n > 1) cddp__one_thread();
   if (!isatty(1)) setvbuf(stdout, NULL, _IOLBF, BUFSIZ); /* or lines of ranks would mix */
   cddp__error_text[0] = 0;
@@ -17676,27 +17671,20 @@ static void cddp__spawn_failed(cddp__spawn_job *job, cddp_result r, double secon
   job->deadline = cddp__now() + seconds;
 }
 
-/* Whether child i has ended. *known: its status could be had: if the program ignores SIGCHLD, or
-   waits for any child in a handler or a thread, only Linux 6.15 and later still have it. */
-static bool cddp__child_ended(const cddp__spawn_job *job, int i, int *status, bool *known) {
-  pid_t got = waitpid(job->pids[i], status, WNOHANG);
-  int tries = 0;
-  if (got == 0) return false;
-  while (got < 0 && kill(job->pids[i], 0) == 0 && tries++ < 100)
-    cddp__sleep(0.001); /* another thread is just reaping it: then the kernel keeps the status */
-  *known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)job->pids[i], status);
-  return true;
-}
-
 /* Reaps the children that have ended. Of several at once a signal comes before an exit code:
    survivors of a killed rank exit because of it. */
 static void cddp__reap_children(cddp__spawn_job *job) {
   bool fresh = job->next_signal == 0, known;
-  int i, status;
+  int i, status, tries;
   char how[96];
   for (i = 0; i < job->n; i++) {
-    int pid = (int)job->pids[i];
-    if (pid == 0 || !cddp__child_ended(job, i, &status, &known)) continue;
+    pid_t pid = job->pids[i], got = pid != 0 ? waitpid(pid, &status, WNOHANG) : 0;
+    if (got == 0) continue;
+    for (tries = 0; got < 0 && kill(pid, 0) == 0 && tries < 100; tries++)
+      cddp__sleep(0.001); /* another thread is just reaping it: then the kernel keeps the status */
+    /* If the program ignores SIGCHLD, or waits for any child in a handler or a thread, only Linux
+       6.15 and later still have the status. */
+    known = got > 0 || cddp__exit_status(job->fds[i].fd, (uint32_t)pid, &status);
     job->pids[i] = 0;
     job->alive--;
     cddp__close_fd(&job->fds[i].fd);
@@ -17705,12 +17693,12 @@ static void cddp__reap_children(cddp__spawn_job *job) {
       snprintf(job->text, sizeof job->text,
                "rank %d (pid %d) has ended, but its exit status was taken by another part of this "
                "program (SIGCHLD ignored, SA_NOCLDWAIT, or waitpid(-1) in a handler or a thread); "
-               "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child", i, pid);
+               "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child", i, (int)pid);
     }
     if (!known || status == 0 || !fresh) continue;
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
     cddp__describe_status(status, how, sizeof how);
-    cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", i, pid, how);
+    cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", i, (int)pid, how);
     cddp__spawn_failed(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
     job->by_signal = WIFSIGNALED(status);
   }
@@ -17828,27 +17816,6 @@ static void *cddp__thread_main(void *p) {
   return NULL;
 }
 
-static cddp_result cddp__thread_groups(cddp__thread_rank *t, int n, char *block) {
-  int *members = (int *)calloc((size_t)n, sizeof *members), i;
-  uint64_t job = cddp__record_job();
-  double timeout_s;
-  cddp_result r = cddp__discover_timeout(0, &timeout_s);
-  if (members == NULL) r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
-  for (i = 0; members != NULL && i < n; i++) members[i] = i;
-  for (i = 0; r == CDDP_OK && i < n; i++) {
-    if ((t[i].host = cddp__host_create(NULL, NULL, n, i)) == NULL) {
-      r = CDDP_OUT_OF_MEMORY;
-      break;
-    }
-    t[i].host->threads = true;
-    r = cddp__record_open(&t[i].host->record, job, i, n);
-    if (r == CDDP_OK)
-      r = cddp__group_build(&t[i].group, t[i].host, i, n, members, block, timeout_s);
-  }
-  free(members);
-  return r;
-}
-
 /* Starts the threads and waits for them. If one cannot be started, the others lose a peer. */
 static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_result r) {
   char text[CDDP__ERROR_MAX];
@@ -17872,20 +17839,32 @@ static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_resu
 
 static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg, int n) {
   cddp__thread_rank *t = (cddp__thread_rank *)calloc((size_t)n, sizeof *t);
+  int *members = (int *)calloc((size_t)n, sizeof *members), i;
   char *block = cddp__map_memory(-1, 0, cddp__block_bytes(n, n));
   cddp__atomic_u32 order = {0};
-  cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i;
-  if (t == NULL || block == NULL) cddp__fail(r, "out of memory for %d threads", n);
-  else r = CDDP_OK;
+  uint64_t job = cddp__record_job();
+  double timeout_s;
+  cddp_result r = cddp__discover_timeout(0, &timeout_s);
+  if (t == NULL || members == NULL || block == NULL)
+    r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
+  for (i = 0; members != NULL && i < n; i++) members[i] = i;
   for (i = 0; r == CDDP_OK && i < n; i++) {
     t[i].fn = fn;
     t[i].arg = arg;
     t[i].order = &order;
+    if ((t[i].host = cddp__host_create(NULL, NULL, n, i)) == NULL) {
+      r = CDDP_OUT_OF_MEMORY;
+      break;
+    }
+    t[i].host->threads = true;
+    r = cddp__record_open(&t[i].host->record, job, i, n);
+    if (r == CDDP_OK)
+      r = cddp__group_build(&t[i].group, t[i].host, i, n, members, block, timeout_s);
   }
-  if (r == CDDP_OK) r = cddp__run_thread_ranks(t, n, cddp__thread_groups(t, n, block));
+  if (t != NULL) r = cddp__run_thread_ranks(t, n, r);
   for (i = 0; t != NULL && i < n; i++) cddp__host_release(t[i].host);
   if (block != NULL) munmap(block, cddp__block_bytes(n, n));
+  free(members);
   free(t);
 #ifdef CDDP_CUDA
   cddp__await_endings();
