@@ -4699,9 +4699,9 @@ static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity)
   return CDDP_OK;
 }
 
-/* Where ranks meet: at MASTER_ADDR and MASTER_PORT. Those that Slurm or mpirun started can do without
-   one of them: on one host they need no port, on several one follows from their job, below those
-   that systems give out by themselves. Slurm's jobs whose numbers differ by less than 99 have
+/* Where ranks meet: at MASTER_ADDR and MASTER_PORT. Those that Slurm or mpirun started can do
+   without: on one host they need no port, on several one follows from their job, below those that
+   systems give out by themselves. Slurm's jobs whose numbers differ by less than 99 have
    different ports in their first 100 steps. key: of the job, see cddp__job_key. */
 static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
   const cddp__launcher *l = &cddp__launchers[at->launcher];
@@ -4749,8 +4749,8 @@ static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
   return script && !at->client_only ? cddp__env_listen_fd(at, port) : CDDP_OK;
 }
 
-/* given, or if that is 0 CDDP_TIMEOUT_S, or 600. "600" or "2.5", whatever the locale's decimal point
-   is. */
+/* given, or if that is 0 CDDP_TIMEOUT_S ("600" or "2.5", whatever the locale's decimal point is),
+   or 600. */
 static cddp_result cddp__discover_timeout(double given, double *out) {
   const char *text = cddp__env("CDDP_TIMEOUT_S"), *c = text;
   double value = 0, unit = 1;
