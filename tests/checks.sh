@@ -187,11 +187,11 @@ run_openmp() { # LIBRARY; clang's starts afresh after a fork, and forgets what t
   ) || exit 1
 }
 
-# --- nvcc, with or without a GPU: for sm_80 and sm_90, no warnings from it or the host's compiler. (The
+# --- nvcc, with or without a GPU: for sm_80, sm_90 and sm_100, no warnings from it or the host's compiler. (The
 # comments and macros that excuse two things are gone before the host's compiler sees the code.)
 
 cuda_flags="-Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-implicit-fallthrough,-Wno-tautological-compare -I$top
-  -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90"
+  -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_100,code=sm_100"
 
 cuda-full() { # as users compile it, and no register is spilled; only with `ninja cuda`: it takes minutes
   local f
