@@ -1407,7 +1407,7 @@ struct cddp_work {
   cddp_group *group;
   cddp_result (*run)(struct cddp_work *w); /* engine work; NULL for send and recv */
   cddp__call call;
-  void *context; /* for run */
+  void *context; /* for run; through the host: where the result goes on the device */
   cddp__site site;
   uint64_t record; /* number of its record */
   bool done;     /* guarded by engine.lock */
@@ -1419,7 +1419,7 @@ struct cddp_work {
   bool is_recv;
   const cddp__backend *backend; /* on a device: waited for there; NULL: none of the next two */
   void *event;                  /* recorded behind the operation; NULL: not yet issued */
-  void *stage;                  /* recv through the host: its memory there */
+  void *stage;                  /* through the host: its memory there */
   char text[CDDP__ERROR_MAX];   /* valid when result or pending.result is a failure; last */
 };
 
@@ -12307,8 +12307,9 @@ typedef struct cddp__device {
   int spares;
   void *scratch; /* device memory, used on side; the thread that calls collectives */
   size_t scratch_bytes;
-  void *stage; /* host memory for operations through the host; one at a time */
+  char *stage; /* host memory for operations through the host; whoever has set staging */
   size_t stage_bytes;
+  cddp__atomic_u32 staging; /* 1: an operation uses stage */
 } cddp__device;
 
 /* What every rank tells about its device when groups form. */
@@ -13659,9 +13660,8 @@ static void cddp__device_leave(cddp_group *g) {
 /* --- operations through the host ---
 
    For ranks that share a GPU. What a rank contributes is copied to host memory that the ranks
-   share, once the group's stream has come that far; the CPU's collective runs there; the result is
-   copied back. The caller's thread does it, or, with a work handle, the group's engine. Correct and
-   simple, not fast. */
+   share, once the group's stream has come that far; the CPU's collective or message goes from
+   there; what came is copied back, with a work handle when that is waited for. Not fast. */
 
 /* Copies on the side stream and waits for it. */
 static cddp_result cddp__copy_now(cddp__device *p, void *to, const void *from, size_t bytes) {
@@ -13670,93 +13670,95 @@ static cddp_result cddp__copy_now(cddp__device *p, void *to, const void *from, s
   return cddp__cuda_result(cudaStreamSynchronize(p->side), "cudaStreamSynchronize");
 }
 
-/* Runs a collective on device memory, after what the side stream waits for already. */
-static cddp_result cddp__staged_run(cddp_group *g, const cddp__call *call) {
-  cddp__device *p = cddp__device_of(g);
-  cddp__call c = *call;
-  cddp_result r = cddp__use_device(p->device);
-  size_t sends, recvs, second, bytes;
-  cddp__buffer_bytes(g, call, &sends, &recvs);
-  second = cddp__in_one_buffer(call) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
-  bytes = second + recvs;
-  if (r == CDDP_OK && p->stage_bytes < bytes) {
-    cddp__stage_free(p);
-    p->stage = cddp__arena_alloc(g->host, bytes, CDDP__FOR_USER);
-    p->stage_bytes = p->stage != NULL ? bytes : 0;
-    if (p->stage == NULL) r = CDDP_OUT_OF_MEMORY;
-    else if (cudaHostRegister(p->stage, bytes, cudaHostRegisterDefault) != cudaSuccess)
-      (void)cudaGetLastError(); /* then copies are slower */
-  }
-  c.send = p->stage;
-  c.recv = (char *)p->stage + second;
-  if (r == CDDP_OK && cddp__sends(call, g->rank))
-    r = cddp__copy_now(p, p->stage, call->send, sends);
-  if (r != CDDP_OK) return cddp__break(g, r);
-  if ((r = cddp__run_call(g, &c)) != CDDP_OK || !cddp__is_written(call, g->rank)) return r;
-  r = cddp__copy_now(p, call->recv, c.recv, recvs);
-  return r == CDDP_OK ? r : cddp__break(g, r);
-}
-
-static cddp_result cddp__staged_work(cddp_work *w) { /* on the engine's thread */
-  cddp__device *p = cddp__device_of(w->group);
-  cddp_result r = cddp__use_device(p->device);
-  if (r == CDDP_OK)
-    r = cddp__cuda_result(cudaStreamWaitEvent(p->side, (cudaEvent_t)w->event, 0),
-                          "cudaStreamWaitEvent");
-  return r == CDDP_OK ? cddp__staged_run(w->group, &w->call) : cddp__break(w->group, r);
-}
-
 static cddp_result cddp__staged_no_graph(const cddp__device *p) {
   if (!cddp__capturing(p->stream)) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "backend \"cpu\" cannot be captured in a CUDA graph; backend \"nccl\" can");
 }
 
+/* The context's memory, which CUDA copies fast, or if an operation has it other memory. */
+static char *cddp__stage_take(cddp__device *p, size_t bytes) {
+  if (!cddp__swap32(&p->staging, 0, 1))
+    return (char *)cddp__arena_alloc(p->group->host, bytes, CDDP__FOR_USER);
+  if (p->stage_bytes < bytes) {
+    cddp__stage_free(p);
+    p->stage = (char *)cddp__arena_alloc(p->group->host, bytes, CDDP__FOR_USER);
+    p->stage_bytes = p->stage != NULL ? bytes : 0;
+    if (p->stage != NULL &&
+        cudaHostRegister(p->stage, bytes, cudaHostRegisterDefault) != cudaSuccess)
+      (void)cudaGetLastError(); /* then copies are slower */
+  }
+  if (p->stage == NULL) cddp__store32(&p->staging, 0);
+  return p->stage;
+}
+
+/* After the operation on stage, which had the result r: its result to the device. */
+static cddp_result cddp__staged_end(cddp_group *g, const cddp__call *c, char *stage,
+                                    cddp_result r) {
+  cddp__device *p = cddp__device_of(g);
+  size_t sends, recvs, second;
+  cddp__buffer_bytes(g, c, &sends, &recvs);
+  second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
+  if (r == CDDP_OK && c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank)) {
+    r = cddp__use_device(p->device);
+    if (r == CDDP_OK) r = cddp__stream_after(p->side, p->stream, p->fork);
+    if (r == CDDP_OK) r = cddp__copy_now(p, c->recv, stage + second, recvs);
+    if (r != CDDP_OK) r = cddp__break(g, r);
+  }
+  if (stage == p->stage) cddp__store32(&p->staging, 0);
+  else cddp__arena_free(g->host, stage);
+  return r;
+}
+
+/* A collective or message. */
 static cddp_result cddp__staged_start(cddp_group *g, const cddp__call *c, cddp_work **work,
                                       bool *taken) {
   cddp__device *p = cddp__device_of(g);
+  bool message = c->kind >= CDDP__KIND_SEND;
+  size_t sends, recvs, second;
+  cddp__call inner = *c;
   cddp_work *w = NULL;
+  char *stage;
   cddp_result r;
-  *taken = true;
+  *taken = c->count > 0 || c->kind == CDDP__KIND_BARRIER;
   if (work != NULL) *work = NULL;
+  if (!*taken) return CDDP_OK;
   if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
   if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK || !*taken) return r;
   if ((r = cddp__staged_no_graph(p)) != CDDP_OK) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (c->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g);
-  if (work == NULL) {
-    cddp__engine_drain(g);
-    if ((r = cddp__stream_after(p->side, p->stream, p->fork)) != CDDP_OK) return r;
-    return cddp__staged_run(g, c);
+  cddp__buffer_bytes(g, c, &sends, &recvs);
+  second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
+  if ((stage = cddp__stage_take(p, second + recvs)) == NULL)
+    return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
+  if (c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank)) {
+    r = cddp__stream_after(p->side, p->stream, p->fork);
+    if (r == CDDP_OK) r = cddp__copy_now(p, stage, c->send, sends);
+    if (r != CDDP_OK && !message) r = cddp__break(g, r);
   }
-  if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  inner.send = stage;
+  inner.recv = stage + second;
+  if (r == CDDP_OK)
+    r = message ? cddp__start_message(g, &inner, work != NULL ? &w : NULL)
+                : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
+  if (r != CDDP_OK || work == NULL) return cddp__staged_end(g, c, stage, r);
+  if (message) w->call = inner;
   w->backend = g->backend;
-  w->call = *c;
-  w->run = cddp__staged_work;
-  w->site = cddp__this_site;
-  if ((r = cddp__work_record(w, p->stream)) == CDDP_OK) r = cddp__engine_push(w);
-  if (r == CDDP_OK) *work = w;
-  else cddp__device_work_free(w);
-  return r;
+  w->context = c->recv;
+  w->stage = stage;
+  *work = w;
+  return CDDP_OK;
 }
 
 /* Waits for the operation on the host, as that of a work of the CPU's, which w is. */
 static cddp_result cddp__staged_wait(cddp_work *w) {
   cddp_group *g = w->group;
-  cddp__device *p = cddp__device_of(g);
   cddp__call c = w->call;
-  void *stage = w->stage;
-  cudaEvent_t event = (cudaEvent_t)w->event;
-  bool is_recv = w->is_recv;
-  cddp_result r;
+  char *stage = (char *)w->stage;
+  c.recv = w->context;
   w->backend = NULL;
-  r = cddp__work_wait(w, -1);
-  if (is_recv && r == CDDP_OK) r = cddp__use_device(p->device);
-  if (is_recv && r == CDDP_OK) r = cddp__stream_after(p->side, p->stream, p->fork);
-  if (is_recv && r == CDDP_OK) r = cddp__copy_now(p, c.recv, stage, c.count * c.esize);
-  cddp__free(&g->host->allocator, stage);
-  cddp__event_free(&event);
-  return r;
+  return cddp__staged_end(g, &c, stage, cddp__work_wait(w, -1));
 }
 
 static bool cddp__staged_done(cddp_work *w) {
@@ -13767,46 +13769,6 @@ static bool cddp__staged_done(cddp_work *w) {
   return done;
 }
 
-/* A message of the CPU's, from a copy of what is sent or into host memory. */
-static cddp_result cddp__staged_message(cddp_group *g, const cddp__call *c, cddp_work **work,
-                                        bool *taken) {
-  const cddp_allocator *a = &g->host->allocator;
-  cddp__device *p = cddp__device_of(g);
-  cddp_dtype dtype = (cddp_dtype)c->dtype;
-  cddp_work *w;
-  cddp_result r;
-  if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK || !*taken) return r;
-  if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
-  if ((r = cddp__staged_no_graph(p)) != CDDP_OK) return r;
-  if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
-  w->call = *c;
-  w->backend = g->backend;
-  if ((w->stage = cddp__malloc(a, c->count * c->esize)) == NULL) {
-    r = CDDP_OUT_OF_MEMORY;
-  } else if (c->kind == CDDP__KIND_SEND) {
-    r = cddp__stream_after(p->side, p->stream, p->fork);
-    if (r == CDDP_OK) r = cddp__copy_now(p, w->stage, c->send, c->count * c->esize);
-    if (r == CDDP_OK)
-      r = cddp__start_send(g, w->stage, c->count, dtype, c->root, c->tag, work != NULL, &w->send);
-  } else {
-    w->is_recv = true;
-    w->recv.buf = w->stage;
-    w->recv.count = c->count;
-    w->recv.dtype = dtype;
-    w->recv.peer = c->root;
-    w->recv.tag = c->tag;
-    cddp__post_recv(g, &w->recv);
-  }
-  if (r != CDDP_OK) {
-    cddp__free(a, w->stage);
-    cddp__free(a, w);
-    return r;
-  }
-  if (work == NULL) return cddp__staged_wait(w);
-  *work = w;
-  return CDDP_OK;
-}
-
 /* --- which device a rank takes --- */
 
 static const cddp__backend cddp__nccl_backend = {
@@ -13815,7 +13777,7 @@ static const cddp__backend cddp__nccl_backend = {
     cddp__device_release,    cddp__device_split,     cddp__device_leave};
 
 static const cddp__backend cddp__staged_backend = {
-    cddp__staged_start,     cddp__staged_message,   cddp__staged_wait,  cddp__staged_done,
+    cddp__staged_start,     cddp__staged_start,     cddp__staged_wait,  cddp__staged_done,
     cddp__nccl_synchronize, cddp__device_set_stream, cddp__device_stream, cddp__device_alloc,
     cddp__device_release,    cddp__device_split,     cddp__device_leave};
 
