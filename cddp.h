@@ -1021,7 +1021,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <cuda_runtime.h>
 #include <nccl.h>
 #if NCCL_VERSION_CODE < 21800
-#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later (ncclCommSplit)"
+#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later"
 #endif
 #endif
 /* >>design ----------------------------------------------------------------------------------------
@@ -1363,7 +1363,7 @@ typedef struct cddp__backend {
   void *(*alloc)(cddp_group *g, size_t bytes);
   void (*release)(cddp_group *g, void *p);
   /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. */
-  cddp_result (*split)(cddp_group *g, int color, int key, cddp_group *child);
+  cddp_result (*split)(cddp_group *g, cddp_group *child);
   void (*leave)(cddp_group *g);
 } cddp__backend;
 
@@ -12228,7 +12228,7 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int co
    returns is polled until it is done, with an eye on peers and deadline. Ranks first tell each
    other their devices over the control plane, which catches what NCCL would say in a log only;
    rank 0's id goes the same way. How NCCL's own connections find their way between hosts is the
-   affair of NCCL and its NCCL_* variables. Sub-groups come from ncclCommSplit. What ends a
+   affair of NCCL and its NCCL_* variables. A sub-group's is made like the first one. What ends a
    communicator blocks all the same (ncclCommAbort for streams and CUDA graphs, ncclCommDestroy for
    the host's other ranks too), so a thread of its own does it.
 
@@ -13180,15 +13180,6 @@ static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaS
   }
 }
 
-static const char *cddp__post_name(const cddp__call *c) {
-  static const char *const names[] = {
-      "", "ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclAllGather",
-      "gather by ncclSend and ncclRecv", "scatter by ncclSend and ncclRecv", "ncclReduceScatter",
-      "all_to_all by ncclSend and ncclRecv"};
-  if (c->kind == CDDP__KIND_SEND) return "ncclSend";
-  return c->kind == CDDP__KIND_RECV ? "ncclRecv" : names[c->kind];
-}
-
 /* Asks how far NCCL is with what it began. Up to NCCL 2.25 that does not end its work in this
    thread, which would be in the way of another communicator's; ncclCommCount does. */
 static ncclResult_t cddp__progress(cddp__device *p, ncclComm_t comm) {
@@ -13202,8 +13193,8 @@ static ncclResult_t cddp__progress(cddp__device *p, ncclComm_t comm) {
 }
 
 /* Polls until NCCL has done what it began: e is what it returned then, of which success says
-   nothing: ncclCommSplit and, up to NCCL 2.23, single operations return it too early. A rank that
-   is gone may have done its part: NCCL gets a moment to say so. */
+   nothing: up to NCCL 2.23 single operations return it too early. A rank that is gone may have done
+   its part: NCCL gets a moment to say so. */
 static cddp_result cddp__settle(cddp__device *p, ncclComm_t comm, ncclResult_t e,
                                 const char *what) {
   cddp_group *g = p->group;
@@ -13252,7 +13243,7 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
     if (e == ncclSuccess || e == ncclInProgress) e = end;
   }
   cddp__comm_exit(p->comm);
-  r = cddp__settle(p, p->comm->comm, e, cddp__post_name(c));
+  r = cddp__settle(p, p->comm->comm, e, cddp__shapes[c->kind].name);
   for (i = 0; i < n && r == CDDP_OK; i++) r = cddp__scale_mean(p, &c[i], s);
   return r == CDDP_OK ? cddp__track(p, s) : r;
 }
@@ -13502,28 +13493,6 @@ static cddp_result cddp__nccl_synchronize(cddp_group *g) {
 
 /* --- communicators: connected, split, left --- */
 
-/* The communicator that NCCL has made for maker becomes to's; NULL: it is being aborted. */
-static ncclComm_t cddp__take_made(cddp__device *to, cddp__device *maker) {
-  ncclComm_t made = NULL;
-  if (!cddp__comm_enter(maker->comm)) return NULL;
-  made = __atomic_load_n(&maker->comm->made, __ATOMIC_RELAXED);
-  maker->comm->made = NULL;
-  to->comm->comm = made;
-  cddp__comm_exit(maker->comm);
-  return made;
-}
-
-/* Rank 0's new id, on every rank. */
-static cddp_result cddp__nccl_id(cddp_group *g, ncclUniqueId *id) {
-  cddp_result r = CDDP_OK;
-  ncclResult_t e;
-  if (g->rank == 0 && (e = ncclGetUniqueId(id)) != ncclSuccess)
-    r = cddp__fail(CDDP_NCCL, "ncclGetUniqueId: %s (%.300s)", ncclGetErrorString(e),
-                   ncclGetLastError(NULL));
-  if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
-  return cddp__run_simple(g, CDDP__KIND_BROADCAST, id, id, sizeof *id, CDDP_U8, 0);
-}
-
 static cddp_result cddp__all_connected(cddp_group *g) {
   return cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
 }
@@ -13567,8 +13536,8 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   ncclComm_t comm;
   ncclUniqueId id;
-  ncclResult_t e;
-  cddp_result r;
+  ncclResult_t e = ncclSuccess;
+  cddp_result r = CDDP_OK;
   int version = 0;
   if (ncclGetVersion(&version) == ncclSuccess && version < 21900)
     cddp__log(&g->host->logger, 1,
@@ -13576,56 +13545,40 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
               "after a failure; 2.19 and later do not",
               version / 10000, version / 100 % 100);
   cddp__watch_hosts(g); /* from now on leaders see each other's end */
-  if ((r = cddp__nccl_id(g, &id)) != CDDP_OK) return r;
+  if (g->rank == 0 && (e = ncclGetUniqueId(&id)) != ncclSuccess)
+    r = cddp__fail(CDDP_NCCL, "ncclGetUniqueId: %s (%.300s)", ncclGetErrorString(e),
+                   ncclGetLastError(NULL));
+  if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
+  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, &id, &id, sizeof id, CDDP_U8, 0);
+  if (r != CDDP_OK) return r;
   config.blocking = 0;
   e = ncclCommInitRankConfig(&p->comm->made, g->size, id, g->rank, &config);
   comm = __atomic_load_n(&p->comm->made, __ATOMIC_RELAXED); /* which NCCL's thread writes again */
   r = cddp__settle(p, comm, e, "ncclCommInitRankConfig");
   if (r == CDDP_OK) r = cddp__all_connected(g);
   if (r != CDDP_OK) return r;
-  if (cddp__take_made(p, p) == NULL) return cddp__check_failure(g);
+  if (!cddp__comm_enter(p->comm)) return cddp__check_failure(g);
+  p->comm->comm = comm;
+  p->comm->made = NULL;
+  cddp__comm_exit(p->comm);
   r = cddp__watch(p);
   return r == CDDP_OK ? cddp__warm_up(p) : cddp__break(g, r);
 }
 
-/* Every rank of p's group: the communicators of the groups that it has been split into. child: NULL
-   for a rank in none, or in one by itself. */
-static cddp_result cddp__split_comm(cddp__device *p, int color, int key, cddp__device *child) {
-  ncclResult_t e = ncclInvalidUsage;
-  ncclComm_t comm = p->comm->comm;
-  cddp_result r;
-  pthread_mutex_lock(&p->turn);
-  if (cddp__comm_enter(p->comm)) {
-    e = ncclCommSplit(comm, child != NULL ? color : NCCL_SPLIT_NOCOLOR, key, &p->comm->made, NULL);
-    cddp__comm_exit(p->comm);
-  }
-  r = cddp__settle(p, comm, e, "ncclCommSplit");
-  pthread_mutex_unlock(&p->turn);
-  if (r == CDDP_OK && child != NULL)
-    r = cddp__settle(child, cddp__take_made(child, p), ncclSuccess, "ncclCommSplit");
-  if (r != CDDP_OK) cddp__device_abort(p);
-  if (r == CDDP_OK && child != NULL) r = cddp__watch(child);
-  return r == CDDP_OK && child != NULL ? cddp__warm_up(child) : r;
-}
-
 /* Every rank of g, after cddp__split: device contexts for the new groups. */
-static cddp_result cddp__device_split(cddp_group *g, int color, int key, cddp_group *child) {
+static cddp_result cddp__device_split(cddp_group *g, cddp_group *child) {
   cddp__device *p = cddp__device_of(g), *c = NULL;
-  bool nccl = p->comm->comm != NULL;
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__send_messages(p, NULL);
   if (r == CDDP_OK && child != NULL) r = cddp__device_new(&c, child, p->device, p->stream);
-  if (nccl) {
-    if (c != NULL) cddp__watch_hosts(child);
-    if (c != NULL) c->kernels = p->kernels;
+  if (c != NULL) c->kernels = p->kernels;
+  if (p->comm->comm != NULL) {
     if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
     if (r == CDDP_OK) r = cddp__await_stream(p, p->stream);
     if (r != CDDP_OK) r = cddp__break(g, r); /* the other ranks count on this one */
     if (r == CDDP_OK) r = cddp__compare_hosts(p);
-    if (r == CDDP_OK)
-      r = cddp__split_comm(p, color, key,
-                           c != NULL && child->size >= CDDP__COMM_FROM ? c : NULL);
-    if (r == CDDP_OK) r = cddp__all_connected(g);
+    if (r == CDDP_OK && c != NULL && child->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(c);
+    r = cddp__consensus(g, r, NULL, 0, NULL);
   } else if (r != CDDP_OK && child != NULL) {
     r = cddp__break(child, r);
   }
@@ -14024,7 +13977,7 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
   char text[CDDP__ERROR_MAX];
   if (g->backend == NULL || (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY)) return r;
   snprintf(text, sizeof text, "%s", cddp__error_text);
-  device = g->backend->split(g, color, key, *out); /* the other ranks count on this one */
+  device = g->backend->split(g, *out); /* the other ranks count on this one */
   if (r != CDDP_OK) return cddp__fail(r, "%s", text);
   if (device != CDDP_OK && *out != NULL) cddp__group_leave(*out);
   if (device != CDDP_OK) *out = NULL;

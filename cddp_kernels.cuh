@@ -276,21 +276,25 @@ static __device__ void cddp__cu_do_element(const cddp__cu_piece &p, size_t i, co
   op.template copy<1>(p, i, &d);
 }
 
-/* A chunk whose elements are all there: all loads first, so that many are in flight. */
-template <typename T, typename Op>
-static __device__ void cddp__cu_do_chunk(const cddp__cu_piece &p, size_t at, const Op &op) {
+/* The packs of a chunk that end before `end`; WHOLE: all of them do. All loads first, so that many
+   are in flight. */
+template <bool WHOLE, typename T, typename Op>
+static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t at, size_t end,
+                                         const Op &op) {
   const size_t N = 16 / sizeof(T);
   typedef cddp__cu_pack<T, N> pack;
   pack d[CDDP__CU_UNROLL], g[CDDP__CU_UNROLL], m[CDDP__CU_UNROLL];
-  size_t first = at / N + threadIdx.x;
+  size_t first = at / N + threadIdx.x, packs = end / N;
   CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
     size_t i = first + (size_t)u * CDDP__CU_THREADS;
+    if (!WHOLE && i >= packs) break;
     if (Op::READS & CDDP__CU_DATA) d[u] = ((const pack *)p.data)[i];
     if (Op::READS & CDDP__CU_GRAD) g[u] = ((const pack *)p.grad)[i];
     if (Op::READS & CDDP__CU_MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
   }
   CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
     size_t i = first + (size_t)u * CDDP__CU_THREADS;
+    if (!WHOLE && i >= packs) break;
     CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[u].v[k], g[u].v[k], m[u].v[k]);
     if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
     if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g[u];
@@ -314,10 +318,16 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     }
     const cddp__cu_piece &p = s.piece[low];
     size_t at = (c - p.first_chunk) * chunk, end = at + chunk < p.count ? at + chunk : p.count;
-    if (p.packed && end - at == chunk) cddp__cu_do_chunk<T>(p, at, op);
-    else
-      for (size_t i = at + threadIdx.x; i < end; i += CDDP__CU_THREADS)
-        cddp__cu_do_element<T>(p, i, op);
+    if (p.packed && end - at == chunk) {
+      cddp__cu_do_packs<true, T>(p, at, end, op);
+      continue;
+    }
+    if (p.packed) {
+      cddp__cu_do_packs<false, T>(p, at, end, op);
+      at = end - end % (16 / sizeof(T));
+    }
+    for (size_t i = at + threadIdx.x; i < end; i += CDDP__CU_THREADS)
+      cddp__cu_do_element<T>(p, i, op);
   }
   op.end();
 }

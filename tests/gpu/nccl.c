@@ -2262,8 +2262,8 @@ static void test_injection(void) {
     cddp_result result;
   } cases[] = {{"ncclCommInitRankConfig:1:2@1", "ncclCommInitRankConfig", CDDP_NCCL},
                {"ncclGetUniqueId:1:2@0", "ncclGetUniqueId", CDDP_NCCL},
-               {"ncclCommSplit:1:3@1", "ncclCommSplit", CDDP_NCCL},
-               {"ncclCommSplit:2:3@1", "ncclCommSplit", CDDP_NCCL},
+               {"ncclCommInitRankConfig:2:3@1", "ncclCommInitRankConfig", CDDP_NCCL},
+               {"ncclGetUniqueId:2:3@0", "ncclGetUniqueId", CDDP_NCCL},
                {"ncclAllReduce:1:1@1", "ncclAllReduce", CDDP_NCCL}, /* in warm-ups */
                {"ncclAllReduce:8:3@1", "ncclAllReduce", CDDP_NCCL},
                {"ncclAllReduce:9:1@1", "ncclAllReduce", CDDP_NCCL},
