@@ -14270,7 +14270,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    Owns: a cddp_ddp, its gradients, its private groups, and the shares of momentum. Touches: the
    caller's parameters, on a host also those of the other ranks between cddp__enter and cddp__exit;
    momentum and counts of the cddp_optim of a step. Entry points: cddp__ddp_new, _setup and _free;
-   cddp__ddp_ready and _step; cddp__join_steps, cddp__sync_buffers. Called by the thread that
+   cddp__ddp_ready, _meet and _step; cddp__join_steps. Called by the thread that
    trains, but for cddp__ddp_ready (any) and cddp__run_bucket (the engine of d->comm); what both
    touch is guarded by d->lock.
    Works as follows: all gradients lie in one arena per rank, dtype by dtype, last parameter first,
@@ -14348,17 +14348,15 @@ typedef struct cddp__param_info {
   char name[CDDP__NAME_SHOWN + 1]; /* as much of it as is shown */
 } cddp__param_info;
 
-static cddp__param_info cddp__describe_param(const cddp_ddp *d, int i) {
+static void cddp__describe_param(const cddp_ddp *d, int i, cddp__param_info *out) {
   const cddp_param *p = &d->params[i];
   const char *name = p->name != NULL ? p->name : "";
-  cddp__param_info out;
-  memset(&out, 0, sizeof out);
-  out.count = p->count;
-  out.rows = cddp__sparse_of(d, i) != NULL ? d->sparse[i]->rows : 0;
-  out.name_hash = cddp__hash64(strlen(name), name, strlen(name));
-  out.dtype = (uint32_t)p->dtype;
-  snprintf(out.name, sizeof out.name, "%s", name);
-  return out;
+  memset(out, 0, sizeof *out);
+  out->count = p->count;
+  out->rows = cddp__sparse_of(d, i) != NULL ? d->sparse[i]->rows : 0;
+  out->name_hash = cddp__hash64(strlen(name), name, strlen(name));
+  out->dtype = (uint32_t)p->dtype;
+  snprintf(out->name, sizeof out->name, "%s", name);
 }
 
 /* Compares own parameters with rank 0's; the first difference is the failure. */
@@ -14367,18 +14365,21 @@ static cddp_result cddp__compare_params(const cddp_ddp *d, const cddp__param_inf
   int i, rank = d->group->rank;
   char space[24];
   for (i = 0; (uint64_t)i < count && i < d->count; i++) {
-    const cddp__param_info *t = &theirs[i], m = cddp__describe_param(d, i);
+    const cddp__param_info *t = &theirs[i];
+    cddp__param_info m;
     const char *name = cddp__param_name(&d->params[i], i, space, sizeof space);
-    const char *what = m.count != t->count ? "elements" : "sparse rows";
+    bool sizes;
+    cddp__describe_param(d, i, &m);
+    sizes = m.count != t->count;
     if (m.name_hash != t->name_hash)
       return cddp__fail(CDDP_MISMATCH, "parameter %d is \"%.100s\" on rank %d, \"%s\" on rank 0",
                         i, name, rank, t->name);
-    if (m.count != t->count || m.rows != t->rows)
+    if (sizes || m.rows != t->rows)
       return cddp__fail(CDDP_MISMATCH,
                         "parameter \"%.100s\" has %" PRIu64 " %s on rank %d, %" PRIu64
                         " on rank 0",
-                        name, m.count != t->count ? m.count : m.rows, what, rank,
-                        m.count != t->count ? t->count : t->rows);
+                        name, sizes ? m.count : m.rows, sizes ? "elements" : "sparse rows", rank,
+                        sizes ? t->count : t->rows);
     if (m.dtype != t->dtype)
       return cddp__fail(CDDP_MISMATCH, "parameter \"%.100s\" is %s on rank %d, %s on rank 0",
                         name, cddp__dtype_names[m.dtype & 7], rank,
@@ -14402,7 +14403,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
   theirs = (cddp__param_info *)cddp__calloc(&g->host->allocator, (size_t)count, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  for (i = 0; g->rank == 0 && i < d->count; i++) theirs[i] = cddp__describe_param(d, i);
+  for (i = 0; g->rank == 0 && i < d->count; i++) cddp__describe_param(d, i, &theirs[i]);
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, (size_t)count * sizeof *theirs,
                        CDDP_U8, 0);
   if (r == CDDP_OK && (r = cddp__compare_params(d, theirs, count)) != CDDP_OK)
@@ -14498,7 +14499,6 @@ static cddp_result cddp__exchange_refs(cddp_group *g, const void *p, size_t byte
 /* Finds the mirrors of the host's ranks and, for step() there, their weights. */
 static cddp_result cddp__map_peers(cddp_ddp *d) {
   cddp_group *g = d->control;
-  size_t n = (size_t)g->local_size, bytes;
   bool all = true;
   cddp_result r;
   int i;
@@ -14508,8 +14508,8 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
     return cddp__fail(CDDP_OUT_OF_MEMORY,
                       "no shared memory for %zu bytes of gradients on every rank", d->bytes);
   for (i = 0; d->mirror == d->arena && i < d->count; i++) {
-    char **places = d->addresses + n * (size_t)i;
-    bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+    char **places = d->addresses + (size_t)g->local_size * (size_t)i;
+    size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     r = cddp__exchange_refs(g, d->params[i].data, bytes, places, &all);
     if (r != CDDP_OK) return r;
     d->tensors[i].data = all ? places : NULL;
@@ -14550,13 +14550,8 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
   return bytes;
 }
 
-/* Whether the rank has joined, as of a bucket's first round. */
-static bool cddp__has_joined(const cddp_group *g, int rank) {
-  return cddp__op_header_of(g, rank, g->round)->u.bytes[0] != 0;
-}
-
 /* This rank's slice of the bucket: the mean of the mirrors of all ranks that have data goes into
-   all mirrors. */
+   all mirrors. The bucket's first round tells who has joined. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   const cddp_group *g = d->comm;
@@ -14571,7 +14566,8 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
     if (low >= high) continue;
     n = (high - low) / cddp__dtype_size(dtype);
     for (k = 0; k < g->size; k++)
-      if (!cddp__has_joined(g, k)) d->buffers[active++] = d->mirrors[k] + from;
+      if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
+        d->buffers[active++] = d->mirrors[k] + from;
     if (active == g->size) {
       cddp__reduce_all(d->buffers, active, n, dtype, CDDP_AVG);
       continue;
@@ -14597,25 +14593,24 @@ static cddp_result cddp__reduce_ranges(cddp_ddp *d, const cddp__bucket_state *b)
   return r;
 }
 
-static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b, int index) {
+static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_group *g = d->comm;
+  uint64_t index = (uint64_t)(b - d->buckets);
   unsigned char joined = (unsigned char)d->joined;
   uint64_t record;
   cddp_result r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   g->calls++;
-  record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, (uint64_t)index);
+  record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, (uint64_t)index,
-                  &joined, 1);
+  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
     if (g->carrier->average != NULL)
       r = cddp__reduce_ranges(d, b);
     else
       cddp__reduce_slice(d, b);
     if (r == CDDP_OK) /* all ranks of this host have done their part of it */
-      r = cddp__round(g, CDDP__SCOPE_HOST, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE,
-                      (uint64_t)index, NULL, 0);
+      r = cddp__round(g, CDDP__SCOPE_HOST, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index, NULL, 0);
   }
   r = cddp__exit(g, r);
   cddp__record_finish(g, record, r);
@@ -14678,7 +14673,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   if ((r = cddp__check_group(g)) == CDDP_OK && d->memory->mirror != NULL)
     r = d->memory->mirror(d, b, false);
   if (r == CDDP_OK)
-    r = hooked ? cddp__hook_bucket(d, b) : cddp__reduce_bucket(d, b, (int)(b - d->buckets));
+    r = hooked ? cddp__hook_bucket(d, b) : cddp__reduce_bucket(d, b);
   if (r == CDDP_OK && d->memory->mirror != NULL) r = d->memory->mirror(d, b, true);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* or later buckets' calls would meet this one's there */
@@ -15348,13 +15343,6 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* From now on the user's group and the private one fail together: see cddp__break_both. */
-static void cddp__device_belongs(cddp__device *p, cddp_group *parent) {
-  pthread_mutex_lock(&cddp__watch_lock);
-  p->parent = parent;
-  pthread_mutex_unlock(&cddp__watch_lock);
-}
-
 #endif
 
 /* --- assigning buckets --- */
@@ -15436,20 +15424,12 @@ static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   return d->memory->copy(d->arena + t->offset, d->params[i].grad, t->bytes, cddp__stream_of(d));
 }
 
-/* Fails the model: a caller that ignores this result would train on wrong sums. */
-static cddp_result cddp__ready_twice(cddp_ddp *d, int param) {
-  char space[24];
-  cddp__fail(CDDP_INVALID_ARGUMENT,
-             "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
-             "call it once, when its gradient is complete",
-             cddp__param_name(&d->params[param], param, space, sizeof space), d->group->rank);
-  return cddp__give_up(d, CDDP_INVALID_ARGUMENT);
-}
-
+/* Marked twice, it fails the model: a caller that ignores this would train on wrong sums. */
 static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
   cddp__tensor *t = &d->tensors[param];
   cddp__host *h = d->group->host;
   bool noted, twice;
+  char space[24];
   cddp_result r = CDDP_OK;
   CDDP__POINT("ready");
   if (CDDP__UNLIKELY(__atomic_load_n(&h->user, __ATOMIC_RELAXED) != CDDP__THREAD))
@@ -15463,7 +15443,13 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
     d->arrival[d->arrived++] = param;
   }
   pthread_mutex_unlock(&d->lock);
-  if (twice) return cddp__ready_twice(d, param);
+  if (twice) {
+    cddp__fail(CDDP_INVALID_ARGUMENT,
+               "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
+               "call it once, when its gradient is complete",
+               cddp__param_name(&d->params[param], param, space, sizeof space), d->group->rank);
+    return cddp__give_up(d, CDDP_INVALID_ARGUMENT);
+  }
   cddp__record_finish(d->comm, cddp__record_new(d->comm, "ready", (uint64_t)param, -1, -1, -1),
                       CDDP_OK);
   if (noted) return CDDP_OK;
@@ -15730,17 +15716,6 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s) {
   return r;
 }
 
-/* The caller's gradients become the means. */
-static cddp_result cddp__return_means(cddp_ddp *d) {
-  cddp_result r = CDDP_OK;
-  int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (!d->tensors[i].placed && d->tensors[i].used)
-      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].offset, d->tensors[i].bytes,
-                          cddp__stream_of(d));
-  return r;
-}
-
 /* What follows the meeting of a step, or (s NULL) of a wait, on ranks that have joined too. */
 static cddp_result cddp__finish(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
@@ -15756,7 +15731,11 @@ static cddp_result cddp__finish(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (s == NULL && d->active_count < d->group->size) d->out_of_date = true; /* others will step */
-  if (r == CDDP_OK) r = s != NULL ? d->memory->step(d, s, averaged, wrote) : cddp__return_means(d);
+  for (i = 0; r == CDDP_OK && s == NULL && i < d->count; i++)
+    if (!d->tensors[i].placed && d->used[i])
+      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].offset, d->tensors[i].bytes,
+                          cddp__stream_of(d));
+  if (r == CDDP_OK && s != NULL) r = d->memory->step(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s);
   if (r != CDDP_OK) return cddp__exit(d->control, cddp__give_up(d, r));
   r = cddp__complete(d, s != NULL);
@@ -15785,27 +15764,11 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
 
 /* --- uneven inputs --- */
 
-/* This rank's cddp_optim must be the one that the others step with. */
-static cddp_result cddp__check_joined_sgd(cddp_ddp *d, const cddp_optim *s) {
-  int rank = d->group->rank, lead = d->active[0];
-  if (s != NULL && cddp__header_of(d, lead).settings == cddp__optim_settings(s)) return CDDP_OK;
-  if (s == NULL)
-    cddp__fail(CDDP_MISMATCH,
-               "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; pass the "
-               "one of the training loop",
-               rank, lead);
-  else
-    cddp__fail(CDDP_MISMATCH,
-               "the cddp_optim that rank %d passed to ddp_join has other settings than the one "
-               "that rank %d passed to ddp_step",
-               rank, lead);
-  return cddp__break(d->control, CDDP_MISMATCH);
-}
-
-/* This rank's part of what the others have called. */
+/* This rank's part of what the others have called; for a step with the cddp_optim of theirs. */
 static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int lead = d->active[0];
   uint32_t kind = cddp__op_header_of(d->control, lead, d->control->round)->call & 255;
+  cddp__step_header theirs = cddp__header_of(d, lead);
   cddp_result r;
   if (kind == CDDP__KIND_DDP_BUFFERS)
     return d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, lead);
@@ -15813,8 +15776,16 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
     r = cddp__finish(d, NULL, missing);
     return r == CDDP_OK ? cddp__clear_gradients(d, NULL) : r;
   }
-  if ((r = cddp__check_joined_sgd(d, s)) != CDDP_OK) return r;
-  cddp__set_lr(s, cddp__header_of(d, lead).lr);
+  if (s == NULL || theirs.settings != cddp__optim_settings(s)) {
+    cddp__fail(CDDP_MISMATCH,
+               s == NULL ? "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; "
+                           "pass the one of the training loop"
+                         : "the cddp_optim that rank %d passed to ddp_join has other settings than "
+                           "the one that rank %d passed to ddp_step",
+               d->group->rank, lead);
+    return cddp__break(d->control, CDDP_MISMATCH);
+  }
+  cddp__set_lr(s, theirs.lr);
   return cddp__finish(d, s, missing);
 }
 
@@ -15855,15 +15826,6 @@ static cddp_result cddp__join_steps(cddp_ddp *d, cddp_optim *s) {
   if (r != CDDP_OK) r = cddp__give_up(d, r);
   cddp__record_finish(d->control, record, r);
   return r;
-}
-
-/* Without a meeting (d->meets) no rank has joined. */
-static cddp_result cddp__sync_buffers(cddp_ddp *d) {
-  uint64_t missing;
-  cddp_result r = CDDP_OK;
-  if (d->meets) r = cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing);
-  if (r != CDDP_OK) return r;
-  return d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
 }
 
 /* --- creation and destruction --- */
@@ -16001,8 +15963,12 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
     if (d->tensors[i].placed && cddp__sparse_of(d, i) == NULL)
       d->params[i].grad = d->arena + d->tensors[i].offset;
 #ifdef CDDP_CUDA
-  if (g->backend != NULL) cddp__device_belongs(cddp__device_of(d->comm), g);
-  if (g->backend != NULL && d->hooks != NULL) cddp__device_belongs(cddp__device_of(d->hooks), g);
+  if (g->backend != NULL) { /* the user's group and these fail together: see cddp__break_both */
+    pthread_mutex_lock(&cddp__watch_lock);
+    cddp__device_of(d->comm)->parent = g;
+    if (d->hooks != NULL) cddp__device_of(d->hooks)->parent = g;
+    pthread_mutex_unlock(&cddp__watch_lock);
+  }
 #endif
   return CDDP_OK;
 }
@@ -18201,10 +18167,13 @@ CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double
 }
 
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
+  uint64_t missing;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  return cddp__sync_buffers(d);
+  if (d->meets) /* else no rank has joined */
+    CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing));
+  return d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
 }
 
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {
