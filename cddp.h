@@ -562,6 +562,8 @@ typedef struct cddp_ddp_desc {
                                   meet in each step; elsewhere they do in any case */
   const size_t *sparse_rows;   /* [count] rows of a parameter whose gradient comes by
                                   cddp_ddp_add_rows, 0 for others; NULL = none has any */
+  int shards;                  /* parts of the global batch, see cddp_ddp_next_shard; at least one
+                                  a rank. 0 = one a rank */
 } cddp_ddp_desc;
 
 /* Collective over g. Compares names, counts and dtypes with rank 0's (CDDP_MISMATCH names the first
@@ -576,10 +578,41 @@ CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                     const cddp_ddp_desc *desc);
 
+/* SHARDS make the result independent of the number of ranks. With cddp_ddp_desc.shards = S the
+   global batch of a step is S shards, numbered from 0. Each rank takes its shards with
+   cddp_ddp_next_shard, contiguous ones, as many as the others or one more; 8 shards on 3 ranks are
+   3, 3 and 2:
+     int shard;
+     while (cddp_ddp_next_shard(ddp, &shard)) {
+       forward and backward of batch `shard` of the step; cddp_ddp_ready for every parameter
+     }
+     TRY(cddp_ddp_step(ddp, optim));
+   The mean is over all shards and adds them up in an order that depends on S alone. After each step
+   the weights have the same bits on any number of ranks from 1 to S: those of S ranks without
+   shards. What the program does with a shard must itself depend on the step and the shard alone.
+   With shards = 0 the same loop runs with one shard a rank, numbered as the rank.
+   More shards than ranks: a rank that has k shards needs up to ceil(log2 k) + 1 more copies of the
+   gradients, those of f16 and bf16 in f32, as sums are rounded once. Nothing is reduced while
+   backward runs. Over several hosts, and with MPI, all ranks get all of these copies and add them
+   up. On GPUs it is CDDP_UNSUPPORTED: shards must be as many as ranks there.
+   With shards set, find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
+   CDDP_UNSUPPORTED, whatever the number of ranks; each rank's shards are ready, or the step fails.
+
+   The next shard of this rank in this step: true, with *shard its number, or false when there is
+   none left and cddp_ddp_wait or _step is due. Gradients are zero at the start of every shard but
+   the first one, which begins with what the step before has left: zero after cddp_ddp_step. Call it
+   when all cddp_ddp_ready of the last shard have returned; if a parameter lacks its own, or no_sync
+   is on, the cddp_ddp fails. After a failure the result is false, and the following cddp_ddp_wait
+   or _step returns it; these fail as well while shards are left. Never blocks on a peer. */
+CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
+
+/* How many cddp_ddp_wait and cddp_ddp_step d has completed, the same on all ranks; 0 for NULL. */
+CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
+
 /* Says that backward has written params[param].grad. When that fills a bucket, a thread of cddp's
    starts to reduce it while backward goes on; but on one CPU host, without a comm_hook, after a
    cddp_ddp_step the next one does all of it itself. Never blocks on a peer. Any order, any thread
-   (each parameter once a step). Twice in one step: CDDP_INVALID_ARGUMENT, here and from
+   (each parameter once a shard). Twice in one shard: CDDP_INVALID_ARGUMENT, here and from
    cddp_ddp_wait or _step on all ranks, as the first call may have sent half a gradient. Under
    no_sync it only notes that the parameter was used. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
@@ -1110,7 +1143,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__ERROR_MAX 512          /* bytes of an error text */
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__STACK_MIN 262144       /* bytes of a thread's stack, at least */
-#define CDDP__MAX_RANKS 4096         /* a host's ranks in one group */
+#define CDDP__MAX_RANKS 4096         /* a host's ranks in one group; shards of a batch */
+#define CDDP__FOLD_DEPTH 14          /* partial sums at a time: log2(CDDP__MAX_RANKS) and two */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key, as c10d's libuv server */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
 #define CDDP__KEYS_MAX 131072u       /* keys in one store command, likewise */
@@ -1488,6 +1522,12 @@ typedef struct cddp__bucket_plan {
   int *params;  /* indices of parameters */
 } cddp__bucket_plan;
 
+/* A node of the canonical tree over the shards of a step: the sum of some that one rank has. */
+typedef struct cddp__shard_node {
+  int rank;
+  int slot; /* of the rank's, where it is; -1: one shard, in the rank's arena */
+} cddp__shard_node;
+
 typedef struct cddp__address { /* a socket address */
   union {
     struct sockaddr any;
@@ -1588,13 +1628,13 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   char *arena;           /* all gradients */
   char *mirror;          /* shared memory in which they are reduced: the arena, or a copy */
   size_t bytes;          /* of each */
-  char **mirrors;        /* [ranks] every rank's, mapped here */
+  char **mirrors;        /* [ranks] every rank's, mapped here; slots follow the arena */
   char **addresses;      /* storage of tensors[].data */
   cddp__bucket_plan plan;
   cddp__bucket_state *buckets; /* [plan.bucket_count] */
   int *plan_order;             /* [count] storage of buckets[].sorted */
-  void **buffers;              /* [ranks] scratch of the engine */
-  const void **sources;        /* [ranks] scratch of the caller's thread */
+  void **buffers;              /* [shards] scratch of the engine */
+  const void **sources;        /* [shards] scratch of the caller's thread */
   char *scratch;               /* shared memory: a bucket for a hook, rows for the other ranks */
   size_t scratch_bytes;
   pthread_mutex_t lock;
@@ -1606,10 +1646,23 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   cddp__share *shares;
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
   struct cddp__sparse **sparse_room; /* [count] memory of sparse */
-  struct cddp__row_list *lists; /* [ranks] scratch of merging */
+  struct cddp__row_list *lists; /* [shards] scratch of merging */
   int *active;      /* [active_count] ranks that have not joined, as of the last meeting */
   int active_count;
   int present;     /* active_count of the last completed step */
+  int shards;                   /* in each step: desc.shards, or one a rank */
+  int first_shard, shard_count; /* this rank's */
+  int taken;                    /* of them in this step, by cddp_ddp_next_shard */
+  uint64_t steps;               /* completed */
+  bool spread;                  /* more shards than ranks: the next fields are used */
+  int starts[2 * CDDP__FOLD_DEPTH]; /* [depth] first shards of the nodes in this rank's slots */
+  int depth;
+  size_t halves, slot_bytes; /* bytes of the arena before f16 and bf16, which are f32 in a slot */
+  int slots;                 /* of each rank, behind its arena */
+  cddp__shard_node *nodes;   /* [node_count] all ranks', in order */
+  int *widths;               /* [node_count] as cddp__reduce_nodes takes them */
+  int node_count;
+  int most_nodes; /* of one rank */
   uint32_t joined; /* this rank's CDDP__JOINED*; the engine reads it too, between steps */
   bool had_joined, out_of_date; /* since the last join ended: some rank had joined, and its
                                    weights are old */
@@ -5159,7 +5212,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
 /* >>reduce ---------------------------------------------------------------------------------------
    Sums in canonical order, conversions, and the loops of SGD, over arrays. Pure: owns nothing and
    touches only the arrays that it is given. Entry points: cddp__reduce, _reduce_all, _reduce_part,
-   _reduce_nodes; cddp__scale, cddp__sum_squares, cddp__convert; cddp__pick_kernels for >>optim.
+   _reduce_nodes, _reduce_subtree; cddp__scale, cddp__sum_squares, cddp__convert;
+   cddp__pick_kernels for >>optim.
    Works as follows: each loop is written once, in plain C, as a macro that makes it for an element
    type and an instruction set. A set's loops stand in a table with a row for each type, and
    cddp__pick_kernels takes the table of the best set that this machine has. All sets give the same
@@ -5594,7 +5648,6 @@ static const cddp__kernels *cddp__pick_kernels(void) {
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* handled at a time, so that they stay in the first cache */
-#define CDDP__FOLD_DEPTH 14    /* partial results at a time: log2(CDDP__MAX_RANKS) and two */
 #define CDDP__FOLD_BYTES 20480 /* of all of them: the stack of a thread may be 64 KiB */
 
 /* One reduction: what is the same for all its blocks. */
@@ -5602,8 +5655,8 @@ typedef struct cddp__fold {
   const cddp__kernels *kernels; /* of dtype */
   const cddp__kernels *math;    /* of the compute type: F32 for F16 and BF16, else dtype */
   const void *const *srcs;      /* [nsrcs] */
-  const int *widths;            /* [nsrcs] ranks that each is the sum of, in the compute type if
-                                   more than one; NULL: one each */
+  const int *widths;            /* [nsrcs] ranks that each is the sum of, in the compute type
+                                   unless 1; -1: one, in the compute type; NULL: 1 each */
   int nsrcs;
   cddp_op op;          /* SUM for AVG */
   size_t esize, csize; /* bytes of an element of dtype, of the compute type */
@@ -5653,7 +5706,7 @@ static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, in
                                    size_t n) {
   const void *s[8];
   int i;
-  if (f->widths != NULL && f->widths[first] > 1)
+  if (f->widths != NULL && f->widths[first] != 1)
     return (const char *)f->srcs[first] + at * f->csize;
   for (i = 0; i < k; i++) s[i] = (const char *)f->srcs[first + i] + at * f->esize;
   if (k > 1)
@@ -5691,7 +5744,7 @@ static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n
   while (i < f->nsrcs) {
     for (k = leaf; k > f->nsrcs - i; k /= 2) continue;
     parts[depth] = cddp__fold_leaf(f, bufs[depth], i, k, at, n);
-    sizes[depth++] = f->widths != NULL ? f->widths[i] : k;
+    sizes[depth++] = f->widths != NULL ? abs(f->widths[i]) : k;
     i += k;
     while (depth > 1 && (i == f->nsrcs || sizes[depth - 1] == sizes[depth - 2])) {
       bool last = i == f->nsrcs && depth == 2;
@@ -5749,6 +5802,17 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
   f.nsrcs = nsrcs;
   f.widths = widths;
   f.direct = false;
+  cddp__fold_range(&f, dst, 0, n);
+}
+
+/* The sum of nodes that together are one node, in the compute type and not divided. dst may be
+   srcs[0], if that is in the compute type. */
+static void cddp__reduce_subtree(void *dst, const void *const *srcs, const int *widths, int nsrcs,
+                                 size_t n, cddp_dtype dtype) {
+  cddp__fold f;
+  cddp__fold_init(&f, srcs, nsrcs, dtype, CDDP_SUM);
+  f.widths = widths;
+  f.direct = f.narrows = false;
   cddp__fold_range(&f, dst, 0, n);
 }
 
@@ -5844,10 +5908,15 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
 #endif
 
 /* >>plan ---------------------------------------------------------------------------------------
-   Who gets what: slices of an array, and buckets of parameters as PyTorch's
+   Who gets what: slices of an array, shards of a batch, and buckets of parameters as PyTorch's
    compute_bucket_assignment_by_size assigns them. Pure. Owns: nothing but a cddp__bucket_plan's
-   two arrays. Entry points: cddp__slice, cddp__plan_buckets, cddp__plan_reverse, cddp__plan_free.
-   Works as follows: parameters are taken in order. Each dtype has one open bucket, which closes
+   two arrays. Entry points: cddp__slice; cddp__deal_shards, cddp__merges and cddp__plan_nodes;
+   cddp__plan_buckets, cddp__plan_reverse, cddp__plan_free.
+   Works as follows: a node of the canonical tree over S shards is an aligned stretch: 2^j shards
+   from a multiple of 2^j on, or what the end S leaves of them. A rank adds up its shards, in order,
+   to as few nodes as there can be, as a binary counter does: a new shard is a node; while the two
+   last nodes are the halves of a greater one, they are merged.
+   Buckets: parameters are taken in order. Each dtype has one open bucket, which closes
    when its bytes reach the limit in force; the first limit is for a dtype's first bucket, the last
    one for all that follow. A bucket's place is the order of closing, or of its smallest index. */
 
@@ -5860,6 +5929,51 @@ static void cddp__slice(size_t n, size_t granule, int parts, int part, size_t *b
   size_t first = each * i + (i > plain ? i - plain : 0), count = each + (i >= plain);
   *begin = first >= grains ? n : first * granule;
   *end = first + count >= grains ? n : (first + count) * granule;
+}
+
+/* Which of all shards a rank has: contiguous ones, the first ranks one more than the others. */
+static void cddp__deal_shards(int shards, int ranks, int rank, int *first, int *count) {
+  int each = shards / ranks, more = shards % ranks;
+  *first = each * rank + (rank < more ? rank : more);
+  *count = each + (rank < more);
+}
+
+/* With how many of the last nodes a new one, `shard` alone, becomes one node. The nodes begin at
+   starts[0 .. depth) and reach up to `shard`. The whole tree is never made: its halves are to be
+   added where the mean is taken. */
+static int cddp__merges(const int *starts, int depth, int shard, int shards) {
+  int right = shard, end = shard + 1, merged = 0;
+  while (merged < depth) {
+    int left = starts[depth - 1 - merged], half = right - left, full = left + 2 * half;
+    bool halves = (half & (half - 1)) == 0 && left % (2 * half) == 0 &&
+                  (end == full || (end == shards && end < full));
+    if (!halves || (left == 0 && end == shards)) break;
+    right = left;
+    merged++;
+  }
+  return merged;
+}
+
+/* The nodes of one rank once it has all its shards. Returns how many; *slots: how many slots it
+   needs for them meanwhile. A last shard that merges with none needs no slot. */
+static int cddp__plan_nodes(int shards, int ranks, int rank, cddp__shard_node *nodes, int *widths,
+                            int *slots) {
+  int starts[2 * CDDP__FOLD_DEPTH], depth = 0, first, count, i, merged = 0;
+  *slots = 0;
+  cddp__deal_shards(shards, ranks, rank, &first, &count);
+  for (i = first; i < first + count; i++) {
+    merged = cddp__merges(starts, depth, i, shards);
+    if (merged == 0) starts[depth] = i;
+    depth += 1 - merged;
+    if (merged > 0 || i < first + count - 1) *slots = depth > *slots ? depth : *slots;
+  }
+  for (i = 0; i < depth; i++) {
+    nodes[i].rank = rank;
+    nodes[i].slot = i == depth - 1 && merged == 0 ? -1 : i;
+    widths[i] = (i + 1 < depth ? starts[i + 1] : first + count) - starts[i];
+    if (widths[i] == 1 && nodes[i].slot >= 0) widths[i] = -1;
+  }
+  return depth;
 }
 
 /* The bucket that parameters of one dtype are being added to. */
@@ -11425,10 +11539,10 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
    its lists of rows. Touches: the packets that it is given. Entry points: cddp__sparse_new and
    _free; cddp__rows_add for backward; cddp__rows_pack and cddp__rows_merge for the step.
    Works as follows: backward adds (number of the row, values) as it finds them. At the step each
-   rank sorts its own by number and adds up those of one number, in the order in which they came,
-   into a packet that its peers read. Each rank then walks through the sorted lists of all ranks at
-   once. A row's mean is the canonical sum, in which a rank without the row counts as zeros, so the
-   bits are a dense gradient's. */
+   rank sorts those of each of its shards by number and adds up those of one number, in the order in
+   which they came, into a packet that its peers read. Each rank then walks through the sorted lists
+   of all shards at once. A row's mean is the canonical sum, in which a shard without the row counts
+   as zeros, so the bits are a dense gradient's. */
 
 typedef struct cddp__row_order {
   int64_t number;
@@ -11449,14 +11563,15 @@ typedef struct cddp__sparse {
   cddp__rows added;          /* since the last step, as they came; a number may come again */
   cddp__rows mean;           /* of the last cddp_ddp_wait, each number once, ascending */
   char *zeros;               /* a row */
+  size_t *ends;              /* [shards of a rank] added.n when each shard of the step ended */
 } cddp__sparse;
 
-/* One rank's list while it is merged. */
+/* One shard's list while it is merged. */
 typedef struct cddp__row_list {
   const int64_t *number;
   const char *values;
   size_t n, next; /* rows, and the first that is not merged */
-  char *packet;   /* what follows in the rank's packet */
+  char *packet;   /* what follows in the shard's packet */
 } cddp__row_list;
 
 /* A list in a packet begins with this; then numbers, then values, each on a cache line. */
@@ -11512,17 +11627,20 @@ static void cddp__sparse_free(const cddp_allocator *a, cddp__sparse *p) {
   cddp__rows_free(a, &p->added);
   cddp__rows_free(a, &p->mean);
   cddp__free(a, p->zeros);
+  cddp__free(a, p->ends);
   cddp__free(a, p);
 }
 
-static cddp__sparse *cddp__sparse_new(const cddp_allocator *a, const cddp_param *p, size_t rows) {
+static cddp__sparse *cddp__sparse_new(const cddp_allocator *a, const cddp_param *p, size_t rows,
+                                      int shards) {
   cddp__sparse *s = (cddp__sparse *)cddp__calloc(a, 1, sizeof *s);
   if (s == NULL) return NULL;
   s->rows = rows;
   s->width = p->count / rows;
   s->bytes = s->width * cddp__dtype_size(p->dtype);
   s->zeros = (char *)cddp__calloc(a, 1, s->bytes);
-  if (s->zeros != NULL) return s;
+  s->ends = (size_t *)cddp__calloc(a, (size_t)shards, sizeof *s->ends);
+  if (s->zeros != NULL && s->ends != NULL) return s;
   cddp__sparse_free(a, s);
   return NULL;
 }
@@ -11547,8 +11665,9 @@ static void cddp__row_list_open(const cddp__sparse *s, cddp__row_list *l, size_t
   l->next = 0;
 }
 
-/* Writes the n rows added, sorted and summed by number, to packet; returns where it ends. */
-static char *cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *packet) {
+/* Writes n of the rows added, from `first` on, sorted and summed by number, to packet. */
+static void cddp__rows_pack(cddp__sparse *s, size_t first, size_t n, cddp_dtype dtype,
+                            char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = s->added.order;
   cddp__row_list l;
@@ -11561,8 +11680,8 @@ static char *cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *
   head->bound = n;
   head->n = 0;
   for (i = 0; i < n; i++) {
-    order[i].number = s->added.number[i];
-    order[i].at = i;
+    order[i].number = s->added.number[first + i];
+    order[i].at = first + i;
   }
   if (n > 1) qsort(order, n, sizeof *order, cddp__by_number);
   for (i = 0; i < n; i++) {
@@ -11578,10 +11697,9 @@ static char *cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *
       number[head->n++] = order[i].number;
     }
   }
-  return l.packet;
 }
 
-/* The mean over n ranks' lists, which stand at this parameter's list; sources: scratch [n]. */
+/* The mean over n shards' lists, which stand at this parameter's list; sources: scratch [n]. */
 static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cddp__row_list *lists,
                                     int n, const void **sources, cddp_dtype dtype) {
   size_t total = 0;
@@ -14390,17 +14508,24 @@ static cddp_result cddp__compare_params(const cddp_ddp *d, const cddp__param_inf
                     count);
 }
 
-/* All ranks learn of the first rank whose parameters differ from rank 0's. */
+/* All ranks learn of the first rank whose shards or parameters differ from rank 0's. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  uint64_t count = (uint64_t)d->count;
+  uint64_t model[2], count;
   cddp__param_info *theirs;
   cddp_result r;
   int i;
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, &count,
-                  sizeof count); /* all ranks meet in each step, or none */
+  model[0] = (uint64_t)d->count;
+  model[1] = (uint64_t)d->desc.shards;
+  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, model,
+                  sizeof model); /* all ranks meet in each step, or none */
   if (r != CDDP_OK) return r;
-  memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
+  memcpy(model, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof model);
+  if (model[1] != (uint64_t)d->desc.shards)
+    r = cddp__fail(CDDP_MISMATCH, "shards in cddp_ddp_desc is %d on rank %d, %d on rank 0",
+                   d->desc.shards, g->rank, (int)model[1]);
+  if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
+  count = model[0];
   theirs = (cddp__param_info *)cddp__calloc(&g->host->allocator, (size_t)count, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   for (i = 0; g->rank == 0 && i < d->count; i++) cddp__describe_param(d, i, &theirs[i]);
@@ -14448,6 +14573,7 @@ static void cddp__lay_out(cddp_ddp *d) {
   int dtype, i;
   d->bytes = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
+    if (dtype == CDDP_F16) d->halves = d->bytes; /* these and bf16 are the last */
     for (i = d->count - 1; i >= 0; i--) {
       cddp__tensor *t = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
@@ -14457,6 +14583,7 @@ static void cddp__lay_out(cddp_ddp *d) {
       d->bytes += t->room;
     }
   }
+  d->slot_bytes = 2 * d->bytes - d->halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->local_rank, &t->begin, &t->end, &t->state);
@@ -14502,11 +14629,12 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   bool all = true;
   cddp_result r;
   int i;
+  size_t whole = d->bytes + (size_t)d->slots * d->slot_bytes;
   if (!d->mirrored) return CDDP_OK;
-  if ((r = cddp__exchange_refs(g, d->mirror, d->bytes, d->mirrors, &all)) != CDDP_OK) return r;
+  if ((r = cddp__exchange_refs(g, d->mirror, whole, d->mirrors, &all)) != CDDP_OK) return r;
   if (!all)
     return cddp__fail(CDDP_OUT_OF_MEMORY,
-                      "no shared memory for %zu bytes of gradients on every rank", d->bytes);
+                      "no shared memory for %zu bytes of gradients on every rank", whole);
   for (i = 0; d->mirror == d->arena && i < d->count; i++) {
     char **places = d->addresses + (size_t)g->local_size * (size_t)i;
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
@@ -14517,12 +14645,125 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* --- reducing a bucket in memory that the ranks of a host share --- */
-
 /* A stretch of the arena. */
 typedef struct cddp__range {
   size_t begin, end; /* bytes */
 } cddp__range;
+
+/* --- more shards than ranks: sums of several shards in slots --- */
+
+/* All gradients of a dtype; false if there are none. */
+static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
+  int i;
+  range->begin = d->bytes;
+  range->end = 0;
+  for (i = 0; i < d->count; i++) {
+    const cddp__tensor *t = &d->tensors[i];
+    if ((int)d->params[i].dtype != dtype) continue;
+    range->begin = cddp__min(range->begin, t->offset);
+    range->end = cddp__max(range->end, t->offset + t->room);
+  }
+  return range->begin < range->end;
+}
+
+/* Where a rank has, in a slot (-1: in its arena), what belongs to offset `at` of the arena.
+   mirror: the rank's. */
+static char *cddp__in_slot(const cddp_ddp *d, char *mirror, int slot, size_t at) {
+  if (slot < 0) return mirror + at;
+  return mirror + d->bytes + (size_t)slot * d->slot_bytes +
+         (at > d->halves ? 2 * at - d->halves : at);
+}
+
+/* The mean over all shards, of n elements from offset `at` of the arena on. sources: [shards]. */
+static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, size_t at,
+                                size_t n, cddp_dtype dtype) {
+  int i;
+  for (i = 0; i < d->node_count; i++)
+    sources[i] = cddp__in_slot(d, d->mirrors[d->nodes[i].rank], d->nodes[i].slot, at);
+  cddp__reduce_nodes(out, sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
+}
+
+/* The shard that has ended goes into a slot, added to those nodes with which it makes a greater
+   one, and gradients become zero for the next. The rank's last one may stay in the arena. */
+static void cddp__end_shard(cddp_ddp *d) {
+  const void *sources[CDDP__FOLD_DEPTH + 1];
+  int widths[CDDP__FOLD_DEPTH + 1];
+  int shard = d->first_shard + d->taken - 1, merged, slot, i, dtype;
+  bool last = d->taken == d->shard_count;
+  cddp__range range;
+  size_t at, n;
+  for (i = 0; d->sparse != NULL && i < d->count; i++)
+    if (d->sparse[i] != NULL) d->sparse[i]->ends[d->taken - 1] = d->sparse[i]->added.n;
+  merged = cddp__merges(d->starts, d->depth, shard, d->shards);
+  if (last && merged == 0) return;
+  slot = d->depth - merged;
+  CDDP_ASSERT(slot < d->slots);
+  d->starts[d->depth] = shard;
+  for (i = 0; i < merged; i++) {
+    widths[i] = d->starts[slot + i + 1] - d->starts[slot + i];
+    if (widths[i] == 1) widths[i] = -1; /* in the compute type, as all in slots */
+  }
+  widths[merged] = 1;
+  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
+    size_t esize = cddp__dtype_size((cddp_dtype)dtype);
+    if (!cddp__range_of(d, dtype, &range)) continue;
+    for (at = range.begin; at < range.end; at += n * esize) {
+      char *out = cddp__in_slot(d, d->mirror, slot, at);
+      n = cddp__min(CDDP__BLOCK, (range.end - at) / esize);
+      for (i = 0; i < merged; i++) sources[i] = cddp__in_slot(d, d->mirror, slot + i, at);
+      sources[merged] = d->mirror + at;
+      if (merged > 0)
+        cddp__reduce_subtree(out, sources, widths, merged + 1, n, (cddp_dtype)dtype);
+      else
+        cddp__convert(out, dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32, d->mirror + at,
+                      (cddp_dtype)dtype, n);
+      if (!last) memset(d->mirror + at, 0, n * esize);
+    }
+  }
+  for (i = 0; !last && i < d->count; i++)
+    if (!d->tensors[i].placed) memset(d->params[i].grad, 0, d->tensors[i].bytes);
+  d->depth = slot + 1;
+}
+
+/* Where ranks do not see all mirrors: every rank gets all nodes and takes the mean of them, which
+   goes into its own arena. */
+static cddp_result cddp__gather_shards(cddp_ddp *d) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  size_t ranks = (size_t)d->group->size, most = (size_t)d->most_nodes, n, at, esize, csize;
+  size_t block = cddp__max(CDDP__BLOCK, ((size_t)2 << 20) / (ranks * most));
+  char *mine = (char *)cddp__malloc(a, (ranks + 1) * most * block * sizeof(double)), *all;
+  cddp__range range;
+  cddp_result r = CDDP_OK;
+  int dtype, i, k, rank;
+  if (mine == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
+    if (!cddp__range_of(d, dtype, &range)) continue;
+    esize = cddp__dtype_size((cddp_dtype)dtype);
+    csize = cddp__max(esize, sizeof(float));
+    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
+      n = cddp__min(block, (range.end - at) / esize);
+      all = mine + most * n * csize;
+      for (i = k = 0, rank = -1; i < d->node_count; i++, k++) {
+        const cddp__shard_node *node = &d->nodes[i];
+        if (node->rank != rank) k = 0;
+        rank = node->rank;
+        d->sources[i] = all + ((size_t)rank * most + (size_t)k) * n * csize;
+        if (rank == d->group->rank)
+          memcpy(mine + (size_t)k * n * csize, cddp__in_slot(d, d->mirror, node->slot, at),
+                 n * (node->slot < 0 ? esize : csize));
+      }
+      r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, all, most * n * csize, CDDP_U8,
+                           -1);
+      if (r == CDDP_OK)
+        cddp__reduce_nodes(d->arena + at, d->sources, d->widths, d->node_count, d->shards, n,
+                           (cddp_dtype)dtype, CDDP_AVG);
+    }
+  }
+  cddp__free(a, mine);
+  return r;
+}
+
+/* --- reducing a bucket in memory that the ranks of a host share --- */
 
 /* The next stretch of used parameters of the bucket from sorted[*i] on; false at the end. */
 static bool cddp__next_range(const cddp_ddp *d, const cddp__bucket_state *b, int *i,
@@ -14565,14 +14806,17 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
     int active = 0;
     if (low >= high) continue;
     n = (high - low) / cddp__dtype_size(dtype);
-    for (k = 0; k < g->size; k++)
+    if (d->spread)
+      cddp__reduce_shards(d, d->mirror + from, (const void **)(void *)d->buffers, from, n, dtype);
+    for (k = 0; !d->spread && k < g->size; k++)
       if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
         d->buffers[active++] = d->mirrors[k] + from;
     if (active == g->size) {
       cddp__reduce_all(d->buffers, active, n, dtype, CDDP_AVG);
       continue;
     }
-    cddp__reduce(d->mirror + from, (const void *const *)d->buffers, active, n, dtype, CDDP_AVG);
+    if (!d->spread)
+      cddp__reduce(d->mirror + from, (const void *const *)d->buffers, active, n, dtype, CDDP_AVG);
     for (k = 0; k < g->size; k++)
       if (k != g->rank) memcpy(d->mirrors[k] + from, d->mirror + from, high - low);
   }
@@ -14718,7 +14962,8 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 
 /* Without memory d->mirror stays NULL, which cddp__map_peers tells all ranks. */
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
-  d->arena = d->mirror = (char *)cddp__arena_alloc(d->group->host, d->bytes, CDDP__FOR_USER);
+  size_t whole = d->bytes + (size_t)d->slots * d->slot_bytes;
+  d->arena = d->mirror = (char *)cddp__arena_alloc(d->group->host, whole, CDDP__FOR_USER);
   return CDDP_OK;
 }
 
@@ -14915,7 +15160,10 @@ static void cddp__fuse_block(const cddp__fused *f, int i, const cddp__update *u,
   const void *gradient = d->arena + at;
   char *weights = (char *)p->data + inside;
   int k, size = d->group->local_size, me = d->group->local_rank;
-  if (!f->averaged && t->used) {
+  if (!f->averaged && d->spread) {
+    cddp__reduce_shards(d, sum, d->sources, at, n, p->dtype);
+    gradient = sum;
+  } else if (!f->averaged && t->used) {
     for (k = 0; k < d->active_count; k++) d->sources[k] = d->mirrors[d->active[k]] + at;
     cddp__reduce(sum, d->sources, d->active_count, n, p->dtype, CDDP_AVG);
     gradient = sum;
@@ -14998,7 +15246,8 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   f.d = d;
   f.s = s;
   f.averaged = averaged;
-  f.one_loop = !averaged && d->active_count == size && (size == 1 || size == 2 || size == 4);
+  f.one_loop = !averaged && !d->spread && d->active_count == size &&
+               (size == 1 || size == 2 || size == 4);
   CDDP__POINT("fuse");
   cddp__fuse_parts(&f);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
@@ -15401,12 +15650,59 @@ static void cddp__arm(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
+/* --- taking shards --- */
+
+/* False: there are no more, or the model has failed. */
+static bool cddp__next_shard(cddp_ddp *d, int *shard) {
+  cddp_result r = CDDP_OK;
+  char space[24];
+  int i = 0, arrived;
+  if (d->failed || (d->taken == d->shard_count && !d->no_sync)) return false;
+  pthread_mutex_lock(&d->lock);
+  arrived = d->arrived;
+  pthread_mutex_unlock(&d->lock);
+  if (d->no_sync) {
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
+                   "cddp_ddp_ready of a shard",
+                   d->group->rank);
+  } else if (d->taken > 0 && arrived < d->count) {
+    while (d->tensors[i].ready) i++;
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
+                   "%d; call cddp_ddp_ready for every parameter first",
+                   cddp__param_name(&d->params[i], i, space, sizeof space),
+                   d->first_shard + d->taken - 1, d->group->rank);
+  }
+  if (r != CDDP_OK) {
+    (void)cddp__give_up(d, r);
+    return false;
+  }
+  if (d->taken > 0) {
+    cddp__end_shard(d);
+    cddp__arm(d);
+  }
+  *shard = d->first_shard + d->taken++;
+  return true;
+}
+
+/* Before a wait or step: all shards have been taken, and the last one ends. */
+static cddp_result cddp__end_shards(cddp_ddp *d) {
+  if (d->desc.shards > 0 && d->taken < d->shard_count)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "rank %d still has %d of its %d shards of this step to do; call "
+                      "cddp_ddp_next_shard until it returns false",
+                      d->group->rank, d->shard_count - d->taken, d->shard_count);
+  if (d->spread && d->arrived == d->count) cddp__end_shard(d); /* else the step will fail */
+  return CDDP_OK;
+}
+
 /* --- ready --- */
 
 /* Starts every bucket that is full and whose predecessors have started. lock held. */
 static cddp_result cddp__launch(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
-  if (d->group->size == 1 && d->desc.comm_hook == NULL) return CDDP_OK;
+  if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->spread) return CDDP_OK;
   while (r == CDDP_OK && d->next_bucket < d->plan.bucket_count) {
     cddp__bucket_state *b = &d->buckets[d->next_bucket];
     if (b->remaining > 0) break;
@@ -15590,12 +15886,14 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
    arrived (or the first rank's that has data). */
 static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
-  d->early = d->eager || (d->group->size > 1 && !stepping);
+  d->early = !d->spread && (d->eager || (d->group->size > 1 && !stepping));
 #ifdef CDDP_CUDA
   d->sums = stepping && !d->mirrored && d->gpu->device->kernels != NULL &&
             d->desc.comm_hook == NULL && d->group->size > 1;
 #endif
   d->present = d->active_count;
+  d->taken = d->depth = 0;
+  d->steps++;
   if (!d->rebuilt && !d->desc.find_unused_parameters) {
     r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival,
                          (size_t)d->count, CDDP_I32, d->active[0]);
@@ -15614,19 +15912,49 @@ static cddp_result cddp__merge_rows(cddp_ddp *d, char *all, size_t each) {
   cddp_group *g = d->control;
   void *at = NULL;
   cddp_result r = CDDP_OK;
-  int i, k;
+  int i, k, shard, first, count, lists = 0;
   for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
-    if (all == NULL)
+    char *packet = all + (size_t)d->active[k] * each;
+    if (all == NULL) {
       r = cddp__locate(g->host, &cddp__op_header_of(g, d->active[k], g->round)->u.ref, &at);
-    d->lists[k].packet = all != NULL ? all + (size_t)d->active[k] * each : (char *)at;
+      packet = (char *)at;
+    }
+    cddp__deal_shards(d->shards, g->size, d->active[k], &first, &count);
+    for (shard = 0; r == CDDP_OK && shard < count; shard++) {
+      d->lists[lists++].packet = packet;
+      for (i = 0; shard + 1 < count && i < d->count; i++)
+        if (cddp__sparse_of(d, i) != NULL)
+          packet += cddp__row_list_bytes(
+              d->sparse[i], (size_t)((const cddp__row_head *)(const void *)packet)->bound);
+    }
   }
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     if (cddp__sparse_of(d, i) == NULL) continue;
-    r = cddp__rows_merge(&g->host->allocator, d->sparse[i], d->lists, d->active_count, d->sources,
+    r = cddp__rows_merge(&g->host->allocator, d->sparse[i], d->lists, lists, d->sources,
                          d->params[i].dtype);
     if (d->tensors[i].used) d->sparse[i]->added.n = 0;
   }
   return r;
+}
+
+/* This rank's rows, one packet for each of its shards, to `packet`; NULL: nothing is written.
+   Returns how many bytes. */
+static size_t cddp__pack_rows(cddp_ddp *d, char *packet) {
+  size_t bytes = 0;
+  int shard, i;
+  for (shard = 0; shard < d->shard_count; shard++)
+    for (i = 0; i < d->count; i++) {
+      cddp__sparse *s = cddp__sparse_of(d, i);
+      size_t first, end;
+      if (s == NULL) continue;
+      first = shard > 0 ? s->ends[shard - 1] : 0;
+      end = shard + 1 < d->shard_count ? s->ends[shard] : s->added.n;
+      if (!d->tensors[i].used) end = first;
+      if (packet != NULL)
+        cddp__rows_pack(s, first, end - first, d->params[i].dtype, packet + bytes);
+      bytes += cddp__row_list_bytes(s, end - first);
+    }
+  return bytes;
 }
 
 /* Collective: all ranks get the mean of what each has added. Ranks read each other's packets; where
@@ -15634,20 +15962,14 @@ static cddp_result cddp__merge_rows(cddp_ddp *d, char *all, size_t each) {
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  size_t bytes = 0, each = 0;
+  size_t bytes = cddp__pack_rows(d, NULL), each = 0;
   cddp__ref ref; /* or, over hosts, the size */
   void *packet = NULL;
   char *at, *all;
   cddp_result r;
   int i;
-  for (i = 0; i < d->count; i++)
-    if (cddp__sparse_of(d, i) != NULL)
-      bytes += cddp__row_list_bytes(d->sparse[i], d->sparse[i]->added.n);
   if ((r = cddp__host_scratch(d, bytes, &packet)) != CDDP_OK) return cddp__break(g, r);
-  for (at = (char *)packet, i = 0; i < d->count; i++)
-    if (cddp__sparse_of(d, i) != NULL)
-      at = cddp__rows_pack(d->sparse[i], d->tensors[i].used ? d->sparse[i]->added.n : 0,
-                           d->params[i].dtype, at);
+  (void)cddp__pack_rows(d, (char *)packet);
   memset(&ref, 0, sizeof ref);
   if (g->hosts != NULL)
     cddp__put64((unsigned char *)&ref, bytes);
@@ -15719,14 +16041,15 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s) {
 /* What follows the meeting of a step, or (s NULL) of a wait, on ranks that have joined too. */
 static cddp_result cddp__finish(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
   int kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
-  bool averaged = s == NULL || d->early, wrote = missing > 0 && !averaged;
+  bool gathers = d->spread && d->group->carrier->average != NULL;
+  bool averaged = s == NULL || d->early || gathers, wrote = missing > 0 && !averaged;
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
   int i;
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
   while (r == CDDP_OK && s == NULL && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
-    r = cddp__finish_buckets(d, s != NULL);
-    wrote = d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
+    r = gathers ? cddp__gather_shards(d) : cddp__finish_buckets(d, s != NULL);
+    wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   }
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__exchange_rows(d, kind);
@@ -15755,8 +16078,9 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
     if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
 #endif
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
-  r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
-                     &missing);
+  if ((r = cddp__end_shards(d)) == CDDP_OK)
+    r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
+                       &missing);
   r = r == CDDP_OK ? cddp__finish(d, s, missing) : cddp__give_up(d, r);
   cddp__record_finish(d->control, record, r);
   return r;
@@ -15867,21 +16191,24 @@ static void *cddp__carve(char **at, size_t bytes) {
 }
 
 /* The cddp_ddp and its arrays in one piece of memory, zeroed. */
-static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count) {
-  size_t n = (size_t)count, size = (size_t)g->size;
+static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int shards) {
+  size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)shards);
   size_t bytes = sizeof(cddp_ddp) + n * sizeof(cddp__tensor) +
-                 (size * n + 3 * size + n) * sizeof(void *) + size * sizeof(cddp__row_list) +
+                 (size * n + size + 2 * parts + n) * sizeof(void *) +
+                 parts * (sizeof(cddp__row_list) + sizeof(cddp__shard_node) + sizeof(int)) +
                  (2 * n + size) * sizeof(int) + n * (size + 2) + 16 * sizeof(double);
   cddp_ddp *d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1, bytes);
   char *at = (char *)(d + 1);
   if (d == NULL) return NULL;
   d->tensors = (cddp__tensor *)cddp__carve(&at, n * sizeof *d->tensors);
   d->sparse_room = (cddp__sparse **)cddp__carve(&at, n * sizeof *d->sparse_room);
-  d->lists = (cddp__row_list *)cddp__carve(&at, size * sizeof *d->lists);
+  d->lists = (cddp__row_list *)cddp__carve(&at, parts * sizeof *d->lists);
   d->addresses = (char **)cddp__carve(&at, size * n * sizeof *d->addresses);
   d->mirrors = (char **)cddp__carve(&at, size * sizeof *d->mirrors);
-  d->buffers = (void **)cddp__carve(&at, size * sizeof *d->buffers);
-  d->sources = (const void **)cddp__carve(&at, size * sizeof *d->sources);
+  d->buffers = (void **)cddp__carve(&at, parts * sizeof *d->buffers);
+  d->sources = (const void **)cddp__carve(&at, parts * sizeof *d->sources);
+  d->nodes = (cddp__shard_node *)cddp__carve(&at, parts * sizeof *d->nodes);
+  d->widths = (int *)cddp__carve(&at, parts * sizeof *d->widths);
   d->active = (int *)cddp__carve(&at, size * sizeof *d->active);
   d->plan_order = (int *)cddp__carve(&at, n * sizeof *d->plan_order);
   d->arrival = (int *)cddp__carve(&at, n * sizeof *d->arrival);
@@ -15896,8 +16223,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
-  cddp_ddp *d = cddp__ddp_alloc(g, count);
-  int i;
+  cddp_ddp *d = cddp__ddp_alloc(g, count, desc->shards);
+  int i, slots, nodes;
   if (d == NULL) return NULL;
   d->group = g;
   d->id = __atomic_add_fetch(&cddp__models_made, 1, __ATOMIC_RELAXED);
@@ -15910,8 +16237,18 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   if (g->backend != NULL) d->memory = &cddp__gpu_memory;
   d->mirrored = g->backend == NULL || g->backend == &cddp__staged_backend;
 #endif
+  d->shards = desc->shards > g->size ? desc->shards : g->size;
+  d->spread = d->shards > g->size;
+  cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
+  for (i = 0; i < g->size; i++) {
+    nodes = cddp__plan_nodes(d->shards, g->size, i, d->nodes + d->node_count,
+                             d->widths + d->node_count, &slots);
+    d->node_count += nodes;
+    d->most_nodes = nodes > d->most_nodes ? nodes : d->most_nodes;
+    d->slots = slots > d->slots ? slots : d->slots;
+  }
   d->eager = desc->comm_hook != NULL || g->carrier->average != NULL || g->backend != NULL;
-  d->early = d->eager || g->size > 1;
+  d->early = !d->spread && (d->eager || g->size > 1);
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
   d->limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
@@ -15919,7 +16256,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
     if (desc->sparse_rows[i] == 0) continue;
     d->sparse = d->sparse_room;
-    d->sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i]);
+    d->sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i],
+                                    d->shard_count);
     if (d->sparse[i] != NULL) continue;
     cddp__ddp_free(d);
     return NULL;
@@ -15932,6 +16270,29 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   return d;
 }
 
+static cddp_result cddp__check_shards(const cddp_ddp *d) {
+  const char *other = d->desc.comm_hook != NULL          ? "comm_hook"
+                      : d->desc.find_unused_parameters ? "find_unused_parameters"
+                      : d->desc.uneven_inputs          ? "uneven_inputs"
+                                                       : NULL;
+  if (d->desc.shards == 0) return CDDP_OK;
+  if (d->desc.shards < d->group->size)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs "
+                      "at least one",
+                      d->desc.shards, d->group->size);
+  if (other != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
+                      "shards, in one order",
+                      other);
+  if (d->spread && d->group->backend != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "shards in cddp_ddp_desc is %d for %d ranks; on GPUs a rank has one shard",
+                      d->desc.shards, d->group->size);
+  return CDDP_OK;
+}
+
 /* The collective part of creation. */
 static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   cddp_group *g = d->group;
@@ -15939,8 +16300,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   int i;
   if (d->memory->use != NULL && (r = d->memory->use(d)) != CDDP_OK) return r;
   if ((r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control)) != CDDP_OK) return r;
+  local = cddp__check_shards(d);
 #ifdef CDDP_CUDA
-  if (g->backend != NULL) local = cddp__check_on_device(d);
+  if (local == CDDP_OK && g->backend != NULL) local = cddp__check_on_device(d);
 #endif
   if ((r = cddp__consensus(d->control, local, NULL, 0, NULL)) != CDDP_OK) return r;
   r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->comm);
@@ -18061,6 +18423,8 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
   CDDP__TRY(cddp__check_sparse(params, count, desc->sparse_rows));
   CDDP__CHECK(desc->bucket_cap_mb >= 0 && desc->first_bucket_mb >= 0,
               "bucket_cap_mb and first_bucket_mb must be at least 0");
+  CDDP__CHECK(desc->shards >= 0 && desc->shards <= CDDP__MAX_RANKS,
+              "shards is %d; it must be from 0 to %d", desc->shards, CDDP__MAX_RANKS);
   CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
   cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
@@ -18073,6 +18437,12 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
   *out = d;
   return CDDP_OK;
 }
+
+CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
+  return d != NULL && shard != NULL && cddp__next_shard(d, shard);
+}
+
+CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps : 0; }
 
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
@@ -18141,6 +18511,10 @@ CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
+  if (d->desc.shards > 0)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "cddp_ddp_join: every rank does its shards in each step; go without shards "
+                      "in cddp_ddp_desc");
   if (s != NULL) CDDP__TRY(cddp__check_pair(d, s));
   CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
   for (i = 0; i < d->count && !d->failed; i++)

@@ -1,0 +1,389 @@
+/* Shards: the global batch in S parts, whatever the number of ranks. After every step the weights
+   must have the bits of S ranks without shards. */
+#include "../../cddp.h"
+#include "../ranks.h"
+
+enum { PARAMS = 7, STEPS = 4, MOST = 12 /* shards */, LARGE = 3001 };
+enum { FUSED, APART, CLIPPED, BOTH, KINDS };
+
+static const size_t sizes[PARAMS] = {LARGE, 2500, 2100, 77, 5 * 12, 7 * 9, 1};
+static const size_t rows[PARAMS] = {0, 0, 0, 0, 12, 9, 0}; /* of sparse ones */
+static const cddp_dtype dtypes[PARAMS] = {CDDP_F32, CDDP_F16, CDDP_BF16, CDDP_F64,
+                                          CDDP_F32, CDDP_F16, CDDP_F32};
+static const char *const names[PARAMS] = {"wide", "half", "brain", "double", "table", "rows", "one"};
+
+typedef struct plan {
+  int shards, kind;
+  bool looped;  /* with cddp_ddp_next_shard and shards set; else each rank is one shard */
+  bool own;     /* gradients are the program's, not placed by cddp_ddp_create */
+  bool shared;  /* weights in shared memory */
+  double momentum;
+  uint64_t *hashes; /* [STEPS] of the weights after each step */
+} plan;
+
+static bool mentions(const char *text) { return strstr(cddp_error(), text) != NULL; }
+
+static size_t size_of(cddp_dtype d) { return d == CDDP_F64 ? 8 : d == CDDP_F32 ? 4 : 2; }
+
+/* Writes element i: some number around 1, with as many digits as the dtype has. */
+static void put(void *p, cddp_dtype d, size_t i, uint64_t h) {
+  uint64_t sign = h >> 63;
+  uint16_t half = (uint16_t)(sign << 15 | (9 + (h >> 40) % 8) << 10 | (h & 1023));
+  uint16_t brain = (uint16_t)(sign << 15 | (121 + (h >> 40) % 8) << 7 | (h & 127));
+  double x = ((double)(int64_t)(h >> 11) * 0x1p-52 - 1) * (double)(1 << (h & 7));
+  if (d == CDDP_F64) ((double *)p)[i] = x;
+  else if (d == CDDP_F32) ((float *)p)[i] = (float)x;
+  else ((uint16_t *)p)[i] = d == CDDP_F16 ? half : brain;
+}
+
+static uint64_t hash_of(uint64_t h, const void *p, size_t n) {
+  const unsigned char *b = (const unsigned char *)p;
+  size_t i;
+  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3ull;
+  return h;
+}
+
+static bool is_zero(const void *p, size_t n) {
+  const unsigned char *b = (const unsigned char *)p;
+  size_t i;
+  for (i = 0; i < n && b[i] == 0; i++) {}
+  return i == n;
+}
+
+/* Forward and backward of one shard: gradients must be zero before. */
+static void backward(cddp_ddp *ddp, cddp_param *p, int step, int shard) {
+  char values[LARGE * 8];
+  int k, n;
+  size_t i;
+  for (k = PARAMS - 1; k >= 0; k--) {
+    uint64_t seed = (uint64_t)(1000 * step + shard);
+    if (rows[k] == 0) {
+      CHECK(is_zero(p[k].grad, p[k].count * size_of(p[k].dtype)));
+      for (i = 0; i < p[k].count; i++)
+        put(p[k].grad, p[k].dtype, i, ranks_mix(seed, (uint64_t)k, i));
+    }
+    for (n = (int)(ranks_mix(seed, (uint64_t)k, 77) % 5); rows[k] != 0 && n > 0; n--) {
+      int64_t numbers[3];
+      size_t width = sizes[k] / rows[k];
+      for (i = 0; i < 3; i++) /* the same one twice, now and then */
+        numbers[i] = (int64_t)(ranks_mix(seed, (uint64_t)n, 5 + i) % rows[k]);
+      for (i = 0; i < 3 * width; i++)
+        put(values, p[k].dtype, i, ranks_mix(seed, (uint64_t)(k + 100 * n), i));
+      CHECK_OK(cddp_ddp_add_rows(ddp, k, numbers, values, 3));
+    }
+    CHECK_OK(cddp_ddp_ready(ddp, k));
+  }
+}
+
+static cddp_result take_step(cddp_ddp *ddp, cddp_optim *optim, int kind, int step, double *norm) {
+  cddp_result r;
+  *norm = 0;
+  if (kind == FUSED || (kind == BOTH && step % 2 == 1)) return cddp_ddp_step(ddp, optim);
+  if ((r = cddp_ddp_wait(ddp)) != CDDP_OK) return r;
+  if (kind == CLIPPED && (r = cddp_ddp_clip_grad_norm(ddp, 3, norm)) != CDDP_OK) return r;
+  if ((r = cddp_optim_step(optim)) != CDDP_OK) return r;
+  return cddp_optim_zero_grad(optim);
+}
+
+typedef struct model {
+  cddp_param p[PARAMS];
+  cddp_ddp *ddp;
+  cddp_optim *optim;
+  bool own, shared;
+} model;
+
+static cddp_result model_open(model *m, cddp_group *g, const plan *c, const cddp_ddp_desc *desc) {
+  cddp_sgd_desc o;
+  cddp_result r;
+  int k;
+  size_t i;
+  memset(m, 0, sizeof *m);
+  m->own = c->own;
+  m->shared = c->shared;
+  for (k = 0; k < PARAMS; k++) {
+    size_t bytes = sizes[k] * size_of(dtypes[k]);
+    m->p[k].name = names[k];
+    m->p[k].count = sizes[k];
+    m->p[k].dtype = dtypes[k];
+    m->p[k].data = c->shared ? cddp_alloc(g, bytes) : malloc(bytes);
+    if (c->own && rows[k] == 0) m->p[k].grad = calloc(1, bytes);
+    for (i = 0; i < sizes[k]; i++) put(m->p[k].data, dtypes[k], i, ranks_mix(3, (uint64_t)k, i));
+  }
+  memset(&o, 0, sizeof o);
+  if ((r = cddp_ddp_create(&m->ddp, g, m->p, PARAMS, desc)) != CDDP_OK) return r;
+  o.lr = 0.125;
+  o.momentum = c->momentum;
+  o.ddp = m->ddp;
+  return cddp_sgd_create(&m->optim, m->p, PARAMS, &o);
+}
+
+static void model_close(model *m, cddp_group *g) {
+  int k;
+  cddp_optim_destroy(m->optim);
+  cddp_ddp_destroy(m->ddp);
+  for (k = 0; k < PARAMS; k++) {
+    if (m->own && rows[k] == 0) free(m->p[k].grad);
+    if (m->shared) cddp_free(g, m->p[k].data);
+    else free(m->p[k].data);
+  }
+}
+
+static int train(cddp_group *g, void *arg) {
+  const plan *c = (const plan *)arg;
+  int rank = cddp_rank(g), n = cddp_world_size(g), step, k, shard, taken, before = test_failures;
+  int first = c->shards / n * rank + (rank < c->shards % n ? rank : c->shards % n);
+  int count = c->shards / n + (rank < c->shards % n);
+  cddp_ddp_desc d;
+  model m;
+  memset(&d, 0, sizeof d);
+  d.sparse_rows = rows;
+  d.bucket_cap_mb = 0.01;
+  d.shards = c->looped ? c->shards : 0;
+  CHECK_OK(model_open(&m, g, c, &d));
+  for (step = 0; step < STEPS && m.optim != NULL && test_failures == before; step++) {
+    uint64_t h = 0xcbf29ce484222325ull;
+    double norm;
+    CHECK_EQ(cddp_ddp_steps(m.ddp), step);
+    if (!c->looped) {
+      backward(m.ddp, m.p, step, rank);
+    } else {
+      for (taken = 0; cddp_ddp_next_shard(m.ddp, &shard); taken++) {
+        CHECK_EQ(shard, first + taken);
+        backward(m.ddp, m.p, step, shard);
+      }
+      CHECK_EQ(taken, count);
+      CHECK(!cddp_ddp_next_shard(m.ddp, &shard));
+    }
+    CHECK_OK(take_step(m.ddp, m.optim, c->kind, step, &norm));
+    for (k = 0; k < PARAMS; k++) h = hash_of(h, m.p[k].data, sizes[k] * size_of(dtypes[k]));
+    h = hash_of(h, &norm, sizeof norm);
+    if (!c->looped) {
+      if (rank == 0) c->hashes[step] = h;
+    } else if (h != c->hashes[step]) {
+      test_fail(__FILE__, __LINE__, "%d shards on %d ranks: step %d of kind %d differs on rank %d%s%s",
+                c->shards, n, step, c->kind, rank, c->own ? ", own" : "", c->shared ? ", shared" : "");
+    }
+    test_count();
+  }
+  model_close(&m, g);
+  return test_failures != before;
+}
+
+/* The hashes of S ranks without shards. */
+static void reference(plan *c, uint64_t *hashes) {
+  c->hashes = hashes;
+  c->looped = false;
+  CHECK_OK(ranks_run(train, c, c->shards, true));
+  c->looped = true;
+}
+
+/* Every kind of step for every number of shards and ranks. */
+static void test_world_sizes(void) {
+  uint64_t hashes[STEPS];
+  int most = RANKS_SLOW ? 7 : MOST, n;
+  plan c;
+  memset(&c, 0, sizeof c);
+  for (c.shards = 1; c.shards <= most; c.shards++)
+    for (c.kind = 0; c.kind < KINDS; c.kind++) {
+      c.momentum = c.kind == APART ? 0 : 0.9;
+      c.own = c.kind == APART || c.kind == BOTH;
+      c.shared = c.kind != CLIPPED;
+      reference(&c, hashes);
+      for (n = 1; n <= c.shards; n++) {
+        c.own = n % 2 == 1;
+        c.shared = (n + c.kind) % 3 != 0;
+        CHECK_OK(ranks_run(train, &c, n, true));
+      }
+    }
+}
+
+/* One kind, with many shards: sums that wait in many slots. */
+static void test_many_shards(void) {
+  static const int sizes_of[] = {16, 31, 33, 64}, ranks[] = {1, 2, 3, 5, 7};
+  uint64_t hashes[STEPS];
+  size_t i, k;
+  plan c;
+  memset(&c, 0, sizeof c);
+  for (i = 0; i < (RANKS_SLOW ? 2 : 4); i++) {
+    c.shards = sizes_of[i];
+    c.kind = i % 2 == 0 ? FUSED : APART;
+    c.momentum = 0.5;
+    c.shared = true;
+    reference(&c, hashes);
+    for (k = 0; k < 5; k++) CHECK_OK(ranks_run(train, &c, ranks[k], true));
+  }
+}
+
+/* Processes on one host, then on two and three: the program's ranks are dealt out in turn. */
+static void test_processes(void) {
+  static const char *const hosts[] = {"", "ab", "abc"};
+  uint64_t hashes[STEPS];
+  size_t i;
+  int n;
+  plan c;
+  memset(&c, 0, sizeof c);
+  for (c.shards = 3; c.shards <= 8; c.shards += 5)
+    for (c.kind = 0; c.kind < KINDS; c.kind++) {
+      c.momentum = 0.9;
+      reference(&c, hashes);
+      for (i = 0; i < 3; i++) {
+        setenv("TEST_HOSTS", hosts[i], 1);
+        for (n = 2; n <= (c.shards == 3 ? 3 : 5); n++) {
+          c.own = n % 2 == 0;
+          c.shared = n != 3;
+          if (n == 2 && i == 2) continue;
+          CHECK_OK(ranks_run(train, &c, n, false));
+        }
+        unsetenv("TEST_HOSTS");
+      }
+    }
+}
+
+/* Without shards in the desc the same loop runs, with one shard a rank. */
+static int default_body(cddp_group *g, void *arg) {
+  int rank = cddp_rank(g), shard = -1, step, before = test_failures;
+  plan *c = (plan *)arg;
+  cddp_ddp_desc d;
+  model m;
+  memset(&d, 0, sizeof d);
+  d.sparse_rows = rows;
+  CHECK_OK(model_open(&m, g, c, &d));
+  for (step = 0; step < STEPS; step++) {
+    double norm;
+    CHECK(cddp_ddp_next_shard(m.ddp, &shard));
+    CHECK_EQ(shard, rank);
+    backward(m.ddp, m.p, step, shard);
+    CHECK(!cddp_ddp_next_shard(m.ddp, &shard));
+    CHECK_OK(take_step(m.ddp, m.optim, BOTH, step, &norm));
+    CHECK_EQ(cddp_ddp_steps(m.ddp), step + 1);
+  }
+  model_close(&m, g);
+  return test_failures != before;
+}
+
+static void test_default(void) {
+  plan c;
+  memset(&c, 0, sizeof c);
+  CHECK_OK(ranks_run(default_body, &c, 3, true));
+  CHECK_EQ(cddp_ddp_steps(NULL), 0);
+  CHECK(!cddp_ddp_next_shard(NULL, NULL));
+}
+
+/* ERRORS. -------------------------------------------------------------------------------------- */
+
+static cddp_result no_hook(cddp_bucket *b, void *arg) {
+  (void)b, (void)arg;
+  return CDDP_OK;
+}
+
+/* The result of creation on 3 ranks, which is the same on all of them. */
+static cddp_result create(cddp_group *g, const cddp_ddp_desc *d) {
+  float weight = 1;
+  cddp_param p;
+  cddp_ddp *ddp;
+  cddp_result r;
+  memset(&p, 0, sizeof p);
+  p.data = &weight;
+  p.count = 1;
+  r = cddp_ddp_create(&ddp, g, &p, 1, d);
+  cddp_ddp_destroy(ddp);
+  return r;
+}
+
+static int creation_body(cddp_group *g, void *arg) {
+  int before = test_failures;
+  cddp_ddp_desc d;
+  (void)arg;
+  memset(&d, 0, sizeof d);
+  d.shards = 2;
+  CHECK_IS(create(g, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(mentions("2") && mentions("3 ranks"));
+  d.shards = -1;
+  CHECK_IS(create(g, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(mentions("-1"));
+  d.shards = cddp_rank(g) == 1 ? 4 : 7;
+  CHECK_IS(create(g, &d), CDDP_MISMATCH);
+  CHECK(mentions("4 on rank 1") && mentions("7 on rank 0"));
+  d.shards = 5;
+  d.find_unused_parameters = true;
+  CHECK_IS(create(g, &d), CDDP_UNSUPPORTED);
+  CHECK(mentions("find_unused_parameters"));
+  d.find_unused_parameters = false;
+  d.uneven_inputs = true;
+  CHECK_IS(create(g, &d), CDDP_UNSUPPORTED);
+  CHECK(mentions("uneven_inputs"));
+  d.uneven_inputs = false;
+  d.comm_hook = no_hook;
+  CHECK_IS(create(g, &d), CDDP_UNSUPPORTED);
+  CHECK(mentions("comm_hook"));
+  d.comm_hook = NULL;
+  CHECK_OK(create(g, &d)); /* the group has lived through all of it */
+  return test_failures != before;
+}
+
+static void test_creation(void) { CHECK_OK(ranks_run(creation_body, NULL, 3, true)); }
+
+enum { LEFT, LEFT_AT_WAIT, NONE_TAKEN, UNREADY, LAST_UNREADY, TWICE, NO_SYNC, JOIN, MISTAKES };
+
+/* Rank 1 of 2 makes a mistake with its 2 or 3 shards; both ranks' steps fail and say so. */
+static int mistake_body(cddp_group *g, void *arg) {
+  int mistake = *(const int *)arg, rank = cddp_rank(g), shard, taken = 0, before = test_failures;
+  cddp_ddp_desc d;
+  cddp_result r;
+  plan c;
+  model m;
+  memset(&c, 0, sizeof c);
+  memset(&d, 0, sizeof d);
+  d.sparse_rows = rows;
+  d.shards = 5;
+  CHECK_OK(model_open(&m, g, &c, &d));
+  if (mistake == JOIN) {
+    CHECK_IS(cddp_ddp_join(m.ddp, m.optim), CDDP_UNSUPPORTED);
+    model_close(&m, g);
+    return test_failures != before;
+  }
+  if (rank == 0 || mistake > NONE_TAKEN)
+    while (cddp_ddp_next_shard(m.ddp, &shard)) {
+      bool wrong = rank == 1 && taken++ == (mistake == LAST_UNREADY);
+      if (wrong && (mistake == UNREADY || mistake == LAST_UNREADY)) {
+        CHECK_OK(cddp_ddp_ready(m.ddp, 6));
+        continue;
+      }
+      backward(m.ddp, m.p, 0, shard);
+      if (wrong && mistake == TWICE) CHECK_IS(cddp_ddp_ready(m.ddp, 2), CDDP_INVALID_ARGUMENT);
+      if (wrong && mistake == NO_SYNC) cddp_ddp_no_sync(m.ddp, true);
+    }
+  else if (mistake != NONE_TAKEN && cddp_ddp_next_shard(m.ddp, &shard))
+    backward(m.ddp, m.p, 0, shard);
+  cddp_ddp_no_sync(m.ddp, false);
+  r = mistake == LEFT_AT_WAIT ? cddp_ddp_wait(m.ddp) : cddp_ddp_step(m.ddp, m.optim);
+  CHECK_IS(r, mistake == LAST_UNREADY ? CDDP_MISMATCH : CDDP_INVALID_ARGUMENT);
+  CHECK(mentions(mistake <= NONE_TAKEN     ? "shards of this step"
+                 : mistake == UNREADY      ? "was not marked ready on rank 1"
+                 : mistake == LAST_UNREADY ? "on rank 1"
+                 : mistake == TWICE        ? "twice"
+                                           : "no_sync"));
+  CHECK(!cddp_ddp_next_shard(m.ddp, &shard));
+  CHECK(cddp_ddp_step(m.ddp, m.optim) != CDDP_OK);
+  CHECK_EQ(cddp_ddp_steps(m.ddp), 0);
+  CHECK_OK(cddp_barrier(g));
+  model_close(&m, g);
+  return test_failures != before;
+}
+
+static void test_mistakes(void) {
+  int mistake;
+  for (mistake = 0; mistake < MISTAKES; mistake++)
+    if (ranks_run(mistake_body, &mistake, 2, true) != CDDP_OK)
+      test_fail(__FILE__, __LINE__, "mistake %d", mistake);
+}
+
+int main(void) {
+  RUN(test_default);
+  RUN(test_creation);
+  RUN(test_mistakes);
+  RUN(test_world_sizes);
+  RUN(test_many_shards);
+  RUN(test_processes);
+  return TEST_END();
+}
