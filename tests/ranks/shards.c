@@ -180,7 +180,7 @@ static void reference(plan *c, uint64_t *hashes) {
 /* Every kind of step for every number of shards and ranks. */
 static void test_world_sizes(void) {
   uint64_t hashes[STEPS];
-  int most = RANKS_SLOW ? 7 : MOST, n;
+  int most = RANKS_TSAN ? 5 : RANKS_SLOW ? 7 : MOST, n;
   plan c;
   memset(&c, 0, sizeof c);
   for (c.shards = 1; c.shards <= most; c.shards++)
@@ -204,7 +204,7 @@ static void test_many_shards(void) {
   size_t i, k;
   plan c;
   memset(&c, 0, sizeof c);
-  for (i = 0; i < (RANKS_SLOW ? 2 : 4); i++) {
+  for (i = 0; i < (RANKS_TSAN ? 1 : RANKS_SLOW ? 2 : 4); i++) {
     c.shards = sizes_of[i];
     c.kind = i % 2 == 0 ? FUSED : APART;
     c.momentum = 0.5;
@@ -222,13 +222,13 @@ static void test_processes(void) {
   int n;
   plan c;
   memset(&c, 0, sizeof c);
-  for (c.shards = 3; c.shards <= 8; c.shards += 5)
-    for (c.kind = 0; c.kind < KINDS; c.kind++) {
+  for (c.shards = 3; c.shards <= (RANKS_SLOW ? 3 : 8); c.shards += 5)
+    for (c.kind = RANKS_SLOW ? BOTH : 0; c.kind < KINDS; c.kind++) {
       c.momentum = 0.9;
       reference(&c, hashes);
       for (i = 0; i < 3; i++) {
         setenv("TEST_HOSTS", hosts[i], 1);
-        for (n = 2; n <= (c.shards == 3 ? 3 : 5); n++) {
+        for (n = RANKS_SLOW ? 3 : 2; n <= (c.shards == 3 ? 3 : 5); n++) {
           c.own = n % 2 == 0;
           c.shared = n != 3;
           if (n == 2 && i == 2) continue;
