@@ -14715,7 +14715,7 @@ static void cddp__end_shard(cddp_ddp *d) {
       if (merged > 0)
         cddp__reduce_subtree(out, sources, widths, merged + 1, n, (cddp_dtype)dtype);
       else
-        cddp__convert(out, dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32, d->mirror + at,
+        cddp__convert(out, cddp__compute_type((cddp_dtype)dtype), d->mirror + at,
                       (cddp_dtype)dtype, n);
       if (!last) memset(d->mirror + at, 0, n * esize);
     }

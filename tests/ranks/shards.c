@@ -10,7 +10,8 @@ static const size_t sizes[PARAMS] = {LARGE, 2500, 2100, 77, 5 * 12, 7 * 9, 1};
 static const size_t rows[PARAMS] = {0, 0, 0, 0, 12, 9, 0}; /* of sparse ones */
 static const cddp_dtype dtypes[PARAMS] = {CDDP_F32, CDDP_F16, CDDP_BF16, CDDP_F64,
                                           CDDP_F32, CDDP_F16, CDDP_F32};
-static const char *const names[PARAMS] = {"wide", "half", "brain", "double", "table", "rows", "one"};
+static const char *const names[PARAMS] = {"wide",  "half", "brain", "double",
+                                          "table", "rows", "one"};
 
 typedef struct plan {
   int shards, kind;
@@ -160,8 +161,9 @@ static int train(cddp_group *g, void *arg) {
     if (!c->looped) {
       if (rank == 0) c->hashes[step] = h;
     } else if (h != c->hashes[step]) {
-      test_fail(__FILE__, __LINE__, "%d shards on %d ranks: step %d of kind %d differs on rank %d%s%s",
-                c->shards, n, step, c->kind, rank, c->own ? ", own" : "", c->shared ? ", shared" : "");
+      test_fail(__FILE__, __LINE__, "%d shards, %d ranks: step %d of kind %d differs on rank %d%s%s",
+                c->shards, n, step, c->kind, rank, c->own ? ", own" : "",
+                c->shared ? ", shared" : "");
     }
     test_count();
   }
