@@ -161,7 +161,7 @@ static int train(cddp_group *g, void *arg) {
     if (!c->looped) {
       if (rank == 0) c->hashes[step] = h;
     } else if (h != c->hashes[step]) {
-      test_fail(__FILE__, __LINE__, "%d shards, %d ranks: step %d of kind %d differs on rank %d%s%s",
+      test_fail(__FILE__, __LINE__, "%d shards, %d ranks: step %d of kind %d differs, rank %d%s%s",
                 c->shards, n, step, c->kind, rank, c->own ? ", own" : "",
                 c->shared ? ", shared" : "");
     }
