@@ -17223,10 +17223,11 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return r;
 }
 
-static const char *const cddp__sampler_keys[] = {
+/* Metadata that is a number. */
+static const char *const cddp__number_keys[] = {
     "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
     "cddp.sampler.seed", "cddp.sampler.shuffle"};
-enum { CDDP__SAMPLER_VALUES = sizeof cddp__sampler_keys / sizeof *cddp__sampler_keys };
+enum { CDDP__OF_SAMPLER = 5, CDDP__NUMBERS = sizeof cddp__number_keys / sizeof *cddp__number_keys };
 
 typedef struct cddp__checkpoint {
   cddp_group *g; /* NULL: none */
@@ -17242,10 +17243,11 @@ typedef struct cddp__checkpoint {
   size_t item_count;
   char *names; /* of the states */
   double lr;
-  uint64_t sampler[CDDP__SAMPLER_VALUES]; /* as cddp__sampler_keys */
+  uint64_t numbers[CDDP__NUMBERS]; /* as cddp__number_keys */
   char *staging; /* [2 * CDDP__FILE_STAGING] between the file and a device; NULL: not needed yet */
   /* save: */
   cddp__buffer header;
+  char digits[CDDP__NUMBERS][24]; /* of the numbers */
   /* load: */
   cddp_safetensors *file;   /* rank 0's has the descriptor */
   bool has_lr, has_sampler; /* the file has */
@@ -17474,31 +17476,36 @@ static cddp_result cddp__make_header(cddp__checkpoint *c, const cddp_metadata *m
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "what was passed makes no file: ");
 }
 
+/* The metadata of numbers first .. end - 1; where the next goes. */
+static cddp_metadata *cddp__put_numbers(cddp__checkpoint *c, cddp_metadata *m, int first, int end) {
+  for (; first < end; first++, m++) {
+    snprintf(c->digits[first], sizeof c->digits[first], "%" PRIu64, c->numbers[first]);
+    m->key = cddp__number_keys[first];
+    m->value = c->digits[first];
+  }
+  return m;
+}
+
 /* The metadata, then all of the header. */
 static cddp_result cddp__save_header(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
   const cddp_sampler *s = d->sampler;
-  char numbers[CDDP__SAMPLER_VALUES][24];
   cddp_metadata *all, *m;
   cddp_result r;
   int i;
   all = m = (cddp_metadata *)cddp__calloc(
-      c->allocator, (size_t)d->metadata_count + CDDP__SAMPLER_VALUES + 1, sizeof *m);
+      c->allocator, (size_t)d->metadata_count + CDDP__NUMBERS + 1, sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->key = "format"; /* some of PyTorch's loaders insist on it */
   m++->value = "pt";
   if (s != NULL) {
-    c->sampler[0] = s->epoch;
-    c->sampler[1] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
+    c->numbers[0] = s->epoch;
+    c->numbers[1] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
                               s->desc.dataset_size); /* what all ranks together have taken */
-    c->sampler[2] = s->desc.dataset_size;
-    c->sampler[3] = s->desc.seed;
-    c->sampler[4] = s->desc.shuffle;
-  }
-  for (i = 0; s != NULL && i < CDDP__SAMPLER_VALUES; i++) {
-    snprintf(numbers[i], sizeof numbers[i], "%" PRIu64, c->sampler[i]);
-    m->key = cddp__sampler_keys[i];
-    m++->value = numbers[i];
+    c->numbers[2] = s->desc.dataset_size;
+    c->numbers[3] = s->desc.seed;
+    c->numbers[4] = s->desc.shuffle;
+    m = cddp__put_numbers(c, m, 0, CDDP__OF_SAMPLER);
   }
   for (i = 0; i < d->metadata_count; i++) {
     if (strcmp(d->metadata[i].key, "format") == 0) all[0].value = d->metadata[i].value;
@@ -17631,26 +17638,31 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
   return r;
 }
 
-static cddp_result cddp__match_sampler(cddp__checkpoint *c) {
-  const cddp_sampler_desc *d = &c->desc->sampler->desc;
-  const uint64_t *v = c->sampler;
-  int i;
-  for (i = 0; i < CDDP__SAMPLER_VALUES; i++) {
-    const char *key = cddp__sampler_keys[i], *text = cddp__st_value(c->file, key);
-    char *end = NULL;
+/* Numbers first .. end - 1 of the file. *found: it has them; without partial it must. */
+static cddp_result cddp__match_numbers(cddp__checkpoint *c, int first, int end, bool *found) {
+  for (; first < end; first++) {
+    const char *key = cddp__number_keys[first], *text = cddp__st_value(c->file, key);
+    char *rest = NULL;
     if (text == NULL) return c->desc->partial ? CDDP_OK : cddp__lacks("metadata", key);
     errno = 0;
-    c->sampler[i] = strtoull(text, &end, 10);
-    if (text[0] < '0' || text[0] > '9' || *end != 0 || errno != 0)
+    c->numbers[first] = strtoull(text, &rest, 10);
+    if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
   }
-  if (v[1] > 0 && (v[2] != d->dataset_size || v[3] != d->seed || v[4] != (uint64_t)d->shuffle))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "it was saved in the middle of an epoch over %" PRIu64 " samples, seed %"
-                      PRIu64 ", shuffle %d; the sampler has %zu, seed %" PRIu64 ", shuffle %d",
-                      v[2], v[3], v[4] != 0, d->dataset_size, d->seed, d->shuffle);
-  c->has_sampler = true;
+  *found = true;
   return CDDP_OK;
+}
+
+static cddp_result cddp__match_sampler(cddp__checkpoint *c) {
+  const cddp_sampler_desc *d = &c->desc->sampler->desc;
+  const uint64_t *v = c->numbers;
+  cddp_result r = cddp__match_numbers(c, 0, CDDP__OF_SAMPLER, &c->has_sampler);
+  if (r != CDDP_OK || !c->has_sampler || v[1] == 0) return r;
+  if (v[2] == d->dataset_size && v[3] == d->seed && v[4] == (uint64_t)d->shuffle) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "it was saved in the middle of an epoch over %" PRIu64 " samples, seed %" PRIu64
+                    ", shuffle %d; the sampler has %zu, seed %" PRIu64 ", shuffle %d",
+                    v[2], v[3], v[4] != 0, d->dataset_size, d->seed, d->shuffle);
 }
 
 /* Finds in the file all that is asked for; changes nothing outside c. */
@@ -17740,7 +17752,7 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
   cddp_result r;
   int i;
   if (c->has_lr && (r = cddp__take_states(c)) != CDDP_OK) return r;
-  if (c->has_sampler) cddp__sampler_begin(d->sampler, c->sampler[0], c->sampler[1], true);
+  if (c->has_sampler) cddp__sampler_begin(d->sampler, c->numbers[0], c->numbers[1], true);
   for (i = 0; i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);
     d->metadata[i].value = value != NULL ? text : NULL;
