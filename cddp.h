@@ -710,19 +710,49 @@ struct cddp_sgd_desc {
   void *stream;        /* CUDA stream of step and zero_grad without ddp; NULL = the default one */
   void *const *copies;   /* [count] mixed precision, see below; NULL for a parameter: none of it */
   cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
+  const double *lr_scales;     /* [count] each parameter's rate is lr times this; NULL: all 1 */
+  const double *weight_decays; /* [count] each parameter's own; NULL: weight_decay for all */
 };
+
+typedef struct cddp_adamw_desc {
+  double lr;           /* learning rate, >= 0. Zero stays zero: there is no default */
+  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999 */
+  double eps;          /* >= 0; 0 = 1e-8 */
+  double weight_decay; /* >= 0, decoupled; 0: none, unlike PyTorch, whose default is 0.01 */
+  bool amsgrad;        /* divide by the greatest exp_avg_sq so far */
+  bool maximize;       /* from here on as in cddp_sgd_desc */
+  cddp_ddp *ddp;
+  void *stream;
+  void *const *copies;
+  cddp_dtype copy_dtype;
+  const double *lr_scales;
+  const double *weight_decays;
+} cddp_adamw_desc;
 
 /* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
    was NULL; must stay where it is. Momentum is allocated at the first step that needs it.
+   GROUPS of parameters with settings of their own, PyTorch's param_groups, are two arrays of
+   doubles, lr_scales and weight_decays, such as no decay for vectors and half the rate for an
+   embedding; cddp_optim_set_lr changes the rate of all of them. The arrays are copied.
    MIXED PRECISION. Forward and backward read f16 or bf16 weights, while the optimizer works on f32
    master weights: params hold the masters and f32 gradients, which are reduced in f32 as ever;
    copies[i], of count elements in the same kind of memory as data, is what the model reads.
-   cddp_sgd_create, cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.optim)
-   write data, rounded to the nearest, to it. Checkpoints have the masters. The array is copied, the
+   Creation, cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.optim) write
+   data, rounded to the nearest, to it. Checkpoints have the masters. The array is copied, the
    memory must stay. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc);
+
+/* torch.optim.AdamW's arithmetic: f32 has the bits of its fused CPU kernel, on every machine. What
+   has been said of cddp_sgd_create holds here too. Each parameter counts its own steps, those in
+   which a rank used it. Parameters are f32 or f64: f16 and bf16 are CDDP_UNSUPPORTED but as copies,
+   and so are sparse gradients, as in PyTorch. In a checkpoint the state of parameter NAME is
+   optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME. */
+CDDP_CHECKED
+CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
+                                      const cddp_adamw_desc *desc);
+
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);              /* updates data from grad. Local */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
@@ -5258,6 +5288,16 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #define CDDP__DISPATCH 0
 #endif
 
+/* Without errno, loops with square roots become vectors. (nvcc has declarations of its own.) */
+#if defined(__CUDACC__)
+#elif defined(__cplusplus)
+extern "C" float sqrtf(float) noexcept __attribute__((const));
+extern "C" double sqrt(double) noexcept __attribute__((const));
+#else
+extern float sqrtf(float) __attribute__((const));
+extern double sqrt(double) __attribute__((const));
+#endif
+
 static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
 
 static size_t cddp__dtype_size(cddp_dtype d) {
@@ -5327,15 +5367,18 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
 
 #define CDDP__STATES 3 /* arrays that an optimizer keeps of a parameter, at most */
 
-/* What an optimizer's step takes from its settings. */
+/* What an optimizer's step takes from its settings and from the number of the step. */
 typedef struct cddp__scalars {
   double sign;   /* of the gradient: -1 to maximize */
-  double step;   /* -lr */
-  double decay;  /* weight_decay; 0: none */
-  double keep;   /* factor of the momentum */
-  double take;   /* factor of the gradient that enters the momentum */
-  bool nesterov;
-  bool first;    /* the gradient becomes the momentum */
+  double step;   /* -lr; AdamW: / (1 - beta1^t) */
+  double decay;  /* SGD: weight_decay, 0: none; AdamW: 1 - lr * weight_decay */
+  double keep;   /* SGD: factor of the momentum; AdamW: of exp_avg_sq, beta2 */
+  double take;   /* SGD: of the gradient that enters the momentum; AdamW: 1 - beta2 */
+  bool nesterov; /* SGD */
+  bool first;    /* SGD: the gradient becomes the momentum */
+  double lerp;   /* AdamW: 1 - beta1 */
+  double root;   /* AdamW: sqrt(1 - beta2^t) */
+  double eps;    /* AdamW */
 } cddp__scalars;
 
 /* A stretch of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, states of one. */
@@ -5360,8 +5403,12 @@ typedef struct cddp__kernels {
   void (*mix)(void *d, const void *a, const void *b, size_t n, double e, double f);
   /* the sum of squares, in an order that depends on n alone. F32, F64 */
   double (*squares)(const void *p, size_t n);
-  /* a data-parallel step by SGD with momentum that has a value, without nesterov. F32 */
+  /* one step of AdamW; states: exp_avg, exp_avg_sq, max_exp_avg_sq (NULL: none). F32, F64 */
+  void (*adamw)(void *w, const void *g, void *const *states, size_t n, const cddp__scalars *s);
+  /* data-parallel steps: by SGD with momentum that has a value, without nesterov; by AdamW without
+     amsgrad. F32 */
   void (*sgd_loop)(const cddp__fused_args *s, int ranks, size_t n);
+  void (*adamw_loop)(const cddp__fused_args *s, int ranks, size_t n);
   void (*widen)(cddp__f32 *d, const void *s, size_t n);  /* F16, BF16 */
   void (*narrow)(void *d, const cddp__f32 *s, size_t n); /* F16, BF16 */
 } cddp__kernels;
@@ -5498,6 +5545,42 @@ typedef struct cddp__kernels {
     CDDP__EACH(d[i] = cddp__f32_to_##S(s[i]));                                                  \
   }
 
+/* One element of AdamW, as the vectors of PyTorch's fused kernel do it: FusedAdamKernel.cpp, whose
+   bits (of 2.6.0) tell which sums are fused multiply-adds. v: the gradient, x: the weight; MAXIMUM:
+   amsgrad's, or none. */
+#define CDDP__ADAMW_STEP(F, FMA, SQRT, MAXIMUM)                                                 \
+  F a = m[i];                                                                                   \
+  F b = q[i];                                                                                   \
+  a = FMA(lerp, v - a, near ? a : v);                                                           \
+  b = FMA(take * v, v, b * keep);                                                               \
+  m[i] = a;                                                                                     \
+  q[i] = b;                                                                                     \
+  MAXIMUM;                                                                                      \
+  x = x * decay + step * a / (SQRT(b) / root + eps)
+#define CDDP__ADAMW_SCALARS(F, s)                                                               \
+  F decay = (F)(s)->decay, keep = (F)(s)->keep, take = (F)(s)->take, root = (F)(s)->root;       \
+  F step = (F)(s)->step, eps = (F)(s)->eps, lerp = (F)(s)->lerp;                                \
+  bool near = lerp < (F)0.5; /* torch.lerp */                                                   \
+  if (!near) lerp = lerp - (F)1
+#define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, F, FMA, SQRT)                                     \
+  TARGET static void cddp__adamw_##S##_##ISA(void *weights, const void *gradient,               \
+                                             void *const *states, size_t n,                     \
+                                             const cddp__scalars *s) {                          \
+    CDDP__STRICT_FP                                                                             \
+    T *w = (T *)weights, *m = (T *)states[0], *q = (T *)states[1], *most = (T *)states[2];      \
+    const T *g = (const T *)gradient;                                                           \
+    F sign = (F)s->sign;                                                                        \
+    CDDP__ADAMW_SCALARS(F, s);                                                                  \
+    if (most == NULL) {                                                                         \
+      CDDP__EACH(F v = g[i] * sign; F x = w[i]; CDDP__ADAMW_STEP(F, FMA, SQRT, ); w[i] = x);    \
+    } else {                                                                                    \
+      CDDP__EACH(F v = g[i] * sign; F x = w[i];                                                 \
+                 CDDP__ADAMW_STEP(F, FMA, SQRT, F y = most[i];                                  \
+                                  b = ((y > b) | (y != y)) ? y : b; most[i] = b);               \
+                 w[i] = x);                                                                     \
+    }                                                                                           \
+  }
+
 /* Mean, step, publish, zero. Reads and writes everything once, in one loop: the memory is busy all
    the time. STEP makes x, the weight, from x and v, the mean. */
 #define CDDP__FUSED(MEAN, STEP, OTHERS) \
@@ -5508,6 +5591,12 @@ typedef struct cddp__kernels {
   else CDDP__FUSED(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean, STEP,                            \
                    w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);
 
+#define CDDP__FUSED_ARRAYS(s)                                                                   \
+  cddp__f32 *m = (s)->states[0], *g0 = (s)->gradients[0], *g1 = (s)->gradients[1];              \
+  cddp__f32 *g2 = (s)->gradients[2], *g3 = (s)->gradients[3], *w0 = (s)->weights[0];            \
+  cddp__f32 *w1 = (s)->weights[1], *w2 = (s)->weights[2], *w3 = (s)->weights[3];                \
+  float mean = (s)->mean
+
 #define CDDP__SGD_STEP                                                                          \
   float y = keep * m[i];                                                                        \
   float decayed = __builtin_fmaf(decay, x, v);                                                  \
@@ -5515,16 +5604,21 @@ typedef struct cddp__kernels {
   v = __builtin_fmaf(take, v, y);                                                               \
   x = __builtin_fmaf(step, v, x);                                                               \
   m[i] = v
-#define CDDP__SGD_KERNEL(ISA, TARGET)                                                           \
+#define CDDP__LOOP_KERNELS(ISA, TARGET)                                                         \
   TARGET static void cddp__sgd_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {     \
     CDDP__STRICT_FP                                                                             \
-    float mean = s->mean, keep = (float)s->scalars->keep, take = (float)s->scalars->take;       \
+    float keep = (float)s->scalars->keep, take = (float)s->scalars->take;                       \
     float decay = (float)s->scalars->decay, step = (float)s->scalars->step;                     \
     bool decays = s->scalars->decay != 0;                                                       \
-    cddp__f32 *m = s->states[0], *g0 = s->gradients[0], *g1 = s->gradients[1];                  \
-    cddp__f32 *g2 = s->gradients[2], *g3 = s->gradients[3], *w0 = s->weights[0];                \
-    cddp__f32 *w1 = s->weights[1], *w2 = s->weights[2], *w3 = s->weights[3];                    \
+    CDDP__FUSED_ARRAYS(s);                                                                      \
     CDDP__FUSED_LOOPS(CDDP__SGD_STEP)                                                           \
+  }                                                                                             \
+  TARGET static void cddp__adamw_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {   \
+    CDDP__STRICT_FP                                                                             \
+    cddp__f32 *q = s->states[1];                                                                \
+    CDDP__ADAMW_SCALARS(float, s->scalars);                                                     \
+    CDDP__FUSED_ARRAYS(s);                                                                      \
+    CDDP__FUSED_LOOPS(CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))                         \
   }
 
 /* What AVX-512 makes faster; and what it does not, or what is seldom called. */
@@ -5532,10 +5626,12 @@ typedef struct cddp__kernels {
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , )                                     \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16)  \
   CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f32, f32, float, __builtin_fmaf)                       \
-  CDDP__SGD_KERNEL(ISA, TARGET)
+  CDDP__ADAMW_KERNEL(ISA, TARGET, cddp__f32, f32, float, __builtin_fmaf, sqrtf)                 \
+  CDDP__LOOP_KERNELS(ISA, TARGET)
 #define CDDP__OTHER_KERNELS(ISA, TARGET)                                                        \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , )                                    \
   CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, double, __builtin_fma)                       \
+  CDDP__ADAMW_KERNEL(ISA, TARGET, cddp__f64, f64, double, __builtin_fma, sqrt)                  \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32)                                             \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64)                                             \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32, float)                                         \
@@ -5551,16 +5647,18 @@ CDDP__DIVIDE_KERNEL(cddp__i32, i32)
 CDDP__DIVIDE_KERNEL(cddp__i64, i64)
 
 /* The table of a set, by cddp_dtype; HOT: the set that has its hot kernels. */
-#define CDDP__FLOAT_ENTRIES(ISA, HOT, S, LOOP)                                                  \
+#define CDDP__FLOAT_ENTRIES(ISA, HOT, S, SGD, ADAMW)                                            \
   {cddp__sum_##S##_##HOT, cddp__all_##S##_##HOT, cddp__pair_##S##_##ISA,                        \
-   cddp__scale_##S##_##HOT, cddp__mix_##S##_##HOT, cddp__squares_##S##_##ISA, LOOP, NULL, NULL}
+   cddp__scale_##S##_##HOT, cddp__mix_##S##_##HOT, cddp__squares_##S##_##ISA,                   \
+   cddp__adamw_##S##_##HOT, SGD, ADAMW, NULL, NULL}
 #define CDDP__HALF_ENTRIES(ISA, S, SUM, ALL)                                                    \
-  {SUM, ALL, NULL, NULL, NULL, NULL, NULL, cddp__widen_##S##_##ISA, cddp__narrow_##S##_##ISA}
+  {SUM, ALL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,                                    \
+   cddp__widen_##S##_##ISA, cddp__narrow_##S##_##ISA}
 #define CDDP__INT_ENTRIES(ISA, S)                                                               \
-  {NULL, NULL, cddp__pair_##S##_##ISA, cddp__divide_##S, NULL, NULL, NULL, NULL, NULL}
+  {NULL, NULL, cddp__pair_##S##_##ISA, cddp__divide_##S, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 #define CDDP__TABLE(ISA, HOT)                                                                   \
-  {CDDP__FLOAT_ENTRIES(ISA, HOT, f32, cddp__sgd_loop_##HOT),                                    \
-   CDDP__FLOAT_ENTRIES(ISA, ISA, f64, NULL),                                                    \
+  {CDDP__FLOAT_ENTRIES(ISA, HOT, f32, cddp__sgd_loop_##HOT, cddp__adamw_loop_##HOT),            \
+   CDDP__FLOAT_ENTRIES(ISA, ISA, f64, NULL, NULL),                                              \
    CDDP__HALF_ENTRIES(ISA, f16, NULL, NULL),                                                    \
    CDDP__HALF_ENTRIES(ISA, bf16, cddp__sum_bf16_##HOT, cddp__all_bf16_##HOT),                   \
    CDDP__INT_ENTRIES(ISA, i8),                                                                  \
@@ -11729,10 +11827,10 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
   return r;
 }
 /* >>optim --------------------------------------------------------------------------------------
-   Optimizers: torch.optim.SGD, to the last bit. Owns: a cddp_optim and its states, unless these lie
-   in shares (>>ddp) or on a device (>>kernels). Touches: the caller's parameters, gradients and
-   copies. Entry points: the public functions; for a cddp_ddp's step cddp__update_of, _update_run
-   and cddp__optim_rows.
+   Optimizers: torch.optim.SGD, to the last bit, and AdamW. Owns: a cddp_optim and its states,
+   unless these lie in shares (>>ddp) or on a device (>>kernels). Touches: the caller's parameters,
+   gradients and copies. Entry points: the public functions; for a cddp_ddp's step cddp__update_of,
+   _update_run and cddp__optim_rows.
    Works as follows: an optimizer is a table, cddp__algorithm: the states that it keeps of each
    parameter (arrays as long as it), the scalars of a step, and a function that steps one block.
    What is done to an element depends on nothing but its own values and the scalars, so that any
@@ -11740,14 +11838,16 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
    to the type of the arithmetic. SGD: every a + s * b is one fused multiply-add, as in PyTorch's
    AVX2 kernels. f16 and bf16 compute each operation in f32 and round its result, as PyTorch's
    vector loops do; its scalar loops, which take the last elements of each thread's chunk of bf16,
-   round the product too. */
+   round the product too. AdamW: the operations of PyTorch's fused CPU kernel, see
+   CDDP__ADAMW_STEP; powers of beta1 and beta2 are products, as pow differs from libm to libm. */
 
 typedef struct cddp__update cddp__update;
 
 /* The settings of all optimizers, of which each has its own. */
 typedef struct cddp__settings {
-  double lr, weight_decay, momentum, dampening;
-  bool nesterov, maximize;
+  double lr, weight_decay, momentum, dampening, beta1, beta2, eps;
+  bool nesterov, maximize, amsgrad;
+  const double *lr_scales, *weight_decays;
   cddp_ddp *ddp;
   void *stream;
   void *const *copies;
@@ -11756,7 +11856,10 @@ typedef struct cddp__settings {
 
 /* An optimizer's arithmetic. */
 typedef struct cddp__algorithm {
+  const char *name;
   const char *states[CDDP__STATES]; /* their names in files */
+  bool counts; /* a step depends on its number, which is in files too */
+  bool wide;   /* f32 and f64 with dense gradients only */
   /* Scalars of the step that parameter i takes next, and the loop that can do all of it. */
   void (*begin)(const cddp_optim *o, int i, cddp__update *u);
   /* Steps a block of n elements, all of them in the type of the arithmetic. */
@@ -11783,6 +11886,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
   void *flat;                         /* their states in one piece; NULL: none */
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
+  double *lr_scales, *weight_decays;  /* [count] */
 };
 
 /* One step of one parameter. */
@@ -11801,8 +11905,8 @@ struct cddp__update {
 static void cddp__sgd_begin(const cddp_optim *o, int i, cddp__update *u) {
   cddp__scalars *s = &u->scalars;
   s->sign = o->desc.maximize ? -1.0 : 1.0;
-  s->step = -o->desc.lr;
-  s->decay = o->desc.weight_decay;
+  s->step = -o->desc.lr * o->lr_scales[i];
+  s->decay = o->weight_decays[i];
   s->keep = o->desc.momentum;
   s->take = 1.0 - o->desc.dampening;
   s->nesterov = o->desc.nesterov;
@@ -11870,7 +11974,45 @@ static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void 
   cddp__sgd_add(u, p, p, d, n, s->step);
 }
 
-static const cddp__algorithm cddp__sgd = {{"momentum_buffer"}, cddp__sgd_begin, cddp__sgd_block};
+static const cddp__algorithm cddp__sgd = {
+    "SGD", {"momentum_buffer", NULL, NULL}, false, false, cddp__sgd_begin, cddp__sgd_block};
+
+/* --- AdamW --- */
+
+static double cddp__power(double x, uint32_t n) {
+  double y = 1.0;
+  for (; n > 0; n >>= 1, x *= x)
+    if (n & 1) y *= x;
+  return y;
+}
+
+static void cddp__adamw_begin(const cddp_optim *o, int i, cddp__update *u) {
+  const cddp__settings *d = &o->desc;
+  uint32_t t = (uint32_t)o->steps[i] + 1;
+  cddp__scalars *s = &u->scalars;
+  double lr = d->lr * o->lr_scales[i];
+  s->sign = d->maximize ? -1.0 : 1.0;
+  s->step = -lr / (1.0 - cddp__power(d->beta1, t));
+  s->decay = 1.0 - lr * o->weight_decays[i];
+  s->lerp = 1.0 - d->beta1;
+  s->keep = d->beta2;
+  s->take = 1.0 - d->beta2;
+  s->root = sqrt(1.0 - cddp__power(d->beta2, t));
+  s->eps = d->eps;
+  if (!d->amsgrad) u->loop = u->kernels[CDDP_F32].adamw_loop;
+}
+
+static void cddp__adamw_block(const cddp__update *u, void *weights, const void *gradient,
+                              void *const *states, size_t n) {
+  u->kernels[u->dtype].adamw(weights, gradient, states, n, &u->scalars);
+}
+
+static const cddp__algorithm cddp__adamw = {"AdamW",
+                                            {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+                                            true,
+                                            true,
+                                            cddp__adamw_begin,
+                                            cddp__adamw_block};
 
 /* --- a step of a piece of a parameter, whatever the optimizer --- */
 
@@ -12051,7 +12193,10 @@ static int cddp__optim_states(const cddp_optim *o, cddp__state rows[CDDP__STATES
     rows[k].name = o->algorithm->states[k];
     rows[k].data = o->state + k * o->count;
   }
-  return k;
+  if (!o->algorithm->counts) return k;
+  rows[k].name = "step";
+  rows[k].numbers = o->steps;
+  return k + 1;
 }
 
 /* --- a step of all parameters --- */
@@ -12107,11 +12252,13 @@ static void cddp__optim_rows(cddp_optim *o, int i, const cddp__sparse *g) {
 
 static cddp_result cddp__check_rows(const cddp_optim *o, int i) {
   char space[24];
-  if (o->desc.weight_decay == 0) return CDDP_OK;
+  if (o->weight_decays[i] == 0 && !o->algorithm->wide) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
-                    "parameter \"%s\" has rows as its gradient, which go without weight_decay; "
-                    "set that to 0, or have a dense gradient",
-                    cddp__param_name(&o->params[i], i, space, sizeof space));
+                    "parameter \"%s\" has rows as its gradient, which go without %s; have a dense "
+                    "gradient, or %s",
+                    cddp__param_name(&o->params[i], i, space, sizeof space),
+                    o->algorithm->wide ? o->algorithm->name : "weight_decay",
+                    o->algorithm->wide ? "use SGD" : "set that to 0");
 }
 
 static cddp__sparse *cddp__optim_sparse(const cddp_optim *o, int i) { /* NULL: it is dense */
@@ -12220,19 +12367,45 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *o) {
   cddp__free(&a, o);
 }
 
+static cddp_result cddp__check_number(const char *what, double x, double below) {
+  if (x >= 0 && x < below && x <= DBL_MAX) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %g; it must be finite and at least 0%s", what, x,
+                    below <= 1 ? ", and below 1" : "");
+}
+
+/* What parameter i asks of the settings. */
+static cddp_result cddp__check_param_settings(const cddp_param *p, int i,
+                                              const cddp__algorithm *algorithm,
+                                              const cddp__settings *d) {
+  char space[24], what[160];
+  const char *name = cddp__param_name(p, i, space, sizeof space);
+  cddp_result r = CDDP_OK;
+  if (d->copies != NULL && d->copies[i] != NULL && p->dtype != CDDP_F32)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" is %s; only f32 weights have copies",
+                      name, cddp__dtype_names[p->dtype]);
+  if (algorithm->wide && cddp__dtype_half(p->dtype))
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "parameter \"%s\" is %s; %s steps f32 and f64: pass f32 weights, and those "
+                      "as copies", name, cddp__dtype_names[p->dtype], algorithm->name);
+  snprintf(what, sizeof what, "lr_scales of parameter \"%.100s\"", name);
+  if (d->lr_scales != NULL) r = cddp__check_number(what, d->lr_scales[i], INFINITY);
+  snprintf(what, sizeof what, "weight_decays of parameter \"%.100s\"", name);
+  if (r == CDDP_OK && d->weight_decays != NULL)
+    r = cddp__check_number(what, d->weight_decays[i], INFINITY);
+  return r;
+}
+
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
+                                        const cddp__algorithm *algorithm,
                                         const cddp__settings *d) {
-  static const char *const names[] = {"lr", "momentum", "weight_decay"};
-  double bounded[3];
-  char space[24];
+  cddp_result r = cddp__check_number("lr", d->lr, INFINITY);
   int i;
-  bounded[0] = d->lr;
-  bounded[1] = d->momentum;
-  bounded[2] = d->weight_decay;
-  for (i = 0; i < 3; i++)
-    if (!(bounded[i] >= 0 && bounded[i] <= DBL_MAX))
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %g; it must be finite and at least 0",
-                        names[i], bounded[i]);
+  if (r == CDDP_OK) r = cddp__check_number("momentum", d->momentum, INFINITY);
+  if (r == CDDP_OK) r = cddp__check_number("weight_decay", d->weight_decay, INFINITY);
+  if (r == CDDP_OK) r = cddp__check_number("beta1", d->beta1, 1.0);
+  if (r == CDDP_OK) r = cddp__check_number("beta2", d->beta2, 1.0);
+  if (r == CDDP_OK) r = cddp__check_number("eps", d->eps, INFINITY);
+  if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "dampening is %g; it must be finite", d->dampening);
   if (d->nesterov && (!(d->momentum > 0) || d->dampening != 0))
@@ -12244,28 +12417,40 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
                       (int)d->copy_dtype);
   if (d->ddp != NULL && (d->ddp->params != params || d->ddp->count != count))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was made for other parameters");
-  for (i = 0; d->copies != NULL && i < count; i++)
-    if (d->copies[i] != NULL && params[i].dtype != CDDP_F32)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter \"%s\" is %s; only f32 weights have copies",
-                        cddp__param_name(&params[i], i, space, sizeof space),
-                        cddp__dtype_names[params[i].dtype]);
-  return CDDP_OK;
+  for (i = 0; r == CDDP_OK && i < count; i++)
+    r = cddp__check_param_settings(&params[i], i, algorithm, d);
+  return r;
+}
+
+/* What must agree between ranks, but for lr. */
+static uint64_t cddp__hash_settings(const cddp_optim *o) {
+  const cddp__settings *d = &o->desc;
+  uint64_t h = (uint64_t)d->nesterov | (uint64_t)d->maximize << 1 | (uint64_t)d->amsgrad << 2;
+  double numbers[5];
+  numbers[0] = d->momentum;
+  numbers[1] = d->dampening;
+  numbers[2] = d->beta1;
+  numbers[3] = d->beta2;
+  numbers[4] = d->eps;
+  h = cddp__hash64(h, o->algorithm->name, strlen(o->algorithm->name));
+  h = cddp__hash64(h, numbers, sizeof numbers);
+  h = cddp__hash64(h, o->lr_scales, (size_t)o->count * sizeof *o->lr_scales);
+  h = cddp__hash64(h, o->weight_decays, (size_t)o->count * sizeof *o->weight_decays);
+  return (h & ~(uint64_t)1) | 2;
 }
 
 /* Memory and settings; *out is NULL after a failure. */
 static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm, int states,
                                    cddp_param *params, int count, const cddp__settings *d,
                                    const cddp_allocator *a) {
-  double hashed[3];
-  size_t n;
-  cddp_optim *o;
   cddp_result r = cddp__check_params(params, count, CDDP__IS_TRAINED);
-  if (r == CDDP_OK) r = cddp__check_settings(params, count, d);
+  size_t n = (size_t)count, pointers = n * (size_t)(states + (d->copies != NULL));
+  cddp_optim *o;
+  int i;
+  if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
-  n = (size_t)count;
-  o = (cddp_optim *)cddp__calloc(a, 1, sizeof *o + n * (sizeof *o->steps + sizeof *o->copies +
-                                                        (size_t)states * sizeof *o->state));
+  o = (cddp_optim *)cddp__calloc(
+      a, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float)) + pointers * sizeof(void *));
   if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
   if (a != NULL) o->allocator = *a;
   o->params = params;
@@ -12273,20 +12458,21 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   o->algorithm = algorithm;
   o->desc = *d;
   o->states = states;
-  o->state = (void **)(void *)(o + 1);
+  o->lr_scales = (double *)(void *)(o + 1);
+  o->weight_decays = o->lr_scales + n;
+  o->state = (void **)(void *)(o->weight_decays + n);
+  o->steps = (float *)(void *)(o->state + pointers);
   if (d->copies != NULL)
     o->copies = (void **)memcpy(o->state + n * (size_t)states, d->copies, n * sizeof *o->copies);
-  o->steps = (float *)(void *)(o->state + n * (size_t)(states + 1));
+  for (i = 0; i < count; i++) {
+    o->lr_scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
+    o->weight_decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
+  }
   if (d->ddp != NULL) {
     o->used = d->ddp->used;
     o->sparse = d->ddp->sparse;
   }
-  hashed[0] = d->momentum;
-  hashed[1] = d->dampening;
-  hashed[2] = d->weight_decay;
-  o->settings = cddp__hash64((uint64_t)d->nesterov | (uint64_t)d->maximize << 1, hashed,
-                             sizeof hashed);
-  o->settings = (o->settings & ~(uint64_t)1) | 2;
+  o->settings = cddp__hash_settings(o);
   cddp__set_lr(o, d->lr);
   return CDDP_OK;
 }
@@ -12318,6 +12504,8 @@ static cddp__settings cddp__sgd_settings(const cddp_sgd_desc *d) {
   s.stream = d->stream;
   s.copies = d->copies;
   s.copy_dtype = d->copy_dtype;
+  s.lr_scales = d->lr_scales;
+  s.weight_decays = d->weight_decays;
   return s;
 }
 
@@ -12330,6 +12518,30 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int co
   s = cddp__sgd_settings(desc);
   return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, s.momentum != 0, params, count,
                                                   &s));
+}
+
+CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
+                                      const cddp_adamw_desc *desc) {
+  cddp__settings s;
+  CDDP__CHECK(out != NULL, "out is NULL");
+  *out = NULL;
+  CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
+  memset(&s, 0, sizeof s);
+  s.lr = desc->lr;
+  s.weight_decay = desc->weight_decay;
+  s.beta1 = desc->beta1 != 0 ? desc->beta1 : 0.9;
+  s.beta2 = desc->beta2 != 0 ? desc->beta2 : 0.999;
+  s.eps = desc->eps != 0 ? desc->eps : 1e-8;
+  s.amsgrad = desc->amsgrad;
+  s.maximize = desc->maximize;
+  s.ddp = desc->ddp;
+  s.stream = desc->stream;
+  s.copies = desc->copies;
+  s.copy_dtype = desc->copy_dtype;
+  s.lr_scales = desc->lr_scales;
+  s.weight_decays = desc->weight_decays;
+  return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, s.amsgrad ? 3 : 2, params,
+                                                  count, &s));
 }
 /* >>device -------------------------------------------------------------------------------------
    Groups whose ranks have GPUs. Owns: a group's device context (streams, events, communicator,
@@ -17714,6 +17926,13 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
   }
   if (c->first && r == CDDP_OK && c->has_lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
     r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
+  for (i = 0; c->first && r == CDDP_OK && i < c->item_count; i++) {
+    float *steps = (float *)c->items[i].data;
+    if (c->items[i].param < 0 || c->items[i].place != NULL || c->items[i].from == NULL) continue;
+    if (*steps >= 0 && *steps <= 0x1p24f) continue; /* f32 cannot count further */
+    r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", c->items[i].name, (double)*steps);
+    *steps = 0;
+  }
   r = cddp__consensus(c->g, r, NULL, 0, NULL);
   for (i = 0; r == CDDP_OK && c->g != NULL && i < c->item_count; i++)
     if (c->items[i].from != NULL)
@@ -17734,7 +17953,11 @@ static cddp_result cddp__take_states(cddp__checkpoint *c) {
     cddp__st_item *item = &c->items[i];
     bool found = item->from != NULL;
     if (item->param < 0) continue;
-    s->steps[item->param] = found;
+    if (item->place == NULL) {
+      if (!found) *(float *)item->data = 0;
+      continue;
+    }
+    if (!s->algorithm->counts) s->steps[item->param] = found;
     if (s->backend == NULL) {
       cddp__free(&s->allocator, *item->place);
       *item->place = item->data;

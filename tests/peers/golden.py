@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes golden.h: what PyTorch itself gives for samplers, SGD and buckets.
+"""Writes golden.h: what PyTorch itself gives for samplers, SGD and buckets; and golden_adamw.h, for AdamW.
 
-    python3 golden.py > golden.h        needs PyTorch (any version from 1.13 on) and numpy
+    python3 golden.py > golden.h                needs PyTorch (any version from 1.13 on) and numpy
+    python3 golden.py adamw > golden_adamw.h    needs PyTorch 2.4 or later, for fused on a CPU
 
 Half precision: PyTorch's vector kernels compute each operation in f32 and round its result, its scalar code (the
 last elements of bf16, all of f16 in old versions) also rounds every product. cddp always does the former, so bf16
@@ -22,6 +23,12 @@ SGD = [  # lr, momentum, dampening, weight_decay, nesterov, maximize
     (0.1, 0, 0, 0, 0, 0), (0.1, 0.9, 0, 0, 0, 0), (0.1, 0.9, 0, 0.01, 1, 0), (0.1, 0.9, 0.5, 0, 0, 0),
     (0.01, 0.95, 0, 5e-4, 0, 0), (0.3, 0, 0, 0.1, 0, 0), (0.05, 0.8, 0.3, 0.02, 0, 1), (0.1, 0, 0, 0, 0, 1),
     (0.07, 0.9, 0, 0, 1, 1), (0.1, 0.5, 1.0, 0.001, 0, 0), (0, 0.9, 0, 0, 0, 0), (1 / 3, 1 / 7, 1 / 11, 1 / 13, 0, 0)]
+
+ADAMW_STEPS, ADAMW_SHOWN = 20, (1, 20)
+ADAMW = [  # lr, beta1, beta2, eps, weight_decay, amsgrad, maximize
+    (1e-3, 0.9, 0.999, 1e-8, 0, 0, 0), (0.1, 0.9, 0.999, 1e-8, 0.01, 0, 0), (3e-4, 0.9, 0.95, 1e-8, 0.1, 0, 0),
+    (0.05, 0.8, 0.9, 1e-6, 0.02, 1, 0), (0.02, 0.9, 0.98, 1e-9, 0.01, 0, 1), (0.01, 0.3, 0.7, 1e-3, 0.3, 1, 1),
+    (1 / 3, 1 / 7, 10 / 11, 1 / 13, 1 / 17, 0, 0)]
 
 
 def row(values, width=100):
@@ -121,6 +128,44 @@ def sgd():
         print("static const %s golden_%s[] = {\n%s};\n" % (size, name, row(out)))
 
 
+def adamw_trajectory(config, start, grads, fused):
+    lr, beta1, beta2, eps, decay, amsgrad, maximize = config
+    p = torch.nn.Parameter(start.clone())
+    o = torch.optim.AdamW([p], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, amsgrad=bool(amsgrad),
+                          maximize=bool(maximize), fused=fused, foreach=False)
+    shown = []
+    for step in range(1, ADAMW_STEPS + 1):
+        p.grad = grads[step - 1].clone()
+        o.step()
+        if step in ADAMW_SHOWN:
+            shown.append(p.detach().clone())
+    return shown
+
+
+def adamw():
+    print("/* Written by golden.py with PyTorch %s. Do not edit. */" % torch.__version__)
+    print("#ifndef GOLDEN_ADAMW_H\n#define GOLDEN_ADAMW_H\n")
+    print("/* lr, beta1, beta2, eps, weight_decay, amsgrad, maximize */")
+    print("static const double golden_adamw[][7] = {\n%s};" %
+          row("{%s}" % ", ".join(repr(x) for x in c) for c in ADAMW))
+    print("enum { GOLDEN_ADAMW_ELEMENTS = %d, GOLDEN_ADAMW_STEPS = %d };" % (ELEMENTS, ADAMW_STEPS))
+    print("static const int golden_adamw_shown[] = {%s};" % ", ".join(map(str, ADAMW_SHOWN)))
+    print("/* inputs: the start, then each step's gradients; for each configuration the weights after the\n"
+          "   steps of golden_adamw_shown, fused and not; all as bits */")
+    torch.manual_seed(5)
+    for name, dtype, kind, digits in DTYPES[:2]:
+        size = "uint%d_t" % (4 * digits)
+        start = torch.randn(ELEMENTS, dtype=torch.float64).to(dtype)
+        grads = [(torch.randn(ELEMENTS, dtype=torch.float64) * 0.5).to(dtype) for _ in range(ADAMW_STEPS)]
+        inputs = [b for t in [start] + grads for b in bits(t, kind, digits)]
+        print("static const %s golden_adamw_%s_inputs[] = {\n%s};" % (size, name, row(inputs)))
+        for fused in (True, False):
+            out = [b for c in ADAMW for t in adamw_trajectory(c, start, grads, fused) for b in bits(t, kind, digits)]
+            print("static const %s golden_adamw_%s%s[] = {\n%s};" %
+                  (size, name, "_fused" if fused else "", row(out)))
+    print("\n#endif")
+
+
 def assign(sizes, keys, limits, order):
     """protocols: the order in which buckets close; open ones by first appearance of their dtype."""
     opened, limit, closed = {}, {}, []
@@ -187,4 +232,4 @@ def main():
     print("\n#endif")
 
 
-main()
+adamw() if sys.argv[1:] == ["adamw"] else main()

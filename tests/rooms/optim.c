@@ -1,8 +1,9 @@
-/* >>optim: torch.optim.SGD to the last bit, with every instruction set. */
+/* >>optim: torch.optim.SGD to the last bit, and AdamW, with every instruction set. */
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 
 #include "../peers/golden.h"
+#include "../peers/golden_adamw.h"
 #include "../test.h"
 
 enum { CONFIGS = sizeof golden_sgd / sizeof *golden_sgd, SHOWN = 3 };
@@ -55,6 +56,75 @@ static void test_of_pytorch(void) {
     trajectory(CDDP_F64, golden_f64_inputs, golden_f64, c);
     trajectory(CDDP_BF16, golden_bf16_inputs, golden_bf16, c);
     trajectory(CDDP_F16, golden_f16_inputs, golden_f16, c);
+  }
+}
+
+static cddp_adamw_desc adamw_of(int config) {
+  const double *g = golden_adamw[config];
+  cddp_adamw_desc d;
+  memset(&d, 0, sizeof d);
+  d.lr = g[0];
+  d.beta1 = g[1];
+  d.beta2 = g[2];
+  d.eps = g[3];
+  d.weight_decay = g[4];
+  d.amsgrad = g[5] != 0;
+  d.maximize = g[6] != 0;
+  return d;
+}
+
+/* n numbers of PyTorch's; off: by how much they may differ, relative to 1 or to themselves. */
+static void compare(cddp_dtype dtype, const void *have, const void *want, double off, int config) {
+  double a[GOLDEN_ADAMW_ELEMENTS], b[GOLDEN_ADAMW_ELEMENTS];
+  int i;
+  cddp__convert(a, CDDP_F64, have, dtype, GOLDEN_ADAMW_ELEMENTS);
+  cddp__convert(b, CDDP_F64, want, dtype, GOLDEN_ADAMW_ELEMENTS);
+  for (i = 0; i < GOLDEN_ADAMW_ELEMENTS; i++) {
+    if (!(fabs(a[i] - b[i]) <= off * fmax(1.0, fabs(b[i]))))
+      fprintf(stderr, "dtype %d, configuration %d: %.17g, not %.17g\n", (int)dtype, config, a[i],
+              b[i]);
+    CHECK(fabs(a[i] - b[i]) <= off * fmax(1.0, fabs(b[i])));
+  }
+}
+
+/* fused, in f32: to the last bit; else as near as roundings in another order come. */
+static void adamw_trajectory(cddp_dtype dtype, const void *inputs, const void *fused,
+                             const void *want, int config) {
+  size_t bytes = GOLDEN_ADAMW_ELEMENTS * cddp_dtype_size(dtype);
+  double weights[GOLDEN_ADAMW_ELEMENTS], gradient[GOLDEN_ADAMW_ELEMENTS];
+  double off = dtype == CDDP_F32 ? 1e-5 : 1e-13;
+  cddp_adamw_desc desc = adamw_of(config);
+  cddp_param p = {NULL, weights, gradient, GOLDEN_ADAMW_ELEMENTS, CDDP_F32};
+  cddp_optim *s;
+  int step, shown = 0;
+  p.dtype = dtype;
+  memcpy(weights, inputs, bytes);
+  CHECK_OK(cddp_adamw_create(&s, &p, 1, &desc));
+  for (step = 1; step <= GOLDEN_ADAMW_STEPS; step++) {
+    memcpy(gradient, (const char *)inputs + (size_t)step * bytes, bytes);
+    CHECK_OK(cddp_optim_step(s));
+    CHECK(memcmp(gradient, (const char *)inputs + (size_t)step * bytes, bytes) == 0);
+    if (shown < 2 && golden_adamw_shown[shown] == step) {
+      size_t at = (size_t)(config * 2 + shown) * bytes;
+      if (dtype == CDDP_F32) CHECK(memcmp(weights, (const char *)fused + at, bytes) == 0);
+      compare(dtype, weights, (const char *)fused + at, off, config);
+      compare(dtype, weights, (const char *)want + at, off, config);
+      shown++;
+    }
+  }
+  CHECK_EQ(shown, 2);
+  cddp_optim_destroy(s);
+}
+
+enum { ADAMW_CONFIGS = sizeof golden_adamw / sizeof *golden_adamw };
+
+static void test_adamw_of_pytorch(void) {
+  int c;
+  for (c = 0; c < ADAMW_CONFIGS; c++) {
+    adamw_trajectory(CDDP_F32, golden_adamw_f32_inputs, golden_adamw_f32_fused, golden_adamw_f32,
+                     c);
+    adamw_trajectory(CDDP_F64, golden_adamw_f64_inputs, golden_adamw_f64_fused, golden_adamw_f64,
+                     c);
   }
 }
 
@@ -453,6 +523,7 @@ int main(void) {
   for (isa = test_best_isa(); isa >= CDDP__ISA_BASE; isa--) {
     test_use_isa(isa);
     RUN(test_of_pytorch);
+    RUN(test_adamw_of_pytorch);
     RUN(test_check_values);
     RUN(test_copies);
     RUN(test_pieces);
