@@ -14569,6 +14569,8 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
+  if (s->algorithm->counts || s->desc.lr_scales != NULL || s->desc.weight_decays != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED, "on a GPU there is SGD, with the same settings for all");
   s->backend = &cddp__device_optim;
   if (s->states == 0) return CDDP_OK;
   return cddp__states_alloc(s); /* zeroed before any stream steps */

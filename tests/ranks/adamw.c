@@ -1,0 +1,518 @@
+/* AdamW, and SGD with settings of its own for each parameter, in data-parallel steps: the bits of
+   one process's own loop over the mean gradient, which takes an optimizer for each parameter. */
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+
+#include "../ranks.h"
+
+enum { PARAMS = 6, LARGE = 5003, STEPS = 12, DOUBLES = 4 /* this parameter is f64 */ };
+enum { SHARED, HEAP, OWN_GRADS };
+
+static const size_t counts[PARAMS] = {LARGE, 17, 0, 2048, 300, 1};
+static const double decays[PARAMS] = {0.1, 0, 0.1, 0.02, 0, 0.3};
+static const double scales[PARAMS] = {1, 0.5, 1, 1, 2, 0};
+
+typedef struct plan {
+  int memory, mode; /* mode: 0: all steps are fused; 1: every other; 2: none */
+  bool sgd, amsgrad, maximize, groups, copies, unused, uneven, same;
+  int first, steps; /* of all; same: every rank has rank 0's gradients */
+  const char *save, *load;
+} plan;
+
+typedef struct element {
+  int ranks[64], step, param;
+  size_t i;
+} element;
+
+static double gradient_of(int rank, int step, int param, size_t i) {
+  uint64_t h = ranks_mix((uint64_t)(rank * 100 + param), (uint64_t)step, i);
+  if (h % 13 == 0) return 0;
+  return ldexp((double)(int64_t)(h >> 20) * 0x1p-43 - 1, (int)(h % 9) - 6);
+}
+
+/* Whether a rank uses a parameter: nobody uses 0 in some steps, odd ranks never use 3. */
+static bool uses(const plan *c, int rank, int step, int param) {
+  if (!c->unused) return true;
+  return param == 0 ? step % 3 != 1 : param != 3 || rank % 2 == 0 || c->same;
+}
+
+static int steps_of(const plan *c, int rank) { return c->uneven ? c->steps - 2 * rank : c->steps; }
+
+static double tree(const plan *c, const element *e, int from, int to) {
+  int half = 1;
+  double a, b;
+  if (to - from == 1)
+    return uses(c, e->ranks[from], e->step, e->param)
+               ? gradient_of(c->same ? 0 : e->ranks[from], e->step, e->param, e->i)
+               : 0;
+  while (half * 2 < to - from) half *= 2;
+  a = tree(c, e, from, from + half);
+  b = tree(c, e, from + half, to);
+  return e->param == DOUBLES ? a + b : (double)((float)a + (float)b);
+}
+
+static void set_number(const cddp_param *p, void *at, size_t i, double x) {
+  if (p->dtype == CDDP_F64) ((double *)at)[i] = x;
+  else ((float *)at)[i] = (float)x;
+}
+
+static void describe(cddp_param *p, char name[PARAMS][8]) {
+  int k;
+  memset(p, 0, PARAMS * sizeof *p);
+  for (k = 0; k < PARAMS; k++) {
+    snprintf(name[k], 8, "p%d", k);
+    p[k].name = name[k];
+    p[k].count = counts[k];
+    p[k].dtype = k == DOUBLES ? CDDP_F64 : CDDP_F32;
+  }
+}
+
+/* An optimizer of n parameters from `first` on; ddp NULL: of the reference. */
+static cddp_optim *make(const plan *c, cddp_param *p, int first, int n, cddp_ddp *ddp,
+                        void *const *copies) {
+  cddp_optim *o = NULL;
+  if (c->sgd) {
+    cddp_sgd_desc d;
+    memset(&d, 0, sizeof d);
+    d.lr = 0.05, d.momentum = 0.9, d.maximize = c->maximize;
+    d.weight_decay = c->groups ? decays[first] : 0.01;
+    if (c->groups && n > 1) d.lr_scales = scales, d.weight_decays = decays;
+    else if (c->groups) d.lr *= scales[first];
+    d.ddp = ddp, d.copies = copies, d.copy_dtype = CDDP_BF16;
+    CHECK_OK(cddp_sgd_create(&o, p, n, &d));
+  } else {
+    cddp_adamw_desc d;
+    memset(&d, 0, sizeof d);
+    d.lr = 0.01, d.beta2 = 0.98, d.amsgrad = c->amsgrad, d.maximize = c->maximize;
+    d.weight_decay = c->groups ? decays[first] : 0.01;
+    if (c->groups && n > 1) d.lr_scales = scales, d.weight_decays = decays;
+    else if (c->groups) d.lr *= scales[first];
+    d.ddp = ddp, d.copies = copies, d.copy_dtype = CDDP_F16;
+    CHECK_OK(cddp_adamw_create(&o, p, n, &d));
+  }
+  return o;
+}
+
+/* One process's own loop. */
+typedef struct reference {
+  cddp_param p[PARAMS];
+  char names[PARAMS][8];
+  double weights[PARAMS][LARGE], grads[PARAMS][LARGE];
+  uint16_t copies[PARAMS][LARGE];
+  cddp_optim *o[PARAMS];
+} reference;
+
+static void start(cddp_param *p, int k) {
+  size_t i;
+  for (i = 0; i < p->count; i++) set_number(p, p->data, i, gradient_of(7, -1, k, i));
+}
+
+static void reference_open(reference *f, const plan *c) {
+  void *copy[1];
+  int k;
+  describe(f->p, f->names);
+  for (k = 0; k < PARAMS; k++) {
+    f->p[k].data = f->weights[k];
+    f->p[k].grad = f->grads[k];
+    start(&f->p[k], k);
+    copy[0] = k % 2 == 0 && k != DOUBLES ? f->copies[k] : NULL;
+    f->o[k] = make(c, &f->p[k], k, 1, NULL, c->copies ? copy : NULL);
+  }
+}
+
+static void reference_step(reference *f, const plan *c, int step, int world) {
+  element e;
+  int k, r, n = 0;
+  for (r = 0; r < world; r++)
+    if (step < steps_of(c, r)) e.ranks[n++] = r;
+  e.step = step;
+  for (k = 0; k < PARAMS; k++) {
+    cddp_param *p = &f->p[k];
+    bool used = false;
+    for (r = 0; r < n; r++) used = used || uses(c, e.ranks[r], step, k);
+    e.param = k;
+    for (e.i = 0; e.i < p->count; e.i++) {
+      double sum = tree(c, &e, 0, n);
+      set_number(p, p->grad, e.i, k == DOUBLES ? sum / n : (double)((float)sum / (float)n));
+    }
+    if (used) CHECK_OK(cddp_optim_step(f->o[k]));
+    if (step == 4) /* the rate changes for all parameters */
+      CHECK_OK(cddp_optim_set_lr(f->o[k], cddp_optim_lr(f->o[k]) * 0.5));
+  }
+}
+
+static void reference_close(reference *f) {
+  int k;
+  for (k = 0; k < PARAMS; k++) cddp_optim_destroy(f->o[k]);
+}
+
+typedef struct model {
+  cddp_group *g;
+  cddp_param p[PARAMS];
+  char names[PARAMS][8];
+  void *copies[PARAMS];
+  cddp_ddp *ddp;
+  cddp_optim *o;
+} model;
+
+static bool model_open(model *m, cddp_group *g, const plan *c) {
+  cddp_ddp_desc d;
+  int k;
+  memset(m, 0, sizeof *m);
+  memset(&d, 0, sizeof d);
+  m->g = g;
+  describe(m->p, m->names);
+  for (k = 0; k < PARAMS; k++) {
+    size_t bytes = counts[k] * 8 + 8;
+    m->p[k].data = c->memory == SHARED ? cddp_alloc(g, bytes) : malloc(bytes);
+    m->p[k].grad = c->memory == OWN_GRADS ? calloc(1, bytes) : NULL;
+    m->copies[k] = c->copies && k % 2 == 0 && k != DOUBLES ? calloc(1, bytes) : NULL;
+    if (m->p[k].data == NULL) return false;
+    if (cddp_rank(g) == 0) start(&m->p[k], k);
+    else memset(m->p[k].data, 0, bytes);
+  }
+  d.find_unused_parameters = c->unused;
+  CHECK_OK(cddp_ddp_create(&m->ddp, g, m->p, PARAMS, &d));
+  if (m->ddp == NULL) return false;
+  m->o = make(c, m->p, 0, PARAMS, m->ddp, c->copies ? m->copies : NULL);
+  return m->o != NULL;
+}
+
+static void model_close(model *m, const plan *c) {
+  int k;
+  cddp_optim_destroy(m->o);
+  cddp_ddp_destroy(m->ddp);
+  for (k = 0; k < PARAMS; k++) {
+    if (c->memory == SHARED) cddp_free(m->g, m->p[k].data);
+    else free(m->p[k].data);
+    if (c->memory == OWN_GRADS) free(m->p[k].grad);
+    free(m->copies[k]);
+  }
+}
+
+static void backward(model *m, const plan *c, int step) {
+  int k, rank = cddp_rank(m->g);
+  size_t i;
+  for (k = PARAMS - 1; k >= 0; k--) {
+    if (!uses(c, rank, step, k)) continue;
+    for (i = 0; i < m->p[k].count; i++)
+      set_number(&m->p[k], m->p[k].grad, i, gradient_of(c->same ? 0 : rank, step, k, i));
+    CHECK_OK(cddp_ddp_ready(m->ddp, k));
+  }
+}
+
+static void take_step(model *m, const plan *c, int step) {
+  if (c->mode == 0 || (c->mode == 1 && step % 2 == 0)) {
+    CHECK_OK(cddp_ddp_step(m->ddp, m->o));
+    return;
+  }
+  CHECK_OK(cddp_ddp_wait(m->ddp));
+  CHECK_OK(cddp_optim_step(m->o));
+  CHECK_OK(cddp_optim_zero_grad(m->o));
+}
+
+static void compare(const model *m, const reference *f, const plan *c, int step) {
+  int k;
+  for (k = 0; k < PARAMS; k++) {
+    size_t size = cddp_dtype_size(m->p[k].dtype);
+    bool same = memcmp(m->p[k].data, f->weights[k], counts[k] * size) == 0;
+    if (!same)
+      fprintf(stderr, "  rank %d of %d, step %d, parameter %d, mode %d, memory %d\n",
+              cddp_rank(m->g), cddp_world_size(m->g), step, k, c->mode, c->memory);
+    CHECK(same);
+    if (m->copies[k] != NULL)
+      CHECK(memcmp(m->copies[k], f->copies[k], counts[k] * sizeof(uint16_t)) == 0);
+  }
+}
+
+static int run_plan(cddp_group *g, void *arg) {
+  const plan *c = (const plan *)arg;
+  reference *f = (reference *)calloc(1, sizeof *f);
+  int before = test_failures, step, mine = steps_of(c, cddp_rank(g));
+  cddp_checkpoint_desc all;
+  model m;
+  CHECK(f != NULL);
+  memset(&all, 0, sizeof all);
+  if (f != NULL && model_open(&m, g, c)) {
+    all.optim = m.o;
+    reference_open(f, c);
+    for (step = 0; step < c->first; step++) reference_step(f, c, step, cddp_world_size(g));
+    if (c->load != NULL) CHECK_OK(cddp_load(g, c->load, m.p, PARAMS, &all));
+    if (c->load != NULL) compare(&m, f, c, -1);
+    for (step = c->first; step < c->steps && test_failures == before; step++) {
+      reference_step(f, c, step, cddp_world_size(g));
+      if (step >= mine) continue;
+      backward(&m, c, step);
+      take_step(&m, c, step);
+      compare(&m, f, c, step);
+      if (step == 4) CHECK_OK(cddp_optim_set_lr(m.o, cddp_optim_lr(m.o) * 0.5));
+    }
+    if (c->uneven) CHECK_OK(cddp_ddp_join(m.ddp, m.o));
+    if (c->uneven) compare(&m, f, c, c->steps);
+    if (c->uneven) { /* states and steps are the same too: all go on together */
+      plan even = *c;
+      even.uneven = false;
+      even.steps++;
+      reference_step(f, &even, c->steps, cddp_world_size(g));
+      backward(&m, &even, c->steps);
+      take_step(&m, &even, c->steps);
+      compare(&m, f, &even, c->steps);
+    }
+    if (c->save != NULL) CHECK_OK(cddp_save(g, c->save, m.p, PARAMS, &all));
+    reference_close(f);
+  }
+  model_close(&m, c);
+  free(f);
+  return test_failures != before;
+}
+
+static void run_on(const plan *c, int n, bool threads) {
+  plan copy = *c;
+  if (copy.steps == 0) copy.steps = STEPS;
+  CHECK_OK(ranks_run(run_plan, &copy, n, threads));
+}
+
+static void test_bits(void) {
+  static const int worlds[] = {1, 2, 3, 4};
+  int w, k;
+  for (w = 0; w < (RANKS_SLOW ? 3 : 4); w++)
+    for (k = 0; k < (RANKS_SLOW ? 6 : 12); k++) {
+      plan c;
+      memset(&c, 0, sizeof c);
+      c.memory = k % 3;
+      c.mode = (k + w) / 2 % 3;
+      c.amsgrad = k % 4 == 3;
+      c.maximize = k % 5 == 2;
+      c.groups = k % 2 == 1;
+      c.copies = k % 3 != 1;
+      c.sgd = k % 6 == 5;
+      run_on(&c, worlds[w], (k + w) % 4 == 0);
+    }
+}
+
+static void test_unused(void) {
+  int mode, n;
+  for (n = 1; n <= 3; n++)
+    for (mode = 0; mode < 3; mode++) {
+      plan c;
+      memset(&c, 0, sizeof c);
+      c.unused = true;
+      c.mode = mode;
+      c.amsgrad = mode == 1;
+      c.memory = mode;
+      c.copies = c.groups = n == 2;
+      run_on(&c, n, n == 2);
+    }
+}
+
+/* Ranks run out of data one after the other; a step after all have is everybody's. */
+static void test_uneven(void) {
+  int mode;
+  for (mode = 0; mode < 3; mode++) {
+    plan c;
+    memset(&c, 0, sizeof c);
+    c.uneven = true;
+    c.mode = mode;
+    c.amsgrad = mode == 0;
+    c.copies = c.groups = true;
+    run_on(&c, 2, false);
+    run_on(&c, 4, mode == 1);
+  }
+}
+
+static void test_hosts(void) {
+  static const char *const hosts[] = {"ab", "aab"};
+  int h, mode;
+  for (h = 0; h < 2; h++)
+    for (mode = 0; mode < 2; mode++) {
+      plan c;
+      memset(&c, 0, sizeof c);
+      c.mode = mode;
+      c.groups = c.copies = mode == 0;
+      c.uneven = h == 1;
+      c.amsgrad = h == 1;
+      setenv("TEST_HOSTS", hosts[h], 1);
+      run_on(&c, 2 + h, false);
+      unsetenv("TEST_HOSTS");
+    }
+}
+
+/* Saved by some ranks and resumed by others, fused or not: the bits of the run that was not
+   interrupted. Ranks have the same gradients, so that the mean is theirs for any power of two. */
+static void test_resume(void) {
+  static const int worlds[][2] = {{2, 1}, {1, 4}, {4, 2}};
+  char folder[] = "/tmp/cddp-adamw-XXXXXX", path[64];
+  int k;
+  CHECK(mkdtemp(folder) != NULL);
+  snprintf(path, sizeof path, "%s/checkpoint", folder);
+  for (k = 0; k < 6; k++) {
+    plan c;
+    memset(&c, 0, sizeof c);
+    c.same = true;
+    c.mode = k % 3;
+    c.memory = k % 2;
+    c.unused = k >= 3; /* parameters have taken different numbers of steps */
+    c.amsgrad = k % 2 == 1;
+    c.groups = c.copies = true;
+    c.steps = 5;
+    c.save = path;
+    run_on(&c, worlds[k % 3][0], false);
+    c.save = NULL;
+    c.load = path;
+    c.first = 5;
+    c.steps = STEPS;
+    c.mode = (k + 1) % 3;
+    run_on(&c, worlds[k % 3][1], false);
+  }
+  CHECK_EQ(unlink(path), 0);
+  CHECK_EQ(rmdir(folder), 0);
+}
+
+/* A file whose count of steps is nonsense, and one without optimizer state of a parameter. */
+static void test_damaged(void) {
+  static float w[3] = {1, 2, 3}, g[3] = {1, 1, 1};
+  static const char name[] = "optimizer.step.w";
+  char folder[] = "/tmp/cddp-adamw-XXXXXX", path[64], *bytes = (char *)calloc(1, 65536), *at;
+  cddp_param p = {"w", w, g, 3, CDDP_F32};
+  cddp_adamw_desc d;
+  cddp_checkpoint_desc all;
+  cddp_optim *o;
+  const char *offsets;
+  long begin;
+  size_t n;
+  FILE *file;
+  float one = 1, nonsense[] = {-1, NAN, INFINITY, 3e9f};
+  int k;
+  memset(&d, 0, sizeof d);
+  memset(&all, 0, sizeof all);
+  d.lr = 0.1;
+  CHECK(mkdtemp(folder) != NULL && bytes != NULL);
+  snprintf(path, sizeof path, "%s/checkpoint", folder);
+  CHECK_OK(cddp_adamw_create(&o, &p, 1, &d));
+  CHECK_OK(cddp_optim_step(o));
+  all.optim = o;
+  CHECK_OK(cddp_save(NULL, path, &p, 1, &all));
+  file = fopen(path, "rb");
+  CHECK(file != NULL);
+  if (file == NULL) return;
+  n = fread(bytes, 1, 65536, file);
+  fclose(file);
+  at = (char *)memmem(bytes, n, name, sizeof name - 1);
+  CHECK(at != NULL);
+  CHECK(memmem(bytes, n, "optimizer.exp_avg.w", 19) != NULL);
+  CHECK(memmem(bytes, n, "optimizer.exp_avg_sq.w", 22) != NULL);
+  if (at == NULL) return;
+  CHECK(strstr(at, "\"F32\",\"shape\":[]") != NULL); /* as torch.optim's: a scalar */
+  offsets = strstr(at, "\"data_offsets\":[");
+  begin = offsets != NULL ? atol(offsets + 16) : 0;
+  begin += 8 + (long)(*(const uint64_t *)(const void *)bytes);
+  CHECK(memcmp(bytes + begin, &one, 4) == 0);
+  for (k = 0; k < 4; k++) {
+    memcpy(bytes + begin, &nonsense[k], 4);
+    file = fopen(path, "wb");
+    CHECK(file != NULL && fwrite(bytes, 1, n, file) == n && fclose(file) == 0);
+    CHECK_IS(cddp_load(NULL, path, &p, 1, &all), CDDP_IO);
+    CHECK(strstr(cddp_error(), "optimizer.step.w") != NULL);
+    CHECK_OK(cddp_optim_step(o)); /* goes on all the same */
+  }
+  cddp_optim_destroy(o);
+  free(bytes);
+  CHECK_EQ(unlink(path), 0);
+  CHECK_EQ(rmdir(folder), 0);
+}
+
+/* Clipping between wait and step. */
+static int run_clip(cddp_group *g, void *arg) {
+  float w[2][4] = {{1, 2, 3, 4}, {1, 2, 3, 4}}, own[4];
+  cddp_param p = {"w", w[0], NULL, 4, CDDP_F32}, q = {"w", w[1], own, 4, CDDP_F32};
+  cddp_adamw_desc d;
+  cddp_ddp *ddp;
+  cddp_optim *a, *b;
+  double norm;
+  int step, i;
+  (void)arg;
+  memset(&d, 0, sizeof d);
+  d.lr = 0.1;
+  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, NULL));
+  CHECK_OK(cddp_adamw_create(&a, &p, 1, &d));
+  CHECK_OK(cddp_adamw_create(&b, &q, 1, &d));
+  for (step = 0; step < 5; step++) {
+    float factor = (float)(1.0 / (5.0 * (step + 1) + 1e-6));
+    for (i = 0; i < 4; i++) {
+      ((float *)p.grad)[i] = i < 2 ? (float)(3 + i) * (float)(step + 1) : 0; /* norm 5, 10, .. */
+      own[i] = ((float *)p.grad)[i] * factor;
+    }
+    CHECK_OK(cddp_ddp_ready(ddp, 0));
+    CHECK_OK(cddp_ddp_wait(ddp));
+    CHECK_OK(cddp_ddp_clip_grad_norm(ddp, 1.0, &norm));
+    CHECK(norm == 5.0 * (step + 1));
+    CHECK_OK(cddp_optim_step(a));
+    CHECK_OK(cddp_optim_zero_grad(a));
+    CHECK_OK(cddp_optim_step(b));
+    CHECK(memcmp(w[0], w[1], sizeof w[0]) == 0);
+  }
+  cddp_optim_destroy(b);
+  cddp_optim_destroy(a);
+  cddp_ddp_destroy(ddp);
+  return test_failures != 0;
+}
+
+static void test_clip(void) { CHECK_OK(ranks_run(run_clip, NULL, 2, false)); }
+
+/* Gradients that are rows are refused, in a sentence; other settings on another rank are, too. */
+static int run_refused(cddp_group *g, void *arg) {
+  static const size_t rows = 4;
+  float w[8] = {0}, x[2] = {0, 0};
+  cddp_param p = {"table", w, NULL, 8, CDDP_F32}, q = {"w", x, NULL, 2, CDDP_F32};
+  cddp_ddp_desc d;
+  cddp_adamw_desc a;
+  cddp_ddp *ddp;
+  cddp_optim *o;
+  double scale = cddp_rank(g) == 1 ? 2 : 1;
+  int k;
+  (void)arg;
+  memset(&d, 0, sizeof d);
+  memset(&a, 0, sizeof a);
+  a.lr = 0.1;
+  d.sparse_rows = &rows;
+  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &d));
+  a.ddp = ddp;
+  CHECK_OK(cddp_adamw_create(&o, &p, 1, &a));
+  CHECK_IS(cddp_ddp_step(ddp, o), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "table") != NULL && strstr(cddp_error(), "AdamW") != NULL);
+  CHECK_IS(cddp_optim_step(o), CDDP_UNSUPPORTED);
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(ddp);
+  for (k = 0; k < 4; k++) {
+    cddp_result r;
+    memset(&a, 0, sizeof a);
+    a.lr = 0.1;
+    CHECK_OK(cddp_ddp_create(&ddp, g, &q, 1, NULL));
+    if (k == 0) a.beta2 = cddp_rank(g) == 1 ? 0.95 : 0.999;
+    if (k == 1) a.weight_decays = &scale;
+    if (k == 2) a.lr_scales = &scale;
+    if (k == 3) a.amsgrad = cddp_rank(g) == 1;
+    CHECK_OK(cddp_adamw_create(&o, &q, 1, &a));
+    CHECK_OK(cddp_ddp_ready(ddp, 0));
+    r = cddp_ddp_step(ddp, o);
+    CHECK_IS(r, CDDP_MISMATCH);
+    cddp_optim_destroy(o);
+    cddp_ddp_destroy(ddp);
+    CHECK_OK(cddp_barrier(g)); /* the group is not broken */
+  }
+  return test_failures != 0;
+}
+
+static void test_refused(void) { CHECK_OK(ranks_run(run_refused, NULL, 2, false)); }
+
+int main(void) {
+  RUN(test_bits);
+  RUN(test_unused);
+  RUN(test_uneven);
+  RUN(test_hosts);
+  RUN(test_resume);
+  RUN(test_damaged);
+  RUN(test_clip);
+  RUN(test_refused);
+  return TEST_END();
+}
