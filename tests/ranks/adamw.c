@@ -56,11 +56,11 @@ static void set_number(const cddp_param *p, void *at, size_t i, double x) {
   else ((float *)at)[i] = (float)x;
 }
 
-static void describe(cddp_param *p, char name[PARAMS][8]) {
+static void describe(cddp_param *p, char name[PARAMS][16]) {
   int k;
   memset(p, 0, PARAMS * sizeof *p);
   for (k = 0; k < PARAMS; k++) {
-    snprintf(name[k], 8, "p%d", k);
+    snprintf(name[k], sizeof name[k], "p%d", k);
     p[k].name = name[k];
     p[k].count = counts[k];
     p[k].dtype = k == DOUBLES ? CDDP_F64 : CDDP_F32;
@@ -96,7 +96,7 @@ static cddp_optim *make(const plan *c, cddp_param *p, int first, int n, cddp_ddp
 /* One process's own loop. */
 typedef struct reference {
   cddp_param p[PARAMS];
-  char names[PARAMS][8];
+  char names[PARAMS][16];
   double weights[PARAMS][LARGE], grads[PARAMS][LARGE];
   uint16_t copies[PARAMS][LARGE];
   cddp_optim *o[PARAMS];
@@ -149,7 +149,7 @@ static void reference_close(reference *f) {
 typedef struct model {
   cddp_group *g;
   cddp_param p[PARAMS];
-  char names[PARAMS][8];
+  char names[PARAMS][16];
   void *copies[PARAMS];
   cddp_ddp *ddp;
   cddp_optim *o;
