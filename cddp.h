@@ -1535,7 +1535,7 @@ struct cddp_group {
   pthread_mutex_t fail_lock; /* guards the slot's failure too */
   cddp__engine engine;
   pthread_mutex_t p2p_lock; /* guards receives and posting of sends */
-  cddp__recv_request *recvs_first, *recvs_last;
+  cddp__recv_request *recvs; /* oldest first */
   uint64_t send_number;
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own; NULL: not made yet */
   bool internal;     /* belongs to a cddp_ddp, whose peers know its memory once and for all */
@@ -1837,8 +1837,7 @@ static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_abort(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n);
-static cddp_result cddp__hosts_post(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
-                                    int peer, int tag, bool always, bool *posted);
+static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool always, bool *posted);
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
 static void cddp__hosts_serve(cddp_group *g);
 static void cddp__hosts_match(cddp_group *g, cddp__recv_request *q);
@@ -8930,28 +8929,6 @@ static bool cddp__send_open(const cddp_group *g, int index) {
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
-/* Frees sends whose receiver is done and whose call has returned, and copies beyond what is kept
-   for reuse. Returns the bytes that copies on their way take. p2p_lock held. */
-static size_t cddp__reap_sends(cddp_group *g) {
-  size_t staged = 0, kept = 0;
-  int i, n = cddp__send_count(g);
-  for (i = 0; i < n; i++) {
-    cddp__send_request *p = cddp__send_at(g, i);
-    if (p->staged && !cddp__send_open(g, i)) {
-      p->staged = false;
-      cddp__store32(&p->state, CDDP__SEND_FREE);
-    }
-    if (p->staged) {
-      staged += p->stage_size;
-    } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
-      cddp__arena_free(g->host, p->stage);
-      p->stage = NULL;
-      p->stage_size = 0;
-    }
-  }
-  return staged;
-}
-
 /* Memory for more sends; the first index in it, -1 with the error set. p2p_lock held. */
 static int cddp__more_sends(cddp_group *g) {
   int block = 0, count = cddp__send_count(g);
@@ -8969,20 +8946,33 @@ static int cddp__more_sends(cddp_group *g) {
 }
 
 /* Index of a send to post in. -1: none is free, or too many bytes are on their way; then a send
-   with a handle (always) gets one all the same, but for want of memory. p2p_lock held. */
+   with a handle (always) gets one all the same, but for want of memory. Frees sends whose receiver
+   is done and whose call has returned, and copies beyond what is kept for reuse. p2p_lock held. */
 static int cddp__unused_send(cddp_group *g, size_t bytes, bool always) {
-  size_t staged = cddp__reap_sends(g), size = 0;
-  int i, best = -1, n = always ? cddp__send_count(g) : CDDP__SENDS;
-  if (!always && staged > 0 && bytes > CDDP__STAGED_MAX - cddp__min(staged, CDDP__STAGED_MAX))
-    return -1;
+  size_t staged = 0, kept = 0, size = 0;
+  int i, best = -1, n = cddp__send_count(g);
   for (i = 0; i < n; i++) {
-    const cddp__send_request *p = cddp__send_at(g, i);
+    cddp__send_request *p = cddp__send_at(g, i);
     bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
-    if (cddp__load32(&p->state) != CDDP__SEND_FREE || (best >= 0 && !fits)) continue;
+    if (p->staged && !cddp__send_open(g, i)) {
+      p->staged = false;
+      cddp__store32(&p->state, CDDP__SEND_FREE);
+    }
+    if (p->staged) {
+      staged += p->stage_size;
+    } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
+      cddp__arena_free(g->host, p->stage);
+      p->stage = NULL;
+      p->stage_size = 0;
+    }
+    if (cddp__load32(&p->state) != CDDP__SEND_FREE || (best >= 0 && !fits) ||
+        (!always && i >= CDDP__SENDS))
+      continue;
     best = i;
     size = p->stage_size;
   }
-  return best < 0 && always ? cddp__more_sends(g) : best;
+  if (always) return best >= 0 ? best : cddp__more_sends(g);
+  return staged > 0 && bytes > CDDP__STAGED_MAX - cddp__min(staged, CDDP__STAGED_MAX) ? -1 : best;
 }
 
 /* Copies the message into the send's stage. p2p_lock held. */
@@ -9006,10 +8996,10 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
 
 /* Posts a send if there is room (*posted; always: there is). *send is its index while the buffer
    is in use, else -1. */
-static cddp_result cddp__try_post(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
-                                  int peer, int tag, bool always, bool *posted, int *send) {
+static cddp_result cddp__try_post(cddp_group *g, const cddp__call *c, bool always, bool *posted,
+                                  int *send) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  size_t bytes = count * cddp__dtype_size(dtype);
+  size_t bytes = c->count * c->esize;
   cddp__send_request *p;
   cddp_result r = CDDP_OK;
   int i;
@@ -9020,25 +9010,25 @@ static cddp_result cddp__try_post(cddp_group *g, const void *buf, size_t count, 
   if (i < 0 && always) r = CDDP_OUT_OF_MEMORY;
   if (i >= 0) {
     p = cddp__send_at(g, i);
-    p->ref = cddp__ref_of(g->host, buf, bytes);
-    if (bytes <= CDDP__EAGER || p->ref.kind == CDDP__REF_NONE || peer == g->rank)
-      r = cddp__stage(g, p, buf, bytes);
+    p->ref = cddp__ref_of(g->host, c->send, bytes);
+    if (bytes <= CDDP__EAGER || p->ref.kind == CDDP__REF_NONE || c->root == g->rank)
+      r = cddp__stage(g, p, c->send, bytes);
     else
       *send = i;
   }
   if (i >= 0 && r == CDDP_OK) {
-    p->to = peer;
-    p->tag = tag;
-    p->dtype = (uint32_t)dtype;
-    p->count = count;
+    p->to = c->root;
+    p->tag = c->tag;
+    p->dtype = c->dtype;
+    p->count = c->count;
     p->number = ++g->send_number;
     CDDP__POINT("post");
-    cddp__store32(&p->state, CDDP__POSTED_TO(peer));
+    cddp__store32(&p->state, CDDP__POSTED_TO(c->root));
     if ((uint32_t)i >= cddp__load32(&slot->send_top))
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
   }
   pthread_mutex_unlock(&g->p2p_lock);
-  if (*posted && r == CDDP_OK) cddp__notify(g, peer);
+  if (*posted && r == CDDP_OK) cddp__notify(g, c->root);
   return r;
 }
 
@@ -9106,10 +9096,10 @@ static void cddp__take_send(cddp_group *g, cddp__recv_request *q, cddp__send_req
 static void cddp__serve_recvs(cddp_group *g) {
   cddp__recv_request *q, *before;
   if (g->hosts != NULL) cddp__hosts_serve(g);
-  for (q = g->recvs_first; q != NULL; q = q->next) {
+  for (q = g->recvs; q != NULL; q = q->next) {
     cddp__send_request *p;
     if (q->done) continue;
-    for (before = g->recvs_first; before != q; before = before->next)
+    for (before = g->recvs; before != q; before = before->next)
       if (!before->done && before->peer == q->peer && before->tag == q->tag) break;
     if (before != q) continue;
     if (g->members[q->peer] < 0)
@@ -9121,20 +9111,18 @@ static void cddp__serve_recvs(cddp_group *g) {
 
 static void cddp__serve_idle(cddp_group *g) {
   if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
-  if (g->recvs_first != NULL || g->hosts != NULL) cddp__serve_recvs(g);
+  if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p_lock);
 }
 
 static void cddp__post_recv(cddp_group *g, cddp__recv_request *q) {
+  cddp__recv_request **at = &g->recvs;
   int cancel; /* no thread is cancelled while it holds a lock */
   q->next = NULL;
   pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
   pthread_mutex_lock(&g->p2p_lock);
-  if (g->recvs_last != NULL)
-    g->recvs_last->next = q;
-  else
-    g->recvs_first = q;
-  g->recvs_last = q;
+  while (*at != NULL) at = &(*at)->next;
+  *at = q;
   cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p_lock);
   pthread_setcancelstate(cancel, &cancel);
@@ -9222,18 +9210,17 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
 
 /* Posts a send; without a handle it waits for room. *send >= 0: the buffer is in use until
    cddp__finish_send. */
-static cddp_result cddp__start_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
-                                    int peer, int tag, bool handle, int *send) {
-  cddp__p2p m = {NULL, -1, peer, tag, count * cddp__dtype_size(dtype)};
+static cddp_result cddp__start_send(cddp_group *g, const cddp__call *c, bool handle, int *send) {
+  cddp__p2p m = {NULL, -1, c->root, c->tag, c->count * c->esize};
   bool posted = false;
   cddp_result r;
   do {
     if ((r = cddp__check_group(g)) != CDDP_OK) return r;
     if ((r = cddp__check_peer(g, &m)) != CDDP_OK) return r;
-    if (CDDP__UNLIKELY(g->members[peer] < 0))
-      r = cddp__hosts_post(g, buf, count, dtype, peer, tag, handle, &posted);
+    if (CDDP__UNLIKELY(g->members[c->root] < 0))
+      r = cddp__hosts_post(g, c, handle, &posted);
     else
-      r = cddp__try_post(g, buf, count, dtype, peer, tag, handle, &posted, send);
+      r = cddp__try_post(g, c, handle, &posted, send);
     if (r == CDDP_OK && !posted) r = cddp__p2p_wait(g, &m, -1);
   } while (r == CDDP_OK && !posted);
   return r;
@@ -9245,8 +9232,8 @@ static cddp_result cddp__start_send(cddp_group *g, const void *buf, size_t count
 static cddp_result cddp__finish_send(cddp_group *g, int send, double limit) {
   cddp__p2p m = {NULL, send, -1, 0, 0};
   cddp__send_request *p;
+  double deadline;
   cddp_result r;
-  cddp__wait w;
   if (send < 0) return CDDP_OK;
   p = cddp__send_at(g, send);
   m.peer = p->to;
@@ -9259,8 +9246,8 @@ static cddp_result cddp__finish_send(cddp_group *g, int send, double limit) {
     cddp__store32(&p->state, CDDP__SEND_FREE);
     pthread_mutex_unlock(&g->p2p_lock);
   } else if (!cddp__swap32(&p->state, CDDP__POSTED_TO(m.peer), CDDP__SEND_FREE)) {
-    for (cddp__wait_begin(&w, 5, 0); cddp__send_open(g, send) && !cddp__rank_gone(g, m.peer) &&
-                                     cddp__now() < w.deadline;)
+    deadline = cddp__now() + 5;
+    while (cddp__send_open(g, send) && !cddp__rank_gone(g, m.peer) && cddp__now() < deadline)
       cddp__sleep(1e-5);
   }
   return r;
@@ -9268,17 +9255,12 @@ static cddp_result cddp__finish_send(cddp_group *g, int send, double limit) {
 
 /* Takes a receive out of the list; false: its message has come, or it has failed. */
 static bool cddp__give_up_recv(cddp_group *g, cddp__recv_request *q, bool done_too) {
-  cddp__recv_request **at = &g->recvs_first, *last = NULL;
+  cddp__recv_request **at = &g->recvs;
   bool done;
   pthread_mutex_lock(&g->p2p_lock);
   done = q->done;
-  while (*at != NULL && (!done || done_too)) {
-    if (*at == q)
-      *at = q->next;
-    else
-      last = *at, at = &last->next;
-  }
-  if (!done || done_too) g->recvs_last = last;
+  while (*at != NULL && *at != q) at = &(*at)->next;
+  if (*at != NULL && (!done || done_too)) *at = q->next;
   pthread_mutex_unlock(&g->p2p_lock);
   return !done;
 }
@@ -9491,35 +9473,35 @@ static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) { /* p2p_loc
 
 /* Sends a message to a rank of another host as far as the system takes it, and keeps the rest.
    *posted false: there is no room yet (but for always), or the rank is lost. */
-static cddp_result cddp__hosts_post(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
-                                    int peer, int tag, bool always, bool *posted) {
+static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool always, bool *posted) {
   const cddp__net *n = g->hosts->net;
-  size_t bytes = count * cddp__dtype_size(dtype), all = CDDP__FRAME_HEAD + bytes, sent = 0, skip;
+  size_t bytes = c->count * c->esize, all = CDDP__FRAME_HEAD + bytes, sent = 0, skip;
   unsigned char head[CDDP__FRAME_HEAD];
   cddp_result r = CDDP_OK;
   cddp__link *l;
-  cddp__link_head(head, CDDP__FRAME_MESSAGE, (uint32_t)tag, dtype, count, bytes);
+  cddp__link_head(head, CDDP__FRAME_MESSAGE, (uint32_t)c->tag, (cddp_dtype)c->dtype, c->count,
+                  bytes);
   pthread_mutex_lock(&g->p2p_lock);
-  if ((l = cddp__p2p_link(g, peer)) == NULL) {
+  if ((l = cddp__p2p_link(g, c->root)) == NULL) {
     pthread_mutex_unlock(&g->p2p_lock);
     return CDDP_SYSTEM;
   }
   cddp__link_flush(n, l);
-  *posted = l->state != CDDP__LINK_DEAD && (always || cddp__hosts_room(g, peer, bytes));
+  *posted = l->state != CDDP__LINK_DEAD && (always || cddp__hosts_room(g, c->root, bytes));
   if (*posted && l->state == CDDP__LINK_UP && cddp__buffer_size(&l->out) == 0)
-    (void)cddp__link_io(l, head, buf, bytes, &sent, true);
+    (void)cddp__link_io(l, head, c->send, bytes, &sent, true);
   if (*posted && sent < all && l->state != CDDP__LINK_DEAD) {
     if (cddp__buffer_reserve(&n->allocator, &l->out, all - sent)) {
       skip = cddp__min(sent, CDDP__FRAME_HEAD);
       cddp__buffer_add(&n->allocator, &l->out, head + skip, CDDP__FRAME_HEAD - skip);
       sent -= skip;
-      cddp__buffer_add(&n->allocator, &l->out, (const char *)buf + sent, bytes - sent);
+      cddp__buffer_add(&n->allocator, &l->out, (const char *)c->send + sent, bytes - sent);
     } else {
       r = CDDP_OUT_OF_MEMORY;
       if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
     }
   }
-  if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, peer, l->error);
+  if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, c->root, l->error);
   pthread_mutex_unlock(&g->p2p_lock);
   return r;
 }
@@ -9538,7 +9520,7 @@ static void cddp__hosts_match(cddp_group *g, cddp__recv_request *q) {
 /* Whether a recv from that rank waits that no message fits yet. p2p_lock held. */
 static bool cddp__p2p_wanted(const cddp_group *g, int rank) {
   const cddp__recv_request *q;
-  for (q = g->recvs_first; q != NULL; q = q->next)
+  for (q = g->recvs; q != NULL; q = q->next)
     if (!q->done && q->peer == rank) return true;
   return false;
 }
@@ -11082,7 +11064,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
     cddp__post_recv(g, &w->recv);
     if (work == NULL) return cddp__recv_now(w);
   } else {
-    r = cddp__start_send(g, c->send, c->count, dtype, c->root, c->tag, work != NULL, &send);
+    r = cddp__start_send(g, c, work != NULL, &send);
     if (work == NULL && r == CDDP_OK) r = cddp__finish_send(g, send, -1);
     if (work == NULL || r != CDDP_OK) {
       cddp__record_finish(g, record, r);
