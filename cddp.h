@@ -1828,16 +1828,15 @@ typedef struct cddp__hosts {
 static void cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts: a step's lines go to the other hosts and come from there;
-   connections are accepted and notices heard; the others are told why the group is broken; this
-   rank's connections end; a rank of another host is gone (how: in words, or NULL); a message is
+   connections are accepted and notices heard; this rank's connections end; a rank of another host is gone (how: in words, or NULL); a message is
    sent, has room, is received, is given to a recv (p2p_lock held for these three), or there may be
    news of a peer. */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
-static void cddp__hosts_abort(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n);
-static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool always, bool *posted);
+static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool always,
+                                    bool *posted);
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
 static void cddp__hosts_serve(cddp_group *g);
 static void cddp__hosts_match(cddp_group *g, cddp__recv_request *q);
@@ -1846,8 +1845,10 @@ static void cddp__hosts_poll(cddp_group *g, int peer);
 /* >>collectives: what does not fit into a round, in shared memory. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
 
-/* >>links: a job's connections end with its memory. */
+/* >>links: a job's connections end with its memory; ranks of other hosts are told of a failure. */
 static void cddp__net_free(cddp__net *n);
+static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
+                           uint32_t code, const char *text);
 
 /* >>kernels: takes over what an optimizer does if its parameters lie on a device. */
 static cddp_result cddp__attach_optim(cddp_optim *o);
@@ -6429,7 +6430,9 @@ static bool cddp__publish_failure(cddp_group *g, cddp_result r) {
 static void cddp__spread_failure(cddp_group *g, bool tell) {
   cddp__wake_all(g);
   cddp__log(&g->host->logger, 0, "%s", cddp__failure_text(g));
-  if (tell && g->hosts != NULL) cddp__hosts_abort(g);
+  if (tell && g->hosts != NULL)
+    cddp__tell_all(g->hosts->net, g->id, g->world, g->size, cddp__load32(&g->block->broken) & 255,
+                   cddp__failure_text(g));
 }
 
 /* Breaks the group with this thread's error, unless it is broken; returns what is in force. */
@@ -7215,14 +7218,6 @@ static cddp__message *cddp__queue_take(cddp__queue *q, int from, int tag) {
   return m;
 }
 
-static void cddp__queue_free(const cddp_allocator *a, cddp__queue *q) {
-  while (q->first != NULL) {
-    cddp__message *next = q->first->next;
-    cddp__free(a, q->first);
-    q->first = next;
-  }
-}
-
 /* --- a connection's life --- */
 
 /* Takes over a socket. Its hello (the caller: its connection) is due in so many seconds. */
@@ -7456,34 +7451,28 @@ static bool cddp__frame_is(const unsigned char *head, int type) {
   return cddp__get32(head) == CDDP__FRAME_MAGIC && (cddp__get32(head + 4) & 255) == (uint32_t)type;
 }
 
-/* Sends what is left of the next DATA frame, with size bytes at data. Returns as cddp__link_io. */
-static int cddp__link_push(cddp__link *l, const void *data, size_t size) {
+/* Sends or receives what is left of the next DATA frame: size bytes, or from `least` to size of
+   them, as many as l->in_head then says. Returns as cddp__link_io. */
+static int cddp__link_data(cddp__link *l, const void *data, size_t least, size_t size, bool out) {
+  unsigned char *head = out ? l->out_head : l->in_head;
+  uint32_t *count = out ? &l->sent_count : &l->got_count;
+  size_t *at = out ? &l->sent : &l->got;
   int done;
-  if (l->sent == 0)
-    cddp__link_head(l->out_head, CDDP__FRAME_DATA, l->sent_count, CDDP_U8, size, size);
-  done = cddp__link_io(l, l->out_head, data, size, &l->sent, true);
-  if (done <= 0) return done;
-  l->sent = 0;
-  l->sent_count++;
-  return 1;
-}
-
-/* Receives what is left of the next DATA frame, which must have `least` to `most` bytes: as many as
-   l->in_head then says. Returns as cddp__link_io. */
-static int cddp__link_pull(cddp__link *l, void *data, size_t least, size_t most) {
-  int done = cddp__link_io(l, l->in_head, data, least, &l->got, false);
-  uint64_t size = cddp__get64(l->in_head + 24);
-  if (l->got < CDDP__FRAME_HEAD) return done;
-  if (!cddp__frame_is(l->in_head, CDDP__FRAME_DATA) || size < least || size > most ||
-      cddp__get32(l->in_head + 8) != l->got_count) {
-    cddp__link_end(l, 0);
-    l->error = cddp__frame_is(l->in_head, CDDP__FRAME_BYE) ? CDDP__LEFT : EPROTO;
-    return -1;
+  if (out && *at == 0) cddp__link_head(head, CDDP__FRAME_DATA, *count, CDDP_U8, size, size);
+  done = cddp__link_io(l, head, data, out ? size : least, at, out);
+  if (!out && *at >= CDDP__FRAME_HEAD) {
+    uint64_t due = cddp__get64(head + 24);
+    if (!cddp__frame_is(head, CDDP__FRAME_DATA) || due < least || due > size ||
+        cddp__get32(head + 8) != *count) {
+      cddp__link_end(l, 0);
+      l->error = cddp__frame_is(head, CDDP__FRAME_BYE) ? CDDP__LEFT : EPROTO;
+      return -1;
+    }
+    if (done > 0) done = cddp__link_io(l, head, data, (size_t)due, at, false);
   }
-  if (done > 0) done = cddp__link_io(l, l->in_head, data, (size_t)size, &l->got, false);
   if (done <= 0) return done;
-  l->got = 0;
-  l->got_count++;
+  *at = 0;
+  ++*count;
   return 1;
 }
 
@@ -9404,11 +9393,6 @@ static void cddp__hosts_hang_up(cddp_group *g) { /* fail_lock held */
     if (g->hosts->peers[p].data != NULL) shutdown(g->hosts->peers[p].data->fd, SHUT_WR);
 }
 
-static void cddp__hosts_abort(cddp_group *g) {
-  cddp__tell_all(g->hosts->net, g->id, g->world, g->size, cddp__load32(&g->block->broken) & 255,
-                 cddp__failure_text(g));
-}
-
 /* Whether a rank of another host is gone, and a notice that says why is here or has had time to
    arrive: none follows a goodbye, and a rank that was alone on its host leaves none to send one. */
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n) {
@@ -9587,18 +9571,14 @@ static void cddp__set_data(cddp_group *g, int rank, cddp__link *l) {
   pthread_mutex_unlock(&g->fail_lock);
 }
 
-/* Takes over the DATA connections that others have made to this rank. One from a rank that this one
-   calls is a goodbye: it left without ever having been called. */
+/* Takes over the DATA connections that others have made to this rank. */
 static void cddp__claim_data(cddp_group *g) {
   cddp__link *l;
   while ((l = cddp__net_claim(g, CDDP__LINK_DATA)) != NULL) {
-    cddp__link *known = g->hosts->peers[l->rank].data;
-    if (known == NULL) {
+    if (g->hosts->peers[l->rank].data == NULL)
       cddp__set_data(g, l->rank, l);
-      continue;
-    }
-    if (known->mine) cddp__link_end(known, CDDP__LEFT);
-    cddp__link_free(g->hosts->net, l);
+    else
+      cddp__link_free(g->hosts->net, l);
   }
 }
 
@@ -9676,12 +9656,10 @@ static cddp__link *cddp__data_link(cddp__traffic *t, int rank) {
 static bool cddp__traffic_frame(cddp__traffic *t, const cddp__item *it, bool out) {
   cddp__link *l = t->result == CDDP_OK ? cddp__data_link(t, it->rank) : NULL;
   size_t before;
-  void *to;
   int done;
   if (l == NULL) return false;
-  memcpy(&to, &it->data, sizeof to);
   before = out ? l->sent : l->got;
-  done = out ? cddp__link_push(l, to, it->size) : cddp__link_pull(l, to, it->least, it->size);
+  done = cddp__link_data(l, it->data, it->least, it->size, out);
   if (done == 0) cddp__traffic_watch(t, l, out);
   if (done < 0) cddp__note_lost(t->g, it->rank, l->error);
   t->moved = t->moved || done > 0 || (out ? l->sent : l->got) != before; /* slow is not late */
@@ -10533,26 +10511,12 @@ static void cddp__p2p_linger(cddp_group *g) {
   } while (left > 0 && cddp__wait_tick(g, &w) == CDDP_OK && !w.late);
 }
 
-/* A leader that leaves calls those that it would meet in a round and has no connection to, to say
-   so. With a secret they would have to answer, and are left to their deadline. */
-static void cddp__call_to_leave(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
-  int d, side, p;
-  if (g->local_rank != 0 || x->net->secret != NULL || cddp__load32(&g->block->broken) != 0) return;
-  for (d = 1; d < x->count; d = x->count <= CDDP__DIRECT_HOSTS ? d + 1 : 2 * d)
-    for (side = 0; side < 2; side++) {
-      p = cddp__rank_on(x, (x->mine + (side ? x->count - d : d)) % x->count, 0);
-      if (x->peers[p].data == NULL)
-        x->peers[p].data = cddp__call_rank(g, p, CDDP__LINK_DATA);
-    }
-}
-
 /* This rank leaves: says goodbye on all connections and closes them. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *x = g->hosts;
   cddp__net *net = g->host->net;
   cddp__link *l;
-  double deadline;
+  cddp__message *m;
   int p;
   if (x == NULL) return;
   cddp__early_notice(g, true);
@@ -10561,17 +10525,11 @@ static void cddp__hosts_leave(cddp_group *g) {
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
   pthread_mutex_unlock(&net->lock);
   cddp__claim_data(g);
-  cddp__call_to_leave(g);
   cddp__hosts_serve(g); /* takes over what has come for MESSAGES */
-  deadline = cddp__now() + 0.1;
-  for (p = 0; p < g->size; p++) {
-    if ((l = x->peers[p].data) == NULL) continue;
-    while (!cddp__link_shake(net, l) && l->state != CDDP__LINK_DEAD && cddp__now() < deadline)
-      cddp__sleep(1e-4);
-    cddp__link_leave(net, l);
-  }
+  for (p = 0; p < g->size; p++)
+    if (x->peers[p].data != NULL) cddp__link_leave(net, x->peers[p].data);
   for (; (l = x->links) != NULL; cddp__link_leave(net, l)) x->links = l->next;
-  cddp__queue_free(&net->allocator, &x->mailbox);
+  for (; (m = x->mailbox.first) != NULL; cddp__free(&net->allocator, m)) x->mailbox.first = m->next;
   cddp__arena_free(g->host, x->my_scratch);
   cddp__free(&net->allocator, x->stage);
 }
@@ -11566,6 +11524,8 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     r = cddp__hosts_attach(*out, members + g->size);
   }
   r = cddp__consensus(g, r, NULL, 0, NULL);
+  if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* hosts get to know each other */
+    r = cddp__round(*out, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
   if (r == CDDP_OK && g->carrier->split != NULL) r = g->carrier->split(g, *out, color, rank);
   if (*out != NULL && r != CDDP_OK) {
     cddp__group_leave(*out);

@@ -966,7 +966,7 @@ static void link_pull(cddp_group *g, size_t size) {
     REQUIRE(g->hosts->net->secret == NULL); /* nobody here knows it */
     if (l->state == CDDP__LINK_UP) {
       size_t least = size > 64 ? size - 64 : size; /* as of headers with what rides along */
-      (void)cddp__link_pull(l, buf, least, size);
+      (void)cddp__link_data(l, buf, least, size, false);
     }
   }
 }
