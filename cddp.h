@@ -1827,10 +1827,10 @@ typedef struct cddp__hosts {
 /* >>p2p: a rank that waits for anything serves its pending receives meanwhile. */
 static void cddp__serve_idle(cddp_group *g);
 
-/* >>hosts, for groups that span hosts: a step's lines go to the other hosts and come from there;
-   connections are accepted and notices heard; this rank's connections end; a rank of another host is gone (how: in words, or NULL); a message is
-   sent, has room, is received, is given to a recv (p2p_lock held for these three), or there may be
-   news of a peer. */
+/* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
+   connections are accepted and notices heard; this rank's connections end; a rank of another host
+   is gone (how: in words, or NULL); a message is sent, has room, is received, is given to a recv
+   (p2p_lock held for these three), or there may be news of a peer. */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
@@ -10566,8 +10566,9 @@ static cddp_result cddp__mpi_fail(int code, const char *what) {
   return cddp__fail(CDDP_MPI, "%s: %s", what, text);
 }
 
-/* Waits for an operation that `code` says to have begun. */
-static cddp_result cddp__mpi_wait(cddp_group *g, int code, MPI_Request *request, const char *what) {
+/* Waits for an operation of the call c; code: what MPI said when it began. */
+static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
+                                  MPI_Request *request) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int i, done = 0;
@@ -10585,10 +10586,8 @@ static cddp_result cddp__mpi_wait(cddp_group *g, int code, MPI_Request *request,
     if (r == CDDP_OK && w.late) r = cddp__break_late(g);
   }
   g->round--;
-  if (code != MPI_SUCCESS) {
-    cddp__mpi_fail(code, what);
-    r = cddp__break(g, CDDP_MPI);
-  }
+  if (code != MPI_SUCCESS)
+    r = cddp__break(g, cddp__mpi_fail(code, cddp__shapes[c->kind].name));
   if (r != CDDP_OK) cddp__store32(&cddp__mpi_stuck, 1);
   return r;
 }
@@ -10600,33 +10599,30 @@ static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
 }
 
 /* Reduces n elements of send into recv: everybody's (root -1) or root's; send may be recv. */
-static cddp_result cddp__mpi_reduce(cddp_group *g, const void *send, void *recv, size_t n,
-                                    cddp_dtype dtype, cddp_op op, int root) {
-  bool half = dtype == CDDP_F16 || dtype == CDDP_BF16, gets = root < 0 || root == g->rank;
-  const void *in = send == recv ? MPI_IN_PLACE : send;
+static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const void *send,
+                                    void *recv, size_t n, int root) {
   const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX};
+  cddp_dtype dtype = (cddp_dtype)c->dtype;
+  bool half = dtype == CDDP_F16 || dtype == CDDP_BF16, gets = root < 0 || root == g->rank;
   MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
   MPI_Request request = MPI_REQUEST_NULL;
+  const void *in = send;
   void *out = recv;
   cddp_result r;
   int code;
   if (half) { /* summed in f32, as everywhere */
-    out = cddp__malloc(&g->host->allocator, n * sizeof(float));
+    in = out = cddp__malloc(&g->host->allocator, n * sizeof(float));
     if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
     cddp__convert(out, CDDP_F32, send, dtype, n);
-    in = MPI_IN_PLACE;
   }
-  if (!gets && in == MPI_IN_PLACE) in = out;
+  if (gets && in == out) in = MPI_IN_PLACE;
   pthread_mutex_lock(&cddp__mpi_lock);
-  if (root < 0)
-    code = MPI_Iallreduce(in, out, (int)n, type, ops[op], g->mpi->comm, &request);
-  else
-    code = MPI_Ireduce(in, gets ? out : NULL, (int)n, type, ops[op], root, g->mpi->comm,
-                       &request);
+  code = root < 0 ? MPI_Iallreduce(in, out, (int)n, type, ops[c->op], g->mpi->comm, &request)
+                  : MPI_Ireduce(in, gets ? out : NULL, (int)n, type, ops[c->op], root,
+                                g->mpi->comm, &request);
   pthread_mutex_unlock(&cddp__mpi_lock);
-  r = cddp__mpi_wait(g, code, &request, root < 0 ? "MPI_Iallreduce" : "MPI_Ireduce");
-  if (r != CDDP_OK) return r; /* a copy is left to MPI */
-  if (gets && op == CDDP_AVG)
+  if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* a copy is left to MPI */
+  if (gets && c->op == CDDP_AVG)
     cddp__pick_kernels()[half ? CDDP_F32 : dtype].scale(out, n, (double)g->size, true);
   if (gets && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
   if (half) cddp__free(&g->host->allocator, out);
@@ -10637,52 +10633,45 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const void *send, void *recv,
    elements, and as far from the next rank's as a share is long. */
 static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char *send,
                                   size_t begin, size_t n) {
-  const char *name = "MPI_Ialltoall", *from = send + begin * c->esize;
+  const char *from = send + begin * c->esize;
   char *to = (char *)c->recv + begin * c->esize;
-  int root = c->root;
+  int root = c->root, code;
   MPI_Comm comm = g->mpi->comm;
   MPI_Request q = MPI_REQUEST_NULL;
   MPI_Datatype block, p;
-  int code;
   pthread_mutex_lock(&cddp__mpi_lock);
   MPI_Type_contiguous((int)n, cddp__mpi_type(c->dtype), &block);
   MPI_Type_create_resized(block, 0, (MPI_Aint)(c->count * c->esize), &p);
   MPI_Type_commit(&p);
   MPI_Type_free(&block);
-  if (root >= 0 && root != g->rank && c->kind == CDDP__KIND_GATHER) to = NULL;
-  if (root >= 0 && root != g->rank && c->kind == CDDP__KIND_SCATTER) from = NULL;
-  if (c->kind == CDDP__KIND_BROADCAST)
-    name = "MPI_Ibcast", code = MPI_Ibcast(to, 1, p, root, comm, &q);
-  else if (c->kind == CDDP__KIND_ALL_GATHER)
-    name = "MPI_Iallgather", code = MPI_Iallgather(from, 1, p, to, 1, p, comm, &q);
-  else if (c->kind == CDDP__KIND_GATHER)
-    name = "MPI_Igather", code = MPI_Igather(from, 1, p, to, 1, p, root, comm, &q);
-  else if (c->kind == CDDP__KIND_SCATTER)
-    name = "MPI_Iscatter", code = MPI_Iscatter(from, 1, p, to, 1, p, root, comm, &q);
-  else
-    code = MPI_Ialltoall(from, 1, p, to, 1, p, comm, &q);
+  if (!cddp__receives(c, g->rank)) to = NULL;
+  if (!cddp__sends(c, g->rank)) from = NULL;
+  switch (c->kind) {
+  case CDDP__KIND_BROADCAST: code = MPI_Ibcast(to, 1, p, root, comm, &q); break;
+  case CDDP__KIND_ALL_GATHER: code = MPI_Iallgather(from, 1, p, to, 1, p, comm, &q); break;
+  case CDDP__KIND_GATHER: code = MPI_Igather(from, 1, p, to, 1, p, root, comm, &q); break;
+  case CDDP__KIND_SCATTER: code = MPI_Iscatter(from, 1, p, to, 1, p, root, comm, &q); break;
+  default: code = MPI_Ialltoall(from, 1, p, to, 1, p, comm, &q);
+  }
   MPI_Type_free(&p); /* when the operation is over */
   pthread_mutex_unlock(&cddp__mpi_lock);
-  return cddp__mpi_wait(g, code, &q, name);
+  return cddp__mpi_wait(g, c, code, &q);
 }
 
+/* The call, from `send`: CDDP__MPI_MOST elements of each share at a time. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, const char *send) {
-  cddp_dtype dtype = (cddp_dtype)c->dtype;
-  cddp_op op = (cddp_op)c->op;
   size_t begin, n;
   cddp_result r = CDDP_OK;
   int p;
   for (begin = 0; r == CDDP_OK && begin < c->count; begin += n) {
-    char *to = (char *)c->recv + begin * c->esize;
     n = cddp__min(CDDP__MPI_MOST, c->count - begin);
-    if (cddp__shapes[c->kind].reduces && cddp__in_one_buffer(c)) {
-      r = cddp__mpi_reduce(g, send + begin * c->esize, to, n, dtype, op, c->root);
-    } else if (c->kind == CDDP__KIND_REDUCE_SCATTER) {
-      for (p = 0; r == CDDP_OK && p < g->size; p++)
-        r = cddp__mpi_reduce(g, send + ((size_t)p * c->count + begin) * c->esize, to, n, dtype, op,
-                             p);
-    } else {
-      r = cddp__mpi_move(g, c, send, begin, n);
+    if (!cddp__shapes[c->kind].reduces) r = cddp__mpi_move(g, c, send, begin, n);
+    for (p = 0; r == CDDP_OK && cddp__shapes[c->kind].reduces && p < g->size; p++) {
+      bool one = cddp__in_one_buffer(c); /* else reduce_scatter: each rank's in turn */
+      size_t at = one ? begin : (size_t)p * c->count + begin;
+      r = cddp__mpi_reduce(g, c, send + at * c->esize, (char *)c->recv + begin * c->esize, n,
+                           one ? c->root : p);
+      if (one) break;
     }
   }
   return r;
