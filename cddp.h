@@ -2380,9 +2380,6 @@ static cddp_result cddp__random(void *p, size_t n) {
   return CDDP_OK;
 }
 
-#define CDDP__NONCE_SIZE 32
-#define CDDP__PROOF_SIZE 32
-
 typedef struct cddp__sha256 {
   uint32_t h[8];
   uint64_t bytes;          /* hashed so far */
@@ -2504,15 +2501,18 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
    and the purpose, so that no proof serves in another place. A stranger who calls gets a nonce and
    nothing to test guesses on. What follows on the connection is neither encrypted nor signed.
      caller: HELLO, nonce                       called: CHALLENGE, nonce
-     caller: HMAC(caller's label, nonces)       called: WELCOME, HMAC(called end's label, nonces)
+     caller: PROOF, HMAC(caller's label, ...)   called: WELCOME, HMAC(called end's label, ...)
    Instead of an answer the called end may send REFUSAL and a letter: S = a secret is needed here,
    W = not that one, N = there is none here. Works as follows, without blocking: begin, then send
    `out` whenever out_size is not 0 (and set that to 0), and feed what comes, until the state is no
    longer CDDP__CHALLENGE_ON. A called end without a secret takes anything that is no HELLO. */
-#define CDDP__AUTH_HELLO "CDDPauth"
+#define CDDP__AUTH_HELLO "CDDPau\r\n" /* a web server or redis answers a line of text */
 #define CDDP__AUTH_CHALLENGE "CDDPchal"
+#define CDDP__AUTH_PROOF "CDDPprov"
 #define CDDP__AUTH_WELCOME "CDDPgood"
 #define CDDP__AUTH_REFUSAL "CDDPdeny"
+#define CDDP__NONCE_SIZE 32
+#define CDDP__PROOF_SIZE 32
 
 enum cddp__challenge_state {
   CDDP__CHALLENGE_ON,      /* wants more bytes */
@@ -2528,43 +2528,39 @@ typedef struct cddp__challenge {
   bool caller;
   int state, step; /* cddp__challenge_state; messages that came */
   char why;        /* REFUSED: the letter */
-  unsigned char nonces[2 * CDDP__NONCE_SIZE]; /* caller's, then the called end's */
-  unsigned char context[32];                  /* SHA-256 of what both must agree on besides */
-  unsigned char in[8 + CDDP__NONCE_SIZE], out[8 + CDDP__NONCE_SIZE];
+  unsigned char covered[2 * CDDP__NONCE_SIZE + 64]; /* by proofs: the nonces, caller's first, and
+                                                       what both must agree on besides */
+  size_t covered_size;
+  unsigned char in[8 + CDDP__NONCE_SIZE], out[8 + CDDP__NONCE_SIZE]; /* a tag; a nonce or proof */
   size_t in_size, out_size;
 } cddp__challenge;
 
 static void cddp__challenge_say(cddp__challenge *c, const char *tag, const void *data, size_t n) {
-  size_t head = tag != NULL ? 8 : 0;
-  if (tag != NULL) memcpy(c->out, tag, 8);
-  memcpy(c->out + head, data, n);
-  c->out_size = head + n;
+  memcpy(c->out, tag, 8);
+  memcpy(c->out + 8, data, n);
+  c->out_size = 8 + n;
 }
 
 static void cddp__challenge_prove(const cddp__challenge *c, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
-  unsigned char data[sizeof c->nonces + sizeof c->context];
   char label[64];
   snprintf(label, sizeof label, "cddp %s %s", c->purpose, caller ? "caller" : "called");
-  memcpy(data, c->nonces, sizeof c->nonces);
-  memcpy(data + sizeof c->nonces, c->context, sizeof c->context);
-  cddp__hmac(c->secret, label, data, sizeof data, proof);
+  cddp__hmac(c->secret, label, c->covered, c->covered_size, proof);
 }
 
-/* context: bytes that the proofs cover too, the same at both ends; may be NULL with size 0. */
+/* context: at most 64 bytes that the proofs cover too, the same at both ends; NULL: none. */
 static cddp_result cddp__challenge_begin(cddp__challenge *c, const char *secret,
                                          const char *purpose, bool caller, const void *context,
                                          size_t context_size) {
-  unsigned char *own = c->nonces + (caller ? 0 : CDDP__NONCE_SIZE);
-  cddp__sha256 hash;
+  unsigned char *own = c->covered + (caller ? 0 : CDDP__NONCE_SIZE);
   cddp_result r;
   memset(c, 0, sizeof *c);
   c->secret = secret;
   c->purpose = purpose;
   c->caller = caller;
-  cddp__sha256_init(&hash);
-  if (context_size > 0) cddp__sha256_add(&hash, context, context_size);
-  cddp__sha256_end(&hash, c->context);
+  c->covered_size = 2 * CDDP__NONCE_SIZE + context_size;
+  CDDP_ASSERT(c->covered_size <= sizeof c->covered);
+  cddp__copy(c->covered + 2 * CDDP__NONCE_SIZE, context, context_size);
   r = cddp__random(own, CDDP__NONCE_SIZE);
   if (r == CDDP_OK && caller) cddp__challenge_say(c, CDDP__AUTH_HELLO, own, CDDP__NONCE_SIZE);
   return r;
@@ -2573,19 +2569,20 @@ static cddp_result cddp__challenge_begin(cddp__challenge *c, const char *secret,
 /* A whole message has come: c->in. */
 static void cddp__challenge_message(cddp__challenge *c) {
   unsigned char proof[CDDP__PROOF_SIZE];
+  c->in_size = 0;
   if (c->step++ == 0) { /* the other end's nonce */
-    memcpy(c->nonces + (c->caller ? CDDP__NONCE_SIZE : 0), c->in + 8, CDDP__NONCE_SIZE);
+    memcpy(c->covered + (c->caller ? CDDP__NONCE_SIZE : 0), c->in + 8, CDDP__NONCE_SIZE);
     cddp__challenge_prove(c, true, proof);
     if (c->caller)
-      cddp__challenge_say(c, NULL, proof, sizeof proof);
+      cddp__challenge_say(c, CDDP__AUTH_PROOF, proof, sizeof proof);
     else
-      cddp__challenge_say(c, CDDP__AUTH_CHALLENGE, c->nonces + CDDP__NONCE_SIZE, CDDP__NONCE_SIZE);
+      cddp__challenge_say(c, CDDP__AUTH_CHALLENGE, c->covered + CDDP__NONCE_SIZE,
+                          CDDP__NONCE_SIZE);
     return;
   }
   cddp__challenge_prove(c, !c->caller, proof);
-  c->state = cddp__same_bytes(proof, c->in + (c->caller ? 8 : 0), sizeof proof)
-                 ? CDDP__CHALLENGE_PROVEN
-                 : CDDP__CHALLENGE_WRONG;
+  c->state = cddp__same_bytes(proof, c->in + 8, sizeof proof) ? CDDP__CHALLENGE_PROVEN
+                                                              : CDDP__CHALLENGE_WRONG;
   if (c->caller) return;
   cddp__challenge_prove(c, false, proof);
   if (c->state == CDDP__CHALLENGE_PROVEN)
@@ -2596,6 +2593,8 @@ static void cddp__challenge_message(cddp__challenge *c) {
 
 /* Takes bytes that came; returns how many. What it leaves, if anything, is no part of this. */
 static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, size_t n) {
+  static const char *const tags[2][2] = {{CDDP__AUTH_HELLO, CDDP__AUTH_PROOF},
+                                         {CDDP__AUTH_CHALLENGE, CDDP__AUTH_WELCOME}};
   size_t used = 0;
   if (c->secret == NULL && n > 0) {
     c->state = p[0] == CDDP__AUTH_HELLO[0] ? CDDP__CHALLENGE_WRONG : CDDP__CHALLENGE_PROVEN;
@@ -2603,14 +2602,10 @@ static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, s
     return 0;
   }
   while (used < n && c->state == CDDP__CHALLENGE_ON) {
-    const char *tag = c->caller ? (c->step == 0 ? CDDP__AUTH_CHALLENGE : CDDP__AUTH_WELCOME)
-                                : (c->step == 0 ? CDDP__AUTH_HELLO : NULL);
     size_t k = cddp__min(c->in_size + 1, 8);
     c->in[c->in_size++] = p[used++];
-    if (tag == NULL || memcmp(c->in, tag, k) == 0) {
-      if (c->in_size < (tag != NULL ? 8u : 0u) + CDDP__NONCE_SIZE) continue;
-      cddp__challenge_message(c);
-      c->in_size = 0;
+    if (memcmp(c->in, tags[c->caller][c->step], k) == 0) {
+      if (c->in_size == sizeof c->in) cddp__challenge_message(c);
     } else if (!c->caller || memcmp(c->in, CDDP__AUTH_REFUSAL, k) != 0) {
       c->state = CDDP__CHALLENGE_ALIEN;
       if (!c->caller) cddp__challenge_say(c, CDDP__AUTH_REFUSAL, "S", 1);
@@ -2623,10 +2618,12 @@ static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, s
 }
 
 /* >>sockets ------------------------------------------------------------------------------------
-   Addresses of hosts and abstract Unix sockets; to connect, listen, send and receive. Owns: the
-   list of sockets that a forked child gives up. May touch: the system only. Entry points:
-   cddp__resolve, cddp__connect_address, cddp__listen_all, cddp__accept, cddp__send_all,
-   cddp__recv_all, cddp__own_socket.
+   Addresses of hosts and abstract Unix sockets; to connect, listen, send and receive; bytes of
+   files.
+   Owns: the list of sockets that a forked child gives up.
+   May touch: the system only.
+   Entry points: cddp__resolve, cddp__connect_address, cddp__listen_all, cddp__accept,
+   cddp__send_all, cddp__recv_all, cddp__own_socket, cddp__file_io.
    Works as follows: no socket blocks. A function that waits takes a deadline (cddp__now()) and
    polls. A function whose callers try several addresses returns 0 or an errno; the others return a
    result and leave its text. */
@@ -2768,33 +2765,30 @@ static ssize_t cddp__pass_fds(int fd, void *data, size_t n, int *fds, bool out) 
 
 /* Splits "host:port" or "[::1]:port". */
 static cddp_result cddp__host_port(const char *text, char *host, size_t host_capacity, int *port) {
-  const char *colon = strrchr(text, ':'), *begin = text, *end = colon, *why = NULL;
+  const char *colon = strrchr(text, ':'), *begin = text, *end = colon;
   size_t digits = colon != NULL ? strspn(colon + 1, "0123456789") : 0;
-  bool v6 = text[0] == '[';
-  if (colon != NULL && v6) begin++, end--;
-  if (colon == NULL)
-    why = "has no port; write host:port";
-  else if (v6 ? end < begin || *end != ']' : memchr(text, ':', (size_t)(end - text)) != NULL)
-    why = "is no address with a port; write [::1]:port for IPv6";
-  else if (digits == 0 || digits > 5 || colon[1 + digits] != 0 || atoi(colon + 1) > 65535)
-    why = "has no port, a number from 0 to 65535, behind its colon";
-  else if (end == begin)
-    why = "has no host; write host:port";
-  else if ((size_t)(end - begin) >= host_capacity)
-    why = "has too long a host name";
-  if (why != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "'%.80s' %s", text, why);
+  bool v6 = text[0] == '[', good = digits > 0 && digits <= 5 && colon[1 + digits] == 0;
+  if (good && v6) begin++, end--;
+  if (!good || atoi(colon + 1) > 65535 || end <= begin ||
+      (size_t)(end - begin) >= host_capacity ||
+      (v6 ? *end != ']' : memchr(begin, ':', (size_t)(end - begin)) != NULL))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "'%.80s' is no host:port, or [address]:port for IPv6, with a port from 0 to "
+                      "65535",
+                      text);
   memcpy(host, begin, (size_t)(end - begin));
   host[end - begin] = '\0';
   *port = atoi(colon + 1);
   return CDDP_OK;
 }
 
-/* "127.0.0.1:29500", "[::1]:29500" or "@name". */
+/* "127.0.0.1:29500", "[::1]:29500" or "the abstract Unix socket @name". */
 static void cddp__address_text(const cddp__address *a, char *text, size_t capacity) {
   char host[128], port[16];
   int name = (int)a->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* its size */
   if (a->sa.ss_family == AF_UNIX)
-    snprintf(text, capacity, "@%.*s", name > 0 ? name : 0, a->un.sun_path + 1);
+    snprintf(text, capacity, "the abstract Unix socket @%.*s", name > 0 ? name : 0,
+             a->un.sun_path + 1);
   else if (getnameinfo(&a->any, a->size, host, sizeof host, port, sizeof port,
                        NI_NUMERICHOST | NI_NUMERICSERV) != 0)
     snprintf(text, capacity, "(unknown address)");
@@ -2843,10 +2837,8 @@ static void cddp__unix_name(cddp__address *a, const char *name) {
   a->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-/* The addresses of a host name, each once. host_name: the variable it came from, or NULL. */
-static cddp_result cddp__resolve(const char *host, int port, const char *host_name,
-                                 cddp__address *out, int *count) {
-  bool derived = host_name != NULL && strcmp(host_name, "MASTER_ADDR") != 0;
+/* The addresses of a host name, each once. */
+static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
   struct addrinfo hints, *list = NULL, *i;
   int e, n = 0, j;
   memset(&hints, 0, sizeof hints);
@@ -2854,11 +2846,9 @@ static cddp_result cddp__resolve(const char *host, int port, const char *host_na
   e = getaddrinfo(host, NULL, &hints, &list);
   if (e != 0)
     return cddp__fail(CDDP_NETWORK,
-                      "the host name '%s'%s%s does not resolve: %s; %s, or add it to /etc/hosts",
-                      host, host_name ? " in " : "", host_name ? host_name : "",
-                      e == EAI_SYSTEM ? strerror(errno) : gai_strerror(e),
-                      derived ? "set MASTER_ADDR to an address of rank 0's host"
-                              : "correct it, or use an address (127.0.0.1: all ranks on one host)");
+                      "the host name '%s' does not resolve: %s; correct it, add it to /etc/hosts, "
+                      "or set MASTER_ADDR to an address of rank 0's host",
+                      host, e == EAI_SYSTEM ? strerror(errno) : gai_strerror(e));
   for (i = list; i != NULL && n < CDDP__ADDRESSES_MAX; i = i->ai_next) {
     if (i->ai_family != AF_INET && i->ai_family != AF_INET6) continue;
     memset(&out[n], 0, sizeof out[n]);
@@ -2937,22 +2927,9 @@ static int cddp__stream_ready(int fd) {
   return peer[1] == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN;
 }
 
-/* Makes fd as cddp's own sockets are: it does not block, and a new program does not inherit it. */
-static bool cddp__adopt_fd(int fd) {
-  int flags = fcntl(fd, F_GETFL);
-  return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0 &&
-         fcntl(fd, F_SETFD, FD_CLOEXEC) == 0;
-}
-
-/* The next connection of a listening socket, without blocking, or -1 and errno. A sandbox may know
-   accept, but not accept4. */
+/* The next connection of a listening socket, without blocking, or -1 and errno. */
 static int cddp__accept(int listener) {
-  int fd = (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (fd >= 0 || (errno != EPERM && errno != ENOSYS)) return fd;
-  fd = accept(listener, NULL, NULL);
-  if (fd < 0 || cddp__adopt_fd(fd)) return fd;
-  close(fd);
-  return -1;
+  return (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
 }
 
 /* A TCP connection to a port of this host where nobody listens may, when that port is also picked
@@ -2977,8 +2954,8 @@ static int cddp__connect_address(const cddp__address *a, double deadline, int *o
       error = errno;
     else if (cddp__wait_fd(fd, POLLOUT, deadline) != CDDP_OK)
       error = ETIMEDOUT;
-    else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) /* sending tells, too */
-      error = CDDP__SEND(fd, "", 0, MSG_NOSIGNAL | MSG_DONTWAIT) == 0 ? 0 : errno;
+    else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0)
+      error = errno;
   }
   if (error == 0 && cddp__connected_to_itself(fd)) error = ECONNREFUSED;
   if (error == 0) error = cddp__stream_ready(fd);
@@ -3003,72 +2980,93 @@ static int cddp__listen_address(const cddp__address *a, int *out) {
   return error;
 }
 
-/* Why listening failed, and the cure. */
-static cddp_result cddp__listen_failed(const cddp__address *a, int error, const char *port_name,
-                                       const char *host_name) {
-  char text[160], note[64] = "", cure[160] = "";
-  cddp__address_text(a, text, sizeof text);
-  if (port_name != NULL) snprintf(note, sizeof note, " (%s)", port_name);
-  if (a->sa.ss_family == AF_UNIX)
-    return cddp__fail(CDDP_NETWORK,
-                      "cannot listen on the abstract Unix socket %s: %s; set MASTER_ADDR and "
-                      "MASTER_PORT for all ranks to meet over TCP instead",
-                      text, strerror(error));
-  if (error == EADDRINUSE)
-    snprintf(cure, sizeof cure, "; another process uses this port: stop it, or %s",
-             port_name != NULL ? "set MASTER_PORT to another" : "choose another port");
-  else if (error == EADDRNOTAVAIL)
-    snprintf(cure, sizeof cure,
-             ": it is not one of this host's addresses; rank 0 must run on the host that %s names",
-             host_name != NULL ? host_name : "the address");
-  else if (error == EACCES)
-    snprintf(cure, sizeof cure, "; ports below 1024 are for root: choose another");
-  return cddp__fail(CDDP_NETWORK, "cannot listen on %s%s: %s%s", text, note, strerror(error), cure);
-}
-
-/* One listening socket for each address that this host has; all with one port, which is chosen by
-   the system when *port is 0. An address in use is an error; one that this host lacks (::1 without
-   IPv6) is left out when there are others. */
-static cddp_result cddp__listen_all(cddp__address *a, int count, int *port, const char *port_name,
-                                    const char *host_name, int *fds, int *fd_count) {
-  bool any_port = *port == 0;
-  int attempt, i, error = 0, worst = 0, n = 0;
-  for (attempt = 0; attempt < 32; attempt++) {
-    for (i = n = 0; i < count; i++) {
-      cddp__address bound;
-      cddp__address_set_port(&a[i], *port);
-      error = cddp__listen_address(&a[i], &fds[n]);
-      if (error == EADDRINUSE) break;
-      worst = error != 0 ? i : worst;
-      if (error != 0) continue;
-      if (cddp__local_address(fds[n], &bound)) *port = cddp__address_port(&bound);
-      n++;
+/* Listens on each of the *count addresses that this host has; all get one port, which the system
+   chooses when theirs is 0. An address in use is an error; one that this host lacks (::1 without
+   IPv6) is left out when there are others. a and *count become those listened on. After a failure
+   errno says why. */
+static cddp_result cddp__listen_all(cddp__address *a, int *count, int *fds) {
+  int asked = cddp__address_port(&a[*count - 1]), port, attempt, i, n = 0, e, error = EADDRINUSE;
+  cddp__address bound[CDDP__ADDRESSES_MAX], failed = a[0];
+  char text[160];
+  for (attempt = 0; attempt < 32 && error == EADDRINUSE && (attempt == 0 || asked == 0);
+       attempt++) {
+    port = asked;
+    for (i = n = error = 0; i < *count && error != EADDRINUSE; i++) {
+      bound[n] = a[i];
+      cddp__address_set_port(&bound[n], port);
+      failed = bound[n];
+      if ((e = cddp__listen_address(&failed, &fds[n])) != 0) {
+        error = e;
+      } else if (!cddp__local_address(fds[n], &bound[n])) {
+        error = errno;
+        cddp__close_fd(&fds[n]);
+      } else {
+        if (port == 0) port = cddp__address_port(&bound[n]);
+        n++;
+      }
     }
-    if (error != EADDRINUSE && n > 0) {
-      *fd_count = n;
+    if (n > 0 && error != EADDRINUSE) {
+      memcpy(a, bound, (size_t)n * sizeof *a);
+      *count = n;
       return CDDP_OK;
     }
     while (n > 0) cddp__close_fd(&fds[--n]);
-    if (error != EADDRINUSE || !any_port) break;
-    *port = 0;
   }
-  if (i == count) i = worst;
-  return cddp__listen_failed(&a[i], error, port_name, host_name);
+  cddp__address_text(&failed, text, sizeof text);
+  cddp__fail(CDDP_NETWORK, "cannot listen on %s: %s", text, strerror(error));
+  errno = error;
+  return CDDP_NETWORK;
 }
 
 /* A listening socket on 127.0.0.1 and a port of the system's choice. */
 static cddp_result cddp__listen_any(int *fd, int *port) {
   cddp__address a[CDDP__ADDRESSES_MAX];
   int count = 0;
-  cddp_result r = cddp__resolve("127.0.0.1", 0, NULL, a, &count);
-  *port = 0;
+  cddp_result r = cddp__resolve("127.0.0.1", 0, a, &count);
   *fd = -1;
-  return r != CDDP_OK ? r : cddp__listen_all(a, 1, port, NULL, NULL, fd, &count);
+  if (r == CDDP_OK) r = cddp__listen_all(a, &count, fd);
+  *port = r == CDDP_OK ? cddp__address_port(&a[0]) : 0;
+  return r;
+}
+
+/* Reads or writes all bytes of a part of the file. */
+static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
+  unsigned char *p = (unsigned char *)data;
+  cddp_result r = CDDP_OK;
+  sigset_t old;
+  cddp__hold_xfsz(&old);
+  while (r == CDDP_OK && size > 0) {
+    size_t most = (size_t)(size < 1u << 30 ? size : 1u << 30);
+    ssize_t n = write ? CDDP__PWRITE(fd, p, most, (off_t)at) : CDDP__PREAD(fd, p, most, (off_t)at);
+    if (n < 0 && errno == EINTR) continue;
+    if (n > 0) {
+      p += n;
+      size -= (uint64_t)n;
+      at += (uint64_t)n;
+    } else if (write) {
+      r = cddp__fail(CDDP_IO, "write, after %" PRIu64 " bytes: %s%s", at,
+                     n == 0 ? "nothing was written" : strerror(errno),
+                     n == 0 ? "" : cddp__size_cure(errno));
+    } else {
+      r = n < 0 ? cddp__fail(CDDP_IO, "read: %s", strerror(errno))
+                : cddp__fail(CDDP_IO, "it has become shorter while it was read");
+    }
+  }
+  cddp__drop_xfsz(&old);
+  return r;
+}
+
+/* Whether the path is still the name of the file that fd is. */
+static bool cddp__file_is_named(int fd, const char *path) {
+  struct stat a, b;
+  return fstat(fd, &a) == 0 && lstat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
 /* >>store --------------------------------------------------------------------------------------
-   The key-value store in which ranks meet, and which programs may use. Owns: a server's thread, map
-   and connections; a store's connection and file. May touch: no group. Entry points: cddp__store_*.
+   The key-value store in which ranks meet, and which programs may use.
+   Owns: a server's thread, map and connections; a store's connection and file.
+   May touch: no group.
+   Entry points: cddp__store_open, cddp__store_close, cddp__store_run.
    Works as follows: the protocol is c10d's TCPStore of PyTorch 2.2 and later. A client sends a
    command and reads its answer, one at a time, under the store's lock. The server runs each command
    with cddp__execute. One that has to wait (WAIT) stays at the head of its connection's input and
@@ -3081,19 +3079,21 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
    default. */
 
 #define CDDP__COMMAND_MAX (64u << 20) /* bytes of one command or reply, all strings together */
+#define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a connection, each way */
+#define CDDP__PENDING_MAX 128         /* connections to a server that have not yet greeted */
+#define CDDP__SERVER_PAUSE (256u << 10) /* unread output at which a connection's commands wait */
 #define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all connections' buffers together */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
 #endif
-#define CDDP__PENDING_MAX 128           /* connections to a server that have not yet greeted */
-#define CDDP__SERVER_PAUSE (256u << 10) /* unread output at which a connection's commands wait */
-enum cddp__answer { CDDP__NO_ANSWER, CDDP__BYTE, CDDP__NUMBER, CDDP__STRING };
 
-/* Code, counted, strings of an item, tail bytes, and the answer that this file's client waits for:
-   to a SET that is the number of keys, since the client sends a GETNUMKEYS behind it. */
+/* The bytes of an answer's number; of STRING's that is a length, and the string follows. */
+enum cddp__answer { CDDP__NONE, CDDP__BYTE = 1, CDDP__WORD = 4, CDDP__NUMBER = 8, CDDP__STRING };
+
+/* Code, counted, strings of an item, tail bytes, answer. */
 #define CDDP__COMMANDS(X)                                                                          \
-  X(VALIDATE, 0, 0, 4, NO_ANSWER)                                                                  \
-  X(SET, 0, 2, 0, NUMBER)                                                                          \
+  X(VALIDATE, 0, 0, 4, NONE)                                                                       \
+  X(SET, 0, 2, 0, NONE)                                                                            \
   X(COMPARE_SET, 0, 3, 0, STRING)                                                                  \
   X(GET, 0, 1, 0, STRING)                                                                          \
   X(ADD, 0, 1, 8, NUMBER)                                                                          \
@@ -3101,11 +3101,11 @@ enum cddp__answer { CDDP__NO_ANSWER, CDDP__BYTE, CDDP__NUMBER, CDDP__STRING };
   X(WAIT, 1, 1, 0, BYTE)                                                                           \
   X(GETNUMKEYS, 0, 0, 0, NUMBER)                                                                   \
   X(DELETE_KEY, 0, 1, 0, NUMBER)                                                                   \
-  X(APPEND, 0, 2, 0, NO_ANSWER)                                                                    \
-  X(MULTI_GET, 1, 1, 0, NO_ANSWER)                                                                 \
-  X(MULTI_SET, 1, 2, 0, NO_ANSWER)                                                                 \
+  X(APPEND, 0, 2, 0, NONE)                                                                         \
+  X(MULTI_GET, 1, 1, 0, STRING)                                                                    \
+  X(MULTI_SET, 1, 2, 0, NONE)                                                                      \
   X(CANCEL_WAIT, 0, 0, 0, BYTE)                                                                    \
-  X(PING, 0, 0, 4, NO_ANSWER)
+  X(PING, 0, 0, 4, WORD)
 
 #define CDDP__X(code, counted, strings, tail, answer) CDDP__##code,
 enum cddp__code { CDDP__COMMANDS(CDDP__X) CDDP__CODES };
@@ -3116,9 +3116,11 @@ static const struct cddp__command {
 } cddp__commands[CDDP__CODES] = {CDDP__COMMANDS(CDDP__X)};
 #undef CDDP__X
 
-/* What a client says first, with a question behind it: the answer shows that there is a store. */
-static const unsigned char cddp__greeting[] = {CDDP__VALIDATE, 0xce, 0xf7,
-                                               0x85,           0x3c, CDDP__GETNUMKEYS};
+/* What a client says first: VALIDATE, and a CHECK, whose answer shows that there is a store. Its
+   key is a line of text, to which a web server would answer in its own way. */
+#define CDDP__VALIDATE_SIZE 5
+static const char cddp__greeting[] = "\0\xce\xf7\x85\x3c"
+                                     "\5\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0\r\n\r\n";
 
 typedef struct cddp__span { /* bytes that belong to somebody else */
   const unsigned char *data;
@@ -3126,6 +3128,7 @@ typedef struct cddp__span { /* bytes that belong to somebody else */
 } cddp__span;
 
 typedef struct cddp__buffer { /* a growing queue of bytes */
+  const cddp_allocator *allocator;
   unsigned char *data;
   size_t start, end; /* the bytes in use are data[start .. end) */
   size_t capacity;
@@ -3156,18 +3159,18 @@ static cddp__span cddp__buffer_span(const cddp__buffer *b) { /* NULL + 0 is not 
 
 /* Makes room for `more` bytes behind the end; false when there is no memory. What is in use moves
    to the front if at least as much was consumed, else into twice the room: so moves are rare. */
-static bool cddp__buffer_reserve(const cddp_allocator *a, cddp__buffer *b, size_t more) {
+static bool cddp__buffer_reserve(cddp__buffer *b, size_t more) {
   size_t size = cddp__buffer_size(b), capacity = cddp__max(b->capacity, 256);
   unsigned char *data = b->data;
   if (b->capacity - b->end >= more) return true;
-  if (b->start < size || b->start == 0 || b->capacity - size < more) {
+  if (b->start < size || b->capacity - size < more) {
     while (capacity / 2 < size || capacity - size < more) capacity *= 2;
-    data = (unsigned char *)cddp__malloc(a, capacity);
+    data = (unsigned char *)cddp__malloc(b->allocator, capacity);
     if (data == NULL) return false;
   }
   if (size > 0) memmove(data, b->data + b->start, size);
   if (data != b->data) {
-    cddp__free(a, b->data);
+    cddp__free(b->allocator, b->data);
     b->data = data;
     b->capacity = capacity;
   }
@@ -3176,9 +3179,8 @@ static bool cddp__buffer_reserve(const cddp_allocator *a, cddp__buffer *b, size_
   return true;
 }
 
-static void cddp__buffer_add(const cddp_allocator *a, cddp__buffer *b, const void *data,
-                             size_t size) {
-  if (b->failed || !cddp__buffer_reserve(a, b, size)) {
+static void cddp__buffer_add(cddp__buffer *b, const void *data, size_t size) {
+  if (b->failed || !cddp__buffer_reserve(b, size)) {
     b->failed = true;
     return;
   }
@@ -3187,28 +3189,27 @@ static void cddp__buffer_add(const cddp_allocator *a, cddp__buffer *b, const voi
 }
 
 /* Adds the low bytes of a number. */
-static void cddp__buffer_add_number(const cddp_allocator *a, cddp__buffer *b, uint64_t number,
-                                    size_t bytes) {
+static void cddp__buffer_add_number(cddp__buffer *b, uint64_t number, size_t bytes) {
   unsigned char all[8];
   cddp__put64(all, number);
-  cddp__buffer_add(a, b, all, bytes);
+  cddp__buffer_add(b, all, bytes);
 }
 
 /* Adds a string: the prefix (a client's keys begin with "/", as in PyTorch) and s. */
-static void cddp__buffer_add_string(const cddp_allocator *a, cddp__buffer *b, const char *prefix,
-                                    cddp__span s) {
-  cddp__buffer_add_number(a, b, strlen(prefix) + s.size, 8);
-  cddp__buffer_add(a, b, prefix, strlen(prefix));
-  cddp__buffer_add(a, b, s.data, s.size);
+static void cddp__buffer_add_string(cddp__buffer *b, const char *prefix, cddp__span s) {
+  cddp__buffer_add_number(b, strlen(prefix) + s.size, 8);
+  cddp__buffer_add(b, prefix, strlen(prefix));
+  cddp__buffer_add(b, s.data, s.size);
 }
 
 /* Empties b, and frees it when it has grown beyond `keep` bytes. */
-static void cddp__buffer_clear(const cddp_allocator *a, cddp__buffer *b, size_t keep) {
+static void cddp__buffer_clear(cddp__buffer *b, size_t keep) {
   b->start = b->end = 0;
   b->failed = false;
   if (b->capacity <= keep) return;
-  cddp__free(a, b->data);
-  memset(b, 0, sizeof *b);
+  cddp__free(b->allocator, b->data);
+  b->data = NULL;
+  b->capacity = 0;
 }
 
 /* The command at the head of a stream: how far it has been looked through, and run. */
@@ -3257,27 +3258,61 @@ static int cddp__frame_scan(cddp__frame *f, const unsigned char *p, size_t n) {
 
 /* --- the map --- */
 
+typedef struct cddp__budget { /* an allocator that gives out so many bytes */
+  cddp_allocator allocator;   /* this one */
+  cddp_allocator source;
+  size_t used, limit;
+} cddp__budget;
+
+static void *cddp__budget_alloc(size_t bytes, void *user_data) {
+  cddp__budget *b = (cddp__budget *)user_data;
+  size_t all = bytes + 16, *p = NULL; /* in front is the size */
+  if (all <= b->limit - b->used) p = (size_t *)cddp__malloc(&b->source, all);
+  if (p == NULL) return NULL;
+  b->used += *p = all;
+  return p + 16 / sizeof *p;
+}
+
+static void cddp__budget_free(void *memory, void *user_data) {
+  cddp__budget *b = (cddp__budget *)user_data;
+  size_t *p = (size_t *)memory - 16 / sizeof *p;
+  b->used -= *p;
+  cddp__free(&b->source, p);
+}
+
+static void cddp__budget_init(cddp__budget *b, const cddp_allocator *source, size_t limit) {
+  b->allocator.alloc = cddp__budget_alloc;
+  b->allocator.free = cddp__budget_free;
+  b->allocator.user_data = b;
+  b->source = *source;
+  b->limit = limit;
+}
+
 #define CDDP__BUCKETS 8192u /* a power of two: some entries a bucket for the largest jobs */
 
-typedef struct cddp__entry { /* the key's bytes and the value's follow the struct */
+typedef struct cddp__entry { /* the key's bytes follow the struct */
   struct cddp__entry *next;  /* in its bucket */
   uint64_t hash;
-  size_t key_size, value_size;
-  size_t capacity; /* bytes behind the struct */
+  size_t key_size;
+  cddp__buffer value;
 } cddp__entry;
 
 typedef struct cddp__map { /* Owner: the server's thread */
-  cddp_allocator allocator;
+  cddp__budget budget;
   cddp__entry *buckets[CDDP__BUCKETS];
-  size_t count;        /* keys */
-  size_t bytes, limit; /* that entries take, and may take */
-  uint64_t created;    /* keys that were made, ever */
-  uint64_t newest;     /* hash of the last of them */
-  uint64_t seed;       /* of the hash */
+  size_t count;     /* keys */
+  uint64_t created; /* keys that were made, ever */
+  uint64_t newest;  /* hash of the last of them */
+  uint64_t seed;    /* of the hash */
 } cddp__map;
 
+static uint64_t cddp__map_hash(const cddp__map *m, cddp__span key) {
+  return cddp__hash64(m->seed, key.data, key.size);
+}
+
 /* The link that leads to the entry of key, or to the end of its chain. */
-static cddp__entry **cddp__map_link(cddp__map *m, cddp__span key, uint64_t hash) {
+static cddp__entry **cddp__map_link(cddp__map *m, cddp__span key) {
+  uint64_t hash = cddp__map_hash(m, key);
   cddp__entry **link = &m->buckets[hash % CDDP__BUCKETS];
   while (*link != NULL && !((*link)->hash == hash &&
                             cddp__span_equal(key, cddp__span_of(*link + 1, (*link)->key_size))))
@@ -3285,58 +3320,50 @@ static cddp__entry **cddp__map_link(cddp__map *m, cddp__span key, uint64_t hash)
   return link;
 }
 
-static uint64_t cddp__map_hash(const cddp__map *m, cddp__span key) {
-  return cddp__hash64(m->seed, key.data, key.size);
-}
-
 /* Whether there is such a key; its value, else an empty one. */
 static bool cddp__map_get(cddp__map *m, cddp__span key, cddp__span *value) {
-  const cddp__entry *e = *cddp__map_link(m, key, cddp__map_hash(m, key));
-  *value = cddp__span_of(NULL, 0);
-  if (e != NULL) *value = cddp__span_of((const char *)(e + 1) + e->key_size, e->value_size);
+  const cddp__entry *e = *cddp__map_link(m, key);
+  *value = e != NULL ? cddp__buffer_span(&e->value) : cddp__span_of(NULL, 0);
   return e != NULL;
 }
 
-static void cddp__map_drop(cddp__map *m, cddp__entry **link) {
+/* Frees the entry that link leads to, if there is one. */
+static bool cddp__map_drop(cddp__map *m, cddp__entry **link) {
   cddp__entry *e = *link;
+  if (e == NULL) return false;
   *link = e->next;
   m->count--;
-  m->bytes -= sizeof *e + e->capacity;
-  cddp__free(&m->allocator, e);
+  cddp__buffer_clear(&e->value, 0);
+  cddp__free(&m->budget.allocator, e);
+  return true;
 }
 
 /* The value of key is now `value`, or (append) has it at its end. False, and nothing has changed,
    when it would take more memory than there is, or be too long. value must not be the entry's. */
 static bool cddp__map_put(cddp__map *m, cddp__span key, cddp__span value, bool append) {
-  uint64_t hash = cddp__map_hash(m, key);
-  cddp__entry **link = cddp__map_link(m, key, hash), *old = *link, *e = old;
-  size_t kept = append && old != NULL ? old->value_size : 0, size = kept + value.size;
-  size_t room = key.size + size;
-  if (size > CDDP__VALUE_MAX) return false;
-  if (old == NULL || old->capacity < room || old->capacity / 4 > room + 64) {
-    size_t freed = old != NULL ? sizeof *old + old->capacity : 0;
-    if (kept > 0) room += size; /* so that appending seldom moves it */
-    if (m->bytes - freed + sizeof *e + room > m->limit) return false;
-    e = (cddp__entry *)cddp__malloc(&m->allocator, sizeof *e + room);
+  cddp__entry **link = cddp__map_link(m, key), *e = *link;
+  bool is_new = e == NULL;
+  size_t old;
+  if (is_new) {
+    e = (cddp__entry *)cddp__calloc(&m->budget.allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
-    e->hash = hash;
+    e->hash = cddp__map_hash(m, key);
     e->key_size = key.size;
-    e->capacity = room;
-    if (key.size > 0) memcpy(e + 1, key.data, key.size);
-    if (kept > 0) memcpy((char *)(e + 1) + key.size, (char *)(old + 1) + key.size, kept);
-    if (old != NULL) {
-      cddp__map_drop(m, link);
-    } else {
-      m->created++;
-      m->newest = hash;
-    }
-    e->next = *link;
+    e->value.allocator = &m->budget.allocator;
+    cddp__copy(e + 1, key.data, key.size);
     *link = e;
     m->count++;
-    m->bytes += sizeof *e + room;
   }
-  if (value.size > 0) memcpy((char *)(e + 1) + key.size + kept, value.data, value.size);
-  e->value_size = size;
+  old = e->value.end;
+  if (!append) e->value.end = 0;
+  if (e->value.end + value.size > CDDP__VALUE_MAX || !cddp__buffer_reserve(&e->value, value.size)) {
+    e->value.end = old;
+    if (is_new) cddp__map_drop(m, link);
+    return false;
+  }
+  cddp__buffer_add(&e->value, value.data, value.size);
+  m->created += is_new;
+  if (is_new) m->newest = e->hash;
   return true;
 }
 
@@ -3350,122 +3377,89 @@ static bool cddp__parse_i64(cddp__span text, int64_t *out) {
   return errno == 0 && end == copy + text.size;
 }
 
-/* --- the commands --- */
+/* Adds amount, wrapping, to the number that is key's value; there is none: 0. */
+static bool cddp__map_add(cddp__map *m, cddp__span key, uint64_t amount, uint64_t *total) {
+  cddp__span value;
+  int64_t number = 0;
+  char text[24];
+  if (cddp__map_get(m, key, &value) && !cddp__parse_i64(value, &number)) return false;
+  *total = (uint64_t)number + amount;
+  snprintf(text, sizeof text, "%" PRId64, (int64_t)*total);
+  return cddp__map_put(m, key, cddp__span_of(text, strlen(text)), false);
+}
+
+/* Puts desired if the value is what was expected, nothing if there is none. *value: the one that
+   key has then, or what was expected if there is none. */
+static bool cddp__map_swap(cddp__map *m, cddp__span key, cddp__span expected, cddp__span desired,
+                           cddp__span *value) {
+  bool there = cddp__map_get(m, key, value);
+  bool swap = there ? cddp__span_equal(*value, expected) : expected.size == 0;
+  if (swap || !there) *value = swap ? desired : expected;
+  return !swap || cddp__map_put(m, key, desired, false);
+}
 
 enum cddp__ran { CDDP__BROKEN, CDDP__RAN, CDDP__BLOCKED };
-
-static bool cddp__reply(const cddp__map *m, cddp__buffer *out, uint64_t number, size_t bytes) {
-  cddp__buffer_add_number(&m->allocator, out, number, bytes);
-  return !out->failed;
-}
-
-/* False when the answer grows too long. */
-static bool cddp__reply_string(const cddp__map *m, cddp__buffer *out, cddp__span s) {
-  if (cddp__buffer_size(out) + s.size > (size_t)CDDP__COMMAND_MAX + CDDP__VALUE_MAX) return false;
-  cddp__buffer_add_string(&m->allocator, out, "", s);
-  return !out->failed;
-}
-
-static bool cddp__run_add(cddp__map *m, cddp__span key, uint64_t amount, cddp__buffer *out) {
-  cddp__span value;
-  int64_t total = 0;
-  char text[24];
-  if (cddp__map_get(m, key, &value) && !cddp__parse_i64(value, &total)) return false;
-  total = (int64_t)((uint64_t)total + amount); /* wraps */
-  snprintf(text, sizeof text, "%" PRId64, total);
-  return cddp__map_put(m, key, cddp__span_of(text, strlen(text)), false) &&
-         cddp__reply(m, out, (uint64_t)total, 8);
-}
-
-/* A key that was there once is not looked for again: of WAIT's keys each must have been there. */
-static int cddp__run_wait(cddp__map *m, cddp__frame *f, const unsigned char *head,
-                          cddp__buffer *out) {
-  const unsigned char *p = head + (f->missing > 0 ? f->missing : 9);
-  cddp__span key, value;
-  while (p < head + f->scanned) {
-    f->missing = (size_t)(p - head);
-    key = cddp__take_string(&p);
-    f->wants = cddp__map_hash(m, key);
-    if (!cddp__map_get(m, key, &value)) return CDDP__BLOCKED;
-  }
-  return cddp__reply(m, out, 0, 1);
-}
 
 /* Runs a whole command, whose code byte is at head, and adds its answer to out. BROKEN: the client
    that sent it is to be left, for a command that c10d does not answer either, or for lack of
    memory. */
 static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head,
                          cddp__buffer *out) {
-  bool counted = cddp__commands[f->code].counted != 0, ok = true;
-  uint64_t n = counted ? cddp__get64(head + 1) : 1;
-  const unsigned char *p = head + (counted ? 9 : 1);
+  const struct cddp__command *c = &cddp__commands[f->code];
+  const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + f->scanned - c->tail;
+  uint64_t number = 0; /* the answer's */
   cddp__span key, value, expected;
-  cddp__entry **link;
+  bool ok = true;
   switch (f->code) {
-  case CDDP__VALIDATE:
-    return memcmp(head, cddp__greeting, 5) == 0;
+  case CDDP__VALIDATE: ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0; break;
   case CDDP__SET:
   case CDDP__MULTI_SET:
   case CDDP__APPEND:
-    for (; ok && n > 0; n--) {
+    while (ok && p < end) {
       key = cddp__take_string(&p);
       ok = cddp__map_put(m, key, cddp__take_string(&p), f->code == CDDP__APPEND);
     }
-    return ok;
+    break;
   case CDDP__GET:
   case CDDP__MULTI_GET: /* a missing key's value is empty, as PyTorch's libuv server has it */
-    for (; ok && n > 0; n--) {
+    while (ok && p < end) {
       cddp__map_get(m, cddp__take_string(&p), &value);
-      ok = cddp__reply_string(m, out, value);
+      cddp__buffer_add_string(out, "", value);
+      ok = cddp__buffer_size(out) <= CDDP__BUFFER_MAX;
     }
-    return ok;
+    break;
   case CDDP__COMPARE_SET:
     key = cddp__take_string(&p);
     expected = cddp__take_string(&p);
-    if (!cddp__map_get(m, key, &value) && expected.size > 0) {
-      value = expected;
-    } else if (cddp__span_equal(value, expected)) {
-      value = cddp__take_string(&p);
-      ok = cddp__map_put(m, key, value, false);
-    }
-    return ok && cddp__reply_string(m, out, value);
+    ok = cddp__map_swap(m, key, expected, cddp__take_string(&p), &value);
+    cddp__buffer_add_string(out, "", value);
+    break;
   case CDDP__ADD:
     key = cddp__take_string(&p);
-    return cddp__run_add(m, key, cddp__get64(p), out);
+    ok = cddp__map_add(m, key, cddp__get64(p), &number);
+    break;
   case CDDP__CHECK:
-    for (; ok && n > 0; n--) ok = cddp__map_get(m, cddp__take_string(&p), &value);
-    return cddp__reply(m, out, !ok, 1);
-  case CDDP__WAIT:
-    return cddp__run_wait(m, f, head, out);
-  case CDDP__GETNUMKEYS:
-    return cddp__reply(m, out, m->count, 8);
+    while (p < end && number == 0) number = !cddp__map_get(m, cddp__take_string(&p), &value);
+    break;
+  case CDDP__WAIT: /* each key must have been there: one that was is not looked for again */
+    if (f->missing > 0) p = head + f->missing;
+    while (p < end) {
+      f->missing = (size_t)(p - head);
+      key = cddp__take_string(&p);
+      f->wants = cddp__map_hash(m, key);
+      if (!cddp__map_get(m, key, &value)) return CDDP__BLOCKED;
+    }
+    break;
+  case CDDP__GETNUMKEYS: number = m->count; break;
   case CDDP__DELETE_KEY:
-    key = cddp__take_string(&p);
-    link = cddp__map_link(m, key, cddp__map_hash(m, key));
-    ok = *link != NULL;
-    if (ok) cddp__map_drop(m, link);
-    return cddp__reply(m, out, ok, 8);
-  case CDDP__CANCEL_WAIT:
-    return cddp__reply(m, out, 1, 1);
-  default: /* PING */
-    return cddp__reply(m, out, cddp__get32(p), 4);
+    number = cddp__map_drop(m, cddp__map_link(m, cddp__take_string(&p)));
+    break;
+  case CDDP__CANCEL_WAIT: number = 1; break;
+  default: number = cddp__get32(p); /* PING */
   }
+  if (c->answer != CDDP__STRING) cddp__buffer_add_number(out, number, c->answer);
+  return ok && !out->failed ? CDDP__RAN : CDDP__BROKEN;
 }
-
-typedef struct cddp__store_options {
-  const char *init_method; /* "tcp://host:port", "unix://name" or "file:///path" */
-  bool is_server;
-  bool elect;         /* file: the first who opens it is the server, whatever is_server says */
-  size_t memory;      /* that the server's keys and values may take; 0 = CDDP__STORE_MEMORY */
-  int listen_fd;      /* listening socket to serve on; closed in every case; -1 = bind one */
-  bool reachable;     /* by other hosts, even if this one's own name resolves to loopback here */
-  double deadline;    /* for opening, cddp__now() */
-  double timeout_s;   /* of operations that take no deadline; 0 = CDDP__TIMEOUT_S */
-  const char *secret; /* NULL = CDDP_SECRET from the environment; "" = none */
-  cddp_allocator allocator;
-  const char *port_name; /* which variable the port came from, for error texts; NULL = none */
-  const char *host_name; /* the same for the host */
-} cddp__store_options;
 
 /* --- the server ---
    One thread with level-triggered epoll. Each connection has a buffer of input, whose commands are
@@ -3492,28 +3486,23 @@ typedef struct cddp__conn { /* a client of the server. Owner: the server's threa
   bool ready;      /* has commands to be run, now that its WAIT is over */
   uint32_t events; /* what epoll watches for */
   cddp__buffer in, out;
-  size_t counted;      /* bytes of both buffers, as they are counted in the server's `buffered` */
-  cddp__frame frame;   /* of the command at the head of in */
-  double progress;     /* when the command at hand began, or output left last */
-  double deadline;     /* until it has greeted */
+  cddp__frame frame;         /* of the command at the head of in */
+  double deadline;           /* for greeting, for the command at hand, or for reading output */
   cddp__challenge challenge; /* PROVEN: commands are run; no longer ON: it is refused */
 } cddp__conn;
 
 typedef struct cddp__server { /* Owner: its thread, between start and join */
   pthread_t thread;
-  cddp_allocator allocator;
-  const char *secret; /* NULL = none */
+  cddp__budget budget; /* of the connections' buffers */
+  const char *secret;  /* NULL = none */
   int epoll, stop;    /* an eventfd: written to by the destroyer */
-  int listeners[CDDP__ADDRESSES_MAX];
-  int listener_count;
-  cddp__atomic_u32 unproven;     /* connections that did not prove to know the secret */
-  cddp__atomic_u32 accept_error; /* errno of an accept that failed for good; it listens no more */
+  int listeners[CDDP__ADDRESSES_MAX], listener_count;
+  cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
   cddp__map map;
   cddp__conn *conns;    /* the newest */
   int pending, blocked; /* connections that have not greeted; that are in a WAIT */
   bool unsettled;       /* some connection is dead or ready */
   double checked;       /* when deadlines were last looked at */
-  size_t buffered;      /* capacity of all connections' buffers, bytes */
 } cddp__server;
 
 /* What epoll's events carry: 0 = stop, 1 + a listener's index, or a cddp__conn's address. */
@@ -3525,14 +3514,6 @@ static cddp_result cddp__server_watch(cddp__server *v, int fd, uint64_t what) {
                                                              : cddp__fail_errno("epoll_ctl");
 }
 
-/* What c's buffers take has changed; false when all connections' take too much. */
-static bool cddp__conn_account(cddp__server *v, cddp__conn *c) {
-  size_t now = c->in.capacity + c->out.capacity;
-  v->buffered += now - c->counted;
-  c->counted = now;
-  return v->buffered <= CDDP__SERVER_MEMORY;
-}
-
 /* Closes c; it is freed at the end of the turn. */
 static void cddp__conn_kill(cddp__server *v, cddp__conn *c) {
   if (c->dead) return;
@@ -3540,53 +3521,48 @@ static void cddp__conn_kill(cddp__server *v, cddp__conn *c) {
   v->pending -= !c->greeted;
   v->blocked -= c->blocked;
   c->blocked = false;
-  cddp__buffer_clear(&v->allocator, &c->in, 0);
-  cddp__buffer_clear(&v->allocator, &c->out, 0);
-  cddp__conn_account(v, c);
+  cddp__buffer_clear(&c->in, 0);
+  cddp__buffer_clear(&c->out, 0);
   /* A child that this process forked may have a copy of the descriptor, which close() leaves. */
   epoll_ctl(v->epoll, EPOLL_CTL_DEL, c->fd, NULL);
   shutdown(c->fd, SHUT_RDWR);
   cddp__close_fd(&c->fd);
 }
 
-/* Feeds c's input to the challenge. True when commands may follow. A connection that is refused
-   ends once it has read why. */
-static bool cddp__conn_prove(cddp__server *v, cddp__conn *c) {
+/* Feeds c's input to the challenge. A connection that is refused ends once it has read why. */
+static void cddp__conn_prove(cddp__server *v, cddp__conn *c) {
   cddp__challenge *k = &c->challenge;
   cddp__span in = cddp__buffer_span(&c->in);
   c->in.start += cddp__challenge_feed(k, in.data, in.size);
-  cddp__buffer_add(&v->allocator, &c->out, k->out, k->out_size);
+  cddp__buffer_add(&c->out, k->out, k->out_size);
   k->out_size = 0;
-  if (!cddp__conn_account(v, c) || c->out.failed) cddp__conn_kill(v, c);
-  if (k->state <= CDDP__CHALLENGE_PROVEN) return k->state == CDDP__CHALLENGE_PROVEN;
+  if (c->out.failed) cddp__conn_kill(v, c);
+  if (k->state <= CDDP__CHALLENGE_PROVEN) return;
   cddp__add32(&v->unproven, 1);
   c->deadline = cddp__now() + 1;
-  return false;
 }
 
-/* The command at the head of c's input has been run (true; the next one may follow) or blocks. */
-static bool cddp__conn_ran(cddp__server *v, cddp__conn *c, int ran) {
-  v->blocked += (ran == CDDP__BLOCKED) - c->blocked;
-  c->blocked = ran == CDDP__BLOCKED;
-  if (c->blocked) return false;
+/* The command at the head of c's input waits, or is done: the next one may follow. */
+static void cddp__conn_ran(cddp__server *v, cddp__conn *c, bool blocked) {
+  v->blocked += blocked - c->blocked;
+  c->blocked = blocked;
+  if (blocked) return;
   c->in.start += c->frame.scanned;
   memset(&c->frame, 0, sizeof c->frame);
-  return true;
 }
 
-/* Runs the whole command at the head of c's input, or tries it again. Whether it is done. */
-static bool cddp__conn_execute(cddp__server *v, cddp__conn *c) {
-  const unsigned char *head = c->in.data + c->in.start;
+/* Runs the whole command at the head of c's input, or tries it again. */
+static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
   int ran;
-  if (cddp__buffer_size(&c->out) == 0) c->progress = cddp__now();
-  ran = cddp__execute(&v->map, &c->frame, head, &c->out);
-  if (!cddp__conn_account(v, c) || ran == CDDP__BROKEN) {
+  if (cddp__buffer_size(&c->out) == 0) c->deadline = cddp__now() + CDDP__COMMAND_S;
+  ran = cddp__execute(&v->map, &c->frame, c->in.data + c->in.start, &c->out);
+  if (ran == CDDP__BROKEN) {
     cddp__conn_kill(v, c);
-    return false;
+    return;
   }
   v->pending -= !c->greeted;
   c->greeted = true;
-  return cddp__conn_ran(v, c, ran);
+  cddp__conn_ran(v, c, ran == CDDP__BLOCKED);
 }
 
 /* If keys have been made since there were `created`: connections that wait for them try again. */
@@ -3596,7 +3572,9 @@ static void cddp__server_wake(cddp__server *v, uint64_t created) {
   if (v->map.created == created || v->blocked == 0) return;
   for (c = v->conns; c != NULL; c = c->next) {
     if (!c->blocked || (one && c->frame.wants != v->map.newest)) continue;
-    if (cddp__conn_execute(v, c)) c->ready = v->unsettled = true;
+    cddp__conn_execute(v, c);
+    c->ready = !c->blocked;
+    v->unsettled = v->unsettled || c->ready;
   }
 }
 
@@ -3604,22 +3582,24 @@ static void cddp__server_wake(cddp__server *v, uint64_t created) {
    taken, which ends it; what else comes stays where it is. */
 static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   uint64_t created = v->map.created;
-  int found = CDDP__FRAME_PART;
-  bool ran = false;
   cddp__span in;
-  if (c->challenge.state == CDDP__CHALLENGE_ON) return cddp__conn_prove(v, c);
-  if (c->challenge.state != CDDP__CHALLENGE_PROVEN) c->in.start = c->in.end; /* refused */
+  int found;
+  if (c->challenge.state == CDDP__CHALLENGE_ON) cddp__conn_prove(v, c);
+  if (c->challenge.state > CDDP__CHALLENGE_PROVEN) c->in.start = c->in.end; /* refused */
   in = cddp__buffer_span(&c->in);
-  if (in.size == 0) return false;
-  if (!c->blocked) found = cddp__frame_scan(&c->frame, in.data, in.size);
+  if (in.size == 0 || c->challenge.state != CDDP__CHALLENGE_PROVEN) return false;
+  if (c->blocked) {
+    if (in.size == c->frame.scanned || in.data[c->frame.scanned] != CDDP__CANCEL_WAIT) return false;
+    cddp__conn_ran(v, c, false);
+    return true;
+  }
+  found = cddp__frame_scan(&c->frame, in.data, in.size);
   if (found == CDDP__FRAME_BAD || (!c->greeted && in.data[0] != CDDP__VALIDATE))
     cddp__conn_kill(v, c);
   else if (found == CDDP__FRAME_WHOLE)
-    ran = cddp__conn_execute(v, c);
+    cddp__conn_execute(v, c);
   cddp__server_wake(v, created);
-  if (!c->blocked || in.size == c->frame.scanned || in.data[c->frame.scanned] != CDDP__CANCEL_WAIT)
-    return ran;
-  return cddp__conn_ran(v, c, CDDP__RAN);
+  return found == CDDP__FRAME_WHOLE && !c->dead;
 }
 
 /* Sends what it can. False when the connection has failed. */
@@ -3630,7 +3610,7 @@ static bool cddp__conn_flush(cddp__conn *c) {
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno == EAGAIN;
     c->out.start += (size_t)n;
-    c->progress = cddp__now();
+    if (c->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
   }
   return true;
 }
@@ -3651,9 +3631,8 @@ static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
   out = cddp__buffer_size(&c->out);
   if (c->ended && out == 0) cddp__conn_kill(v, c);
   if (c->dead) return;
-  if (in == 0) cddp__buffer_clear(&v->allocator, &c->in, CDDP__SERVER_KEEP);
-  if (out == 0) cddp__buffer_clear(&v->allocator, &c->out, CDDP__SERVER_KEEP);
-  cddp__conn_account(v, c);
+  if (in == 0) cddp__buffer_clear(&c->in, CDDP__SERVER_KEEP);
+  if (out == 0) cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
   if (out == 0 && c->challenge.state > CDDP__CHALLENGE_PROVEN)
     shutdown(c->fd, SHUT_WR); /* closing at once might reset it before it has read why */
   full = out > CDDP__SERVER_PAUSE || (c->blocked && in - c->frame.scanned >= CDDP__SERVER_PAUSE);
@@ -3664,21 +3643,20 @@ static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
   if (epoll_ctl(v->epoll, EPOLL_CTL_MOD, c->fd, &event) != 0) cddp__conn_kill(v, c);
 }
 
-/* Reads once. False when the connection has failed, or has more input than the limits allow. */
-static bool cddp__conn_read(cddp__server *v, cddp__conn *c) {
+/* Reads once. False when the connection has failed, or there is no room for more input. */
+static bool cddp__conn_read(cddp__conn *c) {
   size_t want = cddp__min(cddp__max(c->in.capacity, 512), 1u << 20);
   ssize_t n;
   if (c->in.capacity - c->in.end < 256 &&
-      (cddp__buffer_size(&c->in) + want > (size_t)CDDP__COMMAND_MAX + CDDP__VALUE_MAX ||
-       v->buffered + want > CDDP__SERVER_MEMORY ||
-       !cddp__buffer_reserve(&v->allocator, &c->in, want) || !cddp__conn_account(v, c)))
+      (cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX || !cddp__buffer_reserve(&c->in, want)))
     return false;
   do
     n = CDDP__RECV(c->fd, c->in.data + c->in.end, cddp__min(c->in.capacity - c->in.end, 1u << 20),
                    MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
   if (n < 0) return errno == EAGAIN;
-  if (cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0) c->progress = cddp__now();
+  if (c->greeted && cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0)
+    c->deadline = cddp__now() + CDDP__COMMAND_S;
   c->in.end += (size_t)n;
   c->ended = n == 0;
   return true;
@@ -3686,7 +3664,7 @@ static bool cddp__conn_read(cddp__server *v, cddp__conn *c) {
 
 static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
   if (c->dead) return;
-  if (events & EPOLLIN ? !cddp__conn_read(v, c) : (events & (EPOLLHUP | EPOLLERR)) != 0)
+  if (events & EPOLLIN ? !cddp__conn_read(c) : (events & (EPOLLHUP | EPOLLERR)) != 0)
     cddp__conn_kill(v, c);
   else
     cddp__conn_run(v, c);
@@ -3694,10 +3672,9 @@ static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
 
 /* Whether c has let a deadline pass: for its greeting, for reading its output, or for a command. */
 static bool cddp__conn_late(const cddp__conn *c, double now) {
-  size_t in = cddp__buffer_size(&c->in), out = cddp__buffer_size(&c->out);
-  if (!c->greeted) return now >= c->deadline;
-  if (out > 0) return now >= c->progress + CDDP__COMMAND_S;
-  return in > 0 && !c->blocked && now >= c->progress + CDDP__COMMAND_S + (double)in / 65536;
+  size_t in = cddp__buffer_size(&c->in);
+  if (!c->greeted || cddp__buffer_size(&c->out) > 0) return now >= c->deadline;
+  return in > 0 && !c->blocked && now >= c->deadline + (double)in / 65536;
 }
 
 /* The end of a turn: drops connections that are late, goes on with those whose WAIT is over, and
@@ -3712,7 +3689,7 @@ static void cddp__server_settle(cddp__server *v) {
   while (v->unsettled) {
     v->unsettled = false;
     for (link = &v->conns; (c = *link) != NULL;) {
-      if (c->ready) {
+      if (c->ready && !c->dead) {
         c->ready = false;
         cddp__conn_run(v, c);
       }
@@ -3721,7 +3698,7 @@ static void cddp__server_settle(cddp__server *v) {
         continue;
       }
       *link = c->next;
-      cddp__free(&v->allocator, c);
+      cddp__free(&v->budget.source, c);
     }
   }
 }
@@ -3754,18 +3731,16 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
   cddp__conn *c = NULL;
   if (low >= 0) close(fd), fd = low;
   if (room && cddp__stream_ready(fd) == 0)
-    c = (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c);
-  if (c != NULL &&
+    c = (cddp__conn *)cddp__calloc(&v->budget.source, 1, sizeof *c);
+  if (c == NULL ||
       cddp__challenge_begin(&c->challenge, v->secret, "store", false, NULL, 0) != CDDP_OK) {
-    cddp__free(&v->allocator, c);
-    c = NULL;
-  }
-  if (c == NULL) {
+    cddp__free(&v->budget.source, c);
     close(fd);
     return;
   }
   cddp__own_socket(fd);
   c->fd = fd;
+  c->in.allocator = c->out.allocator = &v->budget.allocator;
   c->deadline = cddp__now() + CDDP__GREETING_S;
   c->events = EPOLLIN;
   c->next = v->conns;
@@ -3774,24 +3749,17 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
   if (cddp__server_watch(v, fd, (uint64_t)(uintptr_t)c) != CDDP_OK) cddp__conn_kill(v, c);
 }
 
-/* Without descriptors or memory for a connection the server rests a little: the listening socket
-   wakes epoll again and again. An accept that is forbidden is so for good: clients are not to wait
-   for it. */
+/* When accept fails, as without descriptors, the server rests a little: the listening socket wakes
+   epoll again and again. */
 static void cddp__server_accept(cddp__server *v, int listener) {
   int i, fd;
   for (i = 0; i < 64; i++) {
     if ((fd = cddp__accept(listener)) >= 0) {
       cddp__server_add_conn(v, fd);
-      continue;
+    } else if (errno != EINTR && errno != ECONNABORTED) {
+      if (errno != EAGAIN) cddp__sleep(0.01);
+      return;
     }
-    if (errno == EINTR || errno == ECONNABORTED) continue;
-    if (errno == EPERM || errno == ENOSYS) {
-      cddp__store32(&v->accept_error, (uint32_t)errno);
-      while (v->listener_count > 0) cddp__close_fd(&v->listeners[--v->listener_count]);
-    } else if (errno != EAGAIN) {
-      cddp__sleep(0.01);
-    }
-    return;
   }
 }
 
@@ -3806,7 +3774,7 @@ static void *cddp__server_main(void *arg) {
       if (what == 0) return NULL;
       if (what > CDDP__ADDRESSES_MAX)
         cddp__conn_event(v, (cddp__conn *)(uintptr_t)what, events[i].events);
-      else if ((int)what <= v->listener_count)
+      else
         cddp__server_accept(v, v->listeners[what - 1]);
     }
     cddp__server_settle(v);
@@ -3815,69 +3783,45 @@ static void *cddp__server_main(void *arg) {
 
 /* Frees a server whose thread has ended or never ran. */
 static void cddp__server_free(cddp__server *v) {
-  cddp_allocator a = v->allocator;
+  cddp_allocator a = v->budget.source;
   cddp__conn *c;
   uint32_t i;
   for (c = v->conns; c != NULL; c = c->next) cddp__conn_kill(v, c);
   cddp__server_settle(v);
   for (i = 0; i < CDDP__BUCKETS; i++)
-    while (v->map.buckets[i] != NULL) cddp__map_drop(&v->map, &v->map.buckets[i]);
+    while (cddp__map_drop(&v->map, &v->map.buckets[i])) {}
   while (v->listener_count > 0) cddp__close_fd(&v->listeners[--v->listener_count]);
   cddp__close_fd(&v->stop);
   cddp__close_fd(&v->epoll);
   cddp__free(&a, v);
 }
 
-/* Serves on the given listening sockets, which it takes in every case. secret must outlive it. */
-static cddp_result cddp__server_start(cddp__server **out, int *fds, int count, const char *secret,
-                                      const cddp__store_options *o) {
-  cddp__server *v = (cddp__server *)cddp__calloc(&o->allocator, 1, sizeof *v);
-  cddp_result r = CDDP_OK;
-  int i;
-  *out = NULL;
-  for (i = 0; i < count && v == NULL; i++) cddp__close_fd(&fds[i]);
-  if (v == NULL) return CDDP_OUT_OF_MEMORY;
-  v->allocator = v->map.allocator = o->allocator;
-  v->map.limit = o->memory > 0 ? o->memory : CDDP__STORE_MEMORY;
-  r = cddp__random(&v->map.seed, sizeof v->map.seed);
-  v->secret = secret;
-  v->listener_count = count;
-  memcpy(v->listeners, fds, (size_t)count * sizeof *fds);
-  v->stop = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  v->epoll = epoll_create1(EPOLL_CLOEXEC);
-  if (v->stop < 0 || v->epoll < 0) r = cddp__fail_errno(v->epoll < 0 ? "epoll_create1" : "eventfd");
-  if (r == CDDP_OK) r = cddp__server_watch(v, v->stop, 0);
-  for (i = 0; i < count; i++) {
-    cddp__own_socket(v->listeners[i]);
-    if (r == CDDP_OK) r = cddp__server_watch(v, v->listeners[i], 1 + (uint64_t)i);
-  }
-  if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v);
-  if (r != CDDP_OK)
-    cddp__server_free(v);
-  else
-    *out = v;
-  return r;
-}
-
 /* --- the client --- */
 
-#ifndef CDDP__SILENCE_S
-#define CDDP__SILENCE_S 1.5 /* after which a client asks what else might listen there */
-#endif
+typedef struct cddp__store_options {
+  const char *init_method; /* "tcp://host:port", "unix://name" or "file:///path" */
+  bool is_server;
+  bool elect;         /* file: the first who opens it is the server, whatever is_server says */
+  int listen_fd;      /* listening socket to serve on, which stays the caller's; -1 = bind one */
+  bool reachable;     /* by other hosts, even if this one's own name resolves to loopback here */
+  double deadline;    /* for opening, cddp__now() */
+  double timeout_s;   /* of operations that take no deadline */
+  const char *secret; /* NULL = CDDP_SECRET from the environment; "" = none */
+  cddp_allocator allocator;
+  const char *host_name, *port_name; /* for error texts: "MASTER_ADDR", "from MASTER_PORT"; NULL:
+                                        the caller says where */
+} cddp__store_options;
 
 struct cddp_store {
   pthread_mutex_t lock; /* one operation at a time; guards all below */
   cddp_allocator allocator;
   double timeout_s;                             /* of operations that take no deadline */
   char *name;                                   /* for error texts: "host:port" or the path */
-  char *secret;                                 /* the user's; NULL = none */
   char *proof;                                  /* what both ends prove to know; NULL = nothing */
-  cddp__buffer request;                         /* the command being built */
-  cddp__buffer reply;                           /* a value that came back */
+  cddp__buffer bytes;                           /* a command being built, then a value that came */
   int fd;                                       /* -1 = not connected */
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* where the server may be, in order */
   int address_count;
-  int port;             /* 0: none */
   cddp__server *server; /* NULL = only a client */
   pid_t server_pid;     /* the process that it serves in: a forked child has only a copy */
   int file;             /* the file of a server of file://, locked while it serves; -1 = none */
@@ -3888,17 +3832,8 @@ static double cddp__soon(double seconds, double deadline) { /* the earlier of bo
   return t < deadline ? t : deadline;
 }
 
-/* How attempts to connect went. */
-typedef struct cddp__attempt {
-  const cddp__address *address;
-  bool final;  /* trying again is no use */
-  bool silent; /* was taken, and nothing was said until the deadline */
-  bool asked;  /* has asked what else might be listening there */
-} cddp__attempt;
-
-/* why: the letter of the server's refusal; 0: it is the server that does not know the secret. */
-static cddp_result cddp__turned_away(cddp__attempt *t, char why) {
-  t->final = true;
+/* The server has refused; why: its letter. 0: it is the server that does not know the secret. */
+static cddp_result cddp__turned_away(char why) {
   return cddp__fail(
       CDDP_UNAUTHORIZED,
       why == 'S'   ? "the server has a secret and this process has none; set CDDP_SECRET (or the "
@@ -3910,144 +3845,70 @@ static cddp_result cddp__turned_away(cddp__attempt *t, char why) {
                    : "what answers there does not know the secret");
 }
 
-/* answer: n bytes, or fewer, that no store would say. */
-static cddp_result cddp__not_a_store(cddp__attempt *t, const void *answer, size_t n) {
-  char text[160], show[48];
-  n = cddp__min(n, sizeof show - 1);
-  memcpy(show, answer, n);
-  show[n] = 0;
-  show[strcspn(show, "\r\n")] = 0;
-  cddp__make_printable(show);
-  cddp__address_text(t->address, text, sizeof text);
-  t->final = true;
-  return cddp__fail(CDDP_NETWORK,
-                    "something that is not a cddp or TCPStore server answers at %s ('%s'); is that "
-                    "another program's port?",
-                    text, show);
-}
-
-/* Waits for the first byte of an answer. A connection taken in silence is that of a store which
-   is not served yet, or a program that waits for words of its own. Web servers and redis
-   answer a line of text, so one is tried, once, on another connection; a store hangs up on it or,
-   with a secret, answers in our way. */
-static cddp_result cddp__hear(int fd, double deadline, cddp__attempt *t) {
-  static const char line[] = "GET / HTTP/1.0\r\n\r\n";
-  unsigned char answer[48];
-  ssize_t n = 0;
-  int other;
-  cddp_result r = cddp__wait_fd(fd, POLLIN, cddp__soon(CDDP__SILENCE_S, deadline));
-  if (r == CDDP_TIMEOUT && !t->asked && t->address->sa.ss_family != AF_UNIX &&
-      cddp__now() < deadline) {
-    double soon = cddp__soon(CDDP__SILENCE_S, deadline);
-    t->asked = true;
-    if (cddp__connect_address(t->address, soon, &other) == 0 &&
-        cddp__send_all(other, line, sizeof line - 1, soon) == CDDP_OK &&
-        cddp__wait_fd(other, POLLIN, soon) == CDDP_OK)
-      n = CDDP__RECV(other, answer, sizeof answer, MSG_DONTWAIT);
-    cddp__close_fd(&other);
-    if (n > 0 && memcmp(answer, CDDP__AUTH_REFUSAL, cddp__min((size_t)n, 8)) != 0)
-      return cddp__not_a_store(t, answer, (size_t)n);
-  }
-  r = cddp__wait_fd(fd, POLLIN, deadline);
-  t->silent = r == CDDP_TIMEOUT;
-  return r;
-}
-
-/* The beginning of a connection: the challenge, if there is a secret, and the first answer to a
-   command. Only that shows that there is a store and that it takes us. */
-static cddp_result cddp__greet(cddp_store *s, int fd, double deadline, cddp__attempt *t) {
+/* The beginning of a connection to a: the challenge, if there is a secret, and the first answer to
+   a command. Only that shows that there is a store and that it takes us. Whoever takes a connection
+   in silence may be a server that is not ready yet. */
+static cddp_result cddp__greet(const cddp_store *s, const cddp__address *a, int fd,
+                               double deadline) {
   cddp__challenge c;
-  unsigned char bytes[sizeof c.in];
+  unsigned char bytes[sizeof c.in + 1] = {0};
+  char text[160];
   size_t n;
   cddp_result r = cddp__challenge_begin(&c, s->proof, "store", true, NULL, 0);
-  while (r == CDDP_OK && s->proof != NULL && c.state == CDDP__CHALLENGE_ON) {
+  if (s->proof == NULL) c.state = CDDP__CHALLENGE_PROVEN;
+  while (r == CDDP_OK && c.state == CDDP__CHALLENGE_ON) {
     n = c.in_size == 0 ? 9 : sizeof c.in - c.in_size; /* a refusal has 9 bytes */
     r = cddp__send_all(fd, c.out, c.out_size, deadline);
     c.out_size = 0;
-    if (r == CDDP_OK && c.in_size == 0) r = cddp__hear(fd, deadline, t);
     if (r == CDDP_OK) r = cddp__recv_all(fd, bytes, n, deadline);
     if (r == CDDP_OK) cddp__challenge_feed(&c, bytes, n);
-    if (r == CDDP_OK && c.state == CDDP__CHALLENGE_ALIEN) return cddp__not_a_store(t, bytes, n);
-    if (r == CDDP_OK && c.state > CDDP__CHALLENGE_PROVEN) return cddp__turned_away(t, c.why);
   }
-  if (r == CDDP_OK) r = cddp__send_all(fd, cddp__greeting, sizeof cddp__greeting, deadline);
-  if (r == CDDP_OK) r = cddp__hear(fd, deadline, t);
-  if (r == CDDP_OK) r = cddp__recv_all(fd, bytes, 8, deadline);
-  if (r != CDDP_OK || cddp__get64(bytes) < (uint64_t)1 << 40) return r;
-  if (memcmp(bytes, CDDP__AUTH_REFUSAL, 8) != 0) return cddp__not_a_store(t, bytes, 8);
-  r = cddp__recv_all(fd, bytes, 1, deadline);
-  return r == CDDP_OK ? cddp__turned_away(t, (char)bytes[0]) : r;
+  if (r == CDDP_OK && c.state == CDDP__CHALLENGE_PROVEN) {
+    r = cddp__send_all(fd, cddp__greeting, sizeof cddp__greeting - 1, deadline);
+    if (r == CDDP_OK) r = cddp__recv_all(fd, bytes, 1, deadline);
+    if (r != CDDP_OK || bytes[0] <= 1) return r;
+    r = cddp__recv_all(fd, bytes + 1, 8, deadline);
+    c.state = memcmp(bytes, CDDP__AUTH_REFUSAL, 8) == 0 ? CDDP__CHALLENGE_REFUSED
+                                                        : CDDP__CHALLENGE_ALIEN;
+    c.why = (char)bytes[8];
+  }
+  if (r != CDDP_OK) return r;
+  if (c.state != CDDP__CHALLENGE_ALIEN) return cddp__turned_away(c.why);
+  bytes[strcspn((char *)bytes, "\r\n")] = 0;
+  cddp__make_printable((char *)bytes);
+  cddp__address_text(a, text, sizeof text);
+  return cddp__fail(CDDP_MISMATCH,
+                    "something that is not a cddp or TCPStore server answers at %s ('%s'); is that "
+                    "another program's port?",
+                    text, (char *)bytes);
 }
 
-/* Why there is no connection at all: error is that of cddp__connect_address. */
-static cddp_result cddp__unreached(cddp__attempt *t, int error) {
-  bool forbidden = t->address->sa.ss_family == AF_UNIX && error == EPERM;
-  bool lacking = error == EMFILE || error == ENFILE;
-  char text[160];
-  cddp__address_text(t->address, text, sizeof text);
-  t->final = error == CDDP__FOREIGN || forbidden || lacking;
-  return cddp__fail(
-      forbidden || lacking ? CDDP_SYSTEM : CDDP_NETWORK, "connect to %s: %s%s%s", text,
-      error == CDDP__FOREIGN ? "another user's process listens there" : strerror(error),
-      forbidden ? "; allow socket, connect and getsockopt(SO_PEERCRED) in the sandbox (seccomp)"
-                : "",
-      forbidden || error == CDDP__FOREIGN
-          ? "; or set MASTER_ADDR and MASTER_PORT for all ranks to meet over TCP"
-          : "");
-}
-
-/* Tries each address once. */
-static cddp_result cddp__try_addresses(cddp_store *s, double deadline, cddp__attempt *t) {
+/* Tries each address once. CDDP_NETWORK: trying again may help. CDDP_TIMEOUT: one has taken a
+   connection and was silent until the deadline. Other results are final: MISMATCH says that what
+   listens there is no store of this job. */
+static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
   cddp_result r = CDDP_NETWORK;
-  int i, error, fd;
-  for (i = 0; i < s->address_count && !t->final; i++) {
-    t->address = &s->addresses[i];
-    error = cddp__connect_address(t->address, cddp__soon(5, deadline), &fd);
-    if (error == 0) cddp__own_socket(fd);
-    r = error == 0 ? cddp__greet(s, fd, deadline, t) : cddp__unreached(t, error);
-    if (r == CDDP_OK) {
-      s->fd = fd;
-      return r;
+  char text[160];
+  int i, error;
+  for (i = 0; i < s->address_count && r == CDDP_NETWORK; i++) {
+    const cddp__address *a = &s->addresses[i];
+    error = cddp__connect_address(a, cddp__soon(5, deadline), &s->fd);
+    cddp__address_text(a, text, sizeof text);
+    if (error == 0) {
+      cddp__own_socket(s->fd);
+      r = cddp__greet(s, a, s->fd, deadline);
+      if (r != CDDP_OK) cddp__close_fd(&s->fd);
+    } else if (error == CDDP__FOREIGN) {
+      r = cddp__fail(CDDP_MISMATCH,
+                     "connect to %s: another user's process listens there; set MASTER_ADDR and "
+                     "MASTER_PORT for all ranks to meet over TCP",
+                     text);
+    } else {
+      r = cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
+                     "connect to %s: %s", text, strerror(error));
     }
-    cddp__close_fd(&fd);
   }
   return r;
-}
-
-/* Connects, again and again until the deadline, as ranks may start long before the server; or, once
-   only, to a server that was there before. */
-static cddp_result cddp__connect(cddp_store *s, double deadline, bool once) {
-  double pause = 0.001, started = cddp__now();
-  uint64_t dice = cddp__hash64((uint64_t)getpid(), &started, sizeof started);
-  cddp__attempt t;
-  memset(&t, 0, sizeof t);
-  for (;;) {
-    cddp_result r = cddp__try_addresses(s, deadline, &t);
-    int deaf = s->server != NULL ? (int)cddp__load32(&s->server->accept_error) : 0;
-    if (r == CDDP_OK) return r;
-    if (deaf != 0)
-      return cddp__fail(CDDP_SYSTEM,
-                        "store at %s: accept4 and accept: %s; allow one of them in rank 0's "
-                        "sandbox (seccomp)",
-                        s->name, strerror(deaf));
-    if (t.final || once) return cddp__fail_in(r, "store at %s: ", s->name);
-    if (cddp__now() >= deadline && t.silent)
-      return cddp__fail(CDDP_TIMEOUT,
-                        "what listens at %s has taken a connection and stayed silent: another "
-                        "program (no cddp or TCPStore server, or PyTorch's before 2.2), or rank 0, "
-                        "which is to serve there, has not come to cddp_init",
-                        s->name);
-    if (cddp__now() >= deadline)
-      return cddp__fail_in(
-          CDDP_TIMEOUT,
-          "no connection to the store at %s within %g s; rank 0 (the server) may not be running, "
-          "or the address may be wrong. Last error: ",
-          s->name, s->timeout_s);
-    dice = dice * 6364136223846793005u + 1442695040888963407u;
-    cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice >> 40) / (1 << 25)), deadline) -
-                cddp__now());
-    pause = pause < 0.125 ? pause * 2 : 0.25;
-  }
 }
 
 /* One command and its answer. */
@@ -4071,63 +3932,65 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Puts the command into s->request. A SET has no answer: that to the question behind it tells that
-   it is done. */
+/* Puts the command into s->bytes. A SET has no answer: that to the question behind it tells that it
+   is done. */
 static void cddp__encode(cddp_store *s, const cddp__request *q) {
-  const cddp_allocator *a = &s->allocator;
   const struct cddp__command *c = &cddp__commands[q->code];
-  cddp__buffer *b = &s->request;
+  cddp__buffer *b = &s->bytes;
   int i;
-  cddp__buffer_clear(a, b, 65536);
-  cddp__buffer_add_number(a, b, q->code, 1);
-  if (c->counted) cddp__buffer_add_number(a, b, (uint64_t)q->count, 8);
+  cddp__buffer_clear(b, 65536);
+  cddp__buffer_add_number(b, q->code, 1);
+  if (c->counted) cddp__buffer_add_number(b, (uint64_t)q->count, 8);
   for (i = 0; i < q->count; i++)
-    cddp__buffer_add_string(a, b, "/", cddp__span_of(q->keys[i], strlen(q->keys[i])));
-  for (i = 0; i + 1 < c->strings; i++) cddp__buffer_add_string(a, b, "", q->values[i]);
-  if (c->tail == 8) cddp__buffer_add_number(a, b, q->number, 8);
-  if (q->code == CDDP__SET) cddp__buffer_add_number(a, b, CDDP__GETNUMKEYS, 1);
+    cddp__buffer_add_string(b, "/", cddp__span_of(q->keys[i], strlen(q->keys[i])));
+  for (i = 0; i + 1 < c->strings; i++) cddp__buffer_add_string(b, "", q->values[i]);
+  cddp__buffer_add_number(b, q->number, c->tail);
+  if (q->code == CDDP__SET) cddp__buffer_add_number(b, CDDP__GETNUMKEYS, 1);
 }
 
-/* Receives the answer; a string goes to s->reply. */
+/* Receives the answer; a string goes to s->bytes. */
 static cddp_result cddp__receive(cddp_store *s, cddp__request *q, double deadline) {
   unsigned char bytes[8];
-  bool is_byte = cddp__commands[q->code].answer == CDDP__BYTE;
-  cddp_result r = cddp__recv_all(s->fd, bytes, is_byte ? 1 : 8, deadline);
-  if (r == CDDP_OK) q->number = is_byte ? bytes[0] : cddp__get64(bytes);
+  int answer = cddp__commands[q->code].answer;
+  cddp_result r = cddp__recv_all(s->fd, bytes, answer == CDDP__BYTE ? 1 : 8, deadline);
+  if (r == CDDP_OK) q->number = answer == CDDP__BYTE ? bytes[0] : cddp__get64(bytes);
   if (r == CDDP_OK && q->code == CDDP__WAIT && q->number != 0)
     return cddp__fail(CDDP_NETWORK, "%u instead of 0 came in answer to a wait", bytes[0]);
-  if (r != CDDP_OK || cddp__commands[q->code].answer != CDDP__STRING) return r;
+  cddp__buffer_clear(&s->bytes, 65536);
+  if (r != CDDP_OK || answer != CDDP__STRING) return r;
   if (q->number > CDDP__COMMAND_MAX)
     return cddp__fail(CDDP_NETWORK,
                       "a value of %" PRIu64 " bytes was announced, more than the limit", q->number);
-  cddp__buffer_clear(&s->allocator, &s->reply, 65536);
-  if (!cddp__buffer_reserve(&s->allocator, &s->reply, (size_t)q->number)) return CDDP_OUT_OF_MEMORY;
-  s->reply.end = (size_t)q->number;
-  return cddp__recv_all(s->fd, s->reply.data, s->reply.end, deadline);
+  if (!cddp__buffer_reserve(&s->bytes, (size_t)q->number)) return CDDP_OUT_OF_MEMORY;
+  s->bytes.end = (size_t)q->number;
+  return cddp__recv_all(s->fd, s->bytes.data, s->bytes.end, deadline);
+}
+
+/* Puts the store's name before a failure's text. MISMATCH is NETWORK to others. */
+static cddp_result cddp__store_failed(const cddp_store *s, cddp_result r) {
+  return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", s->name);
 }
 
 /* Sends q and receives the answer. After a failure in the middle nothing that comes can be trusted:
    the next operation connects anew. But a WAIT may go on too long: then s->fd stays. */
 static cddp_result cddp__ask(cddp_store *s, cddp__request *q, double deadline) {
-  cddp_result r = CDDP_OK;
-  if (s->fd < 0) r = cddp__connect(s, cddp__now() + s->timeout_s, true);
-  if (r != CDDP_OK) return r;
+  double soon = cddp__now() + s->timeout_s;
+  cddp_result r = s->fd < 0 ? cddp__try_addresses(s, soon) : CDDP_OK;
+  if (r != CDDP_OK) return cddp__store_failed(s, r);
   cddp__encode(s, q);
-  if (s->request.failed) return CDDP_OUT_OF_MEMORY;
-  if (cddp__buffer_size(&s->request) > CDDP__COMMAND_MAX)
+  if (cddp__buffer_size(&s->bytes) > CDDP__COMMAND_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call have more than %u MiB",
                       CDDP__COMMAND_MAX >> 20);
-  r = cddp__send_all(s->fd, s->request.data, cddp__buffer_size(&s->request),
-                     cddp__now() + s->timeout_s);
+  if (s->bytes.failed) return CDDP_OUT_OF_MEMORY;
+  r = cddp__send_all(s->fd, s->bytes.data, s->bytes.end, soon);
   if (r == CDDP_OK) {
     r = cddp__receive(s, q, deadline);
     if (r == CDDP_OK || (r == CDDP_TIMEOUT && q->code == CDDP__WAIT)) return r;
   }
   cddp__close_fd(&s->fd);
-  cddp__fail_in(r, "store at %s: ", s->name);
   if (r == CDDP_NETWORK && q->code == CDDP__ADD)
     cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", q->keys[0]);
-  return r;
+  return cddp__store_failed(s, r);
 }
 
 /* The timeout of a WAIT that was sent: takes it back, and names the first key that is missing, by
@@ -4164,7 +4027,7 @@ static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadl
   r = cddp__ask(s, q, deadline > 0 ? deadline : cddp__now() + s->timeout_s);
   if (r == CDDP_TIMEOUT && s->fd >= 0) r = cddp__wait_timed_out(s, q->keys, q->count);
   if (r == CDDP_OK && cddp__commands[q->code].answer == CDDP__STRING) {
-    reply = cddp__buffer_span(&s->reply);
+    reply = cddp__buffer_span(&s->bytes);
     q->equal = cddp__span_equal(reply, q->values[1]);
     if (q->size != NULL) *q->size = reply.size;
     if (reply.size > 0 && reply.size <= q->capacity) memcpy(q->out, reply.data, reply.size);
@@ -4172,37 +4035,65 @@ static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadl
       r = cddp__fail(CDDP_INVALID_ARGUMENT, "the value of '%.64s' has %zu bytes and the buffer %zu",
                      q->keys[0], reply.size, q->capacity);
   }
-  cddp__buffer_clear(&s->allocator, &s->request, 65536); /* may have been large */
-  cddp__buffer_clear(&s->allocator, &s->reply, 65536);
+  cddp__buffer_clear(&s->bytes, 65536); /* may have been large */
   pthread_mutex_unlock(&s->lock);
   return r;
 }
 
-/* --- where the server is --- */
 
-/* Starts a server on *listen_fd, which it takes, or, if that is -1, on s->addresses; those are then
-   where it can be reached. */
-static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o, int *listen_fd) {
-  int fds[CDDP__ADDRESSES_MAX], count = 1, i;
+/* --- opening a store: where the server is --- */
+
+static void cddp__add_listen_cure(const cddp_store *s, int error) {
+  const char *cure =
+      s->addresses[0].sa.ss_family == AF_UNIX
+          ? "set MASTER_ADDR and MASTER_PORT for all ranks to meet over TCP instead"
+      : error == EADDRINUSE
+          ? "another process uses this port: stop it, or set MASTER_PORT to another"
+      : error == EADDRNOTAVAIL
+          ? "it is not one of this host's addresses; rank 0 must run on the host that has it"
+      : error == EACCES ? "ports below 1024 are for root: choose another"
+                        : NULL;
+  if (cure != NULL) cddp__append(cddp__error_text, sizeof cddp__error_text, "; %s", cure);
+}
+
+/* Starts a server on s->addresses, or on the socket that came with the options; s->addresses are
+   then where it can be reached. */
+static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
+  cddp__server *v = (cddp__server *)cddp__calloc(&o->allocator, 1, sizeof *v);
   cddp_result r = CDDP_OK;
-  fds[0] = *listen_fd;
-  *listen_fd = -1;
-  if (fds[0] < 0) {
-    r = cddp__listen_all(s->addresses, s->address_count, &s->port, o->port_name, o->host_name, fds,
-                         &count);
-  } else if (!cddp__adopt_fd(fds[0])) {
-    r = cddp__fail_errno("fcntl on the listening socket");
-    cddp__close_fd(&fds[0]);
+  int i, *fds = v != NULL ? v->listeners : NULL;
+  if (v == NULL) return CDDP_OUT_OF_MEMORY;
+  cddp__budget_init(&v->budget, &o->allocator, CDDP__SERVER_MEMORY);
+  cddp__budget_init(&v->map.budget, &o->allocator, CDDP__STORE_MEMORY);
+  v->secret = s->proof;
+  if (o->listen_fd < 0) {
+    r = cddp__listen_all(s->addresses, &s->address_count, fds);
+    if (r != CDDP_OK) cddp__add_listen_cure(s, errno);
+  } else {
+    fds[0] = fcntl(o->listen_fd, F_DUPFD_CLOEXEC, 0);
+    if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
+        !cddp__local_address(fds[0], &s->addresses[0]))
+      r = cddp__fail_errno("the launcher's listening socket");
   }
-  for (i = 0; i < count && r == CDDP_OK; i++)
-    if (!cddp__local_address(fds[i], &s->addresses[i]))
-      r = cddp__fail_errno("getsockname on a listening socket");
-  while (r != CDDP_OK && count > 0) cddp__close_fd(&fds[--count]);
-  if (r != CDDP_OK) return r;
-  s->address_count = count;
-  s->port = cddp__address_port(&s->addresses[0]);
+  v->listener_count = r == CDDP_OK || o->listen_fd >= 0 ? s->address_count : 0;
+  v->stop = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  v->epoll = epoll_create1(EPOLL_CLOEXEC);
+  if (r == CDDP_OK && (v->stop < 0 || v->epoll < 0))
+    r = cddp__fail_errno(v->epoll < 0 ? "epoll_create1" : "eventfd");
+  if (r == CDDP_OK) r = cddp__random(&v->map.seed, sizeof v->map.seed);
+  if (r == CDDP_OK) r = cddp__server_watch(v, v->stop, 0);
+  for (i = 0; i < v->listener_count; i++) {
+    cddp__own_socket(fds[i]);
+    if (r == CDDP_OK) r = cddp__server_watch(v, fds[i], 1 + (uint64_t)i);
+  }
+  if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v);
+  if (r != CDDP_OK) {
+    cddp__server_free(v);
+    return r;
+  }
+  s->server = v;
   s->server_pid = getpid();
-  return cddp__server_start(&s->server, fds, count, s->proof, o);
+  return CDDP_OK;
 }
 
 /* A host's own name may resolve to loopback on that host alone (127.0.1.1 in Debian's /etc/hosts):
@@ -4218,32 +4109,32 @@ static void cddp__add_addresses(cddp_store *s, const char *host) {
                                                 CDDP__ADDRESSES_MAX - s->address_count);
 }
 
-/* tcp://host:port, and unix://name for ranks of one host whose launcher gives no address: an
-   abstract Unix socket, so there is no port that could be in use. */
-static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o, const char *url,
-                                  int *listen_fd) {
-  bool tcp = url[0] == 't';
-  const char *where = url + strlen(tcp ? "tcp://" : "unix://");
+/* Where tcp://host:port, or unix://name, leads; with is_server, serves there. unix:// is for ranks
+   of one host whose launcher gives no address: no port could be in use. */
+static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o) {
+  const char *where = o->init_method + strlen("tcp://");
   char host[256], name[300];
+  int port;
   cddp_result r = CDDP_OK;
-  if (tcp) {
-    r = cddp__host_port(where, host, sizeof host, &s->port);
-    if (r == CDDP_OK && s->port == 0 && !o->is_server)
+  s->address_count = 1;
+  if (o->init_method[0] == 't') {
+    r = cddp__host_port(where, host, sizeof host, &port);
+    if (r == CDDP_OK && port == 0 && !o->is_server)
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "port 0 in 'tcp://%s' is for the server only, which then gets a free one",
                      where);
-    if (r == CDDP_OK && *listen_fd < 0)
-      r = cddp__resolve(host, s->port, o->host_name, s->addresses, &s->address_count);
+    if (r == CDDP_OK && o->listen_fd < 0)
+      r = cddp__resolve(host, port, s->addresses, &s->address_count);
     if (r == CDDP_OK && o->is_server && o->reachable) cddp__add_addresses(s, host);
   } else {
-    cddp__unix_name(&s->addresses[0], where);
-    s->address_count = 1;
+    cddp__unix_name(&s->addresses[0], ++where);
   }
-  if (r == CDDP_OK && o->is_server) r = cddp__serve(s, o, listen_fd);
+  if (r == CDDP_OK && o->is_server) r = cddp__serve(s, o);
   if (r != CDDP_OK) return r;
-  if (tcp) snprintf(name, sizeof name, strchr(host, ':') ? "[%s]:%d" : "%s:%d", host, s->port);
-  s->name = cddp__strdup(&s->allocator, tcp ? name : where);
-  return s->name != NULL ? cddp__connect(s, o->deadline, false) : CDDP_OUT_OF_MEMORY;
+  port = cddp__address_port(&s->addresses[0]);
+  if (port != 0) snprintf(name, sizeof name, strchr(host, ':') ? "[%s]:%d" : "%s:%d", host, port);
+  s->name = cddp__strdup(&s->allocator, port != 0 ? name : where);
+  return s->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* --- file:// ---
@@ -4252,76 +4143,50 @@ static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o, c
    hosts too. Works as follows: the server holds a lock on the file as long as it serves, which the
    kernel releases if it dies, and removes the file at its end. A process that finds the file
    without the lock knows that what it says is of a job that is over. */
-#define CDDP__FILE_MAGIC "cddp store 3"
+#define CDDP__FILE_MAGIC "cddp store 4"
 
 typedef struct cddp__file_record { /* the whole file. Hosts of one job have one byte order */
   char magic[sizeof CDDP__FILE_MAGIC];
   char key[33]; /* hexadecimal */
   uint32_t count;
-  cddp__address addresses[CDDP__ADDRESSES_MAX]; /* the file has only count of them */
+  cddp__address addresses[CDDP__ADDRESSES_MAX];
 } cddp__file_record;
 
-static size_t cddp__file_size(uint32_t count) {
-  return offsetof(cddp__file_record, addresses) + count * sizeof(cddp__address);
-}
-
-static cddp_result cddp__file_failed(const cddp_store *s, const char *call) {
-  return cddp__fail(CDDP_IO, "store file %s: %s: %s", s->name, call, strerror(errno));
-}
-
-/* Another user's file might lead this job anywhere; what others may write, too. *gone: it has been
-   removed in the meantime. */
-static cddp_result cddp__file_check(const cddp_store *s, int fd, bool *gone) {
-  struct stat st;
+/* Another user's file might lead this job anywhere; what others may write, too. */
+static cddp_result cddp__file_check(int fd, struct stat *st) {
   const char *why;
-  if (fstat(fd, &st) != 0) return cddp__file_failed(s, "fstat");
-  *gone = st.st_nlink == 0;
-  why = !S_ISREG(st.st_mode)                      ? "is not a regular file"
-        : st.st_uid != geteuid()                  ? "belongs to another user"
-        : st.st_nlink > 1                         ? "has other names (hard links)"
-        : (st.st_mode & (S_IWGRP | S_IWOTH)) != 0 ? "may be written by others"
-                                                  : NULL;
+  if (fstat(fd, st) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
+  why = !S_ISREG(st->st_mode)                      ? "is not a regular file"
+        : st->st_uid != geteuid()                  ? "belongs to another user"
+        : st->st_nlink > 1                         ? "has other names (hard links)"
+        : (st->st_mode & (S_IWGRP | S_IWOTH)) != 0 ? "may be written by others"
+                                                   : NULL;
   if (why == NULL) return CDDP_OK;
-  return cddp__fail(CDDP_IO, "store file %s %s, so it is not trusted; choose another path", s->name,
-                    why);
+  return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
 }
 
-/* Whether the path is still the name of the file that fd is. */
-static bool cddp__file_is_named(int fd, const char *path) {
-  struct stat a, b;
-  return fstat(fd, &a) == 0 && lstat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
-}
-
-/* Reads *record, of which *size bytes are there; its count is 0 when it is not whole. An error when
-   the file holds what no store has written. */
-static cddp_result cddp__file_read(const cddp_store *s, int fd, cddp__file_record *record,
-                                   size_t *size) {
-  ssize_t got;
-  *size = 0;
+/* Reads *record from a file of `size` bytes; its count is 0 when it is not whole. An error when the
+   file holds what no store has written. */
+static cddp_result cddp__file_read(int fd, off_t size, cddp__file_record *record) {
+  size_t n = size < (off_t)sizeof *record ? (size_t)size : sizeof *record;
   memset(record, 0, sizeof *record);
-  do {
-    got = CDDP__PREAD(fd, (char *)record + *size, sizeof *record - *size, (off_t)*size);
-    if (got > 0) *size += (size_t)got;
-  } while (got > 0 || (got < 0 && errno == EINTR));
-  if (got < 0) return cddp__file_failed(s, "read");
-  if (record->count > CDDP__ADDRESSES_MAX || *size != cddp__file_size(record->count))
-    record->count = 0;
-  if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(*size, sizeof record->magic)) == 0)
-    return CDDP_OK;
-  return cddp__fail(CDDP_IO,
-                    "%s exists and is not a store of this version of cddp; it was left as it is. "
-                    "Choose another path, or remove it",
-                    s->name);
+  if (cddp__file_io(fd, false, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* try again */
+  if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(n, sizeof record->magic)) != 0)
+    return cddp__fail(CDDP_IO,
+                      "the file exists and is not a store of this version of cddp; it was left as "
+                      "it is. Choose another path, or remove it");
+  if (size != (off_t)sizeof *record || record->count > CDDP__ADDRESSES_MAX) record->count = 0;
+  return CDDP_OK;
 }
 
 /* s->proof: the file's key, and the user's secret. */
-static cddp_result cddp__file_proof(cddp_store *s, const cddp__file_record *record) {
-  const char *secret = s->secret != NULL ? s->secret : "";
-  size_t size = sizeof record->key + 1 + strlen(secret);
+static cddp_result cddp__file_proof(cddp_store *s, const cddp__store_options *o, const char *key) {
+  const char *secret = o->secret != NULL ? o->secret : "";
+  size_t size = 32 + 1 + strlen(secret) + 1;
   cddp__free(&s->allocator, s->proof);
   s->proof = (char *)cddp__malloc(&s->allocator, size);
   if (s->proof == NULL) return CDDP_OUT_OF_MEMORY;
-  snprintf(s->proof, size, "%.32s %s", record->key, secret);
+  snprintf(s->proof, size, "%.32s %s", key, secret);
   return CDDP_OK;
 }
 
@@ -4331,8 +4196,6 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
   cddp__file_record record;
   uint64_t word[4];
   char name[64];
-  size_t size, at = 0;
-  int none = -1;
   cddp_result r = cddp__random(word, sizeof word);
   memset(&record, 0, sizeof record);
   memcpy(record.magic, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
@@ -4342,97 +4205,66 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
   s->address_count = 1;
   if (o->reachable || o->elect)
     s->address_count += cddp__interface_addresses(NULL, s->addresses + 1, 8);
-  if (r == CDDP_OK) r = cddp__file_proof(s, &record);
-  if (r == CDDP_OK) r = cddp__serve(s, o, &none);
-  if (r != CDDP_OK) return r;
+  if (r == CDDP_OK) r = cddp__file_proof(s, o, record.key);
+  if (r == CDDP_OK) r = cddp__serve(s, o);
+  if (r != CDDP_OK) return r == CDDP_NETWORK ? CDDP_SYSTEM : r; /* trying again is no use */
   record.count = (uint32_t)s->address_count;
   memcpy(record.addresses, s->addresses, record.count * sizeof *s->addresses);
-  if (ftruncate(s->file, 0) != 0) return cddp__file_failed(s, "ftruncate");
-  for (size = cddp__file_size(record.count); at < size;) {
-    ssize_t put = CDDP__PWRITE(s->file, (char *)&record + at, size - at, (off_t)at);
-    if (put < 0 && errno == EINTR) continue;
-    if (put <= 0) return cddp__file_failed(s, "write");
-    at += (size_t)put;
-  }
-  return cddp__connect(s, o->deadline, false);
+  if (ftruncate(s->file, 0) != 0) return cddp__fail(CDDP_IO, "ftruncate: %s", strerror(errno));
+  r = cddp__file_io(s->file, true, &record, sizeof record, 0);
+  return r == CDDP_OK ? cddp__try_addresses(s, o->deadline) : r;
 }
 
-/* Connects to where a whole record leads. *done: there is a connection, or never will be. */
+/* Connects to where the record leads. */
 static cddp_result cddp__file_follow(cddp_store *s, const cddp__store_options *o,
-                                     const cddp__file_record *record, bool *done) {
-  cddp__attempt t;
-  cddp_result r = cddp__file_proof(s, record);
-  uint32_t i;
-  if (r != CDDP_OK) return r;
-  for (i = 0; i < record->count; i++) {
-    s->addresses[i] = record->addresses[i];
-    s->addresses[i].size = (socklen_t)cddp__min(s->addresses[i].size, sizeof s->addresses[i].sa);
-  }
+                                     const cddp__file_record *record) {
+  cddp_result r = cddp__file_proof(s, o, record->key);
+  int i;
   s->address_count = (int)record->count;
-  memset(&t, 0, sizeof t);
-  r = cddp__try_addresses(s, o->deadline, &t);
-  *done = r == CDDP_OK || t.final;
-  return *done ? r : CDDP_OK; /* its server may just have ended */
+  memcpy(s->addresses, record->addresses, sizeof s->addresses);
+  for (i = 0; i < s->address_count; i++)
+    s->addresses[i].size = (socklen_t)cddp__min(s->addresses[i].size, sizeof s->addresses[i].sa);
+  return r == CDDP_OK ? cddp__try_addresses(s, o->deadline) : r;
 }
 
-/* One look at the file. *done: there is a connection. */
-static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o, bool *done) {
-  bool may_serve = o->is_server || o->elect, gone = false, is_free = false;
-  int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | (may_serve ? O_CREAT : 0);
-  int fd = open(s->name, flags, 0600), e = errno;
+/* One look at the file: serves, or connects to who does. Results as of cddp__try_addresses. */
+static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
+  const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
+  bool may_serve = o->is_server || o->elect, locked = false, named = false;
+  int fd = open(s->name, flags, 0600);
   cddp__file_record record;
-  char folder[4096];
-  size_t size = 0;
+  struct stat st;
   cddp_result r;
-  if (fd < 0) {
-    snprintf(folder, sizeof folder, "%.*s/", (int)(strrchr(s->name, '/') - s->name), s->name);
-    if (!may_serve && e == ENOENT && access(folder, X_OK) == 0) return CDDP_OK; /* it may come */
-    return cddp__fail(CDDP_IO, "cannot open store file %s: %s; %s", s->name, strerror(e),
-                      e == ELOOP ? "it must not be a symbolic link"
-                                 : "its directory must exist and be writable");
+  if (fd < 0)
+    return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
+                      errno == ELOOP ? "it must not be a symbolic link"
+                                     : "its directory must exist and be writable");
+  r = cddp__file_check(fd, &st);
+  if (r == CDDP_OK) { /* without waiting: flock would hear of no deadline */
+    locked = flock(fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0;
+    if (!locked && errno != EWOULDBLOCK && errno != EINTR)
+      r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that has locks",
+                     strerror(errno));
+    named = cddp__file_is_named(fd, s->name); /* else it has been removed meanwhile */
   }
-  r = cddp__file_check(s, fd, &gone);
-  if (r == CDDP_OK && !gone) { /* without waiting: flock would hear of no deadline */
-    is_free = flock(fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0;
-    if (!is_free && errno != EWOULDBLOCK && errno != EINTR)
-      r = cddp__file_failed(s, "flock (put it on a file system that has locks)");
-    if (r == CDDP_OK) r = cddp__file_read(s, fd, &record, &size);
-  }
-  *done = is_free && may_serve && cddp__file_is_named(fd, s->name);
-  if (*done && (r == CDDP_OK || size == 0)) { /* the file is this store's to remove */
+  if (r == CDDP_OK) r = cddp__file_read(fd, st.st_size, &record);
+  if (r == CDDP_OK && locked && may_serve && named) { /* it is this store's to remove */
     s->file = fd;
     cddp__own_socket(fd);
-    return r == CDDP_OK ? cddp__file_serve(s, o) : r;
+    return cddp__file_serve(s, o);
   }
-  if (r == CDDP_OK && !gone && !is_free && record.count > 0 && (o->elect || !o->is_server)) {
-    r = cddp__file_follow(s, o, &record, done);
-    if (r != CDDP_OK && (!cddp__file_is_named(fd, s->name) || flock(fd, LOCK_NB | LOCK_SH) == 0)) {
-      r = CDDP_OK; /* its server has ended, and another program may have its port */
-      *done = false;
-    }
+  if (r == CDDP_OK && o->is_server && !o->elect) {
+    r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
+  } else if (r == CDDP_OK && (locked || !named || record.count == 0)) {
+    r = cddp__fail(CDDP_NETWORK, "nobody serves it; rank 0, or whoever opens it first, has not "
+                                 "come, or is stopped");
+  } else if (r == CDDP_OK) {
+    r = cddp__file_follow(s, o, &record);
+    if (r != CDDP_OK && (!cddp__file_is_named(fd, s->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
+      r = CDDP_NETWORK; /* its server has ended, and another program may have its port */
   }
   close(fd);
   return r;
-}
-
-static cddp_result cddp__file_open(cddp_store *s, const cddp__store_options *o, const char *path) {
-  double pause = 1e-3;
-  s->name = cddp__strdup(&s->allocator, path);
-  if (s->name == NULL) return CDDP_OUT_OF_MEMORY;
-  for (;;) {
-    bool done = false;
-    cddp_result r = cddp__file_try(s, o, &done);
-    if (r != CDDP_OK || done) return r;
-    if (cddp__now() >= o->deadline)
-      return cddp__fail(CDDP_TIMEOUT,
-                        o->is_server
-                            ? "store file %s: another job is using it; choose another path"
-                            : "store file %s: nobody serves it; rank 0, or whoever opens it first, "
-                              "has not come, or is stopped",
-                        s->name);
-    cddp__sleep(cddp__soon(pause, o->deadline) - cddp__now());
-    pause = pause < 0.02 ? pause * 1.5 : pause;
-  }
 }
 
 /* --- all of them --- */
@@ -4453,73 +4285,74 @@ static void cddp__store_close(cddp_store *s) {
   }
   cddp__close_fd(&s->file);
   pthread_mutex_destroy(&s->lock);
-  cddp__buffer_clear(&a, &s->request, 0);
-  cddp__buffer_clear(&a, &s->reply, 0);
+  cddp__buffer_clear(&s->bytes, 0);
   cddp__free(&a, s->name);
-  cddp__free(&a, s->secret);
   cddp__free(&a, s->proof);
   cddp__free(&a, s);
 }
 
-/* *out is NULL on failure. o->listen_fd is the store's or closed in every case. */
-static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *o) {
-  const char *m = o->init_method, *secret = o->secret != NULL ? o->secret : getenv("CDDP_SECRET");
-  cddp_store *s = (cddp_store *)cddp__calloc(&o->allocator, 1, sizeof *s);
-  bool secured = secret != NULL && secret[0] != 0;
-  int listen_fd = o->listen_fd;
-  cddp_result r = CDDP_OUT_OF_MEMORY;
-  if (s != NULL) {
-    pthread_mutex_init(&s->lock, NULL);
-    s->allocator = o->allocator;
-    s->timeout_s = o->timeout_s > 0 ? o->timeout_s : CDDP__TIMEOUT_S;
-    s->fd = s->file = -1;
-    s->secret = secured ? cddp__strdup(&s->allocator, secret) : NULL;
-    s->proof = secured ? cddp__strdup(&s->allocator, secret) : NULL;
-    if (secured && (s->secret == NULL || s->proof == NULL))
-      r = CDDP_OUT_OF_MEMORY;
-    else if (strncmp(m, "file:///", 8) == 0 && m[8] != 0)
-      r = cddp__file_open(s, o, m + 7);
-    else if (strncmp(m, "tcp://", 6) == 0 || (strncmp(m, "unix://", 7) == 0 && m[7] != 0))
-      r = cddp__open_url(s, o, m, &listen_fd);
-    else
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "'%.128s' is no store; write tcp://host:port, unix://name or "
-                     "file:///absolute/path",
-                     m);
+/* Connects, again and again until the deadline: ranks may start long before the server. */
+static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
+  bool is_file = o->init_method[0] == 'f';
+  double pause = 0.001, started = cddp__now();
+  uint64_t dice = cddp__hash64((uint64_t)getpid(), &started, sizeof started);
+  for (;;) {
+    cddp_result r = is_file && s->server == NULL ? cddp__file_try(s, o)
+                                                 : cddp__try_addresses(s, o->deadline);
+    if (r == CDDP_OK) return r;
+    if (r == CDDP_TIMEOUT)
+      return cddp__fail(CDDP_TIMEOUT,
+                        "what listens at %s has taken a connection and stayed silent: another "
+                        "program (no cddp or TCPStore server, or PyTorch's before 2.2), or rank 0, "
+                        "which is to serve there, has not come to cddp_init, or is stopped",
+                        s->name);
+    if (r != CDDP_NETWORK) return cddp__store_failed(s, r);
+    if (cddp__now() >= o->deadline)
+      return cddp__fail_in(
+          CDDP_TIMEOUT,
+          "no connection to the store at %s within %g s; rank 0 (the server) may not be running, "
+          "or the address may be wrong. Last error: ",
+          s->name, s->timeout_s);
+    dice = dice * 6364136223846793005u + 1442695040888963407u;
+    cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice >> 40) / (1 << 25)), o->deadline) -
+                cddp__now());
+    pause = pause < 0.125 ? pause * 2 : 0.25;
   }
-  cddp__close_fd(&listen_fd);
-  *out = r == CDDP_OK ? s : NULL;
+}
+
+/* *out is NULL on failure. */
+static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
+  cddp__store_options o = *options;
+  const char *m = o.init_method;
+  cddp_store *s = (cddp_store *)cddp__calloc(&o.allocator, 1, sizeof *s);
+  cddp_result r = CDDP_OK;
+  *out = NULL;
+  if (s == NULL) return CDDP_OUT_OF_MEMORY;
+  pthread_mutex_init(&s->lock, NULL);
+  s->allocator = o.allocator;
+  s->bytes.allocator = &s->allocator;
+  s->timeout_s = o.timeout_s;
+  s->fd = s->file = -1;
+  if (o.secret == NULL) o.secret = getenv("CDDP_SECRET");
+  if (o.secret != NULL && o.secret[0] != 0)
+    if ((s->proof = cddp__strdup(&o.allocator, o.secret)) == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK && strncmp(m, "file:///", 8) == 0 && m[8] != 0) {
+    if ((s->name = cddp__strdup(&o.allocator, m + 7)) == NULL) r = CDDP_OUT_OF_MEMORY;
+  } else if (r == CDDP_OK && (strncmp(m, "tcp://", 6) == 0 ||
+                              (strncmp(m, "unix://", 7) == 0 && m[7] != 0))) {
+    r = cddp__open_url(s, &o);
+  } else if (r == CDDP_OK) {
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "'%.128s' is no store; write tcp://host:port, unix://name or "
+                   "file:///absolute/path",
+                   m);
+  }
+  if (r == CDDP_OK) r = cddp__connect(s, &o);
+  if (r == CDDP_OK) *out = s;
+  if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && o.port_name != NULL)
+    cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s)",
+                 o.host_name, o.port_name);
   if (r != CDDP_OK) cddp__store_close(s);
-  return r;
-}
-
-static cddp_result cddp__store_set(cddp_store *s, const char *key, const void *value, size_t size) {
-  cddp__request q = cddp__request_of(CDDP__SET, &key, 1);
-  q.values[0] = cddp__span_of(value, size);
-  return cddp__store_run(s, &q, 0);
-}
-
-static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int count,
-                                    double deadline) {
-  cddp__request q = cddp__request_of(CDDP__WAIT, keys, count);
-  return count > 0 ? cddp__store_run(s, &q, deadline) : CDDP_OK;
-}
-
-/* Waits for key until the deadline; 0 = the store's timeout from now on. */
-static cddp_result cddp__store_get(cddp_store *s, const char *key, void *value, size_t capacity,
-                                   size_t *size, double deadline) {
-  cddp__request q = cddp__request_of(CDDP__GET, &key, 1);
-  cddp_result r = cddp__store_wait(s, &key, 1, deadline);
-  q.out = value;
-  q.capacity = capacity;
-  q.size = size;
-  return r == CDDP_OK ? cddp__store_run(s, &q, 0) : r;
-}
-
-static cddp_result cddp__store_check(cddp_store *s, const char *const *keys, int count, bool *all) {
-  cddp__request q = cddp__request_of(CDDP__CHECK, keys, count);
-  cddp_result r = cddp__store_run(s, &q, 0);
-  *all = r == CDDP_OK && q.number == 0;
   return r;
 }
 
@@ -4797,7 +4630,7 @@ static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
   cddp_result r = cddp__env_int("MASTER_PORT", 1, 65535, &port);
   if (r != CDDP_OK) return r;
   at->host_name = "MASTER_ADDR";
-  at->port_name = "MASTER_PORT";
+  at->port_name = "from MASTER_PORT";
   if (!script && (host == NULL || port == 0) && cddp__one_host(at) && key != 0) {
     snprintf(at->init_method, sizeof at->init_method, "unix://cddp-%u-%016" PRIx64,
              (unsigned)geteuid(), key);
@@ -7229,6 +7062,7 @@ static cddp__link *cddp__link_new(const cddp__net *n, int fd, int purpose, doubl
     return NULL;
   }
   cddp__own_socket(fd);
+  l->out.allocator = &n->allocator;
   l->fd = fd;
   l->purpose = purpose;
   l->peer = l->rank = -1;
@@ -7393,7 +7227,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
     } else if (c->state != CDDP__CHALLENGE_ON) {
       cddp__link_end(l, EPROTO);
     } else { /* reads nothing that comes behind the proof */
-      due = (c->caller || c->step == 0 ? sizeof in : CDDP__PROOF_SIZE) - c->in_size;
+      due = sizeof in - c->in_size;
       memset(in, 0, sizeof in);
       (void)cddp__link_io(l, NULL, in, due, &l->got, false);
       if (l->got == 0) break;
@@ -7518,7 +7352,7 @@ static void cddp__link_flush(const cddp__net *n, cddp__link *l) {
   cddp__buffer *b = &l->out;
   if (!cddp__link_shake(n, l) || cddp__buffer_size(b) == 0) return;
   (void)cddp__link_io(l, NULL, b->data, b->end, &b->start, true);
-  if (cddp__buffer_size(b) == 0) cddp__buffer_clear(&n->allocator, b, 0);
+  if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, 0);
 }
 
 /* Ends and frees a link; says goodbye, in one piece or not at all, if no frame is half sent. */
@@ -7572,7 +7406,7 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
       l = cddp__link_call(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group);
       if (l == NULL) continue;
       cddp__notice_prove(n, l, body, body + CDDP__NOTICE_PROOF_AT);
-      cddp__buffer_add(&n->allocator, &l->out, frame, sizeof frame);
+      cddp__buffer_add(&l->out, frame, sizeof frame);
       l->next = first;
       first = l;
       count++;
@@ -7876,7 +7710,7 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
   snprintf(place, sizeof place, "%s", method);
   if (strncmp(method, "tcp://", 6) != 0 ||
       cddp__host_port(method + 6, host, sizeof host, &port) != CDDP_OK ||
-      cddp__resolve(host, port, NULL, a, &n) != CDDP_OK)
+      cddp__resolve(host, port, a, &n) != CDDP_OK)
     n = 0; /* who opens the store says what is wrong with it */
   for (i = 0; i < n && !here; i++) {
     here = cddp__address_here(&a[i]);
@@ -8391,7 +8225,7 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
   memcpy(value.magic, cddp__root_magic, sizeof value.magic);
   memcpy(value.token, v->token, sizeof value.token);
   value.address = v->address.v6;
-  return cddp__store_set(v->store, v->key, &value, sizeof value);
+  return cddp_store_set(v->store, v->key, &value, sizeof value);
 }
 
 static void cddp__close_store(cddp__rendezvous *v) {
@@ -8408,9 +8242,9 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   bool there = false;
   size_t n = 0;
   int fd;
-  cddp_result r = cddp__store_check(v->store, &key, 1, &there);
+  cddp_result r = cddp_store_check(v->store, &key, 1, &there);
   if (r == CDDP_OK && there)
-    r = cddp__store_get(v->store, key, &value, sizeof value, &n, cddp__now() + 1); /* no wait */
+    r = cddp_store_get(v->store, key, &value, sizeof value, &n);
   if (r == CDDP_NETWORK || !there) return r;
   v->stale = true; /* until the root has answered */
   if (r != CDDP_OK || n != sizeof value ||
@@ -8434,11 +8268,9 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
 static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   const cddp__place *at = v->at;
   cddp__store_options o;
-  cddp_result r;
   memset(&o, 0, sizeof o);
   o.init_method = at->init_method;
   o.is_server = v->serves;
-  o.memory = ((size_t)16 << 20) + 4096 * (size_t)at->world_size;
   o.listen_fd = v->serves ? at->listen_fd : -1;
   o.reachable = !cddp__one_host(at);
   o.deadline = deadline;
@@ -8447,10 +8279,7 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.allocator = v->desc->allocator;
   o.port_name = at->port_name;
   o.host_name = at->host_name;
-  r = cddp__store_open(&v->store, &o);
-  if (r != CDDP_TIMEOUT || at->port_name == NULL || strcmp(at->port_name, "MASTER_PORT") == 0)
-    return r;
-  return cddp__fail_in(r, "host from %s, port %s: ", at->host_name, at->port_name);
+  return cddp__store_open(&v->store, &o);
 }
 
 static bool cddp__is_root(const cddp__rendezvous *v) { /* rank 0 is of this node, fitting or not */
@@ -8849,7 +8678,6 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (r == CDDP_OK && v.serves) {
     r = cddp__open_store(&v, v.deadline);
-    at->listen_fd = -1;
     if (r != CDDP_OK && at->listen_fd_lost)
       r = cddp__fail_in(r,
                         "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a "
@@ -9475,11 +9303,11 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool alw
   if (*posted && l->state == CDDP__LINK_UP && cddp__buffer_size(&l->out) == 0)
     (void)cddp__link_io(l, head, c->send, bytes, &sent, true);
   if (*posted && sent < all && l->state != CDDP__LINK_DEAD) {
-    if (cddp__buffer_reserve(&n->allocator, &l->out, all - sent)) {
+    if (cddp__buffer_reserve(&l->out, all - sent)) {
       skip = cddp__min(sent, CDDP__FRAME_HEAD);
-      cddp__buffer_add(&n->allocator, &l->out, head + skip, CDDP__FRAME_HEAD - skip);
+      cddp__buffer_add(&l->out, head + skip, CDDP__FRAME_HEAD - skip);
       sent -= skip;
-      cddp__buffer_add(&n->allocator, &l->out, (const char *)c->send + sent, bytes - sent);
+      cddp__buffer_add(&l->out, (const char *)c->send + sent, bytes - sent);
     } else {
       r = CDDP_OUT_OF_MEMORY;
       if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
@@ -17108,26 +16936,26 @@ static uint64_t cddp__st_place(cddp__st_item *items, size_t count) { /* bytes of
   return at;
 }
 
-CDDP__PRINTF(3, 4)
-static void cddp__st_print(const cddp_allocator *a, cddp__buffer *b, const char *format, ...) {
+CDDP__PRINTF(2, 3)
+static void cddp__st_print(cddp__buffer *b, const char *format, ...) {
   char piece[64];
   va_list args;
   va_start(args, format);
   vsnprintf(piece, sizeof piece, format, args);
   va_end(args);
-  cddp__buffer_add(a, b, piece, strlen(piece));
+  cddp__buffer_add(b, piece, strlen(piece));
 }
 
 /* A JSON string. If it is not UTF-8, that shows when the header is read back. */
-static void cddp__st_quote(const cddp_allocator *a, cddp__buffer *b, const char *s) {
+static void cddp__st_quote(cddp__buffer *b, const char *s) {
   static const char meant[] = "\"\\\b\f\n\r\t", messages[] = "\"\\bfnrt";
-  for (cddp__buffer_add(a, b, "\"", 1); *s != 0; s++) {
+  for (cddp__buffer_add(b, "\"", 1); *s != 0; s++) {
     const char *k = strchr(meant, *s);
-    if (k != NULL) cddp__st_print(a, b, "\\%c", messages[k - meant]);
-    else if ((unsigned char)*s < 0x20) cddp__st_print(a, b, "\\u%04x", (unsigned)*s);
-    else cddp__buffer_add(a, b, s, 1);
+    if (k != NULL) cddp__st_print(b, "\\%c", messages[k - meant]);
+    else if ((unsigned char)*s < 0x20) cddp__st_print(b, "\\u%04x", (unsigned)*s);
+    else cddp__buffer_add(b, s, 1);
   }
-  cddp__buffer_add(a, b, "\"", 1);
+  cddp__buffer_add(b, "\"", 1);
 }
 
 /* Adds N and the JSON, so that the data is aligned to 8 bytes. b->failed: there was no memory. */
@@ -17135,26 +16963,27 @@ static void cddp__st_write(const cddp_allocator *a, cddp__buffer *b, const cddp_
                            size_t count, const cddp_metadata *metadata, size_t metadata_count) {
   size_t i;
   int k;
-  cddp__buffer_add_number(a, b, 0, 8);
-  cddp__st_print(a, b, "{\"__metadata__\":{");
+  b->allocator = a;
+  cddp__buffer_add_number(b, 0, 8);
+  cddp__st_print(b, "{\"__metadata__\":{");
   for (i = 0; i < metadata_count; i++) {
-    if (i > 0) cddp__st_print(a, b, ",");
-    cddp__st_quote(a, b, metadata[i].key);
-    cddp__st_print(a, b, ":");
-    cddp__st_quote(a, b, metadata[i].value);
+    if (i > 0) cddp__st_print(b, ",");
+    cddp__st_quote(b, metadata[i].key);
+    cddp__st_print(b, ":");
+    cddp__st_quote(b, metadata[i].value);
   }
-  cddp__st_print(a, b, "}");
+  cddp__st_print(b, "}");
   for (i = 0; i < count; i++) {
-    cddp__st_print(a, b, ",");
-    cddp__st_quote(a, b, items[i].name);
-    cddp__st_print(a, b, ":{\"dtype\":\"%s\",\"shape\":[", items[i].type->name);
+    cddp__st_print(b, ",");
+    cddp__st_quote(b, items[i].name);
+    cddp__st_print(b, ":{\"dtype\":\"%s\",\"shape\":[", items[i].type->name);
     for (k = 0; k < items[i].shape.dims; k++)
-      cddp__st_print(a, b, "%s%" PRIu64, k > 0 ? "," : "", items[i].shape.size[k]);
-    cddp__st_print(a, b, "],\"data_offsets\":[%" PRIu64, items[i].begin);
-    cddp__st_print(a, b, ",%" PRIu64 "]}", items[i].begin + items[i].bytes);
+      cddp__st_print(b, "%s%" PRIu64, k > 0 ? "," : "", items[i].shape.size[k]);
+    cddp__st_print(b, "],\"data_offsets\":[%" PRIu64, items[i].begin);
+    cddp__st_print(b, ",%" PRIu64 "]}", items[i].begin + items[i].bytes);
   }
-  cddp__st_print(a, b, "}");
-  while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_print(a, b, " ");
+  cddp__st_print(b, "}");
+  while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_print(b, " ");
   if (!b->failed) cddp__put64(b->data + b->start, cddp__buffer_size(b) - 8);
 }
 
@@ -17176,33 +17005,6 @@ static void cddp__st_write(const cddp_allocator *a, cddp__buffer *b, const cddp_
 #define CDDP__LR_NAME "optimizer.lr"
 
 /* --- files --- */
-
-/* Reads or writes all bytes of a part of the file. */
-static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
-  unsigned char *p = (unsigned char *)data;
-  cddp_result r = CDDP_OK;
-  sigset_t old;
-  cddp__hold_xfsz(&old);
-  while (r == CDDP_OK && size > 0) {
-    size_t most = (size_t)(size < 1u << 30 ? size : 1u << 30);
-    ssize_t n = write ? CDDP__PWRITE(fd, p, most, (off_t)at) : CDDP__PREAD(fd, p, most, (off_t)at);
-    if (n < 0 && errno == EINTR) continue;
-    if (n > 0) {
-      p += n;
-      size -= (uint64_t)n;
-      at += (uint64_t)n;
-    } else if (write) {
-      r = cddp__fail(CDDP_IO, "write, after %" PRIu64 " bytes: %s%s", at,
-                     n == 0 ? "nothing was written" : strerror(errno),
-                     n == 0 ? "" : cddp__size_cure(errno));
-    } else {
-      r = n < 0 ? cddp__fail(CDDP_IO, "read: %s", strerror(errno))
-                : cddp__fail(CDDP_IO, "it has become shorter while it was read");
-    }
-  }
-  cddp__drop_xfsz(&old);
-  return r;
-}
 
 /* Opens the file and reads its header, unparsed. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a,
@@ -17530,7 +17332,7 @@ static void cddp__checkpoint_end(cddp__checkpoint *c) {
   cddp__free(c->allocator, c->items);
   cddp__free(c->allocator, c->names);
   cddp__free(c->allocator, c->staging);
-  cddp__buffer_clear(c->allocator, &c->header, 0);
+  cddp__buffer_clear(&c->header, 0);
   cddp__st_close(c->file);
 }
 
@@ -18801,20 +18603,31 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
 
 CDDPDEF void cddp_store_destroy(cddp_store *s) { cddp__store_close(s); }
 
-CDDPDEF int cddp_store_port(const cddp_store *s) { return s == NULL ? 0 : s->port; }
+CDDPDEF int cddp_store_port(const cddp_store *s) {
+  return s == NULL ? 0 : cddp__address_port(&s->addresses[0]);
+}
 
 CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size) {
+  cddp__request q = cddp__request_of(CDDP__SET, &key, 1);
   CDDP__TRY(cddp__check_keys(s, &key, 1));
   CDDP__TRY(cddp__check_value("value", value, size));
-  return cddp__store_set(s, key, value, size);
+  q.values[0] = cddp__span_of(value, size);
+  return cddp__store_run(s, &q, 0);
 }
 
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
                                    size_t *size) {
+  cddp__request wait = cddp__request_of(CDDP__WAIT, &key, 1);
+  cddp__request q = cddp__request_of(CDDP__GET, &key, 1);
+  cddp_result r;
   CDDP__TRY(cddp__check_keys(s, &key, 1));
   CDDP__CHECK(value != NULL || capacity == 0, "value is NULL");
   CDDP__CHECK(size != NULL, "size is NULL");
-  return cddp__store_get(s, key, value, capacity, size, 0);
+  q.out = value;
+  q.capacity = capacity;
+  q.size = size;
+  r = cddp__store_run(s, &wait, 0);
+  return r == CDDP_OK ? cddp__store_run(s, &q, 0) : r;
 }
 
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
@@ -18854,17 +18667,21 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
 
 CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
                                     double timeout_s) {
+  cddp__request q = cddp__request_of(CDDP__WAIT, keys, count);
   CDDP__TRY(cddp__check_keys(s, keys, count));
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it is in seconds, and 0 or more", timeout_s);
-  return cddp__store_wait(s, keys, count,
-                          cddp__now() + (timeout_s > 0 ? timeout_s : s->timeout_s));
+  return cddp__store_run(s, &q, timeout_s > 0 ? cddp__now() + timeout_s : 0);
 }
 
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
                                      bool *all_exist) {
+  cddp__request q = cddp__request_of(CDDP__CHECK, keys, count);
+  cddp_result r;
   CDDP__TRY(cddp__check_keys(s, keys, count));
   CDDP__CHECK(all_exist != NULL, "all_exist is NULL");
-  return cddp__store_check(s, keys, count, all_exist);
+  r = cddp__store_run(s, &q, 0);
+  *all_exist = r == CDDP_OK && q.number == 0;
+  return r;
 }
 
 CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted) {

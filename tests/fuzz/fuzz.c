@@ -90,6 +90,7 @@ static void *fake_calloc(size_t n, size_t size);
 #define getrlimit(which, limit) (memset(limit, 0, sizeof *(limit)), -1)
 #define getifaddrs(list) (-1)
 #define fstat(fd, st) fake_fstat(fd, st)
+#define lstat(path, st) ((void)(path), fake_fstat(FIRST_FD, st))
 #define stat(path, st) ((void)(path), fake_fstat(FIRST_FD, st))
 
 #define CDDP_IMPLEMENTATION
@@ -477,23 +478,30 @@ static void serve_conn(cddp__server *v, cddp__conn *c) {
 static void prove(const cddp__server *v, cddp__conn *c) {
   fake_fd *f = fd_of(c->fd);
   if (v->secret == NULL) return;
-  cddp__challenge_prove(&c->challenge, true, f->extra);
-  f->extra_size = CDDP__PROOF_SIZE;
+  memcpy(f->extra, CDDP__AUTH_PROOF, 8);
+  cddp__challenge_prove(&c->challenge, true, f->extra + 8);
+  f->extra_size = 8 + CDDP__PROOF_SIZE;
   f->extra_at = 0;
 }
 
 static void server_check(cddp__server *v) {
-  size_t bytes = 0;
+  size_t bytes = 0, keys = 0, i;
   int blocked = 0, pending = 0;
+  const cddp__entry *e;
   const cddp__conn *c;
   for (c = v->conns; c != NULL; c = c->next) {
     if (c->dead) continue;
-    bytes += c->in.capacity + c->out.capacity;
+    if (c->in.data != NULL) bytes += 16 + c->in.capacity;
+    if (c->out.data != NULL) bytes += 16 + c->out.capacity;
     blocked += c->blocked;
     pending += !c->greeted;
     REQUIRE(!c->blocked || c->frame.code == CDDP__WAIT);
   }
-  REQUIRE(bytes == v->buffered && blocked == v->blocked && pending == v->pending);
+  for (i = 0; i < CDDP__BUCKETS; i++)
+    for (e = v->map.buckets[i]; e != NULL; e = e->next)
+      keys += 16 + sizeof *e + e->key_size + (e->value.data != NULL ? 16 + e->value.capacity : 0);
+  REQUIRE(bytes == v->budget.used && keys == v->map.budget.used);
+  REQUIRE(blocked == v->blocked && pending == v->pending);
 }
 
 static void server_event(cddp__server *v, cddp__conn **conns, input *in) {
@@ -538,8 +546,8 @@ static void target_store_server(input *in) {
   memset(conns, 0, sizeof conns);
   v = (cddp__server *)cddp__calloc(&a, 1, sizeof *v);
   if (v == NULL) return;
-  v->allocator = v->map.allocator = a;
-  v->map.limit = CDDP__STORE_MEMORY;
+  cddp__budget_init(&v->budget, &a, CDDP__SERVER_MEMORY);
+  cddp__budget_init(&v->map.budget, &a, CDDP__STORE_MEMORY);
   v->secret = settings & 1 ? "secret" : NULL;
   v->epoll = v->stop = -1;
   for (events = 0; in->n > 0 && events < 400; events++) server_event(v, conns, in);
@@ -555,7 +563,7 @@ static void client_said(fake_fd *f, const unsigned char *p, size_t n) {
   if (n == 8 + CDDP__NONCE_SIZE && memcmp(p, CDDP__AUTH_HELLO, 8) == 0) {
     w.called = p;
     (void)cddp__challenge_begin(&called, "secret", "store", false, NULL, 0);
-  } else if (n != CDDP__PROOF_SIZE || w.called == NULL) {
+  } else if (n != 8 + CDDP__PROOF_SIZE || w.called == NULL) {
     return;
   }
   cddp__challenge_feed(&called, p, n);
@@ -717,7 +725,7 @@ static void target_file(input *in) {
   file_resize(0);
   if (settings & 1) { /* a whole record of 0 to 3 addresses, which the file's bytes are */
     count = take(&file) % 4;
-    file_resize(cddp__file_size(count));
+    file_resize(sizeof(cddp__file_record));
     memcpy(w.file, CDDP__FILE_MAGIC, sizeof CDDP__FILE_MAGIC);
     memcpy(w.file + offsetof(cddp__file_record, count), &count, sizeof count);
     n = file.n < w.file_size - head ? file.n : w.file_size - head;
@@ -862,6 +870,7 @@ static void target_meeting(input *in) {
   if (m.host != NULL && m.store != NULL) {
     m.serves = false;
     m.store->allocator = a;
+    m.store->bytes.allocator = &m.store->allocator;
     m.store->timeout_s = 20;
     m.store->name = cddp__strdup(&a, "store");
     m.store->file = -1;
