@@ -606,7 +606,8 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
    or _step returns it; these fail as well while shards are left. Never blocks on a peer. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
-/* How many cddp_ddp_wait and cddp_ddp_step d has completed, the same on all ranks; 0 for NULL. */
+/* How many cddp_ddp_wait and cddp_ddp_step d has completed, the same on all ranks; 0 for NULL. With
+   cddp_checkpoint_desc.ddp a checkpoint has it, and cddp_load sets it. */
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
 
 /* Says that backward has written params[param].grad. When that fills a bucket, a thread of cddp's
@@ -827,6 +828,8 @@ typedef struct cddp_checkpoint_desc {
   char *text;               /* load: memory for the values, which point into it */
   size_t text_size;         /* bytes */
   bool partial; /* load: what the file lacks stays as it is, what it has besides is no error */
+  cddp_ddp *ddp; /* its cddp_ddp_steps; load: with shards set, it must have as many as the file's;
+                    NULL: none */
 } cddp_checkpoint_desc;
 
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
@@ -854,8 +857,9 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
    not suit; only when reading fails after that, part of rank 0's params (and of momentum on a GPU)
    may be overwritten. All ranks get the same result. A sampler goes on with the next sample of the
    epoch that no rank had: begin with epoch cddp_sampler_epoch(), whose first cddp_sampler_set_epoch
-   then does not rewind. Memory of a GPU as in cddp_save; its values are there on return. Like
-   load_file and load_state_dict. */
+   then does not rewind. A cddp_ddp counts on from the steps that it had taken when it was saved.
+   Memory of a GPU as in cddp_save; its values are there on return. Like load_file and
+   load_state_dict. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc);
@@ -17173,7 +17177,7 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
 /* Metadata that is a number. */
 static const char *const cddp__number_keys[] = {
     "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
-    "cddp.sampler.seed", "cddp.sampler.shuffle"};
+    "cddp.sampler.seed", "cddp.sampler.shuffle", "cddp.ddp.steps", "cddp.ddp.shards"};
 enum { CDDP__OF_SAMPLER = 5, CDDP__NUMBERS = sizeof cddp__number_keys / sizeof *cddp__number_keys };
 
 typedef struct cddp__checkpoint {
@@ -17197,7 +17201,7 @@ typedef struct cddp__checkpoint {
   char digits[CDDP__NUMBERS][24]; /* of the numbers */
   /* load: */
   cddp_safetensors *file;   /* rank 0's has the descriptor */
-  bool has_lr, has_sampler; /* the file has */
+  bool has_lr, has_sampler, has_steps; /* the file has */
 } cddp__checkpoint;
 
 static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path) {
@@ -17338,7 +17342,8 @@ static void cddp__checkpoint_end(cddp__checkpoint *c) {
 
 /* Collective: cddp__consensus, and all ranks have passed the same. */
 static cddp_result cddp__compare_calls(cddp__checkpoint *c, cddp_result r) {
-  uint64_t *all, h = (uint64_t)(c->desc->sampler != NULL) << 1 | c->desc->partial;
+  uint64_t *all, h = (uint64_t)(c->desc->ddp != NULL) << 2 |
+                     (uint64_t)(c->desc->sampler != NULL) << 1 | c->desc->partial;
   size_t i, n = c->g != NULL ? (size_t)c->g->size : 1;
   for (i = 0; i < c->item_count; i++) {
     const cddp__st_item *item = &c->items[i];
@@ -17453,6 +17458,11 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
     c->numbers[3] = s->desc.seed;
     c->numbers[4] = s->desc.shuffle;
     m = cddp__put_numbers(c, m, 0, CDDP__OF_SAMPLER);
+  }
+  if (d->ddp != NULL) {
+    c->numbers[5] = d->ddp->steps;
+    c->numbers[6] = (uint64_t)d->ddp->shards;
+    m = cddp__put_numbers(c, m, CDDP__OF_SAMPLER, CDDP__NUMBERS);
   }
   for (i = 0; i < d->metadata_count; i++) {
     if (strcmp(d->metadata[i].key, "format") == 0) all[0].value = d->metadata[i].value;
@@ -17612,6 +17622,16 @@ static cddp_result cddp__match_sampler(cddp__checkpoint *c) {
                     v[2], v[3], v[4] != 0, d->dataset_size, d->seed, d->shuffle);
 }
 
+static cddp_result cddp__match_steps(cddp__checkpoint *c) {
+  const cddp_ddp *d = c->desc->ddp;
+  cddp_result r = cddp__match_numbers(c, CDDP__OF_SAMPLER, CDDP__NUMBERS, &c->has_steps);
+  if (r != CDDP_OK || !c->has_steps || d->desc.shards == 0) return r;
+  if (c->numbers[6] == (uint64_t)d->shards) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "it was saved with %" PRIu64 " shards in a step; the cddp_ddp has %d",
+                    c->numbers[6], d->shards);
+}
+
 /* Finds in the file all that is asked for; changes nothing outside c. */
 static cddp_result cddp__match(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
@@ -17620,6 +17640,7 @@ static cddp_result cddp__match(cddp__checkpoint *c) {
   int i;
   if (r == CDDP_OK) r = cddp__match_items(c);
   if (r == CDDP_OK && d->sampler != NULL) r = cddp__match_sampler(c);
+  if (r == CDDP_OK && d->ddp != NULL) r = cddp__match_steps(c);
   for (i = 0; r == CDDP_OK && i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);
     if (value != NULL) needed += strlen(value) + 1;
@@ -17710,6 +17731,7 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
   cddp_result r;
   int i;
   if (c->has_lr && (r = cddp__take_states(c)) != CDDP_OK) return r;
+  if (c->has_steps) d->ddp->steps = c->numbers[5];
   if (c->has_sampler) cddp__sampler_begin(d->sampler, c->numbers[0], c->numbers[1], true);
   for (i = 0; i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);

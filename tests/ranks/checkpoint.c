@@ -500,6 +500,145 @@ static void test_resume(void) {
   munmap(part, sizeof *part);
 }
 
+enum { SHARDS = 6, WIDE = 515, BATCH = 3 };
+
+typedef struct sharded {
+  uint64_t end; /* steps */
+  bool adamw, load, save;
+  uint64_t began; /* steps that the cddp_ddp had taken when the loop began */
+  float weights[WIDE];
+} sharded;
+
+/* The loop that does not depend on the number of ranks. The gradients have no exact sums, so only
+   one order of them comes to these bits. */
+static int train_shards(cddp_group *g, void *arg) {
+  sharded *job = (sharded *)arg;
+  float w[WIDE], *grad;
+  cddp_param p = {"weight", NULL, NULL, WIDE, CDDP_F32};
+  cddp_ddp_desc k;
+  cddp_sgd_desc sgd;
+  cddp_adamw_desc adamw;
+  cddp_sampler_desc o;
+  cddp_sampler sampler;
+  cddp_checkpoint_desc d;
+  cddp_ddp *ddp = NULL;
+  uint64_t t;
+  int shard, i;
+  memset(&k, 0, sizeof k);
+  memset(&sgd, 0, sizeof sgd);
+  memset(&adamw, 0, sizeof adamw);
+  memset(&o, 0, sizeof o);
+  memset(&d, 0, sizeof d);
+  for (i = 0; i < WIDE; i++) w[i] = (float)i * 0.001f;
+  p.data = w;
+  k.shards = SHARDS;
+  sgd.lr = adamw.lr = 0.01;
+  sgd.momentum = 0.9;
+  adamw.weight_decay = 0.01;
+  o.dataset_size = 100;
+  o.world_size = SHARDS;
+  o.shuffle = true;
+  CHECK_OK(cddp_sampler_init(&sampler, &o));
+  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &k));
+  if (job->adamw) CHECK_OK(cddp_adamw_create(&d.optim, &p, 1, &adamw));
+  else CHECK_OK(cddp_sgd_create(&d.optim, &p, 1, &sgd));
+  d.ddp = ddp;
+  d.sampler = &sampler;
+  if (job->load) CHECK_OK(cddp_load(g, path, &p, 1, &d));
+  job->began = cddp_ddp_steps(ddp);
+  grad = (float *)p.grad;
+  for (t = cddp_ddp_steps(ddp); t < job->end; t = cddp_ddp_steps(ddp)) {
+    cddp_sampler_set_epoch(&sampler, t / 4);
+    while (cddp_ddp_next_shard(ddp, &shard)) {
+      size_t samples[BATCH], s;
+      CHECK_EQ(cddp_sampler_batch(&sampler, shard, t % 4, BATCH, samples), BATCH);
+      for (s = 0; s < BATCH; s++)
+        for (i = 0; i < WIDE; i++)
+          grad[i] += (float)(ranks_mix(samples[s], (uint64_t)i, t) % 1000003) * 1e-6f;
+      CHECK_OK(cddp_ddp_ready(ddp, 0));
+    }
+    CHECK_OK(cddp_ddp_step(ddp, d.optim));
+  }
+  if (job->save) CHECK_OK(cddp_save(g, path, &p, 1, &d));
+  if (cddp_rank(g) == 0) memcpy(job->weights, w, sizeof w);
+  cddp_optim_destroy(d.optim);
+  cddp_ddp_destroy(ddp);
+  cddp_sampler_destroy(&sampler);
+  return 0;
+}
+
+static void test_resume_shards(void) {
+  static const int worlds[][2] = {{1, 3}, {2, 1}, {3, 6}, {4, 2}, {6, 5}};
+  sharded *whole = (sharded *)ranks_shared(sizeof *whole);
+  sharded *part = (sharded *)ranks_shared(sizeof *part);
+  int i, adamw;
+  for (adamw = 0; adamw < 2; adamw++) {
+    memset(whole, 0, sizeof *whole);
+    whole->adamw = adamw != 0;
+    whole->end = 9;
+    CHECK_OK(ranks_run(train_shards, whole, 2, true));
+    for (i = 0; i < 5; i++) {
+      memset(part, 0, sizeof *part);
+      part->adamw = adamw != 0;
+      part->end = 5; /* in the middle of an epoch */
+      part->save = true;
+      CHECK_OK(ranks_run(train_shards, part, worlds[i][0], i % 2 == 0));
+      CHECK_EQ(part->began, 0);
+      part->end = 9;
+      part->load = true;
+      CHECK_OK(ranks_run(train_shards, part, worlds[i][1], i % 2 == 0));
+      CHECK_EQ(part->began, 5);
+      CHECK(memcmp(part->weights, whole->weights, sizeof whole->weights) == 0);
+    }
+  }
+  munmap(whole, sizeof *whole);
+  munmap(part, sizeof *part);
+}
+
+/* A step count is loaded where shards are as many as the file's, or not set. */
+static int count_steps(cddp_group *g, void *arg) {
+  float w = 1;
+  cddp_param p = {"weight", NULL, NULL, 1, CDDP_F32};
+  cddp_ddp_desc k;
+  cddp_checkpoint_desc d;
+  cddp_ddp *ddp;
+  int i, shard;
+  (void)arg;
+  p.data = &w;
+  memset(&d, 0, sizeof d);
+  for (i = 0; i < 3; i++) { /* saves with four; tries to load with three; with one a rank */
+    memset(&k, 0, sizeof k);
+    k.shards = i == 0 ? 4 : i == 1 ? 3 : 0;
+    p.grad = NULL;
+    CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &k));
+    d.ddp = ddp;
+    if (i == 0) {
+      CHECK_OK(cddp_save(g, path, &p, 1, NULL));
+      CHECK_IS(cddp_load(g, path, &p, 1, &d), CDDP_INVALID_ARGUMENT);
+      CHECK(strstr(cddp_error(), "cddp.ddp.steps") != NULL);
+      d.partial = true;
+      CHECK_OK(cddp_load(g, path, &p, 1, &d));
+      d.partial = false;
+      while (cddp_ddp_next_shard(d.ddp, &shard)) CHECK_OK(cddp_ddp_ready(d.ddp, 0));
+      CHECK_OK(cddp_ddp_wait(d.ddp));
+      CHECK_OK(cddp_save(g, path, &p, 1, &d));
+    } else if (i == 1) {
+      CHECK_IS(cddp_load(g, path, &p, 1, &d), CDDP_INVALID_ARGUMENT);
+      CHECK(strstr(cddp_error(), "4 shards in a step; the cddp_ddp has 3") != NULL);
+      CHECK_EQ(cddp_ddp_steps(d.ddp), 0);
+    } else {
+      CHECK_OK(cddp_load(g, path, &p, 1, &d));
+      CHECK_EQ(cddp_ddp_steps(d.ddp), 1);
+      if (cddp_rank(g) == 1) d.ddp = NULL;
+      CHECK_IS(cddp_save(g, path, &p, 1, &d), CDDP_MISMATCH);
+    }
+    cddp_ddp_destroy(ddp);
+  }
+  return 0;
+}
+
+static void test_step_count(void) { CHECK_OK(ranks_run(count_steps, NULL, 3, true)); }
+
 /* In the middle of training: back to the checkpoint, with momentum in pieces before and after. */
 static int go_back(cddp_group *g, void *arg) {
   float *w = (float *)cddp_alloc(g, 64 * sizeof *w), want[64];
@@ -1095,6 +1234,8 @@ int main(void) {
   RUN(test_foreign);
   RUN(test_arguments);
   RUN(test_resume);
+  RUN(test_resume_shards);
+  RUN(test_step_count);
   RUN(test_go_back);
   RUN(test_sampler);
   RUN(test_sampler_even);
