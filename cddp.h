@@ -11941,27 +11941,6 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
   return r;
 }
 
-/* What an optimizer keeps of each parameter. In a checkpoint its name is
-   "optimizer.NAME.PARAMETER", NAME being torch.optim's. */
-typedef struct cddp__state {
-  const char *name;
-  void **data;    /* [count] as long as the parameter, of its dtype; NULL: none yet, or in shares */
-  float *numbers; /* [count] instead of data: one number each */
-} cddp__state;
-
-static int cddp__optim_states(const cddp_optim *o, cddp__state rows[CDDP__STATES + 1]) {
-  int k;
-  memset(rows, 0, (CDDP__STATES + 1) * sizeof *rows);
-  for (k = 0; k < o->states; k++) {
-    rows[k].name = o->algorithm->states[k];
-    rows[k].data = o->state + k * o->count;
-  }
-  if (!o->algorithm->counts) return k;
-  rows[k].name = "step";
-  rows[k].numbers = o->steps;
-  return k + 1;
-}
-
 /* --- a step of all parameters --- */
 
 static bool cddp__optim_skips(const cddp_optim *o, int i) {
@@ -17268,42 +17247,43 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
   return item;
 }
 
+/* What an optimizer keeps of each parameter, as torch.optim names it. */
+static const char *cddp__state_name(const cddp_optim *o, int k) {
+  return k < o->states ? o->algorithm->states[k] : "step";
+}
+
 static cddp_result cddp__list_items(cddp__checkpoint *c) {
-  const cddp_optim *s = c->desc->optim;
+  const cddp_optim *o = c->desc->optim;
   const cddp_shape *shapes = c->desc->shapes;
-  cddp__state rows[CDDP__STATES + 1];
-  int i, k, states = s != NULL ? cddp__optim_states(s, rows) : 0, owners = s != NULL ? s->count : 0;
-  size_t names = 0;
+  int i, k, states = o != NULL ? o->states + o->algorithm->counts : 0;
+  size_t names = 0, n = (size_t)c->count + 1;
   char *name;
-  for (i = 0; i < owners; i++)
-    for (k = 0; k < states; k++)
-      names += strlen("optimizer..") + strlen(rows[k].name) + strlen(s->params[i].name) + 1;
-  c->items = (cddp__st_item *)cddp__calloc(
-      c->allocator, (size_t)c->count + (size_t)owners * (size_t)states + 1, sizeof *c->items);
+  for (i = 0; o != NULL && i < o->count; i++)
+    for (k = 0; k < states; k++, n++)
+      names += strlen("optimizer..") + strlen(cddp__state_name(o, k)) +
+               strlen(o->params[i].name) + 1;
+  c->items = (cddp__st_item *)cddp__calloc(c->allocator, n, sizeof *c->items);
   c->names = name = (char *)cddp__malloc(c->allocator, names);
   if (c->items == NULL || c->names == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < c->count; i++)
     cddp__add_item(c, c->params[i].name, c->params[i].dtype, c->params[i].count,
                    shapes != NULL ? &shapes[i] : NULL, c->params[i].data);
-  if (s == NULL) return CDDP_OK;
-  c->lr = s->desc.lr;
+  if (o == NULL) return CDDP_OK;
+  c->lr = o->desc.lr;
   cddp__add_item(c, CDDP__LR_NAME, CDDP_F64, 1, NULL, &c->lr)->shape.dims = 0;
-  if (s->params != c->params || s->count > c->count) shapes = NULL;
-  for (i = 0; i < owners * states; i++) {
-    const cddp_param *p = &s->params[i / states];
-    const cddp__state *row = &rows[i % states];
-    cddp__st_item *item;
-    if (p->count == 0) continue;
-    if (row->numbers != NULL) {
-      item = cddp__add_item(c, name, CDDP_F32, 1, NULL, &row->numbers[i / states]);
-      item->shape.dims = 0;
-    } else {
-      item = cddp__add_item(c, name, p->dtype, p->count,
-                            shapes != NULL ? &shapes[i / states] : NULL, NULL);
-      item->place = &row->data[i / states];
+  if (o->params != c->params || o->count > c->count) shapes = NULL;
+  for (i = 0; i < o->count; i++) {
+    const cddp_param *p = &o->params[i];
+    for (k = 0; k < states && p->count > 0; k++) {
+      bool step = k == o->states; /* one number, which is read into its place */
+      cddp__st_item *item = cddp__add_item(
+          c, name, step ? CDDP_F32 : p->dtype, step ? 1 : p->count,
+          shapes != NULL && !step ? &shapes[i] : NULL, step ? &o->steps[i] : NULL);
+      if (step) item->shape.dims = 0;
+      else item->place = &o->state[k * o->count + i];
+      item->param = i;
+      name += sprintf(name, "optimizer.%s.%s", cddp__state_name(o, k), p->name) + 1;
     }
-    item->param = i / states;
-    name += sprintf(name, "optimizer.%s.%s", row->name, p->name) + 1;
   }
   return CDDP_OK;
 }
@@ -17676,19 +17656,17 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
   cddp_result r = CDDP_OK;
   size_t i;
   for (i = 0; c->first && r == CDDP_OK && i < c->item_count; i++) {
-    const cddp_tensor_info *t = c->items[i].from;
-    if (t != NULL)
-      r = cddp__copy_item(c, c->file->fd, &c->items[i], 8 + c->file->text_size + t->begin);
+    const cddp__st_item *item = &c->items[i];
+    float *steps = item->param >= 0 && item->place == NULL ? (float *)item->data : NULL;
+    if (item->from == NULL) continue;
+    r = cddp__copy_item(c, c->file->fd, item, 8 + c->file->text_size + item->from->begin);
+    if (r != CDDP_OK || steps == NULL) continue;
+    if (*steps >= 0 && *steps <= 0x1p24f) continue; /* f32 cannot count further */
+    r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", item->name, (double)*steps);
+    *steps = 0;
   }
   if (c->first && r == CDDP_OK && c->has_lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
     r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
-  for (i = 0; c->first && r == CDDP_OK && i < c->item_count; i++) {
-    float *steps = (float *)c->items[i].data;
-    if (c->items[i].param < 0 || c->items[i].place != NULL || c->items[i].from == NULL) continue;
-    if (*steps >= 0 && *steps <= 0x1p24f) continue; /* f32 cannot count further */
-    r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", c->items[i].name, (double)*steps);
-    *steps = 0;
-  }
   r = cddp__consensus(c->g, r, NULL, 0, NULL);
   for (i = 0; r == CDDP_OK && c->g != NULL && i < c->item_count; i++)
     if (c->items[i].from != NULL)
