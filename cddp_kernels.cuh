@@ -263,38 +263,36 @@ struct cddp__cu_each {
   cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
 };
 
-template <typename T, typename Op>
-static __device__ void cddp__cu_do_element(const cddp__cu_piece &p, size_t i, const Op &op) {
-  T d = T(), g = T(), m = T();
-  if (Op::READS & CDDP__CU_DATA) d = ((const T *)p.data)[i];
-  if (Op::READS & CDDP__CU_GRAD) g = ((const T *)p.grad)[i];
-  if (Op::READS & CDDP__CU_MOMENTUM) m = ((const T *)p.momentum)[i];
-  op.apply(d, g, m);
-  if (Op::WRITES & CDDP__CU_DATA) ((T *)p.data)[i] = d;
-  if (Op::WRITES & CDDP__CU_GRAD) ((T *)p.grad)[i] = g;
-  if (Op::WRITES & CDDP__CU_MOMENTUM) ((T *)p.momentum)[i] = m;
-  op.template copy<1>(p, i, &d);
+/* Pack i of N elements. */
+template <size_t N, typename T, typename Op>
+static __device__ void cddp__cu_do_pack(const cddp__cu_piece &p, size_t i, const Op &op) {
+  typedef cddp__cu_pack<T, N> pack;
+  pack d = {}, g = {}, m = {};
+  if (Op::READS & CDDP__CU_DATA) d = ((const pack *)p.data)[i];
+  if (Op::READS & CDDP__CU_GRAD) g = ((const pack *)p.grad)[i];
+  if (Op::READS & CDDP__CU_MOMENTUM) m = ((const pack *)p.momentum)[i];
+  CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d.v[k], g.v[k], m.v[k]);
+  if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d;
+  if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g;
+  if (Op::WRITES & CDDP__CU_MOMENTUM) ((pack *)p.momentum)[i] = m;
+  op.template copy<N>(p, i * N, d.v);
 }
 
-/* The packs of a chunk that end before `end`; WHOLE: all of them do. All loads first, so that many
-   are in flight. */
-template <bool WHOLE, typename T, typename Op>
-static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t at, size_t end,
-                                         const Op &op) {
+/* A chunk whose elements are all there: all loads first, so that many are in flight. */
+template <typename T, typename Op>
+static __device__ void cddp__cu_do_chunk(const cddp__cu_piece &p, size_t at, const Op &op) {
   const size_t N = 16 / sizeof(T);
   typedef cddp__cu_pack<T, N> pack;
   pack d[CDDP__CU_UNROLL], g[CDDP__CU_UNROLL], m[CDDP__CU_UNROLL];
-  size_t first = at / N + threadIdx.x, packs = end / N;
+  size_t first = at / N + threadIdx.x;
   CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
     size_t i = first + (size_t)u * CDDP__CU_THREADS;
-    if (!WHOLE && i >= packs) break;
     if (Op::READS & CDDP__CU_DATA) d[u] = ((const pack *)p.data)[i];
     if (Op::READS & CDDP__CU_GRAD) g[u] = ((const pack *)p.grad)[i];
     if (Op::READS & CDDP__CU_MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
   }
   CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
     size_t i = first + (size_t)u * CDDP__CU_THREADS;
-    if (!WHOLE && i >= packs) break;
     CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[u].v[k], g[u].v[k], m[u].v[k]);
     if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
     if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g[u];
@@ -306,7 +304,7 @@ static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t at, siz
 template <typename T, typename Op>
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     cddp__cu_segments_kernel(const cddp__cu_pieces s, const Op given) {
-  const size_t chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * (16 / sizeof(T));
+  const size_t N = 16 / sizeof(T), chunk = (size_t)CDDP__CU_THREADS * CDDP__CU_UNROLL * N;
   Op op = given;
   op.begin();
   for (size_t c = blockIdx.x; c < s.chunks; c += gridDim.x) {
@@ -319,15 +317,13 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     const cddp__cu_piece &p = s.piece[low];
     size_t at = (c - p.first_chunk) * chunk, end = at + chunk < p.count ? at + chunk : p.count;
     if (p.packed && end - at == chunk) {
-      cddp__cu_do_packs<true, T>(p, at, end, op);
+      cddp__cu_do_chunk<T>(p, at, op);
       continue;
     }
-    if (p.packed) {
-      cddp__cu_do_packs<false, T>(p, at, end, op);
-      at = end - end % (16 / sizeof(T));
-    }
-    for (size_t i = at + threadIdx.x; i < end; i += CDDP__CU_THREADS)
-      cddp__cu_do_element<T>(p, i, op);
+    for (size_t i = at / N + threadIdx.x; p.packed && i < end / N; i += CDDP__CU_THREADS)
+      cddp__cu_do_pack<N, T>(p, i, op);
+    for (size_t i = (p.packed ? end - end % N : at) + threadIdx.x; i < end; i += CDDP__CU_THREADS)
+      cddp__cu_do_pack<1, T>(p, i, op);
   }
   op.end();
 }
