@@ -12888,20 +12888,18 @@ static void *cddp__watch_main(void *shift) {
 
 /* Asks which of the events behind operations have come. May wait for whoever holds CUDA's lock. */
 static void cddp__poll_events(cddp__device *p) {
+  uint32_t n[CDDP__MARKERS];
   cudaError_t e;
-  uint32_t n;
   int i;
+  pthread_mutex_lock(&p->lock);
+  for (i = 0; i < CDDP__MARKERS; i++) n[i] = p->markers[i].recorded;
+  pthread_mutex_unlock(&p->lock);
   for (i = 0; i < CDDP__MARKERS; i++) {
-    cddp__marker *m = &p->markers[i];
-    pthread_mutex_lock(&p->lock);
-    n = m->recorded;
-    e = n == m->seen ? cudaErrorNotReady : cudaSuccess;
-    pthread_mutex_unlock(&p->lock);
-    if (e == cudaSuccess && (e = cudaEventQuery(m->event)) != cudaSuccess)
+    if ((e = cudaEventQuery(p->markers[i].event)) != cudaSuccess)
       (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
     pthread_mutex_lock(&p->lock);
     p->polled_at = cddp__now();
-    if (e != cudaErrorNotReady) m->seen = n;
+    if (e != cudaErrorNotReady) p->markers[i].seen = n[i];
     pthread_mutex_unlock(&p->lock);
     if (e != cudaSuccess && e != cudaErrorNotReady && e != cudaErrorCudartUnloading)
       cddp__store32(&p->fault, (uint32_t)e);
@@ -13852,40 +13850,33 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                     *device, count, count == 1 ? "is" : "are", count, count == 1 ? "" : "s");
 }
 
-/* NCCL goes by the PCI bus, from 2.30 on by what may be a part of a GPU. */
-static cddp_result cddp__name_gpu(int device, char *out, size_t n) {
-  const char *shared = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  struct cudaDeviceProp about;
-  int version = 0, i;
-  cddp_result r;
-  if (ncclGetVersion(&version) != ncclSuccess || version < 23000)
-    return cddp__cuda_result(cudaDeviceGetPCIBusId(out, (int)n, device), "cudaDeviceGetPCIBusId");
-  if (shared != NULL && strcmp(shared, "1") == 0) return CDDP_OK;
-  r = cddp__cuda_result(cudaGetDeviceProperties(&about, device), "cudaGetDeviceProperties");
-  for (i = 0; r == CDDP_OK && i < 16; i++)
-    snprintf(out + 2 * i, n - 2 * (size_t)i, "%02x", (unsigned char)about.uuid.bytes[i]);
-  return r;
-}
-
 static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                        cddp__device_report *out) {
-  const char *blocking = getenv("NCCL_COMM_BLOCKING");
+  const char *blocking = getenv("NCCL_COMM_BLOCKING"), *id = getenv("NCCL_HOSTID");
+  const char *several = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  struct cudaDeviceProp about;
   cddp_result r;
-  int device = 0;
+  int device = 0, version = 0, i;
+  bool may_share = ncclGetVersion(&version) == ncclSuccess && version >= 23000 &&
+                   several != NULL && strcmp(several, "1") == 0;
   memset(out, 0, sizeof *out);
+  memset(&about, 0, sizeof about);
   r = cddp__pick_device(g, desc, nccl, &device);
   if (r == CDDP_OK && nccl && blocking != NULL && strcmp(blocking, "1") == 0)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "NCCL_COMM_BLOCKING=1 makes NCCL's calls block, which no deadline ends; unset "
                    "it");
   if (r == CDDP_OK) r = cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
-  if (r == CDDP_OK) r = cddp__name_gpu(device, out->gpu, sizeof out->gpu);
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaGetDeviceProperties(&about, device), "cudaGetDeviceProperties");
+  for (i = 0; i < 16 && !may_share; i++) /* the uuid of a GPU, or of a part of one */
+    snprintf(out->gpu + 2 * i, 3, "%02x", (unsigned char)about.uuid.bytes[i]);
   out->device = device;
   out->kernels = cddp__registered_kernels != NULL &&
                  cddp__registered_kernels->version == CDDP_VERSION;
   cddp__host_identity(out->host, sizeof out->host);
-  if (getenv("NCCL_HOSTID") != NULL) /* NCCL goes by it: ranks may so share a GPU, for tests */
-    snprintf(out->host, sizeof out->host, "%s", getenv("NCCL_HOSTID"));
+  if (id != NULL) /* NCCL goes by it: ranks may so share a GPU, for tests */
+    snprintf(out->host, sizeof out->host, "%s", id);
   snprintf(out->name, sizeof out->name, "rank %d (pid %d on %.48s)", g->rank, (int)getpid(),
            g->host->name);
   return r;
@@ -14032,14 +14023,6 @@ static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t by
   r = cddp__transfer(g, *copy, *data, bytes);
   *data = *copy;
   return r;
-}
-
-/* Rank 0's values on every rank, in the same kind of memory on all. */
-static cddp_result cddp__broadcast_anywhere(cddp_group *g, void *data, size_t count,
-                                            cddp_dtype dtype) {
-  cddp__call c =
-      cddp__make_call(CDDP__KIND_BROADCAST, data, data, count, dtype, CDDP_SUM, 0);
-  return cddp__start_call(g, &c, NULL);
 }
 
 /* cddp__split, and for every new group its device context. */
@@ -17668,10 +17651,14 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
   if (c->first && r == CDDP_OK && c->has_lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
     r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
   r = cddp__consensus(c->g, r, NULL, 0, NULL);
-  for (i = 0; r == CDDP_OK && c->g != NULL && i < c->item_count; i++)
-    if (c->items[i].from != NULL)
-      r = cddp__broadcast_anywhere(c->g, c->items[i].data, c->items[i].count,
-                                   (cddp_dtype)c->items[i].type->dtype);
+  for (i = 0; r == CDDP_OK && c->g != NULL && i < c->item_count; i++) {
+    cddp__st_item *item = &c->items[i];
+    cddp__call call;
+    if (item->from == NULL) continue;
+    call = cddp__make_call(CDDP__KIND_BROADCAST, item->data, item->data, item->count,
+                           (cddp_dtype)item->type->dtype, CDDP_SUM, 0);
+    r = cddp__start_call(c->g, &call, NULL);
+  }
   if (r == CDDP_OK && c->device)
     r = cddp__settle_device(c->g); /* cudaMemcpy may return before the bytes are there */
   return r;
