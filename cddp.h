@@ -12300,7 +12300,9 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
    returns is polled until it is done, with an eye on peers and deadline. Ranks first tell each
    other their devices over the control plane, which catches what NCCL would say in a log only;
    rank 0's id goes the same way. How NCCL's own connections find their way between hosts is the
-   affair of NCCL and its NCCL_* variables. A sub-group's is made like the first one. What ends a
+   affair of NCCL and its NCCL_* variables. A sub-group's is made like the first one. A model has
+   one of its own that shares nothing with its group's (config.splitShare would save memory): what a
+   failed model leaves on its streams only an abort ends, and the group must live on. What ends a
    communicator blocks all the same (ncclCommAbort for streams and CUDA graphs, ncclCommDestroy for
    the host's other ranks too), so a thread of its own does it.
 

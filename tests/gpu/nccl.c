@@ -1456,6 +1456,43 @@ static int threads_of_a_process(int rank, void *arg) {
   return test_failures != 0;
 }
 
+/* A process whose last group is gone ends with NCCL out of its way, which waits for rank 1 to
+   leave, too; not if that takes longer than left_s: then it ends in the middle of that. */
+typedef struct leaving {
+  double late, left; /* seconds */
+} leaving;
+
+static int leave(int rank, void *arg) {
+  const leaving *l = (const leaving *)arg;
+  cddp_group_desc d;
+  cddp_group *g = NULL;
+  double t;
+  test_failures = 0;
+  left_s = l->left;
+  memset(&d, 0, sizeof d);
+  d.device = "cuda";
+  CHECK_OK(cddp_init(&g, &d));
+  check_sum(g, 3);
+  if (rank == 1) ranks_sleep(l->late);
+  t = test_now();
+  cddp_destroy(g);
+  t = test_now() - t;
+  CHECK_EQ(hostnccl_communicators(), rank == 0 && l->late > l->left ? 1 : 0);
+  if (rank == 0) CHECK(t > 0.8 * (l->late < l->left ? l->late : l->left));
+  if (rank == 0) CHECK(t < l->left + RANKS_WITHIN(1));
+  return test_failures != 0;
+}
+
+static void test_leaving(void) {
+  leaving l;
+  l.late = 0.5;
+  l.left = 20;
+  CHECK_OK(cddp_spawn(leave, &l, 2));
+  l.late = 1.5;
+  l.left = 0.1;
+  CHECK_OK(cddp_spawn(leave, &l, 2));
+}
+
 /* The weights are those of processes, bit for bit. */
 static void test_threads(void) {
   size_t bytes = 4 * plan_floats() * sizeof(float);
@@ -2315,6 +2352,7 @@ int main(void) {
   RUN(test_graph);
   RUN(test_training_staged);
   RUN(test_steps);
+  RUN(test_leaving);
   RUN(test_threads);
   RUN(test_no_device);
   RUN(test_no_driver);
