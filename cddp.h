@@ -6923,17 +6923,20 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
     return CDDP_OUT_OF_MEMORY;
   }
   g->slices = g->buffers + size;
-  memcpy(g->members, members, (size_t)size * sizeof *members);
+  for (i = 0; i < size; i++)
+    g->members[i] = members != NULL   ? members[i]
+                    : h->net == NULL ? i
+                    : h->net->homes[i].host == h->net->host ? h->net->homes[i].index : -1;
   g->host = h;
   g->rank = rank;
   g->size = size;
   g->block_memory = block;
   g->block = (cddp__control_block *)(void *)block;
   g->timeout_s = timeout_s;
-  for (i = 0; i < size; i++) g->local_size += members[i] >= 0;
+  for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
   g->slot_index = g->members + size;
   for (i = 0, place = 0; i < size; i++)
-    g->slot_index[i] = members[i] >= 0 ? place++ : g->local_size;
+    g->slot_index[i] = g->members[i] >= 0 ? place++ : g->local_size;
   g->local_rank = g->slot_index[rank];
   g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
   g->staging = block + cddp__block_head(size, g->local_size);
@@ -7613,7 +7616,7 @@ typedef struct cddp__meet_head { /* of each message */
 /* What a rank says of itself. version, world_size, fp_mode and backend must be alike. */
 typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid;
-  uint32_t port;    /* where it listens for other nodes; 0: nowhere yet */
+  int port;         /* where it listens for other nodes; 0: nowhere yet */
   uint32_t fp_mode; /* cddp__fp_mode() */
   uint32_t user, reserved;
   uint64_t machine;        /* and its network namespace: a hash */
@@ -8036,25 +8039,32 @@ static bool cddp__admit(const cddp__rendezvous *v, const cddp__channel *c,
 
 /* --- the rank above --- */
 
-/* Opens a socket for links of a member of this node, if it has none, and notes where it is. */
-static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__member *m) {
-  cddp__address a = v->address;
+/* Listens on a port of that address for ranks of other hosts. */
+static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp__address *at,
+                                           int *fd, int *port) {
+  cddp__address a = *at;
   char text[160];
   int error;
-  m->info.host.address = v->address.v6;
-  if (m->link_fd >= 0) return CDDP_OK;
   cddp__address_set_port(&a, 0);
-  error = cddp__listen_address(&a, &m->link_fd);
+  error = cddp__listen_address(&a, fd);
   cddp__address_text(&a, text, sizeof text);
-  if (error == 0 && !cddp__local_address(m->link_fd, &a)) error = errno;
+  if (error == 0 && !cddp__local_address(*fd, &a)) error = errno;
+  *port = cddp__address_port(&a);
+  cddp__own_socket(*fd);
   if (error == EMFILE || error == ENFILE) return cddp__fail_descriptors(v, error, "socket");
-  if (error != 0)
-    return cddp__fail(CDDP_SYSTEM,
-                      "cannot listen on %s for ranks of other hosts: %s; CDDP_IFNAME names another "
-                      "interface",
-                      text, strerror(error));
-  m->info.port = (uint32_t)cddp__address_port(&a);
-  return CDDP_OK;
+  if (error == 0) return CDDP_OK;
+  return cddp__fail(CDDP_SYSTEM,
+                    "cannot listen on %s for ranks of other hosts: %s; CDDP_IFNAME names another "
+                    "interface",
+                    text, strerror(error));
+}
+
+/* Opens a socket for links of a member of this node, if it has none, and notes where it is. */
+static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__member *m) {
+  m->info.host.address = v->address.v6;
+  return m->link_fd >= 0
+             ? CDDP_OK
+             : cddp__listen_for_others(v, &v->address, &m->link_fd, &m->info.port);
 }
 
 /* Passes on the members that the rank above does not know yet. */
@@ -8210,8 +8220,8 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
    connection to the store, or on all addresses if the store is on this host too. */
 static cddp_result cddp__open_root(cddp__rendezvous *v) {
   cddp__root_key value;
-  cddp__address a, bound;
-  int error;
+  cddp__address a;
+  int port;
   cddp_result r = cddp__random(v->token, sizeof v->token);
   if (r == CDDP_OK) r = cddp__own_address(v->store->fd, &v->address);
   if (r != CDDP_OK) return r;
@@ -8220,12 +8230,8 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
     if (a.sa.ss_family == AF_INET6) memset(&a.v6.sin6_addr, 0, sizeof a.v6.sin6_addr);
     if (a.sa.ss_family == AF_INET) a.v4.sin_addr.s_addr = htonl(INADDR_ANY);
   }
-  cddp__address_set_port(&a, 0);
-  error = cddp__listen_address(&a, &v->root_socket);
-  if (error == 0 && !cddp__local_address(v->root_socket, &bound)) error = errno;
-  if (error != 0) return cddp__fail_descriptors(v, error, "listen for ranks of other hosts");
-  cddp__own_socket(v->root_socket);
-  cddp__address_set_port(&v->address, cddp__address_port(&bound));
+  if ((r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK) return r;
+  cddp__address_set_port(&v->address, port);
   memcpy(value.magic, cddp__root_magic, sizeof value.magic);
   memcpy(value.token, v->token, sizeof value.token);
   value.address = v->address.v6;
@@ -8369,7 +8375,7 @@ static cddp_result cddp__make_table(cddp__rendezvous *v) {
     cddp__home *p = &v->net->homes[info->rank];
     p->host = v->members[i].node;
     p->pid = info->pid;
-    p->port = (int)info->port;
+    p->port = info->port;
     v->net->hosts[p->host] = info->host;
   }
   return cddp__random(v->net->token, 16);
@@ -8493,24 +8499,13 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
 /* The group of all ranks, on a control block that lies at the start of the shared memory. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
                                      double timeout_s) {
-  int *members = (int *)cddp__calloc(&h->allocator, (size_t)size, sizeof *members);
-  char *block = NULL;
-  cddp_result r = CDDP_OUT_OF_MEMORY;
-  size_t bytes;
-  int i;
-  if (members == NULL) return r;
-  for (i = 0; i < size; i++) {
-    const cddp__home *home = h->net != NULL ? &h->net->homes[i] : NULL;
-    members[i] = home == NULL ? i : home->host == h->net->host ? home->index : -1;
-  }
-  bytes = cddp__round_up(cddp__block_bytes(size, h->size), cddp__page_size());
-  block = cddp__map_memory(h->fd, 0, bytes);
+  size_t bytes = cddp__round_up(cddp__block_bytes(size, h->size), cddp__page_size());
+  char *block = cddp__map_memory(h->fd, 0, bytes);
+  cddp_result r;
   if (block == NULL)
-    cddp__fail(r, "mmap of the group's shared memory: %s", strerror(errno));
-  else
-    r = cddp__group_build(out, h, rank, size, members, block, timeout_s);
-  if (r != CDDP_OK && block != NULL) munmap(block, bytes);
-  cddp__free(&h->allocator, members);
+    return cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of the group's shared memory: %s", strerror(errno));
+  r = cddp__group_build(out, h, rank, size, NULL, block, timeout_s);
+  if (r != CDDP_OK) munmap(block, bytes);
   return r;
 }
 
@@ -8569,27 +8564,25 @@ static void cddp__channel_fail(int fd, bool local, cddp_result r, const char *te
    already, why there will be no group; or (CDDP_OK) those that do not fit into it. */
 static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX];
-  size_t k = v->below_count;
-  int fd, i;
+  int rounds = 0;
+  size_t k;
   snprintf(text, sizeof text, "%s", r != CDDP_OK ? cddp_error() : v->problem_text);
   snprintf(far, sizeof far, "%s", text);
   if (r != CDDP_OK && !v->common)
     snprintf(far, sizeof far, "rank %d failed while the ranks were meeting: %.430s", v->at->rank,
              text);
   if (v->up.fd >= 0 && r != CDDP_OK) cddp__channel_fail(v->up.fd, v->up.local, r, far);
-  while (k-- > 0) {
-    const cddp__channel *c = &v->below[k];
-    if (r == CDDP_OK && (!c->known || v->members[c->first].fits)) continue;
-    cddp__channel_fail(c->fd, c->local || !c->known, r != CDDP_OK ? r : v->problem,
-                       c->local ? text : far);
-    cddp__drop_channel(v, k); /* those that come need its descriptor */
-  }
-  if (r == CDDP_OK) return;
-  for (i = 0; i < CDDP__MAX_RANKS && v->node_socket >= 0; i++) {
-    if ((fd = cddp__accept(v->node_socket)) < 0 && errno != EINTR) break;
-    if (fd >= 0 && cddp__stream_ready(fd) == 0) cddp__channel_fail(fd, true, r, text);
-    if (fd >= 0) close(fd);
-  }
+  do {
+    for (k = v->below_count; k-- > 0;) {
+      const cddp__channel *c = &v->below[k];
+      if (r == CDDP_OK && (!c->known || v->members[c->first].fits)) continue;
+      cddp__channel_fail(c->fd, c->local || !c->known, r != CDDP_OK ? r : v->problem,
+                         c->local ? text : far);
+      cddp__drop_channel(v, k); /* those that come need its descriptor */
+    }
+    if (r == CDDP_OK) return;
+    if (v->node_socket >= 0) (void)cddp__accept_channels(v, v->node_socket);
+  } while (v->below_count > 0 && rounds++ < CDDP__MAX_RANKS);
   if (g != NULL) cddp__break(g, cddp__fail(r, "%s", far));
   if (v->host->net != NULL) cddp__tell_all(v->host->net, 0, NULL, v->net->size, (uint32_t)r, far);
   cddp__fail(r, "%s", text);
@@ -18041,15 +18034,14 @@ static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_resu
 
 static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg, int n) {
   cddp__thread_rank *t = (cddp__thread_rank *)calloc((size_t)n, sizeof *t);
-  int *members = (int *)calloc((size_t)n, sizeof *members), i;
   char *block = cddp__map_memory(-1, 0, cddp__block_bytes(n, n));
   cddp__atomic_u32 order = {0};
   uint64_t job = cddp__record_job();
   double timeout_s;
   cddp_result r = cddp__discover_timeout(0, &timeout_s);
-  if (t == NULL || members == NULL || block == NULL)
+  int i;
+  if (t == NULL || block == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
-  for (i = 0; members != NULL && i < n; i++) members[i] = i;
   for (i = 0; r == CDDP_OK && i < n; i++) {
     t[i].fn = fn;
     t[i].arg = arg;
@@ -18061,12 +18053,11 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
     t[i].host->threads = true;
     r = cddp__record_open(&t[i].host->record, job, i, n);
     if (r == CDDP_OK)
-      r = cddp__group_build(&t[i].group, t[i].host, i, n, members, block, timeout_s);
+      r = cddp__group_build(&t[i].group, t[i].host, i, n, NULL, block, timeout_s);
   }
   if (t != NULL) r = cddp__run_thread_ranks(t, n, r);
   for (i = 0; t != NULL && i < n; i++) cddp__host_release(t[i].host);
   if (block != NULL) munmap(block, cddp__block_bytes(n, n));
-  free(members);
   free(t);
 #ifdef CDDP_CUDA
   cddp__await_endings();
