@@ -7686,18 +7686,12 @@ typedef struct cddp__rendezvous {
 /* What names this kernel and network namespace, so that ranks of one machine know each other. */
 static void cddp__host_identity(char *out, size_t n) {
   const char *given = cddp__env("CDDP_HOST_ID");
-  char boot[128] = "unknown-";
+  char boot[128] = "";
   struct stat st;
-  ssize_t got = 0;
-  int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-  if (fd >= 0) {
-    got = read(fd, boot, 36);
-    close(fd);
-  }
-  if (got == 36)
-    boot[36] = 0;
-  else /* without /proc all machines would seem to be one */
-    (void)gethostname(boot + 8, sizeof boot - 9);
+  FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
+  if (file == NULL || fgets(boot, 37, file) == NULL) /* else all machines would seem to be one */
+    (void)gethostname(boot, sizeof boot - 1);
+  if (file != NULL) fclose(file);
   if (stat("/proc/self/ns/net", &st) != 0) st.st_ino = 0;
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
@@ -7707,9 +7701,9 @@ static void cddp__host_identity(char *out, size_t n) {
    counts as "here", of others the first of the name's addresses. */
 static void cddp__node_name(const cddp__place *at, const char *secret, char name[48]) {
   static const char hex[] = "0123456789abcdef";
-  const char *method = at->init_method;
+  const char *given = cddp__env("CDDP_HOST_ID"), *method = at->init_method;
   cddp__address a[CDDP__ADDRESSES_MAX];
-  char host[256], spelled[160], machine[128], place[1200], text[1600];
+  char host[256], spelled[160], place[1200], text[1600];
   unsigned char mac[32];
   struct stat st;
   bool here = false;
@@ -7726,9 +7720,8 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
   }
   if (here) snprintf(place, sizeof place, "here:%d", port);
   if (stat("/proc/self/ns/pid", &st) != 0) st.st_ino = 0;
-  cddp__host_identity(machine, sizeof machine);
-  snprintf(text, sizeof text, "%s|%s|%s|%u|%llu", place, at->run, machine, (unsigned)geteuid(),
-           (unsigned long long)st.st_ino);
+  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu", place, at->run, given != NULL ? given : "",
+           (unsigned)geteuid(), (unsigned long long)st.st_ino);
   cddp__hmac(secret != NULL ? secret : "", "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
@@ -7900,25 +7893,6 @@ static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *
   if (i->world_size > 0 && i->world_size < (uint32_t)v->expected)
     v->expected = (int)i->world_size;
   return CDDP_OK;
-}
-
-static cddp_result cddp__add_self(cddp__rendezvous *v) {
-  const char *backend = cddp__backend_name(v->desc), *device = v->desc->device;
-  bool cuda = device != NULL && strncmp(device, "cuda", 4) == 0;
-  char machine[128];
-  cddp__rank_info i;
-  memset(&i, 0, sizeof i);
-  i.version = CDDP_VERSION;
-  i.world_size = (uint32_t)v->at->world_size;
-  i.rank = (uint32_t)v->at->rank;
-  i.pid = (uint32_t)getpid();
-  i.fp_mode = cddp__fp_mode();
-  i.user = (uint32_t)geteuid();
-  cddp__host_identity(machine, sizeof machine);
-  i.machine = cddp__hash64(0, machine, strlen(machine));
-  snprintf(i.backend, sizeof i.backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
-  snprintf(i.host.name, sizeof i.host.name, "%.67s", v->host->name);
-  return cddp__add_member(v, &i, 0);
 }
 
 /* --- messages --- */
@@ -8102,8 +8076,8 @@ static cddp_result cddp__take_table(cddp__rendezvous *v, size_t size) {
   return r != CDDP_OK || good ? r : cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
 }
 
-/* Takes what has come on a channel. *over: it has ended, or is not one of a rank. */
-static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c, bool *over) {
+/* Takes what has come on a channel, and closes it if it has ended, or is not one of a rank. */
+static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
   bool up = c == &v->up;
   char text[CDDP__ERROR_MAX + 1] = "a rank gave up without a word";
   cddp__rank_info info;
@@ -8140,8 +8114,13 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c, boo
       break;
     }
   }
-  *over = got != 0;
-  return *over && cddp__awaited(v, c) ? cddp__report_channel_lost(v, c) : CDDP_OK;
+  if (got != 0 && cddp__awaited(v, c)) return cddp__report_channel_lost(v, c);
+  if (got != 0) cddp__close_fd(&c->fd);
+  if (got == 0 || !up) return CDDP_OK;
+  v->told = 0; /* that rank was about to end: another one is found */
+  v->stale = true;
+  cddp__sleep(0.001);
+  return CDDP_OK;
 }
 
 /* Waits a little for messages, connections, lost ones and claims, and deals with them. */
@@ -8152,7 +8131,6 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
                                                     &v->poll_capacity, n + 4, sizeof *fds);
   uint32_t pid;
   double now;
-  bool over;
   cddp_result r = CDDP_OK;
   if (fds == NULL) return CDDP_OUT_OF_MEMORY;
   v->poll = fds;
@@ -8164,26 +8142,21 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
   if (poll(fds, (nfds_t)n + 4, cddp__poll_ms(until, 50)) < 0 && errno != EINTR)
     return cddp__fail_errno("poll");
   now = cddp__now();
-  for (i = n; i-- > 0;) { /* backwards: a dropped one's place is the last one's */
-    over = !v->below[i].known && now - v->below[i].since > CDDP__HELLO_S;
-    if (fds[i].revents != 0) r = cddp__channel_hear(v, &v->below[i], &over);
-    if (r != CDDP_OK) return r;
-    if (over) cddp__drop_channel(v, i);
+  for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: a dropped one's place is the last one's */
+    cddp__channel *c = &v->below[i];
+    if (!c->known && now - c->since > CDDP__HELLO_S)
+      cddp__close_fd(&c->fd);
+    else if (fds[i].revents != 0)
+      r = cddp__channel_hear(v, c);
+    if (c->fd < 0) cddp__drop_channel(v, i);
   }
-  if (fds[n + 2].revents != 0 && (pid = cddp__claimed_again(v->host)) != 0) {
+  if (r == CDDP_OK && fds[n + 2].revents != 0 && (pid = cddp__claimed_again(v->host)) != 0) {
     cddp__rank_info info = v->members[0].info;
     info.pid = pid; /* another one with this rank */
     cddp__store32(&v->host->claimant, pid);
-    if ((r = cddp__add_member(v, &info, 0)) != CDDP_OK) return r;
+    r = cddp__add_member(v, &info, 0);
   }
-  over = false;
-  if (fds[n + 3].revents != 0) r = cddp__channel_hear(v, &v->up, &over);
-  if (r == CDDP_OK && over) { /* that rank was about to end: another one is found */
-    cddp__close_fd(&v->up.fd);
-    v->told = 0;
-    v->stale = true;
-    cddp__sleep(0.001);
-  }
+  if (r == CDDP_OK && fds[n + 3].revents != 0) r = cddp__channel_hear(v, &v->up);
   for (i = 0; i < 2 && r == CDDP_OK; i++)
     if (fds[n + i].revents != 0) r = cddp__accept_channels(v, more[i]);
   return r;
@@ -8458,21 +8431,6 @@ static cddp_result cddp__make_memory(cddp__host *h) {
   return CDDP_OK;
 }
 
-/* A client's: the coordinator sent the memory, whose size tells that of the windows. */
-static cddp_result cddp__take_memory(cddp__rendezvous *v) {
-  cddp__host *h = v->host;
-  struct stat st;
-  h->fd = v->fds[0];
-  v->members[0].link_fd = v->fds[1];
-  v->fds[0] = v->fds[1] = -1;
-  if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
-    return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
-  for (h->window_bits = 12; h->window_bits < 40; h->window_bits++)
-    if (((uint64_t)h->size + 1) << h->window_bits >= (uint64_t)st.st_size) break;
-  return CDDP_OK;
-}
-
 /* Fills the host with what the table says; the table is its own from now on if there are others. */
 static cddp_result cddp__use_table(cddp__rendezvous *v) {
   cddp__host *h = v->host;
@@ -8515,9 +8473,20 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   cddp__host *h = v->host;
   cddp_result r = cddp__use_table(v);
   double deadline = v->deadline + 1;
+  struct stat st;
   size_t i;
-  if (r == CDDP_OK && v->node_socket < 0) r = cddp__take_memory(v);
-  if (r == CDDP_OK && v->node_socket >= 0 && h->size > 1) r = cddp__make_memory(h);
+  if (r == CDDP_OK && v->node_socket < 0) { /* a client */
+    h->fd = v->fds[0];
+    v->members[0].link_fd = v->fds[1];
+    v->fds[0] = v->fds[1] = -1;
+    if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
+      return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
+    if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
+    for (h->window_bits = 12; h->window_bits < 40; h->window_bits++)
+      if (((uint64_t)h->size + 1) << h->window_bits >= (uint64_t)st.st_size) break;
+  } else if (r == CDDP_OK && h->size > 1) {
+    r = cddp__make_memory(h);
+  }
   cddp__host_place(h, h->size, h->index); /* with this size of windows */
   if (r == CDDP_OK)
     r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
@@ -8540,8 +8509,7 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   }
   if (r == CDDP_OK && v->up.fd >= 0 &&
       cddp__channel_post(v->up.fd, CDDP__MEET_IN, CDDP_OK, NULL, 0, NULL, deadline) != CDDP_OK) {
-    bool over = false;
-    r = cddp__channel_hear(v, &v->up, &over); /* it may have said why */
+    r = cddp__channel_hear(v, &v->up); /* it may have said why */
     if (r == CDDP_OK) r = cddp__report_channel_lost(v, &v->up);
   }
   if (r != CDDP_OK || h->net == NULL) return r;
@@ -8598,10 +8566,19 @@ static void cddp__keep_port(cddp__rendezvous *v) {
   if (v->host->port >= 0) shutdown(v->host->port, SHUT_RD);
 }
 
-static void cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place *at,
-                                  const cddp_group_desc *d, cddp__host *h) {
-  const char *port = strrchr(at->init_method, ':');
-  bool tcp = strncmp(at->init_method, "tcp://", 6) == 0;
+/* Finds out what this rank is and where it meets. CDDP_JOB_SECRET was made by cddp_spawn or cddprun
+   for ranks that meet on one host, so that no other user of it can join in: "PORT:SECRET", good for
+   that MASTER_PORT unless the user has set a secret. */
+static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place *at,
+                                         const cddp_group_desc *d, cddp__host *h) {
+  const char *port = strrchr(at->init_method, ':'), *job = cddp__env("CDDP_JOB_SECRET"),
+             *master = cddp__env("MASTER_PORT"), *backend = cddp__backend_name(d),
+             *secret = d->secret != NULL ? d->secret : cddp__env("CDDP_SECRET");
+  bool tcp = strncmp(at->init_method, "tcp://", 6) == 0,
+       cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
+  size_t n = master != NULL ? strlen(master) : 0;
+  char machine[128];
+  cddp__rank_info i;
   memset(v, 0, sizeof *v);
   v->at = at;
   v->desc = d;
@@ -8611,9 +8588,28 @@ static void cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place *at,
   v->nodes = 1;
   v->expected = at->world_size;
   v->serves = at->rank == 0 && !at->client_only;
+  v->job_secret = secret == NULL && job != NULL && n > 0 && at->port_name != NULL &&
+                  !at->client_only && strncmp(job, master, n) == 0 && job[n] == ':' &&
+                  job[n + 1] != 0;
+  if (v->job_secret) secret = job + n + 1;
+  v->secret = secret != NULL && secret[0] != 0 ? secret : NULL;
   snprintf(v->key, sizeof v->key, "%s/meeting", at->run);
   snprintf(h->place, sizeof h->place, "%s%.80s", tcp ? "port " : "",
            tcp ? port + 1 : at->init_method);
+  cddp__node_name(at, v->secret, v->name);
+  v->mark = (uint32_t)cddp__hash64(1, v->name, strlen(v->name)) | 1;
+  memset(&i, 0, sizeof i);
+  i.version = CDDP_VERSION;
+  i.world_size = (uint32_t)at->world_size;
+  i.rank = (uint32_t)at->rank;
+  i.pid = (uint32_t)getpid();
+  i.fp_mode = cddp__fp_mode();
+  i.user = (uint32_t)geteuid();
+  cddp__host_identity(machine, sizeof machine);
+  i.machine = cddp__hash64(0, machine, strlen(machine));
+  snprintf(i.backend, sizeof i.backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
+  snprintf(i.host.name, sizeof i.host.name, "%.67s", h->name);
+  return cddp__add_member(v, &i, 0);
 }
 
 static void cddp__rendezvous_free(cddp__rendezvous *v) {
@@ -8631,20 +8627,6 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
   cddp__free(a, v->below);
   cddp__free(a, v->poll);
   cddp__free(a, v->members);
-}
-
-/* Finds the secret: the description's, the launcher's or the user's. The launcher's was made by
-   cddp_spawn or cddprun for ranks that meet on one host, so that no other user of it can join in:
-   CDDP_JOB_SECRET is "PORT:SECRET", good for that MASTER_PORT, unless the user has set one. */
-static void cddp__find_secret(cddp__rendezvous *v) {
-  const char *job = cddp__env("CDDP_JOB_SECRET"), *port = cddp__env("MASTER_PORT");
-  size_t n = port != NULL ? strlen(port) : 0;
-  const char *s = v->desc->secret != NULL ? v->desc->secret : cddp__env("CDDP_SECRET");
-  v->job_secret = s == NULL && job != NULL && n > 0 && v->at->port_name != NULL &&
-                  !v->at->client_only && strncmp(job, port, n) == 0 && job[n] == ':' &&
-                  job[n + 1] != 0;
-  if (v->job_secret) s = job + n + 1;
-  v->secret = s != NULL && s[0] != 0 ? s : NULL;
 }
 
 /* A descriptor for each process of the node, but at most half of what this one may have open: the
@@ -8665,13 +8647,9 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
                               cddp__host *h) {
   cddp__rendezvous v;
   uint32_t refused = 0;
-  cddp_result r;
+  cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   *out = NULL;
-  cddp__rendezvous_init(&v, at, d, h);
-  cddp__find_secret(&v);
-  cddp__node_name(at, v.secret, v.name);
-  v.mark = (uint32_t)cddp__hash64(1, v.name, strlen(v.name)) | 1;
-  r = cddp__claim_rank(&v);
+  if (r == CDDP_OK) r = cddp__claim_rank(&v);
   if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (r == CDDP_OK && v.serves) {
     r = cddp__open_store(&v, v.deadline);
@@ -8682,7 +8660,6 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
                         getenv("CDDP_LISTEN_FD"));
   }
   cddp__close_fd(&at->listen_fd);
-  if (r == CDDP_OK) r = cddp__add_self(&v);
   if (r == CDDP_OK) r = cddp__gather(&v);
   if (r == CDDP_OK) r = cddp__pass_on(&v, out);
   cddp__tell_failure(&v, *out, r);

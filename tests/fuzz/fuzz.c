@@ -865,7 +865,7 @@ static void target_meeting(input *in) {
   w.silent = settings & 32;
   memset(&m, 0, sizeof m);
   m.host = cddp__host_create(&a, NULL, at.world_size, at.rank);
-  if (m.host != NULL) cddp__rendezvous_init(&m, &at, &d, m.host);
+  r = m.host != NULL ? cddp__rendezvous_init(&m, &at, &d, m.host) : CDDP_OUT_OF_MEMORY;
   m.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.store);
   if (m.host != NULL && m.store != NULL) {
     m.serves = false;
@@ -878,7 +878,6 @@ static void target_meeting(input *in) {
     pthread_mutex_init(&m.store->lock, NULL);
     w.meeting = &m;
     w.script = *in;
-    r = cddp__add_self(&m);
     if (settings & 64) { /* what a client hears */
       fd = world_fd();
       fd_of(fd)->in = *in;
@@ -892,10 +891,11 @@ static void target_meeting(input *in) {
     must_say(r);
     cddp__tell_failure(&m, g, r);
     if (g != NULL) cddp__group_leave(g);
-    cddp__rendezvous_free(&m);
   } else {
     cddp__free(&a, m.store);
+    m.store = NULL;
   }
+  if (m.host != NULL) cddp__rendezvous_free(&m);
   cddp__host_release(m.host);
   w.meeting = NULL;
   world_end();
