@@ -1145,6 +1145,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    private groups for buckets and for control, so your own collectives on the group may come between
    ready() calls in any order (on GPUs see ORDER there). One engine serves host and device memory;
    what differs is behind a table of functions, cddp__ddp_memory. Gradients that are rows: >>sparse.
+   The leaves of the canonical sum are the shards of the global batch, one a rank or more.
 
    DEVICES. A group keeps all of the above as its control plane; for memory on a device it has a
    device context beside it and cddp_group.backend, a struct of functions, NULL for the CPU. The
@@ -14299,7 +14300,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    Owns: a cddp_ddp, its gradients, its private groups, and the shares of momentum. Touches: the
    caller's parameters, on a host also those of the other ranks between cddp__enter and cddp__exit;
    momentum and counts of the cddp_optim of a step. Entry points: cddp__ddp_new, _setup and _free;
-   cddp__ddp_ready, _meet and _step; cddp__join_steps. Called by the thread that
+   cddp__ddp_ready, _meet and _step; cddp__next_shard; cddp__join_steps. Called by the thread that
    trains, but for cddp__ddp_ready (any) and cddp__run_bucket (the engine of d->comm); what both
    touch is guarded by d->lock.
    Works as follows: all gradients lie in one arena per rank, dtype by dtype, last parameter first,
@@ -14321,6 +14322,13 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    the gradients. The host waits for no device, and for other ranks only where d->meets. Every rank
    keeps all of the momentum. Without NCCL each bucket is copied to a mirror of the arena in shared
    memory, reduced there as on the host, and copied back.
+   More shards than ranks (d->spread): behind its arena a rank has slots, each as large, with f32 for
+   f16 and bf16. A shard that has ended goes from the arena into a slot and is added to those before
+   it with which it makes a node of the canonical tree over all shards (cddp__merges in >>plan);
+   the last one may stay in the arena. Where each rank has which nodes then is known since creation
+   (d->nodes). Buckets wait for the step, which takes the mean over all ranks' nodes in place of
+   their arenas: cddp__reduce_shards. Ranks that do not see each other's memory gather all nodes
+   first. Rows are packed shard by shard, and merged as if each shard were a rank's.
    From ready() to the new weight on a host: cddp_ddp_ready, cddp__ddp_ready; cddp_ddp_step,
    cddp__ddp_step, cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__fuse_parts,
    cddp__fuse_loop, the kernel.
@@ -18692,6 +18700,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
+              Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps).
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
               one kernel; momentum is allocated with the cddp_optim and never moves; no host waits

@@ -1396,7 +1396,46 @@ static int refusals(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* On devices a rank has one shard. */
+static int shards(cddp_group *g, void *arg) {
+  int rank = cddp_rank(g), step, shard = -1;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_param p[2];
+  (void)arg;
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 0.1;
+  model_of(g, p, 2, 64);
+  desc.shards = cddp_world_size(g) + 1;
+  CHECK_IS(cddp_ddp_create(&d, g, p, 2, &desc), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "on GPUs") != NULL);
+  desc.shards--;
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  for (step = 0; step < 3; step++) {
+    CHECK_EQ(cddp_ddp_steps(d), step);
+    CHECK(cddp_ddp_next_shard(d, &shard));
+    CHECK_EQ(shard, rank);
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_ready(d, 1));
+    CHECK(!cddp_ddp_next_shard(d, &shard));
+    CHECK_OK(cddp_ddp_step(d, s));
+  }
+  CHECK_OK(cddp_barrier(g)); /* with NCCL ranks do not wait for each other in a step */
+  CHECK_IS(cddp_ddp_step(d, s), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "shards of this step") != NULL);
+  CHECK_OK(cddp_synchronize(g));
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
 static void test_steps(void) {
+  CHECK_OK(run(shards, NULL, 2, NULL));
+  CHECK_OK(run(shards, NULL, 2, "cpu"));
   CHECK_OK(run(unwaiting, NULL, 2, NULL));
   CHECK_OK(run(frugal, NULL, 1, NULL));
   CHECK_OK(run(frugal, NULL, 2, NULL));
