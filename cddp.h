@@ -14322,9 +14322,9 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    the gradients. The host waits for no device, and for other ranks only where d->meets. Every rank
    keeps all of the momentum. Without NCCL each bucket is copied to a mirror of the arena in shared
    memory, reduced there as on the host, and copied back.
-   More shards than ranks (d->spread): behind its arena a rank has slots, each as large, with f32 for
-   f16 and bf16. A shard that has ended goes from the arena into a slot and is added to those before
-   it with which it makes a node of the canonical tree over all shards (cddp__merges in >>plan);
+   More shards than ranks (d->spread): behind its arena a rank has slots, each as large, with f32
+   for f16 and bf16. A shard that has ended goes from the arena into a slot and is added to those
+   before it with which it makes a node of the canonical tree over all shards (cddp__merges in >>plan);
    the last one may stay in the arena. Where each rank has which nodes then is known since creation
    (d->nodes). Buckets wait for the step, which takes the mean over all ranks' nodes in place of
    their arenas: cddp__reduce_shards. Ranks that do not see each other's memory gather all nodes
