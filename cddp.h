@@ -14324,11 +14324,11 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    memory, reduced there as on the host, and copied back.
    More shards than ranks (d->spread): behind its arena a rank has slots, each as large, with f32
    for f16 and bf16. A shard that has ended goes from the arena into a slot and is added to those
-   before it with which it makes a node of the canonical tree over all shards (cddp__merges in >>plan);
-   the last one may stay in the arena. Where each rank has which nodes then is known since creation
-   (d->nodes). Buckets wait for the step, which takes the mean over all ranks' nodes in place of
-   their arenas: cddp__reduce_shards. Ranks that do not see each other's memory gather all nodes
-   first. Rows are packed shard by shard, and merged as if each shard were a rank's.
+   before it with which it makes a node of the canonical tree over all shards (cddp__merges, in
+   >>plan); the last one may stay in the arena. Where each rank has which nodes then is known since
+   creation (d->nodes). Buckets wait for the step, which takes the mean over all ranks' nodes in
+   place of their arenas: cddp__reduce_shards. Ranks that do not see each other's memory gather all
+   nodes first. Rows are packed shard by shard, and merged as if each shard were a rank's.
    From ready() to the new weight on a host: cddp_ddp_ready, cddp__ddp_ready; cddp_ddp_step,
    cddp__ddp_step, cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__fuse_parts,
    cddp__fuse_loop, the kernel.
