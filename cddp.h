@@ -1716,10 +1716,10 @@ typedef struct cddp__message {
   uint64_t count; /* elements */
   size_t size;    /* bytes */
 } cddp__message;
-typedef struct cddp__queue {
-  cddp__message *first, *last;
+typedef struct cddp__mailbox {
+  cddp__message *first, **end; /* end: where the next one goes */
   size_t bytes; /* of all of them */
-} cddp__queue;
+} cddp__mailbox;
 
 typedef struct cddp__link cddp__link; /* a connection to a rank of another host: >>links */
 
@@ -1787,7 +1787,7 @@ typedef struct cddp__group_node {
 /* A rank of a group, as seen from another one. */
 typedef struct cddp__peer {
   int host, number;      /* index of its host in the group; its place among the ranks there */
-  cddp__link *data;      /* NULL: none yet. Written under fail_lock */
+  cddp__link *data;      /* NULL: none yet. Other threads read it too */
   uint64_t pass;         /* hosts.pass of the last round in which a frame to or from it was left */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Written before: */
   double lost_at;
@@ -1823,7 +1823,7 @@ typedef struct cddp__hosts {
   char *my_scratch;      /* this rank's; NULL: there is none yet */
   void **bufs, **pieces; /* [local_size] this call's buffers; the parts of them on their way */
   cddp__link *links;     /* MESSAGES, oldest first; p2p_lock, as is the next */
-  cddp__queue mailbox;   /* received, without a recv yet */
+  cddp__mailbox mailbox; /* received, without a recv yet; oldest first */
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
@@ -7035,30 +7035,6 @@ struct cddp__link {
   cddp__message *in; /* the frame that is coming in; DATA: NULL */
 };
 
-/* --- queues of messages --- */
-
-static void cddp__queue_add(cddp__queue *q, cddp__message *m) {
-  if (q->last != NULL)
-    q->last->next = m;
-  else
-    q->first = m;
-  q->last = m;
-  q->bytes += m->size;
-}
-
-/* Takes out the oldest message with this tag of this rank; NULL: there is none. */
-static cddp__message *cddp__queue_take(cddp__queue *q, int from, int tag) {
-  cddp__message **at = &q->first, *m, *before = NULL;
-  for (; (m = *at) != NULL; before = m, at = &m->next)
-    if (m->tag == tag && m->from == from) break;
-  if (m == NULL) return NULL;
-  *at = m->next;
-  if (q->last == m) q->last = before;
-  q->bytes -= m->size;
-  m->next = NULL;
-  return m;
-}
-
 /* --- a connection's life --- */
 
 /* Takes over a socket. Its hello (the caller: its connection) is due in so many seconds. */
@@ -7108,17 +7084,12 @@ static void cddp__links_free(const cddp__net *n, cddp__link *l) {
   }
 }
 
-/* Whether this side's connection is not made yet. */
-static bool cddp__link_connects(const cddp__link *l) {
-  return l->mine && l->state == CDDP__LINK_GREETING;
-}
-
 /* Ends a link if the other host has not acknowledged what was sent, as when it is unplugged. Where
    nothing is on its way the system's own probes tell. */
 static void cddp__link_answered(cddp__link *l) {
   struct tcp_info t;
   socklen_t size = sizeof t;
-  if (cddp__link_connects(l)) { /* TCP_INFO's times mean nothing yet */
+  if (l->state == CDDP__LINK_GREETING) { /* connecting: TCP_INFO's times mean nothing yet */
     if (cddp__now() > l->deadline) cddp__link_end(l, ETIMEDOUT);
   } else if (getsockopt(l->fd, IPPROTO_TCP, TCP_INFO, &t, &size) == 0 &&
              t.tcpi_last_ack_recv >= CDDP__UNANSWERED_S * 1000 &&
@@ -9190,10 +9161,12 @@ static void cddp__hosts_look(cddp_group *g) {
 
 /* --- failure --- */
 
-static void cddp__hosts_hang_up(cddp_group *g) { /* fail_lock held */
+static void cddp__hosts_hang_up(cddp_group *g) {
   int p;
-  for (p = 0; p < g->size; p++)
-    if (g->hosts->peers[p].data != NULL) shutdown(g->hosts->peers[p].data->fd, SHUT_WR);
+  for (p = 0; p < g->size; p++) {
+    const cddp__link *l = __atomic_load_n(&g->hosts->peers[p].data, __ATOMIC_ACQUIRE);
+    if (l != NULL) shutdown(l->fd, SHUT_WR);
+  }
 }
 
 /* Whether a rank of another host is gone, and a notice that says why is here or has had time to
@@ -9254,7 +9227,7 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) { /* p2p_lock held */
   const cddp__link *l = cddp__p2p_link(g, peer);
   size_t queued = cddp__p2p_queued(g);
-  if (l == NULL || cddp__link_connects(l) || l->state == CDDP__LINK_DEAD) return false;
+  if (l == NULL || l->state == CDDP__LINK_GREETING || l->state == CDDP__LINK_DEAD) return false;
   return queued == 0 || bytes + queued <= CDDP__STAGED_MAX;
 }
 
@@ -9295,8 +9268,13 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool alw
 
 /* Gives the oldest message that fits, if there is one, to a recv. p2p_lock held. */
 static void cddp__hosts_match(cddp_group *g, cddp__recv_request *q) {
-  cddp__message *m = cddp__queue_take(&g->hosts->mailbox, q->peer, q->tag);
+  cddp__mailbox *b = &g->hosts->mailbox;
+  cddp__message **at = &b->first, *m;
+  while ((m = *at) != NULL && (m->tag != q->tag || m->from != q->peer)) at = &m->next;
   if (m == NULL) return;
+  *at = m->next;
+  if (m->next == NULL) b->end = at;
+  b->bytes -= m->size;
   if (cddp__recv_fits(g, q, m->count, m->dtype)) {
     if (m->size > 0) memcpy(q->buf, m + 1, m->size);
     cddp__complete_recv(q, CDDP_OK);
@@ -9324,8 +9302,11 @@ static void cddp__hosts_serve(cddp_group *g) {
     cddp__link_flush(x->net, l);
     while (l->state == CDDP__LINK_UP &&
            (x->mailbox.bytes <= CDDP__STAGED_MAX || cddp__p2p_wanted(g, l->rank)) &&
-           (m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) != NULL)
-      cddp__queue_add(&x->mailbox, m);
+           (m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) != NULL) {
+      *x->mailbox.end = m;
+      x->mailbox.end = &m->next;
+      x->mailbox.bytes += m->size;
+    }
     if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, l->rank, l->error);
   }
 }
@@ -9343,7 +9324,7 @@ static void cddp__hosts_poll(cddp_group *g, int peer) {
   pthread_mutex_lock(&g->p2p_lock);
   if (remote && (l = cddp__p2p_link(g, peer)) != NULL) cddp__link_answered(l);
   for (l = x->links; l != NULL && n < 4; l = l->next) {
-    bool out = cddp__link_connects(l) || cddp__buffer_size(&l->out) > 0;
+    bool out = l->state == CDDP__LINK_GREETING || cddp__buffer_size(&l->out) > 0;
     if (l->state == CDDP__LINK_DEAD || (l->rank != peer && !out)) continue;
     fds[n].fd = l->fd;
     fds[n].events = POLLIN;
@@ -9368,18 +9349,12 @@ typedef struct cddp__traffic {
   int nfds;           /* connections that this round waits for, in hosts.fds */
 } cddp__traffic;
 
-static void cddp__set_data(cddp_group *g, int rank, cddp__link *l) {
-  pthread_mutex_lock(&g->fail_lock);
-  g->hosts->peers[rank].data = l;
-  pthread_mutex_unlock(&g->fail_lock);
-}
-
 /* Takes over the DATA connections that others have made to this rank. */
 static void cddp__claim_data(cddp_group *g) {
   cddp__link *l;
   while ((l = cddp__net_claim(g, CDDP__LINK_DATA)) != NULL) {
     if (g->hosts->peers[l->rank].data == NULL)
-      cddp__set_data(g, l->rank, l);
+      __atomic_store_n(&g->hosts->peers[l->rank].data, l, __ATOMIC_RELEASE);
     else
       cddp__link_free(g->hosts->net, l);
   }
@@ -9442,7 +9417,7 @@ static cddp__link *cddp__data_link(cddp__traffic *t, int rank) {
   if (l == NULL && g->world[g->rank] < g->world[rank]) {
     l = cddp__call_rank(g, rank, CDDP__LINK_DATA);
     if (l == NULL) t->result = cddp__break(g, CDDP_SYSTEM);
-    cddp__set_data(g, rank, l);
+    __atomic_store_n(&g->hosts->peers[rank].data, l, __ATOMIC_RELEASE);
   } else if (l == NULL) {
     cddp__claim_data(g);
     l = g->hosts->peers[rank].data;
@@ -9765,42 +9740,33 @@ static void cddp__hier_copies(const cddp__hier *h, long k, int from) {
       memcpy(cddp__hier_local(h, t, begin), cddp__hier_local(h, from, begin), n * h->c->esize);
 }
 
-/* Makes the sums of piece k that others are to get. A broadcast's root fills its host's buffers. */
-static void cddp__hier_prepare(const cddp__hier *h, long k) {
-  cddp__hosts *x = h->g->hosts;
-  size_t begin, n;
-  int host;
-  if (!h->reduces && h->root >= 0) cddp__hier_copies(h, k, h->root);
-  for (host = 0; host < x->count && h->reduces && !h->raw; host++) {
-    if (host == x->mine) continue;
-    cddp__hier_part(h, k, host, &begin, &n);
-    cddp__sum_here(x, h->c, h->bufs, begin * h->c->esize, n, cddp__hier_out(h, k, host));
-    if (h->whole) break;
-  }
-}
-
-/* Posts the frames A, or (back) B, of piece k, if there is such a piece. */
+/* Posts the frames A, or (back) B, of piece k, if there is such a piece. Makes the sums that others
+   are to get. A broadcast's root fills its host's buffers first. */
 static void cddp__hier_post(const cddp__hier *h, long k, bool back, bool out) {
   cddp__hosts *x = h->g->hosts;
+  bool sums = h->reduces && !back;
   int me = h->g->local_rank, i;
   if (k < 0 || k >= h->pieces) return;
-  if (out && !back) cddp__hier_prepare(h, k);
+  if (out && !back && !h->reduces && h->root >= 0) cddp__hier_copies(h, k, h->root);
   for (i = 1; i < x->count; i++) {
     int host = (x->mine + i) % x->count, from = out ? x->mine : host, to = out ? host : x->mine;
-    size_t begin, n, bytes;
-    const char *data;
+    size_t begin, n;
+    char *data;
     cddp__hier_part(h, k, back ? from : to, &begin, &n);
     if (n == 0 || !cddp__hier_sends(h, from, to, back)) continue;
-    bytes = n * (back || !h->reduces ? h->c->esize : x->nodes[from].bytes);
-    if (out && back)
+    if (out && back) {
       data = cddp__hier_result(h, k, begin);
-    else if (out && h->reduces && !h->raw)
-      data = cddp__hier_out(h, k, host);
-    else if (!out && !back && h->reduces)
+    } else if (sums && !out) {
       data = h->in + h->part * x->nodes[host].bytes_at;
-    else
-      data = cddp__hier_local(h, h->root >= 0 && !(out && h->reduces) ? h->root : me, begin);
-    cddp__post_frame(h->g, out, cddp__rank_on(x, host, me), data, bytes);
+    } else if (sums && !h->raw) {
+      data = cddp__hier_out(h, k, host);
+      if (!h->whole || i == 1)
+        cddp__sum_here(x, h->c, h->bufs, begin * h->c->esize, n, data);
+    } else {
+      data = cddp__hier_local(h, h->root >= 0 && !sums ? h->root : me, begin);
+    }
+    cddp__post_frame(h->g, out, cddp__rank_on(x, host, me), data,
+                     n * (sums ? x->nodes[from].bytes : h->c->esize));
   }
 }
 
@@ -10288,6 +10254,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   if (g->local_size == g->size) return CDDP_OK;
   if ((x = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   x->net = net;
+  x->mailbox.end = &x->mailbox.first;
   cddp__sort_hosts(g, x, g->world + g->size);
   cddp__set_leaves(g, x, false);
   g->round_most = cddp__max(g->staging_size, CDDP__INLINE);
@@ -10301,17 +10268,16 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
 /* Messages that were sent but are still here get a moment to leave. */
 static void cddp__p2p_linger(cddp_group *g) {
   size_t left = SIZE_MAX, before;
-  cddp__wait w;
-  cddp__wait_begin(&w, 1, 0);
+  double deadline = 0;
   do {
     before = left;
     pthread_mutex_lock(&g->p2p_lock);
     cddp__p2p_flush(g);
     left = cddp__p2p_queued(g);
     pthread_mutex_unlock(&g->p2p_lock);
-    if (left < before) cddp__wait_begin(&w, 1, 0);
+    if (left < before) deadline = cddp__now() + 1;
     if (left > 0) cddp__sleep(2e-4);
-  } while (left > 0 && cddp__wait_tick(g, &w) == CDDP_OK && !w.late);
+  } while (left > 0 && cddp__now() < deadline && cddp__check_failure(g) == CDDP_OK);
 }
 
 /* This rank leaves: says goodbye on all connections and closes them. */
