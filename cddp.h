@@ -3977,38 +3977,30 @@ static cddp_result cddp__store_failed(const cddp_store *s, cddp_result r) {
 }
 
 /* Sends q and receives the answer. After a failure in the middle nothing that comes can be trusted:
-   the next operation connects anew. But a WAIT may go on too long: then s->fd stays. */
+   the next operation connects anew. */
 static cddp_result cddp__ask(cddp_store *s, cddp__request *q, double deadline) {
-  double soon = cddp__now() + s->timeout_s;
-  cddp_result r = s->fd < 0 ? cddp__try_addresses(s, soon) : CDDP_OK;
+  cddp_result r = s->fd < 0 ? cddp__try_addresses(s, deadline) : CDDP_OK;
   if (r != CDDP_OK) return cddp__store_failed(s, r);
   cddp__encode(s, q);
   if (cddp__buffer_size(&s->bytes) > CDDP__COMMAND_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call have more than %u MiB",
                       CDDP__COMMAND_MAX >> 20);
   if (s->bytes.failed) return CDDP_OUT_OF_MEMORY;
-  r = cddp__send_all(s->fd, s->bytes.data, s->bytes.end, soon);
-  if (r == CDDP_OK) {
-    r = cddp__receive(s, q, deadline);
-    if (r == CDDP_OK || (r == CDDP_TIMEOUT && q->code == CDDP__WAIT)) return r;
-  }
+  r = cddp__send_all(s->fd, s->bytes.data, s->bytes.end, deadline);
+  if (r == CDDP_OK) r = cddp__receive(s, q, deadline);
+  if (r == CDDP_OK) return r;
   cddp__close_fd(&s->fd);
   if (r == CDDP_NETWORK && q->code == CDDP__ADD)
     cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", q->keys[0]);
   return cddp__store_failed(s, r);
 }
 
-/* The timeout of a WAIT that was sent: takes it back, and names the first key that is missing, by
-   CHECKs of the first half, and so on. A 0 before the 1 means that the keys just came. */
+/* After a wait that took too long: names the first key that is missing, found by a CHECK of all,
+   of the first half, and so on. */
 static cddp_result cddp__wait_timed_out(cddp_store *s, const char *const *keys, int count) {
   cddp__request q = cddp__request_of(CDDP__CHECK, keys, count);
-  unsigned char byte = CDDP__CANCEL_WAIT;
-  double soon = cddp__now() + 5;
   int low = 0, high = count; /* the first low keys exist, the first high do not all */
-  cddp_result r = cddp__send_all(s->fd, &byte, 1, soon);
-  for (byte = 0; r == CDDP_OK && byte == 0;) r = cddp__recv_all(s->fd, &byte, 1, soon);
-  if (byte != 1) cddp__close_fd(&s->fd);
-  r = cddp__ask(s, &q, cddp__now() + 5);
+  cddp_result r = cddp__ask(s, &q, cddp__now() + 5);
   if (r == CDDP_OK && q.number == 0) r = cddp__fail(CDDP_TIMEOUT, "it came just after");
   while (r == CDDP_OK && high - low > 1) {
     q.count = low + (high - low) / 2;
@@ -4030,7 +4022,8 @@ static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadl
   cddp_result r;
   pthread_mutex_lock(&s->lock);
   r = cddp__ask(s, q, deadline > 0 ? deadline : cddp__now() + s->timeout_s);
-  if (r == CDDP_TIMEOUT && s->fd >= 0) r = cddp__wait_timed_out(s, q->keys, q->count);
+  if (r == CDDP_TIMEOUT && q->code == CDDP__WAIT && q->count > 0)
+    r = cddp__wait_timed_out(s, q->keys, q->count);
   if (r == CDDP_OK && cddp__commands[q->code].answer == CDDP__STRING) {
     reply = cddp__buffer_span(&s->bytes);
     q->equal = cddp__span_equal(reply, q->values[1]);
