@@ -201,6 +201,23 @@ resume() {
   same_loss 1
 }
 
+# One hash on any number of ranks, and after a checkpoint in the middle; the loss falls.
+gpt() {
+  local small=(--shards 3 --batch 2 --context 24 --layers 2 --heads 2 --channels 32 --sample 40) ranks
+  build gpt
+  run ./gpt -n 2 "${small[@]}" --steps 40 --text examples/data/shakespeare.txt --plot loss.svg
+  grep -a -o 'weights [0-9a-f]*' "$work/out" >"$work/hash" || fail "no hash"
+  grep -q '<polyline' loss.svg || fail "no curve in loss.svg"
+  awk '/loss/ { sub(/.*loss /, ""); exit !($1 > 1 && $1 < 4) }' "$work/out" || fail "the loss did not fall from 5.5"
+  for ranks in 1 3; do
+    run ./gpt -n $ranks "${small[@]}" --steps 40
+    expect 1 "^$ranks ranks, $(cat "$work/hash")\$"
+  done
+  run ./gpt -n 3 "${small[@]}" --steps 40 --stop 25 --save half.safetensors
+  run ./gpt -n 2 "${small[@]}" --steps 40 --resume half.safetensors
+  expect 1 "^2 ranks, $(cat "$work/hash")\$"
+}
+
 same_loss() { # RANKS: the losses in out are those of the same epochs in whole
   sed -n 's/^epoch *\([0-9]*\).*loss/\1/p' "$work/out" >"$work/part"
   [ "$(wc -l <"$work/part")" -ge 1 ] || fail "no epoch was left after the kill"
@@ -315,6 +332,6 @@ no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
 }
 
 case ${1:-} in
-toy | linear | collectives | embedding | data_parallel | model_parallel | digits | cddptrace | cddprun | gpu) "$1" ;;
+toy | linear | collectives | embedding | data_parallel | model_parallel | digits | gpt | cddptrace | cddprun | gpu) "$1" ;;
 *) fail "usage: $0 NAME" ;;
 esac

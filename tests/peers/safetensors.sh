@@ -25,8 +25,10 @@ static int step(cddp_group *g, void *path) {
   float w[15] = {0};
   cddp_param p = {"layer.weight", w, NULL, 15, CDDP_F32};
   cddp_shape shape = {2, {3, 5}};
-  cddp_sgd_desc o = {0.5, 0.9, 0, 0, false, false, false, NULL};
-  cddp_checkpoint_desc d = {&shape, NULL, NULL, NULL, 0, NULL, 0, false};
+  cddp_sgd_desc o = {0};
+  o.lr = 0.5, o.momentum = 0.9;
+  cddp_checkpoint_desc d = {0};
+  d.shapes = &shape;
   cddp_ddp *ddp;
   TRY(cddp_ddp_create(&ddp, g, &p, 1, NULL) || cddp_sgd_create(&d.optim, &p, 1, &o));
   for (int s = 0; s < 2; s++) {
@@ -39,7 +41,8 @@ static int step(cddp_group *g, void *path) {
 static int again(const char *in, const char *out) {
   static cddp_param p[16];
   static cddp_shape shapes[16];
-  cddp_checkpoint_desc d = {shapes, NULL, NULL, NULL, 0, NULL, 0, false};
+  cddp_checkpoint_desc d = {0};
+  d.shapes = shapes;
   cddp_safetensors *f;
   cddp_tensor_info t;
   int i, k, n;
@@ -61,7 +64,8 @@ static int copy(const char *in, const char *out, bool bf16) {
   cddp_param p[8];
   cddp_metadata m = {"note", NULL};
   char text[100];
-  cddp_checkpoint_desc d = {NULL, NULL, NULL, &m, 1, text, sizeof text, false};
+  cddp_checkpoint_desc d = {0};
+  d.metadata = &m, d.metadata_count = 1, d.text = text, d.text_size = sizeof text;
   for (int i = 0; i < 8; i++) {
     cddp_param one = {names[i], data[i], NULL, 15, (cddp_dtype)i};
     cddp_shape shape = {2, {3, 5}}, flat = {1, {15}};
