@@ -399,17 +399,28 @@ CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: buc
    to call instead of cudaStreamSynchronize. On the CPU: when asynchronous collectives are done. */
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
 
-/* Device code for SGD, clipping and compression, registered by cddp_kernels.cuh before main when
-   one .cu file of the program includes it. Segments are in host memory, the caller's again after
+/* Device code for optimizers, clipping and compression, registered by cddp_kernels.cuh before main
+   when one .cu file of the program includes it. Segments are in host memory, the caller's again after
    the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being
    success. */
 typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   void *data;     /* weights; NULL where not needed */
   void *grad;
-  void *momentum; /* NULL: none */
+  void *momentum; /* AdamW: exp_avg; NULL: none */
   size_t count;   /* elements */
 } cddp_segment;
 typedef struct cddp_sgd_desc cddp_sgd_desc;
+typedef struct cddp_adamw_step { /* of AdamW's step number t, from 1 */
+  double step;   /* -lr / (1 - beta1^t) */
+  double decay;  /* 1 - lr * weight_decay */
+  double lerp;   /* 1 - beta1 */
+  double keep;   /* beta2 */
+  double take;   /* 1 - beta2 */
+  double root;   /* sqrt(1 - beta2^t) */
+  double eps;
+  bool maximize, amsgrad;
+  size_t stride; /* bytes from exp_avg to exp_avg_sq, and from there to max_exp_avg_sq */
+} cddp_adamw_step;
 enum {
   CDDP_SGD_FIRST = 1, /* momentum has no value yet */
   CDDP_SGD_ZERO = 2   /* then grad = 0 */
@@ -421,6 +432,8 @@ typedef struct cddp_kernels {
   /* The gradient is grad * factor, rounded to dtype. */
   int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
              double factor, unsigned flags, void *stream);
+  int (*adamw)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_adamw_step *rule,
+               double factor, unsigned flags, void *stream); /* F32, F64 */
   /* copies[i][count] = data of segment i, f32, as f16 or bf16 */
   int (*copies)(const cddp_segment *s, void *const *copies, int n, cddp_dtype copy_dtype,
                 void *stream);
@@ -11558,6 +11571,9 @@ typedef struct cddp__algorithm {
   /* Steps a block of n elements, all of them in the type of the arithmetic. */
   void (*block)(const cddp__update *u, void *weights, const void *gradient, void *const *states,
                 size_t n);
+  /* Steps n segments on a device, of parameters whose step is that of parameter i. */
+  int (*launch)(const cddp_optim *o, int i, const cddp_kernels *k, const cddp_segment *segments,
+                int n, double factor, unsigned flags, void *stream);
 } cddp__algorithm;
 
 struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_ddp_step */
@@ -11580,6 +11596,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   void *flat;                         /* their states in one piece; NULL: none */
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
   double *lr_scales, *weight_decays;  /* [count] */
+  bool *launched;                     /* [count] scratch of a step on a device */
 };
 
 /* One step of one parameter. */
@@ -11667,8 +11684,23 @@ static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void 
   cddp__sgd_add(u, p, p, d, n, s->step);
 }
 
-static const cddp__algorithm cddp__sgd = {
-    "SGD", {"momentum_buffer", NULL, NULL}, false, false, cddp__sgd_begin, cddp__sgd_block};
+static int cddp__sgd_launch(const cddp_optim *o, int i, const cddp_kernels *k,
+                            const cddp_segment *segments, int n, double factor, unsigned flags,
+                            void *stream) {
+  cddp_sgd_desc d;
+  memset(&d, 0, sizeof d);
+  d.lr = o->desc.lr * o->lr_scales[i];
+  d.momentum = o->desc.momentum;
+  d.dampening = o->desc.dampening;
+  d.weight_decay = o->weight_decays[i];
+  d.nesterov = o->desc.nesterov;
+  d.maximize = o->desc.maximize;
+  if (o->states > 0 && o->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
+  return k->sgd(segments, n, o->params[i].dtype, &d, factor, flags, stream);
+}
+
+static const cddp__algorithm cddp__sgd = {"SGD", {"momentum_buffer", NULL, NULL}, false, false,
+                                          cddp__sgd_begin, cddp__sgd_block, cddp__sgd_launch};
 
 /* --- AdamW --- */
 
@@ -11700,12 +11732,30 @@ static void cddp__adamw_block(const cddp__update *u, void *weights, const void *
   u->kernels[u->dtype].adamw(weights, gradient, states, n, &u->scalars);
 }
 
-static const cddp__algorithm cddp__adamw = {"AdamW",
-                                            {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-                                            true,
-                                            true,
-                                            cddp__adamw_begin,
-                                            cddp__adamw_block};
+static int cddp__adamw_launch(const cddp_optim *o, int i, const cddp_kernels *k,
+                              const cddp_segment *segments, int n, double factor, unsigned flags,
+                              void *stream) {
+  cddp__update u;
+  cddp_adamw_step a;
+  memset(&u, 0, sizeof u);
+  u.kernels = cddp__pick_kernels();
+  cddp__adamw_begin(o, i, &u);
+  a.step = u.scalars.step;
+  a.decay = u.scalars.decay;
+  a.lerp = u.scalars.lerp;
+  a.keep = u.scalars.keep;
+  a.take = u.scalars.take;
+  a.root = u.scalars.root;
+  a.eps = u.scalars.eps;
+  a.maximize = o->desc.maximize;
+  a.amsgrad = o->desc.amsgrad;
+  a.stride = (size_t)((char *)o->state[o->count + i] - (char *)o->state[i]);
+  return k->adamw(segments, n, o->params[i].dtype, &a, factor, flags, stream);
+}
+
+static const cddp__algorithm cddp__adamw = {
+    "AdamW", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, true, true,
+    cddp__adamw_begin, cddp__adamw_block, cddp__adamw_launch};
 
 /* --- a step of a piece of a parameter, whatever the optimizer --- */
 
@@ -12122,7 +12172,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
   o = (cddp_optim *)cddp__calloc(
-      a, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float)) + pointers * sizeof(void *));
+      a, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + sizeof(bool)) +
+                pointers * sizeof(void *));
   if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
   if (a != NULL) o->allocator = *a;
   o->params = params;
@@ -12134,6 +12185,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   o->weight_decays = o->lr_scales + n;
   o->state = (void **)(void *)(o->weight_decays + n);
   o->steps = (float *)(void *)(o->state + pointers);
+  o->launched = (bool *)(void *)(o->steps + n);
   if (d->copies != NULL)
     o->copies = (void **)memcpy(o->state + n * (size_t)states, d->copies, n * sizeof *o->copies);
   for (i = 0; i < count; i++) {
@@ -14023,52 +14075,52 @@ static void *cddp__device_gradient(const cddp_optim *s, const cddp_ddp *d, int i
   return d->arena + (cddp__sparse_of(d, i) != NULL ? d->tensors[i].dense : d->tensors[i].offset);
 }
 
-static cddp_sgd_desc cddp__sgd_rule(const cddp_optim *s) {
-  cddp_sgd_desc d;
-  memset(&d, 0, sizeof d);
-  d.lr = s->desc.lr;
-  d.momentum = s->desc.momentum;
-  d.dampening = s->desc.dampening;
-  d.weight_decay = s->desc.weight_decay;
-  d.nesterov = s->desc.nesterov;
-  d.maximize = s->desc.maximize;
-  return d;
+/* Whether one launch can update parameters i and j. d: as below. */
+static bool cddp__same_launch(const cddp_optim *s, const cddp_ddp *d, int i, int j) {
+  bool steps = s->algorithm->counts ? s->steps[i] == s->steps[j]
+                                    : (s->steps[i] == 0) == (s->steps[j] == 0);
+  return steps && s->params[i].dtype == s->params[j].dtype &&
+         s->lr_scales[i] == s->lr_scales[j] && s->weight_decays[i] == s->weight_decays[j] &&
+         (d == NULL || (cddp__sparse_of(d, i) == NULL) == (cddp__sparse_of(d, j) == NULL));
 }
 
-/* Updates all weights of this rank: a launch for each dtype, and one more for parameters without
-   momentum yet or with gradients that are rows. d: in cddp_ddp_step, whose gradients lie in the
-   arena, those that are rows as means; else NULL. */
+/* Updates all weights of this rank: a launch for all parameters of the same dtype and settings that
+   have taken as many steps. d: in cddp_ddp_step, whose gradients lie in the arena, those that are
+   rows as means; else NULL. */
 static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigned flags,
                                        cddp_segment *segments, cudaStream_t stream) {
   bool capturing = cddp__capturing(stream);
-  const cddp_sgd_desc rule = cddp__sgd_rule(s);
   const cddp_kernels *k;
-  cddp_result r = cddp__need_kernels(&k, "SGD");
-  int kind, i, n;
-  for (kind = 0; r == CDDP_OK && kind < 4 * CDDP__TRAINED; kind++) {
-    cddp_dtype dtype = (cddp_dtype)(kind >> 2);
-    unsigned first = kind & 1 ? (unsigned)CDDP_SGD_FIRST : 0u;
-    bool rows = (kind & 2) != 0;
-    if (rows && (d == NULL || d->sparse == NULL)) continue;
-    for (n = 0, i = s->count - 1; i >= 0; i--) { /* ascending in a cddp_ddp's arena */
-      const cddp_param *p = &s->params[i];
-      if (p->dtype != dtype || cddp__optim_skips(s, i)) continue;
-      if (d != NULL && rows != (cddp__sparse_of(d, i) != NULL)) continue;
-      if ((first != 0) != (s->states > 0 && s->steps[i] == 0)) continue;
-      segments[n].data = p->data;
-      segments[n].grad = cddp__device_gradient(s, d, i);
-      segments[n].momentum = s->states > 0 ? s->state[i] : NULL;
-      segments[n++].count = p->count;
-    }
-    if (n > 0 && capturing && first != 0)
+  cddp_result r = cddp__need_kernels(&k, s->algorithm->name);
+  int i, j, n, left = 0;
+  for (i = 0; i < s->count; i++) {
+    s->launched[i] = cddp__optim_skips(s, i);
+    left += !s->launched[i];
+  }
+  for (i = s->count - 1; r == CDDP_OK && left > 0; i--) { /* ascending in a cddp_ddp's arena */
+    bool mean = d != NULL && cddp__sparse_of(d, i) == NULL; /* to be made from the sum */
+    if (s->launched[i]) continue;
+    if (capturing && s->algorithm->counts)
+      return cddp__fail(CDDP_UNSUPPORTED, "a CUDA graph would repeat the numbers of one step of %s",
+                        s->algorithm->name);
+    if (capturing && s->states > 0 && s->steps[i] == 0)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "take two steps before you capture one in a CUDA graph: the first starts "
                         "momentum");
-    if (n > 0)
-      r = cddp__kernel_result(k->sgd(segments, n, dtype, &rule,
-                                     d != NULL && !rows ? cddp__mean_factor(d, dtype) : 1,
-                                     flags | first, (void *)stream),
-                              "SGD's kernel");
+    for (n = 0, j = i; j >= 0; j--) {
+      if (s->launched[j] || !cddp__same_launch(s, d, i, j)) continue;
+      segments[n].data = s->params[j].data;
+      segments[n].grad = cddp__device_gradient(s, d, j);
+      segments[n].momentum = s->states > 0 ? s->state[j] : NULL;
+      segments[n++].count = s->params[j].count;
+      s->launched[j] = true;
+    }
+    left -= n;
+    r = cddp__kernel_result(
+        s->algorithm->launch(s, i, k, segments, n,
+                             mean ? cddp__mean_factor(d, s->params[i].dtype) : 1, flags,
+                             (void *)stream),
+        "the optimizer's kernel");
   }
   return r;
 }
@@ -14226,8 +14278,6 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
-  if (s->algorithm->counts || s->desc.lr_scales != NULL || s->desc.weight_decays != NULL)
-    return cddp__fail(CDDP_UNSUPPORTED, "on a GPU there is SGD, with the same settings for all");
   s->backend = &cddp__device_optim;
   if (s->states == 0) return CDDP_OK;
   return cddp__states_alloc(s); /* zeroed before any stream steps */

@@ -11,7 +11,7 @@
        #define CDDP_KERNELS_IMPLEMENTATION
        #include "cddp_kernels.cuh"
 
-   Nothing else is needed for SGD, clipping and compression in cddp.h on a GPU: the table of these
+   Nothing else is needed for optimizers, clipping and compression in cddp.h: the table of these
    kernels registers itself before main. Other files may include this one for the functions below;
    they can be called from C++ compiled by nvcc or not. Define CDDP_KERNELS_NO_CUBLAS to leave out
    the linear layer and -lcublas.
@@ -35,7 +35,7 @@
    double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED
    to it, so that a loop reads it back once an epoch; zero it with cudaMemsetAsync.
 
-   CONTENTS  >>declarations  >>primitives  >>segments (SGD, scale)  >>sums  >>arrays
+   CONTENTS  >>declarations  >>primitives  >>segments (SGD, AdamW, scale)  >>sums  >>arrays
              >>layers  >>table */
 
 #ifndef CDDP_KERNELS_CUH
@@ -72,6 +72,10 @@ cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const 
 cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, const cddp_sgd_desc *rule, unsigned flags,
                                  cudaStream_t stream);
+/* One step of AdamW on all segments, f32 or f64, with the bits of cddp_optim_step. flags:
+   CDDP_SGD_ZERO. */
+cudaError_t cddp_cuda_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
+                            const cddp_adamw_step *rule, unsigned flags, cudaStream_t stream);
 /* copies[i][count] = segment i's weights, f32, as f16 or bf16; its grad may be NULL. */
 cudaError_t cddp_cuda_copies(const cddp_segment *s, void *const *copies, int n,
                              cddp_dtype copy_dtype, cudaStream_t stream);
@@ -184,6 +188,13 @@ static __device__ double cddp__cu_fma(double a, double b, double c) { return __f
 static __device__ float cddp__cu_mul(float a, float b) { return __fmul_rn(a, b); }
 static __device__ double cddp__cu_mul(double a, double b) { return __dmul_rn(a, b); }
 static __device__ float cddp__cu_add(float a, float b) { return __fadd_rn(a, b); }
+static __device__ double cddp__cu_add(double a, double b) { return __dadd_rn(a, b); }
+static __device__ float cddp__cu_sub(float a, float b) { return __fsub_rn(a, b); }
+static __device__ double cddp__cu_sub(double a, double b) { return __dsub_rn(a, b); }
+static __device__ float cddp__cu_div(float a, float b) { return __fdiv_rn(a, b); }
+static __device__ double cddp__cu_div(double a, double b) { return __ddiv_rn(a, b); }
+static __device__ float cddp__cu_sqrt(float a) { return __fsqrt_rn(a); }
+static __device__ double cddp__cu_sqrt(double a) { return __dsqrt_rn(a); }
 
 /* What a thread moves at once. */
 template <typename T, size_t N> struct alignas(sizeof(T) * N) cddp__cu_pack { T v[N]; };
@@ -263,6 +274,13 @@ struct cddp__cu_each {
   cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
 };
 
+/* Elements i .. i + N of a piece. An operation on more arrays than these has one of its own. */
+template <size_t N, typename T, typename Op>
+static __device__ void cddp__cu_apply(const Op &op, const cddp__cu_piece &, size_t, T *d, T *g,
+                                      T *m) {
+  CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[k], g[k], m[k]);
+}
+
 /* Pack i of N elements. */
 template <size_t N, typename T, typename Op>
 static __device__ void cddp__cu_do_pack(const cddp__cu_piece &p, size_t i, const Op &op) {
@@ -271,7 +289,7 @@ static __device__ void cddp__cu_do_pack(const cddp__cu_piece &p, size_t i, const
   if (Op::READS & CDDP__CU_DATA) d = ((const pack *)p.data)[i];
   if (Op::READS & CDDP__CU_GRAD) g = ((const pack *)p.grad)[i];
   if (Op::READS & CDDP__CU_MOMENTUM) m = ((const pack *)p.momentum)[i];
-  CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d.v[k], g.v[k], m.v[k]);
+  cddp__cu_apply<N>(op, p, i * N, d.v, g.v, m.v);
   if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d;
   if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g;
   if (Op::WRITES & CDDP__CU_MOMENTUM) ((pack *)p.momentum)[i] = m;
@@ -293,7 +311,7 @@ static __device__ void cddp__cu_do_chunk(const cddp__cu_piece &p, size_t at, con
   }
   CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
     size_t i = first + (size_t)u * CDDP__CU_THREADS;
-    CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[u].v[k], g[u].v[k], m[u].v[k]);
+    cddp__cu_apply<N>(op, p, i * N, d[u].v, g[u].v, m[u].v);
     if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
     if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g[u];
     if (Op::WRITES & CDDP__CU_MOMENTUM) ((pack *)p.momentum)[i] = m[u];
@@ -571,6 +589,86 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
     return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16>>(s, copies, n, rule, 1,
                                                                           flags, stream);
   return cudaErrorInvalidValue;
+}
+
+/* AdamW, as CDDP__ADAMW_STEP of cddp.h has it. MOST: amsgrad. */
+template <typename T, int OUT, bool MOST> struct cddp__cu_adamw_op : cddp__cu_no_copy {
+  enum {
+    READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM,
+    WRITES = CDDP__CU_DATA | CDDP__CU_MOMENTUM | OUT
+  };
+  T factor, step, decay, lerp, keep, take, root, eps;
+  bool near;
+  size_t stride;
+  __device__ void begin() {}
+  __device__ void one(T &x, T &grad, T &a, T &b, T &most) const {
+    T v = cddp__cu_mul(grad, factor), w;
+    a = cddp__cu_fma(lerp, cddp__cu_sub(v, a), near ? a : v);
+    b = cddp__cu_fma(cddp__cu_mul(take, v), v, cddp__cu_mul(b, keep));
+    if (MOST) most = most > b || most != most ? most : b;
+    w = cddp__cu_add(cddp__cu_div(cddp__cu_sqrt(MOST ? most : b), root), eps);
+    x = cddp__cu_add(cddp__cu_mul(x, decay), cddp__cu_div(cddp__cu_mul(step, a), w));
+    if (OUT & CDDP__CU_GRAD) grad = 0;
+  }
+};
+
+template <size_t N, typename T, int OUT, bool MOST>
+static __device__ void cddp__cu_apply(const cddp__cu_adamw_op<T, OUT, MOST> &op,
+                                      const cddp__cu_piece &p, size_t i, T *d, T *g, T *m) {
+  typedef cddp__cu_pack<T, N> pack;
+  pack *square = (pack *)(void *)(p.momentum + op.stride + i * sizeof(T));
+  pack *most = (pack *)(void *)(p.momentum + 2 * op.stride + i * sizeof(T));
+  pack b = *square, c = b;
+  if (MOST) c = *most;
+  CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.one(d[k], g[k], m[k], b.v[k], c.v[k]);
+  *square = b;
+  if (MOST) *most = c;
+}
+
+template <typename T, int OUT, bool MOST>
+static cudaError_t cddp__cu_adamw_as(const cddp_segment *s, int n, const cddp_adamw_step *rule,
+                                     double factor, cudaStream_t stream) {
+  cddp__cu_adamw_op<T, OUT, MOST> op = {};
+  op.factor = (T)(rule->maximize ? -factor : factor);
+  op.step = (T)rule->step;
+  op.decay = (T)rule->decay;
+  op.lerp = (T)rule->lerp;
+  op.near = op.lerp < (T)0.5;
+  if (!op.near) op.lerp -= (T)1;
+  op.keep = (T)rule->keep;
+  op.take = (T)rule->take;
+  op.root = (T)rule->root;
+  op.eps = (T)rule->eps;
+  op.stride = rule->stride;
+  return cddp__cu_segments<T>(s, NULL, n, op, stream);
+}
+
+template <typename T>
+static cudaError_t cddp__cu_adamw_typed(const cddp_segment *s, int n, const cddp_adamw_step *rule,
+                                        double factor, unsigned flags, cudaStream_t stream) {
+  const int G = CDDP__CU_GRAD;
+  bool grad = (flags & CDDP_SGD_ZERO) != 0;
+  if (rule->amsgrad)
+    return grad ? cddp__cu_adamw_as<T, G, true>(s, n, rule, factor, stream)
+                : cddp__cu_adamw_as<T, 0, true>(s, n, rule, factor, stream);
+  return grad ? cddp__cu_adamw_as<T, G, false>(s, n, rule, factor, stream)
+              : cddp__cu_adamw_as<T, 0, false>(s, n, rule, factor, stream);
+}
+
+static cudaError_t cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
+                                  const cddp_adamw_step *rule, double factor, unsigned flags,
+                                  cudaStream_t stream) {
+  if (rule == NULL || rule->stride % 16 != 0 || !cddp__cu_segments_ok(s, n, true, true))
+    return cudaErrorInvalidValue;
+  return dtype == CDDP_F32   ? cddp__cu_adamw_typed<float>(s, n, rule, factor, flags, stream)
+         : dtype == CDDP_F64 ? cddp__cu_adamw_typed<double>(s, n, rule, factor, flags, stream)
+                             : cudaErrorInvalidValue;
+}
+
+extern "C" cudaError_t cddp_cuda_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
+                                       const cddp_adamw_step *rule, unsigned flags,
+                                       cudaStream_t stream) {
+  return cddp__cu_adamw(s, n, dtype, rule, 1, flags, stream);
 }
 
 template <typename H> struct cddp__cu_copy_op : cddp__cu_half_copy<H> {
@@ -1034,6 +1132,11 @@ static int cddp__cu_table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                            void *stream) {
   return (int)cddp__cu_sgd(s, n, dtype, rule, factor, flags, (cudaStream_t)stream);
 }
+static int cddp__cu_table_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
+                                const cddp_adamw_step *rule, double factor, unsigned flags,
+                                void *stream) {
+  return (int)cddp__cu_adamw(s, n, dtype, rule, factor, flags, (cudaStream_t)stream);
+}
 static int cddp__cu_table_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, void *stream) {
   return (int)cddp_cuda_copies(s, copies, n, copy_dtype, (cudaStream_t)stream);
@@ -1061,14 +1164,20 @@ static int cddp__cu_table_load(void) {
   cddp_segment s = {room, room, room, 1};
   void *copy = room;
   cddp_sgd_desc rule;
+  cddp_adamw_step adamw;
   int e = 0;
   memset((void *)&rule, 0, sizeof rule);
+  memset((void *)&adamw, 0, sizeof adamw);
   cddp__cu_loads = true;
   for (int t = CDDP_F32; t <= CDDP_BF16; t++) {
     cddp_dtype dtype = (cddp_dtype)t;
     for (unsigned k = 0; k < 8; k++) { /* flags, with momentum and without */
       rule.momentum = k / 4;
       e |= cddp__cu_sgd(&s, 1, dtype, &rule, 1, k % 4, NULL);
+    }
+    for (unsigned k = 0; dtype <= CDDP_F64 && k < 4; k++) { /* with zeroing, with amsgrad */
+      adamw.amsgrad = k / 2 != 0;
+      e |= cddp__cu_adamw(&s, 1, dtype, &adamw, 1, k % 2 != 0 ? (unsigned)CDDP_SGD_ZERO : 0u, NULL);
     }
     for (int to = CDDP_F32; to <= CDDP_BF16; to++)
       e |= cddp_cuda_convert(room, (cddp_dtype)to, room, dtype, 1, NULL);
@@ -1084,8 +1193,9 @@ static int cddp__cu_table_load(void) {
 
 static const cddp_kernels cddp__cu_table = {
     CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_load,
-    cddp__cu_table_sgd,     cddp__cu_table_copies,   cddp__cu_table_convert,
-    cddp__cu_table_squares, cddp__cu_table_factor,   cddp__cu_table_scale};
+    cddp__cu_table_sgd,     cddp__cu_table_adamw,    cddp__cu_table_copies,
+    cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor,
+    cddp__cu_table_scale};
 
 static struct cddp__cu_registers {
   cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }

@@ -136,6 +136,75 @@ static void test_sgd(void) {
       }
 }
 
+static void compare_close(const double *a, const double *b, size_t n) {
+  size_t bad = 0;
+  for (size_t i = 0; i < n; i++) bad += !(fabs(a[i] - b[i]) <= 1e-12 * (1 + fabs(b[i])));
+  CHECK_EQ(bad, 0);
+}
+
+/* Four steps of AdamW on a parameter of n elements; the weights' bits are cddp_optim_step's. */
+static void compare_adamw(cddp_dtype t, size_t n, size_t shift, int kind, unsigned flags) {
+  size_t bytes = n * size_of(t), move = shift * size_of(t), each = (bytes + move + 15) / 16 * 16;
+  std::vector<char> w = random_bytes(t, n), g(bytes);
+  array<char> dw(w, move), dg(bytes, move), states(3 * each, move);
+  cddp_adamw_desc d;
+  cddp_adamw_step a;
+  cddp_param p = {"w", w.data(), g.data(), n, t};
+  cddp_optim *o;
+  memset((void *)&d, 0, sizeof d);
+  memset((void *)&a, 0, sizeof a);
+  d.lr = 0.1;
+  d.weight_decay = kind == 0 ? 0 : 0.01;
+  d.beta1 = kind == 3 ? 0.25 : 0.9;
+  d.beta2 = 0.95;
+  d.eps = 1e-6;
+  a.amsgrad = d.amsgrad = kind >= 2;
+  a.maximize = d.maximize = kind == 1;
+  a.decay = 1 - d.lr * d.weight_decay;
+  a.lerp = 1 - d.beta1;
+  a.keep = d.beta2;
+  a.take = 1 - d.beta2;
+  a.eps = d.eps;
+  a.stride = each;
+  CHECK_OK(cddp_adamw_create(&o, &p, 1, &d));
+  CUDA(cudaMemsetAsync(states.p(), 0, 3 * each, stream));
+  double power1 = 1, power2 = 1;
+  for (int step = 0; step < 4; step++) {
+    cddp_segment s = {dw.p(), dg.p(), states.p(), n};
+    std::vector<char> fresh = random_bytes(t, n);
+    power1 *= d.beta1, power2 *= d.beta2;
+    a.step = -d.lr / (1 - power1);
+    a.root = sqrt(1 - power2);
+    memcpy(g.data(), fresh.data(), bytes);
+    dg.put(fresh);
+    CHECK_OK(cddp_optim_step(o));
+    CUDA(cddp_cuda_adamw(&s, 1, t, &a, flags, stream));
+    if (t == CDDP_F32) CHECK(dw.get() == w); /* f64 has all bits of 1 - beta^t */
+    else compare_close((const double *)(const void *)dw.get().data(), (const double *)p.data, n);
+    fresh = dg.get();
+    if ((flags & CDDP_SGD_ZERO) != 0) CHECK(fresh == std::vector<char>(bytes));
+    else CHECK(fresh == g);
+  }
+  states.get();
+  cddp_optim_destroy(o);
+}
+
+static void test_adamw(void) {
+  static const size_t sizes[] = {1, 3, 1023, 4096, 8195, 20001};
+  cddp_segment s = {NULL, NULL, NULL, 0};
+  cddp_adamw_step a;
+  memset((void *)&a, 0, sizeof a);
+  for (int t = 0; t < 2; t++)
+    for (int kind = 0; kind < 4; kind++)
+      for (int i = 0; i < 6; i++)
+        compare_adamw((cddp_dtype)t, sizes[i], (size_t)(i + kind) % 4, kind,
+                      (i + kind) % 2 == 0 ? 0u : (unsigned)CDDP_SGD_ZERO);
+  CUDA(cddp_cuda_adamw(&s, 1, CDDP_F32, &a, 0, stream));
+  CHECK_EQ((int)cddp_cuda_adamw(&s, 1, CDDP_F16, &a, 0, stream), (int)cudaErrorInvalidValue);
+  s.count = 1; /* without memory */
+  CHECK_EQ((int)cddp_cuda_adamw(&s, 1, CDDP_F32, &a, 0, stream), (int)cudaErrorInvalidValue);
+}
+
 static void test_many_segments(void) { /* more than a launch takes; some empty, some unaligned */
   enum { COUNT = 150 };
   std::vector<float> w = floats(COUNT * 41, 1), g = floats(COUNT * 41, 1);
@@ -522,6 +591,7 @@ int main(void) {
   CUDA(cudaMalloc((void **)&stats, 16));
   CUDA(cudaMemsetAsync(stats, 0, 16, stream));
   RUN(test_sgd);
+  RUN(test_adamw);
   RUN(test_many_segments);
   RUN(test_copies);
   RUN(test_copies_alone);

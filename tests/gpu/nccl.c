@@ -450,6 +450,7 @@ typedef struct plan {
       steps_a_mode; /* every so many steps the other of wait and step is used; 0: step only */
   double cap_mb, clip;
   bool given_grads, unused, graph, no_momentum, buffers;
+  bool adamw, amsgrad, groups; /* groups: some parameters have settings of their own */
   cddp_comm_hook hook;
   bool cpu; /* the reference: host memory, on the CPU backend */
   bool nosync;
@@ -629,6 +630,32 @@ static void check_copy(const plan *p, cddp_group *g, const void *copy, const cha
   free(host);
 }
 
+/* rule: for SGD; AdamW takes what it says too. */
+static cddp_optim *plan_optim(const plan *p, cddp_param *params, cddp_sgd_desc *rule) {
+  static const double scales[PARAMS] = {1, 0.5, 1, 1, 2, 0}, decays[PARAMS] = {0.1, 0, 0, 0.1, 0};
+  cddp_optim *s = NULL;
+  cddp_adamw_desc a;
+  if (p->groups) rule->lr_scales = scales, rule->weight_decays = decays;
+  if (!p->adamw) {
+    CHECK_OK(cddp_sgd_create(&s, params, PARAMS, rule));
+    return s;
+  }
+  memset(&a, 0, sizeof a);
+  a.lr = 0.01;
+  a.eps = 1e-3; /* what is rounded otherwise in a small gradient makes no other step */
+  a.beta2 = 0.98;
+  a.weight_decay = rule->weight_decay;
+  a.amsgrad = p->amsgrad;
+  a.ddp = rule->ddp;
+  a.stream = rule->stream;
+  a.copies = rule->copies;
+  a.copy_dtype = rule->copy_dtype;
+  a.lr_scales = rule->lr_scales;
+  a.weight_decays = rule->weight_decays;
+  CHECK_OK(cddp_adamw_create(&s, params, PARAMS, &a));
+  return s;
+}
+
 static int train(cddp_group *g, void *arg) {
   const plan *p = (const plan *)arg;
   cddp_param params[PARAMS], buffer;
@@ -664,7 +691,7 @@ static int train(cddp_group *g, void *arg) {
   if (p->unused || p->sparse) rule.ddp = d;
   rule.stream = stream;
   plan_copies(p, params, copies, &rule);
-  CHECK_OK(cddp_sgd_create(&s, params, PARAMS, &rule));
+  if ((s = plan_optim(p, params, &rule)) == NULL) return 1;
   if (p->graph && !p->cpu)
     plan_graph(p, d, s, params, g);
   else
@@ -850,7 +877,7 @@ static void test_uneven_and_sparse(void) {
 static char file_a[300], file_b[300], file_c[300];
 
 static bool same_files(const char *kept, const char *made) {
-  static char a[1 << 17], b[1 << 17];
+  static char a[1 << 18], b[1 << 18];
   FILE *f[2];
   size_t n[2] = {0, 1};
   f[0] = fopen(kept, "rb");
@@ -966,6 +993,67 @@ static void test_checkpoints(void) {
   if (!RANKS_TSAN) check_resume(&p, 2, "cpu");
   CHECK_OK(run(failing_files, NULL, 2, NULL));
   unlink(file_a);
+}
+
+static int captured_adamw(cddp_group *g, void *arg) {
+  plan p;
+  cddp_param params[PARAMS];
+  cddp_adamw_desc a;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cudaStream_t stream = NULL;
+  cudaGraph_t graph = NULL;
+  int step;
+  (void)arg;
+  memset(&p, 0, sizeof p);
+  memset(&a, 0, sizeof a);
+  a.lr = 0.1;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  cddp_set_stream(g, stream);
+  plan_params(&p, params, 0);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_OK(cddp_ddp_create(&d, g, params, PARAMS, NULL));
+  CHECK_OK(cddp_adamw_create(&s, params, PARAMS, &a));
+  for (step = 0; step < 2; step++) plan_step(&p, d, s, params, g, step);
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+  plan_backward(&p, d, params, g, 2);
+  CHECK_IS(cddp_ddp_step(d, s), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "AdamW") != NULL);
+  (void)cudaStreamEndCapture(stream, &graph);
+  if (graph != NULL) cudaGraphDestroy(graph);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+static void test_adamw(void) {
+  const char *tmp = getenv("TMPDIR");
+  plan p;
+  int i;
+  snprintf(file_a, sizeof file_a, "%.250s/cddp-nccl-%d.a", tmp ? tmp : "/tmp", (int)getpid());
+  snprintf(file_b, sizeof file_b, "%.250s/cddp-nccl-%d.b", tmp ? tmp : "/tmp", (int)getpid());
+  for (i = 0; i < 8; i++) {
+    memset(&p, 0, sizeof p);
+    p.adamw = i != 7;
+    p.steps = 5;
+    p.cap_mb = 0.02;
+    p.last = i % 2 == 1 ? CDDP_F64 : CDDP_F32;
+    p.amsgrad = i % 3 == 1;
+    p.groups = i >= 4;
+    p.given_grads = i % 4 == 1;
+    p.steps_a_mode = i % 4 == 2;
+    p.unused = i == 3 || i == 5;
+    p.uneven = i == 6;
+    check_plan(&p, 1 + i % 3, i == 4 ? "cpu" : NULL);
+  }
+  memset(&p, 0, sizeof p);
+  p.adamw = p.amsgrad = p.groups = p.unused = true;
+  p.steps = 5;
+  p.save_at = 3;
+  p.cap_mb = 0.02;
+  check_resume(&p, 2, NULL);
+  unlink(file_a);
+  CHECK_OK(run(captured_adamw, NULL, 1, NULL));
 }
 
 static void test_graph(void) {
@@ -2388,6 +2476,7 @@ int main(void) {
   if (!RANKS_TSAN) RUN(test_training_options); /* its threads are those of test_training */
   RUN(test_uneven_and_sparse);
   if (!RANKS_TSAN) RUN(test_checkpoints);
+  RUN(test_adamw);
   RUN(test_graph);
   RUN(test_training_staged);
   RUN(test_steps);

@@ -289,6 +289,12 @@ inline float __fadd_rn(float a, float b) { volatile float x = a + b; return x; }
 inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline double __dmul_rn(double a, double b) { volatile double x = a * b; return x; }
 inline double __dadd_rn(double a, double b) { volatile double x = a + b; return x; }
+inline float __fsub_rn(float a, float b) { volatile float x = a - b; return x; }
+inline double __dsub_rn(double a, double b) { volatile double x = a - b; return x; }
+inline float __fdiv_rn(float a, float b) { volatile float x = a / b; return x; }
+inline double __ddiv_rn(double a, double b) { volatile double x = a / b; return x; }
+inline float __fsqrt_rn(float a) { volatile float x = __builtin_sqrtf(a); return x; }
+inline double __dsqrt_rn(double a) { volatile double x = __builtin_sqrt(a); return x; }
 inline unsigned __float_as_uint(float x) { return hostcuda_float_to_bits(x); }
 inline float __uint_as_float(unsigned u) { return hostcuda_bits_to_float(u); }
 inline float __double2float_rz(double x) {
