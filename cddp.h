@@ -400,9 +400,9 @@ CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: buc
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
 
 /* Device code for optimizers, clipping and compression, registered by cddp_kernels.cuh before main
-   when one .cu file of the program includes it. Segments are in host memory, the caller's again after
-   the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0 being
-   success. */
+   when one .cu file of the program includes it. Segments are in host memory, the caller's again
+   after the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0
+   being success. */
 typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   void *data;     /* weights; NULL where not needed */
   void *grad;
