@@ -12304,12 +12304,6 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 static const cddp_kernels *cddp__registered_kernels;
 
 #ifdef CDDP_CUDA
-/* Device memory that cddp_alloc gave out. */
-typedef struct cddp__block {
-  struct cddp__block *next;
-  void *address;
-} cddp__block;
-
 /* A communicator and what ends it. Two own it: the device context, and the thread that ends it, for
    NCCL's calls that end one wait for streams, for CUDA graphs and for other ranks. */
 typedef struct cddp__communicator {
@@ -12358,7 +12352,8 @@ typedef struct cddp__device {
   uint64_t hash;       /* of those calls; lock */
   uint64_t *hashes;    /* [CDDP__HASHES] the hash after each of the latest calls, a ring; lock */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; turn */
-  cddp__block *blocks; /* lock */
+  void **blocks;       /* [block_count] device memory that goes with the context; lock */
+  size_t block_count, block_room;
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* for work handles; lock */
   int spares;
   void *scratch; /* device memory, used on side; the thread that calls collectives */
@@ -12844,20 +12839,18 @@ static void cddp__break_both(cddp_group *private_group, cddp_group *users) {
 }
 
 static pthread_mutex_t cddp__watch_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp__device *cddp__watched; /* guarded by cddp__watch_lock, as are the next three */
-static pthread_t cddp__watch_threads[2]; /* the watcher and the poller */
-static bool cddp__watching;
-static pid_t cddp__watch_pid;              /* of the process whose threads they are */
-static cddp__atomic_u32 cddp__watch_shift; /* they end when this changes, and sleep on it */
+static cddp__device *cddp__watched; /* guarded by cddp__watch_lock, as are the next two */
+static bool cddp__watch_runs[2];    /* the watcher; the poller */
+static pid_t cddp__watch_pid;       /* of the process whose threads they are */
+static cddp__atomic_u32 cddp__watch_idle; /* 1: there is no context; the threads sleep on it */
 
 /* Looks at every context before any communicator ends: what a stream still does then is undefined,
-   and whoever asks must hear of the failure. */
-static void *cddp__watch_main(void *shift) {
-  uint32_t mine = (uint32_t)(uintptr_t)shift;
+   and whoever asks must hear of the failure. Ends with the last context, as does the poller. */
+static void *cddp__watch_main(void *unused) {
   cddp__device *p;
-  for (; cddp__load32(&cddp__watch_shift) == mine;
-       cddp__futex_wait(&cddp__watch_shift, mine, CDDP__WATCH_S)) {
-    pthread_mutex_lock(&cddp__watch_lock);
+  (void)unused;
+  pthread_mutex_lock(&cddp__watch_lock);
+  while (cddp__watched != NULL) {
     for (p = cddp__watched; p != NULL; p = p->next) {
       p->doomed = cddp__load32(&p->comm->ended) == CDDP__COMM_ALIVE &&
                   cddp__look_at_device(p) != CDDP_OK;
@@ -12866,7 +12859,11 @@ static void *cddp__watch_main(void *shift) {
     for (p = cddp__watched; p != NULL; p = p->next)
       if (p->doomed) cddp__device_abort(p);
     pthread_mutex_unlock(&cddp__watch_lock);
+    cddp__futex_wait(&cddp__watch_idle, 0, CDDP__WATCH_S);
+    pthread_mutex_lock(&cddp__watch_lock);
   }
+  cddp__watch_runs[0] = false;
+  pthread_mutex_unlock(&cddp__watch_lock);
   return NULL;
 }
 
@@ -12891,15 +12888,14 @@ static void cddp__poll_events(cddp__device *p) {
 }
 
 /* Its first call of CUDA takes a device of the program's: any other would make a context there. */
-static void *cddp__poll_main(void *shift) {
+static void *cddp__poll_main(void *unused) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  uint32_t mine = (uint32_t)(uintptr_t)shift;
   cddp__device *p;
   int device = -1;
   bool late;
-  for (; cddp__load32(&cddp__watch_shift) == mine;
-       cddp__futex_wait(&cddp__watch_shift, mine, CDDP__WATCH_S)) {
-    pthread_mutex_lock(&cddp__watch_lock);
+  (void)unused;
+  pthread_mutex_lock(&cddp__watch_lock);
+  while (cddp__watched != NULL) {
     for (p = cddp__watched; p != NULL; p = p->next) {
       if (!cddp__device_pending(p, &late)) continue;
       cddp__store32(&p->polling, 1);
@@ -12910,63 +12906,62 @@ static void *cddp__poll_main(void *shift) {
       cddp__poll_events(p);
       pthread_mutex_lock(&cddp__watch_lock);
       cddp__store32(&p->polling, 0); /* p is still in the list: see cddp__unwatch */
-      cddp__futex_wake(&p->polling);
     }
     pthread_mutex_unlock(&cddp__watch_lock);
+    cddp__futex_wait(&cddp__watch_idle, 0, CDDP__WATCH_S);
+    pthread_mutex_lock(&cddp__watch_lock);
   }
+  cddp__watch_runs[1] = false;
+  pthread_mutex_unlock(&cddp__watch_lock);
   return NULL;
 }
 
 static cddp_result cddp__watch(cddp__device *p) {
   void *(*const mains[])(void *) = {cddp__watch_main, cddp__poll_main};
-  void *shift;
   cddp_result r = CDDP_OK;
+  pthread_t thread;
   int i;
   pthread_mutex_lock(&cddp__watch_lock);
   if (cddp__watch_pid != getpid()) { /* after a fork: the parent's are not ours */
-    cddp__watching = false;
+    cddp__watch_runs[0] = cddp__watch_runs[1] = false;
     cddp__watched = NULL;
     cddp__store32(&cddp__endings, 0);
     cddp__watch_pid = getpid();
   }
-  shift = (void *)(uintptr_t)cddp__load32(&cddp__watch_shift);
-  for (i = 0; r == CDDP_OK && !cddp__watching && i < 2; i++)
-    r = cddp__thread_start(&cddp__watch_threads[i], mains[i], shift);
-  if (r == CDDP_OK) {
-    cddp__watching = true;
-    p->next = cddp__watched;
-    cddp__watched = p;
-  } else if (i == 2) { /* the watcher without the poller */
-    cddp__add32(&cddp__watch_shift, 1);
-    pthread_detach(cddp__watch_threads[0]);
+  p->next = cddp__watched;
+  cddp__watched = p;
+  cddp__store32(&cddp__watch_idle, 0);
+  for (i = 0; r == CDDP_OK && i < 2; i++) {
+    if (cddp__watch_runs[i]) continue;
+    if ((r = cddp__thread_start(&thread, mains[i], NULL)) != CDDP_OK) break;
+    pthread_detach(thread);
+    cddp__watch_runs[i] = true;
   }
   pthread_mutex_unlock(&cddp__watch_lock);
   return r;
 }
 
+static void cddp__watch_pause(void) {
+  pthread_mutex_unlock(&cddp__watch_lock);
+  cddp__sleep(1e-4);
+  pthread_mutex_lock(&cddp__watch_lock);
+}
+
 /* The last context to go takes the threads with it. */
 static void cddp__unwatch(cddp__device *p) {
   cddp__device **link;
-  pthread_t threads[2];
-  bool last;
   pthread_mutex_lock(&cddp__watch_lock);
-  while (cddp__load32(&p->polling) != 0) { /* the poller reads its place in the list next */
-    pthread_mutex_unlock(&cddp__watch_lock);
-    cddp__futex_wait(&p->polling, 1, CDDP__WATCH_S);
-    pthread_mutex_lock(&cddp__watch_lock);
-  }
+  while (cddp__load32(&p->polling) != 0) cddp__watch_pause(); /* the poller reads p->next, next */
   for (link = &cddp__watched; *link != NULL && *link != p; link = &(*link)->next) {}
-  last = *link != NULL && p->next == NULL && link == &cddp__watched;
   if (*link != NULL) *link = p->next;
-  memcpy(threads, cddp__watch_threads, sizeof threads);
-  if (last) {
-    cddp__watching = false;
-    cddp__add32(&cddp__watch_shift, 1);
-    cddp__futex_wake(&cddp__watch_shift);
+  if (cddp__watched == NULL) {
+    cddp__store32(&cddp__watch_idle, 1);
+    cddp__futex_wake(&cddp__watch_idle);
   }
+  while (cddp__watched == NULL && cddp__watch_pid == getpid() &&
+         (cddp__watch_runs[0] || cddp__watch_runs[1]))
+    cddp__watch_pause();
   pthread_mutex_unlock(&cddp__watch_lock);
-  if (last) pthread_join(threads[0], NULL);
-  if (last) pthread_join(threads[1], NULL);
 }
 
 /* Without contexts the process may end soon: NCCL's threads get a moment to be out of the way. */
@@ -13010,7 +13005,6 @@ static void cddp__stage_free(cddp__device *p) {
 /* Aborts the communicator, if it is not at its end, and waits for what is on the device. */
 static void cddp__device_delete(cddp__device *p) {
   const cddp_allocator *a = &p->group->host->allocator;
-  cddp__block *b;
   int i;
   if (p->comm != NULL) {
     cddp__unwatch(p);
@@ -13018,11 +13012,8 @@ static void cddp__device_delete(cddp__device *p) {
     cddp__await_abort(p);
   }
   if (p->side != NULL) (void)cudaStreamSynchronize(p->side);
-  while ((b = p->blocks) != NULL) {
-    p->blocks = b->next;
-    cudaFree(b->address);
-    cddp__free(a, b);
-  }
+  while (p->block_count > 0) cudaFree(p->blocks[--p->block_count]);
+  cddp__free(a, p->blocks);
   if (p->scratch != NULL) cudaFree(p->scratch);
   cddp__stage_free(p);
   cddp__event_free(&p->fork);
@@ -13079,14 +13070,14 @@ static void *cddp__device_stream(const cddp_group *g) { return (void *)cddp__dev
 
 /* Memory that goes with the context, or by cddp__device_release. */
 static cddp_result cddp__device_keep(cddp__device *p, void *address) {
-  cddp__block *b = (cddp__block *)cddp__calloc(&p->group->host->allocator, 1, sizeof *b);
-  if (b == NULL) return CDDP_OUT_OF_MEMORY;
-  b->address = address;
+  void *all;
   pthread_mutex_lock(&p->lock);
-  b->next = p->blocks;
-  p->blocks = b;
+  all = cddp__grown(&p->group->host->allocator, p->blocks, &p->block_room, p->block_count + 1,
+                    sizeof *p->blocks);
+  if (all != NULL) p->blocks = (void **)all;
+  if (all != NULL) p->blocks[p->block_count++] = address;
   pthread_mutex_unlock(&p->lock);
-  return CDDP_OK;
+  return all != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* Device memory for an operation that needs some; grows. */
@@ -13120,15 +13111,14 @@ static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
 
 static void cddp__device_release(cddp_group *g, void *address) {
   cddp__device *p = cddp__device_of(g);
-  cddp__block **link, *b;
+  bool found;
+  size_t i;
   pthread_mutex_lock(&p->lock);
-  for (link = &p->blocks; *link != NULL && (*link)->address != address; link = &(*link)->next) {}
-  b = *link;
-  if (b != NULL) *link = b->next;
+  for (i = 0; i < p->block_count && p->blocks[i] != address; i++) {}
+  found = i < p->block_count;
+  if (found) p->blocks[i] = p->blocks[--p->block_count];
   pthread_mutex_unlock(&p->lock);
-  if (b == NULL) return;
-  cudaFree(b->address);
-  cddp__free(&g->host->allocator, b);
+  if (found) cudaFree(address);
 }
 
 /* Waits on the host for the stream, as long as the group is healthy. The deadline is for what the
