@@ -5117,7 +5117,11 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
                           "no-fast-math")))
 #define CDDP__STRICT_FP
 #define CDDP__IVDEP _Pragma("GCC ivdep") /* destinations may be sources */
+#ifdef __CUDACC__
+#define CDDP__UNROLL_16 /* nvcc warns of it */
+#else
 #define CDDP__UNROLL_16 _Pragma("GCC unroll 16")
+#endif
 #define CDDP__WIDE ",prefer-vector-width=512"
 #endif
 
