@@ -14003,11 +14003,14 @@ static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t by
   return r;
 }
 
-/* cddp__split, and for every new group its device context. */
+/* cddp__split of a healthy group, and for every new group its device context. */
 static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64_t check,
                                       cddp_group **out) {
-  cddp_result r = cddp__split(g, color, key, check, out), device;
+  cddp_result r, device;
   char text[CDDP__ERROR_MAX];
+  cddp__engine_drain(g);
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  r = cddp__split(g, color, key, check, out);
   if (g->backend == NULL || (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY)) return r;
   snprintf(text, sizeof text, "%s", cddp__error_text);
   device = g->backend->split(g, *out); /* the other ranks count on this one */
@@ -18091,11 +18094,10 @@ static cddp_result cddp__check_allocator(const cddp_allocator *a) {
 }
 
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
-  cddp_group_desc zero;
-  const cddp_group_desc *d = desc != NULL ? desc : &zero;
+  static cddp_group_desc defaults; /* never written: C++ wants values for a const one */
+  const cddp_group_desc *d = desc != NULL ? desc : &defaults;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
-  memset(&zero, 0, sizeof zero);
   CDDP__TRY(cddp__check_device(d));
   CDDP__CHECK(d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
               "world_size is %d; it must be from 1 to %d, or 0 for the environment's",
@@ -18110,19 +18112,15 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
 }
 
 CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_group **out) {
-  cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(g != NULL, "the group is NULL");
-  cddp__engine_drain(g);
-  r = cddp__check_group(g);
-  return r != CDDP_OK ? r : cddp__split_devices(g, color, key, 0, out);
+  return cddp__split_devices(g, color, key, 0, out);
 }
 
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out) {
   int i, j, color = -1, key = 0;
-  cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
@@ -18134,8 +18132,6 @@ CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, c
     for (j = 0; j < i; j++) CDDP__CHECK(ranks[j] != ranks[i], "rank %d is listed twice", ranks[i]);
     if (ranks[i] == g->rank) color = 0, key = i;
   }
-  cddp__engine_drain(g);
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   return cddp__split_devices(
       g, color, key, cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks), out);
 }
@@ -18346,14 +18342,13 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 
 CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                     const cddp_ddp_desc *desc) {
-  cddp_ddp_desc zero;
+  static cddp_ddp_desc defaults; /* never written */
   cddp_ddp *d;
   cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
-  memset(&zero, 0, sizeof zero);
-  if (desc == NULL) desc = &zero;
+  if (desc == NULL) desc = &defaults;
   CDDP__CHECK(g != NULL, "the group is NULL");
   CDDP__CHECK(count != 0, "there are no parameters");
   CDDP__TRY(cddp__check_params(params, count, CDDP__HAS_DATA | CDDP__IS_TRAINED));
