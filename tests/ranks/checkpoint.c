@@ -685,92 +685,6 @@ static int go_back(cddp_group *g, void *arg) {
 
 static void test_go_back(void) { CHECK_OK(ranks_run(go_back, NULL, 2, true)); }
 
-/* --- shards and steps ------------------------------------------------------------------------- */
-
-typedef struct sharded {
-  int shards, end;       /* trains up to so many steps in all */
-  const char *from;      /* checkpoint, NULL: none */
-  bool adamw;
-  cddp_result want;      /* of cddp_load */
-  float weights[WEIGHTS];
-} sharded;
-
-/* Gradients are fractions of their own for each shard, so that the order of sums shows. */
-static int train_shards(cddp_group *g, void *arg) {
-  sharded *job = (sharded *)arg;
-  float *w = (float *)cddp_alloc(g, sizeof job->weights);
-  cddp_param p = {"w", w, NULL, WEIGHTS, CDDP_F32};
-  cddp_ddp_desc shards;
-  cddp_sgd_desc sgd;
-  cddp_adamw_desc adamw;
-  cddp_checkpoint_desc d;
-  cddp_ddp *ddp = NULL;
-  cddp_optim *optim = NULL;
-  cddp_result r = CDDP_OK;
-  int i, shard;
-  if (w == NULL) return 1;
-  memset(&shards, 0, sizeof shards);
-  memset(&sgd, 0, sizeof sgd);
-  memset(&adamw, 0, sizeof adamw);
-  memset(&d, 0, sizeof d);
-  for (i = 0; i < WEIGHTS; i++) w[i] = (float)i * 0.001f;
-  shards.shards = job->shards;
-  sgd.lr = adamw.lr = 0.01;
-  sgd.momentum = 0.9;
-  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &shards));
-  if (job->adamw) CHECK_OK(cddp_adamw_create(&optim, &p, 1, &adamw));
-  else CHECK_OK(cddp_sgd_create(&optim, &p, 1, &sgd));
-  d.optim = optim;
-  d.ddp = ddp;
-  if (job->from != NULL) r = cddp_load(g, job->from, &p, 1, &d);
-  CHECK_EQ(r, job->want);
-  if (r != CDDP_OK) CHECK(strstr(cddp_error(), "shards") != NULL);
-  CHECK(cddp_ddp_steps(ddp) == (job->from != NULL && r == CDDP_OK ? 3u : 0u));
-  while (r == CDDP_OK && cddp_ddp_steps(ddp) < (uint64_t)job->end) {
-    while (cddp_ddp_next_shard(ddp, &shard)) {
-      for (i = 0; i < WEIGHTS; i++)
-        ((float *)p.grad)[i] += 1 / (float)(1 + ranks_mix(cddp_ddp_steps(ddp), (uint64_t)i,
-                                                          (uint64_t)shard) % 1000);
-      CHECK_OK(cddp_ddp_ready(ddp, 0));
-    }
-    CHECK_OK(cddp_ddp_step(ddp, optim));
-  }
-  if (job->end == 3) CHECK_OK(cddp_save(g, path, &p, 1, &d));
-  if (cddp_rank(g) == 0) memcpy(job->weights, w, sizeof job->weights);
-  cddp_optim_destroy(optim);
-  cddp_ddp_destroy(ddp);
-  cddp_free(g, w);
-  return 0;
-}
-
-/* A run that is saved, and resumed on another number of ranks, has an undisturbed one's bits. */
-static void test_shards(void) {
-  static const int worlds[][2] = {{1, 5}, {5, 1}, {3, 2}, {2, 4}};
-  sharded *whole = (sharded *)ranks_shared(sizeof *whole);
-  sharded *part = (sharded *)ranks_shared(sizeof *part);
-  int i;
-  for (i = 0; i < 8; i++) {
-    memset(whole, 0, sizeof *whole);
-    whole->shards = 5;
-    whole->end = 7;
-    whole->adamw = i % 2 != 0;
-    CHECK_OK(ranks_run(train_shards, whole, 2, true));
-    *part = *whole;
-    memset(part->weights, 0, sizeof part->weights);
-    part->end = 3;
-    CHECK_OK(ranks_run(train_shards, part, worlds[i / 2][0], i % 3 != 0));
-    part->end = 7;
-    part->from = path;
-    CHECK_OK(ranks_run(train_shards, part, worlds[i / 2][1], i % 3 != 0));
-    CHECK(memcmp(part->weights, whole->weights, sizeof whole->weights) == 0);
-  }
-  part->shards = 4; /* other shards, other sums */
-  part->want = CDDP_INVALID_ARGUMENT;
-  CHECK_OK(ranks_run(train_shards, part, 2, true));
-  munmap(whole, sizeof *whole);
-  munmap(part, sizeof *part);
-}
-
 /* --- the sampler ------------------------------------------------------------------------------ */
 
 typedef struct deal {
@@ -1323,7 +1237,6 @@ int main(void) {
   RUN(test_resume_shards);
   RUN(test_step_count);
   RUN(test_go_back);
-  RUN(test_shards);
   RUN(test_sampler);
   RUN(test_sampler_even);
   RUN(test_all_ranks_hear);
