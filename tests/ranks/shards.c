@@ -3,21 +3,23 @@
 #include "../../cddp.h"
 #include "../ranks.h"
 
-enum { PARAMS = 7, STEPS = 4, MOST = 12 /* shards */, LARGE = 3001 };
+enum { PARAMS = 7, PLAIN = 3 /* of them for AdamW */, STEPS = 4, MOST = 12 /* shards */ };
+enum { LARGE = 3001 };
 enum { FUSED, APART, CLIPPED, BOTH, KINDS };
 
-static const size_t sizes[PARAMS] = {LARGE, 2500, 2100, 77, 5 * 12, 7 * 9, 1};
-static const size_t rows[PARAMS] = {0, 0, 0, 0, 12, 9, 0}; /* of sparse ones */
-static const cddp_dtype dtypes[PARAMS] = {CDDP_F32, CDDP_F16, CDDP_BF16, CDDP_F64,
-                                          CDDP_F32, CDDP_F16, CDDP_F32};
-static const char *const names[PARAMS] = {"wide",  "half", "brain", "double",
-                                          "table", "rows", "one"};
+static const size_t sizes[PARAMS] = {LARGE, 77, 1, 2500, 2100, 5 * 12, 7 * 9};
+static const size_t rows[PARAMS] = {0, 0, 0, 0, 0, 12, 9}; /* of sparse ones */
+static const cddp_dtype dtypes[PARAMS] = {CDDP_F32, CDDP_F64, CDDP_F32, CDDP_F16,
+                                          CDDP_BF16, CDDP_F32, CDDP_F16};
+static const char *const names[PARAMS] = {"wide",  "double", "one", "half",
+                                          "brain", "table",  "rows"};
 
 typedef struct plan {
   int shards, kind;
   bool looped;  /* with cddp_ddp_next_shard and shards set; else each rank is one shard */
   bool own;     /* gradients are the program's, not placed by cddp_ddp_create */
   bool shared;  /* weights in shared memory */
+  bool adamw;
   double momentum;
   uint64_t *hashes; /* [STEPS] of the weights after each step */
 } plan;
@@ -52,11 +54,11 @@ static bool is_zero(const void *p, size_t n) {
 }
 
 /* Forward and backward of one shard: gradients must be zero before. */
-static void backward(cddp_ddp *ddp, cddp_param *p, int step, int shard) {
+static void backward(cddp_ddp *ddp, cddp_param *p, int count, int step, int shard) {
   char values[LARGE * 8];
   int k, n;
   size_t i;
-  for (k = PARAMS - 1; k >= 0; k--) {
+  for (k = count - 1; k >= 0; k--) {
     uint64_t seed = (uint64_t)(1000 * step + shard);
     if (rows[k] == 0) {
       CHECK(is_zero(p[k].grad, p[k].count * size_of(p[k].dtype)));
@@ -90,18 +92,21 @@ typedef struct model {
   cddp_param p[PARAMS];
   cddp_ddp *ddp;
   cddp_optim *optim;
+  int count;
   bool own, shared;
 } model;
 
 static cddp_result model_open(model *m, cddp_group *g, const plan *c, const cddp_ddp_desc *desc) {
   cddp_sgd_desc o;
+  cddp_adamw_desc a;
   cddp_result r;
   int k;
   size_t i;
   memset(m, 0, sizeof *m);
   m->own = c->own;
   m->shared = c->shared;
-  for (k = 0; k < PARAMS; k++) {
+  m->count = c->adamw ? PLAIN : PARAMS;
+  for (k = 0; k < m->count; k++) {
     size_t bytes = sizes[k] * size_of(dtypes[k]);
     m->p[k].name = names[k];
     m->p[k].count = sizes[k];
@@ -111,18 +116,23 @@ static cddp_result model_open(model *m, cddp_group *g, const plan *c, const cddp
     for (i = 0; i < sizes[k]; i++) put(m->p[k].data, dtypes[k], i, ranks_mix(3, (uint64_t)k, i));
   }
   memset(&o, 0, sizeof o);
-  if ((r = cddp_ddp_create(&m->ddp, g, m->p, PARAMS, desc)) != CDDP_OK) return r;
+  memset(&a, 0, sizeof a);
+  if ((r = cddp_ddp_create(&m->ddp, g, m->p, m->count, desc)) != CDDP_OK) return r;
+  a.lr = 0.125;
+  a.weight_decay = 0.01;
+  a.ddp = m->ddp;
+  if (c->adamw) return cddp_adamw_create(&m->optim, m->p, m->count, &a);
   o.lr = 0.125;
   o.momentum = c->momentum;
   o.ddp = m->ddp;
-  return cddp_sgd_create(&m->optim, m->p, PARAMS, &o);
+  return cddp_sgd_create(&m->optim, m->p, m->count, &o);
 }
 
 static void model_close(model *m, cddp_group *g) {
   int k;
   cddp_optim_destroy(m->optim);
   cddp_ddp_destroy(m->ddp);
-  for (k = 0; k < PARAMS; k++) {
+  for (k = 0; k < m->count; k++) {
     if (m->own && rows[k] == 0) free(m->p[k].grad);
     if (m->shared) cddp_free(g, m->p[k].data);
     else free(m->p[k].data);
@@ -137,7 +147,7 @@ static int train(cddp_group *g, void *arg) {
   cddp_ddp_desc d;
   model m;
   memset(&d, 0, sizeof d);
-  d.sparse_rows = rows;
+  d.sparse_rows = c->adamw ? NULL : rows;
   d.bucket_cap_mb = 0.01;
   d.shards = c->looped ? c->shards : 0;
   CHECK_OK(model_open(&m, g, c, &d));
@@ -146,17 +156,17 @@ static int train(cddp_group *g, void *arg) {
     double norm;
     CHECK_EQ(cddp_ddp_steps(m.ddp), step);
     if (!c->looped) {
-      backward(m.ddp, m.p, step, rank);
+      backward(m.ddp, m.p, m.count, step, rank);
     } else {
       for (taken = 0; cddp_ddp_next_shard(m.ddp, &shard); taken++) {
         CHECK_EQ(shard, first + taken);
-        backward(m.ddp, m.p, step, shard);
+        backward(m.ddp, m.p, m.count, step, shard);
       }
       CHECK_EQ(taken, count);
       CHECK(!cddp_ddp_next_shard(m.ddp, &shard));
     }
     CHECK_OK(take_step(m.ddp, m.optim, c->kind, step, &norm));
-    for (k = 0; k < PARAMS; k++) h = hash_of(h, m.p[k].data, sizes[k] * size_of(dtypes[k]));
+    for (k = 0; k < m.count; k++) h = hash_of(h, m.p[k].data, sizes[k] * size_of(dtypes[k]));
     h = hash_of(h, &norm, sizeof norm);
     if (!c->looped) {
       if (rank == 0) c->hashes[step] = h;
@@ -196,6 +206,20 @@ static void test_world_sizes(void) {
         c.shared = (n + c.kind) % 3 != 0;
         CHECK_OK(ranks_run(train, &c, n, true));
       }
+    }
+}
+
+static void test_adamw(void) {
+  uint64_t hashes[STEPS];
+  int n;
+  plan c;
+  memset(&c, 0, sizeof c);
+  c.adamw = true;
+  for (c.shards = 4; c.shards <= 7; c.shards += 3)
+    for (c.kind = 0; c.kind < KINDS; c.kind++) {
+      c.shared = c.kind != CLIPPED;
+      reference(&c, hashes);
+      for (n = 1; n <= c.shards; n += 1 + RANKS_TSAN) CHECK_OK(ranks_run(train, &c, n, true));
     }
 }
 
@@ -254,7 +278,7 @@ static int default_body(cddp_group *g, void *arg) {
     double norm;
     CHECK(cddp_ddp_next_shard(m.ddp, &shard));
     CHECK_EQ(shard, rank);
-    backward(m.ddp, m.p, step, shard);
+    backward(m.ddp, m.p, m.count, step, shard);
     CHECK(!cddp_ddp_next_shard(m.ddp, &shard));
     CHECK_OK(take_step(m.ddp, m.optim, BOTH, step, &norm));
     CHECK_EQ(cddp_ddp_steps(m.ddp), step + 1);
@@ -351,12 +375,12 @@ static int mistake_body(cddp_group *g, void *arg) {
         CHECK_OK(cddp_ddp_ready(m.ddp, 6));
         continue;
       }
-      backward(m.ddp, m.p, 0, shard);
+      backward(m.ddp, m.p, m.count, 0, shard);
       if (wrong && mistake == TWICE) CHECK_IS(cddp_ddp_ready(m.ddp, 2), CDDP_INVALID_ARGUMENT);
       if (wrong && mistake == NO_SYNC) cddp_ddp_no_sync(m.ddp, true);
     }
   else if (mistake != NONE_TAKEN && cddp_ddp_next_shard(m.ddp, &shard))
-    backward(m.ddp, m.p, 0, shard);
+    backward(m.ddp, m.p, m.count, 0, shard);
   cddp_ddp_no_sync(m.ddp, false);
   r = mistake == LEFT_AT_WAIT ? cddp_ddp_wait(m.ddp) : cddp_ddp_step(m.ddp, m.optim);
   CHECK_IS(r, mistake == LAST_UNREADY ? CDDP_MISMATCH : CDDP_INVALID_ARGUMENT);
@@ -385,6 +409,7 @@ int main(void) {
   RUN(test_creation);
   RUN(test_mistakes);
   RUN(test_world_sizes);
+  RUN(test_adamw);
   RUN(test_many_shards);
   RUN(test_processes);
   return TEST_END();
