@@ -2,7 +2,7 @@
      cc -O2 examples/digits.c -o digits -lopenblas -lpthread -lm
      ./digits -n 2 --plot curve.svg --save FILE   on 2 ranks; a picture, a checkpoint each epoch
      ./digits -n 3 --resume FILE --data DIR       goes on from there; data as in examples/data
-   The table below has all options; the same ones give the same weights. toy.c explains calls. */
+   All options are below. The same ones give the same weights, with --shards 8 on 1 to 8 ranks. */
 #define CDDP_IMPLEMENTATION /* includes stdio.h, stdlib.h, string.h, math.h, time.h and unistd.h */
 #include "../cddp.h"
 #include <cblas.h> /* Debian: libopenblas-dev */
@@ -11,18 +11,16 @@
 #define UNIFORM(bound) ((float)((2 * drand48() - 1) * (bound))) /* random, from -bound to bound */
 #define MATMUL(at, bt, m, n, k, a, lda, b, ldb, c, beta) /* c[m][n] = beta * c + a * b */ \
   cblas_sgemm(CblasRowMajor, Cblas##at, Cblas##bt, m, n, k, 1, a, lda, b, ldb, beta, c, n)
-enum { N, EPOCHS, BATCH, HIDDEN, SEED, LR, MOMENTUM, DATA, PLOT, SAVE, RESUME, OPTIONS,
-       CLASSES = 10, MAX = 4096 };
-static const char *names[OPTIONS] = {"-n", "--epochs", "--batch", "--hidden", "--seed", "--lr",
-    "--momentum", "--data", "--plot", "--save", "--resume"}; /* batch and lr: of a rank */
-static const char *value[OPTIONS] = {"2", "60", "32", "1024", "1", "0.1", "0.9", "examples/data"};
-static double number(int k) { return atof(value[k]); }
+enum { N, EPOCHS, BATCH, HIDDEN, SHARDS, SEED, LR, MOMENTUM, DATA, PLOT, SAVE, RESUME, OPTIONS };
+static const char *names[OPTIONS] = {"-n", "--epochs", "--batch", "--hidden", "--shards",
+    "--seed", "--lr", "--momentum", "--data", "--plot", "--save", "--resume"}; /* lr: of a shard */
+const char *value[OPTIONS] = {"2", "60", "32", "1024", "0", "1", "0.1", "0.9", "examples/data"};
+static double number(int k) { return atof(value[k]); } enum { CLASSES = 10, MAX = 4096 };
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec; }
 static struct set { unsigned char *bytes[2]; unsigned count; int size, columns; } training, testing;
 static int in, hidden; /* x[n][in] -> h[n][hidden], ReLU -> y[n][CLASSES]; weights are [out][in] */
 static float *w1, *w2, *x, *h, *y, *dh; static struct { double loss, hits; } curve[MAX + 1];
-
 /* Reads a set's two IDX files: big-endian magic number and sizes, then bytes. 0 is success. */
 static int load(struct set *d, const char *name) {
   for (unsigned dims = 1; dims <= 3; dims += 2) { /* bytes[0] are labels, bytes[1] images */
@@ -41,14 +39,13 @@ static int load(struct set *d, const char *name) {
   }
   return 0;
 }
-
-/* Runs the network on the rank's next images; leaves the gradient of their mean loss in y. */
-static int forward(cddp_sampler *s, const struct set *d, int epoch, double noise) {
-  unsigned char label[MAX]; /* noise also moves the images a little: no two epochs see the same */
-  int n = 0, size = d->size, step[] = {-d->columns, -1, 1, d->columns};
-  for (size_t i; n < (int)number(BATCH) && cddp_sampler_next(s, &i); label[n++] = d->bytes[0][i]) {
-    const unsigned char *p = d->bytes[1] + i * (size_t)size;
-    srand48(jrand48((unsigned short[]){i, epoch, number(SEED)})); /* not by rank: alike on any */
+/* Runs the network on a shard's batch b, a little changed by noise; leaves the gradient in y. */
+static int forward(cddp_sampler *s, int shard, size_t b, struct set *d, int epoch, double noise) {
+  size_t index[MAX], got = cddp_sampler_batch(s, shard, b, (size_t)number(BATCH), index);
+  int n = 0, size = d->size, step[] = {-d->columns, -1, 1, d->columns}, label[MAX];
+  for (; n < (int)got; label[n] = d->bytes[0][index[n]], n++) {
+    const unsigned char *p = d->bytes[1] + index[n] * (size_t)size;
+    srand48(jrand48((unsigned short[]){index[n], epoch, number(SEED)})); /* alike on any rank */
     float *image = x + n * in, part = fabsf(UNIFORM(noise)), light = 1;
     int to = size + step[lrand48() % 4];
     for (int k = 0; k < size; k++) light = fmaxf(light, p[k]);
@@ -68,7 +65,6 @@ static int forward(cddp_sampler *s, const struct set *d, int epoch, double noise
   }
   return n;
 }
-
 static int plot(const char *path, int epochs) {
   FILE *f = fopen(path, "w"); if (!f) return perror(path), 1;
   fprintf(f, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 680 400' style='background:"
@@ -82,14 +78,13 @@ static int plot(const char *path, int epochs) {
             345 - 300 * (k ? curve[e].hits : fmin(curve[e].loss / 2.5, 1)), k ? "#b33" : "#16a");
   return fputs("</svg>\n", f) < 0 || fclose(f);
 }
-
 static int train(int rank, void *group_desc) {
   int epochs = (int)number(EPOCHS), batch = (int)number(BATCH), n, xhy = in + 2 * hidden + CLASSES;
   size_t n1 = (size_t)(hidden * in), n2 = (size_t)(CLASSES * hidden), n3 = (size_t)(batch * xhy);
   uint64_t seed = (uint64_t)number(SEED), hash = 0xcbf29ce484222325u, hashes[MAX]; /* FNV-1a */
-  cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sampler samples, test;
+  cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sampler samples, test; int first, shard;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc));
-  int world = cddp_world_size(g), bar = rank == 0 && isatty(2), first;
+  int world = cddp_world_size(g), bar = !rank && isatty(2), shards = fmax(world, number(SHARDS));
   TRY(!(w1 = (float *)cddp_alloc(g, (n1 + n2 + n3) * sizeof *w1)));
   w2 = w1 + n1, x = w2 + n2, h = x + batch * in, dh = h + batch * hidden, y = dh + batch * hidden;
   openblas_set_num_threads(1), srand48((long)seed); /* a rank has one core */
@@ -98,35 +93,40 @@ static int train(int rank, void *group_desc) {
                     {"curve", curve, NULL, 2 * MAX, CDDP_F64}}; /* saved, but not trained */
   cddp_shape shapes[] = {{2, {hidden, in}}, {2, {CLASSES, hidden}}, {2, {MAX, 2}}};
   cddp_sgd_desc options = {0}; options.momentum = number(MOMENTUM);
-  cddp_sampler_desc shuffled = {training.count, rank, world, seed, true, false, false};
+  cddp_ddp_desc parts = {0}; parts.shards = (int)number(SHARDS); /* 0: one a rank */
+  cddp_sampler_desc shuffled = {training.count, 0, shards, seed, true, false, false};
   cddp_sampler_desc exact = {testing.count, rank, world, seed, false, false, true};
-  TRY(cddp_ddp_create(&ddp, g, p, 2, NULL) || cddp_sgd_create(&sgd, p, 2, &options));
+  TRY(cddp_ddp_create(&ddp, g, p, 2, &parts) || cddp_sgd_create(&sgd, p, 2, &options));
   TRY(cddp_sampler_init(&samples, &shuffled) || cddp_sampler_init(&test, &exact));
-  cddp_checkpoint_desc all = {shapes, sgd, &samples, NULL, 0, NULL, 0, false};
+  cddp_checkpoint_desc all = {shapes, sgd, &samples, NULL, 0, NULL, 0, false, ddp};
   double size = (double)cddp_sampler_size(&samples), seen = 0, start = now();
   TRY(value[RESUME] && cddp_load(g, value[RESUME], p, 3, &all));
   for (int e = first = (int)cddp_sampler_epoch(&samples); e < epochs; e++, seen = 0) {
-    TRY(cddp_optim_set_lr(sgd, number(LR) * world * (epochs - e) / epochs)); /* falls to nearly 0 */
-    while ((n = forward(&samples, &training, e, 0.6)) > 0) {
-      MATMUL(Trans, NoTrans, CLASSES, hidden, n, y, CLASSES, h, hidden, (float *)p[1].grad, 1);
-      TRY(cddp_ddp_ready(ddp, 1)); /* the ranks average it while ... */
-      MATMUL(NoTrans, NoTrans, n, hidden, CLASSES, y, CLASSES, w2, hidden, dh, 0);
-      for (int i = 0; i < n * hidden; i++) dh[i] = h[i] > 0 ? dh[i] : 0;
-      MATMUL(Trans, NoTrans, hidden, in, n, dh, hidden, x, in, (float *)p[0].grad, 1);
-      TRY(cddp_ddp_ready(ddp, 0) || cddp_ddp_step(ddp, sgd)); /* ... this one is computed */
-      double at = e + (seen += n) / size, rate = (at - first) / (now() - start);
+    TRY(cddp_optim_set_lr(sgd, number(LR) * shards * (epochs - e) / epochs)); /* falls to 0 */
+    for (size_t b = 0; (double)b * batch < size; b++) {
+      while (cddp_ddp_next_shard(ddp, &shard)) {
+        seen += n = forward(&samples, shard, b, &training, e, 0.6);
+        MATMUL(Trans, NoTrans, CLASSES, hidden, n, y, CLASSES, h, hidden, (float *)p[1].grad, 1);
+        TRY(cddp_ddp_ready(ddp, 1)); /* the ranks average it while ... */
+        MATMUL(NoTrans, NoTrans, n, hidden, CLASSES, y, CLASSES, w2, hidden, dh, 0);
+        for (int i = 0; i < n * hidden; i++) dh[i] = h[i] > 0 ? dh[i] : 0;
+        MATMUL(Trans, NoTrans, hidden, in, n, dh, hidden, x, in, (float *)p[0].grad, 1);
+        TRY(cddp_ddp_ready(ddp, 0)); /* ... this one is computed */
+      }
+      TRY(cddp_ddp_step(ddp, sgd));
+      double at = e + fmin(1, (b + 1.0) * batch / size), rate = (at - first) / (now() - start);
       if (bar) fprintf(stderr, "\r[%-20.*s] loss %.4f  %.0f samples/s  %.0f s left  %s",
                    (int)(20 * at / epochs), "====================", curve[e].loss / seen,
-                   rate * size * world, (epochs - at) / rate, at < epochs ? "" : "\n");
+                   rate * size * shards, (epochs - at) / rate, at < epochs ? "" : "\n");
     }
-    curve[e].loss /= size, curve[e].hits /= size;
+    curve[e].loss *= world / size / shards, curve[e].hits *= world / size / shards;
     TRY(cddp_all_reduce(g, &curve[e], 2, CDDP_F64, CDDP_AVG, NULL));
     if (rank == 0 && !bar) printf("epoch %2d/%d  loss %.4f\n", e + 1, epochs, curve[e].loss);
     cddp_sampler_set_epoch(&samples, (uint64_t)e + 1); /* a new order */
     TRY(value[SAVE] && cddp_save(g, value[SAVE], p, 3, &all));
   }
   if (rank == 0 && value[PLOT] && plot(value[PLOT], epochs)) return 1;
-  while (forward(&test, &testing, epochs, 0) > 0) {}
+  for (size_t b = 0; forward(&test, rank, b, &testing, epochs, 0) > 0; b++) {}
   TRY(cddp_all_reduce(g, &curve[epochs].hits, 1, CDDP_F64, CDDP_SUM, NULL));
   if (rank == 0) printf("test accuracy: %.1f %%\n", 100 * curve[epochs].hits / testing.count);
   for (size_t i = 0; i < 4 * (n1 + n2); i++) hash = (hash ^ ((uint8_t *)w1)[i]) * 0x100000001b3u;

@@ -168,6 +168,12 @@ digits() {
   grep -i 'rank' "$work/out" | grep -o -E '\b[0-9a-f]{16}\b' >"$work/hashes"
   [ "$(wc -l <"$work/hashes")" = 2 ] || fail "$(wc -l <"$work/hashes") weight hashes, 2 expected"
   [ "$(sort -u "$work/hashes" | wc -l)" = 1 ] || fail "the hashes of the ranks' weights differ"
+  : >"$work/hashes" # 8 shards give one hash on any number of ranks
+  for n in 1 2 3 8; do
+    run ./digits -n $n --shards 8 --batch 8 --lr 0.025 --epochs 2 --hidden 64
+    sed -n 's/^rank .* weights //p' "$work/out" >>"$work/hashes"
+  done
+  [ "$(sort "$work/hashes" | uniq -c | awk '{ print $1 }')" = 14 ] || fail "shards: the hashes differ"
   resume
 }
 
