@@ -3147,6 +3147,7 @@ typedef struct cddp__span { /* bytes that belong to somebody else */
 
 typedef struct cddp__buffer { /* a growing queue of bytes */
   const cddp_allocator *allocator;
+  size_t *total; /* NULL, or where the capacity of several buffers is added up */
   unsigned char *data;
   size_t start, end; /* the bytes in use are data[start .. end) */
   size_t capacity;
@@ -3189,6 +3190,7 @@ static bool cddp__buffer_reserve(cddp__buffer *b, size_t more) {
   if (size > 0) memmove(data, b->data + b->start, size);
   if (data != b->data) {
     cddp__free(b->allocator, b->data);
+    if (b->total != NULL) *b->total += capacity - b->capacity;
     b->data = data;
     b->capacity = capacity;
   }
@@ -3226,6 +3228,7 @@ static void cddp__buffer_clear(cddp__buffer *b, size_t keep) {
   b->failed = false;
   if (b->capacity <= keep) return;
   cddp__free(b->allocator, b->data);
+  if (b->total != NULL) *b->total -= b->capacity;
   b->data = NULL;
   b->capacity = 0;
 }
@@ -3276,36 +3279,6 @@ static int cddp__frame_scan(cddp__frame *f, const unsigned char *p, size_t n) {
 
 /* --- the map --- */
 
-typedef struct cddp__budget { /* an allocator that gives out so many bytes */
-  cddp_allocator allocator;   /* this one */
-  cddp_allocator source;
-  size_t used, limit;
-} cddp__budget;
-
-static void *cddp__budget_alloc(size_t bytes, void *user_data) {
-  cddp__budget *b = (cddp__budget *)user_data;
-  size_t all = bytes + 16, *p = NULL; /* in front is the size */
-  if (all <= b->limit - b->used) p = (size_t *)cddp__malloc(&b->source, all);
-  if (p == NULL) return NULL;
-  b->used += *p = all;
-  return p + 16 / sizeof *p;
-}
-
-static void cddp__budget_free(void *memory, void *user_data) {
-  cddp__budget *b = (cddp__budget *)user_data;
-  size_t *p = (size_t *)memory - 16 / sizeof *p;
-  b->used -= *p;
-  cddp__free(&b->source, p);
-}
-
-static void cddp__budget_init(cddp__budget *b, const cddp_allocator *source, size_t limit) {
-  b->allocator.alloc = cddp__budget_alloc;
-  b->allocator.free = cddp__budget_free;
-  b->allocator.user_data = b;
-  b->source = *source;
-  b->limit = limit;
-}
-
 #define CDDP__BUCKETS 8192u /* a power of two: some entries a bucket for the largest jobs */
 
 typedef struct cddp__entry { /* the key's bytes follow the struct */
@@ -3316,9 +3289,10 @@ typedef struct cddp__entry { /* the key's bytes follow the struct */
 } cddp__entry;
 
 typedef struct cddp__map { /* Owner: the server's thread */
-  cddp__budget budget;
+  const cddp_allocator *allocator;
   cddp__entry *buckets[CDDP__BUCKETS];
   size_t count;     /* keys */
+  size_t bytes;     /* that entries take */
   uint64_t created; /* keys that were made, ever */
   uint64_t newest;  /* hash of the last of them */
   uint64_t seed;    /* of the hash */
@@ -3351,8 +3325,9 @@ static bool cddp__map_drop(cddp__map *m, cddp__entry **link) {
   if (e == NULL) return false;
   *link = e->next;
   m->count--;
+  m->bytes -= sizeof *e + e->key_size;
   cddp__buffer_clear(&e->value, 0);
-  cddp__free(&m->budget.allocator, e);
+  cddp__free(m->allocator, e);
   return true;
 }
 
@@ -3361,20 +3336,24 @@ static bool cddp__map_drop(cddp__map *m, cddp__entry **link) {
 static bool cddp__map_put(cddp__map *m, cddp__span key, cddp__span value, bool append) {
   cddp__entry **link = cddp__map_link(m, key), *e = *link;
   bool is_new = e == NULL;
-  size_t old;
+  size_t old, size;
   if (is_new) {
-    e = (cddp__entry *)cddp__calloc(&m->budget.allocator, 1, sizeof *e + key.size);
+    e = (cddp__entry *)cddp__calloc(m->allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
     e->hash = cddp__map_hash(m, key);
     e->key_size = key.size;
-    e->value.allocator = &m->budget.allocator;
+    e->value.allocator = m->allocator;
+    e->value.total = &m->bytes;
     cddp__copy(e + 1, key.data, key.size);
     *link = e;
     m->count++;
+    m->bytes += sizeof *e + key.size;
   }
   old = e->value.end;
   if (!append) e->value.end = 0;
-  if (e->value.end + value.size > CDDP__VALUE_MAX || !cddp__buffer_reserve(&e->value, value.size)) {
+  size = e->value.end + value.size;
+  if (size > CDDP__VALUE_MAX || m->bytes - e->value.capacity + size > CDDP__STORE_MEMORY ||
+      !cddp__buffer_reserve(&e->value, value.size)) {
     e->value.end = old;
     if (is_new) cddp__map_drop(m, link);
     return false;
@@ -3511,8 +3490,8 @@ typedef struct cddp__conn { /* a client of the server. Owner: the server's threa
 
 typedef struct cddp__server { /* Owner: its thread, between start and join */
   pthread_t thread;
-  cddp__budget budget; /* of the connections' buffers */
-  const char *secret;  /* NULL = none */
+  cddp_allocator allocator;
+  const char *secret; /* NULL = none */
   int epoll, stop;    /* an eventfd: written to by the destroyer */
   int listeners[CDDP__ADDRESSES_MAX], listener_count;
   cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
@@ -3521,6 +3500,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int pending, blocked; /* connections that have not greeted; that are in a WAIT */
   bool unsettled;       /* some connection is dead or ready */
   double checked;       /* when deadlines were last looked at */
+  size_t buffered;      /* capacity of all connections' buffers, bytes */
 } cddp__server;
 
 /* What epoll's events carry: 0 = stop, 1 + a listener's index, or a cddp__conn's address. */
@@ -3574,7 +3554,7 @@ static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
   int ran;
   if (cddp__buffer_size(&c->out) == 0) c->deadline = cddp__now() + CDDP__COMMAND_S;
   ran = cddp__execute(&v->map, &c->frame, c->in.data + c->in.start, &c->out);
-  if (ran == CDDP__BROKEN) {
+  if (ran == CDDP__BROKEN || v->buffered > CDDP__SERVER_MEMORY) {
     cddp__conn_kill(v, c);
     return;
   }
@@ -3662,11 +3642,12 @@ static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
 }
 
 /* Reads once. False when the connection has failed, or there is no room for more input. */
-static bool cddp__conn_read(cddp__conn *c) {
+static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
   size_t want = cddp__min(cddp__max(c->in.capacity, 512), 1u << 20);
   ssize_t n;
   if (c->in.capacity - c->in.end < 256 &&
-      (cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX || !cddp__buffer_reserve(&c->in, want)))
+      (cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX || v->buffered + want > CDDP__SERVER_MEMORY ||
+       !cddp__buffer_reserve(&c->in, want)))
     return false;
   do
     n = CDDP__RECV(c->fd, c->in.data + c->in.end, cddp__min(c->in.capacity - c->in.end, 1u << 20),
@@ -3682,7 +3663,7 @@ static bool cddp__conn_read(cddp__conn *c) {
 
 static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
   if (c->dead) return;
-  if (events & EPOLLIN ? !cddp__conn_read(c) : (events & (EPOLLHUP | EPOLLERR)) != 0)
+  if (events & EPOLLIN ? !cddp__conn_read(v, c) : (events & (EPOLLHUP | EPOLLERR)) != 0)
     cddp__conn_kill(v, c);
   else
     cddp__conn_run(v, c);
@@ -3716,7 +3697,7 @@ static void cddp__server_settle(cddp__server *v) {
         continue;
       }
       *link = c->next;
-      cddp__free(&v->budget.source, c);
+      cddp__free(&v->allocator, c);
     }
   }
 }
@@ -3749,16 +3730,17 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
   cddp__conn *c = NULL;
   if (low >= 0) close(fd), fd = low;
   if (room && cddp__stream_ready(fd) == 0)
-    c = (cddp__conn *)cddp__calloc(&v->budget.source, 1, sizeof *c);
+    c = (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c);
   if (c == NULL ||
       cddp__challenge_begin(&c->challenge, v->secret, "store", false, NULL, 0) != CDDP_OK) {
-    cddp__free(&v->budget.source, c);
+    cddp__free(&v->allocator, c);
     close(fd);
     return;
   }
   cddp__own_socket(fd);
   c->fd = fd;
-  c->in.allocator = c->out.allocator = &v->budget.allocator;
+  c->in.allocator = c->out.allocator = &v->allocator;
+  c->in.total = c->out.total = &v->buffered;
   c->deadline = cddp__now() + CDDP__GREETING_S;
   c->events = EPOLLIN;
   c->next = v->conns;
@@ -3801,7 +3783,7 @@ static void *cddp__server_main(void *arg) {
 
 /* Frees a server whose thread has ended or never ran. */
 static void cddp__server_free(cddp__server *v) {
-  cddp_allocator a = v->budget.source;
+  cddp_allocator a = v->allocator;
   cddp__conn *c;
   uint32_t i;
   for (c = v->conns; c != NULL; c = c->next) cddp__conn_kill(v, c);
@@ -4074,8 +4056,8 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   cddp_result r = CDDP_OK;
   int i, *fds = v != NULL ? v->listeners : NULL;
   if (v == NULL) return CDDP_OUT_OF_MEMORY;
-  cddp__budget_init(&v->budget, &o->allocator, CDDP__SERVER_MEMORY);
-  cddp__budget_init(&v->map.budget, &o->allocator, CDDP__STORE_MEMORY);
+  v->allocator = o->allocator;
+  v->map.allocator = &v->allocator;
   v->secret = s->proof;
   if (o->listen_fd < 0) {
     r = cddp__listen_all(s->addresses, &s->address_count, fds);
@@ -4226,18 +4208,6 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
   return r == CDDP_OK ? cddp__try_addresses(s, o->deadline) : r;
 }
 
-/* Connects to where the record leads. */
-static cddp_result cddp__file_follow(cddp_store *s, const cddp__store_options *o,
-                                     const cddp__file_record *record) {
-  cddp_result r = cddp__file_proof(s, o, record->key);
-  int i;
-  s->address_count = (int)record->count;
-  memcpy(s->addresses, record->addresses, sizeof s->addresses);
-  for (i = 0; i < s->address_count; i++)
-    s->addresses[i].size = (socklen_t)cddp__min(s->addresses[i].size, sizeof s->addresses[i].sa);
-  return r == CDDP_OK ? cddp__try_addresses(s, o->deadline) : r;
-}
-
 /* One look at the file: serves, or connects to who does. Results as of cddp__try_addresses. */
 static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
@@ -4246,6 +4216,7 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   cddp__file_record record;
   struct stat st;
   cddp_result r;
+  int i;
   if (fd < 0)
     return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
                       errno == ELOOP ? "it must not be a symbolic link"
@@ -4270,7 +4241,12 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
     r = cddp__fail(CDDP_NETWORK, "nobody serves it; rank 0, or whoever opens it first, has not "
                                  "come, or is stopped");
   } else if (r == CDDP_OK) {
-    r = cddp__file_follow(s, o, &record);
+    r = cddp__file_proof(s, o, record.key);
+    s->address_count = (int)record.count;
+    memcpy(s->addresses, record.addresses, sizeof s->addresses);
+    for (i = 0; i < s->address_count; i++)
+      s->addresses[i].size = (socklen_t)cddp__min(s->addresses[i].size, sizeof s->addresses[i].sa);
+    if (r == CDDP_OK) r = cddp__try_addresses(s, o->deadline);
     if (r != CDDP_OK && (!cddp__file_is_named(fd, s->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
       r = CDDP_NETWORK; /* its server has ended, and another program may have its port */
   }

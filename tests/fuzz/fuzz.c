@@ -491,16 +491,15 @@ static void server_check(cddp__server *v) {
   const cddp__conn *c;
   for (c = v->conns; c != NULL; c = c->next) {
     if (c->dead) continue;
-    if (c->in.data != NULL) bytes += 16 + c->in.capacity;
-    if (c->out.data != NULL) bytes += 16 + c->out.capacity;
+    bytes += c->in.capacity + c->out.capacity;
     blocked += c->blocked;
     pending += !c->greeted;
     REQUIRE(!c->blocked || c->frame.code == CDDP__WAIT);
   }
   for (i = 0; i < CDDP__BUCKETS; i++)
     for (e = v->map.buckets[i]; e != NULL; e = e->next)
-      keys += 16 + sizeof *e + e->key_size + (e->value.data != NULL ? 16 + e->value.capacity : 0);
-  REQUIRE(bytes == v->budget.used && keys == v->map.budget.used);
+      keys += sizeof *e + e->key_size + e->value.capacity;
+  REQUIRE(bytes == v->buffered && keys == v->map.bytes);
   REQUIRE(blocked == v->blocked && pending == v->pending);
 }
 
@@ -546,8 +545,8 @@ static void target_store_server(input *in) {
   memset(conns, 0, sizeof conns);
   v = (cddp__server *)cddp__calloc(&a, 1, sizeof *v);
   if (v == NULL) return;
-  cddp__budget_init(&v->budget, &a, CDDP__SERVER_MEMORY);
-  cddp__budget_init(&v->map.budget, &a, CDDP__STORE_MEMORY);
+  v->allocator = a;
+  v->map.allocator = &v->allocator;
   v->secret = settings & 1 ? "secret" : NULL;
   v->epoll = v->stop = -1;
   for (events = 0; in->n > 0 && events < 400; events++) server_event(v, conns, in);
