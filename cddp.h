@@ -16918,19 +16918,18 @@ static void cddp__st_write(const cddp_allocator *a, cddp__buffer *b, const cddp_
 /* >>checkpoint ---------------------------------------------------------------------------------
    Saving and loading, for a group or for one process.
    Owns: the file while it is written, cddp__checkpoint (one call of cddp_save or cddp_load).
-   May touch: parameters, momentum, the sampler; peers' memory for momentum in pieces.
+   May touch: parameters, an optimizer's states and learning rate, the sampler, a cddp_ddp's step
+   count; peers' memory for states in pieces.
    Entry points: the public functions.
    Works as follows. Both calls list the tensors of the checkpoint in memory, and the ranks compare
-   their lists. Saving: rank 0 writes, reading the other ranks' pieces of the momentum where they
-   lie. It writes to PATH.tmp, locked, which takes PATH's name only when all of it is on the disk: a
+   their lists. Saving: rank 0 writes, reading the other ranks' pieces of the states where they lie.
+   It writes to PATH.tmp, locked, which takes PATH's name only when all of it is on the disk: a
    reader of PATH sees the old file or the new one. PATH.tmp is always a new file; an old one is
    removed, unless a process of this user holds its lock. Loading: rank 0 reads the header and
    broadcasts its text; every rank parses it and finds its tensors there, so that all come to the
    same conclusion; then rank 0 reads the tensors and broadcasts them. After each part
    cddp__consensus makes the first failure the result on all ranks.
    Memory of a device passes through a few MiB of the host's, piece by piece. */
-
-#define CDDP__LR_NAME "optimizer.lr"
 
 /* --- files --- */
 
@@ -16958,8 +16957,6 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   return cddp__file_io(fd, false, (*out)->text, size, 8);
 }
 
-#define CDDP__LINKS_MAX 40 /* symbolic links in a row, as the kernel's own limit */
-
 /* A checkpoint's file and what it replaces. */
 typedef struct cddp__target {
   char path[4096]; /* what the caller's path leads to: never a symbolic link */
@@ -16980,7 +16977,7 @@ static cddp_result cddp__find_target(cddp__target *t, const char *path) {
   char to[sizeof t->path];
   int links;
   snprintf(to, sizeof to, "%s", strlen(path) < sizeof to ? path : "");
-  for (links = 0; links < CDDP__LINKS_MAX; links++) { /* `to` is relative to where its link lies */
+  for (links = 0; links < 40; links++) { /* the kernel's limit; `to` is relative to its link */
     char *slash = strrchr(t->path, '/');
     size_t keep = to[0] != '/' && slash != NULL ? (size_t)(slash - t->path) + 1 : 0;
     ssize_t n = -1;
@@ -17215,7 +17212,7 @@ static cddp_result cddp__list_items(cddp__checkpoint *c) {
                    shapes != NULL ? &shapes[i] : NULL, c->params[i].data);
   if (o == NULL) return CDDP_OK;
   c->lr = o->desc.lr;
-  cddp__add_item(c, CDDP__LR_NAME, CDDP_F64, 1, NULL, &c->lr)->shape.dims = 0;
+  cddp__add_item(c, "optimizer.lr", CDDP_F64, 1, NULL, &c->lr)->shape.dims = 0;
   if (o->params != c->params || o->count > c->count) shapes = NULL;
   for (i = 0; i < o->count; i++) {
     const cddp_param *p = &o->params[i];
@@ -17577,7 +17574,7 @@ static cddp_result cddp__match(cddp__checkpoint *c) {
 }
 
 /* Rank 0's values on all ranks. */
-static cddp_result cddp__share_bytes(const cddp__checkpoint *c, void *data, size_t bytes) {
+static cddp_result cddp__broadcast_bytes(const cddp__checkpoint *c, void *data, size_t bytes) {
   if (c->g == NULL) return CDDP_OK;
   return cddp__run_simple(c->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
 }
@@ -17588,10 +17585,10 @@ static cddp_result cddp__load_header(cddp__checkpoint *c, const char *path, cddp
   if (r == CDDP_OK && c->first) r = cddp__st_open(&c->file, c->allocator, path);
   if ((r = cddp__compare_calls(c, r)) != CDDP_OK) return r;
   if (c->first) sizes[0] = c->file->text_size, sizes[1] = c->file->data_bytes;
-  if ((r = cddp__share_bytes(c, sizes, sizeof sizes)) != CDDP_OK) return r;
+  if ((r = cddp__broadcast_bytes(c, sizes, sizeof sizes)) != CDDP_OK) return r;
   if (!c->first) c->file = cddp__st_new(c->allocator, (size_t)sizes[0]);
   r = cddp__consensus(c->g, c->file != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY, NULL, 0, NULL);
-  if (r == CDDP_OK) r = cddp__share_bytes(c, c->file->text, c->file->text_size);
+  if (r == CDDP_OK) r = cddp__broadcast_bytes(c, c->file->text, c->file->text_size);
   if (r != CDDP_OK) return r;
   c->file->data_bytes = sizes[1];
   return cddp__consensus(c->g, cddp__match(c), NULL, 0, NULL);
