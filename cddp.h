@@ -6621,34 +6621,35 @@ static void cddp__describe_elsewhere(const cddp_group *g, char *out, size_t n) {
   pthread_mutex_unlock(&g->host->lock);
 }
 
-/* The deadline has passed. Late are the ranks of this host that have not come; once all are here,
-   those of other hosts. A late rank may itself be waiting for one of another host, right now: then
-   that one is named. */
-static cddp_result cddp__break_late(cddp_group *g) {
+/* The deadline has passed. late: a rank of another host that did not answer; -1: ranks of this host
+   have not come to the round, or once all are here, those of other hosts. A late rank may itself be
+   waiting for one of another host, right now: then that one is named. */
+static cddp_result cddp__break_late(cddp_group *g, int late) {
   uint32_t now = (uint32_t)(uint64_t)(cddp__now() * 1000);
-  char who[160], what[320], late[256] = "", where[CDDP__ERROR_MAX] = "";
-  bool here = false;
+  char who[160], what[320], names[256] = "", where[CDDP__ERROR_MAX] = "";
+  bool here = false, mates = late >= 0 && g->hosts->nodes[g->hosts->peers[late].host].size > 1;
   int p, before = -1, n = 0;
   for (p = 0; p < g->size; p++) here = here || (g->members[p] >= 0 && !cddp__has_announced(g, p));
   for (p = 0; p < g->size; p++) {
     const cddp__slot *slot = cddp__slot_of(g, p);
     uint32_t awaits = here ? cddp__load32(&slot->awaits) : 0;
     int held = p;
-    if ((here && g->members[p] < 0) || cddp__has_announced(g, p)) continue;
+    if (late >= 0 ? p != late : (here && g->members[p] < 0) || cddp__has_announced(g, p)) continue;
     if (awaits > 0 && awaits <= (uint32_t)g->size && now - cddp__load32(&slot->awaits_at) < 500)
       held = (int)awaits - 1;
     if (held == before) continue;
     before = held;
     if (n++ >= 3) continue;
     cddp__name_rank(g, held, who, sizeof who);
-    cddp__append(late, sizeof late, "%s%s", n > 1 ? ", " : "", who);
+    cddp__append(names, sizeof names, "%s%s", n > 1 ? ", " : "", who);
     cddp__describe_wait(g, held, where, sizeof where);
   }
-  if (n > 3) cddp__append(late, sizeof late, " and %d more", n - 3);
+  if (n > 3) cddp__append(names, sizeof names, " and %d more", n - 3);
   cddp__describe_here(g, what, sizeof what);
   if (where[0] == 0) cddp__describe_elsewhere(g, where, sizeof where);
-  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not come to %s%s", g->timeout_s, late,
-             what, where);
+  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s%s did not come to %s%s%s", g->timeout_s,
+             names, mates ? ", or another rank of its host," : "", what,
+             late >= 0 ? ", or that host cannot be reached" : "", where);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -6718,7 +6719,7 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
       if (r == CDDP_OK && shown) r = cddp__look_for_deadlock(g);
       if (r == CDDP_OK && !shown) shown = cddp__show_wait(g);
     }
-    if (r == CDDP_OK && w.late && cddp__load32(word) != want) r = cddp__break_late(g);
+    if (r == CDDP_OK && w.late && cddp__load32(word) != want) r = cddp__break_late(g, -1);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, v);
   }
   if (!shown) return r;
@@ -7438,11 +7439,6 @@ static void cddp__net_accept(cddp__net *n) { /* net.lock held */
     l->next = n->pending;
     n->pending = l;
   }
-}
-
-/* What to poll for callers: -1 while accepting rests. */
-static int cddp__net_listener(const cddp__net *n) {
-  return cddp__load32(&n->deaf) != 0 ? -1 : n->listener;
 }
 
 /* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
@@ -9167,20 +9163,6 @@ static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n)
          cddp__now() >= p->lost_at + (brief ? CDDP__NEWS_S : CDDP__CAUSE_S);
 }
 
-/* Nothing has come from a rank until the deadline. */
-static cddp_result cddp__hosts_late(cddp_group *g, int rank) {
-  const cddp__hosts *x = g->hosts;
-  const char *more = x->nodes[x->peers[rank].host].size > 1 ? " or another rank of its host" : "";
-  char who[160], what[320], where[CDDP__ERROR_MAX] = "";
-  cddp__describe_elsewhere(g, where, sizeof where);
-  cddp__name_rank(g, rank, who, sizeof who);
-  cddp__describe_here(g, what, sizeof what);
-  cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: %s%s did not come to %s, or that host cannot be reached%s",
-             g->timeout_s, who, more, what, where);
-  return cddp__break(g, CDDP_TIMEOUT);
-}
-
 /* In a healthy group: sends the other hosts an early notice if a rank of this host has died, which
    they cannot see, or (leaving) if another group has failed of a loss. A rank that exited with code
    0 may have done so in good order, unless this rank leaves with it. */
@@ -9305,7 +9287,7 @@ static void cddp__hosts_poll(cddp_group *g, int peer) {
   cddp__link *l;
   bool remote = g->members[peer] < 0;
   int n = 1;
-  fds[0].fd = cddp__net_listener(x->net);
+  fds[0].fd = cddp__load32(&x->net->deaf) != 0 ? -1 : x->net->listener;
   fds[0].events = POLLIN;
   pthread_mutex_lock(&g->p2p_lock);
   if (remote && (l = cddp__p2p_link(g, peer)) != NULL) cddp__link_answered(l);
@@ -9369,7 +9351,7 @@ static cddp_result cddp__traffic_pause(cddp__traffic *t) {
     if (l->state < CDDP__LINK_UP) joining = true;
     if (t->wait.due) cddp__link_answered(l);
   }
-  listener->fd = cddp__net_listener(x->net);
+  listener->fd = cddp__load32(&x->net->deaf) != 0 ? -1 : x->net->listener;
   listener->events = POLLIN;
   listener->revents = 0;
   poll(x->fds, (nfds_t)t->nfds + 1, joining ? 1 : 5);
@@ -9383,7 +9365,7 @@ static cddp_result cddp__traffic_pause(cddp__traffic *t) {
     pthread_mutex_unlock(&g->p2p_lock);
   }
   if (cddp__hosts_gone(g, t->late, NULL, 0)) return cddp__report_lost(g, t->late, NULL);
-  return t->wait.late ? cddp__hosts_late(g, t->late) : CDDP_OK;
+  return t->wait.late ? cddp__break_late(g, t->late) : CDDP_OK;
 }
 
 /* The next pause ends when the link can go on. */
@@ -9416,20 +9398,6 @@ static cddp__link *cddp__data_link(cddp__traffic *t, int rank) {
   return NULL;
 }
 
-/* Goes on with a posted frame; whether all of it has moved. */
-static bool cddp__traffic_frame(cddp__traffic *t, const cddp__item *it, bool out) {
-  cddp__link *l = t->result == CDDP_OK ? cddp__data_link(t, it->rank) : NULL;
-  size_t before;
-  int done;
-  if (l == NULL) return false;
-  before = out ? l->sent : l->got;
-  done = cddp__link_data(l, it->data, it->least, it->size, out);
-  if (done == 0) cddp__traffic_watch(t, l, out);
-  if (done < 0) cddp__note_lost(t->g, it->rank, l->error);
-  t->moved = t->moved || done > 0 || (out ? l->sent : l->got) != before; /* slow is not late */
-  return done > 0;
-}
-
 /* Posts a frame of `size` bytes to be sent or received. Those of one rank go in the order in which
    they were posted. */
 static cddp__item *cddp__post_frame(cddp_group *g, bool out, int rank, const void *data,
@@ -9448,12 +9416,21 @@ static bool cddp__traffic_round(cddp__traffic *t, cddp__item *items, int *count,
                                 long due) {
   cddp__hosts *x = t->g->hosts;
   bool left = false;
-  int i, kept = 0;
+  int i, done, kept = 0;
   x->pass++;
   for (i = 0; i < *count; i++) {
     cddp__item it = items[i];
     cddp__peer *p = &x->peers[it.rank];
-    if (p->pass != x->pass && cddp__traffic_frame(t, &it, out)) continue;
+    cddp__link *l = NULL;
+    if (p->pass != x->pass && t->result == CDDP_OK) l = cddp__data_link(t, it.rank);
+    if (l != NULL) {
+      size_t *moved = out ? &l->sent : &l->got, before = *moved;
+      done = cddp__link_data(l, it.data, it.least, it.size, out);
+      t->moved = t->moved || done > 0 || *moved != before; /* slow is not late */
+      if (done > 0) continue;
+      if (done == 0) cddp__traffic_watch(t, l, out);
+      if (done < 0) cddp__note_lost(t->g, it.rank, l->error);
+    }
     p->pass = x->pass; /* the rank's other frames wait for this one */
     items[kept++] = it;
     if (it.step >= due) continue;
@@ -10338,7 +10315,7 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
     sched_yield();
     if (cddp__now() < w.look) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__look_after_peers(g);
-    if (r == CDDP_OK && w.late) r = cddp__break_late(g);
+    if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1);
   }
   g->round--;
   if (code != MPI_SUCCESS)
