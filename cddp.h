@@ -8011,23 +8011,16 @@ static cddp_result cddp__tell_up(cddp__rendezvous *v) {
   return r;
 }
 
-/* Receives a table of so many bytes; a false one is an error. */
+/* Receives a table of so many bytes. */
 static cddp_result cddp__take_table(cddp__rendezvous *v, size_t size) {
-  int ranks = v->at->world_size, i;
+  int ranks = v->at->world_size;
   size_t least = cddp__table_bytes(ranks, 0),
          hosts = size > least ? (size - least) / sizeof(cddp__host_entry) : 0;
-  bool good = hosts > 0 && hosts <= (size_t)ranks && size == cddp__table_bytes(ranks, (int)hosts);
-  cddp_result r;
-  if (!good) return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
+  if (hosts == 0 || hosts > (size_t)ranks || size != cddp__table_bytes(ranks, (int)hosts))
+    return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
   v->net = cddp__net_new(&v->host->allocator, ranks, (int)hosts);
   if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
-  r = cddp__recv_all(v->up.fd, v->net->token, size, v->deadline + 0.5);
-  for (i = 0; i < ranks && r == CDDP_OK && good; i++) {
-    const cddp__home *p = &v->net->homes[i];
-    good = (unsigned)p->host < hosts && p->pid != 0 &&
-           (i != v->at->rank || p->pid == (uint32_t)getpid());
-  }
-  return r != CDDP_OK || good ? r : cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
+  return cddp__recv_all(v->up.fd, v->net->token, size, v->deadline + 0.5);
 }
 
 /* Takes what has come on a channel, and closes it if it has ended, or is not one of a rank. */
@@ -8385,21 +8378,27 @@ static cddp_result cddp__make_memory(cddp__host *h) {
   return CDDP_OK;
 }
 
-/* Fills the host with what the table says; the table is its own from now on if there are others. */
+/* Fills the host with what the table says; a false one is an error. The table becomes the host's if
+   there are other nodes. */
 static cddp_result cddp__use_table(cddp__rendezvous *v) {
   cddp__host *h = v->host;
   cddp__net *n = v->net;
   int i;
   n->rank = v->at->rank;
-  n->host = n->homes[n->rank].host;
   for (i = 0; i < n->host_count; i++) {
     n->hosts[i].name[sizeof n->hosts[i].name - 1] = 0;
     n->hosts[i].size = 0;
   }
   for (i = 0; i < n->size; i++) {
-    n->homes[i].index = n->hosts[n->homes[i].host].size++;
-    if (n->homes[i].host == n->host) h->pids[n->homes[i].index] = n->homes[i].pid;
+    cddp__home *p = &n->homes[i];
+    if (p->host < 0 || p->host >= n->host_count || p->pid == 0 ||
+        (i == n->rank && p->pid != (uint32_t)getpid()))
+      return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
+    p->index = n->hosts[p->host].size++;
   }
+  n->host = n->homes[n->rank].host;
+  for (i = 0; i < n->size; i++)
+    if (n->homes[i].host == n->host) h->pids[n->homes[i].index] = n->homes[i].pid;
   cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index);
   if (n->host_count == 1) return CDDP_OK;
   h->net = n;
@@ -8510,16 +8509,6 @@ static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r
   cddp__fail(r, "%s", text);
 }
 
-/* Holds on to the store's port, without listening, while the group lives: else the system might
-   give it to the next job that asks for a free one, which would seem to be a second one here. */
-static void cddp__keep_port(cddp__rendezvous *v) {
-  const cddp__server *s = v->store->server;
-  if (s != NULL) v->host->port = fcntl(s->listeners[0], F_DUPFD_CLOEXEC, 0);
-  if (v->host->port >= 0) cddp__own_socket(v->host->port);
-  cddp__close_store(v);
-  if (v->host->port >= 0) shutdown(v->host->port, SHUT_RD);
-}
-
 /* Finds out what this rank is and where it meets. CDDP_JOB_SECRET was made by cddp_spawn or cddprun
    for ranks that meet on one host, so that no other user of it can join in: "PORT:SECRET", good for
    that MASTER_PORT unless the user has set a secret. */
@@ -8600,7 +8589,8 @@ static void cddp__watch_processes(cddp__host *h) {
 static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_group_desc *d,
                               cddp__host *h) {
   cddp__rendezvous v;
-  uint32_t refused = 0;
+  const cddp__server *s;
+  uint32_t refused;
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   *out = NULL;
   if (r == CDDP_OK) r = cddp__claim_rank(&v);
@@ -8617,8 +8607,8 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   if (r == CDDP_OK) r = cddp__gather(&v);
   if (r == CDDP_OK) r = cddp__pass_on(&v, out);
   cddp__tell_failure(&v, *out, r);
-  if (v.serves && v.store != NULL && v.store->server != NULL)
-    refused = cddp__load32(&v.store->server->unproven);
+  s = v.store != NULL ? v.store->server : NULL; /* in this process */
+  refused = s != NULL ? cddp__load32(&s->unproven) : 0;
   if (r == CDDP_TIMEOUT && refused > 0)
     r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ",
                       refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
@@ -8626,10 +8616,14 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
   if (r == CDDP_OK) {
     cddp__store32(&cddp__met_before, v.mark);
-    if (v.serves) cddp__keep_port(&v);
     cddp__watch_processes(h);
+    /* Holds on to the store's port, without listening, while the group lives: else the system might
+       give it to the next job that asks for a free one, which would seem to be a second one here. */
+    if (s != NULL) h->port = fcntl(s->listeners[0], F_DUPFD_CLOEXEC, 0);
+    if (h->port >= 0) cddp__own_socket(h->port);
   }
-  cddp__rendezvous_free(&v);
+  cddp__rendezvous_free(&v); /* the server stops listening */
+  if (h->port >= 0) shutdown(h->port, SHUT_RD);
   return r;
 }
 
