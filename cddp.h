@@ -4555,16 +4555,23 @@ static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
   return CDDP_OK;
 }
 
-/* The variable with the list of nodes whose first one has rank 0; NULL: none is set. A step of
-   several parts of a heterogeneous job has a list of its own in which all nodes are sorted, and
-   rank 0 in the first part; a step of one part has that part's list. */
-static const char *cddp__slurm_list(void) {
+/* The node of rank 0 in a Slurm step on several: the first one of the step's list. A step of several
+   parts of a heterogeneous job has a list in which all nodes are sorted, and rank 0 in the first
+   part; a step of one part has that part's list. *out stays empty when no list is set. */
+static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
   static const char *const first[] = {"SLURM_JOB_NODELIST_HET_GROUP_0",
                                       "SLURM_JOB_NODELIST_PACK_GROUP_0"};
+  const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME"),
+             *list = NULL;
   char part[64];
   int i, k;
+  if (layout != NULL && strcmp(layout, "arbitrary") == 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "Slurm's srun -m arbitrary (SLURM_DISTRIBUTION) does not tell the ranks "
+                      "on which node rank 0 is; add --export=ALL,MASTER_ADDR=HOST to its command, "
+                      "HOST being rank 0's");
   for (i = 0; i < 2 && cddp__env(lists[0]) != NULL; i++) {
     bool alone = cddp__env(first[i]) == NULL;
     for (k = 0; k < 1000 && !alone; k++) {
@@ -4572,22 +4579,10 @@ static const char *cddp__slurm_list(void) {
       if (cddp__env(part) == NULL) break;
       alone = cddp__env_same(part, lists[0]);
     }
-    if (!alone) return first[i];
+    if (!alone) list = first[i];
   }
-  for (i = 0; i < 3; i++)
-    if (cddp__env(lists[i]) != NULL) return lists[i];
-  return NULL;
-}
-
-/* The node of rank 0 in a Slurm step on several. *out stays empty when no list is set. */
-static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity) {
-  const char *list = cddp__slurm_list(), *layout = cddp__env("SLURM_DISTRIBUTION"),
-             *here = cddp__env("SLURMD_NODENAME");
-  if (layout != NULL && strcmp(layout, "arbitrary") == 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "Slurm's srun -m arbitrary (SLURM_DISTRIBUTION) does not tell the ranks "
-                      "on which node rank 0 is; add --export=ALL,MASTER_ADDR=HOST to its command, "
-                      "HOST being rank 0's");
+  for (i = 0; i < 3 && list == NULL; i++)
+    if (cddp__env(lists[i]) != NULL) list = lists[i];
   if (list == NULL) return CDDP_OK;
   at->host_name = list;
   if (!cddp__first_host(cddp__env(list), out, capacity))
@@ -8617,8 +8612,8 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   if (r == CDDP_OK) {
     cddp__store32(&cddp__met_before, v.mark);
     cddp__watch_processes(h);
-    /* Holds on to the store's port, without listening, while the group lives: else the system might
-       give it to the next job that asks for a free one, which would seem to be a second one here. */
+    /* The store's port is held, without listening, while the group lives: else the system might
+       give it to the next job that asks for a free one, which would seem to be a second one. */
     if (s != NULL) h->port = fcntl(s->listeners[0], F_DUPFD_CLOEXEC, 0);
     if (h->port >= 0) cddp__own_socket(h->port);
   }
