@@ -4555,8 +4555,8 @@ static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
   return CDDP_OK;
 }
 
-/* The node of rank 0 in a Slurm step on several: the first one of the step's list. A step of several
-   parts of a heterogeneous job has a list in which all nodes are sorted, and rank 0 in the first
+/* The node of rank 0 in a Slurm step on several: the first one of the step's list. A step of all
+   parts of a heterogeneous job has a list in which the nodes are sorted, and rank 0 in the first
    part; a step of one part has that part's list. *out stays empty when no list is set. */
 static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
