@@ -10495,7 +10495,7 @@ static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_a
    Asynchronous operations.
    Owns: cddp_work and the engine of a group. Lock: engine.lock.
    Touches a slot's works alone.
-   Entry points: cddp__work_new, cddp__engine_push and _drain, cddp__work_wait, _done and _cancel.
+   Entry points: cddp__work_new, cddp__engine_push and _drain, cddp__work_wait and _done.
    Works as follows: a collective with a handle goes into its group's queue. A thread that waits
    for it and finds that it has not begun runs the queue up to it itself, at the cost of a call
    without a handle. Operations that no thread waits for are run by the engine, a thread that the
@@ -10746,9 +10746,9 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
   return CDDP_OK;
 }
 
-/* Gives up a receive whose message has not come. */
-static cddp_result cddp__work_cancel(cddp_work *w) {
+CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
   const char *why = "a message is sent or not, and a collective needs all ranks";
+  CDDP__CHECK(w != NULL, "the work is NULL");
   if (w->is_recv && w->backend == NULL) {
     if (cddp__give_up_recv(w->group, &w->recv, false)) {
       cddp__abandon_recv(w);
@@ -17699,7 +17699,7 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
 /* >>spawn --------------------------------------------------------------------------------------
    Ranks as processes and ranks as threads.
    Owns: the children of cddp_spawn and their pidfds; the groups and threads of cddp_run_threads.
-   Entry points: cddp__spawn, cddp__run_threads.
+   Entry points: the public functions.
    Works as follows. Processes: all children are forked, then begin together. The parent sleeps in
    poll(2) on their pidfds and reaps those that have ended, by their pids: other children are the
    program's. The first failure is kept; the others have a second to notice it, then get SIGTERM,
@@ -17873,10 +17873,13 @@ static cddp_result cddp__fork_children(cddp__spawn_job *job) {
                                                                : cddp__fail_errno("write");
 }
 
-static cddp_result cddp__spawn(int (*fn)(int, void *), void *arg, int nprocs) {
+CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs) {
   cddp__spawn_job job;
   uint64_t dice[2];
   cddp_result r;
+  CDDP__CHECK(fn != NULL, "fn is NULL");
+  CDDP__CHECK(nprocs >= 1 && nprocs <= CDDP__MAX_RANKS, "nprocs is %d; it must be from 1 to %d",
+              nprocs, CDDP__MAX_RANKS);
   memset(&job, 0, sizeof job);
   job.fn = fn;
   job.arg = arg;
@@ -17962,14 +17965,19 @@ static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_resu
                     t[first].text[0] ? "; its last error: " : "", t[first].text);
 }
 
-static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg, int n) {
-  cddp__thread_rank *t = (cddp__thread_rank *)calloc((size_t)n, sizeof *t);
-  char *block = cddp__map_memory(-1, 0, cddp__block_bytes(n, n));
+CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
+  cddp__thread_rank *t;
+  char *block;
   cddp__atomic_u32 order = {0};
   uint64_t job = cddp__record_job();
   double timeout_s;
   cddp_result r = cddp__discover_timeout(0, &timeout_s);
   int i;
+  CDDP__CHECK(fn != NULL, "fn is NULL");
+  CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
+              CDDP__MAX_RANKS);
+  t = (cddp__thread_rank *)calloc((size_t)n, sizeof *t);
+  block = cddp__map_memory(-1, 0, cddp__block_bytes(n, n));
   if (t == NULL || block == NULL)
     r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d threads", n);
   for (i = 0; r == CDDP_OK && i < n; i++) {
@@ -17996,7 +18004,7 @@ static cddp_result cddp__run_threads(int (*fn)(cddp_group *, void *), void *arg,
 }
 
 /* >>public ---------------------------------------------------------------------------------------
-   The public functions.
+   The public functions that do not lie in the room of what they do.
    Owns and touches nothing.
    Works as follows: a function checks its arguments, so that CDDP_INVALID_ARGUMENT comes with a
    sentence before anything is done, and calls the room that does the work. */
@@ -18250,31 +18258,10 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s) {
   return cddp__work_wait(w, timeout_s < 1e9 ? timeout_s : 1e9);
 }
 
-CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
-  CDDP__CHECK(w != NULL, "the work is NULL");
-  return cddp__work_cancel(w);
-}
-
 CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done) {
   CDDP__CHECK(w != NULL && done != NULL, "the work or done is NULL");
   *done = cddp__work_done(w);
   return CDDP_OK;
-}
-
-/* --- processes and threads --- */
-
-CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs) {
-  CDDP__CHECK(fn != NULL, "fn is NULL");
-  CDDP__CHECK(nprocs >= 1 && nprocs <= CDDP__MAX_RANKS, "nprocs is %d; it must be from 1 to %d",
-              nprocs, CDDP__MAX_RANKS);
-  return cddp__spawn(fn, arg, nprocs);
-}
-
-CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
-  CDDP__CHECK(fn != NULL, "fn is NULL");
-  CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
-              CDDP__MAX_RANKS);
-  return cddp__run_threads(fn, arg, n);
 }
 
 /* --- data parallel --- */
