@@ -12281,7 +12281,7 @@ typedef struct cddp__device {
   int device;
   cudaStream_t stream; /* the caller's */
   cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
-  cudaEvent_t fork;    /* orders side after stream; turn */
+  cudaEvent_t fork;    /* orders side after stream for messages; turn */
   cudaEvent_t join;    /* orders stream and side; the thread that calls collectives */
   pthread_mutex_t turn, lock;
   cddp__communicator *comm;
@@ -12302,7 +12302,7 @@ typedef struct cddp__device {
   size_t block_count, block_room;
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* for work handles; lock */
   int spares;
-  void *scratch; /* device memory, used on side; the thread that calls collectives */
+  void *scratch; /* one of blocks, used on side; the thread that calls collectives */
   size_t scratch_bytes;
   char *stage; /* host memory for operations through the host; whoever has set staging */
   size_t stage_bytes;
@@ -12960,7 +12960,6 @@ static void cddp__device_delete(cddp__device *p) {
   if (p->side != NULL) (void)cudaStreamSynchronize(p->side);
   while (p->block_count > 0) cudaFree(p->blocks[--p->block_count]);
   cddp__free(a, p->blocks);
-  if (p->scratch != NULL) cudaFree(p->scratch);
   cddp__stage_free(p);
   cddp__event_free(&p->fork);
   cddp__event_free(&p->join);
@@ -13014,32 +13013,30 @@ static void cddp__device_set_stream(cddp_group *g, void *stream) {
 
 static void *cddp__device_stream(const cddp_group *g) { return (void *)cddp__device_of(g)->stream; }
 
-/* Memory that goes with the context, or by cddp__device_release. */
-static cddp_result cddp__device_keep(cddp__device *p, void *address) {
+/* Device memory that goes with the context, or by cddp__device_release. */
+static cddp_result cddp__device_malloc(cddp__device *p, size_t bytes, void **out) {
+  cddp_result r = cddp__cuda_result(cudaMalloc(out, bytes > 0 ? bytes : 1), "cudaMalloc");
   void *all;
+  if (r != CDDP_OK) return r;
   pthread_mutex_lock(&p->lock);
   all = cddp__grown(&p->group->host->allocator, p->blocks, &p->block_room, p->block_count + 1,
                     sizeof *p->blocks);
   if (all != NULL) p->blocks = (void **)all;
-  if (all != NULL) p->blocks[p->block_count++] = address;
+  if (all != NULL) p->blocks[p->block_count++] = *out;
   pthread_mutex_unlock(&p->lock);
-  return all != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  if (all != NULL) return CDDP_OK;
+  cudaFree(*out);
+  return CDDP_OUT_OF_MEMORY;
 }
 
-/* Device memory for an operation that needs some; grows. */
+/* Device memory for an operation that needs some. It grows by half at least: what it was stays, as
+   operations and CUDA graphs may use it. */
 static cddp_result cddp__device_scratch(cddp__device *p, size_t bytes) {
   cddp_result r;
   if (p->scratch_bytes >= bytes) return CDDP_OK;
-  if (p->scratch != NULL && cddp__load32(&p->captured) != 0) { /* a graph may use it again */
-    if ((r = cddp__device_keep(p, p->scratch)) != CDDP_OK) return r;
-  } else if (p->scratch != NULL) {
-    (void)cudaStreamSynchronize(p->side); /* its last user */
-    cudaFree(p->scratch);
-  }
-  p->scratch = NULL;
-  p->scratch_bytes = 0;
-  r = cddp__cuda_result(cudaMalloc(&p->scratch, bytes), "cudaMalloc");
-  if (r == CDDP_OK) p->scratch_bytes = bytes;
+  bytes = cddp__max(bytes, p->scratch_bytes + p->scratch_bytes / 2);
+  r = cddp__device_malloc(p, bytes, &p->scratch);
+  p->scratch_bytes = r == CDDP_OK ? bytes : 0;
   return r;
 }
 
@@ -13047,12 +13044,8 @@ static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
   cddp__device *p = cddp__device_of(g);
   void *address = NULL;
   cddp_result r = cddp__use_device(p->device);
-  if (r == CDDP_OK)
-    r = cddp__cuda_result(cudaMalloc(&address, bytes > 0 ? bytes : 1), "cddp_alloc: cudaMalloc");
-  if (r != CDDP_OK) return NULL;
-  if (cddp__device_keep(p, address) == CDDP_OK) return address;
-  cudaFree(address);
-  return NULL;
+  if (r == CDDP_OK) r = cddp__device_malloc(p, bytes, &address);
+  return r == CDDP_OK ? address : NULL;
 }
 
 static void cddp__device_release(cddp_group *g, void *address) {
@@ -13420,7 +13413,7 @@ static cddp_result cddp__nccl_start(cddp_group *g, const cddp__call *c, cddp_wor
   record = cddp__record_call(g, c);
   if (work != NULL && (w = cddp__work_new(g)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (w != NULL) w->backend = g->backend;
-  if (r == CDDP_OK && w != NULL) r = cddp__stream_after(p->side, p->stream, p->fork);
+  if (r == CDDP_OK && w != NULL) r = cddp__stream_after(p->side, p->stream, p->join);
   if (r == CDDP_OK && c->count > 0) {
     if (p->comm->comm == NULL)
       r = cddp__device_copy(c->recv, c->send, c->count * c->esize, s);
@@ -13644,7 +13637,7 @@ static cddp_result cddp__staged_end(cddp_group *g, const cddp__call *c, char *st
   second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
   if (r == CDDP_OK && c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank)) {
     r = cddp__use_device(p->device);
-    if (r == CDDP_OK) r = cddp__stream_after(p->side, p->stream, p->fork);
+    if (r == CDDP_OK) r = cddp__stream_after(p->side, p->stream, p->join);
     if (r == CDDP_OK) r = cddp__copy_now(p, c->recv, stage + second, recvs);
     if (r != CDDP_OK) r = cddp__break(g, r);
   }
@@ -13676,7 +13669,7 @@ static cddp_result cddp__staged_start(cddp_group *g, const cddp__call *c, cddp_w
   if ((stage = cddp__stage_take(p, second + recvs)) == NULL)
     return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
   if (c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank)) {
-    r = cddp__stream_after(p->side, p->stream, p->fork);
+    r = cddp__stream_after(p->side, p->stream, p->join);
     if (r == CDDP_OK) r = cddp__copy_now(p, stage, c->send, sends);
     if (r != CDDP_OK && !message) r = cddp__break(g, r);
   }
