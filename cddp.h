@@ -12257,8 +12257,7 @@ typedef struct cddp__communicator {
   cddp__atomic_u32 users; /* threads inside a call of NCCL with it */
   cddp__atomic_u32 ended; /* CDDP__COMM_*: from then on no thread begins such a call */
   cddp__atomic_u32 done;  /* 1: NCCL has let go of it */
-  ncclComm_t comm;        /* NULL: a single rank, no NCCL, or not made yet; users */
-  ncclComm_t made;        /* a communicator in the making; NCCL's threads write it */
+  ncclComm_t comm;        /* NULL: a single rank, or no NCCL; NCCL's thread writes it as it is made */
   ncclRedOp_t half_sum;   /* of f16, for means: see cddp__nccl_op */
   int device;
 } cddp__communicator;
@@ -12565,37 +12564,36 @@ static bool cddp__comm_enter(cddp__communicator *x) {
 
 static void cddp__comm_exit(cddp__communicator *x) { cddp__add32(&x->users, (uint32_t)-1); }
 
+static ncclComm_t cddp__comm_of(const cddp__communicator *x) {
+  return __atomic_load_n(&x->comm, __ATOMIC_RELAXED);
+}
+
 static void cddp__comm_release(cddp__communicator *x) {
   if (x != NULL && cddp__add32(&x->refs, (uint32_t)-1) == 0) free(x);
 }
 
-/* In good order. What fails in it leaves NCCL's group open, in which an abort would do nothing. */
-static void cddp__comm_destroy(cddp__communicator *x) {
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  ncclResult_t e = ncclSuccess;
-  (void)cudaSetDevice(x->device);
-  cudaThreadExchangeStreamCaptureMode(&mode); /* what is freed here is no part of a graph */
-  if (ncclCommGetAsyncError(x->comm, &e) != ncclSuccess || e != ncclSuccess) {
-    ncclCommAbort(x->comm);
-  } else if (ncclCommDestroy(x->comm) != ncclSuccess) {
-    (void)ncclGroupEnd();
-    ncclCommAbort(x->comm);
-  }
-  cudaThreadExchangeStreamCaptureMode(&mode); /* the thread may be the caller's */
-}
-
-/* An abort begins with NCCL's flags, before any call of CUDA, for which it might have to wait. */
+/* An abort begins with NCCL's flags, before any call of CUDA, for which it might have to wait. What
+   fails in an end in good order leaves NCCL's group open, in which an abort would do nothing. */
 static void *cddp__comm_end_main(void *communicator) {
   cddp__communicator *x = (cddp__communicator *)communicator;
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   double deadline = cddp__now() + CDDP__CALLS_S;
-  ncclComm_t made;
+  ncclComm_t comm = cddp__comm_of(x);
+  ncclResult_t e = ncclSuccess;
   while (cddp__add32(&x->users, 0) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
-  if (x->comm != NULL && cddp__load32(&x->ended) == CDDP__COMM_ABORTED)
-    ncclCommAbort(x->comm); /* joins NCCL's threads, which may write to made */
-  else if (x->comm != NULL)
-    cddp__comm_destroy(x);
-  made = __atomic_load_n(&x->made, __ATOMIC_RELAXED);
-  if (made != NULL) ncclCommAbort(made);
+  if (comm != NULL && cddp__load32(&x->ended) == CDDP__COMM_ABORTED) {
+    ncclCommAbort(comm);
+  } else if (comm != NULL) {
+    (void)cudaSetDevice(x->device);
+    cudaThreadExchangeStreamCaptureMode(&mode); /* what is freed here is no part of a graph */
+    if (ncclCommGetAsyncError(comm, &e) != ncclSuccess || e != ncclSuccess) {
+      ncclCommAbort(comm);
+    } else if (ncclCommDestroy(comm) != ncclSuccess) {
+      (void)ncclGroupEnd();
+      ncclCommAbort(comm);
+    }
+    cudaThreadExchangeStreamCaptureMode(&mode); /* the thread may be the caller's */
+  }
   cddp__store32(&x->done, 1);
   cddp__comm_release(x);
   cddp__add32(&cddp__endings, (uint32_t)-1);
@@ -12609,7 +12607,7 @@ static void cddp__comm_end(cddp__communicator *x, uint32_t how) {
   if (!cddp__swap32(&x->ended, CDDP__COMM_ALIVE, how)) return;
   cddp__add32(&x->refs, 1);
   cddp__add32(&cddp__endings, 1);
-  if ((x->comm != NULL || __atomic_load_n(&x->made, __ATOMIC_RELAXED) != NULL) &&
+  if (cddp__comm_of(x) != NULL &&
       cddp__thread_start(&thread, cddp__comm_end_main, x) == CDDP_OK)
     pthread_detach(thread);
   else
@@ -13163,31 +13161,26 @@ static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaS
   }
 }
 
-/* Asks how far NCCL is with what it began. Up to NCCL 2.25 that does not end its work in this
-   thread, which would be in the way of another communicator's; ncclCommCount does. */
-static ncclResult_t cddp__progress(cddp__device *p, ncclComm_t comm) {
-  ncclResult_t e = ncclInternalError;
-  int ranks;
-  if (!cddp__comm_enter(p->comm)) return e;
-  if (ncclCommGetAsyncError(comm, &e) != ncclSuccess) e = ncclInternalError;
-  if (e == ncclSuccess) e = ncclCommCount(comm, &ranks);
-  cddp__comm_exit(p->comm);
-  return e;
-}
-
 /* Polls until NCCL has done what it began: e is what it returned then, of which success says
-   nothing: up to NCCL 2.23 single operations return it too early. A rank that is gone may have done
-   its part: NCCL gets a moment to say so. */
-static cddp_result cddp__settle(cddp__device *p, ncclComm_t comm, ncclResult_t e,
-                                const char *what) {
+   nothing: up to NCCL 2.23 single operations return it too early. Up to 2.25 ncclCommGetAsyncError
+   does not end NCCL's work in this thread, which would be in the way of another communicator's;
+   ncclCommCount does. A rank that is gone may have done its part: NCCL gets a moment to say so. */
+static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *what) {
   cddp_group *g = p->group;
   double start = cddp__now(), now, look = start + CDDP__NAP_S, gone_since = start;
+  ncclComm_t comm = cddp__comm_of(p->comm);
   cddp_result r;
-  int q;
+  int q, ranks;
   if (e == ncclSuccess) e = ncclInProgress;
   for (; e == ncclInProgress; cddp__device_nap(start)) {
     if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-    if ((e = cddp__progress(p, comm)) != ncclInProgress) break;
+    e = ncclInternalError;
+    if (cddp__comm_enter(p->comm)) {
+      if (ncclCommGetAsyncError(comm, &e) != ncclSuccess) e = ncclInternalError;
+      if (e == ncclSuccess) e = ncclCommCount(comm, &ranks);
+      cddp__comm_exit(p->comm);
+    }
+    if (e != ncclInProgress) break;
     if ((now = cddp__now()) < look) continue;
     look = now + CDDP__NAP_S;
     cddp__watch_hosts(g);
@@ -13226,7 +13219,7 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
     if (e == ncclSuccess || e == ncclInProgress) e = end;
   }
   cddp__comm_exit(p->comm);
-  r = cddp__settle(p, p->comm->comm, e, cddp__shapes[c->kind].name);
+  r = cddp__settle(p, e, cddp__shapes[c->kind].name);
   for (i = 0; i < n && r == CDDP_OK; i++) r = cddp__scale_mean(p, &c[i], s);
   return r == CDDP_OK ? cddp__track(p, s) : r;
 }
@@ -13517,7 +13510,6 @@ static cddp_result cddp__warm_up(cddp__device *p) {
 static cddp_result cddp__nccl_connect(cddp__device *p) {
   cddp_group *g = p->group;
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  ncclComm_t comm;
   ncclUniqueId id;
   ncclResult_t e = ncclSuccess;
   cddp_result r = CDDP_OK;
@@ -13535,15 +13527,10 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, &id, &id, sizeof id, CDDP_U8, 0);
   if (r != CDDP_OK) return r;
   config.blocking = 0;
-  e = ncclCommInitRankConfig(&p->comm->made, g->size, id, g->rank, &config);
-  comm = __atomic_load_n(&p->comm->made, __ATOMIC_RELAXED); /* which NCCL's thread writes again */
-  r = cddp__settle(p, comm, e, "ncclCommInitRankConfig");
+  e = ncclCommInitRankConfig(&p->comm->comm, g->size, id, g->rank, &config);
+  r = cddp__settle(p, e, "ncclCommInitRankConfig");
   if (r == CDDP_OK) r = cddp__all_connected(g);
   if (r != CDDP_OK) return r;
-  if (!cddp__comm_enter(p->comm)) return cddp__check_failure(g);
-  p->comm->comm = comm;
-  p->comm->made = NULL;
-  cddp__comm_exit(p->comm);
   r = cddp__watch(p);
   return r == CDDP_OK ? cddp__warm_up(p) : cddp__break(g, r);
 }
