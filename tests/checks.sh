@@ -196,7 +196,7 @@ cuda_flags="-Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-implicit-fallthro
 cuda-full() { # as users compile it, and no register is spilled; only with `ninja cuda`: it takes minutes
   local f
   installed nvcc
-  for f in tests/gpu/kernels.cu tests/gpu/gpu.cu; do
+  for f in tests/gpu/*.cu examples/*.cu; do
     # shellcheck disable=SC2086
     nvcc $cuda_flags -O3 -Xptxas -v -c "$f" -o "$work/full.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
     grep -E '[1-9][0-9]* bytes spill' "$work/out" | none "$f: registers are spilled"
