@@ -12257,7 +12257,7 @@ typedef struct cddp__communicator {
   cddp__atomic_u32 users; /* threads inside a call of NCCL with it */
   cddp__atomic_u32 ended; /* CDDP__COMM_*: from then on no thread begins such a call */
   cddp__atomic_u32 done;  /* 1: NCCL has let go of it */
-  ncclComm_t comm;        /* NULL: a single rank, or no NCCL; NCCL's thread writes it as it is made */
+  ncclComm_t comm;        /* NULL: a single rank, or no NCCL; as it is made NCCL's thread writes */
   ncclRedOp_t half_sum;   /* of f16, for means: see cddp__nccl_op */
   int device;
 } cddp__communicator;
