@@ -2998,39 +2998,33 @@ static int cddp__listen_address(const cddp__address *a, int *out) {
   return error;
 }
 
-/* Listens on each of the *count addresses that this host has; all get one port, which the system
-   chooses when theirs is 0. An address in use is an error; one that this host lacks (::1 without
-   IPv6) is left out when there are others. a and *count become those listened on. After a failure
-   errno says why. */
-static cddp_result cddp__listen_all(cddp__address *a, int *count, int *fds) {
-  int asked = cddp__address_port(&a[*count - 1]), port, attempt, i, n = 0, e, error = EADDRINUSE;
-  cddp__address bound[CDDP__ADDRESSES_MAX], failed = a[0];
+/* Listens on each of the addresses that this host has, which get one port; the system chooses it
+   when theirs is 0. An address in use is an error; one that this host lacks (::1 without IPv6) is
+   left out when there are others. After a failure errno says why. */
+static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *fd_count) {
+  int asked = cddp__address_port(&a[count - 1]), error = EADDRINUSE, failed = 0, attempt, i, n, e;
+  cddp__address bound;
   char text[160];
   for (attempt = 0; attempt < 32 && error == EADDRINUSE && (attempt == 0 || asked == 0);
        attempt++) {
-    port = asked;
-    for (i = n = error = 0; i < *count && error != EADDRINUSE; i++) {
-      bound[n] = a[i];
-      cddp__address_set_port(&bound[n], port);
-      failed = bound[n];
-      if ((e = cddp__listen_address(&failed, &fds[n])) != 0) {
+    int port = asked;
+    for (i = n = error = 0; i < count && error != EADDRINUSE; i++) {
+      cddp__address_set_port(&a[i], port);
+      if ((e = cddp__listen_address(&a[i], &fds[n])) != 0) {
         error = e;
-      } else if (!cddp__local_address(fds[n], &bound[n])) {
-        error = errno;
-        cddp__close_fd(&fds[n]);
-      } else {
-        if (port == 0) port = cddp__address_port(&bound[n]);
-        n++;
+        failed = i;
+      } else if (cddp__local_address(fds[n++], &bound) && port == 0) {
+        port = cddp__address_port(&bound);
       }
     }
     if (n > 0 && error != EADDRINUSE) {
-      memcpy(a, bound, (size_t)n * sizeof *a);
-      *count = n;
+      for (i = 0; i < count; i++) cddp__address_set_port(&a[i], port);
+      *fd_count = n;
       return CDDP_OK;
     }
     while (n > 0) cddp__close_fd(&fds[--n]);
   }
-  cddp__address_text(&failed, text, sizeof text);
+  cddp__address_text(&a[failed], text, sizeof text);
   cddp__fail(CDDP_NETWORK, "cannot listen on %s: %s", text, strerror(error));
   errno = error;
   return CDDP_NETWORK;
@@ -3042,7 +3036,7 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
   int count = 0;
   cddp_result r = cddp__resolve("127.0.0.1", 0, a, &count);
   *fd = -1;
-  if (r == CDDP_OK) r = cddp__listen_all(a, &count, fd);
+  if (r == CDDP_OK) r = cddp__listen_all(a, 1, fd, &count);
   *port = r == CDDP_OK ? cddp__address_port(&a[0]) : 0;
   return r;
 }
@@ -3099,7 +3093,6 @@ static bool cddp__file_is_named(int fd, const char *path) {
 #define CDDP__COMMAND_MAX (64u << 20) /* bytes of one command or reply, all strings together */
 #define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a connection, each way */
 #define CDDP__PENDING_MAX 128         /* connections to a server that have not yet greeted */
-#define CDDP__SERVER_PAUSE (256u << 10) /* unread output at which a connection's commands wait */
 #define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all connections' buffers together */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
@@ -3419,10 +3412,9 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
     break;
   case CDDP__GET:
   case CDDP__MULTI_GET: /* a missing key's value is empty, as PyTorch's libuv server has it */
-    while (ok && p < end) {
+    while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) {
       cddp__map_get(m, cddp__take_string(&p), &value);
       cddp__buffer_add_string(out, "", value);
-      ok = cddp__buffer_size(out) <= CDDP__BUFFER_MAX;
     }
     break;
   case CDDP__COMPARE_SET:
@@ -3477,7 +3469,6 @@ typedef struct cddp__conn { /* a client of the server. Owner: the server's threa
   struct cddp__conn *next;  /* older */
   int fd;
   bool dead;       /* closed; freed at the end of the turn */
-  bool ended;      /* its end of stream has come */
   bool greeted;    /* its first command, VALIDATE, was good */
   bool blocked;    /* the command at the head of in is a WAIT that waits */
   bool ready;      /* has commands to be run, now that its WAIT is over */
@@ -3554,7 +3545,8 @@ static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
   int ran;
   if (cddp__buffer_size(&c->out) == 0) c->deadline = cddp__now() + CDDP__COMMAND_S;
   ran = cddp__execute(&v->map, &c->frame, c->in.data + c->in.start, &c->out);
-  if (ran == CDDP__BROKEN || v->buffered > CDDP__SERVER_MEMORY) {
+  if (ran == CDDP__BROKEN || v->buffered > CDDP__SERVER_MEMORY ||
+      cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
     cddp__conn_kill(v, c);
     return;
   }
@@ -3600,48 +3592,33 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   return found == CDDP__FRAME_WHOLE && !c->dead;
 }
 
-/* Sends what it can. False when the connection has failed. */
-static bool cddp__conn_flush(cddp__conn *c) {
-  while (cddp__buffer_size(&c->out) > 0) {
-    ssize_t n = CDDP__SEND(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
-                           MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return errno == EAGAIN;
+/* Runs the commands that have come and sends what the system takes of the answers; then says which
+   events epoll shall report. */
+static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
+  struct epoll_event event;
+  size_t out;
+  while (cddp__conn_step(v, c)) {}
+  while ((out = cddp__buffer_size(&c->out)) > 0) {
+    ssize_t n = CDDP__SEND(c->fd, c->out.data + c->out.start, out, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EAGAIN) break;
+    if (n < 0 && errno != EINTR) cddp__conn_kill(v, c);
+    if (n < 0) continue;
     c->out.start += (size_t)n;
     if (c->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
   }
-  return true;
-}
-
-/* Runs the commands that have come, as long as the answers are read; then says which events epoll
-   shall report. */
-static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
-  struct epoll_event event;
-  size_t in, out;
-  bool full = true;
-  while (full && !c->dead) {
-    while (cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(v, c)) {}
-    full = cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE;
-    if (!cddp__conn_flush(c)) cddp__conn_kill(v, c);
-    full = full && cddp__buffer_size(&c->out) == 0;
-  }
-  in = cddp__buffer_size(&c->in);
-  out = cddp__buffer_size(&c->out);
-  if (c->ended && out == 0) cddp__conn_kill(v, c);
   if (c->dead) return;
-  if (in == 0) cddp__buffer_clear(&c->in, CDDP__SERVER_KEEP);
+  if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__SERVER_KEEP);
   if (out == 0) cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
   if (out == 0 && c->challenge.state > CDDP__CHALLENGE_PROVEN)
     shutdown(c->fd, SHUT_WR); /* closing at once might reset it before it has read why */
-  full = out > CDDP__SERVER_PAUSE || (c->blocked && in - c->frame.scanned >= CDDP__SERVER_PAUSE);
-  event.events = (c->ended || full ? 0u : (uint32_t)EPOLLIN) | (out > 0 ? (uint32_t)EPOLLOUT : 0u);
+  event.events = out > 0 ? (uint32_t)EPOLLIN | (uint32_t)EPOLLOUT : (uint32_t)EPOLLIN;
   event.data.u64 = (uint64_t)(uintptr_t)c;
   if (event.events == c->events) return;
   c->events = event.events;
   if (epoll_ctl(v->epoll, EPOLL_CTL_MOD, c->fd, &event) != 0) cddp__conn_kill(v, c);
 }
 
-/* Reads once. False when the connection has failed, or there is no room for more input. */
+/* Reads once. False when the connection has failed or ended, or there is no room for more input. */
 static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
   size_t want = cddp__min(cddp__max(c->in.capacity, 512), 1u << 20);
   ssize_t n;
@@ -3653,11 +3630,10 @@ static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
     n = CDDP__RECV(c->fd, c->in.data + c->in.end, cddp__min(c->in.capacity - c->in.end, 1u << 20),
                    MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  if (n < 0) return errno == EAGAIN;
+  if (n <= 0) return n < 0 && errno == EAGAIN;
   if (c->greeted && cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0)
     c->deadline = cddp__now() + CDDP__COMMAND_S;
   c->in.end += (size_t)n;
-  c->ended = n == 0;
   return true;
 }
 
@@ -4060,15 +4036,15 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   v->map.allocator = &v->allocator;
   v->secret = s->proof;
   if (o->listen_fd < 0) {
-    r = cddp__listen_all(s->addresses, &s->address_count, fds);
+    r = cddp__listen_all(s->addresses, s->address_count, fds, &v->listener_count);
     if (r != CDDP_OK) cddp__add_listen_cure(s, errno);
   } else {
+    v->listener_count = 1;
     fds[0] = fcntl(o->listen_fd, F_DUPFD_CLOEXEC, 0);
     if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
         !cddp__local_address(fds[0], &s->addresses[0]))
       r = cddp__fail_errno("the launcher's listening socket");
   }
-  v->listener_count = r == CDDP_OK || o->listen_fd >= 0 ? s->address_count : 0;
   v->stop = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   v->epoll = epoll_create1(EPOLL_CLOEXEC);
   if (r == CDDP_OK && (v->stop < 0 || v->epoll < 0))
