@@ -1387,10 +1387,8 @@ typedef struct cddp__host {
   uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
   uint32_t generation;   /* last one given out */
   cddp__atomic_u32 unshared; /* times that all memory was made private, see cddp__arena_unshare */
-  struct cddp__extent *extents; /* own extents, used and free, by base */
+  struct cddp__extent *extents; /* own ones, used and free, and those of peers met, by base */
   size_t extent_count, extent_capacity;
-  struct cddp__mapping *maps; /* open-addressing hash of peers' extents, capacity a power of two */
-  int map_count, map_capacity;
   struct cddp__net *net; /* the other hosts; NULL: there are none */
   struct cddp_group *groups; /* that this rank is in, by next; lock */
   struct cddp__slot *slots; /* [size] of the job's first group, for their spots; NULL: it is gone */
@@ -2177,29 +2175,24 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
 }
 
-/* Starts a thread with a stack that suffices here, even under ulimit -s 64. */
-static cddp_result cddp__thread_create(pthread_t *thread, void *(*fn)(void *), void *arg) {
+/* Starts a thread with a stack that suffices here, even under ulimit -s 64. quiet: it blocks all
+   signals, so that the program's handlers run on its own threads. */
+static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
+                                      bool quiet) {
   pthread_attr_t a;
+  sigset_t all, old;
   size_t stack = 0;
   int e = pthread_attr_init(&a);
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
     if (stack < CDDP__STACK_MIN) pthread_attr_setstacksize(&a, CDDP__STACK_MIN);
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, quiet ? &all : NULL, &old);
     e = pthread_create(thread, &a, fn, arg);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&a);
   }
   return e == 0 ? CDDP_OK : cddp__fail(CDDP_SYSTEM, "pthread_create: %s", strerror(e));
-}
-
-/* The same with all signals blocked, so that the program's handlers run on its own threads. */
-static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg) {
-  sigset_t all, old;
-  cddp_result r;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
-  r = cddp__thread_create(thread, fn, arg);
-  pthread_sigmask(SIG_SETMASK, &old, NULL);
-  return r;
 }
 
 /* A file that grows beyond the process's file size limit (ulimit -f) sends the thread SIGXFSZ,
@@ -4055,7 +4048,7 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
     cddp__own_socket(fds[i]);
     if (r == CDDP_OK) r = cddp__server_watch(v, fds[i], 1 + (uint64_t)i);
   }
-  if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v);
+  if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
   if (r != CDDP_OK) {
     cddp__server_free(v);
     return r;
@@ -4684,7 +4677,7 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
 }
 /* >>arena -----------------------------------------------------------------------------------------
    Memory that the ranks of a host reduce in place.
-   Owns: of cddp__host the memfd, the extents and the mappings of peers' extents, under host.lock.
+   Owns: of cddp__host the memfd and the extents, under host.lock.
    Touches: of a control block whether all ranks have left it, to free it.
    Entry points: cddp__arena_alloc, _free and _unshare; cddp__ref_of and cddp__locate;
    cddp__host_create and _release.
@@ -4705,7 +4698,8 @@ enum cddp__extent_use {
   CDDP__FOR_BLOCK    /* a group's control block: freed once its ranks have left */
 };
 
-/* A piece of this rank's window, or (threads) of plain memory. Owned by cddp__host. */
+/* A piece of a rank's window, or (threads) of plain memory. Owned by cddp__host; a peer's is mapped
+   here. The last three are of own ones. */
 typedef struct cddp__extent {
   uint64_t base;       /* offset in the memfd, bytes */
   uint64_t size;       /* bytes, whole pages */
@@ -4716,13 +4710,6 @@ typedef struct cddp__extent {
   bool is_private; /* this process has a copy of its own, peers see the old memory; its place is not
                       used again */
 } cddp__extent;
-
-/* A peer's extent mapped here. */
-typedef struct cddp__mapping {
-  uint64_t base, size; /* as the extent's */
-  char *address;       /* NULL: no entry */
-  uint32_t generation;
-} cddp__mapping;
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
@@ -4755,22 +4742,50 @@ static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
   e->address = NULL;
 }
 
+/* The first extent at or behind that offset. Functions on extents are called with the lock held. */
+static size_t cddp__extent_at(const cddp__host *h, uint64_t base) {
+  size_t low = 0, high = h->extent_count;
+  while (low < high) {
+    size_t middle = (low + high) / 2;
+    if (h->extents[middle].base < base) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/* This rank's own extents: from the first one to before *end. */
+static cddp__extent *cddp__own_extents(const cddp__host *h, cddp__extent **end) {
+  size_t first = cddp__extent_at(h, (uint64_t)(h->index + 1) << h->window_bits);
+  size_t last = cddp__extent_at(h, (uint64_t)(h->index + 2) << h->window_bits);
+  *end = last > 0 ? h->extents + last : NULL;
+  return last > 0 ? h->extents + first : NULL;
+}
+
+static cddp__extent *cddp__extent_new(cddp__host *h, uint64_t base, uint64_t size) {
+  size_t at = cddp__extent_at(h, base);
+  cddp__extent *e = (cddp__extent *)cddp__grown(&h->allocator, h->extents, &h->extent_capacity,
+                                                h->extent_count + 1, sizeof *e);
+  if (e == NULL) return NULL;
+  h->extents = e;
+  e += at;
+  memmove(e + 1, e, (h->extent_count++ - at) * sizeof *e);
+  memset(e, 0, sizeof *e);
+  e->base = base;
+  e->size = size;
+  return e;
+}
+
 /* A free place of at least size bytes: the smallest that fits, or a new one at the end of the
-   window; NULL with the error set. Called with the lock held. */
+   window; NULL with the error set. */
 static cddp__extent *cddp__extent_place(cddp__host *h, uint64_t size) {
   uint64_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
   uint64_t limit = (uint64_t)(h->index + 2) << h->window_bits, base;
-  cddp__extent *e, *best = NULL;
-  void *grown;
-  for (e = h->extents; e < h->extents + h->extent_count; e++) {
+  cddp__extent *e, *end, *best = NULL;
+  for (e = cddp__own_extents(h, &end); e < end; e++) {
     if (e->address != NULL || e->is_private || e->size < size || e->base % align != 0) continue;
     if (best == NULL || e->size < best->size) best = e;
   }
   if (best != NULL && best->size <= 2 * size) return best;
-  grown = cddp__grown(&h->allocator, h->extents, &h->extent_capacity, h->extent_count + 1,
-                      sizeof *h->extents);
-  if (grown == NULL) return NULL;
-  h->extents = (cddp__extent *)grown;
   base = cddp__round_up(h->window_end, align);
   if (!h->threads && (base > limit || size > limit - base)) {
     cddp__fail(CDDP_OUT_OF_MEMORY,
@@ -4780,11 +4795,7 @@ static cddp__extent *cddp__extent_place(cddp__host *h, uint64_t size) {
                h->window_bits < 40 ? "; raise the file size limit (ulimit -f)" : "");
     return NULL;
   }
-  e = &h->extents[h->extent_count++];
-  memset(e, 0, sizeof *e);
-  e->base = base;
-  e->size = size;
-  h->window_end = base + size;
+  if ((e = cddp__extent_new(h, base, size)) != NULL) h->window_end = base + size;
   return e;
 }
 
@@ -4804,14 +4815,14 @@ static void cddp__populate(char *address, uint64_t size, bool shared) {
    ranks of this host have left. */
 static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_use use) {
   size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  cddp__extent *e;
+  cddp__extent *e, *end;
   char *address = NULL;
   if (bytes > SIZE_MAX / 4) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
     return NULL;
   }
   pthread_mutex_lock(&h->lock);
-  for (e = h->extents; e < h->extents + h->extent_count; e++) {
+  for (e = cddp__own_extents(h, &end); e < end; e++) {
     const cddp__control_block *b = (const cddp__control_block *)(const void *)e->address;
     uint32_t size = b != NULL && e->use == CDDP__FOR_BLOCK ? cddp__load32(&b->size) : 0;
     if (size != 0 && cddp__load32(&b->left) == size) cddp__extent_release(h, e);
@@ -4836,12 +4847,12 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
    each piece at its address. What peers need of this rank stays: control blocks, messages on their
    way. Operations of other groups that are in this memory now fail, see cddp__enter. */
 static void cddp__arena_unshare(cddp__host *h) {
-  cddp__extent *e;
+  cddp__extent *e, *end;
   uint64_t failed = 0;
   if (h->fd < 0) return;
   pthread_mutex_lock(&h->lock);
   cddp__add32(&h->unshared, 1);
-  for (e = h->extents; e < h->extents + h->extent_count; e++) {
+  for (e = cddp__own_extents(h, &end); e < end; e++) {
     char *copy;
     if (e->address == NULL || e->use != CDDP__FOR_USER || e->is_private) continue;
     copy = cddp__map_memory(-1, 0, e->size);
@@ -4860,11 +4871,11 @@ static void cddp__arena_unshare(cddp__host *h) {
               failed);
 }
 
-/* The own extent that holds p, or NULL. Called with the lock held. */
+/* The own extent that holds p, or NULL. */
 static cddp__extent *cddp__extent_of(const cddp__host *h, const void *p) {
   const char *c = (const char *)p;
-  cddp__extent *e;
-  for (e = h->extents; e < h->extents + h->extent_count; e++)
+  cddp__extent *e, *end;
+  for (e = cddp__own_extents(h, &end); e < end; e++)
     if (e->address != NULL && c >= e->address && c < e->address + e->size) return e;
   return NULL;
 }
@@ -4901,65 +4912,35 @@ static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
   return ref;
 }
 
-static cddp__mapping *cddp__map_entry(cddp__mapping *maps, int capacity, uint64_t base) {
-  uint64_t i = (base >> 12) * 0x9e3779b97f4a7c15ull >> 20;
-  for (;; i++) {
-    cddp__mapping *m = &maps[i & (uint64_t)(capacity - 1)];
-    if (m->address == NULL || m->base == base) return m;
-  }
-}
-
-/* The address here of a peer's extent; NULL with the error set. Called with the lock held. */
-static char *cddp__map_peer(cddp__host *h, const cddp__ref *ref) {
-  cddp__mapping *m;
-  char *address;
-  int capacity = h->map_capacity ? 2 * h->map_capacity : 64, i;
-  if (2 * (h->map_count + 1) > h->map_capacity) {
-    m = (cddp__mapping *)cddp__calloc(&h->allocator, (size_t)capacity, sizeof *m);
-    if (m == NULL) return NULL;
-    for (i = 0; i < h->map_capacity; i++)
-      if (h->maps[i].address != NULL) *cddp__map_entry(m, capacity, h->maps[i].base) = h->maps[i];
-    cddp__free(&h->allocator, h->maps);
-    h->maps = m;
-    h->map_capacity = capacity;
-  }
-  m = cddp__map_entry(h->maps, h->map_capacity, ref->base);
-  if (m->address != NULL && m->generation == ref->generation && m->size == ref->size)
-    return m->address;
-  if ((address = cddp__map_memory(h->fd, ref->base, ref->size)) == NULL) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of a peer's memory: %s", strerror(errno));
-    return NULL;
-  }
-  if (m->address != NULL)
-    munmap(m->address, (size_t)m->size);
-  else
-    h->map_count++;
-  m->base = ref->base;
-  m->size = ref->size;
-  m->generation = ref->generation;
-  return m->address = address;
-}
-
 /* The address here of what ref describes: a peer's or this rank's own. */
 static cddp_result cddp__locate(cddp__host *h, const cddp__ref *ref, void **out) {
-  cddp_result r = CDDP_OK;
-  char *address = NULL;
-  uint64_t mine = (uint64_t)(h->index + 1) << h->window_bits;
   cddp__extent *e;
+  char *address = NULL;
+  size_t i;
   if (ref->kind == CDDP__REF_POINTER) {
     *out = (void *)(uintptr_t)ref->base;
     return CDDP_OK;
   }
   pthread_mutex_lock(&h->lock);
-  if (ref->base >= mine && ref->base - mine < (uint64_t)1 << h->window_bits) {
-    for (e = h->extents; e < h->extents + h->extent_count; e++)
-      if (e->base == ref->base) address = e->address;
-  } else if ((address = cddp__map_peer(h, ref)) == NULL) {
-    r = CDDP_OUT_OF_MEMORY;
+  i = cddp__extent_at(h, ref->base);
+  e = i < h->extent_count && h->extents[i].base == ref->base
+          ? &h->extents[i] : cddp__extent_new(h, ref->base, ref->size);
+  if (e != NULL && e->address != NULL && e->generation == ref->generation && e->size == ref->size) {
+    address = e->address;
+  } else if (e != NULL) {
+    if ((address = cddp__map_memory(h->fd, ref->base, ref->size)) == NULL)
+      cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of a peer's memory: %s", strerror(errno));
+    else if (e->address != NULL)
+      munmap(e->address, (size_t)e->size);
+    if (address != NULL) {
+      e->address = address;
+      e->size = ref->size;
+      e->generation = ref->generation;
+    }
   }
   pthread_mutex_unlock(&h->lock);
   *out = address != NULL ? address + ref->offset : NULL;
-  return r;
+  return address != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 static int cddp__count_cores(void) {
@@ -4989,8 +4970,6 @@ static void cddp__host_release(cddp__host *h) {
   if (left > 0) return;
   for (i = 0; i < (int)h->extent_count; i++)
     if (h->extents[i].address != NULL) munmap(h->extents[i].address, (size_t)h->extents[i].size);
-  for (i = 0; i < h->map_capacity; i++)
-    if (h->maps[i].address != NULL) munmap(h->maps[i].address, (size_t)h->maps[i].size);
   for (i = 0; h->pidfds != NULL && i < h->size; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
   cddp__close_fd(&h->fd);
@@ -5001,7 +4980,6 @@ static void cddp__host_release(cddp__host *h) {
   pthread_mutex_destroy(&h->lock);
   a = h->allocator;
   cddp__free(&a, h->extents);
-  cddp__free(&a, h->maps);
   cddp__free(&a, h->pidfds);
   cddp__free(&a, h->pids);
   cddp__free(&a, h);
@@ -10565,7 +10543,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
   CDDP__POINT("push");
   pthread_mutex_lock(&e->lock);
   if (!e->started) {
-    r = cddp__thread_start(&e->thread, cddp__engine_main, w->group);
+    r = cddp__thread_start(&e->thread, cddp__engine_main, w->group, true);
     e->started = r == CDDP_OK;
   }
   if (r == CDDP_OK) {
@@ -12584,7 +12562,7 @@ static void cddp__comm_end(cddp__communicator *x, uint32_t how) {
   cddp__add32(&x->refs, 1);
   cddp__add32(&cddp__endings, 1);
   if (cddp__comm_of(x) != NULL &&
-      cddp__thread_start(&thread, cddp__comm_end_main, x) == CDDP_OK)
+      cddp__thread_start(&thread, cddp__comm_end_main, x, true) == CDDP_OK)
     pthread_detach(thread);
   else
     cddp__comm_end_main(x);
@@ -12853,7 +12831,7 @@ static cddp_result cddp__watch(cddp__device *p) {
   cddp__store32(&cddp__watch_idle, 0);
   for (i = 0; r == CDDP_OK && i < 2; i++) {
     if (cddp__watch_runs[i]) continue;
-    if ((r = cddp__thread_start(&thread, mains[i], NULL)) != CDDP_OK) break;
+    if ((r = cddp__thread_start(&thread, mains[i], NULL, true)) != CDDP_OK) break;
     pthread_detach(thread);
     cddp__watch_runs[i] = true;
   }
@@ -17905,7 +17883,7 @@ static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_resu
   char text[CDDP__ERROR_MAX];
   int i, started = 0, first = -1;
   while (r == CDDP_OK && started < n) {
-    r = cddp__thread_create(&t[started].thread, cddp__thread_main, &t[started]);
+    r = cddp__thread_start(&t[started].thread, cddp__thread_main, &t[started], false);
     if (r == CDDP_OK) started++;
   }
   for (i = started; i < n; i++)
