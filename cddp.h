@@ -1095,15 +1095,22 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define OMPI_SKIP_MPICXX 1 /* its C++ functions are not for extern "C" */
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
+#define CDDP__HAS_MPI true
+#else
+#define CDDP__HAS_MPI false
 #endif
 
 #ifdef CDDP_CUDA
+#define CDDP__HAS_CUDA true
 #include <cuda_runtime.h>
 #include <nccl.h>
 #if NCCL_VERSION_CODE < 21800
 #error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later"
 #endif
+#else
+#define CDDP__HAS_CUDA false
 #endif
+
 /* >>design ----------------------------------------------------------------------------------------
    PLACES. The ranks of a host share one memfd, kept open by them alone, so that nothing is ever
    left in a file system. Rank i allocates in its own window of it (>>arena) and its peers map what
@@ -1176,16 +1183,6 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__POINT(name) ((void)0)
 #endif
 
-#ifdef CDDP_CUDA
-#define CDDP__HAS_CUDA true
-#else
-#define CDDP__HAS_CUDA false
-#endif
-#ifdef CDDP_MPI
-#define CDDP__HAS_MPI true
-#else
-#define CDDP__HAS_MPI false
-#endif
 #define CDDP__CACHE_LINE 64
 #define CDDP__HUGE_PAGE ((size_t)2 << 20)
 #define CDDP__ERROR_MAX 512          /* bytes of an error text */
@@ -1298,7 +1295,6 @@ typedef struct cddp__logged_call {
   uint32_t call;           /* cddp__call_code */
   uint64_t count;
   int32_t root;
-  uint32_t spare;
   uint64_t hash; /* of this and all calls before it */
   char site[96]; /* where it was made, in words; "": not known */
 } cddp__logged_call;
@@ -1521,7 +1517,7 @@ typedef struct cddp__engine {
   cddp_work *first, *last;
 } cddp__engine;
 
-struct cddp_group {
+struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__host *host;
   int rank, size;
   int *members;       /* [size] index on the host of each rank; -1: on another host */
@@ -1532,8 +1528,7 @@ struct cddp_group {
   int local_size, local_rank; /* ranks of the group on this host, this one's place among them */
   int *slot_index;            /* [size] index of each rank's slot */
   void **buffers, **slices;   /* [size] scratch of the collective that runs: the ranks' buffers */
-  char *block_memory;         /* control block, headers, slots, staging buffers */
-  cddp__control_block *block;
+  cddp__control_block *block; /* behind it headers, slots, staging buffers */
   cddp__slot *slots;
   char *staging;
   size_t staging_size; /* bytes; 0: there are none */
@@ -6001,9 +5996,6 @@ static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t
   return c;
 }
 
-static bool cddp__has_root(const cddp__call *c) {
-  return cddp__shapes[c->kind].from_root || cddp__shapes[c->kind].to_root;
-}
 static bool cddp__in_one_buffer(const cddp__call *c) {
   return !cddp__shapes[c->kind].scatters && !cddp__shapes[c->kind].gathers;
 }
@@ -6135,7 +6127,7 @@ static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
 }
 static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32_t round) {
-  return (cddp__op_header *)(void *)(g->block_memory + 4096) + 2 * (size_t)rank + (round & 1);
+  return (cddp__op_header *)(void *)((char *)g->block + 4096) + 2 * (size_t)rank + (round & 1);
 }
 static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
@@ -6227,17 +6219,16 @@ static void cddp__note_several(const cddp__host *h) {
 #define CDDP__THREAD ((uintptr_t)&cddp__this_site) /* a number of this thread's own */
 
 static void cddp__note_thread(cddp__host *h) {
-  uintptr_t self = CDDP__THREAD, first = 0;
-  if (cddp__own_engine != NULL) return;
-  if (!__atomic_compare_exchange_n(&h->user, &first, self, false, __ATOMIC_RELAXED,
-                                   __ATOMIC_RELAXED) && first != self)
+  uintptr_t self = CDDP__THREAD, first = __atomic_load_n(&h->user, __ATOMIC_RELAXED);
+  if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL) return;
+  if (first != 0 || !__atomic_compare_exchange_n(&h->user, &first, self, false, __ATOMIC_RELAXED,
+                                                 __ATOMIC_RELAXED))
     cddp__note_several(h);
 }
 
 /* This group's failure for a call that begins, CDDP_OK when it is healthy. */
 static cddp_result cddp__check_group(cddp_group *g) {
-  if (CDDP__UNLIKELY(__atomic_load_n(&g->host->user, __ATOMIC_RELAXED) != CDDP__THREAD))
-    cddp__note_thread(g->host);
+  cddp__note_thread(g->host);
   if (CDDP__LIKELY(cddp__load32(&g->block->broken) == 0)) return CDDP_OK;
   return cddp__check_failure(g);
 }
@@ -6846,20 +6837,16 @@ static const cddp__carrier cddp__shm_carrier = {false, cddp__run_large, NULL, NU
  */
 static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, int size,
                                      const int *members, char *block, double timeout_s) {
-  cddp_group *g = (cddp_group *)cddp__calloc(&h->allocator, 1, sizeof *g);
+  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *));
+  cddp_group *g = (cddp_group *)cddp__calloc(&h->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
   int i, place;
   *out = NULL;
   if (g == NULL) return CDDP_OUT_OF_MEMORY;
-  g->members = (int *)cddp__calloc(&h->allocator, 2 * (size_t)size, sizeof *g->members);
-  g->buffers = (void **)cddp__calloc(&h->allocator, 2 * (size_t)size, sizeof *g->buffers);
-  if (g->members == NULL || g->buffers == NULL) {
-    cddp__free(&h->allocator, g->members);
-    cddp__free(&h->allocator, g->buffers);
-    cddp__free(&h->allocator, g);
-    return CDDP_OUT_OF_MEMORY;
-  }
+  g->buffers = (void **)(void *)(g + 1);
   g->slices = g->buffers + size;
+  g->members = (int *)(void *)(g->slices + size);
+  g->slot_index = g->members + size;
   for (i = 0; i < size; i++)
     g->members[i] = members != NULL   ? members[i]
                     : h->net == NULL ? i
@@ -6867,11 +6854,9 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->host = h;
   g->rank = rank;
   g->size = size;
-  g->block_memory = block;
   g->block = (cddp__control_block *)(void *)block;
   g->timeout_s = timeout_s;
   for (i = 0; i < size; i++) g->local_size += g->members[i] >= 0;
-  g->slot_index = g->members + size;
   for (i = 0, place = 0; i < size; i++)
     g->slot_index[i] = g->members[i] >= 0 ? place++ : g->local_size;
   g->local_rank = g->slot_index[rank];
@@ -10601,14 +10586,12 @@ static void cddp__engine_stop(cddp_group *g) {
   if (!e->started) return;
   pthread_mutex_lock(&e->lock);
   busy = e->busy || e->first != NULL;
+  e->stop = true;
+  pthread_cond_signal(&e->work);
   pthread_mutex_unlock(&e->lock);
   if (busy)
     cddp__break(g, cddp__fail(CDDP_ABORTED, "rank %d destroyed the group while an operation was in "
                                             "flight", g->rank));
-  pthread_mutex_lock(&e->lock);
-  e->stop = true;
-  pthread_cond_signal(&e->work);
-  pthread_mutex_unlock(&e->lock);
   pthread_join(e->thread, NULL);
   e->started = false;
 }
@@ -10675,6 +10658,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
   record = cddp__record_new(g, receives ? "recv" : "send", c->count, c->dtype, -1, c->root);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = c->tag;
   cddp__record_start(g, record, 0);
+  if (w != NULL) w->record = record;
   if (receives) {
     w->is_recv = true;
     w->recv.buf = c->recv;
@@ -10682,7 +10666,6 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
     w->recv.dtype = dtype;
     w->recv.peer = c->root;
     w->recv.tag = c->tag;
-    w->record = record;
     cddp__post_recv(g, &w->recv);
     if (work == NULL) return cddp__recv_now(w);
   } else {
@@ -10694,7 +10677,6 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
       return r;
     }
     w->send = send;
-    w->record = record;
   }
   *work = w;
   return CDDP_OK;
@@ -11026,10 +11008,11 @@ static bool cddp__overlap_ok(const cddp_group *g, const cddp__call *c) {
 }
 
 static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
+  const cddp__shape *shape = &cddp__shapes[c->kind];
   bool one = cddp__in_one_buffer(c), message = c->kind >= CDDP__KIND_SEND;
   const char *wrong = NULL;
   if (g == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the group is NULL");
-  if ((message || cddp__has_root(c)) && (c->root < 0 || c->root >= g->size))
+  if ((message || shape->from_root || shape->to_root) && (c->root < 0 || c->root >= g->size))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d; the group has ranks 0 to %d",
                       message ? "peer" : "root", c->root, g->size - 1);
   if (c->count > SIZE_MAX / 2 / c->esize / (one ? 1 : (size_t)g->size))
@@ -11134,15 +11117,13 @@ static void cddp__group_leave(cddp_group *g) {
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
     h->slots = NULL;
     if (!h->threads || g->size == 1)
-      munmap(g->block_memory, cddp__round_up(bytes, cddp__page_size()));
+      munmap(g->block, cddp__round_up(bytes, cddp__page_size()));
   }
   pthread_mutex_destroy(&g->fail_lock);
   pthread_mutex_destroy(&g->p2p_lock);
   pthread_mutex_destroy(&g->engine.lock);
   pthread_cond_destroy(&g->engine.changed);
   pthread_cond_destroy(&g->engine.work);
-  cddp__free(&h->allocator, g->members);
-  cddp__free(&h->allocator, g->buffers);
   cddp__free(&h->allocator, g->world);
   cddp__free(&h->allocator, g->hosts);
   cddp__free(&h->allocator, g);
@@ -15529,8 +15510,7 @@ static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
   char space[24];
   cddp_result r = CDDP_OK;
   CDDP__POINT("ready");
-  if (CDDP__UNLIKELY(__atomic_load_n(&h->user, __ATOMIC_RELAXED) != CDDP__THREAD))
-    cddp__note_thread(h);
+  cddp__note_thread(h);
   pthread_mutex_lock(&d->lock);
   noted = d->no_sync; /* for a later step only */
   twice = !noted && t->ready;
