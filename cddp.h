@@ -1557,7 +1557,6 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
 /* Parameters dealt out to buckets: b has params[offsets[b]] .. params[offsets[b + 1] - 1]. */
 typedef struct cddp__bucket_plan {
-  cddp_allocator allocator;
   int bucket_count;
   int *offsets; /* [bucket_count + 1] */
   int *params;  /* indices of parameters */
@@ -1672,7 +1671,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   char **mirrors;        /* [ranks] every rank's, mapped here; slots follow the arena */
   char **addresses;      /* storage of tensors[].data */
   cddp__bucket_plan plan;
-  cddp__bucket_state *buckets; /* [plan.bucket_count] */
+  int *plan_memory;
+  cddp__bucket_state *buckets; /* [count], plan.bucket_count in use */
   int *plan_order;             /* [count] storage of buckets[].sorted */
   void **buffers;              /* [shards] scratch of the engine */
   const void **sources;        /* [shards] scratch of the caller's thread */
@@ -5775,9 +5775,9 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
 
 /* >>plan ---------------------------------------------------------------------------------------
    Who gets what: slices of an array, shards of a batch, and buckets of parameters as PyTorch's
-   compute_bucket_assignment_by_size assigns them. Pure. Owns: nothing but a cddp__bucket_plan's
-   two arrays. Entry points: cddp__slice; cddp__deal_shards, cddp__merges and cddp__plan_nodes;
-   cddp__plan_buckets, cddp__plan_reverse, cddp__plan_free.
+   compute_bucket_assignment_by_size assigns them. Pure. Owns nothing. Entry points: cddp__slice;
+   cddp__deal_shards, cddp__merges and cddp__plan_nodes;
+   cddp__plan_buckets, cddp__plan_reverse.
    Works as follows: a node of the canonical tree over S shards is an aligned stretch: 2^j shards
    from a multiple of 2^j on, or what the end S leaves of them. A rank adds up its shards, in order,
    to as few nodes as there can be, as a binary counter does: a new shard is a node; while the two
@@ -5883,47 +5883,29 @@ static int cddp__deal_buckets(const cddp_param *params, int count, const int *or
   return created;
 }
 
-static void cddp__plan_free(cddp__bucket_plan *p) {
-  cddp__free(&p->allocator, p->offsets);
-  cddp__free(&p->allocator, p->params);
-  p->offsets = p->params = NULL;
-  p->bucket_count = 0;
-}
-
 /* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes; the last limit repeats
    (limit_count >= 1). order NULL: declaration order, and the buckets sorted by smallest index.
    Otherwise parameters are taken in that order and the buckets stay in order of closing, those open
-   at the end by the first appearance of their dtype. */
-static cddp_result cddp__plan_buckets(cddp__bucket_plan *out, const cddp_param *params, int count,
-                                      const int *order, const size_t *limits, int limit_count,
-                                      const cddp_allocator *a) {
-  size_t n = (size_t)count;
-  int *bucket_of = (int *)cddp__calloc(a, n + 1, sizeof(int));
-  int *emitted = (int *)cddp__calloc(a, n + 1, sizeof(int));
-  int i, b;
-  memset(out, 0, sizeof *out);
-  if (a != NULL) out->allocator = *a;
-  out->offsets = (int *)cddp__calloc(a, n + 2, sizeof(int));
-  out->params = (int *)cddp__calloc(a, n + 1, sizeof(int));
-  if (bucket_of != NULL && emitted != NULL && out->offsets != NULL && out->params != NULL) {
-    out->bucket_count =
-        cddp__deal_buckets(params, count, order, limits, limit_count, bucket_of, emitted);
-    /* a counting sort by bucket; in order of creation is by smallest index */
-    for (i = 0; i < count; i++) {
-      if (order != NULL) bucket_of[i] = emitted[bucket_of[i]];
-      out->offsets[bucket_of[i] + 2]++;
-    }
-    for (b = 0; b < out->bucket_count; b++) out->offsets[b + 2] += out->offsets[b + 1];
-    for (i = 0; i < count; i++) {
-      out->params[out->offsets[bucket_of[i] + 1]++] = order != NULL ? order[i] : i;
-    }
+   at the end by the first appearance of their dtype. memory: [CDDP__PLAN_INTS(count)], which the
+   plan keeps. */
+#define CDDP__PLAN_INTS(count) (4 * (count) + 2)
+static void cddp__plan_buckets(cddp__bucket_plan *out, int *memory, const cddp_param *params,
+                               int count, const int *order, const size_t *limits,
+                               int limit_count) {
+  int *bucket_of = memory + 2 * count + 2, *emitted = bucket_of + count, i, b;
+  out->offsets = memory; /* [count + 2] */
+  out->params = memory + count + 2;
+  out->bucket_count =
+      cddp__deal_buckets(params, count, order, limits, limit_count, bucket_of, emitted);
+  memset(out->offsets, 0, (size_t)(count + 2) * sizeof *out->offsets);
+  /* a counting sort by bucket; in order of creation is by smallest index */
+  for (i = 0; i < count; i++) {
+    if (order != NULL) bucket_of[i] = emitted[bucket_of[i]];
+    out->offsets[bucket_of[i] + 2]++;
   }
-  cddp__free(a, bucket_of);
-  cddp__free(a, emitted);
-  if (out->offsets != NULL && out->params != NULL && bucket_of != NULL && emitted != NULL)
-    return CDDP_OK;
-  cddp__plan_free(out);
-  return CDDP_OUT_OF_MEMORY;
+  for (b = 0; b < out->bucket_count; b++) out->offsets[b + 2] += out->offsets[b + 1];
+  for (i = 0; i < count; i++)
+    out->params[out->offsets[bucket_of[i] + 1]++] = order != NULL ? order[i] : i;
 }
 
 static void cddp__reverse(int *p, int n) {
@@ -15385,34 +15367,20 @@ static int cddp__by_offset(const void *a, const void *b) {
 }
 
 /* Replaces the plan: order NULL = reverse order of declaration, else the given order of arrival. */
-static cddp_result cddp__set_plan(cddp_ddp *d, const int *order) {
-  const cddp_allocator *a = &d->group->host->allocator;
-  cddp__bucket_plan plan;
-  cddp__bucket_state *states;
-  cddp_result r;
+static void cddp__set_plan(cddp_ddp *d, const int *order) {
+  cddp__bucket_plan *plan = &d->plan;
   int b, i;
-  if ((r = cddp__plan_buckets(&plan, d->params, d->count, order, d->limits, 2, a)) != CDDP_OK)
-    return r;
-  if (order == NULL) cddp__plan_reverse(&plan);
-  states = (cddp__bucket_state *)cddp__calloc(a, (size_t)plan.bucket_count, sizeof *states);
-  if (states == NULL) {
-    cddp__plan_free(&plan);
-    return CDDP_OUT_OF_MEMORY;
-  }
-  cddp__plan_free(&d->plan);
-  cddp__free(a, d->buckets);
-  d->plan = plan;
-  d->buckets = states;
-  memcpy(d->plan_order, plan.params, (size_t)d->count * sizeof *plan.params);
-  for (b = 0; b < plan.bucket_count; b++) {
-    cddp__bucket_state *s = &states[b];
+  cddp__plan_buckets(plan, d->plan_memory, d->params, d->count, order, d->limits, 2);
+  if (order == NULL) cddp__plan_reverse(plan);
+  memcpy(d->plan_order, plan->params, (size_t)d->count * sizeof *plan->params);
+  for (b = 0; b < plan->bucket_count; b++) {
+    cddp__bucket_state *s = &d->buckets[b];
     s->ddp = d;
-    s->sorted = d->plan_order + plan.offsets[b];
-    s->count = plan.offsets[b + 1] - plan.offsets[b];
+    s->sorted = d->plan_order + plan->offsets[b];
+    s->count = plan->offsets[b + 1] - plan->offsets[b];
     qsort(s->sorted, (size_t)s->count, sizeof *s->sorted, cddp__by_offset);
     for (i = 0; i < s->count; i++) d->tensors[s->sorted[i]].bucket = b;
   }
-  return CDDP_OK;
 }
 
 /* Everything as before the first ready() of a step. */
@@ -15678,7 +15646,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   if (!d->rebuilt && !d->desc.find_unused_parameters) {
     r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival,
                          (size_t)d->count, CDDP_I32, d->active[0]);
-    if (r == CDDP_OK) r = cddp__set_plan(d, d->arrival);
+    if (r == CDDP_OK) cddp__set_plan(d, d->arrival);
     d->rebuilt = r == CDDP_OK;
   }
   cddp__arm(d);
@@ -15954,9 +15922,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   if (d->control != NULL) cddp__group_leave(d->control);
   cddp__arena_free(h, d->mirror);
   cddp__arena_free(h, d->scratch);
-  cddp__plan_free(&d->plan);
   pthread_mutex_destroy(&d->lock);
-  cddp__free(a, d->buckets);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
   cddp__free(a, d); /* and all that cddp__ddp_new has put behind it */
   memcpy(cddp__error_text, text, sizeof text);
@@ -15974,10 +15940,11 @@ static void *cddp__carve(char **at, size_t bytes) {
 /* The cddp_ddp and its arrays in one piece of memory, zeroed. */
 static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int shards) {
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)shards);
-  size_t bytes = sizeof(cddp_ddp) + n * sizeof(cddp__tensor) +
+  size_t bytes = sizeof(cddp_ddp) + n * (sizeof(cddp__tensor) + sizeof(cddp__bucket_state)) +
                  (size * n + size + 2 * parts + n) * sizeof(void *) +
                  parts * (sizeof(cddp__row_list) + sizeof(cddp__shard_node) + sizeof(int)) +
-                 (2 * n + size) * sizeof(int) + n * (size + 2) + 16 * sizeof(double);
+                 (CDDP__PLAN_INTS(n) + 2 * n + size) * sizeof(int) + n * (size + 2) +
+                 16 * sizeof(double);
   cddp_ddp *d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1, bytes);
   char *at = (char *)(d + 1);
   if (d == NULL) return NULL;
@@ -15991,6 +15958,8 @@ static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int shards) {
   d->nodes = (cddp__shard_node *)cddp__carve(&at, parts * sizeof *d->nodes);
   d->widths = (int *)cddp__carve(&at, parts * sizeof *d->widths);
   d->active = (int *)cddp__carve(&at, size * sizeof *d->active);
+  d->buckets = (cddp__bucket_state *)cddp__carve(&at, n * sizeof *d->buckets);
+  d->plan_memory = (int *)cddp__carve(&at, CDDP__PLAN_INTS(n) * sizeof *d->plan_memory);
   d->plan_order = (int *)cddp__carve(&at, n * sizeof *d->plan_order);
   d->arrival = (int *)cddp__carve(&at, n * sizeof *d->arrival);
   d->flags = (unsigned char *)cddp__carve(&at, n * (size + 1));
@@ -16100,7 +16069,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   if ((r = d->memory->broadcast(d, d->params, d->count, 0)) != CDDP_OK) return r;
   r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, 0);
   if (r != CDDP_OK) return r;
-  if ((r = cddp__set_plan(d, NULL)) != CDDP_OK) return r;
+  cddp__set_plan(d, NULL);
   cddp__arm(d);
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].placed && cddp__sparse_of(d, i) == NULL)
