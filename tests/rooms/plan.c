@@ -38,7 +38,8 @@ static void test_buckets_of_pytorch(void) {
   for (c = 0; c < GOLDEN_BUCKET_CASES; c++) {
     cddp_param params[32];
     size_t limits[4];
-    int order[32], memory[CDDP__PLAN_INTS(32)], n = (int)*p++, explicit_order = (int)*p++, limit_count = (int)*p++;
+    int order[32], memory[CDDP__PLAN_INTS(32)];
+    int n = (int)*p++, explicit_order = (int)*p++, limit_count = (int)*p++;
     cddp__bucket_plan plan;
     memset(params, 0, sizeof params);
     for (i = 0; i < limit_count; i++) limits[i] = (size_t)*p++;
