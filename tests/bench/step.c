@@ -7,9 +7,11 @@
      ddp_wait      cddp_ddp_wait, cddp_optim_step, cddp_optim_zero_grad
    each with its parts (.forward .backward .update), and without the network around it
      update        cddp_ddp_ready for all parameters and cddp_ddp_step
-     update_floor  the same bytes: sum, SGD, publish, zero, by a plain loop on both cores
+     update_floor  the same bytes: sum, SGD, publish, zero, by a plain loop on both cores. With
+                   AdamW two states and no arithmetic that could take longer than the bytes
    step.c is compiled with -O3 -march=native, which only the loop of update_floor needs: cddp.h
-   picks its own. Options: --rounds N (of which the median counts), --steps N (in a round) */
+   picks its own. Options: --rounds N (of which the median counts), --steps N (in a round), --optim
+   adamw */
 
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
@@ -27,6 +29,7 @@ enum { RANKS = 2, BATCH = 128, IN = 784, HIDDEN = 2048, OUT = 10, PARAMS = 6, RO
 enum { ALONE, LOCKSTEP, STEP, WAIT, MODES };
 static const char *const mode_names[MODES] = {"alone", "lockstep", "ddp_step", "ddp_wait"};
 static int rounds = 7, steps = 10;
+static bool adamw;
 
 static const size_t param_size[PARAMS] = {(size_t)HIDDEN *IN, HIDDEN, (size_t)HIDDEN *HIDDEN,
                                           HIDDEN,             (size_t)OUT *HIDDEN, OUT};
@@ -159,6 +162,16 @@ static void model_init(model *m, int mode) {
     m->p[i].count = param_size[i];
   }
   if (mode > LOCKSTEP) check(cddp_ddp_create(&m->ddp, group, m->p, PARAMS, NULL));
+#if CDDP_VERSION >= 300
+  if (adamw) {
+    cddp_adamw_desc a;
+    memset(&a, 0, sizeof a);
+    a.lr = 0.001;
+    a.weight_decay = 0.01;
+    check(cddp_adamw_create(&m->sgd, m->p, PARAMS, &a));
+    return;
+  }
+#endif
   check(cddp_sgd_create(&m->sgd, m->p, PARAMS, &o));
 }
 
@@ -186,7 +199,7 @@ static void train(model *m, int mode, int round) { /* round -1: to warm up */
 
 static struct plain {
   bench_flag flags[RANKS];
-  float *weights[RANKS], *grads[RANKS], *momentum;
+  float *weights[RANKS], *grads[RANKS], *momentum, *squares; /* squares: AdamW's second state */
   uint32_t seq[RANKS];
 } *plain;
 
@@ -198,6 +211,7 @@ static void plain_map(void) { /* before the fork: all ranks have it at the same 
     plain->grads[r] = (float *)(void *)bench_map(TOTAL * 4, true);
   }
   plain->momentum = (float *)(void *)bench_map(TOTAL * 4, true);
+  plain->squares = (float *)(void *)bench_map(TOTAL * 4, true);
 }
 
 static void plain_touch(void) {
@@ -205,6 +219,7 @@ static void plain_touch(void) {
   bench_touch((char *)plain->weights[rank], TOTAL * 4, true);
   bench_touch((char *)plain->grads[rank], TOTAL * 4, true);
   bench_touch((char *)plain->momentum + (rank ? half * 4 : 0), half * 4, true);
+  if (adamw) bench_touch((char *)plain->squares + (rank ? half * 4 : 0), half * 4, true);
 }
 
 static void plain_loop(float *restrict w0, float *restrict w1, float *restrict g0,
@@ -220,12 +235,32 @@ static void plain_loop(float *restrict w0, float *restrict w1, float *restrict g
   }
 }
 
+static void plain_adamw(float *restrict w0, float *restrict w1, float *restrict g0,
+                        float *restrict g1, float *restrict m, float *restrict q, size_t n) {
+  size_t i;
+  for (i = 0; i < n; i++) {
+    float g = (g0[i] + g1[i]) * 0.5f, v = 0.9f * m[i] + 0.1f * g, s = 0.999f * q[i] + g * g;
+    float w = w0[i] - 0.01f * v * s;
+    m[i] = v;
+    q[i] = s;
+    w0[i] = w;
+    w1[i] = w;
+    g0[i] = 0;
+    g1[i] = 0;
+  }
+}
+
 static double plain_update(void) {
   size_t begin = rank == 0 ? 0 : TOTAL / 32 * 16, end = rank == 0 ? TOTAL / 32 * 16 : TOTAL;
   double start = bench_now();
   bench_flags(plain->flags, RANKS, rank, ++plain->seq[rank]);
-  plain_loop(plain->weights[0] + begin, plain->weights[1] + begin, plain->grads[0] + begin,
-             plain->grads[1] + begin, plain->momentum + begin, end - begin);
+  if (adamw)
+    plain_adamw(plain->weights[0] + begin, plain->weights[1] + begin, plain->grads[0] + begin,
+                plain->grads[1] + begin, plain->momentum + begin, plain->squares + begin,
+                end - begin);
+  else
+    plain_loop(plain->weights[0] + begin, plain->weights[1] + begin, plain->grads[0] + begin,
+               plain->grads[1] + begin, plain->momentum + begin, end - begin);
   bench_flags(plain->flags, RANKS, rank, ++plain->seq[rank]);
   return bench_now() - start;
 }
@@ -303,6 +338,7 @@ int main(int argc, char **argv) {
   for (i = 1; i + 1 < argc; i += 2) {
     if (strcmp(argv[i], "--rounds") == 0) rounds = atoi(argv[i + 1]);
     if (strcmp(argv[i], "--steps") == 0) steps = atoi(argv[i + 1]);
+    if (strcmp(argv[i], "--optim") == 0) adamw = strcmp(argv[i + 1], "adamw") == 0;
   }
   if (rounds < 1 || rounds > ROUNDS || steps < 1) return 2;
   plain_map();
