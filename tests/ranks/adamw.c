@@ -16,6 +16,7 @@ typedef struct plan {
   int memory, mode; /* mode: 0: all steps are fused; 1: every other; 2: none */
   bool sgd, amsgrad, maximize, groups, copies, unused, uneven, same;
   int first, steps; /* of all; same: every rank has rank 0's gradients */
+  int shards;       /* 0: one a rank, without asking */
   const char *save, *load;
 } plan;
 
@@ -172,6 +173,7 @@ static bool model_open(model *m, cddp_group *g, const plan *c) {
     else memset(m->p[k].data, 0, bytes);
   }
   d.find_unused_parameters = c->unused;
+  d.shards = c->shards;
   CHECK_OK(cddp_ddp_create(&m->ddp, g, m->p, PARAMS, &d));
   if (m->ddp == NULL) return false;
   m->o = make(c, m->p, 0, PARAMS, m->ddp, c->copies ? m->copies : NULL);
@@ -190,15 +192,21 @@ static void model_close(model *m, const plan *c) {
   }
 }
 
-static void backward(model *m, const plan *c, int step) {
-  int k, rank = cddp_rank(m->g);
+static void shard_backward(model *m, const plan *c, int step, int rank) {
   size_t i;
+  int k;
   for (k = PARAMS - 1; k >= 0; k--) {
     if (!uses(c, rank, step, k)) continue;
     for (i = 0; i < m->p[k].count; i++)
       set_number(&m->p[k], m->p[k].grad, i, gradient_of(c->same ? 0 : rank, step, k, i));
     CHECK_OK(cddp_ddp_ready(m->ddp, k));
   }
+}
+
+static void backward(model *m, const plan *c, int step) {
+  int shard;
+  if (c->shards == 0) shard_backward(m, c, step, cddp_rank(m->g));
+  else while (cddp_ddp_next_shard(m->ddp, &shard)) shard_backward(m, c, step, shard);
 }
 
 static void take_step(model *m, const plan *c, int step) {
@@ -229,6 +237,7 @@ static int run_plan(cddp_group *g, void *arg) {
   const plan *c = (const plan *)arg;
   reference *f = (reference *)calloc(1, sizeof *f);
   int before = test_failures, step, mine = steps_of(c, cddp_rank(g));
+  int world = c->shards > 0 ? c->shards : cddp_world_size(g);
   cddp_checkpoint_desc all;
   model m;
   CHECK(f != NULL);
@@ -236,11 +245,11 @@ static int run_plan(cddp_group *g, void *arg) {
   if (f != NULL && model_open(&m, g, c)) {
     all.optim = m.o;
     reference_open(f, c);
-    for (step = 0; step < c->first; step++) reference_step(f, c, step, cddp_world_size(g));
+    for (step = 0; step < c->first; step++) reference_step(f, c, step, world);
     if (c->load != NULL) CHECK_OK(cddp_load(g, c->load, m.p, PARAMS, &all));
     if (c->load != NULL) compare(&m, f, c, -1);
     for (step = c->first; step < c->steps && test_failures == before; step++) {
-      reference_step(f, c, step, cddp_world_size(g));
+      reference_step(f, c, step, world);
       if (step >= mine) continue;
       backward(&m, c, step);
       take_step(&m, c, step);
@@ -253,7 +262,7 @@ static int run_plan(cddp_group *g, void *arg) {
       plan even = *c;
       even.uneven = false;
       even.steps++;
-      reference_step(f, &even, c->steps, cddp_world_size(g));
+      reference_step(f, &even, c->steps, world);
       backward(&m, &even, c->steps);
       take_step(&m, &even, c->steps);
       compare(&m, f, &even, c->steps);
@@ -302,6 +311,22 @@ static void test_unused(void) {
       c.memory = mode;
       c.copies = c.groups = n == 2;
       run_on(&c, n, n == 2);
+    }
+}
+
+/* The bits of as many ranks as there are shards, on any number. */
+static void test_shards(void) {
+  int n, mode;
+  for (n = 1; n <= 4; n++)
+    for (mode = 0; mode < (RANKS_SLOW ? 1 : 3); mode++) {
+      plan c;
+      memset(&c, 0, sizeof c);
+      c.shards = 4 + mode;
+      c.mode = mode;
+      c.amsgrad = n == 2;
+      c.groups = c.copies = true;
+      c.memory = (n + mode) % 3;
+      run_on(&c, n, n == 3);
     }
 }
 
@@ -508,6 +533,7 @@ static void test_refused(void) { CHECK_OK(ranks_run(run_refused, NULL, 2, false)
 int main(void) {
   RUN(test_bits);
   RUN(test_unused);
+  RUN(test_shards);
   RUN(test_uneven);
   RUN(test_hosts);
   RUN(test_resume);

@@ -263,6 +263,169 @@ static void test_pieces(void) {
   }
 }
 
+/* Numbers of moderate size, some of them 0. */
+static void fill(void *to, cddp_dtype dtype, size_t n, uint64_t seed) {
+  uint64_t x = seed * 2654435761u + 1;
+  double v;
+  size_t i;
+  for (i = 0; i < n; i++) {
+    x = x * 6364136223846793005ull + 1442695040888963407ull;
+    v = x >> 60 == 3 ? 0 : (double)(int64_t)(x >> 11) * 0x1p-52 - 1.0;
+    cddp__convert((char *)to + i * cddp_dtype_size(dtype), dtype, &v, CDDP_F64, 1);
+  }
+}
+
+/* AdamW: any cut into pieces, any instruction set, and the loop that does the whole step of 1, 2 or
+   4 ranks: the same bits. */
+static void adamw_pieces(cddp_dtype dtype, int config, int ranks) {
+  enum { N = 2099 };
+  static double w[3][4][N], g[4][N], mean[N], states[3][3][N];
+  size_t size = cddp_dtype_size(dtype), at, n, k;
+  cddp_adamw_desc d = adamw_of(config);
+  cddp_param p = {NULL, w[0][0], NULL, N, CDDP_F32};
+  const void *srcs[4];
+  cddp_optim *o;
+  int step, which, found = cddp__isa();
+  p.dtype = dtype;
+  CHECK_OK(cddp_adamw_create(&o, &p, 1, &d));
+  memset(states, 0, sizeof states);
+  for (which = 0; which < 3; which++) fill(w[which][0], dtype, N, 1);
+  for (step = 0; step < 3; step++) {
+    cddp__update u[3];
+    for (k = 0; k < (size_t)ranks; k++) fill(g[k], dtype, N, (uint64_t)step * 4 + k + 2);
+    for (k = 0; k < (size_t)ranks; k++) srcs[k] = g[k];
+    cddp__reduce(mean, srcs, ranks, N, dtype, CDDP_AVG);
+    for (which = 0; which < 3; which++) {
+      if (which == 1) __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
+      u[which] = cddp__update_of(o, 0);
+      for (k = 0; k < 3; k++)
+        u[which].states[k] = (int)k < o->states ? (char *)states[which][k] : NULL;
+      __atomic_store_n(&cddp__isa_found, found, __ATOMIC_RELAXED);
+    }
+    cddp__update_run(&u[0], 0, w[0][0], mean, N);
+    for (at = 0, n = 1; at < N; at += n, n = n * 2 + 1) {
+      size_t m = n < N - at ? n : N - at;
+      cddp__update_run(&u[1], at * size, (char *)w[1][0] + at * size, (char *)mean + at * size, m);
+    }
+    CHECK(memcmp(w[0][0], w[1][0], N * size) == 0);
+    CHECK(memcmp(states[0], states[1], sizeof states[0]) == 0);
+    CHECK((u[2].loop == NULL) == d.amsgrad);
+    if (u[2].loop != NULL && dtype == CDDP_F32) {
+      cddp__fused_args a;
+      memset(&a, 0, sizeof a);
+      a.scalars = &u[2].scalars;
+      a.mean = (float)u[2].scalars.sign / (float)ranks;
+      for (k = 0; k < 3; k++) a.states[k] = (cddp__f32 *)(void *)u[2].states[k];
+      for (k = 0; k < (size_t)ranks; k++) {
+        a.gradients[k] = (cddp__f32 *)(void *)g[k];
+        a.weights[k] = (cddp__f32 *)(void *)w[2][k];
+      }
+      u[2].loop(&a, ranks, N);
+      for (k = 0; k < (size_t)ranks; k++) {
+        CHECK(memcmp(w[0][0], w[2][k], N * size) == 0);
+        memset(mean, 0, N * size);
+        CHECK(memcmp(g[k], mean, N * size) == 0);
+      }
+      CHECK(memcmp(states[0], states[2], sizeof states[0]) == 0);
+    }
+    o->steps[0]++;
+  }
+  cddp_optim_destroy(o);
+}
+
+static void test_adamw_pieces(void) {
+  int c, ranks;
+  for (c = 0; c < ADAMW_CONFIGS; c++)
+    for (ranks = 1; ranks <= 4; ranks *= 2) {
+      adamw_pieces(CDDP_F32, c, ranks);
+      if (ranks == 1) adamw_pieces(CDDP_F64, c, ranks);
+    }
+}
+
+/* Settings of a parameter's own are those of an optimizer of its own; set_lr changes all rates. */
+static void test_groups(void) {
+  static const double scales[3] = {1, 0.25, 0}, decays[3] = {0, 0.1, 0.2};
+  int adamw, i, step;
+  for (adamw = 0; adamw < 2; adamw++) {
+    float w[2][3] = {{1, 2, 3}, {1, 2, 3}}, g[3] = {0.5f, -0.25f, 1};
+    cddp_param p[2][3];
+    cddp_sgd_desc s;
+    cddp_adamw_desc a;
+    cddp_optim *all, *one[3];
+    memset(p, 0, sizeof p);
+    memset(&s, 0, sizeof s);
+    memset(&a, 0, sizeof a);
+    for (i = 0; i < 6; i++) {
+      cddp_param *q = &p[i / 3][i % 3];
+      q->data = &w[i / 3][i % 3], q->grad = &g[i % 3], q->count = 1;
+    }
+    s.lr = a.lr = 0.1, s.momentum = 0.9, s.weight_decay = a.weight_decay = 7;
+    s.lr_scales = a.lr_scales = scales, s.weight_decays = a.weight_decays = decays;
+    CHECK_OK(adamw ? cddp_adamw_create(&all, p[0], 3, &a) : cddp_sgd_create(&all, p[0], 3, &s));
+    s.lr_scales = a.lr_scales = s.weight_decays = a.weight_decays = NULL;
+    for (i = 0; i < 3; i++) {
+      s.lr = a.lr = 0.1 * scales[i], s.weight_decay = a.weight_decay = decays[i];
+      CHECK_OK(adamw ? cddp_adamw_create(&one[i], &p[1][i], 1, &a)
+                     : cddp_sgd_create(&one[i], &p[1][i], 1, &s));
+    }
+    for (step = 0; step < 4; step++) {
+      CHECK_OK(cddp_optim_step(all));
+      for (i = 0; i < 3; i++) CHECK_OK(cddp_optim_step(one[i]));
+      CHECK(memcmp(w[0], w[1], sizeof w[0]) == 0);
+      CHECK_OK(cddp_optim_set_lr(all, 0.05));
+      for (i = 0; i < 3; i++) CHECK_OK(cddp_optim_set_lr(one[i], 0.05 * scales[i]));
+    }
+    CHECK(w[0][0] != 1 && w[0][1] != 2 && w[0][2] == 3); /* the last one's rate is 0 */
+    cddp_optim_destroy(all);
+    for (i = 0; i < 3; i++) cddp_optim_destroy(one[i]);
+  }
+}
+
+static cddp_result adamw_with(double lr, double beta1, double beta2, double eps, double decay) {
+  cddp_adamw_desc d;
+  cddp_optim *o;
+  cddp_result r;
+  memset(&d, 0, sizeof d);
+  d.lr = lr, d.beta1 = beta1, d.beta2 = beta2, d.eps = eps, d.weight_decay = decay;
+  r = cddp_adamw_create(&o, NULL, 0, &d);
+  CHECK((r == CDDP_OK) == (o != NULL));
+  cddp_optim_destroy(o);
+  return r;
+}
+
+static void test_adamw_arguments(void) {
+  static const double bad[2] = {1, -1};
+  float w[2] = {1, 1};
+  uint16_t half[2] = {0, 0};
+  cddp_param p[2] = {{"a", w, w, 1, CDDP_F32}, {"b", half, half, 1, CDDP_BF16}};
+  cddp_adamw_desc d;
+  cddp_optim *o;
+  CHECK_OK(adamw_with(0.1, 0, 0, 0, 0));
+  CHECK_OK(adamw_with(0, 0.99, 0.99, 1, 1));
+  CHECK_IS(adamw_with(-1, 0, 0, 0, 0), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(adamw_with(0.1, 1, 0, 0, 0), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "beta1 is 1") != NULL);
+  CHECK_IS(adamw_with(0.1, 0, NAN, 0, 0), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(adamw_with(0.1, 0, -0.5, 0, 0), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(adamw_with(0.1, 0, 0, -1, 0), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(adamw_with(0.1, 0, 0, INFINITY, 0), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(adamw_with(0.1, 0, 0, 0, -1), CDDP_INVALID_ARGUMENT);
+  memset(&d, 0, sizeof d);
+  d.lr = 0.1;
+  CHECK_IS(cddp_adamw_create(NULL, p, 1, &d), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_adamw_create(&o, p, 1, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_adamw_create(&o, p, 2, &d), CDDP_UNSUPPORTED);
+  CHECK(o == NULL && strstr(cddp_error(), "\"b\" is bf16") != NULL);
+  CHECK(strstr(cddp_error(), "copies") != NULL);
+  d.lr_scales = bad;
+  p[1] = p[0];
+  p[1].name = "b";
+  CHECK_IS(cddp_adamw_create(&o, p, 2, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "lr_scales of parameter \"b\" is -1") != NULL);
+  d.lr_scales = NULL, d.weight_decays = bad;
+  CHECK_IS(cddp_adamw_create(&o, p, 2, &d), CDDP_INVALID_ARGUMENT);
+}
+
 static void test_learning_rate_and_zero(void) {
   float w[2] = {1.0f, 2.0f}, g[2] = {1.0f, 1.0f};
   cddp_param p;
@@ -527,6 +690,9 @@ int main(void) {
     RUN(test_check_values);
     RUN(test_copies);
     RUN(test_pieces);
+    RUN(test_adamw_pieces);
+    RUN(test_groups);
+    RUN(test_adamw_arguments);
     RUN(test_learning_rate_and_zero);
     RUN(test_unused);
     RUN(test_shared_states);
