@@ -14145,8 +14145,8 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    Owns: a cddp_ddp, its gradients, its private groups, and the shares of momentum. Touches: the
    caller's parameters, on a host also those of the other ranks between cddp__enter and cddp__exit;
    momentum and counts of the cddp_optim of a step. Entry points: cddp__ddp_new, _setup and _free;
-   cddp__ddp_ready, _meet and _step; cddp__next_shard; cddp__join_steps. Called by the thread that
-   trains, but for cddp__ddp_ready (any) and cddp__run_bucket (the engine of d->comm); what both
+   cddp_ddp_ready, cddp__ddp_meet and _step; cddp_ddp_next_shard, _join. Called by the thread that
+   trains, but for cddp_ddp_ready (any) and cddp__run_bucket (the engine of d->comm); what both
    touch is guarded by d->lock.
    Works as follows: all gradients lie in one arena per rank, dtype by dtype, last parameter first,
    and never move. A bucket is a list of parameters, so new buckets (in order of arrival, after the
@@ -14174,9 +14174,9 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    creation (d->nodes). Buckets wait for the step, which takes the mean over all ranks' nodes in
    place of their arenas: cddp__reduce_shards. Ranks that do not see each other's memory gather all
    nodes first. Rows are packed shard by shard, and merged as if each shard were a rank's.
-   From ready() to the new weight on a host: cddp_ddp_ready, cddp__ddp_ready; cddp_ddp_step,
-   cddp__ddp_step, cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__fuse_parts,
-   cddp__fuse_loop, the kernel.
+   From ready() to the new weight on a host: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
+   cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__fuse_parts, cddp__fuse_loop, the
+   kernel.
    Uneven inputs: each meeting tells which ranks have joined (cddp__step_header), so all know over
    how many ranks the mean goes; the first round of a bucket tells it too, since that may come
    before the meeting. A rank that has joined announces ddp_join, which agrees with any call of the
@@ -15403,11 +15403,12 @@ static void cddp__arm(cddp_ddp *d) {
 /* --- taking shards --- */
 
 /* False: there are no more, or the model has failed. */
-static bool cddp__next_shard(cddp_ddp *d, int *shard) {
+CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   cddp_result r = CDDP_OK;
   char space[24];
   int i = 0, arrived;
-  if (d->failed || (d->taken == d->shard_count && !d->no_sync)) return false;
+  if (d == NULL || shard == NULL || d->failed) return false;
+  if (d->taken == d->shard_count && !d->no_sync) return false;
   pthread_mutex_lock(&d->lock);
   arrived = d->arrived;
   pthread_mutex_unlock(&d->lock);
@@ -15471,12 +15472,18 @@ static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
 }
 
 /* Marked twice, it fails the model: a caller that ignores this would train on wrong sums. */
-static cddp_result cddp__ddp_ready(cddp_ddp *d, int param) {
-  cddp__tensor *t = &d->tensors[param];
-  cddp__host *h = d->group->host;
+CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
+  cddp__tensor *t;
+  cddp__host *h;
   bool noted, twice;
   char space[24];
   cddp_result r = CDDP_OK;
+  CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
+  CDDP__CHECK(param >= 0 && param < d->count, "param is %d; there are %d", param, d->count);
+  CDDP__CHECK(d->params[param].grad != NULL || cddp__dense_count(d, param) == 0,
+              "the parameter's grad is NULL");
+  t = &d->tensors[param];
+  h = d->group->host;
   CDDP__POINT("ready");
   cddp__note_thread(h);
   pthread_mutex_lock(&d->lock);
@@ -15882,9 +15889,24 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   return r;
 }
 
-static cddp_result cddp__join_steps(cddp_ddp *d, cddp_optim *s) {
+CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s) {
   uint64_t missing = 0, record;
+  char space[24];
   cddp_result r;
+  int i;
+  cddp__enter_call(__func__);
+  CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
+  CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
+  if (d->desc.shards > 0)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "cddp_ddp_join: every rank does its shards in each step; go without shards "
+                      "in cddp_ddp_desc");
+  if (s != NULL) CDDP__TRY(cddp__check_pair(d, s));
+  CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
+  for (i = 0; i < d->count && !d->failed; i++)
+    CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
+                "parameter \"%s\" is ready; end the step that it belongs to first",
+                cddp__param_name(&d->params[i], i, space, sizeof space));
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   if ((r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK) == CDDP_OK)
@@ -15898,7 +15920,7 @@ static cddp_result cddp__join_steps(cddp_ddp *d, cddp_optim *s) {
   d->joined = 0;
   if (r != CDDP_OK) r = cddp__give_up(d, r);
   cddp__record_finish(d->control, record, r);
-  return r;
+  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
 /* --- creation and destruction --- */
@@ -18180,19 +18202,7 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
   return CDDP_OK;
 }
 
-CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
-  return d != NULL && shard != NULL && cddp__next_shard(d, shard);
-}
-
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps : 0; }
-
-CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
-  CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  CDDP__CHECK(param >= 0 && param < d->count, "param is %d; there are %d", param, d->count);
-  CDDP__CHECK(d->params[param].grad != NULL || cddp__dense_count(d, param) == 0,
-              "the parameter's grad is NULL");
-  return cddp__ddp_ready(d, param);
-}
 
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n) {
@@ -18243,27 +18253,6 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s) {
   CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_optim is NULL");
   if (s->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, s));
   r = cddp__ddp_step(d, s);
-  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
-}
-
-CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s) {
-  char space[24];
-  cddp_result r;
-  int i;
-  cddp__enter_call(__func__);
-  CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
-  if (d->desc.shards > 0)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "cddp_ddp_join: every rank does its shards in each step; go without shards "
-                      "in cddp_ddp_desc");
-  if (s != NULL) CDDP__TRY(cddp__check_pair(d, s));
-  CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
-  for (i = 0; i < d->count && !d->failed; i++)
-    CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
-                "parameter \"%s\" is ready; end the step that it belongs to first",
-                cddp__param_name(&d->params[i], i, space, sizeof space));
-  r = cddp__join_steps(d, s);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
