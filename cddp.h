@@ -71,8 +71,8 @@
      >>hosts        steps, collectives across hosts >>mpi          collectives by MPI
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
-     >>optim        SGD                             >>device       groups whose ranks have GPUs
-     >>kernels      SGD on devices                  >>ddp          distributed data parallel
+     >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
+     >>kernels      optimizers on devices           >>ddp          distributed data parallel
      >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
      >>checkpoint   save and load                   >>spawn        processes and threads as ranks
      >>public       arguments; the public functions >>history      changes
@@ -660,9 +660,9 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, then cddp_optim_step, then zero gradients, in one pass over the bytes: each rank
    reduces its share, updates it and writes the new weights to all ranks of the host, keeping
-   1/world_size of the momentum. Same bits as the three calls. s must have been made for the same
+   1/world_size of its states. Same bits as the three calls. s must have been made for the same
    params array. Collective. On GPUs buckets are reduced while backward runs, as in cddp_ddp_wait,
-   and one kernel then updates all weights on every rank, which keeps all of the momentum; needs
+   and one kernel then updates all weights on every rank, which keeps all of the states; needs
    cddp_kernels.cuh. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
@@ -671,7 +671,7 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
    every rank has called it, it takes part in their cddp_ddp_wait, _step and _sync_buffers with zero
    weight: each mean is over the ranks that have data (>>ddp). s: the cddp_optim of the loop, whose
    learning rate follows the others'; NULL if they step by other means, whose own state stays as it
-   is here. On return all ranks have the same weights, buffers and momentum of s. A hook's result is
+   is here. On return all ranks have the same weights, buffers and states of s. A hook's result is
    scaled by world size / ranks with data, so it must be linear. Each step has the group's timeout
    anew. Other collectives of the loop are not joined: have them on ranks with data only, or
    outside. A batch that is shorter than the others' weighs as much as a full one; multiply its loss
@@ -846,9 +846,9 @@ typedef struct cddp_checkpoint_desc {
 } cddp_checkpoint_desc;
 
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
-   a name) to path, and what desc asks for; returns when the file is on the disk. The momentum may
-   lie in pieces on the ranks, as after cddp_ddp_step: it is written whole and stays where it is.
-   Parameters and momentum in a GPU's memory come through a few MiB of the host's; what is on the
+   a name) to path, and what desc asks for; returns when the file is on the disk. States may lie in
+   pieces on the ranks, as after cddp_ddp_step: they are written whole and stay where they are.
+   Parameters and states in a GPU's memory come through a few MiB of the host's; what is on the
    group's stream is waited for (g NULL: what is on the device), and the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
    half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. path
@@ -867,7 +867,7 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
    values, whatever the number of ranks that saved it. f32, f64, f16 and bf16 are converted into
    each other. The file, which is not trusted, and all that is asked for are checked before
    anything is changed: CDDP_IO for a file that is damaged, CDDP_INVALID_ARGUMENT for one that does
-   not suit; only when reading fails after that, part of rank 0's params (and of momentum on a GPU)
+   not suit; only when reading fails after that, part of rank 0's params (and of states on a GPU)
    may be overwritten. All ranks get the same result. A sampler goes on with the next sample of the
    epoch that no rank had: begin with epoch cddp_sampler_epoch(), whose first cddp_sampler_set_epoch
    then does not rewind. A cddp_ddp counts on from the steps that it had taken when it was saved.
@@ -13859,14 +13859,14 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
   return device;
 }
 /* >>kernels ------------------------------------------------------------------------------------
-   What cddp_kernels.cuh does on a device: SGD's step, copies of weights, compression. Owns: the
-   momentum of a cddp_optim whose parameters lie on a device. Touches: parameters, gradients, copies
-   and buckets there. Entry points: cddp__attach_optim, cddp__device_optim, cddp__device_update and
-   _copies for a cddp_ddp's step, cddp__compress_hook.
+   What cddp_kernels.cuh does on a device: an optimizer's step, copies of weights, compression.
+   Owns: the states of a cddp_optim whose parameters lie on a device. Touches: parameters,
+   gradients, copies and buckets there. Entry points: cddp__attach_optim, cddp__device_optim,
+   cddp__device_update and _copies for a cddp_ddp's step, cddp__compress_hook.
    Works as follows: kernels are registered before main by the one .cu file that includes
    cddp_kernels.cuh; without it these calls are CDDP_UNSUPPORTED. One launch takes all parameters of
-   a dtype. Momentum is one piece of memory, made with the cddp_optim, and stays where it is: a CUDA
-   graph may have its address. */
+   a dtype that have the same settings. States are one piece of memory, made with the cddp_optim,
+   and stay where they are: a CUDA graph may have their addresses. */
 
 static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
   return d->sparse != NULL ? d->sparse[i] : NULL;
@@ -18497,6 +18497,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
               Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps).
+              AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
               one kernel; momentum is allocated with the cddp_optim and never moves; no host waits
