@@ -15208,8 +15208,8 @@ static cddp_result cddp__gpu_pass(cddp_ddp *d, const cddp_kernels *k, int pass) 
     factor = cddp__mean_factor(d, (cddp_dtype)dtype);
     for (n = 0, i = d->count - 1; i >= 0; i--) {
       const cddp_param *p = &d->params[i];
-      bool skipped = pass == CDDP__PASS_MEAN ? factor == 1 || cddp__sparse_of(d, i) : !d->used[i];
-      if ((int)p->dtype != dtype || p->count == 0 || skipped) continue;
+      if ((int)p->dtype != dtype || p->count == 0 || !d->used[i]) continue;
+      if (pass == CDDP__PASS_MEAN && (factor == 1 || cddp__sparse_of(d, i) != NULL)) continue;
       memset(&gpu->segments[n], 0, sizeof gpu->segments[n]);
       gpu->segments[n].grad = pass == CDDP__PASS_MEAN || d->tensors[i].placed
                                   ? cddp__device_gradient(NULL, d, i)

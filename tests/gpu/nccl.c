@@ -1434,6 +1434,37 @@ static int frugal(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* A gradient that no rank marked ready is as it was after a wait. */
+static int leaves_unused(cddp_group *g, void *arg) {
+  cddp_sgd_desc rule;
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_param p[2];
+  int step;
+  (void)arg;
+  memset(&rule, 0, sizeof rule);
+  memset(&desc, 0, sizeof desc);
+  desc.find_unused_parameters = true;
+  rule.lr = 0.1;
+  model_of(g, p, 2, 1024);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
+  rule.ddp = d;
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  for (step = 0; step < 4; step++) { /* a wait after a step, and after a wait */
+    fill_on(NULL, (float *)p[0].grad, 1024, (float)(1 + cddp_rank(g)), false);
+    fill_on(NULL, (float *)p[1].grad, 1024, 5, false);
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    if (step == 0) CHECK_OK(cddp_ddp_ready(d, 1));
+    CHECK_OK(step < 2 ? cddp_ddp_step(d, s) : cddp_ddp_wait(d));
+    check_fill(g, (float *)p[0].grad, 1024, step < 2 ? 0 : 2);
+    check_fill(g, (float *)p[1].grad, 1024, step == 0 ? 0 : step == 1 ? 0 : 5);
+  }
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
 static int join_refused(cddp_group *g, void *arg) {
   cddp_param p[2];
   cddp_ddp *d = NULL;
@@ -1527,6 +1558,7 @@ static void test_steps(void) {
   CHECK_OK(run(unwaiting, NULL, 2, NULL));
   CHECK_OK(run(frugal, NULL, 1, NULL));
   CHECK_OK(run(frugal, NULL, 2, NULL));
+  CHECK_OK(run(leaves_unused, NULL, 3, NULL));
   CHECK_OK(run(join_refused, NULL, 2, NULL));
   CHECK_OK(run(refusals, NULL, 2, NULL));
   CHECK_OK(run(refusals, NULL, 2, "cpu"));
