@@ -13258,33 +13258,32 @@ static bool cddp__device_done(cddp_work *w) {
 /* Collective: whether the ranks of all hosts have called the same so far in the group and in the
    private groups of its cddp_ddps. */
 static cddp_result cddp__compare_hosts(cddp__device *p) {
-  struct {
-    uint64_t hash, calls;
-  } mine = {p->hash, p->calls}, first, theirs;
+  uint64_t mine[2], first[2], theirs[2]; /* a hash; calls */
   cddp_group *g = p->group;
   cddp__device *other;
   cddp_result r;
   int q;
   if (g->hosts == NULL || p->comm->comm == NULL) return CDDP_OK;
+  mine[0] = p->hash;
+  mine[1] = p->calls;
   pthread_mutex_lock(&cddp__watch_lock);
   for (other = cddp__watched; other != NULL; other = other->next) {
     pthread_mutex_lock(&other->lock);
-    if (other->parent == g)
-      mine.hash = cddp__hash64(mine.hash, &other->hash, sizeof other->hash);
+    if (other->parent == g) mine[0] = cddp__hash64(mine[0], &other->hash, sizeof other->hash);
     pthread_mutex_unlock(&other->lock);
   }
   pthread_mutex_unlock(&cddp__watch_lock);
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_DONE, 0, &mine, sizeof mine);
+  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_DONE, 0, mine, sizeof mine);
   if (r != CDDP_OK) return r;
-  memcpy(&first, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof first);
+  memcpy(first, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof first);
   for (q = 1; q < g->size; q++) {
-    memcpy(&theirs, cddp__op_header_of(g, q, g->round)->u.bytes, sizeof theirs);
-    if (memcmp(&first, &theirs, sizeof first) == 0) continue;
+    memcpy(theirs, cddp__op_header_of(g, q, g->round)->u.bytes, sizeof theirs);
+    if (memcmp(first, theirs, sizeof first) == 0) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree in what they called on device memory: rank 0 made %" PRIu64
                " calls in the group and rank %d %" PRIu64 ", and if that is alike an earlier one, "
                "its settings, or one of a cddp_ddp of the group differs",
-               first.calls, q, theirs.calls);
+               first[1], q, theirs[1]);
     return cddp__break(g, CDDP_MISMATCH);
   }
   return CDDP_OK;
@@ -13699,21 +13698,6 @@ static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_des
   return r;
 }
 
-/* NCCL's ranks have a GPU each. The result is the same on every rank. */
-static cddp_result cddp__check_devices(const cddp__device_report *all, int n) {
-  int i, k;
-  for (i = 0; i < n; i++)
-    for (k = 0; k < i; k++)
-      if (all[i].gpu[0] != 0 && strcmp(all[i].gpu, all[k].gpu) == 0 &&
-          strcmp(all[i].host, all[k].host) == 0)
-        return cddp__fail(CDDP_INVALID_ARGUMENT,
-                          "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: "
-                          "set device to \"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let "
-                          "them share with backend \"cpu\"",
-                          all[k].name, all[i].name, all[i].device, all[i].gpu);
-  return CDDP_OK;
-}
-
 /* Collective: a device for a group that has none. */
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
   const cddp_allocator *a = &g->host->allocator;
@@ -13723,13 +13707,22 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   cddp__device *p = NULL;
   bool kernels = true;
   cddp_result r;
-  int i;
+  int i, k;
   all = (cddp__device_report *)cddp__malloc(a, (size_t)g->size * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__report_device(g, desc, nccl, &mine);
   r = cddp__consensus(g, r, &mine, sizeof mine, all);
-  if (r == CDDP_OK && nccl) r = cddp__check_devices(all, g->size);
-  for (i = 0; r == CDDP_OK && i < g->size; i++) kernels = kernels && all[i].kernels != 0;
+  for (i = 0; r == CDDP_OK && i < g->size; i++) {
+    kernels = kernels && all[i].kernels != 0;
+    for (k = 0; r == CDDP_OK && nccl && k < i; k++) /* the result is the same on every rank */
+      if (all[i].gpu[0] != 0 && strcmp(all[i].gpu, all[k].gpu) == 0 &&
+          strcmp(all[i].host, all[k].host) == 0)
+        r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                       "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: "
+                       "set device to \"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let "
+                       "them share with backend \"cpu\"",
+                       all[k].name, all[i].name, all[i].device, all[i].gpu);
+  }
   cddp__free(a, all);
   if (r != CDDP_OK) return r;
   if ((r = cddp__device_new(&p, g, mine.device, NULL)) != CDDP_OK) return cddp__break(g, r);
