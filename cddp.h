@@ -7547,6 +7547,7 @@ typedef struct cddp__rendezvous {
   size_t told;  /* members that the rank above knows */
   int nodes;    /* that have said RANK, this one with them */
   int expected; /* ranks to come, by the smallest WORLD_SIZE */
+  bool with_rank_0;    /* it is of this node, fitting or not */
   cddp_result problem; /* of the first member that does not fit; CDDP_OK: none */
   char problem_text[CDDP__ERROR_MAX];
   bool common;    /* the failure is not of this rank alone: its text is for all */
@@ -7760,6 +7761,7 @@ static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *
   m->node = node;
   m->link_fd = -1;
   m->fits = r == CDDP_OK;
+  if (node == 0 && i->rank == 0) v->with_rank_0 = true;
   if (i->world_size > 0 && i->world_size < (uint32_t)v->expected)
     v->expected = (int)i->world_size;
   return CDDP_OK;
@@ -8128,13 +8130,6 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   return cddp__store_open(&v->store, &o);
 }
 
-static bool cddp__is_root(const cddp__rendezvous *v) { /* rank 0 is of this node, fitting or not */
-  size_t i;
-  for (i = 0; i < v->member_count && v->node_socket >= 0; i++)
-    if (v->members[i].info.rank == 0 && v->members[i].node == 0) return true;
-  return false;
-}
-
 /* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
    open the store for a while, a longer one each time: in between the clients are seen to. */
 static cddp_result cddp__seek_others(cddp__rendezvous *v) {
@@ -8147,7 +8142,7 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
     v->look = cddp__now();
     return r == CDDP_TIMEOUT && (v->look < v->deadline || v->problem != CDDP_OK) ? CDDP_OK : r;
   }
-  r = cddp__is_root(v) ? cddp__open_root(v) : cddp__call_root(v);
+  r = v->with_rank_0 ? cddp__open_root(v) : cddp__call_root(v);
   v->look = cddp__now() + v->pause;
   v->pause = 2 * v->pause < most ? 2 * v->pause : most;
   if (r != CDDP_NETWORK || v->serves) return r;
@@ -8221,7 +8216,7 @@ static cddp_result cddp__make_table(cddp__rendezvous *v) {
 static cddp_result cddp__fail_late(cddp__rendezvous *v) {
   char list[128] = "";
   int rank, n = 0, size = v->at->world_size;
-  if (!cddp__is_root(v))
+  if (!v->with_rank_0 || v->node_socket < 0) /* not the root */
     return cddp__fail(CDDP_TIMEOUT,
                       "timed out after %g s: not all %d ranks have come to %s; %d are on this "
                       "host%s",
@@ -8252,7 +8247,7 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
     if (r == CDDP_OK) r = cddp__poll_channels(v, until);
     if (r != CDDP_OK || v->net != NULL) break;
     late = cddp__now() >= v->deadline + (v->up.fd < 0 ? 0 : v->up.local ? 0.5 : 0.25);
-    all = cddp__is_root(v) && v->member_count >= (size_t)v->expected;
+    all = v->with_rank_0 && v->node_socket >= 0 && v->member_count >= (size_t)v->expected;
     if (late || (all && v->problem != CDDP_OK)) {
       v->common = true;
       return v->problem != CDDP_OK ? cddp__fail(v->problem, "%s", v->problem_text)
