@@ -2190,24 +2190,13 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   return e == 0 ? CDDP_OK : cddp__fail(CDDP_SYSTEM, "pthread_create: %s", strerror(e));
 }
 
-/* A file that grows beyond the process's file size limit (ulimit -f) sends the thread SIGXFSZ,
-   which ends the process by default. Between these two calls the thread gets EFBIG alone. */
-static void cddp__hold_xfsz(sigset_t *old) {
-  sigset_t xfsz;
-  sigemptyset(&xfsz);
-  sigaddset(&xfsz, SIGXFSZ);
-  pthread_sigmask(SIG_BLOCK, &xfsz, old);
-}
-
-static void cddp__drop_xfsz(const sigset_t *old) {
-  static const struct timespec now = {0, 0};
-  int saved = errno;
-  sigset_t xfsz;
-  sigemptyset(&xfsz);
-  sigaddset(&xfsz, SIGXFSZ);
-  if (!sigismember(old, SIGXFSZ)) sigtimedwait(&xfsz, NULL, &now);
-  pthread_sigmask(SIG_SETMASK, old, NULL);
-  errno = saved;
+/* How many bytes a file may have behind `at`; 0: errno is EFBIG. To write more than the process's
+   limit (ulimit -f) sends the thread SIGXFSZ, which ends the process by default. */
+static uint64_t cddp__file_room(uint64_t at) {
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0) return UINT64_MAX - at;
+  if (at >= limit.rlim_cur) errno = EFBIG;
+  return at < limit.rlim_cur ? limit.rlim_cur - at : 0;
 }
 
 /* What follows strerror(e) in the error text of a call that makes a file larger. */
@@ -2245,7 +2234,6 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   cddp_record_header *h;
   char path[4096];
   void *p = MAP_FAILED;
-  sigset_t old;
   int fd, e;
   *out = NULL;
   if (dir == NULL || dir[0] == 0) return CDDP_OK;
@@ -2254,9 +2242,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   if (fd < 0)
     return cddp__fail(CDDP_IO, "CDDP_RECORD: open %s, the flight recorder's file: %s", path,
                       strerror(errno));
-  cddp__hold_xfsz(&old);
-  e = posix_fallocate(fd, 0, (off_t)bytes);
-  cddp__drop_xfsz(&old);
+  e = cddp__file_room(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
   if (e == 0) p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (e == 0 && p == MAP_FAILED) e = errno;
   close(fd);
@@ -3033,11 +3019,15 @@ static cddp_result cddp__listen_any(int *fd, int *port) {
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
   unsigned char *p = (unsigned char *)data;
   cddp_result r = CDDP_OK;
-  sigset_t old;
-  cddp__hold_xfsz(&old);
   while (r == CDDP_OK && size > 0) {
+    uint64_t room = write ? cddp__file_room(at) : size;
     size_t most = (size_t)(size < 1u << 30 ? size : 1u << 30);
-    ssize_t n = write ? CDDP__PWRITE(fd, p, most, (off_t)at) : CDDP__PREAD(fd, p, most, (off_t)at);
+    ssize_t n = -1;
+    if (room < most) most = (size_t)room;
+    if (!write)
+      n = CDDP__PREAD(fd, p, most, (off_t)at);
+    else if (most > 0)
+      n = CDDP__PWRITE(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue;
     if (n > 0) {
       p += n;
@@ -3052,7 +3042,6 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
                 : cddp__fail(CDDP_IO, "it has become shorter while it was read");
     }
   }
-  cddp__drop_xfsz(&old);
   return r;
 }
 
