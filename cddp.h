@@ -6897,12 +6897,27 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
 #define CDDP__NOTICE_PROOF_AT (4 + CDDP__ERROR_MAX) /* in a notice: result, text, proof */
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
 #define CDDP__NOTICE_EARLY 0x80000000u /* in its result: a rank is lost, the group has not failed */
-#define CDDP__LINK_HELLO 48 /* bytes of a connection's first message */
-#define CDDP__FRAME_HEAD 32 /* bytes before each frame's */
 #define CDDP__LEFT (-1)     /* in link.error: the other side said BYE */
 enum { CDDP__FRAME_DATA = 1, CDDP__FRAME_MESSAGE, CDDP__FRAME_NOTICE, CDDP__FRAME_BYE };
 enum { CDDP__LINK_DATA, CDDP__LINK_MESSAGES, CDDP__LINK_NOTICE };
 enum { CDDP__LINK_GREETING, CDDP__LINK_PROVING, CDDP__LINK_UP, CDDP__LINK_DEAD };
+
+/* The first message of a connection. This and what follows is sent as it lies in memory: all hosts
+   have the same byte order, or the ranks would not have met. */
+typedef struct cddp__hello {
+  uint32_t magic, version, purpose;
+  uint32_t from, to; /* ranks of the job */
+  uint32_t secret;   /* 1: there is one */
+  uint64_t group;
+  unsigned char token[16];
+} cddp__hello;
+
+typedef struct cddp__frame_head {
+  uint32_t magic, type;
+  uint32_t number; /* of a DATA frame; of a message its tag */
+  uint32_t dtype;  /* this and count: of a message */
+  uint64_t count, size; /* elements, and the bytes that follow */
+} cddp__frame_head;
 
 /* A TCP connection between this rank and one of another host, for one purpose in one group. Owner:
    the thread that runs the group's collectives (DATA), p2p_lock (MESSAGES), net.lock (before its
@@ -6918,11 +6933,11 @@ struct cddp__link {
   bool mine;       /* this side has connected */
   int error;       /* errno that ended it; 0: the other side closed it; CDDP__LEFT */
   double deadline; /* for the connection, or for its hello and proof */
-  unsigned char hello[CDDP__LINK_HELLO];
+  cddp__hello hello;
   cddp__challenge challenge;      /* with a secret, after the hello */
   uint32_t sent_count, got_count; /* whole DATA frames */
   size_t sent, got; /* bytes of the handshake's message or the current frame, head included */
-  unsigned char out_head[CDDP__FRAME_HEAD], in_head[CDDP__FRAME_HEAD];
+  cddp__frame_head out_head, in_head;
   cddp__buffer out;  /* frames that wait to be sent; DATA: empty */
   cddp__message *in; /* the frame that is coming in; DATA: NULL */
 };
@@ -6992,9 +7007,9 @@ static void cddp__link_answered(cddp__link *l) {
 
 /* Sends or receives what is left of a frame's head (NULL: there is none) and size bytes at data:
    1 when *done says that all has passed, 0 when it would block, -1 when the link has ended. */
-static int cddp__link_io(cddp__link *l, const void *head, const void *data, size_t size,
+static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void *data, size_t size,
                          size_t *done, bool out) {
-  size_t before = head != NULL ? CDDP__FRAME_HEAD : 0;
+  size_t before = head != NULL ? sizeof *head : 0;
   while (*done < before + size) {
     size_t skip = *done < before ? 0 : *done - before;
     const char *from[2];
@@ -7045,29 +7060,27 @@ static void cddp__describe_link_end(int error, char *out, size_t n) {
 /* --- the handshake --- */
 
 static void cddp__link_write_hello(const cddp__net *n, cddp__link *l) {
-  unsigned char *h = l->hello;
-  cddp__put32(h, CDDP__LINK_MAGIC);
-  cddp__put32(h + 4, CDDP_VERSION);
-  cddp__put32(h + 8, (uint32_t)l->purpose);
-  cddp__put32(h + 12, (uint32_t)n->rank);
-  cddp__put32(h + 16, (uint32_t)l->peer);
-  cddp__put32(h + 20, n->secret != NULL);
-  cddp__put64(h + 24, l->group);
-  memcpy(h + 32, n->token, 16);
+  cddp__hello *h = &l->hello;
+  h->magic = CDDP__LINK_MAGIC;
+  h->version = CDDP_VERSION;
+  h->purpose = (uint32_t)l->purpose;
+  h->from = (uint32_t)n->rank;
+  h->to = (uint32_t)l->peer;
+  h->secret = n->secret != NULL;
+  h->group = l->group;
+  memcpy(h->token, n->token, sizeof h->token);
 }
 
 static bool cddp__link_read_hello(const cddp__net *n, cddp__link *l) {
-  const unsigned char *h = l->hello;
-  uint32_t from = cddp__get32(h + 12);
-  if (cddp__get32(h) != CDDP__LINK_MAGIC || cddp__get32(h + 4) != CDDP_VERSION ||
-      cddp__get32(h + 8) > CDDP__LINK_NOTICE || from >= (uint32_t)n->size ||
-      cddp__get32(h + 16) != (uint32_t)n->rank ||
-      cddp__get32(h + 20) != (uint32_t)(n->secret != NULL) ||
-      !cddp__same_bytes(h + 32, n->token, 16))
+  const cddp__hello *h = &l->hello;
+  if (h->magic != CDDP__LINK_MAGIC || h->version != CDDP_VERSION ||
+      h->purpose > CDDP__LINK_NOTICE || h->from >= (uint32_t)n->size ||
+      h->to != (uint32_t)n->rank || h->secret != (uint32_t)(n->secret != NULL) ||
+      !cddp__same_bytes(h->token, n->token, sizeof h->token))
     return false;
-  l->purpose = (int)cddp__get32(h + 8);
-  l->peer = (int)from;
-  l->group = cddp__get64(h + 24);
+  l->purpose = (int)h->purpose;
+  l->peer = (int)h->from;
+  l->group = h->group;
   return true;
 }
 
@@ -7079,7 +7092,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
   size_t *done = l->mine ? &l->sent : &l->got, due;
   while (l->state < CDDP__LINK_UP) {
     if (l->state == CDDP__LINK_GREETING) {
-      if (cddp__link_io(l, NULL, l->hello, sizeof l->hello, done, l->mine) <= 0) break;
+      if (cddp__link_io(l, NULL, &l->hello, sizeof l->hello, done, l->mine) <= 0) break;
       *done = 0;
       l->state = n->secret != NULL ? CDDP__LINK_PROVING : CDDP__LINK_UP;
       if (l->mine && cddp__connected_to_itself(l->fd)) cddp__link_end(l, ECONNREFUSED);
@@ -7087,7 +7100,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
       if (l->state != CDDP__LINK_PROVING) continue;
       if (l->purpose == CDDP__LINK_NOTICE)
         l->state = CDDP__LINK_UP;
-      else if (cddp__challenge_begin(c, n->secret, "link", l->mine, l->hello, sizeof l->hello) !=
+      else if (cddp__challenge_begin(c, n->secret, "link", l->mine, &l->hello, sizeof l->hello) !=
                CDDP_OK)
         cddp__link_end(l, EIO);
     } else if (c->out_size > 0) {
@@ -7141,39 +7154,33 @@ static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, ui
 
 /* --- frames --- */
 
-/* number: of a DATA frame, or the tag of a message. dtype, count: of a message. */
-static void cddp__link_head(unsigned char head[CDDP__FRAME_HEAD], int type, uint32_t number,
-                             cddp_dtype dtype, uint64_t count, uint64_t size) {
-  cddp__put32(head, CDDP__FRAME_MAGIC);
-  cddp__put32(head + 4, (uint32_t)type | (uint32_t)dtype << 8);
-  cddp__put32(head + 8, number);
-  cddp__put32(head + 12, 0);
-  cddp__put64(head + 16, count);
-  cddp__put64(head + 24, size);
+static cddp__frame_head cddp__link_head(int type, uint32_t number, int dtype, uint64_t count,
+                                        uint64_t size) {
+  cddp__frame_head h = {CDDP__FRAME_MAGIC, (uint32_t)type, number, (uint32_t)dtype, count, size};
+  return h;
 }
 
-static bool cddp__frame_is(const unsigned char *head, int type) {
-  return cddp__get32(head) == CDDP__FRAME_MAGIC && (cddp__get32(head + 4) & 255) == (uint32_t)type;
+static bool cddp__frame_is(const cddp__frame_head *h, uint32_t type) {
+  return h->magic == CDDP__FRAME_MAGIC && h->type == type;
 }
 
 /* Sends or receives what is left of the next DATA frame: size bytes, or from `least` to size of
    them, as many as l->in_head then says. Returns as cddp__link_io. */
 static int cddp__link_data(cddp__link *l, const void *data, size_t least, size_t size, bool out) {
-  unsigned char *head = out ? l->out_head : l->in_head;
+  cddp__frame_head *head = out ? &l->out_head : &l->in_head;
   uint32_t *count = out ? &l->sent_count : &l->got_count;
   size_t *at = out ? &l->sent : &l->got;
   int done;
-  if (out && *at == 0) cddp__link_head(head, CDDP__FRAME_DATA, *count, CDDP_U8, size, size);
+  if (out && *at == 0) *head = cddp__link_head(CDDP__FRAME_DATA, *count, CDDP_U8, size, size);
   done = cddp__link_io(l, head, data, out ? size : least, at, out);
-  if (!out && *at >= CDDP__FRAME_HEAD) {
-    uint64_t due = cddp__get64(head + 24);
-    if (!cddp__frame_is(head, CDDP__FRAME_DATA) || due < least || due > size ||
-        cddp__get32(head + 8) != *count) {
+  if (!out && *at >= sizeof *head) {
+    if (!cddp__frame_is(head, CDDP__FRAME_DATA) || head->size < least || head->size > size ||
+        head->number != *count) {
       cddp__link_end(l, 0);
       l->error = cddp__frame_is(head, CDDP__FRAME_BYE) ? CDDP__LEFT : EPROTO;
       return -1;
     }
-    if (done > 0) done = cddp__link_io(l, head, data, (size_t)due, at, false);
+    if (done > 0) done = cddp__link_io(l, head, data, (size_t)head->size, at, false);
   }
   if (done <= 0) return done;
   *at = 0;
@@ -7184,21 +7191,17 @@ static int cddp__link_data(cddp__link *l, const void *data, size_t least, size_t
 /* The next whole message or notice, of at most `most` bytes; NULL: it has not come yet, or the link
    has ended. A head says its size twice, so that it asks for no more memory than it means. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
-  const unsigned char *head = l->in_head;
-  int type = l->purpose == CDDP__LINK_NOTICE ? CDDP__FRAME_NOTICE : CDDP__FRAME_MESSAGE;
+  const cddp__frame_head *head = &l->in_head;
+  bool notice = l->purpose == CDDP__LINK_NOTICE;
   cddp__message *m;
   if (l->in == NULL) {
-    uint32_t dtype;
-    uint64_t size, count;
     bool good;
     if (cddp__link_io(l, head, NULL, 0, &l->got, false) <= 0) return NULL;
-    dtype = cddp__get32(head + 4) >> 8;
-    count = cddp__get64(head + 16);
-    size = cddp__get64(head + 24);
-    good = cddp__frame_is(head, type) && dtype <= CDDP_I64 && size <= most &&
-           size % cddp__dtype_size((cddp_dtype)dtype) == 0 &&
-           size / cddp__dtype_size((cddp_dtype)dtype) == count;
-    if (good) l->in = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)size);
+    good = cddp__frame_is(head, notice ? CDDP__FRAME_NOTICE : CDDP__FRAME_MESSAGE) &&
+           head->dtype <= CDDP_I64 && head->size <= most &&
+           head->size % cddp__dtype_size((cddp_dtype)head->dtype) == 0 &&
+           head->size / cddp__dtype_size((cddp_dtype)head->dtype) == head->count;
+    if (good) l->in = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)head->size);
     if (l->in == NULL) {
       if (cddp__frame_is(head, CDDP__FRAME_BYE)) cddp__link_end(l, CDDP__LEFT);
       cddp__link_end(l, good ? ENOMEM : EPROTO);
@@ -7206,10 +7209,10 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
     }
     l->in->next = NULL;
     l->in->from = l->rank;
-    l->in->tag = (int)cddp__get32(head + 8);
-    l->in->dtype = dtype;
-    l->in->count = count;
-    l->in->size = (size_t)size;
+    l->in->tag = (int)head->number;
+    l->in->dtype = head->dtype;
+    l->in->count = head->count;
+    l->in->size = (size_t)head->size;
   }
   m = l->in;
   if (cddp__link_io(l, head, m + 1, m->size, &l->got, false) <= 0) return NULL;
@@ -7228,10 +7231,10 @@ static void cddp__link_flush(const cddp__net *n, cddp__link *l) {
 
 /* Ends and frees a link; says goodbye, in one piece or not at all, if no frame is half sent. */
 static void cddp__link_leave(const cddp__net *n, cddp__link *l) {
-  unsigned char bye[CDDP__FRAME_HEAD], rest[4096];
-  cddp__link_head(bye, CDDP__FRAME_BYE, 0, CDDP_U8, 0, 0);
+  cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 0, CDDP_U8, 0, 0);
+  char rest[4096];
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
-    (void)!CDDP__SEND(l->fd, bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
+    (void)!CDDP__SEND(l->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
   while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
   cddp__link_free(n, l);
 }
@@ -7241,9 +7244,9 @@ static void cddp__link_leave(const cddp__net *n, cddp__link *l) {
 /* The proof in a notice, over the hello and what comes before it; without a secret a checksum. */
 static void cddp__notice_prove(const cddp__net *n, const cddp__link *l, const unsigned char *body,
                                unsigned char proof[CDDP__PROOF_SIZE]) {
-  unsigned char all[CDDP__LINK_HELLO + CDDP__NOTICE_PROOF_AT];
-  memcpy(all, l->hello, CDDP__LINK_HELLO);
-  memcpy(all + CDDP__LINK_HELLO, body, CDDP__NOTICE_PROOF_AT);
+  unsigned char all[sizeof l->hello + CDDP__NOTICE_PROOF_AT];
+  memcpy(all, &l->hello, sizeof l->hello);
+  memcpy(all + sizeof l->hello, body, CDDP__NOTICE_PROOF_AT);
   cddp__hmac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
 }
 
@@ -7260,15 +7263,16 @@ static bool cddp__is_told(const cddp__net *n, const int *world, int size, int ra
    due to. They need not be listening. */
 static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
                            uint32_t code, const char *text) {
-  unsigned char frame[CDDP__FRAME_HEAD + CDDP__NOTICE_BYTES], *body = frame + CDDP__FRAME_HEAD;
+  cddp__frame_head head =
+      cddp__link_head(CDDP__FRAME_NOTICE, 0, CDDP_U8, CDDP__NOTICE_BYTES, CDDP__NOTICE_BYTES);
+  unsigned char body[CDDP__NOTICE_BYTES];
   char kept[CDDP__ERROR_MAX];
   double deadline = cddp__now() + 0.3;
   cddp__link *first = NULL, *l;
   int p = 0, count;
   bool busy;
   memcpy(kept, cddp__error_text, sizeof kept);
-  memset(frame, 0, sizeof frame);
-  cddp__link_head(frame, CDDP__FRAME_NOTICE, 0, CDDP_U8, CDDP__NOTICE_BYTES, CDDP__NOTICE_BYTES);
+  memset(body, 0, sizeof body);
   cddp__put32(body, code);
   snprintf((char *)body + 4, CDDP__ERROR_MAX, "%s", text);
   while (p < size) {
@@ -7277,7 +7281,8 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
       l = cddp__link_call(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group);
       if (l == NULL) continue;
       cddp__notice_prove(n, l, body, body + CDDP__NOTICE_PROOF_AT);
-      cddp__buffer_add(&l->out, frame, sizeof frame);
+      cddp__buffer_add(&l->out, &head, sizeof head);
+      cddp__buffer_add(&l->out, body, sizeof body);
       l->next = first;
       first = l;
       count++;
@@ -9097,12 +9102,11 @@ static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) { /* p2p_loc
    *posted false: there is no room yet (but for always), or the rank is lost. */
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool always, bool *posted) {
   const cddp__net *n = g->hosts->net;
-  size_t bytes = c->count * c->esize, all = CDDP__FRAME_HEAD + bytes, sent = 0, skip;
-  unsigned char head[CDDP__FRAME_HEAD];
+  size_t bytes = c->count * c->esize, sent = 0, skip;
+  cddp__frame_head head =
+      cddp__link_head(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
   cddp_result r = CDDP_OK;
   cddp__link *l;
-  cddp__link_head(head, CDDP__FRAME_MESSAGE, (uint32_t)c->tag, (cddp_dtype)c->dtype, c->count,
-                  bytes);
   pthread_mutex_lock(&g->p2p_lock);
   if ((l = cddp__p2p_link(g, c->root)) == NULL) {
     pthread_mutex_unlock(&g->p2p_lock);
@@ -9111,11 +9115,11 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool alw
   cddp__link_flush(n, l);
   *posted = l->state != CDDP__LINK_DEAD && (always || cddp__hosts_room(g, c->root, bytes));
   if (*posted && l->state == CDDP__LINK_UP && cddp__buffer_size(&l->out) == 0)
-    (void)cddp__link_io(l, head, c->send, bytes, &sent, true);
-  if (*posted && sent < all && l->state != CDDP__LINK_DEAD) {
-    if (cddp__buffer_reserve(&l->out, all - sent)) {
-      skip = cddp__min(sent, CDDP__FRAME_HEAD);
-      cddp__buffer_add(&l->out, head + skip, CDDP__FRAME_HEAD - skip);
+    (void)cddp__link_io(l, &head, c->send, bytes, &sent, true);
+  if (*posted && sent < sizeof head + bytes && l->state != CDDP__LINK_DEAD) {
+    if (cddp__buffer_reserve(&l->out, sizeof head + bytes - sent)) {
+      skip = cddp__min(sent, sizeof head);
+      cddp__buffer_add(&l->out, (const char *)&head + skip, sizeof head - skip);
       sent -= skip;
       cddp__buffer_add(&l->out, (const char *)c->send + sent, bytes - sent);
     } else {
@@ -9448,7 +9452,7 @@ static cddp_result cddp__mirror_headers(cddp_group *g) {
   for (h = 0; h < x->count && x->count <= CDDP__DIRECT_HOSTS; h++) {
     const cddp__link *l = x->peers[cddp__rank_on(x, h, 0)].data;
     if (h == x->mine) continue;
-    if (cddp__ride_copy(g, h, false) == cddp__get64(l->in_head + 24)) continue;
+    if (cddp__ride_copy(g, h, false) == l->in_head.size) continue;
     cddp__fail(CDDP_NETWORK, "rank %d sent a message to rank %d that is not as long as was due",
                l->rank, g->rank);
     return cddp__break(g, CDDP_NETWORK);

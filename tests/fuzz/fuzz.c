@@ -940,6 +940,7 @@ static fake_fd *link_fd(const cddp__net *n, unsigned k) {
 static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
   unsigned char *at = f->extra;
   cddp__link l;
+  cddp__frame_head head;
   unsigned dtype;
   memset(&l, 0, sizeof l);
   f->extra_at = 0;
@@ -949,19 +950,21 @@ static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
     n->rank = (int)(take(in) % 5);
     cddp__link_write_hello(n, &l);
     n->rank = me;
-    memcpy(at, l.hello, CDDP__LINK_HELLO);
-    f->extra_size = CDDP__LINK_HELLO;
+    memcpy(at, &l.hello, sizeof l.hello);
+    f->extra_size = sizeof l.hello;
   } else if (kind == 1) { /* a message of send */
     dtype = take(in) % 9;
     f->in = take_bytes(in, take_size(in));
-    cddp__link_head(at, CDDP__FRAME_MESSAGE, take(in) % 4, (cddp_dtype)dtype,
-                    f->in.n / cddp__max(1, cddp_dtype_size((cddp_dtype)dtype)), f->in.n);
-    f->extra_size = CDDP__FRAME_HEAD;
+    head = cddp__link_head(CDDP__FRAME_MESSAGE, take(in) % 4, (int)dtype,
+                           f->in.n / cddp__max(1, cddp_dtype_size((cddp_dtype)dtype)), f->in.n);
   } else { /* a frame of a collective, or another one */
     f->in = take_bytes(in, take_size(in));
-    cddp__link_head(at, 1 + (int)(take(in) % 4), take(in) % 2, CDDP_U8, f->in.n, f->in.n);
-    f->extra_size = CDDP__FRAME_HEAD;
+    int type = 1 + (int)(take(in) % 4);
+    head = cddp__link_head(type, take(in) % 2, CDDP_U8, f->in.n, f->in.n);
   }
+  if (kind == 0) return;
+  memcpy(at, &head, sizeof head);
+  f->extra_size = sizeof head;
 }
 
 /* Receives what a collective would. */
