@@ -276,7 +276,7 @@ typedef struct cddp_group_desc {
    (ulimit -f) also limits what ranks share by cddp_alloc: each the limit over local ranks + 1.
    Not to be called while another thread changes the environment. *out is NULL on failure.
    SECRET. Without one, whoever can reach rank 0's port may read and change what the ranks tell each
-   other there, or take a rank's place; while they meet, strangers cost rank 0 at most 1 GiB of
+   other there, or take a rank's place; while they meet, strangers cost rank 0 at most 1.5 GiB of
    memory, and never its last descriptors. With one, both ends of a connection prove, as it begins,
    that they know the secret, without showing it. That keeps out who can only connect. It does not
    keep out whoever sits on the path between two hosts: what follows the proofs is neither encrypted
@@ -3752,15 +3752,11 @@ static void cddp__server_free(cddp__server *v) {
 /* --- the client --- */
 
 typedef struct cddp__store_options {
-  const char *init_method; /* "tcp://host:port", "unix://name" or "file:///path" */
-  bool is_server;
-  bool elect;         /* file: the first who opens it is the server, whatever is_server says */
-  int listen_fd;      /* listening socket to serve on, which stays the caller's; -1 = bind one */
-  bool reachable;     /* by other hosts, even if this one's own name resolves to loopback here */
-  double deadline;    /* for opening, cddp__now() */
-  double timeout_s;   /* of operations that take no deadline */
-  const char *secret; /* NULL = CDDP_SECRET from the environment; "" = none */
-  cddp_allocator allocator;
+  cddp_store_desc desc; /* timeout_s: above 0 */
+  bool elect;           /* file: the first who opens it is the server, whatever is_server says */
+  int listen_fd;        /* listening socket to serve on, which stays the caller's; -1 = bind one */
+  bool reachable;       /* by other hosts, even if this one's own name resolves to loopback here */
+  double deadline;      /* for opening, cddp__now() */
   const char *host_name, *port_name; /* for error texts: "MASTER_ADDR", "from MASTER_PORT"; NULL:
                                         the caller says where */
 } cddp__store_options;
@@ -4005,11 +4001,11 @@ static void cddp__add_listen_cure(const cddp_store *s, int error) {
 /* Starts a server on s->addresses, or on the socket that came with the options; s->addresses are
    then where it can be reached. */
 static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
-  cddp__server *v = (cddp__server *)cddp__calloc(&o->allocator, 1, sizeof *v);
+  cddp__server *v = (cddp__server *)cddp__calloc(&o->desc.allocator, 1, sizeof *v);
   cddp_result r = CDDP_OK;
   int i, *fds = v != NULL ? v->listeners : NULL;
   if (v == NULL) return CDDP_OUT_OF_MEMORY;
-  v->allocator = o->allocator;
+  v->allocator = o->desc.allocator;
   v->map.allocator = &v->allocator;
   v->secret = s->proof;
   if (o->listen_fd < 0) {
@@ -4058,24 +4054,24 @@ static void cddp__add_addresses(cddp_store *s, const char *host) {
 /* Where tcp://host:port, or unix://name, leads; with is_server, serves there. unix:// is for ranks
    of one host whose launcher gives no address: no port could be in use. */
 static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o) {
-  const char *where = o->init_method + strlen("tcp://");
+  const char *where = o->desc.init_method + strlen("tcp://");
   char host[256], name[300];
   int port;
   cddp_result r = CDDP_OK;
   s->address_count = 1;
-  if (o->init_method[0] == 't') {
+  if (o->desc.init_method[0] == 't') {
     r = cddp__host_port(where, host, sizeof host, &port);
-    if (r == CDDP_OK && port == 0 && !o->is_server)
+    if (r == CDDP_OK && port == 0 && !o->desc.is_server)
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "port 0 in 'tcp://%s' is for the server only, which then gets a free one",
                      where);
     if (r == CDDP_OK && o->listen_fd < 0)
       r = cddp__resolve(host, port, s->addresses, &s->address_count);
-    if (r == CDDP_OK && o->is_server && o->reachable) cddp__add_addresses(s, host);
+    if (r == CDDP_OK && o->desc.is_server && o->reachable) cddp__add_addresses(s, host);
   } else {
     cddp__unix_name(&s->addresses[0], ++where);
   }
-  if (r == CDDP_OK && o->is_server) r = cddp__serve(s, o);
+  if (r == CDDP_OK && o->desc.is_server) r = cddp__serve(s, o);
   if (r != CDDP_OK) return r;
   port = cddp__address_port(&s->addresses[0]);
   if (port != 0) snprintf(name, sizeof name, strchr(host, ':') ? "[%s]:%d" : "%s:%d", host, port);
@@ -4127,7 +4123,7 @@ static cddp_result cddp__file_read(int fd, off_t size, cddp__file_record *record
 
 /* s->proof: the file's key, and the user's secret. */
 static cddp_result cddp__file_proof(cddp_store *s, const cddp__store_options *o, const char *key) {
-  const char *secret = o->secret != NULL ? o->secret : "";
+  const char *secret = o->desc.secret != NULL ? o->desc.secret : "";
   size_t size = 32 + 1 + strlen(secret) + 1;
   cddp__free(&s->allocator, s->proof);
   s->proof = (char *)cddp__malloc(&s->allocator, size);
@@ -4164,7 +4160,7 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
 /* One look at the file: serves, or connects to who does. Results as of cddp__try_addresses. */
 static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
-  bool may_serve = o->is_server || o->elect, locked = false, named = false;
+  bool may_serve = o->desc.is_server || o->elect, locked = false, named = false;
   int fd = open(s->name, flags, 0600);
   cddp__file_record record;
   struct stat st;
@@ -4188,7 +4184,7 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
     cddp__own_socket(fd);
     return cddp__file_serve(s, o);
   }
-  if (r == CDDP_OK && o->is_server && !o->elect) {
+  if (r == CDDP_OK && o->desc.is_server && !o->elect) {
     r = cddp__fail(CDDP_NETWORK, "another job is using the file; choose another path");
   } else if (r == CDDP_OK && (locked || !named || record.count == 0)) {
     r = cddp__fail(CDDP_NETWORK, "nobody serves it; rank 0, or whoever opens it first, has not "
@@ -4233,7 +4229,7 @@ static void cddp__store_close(cddp_store *s) {
 
 /* Connects, again and again until the deadline: ranks may start long before the server. */
 static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
-  bool is_file = o->init_method[0] == 'f';
+  bool is_file = o->desc.init_method[0] == 'f';
   double pause = 0.001, started = cddp__now();
   uint64_t dice = cddp__hash64((uint64_t)getpid(), &started, sizeof started);
   for (;;) {
@@ -4263,21 +4259,21 @@ static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
 /* *out is NULL on failure. */
 static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
   cddp__store_options o = *options;
-  const char *m = o.init_method;
-  cddp_store *s = (cddp_store *)cddp__calloc(&o.allocator, 1, sizeof *s);
+  const char *m = o.desc.init_method;
+  cddp_store *s = (cddp_store *)cddp__calloc(&o.desc.allocator, 1, sizeof *s);
   cddp_result r = CDDP_OK;
   *out = NULL;
   if (s == NULL) return CDDP_OUT_OF_MEMORY;
   pthread_mutex_init(&s->lock, NULL);
-  s->allocator = o.allocator;
+  s->allocator = o.desc.allocator;
   s->bytes.allocator = &s->allocator;
-  s->timeout_s = o.timeout_s;
+  s->timeout_s = o.desc.timeout_s;
   s->fd = s->file = -1;
-  if (o.secret == NULL) o.secret = getenv("CDDP_SECRET");
-  if (o.secret != NULL && o.secret[0] != 0)
-    if ((s->proof = cddp__strdup(&o.allocator, o.secret)) == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (o.desc.secret == NULL) o.desc.secret = getenv("CDDP_SECRET");
+  if (o.desc.secret != NULL && o.desc.secret[0] != 0)
+    if ((s->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK && strncmp(m, "file:///", 8) == 0 && m[8] != 0) {
-    if ((s->name = cddp__strdup(&o.allocator, m + 7)) == NULL) r = CDDP_OUT_OF_MEMORY;
+    if ((s->name = cddp__strdup(&o.desc.allocator, m + 7)) == NULL) r = CDDP_OUT_OF_MEMORY;
   } else if (r == CDDP_OK && (strncmp(m, "tcp://", 6) == 0 ||
                               (strncmp(m, "unix://", 7) == 0 && m[7] != 0))) {
     r = cddp__open_url(s, &o);
@@ -8111,14 +8107,14 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   const cddp__place *at = v->at;
   cddp__store_options o;
   memset(&o, 0, sizeof o);
-  o.init_method = at->init_method;
-  o.is_server = v->serves;
+  o.desc.init_method = at->init_method;
+  o.desc.is_server = v->serves;
+  o.desc.timeout_s = at->timeout_s;
+  o.desc.secret = v->secret != NULL ? v->secret : "";
+  o.desc.allocator = v->desc->allocator;
   o.listen_fd = v->serves ? at->listen_fd : -1;
   o.reachable = !cddp__one_host(at);
   o.deadline = deadline;
-  o.timeout_s = at->timeout_s;
-  o.secret = v->secret != NULL ? v->secret : "";
-  o.allocator = v->desc->allocator;
   o.port_name = at->port_name;
   o.host_name = at->host_name;
   return cddp__store_open(&v->store, &o);
@@ -18332,14 +18328,11 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
               desc->timeout_s);
   CDDP__TRY(cddp__check_allocator(&desc->allocator));
   memset(&o, 0, sizeof o);
-  CDDP__TRY(cddp__discover_timeout(desc->timeout_s, &o.timeout_s));
-  o.init_method = desc->init_method;
-  o.is_server = desc->is_server;
+  o.desc = *desc;
+  CDDP__TRY(cddp__discover_timeout(desc->timeout_s, &o.desc.timeout_s));
   o.elect = true;
   o.listen_fd = -1;
-  o.deadline = cddp__now() + o.timeout_s;
-  o.secret = desc->secret;
-  o.allocator = desc->allocator;
+  o.deadline = cddp__now() + o.desc.timeout_s;
   return cddp__store_open(out, &o);
 }
 

@@ -610,13 +610,13 @@ static void store_op(cddp_store *s, unsigned op) {
 static cddp_result open_store(cddp_store **s, const char *method, const char *secret) {
   cddp__store_options o;
   memset(&o, 0, sizeof o);
-  o.init_method = method;
+  o.desc.init_method = method;
   o.listen_fd = -1;
   o.deadline = w.now + 3;
-  o.timeout_s = 3;
-  o.secret = secret;
+  o.desc.timeout_s = 3;
+  o.desc.secret = secret;
   o.elect = true;
-  o.allocator = world_allocator();
+  o.desc.allocator = world_allocator();
   return cddp__store_open(s, &o);
 }
 

@@ -1239,11 +1239,11 @@ static void test_impostor(void) {
 static cddp_result open_as(const char *url, bool server, double timeout_s, cddp_store **s) {
   cddp__store_options o;
   memset(&o, 0, sizeof o);
-  o.init_method = url;
-  o.is_server = server;
+  o.desc.init_method = url;
+  o.desc.is_server = server;
   o.listen_fd = -1;
   o.deadline = cddp__now() + timeout_s;
-  o.timeout_s = timeout_s;
+  o.desc.timeout_s = timeout_s;
   o.port_name = "from MASTER_PORT";
   o.host_name = "MASTER_ADDR";
   return cddp__store_open(s, &o);
@@ -1334,10 +1334,10 @@ static void test_adopted_socket(void) {
   CHECK_OK(cddp__listen_any(&fd, &port));
   memset(&o, 0, sizeof o);
   snprintf(url, sizeof url, "tcp://127.0.0.1:%d", port);
-  o.init_method = url;
-  o.is_server = true;
+  o.desc.init_method = url;
+  o.desc.is_server = true;
   o.listen_fd = fd;
-  o.timeout_s = 5;
+  o.desc.timeout_s = 5;
   o.deadline = cddp__now() + 5;
   CHECK_OK(cddp__store_open(&s, &o));
   close(fd); /* the store has a descriptor of its own */
