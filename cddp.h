@@ -14563,23 +14563,13 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   }
 }
 
-/* The same where ranks do not see all mirrors. */
-static cddp_result cddp__reduce_ranges(cddp_ddp *d, const cddp__bucket_state *b) {
+/* The mean of the bucket into all mirrors; where ranks do not see all of them, by the carrier. */
+static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
+  cddp_group *g = d->comm;
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, NULL, NULL, 0,
                                  d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
   cddp__range range;
-  cddp_result r = CDDP_OK;
   int i = 0;
-  while (r == CDDP_OK && cddp__next_range(d, b, &i, &range)) {
-    c.send = c.recv = d->mirror + range.begin;
-    c.count = (range.end - range.begin) / c.esize;
-    r = d->comm->carrier->average(d->comm, &c, d->mirrors, range.begin);
-  }
-  return r;
-}
-
-static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  cddp_group *g = d->comm;
   uint64_t index = (uint64_t)(b - d->buckets);
   unsigned char joined = (unsigned char)d->joined;
   uint64_t record;
@@ -14590,10 +14580,12 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
-    if (g->carrier->average != NULL)
-      r = cddp__reduce_ranges(d, b);
-    else
-      cddp__reduce_slice(d, b);
+    if (g->carrier->average == NULL) cddp__reduce_slice(d, b);
+    while (r == CDDP_OK && g->carrier->average != NULL && cddp__next_range(d, b, &i, &range)) {
+      c.send = c.recv = d->mirror + range.begin;
+      c.count = (range.end - range.begin) / c.esize;
+      r = g->carrier->average(g, &c, d->mirrors, range.begin);
+    }
     if (r == CDDP_OK) /* all ranks of this host have done their part of it */
       r = cddp__round(g, CDDP__SCOPE_HOST, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index, NULL, 0);
   }
@@ -15381,29 +15373,24 @@ static void cddp__arm(cddp_ddp *d) {
 
 /* False: there are no more, or the model has failed. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
-  cddp_result r = CDDP_OK;
   char space[24];
-  int i = 0, arrived;
+  int i = 0;
   if (d == NULL || shard == NULL || d->failed) return false;
   if (d->taken == d->shard_count && !d->no_sync) return false;
-  pthread_mutex_lock(&d->lock);
-  arrived = d->arrived;
-  pthread_mutex_unlock(&d->lock);
-  if (d->no_sync) {
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
-                   "cddp_ddp_ready of a shard",
-                   d->group->rank);
-  } else if (d->taken > 0 && arrived < d->count) {
-    while (d->tensors[i].ready) i++;
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
-                   "%d; call cddp_ddp_ready for every parameter first",
-                   cddp__param_name(&d->params[i], i, space, sizeof space),
-                   d->first_shard + d->taken - 1, d->group->rank);
-  }
-  if (r != CDDP_OK) {
-    (void)cddp__give_up(d, r);
+  while (d->taken > 0 && i < d->count && d->tensors[i].ready) i++;
+  if (d->no_sync || (d->taken > 0 && i < d->count)) {
+    if (d->no_sync)
+      cddp__fail(CDDP_INVALID_ARGUMENT,
+                 "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
+                 "cddp_ddp_ready of a shard",
+                 d->group->rank);
+    else
+      cddp__fail(CDDP_INVALID_ARGUMENT,
+                 "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
+                 "%d; call cddp_ddp_ready for every parameter first",
+                 cddp__param_name(&d->params[i], i, space, sizeof space),
+                 d->first_shard + d->taken - 1, d->group->rank);
+    (void)cddp__give_up(d, CDDP_INVALID_ARGUMENT);
     return false;
   }
   if (d->taken > 0) {
@@ -15412,17 +15399,6 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   }
   *shard = d->first_shard + d->taken++;
   return true;
-}
-
-/* Before a wait or step: all shards have been taken, and the last one ends. */
-static cddp_result cddp__end_shards(cddp_ddp *d) {
-  if (d->desc.shards > 0 && d->taken < d->shard_count)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "rank %d still has %d of its %d shards of this step to do; call "
-                      "cddp_ddp_next_shard until it returns false",
-                      d->group->rank, d->shard_count - d->taken, d->shard_count);
-  if (d->spread && d->arrived == d->count) cddp__end_shard(d); /* else the step will fail */
-  return CDDP_OK;
 }
 
 /* --- ready --- */
@@ -15811,9 +15787,16 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
     if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
 #endif
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
-  if ((r = cddp__end_shards(d)) == CDDP_OK)
+  if (d->desc.shards > 0 && d->taken < d->shard_count) {
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "rank %d still has %d of its %d shards of this step to do; call "
+                   "cddp_ddp_next_shard until it returns false",
+                   d->group->rank, d->shard_count - d->taken, d->shard_count);
+  } else {
+    if (d->spread && d->arrived == d->count) cddp__end_shard(d); /* else the meeting will fail */
     r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
                        &missing);
+  }
   r = r == CDDP_OK ? cddp__finish(d, s, missing) : cddp__give_up(d, r);
   cddp__record_finish(d->control, record, r);
   return r;
