@@ -18286,7 +18286,7 @@ static cddp_result cddp__check_keys(const cddp_store *s, const char *const *keys
   if (keys == NULL && count > 0) return cddp__fail(CDDP_INVALID_ARGUMENT, "keys is NULL");
   for (i = 0; i < count; i++) {
     if (keys[i] == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the key is NULL");
-    if (strnlen(keys[i], CDDP__KEY_MAX) == CDDP__KEY_MAX) /* a "/" is put before it */
+    if (strlen(keys[i]) >= CDDP__KEY_MAX) /* a "/" is put before it */
       return cddp__fail(CDDP_INVALID_ARGUMENT, "the key '%.32s...' has more than %u bytes", keys[i],
                         CDDP__KEY_MAX - 1u);
   }

@@ -241,7 +241,7 @@ static int check_collectives(model *m) {
   enum { N = 3000 };
   cddp_group *g = m->g;
   int world = cddp_world_size(g), last = world - 1;
-  size_t all = (size_t)world * N;
+  size_t all = (size_t)(world > 0 ? world : 1) * N; /* gcc sees no bound */
   float *numbers = (float *)malloc(all * sizeof *numbers), *a, *b;
   cddp_work *w;
   if (numbers == NULL) FAIL("out of memory");
