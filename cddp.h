@@ -7300,11 +7300,12 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
    is broken here too, then, or (early) what losses to come are due to is noted. net.lock held. */
 static void cddp__notice_receive(cddp__host *h, cddp__link *l) {
   cddp__message *m = cddp__link_receive(h->net, l, CDDP__NOTICE_BYTES);
-  unsigned char *body = (unsigned char *)(m + 1), proof[CDDP__PROOF_SIZE];
+  unsigned char *body, proof[CDDP__PROOF_SIZE];
   char kept[CDDP__ERROR_MAX];
   uint32_t code, result;
   cddp_group *g;
   if (m == NULL) return;
+  body = (unsigned char *)(m + 1);
   memcpy(kept, cddp__error_text, sizeof kept);
   code = m->size == CDDP__NOTICE_BYTES ? cddp__get32(body) : 0;
   if (code != 0) cddp__notice_prove(h->net, l, body, proof);
@@ -9117,7 +9118,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool alw
       skip = cddp__min(sent, sizeof head);
       cddp__buffer_add(&l->out, (const char *)&head + skip, sizeof head - skip);
       sent -= skip;
-      cddp__buffer_add(&l->out, (const char *)c->send + sent, bytes - sent);
+      if (sent < bytes) cddp__buffer_add(&l->out, (const char *)c->send + sent, bytes - sent);
     } else {
       r = CDDP_OUT_OF_MEMORY;
       if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
