@@ -3070,6 +3070,7 @@ static bool cddp__file_is_named(int fd, const char *path) {
 #define CDDP__COMMAND_MAX (64u << 20) /* bytes of one command or reply, all strings together */
 #define CDDP__BUFFER_MAX (CDDP__COMMAND_MAX + CDDP__VALUE_MAX) /* of a connection, each way */
 #define CDDP__PENDING_MAX 128         /* connections to a server that have not yet greeted */
+#define CDDP__SERVER_PAUSE (256u << 10) /* unread output at which a connection's commands wait */
 #define CDDP__SERVER_MEMORY ((size_t)1 << 30) /* bytes of all connections' buffers together */
 #ifndef CDDP__STORE_MEMORY
 #define CDDP__STORE_MEMORY ((size_t)512 << 20) /* bytes of a server's keys and values */
@@ -3569,26 +3570,38 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   return found == CDDP__FRAME_WHOLE && !c->dead;
 }
 
-/* Runs the commands that have come and sends what the system takes of the answers; then says which
-   events epoll shall report. */
-static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
-  struct epoll_event event;
-  size_t out;
-  while (cddp__conn_step(v, c)) {}
-  while ((out = cddp__buffer_size(&c->out)) > 0) {
-    ssize_t n = CDDP__SEND(c->fd, c->out.data + c->out.start, out, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno == EAGAIN) break;
-    if (n < 0 && errno != EINTR) cddp__conn_kill(v, c);
-    if (n < 0) continue;
+/* Sends what the system takes. False when the connection has failed. */
+static bool cddp__conn_flush(cddp__conn *c) {
+  while (cddp__buffer_size(&c->out) > 0) {
+    ssize_t n = CDDP__SEND(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
+                           MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno == EAGAIN;
     c->out.start += (size_t)n;
     if (c->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
+  }
+  return true;
+}
+
+/* Runs the commands that have come, as long as the answers are read: no client keeps the server
+   busy for others' time. Then says which events epoll shall report. */
+static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
+  struct epoll_event event;
+  bool full = true;
+  size_t out = 0;
+  while (full && out == 0 && !c->dead) {
+    while (cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(v, c)) {}
+    full = cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE;
+    if (!cddp__conn_flush(c)) cddp__conn_kill(v, c);
+    out = cddp__buffer_size(&c->out);
   }
   if (c->dead) return;
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__SERVER_KEEP);
   if (out == 0) cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
   if (out == 0 && c->challenge.state > CDDP__CHALLENGE_PROVEN)
     shutdown(c->fd, SHUT_WR); /* closing at once might reset it before it has read why */
-  event.events = out > 0 ? (uint32_t)EPOLLIN | (uint32_t)EPOLLOUT : (uint32_t)EPOLLIN;
+  event.events = (out > CDDP__SERVER_PAUSE ? 0u : (uint32_t)EPOLLIN) |
+                 (out > 0 ? (uint32_t)EPOLLOUT : 0u);
   event.data.u64 = (uint64_t)(uintptr_t)c;
   if (event.events == c->events) return;
   c->events = event.events;
