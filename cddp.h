@@ -6873,7 +6873,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
    Job: make, prove and end connections; move frames on them without blocking; failure notices.
    Owns: cddp__net (the listening socket, connections that no group has claimed yet), cddp__link.
    May touch: groups that span hosts, to break them or note a cause when a notice comes.
-   Entry points: cddp__net_look, cddp__net_claim; cddp__link_call, _shake, _io, _push, _pull,
+   Entry points: cddp__net_look, cddp__net_claim; cddp__link_call, _shake, _io, _data,
    _receive, _flush, _leave and _answered; cddp__tell_all.
    Works as follows: each rank listens on one port of the address by which its host reaches the
    others. Two ranks have at most two connections in a group, each made when it is first used:
