@@ -1199,6 +1199,15 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #endif
 
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
+/* Rooms in which no loop is hot: gcc optimises them less, which saves a fifth of its time. */
+#if defined(__OPTIMIZE__) && !defined(__clang__)
+#define CDDP__COLD _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
+#define CDDP__COLD_END _Pragma("GCC pop_options")
+#else
+#define CDDP__COLD
+#define CDDP__COLD_END
+#endif
+
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
 
@@ -2203,6 +2212,8 @@ static uint64_t cddp__file_room(uint64_t at) {
 static const char *cddp__size_cure(int e) {
   return e == EFBIG ? "; raise the file size limit (ulimit -f, RLIMIT_FSIZE)" : "";
 }
+
+CDDP__COLD
 
 /* >>record -------------------------------------------------------------------------------------
    The flight recorder: a file per rank, mapped, so that the kernel keeps what was written when the
@@ -4668,6 +4679,8 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   snprintf(at->init_method, sizeof at->init_method, "%s", method);
   return CDDP_OK;
 }
+CDDP__COLD_END
+
 /* >>arena -----------------------------------------------------------------------------------------
    Memory that the ranks of a host reduce in place.
    Owns: of cddp__host the memfd and the extents, under host.lock.
@@ -7445,6 +7458,8 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
   return n;
 }
 
+CDDP__COLD
+
 /* >>rendezvous ---------------------------------------------------------------------------------
    How ranks find each other: who runs where, and the memory that the ranks of a host share.
    Words: ranks that can share memory (one host, user, network and process namespace, CDDP_HOST_ID)
@@ -8541,6 +8556,8 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   if (h->port >= 0) shutdown(h->port, SHUT_RD);
   return r;
 }
+
+CDDP__COLD_END
 
 /* >>p2p -------------------------------------------------------------------------------------------
    send and recv between ranks of a host; those to other hosts pass through >>hosts.
@@ -11013,6 +11030,8 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
   return wrong == NULL ? CDDP_OK : cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
 }
 
+CDDP__COLD
+
 /* >>groups ----------------------------------------------------------------------------------------
    Creation, splitting and destruction of groups.
    Owns: nothing but what it makes: the control block is the arena's, which frees it.
@@ -11199,6 +11218,8 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   *out = g;
   return r;
 }
+CDDP__COLD_END
+
 /* >>sparse -------------------------------------------------------------------------------------
    Gradients that are rows of a parameter, as an embedding's are. Pure. Owns: a cddp__sparse and
    its lists of rows. Touches: the packets that it is given. Entry points: cddp__sparse_new and
@@ -16261,6 +16282,8 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
   s->position = s->size = s->start = 0;
 }
 
+CDDP__COLD
+
 /* >>safetensors --------------------------------------------------------------------------------
    The header of a safetensors file, read and written. A file is a u64 N, N bytes of JSON and the
    tensors' bytes: {"__metadata__": {string: string}, NAME: {"dtype": "F32", "shape": [2, 3],
@@ -17881,6 +17904,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
 #endif
   return r;
 }
+
+CDDP__COLD_END
 
 /* >>public ---------------------------------------------------------------------------------------
    The public functions that do not lie in the room of what they do.
