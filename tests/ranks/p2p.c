@@ -555,7 +555,7 @@ static int late_rank(int rank, void *arg) {
   double x[3], t;
   (void)arg;
   memset(&desc, 0, sizeof desc);
-  desc.timeout_s = 0.3;
+  desc.timeout_s = 1;
   CHECK_OK(cddp_init(&g, &desc));
   if (g == NULL) return 1;
   CHECK_OK(cddp_barrier(g));
@@ -563,10 +563,10 @@ static int late_rank(int rank, void *arg) {
     t = test_now();
     CHECK_IS(cddp_recv(g, x, 3, CDDP_F64, 1, 0, NULL), CDDP_TIMEOUT);
     t = test_now() - t;
-    CHECK(t > 0.28 && t < 0.6);
+    CHECK(t > 0.95 && t < 1 + RANKS_WITHIN(0.3));
     CHECK(mentions("rank 1"));
   } else {
-    ranks_sleep(0.8);
+    ranks_sleep(2);
   }
   cddp_destroy(g);
   return test_failures != before;
@@ -574,7 +574,7 @@ static int late_rank(int rank, void *arg) {
 
 static void test_late_peer(void) {
   int status[2];
-  if (RANKS_SLOW) return; /* 0.3 s is too short for a sanitizer's start */
+  if (RANKS_SLOW) return; /* 1 s may be too short for a sanitizer's start */
   ranks_script(late_rank, NULL, 2, 20, status);
   CHECK(ranks_exited_well(status, 2));
 }
