@@ -315,6 +315,7 @@ gpu() {
   run build/plain/digits.cu -n 4 --hidden 64 --epochs 8 --device cpu
   grep -E '^test accuracy: (8[5-9]|9)' "$work/out" || fail "an accuracy of 85 % expected"
   [ "$(grep -o -E '[0-9a-f]{16}$' "$work/out" | uniq -c | awk '{ print $1 }')" = 4 ] || fail "weights differ"
+  gpt_gpu
   run build/plain/data_parallel.cu -n 4 --output 1 --epochs 2 --images 64 # compares the losses itself
   expect 2 '^ +[0-9]+( +[0-9]\.[0-9]{5}){4}$'
   HOSTCUDA_DEVICES=2 build/plain/data_parallel.cu -n 4 --epochs 1 --images 64 >"$work/out" 2>&1 && fail "4 threads on 2 GPUs"
@@ -327,6 +328,21 @@ gpu() {
   HOSTCUDA_DEVICES=0 no_gpu build/plain/toy.cu
   HOSTCUDA_DEVICES=2 build/plain/toy.cu -n 3 >"$work/out" 2>&1 && fail "3 ranks on 2 GPUs: $(cat "$work/out")"
   expect 3 ' has no GPU of its own: 2 are visible; start at most 2 ranks here'
+}
+
+# gpt.cu's loss is gpt.c's, and falls; gpt.c goes on with its checkpoint: it has the same weights.
+gpt_gpu() {
+  local small=(-n 2 --batch 2 --context 8 --layers 2 --heads 2 --channels 16 --lr 2e-2) loss there
+  (work=$work/gpt; mkdir "$work"; build gpt >/dev/null) || fail "gpt.c does not compile"
+  HOSTCUDA_DELAY_US=0 run build/plain/gpt.cu "${small[@]}" --steps 9 --save "$work/gpt/model"
+  loss=$(sed -n 's,^step 9/9  loss ,,p' "$work/out")
+  grep -o 'weights [0-9a-f]*$' "$work/out" >"$work/hash" || fail "no hash of the weights"
+  run "$work/gpt/gpt" "${small[@]}" --steps 9 --sample 1
+  there=$(sed -n 's/.*step 9  loss \([0-9.]*\) .*/\1/p' "$work/out")
+  awk -v a="$loss" -v b="$there" 'BEGIN { d = a - b; exit !(a > 1 && a < 4.5 && d < 0.001 && d > -0.001) }' ||
+    fail "a loss of ${loss:-none}, and of ${there:-none} by gpt.c: both are to be the same, below 4.5"
+  run "$work/gpt/gpt" "${small[@]}" --steps 9 --sample 1 --resume "$work/gpt/model"
+  expect 1 "^2 ranks, $(cat "$work/hash")\$"
 }
 
 no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1

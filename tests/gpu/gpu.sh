@@ -275,7 +275,7 @@ finish() {
 
 build() {
   local f name hash flags="-O3 -std=c++17 -arch=$arch" own
-  for f in tests/gpu/kernels.cu tests/gpu/gpu.cu examples/{toy,linear,collectives,digits,data_parallel}.cu; do
+  for f in tests/gpu/kernels.cu tests/gpu/gpu.cu examples/{toy,linear,collectives,digits,gpt,data_parallel}.cu; do
     name=${f##*/} name=${name%.cu}
     own=
     [ "$name" != kernels ] || own="-DCDDP_IMPLEMENTATION"

@@ -28,6 +28,13 @@ cublasStatus_t cublasSetWorkspace(cublasHandle_t handle, void *workspace, size_t
 cublasStatus_t cublasSgemm(cublasHandle_t handle, cublasOperation_t ta, cublasOperation_t tb, int m,
                            int n, int k, const float *alpha, const float *a, int lda,
                            const float *b, int ldb, const float *beta, float *c, int ldc);
+/* The same for count matrices each; next_a, next_b and next_c are from one to the next. */
+cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t handle, cublasOperation_t ta,
+                                         cublasOperation_t tb, int m, int n, int k,
+                                         const float *alpha, const float *a, int lda,
+                                         long long next_a, const float *b, int ldb,
+                                         long long next_b, const float *beta, float *c, int ldc,
+                                         long long next_c, int count);
 
 #ifdef __cplusplus
 }
