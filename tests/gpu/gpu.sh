@@ -352,6 +352,7 @@ checks() {
   must='and the same on all ranks' try "linear" 60 $bin/linear
   must='^broadcast, rank 0: 1 10' try "collectives" 60 $bin/collectives
   must='^test accuracy: (9[0-9]|100)' try "digits" 200 $bin/digits
+  must='^step 800/800  loss [12]\.' try "gpt" 100 $bin/gpt
   try "data_parallel" 100 $bin/data_parallel -n $((most > 7 ? 8 : most > 3 ? 4 : most > 1 ? 2 : 1))
 }
 
