@@ -1200,7 +1200,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
 /* Rooms in which no loop is hot: gcc optimises them less, which saves a fifth of its time. */
-#if defined(__OPTIMIZE__) && !defined(__clang__)
+#if defined(__OPTIMIZE__) && !defined(__clang__) && !defined(__NVCC__)
 #define CDDP__COLD _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
 #define CDDP__COLD_END _Pragma("GCC pop_options")
 #else
