@@ -2987,7 +2987,7 @@ static int cddp__listen_address(const cddp__address *a, int *out) {
    when theirs is 0. An address in use is an error; one that this host lacks (::1 without IPv6) is
    left out when there are others. After a failure errno says why. */
 static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *fd_count) {
-  int asked = cddp__address_port(&a[count - 1]), error = EADDRINUSE, failed = 0, attempt, i, n, e;
+  int asked = cddp__address_port(&a[0]), error = EADDRINUSE, failed = 0, attempt, i, n, e;
   cddp__address bound;
   char text[160];
   for (attempt = 0; attempt < 32 && error == EADDRINUSE && (attempt == 0 || asked == 0);

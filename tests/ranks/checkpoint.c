@@ -545,7 +545,7 @@ static int train_shards(cddp_group *g, void *arg) {
   d.ddp = ddp;
   d.sampler = &sampler;
   if (job->load) CHECK_OK(cddp_load(g, path, &p, 1, &d));
-  job->began = cddp_ddp_steps(ddp);
+  if (cddp_rank(g) == 0) job->began = cddp_ddp_steps(ddp);
   grad = (float *)p.grad;
   for (t = cddp_ddp_steps(ddp); t < job->end; t = cddp_ddp_steps(ddp)) {
     cddp_sampler_set_epoch(&sampler, t / 4);
