@@ -10535,7 +10535,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
       e->first = w;
     e->last = w;
     cddp__add32(&cddp__slot_of(w->group, w->group->rank)->works, 1);
-    e->idle = 0;
+    e->idle = w->anywhere ? 0 : CDDP__LINGERS + 1; /* what is pushed urgently wakes it */
     w->tick = e->tick;
     if (!w->anywhere)
       cddp__engine_hurry(e);
