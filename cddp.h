@@ -73,10 +73,10 @@
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
      >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
      >>kernels      optimizers on devices           >>ddp          distributed data parallel
-     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
-     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
-     >>public       arguments; the public functions >>history      changes
-     >>license      the terms
+     >>elastic      ranks are lost, and come        >>sampler      DistributedSampler
+     >>safetensors  a file's header (pure)          >>checkpoint   save and load
+     >>spawn        processes and threads as ranks  >>public       arguments; the public functions
+     >>history      changes                         >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -577,6 +577,7 @@ typedef struct cddp_ddp_desc {
                                   cddp_ddp_add_rows, 0 for others; NULL = none has any */
   int shards;                  /* parts of the global batch, see cddp_ddp_next_shard; at least one
                                   a rank. 0 = one a rank */
+  bool elastic;                /* ranks may be lost, and come; shards = the most there can be */
 } cddp_ddp_desc;
 
 /* Collective over g. Compares names, counts and dtypes with rank 0's (CDDP_MISMATCH names the first
@@ -618,6 +619,11 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
    is on, the cddp_ddp fails. After a failure the result is false, and the following cddp_ddp_wait
    or _step returns it; these fail as well while shards are left. Never blocks on a peer. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
+
+/* ELASTIC: the ranks that are there in this step. The group belongs to d and changes when ranks are
+   lost or come: ask for it after each step that you use it in, at the same place on all ranks. Its
+   rank 0 is a rank that is there. NULL: cddp_error() says why. */
+CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* How many cddp_ddp_wait and cddp_ddp_step d has completed, the same on all ranks; 0 for NULL. With
    cddp_checkpoint_desc.ddp a checkpoint has it, and cddp_load sets it. */
@@ -1219,6 +1225,10 @@ typedef struct cddp__atomic_u32 {
   uint32_t v;
 } cddp__atomic_u32;
 
+typedef struct cddp__atomic_u64 {
+  uint64_t v;
+} cddp__atomic_u64;
+
 /* Which call, and where in the program it was made; NULL: not known. */
 typedef struct cddp__site {
   const char *function, *file;
@@ -1654,6 +1664,92 @@ typedef struct cddp__ddp_memory {
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
 } cddp__ddp_memory;
 
+/* Elastic models: >>elastic. */
+
+/* shared: the sum of some shards of a step, a node of the canonical tree that one member has. */
+typedef struct cddp__elastic_node {
+  uint32_t first, width; /* shards */
+  int32_t slot;          /* where it is in the member's kit; -1: one shard, in its arena */
+} cddp__elastic_node;
+
+/* shared: what a member has called in the update of a step. */
+typedef struct cddp__elastic_call {
+  uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT; _JOIN: it joins, and has called nothing */
+  uint32_t fp_mode; /* cddp__fp_mode */
+  uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
+  uint64_t steps;   /* cddp_ddp_steps before it */
+} cddp__elastic_call;
+
+/* shared: a rank of an elastic model. Writer: its rank, but for state. */
+typedef struct cddp__elastic_member {
+  cddp__atomic_u64 state; /* CDDP__MEMBER_*, and << 8 the step in which it was lost or left */
+  cddp__atomic_u64 at;    /* 2 t: in the shards of step t; 2 t + 1: has come to its update */
+  cddp__atomic_u64 nodes; /* of its kit's tables which one is in force, for which step */
+  cddp__atomic_u32 inside; /* 1: may write to other members' memory */
+  cddp__atomic_u32 life;   /* counts the ranks that have had this place */
+  uint32_t pid;
+  int32_t rank;  /* of cddp_rank */
+  int32_t index; /* among the ranks of the host: cddp__host.index */
+  uint64_t born; /* start time of its process, field 22 of /proc/PID/stat */
+  cddp__ref arena, kit;
+  cddp__ref block; /* of a group's control block that it has made, for the members of: */
+  cddp__elastic_call calls[2];               /* by the step's lowest bit */
+  uint64_t living[2][CDDP__MAX_RANKS / 64];  /* by the step's lowest bit: members it has seen */
+  unsigned char pad[CDDP__CACHE_LINE];
+} cddp__elastic_member;
+enum {
+  CDDP__MEMBER_NONE,
+  CDDP__MEMBER_JOINING, /* its entry is being filled */
+  CDDP__MEMBER_LIVE,
+  CDDP__MEMBER_LOST, /* its process has ended */
+  CDDP__MEMBER_LEFT  /* it has called cddp_ddp_destroy */
+};
+
+/* shared: a part of the update. */
+typedef struct cddp__elastic_part {
+  cddp__atomic_u64 word;     /* step, state, owner, whose log it is in */
+  cddp__atomic_u64 progress; /* step and offset in the arena; odd: that block is in the log */
+} cddp__elastic_part;
+
+/* shared: where the ranks of an elastic model meet. Behind it members [capacity], shards' words
+   [shards], parts [parts], and (cddp__elastic_area) means, weights and states, which are as long as
+   the arena each. */
+typedef struct cddp__board {
+  cddp__control_block block; /* its size and left alone: the arena frees it as one */
+  uint64_t model;            /* hash of what must agree: parameters, shards */
+  uint64_t arena_bytes;
+  int32_t capacity, shards, parts, params;
+  cddp__ref self;
+  cddp__atomic_u64 step;     /* completed */
+  cddp__atomic_u64 deal;     /* step and member whose `living` holds for it */
+  cddp__atomic_u64 grouped;  /* step and member whose `block` is that of the members' group */
+  cddp__atomic_u32 changes;  /* bumped by whoever changed what others may wait for; futex */
+  cddp__atomic_u32 sleepers; /* threads asleep until it changes */
+  cddp__cause failure;       /* of the model, on all ranks */
+} cddp__board;
+
+/* A member as this rank sees it. */
+typedef struct cddp__elastic_view {
+  uint32_t life; /* of the member that is mapped; 0: none yet */
+  int pidfd;     /* -1: none */
+  char *arena, *kit;
+  char **data; /* [count] its weights; NULL: they are where others cannot write */
+} cddp__elastic_view;
+
+/* A cddp_ddp's own of an elastic model. */
+typedef struct cddp__elastic {
+  cddp__board *board;
+  cddp__elastic_member *members;     /* [capacity] */
+  cddp__atomic_u64 *shards;  /* [shards] */
+  cddp__elastic_part *parts; /* [parts] */
+  cddp__elastic_view *views; /* [capacity] */
+  char *kit;                 /* this rank's: tables, refs of weights, log, slots */
+  int me;                    /* this rank's entry */
+  uint64_t step;             /* in which this rank is */
+  int shard;                 /* that it has taken; -1: none */
+  cddp_group *group;         /* of the living; NULL: not asked for yet */
+} cddp__elastic;
+
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   uint64_t id;         /* in this process, from 1; never used again */
   cddp_group *group;   /* the user's */
@@ -1664,6 +1760,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   int count;
   cddp_ddp_desc desc;
   const cddp__ddp_memory *memory; /* where gradients are */
+  cddp__elastic *elastic;         /* NULL: ranks are those of the group */
   struct cddp__gpu *gpu;          /* on a device: its state */
   void *side;                     /* on a device: the stream on which buckets are reduced */
   bool mirrored; /* the host's ranks reduce in shared memory; false: NCCL reduces */
@@ -16102,6 +16199,42 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   return CDDP_OK;
 }
 
+/* >>elastic ------------------------------------------------------------------------------------
+   Ranks are lost, and come, while a cddp_ddp with desc.elastic trains. One host.
+   Owns: the board, a member's entry and kit. Touches: of a cddp_ddp what >>ddp does. Entry points:
+   cddp__elastic_create, _attach and _enter; _next and _step; _group; _leave.
+   Not there yet: all but the names. */
+
+static cddp_result cddp__elastic_missing(const char *what) {
+  return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc: %s is not there yet", what);
+}
+
+/* Local: d->elastic on a board that is mapped here, with a kit. A joiner calls it with the board it
+   was told of; the ranks of creation with that of rank 0. */
+static cddp_result cddp__elastic_attach(cddp_ddp *d, cddp__board *board) {
+  (void)d, (void)board;
+  return cddp__elastic_missing("a board");
+}
+
+/* Fills a member's entry, which this rank has made JOINING by compare-and-swap, with its own: pid,
+   refs, a new life. The caller then sets `at` and makes it LIVE. */
+static cddp_result cddp__elastic_enter(cddp_ddp *d, int member) {
+  (void)d, (void)member;
+  return cddp__elastic_missing("a member");
+}
+
+/* Collective over d->control: makes the board, and enters all ranks. */
+static cddp_result cddp__elastic_create(cddp_ddp *d) {
+  cddp_result r = cddp__elastic_attach(d, NULL);
+  return r == CDDP_OK ? cddp__elastic_enter(d, d->group->rank) : r;
+}
+
+CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
+  (void)d;
+  (void)cddp__elastic_missing("cddp_ddp_group");
+  return NULL;
+}
+
 /* >>sampler ------------------------------------------------------------------------------------
    torch.utils.data.DistributedSampler: the same generator and the same shuffle. Pure.
    Owns: a cddp_sampler's permutation.
@@ -18193,6 +18326,7 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if ((d = cddp__ddp_new(g, params, count, desc)) == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__ddp_setup(d);
+  if (r == CDDP_OK && desc->elastic) r = cddp__elastic_create(d);
   if (r != CDDP_OK) {
     cddp_ddp_destroy(d);
     return cddp__named(__func__, r);
