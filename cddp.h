@@ -929,6 +929,13 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
                   later, clang) and OpenBLAS may exist, between parallel regions */
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
+/* cddp_spawn for ELASTIC training, where the others go on when one fails. It is forked again, to
+   join them (with CDDP_JOIN=1), max_restarts times in all; 0: never. CDDP_OK when one has returned
+   0, whatever the others have; nobody is forked after that. When all have failed CDDP_PEER_LOST
+   names the last one. Like torchrun's --max-restarts, but none of the others restarts. */
+CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
+                                       int max_restarts);
+
 /* Calls fn on n threads, each with its own rank of one group, and waits for them; the groups are
    destroyed here. fn returns 0 for success; when one fails (or calls pthread_exit) the others'
    waits end with CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn begins with
@@ -17738,8 +17745,9 @@ CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
    Works as follows. Processes: all children are forked, then begin together. The parent sleeps in
    poll(2) on their pidfds and reaps those that have ended, by their pids: other children are the
    program's. The first failure is kept; the others have a second to notice it, then get SIGTERM,
-   and 5 s later SIGKILL. Threads: all groups are built on one block of memory before a thread
-   starts; a thread that ends badly marks its slot as dead, which ends the others' waits. */
+   and 5 s later SIGKILL; but a child of an elastic job is forked again. Threads: all groups are
+   built on one block of memory before a thread starts; a thread that ends badly marks its slot as
+   dead, which ends the others' waits. */
 
 #define CDDP__NOTICE_S 1.0 /* after a failure, for the others to notice it and say so themselves */
 #define CDDP__GRACE_S 5.0  /* between SIGTERM and SIGKILL */
@@ -17749,9 +17757,12 @@ typedef struct cddp__spawn_job {
   void *arg;
   int n, port, listen_fd; /* rank 0's store listens on listen_fd, at this port */
   int start[2];           /* a pipe: each child begins when it has read a byte */
+  bool elastic;           /* a child that fails is forked again, */
+  int restarts;           /* so many times more */
+  bool succeeded;         /* a child has returned 0 */
   char secret[64];        /* CDDP_JOB_SECRET */
   pid_t parent;
-  pid_t *pids; /* [n] 0: not forked, or ended */
+  pid_t *pids; /* [n] 0: not forked, or ended; -1: to be forked again */
   int alive;
   bool blind;         /* there are no pidfds on this system: look every 10 ms */
   struct pollfd *fds; /* [n] pidfds, -1: none */
@@ -17794,8 +17805,8 @@ static void cddp__one_thread(void) {
   if (blas && cddp__blas_threads() == cddp__blas_procs()) cddp__blas_set_threads(1);
 }
 
-/* The life of a child of cddp_spawn: never returns. */
-static void cddp__child(const cddp__spawn_job *job, int rank) {
+/* The life of a child of cddp_spawn: never returns. joins: others have begun without it. */
+static void cddp__child(const cddp__spawn_job *job, int rank, bool joins) {
   char byte;
   int code;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -17813,7 +17824,9 @@ static void cddp__child(const cddp__spawn_job *job, int rank) {
   setenv("CDDP_JOB_SECRET", job->secret, 1);
   unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   unsetenv("CDDP_LISTEN_FD");
-  if (rank == 0) cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
+  unsetenv("CDDP_JOIN");
+  if (joins) setenv("CDDP_JOIN", "1", 1);
+  else if (rank == 0) cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
   else close(job->listen_fd);
   if (job->n > 1) cddp__one_thread();
   if (!isatty(1)) setvbuf(stdout, NULL, _IOLBF, BUFSIZ); /* or lines of ranks would mix */
@@ -17855,12 +17868,51 @@ static void cddp__reap_children(cddp__spawn_job *job) {
                "program (SIGCHLD ignored, SA_NOCLDWAIT, or waitpid(-1) in a handler or a thread); "
                "during cddp_spawn leave SIGCHLD at SIG_DFL and wait for no child", i, (int)pid);
     }
+    if (known && status == 0) job->succeeded = true;
     if (!known || status == 0 || !fresh) continue;
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
+    if (job->elastic && (job->succeeded || job->alive > 0)) {
+      if (job->restarts > 0) job->pids[i] = -1;
+      continue;
+    }
     cddp__describe_status(status, how, sizeof how);
     cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", i, (int)pid, how);
     cddp__spawn_failed(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
     job->by_signal = WIFSIGNALED(status);
+  }
+}
+
+static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
+  pid_t pid = fork();
+  if (pid < 0) return cddp__fail_errno("fork");
+  if (pid == 0) cddp__child(job, i, joins);
+  job->pids[i] = pid;
+  job->alive++;
+  job->fds[i].events = POLLIN;
+  job->fds[i].fd = (int)syscall(SYS_pidfd_open, pid, 0u);
+  if (job->fds[i].fd >= 0) return CDDP_OK;
+  if (errno != ENOSYS && errno != EPERM) /* valgrind 3.19; old Docker */
+    return cddp__fail(CDDP_SYSTEM, "pidfd_open: %s%s", strerror(errno),
+                      errno == EMFILE ? "; raise ulimit -n: each rank takes a descriptor" : "");
+  job->blind = true;
+  return CDDP_OK;
+}
+
+/* Elastic: forks lost children again, while there are others that they can join. */
+static void cddp__fork_again(cddp__spawn_job *job) {
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; i < job->n; i++) {
+    if (job->pids[i] != -1) continue;
+    job->pids[i] = 0;
+    if (r != CDDP_OK || job->next_signal != 0 || job->alive == 0 || job->succeeded ||
+        job->restarts == 0)
+      continue;
+    job->restarts--;
+    fflush(NULL);
+    r = cddp__fork_child(job, i, true);
+    if (r == CDDP_OK && write(job->start[1], "", 1) != 1) r = cddp__fail_errno("write");
+    if (r != CDDP_OK) cddp__spawn_failed(job, r, 0);
   }
 }
 
@@ -17877,6 +17929,7 @@ static cddp_result cddp__watch_children(cddp__spawn_job *job) {
     if (poll(job->fds, (nfds_t)job->n, ms) < 0 && errno != EINTR)
       cddp__sleep(0.01); /* poll takes no more descriptors than ulimit -n */
     cddp__reap_children(job);
+    cddp__fork_again(job);
   }
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
@@ -17885,40 +17938,30 @@ static cddp_result cddp__watch_children(cddp__spawn_job *job) {
    before that may be lost. */
 static cddp_result cddp__fork_children(cddp__spawn_job *job) {
   char bytes[CDDP__MAX_RANKS];
+  cddp_result r = CDDP_OK;
   int i;
   fflush(NULL); /* or the children would print it again */
   if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
   for (i = 0; i < job->n; i++) job->fds[i].fd = -1;
-  for (i = 0; i < job->n; i++) {
-    pid_t pid = fork();
-    if (pid < 0) return cddp__fail_errno("fork");
-    if (pid == 0) cddp__child(job, i);
-    job->pids[i] = pid;
-    job->alive++;
-    job->fds[i].events = POLLIN;
-    job->fds[i].fd = (int)syscall(SYS_pidfd_open, pid, 0u);
-    if (job->fds[i].fd >= 0) continue;
-    if (errno != ENOSYS && errno != EPERM) /* valgrind 3.19; old Docker */
-      return cddp__fail(CDDP_SYSTEM, "pidfd_open: %s%s", strerror(errno),
-                        errno == EMFILE ? "; raise ulimit -n: each rank takes a descriptor" : "");
-    job->blind = true;
-  }
+  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, false);
+  if (r != CDDP_OK) return r;
   memset(bytes, 0, sizeof bytes);
   return write(job->start[1], bytes, (size_t)job->n) == job->n ? CDDP_OK
                                                                : cddp__fail_errno("write");
 }
 
-CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs) {
+/* restarts -1: not elastic. */
+static cddp_result cddp__spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs,
+                               int restarts) {
   cddp__spawn_job job;
   uint64_t dice[2];
   cddp_result r;
-  CDDP__CHECK(fn != NULL, "fn is NULL");
-  CDDP__CHECK(nprocs >= 1 && nprocs <= CDDP__MAX_RANKS, "nprocs is %d; it must be from 1 to %d",
-              nprocs, CDDP__MAX_RANKS);
   memset(&job, 0, sizeof job);
   job.fn = fn;
   job.arg = arg;
   job.n = nprocs;
+  job.elastic = restarts >= 0;
+  job.restarts = restarts;
   job.parent = getpid();
   if ((r = cddp__random(dice, sizeof dice)) != CDDP_OK) return r;
   if ((r = cddp__listen_any(&job.listen_fd, &job.port)) != CDDP_OK) return r;
@@ -17935,12 +17978,29 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
   else r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
   if (r != CDDP_OK) cddp__spawn_failed(&job, r, 0);
   close(job.listen_fd); /* rank 0 has it */
-  close(job.start[0]);
-  close(job.start[1]);
+  if (r != CDDP_OK) cddp__close_fd(&job.start[1]); /* children do not begin */
   r = cddp__watch_children(&job);
+  close(job.start[0]);
+  cddp__close_fd(&job.start[1]);
   free(job.pids);
   free(job.fds);
   return r;
+}
+
+CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs) {
+  CDDP__CHECK(fn != NULL, "fn is NULL");
+  CDDP__CHECK(nprocs >= 1 && nprocs <= CDDP__MAX_RANKS, "nprocs is %d; it must be from 1 to %d",
+              nprocs, CDDP__MAX_RANKS);
+  return cddp__spawn(fn, arg, nprocs, -1);
+}
+
+CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
+                                       int max_restarts) {
+  CDDP__CHECK(fn != NULL, "fn is NULL");
+  CDDP__CHECK(nprocs >= 1 && nprocs <= CDDP__MAX_RANKS, "nprocs is %d; it must be from 1 to %d",
+              nprocs, CDDP__MAX_RANKS);
+  CDDP__CHECK(max_restarts >= 0, "max_restarts is %d; it must be 0 or more", max_restarts);
+  return cddp__spawn(fn, arg, nprocs, max_restarts);
 }
 
 /* --- ranks as threads --- */
@@ -18627,6 +18687,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
               Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps).
+              cddp_spawn_elastic and cddprun --elastic: a rank that fails is started again.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in

@@ -1,6 +1,7 @@
 /* cddprun.c - starts a program once for each rank; on several machines, one cddprun on each.
      cc -O2 examples/cddprun.c -o cddprun -lpthread -lm
      ./cddprun -n 4 ./digits                           4 ranks on this machine
+     ./cddprun -n 4 --elastic --max-restarts 9 ./elastic    that may lose ranks and get them back
      ./cddprun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr node1 ./digits
    The last one runs on node1, the same with --node-rank 1 on the other machine. Options are named
    like torchrun's; - and _ are the same in them, and --name=value works too.
@@ -17,6 +18,11 @@
    (a prompt) leaves when the rank has written nothing for 50 ms, and a progress bar at each '\r'.
    If another rank's line comes between, the part gets an end of line. With --no-prefix every byte
    leaves as it came, and none is added.
+
+   Elastic. With --elastic a rank that fails is lost, and the others go on. It is started again, to
+   join them (CDDP_JOIN=1), up to --max-restarts times in all. When these are used up and fewer than
+   --min-nproc ranks are left, or none is, that is a failure. The exit code is 0 as soon as a rank
+   has ended with 0: then nothing is started again, and the others may end as they like.
 
    Ends. When a rank fails the others have 1 s to notice it and say so, then get SIGTERM, and 5 s
    later SIGKILL. A rank and what it starts are one process group, which ends with the rank. Signals
@@ -65,6 +71,8 @@ static const char usage[] =
     "  --standalone            one machine, any free port\n"
     "  --serve-store           serve the ranks' store here: for PyTorch programs\n"
     "  --max-restarts N        restart all ranks when one fails, at most N times (0)\n"
+    "  --elastic               restart a rank that fails alone; it joins the others again\n"
+    "  --min-nproc N           with --elastic: the fewest ranks that go on without restarts (1)\n"
     "  --log-dir DIR           write what rank N prints to DIR/rankN.log too\n"
     "  --no-prefix             pass output on byte for byte, without ranks\n"
     "  --color WHEN            auto, always or never color the prefix (auto)\n";
@@ -80,9 +88,9 @@ static const double notice_s = 1, grace_s = 5, interrupt_s = 30, pause_s = 0.05;
 
 typedef struct options {
   char **argv; /* the program and its arguments */
-  int nproc_per_node, nnodes, node_rank, master_port, max_restarts;
+  int nproc_per_node, nnodes, node_rank, master_port, max_restarts, min_nproc;
   const char *master_addr, *log_dir, *color;
-  bool standalone, serve_store, no_prefix;
+  bool standalone, serve_store, no_prefix, elastic;
 } options;
 
 typedef struct buffer { /* a queue of bytes */
@@ -107,6 +115,8 @@ typedef struct job { /* one life of all ranks */
   const options *o;
   int attempt, count, first; /* restarts so far; ranks here; the rank of the first of them */
   pid_t pids[MAX_RANKS];     /* 0: not started, or ended */
+  bool lost[MAX_RANKS];      /* elastic: it is to be started again */
+  int lives[MAX_RANKS];      /* elastic: times that it was */
   int logs[MAX_RANKS];       /* files of --log-dir; -1: none */
   stream streams[2 * MAX_RANKS]; /* rank i's are 2i (stdout) and 2i + 1 */
   struct pollfd fds[STREAMS + 2 * MAX_RANKS];
@@ -114,6 +124,7 @@ typedef struct job { /* one life of all ranks */
   sink sinks[2];
   int sink_count;            /* 1: stdout and stderr are one file */
   int alive;
+  int succeeded, restarts;   /* ranks that have ended with 0; elastic: those started again */
   int code;                  /* 0, or the exit code of the first failure, */
   char why[512];             /* which was this */
   bool rank_failed, by_signal; /* a rank's own; a signal killed it */
@@ -189,6 +200,11 @@ static int check_options(const options *o) {
   if (o->nnodes > 1 && o->master_addr == NULL)
     return refuse("--master-addr must name the machine whose --node-rank is 0, as others reach it",
                   "");
+  if (o->nnodes > 1 && o->elastic)
+    return refuse("--elastic is for one machine, whose memory outlives its ranks", "");
+  if (o->min_nproc > 0 && !o->elastic) return refuse("--min-nproc goes with --elastic", "");
+  if (o->min_nproc > o->nproc_per_node)
+    return refuse("--min-nproc must be at most --nproc-per-node", "");
   return o->argv[0] != NULL && o->argv[0][0] != 0 ? 0 : refuse("no program is named", "");
 }
 
@@ -204,6 +220,8 @@ static int read_options(options *o, char **argv) {
              {"--node-rank", "", &o->node_rank, 0, MAX_NODES, NULL, NULL},
              {"--master-port", "", &o->master_port, 0, 65535, NULL, NULL},
              {"--max-restarts", "", &o->max_restarts, 0, 1 << 20, NULL, NULL},
+             {"--min-nproc", "", &o->min_nproc, 1, MAX_RANKS, NULL, NULL},
+             {"--elastic", "", NULL, 0, 0, NULL, &o->elastic},
              {"--master-addr", "", NULL, 0, 0, &o->master_addr, NULL},
              {"--log-dir", "", NULL, 0, 0, &o->log_dir, NULL},
              {"--color", "", NULL, 0, 0, &o->color, NULL},
@@ -258,23 +276,48 @@ static void press_ranks(job *j) {
   j->next_signal = SIGKILL;
 }
 
+/* A rank of an elastic job has failed. restart_lost starts it again, when all that have ended by
+   now are known. */
+static void lose_rank(job *j, int i, int code, const char *how) {
+  int least = j->o->min_nproc > 0 ? j->o->min_nproc : 1;
+  if (j->succeeded > 0) {
+    say("%s; the job has ended well without it", how);
+  } else if (j->alive > 0 && j->restarts < j->o->max_restarts) {
+    j->lost[i] = true;
+    j->restarts++;
+    say("%s; it joins again: restart %d of %d", how, j->restarts, j->o->max_restarts);
+  } else if (j->alive < least) {
+    give_up(j, code, SIGTERM, notice_s, "%s; of at least %d ranks (--min-nproc) %d are left", how,
+            least, j->alive);
+  } else {
+    say("%s; %d go on", how, j->alive);
+  }
+}
+
 /* A rank has ended. Among several that end at once a signal comes before an exit code: survivors of
    a killed rank exit because of it. fresh: nothing had failed when these were looked for. */
 static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
+  bool by_signal = WIFSIGNALED(status);
+  int number = by_signal ? WTERMSIG(status) : 0, code = by_signal ? 128 + number
+                                                                  : WEXITSTATUS(status);
+  char how[160];
   j->pids[i] = 0;
   j->alive--;
-  if (status == 0 || !fresh || (j->code != 0 && (!WIFSIGNALED(status) || j->by_signal))) return;
-  j->code = 0;
-  if (WIFSIGNALED(status))
-    give_up(j, 128 + WTERMSIG(status), SIGTERM, notice_s,
-            "rank %d (pid %d) was killed by signal %d (%s)%s", j->first + i, (int)pid,
-            WTERMSIG(status), signal_name(WTERMSIG(status)),
-            WCOREDUMP(status) ? ", core dumped" : "");
+  j->succeeded += status == 0;
+  if (status == 0 || !fresh || (j->code != 0 && (!by_signal || j->by_signal))) return;
+  if (by_signal)
+    snprintf(how, sizeof how, "rank %d (pid %d) was killed by signal %d (%s)%s", j->first + i,
+             (int)pid, number, signal_name(number), WCOREDUMP(status) ? ", core dumped" : "");
   else
-    give_up(j, WEXITSTATUS(status), SIGTERM, notice_s, "rank %d (pid %d) exited with code %d",
-            j->first + i, (int)pid, WEXITSTATUS(status));
+    snprintf(how, sizeof how, "rank %d (pid %d) exited with code %d", j->first + i, (int)pid, code);
+  if (j->o->elastic) {
+    lose_rank(j, i, code, how);
+    return;
+  }
+  j->code = 0;
+  give_up(j, code, SIGTERM, notice_s, "%s", how);
   j->rank_failed = true;
-  j->by_signal = WIFSIGNALED(status);
+  j->by_signal = by_signal;
 }
 
 /* What is left of a rank's group ends while the rank, not yet waited for, still keeps the group's
@@ -531,18 +574,22 @@ static int step(job *j, int most_ms) {
   return ready;
 }
 
-/* After the last rank: passes on what is in the pipes now, and waits for nobody who left its rank's
-   group and may keep them open. After a signal, a reader that takes nothing for 1 s is given up. */
-static void finish_output(job *j) {
-  int s, left;
-  for (s = 0; s < 2 * j->count; s++) {
-    if (j->streams[s].fd < 0 || ioctl(j->streams[s].fd, FIONREAD, &left) != 0) left = 0;
-    while (left > 0 && j->streams[s].fd >= 0) {
-      size_t got = read_stream(j, s);
-      left = got > 0 ? left - (int)got : 0;
-    }
-    end_stream(j, s);
+/* A rank has ended: passes on what is in its pipe now, and waits for nobody who left the rank's
+   group and may keep it open. */
+static void finish_stream(job *j, int s) {
+  int left;
+  if (j->streams[s].fd < 0 || ioctl(j->streams[s].fd, FIONREAD, &left) != 0) left = 0;
+  while (left > 0 && j->streams[s].fd >= 0) {
+    size_t got = read_stream(j, s);
+    left = got > 0 ? left - (int)got : 0;
   }
+  end_stream(j, s);
+}
+
+/* After the last rank. After a signal, a reader that takes nothing for 1 s is given up. */
+static void finish_output(job *j) {
+  int s;
+  for (s = 0; s < 2 * j->count; s++) finish_stream(j, s);
   while (queued(j) > 0)
     if (step(j, 1000) == 0 && j->interrupted != 0) break;
 }
@@ -631,10 +678,10 @@ static bool open_log(job *j, int i) {
   const char *folder = j->o->log_dir;
   char name[64];
   struct stat s;
-  int at, fd = -1;
+  int at, fd = -1, life = j->attempt + j->lives[i];
   if (folder == NULL) return true;
-  if (j->attempt == 0) snprintf(name, sizeof name, "rank%d.log", j->first + i);
-  else snprintf(name, sizeof name, "rank%d.restart%d.log", j->first + i, j->attempt);
+  if (life == 0) snprintf(name, sizeof name, "rank%d.log", j->first + i);
+  else snprintf(name, sizeof name, "rank%d.restart%d.log", j->first + i, life);
   if (mkdir(folder, 0777) != 0 && errno != EEXIST) {
     give_up(j, 1, SIGTERM, 0, "cannot make the folder %s for logs: %s", folder, strerror(errno));
     return false;
@@ -686,6 +733,8 @@ static void set_environment(const job *j, int i) {
   unsetenv("TORCHELASTIC_RUN_ID");
   unsetenv("CDDP_LISTEN_FD");
   if (j->listener >= 0 && i == 0) set_number("CDDP_LISTEN_FD", j->listener);
+  if (j->lives[i] > 0) setenv("CDDP_JOIN", "1", 1);
+  else unsetenv("CDDP_JOIN");
   if (o->serve_store) setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
   else unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   if (j->count > 1) setenv("OMP_NUM_THREADS", "1", 0);
@@ -745,6 +794,22 @@ static bool start_rank(job *j, int i) {
   return pid > 0 && got == 0;
 }
 
+/* Elastic: starts lost ranks again, while there are others to join. */
+static void restart_lost(job *j) {
+  int i;
+  for (i = 0; i < j->count; i++) {
+    if (!j->lost[i]) continue;
+    j->lost[i] = false;
+    if (j->code != 0 || j->alive == 0 || j->succeeded > 0) continue;
+    finish_stream(j, 2 * i);
+    finish_stream(j, 2 * i + 1);
+    if (j->logs[i] >= 0) close(j->logs[i]);
+    j->logs[i] = -1;
+    j->lives[i]++;
+    (void)start_rank(j, i);
+  }
+}
+
 /* One life of all ranks. */
 static void run_ranks(job *j) {
   int i;
@@ -752,8 +817,9 @@ static void run_ranks(job *j) {
   for (i = 0; i < j->count && j->code == 0; i++)
     if (!start_rank(j, i)) break;
   if (j->listener >= 0) close(j->listener);
+  j->listener = -1; /* rank 0 has it */
   reap_ranks(j);
-  while (j->alive > 0) step(j, -1);
+  for (restart_lost(j); j->alive > 0; restart_lost(j)) step(j, -1);
   finish_output(j);
   clear(&j->sinks[0].queue);
   clear(&j->sinks[1].queue);

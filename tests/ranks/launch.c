@@ -187,6 +187,19 @@ static int rank_without_descriptor(int rank) {
   return rank_sums();
 }
 
+/* Rank 1 is killed in its first life and fails in its second; rank 0 waits for so many lives. */
+static int rank_is_lost(int rank, int lives) {
+  bool joins = is("CDDP_JOIN", "1");
+  double until = test_now() + 20;
+  if (rank == 1) bump(&shared->word[1]);
+  while (look(&shared->word[1]) < lives && test_now() < until) ranks_sleep(0.001);
+  if (rank == 0) return joins || look(&shared->word[1]) != lives || getenv("CDDP_JOIN") != NULL;
+  printf("life %d, to join: %d\n", shared->word[1], joins);
+  fflush(stdout);
+  if (shared->word[1] == 1) kill(getpid(), SIGKILL);
+  return shared->word[1] == 2 ? 5 : getenv("CDDP_LISTEN_FD") != NULL;
+}
+
 static int rank_main(const char *what) {
   int rank = env_int("RANK");
   shared = map_board(env_int("CDDP_TEST_BOARD"));
@@ -209,6 +222,9 @@ static int rank_main(const char *what) {
   if (strcmp(what, "fails") == 0) return rank == 1 ? 7 : (ranks_sleep(60), 0);
   if (strcmp(what, "dies") == 0) return rank == 1 ? kill(getpid(), SIGKILL) : (ranks_sleep(60), 0);
   if (strcmp(what, "third time") == 0) return env_int("TORCHELASTIC_RESTART_COUNT") < 2 ? 4 : 0;
+  if (strcmp(what, "lost") == 0) return rank_is_lost(rank, rank == 0 ? 3 : 1);
+  if (strcmp(what, "alone") == 0) return rank_is_lost(rank, rank == 0 ? 2 : 1);
+  if (strcmp(what, "all fail") == 0) return 3 + rank;
   if (strcmp(what, "without") == 0) return rank_without_descriptor(rank);
   return 98;
 }
@@ -317,6 +333,8 @@ static void test_invalid(void) {
       {"--nnodes 2 --standalone", "standalone"}, {"--master-port 65536", "master-port"},
       {"--nnodes 2 --master-addr a --serve-store", "serve-store"},
       {"--max-restarts -1", "max-restarts"},     {"--color pink", "color"},
+      {"--elastic --nnodes 2 --master-addr a", "elastic"}, {"--min-nproc 1", "min-nproc"},
+      {"-n 2 --elastic --min-nproc 3", "min-nproc"},
       {"--no-such", "no such option"},   {"-n", "nproc-per-node"}};
   size_t i;
   for (i = 0; i < sizeof bad / sizeof *bad; i++) {
@@ -476,6 +494,35 @@ static void test_restarts(void) {
   CHECK_EQ(run("-n 2 --max-restarts 3", "third time"), 0);
   line = strstr(contents(err), "code 4; restart 1 of 3");
   CHECK(line != NULL && strstr(line, "code 4; restart 2 of 3") != NULL && !said("3 of 3"));
+}
+
+/* Ranks that are lost and start again while the others go on. */
+static void test_elastic(void) {
+  char folder[64] = "/tmp/cddp-elastic.XXXXXX", options[160], file[96];
+  int i;
+  CHECK(mkdtemp(folder) != NULL);
+  setenv("CDDP_JOIN", "1", 1); /* the first ranks are not to join */
+  snprintf(options, sizeof options, "-n 2 --elastic --max-restarts 5 --log-dir %s", folder);
+  CHECK_EQ(run(options, "lost"), 0);
+  unsetenv("CDDP_JOIN");
+  CHECK(said("signal 9 (SIGKILL); it joins again: restart 1 of 5"));
+  CHECK(said("code 5; it joins again: restart 2 of 5") && !said("restart 3"));
+  CHECK(strstr(contents(out), "[1] life 1, to join: 0\n") != NULL);
+  CHECK(strstr(contents(out), "[1] life 3, to join: 1\n") != NULL);
+  for (i = 0; i < 4; i++) {
+    snprintf(file, sizeof file, i < 2 ? "%s/rank%d.log" : "%s/rank1.restart%d.log", folder,
+             i < 2 ? i : i - 1);
+    CHECK(unlink(file) == 0);
+  }
+  CHECK(rmdir(folder) == 0);
+  CHECK_EQ(run("-n 2 --elastic --max-restarts 1", "alone"), 0);
+  CHECK(said("restart 1 of 1") && said("exited with code 5; 1 go on"));
+  CHECK_EQ(run("-n 2 --elastic --min-nproc 2", "dies"), 128 + SIGKILL);
+  CHECK(said("(--min-nproc)"));
+  CHECK_EQ(run("-n 1 --elastic --max-restarts 9", "all fail"), 3);
+  i = run("-n 3 --elastic --max-restarts 7", "all fail");
+  CHECK(i >= 3 && i <= 5);
+  check_gone();
 }
 
 /* --log-dir makes a file of each rank, in a folder of one's own alone. */
@@ -651,6 +698,7 @@ int main(int argc, char **argv) {
   RUN(test_closed_files);
   RUN(test_lost_descriptor);
   RUN(test_restarts);
+  RUN(test_elastic);
   RUN(test_logs);
   RUN(test_leftovers);
   RUN(test_signals);

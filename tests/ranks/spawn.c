@@ -74,6 +74,45 @@ static void test_invalid(void) {
   CHECK_OK(cddp_spawn(do_nothing, NULL, 3)); /* ranks need not call cddp at all */
 }
 
+/* Of three ranks rank 1 dies at first, then fails; who joins sees it in its environment. */
+static int come_again(int rank, void *arg) {
+  board *b = (board *)arg;
+  const char *join = getenv("CDDP_JOIN");
+  int life = __atomic_add_fetch(&b->word[rank], 1, __ATOMIC_SEQ_CST);
+  double until = test_now() + 20;
+  b->pid[rank] = getpid();
+  if ((life > 1) != (join != NULL && strcmp(join, "1") == 0)) return 9;
+  if (b->how == 1) return 3;
+  if (rank == 1 && life == 1) raise(SIGKILL);
+  if (rank == 1 && life == 2) return 4;
+  while (__atomic_load_n(&b->word[1], __ATOMIC_SEQ_CST) < b->how && test_now() < until)
+    ranks_sleep(0.001);
+  return rank == 1 && getenv("CDDP_LISTEN_FD") != NULL;
+}
+
+static void test_elastic(void) {
+  board *b = shared_board();
+  int fds = ranks_open_fds(), i;
+  b->how = 3; /* lives of rank 1 that the others wait for */
+  CHECK_OK(cddp_spawn_elastic(come_again, b, 3, 5));
+  CHECK(b->word[0] == 1 && b->word[1] == 3 && b->word[2] == 1);
+  memset(b, 0, sizeof *b);
+  b->how = 2;
+  CHECK_OK(cddp_spawn_elastic(come_again, b, 3, 1)); /* then two go on */
+  CHECK(b->word[0] == 1 && b->word[1] == 2 && b->word[2] == 1);
+  memset(b, 0, sizeof *b);
+  b->how = 1; /* all fail */
+  CHECK_IS(cddp_spawn_elastic(come_again, b, 3, 4), CDDP_PEER_LOST);
+  CHECK(mentions("exited with code 3"));
+  CHECK(b->word[0] + b->word[1] + b->word[2] <= 3 + 4);
+  CHECK_IS(cddp_spawn_elastic(come_again, b, 0, 4), CDDP_INVALID_ARGUMENT);
+  CHECK_IS(cddp_spawn_elastic(come_again, b, 2, -1), CDDP_INVALID_ARGUMENT);
+  CHECK(ranks_no_children());
+  CHECK_EQ(ranks_open_fds(), fds);
+  for (i = 0; i < 3; i++) CHECK(gone(b->pid[i]));
+  munmap(b, sizeof *b);
+}
+
 static bool is_set(const char *name, int value) {
   const char *text = getenv(name);
   char want[24];
@@ -672,6 +711,7 @@ int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_success);
   RUN(test_invalid);
+  RUN(test_elastic);
   RUN(test_environment);
   RUN(test_stranger);
   RUN(test_failure);
