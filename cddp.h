@@ -1146,7 +1146,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    THREADS. cddp runs on its callers' threads (what callers may do at once: THREADS in >>api), with
    exceptions: a group whose collectives are called with a work handle, or that reduces buckets, has
    an engine thread (>>work) that runs those for which nobody waits, in order; rank 0 serves the
-   store from a thread while ranks meet; and a process with GPU groups has two (>>device). All block
+   store from a thread while ranks meet; and a group on GPUs has two (>>device). All block
    all signals.
    Locks, in the order in which they may be nested: cddp_ddp.lock, engine.lock; p2p_lock,
    host.lock; fail_lock. No lock is held while waiting for a peer. What ranks
@@ -1464,8 +1464,9 @@ typedef struct cddp__backend {
   void *(*stream)(const cddp_group *g);
   void *(*alloc)(cddp_group *g, size_t bytes);
   void (*release)(cddp_group *g, void *p);
-  /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. */
-  cddp_result (*split)(cddp_group *g, cddp_group *child);
+  /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. internal: the
+     child belongs to a cddp_ddp. */
+  cddp_result (*split)(cddp_group *g, cddp_group *child, bool internal);
   void (*leave)(cddp_group *g);
 } cddp__backend;
 
@@ -12255,7 +12256,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 }
 /* >>device -------------------------------------------------------------------------------------
    Groups whose ranks have GPUs. Owns: a group's device context (streams, events, communicator,
-   scratch memory) and the process's list of them. Touches: the group's slots, where each rank logs
+   scratch memory, two threads). Touches: the group's slots, where each rank logs
    its calls on device memory, and its failure. Entry points: the two backends at the end, of which
    "nccl" gives device memory to NCCL and "cpu" takes it through the host; cddp__give_device; for
    data parallel: cddp__issue, cddp__log_call, cddp__stream_after, cddp__device_scratch.
@@ -12274,10 +12275,10 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
    communicator blocks all the same (ncclCommAbort for streams and CUDA graphs, ncclCommDestroy for
    the host's other ranks too), so a thread of its own does it.
 
-   TWO THREADS of a process look at all contexts every few milliseconds. The watcher calls no
-   function of CUDA, and of NCCL only those that touch host memory: another thread may hold CUDA's
-   lock (in cudaFree, cudaMalloc or a kernel's first launch) while it waits for an operation that
-   only an abort will end. The watcher sees whether the group was broken, NCCL failed, a process
+   TWO THREADS of a context look at it every few milliseconds. The watcher calls no function of
+   CUDA, and of NCCL only those that touch host memory: another thread may hold CUDA's lock (in
+   cudaFree, cudaMalloc or a kernel's first launch) while it waits for an operation that only an
+   abort will end. The watcher sees whether the group was broken, NCCL failed, a process
    died, ranks of the host called different things, or an operation is late. It then breaks the
    group and aborts the communicator, so that the streams of all ranks come to an end. What CUDA
    has to say (which events have come, whether the device failed) the poller asks, and the watcher
@@ -12316,7 +12317,8 @@ enum { CDDP__LATEST, CDDP__OLDEST, CDDP__MARKERS, CDDP__SPARE_EVENTS = 8 };
    what is marked so. */
 typedef struct cddp__device {
   cddp_group *group;
-  struct cddp__device *next; /* watched contexts; guarded by cddp__watch_lock */
+  struct cddp__device *owner; /* of a cddp_ddp's private groups the context of the user's group,
+                                 which logs their calls and fails with them; else itself */
   int device;
   cudaStream_t stream; /* the caller's */
   cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
@@ -12325,8 +12327,10 @@ typedef struct cddp__device {
   pthread_mutex_t turn, lock;
   cddp__communicator *comm;
   const cddp_kernels *kernels; /* those of every rank; NULL: some have none */
-  cddp_group *parent; /* watch_lock; of a cddp_ddp's private groups: the one that fails with them */
-  bool doomed;        /* watcher; its group is broken */
+  pthread_t threads[2];        /* the watcher; the poller */
+  int thread_count;            /* of them that run */
+  pid_t pid;                   /* of the process whose threads they are */
+  cddp__atomic_u32 stop;       /* 1: they are to end; they sleep on it */
   cddp__atomic_u32 captured; /* 1: a CUDA graph may hold its operations and run them at any time */
   cddp__marker markers[CDDP__MARKERS]; /* behind the latest operation; the oldest not seen done */
   cddp__atomic_u32 fault;              /* the cudaError_t with which the device failed */
@@ -12500,8 +12504,9 @@ static void cddp__device_nap(double since) {
 
 /* --- the log of calls --- */
 
-/* Appends what this rank calls to its log. */
-static void cddp__log_call(cddp__device *p, const cddp__call *c, bool device) {
+/* Appends what this rank calls to the log of the context's owner. */
+static void cddp__log_call(cddp__device *from, const cddp__call *c, bool device) {
+  cddp__device *p = from->owner;
   cddp__slot *slot = cddp__slot_of(p->group, p->group->rank);
   cddp__logged_call *to;
   struct {
@@ -12729,15 +12734,17 @@ static bool cddp__device_pending(cddp__device *p, bool *late) {
 }
 
 /* By how many calls a rank of this host is behind; of another host's ranks that is not known. */
-static int cddp__calls_behind(cddp__device *p, int rank) {
+static int cddp__calls_behind(const cddp__device *p, int rank) {
+  const cddp_group *g = p->owner->group;
   uint32_t calls;
-  if (p->group->members[rank] < 0) return 0;
-  calls = cddp__load32(&cddp__slot_of(p->group, p->group->rank)->calls);
-  return (int)(calls - cddp__load32(&cddp__slot_of(p->group, rank)->calls));
+  if (g->members[rank] < 0) return 0;
+  calls = cddp__load32(&cddp__slot_of(g, g->rank)->calls);
+  return (int)(calls - cddp__load32(&cddp__slot_of(g, rank)->calls));
 }
 
 static cddp_result cddp__break_pending(cddp__device *p) { /* an operation is too late */
   cddp_group *g = p->group;
+  const cddp_group *owner = p->owner->group;
   char who[160], late[256] = "", what[160] = "none";
   cddp__logged_call latest;
   int q, n = 0;
@@ -12747,7 +12754,8 @@ static cddp_result cddp__break_pending(cddp__device *p) { /* an operation is too
     if (n++ < 2)
       snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : ": ", who);
   }
-  if (!cddp__read_logged(g, g->rank, cddp__load32(&cddp__slot_of(g, g->rank)->calls), &latest))
+  if (!cddp__read_logged(owner, g->rank, cddp__load32(&cddp__slot_of(owner, g->rank)->calls),
+                         &latest))
     latest.site[0] = 0;
   else
     cddp__describe_call(what, sizeof what, latest.call, latest.count, latest.root);
@@ -12792,7 +12800,7 @@ static cddp_result cddp__look_at_device(cddp__device *p) {
   cddp_result r;
   cddp__watch_hosts(p->group);
   if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
-  if ((r = cddp__compare_logs(p)) != CDDP_OK) return r;
+  if (p->owner == p && (r = cddp__compare_logs(p)) != CDDP_OK) return r;
   pending = cddp__device_pending(p, &late);
   if ((r = cddp__look_for_lost(p, pending)) != CDDP_OK) return r;
   if (cddp__comm_enter(p->comm)) {
@@ -12809,45 +12817,31 @@ static cddp_result cddp__look_at_device(cddp__device *p) {
   return late ? cddp__break_pending(p) : CDDP_OK;
 }
 
-/* A cddp_ddp's private group and the user's, whose work is on the same streams: the private one
-   fails with the other, the other over what may leave streams with undefined results. */
-static void cddp__break_both(cddp_group *private_group, cddp_group *users) {
-  cddp_result r = cddp__check_failure(users);
+/* A private group and its owner's, whose work is on the same streams: the private one fails with
+   the other, the other over what may leave streams with undefined results. */
+static void cddp__break_both(cddp_group *private_group, cddp_group *owner) {
+  cddp_result r = cddp__check_failure(owner);
   if (r != CDDP_OK) {
     if (cddp__load32(&private_group->block->broken) == 0) (void)cddp__break(private_group, r);
     return;
   }
   r = cddp__check_failure(private_group);
   if (r == CDDP_PEER_LOST || r == CDDP_TIMEOUT || r == CDDP_NCCL || r == CDDP_CUDA)
-    (void)cddp__break(users, r);
+    (void)cddp__break(owner, r);
 }
 
-static pthread_mutex_t cddp__watch_lock = PTHREAD_MUTEX_INITIALIZER;
-static cddp__device *cddp__watched; /* guarded by cddp__watch_lock, as are the next two */
-static bool cddp__watch_runs[2];    /* the watcher; the poller */
-static pid_t cddp__watch_pid;       /* of the process whose threads they are */
-static cddp__atomic_u32 cddp__watch_idle; /* 1: there is no context; the threads sleep on it */
-
-/* Looks at every context before any communicator ends: what a stream still does then is undefined,
-   and whoever asks must hear of the failure. Ends with the last context, as does the poller. */
-static void *cddp__watch_main(void *unused) {
-  cddp__device *p;
-  (void)unused;
-  pthread_mutex_lock(&cddp__watch_lock);
-  while (cddp__watched != NULL) {
-    for (p = cddp__watched; p != NULL; p = p->next) {
-      p->doomed = cddp__load32(&p->comm->ended) == CDDP__COMM_ALIVE &&
-                  cddp__look_at_device(p) != CDDP_OK;
-      if (p->parent != NULL) cddp__break_both(p->group, p->parent);
+/* The watcher. Whoever asks after an abort must hear of the failure, as what streams do then is
+   undefined: both groups are broken before it. */
+static void *cddp__watch_main(void *context) {
+  cddp__device *p = (cddp__device *)context;
+  while (cddp__load32(&p->stop) == 0) {
+    if (cddp__load32(&p->comm->ended) == CDDP__COMM_ALIVE) {
+      cddp_result r = cddp__look_at_device(p);
+      if (p->owner != p) cddp__break_both(p->group, p->owner->group);
+      if (r != CDDP_OK) cddp__device_abort(p);
     }
-    for (p = cddp__watched; p != NULL; p = p->next)
-      if (p->doomed) cddp__device_abort(p);
-    pthread_mutex_unlock(&cddp__watch_lock);
-    cddp__futex_wait(&cddp__watch_idle, 0, CDDP__WATCH_S);
-    pthread_mutex_lock(&cddp__watch_lock);
+    cddp__futex_wait(&p->stop, 0, CDDP__WATCH_S);
   }
-  cddp__watch_runs[0] = false;
-  pthread_mutex_unlock(&cddp__watch_lock);
   return NULL;
 }
 
@@ -12871,91 +12865,55 @@ static void cddp__poll_events(cddp__device *p) {
   }
 }
 
-/* Its first call of CUDA takes a device of the program's: any other would make a context there. */
-static void *cddp__poll_main(void *unused) {
+/* The poller. Its first call of CUDA takes its device: another would get a context. */
+static void *cddp__poll_main(void *context) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cddp__device *p;
-  int device = -1;
-  bool late;
-  (void)unused;
-  pthread_mutex_lock(&cddp__watch_lock);
-  while (cddp__watched != NULL) {
-    for (p = cddp__watched; p != NULL; p = p->next) {
-      if (!cddp__device_pending(p, &late)) continue;
+  cddp__device *p = (cddp__device *)context;
+  bool late, ready = false;
+  while (cddp__load32(&p->stop) == 0) {
+    if (cddp__device_pending(p, &late)) {
       cddp__store32(&p->polling, 1);
-      pthread_mutex_unlock(&cddp__watch_lock);
-      if (p->device != device) (void)cudaSetDevice(p->device);
-      if (device < 0) cudaThreadExchangeStreamCaptureMode(&mode); /* no part of anyone's graph */
-      device = p->device;
+      if (!ready) (void)cudaSetDevice(p->device);
+      if (!ready) cudaThreadExchangeStreamCaptureMode(&mode); /* no part of anyone's graph */
+      ready = true;
       cddp__poll_events(p);
-      pthread_mutex_lock(&cddp__watch_lock);
-      cddp__store32(&p->polling, 0); /* p is still in the list: see cddp__unwatch */
+      cddp__store32(&p->polling, 0);
     }
-    pthread_mutex_unlock(&cddp__watch_lock);
-    cddp__futex_wait(&cddp__watch_idle, 0, CDDP__WATCH_S);
-    pthread_mutex_lock(&cddp__watch_lock);
+    cddp__futex_wait(&p->stop, 0, CDDP__WATCH_S);
   }
-  cddp__watch_runs[1] = false;
-  pthread_mutex_unlock(&cddp__watch_lock);
   return NULL;
 }
 
+static cddp__atomic_u32 cddp__watched; /* contexts of this process that have threads */
+
 static cddp_result cddp__watch(cddp__device *p) {
   void *(*const mains[])(void *) = {cddp__watch_main, cddp__poll_main};
-  cddp_result r = CDDP_OK;
-  pthread_t thread;
-  int i;
-  pthread_mutex_lock(&cddp__watch_lock);
-  if (cddp__watch_pid != getpid()) { /* after a fork: the parent's are not ours */
-    cddp__watch_runs[0] = cddp__watch_runs[1] = false;
-    cddp__watched = NULL;
-    cddp__store32(&cddp__endings, 0);
-    cddp__watch_pid = getpid();
+  cddp_result r;
+  p->pid = getpid();
+  cddp__add32(&cddp__watched, 1);
+  while (p->thread_count < 2) {
+    r = cddp__thread_start(&p->threads[p->thread_count], mains[p->thread_count], p, true);
+    if (r != CDDP_OK) return r;
+    p->thread_count++;
   }
-  p->next = cddp__watched;
-  cddp__watched = p;
-  cddp__store32(&cddp__watch_idle, 0);
-  for (i = 0; r == CDDP_OK && i < 2; i++) {
-    if (cddp__watch_runs[i]) continue;
-    if ((r = cddp__thread_start(&thread, mains[i], NULL, true)) != CDDP_OK) break;
-    pthread_detach(thread);
-    cddp__watch_runs[i] = true;
-  }
-  pthread_mutex_unlock(&cddp__watch_lock);
-  return r;
+  return CDDP_OK;
 }
 
-static void cddp__watch_pause(void) {
-  pthread_mutex_unlock(&cddp__watch_lock);
-  cddp__sleep(1e-4);
-  pthread_mutex_lock(&cddp__watch_lock);
-}
-
-/* The last context to go takes the threads with it. */
+/* Ends the threads; that of a poller which waits for CUDA may take an abort. */
 static void cddp__unwatch(cddp__device *p) {
-  cddp__device **link;
-  pthread_mutex_lock(&cddp__watch_lock);
-  while (cddp__load32(&p->polling) != 0) cddp__watch_pause(); /* the poller reads p->next, next */
-  for (link = &cddp__watched; *link != NULL && *link != p; link = &(*link)->next) {}
-  if (*link != NULL) *link = p->next;
-  if (cddp__watched == NULL) {
-    cddp__store32(&cddp__watch_idle, 1);
-    cddp__futex_wake(&cddp__watch_idle);
-  }
-  while (cddp__watched == NULL && cddp__watch_pid == getpid() &&
-         (cddp__watch_runs[0] || cddp__watch_runs[1]))
-    cddp__watch_pause();
-  pthread_mutex_unlock(&cddp__watch_lock);
+  if (p->pid != getpid()) return; /* never watched, or a forked child */
+  cddp__store32(&p->stop, 1);
+  cddp__futex_wake(&p->stop);
+  while (p->thread_count > 0) pthread_join(p->threads[--p->thread_count], NULL);
+  p->pid = 0;
+  cddp__add32(&cddp__watched, (uint32_t)-1);
 }
 
 /* Without contexts the process may end soon: NCCL's threads get a moment to be out of the way. */
 static void cddp__await_endings(void) {
   double deadline = cddp__now() + CDDP__LEFT_S;
-  bool last;
-  pthread_mutex_lock(&cddp__watch_lock);
-  last = cddp__watched == NULL;
-  pthread_mutex_unlock(&cddp__watch_lock);
-  while (last && cddp__load32(&cddp__endings) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+  if (cddp__load32(&cddp__watched) != 0) return;
+  while (cddp__load32(&cddp__endings) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
 }
 
 /* Puts markers behind an operation just enqueued. turn held. */
@@ -12991,8 +12949,8 @@ static void cddp__device_delete(cddp__device *p) {
   const cddp_allocator *a = &p->group->host->allocator;
   int i;
   if (p->comm != NULL) {
-    cddp__unwatch(p);
     cddp__device_abort(p);
+    cddp__unwatch(p);
     cddp__await_abort(p);
   }
   if (p->side != NULL) (void)cudaStreamSynchronize(p->side);
@@ -13022,6 +12980,7 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   cddp__store32(&cddp__device_groups, 1);
   p->group = g;
+  p->owner = p;
   p->device = device;
   p->stream = stream;
   pthread_mutex_init(&p->turn, NULL);
@@ -13378,24 +13337,15 @@ static bool cddp__device_done(cddp_work *w) {
 
 /* --- the calls of a group --- */
 
-/* Collective: whether the ranks of all hosts have called the same so far in the group and in the
-   private groups of its cddp_ddps. */
+/* Collective: whether the ranks of all hosts have called the same so far. */
 static cddp_result cddp__compare_hosts(cddp__device *p) {
   uint64_t mine[2], first[2], theirs[2]; /* a hash; calls */
   cddp_group *g = p->group;
-  cddp__device *other;
   cddp_result r;
   int q;
   if (g->hosts == NULL || p->comm->comm == NULL) return CDDP_OK;
   mine[0] = p->hash;
   mine[1] = p->calls;
-  pthread_mutex_lock(&cddp__watch_lock);
-  for (other = cddp__watched; other != NULL; other = other->next) {
-    pthread_mutex_lock(&other->lock);
-    if (other->parent == g) mine[0] = cddp__hash64(mine[0], &other->hash, sizeof other->hash);
-    pthread_mutex_unlock(&other->lock);
-  }
-  pthread_mutex_unlock(&cddp__watch_lock);
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_DONE, 0, mine, sizeof mine);
   if (r != CDDP_OK) return r;
   memcpy(first, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof first);
@@ -13404,8 +13354,8 @@ static cddp_result cddp__compare_hosts(cddp__device *p) {
     if (memcmp(first, theirs, sizeof first) == 0) continue;
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree in what they called on device memory: rank 0 made %" PRIu64
-               " calls in the group and rank %d %" PRIu64 ", and if that is alike an earlier one, "
-               "its settings, or one of a cddp_ddp of the group differs",
+               " calls in the group and its cddp_ddps and rank %d %" PRIu64 ", and if that is "
+               "alike an earlier one or its settings differ",
                first[1], q, theirs[1]);
     return cddp__break(g, CDDP_MISMATCH);
   }
@@ -13575,12 +13525,13 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
 }
 
 /* Every rank of g, after cddp__split: device contexts for the new groups. */
-static cddp_result cddp__device_split(cddp_group *g, cddp_group *child) {
+static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, bool internal) {
   cddp__device *p = cddp__device_of(g), *c = NULL;
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__send_messages(p, NULL);
   if (r == CDDP_OK && child != NULL) r = cddp__device_new(&c, child, p->device, p->stream);
   if (c != NULL) c->kernels = p->kernels;
+  if (c != NULL && internal) c->owner = p->owner;
   if (p->comm->comm != NULL) {
     if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
     if (r == CDDP_OK) r = cddp__await_stream(p, p->stream);
@@ -13960,7 +13911,7 @@ static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t by
 
 /* cddp__split of a healthy group, and for every new group its device context. */
 static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64_t check,
-                                      cddp_group **out) {
+                                      bool internal, cddp_group **out) {
   cddp_result r, device;
   char text[CDDP__ERROR_MAX];
   cddp__engine_drain(g);
@@ -13968,7 +13919,7 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
   r = cddp__split(g, color, key, check, out);
   if (g->backend == NULL || (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY)) return r;
   snprintf(text, sizeof text, "%s", cddp__error_text);
-  device = g->backend->split(g, *out); /* the other ranks count on this one */
+  device = g->backend->split(g, *out, internal); /* the other ranks count on this one */
   if (r != CDDP_OK) return cddp__fail(r, "%s", text);
   if (device != CDDP_OK && *out != NULL) cddp__group_leave(*out);
   if (device != CDDP_OK) *out = NULL;
@@ -16176,12 +16127,12 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   if (local == CDDP_OK && g->backend != NULL) local = cddp__check_on_device(d);
 #endif
   if ((r = cddp__consensus(d->control, local, NULL, 0, NULL)) != CDDP_OK) return r;
-  r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->comm);
+  r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
   if (r != CDDP_OK) return r;
   d->control->internal = d->comm->internal = true;
   if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
   if (d->desc.comm_hook != NULL)
-    r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, &d->hooks);
+    r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
   if (r != CDDP_OK) return r;
   cddp__lay_out(d);
   local = d->memory->alloc(d);
@@ -16195,14 +16146,6 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].placed && cddp__sparse_of(d, i) == NULL)
       d->params[i].grad = d->arena + d->tensors[i].offset;
-#ifdef CDDP_CUDA
-  if (g->backend != NULL) { /* the user's group and these fail together: see cddp__break_both */
-    pthread_mutex_lock(&cddp__watch_lock);
-    cddp__device_of(d->comm)->parent = g;
-    if (d->hooks != NULL) cddp__device_of(d->hooks)->parent = g;
-    pthread_mutex_unlock(&cddp__watch_lock);
-  }
-#endif
   return CDDP_OK;
 }
 
@@ -18160,7 +18103,7 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(g != NULL, "the group is NULL");
-  return cddp__split_devices(g, color, key, 0, out);
+  return cddp__split_devices(g, color, key, 0, false, out);
 }
 
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out) {
@@ -18176,8 +18119,9 @@ CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, c
     for (j = 0; j < i; j++) CDDP__CHECK(ranks[j] != ranks[i], "rank %d is listed twice", ranks[i]);
     if (ranks[i] == g->rank) color = 0, key = i;
   }
-  return cddp__split_devices(
-      g, color, key, cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks), out);
+  return cddp__split_devices(g, color, key,
+                             cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks),
+                             false, out);
 }
 
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line) {

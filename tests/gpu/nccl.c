@@ -2123,7 +2123,7 @@ static void test_failing_hosts(void) {
   memset(o, 0, sizeof *o);
   o->fn = disagree_step; /* in the learning rate: a cddp_ddp's calls count as the group's */
   endure_on(o, "ab");
-  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_MISMATCH, "or one of a cddp_ddp");
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_MISMATCH, "and its cddp_ddps");
   memset(o, 0, sizeof *o); /* while communicators connect */
   o->victim = 1;
   o->fuse = RANKS_SLOW ? 0.9 : 0.3;
