@@ -429,11 +429,11 @@ typedef struct cddp_kernels {
   int version;          /* CDDP_VERSION of the header they were compiled with */
   size_t scratch_bytes; /* device memory for squares, factor and scale */
   int (*load)(void);    /* loads all kernels to the thread's device */
-  /* The gradient is grad * factor, rounded to dtype. */
+  /* The gradient is grad * factor, rounded to dtype, then (clip not NULL) * clip[1], rounded. */
   int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
-             double factor, unsigned flags, void *stream);
+             double factor, const double *clip, unsigned flags, void *stream);
   int (*adamw)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_adamw_step *rule,
-               double factor, unsigned flags, void *stream); /* F32, F64 */
+               double factor, const double *clip, unsigned flags, void *stream); /* F32, F64 */
   /* copies[i][count] = data of segment i, f32, as f16 or bf16 */
   int (*copies)(const cddp_segment *s, void *const *copies, int n, cddp_dtype copy_dtype,
                 void *stream);
@@ -578,6 +578,8 @@ typedef struct cddp_ddp_desc {
   int shards;                  /* parts of the global batch, see cddp_ddp_next_shard; at least one
                                   a rank. 0 = one a rank */
   bool elastic;                /* ranks may be lost, and come; shards = the most there can be */
+  double max_grad_norm;        /* cddp_ddp_step scales the mean gradient to at most this global
+                                  2-norm; 0 = it does not, INFINITY = for cddp_ddp_grad_norm only */
 } cddp_ddp_desc;
 
 /* Collective over g. Compares names, counts and dtypes with rank 0's (CDDP_MISMATCH names the first
@@ -666,10 +668,12 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, then cddp_optim_step, then zero gradients, in one pass over the bytes: each rank
    reduces its share, updates it and writes the new weights to all ranks of the host, keeping
-   1/world_size of its states. Same bits as the three calls. s must have been made for the same
-   params array. Collective. On GPUs buckets are reduced while backward runs, as in cddp_ddp_wait,
-   and one kernel then updates all weights on every rank, which keeps all of the states; needs
-   cddp_kernels.cuh. */
+   1/world_size of its states. Same bits as the three calls. With max_grad_norm in cddp_ddp_desc it
+   clips before it updates, with the bits of cddp_ddp_clip_grad_norm between the first two: one pass
+   over the gradients and one round of the host's ranks more; on a GPU the host waits for nothing.
+   s must have been made for the same params array. Collective. On GPUs buckets are reduced while
+   backward runs, as in cddp_ddp_wait, and one kernel then updates all weights on every rank, which
+   keeps all of the states; needs cddp_kernels.cuh. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
@@ -696,9 +700,14 @@ CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0);
-   *norm, unless NULL, is the norm before. Local, same bits on every rank. Like
-   torch.nn.utils.clip_grad_norm_. */
+   *norm, unless NULL, is the norm before. Local, same bits on every rank, and with shards on any
+   number of them. Like torch.nn.utils.clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
+
+/* *norm = the global 2-norm that the last clip found, of cddp_ddp_step with max_grad_norm or of
+   cddp_ddp_clip_grad_norm, before it scaled anything; CDDP_INVALID_ARGUMENT if there was none.
+   Local. On a GPU it waits for the stream. */
+CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
 
 /* Collective: copies rank 0's buffers (cddp_ddp_desc.buffers) to all ranks, or the first rank's
    that has not joined; DDP does it before each forward. With uneven_inputs on a GPU only between
@@ -1268,6 +1277,7 @@ enum cddp__phase {
   CDDP__PHASE_ROWS_DONE, /* this rank has read them */
   CDDP__PHASE_GRADIENTS, /* this rank's gradients are as its peers may read them */
   CDDP__PHASE_WEIGHTS,   /* this rank has written others' weights into its arena */
+  CDDP__PHASE_NORM,      /* the squares of this rank's part of the gradients are there */
   CDDP__PHASE_HOST = 15  /* of records: a device group's call on host memory */
 };
 enum cddp__scope { CDDP__SCOPE_ALL, CDDP__SCOPE_HOST }; /* ranks of the group; those of this host */
@@ -1611,6 +1621,7 @@ typedef struct cddp__tensor {
   size_t offset, bytes, room; /* room: bytes rounded up to a cache line, the rest stays zero */
   size_t begin, end; /* what this rank steps, bytes of the arena; end <= begin: nothing */
   size_t state;      /* of it, where it is in each state of this rank's share */
+  size_t piece;      /* of d->squares, its first one */
   size_t dense;      /* rows, on a device: where the mean is as a dense gradient */
   bool placed;         /* params[i].grad points into the arena */
   bool ready;          /* this step; guarded by lock */
@@ -1668,6 +1679,7 @@ typedef struct cddp__ddp_memory {
   cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
   cddp_result (*scale)(cddp_ddp *d); /* all gradients in the arena, by cddp__mean_factor */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
+  cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it */
   /* Updates the weights. averaged: the arena holds means already. wrote: see cddp__host_step */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
 } cddp__ddp_memory;
@@ -1782,7 +1794,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   char *arena;           /* all gradients */
   char *mirror;          /* shared memory in which they are reduced: the arena, or a copy */
   size_t bytes;          /* of each */
-  char **mirrors;        /* [ranks] every rank's, mapped here; slots follow the arena */
+  size_t squares_at;     /* bytes from the mirror to sums of squares, behind the slots */
+  size_t whole;          /* of the mirror and what is behind it */
+  char **mirrors;        /* [ranks] every rank's, mapped here; slots and squares follow the arena */
   char **addresses;      /* storage of tensors[].data */
   cddp__bucket_plan plan;
   int *plan_memory;
@@ -1809,6 +1823,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   int first_shard, shard_count; /* this rank's */
   int taken;                    /* of them in this step, by cddp_ddp_next_shard */
   uint64_t steps;               /* completed */
+  double norm;                  /* of the last clip, on a host */
+  bool has_norm;                /* there was one */
   bool spread;                  /* more shards than ranks: the next fields are used */
   int starts[2 * CDDP__FOLD_DEPTH]; /* [depth] first shards of the nodes in this rank's slots */
   int depth;
@@ -11560,7 +11576,7 @@ typedef struct cddp__algorithm {
                 size_t n);
   /* Steps n segments on a device, of parameters whose step is that of parameter i. */
   int (*launch)(const cddp_optim *o, int i, const cddp_kernels *k, const cddp_segment *segments,
-                int n, double factor, unsigned flags, void *stream);
+                int n, double factor, const double *clip, unsigned flags, void *stream);
 } cddp__algorithm;
 
 struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_ddp_step */
@@ -11672,8 +11688,8 @@ static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void 
 }
 
 static int cddp__sgd_launch(const cddp_optim *o, int i, const cddp_kernels *k,
-                            const cddp_segment *segments, int n, double factor, unsigned flags,
-                            void *stream) {
+                            const cddp_segment *segments, int n, double factor,
+                            const double *clip, unsigned flags, void *stream) {
   cddp_sgd_desc d;
   memset(&d, 0, sizeof d);
   d.lr = o->desc.lr * o->lr_scales[i];
@@ -11683,7 +11699,7 @@ static int cddp__sgd_launch(const cddp_optim *o, int i, const cddp_kernels *k,
   d.nesterov = o->desc.nesterov;
   d.maximize = o->desc.maximize;
   if (o->states > 0 && o->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
-  return k->sgd(segments, n, o->params[i].dtype, &d, factor, flags, stream);
+  return k->sgd(segments, n, o->params[i].dtype, &d, factor, clip, flags, stream);
 }
 
 static const cddp__algorithm cddp__sgd = {"SGD", {"momentum_buffer", NULL, NULL}, false, false,
@@ -11720,8 +11736,8 @@ static void cddp__adamw_block(const cddp__update *u, void *weights, const void *
 }
 
 static int cddp__adamw_launch(const cddp_optim *o, int i, const cddp_kernels *k,
-                              const cddp_segment *segments, int n, double factor, unsigned flags,
-                              void *stream) {
+                              const cddp_segment *segments, int n, double factor,
+                              const double *clip, unsigned flags, void *stream) {
   cddp__update u;
   cddp_adamw_step a;
   memset(&u, 0, sizeof u);
@@ -11737,7 +11753,7 @@ static int cddp__adamw_launch(const cddp_optim *o, int i, const cddp_kernels *k,
   a.maximize = o->desc.maximize;
   a.amsgrad = o->desc.amsgrad;
   a.stride = (size_t)((char *)o->state[o->count + i] - (char *)o->state[i]);
-  return k->adamw(segments, n, o->params[i].dtype, &a, factor, flags, stream);
+  return k->adamw(segments, n, o->params[i].dtype, &a, factor, clip, flags, stream);
 }
 
 static const cddp__algorithm cddp__adamw = {
@@ -13989,10 +14005,10 @@ static bool cddp__same_launch(const cddp_optim *s, const cddp_ddp *d, int i, int
 
 /* Updates all weights of this rank: a launch for all parameters of the same dtype and settings that
    have taken as many steps. d: in cddp_ddp_step, whose gradients lie in the arena, those that are
-   rows as means; else NULL. */
+   rows, or are clipped, as means; else NULL. */
 static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigned flags,
                                        cddp_segment *segments, cudaStream_t stream) {
-  bool capturing = cddp__capturing(stream);
+  bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
   const cddp_kernels *k;
   cddp_result r = cddp__need_kernels(&k, s->algorithm->name);
   int i, j, n, left = 0;
@@ -14001,7 +14017,7 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
     left += !s->launched[i];
   }
   for (i = s->count - 1; r == CDDP_OK && left > 0; i--) { /* ascending in a cddp_ddp's arena */
-    bool mean = d != NULL && cddp__sparse_of(d, i) == NULL; /* to be made from the sum */
+    bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips; /* to be made a mean */
     if (s->launched[i]) continue;
     if (capturing && s->algorithm->counts)
       return cddp__fail(CDDP_UNSUPPORTED, "a CUDA graph would repeat the numbers of one step of %s",
@@ -14021,8 +14037,8 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
     left -= n;
     r = cddp__kernel_result(
         s->algorithm->launch(s, i, k, segments, n,
-                             mean ? cddp__mean_factor(d, s->params[i].dtype) : 1, flags,
-                             (void *)stream),
+                             sum ? cddp__mean_factor(d, s->params[i].dtype) : 1,
+                             clips && d->used[i] ? d->gpu->scratch : NULL, flags, (void *)stream),
         "the optimizer's kernel");
   }
   return r;
@@ -14228,7 +14244,9 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    and zeroes the block everywhere. The block stays in the first-level cache between these, or (f32,
    momentum, 1, 2 or 4 ranks) one loop does it all. After a step() the reduction of the next buckets
    therefore waits for step(). Weights in memory that is not shared are published through the
-   gradients' places.
+   gradients' places. With max_grad_norm there is a pass before that one: each rank leaves the mean
+   of its part in its own arena, and the sums of squares of that part's pieces behind it; a round;
+   every rank adds up all sums, in the order of the arena.
    With NCCL a bucket's all-reduce goes onto the side stream, behind an event of the backward pass;
    the caller's stream then waits for the side stream, and one kernel updates all weights and zeroes
    the gradients. The host waits for no device, and for other ranks only where d->meets. Every rank
@@ -14342,12 +14360,14 @@ static cddp_result cddp__compare_params(const cddp_ddp *d, const cddp__param_inf
 /* All ranks learn of the first rank whose shards or parameters differ from rank 0's. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  uint64_t model[2], count;
+  uint64_t model[3], count;
+  double norm;
   cddp__param_info *theirs;
   cddp_result r;
   int i;
   model[0] = (uint64_t)d->count;
   model[1] = (uint64_t)d->desc.shards;
+  memcpy(&model[2], &d->desc.max_grad_norm, sizeof norm);
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, model,
                   sizeof model); /* all ranks meet in each step, or none */
   if (r != CDDP_OK) return r;
@@ -14355,6 +14375,10 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   if (model[1] != (uint64_t)d->desc.shards)
     r = cddp__fail(CDDP_MISMATCH, "shards in cddp_ddp_desc is %d on rank %d, %d on rank 0",
                    d->desc.shards, g->rank, (int)model[1]);
+  memcpy(&norm, &model[2], sizeof norm);
+  if (norm != d->desc.max_grad_norm)
+    r = cddp__fail(CDDP_MISMATCH, "max_grad_norm in cddp_ddp_desc is %g on rank %d, %g on rank 0",
+                   d->desc.max_grad_norm, g->rank, norm);
   if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
   count = model[0];
   theirs = (cddp__param_info *)cddp__calloc(&g->host->allocator, (size_t)count, sizeof *theirs);
@@ -14380,9 +14404,17 @@ static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
 }
 
-/* The arena is dealt out in equal parts to the ranks of the host; each rank steps its part. */
+/* The arena is dealt out in equal parts to the ranks of the host; each rank steps its part. No
+   piece (see cddp__pieces) is cut. */
 static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *end) {
-  cddp__slice(d->bytes, CDDP__CACHE_LINE, d->group->local_size, rank, begin, end);
+  cddp__slice(d->bytes, CDDP__BLOCK_BYTES, d->group->local_size, rank, begin, end);
+}
+
+/* Into how many pieces a stretch of the arena is cut at multiples of CDDP__BLOCK_BYTES. Squares are
+   added up piece by piece, so that a norm depends on the model alone, not on the ranks' parts. */
+static size_t cddp__pieces(size_t begin, size_t end) {
+  if (begin >= end) return 0;
+  return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
 /* Where parameter i's share of a rank's part begins and ends, in bytes of the arena, and where its
@@ -14401,6 +14433,7 @@ static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin
 
 /* Places every parameter in the arena: dtype by dtype, last parameters first. */
 static void cddp__lay_out(cddp_ddp *d) {
+  size_t pieces = 0;
   int dtype, i;
   d->bytes = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
@@ -14418,6 +14451,8 @@ static void cddp__lay_out(cddp_ddp *d) {
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->local_rank, &t->begin, &t->end, &t->state);
+    t->piece = pieces;
+    pieces += cddp__pieces(t->offset, t->offset + t->bytes);
     t->placed = d->params[i].grad == NULL;
     t->used = true;
     d->used[i] = 1;
@@ -14427,6 +14462,8 @@ static void cddp__lay_out(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
   }
+  d->squares_at = d->bytes + (size_t)d->slots * d->slot_bytes;
+  d->whole = d->squares_at + pieces * sizeof(double);
 }
 
 /* Every rank tells where its p lies; out[i] is the address here of the p of this host's i-th rank.
@@ -14460,12 +14497,11 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   bool all = true;
   cddp_result r;
   int i;
-  size_t whole = d->bytes + (size_t)d->slots * d->slot_bytes;
   if (!d->mirrored) return CDDP_OK;
-  if ((r = cddp__exchange_refs(g, d->mirror, whole, d->mirrors, &all)) != CDDP_OK) return r;
+  if ((r = cddp__exchange_refs(g, d->mirror, d->whole, d->mirrors, &all)) != CDDP_OK) return r;
   if (!all)
     return cddp__fail(CDDP_OUT_OF_MEMORY,
-                      "no shared memory for %zu bytes of gradients on every rank", whole);
+                      "no shared memory for %zu bytes of gradients on every rank", d->whole);
   for (i = 0; d->mirror == d->arena && i < d->count; i++) {
     char **places = d->addresses + (size_t)g->local_size * (size_t)i;
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
@@ -14785,8 +14821,7 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
 
 /* Without memory d->mirror stays NULL, which cddp__map_peers tells all ranks. */
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
-  size_t whole = d->bytes + (size_t)d->slots * d->slot_bytes;
-  d->arena = d->mirror = (char *)cddp__arena_alloc(d->group->host, whole, CDDP__FOR_USER);
+  d->arena = d->mirror = (char *)cddp__arena_alloc(d->group->host, d->whole, CDDP__FOR_USER);
   return CDDP_OK;
 }
 
@@ -14819,29 +14854,73 @@ static cddp_result cddp__host_scale(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* What of parameter i's gradient a clip counts and scales. */
-static void *cddp__clipped(const cddp_ddp *d, int i, size_t *n) {
-  const cddp__sparse *s = cddp__sparse_of(d, i);
-  *n = !d->used[i] ? 0 : s != NULL ? s->mean.n * s->width : d->params[i].count;
-  return s != NULL ? s->mean.values : d->params[i].grad;
+/* The squares of bytes [begin, end) of the arena, which are parameter i's and, if it is not there,
+   lie at `grad`; of each piece to where this rank has its sums. */
+static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
+  const cddp__tensor *t = &d->tensors[i];
+  double *sums = (double *)(void *)(d->mirror + d->squares_at) + t->piece;
+  size_t at, n;
+  for (at = begin; at < end; at += n) {
+    n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
+    sums[at / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES] =
+        cddp__sum_squares(grad + (at - begin), n / cddp__dtype_size(d->params[i].dtype),
+                          d->params[i].dtype);
+  }
+}
+
+/* By what a clip multiplies, having set d->norm: from the sums that the owner of each part has, or
+   (alone) this rank has of all parts. */
+static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
+  size_t begin, end, at, k, n;
+  double sum = 0;
+  const double *sums;
+  int i, p;
+  for (i = d->count - 1; i >= 0; i--) {
+    const cddp__tensor *t = &d->tensors[i];
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    if (!d->used[i]) continue;
+    if (s != NULL)
+      sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
+    for (p = 0; p < d->group->local_size; p++) {
+      if (!cddp__tensor_slice(d, i, p, &begin, &end, &at)) continue;
+      sums = (const double *)(void *)((alone ? d->mirror : d->mirrors[p]) + d->squares_at);
+      k = t->piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
+      for (n = cddp__pieces(begin, end); n > 0; n--) sum += sums[k++];
+    }
+  }
+  d->norm = sqrt(sum);
+  d->has_norm = true;
+  return max_norm / (d->norm + 1e-6);
+}
+
+static void cddp__clip_rows(cddp_ddp *d, double factor) {
+  int i;
+  for (i = 0; i < d->count; i++) {
+    cddp__sparse *s = cddp__sparse_of(d, i);
+    if (s != NULL && d->used[i])
+      cddp__scale(s->mean.values, s->mean.n * s->width, d->params[i].dtype, factor);
+  }
+}
+
+static cddp_result cddp__host_norm(cddp_ddp *d, double *norm) {
+  *norm = d->norm;
+  return CDDP_OK;
 }
 
 static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
-  double sum = 0, factor;
-  size_t n;
-  void *at;
+  double factor;
   int i;
   for (i = 0; i < d->count; i++) {
-    at = cddp__clipped(d, i, &n);
-    if (n > 0) sum += cddp__sum_squares(at, n, d->params[i].dtype);
+    const cddp__tensor *t = &d->tensors[i];
+    if (d->used[i])
+      cddp__add_squares(d, i, (char *)d->params[i].grad, t->offset, t->offset + t->bytes);
   }
-  if (norm != NULL) *norm = sqrt(sum);
-  factor = max_norm / (sqrt(sum) + 1e-6);
-  for (i = 0; factor < 1 && i < d->count; i++) {
-    at = cddp__clipped(d, i, &n);
-    if (n > 0) cddp__scale(at, n, d->params[i].dtype, factor);
-  }
-  return CDDP_OK;
+  factor = cddp__clip_factor(d, max_norm, true);
+  for (i = 0; factor < 1 && i < d->count; i++)
+    if (d->used[i])
+      cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
+  if (factor < 1) cddp__clip_rows(d, factor);
+  return norm != NULL ? cddp__host_norm(d, norm) : CDDP_OK;
 }
 
 /* --- one pass: a step on gradients in host memory --- */
@@ -14942,7 +15021,8 @@ static cddp_result cddp__share_gather(cddp__share *h) {
 typedef struct cddp__fused {
   cddp_ddp *d;
   cddp_optim *s;
-  bool averaged; /* the arena holds the mean already */
+  bool averaged; /* this rank's part of the arena holds the mean already */
+  double clip;   /* below 1: the mean is multiplied by it first */
   bool one_loop; /* all ranks have gradients, and are as many as cddp__update.loop takes */
 } cddp__fused;
 
@@ -14972,6 +15052,41 @@ static void cddp__fuse_loop(const cddp__fused *f, int i, const cddp__update *u) 
   }
 }
 
+/* The mean of n elements of parameter i from arena offset `at` on, to out. False: the parameter is
+   not used. */
+static bool cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
+  cddp_dtype dtype = d->params[i].dtype;
+  int k;
+  if (d->spread) {
+    cddp__reduce_shards(d, out, d->sources, at, n, dtype);
+    return true;
+  }
+  if (!d->tensors[i].used) return false;
+  for (k = 0; k < d->active_count; k++) d->sources[k] = d->mirrors[d->active[k]] + at;
+  cddp__reduce(out, d->sources, d->active_count, n, dtype, CDDP_AVG);
+  return true;
+}
+
+/* The mean of this rank's part to its arena, unless it is there (averaged), and what all parts'
+   squares say that it is to be multiplied by. */
+static cddp_result cddp__norm_of_parts(cddp_ddp *d, bool averaged, double *factor) {
+  size_t at, n;
+  cddp_result r;
+  int i;
+  for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
+    const cddp__tensor *t = &d->tensors[i];
+    size_t esize = cddp__dtype_size(d->params[i].dtype);
+    for (at = t->begin; at < t->end; at += n) { /* in pieces, which stay in the cache */
+      n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, t->end - at);
+      if (!averaged) (void)cddp__mean_block(d, i, d->arena + at, at, n / esize);
+      if (d->used[i]) cddp__add_squares(d, i, d->arena + at, at, at + n);
+    }
+  }
+  r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_NORM);
+  if (r == CDDP_OK) *factor = cddp__clip_factor(d, d->desc.max_grad_norm, false);
+  return r;
+}
+
 /* Reduces, updates and publishes n elements of parameter i from arena offset `at` on. */
 static void cddp__fuse_block(const cddp__fused *f, int i, const cddp__update *u, size_t at,
                              size_t n) {
@@ -14983,14 +15098,8 @@ static void cddp__fuse_block(const cddp__fused *f, int i, const cddp__update *u,
   const void *gradient = d->arena + at;
   char *weights = (char *)p->data + inside;
   int k, size = d->group->local_size, me = d->group->local_rank;
-  if (!f->averaged && d->spread) {
-    cddp__reduce_shards(d, sum, d->sources, at, n, p->dtype);
-    gradient = sum;
-  } else if (!f->averaged && t->used) {
-    for (k = 0; k < d->active_count; k++) d->sources[k] = d->mirrors[d->active[k]] + at;
-    cddp__reduce(sum, d->sources, d->active_count, n, p->dtype, CDDP_AVG);
-    gradient = sum;
-  }
+  if (!f->averaged && cddp__mean_block(d, i, sum, at, n)) gradient = sum;
+  if (f->clip < 1 && d->used[i]) cddp__scale(d->arena + at, n, p->dtype, f->clip);
   cddp__update_run(u, at - t->begin, weights, gradient, n);
   for (k = 0; k < size; k++) {
     if (t->data != NULL && k != me) memcpy(t->data[k] + inside, weights, bytes);
@@ -15068,9 +15177,13 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   if (r != CDDP_OK) return r;
   f.d = d;
   f.s = s;
-  f.averaged = averaged;
-  f.one_loop = !averaged && !d->spread && d->active_count == size &&
+  f.clip = 1;
+  f.averaged = averaged || d->desc.max_grad_norm > 0;
+  f.one_loop = !f.averaged && !d->spread && d->active_count == size &&
                (size == 1 || size == 2 || size == 4);
+  if (d->desc.max_grad_norm > 0 && (r = cddp__norm_of_parts(d, averaged, &f.clip)) != CDDP_OK)
+    return r;
+  if (f.clip < 1) cddp__clip_rows(d, f.clip);
   CDDP__POINT("fuse");
   cddp__fuse_parts(&f);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
@@ -15086,7 +15199,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
 static const cddp__ddp_memory cddp__host_memory = {
     NULL, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch, NULL,
     cddp__push_bucket, NULL, cddp__await_buckets, cddp__host_broadcast, NULL, cddp__host_scale,
-    cddp__host_clip, cddp__host_step};
+    cddp__host_clip, cddp__host_norm, cddp__host_step};
 
 #ifdef CDDP_CUDA
 /* --- gradients in device memory --- */
@@ -15254,9 +15367,9 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
 
 enum { CDDP__PASS_MEAN, CDDP__PASS_SQUARES, CDDP__PASS_CLIP };
 
-/* Makes the arena's gradients means; or adds up the squares of the caller's, as of the last step,
-   or multiplies these by scratch[1]. */
-static cddp_result cddp__gpu_pass(cddp_ddp *d, const cddp_kernels *k, int pass) {
+/* Makes the arena's gradients means; or adds up the squares of the caller's (stepping: of the
+   arena's), as of the last step, or multiplies these by scratch[1]. */
+static cddp_result cddp__gpu_pass(cddp_ddp *d, const cddp_kernels *k, int pass, bool stepping) {
   double factor, *scratch = d->gpu->scratch;
   void *stream = cddp__stream_of(d);
   struct cddp__gpu *gpu = d->gpu;
@@ -15270,9 +15383,8 @@ static cddp_result cddp__gpu_pass(cddp_ddp *d, const cddp_kernels *k, int pass) 
       if ((int)p->dtype != dtype || p->count == 0 || !d->used[i]) continue;
       if (pass == CDDP__PASS_MEAN && (factor == 1 || cddp__sparse_of(d, i) != NULL)) continue;
       memset(&gpu->segments[n], 0, sizeof gpu->segments[n]);
-      gpu->segments[n].grad = pass == CDDP__PASS_MEAN || d->tensors[i].placed
-                                  ? cddp__device_gradient(NULL, d, i)
-                                  : p->grad;
+      gpu->segments[n].grad =
+          stepping || d->tensors[i].placed ? cddp__device_gradient(NULL, d, i) : p->grad;
       gpu->segments[n++].count = p->count;
     }
     if (n == 0) continue;
@@ -15292,35 +15404,38 @@ static cddp_result cddp__gpu_scale(cddp_ddp *d) {
   cddp_result r;
   if (!d->sums && cddp__mean_factor(d, CDDP_F32) == 1) return CDDP_OK;
   r = cddp__need_kernels(&k, "a mean over fewer ranks, as some have joined,");
-  return r == CDDP_OK ? cddp__gpu_pass(d, k, CDDP__PASS_MEAN) : r;
+  return r == CDDP_OK ? cddp__gpu_pass(d, k, CDDP__PASS_MEAN, true) : r;
 }
 
-static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
+/* scratch[0] = the sum of squares, scratch[1] = what to multiply by. */
+static cddp_result cddp__gpu_squares(cddp_ddp *d, const cddp_kernels *k, double max_norm,
+                                     bool stepping) {
   cudaStream_t stream = cddp__gpu_stream(d);
-  cddp__device *p = cddp__device_of(d->group);
   struct cddp__gpu *gpu = d->gpu;
-  const cddp_kernels *k;
   void *scratch = NULL;
-  double sum = 0;
-  cddp_result r;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  if (norm != NULL && cddp__capturing(stream))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "cddp_ddp_clip_grad_norm waits for the norm and cannot be captured in a CUDA "
-                      "graph; with norm NULL it can");
-  if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
-  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
-  if (gpu->scratch == NULL) {
+  cddp_result r = cddp__use_device(gpu->device->device);
+  if (r == CDDP_OK && gpu->scratch == NULL) {
     r = cddp__cuda_result(cudaMalloc(&scratch, k->scratch_bytes), "cudaMalloc");
     gpu->scratch = (double *)scratch;
   }
   if (r == CDDP_OK) r = cddp__device_zero(gpu->scratch, sizeof *gpu->scratch, stream);
-  if (r == CDDP_OK) r = cddp__gpu_pass(d, k, CDDP__PASS_SQUARES);
+  if (r == CDDP_OK) r = cddp__gpu_pass(d, k, CDDP__PASS_SQUARES, stepping);
   if (r == CDDP_OK)
-    r = cddp__kernel_result(k->factor(d->gpu->scratch, max_norm, (void *)stream),
-                            "the norm's kernel");
-  if (r == CDDP_OK) r = cddp__gpu_pass(d, k, CDDP__PASS_CLIP);
-  if (norm == NULL || r != CDDP_OK) return r;
+    r = cddp__kernel_result(k->factor(gpu->scratch, max_norm, (void *)stream), "the norm's kernel");
+  d->has_norm = r == CDDP_OK;
+  return r;
+}
+
+static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
+  cudaStream_t stream = cddp__gpu_stream(d);
+  cddp__device *p = cddp__device_of(d->group);
+  double sum = 0;
+  cddp_result r;
+  if (cddp__capturing(stream))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "the norm is waited for, which cannot be captured in a CUDA graph; clip with "
+                      "norm NULL, and ask for it with cddp_ddp_grad_norm later");
+  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
   if ((r = cddp__await_stream(p, stream)) != CDDP_OK) return r;
   r = cddp__device_copy(&sum, d->gpu->scratch, sizeof sum, stream);
   if (r == CDDP_OK) r = cddp__await_stream(p, stream);
@@ -15328,11 +15443,25 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   return r;
 }
 
+static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
+  const cddp_kernels *k;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (norm != NULL && cddp__capturing(cddp__gpu_stream(d))) return cddp__gpu_norm(d, norm);
+  if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
+  if ((r = cddp__gpu_squares(d, k, max_norm, false)) != CDDP_OK) return r;
+  r = cddp__gpu_pass(d, k, CDDP__PASS_CLIP, false);
+  return norm == NULL || r != CDDP_OK ? r : cddp__gpu_norm(d, norm);
+}
+
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   cudaStream_t stream = cddp__gpu_stream(d);
-  cddp_result r =
-      cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->gpu->segments, stream);
+  cddp_result r = CDDP_OK;
   (void)averaged, (void)wrote; /* here buckets are always reduced, and peers read no arena */
+  if (d->desc.max_grad_norm > 0)
+    r = cddp__gpu_squares(d, d->gpu->device->kernels, d->desc.max_grad_norm, true);
+  if (r == CDDP_OK)
+    r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->gpu->segments, stream);
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
 }
 
@@ -15362,7 +15491,7 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   d->arena = (char *)p;
   if (r == CDDP_OK) r = cddp__device_zero(p, bytes, cddp__gpu_stream(d));
   if (r == CDDP_OK && d->mirrored)
-    d->mirror = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_USER);
+    d->mirror = (char *)cddp__arena_alloc(d->group->host, d->whole, CDDP__FOR_USER);
   return r;
 }
 
@@ -15390,7 +15519,8 @@ static void cddp__gpu_free(cddp_ddp *d) {
 static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_reduce_bucket, cddp__gpu_mirror, cddp__gpu_fence,
-    cddp__gpu_broadcast, cddp__gpu_place_rows, cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_step};
+    cddp__gpu_broadcast, cddp__gpu_place_rows, cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm,
+    cddp__gpu_step};
 
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
@@ -15665,7 +15795,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
 }
 
 /* Starts the buckets that are left, and goes on behind them all. stepping: an optimizer's kernel
-   follows, which makes their results means. */
+   follows, which makes their results means unless they are clipped first. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
   cddp_result r;
   int i;
@@ -15678,7 +15808,8 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
   r = cddp__launch(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
-  return r == CDDP_OK && !(stepping && d->gpu != NULL) ? d->memory->scale(d) : r;
+  if (r != CDDP_OK || (stepping && d->gpu != NULL && !(d->desc.max_grad_norm > 0))) return r;
+  return d->memory->scale(d);
 }
 
 /* The step has been done. After the first one buckets follow the order in which rank 0's gradients
@@ -15688,7 +15819,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   d->early = !d->spread && (d->eager || (d->group->size > 1 && !stepping));
 #ifdef CDDP_CUDA
   d->sums = stepping && !d->mirrored && d->gpu->device->kernels != NULL &&
-            d->desc.comm_hook == NULL && d->group->size > 1;
+            d->desc.comm_hook == NULL && d->group->size > 1 && !(d->desc.max_grad_norm > 0);
 #endif
   d->present = d->active_count;
   d->taken = d->depth = 0;
@@ -18325,6 +18456,7 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
               "bucket_cap_mb and first_bucket_mb must be at least 0");
   CDDP__CHECK(desc->shards >= 0 && desc->shards <= CDDP__MAX_RANKS,
               "shards is %d; it must be from 0 to %d", desc->shards, CDDP__MAX_RANKS);
+  CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
   CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
   cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
@@ -18406,6 +18538,12 @@ CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(max_norm > 0, "max_norm must be above 0");
   return d->memory->clip(d, max_norm, norm);
+}
+
+CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
+  CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
+  CDDP__CHECK(d->has_norm, "no gradient has been clipped; set max_grad_norm in cddp_ddp_desc");
+  return d->memory->norm(d, norm);
 }
 
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
@@ -18633,6 +18771,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps).
               cddp_spawn_elastic and cddprun --elastic: a rank that fails is started again.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
+              max_grad_norm: cddp_ddp_step clips; cddp_ddp_grad_norm.
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
               one kernel; momentum is allocated with the cddp_optim and never moves; no host waits

@@ -420,13 +420,14 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
 
 /* The rule's numbers in the type they are computed in. */
 template <typename C> struct cddp__cu_rule {
-  C factor, step, momentum, intake, decay;
+  C factor, clip, step, momentum, intake, decay;
   bool has_factor, has_momentum, has_decay, nesterov, maximize;
+  const double *scratch; /* of a clip; NULL: none */
 };
 
-/* d = factor * g; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m + intake * d;
-   d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded once; f16 and bf16
-   round each result to their type, as >>optim of cddp.h does. */
+/* d = factor * g; d = clip * d; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m
+   + intake * d; d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded
+   once; f16 and bf16 round each result to their type, as >>optim of cddp.h does. */
 template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   typedef typename cddp__cu_type<T>::C C;
   enum {
@@ -435,13 +436,16 @@ template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : c
   };
   cddp__cu_rule<C> r;
   Copy copies;
-  __device__ void begin() {}
+  __device__ void begin() {
+    if (r.scratch != NULL) r.clip = (C)r.scratch[1];
+  }
   __device__ C add(C a, C b, C f) const { /* a + f * b */
     return cddp__cu_rounded<T>(cddp__cu_fma(f, b, a));
   }
   __device__ void apply(T &data, T &grad, T &moment) const {
     C p = cddp__cu_load(data), d = cddp__cu_load(grad), m;
     if (r.has_factor) d = cddp__cu_rounded<T>(cddp__cu_mul(d, r.factor));
+    if (r.scratch != NULL) d = cddp__cu_rounded<T>(cddp__cu_mul(d, r.clip));
     if (r.maximize) d = -d;
     if (r.has_decay) d = add(d, p, r.decay);
     if (OUT & CDDP__CU_MOMENTUM) {
@@ -504,11 +508,13 @@ template <> double cddp__cu_scalar<__half>(double x) {
 }
 
 template <typename T>
-static cddp__cu_rule<typename cddp__cu_type<T>::C> cddp__cu_make_rule(const cddp_sgd_desc *d,
-                                                                 double factor) {
+static cddp__cu_rule<typename cddp__cu_type<T>::C>
+cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip) {
   typedef typename cddp__cu_type<T>::C C;
   cddp__cu_rule<C> r;
   r.factor = (C)factor;
+  r.clip = (C)1;
+  r.scratch = clip;
   r.step = (C)cddp__cu_scalar<T>(-d->lr);
   r.momentum = (C)cddp__cu_scalar<T>(d->momentum);
   r.intake = (C)cddp__cu_scalar<T>(1.0 - d->dampening);
@@ -523,32 +529,34 @@ static cddp__cu_rule<typename cddp__cu_type<T>::C> cddp__cu_make_rule(const cddp
 
 template <typename T, int IN, int OUT, typename Copy>
 static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
-                                const cddp_sgd_desc *rule, double factor, cudaStream_t stream) {
+                                const cddp_sgd_desc *rule, double factor, const double *clip,
+                                cudaStream_t stream) {
   cddp__cu_sgd_op<T, IN, OUT, Copy> op = {};
-  op.r = cddp__cu_make_rule<T>(rule, factor);
+  op.r = cddp__cu_make_rule<T>(rule, factor, clip);
   return cddp__cu_segments<T>(s, copies, n, op, stream);
 }
 
 template <typename T, typename Copy>
 static cudaError_t cddp__cu_sgd_copying(const cddp_segment *s, void *const *copies, int n,
                                      const cddp_sgd_desc *rule, double factor,
-                                     unsigned flags, cudaStream_t stream) {
+                                     const double *clip, unsigned flags, cudaStream_t stream) {
   const int M = CDDP__CU_MOMENTUM, G = CDDP__CU_GRAD;
   bool grad = (flags & CDDP_SGD_ZERO) != 0;
   if (rule->momentum == 0)
-    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, factor, stream)
-                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, factor, stream);
+    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, factor, clip, stream)
+                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, factor, clip, stream);
   if ((flags & CDDP_SGD_FIRST) != 0)
-    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, factor, stream)
-                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, factor, stream);
-  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, factor, stream)
-              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, factor, stream);
+    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, factor, clip, stream)
+                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, factor, clip, stream);
+  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, factor, clip, stream)
+              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, factor, clip, stream);
 }
 
 template <typename T>
 static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_sgd_desc *rule,
-                                   double factor, unsigned flags, cudaStream_t stream) {
-  return cddp__cu_sgd_copying<T, cddp__cu_no_copy>(s, NULL, n, rule, factor, flags, stream);
+                                   double factor, const double *clip, unsigned flags,
+                                   cudaStream_t stream) {
+  return cddp__cu_sgd_copying<T, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags, stream);
 }
 
 static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
@@ -561,17 +569,17 @@ static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool m
 }
 
 static cudaError_t cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
-                                const cddp_sgd_desc *rule, double factor, unsigned flags,
-                                cudaStream_t stream) {
+                                const cddp_sgd_desc *rule, double factor, const double *clip,
+                                unsigned flags, cudaStream_t stream) {
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
     return cudaErrorInvalidValue;
-  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, factor, flags, stream);
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, factor, clip, flags, stream);
 }
 
 extern "C" cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                                      const cddp_sgd_desc *rule, unsigned flags,
                                      cudaStream_t stream) {
-  return cddp__cu_sgd(s, n, dtype, rule, 1, flags, stream);
+  return cddp__cu_sgd(s, n, dtype, rule, 1, NULL, flags, stream);
 }
 
 extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
@@ -583,11 +591,11 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
   for (int i = 0; i < n; i++)
     if (s[i].count > 0 && copies[i] == NULL) return cudaErrorInvalidValue;
   if (copy_dtype == CDDP_F16)
-    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half>>(s, copies, n, rule, 1, flags,
-                                                                   stream);
+    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half>>(s, copies, n, rule, 1, NULL,
+                                                                   flags, stream);
   if (copy_dtype == CDDP_BF16)
     return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16>>(s, copies, n, rule, 1,
-                                                                          flags, stream);
+                                                                          NULL, flags, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -597,12 +605,16 @@ template <typename T, int OUT, bool MOST> struct cddp__cu_adamw_op : cddp__cu_no
     READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM,
     WRITES = CDDP__CU_DATA | CDDP__CU_MOMENTUM | OUT
   };
-  T factor, step, decay, lerp, keep, take, root, eps;
+  T factor, clip, step, decay, lerp, keep, take, root, eps;
   bool near;
   size_t stride;
-  __device__ void begin() {}
+  const double *scratch; /* of a clip; NULL: none */
+  __device__ void begin() {
+    if (scratch != NULL) clip = (T)scratch[1];
+  }
   __device__ void one(T &x, T &grad, T &a, T &b, T &most) const {
     T v = cddp__cu_mul(grad, factor), w;
+    if (scratch != NULL) v = cddp__cu_mul(v, clip);
     a = cddp__cu_fma(lerp, cddp__cu_sub(v, a), near ? a : v);
     b = cddp__cu_fma(cddp__cu_mul(take, v), v, cddp__cu_mul(b, keep));
     if (MOST) most = most > b || most != most ? most : b;
@@ -627,9 +639,11 @@ static __device__ void cddp__cu_apply(const cddp__cu_adamw_op<T, OUT, MOST> &op,
 
 template <typename T, int OUT, bool MOST>
 static cudaError_t cddp__cu_adamw_as(const cddp_segment *s, int n, const cddp_adamw_step *rule,
-                                     double factor, cudaStream_t stream) {
+                                     double factor, const double *clip, cudaStream_t stream) {
   cddp__cu_adamw_op<T, OUT, MOST> op = {};
   op.factor = (T)(rule->maximize ? -factor : factor);
+  op.clip = (T)1;
+  op.scratch = clip;
   op.step = (T)rule->step;
   op.decay = (T)rule->decay;
   op.lerp = (T)rule->lerp;
@@ -645,30 +659,31 @@ static cudaError_t cddp__cu_adamw_as(const cddp_segment *s, int n, const cddp_ad
 
 template <typename T>
 static cudaError_t cddp__cu_adamw_typed(const cddp_segment *s, int n, const cddp_adamw_step *rule,
-                                        double factor, unsigned flags, cudaStream_t stream) {
+                                        double factor, const double *clip, unsigned flags,
+                                        cudaStream_t stream) {
   const int G = CDDP__CU_GRAD;
   bool grad = (flags & CDDP_SGD_ZERO) != 0;
   if (rule->amsgrad)
-    return grad ? cddp__cu_adamw_as<T, G, true>(s, n, rule, factor, stream)
-                : cddp__cu_adamw_as<T, 0, true>(s, n, rule, factor, stream);
-  return grad ? cddp__cu_adamw_as<T, G, false>(s, n, rule, factor, stream)
-              : cddp__cu_adamw_as<T, 0, false>(s, n, rule, factor, stream);
+    return grad ? cddp__cu_adamw_as<T, G, true>(s, n, rule, factor, clip, stream)
+                : cddp__cu_adamw_as<T, 0, true>(s, n, rule, factor, clip, stream);
+  return grad ? cddp__cu_adamw_as<T, G, false>(s, n, rule, factor, clip, stream)
+              : cddp__cu_adamw_as<T, 0, false>(s, n, rule, factor, clip, stream);
 }
 
 static cudaError_t cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
-                                  const cddp_adamw_step *rule, double factor, unsigned flags,
-                                  cudaStream_t stream) {
+                                  const cddp_adamw_step *rule, double factor, const double *clip,
+                                  unsigned flags, cudaStream_t stream) {
   if (rule == NULL || rule->stride % 16 != 0 || !cddp__cu_segments_ok(s, n, true, true))
     return cudaErrorInvalidValue;
-  return dtype == CDDP_F32   ? cddp__cu_adamw_typed<float>(s, n, rule, factor, flags, stream)
-         : dtype == CDDP_F64 ? cddp__cu_adamw_typed<double>(s, n, rule, factor, flags, stream)
+  return dtype == CDDP_F32   ? cddp__cu_adamw_typed<float>(s, n, rule, factor, clip, flags, stream)
+         : dtype == CDDP_F64 ? cddp__cu_adamw_typed<double>(s, n, rule, factor, clip, flags, stream)
                              : cudaErrorInvalidValue;
 }
 
 extern "C" cudaError_t cddp_cuda_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
                                        const cddp_adamw_step *rule, unsigned flags,
                                        cudaStream_t stream) {
-  return cddp__cu_adamw(s, n, dtype, rule, 1, flags, stream);
+  return cddp__cu_adamw(s, n, dtype, rule, 1, NULL, flags, stream);
 }
 
 template <typename H> struct cddp__cu_copy_op : cddp__cu_half_copy<H> {
@@ -1128,14 +1143,14 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
    What cddp.h calls. It gets there by a constructor: before main, whatever file is linked first. */
 
 static int cddp__cu_table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
-                           const cddp_sgd_desc *rule, double factor, unsigned flags,
-                           void *stream) {
-  return (int)cddp__cu_sgd(s, n, dtype, rule, factor, flags, (cudaStream_t)stream);
+                           const cddp_sgd_desc *rule, double factor, const double *clip,
+                           unsigned flags, void *stream) {
+  return (int)cddp__cu_sgd(s, n, dtype, rule, factor, clip, flags, (cudaStream_t)stream);
 }
 static int cddp__cu_table_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
-                                const cddp_adamw_step *rule, double factor, unsigned flags,
-                                void *stream) {
-  return (int)cddp__cu_adamw(s, n, dtype, rule, factor, flags, (cudaStream_t)stream);
+                                const cddp_adamw_step *rule, double factor, const double *clip,
+                                unsigned flags, void *stream) {
+  return (int)cddp__cu_adamw(s, n, dtype, rule, factor, clip, flags, (cudaStream_t)stream);
 }
 static int cddp__cu_table_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, void *stream) {
@@ -1173,11 +1188,12 @@ static int cddp__cu_table_load(void) {
     cddp_dtype dtype = (cddp_dtype)t;
     for (unsigned k = 0; k < 8; k++) { /* flags, with momentum and without */
       rule.momentum = k / 4;
-      e |= cddp__cu_sgd(&s, 1, dtype, &rule, 1, k % 4, NULL);
+      e |= cddp__cu_sgd(&s, 1, dtype, &rule, 1, NULL, k % 4, NULL);
     }
     for (unsigned k = 0; dtype <= CDDP_F64 && k < 4; k++) { /* with zeroing, with amsgrad */
       adamw.amsgrad = k / 2 != 0;
-      e |= cddp__cu_adamw(&s, 1, dtype, &adamw, 1, k % 2 != 0 ? (unsigned)CDDP_SGD_ZERO : 0u, NULL);
+      e |= cddp__cu_adamw(&s, 1, dtype, &adamw, 1, NULL,
+                          k % 2 != 0 ? (unsigned)CDDP_SGD_ZERO : 0u, NULL);
     }
     for (int to = CDDP_F32; to <= CDDP_BF16; to++)
       e |= cddp_cuda_convert(room, (cddp_dtype)to, room, dtype, 1, NULL);

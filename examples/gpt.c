@@ -242,7 +242,8 @@ static int train(int rank, void *group_desc) {
   int world = cddp_world_size(g), S = number(SHARDS) > 0 ? (int)number(SHARDS) : world;
   double *curve = (double *)floats(2 * (steps + S)), *losses = curve + steps;
   openblas_set_num_threads(1), srand48((long)number(SEED)), init_model(w); /* a rank has one core */
-  cddp_ddp_desc sharded = {0}; sharded.shards = (int)number(SHARDS);
+  cddp_ddp_desc sharded = {0};
+  sharded.shards = (int)number(SHARDS), sharded.max_grad_norm = number(CLIP);
   cddp_adamw_desc options = {0}; options.beta2 = 0.99, options.weight_decays = decays;
   TRY(cddp_ddp_create(&ddp, g, params, count, &sharded));
   TRY(cddp_adamw_create(&adamw, params, count, &options));
@@ -258,9 +259,7 @@ static int train(int rank, void *group_desc) {
       if (backward(ddp, rank, &losses[shard])) return 1;
     }
     double rate = t < warm ? (t + 1.0) / warm : 0.55 + 0.45 * cos(3.14159265 * t / steps);
-    TRY(cddp_optim_set_lr(adamw, number(LR) * rate) || cddp_ddp_wait(ddp));
-    TRY(number(CLIP) > 0 && cddp_ddp_clip_grad_norm(ddp, number(CLIP), NULL));
-    TRY(cddp_optim_step(adamw) || cddp_optim_zero_grad(adamw));
+    TRY(cddp_optim_set_lr(adamw, number(LR) * rate) || cddp_ddp_step(ddp, adamw));
     TRY(cddp_all_reduce(g, losses, (size_t)S, CDDP_F64, CDDP_SUM, NULL));
     for (int i = 0; i < S; i++) curve[t] += losses[i] / S;
     double speed = (t + 1 - first) / (now() - start), left = (stop - t - 1) / speed;

@@ -250,7 +250,8 @@ static int train(int rank, void *group_desc) {
   srand48((long)number(SEED)), init_model(w, weights);
   CUDA(cudaMemcpy(w, weights, size, cudaMemcpyDefault));
   cddp_adamw_desc options = {}; options.beta2 = 0.99, options.weight_decays = decays;
-  TRY(cddp_ddp_create(&ddp, g, params, count, NULL));
+  cddp_ddp_desc clipped = {}; clipped.max_grad_norm = number(CLIP);
+  TRY(cddp_ddp_create(&ddp, g, params, count, &clipped));
   TRY(cddp_adamw_create(&adamw, params, count, &options));
   cddp_checkpoint_desc all = {}; all.shapes = shapes, all.optim = adamw, all.ddp = ddp;
   TRY(option[RESUME].value && cddp_load(g, option[RESUME].value, params, count, &all));
@@ -260,9 +261,7 @@ static int train(int rank, void *group_desc) {
     forward();
     if (backward(ddp, rank)) return 1;
     double rate = t < warm ? (t + 1.0) / warm : 0.55 + 0.45 * cos(3.14159265 * t / steps);
-    TRY(cddp_optim_set_lr(adamw, number(LR) * rate) || cddp_ddp_wait(ddp));
-    TRY(number(CLIP) > 0 && cddp_ddp_clip_grad_norm(ddp, number(CLIP), NULL));
-    TRY(cddp_optim_step(adamw) || cddp_optim_zero_grad(adamw));
+    TRY(cddp_optim_set_lr(adamw, number(LR) * rate) || cddp_ddp_step(ddp, adamw));
     if ((t + 1) % 50 && t + 1 < stop) continue;
     double loss; TRY(cddp_synchronize(g)); /* says what failed */
     CUDA(cudaMemcpy(&loss, stats, sizeof loss, cudaMemcpyDefault));

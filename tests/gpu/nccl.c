@@ -557,14 +557,17 @@ static void plan_step(const plan *p, cddp_ddp *d, cddp_optim *s, const cddp_para
     cddp_ddp_no_sync(d, false);
   }
   plan_backward(p, d, params, g, step);
-  if (p->clip > 0 || (p->steps_a_mode > 0 && step / p->steps_a_mode % 2 == 0)) {
+  if ((p->cpu && p->clip > 0) || (p->steps_a_mode > 0 && step / p->steps_a_mode % 2 == 0)) {
     double norm = 0, *asked = step % 2 && !p->graph ? &norm : NULL;
     CHECK_OK(cddp_ddp_wait(d));
     if (p->clip > 0) CHECK_OK(cddp_ddp_clip_grad_norm(d, p->clip, asked));
     CHECK_OK(cddp_optim_step(s));
     CHECK_OK(cddp_optim_zero_grad(s));
   } else {
+    double norm = 0;
     CHECK_OK(cddp_ddp_step(d, s));
+    if (p->clip > 0 && !p->graph) CHECK_OK(cddp_ddp_grad_norm(d, &norm));
+    if (p->clip > 0 && !p->graph) CHECK(norm > p->clip); /* or the test shows nothing */
   }
 }
 
@@ -680,6 +683,7 @@ static int train(cddp_group *g, void *arg) {
   desc.find_unused_parameters = p->unused;
   desc.comm_hook = p->hook;
   desc.uneven_inputs = p->uneven;
+  desc.max_grad_norm = p->clip;
   if (p->sparse) desc.sparse_rows = rows;
   buffer = params[0];
   if (p->buffers) desc.buffers = &buffer, desc.buffer_count = 1;
@@ -816,7 +820,12 @@ static void test_training_options(void) {
   p.cap_mb = 0.02;
   p.clip = 0.5;
   check_plan(&p, 2, NULL);
-  p.clip = 0;
+  p.adamw = p.given_grads = true;
+  check_plan(&p, 3, NULL);
+  p.adamw = p.given_grads = false;
+  p.steps_a_mode = 1;
+  check_plan(&p, 2, NULL);
+  p.clip = p.steps_a_mode = 0;
   p.nosync = true;
   p.no_momentum = true;
   check_plan(&p, 2, NULL);
@@ -863,8 +872,9 @@ static void test_uneven_and_sparse(void) {
     check_plan(&p, 2, backends[i]);
     p.clip = 0.5;
     check_plan(&p, 3, backends[i]);
-    p.clip = 0;
     p.steps_a_mode = 0;
+    check_plan(&p, 3, backends[i]);
+    p.clip = 0;
     p.no_momentum = p.uneven = true;
     check_plan(&p, 3, backends[i]);
     p.cpu = false;
@@ -1066,6 +1076,8 @@ static void test_graph(void) {
   check_plan(&p, 2, NULL);
   check_plan(&p, 4, NULL);
   p.clip = 0.5;
+  check_plan(&p, 2, NULL);
+  p.steps_a_mode = 8; /* cddp_ddp_wait, then the clip by itself */
   check_plan(&p, 2, NULL);
 }
 
@@ -1390,17 +1402,17 @@ static int frugal(cddp_group *g, void *arg) {
                                       "cudaEventSynchronize",  "cudaMalloc",
                                       "cudaEventCreateWithFlags"};
   uint64_t before[5], reduced_before, launched;
-  bool alone = cddp_world_size(g) == 1;
+  bool alone = cddp_world_size(g) == 1, clips = arg != NULL;
   cddp_sgd_desc rule;
   cddp_ddp_desc desc;
   cddp_ddp *d = NULL;
   cddp_optim *s = NULL;
   cddp_param p[4];
   int step, i;
-  (void)arg;
   memset(&rule, 0, sizeof rule);
   memset(&desc, 0, sizeof desc);
   desc.bucket_cap_mb = 0.001;
+  desc.max_grad_norm = clips ? 0.1 : 0;
   rule.lr = 0.1;
   rule.momentum = 0.9;
   model_of(g, p, 4, 1024);
@@ -1417,7 +1429,10 @@ static int frugal(cddp_group *g, void *arg) {
     }
     CHECK_OK(cddp_ddp_step(d, s));
     for (i = 0; step >= 2 && i < 5; i++) CHECK_EQ(hostcuda_calls(never[i]), before[i]);
-    if (alone || step > 0) CHECK_EQ(hostcuda_calls("kernel") - launched, 1); /* it divides, too */
+    if (clips) /* 4 buckets that are divided; squares, sum, factor, and the step, which scales */
+      CHECK_EQ(hostcuda_calls("kernel") - launched, alone ? 4 : 8);
+    else if (alone || step > 0)
+      CHECK_EQ(hostcuda_calls("kernel") - launched, 1); /* it divides, too */
   }
   if (alone) CHECK_EQ(hostcuda_calls("ncclAllReduce") + hostcuda_calls("ncclBroadcast"), 0);
   for (i = 3; i >= 0; i--) CHECK_OK(cddp_ddp_ready(d, i));
@@ -1558,6 +1573,8 @@ static void test_steps(void) {
   CHECK_OK(run(unwaiting, NULL, 2, NULL));
   CHECK_OK(run(frugal, NULL, 1, NULL));
   CHECK_OK(run(frugal, NULL, 2, NULL));
+  CHECK_OK(run(frugal, (void *)1, 1, NULL)); /* it clips, too */
+  CHECK_OK(run(frugal, (void *)1, 2, NULL));
   CHECK_OK(run(leaves_unused, NULL, 3, NULL));
   CHECK_OK(run(join_refused, NULL, 2, NULL));
   CHECK_OK(run(refusals, NULL, 2, NULL));

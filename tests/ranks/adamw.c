@@ -17,6 +17,7 @@ typedef struct plan {
   bool sgd, amsgrad, maximize, groups, copies, unused, uneven, same;
   int first, steps; /* of all; same: every rank has rank 0's gradients */
   int shards;       /* 0: one a rank, without asking */
+  double clip;      /* to this norm; 0: not */
   const char *save, *load;
 } plan;
 
@@ -101,6 +102,7 @@ typedef struct reference {
   double weights[PARAMS][LARGE], grads[PARAMS][LARGE];
   uint16_t copies[PARAMS][LARGE];
   cddp_optim *o[PARAMS];
+  bool used[PARAMS];
 } reference;
 
 static void start(cddp_param *p, int k) {
@@ -121,7 +123,24 @@ static void reference_open(reference *f, const plan *c) {
   }
 }
 
-static void reference_step(reference *f, const plan *c, int step, int world) {
+/* The mean gradients, of which `norm` has been found, are near it. */
+static void reference_clip(reference *f, const plan *c, double norm) {
+  double sum = 0, factor = c->clip / (norm + 1e-6);
+  size_t i;
+  int k;
+  for (k = 0; k < PARAMS; k++)
+    for (i = 0; i < counts[k]; i++) {
+      double x = k == DOUBLES ? f->grads[k][i] : (double)((float *)f->grads[k])[i];
+      sum += x * x;
+      if (!(factor < 1)) continue;
+      if (k == DOUBLES) f->grads[k][i] *= factor;
+      else ((float *)f->grads[k])[i] *= (float)factor;
+    }
+  CHECK(fabs(sqrt(sum) - norm) <= 1e-12 * norm);
+}
+
+/* norm: what the data-parallel step has found, if it clips. */
+static void reference_step(reference *f, const plan *c, int step, int world, double norm) {
   element e;
   int k, r, n = 0;
   for (r = 0; r < world; r++)
@@ -136,7 +155,12 @@ static void reference_step(reference *f, const plan *c, int step, int world) {
       double sum = tree(c, &e, 0, n);
       set_number(p, p->grad, e.i, k == DOUBLES ? sum / n : (double)((float)sum / (float)n));
     }
-    if (used) CHECK_OK(cddp_optim_step(f->o[k]));
+    if (!used) memset(p->grad, 0, sizeof f->grads[k]);
+    f->used[k] = used;
+  }
+  if (c->clip > 0) reference_clip(f, c, norm);
+  for (k = 0; k < PARAMS; k++) {
+    if (f->used[k]) CHECK_OK(cddp_optim_step(f->o[k]));
     if (step == 4) /* the rate changes for all parameters */
       CHECK_OK(cddp_optim_set_lr(f->o[k], cddp_optim_lr(f->o[k]) * 0.5));
   }
@@ -174,6 +198,7 @@ static bool model_open(model *m, cddp_group *g, const plan *c) {
   }
   d.find_unused_parameters = c->unused;
   d.shards = c->shards;
+  d.max_grad_norm = c->clip;
   CHECK_OK(cddp_ddp_create(&m->ddp, g, m->p, PARAMS, &d));
   if (m->ddp == NULL) return false;
   m->o = make(c, m->p, 0, PARAMS, m->ddp, c->copies ? m->copies : NULL);
@@ -209,14 +234,20 @@ static void backward(model *m, const plan *c, int step) {
   else while (cddp_ddp_next_shard(m->ddp, &shard)) shard_backward(m, c, step, shard);
 }
 
-static void take_step(model *m, const plan *c, int step) {
+static double take_step(model *m, const plan *c, int step) { /* the norm, if it clips */
+  double norm = 0, again = 0;
   if (c->mode == 0 || (c->mode == 1 && step % 2 == 0)) {
     CHECK_OK(cddp_ddp_step(m->ddp, m->o));
-    return;
+    if (c->clip > 0) CHECK_OK(cddp_ddp_grad_norm(m->ddp, &norm));
+    return norm;
   }
   CHECK_OK(cddp_ddp_wait(m->ddp));
+  if (c->clip > 0) CHECK_OK(cddp_ddp_clip_grad_norm(m->ddp, c->clip, &norm));
+  if (c->clip > 0) CHECK_OK(cddp_ddp_grad_norm(m->ddp, &again));
+  CHECK(again == norm);
   CHECK_OK(cddp_optim_step(m->o));
   CHECK_OK(cddp_optim_zero_grad(m->o));
+  return norm;
 }
 
 static void compare(const model *m, const reference *f, const plan *c, int step) {
@@ -238,6 +269,7 @@ static int run_plan(cddp_group *g, void *arg) {
   reference *f = (reference *)calloc(1, sizeof *f);
   int before = test_failures, step, mine = steps_of(c, cddp_rank(g));
   int world = c->shards > 0 ? c->shards : cddp_world_size(g);
+  double norm;
   cddp_checkpoint_desc all;
   model m;
   CHECK(f != NULL);
@@ -245,14 +277,17 @@ static int run_plan(cddp_group *g, void *arg) {
   if (f != NULL && model_open(&m, g, c)) {
     all.optim = m.o;
     reference_open(f, c);
-    for (step = 0; step < c->first; step++) reference_step(f, c, step, world);
+    for (step = 0; step < c->first; step++) reference_step(f, c, step, world, 0);
     if (c->load != NULL) CHECK_OK(cddp_load(g, c->load, m.p, PARAMS, &all));
     if (c->load != NULL) compare(&m, f, c, -1);
     for (step = c->first; step < c->steps && test_failures == before; step++) {
-      reference_step(f, c, step, world);
-      if (step >= mine) continue;
+      if (step >= mine) {
+        reference_step(f, c, step, world, 0);
+        continue;
+      }
       backward(&m, c, step);
-      take_step(&m, c, step);
+      norm = take_step(&m, c, step);
+      reference_step(f, c, step, world, norm);
       compare(&m, f, c, step);
       if (step == 4) CHECK_OK(cddp_optim_set_lr(m.o, cddp_optim_lr(m.o) * 0.5));
     }
@@ -262,7 +297,7 @@ static int run_plan(cddp_group *g, void *arg) {
       plan even = *c;
       even.uneven = false;
       even.steps++;
-      reference_step(f, &even, c->steps, world);
+      reference_step(f, &even, c->steps, world, 0);
       backward(&m, &even, c->steps);
       take_step(&m, &even, c->steps);
       compare(&m, f, &even, c->steps);
@@ -358,6 +393,10 @@ static void test_hosts(void) {
       c.amsgrad = h == 1;
       setenv("TEST_HOSTS", hosts[h], 1);
       run_on(&c, 2 + h, false);
+      c.uneven = false;
+      c.clip = 3;
+      c.shards = h == 1 ? 5 : 0;
+      run_on(&c, 2 + h, false);
       unsetenv("TEST_HOSTS");
     }
 }
@@ -446,43 +485,105 @@ static void test_damaged(void) {
   CHECK_EQ(rmdir(folder), 0);
 }
 
-/* Clipping between wait and step. */
-static int run_clip(cddp_group *g, void *arg) {
-  float w[2][4] = {{1, 2, 3, 4}, {1, 2, 3, 4}}, own[4];
-  cddp_param p = {"w", w[0], NULL, 4, CDDP_F32}, q = {"w", w[1], own, 4, CDDP_F32};
-  cddp_adamw_desc d;
-  cddp_ddp *ddp;
-  cddp_optim *a, *b;
-  double norm;
-  int step, i;
-  (void)arg;
-  memset(&d, 0, sizeof d);
-  d.lr = 0.1;
-  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, NULL));
-  CHECK_OK(cddp_adamw_create(&a, &p, 1, &d));
-  CHECK_OK(cddp_adamw_create(&b, &q, 1, &d));
-  for (step = 0; step < 5; step++) {
-    float factor = (float)(1.0 / (5.0 * (step + 1) + 1e-6));
-    for (i = 0; i < 4; i++) {
-      ((float *)p.grad)[i] = i < 2 ? (float)(3 + i) * (float)(step + 1) : 0; /* norm 5, 10, .. */
-      own[i] = ((float *)p.grad)[i] * factor;
+/* Clipping, in one pass or between wait and step: the same bits, and with shards on any number of
+   ranks. */
+static void test_clip(void) {
+  int n, k;
+  for (n = 1; n <= 4; n++)
+    for (k = 0; k < (RANKS_SLOW ? 2 : 6); k++) {
+      plan c;
+      memset(&c, 0, sizeof c);
+      c.clip = k == 5 ? INFINITY : 3; /* above some steps' norms */
+      c.mode = k % 3;
+      c.memory = (n + k) % 3;
+      c.shards = k % 2 == 0 ? 4 + n % 2 : 0;
+      c.sgd = k == 3;
+      c.unused = k == 1 || k == 5;
+      c.groups = c.copies = k % 2 == 1;
+      c.maximize = k == 4;
+      run_on(&c, n, n == 3);
     }
-    CHECK_OK(cddp_ddp_ready(ddp, 0));
-    CHECK_OK(cddp_ddp_wait(ddp));
-    CHECK_OK(cddp_ddp_clip_grad_norm(ddp, 1.0, &norm));
-    CHECK(norm == 5.0 * (step + 1));
-    CHECK_OK(cddp_optim_step(a));
-    CHECK_OK(cddp_optim_zero_grad(a));
-    CHECK_OK(cddp_optim_step(b));
-    CHECK(memcmp(w[0], w[1], sizeof w[0]) == 0);
+}
+
+/* The norm has the same bits on any number of ranks, also in a tensor that is cut between them. */
+static double norms[8];
+static int run_norm(cddp_group *g, void *arg) {
+  static const cddp_dtype dtypes[2] = {CDDP_F32, CDDP_BF16};
+  enum { N = 40000 };
+  int k, shard, which = *(int *)arg;
+  cddp_param p[2];
+  cddp_ddp_desc d;
+  cddp_sgd_desc o;
+  cddp_ddp *ddp;
+  cddp_optim *sgd;
+  double norm;
+  size_t i;
+  memset(&d, 0, sizeof d);
+  memset(&o, 0, sizeof o);
+  memset(p, 0, sizeof p);
+  for (k = 0; k < 2; k++) {
+    p[k].count = N + (size_t)k;
+    p[k].dtype = dtypes[k];
+    p[k].data = calloc(N + 1, 4);
   }
-  cddp_optim_destroy(b);
-  cddp_optim_destroy(a);
+  d.shards = 4;
+  d.max_grad_norm = which == 0 ? 1 : INFINITY;
+  o.lr = 1;
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, &d));
+  CHECK_OK(cddp_sgd_create(&sgd, p, 2, &o));
+  CHECK_IS(cddp_ddp_grad_norm(ddp, &norm), CDDP_INVALID_ARGUMENT); /* none yet */
+  while (cddp_ddp_next_shard(ddp, &shard))
+    for (k = 0; k < 2; k++) {
+      for (i = 0; i < p[k].count; i++) {
+        float x = (float)gradient_of(shard, 0, k, i);
+        if (k == 0) ((float *)p[k].grad)[i] = x;
+        else ((uint16_t *)p[k].grad)[i] = (uint16_t)(0x3e00 + (i * 7 + (size_t)shard) % 0x180);
+      }
+      CHECK_OK(cddp_ddp_ready(ddp, k));
+    }
+  CHECK_OK(cddp_ddp_step(ddp, sgd));
+  CHECK_OK(cddp_ddp_grad_norm(ddp, &norm));
+  CHECK(norm > 0);
+  if (cddp_rank(g) == 0) norms[cddp_world_size(g)] = norm;
+  if (which == 0) { /* all of it clipped: w = -g, of norm 1 */
+    double sum = 0;
+    for (i = 0; i < N; i++) sum += ((float *)p[0].data)[i] * ((float *)p[0].data)[i];
+    CHECK(sum > 0.01 && sum < 1);
+  }
+  cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
+  for (k = 0; k < 2; k++) free(p[k].data);
   return test_failures != 0;
 }
 
-static void test_clip(void) { CHECK_OK(ranks_run(run_clip, NULL, 2, false)); }
+static void test_norm(void) {
+  int n, which;
+  for (which = 0; which < 2; which++)
+    for (n = 1; n <= 4; n++) {
+      CHECK_OK(ranks_run(run_norm, &which, n, true)); /* threads: they share norms */
+      CHECK(norms[n] == norms[1]);
+    }
+}
+
+/* Ranks with other limits, and limits that are none. */
+static int run_clip_refused(cddp_group *g, void *arg) {
+  float w[2] = {0, 0};
+  cddp_param p = {"w", w, NULL, 2, CDDP_F32};
+  cddp_ddp_desc d;
+  cddp_ddp *ddp;
+  (void)arg;
+  memset(&d, 0, sizeof d);
+  d.max_grad_norm = 1 + cddp_rank(g);
+  CHECK_IS(cddp_ddp_create(&ddp, g, &p, 1, &d), CDDP_MISMATCH);
+  CHECK(strstr(cddp_error(), "max_grad_norm") != NULL);
+  d.max_grad_norm = -1;
+  CHECK_IS(cddp_ddp_create(&ddp, g, &p, 1, &d), CDDP_INVALID_ARGUMENT);
+  d.max_grad_norm = NAN;
+  CHECK_IS(cddp_ddp_create(&ddp, g, &p, 1, &d), CDDP_INVALID_ARGUMENT);
+  return test_failures != 0;
+}
+
+static void test_clip_refused(void) { CHECK_OK(ranks_run(run_clip_refused, NULL, 2, false)); }
 
 /* Gradients that are rows are refused, in a sentence; other settings on another rank are, too. */
 static int run_refused(cddp_group *g, void *arg) {
@@ -539,6 +640,8 @@ int main(void) {
   RUN(test_resume);
   RUN(test_damaged);
   RUN(test_clip);
+  RUN(test_norm);
+  RUN(test_clip_refused);
   RUN(test_refused);
   return TEST_END();
 }
