@@ -168,8 +168,12 @@ typedef enum cddp_dtype {
 } cddp_dtype;
 
 /* Reductions. AVG is the sum divided by the world size (integers: truncated towards zero). Integer
-   sums and products wrap around. MIN and MAX give NaN when any input is NaN, as PyTorch's do. */
-typedef enum cddp_op { CDDP_SUM, CDDP_AVG, CDDP_PROD, CDDP_MIN, CDDP_MAX } cddp_op;
+   sums and products wrap around. MIN and MAX give NaN when any input is NaN, as PyTorch's do. BAND,
+   BOR and BXOR are bitwise and, or and exclusive or of integers: CDDP_INVALID_ARGUMENT for floats,
+   CDDP_UNSUPPORTED with NCCL, which has none (as in PyTorch). */
+typedef enum cddp_op {
+  CDDP_SUM, CDDP_AVG, CDDP_PROD, CDDP_MIN, CDDP_MAX, CDDP_BAND, CDDP_BOR, CDDP_BXOR
+} cddp_op;
 
 CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype); /* bytes of an element; 0 if it is no dtype */
 
@@ -510,6 +514,16 @@ CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
                               int tag, cddp_work **work);
+/* The peer of a cddp_recv that takes the message of any rank; ranks take turns, and what one sends
+   keeps its order. Receives for one tag are served in the order of their calls, those from any rank
+   among them. CDDP_PEER_LOST when a rank has died, or all others have left. (It is not -1: a rank
+   that was looked up and not found stays an error.) CDDP_UNSUPPORTED for memory that NCCL receives
+   into. Like recv(tensor) without src. */
+#define CDDP_ANY INT32_MIN
+/* The rank whose message this thread's last cddp_recv, or cddp_wait or _wait_for of one, received,
+   in that call's group; -1: none yet. Not of what NCCL receives. Like the value of recv, and
+   Work._source_rank. */
+CDDPDEF int cddp_source(void);
 
 /* Waits for w and frees it; returns the operation's own result. Handles may be waited for in any
    order and by any thread, one thread for each. A collective that has not begun runs on this
@@ -524,7 +538,7 @@ CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Gives up a cddp_recv whose message has not come, and frees w: its buffer is the caller's again,
    the group goes on, and the message, if it comes, is the next recv's. CDDP_UNSUPPORTED leaves w
    valid: its message has come already (cddp_wait returns at once), or it is a send, a collective or
-   on a device; those end by the other ranks, the group's timeout_s, or cddp_destroy of a rank.
+   with NCCL; those end by the other ranks, the group's timeout_s, or cddp_destroy of a rank.
    Never blocks. Any thread, but none may be waiting for w. Like MPI_Cancel with MPI_Wait. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether w has ended (well or not). Never blocks; w still needs cddp_wait. */
@@ -978,7 +992,7 @@ typedef struct cddp_record {
   int64_t ended;     /* 0: not yet */
   char what[16];     /* "all_reduce", "send", "ddp_wait", "bucket", ... with a NUL */
   int32_t dtype, op; /* cddp_dtype and cddp_op, -1: none */
-  int32_t root;      /* or the peer of a send or recv; -1: none */
+  int32_t root;      /* or the peer of a send or recv; -1: none (yet: CDDP_ANY) */
   int32_t result;    /* cddp_result, valid when ended */
   int32_t engine;    /* 1: on cddp's own thread, 0: on a caller's */
   int32_t tag;       /* of a send or recv */
@@ -1501,20 +1515,9 @@ typedef struct cddp__optim_backend {
   cddp_result (*copy)(cddp_optim *s); /* all copies from data */
 } cddp__optim_backend;
 
-/* A recv that waits for its message. In its group's list, in order of posting; p2p_lock. */
-typedef struct cddp__recv_request {
-  struct cddp__recv_request *next;
-  void *buf;
-  size_t count;
-  cddp_dtype dtype;
-  int peer, tag;
-  bool done;
-  cddp_result result; /* valid when done */
-  char *text;         /* [CDDP__ERROR_MAX], of its work */
-} cddp__recv_request;
-
 /* An operation in flight. Collectives: in the queue of their group's engine, guarded by
-   engine.lock. Sends: waits until the message is taken. Receives: in the group's list. */
+   engine.lock. Sends: waits until the message is taken. Receives: in the group's list, in order of
+   posting; p2p_lock. */
 struct cddp_work {
   struct cddp_work *next;
   cddp_group *group;
@@ -1523,13 +1526,12 @@ struct cddp_work {
   void *context; /* for run; through the host: where the result goes on the device */
   cddp__site site;
   uint64_t record; /* number of its record */
-  bool done;     /* guarded by engine.lock */
+  bool done;     /* engine.lock; a receive's: p2p_lock */
   bool anywhere; /* whoever waits may run it; false: the engine's thread alone */
   uint32_t tick; /* of the engine when it was pushed */
   cddp_result result;
-  int send;                /* send: index of its request; -1: none, or the message was copied */
-  cddp__recv_request recv; /* recv */
-  bool is_recv;
+  int send; /* send: index of its request; -1: none, or the message was copied */
+  int from; /* receive: whose message it has; of CDDP_ANY, until it is done, might have; p2p_lock */
   const cddp__backend *backend; /* on a device: waited for there; NULL: none of the next two */
   void *event;                  /* recorded behind the operation; NULL: not yet issued */
   void *stage;                  /* through the host: its memory there */
@@ -1583,7 +1585,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   pthread_mutex_t fail_lock; /* guards the slot's failure too */
   cddp__engine engine;
   pthread_mutex_t p2p_lock; /* guards receives and posting of sends */
-  cddp__recv_request *recvs; /* oldest first */
+  cddp_work *recvs;          /* oldest first; p2p_lock, as are the next two */
+  int next_any;              /* whom a receive from any rank asks first: those take turns */
   uint64_t send_number;
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own; NULL: not made yet */
   bool internal;     /* belongs to a cddp_ddp, whose peers know its memory once and for all */
@@ -1980,7 +1983,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool alw
                                     bool *posted);
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
 static void cddp__hosts_serve(cddp_group *g);
-static void cddp__hosts_match(cddp_group *g, cddp__recv_request *q);
+static void cddp__hosts_match(cddp_group *g, cddp_work *q);
 static void cddp__hosts_poll(cddp_group *g, int peer);
 
 /* >>collectives: what does not fit into a round, in shared memory. */
@@ -5295,7 +5298,7 @@ typedef struct cddp__kernels {
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
   /* every buffer = the canonical sum of all k, 2, 4 or 8, times f. F32, F64, BF16 */
   void (*all)(void *const *bufs, int k, size_t n, double f);
-  /* d = a op b: PROD, MIN, MAX, for integers SUM. Not F16, BF16 */
+  /* d = a op b: PROD, MIN, MAX; for integers all but AVG. Not F16, BF16 */
   void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op);
   /* d = d * f or d / f; integers are always divided, truncated. Not F16, BF16 */
   void (*scale)(void *d, size_t n, double f, bool divide);
@@ -5412,17 +5415,32 @@ typedef struct cddp__kernels {
 #define CDDP__EACH_PICK(T, before) \
   CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((x before y) | (x != x)) ? x : y)
 
-/* U: T unsigned, since sums and products of integers wrap around; floats never come to SUM here */
-#define CDDP__PAIR_KERNEL(ISA, TARGET, T, S, U)                                                 \
+#define CDDP__PAIR_KERNEL(ISA, TARGET, T, S)                                                    \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
                                             cddp_op op) {                                       \
     CDDP__STRICT_FP                                                                             \
     T *d = (T *)dst;                                                                            \
     const T *a = (const T *)p, *b = (const T *)q;                                               \
-    if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i]));                          \
+    if (op == CDDP_PROD) CDDP__EACH(d[i] = a[i] * b[i]);                                        \
     else if (op == CDDP_MIN) CDDP__EACH_PICK(T, <);                                             \
-    else if (op == CDDP_MAX) CDDP__EACH_PICK(T, >);                                             \
-    else CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i]));                                          \
+    else CDDP__EACH_PICK(T, >);                                                                 \
+  }
+
+/* U: T unsigned, since sums and products of integers wrap around. MAX is MIN of the complements,
+   and BOR is BAND of them. */
+#define CDDP__BITS_KERNEL(ISA, TARGET, T, S, U)                                                 \
+  TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
+                                            cddp_op op) {                                       \
+    T *d = (T *)dst, flip = (T)(op == CDDP_MAX || op == CDDP_BOR ? -1 : 0);                     \
+    const T *a = (const T *)p, *b = (const T *)q;                                               \
+    if (op == CDDP_SUM) CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i]));                           \
+    else if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i]));                     \
+    else if (op == CDDP_BXOR) CDDP__EACH(d[i] = (T)(a[i] ^ b[i]));                              \
+    else if (op == CDDP_BAND || op == CDDP_BOR)                                                 \
+      CDDP__EACH(d[i] = (T)(((a[i] ^ flip) & (b[i] ^ flip)) ^ flip));                           \
+    else                                                                                        \
+      CDDP__EACH(T x = (T)(a[i] ^ flip); T y = (T)(b[i] ^ flip);                                \
+                 d[i] = (T)((x < y ? x : y) ^ flip));                                           \
   }
 
 /* An integer divisor is at most CDDP__MAX_RANKS. Processors divide no vectors of integers. */
@@ -5534,12 +5552,12 @@ typedef struct cddp__kernels {
   CDDP__ADAMW_KERNEL(ISA, TARGET, cddp__f64, f64, double, __builtin_fma, sqrt)                  \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32)                                             \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64)                                             \
-  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32, float)                                         \
-  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64, double)                                        \
-  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t)                                         \
-  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__u8, u8, uint8_t)                                         \
-  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__i32, i32, uint32_t)                                      \
-  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__i64, i64, uint64_t)                                      \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32)                                                \
+  CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64)                                                \
+  CDDP__BITS_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t)                                         \
+  CDDP__BITS_KERNEL(ISA, TARGET, cddp__u8, u8, uint8_t)                                         \
+  CDDP__BITS_KERNEL(ISA, TARGET, cddp__i32, i32, uint32_t)                                      \
+  CDDP__BITS_KERNEL(ISA, TARGET, cddp__i64, i64, uint64_t)                                      \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 CDDP__DIVIDE_KERNEL(cddp__i8, i8)
 CDDP__DIVIDE_KERNEL(cddp__u8, u8)
@@ -6205,7 +6223,8 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
 
 static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
                                                 "i8",  "u8",  "i32", "i64"};
-static const char *const cddp__op_names[] = {"sum", "avg", "prod", "min", "max"};
+static const char *const cddp__op_names[] = {"sum", "avg",  "prod", "min",
+                                             "max", "band", "bor",  "bxor"};
 
 static uint32_t cddp__call_code(const cddp__call *c, uint32_t phase) {
   return (uint32_t)c->kind | (uint32_t)c->dtype << 8 | (uint32_t)c->op << 16 | (phase << 24);
@@ -6213,7 +6232,7 @@ static uint32_t cddp__call_code(const cddp__call *c, uint32_t phase) {
 
 static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t count, int root) {
   uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
-  bool known = kind < CDDP__KIND_COUNT && dtype <= CDDP_I64 && op <= CDDP_MAX;
+  bool known = kind < CDDP__KIND_COUNT && dtype <= CDDP_I64 && op <= CDDP_BXOR;
   snprintf(out, n, "%s", known ? cddp__shapes[kind].name : "an unknown call");
   if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(out, n, " %" PRIu64, count);
   if (!known || kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return;
@@ -8824,11 +8843,11 @@ static cddp_result cddp__try_post(cddp_group *g, const cddp__call *c, bool alway
   return r;
 }
 
-/* The oldest send from q->peer to this rank with q's tag, or NULL. One look may come upon a send
+/* The oldest send from q->from to this rank with q's tag, or NULL. One look may come upon a send
    and have passed by the place of an older one, posted there behind its back just before. Whatever
    is older than a send that has been seen is there for a second look. */
-static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp__recv_request *q) {
-  cddp__slot *slot = cddp__slot_of(g, q->peer);
+static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q) {
+  cddp__slot *slot = cddp__slot_of(g, q->from);
   uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
   cddp__send_request *best = NULL;
   int block;
@@ -8837,7 +8856,8 @@ static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp__recv_r
     cddp__send_request *p;
     if (block > 0 && cddp__locate(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
     for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
-      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) || p->tag != q->tag) continue;
+      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) || p->tag != q->call.tag)
+        continue;
       if (best == NULL || p->number < best->number) best = p;
     }
     left -= left < n ? left : n;
@@ -8845,28 +8865,29 @@ static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp__recv_r
   return best;
 }
 
-static void cddp__complete_recv(cddp__recv_request *q, cddp_result r) {
+static void cddp__complete_recv(cddp_work *q, cddp_result r) {
   q->result = r;
-  if (r != CDDP_OK) snprintf(q->text, CDDP__ERROR_MAX, "%s", cddp__error_text);
+  snprintf(q->text, sizeof q->text, "%s", r != CDDP_OK ? cddp__error_text : "");
   q->done = true;
 }
 
 /* Whether a message of that count and dtype is what the recv asks for; if not, the ranks disagree
    and the recv has failed. */
-static bool cddp__recv_fits(cddp_group *g, cddp__recv_request *q, uint64_t count, uint32_t dtype) {
-  if (count == q->count && dtype == (uint32_t)q->dtype) return true;
+static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_t dtype) {
+  const cddp__call *c = &q->call;
+  if (count == c->count && dtype == c->dtype) return true;
   cddp__fail(CDDP_MISMATCH,
              "ranks disagree: rank %d sent count %" PRIu64
              " %s with tag %d, rank %d receives count %zu %s",
-             q->peer, count, cddp__dtype_names[dtype & 7], q->tag, g->rank, q->count,
-             cddp__dtype_names[q->dtype]);
+             q->from, count, cddp__dtype_names[dtype & 7], c->tag, g->rank, c->count,
+             cddp__dtype_names[c->dtype]);
   cddp__complete_recv(q, cddp__break(g, CDDP_MISMATCH));
   return false;
 }
 
 /* Copies the message of a matching send, or refuses it; leaves it alone if its sender has just
    withdrawn it. p2p_lock held. */
-static void cddp__take_send(cddp_group *g, cddp__recv_request *q, cddp__send_request *p) {
+static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
   void *from = NULL;
   cddp_result r;
   if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__TAKEN_BY(g->rank))) return;
@@ -8875,29 +8896,42 @@ static void cddp__take_send(cddp_group *g, cddp__recv_request *q, cddp__send_req
   } else {
     CDDP__POINT("take");
     r = cddp__locate(g->host, &p->ref, &from);
-    if (r == CDDP_OK && q->count > 0) memcpy(q->buf, from, q->count * cddp__dtype_size(q->dtype));
+    if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
     if (r == CDDP_OK) r = cddp__check_group(g); /* or the sender may have taken its buffer back */
     cddp__complete_recv(q, r == CDDP_OK ? r : cddp__break(g, r));
     cddp__store32(&p->state, CDDP__SEND_DONE);
   }
   CDDP__POINT("taken");
-  cddp__notify(g, q->peer);
+  cddp__notify(g, q->from);
 }
 
-/* Serves receives whose message has come, oldest first for each peer and tag. p2p_lock held. */
+/* Whether an older receive has a claim to what comes from q->from with q's tag. p2p_lock held. */
+static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
+  const cddp_work *w;
+  for (w = g->recvs; w != q; w = w->next)
+    if (!w->done && w->call.tag == q->call.tag &&
+        (w->call.root == q->from || w->call.root == CDDP_ANY))
+      return true;
+  return false;
+}
+
+/* Serves receives whose message has come, the oldest first. p2p_lock held. */
 static void cddp__serve_recvs(cddp_group *g) {
-  cddp__recv_request *q, *before;
+  cddp_work *q;
+  int i;
   if (g->hosts != NULL) cddp__hosts_serve(g);
   for (q = g->recvs; q != NULL; q = q->next) {
-    cddp__send_request *p;
-    if (q->done) continue;
-    for (before = g->recvs; before != q; before = before->next)
-      if (!before->done && before->peer == q->peer && before->tag == q->tag) break;
-    if (before != q) continue;
-    if (g->members[q->peer] < 0)
-      cddp__hosts_match(g, q);
-    else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
-      cddp__take_send(g, q, p); /* the oldest, see there */
+    bool any = q->call.root == CDDP_ANY;
+    for (i = 0; !q->done && i < (any ? g->size : 1); i++) {
+      cddp__send_request *p;
+      q->from = any ? (g->next_any + i) % g->size : q->call.root;
+      if (cddp__is_claimed(g, q)) continue;
+      if (g->members[q->from] < 0)
+        cddp__hosts_match(g, q);
+      else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
+        cddp__take_send(g, q, p); /* the oldest, see there */
+      if (any && q->done) g->next_any = q->from + 1;
+    }
   }
 }
 
@@ -8907,8 +8941,8 @@ static void cddp__serve_idle(cddp_group *g) {
   pthread_mutex_unlock(&g->p2p_lock);
 }
 
-static void cddp__post_recv(cddp_group *g, cddp__recv_request *q) {
-  cddp__recv_request **at = &g->recvs;
+static void cddp__post_recv(cddp_group *g, cddp_work *q) {
+  cddp_work **at = &g->recvs;
   int cancel; /* no thread is cancelled while it holds a lock */
   q->next = NULL;
   pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
@@ -8922,7 +8956,7 @@ static void cddp__post_recv(cddp_group *g, cddp__recv_request *q) {
 
 /* What a thread waits for: a receive (q), a send (its index), or room for one more (-1). */
 typedef struct cddp__p2p {
-  const cddp__recv_request *q;
+  const cddp_work *q;
   int send, peer, tag;
   size_t bytes;
 } cddp__p2p;
@@ -8943,25 +8977,51 @@ static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
   return ready;
 }
 
+/* Whether a rank that is gone has left in good order. */
+static bool cddp__rank_left(const cddp_group *g, int rank) {
+  if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
+  return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
+}
+
+/* The rank for which it is of no use to wait any longer; -1: none. From any rank: one that died, or
+   the last one that left. */
+static int cddp__gone_peer(const cddp_group *g, const cddp__p2p *m) {
+  int p, gone = -1, n = 1;
+  if (m->peer != CDDP_ANY)
+    return m->peer != g->rank && cddp__rank_gone(g, m->peer) ? m->peer : -1;
+  for (p = 0; p < g->size; p++) {
+    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
+    if (!cddp__rank_left(g, p)) return p;
+    gone = p;
+    n++;
+  }
+  return n == g->size ? gone : -1;
+}
+
 /* Breaks the group if the peer of a send or recv is gone. */
 static cddp_result cddp__check_peer(cddp_group *g, const cddp__p2p *m) {
   char doing[64];
-  if (m->peer == g->rank || !cddp__rank_gone(g, m->peer)) return CDDP_OK;
-  snprintf(doing, sizeof doing, "%s it, tag %d", m->q != NULL ? "recv from" : "send to", m->tag);
-  return cddp__report_lost(g, m->peer, doing);
+  int gone = cddp__gone_peer(g, m);
+  if (gone < 0) return CDDP_OK;
+  snprintf(doing, sizeof doing, "%s, tag %d",
+           m->q == NULL            ? "send to it"
+           : m->peer == CDDP_ANY ? "recv from any rank"
+                                   : "recv from it",
+           m->tag);
+  return cddp__report_lost(g, gone, doing);
 }
 
 /* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
    else is told. */
 static cddp_result cddp__p2p_late(cddp_group *g, const cddp__p2p *m, double limit) {
   const char *what = m->q != NULL ? "recv from" : "send to";
-  char who[160], where[CDDP__WHERE_MAX + 64] = "";
-  cddp__name_rank(g, m->peer, who, sizeof who);
+  char who[160] = "any rank", where[CDDP__WHERE_MAX + 64] = "";
+  if (m->peer != CDDP_ANY) cddp__name_rank(g, m->peer, who, sizeof who);
   if (limit >= 0)
     return cddp__fail(CDDP_TIMEOUT,
                       "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
                       limit, what, who, m->tag, g->rank);
-  cddp__describe_wait(g, m->peer, where, sizeof where);
+  if (m->peer != CDDP_ANY) cddp__describe_wait(g, m->peer, where, sizeof where);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
              g->timeout_s, what, who, m->tag, g->rank, where);
@@ -8983,7 +9043,7 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
     if (cddp__wait_yields(&w)) continue;
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
-    if (cddp__rank_gone(g, m->peer) && !cddp__p2p_ready(g, m)) r = cddp__check_peer(g, m);
+    if (cddp__gone_peer(g, m) >= 0 && !cddp__p2p_ready(g, m)) r = cddp__check_peer(g, m);
     if (r == CDDP_OK && w.late) r = cddp__p2p_late(g, m, limit);
     if (r != CDDP_OK) break;
     if (m->q != NULL) { /* no lock is held */
@@ -9045,26 +9105,36 @@ static cddp_result cddp__finish_send(cddp_group *g, int send, double limit) {
   return r;
 }
 
-/* Takes a receive out of the list; false: its message has come, or it has failed. */
-static bool cddp__give_up_recv(cddp_group *g, cddp__recv_request *q, bool done_too) {
-  cddp__recv_request **at = &g->recvs;
-  bool done;
-  pthread_mutex_lock(&g->p2p_lock);
-  done = q->done;
-  while (*at != NULL && *at != q) at = &(*at)->next;
-  if (*at != NULL && (!done || done_too)) *at = q->next;
-  pthread_mutex_unlock(&g->p2p_lock);
-  return !done;
+/* Gives up a receive, which then ends at once; false: its message has come, or it has failed. */
+static bool cddp__close_recv(cddp_work *q) {
+  bool open;
+  pthread_mutex_lock(&q->group->p2p_lock);
+  if ((open = !q->done)) q->result = CDDP_ABORTED;
+  q->done = true;
+  pthread_mutex_unlock(&q->group->p2p_lock);
+  return open;
 }
 
-static cddp_result cddp__finish_recv(cddp_group *g, cddp__recv_request *q, double limit) {
-  cddp__p2p m = {q, -1, q->peer, q->tag, 0};
+/* The rank whose message this thread received last; -1: none yet. */
+static __thread int cddp__last_source = -1;
+
+static cddp_result cddp__finish_recv(cddp_group *g, cddp_work *q, double limit) {
+  cddp__p2p m = {q, -1, q->call.root, q->call.tag, 0};
+  cddp_work **at = &g->recvs;
   cddp_result r = cddp__p2p_wait(g, &m, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
-  cddp__give_up_recv(g, q, true);
-  if (r != CDDP_OK) return r;
-  return q->result == CDDP_OK ? CDDP_OK : cddp__fail(q->result, "%s", q->text);
+  pthread_mutex_lock(&g->p2p_lock);
+  while (*at != q) at = &(*at)->next;
+  *at = q->next;
+  pthread_mutex_unlock(&g->p2p_lock);
+  if (r == CDDP_OK && q->result == CDDP_OK) {
+    cddp__last_source = q->from;
+    if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
+  }
+  if (r != CDDP_OK || q->result == CDDP_OK || q->text[0] == 0) return r != CDDP_OK ? r : q->result;
+  return cddp__fail(q->result, "%s", q->text);
 }
+
 /* >>hosts --------------------------------------------------------------------------------------
    Rounds and collectives of groups whose ranks are on several hosts.
    Job: carry the headers of a round, the bytes of collectives and messages, and failures, from host
@@ -9281,16 +9351,16 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool alw
 }
 
 /* Gives the oldest message that fits, if there is one, to a recv. p2p_lock held. */
-static void cddp__hosts_match(cddp_group *g, cddp__recv_request *q) {
+static void cddp__hosts_match(cddp_group *g, cddp_work *q) {
   cddp__mailbox *b = &g->hosts->mailbox;
   cddp__message **at = &b->first, *m;
-  while ((m = *at) != NULL && (m->tag != q->tag || m->from != q->peer)) at = &m->next;
+  while ((m = *at) != NULL && (m->tag != q->call.tag || m->from != q->from)) at = &m->next;
   if (m == NULL) return;
   *at = m->next;
   if (m->next == NULL) b->end = at;
   b->bytes -= m->size;
   if (cddp__recv_fits(g, q, m->count, m->dtype)) {
-    if (m->size > 0) memcpy(q->buf, m + 1, m->size);
+    if (m->size > 0) memcpy(q->call.recv, m + 1, m->size);
     cddp__complete_recv(q, CDDP_OK);
   }
   cddp__free(&g->hosts->net->allocator, m);
@@ -9298,9 +9368,9 @@ static void cddp__hosts_match(cddp_group *g, cddp__recv_request *q) {
 
 /* Whether a recv from that rank waits that no message fits yet. p2p_lock held. */
 static bool cddp__p2p_wanted(const cddp_group *g, int rank) {
-  const cddp__recv_request *q;
+  const cddp_work *q;
   for (q = g->recvs; q != NULL; q = q->next)
-    if (!q->done && q->peer == rank) return true;
+    if (!q->done && (q->call.root == rank || q->call.root == CDDP_ANY)) return true;
   return false;
 }
 
@@ -9326,20 +9396,23 @@ static void cddp__hosts_serve(cddp_group *g) {
 }
 
 /* Sleeps until there may be news for a thread that waits for a message from or to peer: a few ms at
-   most. The connection to the peer, made if need be, ends when that rank does. */
+   most. The connection to the peer (CDDP_ANY: to each), made if need be, ends when that rank
+   does. */
 static void cddp__hosts_poll(cddp_group *g, int peer) {
   cddp__hosts *x = g->hosts;
   struct pollfd fds[4];
   cddp__link *l;
-  bool remote = g->members[peer] < 0;
-  int n = 1;
+  bool any = peer == CDDP_ANY, remote = !any && g->members[peer] < 0;
+  int n = 1, p;
   fds[0].fd = cddp__load32(&x->net->deaf) != 0 ? -1 : x->net->listener;
   fds[0].events = POLLIN;
   pthread_mutex_lock(&g->p2p_lock);
-  if (remote && (l = cddp__p2p_link(g, peer)) != NULL) cddp__link_answered(l);
+  for (p = 0; p < g->size; p++)
+    if ((any || p == peer) && g->members[p] < 0 && (l = cddp__p2p_link(g, p)) != NULL)
+      cddp__link_answered(l);
   for (l = x->links; l != NULL && n < 4; l = l->next) {
     bool out = l->state == CDDP__LINK_GREETING || cddp__buffer_size(&l->out) > 0;
-    if (l->state == CDDP__LINK_DEAD || (l->rank != peer && !out)) continue;
+    if (l->state == CDDP__LINK_DEAD || (l->rank != peer && !any && !out)) continue;
     fds[n].fd = l->fd;
     fds[n].events = POLLIN;
     if (out && l->state != CDDP__LINK_PROVING) fds[n].events = POLLIN | POLLOUT;
@@ -10379,7 +10452,8 @@ static MPI_Datatype cddp__mpi_type(int dtype) { /* f16 and bf16: as bits */
 /* Reduces n elements of send into recv: everybody's (root -1) or root's; send may be recv. */
 static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const void *send,
                                     void *recv, size_t n, int root) {
-  const MPI_Op ops[] = {MPI_SUM, MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX};
+  const MPI_Op ops[] = {MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN,
+                        MPI_MAX, MPI_BAND, MPI_BOR,  MPI_BXOR};
   cddp_dtype dtype = (cddp_dtype)c->dtype;
   bool half = dtype == CDDP_F16 || dtype == CDDP_BF16, gets = root < 0 || root == g->rank;
   MPI_Datatype type = half ? MPI_FLOAT : cddp__mpi_type(dtype);
@@ -10570,7 +10644,7 @@ static cddp_work *cddp__work_new(cddp_group *g) {
   cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof *w);
   if (w == NULL) return NULL;
   memset(w, 0, offsetof(cddp_work, text));
-  w->recv.text = w->text;
+  w->text[0] = 0;
   w->group = g;
   w->send = -1;
   return w;
@@ -10727,8 +10801,8 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
       nap = nap < 1e-3 ? 2 * nap : nap;
     }
     if (ended) return w->backend->wait(w);
-  } else if (w->is_recv) {
-    r = cddp__finish_recv(g, &w->recv, limit);
+  } else if (w->call.kind == CDDP__KIND_RECV) {
+    r = cddp__finish_recv(g, w, limit);
   } else if (w->run == NULL) {
     r = cddp__finish_send(g, w->send, limit);
   } else if ((ended = cddp__engine_wait(&g->engine, w, deadline))) {
@@ -10737,20 +10811,16 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
   }
   if (!ended)
     return cddp__fail(CDDP_TIMEOUT, "cddp_wait_for: no end of %s on rank %d after %g s; it goes on",
-                      w->call.kind < CDDP__KIND_COUNT ? cddp__shapes[w->call.kind].name
-                                                      : "a send or receive",
-                      g->rank, limit);
+                      cddp__shapes[w->call.kind].name, g->rank, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (w->run == NULL) cddp__record_finish(g, w->record, r);
   cddp__free(&g->host->allocator, w);
   return r;
 }
 
-static void cddp__abandon_recv(void *work) { /* a thread that waited for it is cancelled */
-  cddp_work *w = (cddp_work *)work;
-  cddp__give_up_recv(w->group, &w->recv, true);
-  cddp__record_finish(w->group, w->record, CDDP_ABORTED);
-  cddp__free(&w->group->host->allocator, w);
+static void cddp__abandon_recv(void *work) { /* a thread that waits for it is cancelled */
+  (void)cddp__close_recv((cddp_work *)work);
+  (void)cddp__work_wait((cddp_work *)work, -1);
 }
 
 /* A function of its own, since the cleanup's setjmp may clobber its caller's variables. */
@@ -10765,7 +10835,6 @@ static cddp_result cddp__recv_now(cddp_work *w) {
 /* Sends or receives a message; work not NULL: begins to, and gives the handle. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   bool receives = c->kind == CDDP__KIND_RECV, taken = false;
-  cddp_dtype dtype = (cddp_dtype)c->dtype;
   cddp_work *w = NULL;
   uint64_t record;
   int send = -1;
@@ -10773,18 +10842,14 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
   if (r == CDDP_OK && g->backend != NULL) r = g->backend->message(g, c, work, &taken);
   if (r != CDDP_OK || taken) return r; /* taken: the buffer lies on a device */
   if ((receives || work != NULL) && (w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
-  record = cddp__record_new(g, receives ? "recv" : "send", c->count, c->dtype, -1, c->root);
+  record = cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype, -1,
+                            c->root == CDDP_ANY ? -1 : c->root);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = c->tag;
   cddp__record_start(g, record, 0);
+  if (w != NULL) w->call = *c;
   if (w != NULL) w->record = record;
   if (receives) {
-    w->is_recv = true;
-    w->recv.buf = c->recv;
-    w->recv.count = c->count;
-    w->recv.dtype = dtype;
-    w->recv.peer = c->root;
-    w->recv.tag = c->tag;
-    cddp__post_recv(g, &w->recv);
+    cddp__post_recv(g, w);
     if (work == NULL) return cddp__recv_now(w);
   } else {
     r = cddp__start_send(g, c, work != NULL, &send);
@@ -10803,14 +10868,15 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
 CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
   const char *why = "a message is sent or not, and a collective needs all ranks";
   CDDP__CHECK(w != NULL, "the work is NULL");
-  if (w->is_recv && w->backend == NULL) {
-    if (cddp__give_up_recv(w->group, &w->recv, false)) {
-      cddp__abandon_recv(w);
+  if (w->call.kind == CDDP__KIND_RECV && (w->backend == NULL || w->stage != NULL)) {
+    if (cddp__close_recv(w)) {
+      (void)cddp__work_wait(w, -1);
       return CDDP_OK;
     }
     why = "its message has come, or it has failed";
+  } else if (w->backend != NULL) {
+    why = "it is on a device";
   }
-  if (w->backend != NULL) why = "it is on a device";
   return cddp__fail(CDDP_UNSUPPORTED,
                     "cddp_cancel: the operation cannot be given up: %s; the work is valid still: "
                     "cddp_wait it",
@@ -10819,14 +10885,12 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
 
 static bool cddp__work_done(cddp_work *w) {
   cddp_group *g = w->group;
-  cddp__p2p m = {NULL, -1, -1, 0, 0};
-  bool done;
+  bool done, receives = w->call.kind == CDDP__KIND_RECV;
+  cddp__p2p m = {receives ? w : NULL, w->send, -1, 0, 0};
   if (w->backend != NULL) return w->backend->done(w);
   if (w->run == NULL) {
     if (cddp__load32(&g->block->broken) != 0) return true;
-    if (!w->is_recv && w->send < 0) return true;
-    m.q = w->is_recv ? &w->recv : NULL;
-    m.send = w->send;
+    if (!receives && w->send < 0) return true;
     return cddp__p2p_ready(g, &m);
   }
   pthread_mutex_lock(&g->engine.lock);
@@ -11130,15 +11194,17 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
   bool one = cddp__in_one_buffer(c), message = c->kind >= CDDP__KIND_SEND;
   const char *wrong = NULL;
   if (g == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the group is NULL");
-  if ((message || shape->from_root || shape->to_root) && (c->root < 0 || c->root >= g->size))
+  if ((message || shape->from_root || shape->to_root) && (c->root < 0 || c->root >= g->size) &&
+      (c->root != CDDP_ANY || c->kind != CDDP__KIND_RECV))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d; the group has ranks 0 to %d",
                       message ? "peer" : "root", c->root, g->size - 1);
   if (c->count > SIZE_MAX / 2 / c->esize / (one ? 1 : (size_t)g->size))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "count %zu is beyond the address space", c->count);
   if (!cddp__dtype_ok((cddp_dtype)c->dtype))
     wrong = "dtype is not a cddp_dtype";
-  else if (c->op > CDDP_MAX)
-    wrong = "op is not a cddp_op";
+  else if (c->op > CDDP_MAX && (c->op > CDDP_BXOR || c->dtype <= CDDP_BF16))
+    wrong = c->op > CDDP_BXOR ? "op is not a cddp_op"
+                              : "CDDP_BAND, CDDP_BOR and CDDP_BXOR are for integers";
   else if (c->tag < 0)
     wrong = "tag is negative";
   else if (c->count > 0 && c->send == NULL && (one || cddp__sends(c, g->rank)))
@@ -12795,8 +12861,7 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool pending) {
   for (q = 0; q < g->size; q++) {
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
-    left = g->members[q] >= 0 ? cddp__load32(&cddp__slot_of(g, q)->state) == CDDP__SLOT_LEFT
-                              : g->hosts->peers[q].error == CDDP__LEFT;
+    left = cddp__rank_left(g, q);
     behind = cddp__calls_behind(p, q) > 0;
     if (!behind && !pending && (left || cddp__load32(&p->captured) == 0)) continue;
     if (!behind) {
@@ -13406,6 +13471,9 @@ static cddp_result cddp__nccl_start(cddp_group *g, const cddp__call *c, cddp_wor
   if (c->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g);
   if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (*taken && c->op > CDDP_MAX)
+    return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
+                                        "memory, or in a group with backend \"cpu\"");
   if (g->size > 1) cddp__log_call(p, c, *taken);
   if (!*taken) return CDDP_OK;
   record = cddp__record_call(g, c);
@@ -13439,6 +13507,9 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_w
   if (!*taken && device && c->count > 0)
     return cddp__fail(CDDP_UNSUPPORTED, "a single rank cannot send device memory to itself");
   if (!*taken) return CDDP_OK;
+  if (c->root == CDDP_ANY)
+    return cddp__fail(CDDP_UNSUPPORTED, "NCCL receives from no rank but a certain one: name it, or "
+                                        "receive in host memory");
   if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (work == NULL) {
@@ -13672,7 +13743,6 @@ static cddp_result cddp__staged_start(cddp_group *g, const cddp__call *c, cddp_w
     r = message ? cddp__start_message(g, &inner, work != NULL ? &w : NULL)
                 : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
   if (r != CDDP_OK || work == NULL) return cddp__staged_end(g, c, stage, r);
-  if (message) w->call = inner;
   w->backend = g->backend;
   w->context = c->recv;
   w->stage = stage;
@@ -18417,6 +18487,8 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
   return cddp__start(__func__, g, &c, work);
 }
 
+CDDPDEF int cddp_source(void) { return cddp__last_source; }
+
 CDDPDEF cddp_result cddp_wait(cddp_work *w) {
   cddp__enter_call(__func__);
   CDDP__CHECK(w != NULL, "the work is NULL");
@@ -18770,6 +18842,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
               Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps).
               cddp_spawn_elastic and cddprun --elastic: a rank that fails is started again.
+              CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
               max_grad_norm: cddp_ddp_step clips; cddp_ddp_grad_norm.
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.

@@ -907,9 +907,8 @@ enum { LINK_RANKS = 4, LINK_RECVS = 8 }; /* rank 0 is this one, the others are o
 
 typedef struct link_world {
   cddp_group *g;
-  cddp__recv_request recvs[LINK_RECVS];
+  cddp_work recvs[LINK_RECVS];
   unsigned char bufs[LINK_RECVS][2048];
-  char text[CDDP__ERROR_MAX];
   int posted;
 } link_world;
 
@@ -984,14 +983,18 @@ static void link_pull(cddp_group *g, size_t size) {
 }
 
 static void link_recv(link_world *k, input *in) {
-  cddp__recv_request *q = &k->recvs[k->posted];
+  cddp_work *q = &k->recvs[k->posted % LINK_RECVS];
+  void *buf = k->bufs[k->posted % LINK_RECVS];
+  unsigned peer, tag, dtype;
   if (k->posted == LINK_RECVS) return;
-  q->peer = 1 + (int)(take(in) % (LINK_RANKS - 1));
-  q->tag = (int)(take(in) % 4);
-  q->dtype = (cddp_dtype)(take(in) % 8);
-  q->count = take(in);
-  q->buf = k->bufs[k->posted++];
-  q->text = k->text;
+  peer = take(in);
+  tag = take(in) % 4;
+  dtype = take(in) % 8;
+  q->call = cddp__make_call(CDDP__KIND_RECV, buf, buf, take(in), (cddp_dtype)dtype, CDDP_SUM,
+                            peer < 192 ? 1 + (int)(peer % (LINK_RANKS - 1)) : CDDP_ANY);
+  q->call.tag = (int)tag;
+  q->group = k->g;
+  k->posted++;
   cddp__post_recv(k->g, q);
 }
 
@@ -1026,7 +1029,6 @@ static void target_link(input *in) {
   cddp_allocator a = world_allocator();
   static link_world k;
   cddp__host *h;
-  int i;
   world_begin(in);
   memset(&k, 0, sizeof k);
   w.silent = true;
@@ -1040,7 +1042,7 @@ static void target_link(input *in) {
       if (!(settings & 4)) w.now += 6; /* whoever has said nothing is dropped */
       cddp__hosts_look(k.g);
       REQUIRE((settings & 4) || h->net->pending == NULL);
-      for (i = 0; i < k.posted; i++) cddp__give_up_recv(k.g, &k.recvs[i], true);
+      k.g->recvs = NULL;
     }
     cddp__group_leave(k.g);
   }

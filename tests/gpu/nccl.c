@@ -115,7 +115,13 @@ static double reduced(int n, size_t i, cddp_op op) {
   int r;
   for (r = 1; r < n; r++) {
     w = value(r, i, op);
-    v = op == CDDP_PROD ? v * w : op == CDDP_MIN ? fmin(v, w) : op == CDDP_MAX ? fmax(v, w) : v + w;
+    v = op == CDDP_PROD   ? v * w
+        : op == CDDP_MIN  ? fmin(v, w)
+        : op == CDDP_MAX  ? fmax(v, w)
+        : op == CDDP_BAND ? (double)((int)v & (int)w)
+        : op == CDDP_BOR  ? (double)((int)v | (int)w)
+        : op == CDDP_BXOR ? (double)((int)v ^ (int)w)
+                          : v + w;
   }
   return v;
 }
@@ -1321,6 +1327,52 @@ static int wait_for_late(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* What NCCL has not, PyTorch's neither: bitwise operations, receives from any rank. Through the
+   host, and in host memory, there is both. 3 ranks; arg: the backend. */
+static int beyond_nccl(cddp_group *g, void *arg) {
+  bool nccl = arg == NULL;
+  int me = cddp_rank(g), i, k;
+  int32_t x = 1 << me, *d = (int32_t *)on_device(&x, sizeof x), sum = 0;
+  cddp_work *w = NULL;
+  cddp_op op;
+  for (op = CDDP_BAND; op <= CDDP_BXOR; op = (cddp_op)(op + 1))
+    for (i = 0; i < 2; i++) {
+      x = 7 - (1 << me);
+      CHECK(cudaMemcpy(d, &x, sizeof x, cudaMemcpyHostToDevice) == cudaSuccess);
+      CHECK_IS(cddp_all_reduce(g, d, 1, CDDP_I32, op, i == 1 ? &w : NULL),
+               nccl ? CDDP_UNSUPPORTED : CDDP_OK);
+      if (nccl) CHECK(strstr(cddp_error(), "host memory") != NULL && w == NULL);
+      if (w != NULL) CHECK_OK(cddp_wait(w));
+      w = NULL;
+      k = 7 - (1 << me);
+      CHECK_OK(cddp_all_reduce(g, &k, 1, CDDP_I32, op, NULL));
+      CHECK_EQ(k, op == CDDP_BAND || op == CDDP_BXOR ? 0 : 7);
+      to_host(g, &x, d, sizeof x);
+      CHECK_EQ(x, nccl ? 7 - (1 << me) : k);
+    }
+  for (i = 0; i < 2; i++) {
+    x = me;
+    if (me > 0 && i == 1) CHECK_OK(cddp_send(g, &x, 1, CDDP_I32, 0, 3, NULL));
+    if (me > 0 && i == 0 && !nccl) CHECK_OK(cddp_send(g, d, 1, CDDP_I32, 0, 3, NULL));
+    for (k = 1; me == 0 && k < 3; k++) {
+      cddp_result r = cddp_recv(g, i == 0 ? d : &x, 1, CDDP_I32, CDDP_ANY, 3, k == 2 ? &w : NULL);
+      CHECK_IS(r, i == 0 && nccl ? CDDP_UNSUPPORTED : CDDP_OK);
+      if (k == 2 && r == CDDP_OK) CHECK_OK(cddp_wait(w));
+      sum += cddp_source();
+    }
+  }
+  if (me == 0) CHECK_EQ(sum, nccl ? 1 : 6); /* -1 - 1 + 1 + 2: none yet, in the first */
+  w = NULL;
+  if (me == 0 && !nccl) { /* a receive through the host can be given up */
+    CHECK_OK(cddp_recv(g, d, 1, CDDP_I32, 1, 4, &w));
+    CHECK_IS(cddp_wait_for(w, 0.02), CDDP_TIMEOUT);
+    CHECK_OK(cddp_cancel(w));
+  }
+  CHECK_OK(cddp_barrier(g));
+  cudaFree(d);
+  return 0;
+}
+
 static int host_memory(cddp_group *g, void *arg) {
   int n = cddp_world_size(g), me = cddp_rank(g), i;
   float x[3000], *d = (float *)cddp_alloc(g, sizeof x);
@@ -1346,6 +1398,8 @@ static void test_groups(void) {
   CHECK_OK(run(messages, NULL, 3, "cpu"));
   CHECK_OK(run(wait_for_late, NULL, 2, NULL));
   CHECK_OK(run(wait_for_late, NULL, 2, "cpu"));
+  CHECK_OK(run(beyond_nccl, NULL, 3, NULL));
+  CHECK_OK(run(beyond_nccl, &comm_from, 3, "cpu"));
   CHECK_OK(run(host_memory, NULL, 2, NULL));
   CHECK_OK(run(host_memory, NULL, 2, "cpu"));
 }

@@ -43,7 +43,13 @@ static double reduced(cddp_op op, cddp_dtype t, int n, size_t i) {
   int r;
   for (r = 1; r < n; r++) {
     double x = value(r, i);
-    v = op == CDDP_PROD ? v * x : op == CDDP_MIN ? fmin(v, x) : op == CDDP_MAX ? fmax(v, x) : v + x;
+    v = op == CDDP_PROD   ? v * x
+        : op == CDDP_MIN  ? fmin(v, x)
+        : op == CDDP_MAX  ? fmax(v, x)
+        : op == CDDP_BAND ? (double)((int)v & (int)x)
+        : op == CDDP_BOR  ? (double)((int)v | (int)x)
+        : op == CDDP_BXOR ? (double)((int)v ^ (int)x)
+                          : v + x;
   }
   if (op != CDDP_AVG) return v;
   return t >= CDDP_I8 ? floor(v / n) : v / n;
@@ -126,7 +132,7 @@ static void test_collectives(void) {
   int t, op;
   for (c = 0; c < 4; c++)
     for (t = CDDP_F32; t <= (c < 3 ? CDDP_I64 : CDDP_F16); t++) {
-      for (op = CDDP_SUM; op <= CDDP_MAX; op++)
+      for (op = CDDP_SUM; op <= (t <= CDDP_BF16 ? CDDP_MAX : CDDP_BXOR); op++)
         if (t != CDDP_I8 || op != CDDP_PROD) /* 4 * 4 * 4 * 4 is too much for it */
           reductions((cddp_dtype)t, counts[c], (cddp_op)op);
       moves((cddp_dtype)t, counts[c]);

@@ -136,6 +136,12 @@ static int64_t fold_integers(const call *c, int world, size_t i) {
       v = b > v ? b : v;
     else if (c->op == CDDP_PROD)
       v = (int64_t)((uint64_t)v * (uint64_t)b);
+    else if (c->op == CDDP_BAND)
+      v &= b;
+    else if (c->op == CDDP_BOR)
+      v |= b;
+    else if (c->op == CDDP_BXOR)
+      v ^= b;
     else
       v = (int64_t)((uint64_t)v + (uint64_t)b);
   }
@@ -411,7 +417,8 @@ static int run_matrix(cddp_group *g, void *arg) {
       for (i = 0; i < m->count_count; i++)
         for (dtype = CDDP_F32; dtype <= CDDP_I64; dtype++)
           for (kind = 0; kind < KINDS; kind++)
-            for (op = CDDP_SUM; op <= CDDP_MAX && test_failures == before; op++) {
+            for (op = CDDP_SUM; op <= (dtype <= CDDP_BF16 ? CDDP_MAX : CDDP_BXOR) &&
+                                test_failures == before; op++) {
               call c;
               size_t factor = kind <= BROADCAST ? 1 : (size_t)world;
               if (op != CDDP_SUM && !reduces(kind)) continue;
@@ -420,7 +427,8 @@ static int run_matrix(cddp_group *g, void *arg) {
               c.op = (cddp_op)op;
               c.n = m->counts[i];
               if (c.n * factor * cddp_dtype_size(c.dtype) > capacity) continue;
-              if (c.n > 2000 && reduces(kind) && op != (dtype + i) % 5) continue; /* one op each */
+              if (c.n > 2000 && reduces(kind) && op != (dtype + i) % 5 + (dtype > CDDP_U8 ? 3 : 0))
+                continue; /* one op each */
               k++;
               c.memory = (k + pass) % MEMORIES;
               c.in_place = (k / 3 + pass) % 2 == 0;
@@ -690,7 +698,10 @@ static void misuse_dtype_op_root(cddp_group *g, void *a, void *b) {
   int w = cddp_world_size(g);
   CHECK_INVALID(cddp_all_reduce(g, a, 1, (cddp_dtype)8, CDDP_SUM, NULL));
   CHECK_INVALID(cddp_all_reduce(g, a, 1, (cddp_dtype)-1, CDDP_SUM, NULL));
-  CHECK_INVALID(cddp_all_reduce(g, a, 1, CDDP_F32, (cddp_op)5, NULL));
+  CHECK_INVALID(cddp_all_reduce(g, a, 1, CDDP_I32, (cddp_op)8, NULL));
+  CHECK_INVALID(cddp_all_reduce(g, a, 1, CDDP_F32, CDDP_BAND, NULL));
+  CHECK_INVALID(cddp_reduce(g, a, 1, CDDP_BF16, CDDP_BXOR, 0, NULL));
+  CHECK(strstr(cddp_error(), "for integers") != NULL);
   CHECK_INVALID(cddp_all_reduce(g, a, 1, CDDP_F32, (cddp_op)-1, NULL));
   CHECK_INVALID(cddp_reduce(g, a, 1, (cddp_dtype)99, CDDP_SUM, 0, NULL));
   CHECK_INVALID(cddp_reduce(g, a, 1, CDDP_F32, (cddp_op)99, 0, NULL));

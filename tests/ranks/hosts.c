@@ -97,7 +97,7 @@ static void reductions(worker *k) {
   cddp_dtype t = k->p->dtype;
   cddp_group *g = k->g;
   int op, last = k->size - 1;
-  for (op = CDDP_SUM; op <= CDDP_MAX; op++) {
+  for (op = CDDP_SUM; op <= (t <= CDDP_BF16 ? CDDP_MAX : CDDP_BXOR); op++) {
     renew(k, 1);
     CHECK_OK(cddp_all_reduce(g, k->send, n, t, (cddp_op)op, NULL));
     note(k, k->send, 1);

@@ -408,6 +408,8 @@ static int run_misuse(cddp_group *g, void *arg) {
   CHECK_INVALID(cddp_recv(g, x, 1, CDDP_F32, world, 0, NULL));
   CHECK_INVALID(cddp_send(g, x, 1, CDDP_F32, -1, 0, NULL));
   CHECK_INVALID(cddp_recv(g, x, 1, CDDP_F32, -1, 0, NULL));
+  CHECK_INVALID(cddp_send(g, x, 1, CDDP_F32, CDDP_ANY, 0, NULL));
+  CHECK_INVALID(cddp_recv(g, x, 1, CDDP_F32, CDDP_ANY, -1, NULL));
   CHECK_INVALID(cddp_send(g, x, 1, CDDP_F32, peer, -1, NULL));
   CHECK_INVALID(cddp_recv(g, x, 1, CDDP_F32, peer, -2, NULL));
   CHECK_INVALID(cddp_send(g, x, SIZE_MAX, CDDP_F32, peer, 0, NULL));
@@ -483,7 +485,7 @@ static void test_mismatch(void) {
 
 typedef struct loss {
   double *died_at;
-  int how; /* 0: recv waits, 1: large send waits, 2: async recv */
+  int how; /* 0: recv waits, 1: large send waits, 2: async recv, 3: recv from any rank */
   char file[256];
 } loss;
 
@@ -513,7 +515,7 @@ static int lossy_rank(int rank, void *arg) {
   if (l->how == 1)
     r = cddp_send(g, x, n, CDDP_F32, 1, 0, NULL);
   else
-    r = cddp_recv(g, x, n, CDDP_F32, 1, 0, l->how == 2 ? &w : NULL);
+    r = cddp_recv(g, x, n, CDDP_F32, l->how == 3 ? CDDP_ANY : 1, 0, l->how == 2 ? &w : NULL);
   if (w != NULL) {
     CHECK_OK(r);
     r = cddp_wait(w);
@@ -535,7 +537,7 @@ static void test_dead_peer(void) {
   memset(&l, 0, sizeof l);
   l.died_at = (double *)ranks_shared(4096);
   CHECK(mkdtemp(dir) != NULL);
-  for (l.how = 0; l.how < 3; l.how++) {
+  for (l.how = 0; l.how < 4; l.how++) {
     if (l.how == 1 && getenv("TEST_HOSTS") != NULL) continue; /* sends to other hosts do not wait */
     *l.died_at = 0;
     snprintf(l.file, sizeof l.file, "file://%s/%d", dir, l.how);
@@ -847,6 +849,135 @@ static void test_own_limit(void) {
   CHECK(ranks_exited_well(status, 2));
 }
 
+/* FROM ANY RANK: every message comes once, each sender's in order, and cddp_source tells whose. */
+
+enum { ANY_EACH = 30, ANY_LARGE = 30000 };
+
+static size_t any_count(int k) { return k % 10 == 9 ? ANY_LARGE : 2; }
+
+static int run_any(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), world = cddp_world_size(g), k, n;
+  int32_t *x = (int32_t *)cddp_alloc(g, ANY_LARGE * sizeof *x); /* large ones wait for their recv */
+  int next[16] = {0};
+  cddp_work *w = NULL;
+  bool handles = *(const bool *)arg;
+  for (k = 0; rank > 0 && k < ANY_EACH; k++) {
+    x[0] = rank, x[1] = k;
+    CHECK_OK(cddp_send(g, x, any_count(k), CDDP_I32, 0, k, NULL));
+  }
+  for (k = 0; rank == 0 && k < ANY_EACH; k++)
+    for (n = 1; n < world; n++) {
+      CHECK_OK(cddp_recv(g, x, any_count(k), CDDP_I32, CDDP_ANY, k, handles ? &w : NULL));
+      if (handles) CHECK_OK(cddp_wait(w));
+      CHECK_EQ(cddp_source(), x[0]);
+      if (x[0] < 1 || x[0] >= world) return 1;
+      CHECK_EQ(x[1], k);
+      CHECK_EQ(next[x[0]]++, k);
+    }
+  for (n = 1; rank == 0 && n < world; n++) CHECK_EQ(next[n], ANY_EACH);
+  CHECK_OK(cddp_barrier(g));
+  cddp_free(g, x);
+  return test_failures != before;
+}
+
+/* What one rank sends keeps its order; a rank that sends much does not keep others out. */
+static int run_any_in_turn(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), i, x = 0, next[3] = {0}, late = 0;
+  (void)arg;
+  for (i = 0; rank > 0 && i < (rank == 1 ? 60 : 3); i++)
+    CHECK_OK(cddp_send(g, &i, 1, CDDP_I32, 0, 4, NULL));
+  CHECK_OK(cddp_barrier(g));
+  for (i = 0; rank == 0 && i < 63; i++) {
+    CHECK_OK(cddp_recv(g, &x, 1, CDDP_I32, CDDP_ANY, 4, NULL));
+    CHECK(cddp_source() == 1 || cddp_source() == 2);
+    CHECK_EQ(x, next[cddp_source() % 3]++);
+    if (cddp_source() == 2) late = i;
+  }
+  CHECK(late <= 6 || getenv("TEST_HOSTS") != NULL); /* there messages are still under way */
+  CHECK_OK(cddp_barrier(g));
+  return test_failures != before;
+}
+
+/* Beside receives from one rank: those posted before have the first claim, those after the last. */
+static int run_any_among_others(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), x = rank * 10, a = -1, b = -1, c = -1;
+  cddp_work *one, *any, *last;
+  (void)arg;
+  if (rank == 0) {
+    CHECK_OK(cddp_recv(g, &a, 1, CDDP_I32, 1, 6, &one));
+    CHECK_OK(cddp_recv(g, &b, 1, CDDP_I32, CDDP_ANY, 6, &any));
+    CHECK_OK(cddp_recv(g, &c, 1, CDDP_I32, 1, 6, &last));
+    CHECK_IS(cddp_wait_for(any, 0.02), CDDP_TIMEOUT);
+    CHECK(mentions("any rank") && mentions("tag 6"));
+  }
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 2) CHECK_OK(cddp_send(g, &x, 1, CDDP_I32, 0, 6, NULL));
+  if (rank == 0) {
+    CHECK_OK(cddp_wait(any)); /* although the older one still waits */
+    CHECK(b == 20 && cddp_source() == 2 && a == -1);
+    CHECK_OK(cddp_recv(g, &b, 1, CDDP_I32, CDDP_ANY, 6, &any));
+  }
+  CHECK_OK(cddp_barrier(g));
+  for (x = 7; rank == 1 && x < 10; x++) CHECK_OK(cddp_send(g, &x, 1, CDDP_I32, 0, 6, NULL));
+  if (rank == 0) {
+    CHECK_OK(cddp_wait(one));
+    CHECK_OK(cddp_wait(any));
+    CHECK_EQ(cddp_source(), 1);
+    CHECK_OK(cddp_wait(last));
+    CHECK(a == 7 && c == 8 && b == 9);
+    CHECK_OK(cddp_recv(g, &a, 1, CDDP_I32, CDDP_ANY, 6, &any));
+    CHECK_OK(cddp_cancel(any));
+    CHECK_OK(cddp_recv(g, &a, 1, CDDP_I32, CDDP_ANY, 2, &any));
+    x = 5;
+    CHECK_OK(cddp_send(g, &x, 1, CDDP_I32, 0, 2, NULL)); /* its own */
+    CHECK_OK(cddp_wait(any));
+    CHECK(a == 5 && cddp_source() == 0);
+  }
+  CHECK_OK(cddp_barrier(g));
+  return test_failures != before;
+}
+
+/* Ranks that have sent and left are no loss until all have. */
+static int run_any_leave(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), n, x = rank, sum = 0;
+  (void)arg;
+  if (rank > 0) {
+    ranks_sleep(0.05 * rank);
+    CHECK_OK(cddp_send(g, &x, 1, CDDP_I32, 0, 0, NULL));
+    return test_failures != before;
+  }
+  for (n = 1; n < cddp_world_size(g); n++) {
+    CHECK_OK(cddp_recv(g, &x, 1, CDDP_I32, CDDP_ANY, 0, NULL));
+    CHECK_EQ(cddp_source(), x);
+    sum += x;
+  }
+  CHECK_EQ(sum, 6);
+  CHECK_IS(cddp_recv(g, &x, 1, CDDP_I32, CDDP_ANY, 0, NULL), CDDP_PEER_LOST);
+  CHECK(mentions("left the group"));
+  return test_failures != before;
+}
+
+static void on_any(ranks_fn fn, void *arg, int n) {
+  CHECK_OK(ranks_run(fn, arg, n, false));
+  CHECK_OK(ranks_run(fn, arg, n, true));
+  if (getenv("TEST_HOSTS") != NULL) return;
+  setenv("TEST_HOSTS", "aab", 1);
+  CHECK_OK(ranks_run(fn, arg, n, false));
+  unsetenv("TEST_HOSTS");
+}
+
+static void test_any(void) {
+  bool handles;
+  for (handles = false;; handles = true) {
+    on_any(run_any, &handles, 4);
+    CHECK_OK(ranks_run(run_any, &handles, 9, false));
+    if (handles) break;
+  }
+  on_any(run_any_in_turn, NULL, 3);
+  on_any(run_any_among_others, NULL, 3);
+  on_any(run_any_leave, NULL, 4);
+}
+
 /* PTHREAD_CANCEL of a thread in cddp_recv: nothing is written to its buffer any more. ---------- */
 
 typedef struct doomed {
@@ -907,6 +1038,7 @@ int main(void) {
   RUN(test_patience);
   RUN(test_unanswered);
   RUN(test_own_limit);
+  RUN(test_any);
   RUN(test_cancelled);
   RUN(test_late_peer);
   RUN(test_dead_peer);

@@ -230,6 +230,9 @@ static number combine(number a, number b, cddp_dtype t, cddp_op op) {
   if (is_integer(t)) {
     if (op == CDDP_PROD) r.i = wrap((int64_t)((uint64_t)a.i * (uint64_t)b.i), t);
     else if (op == CDDP_MIN || op == CDDP_MAX) r.i = BEST(a.i, b.i, op);
+    else if (op == CDDP_BAND) r.i = a.i & b.i;
+    else if (op == CDDP_BOR) r.i = a.i | b.i;
+    else if (op == CDDP_BXOR) r.i = a.i ^ b.i;
     else r.i = wrap((int64_t)((uint64_t)a.i + (uint64_t)b.i), t);
   } else if (t == CDDP_F64) {
     if (op == CDDP_PROD) r.d = a.d * b.d;
@@ -348,7 +351,7 @@ static void test_sums(void) {
   int k, t, op;
   for (k = 1; k <= MOST; k = k < 17 ? k + 1 : k == 17 ? 33 : k == 33 ? 64 : k + 1) {
     for (t = CDDP_F32; t <= CDDP_I64; t++) {
-      for (op = CDDP_SUM; op <= CDDP_MAX; op++) {
+      for (op = CDDP_SUM; op <= (t <= CDDP_BF16 ? CDDP_MAX : CDDP_BXOR); op++) {
         size_t n = lengths[(unsigned)(k + t + op) % 3];
         compare(k, n, (cddp_dtype)t, (cddp_op)op, (size_t)(k + op) % 4);
       }
