@@ -1225,6 +1225,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__STACK_MIN 262144       /* bytes of a thread's stack, at least */
 #define CDDP__MAX_RANKS 4096         /* a host's ranks in one group; shards of a batch */
+#define CDDP__JOINS 1024             /* processes that may join a job after its start, in all */
 #define CDDP__FOLD_DEPTH 14          /* partial sums at a time: log2(CDDP__MAX_RANKS) and two */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key, as c10d's libuv server */
 #define CDDP__VALUE_MAX (8u << 20)   /* bytes of a store value, likewise */
@@ -1420,13 +1421,18 @@ typedef struct cddp__host {
   bool threads;          /* ranks are threads of this process: any pointer is shared */
   int size, index;       /* ranks, this rank */
   int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
+  struct cddp__board *board; /* of this rank's elastic model, or of the one it has come to join */
+  bool joined;           /* it came with CDDP_JOIN, and has met nobody */
+  struct cddp__door *door; /* what it tells who joins; NULL: nobody can. See >>rendezvous */
+  int door_fd;           /* where they call; -1: it has no elastic model */
   int claim, port;       /* held while the group lives, see >>rendezvous; -1: none */
   char place[96];        /* where the ranks met: "port 29500" */
   double claims_end;     /* of cddp__now(): how long claims of other processes are listened to */
   cddp__atomic_u32 claimant; /* a process that came with this rank too; 0: none so far */
-  int window_bits;       /* rank i's extents lie in [(i + 1) << bits, (i + 2) << bits) */
-  int *pidfds;           /* [size]; -1 for this rank and for threads */
-  uint32_t *pids;        /* [size] */
+  int window;            /* this rank's: index, but for who has joined */
+  int window_bits;       /* window i's extents lie in [(i + 1) << bits, (i + 2) << bits) */
+  int *pidfds;           /* [size + CDDP__JOINS]; -1 for this rank and for threads */
+  uint32_t *pids;        /* [size + CDDP__JOINS] */
   int cores;             /* that this process may use */
   char name[72];         /* of the machine */
   cddp_record_header *record; /* flight recorder; NULL: off */
@@ -1746,6 +1752,7 @@ typedef struct cddp__board {
   cddp__atomic_u64 step;     /* completed */
   cddp__atomic_u64 deal;     /* step and member whose `living` holds for it */
   cddp__atomic_u64 grouped;  /* step and member whose `block` is that of the members' group */
+  cddp__atomic_u32 joins;    /* processes that have come to join so far: windows given out */
   cddp__atomic_u32 changes;  /* bumped by whoever changed what others may wait for; futex */
   cddp__atomic_u32 sleepers; /* threads asleep until it changes */
   cddp__cause failure;       /* of the model, on all ranks */
@@ -4458,6 +4465,7 @@ typedef struct cddp__launcher {
 
 typedef struct cddp__place {
   int rank, world_size, local_rank, local_world_size; /* local ones -1 when unknown */
+  bool joins;             /* CDDP_JOIN: a running job, where rank may be world_size or more */
   int launcher;           /* whose variables are in force: index into cddp__launchers */
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
   const char *host_name, *port_name; /* where they come from, for texts; NULL: init_method */
@@ -4568,7 +4576,7 @@ static cddp_result cddp__env_ranks(cddp__place *at) {
   if ((r = cddp__env_int(l->size, 1, CDDP__MAX_RANKS, &at->world_size)) != CDDP_OK ||
       (r = cddp__env_int(l->rank, 0, INT_MAX, &at->rank)) != CDDP_OK)
     return r;
-  if (at->rank >= at->world_size)
+  if (at->rank >= at->world_size && !at->joins)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d but %s is %d; ranks go from 0 to %d",
                       l->rank, at->rank, l->size, at->world_size, at->world_size - 1);
   for (i = 0; i < 2; i++) {
@@ -4767,9 +4775,12 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   const cddp__launcher *l;
   uint64_t key;
   cddp_result r;
+  int joins = 0;
   memset(at, 0, sizeof *at);
   at->listen_fd = -1;
   if ((r = cddp__discover_timeout(d->timeout_s, &at->timeout_s)) != CDDP_OK) return r;
+  if ((r = cddp__env_int("CDDP_JOIN", 0, 1, &joins)) != CDDP_OK) return r;
+  at->joins = joins != 0;
   if (d->world_size > 0) {
     at->rank = d->rank;
     at->world_size = d->world_size;
@@ -4790,7 +4801,7 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   else
     snprintf(at->run, sizeof at->run, "cddp/%.80s/%.20s", run ? run : "0", restart ? restart : "0");
   if (strcmp(method, "env://") == 0)
-    return at->world_size > 1 ? cddp__env_master(at, key) : CDDP_OK;
+    return at->world_size > 1 || at->joins ? cddp__env_master(at, key) : CDDP_OK;
   if (strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0 &&
       strncmp(method, "unix://", 7) != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -4885,8 +4896,8 @@ static size_t cddp__extent_at(const cddp__host *h, uint64_t base) {
 
 /* This rank's own extents: from the first one to before *end. */
 static cddp__extent *cddp__own_extents(const cddp__host *h, cddp__extent **end) {
-  size_t first = cddp__extent_at(h, (uint64_t)(h->index + 1) << h->window_bits);
-  size_t last = cddp__extent_at(h, (uint64_t)(h->index + 2) << h->window_bits);
+  size_t first = cddp__extent_at(h, (uint64_t)(h->window + 1) << h->window_bits);
+  size_t last = cddp__extent_at(h, (uint64_t)(h->window + 2) << h->window_bits);
   *end = last > 0 ? h->extents + last : NULL;
   return last > 0 ? h->extents + first : NULL;
 }
@@ -4909,7 +4920,7 @@ static cddp__extent *cddp__extent_new(cddp__host *h, uint64_t base, uint64_t siz
    window; NULL with the error set. */
 static cddp__extent *cddp__extent_place(cddp__host *h, uint64_t size) {
   uint64_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  uint64_t limit = (uint64_t)(h->index + 2) << h->window_bits, base;
+  uint64_t limit = (uint64_t)(h->window + 2) << h->window_bits, base;
   cddp__extent *e, *end, *best = NULL;
   for (e = cddp__own_extents(h, &end); e < end; e++) {
     if (e->address != NULL || e->is_private || e->size < size || e->base % align != 0) continue;
@@ -5084,10 +5095,11 @@ static int cddp__count_cores(void) {
 
 /* Where this rank is among the ranks of the host; before anything is allocated. The arrays are
    large enough for the job. */
-static void cddp__host_place(cddp__host *h, int size, int index) {
+static void cddp__host_place(cddp__host *h, int size, int index, int window) {
   h->size = size;
   h->index = index;
-  h->window_end = (uint64_t)(index + 1) << h->window_bits;
+  h->window = window;
+  h->window_end = (uint64_t)(window + 1) << h->window_bits;
 }
 
 static void cddp__host_release(cddp__host *h) {
@@ -5100,9 +5112,10 @@ static void cddp__host_release(cddp__host *h) {
   if (left > 0) return;
   for (i = 0; i < (int)h->extent_count; i++)
     if (h->extents[i].address != NULL) munmap(h->extents[i].address, (size_t)h->extents[i].size);
-  for (i = 0; h->pidfds != NULL && i < h->size; i++)
+  for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
   cddp__close_fd(&h->fd);
+  cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->claim);
   cddp__close_fd(&h->port);
   cddp__record_close(h->record);
@@ -5112,6 +5125,7 @@ static void cddp__host_release(cddp__host *h) {
   cddp__free(&a, h->extents);
   cddp__free(&a, h->pidfds);
   cddp__free(&a, h->pids);
+  cddp__free(&a, h->door);
   cddp__free(&a, h);
 }
 
@@ -5119,20 +5133,21 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
                                      int index) {
   cddp__host *h = (cddp__host *)cddp__calloc(a, 1, sizeof *h);
   const char *given = cddp__env("CDDP_HOST_ID");
+  size_t room = (size_t)size + CDDP__JOINS;
   if (h == NULL) return NULL;
   if (a != NULL) h->allocator = *a;
   if (l != NULL) h->logger = *l;
   pthread_mutex_init(&h->lock, NULL);
-  h->fd = h->claim = h->port = -1;
+  h->fd = h->claim = h->port = h->door_fd = -1;
   h->window_bits = 40;
-  cddp__host_place(h, size, index);
+  cddp__host_place(h, size, index, index);
   h->cores = cddp__count_cores();
   h->refs = 1;
   gethostname(h->name, sizeof h->name - 1);
   if (given != NULL) cddp__append(h->name, sizeof h->name, "/%.20s", given);
-  h->pids = (uint32_t *)cddp__calloc(a, (size_t)size, sizeof *h->pids);
-  h->pidfds = (int *)cddp__malloc(a, (size_t)size * sizeof *h->pidfds);
-  if (h->pidfds != NULL) memset(h->pidfds, 0xff, (size_t)size * sizeof *h->pidfds);
+  h->pids = (uint32_t *)cddp__calloc(a, room, sizeof *h->pids);
+  h->pidfds = (int *)cddp__malloc(a, room * sizeof *h->pidfds);
+  if (h->pidfds != NULL) memset(h->pidfds, 0xff, room * sizeof *h->pidfds);
   if (h->pidfds != NULL && h->pids != NULL) return h;
   cddp__host_release(h);
   return NULL;
@@ -6574,6 +6589,7 @@ static cddp_result cddp__exit(cddp_group *g, cddp_result r) {
 
 static cddp__spot *cddp__spot_of(const cddp_group *g, int rank) { /* NULL: it is not known */
   if (g->host->slots == NULL || g->members[rank] < 0) return NULL;
+  if (g->members[rank] >= g->host->size) return NULL; /* it has joined */
   return &g->host->slots[g->members[rank]].spot;
 }
 
@@ -7607,7 +7623,8 @@ CDDP__COLD
    Owns: the sockets of the rendezvous and one key of the store; a name for each rank on its host,
    which it holds as long as its group lives.
    May touch: the cddp__host that it fills in, and the store where the job meets.
-   Entry points: cddp__meet, cddp__world_group; cddp__hear_claims while the group lives.
+   Entry points: cddp__meet, cddp__world_group, cddp__join; cddp__hear_claims, cddp__door_open and
+   _serve while the group lives.
    Works as follows: the ranks form a tree. A client is connected to its coordinator by a Unix
    socket, a coordinator to the root by TCP. The root is the coordinator of rank 0's node.
      1  A rank takes its name, which follows from where the job meets. If another living process has
@@ -7622,6 +7639,10 @@ CDDP__COLD
         who is where, as cddp__net has it. A coordinator adds the node's memory for its clients, and
         for each client the socket on which it listens for ranks of other nodes.
      6  IN goes up when a rank has built the group of all ranks, and its clients have said so.
+   When a process joins (CDDP_JOIN) no rank waits for it. It calls every rank of the job on a socket
+   that ranks with an elastic model have (cddp__door), proves the secret, and gets the memory and
+   the place of the model's board. It takes a window of the memory that nobody had, and its group is
+   one that is broken from the start. The rest is >>elastic's: cddp_ddp_create.
    When it fails: FAIL, a result and a text, goes up and down from the rank that failed. A lost
    connection is a lost rank. What is wrong with a rank is told when as many ranks are there as are
    to come, so that all of them hear it. Ranks that have said IN find the failure in the group. */
@@ -7647,7 +7668,8 @@ typedef struct cddp__rank_info {
   uint32_t version, world_size, rank, pid;
   int port;         /* where it listens for other nodes; 0: nowhere yet */
   uint32_t fp_mode; /* cddp__fp_mode() */
-  uint32_t user, reserved;
+  uint32_t user;
+  uint32_t joins; /* 1: by CDDP_JOIN */
   uint64_t machine;        /* and its network namespace: a hash */
   unsigned char token[16]; /* by TCP: what the store said */
   char backend[16];
@@ -7881,7 +7903,7 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has version %u of cddp.h, rank %u has %u; build all alike",
                       i->rank, i->pid, i->version, own->rank, own->version);
-  if (i->world_size != own->world_size || i->rank >= own->world_size)
+  if (i->world_size != own->world_size || (i->rank >= own->world_size && !i->joins))
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has world size %u, rank %u has %u: WORLD_SIZE must agree",
                       i->rank, i->pid, i->world_size, own->rank, own->world_size);
@@ -8420,13 +8442,16 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
   return r;
 }
 
-/* Makes the memfd: a window for each rank, and one for what is common to all. As large as the
-   process may make a file: it is all holes, and so takes no memory of its own. */
+/* Makes the memfd: a window for each rank, one for what is common to all, and those of processes
+   that may join. As large as the process may make a file: it is all holes, and so takes no memory
+   of its own. */
 static cddp_result cddp__make_memory(cddp__host *h) {
   uint64_t windows = (uint64_t)h->size + 1;
   struct rlimit limit;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0) limit.rlim_cur = RLIM_INFINITY;
-  if (limit.rlim_cur != RLIM_INFINITY)
+  if (limit.rlim_cur == RLIM_INFINITY)
+    windows += CDDP__JOINS;
+  else
     while (h->window_bits > 12 && windows << h->window_bits > (uint64_t)limit.rlim_cur)
       h->window_bits--;
   if ((uint64_t)1 << h->window_bits < CDDP__HUGE_PAGE + cddp__block_bytes(h->size, h->size))
@@ -8445,6 +8470,15 @@ static cddp_result cddp__make_memory(cddp__host *h) {
     return cddp__fail_errno("ftruncate of shared memory");
   fcntl(h->fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can pull it from under us */);
+  return CDDP_OK;
+}
+
+/* How large another rank has made the windows of the memfd. size: ranks that met. */
+static cddp_result cddp__measure_windows(cddp__host *h, int size) {
+  struct stat st;
+  if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
+  for (h->window_bits = 12; h->window_bits < 40; h->window_bits++)
+    if (((uint64_t)size + 1) << h->window_bits >= (uint64_t)st.st_size) break;
   return CDDP_OK;
 }
 
@@ -8469,7 +8503,7 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
   n->host = n->homes[n->rank].host;
   for (i = 0; i < n->size; i++)
     if (n->homes[i].host == n->host) h->pids[n->homes[i].index] = n->homes[i].pid;
-  cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index);
+  cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index, n->homes[n->rank].index);
   if (n->host_count == 1) return CDDP_OK;
   h->net = n;
   if (v->secret == NULL || v->job_secret) return CDDP_OK;
@@ -8496,7 +8530,6 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   cddp__host *h = v->host;
   cddp_result r = cddp__use_table(v);
   double deadline = v->deadline + 1;
-  struct stat st;
   size_t i;
   if (r == CDDP_OK && v->node_socket < 0) { /* a client */
     h->fd = v->fds[0];
@@ -8504,13 +8537,11 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
     v->fds[0] = v->fds[1] = -1;
     if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
       return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-    if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
-    for (h->window_bits = 12; h->window_bits < 40; h->window_bits++)
-      if (((uint64_t)h->size + 1) << h->window_bits >= (uint64_t)st.st_size) break;
+    r = cddp__measure_windows(h, h->size);
   } else if (r == CDDP_OK && h->size > 1) {
     r = cddp__make_memory(h);
   }
-  cddp__host_place(h, h->size, h->index); /* with this size of windows */
+  cddp__host_place(h, h->size, h->index, h->index); /* with this size of windows */
   if (r == CDDP_OK)
     r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
   for (i = 0; i < v->below_count && r == CDDP_OK; i++) {
@@ -8618,6 +8649,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place 
   i.pid = (uint32_t)getpid();
   i.fp_mode = cddp__fp_mode();
   i.user = (uint32_t)geteuid();
+  i.joins = at->joins;
   cddp__host_identity(machine, sizeof machine);
   i.machine = cddp__hash64(0, machine, strlen(machine));
   snprintf(i.backend, sizeof i.backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
@@ -8654,6 +8686,285 @@ static void cddp__watch_processes(cddp__host *h) {
       h->pidfds[i] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[i], 0u);
 }
 
+/* --- joining a job that runs --- */
+
+#define CDDP__JOB_GONE_S 2.0 /* how long nobody must be there before the job counts as ended */
+#define CDDP__CALLS 64   /* ranks that a joining process calls at once */
+
+/* What a rank knows of its job for those who join. The secret's text follows the struct. */
+typedef struct cddp__door {
+  cddp__rank_info info; /* of the rank */
+  int size;             /* ranks that met */
+  char name[64];        /* of the socket that the rank listens on */
+  const char *secret;   /* NULL: none */
+} cddp__door;
+
+/* What a rank answers, with the memfd. */
+typedef struct cddp__join_table {
+  cddp__rank_info info;
+  uint64_t job; /* cddp_record_header.job; 0: it is not recorded */
+  cddp__ref board;
+  int size, reserved;
+} cddp__join_table;
+
+/* The socket of a rank that others may join; the rank that joins calls all. */
+static void cddp__door_name(const char *node, int rank, char name[64]) {
+  snprintf(name, 64, "%s-join-%d", node, rank);
+}
+
+static cddp_result cddp__door_make(const cddp__rendezvous *v, int size) {
+  size_t n = v->secret != NULL ? strlen(v->secret) + 1 : 0;
+  cddp__door *door = (cddp__door *)cddp__calloc(&v->host->allocator, 1, sizeof *door + n);
+  if (door == NULL) return CDDP_OUT_OF_MEMORY;
+  door->info = v->members[0].info;
+  door->size = size;
+  cddp__door_name(v->name, v->at->rank, door->name);
+  if (n > 0) door->secret = (char *)memcpy(door + 1, v->secret, n);
+  v->host->door = door;
+  return CDDP_OK;
+}
+
+/* From here on processes may join through this rank, when it looks: cddp__door_serve. */
+__attribute__((unused)) static void cddp__door_open(cddp__host *h) {
+  cddp__address a;
+  int error;
+  if (h->door == NULL || h->door_fd >= 0) return;
+  cddp__unix_name(&a, h->door->name);
+  if ((error = cddp__listen_address(&a, &h->door_fd)) == 0)
+    cddp__own_socket(h->door_fd);
+  else
+    cddp__log(&h->logger, 1, "no process can join through this rank: %s", strerror(error));
+}
+
+/* Does this end's part of the challenge. c: begun. */
+static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
+  unsigned char bytes[sizeof c->in];
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && (c->state == CDDP__CHALLENGE_ON || c->out_size > 0)) {
+    size_t n = c->in_size == 0 ? 9 : sizeof c->in - c->in_size; /* a refusal has 9 bytes */
+    r = cddp__send_all(fd, c->out, c->out_size, deadline);
+    c->out_size = 0;
+    if (r != CDDP_OK || c->state != CDDP__CHALLENGE_ON) break;
+    r = cddp__recv_all(fd, bytes, n, deadline);
+    if (r == CDDP_OK) cddp__challenge_feed(c, bytes, n);
+  }
+  if (r != CDDP_OK || c->state == CDDP__CHALLENGE_PROVEN) return r;
+  return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
+}
+
+/* Tells those who call how to join. A process that joins answers at once; for any other one this
+   rank waits a moment. */
+__attribute__((unused)) static void cddp__door_serve(cddp__host *h) {
+  cddp__join_table table;
+  cddp__challenge c;
+  int fd, fds[2] = {h->fd, -1};
+  double deadline;
+  while (h->door_fd >= 0 && (fd = cddp__accept(h->door_fd)) >= 0) {
+    cddp_result r = cddp__peer_pid(fd) != 0 ? CDDP_OK : CDDP_UNAUTHORIZED;
+    deadline = cddp__now() + 0.1;
+    if (r == CDDP_OK && h->door->secret != NULL) {
+      r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
+      if (r == CDDP_OK) r = cddp__prove(&c, fd, deadline);
+    }
+    memset(&table, 0, sizeof table);
+    table.info = h->door->info;
+    table.info.fp_mode = cddp__fp_mode();
+    table.job = h->record != NULL ? h->record->job : 0;
+    table.size = h->door->size;
+    table.board = h->board->self;
+    if (r == CDDP_OK)
+      (void)cddp__channel_post(fd, CDDP__MEET_TABLE, CDDP_OK, &table, sizeof table, fds, deadline);
+    CDDP__POINT("elastic told");
+    close(fd);
+  }
+}
+
+typedef struct cddp__join_call { /* of a rank of the job; fd -1: it has ended */
+  int fd, rank;
+  cddp__challenge challenge;
+} cddp__join_call;
+
+/* Calls all ranks that listen and have not been called. */
+static cddp_result cddp__join_call_ranks(cddp__rendezvous *v, cddp__join_call *calls, int *count) {
+  cddp__address a;
+  char name[64];
+  int rank, i;
+  for (rank = 0; rank < CDDP__MAX_RANKS && *count < CDDP__CALLS; rank++) {
+    cddp__join_call *c = &calls[*count];
+    cddp_result r = CDDP_OK;
+    for (i = 0; i < *count && calls[i].rank != rank; i++) {}
+    if (i < *count) continue;
+    cddp__door_name(v->name, rank, name);
+    cddp__unix_name(&a, name);
+    if (cddp__connect_address(&a, cddp__now(), &c->fd) != 0) continue;
+    cddp__own_socket(c->fd);
+    c->rank = rank;
+    ++*count;
+    if (v->secret == NULL) continue;
+    r = cddp__challenge_begin(&c->challenge, v->secret, "join", true, NULL, 0);
+    if (r != CDDP_OK) return r;
+    (void)cddp__send_all(c->fd, c->challenge.out, c->challenge.out_size, cddp__now());
+    c->challenge.out_size = 0;
+  }
+  return CDDP_OK;
+}
+
+/* Takes what a rank has answered. CDDP_NETWORK: it has ended, perhaps. */
+static cddp_result cddp__join_hear(cddp__rendezvous *v, cddp__join_call *call,
+                                   cddp__join_table *table) {
+  double deadline = cddp__now() + 1;
+  cddp__meet_head head;
+  cddp__channel c;
+  cddp_result r = v->secret != NULL ? cddp__prove(&call->challenge, call->fd, deadline) : CDDP_OK;
+  int got = 0;
+  cddp__channel_init(&c, call->fd, true);
+  while (r == CDDP_OK && (got = cddp__channel_read(&c, &head, v->fds)) == 0)
+    r = cddp__wait_fd(call->fd, POLLIN, deadline);
+  if (r == CDDP_OK && (got < 0 || head.kind != CDDP__MEET_TABLE || head.size != sizeof *table))
+    r = cddp__fail(CDDP_NETWORK, "the rank hung up");
+  if (r == CDDP_OK) r = cddp__recv_all(call->fd, table, sizeof *table, deadline);
+  return r == CDDP_TIMEOUT ? CDDP_NETWORK : r;
+}
+
+/* Whether a process holds the name of one of the ranks that met. */
+static bool cddp__rank_is_there(const cddp__rendezvous *v) {
+  cddp__address a;
+  char name[64];
+  int rank, fd, error = 0;
+  for (rank = 0; rank < v->at->world_size && error != EADDRINUSE; rank++) {
+    if (rank == v->at->rank) continue;
+    snprintf(name, sizeof name, "%s-%d", v->name, rank);
+    cddp__unix_name(&a, name);
+    error = cddp__listen_address(&a, &fd);
+    cddp__close_fd(&fd);
+  }
+  return error == EADDRINUSE;
+}
+
+/* Why this process gives up; CDDP_OK: not yet. seen: when a rank was there last. */
+static cddp_result cddp__join_patience(const cddp__rendezvous *v, int called, double *seen) {
+  bool there = called > 0 || cddp__rank_is_there(v);
+  double now = cddp__now();
+  if (there) *seen = now;
+  if (!there && (now >= v->deadline || now - *seen > CDDP__JOB_GONE_S))
+    return cddp__fail(CDDP_PEER_LOST,
+                      "CDDP_JOIN: no rank of a job is at %s on this host: it has ended, or has not "
+                      "begun, or has another CDDP_SECRET",
+                      v->host->place);
+  if (now < v->deadline) return CDDP_OK;
+  return cddp__fail(CDDP_TIMEOUT,
+                    called > 0 ? "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
+                                 "has come to cddp_ddp_next_shard or cddp_ddp_step"
+                               : "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
+                                 "has an elastic model: set elastic in cddp_ddp_desc",
+                    v->at->timeout_s, v->host->place);
+}
+
+/* Calls the ranks of the job until one has answered. */
+static cddp_result cddp__join_find(cddp__rendezvous *v, cddp__join_table *table) {
+  const cddp_allocator *a = &v->host->allocator;
+  cddp__join_call *calls = (cddp__join_call *)cddp__calloc(a, CDDP__CALLS, sizeof *calls);
+  struct pollfd fds[CDDP__CALLS];
+  double seen = cddp__now();
+  int count = 0, i;
+  cddp_result r = calls != NULL ? CDDP_NETWORK : CDDP_OUT_OF_MEMORY;
+  while (r == CDDP_NETWORK) {
+    r = cddp__join_call_ranks(v, calls, &count);
+    if (r == CDDP_OK) r = cddp__join_patience(v, count, &seen);
+    if (r != CDDP_OK) break;
+    for (i = 0; i < count; i++) {
+      fds[i].fd = calls[i].fd;
+      fds[i].events = POLLIN;
+    }
+    (void)poll(fds, (nfds_t)count, cddp__poll_ms(v->deadline, 100));
+    r = CDDP_NETWORK;
+    for (i = count; i-- > 0 && r == CDDP_NETWORK;) {
+      if (fds[i].revents == 0) continue;
+      r = cddp__join_hear(v, &calls[i], table);
+      cddp__close_fd(&calls[i].fd);
+      calls[i] = calls[--count];
+    }
+  }
+  for (i = 0; i < count; i++) cddp__close_fd(&calls[i].fd);
+  cddp__free(a, calls);
+  return r;
+}
+
+/* Maps what the job shares, and takes a window of it. */
+static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table *table) {
+  cddp__host *h = v->host;
+  uint32_t joins;
+  struct stat st;
+  void *board;
+  cddp_result r;
+  h->fd = v->fds[0];
+  v->fds[0] = -1;
+  if (h->fd < 0) return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
+  if ((r = cddp__measure_windows(h, table->size)) != CDDP_OK) return r;
+  if ((r = cddp__locate(h, &table->board, &board)) != CDDP_OK) return r;
+  h->board = (cddp__board *)board;
+  joins = cddp__add32(&h->board->joins, 1);
+  cddp__host_place(h, h->size, h->index, table->size + (int)joins - 1);
+  if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
+  if (joins <= CDDP__JOINS &&
+      (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)st.st_size)
+    return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "CDDP_JOIN: the job is full: its memory has room for %d processes to join, in "
+                    "all, or for none when it runs with a file size limit (ulimit -f)",
+                    CDDP__JOINS);
+}
+
+/* The group of a process that joins: it has met nobody, so all but memory and models fails. */
+static cddp_result cddp__join_group(cddp_group **out, cddp__rendezvous *v) {
+  cddp__host *h = v->host;
+  size_t bytes = cddp__round_up(cddp__block_bytes(h->size, h->size), cddp__page_size());
+  char *block = cddp__map_memory(-1, 0, bytes);
+  cddp_result r;
+  if (block == NULL)
+    return cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of a group's memory: %s", strerror(errno));
+  r = cddp__group_build(out, h, v->at->rank, h->size, NULL, block, v->at->timeout_s);
+  if (r != CDDP_OK) {
+    munmap(block, bytes);
+    return r;
+  }
+  h->slots = NULL;
+  cddp__fail(CDDP_UNSUPPORTED,
+             "rank %d has joined the job (CDDP_JOIN) and is in no group of its first ranks: use "
+             "cddp_ddp_group, the ranks that are there",
+             v->at->rank);
+  (void)cddp__break(*out, CDDP_UNSUPPORTED);
+  return CDDP_OK;
+}
+
+/* Finds the job, and makes a group on the memory that its ranks share. */
+static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cddp_group_desc *d,
+                              cddp__host *h) {
+  cddp__rendezvous v;
+  cddp__join_table table;
+  cddp__address a;
+  char name[64];
+  cddp_result r = cddp__rendezvous_init(&v, at, d, h);
+  h->joined = true;
+  cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
+  if (r == CDDP_OK) r = cddp__join_find(&v, &table);
+  if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &v.members[0].info);
+  if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
+  if (r == CDDP_OK) r = cddp__door_make(&v, table.size);
+  if (r == CDDP_OK) {
+    snprintf(name, sizeof name, "%s-%d", v.name, at->rank);
+    cddp__unix_name(&a, name);
+    if (cddp__listen_address(&a, &h->claim) == 0) cddp__own_socket(h->claim);
+    r = cddp__join_group(out, &v);
+  }
+  if (r == CDDP_OK && table.job != 0)
+    r = cddp__record_open(&h->record, table.job, at->rank, h->size);
+  cddp__rendezvous_free(&v);
+  return r;
+}
+
+/* --- all of it --- */
+
 /* Meets the other ranks and builds the group of all, after which h has the shared memory and
    process ids of its ranks. After a failure there may be a group too, which the caller leaves. */
 static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_group_desc *d,
@@ -8684,6 +8995,7 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
                       refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
   h->claims_end = cddp__now() + CDDP__CLAIMS_S;
   if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
+  if (r == CDDP_OK && h->net == NULL && h->size > 1) r = cddp__door_make(&v, h->size);
   if (r == CDDP_OK) {
     cddp__store32(&cddp__met_before, v.mark);
     cddp__watch_processes(h);
@@ -11373,14 +11685,22 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   cddp__host *h;
   unsigned char job[8]; /* rank 0's names the job */
   cddp_group *g = NULL;
+  int size;
   cddp_result r;
   if ((r = cddp__discover(&at, d)) != CDDP_OK) return r;
-  h = cddp__host_create(&d->allocator, &d->logger, at.world_size, at.rank);
+  size = at.rank < at.world_size ? at.world_size : at.rank + 1;
+  h = cddp__host_create(&d->allocator, &d->logger, size, at.rank);
   if (h == NULL) return CDDP_OUT_OF_MEMORY;
-  h->threads = at.world_size == 1;
-  r = at.world_size > 1 ? cddp__meet(&g, &at, d, h) : cddp__world_group(&g, h, 0, 1, at.timeout_s);
+  h->threads = at.world_size == 1 && !at.joins;
+  r = at.joins              ? cddp__join(&g, &at, d, h)
+      : at.world_size > 1 ? cddp__meet(&g, &at, d, h)
+                          : cddp__world_group(&g, h, 0, 1, at.timeout_s);
   cddp__host_release(h);
-  if (g == NULL) return r;
+  if (at.joins && r != CDDP_OK && g != NULL) cddp__group_leave(g);
+  if (g == NULL || at.joins) {
+    *out = r == CDDP_OK ? g : NULL;
+    return r;
+  }
   cddp__put64(job, cddp__record_job());
   if (r == CDDP_OK) r = cddp__hosts_attach(g, NULL);
   if (r == CDDP_OK)
@@ -18268,6 +18588,7 @@ CDDPDEF int cddp_launcher_rank(void) {
   cddp__place at;
   int i;
   memset(&at, 0, sizeof at);
+  at.joins = cddp__env("CDDP_JOIN") != NULL;
   if (cddp__env_ranks(&at) != CDDP_OK) return 0;
   for (i = 0; i < CDDP__LAUNCHERS; i++)
     if (cddp__launched_by(i)) return at.rank;
@@ -18290,7 +18611,8 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   CDDP__CHECK(d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
               "world_size is %d; it must be from 1 to %d, or 0 for the environment's",
               d->world_size, CDDP__MAX_RANKS);
-  CDDP__CHECK(d->world_size == 0 || (d->rank >= 0 && d->rank < d->world_size),
+  CDDP__CHECK(d->world_size == 0 ||
+                  (d->rank >= 0 && (d->rank < d->world_size || cddp__env("CDDP_JOIN") != NULL)),
               "rank is %d but world_size is %d; ranks go from 0 to %d", d->rank, d->world_size,
               d->world_size - 1);
   CDDP__CHECK(d->timeout_s >= 0, "timeout_s is negative");
