@@ -691,6 +691,52 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
+/* AN OPTIMIZER OF YOUR OWN, each rank for its part of the weights, with a part of the states, like
+   torch.distributed.optim.ZeroRedundancyOptimizer and stage 1 of ZeRO:
+     const cddp_partition *part;
+     int n = cddp_ddp_partitions(ddp, &part);          // once
+     ...                                               // backward, cddp_ddp_ready
+     TRY(cddp_ddp_reduce_scatter(ddp));                // in place of cddp_ddp_wait
+     for (int i = 0; i < n; i++)
+       update(part[i].data, part[i].grad, states[i], part[i].count);
+     TRY(cddp_ddp_all_gather(ddp));                    // in place of zeroing gradients
+   A partition is a stretch of one parameter. Those of a host's ranks together have each element of
+   each dense gradient once; each host updates all of them, so on several hosts what `update`
+   computes must not depend on the machine. A parameter that no rank used (cddp_ddp_used) is yours
+   to skip. Parameters with sparse_rows have no partition: every rank updates all of them itself, by
+   cddp_ddp_rows. Copies in half precision are yours to write, after cddp_ddp_all_gather.
+   On GPUs, whose ranks keep all weights and states, CDDP_UNSUPPORTED: cddp_ddp_wait and a kernel of
+   yours on every rank. */
+typedef struct cddp_partition {
+  int param;    /* of the params of cddp_ddp_create */
+  size_t first; /* element of it */
+  size_t count; /* elements, at least 1 */
+  void *data;   /* this rank's weights there */
+  void *grad;   /* the mean gradient there, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather; not
+                   in the caller's gradient, if there is one */
+} cddp_partition;
+
+/* This rank's partitions: how many, and an array that stays as it is until cddp_ddp_destroy. */
+CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out);
+
+/* Collective; errors as of cddp_ddp_wait. Returns when this rank's partitions have the mean
+   gradient, scaled by max_grad_norm if that is set. Other gradients have no meaning until
+   cddp_ddp_all_gather, which must follow before any other step. Not beside a rank in cddp_ddp_join:
+   CDDP_MISMATCH. */
+CDDP_CHECKED
+CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
+
+/* Collective: the weights of all partitions go to all ranks, gradients become zero; the step counts
+   as completed. CDDP_INVALID_ARGUMENT without a cddp_ddp_reduce_scatter before. */
+CDDP_CHECKED
+CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
+
+/* Collective, for checkpoints: states[i] is an array as long as parameter i, of any dtype (data
+   NULL: there is none), in which each rank has filled its partitions; on return all ranks have all
+   of it. Then cddp_save writes it like a parameter; after cddp_load every rank takes what is its
+   own, on any number of ranks. */
+CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
+
 /* Uneven inputs: a rank that has run out of data calls this where the others go on stepping. Until
    every rank has called it, it takes part in their cddp_ddp_wait, _step and _sync_buffers with zero
    weight: each mean is over the ranks that have data (>>ddp). s: the cddp_optim of the loop, whose
@@ -1084,6 +1130,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #undef cddp_ddp_create
 #undef cddp_ddp_wait
 #undef cddp_ddp_step
+#undef cddp_ddp_reduce_scatter
+#undef cddp_ddp_all_gather
+#undef cddp_ddp_gather_states
 #undef cddp_ddp_sync_buffers
 #undef cddp_save
 #undef cddp_load
@@ -1477,6 +1526,8 @@ enum {
   CDDP__KIND_DDP_BUCKET,
   CDDP__KIND_DDP_BUFFERS,
   CDDP__KIND_DDP_JOIN,
+  CDDP__KIND_DDP_SCATTER,
+  CDDP__KIND_DDP_GATHER,
   CDDP__KIND_COUNT,
   CDDP__KIND_SEND, /* on devices only, never compared */
   CDDP__KIND_RECV
@@ -1835,6 +1886,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   uint64_t steps;               /* completed */
   double norm;                  /* of the last clip, on a host */
   bool has_norm;                /* there was one */
+  cddp_partition *partitions;   /* [partition_count] this rank's, at most one a parameter */
+  int partition_count;
+  bool scattered;               /* cddp_ddp_all_gather is due */
   bool spread;                  /* more shards than ranks: the next fields are used */
   int starts[2 * CDDP__FOLD_DEPTH]; /* [depth] first shards of the nodes in this rank's slots */
   int depth;
@@ -6125,6 +6179,8 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
                                            {"ddp bucket", 0, 0, 0, 0, 0},
                                            {"ddp_sync_buffers", 0, 0, 0, 0, 0},
                                            {"ddp_join", 0, 0, 0, 0, 0},
+                                           {"ddp_reduce_scatter", 0, 0, 0, 0, 0},
+                                           {"ddp_all_gather", 0, 0, 0, 0, 0},
                                            {"", 0, 0, 0, 0, 0},
                                            {"send", 0, 0, 0, 0, 0},
                                            {"recv", 0, 0, 0, 0, 0}};
@@ -14591,7 +14647,8 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    therefore waits for step(). Weights in memory that is not shared are published through the
    gradients' places. With max_grad_norm there is a pass before that one: each rank leaves the mean
    of its part in its own arena, and the sums of squares of that part's pieces behind it; a round;
-   every rank adds up all sums, in the order of the arena.
+   every rank adds up all sums, in the order of the arena. cddp_ddp_reduce_scatter is that pass
+   alone, cddp_ddp_all_gather what follows the update of a block.
    With NCCL a bucket's all-reduce goes onto the side stream, behind an event of the backward pass;
    the caller's stream then waits for the side stream, and one kernel updates all weights and zeroes
    the gradients. The host waits for no device, and for other ranks only where d->meets. Every rank
@@ -15412,22 +15469,39 @@ static bool cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n)
   return true;
 }
 
+/* New weights of parameter i, `bytes` from arena offset `at` on, to all ranks of the host; its
+   gradients there become zero. */
+static void cddp__publish_block(cddp_ddp *d, int i, size_t at, size_t bytes) {
+  const cddp__tensor *t = &d->tensors[i];
+  size_t inside = at - t->offset;
+  const char *weights = (const char *)d->params[i].data + inside;
+  int k, me = d->group->local_rank;
+  for (k = 0; k < d->group->local_size; k++) {
+    if (t->data != NULL && k != me) memcpy(t->data[k] + inside, weights, bytes);
+    if (t->data != NULL || k != me) memset(d->mirrors[k] + at, 0, bytes);
+  }
+  if (t->data == NULL) memcpy(d->arena + at, weights, bytes); /* the others fetch it from here */
+}
+
 /* The mean of this rank's part to its arena, unless it is there (averaged), and what all parts'
-   squares say that it is to be multiplied by. */
-static cddp_result cddp__norm_of_parts(cddp_ddp *d, bool averaged, double *factor) {
+   squares say that it is to be multiplied by (1 without max_grad_norm). */
+static cddp_result cddp__mean_part(cddp_ddp *d, int kind, bool averaged, double *factor) {
+  bool clips = d->desc.max_grad_norm > 0;
   size_t at, n;
   cddp_result r;
   int i;
+  *factor = 1;
   for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
     const cddp__tensor *t = &d->tensors[i];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
     for (at = t->begin; at < t->end; at += n) { /* in pieces, which stay in the cache */
       n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, t->end - at);
       if (!averaged) (void)cddp__mean_block(d, i, d->arena + at, at, n / esize);
-      if (d->used[i]) cddp__add_squares(d, i, d->arena + at, at, at + n);
+      if (clips && d->used[i]) cddp__add_squares(d, i, d->arena + at, at, at + n);
     }
   }
-  r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_NORM);
+  if (!clips) return CDDP_OK;
+  r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK) *factor = cddp__clip_factor(d, d->desc.max_grad_norm, false);
   return r;
 }
@@ -15439,18 +15513,11 @@ static void cddp__fuse_block(const cddp__fused *f, int i, const cddp__update *u,
   cddp_ddp *d = f->d;
   const cddp_param *p = &d->params[i];
   const cddp__tensor *t = &d->tensors[i];
-  size_t bytes = n * cddp__dtype_size(p->dtype), inside = at - t->offset;
   const void *gradient = d->arena + at;
-  char *weights = (char *)p->data + inside;
-  int k, size = d->group->local_size, me = d->group->local_rank;
   if (!f->averaged && cddp__mean_block(d, i, sum, at, n)) gradient = sum;
   if (f->clip < 1 && d->used[i]) cddp__scale(d->arena + at, n, p->dtype, f->clip);
-  cddp__update_run(u, at - t->begin, weights, gradient, n);
-  for (k = 0; k < size; k++) {
-    if (t->data != NULL && k != me) memcpy(t->data[k] + inside, weights, bytes);
-    if (t->data != NULL || k != me) memset(d->mirrors[k] + at, 0, bytes);
-  }
-  if (t->data == NULL) memcpy(d->arena + at, weights, bytes); /* the others fetch it from here */
+  cddp__update_run(u, at - t->begin, (char *)p->data + (at - t->offset), gradient, n);
+  cddp__publish_block(d, i, at, n * cddp__dtype_size(p->dtype));
 }
 
 /* This rank's part of all parameters. */
@@ -15480,30 +15547,31 @@ static void cddp__fuse_parts(const cddp__fused *f) {
 }
 
 /* What other ranks of this host have stepped: weights that are not shared come from their arenas,
-   where the places are cleared then; copies follow. */
+   where the places are cleared then; copies follow. s NULL: an optimizer of the caller's own. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
-  int i, p, me = d->group->local_rank;
+  int i, p, me = d->group->local_rank, kind = s ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   size_t begin, end, at;
   cddp_result r;
   bool any = false;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     bool fetched = t->data == NULL;
-    if (cddp__optim_skips(s, i) || (!fetched && s->copies == NULL)) continue;
+    if ((s != NULL && cddp__optim_skips(s, i)) || (!fetched && (s == NULL || s->copies == NULL)))
+      continue;
     any = any || fetched;
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
       if (p == me || !cddp__tensor_slice(d, i, p, &begin, &end, &at)) continue;
       at = begin - t->offset;
       if (fetched) memcpy((char *)d->params[i].data + at, d->mirrors[p] + begin, end - begin);
-      cddp__optim_copy(s, i, at / esize, (end - begin) / esize);
+      if (s != NULL) cddp__optim_copy(s, i, at / esize, (end - begin) / esize);
     }
   }
   if (!any) return CDDP_OK;
-  if ((r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_WEIGHTS)) != CDDP_OK) return r;
+  if ((r = cddp__control_barrier(d, kind, CDDP__PHASE_WEIGHTS)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if (t->data == NULL && !cddp__optim_skips(s, i) && t->begin < t->end)
+    if (t->data == NULL && !(s != NULL && cddp__optim_skips(s, i)) && t->begin < t->end)
       memset(d->arena + t->begin, 0, t->end - t->begin);
   }
   return CDDP_OK;
@@ -15526,8 +15594,9 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   f.averaged = averaged || d->desc.max_grad_norm > 0;
   f.one_loop = !f.averaged && !d->spread && d->active_count == size &&
                (size == 1 || size == 2 || size == 4);
-  if (d->desc.max_grad_norm > 0 && (r = cddp__norm_of_parts(d, averaged, &f.clip)) != CDDP_OK)
-    return r;
+  if (d->desc.max_grad_norm > 0)
+    r = cddp__mean_part(d, CDDP__KIND_DDP_STEP, averaged, &f.clip);
+  if (r != CDDP_OK) return r;
   if (f.clip < 1) cddp__clip_rows(d, f.clip);
   CDDP__POINT("fuse");
   cddp__fuse_parts(&f);
@@ -15539,6 +15608,23 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_DONE);
   if (r == CDDP_OK) r = cddp__fetch_weights(d, s);
   return r == CDDP_OK ? cddp__exit(d->control, r) : r;
+}
+
+/* The mean of this rank's part for an optimizer of the caller's own; arguments as above. */
+static cddp_result cddp__host_scatter(cddp_ddp *d, bool averaged, bool wrote) {
+  const int kind = CDDP__KIND_DDP_SCATTER;
+  double factor = 1;
+  cddp_result r = wrote ? cddp__control_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
+  int i;
+  if (r == CDDP_OK) r = cddp__enter(d->control);
+  if (r == CDDP_OK) r = cddp__mean_part(d, kind, averaged, &factor);
+  if (r != CDDP_OK) return r;
+  for (i = 0; factor < 1 && i < d->partition_count; i++) {
+    const cddp_partition *p = &d->partitions[i];
+    if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, factor);
+  }
+  if (factor < 1) cddp__clip_rows(d, factor);
+  return cddp__exit(d->control, r);
 }
 
 static const cddp__ddp_memory cddp__host_memory = {
@@ -16295,11 +16381,12 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   return r == CDDP_OK ? cddp__write_copies(s) : r;
 }
 
-/* What an update by s leaves: a step more, gradients that it did not clear become zero. s
-   NULL: all of them do, also for a hook, which gets a joined rank's arena as it is. */
-static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s) {
+/* What an update by s (NULL: none) leaves: a step more; gradients that it did not clear become
+   zero. cleared: the arena is zero but for what s has skipped; else all of it becomes so, also for
+   a hook, which gets a joined rank's arena as it is. */
+static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
   void *stream = cddp__stream_of(d);
-  cddp_result r = s == NULL ? d->memory->zero(d->arena, d->bytes, stream) : CDDP_OK;
+  cddp_result r = cleared ? CDDP_OK : d->memory->zero(d->arena, d->bytes, stream);
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
@@ -16313,39 +16400,44 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s) {
   return r;
 }
 
-/* What follows the meeting of a step, or (s NULL) of a wait, on ranks that have joined too. */
-static cddp_result cddp__finish(cddp_ddp *d, cddp_optim *s, uint64_t missing) {
-  int kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
+/* What follows the meeting of a step, or (s NULL) of a wait or reduce_scatter, on ranks that have
+   joined too. */
+static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
   bool gathers = d->spread && d->group->carrier->average != NULL;
-  bool averaged = s == NULL || d->early || gathers, wrote = missing > 0 && !averaged;
+  bool waits = kind == CDDP__KIND_DDP_WAIT; /* all ranks get all of the mean */
+  bool averaged = waits || d->early || gathers, wrote = missing > 0 && !averaged;
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
   int i;
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
-  while (r == CDDP_OK && s == NULL && d->shares != NULL) r = cddp__share_gather(d->shares);
+  while (r == CDDP_OK && waits && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
     r = gathers ? cddp__gather_shards(d) : cddp__finish_buckets(d, s != NULL);
     wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   }
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__exchange_rows(d, kind);
-  if (s == NULL && d->active_count < d->group->size) d->out_of_date = true; /* others will step */
-  for (i = 0; r == CDDP_OK && s == NULL && i < d->count; i++)
+  if (waits && d->active_count < d->group->size) d->out_of_date = true; /* others will step */
+  for (i = 0; r == CDDP_OK && waits && i < d->count; i++)
     if (!d->tensors[i].placed && d->used[i])
       r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].offset, d->tensors[i].bytes,
                           cddp__stream_of(d));
   if (r == CDDP_OK && s != NULL) r = d->memory->step(d, s, averaged, wrote);
-  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s);
+  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
+  d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
+  if (r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER) r = cddp__host_scatter(d, averaged, wrote);
   if (r != CDDP_OK) return cddp__exit(d->control, cddp__give_up(d, r));
-  r = cddp__complete(d, s != NULL);
+  if (!d->scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
 }
 
-/* cddp_ddp_step, or (s NULL) cddp_ddp_wait. */
-static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
-  int kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
+/* cddp_ddp_step, or (s NULL) _wait or _reduce_scatter. */
+static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   uint64_t record, missing = 0;
   cddp_result r;
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->scattered)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_all_gather must come first, which ends the "
+                                             "step that cddp_ddp_reduce_scatter has begun");
   if (s == NULL && d->no_sync) return CDDP_OK;
 #ifdef CDDP_CUDA
   const cddp_kernels *kernels;
@@ -16363,8 +16455,56 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, cddp_optim *s) {
     r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
                        &missing);
   }
-  r = r == CDDP_OK ? cddp__finish(d, s, missing) : cddp__give_up(d, r);
+  r = r == CDDP_OK ? cddp__finish(d, kind, s, missing) : cddp__give_up(d, r);
   cddp__record_finish(d->control, record, r);
+  return r;
+}
+
+/* Ends what cddp_ddp_reduce_scatter has begun: the caller has stepped this rank's partitions. */
+static cddp_result cddp__publish(cddp_ddp *d) {
+  const int kind = CDDP__KIND_DDP_GATHER;
+  cddp_group *g = d->control;
+  uint64_t record;
+  cddp_result r;
+  int i;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  record = cddp__record_begin(g, kind, ++g->calls, 0);
+  if ((r = cddp__check_group(g)) == CDDP_OK)
+    r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_CALL, 0, NULL, 0);
+  if (r == CDDP_OK) r = cddp__enter(g);
+  for (i = d->count - 1; r == CDDP_OK && i >= 0; i--) {
+    const cddp__tensor *t = &d->tensors[i];
+    if (t->begin < t->end) cddp__publish_block(d, i, t->begin, t->end - t->begin);
+  }
+  if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
+  if (r == CDDP_OK) r = cddp__fetch_weights(d, NULL);
+  if (r == CDDP_OK) r = cddp__exit(g, r);
+  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, true);
+  if (r == CDDP_OK) r = cddp__complete(d, true);
+  d->scattered = r != CDDP_OK;
+  if (r != CDDP_OK) r = cddp__exit(g, cddp__give_up(d, r));
+  cddp__record_finish(g, record, r);
+  return r;
+}
+
+/* The state of parameter i, whose stretches lie on the ranks that own them, to all ranks. Each host
+   has all stretches: the first one's are taken, cut as its ranks have them. */
+static cddp_result cddp__gather_state(cddp_ddp *d, int i, const cddp_param *state) {
+  const cddp__hosts *x = d->control->hosts;
+  const cddp__tensor *t = &d->tensors[i];
+  size_t begin, end, esize = cddp__dtype_size(d->params[i].dtype);
+  int p, size = x != NULL ? x->nodes[0].size : d->group->size;
+  cddp_result r = CDDP_OK;
+  for (p = 0; r == CDDP_OK && p < size; p++) {
+    cddp__slice(d->bytes, CDDP__BLOCK_BYTES, size, p, &begin, &end);
+    begin = cddp__max(begin, t->offset);
+    end = cddp__min(end, t->offset + t->bytes);
+    if (begin < end) {
+      char *at = (char *)state->data + (begin - t->offset) / esize * cddp__dtype_size(state->dtype);
+      r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, at, at, (end - begin) / esize,
+                           state->dtype, x != NULL ? cddp__rank_on(x, 0, p) : p);
+    }
+  }
   return r;
 }
 
@@ -16379,8 +16519,8 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
   if (kind == CDDP__KIND_DDP_BUFFERS)
     return d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, lead);
   if (kind == CDDP__KIND_DDP_WAIT) {
-    r = cddp__finish(d, NULL, missing);
-    return r == CDDP_OK ? cddp__clear_gradients(d, NULL) : r;
+    r = cddp__finish(d, (int)kind, NULL, missing);
+    return r == CDDP_OK ? cddp__clear_gradients(d, NULL, false) : r;
   }
   if (s == NULL || theirs.settings != cddp__optim_settings(s)) {
     cddp__fail(CDDP_MISMATCH,
@@ -16392,7 +16532,7 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
     return cddp__break(d->control, CDDP_MISMATCH);
   }
   cddp__set_lr(s, theirs.lr);
-  return cddp__finish(d, s, missing);
+  return cddp__finish(d, (int)kind, s, missing);
 }
 
 /* All ranks have joined: the last to do so has the newest state. */
@@ -16436,7 +16576,7 @@ CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s) {
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   if ((r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK) == CDDP_OK)
-    r = cddp__clear_gradients(d, NULL);
+    r = cddp__clear_gradients(d, NULL, false);
   for (d->joined = CDDP__JOINED_NOW; r == CDDP_OK; d->joined = CDDP__JOINED) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, 0, s, &missing);
     if (r != CDDP_OK || d->active_count == 0) break;
@@ -16489,6 +16629,7 @@ static void *cddp__carve(char **at, size_t bytes) {
 static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int shards) {
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)shards);
   size_t bytes = sizeof(cddp_ddp) + n * (sizeof(cddp__tensor) + sizeof(cddp__bucket_state)) +
+                 n * sizeof(cddp_partition) +
                  (size * n + size + 2 * parts + n) * sizeof(void *) +
                  parts * (sizeof(cddp__row_list) + sizeof(cddp__shard_node) + sizeof(int)) +
                  (CDDP__PLAN_INTS(n) + 2 * n + size) * sizeof(int) + n * (size + 2) +
@@ -16497,6 +16638,7 @@ static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int shards) {
   char *at = (char *)(d + 1);
   if (d == NULL) return NULL;
   d->tensors = (cddp__tensor *)cddp__carve(&at, n * sizeof *d->tensors);
+  d->partitions = (cddp_partition *)cddp__carve(&at, n * sizeof *d->partitions);
   d->sparse_room = (cddp__sparse **)cddp__carve(&at, n * sizeof *d->sparse_room);
   d->lists = (cddp__row_list *)cddp__carve(&at, parts * sizeof *d->lists);
   d->addresses = (char **)cddp__carve(&at, size * n * sizeof *d->addresses);
@@ -16619,9 +16761,19 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   cddp__set_plan(d, NULL);
   cddp__arm(d);
-  for (i = 0; i < d->count; i++)
-    if (d->tensors[i].placed && cddp__sparse_of(d, i) == NULL)
-      d->params[i].grad = d->arena + d->tensors[i].offset;
+  for (i = 0; i < d->count; i++) {
+    const cddp__tensor *t = &d->tensors[i];
+    cddp_partition *part = &d->partitions[d->partition_count];
+    size_t esize = cddp__dtype_size(d->params[i].dtype);
+    if (t->placed && cddp__sparse_of(d, i) == NULL) d->params[i].grad = d->arena + t->offset;
+    if (t->begin >= t->end || g->backend != NULL) continue;
+    part->param = i;
+    part->first = (t->begin - t->offset) / esize;
+    part->count = (t->end - t->begin) / esize;
+    part->data = (char *)d->params[i].data + (t->begin - t->offset);
+    part->grad = d->arena + t->begin;
+    d->partition_count++;
+  }
   return CDDP_OK;
 }
 
@@ -18861,7 +19013,7 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
   cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  r = cddp__ddp_step(d, NULL);
+  r = cddp__ddp_step(d, CDDP__KIND_DDP_WAIT, NULL);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
@@ -18870,8 +19022,55 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_optim is NULL");
   if (s->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, s));
-  r = cddp__ddp_step(d, s);
+  r = cddp__ddp_step(d, CDDP__KIND_DDP_STEP, s);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
+}
+
+CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
+  if (out != NULL) *out = d != NULL ? d->partitions : NULL;
+  return d != NULL ? d->partition_count : 0;
+}
+
+/* Whether d's weights are stepped in partitions. */
+static cddp_result cddp__check_partitions(const cddp_ddp *d) {
+  CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
+  if (d->group->backend != NULL || d->desc.elastic)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "weights are not stepped in partitions %s; call cddp_ddp_wait, and step all "
+                      "of them on every rank",
+                      d->desc.elastic ? "by elastic ranks" : "on GPUs, where each rank has all");
+  return CDDP_OK;
+}
+
+CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d) {
+  cddp_result r;
+  cddp__enter_call(__func__);
+  CDDP__TRY(cddp__check_partitions(d));
+  CDDP__CHECK(!d->no_sync, "no_sync is on; switch it off for the backward pass that is stepped");
+  r = cddp__ddp_step(d, CDDP__KIND_DDP_SCATTER, NULL);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
+}
+
+CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d) {
+  cddp__enter_call(__func__);
+  CDDP__TRY(cddp__check_partitions(d));
+  CDDP__CHECK(d->scattered || d->failed, "cddp_ddp_reduce_scatter must come before it");
+  return cddp__publish(d);
+}
+
+CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states) {
+  cddp_result r = CDDP_OK;
+  int i;
+  cddp__enter_call(__func__);
+  CDDP__TRY(cddp__check_partitions(d));
+  CDDP__TRY(cddp__check_params(states, d->count, 0));
+  for (i = 0; i < d->count; i++)
+    CDDP__CHECK(states[i].data == NULL || states[i].count == d->params[i].count,
+                "state %d has %zu elements, its parameter %zu", i, states[i].count,
+                d->params[i].count);
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (states[i].data != NULL) r = cddp__gather_state(d, i, &states[i]);
+  return r;
 }
 
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->present : -1; }
@@ -19107,6 +19306,9 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
 #define cddp_ddp_create(out, g, ...) cddp_ddp_create(out, CDDP__AT(g), __VA_ARGS__)
 #define cddp_ddp_wait(d) cddp_ddp_wait(CDDP__DDP_AT(d))
 #define cddp_ddp_step(d, s) cddp_ddp_step(CDDP__DDP_AT(d), s)
+#define cddp_ddp_reduce_scatter(d) cddp_ddp_reduce_scatter(CDDP__DDP_AT(d))
+#define cddp_ddp_all_gather(d) cddp_ddp_all_gather(CDDP__DDP_AT(d))
+#define cddp_ddp_gather_states(d, s) cddp_ddp_gather_states(CDDP__DDP_AT(d), s)
 #define cddp_ddp_sync_buffers(d) cddp_ddp_sync_buffers(CDDP__DDP_AT(d))
 #define cddp_save(g, ...) cddp_save(CDDP__AT(g), __VA_ARGS__)
 #define cddp_load(g, ...) cddp_load(CDDP__AT(g), __VA_ARGS__)
@@ -19122,6 +19324,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
               max_grad_norm: cddp_ddp_step clips; cddp_ddp_grad_norm.
+              Optimizers of one's own in parts: cddp_ddp_reduce_scatter, _all_gather, _partitions,
+              _gather_states.
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
               one kernel; momentum is allocated with the cddp_optim and never moves; no host waits

@@ -1572,6 +1572,9 @@ static int refusals(cddp_group *g, void *arg) {
   cddp_register_kernels(NULL);
   CHECK_IS(cddp_ddp_step(d, s), CDDP_UNSUPPORTED);
   CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
+  CHECK_EQ(cddp_ddp_partitions(d, NULL), 0);
+  CHECK_IS(cddp_ddp_reduce_scatter(d), CDDP_UNSUPPORTED);
+  CHECK_IS(cddp_ddp_all_gather(d), CDDP_UNSUPPORTED);
   CHECK_IS(cddp_optim_step(s), CDDP_UNSUPPORTED);
   cddp_register_kernels(kernels);
   CHECK_OK(cddp_ddp_step(d, s));
