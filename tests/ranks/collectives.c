@@ -1144,67 +1144,33 @@ static int late_rank(int rank, void *arg) {
    of it may arrive there. Rank 0 keeps its buffer, rank 2 frees it and gets another. Their own
    group goes on. ------------------------------------------------------------------------------- */
 
-enum { STOPPED_COUNT = 12 << 20 }; /* floats */
-
-typedef struct stopped {
-  float *buf;
-  pid_t victim;
-} stopped;
-
-static bool begins_with(const float *p, float value) { /* another process writes to it */
-  return __atomic_load_n((const uint32_t *)(const void *)p, __ATOMIC_RELAXED) ==
-         ranks_to_bits(value);
-}
-
-/* Stops the victim as soon as the first of its results is seen. */
-static void *stop_victim(void *arg) {
-  const stopped *s = (const stopped *)arg;
-  double deadline = test_now() + 10;
-  while (begins_with(s->buf + STOPPED_COUNT / 3 + 64, 1) && test_now() < deadline) {}
-  kill(s->victim, SIGSTOP);
-  return NULL;
-}
-
-static float *filled(float *x, float value) {
-  size_t i;
-  for (i = 0; i < STOPPED_COUNT && x != NULL; i++) x[i] = value;
-  CHECK(x != NULL);
-  return x;
-}
-
-static bool all_are(const float *x, float want) {
-  size_t i;
-  for (i = 0; i < STOPPED_COUNT && x[i] == want; i++) {}
-  return i == STOPPED_COUNT;
-}
-
 /* Ranks 0 and 2 after their failure, with the victim stopped, and then not. */
-static void after_stop(cddp_group *pair, stopped *s) {
+static void after_stop(cddp_group *pair, float *buf, pid_t victim) {
   if (cddp_rank(pair) == 1) { /* rank 2 of the job */
     float *again;
-    cddp_free(pair, s->buf);
-    again = (float *)cddp_alloc(pair, STOPPED_COUNT * sizeof *s->buf);
-    s->buf = (float *)cddp_alloc(pair, STOPPED_COUNT * sizeof *s->buf);
+    cddp_free(pair, buf);
+    again = (float *)cddp_alloc(pair, RANKS_STOP_COUNT * sizeof *buf);
+    buf = (float *)cddp_alloc(pair, RANKS_STOP_COUNT * sizeof *buf);
     cddp_free(pair, again);
   }
-  filled(s->buf, 7);
-  CHECK_OK(cddp_all_reduce(pair, s->buf, STOPPED_COUNT, CDDP_F32, CDDP_SUM, NULL));
-  CHECK(all_are(s->buf, 14));
-  if (cddp_rank(pair) == 0) kill(s->victim, SIGCONT);
+  ranks_fill(buf, 7);
+  CHECK_OK(cddp_all_reduce(pair, buf, RANKS_STOP_COUNT, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(ranks_holds(buf, 14));
+  if (cddp_rank(pair) == 0) kill(victim, SIGCONT);
   ranks_sleep(0.5);
-  CHECK(all_are(s->buf, 14));
-  CHECK_OK(cddp_all_reduce(pair, s->buf, STOPPED_COUNT, CDDP_F32, CDDP_AVG, NULL));
-  CHECK(all_are(s->buf, 14));
+  CHECK(ranks_holds(buf, 14));
+  CHECK_OK(cddp_all_reduce(pair, buf, RANKS_STOP_COUNT, CDDP_F32, CDDP_AVG, NULL));
+  CHECK(ranks_holds(buf, 14));
 }
 
 static int stopped_rank(int rank, void *arg) {
-  int before = test_failures, *hit = (int *)arg;
+  ranks_stop *stop = (ranks_stop *)arg;
+  int before = test_failures;
   cddp_group_desc desc;
   cddp_group *g, *pair;
-  pthread_t thread;
   int32_t pids[3];
   cddp_result r;
-  stopped s;
+  float *buf;
   memset(&desc, 0, sizeof desc);
   desc.timeout_s = RANKS_SLOW ? 8 : 3;
   CHECK_OK(cddp_init(&g, &desc));
@@ -1212,34 +1178,21 @@ static int stopped_rank(int rank, void *arg) {
   CHECK_OK(cddp_group_split(g, rank == 1 ? -1 : 0, rank, &pair));
   pids[rank] = (int32_t)getpid();
   CHECK_OK(cddp_all_gather(g, &pids[rank], pids, 1, CDDP_I32, NULL));
-  s.victim = (pid_t)pids[1];
-  s.buf = filled((float *)cddp_alloc(g, STOPPED_COUNT * sizeof *s.buf), 1);
+  buf = (float *)cddp_alloc(g, RANKS_STOP_COUNT * sizeof *buf);
+  ranks_fill(buf, 1);
   if (rank == 1 && nice(19) == -1) ranks_sleep(0); /* slow, so that the stop comes in time */
   CHECK_OK(cddp_barrier(g));
-  if (rank == 0) CHECK(pthread_create(&thread, NULL, stop_victim, &s) == 0);
-  r = cddp_all_reduce(g, s.buf, STOPPED_COUNT, CDDP_F32, CDDP_SUM, NULL);
-  if (rank == 0) {
-    pthread_join(thread, NULL);
-    *hit = r != CDDP_OK && !begins_with(s.buf + STOPPED_COUNT / 3 + 64, 1) &&
-           begins_with(s.buf + STOPPED_COUNT / 3 * 2 - 64, 1);
-    if (!*hit) kill(s.victim, SIGCONT);
-  }
-  if (rank != 1 && r != CDDP_OK) after_stop(pair, &s);
+  if (rank == 0) ranks_stop_begin(stop, buf, (pid_t)pids[1]);
+  r = cddp_all_reduce(g, buf, RANKS_STOP_COUNT, CDDP_F32, CDDP_SUM, NULL);
+  if (rank == 0) ranks_stop_end(stop, r != CDDP_OK);
+  if (rank != 1 && r != CDDP_OK) after_stop(pair, buf, (pid_t)pids[1]);
   CHECK(rank == 1 || cddp_barrier(pair) == CDDP_OK);
   cddp_destroy(pair);
   cddp_destroy(g);
   return test_failures != before;
 }
 
-static void test_stopped_inside(void) {
-  int status[3], *hit = (int *)ranks_shared(4096), tries;
-  for (tries = 0; tries < (RANKS_SLOW ? 3 : 20) && *hit == 0; tries++) {
-    ranks_script(stopped_rank, hit, 3, 100, status);
-    CHECK(ranks_exited_well(status, 3));
-  }
-  if (*hit == 0) printf("  the stop has never come in the middle\n");
-  munmap(hit, 4096);
-}
+static void test_stopped_inside(void) { ranks_stop_inside(stopped_rank); }
 
 static void test_timeout(void) {
   variant v;

@@ -1576,40 +1576,9 @@ static void test_dead_rank(void) {
    its peers: once they have had their failure, weights and gradients are their own again, and rank
    1 changes neither when it goes on. ----------------------------------------------------------- */
 
-enum { STOPPED_COUNT = 12 << 20 }; /* weights, f32 */
-
-typedef struct stopped {
-  const float *weights;
-  float old;
-  pid_t victim;
-} stopped;
-
-static bool is_still(const float *p, float value) { /* another process writes to it */
-  return __atomic_load_n((const uint32_t *)(const void *)p, __ATOMIC_RELAXED) ==
-         ranks_to_bits(value);
-}
-
-static void *stop_victim(void *arg) { /* as soon as the first of its results is seen */
-  const stopped *s = (const stopped *)arg;
-  double deadline = test_now() + 10;
-  while (is_still(s->weights + STOPPED_COUNT / 3 + 64, s->old) && test_now() < deadline) {}
-  kill(s->victim, SIGSTOP);
-  return NULL;
-}
-
-static void fill_with(float *p, float value) {
-  size_t i;
-  for (i = 0; i < STOPPED_COUNT; i++) p[i] = value;
-}
-
-static bool holds_only(const float *p, float want) {
-  size_t i;
-  for (i = 0; i < STOPPED_COUNT && p[i] == want; i++) {}
-  return i == STOPPED_COUNT;
-}
-
 static int stopped_rank(int rank, void *arg) {
-  int before = test_failures, *hit = (int *)arg;
+  ranks_stop *stop = (ranks_stop *)arg;
+  int before = test_failures;
   cddp_group_desc desc;
   cddp_sgd_desc rule;
   cddp_group *g, *pair;
@@ -1617,9 +1586,7 @@ static int stopped_rank(int rank, void *arg) {
   cddp_ddp *d;
   cddp_optim *o;
   int32_t pids[3];
-  pthread_t thread;
   cddp_result r;
-  stopped s;
   float *w;
   memset(&desc, 0, sizeof desc);
   memset(&rule, 0, sizeof rule);
@@ -1632,37 +1599,29 @@ static int stopped_rank(int rank, void *arg) {
   CHECK_OK(cddp_group_split(g, rank == 1 ? -1 : 0, rank, &pair));
   pids[rank] = (int32_t)getpid();
   CHECK_OK(cddp_all_gather(g, &pids[rank], pids, 1, CDDP_I32, NULL));
-  p.data = w = (float *)cddp_alloc(g, STOPPED_COUNT * sizeof *w);
-  p.count = STOPPED_COUNT;
-  fill_with(w, 1);
+  p.data = w = (float *)cddp_alloc(g, RANKS_STOP_COUNT * sizeof *w);
+  p.count = RANKS_STOP_COUNT;
+  ranks_fill(w, 1);
   CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
   CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
-  fill_with((float *)p.grad, 1);
+  ranks_fill((float *)p.grad, 1);
   CHECK_OK(cddp_ddp_ready(d, 0));
   CHECK_OK(cddp_ddp_step(d, o));
-  CHECK(holds_only(w, 0.5f));
-  fill_with((float *)p.grad, 1);
+  CHECK(ranks_holds(w, 0.5f));
+  ranks_fill((float *)p.grad, 1);
   if (rank == 1 && nice(19) == -1) ranks_sleep(0); /* slow, so that the stop comes in time */
   CHECK_OK(cddp_barrier(g));
-  s.weights = w;
-  s.old = 0.5f;
-  s.victim = (pid_t)pids[1];
-  if (rank == 0) CHECK(pthread_create(&thread, NULL, stop_victim, &s) == 0);
+  if (rank == 0) ranks_stop_begin(stop, w, (pid_t)pids[1]);
   CHECK_OK(cddp_ddp_ready(d, 0));
   r = cddp_ddp_step(d, o);
-  if (rank == 0) {
-    pthread_join(thread, NULL);
-    *hit = r != CDDP_OK && !is_still(w + STOPPED_COUNT / 3 + 64, 0.5f) &&
-           is_still(w + STOPPED_COUNT / 3 * 2 - 64, 0.5f);
-    if (!*hit) kill(s.victim, SIGCONT);
-  }
+  if (rank == 0) ranks_stop_end(stop, r != CDDP_OK);
   if (rank != 1 && r != CDDP_OK) {
-    fill_with(w, 7);
-    fill_with((float *)p.grad, 9);
+    ranks_fill(w, 7);
+    ranks_fill((float *)p.grad, 9);
     CHECK_OK(cddp_barrier(pair));
-    if (rank == 0) kill(s.victim, SIGCONT);
+    if (rank == 0) kill((pid_t)pids[1], SIGCONT);
     ranks_sleep(0.5);
-    CHECK(holds_only(w, 7) && holds_only((const float *)p.grad, 9));
+    CHECK(ranks_holds(w, 7) && ranks_holds((const float *)p.grad, 9));
   }
   CHECK(rank == 1 || cddp_barrier(pair) == CDDP_OK);
   cddp_optim_destroy(o);
@@ -1672,15 +1631,7 @@ static int stopped_rank(int rank, void *arg) {
   return test_failures != before;
 }
 
-static void test_stopped_inside(void) {
-  int status[3], *hit = (int *)ranks_shared(4096), tries;
-  for (tries = 0; tries < (RANKS_SLOW ? 3 : 20) && *hit == 0; tries++) {
-    ranks_script(stopped_rank, hit, 3, 100, status);
-    CHECK(ranks_exited_well(status, 3));
-  }
-  if (*hit == 0) printf("  the stop has never come in the middle\n");
-  munmap(hit, 4096);
-}
+static void test_stopped_inside(void) { ranks_stop_inside(stopped_rank); }
 
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
