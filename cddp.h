@@ -940,7 +940,8 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
 
 /* Collective over g; g NULL: by this process alone. Rank 0 reads the file, all ranks get its
    values, whatever the number of ranks that saved it. f32, f64, f16 and bf16 are converted into
-   each other. The file, which is not trusted, and all that is asked for are checked before
+   each other. Another optimizer's states (SGD's momentum for AdamW) do not suit; with partial its
+   learning rate is taken, and this one's states begin anew. The file, which is not trusted, and all that is asked for are checked before
    anything is changed: CDDP_IO for a file that is damaged, CDDP_INVALID_ARGUMENT for one that does
    not suit; only when reading fails after that, part of rank 0's params (and of states on a GPU)
    may be overwritten. All ranks get the same result. A sampler goes on with the next sample of the
@@ -1110,35 +1111,6 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #ifndef CDDP_IMPLEMENTATION_DONE
 #define CDDP_IMPLEMENTATION_DONE
 
-#ifdef CDDP__CALL_SITES /* the header came before, as declarations only */
-#undef CDDP__CALL_SITES
-#undef CDDP__AT
-#undef CDDP__DDP_AT
-#undef cddp_all_reduce
-#undef cddp_reduce
-#undef cddp_broadcast
-#undef cddp_all_gather
-#undef cddp_gather
-#undef cddp_scatter
-#undef cddp_reduce_scatter
-#undef cddp_all_to_all
-#undef cddp_barrier
-#undef cddp_send
-#undef cddp_recv
-#undef cddp_group_split
-#undef cddp_group_new
-#undef cddp_ddp_create
-#undef cddp_ddp_wait
-#undef cddp_ddp_step
-#undef cddp_ddp_reduce_scatter
-#undef cddp_ddp_all_gather
-#undef cddp_ddp_gather_states
-#undef cddp_ddp_sync_buffers
-#undef cddp_save
-#undef cddp_load
-#undef cddp_ddp_join
-#endif
-
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -1285,7 +1257,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #endif
 
 #define CDDP__PRINTF(f, a) __attribute__((format(printf, f, a)))
-/* Rooms in which no loop is hot: gcc optimises them less, which saves a fifth of its time. */
+/* Rooms in which no loop is hot, or the network is slower: gcc optimises them less, which saves a
+   quarter of its time. */
 #if defined(__OPTIMIZE__) && !defined(__clang__) && !defined(__NVCC__)
 #define CDDP__COLD _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
 #define CDDP__COLD_END _Pragma("GCC pop_options")
@@ -7094,6 +7067,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   return CDDP_OK;
 }
 
+CDDP__COLD
+
 /* >>links --------------------------------------------------------------------------------------
    Connections between ranks of different hosts.
    Job: make, prove and end connections; move frames on them without blocking; failure notices.
@@ -7673,8 +7648,6 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
   n->homes = (cddp__home *)(void *)(n->hosts + host_count);
   return n;
 }
-
-CDDP__COLD
 
 /* >>rendezvous ---------------------------------------------------------------------------------
    How ranks find each other: who runs where, and the memory that the ranks of a host share.
@@ -9507,6 +9480,8 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp_work *q, double limit) 
   return cddp__fail(q->result, "%s", q->text);
 }
 
+CDDP__COLD
+
 /* >>hosts --------------------------------------------------------------------------------------
    Rounds and collectives of groups whose ranks are on several hosts.
    Job: carry the headers of a round, the bytes of collectives and messages, and failures, from host
@@ -10707,6 +10682,8 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__arena_free(g->host, x->my_scratch);
   cddp__free(&net->allocator, x->stage);
 }
+
+CDDP__COLD_END
 
 #ifdef CDDP_MPI
 /* >>mpi ----------------------------------------------------------------------------------------
@@ -16555,7 +16532,7 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   return r;
 }
 
-CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s) {
+CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   uint64_t missing = 0, record;
   char space[24];
   cddp_result r;
@@ -16573,7 +16550,7 @@ CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s) {
     CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
                 "parameter \"%s\" is ready; end the step that it belongs to first",
                 cddp__param_name(&d->params[i], i, space, sizeof space));
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->failed) CDDP__TRY(cddp__fail(d->fail_result, "%s", d->fail_text));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   if ((r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK) == CDDP_OK)
     r = cddp__clear_gradients(d, NULL, false);
@@ -17007,7 +16984,7 @@ CDDP__COLD
    names point into the text. Then the tensors are sorted by position, where each must begin where
    the one before ended and the last one must end with the file, and by name, where equal names
    meet. No size is computed without a check for overflow. Memory is taken once, for as much as a
-   text of that length can say; no number in it counts. */
+   text of that length and so many commas can say; no number in it counts. */
 
 #define CDDP__HEADER_MAX 100000000u /* bytes of JSON, as in the reference implementation */
 #define CDDP__DIMS_MAX 64           /* of a tensor, as in PyTorch and NumPy */
@@ -17344,11 +17321,15 @@ static const char *cddp__st_sort_names(void *names, size_t count, size_t size) {
   return NULL;
 }
 
+/* A tensor has three commas of its own and one before the next, a list of numbers one between two,
+   and so have the metadata. */
 static cddp_result cddp__st_reserve(cddp_safetensors *f) {
   static const char shortest[] = "\"\":{\"dtype\":\"\",\"shape\":[],\"data_offsets\":[0,0]}";
-  size_t tensors = f->text_size / strlen(shortest) + 1; /* one may be broken off */
-  size_t pairs = f->text_size / strlen("\"\":\"\"") + 1;
-  size_t sizes = f->text_size / strlen("0,") + CDDP__DIMS_MAX;
+  size_t i, commas = 0, tensors, pairs, sizes;
+  for (i = 0; i < f->text_size; i++) commas += f->text[i] == ',';
+  tensors = cddp__min(commas / 4, f->text_size / strlen(shortest)) + 1; /* one may be broken off */
+  pairs = cddp__min(commas, f->text_size / strlen("\"\":\"\"")) + 1;
+  sizes = cddp__min(commas, f->text_size / strlen("0,")) + CDDP__DIMS_MAX;
   f->tensors = (cddp_tensor_info *)cddp__malloc(
       &f->allocator, tensors * (sizeof *f->tensors + sizeof *f->by_name) +
                          pairs * sizeof *f->metadata + sizes * sizeof *f->next_shape);
@@ -18014,8 +17995,8 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
   return cddp__finish_target(&t, r == CDDP_OK ? left : r);
 }
 
-CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
-                              const cddp_checkpoint_desc *desc) {
+CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
+                                int count, const cddp_checkpoint_desc *desc) {
   cddp__checkpoint c;
   cddp_result r;
   cddp__enter_call(__func__);
@@ -18057,8 +18038,8 @@ static cddp_result cddp__check_match(const cddp__st_item *item, const cddp_tenso
 }
 
 /* Finds the items in the file, and memory for states, which take their places only when all is
-   read: but on a device they are read into them. Nothing may be left over in the file but for what
-   an optimizer would want. */
+   read: but on a device they are read into them. Nothing may be left over in the file, but without
+   an optimizer its states. */
 static cddp_result cddp__match_items(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   bool partial = c->desc->partial;
@@ -18088,10 +18069,11 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
     item->from = t;
   }
   for (i = 0; r == CDDP_OK && !partial && i < c->file->count; i++)
-    if (!taken[i] && strncmp(c->file->tensors[i].name, "optimizer.", 10) != 0)
+    if (!taken[i] && (s != NULL || strncmp(c->file->tensors[i].name, "optimizer.", 10) != 0))
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "the file has a tensor \"%.60s\", which is not among the parameters; set "
-                     "partial to leave it", c->file->tensors[i].name);
+                     "the file has a tensor \"%.60s\", which is not among the parameters%s; set "
+                     "partial to leave it", c->file->tensors[i].name,
+                     s != NULL ? " or this optimizer's states" : "");
   cddp__free(c->allocator, taken);
   return r;
 }
@@ -18246,8 +18228,8 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
   return d->optim != NULL ? cddp__write_copies(d->optim) : CDDP_OK;
 }
 
-CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
-                              const cddp_checkpoint_desc *desc) {
+CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *params, int count,
+                                const cddp_checkpoint_desc *desc) {
   cddp__checkpoint c;
   cddp_result r;
   cddp__enter_call(__func__);
@@ -18675,7 +18657,8 @@ CDDP__COLD_END
    The public functions that do not lie in the room of what they do.
    Owns and touches nothing.
    Works as follows: a function checks its arguments, so that CDDP_INVALID_ARGUMENT comes with a
-   sentence before anything is done, and calls the room that does the work. */
+   sentence before anything is done, and calls the room that does the work. Where a macro of CALL
+   SITES has a function's name, the definition has it in parentheses, which macros pass over. */
 
 /* --- results, dtypes, launchers --- */
 
@@ -18728,7 +18711,7 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   return cddp__named(__func__, cddp__attach_device(out, d));
 }
 
-CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_group **out) {
+CDDPDEF cddp_result (cddp_group_split)(cddp_group *g, int color, int key, cddp_group **out) {
   cddp__enter_call(__func__);
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
@@ -18736,7 +18719,7 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
   return cddp__split_devices(g, color, key, 0, false, out);
 }
 
-CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out) {
+CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count, cddp_group **out) {
   int i, j, color = -1, key = 0;
   cddp__enter_call(__func__);
   CDDP__CHECK(out != NULL, "out is NULL");
@@ -18840,77 +18823,79 @@ static cddp_result cddp__start(const char *function, cddp_group *g, const cddp__
                                    : cddp__start_message(g, c, work);
 }
 
-CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
-                                    cddp_op op, cddp_work **work) {
+CDDPDEF cddp_result (cddp_all_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                      cddp_op op, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, op, -1);
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
-                                cddp_op op, int root, cddp_work **work) {
+CDDPDEF cddp_result (cddp_reduce)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                  cddp_op op, int root, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_REDUCE, buf, buf, count, dtype, op, root);
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_broadcast(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
-                                   int root, cddp_work **work) {
+CDDPDEF cddp_result (cddp_broadcast)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
+                                     int root, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, buf, buf, count, dtype, CDDP_SUM, root);
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_all_gather(cddp_group *g, const void *send, void *recv,
-                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
+CDDPDEF cddp_result (cddp_all_gather)(cddp_group *g, const void *send, void *recv,
+                                      size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_ALL_GATHER, send, recv, count_per_rank, dtype, CDDP_SUM, -1);
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_gather(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
-                                cddp_dtype dtype, int root, cddp_work **work) {
+CDDPDEF cddp_result (cddp_gather)(cddp_group *g, const void *send, void *recv,
+                                  size_t count_per_rank, cddp_dtype dtype, int root,
+                                  cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_GATHER, send, recv, count_per_rank, dtype, CDDP_SUM, root);
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_scatter(cddp_group *g, const void *send, void *recv, size_t count_per_rank,
-                                 cddp_dtype dtype, int root, cddp_work **work) {
+CDDPDEF cddp_result (cddp_scatter)(cddp_group *g, const void *send, void *recv,
+                                   size_t count_per_rank, cddp_dtype dtype, int root,
+                                   cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_SCATTER, send, recv, count_per_rank, dtype, CDDP_SUM, root);
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_reduce_scatter(cddp_group *g, const void *send, void *recv,
-                                        size_t count_per_rank, cddp_dtype dtype, cddp_op op,
-                                        cddp_work **work) {
+CDDPDEF cddp_result (cddp_reduce_scatter)(cddp_group *g, const void *send, void *recv,
+                                          size_t count_per_rank, cddp_dtype dtype, cddp_op op,
+                                          cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_REDUCE_SCATTER, send, recv, count_per_rank, dtype, op, -1);
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
-                                    size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
+CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *recv,
+                                      size_t count_per_rank, cddp_dtype dtype, cddp_work **work) {
   cddp__call c =
       cddp__make_call(CDDP__KIND_ALL_TO_ALL, send, recv, count_per_rank, dtype, CDDP_SUM, -1);
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_barrier(cddp_group *g) {
+CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
   cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   return cddp__start(__func__, g, &c, NULL);
 }
 
 /* --- messages and handles --- */
 
-CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
-                              int peer, int tag, cddp_work **work) {
+CDDPDEF cddp_result (cddp_send)(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
+                                int peer, int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_SEND, buf, NULL, count, dtype, CDDP_SUM, peer);
   memcpy(&c.recv, &buf, sizeof buf); /* recv's is not const, a send does not write to it */
   c.tag = tag;
   return cddp__start(__func__, g, &c, work);
 }
 
-CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
-                              int tag, cddp_work **work) {
+CDDPDEF cddp_result (cddp_recv)(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
+                                int tag, cddp_work **work) {
   cddp__call c = cddp__make_call(CDDP__KIND_RECV, buf, buf, count, dtype, CDDP_SUM, peer);
   c.tag = tag;
   return cddp__start(__func__, g, &c, work);
@@ -18939,8 +18924,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done) {
 
 /* --- data parallel --- */
 
-CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
-                                    const cddp_ddp_desc *desc) {
+CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
+                                      const cddp_ddp_desc *desc) {
   static cddp_ddp_desc defaults; /* never written */
   cddp_ddp *d;
   cddp_result r;
@@ -19009,7 +18994,7 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
   return s != NULL ? s->mean.n : 0;
 }
 
-CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
+CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
   cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
@@ -19017,7 +19002,7 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d) {
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
-CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s) {
+CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *s) {
   cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_optim is NULL");
@@ -19042,7 +19027,7 @@ static cddp_result cddp__check_partitions(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d) {
+CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
   cddp_result r;
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
@@ -19051,14 +19036,14 @@ CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d) {
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
-CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d) {
+CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
   CDDP__CHECK(d->scattered || d->failed, "cddp_ddp_reduce_scatter must come before it");
   return cddp__publish(d);
 }
 
-CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states) {
+CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *states) {
   cddp_result r = CDDP_OK;
   int i;
   cddp__enter_call(__func__);
@@ -19094,11 +19079,11 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   return d->memory->norm(d, norm);
 }
 
-CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d) {
+CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
   uint64_t missing;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->failed) CDDP__TRY(cddp__fail(d->fail_result, "%s", d->fail_text));
   if (d->meets) /* else no rank has joined */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing));
   return d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);

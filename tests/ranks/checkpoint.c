@@ -349,6 +349,46 @@ static void test_foreign(void) {
   CHECK_OK(cddp_load(NULL, path, p + 1, 1, &d));
 }
 
+/* SGD's momentum is nothing that AdamW could go on with. */
+static void test_other_optimizer(void) {
+  float w[2] = {1, 2}, grad[2] = {1, 1};
+  cddp_param p = {"w", w, grad, 2, CDDP_F32};
+  cddp_sgd_desc sgd;
+  cddp_adamw_desc adamw;
+  cddp_optim *first, *second;
+  cddp_checkpoint_desc d;
+  memset(&sgd, 0, sizeof sgd);
+  memset(&adamw, 0, sizeof adamw);
+  memset(&d, 0, sizeof d);
+  sgd.lr = 0.5;
+  sgd.momentum = 0.9;
+  adamw.lr = 0.25;
+  CHECK_OK(cddp_sgd_create(&first, &p, 1, &sgd));
+  CHECK_OK(cddp_adamw_create(&second, &p, 1, &adamw));
+  CHECK_OK(cddp_optim_step(first));
+  d.optim = first;
+  CHECK_OK(cddp_save(NULL, path, &p, 1, &d));
+  w[0] = 7;
+  d.optim = second;
+  CHECK_IS(cddp_load(NULL, path, &p, 1, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "optimizer.momentum_buffer.w") != NULL);
+  CHECK(strstr(cddp_error(), "this optimizer's states") != NULL);
+  CHECK(w[0] == 7 && cddp_optim_lr(second) == 0.25);
+  d.partial = true;
+  CHECK_OK(cddp_load(NULL, path, &p, 1, &d));
+  CHECK(w[0] == 0.5f && cddp_optim_lr(second) == 0.5);
+  d.partial = false;
+  CHECK_OK(cddp_optim_step(second));
+  CHECK_OK(cddp_save(NULL, path, &p, 1, &d));
+  d.optim = first;
+  CHECK_IS(cddp_load(NULL, path, &p, 1, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "optimizer.exp_avg") != NULL);
+  d.optim = NULL;
+  CHECK_OK(cddp_load(NULL, path, &p, 1, &d)); /* without an optimizer its states are left */
+  cddp_optim_destroy(first);
+  cddp_optim_destroy(second);
+}
+
 static void test_arguments(void) {
   float w[2] = {1, 2};
   cddp_param p[2] = {{"w", w, NULL, 2, CDDP_F32}, {"w", w, NULL, 2, CDDP_F32}};
@@ -1232,6 +1272,7 @@ int main(void) {
   RUN(test_bytes);
   RUN(test_round_trip);
   RUN(test_foreign);
+  RUN(test_other_optimizer);
   RUN(test_arguments);
   RUN(test_resume);
   RUN(test_resume_shards);

@@ -317,6 +317,7 @@ static int run_join_mismatch(cddp_group *g, void *arg) {
     CHECK(mentions("cddp_optim's of other settings"));
   }
   CHECK_IS(cddp_ddp_join(m.ddp, m.sgd), CDDP_MISMATCH); /* broken for good */
+  CHECK(mentions("cddp_ddp_join: "));
   small_close(&m);
   return test_failures != before;
 }
