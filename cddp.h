@@ -939,16 +939,15 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
                               const cddp_checkpoint_desc *desc);
 
 /* Collective over g; g NULL: by this process alone. Rank 0 reads the file, all ranks get its
-   values, whatever the number of ranks that saved it. f32, f64, f16 and bf16 are converted into
-   each other. Another optimizer's states (SGD's momentum for AdamW) do not suit; with partial its
-   learning rate is taken, and this one's states begin anew. The file, which is not trusted, and all that is asked for are checked before
-   anything is changed: CDDP_IO for a file that is damaged, CDDP_INVALID_ARGUMENT for one that does
-   not suit; only when reading fails after that, part of rank 0's params (and of states on a GPU)
-   may be overwritten. All ranks get the same result. A sampler goes on with the next sample of the
-   epoch that no rank had: begin with epoch cddp_sampler_epoch(), whose first cddp_sampler_set_epoch
-   then does not rewind. A cddp_ddp counts on from the steps that it had taken when it was saved.
-   Memory of a GPU as in cddp_save; its values are there on return. Like load_file and
-   load_state_dict. */
+   values, whatever the number of ranks that saved it; f32, f64, f16 and bf16 are converted into
+   each other. The file is not trusted. All of it is checked before anything is changed: CDDP_IO for
+   one that is damaged, CDDP_INVALID_ARGUMENT for one that does not suit. Only when reading fails
+   after that, part of rank 0's params (and of states on a GPU) may be overwritten. All ranks get
+   the same result. Another optimizer's states (SGD's momentum for AdamW) do not suit; with partial
+   its learning rate is taken, and this one's states begin anew. A sampler goes on with the next
+   sample of the epoch that no rank had: begin with epoch cddp_sampler_epoch(), whose first
+   cddp_sampler_set_epoch then does not rewind. A cddp_ddp counts on from the steps of the saved
+   one. Memory of a GPU as in cddp_save. Like load_file and load_state_dict. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc);

@@ -388,7 +388,7 @@ RANKS_DEF uint16_t ranks_to_bf16(float f) {
 }
 
 /* STOPPED INSIDE. Rank 1 of 3 processes is stopped in the middle of an operation that writes its
-   third of RANKS_STOP_COUNT floats into rank 0's memory. ---------------------------------------- */
+   third of RANKS_STOP_COUNT floats into rank 0's memory. -------------------------------------- */
 
 enum { RANKS_STOP_COUNT = 12 << 20 };
 
