@@ -1178,7 +1178,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    operation, count, dtype and root, so a disagreement is seen by every rank at once, and up to 40
    bytes of payload, so a small all_reduce is one exchange of cache lines. Collectives
    (>>collectives) are one round (small), two rounds around in-place moves (shared memory), or a
-   round per 64 KiB piece (other memory).
+   round per piece of 256 KiB (other memory; from three ranks on an all_reduce takes two).
 
    THE CANONICAL SUM. Sums over ranks follow one binary tree: tree(0..n) = tree(0..p) + tree(p..n)
    with p the largest power of two below n, so ((a+b)+(c+d)) for four ranks and ((a+b)+c) for three.
@@ -2287,6 +2287,7 @@ static uint32_t cddp__fp_mode(void) {
   uint32_t mode = 0;
 #if defined(__x86_64__)
   uint32_t csr = __builtin_ia32_stmxcsr();
+  if (CDDP__LIKELY((csr & 0xe040) == 0)) return 0;
   mode = csr >> 13 & 3;
   if (csr >> 15 & 1) mode |= CDDP__FP_FTZ;
   if (csr >> 6 & 1) mode |= CDDP__FP_DAZ;
@@ -2370,8 +2371,6 @@ static uint64_t cddp__file_room(uint64_t at) {
 static const char *cddp__size_cure(int e) {
   return e == EFBIG ? "; raise the file size limit (ulimit -f, RLIMIT_FSIZE)" : "";
 }
-
-CDDP__COLD
 
 /* >>record -------------------------------------------------------------------------------------
    The flight recorder: a file per rank, mapped, so that the kernel keeps what was written when the
@@ -2493,6 +2492,8 @@ static void cddp__record_finish(const cddp_group *g, uint64_t number, cddp_resul
   r->result = (int32_t)result;
   r->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
+
+CDDP__COLD
 
 /* >>bytes ----------------------------------------------------------------------------------------
    Numbers in little-endian order, hashes, random bytes, and the proof of a shared secret. Pure, but
@@ -5818,14 +5819,16 @@ static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n
 
 /* dst[at .. at + n) of a fold with at least two sources. */
 static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n) {
-  size_t block = cddp__fold_bytes(f) / f->csize, end = at + n;
+  size_t block, end = at + n;
   if (f->direct) {
-    const void *s[8];
+    const void *const *srcs = f->srcs;
+    const void *moved[8];
     int i;
-    for (i = 0; i < f->nsrcs; i++) s[i] = (const char *)f->srcs[i] + at * f->esize;
-    f->kernels->sum((char *)dst + at * f->esize, s, f->nsrcs, n, f->factor);
+    for (i = 0; at > 0 && i < f->nsrcs; i++) moved[i] = (const char *)srcs[i] + at * f->esize;
+    f->kernels->sum((char *)dst + at * f->esize, at > 0 ? moved : srcs, f->nsrcs, n, f->factor);
     return;
   }
+  block = cddp__fold_bytes(f) / f->csize;
   for (; at < end; at += block) cddp__fold_block(f, (char *)dst, at, cddp__min(block, end - at));
 }
 
@@ -6254,12 +6257,16 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
    missing. Oversubscribed groups count arrivals instead; the last to come releases all with one
    wake-up, so 64 ranks on 2 cores switch once per round, not 63 times. */
 
-/* Bytes of a staging buffer: those of two ranks stay in a 512 KiB L2 cache. */
-#define CDDP__STAGING ((size_t)64 << 10)
+/* Bytes of a staging buffer, less where many ranks share the last cache: cddp__staging_bytes. Peers
+   read 256 KiB in 2/3 of the time that pieces of 64 KiB take, which stay in their writer's L2. */
+#define CDDP__STAGING ((size_t)256 << 10)
+#define CDDP__STAGING_MIN ((size_t)64 << 10)
+#define CDDP__STAGING_ALL ((size_t)4 << 20) /* of all ranks of a group */
 /* Bytes of all ranks' staging buffers that cross between hosts with a round's headers. */
 #define CDDP__RIDE ((size_t)32 << 10)
-/* Bytes of a share from which a look at where the buffers lie pays. */
-#define CDDP__DIRECT_MIN ((size_t)16 << 10)
+/* Bytes of a share for which one round takes less time than the two around direct moves. */
+#define CDDP__ROUND_MOST ((size_t)3 << 10)
+#define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)16 << 10)
 #define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds */
 #define CDDP__SPIN_OVERSUBSCRIBED 50
 #define CDDP__YIELDS 100
@@ -6296,9 +6303,14 @@ static size_t cddp__block_head(int size, int local_size) {
   size_t slots = (size_t)local_size + (local_size < size ? 1 : 0);
   return cddp__round_up(cddp__block_slots(size) + slots * sizeof(cddp__slot), 65536);
 }
+static size_t cddp__staging_bytes(int size) {
+  size_t each = CDDP__STAGING;
+  while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
+  return each;
+}
 static size_t cddp__block_bytes(int size, int local_size) { /* any page size */
   return cddp__block_head(size, local_size) +
-         2 * (local_size < size ? CDDP__RIDE : (size_t)size * CDDP__STAGING);
+         2 * (local_size < size ? CDDP__RIDE : (size_t)size * cddp__staging_bytes(size));
 }
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
@@ -7040,10 +7052,10 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->local_rank = g->slot_index[rank];
   g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
   g->staging = block + cddp__block_head(size, g->local_size);
-  g->staging_size = g->local_size == size ? CDDP__STAGING : 0;
-  g->round_most = CDDP__DIRECT_MIN;
+  g->staging_size = g->local_size == size ? cddp__staging_bytes(size) : 0;
   g->carrier = &cddp__shm_carrier;
   g->oversubscribed = g->local_size > h->cores;
+  g->round_most = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MOST;
   g->yields = CDDP__YIELDS;
   g->spin = h->size > h->cores ? CDDP__SPIN_OVERSUBSCRIBED : CDDP__SPIN;
   pthread_mutex_init(&g->fail_lock, NULL);
@@ -10949,6 +10961,12 @@ static cddp_work *cddp__work_new(cddp_group *g) {
   return w;
 }
 
+/* Counts operations of the group that are not done. lock held. */
+static void cddp__count_works(const cddp_group *g, uint32_t more) {
+  cddp__atomic_u32 *works = &cddp__slot_of(g, g->rank)->works;
+  cddp__store32(works, cddp__load32(works) + more);
+}
+
 /* Runs the first operation of the queue on this thread. lock held; free meanwhile. */
 static void cddp__engine_run(cddp__engine *e) {
   cddp_work *w = e->first;
@@ -10966,7 +10984,7 @@ static void cddp__engine_run(cddp__engine *e) {
   pthread_mutex_lock(&e->lock);
   e->busy = false;
   w->done = true;
-  cddp__add32(&cddp__slot_of(w->group, w->group->rank)->works, (uint32_t)-1);
+  cddp__count_works(w->group, (uint32_t)-1);
   if (e->waiters > 0) pthread_cond_broadcast(&e->changed);
   if (e->first != NULL && e->asleep) pthread_cond_signal(&e->work);
 }
@@ -11028,7 +11046,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
     else
       e->first = w;
     e->last = w;
-    cddp__add32(&cddp__slot_of(w->group, w->group->rank)->works, 1);
+    cddp__count_works(w->group, 1);
     e->idle = w->anywhere ? 0 : CDDP__LINGERS + 1; /* what is pushed urgently wakes it */
     w->tick = e->tick;
     if (!w->anywhere)
@@ -11205,10 +11223,10 @@ static bool cddp__work_done(cddp_work *w) {
    Entry points: cddp__start_call (with a handle or without), cddp__run_call.
    Works as follows: every collective is one of three sequences of rounds. Which one is decided
    from the size, and from the refs of all ranks: alike on every rank.
-     one round   what fits into a staging buffer: each rank puts its share into its header (up to
-                 40 bytes) or staging buffer (64 KiB; in a group of several hosts, its part of
-                 CDDP__RIDE), and takes what it needs from all. A small all_reduce is thus one
-                 exchange of cache lines; every rank adds all values, in the same order.
+     one round   up to CDDP__ROUND_MOST (in a group of several hosts, its part of CDDP__RIDE): each
+                 rank puts its share into its header (up to 40 bytes) or staging buffer, and takes
+                 what it needs from all. A small all_reduce is thus one exchange of cache lines;
+                 every rank adds all values, in the same order.
      direct      the buffers that others need lie in shared memory: one round to tell where, each
                  rank reads (all_reduce: also writes) its peers' buffers in place, one round to
                  say it is done. all_reduce: rank r owns the r-th slice, reads every replica of it
@@ -11216,7 +11234,13 @@ static bool cddp__work_done(cddp_work *w) {
                  broadcast, where all buffers are shared, likewise, so that the root's core works
                  too.
      staged      any other memory: the share goes through the staging buffers piece by piece, one
-                 round a piece; they stay in cache, so main memory sees one read and one write. */
+                 round a piece; they stay in cache, so main memory sees one read and one write.
+                 all_reduce of three ranks and more: each adds up a slice of the piece, and takes
+                 the others' sums in a second round. The first piece is in the staging buffers when
+                 the ranks tell where their buffers lie: if these are not shared, no round is lost.
+
+   The kernel's copies between processes (process_vm_readv) take as long as the staging buffers do,
+   or up to twice as long: there is no such way. */
 
 #define CDDP__LOOK ((size_t)1 << 20) /* bytes written to a peer between looks at the group */
 
@@ -11227,30 +11251,35 @@ typedef struct cddp__chunk {
   bool in_header; /* small enough for the headers */
 } cddp__chunk;
 
-static void *cddp__space_of(const cddp_group *g, int rank, uint32_t round, const cddp__chunk *k) {
-  return k->in_header ? (void *)cddp__op_header_of(g, rank, round)->u.bytes
-                      : cddp__staging_of(g, rank, round);
+/* Where rank 0's space is in a round, and how many bytes behind it rank 1's. */
+static char *cddp__spaces(const cddp_group *g, uint32_t round, const cddp__chunk *k,
+                          size_t *apart) {
+  *apart = 2 * (k->in_header ? sizeof(cddp__op_header) : g->staging_size);
+  return k->in_header ? (char *)cddp__op_header_of(g, 0, round)->u.bytes
+                      : (char *)cddp__staging_of(g, 0, round);
 }
 
 /* This rank's shares of the chunk go into its space. Inside the caller's loop compilers make it a
    tenth slower for 1 KiB. */
 static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  char *space = (char *)cddp__space_of(g, g->rank, g->round + 1, k);
-  size_t bytes = k->n * c->esize, r, shares = cddp__send_shares(g, c);
+  size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart;
+  char *space = cddp__spaces(g, g->round + 1, k, &apart) + (size_t)g->rank * apart;
+  const char *from = (const char *)c->send + k->begin * c->esize;
   if (!cddp__sends(c, g->rank)) return;
-  for (r = 0; r < shares; r++)
-    memcpy(space + r * bytes, cddp__share_for(c, (int)r) + k->begin * c->esize, bytes);
+  apart = c->count * c->esize;
+  for (; shares > 0; shares--, space += bytes, from += apart) memcpy(space, from, bytes);
 }
 
 /* This rank takes its result of the chunk out of all ranks' spaces. */
 static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  size_t bytes = k->n * c->esize, at = k->begin * c->esize, mine;
+  size_t bytes = k->n * c->esize, at = k->begin * c->esize, apart;
+  char *space = cddp__spaces(g, g->round, k, &apart);
   const void *own = cddp__sends(c, g->rank) ? cddp__share_for(c, g->rank) + at : NULL;
   const void **srcs = (const void **)(void *)g->slices;
-  int r;
-  mine = cddp__shapes[c->kind].scatters ? (size_t)g->rank * bytes : 0; /* in each rank's space */
+  int r, n = g->size;
   if (!cddp__receives(c, g->rank)) return;
-  for (r = 0; r < g->size; r++) srcs[r] = (char *)cddp__space_of(g, r, g->round, k) + mine;
+  if (cddp__shapes[c->kind].scatters) space += (size_t)g->rank * bytes;
+  for (r = 0; r < n; r++, space += apart) srcs[r] = space;
   if (cddp__shapes[c->kind].reduces) {
     srcs[g->rank] = own;
     cddp__reduce((char *)c->recv + at, srcs, g->size, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
@@ -11262,21 +11291,61 @@ static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chu
   }
 }
 
-/* Chunk by chunk: this rank's shares go into its space, a round, and it takes its result. */
-static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c) {
-  size_t element = c->esize * cddp__send_shares(g, c), most;
-  cddp__chunk k;
-  cddp_result r;
-  most = cddp__max(g->staging_size, CDDP__INLINE) / element;
-  for (k.begin = 0; k.begin < c->count; k.begin += k.n) {
-    k.n = cddp__min(most, c->count - k.begin);
-    k.in_header = k.n * element <= CDDP__INLINE;
-    cddp__put(g, c, &k);
-    r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, NULL, 0);
-    if (r != CDDP_OK) return r;
-    cddp__take(g, c, &k);
+/* This rank takes its result of an all_reduce's chunk as cddp__take does, but in two steps: it adds
+   up its slice of the chunk, and takes the other slices when all ranks have. Of many ranks' values
+   each is then read twice, not by every rank. */
+static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+  size_t apart, begin, end, granule = CDDP__CACHE_LINE / c->esize;
+  char *space = cddp__spaces(g, g->round, k, &apart);
+  char *sums = cddp__spaces(g, g->round + 1, k, &apart);
+  char *recv = (char *)c->recv + k->begin * c->esize;
+  cddp_result result;
+  int r;
+  cddp__slice(k->n, granule, g->size, g->rank, &begin, &end);
+  for (r = 0; r < g->size; r++) g->slices[r] = space + (size_t)r * apart + begin * c->esize;
+  cddp__reduce(sums + (size_t)g->rank * apart + begin * c->esize,
+               (const void *const *)g->slices, g->size, end - begin, (cddp_dtype)c->dtype,
+               (cddp_op)c->op);
+  result = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PIECE, NULL, 0);
+  for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
+    cddp__slice(k->n, granule, g->size, r, &begin, &end);
+    memcpy(recv + begin * c->esize, sums + begin * c->esize, (end - begin) * c->esize);
   }
-  return CDDP_OK;
+  return result;
+}
+
+/* The chunk of the call that begins there. */
+static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size_t begin) {
+  size_t element = c->esize * cddp__send_shares(g, c);
+  size_t room = cddp__max(g->staging_size, CDDP__INLINE);
+  cddp__chunk k;
+  k.begin = begin;
+  k.n = c->count - begin;
+  if (k.n * element > room) k.n = room / element; /* a division takes long in a small call */
+  k.in_header = k.n * element <= CDDP__INLINE;
+  return k;
+}
+
+/* Chunk by chunk: this rank's shares go into its space, a round, and it takes its result. met: the
+   first chunk is in all ranks' spaces already. */
+static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met) {
+  bool slices = c->kind == CDDP__KIND_ALL_REDUCE && g->size > 2 && g->hosts == NULL;
+  cddp__chunk k;
+  size_t begin;
+  cddp_result r = CDDP_OK;
+  for (begin = 0; begin < c->count && r == CDDP_OK; begin += k.n, met = false) {
+    k = cddp__chunk_at(g, c, begin);
+    if (!met) {
+      cddp__put(g, c, &k);
+      r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, NULL, 0);
+      if (r != CDDP_OK) return r;
+    }
+    if (slices && k.n * c->esize > CDDP__ROUND_MOST_OVERSUBSCRIBED)
+      r = cddp__take_slices(g, c, &k);
+    else
+      cddp__take(g, c, &k);
+  }
+  return r;
 }
 
 /* Broadcast. Where every rank's buffer is shared, this rank copies its slice of the root's array to
@@ -11291,7 +11360,7 @@ static void cddp__spread(const cddp_group *g, const cddp__call *c, char *const *
   }
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; begin < end; begin += n) {
-    n = cddp__min(end - begin, g->size == 2 ? CDDP__LOOK : CDDP__STAGING);
+    n = cddp__min(end - begin, g->size == 2 ? CDDP__LOOK : CDDP__STAGING_MIN);
     if (cddp__load32(&g->block->broken) != 0) return;
     for (r = 0; r < g->size; r++)
       if (r != c->root) memcpy(bufs[r] + begin, bufs[c->root] + begin, n);
@@ -11346,23 +11415,29 @@ static cddp_result cddp__move(cddp_group *g, const cddp__call *c, char *const *b
   return cddp__check_group(g);
 }
 
-/* Direct, where each buffer that others read was found; else staged. */
+/* Direct, where each buffer that others read is in shared memory; else staged. A rank whose buffer
+   is not has put its first chunk into its space: where none is, the round is that chunk's too. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   cddp__ref ref = cddp__call_ref(g, c);
-  bool direct = true;
+  cddp__chunk first = cddp__chunk_at(g, c, 0);
+  bool direct = true, staged = true;
   cddp_result r;
   int p;
+  if (ref.kind == CDDP__REF_NONE) cddp__put(g, c, &first);
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
-  for (p = 0; r == CDDP_OK && direct && p < g->size; p++) {
+  for (p = 0; r == CDDP_OK && p < g->size; p++) {
     ref = cddp__op_header_of(g, p, g->round)->u.ref;
     g->buffers[p] = NULL; /* needed by no rank, or not known */
-    if (ref.kind == CDDP__REF_NONE)
-      direct = !cddp__is_read(c, p);
-    else if ((r = cddp__locate(g->host, &ref, &g->buffers[p])) != CDDP_OK)
-      r = cddp__break(g, r);
+    if (ref.kind == CDDP__REF_NONE) {
+      direct = direct && !cddp__is_read(c, p);
+    } else {
+      staged = staged && !cddp__is_read(c, p);
+      if (direct && (r = cddp__locate(g->host, &ref, &g->buffers[p])) != CDDP_OK)
+        r = cddp__break(g, r);
+    }
   }
   if (r == CDDP_OK && !direct)
-    r = cddp__run_staged(g, c);
+    r = cddp__run_staged(g, c, staged);
   else if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK &&
            (r = cddp__move(g, c, (char *const *)g->buffers, g->slices)) == CDDP_OK)
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
@@ -11370,6 +11445,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
 }
 
 static uint64_t cddp__record_call(const cddp_group *g, const cddp__call *c) {
+  if (CDDP__LIKELY(g->host->record == NULL)) return 0;
   return cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype,
                           cddp__shapes[c->kind].reduces ? c->op : -1, c->root);
 }
@@ -11394,8 +11470,8 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
   else if (g->size == 1)
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
-  else if (c->count <= g->round_most / element)
-    r = cddp__run_staged(g, c);
+  else if (c->count * element <= g->round_most)
+    r = cddp__run_staged(g, c, false);
   else
     r = g->carrier->run(g, c);
 done:
@@ -11449,19 +11525,10 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
   return r;
 }
 
-/* Runs a validated collective now, or hands it to the engine. */
-static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
+/* Hands a collective to the engine. */
+static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_work **work) {
   cddp_result r;
   cddp_work *w;
-  bool taken = false;
-  if (CDDP__UNLIKELY(g->backend != NULL)) {
-    r = g->backend->start(g, c, work, &taken);
-    if (taken || r != CDDP_OK) return r;
-  }
-  if (work == NULL) {
-    cddp__engine_drain(g);
-    return cddp__run_call(g, c);
-  }
   *work = NULL;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
@@ -11478,6 +11545,19 @@ static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_wor
   *work = w;
   return CDDP_OK;
 }
+
+/* Runs a validated collective now, or hands it to the engine. */
+static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
+  bool taken = false;
+  if (CDDP__UNLIKELY(g->backend != NULL)) {
+    cddp_result r = g->backend->start(g, c, work, &taken);
+    if (taken || r != CDDP_OK) return r;
+  }
+  if (work != NULL) return cddp__start_work(g, c, work);
+  cddp__engine_drain(g);
+  return cddp__run_call(g, c);
+}
+
 /* The buffers are apart, or in place as the call's comment says. */
 static bool cddp__overlap_ok(const cddp_group *g, const cddp__call *c) {
   uintptr_t send = (uintptr_t)c->send, recv = (uintptr_t)c->recv, own;
@@ -11497,7 +11577,8 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
       (c->root != CDDP_ANY || c->kind != CDDP__KIND_RECV))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d; the group has ranks 0 to %d",
                       message ? "peer" : "root", c->root, g->size - 1);
-  if (c->count > SIZE_MAX / 2 / c->esize / (one ? 1 : (size_t)g->size))
+  if (c->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* divisions take long in a small call */
+      c->count > SIZE_MAX / 2 / c->esize / (one ? 1 : (size_t)g->size))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "count %zu is beyond the address space", c->count);
   if (!cddp__dtype_ok((cddp_dtype)c->dtype))
     wrong = "dtype is not a cddp_dtype";

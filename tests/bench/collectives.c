@@ -1,9 +1,10 @@
 /* collectives.c - times the collective operations of one implementation. One source, compiled once
    for each of them by bench.sh: -DBENCH_CDDP, -DBENCH_MPI, or -DBENCH_FLOOR, the least that any of
    them has to do. Prints lines
-     CONFIG OPERATION RANKS BYTES MICROSECONDS
+     CONFIG OPERATION RANKS BYTES MICROSECONDS WAY
    and, first, the round trip of a cache line between the first two cores: CONFIG line RANKS 0
-   MICROSECONDS.
+   MICROSECONDS. WAY: of cddp, how the operation was done (>>collectives in cddp.h), and with which
+   instruction set sums are.
 
    Works as follows. Each size has several buffers, used in turn, so that a large one is not in any
    cache when its turn comes. An iteration is a barrier, then the operation once, or for up to 16
@@ -12,8 +13,8 @@
    not timed.
 
    Options: --config NAME, --ranks N, --memory alloc|malloc|huge, --slots (floor: through small
-   slots), --quick (fewer sizes), --small (up to 1 KiB), --start (no measurement: start the ranks
-   and end) */
+   slots), --handle (cddp: with a work handle, waited for at once), --quick (fewer sizes), --small
+   (up to 1 KiB), --start (no measurement: start the ranks and end) */
 
 #ifdef BENCH_CDDP
 #define CDDP_IMPLEMENTATION
@@ -41,8 +42,8 @@ static const bool in_quick[] = {true, false, true, true, true, true, true, true,
 static struct {
   const char *config, *memory;
   int ranks; /* replicas that take part */
-  bool slots, quick, small, start;
-} option = {"?", "malloc", 2, false, false, false, false};
+  bool slots, handle, quick, small, start;
+} option = {"?", "malloc", 2, false, false, false, false, false};
 
 static int rank, ranks; /* that measure: for the floor, at most one per core */
 
@@ -73,15 +74,28 @@ static float *memory_new(size_t bytes) {
 static void operate(int op, float *p, size_t count) {
   size_t share = count / (size_t)ranks;
   float *mine = p + share * (size_t)rank;
+  cddp_work *work = NULL, **w = option.handle ? &work : NULL;
   switch (op) {
-  case ALL_REDUCE: check(cddp_all_reduce(group, p, count, CDDP_F32, CDDP_SUM, NULL)); break;
-  case BROADCAST: check(cddp_broadcast(group, p, count, CDDP_F32, 0, NULL)); break;
-  case ALL_GATHER: check(cddp_all_gather(group, mine, p, share, CDDP_F32, NULL)); break;
+  case ALL_REDUCE: check(cddp_all_reduce(group, p, count, CDDP_F32, CDDP_SUM, w)); break;
+  case BROADCAST: check(cddp_broadcast(group, p, count, CDDP_F32, 0, w)); break;
+  case ALL_GATHER: check(cddp_all_gather(group, mine, p, share, CDDP_F32, w)); break;
   case REDUCE_SCATTER:
-    check(cddp_reduce_scatter(group, p, mine, share, CDDP_F32, CDDP_SUM, NULL));
+    check(cddp_reduce_scatter(group, p, mine, share, CDDP_F32, CDDP_SUM, w));
     break;
   default: check(cddp_barrier(group));
   }
+  if (work != NULL) check(cddp_wait(work));
+}
+
+/* How an operation was done that has just ended, in so many rounds. */
+static const char *way_of(int op, uint32_t rounds) {
+  static const char *const sets[] = {"", ",base", ",avx2", ",avx512"};
+  static char way[32];
+  uint32_t phase = cddp__op_header_of(group, rank, group->round)->call >> 24;
+  snprintf(way, sizeof way, "%s%s",
+           phase == CDDP__PHASE_DONE ? "direct" : rounds == 1 ? "one-round" : "staged",
+           op == ALL_REDUCE || op == REDUCE_SCATTER ? sets[cddp__isa()] : "");
+  return way;
 }
 
 static double greatest(double x) {
@@ -124,7 +138,7 @@ static double greatest(double x) {
 #ifdef BENCH_FLOOR
 /* Every replica is mapped in one piece, seen by all processes; each process does its part of the
    bytes, with one flag in front and one behind. */
-#define SLOT (64 * KIB)
+#define SLOT (256 * KIB)
 #define APART (SLAB + 2 * MIB) /* of replicas; see README.md on addresses 2^28 apart */
 static struct shared {
   bench_flag flags[64];
@@ -250,9 +264,11 @@ static double greatest(double x) {
 
 /* --- measuring --- */
 
+static char way[32]; /* of the last operation that was measured */
+
 static void report(const char *what, size_t bytes, double us) {
   if (rank != 0) return;
-  printf("%s %s %d %zu %.4f\n", option.config, what, option.ranks, bytes, us);
+  printf("%s %s %d %zu %.4f %s\n", option.config, what, option.ranks, bytes, us, way);
   fflush(stdout);
 }
 
@@ -297,6 +313,17 @@ static double timed(int op, float *slab, size_t stride, size_t count, int buffer
   return greatest(bench_now() - start);
 }
 
+/* For the first time: notes how it is done. */
+static void once(int op, float *p, size_t count) {
+#ifdef BENCH_CDDP
+  uint32_t round = group->round;
+  operate(op, p, count);
+  snprintf(way, sizeof way, "%s", way_of(op, group->round - round));
+#else
+  operate(op, p, count);
+#endif
+}
+
 /* The median time of one operation, in us. */
 static double measure(int op, float *slab, size_t bytes) {
   size_t count = bytes / 4 < (size_t)option.ranks && op >= ALL_GATHER ? (size_t)option.ranks
@@ -306,7 +333,8 @@ static double measure(int op, float *slab, size_t bytes) {
   double t[ITERATIONS], spent = 0, budget = option.quick ? 0.02 : 0.06;
   if ((size_t)buffers > SLAB / stride) buffers = (int)(SLAB / stride);
   fill(slab, stride * (size_t)buffers);
-  timed(op, slab, stride, count, 1, &next, 1);
+  once(op, slab, count);
+  next = buffers > 1;
   prove(op, slab, count);
   timed(op, slab, stride, count, buffers, &next, buffers > 1 ? buffers - 1 : 1);
   memset(slab, 0, stride * (size_t)buffers); /* sums of sums would overflow */
@@ -372,6 +400,7 @@ static void options(int argc, char **argv) {
     else if (strcmp(a, "--ranks") == 0) option.ranks = atoi(v), i++;
     else if (strcmp(a, "--memory") == 0) option.memory = v, i++;
     else if (strcmp(a, "--slots") == 0) option.slots = true;
+    else if (strcmp(a, "--handle") == 0) option.handle = true;
     else if (strcmp(a, "--quick") == 0) option.quick = true;
     else if (strcmp(a, "--small") == 0) option.small = true;
     else if (strcmp(a, "--start") == 0) option.start = true;

@@ -98,7 +98,7 @@ $1 == "store" {
   next
 }
 $2 == "line" { line = line " " $5; next }
-NF == 5 {
+NF == 5 || NF == 6 {
   taken[$1, $2, $3, $4] = taken[$1, $2, $3, $4] " " $5
   measured[$2, $3, $4] = 1
   if (!($4 in known)) { known[$4] = 1; size[++size_count] = $4 }
