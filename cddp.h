@@ -1509,18 +1509,15 @@ enum {
    a function says *taken = false, all memory was the host's and the CPU backend goes on. */
 typedef struct cddp__backend {
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
-  cddp_result (*message)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
   cddp_result (*wait)(cddp_work *w); /* frees w */
   bool (*done)(cddp_work *w);
   cddp_result (*synchronize)(cddp_group *g);
-  void (*set_stream)(cddp_group *g, void *stream);
-  void *(*stream)(const cddp_group *g);
   void *(*alloc)(cddp_group *g, size_t bytes);
-  void (*release)(cddp_group *g, void *p);
   /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. internal: the
      child belongs to a cddp_ddp. */
   cddp_result (*split)(cddp_group *g, cddp_group *child, bool internal);
   void (*leave)(cddp_group *g);
+  void (*free)(void *p);
 } cddp__backend;
 
 /* What carries collectives in host memory that do not fit into a round: shared memory, connections
@@ -1622,6 +1619,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   uint32_t unshared; /* host.unshared when they were told of this rank's memory */
   const cddp__backend *backend; /* of memory on a device; NULL: none */
   void *device;                  /* its device context, a cddp__device */
+  void *stream;                  /* there: the caller's, a cudaStream_t */
 };
 
 /* Parameters dealt out to buckets: b has params[offsets[b]] .. params[offsets[b + 1] - 1]. */
@@ -1698,14 +1696,13 @@ typedef struct cddp__ddp_memory {
   cddp_result (*use)(const cddp_ddp *d); /* makes its device this thread's */
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
-  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed, the mirror, and what else it needs */
+  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed, and what else it needs */
   void (*free)(cddp_ddp *d);         /* all but what host memory there is */
   cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* for a bucket, side by side */
   /* *met: the hosts need not meet before this wait or step. */
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
-  cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* begins it. lock held */
-  /* On the engine: copies the bucket from the arena to the mirror, or back. */
-  cddp_result (*mirror)(cddp_ddp *d, cddp__bucket_state *b, bool back);
+  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
+  cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
   cddp_result (*broadcast)(cddp_ddp *d, cddp_param *params, int count, int root);
   cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
@@ -1814,9 +1811,10 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   cddp_ddp_desc desc;
   const cddp__ddp_memory *memory; /* where gradients are */
   cddp__elastic *elastic;         /* NULL: ranks are those of the group */
-  struct cddp__gpu *gpu;          /* on a device: its state */
-  void *side;                     /* on a device: the stream on which buckets are reduced */
-  bool mirrored; /* the host's ranks reduce in shared memory; false: NCCL reduces */
+  void *side;              /* on a device: the stream on which buckets are reduced */
+  cddp__call *calls;       /* there: [count + buffers] scratch; lock, or the thread that steps */
+  cddp_segment *segments;  /* there: [count] scratch, likewise */
+  double *clip;            /* there, in device memory: squares of the norm, factor, scratch */
   bool meets;    /* ranks meet on the host in each step; false: until d->rebuilt */
   bool eager;    /* buckets are reduced as they fill, even where cddp_ddp_step could do it */
   bool early;    /* they are now: eager, or the last step was no cddp_ddp_step */
@@ -1825,7 +1823,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   size_t limits[2];      /* of the first bucket and the others, bytes */
   cddp__tensor *tensors; /* [count] */
   char *arena;           /* all gradients */
-  char *mirror;          /* shared memory in which they are reduced: the arena, or a copy */
+  char *mirror;          /* on a host the arena, in shared memory; else NULL */
   size_t bytes;          /* of each */
   size_t squares_at;     /* bytes from the mirror to sums of squares, behind the slots */
   size_t whole;          /* of the mirror and what is behind it */
@@ -11156,7 +11154,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
   uint64_t record;
   int send = -1;
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && g->backend != NULL) r = g->backend->message(g, c, work, &taken);
+  if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, c, work, &taken);
   if (r != CDDP_OK || taken) return r; /* taken: the buffer lies on a device */
   if ((receives || work != NULL) && (w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   record = cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype, -1,
@@ -12780,7 +12778,7 @@ typedef struct cddp__marker {
   uint32_t recorded, seen; /* how often it was; the last record that was seen done */
   double since;            /* when it was recorded */
 } cddp__marker;
-enum { CDDP__LATEST, CDDP__OLDEST, CDDP__MARKERS, CDDP__SPARE_EVENTS = 8 };
+enum { CDDP__LATEST, CDDP__OLDEST, CDDP__MARKERS, CDDP__SPARE_EVENTS = 8, CDDP__SCRATCHES = 64 };
 
 /* A group's device context: its GPU, streams and communicator. turn: held while an operation is
    issued. lock: held for a moment, never in a call of CUDA or NCCL, also by the watcher; it guards
@@ -12790,10 +12788,11 @@ typedef struct cddp__device {
   struct cddp__device *owner; /* of a cddp_ddp's private groups the context of the user's group,
                                  which logs their calls and fails with them; else itself */
   int device;
-  cudaStream_t stream; /* the caller's */
+  bool staged;         /* operations go through the host */
   cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
-  cudaEvent_t fork;    /* orders side after stream for messages; turn */
-  cudaEvent_t join;    /* orders stream and side; the thread that calls collectives */
+  cudaEvent_t fork;    /* orders side after the caller's stream for messages; turn. For a model's
+                          buckets; cddp_ddp.lock */
+  cudaEvent_t join;    /* orders the two; the thread that calls collectives */
   pthread_mutex_t turn, lock;
   cddp__communicator *comm;
   const cddp_kernels *kernels; /* those of every rank; NULL: some have none */
@@ -12811,15 +12810,11 @@ typedef struct cddp__device {
   uint64_t hash;       /* of those calls; lock */
   uint64_t *hashes;    /* [CDDP__HASHES] the hash after each of the latest calls, a ring; lock */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; turn */
-  void **blocks;       /* [block_count] device memory that goes with the context; lock */
-  size_t block_count, block_room;
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* for work handles; lock */
   int spares;
-  void *scratch; /* one of blocks, used on side; the thread that calls collectives */
-  size_t scratch_bytes;
-  char *stage; /* host memory for operations through the host; whoever has set staging */
-  size_t stage_bytes;
-  cddp__atomic_u32 staging; /* 1: an operation uses stage */
+  void *scratch[CDDP__SCRATCHES]; /* used on side; the thread that calls collectives */
+  int scratch_count;
+  size_t scratch_bytes; /* of the last one */
 } cddp__device;
 
 /* What every rank tells about its device when groups form. */
@@ -12829,17 +12824,6 @@ typedef struct cddp__device_report {
   char host[96]; /* identity of the machine */
   char name[96]; /* rank, pid and host, for messages */
 } cddp__device_report;
-
-/* The device side of a cddp_ddp. Owner: the thread that steps; what ready() uses: cddp_ddp.lock. */
-typedef struct cddp__gpu {
-  cddp__device *device;   /* of d->comm */
-  cudaEvent_t filled;     /* orders the side stream after the caller's */
-  cudaEvent_t drained;    /* the other way round */
-  cudaEvent_t *fills;     /* through the host: [count] before each bucket, read by the engine */
-  cddp__call *calls;      /* [count + buffers] operations of one launch */
-  cddp_segment *segments; /* [count] */
-  double *scratch;        /* for clipping; NULL: not needed yet */
-} cddp__gpu;
 
 #define CDDP__WATCH_S 0.005 /* between two looks of the watcher, and of the poller */
 #define CDDP__SPIN_S 3e-4   /* to yield before the first nap: NCCL's work on a call takes 0.1 ms */
@@ -12871,6 +12855,7 @@ static cddp_result cddp__use_device(int device) {
 }
 
 static cddp__device *cddp__device_of(const cddp_group *g) { return (cddp__device *)g->device; }
+static cudaStream_t cddp__main_stream(const cddp_group *g) { return (cudaStream_t)g->stream; }
 
 static cddp__atomic_u32 cddp__device_groups; /* 1: this process has had one */
 
@@ -12895,7 +12880,9 @@ static bool cddp__capturing(cudaStream_t s) {
 static cddp_result cddp__device_enter(const cddp__device *p) {
   enum cudaStreamCaptureStatus status;
   cddp_result r = cddp__use_device(p->device);
-  if (r != CDDP_OK || cudaStreamIsCapturing(p->stream, &status) == cudaSuccess) return r;
+  if (r != CDDP_OK ||
+      cudaStreamIsCapturing(cddp__main_stream(p->group), &status) == cudaSuccess)
+    return r;
   if (cudaGetLastError() != cudaErrorStreamCaptureImplicit) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
                     "a stream is being captured in a CUDA graph while the group's is the default "
@@ -12984,6 +12971,7 @@ static void cddp__log_call(cddp__device *from, const cddp__call *c, bool device)
     uint32_t call;
     int32_t root;
   } what;
+  if (p->group->size == 1 || p->staged) return; /* staged calls are compared as they meet */
   memset(&what, 0, sizeof what);
   what.call = cddp__call_code(c, device ? 0 : CDDP__PHASE_HOST);
   what.count = c->count;
@@ -13408,11 +13396,6 @@ static cddp_result cddp__track(cddp__device *p, cudaStream_t s) {
 
 /* --- device contexts --- */
 
-static void cddp__stage_free(cddp__device *p) {
-  if (p->stage != NULL && cudaHostUnregister(p->stage) != cudaSuccess) (void)cudaGetLastError();
-  cddp__arena_free(p->group->host, p->stage);
-}
-
 /* Aborts the communicator, if it is not at its end, and waits for what is on the device. */
 static void cddp__device_delete(cddp__device *p) {
   const cddp_allocator *a = &p->group->host->allocator;
@@ -13423,9 +13406,7 @@ static void cddp__device_delete(cddp__device *p) {
     cddp__await_abort(p);
   }
   if (p->side != NULL) (void)cudaStreamSynchronize(p->side);
-  while (p->block_count > 0) cudaFree(p->blocks[--p->block_count]);
-  cddp__free(a, p->blocks);
-  cddp__stage_free(p);
+  while (p->scratch_count > 0) cudaFree(p->scratch[--p->scratch_count]);
   cddp__event_free(&p->fork);
   cddp__event_free(&p->join);
   for (i = 0; i < CDDP__MARKERS; i++) cddp__event_free(&p->markers[i].event);
@@ -13439,8 +13420,7 @@ static void cddp__device_delete(cddp__device *p) {
 }
 
 /* A context without a communicator, not yet watched. */
-static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int device,
-                                   cudaStream_t stream) {
+static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int device) {
   const cddp_allocator *a = &g->host->allocator;
   cddp__device *p = (cddp__device *)cddp__calloc(a, 1, sizeof *p);
   int least = 0, greatest = 0, i;
@@ -13451,7 +13431,6 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
   p->group = g;
   p->owner = p;
   p->device = device;
-  p->stream = stream;
   pthread_mutex_init(&p->turn, NULL);
   pthread_mutex_init(&p->lock, NULL);
   p->hashes = (uint64_t *)cddp__calloc(a, CDDP__HASHES, sizeof *p->hashes);
@@ -13473,57 +13452,31 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
   return r;
 }
 
-static void cddp__device_set_stream(cddp_group *g, void *stream) {
-  cddp__device_of(g)->stream = (cudaStream_t)stream;
-}
-
-static void *cddp__device_stream(const cddp_group *g) { return (void *)cddp__device_of(g)->stream; }
-
-/* Device memory that goes with the context, or by cddp__device_release. */
-static cddp_result cddp__device_malloc(cddp__device *p, size_t bytes, void **out) {
-  cddp_result r = cddp__cuda_result(cudaMalloc(out, bytes > 0 ? bytes : 1), "cudaMalloc");
-  void *all;
-  if (r != CDDP_OK) return r;
-  pthread_mutex_lock(&p->lock);
-  all = cddp__grown(&p->group->host->allocator, p->blocks, &p->block_room, p->block_count + 1,
-                    sizeof *p->blocks);
-  if (all != NULL) p->blocks = (void **)all;
-  if (all != NULL) p->blocks[p->block_count++] = *out;
-  pthread_mutex_unlock(&p->lock);
-  if (all != NULL) return CDDP_OK;
-  cudaFree(*out);
-  return CDDP_OUT_OF_MEMORY;
-}
-
-/* Device memory for an operation that needs some. It grows by half at least: what it was stays, as
+/* Device memory for an operation on the side stream. It at least doubles: what it was stays, as
    operations and CUDA graphs may use it. */
-static cddp_result cddp__device_scratch(cddp__device *p, size_t bytes) {
-  cddp_result r;
-  if (p->scratch_bytes >= bytes) return CDDP_OK;
-  bytes = cddp__max(bytes, p->scratch_bytes + p->scratch_bytes / 2);
-  r = cddp__device_malloc(p, bytes, &p->scratch);
-  p->scratch_bytes = r == CDDP_OK ? bytes : 0;
+static cddp_result cddp__device_scratch(cddp__device *p, size_t bytes, void **out) {
+  cddp_result r = CDDP_OK;
+  if (p->scratch_bytes < bytes) {
+    CDDP_ASSERT(p->scratch_count < CDDP__SCRATCHES);
+    bytes = cddp__max(bytes, 2 * p->scratch_bytes);
+    r = cddp__cuda_result(cudaMalloc(&p->scratch[p->scratch_count], bytes), "cudaMalloc");
+    if (r != CDDP_OK) return r;
+    p->scratch_bytes = bytes;
+    p->scratch_count++;
+  }
+  *out = p->scratch_count > 0 ? p->scratch[p->scratch_count - 1] : NULL;
   return r;
 }
 
 static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
-  cddp__device *p = cddp__device_of(g);
-  void *address = NULL;
-  cddp_result r = cddp__use_device(p->device);
-  if (r == CDDP_OK) r = cddp__device_malloc(p, bytes, &address);
-  return r == CDDP_OK ? address : NULL;
+  void *p = NULL;
+  cddp_result r = cddp__use_device(cddp__device_of(g)->device);
+  if (r == CDDP_OK) r = cddp__cuda_result(cudaMalloc(&p, bytes > 0 ? bytes : 1), "cudaMalloc");
+  return r == CDDP_OK ? p : NULL;
 }
 
-static void cddp__device_release(cddp_group *g, void *address) {
-  cddp__device *p = cddp__device_of(g);
-  bool found;
-  size_t i;
-  pthread_mutex_lock(&p->lock);
-  for (i = 0; i < p->block_count && p->blocks[i] != address; i++) {}
-  found = i < p->block_count;
-  if (found) p->blocks[i] = p->blocks[--p->block_count];
-  pthread_mutex_unlock(&p->lock);
-  if (found) cudaFree(address);
+static void cddp__device_free(void *p) {
+  if (p != NULL && cudaFree(p) != cudaSuccess) (void)cudaGetLastError();
 }
 
 /* Waits on the host for the stream, as long as the group is healthy. The deadline is for what the
@@ -13543,6 +13496,75 @@ static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s) {
   (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
   if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
   return cddp__cuda_result(e, "work on the group's stream");
+}
+
+/* --- operations through the host ---
+
+   For ranks that share a GPU. What a rank contributes is copied to host memory that the ranks
+   share, once the stream has come that far; the CPU's collective or message goes from there; what
+   came is copied back, with a work handle when that is waited for. Not fast. */
+
+/* Copies on the side stream and waits for it. */
+static cddp_result cddp__copy_now(cddp__device *p, void *to, const void *from, size_t bytes) {
+  cddp_result r = cddp__device_copy(to, from, bytes, p->side);
+  if (r != CDDP_OK) return r;
+  return cddp__cuda_result(cudaStreamSynchronize(p->side), "cudaStreamSynchronize");
+}
+
+static cddp_result cddp__staged_no_graph(cudaStream_t s) {
+  if (!cddp__capturing(s)) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "backend \"cpu\" cannot be captured in a CUDA graph; backend \"nccl\" can");
+}
+
+/* After the operation on stage, which had the result r: its result to the device. */
+static cddp_result cddp__stage_end(cddp__device *p, const cddp__call *c, cudaStream_t s,
+                                   char *stage, cddp_result r) {
+  cddp_group *g = p->group;
+  size_t sends, recvs, second;
+  cddp__buffer_bytes(g, c, &sends, &recvs);
+  second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
+  if (r == CDDP_OK && c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank)) {
+    r = cddp__use_device(p->device);
+    if (r == CDDP_OK) r = cddp__stream_after(p->side, s, p->join);
+    if (r == CDDP_OK) r = cddp__copy_now(p, c->recv, stage + second, recvs);
+    if (r != CDDP_OK) r = cddp__break(g, r);
+  }
+  cddp__arena_free(g->host, stage);
+  return r;
+}
+
+/* A collective or message. */
+static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaStream_t s,
+                                    cddp_work **work) {
+  bool message = c->kind >= CDDP__KIND_SEND;
+  cddp_group *g = p->group;
+  size_t sends, recvs, second;
+  cddp__call inner = *c;
+  cddp_work *w = NULL;
+  char *stage;
+  cddp_result r = cddp__staged_no_graph(s);
+  if (r != CDDP_OK || c->count == 0) return r;
+  cddp__buffer_bytes(g, c, &sends, &recvs);
+  second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
+  stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__FOR_USER);
+  if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
+  if (c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank)) {
+    r = cddp__stream_after(p->side, s, p->join);
+    if (r == CDDP_OK) r = cddp__copy_now(p, stage, c->send, sends);
+    if (r != CDDP_OK && !message) r = cddp__break(g, r);
+  }
+  inner.send = stage;
+  inner.recv = stage + second;
+  if (r == CDDP_OK)
+    r = message ? cddp__start_message(g, &inner, work != NULL ? &w : NULL)
+                : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
+  if (r != CDDP_OK || work == NULL) return cddp__stage_end(p, c, s, stage, r);
+  w->backend = g->backend;
+  w->context = c->recv;
+  w->stage = stage;
+  *work = w;
+  return CDDP_OK;
 }
 
 /* --- operations by NCCL --- */
@@ -13700,9 +13722,14 @@ static cddp_result cddp__let_go(cddp__device *p, cddp_result r) {
   return r;
 }
 
+/* Operations on device memory, in order, behind what is on s now. */
 static cddp_result cddp__issue(cddp__device *p, const cddp__call *c, int n, cudaStream_t s) {
-  cddp_result r;
-  if (n == 0) return CDDP_OK;
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; r == CDDP_OK && i < n && p->staged; i++) r = cddp__stage_call(p, &c[i], s, NULL);
+  for (i = 0; r == CDDP_OK && i < n && !p->staged && p->comm->comm == NULL; i++)
+    r = cddp__device_copy(c[i].recv, c[i].send, c[i].count * c[i].esize, s); /* a single rank */
+  if (n == 0 || p->staged || p->comm->comm == NULL) return r;
   pthread_mutex_lock(&p->turn);
   r = cddp__issue_held(p, c, n, s);
   pthread_mutex_unlock(&p->turn);
@@ -13713,10 +13740,11 @@ static cddp_result cddp__issue(cddp__device *p, const cddp__call *c, int n, cuda
 static cddp_result cddp__issue_in_place(cddp__device *p, const cddp__call *call, cudaStream_t s) {
   cddp__call c = *call;
   size_t bytes = c.count * c.esize * (size_t)p->group->size;
-  cddp_result r = cddp__device_scratch(p, bytes);
+  void *scratch;
+  cddp_result r = cddp__device_scratch(p, bytes, &scratch);
   if (r == CDDP_OK && s != p->side) r = cddp__stream_after(p->side, s, p->join);
-  if (r == CDDP_OK) r = cddp__device_copy(p->scratch, c.send, bytes, p->side);
-  c.send = p->scratch;
+  if (r == CDDP_OK) r = cddp__device_copy(scratch, c.send, bytes, p->side);
+  c.send = scratch;
   if (r == CDDP_OK) r = cddp__issue(p, &c, 1, p->side);
   if (r == CDDP_OK && s != p->side) r = cddp__stream_after(s, p->side, p->join);
   return r;
@@ -13762,7 +13790,8 @@ static cddp_result cddp__send_messages(cddp__device *p, const cddp_work *only) {
     for (w = p->messages; w != NULL; w = w->next) n++;
   if (n > 0) {
     calls = (cddp__call *)cddp__malloc(a, (size_t)n * sizeof *calls);
-    r = calls == NULL ? CDDP_OUT_OF_MEMORY : cddp__stream_after(p->side, p->stream, p->fork);
+    r = calls == NULL ? CDDP_OUT_OF_MEMORY
+                      : cddp__stream_after(p->side, cddp__main_stream(p->group), p->fork);
     for (n = 0, w = p->messages; r == CDDP_OK && w != NULL; w = w->next) calls[n++] = w->call;
     if (r == CDDP_OK) r = cddp__issue_held(p, calls, n, p->side);
     if (r != CDDP_OK) r = cddp__break(p->group, r); /* the others wait for these */
@@ -13778,14 +13807,24 @@ static cddp_result cddp__send_messages(cddp__device *p, const cddp_work *only) {
   return cddp__let_go(p, r);
 }
 
+/* Through the host: waits there for the operation, whose work is the CPU's. */
 static cddp_result cddp__device_wait(cddp_work *w) {
-  cddp__device *p = cddp__device_of(w->group);
+  cddp_group *g = w->group;
+  cddp__device *p = cddp__device_of(g);
+  cudaStream_t stream = cddp__main_stream(g);
   cddp_result r = cddp__use_device(p->device); /* the default stream is the current device's */
+  if (p->staged) {
+    char *stage = (char *)w->stage;
+    cddp__call c = w->call;
+    c.recv = w->context;
+    w->backend = NULL;
+    return cddp__stage_end(p, &c, stream, stage, cddp__work_wait(w, -1));
+  }
   if (w->call.count > 0) (void)cddp__send_messages(p, w);
   if (r == CDDP_OK && w->result != CDDP_OK) r = cddp__fail(w->result, "%s", w->text);
-  if (r == CDDP_OK) r = cddp__check_group(w->group);
+  if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK && w->event != NULL)
-    r = cddp__cuda_result(cudaStreamWaitEvent(p->stream, (cudaEvent_t)w->event, 0),
+    r = cddp__cuda_result(cudaStreamWaitEvent(stream, (cudaEvent_t)w->event, 0),
                           "cudaStreamWaitEvent");
   cddp__device_work_free(w);
   return r;
@@ -13794,8 +13833,15 @@ static cddp_result cddp__device_wait(cddp_work *w) {
 static bool cddp__device_done(cddp_work *w) {
   cddp__device *p = cddp__device_of(w->group);
   cudaError_t e;
+  bool done;
+  if (p->staged) {
+    w->backend = NULL;
+    done = cddp__work_done(w);
+    w->backend = w->group->backend;
+    return done;
+  }
   if (cddp__use_device(p->device) != CDDP_OK) return true;
-  if (cddp__capturing(p->stream)) return false; /* a look would void the capture */
+  if (cddp__capturing(cddp__main_stream(w->group))) return false; /* a look would void that */
   if (w->call.count > 0) (void)cddp__send_messages(p, w);
   if (w->result != CDDP_OK || w->event == NULL) return true;
   if (cddp__load32(&w->group->block->broken) != 0) return true;
@@ -13834,48 +13880,29 @@ static cddp_result cddp__compare_hosts(cddp__device *p) {
 static cddp_result cddp__device_barrier(cddp_group *g) {
   cddp__device *p = cddp__device_of(g);
   cddp_result r;
-  if (cddp__capturing(p->stream))
+  if (cddp__capturing(cddp__main_stream(g)))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "cddp_barrier waits on the host and cannot be captured in a CUDA graph");
   cddp__engine_drain(g);
-  if ((r = cddp__await_stream(p, p->stream)) != CDDP_OK) return r;
+  if ((r = cddp__await_stream(p, cddp__main_stream(g))) != CDDP_OK) return r;
   r = cddp__run_simple(g, CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_U8, -1);
   if (r == CDDP_OK) r = cddp__compare_hosts(p);
   return r == CDDP_OK && g->size > 1 ? cddp__compare_logs(p) : r; /* all have called all before */
 }
 
-/* A collective on the group's stream, or with a handle on the side stream. */
-static cddp_result cddp__nccl_start(cddp_group *g, const cddp__call *c, cddp_work **work,
-                                    bool *taken) {
-  cddp__device *p = cddp__device_of(g);
-  cudaStream_t s = work != NULL ? p->side : p->stream;
+/* A collective by NCCL on the group's stream, or with a handle on the side stream. */
+static cddp_result cddp__nccl_call(cddp__device *p, const cddp__call *c, cddp_work **work) {
+  cddp_group *g = p->group;
+  cudaStream_t s = work != NULL ? p->side : cddp__main_stream(g);
+  uint64_t record = cddp__record_call(g, c);
   cddp_work *w = NULL;
-  uint64_t record;
-  cddp_result r;
-  *taken = true;
-  if (work != NULL) *work = NULL;
-  if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
-  if ((r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
-  if (c->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g);
-  if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK) return r;
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (*taken && c->op > CDDP_MAX)
-    return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
-                                        "memory, or in a group with backend \"cpu\"");
-  if (g->size > 1) cddp__log_call(p, c, *taken);
-  if (!*taken) return CDDP_OK;
-  record = cddp__record_call(g, c);
+  cddp_result r = CDDP_OK;
   if (work != NULL && (w = cddp__work_new(g)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (w != NULL) w->backend = g->backend;
-  if (r == CDDP_OK && w != NULL) r = cddp__stream_after(p->side, p->stream, p->join);
-  if (r == CDDP_OK && c->count > 0) {
-    if (p->comm->comm == NULL)
-      r = cddp__device_copy(c->recv, c->send, c->count * c->esize, s);
-    else if (c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv)
-      r = cddp__issue_in_place(p, c, s);
-    else
-      r = cddp__issue(p, c, 1, s);
-  }
+  if (r == CDDP_OK && w != NULL) r = cddp__stream_after(p->side, cddp__main_stream(g), p->join);
+  if (r == CDDP_OK && c->count > 0)
+    r = g->size > 1 && cddp__overwrites(c) ? cddp__issue_in_place(p, c, s)
+                                           : cddp__issue(p, c, 1, s);
   if (r == CDDP_OK && w != NULL) r = cddp__work_record(w, s);
   if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the others will wait for this call */
   cddp__record_finish(g, record, r);                       /* on the device it goes on */
@@ -13884,30 +13911,22 @@ static cddp_result cddp__nccl_start(cddp_group *g, const cddp__call *c, cddp_wor
   return r;
 }
 
-static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_work **work,
-                                      bool *taken) {
-  cddp__device *p = cddp__device_of(g);
+/* A message by NCCL; one with a handle waits for others, see cddp__send_messages. */
+static cddp_result cddp__nccl_message(cddp__device *p, const cddp__call *c, cddp_work **work) {
+  cddp_group *g = p->group;
   cddp_work *w, **link;
-  bool device = true;
   cddp_result r;
-  if ((r = cddp__memory_of_call(p, c, &device)) != CDDP_OK) return r;
-  *taken = device && g->size > 1 && c->count > 0;
-  if (!*taken && device && c->count > 0)
+  if (g->size == 1)
     return cddp__fail(CDDP_UNSUPPORTED, "a single rank cannot send device memory to itself");
-  if (!*taken) return CDDP_OK;
   if (c->root == CDDP_ANY)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL receives from no rank but a certain one: name it, or "
                                         "receive in host memory");
-  if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (work == NULL && c->root == g->rank)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "rank %d sends to itself: on a device both send and recv need a work handle",
+                      g->rank);
   if (work == NULL) {
-    if (c->root == g->rank)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "rank %d sends to itself: on a device both send and "
-                        "recv need a work handle",
-                        g->rank);
-    if ((r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
-    r = cddp__issue(p, c, 1, p->stream);
+    r = cddp__issue(p, c, 1, cddp__main_stream(g));
     return r == CDDP_OK ? r : cddp__break(g, r);
   }
   if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
@@ -13921,14 +13940,40 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_w
   return CDDP_OK;
 }
 
-static cddp_result cddp__nccl_synchronize(cddp_group *g) {
+static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_work **work,
+                                      bool *taken) {
+  cddp__device *p = cddp__device_of(g);
+  bool message = c->kind >= CDDP__KIND_SEND;
+  cddp_result r;
+  *taken = true;
+  if (work != NULL) *work = NULL;
+  if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
+  if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK) return r;
+  *taken = *taken && (c->count > 0 || !(message || p->staged));
+  if ((!message || (work == NULL && *taken)) && (r = cddp__send_messages(p, NULL)) != CDDP_OK)
+    return r;
+  if (c->kind == CDDP__KIND_BARRIER) {
+    *taken = true;
+    return cddp__device_barrier(g);
+  }
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (*taken && !p->staged && c->op > CDDP_MAX)
+    return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
+                                        "memory, or in a group with backend \"cpu\"");
+  if (!message) cddp__log_call(p, c, *taken);
+  if (!*taken) return CDDP_OK;
+  if (p->staged) return cddp__stage_call(p, c, cddp__main_stream(g), work);
+  return message ? cddp__nccl_message(p, c, work) : cddp__nccl_call(p, c, work);
+}
+
+static cddp_result cddp__device_synchronize(cddp_group *g) {
   cddp__device *p = cddp__device_of(g);
   cddp_result r;
   cddp__engine_drain(g);
   if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
   if ((r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  return cddp__await_stream(p, p->stream);
+  return cddp__await_stream(p, cddp__main_stream(g));
 }
 
 /* --- communicators: connected, split, left --- */
@@ -14004,12 +14049,16 @@ static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, bool int
   cddp__device *p = cddp__device_of(g), *c = NULL;
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__send_messages(p, NULL);
-  if (r == CDDP_OK && child != NULL) r = cddp__device_new(&c, child, p->device, p->stream);
-  if (c != NULL) c->kernels = p->kernels;
-  if (c != NULL && internal) c->owner = p->owner;
+  if (r == CDDP_OK && child != NULL) r = cddp__device_new(&c, child, p->device);
+  if (c != NULL) {
+    child->stream = g->stream;
+    c->kernels = p->kernels;
+    c->staged = p->staged;
+    if (internal) c->owner = p->owner;
+  }
   if (p->comm->comm != NULL) {
     if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
-    if (r == CDDP_OK) r = cddp__await_stream(p, p->stream);
+    if (r == CDDP_OK) r = cddp__await_stream(p, cddp__main_stream(g));
     if (r != CDDP_OK) r = cddp__break(g, r); /* the other ranks count on this one */
     if (r == CDDP_OK) r = cddp__compare_hosts(p);
     if (r == CDDP_OK && c != NULL && child->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(c);
@@ -14045,128 +14094,11 @@ static void cddp__device_leave(cddp_group *g) {
   g->device = NULL;
 }
 
-/* --- operations through the host ---
-
-   For ranks that share a GPU. What a rank contributes is copied to host memory that the ranks
-   share, once the group's stream has come that far; the CPU's collective or message goes from
-   there; what came is copied back, with a work handle when that is waited for. Not fast. */
-
-/* Copies on the side stream and waits for it. */
-static cddp_result cddp__copy_now(cddp__device *p, void *to, const void *from, size_t bytes) {
-  cddp_result r = cddp__device_copy(to, from, bytes, p->side);
-  if (r != CDDP_OK) return r;
-  return cddp__cuda_result(cudaStreamSynchronize(p->side), "cudaStreamSynchronize");
-}
-
-static cddp_result cddp__staged_no_graph(const cddp__device *p) {
-  if (!cddp__capturing(p->stream)) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "backend \"cpu\" cannot be captured in a CUDA graph; backend \"nccl\" can");
-}
-
-/* The context's memory, which CUDA copies fast, or if an operation has it other memory. */
-static char *cddp__stage_take(cddp__device *p, size_t bytes) {
-  if (!cddp__swap32(&p->staging, 0, 1))
-    return (char *)cddp__arena_alloc(p->group->host, bytes, CDDP__FOR_USER);
-  if (p->stage_bytes < bytes) {
-    cddp__stage_free(p);
-    p->stage = (char *)cddp__arena_alloc(p->group->host, bytes, CDDP__FOR_USER);
-    p->stage_bytes = p->stage != NULL ? bytes : 0;
-    if (p->stage != NULL &&
-        cudaHostRegister(p->stage, bytes, cudaHostRegisterDefault) != cudaSuccess)
-      (void)cudaGetLastError(); /* then copies are slower */
-  }
-  if (p->stage == NULL) cddp__store32(&p->staging, 0);
-  return p->stage;
-}
-
-/* After the operation on stage, which had the result r: its result to the device. */
-static cddp_result cddp__staged_end(cddp_group *g, const cddp__call *c, char *stage,
-                                    cddp_result r) {
-  cddp__device *p = cddp__device_of(g);
-  size_t sends, recvs, second;
-  cddp__buffer_bytes(g, c, &sends, &recvs);
-  second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
-  if (r == CDDP_OK && c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank)) {
-    r = cddp__use_device(p->device);
-    if (r == CDDP_OK) r = cddp__stream_after(p->side, p->stream, p->join);
-    if (r == CDDP_OK) r = cddp__copy_now(p, c->recv, stage + second, recvs);
-    if (r != CDDP_OK) r = cddp__break(g, r);
-  }
-  if (stage == p->stage) cddp__store32(&p->staging, 0);
-  else cddp__arena_free(g->host, stage);
-  return r;
-}
-
-/* A collective or message. */
-static cddp_result cddp__staged_start(cddp_group *g, const cddp__call *c, cddp_work **work,
-                                      bool *taken) {
-  cddp__device *p = cddp__device_of(g);
-  bool message = c->kind >= CDDP__KIND_SEND;
-  size_t sends, recvs, second;
-  cddp__call inner = *c;
-  cddp_work *w = NULL;
-  char *stage;
-  cddp_result r;
-  *taken = c->count > 0 || c->kind == CDDP__KIND_BARRIER;
-  if (work != NULL) *work = NULL;
-  if (!*taken) return CDDP_OK;
-  if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
-  if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK || !*taken) return r;
-  if ((r = cddp__staged_no_graph(p)) != CDDP_OK) return r;
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (c->kind == CDDP__KIND_BARRIER) return cddp__device_barrier(g);
-  cddp__buffer_bytes(g, c, &sends, &recvs);
-  second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
-  if ((stage = cddp__stage_take(p, second + recvs)) == NULL)
-    return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
-  if (c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank)) {
-    r = cddp__stream_after(p->side, p->stream, p->join);
-    if (r == CDDP_OK) r = cddp__copy_now(p, stage, c->send, sends);
-    if (r != CDDP_OK && !message) r = cddp__break(g, r);
-  }
-  inner.send = stage;
-  inner.recv = stage + second;
-  if (r == CDDP_OK)
-    r = message ? cddp__start_message(g, &inner, work != NULL ? &w : NULL)
-                : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
-  if (r != CDDP_OK || work == NULL) return cddp__staged_end(g, c, stage, r);
-  w->backend = g->backend;
-  w->context = c->recv;
-  w->stage = stage;
-  *work = w;
-  return CDDP_OK;
-}
-
-/* Waits for the operation on the host, as that of a work of the CPU's, which w is. */
-static cddp_result cddp__staged_wait(cddp_work *w) {
-  cddp_group *g = w->group;
-  cddp__call c = w->call;
-  char *stage = (char *)w->stage;
-  c.recv = w->context;
-  w->backend = NULL;
-  return cddp__staged_end(g, &c, stage, cddp__work_wait(w, -1));
-}
-
-static bool cddp__staged_done(cddp_work *w) {
-  bool done;
-  w->backend = NULL;
-  done = cddp__work_done(w);
-  w->backend = w->group->backend;
-  return done;
-}
-
 /* --- which device a rank takes --- */
 
-static const cddp__backend cddp__nccl_backend = {
-    cddp__nccl_start,       cddp__nccl_message,     cddp__device_wait,  cddp__device_done,
-    cddp__nccl_synchronize, cddp__device_set_stream, cddp__device_stream, cddp__device_alloc,
-    cddp__device_release,    cddp__device_split,     cddp__device_leave};
-
-static const cddp__backend cddp__staged_backend = {
-    cddp__staged_start,     cddp__staged_start,     cddp__staged_wait,  cddp__staged_done,
-    cddp__nccl_synchronize, cddp__device_set_stream, cddp__device_stream, cddp__device_alloc,
-    cddp__device_release,    cddp__device_split,     cddp__device_leave};
+static const cddp__backend cddp__device_backend = {
+    cddp__device_start, cddp__device_wait,  cddp__device_done,  cddp__device_synchronize,
+    cddp__device_alloc, cddp__device_split, cddp__device_leave, cddp__device_free};
 
 static cddp_result cddp__no_gpu(cudaError_t e) {
   int version = 0;
@@ -14273,7 +14205,8 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   }
   cddp__free(a, all);
   if (r != CDDP_OK) return r;
-  if ((r = cddp__device_new(&p, g, mine.device, NULL)) != CDDP_OK) return cddp__break(g, r);
+  if ((r = cddp__device_new(&p, g, mine.device)) != CDDP_OK) return cddp__break(g, r);
+  p->staged = !nccl;
   if (kernels) p->kernels = cddp__registered_kernels;
   if (mine.kernels != 0)
     r = cddp__cuda_result((cudaError_t)cddp__registered_kernels->load(), "loading kernels");
@@ -14283,7 +14216,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
     cddp__device_delete(p);
     return r;
   }
-  g->backend = nccl ? &cddp__nccl_backend : &cddp__staged_backend;
+  g->backend = &cddp__device_backend;
   g->device = p;
   return CDDP_OK;
 }
@@ -14301,7 +14234,7 @@ static bool cddp__on_device(const void *p) {
 static cddp_result cddp__settle_device(cddp_group *g) {
   if (g == NULL || g->backend == NULL)
     return cddp__cuda_result(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  if (cddp__capturing(cddp__device_of(g)->stream))
+  if (cddp__capturing(cddp__main_stream(g)))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "a checkpoint waits on the host and cannot be captured in a CUDA graph");
   return g->backend->synchronize(g);
@@ -14420,17 +14353,13 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
 /* Makes what buckets leave in the arena the mean of the ranks that have data: it is a sum, or has
    been divided by the number of all ranks, or is that mean. */
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
-  bool by_all = d->desc.comm_hook != NULL || d->comm->carrier->foreign || !d->mirrored;
+  bool by_all =
+      d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend != NULL;
   if (d->sums && dtype != CDDP_F16) return 1.0 / d->active_count;
   return by_all ? (double)d->group->size / d->active_count : 1;
 }
 
 #ifdef CDDP_CUDA
-/* The caller's stream: that of the user's group. */
-static cudaStream_t cddp__gpu_stream(const cddp_ddp *d) {
-  return cddp__device_of(d->group)->stream;
-}
-
 static cddp_result cddp__need_kernels(const cddp_kernels **k, const char *what) {
   *k = cddp__registered_kernels;
   if (*k != NULL && (*k)->version == CDDP_VERSION) return CDDP_OK;
@@ -14496,7 +14425,7 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
     r = cddp__kernel_result(
         s->algorithm->launch(s, i, k, segments, n,
                              sum ? cddp__mean_factor(d, s->params[i].dtype) : 1,
-                             clips && d->used[i] ? d->gpu->scratch : NULL, flags, (void *)stream),
+                             clips && d->used[i] ? d->clip : NULL, flags, (void *)stream),
         "the optimizer's kernel");
   }
   return r;
@@ -14504,9 +14433,9 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
 
 /* That of the cddp_ddp, whose device becomes this thread's. */
 static cudaStream_t cddp__optim_stream(const cddp_optim *s) {
-  if (s->desc.ddp == NULL || s->desc.ddp->gpu == NULL) return (cudaStream_t)s->desc.stream;
+  if (s->desc.ddp == NULL || s->desc.ddp->side == NULL) return (cudaStream_t)s->desc.stream;
   (void)cddp__use_device(cddp__device_of(s->desc.ddp->group)->device);
-  return cddp__gpu_stream(s->desc.ddp);
+  return cddp__main_stream(s->desc.ddp->group);
 }
 
 #define CDDP__COPIES 64 /* of a launch */
@@ -14589,10 +14518,6 @@ static cddp_result cddp__states_alloc(cddp_optim *s) {
   return cddp__states_clear(s, s->flat, bytes);
 }
 
-static void cddp__device_free(void *p) {
-  if (p != NULL) cudaFree(p);
-}
-
 static void cddp__states_free(cddp_optim *s) { cddp__device_free(s->flat); }
 
 static const cddp__optim_backend cddp__device_optim = {
@@ -14602,18 +14527,18 @@ static const cddp__optim_backend cddp__device_optim = {
 /* cddp__compress_hook on a device. */
 static cddp_result cddp__gpu_compress(cddp_bucket *b, cddp_dtype small) {
   cddp__device *p = cddp__device_of(b->group);
-  void *stream = (void *)p->stream;
+  void *stream = b->group->stream, *small_copy;
   const cddp_kernels *k;
   cddp__call c;
   cddp_result r;
   if ((r = cddp__need_kernels(&k, "gradient compression")) != CDDP_OK) return r;
-  if ((r = cddp__device_scratch(p, 2 * b->count)) != CDDP_OK) return r;
-  r = cddp__kernel_result(k->convert(p->scratch, small, b->data, b->dtype, b->count, stream),
+  if ((r = cddp__device_scratch(p, 2 * b->count, &small_copy)) != CDDP_OK) return r;
+  r = cddp__kernel_result(k->convert(small_copy, small, b->data, b->dtype, b->count, stream),
                           "the kernel that compresses");
-  c = cddp__average_call(p->scratch, b->count, small);
+  c = cddp__average_call(small_copy, b->count, small);
   if (r == CDDP_OK) r = cddp__start_call(b->group, &c, NULL);
   if (r != CDDP_OK) return r;
-  return cddp__kernel_result(k->convert(b->data, b->dtype, p->scratch, small, b->count, stream),
+  return cddp__kernel_result(k->convert(b->data, b->dtype, small_copy, small, b->count, stream),
                              "the kernel that expands");
 }
 #endif
@@ -14640,7 +14565,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 static cddp_result cddp__attach_optim(cddp_optim *s) {
 #ifdef CDDP_CUDA
   int i, count = 0, on_device = 0;
-  if (s->desc.ddp != NULL ? s->desc.ddp->gpu == NULL : !cddp__cuda_in_use()) return CDDP_OK;
+  if (s->desc.ddp != NULL ? s->desc.ddp->side == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
     struct cudaPointerAttributes a;
     if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
@@ -14709,8 +14634,8 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    With NCCL a bucket's all-reduce goes onto the side stream, behind an event of the backward pass;
    the caller's stream then waits for the side stream, and one kernel updates all weights and zeroes
    the gradients. The host waits for no device, and for other ranks only where d->meets. Every rank
-   keeps all of the momentum. Without NCCL each bucket is copied to a mirror of the arena in shared
-   memory, reduced there as on the host, and copied back.
+   keeps all of the momentum. Without NCCL it is the same, but that the group's thread reduces the
+   buckets, by all-reduces that take their way through the host.
    More shards than ranks (d->spread): behind its arena a rank has slots, each as large, with f32
    for f16 and bf16. A shard that has ended goes from the arena into a slot and is added to those
    before it with which it makes a node of the canonical tree over all shards (cddp__merges, in
@@ -14853,11 +14778,6 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 
 /* --- the arena --- */
 
-/* The caller's stream; NULL on a host. */
-static void *cddp__stream_of(const cddp_ddp *d) {
-  return d->group->backend != NULL ? d->group->backend->stream(d->group) : NULL;
-}
-
 /* Elements of parameter i's gradient that buckets reduce. */
 static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
@@ -14956,12 +14876,12 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   bool all = true;
   cddp_result r;
   int i;
-  if (!d->mirrored) return CDDP_OK;
+  if (d->group->backend != NULL) return CDDP_OK;
   if ((r = cddp__exchange_refs(g, d->mirror, d->whole, d->mirrors, &all)) != CDDP_OK) return r;
   if (!all)
     return cddp__fail(CDDP_OUT_OF_MEMORY,
                       "no shared memory for %zu bytes of gradients on every rank", d->whole);
-  for (i = 0; d->mirror == d->arena && i < d->count; i++) {
+  for (i = 0; i < d->count; i++) {
     char **places = d->addresses + (size_t)g->local_size * (size_t)i;
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     r = cddp__exchange_refs(g, d->params[i].data, bytes, places, &all);
@@ -15232,11 +15152,8 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   int first = b->sorted[0];
   cddp_result r;
   char space[24];
-  if ((r = cddp__check_group(g)) == CDDP_OK && d->memory->mirror != NULL)
-    r = d->memory->mirror(d, b, false);
-  if (r == CDDP_OK)
-    r = hooked ? cddp__hook_bucket(d, b) : cddp__reduce_bucket(d, b);
-  if (r == CDDP_OK && d->memory->mirror != NULL) r = d->memory->mirror(d, b, true);
+  if ((r = cddp__check_group(g)) == CDDP_OK && d->memory->use != NULL) r = d->memory->use(d);
+  if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* or later buckets' calls would meet this one's there */
   return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->buckets),
@@ -15686,8 +15603,8 @@ static cddp_result cddp__host_scatter(cddp_ddp *d, bool averaged, bool wrote) {
 
 static const cddp__ddp_memory cddp__host_memory = {
     NULL, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch, NULL,
-    cddp__push_bucket, NULL, cddp__await_buckets, cddp__host_broadcast, NULL, cddp__host_scale,
-    cddp__host_clip, cddp__host_norm, cddp__host_step};
+    cddp__push_bucket, cddp__reduce_bucket, cddp__await_buckets, cddp__host_broadcast, NULL,
+    cddp__host_scale, cddp__host_clip, cddp__host_norm, cddp__host_step};
 
 #ifdef CDDP_CUDA
 /* --- gradients in device memory --- */
@@ -15697,23 +15614,21 @@ static cddp_result cddp__gpu_use(const cddp_ddp *d) {
 }
 
 static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
-  cddp__device *p = d->gpu->device;
-  cddp_result r = cddp__device_scratch(p, bytes);
-  *out = p->scratch;
-  return r;
+  return cddp__device_scratch(cddp__device_of(d->comm), bytes, out);
 }
 
 /* *met: the ranks need not meet on the host. With NCCL the watchers compare what each rank called;
    while a graph is captured ranks are not compared. */
 static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *met) {
-  bool capturing = cddp__capturing(cddp__gpu_stream(d));
+  bool capturing = cddp__capturing(cddp__main_stream(d->group));
   char space[24];
   cddp__call note;
   cddp_result r;
   int i;
   *met = capturing || (!d->meets && d->rebuilt);
   if (!*met) return CDDP_OK;
-  if (capturing && d->mirrored) return cddp__staged_no_graph(cddp__device_of(d->group));
+  if (capturing && cddp__device_of(d->group)->staged)
+    return cddp__staged_no_graph(cddp__main_stream(d->group));
   if (capturing && (d->sparse != NULL || d->desc.uneven_inputs))
     return cddp__fail(CDDP_UNSUPPORTED,
                       "a step with sparse_rows or uneven_inputs waits for the other ranks and "
@@ -15734,107 +15649,85 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   note.kind = (uint8_t)kind;
   note.count = check;
   note.root = -1;
-  if (d->group->size > 1) cddp__log_call(d->gpu->device, &note, true);
+  cddp__log_call(cddp__device_of(d->comm), &note, true);
   d->control->calls++;
   return CDDP_OK;
 }
 
-/* The bucket's all-reduce, behind what is on the caller's stream now. lock held. NCCL adds up, so
-   that NVLink's switches may do it, and the kernel of cddp_ddp_step divides, or if none is to come
-   one of the bucket's: to the same bits. f16, whose sums could overflow: as in cddp__nccl_op. */
-static cddp_result cddp__gpu_reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
-  struct cddp__gpu *gpu = d->gpu;
-  const cddp_kernels *k = gpu->device->kernels;
+/* The bucket's all-reduce, on the side stream. NCCL adds up, so that NVLink's switches may do it,
+   and the kernel of cddp_ddp_step divides, or if none is to come one of the bucket's: to the same
+   bits. f16, whose sums could overflow: as in cddp__nccl_op. */
+static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
+  cddp__device *p = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
-  bool adds = k != NULL && dtype != CDDP_F16;
-  int i = 0, n = 0, index = (int)(b - d->buckets);
-  cudaStream_t side = gpu->device->side;
+  bool adds = p->kernels != NULL && dtype != CDDP_F16 && !p->staged;
   cddp__range range;
   cddp__call c;
   cddp_result r;
-  if (d->mirrored) {
-    r = cddp__cuda_result(cudaEventRecord(gpu->fills[index], cddp__gpu_stream(d)),
-                          "cudaEventRecord");
-    return r == CDDP_OK ? cddp__push_bucket(d, b) : r;
-  }
-  r = cddp__stream_after(side, cddp__gpu_stream(d), gpu->filled);
-  if (r != CDDP_OK) return r;
-  if (d->desc.comm_hook != NULL) return cddp__hook_bucket(d, b);
+  int i = 0, n = 0;
   memset(&c, 0, sizeof c);
   c.kind = CDDP__KIND_DDP_BUCKET;
   c.op = CDDP__KIND_ALL_REDUCE;
-  c.count = (size_t)index;
+  c.count = (size_t)(b - d->buckets);
   c.root = -1;
-  cddp__log_call(gpu->device, &c, true);
+  cddp__log_call(p, &c, true);
   while (cddp__next_range(d, b, &i, &range)) {
     if (range.begin == range.end) continue;
-    memset(&gpu->segments[n], 0, sizeof gpu->segments[n]);
-    gpu->segments[n].grad = d->arena + range.begin;
-    gpu->segments[n].count = (range.end - range.begin) / cddp__dtype_size(dtype);
-    gpu->calls[n] = cddp__average_call(gpu->segments[n].grad, gpu->segments[n].count, dtype);
-    if (adds) gpu->calls[n].op = CDDP_SUM;
+    memset(&d->segments[n], 0, sizeof d->segments[n]);
+    d->segments[n].grad = d->arena + range.begin;
+    d->segments[n].count = (range.end - range.begin) / cddp__dtype_size(dtype);
+    d->calls[n] = cddp__average_call(d->segments[n].grad, d->segments[n].count, dtype);
+    if (adds) d->calls[n].op = CDDP_SUM;
     n++;
   }
-  r = cddp__issue(gpu->device, gpu->calls, n, side);
+  r = cddp__issue(p, d->calls, n, p->side);
   if (r != CDDP_OK || n == 0 || !adds || d->sums) return r;
-  return cddp__kernel_result(
-      k->scale(gpu->segments, n, dtype, 1.0 / d->group->size, NULL, (void *)side),
-      "the kernel that scales");
+  return cddp__kernel_result(p->kernels->scale(d->segments, n, dtype, 1.0 / d->group->size, NULL,
+                                               (void *)p->side),
+                             "the kernel that scales");
 }
 
-/* On the engine: copies the bucket to the mirror, or back. */
-static cddp_result cddp__gpu_mirror(cddp_ddp *d, cddp__bucket_state *b, bool back) {
-  struct cddp__gpu *gpu = d->gpu;
-  cudaStream_t s = gpu->device->side;
-  cddp_result r = cddp__use_device(gpu->device->device);
-  cddp__range range;
-  int i = 0;
-  if (r == CDDP_OK && !back)
-    r = cddp__cuda_result(cudaStreamWaitEvent(s, gpu->fills[b - d->buckets], 0),
-                          "cudaStreamWaitEvent");
-  while (r == CDDP_OK && d->desc.comm_hook == NULL && cddp__next_range(d, b, &i, &range)) {
-    char *arena = d->arena + range.begin, *mirror = d->mirror + range.begin;
-    r = cddp__device_copy(back ? arena : mirror, back ? mirror : arena, range.end - range.begin, s);
-  }
-  if (r == CDDP_OK) r = cddp__cuda_result(cudaStreamSynchronize(s), "cudaStreamSynchronize");
-  return r == CDDP_OK ? r : cddp__break(d->comm, r);
+/* Behind what is on the caller's stream now. Through the host the engine does it, which waits. */
+static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
+  cddp__device *p = cddp__device_of(d->comm);
+  cddp_result r = cddp__stream_after(p->side, cddp__main_stream(d->group), p->fork);
+  if (r != CDDP_OK) return r;
+  if (p->staged) return cddp__push_bucket(d, b);
+  return d->desc.comm_hook != NULL ? cddp__hook_bucket(d, b) : cddp__gpu_reduce(d, b);
 }
 
 /* The caller's stream goes on when all buckets are reduced. */
 static cddp_result cddp__gpu_fence(cddp_ddp *d) {
-  struct cddp__gpu *gpu = d->gpu;
-  cddp_result r;
-  if (d->mirrored) return cddp__await_buckets(d);
-  if (d->group->size == 1 && d->desc.comm_hook == NULL) return CDDP_OK;
+  cddp__device *p = cddp__device_of(d->comm);
+  cddp_result r = cddp__await_buckets(d);
+  if (r != CDDP_OK || (d->group->size == 1 && d->desc.comm_hook == NULL)) return r;
   if ((r = cddp__check_group(d->comm)) != CDDP_OK) return r;
-  return cddp__stream_after(cddp__gpu_stream(d), gpu->device->side, gpu->drained);
+  return cddp__stream_after(cddp__main_stream(d->group), p->side, p->join);
 }
 
 /* Those in device memory in one NCCL group. */
 static cddp_result cddp__gpu_broadcast(cddp_ddp *d, cddp_param *params, int count, int root) {
-  struct cddp__gpu *gpu = d->gpu;
+  cddp__device *p = cddp__device_of(d->comm);
   cddp_result r = cddp__check_group(d->comm);
   bool device = false;
   int i, n = 0;
-  gpu->device->stream = cddp__gpu_stream(d);
   for (i = 0; r == CDDP_OK && i < count; i++) {
     cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, params[i].data, params[i].data,
                                    params[i].count, params[i].dtype, CDDP_SUM, root);
-    if (c.count == 0) continue;
-    r = cddp__memory_of_call(gpu->device, &c, &device);
-    if (r == CDDP_OK && (!device || d->mirrored || d->group->size == 1)) {
+    if (c.count == 0 || (r = cddp__memory_of_call(p, &c, &device)) != CDDP_OK) continue;
+    if (device) {
+      cddp__log_call(p, &c, true);
+      d->calls[n++] = c;
+    } else {
       r = cddp__start_call(d->comm, &c, NULL);
-    } else if (r == CDDP_OK) {
-      cddp__log_call(gpu->device, &c, true);
-      gpu->calls[n++] = c;
     }
   }
-  return r == CDDP_OK ? cddp__issue(gpu->device, gpu->calls, n, gpu->device->stream) : r;
+  return r == CDDP_OK ? cddp__issue(p, d->calls, n, cddp__main_stream(d->group)) : r;
 }
 
 /* Writes the mean rows into gradients that are zero elsewhere: SGD's kernel takes these. */
 static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
-  cudaStream_t stream = cddp__gpu_stream(d);
+  void *stream = d->group->stream;
   cddp_result r = CDDP_OK;
   size_t k, end;
   int i;
@@ -15853,69 +15746,58 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
   return r;
 }
 
-enum { CDDP__PASS_MEAN, CDDP__PASS_SQUARES, CDDP__PASS_CLIP };
-
-/* Makes the arena's gradients means; or adds up the squares of the caller's (stepping: of the
-   arena's), as of the last step, or multiplies these by scratch[1]. */
-static cddp_result cddp__gpu_pass(cddp_ddp *d, const cddp_kernels *k, int pass, bool stepping) {
-  double factor, *scratch = d->gpu->scratch;
-  void *stream = cddp__stream_of(d);
-  struct cddp__gpu *gpu = d->gpu;
-  cddp_result r = CDDP_OK;
-  bool add = false;
-  int dtype, i, n, e;
-  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
-    factor = cddp__mean_factor(d, (cddp_dtype)dtype);
-    for (n = 0, i = d->count - 1; i >= 0; i--) {
-      const cddp_param *p = &d->params[i];
-      if ((int)p->dtype != dtype || p->count == 0 || !d->used[i]) continue;
-      if (pass == CDDP__PASS_MEAN && (factor == 1 || cddp__sparse_of(d, i) != NULL)) continue;
-      memset(&gpu->segments[n], 0, sizeof gpu->segments[n]);
-      gpu->segments[n].grad =
-          stepping || d->tensors[i].placed ? cddp__device_gradient(NULL, d, i) : p->grad;
-      gpu->segments[n++].count = p->count;
-    }
-    if (n == 0) continue;
-    e = pass == CDDP__PASS_SQUARES
-            ? k->squares(gpu->segments, n, (cddp_dtype)dtype, scratch, add, stream)
-            : k->scale(gpu->segments, n, (cddp_dtype)dtype, factor,
-                       pass == CDDP__PASS_CLIP ? scratch : NULL, stream);
-    r = cddp__kernel_result(e, pass == CDDP__PASS_SQUARES ? "the kernel that adds squares"
-                                                          : "the kernel that scales");
-    add = true;
+/* Lists the gradients of a dtype: the dense ones in the arena, or with those that are rows, or the
+   caller's as of the last step. Returns how many. */
+enum { CDDP__LIST_DENSE, CDDP__LIST_ALL, CDDP__LIST_CALLERS };
+static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
+  int i, n = 0;
+  for (i = d->count - 1; i >= 0; i--) {
+    const cddp_param *p = &d->params[i];
+    if ((int)p->dtype != dtype || p->count == 0 || !d->used[i]) continue;
+    if (which == CDDP__LIST_DENSE && cddp__sparse_of(d, i) != NULL) continue;
+    memset(&d->segments[n], 0, sizeof d->segments[n]);
+    d->segments[n].grad = which == CDDP__LIST_CALLERS && !d->tensors[i].placed
+                              ? p->grad
+                              : cddp__device_gradient(NULL, d, i);
+    d->segments[n++].count = p->count;
   }
-  return r;
+  return n;
 }
 
+/* Makes the arena's gradients means. */
 static cddp_result cddp__gpu_scale(cddp_ddp *d) {
   const cddp_kernels *k;
-  cddp_result r;
-  if (!d->sums && cddp__mean_factor(d, CDDP_F32) == 1) return CDDP_OK;
-  r = cddp__need_kernels(&k, "a mean over fewer ranks, as some have joined,");
-  return r == CDDP_OK ? cddp__gpu_pass(d, k, CDDP__PASS_MEAN, true) : r;
+  cddp_result r = CDDP_OK;
+  int dtype, n;
+  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
+    double factor = cddp__mean_factor(d, (cddp_dtype)dtype);
+    if (factor == 1 || (n = cddp__gpu_list(d, dtype, CDDP__LIST_DENSE)) == 0) continue;
+    r = cddp__need_kernels(&k, "a mean over fewer ranks, as some have joined,");
+    if (r == CDDP_OK)
+      r = cddp__kernel_result(
+          k->scale(d->segments, n, (cddp_dtype)dtype, factor, NULL, d->group->stream),
+          "the kernel that scales");
+  }
+  return r;
 }
 
-/* scratch[0] = the sum of squares, scratch[1] = what to multiply by. */
+/* clip[0] = the sum of squares, clip[1] = what to multiply by. */
 static cddp_result cddp__gpu_squares(cddp_ddp *d, const cddp_kernels *k, double max_norm,
-                                     bool stepping) {
-  cudaStream_t stream = cddp__gpu_stream(d);
-  struct cddp__gpu *gpu = d->gpu;
-  void *scratch = NULL;
-  cddp_result r = cddp__use_device(gpu->device->device);
-  if (r == CDDP_OK && gpu->scratch == NULL) {
-    r = cddp__cuda_result(cudaMalloc(&scratch, k->scratch_bytes), "cudaMalloc");
-    gpu->scratch = (double *)scratch;
-  }
-  if (r == CDDP_OK) r = cddp__device_zero(gpu->scratch, sizeof *gpu->scratch, stream);
-  if (r == CDDP_OK) r = cddp__gpu_pass(d, k, CDDP__PASS_SQUARES, stepping);
-  if (r == CDDP_OK)
-    r = cddp__kernel_result(k->factor(gpu->scratch, max_norm, (void *)stream), "the norm's kernel");
-  d->has_norm = r == CDDP_OK;
-  return r;
+                                     int which) {
+  cddp_result r = cddp__use_device(cddp__device_of(d->group)->device);
+  int dtype, n, e = 0;
+  if (r == CDDP_OK) r = cddp__device_zero(d->clip, sizeof *d->clip, d->group->stream);
+  if (r != CDDP_OK) return r;
+  for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
+    if ((n = cddp__gpu_list(d, dtype, which)) > 0)
+      e = k->squares(d->segments, n, (cddp_dtype)dtype, d->clip, true, d->group->stream);
+  if (e == 0) e = k->factor(d->clip, max_norm, d->group->stream);
+  d->has_norm = e == 0;
+  return cddp__kernel_result(e, "the kernels of the norm");
 }
 
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
-  cudaStream_t stream = cddp__gpu_stream(d);
+  cudaStream_t stream = cddp__main_stream(d->group);
   cddp__device *p = cddp__device_of(d->group);
   double sum = 0;
   cddp_result r;
@@ -15925,7 +15807,7 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
                       "norm NULL, and ask for it with cddp_ddp_grad_norm later");
   if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
   if ((r = cddp__await_stream(p, stream)) != CDDP_OK) return r;
-  r = cddp__device_copy(&sum, d->gpu->scratch, sizeof sum, stream);
+  r = cddp__device_copy(&sum, d->clip, sizeof sum, stream);
   if (r == CDDP_OK) r = cddp__await_stream(p, stream);
   *norm = sqrt(sum);
   return r;
@@ -15933,80 +15815,60 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
 
 static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   const cddp_kernels *k;
+  int dtype, n, e = 0;
   cddp_result r;
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  if (norm != NULL && cddp__capturing(cddp__gpu_stream(d))) return cddp__gpu_norm(d, norm);
+  if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
   if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
-  if ((r = cddp__gpu_squares(d, k, max_norm, false)) != CDDP_OK) return r;
-  r = cddp__gpu_pass(d, k, CDDP__PASS_CLIP, false);
-  return norm == NULL || r != CDDP_OK ? r : cddp__gpu_norm(d, norm);
+  if ((r = cddp__gpu_squares(d, k, max_norm, CDDP__LIST_CALLERS)) != CDDP_OK) return r;
+  for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
+    if ((n = cddp__gpu_list(d, dtype, CDDP__LIST_CALLERS)) > 0)
+      e = k->scale(d->segments, n, (cddp_dtype)dtype, 1, d->clip, d->group->stream);
+  if ((r = cddp__kernel_result(e, "the kernels that clip")) != CDDP_OK) return r;
+  return norm != NULL ? cddp__gpu_norm(d, norm) : CDDP_OK;
 }
 
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
-  cudaStream_t stream = cddp__gpu_stream(d);
+  cudaStream_t stream = cddp__main_stream(d->group);
   cddp_result r = CDDP_OK;
   (void)averaged, (void)wrote; /* here buckets are always reduced, and peers read no arena */
   if (d->desc.max_grad_norm > 0)
-    r = cddp__gpu_squares(d, d->gpu->device->kernels, d->desc.max_grad_norm, true);
+    r = cddp__gpu_squares(d, cddp__registered_kernels, d->desc.max_grad_norm, CDDP__LIST_ALL);
   if (r == CDDP_OK)
-    r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->gpu->segments, stream);
+    r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->segments, stream);
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
 }
 
-/* The arena and all that is the device's. Buckets are never more than parameters. */
+/* The arena, and behind it what a clip needs. */
 static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
-  size_t n = (size_t)d->count, calls = n + (size_t)d->desc.buffer_count;
-  size_t bytes = d->bytes > 0 ? d->bytes : 1;
-  struct cddp__gpu *gpu = (struct cddp__gpu *)cddp__calloc(
-      &d->group->host->allocator, 1,
-      sizeof *gpu + n * (sizeof *gpu->fills + sizeof *gpu->segments) + calls * sizeof *gpu->calls);
+  const cddp_kernels *k = cddp__registered_kernels;
   void *p = NULL;
-  cddp_result r;
-  int i;
-  if (gpu == NULL) return CDDP_OUT_OF_MEMORY;
-  d->gpu = gpu;
-  gpu->calls = (cddp__call *)(void *)(gpu + 1);
-  gpu->segments = (cddp_segment *)(void *)(gpu->calls + calls);
-  gpu->fills = (cudaEvent_t *)(void *)(gpu->segments + n);
-  gpu->device = cddp__device_of(d->comm);
-  d->side = (void *)gpu->device->side;
-  if (d->hooks != NULL) cddp__device_of(d->hooks)->stream = gpu->device->side;
-  r = cddp__event_new(&gpu->filled);
-  if (r == CDDP_OK) r = cddp__event_new(&gpu->drained);
-  for (i = 0; r == CDDP_OK && d->mirrored && i < d->count; i++)
-    r = cddp__event_new(&gpu->fills[i]);
-  if (r == CDDP_OK) r = cddp__cuda_result(cudaMalloc(&p, bytes), "cudaMalloc of gradients");
+  cddp_result r = cddp__cuda_result(
+      cudaMalloc(&p, d->whole + (k != NULL ? k->scratch_bytes : 1)), "cudaMalloc of gradients");
+  if (r != CDDP_OK) return r;
   d->arena = (char *)p;
-  if (r == CDDP_OK) r = cddp__device_zero(p, bytes, cddp__gpu_stream(d));
-  if (r == CDDP_OK && d->mirrored)
-    d->mirror = (char *)cddp__arena_alloc(d->group->host, d->whole, CDDP__FOR_USER);
-  return r;
+  d->clip = (double *)(void *)(d->arena + d->whole);
+  d->side = (void *)cddp__device_of(d->comm)->side;
+  if (d->hooks != NULL) d->hooks->stream = d->side;
+  return cddp__device_zero(p, d->bytes, d->group->stream);
 }
 
 static void cddp__gpu_free(cddp_ddp *d) {
-  struct cddp__gpu *gpu = d->gpu;
-  int i;
-  if (gpu == NULL) return;
-  (void)cddp__use_device(gpu->device->device);
+  cddp__device *p = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
+  if (p == NULL) return;
+  (void)cddp__use_device(p->device);
   cddp__engine_drain(d->comm);
-  (void)cddp__await_stream(cddp__device_of(d->group), cddp__gpu_stream(d));
-  if (cddp__await_stream(gpu->device, gpu->device->side) != CDDP_OK)
-    cddp__device_abort(gpu->device);
-  cddp__await_abort(gpu->device);
-  (void)cudaStreamSynchronize(gpu->device->side); /* what ran at the failure, too */
-  (void)cudaStreamSynchronize(cddp__gpu_stream(d));
+  (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group));
+  if (cddp__await_stream(p, p->side) != CDDP_OK) cddp__device_abort(p);
+  cddp__await_abort(p);
+  (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
+  (void)cudaStreamSynchronize(cddp__main_stream(d->group));
   cddp__device_free(d->arena);
-  cddp__device_free(gpu->scratch);
-  cddp__event_free(&gpu->filled);
-  cddp__event_free(&gpu->drained);
-  for (i = 0; i < d->count; i++) cddp__event_free(&gpu->fills[i]);
-  cddp__free(&d->group->host->allocator, gpu);
-  d->gpu = NULL;
 }
 
 static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
-    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_reduce_bucket, cddp__gpu_mirror, cddp__gpu_fence,
+    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_fence,
     cddp__gpu_broadcast, cddp__gpu_place_rows, cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm,
     cddp__gpu_step};
 
@@ -16120,7 +15982,7 @@ static cddp_result cddp__launch(cddp_ddp *d) {
     if (b->remaining > 0) break;
     b->launched = true;
     d->next_bucket++;
-    r = d->memory->reduce_bucket(d, b);
+    r = d->memory->begin_bucket(d, b);
   }
   return r;
 }
@@ -16129,7 +15991,7 @@ static cddp_result cddp__launch(cddp_ddp *d) {
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *t = &d->tensors[i];
   if (t->placed) return CDDP_OK;
-  return d->memory->copy(d->arena + t->offset, d->params[i].grad, t->bytes, cddp__stream_of(d));
+  return d->memory->copy(d->arena + t->offset, d->params[i].grad, t->bytes, d->group->stream);
 }
 
 /* Marked twice, it fails the model: a caller that ignores this would train on wrong sums. */
@@ -16272,7 +16134,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     if (mine[i] || !t->used) { /* accumulated under no_sync, or to be left as it is */
       r = cddp__fetch_gradient(d, (int)i);
     } else {
-      r = d->memory->zero(d->arena + t->offset, t->room, cddp__stream_of(d));
+      r = d->memory->zero(d->arena + t->offset, t->room, d->group->stream);
       if (cddp__sparse_of(d, (int)i) != NULL) d->sparse[i]->added.n = 0;
     }
     t->ready = true;
@@ -16296,7 +16158,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
   r = cddp__launch(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
-  if (r != CDDP_OK || (stepping && d->gpu != NULL && !(d->desc.max_grad_norm > 0))) return r;
+  if (r != CDDP_OK || (stepping && d->side != NULL && !(d->desc.max_grad_norm > 0))) return r;
   return d->memory->scale(d);
 }
 
@@ -16306,8 +16168,9 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
   d->early = !d->spread && (d->eager || (d->group->size > 1 && !stepping));
 #ifdef CDDP_CUDA
-  d->sums = stepping && !d->mirrored && d->gpu->device->kernels != NULL &&
-            d->desc.comm_hook == NULL && d->group->size > 1 && !(d->desc.max_grad_norm > 0);
+  d->sums = stepping && d->side != NULL && !cddp__device_of(d->comm)->staged &&
+            cddp__device_of(d->comm)->kernels != NULL && d->desc.comm_hook == NULL &&
+            d->group->size > 1 && !(d->desc.max_grad_norm > 0);
 #endif
   d->present = d->active_count;
   d->taken = d->depth = 0;
@@ -16442,7 +16305,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
    zero. cleared: the arena is zero but for what s has skipped; else all of it becomes so, also for
    a hook, which gets a joined rank's arena as it is. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
-  void *stream = cddp__stream_of(d);
+  void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : d->memory->zero(d->arena, d->bytes, stream);
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
@@ -16477,7 +16340,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   for (i = 0; r == CDDP_OK && waits && i < d->count; i++)
     if (!d->tensors[i].placed && d->used[i])
       r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].offset, d->tensors[i].bytes,
-                          cddp__stream_of(d));
+                          d->group->stream);
   if (r == CDDP_OK && s != NULL) r = d->memory->step(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
@@ -16498,7 +16361,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   if (s == NULL && d->no_sync) return CDDP_OK;
 #ifdef CDDP_CUDA
   const cddp_kernels *kernels;
-  if (s != NULL && d->gpu != NULL)
+  if (s != NULL && d->side != NULL)
     if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
 #endif
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
@@ -16683,19 +16546,22 @@ static void *cddp__carve(char **at, size_t bytes) {
 }
 
 /* The cddp_ddp and its arrays in one piece of memory, zeroed. */
-static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int shards) {
+static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shards) {
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)shards);
   size_t bytes = sizeof(cddp_ddp) + n * (sizeof(cddp__tensor) + sizeof(cddp__bucket_state)) +
                  n * sizeof(cddp_partition) +
                  (size * n + size + 2 * parts + n) * sizeof(void *) +
                  parts * (sizeof(cddp__row_list) + sizeof(cddp__shard_node) + sizeof(int)) +
                  (CDDP__PLAN_INTS(n) + 2 * n + size) * sizeof(int) + n * (size + 2) +
-                 16 * sizeof(double);
+                 16 * sizeof(double) + (n + (size_t)buffers) * sizeof(cddp__call) +
+                 n * sizeof(cddp_segment);
   cddp_ddp *d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1, bytes);
   char *at = (char *)(d + 1);
   if (d == NULL) return NULL;
   d->tensors = (cddp__tensor *)cddp__carve(&at, n * sizeof *d->tensors);
   d->partitions = (cddp_partition *)cddp__carve(&at, n * sizeof *d->partitions);
+  d->calls = (cddp__call *)cddp__carve(&at, (n + (size_t)buffers) * sizeof *d->calls);
+  d->segments = (cddp_segment *)cddp__carve(&at, n * sizeof *d->segments);
   d->sparse_room = (cddp__sparse **)cddp__carve(&at, n * sizeof *d->sparse_room);
   d->lists = (cddp__row_list *)cddp__carve(&at, parts * sizeof *d->lists);
   d->addresses = (char **)cddp__carve(&at, size * n * sizeof *d->addresses);
@@ -16720,7 +16586,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
-  cddp_ddp *d = cddp__ddp_alloc(g, count, desc->shards);
+  cddp_ddp *d = cddp__ddp_alloc(g, count, desc->buffer_count, desc->shards);
   int i, slots, nodes;
   if (d == NULL) return NULL;
   d->group = g;
@@ -16729,10 +16595,10 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->count = count;
   d->desc = *desc;
   d->memory = &cddp__host_memory;
-  d->mirrored = true;
+  d->meets = true;
 #ifdef CDDP_CUDA
   if (g->backend != NULL) d->memory = &cddp__gpu_memory;
-  d->mirrored = g->backend == NULL || g->backend == &cddp__staged_backend;
+  d->meets = g->backend == NULL || cddp__device_of(g)->staged;
 #endif
   d->shards = desc->shards > g->size ? desc->shards : g->size;
   d->spread = d->shards > g->size;
@@ -16759,8 +16625,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     cddp__ddp_free(d);
     return NULL;
   }
-  d->meets = d->mirrored || desc->find_unused_parameters || desc->uneven_inputs ||
-             d->sparse != NULL;
+  d->meets = d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
     cddp__note_several(g->host); /* it may call what it likes, on the engine's thread */
@@ -18852,7 +18717,7 @@ CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
 
 CDDPDEF void cddp_free(cddp_group *g, void *p) {
   if (g == NULL) return;
-  if (g->backend != NULL) g->backend->release(g, p);
+  if (g->backend != NULL) g->backend->free(p);
   else cddp__arena_free(g->host, p);
 }
 
@@ -18873,11 +18738,11 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
 }
 
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream) {
-  if (g != NULL && g->backend != NULL) g->backend->set_stream(g, stream);
+  if (g != NULL && g->backend != NULL) g->stream = stream;
 }
 
 CDDPDEF void *cddp_stream(const cddp_group *g) {
-  return g != NULL && g->backend != NULL ? g->backend->stream(g) : NULL;
+  return g != NULL ? g->stream : NULL;
 }
 
 CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
