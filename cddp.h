@@ -186,29 +186,24 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
 /* GROUPS. -----------------------------------------------------------------------------------------
    THREADS. Several threads of a rank may at once
      - call anything on different groups: each thread splits, uses and destroys groups of its own
-     - call cddp_send and cddp_recv on one group, and cddp_alloc, cddp_free, cddp_rank and the like,
-       also beside a collective of another thread
-     - call cddp_wait, _wait_for, _test and _cancel, each on a handle of its own, whoever made it,
-       also beside a collective of another thread
+     - beside a collective of another thread, on the same group: send, receive, allocate, free, ask
+       for rank and size; wait for, test and cancel handles, each its own, whoever made it
      - call cddp_ddp_ready and cddp_ddp_add_rows, each for a parameter of its own, but not beside
        the other functions of that cddp_ddp
      - use one store, and read with cddp_safetensors_*.
    One thread at a time, in the same order on every rank: what is collective over a group, with a
-   handle or without (cddp_group_split, cddp_ddp_create, _wait and _step, cddp_save among them; a
-   cddp_ddp's steps may run beside collectives on its group, being on groups of its own). One thread
-   at a time: the rest of a cddp_ddp, a cddp_optim, a sampler. Nobody may be in a call on what
-   another thread destroys. cddp_error is each thread's own. Do not pthread_cancel a thread in a
-   call, but in cddp_recv without a handle. On GPUs see ORDER.
+   handle or without. (A cddp_ddp has groups of its own: its steps may run beside collectives.) One
+   thread at a time: the rest of a cddp_ddp, a cddp_optim, a sampler. Destroy nothing that another
+   thread is using. cddp_error is each thread's own. Do not pthread_cancel a thread in a call, but
+   in cddp_recv without a handle. On GPUs see ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
    caller's again when the call returns its failure. A peer on this host that was stopped in the
-   middle of the operation (SIGSTOP, a frozen container) is given 5 s; then this rank's memory from
-   cddp_alloc and its gradients stop being shared: they stay where they are and what they are, and
-   whatever that peer writes when it goes on stays out of them. Collectives go on working on them
-   as on malloc'ed memory, new memory from cddp_alloc is shared as ever. What was using them at
-   that moment in other groups, and every cddp_ddp made before, returns CDDP_ABORTED. The copies
-   take as much memory again, until cddp_free. (Ranks of cddp_run_threads cannot be stopped one by
-   one.)
+   middle (SIGSTOP, a frozen container) is given 5 s. Then this rank's memory from cddp_alloc and
+   its gradients become private: same addresses, same bytes, and nothing that the peer writes when
+   it goes on arrives there. Collectives use them like malloc'ed memory from then on; what used
+   them at that moment in other groups, and every cddp_ddp made before, returns CDDP_ABORTED. The
+   copies take as much memory again, until cddp_free. (Threads of cddp_run_threads stop together.)
    FORK, EXEC: a group or store does not survive fork(): the child may use none of its calls, and
    its copies of cddp's sockets are closed. Memory from cddp_alloc of a group of several ranks is
    not there in the child at all (MADV_DONTFORK): a forked data loader that reads it gets SIGSEGV.
@@ -244,56 +239,55 @@ typedef struct cddp_group_desc {
    timeout_s has passed; ranks may start in any order. desc NULL = all defaults. Like
    torch.distributed.init_process_group.
      env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone.
-                     Rank 0 listens on MASTER_ADDR:MASTER_PORT until all have met, no longer, on
-                     all its host's addresses if that name means loopback there (Debian's
-                     127.0.1.1); while its group lives the system gives the port to nobody else.
-                     The variables of srun and of mpirun (Open MPI, MPICH, Intel MPI) work too; on
-                     one host their ranks meet without a port. On several, srun's need none either
-                     (but srun -m arbitrary: add --export=ALL,MASTER_ADDR=HOST, with rank 0's host):
-                     they meet at the step's first node, on a port derived from job and step, which
-                     MASTER_PORT overrides. mpirun's need MASTER_ADDR.
+                     Rank 0 listens at MASTER_ADDR:MASTER_PORT until all have met (on all addresses
+                     of its host if that name means loopback there, as Debian's 127.0.1.1); while
+                     its group lives the system gives the port to nobody else.
+                     The variables of srun and mpirun (Open MPI, MPICH, Intel MPI) work too. On one
+                     host their ranks meet without a port. On several, srun's meet at the step's
+                     first node, on a port derived from job and step unless MASTER_PORT is set
+                     (srun -m arbitrary needs --export=ALL,MASTER_ADDR=HOST, with rank 0's host);
+                     mpirun's need MASTER_ADDR
      tcp://h:p       the same with this address; rank and world_size from desc (or the variables)
      unix://name     an abstract Unix socket of that name: one host, no port, no file
-     file:///path    a file of this job's own, seen by all its hosts. Rank 0 writes into it where it
-                     listens, with a key, so only who may read the file gets in; a secret is asked
-                     for besides. Rank 0 holds a lock on it (the file system must have locks) until
-                     all have met, then removes it. A file that a crashed job left is recognised and
-                     reused. Refused: symbolic links, files with other names, another user's, and
-                     those that others may write
+     file:///path    a file of this job's own, seen by all its hosts, on a file system with locks.
+                     Rank 0 writes where it listens, and a key: only who may read the file gets in;
+                     a secret is asked for besides. It holds a lock on the file until all have met,
+                     then removes it. A file that a crashed job left is recognised and reused.
+                     Refused: symbolic links, files with other names, another user's, and those
+                     that others may write
    BACKEND "mpi" is for a fabric that only MPI knows: built by mpicc -DCDDP_MPI and started by
    mpirun. Ranks still meet and watch each other over shared memory and TCP, so mismatches and dead
    ranks are seen as ever, and calls of a few bytes and cddp_send stay there; larger collectives and
    the gradients go to MPI, in its order of sums.
-   Two jobs must not use one place at once. What launchers tell of the job keeps their jobs apart;
-   ranks started by hand, and Hydra's on several hosts, bring nothing but the address and
-   CDDP_SECRET, so a group may form out of ranks of two jobs. A process that finds its rank taken
-   there, by another living process of its user, gets CDDP_INVALID_ARGUMENT: "two jobs use port N at
-   once". So do the ranks there, while they meet and in the first 10 s of their group, which
-   may be mixed; later that group goes on. What no rank can know: that a group was mixed, if it or
-   those 10 s end before the rest of both jobs starts. Give each job a MASTER_PORT of its own.
-   Ranks may run on several hosts, any number on each: those of one share memory, between hosts
-   they talk by TCP over the interface on the route to rank 0's, on ports that the system chooses;
-   what passes there is not encrypted. Ranks in different process namespaces (containers of one pod)
-   count as on several hosts; CDDP_HOST_ID keeps ranks of one host apart. A host's first rank to
-   come needs a descriptor for each other one there while they meet. Version, WORLD_SIZE, backend
-   and floating-point mode (FTZ, DAZ, rounding) must be alike: CDDP_MISMATCH. A file size limit
-   (ulimit -f) also limits what ranks share by cddp_alloc: each the limit over local ranks + 1.
-   Not to be called while another thread changes the environment. *out is NULL on failure.
+   TWO JOBS must not use one place at once: give each a MASTER_PORT of its own. What launchers tell
+   of the job keeps their jobs apart. Ranks started by hand, and Hydra's on several hosts, bring
+   nothing but the address and CDDP_SECRET, so a group may form out of ranks of two jobs. A process
+   whose rank is taken there by a living process of its user gets CDDP_INVALID_ARGUMENT, "two jobs
+   use port N at once", and so do the ranks there while they meet and in the first 10 s of their
+   group, which may be mixed. A mixed group goes unnoticed if it, or those 10 s, end before the rest
+   of both jobs starts.
+   SEVERAL HOSTS. Any number of ranks on each; those of one share memory. Between hosts they talk by
+   TCP over the interface on the route to rank 0's, on ports that the system chooses, unencrypted.
+   Ranks in different process namespaces (containers of one pod) count as on several hosts;
+   CDDP_HOST_ID keeps ranks of one host apart. A host's first rank to come needs a descriptor for
+   each other one there while they meet.
+   Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
+   CDDP_MISMATCH. A file size limit (ulimit -f) also limits what ranks share by cddp_alloc: each the
+   limit over local ranks + 1. Not to be called while another thread changes the environment. *out
+   is NULL on failure.
    SECRET. Without one, whoever can reach rank 0's port may read and change what the ranks tell each
    other there, or take a rank's place; while they meet, strangers cost rank 0 at most 1.5 GiB of
-   memory, and never its last descriptors. With one, both ends of a connection prove, as it begins,
-   that they know the secret, without showing it. That keeps out who can only connect. It does not
-   keep out whoever sits on the path between two hosts: what follows the proofs is neither encrypted
-   nor signed, so such a machine can read it, or take the connection over. Nor does it protect a
-   secret that can be guessed: a rank that calls an impostor of rank 0 gives it something to test
-   guesses on. Take 128 random bits: CDDP_SECRET=$(head -c 16 /dev/urandom | base64). */
+   memory, and never its last descriptors. With one, both ends of a connection prove at its begin
+   that they know the secret, without showing it. That keeps out who can only connect, but neither a
+   machine on the path between two hosts (nothing is encrypted or signed after the proofs) nor who
+   guesses the secret: an impostor of rank 0 gets something to test guesses on. Take 128 random
+   bits: CDDP_SECRET=$(head -c 16 /dev/urandom | base64). */
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher (torchrun, cddprun, srun, mpirun) gave this process, the one that
-   cddp_init(&g, NULL) will find; -1 when none started it. 0 when the launcher's variables are
-   wrong, which cddp_init then explains. A command typed into an interactive shell of Slurm (srun
-   --pty bash) was started by its user, not by srun: -1. cddp_spawn forks in any case; a program
-   that starts in every way:
+   cddp_init(&g, NULL) will find; -1 when none started it, nor a command typed into an interactive
+   shell of Slurm (srun --pty bash). 0 when the launcher's variables are wrong, which cddp_init then
+   explains. cddp_spawn forks in any case; a program that starts in every way:
 
        int rank = cddp_launcher_rank();
        if (rank >= 0) return train(rank, NULL);
@@ -309,9 +303,9 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
    same list. Ranks not listed get *out = NULL. Like torch.distributed.new_group. */
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
-/* Leaves the group and frees it; NULL is fine. Local and never blocks on a peer, but for at most a
-   second in which messages sent to other hosts, or word of a rank's death, do not move: ranks still
-   waiting for this one get CDDP_PEER_LOST. Asynchronous work must have been waited for. */
+/* Leaves the group and frees it; NULL is fine. Ranks still waiting for this one get CDDP_PEER_LOST.
+   Local; blocks at most for a second, in which messages to other hosts, or word of a rank's death,
+   do not move. Asynchronous work must have been waited for. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
@@ -319,11 +313,11 @@ CDDPDEF int cddp_world_size(const cddp_group *g);       /* number of ranks; -1 f
 CDDPDEF int cddp_local_rank(const cddp_group *g);       /* among the group's ranks on this host */
 CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on this host */
 
-/* Memory that the backend reduces without a copy: shared with the ranks of this host, on huge pages
-   where the system allows, page-aligned, contents undefined. NULL when there is none (cddp_error
-   says why). Local, any thread. Free it with the group it came from, after every operation on it
-   has ended, and before that group is destroyed. A forked child does not have it: see FORK. Huge
-   pages, which take their memory at once: by MADV_COLLAPSE (Linux 6.1); before that where
+/* Memory that the backend reduces without a copy: shared with the ranks of this host, page-aligned,
+   contents undefined. NULL when there is none (cddp_error says why). Local, any thread. Free it
+   with the group it came from, after every operation on it and before that group is destroyed. A
+   forked child does not have it: see FORK. It lies on huge pages, which take their memory at once,
+   where MADV_COLLAPSE makes them (Linux 6.1) or
    /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
@@ -460,15 +454,16 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    and recv of a call must not overlap, but for what its comment calls in place. work NULL: returns
    when the result is there and the buffers are the caller's again. Otherwise returns at once with
    *work set; the buffers belong to the operation until cddp_wait(*work). Operations of one group
-   start in the order they were called. Errors: CDDP_INVALID_ARGUMENT (nothing was sent),
-   CDDP_MISMATCH (the ranks called different operations or passed different count, dtype, op or
-   root, or reduce floats in other rounding or FTZ modes), CDDP_PEER_LOST, CDDP_TIMEOUT,
-   CDDP_OUT_OF_MEMORY. The result of a reduction has the same bits on every rank and in every run:
-   see >>design. Two ranks of one host that wait for each other in different groups (one in
-   cddp_save, say, the other in a model's step) get CDDP_MISMATCH with both call sites, if each uses
-   cddp from one thread and no comm_hook of the program's own; otherwise, and between hosts, the
-   time-out. Its text says in what call each late rank of the host waits, or which other group of
-   the rank has failed before. */
+   start in the order they were called. The result of a reduction has the same bits on every rank
+   and in every run: see >>design. Errors: CDDP_PEER_LOST, CDDP_TIMEOUT, CDDP_OUT_OF_MEMORY,
+     CDDP_INVALID_ARGUMENT  nothing was sent
+     CDDP_MISMATCH          the ranks called different operations, passed different count, dtype, op
+                            or root, or reduce floats in other rounding or FTZ modes; or two ranks
+                            of one host wait for each other in different groups, one in cddp_save
+                            and one in a model's step, say
+   The latter is seen where each rank uses cddp from one thread and no comm_hook of the program's
+   own; else, and between hosts, it times out. The time-out's text says in what call each late rank
+   of the host waits, or which other group of the rank has failed before. */
 
 /* buf[count] on every rank becomes the reduction of all ranks' buf. */
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -503,13 +498,11 @@ CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
 
 /* POINT TO POINT. A recv takes the oldest send of that peer with that tag (any int >= 0); sends
-   with other tags wait their turn. Messages in memory that is not shared, and those up to 64 KiB,
-   are copied and their send returns at once; larger ones from cddp_alloc memory are read in place,
-   and their send returns when they have been received; to another host all are copied. With a work
-   handle cddp_send always returns at once, however many messages are on their way; copies take
-   memory until they are received. Without one it waits while 128 messages of this rank or 256 MiB
-   of copies are on their way. Count and dtype of a send and its recv must agree: else CDDP_MISMATCH
-   at the recv, and at the send or the sender's next call. Any thread. */
+   with other tags wait their turn. A send returns when the message is received if it is read in
+   place: above 64 KiB, from cddp_alloc memory, to a rank of this host. Others are copied, and their
+   send returns at once, unless 128 messages of this rank or 256 MiB of copies are on their way.
+   With a work handle cddp_send always returns at once. Count and dtype of a send and its recv must
+   agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next call. Any thread. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
@@ -537,9 +530,9 @@ CDDPDEF cddp_result cddp_wait(cddp_work *w);
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Gives up a cddp_recv whose message has not come, and frees w: its buffer is the caller's again,
    the group goes on, and the message, if it comes, is the next recv's. CDDP_UNSUPPORTED leaves w
-   valid: its message has come already (cddp_wait returns at once), or it is a send, a collective or
-   with NCCL; those end by the other ranks, the group's timeout_s, or cddp_destroy of a rank.
-   Never blocks. Any thread, but none may be waiting for w. Like MPI_Cancel with MPI_Wait. */
+   valid: its message has come (cddp_wait returns at once), or it is a send, a collective or with
+   NCCL, which end by the other ranks, the group's timeout_s, or cddp_destroy of a rank. Never
+   blocks. Any thread, but none may be waiting for w. Like MPI_Cancel with MPI_Wait. */
 CDDPDEF cddp_result cddp_cancel(cddp_work *w);
 /* *done = whether w has ended (well or not). Never blocks; w still needs cddp_wait. */
 CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
@@ -599,11 +592,10 @@ typedef struct cddp_ddp_desc {
 /* Collective over g. Compares names, counts and dtypes with rank 0's (CDDP_MISMATCH names the first
    that differs), copies rank 0's data to all ranks and assigns gradients to buckets as PyTorch
    does. params must stay where it is until cddp_ddp_destroy; gradient pointers never move. data and
-   grad may be in any memory: gradients cddp_ddp_create placed (NULL) and weights from cddp_alloc of
-   g are never copied. g must outlive the cddp_ddp. TIED WEIGHTS, of an embedding and the output
-   layer say, are one cddp_param: both layers read its data, both backward passes add to its grad,
-   and cddp_ddp_ready follows the later of them. Parameters whose memory overlaps are
-   CDDP_INVALID_ARGUMENT. */
+   grad may be in any memory: weights from cddp_alloc of g, and gradients that were NULL, are never
+   copied. g must outlive the cddp_ddp. TIED WEIGHTS, of an embedding and the output layer say, are
+   one cddp_param: both layers read its data and add to its grad, and cddp_ddp_ready follows the
+   later of them. Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                     const cddp_ddp_desc *desc);
@@ -656,13 +648,12 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 /* Adds to the gradient of a parameter with sparse_rows, such as an embedding's weight: values[i *
    width ..] to row rows[i], width being count / sparse_rows. A row may come more than once, n may
    differ from rank to rank and be 0; copies. Then cddp_ddp_ready as for others. cddp_ddp_wait and
-   _step send only these rows, in the call itself, past any comm_hook; the mean has the bits of a
-   dense one. The parameter's grad stays NULL. SGD does with them what torch.optim.SGD does: without
-   momentum the other rows are not touched, with it all are; weight_decay is CDDP_UNSUPPORTED.
-   cddp_optim_step needs cddp_sgd_desc.ddp to find them. Any thread, one at a time for a parameter.
-   On a GPU values may lie in either memory, rows in the host's; the call waits for the group's
-   stream, a step's hosts meet, and SGD passes over the whole table. Like
-   nn.Embedding(sparse=True). */
+   _step send only these rows, past any comm_hook; the mean has the bits of a dense one. The
+   parameter's grad stays NULL. SGD does what torch.optim.SGD does: without momentum the other rows
+   are not touched, with it all are; weight_decay is CDDP_UNSUPPORTED, and cddp_optim_step needs
+   cddp_sgd_desc.ddp. Any thread, one at a time for a parameter. On a GPU values may lie in either
+   memory, rows in the host's; the call waits for the group's stream, a step's hosts meet, and SGD
+   passes over the whole table. Like nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
@@ -737,17 +728,16 @@ CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
    own, on any number of ranks. */
 CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
 
-/* Uneven inputs: a rank that has run out of data calls this where the others go on stepping. Until
-   every rank has called it, it takes part in their cddp_ddp_wait, _step and _sync_buffers with zero
-   weight: each mean is over the ranks that have data (>>ddp). s: the cddp_optim of the loop, whose
-   learning rate follows the others'; NULL if they step by other means, whose own state stays as it
-   is here. On return all ranks have the same weights, buffers and states of s. A hook's result is
-   scaled by world size / ranks with data, so it must be linear. Each step has the group's timeout
-   anew. Other collectives of the loop are not joined: have them on ranks with data only, or
-   outside. A batch that is shorter than the others' weighs as much as a full one; multiply its loss
-   by its samples / a full batch's for each sample to weigh the same. On GPUs with NCCL set
-   uneven_inputs in cddp_ddp_desc. Collective; once an epoch.
-   Like PyTorch's join(divide_by_initial_world_size=False). */
+/* Uneven inputs: a rank that has run out of data calls this where the others go on stepping, once
+   an epoch. Until every rank has called it, it takes part in their cddp_ddp_wait, _step and
+   _sync_buffers with zero weight: each mean is over the ranks that have data (>>ddp). s: the
+   cddp_optim of the loop, whose learning rate follows the others'; NULL if they step by other
+   means, whose own state stays as it is here. On return all ranks have the same weights, buffers
+   and states of s. A hook's result is scaled by world size / ranks with data, so it must be linear.
+   Each step has the group's timeout anew. Other collectives of the loop are not joined: have them
+   on ranks with data only, or outside. A short batch weighs as much as a full one, unless you
+   multiply its loss by its samples / a full batch's. On GPUs with NCCL set uneven_inputs in
+   cddp_ddp_desc. Like PyTorch's join(divide_by_initial_world_size=False). */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
@@ -881,13 +871,12 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s); /* of an epoch, or what
    is freed too. false with s->result != CDDP_OK: there was no memory for it. */
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
 /* The indices of batch number `batch` (from 0) of one shard of the epoch; each has `size` samples,
-   the last one may have fewer. Returns how many it has, at most size; 0 behind the last batch. The
-   sampler's world_size is the number of shards, its rank does not matter. Any batch at any time:
-   this counts from the epoch's first sample, after cddp_load too, and changes nothing that
-   cddp_sampler_next or a checkpoint counts. The permutation stays for the next call, until another
-   epoch is set. 0 with s->result != CDDP_OK: a bad argument, or no memory for the permutation. Like
-   batches of torch.utils.data's BatchSampler(DistributedSampler(data, shards, shard), size, False).
-   */
+   the last one may have fewer. Returns how many it has; 0 behind the last batch. The sampler's
+   world_size is the number of shards, its rank does not matter. Any batch at any time: this counts
+   from the epoch's first sample, after cddp_load too, and changes nothing for cddp_sampler_next or
+   a checkpoint. The permutation stays until another epoch is set. 0 with s->result != CDDP_OK: a
+   bad argument, or no memory for it. Like torch.utils.data's
+   BatchSampler(DistributedSampler(data, shards, shard), size, False). */
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
                                   size_t *indices);
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; NULL is fine */
@@ -922,18 +911,17 @@ typedef struct cddp_checkpoint_desc {
 
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
    a name) to path, and what desc asks for; returns when the file is on the disk. States may lie in
-   pieces on the ranks, as after cddp_ddp_step: they are written whole and stay where they are.
-   Parameters and states in a GPU's memory come through a few MiB of the host's; what is on the
-   group's stream is waited for (g NULL: what is on the device), and the file is the CPU's.
+   pieces on the ranks, as after cddp_ddp_step: they are written whole and stay where they are. A
+   GPU's memory comes through a few MiB of the host's, after what is on the group's stream (g NULL:
+   on the device); the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
    half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. path
    may be a symbolic link of this user's: the file that it leads to is replaced, or made. Anything
    else but a regular file (a device, a pipe) is CDDP_IO. The new file gets the old one's mode,
    owner and group (no ACLs, no extended attributes). Without the right to set the owner it belongs
-   to this user; without the right to set the group, the new group and all others get only what
-   both had. All ranks get the same result, CDDP_IO for the file system's failures; ranks whose
-   parameters or options differ get CDDP_MISMATCH. The others wait while rank 0 writes: timeout_s
-   must suffice for that.
+   to this user; without the right to set the group, the new group and all others get only what both
+   had. All ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for
+   parameters or options that differ. The others wait while rank 0 writes: timeout_s must suffice.
    Like safetensors' save_file. */
 CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc);
