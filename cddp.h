@@ -1009,11 +1009,11 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
 
 /* FLIGHT RECORDER. --------------------------------------------------------------------------------
    With CDDP_RECORD=dir in the environment every rank keeps its last 1,024 operations in
-   dir/cddp-JOB-RANK.rec, which survives the rank's end, SIGKILL included. examples/cddptrace.c
-   merges the ranks' files into a report (who is late or missing, and in what) and a trace for
-   Perfetto. The file is a header, then the ring, in the machine's byte order. It is mapped: copy or
-   remove a running job's file, but never truncate it (> file, copytruncate), which ends the rank by
-   SIGBUS. */
+   dir/cddp-JOB-RANK.rec (who joins: JOB-RANK.joinN.rec), which survives the rank's end, SIGKILL
+   included. examples/cddptrace.c merges the ranks' files into a report (who is late, missing or
+   lost, and in what) and a trace for Perfetto. The file is a header, then the ring, in the
+   machine's byte order. It is mapped: copy or remove a running job's file, but never truncate it
+   (> file, copytruncate), which ends the rank by SIGBUS. */
 #define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */
 
 typedef struct cddp_record {
@@ -2380,9 +2380,11 @@ static uint64_t cddp__record_job(void) {
   return (uint64_t)cddp__nanoseconds(CLOCK_REALTIME) ^ (uint64_t)getpid() << 44;
 }
 
-/* Opens the recorder if the environment asks for one; *out is NULL if not. The file has its full
+/* Opens the recorder if the environment asks for one; *out is NULL if not. life: 0; if the process
+   has joined, where an earlier one of its rank may have a file, its number. The file has its full
    size from the start: a disk that is full later must not end the program. */
-static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size) {
+static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
+                                     int life) {
   const char *dir = getenv("CDDP_RECORD");
   size_t bytes = cddp__record_bytes();
   cddp_record_header *h;
@@ -2391,7 +2393,9 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   int fd, e;
   *out = NULL;
   if (dir == NULL || dir[0] == 0) return CDDP_OK;
-  snprintf(path, sizeof path, "%s/cddp-%016" PRIx64 "-%d.rec", dir, job, rank);
+  snprintf(path, sizeof path, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
+  if (life > 0) cddp__append(path, sizeof path, ".join%d", life);
+  cddp__append(path, sizeof path, ".rec");
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0)
     return cddp__fail(CDDP_IO, "CDDP_RECORD: open %s, the flight recorder's file: %s", path,
@@ -8988,7 +8992,7 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
     r = cddp__join_group(out, &v);
   }
   if (r == CDDP_OK && table.job != 0)
-    r = cddp__record_open(&h->record, table.job, at->rank, h->size);
+    r = cddp__record_open(&h->record, table.job, at->rank, h->size, h->window - table.size + 1);
   cddp__rendezvous_free(&v);
   return r;
 }
@@ -11762,7 +11766,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK)
     r = cddp__record_open(&g->host->record,
                           cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes), g->rank,
-                          g->size);
+                          g->size, 0);
 #ifdef CDDP_MPI
   if (r == CDDP_OK && cddp__backend_name(d) != NULL && strcmp(cddp__backend_name(d), "mpi") == 0) {
     r = cddp__consensus(g, cddp__mpi_start(g), NULL, 0, NULL);
@@ -18570,7 +18574,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
       break;
     }
     t[i].host->threads = true;
-    r = cddp__record_open(&t[i].host->record, job, i, n);
+    r = cddp__record_open(&t[i].host->record, job, i, n, 0);
     if (r == CDDP_OK)
       r = cddp__group_build(&t[i].group, t[i].host, i, n, NULL, block, timeout_s);
   }

@@ -6,7 +6,8 @@
      ./cddptrace -o trace.json /tmp/flight/cddp-*.rec    and a trace for https://ui.perfetto.dev
 
    Works on the files of a running job, of one that hangs and of one that was killed. Of several
-   jobs it takes the newest. */
+   jobs it takes the newest. A rank of an elastic job may have several files: each process that has
+   joined as this rank has one of its own. */
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
 
@@ -16,6 +17,7 @@
 #include <string.h>
 
 #define MAX_RANKS 4096
+#define MAX_LIVES 1024 /* files of ranks' earlier processes */
 
 typedef struct rank_file {
   cddp_record_header head;
@@ -28,8 +30,8 @@ typedef struct call { /* one rank's part in one call of a group */
   int rank;
 } call;
 
-static rank_file ranks[MAX_RANKS];
-static int size;
+static rank_file ranks[MAX_RANKS + MAX_LIVES]; /* by rank; from MAX_RANKS on the earlier ones */
+static int size, earlier;
 static uint64_t job;
 static int64_t born, last; /* ns, wall clock: when the job's files were made, and its last record */
 
@@ -44,7 +46,8 @@ static int by_number(const void *a, const void *b) {
 
 /* Takes the file's records if its job is the newest so far; 0 if it is no recorder's file. */
 static int load(const char *path) {
-  rank_file f = {0};
+  rank_file f = {0}, *now, *old;
+  int64_t t;
   FILE *in = fopen(path, "rb");
   int i, n = 0,
          ok = in != NULL && fread(&f.head, sizeof f.head, 1, in) == 1 &&
@@ -67,12 +70,23 @@ static int load(const char *path) {
   qsort(f.records, (size_t)f.count, sizeof *f.records, by_number);
   if (size > 0 && job != f.head.job) {
     if (f.head.created + f.head.wall_offset < born) return free(f.records), 1; /* an older job */
-    for (i = 0; i < MAX_RANKS; i++) free(ranks[i].records);
+    for (i = 0; i < MAX_RANKS + earlier; i++) free(ranks[i].records);
     memset(ranks, 0, sizeof ranks);
+    size = earlier = 0;
   }
-  job = f.head.job, born = f.head.created + f.head.wall_offset, size = (int)f.head.world_size;
-  free(ranks[f.head.rank].records);
-  ranks[f.head.rank] = f;
+  t = f.head.created + f.head.wall_offset;
+  if (size == 0 || t < born) born = t;
+  job = f.head.job;
+  if (size < (int)f.head.world_size) size = (int)f.head.world_size;
+  now = &ranks[f.head.rank];
+  if (now->records && earlier < MAX_LIVES && f.head.pid != now->head.pid) {
+    old = &ranks[MAX_RANKS + earlier++];
+    *old = f.head.created < now->head.created ? f : *now; /* the newest process is the rank */
+    if (old->records == f.records) return 1;
+  } else {
+    free(now->records);
+  }
+  *now = f;
   return 1;
 }
 
@@ -89,12 +103,13 @@ static void print_call(const cddp_record *r) {
   if (r->sequence) printf(", call %" PRIu64 " of group %04" PRIx64, r->sequence, r->group & 0xffff);
 }
 
-/* What every rank did last. */
+/* What every rank did last; the earlier processes of elastic ones first. */
 static void report_ranks(void) {
-  for (int i = 0; i < size; i++) {
-    const rank_file *f = &ranks[i];
+  for (int k = 0; k < size + earlier; k++) {
+    int i = k < earlier ? (int)ranks[MAX_RANKS + k].head.rank : k - earlier;
+    const rank_file *f = &ranks[k < earlier ? MAX_RANKS + k : i];
     const cddp_record *r = f->count ? &f->records[f->count - 1] : NULL;
-    printf("rank %d", i);
+    printf(k < earlier ? "before: rank %d" : "rank %d", i);
     if (!f->records) {
       printf(": no file\n");
       continue;
@@ -113,6 +128,22 @@ static void report_ranks(void) {
       printf(", %s for %.3f ms\n", r->started ? "in it" : "queued",
              (double)(last - wall(i, r->started ? r->started : r->enqueued)) * 1e-6);
   }
+}
+
+/* Elastic models: who was lost and who came, in each process's own words. */
+static void report_elastic(void) {
+  for (int i = 0; i < MAX_RANKS + earlier; i = i + 1 == size ? MAX_RANKS : i + 1)
+    for (int k = 0; k < ranks[i].count; k++) {
+      const cddp_record *r = &ranks[i].records[k];
+      double ago = (double)(last - wall(i, r->enqueued)) * 1e-6;
+      int rank = (int)ranks[i].head.rank;
+      if (strcmp(r->what, "lost") == 0)
+        printf("LOST: rank %" PRIu64 ", as rank %d found %.3f ms before the end\n", r->count, rank,
+               ago);
+      if (strcmp(r->what, "joined") == 0)
+        printf("joined: rank %d (pid %u), in step %" PRIu64 ", %.3f ms before the end\n", rank,
+               ranks[i].head.pid, r->count, ago);
+    }
 }
 
 /* The last call of one group, calls[0 .. n): who is in it, who never came. */
@@ -160,18 +191,19 @@ static void report_late(const call *calls, int n) {
 static int report(void) {
   int n = 0, total = 0, i, k;
   call *calls;
-  for (i = 0; i < size; i++) total += ranks[i].count;
+  for (i = 0; i < MAX_RANKS + earlier; i++) total += ranks[i].count;
   if ((calls = malloc(((size_t)total + 1) * sizeof *calls)) == NULL) return 1;
-  for (i = 0; i < size; i++)
+  for (i = 0; i < MAX_RANKS + earlier; i++)
     for (k = 0; k < ranks[i].count; k++) {
       const cddp_record *r = &ranks[i].records[k];
       int64_t t = r->ended ? r->ended : r->started ? r->started : r->enqueued;
       if (wall(i, t) > last) last = wall(i, t);
-      if (r->sequence && r->started) calls[n].r = r, calls[n++].rank = i;
+      if (r->sequence && r->started) calls[n].r = r, calls[n++].rank = (int)ranks[i].head.rank;
     }
   qsort(calls, (size_t)n, sizeof *calls, by_call);
   printf("job %016" PRIx64 ", %d ranks, %d operations\n", job, size, total);
   report_ranks();
+  report_elastic();
   report_late(calls, n);
   for (i = 0, k = 0; i < n; i++)
     if (i + 1 == n || calls[i + 1].r->group != calls[i].r->group)
@@ -184,11 +216,10 @@ static int trace(const char *path) { /* the Trace Event format; times in us */
   FILE *out = fopen(path, "w");
   if (!out) return perror(path), 1;
   fprintf(out, "[");
-  for (int i = 0; i < size; i++) {
-    fprintf(
-        out,
-        "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}},\n", i,
-        i);
+  for (int i = 0; i < MAX_RANKS + earlier; i++) {
+    if (!ranks[i].records) continue;
+    fprintf(out, "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,", i);
+    fprintf(out, "\"args\":{\"name\":\"rank %u\"}},\n", ranks[i].head.rank);
     for (int k = 0; k < ranks[i].count; k++) {
       const cddp_record *r = &ranks[i].records[k];
       int64_t start = wall(i, r->started ? r->started : r->enqueued);
