@@ -1705,11 +1705,11 @@ typedef struct cddp__ddp_memory {
 
 /* shared: the sum of some shards of a step, a node of the canonical tree that one member has. */
 typedef struct cddp__elastic_node {
-  uint32_t first, width; /* shards */
-  int32_t slot;          /* where it is in the member's kit; -1: one shard, in its arena */
+  int32_t first, width; /* shards */
+  int32_t slot;         /* in the member's kit; -1: one shard, in its arena */
 } cddp__elastic_node;
 
-/* shared: what a member has called in the update of a step. */
+/* shared: what a member calls in the update of a step. */
 typedef struct cddp__elastic_call {
   uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT; _JOIN: it joins, and has called nothing */
   uint32_t fp_mode; /* cddp__fp_mode */
@@ -1717,21 +1717,22 @@ typedef struct cddp__elastic_call {
   uint64_t steps;   /* cddp_ddp_steps before it */
 } cddp__elastic_call;
 
-/* shared: a rank of an elastic model. Writer: its rank, but for state. */
+/* shared: a rank of an elastic model, or the place for one. Writer: its rank, but for state. */
 typedef struct cddp__elastic_member {
-  cddp__atomic_u64 state; /* CDDP__MEMBER_*, and << 8 the step in which it was lost or left */
-  cddp__atomic_u64 at;    /* 2 t: in the shards of step t; 2 t + 1: has come to its update */
-  cddp__atomic_u64 nodes; /* of its kit's tables which one is in force, for which step */
+  cddp__atomic_u64 state;  /* CDDP__MEMBER_*, and << 8: LIVE, its life; else the step of its end */
+  cddp__atomic_u64 at;     /* 2 t: in the shards of step t; 2 t + 1: has come to its update */
+  cddp__atomic_u64 nodes;  /* of its kit's tables the one in force: cddp__table_word */
   cddp__atomic_u32 inside; /* 1: may write to other members' memory */
   cddp__atomic_u32 life;   /* counts the ranks that have had this place */
   uint32_t pid;
-  int32_t rank;  /* of cddp_rank */
+  int32_t rank;  /* cddp_rank of its group */
   int32_t index; /* among the ranks of the host: cddp__host.index */
-  uint64_t born; /* start time of its process, field 22 of /proc/PID/stat */
+  uint64_t born; /* of its process: cddp__process_born */
   cddp__ref arena, kit;
-  cddp__ref block; /* of a group's control block that it has made, for the members of: */
-  cddp__elastic_call calls[2];               /* by the step's lowest bit */
-  uint64_t living[2][CDDP__MAX_RANKS / 64];  /* by the step's lowest bit: members it has seen */
+  cddp__ref block;             /* a group's control block that it has made: see board.grouped */
+  cddp__elastic_call calls[2]; /* by the step's lowest bit */
+  uint64_t identity[2];        /* hash of the members below and their lives; never 0 */
+  uint64_t living[2][CDDP__MAX_RANKS / 64]; /* by the step's lowest bit: the members it has seen */
   unsigned char pad[CDDP__CACHE_LINE];
 } cddp__elastic_member;
 enum {
@@ -1744,49 +1745,71 @@ enum {
 
 /* shared: a part of the update. */
 typedef struct cddp__elastic_part {
-  cddp__atomic_u64 word;     /* step, state, owner, whose log it is in */
-  cddp__atomic_u64 progress; /* step and offset in the arena; odd: that block is in the log */
+  cddp__atomic_u64 word;     /* cddp__unit */
+  cddp__atomic_u64 progress; /* cddp__progress; odd: the block there is in the log */
 } cddp__elastic_part;
 
-/* shared: where the ranks of an elastic model meet. Behind it members [capacity], shards' words
-   [shards], parts [parts], and (cddp__elastic_area) means, weights and states, which are as long as
-   the arena each. */
+/* shared: where the ranks of an elastic model meet. Behind it lie members [capacity], the words of
+   shards [shards], parts [parts], a byte for each parameter (1: its weights go to an area), and the
+   areas, CDDP__AREA_*, each as long as the arena. */
 typedef struct cddp__board {
-  cddp__control_block block; /* its size and left alone: the arena frees it as one */
-  uint64_t model;            /* hash of what must agree: parameters, shards */
+  cddp__control_block block; /* size and left alone: the arena frees the board as one */
+  uint64_t model;            /* hash of what must agree: parameters and shards */
   uint64_t arena_bytes;
   int32_t capacity, shards, parts, params;
-  cddp__ref self;
-  cddp__atomic_u64 step;     /* completed */
-  cddp__atomic_u64 deal;     /* step and member whose `living` holds for it */
-  cddp__atomic_u64 grouped;  /* step and member whose `block` is that of the members' group */
+  cddp__ref self;            /* where the board is, for ranks that join */
+  cddp__atomic_u64 step;     /* how many are completed */
+  cddp__atomic_u64 deal;     /* 1 + step << 12, and the member whose `living` is in force for it */
+  cddp__atomic_u64 grouped;  /* identity of the members, and the one with their group's block */
   cddp__atomic_u32 joins;    /* processes that have come to join so far: windows given out */
   cddp__atomic_u32 changes;  /* bumped by whoever changed what others may wait for; futex */
   cddp__atomic_u32 sleepers; /* threads asleep until it changes */
   cddp__cause failure;       /* of the model, on all ranks */
 } cddp__board;
+enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 5 };
 
-/* A member as this rank sees it. */
+/* A member as this rank sees it; its arena is in ddp.mirrors, its slots in ddp.slot_areas. */
 typedef struct cddp__elastic_view {
-  uint32_t life; /* of the member that is mapped; 0: none yet */
+  uint32_t life; /* of the member that is mapped; 0: none */
   int pidfd;     /* -1: none */
-  char *arena, *kit;
-  char **data; /* [count] its weights; NULL: they are where others cannot write */
+  char *kit;
+  char **data; /* [params] its weights; NULL: they go to an area */
 } cddp__elastic_view;
 
-/* A cddp_ddp's own of an elastic model. */
+/* What a cddp_ddp has of an elastic model. Owner: the thread that trains. */
 typedef struct cddp__elastic {
   cddp__board *board;
-  cddp__elastic_member *members;     /* [capacity] */
-  cddp__atomic_u64 *shards;  /* [shards] */
-  cddp__elastic_part *parts; /* [parts] */
-  cddp__elastic_view *views; /* [capacity] */
-  char *kit;                 /* this rank's: tables, refs of weights, log, slots */
-  int me;                    /* this rank's entry */
-  uint64_t step;             /* in which this rank is */
-  int shard;                 /* that it has taken; -1: none */
-  cddp_group *group;         /* of the living; NULL: not asked for yet */
+  cddp__elastic_member *members; /* [capacity] */
+  cddp__atomic_u64 *shards;      /* [shards] */
+  cddp__elastic_part *parts;     /* [parts] */
+  unsigned char *in_area;        /* [params] */
+  char *areas;
+  size_t area_room;              /* bytes from one area to the next */
+  cddp__elastic_view *views;     /* [capacity] */
+  int *dealt;                    /* [shards] member to which each is dealt */
+  int *living, living_count;     /* [capacity] members of the deal */
+  int *arrived, arrived_count;   /* [capacity] members that have come to this update */
+  int *order;                    /* [params] as they lie in the arena */
+  uint64_t identity;             /* of them; 0: none yet */
+  char *kit;                     /* this rank's */
+  size_t log_at, refs_at, slots_at; /* in each kit, bytes */
+  int me;                        /* this rank's member */
+  uint64_t step;                 /* in which this rank is */
+  bool begun;                    /* it knows the deal of this step */
+  int shard;                     /* that it has taken; -1: none */
+  int arena;                     /* CDDP__ARENA_* */
+  int slots_used;                /* slots with memory of their own */
+  uint32_t areas_used;           /* bits: the areas that this rank has used */
+  uint32_t seen;                 /* board.changes when its wait began */
+  uint32_t unshared;             /* host.unshared at creation */
+  cddp_group *group;             /* of the living; NULL: not asked for yet */
+  uint64_t grouped;              /* identity of its members */
 } cddp__elastic;
+enum {
+  CDDP__ARENA_CLEAR, /* zero, or as the last wait has left it */
+  CDDP__ARENA_NODE,  /* a shard is in it */
+  CDDP__ARENA_SPENT  /* has been added to others */
+};
 
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   uint64_t id;         /* in this process, from 1; never used again */
@@ -1815,7 +1838,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   size_t bytes;          /* of each */
   size_t squares_at;     /* bytes from the mirror to sums of squares, behind the slots */
   size_t whole;          /* of the mirror and what is behind it */
-  char **mirrors;        /* [ranks] every rank's, mapped here; slots and squares follow the arena */
+  char **mirrors;        /* [ranks] every rank's, mapped here; squares follow arena and slots */
+  char **slot_areas;     /* [ranks] every rank's slots, mapped here */
   char **addresses;      /* storage of tensors[].data */
   cddp__bucket_plan plan;
   int *plan_memory;
@@ -1851,10 +1875,12 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   int starts[2 * CDDP__FOLD_DEPTH]; /* [depth] first shards of the nodes in this rank's slots */
   int depth;
   size_t halves, slot_bytes; /* bytes of the arena before f16 and bf16, which are f32 in a slot */
-  int slots;                 /* of each rank, behind its arena */
+  size_t slot_room;          /* bytes from one slot to the next */
+  int slots;                 /* of each rank */
   cddp__shard_node *nodes;   /* [node_count] all ranks', in order */
   int *widths;               /* [node_count] as cddp__reduce_nodes takes them */
   int node_count;
+  bool leaves;    /* all of them are shards in arenas */
   int most_nodes; /* of one rank */
   uint32_t joined; /* this rank's CDDP__JOINED*; the engine reads it too, between steps */
   bool had_joined, out_of_date; /* since the last join ended: some rank had joined, and its
@@ -2016,6 +2042,9 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
 
 /* >>kernels: takes over what an optimizer does if its parameters lie on a device. */
 static cddp_result cddp__attach_optim(cddp_optim *o);
+
+/* >>elastic: the next shard of a model whose ranks are lost, and come. */
+static bool cddp__elastic_next(cddp_ddp *d, int *shard);
 
 /* >>rendezvous: ranks that run listen for a second job at their place. */
 static cddp_result cddp__hear_claims(cddp_group *g);
@@ -2249,6 +2278,17 @@ static uint32_t cddp__add32(cddp__atomic_u32 *a, uint32_t v) { /* returns the ne
   return __atomic_add_fetch(&a->v, v, __ATOMIC_SEQ_CST);
 }
 static bool cddp__swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_t desired) {
+  return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
+                                     __ATOMIC_ACQUIRE);
+}
+
+static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
+  return __atomic_load_n(&a->v, __ATOMIC_ACQUIRE);
+}
+static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
+  __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
+}
+static bool cddp__swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desired) {
   return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
                                      __ATOMIC_ACQUIRE);
 }
@@ -4854,7 +4894,9 @@ CDDP__COLD_END
 enum cddp__extent_use {
   CDDP__FOR_USER,    /* cddp_alloc, gradients: made private when a stopped peer may write to it */
   CDDP__FOR_MESSAGE, /* cddp's own */
-  CDDP__FOR_BLOCK    /* a group's control block: freed once its ranks have left */
+  CDDP__FOR_BLOCK,   /* a group's control block: freed once its ranks have left */
+  CDDP__FOR_BOARD,   /* likewise; begins with one, and takes memory as it is touched */
+  CDDP__FOR_KIT      /* cddp's own, which takes memory as it is touched */
 };
 
 /* A piece of a rank's window, or (threads) of plain memory. Owned by cddp__host; a peer's is mapped
@@ -4960,13 +5002,13 @@ static cddp__extent *cddp__extent_place(cddp__host *h, uint64_t size) {
 
 /* Asks for huge pages. MADV_COLLAPSE makes them, on this core, even where the system's setting for
    shared memory says never, but only of memory that has one page at least. Without it ordinary
-   pages do. */
+   pages do. What is there stays, whoever writes to it meanwhile. */
 static void cddp__populate(char *address, uint64_t size, bool shared) {
   uint64_t whole = size / CDDP__HUGE_PAGE * CDDP__HUGE_PAGE, at;
   if (whole == 0) return;
   madvise(address, (size_t)whole, MADV_HUGEPAGE);
   if (!shared) return; /* the first touch makes one */
-  for (at = 0; at < whole; at += CDDP__HUGE_PAGE) ((volatile char *)address)[at] = 0;
+  for (at = 0; at < whole; at += CDDP__HUGE_PAGE) (void)((volatile char *)address)[at];
   madvise(address, (size_t)whole, MADV_COLLAPSE);
 }
 
@@ -4983,14 +5025,15 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
   pthread_mutex_lock(&h->lock);
   for (e = cddp__own_extents(h, &end); e < end; e++) {
     const cddp__control_block *b = (const cddp__control_block *)(const void *)e->address;
-    uint32_t size = b != NULL && e->use == CDDP__FOR_BLOCK ? cddp__load32(&b->size) : 0;
+    bool block = e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_BOARD;
+    uint32_t size = b != NULL && block ? cddp__load32(&b->size) : 0;
     if (size != 0 && cddp__load32(&b->left) == size) cddp__extent_release(h, e);
   }
   e = cddp__extent_place(h, cddp__round_up(bytes ? bytes : 1, page));
   if (e != NULL && (address = cddp__map_memory(h->fd, e->base, e->size)) == NULL)
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
   if (address != NULL) {
-    cddp__populate(address, e->size, h->fd >= 0);
+    if (use < CDDP__FOR_BOARD) cddp__populate(address, e->size, h->fd >= 0);
     if (e->dirty) memset(address, 0, (size_t)e->size); /* or a block's old rounds would seem new */
     e->dirty = false;
     e->use = use;
@@ -6005,6 +6048,28 @@ static int cddp__merges(const int *starts, int depth, int shard, int shards) {
   return merged;
 }
 
+/* Which of `count` nodes, ascending, become one with a new one, `shard` alone: nodes[*low .. *high).
+   Returns where it belongs among them. */
+static int cddp__siblings(const cddp__elastic_node *nodes, int count, int shard, int shards,
+                          int *low, int *high) {
+  int begin = shard, end = shard + 1, at = 0, size;
+  while (at < count && nodes[at].first < shard) at++;
+  *low = *high = at;
+  for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards there */
+    bool right = begin / size % 2 == 1;
+    int from = right ? begin - size : end;
+    int to = right ? begin : begin + 2 * size < shards ? begin + 2 * size : shards;
+    int k = right ? *low - 1 : *high;
+    bool whole = right ? from == 0 && end == shards : begin == 0 && to == shards;
+    if (from >= shards) continue; /* it is the right end of the tree: has no sibling here */
+    if (whole || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to)
+      break;
+    if (right) begin = from, --*low;
+    else end = to, ++*high;
+  }
+  return at;
+}
+
 /* The nodes of one rank once it has all its shards. Returns how many; *slots: how many slots it
    needs for them meanwhile. A last shard that merges with none needs no slot. */
 static int cddp__plan_nodes(int shards, int ranks, int rank, cddp__shard_node *nodes, int *widths,
@@ -6797,17 +6862,22 @@ static bool cddp__wait_yields(cddp__wait *w) {
   return true;
 }
 
+/* Reads the clock. */
+static void cddp__wait_look(cddp__wait *w) {
+  double now = cddp__now();
+  w->late = now >= w->deadline;
+  w->due = now >= w->look;
+  if (w->due) w->look = now + CDDP__NAP_S;
+}
+
 /* What every wait does between two sleeps: looks whether the group has failed, serves receives and
    reads the clock. When it is due the caller looks whether the rank it waits for is gone; when it
    is late it fails, in its own words. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
-  double now = cddp__now();
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__serve_idle(g);
-  w->late = now >= w->deadline;
-  w->due = now >= w->look;
-  if (w->due) w->look = now + CDDP__NAP_S;
+  cddp__wait_look(w);
   return w->due ? cddp__hear_claims(g) : CDDP_OK;
 }
 
@@ -14661,11 +14731,22 @@ static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   return r;
 }
 
+/* Wakes the members that wait for a change. */
+static void cddp__elastic_changed(cddp__board *b) {
+  cddp__add32(&b->changes, 1);
+  if (cddp__load32(&b->sleepers) != 0) cddp__futex_wake(&b->changes);
+}
+
 /* Ends what peers wait for, now or in the background: this model is of no more use to any rank. */
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
   char text[CDDP__ERROR_MAX];
   int i;
+  if (d->elastic != NULL) {
+    cddp__note_cause(&d->elastic->board->failure, r, cddp__error_text);
+    cddp__elastic_changed(d->elastic->board);
+    return cddp__ddp_fail(d, r);
+  }
   groups[0] = d->control;
   groups[1] = d->comm;
   groups[2] = d->hooks;
@@ -14736,7 +14817,7 @@ static cddp_result cddp__compare_params(const cddp_ddp *d, const cddp__param_inf
 /* All ranks learn of the first rank whose shards or parameters differ from rank 0's. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  uint64_t model[3], count;
+  uint64_t model[4], count;
   double norm;
   cddp__param_info *theirs;
   cddp_result r;
@@ -14744,6 +14825,7 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   model[0] = (uint64_t)d->count;
   model[1] = (uint64_t)d->desc.shards;
   memcpy(&model[2], &d->desc.max_grad_norm, sizeof norm);
+  model[3] = d->desc.elastic;
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, model,
                   sizeof model); /* all ranks meet in each step, or none */
   if (r != CDDP_OK) return r;
@@ -14751,6 +14833,9 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   if (model[1] != (uint64_t)d->desc.shards)
     r = cddp__fail(CDDP_MISMATCH, "shards in cddp_ddp_desc is %d on rank %d, %d on rank 0",
                    d->desc.shards, g->rank, (int)model[1]);
+  if (model[3] != (uint64_t)d->desc.elastic)
+    r = cddp__fail(CDDP_MISMATCH, "elastic in cddp_ddp_desc is %s on rank %d, not on rank 0",
+                   d->desc.elastic ? "set" : "not set", g->rank);
   memcpy(&norm, &model[2], sizeof norm);
   if (norm != d->desc.max_grad_norm)
     r = cddp__fail(CDDP_MISMATCH, "max_grad_norm in cddp_ddp_desc is %g on rank %d, %g on rank 0",
@@ -14818,7 +14903,7 @@ static void cddp__lay_out(cddp_ddp *d) {
       d->bytes += t->room;
     }
   }
-  d->slot_bytes = 2 * d->bytes - d->halves;
+  d->slot_bytes = d->slot_room = 2 * d->bytes - d->halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->local_rank, &t->begin, &t->end, &t->state);
@@ -14873,6 +14958,7 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   if (!all)
     return cddp__fail(CDDP_OUT_OF_MEMORY,
                       "no shared memory for %zu bytes of gradients on every rank", d->whole);
+  for (i = 0; i < g->local_size; i++) d->slot_areas[i] = d->mirrors[i] + d->bytes;
   for (i = 0; i < d->count; i++) {
     char **places = d->addresses + (size_t)g->local_size * (size_t)i;
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
@@ -14904,11 +14990,11 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
   return range->begin < range->end;
 }
 
-/* Where a rank has, in a slot (-1: in its arena), what belongs to offset `at` of the arena.
-   mirror: the rank's. */
-static char *cddp__in_slot(const cddp_ddp *d, char *mirror, int slot, size_t at) {
-  if (slot < 0) return mirror + at;
-  return mirror + d->bytes + (size_t)slot * d->slot_bytes +
+/* Where a rank of this host has, in a slot (-1: in its arena), what belongs to offset `at` of the
+   arena. */
+static char *cddp__in_slot(const cddp_ddp *d, int rank, int slot, size_t at) {
+  if (slot < 0) return d->mirrors[rank] + at;
+  return d->slot_areas[rank] + (size_t)slot * d->slot_room +
          (at > d->halves ? 2 * at - d->halves : at);
 }
 
@@ -14917,19 +15003,49 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
                                 size_t n, cddp_dtype dtype) {
   int i;
   for (i = 0; i < d->node_count; i++)
-    sources[i] = cddp__in_slot(d, d->mirrors[d->nodes[i].rank], d->nodes[i].slot, at);
-  cddp__reduce_nodes(out, sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
+    sources[i] = cddp__in_slot(d, d->nodes[i].rank, d->nodes[i].slot, at);
+  if (d->leaves) cddp__reduce(out, sources, d->shards, n, dtype, CDDP_AVG);
+  else
+    cddp__reduce_nodes(out, sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
+}
+
+/* Adds up, in the slot `out`, nodes of this rank (number `me` here) that together are one. widths:
+   as cddp__reduce_nodes takes them. clear: the arena becomes zero. */
+static void cddp__merge_nodes(cddp_ddp *d, int me, int out, const int *slots, const int *widths,
+                              int count, bool clear) {
+  const void *sources[CDDP__FOLD_DEPTH + 1];
+  cddp__range range;
+  size_t at, n;
+  int dtype, i;
+  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
+    size_t esize = cddp__dtype_size((cddp_dtype)dtype);
+    if (!cddp__range_of(d, dtype, &range)) continue;
+    for (at = range.begin; at < range.end; at += n * esize) {
+      char *to = cddp__in_slot(d, me, out, at);
+      n = cddp__min(CDDP__BLOCK, (range.end - at) / esize);
+      for (i = 0; i < count; i++) sources[i] = cddp__in_slot(d, me, slots[i], at);
+      if (count > 1)
+        cddp__reduce_subtree(to, sources, widths, count, n, (cddp_dtype)dtype);
+      else
+        cddp__convert(to, cddp__compute_type((cddp_dtype)dtype), sources[0], (cddp_dtype)dtype, n);
+      if (clear) memset(d->mirror + at, 0, n * esize);
+    }
+  }
+}
+
+/* Gradients that are the program's own become zero for the next shard. */
+static void cddp__clear_own(cddp_ddp *d) {
+  int i;
+  for (i = 0; i < d->count; i++)
+    if (!d->tensors[i].placed) memset(d->params[i].grad, 0, d->tensors[i].bytes);
 }
 
 /* The shard that has ended goes into a slot, added to those nodes with which it makes a greater
    one, and gradients become zero for the next. The rank's last one may stay in the arena. */
 static void cddp__end_shard(cddp_ddp *d) {
-  const void *sources[CDDP__FOLD_DEPTH + 1];
-  int widths[CDDP__FOLD_DEPTH + 1];
-  int shard = d->first_shard + d->taken - 1, merged, slot, i, dtype;
+  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
+  int shard = d->first_shard + d->taken - 1, merged, slot, i;
   bool last = d->taken == d->shard_count;
-  cddp__range range;
-  size_t at, n;
   for (i = 0; d->sparse != NULL && i < d->count; i++)
     if (d->sparse[i] != NULL) d->sparse[i]->ends[d->taken - 1] = d->sparse[i]->added.n;
   merged = cddp__merges(d->starts, d->depth, shard, d->shards);
@@ -14938,28 +15054,14 @@ static void cddp__end_shard(cddp_ddp *d) {
   CDDP_ASSERT(slot < d->slots);
   d->starts[d->depth] = shard;
   for (i = 0; i < merged; i++) {
+    slots[i] = slot + i;
     widths[i] = d->starts[slot + i + 1] - d->starts[slot + i];
     if (widths[i] == 1) widths[i] = -1; /* in the compute type, as all in slots */
   }
+  slots[merged] = -1;
   widths[merged] = 1;
-  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
-    size_t esize = cddp__dtype_size((cddp_dtype)dtype);
-    if (!cddp__range_of(d, dtype, &range)) continue;
-    for (at = range.begin; at < range.end; at += n * esize) {
-      char *out = cddp__in_slot(d, d->mirror, slot, at);
-      n = cddp__min(CDDP__BLOCK, (range.end - at) / esize);
-      for (i = 0; i < merged; i++) sources[i] = cddp__in_slot(d, d->mirror, slot + i, at);
-      sources[merged] = d->mirror + at;
-      if (merged > 0)
-        cddp__reduce_subtree(out, sources, widths, merged + 1, n, (cddp_dtype)dtype);
-      else
-        cddp__convert(out, cddp__compute_type((cddp_dtype)dtype), d->mirror + at,
-                      (cddp_dtype)dtype, n);
-      if (!last) memset(d->mirror + at, 0, n * esize);
-    }
-  }
-  for (i = 0; !last && i < d->count; i++)
-    if (!d->tensors[i].placed) memset(d->params[i].grad, 0, d->tensors[i].bytes);
+  cddp__merge_nodes(d, d->group->local_rank, slot, slots, widths, merged + 1, !last);
+  if (!last) cddp__clear_own(d);
   d->depth = slot + 1;
 }
 
@@ -14987,7 +15089,8 @@ static cddp_result cddp__gather_shards(cddp_ddp *d) {
         rank = node->rank;
         d->sources[i] = all + ((size_t)rank * most + (size_t)k) * n * csize;
         if (rank == d->group->rank)
-          memcpy(mine + (size_t)k * n * csize, cddp__in_slot(d, d->mirror, node->slot, at),
+          memcpy(mine + (size_t)k * n * csize,
+                 cddp__in_slot(d, d->group->local_rank, node->slot, at),
                  n * (node->slot < 0 ? esize : csize));
       }
       r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, all, most * n * csize, CDDP_U8,
@@ -15933,14 +16036,21 @@ static void cddp__arm(cddp_ddp *d) {
 
 /* --- taking shards --- */
 
+/* The shard that this rank has taken, with which it should be done; -1: none. */
+static int cddp__held_shard(const cddp_ddp *d) {
+  if (d->elastic != NULL) return d->elastic->shard;
+  return d->taken > 0 ? d->first_shard + d->taken - 1 : -1;
+}
+
 /* False: there are no more, or the model has failed. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
+  int held, i = 0;
   char space[24];
-  int i = 0;
   if (d == NULL || shard == NULL || d->failed) return false;
-  if (d->taken == d->shard_count && !d->no_sync) return false;
-  while (d->taken > 0 && i < d->count && d->tensors[i].ready) i++;
-  if (d->no_sync || (d->taken > 0 && i < d->count)) {
+  if (d->elastic == NULL && d->taken == d->shard_count && !d->no_sync) return false;
+  held = cddp__held_shard(d);
+  while (held >= 0 && i < d->count && d->tensors[i].ready) i++;
+  if (d->no_sync || (held >= 0 && i < d->count)) {
     if (d->no_sync)
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
@@ -15950,11 +16060,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
                  "%d; call cddp_ddp_ready for every parameter first",
-                 cddp__param_name(&d->params[i], i, space, sizeof space),
-                 d->first_shard + d->taken - 1, d->group->rank);
+                 cddp__param_name(&d->params[i], i, space, sizeof space), held, d->group->rank);
     (void)cddp__give_up(d, CDDP_INVALID_ARGUMENT);
     return false;
   }
+  if (d->elastic != NULL) return cddp__elastic_next(d, shard);
   if (d->taken > 0) {
     cddp__end_shard(d);
     cddp__arm(d);
@@ -16475,7 +16585,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
-  if (d->desc.shards > 0)
+  if (d->desc.shards > 0 || d->elastic != NULL)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "cddp_ddp_join: every rank does its shards in each step; go without shards "
                       "in cddp_ddp_desc");
@@ -16542,7 +16652,7 @@ static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shar
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)shards);
   size_t bytes = sizeof(cddp_ddp) + n * (sizeof(cddp__tensor) + sizeof(cddp__bucket_state)) +
                  n * sizeof(cddp_partition) +
-                 (size * n + size + 2 * parts + n) * sizeof(void *) +
+                 (size * n + 4 * parts + n) * sizeof(void *) +
                  parts * (sizeof(cddp__row_list) + sizeof(cddp__shard_node) + sizeof(int)) +
                  (CDDP__PLAN_INTS(n) + 2 * n + size) * sizeof(int) + n * (size + 2) +
                  16 * sizeof(double) + (n + (size_t)buffers) * sizeof(cddp__call) +
@@ -16557,7 +16667,8 @@ static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shar
   d->sparse_room = (cddp__sparse **)cddp__carve(&at, n * sizeof *d->sparse_room);
   d->lists = (cddp__row_list *)cddp__carve(&at, parts * sizeof *d->lists);
   d->addresses = (char **)cddp__carve(&at, size * n * sizeof *d->addresses);
-  d->mirrors = (char **)cddp__carve(&at, size * sizeof *d->mirrors);
+  d->mirrors = (char **)cddp__carve(&at, parts * sizeof *d->mirrors);
+  d->slot_areas = (char **)cddp__carve(&at, parts * sizeof *d->slot_areas);
   d->buffers = (void **)cddp__carve(&at, parts * sizeof *d->buffers);
   d->sources = (const void **)cddp__carve(&at, parts * sizeof *d->sources);
   d->nodes = (cddp__shard_node *)cddp__carve(&at, parts * sizeof *d->nodes);
@@ -16593,9 +16704,9 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->meets = g->backend == NULL || cddp__device_of(g)->staged;
 #endif
   d->shards = desc->shards > g->size ? desc->shards : g->size;
-  d->spread = d->shards > g->size;
+  d->spread = d->shards > g->size && !desc->elastic;
   cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
-  for (i = 0; i < g->size; i++) {
+  for (i = 0; i < g->size && !desc->elastic; i++) {
     nodes = cddp__plan_nodes(d->shards, g->size, i, d->nodes + d->node_count,
                              d->widths + d->node_count, &slots);
     d->node_count += nodes;
@@ -16603,7 +16714,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
     d->slots = slots > d->slots ? slots : d->slots;
   }
   d->eager = desc->comm_hook != NULL || g->carrier->average != NULL || g->backend != NULL;
-  d->early = !d->spread && (d->eager || g->size > 1);
+  d->early = !d->spread && !desc->elastic && (d->eager || g->size > 1);
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
   d->limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
@@ -16625,10 +16736,21 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
 }
 
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
+  const cddp_group *g = d->group;
   const char *other = d->desc.comm_hook != NULL          ? "comm_hook"
                       : d->desc.find_unused_parameters ? "find_unused_parameters"
                       : d->desc.uneven_inputs          ? "uneven_inputs"
                                                        : NULL;
+  const char *lacks = !d->desc.elastic                          ? NULL
+                      : other != NULL                           ? other
+                      : d->sparse != NULL                       ? "sparse_rows"
+                      : d->desc.max_grad_norm > 0               ? "max_grad_norm"
+                      : g->hosts != NULL                        ? "several hosts"
+                      : g->backend != NULL                      ? "a GPU"
+                      : g->carrier->average != NULL             ? "MPI"
+                                                                : NULL;
+  if (lacks != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other", lacks);
   if (d->desc.shards == 0) return CDDP_OK;
   if (d->desc.shards < d->group->size)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -16692,39 +16814,1140 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
 }
 
 /* >>elastic ------------------------------------------------------------------------------------
-   Ranks are lost, and come, while a cddp_ddp with desc.elastic trains. One host.
-   Owns: the board, a member's entry and kit. Touches: of a cddp_ddp what >>ddp does. Entry points:
-   cddp__elastic_create, _attach and _enter; _next and _step; _group; _leave.
-   Not there yet: all but the names. */
+   Models whose ranks are lost, and come: cddp_ddp_desc.elastic. Ranks of one host, gradients in
+   host memory.
+   Owns: the board, a member's entry, its kit. Touches: of a cddp_ddp what >>ddp does; other
+   members' weights and gradients in an update. Entry points: cddp__elastic_create, or for a rank
+   that joins _attach and _enter; _next and _step; cddp_ddp_group; _leave. All are called by the
+   thread that trains.
+   Works as follows: after creation ranks meet on the board alone, never in rounds, as a group that
+   has lost a rank is broken. The board outlives each of them. What is to be done in step t is cut
+   into units, shards and then parts of the update. A unit is a word {step, state, owner} that is
+   FREE (all of an earlier step are), then TAKEN by compare-and-swap, then DONE. A member whose
+   process has ended is made LOST by whoever waits and looks at its pidfd; others take its units.
+   What a member has written stays, as it lies in the memory that all share.
+   The deal says which units a member takes first: those of the members that whoever began the step
+   first has seen, see cddp__elastic_begin. Where ranks are not all there, or one is late, units are
+   done by others; what comes out is the same, as nothing depends on who does what.
+   Shards: gradients of a shard that has ended are a node of the canonical tree. A member adds up
+   those of its nodes that together are one, into a slot that is not in use; then one store, of
+   member.nodes, puts the new table of its nodes in force; then the shard is DONE. DONE is for ever,
+   and what a table has stays as it is until the step is over. When all shards are DONE, the tables
+   of all members, living and lost, have each shard once.
+   The update begins when all living members have come to it (member.at) and called the same. A part
+   is done block by block:
+     1 the block's new weights and states are computed into the owner's log
+     2 part.progress = its place, odd: the log has it
+     3 log to states, log to the weights of all living members, and their gradients become zero
+     4 part.progress = the place of the next block, even
+   A member that is lost at 1 has changed nothing that is read, at 3 nothing that is not written
+   again: who takes the part over does the block at an even place anew, and publishes that at an odd
+   one once more, from the log of the lost member. So there is no bad moment. A block lies in the
+   first or second cache meanwhile. When all parts are DONE board.step is raised. Weights that others
+   cannot write to go to an area on the board, from which each rank copies them; cddp_ddp_wait has
+   the means written to another, and all ranks copy these. States lie on the board.
+   A rank that is late may still look at step t while others are in t + 1, but no further: so what a
+   member says of a step has two places. */
 
-static cddp_result cddp__elastic_missing(const char *what) {
-  return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc: %s is not there yet", what);
+#define CDDP__ELASTIC_LOOK_S 0.01 /* between looks after the other members */
+#define CDDP__ELASTIC_PART ((size_t)32 << 10) /* bytes of a part, if there are not too many */
+#define CDDP__ELASTIC_PARTS 256
+
+enum { CDDP__UNIT_FREE, CDDP__UNIT_TAKEN, CDDP__UNIT_DONE };
+
+/* A unit's word. log: the member in whose log the part's block is. */
+static uint64_t cddp__unit(uint64_t step, int state, int owner, int log) {
+  return step << 26 | (uint64_t)log << 14 | (uint64_t)owner << 2 | (uint64_t)state;
+}
+static int cddp__unit_owner(uint64_t word) { return (int)(word >> 2 & 4095); }
+static int cddp__unit_log(uint64_t word) { return (int)(word >> 14 & 4095); }
+static int cddp__unit_state(uint64_t word, uint64_t step) {
+  if (word >> 26 == step) return (int)(word & 3);
+  return word >> 26 < step ? CDDP__UNIT_FREE : CDDP__UNIT_DONE;
 }
 
-/* Local: d->elastic on a board that is mapped here, with a kit. A joiner calls it with the board it
-   was told of; the ranks of creation with that of rank 0. */
-static cddp_result cddp__elastic_attach(cddp_ddp *d, cddp__board *board) {
-  (void)d, (void)board;
-  return cddp__elastic_missing("a board");
+/* Of a member's two tables number `which` is in force, with `count` nodes. */
+static uint64_t cddp__table_word(uint64_t step, int count, int which) {
+  return step << 14 | (uint64_t)count << 1 | (uint64_t)which;
 }
 
-/* Fills a member's entry, which this rank has made JOINING by compare-and-swap, with its own: pid,
-   refs, a new life. The caller then sets `at` and makes it LIVE. */
-static cddp_result cddp__elastic_enter(cddp_ddp *d, int member) {
-  (void)d, (void)member;
-  return cddp__elastic_missing("a member");
+/* A block's place in the arena, of a step. Whatever has not that step is of an earlier one. */
+#define CDDP__PLACE_BITS 42
+static uint64_t cddp__progress(uint64_t step, uint64_t at) {
+  return (step + 1) << CDDP__PLACE_BITS | at;
 }
 
-/* Collective over d->control: makes the board, and enters all ranks. */
+static uint64_t cddp__member_state(int state, uint64_t life_or_step) {
+  return life_or_step << 8 | (uint64_t)state;
+}
+
+static bool cddp__member_is(const cddp__elastic *e, int member, int state) {
+  return (cddp__load64(&e->members[member].state) & 255) == (uint64_t)state;
+}
+
+/* --- the board, and what of it and of members is mapped here --- */
+
+static cddp_result cddp__elastic_failure(const cddp_ddp *d) { /* of the model */
+  cddp__elastic *e = d->elastic;
+  const cddp__cause *c = &e->board->failure;
+  if (CDDP__UNLIKELY(cddp__has_cause(c)))
+    return cddp__fail((cddp_result)(cddp__load32(&c->state) - 2), "%s", c->text);
+  if (CDDP__LIKELY(cddp__load32(&d->group->host->unshared) == e->unshared)) return CDDP_OK;
+  return cddp__fail(CDDP_ABORTED,
+                    "rank %d took its memory out of sharing, as an operation of another group "
+                    "failed while one of its ranks was stopped; make the cddp_ddp anew",
+                    d->group->rank);
+}
+
+/* When the process began, in clock ticks since the system's start; 0: it has ended. */
+static uint64_t cddp__process_born(uint32_t pid) {
+  char path[32], text[1024], *at;
+  int fd, field;
+  ssize_t n;
+  snprintf(path, sizeof path, "/proc/%u/stat", pid);
+  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return 0;
+  n = read(fd, text, sizeof text - 1);
+  close(fd);
+  text[n > 0 ? n : 0] = 0;
+  at = strrchr(text, ')'); /* behind the name */
+  if (at == NULL || at[1] != ' ' || at[2] == 'Z' || at[2] == 'X') return 0;
+  for (field = 2; field < 22 && at != NULL; field++) at = strchr(at + 1, ' ');
+  return at != NULL ? strtoull(at, NULL, 10) : 0;
+}
+
+/* What all ranks of the model must have alike. */
+static uint64_t cddp__elastic_model(const cddp_ddp *d) {
+  uint64_t h = cddp__hash64((uint64_t)d->shards, &d->bytes, sizeof d->bytes);
+  cddp__param_info info;
+  int i;
+  for (i = 0; i < d->count; i++) {
+    cddp__describe_param(d, i, &info);
+    h = cddp__hash64(h, &info, sizeof info);
+  }
+  return h;
+}
+
+/* Where things lie behind the board (NULL: it is not there yet); returns its bytes. */
+static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp__elastic *e) {
+  size_t page = d->bytes < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
+  size_t members = cddp__round_up(sizeof(cddp__board), CDDP__CACHE_LINE);
+  size_t shards = members + (size_t)d->shards * sizeof *e->members;
+  size_t first = shards + (size_t)d->shards * sizeof *e->shards;
+  size_t bytes = first + (size_t)parts * sizeof *e->parts;
+  size_t areas = cddp__round_up(bytes + (size_t)d->count, page);
+  e->area_room = cddp__round_up(d->bytes, page);
+  if (board != NULL) {
+    e->board = (cddp__board *)(void *)board;
+    e->members = (cddp__elastic_member *)(void *)(board + members);
+    e->shards = (cddp__atomic_u64 *)(void *)(board + shards);
+    e->parts = (cddp__elastic_part *)(void *)(board + first);
+    e->in_area = (unsigned char *)board + bytes;
+    e->areas = board + areas;
+  }
+  return areas + CDDP__AREAS * e->area_room;
+}
+
+static char *cddp__area(const cddp__elastic *e, int area, size_t at) {
+  return e->areas + (size_t)area * e->area_room + at;
+}
+
+static int cddp__table_room(const cddp_ddp *d) { return d->shards / 2 + 1; } /* nodes, at most */
+
+static cddp__elastic_node *cddp__table(const cddp_ddp *d, char *kit, uint64_t word) {
+  size_t bytes = (size_t)cddp__table_room(d) * sizeof(cddp__elastic_node);
+  return (cddp__elastic_node *)(void *)(kit + (word & 1) * bytes);
+}
+
+/* Nodes that the member has in step `step`. */
+static int cddp__table_count(const cddp__elastic *e, int member, uint64_t step, uint64_t *word) {
+  *word = cddp__load64(&e->members[member].nodes);
+  return *word >> 14 == step ? (int)(*word >> 1 & 8191) : 0;
+}
+
+/* Local: d->elastic, on a board that is mapped here, and a kit. */
+static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
+  size_t page = cddp__page_size(), bytes;
+  cddp__elastic *e = (cddp__elastic *)cddp__calloc(
+      a, 1, sizeof *e + n * (sizeof *e->views + 3 * sizeof(int)) +
+                (size_t)d->count * sizeof *e->order);
+  int dtype, i, placed = 0;
+  if (e == NULL) return CDDP_OUT_OF_MEMORY;
+  e->views = (cddp__elastic_view *)(void *)(e + 1);
+  e->dealt = (int *)(void *)(e->views + n);
+  e->living = e->dealt + n;
+  e->arrived = e->living + n;
+  e->order = e->arrived + n;
+  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) /* as cddp__lay_out */
+    for (i = d->count - 1; i >= 0; i--)
+      if ((int)d->params[i].dtype == dtype) e->order[placed++] = i;
+  e->me = e->shard = -1;
+  e->unshared = cddp__load32(&d->group->host->unshared);
+  (void)cddp__board_layout(d, board, parts, e);
+  e->log_at = cddp__round_up(tables * sizeof(cddp__elastic_node), CDDP__CACHE_LINE);
+  e->refs_at = e->log_at + (1 + CDDP__STATES) * CDDP__BLOCK * sizeof(double);
+  e->slots_at = cddp__round_up(e->refs_at + (size_t)d->count * sizeof(cddp__ref), page);
+  d->slot_room = cddp__round_up(d->slot_bytes, page);
+  bytes = e->slots_at + ((size_t)cddp__table_room(d) + 1) * d->slot_room;
+  e->kit = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_KIT);
+  if (e->kit == NULL) {
+    cddp__free(a, e);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  d->elastic = e;
+  return CDDP_OK;
+}
+
+/* Fills the entry of a member that this rank is; the caller has made it JOINING, and makes it LIVE
+   with its new life. */
+static void cddp__elastic_enter(cddp_ddp *d, int member) {
+  cddp__elastic *e = d->elastic;
+  cddp__elastic_member *m = &e->members[member];
+  cddp__host *h = d->group->host;
+  cddp__ref *refs = (cddp__ref *)(void *)(e->kit + e->refs_at);
+  int i;
+  e->me = member;
+  d->mirrors[member] = d->arena;
+  d->slot_areas[member] = e->kit + e->slots_at;
+  m->pid = (uint32_t)getpid();
+  m->born = cddp__process_born(m->pid);
+  m->rank = d->group->rank;
+  m->index = h->index;
+  m->arena = cddp__ref_of(h, d->arena, d->bytes);
+  m->kit = cddp__ref_of(h, e->kit, e->slots_at);
+  for (i = 0; i < d->count; i++) {
+    size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+    if (!e->in_area[i]) refs[i] = cddp__ref_of(h, d->params[i].data, bytes);
+  }
+  cddp__add32(&m->life, 1);
+}
+
+/* Maps what the member has, unless it is mapped. */
+static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
+  cddp__elastic *e = d->elastic;
+  const cddp__elastic_member *m = &e->members[member];
+  cddp__elastic_view *v = &e->views[member];
+  cddp__host *h = d->group->host;
+  uint32_t life = cddp__load32(&m->life);
+  void *arena = NULL, *kit = NULL, *at;
+  const cddp__ref *refs;
+  cddp_result r = CDDP_OK;
+  int i;
+  if (CDDP__LIKELY(v->life == life)) return CDDP_OK;
+  if (v->life != 0) cddp__close_fd(&v->pidfd);
+  v->life = 0;
+  v->pidfd = -1;
+  if (!h->threads && member != e->me) v->pidfd = (int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u);
+  if (v->pidfd >= 0 && cddp__process_born(m->pid) != m->born) cddp__close_fd(&v->pidfd);
+  if (v->data == NULL)
+    v->data = (char **)cddp__calloc(&h->allocator, (size_t)d->count, sizeof *v->data);
+  if (v->data == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = cddp__locate(h, &m->arena, &arena);
+  if (r == CDDP_OK) r = cddp__locate(h, &m->kit, &kit);
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    refs = (const cddp__ref *)(void *)((char *)kit + e->refs_at);
+    at = NULL;
+    if (refs[i].kind != CDDP__REF_NONE) r = cddp__locate(h, &refs[i], &at);
+    v->data[i] = (char *)at;
+  }
+  if (r != CDDP_OK) {
+    cddp__close_fd(&v->pidfd);
+    return r;
+  }
+  v->kit = (char *)kit;
+  d->mirrors[member] = (char *)arena;
+  d->slot_areas[member] = v->kit + e->slots_at;
+  v->life = life;
+  return CDDP_OK;
+}
+
+/* Collective over d->control: rank 0 makes the board, and all ranks enter. */
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
-  cddp_result r = cddp__elastic_attach(d, NULL);
-  return r == CDDP_OK ? cddp__elastic_enter(d, d->group->rank) : r;
+  cddp_group *g = d->control;
+  size_t most = d->bytes / CDDP__ELASTIC_PART, bytes;
+  int parts = (int)cddp__max(1, cddp__min(most, CDDP__ELASTIC_PARTS)), i;
+  cddp_result r = CDDP_OK;
+  void *at = NULL;
+  cddp__elastic e;
+  cddp__ref ref;
+  memset(&ref, 0, sizeof ref);
+  bytes = cddp__board_layout(d, NULL, parts, &e);
+  if (g->rank == 0) at = cddp__arena_alloc(g->host, bytes, CDDP__FOR_BOARD);
+  if (at != NULL) {
+    (void)cddp__board_layout(d, (char *)at, parts, &e);
+    e.board->self = cddp__ref_of(g->host, at, bytes);
+    e.board->model = cddp__elastic_model(d);
+    e.board->arena_bytes = d->bytes;
+    e.board->capacity = e.board->shards = d->shards;
+    e.board->parts = parts;
+    e.board->params = d->count;
+    for (i = 0; i < d->count; i++) e.in_area[i] = d->tensors[i].data == NULL;
+    ref = e.board->self;
+  }
+  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
+                  sizeof ref);
+  if (r != CDDP_OK) return r;
+  ref = cddp__op_header_of(g, 0, g->round)->u.ref;
+  if (ref.kind == CDDP__REF_NONE)
+    r = cddp__fail(CDDP_OUT_OF_MEMORY, "rank 0 had no memory for what ranks share");
+  else
+    r = cddp__locate(g->host, &ref, &at);
+  if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)at, parts);
+  if (r == CDDP_OK) {
+    cddp__elastic_enter(d, g->rank);
+    cddp__store64(&d->elastic->members[g->rank].state,
+                  cddp__member_state(CDDP__MEMBER_LIVE, 1));
+  }
+  return cddp__consensus(g, r, NULL, 0, NULL);
+}
+
+/* --- who is there --- */
+
+static void cddp__name_member(const cddp_ddp *d, int member, char *out, size_t n) {
+  const cddp__elastic_member *m = &d->elastic->members[member];
+  cddp__append(out, n, "rank %d (%spid %u)", m->rank,
+               d->group->host->threads ? "a thread of " : "", m->pid);
+}
+
+/* Whether the member's process has ended, or (a thread) its function. */
+static bool cddp__member_gone(const cddp_ddp *d, int member) {
+  const cddp__elastic_member *m = &d->elastic->members[member];
+  const cddp__host *h = d->group->host;
+  uint32_t state;
+  struct pollfd fd;
+  if (h->threads) {
+    state = h->slots != NULL ? cddp__load32(&h->slots[m->index].state) : CDDP__SLOT_TAKEN;
+    return state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT;
+  }
+  fd.fd = d->elastic->views[member].life == cddp__load32(&m->life)
+              ? d->elastic->views[member].pidfd
+              : -1;
+  fd.events = POLLIN;
+  fd.revents = 0;
+  if (fd.fd >= 0 && poll(&fd, 1, 0) == 1) return true;
+  return fd.fd < 0 && cddp__process_born(m->pid) != m->born;
+}
+
+/* What a member that is not there any more had taken: a shard that is in its table is done. */
+static cddp_result cddp__free_shard(cddp_ddp *d, int shard, uint64_t word) {
+  cddp__elastic *e = d->elastic;
+  int owner = cddp__unit_owner(word), count, i, state = CDDP__UNIT_FREE;
+  const cddp__elastic_node *nodes;
+  uint64_t table;
+  cddp_result r = cddp__elastic_see(d, owner);
+  if (r != CDDP_OK) return r;
+  count = cddp__table_count(e, owner, e->step, &table);
+  nodes = cddp__table(d, e->views[owner].kit, table);
+  for (i = 0; i < count; i++)
+    if (shard >= nodes[i].first && shard < nodes[i].first + nodes[i].width)
+      state = CDDP__UNIT_DONE;
+  CDDP__POINT("elastic free");
+  if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, owner, 0)))
+    cddp__elastic_changed(e->board);
+  return CDDP_OK;
+}
+
+/* Looks after the other members: who is gone is lost, and its shards are free. */
+static cddp_result cddp__elastic_look(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  cddp_result r = CDDP_OK;
+  uint64_t word, now;
+  char who[64];
+  int m, shard;
+  for (m = 0; m < d->shards; m++) {
+    word = cddp__load64(&e->members[m].state);
+    if (m == e->me || (word & 255) != CDDP__MEMBER_LIVE || !cddp__member_gone(d, m)) continue;
+    now = cddp__load64(&e->board->step); /* the member may have been a step ahead of this rank */
+    CDDP__POINT("elastic lost");
+    if (!cddp__swap64(&e->members[m].state, word, cddp__member_state(CDDP__MEMBER_LOST, now)))
+      continue;
+    who[0] = 0;
+    cddp__name_member(d, m, who, sizeof who);
+    cddp__log(&d->group->host->logger, 1, "%s is lost; the others do its shards of step %" PRIu64,
+              who, d->steps);
+    cddp__record_finish(d->group,
+                        cddp__record_new(d->group, "lost", (uint64_t)e->members[m].rank, -1, -1, -1),
+                        CDDP_PEER_LOST);
+    cddp__elastic_changed(e->board);
+  }
+  for (shard = 0; r == CDDP_OK && shard < d->shards; shard++) {
+    word = cddp__load64(&e->shards[shard]);
+    if (cddp__unit_state(word, e->step) != CDDP__UNIT_TAKEN || word >> 26 != e->step) continue;
+    if (cddp__member_is(e, cddp__unit_owner(word), CDDP__MEMBER_LIVE)) continue;
+    r = cddp__free_shard(d, shard, word);
+  }
+  return r;
+}
+
+/* Waits for board.changes to be no longer `seen`, or for a moment. w: begins anew whenever
+   something has changed; its deadline is the caller's to look at. */
+static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen) {
+  cddp__elastic *e = d->elastic;
+  cddp__board *b = e->board;
+  double left;
+  cddp_result r = cddp__elastic_failure(d);
+  int i;
+  if (r != CDDP_OK) return r;
+  if (w->deadline == 0 || seen != e->seen) {
+    double look = w->look;
+    cddp__wait_begin(w, d->group->timeout_s, d->group->yields);
+    w->look = w->look - CDDP__NAP_S + CDDP__ELASTIC_LOOK_S;
+    if (look != 0 && look < w->look) w->look = look;
+    e->seen = seen;
+  }
+  for (i = 0; i < d->group->spin; i++) {
+    if (cddp__load32(&b->changes) != seen) return CDDP_OK;
+    cddp__pause();
+  }
+  if (cddp__wait_yields(w)) return CDDP_OK;
+  cddp__serve_idle(d->group);
+  cddp__wait_look(w);
+  if (w->due) {
+    w->look = cddp__now() + CDDP__ELASTIC_LOOK_S;
+    if ((r = cddp__elastic_look(d)) != CDDP_OK) return r;
+  }
+  left = w->deadline - cddp__now();
+  if (left > CDDP__ELASTIC_LOOK_S) left = CDDP__ELASTIC_LOOK_S;
+  cddp__add32(&b->sleepers, 1);
+  if (cddp__load32(&b->changes) == seen) cddp__futex_wait(&b->changes, seen, left);
+  cddp__add32(&b->sleepers, (uint32_t)-1);
+  if (cddp__load32(&b->changes) != seen) w->late = false;
+  return CDDP_OK;
+}
+
+/* The members that are LIVE now into `living`; returns the hash of them and their lives. */
+static uint64_t cddp__see_living(const cddp__elastic *e, int capacity, uint64_t *living) {
+  uint64_t identity = 1;
+  uint32_t seen[2];
+  int m;
+  memset(living, 0, CDDP__MAX_RANKS / 8);
+  for (m = 0; m < capacity; m++) {
+    if (!cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
+    living[m / 64] |= (uint64_t)1 << m % 64;
+    seen[0] = (uint32_t)m;
+    seen[1] = cddp__load32(&e->members[m].life);
+    identity = cddp__hash64(identity, seen, sizeof seen);
+  }
+  return identity | 1;
+}
+
+/* The members in that set are dealt all shards. */
+static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
+  cddp__elastic *e = d->elastic;
+  int m, i, first, count;
+  e->living_count = 0;
+  for (m = 0; m < d->shards; m++)
+    if ((living[m / 64] >> m % 64 & 1) != 0) e->living[e->living_count++] = m;
+  for (m = 0; m < e->living_count; m++) {
+    cddp__deal_shards(d->shards, e->living_count, m, &first, &count);
+    for (i = first; i < first + count; i++) e->dealt[i] = e->living[m];
+  }
+  cddp__record_finish(
+      d->group, cddp__record_new(d->group, "dealt", (uint64_t)e->living_count, -1, -1, -1), CDDP_OK);
+}
+
+/* This rank begins its step: takes the deal that is in force, or puts its own in force. */
+static void cddp__elastic_begin(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  cddp__elastic_member *m = &e->members[e->me];
+  int slot = (int)(e->step & 1);
+  uint64_t deal = cddp__load64(&e->board->deal);
+  if (e->begun) return;
+  if (deal >> 12 != e->step + 1) {
+    m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot]);
+    CDDP__POINT("elastic deal");
+    (void)cddp__swap64(&e->board->deal, deal, (e->step + 1) << 12 | (uint64_t)e->me);
+    deal = cddp__load64(&e->board->deal);
+    CDDP__POINT("elastic dealt");
+  }
+  CDDP_ASSERT(deal >> 12 == e->step + 1);
+  m = &e->members[deal & 4095];
+  if (m->identity[slot] != e->identity) cddp__take_deal(d, m->living[slot]);
+  e->identity = m->identity[slot];
+  e->begun = true;
+}
+
+/* --- shards --- */
+
+/* Puts this rank's nodes in force, in which `node` takes the place of those in [low, high). */
+static void cddp__put_nodes(cddp_ddp *d, const cddp__elastic_node *node, int low, int high) {
+  cddp__elastic *e = d->elastic;
+  uint64_t word;
+  int count = cddp__table_count(e, e->me, e->step, &word), which = (int)(word & 1) ^ 1;
+  const cddp__elastic_node *old = cddp__table(d, e->kit, word);
+  cddp__elastic_node *new_ = cddp__table(d, e->kit, (uint64_t)which);
+  CDDP_ASSERT(count + 1 - (high - low) <= cddp__table_room(d));
+  memcpy(new_, old, (size_t)low * sizeof *new_);
+  new_[low] = *node;
+  memcpy(new_ + low + 1, old + high, (size_t)(count - high) * sizeof *new_);
+  CDDP__POINT("elastic nodes");
+  cddp__store64(&e->members[e->me].nodes,
+                cddp__table_word(e->step, count + 1 - (high - low), which));
+  CDDP__POINT("elastic nodes put");
+}
+
+/* A slot that no node is in. */
+static int cddp__spare_slot(cddp_ddp *d, const cddp__elastic_node *nodes, int count) {
+  cddp__elastic *e = d->elastic;
+  int slot = 0, i;
+  for (i = 0; i < count; i++)
+    if (nodes[i].slot == slot) slot++, i = -1;
+  CDDP_ASSERT(slot <= cddp__table_room(d));
+  if (slot >= e->slots_used) {
+    e->slots_used = slot + 1;
+    cddp__populate(e->kit + e->slots_at + (size_t)slot * d->slot_room, d->slot_room,
+                   d->group->host->fd >= 0);
+  }
+  return slot;
+}
+
+/* The shard in the arena is a node, or becomes one with others. more: the arena is to be clear, for
+   the next one. */
+static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
+  cddp__elastic *e = d->elastic;
+  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at, i, n = 0;
+  cddp__elastic_node node;
+  uint64_t word;
+  int count = cddp__table_count(e, e->me, e->step, &word);
+  const cddp__elastic_node *nodes = cddp__table(d, e->kit, word);
+  bool kept = e->arena == CDDP__ARENA_NODE; /* as a node, which now goes to a slot */
+  at = cddp__siblings(nodes, count, shard, d->shards, &low, &high);
+  if (kept) high = low + 1;
+  node.first = shard;
+  node.width = 1;
+  node.slot = -1;
+  for (i = low; i <= high && !kept; i++) { /* the shard itself at its place among them */
+    const cddp__elastic_node *from = i < at ? &nodes[i] : i > at ? &nodes[i - 1] : &node;
+    slots[n] = from->slot;
+    widths[n++] = from->width == 1 && from->slot >= 0 ? -1 : from->width;
+  }
+  if (low < high && !kept) {
+    node.first = at > low ? nodes[low].first : shard;
+    for (i = low; i < high; i++) node.width += nodes[i].width;
+  }
+  if (kept) slots[n] = -1, widths[n++] = 1;
+  if (n > 1 || more) {
+    node.slot = cddp__spare_slot(d, nodes, count);
+    cddp__merge_nodes(d, e->me, node.slot, slots, widths, n, more);
+    if (more) cddp__clear_own(d);
+  }
+  e->arena = more ? CDDP__ARENA_CLEAR : n > 1 ? CDDP__ARENA_SPENT : CDDP__ARENA_NODE;
+  cddp__put_nodes(d, &node, low, high);
+}
+
+/* The shard that this rank may take next, -1: none. *all_done: nor will there be one. */
+static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
+  const cddp__elastic *e = d->elastic;
+  int i, other = -1;
+  *all_done = true;
+  for (i = 0; i < d->shards; i++) {
+    int state = cddp__unit_state(cddp__load64(&e->shards[i]), e->step);
+    if (state != CDDP__UNIT_DONE) *all_done = false;
+    if (state != CDDP__UNIT_FREE) continue;
+    if (e->dealt[i] == e->me) return i;
+    if (other < 0 && !cddp__member_is(e, e->dealt[i], CDDP__MEMBER_LIVE)) other = i;
+  }
+  return other;
+}
+
+/* Takes that shard, unless another member has. */
+static bool cddp__take_shard(cddp_ddp *d, int shard) {
+  cddp__elastic *e = d->elastic;
+  uint64_t word = cddp__load64(&e->shards[shard]), table;
+  const cddp__elastic_node *nodes;
+  int i;
+  if (cddp__unit_state(word, e->step) != CDDP__UNIT_FREE) return false;
+  CDDP__POINT("elastic take");
+  if (!cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, 0)))
+    return false;
+  CDDP__POINT("elastic taken");
+  e->shard = shard;
+  if (e->arena == CDDP__ARENA_NODE) { /* one without a slot */
+    (void)cddp__table_count(e, e->me, e->step, &table);
+    nodes = cddp__table(d, e->kit, table);
+    for (i = 0; nodes[i].slot >= 0; i++) {}
+    cddp__keep_shard(d, nodes[i].first, true);
+  } else if (e->arena == CDDP__ARENA_SPENT) {
+    memset(d->arena, 0, d->bytes);
+    cddp__clear_own(d);
+    e->arena = CDDP__ARENA_CLEAR;
+  }
+  d->taken++;
+  return true;
+}
+
+/* The deadline has passed: names the members that are waited for. update: in an update. */
+static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
+  cddp__elastic *e = d->elastic;
+  char text[CDDP__ERROR_MAX] = "";
+  int i, n = 0;
+  for (i = 0; i < d->shards && n < 4 && !update; i++) {
+    uint64_t word = cddp__load64(&e->shards[i]);
+    int state = cddp__unit_state(word, e->step);
+    if (state == CDDP__UNIT_DONE) continue;
+    cddp__append(text, sizeof text, "%s", n++ > 0 ? ", " : "");
+    cddp__name_member(d, state == CDDP__UNIT_TAKEN ? cddp__unit_owner(word) : e->dealt[i], text,
+                      sizeof text);
+    cddp__append(text, sizeof text, " %s shard %d",
+                 state == CDDP__UNIT_TAKEN ? "is not done with" : "has not taken", i);
+  }
+  for (i = 0; i < d->shards && n < 4 && update; i++) {
+    bool late = cddp__load64(&e->members[i].at) <= 2 * e->step;
+    if (i == e->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
+    if (!late && cddp__load32(&e->members[i].inside) == 0) continue;
+    cddp__append(text, sizeof text, "%s", n++ > 0 ? ", " : "");
+    cddp__name_member(d, i, text, sizeof text);
+    cddp__append(text, sizeof text, " %s", late ? "did not come to" : "is not done with");
+  }
+  return cddp__fail(CDDP_TIMEOUT, "timed out after %g s in step %" PRIu64 ": %s%s",
+                    d->group->timeout_s, d->steps, text, update ? " the update" : "");
+}
+
+/* *taken: this rank has the shard e->shard to do. False: all are done. */
+static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
+  cddp__elastic *e = d->elastic;
+  bool all_done = false;
+  cddp_result r = CDDP_OK;
+  cddp__wait w;
+  int shard;
+  memset(&w, 0, sizeof w);
+  *taken = false;
+  cddp__elastic_begin(d);
+  while (r == CDDP_OK) {
+    uint32_t seen = cddp__load32(&e->board->changes);
+    if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
+    shard = cddp__pick_shard(d, &all_done);
+    if (e->shard >= 0) {
+      cddp__keep_shard(d, e->shard, shard >= 0);
+      cddp__store64(&e->shards[e->shard], cddp__unit(e->step, CDDP__UNIT_DONE, e->me, 0));
+      CDDP__POINT("elastic done");
+      e->shard = -1;
+      cddp__arm(d);
+      cddp__elastic_changed(e->board);
+      continue;
+    }
+    *taken = shard >= 0 && cddp__take_shard(d, shard);
+    if (*taken || all_done) return CDDP_OK;
+    if (shard < 0) r = cddp__elastic_wait(d, &w, seen);
+    if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, false);
+  }
+  return r;
+}
+
+static bool cddp__elastic_next(cddp_ddp *d, int *shard) {
+  bool taken;
+  cddp_result r = cddp__next_of_step(d, &taken);
+  if (r != CDDP_OK) (void)cddp__give_up(d, r);
+  if (!taken) return false;
+  *shard = d->elastic->shard;
+  return true;
+}
+
+/* --- the update --- */
+
+/* One update, as this rank does its parts of it. */
+typedef struct cddp__elastic_update {
+  cddp_ddp *d;
+  cddp_optim *s;  /* NULL: the means alone, for cddp_ddp_wait */
+  bool own_states; /* states are still where cddp_optim_step has them */
+  bool collected; /* ddp.nodes are those of this step */
+} cddp__elastic_update;
+
+/* What the members' tables have: each shard once. Needs a part that this rank has taken, so that
+   the step is not over. */
+static cddp_result cddp__collect_nodes(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  int shard = 0, n = 0, i, count, owner;
+  const cddp__elastic_node *nodes;
+  uint64_t table;
+  cddp_result r;
+  d->leaves = true;
+  while (shard < d->shards) {
+    owner = cddp__unit_owner(cddp__load64(&e->shards[shard]));
+    if ((r = cddp__elastic_see(d, owner)) != CDDP_OK) return r;
+    count = cddp__table_count(e, owner, e->step, &table);
+    nodes = cddp__table(d, e->views[owner].kit, table);
+    for (i = 0; i < count && nodes[i].first != shard; i++) {}
+    CDDP_ASSERT(i < count);
+    d->nodes[n].rank = owner;
+    d->nodes[n].slot = nodes[i].slot;
+    d->widths[n++] = nodes[i].width == 1 && nodes[i].slot >= 0 ? -1 : nodes[i].width;
+    if (nodes[i].slot >= 0) d->leaves = false;
+    shard += nodes[i].width;
+  }
+  d->node_count = n;
+  return CDDP_OK;
+}
+
+/* The states and weights of a block in a member's log: k = 0 .. CDDP__STATES. */
+static char *cddp__log_at(const cddp__elastic *e, char *kit, int k) {
+  return kit + e->log_at + (size_t)k * CDDP__BLOCK * sizeof(double);
+}
+
+/* The new weights and states of n elements of parameter i, from offset `at` of the arena on, into
+   this rank's log. u: its states begin in the log. */
+static void cddp__compute_block(const cddp__elastic_update *x, int i, const cddp__update *u,
+                                size_t at, size_t n) {
+  double sum[CDDP__BLOCK];
+  cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
+  size_t bytes = n * cddp__dtype_size(u->dtype), inside = at - d->tensors[i].offset;
+  char *weights = cddp__log_at(e, e->kit, CDDP__STATES);
+  cddp__fused_args args;
+  int k;
+  memcpy(weights, (char *)d->params[i].data + inside, bytes);
+  for (k = 0; k < x->s->states; k++) {
+    const char *old = (const char *)x->s->state[k * x->s->count + i];
+    if (!x->own_states) old = cddp__area(e, CDDP__AREA_STATES + k, at);
+    else if (old != NULL) old += inside;
+    if (old != NULL) memcpy(u->states[k], old, bytes);
+    else memset(u->states[k], 0, bytes);
+    args.states[k] = (cddp__f32 *)(void *)u->states[k];
+  }
+  cddp__reduce_shards(d, sum, d->sources, at, n, u->dtype);
+  if (u->loop == NULL || u->dtype != CDDP_F32) {
+    cddp__update_run(u, 0, weights, sum, n);
+    return;
+  }
+  args.scalars = &u->scalars;
+  args.mean = (float)u->scalars.sign;
+  args.gradients[0] = (cddp__f32 *)(void *)sum;
+  args.weights[0] = (cddp__f32 *)(void *)weights;
+  u->loop(&args, 1, n);
+}
+
+/* Writes a block from a log to where it belongs. Again and again, if need be. */
+static void cddp__write_block(const cddp__elastic_update *x, int i, char *kit, size_t at,
+                                size_t n) {
+  cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
+  size_t bytes = n * cddp__dtype_size(d->params[i].dtype), inside = at - d->tensors[i].offset;
+  const char *weights = cddp__log_at(e, kit, CDDP__STATES);
+  int k, m;
+  for (k = 0; k < x->s->states; k++)
+    memcpy(cddp__area(e, CDDP__AREA_STATES + k, at), cddp__log_at(e, kit, k), bytes);
+  if (e->in_area[i]) memcpy(cddp__area(e, CDDP__AREA_WEIGHTS, at), weights, bytes);
+  for (k = 0; k < e->arrived_count; k++) {
+    m = e->arrived[k];
+    if (!e->in_area[i]) memcpy(e->views[m].data[i] + inside, weights, bytes);
+    memset(d->mirrors[m] + at, 0, bytes);
+  }
+}
+
+/* The block of parameter i at offset `at`, of n elements: into the log, and out of it. logged: it
+   is in the log of the member `log` already. */
+static void cddp__do_block(const cddp__elastic_update *x, int part, int i, const cddp__update *u,
+                           size_t at, size_t n, bool logged, int log) {
+  cddp__elastic *e = x->d->elastic;
+  cddp__elastic_part *p = &e->parts[part];
+  if (x->s == NULL) {
+    cddp__reduce_shards(x->d, cddp__area(e, CDDP__AREA_MEANS, at), x->d->sources, at, n, u->dtype);
+    return;
+  }
+  if (!logged) {
+    cddp__compute_block(x, i, u, at, n);
+    CDDP__POINT("elastic computed");
+    cddp__store64(&p->progress, cddp__progress(e->step, at | 1));
+  }
+  CDDP__POINT("elastic logged");
+  cddp__write_block(x, i, logged ? e->views[log].kit : e->kit, at, n);
+  CDDP__POINT("elastic published");
+  cddp__store64(&p->progress,
+                cddp__progress(e->step, at + n * cddp__dtype_size(u->dtype)));
+  if (logged && log != e->me) /* whose block it was is of no use any more */
+    cddp__store64(&p->word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, e->me));
+  CDDP__POINT("elastic block");
+}
+
+/* A part that this rank has taken, from where its owner before has come to. */
+static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
+  cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
+  uint64_t progress = cddp__load64(&e->parts[part].progress);
+  size_t begin, end, at, n, high;
+  cddp__update u;
+  bool logged;
+  int i, j, k;
+  cddp__slice(d->bytes, CDDP__CACHE_LINE, e->board->parts, part, &begin, &end);
+  logged = progress >> CDDP__PLACE_BITS == cddp__progress(e->step, 0) >> CDDP__PLACE_BITS;
+  if (logged) begin = (size_t)(progress & (((uint64_t)1 << CDDP__PLACE_BITS) - 2));
+  logged = logged && (progress & 1) != 0;
+  if (x->s == NULL) cddp__store64(&e->parts[part].progress, cddp__progress(e->step, begin));
+  for (j = 0; j < d->count; j++) {
+    const cddp__tensor *t = &d->tensors[i = e->order[j]];
+    size_t esize = cddp__dtype_size(d->params[i].dtype);
+    at = cddp__max(begin, t->offset);
+    high = cddp__min(end, t->offset + t->bytes);
+    if (at >= high) continue;
+    memset(&u, 0, sizeof u);
+    if (x->s != NULL) u = cddp__update_of(x->s, i);
+    u.dtype = d->params[i].dtype;
+    for (k = 0; x->s != NULL && k < x->s->states; k++) u.states[k] = cddp__log_at(e, e->kit, k);
+    for (; at < high; at += n * esize, logged = false) {
+      n = cddp__min(CDDP__BLOCK, (high - at) / esize);
+      cddp__do_block(x, part, i, &u, at, n, logged, log);
+    }
+  }
+}
+
+/* The part that this rank does next, taken; -1: none. *over: all are done. Parts dealt to it come
+   first, as the deal has them; then any. */
+static int cddp__claim_part(cddp_ddp *d, int *log, bool *over) {
+  cddp__elastic *e = d->elastic;
+  int parts = e->board->parts, first = 0, count = parts, k, part, owner;
+  for (k = 0; k < e->living_count && e->living[k] != e->me; k++) {}
+  if (k < e->living_count) cddp__deal_shards(parts, e->living_count, k, &first, &count);
+  *over = true;
+  for (k = 0; k < parts; k++) {
+    uint64_t word = cddp__load64(&e->parts[part = (first + k) % parts].word);
+    int state = cddp__unit_state(word, e->step);
+    if (state == CDDP__UNIT_DONE) continue;
+    *over = false;
+    owner = cddp__unit_owner(word);
+    if (state == CDDP__UNIT_TAKEN && cddp__member_is(e, owner, CDDP__MEMBER_LIVE)) continue;
+    *log = state == CDDP__UNIT_TAKEN ? cddp__unit_log(word) : e->me;
+    CDDP__POINT("elastic part");
+    if (cddp__swap64(&e->parts[part].word, word,
+                     cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, *log)))
+      return part;
+    k--; /* another member has been faster: what has it become? */
+  }
+  return -1;
+}
+
+/* All parts of the update, with the other members; on return the step is completed. */
+static cddp_result cddp__do_parts(cddp__elastic_update *x) {
+  cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
+  cddp_result r = CDDP_OK;
+  int part, log = 0;
+  bool over;
+  cddp__wait w;
+  memset(&w, 0, sizeof w);
+  while (r == CDDP_OK && cddp__load64(&e->board->step) == e->step) {
+    uint32_t seen = cddp__load32(&e->board->changes);
+    part = cddp__claim_part(d, &log, &over);
+    if (part >= 0) {
+      if (!x->collected && (r = cddp__collect_nodes(d)) != CDDP_OK) return r;
+      x->collected = true;
+      if ((r = cddp__elastic_see(d, log)) != CDDP_OK) return r;
+      CDDP__POINT("elastic part taken");
+      cddp__do_part(x, part, log);
+      cddp__store64(&e->parts[part].word, cddp__unit(e->step, CDDP__UNIT_DONE, e->me, 0));
+      CDDP__POINT("elastic part done");
+      r = cddp__elastic_failure(d);
+    } else if (over) {
+      CDDP__POINT("elastic step");
+      (void)cddp__swap64(&e->board->step, e->step, e->step + 1);
+      cddp__elastic_changed(e->board);
+    } else {
+      r = cddp__elastic_wait(d, &w, seen);
+      if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, true);
+    }
+  }
+  return r;
+}
+
+/* Whether a member has called what this rank has. */
+static cddp_result cddp__compare_members(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  const cddp__elastic_call *mine = &e->members[e->me].calls[e->step & 1], *c;
+  char who[64] = "", mode[2][96];
+  int m;
+  for (m = 0; m < d->shards; m++) {
+    c = &e->members[m].calls[e->step & 1];
+    if (!cddp__member_is(e, m, CDDP__MEMBER_LIVE) || c->kind == CDDP__KIND_DDP_JOIN) continue;
+    if (c->kind == mine->kind && c->check == mine->check && c->fp_mode == mine->fp_mode &&
+        c->steps == mine->steps)
+      continue;
+    cddp__name_member(d, m, who, sizeof who);
+    if (c->kind != mine->kind)
+      return cddp__fail(CDDP_MISMATCH, "ranks disagree in step %" PRIu64 ": rank %d called %s, %s %s",
+                        d->steps, d->group->rank, cddp__shapes[mine->kind].name, who,
+                        cddp__shapes[c->kind].name);
+    if (c->steps != mine->steps)
+      return cddp__fail(CDDP_MISMATCH,
+                        "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
+                        "; load the same checkpoint on all ranks",
+                        d->group->rank, d->steps, who, c->steps);
+    cddp__describe_fp_mode(mine->fp_mode, mode[0], sizeof mode[0]);
+    cddp__describe_fp_mode(c->fp_mode, mode[1], sizeof mode[1]);
+    return cddp__fail(CDDP_MISMATCH,
+                      "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
+                      d->steps, who, cddp__shapes[c->kind].name,
+                      c->fp_mode == mine->fp_mode ? "settings (learning rate, momentum ...)"
+                                                  : "floating-point settings",
+                      d->group->rank);
+  }
+  return CDDP_OK;
+}
+
+/* This rank comes to the update, and waits for the other members. */
+static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
+  cddp__elastic *e = d->elastic;
+  cddp__elastic_member *mine = &e->members[e->me];
+  cddp__elastic_call *c = &mine->calls[e->step & 1];
+  cddp_result r = CDDP_OK;
+  int m = 0;
+  cddp__wait w;
+  memset(&w, 0, sizeof w);
+  c->kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
+  c->check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
+  c->steps = d->steps;
+  c->fp_mode = cddp__fp_mode();
+  cddp__exchange32(&mine->inside, 1);
+  CDDP__POINT("elastic arrive");
+  cddp__store64(&mine->at, 2 * e->step + 1);
+  CDDP__POINT("elastic arrived");
+  cddp__elastic_changed(e->board);
+  while (r == CDDP_OK) {
+    uint32_t seen = cddp__load32(&e->board->changes);
+    while (m < d->shards && (!cddp__member_is(e, m, CDDP__MEMBER_LIVE) ||
+                             cddp__load64(&e->members[m].at) > 2 * e->step))
+      m++;
+    if (m == d->shards) break;
+    r = cddp__elastic_wait(d, &w, seen);
+    if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, true);
+  }
+  if (r == CDDP_OK) r = cddp__elastic_failure(d);
+  if (r == CDDP_OK) r = cddp__compare_members(d);
+  e->arrived_count = 0;
+  for (m = 0; m < d->shards && r == CDDP_OK; m++) { /* those that are lost meanwhile do no harm */
+    if (!cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
+    if (e->members[m].calls[e->step & 1].kind == CDDP__KIND_DDP_JOIN) continue;
+    r = cddp__elastic_see(d, m);
+    e->arrived[e->arrived_count++] = m;
+  }
+  return r;
+}
+
+/* After an update that has failed: the other members may still write to this rank's memory. Like
+   cddp__exit. */
+static void cddp__leave_update(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  double deadline = cddp__now() + 5;
+  int m;
+  for (m = 0; m < d->shards; m++)
+    while (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
+           cddp__load32(&e->members[m].inside) != 0 && !cddp__member_gone(d, m)) {
+      if (cddp__now() >= deadline) {
+        cddp__arena_unshare(d->group->host);
+        return;
+      }
+      cddp__sleep(1e-5);
+    }
+}
+
+/* States that lie on the board come back to where cddp_optim_step has them. */
+static cddp_result cddp__fetch_states(cddp_ddp *d) {
+  cddp_optim *s;
+  int i, k;
+  if (d->shares == NULL) return CDDP_OK;
+  s = d->shares->optim;
+  for (i = 0; i < d->count; i++) {
+    if (cddp__optim_skips(s, i)) continue;
+    if (cddp__need_states(s, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+    for (k = 0; k < s->states; k++)
+      memcpy(s->state[k * s->count + i],
+             cddp__area(d->elastic, CDDP__AREA_STATES + k, d->tensors[i].offset),
+             d->tensors[i].bytes);
+  }
+  cddp__share_free(s);
+  return CDDP_OK;
+}
+
+/* From now on the states of s lie on the board. */
+static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *s) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  cddp__share *h;
+  int k;
+  if (s->states == 0 || s->share != NULL) return CDDP_OK;
+  if ((h = (cddp__share *)cddp__calloc(a, 1, sizeof *h)) == NULL) return CDDP_OUT_OF_MEMORY;
+  h->ddp = d;
+  h->optim = s;
+  d->shares = h;
+  s->share = h;
+  s->drop = cddp__share_free;
+  for (k = 0; k < s->count * s->states; k++) {
+    cddp__free(&s->allocator, s->state[k]);
+    s->state[k] = NULL;
+  }
+  return CDDP_OK;
+}
+
+/* What this rank takes from the board when the step is completed: weights, or (s NULL) means. */
+static void cddp__fetch_results(cddp_ddp *d, const cddp_optim *s) {
+  cddp__elastic *e = d->elastic;
+  int i, area = s != NULL ? CDDP__AREA_WEIGHTS : CDDP__AREA_MEANS;
+  for (i = 0; i < d->count; i++) {
+    const cddp__tensor *t = &d->tensors[i];
+    void *to = s != NULL ? d->params[i].data : d->params[i].grad;
+    if (s == NULL || e->in_area[i]) cddp__copy(to, cddp__area(e, area, t->offset), t->bytes);
+  }
+}
+
+/* Areas that the update writes get huge pages, the first time. */
+static void cddp__use_areas(cddp_ddp *d, const cddp_optim *s) {
+  cddp__elastic *e = d->elastic;
+  int k;
+  for (k = 0; k < CDDP__AREAS; k++) {
+    bool used = k == CDDP__AREA_MEANS     ? s == NULL
+                : k == CDDP__AREA_WEIGHTS ? memchr(e->in_area, 1, (size_t)d->count) != NULL
+                                          : s != NULL && k < CDDP__AREA_STATES + s->states;
+    if (!used || (e->areas_used >> k & 1) != 0) continue;
+    e->areas_used |= 1u << k;
+    cddp__populate(cddp__area(e, k, 0), e->area_room, d->group->host->fd >= 0);
+  }
+}
+
+static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
+  cddp__elastic *e = d->elastic;
+  cddp__elastic_update x;
+  cddp_result r = cddp__meet_members(d, s);
+  x.d = d;
+  x.s = s;
+  x.own_states = s != NULL && s->share == NULL;
+  x.collected = false;
+  if (r == CDDP_OK) cddp__use_areas(d, s);
+  if (r == CDDP_OK) r = cddp__do_parts(&x);
+  cddp__store32(&e->members[e->me].inside, 0);
+  if (r != CDDP_OK) return r;
+  cddp__fetch_results(d, s);
+  if (s == NULL) return cddp__fetch_states(d);
+  r = cddp__share_states(d, s);
+  if (r == CDDP_OK) r = cddp__write_copies(s);
+  if (r == CDDP_OK) r = cddp__clear_gradients(d, s, true);
+  return r;
+}
+
+/* cddp_ddp_step, or (s NULL) cddp_ddp_wait, of an elastic model. */
+static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
+  cddp__elastic *e = d->elastic;
+  bool done = true;
+  cddp_result r;
+  uint64_t record;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (s == NULL && d->no_sync) return CDDP_OK;
+  record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
+                              d->steps, 0);
+  cddp__elastic_begin(d);
+  (void)cddp__pick_shard(d, &done);
+  r = cddp__elastic_failure(d);
+  if (r == CDDP_OK && (e->shard >= 0 || !done))
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "rank %d came to the update of step %" PRIu64 " before all shards are done; call "
+                   "cddp_ddp_next_shard until it returns false",
+                   d->group->rank, d->steps);
+  if (r == CDDP_OK && s != NULL && s->share == NULL && d->shares != NULL)
+    r = cddp__fail(CDDP_UNSUPPORTED, "an elastic cddp_ddp steps with one cddp_optim; destroy the "
+                                     "other, or call cddp_ddp_wait in between");
+  if (r == CDDP_OK) r = cddp__elastic_update_all(d, s);
+  if (r == CDDP_OK) {
+    e->step++;
+    e->begun = false;
+    e->arena = CDDP__ARENA_CLEAR;
+    d->taken = 0;
+    d->steps++;
+    d->present = e->living_count;
+    cddp__arm(d);
+  } else {
+    r = cddp__give_up(d, r);
+    cddp__store32(&e->members[e->me].inside, 0);
+    cddp__leave_update(d);
+    r = cddp__ddp_fail(d, r);
+  }
+  cddp__record_finish(d->group, record, r);
+  return r;
+}
+
+/* --- the group of those that are there; leaving --- */
+
+/* The control block for the group of the living: this rank's, or another's that was faster. */
+static cddp_result cddp__living_block(cddp_ddp *d, cddp__ref *ref, char **block) {
+  cddp__elastic *e = d->elastic;
+  cddp__host *h = d->group->host;
+  size_t bytes = cddp__block_bytes(e->living_count, e->living_count);
+  uint64_t identity = e->identity & ~(uint64_t)4095, word = cddp__load64(&e->board->grouped);
+  cddp_result r;
+  void *at = NULL;
+  if ((word & ~(uint64_t)4095) != identity) {
+    if ((at = cddp__arena_alloc(h, bytes, CDDP__FOR_BLOCK)) == NULL) return CDDP_OUT_OF_MEMORY;
+    cddp__store32(&((cddp__control_block *)at)->size, (uint32_t)e->living_count);
+    e->members[e->me].block = cddp__ref_of(h, at, bytes);
+    CDDP__POINT("elastic group");
+    if (!cddp__swap64(&e->board->grouped, word, identity | (uint64_t)e->me))
+      cddp__arena_free(h, at);
+    word = cddp__load64(&e->board->grouped);
+  }
+  *ref = e->members[word & 4095].block;
+  r = cddp__locate(h, ref, &at);
+  *block = (char *)at;
+  return r;
 }
 
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
-  (void)d;
-  (void)cddp__elastic_missing("cddp_ddp_group");
-  return NULL;
+  cddp__elastic *e = d != NULL ? d->elastic : NULL;
+  cddp__ref ref;
+  char *block;
+  cddp_result r;
+  int rank = -1, k, *indices;
+  cddp__enter_call(__func__);
+  if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
+  if (e == NULL) return d != NULL ? d->group : NULL;
+  if (d->failed) cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (d->failed) return NULL;
+  cddp__elastic_begin(d);
+  if (e->group != NULL && e->grouped == e->identity) return e->group;
+  if (e->group != NULL) cddp__group_leave(e->group);
+  e->group = NULL;
+  indices = (int *)cddp__calloc(&d->group->host->allocator, (size_t)d->shards, sizeof *indices);
+  if (indices == NULL || cddp__living_block(d, &ref, &block) != CDDP_OK) return NULL;
+  for (k = 0; k < e->living_count; k++) {
+    indices[k] = e->members[e->living[k]].index;
+    if (e->living[k] == e->me) rank = k;
+  }
+  CDDP_ASSERT(rank >= 0);
+  r = cddp__group_build(&e->group, d->group->host, rank, e->living_count, indices, block,
+                        d->group->timeout_s);
+  cddp__free(&d->group->host->allocator, indices);
+  if (r != CDDP_OK) return NULL;
+  e->group->block_ref = ref;
+  e->group->id = e->identity;
+  e->grouped = e->identity;
+  return e->group;
+}
+
+/* Local: this rank is no member any more. What others still need of it stays where it is. */
+static void cddp__elastic_leave(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  cddp__host *h = d->group->host;
+  bool alone = true, needed;
+  uint64_t word;
+  int m;
+  if (e->me >= 0) {
+    cddp__store64(&e->members[e->me].state,
+                  cddp__member_state(CDDP__MEMBER_LEFT, cddp__load64(&e->board->step)));
+    cddp__elastic_changed(e->board);
+  }
+  for (m = 0; m < d->shards; m++)
+    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE) || cddp__member_is(e, m, CDDP__MEMBER_JOINING))
+      alone = false;
+  needed = !alone && e->me >= 0 &&
+           cddp__table_count(e, e->me, cddp__load64(&e->board->step), &word) > 0;
+  if (!needed) cddp__arena_free(h, e->kit);
+  else d->mirror = NULL; /* goes with the process */
+  if (alone) { /* the rank that made the board frees it */
+    cddp__store32(&e->board->block.size, 1);
+    cddp__store32(&e->board->block.left, 1);
+  }
+  if (e->group != NULL) cddp__group_leave(e->group);
+  for (m = 0; m < d->shards; m++) {
+    if (e->views[m].life != 0) cddp__close_fd(&e->views[m].pidfd);
+    cddp__free(&h->allocator, e->views[m].data);
+  }
+  cddp__free(&h->allocator, e);
+  d->elastic = NULL;
 }
 
 /* >>sampler ------------------------------------------------------------------------------------
@@ -18935,7 +20158,8 @@ CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
   cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  r = cddp__ddp_step(d, CDDP__KIND_DDP_WAIT, NULL);
+  r = d->elastic != NULL ? cddp__elastic_step(d, NULL)
+                         : cddp__ddp_step(d, CDDP__KIND_DDP_WAIT, NULL);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
@@ -18944,7 +20168,8 @@ CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *s) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_optim is NULL");
   if (s->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, s));
-  r = cddp__ddp_step(d, CDDP__KIND_DDP_STEP, s);
+  r = d->elastic != NULL ? cddp__elastic_step(d, s)
+                         : cddp__ddp_step(d, CDDP__KIND_DDP_STEP, s);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
@@ -19021,6 +20246,10 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   if (d->failed) CDDP__TRY(cddp__fail(d->fail_result, "%s", d->fail_text));
+  if (d->elastic != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "cddp_ddp_sync_buffers of an elastic model; broadcast its buffers in "
+                      "cddp_ddp_group");
   if (d->meets) /* else no rank has joined */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing));
   return d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
@@ -19044,7 +20273,9 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 }
 
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
-  if (d != NULL) cddp__ddp_free(d);
+  if (d == NULL) return;
+  if (d->elastic != NULL) cddp__elastic_leave(d);
+  cddp__ddp_free(d);
 }
 
 CDDPDEF cddp_result cddp_bf16_compress_hook(cddp_bucket *bucket, void *user_data) {

@@ -1,0 +1,422 @@
+/* lost.c - elastic models: ranks are lost in the middle of everything, and the weights are those of an
+   undisturbed run, to the bit.
+
+     build/plain/lost                all of it
+     build/plain/lost --seeds 100    random models, ranks, deaths and moments besides
+     build/plain/lost --seed 17      one of them again
+
+   A death is at the k-th passage of a named point of cddp.h, so this test has an implementation of
+   its own. */
+#define _GNU_SOURCE
+static void elastic_point(const char *name);
+#define CDDP__POINT(name) elastic_point(name)
+#define CDDP_IMPLEMENTATION
+#include "../../cddp.h"
+
+#include "../ranks.h"
+
+enum { PARAMS = 5, HALVES = 3 /* from this one on: not for AdamW */, STEPS = 5, MOST = 8 };
+enum { FUSED, APART, BOTH, KINDS };
+
+static const size_t sizes[PARAMS] = {30001, 77, 1, 2500, 9100};
+static const cddp_dtype dtypes[PARAMS] = {CDDP_F32, CDDP_F64, CDDP_F32, CDDP_F16, CDDP_BF16};
+static const char *const names[PARAMS] = {"wide", "double", "one", "half", "brain"};
+
+typedef struct death {
+  int step, moment; /* at which passage of the point */
+  char point[32];   /* CDDP__POINT's, or "forward", "backward", "meeting" of this file */
+  bool leaves;      /* _exit; false: SIGKILL */
+} death;
+
+typedef struct plan {
+  int shards, kind, ranks;
+  bool own, shared, adamw, amsgrad, copies;
+  double momentum;
+  death deaths[MOST]; /* of each rank; step -1: none */
+  uint64_t want;      /* the undisturbed run's hash */
+} plan;
+
+typedef struct report { /* of a rank, in shared memory */
+  uint64_t hash;
+  int steps, failures;
+  int passed; /* steps 1: it has died where it was to */
+  double longest; /* of its calls of next_shard and step, s */
+} report;
+
+static report *reports;        /* [MOST] */
+static __thread const plan *now_plan; /* of this rank; NULL: nobody dies */
+static __thread int now_rank, now_step, now_passages;
+static bool now_threads; /* ranks are threads, and die as such */
+
+static void elastic_point(const char *name) {
+  const death *at = now_plan != NULL ? &now_plan->deaths[now_rank] : NULL;
+  if (at == NULL || at->step != now_step || strcmp(name, at->point) != 0) return;
+  if (now_passages++ != at->moment) return;
+  reports[now_rank].passed = 1;
+  if (now_threads) pthread_exit(NULL);
+  if (at->leaves) _exit(7);
+  raise(SIGKILL);
+}
+
+static size_t size_of(cddp_dtype d) { return d == CDDP_F64 ? 8 : d == CDDP_F32 ? 4 : 2; }
+
+static void put(void *p, cddp_dtype d, size_t i, uint64_t h) { /* around 1, with all digits */
+  uint64_t sign = h >> 63;
+  double x = ((double)(int64_t)(h >> 11) * 0x1p-52 - 1) * (double)(1 << (h & 3));
+  if (d == CDDP_F64) ((double *)p)[i] = x;
+  else if (d == CDDP_F32) ((float *)p)[i] = (float)x;
+  else if (d == CDDP_F16)
+    ((uint16_t *)p)[i] = (uint16_t)(sign << 15 | (9 + (h >> 40) % 8) << 10 | (h & 1023));
+  else ((uint16_t *)p)[i] = (uint16_t)(sign << 15 | (121 + (h >> 40) % 8) << 7 | (h & 127));
+}
+
+static uint64_t hash_of(uint64_t h, const void *p, size_t n) {
+  const unsigned char *b = (const unsigned char *)p;
+  size_t i;
+  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3ull;
+  return h;
+}
+
+static bool is_zero(const void *p, size_t n) {
+  const unsigned char *b = (const unsigned char *)p;
+  return n == 0 || (b[0] == 0 && memcmp(b, b + 1, n - 1) == 0);
+}
+
+typedef struct model {
+  cddp_param p[PARAMS];
+  void *copies[PARAMS];
+  cddp_ddp *ddp;
+  cddp_optim *optim;
+  int count;
+} model;
+
+static cddp_result model_open(model *m, cddp_group *g, const plan *c, bool elastic) {
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_adamw_desc a;
+  cddp_result r;
+  size_t i;
+  int k;
+  memset(m, 0, sizeof *m);
+  m->count = c->adamw ? HALVES : PARAMS;
+  for (k = 0; k < m->count; k++) {
+    size_t bytes = sizes[k] * size_of(dtypes[k]);
+    m->p[k].name = names[k];
+    m->p[k].count = sizes[k];
+    m->p[k].dtype = dtypes[k];
+    m->p[k].data = c->shared ? cddp_alloc(g, bytes) : malloc(bytes);
+    if (c->own) m->p[k].grad = calloc(1, bytes);
+    if (c->copies && dtypes[k] == CDDP_F32) m->copies[k] = calloc(1, sizes[k] * 2);
+    for (i = 0; i < sizes[k]; i++) put(m->p[k].data, dtypes[k], i, ranks_mix(3, (uint64_t)k, i));
+  }
+  memset(&desc, 0, sizeof desc);
+  desc.shards = c->shards;
+  desc.elastic = elastic;
+  r = cddp_ddp_create(&m->ddp, g, m->p, m->count, &desc);
+  if (r != CDDP_OK) return r;
+  memset(&a, 0, sizeof a);
+  a.lr = 0.125;
+  a.weight_decay = 0.01;
+  a.amsgrad = c->amsgrad;
+  a.ddp = m->ddp;
+  memset(&o, 0, sizeof o);
+  o.lr = 0.125;
+  o.momentum = c->momentum;
+  o.ddp = m->ddp;
+  if (c->copies) a.copies = o.copies = m->copies;
+  a.copy_dtype = o.copy_dtype = CDDP_BF16;
+  if (c->adamw) return cddp_adamw_create(&m->optim, m->p, m->count, &a);
+  return cddp_sgd_create(&m->optim, m->p, m->count, &o);
+}
+
+static void model_close(model *m, cddp_group *g, const plan *c) {
+  int k;
+  cddp_optim_destroy(m->optim);
+  cddp_ddp_destroy(m->ddp);
+  for (k = 0; k < m->count; k++) {
+    if (c->own) free(m->p[k].grad);
+    free(m->copies[k]);
+    if (c->shared) cddp_free(g, m->p[k].data);
+    else free(m->p[k].data);
+  }
+}
+
+static uint64_t model_hash(const model *m) {
+  uint64_t h = 0xcbf29ce484222325ull;
+  int k;
+  for (k = 0; k < m->count; k++) {
+    h = hash_of(h, m->p[k].data, sizes[k] * size_of(dtypes[k]));
+    if (m->copies[k] != NULL) h = hash_of(h, m->copies[k], sizes[k] * 2);
+  }
+  return h;
+}
+
+static void backward(model *m, int step, int shard) {
+  size_t i;
+  int k;
+  elastic_point("forward");
+  for (k = m->count - 1; k >= 0; k--) {
+    uint64_t seed = (uint64_t)(1000 * step + shard);
+    CHECK(is_zero(m->p[k].grad, m->p[k].count * size_of(dtypes[k])));
+    for (i = 0; i < m->p[k].count; i++)
+      put(m->p[k].grad, dtypes[k], i, ranks_mix(seed, (uint64_t)k, i));
+    CHECK_OK(cddp_ddp_ready(m->ddp, k));
+    elastic_point("backward");
+  }
+}
+
+static cddp_result take_step(model *m, int kind, int step) {
+  cddp_result r;
+  if (kind == FUSED || (kind == BOTH && step % 2 == 1)) return cddp_ddp_step(m->ddp, m->optim);
+  if ((r = cddp_ddp_wait(m->ddp)) != CDDP_OK) return r;
+  if ((r = cddp_optim_step(m->optim)) != CDDP_OK) return r;
+  return cddp_optim_zero_grad(m->optim);
+}
+
+/* Trains; the hash goes into this rank's report. */
+static int train(cddp_group *g, void *arg) {
+  const plan *c = (const plan *)arg;
+  int shard, before = test_failures, rank = cddp_rank(g);
+  bool reference = c->want == 0;
+  double began;
+  model m;
+  CHECK_OK(model_open(&m, g, c, !reference));
+  while (m.optim != NULL && test_failures == before && cddp_ddp_steps(m.ddp) < STEPS) {
+    int step = (int)cddp_ddp_steps(m.ddp);
+    if (!cddp_ddp_next_shard(m.ddp, &shard)) shard = -1;
+    now_step = step;
+    now_passages = 0;
+    for (began = test_now(); shard >= 0; began = test_now()) {
+      backward(&m, step, shard);
+      began = test_now();
+      if (!cddp_ddp_next_shard(m.ddp, &shard)) shard = -1;
+      if (test_now() - began > reports[rank].longest) reports[rank].longest = test_now() - began;
+    }
+    elastic_point("meeting");
+    began = test_now();
+    CHECK_OK(take_step(&m, c->kind, step));
+    if (test_now() - began > reports[rank].longest) reports[rank].longest = test_now() - began;
+  }
+  reports[rank].hash = model_hash(&m);
+  reports[rank].steps = (int)cddp_ddp_steps(m.ddp);
+  reports[rank].failures = test_failures - before;
+  model_close(&m, g, c);
+  return test_failures != before;
+}
+
+/* The hash of one rank that does all shards. */
+static uint64_t reference(const plan *c) {
+  plan one = *c;
+  one.want = 0;
+  now_plan = NULL;
+  CHECK_OK(ranks_run(train, &one, 1, true));
+  return reports[0].hash;
+}
+
+static plan plan_of(int shards, int kind, int ranks) {
+  plan c;
+  int i;
+  memset(&c, 0, sizeof c);
+  c.shards = shards;
+  c.kind = kind;
+  c.ranks = ranks;
+  c.momentum = 0.9;
+  c.shared = true;
+  for (i = 0; i < MOST; i++) c.deaths[i].step = -1;
+  return c;
+}
+
+static void describe(const plan *c, char *out, size_t n) {
+  int i;
+  snprintf(out, n, "%d shards, %d ranks, kind %d%s%s%s%s%s, momentum %g", c->shards, c->ranks,
+           c->kind, c->own ? ", own" : "", c->shared ? ", shared" : "", c->adamw ? ", adamw" : "",
+           c->amsgrad ? ", amsgrad" : "", c->copies ? ", copies" : "", c->momentum);
+  for (i = 0; i < c->ranks; i++)
+    if (c->deaths[i].step >= 0)
+      snprintf(out + strlen(out), n - strlen(out), "; rank %d %s in step %d at %s %d", i,
+               c->deaths[i].leaves ? "exits" : "is killed", c->deaths[i].step, c->deaths[i].point,
+               c->deaths[i].moment);
+}
+
+static int body(cddp_group *g, void *arg) {
+  now_plan = (const plan *)arg;
+  now_rank = cddp_rank(g);
+  now_step = -2;
+  return train(g, arg);
+}
+
+/* As threads, which may be lost too: what one that is lost has is never freed. */
+static void run_threads(plan *c) {
+  int i, died = 0;
+  cddp_result r;
+  char text[1024];
+  c->want = reference(c);
+  memset(reports, 0, MOST * sizeof *reports);
+  now_threads = true;
+  r = ranks_run(body, c, c->ranks, true);
+  now_threads = false;
+  describe(c, text, sizeof text);
+  for (i = 0; i < c->ranks; i++) {
+    died += reports[i].passed;
+    if (reports[i].hash != c->want && !reports[i].passed)
+      test_fail(__FILE__, __LINE__, "threads, %s: rank %d has other weights", text, i);
+  }
+  if (died == 0) CHECK_OK(r);
+  test_count();
+}
+
+/* As processes that may be lost. Returns how many were. */
+static int run_processes(plan *c) {
+  int status, i, port = ranks_free_port(), died = 0;
+  char text[1024];
+  pid_t pids[MOST];
+  if (c->want == 0) c->want = reference(c);
+  memset(reports, 0, MOST * sizeof *reports);
+  fflush(NULL);
+  for (i = 0; i < c->ranks; i++) {
+    if ((pids[i] = fork()) != 0) continue;
+    ranks_job job;
+    char number[16];
+    job.fn = body;
+    job.arg = c;
+    snprintf(number, sizeof number, "%d", i);
+    setenv("RANK", number, 1);
+    snprintf(number, sizeof number, "%d", c->ranks);
+    setenv("WORLD_SIZE", number, 1);
+    snprintf(number, sizeof number, "%d", port);
+    setenv("MASTER_PORT", number, 1);
+    setenv("MASTER_ADDR", "127.0.0.1", 1);
+    _exit(ranks_process(i, &job));
+  }
+  describe(c, text, sizeof text);
+  for (i = 0; i < c->ranks; i++) {
+    waitpid(pids[i], &status, 0);
+    died += reports[i].passed;
+    if (reports[i].passed) continue;
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
+      test_fail(__FILE__, __LINE__, "%s: rank %d ended with status %x", text, i, status);
+    else if (reports[i].hash != c->want || reports[i].steps != STEPS)
+      test_fail(__FILE__, __LINE__, "%s: rank %d has other weights, after %d steps", text, i,
+                reports[i].steps);
+  }
+  test_count();
+  return died;
+}
+
+static void kill_at(plan *c, int rank, int step, const char *point, int moment) {
+  c->deaths[rank].step = step;
+  c->deaths[rank].moment = moment;
+  c->deaths[rank].leaves = (step + moment) % 2 == 1;
+  snprintf(c->deaths[rank].point, sizeof c->deaths[rank].point, "%s", point);
+}
+
+/* Nobody dies: any number of ranks and shards, all kinds. */
+static void test_undisturbed(void) {
+  int n, shards, kind;
+  for (shards = 1; shards <= (RANKS_SLOW ? 5 : MOST); shards += shards < 3 ? 1 : 2 + RANKS_SLOW)
+    for (kind = 0; kind < KINDS; kind++)
+      for (n = 1; n <= shards && n <= 5; n++) {
+        plan c = plan_of(shards, kind, n);
+        c.own = n % 2 == 1;
+        c.adamw = (n + shards) % 3 == 0;
+        c.amsgrad = shards > 4;
+        c.copies = kind == FUSED;
+        c.momentum = shards == 2 ? 0 : 0.9;
+        run_threads(&c);
+        if (RANKS_TSAN || n == 1) continue;
+        c.shared = kind != APART && n != 3;
+        run_processes(&c);
+      }
+}
+
+/* A rank dies at each of these moments. */
+static void test_deaths(void) {
+  static const char *const points[] = {
+      "forward", "backward", "meeting", "elastic take", "elastic taken", "elastic nodes",
+      "elastic nodes put", "elastic done", "elastic arrive", "elastic arrived", "elastic part",
+      "elastic part taken", "elastic computed", "elastic logged", "elastic published",
+      "elastic block", "elastic part done", "elastic step"};
+  size_t i;
+  int n, kind = 0, died;
+  for (i = 0; i < sizeof points / sizeof *points; i++) {
+    for (n = 2, died = 0; n <= 4; n++) {
+      plan c = plan_of(n == 3 ? 8 : 5, (kind++ % 4) % KINDS, n);
+      c.shared = (i + (size_t)n) % 3 != 0;
+      c.own = kind % 5 == 0;
+      c.adamw = i % 2 == 1;
+      kill_at(&c, n == 3 ? 0 : 1, 1 + n % 2, points[i], n == 4 ? 0 : (int)i % 3);
+      died += run_processes(&c);
+    }
+    if (died == 0) test_fail(__FILE__, __LINE__, "no rank came to \"%s\"", points[i]);
+  }
+}
+
+/* Several die, at once or one after another: all but one in the end. */
+static void test_several(void) {
+  static const char *const points[] = {"backward", "elastic nodes", "elastic logged",
+                                       "elastic published", "meeting"};
+  int i, n, k;
+  for (i = 0; i < 5; i++)
+    for (n = 3; n <= 4; n++) {
+      plan c = plan_of(8, i % 2 == 0 ? FUSED : BOTH, n);
+      c.shared = i != 3;
+      for (k = 0; k < n - 1; k++) kill_at(&c, k, 1 + (i == 1 ? k : 0), points[(i + k) % 5], k);
+      run_processes(&c);
+    }
+}
+
+/* Random ones. */
+static void run_seed(uint64_t seed, bool threads) {
+  static const char *const points[] = {
+      "forward", "backward", "meeting", "elastic take", "elastic taken", "elastic nodes",
+      "elastic nodes put", "elastic done", "elastic arrive", "elastic arrived", "elastic part",
+      "elastic part taken", "elastic computed", "elastic logged", "elastic published",
+      "elastic block", "elastic part done", "elastic step", "elastic free", "elastic lost",
+      "elastic deal", "elastic dealt"};
+  int shards = 1 + (int)(ranks_mix(seed, 1, 0) % 8), i;
+  int n = 1 + (int)(ranks_mix(seed, 2, 0) % (uint64_t)(shards < 5 ? shards : 5));
+  int spared = (int)(ranks_mix(seed, 3, 0) % (uint64_t)n);
+  plan c = plan_of(shards, (int)(ranks_mix(seed, 4, 0) % KINDS), n);
+  c.shared = ranks_mix(seed, 5, 0) % 2 == 0;
+  c.own = ranks_mix(seed, 6, 0) % 3 == 0;
+  c.adamw = ranks_mix(seed, 7, 0) % 2 == 0;
+  c.amsgrad = ranks_mix(seed, 8, 0) % 2 == 0;
+  c.copies = ranks_mix(seed, 9, 0) % 3 == 0;
+  c.momentum = ranks_mix(seed, 10, 0) % 4 == 0 ? 0 : 0.9;
+  for (i = 0; i < n; i++)
+    if (i != spared && ranks_mix(seed, 11, (uint64_t)i) % 3 != 0)
+      kill_at(&c, i, (int)(ranks_mix(seed, 12, (uint64_t)i) % STEPS),
+              points[ranks_mix(seed, 13, (uint64_t)i) % (sizeof points / sizeof *points)],
+              (int)(ranks_mix(seed, 14, (uint64_t)i) % (1 + ranks_mix(seed, 15, (uint64_t)i) % 12)));
+  if (threads) run_threads(&c);
+  else run_processes(&c);
+}
+
+static void test_seeds(void) {
+  uint64_t seed;
+  for (seed = 1; seed <= (RANKS_SLOW ? 20 : 60); seed++) run_seed(seed, false);
+}
+
+static void test_lost_threads(void) { /* of no use where a sanitizer looks for leaks */
+  uint64_t seed;
+  for (seed = 1; seed <= 40; seed++) run_seed(seed, true);
+}
+
+int main(int argc, char **argv) {
+  uint64_t seed, last;
+  reports = (report *)ranks_shared(MOST * sizeof *reports);
+  if (argc == 3) {
+    last = strtoull(argv[2], NULL, 10);
+    for (seed = strcmp(argv[1], "--seed") == 0 ? last : 1; seed <= last && test_failures == 0; seed++)
+      run_seed(seed, false);
+    return TEST_END();
+  }
+  RUN(test_undisturbed);
+  if (RANKS_TSAN || !RANKS_SLOW) RUN(test_lost_threads);
+  if (!RANKS_TSAN) {
+    RUN(test_deaths);
+    RUN(test_several);
+    RUN(test_seeds);
+  }
+  return TEST_END();
+}
