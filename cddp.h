@@ -17117,7 +17117,7 @@ static bool cddp__member_gone(const cddp_ddp *d, int member) {
   uint32_t state;
   struct pollfd fd;
   if (h->threads) {
-    state = h->slots != NULL ? cddp__load32(&h->slots[m->index].state) : CDDP__SLOT_TAKEN;
+    state = h->slots != NULL ? cddp__load32(&h->slots[m->index].state) : 0;
     return state == CDDP__SLOT_DEAD || state == CDDP__SLOT_LEFT;
   }
   fd.fd = d->elastic->views[member].life == cddp__load32(&m->life)
