@@ -2523,6 +2523,12 @@ static void cddp__record_finish(const cddp_group *g, uint64_t number, cddp_resul
   r->ended = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
+/* Notes what has happened at this moment. */
+static void cddp__record_event(const cddp_group *g, const char *what, uint64_t count,
+                               cddp_result result) {
+  cddp__record_finish(g, cddp__record_new(g, what, count, -1, -1, -1), result);
+}
+
 CDDP__COLD
 
 /* >>bytes ----------------------------------------------------------------------------------------
@@ -6048,8 +6054,8 @@ static int cddp__merges(const int *starts, int depth, int shard, int shards) {
   return merged;
 }
 
-/* Which of `count` nodes, ascending, become one with a new one, `shard` alone: nodes[*low .. *high).
-   Returns where it belongs among them. */
+/* Which of `count` nodes, ascending, become one with a new one, `shard` alone: those from *low to
+   before *high. Returns where it belongs among them. */
 static int cddp__siblings(const cddp__elastic_node *nodes, int count, int shard, int shards,
                           int *low, int *high) {
   int begin = shard, end = shard + 1, at = 0, size;
@@ -16750,7 +16756,8 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : g->carrier->average != NULL             ? "MPI"
                                                                 : NULL;
   if (lacks != NULL)
-    return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other", lacks);
+    return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
+                      lacks);
   if (d->desc.shards == 0) return CDDP_OK;
   if (d->desc.shards < d->group->size)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -17166,9 +17173,7 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
     cddp__name_member(d, m, who, sizeof who);
     cddp__log(&d->group->host->logger, 1, "%s is lost; the others do its shards of step %" PRIu64,
               who, d->steps);
-    cddp__record_finish(d->group,
-                        cddp__record_new(d->group, "lost", (uint64_t)e->members[m].rank, -1, -1, -1),
-                        CDDP_PEER_LOST);
+    cddp__record_event(d->group, "lost", (uint64_t)e->members[m].rank, CDDP_PEER_LOST);
     cddp__elastic_changed(e->board);
   }
   for (shard = 0; r == CDDP_OK && shard < d->shards; shard++) {
@@ -17243,8 +17248,7 @@ static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
     cddp__deal_shards(d->shards, e->living_count, m, &first, &count);
     for (i = first; i < first + count; i++) e->dealt[i] = e->living[m];
   }
-  cddp__record_finish(
-      d->group, cddp__record_new(d->group, "dealt", (uint64_t)e->living_count, -1, -1, -1), CDDP_OK);
+  cddp__record_event(d->group, "dealt", (uint64_t)e->living_count, CDDP_OK);
 }
 
 /* This rank begins its step: takes the deal that is in force, or puts its own in force. */
@@ -17663,7 +17667,8 @@ static cddp_result cddp__compare_members(cddp_ddp *d) {
       continue;
     cddp__name_member(d, m, who, sizeof who);
     if (c->kind != mine->kind)
-      return cddp__fail(CDDP_MISMATCH, "ranks disagree in step %" PRIu64 ": rank %d called %s, %s %s",
+      return cddp__fail(CDDP_MISMATCH,
+                        "ranks disagree in step %" PRIu64 ": rank %d called %s, %s called %s",
                         d->steps, d->group->rank, cddp__shapes[mine->kind].name, who,
                         cddp__shapes[c->kind].name);
     if (c->steps != mine->steps)
@@ -17836,8 +17841,8 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   r = cddp__elastic_failure(d);
   if (r == CDDP_OK && (e->shard >= 0 || !done))
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "rank %d came to the update of step %" PRIu64 " before all shards are done; call "
-                   "cddp_ddp_next_shard until it returns false",
+                   "rank %d came to the update of step %" PRIu64 " before all shards are done; "
+                   "call cddp_ddp_next_shard until it returns false",
                    d->group->rank, d->steps);
   if (r == CDDP_OK && s != NULL && s->share == NULL && d->shares != NULL)
     r = cddp__fail(CDDP_UNSUPPORTED, "an elastic cddp_ddp steps with one cddp_optim; destroy the "

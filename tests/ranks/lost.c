@@ -1,5 +1,5 @@
-/* lost.c - elastic models: ranks are lost in the middle of everything, and the weights are those of an
-   undisturbed run, to the bit.
+/* lost.c - elastic models: ranks are lost in the middle of everything, and the weights are those of
+   an undisturbed run, to the bit.
 
      build/plain/lost                all of it
      build/plain/lost --seeds 100    random models, ranks, deaths and moments besides
@@ -387,7 +387,8 @@ static void run_seed(uint64_t seed, bool threads) {
     if (i != spared && ranks_mix(seed, 11, (uint64_t)i) % 3 != 0)
       kill_at(&c, i, (int)(ranks_mix(seed, 12, (uint64_t)i) % STEPS),
               points[ranks_mix(seed, 13, (uint64_t)i) % (sizeof points / sizeof *points)],
-              (int)(ranks_mix(seed, 14, (uint64_t)i) % (1 + ranks_mix(seed, 15, (uint64_t)i) % 12)));
+              (int)(ranks_mix(seed, 14, (uint64_t)i) %
+                    (1 + ranks_mix(seed, 15, (uint64_t)i) % 12)));
   if (threads) run_threads(&c);
   else run_processes(&c);
 }
@@ -407,8 +408,8 @@ int main(int argc, char **argv) {
   reports = (report *)ranks_shared(MOST * sizeof *reports);
   if (argc == 3) {
     last = strtoull(argv[2], NULL, 10);
-    for (seed = strcmp(argv[1], "--seed") == 0 ? last : 1; seed <= last && test_failures == 0; seed++)
-      run_seed(seed, false);
+    seed = strcmp(argv[1], "--seed") == 0 ? last : 1;
+    for (; seed <= last && test_failures == 0; seed++) run_seed(seed, false);
     return TEST_END();
   }
   RUN(test_undisturbed);
