@@ -16850,9 +16850,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
    A member that is lost at 1 has changed nothing that is read, at 3 nothing that is not written
    again: who takes the part over does the block at an even place anew, and publishes that at an odd
    one once more, from the log of the lost member. So there is no bad moment. A block lies in the
-   first or second cache meanwhile. When all parts are DONE board.step is raised. Weights that others
-   cannot write to go to an area on the board, from which each rank copies them; cddp_ddp_wait has
-   the means written to another, and all ranks copy these. States lie on the board.
+   first or second cache meanwhile. When all parts are DONE board.step is raised. Weights that no
+   other rank can write to go to an area on the board, from which each rank copies them; the means
+   of a cddp_ddp_wait go to another one, and all ranks copy these. States lie on the board.
    A rank that is late may still look at step t while others are in t + 1, but no further: so what a
    member says of a step has two places. */
 
