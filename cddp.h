@@ -4158,35 +4158,12 @@ static cddp_result cddp__ask(cddp_store *s, cddp__request *q, double deadline) {
   return cddp__store_failed(s, r);
 }
 
-/* After a wait that took too long: names the first key that is missing, found by a CHECK of all,
-   of the first half, and so on. */
-static cddp_result cddp__wait_timed_out(cddp_store *s, const char *const *keys, int count) {
-  cddp__request q = cddp__request_of(CDDP__CHECK, keys, count);
-  int low = 0, high = count; /* the first low keys exist, the first high do not all */
-  cddp_result r = cddp__ask(s, &q, cddp__now() + 5);
-  if (r == CDDP_OK && q.number == 0) r = cddp__fail(CDDP_TIMEOUT, "it came just after");
-  while (r == CDDP_OK && high - low > 1) {
-    q.count = low + (high - low) / 2;
-    r = cddp__ask(s, &q, cddp__now() + 5);
-    *(q.number == 0 ? &low : &high) = q.count;
-  }
-  if (r != CDDP_OK)
-    return cddp__fail_in(CDDP_TIMEOUT,
-                         "store at %s: the wait for '%.64s' timed out; then: ", s->name, keys[0]);
-  return cddp__fail(CDDP_TIMEOUT,
-                    "store at %s: timed out waiting for key '%.128s' (%d of %d), which nobody has "
-                    "set",
-                    s->name, keys[high - 1], high, count);
-}
-
 /* One operation, under the lock. deadline: 0 = the store's timeout from now on. */
 static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadline) {
   cddp__span reply;
   cddp_result r;
   pthread_mutex_lock(&s->lock);
   r = cddp__ask(s, q, deadline > 0 ? deadline : cddp__now() + s->timeout_s);
-  if (r == CDDP_TIMEOUT && q->code == CDDP__WAIT && q->count > 0)
-    r = cddp__wait_timed_out(s, q->keys, q->count);
   if (r == CDDP_OK && cddp__commands[q->code].answer == CDDP__STRING) {
     reply = cddp__buffer_span(&s->bytes);
     q->equal = cddp__span_equal(reply, q->values[1]);
@@ -4201,6 +4178,27 @@ static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadl
   return r;
 }
 
+/* Waits for one key after the other. A wait that took too long names its key, if the server answers
+   at all. */
+static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int count,
+                                    double timeout_s) {
+  double deadline = cddp__now() + (timeout_s > 0 ? timeout_s : s->timeout_s);
+  cddp__request q;
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; r == CDDP_OK && i < count; i++) {
+    q = cddp__request_of(CDDP__WAIT, &keys[i], 1);
+    r = cddp__store_run(s, &q, deadline);
+  }
+  if (r != CDDP_TIMEOUT) return r;
+  q = cddp__request_of(CDDP__CHECK, &keys[i - 1], 1);
+  if (cddp__store_run(s, &q, cddp__now() + 5) != CDDP_OK)
+    return cddp__fail_in(CDDP_TIMEOUT, "the wait for '%.64s' timed out; then: ", keys[i - 1]);
+  return cddp__fail(CDDP_TIMEOUT,
+                    "store at %s: timed out waiting for key '%.128s' (%d of %d), which nobody had "
+                    "set",
+                    s->name, keys[i - 1], i, count);
+}
 
 /* --- opening a store: where the server is --- */
 
@@ -20356,7 +20354,6 @@ CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *v
 
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
                                    size_t *size) {
-  cddp__request wait = cddp__request_of(CDDP__WAIT, &key, 1);
   cddp__request q = cddp__request_of(CDDP__GET, &key, 1);
   cddp_result r;
   CDDP__TRY(cddp__check_keys(s, &key, 1));
@@ -20365,7 +20362,7 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  r = cddp__store_run(s, &wait, 0);
+  r = cddp__store_wait(s, &key, 1, 0);
   return r == CDDP_OK ? cddp__store_run(s, &q, 0) : r;
 }
 
@@ -20406,10 +20403,9 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
 
 CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
                                     double timeout_s) {
-  cddp__request q = cddp__request_of(CDDP__WAIT, keys, count);
   CDDP__TRY(cddp__check_keys(s, keys, count));
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it is in seconds, and 0 or more", timeout_s);
-  return cddp__store_run(s, &q, timeout_s > 0 ? cddp__now() + timeout_s : 0);
+  return cddp__store_wait(s, keys, count, timeout_s);
 }
 
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
