@@ -2004,9 +2004,7 @@ typedef struct cddp__hosts {
   bool local_only;        /* this rank's round is one of its host alone */
   char *stage;            /* what is on its way to or from other hosts */
   size_t stage_size;
-  char **scratch;        /* [local_size] shared: pieces of buffers that are not */
-  char *my_scratch;      /* this rank's; NULL: there is none yet */
-  void **bufs, **pieces; /* [local_size] this call's buffers; the parts of them on their way */
+  char **scratch;        /* [local_size] shared: pieces of buffers that are not; NULL: none yet */
   cddp__link *links;     /* MESSAGES, oldest first; p2p_lock, as is the next */
   cddp__mailbox mailbox; /* received, without a recv yet; oldest first */
 } cddp__hosts;
@@ -9817,6 +9815,16 @@ static void cddp__hosts_serve(cddp_group *g) {
   }
 }
 
+/* Sleeps for so many ms at most, or until there is news of one of n connections or somebody calls
+   this rank. There is room for one more at the end of fds. */
+static void cddp__hosts_sleep(cddp_group *g, struct pollfd *fds, int n, int ms) {
+  const cddp__net *net = g->hosts->net;
+  fds[n].fd = cddp__load32(&net->deaf) != 0 ? -1 : net->listener;
+  fds[n].events = POLLIN;
+  poll(fds, (nfds_t)n + 1, ms);
+  cddp__hosts_look(g);
+}
+
 /* Sleeps until there may be news for a thread that waits for a message from or to peer: a few ms at
    most. The connection to the peer (CDDP_ANY: to each), made if need be, ends when that rank
    does. */
@@ -9825,14 +9833,12 @@ static void cddp__hosts_poll(cddp_group *g, int peer) {
   struct pollfd fds[4];
   cddp__link *l;
   bool any = peer == CDDP_ANY, remote = !any && g->members[peer] < 0;
-  int n = 1, p;
-  fds[0].fd = cddp__load32(&x->net->deaf) != 0 ? -1 : x->net->listener;
-  fds[0].events = POLLIN;
+  int n = 0, p;
   pthread_mutex_lock(&g->p2p_lock);
   for (p = 0; p < g->size; p++)
     if ((any || p == peer) && g->members[p] < 0 && (l = cddp__p2p_link(g, p)) != NULL)
       cddp__link_answered(l);
-  for (l = x->links; l != NULL && n < 4; l = l->next) {
+  for (l = x->links; l != NULL && n < 3; l = l->next) {
     bool out = l->state == CDDP__LINK_GREETING || cddp__buffer_size(&l->out) > 0;
     if (l->state == CDDP__LINK_DEAD || (l->rank != peer && !any && !out)) continue;
     fds[n].fd = l->fd;
@@ -9841,8 +9847,7 @@ static void cddp__hosts_poll(cddp_group *g, int peer) {
     n++;
   }
   pthread_mutex_unlock(&g->p2p_lock);
-  poll(fds, (nfds_t)n, remote ? 5 : 1);
-  cddp__hosts_look(g);
+  cddp__hosts_sleep(g, fds, n, remote ? 5 : 1);
   cddp__early_notice(g, false);
 }
 
@@ -9875,7 +9880,6 @@ static cddp_result cddp__traffic_pause(cddp__traffic *t) {
   cddp_group *g = t->g;
   cddp__hosts *x = g->hosts;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  struct pollfd *listener = &x->fds[t->nfds];
   bool joining = t->nfds == 0;
   cddp__link *l;
   cddp_result r;
@@ -9892,11 +9896,7 @@ static cddp_result cddp__traffic_pause(cddp__traffic *t) {
     if (l->state < CDDP__LINK_UP) joining = true;
     if (t->wait.due) cddp__link_answered(l);
   }
-  listener->fd = cddp__load32(&x->net->deaf) != 0 ? -1 : x->net->listener;
-  listener->events = POLLIN;
-  listener->revents = 0;
-  poll(x->fds, (nfds_t)t->nfds + 1, joining ? 1 : 5);
-  if (joining || listener->revents != 0) cddp__hosts_look(g);
+  cddp__hosts_sleep(g, x->fds, t->nfds, joining ? 1 : 5);
   if (t->wait.due) {
     if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
     cddp__claim_data(g);
@@ -10298,7 +10298,8 @@ static char *cddp__share_of(const cddp__flow *f, int t, int to) {
   const cddp__hosts *x = f->g->hosts;
   const cddp__call *c = f->c;
   size_t at = cddp__shapes[c->kind].scatters ? (size_t)to : 0;
-  if (x->bufs[t] != NULL) return (char *)x->bufs[t] + (at * c->count + f->begin) * c->esize;
+  if (f->g->buffers[t] != NULL)
+    return (char *)f->g->buffers[t] + (at * c->count + f->begin) * c->esize;
   if (at > 0 && !cddp__shapes[c->kind].reduces && !cddp__overwrites(c))
     at = (size_t)x->peers[to].number;
   return x->scratch[t] + (size_t)f->half * CDDP__HALF + at * f->n * c->esize;
@@ -10337,9 +10338,9 @@ static char *cddp__sums_out(const cddp__flow *f, long k, int owner) {
   return f->out + slot * f->part * x->nodes[x->mine].bytes;
 }
 
-/* Finds where this rank sees the shares of all ranks here for rank `to`: in hosts.pieces. */
+/* Finds where this rank sees the shares of all ranks here for rank `to`. */
 static void **cddp__find_shares(const cddp__flow *f, int to) {
-  void **shares = f->g->hosts->pieces;
+  void **shares = f->g->slices;
   int t;
   for (t = 0; t < f->g->local_size; t++) shares[t] = cddp__share_of(f, t, to);
   return shares;
@@ -10512,7 +10513,7 @@ static cddp_result cddp__hosts_locate(cddp_group *g, const cddp__call *c, bool *
       memcpy(&at, &c->send, sizeof at);
     else if (r == CDDP_OK && ref->kind != CDDP__REF_NONE)
       r = cddp__locate(g->host, ref, &at);
-    x->bufs[x->peers[p].number] = at;
+    g->buffers[x->peers[p].number] = at;
   }
   return r == CDDP_OK ? r : cddp__break(g, r);
 }
@@ -10524,7 +10525,7 @@ static void cddp__show(const cddp__flow *f) {
   const cddp__call *c = f->c;
   const cddp__shape *s = &cddp__shapes[c->kind];
   int me = g->rank, p;
-  if (g->hosts->bufs[g->local_rank] != NULL || !cddp__is_read(c, me)) return;
+  if (g->buffers[g->local_rank] != NULL || !cddp__is_read(c, me)) return;
   for (p = 0; p < g->size; p++) {
     bool here = s->reduces || cddp__overwrites(c) || g->members[s->to_root ? c->root : p] >= 0;
     if (here && (s->scatters || p == me))
@@ -10569,7 +10570,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool direct) {
   if (r == CDDP_OK) r = cddp__piece_round(g, c);
   if (r != CDDP_OK) return r;
   if (c->kind == CDDP__KIND_ALL_GATHER && g->local_size > 1) cddp__collect(f, true);
-  if (one && g->hosts->bufs[g->local_rank] == NULL && cddp__is_written(c, g->rank))
+  if (one && g->buffers[g->local_rank] == NULL && cddp__is_written(c, g->rank))
     memcpy((char *)c->recv + f->begin * c->esize, cddp__share_of(f, g->local_rank, 0),
            f->n * c->esize);
   return CDDP_OK;
@@ -10580,16 +10581,17 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__hosts *x = g->hosts;
   cddp__ref ref = cddp__call_ref(g, c);
   bool all = s->reduces || cddp__overwrites(c), direct = false;
+  char **mine = &x->scratch[g->local_rank];
   size_t most = SIZE_MAX, shown = !s->scatters ? 1 : (size_t)(all ? g->size : x->max_locals);
   cddp__flow f;
   cddp_result r;
   memset(&f, 0, sizeof f);
   f.g = g;
   f.c = c;
-  if (x->my_scratch == NULL && cddp__needs_scratch(g, c, g->rank, &ref)) {
-    x->my_scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__HALF, CDDP__FOR_MESSAGE);
-    if (x->my_scratch != NULL)
-      cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, x->my_scratch, 2 * CDDP__HALF);
+  if (*mine == NULL && cddp__needs_scratch(g, c, g->rank, &ref)) {
+    *mine = (char *)cddp__arena_alloc(g->host, 2 * CDDP__HALF, CDDP__FOR_MESSAGE);
+    if (*mine != NULL)
+      cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *mine, 2 * CDDP__HALF);
   }
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
   if (r == CDDP_OK) r = cddp__enter(g);
@@ -10615,7 +10617,7 @@ static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, char 
   f.g = g;
   f.c = c;
   f.n = c->count;
-  for (k = 0; k < g->local_size; k++) x->bufs[k] = mirrors[k] + at;
+  for (k = 0; k < g->local_size; k++) g->buffers[k] = mirrors[k] + at;
   cddp__set_leaves(g, x, true);
   r = cddp__move_chunk(&f);
   cddp__set_leaves(g, x, false);
@@ -10685,8 +10687,6 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   x->pointers = (const void **)cddp__cut(&at, n * sizeof(void *));
   x->sums = (const void **)cddp__cut(&at, n * sizeof(void *));
   x->scratch = (char **)cddp__cut(&at, n * sizeof(void *));
-  x->bufs = g->buffers;
-  x->pieces = g->slices;
   x->fds = (struct pollfd *)cddp__cut(&at, (2 * n + 2) * sizeof *x->fds);
   x->ranks = (int *)cddp__cut(&at, n * sizeof(int));
   x->widths = (int *)cddp__cut(&at, n * sizeof(int));
@@ -10754,7 +10754,7 @@ static void cddp__hosts_leave(cddp_group *g) {
     if (x->peers[p].data != NULL) cddp__link_leave(net, x->peers[p].data);
   for (; (l = x->links) != NULL; cddp__link_leave(net, l)) x->links = l->next;
   for (; (m = x->mailbox.first) != NULL; cddp__free(&net->allocator, m)) x->mailbox.first = m->next;
-  cddp__arena_free(g->host, x->my_scratch);
+  cddp__arena_free(g->host, x->scratch[g->local_rank]);
   cddp__free(&net->allocator, x->stage);
 }
 
