@@ -8815,7 +8815,7 @@ typedef struct cddp__join_table {
 
 /* The socket of a rank that others may join; the rank that joins calls all. */
 static void cddp__door_name(const char *node, int rank, char name[64]) {
-  snprintf(name, 64, "%s-join-%d", node, rank);
+  snprintf(name, 64, "%.44s-join-%d", node, rank);
 }
 
 static cddp_result cddp__door_make(const cddp__rendezvous *v, int size) {
