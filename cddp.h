@@ -351,10 +351,13 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
    compared. Those with a work handle are sent together at the group's next call that is not
    another of them, or at their cddp_wait or cddp_test: an exchange posts all, then waits.
-   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum; MIN and MAX may pass
-   over a NaN. A model's gradients are added and the sum divided. AVG adds what it has multiplied by
-   1/world_size, in f16 and bf16 by a number that is exact. Without cddp_kernels.cuh both are NCCL's
-   mean, which in bf16 is off by up to 0.2 % unless world_size is a power of two.
+   ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum: other numbers of ranks
+   or GPUs, another version or setting of NCCL may give other bits. cddp_ddp_desc.shards makes a
+   model's gradients canonical sums. MIN and MAX may pass over a NaN. Means of floats, and of a
+   model's gradients, are sums that a kernel multiplies by 1/world_size, so that NVLink's switches
+   may add; of f16, whose sums could overflow, NCCL multiplies operands by a power of two first.
+   Without cddp_kernels.cuh they are NCCL's means, which in bf16 are off by up to 0.2 % unless
+   world_size is a power of two.
    FAILURES. Two threads watch NCCL's and the device's errors, the other ranks' processes, their
    order of calls, and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
    only cddp_synchronize and cddp_barrier do, from their beginning on). Calls of ranks on different
@@ -445,7 +448,13 @@ typedef struct cddp_kernels {
   /* grad *= scratch[1], or factor if scratch is NULL */
   int (*scale)(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
                const double *scratch, void *stream);
+  /* out[count] = the canonical sum of n nodes, 1 to CDDP_NODES, of widths[i] shards each; a width's
+     sign does not count. Nodes are in the type of computing: f64, or f32 for all others. With
+     divisor 0 so is out, but the last node is of dtype; else out = sum / divisor, of dtype. */
+  int (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths, int n,
+             int divisor, size_t count, void *stream);
 } cddp_kernels;
+#define CDDP_NODES 256
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay where it is */
 
 /* COLLECTIVES. ------------------------------------------------------------------------------------
@@ -616,7 +625,9 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
    More shards than ranks: a rank that has k shards needs up to ceil(log2 k) + 1 more copies of the
    gradients, those of f16 and bf16 in f32, as sums are rounded once. Nothing is reduced while
    backward runs. Over several hosts, and with MPI, all ranks get all of these copies and add them
-   up. On GPUs it is CDDP_UNSUPPORTED: shards must be as many as ranks there.
+   up. On GPUs a rank has a copy more and needs cddp_kernels.cuh; ranks exchange copies as for an
+   all-reduce, each adds up a part and all gather the means, with NCCL also if there are as many
+   shards as ranks. The sums have the bits of the CPU's.
    With shards set, find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
    CDDP_UNSUPPORTED, whatever the number of ranks; each rank's shards are ready, or the step fails.
 
@@ -1691,6 +1702,10 @@ typedef struct cddp__ddp_memory {
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
+  /* Of more shards than ranks: see cddp__merge_nodes. */
+  cddp_result (*merge_nodes)(cddp_ddp *d, int me, int out, const int *slots, const int *widths,
+                             int count, bool clear);
+  cddp_result (*gather_shards)(cddp_ddp *d); /* all nodes of all ranks make the mean in the arena */
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
   cddp_result (*broadcast)(cddp_ddp *d, cddp_param *params, int count, int root);
   cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
@@ -12790,10 +12805,10 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
 }
 /* >>device -------------------------------------------------------------------------------------
    Groups whose ranks have GPUs. Owns: a group's device context (streams, events, communicator,
-   scratch memory, two threads). Touches: the group's slots, where each rank logs
-   its calls on device memory, and its failure. Entry points: the two backends at the end, of which
-   "nccl" gives device memory to NCCL and "cpu" takes it through the host; cddp__give_device; for
-   data parallel: cddp__issue, cddp__log_call, cddp__stream_after, cddp__device_scratch.
+   scratch memory, two threads). Touches: the group's slots, where each rank logs its calls on
+   device memory, and its failure. Entry points: cddp__device_backend at the end, which gives device
+   memory to NCCL or, with backend "cpu", takes it through the host; cddp__give_device; for data
+   parallel: cddp__issue, cddp__log_call, cddp__stream_after, cddp__device_scratch.
 
    OPERATIONS. A call is logged (number, what it was, a hash of all calls so far), issued to a
    stream, and followed there by events (cddp__track). Operations are issued one at a time
@@ -12902,6 +12917,9 @@ typedef struct cddp__device_report {
 #define CDDP__HASHES 4096 /* by how many calls ranks may be apart, a power of two */
 #ifndef CDDP__COMM_FROM
 #define CDDP__COMM_FROM 2 /* ranks from which on a group has a communicator; tests say 1 */
+#endif
+#ifndef CDDP__SHARD_PIECE
+#define CDDP__SHARD_PIECE ((size_t)8 << 20) /* elements of gradients whose nodes go round at once */
 #endif
 #ifndef CDDP__WARM_UP
 #define CDDP__WARM_UP ((size_t)8 << 20) /* bytes of the largest operation of a warm-up */
@@ -13665,17 +13683,19 @@ static int cddp__power_of_two(int n) {
 
 /* What NCCL is asked for to form c's result, and by what that is to be multiplied. NCCL's own mean
    multiplies by 1/n before it adds, in the operands' type: in bf16 and f16 1/n is off by up to
-   0.2 % unless n is a power of two. There NCCL adds and a kernel multiplies by 1/n in f32. A sum in
-   f16 may pass 65,504: NCCL halves its operands k times first, which is exact, with 2^k at least n,
-   and the kernel multiplies by 2^k/n. A model's gradients: see cddp__gpu_reduce_bucket. */
+   0.2 % unless n is a power of two, and NVLink's switches, which only add, take no part. So NCCL
+   adds and a kernel multiplies by 1/n. A sum in f16 may pass 65,504: NCCL halves its operands k
+   times first, which is exact, with 2^k at least n, and the kernel multiplies by 2^k/n. A model's
+   gradients: see cddp__gpu_reduce. */
 static ncclRedOp_t cddp__nccl_op(const cddp__device *p, const cddp__call *c, double *factor) {
   static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
   int n = p->group->size, power = cddp__power_of_two(n);
+  bool half = c->dtype == CDDP_F16;
   *factor = 1;
-  if (c->op != CDDP_AVG || p->kernels == NULL || n == power) return ops[c->op];
-  if (c->dtype != CDDP_F16 && c->dtype != CDDP_BF16) return ncclAvg;
-  *factor = (c->dtype == CDDP_F16 ? (double)power : 1.0) / n;
-  return c->dtype == CDDP_F16 ? p->comm->half_sum : ncclSum;
+  if (c->op != CDDP_AVG || p->kernels == NULL || c->dtype > CDDP_BF16 || (half && n == power))
+    return ops[c->op];
+  *factor = (half ? (double)power : 1.0) / n;
+  return half ? p->comm->half_sum : ncclSum;
 }
 
 /* The second half of c's mean, behind NCCL's. */
@@ -14708,7 +14728,10 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    >>plan); the last one may stay in the arena. Where each rank has which nodes then is known since
    creation (d->nodes). Buckets wait for the step, which takes the mean over all ranks' nodes in
    place of their arenas: cddp__reduce_shards. Ranks that do not see each other's memory gather all
-   nodes first. Rows are packed shard by shard, and merged as if each shard were a rank's.
+   nodes first. On devices all nodes lie in slots, and each rank gets all nodes of a part of the
+   arena, takes the mean of these, and all gather the parts (cddp__gpu_gather_piece); with NCCL,
+   whose own order is not the canonical one, also if shards are as many as ranks. Rows are packed
+   shard by shard, and merged as if each shard were a rank's.
    From ready() to the new weight on a host: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
    cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__fuse_parts, cddp__fuse_loop, the
    kernel.
@@ -14891,6 +14914,13 @@ static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin
   return *begin < *end;
 }
 
+/* All gradients of a dtype take a multiple of so many bytes. Ranks with GPUs that add up shards do
+   it in parts of one size. */
+static size_t cddp__dtype_granule(const cddp_ddp *d) {
+  bool parts = d->spread && d->group->backend != NULL;
+  return CDDP__CACHE_LINE * (parts ? (size_t)d->group->size : 1);
+}
+
 /* Places every parameter in the arena: dtype by dtype, last parameters first. */
 static void cddp__lay_out(cddp_ddp *d) {
   size_t pieces = 0;
@@ -14906,6 +14936,7 @@ static void cddp__lay_out(cddp_ddp *d) {
       t->room = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
       d->bytes += t->room;
     }
+    d->bytes = cddp__round_up(d->bytes, cddp__dtype_granule(d));
   }
   d->slot_bytes = d->slot_room = 2 * d->bytes - d->halves;
   for (i = 0; i < d->count; i++) {
@@ -14991,6 +15022,7 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
     range->begin = cddp__min(range->begin, t->offset);
     range->end = cddp__max(range->end, t->offset + t->room);
   }
+  range->end = cddp__round_up(range->end, cddp__dtype_granule(d));
   return range->begin < range->end;
 }
 
@@ -15015,8 +15047,8 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
 
 /* Adds up, in the slot `out`, nodes of this rank (number `me` here) that together are one. widths:
    as cddp__reduce_nodes takes them. clear: the arena becomes zero. */
-static void cddp__merge_nodes(cddp_ddp *d, int me, int out, const int *slots, const int *widths,
-                              int count, bool clear) {
+static cddp_result cddp__merge_nodes(cddp_ddp *d, int me, int out, const int *slots,
+                                     const int *widths, int count, bool clear) {
   const void *sources[CDDP__FOLD_DEPTH + 1];
   cddp__range range;
   size_t at, n;
@@ -15035,25 +15067,30 @@ static void cddp__merge_nodes(cddp_ddp *d, int me, int out, const int *slots, co
       if (clear) memset(d->mirror + at, 0, n * esize);
     }
   }
+  return CDDP_OK;
 }
 
 /* Gradients that are the program's own become zero for the next shard. */
-static void cddp__clear_own(cddp_ddp *d) {
+static cddp_result cddp__clear_own(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; i < d->count; i++)
-    if (!d->tensors[i].placed) memset(d->params[i].grad, 0, d->tensors[i].bytes);
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (!d->tensors[i].placed)
+      r = d->memory->zero(d->params[i].grad, d->tensors[i].bytes, d->group->stream);
+  return r;
 }
 
 /* The shard that has ended goes into a slot, added to those nodes with which it makes a greater
-   one, and gradients become zero for the next. The rank's last one may stay in the arena. */
-static void cddp__end_shard(cddp_ddp *d) {
+   one, and gradients become zero for the next. A host rank's last one may stay in the arena. */
+static cddp_result cddp__end_shard(cddp_ddp *d) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
   int shard = d->first_shard + d->taken - 1, merged, slot, i;
   bool last = d->taken == d->shard_count;
+  cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
   for (i = 0; d->sparse != NULL && i < d->count; i++)
     if (d->sparse[i] != NULL) d->sparse[i]->ends[d->taken - 1] = d->sparse[i]->added.n;
   merged = cddp__merges(d->starts, d->depth, shard, d->shards);
-  if (last && merged == 0) return;
+  if (last && merged == 0 && d->group->backend == NULL) return CDDP_OK;
   slot = d->depth - merged;
   CDDP_ASSERT(slot < d->slots);
   d->starts[d->depth] = shard;
@@ -15064,9 +15101,11 @@ static void cddp__end_shard(cddp_ddp *d) {
   }
   slots[merged] = -1;
   widths[merged] = 1;
-  cddp__merge_nodes(d, d->group->local_rank, slot, slots, widths, merged + 1, !last);
-  if (!last) cddp__clear_own(d);
+  if (r == CDDP_OK)
+    r = d->memory->merge_nodes(d, d->group->local_rank, slot, slots, widths, merged + 1, !last);
+  if (r == CDDP_OK && !last) r = cddp__clear_own(d);
   d->depth = slot + 1;
+  return r;
 }
 
 /* Where ranks do not see all mirrors: every rank gets all nodes and takes the mean of them, which
@@ -15702,7 +15741,8 @@ static cddp_result cddp__host_scatter(cddp_ddp *d, bool averaged, bool wrote) {
 
 static const cddp__ddp_memory cddp__host_memory = {
     NULL, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch, NULL,
-    cddp__push_bucket, cddp__reduce_bucket, cddp__await_buckets, cddp__host_broadcast, NULL,
+    cddp__push_bucket, cddp__reduce_bucket, cddp__merge_nodes, cddp__gather_shards,
+    cddp__await_buckets, cddp__host_broadcast, NULL,
     cddp__host_scale, cddp__host_clip, cddp__host_norm, cddp__host_step};
 
 #ifdef CDDP_CUDA
@@ -15784,6 +15824,76 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   return cddp__kernel_result(p->kernels->scale(d->segments, n, dtype, 1.0 / d->group->size, NULL,
                                                (void *)p->side),
                              "the kernel that scales");
+}
+
+static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int me, int out, const int *slots,
+                                         const int *widths, int count, bool clear) {
+  const void *nodes[CDDP__FOLD_DEPTH + 1];
+  cddp__range range;
+  cddp_result r = CDDP_OK;
+  int dtype, i;
+  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
+    size_t esize = cddp__dtype_size((cddp_dtype)dtype);
+    if (!cddp__range_of(d, dtype, &range)) continue;
+    for (i = 0; i < count; i++) nodes[i] = cddp__in_slot(d, me, slots[i], range.begin);
+    r = cddp__kernel_result(
+        cddp__registered_kernels->sum(cddp__in_slot(d, me, out, range.begin), (cddp_dtype)dtype,
+                                      nodes, widths, count, 0, (range.end - range.begin) / esize,
+                                      d->group->stream),
+        "the kernel that adds shards");
+    if (r == CDDP_OK && clear)
+      r = cddp__device_zero(d->arena + range.begin, range.end - range.begin, d->group->stream);
+  }
+  return r;
+}
+
+/* n elements for each rank from offset `at` of the arena on: ranks exchange their nodes, so that
+   each has all nodes of its n elements, takes the mean over the shards, and all gather the means.
+*/
+static cddp_result cddp__gpu_gather_piece(cddp_ddp *d, cddp_dtype dtype, size_t at, size_t n) {
+  cddp_dtype wide = dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32;
+  size_t ranks = (size_t)d->group->size, part = n * cddp__dtype_size(wide), k = 0;
+  char *mine = d->arena + at + (size_t)d->group->rank * n * cddp__dtype_size(dtype);
+  cddp__device *p = cddp__device_of(d->comm);
+  cudaStream_t stream = cddp__main_stream(d->group);
+  cddp__call calls[2 * CDDP__FOLD_DEPTH], means;
+  void *scratch = NULL;
+  cddp_result r = CDDP_OK;
+  int i, me = d->group->local_rank;
+  if (ranks > 1) r = cddp__device_scratch(p, (size_t)d->most_nodes * ranks * part, &scratch);
+  if (r != CDDP_OK) return r;
+  for (i = 0; i < d->most_nodes && ranks > 1; i++)
+    calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, me, i, at),
+                               (char *)scratch + (size_t)i * ranks * part, n, wide, CDDP_SUM, -1);
+  if (ranks > 1) r = cddp__issue(p, calls, d->most_nodes, stream);
+  for (i = 0; i < d->node_count; i++) {
+    k = i > 0 && d->nodes[i].rank == d->nodes[i - 1].rank ? k + 1 : 0;
+    d->sources[i] = ranks == 1 ? cddp__in_slot(d, me, (int)k, at)
+                               : (char *)scratch + (k * ranks + (size_t)d->nodes[i].rank) * part;
+  }
+  if (r == CDDP_OK)
+    r = cddp__kernel_result(cddp__registered_kernels->sum(mine, dtype, d->sources, d->widths,
+                                                          d->node_count, d->shards, n,
+                                                          d->group->stream),
+                            "the kernel that adds shards");
+  means = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, d->arena + at, n, dtype, CDDP_SUM, -1);
+  return r == CDDP_OK && ranks > 1 ? cddp__issue(p, &means, 1, stream) : r;
+}
+
+static cddp_result cddp__gpu_gather_shards(cddp_ddp *d) {
+  size_t at, n, each, ranks = (size_t)d->group->size;
+  cddp__range range;
+  cddp_result r = CDDP_OK;
+  int dtype;
+  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
+    if (!cddp__range_of(d, dtype, &range)) continue;
+    each = ranks * cddp__dtype_size((cddp_dtype)dtype);
+    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * each) {
+      n = cddp__min((range.end - at) / each, cddp__round_up(CDDP__SHARD_PIECE / ranks, 64));
+      r = cddp__gpu_gather_piece(d, (cddp_dtype)dtype, at, n);
+    }
+  }
+  return r;
 }
 
 /* Behind what is on the caller's stream now. Through the host the engine does it, which waits. */
@@ -15945,7 +16055,8 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   cddp_result r = cddp__cuda_result(
       cudaMalloc(&p, d->whole + (k != NULL ? k->scratch_bytes : 1)), "cudaMalloc of gradients");
   if (r != CDDP_OK) return r;
-  d->arena = (char *)p;
+  d->arena = d->mirrors[d->group->local_rank] = (char *)p;
+  d->slot_areas[d->group->local_rank] = d->arena + d->bytes;
   d->clip = (double *)(void *)(d->arena + d->whole);
   d->side = (void *)cddp__device_of(d->comm)->side;
   if (d->hooks != NULL) d->hooks->stream = d->side;
@@ -15967,9 +16078,9 @@ static void cddp__gpu_free(cddp_ddp *d) {
 
 static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
-    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_fence,
-    cddp__gpu_broadcast, cddp__gpu_place_rows, cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm,
-    cddp__gpu_step};
+    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
+    cddp__gpu_gather_shards, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
+    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step};
 
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
@@ -16070,7 +16181,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   }
   if (d->elastic != NULL) return cddp__elastic_next(d, shard);
   if (d->taken > 0) {
-    cddp__end_shard(d);
+    cddp_result r = cddp__end_shard(d);
+    if (r != CDDP_OK) (void)cddp__give_up(d, r);
+    if (r != CDDP_OK) return false;
     cddp__arm(d);
   }
   *shard = d->first_shard + d->taken++;
@@ -16276,7 +16389,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 #ifdef CDDP_CUDA
   d->sums = stepping && d->side != NULL && !cddp__device_of(d->comm)->staged &&
             cddp__device_of(d->comm)->kernels != NULL && d->desc.comm_hook == NULL &&
-            d->group->size > 1 && !(d->desc.max_grad_norm > 0);
+            d->group->size > 1 && !(d->desc.max_grad_norm > 0) && !d->spread;
 #endif
   d->present = d->active_count;
   d->taken = d->depth = 0;
@@ -16429,7 +16542,7 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
 /* What follows the meeting of a step, or (s NULL) of a wait or reduce_scatter, on ranks that have
    joined too. */
 static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
-  bool gathers = d->spread && d->group->carrier->average != NULL;
+  bool gathers = d->spread && (d->group->carrier->average != NULL || d->group->backend != NULL);
   bool waits = kind == CDDP__KIND_DDP_WAIT; /* all ranks get all of the mean */
   bool averaged = waits || d->early || gathers, wrote = missing > 0 && !averaged;
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
@@ -16437,7 +16550,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
   while (r == CDDP_OK && waits && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
-    r = gathers ? cddp__gather_shards(d) : cddp__finish_buckets(d, s != NULL);
+    r = gathers ? d->memory->gather_shards(d) : cddp__finish_buckets(d, s != NULL);
     wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   }
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
@@ -16477,9 +16590,11 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
                    "cddp_ddp_next_shard until it returns false",
                    d->group->rank, d->shard_count - d->taken, d->shard_count);
   } else {
-    if (d->spread && d->arrived == d->count) cddp__end_shard(d); /* else the meeting will fail */
-    r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
-                       &missing);
+    r = d->spread && d->arrived == d->count ? cddp__end_shard(d) /* else the meeting will fail */
+                                            : CDDP_OK;
+    if (r == CDDP_OK)
+      r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
+                         &missing);
   }
   r = r == CDDP_OK ? cddp__finish(d, kind, s, missing) : cddp__give_up(d, r);
   cddp__record_finish(d->control, record, r);
@@ -16708,11 +16823,13 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->meets = g->backend == NULL || cddp__device_of(g)->staged;
 #endif
   d->shards = desc->shards > g->size ? desc->shards : g->size;
-  d->spread = d->shards > g->size && !desc->elastic;
+  d->spread = !desc->elastic && /* NCCL's own order is not the canonical one */
+              (d->shards > g->size || (desc->shards > 0 && !d->meets));
   cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
   for (i = 0; i < g->size && !desc->elastic; i++) {
     nodes = cddp__plan_nodes(d->shards, g->size, i, d->nodes + d->node_count,
                              d->widths + d->node_count, &slots);
+    if (g->backend != NULL) slots = nodes > slots ? nodes : slots; /* all nodes lie in them */
     d->node_count += nodes;
     d->most_nodes = nodes > d->most_nodes ? nodes : d->most_nodes;
     d->slots = slots > d->slots ? slots : d->slots;
@@ -16767,10 +16884,16 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
                       "shards, in one order",
                       other);
-  if (d->spread && d->group->backend != NULL)
+#ifdef CDDP_CUDA
+  if (d->spread && d->group->backend != NULL && cddp__device_of(d->group)->kernels == NULL)
     return cddp__fail(CDDP_UNSUPPORTED,
-                      "shards in cddp_ddp_desc is %d for %d ranks; on GPUs a rank has one shard",
-                      d->desc.shards, d->group->size);
+                      "shards on a GPU need cddp's kernels on every rank: include cddp_kernels.cuh "
+                      "in one .cu file");
+#endif
+  if (d->spread && d->group->backend != NULL && d->node_count > CDDP_NODES)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "%d shards on %d ranks leave %d sums of shards to add, on GPUs at most %d",
+                      d->shards, d->group->size, d->node_count, CDDP_NODES);
   return CDDP_OK;
 }
 
@@ -20473,7 +20596,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
-              Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps).
+              Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps),
+              on CPUs and on GPUs.
               cddp_spawn_elastic and cddprun --elastic: a rank that fails is started again.
               CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
@@ -20483,7 +20607,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
               one kernel; momentum is allocated with the cddp_optim and never moves; no host waits
-              for another in a step; memory is not registered with NCCL.
+              for another in a step; memory is not registered with NCCL. Means are sums that a
+              kernel divides.
               file:// ends with the process that opened it first, honours the secret, and trusts
               no link and no other user's file.
      Gone     cddp_launch: fork and exec examples/cddprun.c, whose options are its desc.

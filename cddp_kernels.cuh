@@ -35,8 +35,8 @@
    double[2] in device memory: the mean loss and the number of rows classified correctly are ADDED
    to it, so that a loop reads it back once an epoch; zero it with cudaMemsetAsync.
 
-   CONTENTS  >>declarations  >>primitives  >>segments (SGD, AdamW, scale)  >>sums  >>arrays
-             >>layers  >>table */
+   CONTENTS  >>declarations  >>primitives  >>segments (SGD, AdamW, scale)  >>shards  >>sums
+             >>arrays  >>layers  >>table */
 
 #ifndef CDDP_KERNELS_CUH
 #define CDDP_KERNELS_CUH
@@ -738,6 +738,97 @@ extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype 
   return cddp__cu_scale(s, n, dtype, 1, scratch, stream);
 }
 
+/* >>shards ---------------------------------------------------------------------------------------
+   The canonical sum of nodes. Works as follows: a node's elements are pushed onto a stack, and the
+   two last sums are merged as often as the host has found out: while they are equally wide, or no
+   node is left. */
+
+enum { CDDP__CU_DEPTH = 16 };
+
+typedef struct cddp__cu_nodes {
+  const void *at[CDDP_NODES];
+  unsigned char merges[CDDP_NODES]; /* once this node is there */
+  int count;
+  bool packed;
+  size_t elements;
+  double divisor; /* 0: there is none */
+} cddp__cu_nodes;
+
+template <typename T, size_t N>
+static __device__ void cddp__cu_widen(typename cddp__cu_type<T>::C *to, const void *from,
+                                      size_t i) {
+  cddp__cu_pack<T, N> p = ((const cddp__cu_pack<T, N> *)from)[i];
+  CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++) to[e] = cddp__cu_load(p.v[e]);
+}
+
+/* Pack i of N elements; the last node's are of type Last. */
+template <typename Out, typename Last, size_t N>
+static __device__ void cddp__cu_sum_pack(const cddp__cu_nodes &s, void *out, size_t i) {
+  typedef typename cddp__cu_type<Out>::C C;
+  C sums[CDDP__CU_DEPTH][N];
+  cddp__cu_pack<Out, N> result;
+  int top = 0;
+  for (int k = 0; k < s.count; k++, top++) {
+    if (k < s.count - 1) cddp__cu_widen<C, N>(sums[top], s.at[k], i);
+    else cddp__cu_widen<Last, N>(sums[top], s.at[k], i);
+    for (int m = s.merges[k]; m > 0; m--, top--) {
+      CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++)
+        sums[top - 1][e] = cddp__cu_add(sums[top - 1][e], sums[top][e]);
+    }
+  }
+  CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++) {
+    C x = sums[0][e];
+    result.v[e] = cddp__cu_store<Out>(s.divisor != 0 ? cddp__cu_div(x, (C)s.divisor) : x);
+  }
+  ((cddp__cu_pack<Out, N> *)out)[i] = result;
+}
+
+template <typename Out, typename Last>
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_sum_kernel(const cddp__cu_nodes s, void *out) {
+  const size_t N = 16 / sizeof(typename cddp__cu_type<Out>::C);
+  size_t packs = s.packed ? s.elements / N : 0, i;
+  for (i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads())
+    cddp__cu_sum_pack<Out, Last, N>(s, out, i);
+  for (i = packs * N + cddp__cu_thread(); i < s.elements; i += cddp__cu_all_threads())
+    cddp__cu_sum_pack<Out, Last, 1>(s, out, i);
+}
+
+template <typename T>
+static cudaError_t cddp__cu_sum_as(void *out, const cddp__cu_nodes &s, cudaStream_t stream) {
+  typedef typename cddp__cu_type<T>::C C;
+  dim3 blocks(cddp__cu_blocks(s.elements, CDDP__CU_THREADS * (16 / sizeof(C)), 8192));
+  if (s.divisor != 0)
+    return cddp__cu_launch(cddp__cu_sum_kernel<T, C>, blocks, CDDP__CU_THREADS, stream, s, out);
+  return cddp__cu_launch(cddp__cu_sum_kernel<C, T>, blocks, CDDP__CU_THREADS, stream, s, out);
+}
+
+static cudaError_t cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes,
+                                const int *widths, int n, int divisor, size_t count,
+                                cudaStream_t stream) {
+  int sizes[CDDP__CU_DEPTH], depth = 0;
+  cddp__cu_nodes s;
+  if (count == 0) return cudaSuccess;
+  if (out == NULL || nodes == NULL || widths == NULL || n < 1 || n > CDDP_NODES || divisor < 0)
+    return cudaErrorInvalidValue;
+  memset((void *)&s, 0, sizeof s);
+  s.count = n;
+  s.elements = count;
+  s.divisor = (double)divisor;
+  s.packed = (uintptr_t)out % 16 == 0;
+  for (int i = 0; i < n; i++) {
+    if (depth == CDDP__CU_DEPTH || nodes[i] == NULL) return cudaErrorInvalidValue;
+    s.at[i] = nodes[i];
+    s.packed = s.packed && (uintptr_t)nodes[i] % 16 == 0;
+    sizes[depth++] = widths[i] < 0 ? -widths[i] : widths[i];
+    for (; depth > 1 && (i == n - 1 || sizes[depth - 1] == sizes[depth - 2]); depth--) {
+      sizes[depth - 2] += sizes[depth - 1];
+      s.merges[i]++;
+    }
+  }
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sum_as, out, s, stream);
+}
+
 /* >>sums -----------------------------------------------------------------------------------------
    Works as follows: each block leaves its sum in scratch (block b at 2 + b), a second launch of one
    block adds these up. How many blocks there are depends on the sizes alone, not on the device. */
@@ -1172,15 +1263,21 @@ static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype, 
   return (int)cddp__cu_scale(s, n, dtype, factor, scratch, (cudaStream_t)stream);
 }
 
+static int cddp__cu_table_sum(void *out, cddp_dtype dtype, const void *const *nodes,
+                              const int *widths, int n, int divisor, size_t count, void *stream) {
+  return (int)cddp__cu_sum(out, dtype, nodes, widths, n, divisor, count, (cudaStream_t)stream);
+}
+
 /* A kernel's first launch waits for the device, for others' calls of CUDA in its way, and voids a
    stream capture: what cddp.h launches is loaded before. */
 static int cddp__cu_table_load(void) {
   double room[2] = {0, 0};
   cddp_segment s = {room, room, room, 1};
+  const void *node = room;
   void *copy = room;
   cddp_sgd_desc rule;
   cddp_adamw_step adamw;
-  int e = 0;
+  int e = 0, width = 1;
   memset((void *)&rule, 0, sizeof rule);
   memset((void *)&adamw, 0, sizeof adamw);
   cddp__cu_loads = true;
@@ -1199,6 +1296,8 @@ static int cddp__cu_table_load(void) {
       e |= cddp_cuda_convert(room, (cddp_dtype)to, room, dtype, 1, NULL);
     e |= cddp__cu_scale(&s, 1, dtype, 1, NULL, NULL);
     e |= cddp_cuda_squares(&s, 1, dtype, room, true, NULL);
+    for (int divisor = 0; divisor < 2; divisor++)
+      e |= cddp__cu_sum(room, dtype, &node, &width, 1, divisor, 1, NULL);
   }
   e |= cddp_cuda_copies(&s, &copy, 1, CDDP_F16, NULL);
   e |= cddp_cuda_copies(&s, &copy, 1, CDDP_BF16, NULL);
@@ -1211,7 +1310,7 @@ static const cddp_kernels cddp__cu_table = {
     CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_load,
     cddp__cu_table_sgd,     cddp__cu_table_adamw,    cddp__cu_table_copies,
     cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor,
-    cddp__cu_table_scale};
+    cddp__cu_table_scale,   cddp__cu_table_sum};
 
 static struct cddp__cu_registers {
   cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }

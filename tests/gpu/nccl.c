@@ -6,6 +6,7 @@
 #define CDDP__LEFT_S left_s
 #define CDDP__WARM_UP ((size_t)1 << 18)
 #define CDDP__COMM_FROM comm_from
+#define CDDP__SHARD_PIECE ((size_t)700)
 static double left_s = 2; /* a rank sets its own */
 static int comm_from = 2;
 #include "../../cddp.h"
@@ -421,7 +422,12 @@ typedef struct backward {
 static void backward_run(void *arg) {
   const backward *b = (const backward *)arg;
   size_t i;
-  for (i = 0; i < b->count; i++) {
+  for (i = 0; b->data == NULL && i < b->count; i++) { /* many digits: sums depend on their order */
+    uint64_t h = ranks_mix(b->seed, i, 9);
+    double x = ((double)(h >> 11) * 0x1p-52 - 1) * (double)(1 << (h & 7));
+    ranks_store(b->dtype, b->grad, i, ranks_load(b->dtype, b->grad, i) + x);
+  }
+  for (i = 0; b->data != NULL && i < b->count; i++) {
     double noise = (double)(int64_t)(ranks_mix(b->seed, i, 5) % 17) / 8 - 1;
     double g = 0.25 * ranks_load(b->dtype, b->data, i) + noise;
     ranks_store(b->dtype, b->grad, i, ranks_load(b->dtype, b->grad, i) + g);
@@ -1587,9 +1593,118 @@ static int refusals(cddp_group *g, void *arg) {
   return 0;
 }
 
-/* On devices a rank has one shard. */
-static int shards(cddp_group *g, void *arg) {
-  int rank = cddp_rank(g), step, shard = -1;
+/* Shards: what is left of training with S of them on n ranks is one hash for each S. */
+enum { SHARD_PARAMS = 6, SHARD_STEPS = 4, MOST_SHARDS = 8 };
+
+typedef struct sharding {
+  bool cpu, sparse;
+  uint64_t *hashes; /* [ranks][MOST_SHARDS + 1] */
+} sharding;
+
+static void shard_backward(const sharding *c, cddp_group *g, cddp_ddp *d, cddp_param *p,
+                           uint64_t seed) {
+  cudaStream_t s = c->cpu ? (cudaStream_t)-1 : (cudaStream_t)cddp_stream(g);
+  float values[6 * 10];
+  int64_t rows[6];
+  size_t i;
+  int k;
+  for (k = SHARD_PARAMS - 1; k >= 0; k--) {
+    cddp_param bare = p[k];
+    bare.data = NULL;
+    if (bare.grad != NULL) backward_on(s, &bare, ranks_mix(seed, (uint64_t)k, 1));
+    for (i = 0; i < 60; i++) values[i] = (float)ranks_mix(seed, i, 4) * 0x1p-63f - 1;
+    for (i = 0; i < 6; i++) rows[i] = (int64_t)(ranks_mix(seed, i, 5) % 7);
+    if (c->sparse && k == 1) CHECK_OK(cddp_ddp_add_rows(d, 1, rows, values, 1 + seed % 6));
+    CHECK_OK(cddp_ddp_ready(d, k));
+  }
+}
+
+static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
+  static const size_t counts[SHARD_PARAMS] = {3001, 70, 1, 700, 900, 0};
+  static const cddp_dtype dtypes[SHARD_PARAMS] = {CDDP_F32, CDDP_F32, CDDP_F64,
+                                                  CDDP_F16, CDDP_BF16, CDDP_F32};
+  size_t rows[SHARD_PARAMS] = {0, 7, 0, 0, 0, 0}, i;
+  uint64_t hash = 1;
+  double host[3001];
+  plan memory;
+  cddp_param p[SHARD_PARAMS];
+  cddp_ddp_desc desc;
+  cddp_sgd_desc rule;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  int step, k, shard = -1;
+  memset(&memory, 0, sizeof memory);
+  memset(&desc, 0, sizeof desc);
+  memset(&rule, 0, sizeof rule);
+  memset(p, 0, sizeof p);
+  memory.cpu = c->cpu;
+  for (k = 0; k < SHARD_PARAMS; k++) {
+    p[k].count = counts[k];
+    p[k].dtype = dtypes[k];
+    p[k].data = plan_memory(&memory, counts[k] * cddp_dtype_size(dtypes[k]));
+    if (k == 3) p[k].grad = plan_memory(&memory, counts[k] * cddp_dtype_size(dtypes[k]));
+  }
+  if (!c->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  desc.shards = count;
+  if (c->sparse) desc.sparse_rows = rows;
+  rule.lr = 0.01;
+  rule.momentum = 0.9;
+  CHECK_OK(cddp_ddp_create(&d, g, p, SHARD_PARAMS, &desc));
+  rule.ddp = d;
+  CHECK_OK(cddp_sgd_create(&s, p, SHARD_PARAMS, &rule));
+  for (step = 0; step < SHARD_STEPS; step++) {
+    CHECK_EQ(cddp_ddp_steps(d), step);
+    while (cddp_ddp_next_shard(d, &shard))
+      shard_backward(c, g, d, p, (uint64_t)(100 * step + shard));
+    if (step % 2 == 0) {
+      CHECK_OK(cddp_ddp_step(d, s));
+    } else {
+      CHECK_OK(cddp_ddp_wait(d));
+      CHECK_OK(cddp_optim_step(s));
+      CHECK_OK(cddp_optim_zero_grad(s));
+    }
+  }
+  for (k = 0; k < SHARD_PARAMS; k++) {
+    size_t bytes = counts[k] * cddp_dtype_size(dtypes[k]);
+    if (c->cpu) memcpy(host, p[k].data, bytes);
+    else if (bytes > 0) to_host(g, host, p[k].data, bytes);
+    for (i = 0; i < bytes; i++) hash = ranks_mix(hash, ((unsigned char *)host)[i], i);
+  }
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  for (k = 0; k < SHARD_PARAMS; k++) plan_release(&memory, p[k].data);
+  plan_release(&memory, p[3].grad);
+  return hash;
+}
+
+static int train_shards(cddp_group *g, void *arg) {
+  const sharding *c = (const sharding *)arg;
+  int count;
+  for (count = cddp_world_size(g); count <= MOST_SHARDS; count++)
+    c->hashes[cddp_rank(g) * (MOST_SHARDS + 1) + count] = hash_shards(c, g, count);
+  return 0;
+}
+
+static void check_shards(const sharding *want, int n, const char *hosts, const char *backend) {
+  size_t bytes = (size_t)n * (MOST_SHARDS + 1) * sizeof(uint64_t);
+  sharding c = *want;
+  int rank, count;
+  c.cpu = false;
+  c.hashes = (uint64_t *)ranks_shared(bytes);
+  CHECK_OK(hosts != NULL ? run_on(hosts, train_shards, &c, backend)
+                         : run(train_shards, &c, n, backend));
+  for (rank = 0; rank < n; rank++)
+    for (count = n; count <= MOST_SHARDS; count++)
+      if (c.hashes[rank * (MOST_SHARDS + 1) + count] != want->hashes[count])
+        test_fail(__FILE__, __LINE__, "%d shards: rank %d of %d on %s has other bits", count, rank,
+                  n, backend != NULL ? backend : "nccl");
+  munmap(c.hashes, bytes);
+}
+
+/* What shards need, and what a step with them needs. */
+static int shards_refused(cddp_group *g, void *arg) {
+  const cddp_kernels *kernels = cddp__device_of(g)->kernels;
+  int rank = cddp_rank(g), shard = -1;
   cddp_ddp_desc desc;
   cddp_sgd_desc rule;
   cddp_ddp *d = NULL;
@@ -1601,20 +1716,19 @@ static int shards(cddp_group *g, void *arg) {
   rule.lr = 0.1;
   model_of(g, p, 2, 64);
   desc.shards = cddp_world_size(g) + 1;
+  cddp__device_of(g)->kernels = NULL;
   CHECK_IS(cddp_ddp_create(&d, g, p, 2, &desc), CDDP_UNSUPPORTED);
-  CHECK(strstr(cddp_error(), "on GPUs") != NULL);
+  CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
+  cddp__device_of(g)->kernels = kernels;
   desc.shards--;
   CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
   CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
-  for (step = 0; step < 3; step++) {
-    CHECK_EQ(cddp_ddp_steps(d), step);
-    CHECK(cddp_ddp_next_shard(d, &shard));
-    CHECK_EQ(shard, rank);
-    CHECK_OK(cddp_ddp_ready(d, 0));
-    CHECK_OK(cddp_ddp_ready(d, 1));
-    CHECK(!cddp_ddp_next_shard(d, &shard));
-    CHECK_OK(cddp_ddp_step(d, s));
-  }
+  CHECK(cddp_ddp_next_shard(d, &shard));
+  CHECK_EQ(shard, rank);
+  CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_ddp_ready(d, 1));
+  CHECK(!cddp_ddp_next_shard(d, &shard));
+  CHECK_OK(cddp_ddp_step(d, s));
   CHECK_OK(cddp_barrier(g)); /* with NCCL ranks do not wait for each other in a step */
   CHECK_IS(cddp_ddp_step(d, s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "shards of this step") != NULL);
@@ -1624,9 +1738,32 @@ static int shards(cddp_group *g, void *arg) {
   return 0;
 }
 
+static void test_shards(void) {
+  sharding want;
+  int n, count;
+  memset(&want, 0, sizeof want);
+  want.hashes = (uint64_t *)ranks_shared((MOST_SHARDS + 1) * sizeof *want.hashes);
+  for (n = 0; n < 2; n++) {
+    want.sparse = n == 1;
+    want.cpu = true;
+    CHECK_OK(ranks_run(train_shards, &want, 1, false));
+    for (count = 2; count <= MOST_SHARDS; count++)
+      CHECK(want.hashes[count] != want.hashes[count - 1]);
+    check_shards(&want, 2, NULL, "cpu");
+    if (n == 0 || !RANKS_SLOW) check_shards(&want, 3, NULL, NULL);
+    if (n == 1) check_shards(&want, 3, "aba", NULL);
+    if (n == 1) continue;
+    check_shards(&want, 1, NULL, NULL);
+    check_shards(&want, 2, NULL, NULL);
+    check_shards(&want, 4, NULL, NULL);
+    check_shards(&want, 1, NULL, "cpu");
+    check_shards(&want, 3, NULL, "cpu");
+  }
+  CHECK_OK(run(shards_refused, NULL, 2, NULL));
+  CHECK_OK(run(shards_refused, NULL, 2, "cpu"));
+}
+
 static void test_steps(void) {
-  CHECK_OK(run(shards, NULL, 2, NULL));
-  CHECK_OK(run(shards, NULL, 2, "cpu"));
   CHECK_OK(run(unwaiting, NULL, 2, NULL));
   CHECK_OK(run(frugal, NULL, 1, NULL));
   CHECK_OK(run(frugal, NULL, 2, NULL));
@@ -2589,6 +2726,7 @@ int main(void) {
   RUN(test_graph);
   RUN(test_training_staged);
   RUN(test_steps);
+  RUN(test_shards);
   RUN(test_leaving);
   RUN(test_threads);
   RUN(test_no_device);
