@@ -802,6 +802,7 @@ struct cddp_sgd_desc {
   cddp_dtype copy_dtype; /* of all copies: CDDP_F16 or CDDP_BF16 */
   const double *lr_scales;     /* [count] each parameter's rate is lr times this; NULL: all 1 */
   const double *weight_decays; /* [count] each parameter's own; NULL: weight_decay for all */
+  bool master_weights; /* of f16 and bf16 parameters; see MIXED PRECISION */
 };
 
 typedef struct cddp_adamw_desc {
@@ -817,6 +818,7 @@ typedef struct cddp_adamw_desc {
   cddp_dtype copy_dtype;
   const double *lr_scales;
   const double *weight_decays;
+  bool master_weights;
 } cddp_adamw_desc;
 
 /* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
@@ -825,19 +827,27 @@ typedef struct cddp_adamw_desc {
    doubles, lr_scales and weight_decays, such as no decay for vectors and half the rate for an
    embedding; cddp_optim_set_lr changes the rate of all of them. The arrays are copied.
    MIXED PRECISION. Forward and backward read f16 or bf16 weights, while the optimizer works on f32
-   master weights: params hold the masters and f32 gradients, which are reduced in f32 as ever;
-   copies[i], of count elements in the same kind of memory as data, is what the model reads.
-   Creation, cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with desc.optim) write
-   data, rounded to the nearest, to it. Checkpoints have the masters. The array is copied, the
-   memory must stay. */
+   master weights. Which of two ways depends on what the gradients are:
+     copies          params hold the masters and f32 gradients, which are reduced in f32. copies[i],
+                     of count elements in the same kind of memory as data, is what the model reads.
+                     Creation, cddp_optim_step, cddp_ddp_step, cddp_ddp_join and cddp_load (with
+                     desc.optim) write data, rounded to the nearest, to it. Checkpoints have the
+                     masters. The array is copied, the memory must stay.
+     master_weights  params hold f16 or bf16 weights and gradients of that type, which are added up
+                     in f32 and rounded once (NCCL: as NCCL does). The optimizer keeps the masters,
+                     and f32 states, as states of its own: with cddp_ddp_step each rank has its
+                     share of them, and 2 bytes a weight go to the ranks instead of 4. Masters begin
+                     as the weights at the first step, and anew after cddp_optim_write_copies, to be
+                     called when data was changed by your own hand. In a checkpoint they are
+                     optimizer.master.NAME. f32 and f64 parameters beside these have none. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc);
 
 /* torch.optim.AdamW's arithmetic: f32 has the bits of its fused CPU kernel, on every machine. What
    has been said of cddp_sgd_create holds here too. Each parameter counts its own steps, those in
-   which a rank used it. Parameters are f32 or f64: f16 and bf16 are CDDP_UNSUPPORTED but as copies,
-   and so are sparse gradients, as in PyTorch. In a checkpoint the state of parameter NAME is
+   which a rank used it. f16 and bf16 parameters without master_weights are CDDP_UNSUPPORTED, and so
+   are sparse gradients, as in PyTorch. In a checkpoint the state of parameter NAME is
    optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
@@ -848,7 +858,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);              /* updates data
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
 CDDPDEF double cddp_optim_lr(const cddp_optim *s);
-/* Writes the copies after a change of data by your own hand. Local. */
+/* After a change of data by your own hand: writes the copies, lets masters begin anew. Local. */
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
 CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
@@ -10618,6 +10628,9 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
     f.n = cddp__min(most, c->count - f.begin);
     r = cddp__run_chunk(&f, direct);
   }
+  /* its last chunk is collected from the scratch of others, who may leave after this call */
+  if (r == CDDP_OK && c->kind == CDDP__KIND_ALL_GATHER && x->max_locals > 1)
+    r = cddp__piece_round(g, c);
   return cddp__exit(g, r);
 }
 
@@ -12077,18 +12090,20 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
    parameter (arrays as long as it), the scalars of a step, and a function that steps one block.
    What is done to an element depends on nothing but its own values and the scalars, so that any
    piece of a parameter may be stepped on its own. Scalars are computed in double and rounded once
-   to the type of the arithmetic. SGD: every a + s * b is one fused multiply-add, as in PyTorch's
-   AVX2 kernels. f16 and bf16 compute each operation in f32 and round its result, as PyTorch's
-   vector loops do; its scalar loops, which take the last elements of each thread's chunk of bf16,
-   round the product too. AdamW: the operations of PyTorch's fused CPU kernel, see
-   CDDP__ADAMW_STEP; powers of beta1 and beta2 are products, as pow differs from libm to libm. */
+   to the type of the arithmetic. With master_weights f16 and bf16 are that of weights and gradients
+   only: all else is f32, and each block of weights is rounded from its master. SGD: every a + s * b
+   is one fused multiply-add, as in PyTorch's AVX2 kernels. f16 and bf16 compute each operation in
+   f32 and round its result, as PyTorch's vector loops do; its scalar loops, which take the last
+   elements of each thread's chunk of bf16, round the product too. AdamW: the operations of
+   PyTorch's fused CPU kernel, see CDDP__ADAMW_STEP; powers of beta1 and beta2 are products, as pow
+   differs from libm to libm. */
 
 typedef struct cddp__update cddp__update;
 
 /* The settings of all optimizers, of which each has its own. */
 typedef struct cddp__settings {
   double lr, weight_decay, momentum, dampening, beta1, beta2, eps;
-  bool nesterov, maximize, amsgrad;
+  bool nesterov, maximize, amsgrad, master_weights;
   const double *lr_scales, *weight_decays;
   cddp_ddp *ddp;
   void *stream;
@@ -12120,7 +12135,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   cddp__settings desc; /* lr may change */
   uint64_t settings, check; /* hashes without lr, with it; never 0; bit 0 is clear */
   uint64_t paired;     /* id of the cddp_ddp that it was last found to suit; 0: none */
-  int states;          /* of each parameter */
+  int states;          /* of each parameter; with master_weights the last one is its master */
   void **state;        /* [states][count] each as long as its parameter; NULL: none yet */
   float *steps;        /* [count] that the parameter has taken, as PyTorch counts them; 0: its
                           states have no value */
@@ -12133,15 +12148,19 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
   double *lr_scales, *weight_decays;  /* [count] */
   bool *launched;                     /* [count] scratch of a step on a device */
+  bool *fresh;                        /* [count] the master is to begin as the weights are */
 };
 
 /* One step of one parameter. */
 struct cddp__update {
   const cddp__algorithm *algorithm;
   const cddp__kernels *kernels; /* by dtype */
-  cddp_dtype dtype;
+  cddp_dtype stored; /* type of the weights and gradients */
+  cddp_dtype dtype;  /* of the states, and of each result: stored, or with a master f32 */
   cddp__scalars scalars;
   char *states[CDDP__STATES]; /* where they begin; NULL: there is none */
+  char *master;               /* likewise */
+  bool fresh;                 /* it is to begin as the weights are */
   /* Does a data-parallel step of an f32 parameter in one loop; NULL: not this one. */
   void (*loop)(const cddp__fused_args *args, int ranks, size_t n);
 };
@@ -12157,7 +12176,7 @@ static void cddp__sgd_begin(const cddp_optim *o, int i, cddp__update *u) {
   s->take = 1.0 - o->desc.dampening;
   s->nesterov = o->desc.nesterov;
   s->first = o->steps[i] == 0;
-  if (o->states > 0 && !s->nesterov && !s->first) u->loop = u->kernels[CDDP_F32].sgd_loop;
+  if (s->keep != 0 && !s->nesterov && !s->first) u->loop = u->kernels[CDDP_F32].sgd_loop;
 }
 
 static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
@@ -12295,15 +12314,35 @@ static const cddp__algorithm cddp__adamw = {
 
 /* --- a step of a piece of a parameter, whatever the optimizer --- */
 
-/* The step that parameter i takes next. */
-static cddp__update cddp__update_of(const cddp_optim *o, int i) {
+static cddp_dtype cddp__state_type(const cddp_optim *o, int i) {
+  cddp_dtype dtype = o->params[i].dtype;
+  return o->desc.master_weights ? cddp__compute_type(dtype) : dtype;
+}
+
+/* State k is its master. */
+static bool cddp__is_master(const cddp_optim *o, int k) {
+  return o->desc.master_weights && k == o->states - 1;
+}
+
+static bool cddp__has_state(const cddp_optim *o, int k, int i) {
+  return !cddp__is_master(o, k) || cddp__dtype_half(o->params[i].dtype);
+}
+
+/* The step that parameter i takes next, with states that begin at state[k * stride]. */
+static cddp__update cddp__update_of(const cddp_optim *o, int i, void *const *state, int stride) {
   cddp__update u;
   int k;
   memset(&u, 0, sizeof u);
   u.algorithm = o->algorithm;
   u.kernels = cddp__pick_kernels();
-  u.dtype = o->params[i].dtype;
-  for (k = 0; k < o->states; k++) u.states[k] = (char *)o->state[k * o->count + i];
+  u.stored = o->params[i].dtype;
+  u.dtype = cddp__state_type(o, i);
+  u.fresh = o->fresh[i];
+  for (k = 0; k < o->states; k++) {
+    char *at = (char *)state[k * stride];
+    if (!cddp__is_master(o, k)) u.states[k] = at;
+    else if (cddp__has_state(o, k, i)) u.master = at;
+  }
   o->algorithm->begin(o, i, &u);
   return u;
 }
@@ -12326,10 +12365,20 @@ static void cddp__half_block(const cddp__update *u, void *weights, const void *g
     if (states[k] != NULL) u->kernels[u->dtype].narrow(states[k], wide[2 + k], n);
 }
 
-/* Steps n elements, whose states are `at` bytes behind the beginning of those of u. */
-static void cddp__update_run(const cddp__update *u, size_t at, void *weights, const void *gradient,
-                             size_t n) {
-  size_t esize = cddp__dtype_size(u->dtype), done, m;
+/* A block of F16 or BF16 with a master, which is stepped in their place. */
+static void cddp__master_block(const cddp__update *u, void *master, void *weights,
+                               const void *gradient, void *const *states, size_t n) {
+  float wide[CDDP__BLOCK_BYTES / sizeof(float)];
+  if (u->fresh) u->kernels[u->stored].widen((cddp__f32 *)master, weights, n);
+  u->kernels[u->stored].widen(wide, gradient, n);
+  u->algorithm->block(u, master, wide, states, n);
+  u->kernels[u->stored].narrow(weights, (cddp__f32 *)master, n);
+}
+
+/* Steps n elements, whose states are those of u from element `first` on. */
+static void cddp__update_run(const cddp__update *u, size_t first, void *weights,
+                             const void *gradient, size_t n) {
+  size_t esize = cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype), done, m;
   size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(u->dtype));
   void *states[CDDP__STATES];
   int k;
@@ -12338,8 +12387,10 @@ static void cddp__update_run(const cddp__update *u, size_t at, void *weights, co
     const char *g = (const char *)gradient + done * esize;
     m = cddp__min(block, n - done);
     for (k = 0; k < CDDP__STATES; k++)
-      states[k] = u->states[k] != NULL ? u->states[k] + at + done * esize : NULL;
-    if (cddp__dtype_half(u->dtype)) cddp__half_block(u, p, g, states, m);
+      states[k] = u->states[k] != NULL ? u->states[k] + (first + done) * size : NULL;
+    if (u->master != NULL)
+      cddp__master_block(u, u->master + (first + done) * size, p, g, states, m);
+    else if (cddp__dtype_half(u->dtype)) cddp__half_block(u, p, g, states, m);
     else u->algorithm->block(u, p, g, states, m);
   }
 }
@@ -12482,12 +12533,12 @@ static cddp_result cddp__write_copies(cddp_optim *o) {
 /* A parameter with a dense gradient; its copy while the new weights are in the cache. */
 static void cddp__optim_dense(cddp_optim *o, int i) {
   const cddp_param *p = &o->params[i];
-  cddp__update u = cddp__update_of(o, i);
+  cddp__update u = cddp__update_of(o, i, o->state + i, o->count);
   size_t size = cddp__dtype_size(p->dtype), at, n;
   bool copied = o->copies != NULL && o->copies[i] != NULL;
   for (at = 0; at < p->count; at += n) {
     n = copied ? cddp__min(p->count - at, (size_t)CDDP__BLOCK_BYTES / sizeof(float)) : p->count;
-    cddp__update_run(&u, at * size, (char *)p->data + at * size, (char *)p->grad + at * size, n);
+    cddp__update_run(&u, at, (char *)p->data + at * size, (char *)p->grad + at * size, n);
     cddp__optim_copy(o, i, at, n);
   }
 }
@@ -12496,13 +12547,13 @@ static void cddp__optim_dense(cddp_optim *o, int i) {
    states the other rows stay as they are and are not looked at. */
 static void cddp__optim_rows(cddp_optim *o, int i, const cddp__sparse *g) {
   const cddp_param *p = &o->params[i];
-  cddp__update u = cddp__update_of(o, i);
+  cddp__update u = cddp__update_of(o, i, o->state + i, o->count);
   bool every = o->states > 0, has;
   size_t k = 0, row;
   for (row = 0; every ? row < g->rows : k < g->mean.n; row++, k += has) {
     if (!every) row = (size_t)g->mean.number[k];
     has = k < g->mean.n && (size_t)g->mean.number[k] == row;
-    cddp__update_run(&u, row * g->bytes, (char *)p->data + row * g->bytes,
+    cddp__update_run(&u, row * g->width, (char *)p->data + row * g->bytes,
                      has ? g->mean.values + k * g->bytes : g->zeros, g->width);
     cddp__optim_copy(o, i, row * g->width, g->width);
   }
@@ -12528,11 +12579,16 @@ static cddp_result cddp__need_states(cddp_optim *o, int i) {
   const cddp_param *p = &o->params[i];
   int k;
   for (k = i; k < o->count * o->states; k += o->count) {
-    if (o->state[k] == NULL)
-      o->state[k] = cddp__calloc(&o->allocator, p->count, cddp__dtype_size(p->dtype));
+    if (o->state[k] != NULL || !cddp__has_state(o, k / o->count, i)) continue;
+    o->state[k] = cddp__calloc(&o->allocator, p->count, cddp__dtype_size(cddp__state_type(o, i)));
     if (o->state[k] == NULL) return CDDP_OUT_OF_MEMORY;
   }
   return CDDP_OK;
+}
+
+static void cddp__count_step(cddp_optim *o, int i) {
+  o->steps[i]++;
+  o->fresh[i] = false;
 }
 
 /* Checks and allocates all that a step needs, so that a step is done as a whole or not at all. */
@@ -12575,7 +12631,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
       cddp__optim_rows(o, i, o->sparse[i]);
     else if (o->backend == NULL)
       cddp__optim_dense(o, i);
-    o->steps[i]++;
+    cddp__count_step(o, i);
   }
   return CDDP_OK;
 }
@@ -12611,6 +12667,7 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *o) { return o != NULL ? o->desc.l
 
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *o) {
   CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
+  memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
   return cddp__named(__func__, cddp__write_copies(o));
 }
 
@@ -12641,10 +12698,11 @@ static cddp_result cddp__check_param_settings(const cddp_param *p, int i,
   if (d->copies != NULL && d->copies[i] != NULL && p->dtype != CDDP_F32)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" is %s; only f32 weights have copies",
                       name, cddp__dtype_names[p->dtype]);
-  if (algorithm->wide && cddp__dtype_half(p->dtype))
+  if (algorithm->wide && cddp__dtype_half(p->dtype) && !d->master_weights)
     return cddp__fail(CDDP_UNSUPPORTED,
-                      "parameter \"%s\" is %s; %s steps f32 and f64: pass f32 weights, and those "
-                      "as copies", name, cddp__dtype_names[p->dtype], algorithm->name);
+                      "parameter \"%s\" is %s; %s steps f32 and f64: set master_weights, or pass "
+                      "f32 weights, and those as copies",
+                      name, cddp__dtype_names[p->dtype], algorithm->name);
   snprintf(what, sizeof what, "lr_scales of parameter \"%.100s\"", name);
   if (d->lr_scales != NULL) r = cddp__check_number(what, d->lr_scales[i], INFINITY);
   snprintf(what, sizeof what, "weight_decays of parameter \"%.100s\"", name);
@@ -12683,7 +12741,8 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
 /* What must agree between ranks, but for lr. */
 static uint64_t cddp__hash_settings(const cddp_optim *o) {
   const cddp__settings *d = &o->desc;
-  uint64_t h = (uint64_t)d->nesterov | (uint64_t)d->maximize << 1 | (uint64_t)d->amsgrad << 2;
+  uint64_t h = (uint64_t)d->nesterov | (uint64_t)d->maximize << 1 | (uint64_t)d->amsgrad << 2 |
+               (uint64_t)d->master_weights << 3;
   double numbers[5];
   numbers[0] = d->momentum;
   numbers[1] = d->dampening;
@@ -12708,7 +12767,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
   o = (cddp_optim *)cddp__calloc(
-      a, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + sizeof(bool)) +
+      a, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
                 pointers * sizeof(void *));
   if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
   if (a != NULL) o->allocator = *a;
@@ -12722,6 +12781,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   o->state = (void **)(void *)(o->weight_decays + n);
   o->steps = (float *)(void *)(o->state + pointers);
   o->launched = (bool *)(void *)(o->steps + n);
+  o->fresh = o->launched + n;
+  memset(o->fresh, true, n * sizeof *o->fresh);
   if (d->copies != NULL)
     o->copies = (void **)memcpy(o->state + n * (size_t)states, d->copies, n * sizeof *o->copies);
   for (i = 0; i < count; i++) {
@@ -12740,7 +12801,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
                                       int states, cddp_param *params, int count,
                                       const cddp__settings *d) {
-  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, d, NULL);
+  cddp_result r =
+      cddp__optim_new(out, algorithm, states + d->master_weights, params, count, d, NULL);
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, d->copies, NULL);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
@@ -12766,6 +12828,7 @@ static cddp__settings cddp__sgd_settings(const cddp_sgd_desc *d) {
   s.copy_dtype = d->copy_dtype;
   s.lr_scales = d->lr_scales;
   s.weight_decays = d->weight_decays;
+  s.master_weights = d->master_weights;
   return s;
 }
 
@@ -12800,6 +12863,7 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
   s.copy_dtype = desc->copy_dtype;
   s.lr_scales = desc->lr_scales;
   s.weight_decays = desc->weight_decays;
+  s.master_weights = desc->master_weights;
   return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, s.amsgrad ? 3 : 2, params,
                                                   count, &s));
 }
@@ -14594,7 +14658,8 @@ static cddp_result cddp__states_alloc(cddp_optim *s) {
   for (k = 0; k < s->count * s->states; k++) {
     const cddp_param *p = &s->params[k % s->count];
     s->state[k] = (void *)(uintptr_t)bytes;
-    bytes += cddp__round_up(p->count * cddp__dtype_size(p->dtype), 256);
+    if (cddp__has_state(s, k / s->count, k % s->count))
+      bytes += cddp__round_up(p->count * cddp__dtype_size(cddp__state_type(s, k % s->count)), 256);
   }
   (void)cddp__optim_stream(s); /* its device is this thread's */
   r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of states");
@@ -14666,6 +14731,8 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
+  if (s->desc.master_weights)
+    return cddp__fail(CDDP_UNSUPPORTED, "master_weights are not there yet on a GPU; set copies");
   s->backend = &cddp__device_optim;
   if (s->states == 0) return CDDP_OK;
   return cddp__states_alloc(s); /* zeroed before any stream steps */
@@ -14686,6 +14753,9 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
   if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
+  if (d->desc.elastic && s->desc.master_weights)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "master_weights and elastic in cddp_ddp_desc exclude each other; set copies");
   for (i = 0; i < d->count && s->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
   s->paired = d->id;
@@ -15026,12 +15096,17 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
   return range->begin < range->end;
 }
 
+/* Bytes of a stretch of the arena in memory that has f32 for f16 and bf16. */
+static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
+  size_t halves = cddp__max(begin, d->halves);
+  return end - begin + (end > halves ? end - halves : 0);
+}
+
 /* Where a rank of this host has, in a slot (-1: in its arena), what belongs to offset `at` of the
    arena. */
 static char *cddp__in_slot(const cddp_ddp *d, int rank, int slot, size_t at) {
   if (slot < 0) return d->mirrors[rank] + at;
-  return d->slot_areas[rank] + (size_t)slot * d->slot_room +
-         (at > d->halves ? 2 * at - d->halves : at);
+  return d->slot_areas[rank] + (size_t)slot * d->slot_room + cddp__wide_bytes(d, 0, at);
 }
 
 /* The mean over all shards, of n elements from offset `at` of the arena on. sources: [shards]. */
@@ -15454,11 +15529,17 @@ static void cddp__share_free(cddp_optim *s) {
   cddp__free(&h->ddp->group->host->allocator, h);
 }
 
+/* Bytes that a state has of a stretch of the arena. */
+static size_t cddp__share_bytes(const cddp_ddp *d, const cddp_optim *o, size_t begin, size_t end) {
+  return o->desc.master_weights ? cddp__wide_bytes(d, begin, end) : end - begin;
+}
+
 /* Where state k of what lies `at` bytes behind the beginning of a rank's slice is. */
 static char *cddp__share_at(const cddp__share *h, int rank, int k, size_t at) {
   size_t begin, end;
   cddp__part_of(h->ddp, rank, &begin, &end);
-  return h->all[rank] + (size_t)k * (end - begin) + at;
+  return h->all[rank] + (size_t)k * cddp__share_bytes(h->ddp, h->optim, begin, end) +
+         cddp__share_bytes(h->ddp, h->optim, begin, begin + at);
 }
 
 /* Copies between a rank's share and the whole states of every parameter that has them. */
@@ -15470,9 +15551,9 @@ static void cddp__share_copy(cddp__share *h, int rank, bool gather) {
     char *whole = (char *)o->state[k], *part;
     i = k % o->count;
     if (whole == NULL || !cddp__tensor_slice(h->ddp, i, rank, &begin, &end, &at)) continue;
-    whole += begin - h->ddp->tensors[i].offset;
+    whole += cddp__share_bytes(h->ddp, o, h->ddp->tensors[i].offset, begin);
     part = cddp__share_at(h, rank, k / o->count, at);
-    memcpy(gather ? whole : part, gather ? part : whole, end - begin);
+    memcpy(gather ? whole : part, gather ? part : whole, cddp__share_bytes(h->ddp, o, begin, end));
   }
 }
 
@@ -15487,7 +15568,7 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *s) {
   if (h == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   h->all = (char **)(void *)(h + 1);
-  bytes = (end - begin) * (size_t)s->states;
+  bytes = cddp__share_bytes(d, s, begin, end) * (size_t)s->states;
   h->mine = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_USER);
   h->ddp = d;
   h->optim = s;
@@ -15560,7 +15641,8 @@ static void cddp__fuse_loop(const cddp__fused *f, int i, const cddp__update *u) 
     n = cddp__min(CDDP__BLOCK, end - at);
     u->loop(&args, size, n);
     cddp__optim_copy(f->s, i, at, n);
-    for (k = 0; k < f->s->states; k++) args.states[k] += n;
+    for (k = 0; k < CDDP__STATES; k++)
+      if (args.states[k] != NULL) args.states[k] += n;
     for (k = 0; k < size; k++) args.gradients[k] += n;
     for (k = 0; k < size; k++) args.weights[k] += n;
   }
@@ -15628,13 +15710,15 @@ static void cddp__fuse_block(const cddp__fused *f, int i, const cddp__update *u,
   const void *gradient = d->arena + at;
   if (!f->averaged && cddp__mean_block(d, i, sum, at, n)) gradient = sum;
   if (f->clip < 1 && d->used[i]) cddp__scale(d->arena + at, n, p->dtype, f->clip);
-  cddp__update_run(u, at - t->begin, (char *)p->data + (at - t->offset), gradient, n);
+  cddp__update_run(u, (at - t->begin) / cddp__dtype_size(p->dtype),
+                   (char *)p->data + (at - t->offset), gradient, n);
   cddp__publish_block(d, i, at, n * cddp__dtype_size(p->dtype));
 }
 
 /* This rank's part of all parameters. */
 static void cddp__fuse_parts(const cddp__fused *f) {
   cddp_ddp *d = f->d;
+  void *states[CDDP__STATES + 1];
   cddp__update u;
   size_t at, n;
   int i, k;
@@ -15642,9 +15726,9 @@ static void cddp__fuse_parts(const cddp__fused *f) {
     const cddp__tensor *t = &d->tensors[i];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
     if (t->begin >= t->end || cddp__optim_skips(f->s, i)) continue;
-    u = cddp__update_of(f->s, i);
     for (k = 0; k < f->s->states; k++)
-      u.states[k] = cddp__share_at((cddp__share *)f->s->share, d->group->local_rank, k, t->state);
+      states[k] = cddp__share_at((cddp__share *)f->s->share, d->group->local_rank, k, t->state);
+    u = cddp__update_of(f->s, i, states, 1);
     if (f->one_loop && u.loop != NULL && d->params[i].dtype == CDDP_F32 && t->used &&
         (t->data != NULL || d->group->local_size == 1)) {
       cddp__fuse_loop(f, i, &u);
@@ -16514,7 +16598,9 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
     if (s->steps[k % s->count] == 0) continue;
     if (cddp__need_states(s, k % s->count) != CDDP_OK)
       return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    if (!cddp__has_state(s, k / s->count, k % s->count)) continue;
     p.data = s->state[k];
+    p.dtype = cddp__state_type(s, k % s->count);
     r = d->memory->broadcast(d, &p, 1, root);
   }
   return r == CDDP_OK ? cddp__write_copies(s) : r;
@@ -16532,7 +16618,7 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
     if (s != NULL && cddp__optim_skips(s, i))
       r = d->memory->zero(d->arena + t->offset, t->room, stream);
     else if (s != NULL)
-      s->steps[i]++;
+      cddp__count_step(s, i);
     if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
     if (r == CDDP_OK && !t->placed) r = d->memory->zero(d->params[i].grad, t->bytes, stream);
   }
@@ -17706,7 +17792,7 @@ static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
     high = cddp__min(end, t->offset + t->bytes);
     if (at >= high) continue;
     memset(&u, 0, sizeof u);
-    if (x->s != NULL) u = cddp__update_of(x->s, i);
+    if (x->s != NULL) u = cddp__update_of(x->s, i, x->s->state + i, x->s->count);
     u.dtype = d->params[i].dtype;
     for (k = 0; x->s != NULL && k < x->s->states; k++) u.states[k] = cddp__log_at(e, e->kit, k);
     for (; at < high; at += n * esize, logged = false) {
@@ -19037,7 +19123,8 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
 
 /* What an optimizer keeps of each parameter, as torch.optim names it. */
 static const char *cddp__state_name(const cddp_optim *o, int k) {
-  return k < o->states ? o->algorithm->states[k] : "step";
+  if (k == o->states) return "step";
+  return cddp__is_master(o, k) ? "master" : o->algorithm->states[k];
 }
 
 static cddp_result cddp__list_items(cddp__checkpoint *c) {
@@ -19064,9 +19151,11 @@ static cddp_result cddp__list_items(cddp__checkpoint *c) {
     const cddp_param *p = &o->params[i];
     for (k = 0; k < states && p->count > 0; k++) {
       bool step = k == o->states; /* one number, which is read into its place */
-      cddp__st_item *item = cddp__add_item(
-          c, name, step ? CDDP_F32 : p->dtype, step ? 1 : p->count,
-          shapes != NULL && !step ? &shapes[i] : NULL, step ? &o->steps[i] : NULL);
+      cddp__st_item *item;
+      if (!step && !cddp__has_state(o, k, i)) continue;
+      item = cddp__add_item(c, name, step ? CDDP_F32 : cddp__state_type(o, i), step ? 1 : p->count,
+                            shapes != NULL && !step ? &shapes[i] : NULL,
+                            step ? &o->steps[i] : NULL);
       if (step) item->shape.dims = 0;
       else item->place = &o->state[k * o->count + i];
       item->param = i;
@@ -19246,13 +19335,14 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
 static cddp_result cddp__write_shares(const cddp_optim *o, int fd, const cddp__st_item *item,
                                       uint64_t at) {
   const cddp__share *h = (const cddp__share *)o->share;
-  size_t begin, end, from;
+  size_t begin, end, from, n;
   cddp_result r = CDDP_OK;
   int p, k = (int)(item->place - o->state) / o->count;
   for (p = 0; r == CDDP_OK && p < h->ddp->group->local_size; p++) {
     if (!cddp__tensor_slice(h->ddp, item->param, p, &begin, &end, &from)) continue;
-    r = cddp__file_io(fd, true, cddp__share_at(h, p, k, from), end - begin, at);
-    at += end - begin;
+    n = cddp__share_bytes(h->ddp, o, begin, end);
+    r = cddp__file_io(fd, true, cddp__share_at(h, p, k, from), n, at);
+    at += n;
   }
   return r;
 }
@@ -19484,7 +19574,10 @@ static cddp_result cddp__take_states(cddp__checkpoint *c) {
       if (!found) *(float *)item->data = 0;
       continue;
     }
-    if (!s->algorithm->counts) s->steps[item->param] = found;
+    if (!s->algorithm->counts)
+      s->steps[item->param] = found || (item[-1].param == item->param && s->steps[item->param] > 0);
+    if (cddp__is_master(s, (int)(item->place - s->state) / s->count))
+      s->fresh[item->param] = !found;
     if (s->backend == NULL) {
       cddp__free(&s->allocator, *item->place);
       *item->place = item->data;
@@ -19501,6 +19594,7 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
   char *text = d->text;
   cddp_result r;
   int i;
+  if (d->optim != NULL) memset(d->optim->fresh, true, (size_t)d->optim->count);
   if (c->has_lr && (r = cddp__take_states(c)) != CDDP_OK) return r;
   if (c->has_steps) d->ddp->steps = c->numbers[5];
   if (c->has_sampler) cddp__sampler_begin(d->sampler, c->numbers[0], c->numbers[1], true);
@@ -20602,6 +20696,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
               max_grad_norm: cddp_ddp_step clips; cddp_ddp_grad_norm.
+              master_weights: f16 and bf16 weights and gradients, f32 masters in the optimizer.
               Optimizers of one's own in parts: cddp_ddp_reduce_scatter, _all_gather, _partitions,
               _gather_states.
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
@@ -20625,7 +20720,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.
-              Between hosts: a receiver may be late by more than 20 s; a death shows although a
+              Between hosts: an all_gather after which a rank leaves at once gave its neighbours
+              wrong bytes; a receiver may be late by more than 20 s; a death shows although a
               forked child lives on; cddp_ddp_join gives the bits of one host; short messages take
               a third less time, buffers that no rank of the same host has to see are not copied.
               Checkpoints: mode, owner and links of the old file are kept, devices refused, another

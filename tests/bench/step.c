@@ -11,7 +11,7 @@
                    AdamW two states and no arithmetic that could take longer than the bytes
    step.c is compiled with -O3 -march=native, which only the loop of update_floor needs: cddp.h
    picks its own. Options: --rounds N (of which the median counts), --steps N (in a round), --optim
-   adamw */
+   adamw, --clip NORM (of cddp_ddp_step alone) */
 
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
@@ -30,6 +30,7 @@ enum { ALONE, LOCKSTEP, STEP, WAIT, MODES };
 static const char *const mode_names[MODES] = {"alone", "lockstep", "ddp_step", "ddp_wait"};
 static int rounds = 7, steps = 10;
 static bool adamw;
+static double clip;
 
 static const size_t param_size[PARAMS] = {(size_t)HIDDEN *IN, HIDDEN, (size_t)HIDDEN *HIDDEN,
                                           HIDDEN,             (size_t)OUT *HIDDEN, OUT};
@@ -145,6 +146,7 @@ static void update(model *m, int mode) {
 
 static void model_init(model *m, int mode) {
   cddp_sgd_desc o;
+  cddp_ddp_desc d;
   uint64_t seed = 42;
   int i;
   size_t k;
@@ -161,7 +163,11 @@ static void model_init(model *m, int mode) {
     m->p[i].grad = mode <= LOCKSTEP ? fresh(param_size[i]) : NULL;
     m->p[i].count = param_size[i];
   }
-  if (mode > LOCKSTEP) check(cddp_ddp_create(&m->ddp, group, m->p, PARAMS, NULL));
+  memset(&d, 0, sizeof d);
+#if CDDP_VERSION >= 300
+  d.max_grad_norm = clip;
+#endif
+  if (mode > LOCKSTEP) check(cddp_ddp_create(&m->ddp, group, m->p, PARAMS, &d));
 #if CDDP_VERSION >= 300
   if (adamw) {
     cddp_adamw_desc a;
@@ -338,6 +344,7 @@ int main(int argc, char **argv) {
   for (i = 1; i + 1 < argc; i += 2) {
     if (strcmp(argv[i], "--rounds") == 0) rounds = atoi(argv[i + 1]);
     if (strcmp(argv[i], "--steps") == 0) steps = atoi(argv[i + 1]);
+    if (strcmp(argv[i], "--clip") == 0) clip = atof(argv[i + 1]);
     if (strcmp(argv[i], "--optim") == 0) adamw = strcmp(argv[i + 1], "adamw") == 0;
   }
   if (rounds < 1 || rounds > ROUNDS || steps < 1) return 2;

@@ -18,6 +18,8 @@ typedef struct plan {
   int first, steps; /* of all; same: every rank has rank 0's gradients */
   int shards;       /* 0: one a rank, without asking */
   double clip;      /* to this norm; 0: not */
+  cddp_dtype half;  /* not F32: of even parameters, with masters. Then their reference is an f32
+                       loop with copies, whose gradients are the rounded means */
   const char *save, *load;
 } plan;
 
@@ -25,6 +27,16 @@ typedef struct element {
   int ranks[64], step, param;
   size_t i;
 } element;
+
+static bool is_half(const plan *c, int param) {
+  return c->half != CDDP_F32 && param % 2 == 0 && param != DOUBLES;
+}
+
+static double rounded(cddp_dtype dtype, double x) {
+  double space = 0;
+  ranks_store(dtype, &space, 0, x);
+  return ranks_load(dtype, &space, 0);
+}
 
 static double gradient_of(int rank, int step, int param, size_t i) {
   uint64_t h = ranks_mix((uint64_t)(rank * 100 + param), (uint64_t)step, i);
@@ -43,10 +55,11 @@ static int steps_of(const plan *c, int rank) { return c->uneven ? c->steps - 2 *
 static double tree(const plan *c, const element *e, int from, int to) {
   int half = 1;
   double a, b;
-  if (to - from == 1)
-    return uses(c, e->ranks[from], e->step, e->param)
-               ? gradient_of(c->same ? 0 : e->ranks[from], e->step, e->param, e->i)
-               : 0;
+  if (to - from == 1) {
+    if (!uses(c, e->ranks[from], e->step, e->param)) return 0;
+    a = gradient_of(c->same ? 0 : e->ranks[from], e->step, e->param, e->i);
+    return is_half(c, e->param) ? rounded(c->half, a) : a;
+  }
   while (half * 2 < to - from) half *= 2;
   a = tree(c, e, from, from + half);
   b = tree(c, e, from + half, to);
@@ -54,7 +67,8 @@ static double tree(const plan *c, const element *e, int from, int to) {
 }
 
 static void set_number(const cddp_param *p, void *at, size_t i, double x) {
-  if (p->dtype == CDDP_F64) ((double *)at)[i] = x;
+  if (cddp_dtype_size(p->dtype) == 2) ranks_store(p->dtype, at, i, x);
+  else if (p->dtype == CDDP_F64) ((double *)at)[i] = x;
   else ((float *)at)[i] = (float)x;
 }
 
@@ -80,7 +94,8 @@ static cddp_optim *make(const plan *c, cddp_param *p, int first, int n, cddp_ddp
     d.weight_decay = c->groups ? decays[first] : 0.01;
     if (c->groups && n > 1) d.lr_scales = scales, d.weight_decays = decays;
     else if (c->groups) d.lr *= scales[first];
-    d.ddp = ddp, d.copies = copies, d.copy_dtype = CDDP_BF16;
+    d.ddp = ddp, d.copies = copies, d.copy_dtype = c->half != CDDP_F32 ? c->half : CDDP_BF16;
+    d.master_weights = c->half != CDDP_F32;
     CHECK_OK(cddp_sgd_create(&o, p, n, &d));
   } else {
     cddp_adamw_desc d;
@@ -89,7 +104,8 @@ static cddp_optim *make(const plan *c, cddp_param *p, int first, int n, cddp_ddp
     d.weight_decay = c->groups ? decays[first] : 0.01;
     if (c->groups && n > 1) d.lr_scales = scales, d.weight_decays = decays;
     else if (c->groups) d.lr *= scales[first];
-    d.ddp = ddp, d.copies = copies, d.copy_dtype = CDDP_F16;
+    d.ddp = ddp, d.copies = copies, d.copy_dtype = c->half != CDDP_F32 ? c->half : CDDP_F16;
+    d.master_weights = c->half != CDDP_F32;
     CHECK_OK(cddp_adamw_create(&o, p, n, &d));
   }
   return o;
@@ -112,14 +128,17 @@ static void start(cddp_param *p, int k) {
 
 static void reference_open(reference *f, const plan *c) {
   void *copy[1];
+  size_t i;
   int k;
   describe(f->p, f->names);
   for (k = 0; k < PARAMS; k++) {
     f->p[k].data = f->weights[k];
     f->p[k].grad = f->grads[k];
     start(&f->p[k], k);
+    for (i = 0; is_half(c, k) && i < counts[k]; i++) /* begins as the half weights are */
+      set_number(&f->p[k], f->p[k].data, i, rounded(c->half, ((float *)f->p[k].data)[i]));
     copy[0] = k % 2 == 0 && k != DOUBLES ? f->copies[k] : NULL;
-    f->o[k] = make(c, &f->p[k], k, 1, NULL, c->copies ? copy : NULL);
+    f->o[k] = make(c, &f->p[k], k, 1, NULL, c->copies || is_half(c, k) ? copy : NULL);
   }
 }
 
@@ -135,6 +154,8 @@ static void reference_clip(reference *f, const plan *c, double norm) {
       if (!(factor < 1)) continue;
       if (k == DOUBLES) f->grads[k][i] *= factor;
       else ((float *)f->grads[k])[i] *= (float)factor;
+      if (is_half(c, k))
+        ((float *)f->grads[k])[i] = (float)rounded(c->half, ((float *)f->grads[k])[i]);
     }
   CHECK(fabs(sqrt(sum) - norm) <= 1e-12 * norm);
 }
@@ -153,7 +174,9 @@ static void reference_step(reference *f, const plan *c, int step, int world, dou
     e.param = k;
     for (e.i = 0; e.i < p->count; e.i++) {
       double sum = tree(c, &e, 0, n);
-      set_number(p, p->grad, e.i, k == DOUBLES ? sum / n : (double)((float)sum / (float)n));
+      if (k != DOUBLES) sum = (double)((float)sum / (float)n);
+      if (is_half(c, k)) sum = rounded(c->half, sum);
+      set_number(p, p->grad, e.i, k == DOUBLES ? sum / n : sum);
     }
     if (!used) memset(p->grad, 0, sizeof f->grads[k]);
     f->used[k] = used;
@@ -189,6 +212,7 @@ static bool model_open(model *m, cddp_group *g, const plan *c) {
   describe(m->p, m->names);
   for (k = 0; k < PARAMS; k++) {
     size_t bytes = counts[k] * 8 + 8;
+    if (is_half(c, k)) m->p[k].dtype = c->half;
     m->p[k].data = c->memory == SHARED ? cddp_alloc(g, bytes) : malloc(bytes);
     m->p[k].grad = c->memory == OWN_GRADS ? calloc(1, bytes) : NULL;
     m->copies[k] = c->copies && k % 2 == 0 && k != DOUBLES ? calloc(1, bytes) : NULL;
@@ -254,7 +278,8 @@ static void compare(const model *m, const reference *f, const plan *c, int step)
   int k;
   for (k = 0; k < PARAMS; k++) {
     size_t size = cddp_dtype_size(m->p[k].dtype);
-    bool same = memcmp(m->p[k].data, f->weights[k], counts[k] * size) == 0;
+    const void *want = is_half(c, k) ? (const void *)f->copies[k] : (const void *)f->weights[k];
+    bool same = memcmp(m->p[k].data, want, counts[k] * size) == 0;
     if (!same)
       fprintf(stderr, "  rank %d of %d, step %d, parameter %d, mode %d, memory %d\n",
               cddp_rank(m->g), cddp_world_size(m->g), step, k, c->mode, c->memory);
@@ -417,7 +442,10 @@ static void test_resume(void) {
     c.memory = k % 2;
     c.unused = k >= 3; /* parameters have taken different numbers of steps */
     c.amsgrad = k % 2 == 1;
-    c.groups = c.copies = true;
+    c.groups = true;
+    c.copies = k < 4;
+    c.half = k >= 4 ? CDDP_BF16 : CDDP_F32; /* masters are in the file too */
+    c.sgd = k == 5;
     c.steps = 5;
     c.save = path;
     run_on(&c, worlds[k % 3][0], false);
@@ -483,6 +511,39 @@ static void test_damaged(void) {
   free(bytes);
   CHECK_EQ(unlink(path), 0);
   CHECK_EQ(rmdir(folder), 0);
+}
+
+/* Parameters in half precision whose masters the optimizer keeps. */
+static void test_masters(void) {
+  int n, k;
+  for (n = 1; n <= 4; n++)
+    for (k = 0; k < (RANKS_SLOW ? 2 : 6); k++) {
+      plan c;
+      memset(&c, 0, sizeof c);
+      c.half = k % 2 == 0 ? CDDP_BF16 : CDDP_F16;
+      c.mode = k % 3;
+      c.memory = (n + k) % 3;
+      c.shards = k == 3 ? 6 : 0;
+      c.clip = k == 4 ? 3 : 0;
+      c.sgd = k == 1;
+      c.amsgrad = k == 2;
+      c.unused = k == 5;
+      c.groups = k % 2 == 1;
+      run_on(&c, n, n == 3);
+      c.shards = 0;
+      c.uneven = n > 1 && k < 3 && c.clip == 0;
+      if (c.uneven) run_on(&c, n, n == 2);
+    }
+  for (k = 0; k < 2; k++) {
+    plan c;
+    memset(&c, 0, sizeof c);
+    c.half = CDDP_BF16;
+    c.mode = k;
+    c.shards = k * 4;
+    setenv("TEST_HOSTS", k == 0 ? "ab" : "aab", 1);
+    run_on(&c, 2 + k, false);
+    unsetenv("TEST_HOSTS");
+  }
 }
 
 /* Clipping, in one pass or between wait and step: the same bits, and with shards on any number of
@@ -639,6 +700,7 @@ int main(void) {
   RUN(test_hosts);
   RUN(test_resume);
   RUN(test_damaged);
+  RUN(test_masters);
   RUN(test_clip);
   RUN(test_norm);
   RUN(test_clip_refused);

@@ -243,14 +243,14 @@ static void test_pieces(void) {
       memcpy(whole, start, sizeof whole);
       memcpy(parts, start, sizeof parts);
       for (step = 0; step < 3; step++) {
-        all = part = cddp__update_of(s, 0);
+        all = part = cddp__update_of(s, 0, s->state, s->count);
         if (s->states > 0) all.states[0] = (char *)whole_m, part.states[0] = (char *)parts_m;
         cddp__update_run(&all, 0, whole, grad, N);
         __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
         for (at = 0, n = 1; at < N; at += n, n = n * 2 + 1) {
           size_t m = n < N - at ? n : N - at;
           part.kernels = cddp__pick_kernels();
-          cddp__update_run(&part, at * size, (char *)parts + at * size,
+          cddp__update_run(&part, at, (char *)parts + at * size,
                            (char *)grad + at * size, m);
         }
         __atomic_store_n(&cddp__isa_found, found, __ATOMIC_RELAXED);
@@ -297,7 +297,7 @@ static void adamw_pieces(cddp_dtype dtype, int config, int ranks) {
     cddp__reduce(mean, srcs, ranks, N, dtype, CDDP_AVG);
     for (which = 0; which < 3; which++) {
       if (which == 1) __atomic_store_n(&cddp__isa_found, CDDP__ISA_BASE, __ATOMIC_RELAXED);
-      u[which] = cddp__update_of(o, 0);
+      u[which] = cddp__update_of(o, 0, o->state, o->count);
       for (k = 0; k < 3; k++)
         u[which].states[k] = (int)k < o->states ? (char *)states[which][k] : NULL;
       __atomic_store_n(&cddp__isa_found, found, __ATOMIC_RELAXED);
@@ -305,7 +305,7 @@ static void adamw_pieces(cddp_dtype dtype, int config, int ranks) {
     cddp__update_run(&u[0], 0, w[0][0], mean, N);
     for (at = 0, n = 1; at < N; at += n, n = n * 2 + 1) {
       size_t m = n < N - at ? n : N - at;
-      cddp__update_run(&u[1], at * size, (char *)w[1][0] + at * size, (char *)mean + at * size, m);
+      cddp__update_run(&u[1], at, (char *)w[1][0] + at * size, (char *)mean + at * size, m);
     }
     CHECK(memcmp(w[0][0], w[1][0], N * size) == 0);
     CHECK(memcmp(states[0], states[1], sizeof states[0]) == 0);
@@ -635,9 +635,10 @@ static void sweep_as(int ranks, size_t n, double decay, double dampening,
   desc.weight_decay = decay;
   desc.maximize = maximize;
   CHECK_OK(cddp_sgd_create(&o, &p, 1, &desc));
-  CHECK(cddp__update_of(o, 0).loop == NULL); /* the first step has no momentum */
+  u = cddp__update_of(o, 0, o->state, o->count);
+  CHECK(u.loop == NULL); /* the first step has no momentum */
   o->steps[0] = 1;
-  u = cddp__update_of(o, 0);
+  u = cddp__update_of(o, 0, o->state, o->count);
   u.states[0] = (char *)want_m;
   s.scalars = &u.scalars;
   s.mean = (maximize ? -1.0f : 1.0f) / (float)ranks;
