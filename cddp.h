@@ -10325,8 +10325,7 @@ static char *cddp__share_of(const cddp__flow *f, int t, int to) {
   size_t at = cddp__shapes[c->kind].scatters ? (size_t)to : 0;
   if (f->g->buffers[t] != NULL)
     return (char *)f->g->buffers[t] + (at * c->count + f->begin) * c->esize;
-  if (at > 0 && !cddp__shapes[c->kind].reduces && !cddp__overwrites(c))
-    at = (size_t)x->peers[to].number;
+  if (at > 0 && !f->adds && !cddp__overwrites(c)) at = (size_t)x->peers[to].number;
   return x->scratch[t] + (size_t)f->half * CDDP__HALF + at * f->n * c->esize;
 }
 
@@ -10454,48 +10453,61 @@ static cddp_result cddp__flow_run(const cddp__flow *f) {
   return r;
 }
 
-/* Divides a chunk into pieces, makes room for those on their way, and moves it. */
-static cddp_result cddp__move_chunk(cddp__flow *f) {
-  cddp_group *g = f->g;
-  cddp__hosts *x = g->hosts;
-  const cddp__shape *s = &cddp__shapes[f->c->kind];
-  size_t e = f->c->esize, granule = CDDP__CACHE_LINE / e, hosts = (size_t)x->count;
-  size_t all = cddp__count_bytes(x, f->c), longest = f->n, lanes = (size_t)x->min_locals, out, in;
-  int mine = x->nodes[x->mine].size, root = f->c->root;
-  f->one = cddp__in_one_buffer(f->c);
-  f->adds = s->reduces;
-  f->each = !f->adds && (s->scatters || (s->gathers && s->to_root));
-  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= CDDP__WHOLE_MOST;
-  f->there = f->one || s->scatters;
-  f->back = f->one ? !f->whole : !s->scatters;
-  f->root_host = root >= 0 ? x->peers[root].host : -1;
-  f->root = f->root_host == x->mine ? x->peers[root].number : -1;
-  if (f->one) {
-    if (!f->whole) lanes *= hosts;
-    longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
+static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
+  const cddp__hosts *x = g->hosts;
+  const cddp__shape *s = &cddp__shapes[c->kind];
+  cddp__flow f;
+  memset(&f, 0, sizeof f);
+  f.g = g;
+  f.c = c;
+  f.one = cddp__in_one_buffer(c);
+  f.adds = s->reduces;
+  f.each = !s->reduces && (s->scatters || (s->gathers && s->to_root));
+  f.there = f.one || s->scatters;
+  f.back = !s->scatters;
+  f.root_host = c->root >= 0 ? x->peers[c->root].host : -1;
+  f.root = f.root_host == x->mine ? x->peers[c->root].number : -1;
+  return f;
+}
+
+/* Makes room for sums on their way: for others' parts, from others, of this rank's part. */
+static cddp_result cddp__flow_room(cddp__flow *f, size_t all) {
+  cddp__hosts *x = f->g->hosts;
+  size_t mine = (size_t)x->nodes[x->mine].size, most = ((size_t)x->max_locals + mine - 1) / mine;
+  size_t out = CDDP__SLOTS * f->part * x->nodes[x->mine].bytes * (size_t)x->count * most;
+  size_t in = cddp__round_up(f->part * all, CDDP__CACHE_LINE), bytes;
+  out = cddp__round_up(out, CDDP__CACHE_LINE);
+  bytes = out + in + CDDP__SLOTS * f->part * f->c->esize;
+  if (x->stage_size < bytes) {
+    cddp__free(&x->net->allocator, x->stage);
+    x->stage = (char *)cddp__malloc(&x->net->allocator, bytes);
+    x->stage_size = x->stage != NULL ? bytes : 0;
+    if (x->stage == NULL) return cddp__break(f->g, CDDP_OUT_OF_MEMORY);
   }
+  f->out = x->stage;
+  f->in = f->out + out;
+  f->result = f->in + in;
+  return CDDP_OK;
+}
+
+/* Divides a chunk into pieces and moves it. */
+static cddp_result cddp__move_chunk(cddp__flow *f) {
+  cddp__hosts *x = f->g->hosts;
+  size_t granule = CDDP__CACHE_LINE / f->c->esize, hosts = (size_t)x->count, longest = f->n;
+  size_t all = cddp__count_bytes(x, f->c), lanes = (size_t)x->min_locals;
+  cddp_result r = CDDP_OK;
+  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= CDDP__WHOLE_MOST;
+  if (f->one) f->back = !f->whole;
+  if (!f->whole) lanes *= hosts;
+  if (f->one) longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
   f->part = longest;
   if (!f->whole && (f->one || f->adds))
     f->part = cddp__min(longest, cddp__min(CDDP__PIECE, CDDP__PIECE_MOST / hosts) * hosts / all);
   f->part = cddp__round_up(cddp__max(f->part, 1), granule);
   f->pieces = (long)((longest + f->part - 1) / f->part);
   f->ahead = f->pieces > CDDP__AHEAD ? CDDP__AHEAD : f->pieces - 1;
-  if (f->adds) {
-    out = f->part * x->nodes[x->mine].bytes * hosts * (size_t)((x->max_locals + mine - 1) / mine);
-    out = cddp__round_up(CDDP__SLOTS * out, CDDP__CACHE_LINE);
-    in = cddp__round_up(f->part * all, CDDP__CACHE_LINE);
-    in += out + CDDP__SLOTS * f->part * e;
-    if (x->stage_size < in) {
-      cddp__free(&x->net->allocator, x->stage);
-      x->stage = (char *)cddp__malloc(&x->net->allocator, in);
-      x->stage_size = x->stage != NULL ? in : 0;
-      if (x->stage == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-    }
-    f->out = x->stage;
-    f->in = f->out + out;
-    f->result = f->in + cddp__round_up(f->part * all, CDDP__CACHE_LINE);
-  }
-  return cddp__flow_run(f);
+  if (f->adds) r = cddp__flow_room(f, all);
+  return r == CDDP_OK ? cddp__flow_run(f) : r;
 }
 
 /* --- a call: buffers and scratch --- */
@@ -10586,16 +10598,15 @@ static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
 static cddp_result cddp__run_chunk(cddp__flow *f, bool direct) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
-  bool one = cddp__in_one_buffer(c), moves = !one && !cddp__shapes[c->kind].reduces;
   cddp_result r = CDDP_OK;
   cddp__show(f);
   if (!direct) r = cddp__piece_round(g, c);
   if (r == CDDP_OK) r = cddp__move_chunk(f);
-  if (r == CDDP_OK && moves) cddp__collect(f, false);
+  if (r == CDDP_OK && !f->one && !f->adds) cddp__collect(f, false);
   if (r == CDDP_OK) r = cddp__piece_round(g, c);
   if (r != CDDP_OK) return r;
   if (c->kind == CDDP__KIND_ALL_GATHER && g->local_size > 1) cddp__collect(f, true);
-  if (one && g->buffers[g->local_rank] == NULL && cddp__is_written(c, g->rank))
+  if (f->one && g->buffers[g->local_rank] == NULL && cddp__is_written(c, g->rank))
     memcpy((char *)c->recv + f->begin * c->esize, cddp__share_of(f, g->local_rank, 0),
            f->n * c->esize);
   return CDDP_OK;
@@ -10608,11 +10619,8 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   bool all = s->reduces || cddp__overwrites(c), direct = false;
   char **mine = &x->scratch[g->local_rank];
   size_t most = SIZE_MAX, shown = !s->scatters ? 1 : (size_t)(all ? g->size : x->max_locals);
-  cddp__flow f;
+  cddp__flow f = cddp__flow_of(g, c);
   cddp_result r;
-  memset(&f, 0, sizeof f);
-  f.g = g;
-  f.c = c;
   if (*mine == NULL && cddp__needs_scratch(g, c, g->rank, &ref)) {
     *mine = (char *)cddp__arena_alloc(g->host, 2 * CDDP__HALF, CDDP__FOR_MESSAGE);
     if (*mine != NULL)
@@ -10638,12 +10646,9 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
 static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, char *const *mirrors,
                                        size_t at) {
   cddp__hosts *x = g->hosts;
-  cddp__flow f;
+  cddp__flow f = cddp__flow_of(g, c);
   cddp_result r;
   int k;
-  memset(&f, 0, sizeof f);
-  f.g = g;
-  f.c = c;
   f.n = c->count;
   for (k = 0; k < g->local_size; k++) g->buffers[k] = mirrors[k] + at;
   cddp__set_leaves(g, x, true);
