@@ -503,8 +503,27 @@ CDDPDEF cddp_result cddp_reduce_scatter(cddp_group *g, const void *send, void *r
 /* recv[r * count_per_rank ..] = rank r's send[rank * count_per_rank ..]. In place: send = recv. */
 CDDPDEF cddp_result cddp_all_to_all(cddp_group *g, const void *send, void *recv,
                                     size_t count_per_rank, cddp_dtype dtype, cddp_work **work);
+/* As all_gather, with counts[world_size]: recv = every rank's send[counts[rank]], by rank, one
+   behind the other. All ranks have the same counts; 0 is fine, and a buffer of none may be NULL. In
+   place: send = recv + the counts before this rank's. The counts are the caller's again at once.
+   Like all_gather with tensors of different sizes. */
+CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *recv,
+                                      const size_t *counts, cddp_dtype dtype, cddp_work **work);
+/* As all_to_all, with counts[world_size]: send has send_counts[r] elements for rank r, by rank, one
+   behind the other, and recv gets recv_counts[r] from it. Not in place. Both _v calls begin with an
+   exchange of counts: where rank r's send_counts[rank] is not this rank's recv_counts[r], all ranks
+   get CDDP_MISMATCH, which names both, and no element moves. With NCCL the host waits for that
+   exchange in the call, with a handle too; in a CUDA graph the counts stay what they were.
+   Like all_to_all_single with split sizes. */
+CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
+                                      void *recv, const size_t *recv_counts, cddp_dtype dtype,
+                                      cddp_work **work);
 /* Returns when every rank has called it. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
+/* The same with a handle: returns at once, cddp_wait(*work) when every rank has called either. On a
+   GPU each rank comes to it once what is on its group's stream now has been done, and cddp_wait
+   waits on the host. Like barrier(async_op=True). */
+CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
 /* POINT TO POINT. A recv takes the oldest send of that peer with that tag (any int >= 0); sends
    with other tags wait their turn. A send returns when the message is received if it is read in
@@ -1304,7 +1323,7 @@ typedef struct cddp__ref {
   uint32_t generation; /* of the extent: a freed and reused one has another */
   uint32_t kind;       /* CDDP__REF_* */
 } cddp__ref;
-enum { CDDP__REF_NONE, CDDP__REF_EXTENT, CDDP__REF_POINTER };
+enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 
 #define CDDP__INLINE 40 /* payload bytes that ride in a line */
 
@@ -1489,7 +1508,16 @@ typedef struct cddp__call {
   size_t count; /* elements, per rank where the operation says so */
   size_t esize; /* bytes of an element */
   int tag;      /* messages; root is the peer then */
+  struct cddp__part *parts; /* [size] of a call with counts; NULL: all shares have `count` */
 } cddp__call;
+#define CDDP__COUNTED SIZE_MAX /* count of a call with counts, until its ranks know the largest */
+
+/* Of a call with counts: a rank's shares to and from another one. Elements. */
+typedef struct cddp__part {
+  size_t out, out_at; /* this rank's share for the other; where that begins in its send buffer */
+  size_t in, in_at;   /* the other's for this one; where that goes in the receive buffer */
+  size_t there;       /* where it begins in the other's send buffer */
+} cddp__part;
 enum {
   CDDP__KIND_BARRIER,
   CDDP__KIND_ALL_REDUCE,
@@ -1500,6 +1528,8 @@ enum {
   CDDP__KIND_SCATTER,
   CDDP__KIND_REDUCE_SCATTER,
   CDDP__KIND_ALL_TO_ALL,
+  CDDP__KIND_ALL_GATHER_V, /* from here on with counts */
+  CDDP__KIND_ALL_TO_ALL_V,
   CDDP__KIND_GROUP_NEW,
   CDDP__KIND_DDP_CREATE,
   CDDP__KIND_DDP_WAIT,
@@ -6212,7 +6242,9 @@ static void cddp__plan_reverse(cddp__bucket_plan *p) {
    Works as follows: the caller's buffers consist of shares of `count` elements. A rank's send
    buffer has one share for all, or one for each rank; its receive buffer has one, or one of each
    rank. Where both have one they are the same buffer. Of the ranks all send, or the root alone; all
-   receive, or the root alone. */
+   receive, or the root alone. In a call with counts each share has a length of its own: it begins
+   with an exchange of these, by the call's own row, and goes on as if all were as long as the
+   longest, of which each rank moves what there is. */
 
 typedef struct cddp__shape {
   const char *name;
@@ -6229,6 +6261,8 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
                                            {"scatter", 0, 1, 0, 1, 0},
                                            {"reduce_scatter", 1, 1, 0, 0, 0},
                                            {"all_to_all", 0, 1, 1, 0, 0},
+                                           {"all_gather_v", 0, 0, 1, 0, 0},
+                                           {"all_to_all_v", 0, 1, 1, 0, 0},
                                            {"group_split", 0, 0, 0, 0, 0}, /* from here: names */
                                            {"ddp_create", 0, 0, 0, 0, 0},
                                            {"ddp_wait", 0, 0, 0, 0, 0},
@@ -6279,9 +6313,15 @@ static bool cddp__is_read(const cddp__call *c, int rank) {
   return cddp__sends(c, rank) && (s->reduces || !s->to_root || rank != c->root);
 }
 
+/* Whether all ranks get all shares alike. */
+static bool cddp__gathers_to_all(const cddp__call *c) {
+  const cddp__shape *s = &cddp__shapes[c->kind];
+  return s->gathers && !s->scatters && !s->to_root;
+}
+
 /* all_to_all in place: what comes in takes the place of what goes out. */
 static bool cddp__overwrites(const cddp__call *c) {
-  return cddp__shapes[c->kind].scatters && cddp__shapes[c->kind].gathers && c->send == c->recv;
+  return c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv;
 }
 
 /* Shares in the send buffer, and in the receive buffer, of a rank that uses them. */
@@ -6294,12 +6334,34 @@ static size_t cddp__recv_shares(const cddp_group *g, const cddp__call *c) {
 
 /* Where the share for a rank begins, and where that of a rank goes. */
 static const char *cddp__share_for(const cddp__call *c, int to) {
-  size_t at = cddp__shapes[c->kind].scatters ? (size_t)to * c->count * c->esize : 0;
-  return (const char *)c->send + at;
+  size_t at = 0;
+  if (cddp__shapes[c->kind].scatters)
+    at = c->parts != NULL ? c->parts[to].out_at : (size_t)to * c->count;
+  return (const char *)c->send + at * c->esize;
 }
 static char *cddp__share_from(const cddp__call *c, int from) {
-  size_t at = cddp__shapes[c->kind].gathers ? (size_t)from * c->count * c->esize : 0;
-  return (char *)c->recv + at;
+  size_t at = 0;
+  if (cddp__shapes[c->kind].gathers)
+    at = c->parts != NULL ? c->parts[from].in_at : (size_t)from * c->count;
+  return (char *)c->recv + at * c->esize;
+}
+
+/* Bytes of a share's elements [begin, begin + n), as far as it has them: of that for a rank, and of
+   that of a rank. */
+static size_t cddp__part_bytes(const cddp__call *c, size_t count, size_t begin, size_t n) {
+  return begin < count ? cddp__min(n, count - begin) * c->esize : 0;
+}
+static size_t cddp__bytes_for(const cddp__call *c, int to, size_t begin, size_t n) {
+  return c->parts == NULL ? n * c->esize : cddp__part_bytes(c, c->parts[to].out, begin, n);
+}
+static size_t cddp__bytes_from(const cddp__call *c, int from, size_t begin, size_t n) {
+  return c->parts == NULL ? n * c->esize : cddp__part_bytes(c, c->parts[from].in, begin, n);
+}
+
+/* Bytes of a call's parts, behind which is room for the exchange of counts. */
+#define CDDP__TOLD 4 /* numbers that a rank tells each other one, see cddp__exchange_counts */
+static size_t cddp__parts_bytes(const cddp_group *g) {
+  return (size_t)g->size * (sizeof(cddp__part) + 2 * CDDP__TOLD * sizeof(uint64_t));
 }
 
 /* The bytes of the send and recv buffers that a collective uses on this rank; of one buffer for
@@ -6308,6 +6370,12 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
                                size_t *received) {
   bool one = cddp__in_one_buffer(c);
   size_t share = c->count * c->esize;
+  if (c->parts != NULL) {
+    const cddp__part *last = &c->parts[g->size - 1];
+    *sent = (last->out_at + last->out) * c->esize;
+    *received = (last->in_at + last->in) * c->esize;
+    return;
+  }
   *sent = one || cddp__sends(c, g->rank) ? share * cddp__send_shares(g, c) : 0;
   *received = one || cddp__receives(c, g->rank) ? share * cddp__recv_shares(g, c) : 0;
 }
@@ -6315,9 +6383,13 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
 /* Where this rank's buffer lies, if other ranks of its host read or write it. */
 static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
   cddp__ref none;
+  size_t sent, received;
   memset(&none, 0, sizeof none);
-  if (!cddp__in_one_buffer(c) && (!cddp__is_read(c, g->rank) || cddp__overwrites(c))) return none;
-  return cddp__ref_of(g->host, c->send, c->count * c->esize * cddp__send_shares(g, c));
+  cddp__buffer_bytes(g, c, &sent, &received);
+  if (!cddp__in_one_buffer(c) && (sent == 0 || !cddp__is_read(c, g->rank)))
+    none.kind = CDDP__REF_UNUSED;
+  if (none.kind == CDDP__REF_UNUSED || cddp__overwrites(c)) return none;
+  return cddp__ref_of(g->host, c->send, sent);
 }
 
 /* >>round -----------------------------------------------------------------------------------------
@@ -6369,7 +6441,9 @@ static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t cou
   snprintf(out, n, "%s", known ? cddp__shapes[kind].name : "an unknown call");
   if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(out, n, " %" PRIu64, count);
   if (!known || kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return;
-  cddp__append(out, n, "(count %" PRIu64 ", %s", count, cddp__dtype_names[dtype]);
+  cddp__append(out, n, "(");
+  if (kind < CDDP__KIND_ALL_GATHER_V) cddp__append(out, n, "count %" PRIu64 ", ", count);
+  cddp__append(out, n, "%s", cddp__dtype_names[dtype]);
   if (cddp__shapes[kind].reduces) cddp__append(out, n, ", %s", cddp__op_names[op]);
   if (root >= 0) cddp__append(out, n, ", root %d", root);
   cddp__append(out, n, code >> 24 == CDDP__PHASE_HOST ? ", host memory)" : ")");
@@ -10317,14 +10391,16 @@ static bool cddp__goes(const cddp__flow *f, int from, int to, bool back) {
   return !back || !s->to_root || host == f->root_host;
 }
 
-/* Local rank t's share of the chunk for rank `to`, or the array, where this rank can see it: in t's
-   buffer, or in its scratch. */
+/* Local rank t's share of the chunk for rank `to` (with counts in a buffer: for this one), or the
+   array, where this rank can see it: in t's buffer, or in its scratch. */
 static char *cddp__share_of(const cddp__flow *f, int t, int to) {
   const cddp__hosts *x = f->g->hosts;
   const cddp__call *c = f->c;
   size_t at = cddp__shapes[c->kind].scatters ? (size_t)to : 0;
-  if (f->g->buffers[t] != NULL)
-    return (char *)f->g->buffers[t] + (at * c->count + f->begin) * c->esize;
+  if (f->g->buffers[t] != NULL) {
+    size_t first = c->parts != NULL ? c->parts[cddp__rank_on(x, x->mine, t)].there : at * c->count;
+    return (char *)f->g->buffers[t] + (first + f->begin) * c->esize;
+  }
   if (at > 0 && !f->adds && !cddp__overwrites(c)) at = (size_t)x->peers[to].number;
   return x->scratch[t] + (size_t)f->half * CDDP__HALF + at * f->n * c->esize;
 }
@@ -10395,7 +10471,8 @@ static const char *cddp__frame_at(const cddp__flow *f, int p, long k, size_t beg
   return cddp__recv_area(f, p);
 }
 
-/* Posts the frames A, or (back) B, of piece k, if there is such a piece. */
+/* Posts the frames A, or (back) B, of piece k, if there is such a piece. Nobody sends a frame
+   without bytes. */
 static void cddp__post_piece(const cddp__flow *f, long k, bool back, bool out) {
   cddp_group *g = f->g;
   const cddp__hosts *x = g->hosts;
@@ -10406,8 +10483,13 @@ static void cddp__post_piece(const cddp__flow *f, long k, bool back, bool out) {
     p = (me + i) % g->size;
     if (g->members[p] >= 0 || !cddp__goes(f, out ? me : p, out ? p : me, back)) continue;
     if ((n = cddp__piece_of(f, back == out ? me : p, k, &begin)) == 0) continue;
-    bytes = f->adds && !back ? x->nodes[out ? x->mine : x->peers[p].host].bytes : f->c->esize;
-    cddp__post_frame(g, out, p, cddp__frame_at(f, p, k, begin, n, back, out), n * bytes);
+    if (f->adds && !back)
+      bytes = n * x->nodes[out ? x->mine : x->peers[p].host].bytes;
+    else
+      bytes = out ? cddp__bytes_for(f->c, p, f->begin + begin, n)
+                  : cddp__bytes_from(f->c, p, f->begin + begin, n);
+    if (bytes > 0)
+      cddp__post_frame(g, out, p, cddp__frame_at(f, p, k, begin, n, back, out), bytes);
   }
 }
 
@@ -10523,7 +10605,7 @@ static bool cddp__unseen(const cddp_group *g, const cddp__call *c, int rank, con
 /* Whether a rank of this host needs scratch. */
 static bool cddp__needs_scratch(const cddp_group *g, const cddp__call *c, int rank,
                                 const cddp__ref *ref) {
-  return cddp__unseen(g, c, rank, ref) || (c->kind == CDDP__KIND_ALL_GATHER && g->local_size > 1);
+  return cddp__unseen(g, c, rank, ref) || (cddp__gathers_to_all(c) && g->local_size > 1);
 }
 
 /* Finds the buffers of this host's ranks from the refs of the current round, NULL where one is not
@@ -10548,7 +10630,7 @@ static cddp_result cddp__hosts_locate(cddp_group *g, const cddp__call *c, bool *
     at = NULL;
     if (p == g->rank && !cddp__unseen(g, c, p, ref))
       memcpy(&at, &c->send, sizeof at);
-    else if (r == CDDP_OK && ref->kind != CDDP__REF_NONE)
+    else if (r == CDDP_OK && ref->kind > CDDP__REF_UNUSED)
       r = cddp__locate(g->host, ref, &at);
     g->buffers[x->peers[p].number] = at;
   }
@@ -10567,7 +10649,7 @@ static void cddp__show(const cddp__flow *f) {
     bool here = s->reduces || cddp__overwrites(c) || g->members[s->to_root ? c->root : p] >= 0;
     if (here && (s->scatters || p == me))
       memcpy(cddp__share_of(f, g->local_rank, p), cddp__share_for(c, p) + f->begin * c->esize,
-             f->n * c->esize);
+             cddp__bytes_for(c, p, f->begin, f->n));
   }
 }
 
@@ -10584,7 +10666,7 @@ static void cddp__collect(const cddp__flow *f, bool remote) {
       from = cddp__recv_area(f, p);
     else if (p != me || cddp__shapes[c->kind].scatters)
       from = cddp__share_of(f, g->hosts->peers[p].number, me);
-    cddp__copy(cddp__share_from(c, p) + at, from, f->n * c->esize);
+    cddp__copy(cddp__share_from(c, p) + at, from, cddp__bytes_from(c, p, f->begin, f->n));
   }
 }
 
@@ -10605,7 +10687,7 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool direct) {
   if (r == CDDP_OK && !f->one && !f->adds) cddp__collect(f, false);
   if (r == CDDP_OK) r = cddp__piece_round(g, c);
   if (r != CDDP_OK) return r;
-  if (c->kind == CDDP__KIND_ALL_GATHER && g->local_size > 1) cddp__collect(f, true);
+  if (cddp__gathers_to_all(c) && g->local_size > 1) cddp__collect(f, true);
   if (f->one && g->buffers[g->local_rank] == NULL && cddp__is_written(c, g->rank))
     memcpy((char *)c->recv + f->begin * c->esize, cddp__share_of(f, g->local_rank, 0),
            f->n * c->esize);
@@ -10630,14 +10712,14 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   if (r == CDDP_OK) r = cddp__enter(g);
   if (r == CDDP_OK) r = cddp__hosts_locate(g, c, &direct);
   if (!direct) most = CDDP__SCRATCH / (shown * c->esize);
-  if (c->kind == CDDP__KIND_ALL_GATHER && x->max_locals > 1)
+  if (cddp__gathers_to_all(c) && x->max_locals > 1)
     most = cddp__min(most, CDDP__RECV_AREA / ((size_t)g->size * c->esize));
   for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.half ^= 1) {
     f.n = cddp__min(most, c->count - f.begin);
     r = cddp__run_chunk(&f, direct);
   }
   /* its last chunk is collected from the scratch of others, who may leave after this call */
-  if (r == CDDP_OK && c->kind == CDDP__KIND_ALL_GATHER && x->max_locals > 1)
+  if (r == CDDP_OK && cddp__gathers_to_all(c) && x->max_locals > 1)
     r = cddp__piece_round(g, c);
   return cddp__exit(g, r);
 }
@@ -10918,6 +11000,41 @@ static cddp_result cddp__mpi_move(cddp_group *g, const cddp__call *c, const char
   return cddp__mpi_wait(g, c, code, &q);
 }
 
+/* The same of a call with counts. Each pair of ranks has a type, which says where its elements
+   lie. */
+static cddp_result cddp__mpi_move_parts(cddp_group *g, const cddp__call *c, const char *send,
+                                        size_t begin, size_t n) {
+  size_t each = 2 * sizeof(int) + 2 * sizeof(MPI_Datatype), size = (size_t)g->size;
+  MPI_Datatype *out = (MPI_Datatype *)cddp__calloc(&g->host->allocator, size, each);
+  MPI_Datatype *in = out + size, type = cddp__mpi_type(c->dtype);
+  int *ones = (int *)(void *)(in + size), *zeros = ones + size, q, code, length;
+  MPI_Request request = MPI_REQUEST_NULL;
+  MPI_Aint at;
+  cddp_result r;
+  if (out == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  pthread_mutex_lock(&cddp__mpi_lock);
+  for (q = 0; q < g->size; q++) {
+    const cddp__part *p = &c->parts[q];
+    ones[q] = 1;
+    at = (MPI_Aint)((p->out_at + begin) * c->esize);
+    length = (int)(cddp__bytes_for(c, q, begin, n) / c->esize);
+    MPI_Type_create_hindexed(1, &length, &at, type, &out[q]);
+    at = (MPI_Aint)((p->in_at + begin) * c->esize);
+    length = (int)(cddp__bytes_from(c, q, begin, n) / c->esize);
+    MPI_Type_create_hindexed(1, &length, &at, type, &in[q]);
+    MPI_Type_commit(&out[q]);
+    MPI_Type_commit(&in[q]);
+  }
+  code = MPI_Ialltoallw(send, ones, zeros, out, c->recv, ones, zeros, in, g->mpi->comm, &request);
+  pthread_mutex_unlock(&cddp__mpi_lock);
+  if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* out is left to MPI */
+  pthread_mutex_lock(&cddp__mpi_lock);
+  for (q = 0; q < 2 * g->size; q++) MPI_Type_free(&out[q]);
+  pthread_mutex_unlock(&cddp__mpi_lock);
+  cddp__free(&g->host->allocator, out);
+  return CDDP_OK;
+}
+
 /* The call, from `send`: CDDP__MPI_MOST elements of each share at a time. */
 static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, const char *send) {
   size_t begin, n;
@@ -10925,7 +11042,10 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, const char
   int p;
   for (begin = 0; r == CDDP_OK && begin < c->count; begin += n) {
     n = cddp__min(CDDP__MPI_MOST, c->count - begin);
-    if (!cddp__shapes[c->kind].reduces) r = cddp__mpi_move(g, c, send, begin, n);
+    if (c->parts != NULL)
+      r = cddp__mpi_move_parts(g, c, send, begin, n);
+    else if (!cddp__shapes[c->kind].reduces)
+      r = cddp__mpi_move(g, c, send, begin, n);
     for (p = 0; r == CDDP_OK && cddp__shapes[c->kind].reduces && p < g->size; p++) {
       bool one = cddp__in_one_buffer(c); /* else reduce_scatter: each rank's in turn */
       size_t at = one ? begin : (size_t)p * c->count + begin;
@@ -11048,8 +11168,9 @@ static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_a
 #define CDDP__LINGERS 50       /* looks at an empty queue before the engine sleeps */
 #define CDDP__SPIN_ENGINE 250  /* polls of the engine where ranks and engines share the cores */
 
-static cddp_work *cddp__work_new(cddp_group *g) {
-  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof *w);
+/* more: bytes behind it. */
+static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
+  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof *w + more);
   if (w == NULL) return NULL;
   memset(w, 0, offsetof(cddp_work, text));
   w->text[0] = 0;
@@ -11255,7 +11376,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
   cddp_result r = cddp__check_group(g);
   if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, c, work, &taken);
   if (r != CDDP_OK || taken) return r; /* taken: the buffer lies on a device */
-  if ((receives || work != NULL) && (w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((receives || work != NULL) && (w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
   record = cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype, -1,
                             c->root == CDDP_ANY ? -1 : c->root);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = c->tag;
@@ -11359,10 +11480,16 @@ static char *cddp__spaces(const cddp_group *g, uint32_t round, const cddp__chunk
 /* This rank's shares of the chunk go into its space. Inside the caller's loop compilers make it a
    tenth slower for 1 KiB. */
 static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart;
+  size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart, r;
   char *space = cddp__spaces(g, g->round + 1, k, &apart) + (size_t)g->rank * apart;
   const char *from = (const char *)c->send + k->begin * c->esize;
   if (!cddp__sends(c, g->rank)) return;
+  if (CDDP__UNLIKELY(c->parts != NULL)) {
+    for (r = 0; r < shares; r++, space += bytes)
+      memcpy(space, cddp__share_for(c, (int)r) + k->begin * c->esize,
+             cddp__bytes_for(c, (int)r, k->begin, k->n));
+    return;
+  }
   apart = c->count * c->esize;
   for (; shares > 0; shares--, space += bytes, from += apart) memcpy(space, from, bytes);
 }
@@ -11384,7 +11511,8 @@ static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chu
   }
   for (r = 0; r < g->size; r++) {
     char *to = cddp__share_from(c, r) + at;
-    if (cddp__sends(c, r) && (r != g->rank || to != own)) memcpy(to, srcs[r], bytes);
+    if (cddp__sends(c, r) && (r != g->rank || to != own))
+      memcpy(to, srcs[r], cddp__bytes_from(c, r, k->begin, k->n));
   }
 }
 
@@ -11485,7 +11613,7 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *c, char *
    stops when the group breaks. */
 static cddp_result cddp__move(cddp_group *g, const cddp__call *c, char *const *bufs,
                               void **slices) {
-  size_t share = c->count * c->esize, me = (size_t)g->rank, r, i, n = (size_t)g->size;
+  size_t share = c->count * c->esize, me = (size_t)g->rank, r, i, n = (size_t)g->size, at;
   cddp_dtype dtype = (cddp_dtype)c->dtype;
   cddp_op op = (cddp_op)c->op;
   char *recv = (char *)c->recv;
@@ -11503,10 +11631,11 @@ static cddp_result cddp__move(cddp_group *g, const cddp__call *c, char *const *b
     for (i = 0; i < n && cddp__receives(c, g->rank); i++) {
       r = (me + i) % n; /* each begins with its neighbour: readers spread over the owners */
       if (!cddp__sends(c, (int)r)) continue;
+      at = c->parts != NULL ? c->parts[r].there * c->esize : me * share;
       cddp__copy(cddp__share_from(c, (int)r),
                  r == me ? cddp__share_for(c, (int)me)
-                         : bufs[r] + (cddp__shapes[c->kind].scatters ? me * share : 0),
-                 share);
+                         : bufs[r] + (cddp__shapes[c->kind].scatters ? at : 0),
+                 cddp__bytes_from(c, (int)r, 0, c->count));
     }
   }
   return cddp__check_group(g);
@@ -11520,14 +11649,14 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   bool direct = true, staged = true;
   cddp_result r;
   int p;
-  if (ref.kind == CDDP__REF_NONE) cddp__put(g, c, &first);
+  if (ref.kind <= CDDP__REF_UNUSED) cddp__put(g, c, &first);
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     ref = cddp__op_header_of(g, p, g->round)->u.ref;
     g->buffers[p] = NULL; /* needed by no rank, or not known */
     if (ref.kind == CDDP__REF_NONE) {
       direct = direct && !cddp__is_read(c, p);
-    } else {
+    } else if (ref.kind != CDDP__REF_UNUSED) {
       staged = staged && !cddp__is_read(c, p);
       if (direct && (r = cddp__locate(g->host, &ref, &g->buffers[p])) != CDDP_OK)
         r = cddp__break(g, r);
@@ -11541,9 +11670,66 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   return cddp__exit(g, r);
 }
 
+static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *c) {
+  size_t element = c->esize * cddp__send_shares(g, c);
+  if (c->count <= g->round_most / element) return cddp__run_staged(g, c, false);
+  return g->carrier->run(g, c);
+}
+
+/* The ranks of a call with counts tell each other how long their shares are and where these begin;
+   c->count becomes the length of the longest of all. *host: whether this rank's lie in host memory,
+   then whether any rank's do. */
+static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *c, bool *host) {
+  uint64_t *told = (uint64_t *)(void *)(c->parts + g->size), *heard = told + CDDP__TOLD * g->size;
+  char here[320];
+  size_t most = 0;
+  cddp__call x = *c;
+  cddp_result r;
+  int p;
+  for (p = 0; p < g->size; p++)
+    most = cddp__max(most, cddp__max(c->parts[p].out, c->parts[p].in));
+  for (p = 0; p < g->size; p++) {
+    told[CDDP__TOLD * p] = c->parts[p].out;
+    told[CDDP__TOLD * p + 1] = c->parts[p].out_at;
+    told[CDDP__TOLD * p + 2] = most;
+    told[CDDP__TOLD * p + 3] = *host;
+  }
+  x.parts = NULL;
+  x.count = CDDP__TOLD * sizeof *told / c->esize;
+  x.send = told;
+  x.recv = heard;
+  r = cddp__run_sized(g, &x);
+  for (p = 0; r == CDDP_OK && p < g->size; p++, heard += CDDP__TOLD) {
+    c->parts[p].there = (size_t)heard[1];
+    most = cddp__max(most, (size_t)heard[2]);
+    *host = *host || heard[3] != 0;
+    if (heard[0] == c->parts[p].in) continue;
+    cddp__describe_here(g, here, sizeof here);
+    cddp__fail(CDDP_MISMATCH,
+               "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
+               "in %s",
+               p, heard[0], g->rank, c->parts[p].in, here);
+    r = cddp__break(g, CDDP_MISMATCH);
+  }
+  c->count = most;
+  return r;
+}
+
+static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *c) {
+  cddp__call sized = *c;
+  bool host = true;
+  cddp_result r = cddp__exchange_counts(g, &sized, &host);
+  return r == CDDP_OK && sized.count > 0 ? cddp__run_sized(g, &sized) : r;
+}
+
 static uint64_t cddp__record_call(const cddp_group *g, const cddp__call *c) {
+  size_t count = c->count, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
-  return cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype,
+  if (c->parts != NULL) {
+    cddp__buffer_bytes(g, c, &sent, &count);
+    count /= c->esize;
+  }
+  return cddp__record_new(g, cddp__shapes[c->kind].name, count, c->dtype,
                           cddp__shapes[c->kind].reduces ? c->op : -1, c->root);
 }
 
@@ -11570,7 +11756,7 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
   else if (c->count * element <= g->round_most)
     r = cddp__run_staged(g, c, false);
   else
-    r = g->carrier->run(g, c);
+    r = c->parts != NULL ? cddp__run_counted(g, c) : g->carrier->run(g, c);
 done:
   cddp__record_finish(g, record, r);
   return r;
@@ -11623,24 +11809,32 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
 }
 
 /* Hands a collective to the engine. */
+static cddp_result cddp__enqueue(cddp_work *w) {
+  w->anywhere = true;
+  w->site = cddp__this_site;
+  w->record = cddp__record_call(w->group, &w->call);
+  if (cddp__record_at(w->group, w->record) != NULL)
+    cddp__record_at(w->group, w->record)->engine = 1;
+  return cddp__engine_push(w);
+}
+
 static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_work **work) {
   cddp_result r;
   cddp_work *w;
-  *work = NULL;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((w = cddp__work_new(g, c->parts != NULL ? cddp__parts_bytes(g) : 0)) == NULL)
+    return CDDP_OUT_OF_MEMORY;
   w->call = *c;
   w->run = cddp__run_work_call;
-  w->anywhere = true;
-  w->site = cddp__this_site;
-  w->record = cddp__record_call(g, c);
-  if (cddp__record_at(g, w->record) != NULL) cddp__record_at(g, w->record)->engine = 1;
-  if ((r = cddp__engine_push(w)) != CDDP_OK) {
-    cddp__free(&g->host->allocator, w);
-    return r;
+  if (c->parts != NULL) {
+    w->call.parts = (cddp__part *)(void *)(w + 1);
+    memcpy(w->call.parts, c->parts, (size_t)g->size * sizeof *c->parts);
   }
-  *work = w;
-  return CDDP_OK;
+  if ((r = cddp__enqueue(w)) == CDDP_OK)
+    *work = w;
+  else
+    cddp__free(&g->host->allocator, w);
+  return r;
 }
 
 /* Runs a validated collective now, or hands it to the engine. */
@@ -11655,14 +11849,27 @@ static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_wor
   return cddp__run_call(g, c);
 }
 
-/* The buffers are apart, or in place as the call's comment says. */
-static bool cddp__overlap_ok(const cddp_group *g, const cddp__call *c) {
+/* What is wrong with the buffers of a call; NULL: nothing. They must be there, and apart or in
+   place as the call's comment says. */
+static const char *cddp__wrong_buffers(const cddp_group *g, const cddp__call *c) {
   uintptr_t send = (uintptr_t)c->send, recv = (uintptr_t)c->recv, own;
+  bool in_place = false;
   size_t sent, received;
   cddp__buffer_bytes(g, c, &sent, &received);
-  if (send >= recv + received || recv >= send + sent || sent == 0 || received == 0) return true;
-  own = (uintptr_t)g->rank * c->count * c->esize;
-  return sent > received ? recv == send + own : sent < received ? send == recv + own : send == recv;
+  if (sent > 0 && c->send == NULL) return cddp__in_one_buffer(c) ? "buf is NULL" : "send is NULL";
+  if (received > 0 && c->recv == NULL) return "recv is NULL";
+  if (cddp__in_one_buffer(c) || sent == 0 || received == 0 || send >= recv + received ||
+      recv >= send + sent)
+    return NULL;
+  own = c->parts != NULL ? c->parts[g->rank].in_at * c->esize
+                         : (uintptr_t)g->rank * c->count * c->esize;
+  if (c->kind != CDDP__KIND_ALL_TO_ALL_V)
+    in_place = sent > received   ? recv == send + own
+               : sent < received ? send == recv + own
+                                 : send == recv;
+  return in_place ? NULL
+                  : "send and recv overlap, and not in the way that is in place (see the "
+                    "function's comment in cddp.h)";
 }
 
 static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
@@ -11675,6 +11882,7 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
     return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d; the group has ranks 0 to %d",
                       message ? "peer" : "root", c->root, g->size - 1);
   if (c->count > SIZE_MAX / 16 / CDDP__MAX_RANKS && /* divisions take long in a small call */
+      c->parts == NULL &&
       c->count > SIZE_MAX / 2 / c->esize / (one ? 1 : (size_t)g->size))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "count %zu is beyond the address space", c->count);
   if (!cddp__dtype_ok((cddp_dtype)c->dtype))
@@ -11684,13 +11892,8 @@ static cddp_result cddp__check_call(const cddp_group *g, const cddp__call *c) {
                               : "CDDP_BAND, CDDP_BOR and CDDP_BXOR are for integers";
   else if (c->tag < 0)
     wrong = "tag is negative";
-  else if (c->count > 0 && c->send == NULL && (one || cddp__sends(c, g->rank)))
-    wrong = one ? "buf is NULL" : "send is NULL";
-  else if (c->count > 0 && c->recv == NULL && cddp__receives(c, g->rank))
-    wrong = "recv is NULL";
-  else if (c->count > 0 && !one && !cddp__overlap_ok(g, c))
-    wrong = "send and recv overlap, and not in the way that is in place (see the function's "
-            "comment in cddp.h)";
+  else if (c->count > 0 && (!one || c->send == NULL))
+    wrong = cddp__wrong_buffers(g, c);
   return wrong == NULL ? CDDP_OK : cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
 }
 
@@ -13087,12 +13290,15 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
 /* Whether a call's buffers lie on the device; an error if only one of them does. */
 static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *c, bool *device) {
   bool one = cddp__in_one_buffer(c);
-  const void *send = one || cddp__sends(c, p->group->rank) ? c->send : NULL;
-  const void *recv = one || cddp__receives(c, p->group->rank) ? c->recv : NULL;
+  const void *send, *recv;
+  size_t sent, received;
   int memory[2] = {CDDP__MEMORY_DEVICE, CDDP__MEMORY_DEVICE};
   cddp_result r = CDDP_OK;
   *device = true;
-  if (c->count == 0 || (send == NULL && recv == NULL)) return CDDP_OK;
+  cddp__buffer_bytes(p->group, c, &sent, &received);
+  send = sent > 0 ? c->send : NULL;
+  recv = received > 0 ? c->recv : NULL;
+  if (send == NULL && recv == NULL) return CDDP_OK;
   if (send != NULL) r = cddp__memory_of(p->device, send, one ? "buf" : "send", &memory[0]);
   if (r == CDDP_OK && recv != NULL && recv != send)
     r = cddp__memory_of(p->device, recv, "recv", &memory[1]);
@@ -13632,13 +13838,13 @@ static void cddp__device_free(void *p) {
   if (p != NULL && cudaFree(p) != cudaSuccess) (void)cudaGetLastError();
 }
 
-/* Waits on the host for the stream, as long as the group is healthy. The deadline is for what the
-   watcher has no event behind: operations in a CUDA graph. */
-static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s) {
+/* Waits on the host for the stream, or an event on it, as long as the group is healthy. The
+   deadline is for what the watcher has no event behind: operations in a CUDA graph. */
+static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent_t event) {
   double start = cddp__now();
   cudaError_t e;
   cddp_result r;
-  while ((e = cudaStreamQuery(s)) == cudaErrorNotReady) {
+  while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady) {
     if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
     cddp__device_nap(start);
     if (cddp__now() < start + p->group->timeout_s) continue;
@@ -13670,20 +13876,23 @@ static cddp_result cddp__staged_no_graph(cudaStream_t s) {
                     "backend \"cpu\" cannot be captured in a CUDA graph; backend \"nccl\" can");
 }
 
-/* After the operation on stage, which had the result r: its result to the device. */
-static cddp_result cddp__stage_end(cddp__device *p, const cddp__call *c, cudaStream_t s,
-                                   char *stage, cddp_result r) {
-  cddp_group *g = p->group;
-  size_t sends, recvs, second;
-  cddp__buffer_bytes(g, c, &sends, &recvs);
-  second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
-  if (r == CDDP_OK && c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank)) {
+/* Bytes of the result that a call has on this rank. */
+static size_t cddp__result_bytes(const cddp_group *g, const cddp__call *c) {
+  size_t sent, received;
+  cddp__buffer_bytes(g, c, &sent, &received);
+  return c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank) ? received : 0;
+}
+
+/* After the operation on stage, which had the result r: `bytes` at `from` go to the device. */
+static cddp_result cddp__stage_end(cddp__device *p, cudaStream_t s, char *stage, void *to,
+                                   const void *from, size_t bytes, cddp_result r) {
+  if (r == CDDP_OK && bytes > 0) {
     r = cddp__use_device(p->device);
     if (r == CDDP_OK) r = cddp__stream_after(p->side, s, p->join);
-    if (r == CDDP_OK) r = cddp__copy_now(p, c->recv, stage + second, recvs);
-    if (r != CDDP_OK) r = cddp__break(g, r);
+    if (r == CDDP_OK) r = cddp__copy_now(p, to, from, bytes);
+    if (r != CDDP_OK) r = cddp__break(p->group, r);
   }
-  cddp__arena_free(g->host, stage);
+  cddp__arena_free(p->group->host, stage);
   return r;
 }
 
@@ -13712,7 +13921,8 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
   if (r == CDDP_OK)
     r = message ? cddp__start_message(g, &inner, work != NULL ? &w : NULL)
                 : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
-  if (r != CDDP_OK || work == NULL) return cddp__stage_end(p, c, s, stage, r);
+  if (r != CDDP_OK || work == NULL)
+    return cddp__stage_end(p, s, stage, c->recv, inner.recv, cddp__result_bytes(g, c), r);
   w->backend = g->backend;
   w->context = c->recv;
   w->stage = stage;
@@ -13722,23 +13932,27 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
 
 /* --- operations by NCCL --- */
 
-/* Sends and receives the shares of gather, scatter and all_to_all; inside an NCCL group. */
+/* Sends and receives the shares of gather, scatter, all_to_all and calls with counts; inside an
+   NCCL group. */
 static ncclResult_t cddp__post_shares(const cddp__device *p, const cddp__call *c,
                                       ncclDataType_t type, cudaStream_t s) {
   int me = p->group->rank, q;
   ncclResult_t e = ncclSuccess;
   for (q = 0; q < p->group->size && e == ncclSuccess; q++) {
-    bool sends = cddp__sends(c, me) && cddp__receives(c, q);
-    bool recvs = cddp__sends(c, q) && cddp__receives(c, me);
-    const char *from = sends ? cddp__share_for(c, q) : NULL;
-    char *to = recvs ? cddp__share_from(c, q) : NULL;
+    size_t out = cddp__sends(c, me) && cddp__receives(c, q)
+                     ? cddp__bytes_for(c, q, 0, c->count) / c->esize
+                     : 0;
+    size_t in = cddp__sends(c, q) && cddp__receives(c, me)
+                    ? cddp__bytes_from(c, q, 0, c->count) / c->esize
+                    : 0;
+    const char *from = out > 0 ? cddp__share_for(c, q) : NULL;
+    char *to = in > 0 ? cddp__share_from(c, q) : NULL;
     if (q == me) {
-      if (sends && cddp__device_copy(to, from, c->count * c->esize, s) != CDDP_OK)
-        e = ncclUnhandledCudaError;
+      if (cddp__device_copy(to, from, out * c->esize, s) != CDDP_OK) e = ncclUnhandledCudaError;
       continue;
     }
-    if (sends) e = ncclSend(from, c->count, type, q, p->comm->comm, s);
-    if (recvs && e == ncclSuccess) e = ncclRecv(to, c->count, type, q, p->comm->comm, s);
+    if (out > 0) e = ncclSend(from, out, type, q, p->comm->comm, s);
+    if (in > 0 && e == ncclSuccess) e = ncclRecv(to, in, type, q, p->comm->comm, s);
   }
   return e;
 }
@@ -13847,8 +14061,8 @@ static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *wha
 static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n, cudaStream_t s) {
   ncclResult_t e = ncclSuccess, end;
   cddp_result r;
-  bool group = n > 1 || c->kind == CDDP__KIND_GATHER || c->kind == CDDP__KIND_SCATTER ||
-               c->kind == CDDP__KIND_ALL_TO_ALL;
+  bool group = n > 1 || c->parts != NULL || c->kind == CDDP__KIND_GATHER ||
+               c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_ALL_TO_ALL;
   int i;
   if (s == cudaStreamPerThread) /* NCCL enqueues in a thread of its own */
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the group's stream is cudaStreamPerThread, which to "
@@ -13907,9 +14121,10 @@ static cddp_result cddp__issue_in_place(cddp__device *p, const cddp__call *call,
 
 /* --- handles and messages --- */
 
-static void cddp__device_work_free(cddp_work *w) {
-  cddp__device *p = cddp__device_of(w->group);
+/* Keeps a work's event for the next one. */
+static void cddp__spare_event(cddp__device *p, cddp_work *w) {
   cudaEvent_t event = (cudaEvent_t)w->event;
+  w->event = NULL;
   pthread_mutex_lock(&p->lock);
   if (event != NULL && p->spares < CDDP__SPARE_EVENTS) {
     p->spare[p->spares++] = event;
@@ -13917,6 +14132,10 @@ static void cddp__device_work_free(cddp_work *w) {
   }
   pthread_mutex_unlock(&p->lock);
   cddp__event_free(&event);
+}
+
+static void cddp__device_work_free(cddp_work *w) {
+  cddp__spare_event(cddp__device_of(w->group), w);
   cddp__free(&w->group->host->allocator, w);
 }
 
@@ -13970,10 +14189,10 @@ static cddp_result cddp__device_wait(cddp_work *w) {
   cddp_result r = cddp__use_device(p->device); /* the default stream is the current device's */
   if (p->staged) {
     char *stage = (char *)w->stage;
-    cddp__call c = w->call;
-    c.recv = w->context;
+    void *to = w->context, *from = w->call.recv;
+    size_t bytes = cddp__result_bytes(g, &w->call);
     w->backend = NULL;
-    return cddp__stage_end(p, &c, stream, stage, cddp__work_wait(w, -1));
+    return cddp__stage_end(p, stream, stage, to, from, bytes, cddp__work_wait(w, -1));
   }
   if (w->call.count > 0) (void)cddp__send_messages(p, w);
   if (r == CDDP_OK && w->result != CDDP_OK) r = cddp__fail(w->result, "%s", w->text);
@@ -14008,15 +14227,14 @@ static bool cddp__device_done(cddp_work *w) {
 /* --- the calls of a group --- */
 
 /* Collective: whether the ranks of all hosts have called the same so far. */
-static cddp_result cddp__compare_hosts(cddp__device *p) {
-  uint64_t mine[2], first[2], theirs[2]; /* a hash; calls */
+static cddp_result cddp__compare_hosts(cddp__device *p, const uint64_t mine[2]) {
+  uint64_t first[2], theirs[2]; /* a hash; calls */
   cddp_group *g = p->group;
   cddp_result r;
   int q;
   if (g->hosts == NULL || p->comm->comm == NULL) return CDDP_OK;
-  mine[0] = p->hash;
-  mine[1] = p->calls;
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_DONE, 0, mine, sizeof mine);
+  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_DONE, 0, mine,
+                  sizeof first);
   if (r != CDDP_OK) return r;
   memcpy(first, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof first);
   for (q = 1; q < g->size; q++) {
@@ -14032,17 +14250,67 @@ static cddp_result cddp__compare_hosts(cddp__device *p) {
   return CDDP_OK;
 }
 
-static cddp_result cddp__device_barrier(cddp_group *g) {
+/* What this rank has called so far. */
+static void cddp__calls_so_far(const cddp__device *p, uint64_t out[2]) {
+  out[0] = p->hash;
+  out[1] = p->calls;
+}
+
+/* Waits on the host for what was on the group's stream, then for the ranks. */
+static cddp_result cddp__run_barrier(cddp_work *w) {
+  cddp_group *g = w->group;
   cddp__device *p = cddp__device_of(g);
-  cddp_result r;
-  if (cddp__capturing(cddp__main_stream(g)))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "cddp_barrier waits on the host and cannot be captured in a CUDA graph");
-  cddp__engine_drain(g);
-  if ((r = cddp__await_stream(p, cddp__main_stream(g))) != CDDP_OK) return r;
-  r = cddp__run_simple(g, CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_U8, -1);
-  if (r == CDDP_OK) r = cddp__compare_hosts(p);
+  cddp_result r = cddp__use_device(p->device);
+  if (r == CDDP_OK) r = cddp__await_stream(p, NULL, (cudaEvent_t)w->event);
+  cddp__spare_event(p, w);
+  if (r == CDDP_OK) r = cddp__run_recorded(g, &w->call, w->record);
+  if (r == CDDP_OK) r = cddp__compare_hosts(p, (const uint64_t *)(const void *)(w + 1));
   return r == CDDP_OK && g->size > 1 ? cddp__compare_logs(p) : r; /* all have called all before */
+}
+
+static cddp_result cddp__device_barrier(cddp__device *p, const cddp__call *c, cddp_work **work) {
+  cudaStream_t s = cddp__main_stream(p->group);
+  cddp_work *w;
+  cddp_result r;
+  if (cddp__capturing(s))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "a barrier waits on the host and cannot be captured in a CUDA graph");
+  if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
+  w = cddp__work_new(p->group, 2 * sizeof(uint64_t));
+  if (w == NULL) return CDDP_OUT_OF_MEMORY;
+  w->call = *c;
+  w->run = cddp__run_barrier;
+  cddp__calls_so_far(p, (uint64_t *)(void *)(w + 1));
+  r = cddp__work_record(w, s);
+  if (work == NULL) {
+    cddp__engine_drain(p->group);
+    w->record = cddp__record_call(p->group, c);
+    if (r == CDDP_OK) r = cddp__run_barrier(w);
+  } else if (r == CDDP_OK && (r = cddp__enqueue(w)) == CDDP_OK) {
+    *work = w;
+    return r;
+  }
+  cddp__device_work_free(w);
+  return r;
+}
+
+/* The exchange of counts before NCCL sends what they say. A rank that has nothing to send or
+   receive has no memory that would tell where the others' is: theirs may be the host's. */
+static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *c) {
+  bool host = false;
+  size_t sent, received;
+  cddp_result r;
+  cddp__engine_drain(g);
+  r = cddp__exchange_counts(g, c, &host);
+  if (r != CDDP_OK || !host) return r;
+  cddp__buffer_bytes(g, c, &sent, &received);
+  if (sent + received > 0)
+    return cddp__fail(CDDP_MISMATCH, "ranks disagree: rank %d's buffers in %s lie on its device, "
+                                     "another rank's in host memory",
+                      g->rank, cddp__shapes[c->kind].name);
+  r = cddp__run_sized(g, c);
+  c->count = 0;
+  return r;
 }
 
 /* A collective by NCCL on the group's stream, or with a handle on the side stream. */
@@ -14050,10 +14318,13 @@ static cddp_result cddp__nccl_call(cddp__device *p, const cddp__call *c, cddp_wo
   cddp_group *g = p->group;
   cudaStream_t s = work != NULL ? p->side : cddp__main_stream(g);
   uint64_t record = cddp__record_call(g, c);
+  cddp__call sized = *c;
   cddp_work *w = NULL;
   cddp_result r = CDDP_OK;
-  if (work != NULL && (w = cddp__work_new(g)) == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (work != NULL && (w = cddp__work_new(g, 0)) == NULL) r = CDDP_OUT_OF_MEMORY;
   if (w != NULL) w->backend = g->backend;
+  if (r == CDDP_OK && c->parts != NULL) r = cddp__counts_on_device(g, &sized);
+  c = &sized;
   if (r == CDDP_OK && w != NULL) r = cddp__stream_after(p->side, cddp__main_stream(g), p->join);
   if (r == CDDP_OK && c->count > 0)
     r = g->size > 1 && cddp__overwrites(c) ? cddp__issue_in_place(p, c, s)
@@ -14084,7 +14355,7 @@ static cddp_result cddp__nccl_message(cddp__device *p, const cddp__call *c, cddp
     r = cddp__issue(p, c, 1, cddp__main_stream(g));
     return r == CDDP_OK ? r : cddp__break(g, r);
   }
-  if ((w = cddp__work_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
   w->backend = g->backend;
   w->call = *c;
   pthread_mutex_lock(&p->turn);
@@ -14099,23 +14370,25 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_w
                                       bool *taken) {
   cddp__device *p = cddp__device_of(g);
   bool message = c->kind >= CDDP__KIND_SEND;
+  size_t sent, received;
   cddp_result r;
   *taken = true;
   if (work != NULL) *work = NULL;
   if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
   if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK) return r;
-  *taken = *taken && (c->count > 0 || !(message || p->staged));
+  cddp__buffer_bytes(g, c, &sent, &received);
+  *taken = *taken && (sent + received > 0 || !(message || p->staged));
   if ((!message || (work == NULL && *taken)) && (r = cddp__send_messages(p, NULL)) != CDDP_OK)
     return r;
   if (c->kind == CDDP__KIND_BARRIER) {
     *taken = true;
-    return cddp__device_barrier(g);
+    return cddp__device_barrier(p, c, work);
   }
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (*taken && !p->staged && c->op > CDDP_MAX)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL has no bitwise operations: reduce integers in host "
                                         "memory, or in a group with backend \"cpu\"");
-  if (!message) cddp__log_call(p, c, *taken);
+  if (!message) cddp__log_call(p, c, *taken || c->parts != NULL);
   if (!*taken) return CDDP_OK;
   if (p->staged) return cddp__stage_call(p, c, cddp__main_stream(g), work);
   return message ? cddp__nccl_message(p, c, work) : cddp__nccl_call(p, c, work);
@@ -14128,7 +14401,7 @@ static cddp_result cddp__device_synchronize(cddp_group *g) {
   if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
   if ((r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  return cddp__await_stream(p, cddp__main_stream(g));
+  return cddp__await_stream(p, cddp__main_stream(g), NULL);
 }
 
 /* --- communicators: connected, split, left --- */
@@ -14163,7 +14436,7 @@ static cddp_result cddp__warm_up(cddp__device *p) {
     at += 2 * bytes;
   }
   if (r == CDDP_OK) r = cddp__issue(p, calls, n, p->side);
-  if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
+  if (r == CDDP_OK) r = cddp__await_stream(p, p->side, NULL);
   if (r != CDDP_OK) r = cddp__break(p->group, r);
   if (room != NULL) cudaFree(room);
   /* A rank that ends right after this call is not to take operations of the others along. */
@@ -14201,6 +14474,7 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
 
 /* Every rank of g, after cddp__split: device contexts for the new groups. */
 static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, bool internal) {
+  uint64_t calls[2];
   cddp__device *p = cddp__device_of(g), *c = NULL;
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__send_messages(p, NULL);
@@ -14212,10 +14486,11 @@ static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, bool int
     if (internal) c->owner = p->owner;
   }
   if (p->comm->comm != NULL) {
-    if (r == CDDP_OK) r = cddp__await_stream(p, p->side);
-    if (r == CDDP_OK) r = cddp__await_stream(p, cddp__main_stream(g));
+    if (r == CDDP_OK) r = cddp__await_stream(p, p->side, NULL);
+    if (r == CDDP_OK) r = cddp__await_stream(p, cddp__main_stream(g), NULL);
     if (r != CDDP_OK) r = cddp__break(g, r); /* the other ranks count on this one */
-    if (r == CDDP_OK) r = cddp__compare_hosts(p);
+    cddp__calls_so_far(p, calls);
+    if (r == CDDP_OK) r = cddp__compare_hosts(p, calls);
     if (r == CDDP_OK && c != NULL && child->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(c);
     r = cddp__consensus(g, r, NULL, 0, NULL);
   } else if (r != CDDP_OK && child != NULL) {
@@ -16104,9 +16379,9 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
                       "the norm is waited for, which cannot be captured in a CUDA graph; clip with "
                       "norm NULL, and ask for it with cddp_ddp_grad_norm later");
   if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
-  if ((r = cddp__await_stream(p, stream)) != CDDP_OK) return r;
+  if ((r = cddp__await_stream(p, stream, NULL)) != CDDP_OK) return r;
   r = cddp__device_copy(&sum, d->clip, sizeof sum, stream);
-  if (r == CDDP_OK) r = cddp__await_stream(p, stream);
+  if (r == CDDP_OK) r = cddp__await_stream(p, stream, NULL);
   *norm = sqrt(sum);
   return r;
 }
@@ -16157,8 +16432,8 @@ static void cddp__gpu_free(cddp_ddp *d) {
   if (p == NULL) return;
   (void)cddp__use_device(p->device);
   cddp__engine_drain(d->comm);
-  (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group));
-  if (cddp__await_stream(p, p->side) != CDDP_OK) cddp__device_abort(p);
+  (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
+  if (cddp__await_stream(p, p->side, NULL) != CDDP_OK) cddp__device_abort(p);
   cddp__await_abort(p);
   (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
@@ -20264,9 +20539,72 @@ CDDPDEF cddp_result (cddp_all_to_all)(cddp_group *g, const void *send, void *rec
   return cddp__start(__func__, g, &c, work);
 }
 
+/* With counts [world_size]; send_counts NULL: one share for all, which recv_counts has too. */
+static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp__call *c,
+                                       const size_t *send_counts, const size_t *recv_counts,
+                                       cddp_work **work) {
+  bool scatters = cddp__shapes[c->kind].scatters;
+  size_t sent = 0, received = 0, most = SIZE_MAX / 2 / c->esize;
+  cddp__part *parts;
+  cddp_result r;
+  int p;
+  if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL)) {
+    cddp__enter_call(function);
+    return cddp__named(function, cddp__fail(CDDP_INVALID_ARGUMENT, "%s is NULL",
+                                            g == NULL ? "the group" : "an array of counts"));
+  }
+  parts = (cddp__part *)cddp__malloc(&g->host->allocator, cddp__parts_bytes(g));
+  if (parts == NULL) return CDDP_OUT_OF_MEMORY;
+  for (p = 0; p < g->size; p++) {
+    cddp__part *part = &parts[p];
+    part->out = scatters ? send_counts[p] : recv_counts[g->rank];
+    part->in = recv_counts[p];
+    part->out_at = scatters ? sent : 0;
+    part->in_at = received;
+    if (part->out > most - part->out_at || part->in > most - received) break;
+    sent += part->out;
+    received += part->in;
+  }
+  if (sent == 0) c->send = g; /* for sums of addresses, in which NULL is undefined */
+  if (received == 0) c->recv = g;
+  c->count = g->size > 1 ? CDDP__COUNTED : received;
+  c->parts = g->size > 1 ? parts : NULL;
+  if (p < g->size)
+    r = cddp__named(function, cddp__fail(CDDP_INVALID_ARGUMENT,
+                                         "the counts up to rank %d's are beyond the address space",
+                                         p));
+  else if (g->size == 1 && sent != received)
+    r = cddp__fail(CDDP_MISMATCH, "rank 0 sends itself %zu elements and expects %zu", sent,
+                   received);
+  else
+    r = cddp__start(function, g, c, work);
+  cddp__free(&g->host->allocator, parts);
+  return r;
+}
+
+CDDPDEF cddp_result (cddp_all_gather_v)(cddp_group *g, const void *send, void *recv,
+                                        const size_t *counts, cddp_dtype dtype, cddp_work **work) {
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_GATHER_V, send, recv, 0, dtype, CDDP_SUM, -1);
+  return cddp__start_counted(__func__, g, &c, NULL, counts, work);
+}
+
+CDDPDEF cddp_result (cddp_all_to_all_v)(cddp_group *g, const void *send,
+                                        const size_t *send_counts, void *recv,
+                                        const size_t *recv_counts, cddp_dtype dtype,
+                                        cddp_work **work) {
+  cddp__call c = cddp__make_call(CDDP__KIND_ALL_TO_ALL_V, send, recv, 0, dtype, CDDP_SUM, -1);
+  return cddp__start_counted(__func__, g, &c, send_counts, recv_counts, work);
+}
+
 CDDPDEF cddp_result (cddp_barrier)(cddp_group *g) {
   cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   return cddp__start(__func__, g, &c, NULL);
+}
+
+CDDPDEF cddp_result (cddp_barrier_async)(cddp_group *g, cddp_work **work) {
+  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
+  CDDP__CHECK(work != NULL, "work is NULL");
+  return cddp__start(__func__, g, &c, work);
 }
 
 /* --- messages and handles --- */
@@ -20674,7 +21012,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
 #define cddp_scatter(g, ...) cddp_scatter(CDDP__AT(g), __VA_ARGS__)
 #define cddp_reduce_scatter(g, ...) cddp_reduce_scatter(CDDP__AT(g), __VA_ARGS__)
 #define cddp_all_to_all(g, ...) cddp_all_to_all(CDDP__AT(g), __VA_ARGS__)
+#define cddp_all_gather_v(g, ...) cddp_all_gather_v(CDDP__AT(g), __VA_ARGS__)
+#define cddp_all_to_all_v(g, ...) cddp_all_to_all_v(CDDP__AT(g), __VA_ARGS__)
 #define cddp_barrier(g) cddp_barrier(CDDP__AT(g))
+#define cddp_barrier_async(g, work) cddp_barrier_async(CDDP__AT(g), work)
 #define cddp_send(g, ...) cddp_send(CDDP__AT(g), __VA_ARGS__)
 #define cddp_recv(g, ...) cddp_recv(CDDP__AT(g), __VA_ARGS__)
 #define cddp_group_split(g, ...) cddp_group_split(CDDP__AT(g), __VA_ARGS__)
@@ -20698,7 +21039,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps),
               on CPUs and on GPUs.
               cddp_spawn_elastic and cddprun --elastic: a rank that fails is started again.
-              CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source.
+              CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source;
+              cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
               max_grad_norm: cddp_ddp_step clips; cddp_ddp_grad_norm.
               master_weights: f16 and bf16 weights and gradients, f32 masters in the optimizer.

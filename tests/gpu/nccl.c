@@ -1379,6 +1379,95 @@ static int beyond_nccl(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* Calls with counts on device memory, then ranks that disagree in one, which fails on all. */
+static int with_counts(cddp_group *g, void *arg) {
+  enum { MOST = 4000 };
+  int n = cddp_world_size(g), me = cddp_rank(g), kind, r;
+  int32_t *host = (int32_t *)malloc(8 * MOST * sizeof *host), *send, *recv;
+  size_t out[8], in[8], i, k, all, bad;
+  cddp_group *sub = NULL;
+  cddp_work *w = NULL;
+  (void)arg;
+  for (kind = 0; kind < 6; kind++) { /* all_to_all_v and all_gather_v, with a handle or not */
+    bool gathers = kind % 2 != 0;
+    for (r = 0, all = 0; r < n; r++) {
+      out[r] = kind < 4 ? ranks_mix((uint64_t)me, gathers ? 9 : (uint64_t)r, 3) % MOST : 0;
+      in[r] = kind < 4 ? ranks_mix((uint64_t)r, gathers ? 9 : (uint64_t)me, 3) % MOST : 0;
+      for (i = 0; i < out[r]; i++)
+        host[gathers ? i : all + i] = (int32_t)(ranks_mix((uint64_t)me, gathers ? 0 : (uint64_t)r,
+                                                          i) & 0xffffff);
+      all += out[r];
+    }
+    send = (int32_t *)on_device(host, all * sizeof *host);
+    for (r = 0, all = 0; r < n; r++) all += in[r];
+    recv = (int32_t *)on_device(NULL, all * sizeof *host);
+    if (gathers) CHECK_OK(cddp_all_gather_v(g, send, recv, in, CDDP_I32, kind & 2 ? &w : NULL));
+    else CHECK_OK(cddp_all_to_all_v(g, send, out, recv, in, CDDP_I32, kind & 2 ? &w : NULL));
+    if (w != NULL) CHECK_OK(cddp_wait(w));
+    CHECK((w != NULL) == ((kind & 2) != 0));
+    w = NULL;
+    to_host(g, host, recv, all * sizeof *host);
+    for (r = 0, k = 0, bad = 0; r < n; r++)
+      for (i = 0; i < in[r]; i++, k++)
+        bad += host[k] !=
+               (int32_t)(ranks_mix((uint64_t)r, gathers ? 0 : (uint64_t)me, i) & 0xffffff);
+    CHECK_EQ(bad, 0);
+    cudaFree(send);
+    cudaFree(recv);
+  }
+  for (r = 0; r < n; r++) in[r] = r == 0 ? 0 : 2; /* host memory, of which rank 0 has none */
+  for (i = 0; i < 2; i++) host[i] = me;
+  CHECK_OK(cddp_all_gather_v(g, me == 0 ? NULL : host, host + 2, in, CDDP_I32, NULL));
+  for (r = 1; r < n; r++) CHECK(host[2 * r] == r && host[2 * r + 1] == r);
+  send = (int32_t *)on_device(host, 8 * MOST * sizeof *host);
+  recv = (int32_t *)on_device(NULL, 8 * MOST * sizeof *host);
+  CHECK_OK(cddp_group_split(g, 0, me, &sub));
+  for (r = 0; r < n; r++) out[r] = in[r] = 1000;
+  if (me == 0) out[n - 1] = 1001;
+  if (n > 1 && sub != NULL) {
+    cddp_result result = cddp_all_to_all_v(sub, send, out, recv, in, CDDP_I32, NULL);
+    if (result == CDDP_OK) result = cddp_synchronize(sub); /* with NCCL it may be told there */
+    CHECK_IS(result, CDDP_MISMATCH);
+    CHECK(strstr(cddp_error(), "rank 0 sends 1001 elements to rank") != NULL);
+  }
+  cddp_destroy(sub);
+  check_sum(g, n * (n + 1) / 2);
+  cudaFree(send);
+  cudaFree(recv);
+  free(host);
+  return 0;
+}
+
+/* A barrier with a handle ends when all ranks have come to it, with a handle or without. */
+static int late_barrier(cddp_group *g, void *arg) {
+  int me = cddp_rank(g), n = cddp_world_size(g), r;
+  float *x = (float *)cddp_alloc(g, 1000 * sizeof *x);
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  int32_t go = 1;
+  bool done = true;
+  cddp_work *w = NULL;
+  (void)arg;
+  check_sum(g, n * (n + 1) / 2);
+  fill_on(s, x, 1000, (float)me + 1, false);
+  if (me == 0) {
+    CHECK_OK(cddp_barrier_async(g, &w));
+    CHECK_IS(cddp_wait_for(w, 0.05), CDDP_TIMEOUT);
+    CHECK_OK(cddp_test(w, &done));
+    CHECK(!done);
+    for (r = 1; r < n; r++) CHECK_OK(cddp_send(g, &go, 1, CDDP_I32, r, 5, NULL));
+  } else {
+    CHECK_OK(cddp_recv(g, &go, 1, CDDP_I32, 0, 5, NULL));
+    if (me == 1) CHECK_OK(cddp_barrier_async(g, &w));
+    else CHECK_OK(cddp_barrier(g));
+  }
+  CHECK_OK(cddp_all_reduce(g, x, 1000, CDDP_F32, CDDP_SUM, NULL)); /* may begin before it ends */
+  if (w != NULL) CHECK_OK(cddp_wait(w));
+  check_fill(g, x, 1000, n * (n + 1) / 2);
+  CHECK_OK(cddp_barrier(g));
+  cddp_free(g, x);
+  return 0;
+}
+
 static int host_memory(cddp_group *g, void *arg) {
   int n = cddp_world_size(g), me = cddp_rank(g), i;
   float x[3000], *d = (float *)cddp_alloc(g, sizeof x);
@@ -1404,6 +1493,11 @@ static void test_groups(void) {
   CHECK_OK(run(messages, NULL, 3, "cpu"));
   CHECK_OK(run(wait_for_late, NULL, 2, NULL));
   CHECK_OK(run(wait_for_late, NULL, 2, "cpu"));
+  CHECK_OK(run(with_counts, NULL, 3, NULL));
+  CHECK_OK(run(with_counts, NULL, 3, "cpu"));
+  CHECK_OK(run(with_counts, NULL, 1, NULL));
+  CHECK_OK(run(late_barrier, NULL, 3, NULL));
+  CHECK_OK(run(late_barrier, NULL, 3, "cpu"));
   CHECK_OK(run(beyond_nccl, NULL, 3, NULL));
   CHECK_OK(run(beyond_nccl, &comm_from, 3, "cpu"));
   CHECK_OK(run(host_memory, NULL, 2, NULL));
@@ -1419,6 +1513,8 @@ static void test_hosts(void) { /* the same between hosts */
   CHECK_OK(run_on("ab", every_collective, NULL, "cpu"));
   CHECK_OK(run_on("aba", sub_groups, NULL, "cpu"));
   CHECK_OK(run_on("aab", messages, NULL, "cpu"));
+  CHECK_OK(run_on("aab", with_counts, NULL, NULL));
+  CHECK_OK(run_on("aab", late_barrier, NULL, NULL));
 }
 
 /* --- what a step costs, and what it refuses --- */

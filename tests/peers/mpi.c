@@ -126,6 +126,58 @@ static void moves(cddp_dtype t, size_t count) {
   free(b);
 }
 
+/* Rank a has (a * 7 + b * 5) % 4 times `count` elements for rank b, and one more where a is b. */
+static size_t share(int a, int b, size_t count) {
+  return (size_t)((a * 7 + b * 5) % 4) * count + (a == b);
+}
+
+static void counted(cddp_dtype t, size_t count, bool gathers) {
+  size_t es = cddp_dtype_size(t), out[4], in[4], sent = 0, got = 0, at;
+  char *a, *b;
+  int r;
+  for (r = 0; r < n; r++) {
+    out[r] = share(me, r, count);
+    in[r] = gathers ? share(r, r, count) : share(r, me, count);
+    sent += out[r];
+    got += in[r];
+  }
+  a = (char *)calloc(sent + 1, es);
+  b = (char *)calloc(got + 1, es);
+  for (r = 0, at = 0; r < n; at += out[r++]) fill(t, a + at * es, me * n + r, 0, out[r]);
+  if (gathers) fill(t, a, me * n + me, 0, out[me]);
+  if (gathers) CHECK_OK(cddp_all_gather_v(g, a, b, in, t, NULL));
+  else CHECK_OK(cddp_all_to_all_v(g, a, out, b, in, t, NULL));
+  for (r = 0, at = 0; r < n; at += in[r++])
+    CHECK(holds(t, b + at * es, r * n + (gathers ? r : me), 0, in[r]));
+  if (gathers) { /* in place */
+    for (r = 0, at = 0; r < me; r++) at += in[r];
+    memset(b, 0, got * es);
+    fill(t, b + at * es, me * n + me, 0, in[me]);
+    CHECK_OK(cddp_all_gather_v(g, b + at * es, b, in, t, NULL));
+    for (r = 0, at = 0; r < n; at += in[r++]) CHECK(holds(t, b + at * es, r * n + r, 0, in[r]));
+  }
+  free(a);
+  free(b);
+}
+
+static void test_counts(void) {
+  static const size_t counts[] = {0, 1, 50, 70001};
+  size_t c, out[4] = {0, 0, 0, 0}, in[4] = {0, 0, 0, 0};
+  cddp_group *other = NULL;
+  float x[8] = {0}, y[8] = {0};
+  int t;
+  for (c = 0; c < 4; c++)
+    for (t = CDDP_F32; t <= (c < 3 ? CDDP_I64 : CDDP_F32); t++) {
+      counted((cddp_dtype)t, counts[c], false);
+      counted((cddp_dtype)t, counts[c], true);
+    }
+  CHECK_OK(cddp_group_split(g, 0, me, &other));
+  out[3] = me == 2 ? 7 : 0; /* which rank 3 does not expect */
+  CHECK_IS(cddp_all_to_all_v(other, x, out, y, in, CDDP_F32, NULL), CDDP_MISMATCH);
+  CHECK(strstr(cddp_error(), "rank 2 sends 7 elements to rank 3, which expects 0") != NULL);
+  cddp_destroy(other);
+}
+
 static void test_collectives(void) {
   static const size_t counts[] = {1, 50, 4099, 70001};
   size_t c;
@@ -273,6 +325,7 @@ int main(int argc, char **argv) {
   CHECK_EQ(n, 4);
   if (argc > 1 && strcmp(argv[1], "die") == 0) return be_told();
   RUN(test_collectives);
+  RUN(test_counts);
   RUN(test_in_flight);
   RUN(test_groups);
   RUN(test_training);

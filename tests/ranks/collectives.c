@@ -548,6 +548,260 @@ static void test_runs_agree(void) {
   munmap(shared, 4096);
 }
 
+#define CHECK_INVALID(call)                                                                        \
+  do {                                                                                             \
+    CHECK_IS(call, CDDP_INVALID_ARGUMENT);                                                         \
+    CHECK(cddp_error()[0] != 0);                                                                   \
+  } while (0)
+
+/* COUNTS: all_gather_v and all_to_all_v. Rank a has counted(p, a, b) elements for rank b. */
+
+enum { COUNTS_FEW, COUNTS_MANY, COUNTS_SKEWED, COUNTS_ONE_SENDS, COUNTS_NONE, COUNTS_KINDS };
+
+typedef struct uneven {
+  int kind, memory; /* 0: malloc, 1: shared, 2: by rank */
+  cddp_dtype dtype;
+  bool gather, async, in_place;
+} uneven;
+
+static size_t counted(const uneven *p, int a, int b) {
+  uint64_t h = ranks_mix((uint64_t)a, p->gather ? 99 : (uint64_t)b, (uint64_t)p->kind);
+  switch (p->kind) {
+  case COUNTS_FEW: return h % 4;
+  case COUNTS_MANY: return h % 3 == 0 ? 0 : h % 5000;
+  case COUNTS_SKEWED: return a == 1 && (b == 0 || p->gather) ? 150001 : h % 2;
+  case COUNTS_ONE_SENDS: return a == 1 ? 3000 + h % 7 : 0;
+  default: return 0;
+  }
+}
+
+static uint64_t counts_seed(const uneven *p, int a, int b) {
+  return (uint64_t)(a * 100 + (p->gather ? 0 : b) + 1);
+}
+
+static void counts_fill(unsigned char *at, size_t bytes, uint64_t seed) {
+  size_t i;
+  for (i = 0; i < bytes; i++) at[i] = (unsigned char)(seed * 31 + i * 7 + (i >> 8));
+}
+
+static bool counts_hold(const unsigned char *at, size_t bytes, uint64_t seed) {
+  size_t i;
+  for (i = 0; i < bytes; i++)
+    if (at[i] != (unsigned char)(seed * 31 + i * 7 + (i >> 8))) return false;
+  return true;
+}
+
+static unsigned char *counts_memory(cddp_group *g, const uneven *p, size_t bytes, bool back,
+                                    unsigned char *old) {
+  bool shared = p->memory == 1 || (p->memory == 2 && cddp_rank(g) % 2 == 0);
+  if (back && shared) cddp_free(g, old);
+  if (back && !shared) free(old);
+  if (back) return NULL;
+  return (unsigned char *)(shared ? cddp_alloc(g, bytes) : malloc(bytes));
+}
+
+static void check_counts(cddp_group *g, const uneven *p) {
+  int me = cddp_rank(g), n = cddp_world_size(g), r;
+  size_t size = cddp_dtype_size(p->dtype), sent = 0, got = 0, out[16], in[16];
+  unsigned char *send, *recv, *from, *at;
+  cddp_work *w = NULL;
+  cddp_result result;
+  for (r = 0; r < n; r++) {
+    out[r] = counted(p, me, r);
+    in[r] = counted(p, r, me);
+    sent = p->gather ? out[r] * size : sent + out[r] * size;
+    got += in[r] * size;
+  }
+  send = counts_memory(g, p, sent + 1, false, NULL);
+  recv = counts_memory(g, p, got + GUARD, false, NULL);
+  CHECK(send != NULL && recv != NULL);
+  if (send == NULL || recv == NULL) return;
+  memset(recv, POISON, got);
+  memset(recv + got, GUARD_BYTE, GUARD);
+  for (r = 0, from = send; r < (p->gather ? 1 : n); r++) {
+    counts_fill(from, out[r] * size, counts_seed(p, me, r));
+    from += out[r] * size;
+  }
+  for (r = 0, from = send, at = recv; p->in_place && r < n; at += in[r++] * size)
+    if (r == me) from = (unsigned char *)memcpy(at, send, sent);
+  if (!p->in_place) from = send;
+  if (p->gather)
+    result = cddp_all_gather_v(g, sent > 0 ? from : NULL, got > 0 ? recv : NULL, in, p->dtype,
+                               p->async ? &w : NULL);
+  else
+    result = cddp_all_to_all_v(g, sent > 0 ? send : NULL, out, recv, in, p->dtype,
+                               p->async ? &w : NULL);
+  CHECK_OK(result);
+  CHECK((w != NULL) == p->async);
+  if (p->async) memset(in, 0xff, sizeof in), memset(out, 0xff, sizeof out); /* copied */
+  if (w != NULL) CHECK_OK(cddp_wait(w));
+  for (r = 0, at = recv; r < n; at += counted(p, r, me) * size, r++)
+    if (!counts_hold(at, counted(p, r, me) * size, counts_seed(p, r, me)))
+      test_fail(__FILE__, __LINE__, "kind %d, memory %d, dtype %d, gather %d: from %d to %d",
+                p->kind, p->memory, (int)p->dtype, p->gather, r, me);
+  test_count();
+  CHECK(recv[got] == GUARD_BYTE && recv[got + GUARD - 1] == GUARD_BYTE);
+  (void)counts_memory(g, p, 0, true, send);
+  (void)counts_memory(g, p, 0, true, recv);
+}
+
+static int run_counts(cddp_group *g, void *arg) {
+  int before = test_failures, k = 0;
+  uneven p;
+  (void)arg;
+  memset(&p, 0, sizeof p);
+  for (p.kind = 0; p.kind < COUNTS_KINDS; p.kind++)
+    for (p.memory = 0; p.memory < 3; p.memory++)
+      for (k = 0; k < 4; k++) {
+        p.gather = k % 2 == 0;
+        p.async = k / 2 == 1;
+        p.in_place = p.gather && (p.memory + p.kind) % 2 == 0;
+        p.dtype = (cddp_dtype)((p.kind + p.memory * 3 + k) % 8);
+        check_counts(g, &p);
+      }
+  CHECK_OK(cddp_barrier(g));
+  return test_failures != before;
+}
+
+/* Ranks that disagree about a count: all hear of it, by name, and nothing is written. */
+typedef struct disagreement {
+  int how; /* 0: rank 1 sends more to rank 2 than that expects, 1: less; 2: all_gather_v; 3: another
+              type; 4: another call; 5: nothing for one that waits */
+} disagreement;
+
+static int run_counts_mismatch(cddp_group *g, void *arg) {
+  const disagreement *d = (const disagreement *)arg;
+  int before = test_failures, me = cddp_rank(g), i;
+  int32_t out[3000], in[3000];
+  size_t counts[3] = {900, 900, 900}, other[3] = {900, 900, 900};
+  cddp_result r;
+  memset(out, 0, sizeof out);
+  memset(in, POISON, sizeof in);
+  if (me == 1) counts[2] = d->how == 0 ? 901 : d->how == 1 ? 899 : d->how == 5 ? 0 : 900;
+  if (me == 1 && d->how == 2) other[2] = 899;
+  if (d->how == 2)
+    r = cddp_all_gather_v(g, out, in, other, CDDP_I32, NULL);
+  else if (d->how == 4 && me == 1)
+    r = cddp_all_to_all(g, out, in, 900, CDDP_I32, NULL);
+  else
+    r = cddp_all_to_all_v(g, out, counts, in, other, d->how == 3 && me == 1 ? CDDP_F32 : CDDP_I32,
+                          NULL);
+  CHECK_IS(r, CDDP_MISMATCH);
+  CHECK(strstr(cddp_error(), d->how == 2 ? "all_gather_v" : "all_to_all_v") != NULL);
+  CHECK(strstr(cddp_error(), "rank 1") != NULL);
+  if (d->how < 2 || d->how == 5)
+    CHECK(strstr(cddp_error(), d->how == 0 ? "901" : d->how == 1 ? "899" : "sends 0") != NULL);
+  for (i = 0; i < 3000; i++)
+    if (in[i] != (int32_t)0xa5a5a5a5) break;
+  CHECK_EQ(i, 3000);
+  return test_failures != before;
+}
+
+static int run_counts_misuse(cddp_group *g, void *arg) {
+  int before = test_failures;
+  int32_t x[64] = {0}, y[64] = {0};
+  size_t one[3] = {1, 1, 1}, huge[3] = {1, SIZE_MAX / 4, 1};
+  size_t more[3] = {SIZE_MAX / 16, SIZE_MAX / 16, SIZE_MAX / 16};
+  cddp_work *w = NULL;
+  (void)arg;
+  CHECK_INVALID(cddp_all_gather_v(NULL, x, y, one, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_all_gather_v(g, x, y, NULL, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_all_to_all_v(g, x, NULL, y, one, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_all_to_all_v(g, x, one, y, NULL, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_all_to_all_v(g, NULL, one, y, one, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_all_to_all_v(g, x, one, NULL, one, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_all_to_all_v(g, x, one, y, one, (cddp_dtype)9, NULL));
+  CHECK_INVALID(cddp_all_to_all_v(g, x, huge, y, one, CDDP_I32, NULL));
+  CHECK(strstr(cddp_error(), "rank 1") != NULL);
+  CHECK_INVALID(cddp_all_gather_v(g, x, y, more, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_all_to_all_v(g, x, one, x, one, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_all_to_all_v(g, x, one, x + 1, one, CDDP_I32, &w));
+  CHECK_INVALID(cddp_all_gather_v(g, x + (cddp_rank(g) + 1) % 3, x, one, CDDP_I32, NULL));
+  CHECK_INVALID(cddp_barrier_async(g, NULL));
+  CHECK_INVALID(cddp_barrier_async(NULL, &w));
+  CHECK(w == NULL);
+  CHECK_OK(cddp_all_to_all_v(g, x, one, y, one, CDDP_I32, NULL));
+  return test_failures != before;
+}
+
+static int run_counts_alone(cddp_group *g, void *arg) {
+  int before = test_failures;
+  int32_t x[3] = {1, 2, 3}, y[3] = {0};
+  size_t n = 3, m = 2;
+  (void)arg;
+  CHECK_OK(cddp_all_to_all_v(g, x, &n, y, &n, CDDP_I32, NULL));
+  CHECK(memcmp(x, y, sizeof x) == 0);
+  CHECK_OK(cddp_all_gather_v(g, x, x, &n, CDDP_I32, NULL));
+  CHECK_IS(cddp_all_to_all_v(g, x, &n, y, &m, CDDP_I32, NULL), CDDP_MISMATCH);
+  n = 0;
+  CHECK_OK(cddp_all_to_all_v(g, NULL, &n, NULL, &n, CDDP_I32, NULL));
+  return test_failures != before;
+}
+
+static void test_counts(void) {
+  static const char *const layouts[] = {"aab", "abab", "abc", "aabbbc"};
+  disagreement d;
+  int i;
+  for (i = 2; i < (RANKS_SLOW ? 4 : 6); i++) {
+    CHECK_OK(ranks_run(run_counts, NULL, i, false));
+    CHECK_OK(ranks_run(run_counts, NULL, i, true));
+  }
+  CHECK_OK(ranks_run(run_counts_alone, NULL, 1, true));
+  CHECK_OK(ranks_run(run_counts_misuse, NULL, 3, true));
+  for (d.how = 0; d.how < 6; d.how++) {
+    CHECK_OK(ranks_run(run_counts_mismatch, &d, 3, false));
+    CHECK_OK(ranks_run(run_counts_mismatch, &d, 3, true));
+  }
+  if (getenv("TEST_HOSTS") != NULL) return;
+  for (i = 0; i < 4; i++) {
+    setenv("TEST_HOSTS", layouts[i], 1);
+    CHECK_OK(ranks_run(run_counts, NULL, (int)strlen(layouts[i]), false));
+    for (d.how = 0; i == 0 && d.how < 6; d.how++)
+      CHECK_OK(ranks_run(run_counts_mismatch, &d, 3, false));
+  }
+  unsetenv("TEST_HOSTS");
+}
+
+/* A BARRIER WITH A HANDLE: not done before the last rank has come, whichever way that comes. */
+
+static int run_barrier_async(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), i;
+  int32_t go = 1, x = 1;
+  bool done = true;
+  cddp_work *w[3];
+  (void)arg;
+  if (rank == 0) {
+    CHECK_OK(cddp_barrier_async(g, &w[0]));
+    CHECK_OK(cddp_all_reduce(g, &x, 1, CDDP_I32, CDDP_SUM, &w[1]));
+    CHECK_OK(cddp_barrier_async(g, &w[2]));
+    ranks_sleep(0.02);
+    CHECK_OK(cddp_test(w[0], &done));
+    CHECK(!done);
+    CHECK_IS(cddp_wait_for(w[2], 0.02), CDDP_TIMEOUT);
+    CHECK(strstr(cddp_error(), "barrier") != NULL);
+    CHECK_IS(cddp_cancel(w[2]), CDDP_UNSUPPORTED);
+    for (i = 1; i < cddp_world_size(g); i++) CHECK_OK(cddp_send(g, &go, 1, CDDP_I32, i, 0, NULL));
+    for (i = 2; i >= 0; i--) CHECK_OK(cddp_wait(w[i]));
+  } else {
+    CHECK_OK(cddp_recv(g, &go, 1, CDDP_I32, 0, 0, NULL));
+    CHECK_OK(cddp_barrier(g)); /* without a handle it is the same barrier */
+    CHECK_OK(cddp_all_reduce(g, &x, 1, CDDP_I32, CDDP_SUM, NULL));
+    CHECK_OK(cddp_barrier_async(g, &w[2]));
+    CHECK_OK(cddp_wait(w[2]));
+  }
+  CHECK_EQ(x, cddp_world_size(g));
+  return test_failures != before;
+}
+
+static void test_barrier_async(void) {
+  CHECK_OK(ranks_run(run_barrier_async, NULL, 3, false));
+  CHECK_OK(ranks_run(run_barrier_async, NULL, 3, true));
+  if (getenv("TEST_HOSTS") != NULL) return;
+  setenv("TEST_HOSTS", "aab", 1);
+  CHECK_OK(ranks_run(run_barrier_async, NULL, 3, false));
+  unsetenv("TEST_HOSTS");
+}
+
 /* NaN ------------------------------------------------------------------------------------------ */
 
 static int run_nan(cddp_group *g, void *arg) {
@@ -687,12 +941,6 @@ static void test_test_does_not_block(void) {
 }
 
 /* MISUSE --------------------------------------------------------------------------------------- */
-
-#define CHECK_INVALID(call)                                                                        \
-  do {                                                                                             \
-    CHECK_IS(call, CDDP_INVALID_ARGUMENT);                                                         \
-    CHECK(cddp_error()[0] != 0);                                                                   \
-  } while (0)
 
 static void misuse_dtype_op_root(cddp_group *g, void *a, void *b) {
   int w = cddp_world_size(g);
@@ -1255,6 +1503,8 @@ int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_misuse);
   RUN(test_failed_async);
+  RUN(test_counts);
+  RUN(test_barrier_async);
   RUN(test_nan);
   RUN(test_alloc);
   RUN(test_processes);
