@@ -2517,12 +2517,6 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   return CDDP_OK;
 }
 
-static void cddp__record_close(cddp_record_header *h) {
-  if (h == NULL) return;
-  h->left = 1;
-  munmap(h, cddp__record_bytes());
-}
-
 /* The record of an operation; NULL if the recorder is off (0) or its place is another one's now. */
 static cddp_record *cddp__record_at(const cddp_group *g, uint64_t number) {
   cddp_record *r;
@@ -5236,7 +5230,10 @@ static void cddp__host_release(cddp__host *h) {
   cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->claim);
   cddp__close_fd(&h->port);
-  cddp__record_close(h->record);
+  if (h->record != NULL) {
+    h->record->left = 1;
+    munmap(h->record, cddp__record_bytes());
+  }
   cddp__net_free(h->net);
   pthread_mutex_destroy(&h->lock);
   a = h->allocator;
@@ -15139,52 +15136,38 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
 
 /* --- creation: comparing the model with rank 0's --- */
 
-#define CDDP__NAME_SHOWN 100 /* bytes of a parameter's name */
-
-/* What must agree between ranks of one parameter. */
+/* What must agree between ranks of one parameter: a hash, and in words what it is of. */
 typedef struct cddp__param_info {
-  uint64_t count, rows; /* rows: of a sparse gradient; 0: it is dense */
-  uint64_t name_hash;
-  uint32_t dtype;
-  char name[CDDP__NAME_SHOWN + 1]; /* as much of it as is shown */
+  uint64_t hash;
+  char text[176];
 } cddp__param_info;
 
 static void cddp__describe_param(const cddp_ddp *d, int i, cddp__param_info *out) {
   const cddp_param *p = &d->params[i];
   const char *name = p->name != NULL ? p->name : "";
+  uint64_t rows = cddp__sparse_of(d, i) != NULL ? d->sparse[i]->rows : 0, numbers[3];
   memset(out, 0, sizeof *out);
-  out->count = p->count;
-  out->rows = cddp__sparse_of(d, i) != NULL ? d->sparse[i]->rows : 0;
-  out->name_hash = cddp__hash64(strlen(name), name, strlen(name));
-  out->dtype = (uint32_t)p->dtype;
-  snprintf(out->name, sizeof out->name, "%s", name);
+  numbers[0] = p->count;
+  numbers[1] = rows;
+  numbers[2] = (uint64_t)p->dtype;
+  out->hash = cddp__hash64(strlen(name), name, strlen(name));
+  out->hash = cddp__hash64(out->hash, numbers, sizeof numbers);
+  snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
+           cddp__dtype_names[p->dtype]);
+  if (rows > 0) cddp__append(out->text, sizeof out->text, ", %" PRIu64 " sparse rows", rows);
+  cddp__append(out->text, sizeof out->text, ")");
 }
 
 /* Compares own parameters with rank 0's; the first difference is the failure. */
 static cddp_result cddp__compare_params(const cddp_ddp *d, const cddp__param_info *theirs,
                                         uint64_t count) {
   int i, rank = d->group->rank;
-  char space[24];
+  cddp__param_info mine;
   for (i = 0; (uint64_t)i < count && i < d->count; i++) {
-    const cddp__param_info *t = &theirs[i];
-    cddp__param_info m;
-    const char *name = cddp__param_name(&d->params[i], i, space, sizeof space);
-    bool sizes;
-    cddp__describe_param(d, i, &m);
-    sizes = m.count != t->count;
-    if (m.name_hash != t->name_hash)
-      return cddp__fail(CDDP_MISMATCH, "parameter %d is \"%.100s\" on rank %d, \"%s\" on rank 0",
-                        i, name, rank, t->name);
-    if (sizes || m.rows != t->rows)
-      return cddp__fail(CDDP_MISMATCH,
-                        "parameter \"%.100s\" has %" PRIu64 " %s on rank %d, %" PRIu64
-                        " on rank 0",
-                        name, sizes ? m.count : m.rows, sizes ? "elements" : "sparse rows", rank,
-                        sizes ? t->count : t->rows);
-    if (m.dtype != t->dtype)
-      return cddp__fail(CDDP_MISMATCH, "parameter \"%.100s\" is %s on rank %d, %s on rank 0",
-                        name, cddp__dtype_names[m.dtype & 7], rank,
-                        cddp__dtype_names[t->dtype & 7]);
+    cddp__describe_param(d, i, &mine);
+    if (mine.hash != theirs[i].hash)
+      return cddp__fail(CDDP_MISMATCH, "parameter %d is %s on rank %d, %s on rank 0", i, mine.text,
+                        rank, theirs[i].text);
   }
   if (count == (uint64_t)d->count) return CDDP_OK;
   return cddp__fail(CDDP_MISMATCH, "rank %d has %d parameters, rank 0 has %" PRIu64, rank, d->count,
@@ -19749,37 +19732,28 @@ static cddp_result cddp__match_numbers(cddp__checkpoint *c, int first, int end, 
   return CDDP_OK;
 }
 
-static cddp_result cddp__match_sampler(cddp__checkpoint *c) {
-  const cddp_sampler_desc *d = &c->desc->sampler->desc;
-  const uint64_t *v = c->numbers;
-  cddp_result r = cddp__match_numbers(c, 0, CDDP__OF_SAMPLER, &c->has_sampler);
-  if (r != CDDP_OK || !c->has_sampler || v[1] == 0) return r;
-  if (v[2] == d->dataset_size && v[3] == d->seed && v[4] == (uint64_t)d->shuffle) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "it was saved in the middle of an epoch over %" PRIu64 " samples, seed %" PRIu64
-                    ", shuffle %d; the sampler has %zu, seed %" PRIu64 ", shuffle %d",
-                    v[2], v[3], v[4] != 0, d->dataset_size, d->seed, d->shuffle);
-}
-
-static cddp_result cddp__match_steps(cddp__checkpoint *c) {
-  const cddp_ddp *d = c->desc->ddp;
-  cddp_result r = cddp__match_numbers(c, CDDP__OF_SAMPLER, CDDP__NUMBERS, &c->has_steps);
-  if (r != CDDP_OK || !c->has_steps || d->desc.shards == 0) return r;
-  if (c->numbers[6] == (uint64_t)d->shards) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "it was saved with %" PRIu64 " shards in a step; the cddp_ddp has %d",
-                    c->numbers[6], d->shards);
-}
-
 /* Finds in the file all that is asked for; changes nothing outside c. */
 static cddp_result cddp__match(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
+  const cddp_sampler_desc *s = d->sampler != NULL ? &d->sampler->desc : NULL;
+  const uint64_t *v = c->numbers;
   cddp_result r = cddp__st_parse(c->file);
   size_t needed = 0;
   int i;
   if (r == CDDP_OK) r = cddp__match_items(c);
-  if (r == CDDP_OK && d->sampler != NULL) r = cddp__match_sampler(c);
-  if (r == CDDP_OK && d->ddp != NULL) r = cddp__match_steps(c);
+  if (r == CDDP_OK && s != NULL) r = cddp__match_numbers(c, 0, CDDP__OF_SAMPLER, &c->has_sampler);
+  if (c->has_sampler && v[1] != 0 &&
+      (v[2] != s->dataset_size || v[3] != s->seed || v[4] != (uint64_t)s->shuffle))
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "it was saved in the middle of an epoch over %" PRIu64 " samples, seed %" PRIu64
+                   ", shuffle %d; the sampler has %zu, seed %" PRIu64 ", shuffle %d",
+                   v[2], v[3], v[4] != 0, s->dataset_size, s->seed, s->shuffle);
+  if (r == CDDP_OK && d->ddp != NULL)
+    r = cddp__match_numbers(c, CDDP__OF_SAMPLER, CDDP__NUMBERS, &c->has_steps);
+  if (c->has_steps && d->ddp->desc.shards != 0 && v[6] != (uint64_t)d->ddp->shards)
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "it was saved with %" PRIu64 " shards in a step; the cddp_ddp has %d", v[6],
+                   d->ddp->shards);
   for (i = 0; r == CDDP_OK && i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);
     if (value != NULL) needed += strlen(value) + 1;
@@ -19975,7 +19949,7 @@ typedef struct cddp__spawn_job {
   bool succeeded;         /* a child has returned 0 */
   char secret[64];        /* CDDP_JOB_SECRET */
   pid_t parent;
-  pid_t *pids; /* [n] 0: not forked, or ended; -1: to be forked again */
+  pid_t *pids; /* [n] behind fds. 0: not forked, or ended; -1: to be forked again */
   int alive;
   bool blind;         /* there are no pidfds on this system: look every 10 ms */
   struct pollfd *fds; /* [n] pidfds, -1: none */
@@ -20185,9 +20159,9 @@ static cddp_result cddp__spawn(int (*fn)(int rank, void *arg), void *arg, int np
     close(job.listen_fd);
     return r;
   }
-  job.pids = (pid_t *)calloc((size_t)nprocs, sizeof *job.pids);
-  job.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *job.fds);
-  if (job.pids != NULL && job.fds != NULL) r = cddp__fork_children(&job);
+  job.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *job.fds + sizeof *job.pids);
+  if (job.fds != NULL) job.pids = (pid_t *)(job.fds + nprocs);
+  if (job.fds != NULL) r = cddp__fork_children(&job);
   else r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
   if (r != CDDP_OK) cddp__spawn_failed(&job, r, 0);
   close(job.listen_fd); /* rank 0 has it */
@@ -20195,7 +20169,6 @@ static cddp_result cddp__spawn(int (*fn)(int rank, void *arg), void *arg, int np
   r = cddp__watch_children(&job);
   close(job.start[0]);
   cddp__close_fd(&job.start[1]);
-  free(job.pids);
   free(job.fds);
   return r;
 }

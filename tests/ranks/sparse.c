@@ -674,7 +674,7 @@ static int run_rows_misuse(cddp_group *g, void *arg) {
   p[0].grad = NULL;
   rows[0] = cddp_rank(g) == 0 ? 6 : 12;
   CHECK_IS(cddp_ddp_create(&ddp, g, p, 2, &d), CDDP_MISMATCH);
-  CHECK(mentions("\"table\" has 12 sparse rows on rank 1, 6 on rank 0"));
+  CHECK(mentions("\"table\" (12 f32, 12 sparse rows) on rank 1, \"table\" (12 f32, 6 sparse"));
   rows[0] = 6;
   CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, &d));
   CHECK_IS(cddp_ddp_add_rows(NULL, 0, &row, v, 1), CDDP_INVALID_ARGUMENT);
