@@ -409,7 +409,6 @@ typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   void *grad;
   void *momentum; /* AdamW: exp_avg; NULL: none */
   size_t count;   /* elements */
-  void *master;   /* NULL: none. Else data and grad are f16 or bf16, this and momentum f32 */
 } cddp_segment;
 typedef struct cddp_sgd_desc cddp_sgd_desc;
 typedef struct cddp_adamw_step { /* of AdamW's step number t, from 1 */
@@ -435,8 +434,7 @@ typedef struct cddp_kernels {
   int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
              double factor, const double *clip, unsigned flags, void *stream);
   int (*adamw)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_adamw_step *rule,
-               double factor, const double *clip, unsigned flags, void *stream); /* F32, F64;
-                                                                        F16, BF16 with masters */
+               double factor, const double *clip, unsigned flags, void *stream); /* F32, F64 */
   /* copies[i][count] = data of segment i, f32, as f16 or bf16 */
   int (*copies)(const cddp_segment *s, void *const *copies, int n, cddp_dtype copy_dtype,
                 void *stream);
@@ -1191,7 +1189,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <cuda_runtime.h>
 #include <nccl.h>
 #if NCCL_VERSION_CODE < 21800
-#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later (ncclCommSplit)"
+#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later"
 #endif
 #else
 #define CDDP__HAS_CUDA false
@@ -1556,7 +1554,7 @@ typedef struct cddp__backend {
   void *(*alloc)(cddp_group *g, size_t bytes);
   /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. internal: the
      child belongs to a cddp_ddp. */
-  cddp_result (*split)(cddp_group *g, cddp_group *child, int color, bool internal);
+  cddp_result (*split)(cddp_group *g, cddp_group *child, bool internal);
   void (*leave)(cddp_group *g);
   void (*free)(void *p);
 } cddp__backend;
@@ -1772,12 +1770,15 @@ typedef struct cddp__elastic_call {
   uint32_t fp_mode; /* cddp__fp_mode */
   uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
   uint64_t steps;   /* cddp_ddp_steps before it */
+  double lr;        /* of the cddp_optim */
+  float updates;    /* that the cddp_optim has made when this one is done */
 } cddp__elastic_call;
 
 /* shared: a rank of an elastic model, or the place for one. Writer: its rank, but for state. */
 typedef struct cddp__elastic_member {
   cddp__atomic_u64 state;  /* CDDP__MEMBER_*, and << 8: LIVE, its life; else the step of its end */
   cddp__atomic_u64 at;     /* 2 t: in the shards of step t; 2 t + 1: has come to its update */
+  cddp__atomic_u64 since;  /* the first step that may be dealt to it */
   cddp__atomic_u64 nodes;  /* of its kit's tables the one in force: cddp__table_word */
   cddp__atomic_u32 inside; /* 1: may write to other members' memory */
   cddp__atomic_u32 life;   /* counts the ranks that have had this place */
@@ -1819,6 +1820,9 @@ typedef struct cddp__board {
   cddp__atomic_u64 deal;     /* 1 + step << 12, and the member whose `living` is in force for it */
   cddp__atomic_u64 grouped;  /* identity of the members, and the one with their group's block */
   cddp__atomic_u32 joins;    /* processes that have come to join so far: windows given out */
+  cddp__atomic_u64 published; /* weights, states and what follows are those before this step */
+  double lr;                  /* see cddp__publish_model */
+  float updates;
   cddp__atomic_u32 changes;  /* bumped by whoever changed what others may wait for; futex */
   cddp__atomic_u32 sleepers; /* threads asleep until it changes */
   cddp__cause failure;       /* of the model, on all ranks */
@@ -1844,7 +1848,8 @@ typedef struct cddp__elastic {
   size_t area_room;              /* bytes from one area to the next */
   cddp__elastic_view *views;     /* [capacity] */
   int *dealt;                    /* [shards] member to which each is dealt */
-  int *living, living_count;     /* [capacity] members of the deal */
+  int *living, living_count;     /* [capacity] members of the deal, */
+  int *indices;                  /* and their numbers among the host's processes */
   int *arrived, arrived_count;   /* [capacity] members that have come to this update */
   int *order;                    /* [params] as they lie in the arena */
   uint64_t identity;             /* of them; 0: none yet */
@@ -1861,6 +1866,10 @@ typedef struct cddp__elastic {
   uint32_t unshared;             /* host.unshared at creation */
   cddp_group *group;             /* of the living; NULL: not asked for yet */
   uint64_t grouped;              /* identity of its members */
+  cddp_optim *optim;             /* created with this model; NULL: none */
+  uint32_t inherits; /* it has joined: the last call of the others, until it has a cddp_optim; */
+  double lr;                     /* that gets this, */
+  float updates;                 /* and their states */
 } cddp__elastic;
 enum {
   CDDP__ARENA_CLEAR, /* zero, or as the last wait has left it */
@@ -2098,7 +2107,8 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
 /* >>kernels: takes over what an optimizer does if its parameters lie on a device. */
 static cddp_result cddp__attach_optim(cddp_optim *o);
 
-/* >>elastic: the next shard of a model whose ranks are lost, and come. */
+/* >>elastic: a model whose ranks are lost, and come, gets its optimizer; its next shard. */
+static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o);
 static bool cddp__elastic_next(cddp_ddp *d, int *shard);
 
 /* >>rendezvous: ranks that run listen for a second job at their place. */
@@ -8929,7 +8939,7 @@ static cddp_result cddp__door_make(const cddp__rendezvous *v, int size) {
 }
 
 /* From here on processes may join through this rank, when it looks: cddp__door_serve. */
-__attribute__((unused)) static void cddp__door_open(cddp__host *h) {
+static void cddp__door_open(cddp__host *h) {
   cddp__address a;
   int error;
   if (h->door == NULL || h->door_fd >= 0) return;
@@ -8958,7 +8968,7 @@ static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
 
 /* Tells those who call how to join. A process that joins answers at once; for any other one this
    rank waits a moment. */
-__attribute__((unused)) static void cddp__door_serve(cddp__host *h) {
+static void cddp__door_serve(cddp__host *h) {
   cddp__join_table table;
   cddp__challenge c;
   int fd, fds[2] = {h->fd, -1};
@@ -12350,6 +12360,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
   void *share;         /* states that a cddp_ddp keeps in pieces; NULL: those above are whole */
   void (*drop)(cddp_optim *o); /* frees the share and NULLs it; set along with share */
+  cddp__elastic *elastic;      /* of the model whose `optim` it is; NULL: none */
   const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
   void *flat;                         /* their states in one piece; NULL: none */
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
@@ -12457,7 +12468,7 @@ static int cddp__sgd_launch(const cddp_optim *o, int i, const cddp_kernels *k,
   d.weight_decay = o->weight_decays[i];
   d.nesterov = o->desc.nesterov;
   d.maximize = o->desc.maximize;
-  if (d.momentum != 0 && o->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
+  if (o->states > 0 && o->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
   return k->sgd(segments, n, o->params[i].dtype, &d, factor, clip, flags, stream);
 }
 
@@ -12883,6 +12894,7 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *o) {
   int i;
   if (o == NULL) return;
   if (o->share != NULL) o->drop(o);
+  if (o->elastic != NULL) o->elastic->optim = NULL;
   if (o->backend != NULL) o->backend->leave(o);
   a = o->allocator;
   for (i = 0; o->backend == NULL && i < o->count * o->states; i++) cddp__free(&a, o->state[i]);
@@ -13013,6 +13025,8 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, d->copies, NULL);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
+  if (r == CDDP_OK && d->ddp != NULL && d->ddp->elastic != NULL)
+    r = cddp__elastic_adopt(d->ddp, *out);
   if (r == CDDP_OK) r = cddp__write_copies(*out);
   if (r == CDDP_OK) return r;
   cddp_optim_destroy(*out);
@@ -13089,9 +13103,9 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
    returns is polled until it is done, with an eye on peers and deadline. Ranks first tell each
    other their devices over the control plane, which catches what NCCL would say in a log only;
    rank 0's id goes the same way. How NCCL's own connections find their way between hosts is the
-   affair of NCCL and its NCCL_* variables. A sub-group's comes from ncclCommSplit, and shares
-   nothing with its group's (config.splitShare would save memory): what a failed model leaves on its
-   streams only an abort ends, and the group must live on. What ends a
+   affair of NCCL and its NCCL_* variables. A sub-group's is made like the first one. A model has
+   one of its own that shares nothing with its group's (config.splitShare would save memory): what a
+   failed model leaves on its streams only an abort ends, and the group must live on. What ends a
    communicator blocks all the same (ncclCommAbort for streams and CUDA graphs, ncclCommDestroy for
    the host's other ranks too), so a thread of its own does it.
 
@@ -13982,7 +13996,7 @@ static ncclRedOp_t cddp__nccl_op(const cddp__device *p, const cddp__call *c, dou
 
 /* The second half of c's mean, behind NCCL's. */
 static cddp_result cddp__scale_mean(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
-  cddp_segment result = {NULL, NULL, NULL, 0, NULL};
+  cddp_segment result = {NULL, NULL, NULL, 0};
   double factor;
   (void)cddp__nccl_op(p, c, &factor);
   if (factor == 1 || !cddp__receives(c, p->group->rank)) return CDDP_OK;
@@ -14442,14 +14456,6 @@ static cddp_result cddp__warm_up(cddp__device *p) {
   return r == CDDP_OK ? cddp__all_connected(p->group) : r;
 }
 
-/* Collective: a communicator that is there is used from now on. */
-static cddp_result cddp__nccl_begin(cddp__device *p) {
-  cddp_result r = cddp__all_connected(p->group);
-  if (r != CDDP_OK) return r;
-  r = cddp__watch(p);
-  return r == CDDP_OK ? cddp__warm_up(p) : cddp__break(p->group, r);
-}
-
 /* Collective: connects a communicator over all ranks of the context's group. */
 static cddp_result cddp__nccl_connect(cddp__device *p) {
   cddp_group *g = p->group;
@@ -14473,35 +14479,14 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   config.blocking = 0;
   e = ncclCommInitRankConfig(&p->comm->comm, g->size, id, g->rank, &config);
   r = cddp__settle(p, e, "ncclCommInitRankConfig");
-  return r == CDDP_OK ? cddp__nccl_begin(p) : r;
-}
-
-/* Every rank of p's group: the communicators of the groups that it has been split into. child: NULL
-   for a rank that gets none. After a failure NCCL's thread may still write to `made`, which stays.
-*/
-static cddp_result cddp__nccl_split(cddp__device *p, int color, cddp__device *child) {
-  ncclComm_t *made = (ncclComm_t *)cddp__calloc(NULL, 1, sizeof *made);
-  ncclResult_t e = ncclInvalidUsage;
-  cddp_result r;
-  if (made == NULL) return cddp__break(p->group, CDDP_OUT_OF_MEMORY);
-  if (child != NULL) cddp__watch_hosts(child->group); /* now leaders see each other's end */
-  pthread_mutex_lock(&p->turn);
-  if (cddp__comm_enter(p->comm)) {
-    e = ncclCommSplit(p->comm->comm, child != NULL ? color : NCCL_SPLIT_NOCOLOR,
-                      child != NULL ? child->group->rank : 0, made, NULL);
-    cddp__comm_exit(p->comm);
-  }
-  r = cddp__settle(p, e, "ncclCommSplit");
-  pthread_mutex_unlock(&p->turn);
+  if (r == CDDP_OK) r = cddp__all_connected(g);
   if (r != CDDP_OK) return r;
-  if (child != NULL) child->comm->comm = *made;
-  free(made);
-  if (child != NULL) r = cddp__settle(child, ncclSuccess, "ncclCommSplit");
-  return r == CDDP_OK && child != NULL ? cddp__nccl_begin(child) : r;
+  r = cddp__watch(p);
+  return r == CDDP_OK ? cddp__warm_up(p) : cddp__break(g, r);
 }
 
 /* Every rank of g, after cddp__split: device contexts for the new groups. */
-static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, int color, bool internal) {
+static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, bool internal) {
   uint64_t calls[2];
   cddp__device *p = cddp__device_of(g), *c = NULL;
   cddp_result r = cddp__use_device(p->device);
@@ -14519,8 +14504,7 @@ static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, int colo
     if (r != CDDP_OK) r = cddp__break(g, r); /* the other ranks count on this one */
     cddp__calls_so_far(p, calls);
     if (r == CDDP_OK) r = cddp__compare_hosts(p, calls);
-    if (r == CDDP_OK)
-      r = cddp__nccl_split(p, color, c != NULL && child->size >= CDDP__COMM_FROM ? c : NULL);
+    if (r == CDDP_OK && c != NULL && child->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(c);
     r = cddp__consensus(g, r, NULL, 0, NULL);
   } else if (r != CDDP_OK && child != NULL) {
     r = cddp__break(child, r);
@@ -14785,7 +14769,7 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
   r = cddp__split(g, color, key, check, out);
   if (g->backend == NULL || (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY)) return r;
   snprintf(text, sizeof text, "%s", cddp__error_text);
-  device = g->backend->split(g, *out, color, internal); /* the other ranks count on this one */
+  device = g->backend->split(g, *out, internal); /* the other ranks count on this one */
   if (r != CDDP_OK) return cddp__fail(r, "%s", text);
   if (device != CDDP_OK && *out != NULL) cddp__group_leave(*out);
   if (device != CDDP_OK) *out = NULL;
@@ -14876,19 +14860,11 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
       if (s->launched[j] || !cddp__same_launch(s, d, i, j)) continue;
       segments[n].data = s->params[j].data;
       segments[n].grad = cddp__device_gradient(s, d, j);
-      segments[n].momentum = s->states > (int)s->desc.master_weights ? s->state[j] : NULL;
-      segments[n].master = NULL;
-      if (s->desc.master_weights && cddp__has_state(s, s->states - 1, j))
-        segments[n].master = s->state[(s->states - 1) * s->count + j];
-      if (segments[n].master != NULL && s->fresh[j] && r == CDDP_OK)
-        r = cddp__kernel_result(k->convert(segments[n].master, CDDP_F32, segments[n].data,
-                                           s->params[j].dtype, s->params[j].count, (void *)stream),
-                                "the kernel that begins masters");
+      segments[n].momentum = s->states > 0 ? s->state[j] : NULL;
       segments[n++].count = s->params[j].count;
       s->launched[j] = true;
     }
     left -= n;
-    if (r != CDDP_OK) return r;
     r = cddp__kernel_result(
         s->algorithm->launch(s, i, k, segments, n,
                              sum ? cddp__mean_factor(d, s->params[i].dtype) : 1,
@@ -15048,6 +15024,8 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
+  if (s->desc.master_weights)
+    return cddp__fail(CDDP_UNSUPPORTED, "master_weights are not there yet on a GPU; set copies");
   s->backend = &cddp__device_optim;
   if (s->states == 0) return CDDP_OK;
   return cddp__states_alloc(s); /* zeroed before any stream steps */
@@ -16600,6 +16578,7 @@ static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
 
 /* Marked twice, it fails the model: a caller that ignores this would train on wrong sums. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
+  const cddp_group *g;
   cddp__tensor *t;
   cddp__host *h;
   bool noted, twice;
@@ -16629,8 +16608,8 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
                cddp__param_name(&d->params[param], param, space, sizeof space), d->group->rank);
     return cddp__give_up(d, CDDP_INVALID_ARGUMENT);
   }
-  cddp__record_finish(d->comm, cddp__record_new(d->comm, "ready", (uint64_t)param, -1, -1, -1),
-                      CDDP_OK);
+  g = d->comm != NULL ? d->comm : d->group; /* a rank that has joined has none */
+  cddp__record_finish(g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1), CDDP_OK);
   if (noted) return CDDP_OK;
   if (d->memory->use != NULL && (r = d->memory->use(d)) != CDDP_OK) return r;
   if ((r = cddp__fetch_gradient(d, param)) != CDDP_OK) return r;
@@ -17209,7 +17188,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   if (g->backend != NULL) d->memory = &cddp__gpu_memory;
   d->meets = g->backend == NULL || cddp__device_of(g)->staged;
 #endif
-  d->shards = desc->shards > g->size ? desc->shards : g->size;
+  d->shards = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
   d->spread = !desc->elastic && /* NCCL's own order is not the canonical one */
               (d->shards > g->size || (desc->shards > 0 && !d->meets));
   cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
@@ -17250,6 +17229,9 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : d->desc.uneven_inputs          ? "uneven_inputs"
                                                        : NULL;
   const char *lacks = !d->desc.elastic                          ? NULL
+                      : g->id != 0                              ? "a group of cddp_group_split"
+                      : g->host->board != NULL && d->control != NULL ? "another elastic model"
+                      : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
                       : d->sparse != NULL                       ? "sparse_rows"
                       : d->desc.max_grad_norm > 0               ? "max_grad_norm"
@@ -17261,7 +17243,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
                       lacks);
   if (d->desc.shards == 0) return CDDP_OK;
-  if (d->desc.shards < d->group->size)
+  if (d->desc.shards < d->group->size && !g->host->joined)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "shards in cddp_ddp_desc is %d, but the group has %d ranks; each rank needs "
                       "at least one",
@@ -17400,6 +17382,12 @@ static bool cddp__member_is(const cddp__elastic *e, int member, int state) {
   return (cddp__load64(&e->members[member].state) & 255) == (uint64_t)state;
 }
 
+/* Whether the member is there and does this rank's step; if not it has joined in it, or later. */
+static bool cddp__member_does(const cddp__elastic *e, int member) {
+  return cddp__member_is(e, member, CDDP__MEMBER_LIVE) &&
+         cddp__load64(&e->members[member].since) <= e->step;
+}
+
 /* --- the board, and what of it and of members is mapped here --- */
 
 static cddp_result cddp__elastic_failure(const cddp_ddp *d) { /* of the model */
@@ -17485,7 +17473,7 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
   size_t page = cddp__page_size(), bytes;
   cddp__elastic *e = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *e + n * (sizeof *e->views + 3 * sizeof(int)) +
+      a, 1, sizeof *e + n * (sizeof *e->views + 4 * sizeof(int)) +
                 (size_t)d->count * sizeof *e->order);
   int dtype, i, placed = 0;
   if (e == NULL) return CDDP_OUT_OF_MEMORY;
@@ -17493,7 +17481,8 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   e->dealt = (int *)(void *)(e->views + n);
   e->living = e->dealt + n;
   e->arrived = e->living + n;
-  e->order = e->arrived + n;
+  e->indices = e->arrived + n;
+  e->order = e->indices + n;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) /* as cddp__lay_out */
     for (i = d->count - 1; i >= 0; i--)
       if ((int)d->params[i].dtype == dtype) e->order[placed++] = i;
@@ -17614,7 +17603,10 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     cddp__store64(&d->elastic->members[g->rank].state,
                   cddp__member_state(CDDP__MEMBER_LIVE, 1));
   }
-  return cddp__consensus(g, r, NULL, 0, NULL);
+  if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
+  g->host->board = d->elastic->board;
+  cddp__door_open(g->host);
+  return CDDP_OK;
 }
 
 /* --- who is there --- */
@@ -17718,6 +17710,7 @@ static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen)
   cddp__wait_look(w);
   if (w->due) {
     w->look = cddp__now() + CDDP__ELASTIC_LOOK_S;
+    cddp__door_serve(d->group->host);
     if ((r = cddp__elastic_look(d)) != CDDP_OK) return r;
   }
   left = w->deadline - cddp__now();
@@ -17729,20 +17722,36 @@ static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen)
   return CDDP_OK;
 }
 
-/* The members that are LIVE now into `living`; returns the hash of them and their lives. */
+/* The members that are LIVE now, and do this step, into `living`; returns the hash of them and of
+   their lives. */
 static uint64_t cddp__see_living(const cddp__elastic *e, int capacity, uint64_t *living) {
   uint64_t identity = 1;
   uint32_t seen[2];
   int m;
   memset(living, 0, CDDP__MAX_RANKS / 8);
   for (m = 0; m < capacity; m++) {
-    if (!cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
+    if (!cddp__member_does(e, m)) continue;
     living[m / 64] |= (uint64_t)1 << m % 64;
     seen[0] = (uint32_t)m;
     seen[1] = cddp__load32(&e->members[m].life);
     identity = cddp__hash64(identity, seen, sizeof seen);
   }
   return identity | 1;
+}
+
+/* The member's number among the processes of the host: one behind the ranks that met here, if it
+   has joined, or this rank has. */
+static int cddp__member_index(cddp_ddp *d, int member) {
+  const cddp__elastic_member *m = &d->elastic->members[member];
+  cddp__host *h = d->group->host;
+  int at = h->size + member;
+  if (h->threads || member == d->elastic->me) return m->index;
+  if (m->index < h->size && h->pids[m->index] == m->pid) return m->index;
+  if (h->pids[at] == m->pid) return at;
+  cddp__close_fd(&h->pidfds[at]);
+  h->pids[at] = m->pid;
+  h->pidfds[at] = (int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u);
+  return at;
 }
 
 /* The members in that set are dealt all shards. */
@@ -17755,6 +17764,7 @@ static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
   for (m = 0; m < e->living_count; m++) {
     cddp__deal_shards(d->shards, e->living_count, m, &first, &count);
     for (i = first; i < first + count; i++) e->dealt[i] = e->living[m];
+    e->indices[m] = cddp__member_index(d, e->living[m]);
   }
   cddp__record_event(d->group, "dealt", (uint64_t)e->living_count, CDDP_OK);
 }
@@ -17916,6 +17926,35 @@ static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
                     d->group->timeout_s, d->steps, text, update ? " the update" : "");
 }
 
+/* Whether a rank that has joined waits for weights and states that this one has: after a
+   cddp_ddp_wait each rank steps by itself. All that begin the next step write the same there. */
+static void cddp__publish_model(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  const cddp_optim *o = e->optim;
+  int last = (int)(e->step - 1) & 1, m, i, k;
+  if (e->step == 0 || e->members[e->me].calls[last].kind != CDDP__KIND_DDP_WAIT) return;
+  for (m = 0; m < d->shards; m++)
+    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
+        e->members[m].calls[last].kind == CDDP__KIND_DDP_JOIN &&
+        cddp__load64(&e->members[m].at) == 2 * e->step - 1)
+      break;
+  if (m == d->shards || cddp__load64(&e->board->published) >= e->step) return;
+  for (i = 0; i < d->count; i++) {
+    const cddp__tensor *t = &d->tensors[i];
+    cddp__copy(cddp__area(e, CDDP__AREA_WEIGHTS, t->offset), d->params[i].data, t->bytes);
+    for (k = 0; o != NULL && k < o->states; k++)
+      if (o->state[k * o->count + i] != NULL)
+        memcpy(cddp__area(e, CDDP__AREA_STATES + k, t->offset), o->state[k * o->count + i],
+               t->bytes);
+  }
+  e->board->updates = o != NULL ? o->steps[0] : 0;
+  e->board->lr = o != NULL ? o->desc.lr : 0;
+  CDDP__POINT("elastic publish");
+  cddp__store64(&e->board->published, e->step);
+  cddp__elastic_changed(e->board);
+  CDDP__POINT("elastic published model");
+}
+
 /* *taken: this rank has the shard e->shard to do. False: all are done. */
 static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
   cddp__elastic *e = d->elastic;
@@ -17925,7 +17964,9 @@ static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
   int shard;
   memset(&w, 0, sizeof w);
   *taken = false;
+  cddp__door_serve(d->group->host);
   cddp__elastic_begin(d);
+  cddp__publish_model(d);
   while (r == CDDP_OK) {
     uint32_t seen = cddp__load32(&e->board->changes);
     if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
@@ -18169,7 +18210,7 @@ static cddp_result cddp__compare_members(cddp_ddp *d) {
   int m;
   for (m = 0; m < d->shards; m++) {
     c = &e->members[m].calls[e->step & 1];
-    if (!cddp__member_is(e, m, CDDP__MEMBER_LIVE) || c->kind == CDDP__KIND_DDP_JOIN) continue;
+    if (!cddp__member_does(e, m)) continue;
     if (c->kind == mine->kind && c->check == mine->check && c->fp_mode == mine->fp_mode &&
         c->steps == mine->steps)
       continue;
@@ -18208,6 +18249,8 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   c->kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
   c->check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
   c->steps = d->steps;
+  c->lr = s != NULL ? s->desc.lr : 0;
+  c->updates = s != NULL ? s->steps[0] + 1 : 0;
   c->fp_mode = cddp__fp_mode();
   cddp__exchange32(&mine->inside, 1);
   CDDP__POINT("elastic arrive");
@@ -18227,12 +18270,12 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   if (r == CDDP_OK) r = cddp__compare_members(d);
   e->arrived_count = 0;
   for (m = 0; m < d->shards && r == CDDP_OK; m++) { /* those that are lost meanwhile do no harm */
-    if (!cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
-    if (e->members[m].calls[e->step & 1].kind == CDDP__KIND_DDP_JOIN) continue;
+    if (!cddp__member_does(e, m)) continue;
     r = cddp__elastic_see(d, m);
     e->arrived[e->arrived_count++] = m;
   }
-  return r;
+  /* the others may have done all of it: then a lost one's place may be another rank's already */
+  return cddp__load64(&e->board->step) == e->step ? r : CDDP_OK;
 }
 
 /* After an update that has failed: the other members may still write to this rank's memory. Like
@@ -18355,6 +18398,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK && s != NULL && s->share == NULL && d->shares != NULL)
     r = cddp__fail(CDDP_UNSUPPORTED, "an elastic cddp_ddp steps with one cddp_optim; destroy the "
                                      "other, or call cddp_ddp_wait in between");
+  if (r == CDDP_OK && s != NULL && e->inherits != 0) r = cddp__elastic_adopt(d, s);
   if (r == CDDP_OK) r = cddp__elastic_update_all(d, s);
   if (r == CDDP_OK) {
     e->step++;
@@ -18372,6 +18416,245 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   }
   cddp__record_finish(d->group, record, r);
   return r;
+}
+
+/* --- ranks that join --- */
+
+/* A place that no member has: of this rank's last life, if it had one, else the first. -1: they are
+   all taken, or (*soon) one will be free when the step is over. */
+static int cddp__free_place(cddp_ddp *d, uint64_t *word, bool *soon) {
+  cddp__elastic *e = d->elastic;
+  uint64_t step = cddp__load64(&e->board->step);
+  int m, found = -1;
+  *soon = false;
+  for (m = 0; m < d->shards; m++) {
+    uint64_t state = cddp__load64(&e->members[m].state);
+    int what = (int)(state & 255);
+    bool free_ = what == CDDP__MEMBER_NONE ||
+                 (what == CDDP__MEMBER_JOINING && cddp__process_born((uint32_t)(state >> 8)) == 0);
+    if (what == CDDP__MEMBER_LOST || what == CDDP__MEMBER_LEFT) { /* its nodes may be needed */
+      free_ = state >> 8 < step;
+      *soon = *soon || !free_;
+    }
+    if (!free_ || (found >= 0 && e->members[m].rank != d->group->rank)) continue;
+    found = m;
+    *word = state;
+  }
+  return found;
+}
+
+/* How many do that step: *living; and whether one of them has this rank's number. */
+static cddp_result cddp__check_living(cddp_ddp *d, uint64_t step, int *living) {
+  cddp__elastic *e = d->elastic;
+  char who[64] = "";
+  int m;
+  *living = 0;
+  for (m = 0; m < d->shards; m++) {
+    if (m == e->me || !cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
+    if (cddp__member_gone(d, m)) continue;
+    *living += cddp__load64(&e->members[m].since) <= step; /* else it waits itself */
+    if (e->me >= 0 || e->members[m].rank != d->group->rank) continue;
+    cddp__name_member(d, m, who, sizeof who);
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "CDDP_JOIN: %s is in the job; give each process a RANK of its own", who);
+  }
+  return CDDP_OK;
+}
+
+/* One look while this rank waits for what those that do that step have to do: they may all be gone,
+   and time may be up. */
+static cddp_result cddp__join_wait(cddp_ddp *d, cddp__wait *w, uint64_t step, const char *what) {
+  uint32_t seen = cddp__load32(&d->elastic->board->changes);
+  int living;
+  cddp_result r = cddp__check_living(d, step, &living);
+  if (r == CDDP_OK && living == 0)
+    return cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the job has ended before this rank was in it");
+  if (r == CDDP_OK) r = cddp__elastic_wait(d, w, seen);
+  if (r != CDDP_OK || !w->late) return r;
+  return cddp__fail(CDDP_TIMEOUT, "CDDP_JOIN: timed out after %g s: %s", d->group->timeout_s, what);
+}
+
+/* Makes this rank a member, whom the others do not count yet. */
+static cddp_result cddp__take_place(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  uint64_t word = 0, mine = cddp__member_state(CDDP__MEMBER_JOINING, (uint64_t)getpid());
+  cddp_result r = CDDP_OK;
+  cddp__wait w;
+  bool soon;
+  int m, living;
+  memset(&w, 0, sizeof w);
+  while (r == CDDP_OK) {
+    uint64_t step = cddp__load64(&e->board->step);
+    if ((r = cddp__check_living(d, step, &living)) != CDDP_OK) return r;
+    m = cddp__free_place(d, &word, &soon);
+    CDDP__POINT("elastic place");
+    if (m >= 0 && cddp__swap64(&e->members[m].state, word, mine)) {
+      CDDP__POINT("elastic place taken");
+      cddp__elastic_enter(d, m);
+      return CDDP_OK;
+    }
+    if (m < 0 && !soon && living > 0)
+      return cddp__fail(CDDP_UNSUPPORTED,
+                        "CDDP_JOIN: the job is full: of %d shards each of its %d ranks has one",
+                        d->shards, living);
+    if (m < 0) r = cddp__join_wait(d, &w, step, "the step in which a rank was lost did not end");
+  }
+  return r;
+}
+
+/* Takes part in the ends of steps, until a step is dealt to this rank too: it begins with that. */
+static cddp_result cddp__join_step(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  cddp__elastic_member *mine = &e->members[e->me];
+  cddp_result r = CDDP_OK;
+  cddp__wait w;
+  int k = 0;
+  cddp__store64(&mine->since, UINT64_MAX);
+  while (r == CDDP_OK) {
+    uint64_t step = cddp__load64(&e->board->step);
+    mine->calls[step & 1].kind = CDDP__KIND_DDP_JOIN;
+    cddp__store64(&mine->at, 2 * step + 1);
+    cddp__store64(&mine->state, cddp__member_state(CDDP__MEMBER_LIVE, mine->life.v));
+    CDDP__POINT("elastic joins");
+    if (cddp__load64(&e->board->step) != step) continue; /* its end may not have counted this one */
+    cddp__store64(&mine->since, step + 1);
+    cddp__elastic_changed(e->board);
+    CDDP__POINT("elastic joined");
+    memset(&w, 0, sizeof w);
+    e->step = step;
+    while (r == CDDP_OK && cddp__load64(&e->board->step) == step)
+      r = cddp__join_wait(d, &w, step, "the others did not end the step in which this rank came");
+    e->step = step + 1;
+    e->begun = false;
+    if (r == CDDP_OK) cddp__elastic_begin(d);
+    for (k = 0; k < e->living_count && e->living[k] != e->me; k++) {}
+    if (k < e->living_count) break;
+  }
+  return r;
+}
+
+/* A member that has taken the step before this rank's first one, and not come to the end of that:
+   what it says and has is what this rank has to have. */
+static cddp_result cddp__join_source(cddp_ddp *d, int *source) {
+  cddp__elastic *e = d->elastic;
+  uint64_t step = e->step - 1;
+  int m;
+  for (m = 0; m < d->shards; m++) {
+    uint64_t state = cddp__load64(&e->members[m].state);
+    bool there = (state & 255) == CDDP__MEMBER_LIVE ||
+                 ((state & 255) == CDDP__MEMBER_LOST && state >> 8 > step);
+    if (m == e->me || !there || cddp__load64(&e->members[m].since) > step) continue;
+    *source = m;
+    return cddp__elastic_see(d, m);
+  }
+  return cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the job has ended before this rank was in it");
+}
+
+/* The others' weights, after the step before this rank's first one. */
+static cddp_result cddp__join_weights(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  const cddp__elastic_call *c;
+  char space[24];
+  cddp_result r;
+  cddp__wait w;
+  int i, source = 0;
+  memset(&w, 0, sizeof w);
+  if ((r = cddp__join_source(d, &source)) != CDDP_OK) return r;
+  c = &e->members[source].calls[(e->step - 1) & 1];
+  e->inherits = c->kind;
+  e->updates = c->updates;
+  e->lr = c->lr;
+  d->steps = c->steps + 1;
+  while (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT &&
+         cddp__load64(&e->board->published) < e->step)
+    r = cddp__join_wait(d, &w, e->step - 1, "no rank has begun another step");
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp__tensor *t = &d->tensors[i];
+    bool area = c->kind == CDDP__KIND_DDP_WAIT || e->in_area[i];
+    cddp__copy(d->params[i].data,
+               area ? cddp__area(e, CDDP__AREA_WEIGHTS, t->offset) : e->views[source].data[i],
+               t->bytes);
+    if (e->in_area[i] ||
+        cddp__ref_of(d->group->host, d->params[i].data, t->bytes).kind != CDDP__REF_NONE)
+      continue;
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
+                   "not on rank %d",
+                   cddp__param_name(&d->params[i], i, space, sizeof space), d->group->rank);
+  }
+  if (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT) {
+    e->updates = e->board->updates;
+    e->lr = e->board->lr;
+  }
+  return r;
+}
+
+/* o is the optimizer of d; of a rank that has joined it gets what the others' have. */
+static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
+  cddp__elastic *e = d->elastic;
+  cddp_result r = CDDP_OK;
+  int i, k;
+  if (e->optim != NULL) e->optim->elastic = NULL;
+  e->optim = o;
+  o->elastic = e;
+  if (e->inherits == 0) return CDDP_OK;
+  if (e->updates > 0) {
+    cddp__set_lr(o, e->lr);
+    if (e->inherits == CDDP__KIND_DDP_STEP) r = cddp__share_states(d, o);
+  }
+  for (i = 0; r == CDDP_OK && i < o->count; i++) {
+    o->steps[i] = e->updates;
+    if (e->updates == 0 || e->inherits == CDDP__KIND_DDP_STEP) continue;
+    r = cddp__need_states(o, i);
+    for (k = 0; r == CDDP_OK && k < o->states; k++)
+      memcpy(o->state[k * o->count + i], cddp__area(e, CDDP__AREA_STATES + k, d->tensors[i].offset),
+             d->tensors[i].bytes);
+  }
+  e->inherits = 0;
+  return r;
+}
+
+/* What of the model this rank has otherwise than the job. */
+static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__board *b) {
+  if (b->shards != d->shards)
+    return cddp__fail(CDDP_MISMATCH,
+                      "CDDP_JOIN: shards in cddp_ddp_desc is %d on rank %d, %d on the ranks of the "
+                      "job",
+                      d->shards, d->group->rank, b->shards);
+  if (b->params != d->count)
+    return cddp__fail(CDDP_MISMATCH,
+                      "CDDP_JOIN: rank %d has %d parameters, the ranks of the job have %d",
+                      d->group->rank, d->count, b->params);
+  if (b->model == cddp__elastic_model(d)) return CDDP_OK;
+  return cddp__fail(CDDP_MISMATCH,
+                    "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
+                    "elements than on the ranks of the job",
+                    d->group->rank);
+}
+
+/* Local, but for the wait for the end of a step: this rank, of a process that has joined, becomes a
+   member and has the others' weights. */
+static cddp_result cddp__elastic_join(cddp_ddp *d) {
+  cddp__board *board = d->group->host->board;
+  cddp_result r = cddp__check_shards(d);
+  int i;
+  if (r == CDDP_OK) cddp__lay_out(d);
+  if (r == CDDP_OK) r = cddp__join_compare(d, board);
+  if (r == CDDP_OK) r = d->memory->alloc(d);
+  if (r == CDDP_OK && d->mirror == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board, board->parts);
+  if (r != CDDP_OK) return r;
+  cddp__set_plan(d, NULL);
+  cddp__arm(d);
+  for (i = 0; i < d->count; i++)
+    if (d->tensors[i].placed) d->params[i].grad = d->arena + d->tensors[i].offset;
+  r = cddp__take_place(d);
+  if (r == CDDP_OK) r = cddp__join_step(d);
+  if (r == CDDP_OK) r = cddp__join_weights(d);
+  if (r != CDDP_OK) return r;
+  cddp__door_open(d->group->host);
+  cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
+  return CDDP_OK;
 }
 
 /* --- the group of those that are there; leaving --- */
@@ -18404,26 +18687,22 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__ref ref;
   char *block;
   cddp_result r;
-  int rank = -1, k, *indices;
+  int rank = -1, k;
   cddp__enter_call(__func__);
   if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
   if (e == NULL) return d != NULL ? d->group : NULL;
   if (d->failed) cddp__fail(d->fail_result, "%s", d->fail_text);
   if (d->failed) return NULL;
-  cddp__elastic_begin(d);
+  if (e->identity == 0) cddp__elastic_begin(d);
   if (e->group != NULL && e->grouped == e->identity) return e->group;
   if (e->group != NULL) cddp__group_leave(e->group);
   e->group = NULL;
-  indices = (int *)cddp__calloc(&d->group->host->allocator, (size_t)d->shards, sizeof *indices);
-  if (indices == NULL || cddp__living_block(d, &ref, &block) != CDDP_OK) return NULL;
-  for (k = 0; k < e->living_count; k++) {
-    indices[k] = e->members[e->living[k]].index;
+  if (cddp__living_block(d, &ref, &block) != CDDP_OK) return NULL;
+  for (k = 0; k < e->living_count; k++)
     if (e->living[k] == e->me) rank = k;
-  }
   CDDP_ASSERT(rank >= 0);
-  r = cddp__group_build(&e->group, d->group->host, rank, e->living_count, indices, block,
+  r = cddp__group_build(&e->group, d->group->host, rank, e->living_count, e->indices, block,
                         d->group->timeout_s);
-  cddp__free(&d->group->host->allocator, indices);
   if (r != CDDP_OK) return NULL;
   e->group->block_ref = ref;
   e->group->id = e->identity;
@@ -18455,6 +18734,9 @@ static void cddp__elastic_leave(cddp_ddp *d) {
     cddp__store32(&e->board->block.left, 1);
   }
   if (e->group != NULL) cddp__group_leave(e->group);
+  if (e->optim != NULL) e->optim->elastic = NULL;
+  cddp__close_fd(&h->door_fd);
+  h->board = NULL;
   for (m = 0; m < d->shards; m++) {
     if (e->views[m].life != 0) cddp__close_fd(&e->views[m].pidfd);
     cddp__free(&h->allocator, e->views[m].data);
@@ -20661,6 +20943,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done) {
 CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                       const cddp_ddp_desc *desc) {
   static cddp_ddp_desc defaults; /* never written */
+  cddp_ddp_desc given;
+  bool joins;
   cddp_ddp *d;
   cddp_result r;
   cddp__enter_call(__func__);
@@ -20679,10 +20963,13 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__CHECK(desc->max_grad_norm >= 0, "max_grad_norm must be at least 0");
   CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
   cddp__engine_drain(g);
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if ((d = cddp__ddp_new(g, params, count, desc)) == NULL) return CDDP_OUT_OF_MEMORY;
-  r = cddp__ddp_setup(d);
-  if (r == CDDP_OK && desc->elastic) r = cddp__elastic_create(d);
+  joins = g->host->joined && desc->elastic;
+  if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
+  given = *desc;
+  if (joins && given.shards == 0) given.shards = g->host->board->shards;
+  if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
+  r = joins ? cddp__elastic_join(d) : cddp__ddp_setup(d);
+  if (r == CDDP_OK && desc->elastic && !joins) r = cddp__elastic_create(d);
   if (r != CDDP_OK) {
     cddp_ddp_destroy(d);
     return cddp__named(__func__, r);

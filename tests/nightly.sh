@@ -3,7 +3,8 @@
 #
 #   tests/nightly.sh [FUZZ_SECONDS]     seconds for each fuzz target; 600
 #
-# A failure names its seed; `build/plain/simulate SEED` and `build/plain/kills --seed SEED` run it again.
+# A failure names its seed; `build/plain/simulate SEED`, `build/plain/kills --seed SEED` and
+# `build/plain/elastic --seeds 1 --seed SEED` run it again.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -27,10 +28,13 @@ setarch -R true 2>/dev/null && fixed=(setarch -R)
 export ASAN_OPTIONS=allocator_may_return_null=1:detect_stack_use_after_return=1
 export TSAN_OPTIONS=die_after_fork=0
 run kills build/plain/kills --seeds 1000
+run elastic build/plain/elastic --seeds 3000 --seed 10000
+run elastic-sweep build/plain/elastic --sweep 6
 run simulate build/plain/simulate --seeds 10000
 run faults build/plain/faults --thorough
 run late env LATE=40 ONLY=test_late_receiver build/plain/hosts
 [ -s build/asan/missing ] || run kills-asan "${fixed[@]+"${fixed[@]}"}" build/asan/kills --seeds 100
+[ -s build/asan/missing ] || run elastic-asan "${fixed[@]+"${fixed[@]}"}" build/asan/elastic --seeds 300 --seed 20000
 [ -s build/asan/missing ] || run simulate-asan "${fixed[@]+"${fixed[@]}"}" build/asan/simulate --seeds 1000 100000
 [ -s build/tsan/missing ] || run simulate-tsan "${fixed[@]+"${fixed[@]}"}" build/tsan/simulate --seeds 1000 200000
 if command -v clang >/dev/null && clang -fsanitize=fuzzer -xc -c /dev/null -o /dev/null 2>/dev/null; then

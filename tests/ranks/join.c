@@ -1,0 +1,284 @@
+/* CDDP_JOIN: who is let into a running job, who is not, and what it is told. Ranks that die while
+   others come: tests/chaos/elastic.c. */
+#include "../../cddp.h"
+
+#include "../ranks.h"
+
+#include <sys/prctl.h>
+
+enum { COUNT = 3000, SHARDS = 3 };
+
+typedef struct visitor { /* how a process differs from what it should be */
+  int rank, world_size, shards;
+  size_t count;
+  bool plain; /* not elastic */
+  const char *secret, *join;
+  double timeout_s;
+} visitor;
+
+typedef struct board {
+  int port, stop, running, joined;
+  uint64_t steps; /* of the job, about */
+  cddp_result result;
+  char text[512];
+  double took;
+} board;
+
+static board *shared;
+
+static int look(const int *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+static void bump(int *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
+static bool told(const char *text) { return strstr(shared->text, text) != NULL; }
+
+typedef struct model {
+  float w[COUNT];
+  cddp_param p;
+  cddp_group *g;
+  cddp_ddp *ddp;
+  cddp_optim *sgd;
+} model;
+
+static cddp_result model_open(model *m, const visitor *v) {
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_result r;
+  memset(m, 0, sizeof *m);
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  ranks_environment(v->rank, v->world_size, shared->port);
+  ranks_setenv("CDDP_TIMEOUT_S", (long)v->timeout_s);
+  if (v->join != NULL) setenv("CDDP_JOIN", v->join, 1);
+  if (v->secret != NULL) setenv("CDDP_SECRET", v->secret, 1);
+  m->p.name = "w";
+  m->p.data = m->w;
+  m->p.count = v->count;
+  desc.shards = v->shards;
+  desc.elastic = !v->plain;
+  o.lr = 0.125;
+  o.momentum = 0.5;
+  if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
+  CHECK_EQ(cddp_rank(m->g), v->rank);
+  if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1, &desc)) != CDDP_OK) return r;
+  o.ddp = m->ddp;
+  return cddp_sgd_create(&m->sgd, &m->p, 1, &o);
+}
+
+static void model_close(model *m) {
+  cddp_optim_destroy(m->sgd);
+  cddp_ddp_destroy(m->ddp);
+  cddp_destroy(m->g);
+}
+
+/* The weights are those of a job in which nobody came: the gradient is 1 for each shard. */
+static bool right(const model *m, uint64_t steps) {
+  float w = 0, momentum = 0;
+  uint64_t t;
+  size_t i;
+  for (t = 0; t < steps; t++) {
+    momentum = t == 0 ? 1 : 0.5f * momentum + 1;
+    w -= 0.125f * momentum;
+  }
+  for (i = 0; i < m->p.count && m->w[i] == w;) i++;
+  return i == m->p.count;
+}
+
+static cddp_result one_step(model *m) {
+  cddp_result r;
+  int shard;
+  size_t i;
+  while (cddp_ddp_next_shard(m->ddp, &shard)) {
+    for (i = 0; i < m->p.count; i++) ((float *)m->p.grad)[i] += 1;
+    if (cddp_ddp_ready(m->ddp, 0) != CDDP_OK) break;
+  }
+  r = cddp_ddp_step(m->ddp, m->sgd);
+  if (r == CDDP_OK) CHECK(right(m, cddp_ddp_steps(m->ddp)));
+  return r;
+}
+
+/* A rank of the job: it trains until the test has seen enough, which all learn in one step. */
+static int life(int rank, void *arg) {
+  visitor v = *(const visitor *)arg;
+  cddp_result r;
+  model m;
+  float stop = 0;
+  (void)rank;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  v.rank = v.join == NULL ? rank : v.rank;
+  if ((r = model_open(&m, &v)) == CDDP_OK) bump(v.join == NULL ? &shared->running
+                                                               : &shared->joined);
+  while (r == CDDP_OK && stop == 0) {
+    cddp_group *g;
+    if (v.plain) {
+      ranks_sleep(0.01);
+      stop = (float)look(&shared->stop);
+      continue;
+    }
+    if ((r = one_step(&m)) != CDDP_OK) break;
+    shared->steps = cddp_ddp_steps(m.ddp);
+    stop = (float)look(&shared->stop);
+    g = cddp_ddp_group(m.ddp);
+    r = cddp_all_reduce(g, &stop, 1, CDDP_F32, CDDP_MAX, NULL);
+    if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0; /* the next step has another group */
+    if (v.join != NULL && stop != 0) shared->took = cddp_world_size(g);
+  }
+  CHECK_OK(r);
+  if (v.join != NULL) { /* the group that cddp_init has made is no group */
+    CHECK_IS(cddp_barrier(m.g), CDDP_UNSUPPORTED);
+    CHECK(strstr(cddp_error(), "cddp_ddp_group") != NULL);
+  }
+  model_close(&m);
+  return 0;
+}
+
+/* A process that is not to be let in. */
+static int refused(int rank, void *arg) {
+  double begin = test_now();
+  model m;
+  (void)rank;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  shared->result = model_open(&m, (const visitor *)arg);
+  snprintf(shared->text, sizeof shared->text, "%s", cddp_error());
+  shared->took = test_now() - begin;
+  model_close(&m);
+  return 0;
+}
+
+static visitor usual(void) {
+  visitor v;
+  memset(&v, 0, sizeof v);
+  v.world_size = 2;
+  v.shards = SHARDS;
+  v.count = COUNT;
+  v.timeout_s = 20;
+  v.rank = 2;
+  v.join = "1";
+  return v;
+}
+
+static void begin_job(pid_t *pids, const visitor *v) {
+  double until = test_now() + RANKS_WITHIN(10.0);
+  int i;
+  memset(shared, 0, sizeof *shared);
+  shared->port = ranks_free_port();
+  for (i = 0; i < v->world_size; i++) pids[i] = ranks_fork(life, i, (void *)(uintptr_t)v);
+  while (look(&shared->running) < v->world_size && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->running), v->world_size);
+}
+
+static void end_job(pid_t *pids, int n) {
+  int status[8], i;
+  __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
+  ranks_join(pids, n, RANKS_WITHIN(10.0), status);
+  for (i = 0; i < n; i++) CHECK_EQ(status[i], 0);
+}
+
+static void refuse(const visitor *v) {
+  int status;
+  pid_t pid = ranks_fork(refused, 0, (void *)(uintptr_t)v);
+  ranks_join(&pid, 1, RANKS_WITHIN(30.0), &status);
+  CHECK_EQ(status, 0);
+}
+
+/* A further rank and one more, which is too many; then one that takes the place of a dead one. */
+static void test_comes(void) {
+  visitor first = usual(), v = usual(), late = usual();
+  pid_t pids[4];
+  double until = test_now() + RANKS_WITHIN(20.0);
+  int status;
+  first.join = NULL;
+  begin_job(pids, &first);
+  pids[2] = ranks_fork(life, 2, &v);
+  while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
+  late.rank = 3;
+  refuse(&late);
+  CHECK_IS(shared->result, CDDP_UNSUPPORTED);
+  CHECK(told("full"));
+  late.rank = 1;
+  refuse(&late);
+  CHECK(shared->result != CDDP_OK); /* full, and the rank is there */
+  kill(pids[0], SIGKILL);
+  waitpid(pids[0], &status, 0);
+  late.rank = 1;
+  refuse(&late);
+  CHECK_IS(shared->result, CDDP_INVALID_ARGUMENT);
+  CHECK(told("rank 1 (pid "));
+  late.rank = 0;
+  pids[0] = ranks_fork(life, 0, &late);
+  while (look(&shared->joined) < 2 && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->joined), 2);
+  end_job(pids, 3);
+  CHECK_EQ(shared->took, 3); /* ranks in the last step */
+}
+
+/* Processes with another model, in another world, with another secret. */
+static void test_strangers(void) {
+  visitor first = usual(), v;
+  pid_t pids[2];
+  first.join = NULL;
+  first.secret = "of this job";
+  begin_job(pids, &first);
+  v = usual();
+  v.secret = first.secret;
+  v.shards = 4;
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_MISMATCH);
+  CHECK(told("shards"));
+  v.shards = SHARDS;
+  v.count = COUNT - 1;
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_MISMATCH);
+  CHECK(told("parameter"));
+  v.count = COUNT;
+  v.world_size = 1;
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_MISMATCH);
+  CHECK(told("WORLD_SIZE"));
+  v.world_size = 2;
+  v.plain = true;
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_UNSUPPORTED);
+  v.plain = false;
+  v.secret = "of another job";
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_PEER_LOST);
+  CHECK(told("CDDP_SECRET"));
+  v.secret = "";
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_PEER_LOST);
+  v.join = "yes";
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_INVALID_ARGUMENT);
+  CHECK(told("CDDP_JOIN"));
+  CHECK_EQ(look(&shared->joined), 0);
+  end_job(pids, 2);
+}
+
+/* There is no job, or none that can be joined. */
+static void test_nobody(void) {
+  visitor v = usual(), first = usual();
+  pid_t pids[2];
+  memset(shared, 0, sizeof *shared);
+  shared->port = ranks_free_port();
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_PEER_LOST);
+  CHECK(told("has ended"));
+  CHECK(shared->took < RANKS_WITHIN(4.0));
+  v.timeout_s = 1;
+  refuse(&v);
+  CHECK(told("has ended") && shared->took < RANKS_WITHIN(2.0));
+  first.join = NULL;
+  first.plain = true;
+  begin_job(pids, &first);
+  refuse(&v);
+  CHECK_IS(shared->result, CDDP_TIMEOUT);
+  CHECK(told("elastic"));
+  end_job(pids, 2);
+}
+
+int main(void) {
+  shared = (board *)ranks_shared(sizeof *shared);
+  RUN(test_comes);
+  RUN(test_strangers);
+  RUN(test_nobody);
+  return TEST_END();
+}
