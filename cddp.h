@@ -13216,11 +13216,13 @@ static cddp_result cddp__cuda_result(cudaError_t e, const char *what) {
   return cddp__fail(CDDP_CUDA, "%s: %s (%s)", what, cudaGetErrorString(e), cudaGetErrorName(e));
 }
 
+#define CDDP__CUDA(function, ...) cddp__cuda_result(function(__VA_ARGS__), #function)
+
 /* Makes the device this thread's, unless it is already. */
 static cddp_result cddp__use_device(int device) {
   int now = -1;
   if (cudaGetDevice(&now) == cudaSuccess && now == device) return CDDP_OK;
-  return cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
+  return CDDP__CUDA(cudaSetDevice, device);
 }
 
 static cddp__device *cddp__device_of(const cddp_group *g) { return (cddp__device *)g->device; }
@@ -13260,14 +13262,13 @@ static cddp_result cddp__device_enter(const cddp__device *p) {
 
 /* `to` goes on after all that is on `from` now. */
 static cddp_result cddp__stream_after(cudaStream_t to, cudaStream_t from, cudaEvent_t event) {
-  cddp_result r = cddp__cuda_result(cudaEventRecord(event, from), "cudaEventRecord");
+  cddp_result r = CDDP__CUDA(cudaEventRecord, event, from);
   if (r != CDDP_OK) return r;
-  return cddp__cuda_result(cudaStreamWaitEvent(to, event, 0), "cudaStreamWaitEvent");
+  return CDDP__CUDA(cudaStreamWaitEvent, to, event, 0);
 }
 
 static cddp_result cddp__event_new(cudaEvent_t *event) {
-  return cddp__cuda_result(cudaEventCreateWithFlags(event, cudaEventDisableTiming),
-                           "cudaEventCreateWithFlags");
+  return CDDP__CUDA(cudaEventCreateWithFlags, event, cudaEventDisableTiming);
 }
 
 static void cddp__event_free(cudaEvent_t *event) {
@@ -13277,13 +13278,12 @@ static void cddp__event_free(cudaEvent_t *event) {
 
 static cddp_result cddp__device_copy(void *to, const void *from, size_t bytes, void *stream) {
   if (bytes == 0 || to == from) return CDDP_OK;
-  return cddp__cuda_result(
-      cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, (cudaStream_t)stream), "cudaMemcpyAsync");
+  return CDDP__CUDA(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, (cudaStream_t)stream);
 }
 
 static cddp_result cddp__device_zero(void *p, size_t bytes, void *stream) {
   if (bytes == 0) return CDDP_OK;
-  return cddp__cuda_result(cudaMemsetAsync(p, 0, bytes, (cudaStream_t)stream), "cudaMemsetAsync");
+  return CDDP__CUDA(cudaMemsetAsync, p, 0, bytes, (cudaStream_t)stream);
 }
 
 enum { CDDP__MEMORY_HOST, CDDP__MEMORY_DEVICE };
@@ -13291,7 +13291,7 @@ enum { CDDP__MEMORY_HOST, CDDP__MEMORY_DEVICE };
 /* Where p lies: on the rank's device, in host memory, or (an error) on another device. */
 static cddp_result cddp__memory_of(int device, const void *p, const char *what, int *memory) {
   struct cudaPointerAttributes a;
-  cddp_result r = cddp__cuda_result(cudaPointerGetAttributes(&a, p), "cudaPointerGetAttributes");
+  cddp_result r = CDDP__CUDA(cudaPointerGetAttributes, &a, p);
   *memory = CDDP__MEMORY_HOST;
   if (r != CDDP_OK || (a.type != cudaMemoryTypeDevice && a.type != cudaMemoryTypeManaged)) return r;
   *memory = CDDP__MEMORY_DEVICE;
@@ -13756,7 +13756,7 @@ static cddp_result cddp__track(cddp__device *p, cudaStream_t s) {
     pthread_mutex_lock(&p->lock);
     wanted = !capturing && (i == CDDP__LATEST || m->recorded == m->seen);
     pthread_mutex_unlock(&p->lock);
-    if (wanted) r = cddp__cuda_result(cudaEventRecord(m->event, s), "cudaEventRecord");
+    if (wanted) r = CDDP__CUDA(cudaEventRecord, m->event, s);
     if (r != CDDP_OK || !wanted) continue;
     pthread_mutex_lock(&p->lock);
     m->recorded++;
@@ -13810,12 +13810,9 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
   if (p->comm != NULL) p->comm->refs.v = 1;
   if (p->comm != NULL) p->comm->device = device;
   r = p->hashes != NULL && p->comm != NULL ? cddp__use_device(device) : CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
   if (r == CDDP_OK)
-    r = cddp__cuda_result(cudaDeviceGetStreamPriorityRange(&least, &greatest),
-                          "cudaDeviceGetStreamPriorityRange");
-  if (r == CDDP_OK)
-    r = cddp__cuda_result(cudaStreamCreateWithPriority(&p->side, cudaStreamNonBlocking, greatest),
-                          "cudaStreamCreateWithPriority");
+    r = CDDP__CUDA(cudaStreamCreateWithPriority, &p->side, cudaStreamNonBlocking, greatest);
   if (r == CDDP_OK) r = cddp__event_new(&p->fork);
   if (r == CDDP_OK) r = cddp__event_new(&p->join);
   for (i = 0; r == CDDP_OK && i < CDDP__MARKERS; i++) r = cddp__event_new(&p->markers[i].event);
@@ -13831,7 +13828,7 @@ static cddp_result cddp__device_scratch(cddp__device *p, size_t bytes, void **ou
   if (p->scratch_bytes < bytes) {
     CDDP_ASSERT(p->scratch_count < CDDP__SCRATCHES);
     bytes = cddp__max(bytes, 2 * p->scratch_bytes);
-    r = cddp__cuda_result(cudaMalloc(&p->scratch[p->scratch_count], bytes), "cudaMalloc");
+    r = CDDP__CUDA(cudaMalloc, &p->scratch[p->scratch_count], bytes);
     if (r != CDDP_OK) return r;
     p->scratch_bytes = bytes;
     p->scratch_count++;
@@ -13843,7 +13840,7 @@ static cddp_result cddp__device_scratch(cddp__device *p, size_t bytes, void **ou
 static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
   void *p = NULL;
   cddp_result r = cddp__use_device(cddp__device_of(g)->device);
-  if (r == CDDP_OK) r = cddp__cuda_result(cudaMalloc(&p, bytes > 0 ? bytes : 1), "cudaMalloc");
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaMalloc, &p, bytes > 0 ? bytes : 1);
   return r == CDDP_OK ? p : NULL;
 }
 
@@ -13880,7 +13877,7 @@ static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent
 static cddp_result cddp__copy_now(cddp__device *p, void *to, const void *from, size_t bytes) {
   cddp_result r = cddp__device_copy(to, from, bytes, p->side);
   if (r != CDDP_OK) return r;
-  return cddp__cuda_result(cudaStreamSynchronize(p->side), "cudaStreamSynchronize");
+  return CDDP__CUDA(cudaStreamSynchronize, p->side);
 }
 
 static cddp_result cddp__staged_no_graph(cudaStream_t s) {
@@ -14161,7 +14158,7 @@ static cddp_result cddp__work_record(cddp_work *w, cudaStream_t s) {
   pthread_mutex_unlock(&p->lock);
   if (event == NULL) r = cddp__event_new(&event);
   w->event = (void *)event;
-  return r == CDDP_OK ? cddp__cuda_result(cudaEventRecord(event, s), "cudaEventRecord") : r;
+  return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, s) : r;
 }
 
 /* Issues the sends and receives posted with a handle; each gets the result. only: nothing is done
@@ -14211,8 +14208,7 @@ static cddp_result cddp__device_wait(cddp_work *w) {
   if (r == CDDP_OK && w->result != CDDP_OK) r = cddp__fail(w->result, "%s", w->text);
   if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK && w->event != NULL)
-    r = cddp__cuda_result(cudaStreamWaitEvent(stream, (cudaEvent_t)w->event, 0),
-                          "cudaStreamWaitEvent");
+    r = CDDP__CUDA(cudaStreamWaitEvent, stream, (cudaEvent_t)w->event, 0);
   cddp__device_work_free(w);
   return r;
 }
@@ -14439,7 +14435,7 @@ static cddp_result cddp__warm_up(cddp__device *p) {
     cddp__comm_exit(p->comm);
   }
   if (e != ncclSuccess) return cddp__break_nccl(p, e, "ncclRedOpCreatePreMulSum");
-  r = cddp__cuda_result(cudaMalloc((void **)&room, 3 * CDDP__WARM_UP), "cudaMalloc");
+  r = CDDP__CUDA(cudaMalloc, (void **)&room, 3 * CDDP__WARM_UP);
   if (r == CDDP_OK) r = cddp__device_zero(room, 3 * CDDP__WARM_UP, p->side);
   for (bytes = 8; r == CDDP_OK && bytes <= CDDP__WARM_UP && n < 16; bytes *= 32, n += 2) {
     calls[n] = cddp__make_call(CDDP__KIND_ALL_REDUCE, room + at, room + at, bytes / 4, CDDP_F32,
@@ -14605,9 +14601,8 @@ static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_des
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "NCCL_COMM_BLOCKING=1 makes NCCL's calls block, which no deadline ends; unset "
                    "it");
-  if (r == CDDP_OK) r = cddp__cuda_result(cudaSetDevice(device), "cudaSetDevice");
-  if (r == CDDP_OK)
-    r = cddp__cuda_result(cudaGetDeviceProperties(&about, device), "cudaGetDeviceProperties");
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaSetDevice, device);
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaGetDeviceProperties, &about, device);
   for (i = 0; i < 16 && !may_share; i++) /* the uuid of a GPU, or of a part of one */
     snprintf(out->gpu + 2 * i, 3, "%02x", (unsigned char)about.uuid.bytes[i]);
   out->device = device;
@@ -14686,7 +14681,7 @@ static cddp_result cddp__settle_device(cddp_group *g) {
 /* Copies between the host's memory and a device's; returns when that is done. */
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   if (g != NULL && g->backend != NULL) return cddp__copy_now(cddp__device_of(g), to, from, bytes);
-  return cddp__cuda_result(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
+  return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
 }
 #else
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
@@ -14940,7 +14935,7 @@ static cddp_result cddp__states_clear(const cddp_optim *s, void *state, size_t b
   cudaStream_t stream = cddp__optim_stream(s);
   cddp_result r = cddp__device_zero(state, bytes, stream);
   if (r != CDDP_OK) return r;
-  return cddp__cuda_result(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  return CDDP__CUDA(cudaStreamSynchronize, stream);
 }
 
 /* Zeroed states of all parameters, in one piece of device memory. */
