@@ -282,6 +282,7 @@ typedef struct cddp_group_desc {
    machine on the path between two hosts (nothing is encrypted or signed after the proofs) nor who
    guesses the secret: an impostor of rank 0 gets something to test guesses on. Take 128 random
    bits: CDDP_SECRET=$(head -c 16 /dev/urandom | base64). */
+CDDP_CHECKED
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher (torchrun, cddprun, srun, mpirun) gave this process, the one that
@@ -318,7 +319,8 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
    with the group it came from, after every operation on it and before that group is destroyed. A
    forked child does not have it: see FORK. It lies on huge pages, which take their memory at once,
    where MADV_COLLAPSE makes them (Linux 6.1) or
-   /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise. */
+   /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise. Weights that begin a cache line
+   are read faster, too, than malloc's, which may begin at any 16 bytes. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
 
@@ -568,7 +570,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 /* DATA PARALLEL. --------------------------------------------------------------------------------*/
 
 typedef struct cddp_param {
-  const char *name; /* for messages and for the comparison between ranks; NULL is fine */
+  const char *name; /* for messages, files and the comparison between ranks; NULL is fine. It is
+                       not copied: it must stay where it is as long as the params */
   void *data;       /* count weights; from cddp_alloc: cddp_ddp_step writes them in place */
   void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
   size_t count;     /* elements */
@@ -621,9 +624,12 @@ typedef struct cddp_ddp_desc {
    that differs), copies rank 0's data to all ranks and assigns gradients to buckets as PyTorch
    does. params must stay where it is until cddp_ddp_destroy; gradient pointers never move. data and
    grad may be in any memory: weights from cddp_alloc of g, and gradients that were NULL, are never
-   copied. g must outlive the cddp_ddp. TIED WEIGHTS, of an embedding and the output layer say, are
-   one cddp_param: both layers read its data and add to its grad, and cddp_ddp_ready follows the
-   later of them. Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT. */
+   copied; gradients of your own are, in each step. Those that were NULL lie in one piece of memory:
+   first those of F32, then F64, F16, BF16; of each dtype the last parameter first, each from the
+   next multiple of 64 bytes on, zero in between. g must outlive the cddp_ddp. TIED WEIGHTS, of an
+   embedding and the output layer say, are one cddp_param: both layers read its data and add to its
+   grad, and cddp_ddp_ready follows the later of them. Parameters whose memory overlaps are
+   CDDP_INVALID_ARGUMENT. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                     const cddp_ddp_desc *desc);
@@ -756,6 +762,7 @@ CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
    NULL: there is none), in which each rank has filled its partitions; on return all ranks have all
    of it. Then cddp_save writes it like a parameter; after cddp_load every rank takes what is its
    own, on any number of ranks. */
+CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
 
 /* Uneven inputs: a rank that has run out of data calls this where the others go on stepping, once
@@ -881,6 +888,38 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
 CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
+/* A TRAINER LIKE llm.c. ---------------------------------------------------------------------------
+   Its train_gpt2.c keeps 16 arrays of weights and 16 of gradients. Data parallel by these lines:
+     TRY(cddp_init(&g, NULL));
+     gpt2_build_from_checkpoint(&model, "gpt2_124M.bin");
+     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) // p: cddp_param [NUM_PARAMETER_TENSORS] = {0}
+       p[i].data = ((float **)&model.params)[i], p[i].count = model.param_sizes[i];
+     TRY(cddp_ddp_create(&ddp, g, p, NUM_PARAMETER_TENSORS, NULL));
+     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) ((float **)&model.grads)[i] = p[i].grad;
+     TRY(cddp_adamw_create(&adamw, p, NUM_PARAMETER_TENSORS, &o)); // o.lr = 1e-4
+     dataloader_init(&train_loader, train_tokens, B, T, cddp_rank(g), cddp_world_size(g), 1);
+   and in the loop, in place of gpt2_update:
+     for (int i = NUM_PARAMETER_TENSORS - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
+     TRY(cddp_ddp_step(ddp, adamw));
+     TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
+   gpt2_backward then allocates grads_acts_memory only, whose being NULL it asks for in place of
+   grads_memory's, which stays NULL; m_memory and v_memory go. 2 ranks with B = 4 have the losses of
+   one process with B = 8.
+   Its train_gpt2.cu has all that zero.cuh does, by hand. There
+     multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
+                                       main_stream; MPI, the ids and their exchange go
+     params and gradients of floatX    a cddp_param for each layer's part of a tensor, CDDP_BF16, so
+                                       that it is reduced while earlier layers are still computed
+     multi_gpu_async_reduce_gradient   cddp_ddp_ready for each of its pointers, in the last
+                                       micro-step; cddp_ddp_no_sync(ddp, true) before, or no ready
+     gpt2_calculate_grad_norm          max_grad_norm = 1; cddp_ddp_grad_norm, if it is printed
+     gpt2_update and its ncclAllGather cddp_ddp_step with master_weights, and weight_decays of 0 for
+                                       what is not a matrix; m, v and master memory go. It rounds
+                                       to the nearest, not at random
+     multi_gpu_cpu_float_sum           cddp_all_reduce of host memory
+     save_state, load_state            cddp_save and cddp_load with desc.optim
+   What is not here: stage 1 of ZeRO on GPUs. Every rank keeps all states there. */
+
 /* DATA. -----------------------------------------------------------------------------------------*/
 
 typedef struct cddp_sampler_desc {
@@ -963,6 +1002,7 @@ typedef struct cddp_checkpoint_desc {
    had. All ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for
    parameters or options that differ. The others wait while rank 0 writes: timeout_s must suffice.
    Like safetensors' save_file. */
+CDDP_CHECKED
 CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc);
 

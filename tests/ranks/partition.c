@@ -358,7 +358,38 @@ static int run_left(cddp_group *g, void *arg) {
 
 static void test_left(void) { CHECK_OK(ranks_run(run_left, NULL, 3, false)); }
 
+/* Gradients that cddp_ddp_create places lie as its comment says. */
+static int run_layout(cddp_group *g, void *arg) {
+  static const cddp_dtype dtypes[] = {CDDP_BF16, CDDP_F32, CDDP_F64, CDDP_F32, CDDP_F16, CDDP_F32};
+  static const size_t sizes[] = {33, 1, 9, 1000, 17, 0}, rows[] = {0, 0, 0, 0, 0, 0};
+  static const cddp_dtype order[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16};
+  static double w[6][1000];
+  cddp_param p[6];
+  cddp_ddp_desc d;
+  cddp_ddp *ddp;
+  char *next = NULL;
+  int i, k;
+  (void)arg;
+  memset(p, 0, sizeof p);
+  memset(&d, 0, sizeof d);
+  d.sparse_rows = rows;
+  for (i = 0; i < 6; i++) p[i].data = w[i], p[i].count = sizes[i], p[i].dtype = dtypes[i];
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 6, &d));
+  for (k = 0; k < 4; k++)
+    for (i = 5; i >= 0; i--) {
+      if (p[i].dtype != order[k]) continue;
+      CHECK(next == NULL || p[i].grad == next);
+      CHECK((uintptr_t)p[i].grad % 64 == 0);
+      next = (char *)p[i].grad + (sizes[i] * cddp_dtype_size(dtypes[i]) + 63) / 64 * 64;
+    }
+  cddp_ddp_destroy(ddp);
+  return test_failures != 0;
+}
+
+static void test_layout(void) { CHECK_OK(ranks_run(run_layout, NULL, 2, false)); }
+
 int main(void) {
+  RUN(test_layout);
   RUN(test_bits);
   RUN(test_hosts);
   RUN(test_hook);
