@@ -9757,10 +9757,10 @@ CDDP__COLD
 #define CDDP__LOOK_S 1e-3    /* between a leader's looks for notices: giving up takes longer */
 #define CDDP__CAUSE_S 0.5    /* the same where other ranks may have seen how one ended */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
-#define CDDP__PIECE ((size_t)64 << 10) /* bytes of a part of a piece; of all parts at most: */
+#define CDDP__PIECE ((size_t)128 << 10) /* bytes of a part of a piece; of all parts at most: */
 #define CDDP__PIECE_MOST ((size_t)2 << 20)
 #define CDDP__WHOLE_MOST ((size_t)32 << 10) /* bytes of a slice, times hosts, that all add up */
-#define CDDP__AHEAD 4 /* pieces on their way before the first comes back */
+#define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (2 * CDDP__SLOTS) /* posted for one host at a time, at most */
 #define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's share in shared scratch */
@@ -10390,8 +10390,8 @@ static size_t cddp__count_bytes(cddp__hosts *x, const cddp__call *c) {
    bytes; (B) from the owner its part to the hosts. For a whole host acts one of its ranks, the
    owner's deputy there. Parts go in pieces. In step s = -ahead, -ahead + 1, .. a rank sends (A)
    piece s + ahead of others' parts and (B) piece s - 1 of its own; it receives (A) piece s of its
-   own, adds it up, and receives (B) piece s - ahead - 1 of others. So each connection has A0 .. A4
-   (A5 B0) (A6 B1) .., less those that have no bytes or no purpose. */
+   own, adds it up, and receives (B) piece s - ahead - 1 of others. So each connection has A0 A1 A2
+   (A3 B0) (A4 B1) .., less those that have no bytes or no purpose. */
 typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;

@@ -202,9 +202,11 @@ static void test_collectives(void) {
   static const char *const four[] = {"aabb", "abbb", "abab", NULL};
   static const char *const two[] = {"ab", NULL};
   static const char *const three[] = {"aab", "abc", NULL};
+  static const char *const five[] = {"aaabb", NULL}; /* uneven: one rank acts for several */
   bool large = false;
   if (!RANKS_SLOW) same_everywhere(run_program, &large, 2, two);
   if (!RANKS_SLOW) same_everywhere(run_program, &large, 3, three);
+  if (!RANKS_SLOW) same_everywhere(run_program, &large, 5, five);
   same_everywhere(run_program, &large, 4, RANKS_SLOW ? four + 1 : four);
 }
 
