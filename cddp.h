@@ -17886,11 +17886,12 @@ static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
   if (kept) slots[n] = -1, widths[n++] = 1;
   if (n > 1 || more) {
     node.slot = cddp__spare_slot(d, nodes, count);
-    cddp__merge_nodes(d, e->me, node.slot, slots, widths, n, more);
+    cddp__merge_nodes(d, e->me, node.slot, slots, widths, n, more && !kept);
     if (more) cddp__clear_own(d);
   }
   e->arena = more ? CDDP__ARENA_CLEAR : n > 1 ? CDDP__ARENA_SPENT : CDDP__ARENA_NODE;
   cddp__put_nodes(d, &node, low, high);
+  if (kept) memset(d->arena, 0, d->bytes); /* not before: the table had it there */
 }
 
 /* The shard that this rank may take next, -1: none. *all_done: nor will there be one. */
@@ -18161,6 +18162,8 @@ static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
   logged = progress >> CDDP__PLACE_BITS == cddp__progress(e->step, 0) >> CDDP__PLACE_BITS;
   if (logged) begin = (size_t)(progress & (((uint64_t)1 << CDDP__PLACE_BITS) - 2));
   logged = logged && (progress & 1) != 0;
+  if (!logged && log != e->me) /* the next block will be in this rank's log */
+    cddp__store64(&e->parts[part].word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, e->me));
   if (x->s == NULL) cddp__store64(&e->parts[part].progress, cddp__progress(e->step, begin));
   for (j = 0; j < d->count; j++) {
     const cddp__tensor *t = &d->tensors[i = e->order[j]];

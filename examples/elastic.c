@@ -25,7 +25,7 @@
 #include <unistd.h>
 
 enum { SHARDS = 12, BATCH = 16 /* samples of a shard */, IN = 4, HIDDEN = 96, PARAMS = 6 };
-static int steps = 600;
+static int steps = 2000;
 
 #define TRY(call) \
   if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
