@@ -520,7 +520,10 @@ CDDPDEF cddp_result cddp_all_gather_v(cddp_group *g, const void *send, void *rec
 CDDPDEF cddp_result cddp_all_to_all_v(cddp_group *g, const void *send, const size_t *send_counts,
                                       void *recv, const size_t *recv_counts, cddp_dtype dtype,
                                       cddp_work **work);
-/* Returns when every rank has called it. */
+/* Returns when every rank has called it. A time-out, of any collective, names every rank that did
+   not come: "rank 3 (pid 17 on node1), rank 4 (..), rank 5 (..) and ranks 6-9, 12". Hosts tell the
+   others which of their ranks have come, if one waits in cddp (of more than 64 ranks: if a host's
+   lowest does). Like monitored_barrier with wait_all_ranks. */
 CDDPDEF cddp_result cddp_barrier(cddp_group *g);
 /* The same with a handle: returns at once, cddp_wait(*work) when every rank has called either. On a
    GPU each rank comes to it once what is on its group's stream now has been done, and cddp_wait
@@ -1498,6 +1501,9 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 size;   /* of so many, for the rank that frees the block; 0: not known yet */
   unsigned char pad4[CDDP__CACHE_LINE - 12];
   cddp__cause cause; /* of losses to come */
+  cddp__atomic_u32 told; /* the last round of which the other hosts were told who has come */
+  cddp__atomic_u32 came[CDDP__MAX_RANKS / 24 + 1]; /* what they told: 24 ranks, a bit each, behind
+                                                      the low byte of the round */
 } cddp__control_block;
 
 /* The ranks of one host that share memory: made by cddp_init or cddp_run_threads, used by the group
@@ -2122,12 +2128,15 @@ typedef struct cddp__hosts {
 static void cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
-   connections are accepted and notices heard; this rank's connections end; a rank of another host
+   connections are accepted and notices heard; this rank's connections end; hosts ask each other who
+   has come to a round, and are told; a rank of another host
    is gone (how: in words, or NULL); a message is sent, has room, is received, is given to a recv
    (p2p_lock held for these three), or there may be news of a peer. */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
+static void cddp__hosts_ask(cddp_group *g);
+static void cddp__hosts_told(cddp_group *g, const char *text);
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n);
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool always,
                                     bool *posted);
@@ -6956,35 +6965,85 @@ static void cddp__describe_elsewhere(const cddp_group *g, char *out, size_t n) {
   pthread_mutex_unlock(&g->host->lock);
 }
 
-/* The deadline has passed. late: a rank of another host that did not answer; -1: ranks of this host
-   have not come to the round, or once all are here, those of other hosts. A late rank may itself be
-   waiting for one of another host, right now: then that one is named. */
-static cddp_result cddp__break_late(cddp_group *g, int late) {
+/* The ranks of a set, "3-7, 12", as far as there is room. */
+static void cddp__list_ranks(const bool *set, int size, char *out, size_t n) {
+  int p, end;
+  for (p = 0; p < size; p = end) {
+    for (end = p + 1; set[p] && end < size && set[end]; end++) {}
+    if (!set[p]) continue;
+    if (out[0] != 0) cddp__append(out, n, ", ");
+    if (strlen(out) + 24 > n) {
+      cddp__append(out, n, "...");
+      return;
+    }
+    cddp__append(out, n, "%d", p);
+    if (end - p > 1) cddp__append(out, n, "-%d", end - 1);
+  }
+}
+
+/* Whether a rank of another host had come to this rank's round when that host was asked. */
+static bool cddp__had_come(const cddp_group *g, int p) {
+  uint32_t word = cddp__load32(&g->block->came[p / 24]);
+  return word >> 24 == (g->round & 255) && (word >> p % 24 & 1) != 0;
+}
+
+/* The ranks that have not come to this rank's round: how many. One of this host may itself be
+   waiting for one of another host, right now: then that one counts. */
+static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now = (uint32_t)(uint64_t)(cddp__now() * 1000);
-  char who[160], what[320], names[256] = "", where[CDDP__ERROR_MAX] = "";
-  bool here = false, mates = late >= 0 && g->hosts->nodes[g->hosts->peers[late].host].size > 1;
-  int p, before = -1, n = 0;
-  for (p = 0; p < g->size; p++) here = here || (g->members[p] >= 0 && !cddp__has_announced(g, p));
+  bool all = g->hosts != NULL && !g->hosts->local_only;
+  int p, n = 0;
+  memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
     const cddp__slot *slot = cddp__slot_of(g, p);
-    uint32_t awaits = here ? cddp__load32(&slot->awaits) : 0;
-    int held = p;
-    if (late >= 0 ? p != late : (here && g->members[p] < 0) || cddp__has_announced(g, p)) continue;
-    if (awaits > 0 && awaits <= (uint32_t)g->size && now - cddp__load32(&slot->awaits_at) < 500)
-      held = (int)awaits - 1;
-    if (held == before) continue;
-    before = held;
-    if (n++ >= 3) continue;
-    cddp__name_rank(g, held, who, sizeof who);
-    cddp__append(names, sizeof names, "%s%s", n > 1 ? ", " : "", who);
-    cddp__describe_wait(g, held, where, sizeof where);
+    uint32_t awaits = cddp__load32(&slot->awaits);
+    if (cddp__has_announced(g, p)) continue;
+    if (g->members[p] < 0)
+      set[p] = set[p] || (all && !cddp__had_come(g, p));
+    else if (awaits > 0 && awaits <= (uint32_t)g->size &&
+             now - cddp__load32(&slot->awaits_at) < 500)
+      set[awaits - 1] = true;
+    else
+      set[p] = true;
   }
-  if (n > 3) cddp__append(names, sizeof names, " and %d more", n - 3);
+  for (p = 0; p < g->size; p++) n += set[p];
+  return n;
+}
+
+/* The deadline has passed: breaks the group with the names of all late ranks, unless other hosts'
+   have just come. late: a rank of another host whose frames did not; -1: none. */
+static cddp_result cddp__break_late(cddp_group *g, int late) {
+  char who[160], what[320], names[320] = "", where[CDDP__ERROR_MAX] = "";
+  bool set[CDDP__MAX_RANKS], far = false;
+  int p, named = 0, n;
+  cddp_result r;
+  if (g->hosts != NULL && !g->hosts->local_only &&
+      !cddp__has_announced(g, g->hosts->lowest_remote)) {
+    cddp__hosts_ask(g);
+    r = cddp__check_failure(g);
+    if (r != CDDP_OK || cddp__has_announced(g, g->hosts->lowest_remote)) return r;
+  }
+  n = cddp__find_late(g, set);
+  if (n == 0) { /* it has announced what it does not finish */
+    snprintf(names, sizeof names, "%s", late < 0 ? "a rank" : "");
+    if (late >= 0) set[late] = true;
+  }
+  for (p = 0; p < g->size && named < 3; p++) {
+    if (!set[p]) continue;
+    far = far || g->members[p] < 0;
+    cddp__name_rank(g, p, who, sizeof who);
+    cddp__append(names, sizeof names, "%s%s", named++ > 0 ? ", " : "", who);
+    cddp__describe_wait(g, p, where, sizeof where);
+    set[p] = false;
+  }
+  who[0] = 0;
+  cddp__list_ranks(set, g->size, who, sizeof who);
+  if (n > named) cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "", who);
+  for (; p < g->size; p++) far = far || (set[p] && g->members[p] < 0);
   cddp__describe_here(g, what, sizeof what);
   if (where[0] == 0) cddp__describe_elsewhere(g, where, sizeof where);
-  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s%s did not come to %s%s%s", g->timeout_s,
-             names, mates ? ", or another rank of its host," : "", what,
-             late >= 0 ? ", or that host cannot be reached" : "", where);
+  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not come to %s%s%s", g->timeout_s, names,
+             what, far ? ", or their hosts cannot be reached" : "", where);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -7328,6 +7387,7 @@ CDDP__COLD
 #define CDDP__NOTICE_PROOF_AT (4 + CDDP__ERROR_MAX) /* in a notice: result, text, proof */
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
 #define CDDP__NOTICE_EARLY 0x80000000u /* in its result: a rank is lost, the group has not failed */
+#define CDDP__NOTICE_CAME 0x40000000u  /* likewise: which ranks of a host have come to a round */
 #define CDDP__TURN ((size_t)128 << 10) /* bytes of a frame that go or come at a time */
 #define CDDP__LEFT (-1)     /* in link.error: the other side said BYE */
 enum { CDDP__FRAME_DATA = 1, CDDP__FRAME_MESSAGE, CDDP__FRAME_NOTICE, CDDP__FRAME_BYE };
@@ -7749,11 +7809,13 @@ static void cddp__notice_receive(cddp__host *h, cddp__link *l) {
   if (code != 0) cddp__notice_prove(h->net, l, body, proof);
   if (code != 0 && !cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0;
   if (code != 0) body[CDDP__NOTICE_PROOF_AT - 1] = 0;
-  result = code & ~CDDP__NOTICE_EARLY;
+  result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_CAME);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
     if (g->hosts == NULL || g->id != l->group) continue;
-    if (code & CDDP__NOTICE_EARLY)
+    if (code & CDDP__NOTICE_CAME)
+      cddp__hosts_told(g, (const char *)body + 4);
+    else if (code & CDDP__NOTICE_EARLY)
       cddp__note_cause(&g->block->cause, (cddp_result)result, (const char *)body + 4);
     else
       (void)cddp__break_here(
@@ -9748,13 +9810,15 @@ CDDP__COLD
    connections. How a rank died is known on its own host only, so a rank whose connection has ended
    waits CDDP__CAUSE_S for a notice. In a healthy group a rank that sees one of its host dead, or
    leaves because another group has failed, sends an early notice: no call fails of that, but a call
-   that fails of a loss later names the dead.
+   that fails of a loss later names the dead. Before a round times out, hosts tell each other by
+   notices which of their ranks have come to it.
 
    tests/bench/scale.md reckons what all of this costs with 4,096 ranks on 512 hosts. */
 
 #define CDDP__DIRECT_HOSTS 8 /* above, headers go by exchanges */
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
 #define CDDP__LOOK_S 1e-3    /* between a leader's looks for notices: giving up takes longer */
+#define CDDP__ANSWER_S 0.3   /* for hosts to tell which of their ranks have come to a round */
 #define CDDP__CAUSE_S 0.5    /* the same where other ranks may have seen how one ended */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
 #define CDDP__PIECE ((size_t)128 << 10) /* bytes of a part of a piece; of all parts at most: */
@@ -9846,6 +9910,53 @@ static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n)
   brief = p->error == CDDP__LEFT || g->hosts->nodes[p->host].size == 1;
   return cddp__has_cause(&g->block->cause) ||
          cddp__now() >= p->lost_at + (brief ? CDDP__NEWS_S : CDDP__CAUSE_S);
+}
+
+/* Tells the other hosts, once a round, which ranks of this one have come to it. */
+static void cddp__tell_came(cddp_group *g, uint32_t round) {
+  char text[CDDP__ERROR_MAX] = "", list[CDDP__ERROR_MAX - 16] = "";
+  bool set[CDDP__MAX_RANKS];
+  int p;
+  if (cddp__exchange32(&g->block->told, round) == round) return;
+  for (p = 0; p < g->size; p++)
+    set[p] = g->members[p] >= 0 &&
+             cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
+  cddp__list_ranks(set, g->size, list, sizeof list);
+  snprintf(text, sizeof text, "%" PRIu32 " %s", round, list);
+  if (list[0] != 0)
+    cddp__tell_all(g->hosts->net, g->id, g->world, g->size,
+                   CDDP__NOTICE_CAME | (uint32_t)CDDP_TIMEOUT, text);
+}
+
+/* This rank's time is up: asks the other hosts who has come to its round there, by telling them who
+   has here. A host on which no rank waits does not answer. */
+static void cddp__hosts_ask(cddp_group *g) {
+  double deadline = cddp__now() + CDDP__ANSWER_S;
+  cddp__tell_came(g, g->round);
+  while (cddp__now() < deadline && cddp__load32(&g->block->broken) == 0 &&
+         !cddp__has_announced(g, g->hosts->lowest_remote)) {
+    cddp__hosts_look(g);
+    cddp__sleep(2e-3);
+  }
+}
+
+/* What another host has told: a round, and ranks as cddp__list_ranks has them. Answers it. */
+static void cddp__hosts_told(cddp_group *g, const char *text) {
+  char *at;
+  uint32_t round = (uint32_t)strtoul(text, &at, 10), old, ranks;
+  long p, end;
+  while (*at == ' ' || *at == ',') {
+    p = end = strtol(at + 1, &at, 10);
+    if (*at == '-') end = strtol(at + 1, &at, 10);
+    for (; p >= 0 && p <= end && p < g->size; p++) {
+      cddp__atomic_u32 *word = &g->block->came[p / 24];
+      do {
+        old = cddp__load32(word);
+        ranks = old >> 24 == (round & 255) ? old & 0xffffff : 0;
+      } while (!cddp__swap32(word, old, (round & 255) << 24 | ranks | 1u << p % 24));
+    }
+  }
+  cddp__tell_came(g, round);
 }
 
 /* In a healthy group: sends the other hosts an early notice if a rank of this host has died, which
@@ -21376,7 +21487,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               on CPUs and on GPUs.
               cddp_spawn_elastic and cddprun --elastic: a rank that fails is started again.
               CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source;
-              cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async.
+              cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async. Time-outs name all late
+              ranks.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
               max_grad_norm: cddp_ddp_step clips; cddp_ddp_grad_norm.
               master_weights: f16 and bf16 weights and gradients, f32 masters in the optimizer.

@@ -697,6 +697,62 @@ static void test_a_directory_that_is_not_there(void) {
   unsetenv("CDDP_RECORD");
 }
 
+/* A time-out names every rank that did not come, of all hosts. `late` ranks sleep. */
+typedef struct absence {
+  const char *hosts, *late; /* late: 'x' for each of them, by rank */
+  const char *names[4];     /* what all who wait are told */
+} absence;
+
+static int absent_rank(int rank, void *arg) {
+  const absence *a = (const absence *)arg;
+  int before = test_failures, i;
+  cddp_group_desc desc;
+  cddp_group *g = NULL;
+  memset(&desc, 0, sizeof desc);
+  desc.timeout_s = RANKS_SLOW ? 5 : 1;
+  CHECK_OK(cddp_init(&g, &desc));
+  if (g == NULL) return 1;
+  CHECK_OK(cddp_barrier(g));
+  if (a->late[rank] == 'x') {
+    ranks_sleep(desc.timeout_s + 1.5);
+  } else {
+    CHECK_IS(cddp_barrier(g), CDDP_TIMEOUT);
+    for (i = 0; i < 4 && a->names[i] != NULL; i++)
+      if (strstr(cddp_error(), a->names[i]) == NULL)
+        test_fail(__FILE__, __LINE__, "%s: rank %d: no \"%s\" in: %s", a->hosts, rank, a->names[i],
+                  cddp_error());
+    for (i = 0; a->late[i] != 0 && i < 3; i++) { /* nobody who has come is named */
+      char text[24];
+      snprintf(text, sizeof text, "rank %d (pid", i);
+      CHECK((strstr(cddp_error(), text) != NULL) == (a->late[i] == 'x'));
+    }
+  }
+  cddp_destroy(g);
+  return test_failures != before;
+}
+
+static void test_a_time_out_names_all(void) {
+  static const absence cases[] = {
+      {"", ".x.x.", {"rank 1 (pid", "rank 3 (pid", "barrier at", NULL}},
+      {"", "...xxxxx.x.x", {"rank 3 (pid", "rank 4 (pid", "rank 5 (pid", " ranks 6-7, 9, 11 did"}},
+      {"", ".xxxx", {"rank 3 (pid", " and rank 4 did not come", NULL, NULL}},
+      {"aabbccdd", ".x..xxxx", {"rank 1 (pid", "rank 4 (pid", "rank 5 (pid", " and ranks 6-7 did"}},
+      {"abababab", "..x.....", {"rank 2 (pid", NULL, NULL, NULL}},
+      {"abcabcabc", "x..xx...x", {"rank 0 (pid", "rank 3 (pid", "rank 4 (pid", "and rank 8 did"}},
+      {"aabb", "...x", {"rank 3 (pid", NULL, NULL, NULL}},
+  };
+  size_t i;
+  int status[16];
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    absence a = cases[i];
+    int n = (int)strlen(a.late);
+    setenv("TEST_HOSTS", a.hosts, 1);
+    ranks_script(absent_rank, &a, n, 40, status);
+    CHECK(ranks_exited_well(status, n));
+  }
+  unsetenv("TEST_HOSTS");
+}
+
 int main(void) {
   all = (heard *)ranks_shared(RANKS * sizeof *all);
   RUN(test_mismatch_names_calls_and_lines);
@@ -706,6 +762,7 @@ int main(void) {
   if (ranks_has_company(0, RANKS)) RUN(test_a_call_on_one_rank_alone); /* seen on one host only */
   RUN(test_what_is_no_deadlock);
   if (getenv("TEST_HOSTS") == NULL) RUN(test_a_time_out_says_where_peers_wait);
+  if (getenv("TEST_HOSTS") == NULL) RUN(test_a_time_out_names_all);
   RUN(test_another_floating_point_mode);
   RUN(test_a_death_says_how);
   RUN(test_a_death_that_is_reaped);
