@@ -1379,7 +1379,7 @@ enum cddp__phase {
   CDDP__PHASE_DONE,      /* this rank is through with the others' buffers */
   CDDP__PHASE_BLOCK,     /* where a new group's control block is */
   CDDP__PHASE_CONNECTED, /* other means of communication are up */
-  CDDP__PHASE_ROWS,      /* where the ranks' rows are */
+  CDDP__PHASE_ROWS,      /* bytes of the ranks' rows */
   CDDP__PHASE_ROWS_DONE, /* this rank has read them */
   CDDP__PHASE_GRADIENTS, /* this rank's gradients are as its peers may read them */
   CDDP__PHASE_WEIGHTS,   /* this rank has written others' weights into its arena */
@@ -15452,10 +15452,10 @@ static void cddp__lay_out(cddp_ddp *d) {
   d->whole = d->squares_at + pieces * sizeof(double);
 }
 
-/* Every rank tells where its p lies; out[i] is the address here of the p of this host's i-th rank.
-   *all: every rank has one. */
-static cddp_result cddp__exchange_refs(cddp_group *g, const void *p, size_t bytes, char **out,
-                                       bool *all) {
+/* A round of that kind, in which every rank tells where its p lies; out[i] is the address here of
+   the p of this host's i-th rank. *all: every rank has one; else out is as it was. */
+static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, size_t bytes,
+                                       char **out, bool *all) {
   void *at = NULL;
   cddp__ref ref;
   cddp_result r;
@@ -15463,8 +15463,7 @@ static cddp_result cddp__exchange_refs(cddp_group *g, const void *p, size_t byte
   *all = true;
   memset(&ref, 0, sizeof ref);
   if (p != NULL) ref = cddp__ref_of(g->host, p, bytes);
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_PLACES, bytes, &ref,
-                  sizeof ref);
+  r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_PLACES, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; k < g->size; k++)
     if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) *all = false;
@@ -15484,7 +15483,8 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   cddp_result r;
   int i;
   if (d->group->backend != NULL) return CDDP_OK;
-  if ((r = cddp__exchange_refs(g, d->mirror, d->whole, d->mirrors, &all)) != CDDP_OK) return r;
+  r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->mirror, d->whole, d->mirrors, &all);
+  if (r != CDDP_OK) return r;
   if (!all)
     return cddp__fail(CDDP_OUT_OF_MEMORY,
                       "no shared memory for %zu bytes of gradients on every rank", d->whole);
@@ -15492,7 +15492,7 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   for (i = 0; i < d->count; i++) {
     char **places = d->addresses + (size_t)g->local_size * (size_t)i;
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    r = cddp__exchange_refs(g, d->params[i].data, bytes, places, &all);
+    r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->params[i].data, bytes, places, &all);
     if (r != CDDP_OK) return r;
     d->tensors[i].data = all ? places : NULL;
   }
@@ -15998,7 +15998,7 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *s) {
   h->ddp = d;
   h->optim = s;
   /* the parts differ in size, the exchange compares its count: 0 */
-  r = cddp__exchange_refs(d->control, h->mine, 0, h->all, &all);
+  r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, h->mine, 0, h->all, &all);
   if (r == CDDP_OK && !all) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the optimizer's states on every rank");
     r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
@@ -16916,21 +16916,15 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
-/* Merges the packets of the ranks that have data. all: memory in which every rank's lies, `each`
-   bytes apart; NULL: they lie where the current round says. */
-static cddp_result cddp__merge_rows(cddp_ddp *d, char *all, size_t each) {
+/* Merges the packets of the ranks that have data; every rank's: [ranks]. */
+static cddp_result cddp__merge_rows(cddp_ddp *d, char **packets) {
   cddp_group *g = d->control;
-  void *at = NULL;
   cddp_result r = CDDP_OK;
   int i, k, shard, first, count, lists = 0;
-  for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
-    char *packet = all + (size_t)d->active[k] * each;
-    if (all == NULL) {
-      r = cddp__locate(g->host, &cddp__op_header_of(g, d->active[k], g->round)->u.ref, &at);
-      packet = (char *)at;
-    }
+  for (k = 0; k < d->active_count; k++) {
+    char *packet = packets[d->active[k]];
     cddp__deal_shards(d->shards, g->size, d->active[k], &first, &count);
-    for (shard = 0; r == CDDP_OK && shard < count; shard++) {
+    for (shard = 0; shard < count; shard++) {
       d->lists[lists++].packet = packet;
       for (i = 0; shard + 1 < count && i < d->count; i++)
         if (cddp__sparse_of(d, i) != NULL)
@@ -16973,19 +16967,20 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
   size_t bytes = cddp__pack_rows(d, NULL), each = 0;
-  cddp__ref ref; /* or, over hosts, the size */
+  char **packets = (char **)g->buffers, *at, *all;
+  unsigned char size[8];
   void *packet = NULL;
-  char *at, *all;
+  bool shared = true;
   cddp_result r;
   int i;
   if ((r = cddp__host_scratch(d, bytes, &packet)) != CDDP_OK) return cddp__break(g, r);
   (void)cddp__pack_rows(d, (char *)packet);
-  memset(&ref, 0, sizeof ref);
-  if (g->hosts != NULL)
-    cddp__put64((unsigned char *)&ref, bytes);
-  else
-    ref = cddp__ref_of(g->host, packet, bytes);
-  r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, &ref, sizeof ref);
+  cddp__put64(size, bytes);
+  r = g->hosts != NULL
+          ? cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size)
+          : cddp__exchange_refs(g, kind, packet, 0, packets, &shared);
+  if (r == CDDP_OK && !shared)
+    r = cddp__break(g, cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared"));
   if (r != CDDP_OK) return r;
   if (g->hosts != NULL) {
     for (i = 0; i < g->size; i++)
@@ -16994,11 +16989,12 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
     if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
     at = (char *)memcpy(all + each * (size_t)g->size, packet, bytes);
     r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, at, all, each, CDDP_U8, -1);
-    if (r == CDDP_OK && (r = cddp__merge_rows(d, all, each)) != CDDP_OK) r = cddp__break(g, r);
+    for (i = 0; i < g->size; i++) packets[i] = all + (size_t)i * each;
+    if (r == CDDP_OK && (r = cddp__merge_rows(d, packets)) != CDDP_OK) r = cddp__break(g, r);
     cddp__free(a, all);
   } else {
     if ((r = cddp__enter(g)) == CDDP_OK) {
-      if ((r = cddp__merge_rows(d, NULL, 0)) != CDDP_OK) r = cddp__break(g, r);
+      if ((r = cddp__merge_rows(d, packets)) != CDDP_OK) r = cddp__break(g, r);
       if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
     }
     r = cddp__exit(g, r);
