@@ -13329,7 +13329,8 @@ typedef struct cddp__device {
   cddp_work *messages; /* sends and receives to be issued together, oldest first; turn */
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* for work handles; lock */
   int spares;
-  void *scratch[CDDP__SCRATCHES]; /* used on side; the thread that calls collectives */
+  void *scratch[CDDP__SCRATCHES]; /* used on side, or for shards on the caller's stream; the thread
+                                     that calls collectives */
   int scratch_count;
   size_t scratch_bytes; /* of the last one */
 } cddp__device;
@@ -13972,7 +13973,7 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
   return r;
 }
 
-/* Device memory for an operation on the side stream. It at least doubles: what it was stays, as
+/* Device memory for an operation. It at least doubles: what it was stays, as
    operations and CUDA graphs may use it. */
 static cddp_result cddp__device_scratch(cddp__device *p, size_t bytes, void **out) {
   cddp_result r = CDDP_OK;
@@ -16408,7 +16409,8 @@ static cddp_result cddp__gpu_gather_shards(cddp_ddp *d) {
 /* Behind what is on the caller's stream now. Through the host the engine does it, which waits. */
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
-  cddp_result r = cddp__stream_after(p->side, cddp__main_stream(d->group), p->fork);
+  cddp_result r = p->staged ? cddp__staged_no_graph(cddp__main_stream(d->group)) : CDDP_OK;
+  if (r == CDDP_OK) r = cddp__stream_after(p->side, cddp__main_stream(d->group), p->fork);
   if (r != CDDP_OK) return r;
   if (p->staged) return cddp__push_bucket(d, b);
   return d->desc.comm_hook != NULL ? cddp__hook_bucket(d, b) : cddp__gpu_reduce(d, b);

@@ -1694,6 +1694,7 @@ enum { SHARD_PARAMS = 6, SHARD_STEPS = 4, MOST_SHARDS = 8 };
 
 typedef struct sharding {
   bool cpu, sparse;
+  bool repeats;     /* all steps are the same, on a GPU from the third on launches of one graph */
   uint64_t *hashes; /* [ranks][MOST_SHARDS + 1] */
 } sharding;
 
@@ -1728,6 +1729,9 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
   cddp_sgd_desc rule;
   cddp_ddp *d = NULL;
   cddp_optim *s = NULL;
+  cudaStream_t stream = NULL;
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
   int step, k, shard = -1;
   memset(&memory, 0, sizeof memory);
   memset(&desc, 0, sizeof desc);
@@ -1740,20 +1744,33 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
     p[k].data = plan_memory(&memory, counts[k] * cddp_dtype_size(dtypes[k]));
     if (k == 3) p[k].grad = plan_memory(&memory, counts[k] * cddp_dtype_size(dtypes[k]));
   }
-  if (!c->cpu) CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  if (!c->cpu) {
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    cddp_set_stream(g, stream);
+  }
   desc.shards = count;
   if (c->sparse) desc.sparse_rows = rows;
   rule.lr = 0.01;
   rule.momentum = 0.9;
+  rule.stream = stream;
   CHECK_OK(cddp_ddp_create(&d, g, p, SHARD_PARAMS, &desc));
   rule.ddp = d;
   CHECK_OK(cddp_sgd_create(&s, p, SHARD_PARAMS, &rule));
-  for (step = 0; step < SHARD_STEPS; step++) {
+  for (step = 0; step < SHARD_STEPS && exec == NULL; step++) {
+    bool captures = c->repeats && !c->cpu && step == 2;
     CHECK_EQ(cddp_ddp_steps(d), step);
+    if (captures)
+      CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
     while (cddp_ddp_next_shard(d, &shard))
-      shard_backward(c, g, d, p, (uint64_t)(100 * step + shard));
-    if (step % 2 == 0) {
+      shard_backward(c, g, d, p, (uint64_t)((c->repeats ? 0 : 100 * step) + shard));
+    if (c->repeats || step % 2 == 0) {
       CHECK_OK(cddp_ddp_step(d, s));
+      if (!captures) continue;
+      CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+      CHECK(graph != NULL && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+      for (; step < SHARD_STEPS; step++) CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess);
+      CHECK_OK(cddp_synchronize(g));
     } else {
       CHECK_OK(cddp_ddp_wait(d));
       CHECK_OK(cddp_optim_step(s));
@@ -1766,8 +1783,12 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
     else if (bytes > 0) to_host(g, host, p[k].data, bytes);
     for (i = 0; i < bytes; i++) hash = ranks_mix(hash, ((unsigned char *)host)[i], i);
   }
+  if (exec != NULL) cudaGraphExecDestroy(exec);
+  if (graph != NULL) cudaGraphDestroy(graph);
   cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
+  cddp_set_stream(g, NULL);
+  if (stream != NULL) cudaStreamDestroy(stream);
   for (k = 0; k < SHARD_PARAMS; k++) plan_release(&memory, p[k].data);
   plan_release(&memory, p[3].grad);
   return hash;
@@ -1839,12 +1860,15 @@ static void test_shards(void) {
   int n, count;
   memset(&want, 0, sizeof want);
   want.hashes = (uint64_t *)ranks_shared((MOST_SHARDS + 1) * sizeof *want.hashes);
-  for (n = 0; n < 2; n++) {
+  for (n = 0; n < 3; n++) {
     want.sparse = n == 1;
+    want.repeats = n == 2;
     want.cpu = true;
     CHECK_OK(ranks_run(train_shards, &want, 1, false));
     for (count = 2; count <= MOST_SHARDS; count++)
       CHECK(want.hashes[count] != want.hashes[count - 1]);
+    if (n == 2) check_shards(&want, 2, NULL, NULL);
+    if (n == 2) break;
     check_shards(&want, 2, NULL, "cpu");
     if (n == 0 || !RANKS_SLOW) check_shards(&want, 3, NULL, NULL);
     if (n == 1) check_shards(&want, 3, "aba", NULL);
