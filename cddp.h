@@ -5481,6 +5481,7 @@ typedef struct cddp__fused_args {
   cddp__f32 *states[CDDP__STATES];
   const cddp__scalars *scalars;
   float mean; /* factor of the sum of gradients: sign / ranks */
+  float clip; /* and of that mean; 1: it is not clipped */
 } cddp__fused_args;
 
 /* The loops for one element type; NULL: none. */
@@ -5693,7 +5694,7 @@ typedef struct cddp__kernels {
 /* Mean, step, publish, zero. Reads and writes everything once, in one loop: the memory is busy all
    the time. STEP makes x, the weight, from x and v, the mean. */
 #define CDDP__FUSED(MEAN, STEP, OTHERS) \
-  CDDP__EACH(float v = MEAN; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
+  CDDP__EACH(float v = (MEAN) * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_LOOPS(STEP)                                                                 \
   if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                            \
   else if (ranks == 2) CDDP__FUSED((g0[i] + g1[i]) * mean, STEP, w1[i] = x; g1[i] = 0);         \
@@ -5704,7 +5705,7 @@ typedef struct cddp__kernels {
   cddp__f32 *m = (s)->states[0], *g0 = (s)->gradients[0], *g1 = (s)->gradients[1];              \
   cddp__f32 *g2 = (s)->gradients[2], *g3 = (s)->gradients[3], *w0 = (s)->weights[0];            \
   cddp__f32 *w1 = (s)->weights[1], *w2 = (s)->weights[2], *w3 = (s)->weights[3];                \
-  float mean = (s)->mean
+  float mean = (s)->mean, clip = (s)->clip
 
 #define CDDP__SGD_STEP                                                                          \
   float y = keep * m[i];                                                                        \
@@ -16042,10 +16043,17 @@ static cddp_result cddp__share_gather(cddp__share *h) {
 typedef struct cddp__fused {
   cddp_ddp *d;
   cddp_optim *s;
-  bool averaged; /* this rank's part of the arena holds the mean already */
+  bool averaged; /* this rank's part of the arena has the mean already, but of what one loop does */
   double clip;   /* below 1: the mean is multiplied by it first */
   bool one_loop; /* all ranks have gradients, and are as many as cddp__update.loop takes */
 } cddp__fused;
+
+/* Whether one loop does this rank's part of parameter i. */
+static bool cddp__takes_loop(const cddp__fused *f, int i, const cddp__update *u) {
+  const cddp__tensor *t = &f->d->tensors[i];
+  return f->one_loop && u->loop != NULL && f->d->params[i].dtype == CDDP_F32 && t->used &&
+         (t->data != NULL || f->d->group->local_size == 1);
+}
 
 /* This rank's part of parameter i in one loop, block by block for the sake of its copy. */
 static void cddp__fuse_loop(const cddp__fused *f, int i, const cddp__update *u) {
@@ -16057,6 +16065,7 @@ static void cddp__fuse_loop(const cddp__fused *f, int i, const cddp__update *u) 
   cddp__fused_args args;
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign / (float)size;
+  args.clip = f->clip < 1 ? (float)f->clip : 1;
   for (k = 0; k < CDDP__STATES; k++) args.states[k] = (cddp__f32 *)(void *)u->states[k];
   args.weights[0] = (cddp__f32 *)d->params[i].data + at;
   for (k = 0; k < size; k++) {
@@ -16103,26 +16112,35 @@ static void cddp__publish_block(cddp_ddp *d, int i, size_t at, size_t bytes) {
   if (t->data == NULL) memcpy(d->arena + at, weights, bytes); /* the others fetch it from here */
 }
 
-/* The mean of this rank's part to its arena, unless it is there (averaged), and what all parts'
-   squares say that it is to be multiplied by (1 without max_grad_norm). */
-static cddp_result cddp__mean_part(cddp_ddp *d, int kind, bool averaged, double *factor) {
+/* The mean of this rank's part to its arena, unless it is there (averaged) or one loop will make it
+   again; f->clip, by what all parts' squares say (1 without max_grad_norm). */
+static cddp_result cddp__mean_part(cddp__fused *f, int kind, bool averaged) {
+  double passing[CDDP__BLOCK_BYTES / sizeof(double)];
+  cddp_ddp *d = f->d;
   bool clips = d->desc.max_grad_norm > 0;
+  cddp__update u;
+  char *mean;
   size_t at, n;
   cddp_result r;
   int i;
-  *factor = 1;
   for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
     const cddp__tensor *t = &d->tensors[i];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
+    bool loops = false;
+    if (f->one_loop) {
+      u = cddp__update_of(f->s, i, f->s->state + i, f->s->count);
+      loops = cddp__takes_loop(f, i, &u);
+    }
     for (at = t->begin; at < t->end; at += n) { /* in pieces, which stay in the cache */
       n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, t->end - at);
-      if (!averaged) (void)cddp__mean_block(d, i, d->arena + at, at, n / esize);
-      if (clips && d->used[i]) cddp__add_squares(d, i, d->arena + at, at, at + n);
+      mean = loops ? (char *)passing : d->arena + at;
+      if (!averaged) (void)cddp__mean_block(d, i, mean, at, n / esize);
+      if (clips && d->used[i]) cddp__add_squares(d, i, mean, at, at + n);
     }
   }
   if (!clips) return CDDP_OK;
   r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
-  if (r == CDDP_OK) *factor = cddp__clip_factor(d, d->desc.max_grad_norm, false);
+  if (r == CDDP_OK) f->clip = cddp__clip_factor(d, d->desc.max_grad_norm, false);
   return r;
 }
 
@@ -16155,8 +16173,7 @@ static void cddp__fuse_parts(const cddp__fused *f) {
     for (k = 0; k < f->s->states; k++)
       states[k] = cddp__share_at((cddp__share *)f->s->share, d->group->local_rank, k, t->state);
     u = cddp__update_of(f->s, i, states, 1);
-    if (f->one_loop && u.loop != NULL && d->params[i].dtype == CDDP_F32 && t->used &&
-        (t->data != NULL || d->group->local_size == 1)) {
+    if (cddp__takes_loop(f, i, &u)) {
       cddp__fuse_loop(f, i, &u);
       continue;
     }
@@ -16214,10 +16231,10 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   f.s = s;
   f.clip = 1;
   f.averaged = averaged || d->desc.max_grad_norm > 0;
-  f.one_loop = !f.averaged && !d->spread && d->active_count == size &&
+  f.one_loop = !averaged && !d->spread && d->active_count == size &&
                (size == 1 || size == 2 || size == 4);
   if (d->desc.max_grad_norm > 0)
-    r = cddp__mean_part(d, CDDP__KIND_DDP_STEP, averaged, &f.clip);
+    r = cddp__mean_part(&f, CDDP__KIND_DDP_STEP, averaged);
   if (r != CDDP_OK) return r;
   if (f.clip < 1) cddp__clip_rows(d, f.clip);
   CDDP__POINT("fuse");
@@ -16235,17 +16252,18 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
 /* The mean of this rank's part for an optimizer of the caller's own; arguments as above. */
 static cddp_result cddp__host_scatter(cddp_ddp *d, bool averaged, bool wrote) {
   const int kind = CDDP__KIND_DDP_SCATTER;
-  double factor = 1;
+  cddp__fused f = {NULL, NULL, false, 1, false};
   cddp_result r = wrote ? cddp__control_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   int i;
   if (r == CDDP_OK) r = cddp__enter(d->control);
-  if (r == CDDP_OK) r = cddp__mean_part(d, kind, averaged, &factor);
+  f.d = d;
+  if (r == CDDP_OK) r = cddp__mean_part(&f, kind, averaged);
   if (r != CDDP_OK) return r;
-  for (i = 0; factor < 1 && i < d->partition_count; i++) {
+  for (i = 0; f.clip < 1 && i < d->partition_count; i++) {
     const cddp_partition *p = &d->partitions[i];
-    if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, factor);
+    if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, f.clip);
   }
-  if (factor < 1) cddp__clip_rows(d, factor);
+  if (f.clip < 1) cddp__clip_rows(d, f.clip);
   return cddp__exit(d->control, r);
 }
 
@@ -18210,6 +18228,7 @@ static void cddp__compute_block(const cddp__elastic_update *x, int i, const cddp
   }
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign;
+  args.clip = 1;
   args.gradients[0] = (cddp__f32 *)(void *)sum;
   args.weights[0] = (cddp__f32 *)(void *)weights;
   u->loop(&args, 1, n);

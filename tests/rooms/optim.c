@@ -315,6 +315,7 @@ static void adamw_pieces(cddp_dtype dtype, int config, int ranks) {
       memset(&a, 0, sizeof a);
       a.scalars = &u[2].scalars;
       a.mean = (float)u[2].scalars.sign / (float)ranks;
+      a.clip = 1;
       for (k = 0; k < 3; k++) a.states[k] = (cddp__f32 *)(void *)u[2].states[k];
       for (k = 0; k < (size_t)ranks; k++) {
         a.gradients[k] = (cddp__f32 *)(void *)g[k];
@@ -642,6 +643,7 @@ static void sweep_as(int ranks, size_t n, double decay, double dampening,
   u.states[0] = (char *)want_m;
   s.scalars = &u.scalars;
   s.mean = (maximize ? -1.0f : 1.0f) / (float)ranks;
+  s.clip = 1;
   for (i = 0; i < MOST; i++) {
     for (k = 0; k < 4; k++) {
       state = state * 1664525u + 1013904223u;
