@@ -2415,6 +2415,16 @@ static void cddp__pause(void) {
 #endif
 }
 
+/* Asks for a cache line that will be written: it comes while this thread goes on. (On x86 the
+   builtin asks for reading. A processor that does not know the instruction does nothing.) */
+static void cddp__prefetch_to_write(void *p) {
+#if defined(__x86_64__)
+  __asm__ __volatile__("prefetchw %0" : : "m"(*(char *)p));
+#else
+  __builtin_prefetch(p, 1);
+#endif
+}
+
 /* How this thread's arithmetic treats floats, of what changes results: the same number on x86 and
    aarch64, 0 being the default (to nearest, subnormals kept). Ranks compare it, for with another
    mode their weights drift apart. Other machines: always 0. */
@@ -5875,8 +5885,8 @@ typedef struct cddp__fold {
   double factor;
 } cddp__fold;
 
-static void cddp__fold_init(cddp__fold *f, const void *const *srcs, int nsrcs, cddp_dtype dtype,
-                            cddp_op op) {
+CDDP__INLINED void cddp__fold_init(cddp__fold *f, const void *const *srcs, int nsrcs,
+                                   cddp_dtype dtype, cddp_op op) {
   const cddp__kernels *tables = cddp__pick_kernels();
   bool average = op == CDDP_AVG;
   f->kernels = &tables[dtype];
@@ -5970,11 +5980,10 @@ static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n
 static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n) {
   size_t block, end = at + n;
   if (f->direct) {
-    const void *const *srcs = f->srcs;
-    const void *moved[8];
+    const void *s[8];
     int i;
-    for (i = 0; at > 0 && i < f->nsrcs; i++) moved[i] = (const char *)srcs[i] + at * f->esize;
-    f->kernels->sum((char *)dst + at * f->esize, at > 0 ? moved : srcs, f->nsrcs, n, f->factor);
+    for (i = 0; i < f->nsrcs; i++) s[i] = (const char *)f->srcs[i] + at * f->esize;
+    f->kernels->sum((char *)dst + at * f->esize, s, f->nsrcs, n, f->factor);
     return;
   }
   block = cddp__fold_bytes(f) / f->csize;
@@ -5991,7 +6000,10 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
     return;
   }
   cddp__fold_init(&f, srcs, nsrcs, dtype, op);
-  cddp__fold_range(&f, dst, 0, n);
+  if (f.direct)
+    f.kernels->sum(dst, srcs, nsrcs, n, f.factor);
+  else
+    cddp__fold_range(&f, dst, 0, n);
 }
 
 /* The sum of some ranks, in the compute type and not divided: what another host needs of them. */
@@ -6554,13 +6566,16 @@ static bool cddp__note_cause(cddp__cause *c, cddp_result r, const char *text) {
 static bool cddp__has_cause(const cddp__cause *c) { return cddp__load32(&c->state) >= 2; }
 
 static void cddp__wake_all(cddp_group *g) { /* of other hosts' headers one at most is slept on */
+  bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0; /* a fence: later ones see why */
   int p;
-  cddp__futex_wake(&g->block->release);
+  if (sleepers) cddp__futex_wake(&g->block->release);
   for (p = 0; p < g->size; p++) {
+    if (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->waiting) != 0)
+      cddp__futex_wake(&cddp__slot_of(g, p)->events);
+    if (!sleepers) continue;
     if (g->members[p] < 0 && (g->hosts == NULL || p != g->hosts->lowest_remote)) continue;
     cddp__futex_wake(&cddp__op_header_of(g, p, 0)->seq);
     cddp__futex_wake(&cddp__op_header_of(g, p, 1)->seq);
-    if (g->members[p] >= 0) cddp__futex_wake(&cddp__slot_of(g, p)->events);
   }
 }
 
@@ -7227,20 +7242,17 @@ static cddp_result cddp__arrive(cddp_group *g) {
 
 /* Waits until the others of this rank's host, or all, have announced the round, and compares their
    headers with this rank's. Of other hosts' headers the leader has seen to. */
-static cddp_result cddp__await_headers(cddp_group *g, bool all) {
-  const cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round);
-  uint64_t count = mine->count; /* read once: peers read this cache line meanwhile */
-  uint32_t call = mine->call, fp_mode = mine->fp_mode;
-  int32_t root = mine->root;
+static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *c, uint32_t code,
+                                       uint32_t fp_mode, bool all) {
+  cddp__op_header *header = cddp__op_header_of(g, 0, g->round);
   bool same = true;
   cddp_result r;
-  int p;
-  for (p = 0; p < g->size; p++) {
-    cddp__op_header *header = cddp__op_header_of(g, p, g->round);
+  int p, size = g->size;
+  for (p = 0; p < size; p++, header += 2) {
     if (p == g->rank || (!all && g->members[p] < 0)) continue;
     if (!g->oversubscribed && (r = cddp__wait_word(g, &header->seq, g->round)) != CDDP_OK) return r;
-    same = same && header->call == call && header->count == count &&
-           header->root == root && header->fp_mode == fp_mode;
+    same = same && header->call == code && header->count == c->count &&
+           header->root == (int32_t)c->root && header->fp_mode == fp_mode;
   }
   CDDP__POINT("met");
   return CDDP__LIKELY(same) || !all ? CDDP_OK : cddp__compare_headers(g);
@@ -7255,8 +7267,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
                                   enum cddp__phase phase, const void *payload, size_t bytes) {
   cddp__op_header *mine = cddp__op_header_of(g, g->rank, g->round + 1);
   bool all = scope == CDDP__SCOPE_ALL || g->hosts == NULL;
-  bool computes = c->kind >= CDDP__KIND_DDP_CREATE ||
-                  (cddp__shapes[c->kind].reduces && c->dtype <= CDDP_BF16);
+  uint32_t code = cddp__call_code(c, phase), fp_mode = 0;
   cddp_result r;
   CDDP__POINT("begin");
   if (CDDP__UNLIKELY((g->round & (g->round - 1) & 255) == 0) && /* 9 of 256, the first ones most */
@@ -7264,10 +7275,13 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
     return r;
   g->round++;
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
-  mine->call = cddp__call_code(c, phase);
+  if (all && (c->kind >= CDDP__KIND_DDP_CREATE ||
+              (cddp__shapes[c->kind].reduces && c->dtype <= CDDP_BF16)))
+    fp_mode = cddp__fp_mode();
+  mine->call = code;
   mine->count = c->count;
   mine->root = (int32_t)c->root;
-  mine->fp_mode = all && computes ? cddp__fp_mode() : 0;
+  mine->fp_mode = fp_mode;
   CDDP__POINT("announce");
   cddp__exchange32(&mine->seq, g->round); /* a full fence: sleepers is read after it */
   CDDP__POINT("announced");
@@ -7280,7 +7294,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   } else if (cddp__load32(&g->block->sleepers) != 0) {
     cddp__futex_wake(&mine->seq);
   }
-  return cddp__await_headers(g, all);
+  return cddp__await_headers(g, c, code, fp_mode, all);
 }
 
 /* A round of what is no collective of a user's: of a kind, with a count to be compared. */
@@ -11657,23 +11671,23 @@ static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chun
 
 /* This rank takes its result of the chunk out of all ranks' spaces. */
 static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+  const cddp__shape *shape = &cddp__shapes[c->kind];
   size_t bytes = k->n * c->esize, at = k->begin * c->esize, apart;
   char *space = cddp__spaces(g, g->round, k, &apart);
-  const void *own = cddp__sends(c, g->rank) ? cddp__share_for(c, g->rank) + at : NULL;
+  const char *own = cddp__sends(c, g->rank) ? cddp__share_for(c, g->rank) + at : NULL;
   const void **srcs = (const void **)(void *)g->slices;
   int r, n = g->size;
   if (!cddp__receives(c, g->rank)) return;
-  if (cddp__shapes[c->kind].scatters) space += (size_t)g->rank * bytes;
-  for (r = 0; r < n; r++, space += apart) srcs[r] = space;
-  if (cddp__shapes[c->kind].reduces) {
-    srcs[g->rank] = own;
-    cddp__reduce((char *)c->recv + at, srcs, g->size, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
+  if (shape->scatters) space += (size_t)g->rank * bytes;
+  if (shape->reduces) {
+    for (r = 0; r < n; r++, space += apart) srcs[r] = r == g->rank ? own : space;
+    cddp__reduce((char *)c->recv + at, srcs, n, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
     return;
   }
-  for (r = 0; r < g->size; r++) {
+  for (r = 0; r < n; r++, space += apart) {
     char *to = cddp__share_from(c, r) + at;
     if (cddp__sends(c, r) && (r != g->rank || to != own))
-      memcpy(to, srcs[r], cddp__bytes_from(c, r, k->begin, k->n));
+      memcpy(to, space, cddp__bytes_from(c, r, k->begin, k->n));
   }
 }
 
@@ -11730,6 +11744,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met
       r = cddp__take_slices(g, c, &k);
     else
       cddp__take(g, c, &k);
+    if (k.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   }
   return r;
 }
@@ -11819,7 +11834,9 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
       direct = direct && !cddp__is_read(c, p);
     } else if (ref.kind != CDDP__REF_UNUSED) {
       staged = staged && !cddp__is_read(c, p);
-      if (direct && (r = cddp__locate(g->host, &ref, &g->buffers[p])) != CDDP_OK)
+      if (p == g->rank)
+        g->buffers[p] = (void *)(uintptr_t)c->send;
+      else if (direct && (r = cddp__locate(g->host, &ref, &g->buffers[p])) != CDDP_OK)
         r = cddp__break(g, r);
     }
   }
@@ -11910,14 +11927,16 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
   g->calls++;
   if (!g->internal) g->unshared = cddp__load32(&g->host->unshared);
   cddp__record_start(g, record, g->calls);
-  if (c->count == 0)
+  if (c->count == 0) {
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
-  else if (g->size == 1)
+    cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
+  } else if (g->size == 1) {
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
-  else if (c->count * element <= g->round_most)
+  } else if (c->count * element <= g->round_most) {
     r = cddp__run_staged(g, c, false);
-  else
+  } else {
     r = c->parts != NULL ? cddp__run_counted(g, c) : g->carrier->run(g, c);
+  }
 done:
   cddp__record_finish(g, record, r);
   return r;
