@@ -1408,7 +1408,7 @@ typedef struct cddp__op_header {
    rank named in a posted send's state may look at the rest: others' sends change under it. */
 typedef struct cddp__send_request {
   cddp__atomic_u32 state; /* CDDP__SEND_*, for POSTED with the receiver: CDDP__POSTED_TO */
-  int32_t to, tag;
+  int32_t tag;
   uint32_t dtype;
   uint64_t count;  /* elements */
   uint64_t number; /* order of posting at the sender */
@@ -9471,7 +9471,6 @@ static cddp_result cddp__try_post(cddp_group *g, const cddp__call *c, bool alway
       *send = i;
   }
   if (i >= 0 && r == CDDP_OK) {
-    p->to = c->root;
     p->tag = c->tag;
     p->dtype = c->dtype;
     p->count = c->count;
@@ -9599,9 +9598,9 @@ static void cddp__post_recv(cddp_group *g, cddp_work *q) {
 
 /* What a thread waits for: a receive (q), a send (its index), or room for one more (-1). */
 typedef struct cddp__p2p {
+  const cddp__call *c;
   const cddp_work *q;
-  int send, peer, tag;
-  size_t bytes;
+  int send;
 } cddp__p2p;
 
 static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
@@ -9612,10 +9611,10 @@ static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
     ready = m->q->done;
   else if (m->send >= 0)
     ready = !cddp__send_open(g, m->send);
-  else if (g->members[m->peer] < 0)
-    ready = cddp__hosts_room(g, m->peer, m->bytes);
+  else if (g->members[m->c->root] < 0)
+    ready = cddp__hosts_room(g, m->c->root, m->c->count * m->c->esize);
   else
-    ready = cddp__unused_send(g, m->bytes, false) >= 0;
+    ready = cddp__unused_send(g, m->c->count * m->c->esize, false) >= 0;
   pthread_mutex_unlock(&g->p2p_lock);
   return ready;
 }
@@ -9630,8 +9629,8 @@ static bool cddp__rank_left(const cddp_group *g, int rank) {
    the last one that left. */
 static int cddp__gone_peer(const cddp_group *g, const cddp__p2p *m) {
   int p, gone = -1, n = 1;
-  if (m->peer != CDDP_ANY)
-    return m->peer != g->rank && cddp__rank_gone(g, m->peer) ? m->peer : -1;
+  if (m->c->root != CDDP_ANY)
+    return m->c->root != g->rank && cddp__rank_gone(g, m->c->root) ? m->c->root : -1;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_left(g, p)) return p;
@@ -9647,10 +9646,10 @@ static cddp_result cddp__check_peer(cddp_group *g, const cddp__p2p *m) {
   int gone = cddp__gone_peer(g, m);
   if (gone < 0) return CDDP_OK;
   snprintf(doing, sizeof doing, "%s, tag %d",
-           m->q == NULL            ? "send to it"
-           : m->peer == CDDP_ANY ? "recv from any rank"
-                                   : "recv from it",
-           m->tag);
+           m->q == NULL                ? "send to it"
+           : m->c->root == CDDP_ANY ? "recv from any rank"
+                                      : "recv from it",
+           m->c->tag);
   return cddp__report_lost(g, gone, doing);
 }
 
@@ -9659,15 +9658,15 @@ static cddp_result cddp__check_peer(cddp_group *g, const cddp__p2p *m) {
 static cddp_result cddp__p2p_late(cddp_group *g, const cddp__p2p *m, double limit) {
   const char *what = m->q != NULL ? "recv from" : "send to";
   char who[160] = "any rank", where[CDDP__WHERE_MAX + 64] = "";
-  if (m->peer != CDDP_ANY) cddp__name_rank(g, m->peer, who, sizeof who);
+  if (m->c->root != CDDP_ANY) cddp__name_rank(g, m->c->root, who, sizeof who);
   if (limit >= 0)
     return cddp__fail(CDDP_TIMEOUT,
                       "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
-                      limit, what, who, m->tag, g->rank);
-  if (m->peer != CDDP_ANY) cddp__describe_wait(g, m->peer, where, sizeof where);
+                      limit, what, who, m->c->tag, g->rank);
+  if (m->c->root != CDDP_ANY) cddp__describe_wait(g, m->c->root, where, sizeof where);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
-             g->timeout_s, what, who, m->tag, g->rank, where);
+             g->timeout_s, what, who, m->c->tag, g->rank, where);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -9695,7 +9694,7 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
       pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
     }
     if (g->hosts != NULL)
-      cddp__hosts_poll(g, m->peer);
+      cddp__hosts_poll(g, m->c->root);
     else
       cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
   }
@@ -9706,7 +9705,7 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
 /* Posts a send; without a handle it waits for room. *send >= 0: the buffer is in use until
    cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_group *g, const cddp__call *c, bool handle, int *send) {
-  cddp__p2p m = {NULL, -1, c->root, c->tag, c->count * c->esize};
+  cddp__p2p m = {c, NULL, -1};
   bool posted = false;
   cddp_result r;
   do {
@@ -9724,15 +9723,13 @@ static cddp_result cddp__start_send(cddp_group *g, const cddp__call *c, bool han
 /* limit: see cddp__p2p_wait. With one, CDDP_TIMEOUT leaves all as it is, of receives too. After
    another failure the send is taken back, so that the buffer is the caller's again: a receiver that
    has begun to copy finishes first, unless it dies. */
-static cddp_result cddp__finish_send(cddp_group *g, int send, double limit) {
-  cddp__p2p m = {NULL, send, -1, 0, 0};
+static cddp_result cddp__finish_send(cddp_group *g, const cddp__call *c, int send, double limit) {
+  cddp__p2p m = {c, NULL, send};
   cddp__send_request *p;
   double deadline;
   cddp_result r;
   if (send < 0) return CDDP_OK;
   p = cddp__send_at(g, send);
-  m.peer = p->to;
-  m.tag = p->tag;
   r = cddp__p2p_wait(g, &m, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
@@ -9740,9 +9737,9 @@ static cddp_result cddp__finish_send(cddp_group *g, int send, double limit) {
     pthread_mutex_lock(&g->p2p_lock);
     cddp__store32(&p->state, CDDP__SEND_FREE);
     pthread_mutex_unlock(&g->p2p_lock);
-  } else if (!cddp__swap32(&p->state, CDDP__POSTED_TO(m.peer), CDDP__SEND_FREE)) {
+  } else if (!cddp__swap32(&p->state, CDDP__POSTED_TO(c->root), CDDP__SEND_FREE)) {
     deadline = cddp__now() + 5;
-    while (cddp__send_open(g, send) && !cddp__rank_gone(g, m.peer) && cddp__now() < deadline)
+    while (cddp__send_open(g, send) && !cddp__rank_gone(g, c->root) && cddp__now() < deadline)
       cddp__sleep(1e-5);
   }
   return r;
@@ -9762,7 +9759,7 @@ static bool cddp__close_recv(cddp_work *q) {
 static __thread int cddp__last_source = -1;
 
 static cddp_result cddp__finish_recv(cddp_group *g, cddp_work *q, double limit) {
-  cddp__p2p m = {q, -1, q->call.root, q->call.tag, 0};
+  cddp__p2p m = {&q->call, q, -1};
   cddp_work **at = &g->recvs;
   cddp_result r = cddp__p2p_wait(g, &m, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
@@ -11514,7 +11511,7 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
   } else if (w->call.kind == CDDP__KIND_RECV) {
     r = cddp__finish_recv(g, w, limit);
   } else if (w->run == NULL) {
-    r = cddp__finish_send(g, w->send, limit);
+    r = cddp__finish_send(g, &w->call, w->send, limit);
   } else if ((ended = cddp__engine_wait(&g->engine, w, deadline))) {
     r = w->result;
     if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
@@ -11563,7 +11560,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
     if (work == NULL) return cddp__recv_now(w);
   } else {
     r = cddp__start_send(g, c, work != NULL, &send);
-    if (work == NULL && r == CDDP_OK) r = cddp__finish_send(g, send, -1);
+    if (work == NULL && r == CDDP_OK) r = cddp__finish_send(g, c, send, -1);
     if (work == NULL || r != CDDP_OK) {
       cddp__record_finish(g, record, r);
       cddp__free(&g->host->allocator, w);
@@ -11596,7 +11593,7 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
 static bool cddp__work_done(cddp_work *w) {
   cddp_group *g = w->group;
   bool done, receives = w->call.kind == CDDP__KIND_RECV;
-  cddp__p2p m = {receives ? w : NULL, w->send, -1, 0, 0};
+  cddp__p2p m = {&w->call, receives ? w : NULL, w->send};
   if (w->backend != NULL) return w->backend->done(w);
   if (w->run == NULL) {
     if (cddp__load32(&g->block->broken) != 0) return true;
