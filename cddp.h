@@ -54,7 +54,7 @@
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
    sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
    directory for the flight recorder), CDDP_IFNAME (the network interface by which other hosts reach
-   this one), and CDDP_BACKEND (cpu or mpi).
+   this one), CDDP_BACKEND (cpu or mpi), and CDDP_JOIN (1: into the job that runs there; ELASTIC).
 
    CONTENTS: search for the mark
      >>api          the public interface, with the rules of each call
@@ -667,9 +667,48 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
    or _step returns it; these fail as well while shards are left. Never blocks on a peer. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
 
-/* ELASTIC: the ranks that are there in this step. The group belongs to d and changes when ranks are
-   lost or come: ask for it after each step that you use it in, at the same place on all ranks. Its
-   rank 0 is a rank that is there. NULL: cddp_error() says why. */
+/* ELASTIC models go on when ranks die, and take in others. With cddp_ddp_desc.elastic and shards,
+   which are the most ranks that there can be at a time, the loop is
+     for (uint64_t t = cddp_ddp_steps(ddp); t < STEPS; t = cddp_ddp_steps(ddp)) {
+       while (cddp_ddp_next_shard(ddp, &shard)) { ... batch `shard` of step t ... }
+       TRY(cddp_ddp_step(ddp, optim));
+     }
+   What it needs besides (learning rate, data: cddp_sampler_batch) must follow from t and shard. A
+   rank whose process ends, in whatever way, is lost: the others do its shards, also those that it
+   had in hand, and finish an update that it was in. The weights after each step are, bit for bit,
+   those of a run in which nobody dies, as long as one rank lives. A rank that was stopped (SIGSTOP)
+   is not lost but waited for, until timeout_s. cddp_spawn_elastic and examples/cddprun.c --elastic
+   start lost ranks again.
+   JOINING. A process with the variables of the job, CDDP_SECRET too, and CDDP_JOIN=1 comes into
+   the running job: with the RANK of a lost process, or any that no other has, WORLD_SIZE and above
+   too. cddp_init finds the job through any rank that lives, when that one comes to next_shard or a
+   step. cddp_ddp_create waits for the end of a step and gives it weights and cddp_ddp_steps;
+   creating the optimizer (which with cddp_ddp_wait must have `ddp`) gives it states, count of steps
+   and learning rate. From then on it has its share of shards. Its group of cddp_init serves for
+   memory and models alone, other calls on it are CDDP_UNSUPPORTED: use cddp_ddp_group. Errors:
+     CDDP_PEER_LOST         the job has ended, or was not found
+     CDDP_UNSUPPORTED       it is full: a rank for each shard, or 1,024 that have joined in all
+     CDDP_MISMATCH          another model, WORLD_SIZE or version
+     CDDP_INVALID_ARGUMENT  its RANK lives
+     CDDP_TIMEOUT           no rank has an elastic model, or none comes to a step
+   WHY NO MOMENT IS A BAD ONE. A shard is done when one store has put its sum into its rank's table;
+   a rank that dies before has done nothing, after that all of it, and its memory stays with the
+   others. In the update each block of weights is in one of these states:
+     computed   new weights and states are in its rank's log: nothing else has changed; whoever goes
+                on computes the block anew
+     logged     the log is whole: who goes on copies it out once more, to the same bytes
+     published  all ranks have the weights: the next block
+   The step is over when every part is; a rank that joins is counted from one step's end on, and
+   copies weights that nobody changes before it has come to the next update. >>elastic has it all.
+   LIMITS. One host, CPU; the group of cddp_init. Ranks that are threads cannot be joined, nor can
+   a job that began as one rank, or with a file size limit (ulimit -f). One elastic model at a time
+   in a process. Not with comm_hook, find_unused_parameters, uneven_inputs or sparse_rows. Like
+   torchrun --max-restarts, but nobody starts again from a checkpoint.
+
+   The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
+   come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
+   of them is lost, its calls return CDDP_PEER_LOST, and the next step has another group. Its rank 0
+   is a rank that is there. NULL: cddp_error() says why. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* How many cddp_ddp_wait and cddp_ddp_step d has completed, the same on all ranks; 0 for NULL. With
@@ -21518,7 +21557,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
               Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps),
               on CPUs and on GPUs.
-              cddp_spawn_elastic and cddprun --elastic: a rank that fails is started again.
+              Elastic models: ranks die, and others join (CDDP_JOIN, cddp_ddp_group), and the
+              weights stay those of an undisturbed run; cddp_spawn_elastic, cddprun --elastic.
               CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source;
               cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async. Time-outs name all late
               ranks.

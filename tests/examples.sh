@@ -266,6 +266,30 @@ END
   python3 -c 'import json, sys; json.load(open(sys.argv[1]))' trace.json || fail "trace.json is not JSON"
 }
 
+elastic() { # ranks are killed while it trains, by cddprun's processes and alone; the hash stays
+  local want pid victim round i
+  build elastic
+  (work=$work/run; mkdir "$work"; build cddprun) || exit 1
+  run ./elastic -n 1 --steps 600
+  want=$(sed -n 's/^rank 0: weights //p' "$work/out")
+  [ ${#want} = 16 ] || fail "no hash"
+  for round in cddprun alone; do
+    if [ $round = alone ]; then ./elastic -n 3 --steps 600 >"$work/out" 2>&1 &
+    else run/cddprun -n 3 --elastic --max-restarts 9 ./elastic --steps 600 >"$work/out" 2>&1 & fi
+    pid=$!
+    for victim in 1 0; do
+      for ((i = 0; i < 300; i++)); do grep -q "rank $victim is process" "$work/out" && break; sleep 0.02; done
+      kill -9 "$(sed -n "s/.*rank $victim is process \([0-9]*\),.*/\1/p" "$work/out" | tail -n 1)"
+      sleep 0.2
+    done
+    wait $pid || fail "$round: exit code $?: $(cat "$work/out")"
+    cat "$work/out"
+    [ $round = alone ] || expect 2 'killed by signal 9 .*; it joins again: restart [12] of 9'
+    [ "$(grep -c 'rank . is process' "$work/out")" -ge 4 ] || fail "no rank has come again"
+    [ "$(sed -n 's/.*rank .: weights //p' "$work/out" | sort -u)" = "$want" ] || fail "a death has changed the weights"
+  done
+}
+
 cddprun() { # also: options in torchrun's two spellings, exit codes, --help
   build cddprun
   (work=$work/toy; mkdir "$work"; build toy) || exit 1
@@ -354,6 +378,6 @@ no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
 }
 
 case ${1:-} in
-toy | linear | collectives | embedding | data_parallel | model_parallel | digits | gpt | cddptrace | cddprun | gpu) "$1" ;;
+toy | linear | collectives | embedding | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu) "$1" ;;
 *) fail "usage: $0 NAME" ;;
 esac
