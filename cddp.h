@@ -21594,7 +21594,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               a third less time, buffers that no rank of the same host has to see are not copied.
               Checkpoints: mode, owner and links of the old file are kept, devices refused, another
               user's path.tmp is not trusted, a file size limit is an error, fields that the format
-              does not have are refused. cddp_destroy leaves cddp_error() as it was.
+              does not have and another optimizer's states are refused. cddp_destroy leaves
+              cddp_error() as it was.
               Starting: SIGCHLD ignored or reaped by others; pidfd_open denied; OpenMP before
               cddp_spawn; OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret
               for each job of cddp_spawn and cddprun; interactive and heterogeneous Slurm jobs;
