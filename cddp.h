@@ -13182,26 +13182,26 @@ static uint64_t cddp__hash_settings(const cddp_optim *o) {
   return (h & ~(uint64_t)1) | 2;
 }
 
-/* Memory and settings; *out is NULL after a failure. */
-static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm, int states,
-                                   cddp_param *params, int count, const cddp__settings *d,
-                                   const cddp_allocator *a) {
+/* states: those of the algorithm. *out is NULL after a failure. */
+static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
+                                      int states, cddp_param *params, int count,
+                                      const cddp__settings *d) {
   cddp_result r = cddp__check_params(params, count, CDDP__IS_TRAINED);
-  size_t n = (size_t)count, pointers = n * (size_t)(states + (d->copies != NULL));
+  size_t n = (size_t)count, arrays = (size_t)states + d->master_weights;
+  size_t pointers = n * (arrays + (d->copies != NULL));
   cddp_optim *o;
   int i;
   if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
   if (r != CDDP_OK) return r;
   o = (cddp_optim *)cddp__calloc(
-      a, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
+      NULL, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
                 pointers * sizeof(void *));
   if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
-  if (a != NULL) o->allocator = *a;
   o->params = params;
   o->count = count;
   o->algorithm = algorithm;
   o->desc = *d;
-  o->states = states;
+  o->states = (int)arrays;
   o->lr_scales = (double *)(void *)(o + 1);
   o->weight_decays = o->lr_scales + n;
   o->state = (void **)(void *)(o->weight_decays + n);
@@ -13210,7 +13210,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   o->fresh = o->launched + n;
   memset(o->fresh, true, n * sizeof *o->fresh);
   if (d->copies != NULL)
-    o->copies = (void **)memcpy(o->state + n * (size_t)states, d->copies, n * sizeof *o->copies);
+    o->copies = (void **)memcpy(o->state + n * arrays, d->copies, n * sizeof *o->copies);
   for (i = 0; i < count; i++) {
     o->lr_scales[i] = d->lr_scales != NULL ? d->lr_scales[i] : 1.0;
     o->weight_decays[i] = d->weight_decays != NULL ? d->weight_decays[i] : d->weight_decay;
@@ -13221,43 +13221,15 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   }
   o->settings = cddp__hash_settings(o);
   cddp__set_lr(o, d->lr);
-  return CDDP_OK;
-}
-
-static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
-                                      int states, cddp_param *params, int count,
-                                      const cddp__settings *d) {
-  cddp_result r =
-      cddp__optim_new(out, algorithm, states + d->master_weights, params, count, d, NULL);
-  if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, d->copies, NULL);
-  if (r == CDDP_OK) r = cddp__attach_optim(*out);
+  if (r == CDDP_OK) r = cddp__attach_optim(o);
   if (r == CDDP_OK && d->ddp != NULL && d->ddp->elastic != NULL)
-    r = cddp__elastic_adopt(d->ddp, *out);
-  if (r == CDDP_OK) r = cddp__write_copies(*out);
+    r = cddp__elastic_adopt(d->ddp, o);
+  if (r == CDDP_OK) r = cddp__write_copies(o);
   if (r == CDDP_OK) return r;
-  cddp_optim_destroy(*out);
+  cddp_optim_destroy(o);
   *out = NULL;
   return r;
-}
-
-static cddp__settings cddp__sgd_settings(const cddp_sgd_desc *d) {
-  cddp__settings s;
-  memset(&s, 0, sizeof s);
-  s.lr = d->lr;
-  s.weight_decay = d->weight_decay;
-  s.momentum = d->momentum;
-  s.dampening = d->dampening;
-  s.nesterov = d->nesterov;
-  s.maximize = d->maximize;
-  s.ddp = d->ddp;
-  s.stream = d->stream;
-  s.copies = d->copies;
-  s.copy_dtype = d->copy_dtype;
-  s.lr_scales = d->lr_scales;
-  s.weight_decays = d->weight_decays;
-  s.master_weights = d->master_weights;
-  return s;
 }
 
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
@@ -13266,7 +13238,20 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int co
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
-  s = cddp__sgd_settings(desc);
+  memset(&s, 0, sizeof s);
+  s.lr = desc->lr;
+  s.weight_decay = desc->weight_decay;
+  s.momentum = desc->momentum;
+  s.dampening = desc->dampening;
+  s.nesterov = desc->nesterov;
+  s.maximize = desc->maximize;
+  s.ddp = desc->ddp;
+  s.stream = desc->stream;
+  s.copies = desc->copies;
+  s.copy_dtype = desc->copy_dtype;
+  s.lr_scales = desc->lr_scales;
+  s.weight_decays = desc->weight_decays;
+  s.master_weights = desc->master_weights;
   return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, s.momentum != 0, params, count,
                                                   &s));
 }
