@@ -11692,9 +11692,10 @@ static char *cddp__spaces(const cddp_group *g, uint32_t round, const cddp__chunk
    tenth slower for 1 KiB. */
 static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
   size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart, r;
-  char *space = cddp__spaces(g, g->round + 1, k, &apart) + (size_t)g->rank * apart;
+  char *space = cddp__spaces(g, g->round + 1, k, &apart);
   const char *from = (const char *)c->send + k->begin * c->esize;
   if (!cddp__sends(c, g->rank)) return;
+  space += (size_t)g->rank * apart;
   if (CDDP__UNLIKELY(c->parts != NULL)) {
     for (r = 0; r < shares; r++, space += bytes)
       memcpy(space, cddp__share_for(c, (int)r) + k->begin * c->esize,
