@@ -18778,9 +18778,10 @@ static cddp_result cddp__join_weights(cddp_ddp *d) {
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     bool area = c->kind == CDDP__KIND_DDP_WAIT || e->in_area[i];
-    cddp__copy(d->params[i].data,
-               area ? cddp__area(e, CDDP__AREA_WEIGHTS, t->offset) : e->views[source].data[i],
-               t->bytes);
+    const void *from = area ? cddp__area(e, CDDP__AREA_WEIGHTS, t->offset)
+                            : e->views[source].data[i];
+    if (from == NULL) break; /* the source is leaving */
+    cddp__copy(d->params[i].data, from, t->bytes);
     if (e->in_area[i] ||
         cddp__ref_of(d->group->host, d->params[i].data, t->bytes).kind != CDDP__REF_NONE)
       continue;
@@ -18793,6 +18794,8 @@ static cddp_result cddp__join_weights(cddp_ddp *d) {
     e->updates = e->board->updates;
     e->lr = e->board->lr;
   }
+  if (r == CDDP_OK && cddp__member_is(e, source, CDDP__MEMBER_LEFT))
+    return cddp__join_weights(d); /* its memory may have gone meanwhile: from another one */
   return r;
 }
 
