@@ -17546,6 +17546,11 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
    first or second cache meanwhile. When all parts are DONE board.step is raised. Weights that no
    other rank can write to go to an area on the board, from which each rank copies them; the means
    of a cddp_ddp_wait go to another one, and all ranks copy these. States lie on the board.
+   A rank that joins takes a place that no member has, and is LIVE from then on, with `at` as if it
+   had come to the update of this step: the next one waits for it. Deals have it from member.since
+   on. When the step is over, and dealt to it the next one, it copies weights that nobody changes
+   before it has come to that one's update: from a member that stays, or after a cddp_ddp_wait from
+   where the others publish them (cddp__publish_model), states likewise.
    A rank that is late may still look at step t while others are in t + 1, but no further: so what a
    member says of a step has two places. */
 
