@@ -2441,6 +2441,14 @@ static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
 static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
+/* For who looks once this rank has ended: it finds all that was written before v, or v is not
+   there; and nothing of what is written after v, or v is. The processor need not wait for that, as a
+   rank ends between two instructions. */
+static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
 static bool cddp__swap64(cddp__atomic_u64 *a, uint64_t expected, uint64_t desired) {
   return __atomic_compare_exchange_n(&a->v, &expected, desired, false, __ATOMIC_SEQ_CST,
                                      __ATOMIC_ACQUIRE);
@@ -5528,6 +5536,7 @@ typedef struct cddp__scalars {
 typedef struct cddp__fused_args {
   cddp__f32 *gradients[4], *weights[4]; /* weights: this rank's first */
   cddp__f32 *states[CDDP__STATES];
+  cddp__f32 *results[CDDP__STATES]; /* no ranks: where the new states go, and the weights to [1] */
   const cddp__scalars *scalars;
   float mean; /* factor of the sum of gradients: sign / ranks */
   float clip; /* and of that mean; 1: it is not clipped */
@@ -5712,8 +5721,8 @@ typedef struct cddp__kernels {
   F b = q[i];                                                                                   \
   a = FMA(lerp, v - a, near ? a : v);                                                           \
   b = FMA(take * v, v, b * keep);                                                               \
-  m[i] = a;                                                                                     \
-  q[i] = b;                                                                                     \
+  mo[i] = a;                                                                                    \
+  qo[i] = b;                                                                                    \
   MAXIMUM;                                                                                      \
   x = x * decay + step * a / (SQRT(b) / root + eps)
 #define CDDP__ADAMW_SCALARS(F, s)                                                               \
@@ -5727,6 +5736,7 @@ typedef struct cddp__kernels {
                                              const cddp__scalars *s) {                          \
     CDDP__STRICT_FP                                                                             \
     T *w = (T *)weights, *m = (T *)states[0], *q = (T *)states[1], *most = (T *)states[2];      \
+    T *mo = m, *qo = q;                                                                         \
     const T *g = (const T *)gradient;                                                           \
     F sign = (F)s->sign;                                                                        \
     CDDP__ADAMW_SCALARS(F, s);                                                                  \
@@ -5741,11 +5751,13 @@ typedef struct cddp__kernels {
   }
 
 /* Mean, step, publish, zero. Reads and writes everything once, in one loop: the memory is busy all
-   the time. STEP makes x, the weight, from x and v, the mean. */
+   the time. STEP makes x, the weight, from x and v, the mean, and the states mo, qo from m, q. No
+   ranks: results go to places of their own. */
 #define CDDP__FUSED(MEAN, STEP, OTHERS) \
   CDDP__EACH(float v = (MEAN) * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_LOOPS(STEP)                                                                 \
-  if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                            \
+  if (ranks == 0) CDDP__EACH(float v = g0[i] * mean; float x = w0[i]; STEP; w1[i] = x);         \
+  else if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                            \
   else if (ranks == 2) CDDP__FUSED((g0[i] + g1[i]) * mean, STEP, w1[i] = x; g1[i] = 0);         \
   else CDDP__FUSED(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean, STEP,                            \
                    w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);
@@ -5754,6 +5766,7 @@ typedef struct cddp__kernels {
   cddp__f32 *m = (s)->states[0], *g0 = (s)->gradients[0], *g1 = (s)->gradients[1];              \
   cddp__f32 *g2 = (s)->gradients[2], *g3 = (s)->gradients[3], *w0 = (s)->weights[0];            \
   cddp__f32 *w1 = (s)->weights[1], *w2 = (s)->weights[2], *w3 = (s)->weights[3];                \
+  cddp__f32 *mo = ranks == 0 ? (s)->results[0] : m;                                             \
   float mean = (s)->mean, clip = (s)->clip
 
 #define CDDP__SGD_STEP                                                                          \
@@ -5762,7 +5775,7 @@ typedef struct cddp__kernels {
   v = cddp__f32_of_bits(cddp__choose(decays, cddp__f32_bits(decayed), cddp__f32_bits(v)));      \
   v = __builtin_fmaf(take, v, y);                                                               \
   x = __builtin_fmaf(step, v, x);                                                               \
-  m[i] = v
+  mo[i] = v
 #define CDDP__LOOP_KERNELS(ISA, TARGET)                                                         \
   TARGET static void cddp__sgd_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {     \
     CDDP__STRICT_FP                                                                             \
@@ -5774,7 +5787,7 @@ typedef struct cddp__kernels {
   }                                                                                             \
   TARGET static void cddp__adamw_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {   \
     CDDP__STRICT_FP                                                                             \
-    cddp__f32 *q = s->states[1];                                                                \
+    cddp__f32 *q = s->states[1], *qo = ranks == 0 ? s->results[1] : q;                          \
     CDDP__ADAMW_SCALARS(float, s->scalars);                                                     \
     CDDP__FUSED_ARRAYS(s);                                                                      \
     CDDP__FUSED_LOOPS(CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))                         \
@@ -17557,6 +17570,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
 #define CDDP__ELASTIC_LOOK_S 0.01 /* between looks after the other members */
 #define CDDP__ELASTIC_PART ((size_t)32 << 10) /* bytes of a part, if there are not too many */
 #define CDDP__ELASTIC_PARTS 256
+#define CDDP__LOG_BLOCK 8192 /* bytes of a block, at most: of a few arrays, for the second cache */
+/* Bytes from one array of a log to the next: so many that they do not share places there. */
+#define CDDP__LOG_ROOM (CDDP__LOG_BLOCK + 5 * CDDP__CACHE_LINE)
 
 enum { CDDP__UNIT_FREE, CDDP__UNIT_TAKEN, CDDP__UNIT_DONE };
 
@@ -17698,7 +17714,7 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   e->unshared = cddp__load32(&d->group->host->unshared);
   (void)cddp__board_layout(d, board, parts, e);
   e->log_at = cddp__round_up(tables * sizeof(cddp__elastic_node), CDDP__CACHE_LINE);
-  e->refs_at = e->log_at + (1 + CDDP__STATES) * CDDP__BLOCK * sizeof(double);
+  e->refs_at = e->log_at + (2 + CDDP__STATES) * CDDP__LOG_ROOM;
   e->slots_at = cddp__round_up(e->refs_at + (size_t)d->count * sizeof(cddp__ref), page);
   d->slot_room = cddp__round_up(d->slot_bytes, page);
   bytes = e->slots_at + ((size_t)cddp__table_room(d) + 1) * d->slot_room;
@@ -18242,33 +18258,37 @@ static cddp_result cddp__collect_nodes(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* The states and weights of a block in a member's log: k = 0 .. CDDP__STATES. */
+/* In a member's log, of a block: its states, k = CDDP__STATES: its weights; and one more: its
+   gradients, which are nobody else's. */
 static char *cddp__log_at(const cddp__elastic *e, char *kit, int k) {
-  return kit + e->log_at + (size_t)k * CDDP__BLOCK * sizeof(double);
+  return kit + e->log_at + (size_t)k * CDDP__LOG_ROOM;
 }
 
 /* The new weights and states of n elements of parameter i, from offset `at` of the arena on, into
    this rank's log. u: its states begin in the log. */
 static void cddp__compute_block(const cddp__elastic_update *x, int i, const cddp__update *u,
                                 size_t at, size_t n) {
-  double sum[CDDP__BLOCK];
   cddp_ddp *d = x->d;
   cddp__elastic *e = d->elastic;
   size_t bytes = n * cddp__dtype_size(u->dtype), inside = at - d->tensors[i].offset;
-  char *weights = cddp__log_at(e, e->kit, CDDP__STATES);
+  char *old = (char *)d->params[i].data + inside, *weights = cddp__log_at(e, e->kit, CDDP__STATES);
+  char *sum = cddp__log_at(e, e->kit, CDDP__STATES + 1);
+  bool loop = u->loop != NULL && u->dtype == CDDP_F32;
   cddp__fused_args args;
+  void *state;
   int k;
-  memcpy(weights, (char *)d->params[i].data + inside, bytes);
   for (k = 0; k < x->s->states; k++) {
-    const char *old = (const char *)x->s->state[k * x->s->count + i];
-    if (!x->own_states) old = cddp__area(e, CDDP__AREA_STATES + k, at);
-    else if (old != NULL) old += inside;
-    if (old != NULL) memcpy(u->states[k], old, bytes);
-    else memset(u->states[k], 0, bytes);
-    args.states[k] = (cddp__f32 *)(void *)u->states[k];
+    state = x->s->state[k * x->s->count + i];
+    if (!x->own_states) state = cddp__area(e, CDDP__AREA_STATES + k, at);
+    else if (state != NULL) state = (char *)state + inside;
+    else state = memset(u->states[k], 0, bytes); /* the first step */
+    args.states[k] = (cddp__f32 *)state;
+    args.results[k] = (cddp__f32 *)(void *)u->states[k];
+    if (!loop) cddp__copy(u->states[k], state, bytes);
   }
   cddp__reduce_shards(d, sum, d->sources, at, n, u->dtype);
-  if (u->loop == NULL || u->dtype != CDDP_F32) {
+  if (!loop) {
+    memcpy(weights, old, bytes);
     cddp__update_run(u, 0, weights, sum, n);
     return;
   }
@@ -18276,25 +18296,37 @@ static void cddp__compute_block(const cddp__elastic_update *x, int i, const cddp
   args.mean = (float)u->scalars.sign;
   args.clip = 1;
   args.gradients[0] = (cddp__f32 *)(void *)sum;
-  args.weights[0] = (cddp__f32 *)(void *)weights;
-  u->loop(&args, 1, n);
+  args.weights[0] = (cddp__f32 *)(void *)old;
+  args.weights[1] = (cddp__f32 *)(void *)weights;
+  u->loop(&args, 0, n);
+}
+
+/* Between places that are in the cache; libc goes past it with pieces of 2 KiB and more. from NULL:
+   zeros. */
+static void cddp__copy_near(char *to, const char *from, size_t bytes) {
+  size_t at, n;
+  for (at = 0; at < bytes; at += n) {
+    n = cddp__min(1024, bytes - at);
+    if (from != NULL) memcpy(to + at, from + at, n);
+    else memset(to + at, 0, n);
+  }
 }
 
 /* Writes a block from a log to where it belongs. Again and again, if need be. */
 static void cddp__write_block(const cddp__elastic_update *x, int i, char *kit, size_t at,
-                                size_t n) {
+                              size_t n) {
   cddp_ddp *d = x->d;
   cddp__elastic *e = d->elastic;
   size_t bytes = n * cddp__dtype_size(d->params[i].dtype), inside = at - d->tensors[i].offset;
   const char *weights = cddp__log_at(e, kit, CDDP__STATES);
   int k, m;
   for (k = 0; k < x->s->states; k++)
-    memcpy(cddp__area(e, CDDP__AREA_STATES + k, at), cddp__log_at(e, kit, k), bytes);
-  if (e->in_area[i]) memcpy(cddp__area(e, CDDP__AREA_WEIGHTS, at), weights, bytes);
+    cddp__copy_near(cddp__area(e, CDDP__AREA_STATES + k, at), cddp__log_at(e, kit, k), bytes);
+  if (e->in_area[i]) cddp__copy_near(cddp__area(e, CDDP__AREA_WEIGHTS, at), weights, bytes);
   for (k = 0; k < e->arrived_count; k++) {
     m = e->arrived[k];
-    if (!e->in_area[i]) memcpy(e->views[m].data[i] + inside, weights, bytes);
-    memset(d->mirrors[m] + at, 0, bytes);
+    if (!e->in_area[i]) cddp__copy_near(e->views[m].data[i] + inside, weights, bytes);
+    cddp__copy_near(d->mirrors[m] + at, NULL, bytes);
   }
 }
 
@@ -18311,15 +18343,14 @@ static void cddp__do_block(const cddp__elastic_update *x, int part, int i, const
   if (!logged) {
     cddp__compute_block(x, i, u, at, n);
     CDDP__POINT("elastic computed");
-    cddp__store64(&p->progress, cddp__progress(e->step, at | 1));
+    cddp__note64(&p->progress, cddp__progress(e->step, at | 1));
   }
   CDDP__POINT("elastic logged");
   cddp__write_block(x, i, logged ? e->views[log].kit : e->kit, at, n);
   CDDP__POINT("elastic published");
-  cddp__store64(&p->progress,
-                cddp__progress(e->step, at + n * cddp__dtype_size(u->dtype)));
+  cddp__note64(&p->progress, cddp__progress(e->step, at + n * cddp__dtype_size(u->dtype)));
   if (logged && log != e->me) /* whose block it was is of no use any more */
-    cddp__store64(&p->word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, e->me));
+    cddp__note64(&p->word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, e->me));
   CDDP__POINT("elastic block");
 }
 
@@ -18332,7 +18363,7 @@ static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
   cddp__update u;
   bool logged;
   int i, j, k;
-  cddp__slice(d->bytes, CDDP__CACHE_LINE, e->board->parts, part, &begin, &end);
+  cddp__slice(d->bytes, CDDP__BLOCK_BYTES, e->board->parts, part, &begin, &end);
   logged = progress >> CDDP__PLACE_BITS == cddp__progress(e->step, 0) >> CDDP__PLACE_BITS;
   if (logged) begin = (size_t)(progress & (((uint64_t)1 << CDDP__PLACE_BITS) - 2));
   logged = logged && (progress & 1) != 0;
@@ -18350,7 +18381,7 @@ static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
     u.dtype = d->params[i].dtype;
     for (k = 0; x->s != NULL && k < x->s->states; k++) u.states[k] = cddp__log_at(e, e->kit, k);
     for (; at < high; at += n * esize, logged = false) {
-      n = cddp__min(CDDP__BLOCK, (high - at) / esize);
+      n = cddp__min(CDDP__LOG_BLOCK - at % CDDP__LOG_BLOCK, high - at) / esize;
       cddp__do_block(x, part, i, &u, at, n, logged, log);
     }
   }
