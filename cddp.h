@@ -2441,9 +2441,9 @@ static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
 static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
 }
-/* For who looks once this rank has ended: it finds all that was written before v, or v is not
-   there; and nothing of what is written after v, or v is. The processor need not wait for that, as a
-   rank ends between two instructions. */
+/* For a rank that looks once this one has ended: what was written before v is there if v is, and
+   what is written after v is not there without v. The processor need not wait for that, as a rank
+   ends between two instructions. */
 static void cddp__note64(cddp__atomic_u64 *a, uint64_t v) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
@@ -5757,7 +5757,7 @@ typedef struct cddp__kernels {
   CDDP__EACH(float v = (MEAN) * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
 #define CDDP__FUSED_LOOPS(STEP)                                                                 \
   if (ranks == 0) CDDP__EACH(float v = g0[i] * mean; float x = w0[i]; STEP; w1[i] = x);         \
-  else if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                            \
+  else if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                       \
   else if (ranks == 2) CDDP__FUSED((g0[i] + g1[i]) * mean, STEP, w1[i] = x; g1[i] = 0);         \
   else CDDP__FUSED(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean, STEP,                            \
                    w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);
