@@ -5,6 +5,7 @@
                    step together must: what is above alone is the unevenness of the cores
      ddp_step      cddp_ddp_step
      ddp_wait      cddp_ddp_wait, cddp_optim_step, cddp_optim_zero_grad
+     elastic       cddp_ddp_step of an elastic model, a shard a rank
    each with its parts (.forward .backward .update), and without the network around it
      update        cddp_ddp_ready for all parameters and cddp_ddp_step
      update_floor  the same bytes: sum, SGD, publish, zero, by a plain loop on both cores. With
@@ -26,8 +27,13 @@
 #endif
 
 enum { RANKS = 2, BATCH = 128, IN = 784, HIDDEN = 2048, OUT = 10, PARAMS = 6, ROUNDS = 64 };
-enum { ALONE, LOCKSTEP, STEP, WAIT, MODES };
-static const char *const mode_names[MODES] = {"alone", "lockstep", "ddp_step", "ddp_wait"};
+#if CDDP_VERSION < 300
+enum { ALONE, LOCKSTEP, STEP, WAIT, MODES, ELASTIC };
+#else
+enum { ALONE, LOCKSTEP, STEP, WAIT, ELASTIC, MODES };
+#endif
+static const char *const mode_names[] = {"alone", "lockstep", "ddp_step", "ddp_wait",
+                                         "elastic"};
 static int rounds = 7, steps = 10;
 static bool adamw;
 static double clip;
@@ -133,7 +139,7 @@ static void backward(model *m) {
 }
 
 static void update(model *m, int mode) {
-  if (mode == STEP) {
+  if (mode == STEP || mode == ELASTIC) {
     check(cddp_ddp_step(m->ddp, m->sgd));
     return;
   }
@@ -165,7 +171,9 @@ static void model_init(model *m, int mode) {
   }
   memset(&d, 0, sizeof d);
 #if CDDP_VERSION >= 300
-  d.max_grad_norm = clip;
+  d.max_grad_norm = mode == ELASTIC ? 0 : clip;
+  d.elastic = mode == ELASTIC;
+  d.shards = mode == ELASTIC ? RANKS : 0;
 #endif
   if (mode > LOCKSTEP) check(cddp_ddp_create(&m->ddp, group, m->p, PARAMS, &d));
 #if CDDP_VERSION >= 300
@@ -183,14 +191,20 @@ static void model_init(model *m, int mode) {
 
 static void train(model *m, int mode, int round) { /* round -1: to warm up */
   double sum[4] = {0, 0, 0, 0}, t0, t1, t2, t3;
-  int i;
+  int i, shard = 0;
   check(cddp_barrier(group));
   for (i = 0; i < steps; i++) {
     t0 = bench_now();
+#if CDDP_VERSION >= 300
+    if (mode == ELASTIC && !cddp_ddp_next_shard(m->ddp, &shard)) check(CDDP_ABORTED);
+#endif
     forward(m);
     t1 = bench_now();
     backward(m);
     t2 = bench_now();
+#if CDDP_VERSION >= 300
+    while (mode == ELASTIC && cddp_ddp_next_shard(m->ddp, &shard)) check(CDDP_ABORTED);
+#endif
     update(m, mode);
     t3 = bench_now();
     sum[0] += t3 - t0, sum[1] += t1 - t0, sum[2] += t2 - t1, sum[3] += t3 - t2;

@@ -62,7 +62,7 @@ function step_row(name) {
 
 function steps() {
   printf "\ntraining step, 2 ranks, ms\n%-14s%9s%9s%9s%9s\n", "", "step", "forward", "backward", "update"
-  step_row("alone"); step_row("lockstep"); step_row("ddp_step"); step_row("ddp_wait"); step_row("torch_alone"); step_row("torch_ddp")
+  step_row("alone"); step_row("lockstep"); step_row("ddp_step"); step_row("ddp_wait"); step_row("elastic"); step_row("torch_alone"); step_row("torch_ddp")
   printf "efficiency: ddp_step %s (of lockstep %s), ddp_wait %s, PyTorch with gloo %s\n",
     ratio(median(step["alone"]), median(step["ddp_step"])), ratio(median(step["lockstep"]), median(step["ddp_step"])), ratio(median(step["alone"]), median(step["ddp_wait"])),
     ratio(median(step["torch_alone"]), median(step["torch_ddp"]))

@@ -187,12 +187,15 @@ static int rank_without_descriptor(int rank) {
   return rank_sums();
 }
 
-/* Rank 1 is killed in its first life and fails in its second; rank 0 waits for so many lives. */
+/* Rank 1 is killed in its first life and fails in its second; rank 0 waits for so many lives, and
+   for the end of the second if that is the last. */
 static int rank_is_lost(int rank, int lives) {
   bool joins = is("CDDP_JOIN", "1");
   double until = test_now() + 20;
   if (rank == 1) bump(&shared->word[1]);
   while (look(&shared->word[1]) < lives && test_now() < until) ranks_sleep(0.001);
+  while (rank == 0 && lives == 2 && kill(shared->pid[1], 0) == 0 && test_now() < until)
+    ranks_sleep(0.001); /* this rank is to outlive it */
   if (rank == 0) return joins || look(&shared->word[1]) != lives || getenv("CDDP_JOIN") != NULL;
   printf("life %d, to join: %d\n", shared->word[1], joins);
   fflush(stdout);
