@@ -411,6 +411,7 @@ typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   void *grad;
   void *momentum; /* AdamW: exp_avg; NULL: none */
   size_t count;   /* elements */
+  void *master;   /* NULL: none. Else data and grad are f16 or bf16, this and momentum f32 */
 } cddp_segment;
 typedef struct cddp_sgd_desc cddp_sgd_desc;
 typedef struct cddp_adamw_step { /* of AdamW's step number t, from 1 */
@@ -436,7 +437,8 @@ typedef struct cddp_kernels {
   int (*sgd)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
              double factor, const double *clip, unsigned flags, void *stream);
   int (*adamw)(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_adamw_step *rule,
-               double factor, const double *clip, unsigned flags, void *stream); /* F32, F64 */
+               double factor, const double *clip, unsigned flags, void *stream); /* F32, F64;
+                                                                        F16, BF16 with masters */
   /* copies[i][count] = data of segment i, f32, as f16 or bf16 */
   int (*copies)(const cddp_segment *s, void *const *copies, int n, cddp_dtype copy_dtype,
                 void *stream);
@@ -12689,7 +12691,7 @@ static int cddp__sgd_launch(const cddp_optim *o, int i, const cddp_kernels *k,
   d.weight_decay = o->weight_decays[i];
   d.nesterov = o->desc.nesterov;
   d.maximize = o->desc.maximize;
-  if (o->states > 0 && o->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
+  if (d.momentum != 0 && o->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
   return k->sgd(segments, n, o->params[i].dtype, &d, factor, clip, flags, stream);
 }
 
@@ -14200,7 +14202,7 @@ static ncclRedOp_t cddp__nccl_op(const cddp__device *p, const cddp__call *c, dou
 
 /* The second half of c's mean, behind NCCL's. */
 static cddp_result cddp__scale_mean(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
-  cddp_segment result = {NULL, NULL, NULL, 0};
+  cddp_segment result = {NULL, NULL, NULL, 0, NULL};
   double factor;
   (void)cddp__nccl_op(p, c, &factor);
   if (factor == 1 || !cddp__receives(c, p->group->rank)) return CDDP_OK;
@@ -15062,11 +15064,19 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
       if (s->launched[j] || !cddp__same_launch(s, d, i, j)) continue;
       segments[n].data = s->params[j].data;
       segments[n].grad = cddp__device_gradient(s, d, j);
-      segments[n].momentum = s->states > 0 ? s->state[j] : NULL;
+      segments[n].momentum = s->states > (int)s->desc.master_weights ? s->state[j] : NULL;
+      segments[n].master = NULL;
+      if (s->desc.master_weights && cddp__has_state(s, s->states - 1, j))
+        segments[n].master = s->state[(s->states - 1) * s->count + j];
+      if (segments[n].master != NULL && s->fresh[j] && r == CDDP_OK)
+        r = cddp__kernel_result(k->convert(segments[n].master, CDDP_F32, segments[n].data,
+                                           s->params[j].dtype, s->params[j].count, (void *)stream),
+                                "the kernel that begins masters");
       segments[n++].count = s->params[j].count;
       s->launched[j] = true;
     }
     left -= n;
+    if (r != CDDP_OK) return r;
     r = cddp__kernel_result(
         s->algorithm->launch(s, i, k, segments, n,
                              sum ? cddp__mean_factor(d, s->params[i].dtype) : 1,
@@ -15226,8 +15236,6 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
-  if (s->desc.master_weights)
-    return cddp__fail(CDDP_UNSUPPORTED, "master_weights are not there yet on a GPU; set copies");
   s->backend = &cddp__device_optim;
   if (s->states == 0) return CDDP_OK;
   return cddp__states_alloc(s); /* zeroed before any stream steps */

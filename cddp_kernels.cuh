@@ -250,7 +250,8 @@ static bool cddp__cu_is_float(cddp_dtype d) { return (unsigned)d <= (unsigned)CD
    elements: a block finds its chunk's piece by bisection. */
 
 typedef struct cddp__cu_piece {
-  char *data, *grad, *momentum, *copy;
+  char *data, *grad, *momentum;
+  char *copy; /* of half precision; or the master, f32 */
   size_t count, first_chunk; /* elements; chunks of the pieces before it */
   bool packed;
 } cddp__cu_piece;
@@ -350,6 +351,9 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
 static int cddp__cu_offset(const cddp_segment *s, const void *copy, size_t size) {
   const void *p[3] = {s->data, s->grad, s->momentum};
   int offset = -1, i;
+  if (s->master != NULL) /* packs of twice the size there */
+    return (((uintptr_t)s->data | (uintptr_t)s->grad) % 16 |
+            ((uintptr_t)s->momentum | (uintptr_t)s->master) % 32) == 0 ? 0 : -1;
   for (i = 0; i < 3; i++) {
     int mine = (int)((uintptr_t)p[i] % 16);
     if (p[i] == NULL) continue;
@@ -368,8 +372,9 @@ static void cddp__cu_add_piece(cddp__cu_pieces *t, const cddp_segment *s, void *
   cddp__cu_piece *p = &t->piece[t->count++];
   p->data = cddp__cu_at(s->data, at * size);
   p->grad = cddp__cu_at(s->grad, at * size);
-  p->momentum = cddp__cu_at(s->momentum, at * size);
-  p->copy = cddp__cu_at(copy, at * 2);
+  p->momentum = cddp__cu_at(s->momentum, at * (s->master != NULL ? sizeof(float) : size));
+  p->copy = s->master != NULL ? cddp__cu_at(s->master, at * sizeof(float))
+                              : cddp__cu_at(copy, at * 2);
   p->count = count;
   p->first_chunk = t->chunks;
   p->packed = packed;
@@ -527,40 +532,96 @@ cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip) {
   return r;
 }
 
-template <typename T, int IN, int OUT, typename Copy>
+/* op, of f32, on the masters of weights of type H. */
+template <typename H, typename Op> struct cddp__cu_master_op : cddp__cu_no_copy {
+  enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_DATA | (Op::WRITES & CDDP__CU_GRAD) };
+  Op op;
+  float factor, clip;
+  const double *scratch; /* of a clip; NULL: none */
+  __device__ void begin() {
+    if (scratch != NULL) clip = (float)scratch[1];
+    op.begin();
+  }
+};
+
+template <size_t N, typename H, typename Op>
+static __device__ void cddp__cu_apply(const cddp__cu_master_op<H, Op> &op, const cddp__cu_piece &p,
+                                      size_t i, H *d, H *g, H *) {
+  typedef cddp__cu_pack<float, N> pack;
+  pack *master = (pack *)(void *)(p.copy + i * sizeof(float));
+  pack *moment = (pack *)(void *)(p.momentum + i * sizeof(float));
+  pack w = *master, m = {}, v;
+  if (Op::READS & CDDP__CU_MOMENTUM) m = *moment;
+  CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
+    v.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(cddp__cu_load(g[k]), op.factor));
+    if (op.scratch != NULL) v.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(v.v[k], op.clip));
+  }
+  cddp__cu_apply<N>(op.op, p, i, w.v, v.v, m.v);
+  CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
+    d[k] = cddp__cu_store<H>(w.v[k]);
+    if (Op::WRITES & CDDP__CU_GRAD) g[k] = cddp__cu_store<H>(0.0f);
+  }
+  *master = w;
+  if (Op::WRITES & CDDP__CU_MOMENTUM) *moment = m;
+}
+
+template <typename H, typename Op>
+static cudaError_t cddp__cu_on_masters(const cddp_segment *s, int n, const Op &op, double factor,
+                                       const double *clip, cudaStream_t stream) {
+  cddp__cu_master_op<H, Op> m = {};
+  m.op = op;
+  m.factor = (float)factor;
+  m.scratch = clip;
+  return cddp__cu_segments<H>(s, NULL, n, m, stream);
+}
+
+/* H: type of the weights: T, or half precision with masters of type T. So below. */
+template <typename T, typename H, int IN, int OUT, typename Copy>
 static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
                                 const cddp_sgd_desc *rule, double factor, const double *clip,
                                 cudaStream_t stream) {
   cddp__cu_sgd_op<T, IN, OUT, Copy> op = {};
+  if constexpr (sizeof(H) < sizeof(T)) {
+    op.r = cddp__cu_make_rule<T>(rule, 1, NULL);
+    return cddp__cu_on_masters<H>(s, n, op, factor, clip, stream);
+  }
   op.r = cddp__cu_make_rule<T>(rule, factor, clip);
   return cddp__cu_segments<T>(s, copies, n, op, stream);
 }
 
-template <typename T, typename Copy>
+template <typename T, typename H, typename Copy>
 static cudaError_t cddp__cu_sgd_copying(const cddp_segment *s, void *const *copies, int n,
                                      const cddp_sgd_desc *rule, double factor,
                                      const double *clip, unsigned flags, cudaStream_t stream) {
   const int M = CDDP__CU_MOMENTUM, G = CDDP__CU_GRAD;
   bool grad = (flags & CDDP_SGD_ZERO) != 0;
   if (rule->momentum == 0)
-    return grad ? cddp__cu_sgd_as<T, 0, G, Copy>(s, copies, n, rule, factor, clip, stream)
-                : cddp__cu_sgd_as<T, 0, 0, Copy>(s, copies, n, rule, factor, clip, stream);
+    return grad ? cddp__cu_sgd_as<T, H, 0, G, Copy>(s, copies, n, rule, factor, clip, stream)
+                : cddp__cu_sgd_as<T, H, 0, 0, Copy>(s, copies, n, rule, factor, clip, stream);
   if ((flags & CDDP_SGD_FIRST) != 0)
-    return grad ? cddp__cu_sgd_as<T, 0, G | M, Copy>(s, copies, n, rule, factor, clip, stream)
-                : cddp__cu_sgd_as<T, 0, M, Copy>(s, copies, n, rule, factor, clip, stream);
-  return grad ? cddp__cu_sgd_as<T, M, G | M, Copy>(s, copies, n, rule, factor, clip, stream)
-              : cddp__cu_sgd_as<T, M, M, Copy>(s, copies, n, rule, factor, clip, stream);
+    return grad ? cddp__cu_sgd_as<T, H, 0, G | M, Copy>(s, copies, n, rule, factor, clip, stream)
+                : cddp__cu_sgd_as<T, H, 0, M, Copy>(s, copies, n, rule, factor, clip, stream);
+  return grad ? cddp__cu_sgd_as<T, H, M, G | M, Copy>(s, copies, n, rule, factor, clip, stream)
+              : cddp__cu_sgd_as<T, H, M, M, Copy>(s, copies, n, rule, factor, clip, stream);
 }
 
 template <typename T>
 static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_sgd_desc *rule,
                                    double factor, const double *clip, unsigned flags,
                                    cudaStream_t stream) {
-  return cddp__cu_sgd_copying<T, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags, stream);
+  return cddp__cu_sgd_copying<T, T, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags,
+                                                      stream);
+}
+
+/* All segments have masters, or none. */
+static bool cddp__cu_masters(const cddp_segment *s, int n) {
+  return n > 0 && s[0].master != NULL;
 }
 
 static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
   if (n < 0 || (n > 0 && s == NULL)) return false;
+  for (int i = 0; i < n; i++)
+    if ((s[i].master != NULL) != cddp__cu_masters(s, n)) return false;
   for (int i = 0; i < n; i++)
     if (s[i].count > 0 && (s[i].grad == NULL || (data && s[i].data == NULL) ||
                            (momentum && s[i].momentum == NULL)))
@@ -573,6 +634,12 @@ static cudaError_t cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                                 unsigned flags, cudaStream_t stream) {
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
     return cudaErrorInvalidValue;
+  if (cddp__cu_masters(s, n))
+    return dtype == CDDP_F16 ? cddp__cu_sgd_copying<float, __half, cddp__cu_no_copy>(
+                                   s, NULL, n, rule, factor, clip, flags, stream)
+           : dtype == CDDP_BF16 ? cddp__cu_sgd_copying<float, __nv_bfloat16, cddp__cu_no_copy>(
+                                      s, NULL, n, rule, factor, clip, flags, stream)
+                                : cudaErrorInvalidValue;
   return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, factor, clip, flags, stream);
 }
 
@@ -591,11 +658,11 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
   for (int i = 0; i < n; i++)
     if (s[i].count > 0 && copies[i] == NULL) return cudaErrorInvalidValue;
   if (copy_dtype == CDDP_F16)
-    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__half>>(s, copies, n, rule, 1, NULL,
-                                                                   flags, stream);
-  if (copy_dtype == CDDP_BF16)
-    return cddp__cu_sgd_copying<float, cddp__cu_half_copy<__nv_bfloat16>>(s, copies, n, rule, 1,
+    return cddp__cu_sgd_copying<float, float, cddp__cu_half_copy<__half>>(s, copies, n, rule, 1,
                                                                           NULL, flags, stream);
+  if (copy_dtype == CDDP_BF16)
+    return cddp__cu_sgd_copying<float, float, cddp__cu_half_copy<__nv_bfloat16>>(
+        s, copies, n, rule, 1, NULL, flags, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -637,13 +704,14 @@ static __device__ void cddp__cu_apply(const cddp__cu_adamw_op<T, OUT, MOST> &op,
   if (MOST) *most = c;
 }
 
-template <typename T, int OUT, bool MOST>
+template <typename T, typename H, int OUT, bool MOST>
 static cudaError_t cddp__cu_adamw_as(const cddp_segment *s, int n, const cddp_adamw_step *rule,
                                      double factor, const double *clip, cudaStream_t stream) {
   cddp__cu_adamw_op<T, OUT, MOST> op = {};
-  op.factor = (T)(rule->maximize ? -factor : factor);
+  const bool masters = sizeof(H) < sizeof(T);
+  op.factor = (T)(masters ? 1 : factor) * (rule->maximize ? (T)-1 : (T)1);
   op.clip = (T)1;
-  op.scratch = clip;
+  op.scratch = masters ? NULL : clip;
   op.step = (T)rule->step;
   op.decay = (T)rule->decay;
   op.lerp = (T)rule->lerp;
@@ -654,20 +722,30 @@ static cudaError_t cddp__cu_adamw_as(const cddp_segment *s, int n, const cddp_ad
   op.root = (T)rule->root;
   op.eps = (T)rule->eps;
   op.stride = rule->stride;
+  if constexpr (masters) return cddp__cu_on_masters<H>(s, n, op, factor, clip, stream);
   return cddp__cu_segments<T>(s, NULL, n, op, stream);
 }
 
-template <typename T>
+template <typename T, typename H>
 static cudaError_t cddp__cu_adamw_typed(const cddp_segment *s, int n, const cddp_adamw_step *rule,
                                         double factor, const double *clip, unsigned flags,
                                         cudaStream_t stream) {
   const int G = CDDP__CU_GRAD;
   bool grad = (flags & CDDP_SGD_ZERO) != 0;
   if (rule->amsgrad)
-    return grad ? cddp__cu_adamw_as<T, G, true>(s, n, rule, factor, clip, stream)
-                : cddp__cu_adamw_as<T, 0, true>(s, n, rule, factor, clip, stream);
-  return grad ? cddp__cu_adamw_as<T, G, false>(s, n, rule, factor, clip, stream)
-              : cddp__cu_adamw_as<T, 0, false>(s, n, rule, factor, clip, stream);
+    return grad ? cddp__cu_adamw_as<T, H, G, true>(s, n, rule, factor, clip, stream)
+                : cddp__cu_adamw_as<T, H, 0, true>(s, n, rule, factor, clip, stream);
+  return grad ? cddp__cu_adamw_as<T, H, G, false>(s, n, rule, factor, clip, stream)
+              : cddp__cu_adamw_as<T, H, 0, false>(s, n, rule, factor, clip, stream);
+}
+
+/* f16 and bf16 with masters. */
+template <typename H>
+static cudaError_t cddp__cu_adamw_on(const cddp_segment *s, int n, const cddp_adamw_step *rule,
+                                     double factor, const double *clip, unsigned flags,
+                                     cudaStream_t stream) {
+  return cddp__cu_adamw_typed<typename cddp__cu_type<H>::C, H>(s, n, rule, factor, clip, flags,
+                                                               stream);
 }
 
 static cudaError_t cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
@@ -675,9 +753,9 @@ static cudaError_t cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype
                                   unsigned flags, cudaStream_t stream) {
   if (rule == NULL || rule->stride % 16 != 0 || !cddp__cu_segments_ok(s, n, true, true))
     return cudaErrorInvalidValue;
-  return dtype == CDDP_F32   ? cddp__cu_adamw_typed<float>(s, n, rule, factor, clip, flags, stream)
-         : dtype == CDDP_F64 ? cddp__cu_adamw_typed<double>(s, n, rule, factor, clip, flags, stream)
-                             : cudaErrorInvalidValue;
+  if (cddp__cu_masters(s, n) != (dtype == CDDP_F16 || dtype == CDDP_BF16))
+    return cudaErrorInvalidValue;
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_adamw_on, s, n, rule, factor, clip, flags, stream);
 }
 
 extern "C" cudaError_t cddp_cuda_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
@@ -1272,7 +1350,7 @@ static int cddp__cu_table_sum(void *out, cddp_dtype dtype, const void *const *no
    stream capture: what cddp.h launches is loaded before. */
 static int cddp__cu_table_load(void) {
   double room[2] = {0, 0};
-  cddp_segment s = {room, room, room, 1};
+  cddp_segment s = {room, room, room, 1, NULL}, m = {room, room, room, 1, room};
   const void *node = room;
   void *copy = room;
   cddp_sgd_desc rule;
@@ -1286,10 +1364,11 @@ static int cddp__cu_table_load(void) {
     for (unsigned k = 0; k < 8; k++) { /* flags, with momentum and without */
       rule.momentum = k / 4;
       e |= cddp__cu_sgd(&s, 1, dtype, &rule, 1, NULL, k % 4, NULL);
+      if (dtype > CDDP_F64) e |= cddp__cu_sgd(&m, 1, dtype, &rule, 1, NULL, k % 4, NULL);
     }
-    for (unsigned k = 0; dtype <= CDDP_F64 && k < 4; k++) { /* with zeroing, with amsgrad */
+    for (unsigned k = 0; k < 4; k++) { /* with zeroing, with amsgrad */
       adamw.amsgrad = k / 2 != 0;
-      e |= cddp__cu_adamw(&s, 1, dtype, &adamw, 1, NULL,
+      e |= cddp__cu_adamw(dtype > CDDP_F64 ? &m : &s, 1, dtype, &adamw, 1, NULL,
                           k % 2 != 0 ? (unsigned)CDDP_SGD_ZERO : 0u, NULL);
     }
     for (int to = CDDP_F32; to <= CDDP_BF16; to++)

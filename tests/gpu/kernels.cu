@@ -110,7 +110,7 @@ static void compare_sgd(cddp_dtype t, size_t n, size_t shift, int kind, unsigned
   p.grad = g.data();
   CHECK_OK(cddp_sgd_create(&sgd, &p, 1, &d));
   for (int step = 0; step < 3; step++) {
-    cddp_segment s = {dw.p(), dg.p(), d.momentum != 0 ? dm.p() : NULL, n};
+    cddp_segment s = {dw.p(), dg.p(), d.momentum != 0 ? dm.p() : NULL, n, NULL};
     std::vector<char> fresh = random_bytes(t, n);
     memcpy(g.data(), fresh.data(), bytes);
     dg.put(fresh);
@@ -170,7 +170,7 @@ static void compare_adamw(cddp_dtype t, size_t n, size_t shift, int kind, unsign
   CUDA(cudaMemsetAsync(states.p(), 0, 3 * each, stream));
   double power1 = 1, power2 = 1;
   for (int step = 0; step < 4; step++) {
-    cddp_segment s = {dw.p(), dg.p(), states.p(), n};
+    cddp_segment s = {dw.p(), dg.p(), states.p(), n, NULL};
     std::vector<char> fresh = random_bytes(t, n);
     power1 *= d.beta1, power2 *= d.beta2;
     a.step = -d.lr / (1 - power1);
@@ -191,7 +191,7 @@ static void compare_adamw(cddp_dtype t, size_t n, size_t shift, int kind, unsign
 
 static void test_adamw(void) {
   static const size_t sizes[] = {1, 3, 1023, 4096, 8195, 20001};
-  cddp_segment s = {NULL, NULL, NULL, 0};
+  cddp_segment s = {NULL, NULL, NULL, 0, NULL};
   cddp_adamw_step a;
   memset((void *)&a, 0, sizeof a);
   for (int t = 0; t < 2; t++)
@@ -214,7 +214,7 @@ static void test_many_segments(void) { /* more than a launch takes; some empty, 
   cddp_sgd_desc d = rule(0);
   size_t bad = 0;
   for (int i = 0; i < COUNT; i++) {
-    cddp_segment one = {dw.p() + i * 41, dg.p() + i * 41, NULL, (size_t)(i % 42)};
+    cddp_segment one = {dw.p() + i * 41, dg.p() + i * 41, NULL, (size_t)(i % 42), NULL};
     s[(size_t)i] = one;
   }
   CUDA(cddp_cuda_sgd(s.data(), COUNT, CDDP_F32, &d, 0, stream));
@@ -237,7 +237,7 @@ static void test_copies(void) {
     array<uint16_t> dc(n, i < 4 ? shift : shift + 1);
     void *copy = dc.p();
     std::vector<uint16_t> c;
-    cddp_segment s = {dw.p(), dg.p(), NULL, n};
+    cddp_segment s = {dw.p(), dg.p(), NULL, n, NULL};
     cddp_sgd_desc d = rule(0);
     CUDA(
         cddp_cuda_sgd_copies(&s, &copy, 1, half ? CDDP_F16 : CDDP_BF16, &d, CDDP_SGD_ZERO, stream));
@@ -261,7 +261,7 @@ static void test_copies_alone(void) { /* more than a launch takes; f16 and bf16;
     std::vector<uint16_t> c;
     size_t bad = 0;
     for (size_t i = 0; i < COUNT; i++) {
-      cddp_segment one = {dw.p() + i * EACH, NULL, NULL, i % 5 == 0 ? 0 : (size_t)EACH};
+      cddp_segment one = {dw.p() + i * EACH, NULL, NULL, i % 5 == 0 ? 0 : (size_t)EACH, NULL};
       s[i] = one;
       to[i] = dc.p() + i * EACH;
     }
@@ -287,7 +287,7 @@ static void test_copies_alone(void) { /* more than a launch takes; f16 and bf16;
 static void test_norm(void) {
   std::vector<float> g = floats(40001, 3), h = floats(777, 3), got;
   array<float> dg(g), dh(h, 3);
-  cddp_segment s[2] = {{NULL, dg.p(), NULL, g.size()}, {NULL, dh.p(), NULL, h.size()}};
+  cddp_segment s[2] = {{NULL, dg.p(), NULL, g.size(), NULL}, {NULL, dh.p(), NULL, h.size(), NULL}};
   double want = 0, first[2], again[2], factor;
   size_t bad = 0;
   for (float x : g) want += (double)x * (double)x;
@@ -333,7 +333,7 @@ static void test_norm_of_many(void) {
   double want = 0, got;
   size_t at = 0;
   for (size_t i = 0; at < g.size(); i++) {
-    cddp_segment one = {NULL, dg.p() + at, NULL, i < 200 ? 37 * i % 4999 : g.size() - at};
+    cddp_segment one = {NULL, dg.p() + at, NULL, i < 200 ? 37 * i % 4999 : g.size() - at, NULL};
     s.push_back(one);
     at += one.count;
   }
@@ -557,7 +557,7 @@ static void test_linear(void) {
 
 static void test_large_indices(void) {
   static cddp__cu_pieces t;
-  cddp_segment s = {NULL, NULL, NULL, ((size_t)1 << 40) + 5};
+  cddp_segment s = {NULL, NULL, NULL, ((size_t)1 << 40) + 5, NULL};
   cddp__cu_add_piece(&t, &s, NULL, 0, s.count, 4, true);
   cddp__cu_add_piece(&t, &s, NULL, 0, 10, 4, true);
   CHECK_EQ(t.piece[1].first_chunk, ((size_t)1 << 28) + 1);
@@ -568,7 +568,7 @@ static void test_large_indices(void) {
 /* More than 2^31 elements, where there is memory for them: HUGE=1 in the environment. */
 static void test_huge(void) {
   size_t n = ((size_t)1 << 31) + 4097;
-  cddp_segment s = {NULL, NULL, NULL, n};
+  cddp_segment s = {NULL, NULL, NULL, n, NULL};
   double got;
   if (getenv("HUGE") == NULL) return;
   CUDA(cudaMalloc(&s.grad, n * 2));

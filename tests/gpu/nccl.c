@@ -469,6 +469,7 @@ typedef struct plan {
   bool uneven; /* each rank takes one step less than the one before it, then joins */
   bool sparse; /* parameter 4's gradient is rows */
   cddp_dtype last; /* of the last parameter */
+  bool masters;    /* of it, if it is half precision */
   const char *load, *save; /* files; NULL: none */
   int from, save_at;       /* steps: the first after loading, that before which to save */
   bool alone;              /* load and save without the group, of one rank */
@@ -664,6 +665,7 @@ static cddp_optim *plan_optim(const plan *p, cddp_param *params, cddp_sgd_desc *
   a.ddp = rule->ddp;
   a.stream = rule->stream;
   a.copies = rule->copies;
+  a.master_weights = rule->master_weights;
   a.copy_dtype = rule->copy_dtype;
   a.lr_scales = rule->lr_scales;
   a.weight_decays = rule->weight_decays;
@@ -706,6 +708,7 @@ static int train(cddp_group *g, void *arg) {
   rule.weight_decay = p->sparse ? 0 : 0.01;
   if (p->unused || p->sparse) rule.ddp = d;
   rule.stream = stream;
+  rule.master_weights = p->masters;
   plan_copies(p, params, copies, &rule);
   if ((s = plan_optim(p, params, &rule)) == NULL) return 1;
   if (p->graph && !p->cpu)
@@ -758,7 +761,9 @@ static void check_plan(plan *p, int n, const char *backend) {
     if (!(e <= worst)) worst = e;
     if (!(e == e)) cut = 1;
   }
-  if (!(worst < (p->hook != NULL || p->last == CDDP_BF16 ? 0.02 : 1e-5)) || cut)
+  if (p->masters && n == 1) /* nothing is added up: the same bits */
+    CHECK(worst == 0);
+  if (!(worst < (p->hook != NULL || p->last >= CDDP_F16 ? 0.02 : 1e-5)) || cut)
     test_fail(__FILE__, __LINE__, "%d ranks on %s: worst difference to the CPU %g", n,
               backend != NULL ? backend : "nccl", worst);
   munmap(got, (size_t)n * count * sizeof *got);
@@ -859,6 +864,31 @@ static void test_training_options(void) {
   p.last = CDDP_F32;
   p.hook = cddp_bf16_compress_hook;
   check_plan(&p, 2, NULL);
+}
+
+/* f16 and bf16 weights and gradients, f32 masters. */
+static void test_training_masters(void) {
+  plan p;
+  int k;
+  for (k = 0; k < 4; k++) {
+    memset(&p, 0, sizeof p);
+    p.steps = 5;
+    p.cap_mb = 0.02;
+    p.masters = true;
+    p.last = k % 2 ? CDDP_F16 : CDDP_BF16;
+    p.adamw = k < 2;
+    p.amsgrad = k == 1;
+    p.no_momentum = k == 3;
+    p.given_grads = k % 2 == 0;
+    check_plan(&p, 1, NULL);
+    p.steps_a_mode = 1;
+    check_plan(&p, 1, NULL);
+    check_plan(&p, 2, k == 2 ? "cpu" : NULL);
+    p.steps_a_mode = 0;
+    p.clip = 0.5;
+    p.unused = k == 2;
+    check_plan(&p, 3, NULL);
+  }
 }
 
 /* Ranks without data, and gradients that are rows, as on the CPU. */
@@ -2840,6 +2870,7 @@ int main(void) {
   RUN(test_training);
   RUN(test_training_over_hosts);
   if (!RANKS_TSAN) RUN(test_training_options); /* its threads are those of test_training */
+  RUN(test_training_masters);
   RUN(test_uneven_and_sparse);
   if (!RANKS_TSAN) RUN(test_checkpoints);
   RUN(test_adamw);
