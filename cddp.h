@@ -1273,7 +1273,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <cuda_runtime.h>
 #include <nccl.h>
 #if NCCL_VERSION_CODE < 21800
-#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later"
+#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later (ncclCommSplit)"
 #endif
 #else
 #define CDDP__HAS_CUDA false
@@ -1641,7 +1641,7 @@ typedef struct cddp__backend {
   void *(*alloc)(cddp_group *g, size_t bytes);
   /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. internal: the
      child belongs to a cddp_ddp. */
-  cddp_result (*split)(cddp_group *g, cddp_group *child, bool internal);
+  cddp_result (*split)(cddp_group *g, cddp_group *child, int color, bool internal);
   void (*leave)(cddp_group *g);
   void (*free)(void *p);
 } cddp__backend;
@@ -13311,9 +13311,9 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
    returns is polled until it is done, with an eye on peers and deadline. Ranks first tell each
    other their devices over the control plane, which catches what NCCL would say in a log only;
    rank 0's id goes the same way. How NCCL's own connections find their way between hosts is the
-   affair of NCCL and its NCCL_* variables. A sub-group's is made like the first one. A model has
-   one of its own that shares nothing with its group's (config.splitShare would save memory): what a
-   failed model leaves on its streams only an abort ends, and the group must live on. What ends a
+   affair of NCCL and its NCCL_* variables. A sub-group's comes from ncclCommSplit, and shares
+   nothing with its group's (config.splitShare would save memory): what a failed model leaves on its
+   streams only an abort ends, and the group must live on. What ends a
    communicator blocks all the same (ncclCommAbort for streams and CUDA graphs, ncclCommDestroy for
    the host's other ranks too), so a thread of its own does it.
 
@@ -14661,6 +14661,14 @@ static cddp_result cddp__warm_up(cddp__device *p) {
   return r == CDDP_OK ? cddp__all_connected(p->group) : r;
 }
 
+/* Collective: a communicator that is there is used from now on. */
+static cddp_result cddp__nccl_begin(cddp__device *p) {
+  cddp_result r = cddp__all_connected(p->group);
+  if (r != CDDP_OK) return r;
+  r = cddp__watch(p);
+  return r == CDDP_OK ? cddp__warm_up(p) : cddp__break(p->group, r);
+}
+
 /* Collective: connects a communicator over all ranks of the context's group. */
 static cddp_result cddp__nccl_connect(cddp__device *p) {
   cddp_group *g = p->group;
@@ -14684,14 +14692,35 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   config.blocking = 0;
   e = ncclCommInitRankConfig(&p->comm->comm, g->size, id, g->rank, &config);
   r = cddp__settle(p, e, "ncclCommInitRankConfig");
-  if (r == CDDP_OK) r = cddp__all_connected(g);
+  return r == CDDP_OK ? cddp__nccl_begin(p) : r;
+}
+
+/* Every rank of p's group: the communicators of the groups that it has been split into. child: NULL
+   for a rank that gets none. After a failure NCCL's thread may still write to `made`, which stays.
+*/
+static cddp_result cddp__nccl_split(cddp__device *p, int color, cddp__device *child) {
+  ncclComm_t *made = (ncclComm_t *)cddp__calloc(NULL, 1, sizeof *made);
+  ncclResult_t e = ncclInvalidUsage;
+  cddp_result r;
+  if (made == NULL) return cddp__break(p->group, CDDP_OUT_OF_MEMORY);
+  if (child != NULL) cddp__watch_hosts(child->group); /* now leaders see each other's end */
+  pthread_mutex_lock(&p->turn);
+  if (cddp__comm_enter(p->comm)) {
+    e = ncclCommSplit(p->comm->comm, child != NULL ? color : NCCL_SPLIT_NOCOLOR,
+                      child != NULL ? child->group->rank : 0, made, NULL);
+    cddp__comm_exit(p->comm);
+  }
+  r = cddp__settle(p, e, "ncclCommSplit");
+  pthread_mutex_unlock(&p->turn);
   if (r != CDDP_OK) return r;
-  r = cddp__watch(p);
-  return r == CDDP_OK ? cddp__warm_up(p) : cddp__break(g, r);
+  if (child != NULL) child->comm->comm = *made;
+  free(made);
+  if (child != NULL) r = cddp__settle(child, ncclSuccess, "ncclCommSplit");
+  return r == CDDP_OK && child != NULL ? cddp__nccl_begin(child) : r;
 }
 
 /* Every rank of g, after cddp__split: device contexts for the new groups. */
-static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, bool internal) {
+static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, int color, bool internal) {
   uint64_t calls[2];
   cddp__device *p = cddp__device_of(g), *c = NULL;
   cddp_result r = cddp__use_device(p->device);
@@ -14709,7 +14738,8 @@ static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, bool int
     if (r != CDDP_OK) r = cddp__break(g, r); /* the other ranks count on this one */
     cddp__calls_so_far(p, calls);
     if (r == CDDP_OK) r = cddp__compare_hosts(p, calls);
-    if (r == CDDP_OK && c != NULL && child->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(c);
+    if (r == CDDP_OK)
+      r = cddp__nccl_split(p, color, c != NULL && child->size >= CDDP__COMM_FROM ? c : NULL);
     r = cddp__consensus(g, r, NULL, 0, NULL);
   } else if (r != CDDP_OK && child != NULL) {
     r = cddp__break(child, r);
@@ -14973,7 +15003,7 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
   r = cddp__split(g, color, key, check, out);
   if (g->backend == NULL || (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY)) return r;
   snprintf(text, sizeof text, "%s", cddp__error_text);
-  device = g->backend->split(g, *out, internal); /* the other ranks count on this one */
+  device = g->backend->split(g, *out, color, internal); /* the other ranks count on this one */
   if (r != CDDP_OK) return cddp__fail(r, "%s", text);
   if (device != CDDP_OK && *out != NULL) cddp__group_leave(*out);
   if (device != CDDP_OK) *out = NULL;

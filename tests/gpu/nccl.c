@@ -2771,6 +2771,14 @@ static void test_device_failures(void) {
   CHECK(o->fates[0].when - o->began < RANKS_WITHIN(2));
 }
 
+static int split_in_two(cddp_group *g, ordeal *o, fate *f) {
+  cddp_group *half = NULL;
+  (void)o;
+  f->result = cddp_group_split(g, cddp_rank(g) % 2, 0, &half);
+  cddp_destroy(half);
+  return 0;
+}
+
 static void test_stall(void) {
   ordeal *o = ordeal_new(die_before);
   int i;
@@ -2783,6 +2791,11 @@ static void test_stall(void) {
   o->value = "init:1@1";
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_TIMEOUT, "ncclCommInitRankConfig");
+  o->fn = split_in_two;
+  o->value = "init:2@1"; /* the halves' communicators */
+  endure(o, 4);
+  for (i = 0; i < 4; i++) check_fate(o, i, CDDP_TIMEOUT, "ncclCommSplit");
+  o->fn = die_before;
   o->value = "error:12@0";
   o->timeout_s = 60;
   endure(o, 2);
@@ -2822,8 +2835,8 @@ static void test_injection(void) {
     cddp_result result;
   } cases[] = {{"ncclCommInitRankConfig:1:2@1", "ncclCommInitRankConfig", CDDP_NCCL},
                {"ncclGetUniqueId:1:2@0", "ncclGetUniqueId", CDDP_NCCL},
-               {"ncclCommInitRankConfig:2:3@1", "ncclCommInitRankConfig", CDDP_NCCL},
-               {"ncclGetUniqueId:2:3@0", "ncclGetUniqueId", CDDP_NCCL},
+               {"ncclCommSplit:1:3@1", "ncclCommSplit", CDDP_NCCL},
+               {"ncclCommSplit:2:2@0", "ncclCommSplit", CDDP_NCCL},
                {"ncclAllReduce:1:1@1", "ncclAllReduce", CDDP_NCCL}, /* in warm-ups */
                {"ncclAllReduce:8:3@1", "ncclAllReduce", CDDP_NCCL},
                {"ncclAllReduce:9:1@1", "ncclAllReduce", CDDP_NCCL},
