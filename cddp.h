@@ -13341,6 +13341,7 @@ typedef struct cddp__communicator {
   cddp__atomic_u32 ended; /* CDDP__COMM_*: from then on no thread begins such a call */
   cddp__atomic_u32 done;  /* 1: NCCL has let go of it */
   ncclComm_t comm;        /* NULL: a single rank, or no NCCL; as it is made NCCL's thread writes */
+  ncclComm_t split;       /* the one that ncclCommSplit makes of it: NCCL's thread writes too */
   ncclRedOp_t half_sum;   /* of f16, for means: see cddp__nccl_op */
   int device;
 } cddp__communicator;
@@ -14696,27 +14697,23 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
 }
 
 /* Every rank of p's group: the communicators of the groups that it has been split into. child: NULL
-   for a rank that gets none. After a failure NCCL's thread may still write to `made`, which stays.
-*/
+   for a rank that gets none. */
 static cddp_result cddp__nccl_split(cddp__device *p, int color, cddp__device *child) {
-  ncclComm_t *made = (ncclComm_t *)cddp__calloc(NULL, 1, sizeof *made);
   ncclResult_t e = ncclInvalidUsage;
   cddp_result r;
-  if (made == NULL) return cddp__break(p->group, CDDP_OUT_OF_MEMORY);
   if (child != NULL) cddp__watch_hosts(child->group); /* now leaders see each other's end */
   pthread_mutex_lock(&p->turn);
   if (cddp__comm_enter(p->comm)) {
     e = ncclCommSplit(p->comm->comm, child != NULL ? color : NCCL_SPLIT_NOCOLOR,
-                      child != NULL ? child->group->rank : 0, made, NULL);
+                      child != NULL ? child->group->rank : 0, &p->comm->split, NULL);
     cddp__comm_exit(p->comm);
   }
   r = cddp__settle(p, e, "ncclCommSplit");
   pthread_mutex_unlock(&p->turn);
-  if (r != CDDP_OK) return r;
-  if (child != NULL) child->comm->comm = *made;
-  free(made);
-  if (child != NULL) r = cddp__settle(child, ncclSuccess, "ncclCommSplit");
-  return r == CDDP_OK && child != NULL ? cddp__nccl_begin(child) : r;
+  if (r != CDDP_OK || child == NULL) return r;
+  child->comm->comm = p->comm->split;
+  r = cddp__settle(child, ncclSuccess, "ncclCommSplit");
+  return r == CDDP_OK ? cddp__nccl_begin(child) : r;
 }
 
 /* Every rank of g, after cddp__split: device contexts for the new groups. */
@@ -18717,6 +18714,7 @@ static int cddp__free_place(cddp_ddp *d, uint64_t *word, bool *soon) {
       free_ = state >> 8 < step;
       *soon = *soon || !free_;
     }
+    if (what == CDDP__MEMBER_LIVE && cddp__member_gone(d, m)) *soon = true; /* until that is seen */
     if (!free_ || (found >= 0 && e->members[m].rank != d->group->rank)) continue;
     found = m;
     *word = state;
