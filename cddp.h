@@ -776,8 +776,9 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
    computes must not depend on the machine. A parameter that no rank used (cddp_ddp_used) is yours
    to skip. Parameters with sparse_rows have no partition: every rank updates all of them itself, by
    cddp_ddp_rows. Copies in half precision are yours to write, after cddp_ddp_all_gather.
-   On GPUs, whose ranks keep all weights and states, CDDP_UNSUPPORTED: cddp_ddp_wait and a kernel of
-   yours on every rank. */
+   On GPUs the parts of all ranks together, on whatever hosts, have each element once, and all is in
+   stream order: with NCCL no call waits on the host, and buckets are all-reduced while backward
+   runs, whole. */
 typedef struct cddp_partition {
   int param;    /* of the params of cddp_ddp_create */
   size_t first; /* element of it */
@@ -1834,14 +1835,19 @@ typedef struct cddp__ddp_memory {
                              int count, bool clear);
   cddp_result (*gather_shards)(cddp_ddp *d); /* all nodes of all ranks make the mean in the arena */
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
-  cddp_result (*broadcast)(cddp_ddp *d, cddp_param *params, int count, int root);
+  /* Of arrays, from root; CDDP__OWNERS: arrays as long as the parameters, each rank's part. */
+  cddp_result (*broadcast)(cddp_ddp *d, const cddp_param *arrays, int count, int root);
   cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
   cddp_result (*scale)(cddp_ddp *d); /* all gradients in the arena, by cddp__mean_factor */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it */
   /* Updates the weights. averaged: the arena holds means already. wrote: see cddp__host_step */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
+  /* For an optimizer of the caller's own: the mean of this rank's part; then the weights of all. */
+  cddp_result (*scatter)(cddp_ddp *d, bool averaged, bool wrote);
+  cddp_result (*publish)(cddp_ddp *d);
 } cddp__ddp_memory;
+enum { CDDP__OWNERS = -1 };
 
 /* Elastic models: >>elastic. */
 
@@ -1989,6 +1995,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   char *arena;           /* all gradients */
   char *mirror;          /* on a host the arena, in shared memory; else NULL */
   size_t bytes;          /* of each */
+  size_t dense;          /* of them, what parts divide; on a device rows lie behind it */
   size_t squares_at;     /* bytes from the mirror to sums of squares, behind the slots */
   size_t whole;          /* of the mirror and what is behind it */
   char **mirrors;        /* [ranks] every rank's, mapped here; squares follow arena and slots */
@@ -15286,6 +15293,10 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
   if (d->desc.elastic && s->desc.master_weights)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "master_weights and elastic in cddp_ddp_desc exclude each other; set copies");
+#ifdef CDDP_CUDA
+  const cddp_kernels *kernels;
+  if (d->side != NULL && (r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
+#endif
   for (i = 0; i < d->count && s->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
   s->paired = d->id;
@@ -15476,7 +15487,8 @@ static size_t cddp__dense_count(const cddp_ddp *d, int i) {
 /* The arena is dealt out in equal parts to the ranks of the host; each rank steps its part. No
    piece (see cddp__pieces) is cut. */
 static void cddp__part_of(const cddp_ddp *d, int rank, size_t *begin, size_t *end) {
-  cddp__slice(d->bytes, CDDP__BLOCK_BYTES, d->group->local_size, rank, begin, end);
+  int parts = d->group->backend != NULL ? d->group->size : d->group->local_size;
+  cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, rank, begin, end);
 }
 
 /* Into how many pieces a stretch of the arena is cut at multiples of CDDP__BLOCK_BYTES. Squares are
@@ -15525,9 +15537,11 @@ static void cddp__lay_out(cddp_ddp *d) {
     d->bytes = cddp__round_up(d->bytes, cddp__dtype_granule(d));
   }
   d->slot_bytes = d->slot_room = 2 * d->bytes - d->halves;
+  d->dense = d->bytes;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
-    cddp__tensor_slice(d, i, d->group->local_rank, &t->begin, &t->end, &t->state);
+    cddp__tensor_slice(d, i, d->group->backend != NULL ? d->group->rank : d->group->local_rank,
+                       &t->begin, &t->end, &t->state);
     t->piece = pieces;
     pieces += cddp__pieces(t->offset, t->offset + t->bytes);
     t->placed = d->params[i].grad == NULL;
@@ -15940,12 +15954,36 @@ static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   return d->scratch != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-static cddp_result cddp__host_broadcast(cddp_ddp *d, cddp_param *params, int count, int root) {
+/* The state of parameter i, whose stretches lie on the ranks that own them, to all ranks. Each host
+   has all stretches: the first one's are taken, cut as its ranks have them. */
+static cddp_result cddp__gather_state(cddp_ddp *d, int i, const cddp_param *state) {
+  const cddp__hosts *x = d->control->hosts;
+  const cddp__tensor *t = &d->tensors[i];
+  size_t begin, end, esize = cddp__dtype_size(d->params[i].dtype);
+  int p, size = x != NULL ? x->nodes[0].size : d->group->size;
+  cddp_result r = CDDP_OK;
+  for (p = 0; r == CDDP_OK && p < size && state->data != NULL; p++) {
+    cddp__slice(d->dense, CDDP__BLOCK_BYTES, size, p, &begin, &end);
+    begin = cddp__max(begin, t->offset);
+    end = cddp__min(end, t->offset + t->bytes);
+    if (begin < end) {
+      char *at = (char *)state->data + (begin - t->offset) / esize * cddp__dtype_size(state->dtype);
+      r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, at, at, (end - begin) / esize,
+                           state->dtype, x != NULL ? cddp__rank_on(x, 0, p) : p);
+    }
+  }
+  return r;
+}
+
+static cddp_result cddp__host_broadcast(cddp_ddp *d, const cddp_param *arrays, int count,
+                                        int root) {
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < count; i++)
-    r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, params[i].data, params[i].data,
-                         params[i].count, params[i].dtype, root);
+    r = root == CDDP__OWNERS
+            ? cddp__gather_state(d, i, &arrays[i])
+            : cddp__run_simple(d->control, CDDP__KIND_BROADCAST, arrays[i].data, arrays[i].data,
+                               arrays[i].count, arrays[i].dtype, root);
   return r;
 }
 
@@ -16356,11 +16394,27 @@ static cddp_result cddp__host_scatter(cddp_ddp *d, bool averaged, bool wrote) {
   return cddp__exit(d->control, r);
 }
 
+/* The weights that this rank has stepped to the others, and theirs here. */
+static cddp_result cddp__host_publish(cddp_ddp *d) {
+  const int kind = CDDP__KIND_DDP_GATHER;
+  cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, kind, CDDP__PHASE_CALL, 0, NULL, 0);
+  int i;
+  if (r == CDDP_OK) r = cddp__enter(d->control);
+  for (i = d->count - 1; r == CDDP_OK && i >= 0; i--) {
+    const cddp__tensor *t = &d->tensors[i];
+    if (t->begin < t->end) cddp__publish_block(d, i, t->begin, t->end - t->begin);
+  }
+  if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
+  if (r == CDDP_OK) r = cddp__fetch_weights(d, NULL);
+  return r == CDDP_OK ? cddp__exit(d->control, r) : r;
+}
+
 static const cddp__ddp_memory cddp__host_memory = {
     NULL, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch, NULL,
     cddp__push_bucket, cddp__reduce_bucket, cddp__merge_nodes, cddp__gather_shards,
     cddp__await_buckets, cddp__host_broadcast, NULL,
-    cddp__host_scale, cddp__host_clip, cddp__host_norm, cddp__host_step};
+    cddp__host_scale, cddp__host_clip, cddp__host_norm, cddp__host_step, cddp__host_scatter,
+    cddp__host_publish};
 
 #ifdef CDDP_CUDA
 /* --- gradients in device memory --- */
@@ -16532,24 +16586,41 @@ static cddp_result cddp__gpu_fence(cddp_ddp *d) {
   return cddp__stream_after(cddp__main_stream(d->group), p->side, p->join);
 }
 
-/* Those in device memory in one NCCL group. */
-static cddp_result cddp__gpu_broadcast(cddp_ddp *d, cddp_param *params, int count, int root) {
+/* Arrays in device memory in one NCCL group. */
+static cddp_result cddp__gpu_broadcast(cddp_ddp *d, const cddp_param *arrays, int count,
+                                       int root) {
+  bool owners = root == CDDP__OWNERS, device = false;
+  int first = owners ? 0 : root, last = owners ? d->group->size - 1 : root, i, q, n = 0;
   cddp__device *p = cddp__device_of(d->comm);
   cddp_result r = cddp__check_group(d->comm);
-  bool device = false;
-  int i, n = 0;
   for (i = 0; r == CDDP_OK && i < count; i++) {
-    cddp__call c = cddp__make_call(CDDP__KIND_BROADCAST, params[i].data, params[i].data,
-                                   params[i].count, params[i].dtype, CDDP_SUM, root);
-    if (c.count == 0 || (r = cddp__memory_of_call(p, &c, &device)) != CDDP_OK) continue;
-    if (device) {
-      cddp__log_call(p, &c, true);
-      d->calls[n++] = c;
-    } else {
-      r = cddp__start_call(d->comm, &c, NULL);
+    for (q = first; r == CDDP_OK && arrays[i].data != NULL && q <= last; q++) {
+      size_t begin = 0, elements = arrays[i].count, end, state;
+      cddp__call c;
+      char *at;
+      if (owners) {
+        size_t esize = cddp__dtype_size(d->params[i].dtype);
+        if (!cddp__tensor_slice(d, i, q, &begin, &end, &state)) continue;
+        elements = (end - begin) / esize;
+        begin = (begin - d->tensors[i].offset) / esize;
+      }
+      at = (char *)arrays[i].data + begin * cddp__dtype_size(arrays[i].dtype);
+      c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, elements, arrays[i].dtype, CDDP_SUM, q);
+      if (c.count == 0 || (r = cddp__memory_of_call(p, &c, &device)) != CDDP_OK) continue;
+      if (device) {
+        cddp__log_call(p, &c, true);
+        d->calls[n++] = c;
+      } else {
+        r = cddp__start_call(d->comm, &c, NULL);
+      }
     }
   }
   return r == CDDP_OK ? cddp__issue(p, d->calls, n, cddp__main_stream(d->group)) : r;
+}
+
+static cddp_result cddp__gpu_publish(cddp_ddp *d) {
+  cddp_result r = cddp__gpu_use(d);
+  return r == CDDP_OK ? cddp__gpu_broadcast(d, d->params, d->count, CDDP__OWNERS) : r;
 }
 
 /* Writes the mean rows into gradients that are zero elsewhere: SGD's kernel takes these. */
@@ -16573,20 +16644,23 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
   return r;
 }
 
-/* Lists the gradients of a dtype: the dense ones in the arena, or with those that are rows, or the
-   caller's as of the last step. Returns how many. */
-enum { CDDP__LIST_DENSE, CDDP__LIST_ALL, CDDP__LIST_CALLERS };
+/* Lists the gradients of a dtype: the dense ones in the arena, this rank's part of them, or with
+   those that are rows, or the caller's as of the last step. Returns how many. */
+enum { CDDP__LIST_DENSE, CDDP__LIST_PART, CDDP__LIST_ALL, CDDP__LIST_CALLERS };
 static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   int i, n = 0;
   for (i = d->count - 1; i >= 0; i--) {
     const cddp_param *p = &d->params[i];
+    const cddp__tensor *t = &d->tensors[i];
     if ((int)p->dtype != dtype || p->count == 0 || !d->used[i]) continue;
     if (which == CDDP__LIST_DENSE && cddp__sparse_of(d, i) != NULL) continue;
+    if (which == CDDP__LIST_PART && t->begin >= t->end) continue;
     memset(&d->segments[n], 0, sizeof d->segments[n]);
-    d->segments[n].grad = which == CDDP__LIST_CALLERS && !d->tensors[i].placed
-                              ? p->grad
-                              : cddp__device_gradient(NULL, d, i);
-    d->segments[n++].count = p->count;
+    d->segments[n].grad = which == CDDP__LIST_CALLERS && !t->placed ? p->grad
+                          : which == CDDP__LIST_PART               ? d->arena + t->begin
+                                                     : cddp__device_gradient(NULL, d, i);
+    d->segments[n++].count =
+        which == CDDP__LIST_PART ? (t->end - t->begin) / cddp__dtype_size(p->dtype) : p->count;
   }
   return n;
 }
@@ -16609,8 +16683,8 @@ static cddp_result cddp__gpu_scale(cddp_ddp *d) {
 }
 
 /* clip[0] = the sum of squares, clip[1] = what to multiply by. */
-static cddp_result cddp__gpu_squares(cddp_ddp *d, const cddp_kernels *k, double max_norm,
-                                     int which) {
+static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which) {
+  const cddp_kernels *k = cddp__registered_kernels;
   cddp_result r = cddp__use_device(cddp__device_of(d->group)->device);
   int dtype, n, e = 0;
   if (r == CDDP_OK) r = cddp__device_zero(d->clip, sizeof *d->clip, d->group->stream);
@@ -16640,19 +16714,25 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   return r;
 }
 
+/* By what cddp__gpu_squares has found. */
+static cddp_result cddp__gpu_clip_list(cddp_ddp *d, int which) {
+  int dtype, n, e = 0;
+  for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
+    if ((n = cddp__gpu_list(d, dtype, which)) > 0)
+      e = cddp__registered_kernels->scale(d->segments, n, (cddp_dtype)dtype, 1, d->clip,
+                                          d->group->stream);
+  return cddp__kernel_result(e, "the kernels that clip");
+}
+
 static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   const cddp_kernels *k;
-  int dtype, n, e = 0;
   cddp_result r;
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
   if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
   if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
-  if ((r = cddp__gpu_squares(d, k, max_norm, CDDP__LIST_CALLERS)) != CDDP_OK) return r;
-  for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
-    if ((n = cddp__gpu_list(d, dtype, CDDP__LIST_CALLERS)) > 0)
-      e = k->scale(d->segments, n, (cddp_dtype)dtype, 1, d->clip, d->group->stream);
-  if ((r = cddp__kernel_result(e, "the kernels that clip")) != CDDP_OK) return r;
-  return norm != NULL ? cddp__gpu_norm(d, norm) : CDDP_OK;
+  r = cddp__gpu_squares(d, max_norm, CDDP__LIST_CALLERS);
+  if (r == CDDP_OK) r = cddp__gpu_clip_list(d, CDDP__LIST_CALLERS);
+  return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
 
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
@@ -16660,10 +16740,19 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
   cddp_result r = CDDP_OK;
   (void)averaged, (void)wrote; /* here buckets are always reduced, and peers read no arena */
   if (d->desc.max_grad_norm > 0)
-    r = cddp__gpu_squares(d, cddp__registered_kernels, d->desc.max_grad_norm, CDDP__LIST_ALL);
+    r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL);
   if (r == CDDP_OK)
     r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->segments, stream);
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
+}
+
+/* The buckets are reduced, whole, behind this call. */
+static cddp_result cddp__gpu_scatter(cddp_ddp *d, bool averaged, bool wrote) {
+  cddp_result r;
+  (void)averaged, (void)wrote;
+  if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
+  r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL);
+  return r == CDDP_OK ? cddp__gpu_clip_list(d, CDDP__LIST_PART) : r;
 }
 
 /* The arena, and behind it what a clip needs. */
@@ -16698,13 +16787,18 @@ static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
     cddp__gpu_gather_shards, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
-    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step};
+    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, cddp__gpu_scatter,
+    cddp__gpu_publish};
 
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   int device = cddp__device_of(d->group)->device, i, k, memory;
   char space[24], what[96];
+  const cddp_kernels *kernels;
   cddp_result r;
+  if (d->desc.max_grad_norm > 0 &&
+      (r = cddp__need_kernels(&kernels, "max_grad_norm in cddp_ddp_desc")) != CDDP_OK)
+    return r;
   for (i = 0; i < d->count; i++) {
     const cddp_param *p = &d->params[i];
     for (k = 0; k < 2; k++) {
@@ -17180,7 +17274,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   if (r == CDDP_OK && s != NULL) r = d->memory->step(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
-  if (r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER) r = cddp__host_scatter(d, averaged, wrote);
+  if (r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER) r = d->memory->scatter(d, averaged, wrote);
   if (r != CDDP_OK) return cddp__exit(d->control, cddp__give_up(d, r));
   if (!d->scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
@@ -17195,11 +17289,6 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_all_gather must come first, which ends the "
                                              "step that cddp_ddp_reduce_scatter has begun");
   if (s == NULL && d->no_sync) return CDDP_OK;
-#ifdef CDDP_CUDA
-  const cddp_kernels *kernels;
-  if (s != NULL && d->side != NULL)
-    if ((r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
-#endif
   record = cddp__record_begin(d->control, kind, d->control->calls + 1, 0);
   if (d->desc.shards > 0 && d->taken < d->shard_count) {
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -17220,49 +17309,17 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
 
 /* Ends what cddp_ddp_reduce_scatter has begun: the caller has stepped this rank's partitions. */
 static cddp_result cddp__publish(cddp_ddp *d) {
-  const int kind = CDDP__KIND_DDP_GATHER;
   cddp_group *g = d->control;
   uint64_t record;
   cddp_result r;
-  int i;
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
-  record = cddp__record_begin(g, kind, ++g->calls, 0);
-  if ((r = cddp__check_group(g)) == CDDP_OK)
-    r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_CALL, 0, NULL, 0);
-  if (r == CDDP_OK) r = cddp__enter(g);
-  for (i = d->count - 1; r == CDDP_OK && i >= 0; i--) {
-    const cddp__tensor *t = &d->tensors[i];
-    if (t->begin < t->end) cddp__publish_block(d, i, t->begin, t->end - t->begin);
-  }
-  if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
-  if (r == CDDP_OK) r = cddp__fetch_weights(d, NULL);
-  if (r == CDDP_OK) r = cddp__exit(g, r);
-  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, true);
-  if (r == CDDP_OK) r = cddp__complete(d, true);
+  record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0);
+  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->publish(d);
+  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->side == NULL);
+  if (r == CDDP_OK) r = cddp__complete(d, d->side == NULL);
   d->scattered = r != CDDP_OK;
   if (r != CDDP_OK) r = cddp__exit(g, cddp__give_up(d, r));
   cddp__record_finish(g, record, r);
-  return r;
-}
-
-/* The state of parameter i, whose stretches lie on the ranks that own them, to all ranks. Each host
-   has all stretches: the first one's are taken, cut as its ranks have them. */
-static cddp_result cddp__gather_state(cddp_ddp *d, int i, const cddp_param *state) {
-  const cddp__hosts *x = d->control->hosts;
-  const cddp__tensor *t = &d->tensors[i];
-  size_t begin, end, esize = cddp__dtype_size(d->params[i].dtype);
-  int p, size = x != NULL ? x->nodes[0].size : d->group->size;
-  cddp_result r = CDDP_OK;
-  for (p = 0; r == CDDP_OK && p < size; p++) {
-    cddp__slice(d->bytes, CDDP__BLOCK_BYTES, size, p, &begin, &end);
-    begin = cddp__max(begin, t->offset);
-    end = cddp__min(end, t->offset + t->bytes);
-    if (begin < end) {
-      char *at = (char *)state->data + (begin - t->offset) / esize * cddp__dtype_size(state->dtype);
-      r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, at, at, (end - begin) / esize,
-                           state->dtype, x != NULL ? cddp__rank_on(x, 0, p) : p);
-    }
-  }
   return r;
 }
 
@@ -17391,14 +17448,14 @@ static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shar
                  (size * n + 4 * parts + n) * sizeof(void *) +
                  parts * (sizeof(cddp__row_list) + sizeof(cddp__shard_node) + sizeof(int)) +
                  (CDDP__PLAN_INTS(n) + 2 * n + size) * sizeof(int) + n * (size + 2) +
-                 16 * sizeof(double) + (n + (size_t)buffers) * sizeof(cddp__call) +
+                 16 * sizeof(double) + (n + (size_t)buffers + size) * sizeof(cddp__call) +
                  n * sizeof(cddp_segment);
   cddp_ddp *d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1, bytes);
   char *at = (char *)(d + 1);
   if (d == NULL) return NULL;
   d->tensors = (cddp__tensor *)cddp__carve(&at, n * sizeof *d->tensors);
   d->partitions = (cddp_partition *)cddp__carve(&at, n * sizeof *d->partitions);
-  d->calls = (cddp__call *)cddp__carve(&at, (n + (size_t)buffers) * sizeof *d->calls);
+  d->calls = (cddp__call *)cddp__carve(&at, (n + (size_t)buffers + size) * sizeof *d->calls);
   d->segments = (cddp_segment *)cddp__carve(&at, n * sizeof *d->segments);
   d->sparse_room = (cddp__sparse **)cddp__carve(&at, n * sizeof *d->sparse_room);
   d->lists = (cddp__row_list *)cddp__carve(&at, parts * sizeof *d->lists);
@@ -17550,7 +17607,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
     cddp_partition *part = &d->partitions[d->partition_count];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
     if (t->placed && cddp__sparse_of(d, i) == NULL) d->params[i].grad = d->arena + t->offset;
-    if (t->begin >= t->end || g->backend != NULL) continue;
+    if (t->begin >= t->end) continue;
     part->param = i;
     part->first = (t->begin - t->offset) / esize;
     part->count = (t->end - t->begin) / esize;
@@ -21324,12 +21381,9 @@ CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
 /* Whether d's weights are stepped in partitions. */
 static cddp_result cddp__check_partitions(const cddp_ddp *d) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  if (d->group->backend != NULL || d->desc.elastic)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "weights are not stepped in partitions %s; call cddp_ddp_wait, and step all "
-                      "of them on every rank",
-                      d->desc.elastic ? "by elastic ranks" : "on GPUs, where each rank has all");
-  return CDDP_OK;
+  if (!d->desc.elastic) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED, "elastic ranks do not step weights in partitions; call "
+                                      "cddp_ddp_wait, and step all of them on every rank");
 }
 
 CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
@@ -21349,7 +21403,6 @@ CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
 }
 
 CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *states) {
-  cddp_result r = CDDP_OK;
   int i;
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
@@ -21358,9 +21411,8 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
     CDDP__CHECK(states[i].data == NULL || states[i].count == d->params[i].count,
                 "state %d has %zu elements, its parameter %zu", i, states[i].count,
                 d->params[i].count);
-  for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (states[i].data != NULL) r = cddp__gather_state(d, i, &states[i]);
-  return r;
+  if (d->memory->use != NULL) CDDP__TRY(d->memory->use(d));
+  return d->memory->broadcast(d, states, d->count, CDDP__OWNERS);
 }
 
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->present : -1; }

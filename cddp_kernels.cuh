@@ -267,10 +267,10 @@ static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to
 /* An operation reads and writes some of an element's arrays: a sum of these. */
 enum { CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4 };
 
-/* What most operations leave out: a limit to the blocks, what follows a block's last chunk, and
-   what follows a launch. */
+/* What most operations leave out: a limit to the blocks, fewer packs at once than there are in a
+   chunk (for want of registers), what follows a block's last chunk, and what follows a launch. */
 struct cddp__cu_each {
-  enum { BLOCKS = 1 << 30 };
+  enum { BLOCKS = 1 << 30, AT_ONCE = CDDP__CU_UNROLL };
   __device__ void end() const {}
   cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
 };
@@ -297,20 +297,20 @@ static __device__ void cddp__cu_do_pack(const cddp__cu_piece &p, size_t i, const
   op.template copy<N>(p, i * N, d.v);
 }
 
-/* A chunk whose elements are all there: all loads first, so that many are in flight. */
+/* Op::AT_ONCE packs of a thread, whose elements are all there: all loads first, so that many are in
+   flight. */
 template <typename T, typename Op>
-static __device__ void cddp__cu_do_chunk(const cddp__cu_piece &p, size_t at, const Op &op) {
+static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, const Op &op) {
   const size_t N = 16 / sizeof(T);
   typedef cddp__cu_pack<T, N> pack;
-  pack d[CDDP__CU_UNROLL], g[CDDP__CU_UNROLL], m[CDDP__CU_UNROLL];
-  size_t first = at / N + threadIdx.x;
-  CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
+  pack d[Op::AT_ONCE], g[Op::AT_ONCE], m[Op::AT_ONCE];
+  CDDP__CU_UNROLLED for (int u = 0; u < Op::AT_ONCE; u++) {
     size_t i = first + (size_t)u * CDDP__CU_THREADS;
     if (Op::READS & CDDP__CU_DATA) d[u] = ((const pack *)p.data)[i];
     if (Op::READS & CDDP__CU_GRAD) g[u] = ((const pack *)p.grad)[i];
     if (Op::READS & CDDP__CU_MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
   }
-  CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
+  CDDP__CU_UNROLLED for (int u = 0; u < Op::AT_ONCE; u++) {
     size_t i = first + (size_t)u * CDDP__CU_THREADS;
     cddp__cu_apply<N>(op, p, i * N, d[u].v, g[u].v, m[u].v);
     if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
@@ -336,7 +336,8 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     const cddp__cu_piece &p = s.piece[low];
     size_t at = (c - p.first_chunk) * chunk, end = at + chunk < p.count ? at + chunk : p.count;
     if (p.packed && end - at == chunk) {
-      cddp__cu_do_chunk<T>(p, at, op);
+      for (int u = 0; u < CDDP__CU_UNROLL; u += Op::AT_ONCE)
+        cddp__cu_do_packs<T>(p, at / N + threadIdx.x + (size_t)u * CDDP__CU_THREADS, op);
       continue;
     }
     for (size_t i = at / N + threadIdx.x; p.packed && i < end / N; i += CDDP__CU_THREADS)
@@ -534,7 +535,11 @@ cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip) {
 
 /* op, of f32, on the masters of weights of type H. */
 template <typename H, typename Op> struct cddp__cu_master_op : cddp__cu_no_copy {
-  enum { READS = CDDP__CU_GRAD, WRITES = CDDP__CU_DATA | (Op::WRITES & CDDP__CU_GRAD) };
+  enum {
+    READS = CDDP__CU_GRAD,
+    WRITES = CDDP__CU_DATA | (Op::WRITES & CDDP__CU_GRAD),
+    AT_ONCE = 2 /* each with two of the masters', and of the states' */
+  };
   Op op;
   float factor, clip;
   const double *scratch; /* of a clip; NULL: none */
@@ -670,7 +675,8 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
 template <typename T, int OUT, bool MOST> struct cddp__cu_adamw_op : cddp__cu_no_copy {
   enum {
     READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM,
-    WRITES = CDDP__CU_DATA | CDDP__CU_MOMENTUM | OUT
+    WRITES = CDDP__CU_DATA | CDDP__CU_MOMENTUM | OUT,
+    AT_ONCE = sizeof(T) == 8 ? 2 : CDDP__CU_UNROLL
   };
   T factor, clip, step, decay, lerp, keep, take, root, eps;
   bool near;

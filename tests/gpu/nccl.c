@@ -473,6 +473,8 @@ typedef struct plan {
   const char *load, *save; /* files; NULL: none */
   int from, save_at;       /* steps: the first after loading, that before which to save */
   bool alone;              /* load and save without the group, of one rank */
+  bool parts;              /* the caller's own optimizer, each rank for its part of the weights */
+  int shards;
   float *out;      /* shared, [ranks][sum of sizes] */
 } plan;
 
@@ -561,15 +563,86 @@ static void plan_backward(const plan *p, cddp_ddp *d, const cddp_param *params, 
   }
 }
 
+/* SGD on this rank's partitions, with cddp's kernel. */
+static void plan_parts(const plan *p, cddp_ddp *d, cddp_group *g, char **momentum, bool *first) {
+  const cddp_partition *part;
+  int n = cddp_ddp_partitions(d, &part), i;
+  cddp_sgd_desc rule;
+  memset(&rule, 0, sizeof rule);
+  rule.lr = 0.05;
+  rule.momentum = 0.9;
+  rule.weight_decay = p->sparse ? 0 : 0.01;
+  CHECK_OK(cddp_ddp_reduce_scatter(d));
+  for (i = 0; i < n; i++) {
+    cddp_dtype t = part[i].param == PARAMS - 1 ? p->last : CDDP_F32;
+    cddp_segment s = {part[i].data, part[i].grad,
+                      momentum[part[i].param] + part[i].first * cddp_dtype_size(t), part[i].count,
+                      NULL};
+    if (!cddp_ddp_used(d, part[i].param)) continue;
+    CHECK(cddp__registered_kernels->sgd(&s, 1, t, &rule, 1, NULL,
+                                        first[part[i].param] ? CDDP_SGD_FIRST : 0,
+                                        cddp_stream(g)) == 0);
+  }
+  for (i = 0; i < PARAMS; i++)
+    if (cddp_ddp_used(d, i)) first[i] = false;
+  CHECK_OK(cddp_ddp_all_gather(d));
+}
+
+/* All ranks' parts of the states: then all have the same. */
+static void check_states(cddp_ddp *d, cddp_group *g, const cddp_param *params, char **momentum) {
+  cddp_param states[PARAMS];
+  float low[12000], high[12000];
+  size_t k, none = 0;
+  int i;
+  for (i = 0; i < PARAMS; i++) {
+    states[i] = params[i];
+    states[i].data = i == 1 ? NULL : momentum[i];
+  }
+  CHECK_OK(cddp_ddp_gather_states(d, states));
+  for (i = 0; i < PARAMS; i++) {
+    if (i == 1 || params[i].dtype != CDDP_F32) continue;
+    if (sizes[i] > 0) to_host(g, low, momentum[i], sizes[i] * sizeof *low);
+    memcpy(high, low, sizes[i] * sizeof *low);
+    CHECK_OK(cddp_all_reduce(g, low, sizes[i], CDDP_F32, CDDP_MIN, NULL));
+    CHECK_OK(cddp_all_reduce(g, high, sizes[i], CDDP_F32, CDDP_MAX, NULL));
+    CHECK(memcmp(low, high, sizes[i] * sizeof *low) == 0);
+    for (k = 0; k < sizes[i]; k++) none += low[k] == 0;
+  }
+  CHECK(none < 100);
+}
+
+static void plan_own(const plan *p, cddp_ddp *d, cddp_optim *o, cddp_param *params, cddp_group *g) {
+  bool first[PARAMS] = {true, true, true, true, true, true};
+  char *momentum[PARAMS];
+  int i, step, shard;
+  for (i = 0; i < PARAMS; i++)
+    momentum[i] = (char *)plan_memory(p, sizes[i] * cddp_dtype_size(params[i].dtype));
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_IS(cddp_ddp_all_gather(d), CDDP_INVALID_ARGUMENT);
+  for (step = 0; step < p->steps; step++) {
+    if (p->shards == 0) plan_backward(p, d, params, g, step);
+    while (p->shards > 0 && cddp_ddp_next_shard(d, &shard))
+      plan_backward(p, d, params, g, 100 * step + shard);
+    plan_parts(p, d, g, momentum, first);
+  }
+  CHECK_OK(cddp_optim_write_copies(o));
+  check_states(d, g, params, momentum);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  for (i = 0; i < PARAMS; i++) plan_release(p, momentum[i]);
+}
+
 static void plan_step(const plan *p, cddp_ddp *d, cddp_optim *s, const cddp_param *params,
                       cddp_group *g, int step) {
+  int shard;
   if (p->nosync) {
     cddp_ddp_no_sync(d, true);
     plan_backward(p, d, params, g, step + 1000);
     CHECK_OK(cddp_ddp_wait(d));
     cddp_ddp_no_sync(d, false);
   }
-  plan_backward(p, d, params, g, step);
+  if (p->shards == 0) plan_backward(p, d, params, g, step);
+  while (p->shards > 0 && cddp_ddp_next_shard(d, &shard))
+    plan_backward(p, d, params, g, 100 * step + shard);
   if ((p->cpu && p->clip > 0) || (p->steps_a_mode > 0 && step / p->steps_a_mode % 2 == 0)) {
     double norm = 0, *asked = step % 2 && !p->graph ? &norm : NULL;
     CHECK_OK(cddp_ddp_wait(d));
@@ -698,6 +771,7 @@ static int train(cddp_group *g, void *arg) {
   desc.comm_hook = p->hook;
   desc.uneven_inputs = p->uneven;
   desc.max_grad_norm = p->clip;
+  desc.shards = p->shards;
   if (p->sparse) desc.sparse_rows = rows;
   buffer = params[0];
   if (p->buffers) desc.buffers = &buffer, desc.buffer_count = 1;
@@ -711,7 +785,9 @@ static int train(cddp_group *g, void *arg) {
   rule.master_weights = p->masters;
   plan_copies(p, params, copies, &rule);
   if ((s = plan_optim(p, params, &rule)) == NULL) return 1;
-  if (p->graph && !p->cpu)
+  if (p->parts)
+    plan_own(p, d, s, params, g);
+  else if (p->graph && !p->cpu)
     plan_graph(p, d, s, params, g);
   else
     plan_run(p, d, s, params, g);
@@ -864,6 +940,48 @@ static void test_training_options(void) {
   p.last = CDDP_F32;
   p.hook = cddp_bf16_compress_hook;
   check_plan(&p, 2, NULL);
+}
+
+/* An optimizer of the caller's own, each rank for its part of the weights, ends in the bits of
+   cddp_ddp_step. */
+static void check_parts(plan *p, const char *hosts, const char *backend) {
+  size_t n = strlen(hosts), bytes = n * plan_floats() * sizeof(float);
+  float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
+  p->out = want;
+  p->parts = false;
+  CHECK_OK(run_on(hosts, train, p, backend));
+  p->out = got;
+  p->parts = true;
+  CHECK_OK(run_on(hosts, train, p, backend));
+  if (memcmp(got, want, bytes) != 0)
+    test_fail(__FILE__, __LINE__, "%s on %s: clip %g, %d shards: other bits than cddp_ddp_step's",
+              hosts, backend != NULL ? backend : "nccl", p->clip, p->shards);
+  munmap(want, bytes);
+  munmap(got, bytes);
+}
+
+static void test_parts(void) {
+  plan p;
+  memset(&p, 0, sizeof p);
+  p.steps = 4;
+  p.cap_mb = 0.02;
+  check_parts(&p, "aaa", NULL);
+  p.clip = 0.5;
+  p.given_grads = true;
+  check_parts(&p, "aa", NULL);
+  check_parts(&p, "aba", NULL);
+  check_parts(&p, "aa", "cpu");
+  p.shards = 5;
+  p.last = CDDP_BF16;
+  check_parts(&p, "aa", NULL);
+  if (RANKS_TSAN) return;
+  p.clip = 0;
+  check_parts(&p, "aaa", "cpu");
+  p.shards = 0;
+  p.last = CDDP_F64;
+  p.unused = true;
+  check_parts(&p, "a", NULL);
+  check_parts(&p, "aaaa", NULL);
 }
 
 /* f16 and bf16 weights and gradients, f32 masters. */
@@ -1681,12 +1799,14 @@ static int join_refused(cddp_group *g, void *arg) {
 static int refusals(cddp_group *g, void *arg) {
   const cddp_kernels *kernels = cddp__registered_kernels;
   float host[64];
+  cddp_ddp_desc desc;
   cddp_sgd_desc rule;
-  cddp_ddp *d = NULL;
+  cddp_ddp *d = NULL, *other = NULL;
   cddp_optim *s = NULL;
   cddp_param p[2];
   int i;
   (void)arg;
+  memset(&desc, 0, sizeof desc);
   memset(&rule, 0, sizeof rule);
   rule.lr = 0.1;
   model_of(g, p, 2, 64);
@@ -1702,11 +1822,11 @@ static int refusals(cddp_group *g, void *arg) {
   CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
   for (i = 0; i < 2; i++) CHECK_OK(cddp_ddp_ready(d, i));
   cddp_register_kernels(NULL);
+  desc.max_grad_norm = 1;
+  CHECK_IS(cddp_ddp_create(&other, g, p, 2, &desc), CDDP_UNSUPPORTED);
+  CHECK(strstr(cddp_error(), "max_grad_norm") != NULL);
   CHECK_IS(cddp_ddp_step(d, s), CDDP_UNSUPPORTED);
   CHECK(strstr(cddp_error(), "include cddp_kernels.cuh") != NULL);
-  CHECK_EQ(cddp_ddp_partitions(d, NULL), 0);
-  CHECK_IS(cddp_ddp_reduce_scatter(d), CDDP_UNSUPPORTED);
-  CHECK_IS(cddp_ddp_all_gather(d), CDDP_UNSUPPORTED);
   CHECK_IS(cddp_optim_step(s), CDDP_UNSUPPORTED);
   cddp_register_kernels(kernels);
   CHECK_OK(cddp_ddp_step(d, s));
@@ -2883,6 +3003,7 @@ int main(void) {
   RUN(test_training);
   RUN(test_training_over_hosts);
   if (!RANKS_TSAN) RUN(test_training_options); /* its threads are those of test_training */
+  RUN(test_parts);
   RUN(test_training_masters);
   RUN(test_uneven_and_sparse);
   if (!RANKS_TSAN) RUN(test_checkpoints);
