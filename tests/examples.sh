@@ -270,12 +270,12 @@ elastic() { # ranks are killed while it trains, by cddprun's processes and alone
   local want pid victim round i
   build elastic
   (work=$work/run; mkdir "$work"; build cddprun) || exit 1
-  run ./elastic -n 1 --steps 600
+  run ./elastic -n 1 --steps 400
   want=$(sed -n 's/^rank 0: weights //p' "$work/out")
   [ ${#want} = 16 ] || fail "no hash"
   for round in cddprun alone; do
-    if [ $round = alone ]; then ./elastic -n 3 --steps 600 >"$work/out" 2>&1 &
-    else run/cddprun -n 3 --elastic --max-restarts 9 ./elastic --steps 600 >"$work/out" 2>&1 & fi
+    if [ $round = alone ]; then ./elastic -n 3 --steps 400 >"$work/out" 2>&1 &
+    else run/cddprun -n 3 --elastic --max-restarts 9 ./elastic --steps 400 >"$work/out" 2>&1 & fi
     pid=$!
     for victim in 1 0; do
       for ((i = 0; i < 300; i++)); do grep -q "rank $victim is process" "$work/out" && break; sleep 0.02; done
