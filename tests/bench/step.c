@@ -12,12 +12,15 @@
                    AdamW two states and no arithmetic that could take longer than the bytes
    step.c is compiled with -O3 -march=native, which only the loop of update_floor needs: cddp.h
    picks its own. Options: --rounds N (of which the median counts), --steps N (in a round), --optim
-   adamw, --clip NORM (of cddp_ddp_step alone) */
+   adamw, --clip NORM (of cddp_ddp_step alone).
+   --lost STEP: instead of all this trains an elastic model for --steps, rank 1 is killed in that
+   step's forward (-1: never) and started again; prints the whole time, 'step lost SECONDS'. */
 
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 #include "bench.h"
 #include <cblas.h>
+#include <signal.h>
 
 #if CDDP_VERSION < 300 /* v0.2 is compared with what is here */
 #define cddp_optim cddp_sgd
@@ -37,6 +40,7 @@ static const char *const mode_names[] = {"alone", "lockstep", "ddp_step", "ddp_w
 static int rounds = 7, steps = 10;
 static bool adamw;
 static double clip;
+static int lost = -2; /* --lost */
 
 static const size_t param_size[PARAMS] = {(size_t)HIDDEN *IN, HIDDEN, (size_t)HIDDEN *HIDDEN,
                                           HIDDEN,             (size_t)OUT *HIDDEN, OUT};
@@ -322,12 +326,9 @@ static void report(void) {
   }
 }
 
-static int as_rank(int r, void *arg) {
-  model models[MODES];
+static void begin(int r) {
   uint64_t seed = (uint64_t)r + 7;
-  size_t i;
-  int mode, round;
-  (void)arg;
+  int i;
   rank = r;
   check(cddp_init(&group, NULL));
   bench_pin(rank, RANKS);
@@ -337,6 +338,36 @@ static int as_rank(int r, void *arg) {
   d1 = fresh(BATCH * HIDDEN), d2 = fresh(BATCH * HIDDEN);
   for (i = 0; i < BATCH * IN; i++) x[i] = noise(&seed);
   for (i = 0; i < BATCH; i++) label[i] = (int)((noise(&seed) + 1) * 4.99f);
+}
+
+#if CDDP_VERSION >= 300
+static int as_elastic_rank(int r, void *arg) {
+  model m;
+  int t, shard;
+  (void)arg;
+  begin(r);
+  model_init(&m, ELASTIC);
+  for (t = (int)cddp_ddp_steps(m.ddp); t < steps; t = (int)cddp_ddp_steps(m.ddp)) {
+    while (cddp_ddp_next_shard(m.ddp, &shard)) {
+      forward(&m);
+      if (t == lost && rank == 1 && getenv("CDDP_JOIN") == NULL) raise(SIGKILL);
+      backward(&m);
+    }
+    update(&m, ELASTIC);
+  }
+  cddp_optim_destroy(m.sgd);
+  cddp_ddp_destroy(m.ddp);
+  cddp_destroy(group);
+  return 0;
+}
+#endif
+
+static int as_rank(int r, void *arg) {
+  model models[MODES];
+  size_t i;
+  int mode, round;
+  (void)arg;
+  begin(r);
   for (mode = 0; mode < MODES; mode++) model_init(&models[mode], mode);
   plain_touch();
   for (round = -1; round < rounds; round++) {
@@ -359,9 +390,18 @@ int main(int argc, char **argv) {
     if (strcmp(argv[i], "--rounds") == 0) rounds = atoi(argv[i + 1]);
     if (strcmp(argv[i], "--steps") == 0) steps = atoi(argv[i + 1]);
     if (strcmp(argv[i], "--clip") == 0) clip = atof(argv[i + 1]);
+    if (strcmp(argv[i], "--lost") == 0) lost = atoi(argv[i + 1]);
     if (strcmp(argv[i], "--optim") == 0) adamw = strcmp(argv[i + 1], "adamw") == 0;
   }
   if (rounds < 1 || rounds > ROUNDS || steps < 1) return 2;
+#if CDDP_VERSION >= 300
+  if (lost >= -1) {
+    double start = bench_now();
+    check(cddp_spawn_elastic(as_elastic_rank, NULL, RANKS, 1));
+    printf("step lost %.3f\n", bench_now() - start);
+    return 0;
+  }
+#endif
   plain_map();
   check(cddp_spawn(as_rank, NULL, RANKS));
   return 0;
