@@ -1244,7 +1244,6 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
@@ -3439,8 +3438,8 @@ static bool cddp__file_is_named(int fd, const char *path) {
    Works as follows: the protocol is c10d's TCPStore of PyTorch 2.2 and later. A client sends a
    command and reads its answer, one at a time, under the store's lock. The server runs each command
    with cddp__execute. One that has to wait (WAIT) stays at the head of its connection's input and
-   is tried again after each command that made a key. tcp://, unix:// and file:// differ in how a
-   client finds the server.
+   is tried again when keys have been made. tcp://, unix:// and file:// differ in how a client finds
+   the server.
    A command is its code, a byte; then, if it is counted, a number of items, else there is one item;
    an item is so many strings, the first of them a key; then tail bytes. Numbers are 8 bytes,
    little-endian; a string is its length, a number, and its bytes. VALIDATE comes first on a
@@ -3590,7 +3589,6 @@ typedef struct cddp__frame {
   uint64_t strings; /* strings still to come */
   unsigned code;    /* cddp__code */
   size_t missing;   /* WAIT: where the first key is that was missing; 0 = not tried yet */
-  uint64_t wants;   /* WAIT: that key's hash in the map */
 } cddp__frame;
 
 enum cddp__frame_result { CDDP__FRAME_PART, CDDP__FRAME_WHOLE, CDDP__FRAME_BAD };
@@ -3634,7 +3632,6 @@ static int cddp__frame_scan(cddp__frame *f, const unsigned char *p, size_t n) {
 
 typedef struct cddp__entry { /* the key's bytes follow the struct */
   struct cddp__entry *next;  /* in its bucket */
-  uint64_t hash;
   size_t key_size;
   cddp__buffer value;
 } cddp__entry;
@@ -3645,20 +3642,13 @@ typedef struct cddp__map { /* Owner: the server's thread */
   size_t count;     /* keys */
   size_t bytes;     /* that entries take */
   uint64_t created; /* keys that were made, ever */
-  uint64_t newest;  /* hash of the last of them */
   uint64_t seed;    /* of the hash */
 } cddp__map;
 
-static uint64_t cddp__map_hash(const cddp__map *m, cddp__span key) {
-  return cddp__hash64(m->seed, key.data, key.size);
-}
-
 /* The link that leads to the entry of key, or to the end of its chain. */
 static cddp__entry **cddp__map_link(cddp__map *m, cddp__span key) {
-  uint64_t hash = cddp__map_hash(m, key);
-  cddp__entry **link = &m->buckets[hash % CDDP__BUCKETS];
-  while (*link != NULL && !((*link)->hash == hash &&
-                            cddp__span_equal(key, cddp__span_of(*link + 1, (*link)->key_size))))
+  cddp__entry **link = &m->buckets[cddp__hash64(m->seed, key.data, key.size) % CDDP__BUCKETS];
+  while (*link != NULL && !cddp__span_equal(key, cddp__span_of(*link + 1, (*link)->key_size)))
     link = &(*link)->next;
   return link;
 }
@@ -3686,32 +3676,29 @@ static bool cddp__map_drop(cddp__map *m, cddp__entry **link) {
    when it would take more memory than there is, or be too long. value must not be the entry's. */
 static bool cddp__map_put(cddp__map *m, cddp__span key, cddp__span value, bool append) {
   cddp__entry **link = cddp__map_link(m, key), *e = *link;
-  bool is_new = e == NULL;
-  size_t old, size;
-  if (is_new) {
+  size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
+  size_t had = e != NULL ? e->value.capacity : 0;
+  if (size > CDDP__VALUE_MAX || m->bytes - had + size > CDDP__STORE_MEMORY) return false;
+  if (e == NULL) {
     e = (cddp__entry *)cddp__calloc(m->allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
-    e->hash = cddp__map_hash(m, key);
     e->key_size = key.size;
     e->value.allocator = m->allocator;
     e->value.total = &m->bytes;
     cddp__copy(e + 1, key.data, key.size);
-    *link = e;
-    m->count++;
-    m->bytes += sizeof *e + key.size;
   }
-  old = e->value.end;
-  if (!append) e->value.end = 0;
-  size = e->value.end + value.size;
-  if (size > CDDP__VALUE_MAX || m->bytes - e->value.capacity + size > CDDP__STORE_MEMORY ||
-      !cddp__buffer_reserve(&e->value, value.size)) {
+  e->value.end = size - value.size;
+  if (!cddp__buffer_reserve(&e->value, value.size)) {
     e->value.end = old;
-    if (is_new) cddp__map_drop(m, link);
+    if (*link == NULL) cddp__free(m->allocator, e);
     return false;
   }
   cddp__buffer_add(&e->value, value.data, value.size);
-  m->created += is_new;
-  if (is_new) m->newest = e->hash;
+  if (*link != NULL) return true;
+  *link = e;
+  m->count++;
+  m->created++;
+  m->bytes += sizeof *e + key.size;
   return true;
 }
 
@@ -3792,9 +3779,7 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
     if (f->missing > 0) p = head + f->missing;
     while (p < end) {
       f->missing = (size_t)(p - head);
-      key = cddp__take_string(&p);
-      f->wants = cddp__map_hash(m, key);
-      if (!cddp__map_get(m, key, &value)) return CDDP__BLOCKED;
+      if (!cddp__map_get(m, cddp__take_string(&p), &value)) return CDDP__BLOCKED;
     }
     break;
   case CDDP__GETNUMKEYS: number = m->count; break;
@@ -3809,9 +3794,9 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
 }
 
 /* --- the server ---
-   One thread with level-triggered epoll. Each connection has a buffer of input, whose commands are
-   run one by one, and one of output. What happens to other connections on the way (a wait is over,
-   one has to end) is only marked, and done at the end of the turn: cddp__server_settle. Nothing a
+   One thread and one poll(2). In each turn it reads what has come, accepts who calls, and then lets
+   every connection run the commands in its buffer of input; a command that made a key is followed
+   by all those that wait. What cannot be sent at once stays in the buffer of output. Nothing a
    client does stops the loop: each has its own limits and deadlines, and an error, malloc's
    included, ends only the connection it happened on. */
 #ifndef CDDP__GREETING_S
@@ -3820,17 +3805,14 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
 #ifndef CDDP__COMMAND_S
 #define CDDP__COMMAND_S 10.0 /* for a command, plus 1 per 64 KiB that came; for reading output */
 #endif
-#define CDDP__TICK_S 0.25       /* how often deadlines are looked at */
+#define CDDP__TICK_MS 250       /* how often deadlines are looked at, at least */
 #define CDDP__SERVER_KEEP 4096u /* bytes of buffer that an idle connection keeps */
 
 typedef struct cddp__conn { /* a client of the server. Owner: the server's thread */
   struct cddp__conn *next;  /* older */
-  int fd;
-  bool dead;       /* closed; freed at the end of the turn */
-  bool greeted;    /* its first command, VALIDATE, was good */
-  bool blocked;    /* the command at the head of in is a WAIT that waits */
-  bool ready;      /* has commands to be run, now that its WAIT is over */
-  uint32_t events; /* what epoll watches for */
+  int fd;                   /* -1: it has ended, and is freed at the end of the turn */
+  bool greeted;             /* its first command, VALIDATE, was good */
+  bool blocked;             /* the command at the head of in is a WAIT that waits */
   cddp__buffer in, out;
   cddp__frame frame;         /* of the command at the head of in */
   double deadline;           /* for greeting, for the command at hand, or for reading output */
@@ -3841,38 +3823,23 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   pthread_t thread;
   cddp_allocator allocator;
   const char *secret; /* NULL = none */
-  int epoll, stop;    /* an eventfd: written to by the destroyer */
+  int stop;           /* an eventfd: written to by the destroyer */
   int listeners[CDDP__ADDRESSES_MAX], listener_count;
   cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
   cddp__map map;
-  cddp__conn *conns;    /* the newest */
-  int pending, blocked; /* connections that have not greeted; that are in a WAIT */
-  bool unsettled;       /* some connection is dead or ready */
-  double checked;       /* when deadlines were last looked at */
-  size_t buffered;      /* capacity of all connections' buffers, bytes */
+  cddp__conn *conns;  /* the newest */
+  size_t conn_count;
+  struct pollfd *fds; /* for stop, the listeners and the connections; room for one more */
+  size_t fds_capacity;
+  size_t buffered; /* capacity of all connections' buffers, bytes */
 } cddp__server;
 
-/* What epoll's events carry: 0 = stop, 1 + a listener's index, or a cddp__conn's address. */
-static cddp_result cddp__server_watch(cddp__server *v, int fd, uint64_t what) {
-  struct epoll_event event;
-  event.events = EPOLLIN;
-  event.data.u64 = what;
-  return epoll_ctl(v->epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? CDDP_OK
-                                                             : cddp__fail_errno("epoll_ctl");
-}
-
 /* Closes c; it is freed at the end of the turn. */
-static void cddp__conn_kill(cddp__server *v, cddp__conn *c) {
-  if (c->dead) return;
-  c->dead = v->unsettled = true;
-  v->pending -= !c->greeted;
-  v->blocked -= c->blocked;
+static void cddp__conn_kill(cddp__conn *c) {
   c->blocked = false;
   cddp__buffer_clear(&c->in, 0);
   cddp__buffer_clear(&c->out, 0);
-  /* A child that this process forked may have a copy of the descriptor, which close() leaves. */
-  epoll_ctl(v->epoll, EPOLL_CTL_DEL, c->fd, NULL);
-  shutdown(c->fd, SHUT_RDWR);
+  if (c->fd >= 0) shutdown(c->fd, SHUT_RDWR); /* a forked child may have a copy of it */
   cddp__close_fd(&c->fd);
 }
 
@@ -3883,15 +3850,13 @@ static void cddp__conn_prove(cddp__server *v, cddp__conn *c) {
   c->in.start += cddp__challenge_feed(k, in.data, in.size);
   cddp__buffer_add(&c->out, k->out, k->out_size);
   k->out_size = 0;
-  if (c->out.failed) cddp__conn_kill(v, c);
   if (k->state <= CDDP__CHALLENGE_PROVEN) return;
   cddp__add32(&v->unproven, 1);
   c->deadline = cddp__now() + 1;
 }
 
 /* The command at the head of c's input waits, or is done: the next one may follow. */
-static void cddp__conn_ran(cddp__server *v, cddp__conn *c, bool blocked) {
-  v->blocked += blocked - c->blocked;
+static void cddp__conn_ran(cddp__conn *c, bool blocked) {
   c->blocked = blocked;
   if (blocked) return;
   c->in.start += c->frame.scanned;
@@ -3900,36 +3865,22 @@ static void cddp__conn_ran(cddp__server *v, cddp__conn *c, bool blocked) {
 
 /* Runs the whole command at the head of c's input, or tries it again. */
 static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
-  int ran;
-  if (cddp__buffer_size(&c->out) == 0) c->deadline = cddp__now() + CDDP__COMMAND_S;
-  ran = cddp__execute(&v->map, &c->frame, c->in.data + c->in.start, &c->out);
+  int ran = cddp__execute(&v->map, &c->frame, c->in.data + c->in.start, &c->out);
   if (ran == CDDP__BROKEN || v->buffered > CDDP__SERVER_MEMORY ||
       cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
-    cddp__conn_kill(v, c);
+    cddp__conn_kill(c);
     return;
   }
-  v->pending -= !c->greeted;
   c->greeted = true;
-  cddp__conn_ran(v, c, ran == CDDP__BLOCKED);
-}
-
-/* If keys have been made since there were `created`: connections that wait for them try again. */
-static void cddp__server_wake(cddp__server *v, uint64_t created) {
-  bool one = v->map.created == created + 1;
-  cddp__conn *c;
-  if (v->map.created == created || v->blocked == 0) return;
-  for (c = v->conns; c != NULL; c = c->next) {
-    if (!c->blocked || (one && c->frame.wants != v->map.newest)) continue;
-    cddp__conn_execute(v, c);
-    c->ready = !c->blocked;
-    v->unsettled = v->unsettled || c->ready;
-  }
+  c->deadline = cddp__now() + CDDP__COMMAND_S;
+  cddp__conn_ran(c, ran == CDDP__BLOCKED);
 }
 
 /* Takes one step with c's input; false when more has to come first. In a WAIT only CANCEL_WAIT is
    taken, which ends it; what else comes stays where it is. */
 static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   uint64_t created = v->map.created;
+  cddp__conn *other;
   cddp__span in;
   int found;
   if (c->challenge.state == CDDP__CHALLENGE_ON) cddp__conn_prove(v, c);
@@ -3938,16 +3889,17 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   if (in.size == 0 || c->challenge.state != CDDP__CHALLENGE_PROVEN) return false;
   if (c->blocked) {
     if (in.size == c->frame.scanned || in.data[c->frame.scanned] != CDDP__CANCEL_WAIT) return false;
-    cddp__conn_ran(v, c, false);
+    cddp__conn_ran(c, false);
     return true;
   }
   found = cddp__frame_scan(&c->frame, in.data, in.size);
   if (found == CDDP__FRAME_BAD || (!c->greeted && in.data[0] != CDDP__VALIDATE))
-    cddp__conn_kill(v, c);
+    cddp__conn_kill(c);
   else if (found == CDDP__FRAME_WHOLE)
     cddp__conn_execute(v, c);
-  cddp__server_wake(v, created);
-  return found == CDDP__FRAME_WHOLE && !c->dead;
+  for (other = v->conns; other != NULL && v->map.created != created; other = other->next)
+    if (other->blocked) cddp__conn_execute(v, other); /* before c may delete what it made */
+  return found == CDDP__FRAME_WHOLE && c->fd >= 0;
 }
 
 /* Sends what the system takes. False when the connection has failed. */
@@ -3960,32 +3912,23 @@ static bool cddp__conn_flush(cddp__conn *c) {
     c->out.start += (size_t)n;
     if (c->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
   }
-  return true;
+  return !c->out.failed;
 }
 
 /* Runs the commands that have come, as long as the answers are read: no client keeps the server
-   busy for others' time. Then says which events epoll shall report. */
+   busy for others' time. */
 static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
-  struct epoll_event event;
-  bool full = true;
-  size_t out = 0;
-  while (full && out == 0 && !c->dead) {
+  bool more = true;
+  while (more && c->fd >= 0 && cddp__buffer_size(&c->out) == 0) {
     while (cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(v, c)) {}
-    full = cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE;
-    if (!cddp__conn_flush(c)) cddp__conn_kill(v, c);
-    out = cddp__buffer_size(&c->out);
+    more = cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE;
+    if (c->fd >= 0 && !cddp__conn_flush(c)) cddp__conn_kill(c);
   }
-  if (c->dead) return;
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__SERVER_KEEP);
-  if (out == 0) cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
-  if (out == 0 && c->challenge.state > CDDP__CHALLENGE_PROVEN)
+  if (cddp__buffer_size(&c->out) > 0) return;
+  cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
+  if (c->fd >= 0 && c->challenge.state > CDDP__CHALLENGE_PROVEN)
     shutdown(c->fd, SHUT_WR); /* closing at once might reset it before it has read why */
-  event.events = (out > CDDP__SERVER_PAUSE ? 0u : (uint32_t)EPOLLIN) |
-                 (out > 0 ? (uint32_t)EPOLLOUT : 0u);
-  event.data.u64 = (uint64_t)(uintptr_t)c;
-  if (event.events == c->events) return;
-  c->events = event.events;
-  if (epoll_ctl(v->epoll, EPOLL_CTL_MOD, c->fd, &event) != 0) cddp__conn_kill(v, c);
 }
 
 /* Reads once. False when the connection has failed or ended, or there is no room for more input. */
@@ -4007,12 +3950,16 @@ static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
   return true;
 }
 
-static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
-  if (c->dead) return;
-  if (events & EPOLLIN ? !cddp__conn_read(v, c) : (events & (EPOLLHUP | EPOLLERR)) != 0)
-    cddp__conn_kill(v, c);
-  else
-    cddp__conn_run(v, c);
+/* What the server wants to hear of c: nothing comes in while too much is to go out. */
+static short cddp__conn_events(const cddp__conn *c) {
+  size_t out = cddp__buffer_size(&c->out);
+  return (short)((out > CDDP__SERVER_PAUSE ? 0 : POLLIN) | (out > 0 ? POLLOUT : 0));
+}
+
+static void cddp__conn_event(const cddp__server *v, cddp__conn *c, short events) {
+  bool ended = (events & (POLLHUP | POLLERR | POLLNVAL)) != 0;
+  if (events & POLLIN ? !cddp__conn_read(v, c) : ended) cddp__conn_kill(c);
+  if (c->fd >= 0 && (events & POLLOUT) != 0 && !cddp__conn_flush(c)) cddp__conn_kill(c);
 }
 
 /* Whether c has let a deadline pass: for its greeting, for reading its output, or for a command. */
@@ -4022,29 +3969,26 @@ static bool cddp__conn_late(const cddp__conn *c, double now) {
   return in > 0 && !c->blocked && now >= c->deadline + (double)in / 65536;
 }
 
-/* The end of a turn: drops connections that are late, goes on with those whose WAIT is over, and
-   frees the dead. */
+/* The end of a turn: runs what has come, drops connections that are late and frees the ended. */
 static void cddp__server_settle(cddp__server *v) {
-  double now = cddp__now();
-  cddp__conn *c, **link;
-  bool tick = now >= v->checked + CDDP__TICK_S;
-  if (tick) v->checked = now;
-  for (c = v->conns; c != NULL && tick; c = c->next)
-    if (cddp__conn_late(c, now)) cddp__conn_kill(v, c);
-  while (v->unsettled) {
-    v->unsettled = false;
-    for (link = &v->conns; (c = *link) != NULL;) {
-      if (c->ready && !c->dead) {
-        c->ready = false;
-        cddp__conn_run(v, c);
-      }
-      if (!c->dead) {
-        link = &c->next;
-        continue;
-      }
-      *link = c->next;
-      cddp__free(&v->allocator, c);
+  cddp__conn *c, **link = &v->conns;
+  double now;
+  uint64_t created;
+  do {
+    created = v->map.created;
+    for (c = v->conns; c != NULL; c = c->next)
+      if (c->fd >= 0) cddp__conn_run(v, c);
+  } while (created != v->map.created);
+  now = cddp__now();
+  while ((c = *link) != NULL) {
+    if (c->fd >= 0 && cddp__conn_late(c, now)) cddp__conn_kill(c);
+    if (c->fd >= 0) {
+      link = &c->next;
+      continue;
     }
+    *link = c->next;
+    v->conn_count--;
+    cddp__free(&v->allocator, c);
   }
 }
 
@@ -4055,27 +3999,34 @@ static bool cddp__spare_descriptor(int fd) {
   return (rlim_t)fd + (limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64) < limit.rlim_cur;
 }
 
-/* Drops the connection that has been silent longest; false when all have greeted. */
-static bool cddp__server_drop_pending(cddp__server *v) {
-  cddp__conn *oldest = NULL, *c;
-  for (c = v->conns; c != NULL; c = c->next)
-    if (!c->dead && !c->greeted &&
-        (v->secret == NULL || c->challenge.state != CDDP__CHALLENGE_PROVEN))
-      oldest = c;
-  if (oldest != NULL) cddp__conn_kill(v, oldest);
-  return oldest != NULL;
+/* Room in v->fds for one connection more. */
+static bool cddp__server_room(cddp__server *v) {
+  size_t count = 2 + (size_t)v->listener_count + v->conn_count;
+  void *fds = cddp__grown(&v->allocator, v->fds, &v->fds_capacity, count, sizeof *v->fds);
+  if (fds != NULL) v->fds = (struct pollfd *)fds;
+  return fds != NULL;
 }
 
-/* Makes a connection of fd, which it takes. Works as follows when there are too many: those that
-   have not greeted go first, oldest first; if all have, nobody else is let in. In the place of one
-   that went, the new one takes its number, or a lower one. */
+/* Makes a connection of fd, which it takes. When there are too many, the one that has been silent
+   longest goes; if all have proven themselves, nobody else is let in. In the place of one that
+   went, the new one takes its number, or a lower one. */
 static void cddp__server_add_conn(cddp__server *v, int fd) {
-  bool spare = cddp__spare_descriptor(fd),
-       room = (spare && v->pending < CDDP__PENDING_MAX) || cddp__server_drop_pending(v);
-  int low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
-  cddp__conn *c = NULL;
-  if (low >= 0) close(fd), fd = low;
-  if (room && cddp__stream_ready(fd) == 0)
+  bool spare = cddp__spare_descriptor(fd), room = true;
+  cddp__conn *c, *oldest = NULL;
+  int pending = 0, low;
+  for (c = v->conns; c != NULL; c = c->next) {
+    if (c->fd < 0 || c->greeted) continue;
+    pending++;
+    if (v->secret == NULL || c->challenge.state != CDDP__CHALLENGE_PROVEN) oldest = c;
+  }
+  if (!spare || pending >= CDDP__PENDING_MAX) {
+    room = oldest != NULL;
+    if (room) cddp__conn_kill(oldest);
+    low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    if (low >= 0) close(fd), fd = low;
+  }
+  c = NULL;
+  if (room && cddp__stream_ready(fd) == 0 && cddp__server_room(v))
     c = (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c);
   if (c == NULL ||
       cddp__challenge_begin(&c->challenge, v->secret, "store", false, NULL, 0) != CDDP_OK) {
@@ -4083,20 +4034,17 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
     close(fd);
     return;
   }
-  cddp__own_socket(fd);
-  c->fd = fd;
+  cddp__own_socket(c->fd = fd);
   c->in.allocator = c->out.allocator = &v->allocator;
   c->in.total = c->out.total = &v->buffered;
   c->deadline = cddp__now() + CDDP__GREETING_S;
-  c->events = EPOLLIN;
   c->next = v->conns;
   v->conns = c;
-  v->pending++;
-  if (cddp__server_watch(v, fd, (uint64_t)(uintptr_t)c) != CDDP_OK) cddp__conn_kill(v, c);
+  v->conn_count++;
 }
 
 /* When accept fails, as without descriptors, the server rests a little: the listening socket wakes
-   epoll again and again. */
+   poll again and again. */
 static void cddp__server_accept(cddp__server *v, int listener) {
   int i, fd;
   for (i = 0; i < 64; i++) {
@@ -4111,18 +4059,28 @@ static void cddp__server_accept(cddp__server *v, int listener) {
 
 static void *cddp__server_main(void *arg) {
   cddp__server *v = (cddp__server *)arg;
-  struct epoll_event events[64];
+  cddp__conn *c;
   for (;;) {
-    int i, n = epoll_wait(v->epoll, events, 64, v->conns != NULL ? (int)(CDDP__TICK_S * 1000) : -1);
-    if (n < 0 && errno != EINTR) return NULL;
-    for (i = 0; i < n; i++) {
-      uint64_t what = events[i].data.u64;
-      if (what == 0) return NULL;
-      if (what > CDDP__ADDRESSES_MAX)
-        cddp__conn_event(v, (cddp__conn *)(uintptr_t)what, events[i].events);
-      else
-        cddp__server_accept(v, v->listeners[what - 1]);
+    struct pollfd *p = v->fds;
+    int i, ms = v->conns != NULL ? CDDP__TICK_MS : -1;
+    for (i = -1; i < v->listener_count; i++, p++) {
+      p->fd = i < 0 ? v->stop : v->listeners[i];
+      p->events = POLLIN;
     }
+    for (c = v->conns; c != NULL; c = c->next, p++) {
+      p->fd = c->fd;
+      p->events = cddp__conn_events(c);
+    }
+    if (poll(v->fds, (nfds_t)(p - v->fds), ms) < 0) { /* more than ulimit -n: tries each */
+      while (--p > v->fds) p->revents = p->events;
+      if (poll(p, 1, 10) < 0) p->revents = 0;
+    }
+    p = v->fds;
+    if (p->revents != 0) return NULL;
+    for (c = v->conns, p += 1 + v->listener_count; c != NULL; c = c->next, p++)
+      if (p->revents != 0) cddp__conn_event(v, c, p->revents);
+    for (i = 0; i < v->listener_count; i++)
+      if (v->fds[1 + i].revents != 0) cddp__server_accept(v, v->listeners[i]);
     cddp__server_settle(v);
   }
 }
@@ -4132,13 +4090,13 @@ static void cddp__server_free(cddp__server *v) {
   cddp_allocator a = v->allocator;
   cddp__conn *c;
   uint32_t i;
-  for (c = v->conns; c != NULL; c = c->next) cddp__conn_kill(v, c);
+  for (c = v->conns; c != NULL; c = c->next) cddp__conn_kill(c);
   cddp__server_settle(v);
   for (i = 0; i < CDDP__BUCKETS; i++)
     while (cddp__map_drop(&v->map, &v->map.buckets[i])) {}
   while (v->listener_count > 0) cddp__close_fd(&v->listeners[--v->listener_count]);
   cddp__close_fd(&v->stop);
-  cddp__close_fd(&v->epoll);
+  cddp__free(&a, v->fds);
   cddp__free(&a, v);
 }
 
@@ -4410,15 +4368,10 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
       r = cddp__fail_errno("the launcher's listening socket");
   }
   v->stop = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  v->epoll = epoll_create1(EPOLL_CLOEXEC);
-  if (r == CDDP_OK && (v->stop < 0 || v->epoll < 0))
-    r = cddp__fail_errno(v->epoll < 0 ? "epoll_create1" : "eventfd");
+  if (r == CDDP_OK && v->stop < 0) r = cddp__fail_errno("eventfd");
+  if (r == CDDP_OK && !cddp__server_room(v)) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = cddp__random(&v->map.seed, sizeof v->map.seed);
-  if (r == CDDP_OK) r = cddp__server_watch(v, v->stop, 0);
-  for (i = 0; i < v->listener_count; i++) {
-    cddp__own_socket(fds[i]);
-    if (r == CDDP_OK) r = cddp__server_watch(v, fds[i], 1 + (uint64_t)i);
-  }
+  for (i = 0; i < v->listener_count; i++) cddp__own_socket(fds[i]);
   if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
   if (r != CDDP_OK) {
     cddp__server_free(v);
