@@ -61,7 +61,7 @@
      >>design       how it works: memory, steps, the canonical sum, threads, failure
      >>config       limits and tunables             >>structs      private structs and their owners
      >>hooks        calls from rooms further down   >>base         errors, memory, clock, threads
-     >>record       the flight recorder             >>bytes        little-endian, hashes, HMAC
+     >>record       the flight recorder             >>bytes        little-endian, hashes, proofs
      >>sockets      addresses, non-blocking I/O     >>store        key-value store: TCP and file
      >>discovery    rank and address
      >>arena        memory shared by a host's ranks >>reduce       sums in canonical order (pure)
@@ -2708,7 +2708,7 @@ CDDP__COLD
    Numbers in little-endian order, hashes, random bytes, and the proof of a shared secret. Pure, but
    for cddp__random.
    Owns and touches nothing.
-   Entry points: cddp__put32 to cddp__get64, cddp__hash64, cddp__random, cddp__hmac, and
+   Entry points: cddp__put32 to cddp__get64, cddp__hash64, cddp__random, cddp__mac, and
    cddp__challenge_begin and _feed, of which CHALLENGE below says how they work. */
 
 static void cddp__put32(void *p, uint32_t v) { /* little-endian, any alignment */
@@ -2751,110 +2751,71 @@ static cddp_result cddp__random(void *p, size_t n) {
   return CDDP_OK;
 }
 
-typedef struct cddp__sha256 {
-  uint32_t h[8];
-  uint64_t bytes;          /* hashed so far */
-  unsigned char block[64]; /* the last bytes % 64 of them */
-} cddp__sha256;
+/* BLAKE2s (RFC 7693), which takes a key: no HMAC is needed around it. */
+static const uint32_t cddp__blake2s_start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
+                                                0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
 
 static uint32_t cddp__rotate(uint32_t v, int n) { return v >> n | v << (32 - n); }
 
-static void cddp__sha256_block(uint32_t h[8], const unsigned char *p) {
-  static const uint32_t k[64] = {
-      0x428a2f98u, 0x71374491u, 0xb5c0fbcfu, 0xe9b5dba5u, 0x3956c25bu, 0x59f111f1u, 0x923f82a4u,
-      0xab1c5ed5u, 0xd807aa98u, 0x12835b01u, 0x243185beu, 0x550c7dc3u, 0x72be5d74u, 0x80deb1feu,
-      0x9bdc06a7u, 0xc19bf174u, 0xe49b69c1u, 0xefbe4786u, 0x0fc19dc6u, 0x240ca1ccu, 0x2de92c6fu,
-      0x4a7484aau, 0x5cb0a9dcu, 0x76f988dau, 0x983e5152u, 0xa831c66du, 0xb00327c8u, 0xbf597fc7u,
-      0xc6e00bf3u, 0xd5a79147u, 0x06ca6351u, 0x14292967u, 0x27b70a85u, 0x2e1b2138u, 0x4d2c6dfcu,
-      0x53380d13u, 0x650a7354u, 0x766a0abbu, 0x81c2c92eu, 0x92722c85u, 0xa2bfe8a1u, 0xa81a664bu,
-      0xc24b8b70u, 0xc76c51a3u, 0xd192e819u, 0xd6990624u, 0xf40e3585u, 0x106aa070u, 0x19a4c116u,
-      0x1e376c08u, 0x2748774cu, 0x34b0bcb5u, 0x391c0cb3u, 0x4ed8aa4au, 0x5b9cca4fu, 0x682e6ff3u,
-      0x748f82eeu, 0x78a5636fu, 0x84c87814u, 0x8cc70208u, 0x90befffau, 0xa4506cebu, 0xbef9a3f7u,
-      0xc67178f2u};
-  uint32_t w[64], v[8];
-  int i;
-  for (i = 0; i < 16; i++)
-    w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 | (uint32_t)p[4 * i + 2] << 8 |
-           p[4 * i + 3];
-  for (i = 16; i < 64; i++) {
-    uint32_t a = w[i - 15], b = w[i - 2];
-    w[i] = w[i - 16] + (cddp__rotate(a, 7) ^ cddp__rotate(a, 18) ^ a >> 3) + w[i - 7] +
-           (cddp__rotate(b, 17) ^ cddp__rotate(b, 19) ^ b >> 10);
-  }
-  memcpy(v, h, sizeof v);
-  for (i = 0; i < 64; i++) {
-    uint32_t e = v[4], a = v[0];
-    uint32_t t = v[7] + (cddp__rotate(e, 6) ^ cddp__rotate(e, 11) ^ cddp__rotate(e, 25)) +
-                 ((e & v[5]) ^ (~e & v[6])) + k[i] + w[i];
-    uint32_t u = (cddp__rotate(a, 2) ^ cddp__rotate(a, 13) ^ cddp__rotate(a, 22)) +
-                 ((a & v[1]) ^ (a & v[2]) ^ (v[1] & v[2]));
-    memmove(v + 1, v, 7 * sizeof v[0]);
-    v[4] += t;
-    v[0] = t + u;
-  }
-  for (i = 0; i < 8; i++) h[i] += v[i];
-}
-
-static void cddp__sha256_init(cddp__sha256 *s) {
-  static const uint32_t h[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
-                                0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
-  memcpy(s->h, h, sizeof h);
-  s->bytes = 0;
-}
-
-static void cddp__sha256_add(cddp__sha256 *s, const void *data, size_t n) {
-  const unsigned char *p = (const unsigned char *)data;
-  size_t have = (size_t)(s->bytes % 64);
-  s->bytes += n;
-  while (n > 0) {
-    size_t take = cddp__min(64 - have, n);
-    memcpy(s->block + have, p, take);
-    p += take;
-    n -= take;
-    have += take;
-    if (have == 64) {
-      cddp__sha256_block(s->h, s->block);
-      have = 0;
+/* Mixes in one block; `bytes` have been hashed with it. */
+static void cddp__blake2s_block(uint32_t h[8], const unsigned char *p, uint64_t bytes, bool last) {
+  static const uint64_t order[10] = { /* of each round: the words it takes, from the low end */
+      0xfedcba9876543210u, 0x357b20c16df984aeu, 0x491763eadf250c8bu, 0x8f04a562ebcd1397u,
+      0xd386cb1efa427509u, 0x91ef57d438b0a6c2u, 0xb8293670a4def15cu, 0xa2684f05931ce7bdu,
+      0x5a417d2c803b9ef6u, 0x0dc3e9bf5167482au};
+  uint32_t v[16];
+  int round, i;
+  memcpy(v, h, 8 * sizeof *v);
+  memcpy(v + 8, cddp__blake2s_start, 8 * sizeof *v);
+  v[12] ^= (uint32_t)bytes;
+  v[13] ^= (uint32_t)(bytes >> 32);
+  if (last) v[14] = ~v[14];
+  for (round = 0; round < 10; round++)
+    for (i = 0; i < 8; i++) { /* four columns, then four diagonals */
+      uint64_t words = order[round] >> (8 * i);
+      int turn = i / 4;
+      uint32_t *a = &v[i % 4], *b = &v[4 + (i + turn) % 4], *c = &v[8 + (i + 2 * turn) % 4],
+               *d = &v[12 + (i + 3 * turn) % 4];
+      *a += *b + cddp__get32(p + 4 * (words & 15));
+      *d = cddp__rotate(*d ^ *a, 16);
+      *c += *d;
+      *b = cddp__rotate(*b ^ *c, 12);
+      *a += *b + cddp__get32(p + 4 * (words >> 4 & 15));
+      *d = cddp__rotate(*d ^ *a, 8);
+      *c += *d;
+      *b = cddp__rotate(*b ^ *c, 7);
     }
-  }
+  for (i = 0; i < 8; i++) h[i] ^= v[i] ^ v[8 + i];
 }
 
-static void cddp__sha256_end(cddp__sha256 *s, unsigned char digest[32]) {
-  static const unsigned char pad[64] = {0x80};
-  unsigned char length[8];
-  uint64_t bits = s->bytes * 8;
-  int i;
-  for (i = 0; i < 8; i++) length[i] = (unsigned char)(bits >> (56 - 8 * i));
-  cddp__sha256_add(s, pad, 1 + (size_t)((119 - s->bytes % 64) % 64));
-  cddp__sha256_add(s, length, 8);
-  for (i = 0; i < 32; i++) digest[i] = (unsigned char)(s->h[i / 4] >> (24 - 8 * (i % 4)));
+/* Of n bytes, with a key of at most 32 bytes. */
+static void cddp__blake2s(const void *key, size_t key_size, const void *data, size_t n,
+                          unsigned char out[32]) {
+  const unsigned char *p = (const unsigned char *)data;
+  unsigned char block[64];
+  uint32_t h[8];
+  size_t at = 0, take, total = n + (key_size > 0 ? 64 : 0); /* the key has a block of its own */
+  memcpy(h, cddp__blake2s_start, sizeof h);
+  h[0] ^= 0x01010020u ^ (uint32_t)key_size << 8;
+  do {
+    bool own = at == 0 && key_size > 0;
+    take = own ? key_size : cddp__min(64, total - at);
+    memset(block, 0, sizeof block);
+    cddp__copy(block, own ? key : p, take);
+    if (!own) p += take;
+    at += own ? 64 : take;
+    cddp__blake2s_block(h, block, at, at == total);
+  } while (at < total);
+  for (take = 0; take < 8; take++) cddp__put32(out + 4 * take, h[take]);
 }
 
-/* RFC 2104 over label (with its NUL, so that no label is the beginning of another) and data. */
-static void cddp__hmac(const char *secret, const char *label, const void *data, size_t n,
-                       unsigned char mac[32]) {
-  cddp__sha256 s;
-  unsigned char key[64], inner[32];
-  size_t size = strlen(secret), i;
-  memset(key, 0, sizeof key);
-  if (size > 64) {
-    cddp__sha256_init(&s);
-    cddp__sha256_add(&s, secret, size);
-    cddp__sha256_end(&s, key);
-  } else {
-    memcpy(key, secret, size);
-  }
-  for (i = 0; i < 64; i++) key[i] ^= 0x36;
-  cddp__sha256_init(&s);
-  cddp__sha256_add(&s, key, 64);
-  if (label != NULL) cddp__sha256_add(&s, label, strlen(label) + 1);
-  cddp__sha256_add(&s, data, n);
-  cddp__sha256_end(&s, inner);
-  for (i = 0; i < 64; i++) key[i] ^= 0x36 ^ 0x5c;
-  cddp__sha256_init(&s);
-  cddp__sha256_add(&s, key, 64);
-  cddp__sha256_add(&s, inner, 32);
-  cddp__sha256_end(&s, mac);
+/* The proof that its maker knows the secret, of a label and data. */
+static void cddp__mac(const char *secret, const char *label, const void *data, size_t n,
+                      unsigned char mac[32]) {
+  unsigned char key[32], of_data[32];
+  cddp__blake2s(NULL, 0, secret, strlen(secret), key);
+  cddp__blake2s(key, sizeof key, data, n, of_data);
+  cddp__blake2s(of_data, sizeof of_data, label, strlen(label), mac);
 }
 
 /* Equality in a time that does not tell where the first difference is. */
@@ -2872,7 +2833,7 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
    and the purpose, so that no proof serves in another place. A stranger who calls gets a nonce and
    nothing to test guesses on. What follows on the connection is neither encrypted nor signed.
      caller: HELLO, nonce                       called: CHALLENGE, nonce
-     caller: PROOF, HMAC(caller's label, ...)   called: WELCOME, HMAC(called end's label, ...)
+     caller: PROOF, MAC(caller's label, ...)    called: WELCOME, MAC(called end's label, ...)
    Instead of an answer the called end may send REFUSAL and a letter: S = a secret is needed here,
    W = not that one, N = there is none here. Works as follows, without blocking: begin, then send
    `out` whenever out_size is not 0 (and set that to 0), and feed what comes, until the state is no
@@ -2916,7 +2877,7 @@ static void cddp__challenge_prove(const cddp__challenge *c, bool caller,
                                   unsigned char proof[CDDP__PROOF_SIZE]) {
   char label[64];
   snprintf(label, sizeof label, "cddp %s %s", c->purpose, caller ? "caller" : "called");
-  cddp__hmac(c->secret, label, c->covered, c->covered_size, proof);
+  cddp__mac(c->secret, label, c->covered, c->covered_size, proof);
 }
 
 /* context: at most 64 bytes that the proofs cover too, the same at both ends; NULL: none. */
@@ -3096,6 +3057,22 @@ static cddp_result cddp__send_all(int fd, const void *data, size_t size, double 
 
 static cddp_result cddp__recv_all(int fd, void *data, size_t size, double deadline) {
   return cddp__send_or_recv(fd, NULL, data, size, deadline);
+}
+
+/* Does this end's part of a challenge that has begun; its state says how that ended. bytes: where
+   what came last is left, for texts. */
+static cddp_result cddp__challenge_run(cddp__challenge *c, int fd,
+                                       unsigned char *bytes, double deadline) {
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && (c->state == CDDP__CHALLENGE_ON || c->out_size > 0)) {
+    size_t n = c->in_size == 0 ? 9 : sizeof c->in - c->in_size; /* a refusal has 9 bytes */
+    r = cddp__send_all(fd, c->out, c->out_size, deadline);
+    c->out_size = 0;
+    if (r != CDDP_OK || c->state != CDDP__CHALLENGE_ON) break;
+    r = cddp__recv_all(fd, bytes, n, deadline);
+    if (r == CDDP_OK) cddp__challenge_feed(c, bytes, n);
+  }
+  return r;
 }
 
 /* Sends bytes or receives up to n, without blocking, as sendmsg and recvmsg do. On a Unix socket
@@ -4132,48 +4109,32 @@ static double cddp__soon(double seconds, double deadline) { /* the earlier of bo
   return t < deadline ? t : deadline;
 }
 
-/* The server has refused; why: its letter. 0: it is the server that does not know the secret. */
-static cddp_result cddp__turned_away(char why) {
-  return cddp__fail(
-      CDDP_UNAUTHORIZED,
-      why == 'S'   ? "the server has a secret and this process has none; set CDDP_SECRET (or the "
-                     "desc's secret) to the server's"
-      : why == 'W' ? "the server has another secret; set one CDDP_SECRET (or desc's secret) on all "
-                     "ranks"
-      : why == 'N' ? "this process has a secret and the server has none; set CDDP_SECRET there "
-                     "too, or unset it here"
-                   : "what answers there does not know the secret");
-}
-
 /* The beginning of a connection to a: the challenge, if there is a secret, and the first answer to
    a command. Only that shows that there is a store and that it takes us. Whoever takes a connection
    in silence may be a server that is not ready yet. */
-static cddp_result cddp__greet(const cddp_store *s, const cddp__address *a, int fd,
-                               double deadline) {
+static cddp_result cddp__greet(const cddp_store *s, const cddp__address *a, double deadline) {
   cddp__challenge c;
   unsigned char bytes[sizeof c.in + 1] = {0};
   char text[160];
-  size_t n;
   cddp_result r = cddp__challenge_begin(&c, s->proof, "store", true, NULL, 0);
-  if (s->proof == NULL) c.state = CDDP__CHALLENGE_PROVEN;
-  while (r == CDDP_OK && c.state == CDDP__CHALLENGE_ON) {
-    n = c.in_size == 0 ? 9 : sizeof c.in - c.in_size; /* a refusal has 9 bytes */
-    r = cddp__send_all(fd, c.out, c.out_size, deadline);
-    c.out_size = 0;
-    if (r == CDDP_OK) r = cddp__recv_all(fd, bytes, n, deadline);
-    if (r == CDDP_OK) cddp__challenge_feed(&c, bytes, n);
-  }
-  if (r == CDDP_OK && c.state == CDDP__CHALLENGE_PROVEN) {
-    r = cddp__send_all(fd, cddp__greeting, sizeof cddp__greeting - 1, deadline);
-    if (r == CDDP_OK) r = cddp__recv_all(fd, bytes, 1, deadline);
+  if (r == CDDP_OK && s->proof != NULL) r = cddp__challenge_run(&c, s->fd, bytes, deadline);
+  if (r == CDDP_OK && (s->proof == NULL || c.state == CDDP__CHALLENGE_PROVEN)) {
+    r = cddp__send_all(s->fd, cddp__greeting, sizeof cddp__greeting - 1, deadline);
+    if (r == CDDP_OK) r = cddp__recv_all(s->fd, bytes, 1, deadline);
     if (r != CDDP_OK || bytes[0] <= 1) return r;
-    r = cddp__recv_all(fd, bytes + 1, 8, deadline);
+    r = cddp__recv_all(s->fd, bytes + 1, 8, deadline);
     c.state = memcmp(bytes, CDDP__AUTH_REFUSAL, 8) == 0 ? CDDP__CHALLENGE_REFUSED
                                                         : CDDP__CHALLENGE_ALIEN;
     c.why = (char)bytes[8];
   }
   if (r != CDDP_OK) return r;
-  if (c.state != CDDP__CHALLENGE_ALIEN) return cddp__turned_away(c.why);
+  if (c.state != CDDP__CHALLENGE_ALIEN)
+    return cddp__fail(CDDP_UNAUTHORIZED,
+                      "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
+                      c.why == 'S'   ? "the server has a secret and this process has none"
+                      : c.why == 'W' ? "the server has another secret"
+                      : c.why == 'N' ? "this process has a secret and the server has none"
+                                     : "what answers there does not know the secret");
   bytes[strcspn((char *)bytes, "\r\n")] = 0;
   cddp__make_printable((char *)bytes);
   cddp__address_text(a, text, sizeof text);
@@ -4196,7 +4157,7 @@ static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
     cddp__address_text(a, text, sizeof text);
     if (error == 0) {
       cddp__own_socket(s->fd);
-      r = cddp__greet(s, a, s->fd, deadline);
+      r = cddp__greet(s, a, deadline);
       if (r != CDDP_OK) cddp__close_fd(&s->fd);
     } else if (error == CDDP__FOREIGN) {
       r = cddp__fail(CDDP_MISMATCH,
@@ -4232,13 +4193,19 @@ static cddp__request cddp__request_of(unsigned code, const char *const *keys, in
   return q;
 }
 
-/* Puts the command into s->bytes. A SET has no answer: that to the question behind it tells that it
-   is done. */
-static void cddp__encode(cddp_store *s, const cddp__request *q) {
+/* Puts the store's name before a failure's text. MISMATCH is NETWORK to others. */
+static cddp_result cddp__store_failed(const cddp_store *s, cddp_result r) {
+  return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", s->name);
+}
+
+/* Sends q and receives the answer; a string goes to s->bytes. A SET has no answer: that to the
+   question behind it tells that it is done. */
+static cddp_result cddp__ask(cddp_store *s, cddp__request *q, double deadline) {
   const struct cddp__command *c = &cddp__commands[q->code];
   cddp__buffer *b = &s->bytes;
+  unsigned char answer[8] = {0};
+  cddp_result r;
   int i;
-  cddp__buffer_clear(b, 65536);
   cddp__buffer_add_number(b, q->code, 1);
   if (c->counted) cddp__buffer_add_number(b, (uint64_t)q->count, 8);
   for (i = 0; i < q->count; i++)
@@ -4246,57 +4213,39 @@ static void cddp__encode(cddp_store *s, const cddp__request *q) {
   for (i = 0; i + 1 < c->strings; i++) cddp__buffer_add_string(b, "", q->values[i]);
   cddp__buffer_add_number(b, q->number, c->tail);
   if (q->code == CDDP__SET) cddp__buffer_add_number(b, CDDP__GETNUMKEYS, 1);
-}
-
-/* Receives the answer; a string goes to s->bytes. */
-static cddp_result cddp__receive(cddp_store *s, cddp__request *q, double deadline) {
-  unsigned char bytes[8];
-  int answer = cddp__commands[q->code].answer;
-  cddp_result r = cddp__recv_all(s->fd, bytes, answer == CDDP__BYTE ? 1 : 8, deadline);
-  if (r == CDDP_OK) q->number = answer == CDDP__BYTE ? bytes[0] : cddp__get64(bytes);
-  if (r == CDDP_OK && q->code == CDDP__WAIT && q->number != 0)
-    return cddp__fail(CDDP_NETWORK, "%u instead of 0 came in answer to a wait", bytes[0]);
-  cddp__buffer_clear(&s->bytes, 65536);
-  if (r != CDDP_OK || answer != CDDP__STRING) return r;
-  if (q->number > CDDP__COMMAND_MAX)
-    return cddp__fail(CDDP_NETWORK,
-                      "a value of %" PRIu64 " bytes was announced, more than the limit", q->number);
-  if (!cddp__buffer_reserve(&s->bytes, (size_t)q->number)) return CDDP_OUT_OF_MEMORY;
-  s->bytes.end = (size_t)q->number;
-  return cddp__recv_all(s->fd, s->bytes.data, s->bytes.end, deadline);
-}
-
-/* Puts the store's name before a failure's text. MISMATCH is NETWORK to others. */
-static cddp_result cddp__store_failed(const cddp_store *s, cddp_result r) {
-  return cddp__fail_in(r == CDDP_MISMATCH ? CDDP_NETWORK : r, "store at %s: ", s->name);
-}
-
-/* Sends q and receives the answer. After a failure in the middle nothing that comes can be trusted:
-   the next operation connects anew. */
-static cddp_result cddp__ask(cddp_store *s, cddp__request *q, double deadline) {
-  cddp_result r = s->fd < 0 ? cddp__try_addresses(s, deadline) : CDDP_OK;
-  if (r != CDDP_OK) return cddp__store_failed(s, r);
-  cddp__encode(s, q);
-  if (cddp__buffer_size(&s->bytes) > CDDP__COMMAND_MAX)
+  if (cddp__buffer_size(b) > CDDP__COMMAND_MAX)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the keys of one call have more than %u MiB",
                       CDDP__COMMAND_MAX >> 20);
-  if (s->bytes.failed) return CDDP_OUT_OF_MEMORY;
-  r = cddp__send_all(s->fd, s->bytes.data, s->bytes.end, deadline);
-  if (r == CDDP_OK) r = cddp__receive(s, q, deadline);
-  if (r == CDDP_OK) return r;
-  cddp__close_fd(&s->fd);
-  if (r == CDDP_NETWORK && q->code == CDDP__ADD)
-    cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", q->keys[0]);
-  return cddp__store_failed(s, r);
+  if (b->failed) return CDDP_OUT_OF_MEMORY;
+  r = cddp__send_all(s->fd, b->data, b->end, deadline);
+  if (r == CDDP_OK) r = cddp__recv_all(s->fd, answer, c->answer == CDDP__BYTE ? 1 : 8, deadline);
+  cddp__buffer_clear(b, 65536);
+  q->number = cddp__get64(answer);
+  if (r != CDDP_OK) return r;
+  if (q->number > (q->code == CDDP__WAIT ? 0 : CDDP__COMMAND_MAX) &&
+      (q->code == CDDP__WAIT || c->answer == CDDP__STRING))
+    return cddp__fail(CDDP_NETWORK, "%" PRIu64 " came in answer, where a %s was due", q->number,
+                      q->code == CDDP__WAIT ? "0" : "value's size");
+  if (c->answer != CDDP__STRING) return CDDP_OK;
+  if (!cddp__buffer_reserve(b, (size_t)q->number)) return CDDP_OUT_OF_MEMORY;
+  b->end = (size_t)q->number;
+  return cddp__recv_all(s->fd, b->data, b->end, deadline);
 }
 
-/* One operation, under the lock. deadline: 0 = the store's timeout from now on. */
+/* One operation, under the lock. deadline: 0 = the store's timeout from now on. After a failure in
+   the middle nothing that comes can be trusted: the next operation connects anew. */
 static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadline) {
   cddp__span reply;
-  cddp_result r;
+  cddp_result r = CDDP_OK;
   pthread_mutex_lock(&s->lock);
-  r = cddp__ask(s, q, deadline > 0 ? deadline : cddp__now() + s->timeout_s);
-  if (r == CDDP_OK && cddp__commands[q->code].answer == CDDP__STRING) {
+  if (deadline <= 0) deadline = cddp__now() + s->timeout_s;
+  if (s->fd < 0) r = cddp__try_addresses(s, deadline);
+  if (r == CDDP_OK && (r = cddp__ask(s, q, deadline)) == CDDP_NETWORK && q->code == CDDP__ADD)
+    cddp__fail_in(r, "add to '%.64s' (is its value a decimal number?): ", q->keys[0]);
+  if (r != CDDP_OK) {
+    cddp__close_fd(&s->fd);
+    r = cddp__store_failed(s, r);
+  } else if (cddp__commands[q->code].answer == CDDP__STRING) {
     reply = cddp__buffer_span(&s->bytes);
     q->equal = cddp__span_equal(reply, q->values[1]);
     if (q->size != NULL) *q->size = reply.size;
@@ -4334,19 +4283,6 @@ static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int 
 
 /* --- opening a store: where the server is --- */
 
-static void cddp__add_listen_cure(const cddp_store *s, int error) {
-  const char *cure =
-      s->addresses[0].sa.ss_family == AF_UNIX
-          ? "set MASTER_ADDR and MASTER_PORT for all ranks to meet over TCP instead"
-      : error == EADDRINUSE
-          ? "another process uses this port: stop it, or set MASTER_PORT to another"
-      : error == EADDRNOTAVAIL
-          ? "it is not one of this host's addresses; rank 0 must run on the host that has it"
-      : error == EACCES ? "ports below 1024 are for root: choose another"
-                        : NULL;
-  if (cure != NULL) cddp__append(cddp__error_text, sizeof cddp__error_text, "; %s", cure);
-}
-
 /* Starts a server on s->addresses, or on the socket that came with the options; s->addresses are
    then where it can be reached. */
 static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
@@ -4359,7 +4295,11 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   v->secret = s->proof;
   if (o->listen_fd < 0) {
     r = cddp__listen_all(s->addresses, s->address_count, fds, &v->listener_count);
-    if (r != CDDP_OK) cddp__add_listen_cure(s, errno);
+    if (r != CDDP_OK)
+      cddp__append(cddp__error_text, sizeof cddp__error_text,
+                   "; it must be this host's, rank 0's, and nobody else may use it: set "
+                   "MASTER_PORT to another, or MASTER_ADDR and MASTER_PORT for all ranks to meet "
+                   "elsewhere over TCP");
   } else {
     v->listener_count = 1;
     fds[0] = fcntl(o->listen_fd, F_DUPFD_CLOEXEC, 0);
@@ -4373,13 +4313,10 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   if (r == CDDP_OK) r = cddp__random(&v->map.seed, sizeof v->map.seed);
   for (i = 0; i < v->listener_count; i++) cddp__own_socket(fds[i]);
   if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
-  if (r != CDDP_OK) {
-    cddp__server_free(v);
-    return r;
-  }
-  s->server = v;
+  if (r != CDDP_OK) cddp__server_free(v);
+  if (r == CDDP_OK) s->server = v;
   s->server_pid = getpid();
-  return CDDP_OK;
+  return r;
 }
 
 /* A host's own name may resolve to loopback on that host alone (127.0.1.1 in Debian's /etc/hosts):
@@ -4576,28 +4513,26 @@ static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
   bool is_file = o->desc.init_method[0] == 'f';
   double pause = 0.001, started = cddp__now();
   uint64_t dice = cddp__hash64((uint64_t)getpid(), &started, sizeof started);
-  for (;;) {
-    cddp_result r = is_file && s->server == NULL ? cddp__file_try(s, o)
-                                                 : cddp__try_addresses(s, o->deadline);
-    if (r == CDDP_OK) return r;
-    if (r == CDDP_TIMEOUT)
-      return cddp__fail(CDDP_TIMEOUT,
-                        "what listens at %s has taken a connection and stayed silent: another "
-                        "program (no cddp or TCPStore server, or PyTorch's before 2.2), or rank 0, "
-                        "which is to serve there, has not come to cddp_init, or is stopped",
-                        s->name);
-    if (r != CDDP_NETWORK) return cddp__store_failed(s, r);
-    if (cddp__now() >= o->deadline)
-      return cddp__fail_in(
-          CDDP_TIMEOUT,
-          "no connection to the store at %s within %g s; rank 0 (the server) may not be running, "
-          "or the address may be wrong. Last error: ",
-          s->name, s->timeout_s);
-    dice = dice * 6364136223846793005u + 1442695040888963407u;
-    cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice >> 40) / (1 << 25)), o->deadline) -
+  cddp_result r;
+  while ((r = is_file && s->server == NULL ? cddp__file_try(s, o)
+                                           : cddp__try_addresses(s, o->deadline)) == CDDP_NETWORK &&
+         cddp__now() < o->deadline) {
+    dice = cddp__hash64(dice, &dice, sizeof dice);
+    cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice % 1024) / 1024), o->deadline) -
                 cddp__now());
     pause = pause < 0.125 ? pause * 2 : 0.25;
   }
+  if (r == CDDP_TIMEOUT)
+    return cddp__fail(CDDP_TIMEOUT,
+                      "what listens at %s has taken a connection and stayed silent: another "
+                      "program (no cddp or TCPStore server, or PyTorch's before 2.2), or rank 0, "
+                      "which is to serve there, has not come to cddp_init, or is stopped",
+                      s->name);
+  if (r != CDDP_NETWORK) return r == CDDP_OK ? r : cddp__store_failed(s, r);
+  return cddp__fail_in(CDDP_TIMEOUT,
+                       "no connection to the store at %s within %g s; rank 0 (the server) may not "
+                       "be running, or the address may be wrong. Last error: ",
+                       s->name, s->timeout_s);
 }
 
 /* *out is NULL on failure. */
@@ -7770,7 +7705,7 @@ static void cddp__notice_prove(const cddp__net *n, const cddp__link *l, const un
   unsigned char all[sizeof l->hello + CDDP__NOTICE_PROOF_AT];
   memcpy(all, &l->hello, sizeof l->hello);
   memcpy(all + sizeof l->hello, body, CDDP__NOTICE_PROOF_AT);
-  cddp__hmac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
+  cddp__mac(n->secret != NULL ? n->secret : "", "cddp link 1 notice", all, sizeof all, proof);
 }
 
 /* Whether a rank of a group is told of a failure: all on other hosts; in a large group only the
@@ -8119,7 +8054,7 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
   if (stat("/proc/self/ns/pid", &st) != 0) st.st_ino = 0;
   snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu", place, at->run, given != NULL ? given : "",
            (unsigned)geteuid(), (unsigned long long)st.st_ino);
-  cddp__hmac(secret != NULL ? secret : "", "cddp node 1", text, strlen(text), mac);
+  cddp__mac(secret != NULL ? secret : "", "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
@@ -9084,15 +9019,7 @@ static void cddp__door_open(cddp__host *h) {
 /* Does this end's part of the challenge. c: begun. */
 static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
   unsigned char bytes[sizeof c->in];
-  cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && (c->state == CDDP__CHALLENGE_ON || c->out_size > 0)) {
-    size_t n = c->in_size == 0 ? 9 : sizeof c->in - c->in_size; /* a refusal has 9 bytes */
-    r = cddp__send_all(fd, c->out, c->out_size, deadline);
-    c->out_size = 0;
-    if (r != CDDP_OK || c->state != CDDP__CHALLENGE_ON) break;
-    r = cddp__recv_all(fd, bytes, n, deadline);
-    if (r == CDDP_OK) cddp__challenge_feed(c, bytes, n);
-  }
+  cddp_result r = cddp__challenge_run(c, fd, bytes, deadline);
   if (r != CDDP_OK || c->state == CDDP__CHALLENGE_PROVEN) return r;
   return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
 }
