@@ -704,7 +704,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    copies weights that nobody changes before it has come to the next update. >>elastic has it all.
    LIMITS. One host, CPU; the group of cddp_init. Ranks that are threads cannot be joined, nor can
    a job that began as one rank, or with a file size limit (ulimit -f). One elastic model at a time
-   in a process. Not with comm_hook, find_unused_parameters, uneven_inputs or sparse_rows. Like
+   in a process. Not with comm_hook, find_unused_parameters or uneven_inputs. Like
    torchrun --max-restarts, but nobody starts again from a checkpoint.
 
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
@@ -1900,12 +1900,10 @@ typedef struct cddp__elastic_part {
 } cddp__elastic_part;
 
 /* shared: where the ranks of an elastic model meet. Behind it lie members [capacity], the words of
-   shards [shards], parts [parts], a byte for each parameter (1: its weights go to an area), and the
-   areas, CDDP__AREA_*, each as long as the arena. */
+   shards [shards], parts [parts], and what cddp__elastic has of it. */
 typedef struct cddp__board {
   cddp__control_block block; /* size and left alone: the arena frees the board as one */
-  uint64_t model;            /* hash of what must agree: parameters and shards */
-  uint64_t arena_bytes;
+  uint64_t model;            /* hash of what must agree: parameters, shards, max_grad_norm */
   int32_t capacity, shards, parts, params;
   cddp__ref self;            /* where the board is, for ranks that join */
   cddp__atomic_u64 step;     /* how many are completed */
@@ -1919,7 +1917,8 @@ typedef struct cddp__board {
   cddp__atomic_u32 sleepers; /* threads asleep until it changes */
   cddp__cause failure;       /* of the model, on all ranks */
 } cddp__board;
-enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 5 };
+/* Each has room for all parameters; that of a state f32 for f16 and bf16. */
+enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 6 };
 
 /* A member as this rank sees it; its arena is in ddp.mirrors, its slots in ddp.slot_areas. */
 typedef struct cddp__elastic_view {
@@ -1929,14 +1928,22 @@ typedef struct cddp__elastic_view {
   char **data; /* [params] its weights; NULL: they go to an area */
 } cddp__elastic_view;
 
+/* Shared memory for the rows of a shard. */
+typedef struct cddp__elastic_packet {
+  char *at;
+  size_t bytes;
+} cddp__elastic_packet;
+
 /* What a cddp_ddp has of an elastic model. Owner: the thread that trains. */
 typedef struct cddp__elastic {
   cddp__board *board;
   cddp__elastic_member *members; /* [capacity] */
   cddp__atomic_u64 *shards;      /* [shards] */
   cddp__elastic_part *parts;     /* [parts] */
-  unsigned char *in_area;        /* [params] */
-  char *areas;
+  cddp__ref *rows;               /* [2][shards] by the step's lowest bit: packets of rows */
+  double *squares;               /* of the mean, of each piece of the arena */
+  unsigned char *in_area;        /* [params] 1: its weights go to an area */
+  char *areas;                   /* [CDDP__AREAS] */
   size_t area_room;              /* bytes from one area to the next */
   cddp__elastic_view *views;     /* [capacity] */
   int *dealt;                    /* [shards] member to which each is dealt */
@@ -1945,6 +1952,7 @@ typedef struct cddp__elastic {
   int *arrived, arrived_count;   /* [capacity] members that have come to this update */
   int *order;                    /* [params] as they lie in the arena */
   uint64_t identity;             /* of them; 0: none yet */
+  cddp__elastic_packet *packets; /* [2][shards] of this rank: see rows */
   char *kit;                     /* this rank's */
   size_t log_at, refs_at, slots_at; /* in each kit, bytes */
   int me;                        /* this rank's member */
@@ -1995,6 +2003,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   char *mirror;          /* on a host the arena, in shared memory; else NULL */
   size_t bytes;          /* of each */
   size_t dense;          /* of them, what parts divide; on a device rows lie behind it */
+  size_t model_bytes;    /* of the arena if all gradients were dense: elastic, rows lie behind */
+  size_t pieces;         /* of the arena, of which squares are added up */
   size_t squares_at;     /* bytes from the mirror to sums of squares, behind the slots */
   size_t whole;          /* of the mirror and what is behind it */
   char **mirrors;        /* [ranks] every rank's, mapped here; squares follow arena and slots */
@@ -15170,9 +15180,6 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
   if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
-  if (d->desc.elastic && s->desc.master_weights)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "master_weights and elastic in cddp_ddp_desc exclude each other; set copies");
 #ifdef CDDP_CUDA
   const cddp_kernels *kernels;
   if (d->side != NULL && (r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
@@ -15401,7 +15408,6 @@ static size_t cddp__dtype_granule(const cddp_ddp *d) {
 
 /* Places every parameter in the arena: dtype by dtype, last parameters first. */
 static void cddp__lay_out(cddp_ddp *d) {
-  size_t pieces = 0;
   int dtype, i;
   d->bytes = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
@@ -15422,8 +15428,8 @@ static void cddp__lay_out(cddp_ddp *d) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->backend != NULL ? d->group->rank : d->group->local_rank,
                        &t->begin, &t->end, &t->state);
-    t->piece = pieces;
-    pieces += cddp__pieces(t->offset, t->offset + t->bytes);
+    t->piece = d->pieces;
+    d->pieces += cddp__pieces(t->offset, t->offset + t->bytes);
     t->placed = d->params[i].grad == NULL;
     t->used = true;
     d->used[i] = 1;
@@ -15434,7 +15440,15 @@ static void cddp__lay_out(cddp_ddp *d) {
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
   }
   d->squares_at = d->bytes + (size_t)d->slots * d->slot_bytes;
-  d->whole = d->squares_at + pieces * sizeof(double);
+  d->whole = d->squares_at + d->pieces * sizeof(double);
+  d->model_bytes = d->bytes;
+  for (i = 0; i < d->count && d->desc.elastic; i++) {
+    cddp__tensor *t = &d->tensors[i];
+    if (cddp__sparse_of(d, i) == NULL) continue;
+    t->offset = d->model_bytes;
+    t->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+    d->model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
+  }
 }
 
 /* A round of that kind, in which every rank tells where its p lies; out[i] is the address here of
@@ -15498,7 +15512,7 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
   range->end = 0;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if ((int)d->params[i].dtype != dtype) continue;
+    if ((int)d->params[i].dtype != dtype || t->room == 0) continue;
     range->begin = cddp__min(range->begin, t->offset);
     range->end = cddp__max(range->end, t->offset + t->room);
   }
@@ -15877,11 +15891,17 @@ static cddp_result cddp__host_scale(cddp_ddp *d) {
   return CDDP_OK;
 }
 
+/* Where this rank has the sums of squares of the pieces whose means it has made. */
+static double *cddp__own_squares(const cddp_ddp *d) {
+  if (d->elastic != NULL) return d->elastic->squares;
+  return (double *)(void *)(d->mirror + d->squares_at);
+}
+
 /* The squares of bytes [begin, end) of the arena, which are parameter i's and, if it is not there,
    lie at `grad`; of each piece to where this rank has its sums. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *t = &d->tensors[i];
-  double *sums = (double *)(void *)(d->mirror + d->squares_at) + t->piece;
+  double *sums = cddp__own_squares(d) + t->piece;
   size_t at, n;
   for (at = begin; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
@@ -15897,16 +15917,19 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
   size_t begin, end, at, k, n;
   double sum = 0;
   const double *sums;
-  int i, p;
+  int i, p, parts = alone ? 1 : d->group->local_size;
   for (i = d->count - 1; i >= 0; i--) {
     const cddp__tensor *t = &d->tensors[i];
     const cddp__sparse *s = cddp__sparse_of(d, i);
     if (!d->used[i]) continue;
     if (s != NULL)
       sum += cddp__sum_squares(s->mean.values, s->mean.n * s->width, d->params[i].dtype);
-    for (p = 0; p < d->group->local_size; p++) {
-      if (!cddp__tensor_slice(d, i, p, &begin, &end, &at)) continue;
-      sums = (const double *)(void *)((alone ? d->mirror : d->mirrors[p]) + d->squares_at);
+    for (p = 0; p < parts && s == NULL; p++) {
+      begin = t->offset;
+      end = t->offset + t->bytes;
+      if (!alone && !cddp__tensor_slice(d, i, p, &begin, &end, &at)) continue;
+      sums = alone ? cddp__own_squares(d)
+                   : (const double *)(void *)(d->mirrors[p] + d->squares_at);
       k = t->piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
       for (n = cddp__pieces(begin, end); n > 0; n--) sum += sums[k++];
     }
@@ -15935,7 +15958,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   int i;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if (d->used[i])
+    if (d->used[i] && cddp__dense_count(d, i) > 0)
       cddp__add_squares(d, i, (char *)d->params[i].grad, t->offset, t->offset + t->bytes);
   }
   factor = cddp__clip_factor(d, max_norm, true);
@@ -16999,14 +17022,25 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
+/* The mean of the rows in d->lists, one for each shard. */
+static cddp_result cddp__merge_lists(cddp_ddp *d, int lists) {
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    if (cddp__sparse_of(d, i) == NULL) continue;
+    r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, lists, d->sources,
+                         d->params[i].dtype);
+    if (d->tensors[i].used) d->sparse[i]->added.n = 0;
+  }
+  return r;
+}
+
 /* Merges the packets of the ranks that have data; every rank's: [ranks]. */
 static cddp_result cddp__merge_rows(cddp_ddp *d, char **packets) {
-  cddp_group *g = d->control;
-  cddp_result r = CDDP_OK;
   int i, k, shard, first, count, lists = 0;
   for (k = 0; k < d->active_count; k++) {
     char *packet = packets[d->active[k]];
-    cddp__deal_shards(d->shards, g->size, d->active[k], &first, &count);
+    cddp__deal_shards(d->shards, d->control->size, d->active[k], &first, &count);
     for (shard = 0; shard < count; shard++) {
       d->lists[lists++].packet = packet;
       for (i = 0; shard + 1 < count && i < d->count; i++)
@@ -17015,32 +17049,23 @@ static cddp_result cddp__merge_rows(cddp_ddp *d, char **packets) {
               d->sparse[i], (size_t)((const cddp__row_head *)(const void *)packet)->bound);
     }
   }
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    if (cddp__sparse_of(d, i) == NULL) continue;
-    r = cddp__rows_merge(&g->host->allocator, d->sparse[i], d->lists, lists, d->sources,
-                         d->params[i].dtype);
-    if (d->tensors[i].used) d->sparse[i]->added.n = 0;
-  }
-  return r;
+  return cddp__merge_lists(d, lists);
 }
 
-/* This rank's rows, one packet for each of its shards, to `packet`; NULL: nothing is written.
-   Returns how many bytes. */
-static size_t cddp__pack_rows(cddp_ddp *d, char *packet) {
-  size_t bytes = 0;
-  int shard, i;
-  for (shard = 0; shard < d->shard_count; shard++)
-    for (i = 0; i < d->count; i++) {
-      cddp__sparse *s = cddp__sparse_of(d, i);
-      size_t first, end;
-      if (s == NULL) continue;
-      first = shard > 0 ? s->ends[shard - 1] : 0;
-      end = shard + 1 < d->shard_count ? s->ends[shard] : s->added.n;
-      if (!d->tensors[i].used) end = first;
-      if (packet != NULL)
-        cddp__rows_pack(s, first, end - first, d->params[i].dtype, packet + bytes);
-      bytes += cddp__row_list_bytes(s, end - first);
-    }
+/* The rows of one of this rank's shards to `packet`; NULL: nothing is written. Returns how many
+   bytes. */
+static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
+  size_t bytes = 0, first, end;
+  int i;
+  for (i = 0; i < d->count; i++) {
+    cddp__sparse *s = cddp__sparse_of(d, i);
+    if (s == NULL) continue;
+    first = shard > 0 ? s->ends[shard - 1] : 0;
+    end = shard + 1 < d->shard_count ? s->ends[shard] : s->added.n;
+    if (!d->tensors[i].used) end = first;
+    if (packet != NULL) cddp__rows_pack(s, first, end - first, d->params[i].dtype, packet + bytes);
+    bytes += cddp__row_list_bytes(s, end - first);
+  }
   return bytes;
 }
 
@@ -17049,15 +17074,16 @@ static size_t cddp__pack_rows(cddp_ddp *d, char *packet) {
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  size_t bytes = cddp__pack_rows(d, NULL), each = 0;
+  size_t bytes = 0, each = 0;
   char **packets = (char **)g->buffers, *at, *all;
   unsigned char size[8];
   void *packet = NULL;
   bool shared = true;
   cddp_result r;
   int i;
+  for (i = 0; i < d->shard_count; i++) bytes += cddp__pack_rows(d, i, NULL);
   if ((r = cddp__host_scratch(d, bytes, &packet)) != CDDP_OK) return cddp__break(g, r);
-  (void)cddp__pack_rows(d, (char *)packet);
+  for (i = 0, at = (char *)packet; i < d->shard_count; i++) at += cddp__pack_rows(d, i, at);
   cddp__put64(size, bytes);
   r = g->hosts != NULL
           ? cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size)
@@ -17380,6 +17406,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->spread = !desc->elastic && /* NCCL's own order is not the canonical one */
               (d->shards > g->size || (desc->shards > 0 && !d->meets));
   cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
+  if (desc->elastic) d->shard_count = 1; /* as it has one in hand at a time */
   for (i = 0; i < g->size && !desc->elastic; i++) {
     nodes = cddp__plan_nodes(d->shards, g->size, i, d->nodes + d->node_count,
                              d->widths + d->node_count, &slots);
@@ -17421,8 +17448,6 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : g->host->board != NULL && d->control != NULL ? "another elastic model"
                       : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
-                      : d->sparse != NULL                       ? "sparse_rows"
-                      : d->desc.max_grad_norm > 0               ? "max_grad_norm"
                       : g->hosts != NULL                        ? "several hosts"
                       : g->backend != NULL                      ? "a GPU"
                       : g->carrier->average != NULL             ? "MPI"
@@ -17545,6 +17570,8 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
 #define CDDP__LOG_BLOCK 8192 /* bytes of a block, at most: of a few arrays, for the second cache */
 /* Bytes from one array of a log to the next: so many that they do not share places there. */
 #define CDDP__LOG_ROOM (CDDP__LOG_BLOCK + 5 * CDDP__CACHE_LINE)
+/* The arrays of a log: states, the last of which may be a master, new weights, and gradients. */
+enum { CDDP__LOG_WEIGHTS = CDDP__STATES + 1, CDDP__LOG_GRADIENT, CDDP__LOG_ARRAYS };
 
 enum { CDDP__UNIT_FREE, CDDP__UNIT_TAKEN, CDDP__UNIT_DONE };
 
@@ -17563,6 +17590,10 @@ static int cddp__unit_state(uint64_t word, uint64_t step) {
 static uint64_t cddp__table_word(uint64_t step, int count, int which) {
   return step << 14 | (uint64_t)count << 1 | (uint64_t)which;
 }
+
+/* A step has two passes over the parts: means into their area, and new weights. */
+enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
+static uint64_t cddp__pass_number(uint64_t step, int pass) { return 2 * step + (uint64_t)pass; }
 
 /* A block's place in the arena, of a step. Whatever has not that step is of an earlier one. */
 #define CDDP__PLACE_BITS 42
@@ -17616,7 +17647,7 @@ static uint64_t cddp__process_born(uint32_t pid) {
 
 /* What all ranks of the model must have alike. */
 static uint64_t cddp__elastic_model(const cddp_ddp *d) {
-  uint64_t h = cddp__hash64((uint64_t)d->shards, &d->bytes, sizeof d->bytes);
+  uint64_t h = cddp__hash64((uint64_t)d->shards, &d->desc.max_grad_norm, sizeof(double));
   cddp__param_info info;
   int i;
   for (i = 0; i < d->count; i++) {
@@ -17628,19 +17659,24 @@ static uint64_t cddp__elastic_model(const cddp_ddp *d) {
 
 /* Where things lie behind the board (NULL: it is not there yet); returns its bytes. */
 static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp__elastic *e) {
-  size_t page = d->bytes < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
+  size_t wide = 2 * d->model_bytes - cddp__min(d->halves, d->model_bytes);
+  size_t page = wide < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
   size_t members = cddp__round_up(sizeof(cddp__board), CDDP__CACHE_LINE);
   size_t shards = members + (size_t)d->shards * sizeof *e->members;
   size_t first = shards + (size_t)d->shards * sizeof *e->shards;
-  size_t bytes = first + (size_t)parts * sizeof *e->parts;
-  size_t areas = cddp__round_up(bytes + (size_t)d->count, page);
-  e->area_room = cddp__round_up(d->bytes, page);
+  size_t rows = first + (size_t)parts * sizeof *e->parts;
+  size_t squares = cddp__round_up(rows + 2 * (size_t)d->shards * sizeof *e->rows, 16);
+  size_t flags = squares + d->pieces * sizeof *e->squares;
+  size_t areas = cddp__round_up(flags + (size_t)d->count, page);
+  e->area_room = cddp__round_up(wide, page);
   if (board != NULL) {
     e->board = (cddp__board *)(void *)board;
     e->members = (cddp__elastic_member *)(void *)(board + members);
     e->shards = (cddp__atomic_u64 *)(void *)(board + shards);
     e->parts = (cddp__elastic_part *)(void *)(board + first);
-    e->in_area = (unsigned char *)board + bytes;
+    e->rows = (cddp__ref *)(void *)(board + rows);
+    e->squares = (double *)(void *)(board + squares);
+    e->in_area = (unsigned char *)board + flags;
     e->areas = board + areas;
   }
   return areas + CDDP__AREAS * e->area_room;
@@ -17648,6 +17684,24 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
 
 static char *cddp__area(const cddp__elastic *e, int area, size_t at) {
   return e->areas + (size_t)area * e->area_room + at;
+}
+
+/* Where state k of element n of parameter i lies on the board. */
+static char *cddp__board_state(const cddp_ddp *d, const cddp_optim *o, int k, int i, size_t n) {
+  size_t at = d->tensors[i].offset;
+  return cddp__area(d->elastic, CDDP__AREA_STATES + k,
+                    at + (at - cddp__min(at, d->halves)) +
+                        n * cddp__dtype_size(cddp__state_type(o, i)));
+}
+
+/* Copies all that o has in its states between them and the board. */
+static void cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, bool to_board) {
+  int i, k;
+  for (k = 0; k < o->states * o->count; k++) {
+    char *at = cddp__board_state(d, o, k / o->count, i = k % o->count, 0), *own;
+    size_t bytes = o->params[i].count * cddp__dtype_size(cddp__state_type(o, i));
+    if ((own = (char *)o->state[k]) != NULL) memcpy(to_board ? at : own, to_board ? own : at, bytes);
+  }
 }
 
 static int cddp__table_room(const cddp_ddp *d) { return d->shards / 2 + 1; } /* nodes, at most */
@@ -17669,24 +17723,27 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
   size_t page = cddp__page_size(), bytes;
   cddp__elastic *e = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *e + n * (sizeof *e->views + 4 * sizeof(int)) +
+      a, 1, sizeof *e + n * (sizeof *e->views + 2 * sizeof *e->packets + 4 * sizeof(int)) +
                 (size_t)d->count * sizeof *e->order);
   int dtype, i, placed = 0;
   if (e == NULL) return CDDP_OUT_OF_MEMORY;
   e->views = (cddp__elastic_view *)(void *)(e + 1);
-  e->dealt = (int *)(void *)(e->views + n);
+  e->packets = (cddp__elastic_packet *)(void *)(e->views + n);
+  e->dealt = (int *)(void *)(e->packets + 2 * n);
   e->living = e->dealt + n;
   e->arrived = e->living + n;
   e->indices = e->arrived + n;
   e->order = e->indices + n;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) /* as cddp__lay_out */
     for (i = d->count - 1; i >= 0; i--)
-      if ((int)d->params[i].dtype == dtype) e->order[placed++] = i;
+      if ((int)d->params[i].dtype == dtype && cddp__sparse_of(d, i) == NULL) e->order[placed++] = i;
+  for (i = 0; i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL) e->order[placed++] = i;
   e->me = e->shard = -1;
   e->unshared = cddp__load32(&d->group->host->unshared);
   (void)cddp__board_layout(d, board, parts, e);
   e->log_at = cddp__round_up(tables * sizeof(cddp__elastic_node), CDDP__CACHE_LINE);
-  e->refs_at = e->log_at + (2 + CDDP__STATES) * CDDP__LOG_ROOM;
+  e->refs_at = e->log_at + CDDP__LOG_ARRAYS * CDDP__LOG_ROOM;
   e->slots_at = cddp__round_up(e->refs_at + (size_t)d->count * sizeof(cddp__ref), page);
   d->slot_room = cddp__round_up(d->slot_bytes, page);
   bytes = e->slots_at + ((size_t)cddp__table_room(d) + 1) * d->slot_room;
@@ -17765,7 +17822,7 @@ static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
 /* Collective over d->control: rank 0 makes the board, and all ranks enter. */
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
-  size_t most = d->bytes / CDDP__ELASTIC_PART, bytes;
+  size_t most = d->model_bytes / CDDP__ELASTIC_PART, bytes;
   int parts = (int)cddp__max(1, cddp__min(most, CDDP__ELASTIC_PARTS)), i;
   cddp_result r = CDDP_OK;
   void *at = NULL;
@@ -17778,7 +17835,6 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     (void)cddp__board_layout(d, (char *)at, parts, &e);
     e.board->self = cddp__ref_of(g->host, at, bytes);
     e.board->model = cddp__elastic_model(d);
-    e.board->arena_bytes = d->bytes;
     e.board->capacity = e.board->shards = d->shards;
     e.board->parts = parts;
     e.board->params = d->count;
@@ -18055,6 +18111,29 @@ static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
   if (kept) memset(d->arena, 0, d->bytes); /* not before: the table had it there */
 }
 
+/* The rows of the shard that has ended go where all find them. The members that are late in the
+   step before have theirs meanwhile. */
+static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
+  cddp__elastic *e = d->elastic;
+  size_t at = (size_t)(e->step & 1) * (size_t)d->shards + (size_t)shard;
+  cddp__elastic_packet *p = &e->packets[at];
+  size_t bytes = cddp__pack_rows(d, 0, NULL);
+  int i;
+  if (d->sparse == NULL) return CDDP_OK;
+  if (p->bytes < bytes) {
+    cddp__arena_free(d->group->host, p->at);
+    p->at = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_USER);
+    p->bytes = p->at != NULL ? bytes : 0;
+    if (p->at == NULL) return CDDP_OUT_OF_MEMORY;
+  }
+  (void)cddp__pack_rows(d, 0, p->at);
+  e->rows[at] = cddp__ref_of(d->group->host, p->at, bytes);
+  for (i = 0; i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = 0;
+  CDDP__POINT("elastic rows");
+  return CDDP_OK;
+}
+
 /* The shard that this rank may take next, -1: none. *all_done: nor will there be one. */
 static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
   const cddp__elastic *e = d->elastic;
@@ -18128,7 +18207,7 @@ static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
 static void cddp__publish_model(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   const cddp_optim *o = e->optim;
-  int last = (int)(e->step - 1) & 1, m, i, k;
+  int last = (int)(e->step - 1) & 1, m, i;
   if (e->step == 0 || e->members[e->me].calls[last].kind != CDDP__KIND_DDP_WAIT) return;
   for (m = 0; m < d->shards; m++)
     if (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
@@ -18139,11 +18218,8 @@ static void cddp__publish_model(cddp_ddp *d) {
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     cddp__copy(cddp__area(e, CDDP__AREA_WEIGHTS, t->offset), d->params[i].data, t->bytes);
-    for (k = 0; o != NULL && k < o->states; k++)
-      if (o->state[k * o->count + i] != NULL)
-        memcpy(cddp__area(e, CDDP__AREA_STATES + k, t->offset), o->state[k * o->count + i],
-               t->bytes);
   }
+  if (o != NULL) cddp__copy_states(d, o, true);
   e->board->updates = o != NULL ? o->steps[0] : 0;
   e->board->lr = o != NULL ? o->desc.lr : 0;
   CDDP__POINT("elastic publish");
@@ -18169,6 +18245,7 @@ static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
     if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
     shard = cddp__pick_shard(d, &all_done);
     if (e->shard >= 0) {
+      if ((r = cddp__keep_rows(d, e->shard)) != CDDP_OK) return r;
       cddp__keep_shard(d, e->shard, shard >= 0);
       cddp__store64(&e->shards[e->shard], cddp__unit(e->step, CDDP__UNIT_DONE, e->me, 0));
       CDDP__POINT("elastic done");
@@ -18199,9 +18276,12 @@ static bool cddp__elastic_next(cddp_ddp *d, int *shard) {
 /* One update, as this rank does its parts of it. */
 typedef struct cddp__elastic_update {
   cddp_ddp *d;
-  cddp_optim *s;  /* NULL: the means alone, for cddp_ddp_wait */
+  cddp_optim *s;   /* NULL: the means alone, for cddp_ddp_wait */
+  int pass;        /* CDDP__PASS_* */
+  bool averaged;   /* the means are in their area */
+  double clip;     /* below 1: they are multiplied by it first */
   bool own_states; /* states are still where cddp_optim_step has them */
-  bool collected; /* ddp.nodes are those of this step */
+  bool collected;  /* ddp.nodes are those of this step */
 } cddp__elastic_update;
 
 /* What the members' tables have: each shard once. Needs a part that this rank has taken, so that
@@ -18230,44 +18310,89 @@ static cddp_result cddp__collect_nodes(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* In a member's log, of a block: its states, k = CDDP__STATES: its weights; and one more: its
-   gradients, which are nobody else's. */
+/* An array of a member's log. */
 static char *cddp__log_at(const cddp__elastic *e, char *kit, int k) {
   return kit + e->log_at + (size_t)k * CDDP__LOG_ROOM;
 }
 
-/* The new weights and states of n elements of parameter i, from offset `at` of the arena on, into
-   this rank's log. u: its states begin in the log. */
+/* The mean rows that are in n elements of parameter i, from element `first` on, into a gradient
+   that is zero elsewhere. Returns whether there are any; out NULL: that is all. */
+static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, char *out) {
+  const cddp__sparse *s = d->sparse[i];
+  size_t esize = s->bytes / s->width, low = 0, high = s->mean.n, middle, from, to;
+  bool any;
+  while (low < high) {
+    middle = (low + high) / 2;
+    if ((size_t)s->mean.number[middle] < first / s->width) low = middle + 1;
+    else high = middle;
+  }
+  any = low < s->mean.n && (size_t)s->mean.number[low] * s->width < first + n;
+  if (out != NULL) memset(out, 0, n * esize);
+  for (; out != NULL && low < s->mean.n; low++) {
+    size_t row = (size_t)s->mean.number[low] * s->width;
+    from = cddp__max(row, first);
+    to = cddp__min(row + s->width, first + n);
+    if (row >= first + n) break;
+    memcpy(out + (from - first) * esize, s->mean.values + low * s->bytes + (from - row) * esize,
+           (to - from) * esize);
+  }
+  return any;
+}
+
+/* The mean gradient of n elements of parameter i, from element `first` on, as it is stepped. */
+static void cddp__block_gradient(const cddp__elastic_update *x, int i, size_t first, size_t n,
+                                 char *out) {
+  cddp_ddp *d = x->d;
+  cddp_dtype dtype = d->params[i].dtype;
+  size_t at = d->tensors[i].offset + first * cddp__dtype_size(dtype);
+  if (cddp__sparse_of(d, i) != NULL) { /* which cddp__clip_rows has clipped */
+    (void)cddp__dense_rows(d, i, first, n, out);
+    return;
+  }
+  if (x->averaged)
+    memcpy(out, cddp__area(d->elastic, CDDP__AREA_MEANS, at), n * cddp__dtype_size(dtype));
+  else cddp__reduce_shards(d, out, d->sources, at, n, dtype);
+  if (x->clip < 1) cddp__scale(out, n, dtype, x->clip);
+}
+
+/* The new weights and states of n elements of parameter i, from element `first` on, into this
+   rank's log. u: its states begin in the log. */
 static void cddp__compute_block(const cddp__elastic_update *x, int i, const cddp__update *u,
-                                size_t at, size_t n) {
+                                size_t first, size_t n) {
   cddp_ddp *d = x->d;
   cddp__elastic *e = d->elastic;
-  size_t bytes = n * cddp__dtype_size(u->dtype), inside = at - d->tensors[i].offset;
-  char *old = (char *)d->params[i].data + inside, *weights = cddp__log_at(e, e->kit, CDDP__STATES);
-  char *sum = cddp__log_at(e, e->kit, CDDP__STATES + 1);
-  bool loop = u->loop != NULL && u->dtype == CDDP_F32;
+  size_t esize = cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype);
+  char *old = (char *)d->params[i].data + first * esize;
+  char *weights = cddp__log_at(e, e->kit, CDDP__LOG_WEIGHTS);
+  char *gradient = cddp__log_at(e, e->kit, CDDP__LOG_GRADIENT);
+  bool loop = u->loop != NULL && u->stored == CDDP_F32;
   cddp__fused_args args;
-  void *state;
+  char *state, *log;
   int k;
   for (k = 0; k < x->s->states; k++) {
-    state = x->s->state[k * x->s->count + i];
-    if (!x->own_states) state = cddp__area(e, CDDP__AREA_STATES + k, at);
-    else if (state != NULL) state = (char *)state + inside;
-    else state = memset(u->states[k], 0, bytes); /* the first step */
-    args.states[k] = (cddp__f32 *)state;
-    args.results[k] = (cddp__f32 *)(void *)u->states[k];
-    if (!loop) cddp__copy(u->states[k], state, bytes);
+    if (!cddp__has_state(x->s, k, i)) continue;
+    log = cddp__log_at(e, e->kit, k);
+    state = (char *)x->s->state[k * x->s->count + i];
+    if (!x->own_states) state = cddp__board_state(d, x->s, k, i, first);
+    else if (state != NULL) state += first * size;
+    else state = (char *)memset(log, 0, n * size); /* the first step */
+    if (loop) {
+      args.states[k] = (cddp__f32 *)(void *)state;
+      args.results[k] = (cddp__f32 *)(void *)log;
+    } else {
+      cddp__copy(log, state, n * size);
+    }
   }
-  cddp__reduce_shards(d, sum, d->sources, at, n, u->dtype);
+  cddp__block_gradient(x, i, first, n, gradient);
   if (!loop) {
-    memcpy(weights, old, bytes);
-    cddp__update_run(u, 0, weights, sum, n);
+    memcpy(weights, old, n * esize);
+    cddp__update_run(u, 0, weights, gradient, n);
     return;
   }
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign;
   args.clip = 1;
-  args.gradients[0] = (cddp__f32 *)(void *)sum;
+  args.gradients[0] = (cddp__f32 *)(void *)gradient;
   args.weights[0] = (cddp__f32 *)(void *)old;
   args.weights[1] = (cddp__f32 *)(void *)weights;
   u->loop(&args, 0, n);
@@ -18285,45 +18410,63 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
 }
 
 /* Writes a block from a log to where it belongs. Again and again, if need be. */
-static void cddp__write_block(const cddp__elastic_update *x, int i, char *kit, size_t at,
+static void cddp__write_block(const cddp__elastic_update *x, int i, char *kit, size_t first,
                               size_t n) {
   cddp_ddp *d = x->d;
   cddp__elastic *e = d->elastic;
-  size_t bytes = n * cddp__dtype_size(d->params[i].dtype), inside = at - d->tensors[i].offset;
-  const char *weights = cddp__log_at(e, kit, CDDP__STATES);
+  size_t esize = cddp__dtype_size(d->params[i].dtype), bytes = n * esize, inside = first * esize;
+  size_t at = d->tensors[i].offset + inside;
+  const char *weights = cddp__log_at(e, kit, CDDP__LOG_WEIGHTS);
   int k, m;
   for (k = 0; k < x->s->states; k++)
-    cddp__copy_near(cddp__area(e, CDDP__AREA_STATES + k, at), cddp__log_at(e, kit, k), bytes);
+    if (cddp__has_state(x->s, k, i))
+      cddp__copy_near(cddp__board_state(d, x->s, k, i, first), cddp__log_at(e, kit, k),
+                      n * cddp__dtype_size(cddp__state_type(x->s, i)));
   if (e->in_area[i]) cddp__copy_near(cddp__area(e, CDDP__AREA_WEIGHTS, at), weights, bytes);
   for (k = 0; k < e->arrived_count; k++) {
     m = e->arrived[k];
     if (!e->in_area[i]) cddp__copy_near(e->views[m].data[i] + inside, weights, bytes);
-    cddp__copy_near(d->mirrors[m] + at, NULL, bytes);
+    if (cddp__sparse_of(d, i) == NULL) cddp__copy_near(d->mirrors[m] + at, NULL, bytes);
   }
 }
 
-/* The block of parameter i at offset `at`, of n elements: into the log, and out of it. logged: it
-   is in the log of the member `log` already. */
+/* The block of n elements of parameter i from element `first` on: into the log, and out of it.
+   logged: it is in the log of the member `log` already. */
 static void cddp__do_block(const cddp__elastic_update *x, int part, int i, const cddp__update *u,
-                           size_t at, size_t n, bool logged, int log) {
-  cddp__elastic *e = x->d->elastic;
+                           size_t first, size_t n, bool logged, int log) {
+  cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
   cddp__elastic_part *p = &e->parts[part];
-  if (x->s == NULL) {
-    cddp__reduce_shards(x->d, cddp__area(e, CDDP__AREA_MEANS, at), x->d->sources, at, n, u->dtype);
+  size_t bytes = n * cddp__dtype_size(d->params[i].dtype);
+  size_t at = d->tensors[i].offset + first * cddp__dtype_size(d->params[i].dtype);
+  uint64_t number = cddp__pass_number(e->step, x->pass);
+  if (x->pass == CDDP__PASS_MEANS) { /* done again it is the same */
+    char *mean = cddp__area(e, CDDP__AREA_MEANS, at);
+    cddp__reduce_shards(d, mean, d->sources, at, n, d->params[i].dtype);
+    if (x->s != NULL) cddp__add_squares(d, i, mean, at, at + bytes);
+    CDDP__POINT("elastic mean");
     return;
   }
   if (!logged) {
-    cddp__compute_block(x, i, u, at, n);
+    cddp__compute_block(x, i, u, first, n);
     CDDP__POINT("elastic computed");
     cddp__note64(&p->progress, cddp__progress(e->step, at | 1));
   }
   CDDP__POINT("elastic logged");
-  cddp__write_block(x, i, logged ? e->views[log].kit : e->kit, at, n);
+  cddp__write_block(x, i, logged ? e->views[log].kit : e->kit, first, n);
   CDDP__POINT("elastic published");
-  cddp__note64(&p->progress, cddp__progress(e->step, at + n * cddp__dtype_size(u->dtype)));
+  cddp__note64(&p->progress, cddp__progress(e->step, at + bytes));
   if (logged && log != e->me) /* whose block it was is of no use any more */
-    cddp__note64(&p->word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, e->me));
+    cddp__note64(&p->word, cddp__unit(number, CDDP__UNIT_TAKEN, e->me, e->me));
   CDDP__POINT("elastic block");
+}
+
+/* Whether the pass leaves the block of parameter i as it is. */
+static bool cddp__skips_block(const cddp__elastic_update *x, int i, size_t first, size_t n) {
+  if (cddp__sparse_of(x->d, i) == NULL) return false;
+  if (x->pass == CDDP__PASS_MEANS) return true;
+  return x->s->states == 0 && !x->d->elastic->in_area[i] &&
+         !cddp__dense_rows(x->d, i, first, n, NULL);
 }
 
 /* A part that this rank has taken, from where its owner before has come to. */
@@ -18331,17 +18474,18 @@ static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
   cddp_ddp *d = x->d;
   cddp__elastic *e = d->elastic;
   uint64_t progress = cddp__load64(&e->parts[part].progress);
-  size_t begin, end, at, n, high;
+  uint64_t number = cddp__pass_number(e->step, x->pass);
+  size_t begin, end, at, n, high, block, first;
   cddp__update u;
   bool logged;
   int i, j, k;
-  cddp__slice(d->bytes, CDDP__BLOCK_BYTES, e->board->parts, part, &begin, &end);
-  logged = progress >> CDDP__PLACE_BITS == cddp__progress(e->step, 0) >> CDDP__PLACE_BITS;
+  cddp__slice(d->model_bytes, CDDP__BLOCK_BYTES, e->board->parts, part, &begin, &end);
+  logged = x->pass == CDDP__PASS_WEIGHTS &&
+           progress >> CDDP__PLACE_BITS == cddp__progress(e->step, 0) >> CDDP__PLACE_BITS;
   if (logged) begin = (size_t)(progress & (((uint64_t)1 << CDDP__PLACE_BITS) - 2));
   logged = logged && (progress & 1) != 0;
   if (!logged && log != e->me) /* the next block will be in this rank's log */
-    cddp__store64(&e->parts[part].word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, e->me));
-  if (x->s == NULL) cddp__store64(&e->parts[part].progress, cddp__progress(e->step, begin));
+    cddp__store64(&e->parts[part].word, cddp__unit(number, CDDP__UNIT_TAKEN, e->me, e->me));
   for (j = 0; j < d->count; j++) {
     const cddp__tensor *t = &d->tensors[i = e->order[j]];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
@@ -18349,27 +18493,33 @@ static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
     high = cddp__min(end, t->offset + t->bytes);
     if (at >= high) continue;
     memset(&u, 0, sizeof u);
-    if (x->s != NULL) u = cddp__update_of(x->s, i, x->s->state + i, x->s->count);
-    u.dtype = d->params[i].dtype;
-    for (k = 0; x->s != NULL && k < x->s->states; k++) u.states[k] = cddp__log_at(e, e->kit, k);
+    block = CDDP__BLOCK_BYTES; /* of which squares are added up */
+    if (x->pass == CDDP__PASS_WEIGHTS) {
+      void *states[CDDP__LOG_WEIGHTS];
+      for (k = 0; k < CDDP__LOG_WEIGHTS; k++) states[k] = cddp__log_at(e, e->kit, k);
+      u = cddp__update_of(x->s, i, states, 1);
+      block = u.dtype != u.stored ? CDDP__LOG_BLOCK / 2 : CDDP__LOG_BLOCK; /* halves of f32 */
+    }
     for (; at < high; at += n * esize, logged = false) {
-      n = cddp__min(CDDP__LOG_BLOCK - at % CDDP__LOG_BLOCK, high - at) / esize;
-      cddp__do_block(x, part, i, &u, at, n, logged, log);
+      n = cddp__min(block - at % block, high - at) / esize;
+      first = (at - t->offset) / esize;
+      if (!cddp__skips_block(x, i, first, n)) cddp__do_block(x, part, i, &u, first, n, logged, log);
     }
   }
 }
 
 /* The part that this rank does next, taken; -1: none. *over: all are done. Parts dealt to it come
    first, as the deal has them; then any. */
-static int cddp__claim_part(cddp_ddp *d, int *log, bool *over) {
-  cddp__elastic *e = d->elastic;
+static int cddp__claim_part(const cddp__elastic_update *x, int *log, bool *over) {
+  cddp__elastic *e = x->d->elastic;
+  uint64_t number = cddp__pass_number(e->step, x->pass);
   int parts = e->board->parts, first = 0, count = parts, k, part, owner;
   for (k = 0; k < e->living_count && e->living[k] != e->me; k++) {}
   if (k < e->living_count) cddp__deal_shards(parts, e->living_count, k, &first, &count);
   *over = true;
   for (k = 0; k < parts; k++) {
     uint64_t word = cddp__load64(&e->parts[part = (first + k) % parts].word);
-    int state = cddp__unit_state(word, e->step);
+    int state = cddp__unit_state(word, number);
     if (state == CDDP__UNIT_DONE) continue;
     *over = false;
     owner = cddp__unit_owner(word);
@@ -18377,34 +18527,40 @@ static int cddp__claim_part(cddp_ddp *d, int *log, bool *over) {
     *log = state == CDDP__UNIT_TAKEN ? cddp__unit_log(word) : e->me;
     CDDP__POINT("elastic part");
     if (cddp__swap64(&e->parts[part].word, word,
-                     cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, *log)))
+                     cddp__unit(number, CDDP__UNIT_TAKEN, e->me, *log)))
       return part;
     k--; /* another member has been faster: what has it become? */
   }
   return -1;
 }
 
-/* All parts of the update, with the other members; on return the step is completed. */
-static cddp_result cddp__do_parts(cddp__elastic_update *x) {
+/* All parts of a pass, with the other members. The last one completes the step. */
+static cddp_result cddp__do_parts(cddp__elastic_update *x, int pass) {
   cddp_ddp *d = x->d;
   cddp__elastic *e = d->elastic;
+  bool last = pass == CDDP__PASS_WEIGHTS || x->s == NULL;
   cddp_result r = CDDP_OK;
   int part, log = 0;
   bool over;
   cddp__wait w;
   memset(&w, 0, sizeof w);
+  x->pass = pass;
   while (r == CDDP_OK && cddp__load64(&e->board->step) == e->step) {
     uint32_t seen = cddp__load32(&e->board->changes);
-    part = cddp__claim_part(d, &log, &over);
+    part = cddp__claim_part(x, &log, &over);
     if (part >= 0) {
       if (!x->collected && (r = cddp__collect_nodes(d)) != CDDP_OK) return r;
       x->collected = true;
       if ((r = cddp__elastic_see(d, log)) != CDDP_OK) return r;
       CDDP__POINT("elastic part taken");
       cddp__do_part(x, part, log);
-      cddp__store64(&e->parts[part].word, cddp__unit(e->step, CDDP__UNIT_DONE, e->me, 0));
+      cddp__store64(&e->parts[part].word,
+                    cddp__unit(cddp__pass_number(e->step, pass), CDDP__UNIT_DONE, e->me, 0));
       CDDP__POINT("elastic part done");
       r = cddp__elastic_failure(d);
+    } else if (over && !last) {
+      cddp__elastic_changed(e->board);
+      return CDDP_OK;
     } else if (over) {
       CDDP__POINT("elastic step");
       (void)cddp__swap64(&e->board->step, e->step, e->step + 1);
@@ -18513,17 +18669,12 @@ static void cddp__leave_update(cddp_ddp *d) {
 /* States that lie on the board come back to where cddp_optim_step has them. */
 static cddp_result cddp__fetch_states(cddp_ddp *d) {
   cddp_optim *s;
-  int i, k;
+  int i;
   if (d->shares == NULL) return CDDP_OK;
   s = d->shares->optim;
-  for (i = 0; i < d->count; i++) {
-    if (cddp__optim_skips(s, i)) continue;
-    if (cddp__need_states(s, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-    for (k = 0; k < s->states; k++)
-      memcpy(s->state[k * s->count + i],
-             cddp__area(d->elastic, CDDP__AREA_STATES + k, d->tensors[i].offset),
-             d->tensors[i].bytes);
-  }
+  for (i = 0; i < d->count; i++)
+    if (!cddp__optim_skips(s, i) && cddp__need_states(s, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+  cddp__copy_states(d, s, false);
   cddp__share_free(s);
   return CDDP_OK;
 }
@@ -18554,7 +18705,7 @@ static void cddp__fetch_results(cddp_ddp *d, const cddp_optim *s) {
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     void *to = s != NULL ? d->params[i].data : d->params[i].grad;
-    if (s == NULL || e->in_area[i]) cddp__copy(to, cddp__area(e, area, t->offset), t->bytes);
+    if (s == NULL ? to != NULL : e->in_area[i]) cddp__copy(to, cddp__area(e, area, t->offset), t->bytes);
   }
 }
 
@@ -18563,7 +18714,7 @@ static void cddp__use_areas(cddp_ddp *d, const cddp_optim *s) {
   cddp__elastic *e = d->elastic;
   int k;
   for (k = 0; k < CDDP__AREAS; k++) {
-    bool used = k == CDDP__AREA_MEANS     ? s == NULL
+    bool used = k == CDDP__AREA_MEANS     ? s == NULL || d->desc.max_grad_norm > 0
                 : k == CDDP__AREA_WEIGHTS ? memchr(e->in_area, 1, (size_t)d->count) != NULL
                                           : s != NULL && k < CDDP__AREA_STATES + s->states;
     if (!used || (e->areas_used >> k & 1) != 0) continue;
@@ -18572,16 +18723,38 @@ static void cddp__use_areas(cddp_ddp *d, const cddp_optim *s) {
   }
 }
 
+/* The mean of the rows of all shards, as each member has it for itself. */
+static cddp_result cddp__elastic_rows(cddp_ddp *d) {
+  const cddp__ref *rows = d->elastic->rows + (size_t)(d->elastic->step & 1) * (size_t)d->shards;
+  cddp_result r = CDDP_OK;
+  void *at = NULL;
+  int i;
+  for (i = 0; r == CDDP_OK && d->sparse != NULL && i < d->shards; i++) {
+    r = cddp__locate(d->group->host, &rows[i], &at);
+    d->lists[i].packet = (char *)at;
+  }
+  return r == CDDP_OK && d->sparse != NULL ? cddp__merge_lists(d, d->shards) : r;
+}
+
 static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
   cddp__elastic *e = d->elastic;
+  bool clips = s != NULL && d->desc.max_grad_norm > 0;
   cddp__elastic_update x;
   cddp_result r = cddp__meet_members(d, s);
+  memset(&x, 0, sizeof x);
   x.d = d;
   x.s = s;
+  x.clip = 1;
+  x.averaged = clips;
   x.own_states = s != NULL && s->share == NULL;
-  x.collected = false;
   if (r == CDDP_OK) cddp__use_areas(d, s);
-  if (r == CDDP_OK) r = cddp__do_parts(&x);
+  if (r == CDDP_OK) r = cddp__elastic_rows(d);
+  if (r == CDDP_OK && (s == NULL || clips)) r = cddp__do_parts(&x, CDDP__PASS_MEANS);
+  if (r == CDDP_OK && clips) {
+    x.clip = cddp__clip_factor(d, d->desc.max_grad_norm, true);
+    if (x.clip < 1) cddp__clip_rows(d, x.clip);
+  }
+  if (r == CDDP_OK && s != NULL) r = cddp__do_parts(&x, CDDP__PASS_WEIGHTS);
   cddp__store32(&e->members[e->me].inside, 0);
   if (r != CDDP_OK) return r;
   cddp__fetch_results(d, s);
@@ -18812,7 +18985,7 @@ static cddp_result cddp__join_weights(cddp_ddp *d) {
 static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
   cddp__elastic *e = d->elastic;
   cddp_result r = CDDP_OK;
-  int i, k;
+  int i;
   if (e->optim != NULL) e->optim->elastic = NULL;
   e->optim = o;
   o->elastic = e;
@@ -18823,12 +18996,11 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
   }
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
     o->steps[i] = e->updates;
-    if (e->updates == 0 || e->inherits == CDDP__KIND_DDP_STEP) continue;
-    r = cddp__need_states(o, i);
-    for (k = 0; r == CDDP_OK && k < o->states; k++)
-      memcpy(o->state[k * o->count + i], cddp__area(e, CDDP__AREA_STATES + k, d->tensors[i].offset),
-             d->tensors[i].bytes);
+    o->fresh[i] = e->updates == 0;
+    if (e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
   }
+  if (r == CDDP_OK && e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
+    cddp__copy_states(d, o, false);
   e->inherits = 0;
   return r;
 }
@@ -18866,7 +19038,8 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__set_plan(d, NULL);
   cddp__arm(d);
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].placed) d->params[i].grad = d->arena + d->tensors[i].offset;
+    if (d->tensors[i].placed && cddp__sparse_of(d, i) == NULL)
+      d->params[i].grad = d->arena + d->tensors[i].offset;
   r = cddp__take_place(d);
   if (r == CDDP_OK) r = cddp__join_step(d);
   if (r == CDDP_OK) r = cddp__join_weights(d);
@@ -18948,6 +19121,7 @@ static void cddp__elastic_leave(cddp_ddp *d) {
            cddp__table_count(e, e->me, cddp__load64(&e->board->step), &word) > 0;
   if (!needed) cddp__arena_free(h, e->kit);
   else d->mirror = NULL; /* goes with the process */
+  for (m = 0; m < 2 * d->shards && alone; m++) cddp__arena_free(h, e->packets[m].at);
   if (alone) { /* the rank that made the board frees it */
     cddp__store32(&e->board->block.size, 1);
     cddp__store32(&e->board->block.left, 1);

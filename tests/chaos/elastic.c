@@ -35,9 +35,10 @@ typedef struct kill_plan {
 typedef struct plan {
   uint64_t seed;
   int n, shards, count, steps, kills, further;
-  bool adamw, waits, shared, own, copies, groups;
+  bool adamw, waits, shared, own, copies, groups, masters;
   int replaced; /* of four that die, so many are replaced */
-  double momentum;
+  double momentum, max_norm;
+  size_t rows[PARAMS]; /* the first parameter may have sparse ones */
   cddp_dtype dtypes[PARAMS];
   size_t sizes[PARAMS];
   kill_plan kill[KILLS];
@@ -158,6 +159,9 @@ static plan draw(uint64_t seed) {
     q->after = 1 + (unsigned)DRAW(most);
     q->delay = (double)DRAW(1000) * 8e-6;
   }
+  p.max_norm = DRAW(3) == 0 ? 2 : 0;
+  p.masters = DRAW(3) == 0;
+  if (!p.adamw && DRAW(3) == 0) p.rows[0] = p.sizes[0] % 3 == 0 ? p.sizes[0] / 3 : p.sizes[0];
 #undef DRAW
   return p;
 }
@@ -194,7 +198,7 @@ static cddp_result model_open(model *m, const plan *c, bool elastic) {
     m->p[k].dtype = c->dtypes[k];
     m->p[k].data = c->shared ? cddp_alloc(m->g, bytes) : malloc(bytes);
     if (m->p[k].data == NULL) return CDDP_OUT_OF_MEMORY;
-    if (c->own) m->p[k].grad = calloc(1, bytes);
+    if (c->own && c->rows[k] == 0) m->p[k].grad = calloc(1, bytes);
     for (i = 0; i < c->sizes[k]; i++) /* a rank that joins begins with others */
       ranks_store(c->dtypes[k], m->p[k].data, i,
                   noise(me != NULL && me->joins ? 4 : 3, (uint64_t)k, i));
@@ -202,19 +206,23 @@ static cddp_result model_open(model *m, const plan *c, bool elastic) {
   }
   desc.shards = c->shards;
   desc.elastic = elastic;
+  desc.max_grad_norm = c->max_norm;
+  if (c->rows[0] > 0) desc.sparse_rows = c->rows;
   if ((r = cddp_ddp_create(&m->ddp, m->g, m->p, c->count, &desc)) != CDDP_OK) return r;
   if (c->adamw) {
     a.lr = 0.01;
     a.weight_decay = 0.01;
     a.amsgrad = c->seed % 2 == 0;
     a.ddp = m->ddp;
+    a.master_weights = c->masters;
     a.copies = c->copies ? m->copies : NULL;
     a.copy_dtype = CDDP_BF16;
     return cddp_adamw_create(&m->optim, m->p, c->count, &a);
   }
   s.lr = 0.1;
   s.momentum = c->momentum;
-  s.weight_decay = c->seed % 3 == 0 ? 0.01 : 0;
+  s.weight_decay = c->seed % 3 == 0 && c->rows[0] == 0 ? 0.01 : 0;
+  s.master_weights = c->masters;
   s.ddp = m->ddp;
   s.copies = c->copies ? m->copies : NULL;
   s.copy_dtype = CDDP_F16;
@@ -228,10 +236,27 @@ static void model_close(model *m, const plan *c) {
   for (k = 0; k < c->count; k++) {
     if (c->shared) cddp_free(m->g, m->p[k].data);
     else free(m->p[k].data);
-    if (c->own) free(m->p[k].grad);
+    if (c->own && c->rows[k] == 0) free(m->p[k].grad);
     free(m->copies[k]);
   }
   cddp_destroy(m->g);
+}
+
+/* A few rows of the first parameter. */
+static bool add_rows(model *m, const plan *c, uint64_t step, int shard) {
+  const cddp_param *p = &m->p[0];
+  size_t width = p->count / c->rows[0], i;
+  uint64_t seed = step * SHARDS + (uint64_t)shard, n;
+  for (n = 0; n < 1 + seed % 4; n++) {
+    int64_t row = (int64_t)(ranks_mix(seed, n, 7) % c->rows[0]);
+    double values[3];
+    for (i = 0; i < width; i++)
+      ranks_store(p->dtype, values, i,
+                  0.1 * ranks_load(p->dtype, p->data, (size_t)row * width + i) +
+                      noise(seed, 99 + n, i));
+    if (cddp_ddp_add_rows(m->ddp, 0, &row, values, 1) != CDDP_OK) return false;
+  }
+  return true;
 }
 
 /* Gradients depend on the weights, so what is wrong once stays wrong. */
@@ -240,7 +265,8 @@ static cddp_result backward(model *m, const plan *c, uint64_t step, int shard) {
   size_t i;
   for (k = c->count - 1; k >= 0; k--) {
     const cddp_param *p = &m->p[k];
-    for (i = 0; i < p->count; i++)
+    if (c->rows[k] > 0 && !add_rows(m, c, step, shard)) return CDDP_INVALID_ARGUMENT;
+    for (i = 0; i < p->count && c->rows[k] == 0; i++)
       ranks_store(p->dtype, p->grad, i,
                   ranks_load(p->dtype, p->grad, i) + 0.1 * ranks_load(p->dtype, p->data, i) +
                       noise(step * SHARDS + (uint64_t)shard, (uint64_t)k, i));
@@ -494,11 +520,11 @@ static bool run_plan(const plan *c) {
   if (test_failures != before || verbose) {
     fprintf(stderr,
             "  seed %" PRIu64 "%s: %d ranks, %d shards, %d parameters, %d steps, %s, %s weights,"
-            " %s gradients%s%s, %d kills, %u points\n",
+            " %s gradients%s%s%s%s, norm %g, %d kills, %u points\n",
             c->seed, hung ? " HANGS" : "", c->n, c->shards, c->count, c->steps,
             c->adamw ? "AdamW" : "SGD", c->shared ? "shared" : "malloc'ed",
             c->own ? "own" : "placed", c->waits ? ", wait" : ", step", c->copies ? ", copies" : "",
-            c->kills, shared->points);
+            c->masters ? ", masters" : "", c->rows[0] > 0 ? ", rows" : "", c->max_norm, c->kills, shared->points);
     for (i = 0; i < shared->process_count; i++) describe(&shared->processes[i], status[i]);
   }
   return test_failures == before;

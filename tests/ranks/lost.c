@@ -15,12 +15,16 @@ static void elastic_point(const char *name);
 
 #include "../ranks.h"
 
-enum { PARAMS = 5, HALVES = 3 /* from this one on: not for AdamW */, STEPS = 5, MOST = 8 };
+enum { HALVES = 3 /* from this one on: for AdamW with masters alone */, ROWS = 5, PARAMS = 7 };
+enum { STEPS = 5, MOST = 8 };
 enum { FUSED, APART, BOTH, KINDS };
 
-static const size_t sizes[PARAMS] = {30001, 77, 1, 2500, 9100};
-static const cddp_dtype dtypes[PARAMS] = {CDDP_F32, CDDP_F64, CDDP_F32, CDDP_F16, CDDP_BF16};
-static const char *const names[PARAMS] = {"wide", "double", "one", "half", "brain"};
+static const size_t sizes[PARAMS] = {30001, 77, 1, 2500, 9100, 300 * 31, 40 * 9};
+static const size_t rows[PARAMS] = {0, 0, 0, 0, 0, 300, 40}; /* of sparse ones */
+static const cddp_dtype dtypes[PARAMS] = {CDDP_F32, CDDP_F64,  CDDP_F32, CDDP_F16,
+                                          CDDP_BF16, CDDP_F32, CDDP_F16};
+static const char *const names[PARAMS] = {"wide",  "double", "one", "half",
+                                          "brain", "table",  "rows"};
 
 typedef struct death {
   int step, moment; /* at which passage of the point from that step on */
@@ -30,8 +34,8 @@ typedef struct death {
 
 typedef struct plan {
   int shards, kind, ranks;
-  bool own, shared, adamw, amsgrad, copies;
-  double momentum;
+  bool own, shared, adamw, amsgrad, copies, masters, sparse;
+  double momentum, max_norm;
   death deaths[MOST]; /* of each rank; step -1: none */
   uint64_t want;      /* the undisturbed run's hash */
 } plan;
@@ -98,20 +102,22 @@ static cddp_result model_open(model *m, cddp_group *g, const plan *c, bool elast
   size_t i;
   int k;
   memset(m, 0, sizeof *m);
-  m->count = c->adamw ? HALVES : PARAMS;
+  m->count = c->sparse ? PARAMS : c->adamw && !c->masters ? HALVES : ROWS;
   for (k = 0; k < m->count; k++) {
     size_t bytes = sizes[k] * size_of(dtypes[k]);
     m->p[k].name = names[k];
     m->p[k].count = sizes[k];
     m->p[k].dtype = dtypes[k];
     m->p[k].data = c->shared ? cddp_alloc(g, bytes) : malloc(bytes);
-    if (c->own) m->p[k].grad = calloc(1, bytes);
+    if (c->own && rows[k] == 0) m->p[k].grad = calloc(1, bytes);
     if (c->copies && dtypes[k] == CDDP_F32) m->copies[k] = calloc(1, sizes[k] * 2);
     for (i = 0; i < sizes[k]; i++) put(m->p[k].data, dtypes[k], i, ranks_mix(3, (uint64_t)k, i));
   }
   memset(&desc, 0, sizeof desc);
   desc.shards = c->shards;
   desc.elastic = elastic;
+  desc.max_grad_norm = c->max_norm;
+  if (c->sparse) desc.sparse_rows = rows;
   r = cddp_ddp_create(&m->ddp, g, m->p, m->count, &desc);
   if (r != CDDP_OK) return r;
   memset(&a, 0, sizeof a);
@@ -123,6 +129,7 @@ static cddp_result model_open(model *m, cddp_group *g, const plan *c, bool elast
   o.lr = 0.125;
   o.momentum = c->momentum;
   o.ddp = m->ddp;
+  a.master_weights = o.master_weights = c->masters;
   if (c->copies) a.copies = o.copies = m->copies;
   a.copy_dtype = o.copy_dtype = CDDP_BF16;
   if (c->adamw) return cddp_adamw_create(&m->optim, m->p, m->count, &a);
@@ -134,7 +141,7 @@ static void model_close(model *m, cddp_group *g, const plan *c) {
   cddp_optim_destroy(m->optim);
   cddp_ddp_destroy(m->ddp);
   for (k = 0; k < m->count; k++) {
-    if (c->own) free(m->p[k].grad);
+    if (c->own && rows[k] == 0) free(m->p[k].grad);
     free(m->copies[k]);
     if (c->shared) cddp_free(g, m->p[k].data);
     else free(m->p[k].data);
@@ -153,12 +160,19 @@ static uint64_t model_hash(const model *m) {
 
 static void backward(model *m, int step, int shard) {
   size_t i;
-  int k;
+  int k, n;
   elastic_point("forward");
   for (k = m->count - 1; k >= 0; k--) {
     uint64_t seed = (uint64_t)(1000 * step + shard);
-    CHECK(is_zero(m->p[k].grad, m->p[k].count * size_of(dtypes[k])));
-    for (i = 0; i < m->p[k].count; i++)
+    for (n = (int)(ranks_mix(seed, (uint64_t)k, 77) % 5); rows[k] != 0 && n > 0; n--) {
+      int64_t number = (int64_t)(ranks_mix(seed, (uint64_t)n, 5) % rows[k]);
+      double values[31];
+      for (i = 0; i < sizes[k] / rows[k]; i++)
+        put(values, dtypes[k], i, ranks_mix(seed, (uint64_t)(k + 100 * n), i));
+      CHECK_OK(cddp_ddp_add_rows(m->ddp, k, &number, values, 1));
+    }
+    CHECK(rows[k] != 0 || is_zero(m->p[k].grad, m->p[k].count * size_of(dtypes[k])));
+    for (i = 0; i < m->p[k].count && rows[k] == 0; i++)
       put(m->p[k].grad, dtypes[k], i, ranks_mix(seed, (uint64_t)k, i));
     CHECK_OK(cddp_ddp_ready(m->ddp, k));
     elastic_point("backward");
@@ -230,6 +244,8 @@ static void describe(const plan *c, char *out, size_t n) {
   snprintf(out, n, "%d shards, %d ranks, kind %d%s%s%s%s%s, momentum %g", c->shards, c->ranks,
            c->kind, c->own ? ", own" : "", c->shared ? ", shared" : "", c->adamw ? ", adamw" : "",
            c->amsgrad ? ", amsgrad" : "", c->copies ? ", copies" : "", c->momentum);
+  snprintf(out + strlen(out), n - strlen(out), "%s%s, norm %g", c->masters ? ", masters" : "",
+           c->sparse ? ", sparse" : "", c->max_norm);
   for (i = 0; i < c->ranks; i++)
     if (c->deaths[i].step >= 0)
       snprintf(out + strlen(out), n - strlen(out), "; rank %d %s in step %d at %s %d", i,
@@ -310,6 +326,13 @@ static void kill_at(plan *c, int rank, int step, const char *point, int moment) 
   snprintf(c->deaths[rank].point, sizeof c->deaths[rank].point, "%s", point);
 }
 
+/* With or without a clip, masters, rows. */
+static void vary(plan *c, uint64_t dice) {
+  c->max_norm = ranks_mix(dice, 1, 1) % 2 ? 3 : 0;
+  c->masters = ranks_mix(dice, 2, 1) % 2;
+  c->sparse = !c->adamw && ranks_mix(dice, 3, 1) % 2;
+}
+
 /* Nobody dies: any number of ranks and shards, all kinds. */
 static void test_undisturbed(void) {
   int n, shards, kind;
@@ -322,6 +345,7 @@ static void test_undisturbed(void) {
         c.amsgrad = shards > 4;
         c.copies = kind == FUSED;
         c.momentum = shards == 2 ? 0 : 0.9;
+        vary(&c, (uint64_t)(shards + 10 * n + kind));
         run_threads(&c);
         if (RANKS_TSAN || n == 1) continue;
         c.shared = kind != APART && n != 3;
@@ -335,7 +359,7 @@ static void test_deaths(void) {
       "forward", "backward", "meeting", "elastic take", "elastic taken", "elastic nodes",
       "elastic nodes put", "elastic done", "elastic arrive", "elastic arrived", "elastic part",
       "elastic part taken", "elastic computed", "elastic logged", "elastic published",
-      "elastic block", "elastic part done", "elastic step"};
+      "elastic block", "elastic part done", "elastic step", "elastic rows", "elastic mean"};
   size_t i;
   int n, kind = 0, died;
   for (i = 0; i < sizeof points / sizeof *points; i++) {
@@ -344,6 +368,8 @@ static void test_deaths(void) {
       c.shared = (i + (size_t)n) % 3 != 0;
       c.own = kind % 5 == 0;
       c.adamw = i % 2 == 1;
+      vary(&c, i + 100 * (uint64_t)n);
+      if (strcmp(points[i], "elastic mean") == 0) c.max_norm = 3;
       kill_at(&c, n == 3 ? 0 : 1, 1 + n % 2, points[i], n == 4 ? 0 : (int)i % 3);
       died += run_processes(&c);
     }
@@ -360,6 +386,7 @@ static void test_several(void) {
     for (n = 3; n <= 4; n++) {
       plan c = plan_of(8, i % 2 == 0 ? FUSED : BOTH, n);
       c.shared = i != 3;
+      vary(&c, (uint64_t)(i + 10 * n));
       for (k = 0; k < n - 1; k++) kill_at(&c, k, 1 + (i == 1 ? k : 0), points[(i + k) % 5], k);
       run_processes(&c);
     }
@@ -372,7 +399,7 @@ static void run_seed(uint64_t seed, bool threads) {
       "elastic nodes put", "elastic done", "elastic arrive", "elastic arrived", "elastic part",
       "elastic part taken", "elastic computed", "elastic logged", "elastic published",
       "elastic block", "elastic part done", "elastic step", "elastic free", "elastic lost",
-      "elastic deal", "elastic dealt"};
+      "elastic deal", "elastic dealt", "elastic rows", "elastic mean"};
   int shards = 1 + (int)(ranks_mix(seed, 1, 0) % 8), i;
   int n = 1 + (int)(ranks_mix(seed, 2, 0) % (uint64_t)(shards < 5 ? shards : 5));
   int spared = (int)(ranks_mix(seed, 3, 0) % (uint64_t)n);
@@ -383,6 +410,7 @@ static void run_seed(uint64_t seed, bool threads) {
   c.amsgrad = ranks_mix(seed, 8, 0) % 2 == 0;
   c.copies = ranks_mix(seed, 9, 0) % 3 == 0;
   c.momentum = ranks_mix(seed, 10, 0) % 4 == 0 ? 0 : 0.9;
+  vary(&c, seed);
   for (i = 0; i < n; i++)
     if (i != spared && ranks_mix(seed, 11, (uint64_t)i) % 3 != 0)
       kill_at(&c, i, (int)(ranks_mix(seed, 12, (uint64_t)i) % STEPS),
