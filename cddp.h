@@ -703,7 +703,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    The step is over when every part is; a rank that joins is counted from one step's end on, and
    copies weights that nobody changes before it has come to the next update. >>elastic has it all.
    LIMITS. One host, CPU; the group of cddp_init. Ranks that are threads cannot be joined, nor can
-   a job that began as one rank, or with a file size limit (ulimit -f). One elastic model at a time
+   a job with a file size limit (ulimit -f). One elastic model at a time
    in a process. Not with comm_hook, find_unused_parameters or uneven_inputs. Like
    torchrun --max-restarts, but nobody starts again from a checkpoint.
 
@@ -4934,8 +4934,10 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
     snprintf(at->run, sizeof at->run, "cddp/%016" PRIx64 "/0", key);
   else
     snprintf(at->run, sizeof at->run, "cddp/%.80s/%.20s", run ? run : "0", restart ? restart : "0");
-  if (strcmp(method, "env://") == 0)
-    return at->world_size > 1 || at->joins ? cddp__env_master(at, key) : CDDP_OK;
+  if (strcmp(method, "env://") == 0) {
+    r = cddp__env_master(at, key); /* a rank alone needs it only to be joined */
+    return at->world_size > 1 || at->joins ? r : CDDP_OK;
+  }
   if (strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0 &&
       strncmp(method, "unix://", 7) != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -9014,6 +9016,31 @@ static cddp_result cddp__door_make(const cddp__rendezvous *v, int size) {
   return CDDP_OK;
 }
 
+/* A rank that begins alone may be joined later, if it has an elastic model. */
+static cddp_result cddp__door_alone(const cddp__place *at, const cddp_group_desc *d,
+                                    cddp__host *h) {
+  cddp__rendezvous v;
+  cddp_result r = cddp__rendezvous_init(&v, at, d, h);
+  if (r == CDDP_OK) r = cddp__door_make(&v, 1);
+  cddp__rendezvous_free(&v);
+  return r;
+}
+
+/* The memory of a rank that began alone is shared from now on, for those who join. What it has
+   allocated stays its own. */
+static void cddp__share_memory(cddp__host *h) {
+  struct rlimit limit;
+  cddp__extent *e, *end;
+  if (h->fd >= 0 || h->size > 1 || h->door == NULL) return;
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
+  if (cddp__make_memory(h) != CDDP_OK) {
+    cddp__log(&h->logger, 1, "no process can join this rank: %s", cddp_error());
+    return;
+  }
+  for (e = cddp__own_extents(h, &end); e < end; e++) e->is_private = true;
+  h->threads = false;
+}
+
 /* From here on processes may join through this rank, when it looks: cddp__door_serve. */
 static void cddp__door_open(cddp__host *h) {
   cddp__address a;
@@ -12192,6 +12219,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   r = at.joins              ? cddp__join(&g, &at, d, h)
       : at.world_size > 1 ? cddp__meet(&g, &at, d, h)
                           : cddp__world_group(&g, h, 0, 1, at.timeout_s);
+  if (r == CDDP_OK && h->threads && at.init_method[0] != 0) r = cddp__door_alone(&at, d, h);
   cddp__host_release(h);
   if (at.joins && r != CDDP_OK && g != NULL) cddp__group_leave(g);
   if (g == NULL || at.joins) {
@@ -21360,6 +21388,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
   if (joins && given.shards == 0) given.shards = g->host->board->shards;
+  if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
   r = joins ? cddp__elastic_join(d) : cddp__ddp_setup(d);
   if (r == CDDP_OK && desc->elastic && !joins) r = cddp__elastic_create(d);

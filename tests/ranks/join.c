@@ -210,6 +210,29 @@ static void test_comes(void) {
   CHECK_EQ(shared->took, 3); /* ranks in the last step */
 }
 
+/* A job that began as one rank; all others come later, and go on without it. */
+static void test_alone(void) {
+  visitor first = usual(), v[2];
+  pid_t pids[3];
+  double until = test_now() + RANKS_WITHIN(20.0);
+  int status, i;
+  first.join = NULL;
+  first.world_size = 1;
+  begin_job(pids, &first);
+  for (i = 0; i < 2; i++) {
+    v[i] = usual();
+    v[i].world_size = 1;
+    v[i].rank = 1 + i;
+    pids[1 + i] = ranks_fork(life, 1 + i, &v[i]);
+  }
+  while (look(&shared->joined) < 2 && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->joined), 2);
+  kill(pids[0], SIGKILL);
+  waitpid(pids[0], &status, 0);
+  end_job(pids + 1, 2);
+  CHECK_EQ(shared->took, 2);
+}
+
 /* Processes with another model, in another world, with another secret. */
 static void test_strangers(void) {
   visitor first = usual(), v;
@@ -278,6 +301,7 @@ static void test_nobody(void) {
 int main(void) {
   shared = (board *)ranks_shared(sizeof *shared);
   RUN(test_comes);
+  RUN(test_alone);
   RUN(test_strangers);
   RUN(test_nobody);
   return TEST_END();
