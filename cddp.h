@@ -17728,7 +17728,8 @@ static void cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, bool to_bo
   for (k = 0; k < o->states * o->count; k++) {
     char *at = cddp__board_state(d, o, k / o->count, i = k % o->count, 0), *own;
     size_t bytes = o->params[i].count * cddp__dtype_size(cddp__state_type(o, i));
-    if ((own = (char *)o->state[k]) != NULL) memcpy(to_board ? at : own, to_board ? own : at, bytes);
+    if ((own = (char *)o->state[k]) == NULL) continue;
+    memcpy(to_board ? at : own, to_board ? own : at, bytes);
   }
 }
 
@@ -17764,7 +17765,8 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   e->order = e->indices + n;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) /* as cddp__lay_out */
     for (i = d->count - 1; i >= 0; i--)
-      if ((int)d->params[i].dtype == dtype && cddp__sparse_of(d, i) == NULL) e->order[placed++] = i;
+      if ((int)d->params[i].dtype == dtype && cddp__sparse_of(d, i) == NULL)
+        e->order[placed++] = i;
   for (i = 0; i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL) e->order[placed++] = i;
   e->me = e->shard = -1;
@@ -18531,7 +18533,8 @@ static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
     for (; at < high; at += n * esize, logged = false) {
       n = cddp__min(block - at % block, high - at) / esize;
       first = (at - t->offset) / esize;
-      if (!cddp__skips_block(x, i, first, n)) cddp__do_block(x, part, i, &u, first, n, logged, log);
+      if (!cddp__skips_block(x, i, first, n))
+        cddp__do_block(x, part, i, &u, first, n, logged, log);
     }
   }
 }
