@@ -18736,7 +18736,8 @@ static void cddp__fetch_results(cddp_ddp *d, const cddp_optim *s) {
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     void *to = s != NULL ? d->params[i].data : d->params[i].grad;
-    if (s == NULL ? to != NULL : e->in_area[i]) cddp__copy(to, cddp__area(e, area, t->offset), t->bytes);
+    if (s == NULL ? to != NULL : e->in_area[i])
+      cddp__copy(to, cddp__area(e, area, t->offset), t->bytes);
   }
 }
 
