@@ -524,7 +524,8 @@ static bool run_plan(const plan *c) {
             c->seed, hung ? " HANGS" : "", c->n, c->shards, c->count, c->steps,
             c->adamw ? "AdamW" : "SGD", c->shared ? "shared" : "malloc'ed",
             c->own ? "own" : "placed", c->waits ? ", wait" : ", step", c->copies ? ", copies" : "",
-            c->masters ? ", masters" : "", c->rows[0] > 0 ? ", rows" : "", c->max_norm, c->kills, shared->points);
+            c->masters ? ", masters" : "", c->rows[0] > 0 ? ", rows" : "", c->max_norm, c->kills,
+            shared->points);
     for (i = 0; i < shared->process_count; i++) describe(&shared->processes[i], status[i]);
   }
   return test_failures == before;
