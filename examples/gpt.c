@@ -2,8 +2,8 @@
      cc -O2 examples/gpt.c -o gpt -lopenblas -lpthread -lm
      ./gpt -n 2 --plot loss.svg --save FILE       on 2 ranks; then it writes a text of its own
      ./gpt -n 4 --shards 4 --text FILE            4 shards: the same weights on 1, 2, 3 or 4 ranks
-   The table below has all options. The network is GPT-2's (pre-norm, GELU, one matrix for input and
-   output); the file that it saves has GPT-2's names and torch.nn.Linear's shapes. */
+     ./gpt -n 4 --shards 4 --elastic 9            and whoever is killed: up to 9 are started again
+   The table `names` has all options. Network and file are GPT-2's, shapes torch.nn.Linear's. */
 #define CDDP_IMPLEMENTATION /* includes stdio.h, stdlib.h, string.h, math.h, time.h and unistd.h */
 #include "../cddp.h"
 #include <cblas.h> /* Debian: libopenblas-dev */
@@ -12,12 +12,12 @@
 #define MATMUL(at, bt, m, n, k, scale, a, lda, b, ldb, beta, c, ldc) /* c = beta c + scale a b */ \
   cblas_sgemm(CblasRowMajor, Cblas##at, Cblas##bt, m, n, k, scale, a, lda, b, ldb, beta, c, ldc)
 enum { N, STEPS, STOP, BATCH, CONTEXT, LAYERS, HEADS, CHANNELS, SHARDS, SEED, LR, DECAY, CLIP,
-       SAMPLE, TEXT, PLOT, SAVE, RESUME, OPTIONS };
+       ELASTIC, SAMPLE, TEXT, PLOT, SAVE, RESUME, OPTIONS };
 static const char *names[OPTIONS] = {"-n", "--steps", "--stop", "--batch", "--context", "--layers",
-    "--heads", "--channels", "--shards", "--seed", "--lr", "--decay", "--clip", "--sample",
-    "--text", "--plot", "--save", "--resume"}; /* batch: sequences a shard; shards 0: one a rank */
+    "--heads", "--channels", "--shards", "--seed", "--lr", "--decay", "--clip", "--elastic",
+    "--sample", "--text", "--plot", "--save", "--resume"}; /* shards 0: one a rank */
 static const char *value[OPTIONS] = {"2", "800", "1e6", "8", "64", "4", "4", "128", "0", "1",
-    "2e-3", "0.1", "1", "300", "examples/data/shakespeare.txt"};
+    "2e-3", "0.1", "1", "-1", "300", "examples/data/shakespeare.txt"};
 static double number(int k) { return atof(value[k]); }
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec; }
@@ -236,46 +236,45 @@ static void write_text(int length) {
 static int train(int rank, void *group_desc) {
   int steps = (int)number(STEPS), stop = (int)fmin(steps, number(STOP)), warm = steps / 20 + 1;
   size_t size = (size_t)(C * (BYTES + T + 2 + L * (12 * C + 13))) * sizeof(float);
-  uint64_t hash = 0xcbf29ce484222325u, same; /* FNV-1a */
-  cddp_group *g; cddp_ddp *ddp; cddp_optim *adamw; float *w;
+  uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a */
+  cddp_group *g, *here; cddp_ddp *ddp; cddp_optim *adamw; float *w;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc) || !(w = (float *)cddp_alloc(g, size)));
-  int world = cddp_world_size(g), S = number(SHARDS) > 0 ? (int)number(SHARDS) : world;
-  double *curve = (double *)floats(2 * (steps + S)), *losses = curve + steps;
-  openblas_set_num_threads(1), srand48((long)number(SEED)), init_model(w); /* a rank has one core */
-  cddp_ddp_desc sharded = {0};
-  sharded.shards = (int)number(SHARDS), sharded.max_grad_norm = number(CLIP);
+  int S = number(SHARDS) > 0 ? (int)number(SHARDS) : cddp_world_size(g);
+  double *curve = (double *)floats(2 * steps); /* the loss of each step */
+  here = g, openblas_set_num_threads(1), srand48((long)number(SEED)), init_model(w); /* one core */
+  cddp_ddp_desc sharded = {0}; sharded.max_grad_norm = number(CLIP);
+  sharded.shards = (int)number(SHARDS), sharded.elastic = number(ELASTIC) >= 0;
   cddp_adamw_desc options = {0}; options.beta2 = 0.99, options.weight_decays = decays;
-  TRY(cddp_ddp_create(&ddp, g, params, count, &sharded));
-  TRY(cddp_adamw_create(&adamw, params, count, &options));
+  TRY(cddp_ddp_create(&ddp, g, params, count, &sharded) ||
+      cddp_adamw_create(&adamw, params, count, &options));
   cddp_checkpoint_desc all = {0}; all.shapes = shapes, all.optim = adamw, all.ddp = ddp;
-  TRY(value[RESUME] && cddp_load(g, value[RESUME], params, count, &all));
+  TRY(value[RESUME] && !getenv("CDDP_JOIN") && cddp_load(g, value[RESUME], params, count, &all));
   double start = now(), first = (double)cddp_ddp_steps(ddp);
   for (int t = (int)first, shard; t < stop; t = (int)cddp_ddp_steps(ddp)) {
-    memset(losses, 0, (size_t)S * sizeof *losses);
     while (cddp_ddp_next_shard(ddp, &shard)) { /* this rank's part of the batch */
       for (int b = 0; b < B; b++) /* by step, shard and b, whatever the rank */
         sequences[b] = pick((uint64_t)((t * (long)S + shard) * B + b));
       forward(B);
-      if (backward(ddp, rank, &losses[shard])) return 1;
+      if (backward(ddp, rank, &curve[t])) return 1;
     }
     double rate = t < warm ? (t + 1.0) / warm : 0.55 + 0.45 * cos(3.14159265 * t / steps);
     TRY(cddp_optim_set_lr(adamw, number(LR) * rate) || cddp_ddp_step(ddp, adamw));
-    TRY(cddp_all_reduce(g, losses, (size_t)S, CDDP_F64, CDDP_SUM, NULL));
-    for (int i = 0; i < S; i++) curve[t] += losses[i] / S;
+    here = cddp_ddp_group(ddp); /* without those that were lost */
+    cddp_result r = cddp_all_reduce(here, &curve[t], 1, CDDP_F64, CDDP_SUM, NULL);
+    curve[t] /= S;
     double speed = (t + 1 - first) / (now() - start), left = (stop - t - 1) / speed;
-    if (rank == 0 && (isatty(2) || (t + 1) % 50 == 0 || t + 1 == stop))
+    if (cddp_rank(here) == 0 && (isatty(2) || (t + 1) % 50 == 0 || t + 1 == stop))
       fprintf(stderr, "[%-20.*s] step %d  loss %.4f  %.0f bytes/s  %.0f s left   %c",
               20 * (t + 1) / steps, "====================", t + 1, curve[t], speed * S * B * T,
               left, isatty(2) && left > 0 ? '\r' : '\n');
-    if (value[SAVE] && ((t + 1) % 100 == 0 || t + 1 == stop))
-      TRY(cddp_save(g, value[SAVE], params, count, &all));
+    if (r == CDDP_OK && value[SAVE] && ((t + 1) % 100 == 0 || t + 1 == stop))
+      r = cddp_save(here, value[SAVE], params, count, &all);
+    TRY(r != CDDP_OK && r != CDDP_PEER_LOST); /* the next step goes on, or fails too */
   }
-  if (rank == 0 && value[PLOT] && plot(value[PLOT], curve, stop)) return 1;
-  if (rank == 0) write_text((int)number(SAMPLE));
+  if (cddp_rank(here) == 0 && value[PLOT] && plot(value[PLOT], curve, stop)) return 1;
+  if (cddp_rank(here) == 0) write_text((int)number(SAMPLE));
   for (size_t i = 0; i < size; i++) hash = (hash ^ ((uint8_t *)w)[i]) * 0x100000001b3u;
-  TRY((same = hash, cddp_broadcast(g, &same, 1, CDDP_I64, 0, NULL)));
-  if (same != hash) FAIL("rank %d's weights differ from rank 0's\n", rank);
-  if (rank == 0) printf("%d ranks, weights %016" PRIx64 "\n", world, hash);
+  printf("rank %d of %d: weights %016" PRIx64 "\n", rank, cddp_world_size(here), hash);
   return cddp_optim_destroy(adamw), cddp_ddp_destroy(ddp), cddp_free(g, w), cddp_destroy(g), 0;
 }
 
@@ -295,5 +294,7 @@ int main(int argc, char **argv) {
   if (ferror(f) || text_size <= (size_t)T) FAIL("%s: shorter than --context\n", value[TEXT]);
   fclose(f), setvbuf(stdout, NULL, _IOLBF, 0);
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* torchrun, mpirun */
-  return cddp_spawn(train, NULL, (int)number(N)) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
+  int n = (int)number(N), more = (int)number(ELASTIC);
+  cddp_result r = more < 0 ? cddp_spawn(train, NULL, n) : cddp_spawn_elastic(train, NULL, n, more);
+  return r ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }
