@@ -1603,7 +1603,8 @@ typedef struct cddp__call {
 typedef struct cddp__part {
   size_t out, out_at; /* this rank's share for the other; where that begins in its send buffer */
   size_t in, in_at;   /* the other's for this one; where that goes in the receive buffer */
-  size_t there;       /* where it begins in the other's send buffer */
+  size_t there;       /* where it begins in the other's send buffer; in a group of several hosts:
+                         this rank's share in the other's receive buffer */
 } cddp__part;
 enum {
   CDDP__KIND_BARRIER,
@@ -6345,12 +6346,6 @@ static bool cddp__is_read(const cddp__call *c, int rank) {
   return cddp__sends(c, rank) && (s->reduces || !s->to_root || rank != c->root);
 }
 
-/* Whether all ranks get all shares alike. */
-static bool cddp__gathers_to_all(const cddp__call *c) {
-  const cddp__shape *s = &cddp__shapes[c->kind];
-  return s->gathers && !s->scatters && !s->to_root;
-}
-
 /* all_to_all in place: what comes in takes the place of what goes out. */
 static bool cddp__overwrites(const cddp__call *c) {
   return c->kind == CDDP__KIND_ALL_TO_ALL && c->send == c->recv;
@@ -9817,9 +9812,7 @@ CDDP__COLD
 #define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (2 * CDDP__SLOTS) /* posted for one host at a time, at most */
-#define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's share in shared scratch */
-#define CDDP__RECV_AREA ((size_t)1 << 20) /* and of what comes in for its host */
-#define CDDP__HALF (CDDP__SCRATCH + CDDP__RECV_AREA) /* there are two of each, used in turn */
+#define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: of two, used in turn */
 
 /* --- messages on their way --- */
 
@@ -10423,48 +10416,6 @@ static void cddp__set_leaves(const cddp_group *g, cddp__hosts *x, bool present) 
   cddp__find_subtrees(x, 0, x->leaf_count);
 }
 
-/* The sum of one of this host's subtrees over what its ranks have `offset` bytes behind sources[its
-   number]: into space, or a single rank's memory itself. */
-static const void *cddp__subtree_sum(cddp__hosts *x, const cddp__call *c, int subtree,
-                                     void *const *sources, size_t offset, size_t n, void *space) {
-  const cddp__subtree *s = &x->subtrees[subtree];
-  int r;
-  for (r = s->low; r < s->high; r++)
-    x->pointers[r - s->low] = (const char *)sources[x->peers[x->leaves[r]].number] + offset;
-  if (s->high - s->low == 1) return x->pointers[0];
-  cddp__reduce_part(space, x->pointers, s->high - s->low, n, (cddp_dtype)c->dtype,
-                    (cddp_op)c->op);
-  return space;
-}
-
-/* This host's sums, as another one gets them: one behind the other in `out`. */
-static void cddp__sum_here(cddp__hosts *x, const cddp__call *c, void *const *sources,
-                           size_t offset, size_t n, char *out) {
-  int i;
-  for (i = 0; i < x->subtree_count; i++) {
-    char *to = out + n * x->subtrees[i].at;
-    if (x->subtrees[i].host == x->mine)
-      cddp__copy(to, cddp__subtree_sum(x, c, i, sources, offset, n, to), n * c->esize);
-  }
-}
-
-/* The sum of all ranks, from those of the other hosts, which lie in `in`: for each byte of an
-   element there is room for `room` of them. This host's sums go to their place there. */
-static void cddp__sum_all(cddp__hosts *x, const cddp__call *c, void *const *sources, size_t offset,
-                          size_t n, char *in, size_t room, void *result) {
-  int i;
-  for (i = 0; i < x->subtree_count; i++) {
-    const cddp__subtree *s = &x->subtrees[i];
-    char *at = in + room * x->nodes[s->host].bytes_at + n * s->at;
-    x->sums[i] = s->host == x->mine ? cddp__subtree_sum(x, c, i, sources, offset, n, at) : at;
-  }
-  if (x->subtree_count > 1)
-    cddp__reduce_nodes(result, x->sums, x->widths, x->subtree_count, x->leaf_count, n,
-                       (cddp_dtype)c->dtype, (cddp_op)c->op);
-  else
-    cddp__copy(result, x->sums[0], n * c->esize);
-}
-
 /* Bytes an element of every host's subtrees, and where each begins among its host's: those of
    several ranks first, as their elements may be wider, not being rounded yet. Returns the bytes of
    all. */
@@ -10485,30 +10436,58 @@ static size_t cddp__count_bytes(cddp__hosts *x, const cddp__call *c) {
 
 /* --- a chunk's way through the hosts --- */
 
-/* Elements [begin, begin + n) of each share of a call. Each rank OWNS a part of the chunk: its
-   share where there is one for each rank; else its slice of the array, if there is a rank with its
-   number on every host. What goes: (A) to the owner of a part what the hosts have for it, sums or
-   bytes; (B) from the owner its part to the hosts. For a whole host acts one of its ranks, the
-   owner's deputy there. Parts go in pieces. In step s = -ahead, -ahead + 1, .. a rank sends (A)
-   piece s + ahead of others' parts and (B) piece s - 1 of its own; it receives (A) piece s of its
-   own, adds it up, and receives (B) piece s - ahead - 1 of others. So each connection has A0 A1 A2
-   (A3 B0) (A4 B1) .., less those that have no bytes or no purpose. */
+/* Elements [begin, begin + n) of each share of a call, and how they move. For a whole host one of
+   its ranks acts, the owner's deputy there. Parts go in pieces. In step s = -ahead, -ahead + 1, ..
+   a rank sends (A) piece s + ahead of others' parts and (B) piece s - 1 of its own; it receives (A)
+   piece s of its own, adds it up, and receives (B) piece s - ahead - 1 of others. So a connection
+   has A0 A1 A2 (A3 B0) (A4 B1) .., less those that have no bytes or no purpose. */
 typedef struct cddp__flow {
   cddp_group *g;
   const cddp__call *c;
   size_t begin, n;
   size_t part; /* elements of a piece of a part, at most */
   long pieces, ahead;
-  bool there, back; /* there are A, B */
-  bool one, adds;   /* the call is in one buffer; A are sums */
-  bool each;        /* every two ranks have bytes of their own: there are no deputies */
-  bool whole;       /* short all_reduce: all hosts add up all, so hosts' slices are the same */
+  bool there, back;    /* there are A, B */
+  bool one, adds;      /* the call is in one buffer; A are sums */
+  bool each;           /* every two ranks have bytes of their own: there are no deputies */
+  bool hidden;         /* this rank's view is in scratch */
+  bool whole;          /* short all_reduce: all hosts add up all, so hosts' slices are the same */
   int root_host, root; /* -1 without one; the root's number if it is on this host, else -1 */
   int half;            /* of the scratch */
   char *out, *in, *result; /* in hosts.stage; of out and result there are CDDP__SLOTS */
+  size_t out_bytes;        /* of one out */
+  char *sums;              /* in out: where the next frame's sums go */
 } cddp__flow;
 
-/* Which of a host's ranks acts for it towards the owner of a part: they take turns. */
+/* Shares in a rank's view. */
+static size_t cddp__view_shares(const cddp__flow *f) {
+  return f->adds ? cddp__send_shares(f->g, f->c) : cddp__recv_shares(f->g, f->c);
+}
+
+/* The share for or of rank p (in one buffer: the array) in the view of local rank t: in its buffer,
+   or in its scratch. */
+static char *cddp__seen(const cddp__flow *f, int t, int p) {
+  const cddp__hosts *x = f->g->hosts;
+  const cddp__call *c = f->c;
+  size_t at = cddp__view_shares(f) > 1 ? (size_t)p : 0;
+  if (f->g->buffers[t] == NULL)
+    return x->scratch[t] + ((size_t)f->half * CDDP__SCRATCH + at * f->n * c->esize);
+  at *= c->count;
+  if (c->parts != NULL && f->each && t != f->g->local_rank)
+    at = c->parts[cddp__rank_on(x, x->mine, t)].there;
+  else if (c->parts != NULL)
+    at = c->parts[p].in_at;
+  return (char *)f->g->buffers[t] + (at + f->begin) * c->esize;
+}
+
+/* The same in the view that matters here: the root's, if it is on this host, or this rank's. */
+static char *cddp__seen_here(const cddp__flow *f, int p, size_t begin) {
+  int t = f->root >= 0 ? f->root : f->g->local_rank;
+  return cddp__seen(f, t, p) + begin * f->c->esize;
+}
+
+/* Which of a host's ranks acts for it towards the owner of a part: they take turns. On the owner's
+   own host it is the owner. */
 static int cddp__deputy(const cddp__hosts *x, int host, int owner) {
   return cddp__rank_on(x, host, x->peers[owner].number % x->nodes[host].size);
 }
@@ -10518,18 +10497,17 @@ static size_t cddp__piece_of(const cddp__flow *f, int rank, long k, size_t *begi
   const cddp__hosts *x = f->g->hosts;
   const cddp__peer *p = &x->peers[rank];
   size_t end = f->n, granule = CDDP__CACHE_LINE / f->c->esize;
+  int hosts = f->whole ? 1 : x->count;
   *begin = 0;
   if (f->one && p->number >= x->min_locals) return 0;
-  if (f->one && f->whole)
-    cddp__slice(f->n, granule, x->min_locals, p->number, begin, &end);
-  else if (f->one)
-    cddp__slice(f->n, granule, x->min_locals * x->count, p->number * x->count + p->host, begin,
-                &end);
+  if (f->one)
+    cddp__slice(f->n, granule, x->min_locals * hosts, p->number * hosts + (f->whole ? 0 : p->host),
+                begin, &end);
   *begin = cddp__min(*begin + (size_t)k * f->part, end);
   return cddp__min(f->part, end - *begin);
 }
 
-/* Whether rank `from` sends rank `to`, of another host, frames A, or (back) B. */
+/* Whether rank `from` sends rank `to` frames A, or (back) B. */
 static bool cddp__goes(const cddp__flow *f, int from, int to, bool back) {
   const cddp__hosts *x = f->g->hosts;
   const cddp__shape *s = &cddp__shapes[f->c->kind];
@@ -10541,32 +10519,52 @@ static bool cddp__goes(const cddp__flow *f, int from, int to, bool back) {
   return !back || !s->to_root || host == f->root_host;
 }
 
-/* Local rank t's share of the chunk for rank `to` (with counts in a buffer: for this one), or the
-   array, where this rank can see it: in t's buffer, or in its scratch. */
-static char *cddp__share_of(const cddp__flow *f, int t, int to) {
+/* The sum of one of this host's subtrees, of n elements behind `begin` of an owner's part: in
+   space, or a single rank's memory itself. */
+static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner, size_t begin,
+                                     size_t n, void *space) {
+  cddp__hosts *x = f->g->hosts;
+  const cddp__subtree *s = &x->subtrees[subtree];
+  int r;
+  for (r = s->low; r < s->high; r++)
+    x->pointers[r - s->low] =
+        cddp__seen(f, x->peers[x->leaves[r]].number, owner) + begin * f->c->esize;
+  if (s->high - s->low == 1) return x->pointers[0];
+  cddp__reduce_part(space, x->pointers, s->high - s->low, n, (cddp_dtype)f->c->dtype,
+                    (cddp_op)f->c->op);
+  return space;
+}
+
+/* This host's sums for an owner, as that gets them: one behind the other. */
+static const char *cddp__sum_here(cddp__flow *f, int owner, size_t begin, size_t n) {
   const cddp__hosts *x = f->g->hosts;
-  const cddp__call *c = f->c;
-  size_t at = cddp__shapes[c->kind].scatters ? (size_t)to : 0;
-  if (f->g->buffers[t] != NULL) {
-    size_t first = c->parts != NULL ? c->parts[cddp__rank_on(x, x->mine, t)].there : at * c->count;
-    return (char *)f->g->buffers[t] + (first + f->begin) * c->esize;
+  char *out = f->sums, *to;
+  int i;
+  f->sums += f->part * x->nodes[x->mine].bytes;
+  for (i = 0; i < x->subtree_count; i++) {
+    if (x->subtrees[i].host != x->mine) continue;
+    to = out + n * x->subtrees[i].at;
+    cddp__copy(to, cddp__subtree_sum(f, i, owner, begin, n, to), n * f->c->esize);
   }
-  if (at > 0 && !f->adds && !cddp__overwrites(c)) at = (size_t)x->peers[to].number;
-  return x->scratch[t] + (size_t)f->half * CDDP__HALF + at * f->n * c->esize;
+  return out;
 }
 
-/* The array as the rank sees it that matters on this host: the root, or this one. */
-static char *cddp__array_at(const cddp__flow *f, size_t begin) {
-  int t = f->root >= 0 ? f->root : f->g->local_rank;
-  return cddp__share_of(f, t, 0) + begin * f->c->esize;
-}
-
-/* Where a remote rank's share of an all_gather comes in: in the scratch of its deputy here. */
-static char *cddp__recv_area(const cddp__flow *f, int rank) {
-  const cddp__hosts *x = f->g->hosts;
-  int t = x->peers[cddp__deputy(x, x->mine, rank)].number;
-  return x->scratch[t] + (size_t)f->half * CDDP__HALF + CDDP__SCRATCH +
-         (size_t)rank * f->n * f->c->esize;
+/* The sum of all ranks, from those of the other hosts, which lie in f->in: for each byte of an
+   element there is room for f->part of them. This host's sums go to their place there. */
+static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
+  cddp__hosts *x = f->g->hosts;
+  int i;
+  for (i = 0; i < x->subtree_count; i++) {
+    const cddp__subtree *s = &x->subtrees[i];
+    char *at = f->in + f->part * x->nodes[s->host].bytes_at + n * s->at;
+    x->sums[i] = at;
+    if (s->host == x->mine) x->sums[i] = cddp__subtree_sum(f, i, f->g->rank, begin, n, at);
+  }
+  if (x->subtree_count > 1)
+    cddp__reduce_nodes(result, x->sums, x->widths, x->subtree_count, x->leaf_count, n,
+                       (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
+  else
+    cddp__copy(result, x->sums[0], n * f->c->esize);
 }
 
 /* Where this rank's piece of its own part is, once all have given theirs: at its place in the
@@ -10575,100 +10573,81 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   const cddp__call *c = f->c;
   if (f->one && f->root < 0 && cddp__shapes[c->kind].to_root)
     return f->result + (size_t)(k % CDDP__SLOTS) * f->part * c->esize;
-  if (f->one) return cddp__array_at(f, begin);
-  return (char *)c->recv + (f->begin + begin) * c->esize;
-}
-
-/* Where this host's sums for piece k of a rank's part wait to be sent. */
-static char *cddp__sums_out(const cddp__flow *f, long k, int owner) {
-  const cddp__hosts *x = f->g->hosts;
-  int mine = x->nodes[x->mine].size, most = (x->max_locals + mine - 1) / mine;
-  size_t slot = (size_t)(k % CDDP__SLOTS) * (size_t)(x->count * most);
-  slot += (size_t)(x->peers[owner].host * most + x->peers[owner].number / mine);
-  return f->out + slot * f->part * x->nodes[x->mine].bytes;
-}
-
-/* Finds where this rank sees the shares of all ranks here for rank `to`. */
-static void **cddp__find_shares(const cddp__flow *f, int to) {
-  void **shares = f->g->slices;
-  int t;
-  for (t = 0; t < f->g->local_size; t++) shares[t] = cddp__share_of(f, t, to);
-  return shares;
+  if (f->one) return cddp__seen_here(f, 0, begin);
+  return (f->adds ? (char *)c->recv : (char *)(uintptr_t)c->send) + (f->begin + begin) * c->esize;
 }
 
 /* Where a frame to or from rank p lies, of n elements behind `begin` of a part's piece k. Sums for
    another host are made first. */
-static const char *cddp__frame_at(const cddp__flow *f, int p, long k, size_t begin, size_t n,
-                                  bool back, bool out) {
-  cddp_group *g = f->g;
-  cddp__hosts *x = g->hosts;
-  const cddp__call *c = f->c;
-  size_t at = (f->begin + begin) * c->esize;
-  char *sums;
-  if (back && out && f->one) return cddp__own_piece(f, k, begin);
-  if (f->adds && !back && !out) return f->in + f->part * x->nodes[x->peers[p].host].bytes_at;
-  if (f->adds && !back && g->local_size == 1 && !f->whole)
-    return cddp__share_of(f, 0, p) + begin * c->esize;
-  if (f->adds && !back) {
-    sums = cddp__sums_out(f, k, p);
-    cddp__sum_here(x, c, cddp__find_shares(f, p), begin * c->esize, n, sums);
-    return sums;
-  }
-  if (f->one) return cddp__array_at(f, begin);
-  if (out && cddp__overwrites(c)) return cddp__share_of(f, g->local_rank, p);
-  if (out) return cddp__share_for(c, p) + at;
-  if (f->each || g->local_size == 1) return cddp__share_from(c, p) + at;
-  return cddp__recv_area(f, p);
+static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n, bool back,
+                                  bool out) {
+  const cddp_group *g = f->g;
+  const cddp__hosts *x = g->hosts;
+  if (f->each && out) return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
+  if (back && out) return cddp__own_piece(f, k, begin);
+  if (back || !f->adds) return cddp__seen_here(f, p, begin);
+  if (!out) return f->in + f->part * x->nodes[x->peers[p].host].bytes_at;
+  if (g->local_size == 1 && !f->whole) return cddp__seen_here(f, p, begin);
+  return cddp__sum_here(f, p, begin, n);
 }
 
 /* Posts the frames A, or (back) B, of piece k, if there is such a piece. Nobody sends a frame
-   without bytes. */
-static void cddp__post_piece(const cddp__flow *f, long k, bool back, bool out) {
+   without bytes. What is for one rank of this host alone is written where that sees it. */
+static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
   cddp_group *g = f->g;
   const cddp__hosts *x = g->hosts;
   size_t begin, n, bytes;
   int i, p, me = g->rank;
+  const char *at;
   if (k < 0 || k >= f->pieces) return;
-  for (i = 1; i < g->size; i++) {
+  f->sums = f->out + (size_t)(k % CDDP__SLOTS) * f->out_bytes;
+  for (i = 0; i < g->size; i++) {
     p = (me + i) % g->size;
-    if (g->members[p] >= 0 || !cddp__goes(f, out ? me : p, out ? p : me, back)) continue;
+    if (g->members[p] >= 0 && !(f->each && out)) continue;
+    if (!cddp__goes(f, out ? me : p, out ? p : me, back)) continue;
     if ((n = cddp__piece_of(f, back == out ? me : p, k, &begin)) == 0) continue;
     if (f->adds && !back)
       bytes = n * x->nodes[out ? x->mine : x->peers[p].host].bytes;
     else
       bytes = out ? cddp__bytes_for(f->c, p, f->begin + begin, n)
                   : cddp__bytes_from(f->c, p, f->begin + begin, n);
-    if (bytes > 0)
-      cddp__post_frame(g, out, p, cddp__frame_at(f, p, k, begin, n, back, out), bytes);
+    if (bytes == 0) continue;
+    at = cddp__frame_at(f, p, k, begin, n, back, out);
+    if (g->members[p] < 0)
+      cddp__post_frame(g, out, p, at, bytes);
+    else
+      cddp__copy(cddp__seen(f, x->peers[p].number, me), at, bytes);
   }
 }
 
-/* Copies what this rank has of piece k of the array to the other ranks of this host. */
-static void cddp__copy_piece(const cddp__flow *f, long k) {
-  cddp_group *g = f->g;
+/* Copies what this rank has of piece k of all parts to where all ranks of this host see theirs. */
+static void cddp__spread_piece(const cddp__flow *f, long k) {
+  const cddp_group *g = f->g;
   const cddp__hosts *x = g->hosts;
-  size_t begin, n;
-  int h, t;
-  for (h = 0; h < x->count && g->local_rank < x->min_locals; h++) {
-    if (f->whole && h != x->mine) continue;
-    n = cddp__piece_of(f, cddp__rank_on(x, h, g->local_rank), k, &begin) * f->c->esize;
-    begin *= f->c->esize;
-    for (t = 0; t < g->local_size && n > 0; t++)
-      cddp__copy(cddp__share_of(f, t, 0) + begin, cddp__array_at(f, 0) + begin, n);
+  size_t begin, n, bytes;
+  const char *from;
+  int p, t;
+  for (p = 0; p < g->size; p++) {
+    if (cddp__deputy(x, x->mine, p) != g->rank || (f->whole && p != g->rank)) continue;
+    n = cddp__piece_of(f, p, k, &begin);
+    if (n == 0 || (bytes = cddp__bytes_from(f->c, p, f->begin + begin, n)) == 0) continue;
+    from = p == g->rank ? cddp__own_piece(f, k, begin) : cddp__seen_here(f, p, begin);
+    for (t = 0; t < g->local_size; t++)
+      cddp__copy(cddp__seen(f, t, p) + begin * f->c->esize, from, bytes);
   }
 }
 
 /* Moves a chunk: this host's ranks can see its sources, and all see the results once all have come
    to a round behind it. */
-static cddp_result cddp__flow_run(const cddp__flow *f) {
+static cddp_result cddp__flow_run(cddp__flow *f) {
+  const cddp__shape *shape = &cddp__shapes[f->c->kind];
+  bool spreads = !f->each && !shape->to_root && !shape->scatters;
   cddp_group *g = f->g;
-  cddp__hosts *x = g->hosts;
   long s, done, last = f->pieces + f->ahead;
-  bool copies = f->one && !cddp__shapes[f->c->kind].to_root;
   cddp_result r = CDDP_OK;
   size_t begin, n;
   for (s = -f->ahead; r == CDDP_OK && s <= last; s++) {
-    x->step = s;
+    g->hosts->step = s;
     done = s - f->ahead - 1;
     cddp__post_piece(f, s + f->ahead, false, true);
     cddp__post_piece(f, s - 1, true, true);
@@ -10678,9 +10657,8 @@ static cddp_result cddp__flow_run(const cddp__flow *f) {
     r = cddp__deliver(g, s == last ? LONG_MAX : s + 2 - CDDP__SLOTS);
     if (r == CDDP_OK && f->adds && s >= 0 && s < f->pieces &&
         (n = cddp__piece_of(f, g->rank, s, &begin)) > 0)
-      cddp__sum_all(x, f->c, cddp__find_shares(f, g->rank), begin * f->c->esize, n, f->in, f->part,
-                    cddp__own_piece(f, s, begin));
-    if (r == CDDP_OK && copies && done >= 0) cddp__copy_piece(f, done);
+      cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
+    if (r == CDDP_OK && spreads && done >= 0) cddp__spread_piece(f, done);
   }
   return r;
 }
@@ -10702,14 +10680,15 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   return f;
 }
 
-/* Makes room for sums on their way: for others' parts, from others, of this rank's part. */
+/* Makes room for sums on their way: for others' parts, from others, of this rank's part. all: bytes
+   an element of all hosts' sums. */
 static cddp_result cddp__flow_room(cddp__flow *f, size_t all) {
   cddp__hosts *x = f->g->hosts;
   size_t mine = (size_t)x->nodes[x->mine].size, most = ((size_t)x->max_locals + mine - 1) / mine;
-  size_t out = CDDP__SLOTS * f->part * x->nodes[x->mine].bytes * (size_t)x->count * most;
   size_t in = cddp__round_up(f->part * all, CDDP__CACHE_LINE), bytes;
-  out = cddp__round_up(out, CDDP__CACHE_LINE);
-  bytes = out + in + CDDP__SLOTS * f->part * f->c->esize;
+  f->out_bytes = f->part * x->nodes[x->mine].bytes * (size_t)x->count * most;
+  f->out_bytes = cddp__round_up(f->out_bytes, CDDP__CACHE_LINE);
+  bytes = CDDP__SLOTS * (f->out_bytes + f->part * f->c->esize) + in;
   if (x->stage_size < bytes) {
     cddp__free(&x->net->allocator, x->stage);
     x->stage = (char *)cddp__malloc(&x->net->allocator, bytes);
@@ -10717,7 +10696,7 @@ static cddp_result cddp__flow_room(cddp__flow *f, size_t all) {
     if (x->stage == NULL) return cddp__break(f->g, CDDP_OUT_OF_MEMORY);
   }
   f->out = x->stage;
-  f->in = f->out + out;
+  f->in = f->out + CDDP__SLOTS * f->out_bytes;
   f->result = f->in + in;
   return CDDP_OK;
 }
@@ -10742,82 +10721,49 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
   return r == CDDP_OK ? cddp__flow_run(f) : r;
 }
 
-/* --- a call: buffers and scratch --- */
+/* --- a call --- */
 
-/* Whether ranks of its host must see a rank's buffer and cannot, or what it has is written over. */
-static bool cddp__unseen(const cddp_group *g, const cddp__call *c, int rank, const cddp__ref *ref) {
-  const cddp__hosts *x = g->hosts;
-  if (ref->kind != CDDP__REF_NONE || !(cddp__in_one_buffer(c) || cddp__is_read(c, rank)))
-    return false;
-  return cddp__overwrites(c) || x->nodes[x->peers[rank].host].size > 1;
+/* Where this rank's view lies. UNUSED: only this rank needs it; NONE: it is to be in scratch, since
+   others of this host cannot see the buffer, or what is sent would be written over. */
+static cddp__ref cddp__view_ref(const cddp__flow *f) {
+  cddp_group *g = f->g;
+  cddp__ref ref;
+  size_t sent, received;
+  memset(&ref, 0, sizeof ref);
+  cddp__buffer_bytes(g, f->c, &sent, &received);
+  if (f->adds) received = sent;
+  if (received == 0 || (g->local_size == 1 && !cddp__overwrites(f->c)))
+    ref.kind = CDDP__REF_UNUSED;
+  else if (!cddp__overwrites(f->c))
+    ref = cddp__ref_of(g->host, f->adds ? f->c->send : f->c->recv, received);
+  return ref;
 }
 
-/* Whether a rank of this host needs scratch. */
-static bool cddp__needs_scratch(const cddp_group *g, const cddp__call *c, int rank,
-                                const cddp__ref *ref) {
-  return cddp__unseen(g, c, rank, ref) || (cddp__gathers_to_all(c) && g->local_size > 1);
-}
-
-/* Finds the buffers of this host's ranks from the refs of the current round, NULL where one is not
-   shared, and the scratch of those that need it. *direct: no buffer's bytes, on any host, have to
-   pass through scratch for others to see. */
-static cddp_result cddp__hosts_locate(cddp_group *g, const cddp__call *c, bool *direct) {
+/* Finds the views of this host's ranks from the refs of the current round. *hidden: some rank's, on
+   any host, is in scratch. */
+static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
+  cddp_group *g = f->g;
   cddp__hosts *x = g->hosts;
   cddp_result r = CDDP_OK;
-  int p;
-  *direct = true;
+  int p, t;
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
     const cddp__ref *ref = &cddp__op_header_of(g, p, g->round)->u.ref;
-    const cddp__ref *scratch = &cddp__slot_of(g, p)->scratch;
     void *at = NULL;
-    if (cddp__unseen(g, c, p, ref)) *direct = false;
+    bool scratch = ref->kind == CDDP__REF_NONE;
+    *hidden = *hidden || scratch;
     if (g->members[p] < 0) continue;
-    if (cddp__needs_scratch(g, c, p, ref) && scratch->kind == CDDP__REF_NONE)
+    if (scratch) ref = &cddp__slot_of(g, p)->scratch;
+    if (ref->kind == CDDP__REF_NONE)
       r = cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d has no memory for pieces of messages", p);
-    else if (cddp__needs_scratch(g, c, p, ref))
-      r = cddp__locate(g->host, scratch, &at);
-    if (at != NULL) x->scratch[x->peers[p].number] = (char *)at;
-    at = NULL;
-    if (p == g->rank && !cddp__unseen(g, c, p, ref))
-      memcpy(&at, &c->send, sizeof at);
-    else if (r == CDDP_OK && ref->kind > CDDP__REF_UNUSED)
+    else if (ref->kind != CDDP__REF_UNUSED && (p != g->rank || scratch))
       r = cddp__locate(g->host, ref, &at);
-    g->buffers[x->peers[p].number] = at;
+    else if (p == g->rank)
+      at = f->adds ? (void *)(uintptr_t)f->c->send : f->c->recv;
+    t = x->peers[p].number;
+    if (scratch) x->scratch[t] = (char *)at;
+    g->buffers[t] = scratch ? NULL : at;
   }
   return r == CDDP_OK ? r : cddp__break(g, r);
-}
-
-/* Copies this rank's shares into its scratch, if its buffer is not shared and others of this host
-   want them: of what is only moved, the shares for ranks here. */
-static void cddp__show(const cddp__flow *f) {
-  cddp_group *g = f->g;
-  const cddp__call *c = f->c;
-  const cddp__shape *s = &cddp__shapes[c->kind];
-  int me = g->rank, p;
-  if (g->buffers[g->local_rank] != NULL || !cddp__is_read(c, me)) return;
-  for (p = 0; p < g->size; p++) {
-    bool here = s->reduces || cddp__overwrites(c) || g->members[s->to_root ? c->root : p] >= 0;
-    if (here && (s->scatters || p == me))
-      memcpy(cddp__share_of(f, g->local_rank, p), cddp__share_for(c, p) + f->begin * c->esize,
-             cddp__bytes_for(c, p, f->begin, f->n));
-  }
-}
-
-/* Takes what this host's ranks have for this one; (remote) what they have received for it. */
-static void cddp__collect(const cddp__flow *f, bool remote) {
-  cddp_group *g = f->g;
-  const cddp__call *c = f->c;
-  size_t at = f->begin * c->esize;
-  int p, me = g->rank;
-  for (p = 0; p < g->size && cddp__receives(c, me); p++) {
-    const char *from = (const char *)c->send + at;
-    if (remote != (g->members[p] < 0) || !cddp__sends(c, p)) continue;
-    if (remote)
-      from = cddp__recv_area(f, p);
-    else if (p != me || cddp__shapes[c->kind].scatters)
-      from = cddp__share_of(f, g->hosts->peers[p].number, me);
-    cddp__copy(cddp__share_from(c, p) + at, from, cddp__bytes_from(c, p, f->begin, f->n));
-  }
 }
 
 /* The other hosts take the round too, at their own time: the numbers stay the same everywhere. */
@@ -10825,52 +10771,48 @@ static cddp_result cddp__piece_round(cddp_group *g, const cddp__call *c) {
   return cddp__round_of(g, CDDP__SCOPE_HOST, c, CDDP__PHASE_PIECE, NULL, 0);
 }
 
-/* A chunk of a call: what is not shared passes through scratch, and (one buffer) back. Behind the
-   second round nobody reads this rank's buffer any more. */
-static cddp_result cddp__run_chunk(cddp__flow *f, bool direct) {
+/* A chunk of a call. hidden: some rank's view is in scratch. What others read there is put in
+   first. Behind the second round nobody uses this rank's view any more. */
+static cddp_result cddp__run_chunk(cddp__flow *f, bool hidden) {
   cddp_group *g = f->g;
   const cddp__call *c = f->c;
+  bool read = f->one || f->adds;
+  int p, shares = (int)cddp__view_shares(f);
+  size_t at = f->begin * c->esize;
   cddp_result r = CDDP_OK;
-  cddp__show(f);
-  if (!direct) r = cddp__piece_round(g, c);
+  for (p = 0; f->hidden && read && cddp__is_read(c, g->rank) && p < shares; p++)
+    memcpy(cddp__seen(f, g->local_rank, p), cddp__share_for(c, p) + at, f->n * c->esize);
+  if (hidden && read) r = cddp__piece_round(g, c);
   if (r == CDDP_OK) r = cddp__move_chunk(f);
-  if (r == CDDP_OK && !f->one && !f->adds) cddp__collect(f, false);
   if (r == CDDP_OK) r = cddp__piece_round(g, c);
-  if (r != CDDP_OK) return r;
-  if (cddp__gathers_to_all(c) && g->local_size > 1) cddp__collect(f, true);
-  if (f->one && g->buffers[g->local_rank] == NULL && cddp__is_written(c, g->rank))
-    memcpy((char *)c->recv + f->begin * c->esize, cddp__share_of(f, g->local_rank, 0),
-           f->n * c->esize);
+  if (r != CDDP_OK || !f->hidden || !cddp__is_written(c, g->rank) || (f->adds && !f->one)) return r;
+  for (p = 0; p < shares; p++)
+    cddp__copy(cddp__share_from(c, p) + at, cddp__seen(f, g->local_rank, p),
+               cddp__bytes_from(c, p, f->begin, f->n));
   return CDDP_OK;
 }
 
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
-  const cddp__shape *s = &cddp__shapes[c->kind];
-  cddp__hosts *x = g->hosts;
-  cddp__ref ref = cddp__call_ref(g, c);
-  bool all = s->reduces || cddp__overwrites(c), direct = false;
-  char **mine = &x->scratch[g->local_rank];
-  size_t most = SIZE_MAX, shown = !s->scatters ? 1 : (size_t)(all ? g->size : x->max_locals);
   cddp__flow f = cddp__flow_of(g, c);
+  cddp__ref ref = cddp__view_ref(&f);
+  char **scratch = &g->hosts->scratch[g->local_rank];
+  size_t most = SIZE_MAX;
+  bool hidden = false;
   cddp_result r;
-  if (*mine == NULL && cddp__needs_scratch(g, c, g->rank, &ref)) {
-    *mine = (char *)cddp__arena_alloc(g->host, 2 * CDDP__HALF, CDDP__FOR_MESSAGE);
-    if (*mine != NULL)
-      cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *mine, 2 * CDDP__HALF);
+  f.hidden = ref.kind == CDDP__REF_NONE;
+  if (f.hidden && *scratch == NULL) {
+    *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__FOR_MESSAGE);
+    if (*scratch != NULL)
+      cddp__slot_of(g, g->rank)->scratch = cddp__ref_of(g->host, *scratch, 2 * CDDP__SCRATCH);
   }
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
   if (r == CDDP_OK) r = cddp__enter(g);
-  if (r == CDDP_OK) r = cddp__hosts_locate(g, c, &direct);
-  if (!direct) most = CDDP__SCRATCH / (shown * c->esize);
-  if (cddp__gathers_to_all(c) && x->max_locals > 1)
-    most = cddp__min(most, CDDP__RECV_AREA / ((size_t)g->size * c->esize));
+  if (r == CDDP_OK) r = cddp__find_views(&f, &hidden);
+  if (hidden) most = CDDP__SCRATCH / (cddp__view_shares(&f) * c->esize);
   for (; r == CDDP_OK && f.begin < c->count; f.begin += f.n, f.half ^= 1) {
     f.n = cddp__min(most, c->count - f.begin);
-    r = cddp__run_chunk(&f, direct);
+    r = cddp__run_chunk(&f, hidden);
   }
-  /* its last chunk is collected from the scratch of others, who may leave after this call */
-  if (r == CDDP_OK && cddp__gathers_to_all(c) && x->max_locals > 1)
-    r = cddp__piece_round(g, c);
   return cddp__exit(g, r);
 }
 
@@ -11844,7 +11786,7 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *c, bool *hos
     most = cddp__max(most, cddp__max(c->parts[p].out, c->parts[p].in));
   for (p = 0; p < g->size; p++) {
     told[CDDP__TOLD * p] = c->parts[p].out;
-    told[CDDP__TOLD * p + 1] = c->parts[p].out_at;
+    told[CDDP__TOLD * p + 1] = g->hosts == NULL ? c->parts[p].out_at : c->parts[p].in_at;
     told[CDDP__TOLD * p + 2] = most;
     told[CDDP__TOLD * p + 3] = *host;
   }
