@@ -1039,12 +1039,11 @@ typedef struct cddp_checkpoint_desc {
    GPU's memory comes through a few MiB of the host's, after what is on the group's stream (g NULL:
    on the device); the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
-   half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. path
-   may be a symbolic link of this user's: the file that it leads to is replaced, or made. Anything
-   else but a regular file (a device, a pipe) is CDDP_IO. The new file gets the old one's mode,
-   owner and group (no ACLs, no extended attributes). Without the right to set the owner it belongs
-   to this user; without the right to set the group, the new group and all others get only what both
-   had. All ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for
+   half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. A path
+   that is there and no regular file (a symbolic link, a device) is CDDP_IO. The new file gets the
+   old one's mode, owner and group (no ACLs, no extended attributes). Without the right to set the
+   owner it belongs to this user; without the right to set the group, the new group and all others
+   get only what both had. All ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for
    parameters or options that differ. The others wait while rank 0 writes: timeout_s must suffice.
    Like safetensors' save_file. */
 CDDP_CHECKED
@@ -19841,114 +19840,71 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
 
 /* A checkpoint's file and what it replaces. */
 typedef struct cddp__target {
-  char path[4096]; /* what the caller's path leads to: never a symbolic link */
+  const char *path;
   char temporary[4100];
   struct stat was; /* of a file that is there already */
   bool exists;
-  int fd; /* of the temporary file; -1: none */
+  int fd; /* of the temporary file, locked; -1: none */
 } cddp__target;
 
-static const char *cddp__file_kind(mode_t mode) {
-  return S_ISDIR(mode) ? "a directory" : S_ISSOCK(mode) ? "a socket" : S_ISFIFO(mode) ? "a pipe"
-         : S_ISLNK(mode) ? "a symbolic link" : "a device";
-}
-
-/* Finds the file that is to be replaced: a regular one, or none. Links of another user are not
-   followed: in a directory that all may write to they could lead to any file of this user's. */
-static cddp_result cddp__find_target(cddp__target *t, const char *path) {
-  char to[sizeof t->path];
-  int links;
-  snprintf(to, sizeof to, "%s", strlen(path) < sizeof to ? path : "");
-  for (links = 0; links < 40; links++) { /* the kernel's limit; `to` is relative to its link */
-    char *slash = strrchr(t->path, '/');
-    size_t keep = to[0] != '/' && slash != NULL ? (size_t)(slash - t->path) + 1 : 0;
-    ssize_t n = -1;
-    if (to[0] == 0 || keep + strlen(to) >= sizeof t->path)
-      return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
-    memcpy(t->path + keep, to, strlen(to) + 1);
-    if (lstat(t->path, &t->was) != 0)
-      return errno == ENOENT ? CDDP_OK
-                             : cddp__fail(CDDP_IO, "lstat %s: %s", t->path, strerror(errno));
-    t->exists = S_ISREG(t->was.st_mode);
-    if (t->exists) return CDDP_OK;
-    if (S_ISLNK(t->was.st_mode)) n = readlink(t->path, to, sizeof to - 1);
-    if (n < 0)
-      return cddp__fail(CDDP_IO, "%s is %s, which a checkpoint does not replace", t->path,
-                        cddp__file_kind(t->was.st_mode));
-    if (t->was.st_uid != geteuid() && t->was.st_uid != 0)
-      return cddp__fail(CDDP_IO, "%s is a symbolic link of another user (uid %u); pass the path "
-                        "that it leads to", t->path, (unsigned)t->was.st_uid);
-    to[n] = 0;
-  }
-  return cddp__fail(CDDP_IO, "%s: %s", t->path, strerror(ELOOP));
-}
-
 /* Makes the temporary file: new, and locked while it is written. No other user can open it, or lock
-   it, until it is whole. What has its name is removed: a killed process left it, or another user
-   put it there. But a file that a process of this user has locked is being written. */
-static cddp_result cddp__make_temporary(cddp__target *t) {
-  const char *path = t->temporary;
-  struct stat old;
+   it, before it is whole, but where it replaces none. What has its name is removed: a killed
+   process left it, or another user put it there. But a file that a process of this user has locked
+   is being written. */
+static cddp_result cddp__open_target(cddp__target *t, const char *path) {
+  char *name = t->temporary;
   cddp_result r = CDDP_OK;
   int tries;
-  snprintf(t->temporary, sizeof t->temporary, "%s.tmp", t->path);
+  t->path = path;
+  t->fd = -1;
+  t->exists = lstat(path, &t->was) == 0;
+  if (t->exists && !S_ISREG(t->was.st_mode))
+    return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces nothing but regular files",
+                      S_ISLNK(t->was.st_mode)   ? "a symbolic link: pass the path that it leads to"
+                      : S_ISDIR(t->was.st_mode) ? "a directory"
+                                                : "a device, a pipe or a socket");
+  if ((size_t)snprintf(name, sizeof t->temporary, "%s.tmp", path) >= sizeof t->temporary)
+    return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
   for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
-    bool made, locked;
-    t->fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    made = t->fd >= 0;
-    if (!made && errno != EEXIST)
-      return cddp__fail(CDDP_IO, "open %s: %s", path, strerror(errno));
-    if (!made && lstat(path, &old) != 0) continue; /* the next open says why, if it is not gone */
-    if (!made && old.st_uid == geteuid()) {
-      if (!S_ISREG(old.st_mode))
-        return cddp__fail(CDDP_IO, "%s is %s; remove it", path, cddp__file_kind(old.st_mode));
-      t->fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    struct stat old;
+    int fd = open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, t->exists ? 0600 : 0666);
+    bool made = fd >= 0, locked;
+    if (!made && errno != EEXIST) return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
+    if (!made && lstat(name, &old) != 0) continue; /* the next open says why, if it is not gone */
+    if (!made) fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    locked = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0;
+    if (made && locked && cddp__file_is_named(fd, name)) {
+      t->fd = fd;
+      return CDDP_OK;
     }
-    locked = t->fd >= 0 && flock(t->fd, LOCK_EX | LOCK_NB) == 0;
-    if (t->fd >= 0 && !locked && errno != EWOULDBLOCK)
-      r = cddp__fail(CDDP_IO, "flock %s: %s", path, strerror(errno));
-    else if (t->fd >= 0 && !locked && !made)
-      r = cddp__fail(CDDP_IO, "somebody else is just writing %s", path);
-    else if (made && locked && cddp__file_is_named(t->fd, path))
-      return CDDP_OK; /* before it was locked, another process may have taken it for a dead one's */
-    else if (!made && (t->fd < 0 || cddp__file_is_named(t->fd, path)) && unlink(path) != 0 &&
+    if (fd >= 0 && !locked && errno != EWOULDBLOCK)
+      r = cddp__fail(CDDP_IO, "flock %s: %s", name, strerror(errno));
+    else if (!made && fd >= 0 && !locked && old.st_uid == geteuid())
+      r = cddp__fail(CDDP_IO, "somebody else is just writing %s", name);
+    else if (!made && (fd < 0 || cddp__file_is_named(fd, name)) && unlink(name) != 0 &&
              errno != ENOENT)
       r = cddp__fail(CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a "
-                     "directory of your own", path, (unsigned)old.st_uid, strerror(errno));
-    cddp__close_fd(&t->fd);
+                     "directory of your own", name, (unsigned)old.st_uid, strerror(errno));
+    cddp__close_fd(&fd); /* before it was locked, another process may have taken it for a dead
+                            one's */
   }
   if (r != CDDP_OK) return r;
-  return cddp__fail(CDDP_IO, "%s is made and removed by others again and again", path);
+  return cddp__fail(CDDP_IO, "%s is made and removed by others again and again", name);
 }
 
-/* The process's umask. (umask() itself would change it for all threads.) */
-static mode_t cddp__umask(void) {
-  char text[1024];
-  const char *line;
-  int fd = open("/proc/self/status", O_RDONLY | O_CLOEXEC);
-  ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : -1;
-  cddp__close_fd(&fd);
-  text[n > 0 ? n : 0] = 0;
-  line = strstr(text, "\nUmask:");
-  return line != NULL ? (mode_t)strtoul(line + 7, NULL, 8) : 077;
-}
-
-/* Gives the temporary file, which is 0600 until then, the mode, owner and group of the file that it
-   replaces. Where the group cannot be kept, the new one and all others get what both had. */
-static void cddp__set_owner(const cddp__target *t) {
-  mode_t mode = t->exists ? t->was.st_mode & 0777 : 0666 & ~cddp__umask();
-  mode_t both = mode >> 3 & mode & 7;
-  if (t->exists && fchown(t->fd, t->was.st_uid, t->was.st_gid) != 0 &&
-      fchown(t->fd, (uid_t)-1, t->was.st_gid) != 0)
-    mode = (mode & 0700) | both << 3 | both;
-  if (fchmod(t->fd, mode) != 0) return; /* this file system has no modes, or it stays 0600 */
-}
-
-/* After a failure removes the temporary file, else gives it its name. */
-static cddp_result cddp__finish_target(cddp__target *t, cddp_result r) {
+/* After a failure removes the temporary file. Else gives it the mode, owner, group and name of the
+   file that it replaces; where the group cannot be kept, the new one and all others get what both
+   had. */
+static cddp_result cddp__close_target(cddp__target *t, cddp_result r) {
   bool ours = t->fd >= 0 && cddp__file_is_named(t->fd, t->temporary);
+  mode_t mode = t->was.st_mode & 0777, both = mode >> 3 & mode & 7;
   char *slash = strrchr(t->temporary, '/'), *folder = t->temporary;
-  if (r == CDDP_OK) cddp__set_owner(t);
+  if (r == CDDP_OK && t->exists) {
+    if (fchown(t->fd, t->was.st_uid, t->was.st_gid) != 0 &&
+        fchown(t->fd, (uid_t)-1, t->was.st_gid) != 0)
+      mode = (mode & 0700) | both << 3 | both;
+    fchmod(t->fd, mode); /* if it fails, the file system has no modes, or the file stays 0600 */
+  }
   if (r == CDDP_OK && fsync(t->fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
   if (r == CDDP_OK && !ours)
     r = cddp__fail(CDDP_IO, "another user removed %s while it was written", t->temporary);
@@ -19977,7 +19933,7 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return r;
 }
 
-/* Metadata that is a number. */
+/* Metadata that is a number: five of the sampler, the others of the cddp_ddp. */
 static const char *const cddp__number_keys[] = {
     "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
     "cddp.sampler.seed", "cddp.sampler.shuffle", "cddp.ddp.steps", "cddp.ddp.shards"};
@@ -19997,14 +19953,14 @@ typedef struct cddp__checkpoint {
   size_t item_count;
   char *names; /* of the states */
   double lr;
-  uint64_t numbers[CDDP__NUMBERS]; /* as cddp__number_keys */
   char *staging; /* [2 * CDDP__FILE_STAGING] between the file and a device; NULL: not needed yet */
   /* save: */
   cddp__buffer header;
-  char digits[CDDP__NUMBERS][24]; /* of the numbers */
   /* load: */
   cddp_safetensors *file;   /* rank 0's has the descriptor */
-  bool has_lr, has_sampler, has_steps; /* the file has */
+  bool has_lr;                     /* the file has it, and all of an optimizer */
+  uint64_t numbers[CDDP__NUMBERS]; /* its, as cddp__number_keys; */
+  unsigned found;                  /* bits: which it has */
 } cddp__checkpoint;
 
 static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path) {
@@ -20195,6 +20151,27 @@ static cddp_result cddp__copy_item(cddp__checkpoint *c, int fd, const cddp__st_i
   return r;
 }
 
+static bool cddp__has_number(const cddp_checkpoint_desc *d, int i) {
+  return i < CDDP__OF_SAMPLER ? d->sampler != NULL : d->ddp != NULL;
+}
+
+/* The caller's, as cddp__number_keys. */
+static void cddp__own_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
+  const cddp_sampler *s = d->sampler;
+  memset(v, 0, CDDP__NUMBERS * sizeof *v);
+  if (s != NULL) {
+    v[0] = s->epoch;
+    v[1] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
+                     s->desc.dataset_size); /* what all ranks together have taken */
+    v[2] = s->desc.dataset_size;
+    v[3] = s->desc.seed;
+    v[4] = s->desc.shuffle;
+  }
+  if (d->ddp == NULL) return;
+  v[5] = d->ddp->steps;
+  v[6] = (uint64_t)d->ddp->shards;
+}
+
 /* --- saving --- */
 
 /* Leaves out states that no step has made yet. */
@@ -20235,20 +20212,11 @@ static cddp_result cddp__make_header(cddp__checkpoint *c, const cddp_metadata *m
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "what was passed makes no file: ");
 }
 
-/* The metadata of numbers first .. end - 1; where the next goes. */
-static cddp_metadata *cddp__put_numbers(cddp__checkpoint *c, cddp_metadata *m, int first, int end) {
-  for (; first < end; first++, m++) {
-    snprintf(c->digits[first], sizeof c->digits[first], "%" PRIu64, c->numbers[first]);
-    m->key = cddp__number_keys[first];
-    m->value = c->digits[first];
-  }
-  return m;
-}
-
 /* The metadata, then all of the header. */
 static cddp_result cddp__save_header(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
-  const cddp_sampler *s = d->sampler;
+  char digits[CDDP__NUMBERS][24];
+  uint64_t numbers[CDDP__NUMBERS];
   cddp_metadata *all, *m;
   cddp_result r;
   int i;
@@ -20257,19 +20225,12 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->key = "format"; /* some of PyTorch's loaders insist on it */
   m++->value = "pt";
-  if (s != NULL) {
-    c->numbers[0] = s->epoch;
-    c->numbers[1] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
-                              s->desc.dataset_size); /* what all ranks together have taken */
-    c->numbers[2] = s->desc.dataset_size;
-    c->numbers[3] = s->desc.seed;
-    c->numbers[4] = s->desc.shuffle;
-    m = cddp__put_numbers(c, m, 0, CDDP__OF_SAMPLER);
-  }
-  if (d->ddp != NULL) {
-    c->numbers[5] = d->ddp->steps;
-    c->numbers[6] = (uint64_t)d->ddp->shards;
-    m = cddp__put_numbers(c, m, CDDP__OF_SAMPLER, CDDP__NUMBERS);
+  cddp__own_numbers(d, numbers);
+  for (i = 0; i < CDDP__NUMBERS; i++) {
+    if (!cddp__has_number(d, i)) continue;
+    snprintf(digits[i], sizeof digits[i], "%" PRIu64, numbers[i]);
+    m->key = cddp__number_keys[i];
+    m++->value = digits[i];
   }
   for (i = 0; i < d->metadata_count; i++) {
     if (strcmp(d->metadata[i].key, "format") == 0) all[0].value = d->metadata[i].value;
@@ -20303,10 +20264,7 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
   cddp__target t;
   cddp_result r, left;
   size_t i;
-  memset(&t, 0, sizeof t);
-  t.fd = -1;
-  r = cddp__find_target(&t, path);
-  if (r == CDDP_OK) r = cddp__make_temporary(&t);
+  r = cddp__open_target(&t, path);
   if (r == CDDP_OK && peers) r = cddp__enter(c->g); /* it reads their memory */
   if (r == CDDP_OK) r = cddp__file_io(t.fd, true, c->header.data, c->header.end, 0);
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
@@ -20318,7 +20276,7 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
             : cddp__copy_item(c, t.fd, item, at);
   }
   left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
-  return cddp__finish_target(&t, r == CDDP_OK ? left : r);
+  return cddp__close_target(&t, r == CDDP_OK ? left : r);
 }
 
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
@@ -20404,43 +20362,41 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
   return r;
 }
 
-/* Numbers first .. end - 1 of the file. *found: it has them; without partial it must. */
-static cddp_result cddp__match_numbers(cddp__checkpoint *c, int first, int end, bool *found) {
-  for (; first < end; first++) {
-    const char *key = cddp__number_keys[first], *text = cddp__st_value(c->file, key);
+/* Reads the file's numbers. Shards must be those that were asked for; in the middle of an epoch its
+   samples must be the same ones. */
+static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
+  const cddp_checkpoint_desc *d = c->desc;
+  uint64_t own[CDDP__NUMBERS], *v = c->numbers;
+  int i;
+  cddp__own_numbers(d, own);
+  for (i = 0; i < CDDP__NUMBERS; i++) {
+    const char *key = cddp__number_keys[i], *text = cddp__st_value(c->file, key);
+    bool fixed = i < CDDP__OF_SAMPLER ? i > 1 && v[1] != 0
+                                      : i > CDDP__OF_SAMPLER && d->ddp && d->ddp->desc.shards != 0;
     char *rest = NULL;
-    if (text == NULL) return c->desc->partial ? CDDP_OK : cddp__lacks("metadata", key);
+    if (!cddp__has_number(d, i) || (text == NULL && d->partial)) continue;
+    if (text == NULL) return cddp__lacks("metadata", key);
     errno = 0;
-    c->numbers[first] = strtoull(text, &rest, 10);
+    v[i] = strtoull(text, &rest, 10);
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
+    if (fixed && v[i] != own[i])
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %" PRIu64 " in the file, %" PRIu64 " here%s",
+                        key, v[i], own[i], i < CDDP__OF_SAMPLER
+                            ? "; it was saved in the middle of an epoch, which cannot go on" : "");
+    c->found |= 1u << i;
   }
-  *found = true;
   return CDDP_OK;
 }
 
 /* Finds in the file all that is asked for; changes nothing outside c. */
 static cddp_result cddp__match(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
-  const cddp_sampler_desc *s = d->sampler != NULL ? &d->sampler->desc : NULL;
-  const uint64_t *v = c->numbers;
   cddp_result r = cddp__st_parse(c->file);
   size_t needed = 0;
   int i;
   if (r == CDDP_OK) r = cddp__match_items(c);
-  if (r == CDDP_OK && s != NULL) r = cddp__match_numbers(c, 0, CDDP__OF_SAMPLER, &c->has_sampler);
-  if (c->has_sampler && v[1] != 0 &&
-      (v[2] != s->dataset_size || v[3] != s->seed || v[4] != (uint64_t)s->shuffle))
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "it was saved in the middle of an epoch over %" PRIu64 " samples, seed %" PRIu64
-                   ", shuffle %d; the sampler has %zu, seed %" PRIu64 ", shuffle %d",
-                   v[2], v[3], v[4] != 0, s->dataset_size, s->seed, s->shuffle);
-  if (r == CDDP_OK && d->ddp != NULL)
-    r = cddp__match_numbers(c, CDDP__OF_SAMPLER, CDDP__NUMBERS, &c->has_steps);
-  if (c->has_steps && d->ddp->desc.shards != 0 && v[6] != (uint64_t)d->ddp->shards)
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "it was saved with %" PRIu64 " shards in a step; the cddp_ddp has %d", v[6],
-                   d->ddp->shards);
+  if (r == CDDP_OK) r = cddp__match_numbers(c);
   for (i = 0; r == CDDP_OK && i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);
     if (value != NULL) needed += strlen(value) + 1;
@@ -20537,8 +20493,8 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
   int i;
   if (d->optim != NULL) memset(d->optim->fresh, true, (size_t)d->optim->count);
   if (c->has_lr && (r = cddp__take_states(c)) != CDDP_OK) return r;
-  if (c->has_steps) d->ddp->steps = c->numbers[5];
-  if (c->has_sampler) cddp__sampler_begin(d->sampler, c->numbers[0], c->numbers[1], true);
+  if (c->found >> CDDP__OF_SAMPLER == 3) d->ddp->steps = c->numbers[5];
+  if ((c->found & 31) == 31) cddp__sampler_begin(d->sampler, c->numbers[0], c->numbers[1], true);
   for (i = 0; i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);
     d->metadata[i].value = value != NULL ? text : NULL;
