@@ -6094,7 +6094,7 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
    Who gets what: slices of an array, shards of a batch, and buckets of parameters as PyTorch's
    compute_bucket_assignment_by_size assigns them. Pure. Owns nothing. Entry points: cddp__slice;
    cddp__deal_shards, cddp__merges and cddp__plan_nodes;
-   cddp__plan_buckets, cddp__plan_reverse.
+   cddp__plan_buckets.
    Works as follows: a node of the canonical tree over S shards is an aligned stretch: 2^j shards
    from a multiple of 2^j on, or what the end S leaves of them. A rank adds up its shards, in order,
    to as few nodes as there can be, as a binary counter does: a new shard is a node; while the two
@@ -6181,92 +6181,56 @@ static int cddp__plan_nodes(int shards, int ranks, int rank, cddp__shard_node *n
   return depth;
 }
 
-/* The bucket that parameters of one dtype are being added to. */
-typedef struct cddp__open_bucket {
-  int id;       /* in order of creation; -1: none open */
-  size_t bytes; /* in it so far */
-  int limit;    /* index of the limit in force */
-} cddp__open_bucket;
-
-/* Deals position after position out to buckets, as PyTorch's compute_bucket_assignment_by_size: a
-   bucket is closed once its bytes reach the limit. bucket_of[position] is its number in order of
-   creation, emitted[number] its place in order of closing. Returns how many buckets. */
-static int cddp__deal_buckets(const cddp_param *params, int count, const int *order,
-                              const size_t *limits, int limit_count, int *bucket_of, int *emitted) {
-  cddp__open_bucket open[CDDP_I64 + 1];
-  int seen[CDDP_I64 + 1]; /* dtypes in order of first appearance */
-  int seen_count = 0, created = 0, closed = 0, i, key;
-  for (key = 0; key <= CDDP_I64; key++) open[key].id = open[key].limit = -1;
-  for (i = 0; i < count; i++) {
-    const cddp_param *p = &params[order != NULL ? order[i] : i];
-    cddp__open_bucket *b = &open[p->dtype];
-    if (b->limit < 0) {
-      b->limit = 0;
-      seen[seen_count++] = (int)p->dtype;
-    }
-    if (b->id < 0) {
-      b->id = created++;
-      b->bytes = 0;
-    }
-    bucket_of[i] = b->id;
-    b->bytes += p->count * cddp__dtype_size(p->dtype);
-    if (b->bytes >= limits[b->limit]) {
-      emitted[b->id] = closed++;
-      b->id = -1;
-      if (b->limit + 1 < limit_count) b->limit++;
-    }
-  }
-  for (i = 0; i < seen_count; i++) {
-    if (open[seen[i]].id >= 0) emitted[open[seen[i]].id] = closed++;
-  }
-  return created;
-}
-
 /* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes; the last limit repeats
-   (limit_count >= 1). order NULL: declaration order, and the buckets sorted by smallest index.
-   Otherwise parameters are taken in that order and the buckets stay in order of closing, those open
-   at the end by the first appearance of their dtype. memory: [CDDP__PLAN_INTS(count)], which the
-   plan keeps. */
+   (limit_count >= 1). order NULL: declaration order; the buckets, sorted by smallest index, are
+   listed last first, as gradients arrive. Otherwise parameters are taken in that order and the
+   buckets stay in order of closing, those open at the end by the first appearance of their dtype.
+   memory: [CDDP__PLAN_INTS(count)], which the plan keeps. */
 #define CDDP__PLAN_INTS(count) (4 * (count) + 2)
 static void cddp__plan_buckets(cddp__bucket_plan *out, int *memory, const cddp_param *params,
                                int count, const int *order, const size_t *limits,
                                int limit_count) {
-  int *bucket_of = memory + 2 * count + 2, *emitted = bucket_of + count, i, b;
+  int *bucket_of = memory + 2 * count + 2; /* of each position, numbered in order of creation */
+  int *place = bucket_of + count;          /* of each bucket, in order of closing */
+  struct {
+    int bucket, limit; /* that is open, -1: none; index of the limit in force */
+    size_t bytes;      /* in it so far */
+  } open[CDDP_I64 + 1], *o; /* of each dtype */
+  int i, b, created = 0, closed = 0;
+  memset(open, 0, sizeof open);
+  for (b = 0; b <= CDDP_I64; b++) open[b].bucket = -1;
+  for (i = 0; i < count; i++) {
+    const cddp_param *p = &params[order != NULL ? order[i] : i];
+    o = &open[p->dtype];
+    if (o->bucket < 0) {
+      o->bucket = created++;
+      o->bytes = 0;
+    }
+    bucket_of[i] = o->bucket;
+    o->bytes += p->count * cddp__dtype_size(p->dtype);
+    if (o->bytes < limits[o->limit]) continue;
+    place[o->bucket] = closed++;
+    o->bucket = -1;
+    if (o->limit + 1 < limit_count) o->limit++;
+  }
+  for (i = 0; i < count; i++) {
+    o = &open[params[order != NULL ? order[i] : i].dtype];
+    if (o->bucket >= 0) place[o->bucket] = closed++;
+    o->bucket = -1;
+  }
+  out->bucket_count = created;
   out->offsets = memory; /* [count + 2] */
   out->params = memory + count + 2;
-  out->bucket_count =
-      cddp__deal_buckets(params, count, order, limits, limit_count, bucket_of, emitted);
   memset(out->offsets, 0, (size_t)(count + 2) * sizeof *out->offsets);
-  /* a counting sort by bucket; in order of creation is by smallest index */
-  for (i = 0; i < count; i++) {
-    if (order != NULL) bucket_of[i] = emitted[bucket_of[i]];
+  for (i = 0; i < count; i++) { /* a counting sort by bucket */
+    bucket_of[i] = order != NULL ? place[bucket_of[i]] : created - 1 - bucket_of[i];
     out->offsets[bucket_of[i] + 2]++;
   }
-  for (b = 0; b < out->bucket_count; b++) out->offsets[b + 2] += out->offsets[b + 1];
+  for (b = 0; b < created; b++) out->offsets[b + 2] += out->offsets[b + 1];
   for (i = 0; i < count; i++)
     out->params[out->offsets[bucket_of[i] + 1]++] = order != NULL ? order[i] : i;
 }
 
-static void cddp__reverse(int *p, int n) {
-  int i, t;
-  for (i = 0; i < n / 2; i++) {
-    t = p[i];
-    p[i] = p[n - 1 - i];
-    p[n - 1 - i] = t;
-  }
-}
-
-/* Reverses the list of buckets, as gradients arrive last parameter first. Inside a bucket nothing
-   moves. */
-static void cddp__plan_reverse(cddp__bucket_plan *p) {
-  int b, count = p->bucket_count, total = p->offsets[count];
-  for (b = 0; b < count; b++) {
-    cddp__reverse(p->params + p->offsets[b], p->offsets[b + 1] - p->offsets[b]);
-  }
-  cddp__reverse(p->params, total);
-  for (b = 0; b <= count; b++) p->offsets[b] = total - p->offsets[b];
-  cddp__reverse(p->offsets, count + 1);
-}
 /* >>shape --------------------------------------------------------------------------------------
    What each collective moves: one table that all backends and the argument checks read.
    Job: say which rank sends and receives how many shares, and where they lie. Owns and touches
@@ -16704,7 +16668,6 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
   cddp__bucket_plan *plan = &d->plan;
   int b, i;
   cddp__plan_buckets(plan, d->plan_memory, d->params, d->count, order, d->limits, 2);
-  if (order == NULL) cddp__plan_reverse(plan);
   memcpy(d->plan_order, plan->params, (size_t)d->count * sizeof *plan->params);
   for (b = 0; b < plan->bucket_count; b++) {
     cddp__bucket_state *s = &d->buckets[b];
@@ -21472,29 +21435,38 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
 
 /* --- the store --- */
 
-/* count keys of a store, each NULL or not. */
-static cddp_result cddp__check_keys(const cddp_store *s, const char *const *keys, int count) {
+/* What is wrong with a command's arguments. answer: where that goes. */
+static cddp_result cddp__check_request(const cddp_store *s, const cddp__request *q,
+                                       const void *answer) {
+  const char *null = s == NULL                                ? "the store is NULL"
+                     : q->keys == NULL && q->count > 0        ? "keys is NULL"
+                     : answer == NULL                         ? "a pointer for the answer is NULL"
+                     : q->out == NULL && q->capacity > 0      ? "value is NULL"
+                                                              : NULL;
   int i;
-  if (s == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the store is NULL");
-  if (count < 0 || (unsigned)count > CDDP__KEYS_MAX)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "count is %d; it is from 0 to %u", count,
+  if (null != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", null);
+  if (q->count < 0 || (unsigned)q->count > CDDP__KEYS_MAX)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "count is %d; it is from 0 to %u", q->count,
                       CDDP__KEYS_MAX);
-  if (keys == NULL && count > 0) return cddp__fail(CDDP_INVALID_ARGUMENT, "keys is NULL");
-  for (i = 0; i < count; i++) {
-    if (keys[i] == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the key is NULL");
-    if (strlen(keys[i]) >= CDDP__KEY_MAX) /* a "/" is put before it */
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "the key '%.32s...' has more than %u bytes", keys[i],
-                        CDDP__KEY_MAX - 1u);
+  for (i = 0; i < q->count; i++) {
+    if (q->keys[i] == NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "the key is NULL");
+    if (strlen(q->keys[i]) >= CDDP__KEY_MAX) /* a "/" is put before it */
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "the key '%.32s...' has more than %u bytes",
+                        q->keys[i], CDDP__KEY_MAX - 1u);
   }
+  for (i = 0; i < 2; i++)
+    if (q->values[i].size > (q->values[i].data != NULL ? CDDP__VALUE_MAX : 0))
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "a value is NULL or has %zu bytes; it has at most %u", q->values[i].size,
+                        CDDP__VALUE_MAX);
   return CDDP_OK;
 }
 
-static cddp_result cddp__check_value(const char *what, const void *value, size_t size) {
-  if (value == NULL && size > 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is NULL and its size is not 0", what);
-  if (size <= CDDP__VALUE_MAX) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s has %zu bytes; a value has at most %u", what, size,
-                    CDDP__VALUE_MAX);
+static cddp_result cddp__command(const char *function, cddp_store *s, cddp__request *q,
+                                 const void *answer) {
+  cddp_result r = cddp__named(function, cddp__check_request(s, q, answer));
+  if (r == CDDP_OK && q->code == CDDP__GET) r = cddp__store_wait(s, q->keys, 1, 0);
+  return r == CDDP_OK ? cddp__store_run(s, q, 0) : r;
 }
 
 CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *desc) {
@@ -21523,32 +21495,24 @@ CDDPDEF int cddp_store_port(const cddp_store *s) {
 
 CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size) {
   cddp__request q = cddp__request_of(CDDP__SET, &key, 1);
-  CDDP__TRY(cddp__check_keys(s, &key, 1));
-  CDDP__TRY(cddp__check_value("value", value, size));
   q.values[0] = cddp__span_of(value, size);
-  return cddp__store_run(s, &q, 0);
+  return cddp__command(__func__, s, &q, &q);
 }
 
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
                                    size_t *size) {
   cddp__request q = cddp__request_of(CDDP__GET, &key, 1);
-  cddp_result r;
-  CDDP__TRY(cddp__check_keys(s, &key, 1));
-  CDDP__CHECK(value != NULL || capacity == 0, "value is NULL");
-  CDDP__CHECK(size != NULL, "size is NULL");
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  r = cddp__store_wait(s, &key, 1, 0);
-  return r == CDDP_OK ? cddp__store_run(s, &q, 0) : r;
+  return cddp__command(__func__, s, &q, size);
 }
 
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
   cddp__request q = cddp__request_of(CDDP__ADD, &key, 1);
   cddp_result r;
-  CDDP__TRY(cddp__check_keys(s, &key, 1));
   q.number = (uint64_t)amount;
-  r = cddp__store_run(s, &q, 0);
+  r = cddp__command(__func__, s, &q, &q);
   if (r == CDDP_OK && total != NULL) *total = (int64_t)q.number;
   return r;
 }
@@ -21560,27 +21524,22 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
                                            size_t *size, bool *swapped) {
-  cddp__request q;
+  cddp__request q = cddp__request_of(CDDP__COMPARE_SET, &key, 1);
   cddp_result r;
-  CDDP__TRY(cddp__check_keys(s, &key, 1));
-  CDDP__TRY(cddp__check_value("expected", expected, expected_size));
-  CDDP__TRY(cddp__check_value("desired", desired, desired_size));
-  CDDP__CHECK(value != NULL || capacity == 0, "value is NULL");
-  CDDP__CHECK(size != NULL && swapped != NULL, "size or swapped is NULL");
-  q = cddp__request_of(CDDP__COMPARE_SET, &key, 1);
   q.values[0] = cddp__span_of(expected, expected_size);
   q.values[1] = cddp__span_of(desired, desired_size);
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  r = cddp__store_run(s, &q, 0);
-  *swapped = q.equal;
+  r = cddp__command(__func__, s, &q, swapped != NULL ? size : NULL);
+  if (swapped != NULL) *swapped = q.equal;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
                                     double timeout_s) {
-  CDDP__TRY(cddp__check_keys(s, keys, count));
+  cddp__request q = cddp__request_of(CDDP__WAIT, keys, count);
+  CDDP__TRY(cddp__check_request(s, &q, &q));
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it is in seconds, and 0 or more", timeout_s);
   return cddp__store_wait(s, keys, count, timeout_s);
 }
@@ -21588,29 +21547,21 @@ CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int 
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
                                      bool *all_exist) {
   cddp__request q = cddp__request_of(CDDP__CHECK, keys, count);
-  cddp_result r;
-  CDDP__TRY(cddp__check_keys(s, keys, count));
-  CDDP__CHECK(all_exist != NULL, "all_exist is NULL");
-  r = cddp__store_run(s, &q, 0);
-  *all_exist = r == CDDP_OK && q.number == 0;
+  cddp_result r = cddp__command(__func__, s, &q, all_exist);
+  if (all_exist != NULL) *all_exist = r == CDDP_OK && q.number == 0;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted) {
   cddp__request q = cddp__request_of(CDDP__DELETE_KEY, &key, 1);
-  cddp_result r;
-  CDDP__TRY(cddp__check_keys(s, &key, 1));
-  r = cddp__store_run(s, &q, 0);
+  cddp_result r = cddp__command(__func__, s, &q, &q);
   if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
   cddp__request q = cddp__request_of(CDDP__GETNUMKEYS, NULL, 0);
-  cddp_result r;
-  CDDP__CHECK(s != NULL, "the store is NULL");
-  CDDP__CHECK(count != NULL, "count is NULL");
-  r = cddp__store_run(s, &q, 0);
+  cddp_result r = cddp__command(__func__, s, &q, count);
   if (r == CDDP_OK) *count = (int64_t)q.number;
   return r;
 }
