@@ -21462,8 +21462,8 @@ static cddp_result cddp__check_request(const cddp_store *s, const cddp__request 
   return CDDP_OK;
 }
 
-static cddp_result cddp__command(const char *function, cddp_store *s, cddp__request *q,
-                                 const void *answer) {
+static cddp_result cddp__run_command(const char *function, cddp_store *s, cddp__request *q,
+                                     const void *answer) {
   cddp_result r = cddp__named(function, cddp__check_request(s, q, answer));
   if (r == CDDP_OK && q->code == CDDP__GET) r = cddp__store_wait(s, q->keys, 1, 0);
   return r == CDDP_OK ? cddp__store_run(s, q, 0) : r;
@@ -21496,7 +21496,7 @@ CDDPDEF int cddp_store_port(const cddp_store *s) {
 CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *value, size_t size) {
   cddp__request q = cddp__request_of(CDDP__SET, &key, 1);
   q.values[0] = cddp__span_of(value, size);
-  return cddp__command(__func__, s, &q, &q);
+  return cddp__run_command(__func__, s, &q, &q);
 }
 
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
@@ -21505,14 +21505,14 @@ CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, 
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  return cddp__command(__func__, s, &q, size);
+  return cddp__run_command(__func__, s, &q, size);
 }
 
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total) {
   cddp__request q = cddp__request_of(CDDP__ADD, &key, 1);
   cddp_result r;
   q.number = (uint64_t)amount;
-  r = cddp__command(__func__, s, &q, &q);
+  r = cddp__run_command(__func__, s, &q, &q);
   if (r == CDDP_OK && total != NULL) *total = (int64_t)q.number;
   return r;
 }
@@ -21531,7 +21531,7 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
   q.out = value;
   q.capacity = capacity;
   q.size = size;
-  r = cddp__command(__func__, s, &q, swapped != NULL ? size : NULL);
+  r = cddp__run_command(__func__, s, &q, swapped != NULL ? size : NULL);
   if (swapped != NULL) *swapped = q.equal;
   return r;
 }
@@ -21547,21 +21547,21 @@ CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int 
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
                                      bool *all_exist) {
   cddp__request q = cddp__request_of(CDDP__CHECK, keys, count);
-  cddp_result r = cddp__command(__func__, s, &q, all_exist);
+  cddp_result r = cddp__run_command(__func__, s, &q, all_exist);
   if (all_exist != NULL) *all_exist = r == CDDP_OK && q.number == 0;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted) {
   cddp__request q = cddp__request_of(CDDP__DELETE_KEY, &key, 1);
-  cddp_result r = cddp__command(__func__, s, &q, &q);
+  cddp_result r = cddp__run_command(__func__, s, &q, &q);
   if (r == CDDP_OK && deleted != NULL) *deleted = q.number != 0;
   return r;
 }
 
 CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
   cddp__request q = cddp__request_of(CDDP__GETNUMKEYS, NULL, 0);
-  cddp_result r = cddp__command(__func__, s, &q, count);
+  cddp_result r = cddp__run_command(__func__, s, &q, count);
   if (r == CDDP_OK) *count = (int64_t)q.number;
   return r;
 }
