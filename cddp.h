@@ -1039,12 +1039,13 @@ typedef struct cddp_checkpoint_desc {
    GPU's memory comes through a few MiB of the host's, after what is on the group's stream (g NULL:
    on the device); the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
-   half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. A path
-   that is there and no regular file (a symbolic link, a device) is CDDP_IO. The new file gets the
-   old one's mode, owner and group (no ACLs, no extended attributes). Without the right to set the
-   owner it belongs to this user; without the right to set the group, the new group and all others
-   get only what both had. All ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for
-   parameters or options that differ. The others wait while rank 0 writes: timeout_s must suffice.
+   half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. What
+   is there and no regular file (a symbolic link, a device) is CDDP_IO. The new file gets the old
+   one's mode, owner and group (no ACLs, no extended attributes). Without the right to set the owner
+   it belongs to this user; without the right to set the group, the new group and all others get
+   only what both had. All ranks get the same result: CDDP_IO for the file system's failures,
+   CDDP_MISMATCH for parameters or options that differ. The others wait while rank 0 writes:
+   timeout_s must suffice.
    Like safetensors' save_file. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
