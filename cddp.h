@@ -46,7 +46,7 @@
    Compile options, defined before the implementation:
      CDDP_STATIC   all public functions become static: a private copy for this file
      CDDP_ASSERT   your assert macro for internal invariants; default: nothing
-     CDDP_CUDA     device "cuda" (see GPUS): needs cuda_runtime.h and nccl.h (2.18 or later), no
+     CDDP_CUDA     device "cuda" (see GPUS): needs cuda_runtime.h and nccl.h (2.19 or later), no
                    nvcc; link -lnccl -lcudart too
      CDDP_MPI      backend "mpi": large collectives go to the MPI that mpicc compiles for
    Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
@@ -338,8 +338,9 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
                       uneven_inputs or sparse_rows. The first launch of a kernel that is not
                       cddp's may wait for the device, unless CUDA_MODULE_LOADING=EAGER is set.
      backend "cpu"    ranks may share a GPU: device memory goes through the host's. All calls return
-                      when done; slower, and nothing can be captured in a CUDA graph. device "cuda"
-                      is then cuda:(LOCAL_RANK modulo the number of GPUs).
+                      when done, and nothing can be captured in a CUDA graph. Copies go through
+                      pageable memory, at a few GB/s: pinning what changes from call to call would
+                      take longer. device "cuda" is cuda:(LOCAL_RANK modulo the number of GPUs).
    Either spans several hosts, by the address at which ranks meet and nothing else; NCCL_* variables
    are left to NCCL. Without LOCAL_RANK a rank's place among those of its host counts.
    STREAMS. A call with work NULL runs on the group's stream: cddp_set_stream, by default the legacy
@@ -357,9 +358,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    or GPUs, another version or setting of NCCL may give other bits. cddp_ddp_desc.shards makes a
    model's gradients canonical sums. MIN and MAX may pass over a NaN. Means of floats, and of a
    model's gradients, are sums that a kernel multiplies by 1/world_size, so that NVLink's switches
-   may add; of f16, whose sums could overflow, NCCL multiplies operands by a power of two first.
-   Without cddp_kernels.cuh they are NCCL's means, which in bf16 are off by up to 0.2 % unless
-   world_size is a power of two.
+   may add. Of f16, whose sums could overflow, and without cddp_kernels.cuh they are NCCL's means,
+   which in bf16 are off by up to 0.2 %, in f16 by 0.03 %, unless world_size is a power of two.
    FAILURES. Two threads watch NCCL's and the device's errors, the other ranks' processes, their
    order of calls, and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
    only cddp_synchronize and cddp_barrier do, from their beginning on). Calls of ranks on different
@@ -1272,8 +1272,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__HAS_CUDA true
 #include <cuda_runtime.h>
 #include <nccl.h>
-#if NCCL_VERSION_CODE < 21800
-#error "cddp.h: CDDP_CUDA needs NCCL 2.18 or later (ncclCommSplit)"
+#if NCCL_VERSION_CODE < 21900 /* 2.18 can crash when another thread aborts a communicator */
+#error "cddp.h: CDDP_CUDA needs NCCL 2.19 or later"
 #endif
 #else
 #define CDDP__HAS_CUDA false
@@ -1627,6 +1627,7 @@ enum {
   CDDP__KIND_DDP_JOIN,
   CDDP__KIND_DDP_SCATTER,
   CDDP__KIND_DDP_GATHER,
+  CDDP__KIND_DEVICE_CALLS, /* count: a hash of them */
   CDDP__KIND_COUNT,
   CDDP__KIND_SEND, /* on devices only, never compared */
   CDDP__KIND_RECV
@@ -6269,6 +6270,8 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
                                            {"ddp_join", 0, 0, 0, 0, 0},
                                            {"ddp_reduce_scatter", 0, 0, 0, 0, 0},
                                            {"ddp_all_gather", 0, 0, 0, 0, 0},
+                                           {"barrier (a hash of what the group and its cddp_ddps "
+                                            "called on device memory)", 0, 0, 0, 0, 0},
                                            {"", 0, 0, 0, 0, 0},
                                            {"send", 0, 0, 0, 0, 0},
                                            {"recv", 0, 0, 0, 0, 0}};
@@ -13173,7 +13176,6 @@ typedef struct cddp__communicator {
   cddp__atomic_u32 done;  /* 1: NCCL has let go of it */
   ncclComm_t comm;        /* NULL: a single rank, or no NCCL; as it is made NCCL's thread writes */
   ncclComm_t split;       /* the one that ncclCommSplit makes of it: NCCL's thread writes too */
-  ncclRedOp_t half_sum;   /* of f16, for means: see cddp__nccl_op */
   int device;
 } cddp__communicator;
 enum { CDDP__COMM_ALIVE, CDDP__COMM_DESTROYED, CDDP__COMM_ABORTED };
@@ -14008,49 +14010,34 @@ static ncclResult_t cddp__post_shares(const cddp__device *p, const cddp__call *c
   return e;
 }
 
-/* The smallest that is no less than n. */
-static int cddp__power_of_two(int n) {
-  int power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
-
-/* What NCCL is asked for to form c's result, and by what that is to be multiplied. NCCL's own mean
-   multiplies by 1/n before it adds, in the operands' type: in bf16 and f16 1/n is off by up to
-   0.2 % unless n is a power of two, and NVLink's switches, which only add, take no part. So NCCL
-   adds and a kernel multiplies by 1/n. A sum in f16 may pass 65,504: NCCL halves its operands k
-   times first, which is exact, with 2^k at least n, and the kernel multiplies by 2^k/n. A model's
-   gradients: see cddp__gpu_reduce. */
-static ncclRedOp_t cddp__nccl_op(const cddp__device *p, const cddp__call *c, double *factor) {
-  static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
-  int n = p->group->size, power = cddp__power_of_two(n);
-  bool half = c->dtype == CDDP_F16;
-  *factor = 1;
-  if (c->op != CDDP_AVG || p->kernels == NULL || c->dtype > CDDP_BF16 || (half && n == power))
-    return ops[c->op];
-  *factor = (half ? (double)power : 1.0) / n;
-  return half ? p->comm->half_sum : ncclSum;
+/* Whether NCCL only adds where a mean is asked for, and a kernel multiplies by 1/n. NCCL's own mean
+   multiplies before it adds, by 1/n in the operands' type: in bf16 that is off by up to 0.2 %
+   unless n is a power of two, and NVLink's switches, which only add, take no part. f16, whose sums
+   could pass 65,504, gets NCCL's mean; there 1/n is off by no more than the mean's own rounding. */
+static bool cddp__adds(const cddp__device *p, cddp_dtype dtype) {
+  return p->kernels != NULL && !p->staged && dtype <= CDDP_BF16 && dtype != CDDP_F16;
 }
 
 /* The second half of c's mean, behind NCCL's. */
 static cddp_result cddp__scale_mean(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
+  cddp_dtype dtype = (cddp_dtype)c->dtype;
   cddp_segment result = {NULL, NULL, NULL, 0, NULL};
-  double factor;
-  (void)cddp__nccl_op(p, c, &factor);
-  if (factor == 1 || !cddp__receives(c, p->group->rank)) return CDDP_OK;
+  if (c->op != CDDP_AVG || !cddp__adds(p, dtype) || !cddp__receives(c, p->group->rank))
+    return CDDP_OK;
   result.grad = c->recv;
   result.count = c->count;
-  return cddp__cuda_result((cudaError_t)p->kernels->scale(&result, 1, (cddp_dtype)c->dtype, factor,
-                                                          NULL, (void *)s),
-                           "the kernel that scales a mean");
+  return cddp__cuda_result(
+      (cudaError_t)p->kernels->scale(&result, 1, dtype, 1.0 / p->group->size, NULL, (void *)s),
+      "the kernel that scales a mean");
 }
 
 static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
   static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* bf16 is not named in every nccl.h */
+  static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
+  bool adds = c->op == CDDP_AVG && cddp__adds(p, (cddp_dtype)c->dtype);
   ncclDataType_t type = (ncclDataType_t)types[c->dtype];
+  ncclRedOp_t op = adds ? ncclSum : ops[c->op];
   ncclComm_t comm = p->comm->comm;
-  double factor;
-  ncclRedOp_t op = cddp__nccl_op(p, c, &factor);
   switch (c->kind) {
   case CDDP__KIND_ALL_REDUCE:
     return ncclAllReduce(c->send, c->recv, c->count, type, op, comm, s);
@@ -14202,6 +14189,20 @@ static cddp_result cddp__work_record(cddp_work *w, cudaStream_t s) {
   return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, s) : r;
 }
 
+/* A handle for what c has put on s. */
+static cddp_result cddp__work_behind(cddp__device *p, const cddp__call *c, cudaStream_t s,
+                                     cddp_work **out) {
+  cddp_work *w = cddp__work_new(p->group, 0);
+  cddp_result r;
+  if (w == NULL) return CDDP_OUT_OF_MEMORY;
+  w->backend = p->group->backend;
+  w->call = *c;
+  r = cddp__work_record(w, s);
+  if (r == CDDP_OK) *out = w;
+  else cddp__device_work_free(w);
+  return r;
+}
+
 /* Issues the sends and receives posted with a handle; each gets the result. only: nothing is done
    if another thread has issued that one; NULL: any. */
 static cddp_result cddp__send_messages(cddp__device *p, const cddp_work *only) {
@@ -14245,7 +14246,7 @@ static cddp_result cddp__device_wait(cddp_work *w) {
     w->backend = NULL;
     return cddp__stage_end(p, stream, stage, to, from, bytes, cddp__work_wait(w, -1));
   }
-  if (w->call.count > 0) (void)cddp__send_messages(p, w);
+  if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
   if (r == CDDP_OK && w->result != CDDP_OK) r = cddp__fail(w->result, "%s", w->text);
   if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK && w->event != NULL)
@@ -14266,7 +14267,7 @@ static bool cddp__device_done(cddp_work *w) {
   }
   if (cddp__use_device(p->device) != CDDP_OK) return true;
   if (cddp__capturing(cddp__main_stream(w->group))) return false; /* a look would void that */
-  if (w->call.count > 0) (void)cddp__send_messages(p, w);
+  if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
   if (w->result != CDDP_OK || w->event == NULL) return true;
   if (cddp__load32(&w->group->block->broken) != 0) return true;
   e = cudaEventQuery((cudaEvent_t)w->event);
@@ -14276,48 +14277,26 @@ static bool cddp__device_done(cddp_work *w) {
 
 /* --- the calls of a group --- */
 
-/* Collective: whether the ranks of all hosts have called the same so far. */
-static cddp_result cddp__compare_hosts(cddp__device *p, const uint64_t mine[2]) {
-  uint64_t first[2], theirs[2]; /* a hash; calls */
+/* Collective: whether all ranks have called the same up to here. hash: of this rank's calls. */
+static cddp_result cddp__compare_device_calls(cddp__device *p, uint64_t hash) {
   cddp_group *g = p->group;
-  cddp_result r;
-  int q;
-  if (g->hosts == NULL || p->comm->comm == NULL) return CDDP_OK;
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_DONE, 0, mine,
-                  sizeof first);
-  if (r != CDDP_OK) return r;
-  memcpy(first, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof first);
-  for (q = 1; q < g->size; q++) {
-    memcpy(theirs, cddp__op_header_of(g, q, g->round)->u.bytes, sizeof theirs);
-    if (memcmp(first, theirs, sizeof first) == 0) continue;
-    cddp__fail(CDDP_MISMATCH,
-               "ranks disagree in what they called on device memory: rank 0 made %" PRIu64
-               " calls in the group and its cddp_ddps and rank %d %" PRIu64 ", and if that is "
-               "alike an earlier one or its settings differ",
-               first[1], q, theirs[1]);
-    return cddp__break(g, CDDP_MISMATCH);
-  }
-  return CDDP_OK;
+  cddp_result r = CDDP_OK;
+  if (g->hosts != NULL && p->comm->comm != NULL)
+    r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DEVICE_CALLS, CDDP__PHASE_CALL, hash, NULL, 0);
+  return r == CDDP_OK ? cddp__compare_logs(p) : r;
 }
 
-/* What this rank has called so far. */
-static void cddp__calls_so_far(const cddp__device *p, uint64_t out[2]) {
-  out[0] = p->hash;
-  out[1] = p->calls;
-}
-
-/* Waits on the host for what was on the group's stream, then for the ranks. */
+/* On the group's thread: a barrier with a handle. */
 static cddp_result cddp__run_barrier(cddp_work *w) {
-  cddp_group *g = w->group;
-  cddp__device *p = cddp__device_of(g);
+  cddp__device *p = cddp__device_of(w->group);
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__await_stream(p, NULL, (cudaEvent_t)w->event);
   cddp__spare_event(p, w);
-  if (r == CDDP_OK) r = cddp__run_recorded(g, &w->call, w->record);
-  if (r == CDDP_OK) r = cddp__compare_hosts(p, (const uint64_t *)(const void *)(w + 1));
-  return r == CDDP_OK && g->size > 1 ? cddp__compare_logs(p) : r; /* all have called all before */
+  if (r == CDDP_OK) r = cddp__run_recorded(w->group, &w->call, w->record);
+  return r == CDDP_OK ? cddp__compare_device_calls(p, (uint64_t)(uintptr_t)w->context) : r;
 }
 
+/* Waits on the host for what was on the group's stream, then for the ranks. */
 static cddp_result cddp__device_barrier(cddp__device *p, const cddp__call *c, cddp_work **work) {
   cudaStream_t s = cddp__main_stream(p->group);
   cddp_work *w;
@@ -14325,22 +14304,19 @@ static cddp_result cddp__device_barrier(cddp__device *p, const cddp__call *c, cd
   if (cddp__capturing(s))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "a barrier waits on the host and cannot be captured in a CUDA graph");
-  if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
-  w = cddp__work_new(p->group, 2 * sizeof(uint64_t));
-  if (w == NULL) return CDDP_OUT_OF_MEMORY;
-  w->call = *c;
-  w->run = cddp__run_barrier;
-  cddp__calls_so_far(p, (uint64_t *)(void *)(w + 1));
-  r = cddp__work_record(w, s);
   if (work == NULL) {
     cddp__engine_drain(p->group);
-    w->record = cddp__record_call(p->group, c);
-    if (r == CDDP_OK) r = cddp__run_barrier(w);
-  } else if (r == CDDP_OK && (r = cddp__enqueue(w)) == CDDP_OK) {
-    *work = w;
-    return r;
+    r = cddp__await_stream(p, s, NULL);
+    if (r == CDDP_OK) r = cddp__run_call(p->group, c);
+    return r == CDDP_OK ? cddp__compare_device_calls(p, p->hash) : r;
   }
-  cddp__device_work_free(w);
+  if ((r = cddp__work_behind(p, c, s, &w)) != CDDP_OK) return r;
+  w->backend = NULL; /* the group's thread has it */
+  w->run = cddp__run_barrier;
+  w->context = (void *)(uintptr_t)p->hash;
+  r = cddp__enqueue(w);
+  if (r == CDDP_OK) *work = w;
+  else cddp__device_work_free(w);
   return r;
 }
 
@@ -14369,21 +14345,15 @@ static cddp_result cddp__nccl_call(cddp__device *p, const cddp__call *c, cddp_wo
   cudaStream_t s = work != NULL ? p->side : cddp__main_stream(g);
   uint64_t record = cddp__record_call(g, c);
   cddp__call sized = *c;
-  cddp_work *w = NULL;
-  cddp_result r = CDDP_OK;
-  if (work != NULL && (w = cddp__work_new(g, 0)) == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (w != NULL) w->backend = g->backend;
-  if (r == CDDP_OK && c->parts != NULL) r = cddp__counts_on_device(g, &sized);
+  cddp_result r = c->parts != NULL ? cddp__counts_on_device(g, &sized) : CDDP_OK;
   c = &sized;
-  if (r == CDDP_OK && w != NULL) r = cddp__stream_after(p->side, cddp__main_stream(g), p->join);
+  if (r == CDDP_OK && work != NULL) r = cddp__stream_after(s, cddp__main_stream(g), p->join);
   if (r == CDDP_OK && c->count > 0)
     r = g->size > 1 && cddp__overwrites(c) ? cddp__issue_in_place(p, c, s)
                                            : cddp__issue(p, c, 1, s);
-  if (r == CDDP_OK && w != NULL) r = cddp__work_record(w, s);
+  if (r == CDDP_OK && work != NULL) r = cddp__work_behind(p, c, s, work);
   if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the others will wait for this call */
   cddp__record_finish(g, record, r);                       /* on the device it goes on */
-  if (r != CDDP_OK && w != NULL) cddp__device_work_free(w);
-  if (r == CDDP_OK && work != NULL) *work = w;
   return r;
 }
 
@@ -14466,17 +14436,8 @@ static cddp_result cddp__warm_up(cddp__device *p) {
   cddp__call calls[16];
   char *room = NULL;
   size_t bytes, at = 0;
-  uint16_t halving = cddp__f32_to_f16(1.0f / (float)cddp__power_of_two(p->group->size));
-  ncclResult_t e = ncclInternalError;
-  cddp_result r;
   int n = 0;
-  if (cddp__comm_enter(p->comm)) {
-    e = ncclRedOpCreatePreMulSum(&p->comm->half_sum, &halving, ncclFloat16,
-                                 ncclScalarHostImmediate, p->comm->comm);
-    cddp__comm_exit(p->comm);
-  }
-  if (e != ncclSuccess) return cddp__break_nccl(p, e, "ncclRedOpCreatePreMulSum");
-  r = CDDP__CUDA(cudaMalloc, (void **)&room, 3 * CDDP__WARM_UP);
+  cddp_result r = CDDP__CUDA(cudaMalloc, (void **)&room, 3 * CDDP__WARM_UP);
   if (r == CDDP_OK) r = cddp__device_zero(room, 3 * CDDP__WARM_UP, p->side);
   for (bytes = 8; r == CDDP_OK && bytes <= CDDP__WARM_UP && n < 16; bytes *= 32, n += 2) {
     calls[n] = cddp__make_call(CDDP__KIND_ALL_REDUCE, room + at, room + at, bytes / 4, CDDP_F32,
@@ -14508,12 +14469,6 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   ncclUniqueId id;
   ncclResult_t e = ncclSuccess;
   cddp_result r = CDDP_OK;
-  int version = 0;
-  if (ncclGetVersion(&version) == ncclSuccess && version < 21900)
-    cddp__log(&g->host->logger, 1,
-              "NCCL %d.%d can crash when another thread aborts a communicator, which cddp does "
-              "after a failure; 2.19 and later do not",
-              version / 10000, version / 100 % 100);
   cddp__watch_hosts(g); /* from now on leaders see each other's end */
   if (g->rank == 0 && (e = ncclGetUniqueId(&id)) != ncclSuccess)
     r = cddp__fail(CDDP_NCCL, "ncclGetUniqueId: %s (%.300s)", ncclGetErrorString(e),
@@ -14549,7 +14504,6 @@ static cddp_result cddp__nccl_split(cddp__device *p, int color, cddp__device *ch
 
 /* Every rank of g, after cddp__split: device contexts for the new groups. */
 static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, int color, bool internal) {
-  uint64_t calls[2];
   cddp__device *p = cddp__device_of(g), *c = NULL;
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__send_messages(p, NULL);
@@ -14564,8 +14518,7 @@ static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, int colo
     if (r == CDDP_OK) r = cddp__await_stream(p, p->side, NULL);
     if (r == CDDP_OK) r = cddp__await_stream(p, cddp__main_stream(g), NULL);
     if (r != CDDP_OK) r = cddp__break(g, r); /* the other ranks count on this one */
-    cddp__calls_so_far(p, calls);
-    if (r == CDDP_OK) r = cddp__compare_hosts(p, calls);
+    if (r == CDDP_OK) r = cddp__compare_device_calls(p, p->hash);
     if (r == CDDP_OK)
       r = cddp__nccl_split(p, color, c != NULL && child->size >= CDDP__COMM_FROM ? c : NULL);
     r = cddp__consensus(g, r, NULL, 0, NULL);
@@ -14606,50 +14559,32 @@ static const cddp__backend cddp__device_backend = {
     cddp__device_start, cddp__device_wait,  cddp__device_done,  cddp__device_synchronize,
     cddp__device_alloc, cddp__device_split, cddp__device_leave, cddp__device_free};
 
-static cddp_result cddp__no_gpu(cudaError_t e) {
-  int version = 0;
-  (void)cudaGetLastError();
-  (void)cudaRuntimeGetVersion(&version);
-  if (e == cudaErrorInsufficientDriver)
-    return cddp__fail(CDDP_CUDA,
-                      "CUDA finds no GPU here: the NVIDIA driver is missing, or too old for CUDA "
-                      "%d.%d; install or update it, or use device \"cpu\"",
-                      version / 1000, version % 1000 / 10);
-  if (e == cudaErrorInitializationError)
-    return cddp__fail(CDDP_CUDA,
-                      "cudaGetDeviceCount: %s: a process that has used CUDA must not fork; call "
-                      "cddp_spawn before anything that does",
-                      cudaGetErrorString(e));
-  if (e == cudaSuccess || e == cudaErrorNoDevice)
-    return cddp__fail(CDDP_CUDA, "CUDA finds no GPU here%s; use device \"cpu\"",
-                      getenv("CUDA_VISIBLE_DEVICES") != NULL
-                          ? " (CUDA_VISIBLE_DEVICES is set: is it right?)"
-                          : "");
-  return cddp__cuda_result(e, "cudaGetDeviceCount");
-}
-
 /* Which device this rank takes. */
 static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                      int *device) {
+  bool certain = desc->device[4] == ':';
   const char *local = getenv("LOCAL_RANK");
-  int count = 0;
+  int count = 0, version = 0;
   cudaError_t e = cudaGetDeviceCount(&count);
-  if (e != cudaSuccess || count == 0) return cddp__no_gpu(e);
-  if (desc->device[4] == ':') {
-    *device = atoi(desc->device + 5);
-    if (*device < count) return CDDP_OK;
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "device \"%s\" does not exist: %d GPU%s visible, cuda:0 to cuda:%d",
-                      desc->device, count, count == 1 ? " is" : "s are", count - 1);
+  if (e != cudaSuccess || count == 0) {
+    (void)cudaGetLastError();
+    (void)cudaRuntimeGetVersion(&version);
+    return cddp__fail(CDDP_CUDA,
+                      "CUDA finds no GPU here (%s): the NVIDIA driver is missing or too old for "
+                      "CUDA %d.%d, CUDA_VISIBLE_DEVICES hides all, or the process used CUDA before "
+                      "it forked (cddp_spawn must come first); device \"cpu\" needs no GPU",
+                      cudaGetErrorString(e), version / 1000, version % 1000 / 10);
   }
   if (g->host->threads && g->size > 1) local = NULL; /* the process's, not a thread's */
-  *device = local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local) : g->local_rank;
-  if (!nccl || count == 1) *device %= count; /* a rank that sees one GPU has been given it */
+  *device = certain                                               ? atoi(desc->device + 5)
+            : local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local)
+                                                                  : g->local_rank;
+  if (!certain && (!nccl || count == 1)) *device %= count; /* its only GPU has been given to it */
   if (*device < count) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "local rank %d has no GPU of its own: %d %s visible; start at most %d rank%s "
-                    "here, or let them share with backend \"cpu\"",
-                    *device, count, count == 1 ? "is" : "are", count, count == 1 ? "" : "s");
+                    "rank %d is to have cuda:%d, but the GPUs visible here are %d, from cuda:0 on: "
+                    "start at most %d ranks here, or let them share with backend \"cpu\"",
+                    g->rank, *device, count, count);
 }
 
 static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
@@ -14763,35 +14698,30 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
 }
 #endif
 
-/* Device and backend: known, in this build, and fit for each other. */
+/* Device and backend: known, fit for each other, and in this build. */
 static cddp_result cddp__check_device(const cddp_group_desc *d) {
   const char *device = d->device != NULL ? d->device : "cpu";
   const char *backend = cddp__backend_name(d) != NULL ? cddp__backend_name(d) : "cpu";
   bool cuda = strncmp(device, "cuda", 4) == 0;
   bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
-  const char *gpu = cuda && device[4] == ':' ? device + 5 : ""; /* its number */
-  if (!nccl && !mpi && strcmp(backend, "cpu") != 0)
+  const char *number = cuda && device[4] == ':' ? device + 5 : "0";
+  size_t digits = strspn(number, "0123456789");
+  bool known = cuda ? digits > 0 && digits <= 4 && number[digits] == 0 &&
+                          (device[4] == 0 || device[4] == ':')
+                    : strcmp(device, "cpu") == 0;
+  if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "backend \"%s\" is not known; it may be \"cpu\", \"mpi\" or \"nccl\"",
-                      backend);
-  if ((nccl && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
+                      "device \"%s\" with backend \"%s\": a device is \"cpu\", \"cuda\" or a "
+                      "certain GPU, \"cuda:0\"; a backend \"cpu\", \"mpi\" (with device \"cpu\") "
+                      "or \"nccl\" (with \"cuda\")",
+                      device, backend);
+  if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
     return cddp__fail(CDDP_UNSUPPORTED,
-                      "this build has no \"%s\" backend; compile cddp's implementation with %s for "
-                      "it", backend, nccl ? "-DCDDP_CUDA" : "mpicc -DCDDP_MPI");
-  if ((nccl && !cuda) || (mpi && cuda))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "backend \"%s\" needs device \"%s\"", backend,
-                      nccl ? "cuda" : "cpu");
-  if (cuda && !CDDP__HAS_CUDA)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "this build has no CUDA; compile cddp's implementation with -DCDDP_CUDA and "
-                      "link -lnccl -lcudart, or use device \"cpu\"");
-  if (cuda ? device[4] == 0 || (gpu[0] != 0 && strlen(gpu) <= 4 &&
-                                strspn(gpu, "0123456789") == strlen(gpu))
-           : strcmp(device, "cpu") == 0)
-    return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT,
-                    "device \"%s\" is not known; it may be \"cpu\", \"cuda\" or a certain GPU: "
-                    "\"cuda:0\"", device);
+                      "this build has no %s; compile cddp's implementation with %s, or use device "
+                      "\"cpu\" and backend \"cpu\"",
+                      cuda ? "CUDA" : "MPI",
+                      cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI");
+  return CDDP_OK;
 }
 
 /* Collective: the device that the description asks for, if any. A failure takes the group away. */
@@ -16303,11 +16233,11 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
 
 /* The bucket's all-reduce, on the side stream. NCCL adds up, so that NVLink's switches may do it,
    and the kernel of cddp_ddp_step divides, or if none is to come one of the bucket's: to the same
-   bits. f16, whose sums could overflow: as in cddp__nccl_op. */
+   bits. f16: see cddp__adds. */
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
-  bool adds = p->kernels != NULL && dtype != CDDP_F16 && !p->staged;
+  bool adds = cddp__adds(p, dtype);
   cddp__range range;
   cddp__call c;
   cddp_result r;
@@ -16483,7 +16413,13 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
 
 /* Lists the gradients of a dtype: the dense ones in the arena, this rank's part of them, or with
    those that are rows, or the caller's as of the last step. Returns how many. */
-enum { CDDP__LIST_DENSE, CDDP__LIST_PART, CDDP__LIST_ALL, CDDP__LIST_CALLERS };
+enum {
+  CDDP__LIST_NONE,
+  CDDP__LIST_DENSE,
+  CDDP__LIST_PART,
+  CDDP__LIST_ALL,
+  CDDP__LIST_CALLERS
+};
 static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   int i, n = 0;
   for (i = d->count - 1; i >= 0; i--) {
@@ -16519,19 +16455,24 @@ static cddp_result cddp__gpu_scale(cddp_ddp *d) {
   return r;
 }
 
-/* clip[0] = the sum of squares, clip[1] = what to multiply by. */
-static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which) {
+/* clip[0] = the sum of squares of all that `which` lists, clip[1] = what to multiply by; then that
+   is done to all of `clipped`, or to none. */
+static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which, int clipped) {
   const cddp_kernels *k = cddp__registered_kernels;
   cddp_result r = cddp__use_device(cddp__device_of(d->group)->device);
+  void *stream = d->group->stream;
   int dtype, n, e = 0;
-  if (r == CDDP_OK) r = cddp__device_zero(d->clip, sizeof *d->clip, d->group->stream);
+  if (r == CDDP_OK) r = cddp__device_zero(d->clip, sizeof *d->clip, stream);
   if (r != CDDP_OK) return r;
   for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
     if ((n = cddp__gpu_list(d, dtype, which)) > 0)
-      e = k->squares(d->segments, n, (cddp_dtype)dtype, d->clip, true, d->group->stream);
-  if (e == 0) e = k->factor(d->clip, max_norm, d->group->stream);
+      e = k->squares(d->segments, n, (cddp_dtype)dtype, d->clip, true, stream);
+  if (e == 0) e = k->factor(d->clip, max_norm, stream);
+  for (dtype = 0; e == 0 && clipped != CDDP__LIST_NONE && dtype < CDDP__TRAINED; dtype++)
+    if ((n = cddp__gpu_list(d, dtype, clipped)) > 0)
+      e = k->scale(d->segments, n, (cddp_dtype)dtype, 1, d->clip, stream);
   d->has_norm = e == 0;
-  return cddp__kernel_result(e, "the kernels of the norm");
+  return cddp__kernel_result(e, "the kernels that clip");
 }
 
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
@@ -16551,24 +16492,13 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   return r;
 }
 
-/* By what cddp__gpu_squares has found. */
-static cddp_result cddp__gpu_clip_list(cddp_ddp *d, int which) {
-  int dtype, n, e = 0;
-  for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
-    if ((n = cddp__gpu_list(d, dtype, which)) > 0)
-      e = cddp__registered_kernels->scale(d->segments, n, (cddp_dtype)dtype, 1, d->clip,
-                                          d->group->stream);
-  return cddp__kernel_result(e, "the kernels that clip");
-}
-
 static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   const cddp_kernels *k;
   cddp_result r;
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
   if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
   if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
-  r = cddp__gpu_squares(d, max_norm, CDDP__LIST_CALLERS);
-  if (r == CDDP_OK) r = cddp__gpu_clip_list(d, CDDP__LIST_CALLERS);
+  r = cddp__gpu_squares(d, max_norm, CDDP__LIST_CALLERS, CDDP__LIST_CALLERS);
   return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
 
@@ -16577,7 +16507,7 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
   cddp_result r = CDDP_OK;
   (void)averaged, (void)wrote; /* here buckets are always reduced, and peers read no arena */
   if (d->desc.max_grad_norm > 0)
-    r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL);
+    r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL, CDDP__LIST_NONE);
   if (r == CDDP_OK)
     r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->segments, stream);
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
@@ -16585,11 +16515,9 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
 
 /* The buckets are reduced, whole, behind this call. */
 static cddp_result cddp__gpu_scatter(cddp_ddp *d, bool averaged, bool wrote) {
-  cddp_result r;
   (void)averaged, (void)wrote;
   if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
-  r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL);
-  return r == CDDP_OK ? cddp__gpu_clip_list(d, CDDP__LIST_PART) : r;
+  return cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL, CDDP__LIST_PART);
 }
 
 /* The arena, and behind it what a clip needs. */

@@ -190,15 +190,23 @@ run_openmp() { # LIBRARY; clang's starts afresh after a fork, and forgets what t
 # --- nvcc, with or without a GPU: for sm_80, sm_90 and sm_100, no warnings from it or the host's compiler. (The
 # comments and macros that excuse two things are gone before the host's compiler sees the code.)
 
-cuda_flags="-Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-implicit-fallthrough,-Wno-tautological-compare -I$top
+cuda_flags="-Werror all-warnings --threads 3 -Xcompiler -Wall,-Wextra,-Wno-implicit-fallthrough,-Wno-tautological-compare -I$top
   -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_100,code=sm_100"
 
-cuda-full() { # as users compile it, and no register is spilled; only with `ninja cuda`: it takes minutes
-  local f
+cuda_own="-DCDDP_IMPLEMENTATION_DONE -DCDDP_KERNELS_IMPLEMENTATION_DONE -include stdio.h -include stdlib.h
+  -include string.h -include math.h -include inttypes.h -include nccl.h"
+
+# As users compile it, and no register is spilled: cddp with its kernels in one file, of the others what is their own.
+# Only with `ninja cuda`: it takes minutes.
+cuda-full() {
+  local f own
   installed nvcc
+  nccl_found || skip "nvcc finds no nccl.h"
   for f in tests/gpu/*.cu examples/*.cu; do
+    own=$cuda_own
+    [ "$f" != tests/gpu/kernels.cu ] || own=
     # shellcheck disable=SC2086
-    nvcc $cuda_flags -O3 -Xptxas -v -c "$f" -o "$work/full.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
+    nvcc $cuda_flags $own -O3 -Xptxas -v -c "$f" -o "$work/full.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
     grep -E '[1-9][0-9]* bytes spill' "$work/out" | none "$f: registers are spilled"
   done
 }
@@ -206,15 +214,14 @@ cuda-full() { # as users compile it, and no register is spilled; only with `ninj
 # All code once, hardly optimised, in toy.cu; of the other examples what is theirs. Then toy runs: without
 # a GPU it says so.
 cuda-examples() {
-  local f own="-DCDDP_IMPLEMENTATION_DONE -DCDDP_KERNELS_IMPLEMENTATION_DONE"
+  local f
   installed nvcc
   nccl_found || skip "nvcc finds no nccl.h"
-  for f in stdio stdlib string math inttypes; do own="$own -include $f.h"; done
   for f in examples/*.cu; do
     head -n 12 "$f" | grep -q -E "^ +nvcc .*$f .*-lnccl -lcublas\$" || fail "$f: no 'nvcc ... $f ...' in its top comment"
     [ "$f" = examples/toy.cu ] && continue
     # shellcheck disable=SC2086
-    nvcc $cuda_flags $own -c "$f" -o "$work/one.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
+    nvcc $cuda_flags $cuda_own -c "$f" -o "$work/one.o" >"$work/out" 2>&1 || fail "$(cat "$work/out")"
   done
   # shellcheck disable=SC2086
   nvcc $cuda_flags -Xptxas -O0 -Xcicc -O1 examples/toy.cu -o "$work/toy" -lnccl -lcublas >"$work/out" 2>&1 ||

@@ -344,7 +344,7 @@ gpu() {
   run build/plain/data_parallel.cu -n 4 --output 1 --epochs 2 --images 64 # compares the losses itself
   expect 2 '^ +[0-9]+( +[0-9]\.[0-9]{5}){4}$'
   HOSTCUDA_DEVICES=2 build/plain/data_parallel.cu -n 4 --epochs 1 --images 64 >"$work/out" 2>&1 && fail "4 threads on 2 GPUs"
-  expect 1 'cddp_set_device: .*local rank [23] has no GPU of its own: 2 are visible'
+  expect 1 'cddp_set_device: .*rank [23] is to have cuda:[23], but the GPUs visible here are 2,'
   for r in 'check 2' 'lost 2' 'lost0 2' 'lostfree 2' 'contexts 2'; do # of tests/gpu/gpu.sh
     # shellcheck disable=SC2086
     run build/plain/gpu.cu $r
@@ -352,7 +352,7 @@ gpu() {
   done
   HOSTCUDA_DEVICES=0 no_gpu build/plain/toy.cu
   HOSTCUDA_DEVICES=2 build/plain/toy.cu -n 3 >"$work/out" 2>&1 && fail "3 ranks on 2 GPUs: $(cat "$work/out")"
-  expect 3 ' has no GPU of its own: 2 are visible; start at most 2 ranks here'
+  expect 3 ', but the GPUs visible here are 2, from cuda:0 on: start at most 2 ranks here'
 }
 
 # gpt.cu's loss is gpt.c's, and falls; gpt.c goes on with its checkpoint: it has the same weights.
