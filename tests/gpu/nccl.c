@@ -2246,7 +2246,7 @@ static void test_no_device(void) {
   o->value = "2";
   endure(o, 3);
   for (i = 0; i < 3; i++)
-    check_fate(o, i, CDDP_INVALID_ARGUMENT, "GPUs visible here are 2, from cuda:0 on: start at most 2");
+    check_fate(o, i, CDDP_INVALID_ARGUMENT, "visible here are 2, from cuda:0 on: start at most 2");
   o->backend = "cpu"; /* they share */
   endure(o, 3);
   for (i = 0; i < 3; i++) check_fate(o, i, CDDP_OK, "");
