@@ -11,7 +11,8 @@
      lost0     the same the other way round
      lostfree  lost, while rank 0 waits for these operations in cudaFree
      contexts  each rank has a context on its own GPU alone, as far as nvidia-smi knows
-     bench     lines 'NAME VALUE UNIT'
+     bench     lines 'NAME VALUE UNIT', of one rank
+     overlap   the same of several ranks: how much of the communication a backward pass hides
      devices   how many GPUs CUDA sees
 
    A process that a launcher started (RANK and the others are set) is that rank itself, so that a
@@ -550,7 +551,8 @@ static int network_run(const network *n, const cddp_param *p, cddp_ddp *d) {
 }
 
 /* One step of it, plain (gradients added up, SGD, nothing else) and with cddp_ddp_ready and
-   cddp_ddp_step on one rank; each is measured twice, in turn. */
+   cddp_ddp_step; each is measured twice, in turn. On several ranks also the sum of all gradients by
+   itself: what of it does not make the step longer is hidden behind the backward pass. */
 static int bench_step(cddp_group *g, cudaStream_t s) {
   network n;
   cddp_param p[2][WEIGHTS];
@@ -558,7 +560,9 @@ static int bench_step(cddp_group *g, cudaStream_t s) {
   cddp_ddp *ddp;
   cddp_optim *sgd;
   cddp_sgd_desc rule = cddp_sgd_desc();
-  double alone = 0, with = 0;
+  double alone = 0, with = 0, sum = 0;
+  size_t all = 0;
+  float *x;
   rule.lr = 0.01, rule.momentum = 0.9, rule.stream = s;
   if (network_create(&n, s)) return 1;
   memset(p, 0, sizeof p);
@@ -570,6 +574,7 @@ static int bench_step(cddp_group *g, cudaStream_t s) {
     }
   for (int i = 0; i < WEIGHTS; i++) {
     size_t bytes = weights[i] * 4;
+    all += weights[i];
     plain[i].data = p[0][i].data, plain[i].count = weights[i];
     CUDA(cudaMalloc(&plain[i].momentum, bytes) || cudaMalloc(&plain[i].grad, bytes));
     CUDA(cudaMemsetAsync(plain[i].momentum, 0, bytes, s) ||
@@ -587,10 +592,19 @@ static int bench_step(cddp_group *g, cudaStream_t s) {
       return network_run(&n, p[1], ddp) || cddp_ddp_step(ddp, sgd) != CDDP_OK;
     });
   }
+  CUDA(cudaMalloc(&x, all * 4) || cudaMemsetAsync(x, 0, all * 4, s));
+  if (cddp_world_size(g) > 1)
+    sum = median_ms(s, [&] {
+      return cddp_all_reduce(g, x, all, CDDP_F32, CDDP_SUM, NULL) != CDDP_OK;
+    });
   TRY(cddp_synchronize(g));
   if (!(alone > 0 && with > 0)) FAIL("a step failed: %g and %g ms; %s", alone, with, cddp_error());
-  printf("plain_step %.4f ms\nddp_step %.4f ms\nddp_cost %.1f %%\n", alone, with,
-         100 * (with / alone - 1));
+  if (me == 0)
+    printf("plain_step %.4f ms\nddp_step %.4f ms\nddp_cost %.1f %%\n", alone, with,
+           100 * (with / alone - 1));
+  if (me == 0 && sum > 0)
+    printf("sum_alone %.4f ms\noverlap %.1f %%\n", sum, 100 * (alone + sum - with) / sum);
+  CUDA(cudaFree(x));
   cddp_optim_destroy(sgd);
   cddp_ddp_destroy(ddp);
   return cublasDestroy(n.blas) != CUBLAS_STATUS_SUCCESS;
@@ -620,6 +634,11 @@ static int bench_calls(cddp_group *g, cudaStream_t s) {
   CUDA(cudaStreamSynchronize(s) || cudaFree(x) || ncclCommDestroy(comm) != ncclSuccess);
   return printf("nccl_call %.1f us\nnccl_blocking_call %.1f us\n", 1e6 * ours / CALLS,
                 1e6 * blocking / CALLS) < 0;
+}
+
+static int overlap(int rank, void *unused) {
+  model m;
+  return unused != NULL || enter(&m, rank, 60) || bench_step(m.g, m.s) || leave(&m);
 }
 
 static int bench(int rank, void *unused) {
@@ -680,7 +699,7 @@ static const mode modes[] = {{"check", check, 0, SPAWN}, {"outlive", outlive, 0,
                              {"lost", lost, 2, 1}, {"lost0", lost0, 2, 0},
                              {"lostfree", lostfree, 2, 1}, {"contexts", contexts, 0, SPAWN},
 #ifdef __CUDACC__
-                             {"bench", bench, 1, SPAWN},
+                             {"bench", bench, 1, SPAWN}, {"overlap", overlap, 0, SPAWN},
 #endif
 };
 
