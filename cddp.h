@@ -4591,17 +4591,21 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
    and size are there is believed, and nobody else. MASTER_ADDR and MASTER_PORT say where to meet;
    without them what identifies the launcher's job gives a Unix socket's name or a port. */
 
+enum { CDDP__RANK, CDDP__SIZE, CDDP__LOCAL_SIZE }; /* what launchers tell */
+
 /* The variables of one launcher. */
 typedef struct cddp__launcher {
   const char *name; /* for messages */
-  const char *rank, *size, *local_rank, *local_size;
+  const char *variables[3];
   const char *cure;   /* what to add to its command when ranks do not know where to meet */
   const char *job[5]; /* tell its jobs apart; from [3] on: only to the ranks of one node */
 } cddp__launcher;
 
 typedef struct cddp__place {
-  int rank, world_size, local_rank, local_world_size; /* local ones -1 when unknown */
+  int rank, world_size;
+  int local_world_size;   /* -1: the launcher does not say */
   bool joins;             /* CDDP_JOIN: a running job, where rank may be world_size or more */
+  bool launched;          /* rank and world_size are a launcher's: */
   int launcher;           /* whose variables are in force: index into cddp__launchers */
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
   const char *host_name, *port_name; /* where they come from, for texts; NULL: init_method */
@@ -4644,15 +4648,16 @@ static cddp_result cddp__env_int(const char *name, long low, long high, int *out
    size are both set is believed, and no other. mpirun comes before Slurm: inside an allocation it
    leaves Slurm's variables as those of its daemon. */
 static const cddp__launcher cddp__launchers[] = {
-    {"torchrun, cddprun or a script", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "",
+    {"torchrun, cddprun or a script", {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"},
+     "MASTER_ADDR=HOST and MASTER_PORT=29500",
      {NULL, NULL, NULL, NULL, NULL}},
-    {"Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    {"Open MPI's mpirun",
+     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
      "-x MASTER_ADDR=HOST -x MASTER_PORT=29500",
      {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR"}},
-    {"Hydra's mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+    {"Hydra's mpirun", {"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"},
      "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500", {"PMI_JOBID", NULL, NULL, "PMI_PORT", NULL}},
-    {"Slurm's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL,
+    {"Slurm's srun", {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", NULL},
      "--export=ALL,MASTER_ADDR=HOST",
      {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", NULL, NULL}}};
 enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_SLURM, CDDP__LAUNCHERS };
@@ -4670,22 +4675,17 @@ static bool cddp__typed_in_slurm(void) {
   return getpgrp() != getsid(0);
 }
 
-static bool cddp__env_same(const char *name, const char *other) {
-  const char *a = cddp__env(name), *b = cddp__env(other);
-  return a != NULL && b != NULL && strcmp(a, b) == 0;
-}
-
 /* A batch script and an salloc shell look like task 0 of all tasks but are no step of Slurm's; and
    what are steps to Slurm alone (batch, interactive, extern) has the highest numbers. */
 static bool cddp__launched_by(int i) {
-  const cddp__launcher *l = &cddp__launchers[i];
-  const char *step = cddp__env("SLURM_STEP_ID");
-  bool in_step = step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul &&
-                 cddp__env("SLURM_PROCID") != NULL;
-  if (cddp__env(l->rank) == NULL || cddp__env(l->size) == NULL) return false;
+  const char *const *names = cddp__launchers[i].variables;
+  const char *rank = cddp__env(names[CDDP__RANK]), *step = cddp__env("SLURM_STEP_ID"),
+             *task = cddp__env("SLURM_PROCID");
+  bool in_step = task != NULL && step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul;
+  if (rank == NULL || cddp__env(names[CDDP__SIZE]) == NULL) return false;
   if (i == CDDP__BY_SLURM) return in_step && !cddp__typed_in_slurm();
-  if (i == CDDP__BY_HYDRA && cddp__env(l->local_rank) == NULL) /* srun --mpi=pmi2 */
-    return !in_step || !cddp__env_same("PMI_RANK", "SLURM_PROCID");
+  if (i == CDDP__BY_HYDRA && cddp__env(names[CDDP__LOCAL_SIZE]) == NULL) /* srun --mpi=pmi2 */
+    return !in_step || strcmp(rank, task) != 0;
   return true;
 }
 
@@ -4693,40 +4693,37 @@ static bool cddp__launched_by(int i) {
    data. RANK or WORLD_SIZE alone, beside a launcher that knows both, must not contradict it. */
 static cddp_result cddp__env_ranks(cddp__place *at) {
   const cddp__launcher *script = cddp__launchers, *l = script;
-  cddp_result r;
-  int given, i;
-  at->rank = 0;
-  at->world_size = 1;
+  int numbers[2] = {0, 1}, i, k;
+  cddp_result r = CDDP_OK;
   while (l < script + CDDP__LAUNCHERS && !cddp__launched_by((int)(l - script))) l++;
-  for (i = 0; i < CDDP__BY_SLURM && l == script + CDDP__LAUNCHERS; i++) {
-    bool rank = cddp__env(script[i].rank) != NULL, size = cddp__env(script[i].size) != NULL;
-    if (rank == size) continue;
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is set but %s is not; %s sets both%s: unset it for a single process",
-                      rank ? script[i].rank : script[i].size,
-                      rank ? script[i].size : script[i].rank, script[i].name,
-                      i == CDDP__BY_SCRIPT ? ", and MASTER_ADDR and MASTER_PORT" : "");
+  at->launched = l < script + CDDP__LAUNCHERS;
+  at->launcher = at->launched ? (int)(l - script) : CDDP__BY_SCRIPT;
+  for (i = 0; i < CDDP__BY_SLURM && !at->launched; i++)
+    for (k = 0; k < 2; k++) {
+      const char *set = script[i].variables[k], *other = script[i].variables[1 - k];
+      if (cddp__env(set) != NULL && cddp__env(other) == NULL)
+        return cddp__fail(CDDP_INVALID_ARGUMENT,
+                          "%s is set but %s is not; %s sets both%s: unset it for a single process",
+                          set, other, script[i].name,
+                          i == CDDP__BY_SCRIPT ? ", and MASTER_ADDR and MASTER_PORT" : "");
+    }
+  for (k = 1; k >= 0 && at->launched && r == CDDP_OK; k--) {
+    const char *name = l->variables[k], *plain = script->variables[k];
+    int plainly;
+    r = cddp__env_int(name, k, k == CDDP__SIZE ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
+    plainly = numbers[k];
+    (void)cddp__env_int(plain, 0, INT_MAX, &plainly);
+    if (r == CDDP_OK && plainly != numbers[k])
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both",
+                     plain, plainly, name, numbers[k], l->name, plain);
   }
-  if (l == script + CDDP__LAUNCHERS) return CDDP_OK;
-  at->launcher = (int)(l - script);
-  if ((r = cddp__env_int(l->size, 1, CDDP__MAX_RANKS, &at->world_size)) != CDDP_OK ||
-      (r = cddp__env_int(l->rank, 0, INT_MAX, &at->rank)) != CDDP_OK)
-    return r;
-  if (at->rank >= at->world_size && !at->joins)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d but %s is %d; ranks go from 0 to %d",
-                      l->rank, at->rank, l->size, at->world_size, at->world_size - 1);
-  for (i = 0; i < 2; i++) {
-    const char *own = i ? l->size : l->rank, *other = i ? script->size : script->rank;
-    int value = i ? at->world_size : at->rank;
-    given = value;
-    (void)cddp__env_int(other, 0, INT_MAX, &given);
-    if (given != value)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE "
-                        "both",
-                        other, given, own, value, l->name, other);
-  }
-  return CDDP_OK;
+  at->rank = numbers[CDDP__RANK];
+  at->world_size = numbers[CDDP__SIZE];
+  if (r != CDDP_OK || at->rank < at->world_size || at->joins) return r;
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %d but %s is %d; ranks go from 0 to %d",
+                    l->variables[CDDP__RANK], at->rank, l->variables[CDDP__SIZE], at->world_size,
+                    at->world_size - 1);
 }
 
 /* The first host of a Slurm node list: "n[03-07,9]x[1-2],m" gives n03x1. false: no such list. */
@@ -4750,10 +4747,12 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
 
 /* Whether the launcher says that all its ranks are on this host. */
 static bool cddp__one_host(const cddp__place *at) {
-  const char *nodes = cddp__env("SLURM_STEP_NUM_NODES");
+  static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
+                                      "SLURM_NNODES"};
+  const char *nodes = NULL;
+  int i;
   if (at->launcher != CDDP__BY_SLURM) return at->local_world_size == at->world_size;
-  if (nodes == NULL) nodes = cddp__env("SLURM_JOB_NUM_NODES");
-  if (nodes == NULL) nodes = cddp__env("SLURM_NNODES");
+  for (i = 0; i < 3 && nodes == NULL; i++) nodes = cddp__env(names[i]);
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
 
@@ -4780,15 +4779,13 @@ static cddp__atomic_u32 cddp__listen_fd_user; /* the process that has taken CDDP
 /* A socket that the launcher of all ranks has bound and passed on to rank 0. It is taken once, and
    only if it is still what the variable says. */
 static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
-  const char *text = cddp__env("CDDP_LISTEN_FD");
   cddp__address bound;
   socklen_t size = sizeof(int);
-  cddp_result r;
   int fd = -1, listening = 0;
-  if (text == NULL || at->rank != 0 || at->launcher != CDDP__BY_SCRIPT ||
+  cddp_result r = cddp__env_int("CDDP_LISTEN_FD", 0, INT_MAX, &fd);
+  if (r != CDDP_OK || fd < 0 || at->rank != 0 ||
       cddp__load32(&cddp__listen_fd_user) == (uint32_t)getpid())
-    return CDDP_OK;
-  if ((r = cddp__env_int("CDDP_LISTEN_FD", 0, INT_MAX, &fd)) != CDDP_OK) return r;
+    return r;
   at->listen_fd_lost = getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) != 0 ||
                        !listening || !cddp__local_address(fd, &bound) ||
                        cddp__address_port(&bound) != port;
@@ -4796,45 +4793,32 @@ static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
   return CDDP_OK;
 }
 
-/* The node of rank 0 in a Slurm step on several: the first one of the step's list. A step of all
-   parts of a heterogeneous job has a list in which the nodes are sorted, and rank 0 in the first
-   part; a step of one part has that part's list. *out stays empty when no list is set. */
+/* The node of rank 0 in a Slurm step on several: the first one of the step's list, unless the user
+   has placed the ranks, or the job is heterogeneous, whose lists are sorted while rank 0 is in its
+   first part. *out stays empty when no list is set. */
 static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
-  static const char *const first[] = {"SLURM_JOB_NODELIST_HET_GROUP_0",
-                                      "SLURM_JOB_NODELIST_PACK_GROUP_0"};
-  const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME"),
-             *list = NULL;
-  char part[64];
-  int i, k;
-  if (layout != NULL && strcmp(layout, "arbitrary") == 0)
+  const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME");
+  bool mixed = cddp__env("SLURM_HET_SIZE") != NULL || cddp__env("SLURM_PACK_SIZE") != NULL;
+  int i = 0;
+  if (mixed || (layout != NULL && strcmp(layout, "arbitrary") == 0))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "Slurm's srun -m arbitrary (SLURM_DISTRIBUTION) does not tell the ranks "
-                      "on which node rank 0 is; add --export=ALL,MASTER_ADDR=HOST to its command, "
-                      "HOST being rank 0's");
-  for (i = 0; i < 2 && cddp__env(lists[0]) != NULL; i++) {
-    bool alone = cddp__env(first[i]) == NULL;
-    for (k = 0; k < 1000 && !alone; k++) {
-      snprintf(part, sizeof part, "%.*s%d", (int)strlen(first[i]) - 1, first[i], k);
-      if (cddp__env(part) == NULL) break;
-      alone = cddp__env_same(part, lists[0]);
-    }
-    if (!alone) list = first[i];
-  }
-  for (i = 0; i < 3 && list == NULL; i++)
-    if (cddp__env(lists[i]) != NULL) list = lists[i];
-  if (list == NULL) return CDDP_OK;
-  at->host_name = list;
-  if (!cddp__first_host(cddp__env(list), out, capacity))
+                      "Slurm does not tell the ranks of %s on which node rank 0 is; add "
+                      "--export=ALL,MASTER_ADDR=HOST to srun's command, HOST being rank 0's",
+                      mixed ? "a heterogeneous job" : "srun -m arbitrary");
+  while (i < 3 && cddp__env(lists[i]) == NULL) i++;
+  if (i == 3) return CDDP_OK;
+  at->host_name = lists[i];
+  if (!cddp__first_host(cddp__env(lists[i]), out, capacity))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "%s is \"%.200s\", which is no node list; set MASTER_ADDR to rank 0's host",
-                      list, cddp__env(list));
+                      lists[i], cddp__env(lists[i]));
   if (at->rank == 0 && here != NULL && strcmp(here, out) != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "rank 0 is on node %s, but the other ranks look for it on %s, the first of "
                       "%s; add --export=ALL,MASTER_ADDR=%s to srun's command",
-                      here, out, list, here);
+                      here, out, lists[i], here);
   return CDDP_OK;
 }
 
@@ -4870,18 +4854,12 @@ static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
     at->port_name = "derived from PMIX_NAMESPACE";
     port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
   }
-  if ((host == NULL || port == 0) && script)
-    return cddp__fail(
-        CDDP_INVALID_ARGUMENT,
-        "%s is not set, but WORLD_SIZE is %d; set it to rank 0's %s, the same for every rank",
-        host == NULL ? "MASTER_ADDR" : "MASTER_PORT", at->world_size,
-        host == NULL ? "host name or address" : "port, say 29500");
   if (host == NULL || port == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is not set, and %s does not say where its %d ranks on several hosts "
-                      "should meet; add %s to its command, HOST being rank 0's",
+                      "%s is not set, and %s does not say where its %d ranks should meet; %s%s, "
+                      "the same for every rank, HOST being rank 0's",
                       host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, at->world_size,
-                      l->cure);
+                      script ? "set " : "add to its command: ", l->cure);
   snprintf(at->init_method, sizeof at->init_method,
            strchr(host, ':') ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
   at->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
@@ -4908,26 +4886,21 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   const char *method = d->init_method ? d->init_method : "env://",
              *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
-  const cddp__launcher *l;
   uint64_t key;
   cddp_result r;
   int joins = 0;
   memset(at, 0, sizeof *at);
-  at->listen_fd = -1;
-  if ((r = cddp__discover_timeout(d->timeout_s, &at->timeout_s)) != CDDP_OK) return r;
-  if ((r = cddp__env_int("CDDP_JOIN", 0, 1, &joins)) != CDDP_OK) return r;
+  at->listen_fd = at->local_world_size = -1;
+  at->rank = d->rank;
+  at->world_size = d->world_size;
+  r = cddp__discover_timeout(d->timeout_s, &at->timeout_s);
+  if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &joins);
   at->joins = joins != 0;
-  if (d->world_size > 0) {
-    at->rank = d->rank;
-    at->world_size = d->world_size;
-  } else if ((r = cddp__env_ranks(at)) != CDDP_OK) {
-    return r;
-  }
-  l = &cddp__launchers[at->launcher];
-  at->local_rank = at->local_world_size = -1;
-  if ((r = cddp__env_int(l->local_rank, 0, INT_MAX, &at->local_rank)) != CDDP_OK ||
-      (r = cddp__env_int(l->local_size, 1, INT_MAX, &at->local_world_size)) != CDDP_OK)
-    return r;
+  if (r == CDDP_OK && d->world_size <= 0) r = cddp__env_ranks(at);
+  if (r == CDDP_OK)
+    r = cddp__env_int(cddp__launchers[at->launcher].variables[CDDP__LOCAL_SIZE], 1, INT_MAX,
+                      &at->local_world_size);
+  if (r != CDDP_OK) return r;
   /* Two jobs that come to one store, because they were given one port, must not take each other's
      ranks for their own: each has a prefix, but for those by hand, and Hydra's on several hosts. */
   key = cddp__job_key(at->launcher, cddp__one_host(at));
@@ -4940,15 +4913,13 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
     r = cddp__env_master(at, key); /* a rank alone needs it only to be joined */
     return at->world_size > 1 || at->joins ? r : CDDP_OK;
   }
-  if (strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0 &&
-      strncmp(method, "unix://", 7) != 0)
+  if ((strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0 &&
+       strncmp(method, "unix://", 7) != 0) ||
+      strlen(method) >= sizeof at->init_method)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "init_method \"%s\" is none of env://, tcp://host:port, unix://name, "
-                      "file:///absolute/path",
-                      method);
-  if (strlen(method) >= sizeof at->init_method)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "init_method is longer than %zu bytes",
-                      sizeof at->init_method - 1);
+                      "init_method \"%.128s\" is none of env://, tcp://host:port, unix://name, "
+                      "file:///absolute/path, or longer than %zu bytes",
+                      method, sizeof at->init_method - 1);
   snprintf(at->init_method, sizeof at->init_method, "%s", method);
   return CDDP_OK;
 }
@@ -20844,13 +20815,10 @@ CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype
 
 CDDPDEF int cddp_launcher_rank(void) {
   cddp__place at;
-  int i;
   memset(&at, 0, sizeof at);
   at.joins = cddp__env("CDDP_JOIN") != NULL;
   if (cddp__env_ranks(&at) != CDDP_OK) return 0;
-  for (i = 0; i < CDDP__LAUNCHERS; i++)
-    if (cddp__launched_by(i)) return at.rank;
-  return -1;
+  return at.launched ? at.rank : -1;
 }
 
 /* --- groups --- */
