@@ -3124,22 +3124,17 @@ static ssize_t cddp__pass_fds(int fd, void *data, size_t n, int *fds, bool out) 
 }
 
 /* Splits "host:port" or "[::1]:port". */
-static cddp_result cddp__host_port(const char *text, char *host, size_t host_capacity, int *port) {
-  const char *colon = strrchr(text, ':'), *begin = text, *end = colon;
-  size_t digits = colon != NULL ? strspn(colon + 1, "0123456789") : 0;
-  bool v6 = text[0] == '[', good = digits > 0 && digits <= 5 && colon[1 + digits] == 0;
-  if (good && v6) begin++, end--;
-  if (!good || atoi(colon + 1) > 65535 || end <= begin ||
-      (size_t)(end - begin) >= host_capacity ||
-      (v6 ? *end != ']' : memchr(begin, ':', (size_t)(end - begin)) != NULL))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "'%.80s' is no host:port, or [address]:port for IPv6, with a port from 0 to "
-                      "65535",
-                      text);
-  memcpy(host, begin, (size_t)(end - begin));
-  host[end - begin] = '\0';
-  *port = atoi(colon + 1);
-  return CDDP_OK;
+static cddp_result cddp__host_port(const char *text, char host[256], int *port) {
+  char digits[6];
+  int end = 0;
+  int found = sscanf(text, text[0] == '[' ? "[%255[^]]]:%5[0-9]%n" : "%255[^:]:%5[0-9]%n", host,
+                     digits, &end);
+  *port = found == 2 ? atoi(digits) : 0;
+  if (found == 2 && text[end] == 0 && *port <= 65535) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "'%.80s' is no host:port, or [address]:port for IPv6, with a port from 0 to "
+                    "65535",
+                    text);
 }
 
 /* "127.0.0.1:29500", "[::1]:29500" or "the abstract Unix socket @name". */
@@ -3204,12 +3199,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
   memset(&hints, 0, sizeof hints);
   hints.ai_socktype = SOCK_STREAM;
   e = getaddrinfo(host, NULL, &hints, &list);
-  if (e != 0)
-    return cddp__fail(CDDP_NETWORK,
-                      "the host name '%s' does not resolve: %s; correct it, add it to /etc/hosts, "
-                      "or set MASTER_ADDR to an address of rank 0's host",
-                      host, e == EAI_SYSTEM ? strerror(errno) : gai_strerror(e));
-  for (i = list; i != NULL && n < CDDP__ADDRESSES_MAX; i = i->ai_next) {
+  for (i = e == 0 ? list : NULL; i != NULL && n < CDDP__ADDRESSES_MAX; i = i->ai_next) {
     if (i->ai_family != AF_INET && i->ai_family != AF_INET6) continue;
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, i->ai_addr, i->ai_addrlen);
@@ -3218,10 +3208,14 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
     for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) continue;
     if (j == n) n++;
   }
-  freeaddrinfo(list);
+  if (e == 0) freeaddrinfo(list);
   *count = n;
   if (n > 0) return CDDP_OK;
-  return cddp__fail(CDDP_NETWORK, "the host name '%s' has no IPv4 or IPv6 address", host);
+  return cddp__fail(CDDP_NETWORK,
+                    "the host name '%s' does not resolve: %s; correct it, add it to /etc/hosts, or "
+                    "set MASTER_ADDR to an address of rank 0's host",
+                    host, e == EAI_SYSTEM ? strerror(errno) : e != 0 ? gai_strerror(e)
+                                          : "it has no IPv4 or IPv6 address");
 }
 
 /* This host's addresses on interfaces that are up: those of one interface, or (name NULL) all but
@@ -3341,76 +3335,71 @@ static int cddp__listen_address(const cddp__address *a, int *out) {
 }
 
 /* Listens on each of the addresses that this host has, which get one port; the system chooses it
-   when theirs is 0. An address in use is an error; one that this host lacks (::1 without IPv6) is
-   left out when there are others. After a failure errno says why. */
+   when theirs is 0, and then again if another process has it at some address. An address in use is
+   an error; one that this host lacks (::1 without IPv6) is left out when there are others. */
 static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *fd_count) {
-  int asked = cddp__address_port(&a[0]), error = EADDRINUSE, failed = 0, attempt, i, n, e;
+  int port, asked = cddp__address_port(&a[0]), tries = asked == 0 ? 32 : 1, i, n, e, error;
   cddp__address bound;
-  char text[160];
-  for (attempt = 0; attempt < 32 && error == EADDRINUSE && (attempt == 0 || asked == 0);
-       attempt++) {
-    int port = asked;
+  char text[160] = "";
+  do {
+    port = asked;
     for (i = n = error = 0; i < count && error != EADDRINUSE; i++) {
       cddp__address_set_port(&a[i], port);
       if ((e = cddp__listen_address(&a[i], &fds[n])) != 0) {
         error = e;
-        failed = i;
+        cddp__address_text(&a[i], text, sizeof text);
       } else if (cddp__local_address(fds[n++], &bound) && port == 0) {
         port = cddp__address_port(&bound);
       }
     }
-    if (n > 0 && error != EADDRINUSE) {
-      for (i = 0; i < count; i++) cddp__address_set_port(&a[i], port);
-      *fd_count = n;
-      return CDDP_OK;
-    }
+    *fd_count = n;
+    for (i = 0; i < count; i++) cddp__address_set_port(&a[i], port);
+    if (n > 0 && error != EADDRINUSE) return CDDP_OK;
     while (n > 0) cddp__close_fd(&fds[--n]);
-  }
-  cddp__address_text(&a[failed], text, sizeof text);
-  cddp__fail(CDDP_NETWORK, "cannot listen on %s: %s", text, strerror(error));
-  errno = error;
-  return CDDP_NETWORK;
+    *fd_count = 0;
+  } while (error == EADDRINUSE && --tries > 0);
+  return cddp__fail(CDDP_NETWORK, "cannot listen on %s: %s", text, strerror(error));
 }
 
 /* A listening socket on 127.0.0.1 and a port of the system's choice. */
 static cddp_result cddp__listen_any(int *fd, int *port) {
-  cddp__address a[CDDP__ADDRESSES_MAX];
+  cddp__address a;
   int count = 0;
-  cddp_result r = cddp__resolve("127.0.0.1", 0, a, &count);
+  cddp_result r;
+  memset(&a, 0, sizeof a);
+  a.v4.sin_family = AF_INET;
+  a.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  a.size = sizeof a.v4;
   *fd = -1;
-  if (r == CDDP_OK) r = cddp__listen_all(a, 1, fd, &count);
-  *port = r == CDDP_OK ? cddp__address_port(&a[0]) : 0;
+  r = cddp__listen_all(&a, 1, fd, &count);
+  *port = cddp__address_port(&a);
   return r;
 }
 
 /* Reads or writes all bytes of a part of the file. */
 static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, uint64_t at) {
-  unsigned char *p = (unsigned char *)data;
-  cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && size > 0) {
-    uint64_t room = write ? cddp__file_room(at) : size;
+  char *p = (char *)data;
+  while (size > 0) {
     size_t most = (size_t)(size < 1u << 30 ? size : 1u << 30);
     ssize_t n = -1;
-    if (room < most) most = (size_t)room;
+    if (write) most = (size_t)(cddp__file_room(at) < most ? cddp__file_room(at) : most);
     if (!write)
       n = CDDP__PREAD(fd, p, most, (off_t)at);
-    else if (most > 0)
+    else if (most > 0) /* else errno says why there is no room */
       n = CDDP__PWRITE(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue;
-    if (n > 0) {
-      p += n;
-      size -= (uint64_t)n;
-      at += (uint64_t)n;
-    } else if (write) {
-      r = cddp__fail(CDDP_IO, "write, after %" PRIu64 " bytes: %s%s", at,
-                     n == 0 ? "nothing was written" : strerror(errno),
-                     n == 0 ? "" : cddp__size_cure(errno));
-    } else {
-      r = n < 0 ? cddp__fail(CDDP_IO, "read: %s", strerror(errno))
-                : cddp__fail(CDDP_IO, "it has become shorter while it was read");
-    }
+    if (n <= 0 && write)
+      return cddp__fail(CDDP_IO, "write, after %" PRIu64 " bytes: %s%s", at,
+                        n == 0 ? "nothing was written" : strerror(errno),
+                        n == 0 ? "" : cddp__size_cure(errno));
+    if (n <= 0)
+      return cddp__fail(CDDP_IO, "read: %s",
+                        n == 0 ? "the file has become shorter meanwhile" : strerror(errno));
+    p += n;
+    size -= (uint64_t)n;
+    at += (uint64_t)n;
   }
-  return r;
+  return CDDP_OK;
 }
 
 /* Whether the path is still the name of the file that fd is. */
@@ -4121,13 +4110,12 @@ static double cddp__soon(double seconds, double deadline) { /* the earlier of bo
   return t < deadline ? t : deadline;
 }
 
-/* The beginning of a connection to a: the challenge, if there is a secret, and the first answer to
-   a command. Only that shows that there is a store and that it takes us. Whoever takes a connection
-   in silence may be a server that is not ready yet. */
-static cddp_result cddp__greet(const cddp_store *s, const cddp__address *a, double deadline) {
+/* The beginning of a connection, to `text`: the challenge, if there is a secret, and the first
+   answer to a command. Only that shows that there is a store and that it takes us. Whoever takes a
+   connection in silence may be a server that is not ready yet. */
+static cddp_result cddp__greet(const cddp_store *s, const char *text, double deadline) {
   cddp__challenge c;
   unsigned char bytes[sizeof c.in + 1] = {0};
-  char text[160];
   cddp_result r = cddp__challenge_begin(&c, s->proof, "store", true, NULL, 0);
   if (r == CDDP_OK && s->proof != NULL) r = cddp__challenge_run(&c, s->fd, bytes, deadline);
   if (r == CDDP_OK && (s->proof == NULL || c.state == CDDP__CHALLENGE_PROVEN)) {
@@ -4149,7 +4137,6 @@ static cddp_result cddp__greet(const cddp_store *s, const cddp__address *a, doub
                                      : "what answers there does not know the secret");
   bytes[strcspn((char *)bytes, "\r\n")] = 0;
   cddp__make_printable((char *)bytes);
-  cddp__address_text(a, text, sizeof text);
   return cddp__fail(CDDP_MISMATCH,
                     "something that is not a cddp or TCPStore server answers at %s ('%s'); is that "
                     "another program's port?",
@@ -4166,20 +4153,20 @@ static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
   for (i = 0; i < s->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *a = &s->addresses[i];
     error = cddp__connect_address(a, cddp__soon(5, deadline), &s->fd);
+    cddp__own_socket(s->fd);
     cddp__address_text(a, text, sizeof text);
-    if (error == 0) {
-      cddp__own_socket(s->fd);
-      r = cddp__greet(s, a, deadline);
-      if (r != CDDP_OK) cddp__close_fd(&s->fd);
-    } else if (error == CDDP__FOREIGN) {
-      r = cddp__fail(CDDP_MISMATCH,
-                     "connect to %s: another user's process listens there; set MASTER_ADDR and "
-                     "MASTER_PORT for all ranks to meet over TCP",
-                     text);
-    } else {
-      r = cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
-                     "connect to %s: %s", text, strerror(error));
-    }
+    if (error == 0)
+      r = cddp__greet(s, text, deadline);
+    else
+      r = cddp__fail(error == CDDP__FOREIGN                   ? CDDP_MISMATCH
+                     : error == EMFILE || error == ENFILE ? CDDP_SYSTEM
+                                                          : CDDP_NETWORK,
+                     "connect to %s: %s", text,
+                     error != CDDP__FOREIGN
+                         ? strerror(error)
+                         : "another user's process listens there; set MASTER_ADDR and MASTER_PORT "
+                           "for all ranks to meet over TCP");
+    if (r != CDDP_OK) cddp__close_fd(&s->fd);
   }
   return r;
 }
@@ -4285,12 +4272,10 @@ static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int 
   }
   if (r != CDDP_TIMEOUT) return r;
   q = cddp__request_of(CDDP__CHECK, &keys[i - 1], 1);
-  if (cddp__store_run(s, &q, cddp__now() + 5) != CDDP_OK)
-    return cddp__fail_in(CDDP_TIMEOUT, "the wait for '%.64s' timed out; then: ", keys[i - 1]);
-  return cddp__fail(CDDP_TIMEOUT,
-                    "store at %s: timed out waiting for key '%.128s' (%d of %d), which nobody had "
-                    "set",
-                    s->name, keys[i - 1], i, count);
+  r = cddp__store_run(s, &q, cddp__now() + 5);
+  return cddp__fail(CDDP_TIMEOUT, "store at %s: timed out waiting for key '%.128s' (%d of %d), %s",
+                    s->name, keys[i - 1], i, count,
+                    r == CDDP_OK ? "which nobody had set" : "and the server answers no longer");
 }
 
 /* --- opening a store: where the server is --- */
@@ -4347,29 +4332,24 @@ static void cddp__add_addresses(cddp_store *s, const char *host) {
 /* Where tcp://host:port, or unix://name, leads; with is_server, serves there. unix:// is for ranks
    of one host whose launcher gives no address: no port could be in use. */
 static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o) {
-  const char *where = o->desc.init_method + strlen("tcp://");
-  char host[256], name[300];
+  char host[256];
   int port;
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   s->address_count = 1;
-  if (o->desc.init_method[0] == 't') {
-    r = cddp__host_port(where, host, sizeof host, &port);
-    if (r == CDDP_OK && port == 0 && !o->desc.is_server)
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "port 0 in 'tcp://%s' is for the server only, which then gets a free one",
-                     where);
-    if (r == CDDP_OK && o->listen_fd < 0)
-      r = cddp__resolve(host, port, s->addresses, &s->address_count);
-    if (r == CDDP_OK && o->desc.is_server && o->reachable) cddp__add_addresses(s, host);
-  } else {
-    cddp__unix_name(&s->addresses[0], ++where);
+  if (o->desc.init_method[0] == 'u') {
+    cddp__unix_name(&s->addresses[0], s->name);
+    return o->desc.is_server ? cddp__serve(s, o) : CDDP_OK;
   }
+  r = cddp__host_port(s->name, host, &port);
+  if (r == CDDP_OK && port == 0 && !o->desc.is_server)
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "port 0 in 'tcp://%s' is for the server only, which then gets a free one",
+                   s->name);
+  if (r == CDDP_OK && o->listen_fd < 0)
+    r = cddp__resolve(host, port, s->addresses, &s->address_count);
+  if (r == CDDP_OK && o->desc.is_server && o->reachable) cddp__add_addresses(s, host);
   if (r == CDDP_OK && o->desc.is_server) r = cddp__serve(s, o);
-  if (r != CDDP_OK) return r;
-  port = cddp__address_port(&s->addresses[0]);
-  if (port != 0) snprintf(name, sizeof name, strchr(host, ':') ? "[%s]:%d" : "%s:%d", host, port);
-  s->name = cddp__strdup(&s->allocator, port != 0 ? name : where);
-  return s->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  return r;
 }
 
 /* --- file:// ---
@@ -4387,30 +4367,29 @@ typedef struct cddp__file_record { /* the whole file. Hosts of one job have one 
   cddp__address addresses[CDDP__ADDRESSES_MAX];
 } cddp__file_record;
 
-/* Another user's file might lead this job anywhere; what others may write, too. */
-static cddp_result cddp__file_check(int fd, struct stat *st) {
+/* Reads the file; record->count is 0 when it is not whole. An error when it holds what no store has
+   written, or is not to be trusted: another user's file might lead this job anywhere; what others
+   may write, too. */
+static cddp_result cddp__file_read(int fd, cddp__file_record *record) {
+  struct stat st;
   const char *why;
-  if (fstat(fd, st) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
-  why = !S_ISREG(st->st_mode)                      ? "is not a regular file"
-        : st->st_uid != geteuid()                  ? "belongs to another user"
-        : st->st_nlink > 1                         ? "has other names (hard links)"
-        : (st->st_mode & (S_IWGRP | S_IWOTH)) != 0 ? "may be written by others"
-                                                   : NULL;
-  if (why == NULL) return CDDP_OK;
-  return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
-}
-
-/* Reads *record from a file of `size` bytes; its count is 0 when it is not whole. An error when the
-   file holds what no store has written. */
-static cddp_result cddp__file_read(int fd, off_t size, cddp__file_record *record) {
-  size_t n = size < (off_t)sizeof *record ? (size_t)size : sizeof *record;
+  size_t n;
   memset(record, 0, sizeof *record);
+  if (fstat(fd, &st) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
+  why = !S_ISREG(st.st_mode)                      ? "is not a regular file"
+        : st.st_uid != geteuid()                  ? "belongs to another user"
+        : st.st_nlink > 1                         ? "has other names (hard links)"
+        : (st.st_mode & (S_IWGRP | S_IWOTH)) != 0 ? "may be written by others"
+                                                  : NULL;
+  if (why != NULL)
+    return cddp__fail(CDDP_IO, "the file %s, so it is not trusted; choose another path", why);
+  n = cddp__min((size_t)st.st_size, sizeof *record);
   if (cddp__file_io(fd, false, record, n, 0) != CDDP_OK) return CDDP_NETWORK; /* try again */
   if (memcmp(record->magic, CDDP__FILE_MAGIC, cddp__min(n, sizeof record->magic)) != 0)
     return cddp__fail(CDDP_IO,
                       "the file exists and is not a store of this version of cddp; it was left as "
                       "it is. Choose another path, or remove it");
-  if (size != (off_t)sizeof *record || record->count > CDDP__ADDRESSES_MAX) record->count = 0;
+  if (st.st_size != (off_t)sizeof *record || record->count > CDDP__ADDRESSES_MAX) record->count = 0;
   return CDDP_OK;
 }
 
@@ -4453,25 +4432,20 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
 /* One look at the file: serves, or connects to who does. Results as of cddp__try_addresses. */
 static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
-  bool may_serve = o->desc.is_server || o->elect, locked = false, named = false;
-  int fd = open(s->name, flags, 0600);
+  bool may_serve = o->desc.is_server || o->elect, locked, named;
+  int fd = open(s->name, flags, 0600), i;
   cddp__file_record record;
-  struct stat st;
-  cddp_result r;
-  int i;
+  cddp_result r = CDDP_OK;
   if (fd < 0)
     return cddp__fail(CDDP_IO, "cannot open the file: %s; %s", strerror(errno),
                       errno == ELOOP ? "it must not be a symbolic link"
                                      : "its directory must exist and be writable");
-  r = cddp__file_check(fd, &st);
-  if (r == CDDP_OK) { /* without waiting: flock would hear of no deadline */
-    locked = flock(fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0;
-    if (!locked && errno != EWOULDBLOCK && errno != EINTR)
-      r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that has locks",
-                     strerror(errno));
-    named = cddp__file_is_named(fd, s->name); /* else it has been removed meanwhile */
-  }
-  if (r == CDDP_OK) r = cddp__file_read(fd, st.st_size, &record);
+  locked = flock(fd, LOCK_NB | (may_serve ? LOCK_EX : LOCK_SH)) == 0; /* flock knows no deadline */
+  if (!locked && errno != EWOULDBLOCK && errno != EINTR)
+    r = cddp__fail(CDDP_IO, "flock: %s; put the file on a file system that has locks",
+                   strerror(errno));
+  named = cddp__file_is_named(fd, s->name); /* else it has been removed meanwhile */
+  if (r == CDDP_OK) r = cddp__file_read(fd, &record);
   if (r == CDDP_OK && locked && may_serve && named) { /* it is this store's to remove */
     s->file = fd;
     cddp__own_socket(fd);
@@ -4551,6 +4525,10 @@ static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
 static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
   cddp__store_options o = *options;
   const char *m = o.desc.init_method;
+  size_t where = strncmp(m, "tcp://", 6) == 0                      ? 6
+                 : strncmp(m, "unix://", 7) == 0 && m[7] != 0      ? 7
+                 : strncmp(m, "file:///", 8) == 0 && m[8] != 0     ? 7
+                                                                   : 0;
   cddp_store *s = (cddp_store *)cddp__calloc(&o.desc.allocator, 1, sizeof *s);
   cddp_result r = CDDP_OK;
   *out = NULL;
@@ -4563,17 +4541,14 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   if (o.desc.secret == NULL) o.desc.secret = getenv("CDDP_SECRET");
   if (o.desc.secret != NULL && o.desc.secret[0] != 0)
     if ((s->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK && strncmp(m, "file:///", 8) == 0 && m[8] != 0) {
-    if ((s->name = cddp__strdup(&o.desc.allocator, m + 7)) == NULL) r = CDDP_OUT_OF_MEMORY;
-  } else if (r == CDDP_OK && (strncmp(m, "tcp://", 6) == 0 ||
-                              (strncmp(m, "unix://", 7) == 0 && m[7] != 0))) {
-    r = cddp__open_url(s, &o);
-  } else if (r == CDDP_OK) {
+  if (where == 0)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "'%.128s' is no store; write tcp://host:port, unix://name or "
                    "file:///absolute/path",
                    m);
-  }
+  else if ((s->name = cddp__strdup(&o.desc.allocator, m + where)) == NULL)
+    r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK && m[0] != 'f') r = cddp__open_url(s, &o);
   if (r == CDDP_OK) r = cddp__connect(s, &o);
   if (r == CDDP_OK) *out = s;
   if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && o.port_name != NULL)
@@ -7987,7 +7962,7 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
   int n = 0, port = 0, i;
   snprintf(place, sizeof place, "%s", method);
   if (strncmp(method, "tcp://", 6) != 0 ||
-      cddp__host_port(method + 6, host, sizeof host, &port) != CDDP_OK ||
+      cddp__host_port(method + 6, host, &port) != CDDP_OK ||
       cddp__resolve(host, port, a, &n) != CDDP_OK)
     n = 0; /* who opens the store says what is wrong with it */
   for (i = 0; i < n && !here; i++) {
@@ -20544,7 +20519,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
   int i, status, tries;
   char how[96];
   for (i = 0; i < job->n; i++) {
-    pid_t pid = job->pids[i], got = pid != 0 ? waitpid(pid, &status, WNOHANG) : 0;
+    pid_t pid = job->pids[i], got = pid > 0 ? waitpid(pid, &status, WNOHANG) : 0;
     if (got == 0) continue;
     for (tries = 0; got < 0 && kill(pid, 0) == 0 && tries < 100; tries++)
       cddp__sleep(0.001); /* another thread is just reaping it: then the kernel keeps the status */
@@ -20565,7 +20540,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
     if (!known || status == 0 || !fresh) continue;
     if (job->next_signal != 0 && (!WIFSIGNALED(status) || job->by_signal)) continue;
     if (job->elastic && (job->succeeded || job->alive > 0)) {
-      if (job->restarts > 0) job->pids[i] = -1;
+      job->pids[i] = -1;
       continue;
     }
     cddp__describe_status(status, how, sizeof how);
@@ -20591,22 +20566,16 @@ static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   return CDDP_OK;
 }
 
-/* Elastic: forks lost children again, while there are others that they can join. */
-static void cddp__fork_again(cddp__spawn_job *job) {
-  cddp_result r = CDDP_OK;
-  int i;
-  for (i = 0; i < job->n; i++) {
-    if (job->pids[i] != -1) continue;
-    job->pids[i] = 0;
-    if (r != CDDP_OK || job->next_signal != 0 || job->alive == 0 || job->succeeded ||
-        job->restarts == 0)
-      continue;
-    job->restarts--;
-    fflush(NULL);
-    r = cddp__fork_child(job, i, true);
-    if (r == CDDP_OK && write(job->start[1], "", 1) != 1) r = cddp__fail_errno("write");
-    if (r != CDDP_OK) cddp__spawn_failed(job, r, 0);
-  }
+/* Elastic: forks a lost child again, if there are others that it can join. */
+static void cddp__fork_again(cddp__spawn_job *job, int i) {
+  cddp_result r;
+  job->pids[i] = 0;
+  if (job->next_signal != 0 || job->alive == 0 || job->succeeded || job->restarts == 0) return;
+  job->restarts--;
+  fflush(NULL);
+  r = cddp__fork_child(job, i, true);
+  if (r == CDDP_OK && write(job->start[1], "", 1) != 1) r = cddp__fail_errno("write");
+  if (r != CDDP_OK) cddp__spawn_failed(job, r, 0);
 }
 
 static cddp_result cddp__watch_children(cddp__spawn_job *job) {
@@ -20622,38 +20591,32 @@ static cddp_result cddp__watch_children(cddp__spawn_job *job) {
     if (poll(job->fds, (nfds_t)job->n, ms) < 0 && errno != EINTR)
       cddp__sleep(0.01); /* poll takes no more descriptors than ulimit -n */
     cddp__reap_children(job);
-    cddp__fork_again(job);
+    for (i = 0; i < job->n; i++)
+      if (job->pids[i] < 0) cddp__fork_again(job, i);
   }
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
 
-/* Forks all children. They begin together, when all can be watched: the status of one that ends
+/* Forks all children, and begins them together when all can be watched: the status of one that ends
    before that may be lost. */
-static cddp_result cddp__fork_children(cddp__spawn_job *job) {
-  char bytes[CDDP__MAX_RANKS];
-  cddp_result r = CDDP_OK;
-  int i;
-  fflush(NULL); /* or the children would print it again */
-  if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
-  for (i = 0; i < job->n; i++) job->fds[i].fd = -1;
-  for (i = 0; i < job->n && r == CDDP_OK; i++) r = cddp__fork_child(job, i, false);
-  if (r != CDDP_OK) return r;
-  memset(bytes, 0, sizeof bytes);
-  return write(job->start[1], bytes, (size_t)job->n) == job->n ? CDDP_OK
-                                                               : cddp__fail_errno("write");
-}
-
-/* restarts -1: not elastic. */
-static cddp_result cddp__spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs,
-                               int restarts) {
+static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg), void *arg,
+                               int nprocs, bool elastic, int restarts) {
+  char bytes[CDDP__MAX_RANKS] = {0};
   cddp__spawn_job job;
   uint64_t dice[2];
   cddp_result r;
+  int i;
+  if (fn == NULL) return cddp__named(caller, cddp__fail(CDDP_INVALID_ARGUMENT, "fn is NULL"));
+  if (nprocs < 1 || nprocs > CDDP__MAX_RANKS || restarts < 0)
+    return cddp__named(caller, cddp__fail(CDDP_INVALID_ARGUMENT,
+                                          "nprocs is %d and max_restarts %d; they must be from 1 "
+                                          "to %d, and 0 or more",
+                                          nprocs, restarts, CDDP__MAX_RANKS));
   memset(&job, 0, sizeof job);
   job.fn = fn;
   job.arg = arg;
   job.n = nprocs;
-  job.elastic = restarts >= 0;
+  job.elastic = elastic;
   job.restarts = restarts;
   job.parent = getpid();
   if ((r = cddp__random(dice, sizeof dice)) != CDDP_OK) return r;
@@ -20666,9 +20629,14 @@ static cddp_result cddp__spawn(int (*fn)(int rank, void *arg), void *arg, int np
     return r;
   }
   job.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *job.fds + sizeof *job.pids);
-  if (job.fds != NULL) job.pids = (pid_t *)(job.fds + nprocs);
-  if (job.fds != NULL) r = cddp__fork_children(&job);
-  else r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
+  if (job.fds == NULL) r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
+  else job.pids = (pid_t *)(job.fds + nprocs);
+  fflush(NULL); /* or the children would print it again */
+  if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
+  for (i = 0; i < nprocs && r == CDDP_OK; i++) job.fds[i].fd = -1;
+  for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__fork_child(&job, i, false);
+  if (r == CDDP_OK && write(job.start[1], bytes, (size_t)nprocs) != nprocs)
+    r = cddp__fail_errno("write");
   if (r != CDDP_OK) cddp__spawn_failed(&job, r, 0);
   close(job.listen_fd); /* rank 0 has it */
   if (r != CDDP_OK) cddp__close_fd(&job.start[1]); /* children do not begin */
@@ -20680,19 +20648,12 @@ static cddp_result cddp__spawn(int (*fn)(int rank, void *arg), void *arg, int np
 }
 
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs) {
-  CDDP__CHECK(fn != NULL, "fn is NULL");
-  CDDP__CHECK(nprocs >= 1 && nprocs <= CDDP__MAX_RANKS, "nprocs is %d; it must be from 1 to %d",
-              nprocs, CDDP__MAX_RANKS);
-  return cddp__spawn(fn, arg, nprocs, -1);
+  return cddp__spawn("cddp_spawn", fn, arg, nprocs, false, 0);
 }
 
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts) {
-  CDDP__CHECK(fn != NULL, "fn is NULL");
-  CDDP__CHECK(nprocs >= 1 && nprocs <= CDDP__MAX_RANKS, "nprocs is %d; it must be from 1 to %d",
-              nprocs, CDDP__MAX_RANKS);
-  CDDP__CHECK(max_restarts >= 0, "max_restarts is %d; it must be 0 or more", max_restarts);
-  return cddp__spawn(fn, arg, nprocs, max_restarts);
+  return cddp__spawn("cddp_spawn_elastic", fn, arg, nprocs, true, max_restarts);
 }
 
 /* --- ranks as threads --- */

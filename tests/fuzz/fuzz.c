@@ -1047,7 +1047,7 @@ static void target_discovery(input *in) {
       "MASTER_PORT", "CDDP_TIMEOUT_S", "CDDP_LISTEN_FD", "TORCHELASTIC_RUN_ID",
       "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"};
   static char text[sizeof names / sizeof names[0]][1500];
-  char host[64];
+  char host[256];
   cddp_group_desc d;
   cddp__place at;
   cddp_result r;
@@ -1069,11 +1069,11 @@ static void target_discovery(input *in) {
   if (r == CDDP_OK) {
     REQUIRE(at.world_size >= 1 && at.world_size <= CDDP__MAX_RANKS);
     REQUIRE(at.rank >= 0 && at.rank < at.world_size && at.timeout_s > 0);
-    REQUIRE(at.local_rank >= -1 && at.listen_fd >= -1);
+    REQUIRE(at.local_world_size >= -1 && at.listen_fd >= -1);
     REQUIRE(strlen(at.init_method) < sizeof at.init_method && strlen(at.run) < sizeof at.run);
   }
-  must_say(r = cddp__host_port(text[0], host, sizeof host, &port));
-  if (r == CDDP_OK) REQUIRE(port >= 0 && port <= 65535 && host[0] != 0 && strlen(host) < 64);
+  must_say(r = cddp__host_port(text[0], host, &port));
+  if (r == CDDP_OK) REQUIRE(port >= 0 && port <= 65535 && host[0] != 0 && strlen(host) < 256);
   must_say(cddp__discover_timeout(0, &seconds));
 }
 
