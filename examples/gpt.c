@@ -41,7 +41,7 @@ static int columns(int p) { return (int)shapes[p].size[1]; }
 typedef struct layer {          /* what forward keeps for backward; rows of C floats, or as said */
   float *in, *norm1, *qkv;      /* the residual stream; qkv, rows of 3 C: queries, keys, values */
   float *attention, *mix, *mid; /* [B][H][T][T]; all heads' results; the stream with them added */
-  float *norm2, *up, *act;      /* up, rows of 4 C; act: GELU of it */
+  float *norm2, *up, *act;      /* rows of 4 C: up, GELU's slope there; act, its value */
 } layer; static layer layers[MAX_LAYERS];
 static float *top, *norm, *logits, *d_stream, *d_row, *d_qkv, *d_up, *d_attention; /* gradients */
 static unsigned char *text; static size_t text_size;
@@ -82,11 +82,11 @@ static void layer_norm_backward(float *d_in, const float *d_out, const float *in
     for (int c = 0; c < C; c++) d_in[c] += scale * (d[c] - (sum + x[c] * dot) / (float)C);
   }
 }
-/* GELU with tanh, as GPT-2's; slope: its derivative */
+/* GELU with tanh, as GPT-2's; slope: its derivative. (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)) */
 static float gelu(float x, float *slope) {
-  float t = tanhf(0.7978845608f * (x + 0.044715f * x * x * x));
-  *slope = 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * 0.7978845608f * (1 + 0.134145f * x * x);
-  return 0.5f * x * (1 + t);
+  float s = 1 / (1 + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+  *slope = s + x * s * (1 - s) * 1.5957691216f * (1 + 0.134145f * x * x);
+  return x * s;
 }
 static float softmax(float *p, int n) { /* in place; returns log(sum(exp(p))) */
   float most = p[0], sum = 0;
@@ -137,7 +137,7 @@ static void forward(int sequence_count) {
     linear(l->mid, l->in, l->mix, n, p + OUT);
     layer_norm(l->norm2, l->mid, n, p + LN2);
     linear(l->up, NULL, l->norm2, n, p + UP);
-    for (int k = 0; k < n * 4 * C; k++) { float slope; l->act[k] = gelu(l->up[k], &slope); }
+    for (int k = 0; k < n * 4 * C; k++) l->act[k] = gelu(l->up[k], &l->up[k]);
     linear(i + 1 < L ? l[1].in : top, l->mid, l->act, n, p + DOWN);
   }
   layer_norm(norm, top, n, LN);
@@ -160,7 +160,7 @@ static int backward(cddp_ddp *ddp, int rank, double *loss) {
   for (int i = L - 1, p = LAYER + PARTS * i; i >= 0; i--, p -= PARTS) {
     layer *l = &layers[i];
     linear_backward(d_up, d_stream, l->act, n, p + DOWN);
-    for (int k = 0; k < n * 4 * C; k++) { float slope; gelu(l->up[k], &slope); d_up[k] *= slope; }
+    for (int k = 0; k < n * 4 * C; k++) d_up[k] *= l->up[k];
     linear_backward(d_row, d_up, l->norm2, n, p + UP);
     layer_norm_backward(d_stream, d_row, l->mid, n, p + LN2);
     linear_backward(d_row, d_stream, l->mix, n, p + OUT);
