@@ -13177,7 +13177,6 @@ typedef struct cddp__device_report {
   int32_t device, kernels;
   char gpu[40];  /* by which NCCL tells GPUs of a host apart; "": ranks may share one */
   char host[96]; /* identity of the machine */
-  char name[96]; /* rank, pid and host, for messages */
 } cddp__device_report;
 
 #define CDDP__WATCH_S 0.005 /* between two looks of the watcher, and of the poller */
@@ -13236,6 +13235,12 @@ static bool cddp__capturing(cudaStream_t s) {
   return false;
 }
 
+/* what: a call that cannot be part of a graph, and why not. */
+static cddp_result cddp__no_capture(cudaStream_t s, cddp_result r, const char *what) {
+  if (!cddp__capturing(s)) return CDDP_OK;
+  return cddp__fail(r, "%s and cannot be captured in a CUDA graph", what);
+}
+
 /* At the start of a call: the group's device is the thread's, and its stream may be used. */
 static cddp_result cddp__device_enter(const cddp__device *p) {
   enum cudaStreamCaptureStatus status;
@@ -13275,39 +13280,35 @@ static cddp_result cddp__device_zero(void *p, size_t bytes, void *stream) {
   return CDDP__CUDA(cudaMemsetAsync, p, 0, bytes, (cudaStream_t)stream);
 }
 
-enum { CDDP__MEMORY_HOST, CDDP__MEMORY_DEVICE };
-
-/* Where p lies: on the rank's device, in host memory, or (an error) on another device. */
-static cddp_result cddp__memory_of(int device, const void *p, const char *what, int *memory) {
+/* *here: p lies on the rank's device, else in host memory; on another device is an error. */
+static cddp_result cddp__memory_of(int device, const void *p, const char *what, bool *here) {
   struct cudaPointerAttributes a;
   cddp_result r = CDDP__CUDA(cudaPointerGetAttributes, &a, p);
-  *memory = CDDP__MEMORY_HOST;
-  if (r != CDDP_OK || (a.type != cudaMemoryTypeDevice && a.type != cudaMemoryTypeManaged)) return r;
-  *memory = CDDP__MEMORY_DEVICE;
-  if (a.type == cudaMemoryTypeManaged || a.device == device) return CDDP_OK;
+  bool managed = r == CDDP_OK && a.type == cudaMemoryTypeManaged;
+  *here = managed || (r == CDDP_OK && a.type == cudaMemoryTypeDevice);
+  if (!*here || managed || a.device == device) return r;
   return cddp__fail(CDDP_INVALID_ARGUMENT, "%s lies on cuda:%d, but this rank's device is cuda:%d",
                     what, a.device, device);
 }
 
 /* Whether a call's buffers lie on the device; an error if only one of them does. */
 static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *c, bool *device) {
-  bool one = cddp__in_one_buffer(c);
-  const void *send, *recv;
-  size_t sent, received;
-  int memory[2] = {CDDP__MEMORY_DEVICE, CDDP__MEMORY_DEVICE};
+  bool one = cddp__in_one_buffer(c), here;
+  const void *at[2] = {c->send, c->recv};
+  size_t bytes[2];
+  int i, seen = 0;
   cddp_result r = CDDP_OK;
   *device = true;
-  cddp__buffer_bytes(p->group, c, &sent, &received);
-  send = sent > 0 ? c->send : NULL;
-  recv = received > 0 ? c->recv : NULL;
-  if (send == NULL && recv == NULL) return CDDP_OK;
-  if (send != NULL) r = cddp__memory_of(p->device, send, one ? "buf" : "send", &memory[0]);
-  if (r == CDDP_OK && recv != NULL && recv != send)
-    r = cddp__memory_of(p->device, recv, "recv", &memory[1]);
-  if (r == CDDP_OK && send != NULL && recv != NULL && recv != send && memory[0] != memory[1])
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "send and recv must both lie on the device, or both in host memory");
-  *device = memory[send == NULL] == CDDP__MEMORY_DEVICE;
+  cddp__buffer_bytes(p->group, c, &bytes[0], &bytes[1]);
+  for (i = 0; i < 2; i++) {
+    if (bytes[i] == 0 || at[i] == NULL || (seen > 0 && at[0] == at[1])) continue;
+    r = cddp__memory_of(p->device, at[i], one ? "buf" : i == 0 ? "send" : "recv", &here);
+    if (r != CDDP_OK) return r;
+    if (seen++ > 0 && here != *device)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "send and recv must both lie on the device, or both in host memory");
+    *device = here;
+  }
   return r;
 }
 
@@ -13564,25 +13565,22 @@ static int cddp__calls_behind(const cddp__device *p, int rank) {
 static cddp_result cddp__break_pending(cddp__device *p) { /* an operation is too late */
   cddp_group *g = p->group;
   const cddp_group *owner = p->owner->group;
+  uint32_t calls = cddp__load32(&cddp__slot_of(owner, g->rank)->calls);
   char who[160], late[256] = "", what[160] = "none";
   cddp__logged_call latest;
-  int q, n = 0;
-  for (q = 0; q < g->size; q++) {
-    if (cddp__calls_behind(p, q) <= 0) continue;
+  int q = 0;
+  while (q < g->size && cddp__calls_behind(p, q) <= 0) q++;
+  if (q < g->size) {
     cddp__name_rank(g, q, who, sizeof who);
-    if (n++ < 2)
-      snprintf(late + strlen(late), sizeof late - strlen(late), "%s%s", n > 1 ? ", " : ": ", who);
+    snprintf(late, sizeof late, "; behind it in calls: %s, and perhaps others", who);
   }
-  if (!cddp__read_logged(owner, g->rank, cddp__load32(&cddp__slot_of(owner, g->rank)->calls),
-                         &latest))
-    latest.site[0] = 0;
-  else
+  latest.site[0] = 0;
+  if (cddp__read_logged(owner, g->rank, calls, &latest))
     cddp__describe_call(what, sizeof what, latest.call, latest.count, latest.root);
   cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s; the "
-             "rank's latest is %s%s",
-             g->timeout_s, g->rank, p->device, n > 0 ? "; behind it in calls" : "", late,
-             n > 2 ? " and others" : "", what, latest.site);
+             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s; the rank's "
+             "latest is %s%s",
+             g->timeout_s, g->rank, p->device, late, what, latest.site);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -13870,9 +13868,7 @@ static cddp_result cddp__copy_now(cddp__device *p, void *to, const void *from, s
 }
 
 static cddp_result cddp__staged_no_graph(cudaStream_t s) {
-  if (!cddp__capturing(s)) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "backend \"cpu\" cannot be captured in a CUDA graph; backend \"nccl\" can");
+  return cddp__no_capture(s, CDDP_UNSUPPORTED, "with backend \"cpu\" a call waits on the host");
 }
 
 /* Bytes of the result that a call has on this rank. */
@@ -14246,10 +14242,8 @@ static cddp_result cddp__run_barrier(cddp_work *w) {
 static cddp_result cddp__device_barrier(cddp__device *p, const cddp__call *c, cddp_work **work) {
   cudaStream_t s = cddp__main_stream(p->group);
   cddp_work *w;
-  cddp_result r;
-  if (cddp__capturing(s))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "a barrier waits on the host and cannot be captured in a CUDA graph");
+  cddp_result r = cddp__no_capture(s, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
+  if (r != CDDP_OK) return r;
   if (work == NULL) {
     cddp__engine_drain(p->group);
     r = cddp__await_stream(p, s, NULL);
@@ -14308,14 +14302,13 @@ static cddp_result cddp__nccl_message(cddp__device *p, const cddp__call *c, cddp
   cddp_group *g = p->group;
   cddp_work *w, **link;
   cddp_result r;
-  if (g->size == 1)
-    return cddp__fail(CDDP_UNSUPPORTED, "a single rank cannot send device memory to itself");
   if (c->root == CDDP_ANY)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL receives from no rank but a certain one: name it, or "
                                         "receive in host memory");
-  if (work == NULL && c->root == g->rank)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "rank %d sends to itself: on a device both send and recv need a work handle",
+  if (g->size == 1 || (work == NULL && c->root == g->rank))
+    return cddp__fail(g->size == 1 ? CDDP_UNSUPPORTED : CDDP_INVALID_ARGUMENT,
+                      "rank %d sends device memory to itself: with NCCL that needs a group of two "
+                      "ranks, and a work handle for both send and recv",
                       g->rank);
   if (work == NULL) {
     r = cddp__issue(p, c, 1, cddp__main_stream(g));
@@ -14559,8 +14552,6 @@ static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_des
   cddp__host_identity(out->host, sizeof out->host);
   if (id != NULL) /* NCCL goes by it: ranks may so share a GPU, for tests */
     snprintf(out->host, sizeof out->host, "%s", id);
-  snprintf(out->name, sizeof out->name, "rank %d (pid %d on %.48s)", g->rank, (int)getpid(),
-           g->host->name);
   return r;
 }
 
@@ -14570,6 +14561,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   const char *backend = cddp__backend_name(desc);
   bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
+  char who[2][128];
   cddp__device *p = NULL;
   bool kernels = true;
   cddp_result r;
@@ -14580,14 +14572,18 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   r = cddp__consensus(g, r, &mine, sizeof mine, all);
   for (i = 0; r == CDDP_OK && i < g->size; i++) {
     kernels = kernels && all[i].kernels != 0;
-    for (k = 0; r == CDDP_OK && nccl && k < i; k++) /* the result is the same on every rank */
-      if (all[i].gpu[0] != 0 && strcmp(all[i].gpu, all[k].gpu) == 0 &&
-          strcmp(all[i].host, all[k].host) == 0)
-        r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                       "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: "
-                       "set device to \"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let "
-                       "them share with backend \"cpu\"",
-                       all[k].name, all[i].name, all[i].device, all[i].gpu);
+    for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the result is the same on every rank */
+      if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
+          strcmp(all[i].host, all[k].host) != 0)
+        continue;
+      cddp__name_rank(g, k, who[0], sizeof who[0]);
+      cddp__name_rank(g, i, who[1], sizeof who[1]);
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set "
+                     "device to \"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them "
+                     "share with backend \"cpu\"",
+                     who[0], who[1], all[i].device, all[i].gpu);
+    }
   }
   cddp__free(a, all);
   if (r != CDDP_OK) return r;
@@ -14606,24 +14602,25 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   g->device = p;
   return CDDP_OK;
 }
-/* Whether p lies in memory that the host cannot read. */
+/* Whether p lies in a device's memory. */
 static bool cddp__on_device(const void *p) {
   struct cudaPointerAttributes a;
   if (p == NULL || !cddp__cuda_in_use()) return false;
-  if (cudaPointerGetAttributes(&a, p) == cudaSuccess) return a.type == cudaMemoryTypeDevice;
-  (void)cudaGetLastError();
+  if (cudaPointerGetAttributes(&a, p) == cudaSuccess)
+    return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
+  (void)cudaGetLastError(); /* no device: no device memory */
   return false;
 }
 
 /* Waits for what is on the group's stream; without a group with a device, for all of the
    device's. */
 static cddp_result cddp__settle_device(cddp_group *g) {
+  cddp_result r;
   if (g == NULL || g->backend == NULL)
     return cddp__cuda_result(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  if (cddp__capturing(cddp__main_stream(g)))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "a checkpoint waits on the host and cannot be captured in a CUDA graph");
-  return g->backend->synchronize(g);
+  r = cddp__no_capture(cddp__main_stream(g), CDDP_INVALID_ARGUMENT,
+                       "a checkpoint waits on the host");
+  return r == CDDP_OK ? g->backend->synchronize(g) : r;
 }
 
 /* Copies between the host's memory and a device's; returns when that is done. */
@@ -14914,40 +14911,40 @@ static const cddp__optim_backend cddp__device_optim = {
     cddp__device_step, cddp__device_zero_grad, cddp__states_free, cddp__states_clear,
     cddp__device_write_copies};
 
-/* cddp__compress_hook on a device. */
-static cddp_result cddp__gpu_compress(cddp_bucket *b, cddp_dtype small) {
-  cddp__device *p = cddp__device_of(b->group);
-  void *stream = b->group->stream, *small_copy;
-  const cddp_kernels *k;
-  cddp__call c;
-  cddp_result r;
-  if ((r = cddp__need_kernels(&k, "gradient compression")) != CDDP_OK) return r;
-  if ((r = cddp__device_scratch(p, 2 * b->count, &small_copy)) != CDDP_OK) return r;
-  r = cddp__kernel_result(k->convert(small_copy, small, b->data, b->dtype, b->count, stream),
-                          "the kernel that compresses");
-  c = cddp__average_call(small_copy, b->count, small);
-  if (r == CDDP_OK) r = cddp__start_call(b->group, &c, NULL);
-  if (r != CDDP_OK) return r;
-  return cddp__kernel_result(k->convert(b->data, b->dtype, small_copy, small, b->count, stream),
-                             "the kernel that expands");
-}
 #endif
+
+static cddp_result cddp__convert_any(const cddp_group *g, void *to, cddp_dtype to_dtype,
+                                     const void *from, cddp_dtype from_dtype, size_t n) {
+#ifdef CDDP_CUDA
+  const cddp_kernels *k;
+  cddp_result r;
+  if (g->backend != NULL) {
+    if ((r = cddp__need_kernels(&k, "gradient compression")) != CDDP_OK) return r;
+    return cddp__kernel_result(k->convert(to, to_dtype, from, from_dtype, n, g->stream),
+                               "the kernel that compresses");
+  }
+#endif
+  (void)g;
+  cddp__convert(to, to_dtype, from, from_dtype, n);
+  return CDDP_OK;
+}
 
 static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
-  void *copy;
-  cddp_result r;
+  bool host = b->group->backend == NULL;
+  void *copy = NULL;
+  cddp_result r = CDDP_OK;
   if (cddp__dtype_size(b->dtype) <= 2) return cddp__start_call(b->group, &c, NULL);
 #ifdef CDDP_CUDA
-  if (b->group->backend != NULL) return cddp__gpu_compress(b, small);
+  if (!host) r = cddp__device_scratch(cddp__device_of(b->group), 2 * b->count, &copy);
 #endif
-  copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__FOR_USER);
-  if (copy == NULL) return CDDP_OUT_OF_MEMORY;
-  cddp__convert(copy, small, b->data, b->dtype, b->count);
+  if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__FOR_USER);
+  if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = cddp__convert_any(b->group, copy, small, b->data, b->dtype, b->count);
   c = cddp__average_call(copy, b->count, small);
-  r = cddp__start_call(b->group, &c, NULL);
-  if (r == CDDP_OK) cddp__convert(b->data, b->dtype, copy, small, b->count);
-  cddp__arena_free(b->group->host, copy);
+  if (r == CDDP_OK) r = cddp__start_call(b->group, &c, NULL);
+  if (r == CDDP_OK) r = cddp__convert_any(b->group, b->data, b->dtype, copy, small, b->count);
+  if (host) cddp__arena_free(b->group->host, copy);
   return r;
 }
 
@@ -14957,14 +14954,9 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
   int i, count = 0, on_device = 0;
   if (s->desc.ddp != NULL ? s->desc.ddp->side == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
-    struct cudaPointerAttributes a;
     if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
-    if (cudaPointerGetAttributes(&a, s->params[i].data) != cudaSuccess) {
-      (void)cudaGetLastError(); /* no device: no device memory */
-      return CDDP_OK;
-    }
     count++;
-    on_device += a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
+    on_device += cddp__on_device(s->params[i].data);
   }
   if (on_device > 0 && on_device < count)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -16152,10 +16144,11 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   if (!*met) return CDDP_OK;
   if (capturing && cddp__device_of(d->group)->staged)
     return cddp__staged_no_graph(cddp__main_stream(d->group));
-  if (capturing && (d->sparse != NULL || d->desc.uneven_inputs))
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "a step with sparse_rows or uneven_inputs waits for the other ranks and "
-                      "cannot be captured in a CUDA graph");
+  if (d->sparse != NULL || d->desc.uneven_inputs) {
+    r = cddp__no_capture(cddp__main_stream(d->group), CDDP_UNSUPPORTED,
+                         "a step with sparse_rows or uneven_inputs waits for the other ranks");
+    if (r != CDDP_OK) return r;
+  }
   if (capturing && !d->rebuilt && !d->desc.find_unused_parameters)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "take two steps before you capture one in a CUDA graph: the first arranges "
@@ -16425,12 +16418,10 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   cudaStream_t stream = cddp__main_stream(d->group);
   cddp__device *p = cddp__device_of(d->group);
   double sum = 0;
-  cddp_result r;
-  if (cddp__capturing(stream))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the norm is waited for, which cannot be captured in a CUDA graph; clip with "
-                      "norm NULL, and ask for it with cddp_ddp_grad_norm later");
-  if ((r = cddp__use_device(p->device)) != CDDP_OK) return r;
+  cddp_result r = cddp__no_capture(stream, CDDP_INVALID_ARGUMENT,
+                                   "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
+                                   "for");
+  if (r != CDDP_OK || (r = cddp__use_device(p->device)) != CDDP_OK) return r;
   if ((r = cddp__await_stream(p, stream, NULL)) != CDDP_OK) return r;
   r = cddp__device_copy(&sum, d->clip, sizeof sum, stream);
   if (r == CDDP_OK) r = cddp__await_stream(p, stream, NULL);
@@ -16503,7 +16494,8 @@ static const cddp__ddp_memory cddp__gpu_memory = {
 
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
-  int device = cddp__device_of(d->group)->device, i, k, memory;
+  int device = cddp__device_of(d->group)->device, i, k;
+  bool here;
   char space[24], what[96];
   const cddp_kernels *kernels;
   cddp_result r;
@@ -16517,8 +16509,8 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
       if (at == NULL || p->count == 0) continue;
       snprintf(what, sizeof what, "%s of parameter \"%.60s\"", k == 0 ? "data" : "grad",
                cddp__param_name(p, i, space, sizeof space));
-      if ((r = cddp__memory_of(device, at, what, &memory)) != CDDP_OK) return r;
-      if (memory == CDDP__MEMORY_HOST)
+      if ((r = cddp__memory_of(device, at, what, &here)) != CDDP_OK) return r;
+      if (!here)
         return cddp__fail(CDDP_INVALID_ARGUMENT,
                           "%s lies in host memory, but the group's device is cuda:%d; take it from "
                           "cddp_alloc or cudaMalloc",
