@@ -1785,8 +1785,8 @@ typedef struct cddp__tensor {
   bool ready;          /* this step; guarded by lock */
   bool noted;          /* ready() under no_sync since the last step; guarded by lock */
   bool used;           /* by any rank, in the step being reduced */
+  bool shared;         /* every rank's weights lie in shared memory */
   int bucket;
-  char **data; /* [ranks] every rank's weights, NULL unless all lie in shared memory */
 } cddp__tensor;
 
 typedef struct cddp__bucket_state {
@@ -1922,12 +1922,11 @@ typedef struct cddp__board {
 /* Each has room for all parameters; that of a state f32 for f16 and bf16. */
 enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 6 };
 
-/* A member as this rank sees it; its arena is in ddp.mirrors, its slots in ddp.slot_areas. */
+/* A member as this rank sees it; where its arena, slots and weights are the cddp_ddp has. */
 typedef struct cddp__elastic_view {
   uint32_t life; /* of the member that is mapped; 0: none */
   int pidfd;     /* -1: none */
   char *kit;
-  char **data; /* [params] its weights; NULL: they go to an area */
 } cddp__elastic_view;
 
 /* Shared memory for the rows of a shard. */
@@ -1944,15 +1943,13 @@ typedef struct cddp__elastic {
   cddp__elastic_part *parts;     /* [parts] */
   cddp__ref *rows;               /* [2][shards] by the step's lowest bit: packets of rows */
   double *squares;               /* of the mean, of each piece of the arena */
-  unsigned char *in_area;        /* [params] 1: its weights go to an area */
+  unsigned char *in_area;        /* [params] 1: its weights go to an area, for who joins */
   char *areas;                   /* [CDDP__AREAS] */
   size_t area_room;              /* bytes from one area to the next */
   cddp__elastic_view *views;     /* [capacity] */
   int *dealt;                    /* [shards] member to which each is dealt */
   int *living, living_count;     /* [capacity] members of the deal, */
   int *indices;                  /* and their numbers among the host's processes */
-  int *arrived, arrived_count;   /* [capacity] members that have come to this update */
-  int *order;                    /* [params] as they lie in the arena */
   uint64_t identity;             /* of them; 0: none yet */
   cddp__elastic_packet *packets; /* [2][shards] of this rank: see rows */
   char *kit;                     /* this rank's */
@@ -2011,7 +2008,10 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   size_t whole;          /* of the mirror and what is behind it */
   char **mirrors;        /* [ranks] every rank's, mapped here; squares follow arena and slots */
   char **slot_areas;     /* [ranks] every rank's slots, mapped here */
-  char **addresses;      /* storage of tensors[].data */
+  char **weights;        /* [ranks][count] every rank's, mapped here; if tensor.shared */
+  int *order;            /* [count] parameters as they lie in the arena; sparse ones come last */
+  int *receivers;        /* [receiver_count] ranks to which a step writes new weights */
+  int receiver_count;
   cddp__bucket_plan plan;
   int *plan_memory;
   cddp__bucket_state *buckets; /* [count], plan.bucket_count in use */
@@ -15210,7 +15210,7 @@ static size_t cddp__dtype_granule(const cddp_ddp *d) {
 
 /* Places every parameter in the arena: dtype by dtype, last parameters first. */
 static void cddp__lay_out(cddp_ddp *d) {
-  int dtype, i;
+  int dtype, i, placed = 0;
   d->bytes = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
     if (dtype == CDDP_F16) d->halves = d->bytes; /* these and bf16 are the last */
@@ -15221,6 +15221,7 @@ static void cddp__lay_out(cddp_ddp *d) {
       t->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
       t->room = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
       d->bytes += t->room;
+      if (cddp__sparse_of(d, i) == NULL) d->order[placed++] = i;
     }
     d->bytes = cddp__round_up(d->bytes, cddp__dtype_granule(d));
   }
@@ -15244,9 +15245,11 @@ static void cddp__lay_out(cddp_ddp *d) {
   d->squares_at = d->bytes + (size_t)d->slots * d->slot_bytes;
   d->whole = d->squares_at + d->pieces * sizeof(double);
   d->model_bytes = d->bytes;
-  for (i = 0; i < d->count && d->desc.elastic; i++) {
+  for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     if (cddp__sparse_of(d, i) == NULL) continue;
+    d->order[placed++] = i;
+    if (!d->desc.elastic) continue;
     t->offset = d->model_bytes;
     t->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     d->model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
@@ -15282,7 +15285,7 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   cddp_group *g = d->control;
   bool all = true;
   cddp_result r;
-  int i;
+  int i, k;
   if (d->group->backend != NULL) return CDDP_OK;
   r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->mirror, d->whole, d->mirrors, &all);
   if (r != CDDP_OK) return r;
@@ -15291,11 +15294,12 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
                       "no shared memory for %zu bytes of gradients on every rank", d->whole);
   for (i = 0; i < g->local_size; i++) d->slot_areas[i] = d->mirrors[i] + d->bytes;
   for (i = 0; i < d->count; i++) {
-    char **places = d->addresses + (size_t)g->local_size * (size_t)i;
+    char **places = (char **)d->buffers;
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->params[i].data, bytes, places, &all);
     if (r != CDDP_OK) return r;
-    d->tensors[i].data = all ? places : NULL;
+    d->tensors[i].shared = all;
+    for (k = 0; all && k < g->local_size; k++) d->weights[k * d->count + i] = places[k];
   }
   return CDDP_OK;
 }
@@ -15794,7 +15798,8 @@ static size_t cddp__share_bytes(const cddp_ddp *d, const cddp_optim *o, size_t b
 }
 
 /* Where state k of what lies `at` bytes behind the beginning of a rank's slice is. */
-static char *cddp__share_at(const cddp__share *h, int rank, int k, size_t at) {
+static char *cddp__share_at(const cddp_optim *o, int rank, int k, size_t at) {
+  const cddp__share *h = (const cddp__share *)o->share;
   size_t begin, end;
   cddp__part_of(h->ddp, rank, &begin, &end);
   return h->all[rank] + (size_t)k * cddp__share_bytes(h->ddp, h->optim, begin, end) +
@@ -15811,7 +15816,7 @@ static void cddp__share_copy(cddp__share *h, int rank, bool gather) {
     i = k % o->count;
     if (whole == NULL || !cddp__tensor_slice(h->ddp, i, rank, &begin, &end, &at)) continue;
     whole += cddp__share_bytes(h->ddp, o, h->ddp->tensors[i].offset, begin);
-    part = cddp__share_at(h, rank, k / o->count, at);
+    part = cddp__share_at(o, rank, k / o->count, at);
     memcpy(gather ? whole : part, gather ? part : whole, cddp__share_bytes(h->ddp, o, begin, end));
   }
 }
@@ -15871,25 +15876,46 @@ static cddp_result cddp__share_gather(cddp__share *h) {
   return r;
 }
 
-/* What one fused step works with. */
-typedef struct cddp__fused {
+/* A walk through a part of the arena, block by block: for its mean, or for new weights. */
+enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
+typedef struct cddp__pass {
   cddp_ddp *d;
-  cddp_optim *s;
-  bool averaged; /* this rank's part of the arena has the mean already, but of what one loop does */
-  double clip;   /* below 1: the mean is multiplied by it first */
-  bool one_loop; /* all ranks have gradients, and are as many as cddp__update.loop takes */
-} cddp__fused;
+  cddp_optim *s;   /* NULL: the means alone are wanted */
+  int which;       /* CDDP__PASS_* */
+  void (*block)(struct cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n);
+  char *means;     /* where means go, and come from, by offset in the arena */
+  bool averaged;   /* they are there, but for what one loop does */
+  bool squares;    /* the means' squares are wanted */
+  double clip;     /* below 1: means are multiplied by it first */
+  bool one_loop;   /* all ranks have gradients, and are as many as cddp__update.loop takes */
+  bool loops;      /* it does the parameter that is walked through */
+  char *log;       /* elastic: where new states and weights go; NULL: to their places */
+  int part, from;  /* elastic: of the update, and the member in whose log its first block is, */
+  bool logged;     /* if there is one */
+  bool own_states; /* elastic: states are still where cddp_optim_step has them */
+  bool collected;  /* elastic: ddp.nodes are those of this step */
+} cddp__pass;
+
+#define CDDP__LOG_BLOCK 8192 /* bytes of a block, at most: of a few arrays, for the second cache */
+/* Bytes from one array of a log to the next: so many that they do not share places there. */
+#define CDDP__LOG_ROOM (CDDP__LOG_BLOCK + 5 * CDDP__CACHE_LINE)
+/* The arrays of a log: states, the last of which may be a master, new weights, and gradients. */
+enum { CDDP__LOG_WEIGHTS = CDDP__STATES + 1, CDDP__LOG_GRADIENT, CDDP__LOG_ARRAYS };
+
+static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
+  return d->weights[(size_t)rank * (size_t)d->count + (size_t)i];
+}
 
 /* Whether one loop does this rank's part of parameter i. */
-static bool cddp__takes_loop(const cddp__fused *f, int i, const cddp__update *u) {
-  const cddp__tensor *t = &f->d->tensors[i];
-  return f->one_loop && u->loop != NULL && f->d->params[i].dtype == CDDP_F32 && t->used &&
-         (t->data != NULL || f->d->group->local_size == 1);
+static bool cddp__takes_loop(const cddp__pass *x, int i, const cddp__update *u) {
+  const cddp__tensor *t = &x->d->tensors[i];
+  return x->one_loop && u->loop != NULL && x->d->params[i].dtype == CDDP_F32 && t->used &&
+         (t->shared || x->d->group->local_size == 1);
 }
 
 /* This rank's part of parameter i in one loop, block by block for the sake of its copy. */
-static void cddp__fuse_loop(const cddp__fused *f, int i, const cddp__update *u) {
-  const cddp_ddp *d = f->d;
+static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
+  const cddp_ddp *d = x->d;
   const cddp__tensor *t = &d->tensors[i];
   size_t at = (t->begin - t->offset) / sizeof(float), n;
   size_t end = (t->end - t->offset) / sizeof(float);
@@ -15897,17 +15923,18 @@ static void cddp__fuse_loop(const cddp__fused *f, int i, const cddp__update *u) 
   cddp__fused_args args;
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign / (float)size;
-  args.clip = f->clip < 1 ? (float)f->clip : 1;
+  args.clip = x->clip < 1 ? (float)x->clip : 1;
   for (k = 0; k < CDDP__STATES; k++) args.states[k] = (cddp__f32 *)(void *)u->states[k];
   args.weights[0] = (cddp__f32 *)d->params[i].data + at;
   for (k = 0; k < size; k++) {
     args.gradients[k] = (cddp__f32 *)(void *)(d->mirrors[k] + t->begin);
-    if (k != d->group->local_rank) args.weights[++others] = (cddp__f32 *)(void *)t->data[k] + at;
+    if (k != d->group->local_rank)
+      args.weights[++others] = (cddp__f32 *)(void *)cddp__weights_of(d, k, i) + at;
   }
   for (; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK, end - at);
     u->loop(&args, size, n);
-    cddp__optim_copy(f->s, i, at, n);
+    cddp__optim_copy(x->s, i, at, n);
     for (k = 0; k < CDDP__STATES; k++)
       if (args.states[k] != NULL) args.states[k] += n;
     for (k = 0; k < size; k++) args.gradients[k] += n;
@@ -15915,106 +15942,178 @@ static void cddp__fuse_loop(const cddp__fused *f, int i, const cddp__update *u) 
   }
 }
 
-/* The mean of n elements of parameter i from arena offset `at` on, to out. False: the parameter is
-   not used. */
-static bool cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
+/* The mean of n elements of parameter i from arena offset `at` on, to out. */
+static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
   cddp_dtype dtype = d->params[i].dtype;
   int k;
-  if (d->spread) {
+  if (d->spread || d->elastic != NULL) {
     cddp__reduce_shards(d, out, d->sources, at, n, dtype);
-    return true;
+    return;
   }
-  if (!d->tensors[i].used) return false;
   for (k = 0; k < d->active_count; k++) d->sources[k] = d->mirrors[d->active[k]] + at;
   cddp__reduce(out, d->sources, d->active_count, n, dtype, CDDP_AVG);
-  return true;
+}
+
+/* A block of CDDP__PASS_MEANS. What is done again comes out the same. */
+static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
+  double passing[CDDP__BLOCK_BYTES / sizeof(double)];
+  char *mean = x->loops ? (char *)passing : x->means + at;
+  (void)u;
+  if (!x->averaged) cddp__mean_block(x->d, i, mean, at, n);
+  if (x->squares)
+    cddp__add_squares(x->d, i, mean, at, at + n * cddp__dtype_size(x->d->params[i].dtype));
+  CDDP__POINT("elastic mean");
+}
+
+/* The mean rows that are in n elements of parameter i, from element `first` on, into a gradient
+   that is zero elsewhere. Returns whether there are any; out NULL: that is all. */
+static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, char *out) {
+  const cddp__sparse *s = d->sparse[i];
+  size_t esize = s->bytes / s->width, low = 0, high = s->mean.n, middle, from, to;
+  bool any;
+  while (low < high) {
+    middle = (low + high) / 2;
+    if ((size_t)s->mean.number[middle] < first / s->width) low = middle + 1;
+    else high = middle;
+  }
+  any = low < s->mean.n && (size_t)s->mean.number[low] * s->width < first + n;
+  if (out != NULL) memset(out, 0, n * esize);
+  for (; out != NULL && low < s->mean.n; low++) {
+    size_t row = (size_t)s->mean.number[low] * s->width;
+    from = cddp__max(row, first);
+    to = cddp__min(row + s->width, first + n);
+    if (row >= first + n) break;
+    memcpy(out + (from - first) * esize, s->mean.values + low * s->bytes + (from - row) * esize,
+           (to - from) * esize);
+  }
+  return any;
+}
+
+/* The gradient by which n elements of parameter i are stepped, from arena offset `at` on: in `room`
+   or where it is. */
+static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, size_t n,
+                                        void *room) {
+  cddp_dtype dtype = x->d->params[i].dtype;
+  size_t esize = cddp__dtype_size(dtype);
+  bool used = x->d->used[i], there = x->averaged || !used;
+  if (cddp__sparse_of(x->d, i) != NULL) { /* which cddp__clip_rows has clipped */
+    (void)cddp__dense_rows(x->d, i, (at - x->d->tensors[i].offset) / esize, n, (char *)room);
+    return room;
+  }
+  if (there && !(used && x->clip < 1)) return x->means + at;
+  if (there) memcpy(room, x->means + at, n * esize);
+  else cddp__mean_block(x->d, i, room, at, n);
+  if (x->clip < 1) cddp__scale(room, n, dtype, x->clip);
+  return room;
+}
+
+/* Between places that are in the cache; libc goes past it with pieces of 2 KiB and more. from NULL:
+   zeros. */
+static void cddp__copy_near(char *to, const char *from, size_t bytes) {
+  size_t at, n;
+  for (at = 0; at < bytes; at += n) {
+    n = cddp__min(1024, bytes - at);
+    if (from != NULL) memcpy(to + at, from + at, n);
+    else memset(to + at, 0, n);
+  }
 }
 
 /* New weights of parameter i, `bytes` from arena offset `at` on, to all ranks of the host; its
-   gradients there become zero. */
-static void cddp__publish_block(cddp_ddp *d, int i, size_t at, size_t bytes) {
+   gradients there become zero. Weights that are not shared go to `apart`, for the others to fetch
+   them: this rank's arena, or an area of the board. */
+static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
+                                size_t bytes, char *apart) {
   const cddp__tensor *t = &d->tensors[i];
-  size_t inside = at - t->offset;
-  const char *weights = (const char *)d->params[i].data + inside;
-  int k, me = d->group->local_rank;
-  for (k = 0; k < d->group->local_size; k++) {
-    if (t->data != NULL && k != me) memcpy(t->data[k] + inside, weights, bytes);
-    if (t->data != NULL || k != me) memset(d->mirrors[k] + at, 0, bytes);
+  int k;
+  for (k = 0; k < d->receiver_count; k++) {
+    int rank = d->receivers[k];
+    char *to = t->shared ? cddp__weights_of(d, rank, i) + (at - t->offset) : NULL;
+    if (to != NULL && to != weights) cddp__copy_near(to, weights, bytes);
+    if (t->room > 0 && d->mirrors[rank] != apart)
+      cddp__copy_near(d->mirrors[rank] + at, NULL, bytes);
   }
-  if (t->data == NULL) memcpy(d->arena + at, weights, bytes); /* the others fetch it from here */
+  if (!t->shared) cddp__copy_near(apart + at, weights, bytes);
 }
 
-/* The mean of this rank's part to its arena, unless it is there (averaged) or one loop will make it
-   again; f->clip, by what all parts' squares say (1 without max_grad_norm). */
-static cddp_result cddp__mean_part(cddp__fused *f, int kind, bool averaged) {
-  double passing[CDDP__BLOCK_BYTES / sizeof(double)];
-  cddp_ddp *d = f->d;
-  bool clips = d->desc.max_grad_norm > 0;
-  cddp__update u;
-  char *mean;
-  size_t at, n;
-  cddp_result r;
-  int i;
-  for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
-    const cddp__tensor *t = &d->tensors[i];
-    size_t esize = cddp__dtype_size(d->params[i].dtype);
-    bool loops = false;
-    if (f->one_loop) {
-      u = cddp__update_of(f->s, i, f->s->state + i, f->s->count);
-      loops = cddp__takes_loop(f, i, &u);
-    }
-    for (at = t->begin; at < t->end; at += n) { /* in pieces, which stay in the cache */
-      n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, t->end - at);
-      mean = loops ? (char *)passing : d->arena + at;
-      if (!averaged) (void)cddp__mean_block(d, i, mean, at, n / esize);
-      if (clips && d->used[i]) cddp__add_squares(d, i, mean, at, at + n);
-    }
-  }
-  if (!clips) return CDDP_OK;
-  r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
-  if (r == CDDP_OK) f->clip = cddp__clip_factor(d, d->desc.max_grad_norm, false);
-  return r;
-}
-
-/* Reduces, updates and publishes n elements of parameter i from arena offset `at` on. */
-static void cddp__fuse_block(const cddp__fused *f, int i, const cddp__update *u, size_t at,
-                             size_t n) {
-  double sum[CDDP__BLOCK];
-  cddp_ddp *d = f->d;
-  const cddp_param *p = &d->params[i];
+/* A block of CDDP__PASS_WEIGHTS: reduced, stepped and published. */
+static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
+  double sum[CDDP__LOG_BLOCK / sizeof(double)];
+  const cddp_ddp *d = x->d;
   const cddp__tensor *t = &d->tensors[i];
-  const void *gradient = d->arena + at;
-  if (!f->averaged && cddp__mean_block(d, i, sum, at, n)) gradient = sum;
-  if (f->clip < 1 && d->used[i]) cddp__scale(d->arena + at, n, p->dtype, f->clip);
-  cddp__update_run(u, (at - t->begin) / cddp__dtype_size(p->dtype),
-                   (char *)p->data + (at - t->offset), gradient, n);
-  cddp__publish_block(d, i, at, n * cddp__dtype_size(p->dtype));
+  size_t esize = cddp__dtype_size(u->stored);
+  char *weights = (char *)d->params[i].data + (at - t->offset);
+  cddp__update_run(u, (at - t->begin) / esize, weights, cddp__block_gradient(x, i, at, n, sum), n);
+  cddp__publish_block(d, i, weights, at, n * esize, t->shared ? NULL : d->arena);
+  cddp__optim_copy(x->s, i, (at - t->offset) / esize, n);
 }
 
-/* This rank's part of all parameters. */
-static void cddp__fuse_parts(const cddp__fused *f) {
-  cddp_ddp *d = f->d;
+/* Whether the pass leaves the block of parameter i as it is, as no row is in it. */
+static bool cddp__skips_block(const cddp__pass *x, int i, size_t at, size_t n) {
+  size_t first = (at - x->d->tensors[i].offset) / cddp__dtype_size(x->d->params[i].dtype);
+  if (cddp__sparse_of(x->d, i) == NULL) return false;
+  if (x->which == CDDP__PASS_MEANS) return true;
+  return x->s->states == 0 && x->d->tensors[i].shared && !cddp__dense_rows(x->d, i, first, n, NULL);
+}
+
+/* Walks from arena offset `begin` to `end`. */
+static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
+  cddp_ddp *d = x->d;
+  bool steps = x->which == CDDP__PASS_WEIGHTS;
   void *states[CDDP__STATES + 1];
   cddp__update u;
-  size_t at, n;
-  int i, k;
-  for (i = d->count - 1; i >= 0; i--) { /* ascending in the arena */
-    const cddp__tensor *t = &d->tensors[i];
-    size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (t->begin >= t->end || cddp__optim_skips(f->s, i)) continue;
-    for (k = 0; k < f->s->states; k++)
-      states[k] = cddp__share_at((cddp__share *)f->s->share, d->group->local_rank, k, t->state);
-    u = cddp__update_of(f->s, i, states, 1);
-    if (cddp__takes_loop(f, i, &u)) {
-      cddp__fuse_loop(f, i, &u);
-      continue;
+  int i, j, k;
+  memset(&u, 0, sizeof u);
+  for (j = 0; j < d->count; j++) {
+    const cddp__tensor *t = &d->tensors[i = d->order[j]];
+    size_t at = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
+    size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
+    if (at >= high || (x->s != NULL && cddp__optim_skips(x->s, i))) continue;
+    if (!steps && !d->used[i]) continue;
+    if (x->s != NULL && (steps || x->one_loop)) {
+      for (k = 0; k < x->s->states; k++)
+        states[k] = x->log != NULL ? x->log + (size_t)k * CDDP__LOG_ROOM
+                                   : cddp__share_at(x->s, d->group->local_rank, k, t->state);
+      u = cddp__update_of(x->s, i, states, 1);
+      block = steps ? CDDP__LOG_BLOCK : block;
+      if (x->log != NULL && u.dtype != u.stored) block /= 2; /* its states are f32 */
+      x->loops = cddp__takes_loop(x, i, &u);
     }
-    for (at = t->begin; at < t->end; at += n * esize) {
-      n = cddp__min(CDDP__BLOCK, (t->end - at) / esize);
-      cddp__fuse_block(f, i, &u, at, n);
-      cddp__optim_copy(f->s, i, (at - t->offset) / esize, n);
+    if (steps && x->loops) cddp__fuse_loop(x, i, &u);
+    for (; at < high && !(steps && x->loops); at += n * esize) {
+      n = cddp__min(block - at % block, high - at) / esize;
+      if (!cddp__skips_block(x, i, at, n)) x->block(x, i, &u, at, n);
     }
   }
+}
+
+static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *s, bool averaged) {
+  cddp__pass x;
+  memset(&x, 0, sizeof x);
+  x.d = d;
+  x.s = s;
+  x.means = d->arena;
+  x.averaged = averaged;
+  x.clip = 1;
+  return x;
+}
+
+/* The mean of this rank's part to its arena, unless it is there, or one loop will make it again;
+   x->clip, by what all parts' squares say. */
+static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
+  cddp_ddp *d = x->d;
+  size_t begin, end;
+  cddp_result r;
+  x->which = CDDP__PASS_MEANS;
+  x->block = cddp__keep_mean;
+  x->squares = d->desc.max_grad_norm > 0;
+  cddp__part_of(d, d->group->local_rank, &begin, &end);
+  cddp__walk(x, begin, end);
+  x->averaged = true;
+  if (!x->squares) return CDDP_OK;
+  r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
+  if (r == CDDP_OK) x->clip = cddp__clip_factor(d, d->desc.max_grad_norm, false);
+  if (r == CDDP_OK && x->clip < 1) cddp__clip_rows(d, x->clip);
+  return r;
 }
 
 /* What other ranks of this host have stepped: weights that are not shared come from their arenas,
@@ -16026,7 +16125,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   bool any = false;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
-    bool fetched = t->data == NULL;
+    bool fetched = !t->shared;
     if ((s != NULL && cddp__optim_skips(s, i)) || (!fetched && (s == NULL || s->copies == NULL)))
       continue;
     any = any || fetched;
@@ -16042,7 +16141,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   if ((r = cddp__control_barrier(d, kind, CDDP__PHASE_WEIGHTS)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    if (t->data == NULL && !(s != NULL && cddp__optim_skips(s, i)) && t->begin < t->end)
+    if (!t->shared && !(s != NULL && cddp__optim_skips(s, i)) && t->begin < t->end)
       memset(d->arena + t->begin, 0, t->end - t->begin);
   }
   return CDDP_OK;
@@ -16053,24 +16152,23 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
    written to their arenas since the last round, so that nobody may read them before another. */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   int i, size = d->group->local_size;
-  cddp__fused f;
+  size_t begin, end;
+  cddp__pass x;
   cddp_result r = CDDP_OK;
   if (wrote) r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_GRADIENTS);
   if (r == CDDP_OK) r = cddp__enter(d->control);
   if (r == CDDP_OK && s->states > 0 && s->share == NULL) r = cddp__share_create(d, s);
   if (r != CDDP_OK) return r;
-  f.d = d;
-  f.s = s;
-  f.clip = 1;
-  f.averaged = averaged || d->desc.max_grad_norm > 0;
-  f.one_loop = !averaged && !d->spread && d->active_count == size &&
+  x = cddp__pass_of(d, s, averaged);
+  x.one_loop = !averaged && !d->spread && d->active_count == size &&
                (size == 1 || size == 2 || size == 4);
-  if (d->desc.max_grad_norm > 0)
-    r = cddp__mean_part(&f, CDDP__KIND_DDP_STEP, averaged);
+  if (d->desc.max_grad_norm > 0) r = cddp__mean_part(&x, CDDP__KIND_DDP_STEP);
   if (r != CDDP_OK) return r;
-  if (f.clip < 1) cddp__clip_rows(d, f.clip);
   CDDP__POINT("fuse");
-  cddp__fuse_parts(&f);
+  x.which = CDDP__PASS_WEIGHTS;
+  x.block = cddp__fuse_block;
+  cddp__part_of(d, d->group->local_rank, &begin, &end);
+  cddp__walk(&x, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(s, i)) continue;
     if (cddp__need_states(s, i) != CDDP_OK) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
@@ -16084,18 +16182,16 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
 /* The mean of this rank's part for an optimizer of the caller's own; arguments as above. */
 static cddp_result cddp__host_scatter(cddp_ddp *d, bool averaged, bool wrote) {
   const int kind = CDDP__KIND_DDP_SCATTER;
-  cddp__fused f = {NULL, NULL, false, 1, false};
   cddp_result r = wrote ? cddp__control_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
+  cddp__pass x = cddp__pass_of(d, NULL, averaged);
   int i;
   if (r == CDDP_OK) r = cddp__enter(d->control);
-  f.d = d;
-  if (r == CDDP_OK) r = cddp__mean_part(&f, kind, averaged);
+  if (r == CDDP_OK) r = cddp__mean_part(&x, kind);
   if (r != CDDP_OK) return r;
-  for (i = 0; f.clip < 1 && i < d->partition_count; i++) {
+  for (i = 0; x.clip < 1 && i < d->partition_count; i++) {
     const cddp_partition *p = &d->partitions[i];
-    if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, f.clip);
+    if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, x.clip);
   }
-  if (f.clip < 1) cddp__clip_rows(d, f.clip);
   return cddp__exit(d->control, r);
 }
 
@@ -16107,7 +16203,9 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__enter(d->control);
   for (i = d->count - 1; r == CDDP_OK && i >= 0; i--) {
     const cddp__tensor *t = &d->tensors[i];
-    if (t->begin < t->end) cddp__publish_block(d, i, t->begin, t->end - t->begin);
+    if (t->begin < t->end)
+      cddp__publish_block(d, i, (char *)d->params[i].data + (t->begin - t->offset), t->begin,
+                          t->end - t->begin, t->shared ? NULL : d->arena);
   }
   if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
   if (r == CDDP_OK) r = cddp__fetch_weights(d, NULL);
@@ -17146,14 +17244,16 @@ static void *cddp__carve(char **at, size_t bytes) {
 }
 
 /* The cddp_ddp and its arrays in one piece of memory, zeroed. */
-static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shards) {
+static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shards,
+                                 bool elastic) {
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)shards);
+  size_t ranks = elastic ? parts : size;
   size_t bytes = sizeof(cddp_ddp) + n * (sizeof(cddp__tensor) + sizeof(cddp__bucket_state)) +
                  n * sizeof(cddp_partition) +
-                 (size * n + 4 * parts + n) * sizeof(void *) +
+                 (ranks * n + 4 * parts + n) * sizeof(void *) +
                  parts * (sizeof(cddp__row_list) + sizeof(cddp__shard_node) + sizeof(int)) +
-                 (CDDP__PLAN_INTS(n) + 2 * n + size) * sizeof(int) + n * (size + 2) +
-                 16 * sizeof(double) + (n + (size_t)buffers + size) * sizeof(cddp__call) +
+                 (CDDP__PLAN_INTS(n) + 3 * n + parts + size) * sizeof(int) + n * (size + 2) +
+                 18 * sizeof(double) + (n + (size_t)buffers + size) * sizeof(cddp__call) +
                  n * sizeof(cddp_segment);
   cddp_ddp *d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1, bytes);
   char *at = (char *)(d + 1);
@@ -17164,7 +17264,7 @@ static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shar
   d->segments = (cddp_segment *)cddp__carve(&at, n * sizeof *d->segments);
   d->sparse_room = (cddp__sparse **)cddp__carve(&at, n * sizeof *d->sparse_room);
   d->lists = (cddp__row_list *)cddp__carve(&at, parts * sizeof *d->lists);
-  d->addresses = (char **)cddp__carve(&at, size * n * sizeof *d->addresses);
+  d->weights = (char **)cddp__carve(&at, ranks * n * sizeof *d->weights);
   d->mirrors = (char **)cddp__carve(&at, parts * sizeof *d->mirrors);
   d->slot_areas = (char **)cddp__carve(&at, parts * sizeof *d->slot_areas);
   d->buffers = (void **)cddp__carve(&at, parts * sizeof *d->buffers);
@@ -17176,6 +17276,8 @@ static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shar
   d->plan_memory = (int *)cddp__carve(&at, CDDP__PLAN_INTS(n) * sizeof *d->plan_memory);
   d->plan_order = (int *)cddp__carve(&at, n * sizeof *d->plan_order);
   d->arrival = (int *)cddp__carve(&at, n * sizeof *d->arrival);
+  d->order = (int *)cddp__carve(&at, n * sizeof *d->order);
+  d->receivers = (int *)cddp__carve(&at, parts * sizeof *d->receivers);
   d->flags = (unsigned char *)cddp__carve(&at, n * (size + 1));
   d->used = (unsigned char *)cddp__carve(&at, n);
   return d;
@@ -17187,7 +17289,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
-  cddp_ddp *d = cddp__ddp_alloc(g, count, desc->buffer_count, desc->shards);
+  cddp_ddp *d = cddp__ddp_alloc(g, count, desc->buffer_count, desc->shards,
+                                desc->elastic);
   int i, slots, nodes;
   if (d == NULL) return NULL;
   d->group = g;
@@ -17220,6 +17323,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
   for (i = 0; i < g->size; i++) d->active[d->active_count++] = i;
+  for (i = 0; i < g->local_size; i++) d->receivers[d->receiver_count++] = i;
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
     if (desc->sparse_rows[i] == 0) continue;
     d->sparse = d->sparse_room;
@@ -17366,12 +17470,6 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
 #define CDDP__ELASTIC_LOOK_S 0.01 /* between looks after the other members */
 #define CDDP__ELASTIC_PART ((size_t)32 << 10) /* bytes of a part, if there are not too many */
 #define CDDP__ELASTIC_PARTS 256
-#define CDDP__LOG_BLOCK 8192 /* bytes of a block, at most: of a few arrays, for the second cache */
-/* Bytes from one array of a log to the next: so many that they do not share places there. */
-#define CDDP__LOG_ROOM (CDDP__LOG_BLOCK + 5 * CDDP__CACHE_LINE)
-/* The arrays of a log: states, the last of which may be a master, new weights, and gradients. */
-enum { CDDP__LOG_WEIGHTS = CDDP__STATES + 1, CDDP__LOG_GRADIENT, CDDP__LOG_ARRAYS };
-
 enum { CDDP__UNIT_FREE, CDDP__UNIT_TAKEN, CDDP__UNIT_DONE };
 
 /* A unit's word. log: the member in whose log the part's block is. */
@@ -17391,7 +17489,6 @@ static uint64_t cddp__table_word(uint64_t step, int count, int which) {
 }
 
 /* A step has two passes over the parts: means into their area, and new weights. */
-enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
 static uint64_t cddp__pass_number(uint64_t step, int pass) { return 2 * step + (uint64_t)pass; }
 
 /* A block's place in the arena, of a step. Whatever has not that step is of an earlier one. */
@@ -17523,26 +17620,18 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
   size_t page = cddp__page_size(), bytes;
   cddp__elastic *e = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *e + n * (sizeof *e->views + 2 * sizeof *e->packets + 4 * sizeof(int)) +
-                (size_t)d->count * sizeof *e->order);
-  int dtype, i, placed = 0;
+      a, 1, sizeof *e + n * (sizeof *e->views + 2 * sizeof *e->packets + 3 * sizeof(int)));
+  int i;
   if (e == NULL) return CDDP_OUT_OF_MEMORY;
   e->views = (cddp__elastic_view *)(void *)(e + 1);
   e->packets = (cddp__elastic_packet *)(void *)(e->views + n);
   e->dealt = (int *)(void *)(e->packets + 2 * n);
   e->living = e->dealt + n;
-  e->arrived = e->living + n;
-  e->indices = e->arrived + n;
-  e->order = e->indices + n;
-  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) /* as cddp__lay_out */
-    for (i = d->count - 1; i >= 0; i--)
-      if ((int)d->params[i].dtype == dtype && cddp__sparse_of(d, i) == NULL)
-        e->order[placed++] = i;
-  for (i = 0; i < d->count; i++)
-    if (cddp__sparse_of(d, i) != NULL) e->order[placed++] = i;
+  e->indices = e->living + n;
   e->me = e->shard = -1;
   e->unshared = cddp__load32(&d->group->host->unshared);
   (void)cddp__board_layout(d, board, parts, e);
+  for (i = 0; i < d->count; i++) d->tensors[i].shared = e->in_area[i] == 0;
   e->log_at = cddp__round_up(tables * sizeof(cddp__elastic_node), CDDP__CACHE_LINE);
   e->refs_at = e->log_at + CDDP__LOG_ARRAYS * CDDP__LOG_ROOM;
   e->slots_at = cddp__round_up(e->refs_at + (size_t)d->count * sizeof(cddp__ref), page);
@@ -17576,7 +17665,7 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   m->kit = cddp__ref_of(h, e->kit, e->slots_at);
   for (i = 0; i < d->count; i++) {
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    if (!e->in_area[i]) refs[i] = cddp__ref_of(h, d->params[i].data, bytes);
+    if (d->tensors[i].shared) refs[i] = cddp__ref_of(h, d->params[i].data, bytes);
   }
   cddp__add32(&m->life, 1);
 }
@@ -17598,16 +17687,13 @@ static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
   v->pidfd = -1;
   if (!h->threads && member != e->me) v->pidfd = (int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u);
   if (v->pidfd >= 0 && cddp__process_born(m->pid) != m->born) cddp__close_fd(&v->pidfd);
-  if (v->data == NULL)
-    v->data = (char **)cddp__calloc(&h->allocator, (size_t)d->count, sizeof *v->data);
-  if (v->data == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK) r = cddp__locate(h, &m->arena, &arena);
+  r = cddp__locate(h, &m->arena, &arena);
   if (r == CDDP_OK) r = cddp__locate(h, &m->kit, &kit);
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     refs = (const cddp__ref *)(void *)((char *)kit + e->refs_at);
     at = NULL;
     if (refs[i].kind != CDDP__REF_NONE) r = cddp__locate(h, &refs[i], &at);
-    v->data[i] = (char *)at;
+    d->weights[(size_t)member * (size_t)d->count + (size_t)i] = (char *)at;
   }
   if (r != CDDP_OK) {
     cddp__close_fd(&v->pidfd);
@@ -17639,7 +17725,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     e.board->capacity = e.board->shards = d->shards;
     e.board->parts = parts;
     e.board->params = d->count;
-    for (i = 0; i < d->count; i++) e.in_area[i] = d->tensors[i].data == NULL;
+    for (i = 0; i < d->count; i++) e.in_area[i] = !d->tensors[i].shared;
     ref = e.board->self;
   }
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
@@ -18074,17 +18160,6 @@ static bool cddp__elastic_next(cddp_ddp *d, int *shard) {
 
 /* --- the update --- */
 
-/* One update, as this rank does its parts of it. */
-typedef struct cddp__elastic_update {
-  cddp_ddp *d;
-  cddp_optim *s;   /* NULL: the means alone, for cddp_ddp_wait */
-  int pass;        /* CDDP__PASS_* */
-  bool averaged;   /* the means are in their area */
-  double clip;     /* below 1: they are multiplied by it first */
-  bool own_states; /* states are still where cddp_optim_step has them */
-  bool collected;  /* ddp.nodes are those of this step */
-} cddp__elastic_update;
-
 /* What the members' tables have: each shard once. Needs a part that this rank has taken, so that
    the step is not over. */
 static cddp_result cddp__collect_nodes(cddp_ddp *d) {
@@ -18111,68 +18186,23 @@ static cddp_result cddp__collect_nodes(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* An array of a member's log. */
-static char *cddp__log_at(const cddp__elastic *e, char *kit, int k) {
-  return kit + e->log_at + (size_t)k * CDDP__LOG_ROOM;
-}
-
-/* The mean rows that are in n elements of parameter i, from element `first` on, into a gradient
-   that is zero elsewhere. Returns whether there are any; out NULL: that is all. */
-static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, char *out) {
-  const cddp__sparse *s = d->sparse[i];
-  size_t esize = s->bytes / s->width, low = 0, high = s->mean.n, middle, from, to;
-  bool any;
-  while (low < high) {
-    middle = (low + high) / 2;
-    if ((size_t)s->mean.number[middle] < first / s->width) low = middle + 1;
-    else high = middle;
-  }
-  any = low < s->mean.n && (size_t)s->mean.number[low] * s->width < first + n;
-  if (out != NULL) memset(out, 0, n * esize);
-  for (; out != NULL && low < s->mean.n; low++) {
-    size_t row = (size_t)s->mean.number[low] * s->width;
-    from = cddp__max(row, first);
-    to = cddp__min(row + s->width, first + n);
-    if (row >= first + n) break;
-    memcpy(out + (from - first) * esize, s->mean.values + low * s->bytes + (from - row) * esize,
-           (to - from) * esize);
-  }
-  return any;
-}
-
-/* The mean gradient of n elements of parameter i, from element `first` on, as it is stepped. */
-static void cddp__block_gradient(const cddp__elastic_update *x, int i, size_t first, size_t n,
-                                 char *out) {
+/* The new weights and states of n elements of parameter i, from arena offset `at` on, into this
+   rank's log. */
+static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *u, size_t at,
+                                size_t n) {
   cddp_ddp *d = x->d;
-  cddp_dtype dtype = d->params[i].dtype;
-  size_t at = d->tensors[i].offset + first * cddp__dtype_size(dtype);
-  if (cddp__sparse_of(d, i) != NULL) { /* which cddp__clip_rows has clipped */
-    (void)cddp__dense_rows(d, i, first, n, out);
-    return;
-  }
-  if (x->averaged)
-    memcpy(out, cddp__area(d->elastic, CDDP__AREA_MEANS, at), n * cddp__dtype_size(dtype));
-  else cddp__reduce_shards(d, out, d->sources, at, n, dtype);
-  if (x->clip < 1) cddp__scale(out, n, dtype, x->clip);
-}
-
-/* The new weights and states of n elements of parameter i, from element `first` on, into this
-   rank's log. u: its states begin in the log. */
-static void cddp__compute_block(const cddp__elastic_update *x, int i, const cddp__update *u,
-                                size_t first, size_t n) {
-  cddp_ddp *d = x->d;
-  cddp__elastic *e = d->elastic;
   size_t esize = cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype);
-  char *old = (char *)d->params[i].data + first * esize;
-  char *weights = cddp__log_at(e, e->kit, CDDP__LOG_WEIGHTS);
-  char *gradient = cddp__log_at(e, e->kit, CDDP__LOG_GRADIENT);
+  size_t first = (at - d->tensors[i].offset) / esize;
+  char *old = (char *)d->params[i].data + first * esize, *state, *log;
+  char *weights = x->log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM;
   bool loop = u->loop != NULL && u->stored == CDDP_F32;
+  const void *gradient = cddp__block_gradient(x, i, at, n,
+                                              x->log + CDDP__LOG_GRADIENT * CDDP__LOG_ROOM);
   cddp__fused_args args;
-  char *state, *log;
   int k;
   for (k = 0; k < x->s->states; k++) {
     if (!cddp__has_state(x->s, k, i)) continue;
-    log = cddp__log_at(e, e->kit, k);
+    log = x->log + (size_t)k * CDDP__LOG_ROOM;
     state = (char *)x->s->state[k * x->s->count + i];
     if (!x->own_states) state = cddp__board_state(d, x->s, k, i, first);
     else if (state != NULL) state += first * size;
@@ -18184,7 +18214,6 @@ static void cddp__compute_block(const cddp__elastic_update *x, int i, const cddp
       cddp__copy(log, state, n * size);
     }
   }
-  cddp__block_gradient(x, i, first, n, gradient);
   if (!loop) {
     memcpy(weights, old, n * esize);
     cddp__update_run(u, 0, weights, gradient, n);
@@ -18193,128 +18222,74 @@ static void cddp__compute_block(const cddp__elastic_update *x, int i, const cddp
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign;
   args.clip = 1;
-  args.gradients[0] = (cddp__f32 *)(void *)gradient;
+  args.gradients[0] = (cddp__f32 *)(uintptr_t)gradient;
   args.weights[0] = (cddp__f32 *)(void *)old;
   args.weights[1] = (cddp__f32 *)(void *)weights;
   u->loop(&args, 0, n);
 }
 
-/* Between places that are in the cache; libc goes past it with pieces of 2 KiB and more. from NULL:
-   zeros. */
-static void cddp__copy_near(char *to, const char *from, size_t bytes) {
-  size_t at, n;
-  for (at = 0; at < bytes; at += n) {
-    n = cddp__min(1024, bytes - at);
-    if (from != NULL) memcpy(to + at, from + at, n);
-    else memset(to + at, 0, n);
-  }
-}
-
 /* Writes a block from a log to where it belongs. Again and again, if need be. */
-static void cddp__write_block(const cddp__elastic_update *x, int i, char *kit, size_t first,
-                              size_t n) {
+static void cddp__write_block(const cddp__pass *x, int i, const char *log, size_t at, size_t n) {
   cddp_ddp *d = x->d;
-  cddp__elastic *e = d->elastic;
-  size_t esize = cddp__dtype_size(d->params[i].dtype), bytes = n * esize, inside = first * esize;
-  size_t at = d->tensors[i].offset + inside;
-  const char *weights = cddp__log_at(e, kit, CDDP__LOG_WEIGHTS);
-  int k, m;
+  size_t esize = cddp__dtype_size(d->params[i].dtype);
+  int k;
   for (k = 0; k < x->s->states; k++)
     if (cddp__has_state(x->s, k, i))
-      cddp__copy_near(cddp__board_state(d, x->s, k, i, first), cddp__log_at(e, kit, k),
+      cddp__copy_near(cddp__board_state(d, x->s, k, i, (at - d->tensors[i].offset) / esize),
+                      log + (size_t)k * CDDP__LOG_ROOM,
                       n * cddp__dtype_size(cddp__state_type(x->s, i)));
-  if (e->in_area[i]) cddp__copy_near(cddp__area(e, CDDP__AREA_WEIGHTS, at), weights, bytes);
-  for (k = 0; k < e->arrived_count; k++) {
-    m = e->arrived[k];
-    if (!e->in_area[i]) cddp__copy_near(e->views[m].data[i] + inside, weights, bytes);
-    if (cddp__sparse_of(d, i) == NULL) cddp__copy_near(d->mirrors[m] + at, NULL, bytes);
-  }
+  cddp__publish_block(d, i, log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM, at, n * esize,
+                      cddp__area(d->elastic, CDDP__AREA_WEIGHTS, 0));
 }
 
-/* The block of n elements of parameter i from element `first` on: into the log, and out of it.
-   logged: it is in the log of the member `log` already. */
-static void cddp__do_block(const cddp__elastic_update *x, int part, int i, const cddp__update *u,
-                           size_t first, size_t n, bool logged, int log) {
-  cddp_ddp *d = x->d;
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_part *p = &e->parts[part];
-  size_t bytes = n * cddp__dtype_size(d->params[i].dtype);
-  size_t at = d->tensors[i].offset + first * cddp__dtype_size(d->params[i].dtype);
-  uint64_t number = cddp__pass_number(e->step, x->pass);
-  if (x->pass == CDDP__PASS_MEANS) { /* done again it is the same */
-    char *mean = cddp__area(e, CDDP__AREA_MEANS, at);
-    cddp__reduce_shards(d, mean, d->sources, at, n, d->params[i].dtype);
-    if (x->s != NULL) cddp__add_squares(d, i, mean, at, at + bytes);
-    CDDP__POINT("elastic mean");
-    return;
-  }
-  if (!logged) {
-    cddp__compute_block(x, i, u, first, n);
+/* A block of CDDP__PASS_WEIGHTS: into the log, unless it is in that of the member x->from, and out
+   of it. */
+static void cddp__logged_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
+  cddp__elastic *e = x->d->elastic;
+  cddp__elastic_part *p = &e->parts[x->part];
+  const char *log = x->log;
+  if (x->logged) {
+    log = e->views[x->from].kit + e->log_at;
+  } else {
+    cddp__compute_block(x, i, u, at, n);
     CDDP__POINT("elastic computed");
     cddp__note64(&p->progress, cddp__progress(e->step, at | 1));
   }
   CDDP__POINT("elastic logged");
-  cddp__write_block(x, i, logged ? e->views[log].kit : e->kit, first, n);
+  cddp__write_block(x, i, log, at, n);
   CDDP__POINT("elastic published");
-  cddp__note64(&p->progress, cddp__progress(e->step, at + bytes));
-  if (logged && log != e->me) /* whose block it was is of no use any more */
-    cddp__note64(&p->word, cddp__unit(number, CDDP__UNIT_TAKEN, e->me, e->me));
+  cddp__note64(&p->progress, cddp__progress(e->step, at + n * cddp__dtype_size(u->stored)));
+  if (x->logged && x->from != e->me) /* whose block it was is of no use any more */
+    cddp__note64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN,
+                                      e->me, e->me));
+  x->logged = false;
   CDDP__POINT("elastic block");
 }
 
-/* Whether the pass leaves the block of parameter i as it is. */
-static bool cddp__skips_block(const cddp__elastic_update *x, int i, size_t first, size_t n) {
-  if (cddp__sparse_of(x->d, i) == NULL) return false;
-  if (x->pass == CDDP__PASS_MEANS) return true;
-  return x->s->states == 0 && !x->d->elastic->in_area[i] &&
-         !cddp__dense_rows(x->d, i, first, n, NULL);
-}
-
-/* A part that this rank has taken, from where its owner before has come to. */
-static void cddp__do_part(const cddp__elastic_update *x, int part, int log) {
+/* The part x->part, which this rank has taken, from where its owner before has come to. */
+static void cddp__do_part(cddp__pass *x) {
   cddp_ddp *d = x->d;
   cddp__elastic *e = d->elastic;
-  uint64_t progress = cddp__load64(&e->parts[part].progress);
-  uint64_t number = cddp__pass_number(e->step, x->pass);
-  size_t begin, end, at, n, high, block, first;
-  cddp__update u;
-  bool logged;
-  int i, j, k;
-  cddp__slice(d->model_bytes, CDDP__BLOCK_BYTES, e->board->parts, part, &begin, &end);
-  logged = x->pass == CDDP__PASS_WEIGHTS &&
-           progress >> CDDP__PLACE_BITS == cddp__progress(e->step, 0) >> CDDP__PLACE_BITS;
-  if (logged) begin = (size_t)(progress & (((uint64_t)1 << CDDP__PLACE_BITS) - 2));
-  logged = logged && (progress & 1) != 0;
-  if (!logged && log != e->me) /* the next block will be in this rank's log */
-    cddp__store64(&e->parts[part].word, cddp__unit(number, CDDP__UNIT_TAKEN, e->me, e->me));
-  for (j = 0; j < d->count; j++) {
-    const cddp__tensor *t = &d->tensors[i = e->order[j]];
-    size_t esize = cddp__dtype_size(d->params[i].dtype);
-    at = cddp__max(begin, t->offset);
-    high = cddp__min(end, t->offset + t->bytes);
-    if (at >= high) continue;
-    memset(&u, 0, sizeof u);
-    block = CDDP__BLOCK_BYTES; /* of which squares are added up */
-    if (x->pass == CDDP__PASS_WEIGHTS) {
-      void *states[CDDP__LOG_WEIGHTS];
-      for (k = 0; k < CDDP__LOG_WEIGHTS; k++) states[k] = cddp__log_at(e, e->kit, k);
-      u = cddp__update_of(x->s, i, states, 1);
-      block = u.dtype != u.stored ? CDDP__LOG_BLOCK / 2 : CDDP__LOG_BLOCK; /* halves of f32 */
-    }
-    for (; at < high; at += n * esize, logged = false) {
-      n = cddp__min(block - at % block, high - at) / esize;
-      first = (at - t->offset) / esize;
-      if (!cddp__skips_block(x, i, first, n))
-        cddp__do_block(x, part, i, &u, first, n, logged, log);
-    }
+  cddp__elastic_part *p = &e->parts[x->part];
+  uint64_t progress = cddp__load64(&p->progress), place = ((uint64_t)1 << CDDP__PLACE_BITS) - 1;
+  size_t begin, end;
+  cddp__slice(d->model_bytes, CDDP__BLOCK_BYTES, e->board->parts, x->part, &begin, &end);
+  x->logged = false;
+  if (x->which == CDDP__PASS_WEIGHTS && (progress | place) == (cddp__progress(e->step, 0) | place)) {
+    begin = (size_t)(progress & (place - 1));
+    x->logged = (progress & 1) != 0;
   }
+  if (!x->logged && x->from != e->me) /* the next block will be in this rank's log */
+    cddp__store64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN,
+                                       e->me, e->me));
+  cddp__walk(x, begin, end);
 }
 
 /* The part that this rank does next, taken; -1: none. *over: all are done. Parts dealt to it come
    first, as the deal has them; then any. */
-static int cddp__claim_part(const cddp__elastic_update *x, int *log, bool *over) {
+static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
   cddp__elastic *e = x->d->elastic;
-  uint64_t number = cddp__pass_number(e->step, x->pass);
+  uint64_t number = cddp__pass_number(e->step, x->which);
   int parts = e->board->parts, first = 0, count = parts, k, part, owner;
   for (k = 0; k < e->living_count && e->living[k] != e->me; k++) {}
   if (k < e->living_count) cddp__deal_shards(parts, e->living_count, k, &first, &count);
@@ -18337,27 +18312,27 @@ static int cddp__claim_part(const cddp__elastic_update *x, int *log, bool *over)
 }
 
 /* All parts of a pass, with the other members. The last one completes the step. */
-static cddp_result cddp__do_parts(cddp__elastic_update *x, int pass) {
+static cddp_result cddp__do_parts(cddp__pass *x, int which) {
   cddp_ddp *d = x->d;
   cddp__elastic *e = d->elastic;
-  bool last = pass == CDDP__PASS_WEIGHTS || x->s == NULL;
+  bool last = which == CDDP__PASS_WEIGHTS || x->s == NULL;
   cddp_result r = CDDP_OK;
-  int part, log = 0;
   bool over;
   cddp__wait w;
   memset(&w, 0, sizeof w);
-  x->pass = pass;
+  x->which = which;
+  x->block = which == CDDP__PASS_MEANS ? cddp__keep_mean : cddp__logged_block;
   while (r == CDDP_OK && cddp__load64(&e->board->step) == e->step) {
     uint32_t seen = cddp__load32(&e->board->changes);
-    part = cddp__claim_part(x, &log, &over);
-    if (part >= 0) {
+    x->part = cddp__claim_part(x, &x->from, &over);
+    if (x->part >= 0) {
       if (!x->collected && (r = cddp__collect_nodes(d)) != CDDP_OK) return r;
       x->collected = true;
-      if ((r = cddp__elastic_see(d, log)) != CDDP_OK) return r;
+      if ((r = cddp__elastic_see(d, x->from)) != CDDP_OK) return r;
       CDDP__POINT("elastic part taken");
-      cddp__do_part(x, part, log);
-      cddp__store64(&e->parts[part].word,
-                    cddp__unit(cddp__pass_number(e->step, pass), CDDP__UNIT_DONE, e->me, 0));
+      cddp__do_part(x);
+      cddp__store64(&e->parts[x->part].word,
+                    cddp__unit(cddp__pass_number(e->step, which), CDDP__UNIT_DONE, e->me, 0));
       CDDP__POINT("elastic part done");
       r = cddp__elastic_failure(d);
     } else if (over && !last) {
@@ -18441,11 +18416,11 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   }
   if (r == CDDP_OK) r = cddp__elastic_failure(d);
   if (r == CDDP_OK) r = cddp__compare_members(d);
-  e->arrived_count = 0;
+  d->receiver_count = 0;
   for (m = 0; m < d->shards && r == CDDP_OK; m++) { /* those that are lost meanwhile do no harm */
     if (!cddp__member_does(e, m)) continue;
     r = cddp__elastic_see(d, m);
-    e->arrived[e->arrived_count++] = m;
+    d->receivers[d->receiver_count++] = m;
   }
   /* the others may have done all of it: then a lost one's place may be another rank's already */
   return cddp__load64(&e->board->step) == e->step ? r : CDDP_OK;
@@ -18507,7 +18482,7 @@ static void cddp__fetch_results(cddp_ddp *d, const cddp_optim *s) {
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     void *to = s != NULL ? d->params[i].data : d->params[i].grad;
-    if (s == NULL ? to != NULL : e->in_area[i])
+    if (s == NULL ? to != NULL : !t->shared)
       cddp__copy(to, cddp__area(e, area, t->offset), t->bytes);
   }
 }
@@ -18542,18 +18517,17 @@ static cddp_result cddp__elastic_rows(cddp_ddp *d) {
 static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
   cddp__elastic *e = d->elastic;
   bool clips = s != NULL && d->desc.max_grad_norm > 0;
-  cddp__elastic_update x;
+  cddp__pass x = cddp__pass_of(d, s, false);
   cddp_result r = cddp__meet_members(d, s);
-  memset(&x, 0, sizeof x);
-  x.d = d;
-  x.s = s;
-  x.clip = 1;
-  x.averaged = clips;
+  x.means = cddp__area(e, CDDP__AREA_MEANS, 0);
+  x.squares = clips;
+  x.log = e->kit + e->log_at;
   x.own_states = s != NULL && s->share == NULL;
   if (r == CDDP_OK) cddp__use_areas(d, s);
   if (r == CDDP_OK) r = cddp__elastic_rows(d);
   if (r == CDDP_OK && (s == NULL || clips)) r = cddp__do_parts(&x, CDDP__PASS_MEANS);
   if (r == CDDP_OK && clips) {
+    x.averaged = true;
     x.clip = cddp__clip_factor(d, d->desc.max_grad_norm, true);
     if (x.clip < 1) cddp__clip_rows(d, x.clip);
   }
@@ -18762,12 +18736,12 @@ static cddp_result cddp__join_weights(cddp_ddp *d) {
     r = cddp__join_wait(d, &w, e->step - 1, "no rank has begun another step");
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    bool area = c->kind == CDDP__KIND_DDP_WAIT || e->in_area[i];
+    bool area = c->kind == CDDP__KIND_DDP_WAIT || !t->shared;
     const void *from = area ? cddp__area(e, CDDP__AREA_WEIGHTS, t->offset)
-                            : e->views[source].data[i];
+                            : cddp__weights_of(d, source, i);
     if (from == NULL) break; /* the source is leaving */
     cddp__copy(d->params[i].data, from, t->bytes);
-    if (e->in_area[i] ||
+    if (!t->shared ||
         cddp__ref_of(d->group->host, d->params[i].data, t->bytes).kind != CDDP__REF_NONE)
       continue;
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -18935,7 +18909,6 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   h->board = NULL;
   for (m = 0; m < d->shards; m++) {
     if (e->views[m].life != 0) cddp__close_fd(&e->views[m].pidfd);
-    cddp__free(&h->allocator, e->views[m].data);
   }
   cddp__free(&h->allocator, e);
   d->elastic = NULL;
@@ -20082,7 +20055,7 @@ static cddp_result cddp__write_shares(const cddp_optim *o, int fd, const cddp__s
   for (p = 0; r == CDDP_OK && p < h->ddp->group->local_size; p++) {
     if (!cddp__tensor_slice(h->ddp, item->param, p, &begin, &end, &from)) continue;
     n = cddp__share_bytes(h->ddp, o, begin, end);
-    r = cddp__file_io(fd, true, cddp__share_at(h, p, k, from), n, at);
+    r = cddp__file_io(fd, true, cddp__share_at(o, p, k, from), n, at);
     at += n;
   }
   return r;
