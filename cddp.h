@@ -1778,7 +1778,6 @@ typedef struct cddp__address { /* a socket address */
 typedef struct cddp__tensor {
   size_t offset, bytes, room; /* room: bytes rounded up to a cache line, the rest stays zero */
   size_t begin, end; /* what this rank steps, bytes of the arena; end <= begin: nothing */
-  size_t state;      /* of it, where it is in each state of this rank's share */
   size_t piece;      /* of d->squares, its first one */
   size_t dense;      /* rows, on a device: where the mean is as a dense gradient */
   bool placed;         /* params[i].grad points into the arena */
@@ -1798,13 +1797,13 @@ typedef struct cddp__bucket_state {
   cddp_ddp *ddp;
 } cddp__bucket_state;
 
-/* This rank's share of an optimizer's states: the part of each parameter that lies in its slice. */
+/* An optimizer's states in memory that all ranks of a host have: each steps a part of them. */
 typedef struct cddp__share {
   struct cddp__share *next;
   cddp_optim *optim;
   cddp_ddp *ddp;
-  char *mine; /* in the arena of the host: for each state as many bytes as the slice has */
-  char **all; /* [ranks] where every rank's lies */
+  char *states; /* see cddp__state_at */
+  char *mine;   /* the same on the rank that has allocated them, to be freed; else NULL */
 } cddp__share;
 
 #define CDDP__TRAINED (CDDP_BF16 + 1) /* dtypes that parameters have */
@@ -1919,7 +1918,7 @@ typedef struct cddp__board {
   cddp__atomic_u32 sleepers; /* threads asleep until it changes */
   cddp__cause failure;       /* of the model, on all ranks */
 } cddp__board;
-/* Each has room for all parameters; that of a state f32 for f16 and bf16. */
+/* ddp.state_room bytes each. */
 enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 6 };
 
 /* A member as this rank sees it; where its arena, slots and weights are the cddp_ddp has. */
@@ -1945,7 +1944,6 @@ typedef struct cddp__elastic {
   double *squares;               /* of the mean, of each piece of the arena */
   unsigned char *in_area;        /* [params] 1: its weights go to an area, for who joins */
   char *areas;                   /* [CDDP__AREAS] */
-  size_t area_room;              /* bytes from one area to the next */
   cddp__elastic_view *views;     /* [capacity] */
   int *dealt;                    /* [shards] member to which each is dealt */
   int *living, living_count;     /* [capacity] members of the deal, */
@@ -2004,6 +2002,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   size_t dense;          /* of them, what parts divide; on a device rows lie behind it */
   size_t model_bytes;    /* of the arena if all gradients were dense: elastic, rows lie behind */
   size_t pieces;         /* of the arena, of which squares are added up */
+  size_t state_room;     /* of an optimizer, bytes from one state of all parameters to the next */
   size_t squares_at;     /* bytes from the mirror to sums of squares, behind the slots */
   size_t whole;          /* of the mirror and what is behind it */
   char **mirrors;        /* [ranks] every rank's, mapped here; squares follow arena and slots */
@@ -4922,7 +4921,8 @@ enum cddp__extent_use {
   CDDP__FOR_MESSAGE, /* cddp's own */
   CDDP__FOR_BLOCK,   /* a group's control block: freed once its ranks have left */
   CDDP__FOR_BOARD,   /* likewise; begins with one, and takes memory as it is touched */
-  CDDP__FOR_KIT      /* cddp's own, which takes memory as it is touched */
+  CDDP__FOR_KIT,     /* cddp's own, which takes memory as it is touched */
+  CDDP__FOR_STATES   /* of an optimizer, likewise, and private as those of users */
 };
 
 /* A piece of a rank's window, or (threads) of plain memory. Owned by cddp__host; a peer's is mapped
@@ -5082,7 +5082,8 @@ static void cddp__arena_unshare(cddp__host *h) {
   cddp__add32(&h->unshared, 1);
   for (e = cddp__own_extents(h, &end); e < end; e++) {
     char *copy;
-    if (e->address == NULL || e->use != CDDP__FOR_USER || e->is_private) continue;
+    if (e->address == NULL || e->is_private) continue;
+    if (e->use != CDDP__FOR_USER && e->use != CDDP__FOR_STATES) continue;
     copy = cddp__map_memory(-1, 0, e->size);
     if (copy != NULL) memcpy(copy, e->address, (size_t)e->size);
     e->is_private = copy != NULL && syscall(SYS_mremap, copy, (size_t)e->size, (size_t)e->size,
@@ -15187,17 +15188,13 @@ static size_t cddp__pieces(size_t begin, size_t end) {
   return (end - 1) / CDDP__BLOCK_BYTES - begin / CDDP__BLOCK_BYTES + 1;
 }
 
-/* Where parameter i's share of a rank's part begins and ends, in bytes of the arena, and where its
-   states are in the rank's share; false if there is none. rank: its number among the group's ranks
-   on this host, here and below. */
-static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end,
-                               size_t *state) {
+/* Where parameter i's share of a rank's part begins and ends, in bytes of the arena; false if there
+   is none. rank: its number among the group's ranks on this host, here and below. */
+static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin, size_t *end) {
   const cddp__tensor *t = &d->tensors[i];
-  size_t first;
-  cddp__part_of(d, rank, &first, end);
-  *begin = cddp__max(first, t->offset);
+  cddp__part_of(d, rank, begin, end);
+  *begin = cddp__max(*begin, t->offset);
   *end = cddp__min(*end, t->offset + t->bytes);
-  *state = *begin - first;
   return *begin < *end;
 }
 
@@ -15230,7 +15227,7 @@ static void cddp__lay_out(cddp_ddp *d) {
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->backend != NULL ? d->group->rank : d->group->local_rank,
-                       &t->begin, &t->end, &t->state);
+                       &t->begin, &t->end);
     t->piece = d->pieces;
     d->pieces += cddp__pieces(t->offset, t->offset + t->bytes);
     t->placed = d->params[i].grad == NULL;
@@ -15254,6 +15251,9 @@ static void cddp__lay_out(cddp_ddp *d) {
     t->bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     d->model_bytes += cddp__round_up(t->bytes, CDDP__CACHE_LINE);
   }
+  d->state_room = 2 * d->model_bytes - cddp__min(d->halves, d->model_bytes);
+  d->state_room = cddp__round_up(d->state_room, d->state_room < CDDP__HUGE_PAGE
+                                                    ? cddp__page_size() : CDDP__HUGE_PAGE);
 }
 
 /* A round of that kind, in which every rank tells where its p lies; out[i] is the address here of
@@ -15720,7 +15720,7 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
 /* By what a clip multiplies, having set d->norm: from the sums that the owner of each part has, or
    (alone) this rank has of all parts. */
 static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
-  size_t begin, end, at, k, n;
+  size_t begin, end, k, n;
   double sum = 0;
   const double *sums;
   int i, p, parts = alone ? 1 : d->group->local_size;
@@ -15733,7 +15733,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
     for (p = 0; p < parts && s == NULL; p++) {
       begin = t->offset;
       end = t->offset + t->bytes;
-      if (!alone && !cddp__tensor_slice(d, i, p, &begin, &end, &at)) continue;
+      if (!alone && !cddp__tensor_slice(d, i, p, &begin, &end)) continue;
       sums = alone ? cddp__own_squares(d)
                    : (const double *)(void *)(d->mirrors[p] + d->squares_at);
       k = t->piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
@@ -15792,84 +15792,115 @@ static void cddp__share_free(cddp_optim *s) {
   cddp__free(&h->ddp->group->host->allocator, h);
 }
 
-/* Bytes that a state has of a stretch of the arena. */
-static size_t cddp__share_bytes(const cddp_ddp *d, const cddp_optim *o, size_t begin, size_t end) {
-  return o->desc.master_weights ? cddp__wide_bytes(d, begin, end) : end - begin;
+/* Where state k of element n of parameter i lies. */
+static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states, int k, int i,
+                            size_t n) {
+  size_t at = d->tensors[i].offset;
+  if (o->desc.master_weights) at = cddp__wide_bytes(d, 0, at);
+  return states + (size_t)k * d->state_room + at + n * cddp__dtype_size(cddp__state_type(o, i));
 }
 
-/* Where state k of what lies `at` bytes behind the beginning of a rank's slice is. */
-static char *cddp__share_at(const cddp_optim *o, int rank, int k, size_t at) {
-  const cddp__share *h = (const cddp__share *)o->share;
-  size_t begin, end;
-  cddp__part_of(h->ddp, rank, &begin, &end);
-  return h->all[rank] + (size_t)k * cddp__share_bytes(h->ddp, h->optim, begin, end) +
-         cddp__share_bytes(h->ddp, h->optim, begin, begin + at);
-}
-
-/* Copies between a rank's share and the whole states of every parameter that has them. */
-static void cddp__share_copy(cddp__share *h, int rank, bool gather) {
-  cddp_optim *o = h->optim;
-  size_t begin, end, at;
-  int i, k;
-  for (k = 0; k < o->count * o->states; k++) {
-    char *whole = (char *)o->state[k], *part;
-    i = k % o->count;
-    if (whole == NULL || !cddp__tensor_slice(h->ddp, i, rank, &begin, &end, &at)) continue;
-    whole += cddp__share_bytes(h->ddp, o, h->ddp->tensors[i].offset, begin);
-    part = cddp__share_at(o, rank, k / o->count, at);
-    memcpy(gather ? whole : part, gather ? part : whole, cddp__share_bytes(h->ddp, o, begin, end));
+/* Copies states of [begin, end) of the arena between what all ranks have and what o has alone. */
+static void cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, char *states, size_t begin,
+                              size_t end, bool share) {
+  int i, j;
+  for (j = 0; j < o->states * o->count; j++) {
+    const cddp__tensor *t = &d->tensors[i = j % o->count];
+    size_t esize = cddp__dtype_size(o->params[i].dtype);
+    size_t size = cddp__dtype_size(cddp__state_type(o, i));
+    size_t low = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
+    char *own = (char *)o->state[j], *common;
+    if (own == NULL || low >= high) continue;
+    n = (low - t->offset) / esize;
+    own += n * size;
+    common = cddp__state_at(d, o, states, j / o->count, i, n);
+    memcpy(share ? common : own, share ? own : common, (high - low) / esize * size);
   }
 }
 
-/* Collective: makes the share of an optimizer that takes its first fused step, from its states. */
-static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *s) {
-  const cddp_allocator *a = &d->group->host->allocator;
-  size_t n = (size_t)d->group->local_size, begin, end, bytes;
-  cddp__share *h = (cddp__share *)cddp__calloc(a, 1, sizeof *h + n * sizeof *h->all);
-  bool all = false;
-  cddp_result r;
-  int k;
-  if (h == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
-  cddp__part_of(d, d->group->local_rank, &begin, &end);
-  h->all = (char **)(void *)(h + 1);
-  bytes = cddp__share_bytes(d, s, begin, end) * (size_t)s->states;
-  h->mine = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_USER);
+/* From now on the states of o are those that all ranks have. */
+static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states, char *mine) {
+  cddp__share *h = (cddp__share *)cddp__calloc(&d->group->host->allocator, 1, sizeof *h);
+  int j;
+  if (h == NULL) return CDDP_OUT_OF_MEMORY;
   h->ddp = d;
-  h->optim = s;
-  /* the parts differ in size, the exchange compares its count: 0 */
-  r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, h->mine, 0, h->all, &all);
-  if (r == CDDP_OK && !all) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the optimizer's states on every rank");
-    r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
-  }
-  if (r != CDDP_OK) {
-    cddp__arena_free(d->group->host, h->mine);
-    cddp__free(a, h);
-    return r;
-  }
+  h->optim = o;
+  h->states = states;
+  h->mine = mine;
   h->next = d->shares;
   d->shares = h;
-  s->share = h;
-  s->drop = cddp__share_free;
-  memset(h->mine, 0, bytes);
-  cddp__share_copy(h, d->group->local_rank, false);
-  for (k = 0; k < s->count * s->states; k++) {
-    if (cddp__sparse_of(d, k % s->count) != NULL) continue;
-    cddp__free(&s->allocator, s->state[k]);
-    s->state[k] = NULL;
+  o->share = h;
+  o->drop = cddp__share_free;
+  for (j = 0; j < o->count * o->states; j++) {
+    if (d->elastic == NULL && cddp__sparse_of(d, j % o->count) != NULL) continue;
+    cddp__free(&o->allocator, o->state[j]);
+    o->state[j] = NULL;
   }
   return CDDP_OK;
 }
 
-/* Collective: brings whole states back to every rank, for unfused steps. */
+/* Local: whole states again, for unfused steps. */
+static cddp_result cddp__unshare_states(cddp_ddp *d, cddp_optim *o) {
+  int i;
+  for (i = 0; i < o->count; i++)
+    if (o->steps[i] > 0 && cddp__need_states(o, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
+  cddp__copy_states(d, o, ((cddp__share *)o->share)->states, 0, d->model_bytes, false);
+  return CDDP_OK;
+}
+
+/* Collective: memory that the ranks of a host have in common. *mine: the same on the first of them,
+   who has allocated it. */
+static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__extent_use use,
+                                       char **out, char **mine) {
+  cddp_group *g = d->control;
+  void *at = NULL;
+  cddp__ref ref;
+  cddp_result r;
+  int k = 0;
+  memset(&ref, 0, sizeof ref);
+  *mine = g->local_rank == 0 ? (char *)cddp__arena_alloc(g->host, bytes, use) : NULL;
+  if (*mine != NULL) ref = cddp__ref_of(g->host, *mine, bytes);
+  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
+                  sizeof ref);
+  if (r != CDDP_OK) return r;
+  while (g->members[k] != 0) k++;
+  ref = cddp__op_header_of(g, k, g->round)->u.ref;
+  r = ref.kind != CDDP__REF_NONE
+          ? cddp__locate(g->host, &ref, &at)
+          : cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d had no memory for what ranks share", k);
+  *out = (char *)at;
+  return cddp__consensus(g, r, NULL, 0, NULL);
+}
+
+/* Collective: an optimizer takes its first fused step. Each rank gives huge pages to its part. */
+static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
+  size_t begin, end, from, to;
+  char *states = NULL, *mine = NULL;
+  cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_room, CDDP__FOR_STATES,
+                                      &states, &mine);
+  int k;
+  if (r != CDDP_OK) {
+    cddp__arena_free(d->group->host, mine);
+    return r;
+  }
+  cddp__part_of(d, d->group->local_rank, &begin, &end);
+  from = (o->desc.master_weights ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
+  to = (o->desc.master_weights ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
+  if (end == d->dense) to = d->state_room / CDDP__HUGE_PAGE;
+  for (k = 0; k < o->states; k++)
+    cddp__populate(states + (size_t)k * d->state_room + from * CDDP__HUGE_PAGE,
+                   (to - from) * CDDP__HUGE_PAGE, d->group->host->fd >= 0);
+  cddp__copy_states(d, o, states, begin, end, true);
+  r = cddp__share_states(d, o, states, mine);
+  return r == CDDP_OK ? r : cddp__break(d->control, r);
+}
+
+/* Collective: brings whole states back to every rank. */
 static cddp_result cddp__share_gather(cddp__share *h) {
   cddp_ddp *d = h->ddp;
   cddp_result r = cddp__enter(d->control);
-  int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (h->optim->steps[i] > 0 && cddp__need_states(h->optim, i) != CDDP_OK)
-      r = cddp__break(d->control, CDDP_OUT_OF_MEMORY);
-  for (i = 0; r == CDDP_OK && i < d->group->local_size; i++) cddp__share_copy(h, i, true);
+  if (r == CDDP_OK && (r = cddp__unshare_states(d, h->optim)) != CDDP_OK)
+    r = cddp__break(d->control, r);
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
   r = cddp__exit(d->control, r);
   if (r == CDDP_OK) cddp__share_free(h->optim);
@@ -16059,6 +16090,7 @@ static bool cddp__skips_block(const cddp__pass *x, int i, size_t at, size_t n) {
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
   bool steps = x->which == CDDP__PASS_WEIGHTS;
+  char *shared = x->s != NULL && x->s->share != NULL ? ((cddp__share *)x->s->share)->states : NULL;
   void *states[CDDP__STATES + 1];
   cddp__update u;
   int i, j, k;
@@ -16072,7 +16104,8 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     if (x->s != NULL && (steps || x->one_loop)) {
       for (k = 0; k < x->s->states; k++)
         states[k] = x->log != NULL ? x->log + (size_t)k * CDDP__LOG_ROOM
-                                   : cddp__share_at(x->s, d->group->local_rank, k, t->state);
+                                   : cddp__state_at(d, x->s, shared, k, i,
+                                                    (t->begin - t->offset) / esize);
       u = cddp__update_of(x->s, i, states, 1);
       block = steps ? CDDP__LOG_BLOCK : block;
       if (x->log != NULL && u.dtype != u.stored) block /= 2; /* its states are f32 */
@@ -16131,7 +16164,7 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
     any = any || fetched;
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
-      if (p == me || !cddp__tensor_slice(d, i, p, &begin, &end, &at)) continue;
+      if (p == me || !cddp__tensor_slice(d, i, p, &begin, &end)) continue;
       at = begin - t->offset;
       if (fetched) memcpy((char *)d->params[i].data + at, d->mirrors[p] + begin, end - begin);
       if (s != NULL) cddp__optim_copy(s, i, at / esize, (end - begin) / esize);
@@ -16399,12 +16432,12 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, const cddp_param *arrays, in
   cddp_result r = cddp__check_group(d->comm);
   for (i = 0; r == CDDP_OK && i < count; i++) {
     for (q = first; r == CDDP_OK && arrays[i].data != NULL && q <= last; q++) {
-      size_t begin = 0, elements = arrays[i].count, end, state;
+      size_t begin = 0, elements = arrays[i].count, end;
       cddp__call c;
       char *at;
       if (owners) {
         size_t esize = cddp__dtype_size(d->params[i].dtype);
-        if (!cddp__tensor_slice(d, i, q, &begin, &end, &state)) continue;
+        if (!cddp__tensor_slice(d, i, q, &begin, &end)) continue;
         elements = (end - begin) / esize;
         begin = (begin - d->tensors[i].offset) / esize;
       }
@@ -17555,8 +17588,7 @@ static uint64_t cddp__elastic_model(const cddp_ddp *d) {
 
 /* Where things lie behind the board (NULL: it is not there yet); returns its bytes. */
 static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp__elastic *e) {
-  size_t wide = 2 * d->model_bytes - cddp__min(d->halves, d->model_bytes);
-  size_t page = wide < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
+  size_t page = d->state_room < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
   size_t members = cddp__round_up(sizeof(cddp__board), CDDP__CACHE_LINE);
   size_t shards = members + (size_t)d->shards * sizeof *e->members;
   size_t first = shards + (size_t)d->shards * sizeof *e->shards;
@@ -17564,7 +17596,6 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
   size_t squares = cddp__round_up(rows + 2 * (size_t)d->shards * sizeof *e->rows, 16);
   size_t flags = squares + d->pieces * sizeof *e->squares;
   size_t areas = cddp__round_up(flags + (size_t)d->count, page);
-  e->area_room = cddp__round_up(wide, page);
   if (board != NULL) {
     e->board = (cddp__board *)(void *)board;
     e->members = (cddp__elastic_member *)(void *)(board + members);
@@ -17575,30 +17606,11 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
     e->in_area = (unsigned char *)board + flags;
     e->areas = board + areas;
   }
-  return areas + CDDP__AREAS * e->area_room;
+  return areas + CDDP__AREAS * d->state_room;
 }
 
-static char *cddp__area(const cddp__elastic *e, int area, size_t at) {
-  return e->areas + (size_t)area * e->area_room + at;
-}
-
-/* Where state k of element n of parameter i lies on the board. */
-static char *cddp__board_state(const cddp_ddp *d, const cddp_optim *o, int k, int i, size_t n) {
-  size_t at = d->tensors[i].offset;
-  return cddp__area(d->elastic, CDDP__AREA_STATES + k,
-                    at + (at - cddp__min(at, d->halves)) +
-                        n * cddp__dtype_size(cddp__state_type(o, i)));
-}
-
-/* Copies all that o has in its states between them and the board. */
-static void cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, bool to_board) {
-  int i, k;
-  for (k = 0; k < o->states * o->count; k++) {
-    char *at = cddp__board_state(d, o, k / o->count, i = k % o->count, 0), *own;
-    size_t bytes = o->params[i].count * cddp__dtype_size(cddp__state_type(o, i));
-    if ((own = (char *)o->state[k]) == NULL) continue;
-    memcpy(to_board ? at : own, to_board ? own : at, bytes);
-  }
+static char *cddp__area(const cddp_ddp *d, int area, size_t at) {
+  return d->elastic->areas + (size_t)area * d->state_room + at;
 }
 
 static int cddp__table_room(const cddp_ddp *d) { return d->shards / 2 + 1; } /* nodes, at most */
@@ -17711,33 +17723,23 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t most = d->model_bytes / CDDP__ELASTIC_PART, bytes;
   int parts = (int)cddp__max(1, cddp__min(most, CDDP__ELASTIC_PARTS)), i;
-  cddp_result r = CDDP_OK;
-  void *at = NULL;
+  char *board = NULL, *mine = NULL;
+  cddp_result r;
   cddp__elastic e;
-  cddp__ref ref;
-  memset(&ref, 0, sizeof ref);
   bytes = cddp__board_layout(d, NULL, parts, &e);
-  if (g->rank == 0) at = cddp__arena_alloc(g->host, bytes, CDDP__FOR_BOARD);
-  if (at != NULL) {
-    (void)cddp__board_layout(d, (char *)at, parts, &e);
-    e.board->self = cddp__ref_of(g->host, at, bytes);
+  r = cddp__common_memory(d, bytes, CDDP__FOR_BOARD, &board, &mine);
+  if (r == CDDP_OK && mine != NULL) {
+    (void)cddp__board_layout(d, board, parts, &e);
+    e.board->self = cddp__ref_of(g->host, board, bytes);
     e.board->model = cddp__elastic_model(d);
     e.board->capacity = e.board->shards = d->shards;
     e.board->parts = parts;
     e.board->params = d->count;
     for (i = 0; i < d->count; i++) e.in_area[i] = !d->tensors[i].shared;
-    ref = e.board->self;
   }
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
-                  sizeof ref);
+  if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_CREATE, CDDP__PHASE_DONE);
   if (r != CDDP_OK) return r;
-  ref = cddp__op_header_of(g, 0, g->round)->u.ref;
-  if (ref.kind == CDDP__REF_NONE)
-    r = cddp__fail(CDDP_OUT_OF_MEMORY, "rank 0 had no memory for what ranks share");
-  else
-    r = cddp__locate(g->host, &ref, &at);
-  if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)at, parts);
-  if (r == CDDP_OK) {
+  if ((r = cddp__elastic_attach(d, board, parts)) == CDDP_OK) {
     cddp__elastic_enter(d, g->rank);
     cddp__store64(&d->elastic->members[g->rank].state,
                   cddp__member_state(CDDP__MEMBER_LIVE, 1));
@@ -18104,9 +18106,10 @@ static void cddp__publish_model(cddp_ddp *d) {
   if (m == d->shards || cddp__load64(&e->board->published) >= e->step) return;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    cddp__copy(cddp__area(e, CDDP__AREA_WEIGHTS, t->offset), d->params[i].data, t->bytes);
+    cddp__copy(cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), d->params[i].data, t->bytes);
   }
-  if (o != NULL) cddp__copy_states(d, o, true);
+  if (o != NULL)
+    cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, true);
   e->board->updates = o != NULL ? o->steps[0] : 0;
   e->board->lr = o != NULL ? o->desc.lr : 0;
   CDDP__POINT("elastic publish");
@@ -18195,6 +18198,7 @@ static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *
   size_t first = (at - d->tensors[i].offset) / esize;
   char *old = (char *)d->params[i].data + first * esize, *state, *log;
   char *weights = x->log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM;
+  char *states = cddp__area(d, CDDP__AREA_STATES, 0);
   bool loop = u->loop != NULL && u->stored == CDDP_F32;
   const void *gradient = cddp__block_gradient(x, i, at, n,
                                               x->log + CDDP__LOG_GRADIENT * CDDP__LOG_ROOM);
@@ -18204,7 +18208,7 @@ static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *
     if (!cddp__has_state(x->s, k, i)) continue;
     log = x->log + (size_t)k * CDDP__LOG_ROOM;
     state = (char *)x->s->state[k * x->s->count + i];
-    if (!x->own_states) state = cddp__board_state(d, x->s, k, i, first);
+    if (!x->own_states) state = cddp__state_at(d, x->s, states, k, i, first);
     else if (state != NULL) state += first * size;
     else state = (char *)memset(log, 0, n * size); /* the first step */
     if (loop) {
@@ -18235,11 +18239,12 @@ static void cddp__write_block(const cddp__pass *x, int i, const char *log, size_
   int k;
   for (k = 0; k < x->s->states; k++)
     if (cddp__has_state(x->s, k, i))
-      cddp__copy_near(cddp__board_state(d, x->s, k, i, (at - d->tensors[i].offset) / esize),
+      cddp__copy_near(cddp__state_at(d, x->s, cddp__area(d, CDDP__AREA_STATES, 0), k, i,
+                                     (at - d->tensors[i].offset) / esize),
                       log + (size_t)k * CDDP__LOG_ROOM,
                       n * cddp__dtype_size(cddp__state_type(x->s, i)));
   cddp__publish_block(d, i, log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM, at, n * esize,
-                      cddp__area(d->elastic, CDDP__AREA_WEIGHTS, 0));
+                      cddp__area(d, CDDP__AREA_WEIGHTS, 0));
 }
 
 /* A block of CDDP__PASS_WEIGHTS: into the log, unless it is in that of the member x->from, and out
@@ -18443,47 +18448,14 @@ static void cddp__leave_update(cddp_ddp *d) {
     }
 }
 
-/* States that lie on the board come back to where cddp_optim_step has them. */
-static cddp_result cddp__fetch_states(cddp_ddp *d) {
-  cddp_optim *s;
-  int i;
-  if (d->shares == NULL) return CDDP_OK;
-  s = d->shares->optim;
-  for (i = 0; i < d->count; i++)
-    if (!cddp__optim_skips(s, i) && cddp__need_states(s, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-  cddp__copy_states(d, s, false);
-  cddp__share_free(s);
-  return CDDP_OK;
-}
-
-/* From now on the states of s lie on the board. */
-static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *s) {
-  const cddp_allocator *a = &d->group->host->allocator;
-  cddp__share *h;
-  int k;
-  if (s->states == 0 || s->share != NULL) return CDDP_OK;
-  if ((h = (cddp__share *)cddp__calloc(a, 1, sizeof *h)) == NULL) return CDDP_OUT_OF_MEMORY;
-  h->ddp = d;
-  h->optim = s;
-  d->shares = h;
-  s->share = h;
-  s->drop = cddp__share_free;
-  for (k = 0; k < s->count * s->states; k++) {
-    cddp__free(&s->allocator, s->state[k]);
-    s->state[k] = NULL;
-  }
-  return CDDP_OK;
-}
-
 /* What this rank takes from the board when the step is completed: weights, or (s NULL) means. */
 static void cddp__fetch_results(cddp_ddp *d, const cddp_optim *s) {
-  cddp__elastic *e = d->elastic;
   int i, area = s != NULL ? CDDP__AREA_WEIGHTS : CDDP__AREA_MEANS;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     void *to = s != NULL ? d->params[i].data : d->params[i].grad;
     if (s == NULL ? to != NULL : !t->shared)
-      cddp__copy(to, cddp__area(e, area, t->offset), t->bytes);
+      cddp__copy(to, cddp__area(d, area, t->offset), t->bytes);
   }
 }
 
@@ -18497,7 +18469,7 @@ static void cddp__use_areas(cddp_ddp *d, const cddp_optim *s) {
                                           : s != NULL && k < CDDP__AREA_STATES + s->states;
     if (!used || (e->areas_used >> k & 1) != 0) continue;
     e->areas_used |= 1u << k;
-    cddp__populate(cddp__area(e, k, 0), e->area_room, d->group->host->fd >= 0);
+    cddp__populate(cddp__area(d, k, 0), d->state_room, d->group->host->fd >= 0);
   }
 }
 
@@ -18519,7 +18491,7 @@ static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
   bool clips = s != NULL && d->desc.max_grad_norm > 0;
   cddp__pass x = cddp__pass_of(d, s, false);
   cddp_result r = cddp__meet_members(d, s);
-  x.means = cddp__area(e, CDDP__AREA_MEANS, 0);
+  x.means = cddp__area(d, CDDP__AREA_MEANS, 0);
   x.squares = clips;
   x.log = e->kit + e->log_at;
   x.own_states = s != NULL && s->share == NULL;
@@ -18535,8 +18507,14 @@ static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
   cddp__store32(&e->members[e->me].inside, 0);
   if (r != CDDP_OK) return r;
   cddp__fetch_results(d, s);
-  if (s == NULL) return cddp__fetch_states(d);
-  r = cddp__share_states(d, s);
+  if (s == NULL) {
+    if (d->shares == NULL) return CDDP_OK;
+    if ((r = cddp__unshare_states(d, d->shares->optim)) == CDDP_OK)
+      cddp__share_free(d->shares->optim);
+    return r;
+  }
+  if (x.own_states && s->states > 0)
+    r = cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
   if (r == CDDP_OK) r = cddp__write_copies(s);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, s, true);
   return r;
@@ -18737,7 +18715,7 @@ static cddp_result cddp__join_weights(cddp_ddp *d) {
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     bool area = c->kind == CDDP__KIND_DDP_WAIT || !t->shared;
-    const void *from = area ? cddp__area(e, CDDP__AREA_WEIGHTS, t->offset)
+    const void *from = area ? cddp__area(d, CDDP__AREA_WEIGHTS, t->offset)
                             : cddp__weights_of(d, source, i);
     if (from == NULL) break; /* the source is leaving */
     cddp__copy(d->params[i].data, from, t->bytes);
@@ -18769,7 +18747,8 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
   if (e->inherits == 0) return CDDP_OK;
   if (e->updates > 0) {
     cddp__set_lr(o, e->lr);
-    if (e->inherits == CDDP__KIND_DDP_STEP) r = cddp__share_states(d, o);
+    if (e->inherits == CDDP__KIND_DDP_STEP && o->states > 0)
+      r = cddp__share_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
   }
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
     o->steps[i] = e->updates;
@@ -18777,7 +18756,7 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
     if (e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
   }
   if (r == CDDP_OK && e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
-    cddp__copy_states(d, o, false);
+    cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
   e->inherits = 0;
   return r;
 }
@@ -19797,10 +19776,11 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path)
   if (d->optim != NULL)
     r = cddp__check_params(d->optim->params, d->optim->count, CDDP__HAS_NAME);
   if (r != CDDP_OK) return r;
-  if (share != NULL && share->ddp->group != c->g && share->ddp->group->size > 1)
+  if (share != NULL && share->ddp->elastic == NULL && share->ddp->group != c->g &&
+      share->ddp->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "the momentum lies in pieces on the ranks of the cddp_ddp's group; pass that "
-                      "group, on all of its ranks");
+                      "the momentum lies in memory that the ranks of the cddp_ddp's group share; "
+                      "pass that group, on all of its ranks");
   if (d->metadata_count < 0 || (d->metadata_count > 0 && d->metadata == NULL))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata is NULL or metadata_count negative");
   for (i = 0; i < d->metadata_count; i++) {
@@ -20045,20 +20025,14 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
   return r;
 }
 
-/* Writes a state that lies in pieces, from the ranks' shares in shared memory. */
-static cddp_result cddp__write_shares(const cddp_optim *o, int fd, const cddp__st_item *item,
+/* Writes a state that all ranks share. */
+static cddp_result cddp__write_shared(const cddp_optim *o, int fd, const cddp__st_item *item,
                                       uint64_t at) {
   const cddp__share *h = (const cddp__share *)o->share;
-  size_t begin, end, from, n;
-  cddp_result r = CDDP_OK;
-  int p, k = (int)(item->place - o->state) / o->count;
-  for (p = 0; r == CDDP_OK && p < h->ddp->group->local_size; p++) {
-    if (!cddp__tensor_slice(h->ddp, item->param, p, &begin, &end, &from)) continue;
-    n = cddp__share_bytes(h->ddp, o, begin, end);
-    r = cddp__file_io(fd, true, cddp__share_at(o, p, k, from), n, at);
-    at += n;
-  }
-  return r;
+  size_t bytes = o->params[item->param].count * cddp__dtype_size(cddp__state_type(o, item->param));
+  char *state = cddp__state_at(h->ddp, o, h->states, (int)(item->place - o->state) / o->count,
+                               item->param, 0);
+  return cddp__file_io(fd, true, state, bytes, at);
 }
 
 /* Rank 0's part of saving. */
@@ -20075,7 +20049,7 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
     uint64_t at = c->header.end + item->begin;
     CDDP__POINT("save");
     r = item->data == NULL && item->place != NULL
-            ? cddp__write_shares(c->desc->optim, t.fd, item, at)
+            ? cddp__write_shared(c->desc->optim, t.fd, item, at)
             : cddp__copy_item(c, t.fd, item, at);
   }
   left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
