@@ -18280,7 +18280,8 @@ static void cddp__do_part(cddp__pass *x) {
   size_t begin, end;
   cddp__slice(d->model_bytes, CDDP__BLOCK_BYTES, e->board->parts, x->part, &begin, &end);
   x->logged = false;
-  if (x->which == CDDP__PASS_WEIGHTS && (progress | place) == (cddp__progress(e->step, 0) | place)) {
+  if (x->which == CDDP__PASS_WEIGHTS &&
+      (progress | place) == (cddp__progress(e->step, 0) | place)) {
     begin = (size_t)(progress & (place - 1));
     x->logged = (progress & 1) != 0;
   }
