@@ -73,7 +73,8 @@
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
      >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
      >>kernels      optimizers on devices           >>ddp          distributed data parallel
-     >>elastic      ranks are lost, and come        >>sampler      DistributedSampler
+     >>crew         elastic over hosts, on GPUs     >>elastic      ranks are lost, and come
+     >>sampler      DistributedSampler
      >>safetensors  a file's header (pure)          >>checkpoint   save and load
      >>spawn        processes and threads as ranks  >>public       arguments; the public functions
      >>history      changes                         >>license      the terms
@@ -1974,6 +1975,42 @@ enum {
   CDDP__ARENA_SPENT  /* has been added to others */
 };
 
+/* A rank of an elastic model of several hosts or GPUs, as it is sent: >>crew. */
+typedef struct cddp__crew_member {
+  struct sockaddr_in6 address; /* or a sockaddr_in. Where it listens, */
+  int32_t port, rank;          /* and its rank in the job */
+  uint32_t pid;
+  int32_t host, index; /* the number of its host in cddp__net; its own among the host's processes */
+  uint64_t life;       /* random; 0: the place is free */
+} cddp__crew_member;
+
+typedef struct cddp__crew_hello {
+  cddp__crew_member self;
+  unsigned char token[16]; /* the first rank's is the model's */
+} cddp__crew_hello;
+
+/* Owner: the thread that trains. */
+typedef struct cddp__crew {
+  struct cddp__net *net;        /* connections among the members: a rank there is a place here */
+  cddp__crew_member *members;   /* [shards] by place */
+  int me;                       /* this rank's place */
+  int count, *order;            /* [shards] members of the group; their places, in order of ranks */
+  uint64_t generation;          /* of the group: how many there have been */
+  uint64_t done, furthest;      /* reductions; of any member, as of the last table */
+  int *owner;                   /* [shards] who does each in the group */
+  int *mine_planned;            /* [2 * shards] scratch */
+  cddp__elastic_node *nodes;    /* [shards] sums that this rank has, ascending */
+  int node_count;
+  int shard;                    /* that this rank has taken; -1: none */
+  char *area, *mean, *scratch;  /* slots; the last reduction's mean; where the gradients are */
+  int slots;                    /* in area */
+  size_t scratch_bytes;
+  cddp__call *calls;            /* [shards] scratch */
+  void *blocks[2];              /* for control blocks of the next groups; NULL: none */
+  int attempts;                 /* groups since the last reduction */
+  int silent;                   /* place of a member whose host did not answer; -1: none */
+} cddp__crew;
+
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   uint64_t id;         /* in this process, from 1; never used again */
   cddp_group *group;   /* the user's */
@@ -1984,7 +2021,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
   int count;
   cddp_ddp_desc desc;
   const cddp__ddp_memory *memory; /* where gradients are */
-  cddp__elastic *elastic;         /* NULL: ranks are those of the group */
+  cddp__elastic *elastic;         /* NULL: ranks are those of the group, */
+  cddp__crew *crew;               /* or (not NULL) meet by messages */
   void *side;              /* on a device: the stream on which buckets are reduced */
   cddp__call *calls;       /* there: [count + buffers] scratch; lock, or the thread that steps */
   cddp_segment *segments;  /* there: [count] scratch, likewise */
@@ -14474,6 +14512,27 @@ static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, int colo
   return r;
 }
 
+/* Collective over g, which has none yet: a device context like that of `from`, whose ranks are not
+   all there any more. */
+static cddp_result cddp__device_again(const cddp_group *from, cddp_group *g) {
+  const cddp__device *old = cddp__device_of(from);
+  cddp__device *p = NULL;
+  cddp_result r = cddp__use_device(old->device);
+  if (r == CDDP_OK) r = cddp__device_new(&p, g, old->device);
+  if (r != CDDP_OK) return cddp__break(g, r); /* the other ranks count on this one */
+  p->kernels = old->kernels;
+  p->staged = old->staged;
+  g->stream = from->stream;
+  if (!p->staged && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
+  if (r != CDDP_OK) {
+    cddp__device_delete(p);
+    return r;
+  }
+  g->backend = from->backend;
+  g->device = p;
+  return CDDP_OK;
+}
+
 /* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
    Ranks that go on must not hear of it, so nothing here breaks the group. */
 static void cddp__device_leave(cddp_group *g) {
@@ -15075,6 +15134,11 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
     cddp__elastic_changed(d->elastic->board);
     return cddp__ddp_fail(d, r);
   }
+  if (d->crew != NULL) { /* the others see that this rank is gone */
+    cddp__close_fd(&d->crew->net->listener);
+    cddp__links_free(d->crew->net, d->crew->net->pending);
+    d->crew->net->pending = NULL;
+  }
   groups[0] = d->control;
   groups[1] = d->comm;
   groups[2] = d->hooks;
@@ -15083,7 +15147,7 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
     cddp__fail(r, "%s", text);
     if (groups[i] != NULL) cddp__break(groups[i], r);
   }
-  cddp__engine_drain(d->comm);
+  if (d->comm != NULL) cddp__engine_drain(d->comm);
   cddp__fail(r, "%s", text);
   return cddp__ddp_fail(d, r);
 }
@@ -16699,6 +16763,7 @@ static void cddp__arm(cddp_ddp *d) {
 /* The shard that this rank has taken, with which it should be done; -1: none. */
 static int cddp__held_shard(const cddp_ddp *d) {
   if (d->elastic != NULL) return d->elastic->shard;
+  if (d->crew != NULL) return d->crew->shard;
   return d->taken > 0 ? d->first_shard + d->taken - 1 : -1;
 }
 
@@ -16707,7 +16772,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   int held, i = 0;
   char space[24];
   if (d == NULL || shard == NULL || d->failed) return false;
-  if (d->elastic == NULL && d->taken == d->shard_count && !d->no_sync) return false;
+  if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false;
   held = cddp__held_shard(d);
   while (held >= 0 && i < d->count && d->tensors[i].ready) i++;
   if (d->no_sync || (held >= 0 && i < d->count)) {
@@ -16724,7 +16789,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
     (void)cddp__give_up(d, CDDP_INVALID_ARGUMENT);
     return false;
   }
-  if (d->elastic != NULL) return cddp__elastic_next(d, shard);
+  if (d->desc.elastic) return cddp__elastic_next(d, shard);
   if (d->taken > 0) {
     cddp_result r = cddp__end_shard(d);
     if (r != CDDP_OK) (void)cddp__give_up(d, r);
@@ -17214,7 +17279,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(d->meets, "on a GPU with NCCL set uneven_inputs in cddp_ddp_desc");
-  if (d->desc.shards > 0 || d->elastic != NULL)
+  if (d->desc.shards > 0 || d->desc.elastic)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "cddp_ddp_join: every rank does its shards in each step; go without shards "
                       "in cddp_ddp_desc");
@@ -17373,6 +17438,11 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   return d;
 }
 
+/* Whether that is so, and nobody could see one of them end. */
+static bool cddp__threads_by_messages(const cddp_group *g) {
+  return g->backend != NULL && g->host->threads && g->size > 1;
+}
+
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
   const char *other = d->desc.comm_hook != NULL          ? "comm_hook"
@@ -17384,9 +17454,10 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : g->host->board != NULL && d->control != NULL ? "another elastic model"
                       : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
-                      : g->hosts != NULL                        ? "several hosts"
-                      : g->backend != NULL                      ? "a GPU"
-                      : g->carrier->average != NULL             ? "MPI"
+                      : cddp__threads_by_messages(g) ? "ranks that are threads and have GPUs"
+                      : d->sparse != NULL && (g->hosts != NULL || g->backend != NULL)
+                          ? "sparse_rows on several hosts or GPUs"
+                      : g->carrier->foreign                     ? "MPI"
                                                                 : NULL;
   if (lacks != NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic in cddp_ddp_desc and %s exclude each other",
@@ -17457,6 +17528,879 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
     d->partition_count++;
   }
   return CDDP_OK;
+}
+
+/* >>crew ---------------------------------------------------------------------------------------
+   Elastic models whose ranks do not all see each other's memory: several hosts, or GPUs.
+   Job: shards, losses and steps by messages. Owns: cddp__crew, with a listening socket of its own;
+   of a cddp_ddp control and comm, which are made anew after a loss. Touches: of a cddp_ddp what
+   >>ddp does. Entry points: cddp__crew_create, _next, _step and _free, for the thread that trains.
+   Works as follows: each rank has all weights and all states, and takes the whole update itself.
+   What a step comes to depends on its number, the weights and the S shards alone, so a rank may do
+   any of it again. A rank adds up the gradients of its shards to nodes of the canonical tree, in
+   slots. When all its shards are done ranks reduce: a round of all (who comes to it has the mean of
+   the step before), then each rank gets all nodes of a part of the arena, takes the mean, and all
+   gather the means, in a buffer apart from the arena. cddp_ddp_next_shard does so before it says
+   that there are no more; cddp_ddp_step works on that buffer and asks nobody. `done` counts the
+   reductions that a rank has completed: two ranks' differ by one at most.
+   A loss is an operation of the group that fails with CDDP_PEER_LOST. Then ranks meet again. Each
+   calls the lowest of them that it does not know to be gone, by a connection as in >>links, and
+   reports: the reductions it has done, the shards whose sums it has, memory for control blocks.
+   The lowest waits until each of the others has come or is gone, which it sees by calling them too:
+   the connection is refused, or ends. A rank that computes comes later; its connection stays. The
+   answer is the table of all reports. It says everything: who the members are, in order; the
+   group's number; who has a reduction that others lack, and sends these its mean; which shards
+   nobody has, which are dealt anew. If the lowest rank dies the next one is the lowest. If it dies
+   while it answers, those that have the table fail in the first round of the new group, and meet
+   again, with all others. A rank whose host does not answer counts as lost for more than half of the
+   last group; fewer than that end with an error, so that two halves never train apart.
+   Why no moment is bad: before a rank's reduction is done, all others have its nodes or do its
+   shards again, to the same sums. The mean of a reduction stays with each rank that has it until
+   all ranks of its group have come to the next one. An update is the rank's own: if it dies there,
+   so do its weights, and the others have theirs.
+   A rank that has destroyed the model, or failed, listens no more, and is gone likewise. */
+
+#define CDDP__CREW_PART ((size_t)64)         /* a rank's part of a piece: a multiple, in elements */
+#define CDDP__CREW_PIECE ((size_t)512 << 10) /* elements of gradients that go round at once */
+
+/* What a rank says of itself when ranks meet. A byte for each shard follows: 1, it has its sum. */
+typedef struct cddp__crew_report {
+  uint64_t generation; /* of its last group */
+  uint64_t done;       /* reductions */
+  int32_t place, reserved;
+  cddp__crew_member self;
+  cddp__ref blocks[2]; /* memory for control blocks, which its host's lowest rank provides */
+} cddp__crew_report;
+
+static size_t cddp__report_bytes(const cddp_ddp *d) {
+  return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->shards, sizeof(uint64_t));
+}
+
+static void cddp__name_crew(const cddp__crew *c, int place, char *out, size_t n) {
+  cddp__append(out, n, "rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
+}
+
+/* Where cddp__link_call finds that member. */
+static void cddp__crew_enter(cddp__crew *c, int place, const cddp__crew_member *m) {
+  c->members[place] = *m;
+  c->net->hosts[place].address = m->address;
+  c->net->homes[place].host = place;
+  c->net->homes[place].pid = m->pid;
+  c->net->homes[place].port = m->port;
+}
+
+/* --- nodes --- */
+
+static int cddp__crew_slot(const cddp__crew *c) { /* one that no node is in */
+  int slot = 0, i;
+  for (i = 0; i < c->node_count; i++)
+    if (c->nodes[i].slot == slot) slot++, i = -1;
+  return slot;
+}
+
+/* Bytes behind the arena's end that a reduction may touch: its parts are of one size. */
+static size_t cddp__crew_slack(const cddp_ddp *d) {
+  return (size_t)d->shards * CDDP__CREW_PART * sizeof(double);
+}
+
+/* Memory where the gradients are; zeroed. */
+static char *cddp__crew_alloc(cddp_ddp *d, size_t bytes) {
+  char *p;
+  if (d->group->backend == NULL)
+    return (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_KIT);
+  p = (char *)d->group->backend->alloc(d->group, bytes);
+  if (p != NULL && d->memory->zero(p, bytes, d->group->stream) == CDDP_OK) return p;
+  if (p != NULL) d->group->backend->free(p);
+  return NULL;
+}
+
+static void cddp__crew_release(cddp_ddp *d, char *p) {
+  if (d->group->backend == NULL) cddp__arena_free(d->group->host, p);
+  else if (p != NULL) d->group->backend->free(p);
+}
+
+/* Room for so many slots. */
+static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
+  cddp__crew *c = d->crew;
+  size_t bytes = (size_t)c->slots * d->slot_room;
+  char *p;
+  cddp_result r = CDDP_OK;
+  if (slots <= c->slots) return CDDP_OK;
+  p = cddp__crew_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__crew_slack(d));
+  if (p == NULL) return CDDP_OUT_OF_MEMORY;
+  if (c->area != NULL) r = d->memory->copy(p, c->area, bytes, d->group->stream);
+  cddp__crew_release(d, c->area);
+  c->area = d->slot_areas[d->group->local_rank] = p;
+  c->slots = slots;
+  return r;
+}
+
+/* The shard in the arena becomes a node in a slot, with its siblings; the arena is clear then. */
+static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
+  cddp__crew *c = d->crew;
+  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, i, n = 0;
+  int at = cddp__siblings(c->nodes, c->node_count, shard, d->shards, &low, &high);
+  cddp__elastic_node node;
+  cddp_result r;
+  node.first = shard;
+  node.width = 1;
+  node.slot = cddp__crew_slot(c);
+  CDDP__POINT("elastic keep");
+  for (i = low; i <= high; i++) { /* the shard itself is at its place among them */
+    const cddp__elastic_node *from = i < at ? &c->nodes[i] : &c->nodes[i - 1];
+    slots[n] = i == at ? -1 : from->slot;
+    widths[n++] = i == at ? 1 : from->width == 1 ? -1 : from->width;
+    if (i == at) continue;
+    if (i < at && i == low) node.first = from->first;
+    node.width += from->width;
+  }
+  if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
+  r = d->memory->merge_nodes(d, d->group->local_rank, node.slot, slots, widths, n, true);
+  if (r == CDDP_OK) r = cddp__clear_own(d);
+  memmove(c->nodes + low + 1, c->nodes + high,
+          (size_t)(c->node_count - high) * sizeof *c->nodes);
+  c->nodes[low] = node;
+  c->node_count += 1 - (high - low);
+  CDDP__POINT("elastic kept");
+  return r;
+}
+
+static bool cddp__crew_has(const cddp__crew *c, int shard) {
+  int i;
+  for (i = 0; i < c->node_count; i++)
+    if (shard >= c->nodes[i].first && shard < c->nodes[i].first + c->nodes[i].width) return true;
+  return false;
+}
+
+/* All shards are still to be done, by all members. */
+static void cddp__crew_deal(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  int k, i, first, count;
+  c->node_count = 0;
+  for (k = 0; k < c->count; k++) {
+    cddp__deal_shards(d->shards, c->count, k, &first, &count);
+    for (i = first; i < first + count; i++) c->owner[i] = k;
+  }
+}
+
+/* --- the reduction --- */
+
+/* The nodes of [low, high) of the tree, as they are once all members have done their shards. */
+static void cddp__crew_plan(cddp_ddp *d, int low, int high) {
+  const cddp__crew *c = d->crew;
+  cddp__shard_node *node = &d->nodes[d->node_count];
+  int i = low, half = 1;
+  while (i < high && c->owner[i] == c->owner[low]) i++;
+  if (i == high && (high - low < d->shards || d->shards == 1)) { /* the root is added at the end */
+    node->rank = c->owner[low];
+    node->slot = c->mine_planned[node->rank]++;
+    if (node->slot + 1 > d->most_nodes) d->most_nodes = node->slot + 1;
+    d->widths[d->node_count++] = high - low == 1 ? -1 : high - low;
+    return;
+  }
+  while (2 * half < high - low) half *= 2;
+  cddp__crew_plan(d, low, low + half);
+  cddp__crew_plan(d, low + half, high);
+}
+
+/* Moves between all ranks, of memory where the gradients are. */
+static cddp_result cddp__crew_move(cddp_ddp *d, const cddp__call *calls, int n) {
+  cddp_result r = CDDP_OK;
+  int i;
+#ifdef CDDP_CUDA
+  if (d->group->backend != NULL)
+    return cddp__issue(cddp__device_of(d->comm), calls, n, cddp__main_stream(d->group));
+#endif
+  for (i = 0; r == CDDP_OK && i < n; i++) r = cddp__run_call(d->control, &calls[i]);
+  return r;
+}
+
+static cddp_result cddp__crew_sum(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype) {
+#ifdef CDDP_CUDA
+  if (d->group->backend != NULL)
+    return cddp__kernel_result(
+        cddp__registered_kernels->sum(out, dtype, d->sources, d->widths, d->node_count, d->shards,
+                                      n, d->group->stream),
+        "the kernel that adds shards");
+#endif
+  cddp__reduce_nodes(out, d->sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
+  return CDDP_OK;
+}
+
+/* The mean of n elements for each rank, from offset `at` of the arena on. */
+static cddp_result cddp__crew_piece(cddp_ddp *d, cddp_dtype dtype, size_t at, size_t n) {
+  cddp__crew *c = d->crew;
+  cddp_dtype wide = dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32;
+  size_t ranks = (size_t)c->count, part = n * cddp__dtype_size(wide);
+  char *mine = c->scratch + (size_t)d->most_nodes * ranks * part, *slot;
+  int here = d->group->local_rank, i;
+  cddp__call gather;
+  cddp_result r;
+  for (i = 0; i < d->most_nodes; i++) { /* a rank with fewer nodes sends what nobody looks at */
+    slot = cddp__in_slot(d, here, i < c->node_count ? c->nodes[i].slot : 0, at);
+    c->calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, slot,
+                                  c->scratch + (size_t)i * ranks * part, n, wide, CDDP_SUM, -1);
+  }
+  for (i = 0; i < d->node_count; i++)
+    d->sources[i] = ranks == 1 ? cddp__in_slot(d, here, c->nodes[i].slot, at)
+                               : c->scratch + ((size_t)d->nodes[i].slot * ranks +
+                                               (size_t)d->nodes[i].rank) * part;
+  if (ranks == 1) return cddp__crew_sum(d, c->mean + at, n, dtype);
+  r = cddp__crew_move(d, c->calls, d->most_nodes);
+  CDDP__POINT("elastic exchanged");
+  if (r == CDDP_OK) r = cddp__crew_sum(d, mine, n, dtype);
+  gather = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, c->mean + at, n, dtype, CDDP_SUM, -1);
+  return r == CDDP_OK ? cddp__crew_move(d, &gather, 1) : r;
+}
+
+/* What was begun on the device has ended, and well. */
+static cddp_result cddp__crew_await(cddp_ddp *d) {
+#ifdef CDDP_CUDA
+  if (d->group->backend != NULL)
+    return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
+#endif
+  (void)d;
+  return CDDP_OK;
+}
+
+static cddp_result cddp__crew_scratch(cddp_ddp *d, size_t bytes) {
+  cddp__crew *c = d->crew;
+  if (bytes <= c->scratch_bytes) return CDDP_OK;
+  cddp__crew_release(d, c->scratch);
+  c->scratch_bytes = 0;
+  c->scratch = cddp__crew_alloc(d, bytes);
+  if (c->scratch == NULL) return CDDP_OUT_OF_MEMORY;
+  c->scratch_bytes = bytes;
+  return CDDP_OK;
+}
+
+/* All members' nodes make the mean, in crew.mean. */
+static cddp_result cddp__crew_reduce(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  size_t ranks = (size_t)c->count, at, n, esize, most = CDDP__CREW_PIECE / ranks;
+  uint64_t said[2];
+  cddp__range range;
+  cddp_result r = CDDP_OK;
+  int dtype, k;
+  said[0] = c->done;
+  said[1] = c->generation;
+  CDDP__POINT("elastic meet");
+  if (c->count > 1)
+    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, 0, said,
+                    sizeof said);
+  for (k = 0; r == CDDP_OK && c->count > 1 && k < c->count; k++)
+    CDDP_ASSERT(memcmp(cddp__op_header_of(d->control, k, d->control->round)->u.bytes, said,
+                       sizeof said) == 0);
+  CDDP__POINT("elastic met");
+  memset(c->mine_planned, 0, (size_t)d->shards * sizeof *c->mine_planned);
+  d->node_count = d->most_nodes = 0;
+  cddp__crew_plan(d, 0, d->shards);
+  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
+    if (!cddp__range_of(d, dtype, &range)) continue;
+    esize = cddp__dtype_size((cddp_dtype)dtype);
+    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * ranks * esize) {
+      n = ((range.end - at) / esize + ranks - 1) / ranks;
+      n = cddp__round_up(cddp__min(n, most), CDDP__CREW_PART);
+      r = cddp__crew_scratch(d, ((size_t)d->most_nodes * ranks + 1) * n * sizeof(double));
+      if (r == CDDP_OK) r = cddp__crew_piece(d, (cddp_dtype)dtype, at, n);
+      CDDP__POINT("elastic piece");
+    }
+  }
+  if (r == CDDP_OK) r = cddp__crew_await(d);
+  if (r != CDDP_OK) return r;
+  c->done++;
+  c->attempts = 0;
+  cddp__crew_deal(d);
+  CDDP__POINT("elastic reduced");
+  return CDDP_OK;
+}
+
+/* --- meeting again --- */
+
+/* This rank's report, in a frame's place. */
+static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
+  cddp__crew *c = d->crew;
+  const cddp_allocator *a = &d->group->host->allocator;
+  size_t bytes = cddp__report_bytes(d), block = 0;
+  cddp__message *m = (cddp__message *)cddp__calloc(a, 1, sizeof *m + bytes);
+  cddp__crew_report *report;
+  unsigned char *sums;
+  int i, k, there = 0;
+  *out = m;
+  if (m == NULL) return CDDP_OUT_OF_MEMORY;
+  m->size = bytes;
+  report = (cddp__crew_report *)(void *)(m + 1);
+  sums = (unsigned char *)(report + 1);
+  report->generation = c->generation;
+  report->done = c->done;
+  report->place = c->me;
+  report->self = c->members[c->me];
+  for (i = 0; i < d->shards; i++) /* one in hand will be done, as long as this rank lives */
+    sums[i] = cddp__crew_has(c, i) || (i == c->shard && c->done == d->steps);
+  for (i = 0; i < d->shards; i++) there += c->members[i].life != 0;
+  for (i = 1; i <= there; i++)
+    for (k = 1; k <= i; k++) block = cddp__max(block, cddp__block_bytes(i, k));
+  for (i = 0; i < 2; i++) {
+    cddp__arena_free(d->group->host, c->blocks[i]);
+    c->blocks[i] = cddp__arena_alloc(d->group->host, block, CDDP__FOR_BOARD);
+    if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
+    report->blocks[i] = cddp__ref_of(d->group->host, c->blocks[i], block);
+  }
+  return CDDP_OK;
+}
+
+/* Whether a member's connection says that it is gone. False: it is there, or its host does not
+   answer (link->state is DEAD then). */
+static bool cddp__crew_gone(cddp__link *l) {
+  cddp__link_answered(l);
+  if (l->state != CDDP__LINK_DEAD) return false;
+  return l->error == 0 || l->error == CDDP__LEFT || l->error == ECONNRESET || l->error == EPIPE ||
+         l->error == ECONNREFUSED || l->error == EPROTO;
+}
+
+static void cddp__crew_lose(cddp_ddp *d, int place, const char *how) {
+  cddp__crew *c = d->crew;
+  char who[64] = "";
+  cddp__name_crew(c, place, who, sizeof who);
+  CDDP__POINT("elastic lost");
+  cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
+            who, how, d->steps);
+  cddp__record_event(d->group, "lost", (uint64_t)c->members[place].rank, CDDP_PEER_LOST);
+  c->members[place].life = 0;
+}
+
+/* Waits for a moment, or for what comes on these connections, or (listener >= 0) for a new one. */
+static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
+  struct pollfd fds[64];
+  int i, count = 1;
+  fds[0].fd = listener;
+  fds[0].events = POLLIN;
+  for (i = 0; i < n && count < 64; i++) {
+    if (links[i] == NULL || links[i]->state == CDDP__LINK_DEAD) continue;
+    fds[count].fd = links[i]->fd;
+    fds[count++].events = links[i]->state == CDDP__LINK_GREETING ? POLLOUT : POLLIN;
+  }
+  (void)!poll(fds, (nfds_t)count, 5);
+}
+
+/* Takes in who calls this rank, and what they report. */
+static void cddp__crew_listen(cddp_ddp *d, cddp__link **links, cddp__message **reports) {
+  cddp__crew *c = d->crew;
+  cddp__net *n = c->net;
+  cddp__link **at, *l;
+  cddp__message *m;
+  const cddp__crew_report *report;
+  cddp__net_accept(n);
+  for (at = &n->pending; (l = *at) != NULL;) {
+    bool up = cddp__link_shake(n, l);
+    m = up ? cddp__link_receive(n, l, cddp__report_bytes(d)) : NULL;
+    report = (const cddp__crew_report *)(const void *)(m + 1);
+    if (!up && cddp__now() > l->deadline) cddp__link_end(l, ETIMEDOUT);
+    if (m != NULL && (m->size != cddp__report_bytes(d) || report->place != l->peer ||
+                      l->group != c->members[c->me].life || l->peer >= d->shards ||
+                      report->self.life != c->members[l->peer].life))
+      cddp__link_end(l, EPROTO);
+    if (m == NULL && l->state != CDDP__LINK_DEAD) {
+      at = &l->next;
+      continue;
+    }
+    *at = l->next;
+    if (l->state == CDDP__LINK_DEAD) {
+      cddp__free(&n->allocator, m);
+      cddp__link_free(n, l);
+      continue;
+    }
+    cddp__link_free(n, links[l->peer]);
+    cddp__free(&n->allocator, reports[l->peer]);
+    reports[l->peer] = m;
+    links[l->peer] = l;
+    l->next = NULL;
+  }
+}
+
+/* Fails if fewer than half of the last group are there, and others do not answer. */
+static cddp_result cddp__crew_majority(const cddp__crew *c, int came) {
+  char who[64] = "";
+  if (c->silent < 0 || 2 * came > c->count) return CDDP_OK;
+  cddp__name_crew(c, c->silent, who, sizeof who);
+  return cddp__fail(CDDP_PEER_LOST,
+                    "the host of %s does not answer, and %d of %d ranks cannot go on without the "
+                    "others, which may have gone on: more than half must be there",
+                    who, came, c->count);
+}
+
+/* The lowest rank: waits until each member has reported or is gone. */
+static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__message **reports,
+                                        double deadline, int *came) {
+  cddp__crew *c = d->crew;
+  char who[64] = "";
+  int waiting = 1, p;
+  while (waiting > 0) {
+    cddp__crew_listen(d, links, reports);
+    for (p = waiting = 0, *came = 1; p < d->shards; p++) {
+      if (p == c->me || c->members[p].life == 0) continue;
+      if (links[p] == NULL)
+        links[p] = cddp__link_call(c->net, p, CDDP__LINK_MESSAGES, c->members[p].life);
+      if (links[p] == NULL) return CDDP_SYSTEM;
+      cddp__link_flush(c->net, links[p]);
+      if (links[p]->state == CDDP__LINK_UP) /* it says nothing more; its end shows */
+        cddp__free(&c->net->allocator, cddp__link_receive(c->net, links[p], 0));
+      if (!cddp__crew_gone(links[p]) && links[p]->state == CDDP__LINK_DEAD) c->silent = p;
+      if (links[p]->state == CDDP__LINK_DEAD) {
+        cddp__free(&c->net->allocator, reports[p]);
+        reports[p] = NULL;
+        cddp__crew_lose(d, p, c->silent == p ? ": its host does not answer" : "");
+        continue;
+      }
+      *came += reports[p] != NULL;
+      if (reports[p] == NULL && waiting++ == 0) {
+        who[0] = 0;
+        cddp__name_crew(c, p, who, sizeof who);
+      }
+    }
+    if (waiting > 0 && cddp__now() > deadline)
+      return cddp__fail(CDDP_TIMEOUT,
+                        "timed out after %g s: after a loss in step %" PRIu64 " %s did not come to "
+                        "cddp_ddp_next_shard",
+                        d->group->timeout_s, d->steps, who);
+    if (waiting > 0) cddp__crew_nap(c->net->listener, links, d->shards);
+  }
+  return CDDP_OK;
+}
+
+/* All reports, as one message, to all that have come. */
+static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__link **links, cddp__message **reports,
+                                     cddp__message **table) {
+  cddp__net *n = d->crew->net;
+  size_t bytes = cddp__report_bytes(d), total = 0;
+  double deadline = cddp__now() + CDDP__UNANSWERED_S;
+  cddp__frame_head head;
+  cddp__message *m;
+  bool busy = true;
+  int p;
+  for (p = 0; p < d->shards; p++) total += reports[p] != NULL ? bytes : 0;
+  *table = m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + total);
+  if (m == NULL) return CDDP_OUT_OF_MEMORY;
+  for (m->size = 0, p = 0; p < d->shards; p++) {
+    if (reports[p] == NULL) continue;
+    memcpy((char *)(m + 1) + m->size, reports[p] + 1, bytes);
+    m->size += bytes;
+  }
+  head = cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, total, total);
+  for (p = 0; p < d->shards; p++) {
+    if (links[p] == NULL || reports[p] == NULL) continue;
+    cddp__buffer_add(&links[p]->out, &head, sizeof head);
+    cddp__buffer_add(&links[p]->out, m + 1, total);
+    CDDP__POINT("elastic answer");
+    cddp__link_flush(n, links[p]);
+  }
+  while (busy && cddp__now() < deadline) {
+    for (p = 0, busy = false; p < d->shards; p++) {
+      if (links[p] == NULL || reports[p] == NULL) continue;
+      cddp__link_flush(n, links[p]);
+      busy = busy || (links[p]->state != CDDP__LINK_DEAD && cddp__buffer_size(&links[p]->out) > 0);
+    }
+    if (busy) cddp__sleep(1e-3);
+  }
+  return CDDP_OK;
+}
+
+/* This rank is the lowest: it answers all others. */
+static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double deadline,
+                                   cddp__message **table) {
+  const cddp_allocator *a = &d->crew->net->allocator;
+  cddp__link **links = (cddp__link **)cddp__calloc(a, 2 * (size_t)d->shards, sizeof *links);
+  cddp__message **reports = (cddp__message **)(void *)(links + d->shards);
+  cddp_result r;
+  int came, p;
+  if (links == NULL) return CDDP_OUT_OF_MEMORY;
+  reports[d->crew->me] = mine;
+  r = cddp__crew_await_all(d, links, reports, deadline, &came);
+  if (r == CDDP_OK) r = cddp__crew_majority(d->crew, came);
+  if (r == CDDP_OK) r = cddp__crew_answer(d, links, reports, table);
+  reports[d->crew->me] = NULL;
+  for (p = 0; p < d->shards; p++) {
+    cddp__link_free(d->crew->net, links[p]);
+    cddp__free(a, reports[p]);
+  }
+  cddp__free(a, links);
+  return r;
+}
+
+/* Reports to the lowest rank, and waits for its answer; *table NULL: it is gone. */
+static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message *mine,
+                                   double deadline, cddp__message **table) {
+  cddp__net *n = d->crew->net;
+  cddp__link *l = cddp__link_call(n, lowest, CDDP__LINK_MESSAGES, d->crew->members[lowest].life);
+  cddp__frame_head head =
+      cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, mine->size, mine->size);
+  cddp_result r = CDDP_OK;
+  char who[64] = "";
+  *table = NULL;
+  if (l == NULL) return CDDP_SYSTEM;
+  cddp__buffer_add(&l->out, &head, sizeof head);
+  cddp__buffer_add(&l->out, mine + 1, mine->size);
+  while (r == CDDP_OK && *table == NULL) {
+    cddp__link_flush(n, l);
+    CDDP__POINT("elastic report");
+    if (l->state == CDDP__LINK_UP)
+      *table = cddp__link_receive(n, l, (size_t)d->shards * cddp__report_bytes(d));
+    if (*table != NULL) break;
+    if (!cddp__crew_gone(l) && l->state == CDDP__LINK_DEAD) d->crew->silent = lowest;
+    if (l->state == CDDP__LINK_DEAD) break;
+    cddp__name_crew(d->crew, lowest, who, sizeof who);
+    if (cddp__now() > deadline)
+      r = cddp__fail(CDDP_TIMEOUT,
+                     "timed out after %g s: after a loss in step %" PRIu64 " %s has not gathered "
+                     "all ranks", d->group->timeout_s, d->steps, who);
+    else
+      cddp__crew_nap(-1, &l, 1);
+    who[0] = 0;
+  }
+  cddp__link_free(n, l);
+  return r;
+}
+
+/* All members that are there say where they are: *table has their reports. */
+static cddp_result cddp__crew_gather(cddp_ddp *d, cddp__message **table) {
+  cddp__crew *c = d->crew;
+  double deadline = cddp__now() + d->group->timeout_s;
+  cddp__message *mine = NULL;
+  cddp_result r = cddp__crew_report_new(d, &mine);
+  int lowest;
+  *table = NULL;
+  c->silent = -1;
+  while (r == CDDP_OK && *table == NULL) {
+    for (lowest = 0; c->members[lowest].life == 0; lowest++) {}
+    if (lowest == c->me) {
+      r = cddp__crew_host(d, mine, deadline, table);
+    } else {
+      r = cddp__crew_call(d, lowest, mine, deadline + 1, table);
+      if (r == CDDP_OK && *table == NULL) cddp__crew_lose(d, lowest, "");
+    }
+  }
+  cddp__free(&c->net->allocator, mine);
+  return r;
+}
+
+/* --- the group of those that are there --- */
+
+static const cddp__crew_report *cddp__report_at(const cddp_ddp *d, const cddp__message *table,
+                                                int k) {
+  const char *at = (const char *)(table + 1) + (size_t)k * cddp__report_bytes(d);
+  return (const cddp__crew_report *)(const void *)at;
+}
+
+/* One of the two groups of the table's members. which: 0, control, 1, comm. */
+static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int which,
+                                    cddp_group **out) {
+  cddp__crew *c = d->crew;
+  cddp__host *h = d->group->host;
+  int *indices = c->mine_planned, *world = indices + d->shards, k, rank = 0, here = 0, lowest = -1;
+  const cddp__crew_report *report;
+  uint64_t id[3];
+  void *block = NULL;
+  cddp_result r;
+  for (k = 0; k < c->count; k++) {
+    report = cddp__report_at(d, table, k);
+    world[k] = report->self.rank;
+    indices[k] = report->self.host == c->members[c->me].host ? report->self.index : -1;
+    if (indices[k] >= 0 && here++ == 0) lowest = k;
+    if (c->order[k] == c->me) rank = k;
+  }
+  report = cddp__report_at(d, table, lowest);
+  if (c->order[lowest] == c->me) {
+    block = c->blocks[which];
+    c->blocks[which] = NULL; /* the group's, from now on */
+    cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
+  } else if ((r = cddp__locate(h, &report->blocks[which], &block)) != CDDP_OK) {
+    return r;
+  }
+  r = cddp__group_build(out, h, rank, c->count, indices, (char *)block, d->group->timeout_s);
+  if (r != CDDP_OK) return r;
+  id[0] = d->group->id;
+  id[1] = c->generation;
+  id[2] = d->id << 1 | (uint64_t)which;
+  (*out)->block_ref = report->blocks[which];
+  (*out)->id = cddp__hash64(1, id, sizeof id);
+  r = cddp__hosts_attach(*out, world);
+  CDDP__POINT("elastic built");
+  if (r == CDDP_OK)
+    r = cddp__round(*out, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
+                    0);
+#ifdef CDDP_CUDA
+  if (r == CDDP_OK && which == 1 && d->group->backend != NULL)
+    r = cddp__device_again(d->group, *out);
+  if (r == CDDP_OK && which == 1 && d->group->backend != NULL)
+    d->side = (void *)cddp__device_of(*out)->side;
+#endif
+  return r;
+}
+
+static void cddp__crew_leave(cddp_ddp *d) { /* both groups, for good; keeps the error's text */
+  cddp_group **groups[2];
+  char text[CDDP__ERROR_MAX];
+  int i;
+  groups[0] = &d->control;
+  groups[1] = &d->comm;
+  memcpy(text, cddp__error_text, sizeof text);
+  for (i = 0; i < 2; i++) {
+    if (*groups[i] == NULL) continue;
+    cddp__fail(CDDP_PEER_LOST, "%s", text);
+    if ((*groups[i])->size > 1) (void)cddp__break(*groups[i], CDDP_PEER_LOST);
+    cddp__group_leave(*groups[i]);
+    *groups[i] = NULL;
+  }
+  memcpy(cddp__error_text, text, sizeof text);
+}
+
+/* Takes over the table: who is there, and how far they are; shards that nobody has are dealt.
+   *source: the first that has the furthest reduction, if others lack it; else -1. */
+static void cddp__crew_take(cddp_ddp *d, const cddp__message *table, int *source) {
+  cddp__crew *c = d->crew;
+  size_t n = table->size / cddp__report_bytes(d);
+  uint64_t furthest = 0, least = UINT64_MAX;
+  bool listed;
+  int k, i, p, left = 0, dealt = 0;
+  c->count = (int)n;
+  *source = -1;
+  for (k = 0; k < c->count; k++) {
+    const cddp__crew_report *report = cddp__report_at(d, table, k);
+    c->order[k] = report->place;
+    cddp__crew_enter(c, report->place, &report->self);
+    if (report->generation >= c->generation) c->generation = report->generation + 1;
+    furthest = cddp__max(furthest, report->done);
+    least = cddp__min(least, report->done);
+  }
+  for (p = 0; p < d->shards; p++) {
+    for (k = 0, listed = false; k < c->count; k++) listed = listed || c->order[k] == p;
+    if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
+  }
+  if (c->done < furthest) c->node_count = 0; /* of a step whose mean others have */
+  for (i = 0; i < d->shards; i++) {
+    c->owner[i] = -1;
+    for (k = 0; k < c->count; k++) {
+      const cddp__crew_report *report = cddp__report_at(d, table, k);
+      if (report->done == furthest && ((const unsigned char *)(report + 1))[i] != 0)
+        c->owner[i] = k;
+      if (report->done == furthest && least < furthest && *source < 0) *source = k;
+    }
+    left += c->owner[i] < 0;
+  }
+  for (i = 0; i < d->shards; i++)
+    if (c->owner[i] < 0) c->owner[i] = (int)((int64_t)dealt++ * c->count / left);
+  c->furthest = furthest;
+  cddp__record_event(d->group, "dealt", (uint64_t)c->count, CDDP_OK);
+}
+
+/* The group is broken: those that are there make another one, and go on from the furthest of them.
+   CDDP_PEER_LOST: one of them was lost meanwhile. */
+static cddp_result cddp__crew_regroup(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  cddp__message *table = NULL;
+  cddp_result r;
+  int source = -1, i;
+  if (++c->attempts > 4 * d->shards + 16) /* that is no loss any more */
+    return cddp__fail(CDDP_ABORTED, "ranks met %d times after losses in step %" PRIu64
+                      " and could not complete it", c->attempts - 1, d->steps);
+  cddp__crew_leave(d);
+  if ((r = cddp__crew_gather(d, &table)) != CDDP_OK)
+    return r == CDDP_PEER_LOST ? cddp__fail(CDDP_ABORTED, "%s", cddp__error_text) : r;
+  cddp__crew_take(d, table, &source);
+  CDDP__POINT("elastic table");
+  r = cddp__crew_group(d, table, 0, &d->control);
+  if (r == CDDP_OK) r = cddp__crew_group(d, table, 1, &d->comm);
+  cddp__free(&c->net->allocator, table);
+  for (i = 0; i < 2; i++) {
+    cddp__arena_free(d->group->host, c->blocks[i]);
+    c->blocks[i] = NULL;
+  }
+  CDDP__POINT("elastic grouped");
+  if (r == CDDP_OK && source >= 0) {
+    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->bytes, CDDP_U8,
+                                      CDDP_SUM, source);
+    r = cddp__crew_move(d, &send, 1);
+    if (r == CDDP_OK) r = cddp__crew_await(d);
+  }
+  if (r != CDDP_OK) return r;
+  c->done = c->furthest;
+  cddp__log(&d->group->host->logger, 1, "%d ranks go on with step %" PRIu64, c->count, c->done);
+  return CDDP_OK;
+}
+
+/* --- shards and steps --- */
+
+/* The next shard; -1: all are done, and the mean of them is there, or the model has failed. */
+static int cddp__crew_next(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
+  int held = c->shard, i;
+  c->shard = -1;
+  if (r == CDDP_OK && held >= 0 && c->done == d->steps) r = cddp__crew_keep(d, held);
+  if (held >= 0) cddp__arm(d);
+  while (r == CDDP_OK && c->done == d->steps) {
+    for (i = 0; i < d->shards; i++) {
+      if (c->owner[i] >= c->count || c->order[c->owner[i]] != c->me || cddp__crew_has(c, i))
+        continue;
+      d->taken++;
+      return c->shard = i;
+    }
+    r = cddp__crew_reduce(d);
+    while (r == CDDP_PEER_LOST) r = cddp__crew_regroup(d);
+  }
+  if (r != CDDP_OK) (void)cddp__give_up(d, r);
+  return -1;
+}
+
+/* The mean goes to where the program and optimizers read it. */
+static cddp_result cddp__crew_fetch(cddp_ddp *d, bool own) {
+  void *stream = d->group->stream;
+  cddp_result r = d->memory->copy(d->arena, d->crew->mean, d->bytes, stream);
+  int i;
+  for (i = 0; r == CDDP_OK && own && i < d->count; i++)
+    if (!d->tensors[i].placed)
+      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].offset, d->tensors[i].bytes,
+                          stream);
+  return r;
+}
+
+/* cddp_ddp_step, or (s NULL) _wait: this rank's own work on the mean. */
+static cddp_result cddp__crew_step(cddp_ddp *d, cddp_optim *s) {
+  cddp__crew *c = d->crew;
+  bool gpu = d->group->backend != NULL;
+  uint64_t record;
+  cddp_result r;
+  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if (s == NULL && d->no_sync) return CDDP_OK;
+  record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
+                              d->steps, 0);
+  r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
+  if (r == CDDP_OK && c->done == d->steps)
+    r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                   "rank %d came to the update of step %" PRIu64 " before all shards are done; "
+                   "call cddp_ddp_next_shard until it returns false",
+                   d->group->rank, d->steps);
+  CDDP__POINT("elastic update");
+  memset(d->used, 1, (size_t)d->count);
+  if (r == CDDP_OK) r = cddp__crew_fetch(d, s == NULL || !gpu);
+  if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
+  if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
+    r = d->memory->clip(d, d->desc.max_grad_norm, NULL);
+  if (r == CDDP_OK && s != NULL && !gpu) r = cddp_optim_step(s);
+  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, gpu ? s : NULL, gpu);
+  CDDP__POINT("elastic updated");
+  if (r == CDDP_OK) {
+    d->steps++;
+    d->taken = 0;
+    d->present = c->count;
+    cddp__arm(d);
+  } else {
+    r = cddp__give_up(d, r);
+  }
+  cddp__record_finish(d->group, record, r);
+  return r;
+}
+
+/* --- creation and destruction --- */
+
+static void cddp__crew_free(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  if (c == NULL) return;
+  cddp__net_free(c->net);
+  if (d->memory->use != NULL) (void)d->memory->use(d);
+  cddp__crew_release(d, c->mean);
+  cddp__crew_release(d, c->area);
+  cddp__crew_release(d, c->scratch);
+  cddp__free(&d->group->host->allocator, c);
+  d->crew = NULL;
+}
+
+/* What this rank tells of itself; its socket listens. */
+static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
+  cddp__crew *c = d->crew;
+  const cddp__host *h = d->group->host;
+  cddp__address a;
+  int error;
+  memset(self, 0, sizeof *self);
+  if (h->net != NULL) {
+    self->address = h->net->hosts[h->net->host].address;
+    self->host = h->net->host;
+  } else {
+    struct sockaddr_in *here = (struct sockaddr_in *)(void *)&self->address;
+    here->sin_family = AF_INET;
+    here->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  }
+  a = cddp__internet_address(&self->address);
+  cddp__address_set_port(&a, 0);
+  if ((error = cddp__listen_address(&a, &c->net->listener)) != 0)
+    return cddp__fail(CDDP_SYSTEM, "listen for ranks that go on after a loss: %s",
+                      strerror(error));
+  cddp__own_socket(c->net->listener);
+  if (!cddp__local_address(c->net->listener, &a)) return cddp__fail_errno("getsockname");
+  self->port = cddp__address_port(&a);
+  self->rank = d->group->rank;
+  self->index = h->index;
+  self->pid = (uint32_t)getpid();
+  return cddp__random(&self->life, sizeof self->life);
+}
+
+/* The crew and its arrays; only this rank is in it. */
+static cddp_result cddp__crew_new(cddp_ddp *d) {
+  const cddp__host *h = d->group->host;
+  const cddp_allocator *a = &h->allocator;
+  size_t n = (size_t)d->shards;
+  const char *secret = h->net != NULL ? h->net->secret : h->door != NULL ? h->door->secret : NULL;
+  cddp__crew *c = (cddp__crew *)cddp__calloc(
+      a, 1, sizeof *c + n * (sizeof *c->members + sizeof *c->nodes + sizeof *c->calls +
+                             4 * sizeof(int)));
+  if (c == NULL) return CDDP_OUT_OF_MEMORY;
+  d->crew = c;
+  c->members = (cddp__crew_member *)(void *)(c + 1);
+  c->calls = (cddp__call *)(void *)(c->members + n);
+  c->nodes = (cddp__elastic_node *)(void *)(c->calls + n);
+  c->order = (int *)(void *)(c->nodes + n);
+  c->owner = c->order + n;
+  c->mine_planned = c->owner + n; /* [2 n] */
+  c->shard = -1;
+  c->me = d->group->rank;
+  c->net = cddp__net_new(a, d->shards + 1, d->shards + 1);
+  if (c->net == NULL) return CDDP_OUT_OF_MEMORY;
+  c->net->rank = c->net->host = c->me;
+  if (secret != NULL) {
+    c->net->secret = (char *)cddp__malloc(a, strlen(secret) + 1);
+    if (c->net->secret == NULL) return CDDP_OUT_OF_MEMORY;
+    memcpy(c->net->secret, secret, strlen(secret) + 1);
+  }
+  d->slot_room = cddp__round_up(d->slot_bytes, CDDP__CACHE_LINE);
+  c->mean = cddp__crew_alloc(d, d->bytes + cddp__crew_slack(d));
+  return c->mean != NULL ? cddp__crew_grow(d, 1) : CDDP_OUT_OF_MEMORY;
+}
+
+/* Collective over d->control: all ranks know each other. */
+static cddp_result cddp__crew_create(cddp_ddp *d) {
+  cddp_group *g = d->control;
+  size_t n = (size_t)g->size;
+  cddp__crew_hello mine, *all;
+  cddp_result r = cddp__crew_new(d);
+  int k;
+  memset(&mine, 0, sizeof mine);
+  if (r == CDDP_OK) r = cddp__crew_self(d, &mine.self);
+  if (r == CDDP_OK) r = cddp__random(mine.token, sizeof mine.token);
+  all = (cddp__crew_hello *)cddp__malloc(&g->host->allocator, n * sizeof *all);
+  if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  r = cddp__consensus(g, r, &mine, sizeof mine, all);
+  for (k = 0; r == CDDP_OK && k < g->size; k++) {
+    cddp__crew_enter(d->crew, k, &all[k].self);
+    d->crew->order[k] = k;
+  }
+  if (r == CDDP_OK) {
+    memcpy(d->crew->net->token, all[0].token, sizeof all[0].token);
+    d->crew->count = g->size;
+    cddp__crew_deal(d);
+    d->control->internal = d->comm->internal = false; /* their calls tell where buffers are */
+  }
+  cddp__free(&g->host->allocator, all);
+  return r;
 }
 
 /* >>elastic ------------------------------------------------------------------------------------
@@ -18154,7 +19098,9 @@ static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
 
 static bool cddp__elastic_next(cddp_ddp *d, int *shard) {
   bool taken;
-  cddp_result r = cddp__next_of_step(d, &taken);
+  cddp_result r;
+  if (d->crew != NULL) return (*shard = cddp__crew_next(d)) >= 0;
+  r = cddp__next_of_step(d, &taken);
   if (r != CDDP_OK) (void)cddp__give_up(d, r);
   if (!taken) return false;
   *shard = d->elastic->shard;
@@ -18527,6 +19473,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   bool done = true;
   cddp_result r;
   uint64_t record;
+  if (d->crew != NULL) return cddp__crew_step(d, s);
   if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
@@ -18839,9 +19786,10 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   int rank = -1, k;
   cddp__enter_call(__func__);
   if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
-  if (e == NULL) return d != NULL ? d->group : NULL;
+  if (d == NULL || !d->desc.elastic) return d != NULL ? d->group : NULL;
   if (d->failed) cddp__fail(d->fail_result, "%s", d->fail_text);
   if (d->failed) return NULL;
+  if (d->crew != NULL) return d->comm;
   if (e->identity == 0) cddp__elastic_begin(d);
   if (e->group != NULL && e->grouped == e->identity) return e->group;
   if (e->group != NULL) cddp__group_leave(e->group);
@@ -21054,7 +22002,8 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
   r = joins ? cddp__elastic_join(d) : cddp__ddp_setup(d);
-  if (r == CDDP_OK && desc->elastic && !joins) r = cddp__elastic_create(d);
+  if (r == CDDP_OK && desc->elastic && !joins)
+    r = g->hosts != NULL || g->backend != NULL ? cddp__crew_create(d) : cddp__elastic_create(d);
   if (r != CDDP_OK) {
     cddp_ddp_destroy(d);
     return cddp__named(__func__, r);
@@ -21104,8 +22053,8 @@ CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
   cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  r = d->elastic != NULL ? cddp__elastic_step(d, NULL)
-                         : cddp__ddp_step(d, CDDP__KIND_DDP_WAIT, NULL);
+  r = d->desc.elastic ? cddp__elastic_step(d, NULL)
+                      : cddp__ddp_step(d, CDDP__KIND_DDP_WAIT, NULL);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
@@ -21114,8 +22063,8 @@ CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *s) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_optim is NULL");
   if (s->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, s));
-  r = d->elastic != NULL ? cddp__elastic_step(d, s)
-                         : cddp__ddp_step(d, CDDP__KIND_DDP_STEP, s);
+  r = d->desc.elastic ? cddp__elastic_step(d, s)
+                      : cddp__ddp_step(d, CDDP__KIND_DDP_STEP, s);
   return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
 }
 
@@ -21187,7 +22136,7 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   if (d->failed) CDDP__TRY(cddp__fail(d->fail_result, "%s", d->fail_text));
-  if (d->elastic != NULL)
+  if (d->desc.elastic)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "cddp_ddp_sync_buffers of an elastic model; broadcast its buffers in "
                       "cddp_ddp_group");
@@ -21216,6 +22165,7 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d) {
   if (d == NULL) return;
   if (d->elastic != NULL) cddp__elastic_leave(d);
+  cddp__crew_free(d);
   cddp__ddp_free(d);
 }
 

@@ -4,6 +4,7 @@
      build/plain/lost                all of it
      build/plain/lost --seeds 100    random models, ranks, deaths and moments besides
      build/plain/lost --seed 17      one of them again
+     build/plain/lost --hosts-seeds 100, --hosts-seed 17: the same with several hosts
 
    A death is at the k-th passage of a named point of cddp.h, so this test has an implementation of
    its own. */
@@ -421,6 +422,77 @@ static void run_seed(uint64_t seed, bool threads) {
   else run_processes(&c);
 }
 
+static const char *const apart_points[] = {
+    "forward",           "backward",          "meeting",       "elastic keep",
+    "elastic kept",      "elastic meet",      "elastic met",   "elastic exchanged",
+    "elastic piece",     "elastic reduced",   "elastic update", "elastic updated",
+    "elastic lost",      "elastic report",    "elastic answer", "elastic table",
+    "elastic built",     "elastic grouped"};
+enum { APART_POINTS = sizeof apart_points / sizeof *apart_points };
+
+/* On several hosts: nobody dies. */
+static void test_hosts_undisturbed(void) {
+  int n, shards, kind;
+  setenv("TEST_HOSTS", "aab", 1);
+  for (shards = 2; shards <= MOST; shards += 2)
+    for (kind = 0; kind < KINDS; kind++)
+      for (n = 2; n <= shards && n <= 4; n++) {
+        plan c = plan_of(shards, kind, n);
+        c.own = n % 2 == 1;
+        c.adamw = (n + shards) % 3 == 0;
+        c.copies = kind == FUSED;
+        c.shared = kind != APART;
+        setenv("TEST_HOSTS", n == 2 ? "ab" : n == 3 ? "aab" : "abca", 1);
+        run_processes(&c);
+      }
+  unsetenv("TEST_HOSTS");
+}
+
+/* A rank dies at each moment there, the first or another one; while the others meet again a second
+   one does. */
+static void test_hosts_deaths(void) {
+  int i, n, died;
+  for (i = 0; i < APART_POINTS; i++) {
+    bool late = i >= 12; /* after another death */
+    for (n = 2 + late, died = 0; n <= 4; n++) {
+      plan c = plan_of(n == 3 ? 8 : 5, (i + n) % KINDS, n);
+      c.own = i % 3 == 0;
+      c.adamw = i % 2 == 1;
+      setenv("TEST_HOSTS", n == 2 ? "ab" : n == 3 ? "aab" : "abca", 1);
+      if (late) kill_at(&c, n - 1, 1, "backward", 1);
+      kill_at(&c, n == 3 ? 0 : 1, 1, apart_points[i], n == 4 ? 0 : i % 3);
+      died += run_processes(&c) - late;
+    }
+    if (died == 0) test_fail(__FILE__, __LINE__, "no rank came to \"%s\"", apart_points[i]);
+  }
+  unsetenv("TEST_HOSTS");
+}
+
+static void run_hosts_seed(uint64_t seed) {
+  static const char *const hosts[] = {"ab", "aab", "abc", "abca", "aabb"};
+  int n = 2 + (int)(ranks_mix(seed, 31, 0) % 4), i, spared;
+  int shards = n + (int)(ranks_mix(seed, 32, 0) % (uint64_t)(MOST + 1 - n));
+  plan c = plan_of(shards, (int)(ranks_mix(seed, 33, 0) % KINDS), n);
+  spared = (int)(ranks_mix(seed, 34, 0) % (uint64_t)n);
+  c.shared = ranks_mix(seed, 35, 0) % 2 == 0;
+  c.own = ranks_mix(seed, 36, 0) % 3 == 0;
+  c.adamw = ranks_mix(seed, 37, 0) % 2 == 0;
+  c.copies = ranks_mix(seed, 38, 0) % 3 == 0;
+  setenv("TEST_HOSTS", hosts[ranks_mix(seed, 39, 0) % 5], 1);
+  for (i = 0; i < n; i++)
+    if (i != spared && ranks_mix(seed, 41, (uint64_t)i) % 3 != 0)
+      kill_at(&c, i, (int)(ranks_mix(seed, 42, (uint64_t)i) % STEPS),
+              apart_points[ranks_mix(seed, 43, (uint64_t)i) % APART_POINTS],
+              (int)(ranks_mix(seed, 44, (uint64_t)i) % 4));
+  run_processes(&c);
+  unsetenv("TEST_HOSTS");
+}
+
+static void test_hosts_seeds(void) {
+  uint64_t seed;
+  for (seed = 1; seed <= (RANKS_SLOW ? 5 : 20); seed++) run_hosts_seed(seed);
+}
+
 static void test_seeds(void) {
   uint64_t seed;
   for (seed = 1; seed <= (RANKS_SLOW ? 20 : 60); seed++) run_seed(seed, false);
@@ -436,8 +508,10 @@ int main(int argc, char **argv) {
   reports = (report *)ranks_shared(MOST * sizeof *reports);
   if (argc == 3) {
     last = strtoull(argv[2], NULL, 10);
-    seed = strcmp(argv[1], "--seed") == 0 ? last : 1;
-    for (; seed <= last && test_failures == 0; seed++) run_seed(seed, false);
+    seed = strcmp(argv[1], "--seed") == 0 || strcmp(argv[1], "--hosts-seed") == 0 ? last : 1;
+    for (; seed <= last && test_failures == 0; seed++)
+      if (strncmp(argv[1], "--hosts", 7) == 0) run_hosts_seed(seed);
+      else run_seed(seed, false);
     return TEST_END();
   }
   RUN(test_undisturbed);
@@ -446,6 +520,9 @@ int main(int argc, char **argv) {
     RUN(test_deaths);
     RUN(test_several);
     RUN(test_seeds);
+    RUN(test_hosts_undisturbed);
+    RUN(test_hosts_deaths);
+    RUN(test_hosts_seeds);
   }
   return TEST_END();
 }
