@@ -2006,6 +2006,7 @@ typedef struct cddp__crew {
   int slots;                    /* in area */
   size_t scratch_bytes;
   cddp__call *calls;            /* [shards] scratch */
+  struct cddp__link **links;    /* [shards] while ranks meet: to who has reported, or to the lowest */
   void *blocks[2];              /* for control blocks of the next groups; NULL: none */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
@@ -15124,6 +15125,14 @@ static void cddp__elastic_changed(cddp__board *b) {
   if (cddp__load32(&b->sleepers) != 0) cddp__futex_wake(&b->changes);
 }
 
+static void cddp__crew_hang_up(cddp__crew *c, int shards) {
+  int p;
+  for (p = 0; p < shards; p++) {
+    cddp__link_free(c->net, c->links[p]);
+    c->links[p] = NULL;
+  }
+}
+
 /* Ends what peers wait for, now or in the background: this model is of no more use to any rank. */
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
@@ -15138,6 +15147,7 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
     cddp__close_fd(&d->crew->net->listener);
     cddp__links_free(d->crew->net, d->crew->net->pending);
     d->crew->net->pending = NULL;
+    cddp__crew_hang_up(d->crew, d->shards);
   }
   groups[0] = d->control;
   groups[1] = d->comm;
@@ -17550,9 +17560,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
    the connection is refused, or ends. A rank that computes comes later; its connection stays. The
    answer is the table of all reports. It says everything: who the members are, in order; the
    group's number; who has a reduction that others lack, and sends these its mean; which shards
-   nobody has, which are dealt anew. If the lowest rank dies the next one is the lowest. If it dies
-   while it answers, those that have the table fail in the first round of the new group, and meet
-   again, with all others. A rank whose host does not answer counts as lost for more than half of the
+   nobody has, which are dealt anew. If the lowest rank dies the next one is the lowest. A rank that
+   has made the table's groups says so; when all have, the lowest says go: so a rank that is in a
+   group's call is heard of by all when it leaves that group to meet again. A rank whose host does not answer counts as lost for more than half of the
    last group; fewer than that end with an error, so that two halves never train apart.
    Why no moment is bad: before a rank's reduction is done, all others have its nodes or do its
    shards again, to the same sums. The mean of a reduction stays with each rank that has it until
@@ -18008,22 +18018,23 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__link **links, cddp__mess
 /* This rank is the lowest: it answers all others. */
 static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double deadline,
                                    cddp__message **table) {
-  const cddp_allocator *a = &d->crew->net->allocator;
-  cddp__link **links = (cddp__link **)cddp__calloc(a, 2 * (size_t)d->shards, sizeof *links);
-  cddp__message **reports = (cddp__message **)(void *)(links + d->shards);
+  cddp__crew *c = d->crew;
+  const cddp_allocator *a = &c->net->allocator;
+  cddp__message **reports = (cddp__message **)cddp__calloc(a, (size_t)d->shards, sizeof *reports);
   cddp_result r;
   int came, p;
-  if (links == NULL) return CDDP_OUT_OF_MEMORY;
-  reports[d->crew->me] = mine;
-  r = cddp__crew_await_all(d, links, reports, deadline, &came);
-  if (r == CDDP_OK) r = cddp__crew_majority(d->crew, came);
-  if (r == CDDP_OK) r = cddp__crew_answer(d, links, reports, table);
-  reports[d->crew->me] = NULL;
+  if (reports == NULL) return CDDP_OUT_OF_MEMORY;
+  reports[c->me] = mine;
+  r = cddp__crew_await_all(d, c->links, reports, deadline, &came);
+  if (r == CDDP_OK) r = cddp__crew_majority(c, came);
+  if (r == CDDP_OK) r = cddp__crew_answer(d, c->links, reports, table);
+  reports[c->me] = NULL;
   for (p = 0; p < d->shards; p++) {
-    cddp__link_free(d->crew->net, links[p]);
+    if (reports[p] == NULL) cddp__link_free(c->net, c->links[p]);
+    if (reports[p] == NULL) c->links[p] = NULL;
     cddp__free(a, reports[p]);
   }
-  cddp__free(a, links);
+  cddp__free(a, reports);
   return r;
 }
 
@@ -18057,8 +18068,47 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
       cddp__crew_nap(-1, &l, 1);
     who[0] = 0;
   }
-  cddp__link_free(n, l);
+  if (*table != NULL) d->crew->links[lowest] = l;
+  else cddp__link_free(n, l);
   return r;
+}
+
+/* What a table is good for begins when all have it, and the groups: each tells the lowest so, which
+   then says go, or again, if one was lost meanwhile (CDDP_PEER_LOST). */
+static cddp_result cddp__crew_go(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  cddp__frame_head head = cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, 1, 1);
+  bool leads = c->order[0] == c->me, lost = false;
+  double deadline = cddp__now() + d->group->timeout_s;
+  char go = 'g';
+  int pass, k, p;
+  for (pass = 0; pass < 2; pass++) {
+    if ((pass == 0) == leads) { /* hears each of them */
+      for (k = leads; k < (leads ? c->count : 1); k++) {
+        cddp__link *l = c->links[c->order[k]];
+        cddp__message *m = NULL;
+        while (l != NULL && (m = cddp__link_receive(c->net, l, 1)) == NULL) {
+          (void)cddp__crew_gone(l);
+          if (cddp__now() > deadline) cddp__link_end(l, ETIMEDOUT);
+          if (l->state == CDDP__LINK_DEAD) break;
+          cddp__crew_nap(-1, &l, 1);
+        }
+        lost = lost || m == NULL || m->size != 1 || *(const char *)(m + 1) != 'g';
+        cddp__free(&c->net->allocator, m);
+      }
+      continue;
+    }
+    if (lost) go = 'a';
+    for (p = 0; p < d->shards; p++) {
+      if (c->links[p] == NULL) continue;
+      cddp__buffer_add(&c->links[p]->out, &head, sizeof head);
+      cddp__buffer_add(&c->links[p]->out, &go, 1);
+      CDDP__POINT("elastic go");
+      cddp__link_flush(c->net, c->links[p]);
+    }
+  }
+  cddp__crew_hang_up(c, d->shards);
+  return lost ? cddp__fail(CDDP_PEER_LOST, "a rank was lost while ranks met again") : CDDP_OK;
 }
 
 /* All members that are there say where they are: *table has their reports. */
@@ -18125,14 +18175,17 @@ static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int
   (*out)->id = cddp__hash64(1, id, sizeof id);
   r = cddp__hosts_attach(*out, world);
   CDDP__POINT("elastic built");
-  if (r == CDDP_OK)
-    r = cddp__round(*out, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
-                    0);
+  return r;
+}
+
+/* All members have both groups: these are connected. */
+static cddp_result cddp__crew_connect(cddp_ddp *d) {
+  cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW,
+                              CDDP__PHASE_CONNECTED, 0, NULL, 0);
 #ifdef CDDP_CUDA
-  if (r == CDDP_OK && which == 1 && d->group->backend != NULL)
-    r = cddp__device_again(d->group, *out);
-  if (r == CDDP_OK && which == 1 && d->group->backend != NULL)
-    d->side = (void *)cddp__device_of(*out)->side;
+  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__device_again(d->group, d->comm);
+  if (r == CDDP_OK && d->group->backend != NULL)
+    d->side = (void *)cddp__device_of(d->comm)->side;
 #endif
   return r;
 }
@@ -18210,6 +18263,8 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   CDDP__POINT("elastic table");
   r = cddp__crew_group(d, table, 0, &d->control);
   if (r == CDDP_OK) r = cddp__crew_group(d, table, 1, &d->comm);
+  if (r == CDDP_OK) r = cddp__crew_go(d);
+  if (r == CDDP_OK) r = cddp__crew_connect(d);
   cddp__free(&c->net->allocator, table);
   for (i = 0; i < 2; i++) {
     cddp__arena_free(d->group->host, c->blocks[i]);
@@ -18306,6 +18361,7 @@ static cddp_result cddp__crew_step(cddp_ddp *d, cddp_optim *s) {
 static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   if (c == NULL) return;
+  cddp__crew_hang_up(c, d->shards);
   cddp__net_free(c->net);
   if (d->memory->use != NULL) (void)d->memory->use(d);
   cddp__crew_release(d, c->mean);
@@ -18352,12 +18408,13 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   const char *secret = h->net != NULL ? h->net->secret : h->door != NULL ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
       a, 1, sizeof *c + n * (sizeof *c->members + sizeof *c->nodes + sizeof *c->calls +
-                             4 * sizeof(int)));
+                             sizeof *c->links + 4 * sizeof(int)));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   d->crew = c;
   c->members = (cddp__crew_member *)(void *)(c + 1);
   c->calls = (cddp__call *)(void *)(c->members + n);
-  c->nodes = (cddp__elastic_node *)(void *)(c->calls + n);
+  c->links = (cddp__link **)(void *)(c->calls + n);
+  c->nodes = (cddp__elastic_node *)(void *)(c->links + n);
   c->order = (int *)(void *)(c->nodes + n);
   c->owner = c->order + n;
   c->mine_planned = c->owner + n; /* [2 n] */

@@ -427,7 +427,7 @@ static const char *const apart_points[] = {
     "elastic kept",      "elastic meet",      "elastic met",   "elastic exchanged",
     "elastic piece",     "elastic reduced",   "elastic update", "elastic updated",
     "elastic lost",      "elastic report",    "elastic answer", "elastic table",
-    "elastic built",     "elastic grouped"};
+    "elastic built",     "elastic go",        "elastic grouped"};
 enum { APART_POINTS = sizeof apart_points / sizeof *apart_points };
 
 /* On several hosts: nobody dies. */
