@@ -703,10 +703,18 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      published  all ranks have the weights: the next block
    The step is over when every part is; a rank that joins is counted from one step's end on, and
    copies weights that nobody changes before it has come to the next update. >>elastic has it all.
-   LIMITS. One host, CPU; the group of cddp_init. Ranks that are threads cannot be joined, nor can
-   a job with a file size limit (ulimit -f). One elastic model at a time
-   in a process. Not with comm_hook, find_unused_parameters or uneven_inputs. Like
-   torchrun --max-restarts, but nobody starts again from a checkpoint.
+   OVER HOSTS ranks hold all weights and states, and each takes the whole update. The
+   mean of a step is there, on each rank, when cddp_ddp_next_shard returns false: if a rank is lost
+   before, the others form a new group, without the store, and next_shard returns what it had not
+   done. Ranks that have the mean give it to those that have not. Whole hosts may go, and the last
+   rank goes on. A host that does not answer for 20 s is lost if more than half of the ranks are
+   there; fewer end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the
+   others wait for must come to next_shard within timeout_s. More memory a rank: the gradients once
+   more, and the sums of its shards. Nobody can join such a job.
+   LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
+   nor can a job with a file size limit (ulimit -f). One elastic model at a time in a process. Not
+   with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI; over hosts and on GPUs not
+   with sparse_rows. Like torchrun --max-restarts, but nobody starts again from a checkpoint.
 
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
    come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
@@ -2006,7 +2014,7 @@ typedef struct cddp__crew {
   int slots;                    /* in area */
   size_t scratch_bytes;
   cddp__call *calls;            /* [shards] scratch */
-  struct cddp__link **links;    /* [shards] while ranks meet: to who has reported, or to the lowest */
+  struct cddp__link **links;    /* [shards] while ranks meet: to who reported, or to the lowest */
   void *blocks[2];              /* for control blocks of the next groups; NULL: none */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
@@ -17464,6 +17472,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : g->host->board != NULL && d->control != NULL ? "another elastic model"
                       : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
+                      : g->backend != NULL           ? "a GPU"
                       : cddp__threads_by_messages(g) ? "ranks that are threads and have GPUs"
                       : d->sparse != NULL && (g->hosts != NULL || g->backend != NULL)
                           ? "sparse_rows on several hosts or GPUs"
@@ -17562,8 +17571,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
    group's number; who has a reduction that others lack, and sends these its mean; which shards
    nobody has, which are dealt anew. If the lowest rank dies the next one is the lowest. A rank that
    has made the table's groups says so; when all have, the lowest says go: so a rank that is in a
-   group's call is heard of by all when it leaves that group to meet again. A rank whose host does not answer counts as lost for more than half of the
-   last group; fewer than that end with an error, so that two halves never train apart.
+   group's call is heard of by all when it leaves that group to meet again. A rank whose host does
+   not answer counts as lost for more than half of the last group; fewer than that end with an
+   error, so that two halves never train apart.
    Why no moment is bad: before a rank's reduction is done, all others have its nodes or do its
    shards again, to the same sums. The mean of a reduction stays with each rank that has it until
    all ranks of its group have come to the next one. An update is the rank's own: if it dies there,

@@ -460,7 +460,7 @@ static void test_hosts_deaths(void) {
       c.adamw = i % 2 == 1;
       setenv("TEST_HOSTS", n == 2 ? "ab" : n == 3 ? "aab" : "abca", 1);
       if (late) kill_at(&c, n - 1, 1, "backward", 1);
-      kill_at(&c, n == 3 ? 0 : 1, 1, apart_points[i], n == 4 ? 0 : i % 3);
+      kill_at(&c, n == 3 ? 0 : 1, 1, apart_points[i], n == 4 || late ? 0 : i % 3);
       died += run_processes(&c) - late;
     }
     if (died == 0) test_fail(__FILE__, __LINE__, "no rank came to \"%s\"", apart_points[i]);
