@@ -2243,8 +2243,7 @@ static void cddp__hosts_hang_up(cddp_group *g);
 static void cddp__hosts_ask(cddp_group *g);
 static void cddp__hosts_told(cddp_group *g, const char *text);
 static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n);
-static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool always,
-                                    bool *posted);
+static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c);
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
 static void cddp__hosts_serve(cddp_group *g);
 static void cddp__hosts_match(cddp_group *g, cddp_work *q);
@@ -6368,18 +6367,6 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
   *received = one || cddp__receives(c, g->rank) ? share * cddp__recv_shares(g, c) : 0;
 }
 
-/* Where this rank's buffer lies, if other ranks of its host read or write it. */
-static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
-  cddp__ref none;
-  size_t sent, received;
-  memset(&none, 0, sizeof none);
-  cddp__buffer_bytes(g, c, &sent, &received);
-  if (!cddp__in_one_buffer(c) && (sent == 0 || !cddp__is_read(c, g->rank)))
-    none.kind = CDDP__REF_UNUSED;
-  if (none.kind == CDDP__REF_UNUSED || cddp__overwrites(c)) return none;
-  return cddp__ref_of(g->host, c->send, sent);
-}
-
 /* >>round -----------------------------------------------------------------------------------------
    Rounds: how the ranks of a group wait for each other in shared memory; waits; how a failure
    reaches all ranks.
@@ -9333,12 +9320,14 @@ static int cddp__more_sends(cddp_group *g) {
   return count;
 }
 
-/* Index of a send to post in. -1: none is free, or too many bytes are on their way; then a send
-   with a handle (always) gets one all the same, but for want of memory. Frees sends whose receiver
-   is done and whose call has returned, and copies beyond what is kept for reuse. p2p_lock held. */
-static int cddp__unused_send(cddp_group *g, size_t bytes, bool always) {
-  size_t staged = 0, kept = 0, size = 0;
+/* Index of a free send, the best to copy so many bytes; -1: none. Frees sends whose receiver is
+   done and whose call has returned, and copies beyond what is kept for reuse. *open: sends that are
+   not free; *staged: bytes of those in copies. p2p_lock held. */
+static int cddp__unused_send(cddp_group *g, size_t bytes, int *open, size_t *staged) {
+  size_t kept = 0, size = 0;
   int i, best = -1, n = cddp__send_count(g);
+  *open = 0;
+  *staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *p = cddp__send_at(g, i);
     bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
@@ -9347,20 +9336,30 @@ static int cddp__unused_send(cddp_group *g, size_t bytes, bool always) {
       cddp__store32(&p->state, CDDP__SEND_FREE);
     }
     if (p->staged) {
-      staged += p->stage_size;
+      *staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
     } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
       cddp__arena_free(g->host, p->stage);
       p->stage = NULL;
       p->stage_size = 0;
     }
-    if (cddp__load32(&p->state) != CDDP__SEND_FREE || (best >= 0 && !fits) ||
-        (!always && i >= CDDP__SENDS))
-      continue;
-    best = i;
-    size = p->stage_size;
+    if (cddp__load32(&p->state) != CDDP__SEND_FREE) {
+      ++*open;
+    } else if (best < 0 || fits) {
+      best = i;
+      size = p->stage_size;
+    }
   }
-  if (always) return best >= 0 ? best : cddp__more_sends(g);
-  return staged > 0 && bytes > CDDP__STAGED_MAX - cddp__min(staged, CDDP__STAGED_MAX) ? -1 : best;
+  return best;
+}
+
+/* Whether no more is on its way than may be, or one message alone: then a send without a handle
+   returns. p2p_lock held. */
+static bool cddp__send_room(cddp_group *g, const cddp__call *c) {
+  size_t bytes = c->count * c->esize, staged;
+  int open;
+  if (g->members[c->root] < 0) return cddp__hosts_room(g, c->root, bytes);
+  (void)cddp__unused_send(g, bytes, &open, &staged);
+  return open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
 /* Copies the message into the send's stage. p2p_lock held. */
@@ -9382,40 +9381,34 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
   return CDDP_OK;
 }
 
-/* Posts a send if there is room (*posted; always: there is). *send is its index while the buffer
-   is in use, else -1. */
-static cddp_result cddp__try_post(cddp_group *g, const cddp__call *c, bool always, bool *posted,
-                                  int *send) {
+/* Posts a send. *send is its index while the buffer is in use, else -1. */
+static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  size_t bytes = c->count * c->esize;
-  cddp__send_request *p;
-  cddp_result r = CDDP_OK;
-  int i;
-  *send = -1;
+  size_t bytes = c->count * c->esize, staged;
+  cddp_result r = CDDP_OUT_OF_MEMORY;
+  int i, open;
   pthread_mutex_lock(&g->p2p_lock);
-  i = cddp__unused_send(g, bytes, always);
-  *posted = i >= 0;
-  if (i < 0 && always) r = CDDP_OUT_OF_MEMORY;
+  i = cddp__unused_send(g, bytes, &open, &staged);
+  if (i < 0) i = cddp__more_sends(g);
   if (i >= 0) {
-    p = cddp__send_at(g, i);
+    cddp__send_request *p = cddp__send_at(g, i);
     p->ref = cddp__ref_of(g->host, c->send, bytes);
+    r = CDDP_OK;
     if (bytes <= CDDP__EAGER || p->ref.kind == CDDP__REF_NONE || c->root == g->rank)
       r = cddp__stage(g, p, c->send, bytes);
     else
       *send = i;
-  }
-  if (i >= 0 && r == CDDP_OK) {
     p->tag = c->tag;
     p->dtype = c->dtype;
     p->count = c->count;
     p->number = ++g->send_number;
     CDDP__POINT("post");
-    cddp__store32(&p->state, CDDP__POSTED_TO(c->root));
+    if (r == CDDP_OK) cddp__store32(&p->state, CDDP__POSTED_TO(c->root));
     if ((uint32_t)i >= cddp__load32(&slot->send_top))
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
   }
   pthread_mutex_unlock(&g->p2p_lock);
-  if (*posted && r == CDDP_OK) cddp__notify(g, c->root);
+  if (r == CDDP_OK) cddp__notify(g, c->root);
   return r;
 }
 
@@ -9530,7 +9523,8 @@ static void cddp__post_recv(cddp_group *g, cddp_work *q) {
   pthread_setcancelstate(cancel, &cancel);
 }
 
-/* What a thread waits for: a receive (q), a send (its index), or room for one more (-1). */
+/* What a thread waits for: a receive (q), a send (its index), or that no more is on its way than
+   may be (-1). */
 typedef struct cddp__p2p {
   const cddp__call *c;
   const cddp_work *q;
@@ -9543,12 +9537,8 @@ static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
   cddp__serve_recvs(g);
   if (m->q != NULL)
     ready = m->q->done;
-  else if (m->send >= 0)
-    ready = !cddp__send_open(g, m->send);
-  else if (g->members[m->c->root] < 0)
-    ready = cddp__hosts_room(g, m->c->root, m->c->count * m->c->esize);
   else
-    ready = cddp__unused_send(g, m->c->count * m->c->esize, false) >= 0;
+    ready = m->send >= 0 ? !cddp__send_open(g, m->send) : cddp__send_room(g, m->c);
   pthread_mutex_unlock(&g->p2p_lock);
   return ready;
 }
@@ -9636,22 +9626,21 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
   return r;
 }
 
-/* Posts a send; without a handle it waits for room. *send >= 0: the buffer is in use until
-   cddp__finish_send. */
+/* Posts a send; without a handle it waits if more is on its way than may be. *send >= 0: the buffer
+   is in use until cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_group *g, const cddp__call *c, bool handle, int *send) {
   cddp__p2p m = {c, NULL, -1};
-  bool posted = false;
-  cddp_result r;
-  do {
-    if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-    if ((r = cddp__check_peer(g, &m)) != CDDP_OK) return r;
-    if (CDDP__UNLIKELY(g->members[c->root] < 0))
-      r = cddp__hosts_post(g, c, handle, &posted);
-    else
-      r = cddp__try_post(g, c, handle, &posted, send);
-    if (r == CDDP_OK && !posted) r = cddp__p2p_wait(g, &m, -1);
-  } while (r == CDDP_OK && !posted);
-  return r;
+  cddp_result r = cddp__check_group(g);
+  *send = -1;
+  if (r == CDDP_OK) r = cddp__check_peer(g, &m);
+  if (r != CDDP_OK) return r;
+  if (g->members[c->root] >= 0) {
+    r = cddp__post_send(g, c, send);
+  } else {
+    r = cddp__hosts_post(g, c);
+    handle = handle && cddp__load32(&g->hosts->peers[c->root].lost) == 0; /* the wait says why */
+  }
+  return r == CDDP_OK && !handle && *send < 0 ? cddp__p2p_wait(g, &m, -1) : r;
 }
 
 /* limit: see cddp__p2p_wait. With one, CDDP_TIMEOUT leaves all as it is, of receives too. After
@@ -9727,20 +9716,23 @@ CDDP__COLD
    their headers to the other leaders, gets theirs, and writes those into the remote ranks' places.
    So all ranks compare all headers, as on one host: disagreement, small all_reduce, splits and what
    a cddp_ddp agrees on need nothing else. Up to CDDP__DIRECT_HOSTS leaders exchange directly; more
-   in log2(hosts) exchanges, in each of which a leader passes on all it has. Directly, the ranks'
-   shares of a short collective ride along, out of their staging buffers and into those of the
-   remote ranks: it is the one round of >>collectives then, and costs what a barrier costs. A local
-   round is one of the host's ranks alone.
+   in several turns, in which a leader passes on what it has. Directly, the ranks' shares of a short
+   collective ride along, out of their staging buffers and into those of the remote ranks: it is the
+   one round of >>collectives then, and costs what a barrier costs. A local round is one of the
+   host's ranks alone.
 
    COLLECTIVES. What does not fit into headers or staging buffers begins with one round, which tells
-   where buffers are, and then moves in chunks (cddp__flow). Each rank owns a part of the chunk. All
-   hosts send the owner what they have for it (A), sums straight out of their ranks' buffers, or
-   bytes; the owner sends the hosts what it has (B). all_reduce, reduce and broadcast are A and B,
-   which moves the fewest bytes; reduce_scatter, scatter and all_to_all are A alone, the
-   gathers B alone. For a host one of its ranks acts, so that what several want or have passes once.
+   where each rank's VIEW is: its receive buffer; of a sum, its send buffer. All ranks of its host
+   read there what it adds, and write there what it gets. Where they cannot see the buffer, the view
+   is in shared scratch and the call moves in chunks that fit there; else it is one chunk. Each rank
+   OWNS a part of a chunk: its share where there is one for each rank, else its slice of the array,
+   if there is a rank with its number on every host. All hosts send the owner what they have for it
+   (A), sums straight out of their ranks' views, or bytes; the owner sends the hosts what it has
+   (B). all_reduce, reduce and broadcast are A and B, which moves the fewest bytes; reduce_scatter,
+   scatter and all_to_all are A alone, the gathers B alone. For a host one of its ranks acts, so
+   that what several want or have passes once, and writes what came into the views of the others.
    Parts go in pieces: while one is added up others are on their way. A short all_reduce goes to all
-   at once, and all add up all. What ranks of the same host must see of each other's buffers, and
-   cannot, passes through shared scratch, which bounds a chunk; else a call is one chunk.
+   at once, and all add up all.
 
    THE CANONICAL SUM over hosts: a host adds up those subtrees of the canonical tree whose ranks are
    all its own (of hosts with consecutive ranks, aligned: one) and sends these, f16 and bf16 as f32
@@ -9931,18 +9923,16 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
 
 /* --- send and recv --- */
 
-/* Whether a send without a handle has room: its connection is made, and not too much waits. */
-static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) { /* p2p_lock held */
+/* Whether the connection to a rank is made, and not too much waits to be sent, or one message of so
+   many bytes alone. p2p_lock held. */
+static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) {
   const cddp__link *l = cddp__p2p_link(g, peer);
-  size_t queued = cddp__p2p_queued(g);
-  if (l == NULL || l->state == CDDP__LINK_GREETING || l->state == CDDP__LINK_DEAD) return false;
-  return queued == 0 || bytes + queued <= CDDP__STAGED_MAX;
+  return l != NULL && l->state != CDDP__LINK_GREETING && l->state != CDDP__LINK_DEAD &&
+         cddp__p2p_queued(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
-/* Sends a message to a rank of another host as far as the system takes it, and keeps the rest.
-   *posted false: there is no room yet (but for always), or the rank is lost. */
-static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool always, bool *posted) {
-  const cddp__net *n = g->hosts->net;
+/* Sends a message to a rank of another host as far as the system takes it, and keeps the rest. */
+static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0, skip;
   cddp__frame_head head =
       cddp__link_head(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
@@ -9953,20 +9943,16 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c, bool alw
     pthread_mutex_unlock(&g->p2p_lock);
     return CDDP_SYSTEM;
   }
-  cddp__link_flush(n, l);
-  *posted = l->state != CDDP__LINK_DEAD && (always || cddp__hosts_room(g, c->root, bytes));
-  if (*posted && l->state == CDDP__LINK_UP && cddp__buffer_size(&l->out) == 0)
+  cddp__link_flush(g->hosts->net, l);
+  if (l->state == CDDP__LINK_UP && cddp__buffer_size(&l->out) == 0)
     (void)cddp__link_io(l, &head, c->send, bytes, &sent, true);
-  if (*posted && sent < sizeof head + bytes && l->state != CDDP__LINK_DEAD) {
-    if (cddp__buffer_reserve(&l->out, sizeof head + bytes - sent)) {
-      skip = cddp__min(sent, sizeof head);
-      cddp__buffer_add(&l->out, (const char *)&head + skip, sizeof head - skip);
-      sent -= skip;
-      if (sent < bytes) cddp__buffer_add(&l->out, (const char *)c->send + sent, bytes - sent);
-    } else {
-      r = CDDP_OUT_OF_MEMORY;
-      if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
-    }
+  skip = cddp__min(sent, sizeof head);
+  if (cddp__buffer_reserve(&l->out, sizeof head + bytes - sent)) {
+    cddp__buffer_add(&l->out, (const char *)&head + skip, sizeof head - skip);
+    cddp__buffer_add(&l->out, (const char *)c->send + (sent - skip), bytes - (sent - skip));
+  } else {
+    r = CDDP_OUT_OF_MEMORY;
+    if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
   }
   if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, c->root, l->error);
   pthread_mutex_unlock(&g->p2p_lock);
@@ -10253,40 +10239,30 @@ static size_t cddp__ride_copy(cddp_group *g, int host, bool out) {
   return sum;
 }
 
-/* The leaders' exchange. Of up to CDDP__DIRECT_HOSTS hosts all leaders send all others what they
-   have; of more, one that has d hosts' headers, this host's and those that follow, gets as many
-   more. A host whose call differs may send another number of bytes than this rank's call has: all
-   ranks will find that in its headers. */
+/* The leaders' exchange. In each turn a leader that has the headers of d hosts, its own and those
+   that follow, gets as many more from each of CDDP__DIRECT_HOSTS - 1 others: of so many hosts one
+   turn gets all. A host whose call differs may send another number of bytes than this rank's call
+   has: all ranks will find that in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *x = g->hosts;
-  size_t have = (size_t)g->local_size * CDDP__HEADER_BYTES;
+  size_t have = cddp__ride_copy(g, x->mine, true), least, ride;
+  int d, i, k, n, count = x->count;
   cddp_result r = CDDP_OK;
-  int d, i, n, count = x->count;
-  if (count <= CDDP__DIRECT_HOSTS) {
-    have = cddp__ride_copy(g, x->mine, true);
-    for (i = 1; i < count; i++) {
-      int host = (x->mine + i) % count, leader = cddp__rank_on(x, host, 0);
-      size_t least = (size_t)x->nodes[host].size * CDDP__HEADER_BYTES, size = least;
-      for (n = 0; n < x->nodes[host].size; n++)
-        size += cddp__ride_of(g, cddp__header_in(x, x->mine, 0), cddp__rank_on(x, host, n));
-      cddp__post_frame(g, true, leader, x->headers, have);
-      cddp__post_frame(g, false, leader, x->headers + x->nodes[host].headers_at, size)->least =
-          least;
+  for (d = 1; r == CDDP_OK && d < count; d *= CDDP__DIRECT_HOSTS) {
+    for (i = d; i < count && i < d * CDDP__DIRECT_HOSTS; i += d) {
+      int to = (x->mine + count - i) % count, from = (x->mine + i) % count;
+      n = d < count - i ? d : count - i; /* hosts; if more than one, nothing rides */
+      for (least = 0, k = 0; k < n; k++)
+        least += (size_t)x->nodes[(from + k) % count].size * CDDP__HEADER_BYTES;
+      for (ride = 0, k = 0; k < x->nodes[from].size; k++)
+        ride += cddp__ride_of(g, cddp__header_in(x, x->mine, 0), cddp__rank_on(x, from, k));
+      if (d > 1) have = x->nodes[(x->mine + n) % count].headers_at;
+      cddp__post_frame(g, true, cddp__rank_on(x, to, 0), x->headers, have);
+      cddp__post_frame(g, false, cddp__rank_on(x, from, 0), x->headers + x->nodes[from].headers_at,
+                       least + ride)
+          ->least = least;
     }
-    return cddp__deliver(g, LONG_MAX);
-  }
-  for (d = 1; r == CDDP_OK && d < count; d *= 2) {
-    int to = (x->mine + count - d) % count, from = (x->mine + d) % count;
-    size_t out = 0, in = 0;
-    n = d < count - d ? d : count - d;
-    for (i = 0; i < n; i++) {
-      out += (size_t)x->nodes[(x->mine + i) % count].size * CDDP__HEADER_BYTES;
-      in += (size_t)x->nodes[(from + i) % count].size * CDDP__HEADER_BYTES;
-    }
-    cddp__post_frame(g, true, cddp__rank_on(x, to, 0), x->headers, out);
-    cddp__post_frame(g, false, cddp__rank_on(x, from, 0), x->headers + have, in);
     r = cddp__deliver(g, LONG_MAX);
-    have += in;
   }
   return r;
 }
@@ -11548,46 +11524,67 @@ static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chun
   for (; shares > 0; shares--, space += bytes, from += apart) memcpy(space, from, bytes);
 }
 
-/* This rank takes its result of the chunk out of all ranks' spaces. */
-static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  const cddp__shape *shape = &cddp__shapes[c->kind];
-  size_t bytes = k->n * c->esize, at = k->begin * c->esize, apart;
-  char *space = cddp__spaces(g, g->round, k, &apart);
-  const char *own = cddp__sends(c, g->rank) ? cddp__share_for(c, g->rank) + at : NULL;
-  const void **srcs = (const void **)(void *)g->slices;
-  int r, n = g->size;
-  if (!cddp__receives(c, g->rank)) return;
-  if (shape->scatters) space += (size_t)g->rank * bytes;
-  if (shape->reduces) {
-    for (r = 0; r < n; r++, space += apart) srcs[r] = r == g->rank ? own : space;
-    cddp__reduce((char *)c->recv + at, srcs, n, k->n, (cddp_dtype)c->dtype, (cddp_op)c->op);
+/* This rank takes its result of the chunk from where the ranks' shares for it lie. */
+static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chunk *k,
+                       void *const *from) {
+  size_t at = k->begin * c->esize;
+  int i, r = g->rank; /* each begins with itself: readers spread over the owners */
+  if (cddp__shapes[c->kind].reduces) {
+    cddp__reduce((char *)c->recv + at, (const void *const *)from, g->size, k->n,
+                 (cddp_dtype)c->dtype, (cddp_op)c->op);
     return;
   }
-  for (r = 0; r < n; r++, space += apart) {
-    char *to = cddp__share_from(c, r) + at;
-    if (cddp__sends(c, r) && (r != g->rank || to != own))
-      memcpy(to, space, cddp__bytes_from(c, r, k->begin, k->n));
+  for (i = 0; i < g->size; i++, r = r + 1 < g->size ? r + 1 : 0)
+    if (cddp__sends(c, r))
+      cddp__copy(cddp__share_from(c, r) + at, from[r], cddp__bytes_from(c, r, k->begin, k->n));
+}
+
+/* The same out of all ranks' spaces. */
+static void cddp__take_spaces(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+  size_t apart, r;
+  char *space = cddp__spaces(g, g->round, k, &apart);
+  if (!cddp__receives(c, g->rank)) return;
+  if (cddp__shapes[c->kind].scatters) space += (size_t)g->rank * k->n * c->esize;
+  for (r = 0; r < (size_t)g->size; r++, space += apart) g->slices[r] = space;
+  if (cddp__sends(c, g->rank))
+    g->slices[g->rank] = (void *)(uintptr_t)(cddp__share_for(c, g->rank) + k->begin * c->esize);
+  cddp__take(g, c, k, g->slices);
+}
+
+/* Adds up this rank's slice of n elements, block by block, and puts it into `to`, or (NULL) all
+   buffers. */
+static void cddp__reduce_slices(const cddp_group *g, const cddp__call *c, size_t n,
+                                void *const *bufs, char *to) {
+  cddp_dtype dtype = (cddp_dtype)c->dtype;
+  size_t begin, end;
+  int r;
+  cddp__slice(n, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
+  for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
+    n = cddp__min(end - begin, CDDP__LOOK / c->esize);
+    for (r = 0; r < g->size; r++) g->slices[r] = (char *)bufs[r] + begin * c->esize;
+    if (to == NULL)
+      cddp__reduce_all(g->slices, g->size, n, dtype, (cddp_op)c->op);
+    else
+      cddp__reduce(to + begin * c->esize, (const void *const *)g->slices, g->size, n, dtype,
+                   (cddp_op)c->op);
   }
 }
 
-/* This rank takes its result of an all_reduce's chunk as cddp__take does, but in two steps: it adds
-   up its slice of the chunk, and takes the other slices when all ranks have. Of many ranks' values
-   each is then read twice, not by every rank. */
+/* This rank takes its result of an all_reduce's chunk in two steps: it adds up its slice of the
+   chunk, and takes the other slices when all ranks have. Of many ranks' values each is then read
+   twice, not by every rank. */
 static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  size_t apart, begin, end, granule = CDDP__CACHE_LINE / c->esize;
+  size_t apart, begin, end;
   char *space = cddp__spaces(g, g->round, k, &apart);
   char *sums = cddp__spaces(g, g->round + 1, k, &apart);
   char *recv = (char *)c->recv + k->begin * c->esize;
   cddp_result result;
   int r;
-  cddp__slice(k->n, granule, g->size, g->rank, &begin, &end);
-  for (r = 0; r < g->size; r++) g->slices[r] = space + (size_t)r * apart + begin * c->esize;
-  cddp__reduce(sums + (size_t)g->rank * apart + begin * c->esize,
-               (const void *const *)g->slices, g->size, end - begin, (cddp_dtype)c->dtype,
-               (cddp_op)c->op);
+  for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
+  cddp__reduce_slices(g, c, k->n, g->buffers, sums + (size_t)g->rank * apart);
   result = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PIECE, NULL, 0);
   for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
-    cddp__slice(k->n, granule, g->size, r, &begin, &end);
+    cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, r, &begin, &end);
     memcpy(recv + begin * c->esize, sums + begin * c->esize, (end - begin) * c->esize);
   }
   return result;
@@ -11622,7 +11619,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met
     if (slices && k.n * c->esize > CDDP__ROUND_MOST_OVERSUBSCRIBED)
       r = cddp__take_slices(g, c, &k);
     else
-      cddp__take(g, c, &k);
+      cddp__take_spaces(g, c, &k);
     if (k.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   }
   return r;
@@ -11635,65 +11632,49 @@ static void cddp__spread(const cddp_group *g, const cddp__call *c, char *const *
   int r;
   for (r = 0; r < g->size && bufs[r] != NULL; r++) {}
   if (r < g->size) {
-    if (g->rank != c->root) memcpy(c->recv, bufs[c->root], bytes);
+    cddp__copy(c->recv, bufs[c->root], bytes);
     return;
   }
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
-  for (; begin < end; begin += n) {
-    n = cddp__min(end - begin, g->size == 2 ? CDDP__LOOK : CDDP__STAGING_MIN);
-    if (cddp__load32(&g->block->broken) != 0) return;
-    for (r = 0; r < g->size; r++)
-      if (r != c->root) memcpy(bufs[r] + begin, bufs[c->root] + begin, n);
-  }
-}
-
-/* all_reduce and reduce: this rank's slice of all buffers, block by block. */
-static void cddp__reduce_slices(const cddp_group *g, const cddp__call *c, char *const *bufs,
-                                void **slices) {
-  cddp_dtype dtype = (cddp_dtype)c->dtype;
-  size_t begin, end, n;
-  int r;
-  cddp__slice(c->count, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
   for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
-    n = cddp__min(end - begin, CDDP__LOOK / c->esize);
-    for (r = 0; r < g->size; r++) slices[r] = bufs[r] + begin * c->esize;
-    if (c->kind == CDDP__KIND_ALL_REDUCE)
-      cddp__reduce_all(slices, g->size, n, dtype, (cddp_op)c->op);
-    else
-      cddp__reduce(slices[c->root], (const void *const *)slices, g->size, n, dtype, (cddp_op)c->op);
+    n = cddp__min(end - begin, g->size == 2 ? CDDP__LOOK : CDDP__STAGING_MIN);
+    for (r = 0; r < g->size; r++) cddp__copy(bufs[r] + begin, bufs[c->root] + begin, n);
   }
 }
 
 /* The direct moves, bufs[r] being rank r's buffer where it is read. What writes to peers' memory
    stops when the group breaks. */
-static cddp_result cddp__move(cddp_group *g, const cddp__call *c, char *const *bufs,
-                              void **slices) {
-  size_t share = c->count * c->esize, me = (size_t)g->rank, r, i, n = (size_t)g->size, at;
-  cddp_dtype dtype = (cddp_dtype)c->dtype;
-  cddp_op op = (cddp_op)c->op;
-  char *recv = (char *)c->recv;
-  switch (c->kind) {
-  case CDDP__KIND_ALL_REDUCE:
-  case CDDP__KIND_REDUCE:
-    cddp__reduce_slices(g, c, bufs, slices);
-    break;
-  case CDDP__KIND_REDUCE_SCATTER:
-    for (r = 0; r < n; r++) slices[r] = bufs[r] + me * share;
-    cddp__reduce(recv, (const void *const *)slices, g->size, c->count, dtype, op);
-    break;
-  case CDDP__KIND_BROADCAST: cddp__spread(g, c, bufs); break;
-  default:
-    for (i = 0; i < n && cddp__receives(c, g->rank); i++) {
-      r = (me + i) % n; /* each begins with its neighbour: readers spread over the owners */
-      if (!cddp__sends(c, (int)r)) continue;
-      at = c->parts != NULL ? c->parts[r].there * c->esize : me * share;
-      cddp__copy(cddp__share_from(c, (int)r),
-                 r == me ? cddp__share_for(c, (int)me)
-                         : bufs[r] + (cddp__shapes[c->kind].scatters ? at : 0),
-                 cddp__bytes_from(c, (int)r, 0, c->count));
+static cddp_result cddp__move(cddp_group *g, const cddp__call *c, void *const *bufs) {
+  const cddp__shape *shape = &cddp__shapes[c->kind];
+  cddp__chunk all = {0, c->count, false};
+  size_t at;
+  int r;
+  if (c->kind == CDDP__KIND_BROADCAST) {
+    cddp__spread(g, c, (char *const *)bufs);
+  } else if (shape->reduces && !shape->scatters) {
+    cddp__reduce_slices(g, c, c->count, bufs, shape->to_root ? (char *)bufs[c->root] : NULL);
+  } else if (cddp__receives(c, g->rank)) {
+    for (r = 0; r < g->size; r++) {
+      if (!cddp__sends(c, r)) continue;
+      at = !shape->scatters ? 0 : c->parts != NULL ? c->parts[r].there : (size_t)g->rank * c->count;
+      g->slices[r] = r == g->rank ? (void *)(uintptr_t)cddp__share_for(c, r)
+                                  : (char *)bufs[r] + at * c->esize;
     }
+    cddp__take(g, c, &all, g->slices);
   }
   return cddp__check_group(g);
+}
+
+/* Where this rank's buffer lies, if other ranks read or write it. */
+static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
+  cddp__ref none;
+  size_t sent, received;
+  memset(&none, 0, sizeof none);
+  cddp__buffer_bytes(g, c, &sent, &received);
+  if (!cddp__in_one_buffer(c) && (sent == 0 || !cddp__is_read(c, g->rank)))
+    none.kind = CDDP__REF_UNUSED;
+  if (none.kind == CDDP__REF_UNUSED || cddp__overwrites(c)) return none;
+  return cddp__ref_of(g->host, c->send, sent);
 }
 
 /* Direct, where each buffer that others read is in shared memory; else staged. A rank whose buffer
@@ -11722,7 +11703,7 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   if (r == CDDP_OK && !direct)
     r = cddp__run_staged(g, c, staged);
   else if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK &&
-           (r = cddp__move(g, c, (char *const *)g->buffers, g->slices)) == CDDP_OK)
+           (r = cddp__move(g, c, g->buffers)) == CDDP_OK)
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
   return cddp__exit(g, r);
 }
