@@ -1702,21 +1702,27 @@ struct cddp_work {
 };
 
 /* Runs asynchronous operations of one group in order, on a thread started by the first of them or
-   on one that waits for them. All but thread and started: lock. */
+   on one that waits for them. All but what is atomic, thread and started: lock. */
 typedef struct cddp__engine {
+  cddp__atomic_u64 held; /* the only operation in flight, outside the queue: a cddp_work *, + 1 once
+                            the thread that waits for it runs it; 0: none */
+  cddp__atomic_u32 count; /* operations in the queue, and the one that runs out of it */
+  cddp__atomic_u32 tick;  /* counts the thread's short waits */
+  cddp__atomic_u32 idle;  /* of these, how many since the last operation was pushed */
+  cddp__atomic_u32 asleep;  /* 1: the thread waits for `work` without a limit */
+  cddp__atomic_u32 waiters; /* threads that wait for `changed` */
+  cddp__atomic_u32 awaited; /* those of them that wait without a limit */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* for those who wait: an operation has ended */
   pthread_cond_t work;    /* for the thread: there is something to do, or stop */
   pthread_t thread;
   bool started, stop;
-  bool busy;     /* some thread is inside the group's steps */
-  bool asleep;   /* the thread waits for `work` without a limit */
-  bool urgent;   /* what is queued is to begin at once */
-  uint32_t tick; /* counts the thread's short waits */
-  int idle;      /* of these, how many since the last operation was pushed */
-  int waiters;   /* threads that wait for `changed` */
-  cddp__atomic_u32 awaited; /* those of them that wait without a limit; read without the lock */
+  bool busy;   /* an operation out of the queue runs */
+  bool urgent; /* what is queued is to begin at once */
   cddp_work *first, *last;
+  cddp_work own;         /* for one collective at a time: costs no allocation */
+  cddp__atomic_u32 lent; /* 1: own is in use. Set by the thread that calls collectives, cleared by
+                            the one that has waited */
 } cddp__engine;
 
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
@@ -10805,37 +10811,29 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
   }
 }
 
-static void *cddp__cut(char **at, size_t bytes) {
-  void *p = *at;
-  *at += cddp__round_up(bytes, 16);
-  return p;
-}
-
-/* The struct with all of its arrays in one piece of memory. */
+/* The struct with all of its arrays behind it. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__FRAMES * n;
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
-                3 * sizeof(int) + 3 * sizeof(void *) + 2 * sizeof(struct pollfd) +
-                CDDP__HEADER_BYTES;
-  char *at = (char *)cddp__calloc(&g->host->allocator, 1,
-                                  sizeof(cddp__hosts) + n * each +
-                                      2 * frames * sizeof(cddp__item) + CDDP__RIDE + 1024);
-  cddp__hosts *x;
-  if (at == NULL) return NULL;
-  x = (cddp__hosts *)cddp__cut(&at, sizeof *x);
-  x->peers = (cddp__peer *)cddp__cut(&at, n * sizeof *x->peers);
-  x->nodes = (cddp__group_node *)cddp__cut(&at, n * sizeof *x->nodes);
-  x->subtrees = (cddp__subtree *)cddp__cut(&at, n * sizeof *x->subtrees);
-  x->outs = (cddp__item *)cddp__cut(&at, frames * sizeof *x->outs);
-  x->ins = (cddp__item *)cddp__cut(&at, frames * sizeof *x->ins);
-  x->pointers = (const void **)cddp__cut(&at, n * sizeof(void *));
-  x->sums = (const void **)cddp__cut(&at, n * sizeof(void *));
-  x->scratch = (char **)cddp__cut(&at, n * sizeof(void *));
-  x->fds = (struct pollfd *)cddp__cut(&at, (2 * n + 2) * sizeof *x->fds);
-  x->ranks = (int *)cddp__cut(&at, n * sizeof(int));
-  x->widths = (int *)cddp__cut(&at, n * sizeof(int));
-  x->leaves = (int *)cddp__cut(&at, n * sizeof(int));
-  x->headers = (unsigned char *)cddp__cut(&at, n * CDDP__HEADER_BYTES + CDDP__RIDE);
+                3 * sizeof(void *) + CDDP__HEADER_BYTES + 2 * sizeof(struct pollfd) +
+                3 * sizeof(int);
+  size_t bytes = sizeof(cddp__hosts) + 2 * frames * sizeof(cddp__item) + n * each;
+  cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1,
+                                               bytes + CDDP__RIDE + 2 * sizeof(struct pollfd));
+  if (x == NULL) return NULL;
+  x->peers = (cddp__peer *)(void *)(x + 1); /* no array needs more alignment than those before it */
+  x->nodes = (cddp__group_node *)(void *)(x->peers + n);
+  x->subtrees = (cddp__subtree *)(void *)(x->nodes + n);
+  x->outs = (cddp__item *)(void *)(x->subtrees + n);
+  x->ins = x->outs + frames;
+  x->pointers = (const void **)(void *)(x->ins + frames);
+  x->sums = x->pointers + n;
+  x->scratch = (char **)(void *)(x->sums + n);
+  x->headers = (unsigned char *)(x->scratch + n);
+  x->fds = (struct pollfd *)(void *)(x->headers + n * CDDP__HEADER_BYTES + CDDP__RIDE);
+  x->ranks = (int *)(void *)(x->fds + 2 * n + 2);
+  x->widths = x->ranks + n;
+  x->leaves = x->widths + n;
   return x;
 }
 
@@ -11184,12 +11182,13 @@ static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_a
    Owns: cddp_work and the engine of a group. Lock: engine.lock.
    Touches a slot's works alone.
    Entry points: cddp__work_new, cddp__engine_push and _drain, cddp__work_wait and _done.
-   Works as follows: a collective with a handle goes into its group's queue. A thread that waits
-   for it and finds that it has not begun runs the queue up to it itself, at the cost of a call
-   without a handle. Operations that no thread waits for are run by the engine, a thread that the
-   first such operation starts: it looks at the queue every CDDP__LINGER_S while operations come,
-   takes what has been there since its last look, and sleeps when none has come for a while. So
-   an operation costs no wake-up of a thread. Buckets of a cddp_ddp begin on the engine at once.
+   Works as follows: a collective with a handle goes into its group's queue; if it is the only one,
+   it is held outside. A thread that waits for it and finds that it has not begun runs the queue up
+   to it itself, or what is held without any lock, at the cost of a call without a handle.
+   Operations that no thread waits for are run by the engine, a thread that the first such operation
+   starts: it looks at the queue every CDDP__LINGER_S while operations come, takes what has been
+   there since its last look, and sleeps when none has come for a while. So an operation costs no
+   wake-up of a thread. Buckets of a cddp_ddp begin on the engine at once.
    A collective without a handle waits until the queue is empty, likewise. Sends and receives
    need no thread, see >>p2p. */
 
@@ -11197,9 +11196,15 @@ static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_a
 #define CDDP__LINGERS 50       /* looks at an empty queue before the engine sleeps */
 #define CDDP__SPIN_ENGINE 250  /* polls of the engine where ranks and engines share the cores */
 
-/* more: bytes behind it. */
-static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
-  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof *w + more);
+static void cddp__work_free(cddp_work *w) {
+  cddp__engine *e = &w->group->engine;
+  if (w == &e->own)
+    cddp__store32(&e->lent, 0);
+  else
+    cddp__free(&w->group->host->allocator, w);
+}
+
+static cddp_work *cddp__work_clear(cddp_group *g, cddp_work *w) {
   if (w == NULL) return NULL;
   memset(w, 0, offsetof(cddp_work, text));
   w->text[0] = 0;
@@ -11208,32 +11213,75 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   return w;
 }
 
-/* Counts operations of the group that are not done. lock held. */
-static void cddp__count_works(const cddp_group *g, uint32_t more) {
-  cddp__atomic_u32 *works = &cddp__slot_of(g, g->rank)->works;
-  cddp__store32(works, cddp__load32(works) + more);
+/* more: bytes behind it. */
+static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
+  return cddp__work_clear(
+      g, (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more));
 }
 
-/* Runs the first operation of the queue on this thread. lock held; free meanwhile. */
-static void cddp__engine_run(cddp__engine *e) {
-  cddp_work *w = e->first;
+static void cddp__work_run(cddp_work *w) {
   cddp__site site = cddp__this_site;
-  e->first = w->next;
-  if (e->first == NULL) e->last = NULL;
-  e->urgent = e->urgent && e->first != NULL;
-  e->busy = true;
-  pthread_mutex_unlock(&e->lock);
   CDDP__POINT("engine");
   cddp__this_site = w->site;
   w->result = w->run(w);
   if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
   cddp__this_site = site;
+}
+
+/* Counts operations of the queue; peers can see how many there are. lock held. */
+static void cddp__engine_count(cddp_work *w, uint32_t more) {
+  cddp__atomic_u32 *works = &cddp__slot_of(w->group, w->group->rank)->works;
+  cddp__store32(works, cddp__add32(&w->group->engine.count, more));
+}
+
+static void cddp__engine_append(cddp__engine *e, cddp_work *w) { /* lock held */
+  w->next = NULL;
+  if (e->first != NULL)
+    e->last->next = w;
+  else
+    e->first = w;
+  e->last = w;
+}
+
+/* Puts what is held into the queue. Whether some thread runs an operation: no other may begin then.
+   lock held. */
+static bool cddp__engine_busy(cddp__engine *e) {
+  uint64_t held = cddp__load64(&e->held);
+  if (held != 0 && (held & 1) == 0 && cddp__swap64(&e->held, held, 0)) {
+    cddp__engine_append(e, (cddp_work *)(uintptr_t)held);
+    cddp__engine_count(e->last, 1);
+  }
+  return e->busy || cddp__load64(&e->held) != 0;
+}
+
+/* Runs the first operation of the queue on this thread. lock held; free meanwhile. */
+static void cddp__engine_run(cddp__engine *e) {
+  cddp_work *w = e->first;
+  e->first = w->next;
+  e->urgent = e->urgent && e->first != NULL;
+  e->busy = true;
+  pthread_mutex_unlock(&e->lock);
+  cddp__work_run(w);
   pthread_mutex_lock(&e->lock);
   e->busy = false;
   w->done = true;
-  cddp__count_works(w->group, (uint32_t)-1);
-  if (e->waiters > 0) pthread_cond_broadcast(&e->changed);
-  if (e->first != NULL && e->asleep) pthread_cond_signal(&e->work);
+  cddp__engine_count(w, (uint32_t)-1);
+  if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
+  if (e->first != NULL && cddp__load32(&e->asleep) != 0) pthread_cond_signal(&e->work);
+}
+
+/* Runs w, on the thread that waits for it, if it is held; without the lock. */
+static bool cddp__engine_run_held(cddp__engine *e, cddp_work *w) {
+  uint64_t held = (uint64_t)(uintptr_t)w;
+  if (cddp__load64(&e->held) != held || !cddp__swap64(&e->held, held, held + 1)) return false;
+  cddp__work_run(w);
+  cddp__store64(&e->held, 0); /* before it looks: who waits for this looks again behind its count */
+  if (CDDP__LIKELY((cddp__load32(&e->waiters) | cddp__load32(&e->count)) == 0)) return true;
+  pthread_mutex_lock(&e->lock);
+  pthread_cond_broadcast(&e->changed);
+  pthread_cond_signal(&e->work);
+  pthread_mutex_unlock(&e->lock);
+  return true;
 }
 
 static void *cddp__engine_main(void *arg) {
@@ -11242,18 +11290,22 @@ static void *cddp__engine_main(void *arg) {
   int spin;
   cddp__own_engine = e;
   pthread_mutex_lock(&e->lock);
-  while (e->first != NULL || !e->stop) {
-    bool due = e->first != NULL && (e->urgent || e->stop || e->first->tick != e->tick);
-    if (e->busy || (e->first == NULL && e->idle > CDDP__LINGERS)) {
-      e->asleep = true;
-      pthread_cond_wait(&e->work, &e->lock);
-      e->asleep = false;
+  for (;;) {
+    bool busy = cddp__engine_busy(e), due;
+    if (e->stop && e->first == NULL) break;
+    due = e->first != NULL &&
+          (e->urgent || e->stop || e->first->tick != cddp__load32(&e->tick));
+    if (e->first != NULL ? busy : cddp__load32(&e->idle) > CDDP__LINGERS) {
+      cddp__exchange32(&e->asleep, 1); /* what is held from now on wakes it */
+      busy = cddp__engine_busy(e);
+      if (e->first == NULL || busy) pthread_cond_wait(&e->work, &e->lock);
+      cddp__store32(&e->asleep, 0);
       continue;
     }
     if (!due) {
       if (!cddp__cond_wait_until(&e->work, &e->lock, cddp__now() + CDDP__LINGER_S)) {
-        e->tick++;
-        e->idle++;
+        cddp__add32(&e->tick, 1);
+        cddp__add32(&e->idle, 1);
       }
       continue;
     }
@@ -11271,58 +11323,66 @@ static void *cddp__engine_main(void *arg) {
 }
 
 static void cddp__engine_hurry(cddp__engine *e) { /* lock held */
+  bool busy = cddp__engine_busy(e);
   if (e->first == NULL || e->urgent) return;
   e->urgent = true;
-  if (!e->busy) pthread_cond_signal(&e->work);
+  if (!busy) pthread_cond_signal(&e->work);
 }
 
-/* Puts w at the end of its group's queue; starts the engine if need be. */
+/* Gives w to its group's engine, and starts that if need be. The only operation in flight is held
+   for the thread that waits for it: to run it then takes no lock. */
 static cddp_result cddp__engine_push(cddp_work *w) {
   cddp__engine *e = &w->group->engine;
   cddp_result r = CDDP_OK;
-  w->next = NULL;
   CDDP__POINT("push");
-  pthread_mutex_lock(&e->lock);
   if (!e->started) {
     r = cddp__thread_start(&e->thread, cddp__engine_main, w->group, true);
     e->started = r == CDDP_OK;
+    if (r != CDDP_OK) return r;
   }
-  if (r == CDDP_OK) {
-    if (e->last != NULL)
-      e->last->next = w;
-    else
-      e->first = w;
-    e->last = w;
-    cddp__count_works(w->group, 1);
-    e->idle = w->anywhere ? 0 : CDDP__LINGERS + 1; /* what is pushed urgently wakes it */
-    w->tick = e->tick;
-    if (!w->anywhere)
-      cddp__engine_hurry(e);
-    else if (e->asleep && !e->busy)
-      pthread_cond_signal(&e->work);
+  w->tick = cddp__load32(&e->tick);
+  cddp__store32(&e->idle, w->anywhere ? 0 : CDDP__LINGERS + 1);
+  if (w->anywhere && cddp__load32(&e->count) == 0 &&
+      cddp__swap64(&e->held, 0, (uint64_t)(uintptr_t)w)) {
+    if (cddp__load32(&e->asleep) == 0) return CDDP_OK;
+    pthread_mutex_lock(&e->lock);
+    (void)cddp__engine_busy(e);
+  } else {
+    pthread_mutex_lock(&e->lock);
+    (void)cddp__engine_busy(e); /* an older one comes first */
+    cddp__engine_append(e, w);
+    cddp__engine_count(w, 1);
   }
+  if (!w->anywhere)
+    cddp__engine_hurry(e);
+  else if (cddp__load32(&e->asleep) != 0)
+    pthread_cond_signal(&e->work);
   pthread_mutex_unlock(&e->lock);
   return r;
 }
 
-/* Waits until w (NULL: all of the queue) has run, or until that time: false then. Without a
-   deadline this thread runs what it finds in the queue itself. */
-static bool cddp__engine_wait(cddp__engine *e, const cddp_work *w, double deadline) {
-  bool ok = true;
+/* Waits until w (NULL: all operations) has run, or until that time: false then. Without a deadline
+   this thread runs what it finds itself. */
+static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
+  bool ok = true, forever = !(deadline < INFINITY);
+  if (w == NULL && (cddp__load64(&e->held) | cddp__load32(&e->count)) == 0) return true;
+  if (w != NULL && forever && cddp__engine_run_held(e, w)) return true;
   pthread_mutex_lock(&e->lock);
-  if (deadline < INFINITY && !w->done) cddp__engine_hurry(e);
-  while (w != NULL ? !w->done : e->busy || e->first != NULL) {
-    if (!e->busy && e->first->anywhere && !(deadline < INFINITY)) {
+  if (!forever && !w->done) cddp__engine_hurry(e);
+  cddp__add32(&e->waiters, 1);
+  for (;;) {
+    bool busy = cddp__engine_busy(e);
+    if (w != NULL ? w->done : !busy && e->first == NULL) break;
+    if (!busy && e->first->anywhere && forever) {
       cddp__engine_run(e);
       continue;
     }
     if (!ok) break;
-    e->waiters++;
-    if (!(deadline < INFINITY)) cddp__add32(&e->awaited, 1);
+    if (forever) cddp__add32(&e->awaited, 1);
     ok = cddp__cond_wait_until(&e->changed, &e->lock, deadline);
-    if (!(deadline < INFINITY)) cddp__add32(&e->awaited, (uint32_t)-1);
-    e->waiters--;
+    if (forever) cddp__add32(&e->awaited, (uint32_t)-1);
   }
+  cddp__add32(&e->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&e->lock);
   return ok || (w != NULL && w->done);
 }
@@ -11341,7 +11401,7 @@ static void cddp__engine_stop(cddp_group *g) {
   bool busy;
   if (!e->started) return;
   pthread_mutex_lock(&e->lock);
-  busy = e->busy || e->first != NULL;
+  busy = cddp__engine_busy(e) || e->first != NULL;
   e->stop = true;
   pthread_cond_signal(&e->work);
   pthread_mutex_unlock(&e->lock);
@@ -11378,7 +11438,7 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
                       cddp__shapes[w->call.kind].name, g->rank, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (w->run == NULL) cddp__record_finish(g, w->record, r);
-  cddp__free(&g->host->allocator, w);
+  cddp__work_free(w);
   return r;
 }
 
@@ -11862,8 +11922,12 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_wor
   cddp_result r;
   cddp_work *w;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if ((w = cddp__work_new(g, c->parts != NULL ? cddp__parts_bytes(g) : 0)) == NULL)
+  if (c->parts == NULL && cddp__load32(&g->engine.lent) == 0) {
+    cddp__store32(&g->engine.lent, 1);
+    w = cddp__work_clear(g, &g->engine.own);
+  } else if ((w = cddp__work_new(g, c->parts != NULL ? cddp__parts_bytes(g) : 0)) == NULL) {
     return CDDP_OUT_OF_MEMORY;
+  }
   w->call = *c;
   w->run = cddp__run_work_call;
   if (c->parts != NULL) {
@@ -11873,7 +11937,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_wor
   if ((r = cddp__enqueue(w)) == CDDP_OK)
     *work = w;
   else
-    cddp__free(&g->host->allocator, w);
+    cddp__work_free(w);
   return r;
 }
 
@@ -11882,6 +11946,7 @@ static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_wor
   bool taken = false;
   if (CDDP__UNLIKELY(g->backend != NULL)) {
     cddp_result r = g->backend->start(g, c, work, &taken);
+    if (taken && r == CDDP_OK && work != NULL) (*work)->call.kind = c->kind; /* for messages */
     if (taken || r != CDDP_OK) return r;
   }
   if (work != NULL) return cddp__start_work(g, c, work);
