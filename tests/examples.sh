@@ -367,7 +367,7 @@ gpt_gpu() {
   awk -v a="$loss" -v b="$there" 'BEGIN { d = a - b; exit !(a > 1 && a < 4 && d < 0.0005 && d > -0.0005) }' ||
     fail "a loss of ${loss:-none}, and of ${there:-none} by gpt.c: both are to be the same, below 4"
   run "$work/gpt/gpt" "${small[@]}" --sample 1 --resume "$work/gpt/model"
-  expect 1 "^2 ranks, $(cat "$work/hash")\$"
+  expect 2 "^rank [01] of 2: $(cat "$work/hash")\$"
 }
 
 no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1

@@ -613,6 +613,9 @@ static void check_states(cddp_ddp *d, cddp_group *g, const cddp_param *params, c
 
 static void plan_own(const plan *p, cddp_ddp *d, cddp_optim *o, cddp_param *params, cddp_group *g) {
   bool first[PARAMS] = {true, true, true, true, true, true};
+  cudaStream_t stream = (cudaStream_t)cddp_stream(g);
+  cudaGraphExec_t exec = NULL;
+  cudaGraph_t graph = NULL;
   char *momentum[PARAMS];
   int i, step, shard;
   for (i = 0; i < PARAMS; i++)
@@ -620,10 +623,20 @@ static void plan_own(const plan *p, cddp_ddp *d, cddp_optim *o, cddp_param *para
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
   CHECK_IS(cddp_ddp_all_gather(d), CDDP_INVALID_ARGUMENT);
   for (step = 0; step < p->steps; step++) {
-    if (p->shards == 0) plan_backward(p, d, params, g, step);
+    if (p->graph && step == 2)
+      CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    if (p->shards == 0) plan_backward(p, d, params, g, p->graph ? 7 : step);
     while (p->shards > 0 && cddp_ddp_next_shard(d, &shard))
       plan_backward(p, d, params, g, 100 * step + shard);
     plan_parts(p, d, g, momentum, first);
+    if (!p->graph || step != 2) continue;
+    CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+    CHECK(graph != NULL && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+    for (; exec != NULL && step < p->steps; step++)
+      CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess);
+    CHECK_OK(cddp_synchronize(g));
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
   }
   CHECK_OK(cddp_optim_write_copies(o));
   check_states(d, g, params, momentum);
@@ -971,6 +984,9 @@ static void test_parts(void) {
   check_parts(&p, "aa", NULL);
   check_parts(&p, "aba", NULL);
   check_parts(&p, "aa", "cpu");
+  p.graph = true;
+  check_parts(&p, "aaa", NULL);
+  p.graph = false;
   p.shards = 5;
   p.last = CDDP_BF16;
   check_parts(&p, "aa", NULL);

@@ -1020,7 +1020,9 @@ static ncclResult_t split_ranks(ncclComm_t c) {
   }
   store(&mine->ids, n + 1);
   if (!await(p, &p->all->seats[first].ids, n + 1, first)) return ncclInternalError;
+  pthread_mutex_lock(&living); /* who aborts the parent looks at all ids */
   c->id = p->all->seats[first].id[at];
+  pthread_mutex_unlock(&living);
   return ncclSuccess;
 }
 
