@@ -18975,6 +18975,8 @@ static void cddp__elastic_begin(cddp_ddp *d) {
   uint64_t deal = cddp__load64(&e->board->deal);
   if (e->begun) return;
   if (deal >> 12 != e->step + 1) {
+    if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
+      (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
     m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot]);
     CDDP__POINT("elastic deal");
     (void)cddp__swap64(&e->board->deal, deal, (e->step + 1) << 12 | (uint64_t)e->me);

@@ -75,6 +75,31 @@ RANKS_DEF uint64_t ranks_mix(uint64_t a, uint64_t b, uint64_t c) {
   return h ^ h >> 31;
 }
 
+/* Writes element i of p, of a type that trains: around 1, with as many digits as the type has. */
+RANKS_DEF void ranks_put(void *p, cddp_dtype d, size_t i, uint64_t h) {
+  uint64_t sign = h >> 63;
+  double x = ((double)(int64_t)(h >> 11) * 0x1p-52 - 1) * (double)(1 << (h & 7));
+  if (d == CDDP_F64) ((double *)p)[i] = x;
+  else if (d == CDDP_F32) ((float *)p)[i] = (float)x;
+  else if (d == CDDP_F16)
+    ((uint16_t *)p)[i] = (uint16_t)(sign << 15 | (9 + (h >> 40) % 8) << 10 | (h & 1023));
+  else ((uint16_t *)p)[i] = (uint16_t)(sign << 15 | (121 + (h >> 40) % 8) << 7 | (h & 127));
+}
+
+/* FNV-1a, going on from h; RANKS_HASH: its beginning. */
+#define RANKS_HASH 0xcbf29ce484222325ull
+RANKS_DEF uint64_t ranks_hash(uint64_t h, const void *p, size_t n) {
+  const unsigned char *b = (const unsigned char *)p;
+  size_t i;
+  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3ull;
+  return h;
+}
+
+RANKS_DEF bool ranks_zero(const void *p, size_t n) {
+  const unsigned char *b = (const unsigned char *)p;
+  return n == 0 || (b[0] == 0 && memcmp(b, b + 1, n - 1) == 0);
+}
+
 RANKS_DEF int ranks_entries(const char *directory) {
   DIR *d = opendir(directory);
   struct dirent *e;

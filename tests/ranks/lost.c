@@ -63,30 +63,6 @@ static void elastic_point(const char *name) {
   raise(SIGKILL);
 }
 
-static size_t size_of(cddp_dtype d) { return d == CDDP_F64 ? 8 : d == CDDP_F32 ? 4 : 2; }
-
-static void put(void *p, cddp_dtype d, size_t i, uint64_t h) { /* around 1, with all digits */
-  uint64_t sign = h >> 63;
-  double x = ((double)(int64_t)(h >> 11) * 0x1p-52 - 1) * (double)(1 << (h & 3));
-  if (d == CDDP_F64) ((double *)p)[i] = x;
-  else if (d == CDDP_F32) ((float *)p)[i] = (float)x;
-  else if (d == CDDP_F16)
-    ((uint16_t *)p)[i] = (uint16_t)(sign << 15 | (9 + (h >> 40) % 8) << 10 | (h & 1023));
-  else ((uint16_t *)p)[i] = (uint16_t)(sign << 15 | (121 + (h >> 40) % 8) << 7 | (h & 127));
-}
-
-static uint64_t hash_of(uint64_t h, const void *p, size_t n) {
-  const unsigned char *b = (const unsigned char *)p;
-  size_t i;
-  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3ull;
-  return h;
-}
-
-static bool is_zero(const void *p, size_t n) {
-  const unsigned char *b = (const unsigned char *)p;
-  return n == 0 || (b[0] == 0 && memcmp(b, b + 1, n - 1) == 0);
-}
-
 typedef struct model {
   cddp_param p[PARAMS];
   void *copies[PARAMS];
@@ -105,14 +81,15 @@ static cddp_result model_open(model *m, cddp_group *g, const plan *c, bool elast
   memset(m, 0, sizeof *m);
   m->count = c->sparse ? PARAMS : c->adamw && !c->masters ? HALVES : ROWS;
   for (k = 0; k < m->count; k++) {
-    size_t bytes = sizes[k] * size_of(dtypes[k]);
+    size_t bytes = sizes[k] * cddp_dtype_size(dtypes[k]);
     m->p[k].name = names[k];
     m->p[k].count = sizes[k];
     m->p[k].dtype = dtypes[k];
     m->p[k].data = c->shared ? cddp_alloc(g, bytes) : malloc(bytes);
     if (c->own && rows[k] == 0) m->p[k].grad = calloc(1, bytes);
     if (c->copies && dtypes[k] == CDDP_F32) m->copies[k] = calloc(1, sizes[k] * 2);
-    for (i = 0; i < sizes[k]; i++) put(m->p[k].data, dtypes[k], i, ranks_mix(3, (uint64_t)k, i));
+    for (i = 0; i < sizes[k]; i++)
+      ranks_put(m->p[k].data, dtypes[k], i, ranks_mix(3, (uint64_t)k, i));
   }
   memset(&desc, 0, sizeof desc);
   desc.shards = c->shards;
@@ -150,11 +127,11 @@ static void model_close(model *m, cddp_group *g, const plan *c) {
 }
 
 static uint64_t model_hash(const model *m) {
-  uint64_t h = 0xcbf29ce484222325ull;
+  uint64_t h = RANKS_HASH;
   int k;
   for (k = 0; k < m->count; k++) {
-    h = hash_of(h, m->p[k].data, sizes[k] * size_of(dtypes[k]));
-    if (m->copies[k] != NULL) h = hash_of(h, m->copies[k], sizes[k] * 2);
+    h = ranks_hash(h, m->p[k].data, sizes[k] * cddp_dtype_size(dtypes[k]));
+    if (m->copies[k] != NULL) h = ranks_hash(h, m->copies[k], sizes[k] * 2);
   }
   return h;
 }
@@ -169,12 +146,12 @@ static void backward(model *m, int step, int shard) {
       int64_t number = (int64_t)(ranks_mix(seed, (uint64_t)n, 5) % rows[k]);
       double values[31];
       for (i = 0; i < sizes[k] / rows[k]; i++)
-        put(values, dtypes[k], i, ranks_mix(seed, (uint64_t)(k + 100 * n), i));
+        ranks_put(values, dtypes[k], i, ranks_mix(seed, (uint64_t)(k + 100 * n), i));
       CHECK_OK(cddp_ddp_add_rows(m->ddp, k, &number, values, 1));
     }
-    CHECK(rows[k] != 0 || is_zero(m->p[k].grad, m->p[k].count * size_of(dtypes[k])));
+    CHECK(rows[k] != 0 || ranks_zero(m->p[k].grad, m->p[k].count * cddp_dtype_size(dtypes[k])));
     for (i = 0; i < m->p[k].count && rows[k] == 0; i++)
-      put(m->p[k].grad, dtypes[k], i, ranks_mix(seed, (uint64_t)k, i));
+      ranks_put(m->p[k].grad, dtypes[k], i, ranks_mix(seed, (uint64_t)k, i));
     CHECK_OK(cddp_ddp_ready(m->ddp, k));
     elastic_point("backward");
   }
@@ -503,6 +480,125 @@ static void test_lost_threads(void) { /* of no use where a sanitizer looks for l
   for (seed = 1; seed <= 40; seed++) run_seed(seed, true);
 }
 
+/* --- ranks that live, but do not do as the others --- */
+
+enum { NOT_TAKEN, NOT_DONE, NOT_COME, CALLS_WAIT, OTHER_RATE, IS_STOPPED, LOST_IN_GROUP };
+
+typedef struct small {
+  float w[100];
+  cddp_param p;
+  cddp_ddp *ddp;
+  cddp_optim *optim;
+} small;
+
+static int small_shard(small *m) { /* -1: there is none */
+  int shard, i;
+  if (!cddp_ddp_next_shard(m->ddp, &shard)) return -1;
+  for (i = 0; i < 100; i++) ((float *)m->p.grad)[i] += (float)(i + shard);
+  CHECK_OK(cddp_ddp_ready(m->ddp, 0));
+  return shard;
+}
+
+static void await_passed(int rank) {
+  while (__atomic_load_n(&reports[rank].passed, __ATOMIC_SEQ_CST) == 0) ranks_sleep(0.001);
+}
+
+/* Rank 0 says what the others wait for. */
+static void pass(int rank) { __atomic_store_n(&reports[rank].passed, 1, __ATOMIC_SEQ_CST); }
+
+/* What ranks say of one that is late, or calls something else. */
+static void expect(cddp_result got, cddp_result want, const char *text) {
+  CHECK_EQ(got, want);
+  if (strstr(cddp_error(), text) == NULL || strstr(cddp_error(), "rank ") == NULL)
+    test_fail(__FILE__, __LINE__, "the error does not say \"%s\": %s", text, cddp_error());
+}
+
+static void small_rank(cddp_group *g, small *m, int scene, int rank) {
+  float x = 1;
+  int step;
+  if (scene <= NOT_COME && rank == 1) { /* late until rank 0 has given up */
+    if (scene == NOT_DONE) CHECK(cddp_ddp_next_shard(m->ddp, &step));
+    while (scene == NOT_COME && small_shard(m) >= 0) {}
+    await_passed(0);
+    return;
+  }
+  for (step = 0; step < 3; step++) {
+    cddp_result r;
+    if (scene == IS_STOPPED && rank == 1 && step == 1) raise(SIGSTOP);
+    while (small_shard(m) >= 0) {}
+    if (scene == OTHER_RATE && rank == 1) CHECK_OK(cddp_optim_set_lr(m->optim, 0.5));
+    r = scene == CALLS_WAIT && rank == 1 ? cddp_ddp_wait(m->ddp)
+                                         : cddp_ddp_step(m->ddp, m->optim);
+    if (scene == NOT_TAKEN) expect(r, CDDP_TIMEOUT, "has not taken shard");
+    if (scene == NOT_DONE) expect(r, CDDP_TIMEOUT, "is not done with shard");
+    if (scene == NOT_COME) expect(r, CDDP_TIMEOUT, "did not come to the update");
+    if (scene == CALLS_WAIT) expect(r, CDDP_MISMATCH, "called ddp_");
+    if (scene == OTHER_RATE) expect(r, CDDP_MISMATCH, "learning rate");
+    if (scene <= OTHER_RATE) break;
+    CHECK_OK(r);
+    if (scene != LOST_IN_GROUP) continue;
+    g = cddp_ddp_group(m->ddp);
+    CHECK_EQ(cddp_world_size(g), step == 2 ? 2 : 3);
+    if (rank == 1 && step == 1) raise(SIGKILL);
+    CHECK_EQ(cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL),
+             step == 1 ? CDDP_PEER_LOST : CDDP_OK);
+  }
+  pass(rank);
+}
+
+static int small_life(int rank, void *arg) {
+  int scene = *(const int *)arg;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_group *g;
+  small m;
+  ranks_environment(rank, scene == LOST_IN_GROUP ? 3 : 2, reports[MOST - 1].steps);
+  if (scene <= NOT_COME) setenv("CDDP_TIMEOUT_S", "1", 1);
+  memset(&m, 0, sizeof m);
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  m.p.data = m.w;
+  m.p.count = 100;
+  desc.shards = 4;
+  desc.elastic = true;
+  o.lr = 0.1;
+  o.momentum = 0.9;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, &m.p, 1, &desc));
+  CHECK_OK(cddp_sgd_create(&m.optim, &m.p, 1, &o));
+  small_rank(g, &m, scene, rank);
+  reports[rank].hash = ranks_hash(RANKS_HASH, m.w, sizeof m.w);
+  cddp_optim_destroy(m.optim);
+  cddp_ddp_destroy(m.ddp);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_living(void) {
+  int scene, i, status;
+  for (scene = NOT_TAKEN; scene <= LOST_IN_GROUP; scene++) {
+    int n = scene == LOST_IN_GROUP ? 3 : 2;
+    pid_t pids[3];
+    memset(reports, 0, MOST * sizeof *reports);
+    reports[MOST - 1].steps = ranks_free_port();
+    for (i = 0; i < n; i++) pids[i] = ranks_fork(small_life, i, &scene);
+    if (scene == IS_STOPPED) { /* the other one waits */
+      CHECK_EQ(waitpid(pids[1], &status, WUNTRACED), pids[1]);
+      CHECK(WIFSTOPPED(status));
+      ranks_sleep(0.2);
+      CHECK_EQ(waitpid(pids[0], &status, WNOHANG), 0);
+      kill(pids[1], SIGCONT);
+    }
+    for (i = 0; i < n; i++) {
+      bool killed = scene == LOST_IN_GROUP && i == 1;
+      CHECK_EQ(waitpid(pids[i], &status, 0), pids[i]);
+      if (killed ? !WIFSIGNALED(status) : status != 0)
+        test_fail(__FILE__, __LINE__, "scene %d: rank %d ends with %x", scene, i, status);
+    }
+    if (scene >= IS_STOPPED) CHECK_EQ(reports[0].hash, reports[n - 1].hash);
+  }
+}
+
 int main(int argc, char **argv) {
   uint64_t seed, last;
   reports = (report *)ranks_shared(MOST * sizeof *reports);
@@ -519,6 +615,7 @@ int main(int argc, char **argv) {
   if (!RANKS_TSAN) {
     RUN(test_deaths);
     RUN(test_several);
+    RUN(test_living);
     RUN(test_seeds);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);

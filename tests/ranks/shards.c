@@ -26,33 +26,6 @@ typedef struct plan {
 
 static bool mentions(const char *text) { return strstr(cddp_error(), text) != NULL; }
 
-static size_t size_of(cddp_dtype d) { return d == CDDP_F64 ? 8 : d == CDDP_F32 ? 4 : 2; }
-
-/* Writes element i: some number around 1, with as many digits as the dtype has. */
-static void put(void *p, cddp_dtype d, size_t i, uint64_t h) {
-  uint64_t sign = h >> 63;
-  uint16_t half = (uint16_t)(sign << 15 | (9 + (h >> 40) % 8) << 10 | (h & 1023));
-  uint16_t brain = (uint16_t)(sign << 15 | (121 + (h >> 40) % 8) << 7 | (h & 127));
-  double x = ((double)(int64_t)(h >> 11) * 0x1p-52 - 1) * (double)(1 << (h & 7));
-  if (d == CDDP_F64) ((double *)p)[i] = x;
-  else if (d == CDDP_F32) ((float *)p)[i] = (float)x;
-  else ((uint16_t *)p)[i] = d == CDDP_F16 ? half : brain;
-}
-
-static uint64_t hash_of(uint64_t h, const void *p, size_t n) {
-  const unsigned char *b = (const unsigned char *)p;
-  size_t i;
-  for (i = 0; i < n; i++) h = (h ^ b[i]) * 0x100000001b3ull;
-  return h;
-}
-
-static bool is_zero(const void *p, size_t n) {
-  const unsigned char *b = (const unsigned char *)p;
-  size_t i;
-  for (i = 0; i < n && b[i] == 0; i++) {}
-  return i == n;
-}
-
 /* Forward and backward of one shard: gradients must be zero before. */
 static void backward(cddp_ddp *ddp, cddp_param *p, int count, int step, int shard) {
   char values[LARGE * 8];
@@ -61,9 +34,9 @@ static void backward(cddp_ddp *ddp, cddp_param *p, int count, int step, int shar
   for (k = count - 1; k >= 0; k--) {
     uint64_t seed = (uint64_t)(1000 * step + shard);
     if (rows[k] == 0) {
-      CHECK(is_zero(p[k].grad, p[k].count * size_of(p[k].dtype)));
+      CHECK(ranks_zero(p[k].grad, p[k].count * cddp_dtype_size(p[k].dtype)));
       for (i = 0; i < p[k].count; i++)
-        put(p[k].grad, p[k].dtype, i, ranks_mix(seed, (uint64_t)k, i));
+        ranks_put(p[k].grad, p[k].dtype, i, ranks_mix(seed, (uint64_t)k, i));
     }
     for (n = (int)(ranks_mix(seed, (uint64_t)k, 77) % 5); rows[k] != 0 && n > 0; n--) {
       int64_t numbers[3];
@@ -71,7 +44,7 @@ static void backward(cddp_ddp *ddp, cddp_param *p, int count, int step, int shar
       for (i = 0; i < 3; i++) /* the same one twice, now and then */
         numbers[i] = (int64_t)(ranks_mix(seed, (uint64_t)n, 5 + i) % rows[k]);
       for (i = 0; i < 3 * width; i++)
-        put(values, p[k].dtype, i, ranks_mix(seed, (uint64_t)(k + 100 * n), i));
+        ranks_put(values, p[k].dtype, i, ranks_mix(seed, (uint64_t)(k + 100 * n), i));
       CHECK_OK(cddp_ddp_add_rows(ddp, k, numbers, values, 3));
     }
     CHECK_OK(cddp_ddp_ready(ddp, k));
@@ -107,13 +80,14 @@ static cddp_result model_open(model *m, cddp_group *g, const plan *c, const cddp
   m->shared = c->shared;
   m->count = c->adamw ? PLAIN : PARAMS;
   for (k = 0; k < m->count; k++) {
-    size_t bytes = sizes[k] * size_of(dtypes[k]);
+    size_t bytes = sizes[k] * cddp_dtype_size(dtypes[k]);
     m->p[k].name = names[k];
     m->p[k].count = sizes[k];
     m->p[k].dtype = dtypes[k];
     m->p[k].data = c->shared ? cddp_alloc(g, bytes) : malloc(bytes);
     if (c->own && rows[k] == 0) m->p[k].grad = calloc(1, bytes);
-    for (i = 0; i < sizes[k]; i++) put(m->p[k].data, dtypes[k], i, ranks_mix(3, (uint64_t)k, i));
+    for (i = 0; i < sizes[k]; i++)
+      ranks_put(m->p[k].data, dtypes[k], i, ranks_mix(3, (uint64_t)k, i));
   }
   memset(&o, 0, sizeof o);
   memset(&a, 0, sizeof a);
@@ -152,7 +126,7 @@ static int train(cddp_group *g, void *arg) {
   d.shards = c->looped ? c->shards : 0;
   CHECK_OK(model_open(&m, g, c, &d));
   for (step = 0; step < STEPS && m.optim != NULL && test_failures == before; step++) {
-    uint64_t h = 0xcbf29ce484222325ull;
+    uint64_t h = RANKS_HASH;
     double norm;
     CHECK_EQ(cddp_ddp_steps(m.ddp), step);
     if (!c->looped) {
@@ -166,8 +140,9 @@ static int train(cddp_group *g, void *arg) {
       CHECK(!cddp_ddp_next_shard(m.ddp, &shard));
     }
     CHECK_OK(take_step(m.ddp, m.optim, c->kind, step, &norm));
-    for (k = 0; k < m.count; k++) h = hash_of(h, m.p[k].data, sizes[k] * size_of(dtypes[k]));
-    h = hash_of(h, &norm, sizeof norm);
+    for (k = 0; k < m.count; k++)
+      h = ranks_hash(h, m.p[k].data, sizes[k] * cddp_dtype_size(dtypes[k]));
+    h = ranks_hash(h, &norm, sizeof norm);
     if (!c->looped) {
       if (rank == 0) c->hashes[step] = h;
     } else if (h != c->hashes[step]) {
