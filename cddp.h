@@ -6608,23 +6608,11 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
   return (info.mask & 8) != 0;
 }
 
-/* How a process ended, from its wait status: "was killed by signal 9 (SIGKILL)". */
+/* How a process ended, from its wait status: "was killed by signal 9 (Killed)". */
 static void cddp__describe_status(int status, char *out, size_t n) {
-  static const struct {
-    int number;
-    const char *name;
-  } names[] = {{SIGHUP, "SIGHUP"},   {SIGINT, "SIGINT"},   {SIGQUIT, "SIGQUIT"},
-               {SIGILL, "SIGILL"},   {SIGTRAP, "SIGTRAP"}, {SIGABRT, "SIGABRT"},
-               {SIGBUS, "SIGBUS"},   {SIGFPE, "SIGFPE"},   {SIGKILL, "SIGKILL"},
-               {SIGUSR1, "SIGUSR1"}, {SIGSEGV, "SIGSEGV"}, {SIGUSR2, "SIGUSR2"},
-               {SIGPIPE, "SIGPIPE"}, {SIGALRM, "SIGALRM"}, {SIGTERM, "SIGTERM"},
-               {SIGXCPU, "SIGXCPU"}, {SIGXFSZ, "SIGXFSZ"}, {SIGSYS, "SIGSYS"}};
-  const char *name = "see signal(7)";
-  size_t i;
-  for (i = 0; i < sizeof names / sizeof *names; i++)
-    if (names[i].number == WTERMSIG(status)) name = names[i].name;
+  const char *name = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : NULL;
   if (WIFSIGNALED(status))
-    snprintf(out, n, "was killed by signal %d (%s)%s", WTERMSIG(status), name,
+    snprintf(out, n, "was killed by signal %d (%s)%s", WTERMSIG(status), name != NULL ? name : "?",
              WCOREDUMP(status) ? ", core dumped" : "");
   else
     snprintf(out, n, "exited with code %d", WEXITSTATUS(status));
@@ -6907,14 +6895,9 @@ static void cddp__list_ranks(const bool *set, int size, char *out, size_t n) {
   }
 }
 
-/* Whether a rank of another host had come to this rank's round when that host was asked. */
-static bool cddp__had_come(const cddp_group *g, int p) {
-  uint32_t word = cddp__load32(&g->block->came[p / 24]);
-  return word >> 24 == (g->round & 255) && (word >> p % 24 & 1) != 0;
-}
-
 /* The ranks that have not come to this rank's round: how many. One of this host may itself be
-   waiting for one of another host, right now: then that one counts. */
+   waiting for one of another host, right now: then that one counts. Of another host's ranks those
+   count that had not come when that host was asked. */
 static int cddp__find_late(const cddp_group *g, bool *set) {
   uint32_t now = (uint32_t)(uint64_t)(cddp__now() * 1000);
   bool all = g->hosts != NULL && !g->hosts->local_only;
@@ -6922,10 +6905,11 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
     const cddp__slot *slot = cddp__slot_of(g, p);
-    uint32_t awaits = cddp__load32(&slot->awaits);
+    uint32_t awaits = cddp__load32(&slot->awaits), came = cddp__load32(&g->block->came[p / 24]);
+    bool had_come = came >> 24 == (g->round & 255) && (came >> p % 24 & 1) != 0;
     if (cddp__has_announced(g, p)) continue;
     if (g->members[p] < 0)
-      set[p] = set[p] || (all && !cddp__had_come(g, p));
+      set[p] = set[p] || (all && !had_come);
     else if (awaits > 0 && awaits <= (uint32_t)g->size &&
              now - cddp__load32(&slot->awaits_at) < 500)
       set[awaits - 1] = true;
@@ -7085,15 +7069,12 @@ static bool cddp__agrees(const cddp__op_header *a, const cddp__op_header *b) {
 static void cddp__describe_rank(const cddp_group *g, int rank, const cddp__op_header *a) {
   const cddp__op_header *b = cddp__op_header_of(g, rank, g->round);
   cddp__slot *slot = cddp__slot_of(g, rank);
-  uint32_t kind = b->call & 255;
-  bool counted = kind > CDDP__KIND_BARRIER && kind < CDDP__KIND_GROUP_NEW;
-  char *out = cddp__error_text, call[128], site[CDDP__SITE_MAX] = "", mode[2][96];
-  cddp__describe_call(call, sizeof call, b->call, b->count, b->root);
+  char *out = cddp__error_text, call[2][128], site[CDDP__SITE_MAX] = "", mode[2][96];
+  cddp__describe_call(call[0], sizeof call[0], a->call, a->count, a->root);
+  cddp__describe_call(call[1], sizeof call[1], b->call, b->count, b->root);
   if (cddp__load32(&slot->site_round) == g->round) memcpy(site, slot->site, sizeof site - 1);
-  cddp__append(out, CDDP__ERROR_MAX, "rank %d called %s%s", rank, call, site);
-  if (a == b || ((a->call ^ b->call) & 0xffffff) != 0 || a->root != b->root ||
-      (counted && a->count != b->count))
-    return;
+  cddp__append(out, CDDP__ERROR_MAX, "rank %d called %s%s", rank, call[1], site);
+  if (a == b || strcmp(call[0], call[1]) != 0) return;
   cddp__describe_fp_mode(a->fp_mode, mode[0], sizeof mode[0]);
   cddp__describe_fp_mode(b->fp_mode, mode[1], sizeof mode[1]);
   if (a->fp_mode == b->fp_mode)
@@ -19975,9 +19956,8 @@ typedef struct cddp__mt19937 {
 static void cddp__mt_seed(cddp__mt19937 *g, uint32_t seed) {
   uint32_t i;
   g->state[0] = seed;
-  for (i = 1; i < 624; i++) {
+  for (i = 1; i < 624; i++)
     g->state[i] = 1812433253u * (g->state[i - 1] ^ (g->state[i - 1] >> 30)) + i;
-  }
   g->next = 624;
 }
 
@@ -20109,25 +20089,23 @@ CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index) {
   return true;
 }
 
-static cddp_result cddp__sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
-                                       size_t *indices, size_t *n) {
-  size_t all, world = (size_t)s->desc.world_size;
-  if (shard < 0 || shard >= s->desc.world_size)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "shard is %d; the sampler has %d, its world_size",
-                      shard, s->desc.world_size);
-  if (size == 0 || indices == NULL)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "size is 0 or indices is NULL");
-  all = cddp__sampler_share(&s->desc, shard, s->desc.dataset_size);
-  if (batch > all / size) return CDDP_OK;
-  *n = cddp__min(size, all - batch * size);
-  return cddp__sampler_deal(s, (size_t)shard + batch * size * world, *n, indices);
-}
-
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
                                   size_t *indices) {
-  size_t n = 0;
+  size_t world, all, n;
   if (s == NULL) return 0;
-  s->result = cddp__named(__func__, cddp__sampler_batch(s, shard, batch, size, indices, &n));
+  s->result = CDDP_INVALID_ARGUMENT;
+  world = (size_t)s->desc.world_size;
+  if (shard < 0 || (size_t)shard >= world || size == 0 || indices == NULL) {
+    cddp__fail(s->result, "%s: shard is %d, of %zu; size is 0 or indices is NULL", __func__, shard,
+               world);
+    return 0;
+  }
+  s->result = CDDP_OK;
+  all = cddp__sampler_share(&s->desc, shard, s->desc.dataset_size);
+  if (batch > all / size) return 0;
+  n = cddp__min(size, all - batch * size);
+  s->result = cddp__named(
+      __func__, cddp__sampler_deal(s, (size_t)shard + batch * size * world, n, indices));
   return s->result == CDDP_OK ? n : 0;
 }
 

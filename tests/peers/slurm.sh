@@ -156,7 +156,7 @@ steps() { # in an allocation of both nodes
 
   echo "a killed task is named"
   fails_soon 15 srun -N 2 -n 4 "${jobs[@]}" 7 30
-  expect 3 '^rank [023]: .*rank 1 .*was killed by signal 9 \(SIGKILL\)'
+  expect 3 '^rank [023]: .*rank 1 .*was killed by signal 9 \(Killed\)'
 
   echo "rank 0 is not on the first node"
   fails_soon 10 srun -m arbitrary -w n2,n1 -n 2 "${jobs[@]}" 8

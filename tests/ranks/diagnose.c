@@ -469,7 +469,7 @@ static int die(int rank, void *arg) {
 
 /* reap: whether the parent takes the dead child's status at once, or only at the end. */
 static void check_death(death how, bool reap) {
-  static const char *const words[] = {"was killed by signal 9 (SIGKILL)",
+  static const char *const words[] = {"was killed by signal 9 (Killed)",
                                       "was killed by signal 11 (SIGSEGV)", "exited with code 7"};
   struct {
     int how, reap;

@@ -443,7 +443,7 @@ static void test_failure(void) {
   CHECK(said("rank 1") && said("code 7") && said(pid));
   check_gone();
   CHECK_EQ(run("-n 3", "dies"), 128 + SIGKILL);
-  CHECK(said("rank 1") && said("signal 9 (SIGKILL)"));
+  CHECK(said("rank 1") && said("signal 9 (Killed)"));
   check_gone();
   CHECK_EQ(run("-n 3 cddp-no-such-program", NULL), 127);
   CHECK(said("cddp-no-such-program") && said("PATH"));
@@ -508,7 +508,7 @@ static void test_elastic(void) {
   snprintf(options, sizeof options, "-n 2 --elastic --max-restarts 5 --log-dir %s", folder);
   CHECK_EQ(run(options, "lost"), 0);
   unsetenv("CDDP_JOIN");
-  CHECK(said("signal 9 (SIGKILL); it joins again: restart 1 of 5"));
+  CHECK(said("signal 9 (Killed); it joins again: restart 1 of 5"));
   CHECK(said("code 5; it joins again: restart 2 of 5") && !said("restart 3"));
   CHECK(strstr(contents(out), "[1] life 1, to join: 0\n") != NULL);
   CHECK(strstr(contents(out), "[1] life 3, to join: 1\n") != NULL);
