@@ -5956,9 +5956,14 @@ static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n
    sources. nsrcs is 1 .. CDDP__MAX_RANKS. */
 static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
                          cddp_op op) {
+  const cddp__kernels *kernels = &cddp__pick_kernels()[dtype];
   cddp__fold f;
   if (nsrcs == 1) {
     if (dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
+    return;
+  }
+  if (op == CDDP_SUM && nsrcs <= 4 && kernels->sum != NULL) { /* what a small call takes counts */
+    kernels->sum(dst, srcs, nsrcs, n, 1.0);
     return;
   }
   cddp__fold_init(&f, srcs, nsrcs, dtype, op);
@@ -7149,6 +7154,10 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *c, uint3
   return CDDP__LIKELY(same) || !all ? CDDP_OK : cddp__compare_headers(g);
 }
 
+/* 1 + this thread's cddp__fp_mode as of its last round; 0: it has been in none. To read the mode
+   takes a quarter of a small call, unless it is read while the peers' headers are on their way. */
+static __thread uint32_t cddp__seen_fp_mode;
+
 /* The group's next round: announces it, and waits until all ranks of the scope have done so. Ranks
    that call different things learn it here. payload: bytes for the others, at most CDDP__INLINE;
    NULL: none, or the caller has filled this rank's next header or staging buffer. Afterwards the
@@ -7168,7 +7177,9 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
   if (all && (c->kind >= CDDP__KIND_DDP_CREATE ||
               (cddp__shapes[c->kind].reduces && c->dtype <= CDDP_BF16)))
-    fp_mode = cddp__fp_mode();
+    fp_mode = phase == CDDP__PHASE_STAGED && payload != NULL && cddp__seen_fp_mode != 0
+                  ? cddp__seen_fp_mode - 1
+                  : cddp__fp_mode();
   mine->call = code;
   mine->count = c->count;
   mine->root = (int32_t)c->root;
@@ -7176,6 +7187,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   CDDP__POINT("announce");
   cddp__exchange32(&mine->seq, g->round); /* a full fence: sleepers is read after it */
   CDDP__POINT("announced");
+  cddp__seen_fp_mode = 1 + cddp__fp_mode();
   if (CDDP__UNLIKELY(g->hosts != NULL)) {
     g->hosts->local_only = !all;
     if (all && (r = cddp__hosts_meet(g)) != CDDP_OK) return r;
@@ -11666,6 +11678,21 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met
   return r;
 }
 
+/* An all_reduce that fits into the headers, where each instruction counts. */
+static cddp_result cddp__reduce_headers(cddp_group *g, const cddp__call *c) {
+  const void **srcs = (const void **)(void *)g->slices;
+  const cddp__op_header *header;
+  cddp_result r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, c->send,
+                                 c->count * c->esize);
+  int p;
+  if (r != CDDP_OK) return r;
+  header = cddp__op_header_of(g, 0, g->round);
+  for (p = 0; p < g->size; p++, header += 2) srcs[p] = header->u.bytes;
+  cddp__reduce(c->recv, srcs, g->size, c->count, (cddp_dtype)c->dtype, (cddp_op)c->op);
+  cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
+  return CDDP_OK;
+}
+
 /* Broadcast. Where every rank's buffer is shared, this rank copies its slice of the root's array to
    all; else it takes the whole array for itself. Blocks stay in the cache for the next copy. */
 static void cddp__spread(const cddp_group *g, const cddp__call *c, char *const *bufs) {
@@ -11833,6 +11860,8 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
     cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   } else if (g->size == 1) {
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
+  } else if (c->kind == CDDP__KIND_ALL_REDUCE && c->count * element <= CDDP__INLINE) {
+    r = cddp__reduce_headers(g, c);
   } else if (c->count * element <= g->round_most) {
     r = cddp__run_staged(g, c, false);
   } else {
