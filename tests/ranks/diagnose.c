@@ -470,7 +470,8 @@ static int die(int rank, void *arg) {
 /* reap: whether the parent takes the dead child's status at once, or only at the end. */
 static void check_death(death how, bool reap) {
   static const char *const words[] = {"was killed by signal 9 (Killed)",
-                                      "was killed by signal 11 (Segmentation fault)", "exited with code 7"};
+                                      "was killed by signal 11 (Segmentation fault)",
+                                      "exited with code 7"};
   struct {
     int how, reap;
   } job = {(int)how, reap};
