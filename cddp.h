@@ -703,7 +703,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      published  all ranks have the weights: the next block
    The step is over when every part is; a rank that joins is counted from one step's end on, and
    copies weights that nobody changes before it has come to the next update. >>elastic has it all.
-   OVER HOSTS ranks hold all weights and states, and each takes the whole update. The
+   OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. The
    mean of a step is there, on each rank, when cddp_ddp_next_shard returns false: if a rank is lost
    before, the others form a new group, without the store, and next_shard returns what it had not
    done. Ranks that have the mean give it to those that have not. Whole hosts may go, and the last
@@ -16480,10 +16480,12 @@ static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int me, int out, const int
   int dtype, i;
   for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
     size_t esize = cddp__dtype_size((cddp_dtype)dtype);
+    cddp_dtype type = (cddp_dtype)dtype;
     if (!cddp__range_of(d, dtype, &range)) continue;
     for (i = 0; i < count; i++) nodes[i] = cddp__in_slot(d, me, slots[i], range.begin);
+    if (slots[count - 1] >= 0 && dtype != CDDP_F64) type = CDDP_F32; /* all in slots are */
     r = cddp__kernel_result(
-        cddp__registered_kernels->sum(cddp__in_slot(d, me, out, range.begin), (cddp_dtype)dtype,
+        cddp__registered_kernels->sum(cddp__in_slot(d, me, out, range.begin), type,
                                       nodes, widths, count, 0, (range.end - range.begin) / esize,
                                       d->group->stream),
         "the kernel that adds shards");
@@ -17528,7 +17530,6 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : g->host->board != NULL && d->control != NULL ? "another elastic model"
                       : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
-                      : g->backend != NULL           ? "a GPU"
                       : cddp__threads_by_messages(g) ? "ranks that are threads and have GPUs"
                       : d->sparse != NULL && (g->hosts != NULL || g->backend != NULL)
                           ? "sparse_rows on several hosts or GPUs"
@@ -17549,11 +17550,15 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       "shards, in one order",
                       other);
 #ifdef CDDP_CUDA
-  if (d->spread && d->group->backend != NULL && cddp__device_of(d->group)->kernels == NULL)
+  if ((d->spread || d->desc.elastic) && d->group->backend != NULL &&
+      cddp__device_of(d->group)->kernels == NULL)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "shards on a GPU need cddp's kernels on every rank: include cddp_kernels.cuh "
                       "in one .cu file");
 #endif
+  if (d->desc.elastic && d->group->backend != NULL && d->shards > CDDP_NODES)
+    return cddp__fail(CDDP_UNSUPPORTED, "elastic ranks with GPUs have at most %d shards, not %d",
+                      CDDP_NODES, d->shards);
   if (d->spread && d->group->backend != NULL && d->node_count > CDDP_NODES)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "%d shards on %d ranks leave %d sums of shards to add, on GPUs at most %d",
@@ -17667,8 +17672,8 @@ static void cddp__crew_enter(cddp__crew *c, int place, const cddp__crew_member *
 
 /* --- nodes --- */
 
-static int cddp__crew_slot(const cddp__crew *c) { /* one that no node is in */
-  int slot = 0, i;
+static int cddp__crew_slot(const cddp__crew *c, int first) { /* from there on, that no node is in */
+  int slot = first, i;
   for (i = 0; i < c->node_count; i++)
     if (c->nodes[i].slot == slot) slot++, i = -1;
   return slot;
@@ -17720,7 +17725,7 @@ static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
   cddp_result r;
   node.first = shard;
   node.width = 1;
-  node.slot = cddp__crew_slot(c);
+  node.slot = cddp__crew_slot(c, 0);
   CDDP__POINT("elastic keep");
   for (i = low; i <= high; i++) { /* the shard itself is at its place among them */
     const cddp__elastic_node *from = i < at ? &c->nodes[i] : &c->nodes[i - 1];
@@ -17730,8 +17735,17 @@ static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
     if (i < at && i == low) node.first = from->first;
     node.width += from->width;
   }
+  if (at < high) { /* merge_nodes takes a shard that is the last of them */
+    if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
+    r = d->memory->merge_nodes(d, d->group->local_rank, node.slot, &slots[at - low],
+                               &widths[at - low], 1, true);
+    if (r != CDDP_OK) return r;
+    slots[at - low] = node.slot;
+    widths[at - low] = -1;
+    node.slot = cddp__crew_slot(c, node.slot + 1);
+  }
   if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
-  r = d->memory->merge_nodes(d, d->group->local_rank, node.slot, slots, widths, n, true);
+  r = d->memory->merge_nodes(d, d->group->local_rank, node.slot, slots, widths, n, at == high);
   if (r == CDDP_OK) r = cddp__clear_own(d);
   memmove(c->nodes + low + 1, c->nodes + high,
           (size_t)(c->node_count - high) * sizeof *c->nodes);

@@ -9,6 +9,8 @@
 #define CDDP__SHARD_PIECE ((size_t)700)
 static double left_s = 2; /* a rank sets its own */
 static int comm_from = 2;
+#define CDDP__POINT(name) at_point(name)
+static void at_point(const char *name);
 #include "../../cddp.h"
 
 #include "hostcuda/hostcuda.h"
@@ -1901,10 +1903,23 @@ static int refusals(cddp_group *g, void *arg) {
 enum { SHARD_PARAMS = 6, SHARD_STEPS = 4, MOST_SHARDS = 8 };
 
 typedef struct sharding {
-  bool cpu, sparse;
+  bool cpu, sparse, elastic;
+  int victims[4], steps[4]; /* of an elastic model: rank i is killed in that step, if [i], */
+  const char *points[4];    /* when it comes to that point; "ready" is one */
+  const char *backend;
+  int shards;
   bool repeats;     /* all steps are the same, on a GPU from the third on launches of one graph */
   uint64_t *hashes; /* [ranks][MOST_SHARDS + 1] */
 } sharding;
+
+static const sharding *elastic_now; /* of a process that may be killed */
+static int elastic_rank, elastic_step;
+
+static void at_point(const char *name) {
+  const sharding *c = elastic_now;
+  if (c == NULL || !c->victims[elastic_rank] || elastic_step < c->steps[elastic_rank]) return;
+  if (strcmp(name, c->points[elastic_rank]) == 0) raise(SIGKILL);
+}
 
 static void shard_backward(const sharding *c, cddp_group *g, cddp_ddp *d, cddp_param *p,
                            uint64_t seed) {
@@ -1958,6 +1973,7 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
     cddp_set_stream(g, stream);
   }
   desc.shards = count;
+  desc.elastic = c->elastic;
   if (c->sparse) desc.sparse_rows = rows;
   rule.lr = 0.01;
   rule.momentum = 0.9;
@@ -1968,6 +1984,7 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
   for (step = 0; step < SHARD_STEPS && exec == NULL; step++) {
     bool captures = c->repeats && !c->cpu && step == 2;
     CHECK_EQ(cddp_ddp_steps(d), step);
+    elastic_step = step;
     if (captures)
       CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
     while (cddp_ddp_next_shard(d, &shard))
@@ -1988,6 +2005,9 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
   for (k = 0; k < SHARD_PARAMS; k++) {
     size_t bytes = counts[k] * cddp_dtype_size(dtypes[k]);
     if (c->cpu) memcpy(host, p[k].data, bytes);
+    else if (c->elastic) /* g has lost ranks */
+      CHECK(cudaStreamSynchronize(stream) == cudaSuccess &&
+            cudaMemcpy(host, p[k].data, bytes, cudaMemcpyDeviceToHost) == cudaSuccess);
     else if (bytes > 0) to_host(g, host, p[k].data, bytes);
     for (i = 0; i < bytes; i++) hash = ranks_mix(hash, ((unsigned char *)host)[i], i);
   }
@@ -2024,6 +2044,80 @@ static void check_shards(const sharding *want, int n, const char *hosts, const c
         test_fail(__FILE__, __LINE__, "%d shards: rank %d of %d on %s has other bits", count, rank,
                   n, backend != NULL ? backend : "nccl");
   munmap(c.hashes, bytes);
+}
+
+static int elastic_life(int rank, void *arg) {
+  const sharding *c = (const sharding *)arg;
+  cddp_group_desc d;
+  cddp_group *g;
+  memset(&d, 0, sizeof d);
+  place(rank);
+  d.device = "cuda";
+  d.backend = c->backend;
+  d.timeout_s = RANKS_WITHIN(20);
+  if (cddp_init(&g, &d) != CDDP_OK) {
+    fprintf(stderr, "rank %d: %s\n", rank, cddp_error());
+    return 1;
+  }
+  elastic_rank = rank;
+  elastic_now = c;
+  c->hashes[rank] = hash_shards(c, g, c->shards);
+  elastic_now = NULL;
+  cddp_destroy(g);
+  return 0;
+}
+
+/* Those that live have the weights of an undisturbed run. */
+static void check_elastic(sharding *c, const sharding *want, int n, const char *hosts) {
+  int status[4], i;
+  memset(c->hashes, 0, 4 * sizeof *c->hashes);
+  c->elastic = true;
+  if (hosts != NULL) setenv("TEST_HOSTS", hosts, 1);
+  ranks_script(elastic_life, c, n, RANKS_WITHIN(60), status);
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID");
+  for (i = 0; i < n; i++) {
+    test_count();
+    if (c->victims[i] && WIFSIGNALED(status[i]) && status[i] != -1) continue;
+    if (c->victims[i] && strcmp(c->points[i], "elastic answer") == 0) continue; /* not its */
+    if (status[i] != 0 || c->victims[i] || c->hashes[i] != want->hashes[c->shards])
+      test_fail(__FILE__, __LINE__, "%d shards, %d ranks on %s: rank %d ended with %x%s",
+                c->shards, n, c->backend != NULL ? c->backend : "nccl", i, (unsigned)status[i],
+                c->victims[i] ? ", and should have died" : " or has other bits");
+  }
+}
+
+static void test_elastic(void) {
+  static const char *const points[] = {"ready",           "elastic keep",   "elastic met",
+                                       "elastic exchanged", "elastic reduced", "elastic update",
+                                       "elastic updated", "elastic grouped"};
+  sharding want, c;
+  int i, n;
+  memset(&want, 0, sizeof want);
+  memset(&c, 0, sizeof c);
+  want.hashes = (uint64_t *)ranks_shared((MOST_SHARDS + 1) * sizeof *want.hashes);
+  c.hashes = (uint64_t *)ranks_shared(4 * sizeof *c.hashes);
+  want.cpu = true;
+  CHECK_OK(ranks_run(train_shards, &want, 1, false));
+  for (n = 1; n <= 3; n++) {
+    c.shards = MOST_SHARDS - n;
+    check_elastic(&c, &want, n, NULL);
+  }
+  for (i = 0; i < (int)(sizeof points / sizeof *points); i++) {
+    memset(c.victims, 0, sizeof c.victims);
+    n = 2 + i % 3;
+    c.shards = MOST_SHARDS - i % 2;
+    c.backend = i % 4 == 3 ? "cpu" : NULL;
+    c.victims[i % n] = 1;
+    c.steps[i % n] = 1;
+    c.points[i % n] = points[i];
+    if (i == 7) { /* another one, while they meet again */
+      c.victims[2] = c.steps[2] = 1;
+      c.points[2] = "ready";
+    }
+    check_elastic(&c, &want, n, i % 4 == 2 ? "aabb" : NULL);
+  }
+  munmap(c.hashes, 4 * sizeof *c.hashes);
 }
 
 /* What shards need, and what a step with them needs. */
@@ -3071,6 +3165,7 @@ int main(void) {
   RUN(test_training_staged);
   RUN(test_steps);
   RUN(test_shards);
+  RUN(test_elastic);
   RUN(test_leaving);
   RUN(test_threads);
   RUN(test_no_device);
