@@ -1253,6 +1253,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
@@ -3752,16 +3753,6 @@ static bool cddp__map_add(cddp__map *m, cddp__span key, uint64_t amount, uint64_
   return cddp__map_put(m, key, cddp__span_of(text, strlen(text)), false);
 }
 
-/* Puts desired if the value is what was expected, nothing if there is none. *value: the one that
-   key has then, or what was expected if there is none. */
-static bool cddp__map_swap(cddp__map *m, cddp__span key, cddp__span expected, cddp__span desired,
-                           cddp__span *value) {
-  bool there = cddp__map_get(m, key, value);
-  bool swap = there ? cddp__span_equal(*value, expected) : expected.size == 0;
-  if (swap || !there) *value = swap ? desired : expected;
-  return !swap || cddp__map_put(m, key, desired, false);
-}
-
 enum cddp__ran { CDDP__BROKEN, CDDP__RAN, CDDP__BLOCKED };
 
 /* Runs a whole command, whose code byte is at head, and adds its answer to out. BROKEN: the client
@@ -3772,8 +3763,8 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
   const struct cddp__command *c = &cddp__commands[f->code];
   const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + f->scanned - c->tail;
   uint64_t number = 0; /* the answer's */
-  cddp__span key, value, expected;
-  bool ok = true;
+  cddp__span key, value, expected, desired;
+  bool ok = true, found, swap;
   switch (f->code) {
   case CDDP__VALIDATE: ok = memcmp(head, cddp__greeting, CDDP__VALIDATE_SIZE) == 0; break;
   case CDDP__SET:
@@ -3791,11 +3782,14 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
       cddp__buffer_add_string(out, "", value);
     }
     break;
-  case CDDP__COMPARE_SET:
+  case CDDP__COMPARE_SET: /* a missing key is as an empty value, but for what is answered */
     key = cddp__take_string(&p);
     expected = cddp__take_string(&p);
-    ok = cddp__map_swap(m, key, expected, cddp__take_string(&p), &value);
-    cddp__buffer_add_string(out, "", value);
+    desired = cddp__take_string(&p);
+    found = cddp__map_get(m, key, &value);
+    swap = cddp__span_equal(value, expected);
+    ok = !swap || cddp__map_put(m, key, desired, false);
+    cddp__buffer_add_string(out, "", swap ? desired : found ? value : expected);
     break;
   case CDDP__ADD:
     key = cddp__take_string(&p);
@@ -3823,18 +3817,19 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
 }
 
 /* --- the server ---
-   One thread and one poll(2). In each turn it reads what has come, accepts who calls, and then lets
-   every connection run the commands in its buffer of input; a command that made a key is followed
-   by all those that wait. What cannot be sent at once stays in the buffer of output. Nothing a
-   client does stops the loop: each has its own limits and deadlines, and an error, malloc's
-   included, ends only the connection it happened on. */
+   One thread with level-triggered epoll, for poll(2) is slow with thousands of clients. Each
+   connection has a buffer of input, whose commands are run one by one, and one of output. A command
+   that made a key is followed by those that wait; what else happens to other connections on the way
+   (a wait is over, one has to end) is only marked, and done at the end of the turn:
+   cddp__server_settle. Nothing a client does stops the loop: each has its own limits and deadlines,
+   and an error, malloc's included, ends only the connection it happened on. */
 #ifndef CDDP__GREETING_S
 #define CDDP__GREETING_S 5.0 /* for the first command, and the challenge */
 #endif
 #ifndef CDDP__COMMAND_S
 #define CDDP__COMMAND_S 10.0 /* for a command, plus 1 per 64 KiB that came; for reading output */
 #endif
-#define CDDP__TICK_MS 250       /* how often deadlines are looked at, at least */
+#define CDDP__TICK_MS 250       /* how often deadlines are looked at */
 #define CDDP__SERVER_KEEP 4096u /* bytes of buffer that an idle connection keeps */
 
 typedef struct cddp__conn { /* a client of the server. Owner: the server's thread */
@@ -3842,6 +3837,8 @@ typedef struct cddp__conn { /* a client of the server. Owner: the server's threa
   int fd;                   /* -1: it has ended, and is freed at the end of the turn */
   bool greeted;             /* its first command, VALIDATE, was good */
   bool blocked;             /* the command at the head of in is a WAIT that waits */
+  bool ready;               /* has commands to be run, now that its WAIT is over */
+  uint32_t events;          /* what epoll watches for */
   cddp__buffer in, out;
   cddp__frame frame;         /* of the command at the head of in */
   double deadline;           /* for greeting, for the command at hand, or for reading output */
@@ -3852,40 +3849,44 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   pthread_t thread;
   cddp_allocator allocator;
   const char *secret; /* NULL = none */
-  int stop;           /* an eventfd: written to by the destroyer */
+  int epoll, stop;    /* stop: an eventfd, written to by the destroyer */
   int listeners[CDDP__ADDRESSES_MAX], listener_count;
   cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
   cddp__map map;
-  cddp__conn *conns;  /* the newest */
-  size_t conn_count;
-  struct pollfd *fds; /* for stop, the listeners and the connections; room for one more */
-  size_t fds_capacity;
-  size_t buffered; /* capacity of all connections' buffers, bytes */
+  cddp__conn *conns; /* the newest */
+  int blocked;       /* connections that are in a WAIT */
+  bool unsettled;    /* some connection has ended or is ready */
+  double checked;    /* when deadlines were last looked at */
+  size_t buffered;   /* capacity of all connections' buffers, bytes */
 } cddp__server;
 
+/* Says for what epoll watches fd. what: comes with an event; 0 = stop, 1 + a listener's index, or a
+   cddp__conn's address. */
+static bool cddp__server_watch(const cddp__server *v, int fd, int how, uint32_t events,
+                               uint64_t what) {
+  struct epoll_event event;
+  event.events = events;
+  event.data.u64 = what;
+  return epoll_ctl(v->epoll, how, fd, &event) == 0;
+}
+
 /* Closes c; it is freed at the end of the turn. */
-static void cddp__conn_kill(cddp__conn *c) {
+static void cddp__conn_kill(cddp__server *v, cddp__conn *c) {
+  v->blocked -= c->blocked;
   c->blocked = false;
+  v->unsettled = true;
   cddp__buffer_clear(&c->in, 0);
   cddp__buffer_clear(&c->out, 0);
-  if (c->fd >= 0) shutdown(c->fd, SHUT_RDWR); /* a forked child may have a copy of it */
+  if (c->fd >= 0) { /* a forked child may have a copy of it, which close leaves as it is */
+    cddp__server_watch(v, c->fd, EPOLL_CTL_DEL, 0, 0);
+    shutdown(c->fd, SHUT_RDWR);
+  }
   cddp__close_fd(&c->fd);
 }
 
-/* Feeds c's input to the challenge. A connection that is refused ends once it has read why. */
-static void cddp__conn_prove(cddp__server *v, cddp__conn *c) {
-  cddp__challenge *k = &c->challenge;
-  cddp__span in = cddp__buffer_span(&c->in);
-  c->in.start += cddp__challenge_feed(k, in.data, in.size);
-  cddp__buffer_add(&c->out, k->out, k->out_size);
-  k->out_size = 0;
-  if (k->state <= CDDP__CHALLENGE_PROVEN) return;
-  cddp__add32(&v->unproven, 1);
-  c->deadline = cddp__now() + 1;
-}
-
 /* The command at the head of c's input waits, or is done: the next one may follow. */
-static void cddp__conn_ran(cddp__conn *c, bool blocked) {
+static void cddp__conn_ran(cddp__server *v, cddp__conn *c, bool blocked) {
+  v->blocked += blocked - c->blocked;
   c->blocked = blocked;
   if (blocked) return;
   c->in.start += c->frame.scanned;
@@ -3897,37 +3898,52 @@ static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
   int ran = cddp__execute(&v->map, &c->frame, c->in.data + c->in.start, &c->out);
   if (ran == CDDP__BROKEN || v->buffered > CDDP__SERVER_MEMORY ||
       cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
-    cddp__conn_kill(c);
+    cddp__conn_kill(v, c);
     return;
   }
   c->greeted = true;
   c->deadline = cddp__now() + CDDP__COMMAND_S;
-  cddp__conn_ran(c, ran == CDDP__BLOCKED);
+  cddp__conn_ran(v, c, ran == CDDP__BLOCKED);
 }
 
-/* Takes one step with c's input; false when more has to come first. In a WAIT only CANCEL_WAIT is
-   taken, which ends it; what else comes stays where it is. */
+/* Takes one step with c's input; false when more has to come first. A connection that is refused
+   ends once it has read why. In a WAIT only CANCEL_WAIT is taken, which ends it; what else comes
+   stays where it is. */
 static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   uint64_t created = v->map.created;
+  cddp__challenge *k = &c->challenge;
+  cddp__span in = cddp__buffer_span(&c->in);
   cddp__conn *other;
-  cddp__span in;
   int found;
-  if (c->challenge.state == CDDP__CHALLENGE_ON) cddp__conn_prove(v, c);
-  if (c->challenge.state > CDDP__CHALLENGE_PROVEN) c->in.start = c->in.end; /* refused */
+  if (k->state == CDDP__CHALLENGE_ON) {
+    c->in.start += cddp__challenge_feed(k, in.data, in.size);
+    cddp__buffer_add(&c->out, k->out, k->out_size);
+    k->out_size = 0;
+    if (k->state > CDDP__CHALLENGE_PROVEN) {
+      cddp__add32(&v->unproven, 1);
+      c->deadline = cddp__now() + 1;
+    }
+  }
+  if (k->state > CDDP__CHALLENGE_PROVEN) c->in.start = c->in.end;
   in = cddp__buffer_span(&c->in);
-  if (in.size == 0 || c->challenge.state != CDDP__CHALLENGE_PROVEN) return false;
+  if (in.size == 0 || k->state != CDDP__CHALLENGE_PROVEN) return false;
   if (c->blocked) {
     if (in.size == c->frame.scanned || in.data[c->frame.scanned] != CDDP__CANCEL_WAIT) return false;
-    cddp__conn_ran(c, false);
+    cddp__conn_ran(v, c, false);
     return true;
   }
   found = cddp__frame_scan(&c->frame, in.data, in.size);
   if (found == CDDP__FRAME_BAD || (!c->greeted && in.data[0] != CDDP__VALIDATE))
-    cddp__conn_kill(c);
+    cddp__conn_kill(v, c);
   else if (found == CDDP__FRAME_WHOLE)
     cddp__conn_execute(v, c);
-  for (other = v->conns; other != NULL && v->map.created != created; other = other->next)
-    if (other->blocked) cddp__conn_execute(v, other); /* before c may delete what it made */
+  other = v->map.created != created && v->blocked > 0 ? v->conns : NULL;
+  for (; other != NULL; other = other->next) {
+    if (!other->blocked) continue;
+    cddp__conn_execute(v, other); /* before c may delete what it made */
+    other->ready = !other->blocked;
+    v->unsettled = v->unsettled || other->ready;
+  }
   return found == CDDP__FRAME_WHOLE && c->fd >= 0;
 }
 
@@ -3945,19 +3961,26 @@ static bool cddp__conn_flush(cddp__conn *c) {
 }
 
 /* Runs the commands that have come, as long as the answers are read: no client keeps the server
-   busy for others' time. */
+   busy for others' time. Then says which events epoll shall report. */
 static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
   bool more = true;
-  while (more && c->fd >= 0 && cddp__buffer_size(&c->out) == 0) {
+  uint32_t events = EPOLLIN;
+  while (more && c->fd >= 0) {
     while (cddp__buffer_size(&c->out) <= CDDP__SERVER_PAUSE && cddp__conn_step(v, c)) {}
     more = cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE;
-    if (c->fd >= 0 && !cddp__conn_flush(c)) cddp__conn_kill(c);
+    if (c->fd >= 0 && !cddp__conn_flush(c)) cddp__conn_kill(v, c);
+    more = more && cddp__buffer_size(&c->out) == 0;
   }
   if (cddp__buffer_size(&c->in) == 0) cddp__buffer_clear(&c->in, CDDP__SERVER_KEEP);
-  if (cddp__buffer_size(&c->out) > 0) return;
-  cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
-  if (c->fd >= 0 && c->challenge.state > CDDP__CHALLENGE_PROVEN)
+  if (cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE) events = EPOLLOUT;
+  else if (cddp__buffer_size(&c->out) > 0) events = EPOLLIN | EPOLLOUT;
+  else cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
+  if (c->fd >= 0 && events == EPOLLIN && c->challenge.state > CDDP__CHALLENGE_PROVEN)
     shutdown(c->fd, SHUT_WR); /* closing at once might reset it before it has read why */
+  if (c->fd < 0 || events == c->events) return;
+  c->events = events;
+  if (!cddp__server_watch(v, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)c))
+    cddp__conn_kill(v, c);
 }
 
 /* Reads once. False when the connection has failed or ended, or there is no room for more input. */
@@ -3979,16 +4002,12 @@ static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
   return true;
 }
 
-/* What the server wants to hear of c: nothing comes in while too much is to go out. */
-static short cddp__conn_events(const cddp__conn *c) {
-  size_t out = cddp__buffer_size(&c->out);
-  return (short)((out > CDDP__SERVER_PAUSE ? 0 : POLLIN) | (out > 0 ? POLLOUT : 0));
-}
-
-static void cddp__conn_event(const cddp__server *v, cddp__conn *c, short events) {
-  bool ended = (events & (POLLHUP | POLLERR | POLLNVAL)) != 0;
-  if (events & POLLIN ? !cddp__conn_read(v, c) : ended) cddp__conn_kill(c);
-  if (c->fd >= 0 && (events & POLLOUT) != 0 && !cddp__conn_flush(c)) cddp__conn_kill(c);
+static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
+  if (c->fd < 0) return;
+  if (events & EPOLLIN ? !cddp__conn_read(v, c) : (events & (EPOLLHUP | EPOLLERR)) != 0)
+    cddp__conn_kill(v, c);
+  else
+    cddp__conn_run(v, c);
 }
 
 /* Whether c has let a deadline pass: for its greeting, for reading its output, or for a command. */
@@ -3998,26 +4017,27 @@ static bool cddp__conn_late(const cddp__conn *c, double now) {
   return in > 0 && !c->blocked && now >= c->deadline + (double)in / 65536;
 }
 
-/* The end of a turn: runs what has come, drops connections that are late and frees the ended. */
+/* The end of a turn: drops connections that are late, goes on with those whose WAIT is over, and
+   frees the ended. */
 static void cddp__server_settle(cddp__server *v) {
-  cddp__conn *c, **link = &v->conns;
-  double now;
-  uint64_t created;
-  do {
-    created = v->map.created;
-    for (c = v->conns; c != NULL; c = c->next)
-      if (c->fd >= 0) cddp__conn_run(v, c);
-  } while (created != v->map.created);
-  now = cddp__now();
-  while ((c = *link) != NULL) {
-    if (c->fd >= 0 && cddp__conn_late(c, now)) cddp__conn_kill(c);
-    if (c->fd >= 0) {
-      link = &c->next;
-      continue;
+  double now = cddp__now();
+  bool tick = now >= v->checked + CDDP__TICK_MS * 1e-3;
+  cddp__conn *c, **link;
+  if (tick) v->checked = now;
+  for (c = v->conns; c != NULL && tick; c = c->next)
+    if (cddp__conn_late(c, now)) cddp__conn_kill(v, c);
+  while (v->unsettled) {
+    v->unsettled = false;
+    for (link = &v->conns; (c = *link) != NULL;) {
+      if (c->ready && c->fd >= 0) cddp__conn_run(v, c);
+      c->ready = false;
+      if (c->fd >= 0) {
+        link = &c->next;
+        continue;
+      }
+      *link = c->next;
+      cddp__free(&v->allocator, c);
     }
-    *link = c->next;
-    v->conn_count--;
-    cddp__free(&v->allocator, c);
   }
 }
 
@@ -4026,14 +4046,6 @@ static bool cddp__spare_descriptor(int fd) {
   struct rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
   return (rlim_t)fd + (limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64) < limit.rlim_cur;
-}
-
-/* Room in v->fds for one connection more. */
-static bool cddp__server_room(cddp__server *v) {
-  size_t count = 2 + (size_t)v->listener_count + v->conn_count;
-  void *fds = cddp__grown(&v->allocator, v->fds, &v->fds_capacity, count, sizeof *v->fds);
-  if (fds != NULL) v->fds = (struct pollfd *)fds;
-  return fds != NULL;
 }
 
 /* Makes a connection of fd, which it takes. When there are too many, the one that has been silent
@@ -4050,12 +4062,12 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
   }
   if (!spare || pending >= CDDP__PENDING_MAX) {
     room = oldest != NULL;
-    if (room) cddp__conn_kill(oldest);
+    if (room) cddp__conn_kill(v, oldest);
     low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
     if (low >= 0) close(fd), fd = low;
   }
   c = NULL;
-  if (room && cddp__stream_ready(fd) == 0 && cddp__server_room(v))
+  if (room && cddp__stream_ready(fd) == 0)
     c = (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c);
   if (c == NULL ||
       cddp__challenge_begin(&c->challenge, v->secret, "store", false, NULL, 0) != CDDP_OK) {
@@ -4069,47 +4081,33 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
   c->deadline = cddp__now() + CDDP__GREETING_S;
   c->next = v->conns;
   v->conns = c;
-  v->conn_count++;
+  c->events = EPOLLIN;
+  if (!cddp__server_watch(v, fd, EPOLL_CTL_ADD, c->events, (uint64_t)(uintptr_t)c))
+    cddp__conn_kill(v, c);
 }
 
 /* When accept fails, as without descriptors, the server rests a little: the listening socket wakes
-   poll again and again. */
+   epoll again and again. */
 static void cddp__server_accept(cddp__server *v, int listener) {
-  int i, fd;
-  for (i = 0; i < 64; i++) {
-    if ((fd = cddp__accept(listener)) >= 0) {
-      cddp__server_add_conn(v, fd);
-    } else if (errno != EINTR && errno != ECONNABORTED) {
-      if (errno != EAGAIN) cddp__sleep(0.01);
-      return;
-    }
-  }
+  int i, fd = 0;
+  for (i = 0; i < 64 && (fd = cddp__accept(listener)) >= 0; i++) cddp__server_add_conn(v, fd);
+  if (fd < 0 && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) cddp__sleep(0.01);
 }
 
 static void *cddp__server_main(void *arg) {
   cddp__server *v = (cddp__server *)arg;
-  cddp__conn *c;
+  struct epoll_event events[64];
   for (;;) {
-    struct pollfd *p = v->fds;
-    int i, ms = v->conns != NULL ? CDDP__TICK_MS : -1;
-    for (i = -1; i < v->listener_count; i++, p++) {
-      p->fd = i < 0 ? v->stop : v->listeners[i];
-      p->events = POLLIN;
+    int i, n = epoll_wait(v->epoll, events, 64, v->conns != NULL ? CDDP__TICK_MS : -1);
+    if (n < 0 && errno != EINTR) return NULL;
+    for (i = 0; i < n; i++) {
+      uint64_t what = events[i].data.u64;
+      if (what == 0) return NULL;
+      if (what > CDDP__ADDRESSES_MAX)
+        cddp__conn_event(v, (cddp__conn *)(uintptr_t)what, events[i].events);
+      else
+        cddp__server_accept(v, v->listeners[what - 1]);
     }
-    for (c = v->conns; c != NULL; c = c->next, p++) {
-      p->fd = c->fd;
-      p->events = cddp__conn_events(c);
-    }
-    if (poll(v->fds, (nfds_t)(p - v->fds), ms) < 0) { /* more than ulimit -n: tries each */
-      while (--p > v->fds) p->revents = p->events;
-      if (poll(p, 1, 10) < 0) p->revents = 0;
-    }
-    p = v->fds;
-    if (p->revents != 0) return NULL;
-    for (c = v->conns, p += 1 + v->listener_count; c != NULL; c = c->next, p++)
-      if (p->revents != 0) cddp__conn_event(v, c, p->revents);
-    for (i = 0; i < v->listener_count; i++)
-      if (v->fds[1 + i].revents != 0) cddp__server_accept(v, v->listeners[i]);
     cddp__server_settle(v);
   }
 }
@@ -4119,13 +4117,13 @@ static void cddp__server_free(cddp__server *v) {
   cddp_allocator a = v->allocator;
   cddp__conn *c;
   uint32_t i;
-  for (c = v->conns; c != NULL; c = c->next) cddp__conn_kill(c);
+  for (c = v->conns; c != NULL; c = c->next) cddp__conn_kill(v, c);
   cddp__server_settle(v);
   for (i = 0; i < CDDP__BUCKETS; i++)
     while (cddp__map_drop(&v->map, &v->map.buckets[i])) {}
   while (v->listener_count > 0) cddp__close_fd(&v->listeners[--v->listener_count]);
   cddp__close_fd(&v->stop);
-  cddp__free(&a, v->fds);
+  cddp__close_fd(&v->epoll);
   cddp__free(&a, v);
 }
 
@@ -4356,10 +4354,17 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
       r = cddp__fail_errno("the launcher's listening socket");
   }
   v->stop = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  if (r == CDDP_OK && v->stop < 0) r = cddp__fail_errno("eventfd");
-  if (r == CDDP_OK && !cddp__server_room(v)) r = CDDP_OUT_OF_MEMORY;
+  v->epoll = epoll_create1(EPOLL_CLOEXEC);
+  if (r == CDDP_OK && (v->stop < 0 || v->epoll < 0 ||
+                       !cddp__server_watch(v, v->stop, EPOLL_CTL_ADD, EPOLLIN, 0)))
+    r = cddp__fail_errno("eventfd or epoll");
   if (r == CDDP_OK) r = cddp__random(&v->map.seed, sizeof v->map.seed);
-  for (i = 0; i < v->listener_count; i++) cddp__own_socket(fds[i]);
+  for (i = 0; i < v->listener_count; i++) {
+    cddp__own_socket(fds[i]);
+    if (r == CDDP_OK &&
+        !cddp__server_watch(v, fds[i], EPOLL_CTL_ADD, EPOLLIN, 1 + (uint64_t)i))
+      r = cddp__fail_errno("epoll_ctl");
+  }
   if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
   if (r != CDDP_OK) cddp__server_free(v);
   if (r == CDDP_OK) s->server = v;
@@ -21690,8 +21695,7 @@ typedef struct cddp__thread_rank {
   cddp__host *host; /* kept until all threads have ended: others may still look at its memory */
   int code;
   bool returned;           /* false: fn called pthread_exit, or was cancelled */
-  cddp__atomic_u32 *order; /* counts endings, so that the first failure can be told */
-  uint32_t ended;
+  cddp__atomic_u32 *first; /* 1 + the rank that failed first; 0: none has */
   char text[CDDP__ERROR_MAX]; /* the thread's last error, for the caller's message */
 } cddp__thread_rank;
 
@@ -21699,8 +21703,8 @@ typedef struct cddp__thread_rank {
 static void cddp__thread_end(void *p) {
   cddp__thread_rank *t = (cddp__thread_rank *)p;
   snprintf(t->text, sizeof t->text, "%s", cddp__error_text);
-  t->ended = cddp__add32(t->order, 1);
   if (!t->returned || t->code != 0) {
+    cddp__swap32(t->first, 0, (uint32_t)t->group->rank + 1);
     cddp__exchange32(&cddp__slot_of(t->group, t->group->rank)->state, CDDP__SLOT_DEAD);
     cddp__wake_all(t->group);
   }
@@ -21718,8 +21722,9 @@ static void *cddp__thread_main(void *p) {
 
 /* Starts the threads and waits for them. If one cannot be started, the others lose a peer. */
 static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_result r) {
-  char text[CDDP__ERROR_MAX];
-  int i, started = 0, first = -1;
+  const cddp__thread_rank *failed;
+  char text[32];
+  int i, started = 0;
   while (r == CDDP_OK && started < n) {
     r = cddp__thread_start(&t[started].thread, cddp__thread_main, &t[started], false);
     if (r == CDDP_OK) started++;
@@ -21727,20 +21732,18 @@ static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_resu
   for (i = started; i < n; i++)
     if (t[i].group != NULL) cddp__group_leave(t[i].group);
   for (i = 0; i < started; i++) pthread_join(t[i].thread, NULL);
-  if (r != CDDP_OK) return r;
-  for (i = 0; i < n; i++)
-    if ((!t[i].returned || t[i].code != 0) && (first < 0 || t[i].ended < t[first].ended)) first = i;
-  if (first < 0) return CDDP_OK;
-  snprintf(text, sizeof text, "returned %d", t[first].code);
-  return cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", first,
-                    t[first].returned ? text : "did not return: pthread_exit or pthread_cancel",
-                    t[first].text[0] ? "; its last error: " : "", t[first].text);
+  if (r != CDDP_OK || cddp__load32(t->first) == 0) return r;
+  failed = &t[cddp__load32(t->first) - 1];
+  snprintf(text, sizeof text, "returned %d", failed->code);
+  return cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - t),
+                    failed->returned ? text : "did not return: pthread_exit or pthread_cancel",
+                    failed->text[0] ? "; its last error: " : "", failed->text);
 }
 
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
   cddp__thread_rank *t;
   char *block;
-  cddp__atomic_u32 order = {0};
+  cddp__atomic_u32 first = {0};
   uint64_t job = cddp__record_job();
   double timeout_s;
   cddp_result r = cddp__discover_timeout(0, &timeout_s);
@@ -21755,7 +21758,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   for (i = 0; r == CDDP_OK && i < n; i++) {
     t[i].fn = fn;
     t[i].arg = arg;
-    t[i].order = &order;
+    t[i].first = &first;
     if ((t[i].host = cddp__host_create(NULL, NULL, n, i)) == NULL) {
       r = CDDP_OUT_OF_MEMORY;
       break;

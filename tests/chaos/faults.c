@@ -15,6 +15,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -23,15 +24,15 @@
 #include <unistd.h>
 
 enum { CALL_MALLOC, CALL_CALLOC, CALL_MMAP, CALL_THREAD, CALL_MEMFD, /* memory */
-       CALL_SOCKET, CALL_ACCEPT, CALL_EVENTFD, CALL_OPEN, CALL_PIDFD, /* descriptors */
-       CALL_SEND, CALL_RECV, CALL_SENDMSG, CALL_RECVMSG, CALL_CONNECT, CALL_POLL,
+       CALL_SOCKET, CALL_ACCEPT, CALL_EPOLL, CALL_EVENTFD, CALL_OPEN, CALL_PIDFD, /* descriptors */
+       CALL_SEND, CALL_RECV, CALL_SENDMSG, CALL_RECVMSG, CALL_CONNECT, CALL_POLL, CALL_WAIT,
        CALL_PREAD, CALL_PWRITE, CALL_FTRUNCATE, CALL_FALLOCATE, CALL_BIND, CALLS };
 #define MEMORY (1u << CALL_MALLOC | 1u << CALL_CALLOC | 1u << CALL_MMAP | 1u << CALL_THREAD | \
                 1u << CALL_MEMFD)
-#define DESCRIPTORS (1u << CALL_SOCKET | 1u << CALL_ACCEPT | 1u << CALL_EVENTFD | \
-                     1u << CALL_OPEN | 1u << CALL_PIDFD | 1u << CALL_MEMFD)
+#define DESCRIPTORS (1u << CALL_SOCKET | 1u << CALL_ACCEPT | 1u << CALL_EPOLL | \
+                     1u << CALL_EVENTFD | 1u << CALL_OPEN | 1u << CALL_PIDFD | 1u << CALL_MEMFD)
 #define TRANSFERS (1u << CALL_SEND | 1u << CALL_RECV | 1u << CALL_SENDMSG | 1u << CALL_RECVMSG)
-#define WAITS (1u << CALL_POLL)
+#define WAITS (1u << CALL_POLL | 1u << CALL_WAIT)
 #define FILES (1u << CALL_PREAD | 1u << CALL_PWRITE | 1u << CALL_FTRUNCATE)
 
 static bool strikes(int call);
@@ -50,6 +51,12 @@ static int faulty_pthread_create(pthread_t *t, const pthread_attr_t *a, void *(*
 }
 static int faulty_socket(int domain, int type, int protocol) {
   return strikes(CALL_SOCKET) ? -1 : socket(domain, type, protocol);
+}
+static int faulty_epoll_create1(int flags) {
+  return strikes(CALL_EPOLL) ? -1 : epoll_create1(flags);
+}
+static int faulty_epoll_ctl(int epoll, int op, int fd, struct epoll_event *e) {
+  return strikes(CALL_EPOLL) ? -1 : epoll_ctl(epoll, op, fd, e);
 }
 static int faulty_eventfd(unsigned n, int flags) {
   return strikes(CALL_EVENTFD) ? -1 : eventfd(n, flags);
@@ -76,6 +83,9 @@ static int faulty_bind(int fd, const struct sockaddr *a, socklen_t n) {
 }
 static int faulty_poll(struct pollfd *p, nfds_t n, int ms) {
   return strikes(CALL_POLL) ? -1 : poll(p, n, ms);
+}
+static int faulty_epoll_wait(int epoll, struct epoll_event *e, int n, int ms) {
+  return strikes(CALL_WAIT) ? -1 : epoll_wait(epoll, e, n, ms);
 }
 static ssize_t faulty_pread(int fd, void *p, size_t n, off_t at) {
   return strikes(CALL_PREAD) ? -1 : pread(fd, p, shortened(n), at);
@@ -113,12 +123,15 @@ static long faulty_syscall(long number, ...) {
 #define mmap faulty_mmap
 #define pthread_create faulty_pthread_create
 #define socket faulty_socket
+#define epoll_create1 faulty_epoll_create1
+#define epoll_ctl faulty_epoll_ctl
 #define eventfd faulty_eventfd
 #define sendmsg faulty_sendmsg
 #define recvmsg faulty_recvmsg
 #define connect faulty_connect
 #define bind faulty_bind
 #define poll faulty_poll
+#define epoll_wait faulty_epoll_wait
 #define ftruncate faulty_ftruncate
 #define open faulty_open
 #define syscall faulty_syscall
