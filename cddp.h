@@ -5302,15 +5302,15 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
 }
 
 /* >>reduce ---------------------------------------------------------------------------------------
-   Sums in canonical order, conversions, and the loops of SGD, over arrays. Pure: owns nothing and
-   touches only the arrays that it is given. Entry points: cddp__reduce, _reduce_all, _reduce_part,
-   _reduce_nodes, _reduce_subtree; cddp__scale, cddp__sum_squares, cddp__convert;
-   cddp__pick_kernels for >>optim.
+   Sums in canonical order, conversions, and the loops of the optimizers, over arrays. Pure: owns
+   nothing and touches only the arrays that it is given. Entry points: cddp__reduce, _reduce_nodes,
+   _reduce_all; cddp__scale, cddp__sum_squares, cddp__convert; cddp__pick_kernels for >>optim.
    Works as follows: each loop is written once, in plain C, as a macro that makes it for an element
    type and an instruction set. A set's loops stand in a table with a row for each type, and
-   cddp__pick_kernels takes the table of the best set that this machine has. All sets give the same
-   bits: the operations on an element and their order are the same, and no compiler option may
-   contract a * b + c or reorder sums here. */
+   cddp__pick_kernels takes the table of the best set that this machine has. What is rare (more
+   sources, other operations on half precision) is made of those loops, in blocks that stay in the
+   first cache. All sets give the same bits: the operations on an element and their order are the
+   same, and no compiler option may contract a * b + c or reorder sums here. */
 
 /* Callers keep their elements as any type, say _Float16; these access all of them. */
 typedef float __attribute__((may_alias)) cddp__f32;
@@ -5321,18 +5321,22 @@ typedef uint16_t __attribute__((may_alias)) cddp__u16;
 typedef int32_t __attribute__((may_alias)) cddp__i32;
 typedef int64_t __attribute__((may_alias)) cddp__i64;
 
+/* FAST: loops become vectors. SCALAR: not, as they call fma; without AVX2 there is none on x86. */
 #if defined(__clang__)
 #define CDDP__FAST
+#define CDDP__SCALAR
+#define CDDP__WIDE ""
 #define CDDP__STRICT_FP _Pragma("clang fp contract(off) reassociate(off)")
 #define CDDP__IVDEP _Pragma("clang loop vectorize(assume_safety)") /* destinations may be sources */
 #define CDDP__UNROLL_16 _Pragma("clang loop unroll_count(16)")
-#define CDDP__WIDE ""
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no fault */
 #else
 #define CDDP__FAST /* O3 takes longer to compile, and gains nothing */                             \
   __attribute__((optimize("O2", "tree-vectorize", "vect-cost-model=dynamic", "fp-contract=off",    \
                           "no-fast-math")))
+#define CDDP__SCALAR __attribute__((optimize("O1", "fp-contract=off", "no-fast-math")))
+#define CDDP__WIDE ",prefer-vector-width=512"
 #define CDDP__STRICT_FP
 #define CDDP__IVDEP _Pragma("GCC ivdep") /* destinations may be sources */
 #ifdef __CUDACC__
@@ -5340,7 +5344,6 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #else
 #define CDDP__UNROLL_16 _Pragma("GCC unroll 16")
 #endif
-#define CDDP__WIDE ",prefer-vector-width=512"
 #endif
 
 /* The attributes of an instruction set's functions. `base` is what the compiler is set to. */
@@ -5350,8 +5353,10 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #define CDDP__AVX2 __attribute__((target("avx2,fma,f16c"))) CDDP__FAST
 #define CDDP__AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" CDDP__WIDE))) CDDP__FAST
+#define CDDP__BASE_FUSED CDDP__SCALAR
 #else
 #define CDDP__DISPATCH 0
+#define CDDP__BASE_FUSED CDDP__FAST
 #endif
 
 /* Without errno, loops with square roots become vectors. (nvcc has declarations of its own.) */
@@ -5367,13 +5372,8 @@ extern double sqrt(double) __attribute__((const));
 static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
 
 static size_t cddp__dtype_size(cddp_dtype d) {
-  switch (d) {
-    case CDDP_F32: case CDDP_I32: return 4;
-    case CDDP_F64: case CDDP_I64: return 8;
-    case CDDP_F16: case CDDP_BF16: return 2;
-    case CDDP_I8: case CDDP_U8: return 1;
-    default: return 0;
-  }
+  static const unsigned char sizes[] = {4, 8, 2, 2, 1, 1, 4, 8};
+  return cddp__dtype_ok(d) ? sizes[d] : 0;
 }
 
 static bool cddp__dtype_half(cddp_dtype d) { return d == CDDP_F16 || d == CDDP_BF16; }
@@ -5397,38 +5397,31 @@ CDDP__INLINED float cddp__f32_of_bits(uint32_t u) {
   return x;
 }
 
-/* c ? a : b for c = 0 or 1, as arithmetic that every machine can do on vectors. */
-CDDP__INLINED uint32_t cddp__choose(bool c, uint32_t a, uint32_t b) {
-  uint32_t mask = 0u - (uint32_t)c;
-  return (a & mask) | (b & ~mask);
-}
-
 CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, a = h & 0x7fffu;
-  uint32_t normal = (a << 13) + cddp__choose(a >= 0x7c00, 224u << 23, 112u << 23);
   uint32_t small = cddp__f32_bits((float)(int32_t)a * 0x1p-24f); /* subnormal or zero: exact */
-  uint32_t quiet = cddp__choose(a > 0x7c00, 0x400000, 0);
-  return cddp__f32_of_bits(sign | quiet | cddp__choose(a < 0x400, small, normal));
+  uint32_t normal = (a << 13) + (a >= 0x7c00 ? 224u << 23 : 112u << 23);
+  uint32_t quiet = a > 0x7c00 ? 0x400000 : 0;
+  return cddp__f32_of_bits(sign | quiet | (a < 0x400 ? small : normal));
 }
 
 CDDP__INLINED uint16_t cddp__f32_to_f16(float x) {
   uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
   uint32_t normal = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
   /* below 2^-14: adding 0.5, whose last place is 2^-24, does the rounding */
-  uint32_t little = cddp__choose(a < 0x38800000, a, 0);
+  uint32_t little = a < 0x38800000 ? a : 0;
   uint32_t small = cddp__f32_bits(cddp__f32_of_bits(little) + 0.5f) - 0x3f000000;
-  uint32_t bits = cddp__choose(a < 0x38800000, small, normal);
-  bits = cddp__choose(a >= 0x477ff000, 0x7c00, bits); /* 65520 and more round to infinity */
-  bits = cddp__choose(a > 0x7f800000, 0x7e00 | ((a >> 13) & 0x1ff), bits);
+  uint32_t bits = a < 0x38800000 ? small : normal;
+  bits = a >= 0x477ff000 ? 0x7c00 : bits; /* 65520 and more round to infinity */
+  bits = a > 0x7f800000 ? 0x7e00 | ((a >> 13) & 0x1ff) : bits;
   return (uint16_t)((u >> 16 & 0x8000) | bits);
 }
 
 CDDP__INLINED float cddp__bf16_to_f32(uint16_t h) { return cddp__f32_of_bits((uint32_t)h << 16); }
 
 CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
-  uint32_t u = cddp__f32_bits(x), a = u & 0x7fffffff;
-  uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  return (uint16_t)(a > 0x7f800000 ? u >> 16 | 0x40 : rounded);
+  uint32_t u = cddp__f32_bits(x), rounded = u + 0x7fff + (u >> 16 & 1);
+  return (uint16_t)((x != x ? u | 0x400000 : rounded) >> 16);
 }
 
 #define CDDP__STATES 3 /* arrays that an optimizer keeps of a parameter, at most */
@@ -5463,9 +5456,11 @@ typedef struct cddp__kernels {
   void (*sum)(void *d, const void *const *s, int k, size_t n, double f);
   /* every buffer = the canonical sum of all k, 2, 4 or 8, times f. F32, F64, BF16 */
   void (*all)(void *const *bufs, int k, size_t n, double f);
-  /* d = a op b: PROD, MIN, MAX; for integers all but AVG. Not F16, BF16 */
-  void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op);
-  /* d = d * f or d / f; integers are always divided, truncated. Not F16, BF16 */
+  /* d = a op b: PROD, MIN, or with the bits of flip set MAX; for integers SUM too. Not F16, BF16 */
+  void (*pair)(void *d, const void *a, const void *b, size_t n, cddp_op op, int flip);
+  /* d = a op b: BAND, BOR, BXOR of n bytes. Integers */
+  void (*bits)(void *d, const void *a, const void *b, size_t n, cddp_op op);
+  /* d = d * f or d / f. F32, F64 */
   void (*scale)(void *d, size_t n, double f, bool divide);
   /* d = e * a + f * b, the first product rounded. F32, F64 */
   void (*mix)(void *d, const void *a, const void *b, size_t n, double e, double f);
@@ -5534,21 +5529,19 @@ typedef struct cddp__kernels {
   }
 
 /* FMA: a * b + c, rounded once */
-#define CDDP__SCALE_KERNELS(ISA, TARGET, T, S, F, FMA)                                          \
+#define CDDP__SCALE_KERNELS(ISA, TARGET, T, S, FMA)                                             \
   TARGET static void cddp__scale_##S##_##ISA(void *p, size_t n, double factor, bool divide) {   \
     CDDP__STRICT_FP                                                                             \
-    F f = (F)factor;                                                                            \
-    T *d = (T *)p;                                                                              \
+    T f = (T)factor, *d = (T *)p;                                                               \
     if (divide) CDDP__EACH(d[i] = d[i] / f);                                                    \
     else CDDP__EACH(d[i] = d[i] * f);                                                           \
   }                                                                                             \
   TARGET static void cddp__mix_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,   \
                                            double factor_p, double factor_q) {                  \
     CDDP__STRICT_FP                                                                             \
-    F e = (F)factor_p, f = (F)factor_q;                                                         \
-    T *d = (T *)dst;                                                                            \
+    T e = (T)factor_p, f = (T)factor_q, *d = (T *)dst;                                          \
     const T *a = (const T *)p, *b = (const T *)q;                                               \
-    CDDP__EACH(F x = e * a[i]; d[i] = FMA(f, b[i], x));                                         \
+    CDDP__EACH(T x = e * a[i]; d[i] = FMA(f, b[i], x));                                         \
   }
 
 /* Element i is added to lane i mod 16, then the lanes in pairs. */
@@ -5576,45 +5569,38 @@ typedef struct cddp__kernels {
     return lane[0];                                                                             \
   }
 
-/* d[i] = the lesser (or greater) of a[i] and b[i]; where either is NaN, that NaN comes through */
-#define CDDP__EACH_PICK(T, before) \
-  CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((x before y) | (x != x)) ? x : y)
-
+/* MIN and MAX: the lesser (or greater) of a[i] and b[i]; where either is NaN, that NaN. */
 #define CDDP__PAIR_KERNEL(ISA, TARGET, T, S)                                                    \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
-                                            cddp_op op) {                                       \
+                                            cddp_op op, int flip) {                             \
     CDDP__STRICT_FP                                                                             \
-    T *d = (T *)dst;                                                                            \
+    T *d = (T *)dst, sign = flip == 0 ? (T)1 : (T)-1;                                           \
     const T *a = (const T *)p, *b = (const T *)q;                                               \
     if (op == CDDP_PROD) CDDP__EACH(d[i] = a[i] * b[i]);                                        \
-    else if (op == CDDP_MIN) CDDP__EACH_PICK(T, <);                                             \
-    else CDDP__EACH_PICK(T, >);                                                                 \
+    else                                                                                        \
+      CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = ((sign * x < sign * y) | (x != x)) ? x : y);    \
   }
 
-/* U: T unsigned, since sums and products of integers wrap around. MAX is MIN of the complements,
-   and BOR is BAND of them. */
-#define CDDP__BITS_KERNEL(ISA, TARGET, T, S, U)                                                 \
+/* U: T unsigned, since sums and products of integers wrap around; so signed and unsigned bytes have
+   the same ones. MIN is in the order that the elements have once the bits of flip are turned. */
+#define CDDP__INT_KERNEL(ISA, TARGET, T, S, U)                                                  \
   TARGET static void cddp__pair_##S##_##ISA(void *dst, const void *p, const void *q, size_t n,  \
-                                            cddp_op op) {                                       \
-    T *d = (T *)dst, flip = (T)(op == CDDP_MAX || op == CDDP_BOR ? -1 : 0);                     \
+                                            cddp_op op, int flip) {                             \
+    T *d = (T *)dst, f = (T)flip;                                                               \
     const T *a = (const T *)p, *b = (const T *)q;                                               \
     if (op == CDDP_SUM) CDDP__EACH(d[i] = (T)(U)((U)a[i] + (U)b[i]));                           \
     else if (op == CDDP_PROD) CDDP__EACH(d[i] = (T)(U)((U)a[i] * (U)b[i]));                     \
-    else if (op == CDDP_BXOR) CDDP__EACH(d[i] = (T)(a[i] ^ b[i]));                              \
-    else if (op == CDDP_BAND || op == CDDP_BOR)                                                 \
-      CDDP__EACH(d[i] = (T)(((a[i] ^ flip) & (b[i] ^ flip)) ^ flip));                           \
-    else                                                                                        \
-      CDDP__EACH(T x = (T)(a[i] ^ flip); T y = (T)(b[i] ^ flip);                                \
-                 d[i] = (T)((x < y ? x : y) ^ flip));                                           \
+    else CDDP__EACH(T x = a[i]; T y = b[i]; d[i] = (T)(x ^ f) < (T)(y ^ f) ? x : y);            \
   }
 
-/* An integer divisor is at most CDDP__MAX_RANKS. Processors divide no vectors of integers. */
-#define CDDP__DIVIDE_KERNEL(T, S)                                                               \
-  static void cddp__divide_##S(void *p, size_t n, double f, bool divide) {                      \
-    T *d = (T *)p;                                                                              \
-    int k = (int)f;                                                                             \
-    (void)divide;                                                                               \
-    CDDP__EACH(d[i] = (T)(d[i] / k));                                                           \
+/* Of n bytes, whatever their type. BOR is BAND of the complements. */
+#define CDDP__BITS_KERNEL(ISA, TARGET)                                                          \
+  TARGET static void cddp__bits_##ISA(void *dst, const void *p, const void *q, size_t n,        \
+                                      cddp_op op) {                                             \
+    cddp__u8 *d = (cddp__u8 *)dst, f = op == CDDP_BOR ? 255 : 0;                                \
+    const cddp__u8 *a = (const cddp__u8 *)p, *b = (const cddp__u8 *)q;                          \
+    if (op == CDDP_BXOR) CDDP__EACH(d[i] = (cddp__u8)(a[i] ^ b[i]));                            \
+    else CDDP__EACH(d[i] = (cddp__u8)(((a[i] ^ f) & (b[i] ^ f)) ^ f));                          \
   }
 
 #define CDDP__HALF_KERNELS(ISA, TARGET, S)                                                      \
@@ -5645,116 +5631,99 @@ typedef struct cddp__kernels {
   F step = (F)(s)->step, eps = (F)(s)->eps, lerp = (F)(s)->lerp;                                \
   bool near = lerp < (F)0.5; /* torch.lerp */                                                   \
   if (!near) lerp = lerp - (F)1
-#define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, F, FMA, SQRT)                                     \
+#define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, FMA, SQRT)                                        \
   TARGET static void cddp__adamw_##S##_##ISA(void *weights, const void *gradient,               \
                                              void *const *states, size_t n,                     \
                                              const cddp__scalars *s) {                          \
     CDDP__STRICT_FP                                                                             \
     T *w = (T *)weights, *m = (T *)states[0], *q = (T *)states[1], *most = (T *)states[2];      \
-    T *mo = m, *qo = q;                                                                         \
+    T *mo = m, *qo = q, sign = (T)s->sign;                                                      \
     const T *g = (const T *)gradient;                                                           \
-    F sign = (F)s->sign;                                                                        \
-    CDDP__ADAMW_SCALARS(F, s);                                                                  \
-    if (most == NULL) {                                                                         \
-      CDDP__EACH(F v = g[i] * sign; F x = w[i]; CDDP__ADAMW_STEP(F, FMA, SQRT, ); w[i] = x);    \
-    } else {                                                                                    \
-      CDDP__EACH(F v = g[i] * sign; F x = w[i];                                                 \
-                 CDDP__ADAMW_STEP(F, FMA, SQRT, F y = most[i];                                  \
+    CDDP__ADAMW_SCALARS(T, s);                                                                  \
+    if (most == NULL)                                                                           \
+      CDDP__EACH(T v = g[i] * sign; T x = w[i]; CDDP__ADAMW_STEP(T, FMA, SQRT, ); w[i] = x);    \
+    else                                                                                        \
+      CDDP__EACH(T v = g[i] * sign; T x = w[i];                                                 \
+                 CDDP__ADAMW_STEP(T, FMA, SQRT, T y = most[i];                                  \
                                   b = ((y > b) | (y != y)) ? y : b; most[i] = b);               \
                  w[i] = x);                                                                     \
-    }                                                                                           \
   }
-
-/* Mean, step, publish, zero. Reads and writes everything once, in one loop: the memory is busy all
-   the time. STEP makes x, the weight, from x and v, the mean, and the states mo, qo from m, q. No
-   ranks: results go to places of their own. */
-#define CDDP__FUSED(MEAN, STEP, OTHERS) \
-  CDDP__EACH(float v = (MEAN) * clip; float x = w0[i]; STEP; w0[i] = x; g0[i] = 0; OTHERS)
-#define CDDP__FUSED_LOOPS(STEP)                                                                 \
-  if (ranks == 0) CDDP__EACH(float v = g0[i] * mean; float x = w0[i]; STEP; w1[i] = x);         \
-  else if (ranks == 1) CDDP__FUSED(g0[i] * mean, STEP, );                                       \
-  else if (ranks == 2) CDDP__FUSED((g0[i] + g1[i]) * mean, STEP, w1[i] = x; g1[i] = 0);         \
-  else CDDP__FUSED(((g0[i] + g1[i]) + (g2[i] + g3[i])) * mean, STEP,                            \
-                   w1[i] = x; w2[i] = x; w3[i] = x; g1[i] = 0; g2[i] = 0; g3[i] = 0);
-
-#define CDDP__FUSED_ARRAYS(s)                                                                   \
-  cddp__f32 *m = (s)->states[0], *g0 = (s)->gradients[0], *g1 = (s)->gradients[1];              \
-  cddp__f32 *g2 = (s)->gradients[2], *g3 = (s)->gradients[3], *w0 = (s)->weights[0];            \
-  cddp__f32 *w1 = (s)->weights[1], *w2 = (s)->weights[2], *w3 = (s)->weights[3];                \
-  cddp__f32 *mo = ranks == 0 ? (s)->results[0] : m;                                             \
-  float mean = (s)->mean, clip = (s)->clip
 
 #define CDDP__SGD_STEP                                                                          \
   float y = keep * m[i];                                                                        \
-  float decayed = __builtin_fmaf(decay, x, v);                                                  \
-  v = cddp__f32_of_bits(cddp__choose(decays, cddp__f32_bits(decayed), cddp__f32_bits(v)));      \
+  v = decays ? __builtin_fmaf(decay, x, v) : v;                                                 \
   v = __builtin_fmaf(take, v, y);                                                               \
   x = __builtin_fmaf(step, v, x);                                                               \
   mo[i] = v
-#define CDDP__LOOP_KERNELS(ISA, TARGET)                                                         \
-  TARGET static void cddp__sgd_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {     \
-    CDDP__STRICT_FP                                                                             \
-    float keep = (float)s->scalars->keep, take = (float)s->scalars->take;                       \
-    float decay = (float)s->scalars->decay, step = (float)s->scalars->step;                     \
-    bool decays = s->scalars->decay != 0;                                                       \
-    CDDP__FUSED_ARRAYS(s);                                                                      \
-    CDDP__FUSED_LOOPS(CDDP__SGD_STEP)                                                           \
-  }                                                                                             \
-  TARGET static void cddp__adamw_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {   \
-    CDDP__STRICT_FP                                                                             \
-    cddp__f32 *q = s->states[1], *qo = ranks == 0 ? s->results[1] : q;                          \
-    CDDP__ADAMW_SCALARS(float, s->scalars);                                                     \
-    CDDP__FUSED_ARRAYS(s);                                                                      \
-    CDDP__FUSED_LOOPS(CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))                         \
-  }
+#define CDDP__SGD_SCALARS(s)                                                                    \
+  float keep = (float)(s)->keep, take = (float)(s)->take;                                       \
+  float decay = (float)(s)->decay, step = (float)(s)->step;                                     \
+  bool decays = (s)->decay != 0
 
-/* What AVX-512 makes faster; and what it does not, or what is seldom called. */
-#define CDDP__HOT_KERNELS(ISA, TARGET)                                                          \
-  CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , )                                     \
-  CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16)  \
-  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f32, f32, float, __builtin_fmaf)                       \
-  CDDP__ADAMW_KERNEL(ISA, TARGET, cddp__f32, f32, float, __builtin_fmaf, sqrtf)                 \
-  CDDP__LOOP_KERNELS(ISA, TARGET)
-#define CDDP__OTHER_KERNELS(ISA, TARGET)                                                        \
-  CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , )                                    \
-  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, double, __builtin_fma)                       \
-  CDDP__ADAMW_KERNEL(ISA, TARGET, cddp__f64, f64, double, __builtin_fma, sqrt)                  \
+/* Mean, step, publish, zero. Reads and writes everything once, in one loop: the memory is busy all
+   the time. STEP makes x, the weight, from x and v, the mean, and the states mo, qo from m, q. No
+   ranks: as one, with results that go to places of their own. */
+#define CDDP__FUSED(SUM, STEP, OTHERS)                                                          \
+  CDDP__EACH(float v = (SUM) * mean * clip; float x = w0[i]; STEP; wo[i] = x; g0[i] = 0; OTHERS)
+#define CDDP__FUSED_KERNEL(ISA, TARGET, NAME, SCALARS, STEP)                                    \
+  TARGET static void cddp__##NAME##_loop_##ISA(const cddp__fused_args *s, int ranks, size_t n) {\
+    CDDP__STRICT_FP                                                                             \
+    cddp__f32 *m = s->states[0], *mo = ranks == 0 ? s->results[0] : m, *w0 = s->weights[0];     \
+    cddp__f32 *q = s->states[1], *qo = ranks == 0 ? s->results[1] : q, *w1 = s->weights[1];     \
+    cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1], *wo = ranks == 0 ? w1 : w0;         \
+    float mean = s->mean, clip = s->clip;                                                       \
+    SCALARS(s->scalars);                                                                        \
+    (void)q, (void)qo;                                                                          \
+    if (ranks < 2) CDDP__FUSED(g0[i], STEP, );                                                  \
+    else CDDP__FUSED((g0[i] + g1[i]), STEP, w1[i] = x; g1[i] = 0);                              \
+  }
+#define CDDP__ADAMW_LOOP_SCALARS(s) CDDP__ADAMW_SCALARS(float, s)
+
+/* FUSED: attributes of what has fused multiply-adds. */
+#define CDDP__KERNELS(ISA, TARGET, FUSED)                                                       \
+  CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , ) \
+  CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , ) \
+  CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16) \
+  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f32, f32, __builtin_fmaf)                              \
+  CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, __builtin_fma)                               \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32)                                             \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64)                                             \
+  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f32, f32, __builtin_fmaf, sqrtf)                        \
+  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f64, f64, __builtin_fma, sqrt)                          \
+  CDDP__FUSED_KERNEL(ISA, FUSED, sgd, CDDP__SGD_SCALARS, CDDP__SGD_STEP)                       \
+  CDDP__FUSED_KERNEL(ISA, FUSED, adamw, CDDP__ADAMW_LOOP_SCALARS,                              \
+                     CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))                          \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32)                                                \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64)                                                \
-  CDDP__BITS_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t)                                         \
-  CDDP__BITS_KERNEL(ISA, TARGET, cddp__u8, u8, uint8_t)                                         \
-  CDDP__BITS_KERNEL(ISA, TARGET, cddp__i32, i32, uint32_t)                                      \
-  CDDP__BITS_KERNEL(ISA, TARGET, cddp__i64, i64, uint64_t)                                      \
+  CDDP__INT_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t)                                          \
+  CDDP__INT_KERNEL(ISA, TARGET, cddp__i32, i32, uint32_t)                                       \
+  CDDP__INT_KERNEL(ISA, TARGET, cddp__i64, i64, uint64_t)                                       \
+  CDDP__BITS_KERNEL(ISA, TARGET)                                                                \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
-CDDP__DIVIDE_KERNEL(cddp__i8, i8)
-CDDP__DIVIDE_KERNEL(cddp__u8, u8)
-CDDP__DIVIDE_KERNEL(cddp__i32, i32)
-CDDP__DIVIDE_KERNEL(cddp__i64, i64)
 
-/* The table of a set, by cddp_dtype; HOT: the set that has its hot kernels. */
-#define CDDP__FLOAT_ENTRIES(ISA, HOT, S, SGD, ADAMW)                                            \
-  {cddp__sum_##S##_##HOT, cddp__all_##S##_##HOT, cddp__pair_##S##_##ISA,                        \
-   cddp__scale_##S##_##HOT, cddp__mix_##S##_##HOT, cddp__squares_##S##_##ISA,                   \
-   cddp__adamw_##S##_##HOT, SGD, ADAMW, NULL, NULL}
-#define CDDP__HALF_ENTRIES(ISA, S, SUM, ALL)                                                    \
-  {SUM, ALL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,                                    \
+/* The table of a set, by cddp_dtype; WIDE: the set that sums bf16. */
+#define CDDP__FLOAT_ROW(ISA, S, SGD, ADAMW)                                                     \
+  {cddp__sum_##S##_##ISA, cddp__all_##S##_##ISA, cddp__pair_##S##_##ISA, NULL,                 \
+   cddp__scale_##S##_##ISA,                                                                     \
+   cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, cddp__adamw_##S##_##ISA, SGD, ADAMW,       \
+   NULL, NULL}
+#define CDDP__HALF_ROW(ISA, S, SUM, ALL)                                                        \
+  {SUM, ALL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,                                    \
    cddp__widen_##S##_##ISA, cddp__narrow_##S##_##ISA}
-#define CDDP__INT_ENTRIES(ISA, S)                                                               \
-  {NULL, NULL, cddp__pair_##S##_##ISA, cddp__divide_##S, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
-#define CDDP__TABLE(ISA, HOT)                                                                   \
-  {CDDP__FLOAT_ENTRIES(ISA, HOT, f32, cddp__sgd_loop_##HOT, cddp__adamw_loop_##HOT),            \
-   CDDP__FLOAT_ENTRIES(ISA, ISA, f64, NULL, NULL),                                              \
-   CDDP__HALF_ENTRIES(ISA, f16, NULL, NULL),                                                    \
-   CDDP__HALF_ENTRIES(ISA, bf16, cddp__sum_bf16_##HOT, cddp__all_bf16_##HOT),                   \
-   CDDP__INT_ENTRIES(ISA, i8),                                                                  \
-   CDDP__INT_ENTRIES(ISA, u8),                                                                  \
-   CDDP__INT_ENTRIES(ISA, i32),                                                                 \
-   CDDP__INT_ENTRIES(ISA, i64)}
+#define CDDP__INT_ROW(ISA, S)                                                                   \
+  {NULL, NULL, cddp__pair_##S##_##ISA, cddp__bits_##ISA, NULL, NULL, NULL, NULL, NULL, NULL,    \
+   NULL, NULL}
+#define CDDP__TABLE(ISA, WIDE)                                                                  \
+  {CDDP__FLOAT_ROW(ISA, f32, cddp__sgd_loop_##ISA, cddp__adamw_loop_##ISA),                     \
+   CDDP__FLOAT_ROW(ISA, f64, NULL, NULL),                                                       \
+   CDDP__HALF_ROW(ISA, f16, NULL, NULL),                                                        \
+   CDDP__HALF_ROW(ISA, bf16, cddp__sum_bf16_##WIDE, cddp__all_bf16_##WIDE),                     \
+   CDDP__INT_ROW(ISA, i8),                                                                      \
+   CDDP__INT_ROW(ISA, i8),                                                                      \
+   CDDP__INT_ROW(ISA, i32),                                                                     \
+   CDDP__INT_ROW(ISA, i64)}
 
-CDDP__HOT_KERNELS(base, CDDP__FAST)
-CDDP__OTHER_KERNELS(base, CDDP__FAST)
+CDDP__KERNELS(base, CDDP__FAST, CDDP__BASE_FUSED)
 CDDP__HALF_KERNELS(base, CDDP__FAST, f16)
 static const cddp__kernels cddp__kernels_base[] = CDDP__TABLE(base, base);
 
@@ -5789,10 +5758,11 @@ CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size
   cddp__narrow_f16_base(d + i, s + i, n - i);
 }
 
-CDDP__HOT_KERNELS(avx2, CDDP__AVX2)
-CDDP__OTHER_KERNELS(avx2, CDDP__AVX2)
-CDDP__HOT_KERNELS(avx512, CDDP__AVX512)
+CDDP__KERNELS(avx2, CDDP__AVX2, CDDP__AVX2)
 static const cddp__kernels cddp__kernels_avx2[] = CDDP__TABLE(avx2, avx2);
+/* What gains from AVX-512: memory and the caches set the pace of the others. */
+CDDP__SUM_KERNELS(avx512, CDDP__AVX512, cddp__u16, bf16, float, cddp__bf16_to_f32,
+                  cddp__f32_to_bf16)
 static const cddp__kernels cddp__kernels_avx512[] = CDDP__TABLE(avx2, avx512);
 #endif
 
@@ -5823,13 +5793,12 @@ static int cddp__isa(void) {
 
 /* The loops of the best set, by dtype. */
 static const cddp__kernels *cddp__pick_kernels(void) {
-  switch (cddp__isa()) {
 #if CDDP__DISPATCH
-  case CDDP__ISA_AVX512: return cddp__kernels_avx512;
-  case CDDP__ISA_AVX2: return cddp__kernels_avx2;
+  int isa = cddp__isa();
+  if (isa == CDDP__ISA_AVX512) return cddp__kernels_avx512;
+  if (isa == CDDP__ISA_AVX2) return cddp__kernels_avx2;
 #endif
-  default: return cddp__kernels_base;
-  }
+  return cddp__kernels_base;
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* handled at a time, so that they stay in the first cache */
@@ -5842,34 +5811,57 @@ typedef struct cddp__fold {
   const void *const *srcs;      /* [nsrcs] */
   const int *widths;            /* [nsrcs] ranks that each is the sum of, in the compute type
                                    unless 1; -1: one, in the compute type; NULL: 1 each */
-  int nsrcs;
+  int nsrcs, ranks;             /* ranks: that AVG divides by */
+  cddp_dtype dtype;
   cddp_op op;          /* SUM for AVG */
+  int flip;            /* for `pair` */
   size_t esize, csize; /* bytes of an element of dtype, of the compute type */
   bool sums;           /* with `sum` of math; else with its `pair` */
-  bool direct;         /* one call of `sum` of kernels does it all */
   bool narrows;        /* the result is of dtype, not of a wider compute type */
-  bool divide;         /* the result by factor; false: times factor */
+  bool divide;         /* the result by ranks; false: times factor */
   double factor;
 } cddp__fold;
 
-CDDP__INLINED void cddp__fold_init(cddp__fold *f, const void *const *srcs, int nsrcs,
+CDDP__INLINED void cddp__fold_init(cddp__fold *f, const void *const *srcs, int nsrcs, int ranks,
                                    cddp_dtype dtype, cddp_op op) {
   const cddp__kernels *tables = cddp__pick_kernels();
-  bool average = op == CDDP_AVG;
+  bool average = op == CDDP_AVG && ranks > 0;
   f->kernels = &tables[dtype];
   f->math = &tables[cddp__compute_type(dtype)];
   f->srcs = srcs;
   f->widths = NULL;
   f->nsrcs = nsrcs;
-  f->op = average ? CDDP_SUM : op;
+  f->ranks = ranks;
+  f->dtype = dtype;
+  f->op = op == CDDP_AVG ? CDDP_SUM : op;
+  f->flip = (op == CDDP_MAX ? -1 : 0) ^ (dtype == CDDP_U8 ? 128 : 0);
   f->esize = cddp__dtype_size(dtype);
   f->csize = cddp__dtype_size(cddp__compute_type(dtype));
   f->sums = f->op == CDDP_SUM && f->math->sum != NULL;
-  f->direct = f->op == CDDP_SUM && f->kernels->sum != NULL && (nsrcs <= 4 || nsrcs == 8);
-  f->narrows = f->kernels != f->math;
+  f->narrows = f->kernels != f->math && ranks > 0;
   /* dividing by a power of two is multiplying by its inverse, to the bit, and faster */
-  f->divide = average && (!f->sums || (nsrcs & (nsrcs - 1)) != 0);
-  f->factor = !average ? 1.0 : f->divide ? (double)nsrcs : 1.0 / (double)nsrcs;
+  f->divide = average && (!f->sums || (ranks & (ranks - 1)) != 0);
+  f->factor = !average ? 1.0 : f->divide ? (double)ranks : 1.0 / (double)ranks;
+}
+
+/* Whether one call of `sum` does it all. */
+CDDP__INLINED bool cddp__fold_direct(const cddp__fold *f) {
+  return (f->nsrcs <= 4 || f->nsrcs == 8) && f->widths == NULL && f->op == CDDP_SUM &&
+         f->kernels->sum != NULL && (f->narrows || f->kernels == f->math);
+}
+
+/* p[i] /= k, a number of ranks. Not F16, BF16. Processors divide no vectors of integers. */
+static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
+  size_t i;
+  if (dtype < CDDP_I8) cddp__pick_kernels()[dtype].scale(p, n, (double)k, true);
+  for (i = 0; i < n && dtype >= CDDP_I8; i++) {
+    switch (dtype) {
+      case CDDP_I8: ((cddp__i8 *)p)[i] = (cddp__i8)(((cddp__i8 *)p)[i] / k); break;
+      case CDDP_U8: ((cddp__u8 *)p)[i] = (cddp__u8)(((cddp__u8 *)p)[i] / k); break;
+      case CDDP_I32: ((cddp__i32 *)p)[i] /= k; break;
+      default: ((cddp__i64 *)p)[i] /= k;
+    }
+  }
 }
 
 /* d = a op b, in the compute type. The last one of a tree scales the result. */
@@ -5878,11 +5870,10 @@ static void cddp__fold_pair(const cddp__fold *f, void *d, const void *a, const v
   const void *s[2];
   s[0] = a;
   s[1] = b;
-  if (f->sums)
-    f->math->sum(d, s, 2, n, last && !f->divide ? f->factor : 1.0);
-  else
-    f->math->pair(d, a, b, n, f->op);
-  if (last && f->divide) f->math->scale(d, n, f->factor, true);
+  if (f->sums) f->math->sum(d, s, 2, n, last && !f->divide ? f->factor : 1.0);
+  else if (f->op >= CDDP_BAND) f->math->bits(d, a, b, n * f->csize, f->op);
+  else f->math->pair(d, a, b, n, f->op, f->flip);
+  if (last && f->divide) cddp__divide(d, n, f->ranks, cddp__compute_type(f->dtype));
 }
 
 /* The reduction of sources first .. first + k - 1 (k = 1, 2, 4 or 8) from element `at`: in the
@@ -5924,8 +5915,8 @@ static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n
   int sizes[CDDP__FOLD_DEPTH]; /* sources in each part */
   int leaf = f->sums && f->kernels == f->math && f->widths == NULL ? 8 : 1;
   int depth = 0, i = 0, k;
-  for (k = 0; k < CDDP__FOLD_DEPTH; k++)
-    bufs[k] = (char *)space + (size_t)k * cddp__fold_bytes(f);
+  size_t bytes = cddp__fold_bytes(f);
+  for (k = 0; k < CDDP__FOLD_DEPTH; k++) bufs[k] = (char *)space + (size_t)k * bytes;
   while (i < f->nsrcs) {
     for (k = leaf; k > f->nsrcs - i; k /= 2) continue;
     parts[depth] = cddp__fold_leaf(f, bufs[depth], i, k, at, n);
@@ -5943,71 +5934,42 @@ static void cddp__fold_block(const cddp__fold *f, char *dst, size_t at, size_t n
   if (f->narrows) f->kernels->narrow(dst + at * f->esize, (const cddp__f32 *)parts[0], n);
 }
 
-/* dst[at .. at + n) of a fold with at least two sources. */
+/* dst[at .. at + n) of a fold. */
 static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n) {
-  size_t block, end = at + n;
-  if (f->direct) {
-    const void *s[8];
-    int i;
+  size_t block = cddp__fold_bytes(f) / f->csize, end = at + n;
+  const void *s[8];
+  int i;
+  if (cddp__fold_direct(f)) {
     for (i = 0; i < f->nsrcs; i++) s[i] = (const char *)f->srcs[i] + at * f->esize;
     f->kernels->sum((char *)dst + at * f->esize, s, f->nsrcs, n, f->factor);
     return;
   }
-  block = cddp__fold_bytes(f) / f->csize;
   for (; at < end; at += block) cddp__fold_block(f, (char *)dst, at, cddp__min(block, end - at));
 }
 
-/* dst[i] = the canonical tree over srcs[..][i]; AVG divides by nsrcs. dst may be exactly one of the
-   sources. nsrcs is 1 .. CDDP__MAX_RANKS. */
-static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
-                         cddp_op op) {
-  const cddp__kernels *kernels = &cddp__pick_kernels()[dtype];
-  cddp__fold f;
-  if (nsrcs == 1) {
-    if (dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
-    return;
-  }
-  if (op == CDDP_SUM && nsrcs <= 4 && kernels->sum != NULL) { /* what a small call takes counts */
-    kernels->sum(dst, srcs, nsrcs, n, 1.0);
-    return;
-  }
-  cddp__fold_init(&f, srcs, nsrcs, dtype, op);
-  if (f.direct)
-    f.kernels->sum(dst, srcs, nsrcs, n, f.factor);
-  else
-    cddp__fold_range(&f, dst, 0, n);
-}
-
-/* The sum of some ranks, in the compute type and not divided: what another host needs of them. */
-static void cddp__reduce_part(void *dst, const void *const *srcs, int nsrcs, size_t n,
-                              cddp_dtype dtype, cddp_op op) {
-  cddp__fold f;
-  cddp__fold_init(&f, srcs, nsrcs, dtype, op == CDDP_AVG ? CDDP_SUM : op);
-  f.direct = f.direct && !f.narrows;
-  f.narrows = false;
-  cddp__fold_range(&f, dst, 0, n);
-}
-
-/* The rest of the canonical tree, over nodes of widths[..] of its `ranks` ranks; at least two. */
+/* dst[i] = the canonical tree over srcs[..][i], of at least two sources. widths: NULL, or of nodes
+   of the tree, how many of its `ranks` leaves each is the sum of: see cddp__fold. AVG divides by
+   ranks; ranks 0: the result is not divided, and of the compute type. dst may be exactly one of the
+   sources, if their elements are as wide. */
 static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *widths, int nsrcs,
                                int ranks, size_t n, cddp_dtype dtype, cddp_op op) {
   cddp__fold f;
-  cddp__fold_init(&f, srcs, ranks, dtype, op);
-  f.nsrcs = nsrcs;
+  cddp__fold_init(&f, srcs, nsrcs, ranks, dtype, op);
   f.widths = widths;
-  f.direct = false;
-  cddp__fold_range(&f, dst, 0, n);
+  if (cddp__fold_direct(&f)) f.kernels->sum(dst, srcs, nsrcs, n, f.factor);
+  else cddp__fold_range(&f, dst, 0, n);
 }
 
-/* The sum of nodes that together are one node, in the compute type and not divided. dst may be
-   srcs[0], if that is in the compute type. */
-static void cddp__reduce_subtree(void *dst, const void *const *srcs, const int *widths, int nsrcs,
-                                 size_t n, cddp_dtype dtype) {
-  cddp__fold f;
-  cddp__fold_init(&f, srcs, nsrcs, dtype, CDDP_SUM);
-  f.widths = widths;
-  f.direct = f.narrows = false;
-  cddp__fold_range(&f, dst, 0, n);
+/* The same, of ranks that are the sources: 1 .. CDDP__MAX_RANKS. */
+static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n, cddp_dtype dtype,
+                         cddp_op op) {
+  const cddp__kernels *kernels = &cddp__pick_kernels()[dtype];
+  if (nsrcs == 1 && dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
+  if (nsrcs == 1) return;
+  if (op == CDDP_SUM && nsrcs <= 4 && kernels->sum != NULL) /* what a small call takes counts */
+    kernels->sum(dst, srcs, nsrcs, n, 1.0);
+  else
+    cddp__reduce_nodes(dst, srcs, NULL, nsrcs, nsrcs, n, dtype, op);
 }
 
 /* As cddp__reduce, with the result in every buffer. Reads and writes each once from memory. */
@@ -6016,8 +5978,8 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
   size_t at, m;
   int i;
   if (nbufs == 1) return;
-  cddp__fold_init(&f, (const void *const *)bufs, nbufs, dtype, op);
-  if (f.direct && nbufs != 3) {
+  cddp__fold_init(&f, (const void *const *)bufs, nbufs, nbufs, dtype, op);
+  if (cddp__fold_direct(&f) && nbufs != 3) {
     f.kernels->all(bufs, nbufs, n, f.factor);
     return;
   }
@@ -6026,6 +5988,31 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
     cddp__fold_range(&f, bufs[0], at, m);
     for (i = 1; i < nbufs; i++)
       memcpy((char *)bufs[i] + at * f.esize, (char *)bufs[0] + at * f.esize, m * f.esize);
+  }
+}
+
+/* A data-parallel step of n elements by `loop`, of 0, 1, 2 or 4 ranks. Four have more arrays than
+   the first cache can hold lines of at a time, if these begin alike in their pages, so that they
+   are gone through one after the other, in pieces short enough for libc not to pass the cache. */
+static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t n),
+                       const cddp__fused_args *s, int ranks, size_t n) {
+  cddp__f32 sum[256];
+  cddp__fused_args a = *s;
+  const void *g[4];
+  size_t m, at;
+  int k;
+  if (ranks < 4) loop(s, ranks, n);
+  for (at = 0; ranks == 4 && at < n; at += m) {
+    m = cddp__min(n - at, sizeof sum / sizeof *sum);
+    for (k = 0; k < 4; k++) g[k] = s->gradients[k] + at;
+    for (k = 0; k < CDDP__STATES; k++)
+      if (s->states[k] != NULL) a.states[k] = s->states[k] + at;
+    a.gradients[0] = sum;
+    a.weights[0] = s->weights[0] + at;
+    cddp__pick_kernels()[CDDP_F32].sum(sum, g, 4, m, 1.0);
+    loop(&a, 1, m);
+    for (k = 1; k < 4; k++) memcpy(s->weights[k] + at, a.weights[0], m * sizeof *sum);
+    for (k = 0; k < 4; k++) memset(s->gradients[k] + at, 0, m * sizeof *sum);
   }
 }
 
@@ -6047,7 +6034,6 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
     k[dtype].narrow(q, buf, m);
   }
 }
-
 /* The sum of squares in double, in an order that depends on n alone. F32, F64, F16, BF16. */
 static double cddp__sum_squares(const void *p, size_t n, cddp_dtype dtype) {
   const cddp__kernels *k = cddp__pick_kernels();
@@ -10471,8 +10457,8 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
     x->pointers[r - s->low] =
         cddp__seen(f, x->peers[x->leaves[r]].number, owner) + begin * f->c->esize;
   if (s->high - s->low == 1) return x->pointers[0];
-  cddp__reduce_part(space, x->pointers, s->high - s->low, n, (cddp_dtype)f->c->dtype,
-                    (cddp_op)f->c->op);
+  cddp__reduce_nodes(space, x->pointers, NULL, s->high - s->low, 0, n,
+                     (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
   return space;
 }
 
@@ -10990,7 +10976,7 @@ static cddp_result cddp__mpi_reduce(cddp_group *g, const cddp__call *c, const vo
   pthread_mutex_unlock(&cddp__mpi_lock);
   if ((r = cddp__mpi_wait(g, c, code, &request)) != CDDP_OK) return r; /* a copy is left to MPI */
   if (gets && c->op == CDDP_AVG)
-    cddp__pick_kernels()[half ? CDDP_F32 : dtype].scale(out, n, (double)g->size, true);
+    cddp__divide(out, n, g->size, half ? CDDP_F32 : dtype);
   if (gets && half) cddp__convert(recv, dtype, out, CDDP_F32, n);
   if (half) cddp__free(&g->host->allocator, out);
   return CDDP_OK;
@@ -15509,7 +15495,7 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int me, int out, const int *sl
       n = cddp__min(CDDP__BLOCK, (range.end - at) / esize);
       for (i = 0; i < count; i++) sources[i] = cddp__in_slot(d, me, slots[i], at);
       if (count > 1)
-        cddp__reduce_subtree(to, sources, widths, count, n, (cddp_dtype)dtype);
+        cddp__reduce_nodes(to, sources, widths, count, 0, n, (cddp_dtype)dtype, CDDP_SUM);
       else
         cddp__convert(to, cddp__compute_type((cddp_dtype)dtype), sources[0], (cddp_dtype)dtype, n);
       if (clear) memset(d->mirror + at, 0, n * esize);
@@ -16107,7 +16093,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   }
   for (; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK, end - at);
-    u->loop(&args, size, n);
+    cddp__fuse(u->loop, &args, size, n);
     cddp__optim_copy(x->s, i, at, n);
     for (k = 0; k < CDDP__STATES; k++)
       if (args.states[k] != NULL) args.states[k] += n;

@@ -321,7 +321,7 @@ static void adamw_pieces(cddp_dtype dtype, int config, int ranks) {
         a.gradients[k] = (cddp__f32 *)(void *)g[k];
         a.weights[k] = (cddp__f32 *)(void *)w[2][k];
       }
-      u[2].loop(&a, ranks, N);
+      cddp__fuse(u[2].loop, &a, ranks, N);
       for (k = 0; k < (size_t)ranks; k++) {
         CHECK(memcmp(w[0][0], w[2][k], N * size) == 0);
         memset(mean, 0, N * size);
@@ -655,7 +655,7 @@ static void sweep_as(int ranks, size_t n, double decay, double dampening,
   cddp__reduce(mean, srcs, ranks, n, CDDP_F32, CDDP_AVG);
   cddp__update_run(&u, 0, want_w, mean, n);
   s.states[0] = (cddp__f32 *)m;
-  u.loop(&s, ranks, n);
+  cddp__fuse(u.loop, &s, ranks, n);
   cddp_optim_destroy(o);
   CHECK(memcmp(m, want_m, sizeof m) == 0);
   for (k = 0; k < ranks; k++) {
