@@ -14240,8 +14240,8 @@ static cddp_result cddp__work_behind(cddp__device *p, const cddp__call *c, cudaS
   return r;
 }
 
-/* Issues the sends and receives posted with a handle; each gets the result. only: nothing is done
-   if another thread has issued that one; NULL: any. */
+/* Issues the sends and receives posted with a handle; a failure breaks the group, which their waits
+   then return. only: nothing is done if another thread has issued that one; NULL: any. */
 static cddp_result cddp__send_messages(cddp__device *p, const cddp_work *only) {
   const cddp_allocator *a = &p->group->host->allocator;
   cddp__call *calls = NULL;
@@ -14257,13 +14257,12 @@ static cddp_result cddp__send_messages(cddp__device *p, const cddp_work *only) {
                       : cddp__stream_after(p->side, cddp__main_stream(p->group), p->fork);
     for (n = 0, w = p->messages; r == CDDP_OK && w != NULL; w = w->next) calls[n++] = w->call;
     if (r == CDDP_OK) r = cddp__issue_held(p, calls, n, p->side);
-    if (r != CDDP_OK) r = cddp__break(p->group, r); /* the others wait for these */
     while ((w = p->messages) != NULL) {
       p->messages = w->next;
-      w->result = r == CDDP_OK ? cddp__work_record(w, p->side) : r;
+      if (r == CDDP_OK) r = cddp__work_record(w, p->side);
       w->done = true;
-      snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
     }
+    if (r != CDDP_OK) r = cddp__break(p->group, r); /* the others wait for these */
     cddp__free(a, calls);
   }
   pthread_mutex_unlock(&p->turn);
@@ -14284,7 +14283,6 @@ static cddp_result cddp__device_wait(cddp_work *w) {
     return cddp__stage_end(p, stream, stage, to, from, bytes, cddp__work_wait(w, -1));
   }
   if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
-  if (r == CDDP_OK && w->result != CDDP_OK) r = cddp__fail(w->result, "%s", w->text);
   if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK && w->event != NULL)
     r = CDDP__CUDA(cudaStreamWaitEvent, stream, (cudaEvent_t)w->event, 0);
@@ -14305,8 +14303,7 @@ static bool cddp__device_done(cddp_work *w) {
   if (cddp__use_device(p->device) != CDDP_OK) return true;
   if (cddp__capturing(cddp__main_stream(w->group))) return false; /* a look would void that */
   if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
-  if (w->result != CDDP_OK || w->event == NULL) return true;
-  if (cddp__load32(&w->group->block->broken) != 0) return true;
+  if (w->event == NULL || cddp__load32(&w->group->block->broken) != 0) return true;
   e = cudaEventQuery((cudaEvent_t)w->event);
   if (e == cudaErrorNotReady) (void)cudaGetLastError();
   return e != cudaErrorNotReady;
