@@ -2011,6 +2011,7 @@ typedef struct cddp__crew {
   int me;                       /* this rank's place */
   int count, *order;            /* [shards] members of the group; their places, in order of ranks */
   uint64_t generation;          /* of the group: how many there have been */
+  uint64_t step;                /* waits and steps since creation */
   uint64_t done, furthest;      /* reductions; of any member, as of the last table */
   int *owner;                   /* [shards] who does each in the group */
   int *mine_planned;            /* [2 * shards] scratch */
@@ -9098,7 +9099,8 @@ static cddp_result cddp__join_patience(const cddp__rendezvous *v, int called, do
                     called > 0 ? "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
                                  "has come to cddp_ddp_next_shard or cddp_ddp_step"
                                : "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
-                                 "has an elastic model: set elastic in cddp_ddp_desc",
+                                 "has an elastic model: set elastic in cddp_ddp_desc; those on "
+                                 "several hosts or GPUs cannot be joined",
                     v->at->timeout_s, v->host->place);
 }
 
@@ -17914,7 +17916,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->place = c->me;
   report->self = c->members[c->me];
   for (i = 0; i < d->shards; i++) /* one in hand will be done, as long as this rank lives */
-    sums[i] = cddp__crew_has(c, i) || (i == c->shard && c->done == d->steps);
+    sums[i] = cddp__crew_has(c, i) || (i == c->shard && c->done == c->step);
   for (i = 0; i < d->shards; i++) there += c->members[i].life != 0;
   for (i = 1; i <= there; i++)
     for (k = 1; k <= i; k++) block = cddp__max(block, cddp__block_bytes(i, k));
@@ -18359,9 +18361,9 @@ static int cddp__crew_next(cddp_ddp *d) {
   cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
   int held = c->shard, i;
   c->shard = -1;
-  if (r == CDDP_OK && held >= 0 && c->done == d->steps) r = cddp__crew_keep(d, held);
+  if (r == CDDP_OK && held >= 0 && c->done == c->step) r = cddp__crew_keep(d, held);
   if (held >= 0) cddp__arm(d);
-  while (r == CDDP_OK && c->done == d->steps) {
+  while (r == CDDP_OK && c->done == c->step) {
     for (i = 0; i < d->shards; i++) {
       if (c->owner[i] >= c->count || c->order[c->owner[i]] != c->me || cddp__crew_has(c, i))
         continue;
@@ -18398,7 +18400,7 @@ static cddp_result cddp__crew_step(cddp_ddp *d, cddp_optim *s) {
   record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
   r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
-  if (r == CDDP_OK && c->done == d->steps)
+  if (r == CDDP_OK && c->done == c->step)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "rank %d came to the update of step %" PRIu64 " before all shards are done; "
                    "call cddp_ddp_next_shard until it returns false",
@@ -18414,6 +18416,7 @@ static cddp_result cddp__crew_step(cddp_ddp *d, cddp_optim *s) {
   CDDP__POINT("elastic updated");
   if (r == CDDP_OK) {
     d->steps++;
+    c->step++;
     d->taken = 0;
     d->present = c->count;
     cddp__arm(d);

@@ -2,6 +2,8 @@
 
      build/plain/elastic --seeds 1000 --seed 5000   seeds 5000 .. 5999 instead of a hundred
      build/plain/elastic --seeds 1 --seed 17        one of them again, with what each process did
+     build/plain/elastic --hosts 500                the same on several hosts (CDDP_HOST_ID), where
+                                                    nobody joins; with --seed as above
      build/plain/elastic --sweep 17                 seed 17's model without its kills: one rank dies
                                                     at the first point of the engine that any rank
                                                     reaches, then at the second, and so on
@@ -37,6 +39,7 @@ typedef struct plan {
   int n, shards, count, steps, kills, further;
   bool adamw, waits, shared, own, copies, groups, masters;
   int replaced; /* of four that die, so many are replaced */
+  const char *hosts; /* on which ranks are, as TEST_HOSTS; NULL: on one */
   double momentum, max_norm;
   size_t rows[PARAMS]; /* the first parameter may have sparse ones */
   cddp_dtype dtypes[PARAMS];
@@ -343,6 +346,7 @@ static int life(int number, void *arg) {
   me = &shared->processes[number];
   me->pid = getpid();
   memset(&m, 0, sizeof m);
+  if (c->hosts != NULL) setenv("TEST_HOSTS", c->hosts, 1);
   ranks_environment(me->rank, c->n, shared->port);
   if (me->joins) setenv("CDDP_JOIN", "1", 1);
   setenv("CDDP_TIMEOUT_S", "20", 1);
@@ -533,7 +537,7 @@ static bool run_plan(const plan *c) {
 
 /* --- */
 
-static int seeds = RANKS_SLOW ? 20 : 100;
+static int seeds = RANKS_SLOW ? 20 : 100, host_seeds = RANKS_SLOW ? 5 : 20;
 static uint64_t first_seed = 1, sweep_seed = 6;
 static unsigned stride = RANKS_SLOW ? 29 : 7; /* of test_sweep, points */
 
@@ -548,6 +552,25 @@ static void test_seeds(void) {
           finished, joined);
   CHECK(deaths > 0 || seeds < 10);
   CHECK(joined > 0 || seeds < 10);
+}
+
+/* As test_seeds, but that ranks do not share all memory. */
+static void test_hosts(void) {
+  static const char *const hosts[] = {"ab", "aab", "abc", "aabb", "abcdefgh"};
+  int i, failed = 0;
+  deaths = joined = finished = 0;
+  for (i = 0; i < host_seeds && failed < 10; i++) {
+    uint64_t seed = first_seed + (uint64_t)i;
+    plan p = draw(seed);
+    p.hosts = hosts[ranks_mix(seed, 1, 12) % 5];
+    if (p.n < 2 || (p.hosts[1] == 'a' && p.n < 3)) p.n = 3; /* or they would be on one host */
+    if (p.shards < p.n) p.shards = p.n;
+    p.replaced = p.further = 0;
+    memset(p.rows, 0, sizeof p.rows);
+    failed += !run_plan(&p);
+  }
+  fprintf(stderr, "  %d seeds on several hosts: %d ranks died, %d finished\n", i, deaths, finished);
+  CHECK(deaths > 0 || host_seeds < 10);
 }
 
 /* One rank dies at point n, for n = 1, 1 + stride, ... as long as any rank comes to it. */
@@ -576,14 +599,24 @@ int main(int argc, char **argv) {
   int i;
   shared = (board *)ranks_shared(sizeof *shared);
   for (i = 1; i + 1 < argc; i += 2) {
-    if (strcmp(argv[i], "--seeds") == 0) seeds = atoi(argv[i + 1]);
+    if (strcmp(argv[i], "--seeds") == 0) {
+      seeds = atoi(argv[i + 1]);
+      host_seeds = 0;
+    }
+    if (strcmp(argv[i], "--hosts") == 0) {
+      host_seeds = atoi(argv[i + 1]);
+      seeds = 0;
+      stride = 0;
+    }
     if (strcmp(argv[i], "--seed") == 0) first_seed = strtoull(argv[i + 1], NULL, 10);
     if (strcmp(argv[i], "--sweep") == 0) {
       sweep_seed = strtoull(argv[i + 1], NULL, 10);
       stride = 1;
     }
   }
-  verbose = seeds == 1;
+  verbose = seeds + host_seeds == 1;
+  if (host_seeds > 0) RUN(test_hosts);
+  if (stride == 0) return TEST_END();
   if (stride > 1) RUN(test_seeds);
   if (stride == 1 || seeds > 1) RUN(test_sweep);
   return TEST_END();
