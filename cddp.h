@@ -22174,23 +22174,22 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
   return s != NULL ? s->mean.n : 0;
 }
 
+static cddp_result cddp__run_step(const char *function, cddp_ddp *d, int kind, cddp_optim *s) {
+  cddp_result r = d->desc.elastic ? cddp__elastic_step(d, s) : cddp__ddp_step(d, kind, s);
+  return r == CDDP_INVALID_ARGUMENT ? cddp__named(function, r) : r;
+}
+
 CDDPDEF cddp_result (cddp_ddp_wait)(cddp_ddp *d) {
-  cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  r = d->desc.elastic ? cddp__elastic_step(d, NULL)
-                      : cddp__ddp_step(d, CDDP__KIND_DDP_WAIT, NULL);
-  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
+  return cddp__run_step(__func__, d, CDDP__KIND_DDP_WAIT, NULL);
 }
 
 CDDPDEF cddp_result (cddp_ddp_step)(cddp_ddp *d, cddp_optim *s) {
-  cddp_result r;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL && s != NULL, "the cddp_ddp or the cddp_optim is NULL");
   if (s->paired != d->id || d->no_sync) CDDP__TRY(cddp__check_pair(d, s));
-  r = d->desc.elastic ? cddp__elastic_step(d, s)
-                      : cddp__ddp_step(d, CDDP__KIND_DDP_STEP, s);
-  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
+  return cddp__run_step(__func__, d, CDDP__KIND_DDP_STEP, s);
 }
 
 CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out) {
@@ -22207,12 +22206,10 @@ static cddp_result cddp__check_partitions(const cddp_ddp *d) {
 }
 
 CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
-  cddp_result r;
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
   CDDP__CHECK(!d->no_sync, "no_sync is on; switch it off for the backward pass that is stepped");
-  r = cddp__ddp_step(d, CDDP__KIND_DDP_SCATTER, NULL);
-  return r == CDDP_INVALID_ARGUMENT ? cddp__named(__func__, r) : r;
+  return cddp__run_step(__func__, d, CDDP__KIND_DDP_SCATTER, NULL);
 }
 
 CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
