@@ -11680,7 +11680,8 @@ static cddp_result cddp__reduce_headers(cddp_group *g, const cddp__call *c) {
   int p;
   if (r != CDDP_OK) return r;
   header = cddp__op_header_of(g, 0, g->round);
-  for (p = 0; p < g->size; p++, header += 2) srcs[p] = header->u.bytes;
+  for (p = 0; p < g->size; p++, header += 2)
+    srcs[p] = p == g->rank ? c->send : header->u.bytes; /* a peer may have taken this one's line */
   cddp__reduce(c->recv, srcs, g->size, c->count, (cddp_dtype)c->dtype, (cddp_op)c->op);
   cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
