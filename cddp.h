@@ -1708,7 +1708,7 @@ typedef struct cddp__engine {
   cddp__atomic_u64 held; /* the only operation in flight, outside the queue: a cddp_work *, + 1 once
                             the thread that waits for it runs it; 0: none */
   cddp__atomic_u32 count; /* operations in the queue, and the one that runs out of it */
-  cddp__atomic_u32 tick;  /* counts the thread's short waits */
+  cddp__atomic_u32 tick;  /* counts the thread's short waits: what is older than one is due */
   cddp__atomic_u32 idle;  /* of these, how many since the last operation was pushed */
   cddp__atomic_u32 asleep;  /* 1: the thread waits for `work` without a limit */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
@@ -1718,8 +1718,7 @@ typedef struct cddp__engine {
   pthread_cond_t work;    /* for the thread: there is something to do, or stop */
   pthread_t thread;
   bool started, stop;
-  bool busy;   /* an operation out of the queue runs */
-  bool urgent; /* what is queued is to begin at once */
+  bool busy; /* an operation out of the queue runs */
   cddp_work *first, *last;
   cddp_work own;         /* for one collective at a time: costs no allocation */
   cddp__atomic_u32 lent; /* 1: own is in use. Set by the thread that calls collectives, cleared by
@@ -9745,7 +9744,7 @@ CDDP__COLD
 
    tests/bench/scale.md reckons what all of this costs with 4,096 ranks on 512 hosts. */
 
-#define CDDP__DIRECT_HOSTS 8 /* above, headers go by exchanges */
+#define CDDP__DIRECT_HOSTS 8 /* whose headers go in one turn; above, none of their bytes ride */
 #define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
 #define CDDP__LOOK_S 1e-3    /* between a leader's looks for notices: giving up takes longer */
 #define CDDP__ANSWER_S 0.3   /* for hosts to tell which of their ranks have come to a round */
@@ -11244,7 +11243,6 @@ static bool cddp__engine_busy(cddp__engine *e) {
 static void cddp__engine_run(cddp__engine *e) {
   cddp_work *w = e->first;
   e->first = w->next;
-  e->urgent = e->urgent && e->first != NULL;
   e->busy = true;
   pthread_mutex_unlock(&e->lock);
   cddp__work_run(w);
@@ -11279,8 +11277,7 @@ static void *cddp__engine_main(void *arg) {
   for (;;) {
     bool busy = cddp__engine_busy(e), due;
     if (e->stop && e->first == NULL) break;
-    due = e->first != NULL &&
-          (e->urgent || e->stop || e->first->tick != cddp__load32(&e->tick));
+    due = e->first != NULL && (e->stop || e->first->tick != cddp__load32(&e->tick));
     if (e->first != NULL ? busy : cddp__load32(&e->idle) > CDDP__LINGERS) {
       cddp__exchange32(&e->asleep, 1); /* what is held from now on wakes it */
       busy = cddp__engine_busy(e);
@@ -11308,10 +11305,11 @@ static void *cddp__engine_main(void *arg) {
   return NULL;
 }
 
-static void cddp__engine_hurry(cddp__engine *e) { /* lock held */
+/* What is queued is due now. lock held. */
+static void cddp__engine_hurry(cddp__engine *e) {
   bool busy = cddp__engine_busy(e);
-  if (e->first == NULL || e->urgent) return;
-  e->urgent = true;
+  if (e->first == NULL || e->last->tick != cddp__load32(&e->tick)) return;
+  cddp__add32(&e->tick, 1);
   if (!busy) pthread_cond_signal(&e->work);
 }
 
@@ -15992,7 +15990,7 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
                   sizeof ref);
   if (r != CDDP_OK) return r;
-  while (g->members[k] != 0) k++;
+  while (g->members[k] < 0) k++; /* the first of this host: a sub-group may be without its rank 0 */
   ref = cddp__op_header_of(g, k, g->round)->u.ref;
   r = ref.kind != CDDP__REF_NONE
           ? cddp__locate(g->host, &ref, &at)
