@@ -11213,28 +11213,33 @@ static void cddp__work_run(cddp_work *w) {
   cddp__this_site = site;
 }
 
-/* Counts operations of the queue; peers can see how many there are. lock held. */
-static void cddp__engine_count(cddp_work *w, uint32_t more) {
-  cddp__atomic_u32 *works = &cddp__slot_of(w->group, w->group->rank)->works;
-  cddp__store32(works, cddp__add32(&w->group->engine.count, more));
+/* Peers see how many operations are in the queue. lock held. */
+static void cddp__engine_show(const cddp_group *g) {
+  cddp__store32(&cddp__slot_of(g, g->rank)->works, cddp__load32(&g->engine.count));
 }
 
-static void cddp__engine_append(cddp__engine *e, cddp_work *w) { /* lock held */
+/* Puts a counted operation at the end of the queue. lock held. */
+static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
   w->next = NULL;
   if (e->first != NULL)
     e->last->next = w;
   else
     e->first = w;
   e->last = w;
+  cddp__engine_show(w->group);
 }
 
-/* Puts what is held into the queue. Whether some thread runs an operation: no other may begin then.
+/* Puts what is held into the queue. It counts there before it is held no more: at no time does it
+   seem that nothing is in flight. Whether some thread runs an operation: no other may begin then.
    lock held. */
 static bool cddp__engine_busy(cddp__engine *e) {
   uint64_t held = cddp__load64(&e->held);
-  if (held != 0 && (held & 1) == 0 && cddp__swap64(&e->held, held, 0)) {
-    cddp__engine_append(e, (cddp_work *)(uintptr_t)held);
-    cddp__engine_count(e->last, 1);
+  if (held != 0 && (held & 1) == 0) {
+    cddp__add32(&e->count, 1);
+    if (cddp__swap64(&e->held, held, 0))
+      cddp__engine_append(e, (cddp_work *)(uintptr_t)held);
+    else
+      cddp__add32(&e->count, (uint32_t)-1);
   }
   return e->busy || cddp__load64(&e->held) != 0;
 }
@@ -11249,7 +11254,8 @@ static void cddp__engine_run(cddp__engine *e) {
   pthread_mutex_lock(&e->lock);
   e->busy = false;
   w->done = true;
-  cddp__engine_count(w, (uint32_t)-1);
+  cddp__add32(&e->count, (uint32_t)-1);
+  cddp__engine_show(w->group);
   if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
   if (e->first != NULL && cddp__load32(&e->asleep) != 0) pthread_cond_signal(&e->work);
 }
@@ -11328,14 +11334,15 @@ static cddp_result cddp__engine_push(cddp_work *w) {
   cddp__store32(&e->idle, w->anywhere ? 0 : CDDP__LINGERS + 1);
   if (w->anywhere && cddp__load32(&e->count) == 0 &&
       cddp__swap64(&e->held, 0, (uint64_t)(uintptr_t)w)) {
-    if (cddp__load32(&e->asleep) == 0) return CDDP_OK;
+    /* older ones may just have come into the queue */
+    if (cddp__load32(&e->count) == 0 && cddp__load32(&e->asleep) == 0) return CDDP_OK;
     pthread_mutex_lock(&e->lock);
     (void)cddp__engine_busy(e);
   } else {
     pthread_mutex_lock(&e->lock);
     (void)cddp__engine_busy(e); /* an older one comes first */
+    cddp__add32(&e->count, 1);
     cddp__engine_append(e, w);
-    cddp__engine_count(w, 1);
   }
   if (!w->anywhere)
     cddp__engine_hurry(e);
@@ -11349,7 +11356,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
    this thread runs what it finds itself. */
 static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
-  if (w == NULL && (cddp__load64(&e->held) | cddp__load32(&e->count)) == 0) return true;
+  if (w == NULL && cddp__load64(&e->held) == 0 && cddp__load32(&e->count) == 0) return true;
   if (w != NULL && forever && cddp__engine_run_held(e, w)) return true;
   pthread_mutex_lock(&e->lock);
   if (!forever && !w->done) cddp__engine_hurry(e);
