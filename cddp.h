@@ -3849,8 +3849,9 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   pthread_t thread;
   cddp_allocator allocator;
   const char *secret; /* NULL = none */
-  int epoll, stop;    /* stop: an eventfd, written to by the destroyer */
-  int listeners[CDDP__ADDRESSES_MAX], listener_count;
+  int epoll;
+  int fds[1 + CDDP__ADDRESSES_MAX]; /* an eventfd, written to by the destroyer; listening sockets */
+  int fd_count;
   cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
   cddp__map map;
   cddp__conn *conns; /* the newest */
@@ -3860,8 +3861,8 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   size_t buffered;   /* capacity of all connections' buffers, bytes */
 } cddp__server;
 
-/* Says for what epoll watches fd. what: comes with an event; 0 = stop, 1 + a listener's index, or a
-   cddp__conn's address. */
+/* Says for what epoll watches fd. what: comes with an event; an index of fds, or a cddp__conn's
+   address. */
 static bool cddp__server_watch(const cddp__server *v, int fd, int how, uint32_t events,
                                uint64_t what) {
   struct epoll_event event;
@@ -4106,7 +4107,7 @@ static void *cddp__server_main(void *arg) {
       if (what > CDDP__ADDRESSES_MAX)
         cddp__conn_event(v, (cddp__conn *)(uintptr_t)what, events[i].events);
       else
-        cddp__server_accept(v, v->listeners[what - 1]);
+        cddp__server_accept(v, v->fds[what]);
     }
     cddp__server_settle(v);
   }
@@ -4121,8 +4122,7 @@ static void cddp__server_free(cddp__server *v) {
   cddp__server_settle(v);
   for (i = 0; i < CDDP__BUCKETS; i++)
     while (cddp__map_drop(&v->map, &v->map.buckets[i])) {}
-  while (v->listener_count > 0) cddp__close_fd(&v->listeners[--v->listener_count]);
-  cddp__close_fd(&v->stop);
+  while (v->fd_count > 0) cddp__close_fd(&v->fds[--v->fd_count]);
   cddp__close_fd(&v->epoll);
   cddp__free(&a, v);
 }
@@ -4334,36 +4334,34 @@ static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int 
 static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   cddp__server *v = (cddp__server *)cddp__calloc(&o->desc.allocator, 1, sizeof *v);
   cddp_result r = CDDP_OK;
-  int i, *fds = v != NULL ? v->listeners : NULL;
+  int i, *fds;
   if (v == NULL) return CDDP_OUT_OF_MEMORY;
   v->allocator = o->desc.allocator;
   v->map.allocator = &v->allocator;
   v->secret = s->proof;
+  fds = v->fds + 1;
   if (o->listen_fd < 0) {
-    r = cddp__listen_all(s->addresses, s->address_count, fds, &v->listener_count);
+    r = cddp__listen_all(s->addresses, s->address_count, fds, &v->fd_count);
     if (r != CDDP_OK)
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    "; it must be this host's, rank 0's, and nobody else may use it: set "
                    "MASTER_PORT to another, or MASTER_ADDR and MASTER_PORT for all ranks to meet "
                    "elsewhere over TCP");
   } else {
-    v->listener_count = 1;
+    v->fd_count = 1;
     fds[0] = fcntl(o->listen_fd, F_DUPFD_CLOEXEC, 0);
     if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
         !cddp__local_address(fds[0], &s->addresses[0]))
       r = cddp__fail_errno("the launcher's listening socket");
   }
-  v->stop = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  v->fds[0] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   v->epoll = epoll_create1(EPOLL_CLOEXEC);
-  if (r == CDDP_OK && (v->stop < 0 || v->epoll < 0 ||
-                       !cddp__server_watch(v, v->stop, EPOLL_CTL_ADD, EPOLLIN, 0)))
-    r = cddp__fail_errno("eventfd or epoll");
+  v->fd_count++;
   if (r == CDDP_OK) r = cddp__random(&v->map.seed, sizeof v->map.seed);
-  for (i = 0; i < v->listener_count; i++) {
-    cddp__own_socket(fds[i]);
-    if (r == CDDP_OK &&
-        !cddp__server_watch(v, fds[i], EPOLL_CTL_ADD, EPOLLIN, 1 + (uint64_t)i))
-      r = cddp__fail_errno("epoll_ctl");
+  for (i = 0; i < v->fd_count; i++) {
+    cddp__own_socket(v->fds[i]);
+    if (r == CDDP_OK && !cddp__server_watch(v, v->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
+      r = cddp__fail_errno("eventfd or epoll");
   }
   if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
   if (r != CDDP_OK) cddp__server_free(v);
@@ -4538,7 +4536,7 @@ static void cddp__store_close(cddp_store *s) {
   if (s->file >= 0 && cddp__file_is_named(s->file, s->name)) unlink(s->name);
   cddp__close_fd(&s->fd);
   if (s->server != NULL && s->server_pid == getpid()) {
-    while (write(s->server->stop, &one, sizeof one) < 0 && errno == EINTR) {}
+    while (write(s->server->fds[0], &one, sizeof one) < 0 && errno == EINTR) {}
     pthread_join(s->server->thread, NULL);
     cddp__server_free(s->server);
   }
@@ -4824,32 +4822,45 @@ static cddp_result cddp__env_listen_fd(cddp__place *at, int port) {
   return CDDP_OK;
 }
 
-/* The node of rank 0 in a Slurm step on several: the first one of the step's list, unless the user
-   has placed the ranks, or the job is heterogeneous, whose lists are sorted while rank 0 is in its
-   first part. *out stays empty when no list is set. */
+/* The node of rank 0 in a Slurm step on several: the first one of the step's list. A step of all
+   parts of a heterogeneous job has a list in which the nodes are sorted, and rank 0 in the first
+   part; a step of one part has that part's list. *out stays empty when no list is set. */
 static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity) {
   static const char *const lists[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                       "SLURM_NODELIST"};
-  const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME");
-  bool mixed = cddp__env("SLURM_HET_SIZE") != NULL || cddp__env("SLURM_PACK_SIZE") != NULL;
-  int i = 0;
-  if (mixed || (layout != NULL && strcmp(layout, "arbitrary") == 0))
+  static const char *const first[] = {"SLURM_JOB_NODELIST_HET_GROUP_0",
+                                      "SLURM_JOB_NODELIST_PACK_GROUP_0"};
+  const char *layout = cddp__env("SLURM_DISTRIBUTION"), *here = cddp__env("SLURMD_NODENAME"),
+             *list = NULL;
+  char part[64];
+  int i, k;
+  if (layout != NULL && strcmp(layout, "arbitrary") == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "Slurm does not tell the ranks of %s on which node rank 0 is; add "
-                      "--export=ALL,MASTER_ADDR=HOST to srun's command, HOST being rank 0's",
-                      mixed ? "a heterogeneous job" : "srun -m arbitrary");
-  while (i < 3 && cddp__env(lists[i]) == NULL) i++;
-  if (i == 3) return CDDP_OK;
-  at->host_name = lists[i];
-  if (!cddp__first_host(cddp__env(lists[i]), out, capacity))
+                      "Slurm's srun -m arbitrary (SLURM_DISTRIBUTION) does not tell the ranks "
+                      "on which node rank 0 is; add --export=ALL,MASTER_ADDR=HOST to its command, "
+                      "HOST being rank 0's");
+  for (i = 0; i < 2 && cddp__env(lists[0]) != NULL; i++) {
+    bool alone = cddp__env(first[i]) == NULL;
+    for (k = 0; k < 1000 && !alone; k++) {
+      snprintf(part, sizeof part, "%.*s%d", (int)strlen(first[i]) - 1, first[i], k);
+      if (cddp__env(part) == NULL) break;
+      alone = strcmp(cddp__env(part), cddp__env(lists[0])) == 0;
+    }
+    if (!alone) list = first[i];
+  }
+  for (i = 0; i < 3 && list == NULL; i++)
+    if (cddp__env(lists[i]) != NULL) list = lists[i];
+  if (list == NULL) return CDDP_OK;
+  at->host_name = list;
+  if (!cddp__first_host(cddp__env(list), out, capacity))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "%s is \"%.200s\", which is no node list; set MASTER_ADDR to rank 0's host",
-                      lists[i], cddp__env(lists[i]));
+                      list, cddp__env(list));
   if (at->rank == 0 && here != NULL && strcmp(here, out) != 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "rank 0 is on node %s, but the other ranks look for it on %s, the first of "
                       "%s; add --export=ALL,MASTER_ADDR=%s to srun's command",
-                      here, out, lists[i], here);
+                      here, out, list, here);
   return CDDP_OK;
 }
 
@@ -9244,7 +9255,7 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
     cddp__watch_processes(h);
     /* The store's port is held, without listening, while the group lives: else the system might
        give it to the next job that asks for a free one, which would seem to be a second one. */
-    if (s != NULL) h->port = fcntl(s->listeners[0], F_DUPFD_CLOEXEC, 0);
+    if (s != NULL) h->port = fcntl(s->fds[1], F_DUPFD_CLOEXEC, 0);
     if (h->port >= 0) cddp__own_socket(h->port);
   }
   cddp__rendezvous_free(&v); /* the server stops listening */

@@ -546,7 +546,7 @@ static void target_store_server(input *in) {
   v->allocator = a;
   v->map.allocator = &v->allocator;
   v->secret = settings & 1 ? "secret" : NULL;
-  v->epoll = v->stop = -1;
+  v->epoll = -1;
   for (events = 0; in->n > 0 && events < 400; events++) server_event(v, conns, in);
   cddp__server_free(v);
   world_end();

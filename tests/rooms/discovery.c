@@ -398,19 +398,27 @@ static void test_job_names(void) {
              AT "RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=a TORCHELASTIC_RESTART_COUNT=1", true);
 }
 
-/* Rank 0 may not be on the first node of the list. */
+/* Rank 0 is not on the first node of the list. */
+#define HETEROGENEOUS(rank, step_list)                                                   \
+  "SLURM_PROCID=" rank " SLURM_STEP_NUM_TASKS=3 SLURM_JOB_ID=5 SLURM_STEP_ID=0 "         \
+  "SLURM_STEP_NUM_NODES=2 SLURM_HET_SIZE=2 SLURM_DISTRIBUTION=block SLURM_NODELIST=a,b " \
+  "SLURM_STEP_NODELIST=" step_list " SLURM_JOB_NODELIST=" step_list " "
+
 static void test_rank_0_elsewhere(void) {
-  static const char *const mixed[] = {"SLURM_HET_SIZE=2", "SLURM_PACK_SIZE=2"};
+  static const char *const parts[] = {
+      "SLURM_JOB_NODELIST_PACK_GROUP_0=n[3,7] SLURM_JOB_NODELIST_PACK_GROUP_1=n[1,5] ",
+      "SLURM_JOB_NODELIST_HET_GROUP_0=n[3,7] SLURM_JOB_NODELIST_HET_GROUP_1=n[1,5] "};
   char text[1024];
   cddp__place at;
   int i;
   for (i = 0; i < 2; i++) {
-    snprintf(text, sizeof text, SLURM_TWO("1", "0") "%s", mixed[i]);
-    CHECK_IS(discover(text, &at), CDDP_INVALID_ARGUMENT);
-    SAYS("heterogeneous");
-    SAYS("--export=ALL,MASTER_ADDR=HOST");
-    snprintf(text, sizeof text, SLURM_TWO("1", "0") "MASTER_ADDR=m %s", mixed[i]);
-    port_of(text, "m");
+    snprintf(text, sizeof text, "%s%s", HETEROGENEOUS("2", "n[1,3,5,7]"), parts[i]);
+    port_of(text, "n3"); /* a step of both parts */
+    snprintf(text, sizeof text, "%s%s", HETEROGENEOUS("2", "n[1,5]"), parts[i]);
+    port_of(text, "n1"); /* of one */
+    snprintf(text, sizeof text, "%s%s SLURMD_NODENAME=n3", HETEROGENEOUS("0", "n[1,3,5,7]"),
+             parts[i]);
+    port_of(text, "n3");
   }
   for (i = 0; i < 2; i++) { /* each rank says so: none waits for the others */
     snprintf(text, sizeof text, SLURM_TWO("1", "0") "SLURM_DISTRIBUTION=arbitrary SLURM_NODEID=%d",
