@@ -13426,13 +13426,20 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
   return r;
 }
 
-/* Yields for as long as most waits take, then sleeps for a sixteenth of what it has waited. */
-static void cddp__device_nap(double since) {
-  double waited = cddp__now() - since;
-  if (waited < CDDP__SPIN_S)
-    sched_yield();
-  else
-    cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
+/* A turn of the host's wait for `what`, as long as the group is healthy and its deadline has not
+   come. Yields for as long as most waits take, then sleeps for a sixteenth of what it has waited. */
+static cddp_result cddp__device_turn(cddp__device *p, double start, const char *what,
+                                     const char *hint) {
+  cddp_group *g = p->group;
+  double waited = cddp__now() - start;
+  cddp_result r = cddp__check_group(g);
+  if (r != CDDP_OK) return r;
+  if (waited < CDDP__SPIN_S) sched_yield();
+  else cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
+  if (waited < g->timeout_s) return CDDP_OK;
+  cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
+             g->timeout_s, g->rank, p->device, what, hint);
+  return cddp__break(g, CDDP_TIMEOUT);
 }
 
 /* --- the log of calls --- */
@@ -13955,14 +13962,8 @@ static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent
   double start = cddp__now();
   cudaError_t e;
   cddp_result r;
-  while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady) {
-    if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
-    cddp__device_nap(start);
-    if (cddp__now() < start + p->group->timeout_s) continue;
-    cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d's work on cuda:%d has not ended",
-               p->group->timeout_s, p->group->rank, p->device);
-    return cddp__break(p->group, CDDP_TIMEOUT);
-  }
+  while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady)
+    if ((r = cddp__device_turn(p, start, "work on the stream", "")) != CDDP_OK) return r;
   (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
   if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
   return cddp__cuda_result(e, "work on the group's stream");
@@ -14122,11 +14123,14 @@ static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *wha
   cddp_group *g = p->group;
   double start = cddp__now(), now, look = start + CDDP__NAP_S, gone_since = start;
   ncclComm_t comm = cddp__comm_of(p->comm);
+  const char *hint = g->hosts == NULL ? "" : ": not all ranks came to it, or NCCL finds no way "
+                                             "between hosts; it takes the interface that "
+                                             "NCCL_SOCKET_IFNAME names, and NCCL_DEBUG=INFO shows "
+                                             "what it does";
   cddp_result r;
   int q, ranks;
   if (e == ncclSuccess) e = ncclInProgress;
-  for (; e == ncclInProgress; cddp__device_nap(start)) {
-    if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  while (e == ncclInProgress) {
     e = ncclInternalError;
     if (cddp__comm_enter(p->comm)) {
       if (ncclCommGetAsyncError(comm, &e) != ncclSuccess) e = ncclInternalError;
@@ -14134,19 +14138,13 @@ static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *wha
       cddp__comm_exit(p->comm);
     }
     if (e != ncclInProgress) break;
+    if ((r = cddp__device_turn(p, start, what, hint)) != CDDP_OK) return r;
     if ((now = cddp__now()) < look) continue;
     look = now + CDDP__NAP_S;
     cddp__watch_hosts(g);
     for (q = 0; q < g->size && (q == g->rank || !cddp__rank_gone(g, q)); q++) {}
     if (q == g->size) gone_since = now;
     if (now - gone_since > CDDP__GONE_S && (r = cddp__break_dead(g, what)) != CDDP_OK) return r;
-    if (now < start + g->timeout_s) continue;
-    cddp__fail(CDDP_TIMEOUT, "timed out after %g s: rank %d in %s; not all ranks came to it%s",
-               g->timeout_s, g->rank, what,
-               g->hosts == NULL ? "" : ", or NCCL finds no way between the hosts: it takes the "
-                                       "interface that NCCL_SOCKET_IFNAME names, and with "
-                                       "NCCL_DEBUG=INFO it says what it does");
-    return cddp__break(g, CDDP_TIMEOUT);
   }
   return CDDP__LIKELY(e == ncclSuccess) ? CDDP_OK : cddp__break_nccl(p, e, what);
 }
