@@ -13427,7 +13427,7 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
 }
 
 /* A turn of the host's wait for `what`, as long as the group is healthy and its deadline has not
-   come. Yields for as long as most waits take, then sleeps for a sixteenth of what it has waited. */
+   come. Yields for as long as most waits take, then sleeps for a sixteenth of the time so far. */
 static cddp_result cddp__device_turn(cddp__device *p, double start, const char *what,
                                      const char *hint) {
   cddp_group *g = p->group;
