@@ -18336,14 +18336,17 @@ static void cddp__crew_take(cddp_ddp *d, const cddp__message *table, int *source
 static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   cddp__message *table = NULL;
+  char text[CDDP__ERROR_MAX];
   cddp_result r;
   int source = -1, i;
   if (++c->attempts > 4 * d->shards + 16) /* that is no loss any more */
     return cddp__fail(CDDP_ABORTED, "ranks met %d times after losses in step %" PRIu64
                       " and could not complete it", c->attempts - 1, d->steps);
   cddp__crew_leave(d);
-  if ((r = cddp__crew_gather(d, &table)) != CDDP_OK)
-    return r == CDDP_PEER_LOST ? cddp__fail(CDDP_ABORTED, "%s", cddp__error_text) : r;
+  if ((r = cddp__crew_gather(d, &table)) != CDDP_OK) {
+    memcpy(text, cddp__error_text, sizeof text);
+    return r == CDDP_PEER_LOST ? cddp__fail(CDDP_ABORTED, "%s", text) : r;
+  }
   cddp__crew_take(d, table, &source);
   CDDP__POINT("elastic table");
   r = cddp__crew_group(d, table, 0, &d->control);

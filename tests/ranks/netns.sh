@@ -91,12 +91,56 @@ int main(int argc, char **argv) {
   return 0;
 }
 END
+cat >"$work/lasting.c" <<'END'
+/* Trains an elastic model, and says what the weights come to, or why not. */
+#define CDDP_IMPLEMENTATION
+#include "cddp.h"
+int main(int argc, char **argv) {
+  static float w[5000];
+  cddp_group *g;
+  cddp_param p = {0};
+  cddp_ddp_desc desc = {0};
+  cddp_sgd_desc rule = {0};
+  cddp_optim *o;
+  cddp_ddp *d;
+  cddp_result r;
+  int shard, i, t;
+  double sum = 0;
+  if (cddp_init(&g, NULL)) return printf("%s\n", cddp_error()), 1;
+  p.data = w;
+  p.count = 5000;
+  desc.shards = 8;
+  desc.elastic = true;
+  rule.lr = 0.01;
+  rule.momentum = 0.9;
+  if (cddp_ddp_create(&d, g, &p, 1, &desc)) return printf("%s\n", cddp_error()), 1;
+  rule.ddp = d;
+  if (cddp_sgd_create(&o, &p, 1, &rule)) return printf("%s\n", cddp_error()), 1;
+  for (t = 0, r = CDDP_OK; r == CDDP_OK && t < 300; t++) {
+    while (cddp_ddp_next_shard(d, &shard)) {
+      for (i = 0; i < 5000; i++) ((float *)p.grad)[i] = w[i] * 0.1f + (float)((t + i * shard) % 17);
+      if (argc == 2) usleep(3000);
+      (void)cddp_ddp_ready(d, 0);
+    }
+    r = cddp_ddp_step(d, o);
+    if (argc == 2 && t == 20 && cddp_rank(g) == 3) fclose(fopen(argv[1], "w"));
+  }
+  for (i = 0; i < 5000; i++) sum += w[i] * (1 + i % 7);
+  if (r == CDDP_OK) printf("weights %.17g\n", sum);
+  else printf("%lld %s: %s\n", (long long)time(NULL), cddp_result_name(r), cddp_error());
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  cddp_destroy(g);
+  return 0;
+}
+END
 cc -O1 examples/cddprun.c -o "$work/cddprun" -lpthread -lm &
 cc -O1 -I. "$work/loop.c" -o "$work/loop" -lpthread -lm &
 cc -O1 -I. -DCDDP__UNANSWERED_S=4.0 "$work/loop.c" -o "$work/loop4" -lpthread -lm &
+cc -O1 -D_GNU_SOURCE -I. -DCDDP__UNANSWERED_S=4.0 "$work/lasting.c" -o "$work/lasting" -lpthread -lm &
 cc -O1 examples/digits.c -o "$work/digits" -lopenblas -lpthread -lm 2>"$work/log"
 wait
-[ -x "$work/cddprun" ] && [ -x "$work/loop" ] && [ -x "$work/loop4" ] || fail "that does not compile"
+[ -x "$work/cddprun" ] && [ -x "$work/loop" ] && [ -x "$work/loop4" ] && [ -x "$work/lasting" ] || fail "that does not compile"
 
 # --- the same weights as on one host ---
 
@@ -239,9 +283,9 @@ cut_link() { # NAME PROGRAM TIMEOUT SECONDS COMMAND...
   start=$(date +%s)
   join any
   for h in 0 1; do
-    [ "$(grep -c -E "CDDP_(PEER_LOST|TIMEOUT): .*rank [0-3] \(pid [0-9]+ on node$((1 - h))\)" "$work/out$h")" -ge 1 ] ||
+    [ "$(grep -c -E "CDDP_(PEER_LOST|TIMEOUT|ABORTED): .*rank [0-3] \(pid [0-9]+( on node$((1 - h)))?\)" "$work/out$h")" -ge 1 ] ||
       { cat "$work"/out?; fail "$name: host $h does not name the other"; }
-    awk -v s=$((start + within)) '/CDDP_(PEER_LOST|TIMEOUT): / { sub(/^\[[0-9]\] /, ""); n++; if ($1 > s) late = 1 }
+    awk -v s=$((start + within)) '/CDDP_(PEER_LOST|TIMEOUT|ABORTED): / { sub(/^\[[0-9]\] /, ""); n++; if ($1 > s) late = 1 }
       END { exit n < 1 || late }' "$work/out$h" || { cat "$work"/out?; fail "$name: later than $within s"; }
   done
   echo "$name: ok: $(grep -h -m 1 -o 'CDDP_.*' "$work/out1")"
@@ -252,4 +296,18 @@ ip -n "$net-0" link set wire0 up
 cut_link "no answer for 4 s" loop4 40 9 ip -n "$net-0" link set wire0 down
 ip -n "$net-0" link set wire0 up
 cut_link "a host that is gone" loop 3 5 ip netns exec "$net-1" ip link set wire0 down
+ip netns exec "$net-1" ip link set wire0 up
+
+# --- elastic models: the other host goes on when one dies; neither does when they are cut off, as
+# neither has more than half of the ranks ---
+
+"$work/lasting" >"$work/alone" || { cat "$work/alone"; fail "lasting: failed alone"; }
+rm -f "$work/runs"
+launch node0 "$work/lasting" "$work/runs"
+for ((i = 0; i < 300; i++)); do [ -e "$work/runs" ] && break; sleep 0.05; done
+ip netns pids "$net-1" | xargs kill -KILL
+join any 2>/dev/null
+[ "$(grep -c -F "$(cat "$work/alone")" "$work/out0")" = 2 ] || { cat "$work"/out?; fail "a host dies: other weights"; }
+echo "a host dies, the other goes on: ok"
+cut_link "elastic ranks that are cut off" lasting 40 20 ip -n "$net-0" link set wire0 down
 echo "ok netns"
