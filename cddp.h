@@ -1872,6 +1872,12 @@ typedef struct cddp__elastic_node {
   int32_t slot;         /* in the member's kit; -1: one shard, in its arena */
 } cddp__elastic_node;
 
+/* What must agree between ranks: a hash, and in words what it is of. */
+typedef struct cddp__model_info {
+  uint64_t hash;
+  char text[176];
+} cddp__model_info;
+
 /* shared: what a member calls in the update of a step. */
 typedef struct cddp__elastic_call {
   uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT; _JOIN: it joins, and has called nothing */
@@ -1919,8 +1925,9 @@ typedef struct cddp__elastic_part {
    shards [shards], parts [parts], and what cddp__elastic has of it. */
 typedef struct cddp__board {
   cddp__control_block block; /* size and left alone: the arena frees the board as one */
-  uint64_t model;            /* hash of what must agree: parameters, shards, max_grad_norm */
-  int32_t capacity, shards, parts, params;
+  cddp__model_info whole;    /* what must agree: of the model as a whole, */
+  uint64_t model;            /* and a hash of its parameters */
+  int32_t capacity, shards, parts, reserved;
   cddp__ref self;            /* where the board is, for ranks that join */
   cddp__atomic_u64 step;     /* how many are completed */
   cddp__atomic_u64 deal;     /* 1 + step << 12, and the member whose `living` is in force for it */
@@ -2027,7 +2034,7 @@ typedef struct cddp__crew {
   int silent;                   /* place of a member whose host did not answer; -1: none */
 } cddp__crew;
 
-struct cddp_ddp { /* followed by its arrays, see cddp__ddp_alloc */
+struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint64_t id;         /* in this process, from 1; never used again */
   cddp_group *group;   /* the user's */
   cddp_group *comm;    /* buckets are reduced here, by its engine */
@@ -15233,79 +15240,56 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
 
 /* --- creation: comparing the model with rank 0's --- */
 
-/* What must agree between ranks of one parameter: a hash, and in words what it is of. */
-typedef struct cddp__param_info {
-  uint64_t hash;
-  char text[176];
-} cddp__param_info;
-
-static void cddp__describe_param(const cddp_ddp *d, int i, cddp__param_info *out) {
-  const cddp_param *p = &d->params[i];
-  const char *name = p->name != NULL ? p->name : "";
-  uint64_t rows = cddp__sparse_of(d, i) != NULL ? d->sparse[i]->rows : 0, numbers[3];
+/* Of parameter i, or (-1) of the model as a whole. */
+static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
+  const cddp_param *p = i >= 0 ? &d->params[i] : NULL;
+  const char *name = p != NULL && p->name != NULL ? p->name : "";
   memset(out, 0, sizeof *out);
-  numbers[0] = p->count;
-  numbers[1] = rows;
-  numbers[2] = (uint64_t)p->dtype;
+  if (p == NULL)
+    snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards, max_grad_norm %.17g%s",
+             d->count, d->count == 1 ? "" : "s", d->desc.shards, d->desc.max_grad_norm,
+             d->desc.elastic ? ", elastic" : "");
+  else
+    snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
+             cddp__dtype_names[p->dtype]);
+  if (p != NULL && cddp__sparse_of(d, i) != NULL)
+    cddp__append(out->text, sizeof out->text, ", %zu sparse rows", d->sparse[i]->rows);
+  if (p != NULL) cddp__append(out->text, sizeof out->text, ")");
   out->hash = cddp__hash64(strlen(name), name, strlen(name));
-  out->hash = cddp__hash64(out->hash, numbers, sizeof numbers);
-  snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
-           cddp__dtype_names[p->dtype]);
-  if (rows > 0) cddp__append(out->text, sizeof out->text, ", %" PRIu64 " sparse rows", rows);
-  cddp__append(out->text, sizeof out->text, ")");
+  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
 }
 
-/* Compares own parameters with rank 0's; the first difference is the failure. */
-static cddp_result cddp__compare_params(const cddp_ddp *d, const cddp__param_info *theirs,
-                                        uint64_t count) {
-  int i, rank = d->group->rank;
-  cddp__param_info mine;
-  for (i = 0; (uint64_t)i < count && i < d->count; i++) {
-    cddp__describe_param(d, i, &mine);
-    if (mine.hash != theirs[i].hash)
-      return cddp__fail(CDDP_MISMATCH, "parameter %d is %s on rank %d, %s on rank 0", i, mine.text,
-                        rank, theirs[i].text);
+/* Compares the own model with rank 0's, [1 + parameters]; the first difference is the failure. */
+static cddp_result cddp__compare_models(const cddp_ddp *d, const cddp__model_info *theirs) {
+  cddp__model_info mine;
+  int i;
+  for (i = -1; i < d->count; i++) {
+    char what[32] = "the model";
+    cddp__describe(d, i, &mine);
+    if (mine.hash == theirs[i + 1].hash) continue;
+    if (i >= 0) snprintf(what, sizeof what, "parameter %d", i);
+    return cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s is %s on rank %d, %s on rank 0",
+                      what, mine.text, d->group->rank, theirs[i + 1].text);
   }
-  if (count == (uint64_t)d->count) return CDDP_OK;
-  return cddp__fail(CDDP_MISMATCH, "rank %d has %d parameters, rank 0 has %" PRIu64, rank, d->count,
-                    count);
+  return CDDP_OK;
 }
 
-/* All ranks learn of the first rank whose shards or parameters differ from rank 0's. */
+/* All ranks learn of the first rank whose model differs from rank 0's. */
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  uint64_t model[4], count;
-  double norm;
-  cddp__param_info *theirs;
-  cddp_result r;
+  uint64_t count = (uint64_t)d->count;
+  cddp__model_info *theirs;
+  cddp_result r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
+                              d->meets, &count, sizeof count); /* all meet in each step, or none */
   int i;
-  model[0] = (uint64_t)d->count;
-  model[1] = (uint64_t)d->desc.shards;
-  memcpy(&model[2], &d->desc.max_grad_norm, sizeof norm);
-  model[3] = d->desc.elastic;
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, model,
-                  sizeof model); /* all ranks meet in each step, or none */
   if (r != CDDP_OK) return r;
-  memcpy(model, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof model);
-  if (model[1] != (uint64_t)d->desc.shards)
-    r = cddp__fail(CDDP_MISMATCH, "shards in cddp_ddp_desc is %d on rank %d, %d on rank 0",
-                   d->desc.shards, g->rank, (int)model[1]);
-  if (model[3] != (uint64_t)d->desc.elastic)
-    r = cddp__fail(CDDP_MISMATCH, "elastic in cddp_ddp_desc is %s on rank %d, not on rank 0",
-                   d->desc.elastic ? "set" : "not set", g->rank);
-  memcpy(&norm, &model[2], sizeof norm);
-  if (norm != d->desc.max_grad_norm)
-    r = cddp__fail(CDDP_MISMATCH, "max_grad_norm in cddp_ddp_desc is %g on rank %d, %g on rank 0",
-                   d->desc.max_grad_norm, g->rank, norm);
-  if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
-  count = model[0];
-  theirs = (cddp__param_info *)cddp__calloc(&g->host->allocator, (size_t)count, sizeof *theirs);
+  memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
+  theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  for (i = 0; g->rank == 0 && i < d->count; i++) cddp__describe_param(d, i, &theirs[i]);
-  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, (size_t)count * sizeof *theirs,
-                       CDDP_U8, 0);
-  if (r == CDDP_OK && (r = cddp__compare_params(d, theirs, count)) != CDDP_OK)
-    cddp__fail_in(r, "the ranks' models differ: ");
+  for (i = -1; g->rank == 0 && i < d->count; i++) cddp__describe(d, i, &theirs[i + 1]);
+  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs,
+                       ((size_t)count + 1) * sizeof *theirs, CDDP_U8, 0);
+  if (r == CDDP_OK) r = cddp__compare_models(d, theirs);
   cddp__free(&g->host->allocator, theirs);
   return cddp__consensus(g, r, NULL, 0, NULL);
 }
@@ -17409,57 +17393,48 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__arena_free(h, d->scratch);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
-  cddp__free(a, d); /* and all that cddp__ddp_new has put behind it */
+  cddp__free(a, d); /* and its arrays */
   memcpy(cddp__error_text, text, sizeof text);
 }
 
 static uint64_t cddp__models_made; /* in this process */
 
-/* The next `bytes` of the memory behind a cddp_ddp. */
-static void *cddp__carve(char **at, size_t bytes) {
-  void *p = *at;
-  *at += cddp__round_up(bytes, sizeof(double));
-  return p;
+/* Where the next n elements of the memory behind a cddp_ddp are; base NULL: only counts bytes. */
+static void *cddp__carve(char *base, size_t *at, size_t n, size_t size) {
+  size_t begin = *at;
+  *at += cddp__round_up(n * size, sizeof(double));
+  return base != NULL ? base + begin : NULL;
 }
 
-/* The cddp_ddp and its arrays in one piece of memory, zeroed. */
-static cddp_ddp *cddp__ddp_alloc(cddp_group *g, int count, int buffers, int shards,
-                                 bool elastic) {
-  size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)shards);
-  size_t ranks = elastic ? parts : size;
-  size_t bytes = sizeof(cddp_ddp) + n * (sizeof(cddp__tensor) + sizeof(cddp__bucket_state)) +
-                 n * sizeof(cddp_partition) +
-                 (ranks * n + 4 * parts + n) * sizeof(void *) +
-                 parts * (sizeof(cddp__row_list) + sizeof(cddp__shard_node) + sizeof(int)) +
-                 (CDDP__PLAN_INTS(n) + 3 * n + parts + size) * sizeof(int) + n * (size + 2) +
-                 18 * sizeof(double) + (n + (size_t)buffers + size) * sizeof(cddp__call) +
-                 n * sizeof(cddp_segment);
-  cddp_ddp *d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1, bytes);
-  char *at = (char *)(d + 1);
-  if (d == NULL) return NULL;
-  d->tensors = (cddp__tensor *)cddp__carve(&at, n * sizeof *d->tensors);
-  d->partitions = (cddp_partition *)cddp__carve(&at, n * sizeof *d->partitions);
-  d->calls = (cddp__call *)cddp__carve(&at, (n + (size_t)buffers + size) * sizeof *d->calls);
-  d->segments = (cddp_segment *)cddp__carve(&at, n * sizeof *d->segments);
-  d->sparse_room = (cddp__sparse **)cddp__carve(&at, n * sizeof *d->sparse_room);
-  d->lists = (cddp__row_list *)cddp__carve(&at, parts * sizeof *d->lists);
-  d->weights = (char **)cddp__carve(&at, ranks * n * sizeof *d->weights);
-  d->mirrors = (char **)cddp__carve(&at, parts * sizeof *d->mirrors);
-  d->slot_areas = (char **)cddp__carve(&at, parts * sizeof *d->slot_areas);
-  d->buffers = (void **)cddp__carve(&at, parts * sizeof *d->buffers);
-  d->sources = (const void **)cddp__carve(&at, parts * sizeof *d->sources);
-  d->nodes = (cddp__shard_node *)cddp__carve(&at, parts * sizeof *d->nodes);
-  d->widths = (int *)cddp__carve(&at, parts * sizeof *d->widths);
-  d->active = (int *)cddp__carve(&at, size * sizeof *d->active);
-  d->buckets = (cddp__bucket_state *)cddp__carve(&at, n * sizeof *d->buckets);
-  d->plan_memory = (int *)cddp__carve(&at, CDDP__PLAN_INTS(n) * sizeof *d->plan_memory);
-  d->plan_order = (int *)cddp__carve(&at, n * sizeof *d->plan_order);
-  d->arrival = (int *)cddp__carve(&at, n * sizeof *d->arrival);
-  d->order = (int *)cddp__carve(&at, n * sizeof *d->order);
-  d->receivers = (int *)cddp__carve(&at, parts * sizeof *d->receivers);
-  d->flags = (unsigned char *)cddp__carve(&at, n * (size + 1));
-  d->used = (unsigned char *)cddp__carve(&at, n);
-  return d;
+/* Sets d's arrays, which begin at base (NULL: nowhere); returns their bytes. */
+static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int count,
+                               const cddp_ddp_desc *desc) {
+  size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)desc->shards);
+  size_t ranks = desc->elastic ? parts : size, at = 0;
+  size_t calls = n + (size_t)desc->buffer_count + size;
+  d->tensors = (cddp__tensor *)cddp__carve(base, &at, n, sizeof *d->tensors);
+  d->partitions = (cddp_partition *)cddp__carve(base, &at, n, sizeof *d->partitions);
+  d->calls = (cddp__call *)cddp__carve(base, &at, calls, sizeof *d->calls);
+  d->segments = (cddp_segment *)cddp__carve(base, &at, n, sizeof *d->segments);
+  d->sparse_room = (cddp__sparse **)cddp__carve(base, &at, n, sizeof *d->sparse_room);
+  d->lists = (cddp__row_list *)cddp__carve(base, &at, parts, sizeof *d->lists);
+  d->weights = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->weights);
+  d->mirrors = (char **)cddp__carve(base, &at, parts, sizeof *d->mirrors);
+  d->slot_areas = (char **)cddp__carve(base, &at, parts, sizeof *d->slot_areas);
+  d->buffers = (void **)cddp__carve(base, &at, parts, sizeof *d->buffers);
+  d->sources = (const void **)cddp__carve(base, &at, parts, sizeof *d->sources);
+  d->nodes = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->nodes);
+  d->widths = (int *)cddp__carve(base, &at, parts, sizeof *d->widths);
+  d->active = (int *)cddp__carve(base, &at, size, sizeof *d->active);
+  d->buckets = (cddp__bucket_state *)cddp__carve(base, &at, n, sizeof *d->buckets);
+  d->plan_memory = (int *)cddp__carve(base, &at, CDDP__PLAN_INTS(n), sizeof *d->plan_memory);
+  d->plan_order = (int *)cddp__carve(base, &at, n, sizeof *d->plan_order);
+  d->arrival = (int *)cddp__carve(base, &at, n, sizeof *d->arrival);
+  d->order = (int *)cddp__carve(base, &at, n, sizeof *d->order);
+  d->receivers = (int *)cddp__carve(base, &at, parts, sizeof *d->receivers);
+  d->flags = (unsigned char *)cddp__carve(base, &at, n * (size + 1), 1);
+  d->used = (unsigned char *)cddp__carve(base, &at, n, 1);
+  return at;
 }
 
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
@@ -17468,10 +17443,12 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   double first = desc->first_bucket_mb > 0 ? desc->first_bucket_mb
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
-  cddp_ddp *d = cddp__ddp_alloc(g, count, desc->buffer_count, desc->shards,
-                                desc->elastic);
+  cddp_ddp none, *d;
   int i, slots, nodes;
+  d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1,
+                               sizeof *d + cddp__ddp_arrays(&none, NULL, g, count, desc));
   if (d == NULL) return NULL;
+  (void)cddp__ddp_arrays(d, (char *)(d + 1), g, count, desc);
   d->group = g;
   d->id = __atomic_add_fetch(&cddp__models_made, 1, __ATOMIC_RELAXED);
   d->params = params;
@@ -18664,13 +18641,14 @@ static uint64_t cddp__process_born(uint32_t pid) {
   return at != NULL ? strtoull(at, NULL, 10) : 0;
 }
 
-/* What all ranks of the model must have alike. */
-static uint64_t cddp__elastic_model(const cddp_ddp *d) {
-  uint64_t h = cddp__hash64((uint64_t)d->shards, &d->desc.max_grad_norm, sizeof(double));
-  cddp__param_info info;
+/* The hash of what all ranks of the model must have alike; *whole: of the model as a whole. */
+static uint64_t cddp__elastic_model(const cddp_ddp *d, cddp__model_info *whole) {
+  cddp__model_info info;
+  uint64_t h = 0;
   int i;
+  cddp__describe(d, -1, whole);
   for (i = 0; i < d->count; i++) {
-    cddp__describe_param(d, i, &info);
+    cddp__describe(d, i, &info);
     h = cddp__hash64(h, &info, sizeof info);
   }
   return h;
@@ -18821,10 +18799,9 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   if (r == CDDP_OK && mine != NULL) {
     (void)cddp__board_layout(d, board, parts, &e);
     e.board->self = cddp__ref_of(g->host, board, bytes);
-    e.board->model = cddp__elastic_model(d);
+    e.board->model = cddp__elastic_model(d, &e.board->whole);
     e.board->capacity = e.board->shards = d->shards;
     e.board->parts = parts;
-    e.board->params = d->count;
     for (i = 0; i < d->count; i++) e.in_area[i] = !d->tensors[i].shared;
   }
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_CREATE, CDDP__PHASE_DONE);
@@ -18914,6 +18891,44 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
     r = cddp__free_shard(d, shard, word);
   }
   return r;
+}
+
+/* Gives back the memory of the rank that had the place of a member. This rank has made it JOINING,
+   and the step in which the other was lost is over. */
+static void cddp__forget_member(cddp_ddp *d, int member) {
+  cddp__elastic *e = d->elastic;
+  cddp__elastic_member *m = &e->members[member];
+  cddp__host *h = d->group->host;
+  const cddp__ref *refs = NULL;
+  void *kit = NULL;
+  int i;
+  if (h->threads || m->kit.kind != CDDP__REF_EXTENT) return;
+  if (cddp__locate(h, &m->kit, &kit) == CDDP_OK)
+    refs = (const cddp__ref *)(void *)((char *)kit + e->refs_at);
+  for (i = refs != NULL ? d->count + 1 : 1; i >= 0; i--) { /* weights, arena, and the kit last */
+    const cddp__ref *ref = i > 1 ? &refs[i - 2] : i == 1 ? &m->arena : &m->kit;
+    if (ref->kind == CDDP__REF_EXTENT)
+      (void)syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)ref->base,
+                    (off_t)ref->size);
+  }
+  m->kit.kind = CDDP__REF_NONE;
+}
+
+/* The places of all whose memory is of no use any more become free. */
+static void cddp__forget_lost(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  int m;
+  for (m = 0; m < d->shards; m++) {
+    uint64_t word = cddp__load64(&e->members[m].state);
+    if ((word & 255) != CDDP__MEMBER_LOST || word >> 8 >= cddp__load64(&e->board->step)) continue;
+    if (!cddp__swap64(&e->members[m].state, word,
+                      cddp__member_state(CDDP__MEMBER_JOINING, (uint64_t)getpid())))
+      continue;
+    CDDP__POINT("elastic forget");
+    cddp__forget_member(d, m);
+    cddp__store64(&e->members[m].state, cddp__member_state(CDDP__MEMBER_NONE, 0));
+    cddp__elastic_changed(e->board);
+  }
 }
 
 /* Waits for board.changes to be no longer `seen`, or for a moment. w: begins anew whenever
@@ -19007,6 +19022,7 @@ static void cddp__elastic_begin(cddp_ddp *d) {
   int slot = (int)(e->step & 1);
   uint64_t deal = cddp__load64(&e->board->deal);
   if (e->begun) return;
+  cddp__forget_lost(d);
   if (deal >> 12 != e->step + 1) {
     if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
       (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
@@ -19675,6 +19691,7 @@ static int cddp__free_place(cddp_ddp *d, uint64_t *word, bool *soon) {
       free_ = state >> 8 < step;
       *soon = *soon || !free_;
     }
+    if (what == CDDP__MEMBER_JOINING && !free_) *soon = true; /* or it will be LIVE */
     if (what == CDDP__MEMBER_LIVE && cddp__member_gone(d, m)) *soon = true; /* until that is seen */
     if (!free_ || (found >= 0 && e->members[m].rank != d->group->rank)) continue;
     found = m;
@@ -19730,6 +19747,7 @@ static cddp_result cddp__take_place(cddp_ddp *d) {
     CDDP__POINT("elastic place");
     if (m >= 0 && cddp__swap64(&e->members[m].state, word, mine)) {
       CDDP__POINT("elastic place taken");
+      cddp__forget_member(d, m);
       cddp__elastic_enter(d, m);
       return CDDP_OK;
     }
@@ -19859,16 +19877,12 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
 
 /* What of the model this rank has otherwise than the job. */
 static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__board *b) {
-  if (b->shards != d->shards)
-    return cddp__fail(CDDP_MISMATCH,
-                      "CDDP_JOIN: shards in cddp_ddp_desc is %d on rank %d, %d on the ranks of the "
-                      "job",
-                      d->shards, d->group->rank, b->shards);
-  if (b->params != d->count)
-    return cddp__fail(CDDP_MISMATCH,
-                      "CDDP_JOIN: rank %d has %d parameters, the ranks of the job have %d",
-                      d->group->rank, d->count, b->params);
-  if (b->model == cddp__elastic_model(d)) return CDDP_OK;
+  cddp__model_info whole;
+  uint64_t model = cddp__elastic_model(d, &whole);
+  if (whole.hash != b->whole.hash)
+    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %s in the job",
+                      whole.text, d->group->rank, b->whole.text);
+  if (b->model == model) return CDDP_OK;
   return cddp__fail(CDDP_MISMATCH,
                     "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
                     "elements than on the ranks of the job",

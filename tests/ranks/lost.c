@@ -522,7 +522,7 @@ static void small_rank(cddp_group *g, small *m, int scene, int rank) {
     await_passed(0);
     return;
   }
-  for (step = 0; step < 3; step++) {
+  for (step = 0; step < 4; step++) {
     cddp_result r;
     if (scene == IS_STOPPED && rank == 1 && step == 1) raise(SIGSTOP);
     while (small_shard(m) >= 0) {}
@@ -538,12 +538,16 @@ static void small_rank(cddp_group *g, small *m, int scene, int rank) {
     CHECK_OK(r);
     if (scene != LOST_IN_GROUP) continue;
     g = cddp_ddp_group(m->ddp);
-    CHECK_EQ(cddp_world_size(g), step == 2 ? 2 : 3);
+    CHECK_EQ(cddp_world_size(g), step >= 2 ? 2 : 3);
     if (rank == 1 && step == 1) raise(SIGKILL);
     CHECK_EQ(cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL),
              step == 1 ? CDDP_PEER_LOST : CDDP_OK);
   }
   pass(rank);
+  if (scene == LOST_IN_GROUP) { /* its memory has been given back */
+    CHECK(cddp__member_is(m->ddp->elastic, 1, CDDP__MEMBER_NONE));
+    CHECK_EQ(m->ddp->elastic->members[1].kit.kind, CDDP__REF_NONE);
+  }
 }
 
 static int small_life(int rank, void *arg) {
