@@ -681,7 +681,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    had in hand, and finish an update that it was in. The weights after each step are, bit for bit,
    those of a run in which nobody dies, as long as one rank lives. A rank that was stopped (SIGSTOP)
    is not lost but waited for, until timeout_s. cddp_spawn_elastic and examples/cddprun.c --elastic
-   start lost ranks again.
+   start lost ranks again. Any one rank can write a checkpoint between two steps: cddp_save with g
+   NULL, all load it together.
    JOINING. A process with the variables of the job, CDDP_SECRET too, and CDDP_JOIN=1 comes into
    the running job: with the RANK of a lost process, or any that no other has, WORLD_SIZE and above
    too. cddp_init finds the job through any rank that lives, when that one comes to next_shard or a
@@ -15131,9 +15132,9 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
 
 /* >>ddp ----------------------------------------------------------------------------------------
    Distributed data parallel training: one engine for gradients in host memory and on devices.
-   Owns: a cddp_ddp, its gradients, its private groups, and the shares of momentum. Touches: the
+   Owns: a cddp_ddp, its gradients, its private groups, and states that ranks share. Touches: the
    caller's parameters, on a host also those of the other ranks between cddp__enter and cddp__exit;
-   momentum and counts of the cddp_optim of a step. Entry points: cddp__ddp_new, _setup and _free;
+   states and counts of the cddp_optim of a step. Entry points: cddp__ddp_new, _setup and _free;
    cddp_ddp_ready, cddp__ddp_meet and _step; cddp_ddp_next_shard, _join. Called by the thread that
    trains, but for cddp_ddp_ready (any) and cddp__run_bucket (the engine of d->comm); what both
    touch is guarded by d->lock.
@@ -15145,15 +15146,16 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    cddp__ddp_memory, d->memory:
    On the host the arena is shared memory. The group's thread reduces a bucket in two rounds: every
    rank has it; every rank has done its slice. step() on gradients that nobody has reduced yet takes
-   one pass instead: each rank walks through its part of the arena block by block, adds up the block
-   of all ranks, applies SGD with its share of the momentum, writes the new weights to every rank
-   and zeroes the block everywhere. The block stays in the first-level cache between these, or (f32,
-   momentum, 1, 2 or 4 ranks) one loop does it all. After a step() the reduction of the next buckets
-   therefore waits for step(). Weights in memory that is not shared are published through the
-   gradients' places. With max_grad_norm there is a pass before that one: each rank leaves the mean
-   of its part in its own arena, and the sums of squares of that part's pieces behind it; a round;
-   every rank adds up all sums, in the order of the arena. cddp_ddp_reduce_scatter is that pass
-   alone, cddp_ddp_all_gather what follows the update of a block.
+   one pass instead: each rank walks through its part of the arena block by block (cddp__walk), adds
+   up the block of all ranks, steps it with the states that it has in the memory of all, writes the
+   new weights to every rank and zeroes the block everywhere. The block stays in the first-level
+   cache between these, or (f32, a state or two, 1, 2 or 4 ranks) one loop does it all. After a
+   step() the reduction of the next buckets therefore waits for step(). Weights in memory that is
+   not shared are published through the gradients' places. With max_grad_norm there is a walk before
+   that one: each rank leaves the mean of its part in its own arena, and the sums of squares of that
+   part's pieces behind it; a round; every rank adds up all sums, in the order of the arena.
+   cddp_ddp_reduce_scatter is that walk alone, cddp_ddp_all_gather what follows the update of a
+   block. What a walk does with a block is cddp__pass.block: >>elastic has one of its own.
    With NCCL a bucket's all-reduce goes onto the side stream, behind an event of the backward pass;
    the caller's stream then waits for the side stream, and one kernel updates all weights and zeroes
    the gradients. The host waits for no device, and for other ranks only where d->meets. Every rank
@@ -15170,7 +15172,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    whose own order is not the canonical one, also if shards are as many as ranks. Rows are packed
    shard by shard, and merged as if each shard were a rank's.
    From ready() to the new weight on a host: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
-   cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__fuse_parts, cddp__fuse_loop, the
+   cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__walk, cddp__fuse_loop, the
    kernel.
    Uneven inputs: each meeting tells which ranks have joined (cddp__step_header), so all know over
    how many ranks the mean goes; the first round of a bucket tells it too, since that may come
@@ -18559,6 +18561,12 @@ static cddp_result cddp__crew_create(cddp_ddp *d) {
    first or second cache meanwhile. When all parts are DONE board.step is raised. Weights that no
    other rank can write to go to an area on the board, from which each rank copies them; the means
    of a cddp_ddp_wait go to another one, and all ranks copy these. States lie on the board.
+   With max_grad_norm all parts are done twice: first their means, into that area, and the squares
+   of these, on the board too. Done again they come out the same, so this pass needs no log; a
+   unit's word counts passes (cddp__pass_number). Rows of a shard that has ended go into a packet,
+   which the board names before the shard is in its rank's table; each member merges all packets for
+   itself, and steps such a parameter block by block as if its gradient were dense.
+   The memory of a lost member is given back when the step is over: cddp__forget_lost.
    A rank that joins takes a place that no member has, and is LIVE from then on, with `at` as if it
    had come to the update of this step: the next one waits for it. Deals have it from member.since
    on. When the step is over, and dealt to it the next one, it copies weights that nobody changes
