@@ -7165,7 +7165,8 @@ static cddp_result cddp__await_headers(cddp_group *g, const cddp__call *c, uint3
 }
 
 /* 1 + this thread's cddp__fp_mode as of its last round; 0: it has been in none. To read the mode
-   takes a quarter of a small call, unless it is read while the peers' headers are on their way. */
+   takes a quarter of a small call, unless it is read while the peers' headers are on their way: the
+   next small call announces it. */
 static __thread uint32_t cddp__seen_fp_mode;
 
 /* The group's next round: announces it, and waits until all ranks of the scope have done so. Ranks
@@ -7187,7 +7188,8 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
   if (all && (c->kind >= CDDP__KIND_DDP_CREATE ||
               (cddp__shapes[c->kind].reduces && c->dtype <= CDDP_BF16)))
-    fp_mode = phase == CDDP__PHASE_STAGED && payload != NULL && cddp__seen_fp_mode != 0
+    fp_mode = phase == CDDP__PHASE_STAGED && c->count * c->esize <= CDDP__ROUND_MOST &&
+                      cddp__seen_fp_mode != 0
                   ? cddp__seen_fp_mode - 1
                   : cddp__fp_mode();
   mine->call = code;

@@ -361,13 +361,13 @@ static int ring_of_waits(int rank, void *arg) {
   int i, line;
   (void)arg;
   memset(&desc, 0, sizeof desc);
-  desc.timeout_s = rank == 1 ? 60 : (rank == 0 ? 1.0 : 0.6) * (RANKS_SLOW ? 4 : 1);
+  desc.timeout_s = rank == 1 ? 60 : (rank == 0 ? 4.0 : 2.0) * (RANKS_SLOW ? 2 : 1);
   if (cddp_init(&g, &desc) != CDDP_OK) return 1;
   for (i = 0; i < 3; i++) CHECK_OK(cddp_group_new(g, pairs[i], 2, &pair[i]));
   line = __LINE__ + 1;
   if (rank < 2) note(rank, line, cddp_barrier(pair[rank]));
   else note(rank, 0, cddp_recv(pair[2], &x, 1, CDDP_F32, 1, 0, NULL)); /* of rank 0 of the job */
-  if (rank == 2) ranks_sleep(RANKS_SLOW ? 4 : 1); /* rank 1 waits on */
+  if (rank == 2) ranks_sleep(RANKS_SLOW ? 6 : 3); /* rank 1 waits on */
   for (i = 0; i < 3; i++) cddp_destroy(pair[i]);
   cddp_destroy(g);
   return 0;
