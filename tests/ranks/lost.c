@@ -39,6 +39,8 @@ typedef struct plan {
   double momentum, max_norm;
   death deaths[MOST]; /* of each rank; step -1: none */
   uint64_t want;      /* the undisturbed run's hash */
+  const char *saved; /* a checkpoint, written after step 3; NULL: none */
+  bool loads;        /* begins with it */
 } plan;
 
 typedef struct report { /* of a rank, in shared memory */
@@ -165,6 +167,16 @@ static cddp_result take_step(model *m, int kind, int step) {
   return cddp_optim_zero_grad(m->optim);
 }
 
+/* Saves the model, or loads it: the ranks that are there. */
+static cddp_result keep(model *m, const plan *c, bool saves) {
+  cddp_checkpoint_desc desc;
+  memset(&desc, 0, sizeof desc);
+  desc.optim = m->optim;
+  desc.ddp = m->ddp;
+  if (saves) return cddp_save(cddp_ddp_group(m->ddp), c->saved, m->p, m->count, &desc);
+  return cddp_load(cddp_ddp_group(m->ddp), c->saved, m->p, m->count, &desc);
+}
+
 /* Trains; the hash goes into this rank's report. */
 static int train(cddp_group *g, void *arg) {
   const plan *c = (const plan *)arg;
@@ -173,6 +185,10 @@ static int train(cddp_group *g, void *arg) {
   double began;
   model m;
   CHECK_OK(model_open(&m, g, c, !reference));
+  if (c->loads) {
+    CHECK_OK(keep(&m, c, false));
+    CHECK_EQ(cddp_ddp_steps(m.ddp), 3);
+  }
   while (m.optim != NULL && test_failures == before && cddp_ddp_steps(m.ddp) < STEPS) {
     int step = (int)cddp_ddp_steps(m.ddp);
     if (!cddp_ddp_next_shard(m.ddp, &shard)) shard = -1;
@@ -187,6 +203,7 @@ static int train(cddp_group *g, void *arg) {
     began = test_now();
     CHECK_OK(take_step(&m, c->kind, step));
     if (test_now() - began > reports[rank].longest) reports[rank].longest = test_now() - began;
+    if (c->saved != NULL && step == 2) CHECK_OK(keep(&m, c, true));
   }
   reports[rank].hash = model_hash(&m);
   reports[rank].steps = (int)cddp_ddp_steps(m.ddp);
@@ -445,6 +462,27 @@ static void test_hosts_deaths(void) {
   unsetenv("TEST_HOSTS");
 }
 
+/* A job of which a rank is lost writes a checkpoint; others go on from there, and lose one too. */
+static void test_hosts_checkpoint(void) {
+  char path[64];
+  plan c = plan_of(6, FUSED, 3);
+  snprintf(path, sizeof path, "/tmp/cddp-lost-%d.safetensors", (int)getpid());
+  c.want = reference(&c);
+  c.saved = path;
+  kill_at(&c, 1, 1, "backward", 1);
+  setenv("TEST_HOSTS", "aab", 1);
+  CHECK_EQ(run_processes(&c), 1);
+  c.ranks = 2;
+  c.loads = true;
+  setenv("TEST_HOSTS", "ab", 1);
+  c.deaths[1].step = -1;
+  run_processes(&c);
+  kill_at(&c, 0, 4, "elastic exchanged", 0);
+  CHECK_EQ(run_processes(&c), 1);
+  unsetenv("TEST_HOSTS");
+  unlink(path);
+}
+
 static void run_hosts_seed(uint64_t seed) {
   static const char *const hosts[] = {"ab", "aab", "abc", "abca", "aabb"};
   int n = 2 + (int)(ranks_mix(seed, 31, 0) % 4), i, spared;
@@ -623,6 +661,7 @@ int main(int argc, char **argv) {
     RUN(test_seeds);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
+    RUN(test_hosts_checkpoint);
     RUN(test_hosts_seeds);
   }
   return TEST_END();
