@@ -551,6 +551,33 @@ static void expect(cddp_result got, cddp_result want, const char *text) {
     test_fail(__FILE__, __LINE__, "the error does not say \"%s\": %s", text, cddp_error());
 }
 
+/* One rank alone saves what all share. */
+static void save_alone(small *m) {
+  char directory[] = "/tmp/cddp-lost-XXXXXX", path[64];
+  float w[100], momentum[100];
+  cddp_param p = m->p;
+  cddp_checkpoint_desc desc;
+  cddp_sgd_desc o;
+  const cddp__share *h = (const cddp__share *)m->optim->share;
+  CHECK(h != NULL && mkdtemp(directory) != NULL);
+  snprintf(path, sizeof path, "%s/x", directory);
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  desc.optim = m->optim;
+  CHECK_OK(cddp_save(NULL, path, &m->p, 1, &desc));
+  p.data = w;
+  p.grad = NULL;
+  o.lr = 1;
+  o.momentum = 0.9;
+  CHECK_OK(cddp_sgd_create(&desc.optim, &p, 1, &o));
+  CHECK_OK(cddp_load(NULL, path, &p, 1, &desc));
+  memcpy(momentum, desc.optim->state[0], sizeof momentum);
+  CHECK(memcmp(w, m->w, sizeof w) == 0 && momentum[99] != 0);
+  CHECK(memcmp(momentum, cddp__state_at(m->ddp, m->optim, h->states, 0, 0, 0), sizeof w) == 0);
+  cddp_optim_destroy(desc.optim);
+  CHECK(unlink(path) == 0 && rmdir(directory) == 0);
+}
+
 static void small_rank(cddp_group *g, small *m, int scene, int rank) {
   float x = 1;
   int step;
@@ -585,6 +612,7 @@ static void small_rank(cddp_group *g, small *m, int scene, int rank) {
   if (scene == LOST_IN_GROUP) { /* its memory has been given back */
     CHECK(cddp__member_is(m->ddp->elastic, 1, CDDP__MEMBER_NONE));
     CHECK_EQ(m->ddp->elastic->members[1].kit.kind, CDDP__REF_NONE);
+    save_alone(m);
   }
 }
 
@@ -599,6 +627,7 @@ static int small_life(int rank, void *arg) {
   memset(&m, 0, sizeof m);
   memset(&desc, 0, sizeof desc);
   memset(&o, 0, sizeof o);
+  m.p.name = "w";
   m.p.data = m.w;
   m.p.count = 100;
   desc.shards = 4;
