@@ -5692,7 +5692,7 @@ typedef struct cddp__kernels {
     cddp__f32 *g0 = s->gradients[0], *g1 = s->gradients[1], *wo = ranks == 0 ? w1 : w0;         \
     float mean = s->mean, clip = s->clip;                                                       \
     SCALARS(s->scalars);                                                                        \
-    (void)q, (void)qo;                                                                          \
+    (void)(q == qo); /* SGD has no second state */                                              \
     if (ranks < 2) CDDP__FUSED(g0[i], STEP, );                                                  \
     else CDDP__FUSED((g0[i] + g1[i]), STEP, w1[i] = x; g1[i] = 0);                              \
   }
