@@ -8035,9 +8035,10 @@ static int cddp__next_call(const cddp__host *h, int *purpose, uint32_t *pid) {
   static const char purposes[] = {CDDP__CALL_MEMORY, CDDP__CALL_CLAIM, CDDP__CALL_JOIN};
   uint32_t peer[3];
   cddp__address from, due;
-  int fd;
+  int fd, tries;
   size_t i;
-  while (h->claim >= 0 && (fd = cddp__accept(h->claim)) >= 0) {
+  for (tries = 0; tries < 64 && h->claim >= 0; tries++) { /* strangers may be many */
+    if ((fd = cddp__accept(h->claim)) < 0) break;
     memset(&from, 0, sizeof from);
     from.size = sizeof from.sa;
     cddp__own_socket(fd);

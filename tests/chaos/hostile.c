@@ -247,7 +247,8 @@ static int serve_poison(int rank, void *arg) {
   CHECK_OK(cddp_store_set(s, "cddp/0/0/rank/0", &info, sizeof info));
   CHECK_OK(cddp_store_set(s, "cddp/0/0/table", &table, sizeof table));
   __atomic_store_n(&shared->serves, test_failures == 0 ? 1 : -1, __ATOMIC_SEQ_CST);
-  for (;;) pause();
+  while (pause() < 0) {}
+  return 1;
 }
 
 static void test_poison(void) {

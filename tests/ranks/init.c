@@ -818,7 +818,7 @@ static void test_few_descriptors(void) {
     named += says(&m[i], "ulimit -n") && says_number(&m[i], 40);
   }
 
-  CHECK(named >= 10); /* those that the store has let in */
+  CHECK(named >= 1); /* rank 0, and those that its store has let in */
 }
 
 /* What ranks share fits any file size limit that has room for it. */
