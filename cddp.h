@@ -7169,7 +7169,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   uint32_t code = cddp__call_code(c, phase), fp_mode = 0;
   cddp_result r;
   CDDP__POINT("begin");
-  if (CDDP__UNLIKELY((g->round & (g->round - 1) & 255) == 0) && /* 9 of 256, the first ones most */
+  if (CDDP__UNLIKELY((g->round & (g->round - 1) & 31) == 0) && /* 6 of 32, the first ones most */
       (r = cddp__hear_claims(g)) != CDDP_OK)
     return r;
   g->round++;
@@ -8471,6 +8471,11 @@ static cddp_result cddp__settle(cddp__rendezvous *v, cddp__meet_head *h, const v
   cddp__set_patience(v);
   if (size == 0) {
     r = cddp_store_get(v->store, key, buffer, room - 1, &n);
+    if (r == CDDP_TIMEOUT) { /* rank 0 tells the others when its own time is up */
+      v->told = true;
+      cddp__fail(r, "timed out after %g s: not all %d ranks have come to %s, or rank 0 is stopped",
+                 v->at->timeout_s, v->at->world_size, v->host->place);
+    }
   } else {
     h->magic = CDDP__MEET_MAGIC;
     memcpy(own, h, sizeof *h);
