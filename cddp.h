@@ -8458,8 +8458,8 @@ static cddp_result cddp__take_table(cddp__rendezvous *v, char *value, size_t n) 
 }
 
 /* Sets RUN/table, unless it is there (size 0: only reads it), and takes what is there then. */
-static cddp_result cddp__settle(cddp__rendezvous *v, cddp__meet_head *h, const void *data,
-                                size_t size) {
+static cddp_result cddp__exchange_table(cddp__rendezvous *v, cddp__meet_head *h, const void *data,
+                                        size_t size) {
   size_t table = cddp__table_bytes(v->at->world_size, v->at->world_size), n = 0;
   size_t room = sizeof *h + table + CDDP__ERROR_MAX;
   char key[192], *buffer = (char *)cddp__calloc(&v->host->allocator, 2, room);
@@ -8567,7 +8567,7 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
   cddp__meet_key(v, key, "came", -1);
   while (r == CDDP_OK) {
     r = cddp_store_add(v->store, key, 0, &came);
-    if (r == CDDP_OK && came >= CDDP__FAILED) return cddp__settle(v, NULL, NULL, 0);
+    if (r == CDDP_OK && came >= CDDP__FAILED) return cddp__exchange_table(v, NULL, NULL, 0);
     if (r == CDDP_OK && came >= v->at->world_size) return cddp__read_ranks(v, false);
     now = cddp__now();
     if (r == CDDP_OK && now >= cddp__soon(look - now, v->deadline)) {
@@ -8598,7 +8598,7 @@ static cddp_result cddp__set_table(cddp__rendezvous *v) {
   }
   if (r == CDDP_OK) { /* the table has no room for hosts that there are not */
     memmove(n->hosts + hosts, n->homes, (size_t)v->at->world_size * sizeof *n->homes);
-    r = cddp__settle(v, &head, n->token, cddp__table_bytes(v->at->world_size, hosts));
+    r = cddp__exchange_table(v, &head, n->token, cddp__table_bytes(v->at->world_size, hosts));
   }
   cddp__net_free(n);
   return r;
@@ -8858,7 +8858,7 @@ static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r
       cddp__tell_all(v->host->net, 0, NULL, v->net->size, (uint32_t)r, text);
   } else if (v->store != NULL && v->store->fd >= 0) {
     if (!v->told) {
-      (void)cddp__settle(v, &head, text, strlen(text));
+      (void)cddp__exchange_table(v, &head, text, strlen(text));
       (void)cddp_store_add(v->store, cddp__meet_key(v, key, "came", -1), CDDP__FAILED, &n);
     }
     (void)cddp_store_add(v->store, cddp__meet_key(v, key, "came", -1), 0, &come);
@@ -8917,7 +8917,7 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
     if (r == CDDP_OK) r = cddp__introduce(&v);
   }
   cddp__close_fd(&at->listen_fd);
-  if (r == CDDP_OK) r = at->rank == 0 ? cddp__gather(&v) : cddp__settle(&v, NULL, NULL, 0);
+  if (r == CDDP_OK) r = at->rank == 0 ? cddp__gather(&v) : cddp__exchange_table(&v, NULL, NULL, 0);
   if (r == CDDP_OK && at->rank == 0) r = cddp__set_table(&v);
   r = cddp__store_gone(&v, r);
   if (r == CDDP_OK) r = cddp__meet_node(&v, out);

@@ -848,7 +848,7 @@ static void target_meeting(input *in) {
     w.meeting = &m;
     w.script = *in;
     if (r == CDDP_OK) r = cddp__introduce(&m);
-    if (r == CDDP_OK) r = at.rank == 0 ? cddp__gather(&m) : cddp__settle(&m, NULL, NULL, 0);
+    if (r == CDDP_OK) r = at.rank == 0 ? cddp__gather(&m) : cddp__exchange_table(&m, NULL, NULL, 0);
     if (r == CDDP_OK && at.rank == 0) r = cddp__set_table(&m);
     if (r == CDDP_OK) r = cddp__use_table(&m);
     must_say(r);
