@@ -11821,7 +11821,6 @@ static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_wor
   bool taken = false;
   if (CDDP__UNLIKELY(g->backend != NULL)) {
     cddp_result r = g->backend->start(g, c, work, &taken);
-    if (taken && r == CDDP_OK && work != NULL) (*work)->call.kind = c->kind; /* for messages */
     if (taken || r != CDDP_OK) return r;
   }
   if (work != NULL) return cddp__start_work(g, c, work);
