@@ -12537,32 +12537,25 @@ static cddp__update cddp__update_of(const cddp_optim *o, int i, void *const *sta
   return u;
 }
 
-/* A block of F16 or BF16: widened, computed, narrowed. */
-static void cddp__half_block(const cddp__update *u, void *weights, const void *gradient,
-                             void *const *states, size_t n) {
+/* A block of F16 or BF16: widened, computed, narrowed. With a master that is stepped in place of the
+   weights, and the states are as wide as it. */
+static void cddp__half_block(const cddp__update *u, void *master, void *weights,
+                             const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_BYTES / sizeof(float)];
-  void *wide_states[CDDP__STATES];
+  const cddp__kernels *half = &u->kernels[u->stored];
+  cddp__f32 *w = master != NULL ? (cddp__f32 *)master : wide[0];
+  void *s[CDDP__STATES];
   int k;
-  u->kernels[u->dtype].widen(wide[0], weights, n);
-  u->kernels[u->dtype].widen(wide[1], gradient, n);
+  if (master == NULL || u->fresh) half->widen(w, weights, n);
+  half->widen(wide[1], gradient, n);
   for (k = 0; k < CDDP__STATES; k++) {
-    wide_states[k] = states[k] != NULL ? wide[2 + k] : NULL;
-    if (states[k] != NULL) u->kernels[u->dtype].widen(wide[2 + k], states[k], n);
+    s[k] = states[k] == NULL || master != NULL ? states[k] : wide[2 + k];
+    if (s[k] != states[k]) half->widen(wide[2 + k], states[k], n);
   }
-  u->algorithm->block(u, wide[0], wide[1], wide_states, n);
-  u->kernels[u->dtype].narrow(weights, wide[0], n);
+  u->algorithm->block(u, w, wide[1], s, n);
+  half->narrow(weights, w, n);
   for (k = 0; k < CDDP__STATES; k++)
-    if (states[k] != NULL) u->kernels[u->dtype].narrow(states[k], wide[2 + k], n);
-}
-
-/* A block of F16 or BF16 with a master, which is stepped in their place. */
-static void cddp__master_block(const cddp__update *u, void *master, void *weights,
-                               const void *gradient, void *const *states, size_t n) {
-  float wide[CDDP__BLOCK_BYTES / sizeof(float)];
-  if (u->fresh) u->kernels[u->stored].widen((cddp__f32 *)master, weights, n);
-  u->kernels[u->stored].widen(wide, gradient, n);
-  u->algorithm->block(u, master, wide, states, n);
-  u->kernels[u->stored].narrow(weights, (cddp__f32 *)master, n);
+    if (s[k] != states[k]) half->narrow(states[k], wide[2 + k], n);
 }
 
 /* Steps n elements, whose states are those of u from element `first` on. */
@@ -12570,7 +12563,7 @@ static void cddp__update_run(const cddp__update *u, size_t first, void *weights,
                              const void *gradient, size_t n) {
   size_t esize = cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype), done, m;
   size_t block = CDDP__BLOCK_BYTES / cddp__dtype_size(cddp__compute_type(u->dtype));
-  void *states[CDDP__STATES];
+  void *states[CDDP__STATES], *master;
   int k;
   for (done = 0; done < n; done += m) {
     char *p = (char *)weights + done * esize;
@@ -12578,9 +12571,8 @@ static void cddp__update_run(const cddp__update *u, size_t first, void *weights,
     m = cddp__min(block, n - done);
     for (k = 0; k < CDDP__STATES; k++)
       states[k] = u->states[k] != NULL ? u->states[k] + (first + done) * size : NULL;
-    if (u->master != NULL)
-      cddp__master_block(u, u->master + (first + done) * size, p, g, states, m);
-    else if (cddp__dtype_half(u->dtype)) cddp__half_block(u, p, g, states, m);
+    master = u->master != NULL ? u->master + (first + done) * size : NULL;
+    if (cddp__dtype_half(u->stored)) cddp__half_block(u, master, p, g, states, m);
     else u->algorithm->block(u, p, g, states, m);
   }
 }
@@ -12653,15 +12645,6 @@ static int cddp__by_address(const void *x, const void *y) {
   return a->param < b->param ? -1 : a->param > b->param;
 }
 
-static void cddp__own(cddp__owned *list, size_t *n, int param, const char *what, const void *p,
-                      size_t bytes) {
-  if (p == NULL || bytes == 0) return;
-  list[*n].begin = (uintptr_t)p;
-  list[*n].end = (uintptr_t)p + bytes;
-  list[*n].what = what;
-  list[(*n)++].param = param;
-}
-
 static cddp_result cddp__fail_overlap(const cddp_param *params, const cddp__owned *a,
                                       const cddp__owned *b) {
   char space[2][24];
@@ -12680,16 +12663,25 @@ static cddp_result cddp__fail_overlap(const cddp_param *params, const cddp__owne
    or on two ranks at once. copies: NULL, or [count] of 2 bytes an element. */
 static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
                                           void *const *copies, const cddp_allocator *a) {
+  static const char *const what[] = {"data", "grad", "copy"};
   cddp__owned *list = (cddp__owned *)cddp__calloc(a, 3 * (size_t)count, sizeof *list);
   cddp_result r = CDDP_OK;
   size_t n = 0, k;
-  int i;
+  int i, j;
   if (list == NULL) return CDDP_OUT_OF_MEMORY;
   for (i = 0; i < count; i++) {
-    size_t bytes = params[i].count * cddp__dtype_size(params[i].dtype);
-    cddp__own(list, &n, i, "data", params[i].data, bytes);
-    cddp__own(list, &n, i, "grad", params[i].grad, bytes);
-    if (copies != NULL) cddp__own(list, &n, i, "copy", copies[i], params[i].count * 2);
+    const void *memory[3];
+    memory[0] = params[i].data;
+    memory[1] = params[i].grad;
+    memory[2] = copies != NULL ? copies[i] : NULL;
+    for (j = 0; j < 3; j++) {
+      if (memory[j] == NULL || params[i].count == 0) continue;
+      list[n].begin = (uintptr_t)memory[j];
+      list[n].end =
+          list[n].begin + params[i].count * (j == 2 ? 2 : cddp__dtype_size(params[i].dtype));
+      list[n].what = what[j];
+      list[n++].param = i;
+    }
   }
   qsort(list, n, sizeof *list, cddp__by_address);
   for (k = 1; k < n && r == CDDP_OK; k++)
