@@ -13037,6 +13037,9 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
   return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, s.amsgrad ? 3 : 2, params,
                                                   count, &s));
 }
+
+CDDP__COLD
+
 /* >>device -------------------------------------------------------------------------------------
    Groups whose ranks have GPUs. Owns: a group's device context (streams, events, communicator,
    scratch memory, two threads). Touches: the group's slots, where each rank logs its calls on
@@ -20023,8 +20026,6 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
   cddp__sampler_free(s);
   s->position = s->size = s->start = 0;
 }
-
-CDDP__COLD
 
 /* >>safetensors --------------------------------------------------------------------------------
    The header of a safetensors file, read and written. A file is a u64 N, N bytes of JSON and the
