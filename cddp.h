@@ -12537,8 +12537,8 @@ static cddp__update cddp__update_of(const cddp_optim *o, int i, void *const *sta
   return u;
 }
 
-/* A block of F16 or BF16: widened, computed, narrowed. With a master that is stepped in place of the
-   weights, and the states are as wide as it. */
+/* A block of F16 or BF16: widened, computed, narrowed. A master is stepped in place of the weights,
+   and the states are as wide as it. */
 static void cddp__half_block(const cddp__update *u, void *master, void *weights,
                              const void *gradient, void *const *states, size_t n) {
   float wide[2 + CDDP__STATES][CDDP__BLOCK_BYTES / sizeof(float)];
@@ -12677,8 +12677,8 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
     for (j = 0; j < 3; j++) {
       if (memory[j] == NULL || params[i].count == 0) continue;
       list[n].begin = (uintptr_t)memory[j];
-      list[n].end =
-          list[n].begin + params[i].count * (j == 2 ? 2 : cddp__dtype_size(params[i].dtype));
+      list[n].end = (uintptr_t)memory[j] +
+                    params[i].count * (j == 2 ? 2 : cddp__dtype_size(params[i].dtype));
       list[n].what = what[j];
       list[n++].param = i;
     }
