@@ -550,7 +550,7 @@ static int spawn_reaped(int how, void *arg) {
   b->how = RETURNS_7;
   check_reaped(cddp_spawn(fail_somehow, b, 3), "7");
   b->how = KILLS;
-  check_reaped(cddp_spawn(fail_somehow, b, 3), "SIGKILL");
+  check_reaped(cddp_spawn(fail_somehow, b, 3), "signal 9");
   _exit(test_failures != 0); /* the thread goes on to the end */
 }
 
@@ -595,7 +595,7 @@ static int spawn_without_pidfds(int error, void *arg) {
   CHECK(b->word[2] == 6);
   b->how = KILLS;
   CHECK_IS(cddp_spawn(fail_somehow, b, 3), CDDP_PEER_LOST);
-  CHECK(mentions("rank 2") && mentions("SIGKILL"));
+  CHECK(mentions("rank 2") && mentions("signal 9"));
   CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0); /* fewer than there are children */
   CHECK_OK(cddp_spawn(doze, NULL, 40));
   getrusage(RUSAGE_SELF, &use);
