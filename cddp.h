@@ -11113,10 +11113,19 @@ static bool cddp__engine_busy(cddp__engine *e) {
 /* Runs the first operation of the queue on this thread. lock held; free meanwhile. */
 static void cddp__engine_run(cddp__engine *e) {
   cddp_work *w = e->first;
+  cddp_group *g = w->group;
+  int spin = g->spin, yields = g->yields;
   e->first = w->next;
   e->busy = true;
   pthread_mutex_unlock(&e->lock);
+  if (cddp__own_engine == e && g->host->cores < 2 * g->local_size) {
+    /* the cores are wanted by the training threads too */
+    g->spin = g->oversubscribed ? 0 : CDDP__SPIN_ENGINE;
+    g->yields = 0; /* a training thread would keep the core for long */
+  }
   cddp__work_run(w);
+  g->spin = spin; /* before it is counted as done: another thread may run the next one then */
+  g->yields = yields;
   pthread_mutex_lock(&e->lock);
   e->busy = false;
   w->done = true;
@@ -11143,7 +11152,6 @@ static bool cddp__engine_run_held(cddp__engine *e, cddp_work *w) {
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *e = &g->engine;
-  int spin;
   cddp__own_engine = e;
   pthread_mutex_lock(&e->lock);
   for (;;) {
@@ -11164,14 +11172,7 @@ static void *cddp__engine_main(void *arg) {
       }
       continue;
     }
-    spin = g->spin;
-    if (g->host->cores < 2 * g->local_size) { /* the cores are wanted by the training threads too */
-      g->spin = g->oversubscribed ? 0 : CDDP__SPIN_ENGINE;
-      g->yields = 0; /* a training thread would keep the core for long */
-    }
     cddp__engine_run(e);
-    g->spin = spin;
-    g->yields = CDDP__YIELDS;
   }
   pthread_mutex_unlock(&e->lock);
   return NULL;
