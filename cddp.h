@@ -270,8 +270,8 @@ typedef struct cddp_group_desc {
    SEVERAL HOSTS. Any number of ranks on each; those of one share memory. Between hosts they talk by
    TCP over the interface on the route to rank 0's, on ports that the system chooses, unencrypted.
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
-   CDDP_HOST_ID keeps ranks of one host apart. A host's first rank to come needs a descriptor for
-   each other one there while they meet.
+   CDDP_HOST_ID keeps ranks of one host apart. While they meet rank 0 needs a file descriptor for
+   each rank: with `ulimit -n 1024` about 950 can.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
    CDDP_MISMATCH. A file size limit (ulimit -f) also limits what ranks share by cddp_alloc: each the
    limit over local ranks + 1. Not to be called while another thread changes the environment. *out
@@ -11129,8 +11129,8 @@ static void cddp__engine_run(cddp__engine *e) {
   pthread_mutex_lock(&e->lock);
   e->busy = false;
   w->done = true;
-  cddp__add32(&e->count, (uint32_t)-1);
-  cddp__engine_show(w->group);
+  cddp__add32(&e->count, (uint32_t)-1); /* w may be gone from now on */
+  cddp__engine_show(g);
   if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
   if (e->first != NULL && cddp__load32(&e->asleep) != 0) pthread_cond_signal(&e->work);
 }
@@ -22354,16 +22354,18 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps),
               on CPUs and on GPUs.
               Elastic models: ranks die, and others join (CDDP_JOIN, cddp_ddp_group), and the
-              weights stay those of an undisturbed run; cddp_spawn_elastic, cddprun --elastic.
+              weights stay those of an undisturbed run; on several hosts and on GPUs ranks die,
+              but none can join. cddp_spawn_elastic, cddprun --elastic.
               CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source;
               cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async. Time-outs name all late
               ranks.
               AdamW; lr_scales and weight_decays, settings of a parameter's own for both optimizers.
               max_grad_norm: cddp_ddp_step clips; cddp_ddp_grad_norm.
               master_weights: f16 and bf16 weights and gradients, f32 masters in the optimizer.
-              Optimizers of one's own in parts: cddp_ddp_reduce_scatter, _all_gather, _partitions,
-              _gather_states.
-     Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
+              Optimizers of one's own in parts, on GPUs too: cddp_ddp_reduce_scatter, _all_gather,
+              _partitions, _gather_states.
+     Changed  Each rank sets one key in the store, and rank 0 writes one table of all: it needs a
+              file descriptor for each rank (ulimit -n). Secrets are proven by keyed BLAKE2s.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
               one kernel; momentum is allocated with the cddp_optim and never moves; no host waits
               for another in a step; memory is not registered with NCCL. Means are sums that a
@@ -22381,16 +22383,16 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Models: parameters that share memory (tied weights) are refused; a second ready() in
               a step fails it; other floating-point modes on a rank are CDDP_MISMATCH; an infinite
               bucket_cap_mb is one bucket; 100,000 parameters; infinite lr or momentum are refused.
-              Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
+              Meeting: jobs that are given one port; too few descriptors are named; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.
               Between hosts: an all_gather after which a rank leaves at once gave its neighbours
               wrong bytes; a receiver may be late by more than 20 s; a death shows although a
               forked child lives on; cddp_ddp_join gives the bits of one host; short messages take
               a third less time, buffers that no rank of the same host has to see are not copied.
-              Checkpoints: mode, owner and links of the old file are kept, devices refused, another
-              user's path.tmp is not trusted, a file size limit is an error, fields that the format
-              does not have and another optimizer's states are refused. cddp_destroy leaves
+              Checkpoints: mode and owner of the old file are kept, links and devices refused; no
+              other user's path.tmp is trusted, a file size limit is an error, fields that the
+              format does not have and another optimizer's states are refused. cddp_destroy leaves
               cddp_error() as it was.
               Starting: SIGCHLD ignored or reaped by others; pidfd_open denied; OpenMP before
               cddp_spawn; OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret
