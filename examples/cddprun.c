@@ -153,17 +153,6 @@ __attribute__((format(printf, 1, 2))) static void say(const char *format, ...) {
   fprintf(stderr, "cddprun: %s\n", line);
 }
 
-static const char *signal_name(int number) {
-  switch (number) {
-#define NAME(s) case s: return #s
-    NAME(SIGHUP); NAME(SIGINT); NAME(SIGQUIT); NAME(SIGILL); NAME(SIGTRAP); NAME(SIGABRT);
-    NAME(SIGBUS); NAME(SIGFPE); NAME(SIGKILL); NAME(SIGUSR1); NAME(SIGSEGV); NAME(SIGUSR2);
-    NAME(SIGPIPE); NAME(SIGALRM); NAME(SIGTERM); NAME(SIGXCPU); NAME(SIGXFSZ); NAME(SIGSYS);
-#undef NAME
-  default: return "see signal(7)";
-  }
-}
-
 /* --- options --- */
 
 /* Says what is wrong with the command line. */
@@ -307,7 +296,7 @@ static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
   if (status == 0 || !fresh || (j->code != 0 && (!by_signal || j->by_signal))) return;
   if (by_signal)
     snprintf(how, sizeof how, "rank %d (pid %d) was killed by signal %d (%s)%s", j->first + i,
-             (int)pid, number, signal_name(number), WCOREDUMP(status) ? ", core dumped" : "");
+             (int)pid, number, strsignal(number), WCOREDUMP(status) ? ", core dumped" : "");
   else
     snprintf(how, sizeof how, "rank %d (pid %d) exited with code %d", j->first + i, (int)pid, code);
   if (j->o->elastic) {
@@ -348,7 +337,7 @@ static void take_signal(job *j, int number) {
   if (!ends || j->interrupted != 0) return;
   j->interrupted = number;
   give_up(j, 128 + number, SIGKILL, interrupt_s, "ended by signal %d (%s)", number,
-          signal_name(number));
+          strsignal(number));
 }
 
 /* From here on signals come through j->signals. Those that are ignored here (nohup, a shell's
