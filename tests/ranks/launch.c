@@ -599,7 +599,7 @@ static void test_signals(void) {
   kill(pid, SIGTERM); /* ranks handle it and end well, and still the run was ended */
   CHECK_EQ(end_of(pid, 5), 128 + SIGTERM);
   CHECK_EQ(shared->signals, 3);
-  CHECK(said("signal 15 (SIGTERM)"));
+  CHECK(said("signal 15 (Terminated)"));
   pid = start("-n 3", "waits");
   await(&shared->started, 3);
   kill(pid, SIGUSR1); /* passed on, nothing ends */
