@@ -270,8 +270,8 @@ typedef struct cddp_group_desc {
    SEVERAL HOSTS. Any number of ranks on each; those of one share memory. Between hosts they talk by
    TCP over the interface on the route to rank 0's, on ports that the system chooses, unencrypted.
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
-   CDDP_HOST_ID keeps ranks of one host apart. While they meet rank 0 needs a file descriptor for
-   each rank: with `ulimit -n 1024` about 950 can.
+   CDDP_HOST_ID keeps ranks of one host apart. A host's first rank to come needs a descriptor for
+   each other one there while they meet.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
    CDDP_MISMATCH. A file size limit (ulimit -f) also limits what ranks share by cddp_alloc: each the
    limit over local ranks + 1. Not to be called while another thread changes the environment. *out
@@ -1571,8 +1571,8 @@ typedef struct cddp__host {
   struct cddp__board *board; /* of this rank's elastic model, or of the one it has come to join */
   bool joined;           /* it came with CDDP_JOIN, and has met nobody */
   struct cddp__door *door; /* what it tells who joins; NULL: nobody can. See >>rendezvous */
+  int door_fd;           /* where they call; -1: it has no elastic model */
   int claim, port;       /* held while the group lives, see >>rendezvous; -1: none */
-  cddp_store *meeting;   /* rank 0's, until all have met; else NULL */
   char place[96];        /* where the ranks met: "port 29500" */
   double claims_end;     /* of cddp__now(): how long claims of other processes are listened to */
   cddp__atomic_u32 claimant; /* a process that came with this rank too; 0: none so far */
@@ -3299,6 +3299,17 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
   return n;
 }
 
+/* Whether the address is of this host: one of its interfaces', loopback, 0.0.0.0 or ::. */
+static bool cddp__address_here(const cddp__address *a) {
+  cddp__address own[CDDP__ADDRESSES_MAX + 2];
+  int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
+  memset(&own[n], 0, 2 * sizeof own[0]);
+  own[n++].sa.ss_family = AF_INET;
+  own[n++].sa.ss_family = AF_INET6;
+  for (i = 0; i < n && !cddp__address_same_host(a, &own[i]); i++) {}
+  return i < n || cddp__address_loopback(a);
+}
+
 static bool cddp__local_address(int fd, cddp__address *a) {
   memset(a, 0, sizeof *a);
   a->size = sizeof a->sa;
@@ -4384,7 +4395,7 @@ static void cddp__add_addresses(cddp_store *s, const char *host) {
    of one host whose launcher gives no address: no port could be in use. */
 static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o) {
   char host[256];
-  int port = 0;
+  int port;
   cddp_result r;
   s->address_count = 1;
   if (o->desc.init_method[0] == 'u') {
@@ -5268,6 +5279,7 @@ static void cddp__host_release(cddp__host *h) {
   for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
   cddp__close_fd(&h->fd);
+  cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->claim);
   cddp__close_fd(&h->port);
   if (h->record != NULL) {
@@ -5293,7 +5305,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   if (a != NULL) h->allocator = *a;
   if (l != NULL) h->logger = *l;
   pthread_mutex_init(&h->lock, NULL);
-  h->fd = h->claim = h->port = -1;
+  h->fd = h->claim = h->port = h->door_fd = -1;
   h->window_bits = 40;
   cddp__host_place(h, size, index, index);
   h->cores = cddp__count_cores();
@@ -7169,7 +7181,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   uint32_t code = cddp__call_code(c, phase), fp_mode = 0;
   cddp_result r;
   CDDP__POINT("begin");
-  if (CDDP__UNLIKELY((g->round & (g->round - 1) & 31) == 0) && /* 6 of 32, the first ones most */
+  if (CDDP__UNLIKELY((g->round & (g->round - 1) & 255) == 0) && /* 9 of 256, the first ones most */
       (r = cddp__hear_claims(g)) != CDDP_OK)
     return r;
   g->round++;
@@ -7555,8 +7567,7 @@ static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, ui
     if (IN6_IS_ADDR_LINKLOCAL(&there->sin6_addr)) /* its own interface's number is not ours */
       there->sin6_scope_id = ((struct sockaddr_in6 *)(void *)&here.sa)->sin6_scope_id;
   }
-  if (here.sa.ss_family == a.sa.ss_family && !cddp__address_loopback(&here))
-    (void)!bind(fd, &here.any, here.size);
+  if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, &here.any, here.size);
   cddp__link_write_hello(n, l);
   if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__link_end(l, errno);
@@ -7853,80 +7864,88 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 
 /* >>rendezvous ---------------------------------------------------------------------------------
    How ranks find each other: who runs where, and the memory that the ranks of a host share.
-   Words: ranks that can share memory (one machine, user, network and process namespace,
-   CDDP_HOST_ID) are a node. Its lowest rank is its leader.
-   Owns: three kinds of keys of the store, RUN/rank/N, RUN/came and RUN/table; a Unix socket for
-   each rank, which it holds as long as its group lives.
+   Words: ranks that can share memory (one host, user, network and process namespace, CDDP_HOST_ID)
+   are a node. The first of them to come is the node's coordinator, the others are its clients.
+   Owns: the sockets of the rendezvous and one key of the store; a name for each rank on its host,
+   which it holds as long as its group lives.
    May touch: the cddp__host that it fills in, and the store where the job meets.
-   Entry points: cddp__meet, cddp__meeting_over, cddp__world_group, cddp__join; cddp__hear_claims
-   and cddp__answer_joins while the group lives.
-   Works as follows:
-     1  A rank binds its socket, whose name follows from where the job meets. If a living process
-        has it, two jobs use one place, or two processes have one rank: this one fails, and its call
-        tells the other.
-     2  It opens the store, compares itself with rank 0 (RUN/rank/0), puts what it is under
-        RUN/rank/N, which nobody may have set, and adds 1 to RUN/came.
-     3  Rank 0 waits until all have come, and sets RUN/table: who is where, as cddp__net has it.
-        Until then it looks whether those that came live.
-     4  A leader makes the node's memory. The others call its socket, get the memory, and answer
-        when they have built the group of all ranks.
-   When it fails: who fails first sets RUN/table to a result and a text, unless it is there; all
-   read that one key. Rank 0 then keeps its store until all have read it. Once the table is there a
-   failure breaks the group that the others have.
-   Calls on a Unix socket need no handshake: the kernel says which process calls, and the name to
-   which the caller has bound its own end says what for, and proves that it knows the secret.
-   When a process joins (CDDP_JOIN) no rank waits for it. It calls the sockets of all ranks; one
-   with an elastic model answers with the memory, and where the model's board is. The process takes
-   a window of the memory that nobody had, and its group is one that is broken from the start. The
-   rest is >>elastic's: cddp_ddp_create. */
+   Entry points: cddp__meet, cddp__world_group, cddp__join; cddp__hear_claims, cddp__door_open and
+   _serve while the group lives.
+   Works as follows: the ranks form a tree. A client is connected to its coordinator by a Unix
+   socket, a coordinator to the root by TCP. The root is the coordinator of rank 0's node.
+     1  A rank takes its name, which follows from where the job meets. If another living process has
+        it, two jobs use one place, or two processes have one rank: both are told.
+     2  It binds its node's socket and is the coordinator; or that is in use, and it connects.
+     3  RANK goes up to the root: what a rank is. The answer is WAIT. Before that a connection that
+        ends has met a process that was about to end: try again. Later a rank was lost.
+     4  Unless all ranks are of its node, the root listens on a TCP port, and writes its address and
+        a random token to the store, under RUN/meeting. Other coordinators read that and connect;
+        by the token the root knows that they came through the store, and so know the secret.
+     5  The root compares what ranks must have in common. When all have come it sends TABLE down:
+        who is where, as cddp__net has it. A coordinator adds the node's memory for its clients, and
+        for each client the socket on which it listens for ranks of other nodes.
+     6  IN goes up when a rank has built the group of all ranks, and its clients have said so.
+   When a process joins (CDDP_JOIN) no rank waits for it. It calls every rank of the job on a socket
+   that ranks with an elastic model have (cddp__door), proves the secret, and gets the memory and
+   the place of the model's board. It takes a window of the memory that nobody had, and its group is
+   one that is broken from the start. The rest is >>elastic's: cddp_ddp_create.
+   When it fails: FAIL, a result and a text, goes up and down from the rank that failed. A lost
+   connection is a lost rank. What is wrong with a rank is told when as many ranks are there as are
+   to come, so that all of them hear it. Ranks that have said IN find the failure in the group. */
 
 #define CDDP__MEET_MAGIC 0x544d4443u /* "CDMT" */
+#define CDDP__HELLO_S 5.0   /* a connection that has not said RANK by then is dropped */
+#define CDDP__GREETING 64   /* connections that have not said RANK; beyond these the oldest goes */
 #define CDDP__CLAIMS_S 10.0 /* how long after the meeting a second claim still ends the group */
-#define CDDP__CLAIMS_OVER 0xffffffffu   /* for claimant: no longer listened for */
-#define CDDP__FAILED ((int64_t)1 << 32) /* added to RUN/came by whoever has set RUN/table to FAIL */
-#define CDDP__JOB_GONE_S 2.0 /* how long nobody must be there before the job counts as ended */
-#define CDDP__CALLS 64       /* ranks that a joining process calls at once */
+#define CDDP__CLAIMS_OVER 0xffffffffu /* for claimant: no longer listened for */
 
-enum { CDDP__MEET_RANK = 1, CDDP__MEET_TABLE, CDDP__MEET_FAIL };
+enum { CDDP__MEET_RANK = 1, CDDP__MEET_WAIT, CDDP__MEET_TABLE, CDDP__MEET_FAIL, CDDP__MEET_IN };
 
-/* What ranks tell each other lies there as in memory: all hosts have the same byte order, or the
-   magic is wrong. */
-typedef struct cddp__meet_head { /* of RUN/table: before the table, or a text */
+/* What ranks send each other is sent as it lies in memory: all hosts have the same byte order, or
+   the magic is wrong. */
+typedef struct cddp__meet_head { /* of each message */
   uint32_t magic, kind;
-  uint32_t result;   /* of FAIL */
-  uint32_t expected; /* FAIL: ranks that are to hear of it, by the smallest WORLD_SIZE; 0: those
-                        that have come */
+  uint32_t result; /* of FAIL, whose text follows */
+  uint32_t size;   /* bytes that follow */
 } cddp__meet_head;
 
 /* What a rank says of itself. version, world_size, fp_mode and backend must be alike. */
 typedef struct cddp__rank_info {
-  cddp__meet_head head;
   uint32_t version, world_size, rank, pid;
-  int port;         /* where it listens for ranks of other nodes */
+  int port;         /* where it listens for other nodes; 0: nowhere yet */
   uint32_t fp_mode; /* cddp__fp_mode() */
   uint32_t user;
-  uint32_t joins;         /* 1: by CDDP_JOIN */
-  uint64_t machine, node; /* hashes. machine: and its network namespace */
+  uint32_t joins; /* 1: by CDDP_JOIN */
+  uint64_t machine;        /* and its network namespace: a hash */
+  unsigned char token[16]; /* by TCP: what the store said */
   char backend[16];
-  char socket[64]; /* the name of its Unix socket */
   cddp__host_entry host;
 } cddp__rank_info;
 
-/* What a rank answers on its Unix socket, with the memfd. A leader is answered in turn. */
-typedef struct cddp__welcome {
-  uint32_t result, size; /* size: ranks that met */
-  char text[CDDP__ERROR_MAX];
-  cddp__rank_info info;
-  uint64_t job; /* cddp_record_header.job; 0: it is not recorded */
-  cddp__ref board;
-} cddp__welcome;
+typedef struct cddp__root_key { /* what lies under RUN/meeting */
+  char magic[8];
+  struct sockaddr_in6 address; /* where the root listens, with the port */
+  unsigned char token[16];
+} cddp__root_key;
+static const char cddp__root_magic[8] = {'C', 'D', 'D', 'P', 'r', 'o', 'o', 't'};
 
-/* What a rank knows of its job for those who call. The secret's text follows the struct. */
-typedef struct cddp__door {
-  cddp__rank_info info; /* of the rank */
-  const char *secret;   /* "": none */
-  int size;             /* ranks that met; 0: nobody can join */
-} cddp__door;
+typedef struct cddp__member { /* a rank that has come, or a process that would be one */
+  cddp__rank_info info;
+  int node;    /* 0: this rank's own */
+  int link_fd; /* a socket on which it is to listen for other nodes; -1: none, or it has it */
+  bool fits;   /* with this rank, and nobody else has its rank */
+} cddp__member;
+
+typedef struct cddp__channel { /* a connection to another rank of the tree */
+  int fd;
+  bool local;   /* a Unix socket, else TCP */
+  bool known;   /* the first RANK on it was taken; of the one up: WAIT has come */
+  bool in;      /* it has said IN */
+  size_t first; /* the member of the first RANK */
+  double since;
+  size_t have; /* bytes of the message that is coming */
+  unsigned char got[sizeof(cddp__meet_head) + CDDP__ERROR_MAX];
+} cddp__channel;
 
 typedef struct cddp__rendezvous {
   const cddp__place *at;
@@ -7934,24 +7953,33 @@ typedef struct cddp__rendezvous {
   cddp__host *host;
   const char *secret; /* NULL: none */
   bool job_secret;    /* it is the launcher's, for the rendezvous alone */
-  uint32_t taken;     /* another process, which has this rank's socket; 0: none */
-  bool common;        /* the failure is not of this rank alone: its text is for all */
-  bool told;          /* the failure came from another rank, or is this one's own business */
+  bool serves;        /* the store, from this process */
   double deadline;
-  char name[48];         /* what the names of sockets begin with */
-  uint32_t mark;         /* a hash of it, not 0 */
-  cddp__rank_info *info; /* this rank's, in the door */
-  cddp__rank_info *all;  /* [world_size] rank 0: of those that have come; magic 0: not yet */
-  int listener;          /* for ranks of other hosts; -1: none */
-  int expected;          /* ranks that are to hear of the failure; 0: those that have come */
-  cddp_store *store;     /* NULL: not open */
-  cddp__net *net;        /* with the rank table; NULL: not all ranks have come */
+  char name[48]; /* of the node's socket */
+  uint32_t mark; /* a hash of it, not 0 */
+  char key[160]; /* RUN/meeting */
+  cddp_store *store; /* NULL: not open */
+  bool stale;        /* what the store says has led to nobody: it may be an earlier job's */
+  double look, pause; /* when to ask the store again; then for how long to try to open it, s */
+  unsigned char token[16];
+  cddp__address address; /* of this host, for ranks of other nodes */
+  int node_socket, root_socket; /* listening: for clients, for coordinators; -1: not this rank */
+  cddp__channel up;             /* to the coordinator or root; fd -1: none */
+  int fds[2]; /* that came with the table, -1: none: the memory, this rank's socket for links */
+  cddp__channel *below;
+  struct pollfd *poll; /* for all channels and listening sockets */
+  size_t below_count, below_capacity, poll_capacity;
+  cddp__member *members; /* this rank and all below it, in the order in which they came */
+  size_t member_count, member_capacity;
+  size_t told;  /* members that the rank above knows */
+  int nodes;    /* that have said RANK, this one with them */
+  int expected; /* ranks to come, by the smallest WORLD_SIZE */
+  bool with_rank_0;    /* it is of this node, fitting or not */
+  cddp_result problem; /* of the first member that does not fit; CDDP_OK: none */
+  char problem_text[CDDP__ERROR_MAX];
+  bool common;    /* the failure is not of this rank alone: its text is for all */
+  cddp__net *net; /* with the rank table; NULL: not all ranks have come */
 } cddp__rendezvous;
-
-static void cddp__hex(const unsigned char *bytes, int n, char *out) {
-  int i;
-  for (i = 0; i < n; i++) snprintf(out + 2 * i, 3, "%02x", bytes[i]);
-}
 
 /* What names this kernel and network namespace, so that ranks of one machine know each other. */
 static void cddp__host_identity(char *out, size_t n) {
@@ -7966,19 +7994,36 @@ static void cddp__host_identity(char *out, size_t n) {
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
-/* What the names of the job's sockets on this host begin with: the same for its ranks alone, and
-   with a secret not to be foreseen. */
+/* The name of the node's socket: the same for its ranks alone, and with a secret not to be
+   foreseen. Ranks may spell the place where they meet in several ways: an address of this host
+   counts as "here", of others the first of the name's addresses. */
 static void cddp__node_name(const cddp__place *at, const char *secret, char name[48]) {
-  const char *given = cddp__env("CDDP_HOST_ID");
-  char text[1600];
+  static const char hex[] = "0123456789abcdef";
+  const char *given = cddp__env("CDDP_HOST_ID"), *method = at->init_method;
+  cddp__address a[CDDP__ADDRESSES_MAX];
+  char host[256], spelled[160], place[1200], text[1600];
   unsigned char mac[32];
   struct stat st;
+  bool here = false;
+  int n = 0, port = 0, i;
+  snprintf(place, sizeof place, "%s", method);
+  if (strncmp(method, "tcp://", 6) != 0 ||
+      cddp__host_port(method + 6, host, &port) != CDDP_OK ||
+      cddp__resolve(host, port, a, &n) != CDDP_OK)
+    n = 0; /* who opens the store says what is wrong with it */
+  for (i = 0; i < n && !here; i++) {
+    here = cddp__address_here(&a[i]);
+    cddp__address_text(&a[i], spelled, sizeof spelled);
+    if (i == 0 || strcmp(spelled, place) < 0) snprintf(place, sizeof place, "%s", spelled);
+  }
+  if (here) snprintf(place, sizeof place, "here:%d", port);
   if (stat("/proc/self/ns/pid", &st) != 0) st.st_ino = 0;
-  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu", at->init_method, at->run,
-           given != NULL ? given : "", (unsigned)geteuid(), (unsigned long long)st.st_ino);
+  snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu", place, at->run, given != NULL ? given : "",
+           (unsigned)geteuid(), (unsigned long long)st.st_ino);
   cddp__mac(secret != NULL ? secret : "", "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
-  cddp__hex(mac, 16, name + 5);
+  for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
+  name[37] = 0;
 }
 
 /* Words about lack of descriptors, when that is what the error says; else about the call. */
@@ -7988,99 +8033,11 @@ static cddp_result cddp__fail_descriptors(const cddp__rendezvous *v, int error, 
   if ((error != EMFILE && error != ENFILE) || getrlimit(RLIMIT_NOFILE, &limit) != 0)
     return cddp__fail_errno(what);
   return cddp__fail(CDDP_SYSTEM,
-                    "%s: %s: this process may have %llu open files (ulimit -n), and to meet %d "
-                    "ranks takes one for each; raise the limit: ulimit -n %d",
+                    "%s: %s: this process may have %llu open files (ulimit -n), and to gather the "
+                    "ranks of its host, of %d in all, takes one for each; raise the limit: "
+                    "ulimit -n %d",
                     what, strerror(error), (unsigned long long)limit.rlim_cur, v->at->world_size,
                     4 * v->at->world_size + 1024);
-}
-
-static bool cddp__process_ended(uint32_t pid) { /* of this process namespace */
-  int status;
-  return (kill((pid_t)pid, 0) != 0 && errno == ESRCH) || cddp__exit_status(-1, pid, &status);
-}
-
-/* --- calls between processes of one host --- */
-
-enum { CDDP__CALL_MEMORY = 'm', CDDP__CALL_CLAIM = 'c', CDDP__CALL_JOIN = 'j' };
-
-/* What a caller binds its socket to. The proof is good for this caller and this call alone, so that
-   who sees it, in /proc/net/unix, can do nothing with it. */
-static void cddp__call_name(cddp__address *a, const char *name, int purpose, const char *secret,
-                            uint32_t pid) {
-  unsigned char mac[32];
-  char text[128], hex[33];
-  snprintf(text, sizeof text, "%s=%c%u", name, purpose, pid);
-  cddp__mac(secret != NULL ? secret : "", "cddp call 1", text, strlen(text), mac);
-  cddp__hex(mac, 16, hex);
-  snprintf(text, sizeof text, "%s=%c%s", name, purpose, hex);
-  cddp__unix_name(a, text);
-}
-
-/* Calls the socket of that name. Returns 0, CDDP__FOREIGN or an errno; *out is a socket or -1. */
-static int cddp__dial(const char *name, int purpose, const char *secret, int *out) {
-  int error = 0, fd = *out = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  cddp__address own, to;
-  if (fd < 0) return errno;
-  cddp__own_socket(fd);
-  cddp__call_name(&own, name, purpose, secret, (uint32_t)getpid());
-  cddp__unix_name(&to, name);
-  if (bind(fd, &own.any, own.size) != 0 || connect(fd, &to.any, to.size) != 0) error = errno;
-  if (error == 0) error = cddp__stream_ready(fd);
-  if (error != 0) cddp__close_fd(out);
-  return error;
-}
-
-/* The next call of another process of this user: its socket, or -1. */
-static int cddp__next_call(const cddp__host *h, int *purpose, uint32_t *pid) {
-  static const char purposes[] = {CDDP__CALL_MEMORY, CDDP__CALL_CLAIM, CDDP__CALL_JOIN};
-  uint32_t peer[3];
-  cddp__address from, due;
-  int fd, tries;
-  size_t i;
-  for (tries = 0; tries < 64 && h->claim >= 0; tries++) { /* strangers may be many */
-    if ((fd = cddp__accept(h->claim)) < 0) break;
-    memset(&from, 0, sizeof from);
-    from.size = sizeof from.sa;
-    cddp__own_socket(fd);
-    if (cddp__peer_process(fd, peer) && peer[1] == (uint32_t)geteuid() &&
-        getpeername(fd, &from.any, &from.size) == 0) {
-      for (i = 0; i < sizeof purposes; i++) {
-        cddp__call_name(&due, h->door->info.socket, purposes[i], h->door->secret, peer[0]);
-        if (due.size != from.size || memcmp(&due.any, &from.any, due.size) != 0) continue;
-        *purpose = purposes[i];
-        *pid = peer[0];
-        return fd;
-      }
-    }
-    cddp__close_fd(&fd);
-  }
-  return -1;
-}
-
-/* Sends an answer, and the memory (-1: none); result and text: what the error is. */
-static cddp_result cddp__send_answer(int fd, cddp__welcome *a, cddp_result r, int memory) {
-  double deadline = cddp__now() + 1;
-  int fds[2] = {memory, -1};
-  ssize_t n = -1;
-  cddp_result sent = CDDP_OK;
-  a->result = (uint32_t)r;
-  snprintf(a->text, sizeof a->text, "%s", r != CDDP_OK ? cddp_error() : "");
-  while (sent == CDDP_OK && (n = cddp__pass_fds(fd, a, sizeof *a, fds, true)) < 0)
-    sent = errno == EAGAIN || errno == EINTR ? cddp__wait_fd(fd, POLLOUT, deadline) : CDDP_NETWORK;
-  return n < 0 ? sent : cddp__send_all(fd, (char *)a + n, sizeof *a - (size_t)n, deadline);
-}
-
-/* Receives an answer, and the memfd if there is one. 0: it has not come; -1: none will. */
-static int cddp__receive_answer(int fd, cddp__welcome *a, int fds[2]) {
-  ssize_t n = cddp__pass_fds(fd, a, sizeof *a, fds, false);
-  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
-  if (n <= 0 ||
-      cddp__recv_all(fd, (char *)a + n, sizeof *a - (size_t)n, cddp__now() + 1) != CDDP_OK ||
-      a->result >= CDDP__RESULT_COUNT)
-    return -1;
-  a->text[sizeof a->text - 1] = 0;
-  cddp__make_printable(a->text);
-  return 1;
 }
 
 /* --- two jobs in one place --- */
@@ -8094,50 +8051,66 @@ static cddp_result cddp__taken(const cddp__host *h, int rank, uint32_t pid, cons
                     h->place, rank, pid, name, other, other_name);
 }
 
+/* The process at the other end of a Unix socket, if it is this user's, else 0. */
+static uint32_t cddp__peer_pid(int fd) {
+  uint32_t peer[3];
+  return cddp__peer_process(fd, peer) && peer[1] == (uint32_t)geteuid() ? peer[0] : 0;
+}
+
 /* Where this process met last: survivors of a group meet again under other ranks, while the others
    may still hold theirs. */
 static cddp__atomic_u32 cddp__met_before; /* a rendezvous's mark */
 
-/* Binds this rank's socket, for as long as the group lives. A process that holds its name has the
-   same rank and meets in the same place: of two jobs at once neither may take the other's ranks for
-   its own, not even after the first has met. The call to that process tells it too. If the name
-   cannot be had for another reason, as while a dead rank's child holds it, another one will do. */
+/* Takes this rank's own name on the host, for as long as the group lives. A process that holds it
+   has the same rank and meets in the same place: of two jobs at once neither may take the other's
+   ranks for its own, not even after the first has met. The call to that process tells it too. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
-  static cddp__atomic_u32 others;
-  char *name = v->info->socket, told;
   cddp__address a;
-  uint32_t peer[3];
-  int tries, error, fd;
-  snprintf(name, sizeof v->info->socket, "%s-%d", v->name, v->at->rank);
-  for (tries = 0; tries < 101; tries++) {
+  char name[64], told;
+  int tries, status;
+  snprintf(name, sizeof name, "%s-%d", v->name, v->at->rank);
+  cddp__unix_name(&a, name);
+  for (tries = 0; tries < 100; tries++) {
+    uint32_t pid = 0;
     bool ended;
-    if (tries == 100)
-      snprintf(name, sizeof v->info->socket, "%s-%d-%d.%u", v->name, v->at->rank, (int)getpid(),
-               cddp__add32(&others, 1));
-    cddp__unix_name(&a, name);
-    if ((error = cddp__listen_address(&a, &v->host->claim)) == 0) break;
+    int fd, error = cddp__listen_address(&a, &v->host->claim);
+    if (error == 0) {
+      cddp__own_socket(v->host->claim);
+      return CDDP_OK;
+    }
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
-    memset(peer, 0, sizeof peer);
-    error = cddp__dial(name, CDDP__CALL_CLAIM, v->secret, &fd);
-    if (error == 0 && !cddp__peer_process(fd, peer)) peer[0] = 0;
-    ended = error != 0 || cddp__process_ended(peer[0]);
+    if (cddp__load32(&cddp__met_before) == v->mark)
+      return CDDP_OK; /* a rank of the group before has it, which is about to leave that group */
+    error = cddp__connect_address(&a, v->deadline, &fd);
+    if (error == 0) pid = cddp__peer_pid(fd);
+    ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
+                                        cddp__exit_status(-1, pid, &status)));
     if (error == EAGAIN || (error == 0 && recv(fd, &told, 1, MSG_DONTWAIT) == 1))
       ended = false; /* too many have called it; or it has heard this call, and ended since */
     cddp__close_fd(&fd);
-    if (error == CDDP__FOREIGN || peer[0] == (uint32_t)getpid() ||
-        cddp__load32(&cddp__met_before) == v->mark) {
-      tries = 99; /* another user's, this process's once more, or of the group before */
-    } else if (!ended) {
-      v->taken = peer[0];
-      return cddp__taken(v->host, v->at->rank, peer[0], v->host->name, (uint32_t)getpid(),
+    if (error == CDDP__FOREIGN || pid == (uint32_t)getpid())
+      return CDDP_OK; /* a stranger, or this process once more */
+    if (!ended)
+      return cddp__taken(v->host, v->at->rank, pid, v->host->name, (uint32_t)getpid(),
                          v->host->name);
-    } else if (tries < 99) {
-      cddp__sleep(0.001); /* it has ended, or does not listen yet */
-    }
+    cddp__sleep(0.001); /* the rank has ended (a child may hold the name for long), or not begun */
   }
-  cddp__own_socket(v->host->claim);
   return CDDP_OK;
+}
+
+/* Another process of this user that has called this rank's name, since it has the same rank; 0:
+   none. */
+static uint32_t cddp__claimed_again(const cddp__host *h) {
+  uint32_t pid = 0;
+  int fd;
+  while (pid == 0 && h->claim >= 0 && (fd = cddp__accept(h->claim)) >= 0) {
+    pid = cddp__peer_pid(fd);
+    if (pid == (uint32_t)getpid()) pid = 0;
+    (void)!CDDP__SEND(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    close(fd);
+  }
+  return pid;
 }
 
 /* Ranks started by hand cannot prove that they are of one job, so the first to come may have met
@@ -8146,81 +8119,30 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
    that has trained for long. */
 static cddp_result cddp__hear_claims(cddp_group *g) {
   cddp__host *h = g->host;
-  uint32_t pid = cddp__load32(&h->claimant), other = 0;
+  uint32_t pid = cddp__load32(&h->claimant);
   bool over;
-  int fd, purpose;
   if (pid == CDDP__CLAIMS_OVER || h->claim < 0) return CDDP_OK;
-  over = cddp__now() >= h->claims_end; /* what has come before is still heard */
-  while (pid == 0 && (fd = cddp__next_call(h, &purpose, &other)) >= 0) {
-    if (purpose == CDDP__CALL_CLAIM && other != (uint32_t)getpid()) {
-      cddp__store32(&h->claimant, pid = other);
-      (void)!CDDP__SEND(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    }
-    cddp__close_fd(&fd);
+  if (pid == 0) {
+    over = cddp__now() >= h->claims_end; /* what has come before is still heard */
+    pid = cddp__claimed_again(h);
+    if (pid == 0 && over) (void)cddp__swap32(&h->claimant, 0, CDDP__CLAIMS_OVER);
+    if (pid == 0) return CDDP_OK;
+    cddp__store32(&h->claimant, pid);
   }
-  if (pid == 0 && over) (void)cddp__swap32(&h->claimant, 0, CDDP__CLAIMS_OVER);
-  if (pid == 0) return CDDP_OK;
-  return cddp__break(
-      g, cddp__taken(h, cddp__job_rank(g, g->rank), (uint32_t)getpid(), h->name, pid, h->name));
+  return cddp__break(g, cddp__taken(h, cddp__job_rank(g, g->rank), (uint32_t)getpid(), h->name, pid,
+                                    h->name));
 }
 
-/* --- what a rank is --- */
+/* --- members: the ranks that have come, and what they must have in common --- */
 
-/* Finds out what this rank is and where it meets. CDDP_JOB_SECRET was made by cddp_spawn or cddprun
-   for ranks that meet on one host, so that no other user of it can join in: "PORT:SECRET", good for
-   that MASTER_PORT unless the user has set a secret. */
-static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place *at,
-                                         const cddp_group_desc *d, cddp__host *h) {
-  const char *port = strrchr(at->init_method, ':'), *job = cddp__env("CDDP_JOB_SECRET"),
-             *master = cddp__env("MASTER_PORT"), *backend = cddp__backend_name(d),
-             *secret = d->secret != NULL ? d->secret : cddp__env("CDDP_SECRET");
-  bool tcp = strncmp(at->init_method, "tcp://", 6) == 0,
-       cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
-  size_t n = master != NULL ? strlen(master) : 0;
-  char machine[256];
-  struct stat st;
-  cddp__rank_info *i;
-  memset(v, 0, sizeof *v);
-  v->at = at;
-  v->desc = d;
-  v->host = h;
-  v->deadline = cddp__now() + at->timeout_s;
-  v->listener = -1;
-  v->job_secret = secret == NULL && job != NULL && n > 0 && at->port_name != NULL &&
-                  !at->client_only && strncmp(job, master, n) == 0 && job[n] == ':' &&
-                  job[n + 1] != 0;
-  if (v->job_secret) secret = job + n + 1;
-  v->secret = secret != NULL && secret[0] != 0 ? secret : NULL;
-  snprintf(h->place, sizeof h->place, "%s%.80s", tcp ? "port " : "",
-           tcp ? port + 1 : at->init_method);
-  cddp__node_name(at, v->secret, v->name);
-  v->mark = (uint32_t)cddp__hash64(1, v->name, strlen(v->name)) | 1;
-  n = v->secret != NULL ? strlen(v->secret) : 0;
-  h->door = (cddp__door *)cddp__calloc(&h->allocator, 1, sizeof *h->door + n + 1);
-  if (h->door == NULL) return CDDP_OUT_OF_MEMORY;
-  h->door->secret = (char *)(h->door + 1);
-  cddp__copy(h->door + 1, v->secret, n);
-  v->info = i = &h->door->info;
-  i->head.magic = CDDP__MEET_MAGIC;
-  i->head.kind = CDDP__MEET_RANK;
-  i->version = CDDP_VERSION;
-  i->world_size = (uint32_t)at->world_size;
-  i->rank = (uint32_t)at->rank;
-  i->pid = (uint32_t)getpid();
-  i->fp_mode = cddp__fp_mode();
-  i->user = (uint32_t)geteuid();
-  i->joins = at->joins;
-  cddp__host_identity(machine, sizeof machine);
-  i->machine = cddp__hash64(0, machine, strlen(machine));
-  if (stat("/proc/self/ns/pid", &st) != 0) st.st_ino = 0;
-  cddp__append(machine, sizeof machine, "|%u|%llu", i->user, (unsigned long long)st.st_ino);
-  i->node = cddp__hash64(0, machine, strlen(machine));
-  snprintf(i->backend, sizeof i->backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
-  snprintf(i->host.name, sizeof i->host.name, "%.67s", h->name);
-  return CDDP_OK;
+static cddp__member *cddp__member_of(const cddp__rendezvous *v, uint32_t rank) { /* NULL: none */
+  size_t i;
+  for (i = 0; i < v->member_count; i++)
+    if (v->members[i].fits && v->members[i].info.rank == rank) return &v->members[i];
+  return NULL;
 }
 
-/* CDDP_OK if the two ranks can be in one group. own: rank 0, or one of the job that i joins. */
+/* CDDP_OK if the two ranks can be in one group. */
 static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *i) {
   char a[80], b[80];
   if (i->version != own->version)
@@ -8245,9 +8167,298 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                     i->rank, a, own->rank, b);
 }
 
-/* Where other hosts reach this one: the near end of its connection to the store, as the system has
+/* Adds a rank that has come, or a process that would be one. */
+static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *i, int node) {
+  const cddp__member *other = cddp__member_of(v, i->rank);
+  cddp_result r = v->member_count > 0 ? cddp__compare_ranks(&v->members[0].info, i) : CDDP_OK;
+  cddp__member *m;
+  if (r == CDDP_OK && other != NULL)
+    r = cddp__taken(v->host, (int)i->rank, other->info.pid, other->info.host.name, i->pid,
+                    i->host.name);
+  if (r != CDDP_OK && v->problem == CDDP_OK) {
+    v->problem = r;
+    snprintf(v->problem_text, sizeof v->problem_text, "%s", cddp_error());
+  }
+  m = (cddp__member *)cddp__grown(&v->host->allocator, v->members, &v->member_capacity,
+                                  v->member_count + 1, sizeof *m);
+  if (m == NULL) return CDDP_OUT_OF_MEMORY;
+  v->members = m;
+  m += v->member_count++;
+  m->info = *i;
+  m->node = node;
+  m->link_fd = -1;
+  m->fits = r == CDDP_OK;
+  if (node == 0 && i->rank == 0) v->with_rank_0 = true;
+  if (i->world_size > 0 && i->world_size < (uint32_t)v->expected)
+    v->expected = (int)i->world_size;
+  return CDDP_OK;
+}
+
+/* --- messages --- */
+
+/* Sends a message, with the descriptors of fds that are not -1; fds NULL: none. */
+static cddp_result cddp__channel_post(int fd, int kind, cddp_result result, const void *data,
+                                      size_t size, int *fds, double deadline) {
+  cddp__meet_head h = {CDDP__MEET_MAGIC, (uint32_t)kind, (uint32_t)result, (uint32_t)size};
+  cddp_result r = CDDP_OK;
+  ssize_t sent;
+  while ((sent = cddp__pass_fds(fd, &h, sizeof h, fds, true)) < 0 && r == CDDP_OK)
+    if (errno == EAGAIN)
+      r = cddp__wait_fd(fd, POLLOUT, deadline);
+    else if (errno != EINTR)
+      r = cddp__fail_errno("sendmsg to another rank");
+  if (sent >= 0) r = cddp__send_all(fd, (char *)&h + sent, sizeof h - (size_t)sent, deadline);
+  return r == CDDP_OK ? cddp__send_all(fd, data, size, deadline) : r;
+}
+
+/* Reads without blocking: 1 when a message is there (of TABLE its head), 0: not yet, -1: the
+   connection has ended, or what it says is no message. fds: for descriptors, or NULL. */
+static int cddp__channel_read(cddp__channel *c, cddp__meet_head *h, int *fds) {
+  for (;;) {
+    size_t want = sizeof *h;
+    ssize_t n;
+    if (c->have >= sizeof *h) {
+      memcpy(h, c->got, sizeof *h);
+      if (h->kind != CDDP__MEET_TABLE) want += h->size;
+      if (h->magic != CDDP__MEET_MAGIC || want > sizeof c->got) return -1;
+      if (c->have == want) {
+        c->have = 0;
+        return 1;
+      }
+    }
+    n = cddp__pass_fds(c->fd, c->got + c->have, want - c->have, fds, false);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return n < 0 && errno == EAGAIN ? 0 : -1;
+    c->have += (size_t)n;
+  }
+}
+
+static void cddp__channel_init(cddp__channel *c, int fd, bool local) {
+  memset(c, 0, sizeof *c);
+  cddp__own_socket(c->fd = fd);
+  c->local = local;
+  c->since = cddp__now();
+}
+
+/* Whether the end of this channel would be the loss of a rank that is waited for. */
+static bool cddp__awaited(const cddp__rendezvous *v, const cddp__channel *c) {
+  return c->known && !c->in && (c == &v->up || v->members[c->first].fits);
+}
+
+static cddp_result cddp__report_channel_lost(const cddp__rendezvous *v, const cddp__channel *c) {
+  const cddp__rank_info *i = &v->members[c->first].info;
+  if (c == &v->up)
+    return cddp__fail(CDDP_PEER_LOST,
+                      "the rank that gathers %s ranks at %s died while they were meeting",
+                      c->local ? "this host's" : "all hosts'", v->host->place);
+  return cddp__fail(CDDP_PEER_LOST,
+                    "rank %u (pid %u on %s) died or gave up while the ranks were meeting", i->rank,
+                    i->pid, i->host.name);
+}
+
+/* --- the ranks below --- */
+
+static void cddp__drop_channel(cddp__rendezvous *v, size_t k) { /* the last one takes its place */
+  cddp__close_fd(&v->below[k].fd);
+  v->below[k] = v->below[--v->below_count];
+}
+
+/* Takes in who waits at a listening socket. When too many have not said RANK, the oldest of them
+   goes: a rank says it at once. */
+static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
+  int tries;
+  for (tries = 0; tries < 64; tries++) {
+    int fd = cddp__accept(listener);
+    size_t i, oldest = 0, silent = 0;
+    cddp__channel *below;
+    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+    if (fd < 0 && errno == EAGAIN) return CDDP_OK;
+    if (fd < 0) return cddp__fail_descriptors(v, errno, "accept of another rank");
+    for (i = 0; i < v->below_count; i++)
+      if (!v->below[i].known && (silent++ == 0 || v->below[i].since < v->below[oldest].since))
+        oldest = i;
+    if (silent >= CDDP__GREETING) cddp__drop_channel(v, oldest);
+    below = (cddp__channel *)cddp__grown(&v->host->allocator, v->below, &v->below_capacity,
+                                         v->below_count + 1, sizeof *below);
+    if (below != NULL) v->below = below;
+    if (below != NULL && cddp__stream_ready(fd) == 0)
+      cddp__channel_init(&below[v->below_count++], fd, listener == v->node_socket);
+    else
+      close(fd);
+    if (below == NULL) return CDDP_OUT_OF_MEMORY;
+  }
+  return CDDP_OK;
+}
+
+/* Whether the rank that speaks first on a channel may take part. By TCP it has to know the token.
+   One on this machine, but of another user, is told that the meeting goes on without it. */
+static bool cddp__admit(const cddp__rendezvous *v, const cddp__channel *c,
+                        const cddp__rank_info *i) {
+  const cddp__rank_info *own = &v->members[0].info;
+  if (!c->local && !cddp__same_bytes(i->token, v->token, sizeof v->token)) return false;
+  if (!c->local && i->machine == own->machine && i->user != own->user) {
+    char text[CDDP__ERROR_MAX];
+    int n = snprintf(text, sizeof text,
+                     "rank %u at %s runs as another user (uid %u): is that another job? Give this "
+                     "one a port of its own (MASTER_PORT), or start all ranks as one user; "
+                     "CDDP_SECRET keeps others out",
+                     own->rank, v->host->place, own->user);
+    (void)cddp__channel_post(c->fd, CDDP__MEET_FAIL, CDDP_UNAUTHORIZED, text, (size_t)n, NULL,
+                             cddp__now());
+    return false;
+  }
+  return cddp__channel_post(c->fd, CDDP__MEET_WAIT, CDDP_OK, NULL, 0, NULL, cddp__now()) == CDDP_OK;
+}
+
+/* --- the rank above --- */
+
+/* Listens on a port of that address for ranks of other hosts. */
+static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp__address *at,
+                                           int *fd, int *port) {
+  cddp__address a = *at;
+  char text[160];
+  int error;
+  cddp__address_set_port(&a, 0);
+  error = cddp__listen_address(&a, fd);
+  cddp__address_text(&a, text, sizeof text);
+  if (error == 0 && !cddp__local_address(*fd, &a)) error = errno;
+  *port = cddp__address_port(&a);
+  cddp__own_socket(*fd);
+  if (error == EMFILE || error == ENFILE) return cddp__fail_descriptors(v, error, "socket");
+  if (error == 0) return CDDP_OK;
+  return cddp__fail(CDDP_SYSTEM,
+                    "cannot listen on %s for ranks of other hosts: %s; CDDP_IFNAME names another "
+                    "interface",
+                    text, strerror(error));
+}
+
+/* Opens a socket for links of a member of this node, if it has none, and notes where it is. */
+static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__member *m) {
+  m->info.host.address = v->address.v6;
+  return m->link_fd >= 0
+             ? CDDP_OK
+             : cddp__listen_for_others(v, &v->address, &m->link_fd, &m->info.port);
+}
+
+/* Passes on the members that the rank above does not know yet. */
+static cddp_result cddp__tell_up(cddp__rendezvous *v) {
+  cddp_result r = CDDP_OK;
+  while (r == CDDP_OK && v->up.fd >= 0 && v->told < v->member_count) {
+    cddp__member *m = &v->members[v->told++];
+    memcpy(m->info.token, v->token, sizeof v->token);
+    if (!v->up.local && m->fits) r = cddp__listen_for_links(v, m);
+    CDDP__POINT("hello");
+    if (r == CDDP_OK) /* if it cannot be sent, reading says why */
+      (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, &m->info, sizeof m->info, NULL,
+                               v->deadline);
+    CDDP__POINT("greeted");
+  }
+  return r;
+}
+
+/* Receives a table of so many bytes. */
+static cddp_result cddp__take_table(cddp__rendezvous *v, size_t size) {
+  int ranks = v->at->world_size;
+  size_t least = cddp__table_bytes(ranks, 0),
+         hosts = size > least ? (size - least) / sizeof(cddp__host_entry) : 0;
+  if (hosts == 0 || hosts > (size_t)ranks || size != cddp__table_bytes(ranks, (int)hosts))
+    return cddp__fail(CDDP_MISMATCH, "the rank table has a wrong size");
+  v->net = cddp__net_new(&v->host->allocator, ranks, (int)hosts);
+  if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
+  return cddp__recv_all(v->up.fd, v->net->token, size, v->deadline + 0.5);
+}
+
+/* Takes what has come on a channel, and closes it if it has ended, or is not one of a rank. */
+static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
+  bool up = c == &v->up;
+  char text[CDDP__ERROR_MAX + 1] = "a rank gave up without a word";
+  cddp__rank_info info;
+  cddp__meet_head h;
+  cddp_result r;
+  int got, node;
+  while ((got = cddp__channel_read(c, &h, up ? v->fds : NULL)) > 0) {
+    if (h.kind == CDDP__MEET_FAIL && (up || cddp__awaited(v, c))) {
+      r = h.result > CDDP_OK && h.result < CDDP__RESULT_COUNT ? (cddp_result)h.result
+                                                              : CDDP_MISMATCH;
+      if (h.size > 0 && c->got[sizeof h] != 0) {
+        memcpy(text, c->got + sizeof h, h.size);
+        text[h.size] = 0;
+      }
+      cddp__make_printable(text);
+      v->common = true;
+      return cddp__fail(r, "%s", text);
+    }
+    if (h.kind == CDDP__MEET_WAIT && up) {
+      c->known = true;
+    } else if (h.kind == CDDP__MEET_TABLE && up && v->net == NULL) {
+      return cddp__take_table(v, h.size);
+    } else if (h.kind == CDDP__MEET_IN && !up && cddp__awaited(v, c)) {
+      c->in = true;
+    } else if (h.kind == CDDP__MEET_RANK && !up && h.size == sizeof info) {
+      memcpy(&info, c->got + sizeof h, sizeof info);
+      info.host.name[sizeof info.host.name - 1] = 0;
+      if (!c->known && !cddp__admit(v, c, &info)) break;
+      node = c->local ? 0 : c->known ? v->members[c->first].node : v->nodes++;
+      if ((r = cddp__add_member(v, &info, node)) != CDDP_OK) return r;
+      if (!c->known) c->first = v->member_count - 1;
+      c->known = true;
+    } else {
+      break;
+    }
+  }
+  if (got != 0 && cddp__awaited(v, c)) return cddp__report_channel_lost(v, c);
+  if (got != 0) cddp__close_fd(&c->fd);
+  if (got == 0 || !up) return CDDP_OK;
+  v->told = 0; /* that rank was about to end: another one is found */
+  v->stale = true;
+  cddp__sleep(0.001);
+  return CDDP_OK;
+}
+
+/* Waits a little for messages, connections, lost ones and claims, and deals with them. */
+static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
+  int more[4] = {v->node_socket, v->root_socket, v->host->claim, v->up.fd};
+  size_t i, n = v->below_count;
+  struct pollfd *fds = (struct pollfd *)cddp__grown(&v->host->allocator, v->poll,
+                                                    &v->poll_capacity, n + 4, sizeof *fds);
+  uint32_t pid;
+  double now;
+  cddp_result r = CDDP_OK;
+  if (fds == NULL) return CDDP_OUT_OF_MEMORY;
+  v->poll = fds;
+  for (i = 0; i < n + 4; i++) {
+    fds[i].fd = i < n ? v->below[i].fd : more[i - n];
+    fds[i].events = POLLIN;
+    fds[i].revents = 0;
+  }
+  if (poll(fds, (nfds_t)n + 4, cddp__poll_ms(until, 50)) < 0 && errno != EINTR)
+    return cddp__fail_errno("poll");
+  now = cddp__now();
+  for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: a dropped one's place is the last one's */
+    cddp__channel *c = &v->below[i];
+    if (!c->known && now - c->since > CDDP__HELLO_S)
+      cddp__close_fd(&c->fd);
+    else if (fds[i].revents != 0)
+      r = cddp__channel_hear(v, c);
+    if (c->fd < 0) cddp__drop_channel(v, i);
+  }
+  if (r == CDDP_OK && fds[n + 2].revents != 0 && (pid = cddp__claimed_again(v->host)) != 0) {
+    cddp__rank_info info = v->members[0].info;
+    info.pid = pid; /* another one with this rank */
+    cddp__store32(&v->host->claimant, pid);
+    r = cddp__add_member(v, &info, 0);
+  }
+  if (r == CDDP_OK && fds[n + 3].revents != 0) r = cddp__channel_hear(v, &v->up);
+  for (i = 0; i < 2 && r == CDDP_OK; i++)
+    if (fds[n + i].revents != 0) r = cddp__accept_channels(v, more[i]);
+  return r;
+}
+
+/* --- how a coordinator finds the root, or is the root: one key of the store --- */
+
+/* Where other hosts reach this one: the near end of a connection to one of them, as the system has
    chosen it by route; or, by CDDP_IFNAME, the first address of that interface, of the same family
-   if it has one. Loopback says: on the host of the store, whose address the others know. */
+   if it has one. Loopback says nothing: the other end is on this host. */
 static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
@@ -8270,341 +8481,212 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   return CDDP_OK;
 }
 
-/* Listens for ranks of other hosts: on the address by which they reach this one, or on all if they
-   know better than this rank which that is. */
-static cddp_result cddp__listen_for_others(cddp__rendezvous *v) {
+/* The root listens for other coordinators, and tells the store where: on the address of its
+   connection to the store, or on all addresses if the store is on this host too. */
+static cddp_result cddp__open_root(cddp__rendezvous *v) {
+  cddp__root_key value;
   cddp__address a;
-  char text[160];
-  int error;
-  cddp_result r = cddp__own_address(v->store->fd, &a);
+  int port;
+  cddp_result r = cddp__random(v->token, sizeof v->token);
+  if (r == CDDP_OK) r = cddp__own_address(v->store->fd, &v->address);
   if (r != CDDP_OK) return r;
-  v->info->host.address = a.v6;
+  a = v->address;
   if (cddp__address_loopback(&a) && !cddp__one_host(v->at) && cddp__env("CDDP_IFNAME") == NULL) {
     if (a.sa.ss_family == AF_INET6) memset(&a.v6.sin6_addr, 0, sizeof a.v6.sin6_addr);
     if (a.sa.ss_family == AF_INET) a.v4.sin_addr.s_addr = htonl(INADDR_ANY);
   }
-  cddp__address_set_port(&a, 0);
-  error = cddp__listen_address(&a, &v->listener);
-  cddp__address_text(&a, text, sizeof text);
-  if (error == 0 && !cddp__local_address(v->listener, &a)) error = errno;
-  v->info->port = cddp__address_port(&a);
-  cddp__own_socket(v->listener);
-  if (error == EMFILE || error == ENFILE) return cddp__fail_descriptors(v, error, "socket");
-  if (error == 0) return CDDP_OK;
-  return cddp__fail(CDDP_SYSTEM,
-                    "cannot listen on %s for ranks of other hosts: %s; CDDP_IFNAME names another "
-                    "interface",
-                    text, strerror(error));
-}
-
-/* --- the store: what is set there, and read --- */
-
-/* A key of this job, in the caller's buffer. */
-static const char *cddp__meet_key(const cddp__rendezvous *v, char key[192], const char *what,
-                                  int rank) {
-  snprintf(key, 192, rank < 0 ? "%s/%s" : "%s/%s/%d", v->at->run, what, rank);
-  return key;
-}
-
-static cddp_result cddp__open_store(cddp__rendezvous *v) {
-  const cddp__place *at = v->at;
-  cddp__store_options o;
-  cddp_result r;
-  memset(&o, 0, sizeof o);
-  o.desc.init_method = at->init_method;
-  o.desc.is_server = at->rank == 0 && !at->client_only && v->taken == 0;
-  o.desc.timeout_s = at->timeout_s;
-  o.desc.secret = v->secret != NULL ? v->secret : "";
-  o.desc.allocator = v->desc->allocator;
-  o.listen_fd = o.desc.is_server ? at->listen_fd : -1;
-  o.reachable = !cddp__one_host(at);
-  o.deadline = v->taken != 0 ? cddp__soon(0.3, v->deadline) : v->deadline; /* it may be closed */
-  o.port_name = at->port_name;
-  o.host_name = at->host_name;
-  r = cddp__store_open(&v->store, &o);
-  if (r != CDDP_OK && o.desc.is_server && at->listen_fd_lost)
-    r = cddp__fail_in(r,
-                      "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a program "
-                      "between it and this one has closed it; ",
-                      getenv("CDDP_LISTEN_FD"));
-  return r;
+  if ((r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK) return r;
+  cddp__address_set_port(&v->address, port);
+  memcpy(value.magic, cddp__root_magic, sizeof value.magic);
+  memcpy(value.token, v->token, sizeof value.token);
+  value.address = v->address.v6;
+  return cddp_store_set(v->store, v->key, &value, sizeof value);
 }
 
 static void cddp__close_store(cddp__rendezvous *v) {
   if (v->store != NULL) cddp__store_close(v->store);
   v->store = NULL;
+  v->pause = 0.25;
 }
 
-/* What an operation on the store returned, in words that fit here. */
-static cddp_result cddp__store_gone(const cddp__rendezvous *v, cddp_result r) {
-  if (r != CDDP_NETWORK || v->store == NULL) return r;
+/* Looks into the store where the root is, and connects to it. */
+static cddp_result cddp__call_root(cddp__rendezvous *v) {
+  cddp__root_key value;
+  cddp__address a, store;
+  const char *key = v->key;
+  bool there = false;
+  size_t n = 0;
+  int fd;
+  cddp_result r = cddp_store_check(v->store, &key, 1, &there);
+  if (r == CDDP_OK && there)
+    r = cddp_store_get(v->store, key, &value, sizeof value, &n);
+  if (r == CDDP_NETWORK || !there) return r;
+  v->stale = true; /* until the root has answered */
+  if (r != CDDP_OK || n != sizeof value ||
+      memcmp(value.magic, cddp__root_magic, sizeof value.magic) != 0)
+    return CDDP_OK; /* another program's */
+  a = cddp__internet_address(&value.address);
+  memset(&store, 0, sizeof store);
+  store.size = sizeof store.sa;
+  if (cddp__address_loopback(&a) && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
+      store.sa.ss_family != AF_UNIX && !cddp__address_loopback(&store)) {
+    cddp__address_set_port(&store, cddp__address_port(&a)); /* the root is on the store's host */
+    a = store;
+  }
+  if (cddp__connect_address(&a, cddp__soon(2, v->deadline), &fd) != 0) return CDDP_OK;
+  cddp__channel_init(&v->up, fd, false);
+  memcpy(v->token, value.token, sizeof v->token);
+  cddp__close_store(v);
+  return cddp__own_address(fd, &v->address);
+}
+
+static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
+  const cddp__place *at = v->at;
+  cddp__store_options o;
+  memset(&o, 0, sizeof o);
+  o.desc.init_method = at->init_method;
+  o.desc.is_server = v->serves;
+  o.desc.timeout_s = at->timeout_s;
+  o.desc.secret = v->secret != NULL ? v->secret : "";
+  o.desc.allocator = v->desc->allocator;
+  o.listen_fd = v->serves ? at->listen_fd : -1;
+  o.reachable = !cddp__one_host(at);
+  o.deadline = deadline;
+  o.port_name = at->port_name;
+  o.host_name = at->host_name;
+  return cddp__store_open(&v->store, &o);
+}
+
+/* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
+   open the store for a while, a longer one each time: in between the clients are seen to. */
+static cddp_result cddp__seek_others(cddp__rendezvous *v) {
+  double most = 0.02 + 1e-5 * v->at->world_size;
+  cddp_result r;
+  if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
+  if (v->store == NULL) {
+    r = cddp__open_store(v, cddp__soon(v->pause, v->deadline));
+    v->pause = r == CDDP_OK ? 0.002 : 2 * v->pause;
+    v->look = cddp__now();
+    return r == CDDP_TIMEOUT && (v->look < v->deadline || v->problem != CDDP_OK) ? CDDP_OK : r;
+  }
+  r = v->with_rank_0 ? cddp__open_root(v) : cddp__call_root(v);
+  v->look = cddp__now() + v->pause;
+  v->pause = 2 * v->pause < most ? 2 * v->pause : most;
+  if (r != CDDP_NETWORK || v->serves) return r;
+  cddp__close_store(v);
+  if (v->stale) return CDDP_OK; /* an earlier job's store has ended */
   return cddp__fail(CDDP_PEER_LOST,
                     "the store at %s hung up while the ranks were meeting: the process that "
                     "serves it (rank 0, unless a launcher does) died or gave up",
                     v->host->place);
 }
 
-/* What ranks wait for in the store is rank 0's, which has the first deadline: it knows who is
-   missing. */
-static void cddp__set_patience(const cddp__rendezvous *v) {
-  double left = v->deadline + 0.5 - cddp__now();
-  v->store->timeout_s = left > 0.001 ? left : 0.001;
-}
+/* --- the meeting --- */
 
-/* Reads what a rank has said of itself: *there, or (NULL) waits for it. */
-static cddp_result cddp__read_rank(const cddp__rendezvous *v, int rank, cddp__rank_info *out,
-                                   bool *there) {
-  char name[192];
-  const char *key = cddp__meet_key(v, name, "rank", rank);
-  size_t n = 0;
-  cddp_result r = CDDP_OK;
-  cddp__set_patience(v);
-  if (there != NULL) r = cddp_store_check(v->store, &key, 1, there);
-  if (r != CDDP_OK || (there != NULL && !*there)) return r;
-  memset(out, 0, sizeof *out);
-  r = cddp_store_get(v->store, key, out, sizeof *out, &n);
-  if (r == CDDP_INVALID_ARGUMENT || (r == CDDP_OK && n < sizeof out->head + 4) ||
-      (r == CDDP_OK && out->head.magic != CDDP__MEET_MAGIC))
-    return cddp__fail(CDDP_MISMATCH, "what rank %d says in the store at %s is of another program",
-                      rank, v->host->place);
-  out->host.name[sizeof out->host.name - 1] = out->socket[sizeof out->socket - 1] = 0;
-  if (r == CDDP_OK && out->version == CDDP_VERSION &&
-      (n != sizeof *out || (int)out->rank != rank || out->pid == 0))
-    return cddp__fail(CDDP_MISMATCH, "what rank %d says in the store at %s is damaged", rank,
-                      v->host->place);
-  return r;
-}
-
-/* Compares this rank with rank 0, and sets its key. */
-static cddp_result cddp__introduce(cddp__rendezvous *v) {
-  int64_t came;
-  cddp__rank_info first = *v->info;
-  char key[192];
-  size_t n = 0;
-  bool set = false;
-  cddp_result r = CDDP_OK;
-  if (v->at->rank != 0) r = cddp__read_rank(v, 0, &first, NULL);
-  if (r != CDDP_OK) return r;
-  if (first.machine == v->info->machine && first.user != v->info->user) {
-    v->told = true;
+/* Binds the node's socket, or calls the rank that has. */
+static cddp_result cddp__enter_node(cddp__rendezvous *v) {
+  cddp__address a;
+  int error, fd;
+  CDDP__POINT("store");
+  cddp__unix_name(&a, v->name);
+  error = cddp__listen_address(&a, &v->node_socket);
+  if (error == 0) {
+    cddp__own_socket(v->node_socket);
+    CDDP__POINT("lead");
+    return CDDP_OK;
+  }
+  if (error != EADDRINUSE)
+    return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
+  error = cddp__connect_address(&a, v->deadline, &fd);
+  if (error == CDDP__FOREIGN)
     return cddp__fail(CDDP_UNAUTHORIZED,
-                      "rank 0 at %s runs as another user (uid %u): is that another job? Give this "
-                      "one a port of its own (MASTER_PORT), or start all ranks as one user; "
-                      "CDDP_SECRET keeps others out",
-                      v->host->place, first.user);
+                      "a process of another user holds the name at which the ranks of this host "
+                      "meet; set CDDP_SECRET, or another MASTER_PORT");
+  if (error == 0) {
+    CDDP__POINT("follow");
+    cddp__channel_init(&v->up, fd, true);
+  } else if (error == ECONNREFUSED || error == EAGAIN || error == EINTR) {
+    cddp__sleep(0.001); /* that rank does not listen yet, or has just ended */
+  } else {
+    return cddp__fail_descriptors(v, error, "connect to an abstract Unix socket");
   }
-  v->common = true;
-  v->expected = v->at->world_size;
-  if ((int)first.world_size > 0 && (int)first.world_size < v->expected)
-    v->expected = (int)first.world_size;
-  if ((r = cddp__compare_ranks(&first, v->info)) != CDDP_OK) return r;
-  v->common = false;
-  CDDP__POINT("hello");
-  if ((r = cddp__listen_for_others(v)) != CDDP_OK) return r;
-  cddp__meet_key(v, key, "rank", v->at->rank);
-  r = cddp_store_compare_set(v->store, key, NULL, 0, v->info, sizeof *v->info, &first, sizeof first,
-                             &n, &set);
-  CDDP__POINT("greeted");
-  if (r != CDDP_OK || set) v->expected = 0;
-  if (r == CDDP_OK && set)
-    r = cddp_store_add(v->store, cddp__meet_key(v, key, "came", -1), 1, &came);
-  if (r != CDDP_OK || set) return r;
-  v->common = true;
-  first.host.name[sizeof first.host.name - 1] = 0;
-  return cddp__taken(v->host, v->at->rank, first.pid, first.host.name, v->info->pid, v->host->name);
-}
-
-/* Another process has this rank: if that is about to meet here, all ranks are to hear of it. */
-static void cddp__find_other(cddp__rendezvous *v) {
-  cddp__rank_info other;
-  char text[CDDP__ERROR_MAX];
-  double deadline = v->deadline;
-  memcpy(text, cddp__error_text, sizeof text);
-  v->common = cddp__open_store(v) == CDDP_OK;
-  v->deadline = cddp__soon(0, v->deadline);
-  if (v->common)
-    v->common = cddp__read_rank(v, v->at->rank, &other, NULL) == CDDP_OK && other.pid == v->taken;
-  v->deadline = deadline;
-  v->told = !v->common;
-  v->expected = v->at->world_size;
-  memcpy(cddp__error_text, text, sizeof text);
-}
-
-/* Takes the value of RUN/table: a failure, or the table. */
-static cddp_result cddp__take_table(cddp__rendezvous *v, char *value, size_t n) {
-  int ranks = v->at->world_size;
-  size_t least = cddp__table_bytes(ranks, 0), hosts;
-  cddp__meet_head h;
-  memset(&h, 0, sizeof h);
-  memcpy(&h, value, cddp__min(n, sizeof h));
-  n -= cddp__min(n, sizeof h);
-  if (h.magic == CDDP__MEET_MAGIC && h.kind == CDDP__MEET_FAIL && n < CDDP__ERROR_MAX) {
-    value[sizeof h + n] = 0;
-    cddp__make_printable(value + sizeof h);
-    v->told = true;
-    v->expected = (int)h.expected;
-    return cddp__fail(h.result > CDDP_OK && h.result < CDDP__RESULT_COUNT ? (cddp_result)h.result
-                                                                          : CDDP_MISMATCH,
-                      "%s", n > 0 ? value + sizeof h : "a rank gave up without a word");
-  }
-  hosts = n > least ? (n - least) / sizeof(cddp__host_entry) : 0;
-  if (h.magic != CDDP__MEET_MAGIC || h.kind != CDDP__MEET_TABLE || hosts == 0 ||
-      hosts > (size_t)ranks || n != cddp__table_bytes(ranks, (int)hosts))
-    return cddp__fail(CDDP_MISMATCH, "the rank table is damaged");
-  v->net = cddp__net_new(&v->host->allocator, ranks, (int)hosts);
-  if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
-  memcpy(v->net->token, value + sizeof h, n);
   return CDDP_OK;
 }
 
-/* Sets RUN/table, unless it is there (size 0: only reads it), and takes what is there then. */
-static cddp_result cddp__exchange_table(cddp__rendezvous *v, cddp__meet_head *h, const void *data,
-                                        size_t size) {
-  size_t table = cddp__table_bytes(v->at->world_size, v->at->world_size), n = 0;
-  size_t room = sizeof *h + table + CDDP__ERROR_MAX;
-  char key[192], *buffer = (char *)cddp__calloc(&v->host->allocator, 2, room);
-  char *own = buffer + room;
-  bool set;
-  cddp_result r;
-  if (buffer == NULL) return CDDP_OUT_OF_MEMORY;
-  cddp__meet_key(v, key, "table", -1);
-  cddp__set_patience(v);
-  if (size == 0) {
-    r = cddp_store_get(v->store, key, buffer, room - 1, &n);
-    if (r == CDDP_TIMEOUT) { /* rank 0 tells the others when its own time is up */
-      v->told = true;
-      cddp__fail(r, "timed out after %g s: not all %d ranks have come to %s, or rank 0 is stopped",
-                 v->at->timeout_s, v->at->world_size, v->host->place);
-    }
-  } else {
-    h->magic = CDDP__MEET_MAGIC;
-    memcpy(own, h, sizeof *h);
-    memcpy(own + sizeof *h, data, size);
-    r = cddp_store_compare_set(v->store, key, NULL, 0, own, sizeof *h + size, buffer, room - 1, &n,
-                               &set);
-  }
-  if (r == CDDP_OK) r = cddp__take_table(v, buffer, n);
-  cddp__free(&v->host->allocator, buffer);
-  return r;
-}
-
-/* --- rank 0: waits for all --- */
-
-/* The address by which this rank reaches a host. One that has given its loopback address is the
-   store's, and this rank's connection to the store may know a better one. */
-static void cddp__find_host(const cddp__rendezvous *v, cddp__host_entry *host) {
-  cddp__address a = cddp__internet_address(&host->address), store;
-  memset(&store, 0, sizeof store);
-  store.size = sizeof store.sa;
-  if (cddp__address_loopback(&a) && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
-      store.sa.ss_family != AF_UNIX && !cddp__address_loopback(&store))
-    host->address = store.v6;
-}
-
-/* Whether a rank that has come has ended. far: looks at those of other nodes too, whose ports
-   nobody listens at then. */
-static bool cddp__rank_ended(const cddp__rendezvous *v, cddp__rank_info *i, bool far) {
-  cddp__address a;
-  int fd = -1, error = 0;
-  if (i->node == v->info->node) return cddp__process_ended(i->pid);
-  if (!far) return false;
-  cddp__find_host(v, &i->host);
-  a = cddp__internet_address(&i->host.address);
-  cddp__address_set_port(&a, i->port);
-  error = cddp__connect_address(&a, cddp__soon(0.1, v->deadline), &fd);
-  cddp__close_fd(&fd);
-  return error == ECONNREFUSED;
-}
-
-/* Reads what the ranks that have come say of themselves. Lost ones are an error. */
-static cddp_result cddp__read_ranks(cddp__rendezvous *v, bool far) {
+/* The root: all ranks have come. Says who is where. */
+static cddp_result cddp__make_table(cddp__rendezvous *v) {
+  size_t i;
   cddp_result r = CDDP_OK;
-  int rank;
-  v->all[0] = *v->info;
-  for (rank = 1; rank < v->at->world_size && r == CDDP_OK; rank++) {
-    cddp__rank_info *i = &v->all[rank];
-    bool there = true;
-    if (i->head.magic == 0) r = cddp__read_rank(v, rank, i, &there);
-    if (r != CDDP_OK || !there || !cddp__rank_ended(v, i, far)) continue;
-    v->common = true;
-    return cddp__fail(CDDP_PEER_LOST,
-                      "rank %u (pid %u on %s) died or gave up while the ranks were meeting at %s",
-                      i->rank, i->pid, i->host.name, v->host->place);
+  bool routed = false;
+  for (i = 0; i < v->below_count && !routed && r == CDDP_OK; i++) {
+    if (v->below[i].local || !cddp__awaited(v, &v->below[i])) continue;
+    r = cddp__own_address(v->below[i].fd, &v->address);
+    routed = !cddp__address_loopback(&v->address);
   }
-  return r;
+  for (i = 0; i < v->member_count && v->nodes > 1 && r == CDDP_OK; i++)
+    if (v->members[i].node == 0) r = cddp__listen_for_links(v, &v->members[i]);
+  if (r != CDDP_OK) return r;
+  v->net = cddp__net_new(&v->host->allocator, v->at->world_size, v->nodes);
+  if (v->net == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < v->member_count; i++) {
+    const cddp__rank_info *info = &v->members[i].info;
+    cddp__home *p = &v->net->homes[info->rank];
+    p->host = v->members[i].node;
+    p->pid = info->pid;
+    p->port = info->port;
+    v->net->hosts[p->host] = info->host;
+  }
+  return cddp__random(v->net->token, 16);
 }
 
-/* Time is up: who is missing. */
+/* Time is up: who is missing, as far as this rank knows. */
 static cddp_result cddp__fail_late(cddp__rendezvous *v) {
-  struct rlimit limit;
   char list[128] = "";
   int rank, n = 0, size = v->at->world_size;
-  v->common = true;
+  if (!v->with_rank_0 || v->node_socket < 0) /* not the root */
+    return cddp__fail(CDDP_TIMEOUT,
+                      "timed out after %g s: not all %d ranks have come to %s; %d are on this "
+                      "host%s",
+                      v->at->timeout_s, size, v->host->place, (int)v->member_count,
+                      v->up.fd < 0 ? ", rank 0 has not" : "");
   for (rank = 0; rank < size; rank++)
-    if (v->all[rank].head.magic == 0 && n++ < 8)
+    if (cddp__member_of(v, (uint32_t)rank) == NULL && n++ < 8)
       cddp__append(list, sizeof list, "%s%d", n > 1 ? ", " : "", rank);
-  cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: rank%s %s%s of %d did not come to %s; start them, or raise "
-             "CDDP_TIMEOUT_S",
-             v->at->timeout_s, n > 1 ? "s" : "", list, n > 8 ? ", ..." : "", size, v->host->place);
-  if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < (rlim_t)size + 16)
-    cddp__append(cddp__error_text, sizeof cddp__error_text,
-                 ". Rank 0 may have %llu open files and needs one for each rank: ulimit -n %d",
-                 (unsigned long long)limit.rlim_cur, 4 * size + 1024);
-  return CDDP_TIMEOUT;
+  return cddp__fail(
+      CDDP_TIMEOUT,
+      "timed out after %g s: rank%s %s%s of %d did not come to %s; start them, or raise "
+      "CDDP_TIMEOUT_S",
+      v->at->timeout_s, n > 1 ? "s" : "", list, n > 8 ? ", ..." : "", size, v->host->place);
 }
 
-/* Waits until all have come, one has set a failure, or one that came has died: this node's ranks
-   are looked at now and then, those of others each time after twice as long. */
+/* Until this rank has the table, or knows what is wrong. The root's deadline is the first, as it
+   knows who is missing. */
 static cddp_result cddp__gather(cddp__rendezvous *v) {
-  double began = cddp__now(), now = began, look = began + 0.05, far = began + 0.25, pause = 1e-4;
-  char key[192];
-  int64_t came = 0;
   cddp_result r = CDDP_OK;
-  v->all = (cddp__rank_info *)cddp__calloc(&v->host->allocator, (size_t)v->at->world_size,
-                                           sizeof *v->all);
-  if (v->all == NULL) return CDDP_OUT_OF_MEMORY;
-  cddp__meet_key(v, key, "came", -1);
-  while (r == CDDP_OK) {
-    r = cddp_store_add(v->store, key, 0, &came);
-    if (r == CDDP_OK && came >= CDDP__FAILED) return cddp__exchange_table(v, NULL, NULL, 0);
-    if (r == CDDP_OK && came >= v->at->world_size) return cddp__read_ranks(v, false);
-    now = cddp__now();
-    if (r == CDDP_OK && now >= cddp__soon(look - now, v->deadline)) {
-      r = cddp__read_ranks(v, now >= far);
-      if (r == CDDP_OK && now >= v->deadline) r = cddp__fail_late(v);
-      if (now >= far) far = now + (now - began);
-      look = now + 0.05;
+  v->pause = v->store != NULL ? 0.002 : 0.25;
+  v->look = cddp__now() + (v->store != NULL ? v->pause : 0);
+  while (r == CDDP_OK && v->net == NULL) {
+    double until = v->deadline + 0.5;
+    bool late, all;
+    if (v->up.fd < 0 && v->node_socket < 0) r = cddp__enter_node(v);
+    if (r == CDDP_OK) r = cddp__tell_up(v);
+    if (v->up.fd < 0) until = v->root_socket < 0 && v->look < v->deadline ? v->look : v->deadline;
+    if (r == CDDP_OK) r = cddp__poll_channels(v, until);
+    if (r != CDDP_OK || v->net != NULL) break;
+    late = cddp__now() >= v->deadline + (v->up.fd < 0 ? 0 : v->up.local ? 0.5 : 0.25);
+    all = v->with_rank_0 && v->node_socket >= 0 && v->member_count >= (size_t)v->expected;
+    if (late || (all && v->problem != CDDP_OK)) {
+      v->common = true;
+      return v->problem != CDDP_OK ? cddp__fail(v->problem, "%s", v->problem_text)
+                                   : cddp__fail_late(v);
     }
-    if (r == CDDP_OK) cddp__sleep(cddp__soon(pause, v->deadline) - now);
-    pause = pause < 2e-3 ? 2 * pause : 2e-3;
+    if (all)
+      r = cddp__make_table(v);
+    else if (v->node_socket >= 0 && v->up.fd < 0)
+      r = cddp__seek_others(v);
   }
   return r;
 }
-
-/* All have come: says who is where. */
-static cddp_result cddp__set_table(cddp__rendezvous *v) {
-  cddp__meet_head head = {0, CDDP__MEET_TABLE, 0, 0};
-  int rank, p, hosts = 0;
-  cddp__net *n = cddp__net_new(&v->host->allocator, v->at->world_size, v->at->world_size);
-  cddp_result r = n != NULL ? cddp__random(n->token, 16) : CDDP_OUT_OF_MEMORY;
-  for (rank = 0; r == CDDP_OK && rank < v->at->world_size; rank++) {
-    const cddp__rank_info *i = &v->all[rank];
-    for (p = 0; p < rank && v->all[p].node != i->node; p++) {}
-    n->homes[rank].host = p < rank ? n->homes[p].host : hosts++;
-    n->homes[rank].pid = i->pid;
-    n->homes[rank].port = i->port;
-    if (p == rank) n->hosts[n->homes[rank].host] = i->host;
-  }
-  if (r == CDDP_OK) { /* the table has no room for hosts that there are not */
-    memmove(n->hosts + hosts, n->homes, (size_t)v->at->world_size * sizeof *n->homes);
-    r = cddp__exchange_table(v, &head, n->token, cddp__table_bytes(v->at->world_size, hosts));
-  }
-  cddp__net_free(n);
-  return r;
-}
-
-/* --- the memory of a node --- */
 
 /* Makes the memfd: a window for each rank, one for what is common to all, and those of processes
    that may join. As large as the process may make a file: it is all holes, and so takes no memory
@@ -8656,7 +8738,6 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
   for (i = 0; i < n->host_count; i++) {
     n->hosts[i].name[sizeof n->hosts[i].name - 1] = 0;
     n->hosts[i].size = 0;
-    cddp__find_host(v, &n->hosts[i]);
   }
   for (i = 0; i < n->size; i++) {
     cddp__home *p = &n->homes[i];
@@ -8671,8 +8752,6 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
   cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index, n->homes[n->rank].index);
   if (n->host_count == 1) return CDDP_OK;
   h->net = n;
-  n->listener = v->listener;
-  v->listener = -1;
   if (v->secret == NULL || v->job_secret) return CDDP_OK;
   n->secret = cddp__strdup(&h->allocator, v->secret);
   return n->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
@@ -8691,188 +8770,154 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, 
   return r;
 }
 
-static int cddp__rank_at(const cddp__net *n, int index) { /* of this host's ranks */
-  int rank = 0;
-  while (n->homes[rank].host != n->host || n->homes[rank].index != index) rank++;
-  return rank;
-}
-
-static cddp_result cddp__fail_lost(const cddp__rendezvous *v, int rank) {
-  const cddp__home *p = &v->net->homes[rank];
-  v->net->hosts[p->host].name[sizeof v->net->hosts->name - 1] = 0;
-  return cddp__fail(CDDP_PEER_LOST,
-                    "rank %d (pid %u on %s) died or gave up while the ranks were meeting at %s",
-                    rank, p->pid, v->net->hosts[p->host].name, v->host->place);
-}
-
-/* Gets the memory from the node's leader, builds the group, and answers. */
-static cddp_result cddp__fetch_memory(cddp__rendezvous *v, cddp_group **out) {
-  cddp__host *h = v->host;
-  double deadline = v->deadline + 1;
-  cddp__rank_info leader;
-  cddp__welcome a;
-  int fds[2] = {-1, -1}, fd = -1, error, rank = cddp__rank_at(v->net, 0), got = 0;
-  cddp_result r;
-  if ((r = cddp__read_rank(v, rank, &leader, NULL)) != CDDP_OK) return r;
-  CDDP__POINT("follow");
-  while (((error = cddp__dial(leader.socket, CDDP__CALL_MEMORY, v->secret, &fd)) == EAGAIN ||
-          error == EADDRINUSE) &&
-         cddp__now() < deadline)
-    cddp__sleep(0.001); /* many call, or another thread of this process */
-  if (error == ECONNREFUSED || error == CDDP__FOREIGN) return cddp__fail_lost(v, rank);
-  if (error != 0) return cddp__fail_descriptors(v, error, "connect to an abstract Unix socket");
-  while (r == CDDP_OK && (got = cddp__receive_answer(fd, &a, fds)) == 0)
-    r = cddp__wait_fd(fd, POLLIN, deadline);
-  h->fd = fds[0];
-  if (got <= 0) {
-    r = cddp__fail_lost(v, rank);
-  } else if (a.result != CDDP_OK) {
-    v->told = true;
-    r = cddp__fail((cddp_result)a.result, "%s", a.text);
-  } else if (h->fd < 0) {
-    r = cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  } else if ((r = cddp__measure_windows(h, h->size)) == CDDP_OK) {
-    cddp__host_place(h, h->size, h->index, h->index); /* with this size of windows */
-    r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
-  }
-  CDDP__POINT("welcome");
-  if (got > 0) (void)cddp__send_answer(fd, &a, r, -1);
-  cddp__close_fd(&fd);
-  return r;
-}
-
-/* The next calls for the memory: each gets it, or hears why there is none (r). */
-static void cddp__answer_memory(cddp__rendezvous *v, struct pollfd *ranks, cddp__welcome *a,
-                                cddp_result r) {
-  cddp__host *h = v->host;
-  uint32_t pid;
-  int fd, i, purpose;
-  while ((fd = cddp__next_call(h, &purpose, &pid)) >= 0) {
-    for (i = 1; i < h->size && (h->pids[i] != pid || ranks[i].fd != -1); i++) {}
-    if (purpose == CDDP__CALL_MEMORY && i < h->size) {
-      (void)cddp__send_answer(fd, a, r, r == CDDP_OK ? h->fd : -1);
-      ranks[i].fd = fd;
-      continue;
-    }
-    if (purpose == CDDP__CALL_CLAIM && pid != (uint32_t)getpid()) {
-      (void)cddp__swap32(&h->claimant, 0, pid);
-      (void)!CDDP__SEND(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    }
-    cddp__close_fd(&fd);
-  }
-}
-
-/* The leader gives the other ranks of its node the memory, or says why there is none (r), and waits
-   until each has built its group. */
-static cddp_result cddp__serve_memory(cddp__rendezvous *v, cddp_result r) {
-  cddp__host *h = v->host;
-  struct pollfd *ranks =
-      (struct pollfd *)cddp__calloc(&h->allocator, (size_t)h->size, sizeof *ranks);
-  double deadline = v->deadline + 1;
-  int left = h->size - 1, none[2] = {-1, -1}, i, got, quiet;
-  cddp__welcome a;
-  if (ranks == NULL) return CDDP_OUT_OF_MEMORY;
-  memset(&a, 0, sizeof a);
-  for (i = 0; i < h->size; i++) ranks[i].fd = i == 0 ? h->claim : -1; /* -2: has answered */
-  while (left > 0) {
-    for (i = 0; i < h->size; i++) ranks[i].events = POLLIN;
-    quiet = poll(ranks, (nfds_t)h->size, cddp__poll_ms(deadline, 50)) == 0;
-    cddp__answer_memory(v, ranks, &a, r);
-    for (i = 1; i < h->size; i++) {
-      if (ranks[i].fd == -2) continue;
-      got = ranks[i].fd >= 0 ? cddp__receive_answer(ranks[i].fd, &a, none) : 0;
-      if (got == 0 && (!quiet || (!cddp__process_ended(h->pids[i]) && cddp__now() < deadline)))
-        continue;
-      if (r == CDDP_OK && got > 0 && a.result != CDDP_OK)
-        r = cddp__fail((cddp_result)a.result, "%s", a.text), v->common = true;
-      if (r == CDDP_OK && got <= 0) r = cddp__fail_lost(v, cddp__rank_at(v->net, i));
-      cddp__close_fd(&ranks[i].fd);
-      ranks[i].fd = -2;
-      left--;
-    }
-  }
-  cddp__free(&h->allocator, ranks);
-  return r;
-}
-
-/* The table is there: the node's memory, and the group on it. */
-static cddp_result cddp__meet_node(cddp__rendezvous *v, cddp_group **out) {
+/* Builds the group that the table describes, passes the table on to the ranks below, and waits
+   until they have built theirs. */
+static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   cddp__host *h = v->host;
   cddp_result r = cddp__use_table(v);
-  if (h->index > 0) return r == CDDP_OK ? cddp__fetch_memory(v, out) : r;
-  if (r == CDDP_OK && h->size > 1) r = cddp__make_memory(h);
-  cddp__host_place(h, h->size, h->index, h->index); /* with this size of windows */
-  if (r == CDDP_OK) r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
-  CDDP__POINT("lead");
-  return h->size > 1 ? cddp__serve_memory(v, r) : r;
-}
-
-/* --- the end of the meeting --- */
-
-/* Takes the job's keys out of a store that outlives the meeting: its ranks may meet there again. */
-static void cddp__delete_keys(const cddp__rendezvous *v) {
-  static const char *const others[] = {"table", "came", "read"};
-  char key[192];
-  int i;
-  for (i = 0; i < v->at->world_size; i++)
-    (void)cddp_store_delete(v->store, cddp__meet_key(v, key, "rank", i), NULL);
-  for (i = 0; i < 3; i++)
-    (void)cddp_store_delete(v->store, cddp__meet_key(v, key, others[i], -1), NULL);
-}
-
-/* All ranks have gone through a step, or this one's group is broken: rank 0 needs the store no
-   more. The store's port is held, without listening, while the group lives: else the system might
-   give it to the next job that asks for a free one, which would seem to be a second one. */
-static void cddp__meeting_over(cddp__host *h, const cddp__place *at) {
-  cddp__rendezvous v;
-  memset(&v, 0, sizeof v);
-  v.at = at;
-  v.store = h->meeting;
-  h->meeting = NULL;
-  if (v.store == NULL) return;
-  if (v.store->server != NULL)
-    h->port = fcntl(v.store->server->fds[1], F_DUPFD_CLOEXEC, 0);
-  else
-    cddp__delete_keys(&v);
-  if (h->port >= 0) cddp__own_socket(h->port);
-  cddp__close_store(&v); /* the server stops listening */
-  if (h->port >= 0) shutdown(h->port, SHUT_RD);
-}
-
-/* Tells the other ranks why there will be no group, unless they have told this one. Rank 0's store
-   stays until they have read it. */
-static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
-  cddp__meet_head head = {0, CDDP__MEET_FAIL, (uint32_t)r, (uint32_t)v->expected};
-  char own[CDDP__ERROR_MAX], text[CDDP__ERROR_MAX], key[192];
-  double until = v->expected > 0 ? v->deadline + 0.3 : cddp__now() + 0.5, pause = 1e-4;
-  bool first = v->at->rank == 0 && v->taken == 0;
-  int64_t n = 0, come = 0;
-  snprintf(own, sizeof own, "%s", cddp_error());
-  snprintf(text, sizeof text, "%s", own);
-  if (!v->common && !v->told)
-    snprintf(text, sizeof text, "rank %d failed while the ranks were meeting: %.430s", v->at->rank,
-             own);
-  if (v->net != NULL) {
-    if (g != NULL) cddp__break(g, cddp__fail(r, "%s", text));
-    if (v->host->net != NULL)
-      cddp__tell_all(v->host->net, 0, NULL, v->net->size, (uint32_t)r, text);
-  } else if (v->store != NULL && v->store->fd >= 0) {
-    if (!v->told) {
-      (void)cddp__exchange_table(v, &head, text, strlen(text));
-      (void)cddp_store_add(v->store, cddp__meet_key(v, key, "came", -1), CDDP__FAILED, &n);
-    }
-    (void)cddp_store_add(v->store, cddp__meet_key(v, key, "came", -1), 0, &come);
-    cddp__meet_key(v, key, "read", -1);
-    (void)cddp_store_add(v->store, key, 1, &n);
-    if (v->expected > 0 || come < 0) come = v->expected;
-    while (first && n < come % CDDP__FAILED && cddp__now() < until &&
-           cddp_store_add(v->store, key, 0, &n) == CDDP_OK) {
-      cddp__sleep(pause);
-      pause = pause < 0.01 ? 2 * pause : pause;
-    }
-    if (first && v->store->server == NULL) cddp__delete_keys(v);
+  double deadline = v->deadline + 1;
+  size_t i;
+  if (r == CDDP_OK && v->node_socket < 0) { /* a client */
+    h->fd = v->fds[0];
+    v->members[0].link_fd = v->fds[1];
+    v->fds[0] = v->fds[1] = -1;
+    if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
+      return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
+    r = cddp__measure_windows(h, h->size);
+  } else if (r == CDDP_OK && h->size > 1) {
+    r = cddp__make_memory(h);
   }
-  cddp__fail(r, "%s", own);
+  cddp__host_place(h, h->size, h->index, h->index); /* with this size of windows */
+  if (r == CDDP_OK)
+    r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
+  for (i = 0; i < v->below_count && r == CDDP_OK; i++) {
+    cddp__channel *c = &v->below[i];
+    int *link_fd = &v->members[c->first].link_fd, fds[2] = {h->fd, *link_fd};
+    if (!cddp__awaited(v, c)) continue;
+    CDDP__POINT("welcome");
+    if (cddp__channel_post(c->fd, CDDP__MEET_TABLE, CDDP_OK, v->net->token,
+                           cddp__table_bytes(v->net->size, v->net->host_count),
+                           c->local ? fds : NULL, cddp__now() + 5) != CDDP_OK)
+      r = cddp__report_channel_lost(v, c);
+    cddp__close_fd(link_fd);
+  }
+  for (i = 0; i < v->below_count && r == CDDP_OK;) {
+    bool waits = cddp__awaited(v, &v->below[i]);
+    if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(v, &v->below[i]);
+    if (waits && r == CDDP_OK) r = cddp__poll_channels(v, deadline);
+    i = waits ? 0 : i + 1; /* channels may have moved */
+  }
+  if (r == CDDP_OK && v->up.fd >= 0 &&
+      cddp__channel_post(v->up.fd, CDDP__MEET_IN, CDDP_OK, NULL, 0, NULL, deadline) != CDDP_OK) {
+    r = cddp__channel_hear(v, &v->up); /* it may have said why */
+    if (r == CDDP_OK) r = cddp__report_channel_lost(v, &v->up);
+  }
+  if (r != CDDP_OK || h->net == NULL) return r;
+  h->net->listener = v->members[0].link_fd;
+  v->members[0].link_fd = -1;
+  return CDDP_OK;
+}
+
+/* Says FAIL on a connection, and by TCP waits a moment until the other side has read it. */
+static void cddp__channel_fail(int fd, bool local, cddp_result r, const char *text) {
+  double deadline = cddp__now() + 0.2;
+  char rest[256];
+  (void)cddp__channel_post(fd, CDDP__MEET_FAIL, r, text, strlen(text), NULL, cddp__now() + 0.1);
+  if (local || shutdown(fd, SHUT_WR) != 0) return;
+  while (cddp__wait_fd(fd, POLLIN, deadline) == CDDP_OK &&
+         recv(fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
+}
+
+/* Tells the ranks above and below, those too that have just come, and those that are in the group
+   already, why there will be no group; or (CDDP_OK) those that do not fit into it. */
+static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
+  char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX];
+  int rounds = 0;
+  size_t k;
+  snprintf(text, sizeof text, "%s", r != CDDP_OK ? cddp_error() : v->problem_text);
+  snprintf(far, sizeof far, "%s", text);
+  if (r != CDDP_OK && !v->common)
+    snprintf(far, sizeof far, "rank %d failed while the ranks were meeting: %.430s", v->at->rank,
+             text);
+  if (v->up.fd >= 0 && r != CDDP_OK) cddp__channel_fail(v->up.fd, v->up.local, r, far);
+  do {
+    for (k = v->below_count; k-- > 0;) {
+      const cddp__channel *c = &v->below[k];
+      if (r == CDDP_OK && (!c->known || v->members[c->first].fits)) continue;
+      cddp__channel_fail(c->fd, c->local || !c->known, r != CDDP_OK ? r : v->problem,
+                         c->local ? text : far);
+      cddp__drop_channel(v, k); /* those that come need its descriptor */
+    }
+    if (r == CDDP_OK) return;
+    if (v->node_socket >= 0) (void)cddp__accept_channels(v, v->node_socket);
+  } while (v->below_count > 0 && rounds++ < CDDP__MAX_RANKS);
+  if (g != NULL) cddp__break(g, cddp__fail(r, "%s", far));
+  if (v->host->net != NULL) cddp__tell_all(v->host->net, 0, NULL, v->net->size, (uint32_t)r, far);
+  cddp__fail(r, "%s", text);
+}
+
+/* Finds out what this rank is and where it meets. CDDP_JOB_SECRET was made by cddp_spawn or cddprun
+   for ranks that meet on one host, so that no other user of it can join in: "PORT:SECRET", good for
+   that MASTER_PORT unless the user has set a secret. */
+static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place *at,
+                                         const cddp_group_desc *d, cddp__host *h) {
+  const char *port = strrchr(at->init_method, ':'), *job = cddp__env("CDDP_JOB_SECRET"),
+             *master = cddp__env("MASTER_PORT"), *backend = cddp__backend_name(d),
+             *secret = d->secret != NULL ? d->secret : cddp__env("CDDP_SECRET");
+  bool tcp = strncmp(at->init_method, "tcp://", 6) == 0,
+       cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
+  size_t n = master != NULL ? strlen(master) : 0;
+  char machine[128];
+  cddp__rank_info i;
+  memset(v, 0, sizeof *v);
+  v->at = at;
+  v->desc = d;
+  v->host = h;
+  v->deadline = cddp__now() + at->timeout_s;
+  v->up.fd = v->fds[0] = v->fds[1] = v->node_socket = v->root_socket = -1;
+  v->nodes = 1;
+  v->expected = at->world_size;
+  v->serves = at->rank == 0 && !at->client_only;
+  v->job_secret = secret == NULL && job != NULL && n > 0 && at->port_name != NULL &&
+                  !at->client_only && strncmp(job, master, n) == 0 && job[n] == ':' &&
+                  job[n + 1] != 0;
+  if (v->job_secret) secret = job + n + 1;
+  v->secret = secret != NULL && secret[0] != 0 ? secret : NULL;
+  snprintf(v->key, sizeof v->key, "%s/meeting", at->run);
+  snprintf(h->place, sizeof h->place, "%s%.80s", tcp ? "port " : "",
+           tcp ? port + 1 : at->init_method);
+  cddp__node_name(at, v->secret, v->name);
+  v->mark = (uint32_t)cddp__hash64(1, v->name, strlen(v->name)) | 1;
+  memset(&i, 0, sizeof i);
+  i.version = CDDP_VERSION;
+  i.world_size = (uint32_t)at->world_size;
+  i.rank = (uint32_t)at->rank;
+  i.pid = (uint32_t)getpid();
+  i.fp_mode = cddp__fp_mode();
+  i.user = (uint32_t)geteuid();
+  i.joins = at->joins;
+  cddp__host_identity(machine, sizeof machine);
+  i.machine = cddp__hash64(0, machine, strlen(machine));
+  snprintf(i.backend, sizeof i.backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
+  snprintf(i.host.name, sizeof i.host.name, "%.67s", h->name);
+  return cddp__add_member(v, &i, 0);
+}
+
+static void cddp__rendezvous_free(cddp__rendezvous *v) {
+  const cddp_allocator *a = &v->host->allocator;
+  size_t i;
+  while (v->below_count > 0) cddp__drop_channel(v, v->below_count - 1);
+  for (i = 0; i < v->member_count; i++) cddp__close_fd(&v->members[i].link_fd);
+  cddp__close_fd(&v->up.fd);
+  cddp__close_fd(&v->fds[0]);
+  cddp__close_fd(&v->fds[1]);
+  cddp__close_fd(&v->node_socket);
+  cddp__close_fd(&v->root_socket);
+  cddp__close_store(v);
+  if (v->net != v->host->net) cddp__net_free(v->net);
+  cddp__free(a, v->below);
+  cddp__free(a, v->poll);
+  cddp__free(a, v->members);
 }
 
 /* A descriptor for each process of the node, but at most half of what this one may have open: the
@@ -8887,70 +8932,42 @@ static void cddp__watch_processes(cddp__host *h) {
       h->pidfds[i] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[i], 0u);
 }
 
-static void cddp__rendezvous_free(cddp__rendezvous *v) {
-  cddp__close_store(v);
-  cddp__close_fd(&v->listener);
-  if (v->net != v->host->net) cddp__net_free(v->net);
-  cddp__free(&v->host->allocator, v->all);
-}
-
-/* Meets the other ranks and builds the group of all, after which h has the shared memory and
-   process ids of its ranks. After a failure there may be a group too, which the caller leaves. The
-   caller says when the meeting is over. */
-static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_group_desc *d,
-                              cddp__host *h) {
-  cddp__rendezvous v;
-  uint32_t refused;
-  cddp_result r = cddp__rendezvous_init(&v, at, d, h);
-  *out = NULL;
-  if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
-  if (r == CDDP_OK) r = cddp__claim_rank(&v);
-  if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
-  CDDP__POINT("store");
-  if (v.taken != 0) cddp__find_other(&v);
-  if (r == CDDP_OK) r = cddp__open_store(&v);
-  if (r == CDDP_OK) r = cddp__introduce(&v);
-  while (r == CDDP_NETWORK && v.store != NULL && v.listener < 0 && cddp__now() < v.deadline) {
-    cddp__close_store(&v); /* an earlier job's has ended while this rank called it */
-    cddp__sleep(0.001);
-    r = cddp__open_store(&v);
-    if (r == CDDP_OK) r = cddp__introduce(&v);
-  }
-  cddp__close_fd(&at->listen_fd);
-  if (r == CDDP_OK) r = at->rank == 0 ? cddp__gather(&v) : cddp__exchange_table(&v, NULL, NULL, 0);
-  if (r == CDDP_OK && at->rank == 0) r = cddp__set_table(&v);
-  r = cddp__store_gone(&v, r);
-  if (r == CDDP_OK) r = cddp__meet_node(&v, out);
-  refused =
-      v.store != NULL && v.store->server != NULL ? cddp__load32(&v.store->server->unproven) : 0;
-  if (r == CDDP_OK) {
-    h->door->size = h->net == NULL && h->size > 1 ? h->size : 0;
-    h->claims_end = cddp__now() + CDDP__CLAIMS_S;
-    cddp__store32(&cddp__met_before, v.mark);
-    cddp__watch_processes(h);
-    if (at->rank == 0) {
-      h->meeting = v.store;
-      v.store = NULL;
-    }
-  } else if (v.info != NULL) {
-    cddp__tell_failure(&v, *out, r);
-  }
-  if (r == CDDP_TIMEOUT && refused > 0)
-    r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ", refused,
-                      refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
-  cddp__rendezvous_free(&v);
-  return r;
-}
-
 /* --- joining a job that runs --- */
 
-/* A rank that has come to join, or that begins alone, can be joined if nobody else has its name. */
-static void cddp__listen_for_joins(cddp__rendezvous *v, int size) {
-  cddp__address own;
-  v->host->door->size = size;
-  snprintf(v->info->socket, sizeof v->info->socket, "%s-%d", v->name, v->at->rank);
-  cddp__unix_name(&own, v->info->socket);
-  if (cddp__listen_address(&own, &v->host->claim) == 0) cddp__own_socket(v->host->claim);
+#define CDDP__JOB_GONE_S 2.0 /* how long nobody must be there before the job counts as ended */
+#define CDDP__CALLS 64   /* ranks that a joining process calls at once */
+
+/* What a rank knows of its job for those who join. The secret's text follows the struct. */
+typedef struct cddp__door {
+  cddp__rank_info info; /* of the rank */
+  int size;             /* ranks that met */
+  char name[64];        /* of the socket that the rank listens on */
+  const char *secret;   /* NULL: none */
+} cddp__door;
+
+/* What a rank answers, with the memfd. */
+typedef struct cddp__join_table {
+  cddp__rank_info info;
+  uint64_t job; /* cddp_record_header.job; 0: it is not recorded */
+  cddp__ref board;
+  int size, reserved;
+} cddp__join_table;
+
+/* The socket of a rank that others may join; the rank that joins calls all. */
+static void cddp__door_name(const char *node, int rank, char name[64]) {
+  snprintf(name, 64, "%.44s-join-%d", node, rank);
+}
+
+static cddp_result cddp__door_make(const cddp__rendezvous *v, int size) {
+  size_t n = v->secret != NULL ? strlen(v->secret) + 1 : 0;
+  cddp__door *door = (cddp__door *)cddp__calloc(&v->host->allocator, 1, sizeof *door + n);
+  if (door == NULL) return CDDP_OUT_OF_MEMORY;
+  door->info = v->members[0].info;
+  door->size = size;
+  cddp__door_name(v->name, v->at->rank, door->name);
+  if (n > 0) door->secret = (char *)memcpy(door + 1, v->secret, n);
+  v->host->door = door;
+  return CDDP_OK;
 }
 
 /* A rank that begins alone may be joined later, if it has an elastic model. */
@@ -8958,8 +8975,7 @@ static cddp_result cddp__door_alone(const cddp__place *at, const cddp_group_desc
                                     cddp__host *h) {
   cddp__rendezvous v;
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
-  cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
-  if (r == CDDP_OK) cddp__listen_for_joins(&v, 1);
+  if (r == CDDP_OK) r = cddp__door_make(&v, 1);
   cddp__rendezvous_free(&v);
   return r;
 }
@@ -8979,43 +8995,118 @@ static void cddp__share_memory(cddp__host *h) {
   h->threads = false;
 }
 
-/* Tells those who call how to join. */
-static void cddp__answer_joins(cddp__host *h) {
-  cddp__welcome a;
-  uint32_t pid;
-  int fd, purpose;
-  while (h->door != NULL && h->door->size > 0 && h->fd >= 0 &&
-         (fd = cddp__next_call(h, &purpose, &pid)) >= 0) {
-    memset(&a, 0, sizeof a);
-    a.info = h->door->info;
-    a.info.fp_mode = cddp__fp_mode();
-    a.job = h->record != NULL ? h->record->job : 0;
-    a.size = (uint32_t)h->door->size;
-    a.board = h->board->self;
-    if (purpose == CDDP__CALL_JOIN) (void)cddp__send_answer(fd, &a, CDDP_OK, h->fd);
+/* From here on processes may join through this rank, when it looks: cddp__door_serve. */
+static void cddp__door_open(cddp__host *h) {
+  cddp__address a;
+  int error;
+  if (h->door == NULL || h->door_fd >= 0) return;
+  cddp__unix_name(&a, h->door->name);
+  if ((error = cddp__listen_address(&a, &h->door_fd)) == 0)
+    cddp__own_socket(h->door_fd);
+  else
+    cddp__log(&h->logger, 1, "no process can join through this rank: %s", strerror(error));
+}
+
+/* Does this end's part of the challenge. c: begun. */
+static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
+  unsigned char bytes[sizeof c->in];
+  cddp_result r = cddp__challenge_run(c, fd, bytes, deadline);
+  if (r != CDDP_OK || c->state == CDDP__CHALLENGE_PROVEN) return r;
+  return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
+}
+
+/* Tells those who call how to join. A process that joins answers at once; for any other one this
+   rank waits a moment. */
+static void cddp__door_serve(cddp__host *h) {
+  cddp__join_table table;
+  cddp__challenge c;
+  int fd, fds[2] = {h->fd, -1};
+  double deadline;
+  while (h->door_fd >= 0 && (fd = cddp__accept(h->door_fd)) >= 0) {
+    cddp_result r = cddp__peer_pid(fd) != 0 ? CDDP_OK : CDDP_UNAUTHORIZED;
+    deadline = cddp__now() + 0.1;
+    if (r == CDDP_OK && h->door->secret != NULL) {
+      r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
+      if (r == CDDP_OK) r = cddp__prove(&c, fd, deadline);
+    }
+    memset(&table, 0, sizeof table);
+    table.info = h->door->info;
+    table.info.fp_mode = cddp__fp_mode();
+    table.job = h->record != NULL ? h->record->job : 0;
+    table.size = h->door->size;
+    table.board = h->board->self;
+    if (r == CDDP_OK)
+      (void)cddp__channel_post(fd, CDDP__MEET_TABLE, CDDP_OK, &table, sizeof table, fds, deadline);
     CDDP__POINT("elastic told");
-    cddp__close_fd(&fd);
+    close(fd);
   }
 }
 
-/* Calls all ranks that have not been called: calls[i] is to ranks[i]. */
-static void cddp__join_call(const cddp__rendezvous *v, struct pollfd *calls, int *ranks,
-                            int *count) {
+typedef struct cddp__join_call { /* of a rank of the job; fd -1: it has ended */
+  int fd, rank;
+  cddp__challenge challenge;
+} cddp__join_call;
+
+/* Calls all ranks that listen and have not been called. */
+static cddp_result cddp__join_call_ranks(cddp__rendezvous *v, cddp__join_call *calls, int *count) {
+  cddp__address a;
   char name[64];
   int rank, i;
   for (rank = 0; rank < CDDP__MAX_RANKS && *count < CDDP__CALLS; rank++) {
-    for (i = 0; i < *count && ranks[i] != rank; i++) {}
-    snprintf(name, sizeof name, "%s-%d", v->name, rank);
-    if (i < *count || cddp__dial(name, CDDP__CALL_JOIN, v->secret, &calls[i].fd) != 0) continue;
-    calls[i].events = POLLIN;
-    calls[i].revents = 0;
-    ranks[i] = rank;
+    cddp__join_call *c = &calls[*count];
+    cddp_result r = CDDP_OK;
+    for (i = 0; i < *count && calls[i].rank != rank; i++) {}
+    if (i < *count) continue;
+    cddp__door_name(v->name, rank, name);
+    cddp__unix_name(&a, name);
+    if (cddp__connect_address(&a, cddp__now(), &c->fd) != 0) continue;
+    cddp__own_socket(c->fd);
+    c->rank = rank;
     ++*count;
+    if (v->secret == NULL) continue;
+    r = cddp__challenge_begin(&c->challenge, v->secret, "join", true, NULL, 0);
+    if (r != CDDP_OK) return r;
+    (void)cddp__send_all(c->fd, c->challenge.out, c->challenge.out_size, cddp__now());
+    c->challenge.out_size = 0;
   }
+  return CDDP_OK;
+}
+
+/* Takes what a rank has answered. CDDP_NETWORK: it has ended, perhaps. */
+static cddp_result cddp__join_hear(cddp__rendezvous *v, cddp__join_call *call,
+                                   cddp__join_table *table) {
+  double deadline = cddp__now() + 1;
+  cddp__meet_head head;
+  cddp__channel c;
+  cddp_result r = v->secret != NULL ? cddp__prove(&call->challenge, call->fd, deadline) : CDDP_OK;
+  int got = 0;
+  cddp__channel_init(&c, call->fd, true);
+  while (r == CDDP_OK && (got = cddp__channel_read(&c, &head, v->fds)) == 0)
+    r = cddp__wait_fd(call->fd, POLLIN, deadline);
+  if (r == CDDP_OK && (got < 0 || head.kind != CDDP__MEET_TABLE || head.size != sizeof *table))
+    r = cddp__fail(CDDP_NETWORK, "the rank hung up");
+  if (r == CDDP_OK) r = cddp__recv_all(call->fd, table, sizeof *table, deadline);
+  return r == CDDP_TIMEOUT ? CDDP_NETWORK : r;
+}
+
+/* Whether a process holds the name of one of the ranks that met. */
+static bool cddp__rank_is_there(const cddp__rendezvous *v) {
+  cddp__address a;
+  char name[64];
+  int rank, fd, error = 0;
+  for (rank = 0; rank < v->at->world_size && error != EADDRINUSE; rank++) {
+    if (rank == v->at->rank) continue;
+    snprintf(name, sizeof name, "%s-%d", v->name, rank);
+    cddp__unix_name(&a, name);
+    error = cddp__listen_address(&a, &fd);
+    cddp__close_fd(&fd);
+  }
+  return error == EADDRINUSE;
 }
 
 /* Why this process gives up; CDDP_OK: not yet. seen: when a rank was there last. */
-static cddp_result cddp__join_patience(const cddp__rendezvous *v, bool there, double *seen) {
+static cddp_result cddp__join_patience(const cddp__rendezvous *v, int called, double *seen) {
+  bool there = called > 0 || cddp__rank_is_there(v);
   double now = cddp__now();
   if (there) *seen = now;
   if (!there && (now >= v->deadline || now - *seen > CDDP__JOB_GONE_S))
@@ -9025,51 +9116,62 @@ static cddp_result cddp__join_patience(const cddp__rendezvous *v, bool there, do
                       v->host->place);
   if (now < v->deadline) return CDDP_OK;
   return cddp__fail(CDDP_TIMEOUT,
-                    "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none has come to "
-                    "cddp_ddp_next_shard or cddp_ddp_step of an elastic model (elastic in "
-                    "cddp_ddp_desc); those on several hosts or GPUs cannot be joined",
+                    called > 0 ? "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
+                                 "has come to cddp_ddp_next_shard or cddp_ddp_step"
+                               : "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
+                                 "has an elastic model: set elastic in cddp_ddp_desc; those on "
+                                 "several hosts or GPUs cannot be joined",
                     v->at->timeout_s, v->host->place);
 }
 
 /* Calls the ranks of the job until one has answered. */
-static cddp_result cddp__join_find(cddp__rendezvous *v, cddp__welcome *a) {
-  struct pollfd calls[CDDP__CALLS];
+static cddp_result cddp__join_find(cddp__rendezvous *v, cddp__join_table *table) {
+  const cddp_allocator *a = &v->host->allocator;
+  cddp__join_call *calls = (cddp__join_call *)cddp__calloc(a, CDDP__CALLS, sizeof *calls);
+  struct pollfd fds[CDDP__CALLS];
   double seen = cddp__now();
-  int ranks[CDDP__CALLS], memory[2] = {-1, -1}, count = 0, got = 0, i;
-  cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && got <= 0) {
-    cddp__join_call(v, calls, ranks, &count);
-    if ((r = cddp__join_patience(v, count > 0, &seen)) != CDDP_OK) break;
-    (void)poll(calls, (nfds_t)count, cddp__poll_ms(v->deadline, 100));
-    for (i = count; i-- > 0 && got <= 0;) {
-      if (calls[i].revents == 0 || (got = cddp__receive_answer(calls[i].fd, a, memory)) == 0)
-        continue;
+  int count = 0, i;
+  cddp_result r = calls != NULL ? CDDP_NETWORK : CDDP_OUT_OF_MEMORY;
+  while (r == CDDP_NETWORK) {
+    r = cddp__join_call_ranks(v, calls, &count);
+    if (r == CDDP_OK) r = cddp__join_patience(v, count, &seen);
+    if (r != CDDP_OK) break;
+    for (i = 0; i < count; i++) {
+      fds[i].fd = calls[i].fd;
+      fds[i].events = POLLIN;
+    }
+    (void)poll(fds, (nfds_t)count, cddp__poll_ms(v->deadline, 100));
+    r = CDDP_NETWORK;
+    for (i = count; i-- > 0 && r == CDDP_NETWORK;) {
+      if (fds[i].revents == 0) continue;
+      r = cddp__join_hear(v, &calls[i], table);
       cddp__close_fd(&calls[i].fd);
       calls[i] = calls[--count];
-      ranks[i] = ranks[count];
     }
   }
   for (i = 0; i < count; i++) cddp__close_fd(&calls[i].fd);
-  v->host->fd = memory[0];
+  cddp__free(a, calls);
   return r;
 }
 
 /* Maps what the job shares, and takes a window of it. */
-static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__welcome *a) {
+static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table *table) {
   cddp__host *h = v->host;
-  int size = (int)a->size;
   uint32_t joins;
   struct stat st;
   void *board;
   cddp_result r;
+  h->fd = v->fds[0];
+  v->fds[0] = -1;
   if (h->fd < 0) return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  if ((r = cddp__measure_windows(h, size)) != CDDP_OK) return r;
-  if ((r = cddp__locate(h, &a->board, &board)) != CDDP_OK) return r;
+  if ((r = cddp__measure_windows(h, table->size)) != CDDP_OK) return r;
+  if ((r = cddp__locate(h, &table->board, &board)) != CDDP_OK) return r;
   h->board = (cddp__board *)board;
   joins = cddp__add32(&h->board->joins, 1);
-  cddp__host_place(h, h->size, h->index, size + (int)joins - 1);
+  cddp__host_place(h, h->size, h->index, table->size + (int)joins - 1);
   if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
-  if (joins <= CDDP__JOINS && (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)st.st_size)
+  if (joins <= CDDP__JOINS &&
+      (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)st.st_size)
     return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job is full: its memory has room for %d processes to join, in "
@@ -9103,18 +9205,71 @@ static cddp_result cddp__join_group(cddp_group **out, cddp__rendezvous *v) {
 static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cddp_group_desc *d,
                               cddp__host *h) {
   cddp__rendezvous v;
-  cddp__welcome a;
+  cddp__join_table table;
+  cddp__address a;
+  char name[64];
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   h->joined = true;
   cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
-  if (r == CDDP_OK) r = cddp__join_find(&v, &a);
-  if (r == CDDP_OK) r = cddp__compare_ranks(&a.info, v.info);
-  if (r == CDDP_OK) r = cddp__join_memory(&v, &a);
-  if (r == CDDP_OK) r = cddp__join_group(out, &v);
-  if (r == CDDP_OK) cddp__listen_for_joins(&v, (int)a.size);
-  if (r == CDDP_OK && a.job != 0)
-    r = cddp__record_open(&h->record, a.job, at->rank, h->size, h->window - (int)a.size + 1);
+  if (r == CDDP_OK) r = cddp__join_find(&v, &table);
+  if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &v.members[0].info);
+  if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
+  if (r == CDDP_OK) r = cddp__door_make(&v, table.size);
+  if (r == CDDP_OK) {
+    snprintf(name, sizeof name, "%s-%d", v.name, at->rank);
+    cddp__unix_name(&a, name);
+    if (cddp__listen_address(&a, &h->claim) == 0) cddp__own_socket(h->claim);
+    r = cddp__join_group(out, &v);
+  }
+  if (r == CDDP_OK && table.job != 0)
+    r = cddp__record_open(&h->record, table.job, at->rank, h->size, h->window - table.size + 1);
   cddp__rendezvous_free(&v);
+  return r;
+}
+
+/* --- all of it --- */
+
+/* Meets the other ranks and builds the group of all, after which h has the shared memory and
+   process ids of its ranks. After a failure there may be a group too, which the caller leaves. */
+static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_group_desc *d,
+                              cddp__host *h) {
+  cddp__rendezvous v;
+  const cddp__server *s;
+  uint32_t refused;
+  cddp_result r = cddp__rendezvous_init(&v, at, d, h);
+  *out = NULL;
+  if (r == CDDP_OK) r = cddp__claim_rank(&v);
+  if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
+  if (r == CDDP_OK && v.serves) {
+    r = cddp__open_store(&v, v.deadline);
+    if (r != CDDP_OK && at->listen_fd_lost)
+      r = cddp__fail_in(r,
+                        "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a "
+                        "program between it and this one has closed it; ",
+                        getenv("CDDP_LISTEN_FD"));
+  }
+  cddp__close_fd(&at->listen_fd);
+  if (r == CDDP_OK) r = cddp__gather(&v);
+  if (r == CDDP_OK) r = cddp__pass_on(&v, out);
+  cddp__tell_failure(&v, *out, r);
+  s = v.store != NULL ? v.store->server : NULL; /* in this process */
+  refused = s != NULL ? cddp__load32(&s->unproven) : 0;
+  if (r == CDDP_TIMEOUT && refused > 0)
+    r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ",
+                      refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
+  h->claims_end = cddp__now() + CDDP__CLAIMS_S;
+  if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
+  if (r == CDDP_OK && h->net == NULL && h->size > 1) r = cddp__door_make(&v, h->size);
+  if (r == CDDP_OK) {
+    cddp__store32(&cddp__met_before, v.mark);
+    cddp__watch_processes(h);
+    /* The store's port is held, without listening, while the group lives: else the system might
+       give it to the next job that asks for a free one, which would seem to be a second one. */
+    if (s != NULL) h->port = fcntl(s->fds[1], F_DUPFD_CLOEXEC, 0);
+    if (h->port >= 0) cddp__own_socket(h->port);
+  }
+  cddp__rendezvous_free(&v); /* the server stops listening */
+  if (h->port >= 0) shutdown(h->port, SHUT_RD);
   return r;
 }
 
@@ -12054,7 +12209,6 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   if (r == CDDP_OK) r = cddp__hosts_attach(g, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
-  cddp__meeting_over(g->host, &at);
   if (r == CDDP_OK)
     r = cddp__record_open(&g->host->record,
                           cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes), g->rank,
@@ -16801,6 +16955,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   bool met = false;
   cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
   int p;
+  *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
   if (r != CDDP_OK || met) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
@@ -18663,6 +18818,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   }
   if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
   g->host->board = d->elastic->board;
+  cddp__door_open(g->host);
   return CDDP_OK;
 }
 
@@ -18805,7 +18961,7 @@ static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen)
   cddp__wait_look(w);
   if (w->due) {
     w->look = cddp__now() + CDDP__ELASTIC_LOOK_S;
-    cddp__answer_joins(d->group->host);
+    cddp__door_serve(d->group->host);
     if ((r = cddp__elastic_look(d)) != CDDP_OK) return r;
   }
   left = w->deadline - cddp__now();
@@ -19084,7 +19240,7 @@ static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
   int shard;
   memset(&w, 0, sizeof w);
   *taken = false;
-  cddp__answer_joins(d->group->host);
+  cddp__door_serve(d->group->host);
   cddp__elastic_begin(d);
   cddp__publish_model(d);
   while (r == CDDP_OK) {
@@ -19759,6 +19915,7 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__join_step(d);
   if (r == CDDP_OK) r = cddp__join_weights(d);
   if (r != CDDP_OK) return r;
+  cddp__door_open(d->group->host);
   cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return CDDP_OK;
 }
@@ -19843,6 +20000,7 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   }
   if (e->group != NULL) cddp__group_leave(e->group);
   if (e->optim != NULL) e->optim->elastic = NULL;
+  cddp__close_fd(&h->door_fd);
   h->board = NULL;
   for (m = 0; m < d->shards; m++) {
     if (e->views[m].life != 0) cddp__close_fd(&e->views[m].pidfd);
@@ -22364,8 +22522,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               master_weights: f16 and bf16 weights and gradients, f32 masters in the optimizer.
               Optimizers of one's own in parts, on GPUs too: cddp_ddp_reduce_scatter, _all_gather,
               _partitions, _gather_states.
-     Changed  Each rank sets one key in the store, and rank 0 writes one table of all: it needs a
-              file descriptor for each rank (ulimit -n). Secrets are proven by keyed BLAKE2s.
+     Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
+              Secrets are proven by keyed BLAKE2s.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
               one kernel; momentum is allocated with the cddp_optim and never moves; no host waits
               for another in a step; memory is not registered with NCCL. Means are sums that a
@@ -22383,7 +22541,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Models: parameters that share memory (tied weights) are refused; a second ready() in
               a step fails it; other floating-point modes on a rank are CDDP_MISMATCH; an infinite
               bucket_cap_mb is one bucket; 100,000 parameters; infinite lr or momentum are refused.
-              Meeting: jobs that are given one port; too few descriptors are named; ulimit -f;
+              Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.
               Between hosts: an all_gather after which a rank leaves at once gave its neighbours

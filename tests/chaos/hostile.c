@@ -73,18 +73,17 @@ static int to_port(int port) {
   return -1;
 }
 
-/* Waits until rank 0 listens on its socket, whose name anybody of this user can tell. */
-static int to_leader(double seconds) {
+/* Waits until a rank listens on the node's socket, whose name anybody of this user can tell. */
+static int to_coordinator(double seconds) {
   double deadline = test_now() + seconds;
   cddp__address a;
   cddp__place at;
-  char name[64];
+  char name[48];
   int fd;
   memset(&at, 0, sizeof at);
   snprintf(at.init_method, sizeof at.init_method, "tcp://127.0.0.1:%d", shared->port);
   snprintf(at.run, sizeof at.run, "cddp/0/0");
   cddp__node_name(&at, shared->secret ? "sesame" : NULL, name);
-  memcpy(name + strlen(name), "-0", 3);
   cddp__unix_name(&a, name);
   do (void)cddp__connect_address(&a, cddp__now() + 1, &fd);
   while (fd < 0 && test_now() < deadline && (ranks_sleep(0.001), true));
@@ -113,7 +112,7 @@ static void speak(int fd, int i) {
   (void)sent; /* hung up on already */
 }
 
-/* Ranks 0 and 1 wait; `count` strangers come to the store and to rank 0; then the others.
+/* Ranks 0 and 1 wait; `count` strangers come to the store and to the coordinator; then the others.
    Returns the time from their start until all are ready. */
 static double start_among(int count, bool secret) {
   pid_t pids[RANKS];
@@ -121,13 +120,13 @@ static double start_among(int count, bool secret) {
   double begin, last = 0;
   prepare(secret);
   for (i = 0; i < 2; i++) pids[i] = ranks_fork(life, i, NULL);
-  fds[0] = to_leader(10);
+  fds[0] = to_coordinator(10);
   CHECK(fds[0] >= 0);
   close(fds[0]);
   for (i = 0; i < 1000 && (fds[0] = to_port(shared->port)) < 0; i++) ranks_sleep(0.001);
   close(fds[0]);
   for (i = 0; i < count; i++) {
-    int fd = i % 2 ? to_leader(10) : to_port(shared->port);
+    int fd = i % 2 ? to_coordinator(10) : to_port(shared->port);
     if (fd < 0) continue;
     speak(fd, i / 2);
     fds[held++] = fd;
@@ -166,7 +165,7 @@ static int storm(int rank, void *arg) {
   memset(fds, 0xff, sizeof fds);
   while (getppid() == parent) {
     if (fds[n] >= 0) close(fds[n]);
-    fds[n] = to_leader(0);
+    fds[n] = to_coordinator(0);
     n = (n + 1) % 256;
   }
   return 0;
@@ -178,7 +177,7 @@ static void test_storm(void) {
   double begin;
   prepare(false);
   pids[0] = ranks_fork(life, 0, NULL);
-  close(to_leader(10));
+  close(to_coordinator(10));
   for (i = 1; i < RANKS; i++) pids[i] = 0;
   stranger = ranks_fork(storm, 0, NULL);
   ranks_sleep(0.05); /* it is under way */
@@ -191,6 +190,35 @@ static void test_storm(void) {
     if (shared->result[i] != CDDP_OK) fprintf(stderr, "  rank %d: %s\n", i, shared->text[i]);
   kill(stranger, SIGKILL);
   waitpid(stranger, NULL, 0);
+}
+
+/* --- strangers at the coordinator's socket are dropped under a deadline of their own --- */
+
+static bool hangs_up(int fd, double seconds) {
+  struct pollfd p;
+  char c;
+  p.fd = fd;
+  p.events = POLLIN;
+  return poll(&p, 1, (int)(seconds * 1000)) == 1 && recv(fd, &c, 1, MSG_DONTWAIT) <= 0;
+}
+
+static void test_dropped(void) {
+  pid_t pid;
+  int status, fds[7], i;
+  prepare(false);
+  pid = ranks_fork(life, 0, NULL);
+  for (i = 0; i < 7; i++) {
+    fds[i] = to_coordinator(10);
+    CHECK(fds[i] >= 0);
+    speak(fds[i], i);
+  }
+  for (i = 0; i < 7; i++) { /* rank 0 waits on, for 20 s */
+    CHECK(hangs_up(fds[i], RANKS_WITHIN(CDDP__HELLO_S + 2)));
+    close(fds[i]);
+  }
+  CHECK(waitpid(pid, &status, WNOHANG) == 0);
+  kill(pid, SIGKILL);
+  waitpid(pid, &status, 0);
 }
 
 /* --- a rank that is there twice: as soon as enough processes have come, all hear of it --- */
@@ -218,36 +246,31 @@ static const char poison[] = "\033]0;owned\007\033[2Jbad\302\233news";
 static int serve_poison(int rank, void *arg) {
   cddp_store_desc d;
   cddp_store *s = NULL;
-  cddp__rank_info info;
-  struct {
-    cddp__meet_head head;
-    char text[sizeof poison - 1];
-  } table;
+  cddp__root_key key;
+  cddp__address a;
   char url[64];
+  int listener, port, fd;
   (void)rank;
   (void)arg;
   snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
   memset(&d, 0, sizeof d);
-  memset(&info, 0, sizeof info);
-  memset(&table, 0, sizeof table);
-  info.head.magic = table.head.magic = CDDP__MEET_MAGIC;
-  info.version = CDDP_VERSION;
-  info.world_size = RANKS;
-  info.pid = 1;
-  info.fp_mode = cddp__fp_mode();
-  memcpy(info.backend, "cpu", 4);
-  table.head.kind = CDDP__MEET_FAIL;
-  table.head.result = CDDP_TIMEOUT;
-  memcpy(table.text, poison, sizeof table.text);
+  memset(&key, 0, sizeof key);
+  memcpy(key.magic, cddp__root_magic, sizeof key.magic);
+  CHECK_OK(cddp__listen_any(&listener, &port));
+  CHECK(cddp__local_address(listener, &a));
+  key.address = a.v6;
   d.init_method = url;
   d.is_server = true;
   d.timeout_s = 10;
   d.secret = "";
   CHECK_OK(cddp_store_create(&s, &d));
-  CHECK_OK(cddp_store_set(s, "cddp/0/0/rank/0", &info, sizeof info));
-  CHECK_OK(cddp_store_set(s, "cddp/0/0/table", &table, sizeof table));
+  CHECK_OK(cddp_store_set(s, "cddp/0/0/meeting", &key, sizeof key));
   __atomic_store_n(&shared->serves, test_failures == 0 ? 1 : -1, __ATOMIC_SEQ_CST);
-  while (pause() < 0) {}
+  while (cddp__wait_fd(listener, POLLIN, cddp__now() + 60) == CDDP_OK) {
+    if ((fd = cddp__accept(listener)) < 0) continue;
+    (void)cddp__channel_post(fd, CDDP__MEET_FAIL, CDDP_TIMEOUT, poison, sizeof poison - 1, NULL,
+                     cddp__now() + 1);
+  }
   return 1;
 }
 
@@ -271,12 +294,13 @@ static void test_poison(void) {
   CHECK_EQ(waitpid(server, NULL, 0), server);
 }
 
-/* --- strangers at the port where rank 0 listens for other hosts' ranks --- */
+/* --- strangers at the port where the root waits for other hosts' ranks --- */
 
-static void test_port(void) {
+static void test_root(void) {
   cddp_store_desc d;
   cddp_store *s = NULL;
-  cddp__rank_info info;
+  cddp__root_key key;
+  cddp__address a;
   pid_t pids[RANKS];
   int status[RANKS], fds[150], i, r;
   size_t n = 0;
@@ -291,11 +315,12 @@ static void test_port(void) {
   d.timeout_s = RANKS_WITHIN(5);
   d.secret = "";
   CHECK_OK(cddp_store_create(&s, &d));
-  if (s != NULL) CHECK_OK(cddp_store_get(s, "cddp/0/0/rank/0", &info, sizeof info, &n));
-  CHECK_EQ(n, sizeof info);
+  if (s != NULL) CHECK_OK(cddp_store_get(s, "cddp/0/0/meeting", &key, sizeof key, &n));
+  CHECK_EQ(n, sizeof key);
   cddp_store_destroy(s);
+  a = cddp__internet_address(&key.address);
   for (i = 0; i < 150; i++) {
-    fds[i] = to_port(info.port);
+    fds[i] = to_port(cddp__address_port(&a));
     CHECK(fds[i] >= 0);
     speak(fds[i], i);
   }
@@ -323,7 +348,8 @@ int main(void) {
   RUN(test_start);
   RUN(test_storm);
   RUN(test_double);
-  RUN(test_port);
+  RUN(test_dropped);
+  RUN(test_root);
   RUN(test_poison);
   return TEST_END();
 }

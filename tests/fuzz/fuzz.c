@@ -144,7 +144,7 @@ typedef struct fake_fd {
   bool open, ended, blocked; /* ended: by the other side; blocked: takes no output */
   bool local;                /* a Unix socket */
   input in;                  /* what it has to say now */
-  unsigned char extra[2048];  /* comes before in */
+  unsigned char extra[256];  /* comes before in */
   size_t extra_size, extra_at;
 } fake_fd;
 
@@ -156,7 +156,7 @@ static struct world {
   bool tiny;                          /* one byte a call, EINTR now and then */
   unsigned calls;
   uint64_t dice;
-  input script;                       /* what the store answers, in the meeting */
+  input script;                       /* what poll does, in the meeting */
   input stream;                       /* what the server says, in the client */
   bool silent;                        /* at its end: silence instead of a closed connection */
   bool honest;                        /* the server knows the secret */
@@ -424,17 +424,22 @@ static char *fake_getenv(const char *name) {
   return NULL;
 }
 
+static bool next_event(struct pollfd *fds, nfds_t n);
+
 static int fake_poll(struct pollfd *fds, nfds_t n, int ms) {
   int ready = 0;
+  bool events;
   nfds_t i;
   w.calls++;
   if (w.tiny && w.calls % 5 == 2) {
     errno = EINTR;
     return -1;
   }
+  events = w.meeting != NULL && w.meeting->node_socket >= 0 && n > 1;
+  if (events && !next_event(fds, n) && w.now < w.meeting->deadline) w.now = w.meeting->deadline;
   for (i = 0; i < n; i++) {
     const fake_fd *f = fds[i].fd >= FIRST_FD ? fd_of(fds[i].fd) : NULL;
-    fds[i].revents = 0;
+    if (!events) fds[i].revents = 0;
     if (f == NULL) continue;
     if ((fds[i].events & POLLIN) && (fd_ready(f) > 0 || f->ended)) fds[i].revents |= POLLIN;
     if ((fds[i].events & POLLOUT) && !f->blocked) fds[i].revents |= POLLOUT;
@@ -736,42 +741,72 @@ static void target_file(input *in) {
   world_end();
 }
 
-/* --- meeting: what the store says of ranks, and of the table --- */
+/* --- meeting: what ranks tell a coordinator, what the store does, and what its clients hear --- */
+
+static int last_client;
 
 static long fake_accept(void) {
-  if (w.coming-- > 0) return world_fd();
-  w.coming = 0;
-  errno = EAGAIN;
-  return -1;
+  unsigned kind;
+  int fd;
+  if (w.coming-- <= 0) {
+    w.coming = 0;
+    errno = EAGAIN;
+    return -1;
+  }
+  fd = world_fd();
+  kind = take(&w.script);
+  w.stranger = kind == 7;
+  if (fd >= 0) fd_of(last_client = fd)->local = kind % 4 != 0;
+  return fd;
 }
 
-/* What a rank, or rank 0, could have put there, but for a byte or two. */
-static size_t say_something(unsigned char *out, unsigned kind) {
-  int size = w.meeting->at->world_size, i;
-  cddp__rank_info info = *w.meeting->info;
-  cddp__meet_head head = {CDDP__MEET_MAGIC, CDDP__MEET_TABLE, 0, 0};
-  size_t n = sizeof info;
-  if (kind % 4 == 1) {
-    info.rank = kind / 4 % 8;
-    info.pid += kind / 32;
-    info.node += kind / 128;
-    memcpy(out, &info, sizeof info);
-  } else if (kind % 4 == 2) {
-    n = sizeof head + cddp__table_bytes(size, 1 + (int)(kind / 4 % 3));
-    memset(out, 0, n);
-    memcpy(out, &head, sizeof head);
-    for (i = 0; i < size; i++) {
-      cddp__home home = {(int)(kind / 4 % 3) * (i % 2), 0, 7, 29500};
-      if (i == w.meeting->at->rank) home.pid = (uint32_t)getpid();
-      memcpy(out + n - (size_t)(size - i) * sizeof home, &home, sizeof home);
-    }
-  } else {
-    head.kind = CDDP__MEET_FAIL;
-    head.result = take(&w.script);
-    memcpy(out, &head, n = sizeof head);
+/* A message that is right but for its rank and world size, or another kind of message. */
+static void say_rank(fake_fd *f) {
+  unsigned rank = take(&w.script), size = take(&w.script);
+  cddp__meet_head head = {CDDP__MEET_MAGIC, CDDP__MEET_RANK, 0, sizeof(cddp__rank_info)};
+  cddp__rank_info info = w.meeting->members[0].info;
+  info.rank = rank == 255 ? UINT32_MAX : rank;
+  memcpy(info.token, w.meeting->token, sizeof info.token);
+  if (size % 16 != 0) info.world_size = size % 16;
+  if (size / 16 == 15) info.user++;
+  if (size / 16 == 14) head.kind = CDDP__MEET_IN, head.size = 0;
+  if (size / 16 == 13) head.kind = CDDP__MEET_FAIL, head.result = rank;
+  memcpy(f->extra, &head, sizeof head);
+  memcpy(f->extra + sizeof head, &info, sizeof info);
+  f->extra_size = sizeof head + head.size;
+  f->extra_at = 0;
+}
+
+/* poll in the coordinator's loop, where after its connections come the node's socket, the root's,
+   that of claims and the one to the root: the next thing that happens; false when nothing does any
+   more. */
+static bool next_event(struct pollfd *fds, nfds_t n) {
+  unsigned op = take(&w.script);
+  nfds_t i, k = op / 8 % 8;
+  fake_fd *f = NULL;
+  for (i = 0; i < n; i++) fds[i].revents = 0;
+  for (i = 0; i + 4 < n && f == NULL; i++) /* the k-th connection */
+    if (k-- == 0 || fds[i].fd == last_client) f = fd_of(fds[i].fd);
+  switch (op % 8) {
+  case 0: return w.script.n > 0;
+  case 1:
+  case 2:
+    fds[n - (op % 8 == 1 || fds[n - 3].fd < 0 ? 4 : 3)].revents = POLLIN;
+    w.coming = 1;
+    break;
+  case 3:
+  case 4:
+    if (f != NULL) say_rank(f);
+    break;
+  case 5:
+    if (f != NULL) f->in = take_bytes(&w.script, take_size(&w.script));
+    break;
+  case 6:
+    if (f != NULL) f->ended = true;
+    break;
+  default: w.now += (double)take(&w.script) / 4;
   }
-  if (kind / 16 % 4 == 3) out[take_size(&w.script) % n] = (unsigned char)take(&w.script);
-  return n;
+  return w.script.n > 0;
 }
 
 /* The meeting's store answers as the script has it. */
@@ -783,27 +818,20 @@ static void store_asked(fake_fd *f, const unsigned char *p, size_t n) {
   bool string = code == CDDP__GET;
   if (code == CDDP__CHECK || code == CDDP__WAIT || code == CDDP__CANCEL_WAIT) size = 1;
   if (code == CDDP__CHECK) answer = take(&w.script) != 255;
-  if (code == CDDP__ADD) answer = take(&w.script) % 8;
-  if (code == CDDP__ADD && answer == 7) answer = (uint64_t)CDDP__FAILED;
+  if (code == CDDP__ADD) answer = 1 + take(&w.script) / 128;
   if (code == CDDP__DELETE_KEY) answer = 1;
   if (code == CDDP__COMPARE_SET) {
     const unsigned char *at = p + 1;
     kind = take(&w.script);
     w.refuses = kind == 3;
     w.now += 0.25;
-    string = kind % 4 == 0;
+    string = kind % 4 != 0;
     (void)cddp__take_string(&at), (void)cddp__take_string(&at);
     desired = cddp__take_string(&at);
     if (!string) answer = desired.size;
   }
-  f->in = take_bytes(&w.script, 0);
-  if (string && (kind = take(&w.script)) % 4 != 0) {
-    answer = say_something(f->extra + 8, kind);
-    size += (size_t)answer;
-  } else if (string) {
-    f->in = take_bytes(&w.script, take_size(&w.script));
-    answer = f->in.n;
-  }
+  f->in = string ? take_bytes(&w.script, take_size(&w.script)) : take_bytes(&w.script, 0);
+  if (string) answer = f->in.n;
   cddp__put64(f->extra, answer);
   if (!string && desired.size > 0) {
     REQUIRE(desired.size <= sizeof f->extra - 8);
@@ -820,7 +848,9 @@ static void target_meeting(input *in) {
   cddp_group_desc d;
   cddp__rendezvous m;
   cddp__place at;
+  cddp_group *g = NULL;
   cddp_result r;
+  int fd;
   world_begin(in);
   memset(&at, 0, sizeof at);
   memset(&d, 0, sizeof d);
@@ -832,30 +862,38 @@ static void target_meeting(input *in) {
   w.silent = settings & 32;
   memset(&m, 0, sizeof m);
   m.host = cddp__host_create(&a, NULL, at.world_size, at.rank);
-  if (m.host != NULL) {
-    r = cddp__rendezvous_init(&m, &at, &d, m.host);
-    m.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.store);
-    if (m.store == NULL) r = CDDP_OUT_OF_MEMORY;
-    if (m.store != NULL) {
-      m.store->allocator = a;
-      m.store->bytes.allocator = &m.store->allocator;
-      m.store->timeout_s = 20;
-      m.store->name = cddp__strdup(&a, "store");
-      m.store->file = -1;
-      m.store->fd = w.store = world_fd();
-      pthread_mutex_init(&m.store->lock, NULL);
-    }
+  r = m.host != NULL ? cddp__rendezvous_init(&m, &at, &d, m.host) : CDDP_OUT_OF_MEMORY;
+  m.store = (cddp_store *)cddp__calloc(&a, 1, sizeof *m.store);
+  if (m.host != NULL && m.store != NULL) {
+    m.serves = false;
+    m.store->allocator = a;
+    m.store->bytes.allocator = &m.store->allocator;
+    m.store->timeout_s = 20;
+    m.store->name = cddp__strdup(&a, "store");
+    m.store->file = -1;
+    m.store->fd = w.store = world_fd();
+    pthread_mutex_init(&m.store->lock, NULL);
     w.meeting = &m;
     w.script = *in;
-    if (r == CDDP_OK) r = cddp__introduce(&m);
-    if (r == CDDP_OK) r = at.rank == 0 ? cddp__gather(&m) : cddp__exchange_table(&m, NULL, NULL, 0);
-    if (r == CDDP_OK && at.rank == 0) r = cddp__set_table(&m);
-    if (r == CDDP_OK) r = cddp__use_table(&m);
+    if (settings & 64) { /* what a client hears */
+      fd = world_fd();
+      fd_of(fd)->in = *in;
+      fd_of(fd)->ended = !w.silent;
+      cddp__channel_init(&m.up, fd, true);
+    } else {
+      m.node_socket = world_fd();
+    }
+    if (r == CDDP_OK) r = cddp__gather(&m);
+    if (r == CDDP_OK) r = cddp__pass_on(&m, &g);
     must_say(r);
-    if (r != CDDP_OK && m.net == NULL && m.info != NULL) cddp__tell_failure(&m, NULL, r);
-    cddp__rendezvous_free(&m);
-    cddp__host_release(m.host);
+    cddp__tell_failure(&m, g, r);
+    if (g != NULL) cddp__group_leave(g);
+  } else {
+    cddp__free(&a, m.store);
+    m.store = NULL;
   }
+  if (m.host != NULL) cddp__rendezvous_free(&m);
+  cddp__host_release(m.host);
   w.meeting = NULL;
   world_end();
 }

@@ -726,7 +726,7 @@ static void test_secret_is_named(void) {
   CHECK_SEEN(&m[1], CDDP_UNAUTHORIZED, "secret", "");
 }
 
-/* A rank needs one connection to the store, which may be slow to take it. */
+/* The ranks of a host need one connection to the store, which may be slow to take them. */
 static int connections(int port) { /* established, by their near ends; a line may come twice */
   char line[512];
   unsigned near, far, state, seen_ports[64];
@@ -787,7 +787,7 @@ static void test_one_connection(void) {
   ranks_join(pid, 8, 30, status);
   CHECK(ranks_exited_well(status, 8));
   check_joined(m, 8);
-  CHECK(most > 0 && most <= 8); /* one a rank */
+  CHECK_EQ(most, 1);
   kill(server, SIGKILL);
   CHECK_EQ(waitpid(server, NULL, 0), server);
 }
@@ -804,7 +804,7 @@ static void test_few_descriptors(void) {
   launch(m, 1, 20);
   CHECK_SEEN(&m[0], CDDP_TIMEOUT, "did not come", "");
   prepare(m, 40); /* as many as there are descriptors for */
-  for (i = 0; i < 40; i++) m[i].files = 80;
+  for (i = 0; i < 40; i++) m[i].files = 64;
   launch(m, 40, 60);
   check_joined(m, 40);
   prepare(m, 60); /* too many: a sentence with limit and cure */
@@ -817,8 +817,7 @@ static void test_few_descriptors(void) {
     CHECK(m[i].seen->result != CDDP_OK);
     named += says(&m[i], "ulimit -n") && says_number(&m[i], 40);
   }
-
-  CHECK(named >= 1); /* rank 0, and those that its store has let in */
+  CHECK(named >= 30);
 }
 
 /* What ranks share fits any file size limit that has room for it. */
