@@ -220,6 +220,8 @@ gpt() {
     run ./gpt -n $ranks "${small[@]}" --steps 40
     expect $ranks "^rank [0-2] of $ranks: $(cat "$work/hash")\$"
   done
+  run ./gpt -n 2 "${small[@]}" --steps 40 --elastic 0
+  expect 2 "^rank [01] of 2: $(cat "$work/hash")\$"
   run ./gpt -n 3 "${small[@]}" --steps 40 --stop 25 --save half.safetensors
   run ./gpt -n 2 "${small[@]}" --steps 40 --resume half.safetensors
   expect 2 "^rank [01] of 2: $(cat "$work/hash")\$"
