@@ -11336,9 +11336,9 @@ static void *cddp__engine_main(void *arg) {
 /* What is queued is due now. lock held. */
 static void cddp__engine_hurry(cddp__engine *e) {
   bool busy = cddp__engine_busy(e);
-  if (e->first == NULL || e->last->tick != cddp__load32(&e->tick)) return;
-  cddp__add32(&e->tick, 1);
-  if (!busy) pthread_cond_signal(&e->work);
+  if (e->first == NULL) return;
+  if (e->last->tick == cddp__load32(&e->tick)) cddp__add32(&e->tick, 1);
+  if (!busy) pthread_cond_signal(&e->work); /* what came due by itself may find the thread asleep */
 }
 
 /* Gives w to its group's engine, and starts that if need be. The only operation in flight is held
