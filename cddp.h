@@ -5812,12 +5812,12 @@ static int cddp__isa(void) {
 
 /* The loops of the best set, by dtype. */
 static const cddp__kernels *cddp__pick_kernels(void) {
-#if CDDP__DISPATCH
   int isa = cddp__isa();
+#if CDDP__DISPATCH
   if (isa == CDDP__ISA_AVX512) return cddp__kernels_avx512;
   if (isa == CDDP__ISA_AVX2) return cddp__kernels_avx2;
 #endif
-  return cddp__kernels_base;
+  return (void)isa, cddp__kernels_base;
 }
 
 #define CDDP__BLOCK_BYTES 4096 /* handled at a time, so that they stay in the first cache */
