@@ -21,7 +21,7 @@ torch() { # LOST EVERY: seconds
   local start
   rm -rf "$work/saved" && mkdir "$work/saved" && start=$(now)
   OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 timeout 300 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
-    --max-restarts 1 tests/bench/lost_torch.py "$1" $steps "$2" "$work/saved" >>"$work/err" 2>&1 || echo failed >&2
+    --max-restarts 1 tests/bench/lost_torch.py "$1" $steps "$2" "$work/saved" >>"$work/err" 2>&1 || { echo failed; return; }
   awk -v ns=$(($(now) - start)) 'BEGIN { printf "%.3f\n", ns / 1e9 }'
 }
 for ((r = 0; r < rounds; r++)); do
@@ -39,7 +39,7 @@ sort "$work/raw" | awk -v rounds="$rounds" '
     for (i = 1; i <= n; i++) for (j = i + 1; j <= n; j++) if (v[j] + 0 < v[i] + 0) { t = v[i]; v[i] = v[j]; v[j] = t }
     return v[int((n + 1) / 2)]
   }
-  { all[$1 " " $2 " " $3] = all[$1 " " $2 " " $3] " " $4; who[$1 " " $2] = 1 }
+  $4 + 0 > 0 { all[$1 " " $2 " " $3] = all[$1 " " $2 " " $3] " " $4; who[$1 " " $2] = 1 }
   END {
     for (w in who) {
       split(w, part, " ")
