@@ -1410,6 +1410,11 @@ typedef struct cddp__site {
   int line;
 } cddp__site;
 
+/* Words for an error text, as a value. */
+typedef struct cddp__text {
+  char s[CDDP__ERROR_MAX];
+} cddp__text;
+
 /* Where a buffer lies, in words that every rank of the host can follow. */
 typedef struct cddp__ref {
   uint64_t base;       /* extent: offset in the memfd, bytes; pointer: the address */
@@ -2249,15 +2254,15 @@ static void cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
    connections are accepted and notices heard; this rank's connections end; hosts ask each other who
-   has come to a round, and are told; a rank of another host
-   is gone (how: in words, or NULL); a message is sent, has room, is received, is given to a recv
-   (p2p_lock held for these three), or there may be news of a peer. */
+   has come to a round, and are told; a rank of another host is gone; a message is sent, has room,
+   is received, is given to a recv (p2p_lock held for these three), or there may be news of a peer.
+ */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
 static void cddp__hosts_ask(cddp_group *g);
 static void cddp__hosts_told(cddp_group *g, const char *text);
-static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n);
+static bool cddp__hosts_gone(const cddp_group *g, int rank);
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c);
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
 static void cddp__hosts_serve(cddp_group *g);
@@ -2267,8 +2272,10 @@ static void cddp__hosts_poll(cddp_group *g, int peer);
 /* >>collectives: what does not fit into a round, in shared memory. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
 
-/* >>links: a job's connections end with its memory; ranks of other hosts are told of a failure. */
+/* >>links: a job's connections end with its memory, one by itself in a way that has words; ranks of
+   other hosts are told of a failure. */
 static void cddp__net_free(cddp__net *n);
+static cddp__text cddp__describe_link_end(int error);
 static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
                            uint32_t code, const char *text);
 
@@ -2306,16 +2313,6 @@ static void cddp__enter_call(const char *function) {
   cddp__next_site.file = NULL;
 }
 
-/* Writes " at train.c:120", or nothing when the place is not known. */
-static void cddp__describe_site(char *out, size_t n) {
-  const char *file = cddp__this_site.file;
-  size_t length = file != NULL ? strlen(file) : 0;
-  out[0] = 0;
-  if (file != NULL)
-    snprintf(out, n, " at %s%s:%d", length > 80 ? "..." : "",
-             file + (length > 80 ? length - 80 : 0), cddp__this_site.line);
-}
-
 static const char *const cddp__result_names[] = {
 #define CDDP__NAME(name, text) #name,
     CDDP__RESULTS(CDDP__NAME)
@@ -2346,6 +2343,28 @@ static void cddp__append(char *text, size_t n, const char *format, ...) {
   va_start(args, format);
   vsnprintf(text + at, n - at, format, args);
   va_end(args);
+}
+
+/* Words for an error text: cddp__fail(r, "%s ...", cddp__name_rank(g, p).s). */
+CDDP__PRINTF(1, 2)
+static cddp__text cddp__words(const char *format, ...) {
+  cddp__text t;
+  va_list args;
+  va_start(args, format);
+  vsnprintf(t.s, sizeof t.s, format, args);
+  va_end(args);
+  return t;
+}
+
+/* " at train.c:120", or nothing when the place is not known. */
+static cddp__text cddp__describe_site(void) {
+  const char *file = cddp__this_site.file;
+  size_t length = file != NULL ? strlen(file) : 0;
+  cddp__text t = {""};
+  if (file != NULL)
+    t = cddp__words(" at %s%s:%d", length > 80 ? "..." : "",
+                    file + (length > 80 ? length - 80 : 0), cddp__this_site.line);
+  return t;
 }
 
 /* Puts words before the error text that a lower room left: "cddp_init: " + text. */
@@ -2580,12 +2599,12 @@ static uint32_t cddp__fp_mode(void) {
 }
 
 /* The mode in words: "rounds upward, flushes subnormals (FTZ, DAZ)". */
-static void cddp__describe_fp_mode(uint32_t mode, char *out, size_t n) {
+static cddp__text cddp__describe_fp_mode(uint32_t mode) {
   static const char *const rounding[] = {"to nearest", "downward", "upward", "towards zero"};
   static const char *const flushing[] = {"keeps subnormals", "flushes subnormal results (FTZ)",
                                          "takes subnormal operands for 0 (DAZ)",
                                          "flushes subnormals (FTZ, DAZ)"};
-  snprintf(out, n, "rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING], flushing[mode >> 2 & 3]);
+  return cddp__words("rounds %s, %s", rounding[mode & CDDP__FP_ROUNDING], flushing[mode >> 2 & 3]);
 }
 
 /* Sleeps while *a == value, until woken or for at most `seconds`; may return early for no reason.
@@ -6431,18 +6450,21 @@ static uint32_t cddp__call_code(const cddp__call *c, uint32_t phase) {
   return (uint32_t)c->kind | (uint32_t)c->dtype << 8 | (uint32_t)c->op << 16 | (phase << 24);
 }
 
-static void cddp__describe_call(char *out, size_t n, uint32_t code, uint64_t count, int root) {
+/* "all_reduce(count 4, f32, sum)" */
+static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   uint32_t kind = code & 255, dtype = code >> 8 & 255, op = code >> 16 & 255;
-  bool known = kind < CDDP__KIND_COUNT && dtype <= CDDP_I64 && op <= CDDP_BXOR;
-  snprintf(out, n, "%s", known ? cddp__shapes[kind].name : "an unknown call");
-  if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(out, n, " %" PRIu64, count);
-  if (!known || kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return;
-  cddp__append(out, n, "(");
-  if (kind < CDDP__KIND_ALL_GATHER_V) cddp__append(out, n, "count %" PRIu64 ", ", count);
-  cddp__append(out, n, "%s", cddp__dtype_names[dtype]);
-  if (cddp__shapes[kind].reduces) cddp__append(out, n, ", %s", cddp__op_names[op]);
-  if (root >= 0) cddp__append(out, n, ", root %d", root);
-  cddp__append(out, n, code >> 24 == CDDP__PHASE_HOST ? ", host memory)" : ")");
+  cddp__text t = {"an unknown call"};
+  if (kind >= CDDP__KIND_COUNT || dtype > CDDP_I64 || op > CDDP_BXOR) return t;
+  t = cddp__words("%s", cddp__shapes[kind].name);
+  if (kind == CDDP__KIND_DDP_BUCKET) cddp__append(t.s, sizeof t.s, " %" PRIu64, count);
+  if (kind == CDDP__KIND_BARRIER || kind >= CDDP__KIND_GROUP_NEW) return t;
+  cddp__append(t.s, sizeof t.s, "(");
+  if (kind < CDDP__KIND_ALL_GATHER_V) cddp__append(t.s, sizeof t.s, "count %" PRIu64 ", ", count);
+  cddp__append(t.s, sizeof t.s, "%s", cddp__dtype_names[dtype]);
+  if (cddp__shapes[kind].reduces) cddp__append(t.s, sizeof t.s, ", %s", cddp__op_names[op]);
+  if (root >= 0) cddp__append(t.s, sizeof t.s, ", root %d", root);
+  cddp__append(t.s, sizeof t.s, code >> 24 == CDDP__PHASE_HOST ? ", host memory)" : ")");
+  return t;
 }
 
 /* Layout: control block, headers, slots, staging buffers. Every rank reads all headers, so those
@@ -6583,7 +6605,7 @@ static cddp_result cddp__check_group(cddp_group *g) {
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   struct pollfd fd;
-  if (g->members[rank] < 0) return cddp__hosts_gone(g, rank, NULL, 0);
+  if (g->members[rank] < 0) return cddp__hosts_gone(g, rank);
   if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
   if (g->host->threads || rank == g->rank) return false;
   fd.fd = g->host->pidfds[g->members[rank]];
@@ -6624,50 +6646,42 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
 }
 
 /* How a process ended, from its wait status: "was killed by signal 9 (Killed)". */
-static void cddp__describe_status(int status, char *out, size_t n) {
+static cddp__text cddp__describe_status(int status) {
   const char *name = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : NULL;
-  if (WIFSIGNALED(status))
-    snprintf(out, n, "was killed by signal %d (%s)%s", WTERMSIG(status), name != NULL ? name : "?",
-             WCOREDUMP(status) ? ", core dumped" : "");
-  else
-    snprintf(out, n, "exited with code %d", WEXITSTATUS(status));
+  if (!WIFSIGNALED(status)) return cddp__words("exited with code %d", WEXITSTATUS(status));
+  return cddp__words("was killed by signal %d (%s)%s", WTERMSIG(status), name != NULL ? name : "?",
+                     WCOREDUMP(status) ? ", core dumped" : "");
 }
 
-static void cddp__name_rank(const cddp_group *g, int rank, char *out, size_t n) {
+static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
   const cddp__net *net = g->host->net;
   if (g->host->threads)
-    snprintf(out, n, "rank %d (a thread of pid %d)", rank, (int)getpid());
-  else if (net != NULL)
-    snprintf(out, n, "rank %d (pid %u on %s)", rank, net->homes[g->world[rank]].pid,
-             net->hosts[net->homes[g->world[rank]].host].name);
-  else
-    snprintf(out, n, "rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
-             g->host->name);
+    return cddp__words("rank %d (a thread of pid %d)", rank, (int)getpid());
+  if (net != NULL)
+    return cddp__words("rank %d (pid %u on %s)", rank, net->homes[g->world[rank]].pid,
+                       net->hosts[net->homes[g->world[rank]].host].name);
+  return cddp__words("rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
+                     g->host->name);
 }
 
 /* How a rank that is gone went. */
-static void cddp__describe_end(const cddp_group *g, int rank, char *out, size_t n) {
+static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   int status, at = g->members[rank];
-  if (at < 0)
-    cddp__hosts_gone(g, rank, out, n);
-  else if (state == CDDP__SLOT_LEFT)
-    snprintf(out, n, "left the group (cddp_destroy)");
-  else if (state == CDDP__SLOT_DEAD)
-    snprintf(out, n, "ended: its thread function returned");
-  else if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
-    cddp__describe_status(status, out, n);
-  else
-    snprintf(out, n, "died: its process has ended");
+  if (at < 0) return cddp__describe_link_end(g->hosts->peers[rank].error);
+  if (state == CDDP__SLOT_LEFT) return cddp__words("left the group (cddp_destroy)");
+  if (state == CDDP__SLOT_DEAD) return cddp__words("ended: its thread function returned");
+  if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
+    return cddp__describe_status(status);
+  return cddp__words("died: its process has ended");
 }
 
 /* What this rank is doing: "all_reduce(count 4, f32, sum) at train.c:120, call 17 of the group". */
-static void cddp__describe_here(const cddp_group *g, char *out, size_t n) {
+static cddp__text cddp__describe_here(const cddp_group *g) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
-  char site[CDDP__SITE_MAX];
-  cddp__describe_call(out, n, header->call, header->count, header->root);
-  cddp__describe_site(site, sizeof site);
-  cddp__append(out, n, "%s, call %" PRIu64 " of the group", site, g->calls);
+  return cddp__words("%s%s, call %" PRIu64 " of the group",
+                     cddp__describe_call(header->call, header->count, header->root).s,
+                     cddp__describe_site().s, g->calls);
 }
 
 /* Breaks the group over the loss of a rank. doing: what this rank was in; NULL: waiting for that
@@ -6675,26 +6689,23 @@ static void cddp__describe_here(const cddp_group *g, char *out, size_t n) {
    that is believed, and a process of the group that has died is named too. */
 static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
-  char who[160], how[96], loss[540], here[320];
   bool left = cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
+  cddp__text loss;
   int p;
   if ((left || g->members[rank] < 0) && cddp__has_cause(cause))
     return cddp__break(
         g, cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text));
-  cddp__name_rank(g, rank, who, sizeof who);
-  cddp__describe_end(g, rank, how, sizeof how);
-  snprintf(loss, sizeof loss, "%s %s", who, how);
+  loss = cddp__words("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   for (p = 0; left && p < g->size; p++) {
     if (p == g->rank || cddp__load32(&cddp__slot_of(g, p)->state) == CDDP__SLOT_LEFT) continue;
     if (!cddp__rank_gone(g, p)) continue;
-    cddp__name_rank(g, p, who, sizeof who);
-    cddp__describe_end(g, p, how, sizeof how);
-    cddp__append(loss, sizeof loss, " after %s %s", who, how);
+    cddp__append(loss.s, sizeof loss.s, " after %s %s", cddp__name_rank(g, p).s,
+                 cddp__describe_end(g, p).s);
     break;
   }
-  cddp__describe_here(g, here, sizeof here);
-  cddp__fail(CDDP_PEER_LOST, "%.320s; rank %d was %s %s", loss, g->rank,
-             doing == NULL ? "waiting for it in" : "in", doing == NULL ? here : doing);
+  cddp__fail(CDDP_PEER_LOST, "%.320s; rank %d was %s %s", loss.s, g->rank,
+             doing == NULL ? "waiting for it in" : "in",
+             doing == NULL ? cddp__describe_here(g).s : doing);
   return cddp__break(g, CDDP_PEER_LOST);
 }
 
@@ -6791,20 +6802,21 @@ static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->members[rank];
 }
 
-/* Appends "; rank 1 waits in cddp_ddp_step at train.c:71". */
-static void cddp__describe_wait(const cddp_group *g, int rank, char *out, size_t n) {
+/* "; rank 1 waits in cddp_ddp_step at train.c:71", or nothing if that is not known. */
+static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__spot *s = cddp__spot_of(g, rank);
-  char where[CDDP__WHERE_MAX];
   bool waits = s != NULL && cddp__load32(&s->wait) != 0;
-  bool failed = s != NULL && cddp__load32(&s->failed) != 0;
-  if (s == NULL) return;
+  char where[CDDP__WHERE_MAX];
+  cddp__text t = {""};
+  if (s == NULL) return t;
   cddp__copy_text(where, s->where, sizeof where);
-  if (waits || failed)
-    cddp__append(out, n, "; rank %d %s in %s%s", cddp__job_rank(g, rank),
-                 waits ? "waits" : "has given up", where,
-                 cddp__load32(&s->several) ? " (one of its threads)" : "");
+  if (waits || cddp__load32(&s->failed) != 0)
+    t = cddp__words("; rank %d %s in %s%s", cddp__job_rank(g, rank),
+                    waits ? "waits" : "has given up", where,
+                    cddp__load32(&s->several) ? " (one of its threads)" : "");
   else if (g->host->net == NULL) /* else it may wait for another host */
-    cddp__append(out, n, "; rank %d waits in no call of cddp", cddp__job_rank(g, rank));
+    t = cddp__words("; rank %d waits in no call of cddp", cddp__job_rank(g, rank));
+  return t;
 }
 
 /* Shows that this thread waits in g; false: another thread's wait is shown, or no thread waits for
@@ -6813,14 +6825,14 @@ static bool cddp__show_wait(cddp_group *g) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   cddp__engine *e = cddp__own_engine;
   cddp__spot *s = cddp__spot_of(g, g->rank);
-  char where[256], site[CDDP__SITE_MAX];
+  cddp__text where;
   if (s == NULL || (e != NULL && (e != &g->engine || cddp__load32(&e->awaited) == 0))) return false;
   if (!cddp__swap32(&g->host->shown, 0, 1)) return false;
-  cddp__describe_call(where, 90, header->call, header->count, header->root);
-  if (cddp__this_site.function != NULL) snprintf(where, 90, "%s", cddp__this_site.function);
-  cddp__describe_site(site, sizeof site);
-  cddp__append(where, sizeof where, "%s", site);
-  cddp__copy_text(s->where, where, CDDP__WHERE_MAX);
+  where = cddp__describe_call(header->call, header->count, header->root);
+  where = cddp__words("%.90s%s", cddp__this_site.function != NULL ? cddp__this_site.function
+                                                                  : where.s,
+                      cddp__describe_site().s);
+  cddp__copy_text(s->where, where.s, CDDP__WHERE_MAX);
   cddp__store32(&s->group, (uint32_t)g->id);
   cddp__store32(&s->suspect, 0);
   cddp__store32(&s->failed, 0);
@@ -6882,32 +6894,34 @@ static cddp_result cddp__look_for_deadlock(cddp_group *g) {
 
 /* --- waiting --- */
 
-/* Appends "; another group failed: ...", for a time-out: the late ranks may have waited there. */
-static void cddp__describe_elsewhere(const cddp_group *g, char *out, size_t n) {
+/* "; another group failed: ...", for a time-out: the late ranks may have waited there. */
+static cddp__text cddp__describe_elsewhere(const cddp_group *g) {
+  cddp__text t = {""};
   const cddp_group *other;
   pthread_mutex_lock(&g->host->lock);
-  for (other = g->host->groups; other != NULL; other = other->next) {
-    if (other == g || cddp__load32(&other->block->broken) == 0) continue;
-    cddp__append(out, n, "; another group failed: %.400s", cddp__failure_text(other));
-    break;
-  }
+  for (other = g->host->groups; other != NULL && t.s[0] == 0; other = other->next)
+    if (other != g && cddp__load32(&other->block->broken) != 0)
+      t = cddp__words("; another group failed: %.400s", cddp__failure_text(other));
   pthread_mutex_unlock(&g->host->lock);
+  return t;
 }
 
-/* The ranks of a set, "3-7, 12", as far as there is room. */
-static void cddp__list_ranks(const bool *set, int size, char *out, size_t n) {
+/* The ranks of a set, "3-7, 12", as far as there is room in n bytes. */
+static cddp__text cddp__list_ranks(const bool *set, int size, size_t n) {
+  cddp__text t = {""};
   int p, end;
   for (p = 0; p < size; p = end) {
     for (end = p + 1; set[p] && end < size && set[end]; end++) {}
     if (!set[p]) continue;
-    if (out[0] != 0) cddp__append(out, n, ", ");
-    if (strlen(out) + 24 > n) {
-      cddp__append(out, n, "...");
-      return;
+    if (t.s[0] != 0) cddp__append(t.s, n, ", ");
+    if (strlen(t.s) + 24 > n) {
+      cddp__append(t.s, n, "...");
+      return t;
     }
-    cddp__append(out, n, "%d", p);
-    if (end - p > 1) cddp__append(out, n, "-%d", end - 1);
+    cddp__append(t.s, n, "%d", p);
+    if (end - p > 1) cddp__append(t.s, n, "-%d", end - 1);
   }
+  return t;
 }
 
 /* The ranks that have not come to this rank's round: how many. One of this host may itself be
@@ -6938,8 +6952,8 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
 /* The deadline has passed: breaks the group with the names of all late ranks, unless other hosts'
    have just come. late: a rank of another host whose frames did not; -1: none. */
 static cddp_result cddp__break_late(cddp_group *g, int late) {
-  char who[160], what[320], names[320] = "", where[CDDP__ERROR_MAX] = "";
   bool set[CDDP__MAX_RANKS], far = false;
+  char names[320] = "", where[CDDP__ERROR_MAX] = "";
   int p, named = 0, n;
   cddp_result r;
   if (g->hosts != NULL && !g->hosts->local_only &&
@@ -6956,19 +6970,17 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
   for (p = 0; p < g->size && named < 3; p++) {
     if (!set[p]) continue;
     far = far || g->members[p] < 0;
-    cddp__name_rank(g, p, who, sizeof who);
-    cddp__append(names, sizeof names, "%s%s", named++ > 0 ? ", " : "", who);
-    cddp__describe_wait(g, p, where, sizeof where);
+    cddp__append(names, sizeof names, "%s%s", named++ > 0 ? ", " : "", cddp__name_rank(g, p).s);
+    cddp__append(where, sizeof where, "%s", cddp__describe_wait(g, p).s);
     set[p] = false;
   }
-  who[0] = 0;
-  cddp__list_ranks(set, g->size, who, sizeof who);
-  if (n > named) cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "", who);
+  if (n > named)
+    cddp__append(names, sizeof names, " and rank%s %s", n > named + 1 ? "s" : "",
+                 cddp__list_ranks(set, g->size, 160).s);
   for (; p < g->size; p++) far = far || (set[p] && g->members[p] < 0);
-  cddp__describe_here(g, what, sizeof what);
-  if (where[0] == 0) cddp__describe_elsewhere(g, where, sizeof where);
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: %s did not come to %s%s%s", g->timeout_s, names,
-             what, far ? ", or their hosts cannot be reached" : "", where);
+             cddp__describe_here(g).s, far ? ", or their hosts cannot be reached" : "",
+             where[0] != 0 ? where : cddp__describe_elsewhere(g).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -7079,25 +7091,23 @@ static bool cddp__agrees(const cddp__op_header *a, const cddp__op_header *b) {
   return a->call == b->call && a->count == b->count && a->root == b->root;
 }
 
-/* Appends "rank 1 called all_reduce(count 4, f32, sum) at train.c:120" to this thread's error; and
-   what differs where that reads as a's call does: settings, or the floating-point mode. */
-static void cddp__describe_rank(const cddp_group *g, int rank, const cddp__op_header *a) {
+/* "rank 1 called all_reduce(count 4, f32, sum) at train.c:120", and what differs where that reads
+   as a's call does: settings, or the floating-point mode. */
+static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp__op_header *a) {
   const cddp__op_header *b = cddp__op_header_of(g, rank, g->round);
   cddp__slot *slot = cddp__slot_of(g, rank);
-  char *out = cddp__error_text, call[2][128], site[CDDP__SITE_MAX] = "", mode[2][96];
-  cddp__describe_call(call[0], sizeof call[0], a->call, a->count, a->root);
-  cddp__describe_call(call[1], sizeof call[1], b->call, b->count, b->root);
-  if (cddp__load32(&slot->site_round) == g->round) memcpy(site, slot->site, sizeof site - 1);
-  cddp__append(out, CDDP__ERROR_MAX, "rank %d called %s%s", rank, call[1], site);
-  if (a == b || strcmp(call[0], call[1]) != 0) return;
-  cddp__describe_fp_mode(a->fp_mode, mode[0], sizeof mode[0]);
-  cddp__describe_fp_mode(b->fp_mode, mode[1], sizeof mode[1]);
+  bool known = cddp__load32(&slot->site_round) == g->round;
+  cddp__text call = cddp__describe_call(b->call, b->count, b->root);
+  cddp__text t = cddp__words("rank %d called %s%.*s", rank, call.s,
+                             known ? CDDP__SITE_MAX - 1 : 0, slot->site);
+  if (a == b || strcmp(cddp__describe_call(a->call, a->count, a->root).s, call.s) != 0) return t;
   if (a->fp_mode == b->fp_mode)
-    cddp__append(out, CDDP__ERROR_MAX, " with other settings");
+    cddp__append(t.s, sizeof t.s, " with other settings");
   else
-    cddp__append(out, CDDP__ERROR_MAX,
-                 " in another floating-point mode (%.80s, not %.80s; -ffast-math sets FTZ)",
-                 mode[1], mode[0]);
+    cddp__append(t.s, sizeof t.s,
+                 " in another floating-point mode (%s, not %s; -ffast-math sets FTZ)",
+                 cddp__describe_fp_mode(b->fp_mode).s, cddp__describe_fp_mode(a->fp_mode).s);
+  return t;
 }
 
 /* Not all headers are alike: fine if some ranks have joined the others' call. Every rank finds the
@@ -7111,18 +7121,17 @@ static cddp_result cddp__compare_headers(cddp_group *g) {
   a = cddp__op_header_of(g, first, g->round);
   for (p = 0; p < g->size; p++) different += !cddp__agrees(a, cddp__op_header_of(g, p, g->round));
   if (different == 0) return CDDP_OK;
-  cddp__describe_site(mine->site, sizeof mine->site); /* for the other ranks' messages */
+  cddp__copy_text(mine->site, cddp__describe_site().s, sizeof mine->site); /* for other ranks */
   cddp__store32(&mine->site_round, g->round);
   for (p = 0; p < g->size; p++)
     while (g->members[p] >= 0 && cddp__load32(&cddp__slot_of(g, p)->site_round) != g->round &&
            cddp__load32(&g->block->broken) == 0 && cddp__now() < deadline)
       cddp__sleep(1e-5);
-  cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: ", g->calls);
-  cddp__describe_rank(g, first, a);
+  cddp__fail(CDDP_MISMATCH, "ranks disagree in call %" PRIu64 " of the group: %s", g->calls,
+             cddp__describe_rank(g, first, a).s);
   for (p = 0, different = 0; p < g->size; p++) {
     if (cddp__agrees(a, cddp__op_header_of(g, p, g->round)) || ++different > 2) continue;
-    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", ");
-    cddp__describe_rank(g, p, a);
+    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s", cddp__describe_rank(g, p, a).s);
   }
   if (different > 2)
     cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more disagree", different - 2);
@@ -7466,17 +7475,14 @@ static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void
 }
 
 /* How a link ended, for messages: behind the name of the rank. */
-static void cddp__describe_link_end(int error, char *out, size_t n) {
-  if (error == CDDP__LEFT)
-    snprintf(out, n, "left the group (cddp_destroy)");
-  else if (error == 0 || error == ECONNRESET || error == EPIPE)
-    snprintf(out, n, "closed its connection: it died, or its group failed");
-  else if (error == ECONNREFUSED)
-    snprintf(out, n, "does not listen any more: it has ended");
-  else if (error == EPROTO)
-    snprintf(out, n, "sent what is no message of cddp, or not the one that was due");
-  else
-    snprintf(out, n, "lost its connection: %s", strerror(error));
+static cddp__text cddp__describe_link_end(int error) {
+  if (error == CDDP__LEFT) return cddp__words("left the group (cddp_destroy)");
+  if (error == 0 || error == ECONNRESET || error == EPIPE)
+    return cddp__words("closed its connection: it died, or its group failed");
+  if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
+  if (error == EPROTO)
+    return cddp__words("sent what is no message of cddp, or not the one that was due");
+  return cddp__words("lost its connection: %s", strerror(error));
 }
 
 /* --- the handshake --- */
@@ -8144,7 +8150,6 @@ static cddp__member *cddp__member_of(const cddp__rendezvous *v, uint32_t rank) {
 
 /* CDDP_OK if the two ranks can be in one group. */
 static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__rank_info *i) {
-  char a[80], b[80];
   if (i->version != own->version)
     return cddp__fail(CDDP_MISMATCH,
                       "rank %u (pid %u) has version %u of cddp.h, rank %u has %u; build all alike",
@@ -8159,12 +8164,11 @@ static cddp_result cddp__compare_ranks(const cddp__rank_info *own, const cddp__r
                       "(or desc.backend and desc.device) must be the same for all",
                       i->rank, i->pid, i->backend, own->rank, own->backend);
   if (i->fp_mode == own->fp_mode) return CDDP_OK;
-  cddp__describe_fp_mode(i->fp_mode, a, sizeof a);
-  cddp__describe_fp_mode(own->fp_mode, b, sizeof b);
   return cddp__fail(CDDP_MISMATCH,
                     "rank %u %s, rank %u %s: the floating-point modes must be the same. Is one "
                     "linked with -ffast-math? Set the mode before cddp_init",
-                    i->rank, a, own->rank, b);
+                    i->rank, cddp__describe_fp_mode(i->fp_mode).s, own->rank,
+                    cddp__describe_fp_mode(own->fp_mode).s);
 }
 
 /* Adds a rank that has come, or a process that would be one. */
@@ -9578,31 +9582,28 @@ static int cddp__gone_peer(const cddp_group *g, const cddp__p2p *m) {
 
 /* Breaks the group if the peer of a send or recv is gone. */
 static cddp_result cddp__check_peer(cddp_group *g, const cddp__p2p *m) {
-  char doing[64];
+  const char *doing = m->q == NULL                ? "send to it"
+                      : m->c->root == CDDP_ANY ? "recv from any rank"
+                                                 : "recv from it";
   int gone = cddp__gone_peer(g, m);
   if (gone < 0) return CDDP_OK;
-  snprintf(doing, sizeof doing, "%s, tag %d",
-           m->q == NULL                ? "send to it"
-           : m->c->root == CDDP_ANY ? "recv from any rank"
-                                      : "recv from it",
-           m->c->tag);
-  return cddp__report_lost(g, gone, doing);
+  return cddp__report_lost(g, gone, cddp__words("%s, tag %d", doing, m->c->tag).s);
 }
 
 /* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
    else is told. */
 static cddp_result cddp__p2p_late(cddp_group *g, const cddp__p2p *m, double limit) {
   const char *what = m->q != NULL ? "recv from" : "send to";
-  char who[160] = "any rank", where[CDDP__WHERE_MAX + 64] = "";
-  if (m->c->root != CDDP_ANY) cddp__name_rank(g, m->c->root, who, sizeof who);
+  bool any = m->c->root == CDDP_ANY;
+  cddp__text who = any ? cddp__words("any rank") : cddp__name_rank(g, m->c->root);
   if (limit >= 0)
     return cddp__fail(CDDP_TIMEOUT,
                       "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
-                      limit, what, who, m->c->tag, g->rank);
-  if (m->c->root != CDDP_ANY) cddp__describe_wait(g, m->c->root, where, sizeof where);
+                      limit, what, who.s, m->c->tag, g->rank);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
-             g->timeout_s, what, who, m->c->tag, g->rank, where);
+             g->timeout_s, what, who.s, m->c->tag, g->rank,
+             any ? "" : cddp__describe_wait(g, m->c->root).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -9850,11 +9851,10 @@ static void cddp__hosts_hang_up(cddp_group *g) {
 
 /* Whether a rank of another host is gone, and a notice that says why is here or has had time to
    arrive: none follows a goodbye, and a rank that was alone on its host leaves none to send one. */
-static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n) {
+static bool cddp__hosts_gone(const cddp_group *g, int rank) {
   const cddp__peer *p = &g->hosts->peers[rank];
   bool brief;
   if (!cddp__is_lost(g, rank)) return false;
-  if (how != NULL) cddp__describe_link_end(p->error, how, n);
   brief = p->error == CDDP__LEFT || g->hosts->nodes[p->host].size == 1;
   return cddp__has_cause(&g->block->cause) ||
          cddp__now() >= p->lost_at + (brief ? CDDP__NEWS_S : CDDP__CAUSE_S);
@@ -9862,18 +9862,18 @@ static bool cddp__hosts_gone(const cddp_group *g, int rank, char *how, size_t n)
 
 /* Tells the other hosts, once a round, which ranks of this one have come to it. */
 static void cddp__tell_came(cddp_group *g, uint32_t round) {
-  char text[CDDP__ERROR_MAX] = "", list[CDDP__ERROR_MAX - 16] = "";
   bool set[CDDP__MAX_RANKS];
+  cddp__text list;
   int p;
   if (cddp__exchange32(&g->block->told, round) == round) return;
   for (p = 0; p < g->size; p++)
     set[p] = g->members[p] >= 0 &&
              cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
-  cddp__list_ranks(set, g->size, list, sizeof list);
-  snprintf(text, sizeof text, "%" PRIu32 " %s", round, list);
-  if (list[0] != 0)
+  list = cddp__list_ranks(set, g->size, CDDP__ERROR_MAX - 16);
+  if (list.s[0] != 0)
     cddp__tell_all(g->hosts->net, g->id, g->world, g->size,
-                   CDDP__NOTICE_CAME | (uint32_t)CDDP_TIMEOUT, text);
+                   CDDP__NOTICE_CAME | (uint32_t)CDDP_TIMEOUT,
+                   cddp__words("%" PRIu32 " %s", round, list.s).s);
 }
 
 /* This rank's time is up: asks the other hosts who has come to its round there, by telling them who
@@ -9912,25 +9912,24 @@ static void cddp__hosts_told(cddp_group *g, const char *text) {
    0 may have done so in good order, unless this rank leaves with it. */
 static void cddp__early_notice(cddp_group *g, bool leaving) {
   const cddp__net *n = g->hosts->net;
-  char who[160], how[96], text[CDDP__ERROR_MAX] = "";
+  cddp__text text = {""}, how;
   int p;
   if (cddp__load32(&g->block->broken) != 0 || cddp__load32(&g->block->cause.state) != 0) return;
-  for (p = 0; p < g->size && text[0] == 0; p++) {
+  for (p = 0; p < g->size && text.s[0] == 0; p++) {
     if (p == g->rank || g->members[p] < 0 || !cddp__rank_gone(g, p) ||
         cddp__load32(&cddp__slot_of(g, p)->state) == CDDP__SLOT_LEFT)
       continue;
-    cddp__describe_end(g, p, how, sizeof how);
-    if (!leaving && strcmp(how, "exited with code 0") == 0) continue;
-    cddp__name_rank(g, p, who, sizeof who);
-    snprintf(text, sizeof text, "%s %s; rank %d %s", who, how, g->rank,
-             leaving ? "left the group after that" : "saw it end");
+    how = cddp__describe_end(g, p);
+    if (!leaving && strcmp(how.s, "exited with code 0") == 0) continue;
+    text = cddp__words("%s %s; rank %d %s", cddp__name_rank(g, p).s, how.s, g->rank,
+                       leaving ? "left the group after that" : "saw it end");
   }
-  if (text[0] == 0 && leaving && cddp__has_cause(&n->loss))
-    snprintf(text, sizeof text, "rank %d left the group after a failure in another one: %.*s",
-             g->rank, CDDP__ERROR_MAX - 80, n->loss.text);
-  if (text[0] != 0 && cddp__note_cause(&g->block->cause, CDDP_PEER_LOST, text))
+  if (text.s[0] == 0 && leaving && cddp__has_cause(&n->loss))
+    text = cddp__words("rank %d left the group after a failure in another one: %s", g->rank,
+                       n->loss.text);
+  if (text.s[0] != 0 && cddp__note_cause(&g->block->cause, CDDP_PEER_LOST, text.s))
     cddp__tell_all(n, g->id, g->world, g->size, CDDP__NOTICE_EARLY | (uint32_t)CDDP_PEER_LOST,
-                   text);
+                   text.s);
 }
 
 /* --- send and recv --- */
@@ -10106,7 +10105,7 @@ static cddp_result cddp__traffic_pause(cddp__traffic *t) {
     if (l != NULL) cddp__link_answered(l);
     pthread_mutex_unlock(&g->p2p_lock);
   }
-  if (cddp__hosts_gone(g, t->late, NULL, 0)) return cddp__report_lost(g, t->late, NULL);
+  if (cddp__hosts_gone(g, t->late)) return cddp__report_lost(g, t->late, NULL);
   return t->wait.late ? cddp__break_late(g, t->late) : CDDP_OK;
 }
 
@@ -11808,7 +11807,6 @@ static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *c) {
    then whether any rank's do. */
 static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *c, bool *host) {
   uint64_t *told = (uint64_t *)(void *)(c->parts + g->size), *heard = told + CDDP__TOLD * g->size;
-  char here[320];
   size_t most = 0;
   cddp__call x = *c;
   cddp_result r;
@@ -11831,11 +11829,10 @@ static cddp_result cddp__exchange_counts(cddp_group *g, cddp__call *c, bool *hos
     most = cddp__max(most, (size_t)heard[2]);
     *host = *host || heard[3] != 0;
     if (heard[0] == c->parts[p].in) continue;
-    cddp__describe_here(g, here, sizeof here);
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree: rank %d sends %" PRIu64 " elements to rank %d, which expects %zu, "
                "in %s",
-               p, heard[0], g->rank, c->parts[p].in, here);
+               p, heard[0], g->rank, c->parts[p].in, cddp__describe_here(g).s);
     r = cddp__break(g, CDDP_MISMATCH);
   }
   c->count = most;
@@ -12736,17 +12733,14 @@ static void cddp__update_run(const cddp__update *u, size_t first, void *weights,
 
 static bool cddp__dtype_trains(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_BF16; }
 
-static const char *cddp__param_name(const cddp_param *p, int index, char *space, size_t n) {
-  if (p->name != NULL) return p->name;
-  snprintf(space, n, "#%d", index);
-  return space;
+static cddp__text cddp__param_name(const cddp_param *p, int index) {
+  return p->name != NULL ? cddp__words("%s", p->name) : cddp__words("#%d", index);
 }
 
 enum { CDDP__HAS_NAME = 1, CDDP__HAS_DATA = 2, CDDP__IS_TRAINED = 4 };
 
 /* Parameters or buffers of a caller, of which these rules hold. */
 static cddp_result cddp__check_params(const cddp_param *params, int count, int rules) {
-  char space[24];
   int i;
   if (count < 0 || (count > 0 && params == NULL))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "params is NULL or count %d is negative", count);
@@ -12765,24 +12759,23 @@ static cddp_result cddp__check_params(const cddp_param *params, int count, int r
       wrong = "has data NULL";
     if (wrong != NULL)
       return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" %s",
-                        cddp__param_name(p, i, space, sizeof space), wrong);
+                        cddp__param_name(p, i).s, wrong);
   }
   return CDDP_OK;
 }
 
 static cddp_result cddp__check_sparse(const cddp_param *params, int count, const size_t *rows) {
-  char space[24];
   int i;
   for (i = 0; rows != NULL && i < count; i++) {
-    const char *name = cddp__param_name(&params[i], i, space, sizeof space);
     if (rows[i] == 0) continue;
     if (params[i].count == 0 || params[i].count % rows[i] != 0)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter \"%s\" cannot have %zu sparse rows, with %zu elements", name,
-                        rows[i], params[i].count);
+                        "parameter \"%s\" cannot have %zu sparse rows, with %zu elements",
+                        cddp__param_name(&params[i], i).s, rows[i], params[i].count);
     if (params[i].grad != NULL)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "parameter \"%s\" has sparse rows; its grad must be NULL", name);
+                        "parameter \"%s\" has sparse rows; its grad must be NULL",
+                        cddp__param_name(&params[i], i).s);
   }
   return CDDP_OK;
 }
@@ -12802,13 +12795,12 @@ static int cddp__by_address(const void *x, const void *y) {
 
 static cddp_result cddp__fail_overlap(const cddp_param *params, const cddp__owned *a,
                                       const cddp__owned *b) {
-  char space[2][24];
   const cddp__owned *first = a->param <= b->param ? a : b, *second = first == a ? b : a;
   bool tied = strcmp(a->what, "data") == 0 && strcmp(b->what, "data") == 0;
   return cddp__fail(
       CDDP_INVALID_ARGUMENT, "%s of parameter \"%.100s\" and %s of \"%.100s\" %s; %s",
-      first->what, cddp__param_name(&params[first->param], first->param, space[0], 24),
-      second->what, cddp__param_name(&params[second->param], second->param, space[1], 24),
+      first->what, cddp__param_name(&params[first->param], first->param).s,
+      second->what, cddp__param_name(&params[second->param], second->param).s,
       a->begin == b->begin && a->end == b->end ? "are the same memory" : "overlap",
       tied ? "list tied weights once, and let both backward passes add to the one gradient"
            : "each must have memory of its own");
@@ -12897,12 +12889,11 @@ static void cddp__optim_rows(cddp_optim *o, int i, const cddp__sparse *g) {
 }
 
 static cddp_result cddp__check_rows(const cddp_optim *o, int i) {
-  char space[24];
   if (o->weight_decays[i] == 0 && !o->algorithm->wide) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "parameter \"%s\" has rows as its gradient, which go without %s; have a dense "
                     "gradient, or %s",
-                    cddp__param_name(&o->params[i], i, space, sizeof space),
+                    cddp__param_name(&o->params[i], i).s,
                     o->algorithm->wide ? o->algorithm->name : "weight_decay",
                     o->algorithm->wide ? "use SGD" : "set that to 0");
 }
@@ -12931,7 +12922,6 @@ static void cddp__count_step(cddp_optim *o, int i) {
 /* Checks and allocates all that a step needs, so that a step is done as a whole or not at all. */
 static cddp_result cddp__optim_prepare(cddp_optim *o) {
   cddp_result r = CDDP_OK;
-  char space[24];
   int i;
   if (o->share != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -12939,19 +12929,19 @@ static cddp_result cddp__optim_prepare(cddp_optim *o) {
                       "cddp_ddp_wait before cddp_optim_step");
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
     const cddp_param *p = &o->params[i];
-    const char *name = cddp__param_name(p, i, space, sizeof space);
     bool sparse = cddp__optim_sparse(o, i) != NULL;
     if (cddp__optim_skips(o, i)) continue;
     if (sparse && (r = cddp__check_rows(o, i)) != CDDP_OK) return r;
     if (p->data == NULL)
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" has no data", name);
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" has no data",
+                        cddp__param_name(p, i).s);
     if (p->grad == NULL && !sparse)
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "parameter \"%s\" has no gradient; set grad, or have cddp_ddp_create place "
-                        "it, or (sparse) set ddp in cddp_sgd_desc", name);
+                        "it, or (sparse) set ddp in cddp_sgd_desc", cddp__param_name(p, i).s);
     if (!cddp__dtype_trains(p->dtype))
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d", name,
-                        (int)p->dtype);
+      return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" now has dtype %d",
+                        cddp__param_name(p, i).s, (int)p->dtype);
     if (o->backend == NULL) r = cddp__need_states(o, i);
   }
   return r;
@@ -13030,22 +13020,22 @@ static cddp_result cddp__check_number(const char *what, double x, double below) 
 static cddp_result cddp__check_param_settings(const cddp_param *p, int i,
                                               const cddp__algorithm *algorithm,
                                               const cddp__settings *d) {
-  char space[24], what[160];
-  const char *name = cddp__param_name(p, i, space, sizeof space);
+  cddp__text name = cddp__param_name(p, i);
   cddp_result r = CDDP_OK;
   if (d->copies != NULL && d->copies[i] != NULL && p->dtype != CDDP_F32)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" is %s; only f32 weights have copies",
-                      name, cddp__dtype_names[p->dtype]);
+                      name.s, cddp__dtype_names[p->dtype]);
   if (algorithm->wide && cddp__dtype_half(p->dtype) && !d->master_weights)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "parameter \"%s\" is %s; %s steps f32 and f64: set master_weights, or pass "
                       "f32 weights, and those as copies",
-                      name, cddp__dtype_names[p->dtype], algorithm->name);
-  snprintf(what, sizeof what, "lr_scales of parameter \"%.100s\"", name);
-  if (d->lr_scales != NULL) r = cddp__check_number(what, d->lr_scales[i], INFINITY);
-  snprintf(what, sizeof what, "weight_decays of parameter \"%.100s\"", name);
+                      name.s, cddp__dtype_names[p->dtype], algorithm->name);
+  if (d->lr_scales != NULL)
+    r = cddp__check_number(cddp__words("lr_scales of parameter \"%.100s\"", name.s).s,
+                           d->lr_scales[i], INFINITY);
   if (r == CDDP_OK && d->weight_decays != NULL)
-    r = cddp__check_number(what, d->weight_decays[i], INFINITY);
+    r = cddp__check_number(cddp__words("weight_decays of parameter \"%.100s\"", name.s).s,
+                           d->weight_decays[i], INFINITY);
   return r;
 }
 
@@ -13474,7 +13464,8 @@ static void cddp__log_call(cddp__device *from, const cddp__call *c, bool device)
   to->root = what.root;
   to->hash = p->hash;
   to->site[0] = 0;
-  if (c->kind != CDDP__KIND_DDP_BUCKET) cddp__describe_site(to->site, sizeof to->site);
+  if (c->kind != CDDP__KIND_DDP_BUCKET)
+    cddp__copy_text(to->site, cddp__describe_site().s, sizeof to->site);
   cddp__store32(&to->number, p->calls);
   cddp__store32(&slot->calls, p->calls);
   pthread_mutex_unlock(&p->lock);
@@ -13499,17 +13490,15 @@ static cddp_result cddp__break_calls(cddp__device *p, int rank, uint32_t n) {
   bool low = g->rank < rank;
   int first = low ? g->rank : rank, second = low ? rank : g->rank;
   cddp__logged_call a, b;
-  char what[2][160];
   uint32_t i;
   for (i = n < CDDP__CALL_LOG ? 1 : n - CDDP__CALL_LOG + 1; i <= n; i++) {
     if (!cddp__read_logged(g, first, i, &a) || !cddp__read_logged(g, second, i, &b)) continue;
     if (a.call == b.call && a.count == b.count && a.root == b.root) continue;
-    cddp__describe_call(what[0], sizeof what[0], a.call, a.count, a.root);
-    cddp__describe_call(what[1], sizeof what[1], b.call, b.count, b.root);
     cddp__fail(CDDP_MISMATCH,
                "ranks disagree in call %" PRIu32 " of the group: rank %d called %s%s, rank %d "
                "called %s%s%s",
-               i, first, what[0], a.site, second, what[1], b.site,
+               i, first, cddp__describe_call(a.call, a.count, a.root).s, a.site, second,
+               cddp__describe_call(b.call, b.count, b.root).s, b.site,
                a.call == b.call && (a.call & 255) == CDDP__KIND_DDP_STEP
                    ? " with other settings: learning rate, momentum or others"
                    : "");
@@ -13692,21 +13681,19 @@ static cddp_result cddp__break_pending(cddp__device *p) { /* an operation is too
   cddp_group *g = p->group;
   const cddp_group *owner = p->owner->group;
   uint32_t calls = cddp__load32(&cddp__slot_of(owner, g->rank)->calls);
-  char who[160], late[256] = "", what[160] = "none";
+  cddp__text late = {""}, what = {"none"};
   cddp__logged_call latest;
   int q = 0;
   while (q < g->size && cddp__calls_behind(p, q) <= 0) q++;
-  if (q < g->size) {
-    cddp__name_rank(g, q, who, sizeof who);
-    snprintf(late, sizeof late, "; behind it in calls: %s, and perhaps others", who);
-  }
+  if (q < g->size)
+    late = cddp__words("; behind it in calls: %s, and perhaps others", cddp__name_rank(g, q).s);
   latest.site[0] = 0;
   if (cddp__read_logged(owner, g->rank, calls, &latest))
-    cddp__describe_call(what, sizeof what, latest.call, latest.count, latest.root);
+    what = cddp__describe_call(latest.call, latest.count, latest.root);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s; the rank's "
              "latest is %s%s",
-             g->timeout_s, g->rank, p->device, late, what, latest.site);
+             g->timeout_s, g->rank, p->device, late.s, what.s, latest.site);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -14696,7 +14683,6 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   const char *backend = cddp__backend_name(desc);
   bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
-  char who[2][128];
   cddp__device *p = NULL;
   bool kernels = true;
   cddp_result r;
@@ -14711,13 +14697,11 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
       if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
           strcmp(all[i].host, all[k].host) != 0)
         continue;
-      cddp__name_rank(g, k, who[0], sizeof who[0]);
-      cddp__name_rank(g, i, who[1], sizeof who[1]);
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set "
                      "device to \"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them "
                      "share with backend \"cpu\"",
-                     who[0], who[1], all[i].device, all[i].gpu);
+                     cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, all[i].device, all[i].gpu);
     }
   }
   cddp__free(a, all);
@@ -15720,13 +15704,12 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   cddp_group *g = hooked ? d->hooks : d->comm;
   int first = b->sorted[0];
   cddp_result r;
-  char space[24];
   if ((r = cddp__check_group(g)) == CDDP_OK && d->memory->use != NULL) r = d->memory->use(d);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* or later buckets' calls would meet this one's there */
   return cddp__fail_in(r, "bucket %d (parameter \"%.60s\"%s): ", (int)(b - d->buckets),
-                       cddp__param_name(&d->params[first], first, space, sizeof space),
+                       cddp__param_name(&d->params[first], first).s,
                        b->count > 1 ? " and others" : "");
 }
 
@@ -16393,7 +16376,6 @@ static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
    while a graph is captured ranks are not compared. */
 static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *met) {
   bool capturing = cddp__capturing(cddp__main_stream(d->group));
-  char space[24];
   cddp__call note;
   cddp_result r;
   int i;
@@ -16416,7 +16398,7 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "gradient \"%s\" was not marked ready on rank %d; call cddp_ddp_ready for "
                         "every parameter, or set find_unused_parameters",
-                        cddp__param_name(&d->params[i], i, space, sizeof space), d->group->rank);
+                        cddp__param_name(&d->params[i], i).s, d->group->rank);
   if (capturing) return CDDP_OK;
   memset(&note, 0, sizeof note);
   note.kind = (uint8_t)kind;
@@ -16755,7 +16737,7 @@ static const cddp__ddp_memory cddp__gpu_memory = {
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   int device = cddp__device_of(d->group)->device, i, k;
   bool here;
-  char space[24], what[96];
+  char what[96];
   const cddp_kernels *kernels;
   cddp_result r;
   if (d->desc.max_grad_norm > 0 &&
@@ -16767,7 +16749,7 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
       const void *at = k == 0 ? p->data : p->grad;
       if (at == NULL || p->count == 0) continue;
       snprintf(what, sizeof what, "%s of parameter \"%.60s\"", k == 0 ? "data" : "grad",
-               cddp__param_name(p, i, space, sizeof space));
+               cddp__param_name(p, i).s);
       if ((r = cddp__memory_of(device, at, what, &here)) != CDDP_OK) return r;
       if (!here)
         return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -16834,7 +16816,6 @@ static int cddp__held_shard(const cddp_ddp *d) {
 /* False: there are no more, or the model has failed. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   int held, i = 0;
-  char space[24];
   if (d == NULL || shard == NULL || d->failed) return false;
   if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false;
   held = cddp__held_shard(d);
@@ -16849,7 +16830,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
                  "%d; call cddp_ddp_ready for every parameter first",
-                 cddp__param_name(&d->params[i], i, space, sizeof space), held, d->group->rank);
+                 cddp__param_name(&d->params[i], i).s, held, d->group->rank);
     (void)cddp__give_up(d, CDDP_INVALID_ARGUMENT);
     return false;
   }
@@ -16893,7 +16874,6 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   cddp__tensor *t;
   cddp__host *h;
   bool noted, twice;
-  char space[24];
   cddp_result r = CDDP_OK;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(param >= 0 && param < d->count, "param is %d; there are %d", param, d->count);
@@ -16916,7 +16896,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
     cddp__fail(CDDP_INVALID_ARGUMENT,
                "cddp_ddp_ready: parameter \"%s\" was marked ready twice in one step on rank %d; "
                "call it once, when its gradient is complete",
-               cddp__param_name(&d->params[param], param, space, sizeof space), d->group->rank);
+               cddp__param_name(&d->params[param], param).s, d->group->rank);
     return cddp__give_up(d, CDDP_INVALID_ARGUMENT);
   }
   g = d->comm != NULL ? d->comm : d->group; /* a rank that has joined has none */
@@ -16982,7 +16962,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
 /* The error for parameters that were not ready: names the first of them. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
   int i, p, n = d->group->size, absent, shown = 0;
-  char list[256] = "", space[24];
+  char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
     size_t at;
@@ -16991,7 +16971,7 @@ static cddp_result cddp__name_missing(const cddp_ddp *d) {
     if (absent == 0) continue;
     at = strlen(list);
     snprintf(list + at, sizeof list - at, "%s\"%.60s\"", shown++ ? ", " : "",
-             cddp__param_name(&d->params[i], i, space, sizeof space));
+             cddp__param_name(&d->params[i], i).s);
     at = strlen(list);
     if (absent == d->active_count) continue;
     r = CDDP_MISMATCH;
@@ -17337,7 +17317,6 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
 
 CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   uint64_t missing = 0, record;
-  char space[24];
   cddp_result r;
   int i;
   cddp__enter_call(__func__);
@@ -17352,7 +17331,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
   for (i = 0; i < d->count && !d->failed; i++)
     CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
                 "parameter \"%s\" is ready; end the step that it belongs to first",
-                cddp__param_name(&d->params[i], i, space, sizeof space));
+                cddp__param_name(&d->params[i], i).s);
   if (d->failed) CDDP__TRY(cddp__fail(d->fail_result, "%s", d->fail_text));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   if ((r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK) == CDDP_OK)
@@ -19475,7 +19454,7 @@ static cddp_result cddp__do_parts(cddp__pass *x, int which) {
 static cddp_result cddp__compare_members(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   const cddp__elastic_call *mine = &e->members[e->me].calls[e->step & 1], *c;
-  char who[64] = "", mode[2][96];
+  char who[64] = "";
   int m;
   for (m = 0; m < d->shards; m++) {
     c = &e->members[m].calls[e->step & 1];
@@ -19494,8 +19473,6 @@ static cddp_result cddp__compare_members(cddp_ddp *d) {
                         "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
                         "; load the same checkpoint on all ranks",
                         d->group->rank, d->steps, who, c->steps);
-    cddp__describe_fp_mode(mine->fp_mode, mode[0], sizeof mode[0]);
-    cddp__describe_fp_mode(c->fp_mode, mode[1], sizeof mode[1]);
     return cddp__fail(CDDP_MISMATCH,
                       "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
                       d->steps, who, cddp__shapes[c->kind].name,
@@ -19817,7 +19794,6 @@ static cddp_result cddp__join_source(cddp_ddp *d, int *source) {
 static cddp_result cddp__join_weights(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   const cddp__elastic_call *c;
-  char space[24];
   cddp_result r;
   cddp__wait w;
   int i, source = 0;
@@ -19844,7 +19820,7 @@ static cddp_result cddp__join_weights(cddp_ddp *d) {
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
                    "not on rank %d",
-                   cddp__param_name(&d->params[i], i, space, sizeof space), d->group->rank);
+                   cddp__param_name(&d->params[i], i).s, d->group->rank);
   }
   if (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT) {
     e->updates = e->board->updates;
@@ -21567,7 +21543,6 @@ static void cddp__spawn_failed(cddp__spawn_job *job, cddp_result r, double secon
 static void cddp__reap_children(cddp__spawn_job *job) {
   bool fresh = job->next_signal == 0, known;
   int i, status, tries;
-  char how[96];
   for (i = 0; i < job->n; i++) {
     pid_t pid = job->pids[i], got = pid > 0 ? waitpid(pid, &status, WNOHANG) : 0;
     if (got == 0) continue;
@@ -21593,8 +21568,7 @@ static void cddp__reap_children(cddp__spawn_job *job) {
       job->pids[i] = -1;
       continue;
     }
-    cddp__describe_status(status, how, sizeof how);
-    cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", i, (int)pid, how);
+    cddp__fail(CDDP_PEER_LOST, "rank %d (pid %d) %s", i, (int)pid, cddp__describe_status(status).s);
     cddp__spawn_failed(job, CDDP_PEER_LOST, CDDP__NOTICE_S);
     job->by_signal = WIFSIGNALED(status);
   }
@@ -22176,22 +22150,20 @@ CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps
 
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n) {
-  char space[24];
-  const char *name;
   void *copy = NULL;
   cddp__sparse *s;
   cddp_result r;
   size_t i;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(param >= 0 && param < d->count, "param is %d; there are %d", param, d->count);
-  name = cddp__param_name(&d->params[param], param, space, sizeof space);
   s = cddp__sparse_of(d, param);
-  CDDP__CHECK(s != NULL, "parameter \"%s\" is dense; set sparse_rows in cddp_ddp_desc", name);
+  CDDP__CHECK(s != NULL, "parameter \"%s\" is dense; set sparse_rows in cddp_ddp_desc",
+              cddp__param_name(&d->params[param], param).s);
   CDDP__CHECK(n == 0 || (rows != NULL && values != NULL), "rows or values is NULL");
   for (i = 0; i < n; i++)
     CDDP__CHECK(rows[i] >= 0 && (uint64_t)rows[i] < s->rows,
-                "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i], name,
-                s->rows - 1);
+                "row %" PRId64 " of parameter \"%s\", which has rows 0 to %zu", rows[i],
+                cddp__param_name(&d->params[param], param).s, s->rows - 1);
   CDDP__CHECK(n <= SIZE_MAX / 4 / (s->bytes + 64), "n is beyond the address space");
   r = cddp__from_device(d->group, &values, n * s->bytes, &copy);
   if (r == CDDP_OK)
