@@ -1907,10 +1907,10 @@ typedef struct cddp__elastic_member {
   int32_t index; /* among the ranks of the host: cddp__host.index */
   uint64_t born; /* of its process: cddp__process_born */
   cddp__ref arena, kit;
-  cddp__ref block;             /* a group's control block that it has made: see board.grouped */
-  cddp__elastic_call calls[2]; /* by the step's lowest bit */
+  cddp__elastic_call calls[2]; /* by the step's lowest bit, as is what follows: its deal */
   uint64_t identity[2];        /* hash of the members below and their lives; never 0 */
-  uint64_t living[2][CDDP__MAX_RANKS / 64]; /* by the step's lowest bit: the members it has seen */
+  cddp__ref blocks[2];         /* control block of their group; none: there was no memory */
+  uint64_t living[2][CDDP__MAX_RANKS / 64]; /* the members it has seen */
   unsigned char pad[CDDP__CACHE_LINE];
 } cddp__elastic_member;
 enum {
@@ -1936,8 +1936,7 @@ typedef struct cddp__board {
   int32_t capacity, shards, parts, reserved;
   cddp__ref self;            /* where the board is, for ranks that join */
   cddp__atomic_u64 step;     /* how many are completed */
-  cddp__atomic_u64 deal;     /* 1 + step << 12, and the member whose `living` is in force for it */
-  cddp__atomic_u64 grouped;  /* identity of the members, and the one with their group's block */
+  cddp__atomic_u64 deal;     /* 1 + step << 12, and the member whose deal is in force for it */
   cddp__atomic_u32 joins;    /* processes that have come to join so far: windows given out */
   cddp__atomic_u64 published; /* weights, states and what follows are those before this step */
   double lr;                  /* see cddp__publish_model */
@@ -1977,6 +1976,7 @@ typedef struct cddp__elastic {
   int *living, living_count;     /* [capacity] members of the deal, */
   int *indices;                  /* and their numbers among the host's processes */
   uint64_t identity;             /* of them; 0: none yet */
+  cddp__ref block;               /* of their group */
   cddp__elastic_packet *packets; /* [2][shards] of this rank: see rows */
   char *kit;                     /* this rank's */
   size_t log_at, refs_at, slots_at; /* in each kit, bytes */
@@ -18725,12 +18725,13 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   m->born = cddp__process_born(m->pid);
   m->rank = d->group->rank;
   m->index = h->index;
-  m->arena = cddp__ref_of(h, d->arena, d->bytes);
-  m->kit = cddp__ref_of(h, e->kit, e->slots_at);
+  cddp__store32(&m->inside, 0); /* the rank before may have died with 1 */
   for (i = 0; i < d->count; i++) {
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     if (d->tensors[i].shared) refs[i] = cddp__ref_of(h, d->params[i].data, bytes);
   }
+  m->arena = cddp__ref_of(h, d->arena, d->bytes);
+  m->kit = cddp__ref_of(h, e->kit, e->slots_at); /* the last: see cddp__forget_member */
   cddp__add32(&m->life, 1);
 }
 
@@ -18835,6 +18836,7 @@ static cddp_result cddp__free_shard(cddp_ddp *d, int shard, uint64_t word) {
   const cddp__elastic_node *nodes;
   uint64_t table;
   cddp_result r = cddp__elastic_see(d, owner);
+  if (cddp__load64(&e->shards[shard]) != word) return CDDP_OK; /* the memory may have gone too */
   if (r != CDDP_OK) return r;
   count = cddp__table_count(e, owner, e->step, &table);
   nodes = cddp__table(d, e->views[owner].kit, table);
@@ -18877,19 +18879,22 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
   return r;
 }
 
-/* Gives back the memory of the rank that had the place of a member. This rank has made it JOINING,
-   and the step in which the other was lost is over. */
+/* Gives back the memory of the rank that had the place of a member, if it has died; that of one
+   that has left is its own. This rank has made the place JOINING, and the step in which the other
+   was lost is over. If this rank dies here, whoever takes the place does it again. */
 static void cddp__forget_member(cddp_ddp *d, int member) {
   cddp__elastic *e = d->elastic;
   cddp__elastic_member *m = &e->members[member];
   cddp__host *h = d->group->host;
   const cddp__ref *refs = NULL;
   void *kit = NULL;
-  int i;
+  int i = -1;
   if (h->threads || m->kit.kind != CDDP__REF_EXTENT) return;
-  if (cddp__locate(h, &m->kit, &kit) == CDDP_OK)
+  if (cddp__process_born(m->pid) != m->born && cddp__locate(h, &m->kit, &kit) == CDDP_OK) {
     refs = (const cddp__ref *)(void *)((char *)kit + e->refs_at);
-  for (i = refs != NULL ? d->count + 1 : 1; i >= 0; i--) { /* weights, arena, and the kit last */
+    i = d->count + 1;
+  }
+  for (; i >= 0; i--) { /* weights, arena, and the kit last */
     const cddp__ref *ref = i > 1 ? &refs[i - 2] : i == 1 ? &m->arena : &m->kit;
     if (ref->kind == CDDP__REF_EXTENT)
       (void)syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)ref->base,
@@ -18954,13 +18959,16 @@ static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen)
 
 /* The members that are LIVE now, and do this step, into `living`; returns the hash of them and of
    their lives. */
-static uint64_t cddp__see_living(const cddp__elastic *e, int capacity, uint64_t *living) {
+static uint64_t cddp__see_living(const cddp__elastic *e, int capacity, uint64_t *living,
+                                 int *count) {
   uint64_t identity = 1;
   uint32_t seen[2];
   int m;
   memset(living, 0, CDDP__MAX_RANKS / 8);
+  *count = 0;
   for (m = 0; m < capacity; m++) {
     if (!cddp__member_does(e, m)) continue;
+    ++*count;
     living[m / 64] |= (uint64_t)1 << m % 64;
     seen[0] = (uint32_t)m;
     seen[1] = cddp__load32(&e->members[m].life);
@@ -18999,27 +19007,47 @@ static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
   cddp__record_event(d->group, "dealt", (uint64_t)e->living_count, CDDP_OK);
 }
 
-/* This rank begins its step: takes the deal that is in force, or puts its own in force. */
-static void cddp__elastic_begin(cddp_ddp *d) {
+/* This rank's deal, of the members that it sees: in force if it is the step's first. Their group's
+   control block is the one that the members before had, if these are the same. */
+static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
   cddp__elastic *e = d->elastic;
   cddp__elastic_member *m = &e->members[e->me];
+  cddp__host *h = d->group->host;
+  int slot = (int)(e->step & 1), count;
+  cddp__control_block *block = NULL;
+  size_t bytes;
+  if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
+    (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
+  m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot], &count);
+  m->blocks[slot] = e->block;
+  if (m->identity[slot] != e->identity) {
+    bytes = cddp__block_bytes(count, count);
+    block = (cddp__control_block *)cddp__arena_alloc(h, bytes, CDDP__FOR_BLOCK);
+    memset(&m->blocks[slot], 0, sizeof *m->blocks);
+    if (block != NULL) m->blocks[slot] = cddp__ref_of(h, block, bytes);
+    if (block != NULL) cddp__store32(&block->size, (uint32_t)count);
+  }
+  CDDP__POINT("elastic deal");
+  if (!cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)e->me))
+    cddp__arena_free(h, block);
+  CDDP__POINT("elastic dealt");
+}
+
+/* This rank begins its step: takes the deal that is in force. */
+static void cddp__elastic_begin(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  const cddp__elastic_member *m;
   int slot = (int)(e->step & 1);
   uint64_t deal = cddp__load64(&e->board->deal);
   if (e->begun) return;
   cddp__forget_lost(d);
-  if (deal >> 12 != e->step + 1) {
-    if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
-      (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
-    m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot]);
-    CDDP__POINT("elastic deal");
-    (void)cddp__swap64(&e->board->deal, deal, (e->step + 1) << 12 | (uint64_t)e->me);
-    deal = cddp__load64(&e->board->deal);
-    CDDP__POINT("elastic dealt");
-  }
+  if (deal >> 12 != e->step + 1) cddp__make_deal(d, deal);
+  deal = cddp__load64(&e->board->deal);
   CDDP_ASSERT(deal >> 12 == e->step + 1);
   m = &e->members[deal & 4095];
   if (m->identity[slot] != e->identity) cddp__take_deal(d, m->living[slot]);
   e->identity = m->identity[slot];
+  e->block = m->blocks[slot];
   e->begun = true;
 }
 
@@ -19600,12 +19628,7 @@ static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
   cddp__store32(&e->members[e->me].inside, 0);
   if (r != CDDP_OK) return r;
   cddp__fetch_results(d, s);
-  if (s == NULL) {
-    if (d->shares == NULL) return CDDP_OK;
-    if ((r = cddp__unshare_states(d, d->shares->optim)) == CDDP_OK)
-      cddp__share_free(d->shares->optim);
-    return r;
-  }
+  if (s == NULL) return CDDP_OK;
   if (x.own_states && s->states > 0)
     r = cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
   if (r == CDDP_OK) r = cddp__write_copies(s);
@@ -19636,6 +19659,10 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
     r = cddp__fail(CDDP_UNSUPPORTED, "an elastic cddp_ddp steps with one cddp_optim; destroy the "
                                      "other, or call cddp_ddp_wait in between");
   if (r == CDDP_OK && s != NULL && e->inherits != 0) r = cddp__elastic_adopt(d, s);
+  if (r == CDDP_OK && s == NULL && d->shares != NULL) { /* not later: see cddp__publish_model */
+    r = cddp__unshare_states(d, d->shares->optim);
+    if (r == CDDP_OK) cddp__share_free(d->shares->optim);
+  }
   if (r == CDDP_OK) r = cddp__elastic_update_all(d, s);
   if (r == CDDP_OK) {
     e->step++;
@@ -19749,10 +19776,10 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int k = 0;
-  cddp__store64(&mine->since, UINT64_MAX);
   while (r == CDDP_OK) {
     uint64_t step = cddp__load64(&e->board->step);
     mine->calls[step & 1].kind = CDDP__KIND_DDP_JOIN;
+    cddp__store64(&mine->since, UINT64_MAX); /* before `at`: it does not do this step */
     cddp__store64(&mine->at, 2 * step + 1);
     cddp__store64(&mine->state, cddp__member_state(CDDP__MEMBER_LIVE, mine->life.v));
     CDDP__POINT("elastic joins");
@@ -19774,32 +19801,28 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
 }
 
 /* A member that has taken the step before this rank's first one, and not come to the end of that:
-   what it says and has is what this rank has to have. */
-static cddp_result cddp__join_source(cddp_ddp *d, int *source) {
-  cddp__elastic *e = d->elastic;
+   what it says and has is what this rank has to have. -1: none. */
+static int cddp__join_source(const cddp_ddp *d) {
+  const cddp__elastic *e = d->elastic;
   uint64_t step = e->step - 1;
   int m;
   for (m = 0; m < d->shards; m++) {
     uint64_t state = cddp__load64(&e->members[m].state);
     bool there = (state & 255) == CDDP__MEMBER_LIVE ||
                  ((state & 255) == CDDP__MEMBER_LOST && state >> 8 > step);
-    if (m == e->me || !there || cddp__load64(&e->members[m].since) > step) continue;
-    *source = m;
-    return cddp__elastic_see(d, m);
+    if (m != e->me && there && cddp__load64(&e->members[m].since) <= step) return m;
   }
-  return cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the job has ended before this rank was in it");
+  return -1;
 }
 
-/* The others' weights, after the step before this rank's first one. */
-static cddp_result cddp__join_weights(cddp_ddp *d) {
+/* The weights after the step before this rank's first one, as the member `source` has them. */
+static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
   cddp__elastic *e = d->elastic;
-  const cddp__elastic_call *c;
-  cddp_result r;
+  const cddp__elastic_call *c = &e->members[source].calls[(e->step - 1) & 1];
+  cddp_result r = cddp__elastic_see(d, source);
   cddp__wait w;
-  int i, source = 0;
+  int i;
   memset(&w, 0, sizeof w);
-  if ((r = cddp__join_source(d, &source)) != CDDP_OK) return r;
-  c = &e->members[source].calls[(e->step - 1) & 1];
   e->inherits = c->kind;
   e->updates = c->updates;
   e->lr = c->lr;
@@ -19812,7 +19835,7 @@ static cddp_result cddp__join_weights(cddp_ddp *d) {
     bool area = c->kind == CDDP__KIND_DDP_WAIT || !t->shared;
     const void *from = area ? cddp__area(d, CDDP__AREA_WEIGHTS, t->offset)
                             : cddp__weights_of(d, source, i);
-    if (from == NULL) break; /* the source is leaving */
+    if (from == NULL) break; /* it is leaving */
     cddp__copy(d->params[i].data, from, t->bytes);
     if (!t->shared ||
         cddp__ref_of(d->group->host, d->params[i].data, t->bytes).kind != CDDP__REF_NONE)
@@ -19826,8 +19849,6 @@ static cddp_result cddp__join_weights(cddp_ddp *d) {
     e->updates = e->board->updates;
     e->lr = e->board->lr;
   }
-  if (r == CDDP_OK && cddp__member_is(e, source, CDDP__MEMBER_LEFT))
-    return cddp__join_weights(d); /* its memory may have gone meanwhile: from another one */
   return r;
 }
 
@@ -19875,7 +19896,7 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__board *b) {
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__board *board = d->group->host->board;
   cddp_result r = cddp__check_shards(d);
-  int i;
+  int i, source = -1;
   if (r == CDDP_OK) cddp__lay_out(d);
   if (r == CDDP_OK) r = cddp__join_compare(d, board);
   if (r == CDDP_OK) r = d->memory->alloc(d);
@@ -19889,7 +19910,12 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
       d->params[i].grad = d->arena + d->tensors[i].offset;
   r = cddp__take_place(d);
   if (r == CDDP_OK) r = cddp__join_step(d);
-  if (r == CDDP_OK) r = cddp__join_weights(d);
+  if (r != CDDP_OK) return r;
+  do {
+    if ((source = cddp__join_source(d)) < 0)
+      return cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the job has ended before this rank was in it");
+    r = cddp__join_weights(d, source);
+  } while (cddp__member_is(d->elastic, source, CDDP__MEMBER_LEFT)); /* its memory may have gone */
   if (r != CDDP_OK) return r;
   cddp__door_open(d->group->host);
   cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
@@ -19898,34 +19924,9 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 
 /* --- the group of those that are there; leaving --- */
 
-/* The control block for the group of the living: this rank's, or another's that was faster. */
-static cddp_result cddp__living_block(cddp_ddp *d, cddp__ref *ref, char **block) {
-  cddp__elastic *e = d->elastic;
-  cddp__host *h = d->group->host;
-  size_t bytes = cddp__block_bytes(e->living_count, e->living_count);
-  uint64_t identity = e->identity & ~(uint64_t)4095, word = cddp__load64(&e->board->grouped);
-  cddp_result r;
-  void *at = NULL;
-  if ((word & ~(uint64_t)4095) != identity) {
-    if ((at = cddp__arena_alloc(h, bytes, CDDP__FOR_BLOCK)) == NULL) return CDDP_OUT_OF_MEMORY;
-    cddp__store32(&((cddp__control_block *)at)->size, (uint32_t)e->living_count);
-    e->members[e->me].block = cddp__ref_of(h, at, bytes);
-    CDDP__POINT("elastic group");
-    if (!cddp__swap64(&e->board->grouped, word, identity | (uint64_t)e->me))
-      cddp__arena_free(h, at);
-    word = cddp__load64(&e->board->grouped);
-  }
-  *ref = e->members[word & 4095].block;
-  r = cddp__locate(h, ref, &at);
-  *block = (char *)at;
-  return r;
-}
-
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__elastic *e = d != NULL ? d->elastic : NULL;
-  cddp__ref ref;
-  char *block;
-  cddp_result r;
+  void *block = NULL;
   int rank = -1, k;
   cddp__enter_call(__func__);
   if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
@@ -19937,14 +19938,18 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   if (e->group != NULL && e->grouped == e->identity) return e->group;
   if (e->group != NULL) cddp__group_leave(e->group);
   e->group = NULL;
-  if (cddp__living_block(d, &ref, &block) != CDDP_OK) return NULL;
+  if (e->block.kind == CDDP__REF_NONE)
+    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
+  if (e->block.kind == CDDP__REF_NONE ||
+      cddp__locate(d->group->host, &e->block, &block) != CDDP_OK)
+    return NULL;
   for (k = 0; k < e->living_count; k++)
     if (e->living[k] == e->me) rank = k;
   CDDP_ASSERT(rank >= 0);
-  r = cddp__group_build(&e->group, d->group->host, rank, e->living_count, e->indices, block,
-                        d->group->timeout_s);
-  if (r != CDDP_OK) return NULL;
-  e->group->block_ref = ref;
+  if (cddp__group_build(&e->group, d->group->host, rank, e->living_count, e->indices,
+                        (char *)block, d->group->timeout_s) != CDDP_OK)
+    return NULL;
+  e->group->block_ref = e->block;
   e->group->id = e->identity;
   e->grouped = e->identity;
   return e->group;
@@ -19967,8 +19972,10 @@ static void cddp__elastic_leave(cddp_ddp *d) {
       alone = false;
   needed = !alone && e->me >= 0 &&
            cddp__table_count(e, e->me, cddp__load64(&e->board->step), &word) > 0;
+  memset(e->kit + e->refs_at, 0, (size_t)d->count * sizeof(cddp__ref)); /* the user's again */
+  if (needed) d->mirror = NULL; /* until another rank takes the place */
+  else if (e->me >= 0) e->members[e->me].kit.kind = CDDP__REF_NONE;
   if (!needed) cddp__arena_free(h, e->kit);
-  else d->mirror = NULL; /* goes with the process */
   for (m = 0; m < 2 * d->shards && alone; m++) cddp__arena_free(h, e->packets[m].at);
   if (alone) { /* the rank that made the board frees it */
     cddp__store32(&e->board->block.size, 1);
@@ -22130,6 +22137,9 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
   cddp__engine_drain(g);
   joins = g->host->joined && desc->elastic;
+  if (joins && g->host->board == NULL)
+    return cddp__fail(CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
+                                        "has one elastic model, and this one has destroyed it");
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
   if (joins && given.shards == 0) given.shards = g->host->board->shards;

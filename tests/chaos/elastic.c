@@ -37,7 +37,7 @@ typedef struct kill_plan {
 typedef struct plan {
   uint64_t seed;
   int n, shards, count, steps, kills, further;
-  bool adamw, waits, shared, own, copies, groups, masters;
+  bool adamw, waits, mixed, shared, own, copies, groups, masters; /* mixed: waits by turns */
   int replaced; /* of four that die, so many are replaced */
   const char *hosts; /* on which ranks are, as TEST_HOSTS; NULL: on one */
   double momentum, max_norm;
@@ -165,6 +165,7 @@ static plan draw(uint64_t seed) {
   p.max_norm = DRAW(3) == 0 ? 2 : 0;
   p.masters = DRAW(3) == 0;
   if (!p.adamw && DRAW(3) == 0) p.rows[0] = p.sizes[0] % 3 == 0 ? p.sizes[0] / 3 : p.sizes[0];
+  p.mixed = DRAW(4) == 0;
 #undef DRAW
   return p;
 }
@@ -297,7 +298,7 @@ static cddp_result one_step(model *m, const plan *c, uint64_t t) {
     if (backward(m, c, t, shard) != CDDP_OK) break;
   }
   if ((r = cddp_optim_set_lr(m->optim, 0.1 / (double)(1 + t % 3))) != CDDP_OK) return r;
-  if (!c->waits) return cddp_ddp_step(m->ddp, m->optim);
+  if (c->mixed ? t % 2 == 0 : !c->waits) return cddp_ddp_step(m->ddp, m->optim);
   if ((r = cddp_ddp_wait(m->ddp)) != CDDP_OK) return r;
   if ((r = cddp_optim_step(m->optim)) != CDDP_OK) return r;
   return cddp_optim_zero_grad(m->optim);
@@ -527,7 +528,8 @@ static bool run_plan(const plan *c) {
             " %s gradients%s%s%s%s, norm %g, %d kills, %u points\n",
             c->seed, hung ? " HANGS" : "", c->n, c->shards, c->count, c->steps,
             c->adamw ? "AdamW" : "SGD", c->shared ? "shared" : "malloc'ed",
-            c->own ? "own" : "placed", c->waits ? ", wait" : ", step", c->copies ? ", copies" : "",
+            c->own ? "own" : "placed", c->mixed ? ", both" : c->waits ? ", wait" : ", step",
+            c->copies ? ", copies" : "",
             c->masters ? ", masters" : "", c->rows[0] > 0 ? ", rows" : "", c->max_norm, c->kills,
             shared->points);
     for (i = 0; i < shared->process_count; i++) describe(&shared->processes[i], status[i]);

@@ -11,13 +11,14 @@ enum { COUNT = 3000, SHARDS = 3 };
 typedef struct visitor { /* how a process differs from what it should be */
   int rank, world_size, shards;
   size_t count;
-  bool plain; /* not elastic */
+  bool plain;  /* not elastic */
+  bool leaves; /* rank 1 destroys its model after three steps, and keeps its weights */
   const char *secret, *join;
   double timeout_s;
 } visitor;
 
 typedef struct board {
-  int port, stop, running, joined;
+  int port, stop, running, joined, left;
   uint64_t steps; /* of the job, about */
   cddp_result result;
   char text[512];
@@ -31,7 +32,6 @@ static void bump(int *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
 static bool told(const char *text) { return strstr(shared->text, text) != NULL; }
 
 typedef struct model {
-  float w[COUNT];
   cddp_param p;
   cddp_group *g;
   cddp_ddp *ddp;
@@ -50,7 +50,6 @@ static cddp_result model_open(model *m, const visitor *v) {
   if (v->join != NULL) setenv("CDDP_JOIN", v->join, 1);
   if (v->secret != NULL) setenv("CDDP_SECRET", v->secret, 1);
   m->p.name = "w";
-  m->p.data = m->w;
   m->p.count = v->count;
   desc.shards = v->shards;
   desc.elastic = !v->plain;
@@ -58,6 +57,7 @@ static cddp_result model_open(model *m, const visitor *v) {
   o.momentum = 0.5;
   if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
   CHECK_EQ(cddp_rank(m->g), v->rank);
+  m->p.data = cddp_alloc(m->g, v->count * sizeof(float));
   if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1, &desc)) != CDDP_OK) return r;
   o.ddp = m->ddp;
   return cddp_sgd_create(&m->sgd, &m->p, 1, &o);
@@ -66,11 +66,13 @@ static cddp_result model_open(model *m, const visitor *v) {
 static void model_close(model *m) {
   cddp_optim_destroy(m->sgd);
   cddp_ddp_destroy(m->ddp);
+  if (m->g != NULL) cddp_free(m->g, m->p.data);
   cddp_destroy(m->g);
 }
 
 /* The weights are those of a job in which nobody came: the gradient is 1 for each shard. */
 static bool right(const model *m, uint64_t steps) {
+  const float *weights = (const float *)m->p.data;
   float w = 0, momentum = 0;
   uint64_t t;
   size_t i;
@@ -78,7 +80,7 @@ static bool right(const model *m, uint64_t steps) {
     momentum = t == 0 ? 1 : 0.5f * momentum + 1;
     w -= 0.125f * momentum;
   }
-  for (i = 0; i < m->p.count && m->w[i] == w;) i++;
+  for (i = 0; i < m->p.count && weights[i] == w;) i++;
   return i == m->p.count;
 }
 
@@ -95,9 +97,23 @@ static cddp_result one_step(model *m) {
   return r;
 }
 
+/* This rank has no model any more, but weights: which a rank that takes its place leaves alone. */
+static void leave(model *m) {
+  double until = test_now() + RANKS_WITHIN(10.0);
+  uint64_t steps = cddp_ddp_steps(m->ddp);
+  cddp_optim_destroy(m->sgd);
+  cddp_ddp_destroy(m->ddp);
+  m->sgd = NULL;
+  m->ddp = NULL;
+  bump(&shared->left);
+  while (look(&shared->joined) == 0 && test_now() < until) ranks_sleep(0.001);
+  CHECK(right(m, steps));
+}
+
 /* A rank of the job: it trains until the test has seen enough, which all learn in one step. */
 static int life(int rank, void *arg) {
   visitor v = *(const visitor *)arg;
+  cddp_ddp_desc desc;
   cddp_result r;
   model m;
   float stop = 0;
@@ -124,11 +140,21 @@ static int life(int rank, void *arg) {
     }
     if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0; /* the next step has another group */
     if (v.join != NULL && stop != 0) shared->took = cddp_world_size(g);
+    if (v.leaves && v.join == NULL && rank == 1 && cddp_ddp_steps(m.ddp) >= 3) {
+      leave(&m);
+      break;
+    }
   }
   CHECK_OK(r);
   if (v.join != NULL) { /* the group that cddp_init has made is no group */
     CHECK_IS(cddp_barrier(m.g), CDDP_UNSUPPORTED);
     CHECK(strstr(cddp_error(), "cddp_ddp_group") != NULL);
+    cddp_optim_destroy(m.sgd);
+    cddp_ddp_destroy(m.ddp);
+    m.sgd = NULL;
+    memset(&desc, 0, sizeof desc);
+    desc.elastic = true;
+    CHECK_IS(cddp_ddp_create(&m.ddp, m.g, &m.p, 1, &desc), CDDP_UNSUPPORTED);
   }
   model_close(&m);
   return 0;
@@ -212,6 +238,22 @@ static void test_comes(void) {
   CHECK_EQ(look(&shared->joined), 2);
   end_job(pids, 3);
   CHECK_EQ(shared->took, 3); /* ranks in the last step */
+}
+
+/* A rank leaves, and goes on with its weights, while another one takes its place. */
+static void test_leaves(void) {
+  visitor first = usual(), v = usual();
+  double until = test_now() + RANKS_WITHIN(20.0);
+  pid_t pids[3];
+  first.join = NULL;
+  first.leaves = true;
+  begin_job(pids, &first);
+  while (look(&shared->left) < 1 && test_now() < until) ranks_sleep(0.001);
+  v.rank = 1;
+  pids[2] = ranks_fork(life, 2, &v);
+  while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->joined), 1);
+  end_job(pids, 3);
 }
 
 /* A job that began as one rank; all others come later, and go on without it. */
@@ -305,6 +347,7 @@ static void test_nobody(void) {
 int main(void) {
   shared = (board *)ranks_shared(sizeof *shared);
   RUN(test_comes);
+  RUN(test_leaves);
   RUN(test_alone);
   RUN(test_strangers);
   RUN(test_nobody);
