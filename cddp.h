@@ -1538,7 +1538,7 @@ typedef struct cddp__slot {
 } cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
-/* A loss to which later failures are due, in words. Written once, by the first rank that knows. */
+/* A failure that later ones are due to, in words. Written once, by the first that knows. */
 typedef struct cddp__cause {
   cddp__atomic_u32 state; /* 0, 1: it is being written, 2 + a result */
   char text[CDDP__ERROR_MAX];
@@ -1676,15 +1676,6 @@ typedef struct cddp__carrier {
   void (*leave)(cddp_group *g);
 } cddp__carrier;
 
-/* What an optimizer does whose parameters lie on a device. */
-typedef struct cddp__optim_backend {
-  cddp_result (*step)(cddp_optim *s);
-  cddp_result (*zero)(cddp_optim *s);
-  void (*leave)(cddp_optim *s);
-  cddp_result (*clear)(const cddp_optim *s, void *state, size_t bytes); /* zeroes momentum */
-  cddp_result (*copy)(cddp_optim *s); /* all copies from data */
-} cddp__optim_backend;
-
 /* An operation in flight. Collectives: in the queue of their group's engine, guarded by
    engine.lock. Sends: waits until the message is taken. Receives: in the group's list, in order of
    posting; p2p_lock. */
@@ -1809,15 +1800,6 @@ typedef struct cddp__tensor {
   int bucket;
 } cddp__tensor;
 
-typedef struct cddp__bucket_state {
-  int remaining; /* parameters not yet ready; guarded by lock */
-  int *sorted;   /* its parameters by offset; owned by plan_order */
-  int count;
-  bool launched;  /* guarded by lock */
-  cddp_work work; /* its reduction in the engine */
-  cddp_ddp *ddp;
-} cddp__bucket_state;
-
 /* An optimizer's states in memory that all ranks of a host have: each steps a part of them. */
 typedef struct cddp__share {
   struct cddp__share *next;
@@ -1828,47 +1810,6 @@ typedef struct cddp__share {
 } cddp__share;
 
 #define CDDP__TRAINED (CDDP_BF16 + 1) /* dtypes that parameters have */
-
-/* The payload of a step in which the ranks of a cddp_ddp meet. */
-typedef struct cddp__step_header {
-  uint64_t missing;  /* parameters that are not ready on this rank */
-  uint64_t settings; /* of the cddp_optim without its lr; 0: there is none */
-  double lr;
-  uint32_t joined;   /* CDDP__JOINED*; 0: the rank has data */
-} cddp__step_header;
-enum { CDDP__JOINED = 1, CDDP__JOINED_NOW };
-
-/* What the engine asks of one kind of memory: on a host, or on a device. stream: NULL on a host.
-   NULL functions: there is nothing to do. */
-typedef struct cddp__ddp_memory {
-  cddp_result (*use)(const cddp_ddp *d); /* makes its device this thread's */
-  cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
-  cddp_result (*zero)(void *p, size_t bytes, void *stream);
-  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed, and what else it needs */
-  void (*free)(cddp_ddp *d);         /* all but what host memory there is */
-  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* for a bucket, side by side */
-  /* *met: the hosts need not meet before this wait or step. */
-  cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
-  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
-  cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
-  /* Of more shards than ranks: see cddp__merge_nodes. */
-  cddp_result (*merge_nodes)(cddp_ddp *d, int me, int out, const int *slots, const int *widths,
-                             int count, bool clear);
-  cddp_result (*gather_shards)(cddp_ddp *d); /* all nodes of all ranks make the mean in the arena */
-  cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
-  /* Of arrays, from root; CDDP__OWNERS: arrays as long as the parameters, each rank's part. */
-  cddp_result (*broadcast)(cddp_ddp *d, const cddp_param *arrays, int count, int root);
-  cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
-  cddp_result (*scale)(cddp_ddp *d); /* all gradients in the arena, by cddp__mean_factor */
-  cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
-  cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it */
-  /* Updates the weights. averaged: the arena holds means already. wrote: see cddp__host_step */
-  cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
-  /* For an optimizer of the caller's own: the mean of this rank's part; then the weights of all. */
-  cddp_result (*scatter)(cddp_ddp *d, bool averaged, bool wrote);
-  cddp_result (*publish)(cddp_ddp *d);
-} cddp__ddp_memory;
-enum { CDDP__OWNERS = -1 };
 
 /* Elastic models: >>elastic. */
 
@@ -2040,6 +1981,8 @@ typedef struct cddp__crew {
   int silent;                   /* place of a member whose host did not answer; -1: none */
 } cddp__crew;
 
+typedef struct cddp__bucket_state cddp__bucket_state; /* these two: >>ddp */
+typedef struct cddp__ddp_memory cddp__ddp_memory;
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint64_t id;         /* in this process, from 1; never used again */
   cddp_group *group;   /* the user's */
@@ -2122,9 +2065,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint32_t joined; /* this rank's CDDP__JOINED*; the engine reads it too, between steps */
   bool had_joined, out_of_date; /* since the last join ended: some rank had joined, and its
                                    weights are old */
-  bool failed; /* guarded by lock as long as ready() may run, as are the next two */
-  cddp_result fail_result;
-  char fail_text[CDDP__ERROR_MAX];
+  cddp__cause failure; /* all later calls return it; written under lock */
 };
 
 /* Connections to ranks of other hosts; steps and collectives that span hosts. */
@@ -6502,7 +6443,7 @@ static bool cddp__has_announced(const cddp_group *g, int rank) { /* the current 
 /* --- failure: the first rank to notice one writes it into its slot and publishes it on the control
    block; all calls of all ranks then return it --- */
 
-/* Keeps a loss to which later failures are due, in words, unless there is one already. */
+/* Keeps a failure, in words, unless there is one already. */
 static bool cddp__note_cause(cddp__cause *c, cddp_result r, const char *text) {
   if (!cddp__swap32(&c->state, 0, 1)) return false;
   snprintf(c->text, sizeof c->text, "%s", text);
@@ -6511,6 +6452,12 @@ static bool cddp__note_cause(cddp__cause *c, cddp_result r, const char *text) {
 }
 
 static bool cddp__has_cause(const cddp__cause *c) { return cddp__load32(&c->state) >= 2; }
+
+/* The kept failure, if there is one; it becomes this thread's error. */
+static cddp_result cddp__check_cause(const cddp__cause *c) {
+  if (CDDP__LIKELY(!cddp__has_cause(c))) return CDDP_OK;
+  return cddp__fail((cddp_result)(cddp__load32(&c->state) - 2), "%s", c->text);
+}
 
 static void cddp__wake_all(cddp_group *g) { /* of other hosts' headers one at most is slept on */
   bool sleepers = cddp__add32(&g->block->sleepers, 0) != 0; /* a fence: later ones see why */
@@ -6615,6 +6562,25 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   return kill((pid_t)g->host->pids[g->members[rank]], 0) != 0 && errno == ESRCH; /* no pidfds */
 }
 
+/* Field `number` of /proc/PID/stat, as proc(5) counts them, and the third one, a letter that says in
+   which state the process is; false: there is no such process. */
+static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
+  char path[32], text[1024], *at;
+  ssize_t n;
+  int fd, field;
+  snprintf(path, sizeof path, "/proc/%u/stat", pid);
+  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return false;
+  n = read(fd, text, sizeof text - 1);
+  close(fd);
+  text[n > 0 ? n : 0] = 0;
+  at = strrchr(text, ')'); /* behind the name */
+  if (at == NULL || at[1] != ' ') return false;
+  *state = at[2];
+  for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
+  if (at != NULL) *value = strtoull(at, NULL, 10);
+  return at != NULL;
+}
+
 /* The wait status of a process that has ended. A zombie's is in /proc; a reaped process's can be
    had from its pidfd (-1: none) since Linux 6.15. */
 static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
@@ -6623,21 +6589,11 @@ static bool cddp__exit_status(int pidfd, uint32_t pid, int *status) {
     uint32_t ids[11];
     int32_t exit_code;
   } info;
-  char path[32], text[1024], *at;
-  ssize_t n = 0;
-  int fd, field;
-  snprintf(path, sizeof path, "/proc/%u/stat", pid);
-  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) >= 0) {
-    n = read(fd, text, sizeof text - 1);
-    close(fd);
-  }
-  text[n > 0 ? n : 0] = 0;
-  at = strrchr(text, ')');
-  if (at != NULL && at[1] == ' ' && at[2] == 'Z') {
-    for (field = 2; field < 52 && at != NULL; field++) at = strchr(at + 1, ' ');
-    if (at != NULL) *status = atoi(at);
-    if (at != NULL) return true;
-  }
+  uint64_t code;
+  char state;
+  bool zombie = cddp__process_stat(pid, 52, &state, &code) && state == 'Z';
+  if (zombie) *status = (int)code;
+  if (zombie) return true;
   memset(&info, 0, sizeof info);
   info.mask = 8; /* PIDFD_INFO_EXIT */
   if (pidfd < 0 || ioctl(pidfd, _IOWR(0xff, 11, struct cddp__pidfd_info), &info) != 0) return false;
@@ -6693,8 +6649,7 @@ static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing)
   cddp__text loss;
   int p;
   if ((left || g->members[rank] < 0) && cddp__has_cause(cause))
-    return cddp__break(
-        g, cddp__fail((cddp_result)(cddp__load32(&cause->state) - 2), "%s", cause->text));
+    return cddp__break(g, cddp__check_cause(cause));
   loss = cddp__words("%s %s", cddp__name_rank(g, rank).s, cddp__describe_end(g, rank).s);
   for (p = 0; left && p < g->size; p++) {
     if (p == g->rank || cddp__load32(&cddp__slot_of(g, p)->state) == CDDP__SLOT_LEFT) continue;
@@ -12468,6 +12423,15 @@ typedef struct cddp__algorithm {
                 int n, double factor, const double *clip, unsigned flags, void *stream);
 } cddp__algorithm;
 
+/* What an optimizer does whose parameters lie on a device. */
+typedef struct cddp__optim_backend {
+  cddp_result (*step)(cddp_optim *s);
+  cddp_result (*zero)(cddp_optim *s);
+  void (*leave)(cddp_optim *s);
+  cddp_result (*clear)(const cddp_optim *s, void *state, size_t bytes); /* zeroes momentum */
+  cddp_result (*copy)(cddp_optim *s); /* all copies from data */
+} cddp__optim_backend;
+
 struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_ddp_step */
   cddp_allocator allocator;
   cddp_param *params;  /* [count], the caller's */
@@ -15165,15 +15129,62 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
 
 #define CDDP__BLOCK ((size_t)2048) /* elements of a block of step() */
 
+/* The payload of a step in which the ranks of a cddp_ddp meet. */
+typedef struct cddp__step_header {
+  uint64_t missing;  /* parameters that are not ready on this rank */
+  uint64_t settings; /* of the cddp_optim without its lr; 0: there is none */
+  double lr;
+  uint32_t joined;   /* CDDP__JOINED*; 0: the rank has data */
+} cddp__step_header;
+enum { CDDP__JOINED = 1, CDDP__JOINED_NOW };
+
+/* A list of parameters whose gradients are reduced together. */
+struct cddp__bucket_state {
+  int remaining; /* parameters not yet ready; guarded by lock */
+  int *sorted;   /* its parameters by offset; owned by plan_order */
+  int count;
+  bool launched;  /* guarded by lock */
+  cddp_work work; /* its reduction in the engine */
+  cddp_ddp *ddp;
+};
+
+/* What the engine asks of one kind of memory: on a host, or on a device. stream: NULL on a host.
+   NULL functions: there is nothing to do. */
+struct cddp__ddp_memory {
+  cddp_result (*use)(const cddp_ddp *d); /* makes its device this thread's */
+  cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
+  cddp_result (*zero)(void *p, size_t bytes, void *stream);
+  cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed, and what else it needs */
+  void (*free)(cddp_ddp *d);         /* all but what host memory there is */
+  cddp_result (*scratch)(cddp_ddp *d, size_t bytes, void **out); /* for a bucket, side by side */
+  /* *met: the hosts need not meet before this wait or step. */
+  cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
+  cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
+  cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
+  /* Of more shards than ranks: see cddp__merge_nodes. */
+  cddp_result (*merge_nodes)(cddp_ddp *d, int me, int out, const int *slots, const int *widths,
+                             int count, bool clear);
+  cddp_result (*gather_shards)(cddp_ddp *d); /* all nodes of all ranks make the mean in the arena */
+  cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
+  /* Of arrays, from root; CDDP__OWNERS: arrays as long as the parameters, each rank's part. */
+  cddp_result (*broadcast)(cddp_ddp *d, const cddp_param *arrays, int count, int root);
+  cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
+  cddp_result (*scale)(cddp_ddp *d); /* all gradients in the arena, by cddp__mean_factor */
+  cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
+  cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it */
+  /* Updates the weights. averaged: the arena holds means already. wrote: see cddp__host_step */
+  cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
+  /* For an optimizer of the caller's own: the mean of this rank's part; then the weights of all. */
+  cddp_result (*scatter)(cddp_ddp *d, bool averaged, bool wrote);
+  cddp_result (*publish)(cddp_ddp *d);
+};
+enum { CDDP__OWNERS = -1 };
+
 /* Keeps the first failure, which all later calls return. ready() may fail in several threads. */
 static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   pthread_mutex_lock(&d->lock);
-  if (!d->failed) {
-    d->failed = true;
-    d->fail_result = r;
-    snprintf(d->fail_text, sizeof d->fail_text, "%s", cddp__error_text);
-  }
-  r = cddp__fail(d->fail_result, "%s", d->fail_text);
+  cddp__note_cause(&d->failure, r, cddp__error_text);
+  r = cddp__check_cause(&d->failure);
   pthread_mutex_unlock(&d->lock);
   return r;
 }
@@ -16673,7 +16684,7 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
 static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   const cddp_kernels *k;
   cddp_result r;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
   if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
   r = cddp__gpu_squares(d, max_norm, CDDP__LIST_CALLERS, CDDP__LIST_CALLERS);
@@ -16816,7 +16827,7 @@ static int cddp__held_shard(const cddp_ddp *d) {
 /* False: there are no more, or the model has failed. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
   int held, i = 0;
-  if (d == NULL || shard == NULL || d->failed) return false;
+  if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
   if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false;
   held = cddp__held_shard(d);
   while (held >= 0 && i < d->count && d->tensors[i].ready) i++;
@@ -17229,7 +17240,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
 static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   uint64_t record, missing = 0;
   cddp_result r;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (d->scattered)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_all_gather must come first, which ends the "
                                              "step that cddp_ddp_reduce_scatter has begun");
@@ -17257,7 +17268,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t record;
   cddp_result r;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0);
   if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->publish(d);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->side == NULL);
@@ -17328,11 +17339,11 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
                       "in cddp_ddp_desc");
   if (s != NULL) CDDP__TRY(cddp__check_pair(d, s));
   CDDP__CHECK(!d->no_sync, "no_sync is on; end the step that it began first");
-  for (i = 0; i < d->count && !d->failed; i++)
+  for (i = 0; i < d->count && !cddp__has_cause(&d->failure); i++)
     CDDP__CHECK(!d->tensors[i].ready && !d->tensors[i].noted,
                 "parameter \"%s\" is ready; end the step that it belongs to first",
                 cddp__param_name(&d->params[i], i).s);
-  if (d->failed) CDDP__TRY(cddp__fail(d->fail_result, "%s", d->fail_text));
+  CDDP__TRY(cddp__check_cause(&d->failure));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
   if ((r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK) == CDDP_OK)
     r = cddp__clear_gradients(d, NULL, false);
@@ -18368,7 +18379,7 @@ static cddp_result cddp__crew_step(cddp_ddp *d, cddp_optim *s) {
   bool gpu = d->group->backend != NULL;
   uint64_t record;
   cddp_result r;
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
@@ -18599,9 +18610,8 @@ static bool cddp__member_does(const cddp__elastic *e, int member) {
 
 static cddp_result cddp__elastic_failure(const cddp_ddp *d) { /* of the model */
   cddp__elastic *e = d->elastic;
-  const cddp__cause *c = &e->board->failure;
-  if (CDDP__UNLIKELY(cddp__has_cause(c)))
-    return cddp__fail((cddp_result)(cddp__load32(&c->state) - 2), "%s", c->text);
+  cddp_result r = cddp__check_cause(&e->board->failure);
+  if (r != CDDP_OK) return r;
   if (CDDP__LIKELY(cddp__load32(&d->group->host->unshared) == e->unshared)) return CDDP_OK;
   return cddp__fail(CDDP_ABORTED,
                     "rank %d took its memory out of sharing, as an operation of another group "
@@ -18611,18 +18621,9 @@ static cddp_result cddp__elastic_failure(const cddp_ddp *d) { /* of the model */
 
 /* When the process began, in clock ticks since the system's start; 0: it has ended. */
 static uint64_t cddp__process_born(uint32_t pid) {
-  char path[32], text[1024], *at;
-  int fd, field;
-  ssize_t n;
-  snprintf(path, sizeof path, "/proc/%u/stat", pid);
-  if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return 0;
-  n = read(fd, text, sizeof text - 1);
-  close(fd);
-  text[n > 0 ? n : 0] = 0;
-  at = strrchr(text, ')'); /* behind the name */
-  if (at == NULL || at[1] != ' ' || at[2] == 'Z' || at[2] == 'X') return 0;
-  for (field = 2; field < 22 && at != NULL; field++) at = strchr(at + 1, ' ');
-  return at != NULL ? strtoull(at, NULL, 10) : 0;
+  uint64_t born;
+  char state;
+  return cddp__process_stat(pid, 22, &state, &born) && state != 'Z' && state != 'X' ? born : 0;
 }
 
 /* The hash of what all ranks of the model must have alike; *whole: of the model as a whole. */
@@ -19643,7 +19644,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   cddp_result r;
   uint64_t record;
   if (d->crew != NULL) return cddp__crew_step(d, s);
-  if (d->failed) return cddp__fail(d->fail_result, "%s", d->fail_text);
+  if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
@@ -19931,8 +19932,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__enter_call(__func__);
   if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
   if (d == NULL || !d->desc.elastic) return d != NULL ? d->group : NULL;
-  if (d->failed) cddp__fail(d->fail_result, "%s", d->fail_text);
-  if (d->failed) return NULL;
+  if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
   if (d->crew != NULL) return d->comm;
   if (e->identity == 0) cddp__elastic_begin(d);
   if (e->group != NULL && e->grouped == e->identity) return e->group;
@@ -22232,7 +22232,8 @@ CDDPDEF cddp_result (cddp_ddp_reduce_scatter)(cddp_ddp *d) {
 CDDPDEF cddp_result (cddp_ddp_all_gather)(cddp_ddp *d) {
   cddp__enter_call(__func__);
   CDDP__TRY(cddp__check_partitions(d));
-  CDDP__CHECK(d->scattered || d->failed, "cddp_ddp_reduce_scatter must come before it");
+  CDDP__CHECK(d->scattered || cddp__has_cause(&d->failure),
+              "cddp_ddp_reduce_scatter must come before it");
   return cddp__publish(d);
 }
 
@@ -22274,7 +22275,7 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
   uint64_t missing;
   cddp__enter_call(__func__);
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  if (d->failed) CDDP__TRY(cddp__fail(d->fail_result, "%s", d->fail_text));
+  CDDP__TRY(cddp__check_cause(&d->failure));
   if (d->desc.elastic)
     return cddp__fail(CDDP_UNSUPPORTED,
                       "cddp_ddp_sync_buffers of an elastic model; broadcast its buffers in "
