@@ -20267,15 +20267,10 @@ typedef struct cddp__json {
   cddp_result result; /* the first failure, after which nothing more is read */
 } cddp__json;
 
-CDDP__PRINTF(2, 3)
-static void cddp__json_fail(cddp__json *j, const char *format, ...) {
-  va_list args;
-  if (j->result != CDDP_OK) return;
-  va_start(args, format);
-  vsnprintf(cddp__error_text, sizeof cddp__error_text, format, args);
-  va_end(args);
-  j->result = cddp__fail_in(CDDP_IO, "its header is wrong at byte %zu: ",
-                            (size_t)(j->at - j->begin));
+static void cddp__json_fail(cddp__json *j, const char *what) {
+  if (j->result == CDDP_OK)
+    j->result = cddp__fail(CDDP_IO, "its header is wrong at byte %zu: %s",
+                           (size_t)(j->at - j->begin), what);
   j->at = j->end;
 }
 
@@ -20294,10 +20289,11 @@ static bool cddp__json_next(cddp__json *j, char c) {
 /* Steps to item n of a list or an object: over the opening bracket, or over a comma. False: the
    closing bracket came, or a failure. */
 static bool cddp__json_item(cddp__json *j, const char *brackets, size_t n, const char *what) {
-  if (n == 0 && !cddp__json_next(j, brackets[0])) cddp__json_fail(j, "%s is expected", what);
+  if (n == 0 && !cddp__json_next(j, brackets[0]))
+    cddp__json_fail(j, cddp__words("%s is expected", what).s);
   if (cddp__json_next(j, brackets[1])) return false;
   if (n > 0 && !cddp__json_next(j, ','))
-    cddp__json_fail(j, "a comma or a %c is expected", brackets[1]);
+    cddp__json_fail(j, cddp__words("a comma or a %c is expected", brackets[1]).s);
   return j->result == CDDP_OK;
 }
 
@@ -20312,14 +20308,14 @@ static bool cddp__json_hex(cddp__json *j, uint32_t *v) { /* four digits */
 
 /* Decodes the escape sequence at the cursor to `to`; NULL if it is none. */
 static char *cddp__json_escape(cddp__json *j, char *to) {
-  static const char messages[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
+  static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
   static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0};
-  const char *k = (const char *)memchr(messages, j->at[1], sizeof messages - 1);
+  const char *k = (const char *)memchr(letters, j->at[1], sizeof letters - 1);
   uint32_t c, low;
   int more; /* bytes of UTF-8 behind the first */
   j->at += 2;
   if (k != NULL) {
-    *to = meant[k - messages];
+    *to = meant[k - letters];
     return to + 1;
   }
   if (j->at[-1] != 'u' || !cddp__json_hex(j, &c) || c == 0) return NULL; /* no C string holds NUL */
@@ -20417,8 +20413,10 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
   for (n = 0; cddp__json_item(j, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(j);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
-    if (k == 3) cddp__json_fail(j, "\"%.60s\" is no field that a tensor has in this format", key);
-    else if ((seen & 1u << k) != 0) cddp__json_fail(j, "%s comes twice", key);
+    if (k == 3 || (seen & 1u << k) != 0)
+      cddp__json_fail(j, cddp__words("\"%.60s\" %s", key,
+                                     k == 3 ? "is no field that a tensor has in this format"
+                                            : "comes twice").s);
     if (k == 0 && (type = cddp__st_type_named(cddp__json_string(j))) == NULL)
       cddp__json_fail(j, "its dtype is not one of the format's");
     if (k == 1) t->dims = (int)cddp__json_numbers(j, shape, CDDP__DIMS_MAX);
@@ -20597,8 +20595,9 @@ typedef struct cddp__st_item {
   bool any_shape; /* none was asked for */
   size_t count;   /* elements */
   void *data;     /* NULL: no elements, in pieces on the ranks, or no memory yet */
-  int param;      /* of an optimizer's state: whose, and where the optimizer has its address; */
-  void **place;   /* NULL: at data. param -1: it is no such state */
+  int param;      /* of an optimizer's state: whose, or -1; which of the parameter's; where the */
+  int state;      /* optimizer has its address, */
+  void **place;   /* NULL: at data */
   uint64_t begin, bytes;        /* of a file that is written */
   const cddp_tensor_info *from; /* load: the tensor in the file; NULL: it is not there */
 } cddp__st_item;
@@ -20621,26 +20620,20 @@ static uint64_t cddp__st_place(cddp__st_item *items, size_t count) { /* bytes of
   return at;
 }
 
-CDDP__PRINTF(2, 3)
-static void cddp__st_print(cddp__buffer *b, const char *format, ...) {
-  char piece[64];
-  va_list args;
-  va_start(args, format);
-  vsnprintf(piece, sizeof piece, format, args);
-  va_end(args);
-  cddp__buffer_add(b, piece, strlen(piece));
+static void cddp__st_add(cddp__buffer *b, const char *text) {
+  cddp__buffer_add(b, text, strlen(text));
 }
 
 /* A JSON string. If it is not UTF-8, that shows when the header is read back. */
 static void cddp__st_quote(cddp__buffer *b, const char *s) {
-  static const char meant[] = "\"\\\b\f\n\r\t", messages[] = "\"\\bfnrt";
-  for (cddp__buffer_add(b, "\"", 1); *s != 0; s++) {
+  static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
+  for (cddp__st_add(b, "\""); *s != 0; s++) {
     const char *k = strchr(meant, *s);
-    if (k != NULL) cddp__st_print(b, "\\%c", messages[k - meant]);
-    else if ((unsigned char)*s < 0x20) cddp__st_print(b, "\\u%04x", (unsigned)*s);
+    if (k != NULL) cddp__st_add(b, cddp__words("\\%c", letters[k - meant]).s);
+    else if ((unsigned char)*s < 0x20) cddp__st_add(b, cddp__words("\\u%04x", (unsigned)*s).s);
     else cddp__buffer_add(b, s, 1);
   }
-  cddp__buffer_add(b, "\"", 1);
+  cddp__st_add(b, "\"");
 }
 
 /* Adds N and the JSON, so that the data is aligned to 8 bytes. b->failed: there was no memory. */
@@ -20650,25 +20643,25 @@ static void cddp__st_write(const cddp_allocator *a, cddp__buffer *b, const cddp_
   int k;
   b->allocator = a;
   cddp__buffer_add_number(b, 0, 8);
-  cddp__st_print(b, "{\"__metadata__\":{");
+  cddp__st_add(b, "{\"__metadata__\":{");
   for (i = 0; i < metadata_count; i++) {
-    if (i > 0) cddp__st_print(b, ",");
+    if (i > 0) cddp__st_add(b, ",");
     cddp__st_quote(b, metadata[i].key);
-    cddp__st_print(b, ":");
+    cddp__st_add(b, ":");
     cddp__st_quote(b, metadata[i].value);
   }
-  cddp__st_print(b, "}");
+  cddp__st_add(b, "}");
   for (i = 0; i < count; i++) {
-    cddp__st_print(b, ",");
+    cddp__st_add(b, ",");
     cddp__st_quote(b, items[i].name);
-    cddp__st_print(b, ":{\"dtype\":\"%s\",\"shape\":[", items[i].type->name);
+    cddp__st_add(b, cddp__words(":{\"dtype\":\"%s\",\"shape\":[", items[i].type->name).s);
     for (k = 0; k < items[i].shape.dims; k++)
-      cddp__st_print(b, "%s%" PRIu64, k > 0 ? "," : "", items[i].shape.size[k]);
-    cddp__st_print(b, "],\"data_offsets\":[%" PRIu64, items[i].begin);
-    cddp__st_print(b, ",%" PRIu64 "]}", items[i].begin + items[i].bytes);
+      cddp__st_add(b, cddp__words("%s%" PRIu64, k > 0 ? "," : "", items[i].shape.size[k]).s);
+    cddp__st_add(b, cddp__words("],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}", items[i].begin,
+                                items[i].begin + items[i].bytes).s);
   }
-  cddp__st_print(b, "}");
-  while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_print(b, " ");
+  cddp__st_add(b, "}");
+  while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_add(b, " ");
   if (!b->failed) cddp__put64(b->data + b->start, cddp__buffer_size(b) - 8);
 }
 
@@ -20809,11 +20802,13 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return r;
 }
 
-/* Metadata that is a number: five of the sampler, the others of the cddp_ddp. */
+/* Metadata that is a number: the sampler's, then the cddp_ddp's. */
 static const char *const cddp__number_keys[] = {
     "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
     "cddp.sampler.seed", "cddp.sampler.shuffle", "cddp.ddp.steps", "cddp.ddp.shards"};
-enum { CDDP__OF_SAMPLER = 5, CDDP__NUMBERS = sizeof cddp__number_keys / sizeof *cddp__number_keys };
+enum { CDDP__EPOCH, CDDP__SAMPLES, CDDP__DATASET_SIZE, CDDP__SEED, CDDP__SHUFFLE, CDDP__STEPS,
+       CDDP__SHARDS, CDDP__NUMBERS };
+enum { CDDP__OF_SAMPLER = 31, CDDP__OF_DDP = 96 }; /* bits of these */
 
 typedef struct cddp__checkpoint {
   cddp_group *g; /* NULL: none */
@@ -20835,8 +20830,8 @@ typedef struct cddp__checkpoint {
   /* load: */
   cddp_safetensors *file;   /* rank 0's has the descriptor */
   bool has_lr;                     /* the file has it, and all of an optimizer */
-  uint64_t numbers[CDDP__NUMBERS]; /* its, as cddp__number_keys; */
-  unsigned found;                  /* bits: which it has */
+  uint64_t numbers[CDDP__NUMBERS]; /* its, and bits: which it has */
+  unsigned found;
 } cddp__checkpoint;
 
 static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path) {
@@ -20942,6 +20937,7 @@ static cddp_result cddp__list_items(cddp__checkpoint *c) {
       if (step) item->shape.dims = 0;
       else item->place = &o->state[k * o->count + i];
       item->param = i;
+      item->state = k;
       name += sprintf(name, "optimizer.%s.%s", cddp__state_name(o, k), p->name) + 1;
     }
   }
@@ -21028,39 +21024,40 @@ static cddp_result cddp__copy_item(cddp__checkpoint *c, int fd, const cddp__st_i
   return r;
 }
 
-static bool cddp__has_number(const cddp_checkpoint_desc *d, int i) {
-  return i < CDDP__OF_SAMPLER ? d->sampler != NULL : d->ddp != NULL;
-}
-
-/* The caller's, as cddp__number_keys. */
-static void cddp__own_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
+/* The caller's numbers; bits: those that there are. */
+static unsigned cddp__own_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
   const cddp_sampler *s = d->sampler;
   memset(v, 0, CDDP__NUMBERS * sizeof *v);
   if (s != NULL) {
-    v[0] = s->epoch;
-    v[1] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
-                     s->desc.dataset_size); /* what all ranks together have taken */
-    v[2] = s->desc.dataset_size;
-    v[3] = s->desc.seed;
-    v[4] = s->desc.shuffle;
+    v[CDDP__EPOCH] = s->epoch;
+    v[CDDP__SAMPLES] = cddp__min(s->start + s->position * (size_t)s->desc.world_size,
+                                 s->desc.dataset_size); /* what all ranks together have taken */
+    v[CDDP__DATASET_SIZE] = s->desc.dataset_size;
+    v[CDDP__SEED] = s->desc.seed;
+    v[CDDP__SHUFFLE] = s->desc.shuffle;
   }
-  if (d->ddp == NULL) return;
-  v[5] = d->ddp->steps;
-  v[6] = (uint64_t)d->ddp->shards;
+  if (d->ddp != NULL) {
+    v[CDDP__STEPS] = d->ddp->steps;
+    v[CDDP__SHARDS] = (uint64_t)d->ddp->shards;
+  }
+  return (s != NULL ? CDDP__OF_SAMPLER : 0) | (d->ddp != NULL ? CDDP__OF_DDP : 0);
 }
 
 /* --- saving --- */
 
-/* Leaves out states that no step has made yet. */
+/* Where the states are: the optimizer's own, or those that the ranks of a host share. Leaves out
+   states that no step has made yet. */
 static void cddp__find_states(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   size_t i, n = 0;
   for (i = 0; i < c->item_count; i++) {
     cddp__st_item *item = &c->items[i];
+    const cddp__share *h = item->place != NULL ? (const cddp__share *)s->share : NULL;
     if (item->param >= 0 && s->steps[item->param] == 0) continue;
     if (item->place != NULL) item->data = *item->place;
-    if (item->place != NULL && item->data == NULL && s->share == NULL) continue;
-    c->items[n++] = *item;
+    if (h != NULL && item->data == NULL)
+      item->data = cddp__state_at(h->ddp, s, h->states, item->state, item->param, 0);
+    if (item->place == NULL || item->data != NULL) c->items[n++] = *item;
   }
   c->item_count = n;
 }
@@ -21094,6 +21091,7 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
   char digits[CDDP__NUMBERS][24];
   uint64_t numbers[CDDP__NUMBERS];
+  unsigned own = cddp__own_numbers(d, numbers);
   cddp_metadata *all, *m;
   cddp_result r;
   int i;
@@ -21102,9 +21100,8 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->key = "format"; /* some of PyTorch's loaders insist on it */
   m++->value = "pt";
-  cddp__own_numbers(d, numbers);
   for (i = 0; i < CDDP__NUMBERS; i++) {
-    if (!cddp__has_number(d, i)) continue;
+    if ((own & 1u << i) == 0) continue;
     snprintf(digits[i], sizeof digits[i], "%" PRIu64, numbers[i]);
     m->key = cddp__number_keys[i];
     m++->value = digits[i];
@@ -21117,16 +21114,6 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
   r = cddp__make_header(c, all, (size_t)(m - all));
   cddp__free(c->allocator, all);
   return r;
-}
-
-/* Writes a state that all ranks share. */
-static cddp_result cddp__write_shared(const cddp_optim *o, int fd, const cddp__st_item *item,
-                                      uint64_t at) {
-  const cddp__share *h = (const cddp__share *)o->share;
-  size_t bytes = o->params[item->param].count * cddp__dtype_size(cddp__state_type(o, item->param));
-  char *state = cddp__state_at(h->ddp, o, h->states, (int)(item->place - o->state) / o->count,
-                               item->param, 0);
-  return cddp__file_io(fd, true, state, bytes, at);
 }
 
 /* Rank 0's part of saving. */
@@ -21142,9 +21129,7 @@ static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path)
     const cddp__st_item *item = &c->items[i];
     uint64_t at = c->header.end + item->begin;
     CDDP__POINT("save");
-    r = item->data == NULL && item->place != NULL
-            ? cddp__write_shared(c->desc->optim, t.fd, item, at)
-            : cddp__copy_item(c, t.fd, item, at);
+    r = cddp__copy_item(c, t.fd, item, at);
   }
   left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
   return cddp__close_target(&t, r == CDDP_OK ? left : r);
@@ -21238,14 +21223,14 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
 static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
   uint64_t own[CDDP__NUMBERS], *v = c->numbers;
+  unsigned asked = cddp__own_numbers(d, own);
   int i;
-  cddp__own_numbers(d, own);
   for (i = 0; i < CDDP__NUMBERS; i++) {
     const char *key = cddp__number_keys[i], *text = cddp__st_value(c->file, key);
-    bool fixed = i < CDDP__OF_SAMPLER ? i > 1 && v[1] != 0
-                                      : i > CDDP__OF_SAMPLER && d->ddp && d->ddp->desc.shards != 0;
+    bool samples = i > CDDP__SAMPLES && i <= CDDP__SHUFFLE && v[CDDP__SAMPLES] != 0;
+    bool fixed = samples || (i == CDDP__SHARDS && d->ddp != NULL && d->ddp->desc.shards != 0);
     char *rest = NULL;
-    if (!cddp__has_number(d, i) || (text == NULL && d->partial)) continue;
+    if ((asked & 1u << i) == 0 || (text == NULL && d->partial)) continue;
     if (text == NULL) return cddp__lacks("metadata", key);
     errno = 0;
     v[i] = strtoull(text, &rest, 10);
@@ -21253,8 +21238,9 @@ static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
     if (fixed && v[i] != own[i])
       return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %" PRIu64 " in the file, %" PRIu64 " here%s",
-                        key, v[i], own[i], i < CDDP__OF_SAMPLER
-                            ? "; it was saved in the middle of an epoch, which cannot go on" : "");
+                        key, v[i], own[i],
+                        samples ? "; it was saved in the middle of an epoch, which cannot go on"
+                                : "");
     c->found |= 1u << i;
   }
   return CDDP_OK;
@@ -21344,8 +21330,7 @@ static cddp_result cddp__take_states(cddp__checkpoint *c) {
     }
     if (!s->algorithm->counts)
       s->steps[item->param] = found || (item[-1].param == item->param && s->steps[item->param] > 0);
-    if (cddp__is_master(s, (int)(item->place - s->state) / s->count))
-      s->fresh[item->param] = !found;
+    if (cddp__is_master(s, item->state)) s->fresh[item->param] = !found;
     if (s->backend == NULL) {
       cddp__free(&s->allocator, *item->place);
       *item->place = item->data;
@@ -21364,8 +21349,9 @@ static cddp_result cddp__load_commit(cddp__checkpoint *c) {
   int i;
   if (d->optim != NULL) memset(d->optim->fresh, true, (size_t)d->optim->count);
   if (c->has_lr && (r = cddp__take_states(c)) != CDDP_OK) return r;
-  if (c->found >> CDDP__OF_SAMPLER == 3) d->ddp->steps = c->numbers[5];
-  if ((c->found & 31) == 31) cddp__sampler_begin(d->sampler, c->numbers[0], c->numbers[1], true);
+  if ((c->found & CDDP__OF_DDP) == CDDP__OF_DDP) d->ddp->steps = c->numbers[CDDP__STEPS];
+  if ((c->found & CDDP__OF_SAMPLER) == CDDP__OF_SAMPLER)
+    cddp__sampler_begin(d->sampler, c->numbers[CDDP__EPOCH], c->numbers[CDDP__SAMPLES], true);
   for (i = 0; i < d->metadata_count; i++) {
     const char *value = cddp__st_value(c->file, d->metadata[i].key);
     d->metadata[i].value = value != NULL ? text : NULL;
