@@ -63,10 +63,10 @@
      >>hooks        calls from rooms further down   >>base         errors, memory, clock, threads
      >>record       the flight recorder             >>bytes        little-endian, hashes, proofs
      >>sockets      addresses, non-blocking I/O     >>store        key-value store: TCP and file
-     >>discovery    rank and address
-     >>arena        memory shared by a host's ranks >>reduce       sums in canonical order (pure)
-     >>plan         slices and buckets (pure)       >>shape        what a collective moves (pure)
-     >>round        rounds in shared memory          >>links        connections between hosts
+     >>discovery    rank and address                >>arena        memory shared by a host's ranks
+     >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
+     >>shape        what a collective moves (pure)  >>failure      broken groups; lost, late ranks
+     >>round        rounds in shared memory         >>links        connections between hosts
      >>rendezvous   how ranks and hosts meet        >>p2p          send and recv
      >>hosts        steps, collectives across hosts >>mpi          collectives by MPI
      >>work         asynchronous operations         >>collectives  all_reduce and the others
@@ -74,10 +74,10 @@
      >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
      >>kernels      optimizers on devices           >>ddp          distributed data parallel
      >>crew         elastic over hosts, on GPUs     >>elastic      ranks are lost, and come
-     >>sampler      DistributedSampler
-     >>safetensors  a file's header (pure)          >>checkpoint   save and load
-     >>spawn        processes and threads as ranks  >>public       arguments; the public functions
-     >>history      changes                         >>license      the terms
+     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
+     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
+     >>public       arguments; public functions     >>history      changes
+     >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -1312,11 +1312,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    THREADS. cddp runs on its callers' threads (what callers may do at once: THREADS in >>api), with
    exceptions: a group whose collectives are called with a work handle, or that reduces buckets, has
    an engine thread (>>work) that runs those for which nobody waits, in order; rank 0 serves the
-   store from a thread while ranks meet; and a group on GPUs has two (>>device). All block
-   all signals.
-   Locks, in the order in which they may be nested: cddp_ddp.lock, engine.lock; p2p_lock,
-   host.lock; fail_lock. No lock is held while waiting for a peer. What ranks
-   share is only touched through cddp__atomic_* or is published by one.
+   store from a thread while ranks meet; and a group on GPUs has two (>>device). All block all
+   signals.
+   Locks, in the order in which they may be nested: cddp_ddp.lock, engine.lock; p2p_lock, host.lock;
+   fail_lock. No lock is held while waiting for a peer. What ranks share is only touched through
+   cddp__atomic_* or is published by one.
 
    WAITING. A wait polls for tens of microseconds, yields, then sleeps on a futex for at most 20 ms
    at a time (>>round). Each time it wakes it looks after the ranks it waits for: their state on the
@@ -1327,11 +1327,12 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    second.
 
    FAILURE. A rank that sees a lost peer, a disagreement or a deadline writes why into its slot; the
-   first to name its slot on the control block has broken the group, and wakes everyone. Every
-   rank's calls on that group then return this failure. A rank that cannot go on for reasons of its
-   own (no memory) breaks the group likewise, unless nothing was announced yet. Before a failed call
-   returns, no peer may be writing to its buffers any more: see cddp__exit, and cddp__arena_unshare
-   for peers that have been stopped. cddp_destroy only marks the rank's slot and unmaps.
+   first to name its slot on the control block has broken the group, and wakes everyone (>>failure).
+   Every rank's calls on that group then return this failure. A rank that cannot go on for reasons
+   of its own (no memory) breaks the group likewise, unless nothing was announced yet. Before a
+   failed call returns, no peer may be writing to its buffers any more: see cddp__exit, and
+   cddp__arena_unshare for peers that have been stopped. cddp_destroy only marks the rank's slot and
+   unmaps.
 
    SEVERAL HOSTS. The ranks of a host work as above. Leaders, one for each host in a group, carry
    the headers of a round to each other, large arrays go from host to host in slices, one for each
@@ -6348,24 +6349,19 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
   *received = one || cddp__receives(c, g->rank) ? share * cddp__recv_shares(g, c) : 0;
 }
 
-/* >>round -----------------------------------------------------------------------------------------
-   Rounds: how the ranks of a group wait for each other in shared memory; waits; how a failure
-   reaches all ranks.
-   Owns: of the control block the headers, arrivals, release, sleepers, broken and cause; of a
-   slot state, inside, failure, site and spot; of the group round, spin, failed. Lock: fail_lock.
-   Touches staging buffers only by address. Calls other hosts, and serves receives, through >>hooks.
-   Entry points: cddp__round and cddp__round_of; cddp__wait_begin, _tick and _sleep; cddp__enter
-   and cddp__exit around what touches peers' memory; cddp__break, cddp__check_group;
-   cddp__group_build.
-   Works as follows: everything that ranks do together is a sequence of rounds, numbered per
-   group. A rank announces a round by writing its header (what it calls, with which count, and up
-   to 40 bytes of payload) and then the header's seq; the round is complete when all headers carry
-   its number. Every rank compares all headers: ranks that called different things all see it, at
-   no extra cost. Headers and staging buffers exist twice and are used in turn: when a rank writes
-   those of round s + 2, every rank has announced s + 1 and so is done reading those of s. With a
-   core per rank, ranks poll each other's headers, yield, then sleep on the seq of the one that is
-   missing. Oversubscribed groups count arrivals instead; the last to come releases all with one
-   wake-up, so 64 ranks on 2 cores switch once per round, not 63 times. */
+/* >>failure ---------------------------------------------------------------------------------------
+   How a failure reaches all ranks, and what is known of a rank that others wait for: whether it has
+   ended and how, where it waits, whether two wait for each other.
+   Owns: of the control block broken and cause; of a slot state, inside, failure, site and spot; of
+   the group failed. Lock: fail_lock. Calls other hosts through >>hooks.
+   Entry points: cddp__break; cddp__check_group; cddp__report_lost and _look_after_peers for ranks
+   that are gone, cddp__break_late for those that are late; cddp__enter and cddp__exit around what
+   touches peers' memory; the functions that put a call, a rank or its end into words; where on a
+   control block headers, slots and staging buffers are.
+   Works as follows: the first rank to notice a failure writes it into its slot and names the slot
+   on the control block, which breaks the group, and wakes all ranks; each call of each rank returns
+   this failure from then on. Whether a process has ended its pidfd tells, and its slot that it has
+   left in good order. A rank that waits for long shows its peers where (cddp__spot). */
 
 /* Bytes of a staging buffer, less where many ranks share the last cache: cddp__staging_bytes. Peers
    read 256 KiB in 2/3 of the time that pieces of 64 KiB take, which stay in their writer's L2. */
@@ -6374,13 +6370,6 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
 #define CDDP__STAGING_ALL ((size_t)4 << 20) /* of all ranks of a group */
 /* Bytes of all ranks' staging buffers that cross between hosts with a round's headers. */
 #define CDDP__RIDE ((size_t)32 << 10)
-/* Bytes of a share for which one round takes less time than the two around direct moves. */
-#define CDDP__ROUND_MOST ((size_t)3 << 10)
-#define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)16 << 10)
-#define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds */
-#define CDDP__SPIN_OVERSUBSCRIBED 50
-#define CDDP__YIELDS 100
-#define CDDP__NAP_S 0.02 /* longest sleep before peers are looked after */
 
 static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
                                                 "i8",  "u8",  "i32", "i64"};
@@ -6440,8 +6429,7 @@ static bool cddp__has_announced(const cddp_group *g, int rank) { /* the current 
   return cddp__load32(&cddp__op_header_of(g, rank, g->round)->seq) == g->round;
 }
 
-/* --- failure: the first rank to notice one writes it into its slot and publishes it on the control
-   block; all calls of all ranks then return it --- */
+/* --- a failure on its way to all ranks --- */
 
 /* Keeps a failure, in words, unless there is one already. */
 static bool cddp__note_cause(cddp__cause *c, cddp_result r, const char *text) {
@@ -6562,8 +6550,8 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   return kill((pid_t)g->host->pids[g->members[rank]], 0) != 0 && errno == ESRCH; /* no pidfds */
 }
 
-/* Field `number` of /proc/PID/stat, as proc(5) counts them, and the third one, a letter that says in
-   which state the process is; false: there is no such process. */
+/* Field `number` of /proc/PID/stat, as proc(5) counts them, and the third field, the letter of the
+   process's state; false: there is no such process. */
 static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *value) {
   char path[32], text[1024], *at;
   ssize_t n;
@@ -6847,7 +6835,7 @@ static cddp_result cddp__look_for_deadlock(cddp_group *g) {
   return CDDP_OK;
 }
 
-/* --- waiting --- */
+/* --- ranks that are late --- */
 
 /* "; another group failed: ...", for a time-out: the late ranks may have waited there. */
 static cddp__text cddp__describe_elsewhere(const cddp_group *g) {
@@ -6938,6 +6926,33 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
              where[0] != 0 ? where : cddp__describe_elsewhere(g).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
+
+/* >>round -----------------------------------------------------------------------------------------
+   Rounds: how the ranks of a group meet in shared memory; waits.
+   Owns: of the control block the headers, arrivals, release and sleepers; of the group round, spin
+   and yields. Touches staging buffers only by address. Calls other hosts, and serves receives,
+   through >>hooks.
+   Entry points: cddp__round and cddp__round_of; cddp__wait_begin, _tick and _sleep;
+   cddp__group_build.
+   Works as follows: everything that ranks do together is a sequence of rounds, numbered per
+   group. A rank announces a round by writing its header (what it calls, with which count, and up
+   to 40 bytes of payload) and then the header's seq; the round is complete when all headers carry
+   its number. Every rank compares all headers: ranks that called different things all see it, at
+   no extra cost. Headers and staging buffers exist twice and are used in turn: when a rank writes
+   those of round s + 2, every rank has announced s + 1 and so is done reading those of s. With a
+   core per rank, ranks poll each other's headers, yield, then sleep on the seq of the one that is
+   missing. Oversubscribed groups count arrivals instead; the last to come releases all with one
+   wake-up, so 64 ranks on 2 cores switch once per round, not 63 times. */
+
+/* Bytes of a share for which one round takes less time than the two around direct moves. */
+#define CDDP__ROUND_MOST ((size_t)3 << 10)
+#define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)16 << 10)
+#define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds */
+#define CDDP__SPIN_OVERSUBSCRIBED 50
+#define CDDP__YIELDS 100
+#define CDDP__NAP_S 0.02 /* longest sleep before peers are looked after */
+
+/* --- waits --- */
 
 /* A wait for other ranks. Owner: the thread that waits. */
 typedef struct cddp__wait {
@@ -20413,10 +20428,10 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
   for (n = 0; cddp__json_item(j, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(j);
     for (k = 0; k < 3 && strcmp(key, fields[k]) != 0; k++) {}
-    if (k == 3 || (seen & 1u << k) != 0)
-      cddp__json_fail(j, cddp__words("\"%.60s\" %s", key,
-                                     k == 3 ? "is no field that a tensor has in this format"
-                                            : "comes twice").s);
+    if (k == 3)
+      cddp__json_fail(j, cddp__words("\"%.60s\" is no field of a tensor in this format", key).s);
+    else if ((seen & 1u << k) != 0)
+      cddp__json_fail(j, cddp__words("%s comes twice", key).s);
     if (k == 0 && (type = cddp__st_type_named(cddp__json_string(j))) == NULL)
       cddp__json_fail(j, "its dtype is not one of the format's");
     if (k == 1) t->dims = (int)cddp__json_numbers(j, shape, CDDP__DIMS_MAX);
