@@ -2071,9 +2071,10 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 
 /* Connections to ranks of other hosts; steps and collectives that span hosts. */
 
-/* What came from another host, before its recv. Its bytes follow the struct. */
+/* What came from another host before it was asked for. Its bytes follow the struct. */
 typedef struct cddp__message {
   struct cddp__message *next;
+  uint32_t type; /* CDDP__FRAME_*, of the frame that it was; of that also the next three */
   int from, tag; /* rank in the group */
   uint32_t dtype;
   uint64_t count; /* elements */
@@ -2113,8 +2114,6 @@ typedef struct cddp__net {
   cddp__home *homes;       /* [size]: the rank table, as rank 0's host has sent it */
   char *secret;            /* NULL: none */
   int listener;
-  cddp__atomic_u32 deaf;           /* 1: without a descriptor for a caller; writer: under lock */
-  double hears_again;              /* when to try again; lock */
   cddp__cause loss;                /* a group of this rank has lost one */
   pthread_mutex_t lock;            /* guards the rest */
   cddp__link *pending;           /* have not said hello; newest first */
@@ -2131,27 +2130,30 @@ typedef struct cddp__subtree {
   size_t at; /* bytes an element before its sum among its host's */
 } cddp__subtree;
 
-/* A frame of a collective: out of this rank's memory, or into it. */
+/* A frame that the thread of the collectives sends or awaits: out of its memory, or into it. */
 typedef struct cddp__item {
   int rank; /* the other side, in the group */
+  bool out;
+  int type; /* CDDP__FRAME_HEADERS or _PIECE */
   const void *data;
-  size_t size; /* bytes */
-  size_t least; /* received: it may have as few */
-  long step;    /* sent: in which it was posted */
+  size_t size; /* bytes; of headers that are awaited: at most, whatever comes */
+  long step;   /* sent: in which it was posted */
 } cddp__item;
 
 /* A host of a group. */
 typedef struct cddp__group_node {
   int first, size;        /* its ranks: hosts.ranks[first] .. */
-  size_t headers_at;      /* where its headers and what rides with them lie in hosts.headers */
+  size_t headers_at;      /* where its headers and what rides with them lie in hosts.headers, */
+  size_t came;            /* and how many bytes its leader has sent of them */
   size_t bytes, bytes_at; /* an element's subtrees there; those of the hosts before */
 } cddp__group_node;
 
 /* A rank of a group, as seen from another one. */
 typedef struct cddp__peer {
   int host, number;      /* index of its host in the group; its place among the ranks there */
-  cddp__link *data;      /* NULL: none yet. Other threads read it too */
-  uint64_t pass;         /* hosts.pass of the last round in which a frame to or from it was left */
+  cddp__link *link[2];   /* this rank sends on the first, and reads from both: both ends may have
+                            called at once. NULL: none. Any thread may read these */
+  uint64_t pass[2];      /* hosts.pass when a frame from it, to it was left; p2p_lock */
   cddp__atomic_u32 lost; /* 1: a connection to it has ended; any thread. Written before: */
   double lost_at;
   int error; /* link.error */
@@ -2170,13 +2172,11 @@ typedef struct cddp__hosts {
   int subtree_count;
   int *widths;             /* [subtree_count] leaves of each */
   int *leaves, leaf_count; /* ranks that are summed over: all, but for those that have joined */
-  cddp__item *outs, *ins;  /* [size * CDDP__FRAMES] posted frames; memory that is not used */
-  int out_count, in_count;
+  cddp__item *items;       /* [size * CDDP__FRAMES] posted frames; memory that is not used */
+  int item_count;
   double looked;           /* leaders: when a round last looked for notices, of cddp__now() */
   long step;               /* of a slice; frames that are posted belong to it */
-  uint64_t pass;           /* rounds through outs or ins */
   const void **pointers, **sums; /* [size] sources of a reduction */
-  struct pollfd *fds;            /* [2 * size + 2] */
   unsigned char *headers; /* leaders: all hosts' headers on the wire, this host's first, each host's
                               with the shares that ride with them */
   int lowest_remote;      /* the lowest rank on another host */
@@ -2184,8 +2184,12 @@ typedef struct cddp__hosts {
   char *stage;            /* what is on its way to or from other hosts */
   size_t stage_size;
   char **scratch;        /* [local_size] shared: pieces of buffers that are not; NULL: none yet */
-  cddp__link *links;     /* MESSAGES, oldest first; p2p_lock, as is the next */
-  cddp__mailbox mailbox; /* received, without a recv yet; oldest first */
+  cddp__link *links;     /* to ranks of other hosts; p2p_lock, as are all of the next */
+  cddp__mailbox mailbox; /* received before it was asked for; oldest first */
+  uint64_t pass;         /* through the items */
+  bool polling;          /* a thread of this rank does, for all that wait */
+  int bell;              /* an eventfd that wakes it */
+  int epoll;             /* of the connections, the bell and the listener, each for what is new */
 } cddp__hosts;
 
 /* >>hooks ---------------------------------------------------------------------------------------
@@ -2197,8 +2201,7 @@ static void cddp__serve_idle(cddp_group *g);
 /* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
    connections are accepted and notices heard; this rank's connections end; hosts ask each other who
    has come to a round, and are told; a rank of another host is gone; a message is sent, has room,
-   is received, is given to a recv (p2p_lock held for these three), or there may be news of a peer.
- */
+   is received, is given to a recv (p2p_lock held for these three), or a wait for a peer sleeps. */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
@@ -2209,7 +2212,8 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c);
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
 static void cddp__hosts_serve(cddp_group *g);
 static void cddp__hosts_match(cddp_group *g, cddp_work *q);
-static void cddp__hosts_poll(cddp_group *g, int peer);
+struct cddp__wait;
+static void cddp__hosts_pause(cddp_group *g, struct cddp__wait *w, int peer, uint32_t events);
 
 /* >>collectives: what does not fit into a round, in shared memory. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
@@ -6659,7 +6663,7 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
   if (!cddp__has_announced(g, p)) return true;
   if (g->oversubscribed && cddp__load32(&g->block->release) != g->round) return true;
   if (g->hosts == NULL) return false;
-  return g->hosts->in_count + g->hosts->out_count > 0 ||
+  return g->hosts->item_count > 0 ||
          (!g->hosts->local_only && !cddp__has_announced(g, g->hosts->lowest_remote));
 }
 
@@ -7263,21 +7267,21 @@ CDDP__COLD
    Job: make, prove and end connections; move frames on them without blocking; failure notices.
    Owns: cddp__net (the listening socket, connections that no group has claimed yet), cddp__link.
    May touch: groups that span hosts, to break them or note a cause when a notice comes.
-   Entry points: cddp__net_look, cddp__net_claim; cddp__link_call, _shake, _io, _data,
-   _receive, _flush, _leave and _answered; cddp__tell_all.
+   Entry points: cddp__net_look, cddp__net_claim; cddp__link_call, _shake, _send_frame,
+   _receive_piece, _receive, _flush, _leave and _answered; cddp__tell_all.
    Works as follows: each rank listens on one port of the address by which its host reaches the
-   others. Two ranks have at most two connections in a group, each made when it is first used:
-     DATA      of collectives. The lower rank of the job calls. The thread that runs the group's
-               collectives reads and writes it without a lock, from and into the caller's memory.
-     MESSAGES  of send and recv. The first rank that sends calls. Under p2p_lock any thread reads
-               and writes it. It is apart from DATA because messages may lie unread for long.
-   A third kind lives for a moment: a NOTICE says why a group has failed. It needs no answer, so it
-   reaches ranks that are not listening now, through the system's queue of callers.
+   others. Two ranks of a group have one connection, made when it is first used (two, if both call
+   at once). Frames of three types go there: MESSAGE of send and recv, HEADERS of a round, and
+   PIECE of a collective. Messages and headers are copied where need be, on both sides: they are
+   read whenever somebody looks, and kept until they are asked for, so they never hold up what comes
+   behind them. Pieces go out of and into the memory of the collective that posts them; all ranks
+   have come to it by then, so that a piece which is not yet awaited soon will be.
+   A NOTICE, which says why a group has failed, comes on a connection of its own. It needs no
+   answer, so it reaches ranks that are not listening now, through the system's queue of callers.
    The caller says hello: magic, version, purpose, both ranks, group, and the token that only the
    job's ranks know, as it came to them through the store. With a secret both ends then prove that
    they know it (CHALLENGE in >>bytes); a notice carries one proof over hello and text. Everything
-   else is frames: a head of 32 bytes and `size` bytes. DATA frames are numbered, and both sides
-   know what must come next. A rank that leaves a group says BYE.
+   else is frames: a head of 32 bytes and `size` bytes. A rank that leaves a group says BYE.
    Nothing blocks, and there is no thread: each rank that waits, for whatever group, also accepts
    connections and keeps them until their group claims them. A caller that says nothing, or
    nonsense, is dropped after CDDP__STRANGER_S or at once, and costs a descriptor until then.
@@ -7292,15 +7296,21 @@ CDDP__COLD
 #ifndef CDDP__UNANSWERED_S
 #define CDDP__UNANSWERED_S 20.0 /* after which a host that answers nothing is given up */
 #endif
-#define CDDP__ACCEPT_AGAIN_S 0.25 /* after there were no descriptors left */
 #define CDDP__NOTICE_PROOF_AT (4 + CDDP__ERROR_MAX) /* in a notice: result, text, proof */
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
 #define CDDP__NOTICE_EARLY 0x80000000u /* in its result: a rank is lost, the group has not failed */
 #define CDDP__NOTICE_CAME 0x40000000u  /* likewise: which ranks of a host have come to a round */
-#define CDDP__TURN ((size_t)128 << 10) /* bytes of a frame that go or come at a time */
+#define CDDP__TURN ((size_t)128 << 10) /* bytes of a piece that go or come at a time */
+#define CDDP__AHEAD_BYTES 4096         /* read at a time where less is due */
 #define CDDP__LEFT (-1)     /* in link.error: the other side said BYE */
-enum { CDDP__FRAME_DATA = 1, CDDP__FRAME_MESSAGE, CDDP__FRAME_NOTICE, CDDP__FRAME_BYE };
-enum { CDDP__LINK_DATA, CDDP__LINK_MESSAGES, CDDP__LINK_NOTICE };
+enum {
+  CDDP__FRAME_HEADERS = 1,
+  CDDP__FRAME_PIECE,
+  CDDP__FRAME_MESSAGE,
+  CDDP__FRAME_NOTICE,
+  CDDP__FRAME_BYE
+};
+enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 enum { CDDP__LINK_GREETING, CDDP__LINK_PROVING, CDDP__LINK_UP, CDDP__LINK_DEAD };
 
 /* The first message of a connection. This and what follows is sent as it lies in memory: all hosts
@@ -7315,14 +7325,13 @@ typedef struct cddp__hello {
 
 typedef struct cddp__frame_head {
   uint32_t magic, type;
-  uint32_t number; /* of a DATA frame; of a message its tag */
-  uint32_t dtype;  /* this and count: of a message */
+  uint32_t number; /* the tag of a message; of other frames the round of the group */
+  uint32_t dtype;
   uint64_t count, size; /* elements, and the bytes that follow */
 } cddp__frame_head;
 
-/* A TCP connection between this rank and one of another host, for one purpose in one group. Owner:
-   the thread that runs the group's collectives (DATA), p2p_lock (MESSAGES), net.lock (before its
-   group has claimed it), the thread that sends it (NOTICE). */
+/* A TCP connection between this rank and one of another host, in one group. Lock: net.lock before
+   its group has claimed it, p2p_lock then; a notice has one thread. */
 struct cddp__link {
   cddp__link *next;
   int fd;    /* -1: closed */
@@ -7335,12 +7344,14 @@ struct cddp__link {
   int error;       /* errno that ended it; 0: the other side closed it; CDDP__LEFT */
   double deadline; /* for the connection, or for its hello and proof */
   cddp__hello hello;
-  cddp__challenge challenge;      /* with a secret, after the hello */
-  uint32_t sent_count, got_count; /* whole DATA frames */
-  size_t sent, got; /* bytes of the handshake's message or the current frame, head included */
+  cddp__challenge challenge; /* with a secret, after the hello */
+  size_t sent, got; /* bytes of the handshake's message, or of the piece that goes out and the frame
+                       that comes in, head included */
   cddp__frame_head out_head, in_head;
-  cddp__buffer out;  /* frames that wait to be sent; DATA: empty */
-  cddp__message *in; /* the frame that is coming in; DATA: NULL */
+  cddp__buffer out;  /* copies that wait to be sent; while a piece is half sent: behind it */
+  cddp__message *in; /* what is coming in; of a piece NULL */
+  size_t ahead_at, ahead_end; /* what has been read already: ahead[ahead_at .. ahead_end) */
+  unsigned char ahead[CDDP__AHEAD_BYTES];
 };
 
 /* --- a connection's life --- */
@@ -7406,40 +7417,56 @@ static void cddp__link_answered(cddp__link *l) {
   }
 }
 
-/* Sends or receives what is left of a frame's head (NULL: there is none) and size bytes at data:
-   1 when *done says that all has passed, 0 when it would block, -1 when the link has ended. */
-static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void *data, size_t size,
-                         size_t *done, bool out) {
+/* Sends what is left of a frame's head (NULL: there is none) and size bytes at data: 1 when *done
+   says that all has passed, 0 when it would block, -1 when the link has ended. */
+static int cddp__link_send(cddp__link *l, const cddp__frame_head *head, const void *data,
+                           size_t size, size_t *done) {
   size_t before = head != NULL ? sizeof *head : 0;
   while (*done < before + size) {
     size_t skip = *done < before ? 0 : *done - before;
-    const char *from[2];
     struct iovec io[2];
     struct msghdr msg;
     ssize_t n;
-    int i = 0;
     memset(&msg, 0, sizeof msg);
+    msg.msg_iov = io;
     if (*done < before) {
-      from[i] = (const char *)head + *done;
-      io[i++].iov_len = before - *done;
+      io[msg.msg_iovlen].iov_base = (char *)(uintptr_t)head + *done; /* sendmsg only reads it */
+      io[msg.msg_iovlen++].iov_len = before - *done;
     }
     if (skip < size) {
-      from[i] = (const char *)data + skip;
-      io[i++].iov_len = size - skip;
+      io[msg.msg_iovlen].iov_base = (char *)(uintptr_t)data + skip;
+      io[msg.msg_iovlen++].iov_len = size - skip;
     }
-    msg.msg_iovlen = (size_t)i;
-    while (i-- > 0) memcpy(&io[i].iov_base, &from[i], sizeof *from); /* sendmsg only reads it */
-    msg.msg_iov = io;
-    n = out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT)
-            : recvmsg(l->fd, &msg, MSG_DONTWAIT);
-    if (n > 0) {
-      *done += (size_t)n;
-    } else if (n < 0 && errno == EAGAIN) {
-      return 0;
-    } else if (n == 0 || errno != EINTR) {
-      cddp__link_end(l, n == 0 ? 0 : errno);
-      return -1;
-    }
+    n = sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return 0;
+    if (n < 0) cddp__link_end(l, errno);
+    if (n < 0) return -1;
+    *done += (size_t)n;
+  }
+  return 1;
+}
+
+/* Receives what is left of size bytes at data; returns likewise. Whatever is short is read ahead:
+   a message, or a round's headers, takes one call of the system. */
+static int cddp__link_recv(cddp__link *l, void *data, size_t size, size_t *done) {
+  while (*done < size) {
+    size_t left = size - *done, have = cddp__min(left, l->ahead_end - l->ahead_at);
+    bool ahead = left < sizeof l->ahead;
+    ssize_t n;
+    cddp__copy((char *)data + *done, l->ahead + l->ahead_at, have);
+    l->ahead_at += have;
+    *done += have;
+    if (have > 0) continue;
+    n = recv(l->fd, ahead ? (void *)l->ahead : (char *)data + *done,
+             ahead ? sizeof l->ahead : left, MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return 0;
+    if (n <= 0) cddp__link_end(l, n == 0 ? 0 : errno);
+    if (n <= 0) return -1;
+    if (!ahead) *done += (size_t)n;
+    l->ahead_at = 0;
+    l->ahead_end = ahead ? (size_t)n : 0;
   }
   return 1;
 }
@@ -7490,7 +7517,9 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
   size_t *done = l->mine ? &l->sent : &l->got, due;
   while (l->state < CDDP__LINK_UP) {
     if (l->state == CDDP__LINK_GREETING) {
-      if (cddp__link_io(l, NULL, &l->hello, sizeof l->hello, done, l->mine) <= 0) break;
+      if ((l->mine ? cddp__link_send(l, NULL, &l->hello, sizeof l->hello, done)
+                   : cddp__link_recv(l, &l->hello, sizeof l->hello, done)) <= 0)
+        break;
       *done = 0;
       l->state = n->secret != NULL ? CDDP__LINK_PROVING : CDDP__LINK_UP;
       if (l->mine && cddp__connected_to_itself(l->fd)) cddp__link_end(l, ECONNREFUSED);
@@ -7502,16 +7531,16 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
                CDDP_OK)
         cddp__link_end(l, EIO);
     } else if (c->out_size > 0) {
-      if (cddp__link_io(l, NULL, c->out, c->out_size, &l->sent, true) <= 0) break;
+      if (cddp__link_send(l, NULL, c->out, c->out_size, &l->sent) <= 0) break;
       c->out_size = l->sent = 0;
     } else if (c->state == CDDP__CHALLENGE_PROVEN) {
       l->state = CDDP__LINK_UP;
     } else if (c->state != CDDP__CHALLENGE_ON) {
       cddp__link_end(l, EPROTO);
-    } else { /* reads nothing that comes behind the proof */
+    } else {
       due = sizeof in - c->in_size;
       memset(in, 0, sizeof in);
-      (void)cddp__link_io(l, NULL, in, due, &l->got, false);
+      (void)cddp__link_recv(l, in, due, &l->got);
       if (l->got == 0) break;
       cddp__challenge_feed(c, in, l->got);
       l->got = 0;
@@ -7558,56 +7587,60 @@ static cddp__frame_head cddp__link_head(int type, uint32_t number, int dtype, ui
   return h;
 }
 
-static bool cddp__frame_is(const cddp__frame_head *h, uint32_t type) {
-  return h->magic == CDDP__FRAME_MAGIC && h->type == type;
-}
-
-/* Sends or receives what is left of the next DATA frame, of size bytes; only so many at a time that
-   they stay in the cache until the other side, or this one, has taken them. One that has come with
-   at least `least` bytes, and another size, says that ranks disagree: what there is of it will do.
-   Returns as cddp__link_io. */
-static int cddp__link_data(cddp__link *l, const void *data, size_t least, size_t size, bool out) {
-  cddp__frame_head *head = out ? &l->out_head : &l->in_head;
-  uint32_t *count = out ? &l->sent_count : &l->got_count;
-  size_t *at = out ? &l->sent : &l->got, most = cddp__min(size, *at + CDDP__TURN);
+/* Sends what is left of a frame; only so much at a time that it stays in the cache until the other
+   side has taken it. Returns as cddp__link_send. */
+static int cddp__link_send_frame(cddp__link *l, const cddp__frame_head *head, const void *data) {
+  size_t size = (size_t)head->size, most = cddp__min(size, l->sent + CDDP__TURN);
   int done;
-  if (out && *at == 0) *head = cddp__link_head(CDDP__FRAME_DATA, *count, CDDP_U8, size, size);
-  done = cddp__link_io(l, head, data, most, at, out);
-  if (!out && *at >= sizeof *head) {
-    if (!cddp__frame_is(head, CDDP__FRAME_DATA) || head->size < least || head->number != *count) {
-      cddp__link_end(l, 0);
-      l->error = cddp__frame_is(head, CDDP__FRAME_BYE) ? CDDP__LEFT : EPROTO;
-      return -1;
-    }
-    if (head->size != size && *at >= sizeof *head + least) done = 1, most = size;
-  }
+  if (l->sent == 0) l->out_head = *head;
+  done = cddp__link_send(l, &l->out_head, data, most, &l->sent);
   if (done > 0 && most < size) return 0;
-  if (done <= 0) return done;
-  *at = 0;
-  ++*count;
-  return 1;
+  if (done > 0) l->sent = 0;
+  return done;
 }
 
-/* The next whole message or notice, of at most `most` bytes; NULL: it has not come yet, or the link
-   has ended. A head says its size twice, so that it asks for no more memory than it means. */
+/* The same for what is received of a piece whose head has come. */
+static int cddp__link_receive_piece(cddp__link *l, void *data, size_t size) {
+  size_t at = l->got - sizeof l->in_head, most = cddp__min(size, at + CDDP__TURN);
+  int done = cddp__link_recv(l, data, most, &at);
+  l->got = at + sizeof l->in_head;
+  if (done > 0 && most < size) return 0;
+  if (done > 0) l->got = 0;
+  return done;
+}
+
+/* Whether a head can be of a frame of so many bytes at most. It says its size twice, so that it
+   asks for no more memory than it means. */
+static bool cddp__frame_good(const cddp__frame_head *h, bool notice, size_t most) {
+  size_t esize = h->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)h->dtype) : 0;
+  return h->magic == CDDP__FRAME_MAGIC && esize > 0 && h->size <= most &&
+         h->size % esize == 0 && h->size / esize == h->count &&
+         (notice ? h->type == CDDP__FRAME_NOTICE
+                 : h->type >= CDDP__FRAME_HEADERS && h->type <= CDDP__FRAME_MESSAGE);
+}
+
+/* The next whole frame, of at most `most` bytes; NULL: it has not come yet, the link has ended, or
+   a piece is next: then its head is in in_head. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
   const cddp__frame_head *head = &l->in_head;
   bool notice = l->purpose == CDDP__LINK_NOTICE;
+  size_t at;
   cddp__message *m;
   if (l->in == NULL) {
     bool good;
-    if (cddp__link_io(l, head, NULL, 0, &l->got, false) <= 0) return NULL;
-    good = cddp__frame_is(head, notice ? CDDP__FRAME_NOTICE : CDDP__FRAME_MESSAGE) &&
-           head->dtype <= CDDP_I64 && head->size <= most &&
-           head->size % cddp__dtype_size((cddp_dtype)head->dtype) == 0 &&
-           head->size / cddp__dtype_size((cddp_dtype)head->dtype) == head->count;
+    if (l->got < sizeof *head && cddp__link_recv(l, &l->in_head, sizeof *head, &l->got) <= 0)
+      return NULL;
+    good = cddp__frame_good(head, notice, most);
+    if (good && head->type == CDDP__FRAME_PIECE) return NULL;
     if (good) l->in = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)head->size);
     if (l->in == NULL) {
-      if (cddp__frame_is(head, CDDP__FRAME_BYE)) cddp__link_end(l, CDDP__LEFT);
+      if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE)
+        cddp__link_end(l, CDDP__LEFT);
       cddp__link_end(l, good ? ENOMEM : EPROTO);
       return NULL;
     }
     l->in->next = NULL;
+    l->in->type = head->type;
     l->in->from = l->rank;
     l->in->tag = (int)head->number;
     l->in->dtype = head->dtype;
@@ -7615,17 +7648,18 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
     l->in->size = (size_t)head->size;
   }
   m = l->in;
-  if (cddp__link_io(l, head, m + 1, m->size, &l->got, false) <= 0) return NULL;
-  l->got = 0;
-  l->in = NULL;
+  at = l->got - sizeof *head;
+  if (cddp__link_recv(l, m + 1, m->size, &at) <= 0) m = NULL;
+  l->got = m != NULL ? 0 : at + sizeof *head;
+  if (m != NULL) l->in = NULL;
   return m;
 }
 
 /* Goes on with the handshake and with what waits to be sent, as far as the system takes it. */
 static void cddp__link_flush(const cddp__net *n, cddp__link *l) {
   cddp__buffer *b = &l->out;
-  if (!cddp__link_shake(n, l) || cddp__buffer_size(b) == 0) return;
-  (void)cddp__link_io(l, NULL, b->data, b->end, &b->start, true);
+  if (!cddp__link_shake(n, l) || cddp__buffer_size(b) == 0 || l->sent > 0) return;
+  (void)cddp__link_send(l, NULL, b->data, b->end, &b->start);
   if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, 0);
 }
 
@@ -7735,20 +7769,12 @@ static void cddp__notice_receive(cddp__host *h, cddp__link *l) {
 
 /* --- whoever calls this rank --- */
 
-/* Without descriptors or memory for a caller accepting rests: the listening socket stays ready, and
-   waits with it in their poll(2) would be none. */
 static void cddp__net_accept(cddp__net *n) { /* net.lock held */
   int i;
-  if (cddp__load32(&n->deaf) != 0 && cddp__now() < n->hears_again) return;
-  cddp__store32(&n->deaf, 0);
   for (i = 0; i < 64; i++) {
     int fd = cddp__accept(n->listener);
-    cddp__link *l;
-    if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) {
-      n->hears_again = cddp__now() + CDDP__ACCEPT_AGAIN_S;
-      cddp__store32(&n->deaf, 1);
-    }
-    if (fd < 0 || (l = cddp__link_new(n, fd, -1, CDDP__STRANGER_S)) == NULL) return;
+    cddp__link *l = fd < 0 ? NULL : cddp__link_new(n, fd, -1, CDDP__STRANGER_S);
+    if (l == NULL) return;
     l->next = n->pending;
     n->pending = l;
   }
@@ -7783,22 +7809,13 @@ static void cddp__net_look(cddp__host *h) {
   pthread_mutex_unlock(&n->lock);
 }
 
-/* A link that a rank of the group has made for this purpose; NULL: there is none (any more). */
-static cddp__link *cddp__net_claim(cddp_group *g, int purpose) {
+/* A link that a rank of the group has made; NULL: there is none (any more). */
+static cddp__link *cddp__net_claim(cddp_group *g) {
   cddp__net *n = g->host->net;
   cddp__link **at, *l;
   pthread_mutex_lock(&n->lock);
-  for (at = &n->arrived; (l = *at) != NULL;) {
-    if (l->group != g->id || l->purpose != purpose) {
-      at = &l->next;
-      continue;
-    }
-    *at = l->next;
-    l->next = NULL;
-    for (l->rank = 0; l->rank < g->size && g->world[l->rank] != l->peer; l->rank++) {}
-    if (l->rank < g->size && g->members[l->rank] < 0) break;
-    cddp__link_free(n, l);
-  }
+  for (at = &n->arrived; (l = *at) != NULL && l->group != g->id;) at = &l->next;
+  if (l != NULL) *at = l->next;
   pthread_mutex_unlock(&n->lock);
   return l;
 }
@@ -9491,6 +9508,7 @@ static void cddp__serve_recvs(cddp_group *g) {
 }
 
 static void cddp__serve_idle(cddp_group *g) {
+  if (g->hosts != NULL) cddp__net_look(g->host);
   if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
   if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p_lock);
@@ -9601,7 +9619,7 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
       pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
     }
     if (g->hosts != NULL)
-      cddp__hosts_poll(g, m->c->root);
+      cddp__hosts_pause(g, &w, m->c->root, events);
     else
       cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
   }
@@ -9747,10 +9765,10 @@ CDDP__COLD
 #define CDDP__WHOLE_MOST ((size_t)32 << 10) /* bytes of a slice, times hosts, that all add up */
 #define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
-#define CDDP__FRAMES (2 * CDDP__SLOTS) /* posted for one host at a time, at most */
+#define CDDP__FRAMES (4 * CDDP__SLOTS) /* posted for one rank at a time, at most */
 #define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: of two, used in turn */
 
-/* --- messages on their way --- */
+/* --- connections --- */
 
 static bool cddp__is_lost(const cddp_group *g, int rank) {
   return cddp__load32(&g->hosts->peers[rank].lost) != 0;
@@ -9765,35 +9783,99 @@ static void cddp__note_lost(cddp_group *g, int rank, int error) {
   cddp__store32(&p->lost, 1);
 }
 
-/* Begins to call a rank of the group; NULL with the error set. */
-static cddp__link *cddp__call_rank(const cddp_group *g, int rank, int purpose) {
-  cddp__link *l = cddp__link_call(g->hosts->net, g->world[rank], purpose, g->id);
-  if (l != NULL) l->rank = rank;
-  return l;
+/* Gives a connection to its peer; frees one that cannot be meant. p2p_lock held. */
+static void cddp__add_link(cddp_group *g, cddp__link *l) {
+  cddp__hosts *x = g->hosts;
+  struct epoll_event event;
+  cddp__link **at;
+  for (l->rank = 0; l->rank < g->size && g->world[l->rank] != l->peer; l->rank++) {}
+  at = l->rank < g->size ? x->peers[l->rank].link : NULL;
+  if (at == NULL || g->members[l->rank] >= 0 || at[1] != NULL) {
+    cddp__link_free(x->net, l);
+    return;
+  }
+  l->next = x->links;
+  x->links = l;
+  memset(&event, 0, sizeof event);
+  event.events = EPOLLIN | EPOLLOUT | EPOLLET;
+  (void)epoll_ctl(x->epoll, EPOLL_CTL_ADD, l->fd, &event);
+  __atomic_store_n(&at[at[0] != NULL], l, __ATOMIC_RELEASE);
 }
 
-/* The MESSAGES connection to a rank; NULL with the error set. p2p_lock held. */
-static cddp__link *cddp__p2p_link(cddp_group *g, int peer) {
-  cddp__link **at = &g->hosts->links;
-  while (*at != NULL && (*at)->rank != peer) at = &(*at)->next;
-  if (*at == NULL) *at = cddp__call_rank(g, peer, CDDP__LINK_MESSAGES);
-  return *at;
-}
-
-/* Bytes of messages that wait to be sent. p2p_lock held. */
-static size_t cddp__p2p_queued(const cddp_group *g) {
-  const cddp__link *l;
-  size_t sum = 0;
-  for (l = g->hosts->links; l != NULL; l = l->next) sum += cddp__buffer_size(&l->out);
-  return sum;
-}
-
-static void cddp__p2p_flush(cddp_group *g) { /* p2p_lock held */
+/* Takes over the connections that others have made to this rank. p2p_lock held. */
+static void cddp__claim_links(cddp_group *g) {
   cddp__link *l;
+  while ((l = cddp__net_claim(g)) != NULL) cddp__add_link(g, l);
+}
+
+/* The connection on which this rank sends to another one; NULL: there is none, or (call: it is to
+   be made) none can be made, with the error set. p2p_lock held. */
+static cddp__link *cddp__link_to(cddp_group *g, int rank, bool call) {
+  cddp__peer *p = &g->hosts->peers[rank];
+  cddp__link *l;
+  if (p->link[0] == NULL) cddp__claim_links(g);
+  if (p->link[0] == NULL && call &&
+      (l = cddp__link_call(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id)) != NULL)
+    cddp__add_link(g, l);
+  return p->link[0];
+}
+
+/* Whether a frame from that rank is awaited, or a message that has not come. p2p_lock held. */
+static bool cddp__is_awaited(const cddp_group *g, int rank) {
+  const cddp_work *q;
+  if (g->hosts->peers[rank].pass[0] == g->hosts->pass) return true;
+  for (q = g->recvs; q != NULL; q = q->next)
+    if (!q->done && (q->call.root == rank || q->call.root == CDDP_ANY)) return true;
+  return false;
+}
+
+/* Goes on with a connection without waiting: with its handshake, what waits to be sent, and what
+   comes before the next piece. Of messages that nobody awaits there is a limit. Whatever comes is
+   news for a thread that sleeps. p2p_lock held. */
+static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
+  cddp__hosts *x = g->hosts;
+  size_t got = l->got, ahead = l->ahead_at;
+  uint64_t one = 1;
+  cddp__message *m;
+  cddp__link_flush(x->net, l);
+  while (l->state == CDDP__LINK_UP &&
+         (awaited || x->mailbox.bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, l->rank)) &&
+         (m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) != NULL) {
+    *x->mailbox.end = m;
+    x->mailbox.end = &m->next;
+    x->mailbox.bytes += m->size;
+    if (l->ahead_at == l->ahead_end) break; /* most likely there is no more */
+  }
+  if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, l->rank, l->error);
+  if (l->got == got && l->ahead_at == ahead) return;
+  cddp__notify(g, g->rank);
+  if (x->polling && write(x->bell, &one, sizeof one) < 0) {} /* it is to be heard already */
+}
+
+/* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
+   there is none. p2p_lock held. */
+static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
+  cddp__mailbox *b = &g->hosts->mailbox;
+  cddp__message **at = &b->first, *m;
+  while ((m = *at) != NULL && (m->type != type || m->from != from || (tag >= 0 && m->tag != tag)))
+    at = &m->next;
+  if (m == NULL) return NULL;
+  *at = m->next;
+  if (m->next == NULL) b->end = at;
+  b->bytes -= m->size;
+  return m;
+}
+
+/* Goes on with the connections that have something left to send. p2p_lock held. */
+static size_t cddp__flush_links(cddp_group *g) {
+  cddp__link *l;
+  size_t left = 0;
   for (l = g->hosts->links; l != NULL; l = l->next) {
     cddp__link_flush(g->hosts->net, l);
     if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, l->rank, l->error);
+    left += cddp__buffer_size(&l->out);
   }
+  return left;
 }
 
 /* Accepts connections, hears of failures elsewhere, sends what is left of all groups' messages. */
@@ -9803,7 +9885,7 @@ static void cddp__hosts_look(cddp_group *g) {
   if (pthread_mutex_trylock(&h->lock) != 0) return;
   for (g = h->groups; g != NULL; g = g->next) {
     if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p_lock) != 0) continue;
-    cddp__p2p_flush(g);
+    (void)cddp__flush_links(g);
     pthread_mutex_unlock(&g->p2p_lock);
   }
   pthread_mutex_unlock(&h->lock);
@@ -9813,8 +9895,9 @@ static void cddp__hosts_look(cddp_group *g) {
 
 static void cddp__hosts_hang_up(cddp_group *g) {
   int p;
-  for (p = 0; p < g->size; p++) {
-    const cddp__link *l = __atomic_load_n(&g->hosts->peers[p].data, __ATOMIC_ACQUIRE);
+  for (p = 0; p < 2 * g->size; p++) {
+    const cddp__link *l =
+        __atomic_load_n(&g->hosts->peers[p / 2].link[p % 2], __ATOMIC_ACQUIRE);
     if (l != NULL) shutdown(l->fd, SHUT_WR);
   }
 }
@@ -9902,14 +9985,45 @@ static void cddp__early_notice(cddp_group *g, bool leaving) {
                    text.s);
 }
 
+/* Sleeps a few ms at most, until there may be news for a thread that waits for a rank, or CDDP_ANY:
+   a connection can go on, somebody calls this rank, or its events are no longer those. One of this
+   rank's threads polls for all; the others sleep until it has woken. Now and then it makes sure
+   that there is a connection to a rank of another host: that ends when the rank does. */
+static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t events) {
+  cddp__hosts *x = g->hosts;
+  cddp__slot *slot = cddp__slot_of(g, g->rank);
+  struct epoll_event news[16];
+  int p, ms = peer != CDDP_ANY && g->members[peer] < 0 ? 5 : 1;
+  bool polls;
+  cddp__link *l;
+  pthread_mutex_lock(&g->p2p_lock);
+  for (p = 0; w->due && p < g->size; p++)
+    if ((peer == CDDP_ANY || p == peer) && g->members[p] < 0) (void)cddp__link_to(g, p, true);
+  for (l = x->links; w->due && l != NULL; l = l->next) cddp__link_answered(l);
+  polls = !x->polling && cddp__load32(&slot->events) == events;
+  x->polling = x->polling || polls;
+  pthread_mutex_unlock(&g->p2p_lock);
+  if (!polls) {
+    cddp__wait_sleep(g, w, &slot->waiting, &slot->events, events);
+    return;
+  }
+  if (epoll_wait(x->epoll, news, 16, ms) < 0) {} /* then it has not slept */
+  pthread_mutex_lock(&g->p2p_lock);
+  x->polling = false;
+  cddp__notify(g, g->rank);
+  pthread_mutex_unlock(&g->p2p_lock);
+  cddp__hosts_look(g);
+  if (w->due) cddp__early_notice(g, false);
+}
+
 /* --- send and recv --- */
 
 /* Whether the connection to a rank is made, and not too much waits to be sent, or one message of so
    many bytes alone. p2p_lock held. */
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) {
-  const cddp__link *l = cddp__p2p_link(g, peer);
+  const cddp__link *l = cddp__link_to(g, peer, true);
   return l != NULL && l->state != CDDP__LINK_GREETING && l->state != CDDP__LINK_DEAD &&
-         cddp__p2p_queued(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
+         cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
 /* Sends a message to a rank of another host as far as the system takes it, and keeps the rest. */
@@ -9920,13 +10034,13 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   cddp_result r = CDDP_OK;
   cddp__link *l;
   pthread_mutex_lock(&g->p2p_lock);
-  if ((l = cddp__p2p_link(g, c->root)) == NULL) {
+  if ((l = cddp__link_to(g, c->root, true)) == NULL) {
     pthread_mutex_unlock(&g->p2p_lock);
     return CDDP_SYSTEM;
   }
   cddp__link_flush(g->hosts->net, l);
-  if (l->state == CDDP__LINK_UP && cddp__buffer_size(&l->out) == 0)
-    (void)cddp__link_io(l, &head, c->send, bytes, &sent, true);
+  if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
+    (void)cddp__link_send(l, &head, c->send, bytes, &sent);
   skip = cddp__min(sent, sizeof head);
   if (cddp__buffer_reserve(&l->out, sizeof head + bytes - sent)) {
     cddp__buffer_add(&l->out, (const char *)&head + skip, sizeof head - skip);
@@ -9942,13 +10056,8 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
 
 /* Gives the oldest message that fits, if there is one, to a recv. p2p_lock held. */
 static void cddp__hosts_match(cddp_group *g, cddp_work *q) {
-  cddp__mailbox *b = &g->hosts->mailbox;
-  cddp__message **at = &b->first, *m;
-  while ((m = *at) != NULL && (m->tag != q->call.tag || m->from != q->from)) at = &m->next;
+  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
   if (m == NULL) return;
-  *at = m->next;
-  if (m->next == NULL) b->end = at;
-  b->bytes -= m->size;
   if (cddp__recv_fits(g, q, m->count, m->dtype)) {
     if (m->size > 0) memcpy(q->call.recv, m + 1, m->size);
     cddp__complete_recv(q, CDDP_OK);
@@ -9956,225 +10065,123 @@ static void cddp__hosts_match(cddp_group *g, cddp_work *q) {
   cddp__free(&g->hosts->net->allocator, m);
 }
 
-/* Whether a recv from that rank waits that no message fits yet. p2p_lock held. */
-static bool cddp__p2p_wanted(const cddp_group *g, int rank) {
-  const cddp_work *q;
-  for (q = g->recvs; q != NULL; q = q->next)
-    if (!q->done && (q->call.root == rank || q->call.root == CDDP_ANY)) return true;
-  return false;
-}
-
 /* Sends and receives messages as far as possible without waiting. p2p_lock held. */
 static void cddp__hosts_serve(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
-  cddp__link **at, *l;
-  cddp__message *m;
-  cddp__net_look(g->host);
-  for (at = &x->links; *at != NULL;) at = &(*at)->next;
-  while ((*at = cddp__net_claim(g, CDDP__LINK_MESSAGES)) != NULL) at = &(*at)->next;
-  for (l = x->links; l != NULL; l = l->next) {
-    cddp__link_flush(x->net, l);
-    while (l->state == CDDP__LINK_UP &&
-           (x->mailbox.bytes <= CDDP__STAGED_MAX || cddp__p2p_wanted(g, l->rank)) &&
-           (m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) != NULL) {
-      *x->mailbox.end = m;
-      x->mailbox.end = &m->next;
-      x->mailbox.bytes += m->size;
-    }
-    if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, l->rank, l->error);
-  }
-}
-
-/* Sleeps for so many ms at most, or until there is news of one of n connections or somebody calls
-   this rank. There is room for one more at the end of fds. */
-static void cddp__hosts_sleep(cddp_group *g, struct pollfd *fds, int n, int ms) {
-  const cddp__net *net = g->hosts->net;
-  fds[n].fd = cddp__load32(&net->deaf) != 0 ? -1 : net->listener;
-  fds[n].events = POLLIN;
-  poll(fds, (nfds_t)n + 1, ms);
-  cddp__hosts_look(g);
-}
-
-/* Sleeps until there may be news for a thread that waits for a message from or to peer: a few ms at
-   most. The connection to the peer (CDDP_ANY: to each), made if need be, ends when that rank
-   does. */
-static void cddp__hosts_poll(cddp_group *g, int peer) {
-  cddp__hosts *x = g->hosts;
-  struct pollfd fds[4];
   cddp__link *l;
-  bool any = peer == CDDP_ANY, remote = !any && g->members[peer] < 0;
-  int n = 0, p;
-  pthread_mutex_lock(&g->p2p_lock);
-  for (p = 0; p < g->size; p++)
-    if ((any || p == peer) && g->members[p] < 0 && (l = cddp__p2p_link(g, p)) != NULL)
-      cddp__link_answered(l);
-  for (l = x->links; l != NULL && n < 3; l = l->next) {
-    bool out = l->state == CDDP__LINK_GREETING || cddp__buffer_size(&l->out) > 0;
-    if (l->state == CDDP__LINK_DEAD || (l->rank != peer && !any && !out)) continue;
-    fds[n].fd = l->fd;
-    fds[n].events = POLLIN;
-    if (out && l->state != CDDP__LINK_PROVING) fds[n].events = POLLIN | POLLOUT;
-    n++;
-  }
-  pthread_mutex_unlock(&g->p2p_lock);
-  cddp__hosts_sleep(g, fds, n, remote ? 5 : 1);
-  cddp__early_notice(g, false);
+  cddp__claim_links(g);
+  for (l = g->hosts->links; l != NULL; l = l->next) cddp__link_progress(g, l, false);
 }
 
-/* --- moving frames of collectives --- */
-
-/* A wait of this rank for frames to move. On its thread's stack. */
-typedef struct cddp__traffic {
-  cddp_group *g;
-  cddp__wait wait;
-  cddp_result result; /* once not CDDP_OK nothing moves any more */
-  bool moved;         /* anything, in this round */
-  int late;           /* a rank with which there is something left to do: a lost one, if any is */
-  int nfds;           /* connections that this round waits for, in hosts.fds */
-} cddp__traffic;
-
-/* Takes over the DATA connections that others have made to this rank. */
-static void cddp__claim_data(cddp_group *g) {
-  cddp__link *l;
-  while ((l = cddp__net_claim(g, CDDP__LINK_DATA)) != NULL) {
-    if (g->hosts->peers[l->rank].data == NULL)
-      __atomic_store_n(&g->hosts->peers[l->rank].data, l, __ATOMIC_RELEASE);
-    else
-      cddp__link_free(g->hosts->net, l);
-  }
-}
-
-/* Nothing could be moved: polls, then sleeps until a watched descriptor is ready, for at most a
-   few ms. It calls a late rank to which it has no DATA connection: the call ends when that does. */
-static cddp_result cddp__traffic_pause(cddp__traffic *t) {
-  cddp_group *g = t->g;
-  cddp__hosts *x = g->hosts;
-  cddp__slot *slot = cddp__slot_of(g, g->rank);
-  bool joining = t->nfds == 0;
-  cddp__link *l;
-  cddp_result r;
-  int i;
-  if (t->wait.yields-- > 0) { /* with a core per rank it polls */
-    if (g->spin < CDDP__SPIN) sched_yield();
-    return CDDP_OK;
-  }
-  if ((r = cddp__wait_tick(g, &t->wait)) != CDDP_OK) return r;
-  cddp__store32(&slot->awaits_at, (uint32_t)(uint64_t)(cddp__now() * 1000));
-  cddp__store32(&slot->awaits, (uint32_t)t->late + 1);
-  for (i = 0; i < g->size; i++) {
-    if ((l = x->peers[i].data) == NULL) continue;
-    if (l->state < CDDP__LINK_UP) joining = true;
-    if (t->wait.due) cddp__link_answered(l);
-  }
-  cddp__hosts_sleep(g, x->fds, t->nfds, joining ? 1 : 5);
-  if (t->wait.due) {
-    if ((r = cddp__look_after_peers(g)) != CDDP_OK) return r;
-    cddp__claim_data(g);
-    pthread_mutex_lock(&g->p2p_lock);
-    l = x->peers[t->late].data == NULL ? cddp__p2p_link(g, t->late) : NULL;
-    if (l != NULL) cddp__link_answered(l);
-    pthread_mutex_unlock(&g->p2p_lock);
-  }
-  if (cddp__hosts_gone(g, t->late)) return cddp__report_lost(g, t->late, NULL);
-  return t->wait.late ? cddp__break_late(g, t->late) : CDDP_OK;
-}
-
-/* The next pause ends when the link can go on. */
-static void cddp__traffic_watch(cddp__traffic *t, const cddp__link *l, bool out) {
-  struct pollfd *p = &t->g->hosts->fds[t->nfds];
-  if (l == NULL || t->nfds >= 2 * t->g->size) return;
-  p->fd = l->fd;
-  p->events = out ? POLLOUT : POLLIN;
-  p->revents = 0;
-  t->nfds++;
-}
-
-/* The DATA connection to a rank, made if need be; NULL: it is not up yet, or the rank is lost. */
-static cddp__link *cddp__data_link(cddp__traffic *t, int rank) {
-  cddp_group *g = t->g;
-  cddp__link *l = g->hosts->peers[rank].data;
-  if (l == NULL && g->world[g->rank] < g->world[rank]) {
-    l = cddp__call_rank(g, rank, CDDP__LINK_DATA);
-    if (l == NULL) t->result = cddp__break(g, CDDP_SYSTEM);
-    __atomic_store_n(&g->hosts->peers[rank].data, l, __ATOMIC_RELEASE);
-  } else if (l == NULL) {
-    cddp__claim_data(g);
-    l = g->hosts->peers[rank].data;
-  }
-  if (l == NULL || cddp__link_shake(g->hosts->net, l)) return l;
-  if (l->state == CDDP__LINK_DEAD)
-    cddp__note_lost(g, rank, l->error);
-  else
-    cddp__traffic_watch(t, l, l->state != CDDP__LINK_PROVING);
-  return NULL;
-}
+/* --- headers and pieces --- */
 
 /* Posts a frame of `size` bytes to be sent or received. Those of one rank go in the order in which
    they were posted. */
-static cddp__item *cddp__post_frame(cddp_group *g, bool out, int rank, const void *data,
-                                    size_t size) {
-  cddp__hosts *x = g->hosts;
-  cddp__item *it = out ? &x->outs[x->out_count++] : &x->ins[x->in_count++];
+static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const void *data,
+                             size_t size) {
+  cddp__item *it = &g->hosts->items[g->hosts->item_count++];
   it->rank = rank;
+  it->out = out;
+  it->type = type;
   it->data = data;
-  it->least = it->size = size;
-  it->step = x->step;
-  return it;
+  it->size = size;
+  it->step = g->hosts->step;
 }
 
-/* Goes on with the posted frames of one direction; whether some of a step before `due` are left. */
-static bool cddp__traffic_round(cddp__traffic *t, cddp__item *items, int *count, bool out,
-                                long due) {
-  cddp__hosts *x = t->g->hosts;
-  bool left = false;
-  int i, done, kept = 0;
+/* Takes headers that have come from another host's leader to their place. */
+static bool cddp__take_headers(cddp_group *g, const cddp__item *it) {
+  cddp__hosts *x = g->hosts;
+  cddp__message *m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1);
+  if (m == NULL) return false;
+  memcpy((void *)(uintptr_t)it->data, m + 1, cddp__min(m->size, it->size));
+  x->nodes[x->peers[it->rank].host].came = m->size;
+  cddp__free(&x->net->allocator, m);
+  return true;
+}
+
+/* Goes on with a frame on a connection; whether it is through. */
+static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l) {
+  cddp__frame_head head =
+      cddp__link_head(it->type, g->round, CDDP_U8, it->size, it->size), *in = &l->in_head;
+  cddp__link_progress(g, l, !it->out);
+  if (it->type == CDDP__FRAME_HEADERS && !it->out && cddp__take_headers(g, it)) return true;
+  if (l->state != CDDP__LINK_UP) return false;
+  if (it->out)
+    return cddp__buffer_size(&l->out) == 0 && cddp__link_send_frame(l, &head, it->data) > 0;
+  if (l->in != NULL || l->got < sizeof head) return false;
+  if (memcmp(in, &head, sizeof head) != 0) cddp__link_end(l, EPROTO); /* here comes a piece */
+  return l->state == CDDP__LINK_UP &&
+         cddp__link_receive_piece(l, (void *)(uintptr_t)it->data, it->size) > 0;
+}
+
+/* Goes on with the posted frames. Returns a rank with which there is something left to do, but for
+   sending what was posted in step `due` or later: a lost one, if any is; -1: there is none.
+   p2p_lock held. */
+static int cddp__move_frames(cddp_group *g, long due, bool *moved) {
+  cddp__hosts *x = g->hosts;
+  int i, k, kept = 0, late = -1;
   x->pass++;
-  for (i = 0; i < *count; i++) {
-    cddp__item it = items[i];
+  for (i = 0; i < x->item_count; i++) {
+    cddp__item it = x->items[i];
     cddp__peer *p = &x->peers[it.rank];
-    cddp__link *l = NULL;
-    if (p->pass != x->pass && t->result == CDDP_OK) l = cddp__data_link(t, it.rank);
-    if (l != NULL) {
-      size_t *moved = out ? &l->sent : &l->got, before = *moved;
-      done = cddp__link_data(l, it.data, it.least, it.size, out);
-      t->moved = t->moved || done > 0 || *moved != before; /* slow is not late */
-      if (done > 0) continue;
-      if (done == 0) cddp__traffic_watch(t, l, out);
-      if (done < 0) cddp__note_lost(t->g, it.rank, l->error);
+    bool done = false;
+    if (p->link[0] == NULL) (void)cddp__link_to(g, it.rank, g->world[g->rank] < g->world[it.rank]);
+    for (k = 0; !done && p->pass[it.out] != x->pass && k < 2 - it.out; k++) {
+      cddp__link *l = p->link[k];
+      size_t before = l == NULL ? 0 : it.out ? l->sent : l->got;
+      if (l == NULL) break;
+      done = cddp__move_frame(g, &it, l);
+      *moved = *moved || (it.out ? l->sent : l->got) != before; /* slow is not late */
+      if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, it.rank, l->error);
     }
-    p->pass = x->pass; /* the rank's other frames wait for this one */
-    items[kept++] = it;
-    if (it.step >= due) continue;
-    left = true;
-    if (t->late < 0 || !cddp__is_lost(t->g, t->late)) t->late = it.rank;
+    *moved = *moved || done;
+    if (done) continue;
+    p->pass[it.out] = x->pass; /* the rank's other frames wait for this one */
+    x->items[kept++] = it;
+    if ((!it.out || it.step < due) && (late < 0 || !cddp__is_lost(g, late))) late = it.rank;
   }
-  *count = kept;
-  return left;
+  x->item_count = kept;
+  return late;
+}
+
+/* Nothing has moved for long: sleeps, and looks after the others. */
+static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, uint32_t events) {
+  cddp__slot *slot = cddp__slot_of(g, g->rank);
+  cddp_result r = cddp__wait_tick(g, w);
+  if (r != CDDP_OK) return r;
+  cddp__store32(&slot->awaits_at, (uint32_t)(uint64_t)(cddp__now() * 1000));
+  cddp__store32(&slot->awaits, (uint32_t)late + 1);
+  cddp__hosts_pause(g, w, late, events);
+  if (w->due && (r = cddp__look_after_peers(g)) != CDDP_OK) return r;
+  if (cddp__hosts_gone(g, late)) return cddp__report_lost(g, late, NULL);
+  return w->late ? cddp__break_late(g, late) : CDDP_OK;
 }
 
 /* Moves posted frames until all that are to come have come, and all to be sent that were posted in
    a step before `due` have gone. The deadline runs as long as nothing moves, and a moment longer:
    ranks that know more of a late one can say so first. */
 static cddp_result cddp__deliver(cddp_group *g, long due) {
-  cddp__hosts *x = g->hosts;
-  cddp__traffic t;
-  bool left;
-  memset(&t, 0, sizeof t);
-  t.g = g;
-  t.moved = true;
+  cddp__slot *slot = cddp__slot_of(g, g->rank);
+  cddp_result r = CDDP_OK;
+  bool moved = true;
+  cddp__wait w;
+  uint32_t events;
+  int late;
   do {
-    if (t.moved)
-      cddp__wait_begin(&t.wait, g->timeout_s + CDDP__NEWS_S, g->spin >= CDDP__SPIN ? 100 : 1);
-    t.moved = false;
-    t.late = -1;
-    t.nfds = 0;
-    left = cddp__traffic_round(&t, x->outs, &x->out_count, true, due);
-    left = cddp__traffic_round(&t, x->ins, &x->in_count, false, LONG_MAX) || left;
-    if (left && !t.moved && t.result == CDDP_OK) t.result = cddp__traffic_pause(&t);
-  } while (left && t.result == CDDP_OK);
-  cddp__store32(&cddp__slot_of(g, g->rank)->awaits, 0);
-  if (t.result != CDDP_OK) x->out_count = x->in_count = 0;
-  return t.result;
+    if (moved) cddp__wait_begin(&w, g->timeout_s + CDDP__NEWS_S, g->spin >= CDDP__SPIN ? 100 : 1);
+    moved = false;
+    events = cddp__load32(&slot->events);
+    pthread_mutex_lock(&g->p2p_lock);
+    late = cddp__move_frames(g, due, &moved);
+    pthread_mutex_unlock(&g->p2p_lock);
+    if (late < 0 || moved) continue;
+    if (w.yields-- <= 0)
+      r = cddp__await_frames(g, &w, late, events);
+    else if (g->spin < CDDP__SPIN) /* with a core per rank it polls */
+      sched_yield();
+  } while (late >= 0 && r == CDDP_OK);
+  cddp__store32(&slot->awaits, 0);
+  if (r != CDDP_OK) g->hosts->item_count = 0;
+  return r;
 }
 
 /* --- rounds --- */
@@ -10226,22 +10233,19 @@ static size_t cddp__ride_copy(cddp_group *g, int host, bool out) {
    has: all ranks will find that in its headers. */
 static cddp_result cddp__exchange_headers(cddp_group *g) {
   cddp__hosts *x = g->hosts;
-  size_t have = cddp__ride_copy(g, x->mine, true), least, ride;
+  size_t have = cddp__ride_copy(g, x->mine, true), most;
   int d, i, k, n, count = x->count;
   cddp_result r = CDDP_OK;
   for (d = 1; r == CDDP_OK && d < count; d *= CDDP__DIRECT_HOSTS) {
     for (i = d; i < count && i < d * CDDP__DIRECT_HOSTS; i += d) {
       int to = (x->mine + count - i) % count, from = (x->mine + i) % count;
       n = d < count - i ? d : count - i; /* hosts; if more than one, nothing rides */
-      for (least = 0, k = 0; k < n; k++)
-        least += (size_t)x->nodes[(from + k) % count].size * CDDP__HEADER_BYTES;
-      for (ride = 0, k = 0; k < x->nodes[from].size; k++)
-        ride += cddp__ride_of(g, cddp__header_in(x, x->mine, 0), cddp__rank_on(x, from, k));
+      for (most = 0, k = 0; k < n; k++)
+        most += (size_t)x->nodes[(from + k) % count].size * (CDDP__HEADER_BYTES + g->staging_size);
       if (d > 1) have = x->nodes[(x->mine + n) % count].headers_at;
-      cddp__post_frame(g, true, cddp__rank_on(x, to, 0), x->headers, have);
-      cddp__post_frame(g, false, cddp__rank_on(x, from, 0), x->headers + x->nodes[from].headers_at,
-                       least + ride)
-          ->least = least;
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, true, cddp__rank_on(x, to, 0), x->headers, have);
+      cddp__post_frame(g, CDDP__FRAME_HEADERS, false, cddp__rank_on(x, from, 0),
+                       x->headers + x->nodes[from].headers_at, most);
     }
     r = cddp__deliver(g, LONG_MAX);
   }
@@ -10254,11 +10258,9 @@ static cddp_result cddp__mirror_headers(cddp_group *g) {
   cddp__hosts *x = g->hosts;
   int p, h;
   for (h = 0; h < x->count && x->count <= CDDP__DIRECT_HOSTS; h++) {
-    const cddp__link *l = x->peers[cddp__rank_on(x, h, 0)].data;
-    if (h == x->mine) continue;
-    if (cddp__ride_copy(g, h, false) == l->in_head.size) continue;
+    if (h == x->mine || cddp__ride_copy(g, h, false) == x->nodes[h].came) continue;
     cddp__fail(CDDP_NETWORK, "rank %d sent a message to rank %d that is not as long as was due",
-               l->rank, g->rank);
+               cddp__rank_on(x, h, 0), g->rank);
     return cddp__break(g, CDDP_NETWORK);
   }
   for (p = g->size - 1; p >= 0; p--) {
@@ -10532,7 +10534,7 @@ static void cddp__post_piece(cddp__flow *f, long k, bool back, bool out) {
     if (bytes == 0) continue;
     at = cddp__frame_at(f, p, k, begin, n, back, out);
     if (g->members[p] < 0)
-      cddp__post_frame(g, out, p, at, bytes);
+      cddp__post_frame(g, CDDP__FRAME_PIECE, out, p, at, bytes);
     else
       cddp__copy(cddp__seen(f, x->peers[p].number, me), at, bytes);
   }
@@ -10790,23 +10792,19 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   size_t n = (size_t)g->size, frames = CDDP__FRAMES * n;
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
-                3 * sizeof(void *) + CDDP__HEADER_BYTES + 2 * sizeof(struct pollfd) +
-                3 * sizeof(int);
-  size_t bytes = sizeof(cddp__hosts) + 2 * frames * sizeof(cddp__item) + n * each;
-  cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1,
-                                               bytes + CDDP__RIDE + 2 * sizeof(struct pollfd));
+                3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
+  size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__item) + n * each;
+  cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + CDDP__RIDE);
   if (x == NULL) return NULL;
   x->peers = (cddp__peer *)(void *)(x + 1); /* no array needs more alignment than those before it */
   x->nodes = (cddp__group_node *)(void *)(x->peers + n);
   x->subtrees = (cddp__subtree *)(void *)(x->nodes + n);
-  x->outs = (cddp__item *)(void *)(x->subtrees + n);
-  x->ins = x->outs + frames;
-  x->pointers = (const void **)(void *)(x->ins + frames);
+  x->items = (cddp__item *)(void *)(x->subtrees + n);
+  x->pointers = (const void **)(void *)(x->items + frames);
   x->sums = x->pointers + n;
   x->scratch = (char **)(void *)(x->sums + n);
   x->headers = (unsigned char *)(x->scratch + n);
-  x->fds = (struct pollfd *)(void *)(x->headers + n * CDDP__HEADER_BYTES + CDDP__RIDE);
-  x->ranks = (int *)(void *)(x->fds + 2 * n + 2);
+  x->ranks = (int *)(void *)(x->headers + n * CDDP__HEADER_BYTES + CDDP__RIDE);
   x->widths = x->ranks + n;
   x->leaves = x->widths + n;
   return x;
@@ -10816,6 +10814,7 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
    same), and prepares it to span hosts, if it does. */
 static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   cddp__net *net = g->host->net;
+  struct epoll_event event;
   cddp__hosts *x;
   int p;
   if (net == NULL) return CDDP_OK;
@@ -10826,7 +10825,21 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   if (g->local_size == g->size) return CDDP_OK;
   if ((x = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   x->net = net;
+  x->pass = 1;
   x->mailbox.end = &x->mailbox.first;
+  x->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  x->epoll = epoll_create1(EPOLL_CLOEXEC);
+  memset(&event, 0, sizeof event);
+  event.events = EPOLLIN | EPOLLET;
+  if (x->bell < 0 || x->epoll < 0 ||
+      epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->bell, &event) != 0 ||
+      epoll_ctl(x->epoll, EPOLL_CTL_ADD, net->listener, &event) != 0) {
+    cddp__fail_errno("eventfd or epoll");
+    cddp__close_fd(&x->bell);
+    cddp__close_fd(&x->epoll);
+    cddp__free(&g->host->allocator, x);
+    return CDDP_SYSTEM;
+  }
   cddp__sort_hosts(g, x, g->world + g->size);
   cddp__set_leaves(g, x, false);
   g->round_most = cddp__max(g->staging_size, CDDP__INLINE);
@@ -10844,8 +10857,7 @@ static void cddp__p2p_linger(cddp_group *g) {
   do {
     before = left;
     pthread_mutex_lock(&g->p2p_lock);
-    cddp__p2p_flush(g);
-    left = cddp__p2p_queued(g);
+    left = cddp__flush_links(g);
     pthread_mutex_unlock(&g->p2p_lock);
     if (left < before) deadline = cddp__now() + 1;
     if (left > 0) cddp__sleep(2e-4);
@@ -10858,21 +10870,20 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__net *net = g->host->net;
   cddp__link *l;
   cddp__message *m;
-  int p;
   if (x == NULL) return;
   cddp__early_notice(g, true);
   cddp__p2p_linger(g);
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
   pthread_mutex_unlock(&net->lock);
-  cddp__claim_data(g);
-  cddp__hosts_serve(g); /* takes over what has come for MESSAGES */
-  for (p = 0; p < g->size; p++)
-    if (x->peers[p].data != NULL) cddp__link_leave(net, x->peers[p].data);
+  cddp__net_look(g->host);
+  cddp__claim_links(g);
   for (; (l = x->links) != NULL; cddp__link_leave(net, l)) x->links = l->next;
   for (; (m = x->mailbox.first) != NULL; cddp__free(&net->allocator, m)) x->mailbox.first = m->next;
   cddp__arena_free(g->host, x->scratch[g->local_rank]);
   cddp__free(&net->allocator, x->stage);
+  cddp__close_fd(&x->bell);
+  cddp__close_fd(&x->epoll);
 }
 
 CDDP__COLD_END
@@ -13597,7 +13608,7 @@ static void cddp__watch_hosts(cddp_group *g) {
   }
   pthread_mutex_lock(&g->p2p_lock);
   cddp__hosts_serve(g);
-  (void)cddp__p2p_link(g, cddp__rank_on(x, (x->mine + 1) % x->count, 0));
+  (void)cddp__link_to(g, cddp__rank_on(x, (x->mine + 1) % x->count, 0), true);
   pthread_mutex_unlock(&g->p2p_lock);
 }
 
@@ -18016,7 +18027,7 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__m
     for (p = waiting = 0, *came = 1; p < d->shards; p++) {
       if (p == c->me || c->members[p].life == 0) continue;
       if (links[p] == NULL)
-        links[p] = cddp__link_call(c->net, p, CDDP__LINK_MESSAGES, c->members[p].life);
+        links[p] = cddp__link_call(c->net, p, CDDP__LINK_FRAMES, c->members[p].life);
       if (links[p] == NULL) return CDDP_SYSTEM;
       cddp__link_flush(c->net, links[p]);
       if (links[p]->state == CDDP__LINK_UP) /* it says nothing more; its end shows */
@@ -18108,7 +18119,7 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
 static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message *mine,
                                    double deadline, cddp__message **table) {
   cddp__net *n = d->crew->net;
-  cddp__link *l = cddp__link_call(n, lowest, CDDP__LINK_MESSAGES, d->crew->members[lowest].life);
+  cddp__link *l = cddp__link_call(n, lowest, CDDP__LINK_FRAMES, d->crew->members[lowest].life);
   cddp__frame_head head =
       cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, mine->size, mine->size);
   cddp_result r = CDDP_OK;
