@@ -7267,8 +7267,8 @@ CDDP__COLD
    Job: make, prove and end connections; move frames on them without blocking; failure notices.
    Owns: cddp__net (the listening socket, connections that no group has claimed yet), cddp__link.
    May touch: groups that span hosts, to break them or note a cause when a notice comes.
-   Entry points: cddp__net_look, cddp__net_claim; cddp__link_call, _shake, _send_frame,
-   _receive_piece, _receive, _flush, _leave and _answered; cddp__tell_all.
+   Entry points: cddp__net_look; cddp__link_call, _shake, _send,
+   _recv, _receive, _flush, _leave and _answered; cddp__tell_all.
    Works as follows: each rank listens on one port of the address by which its host reaches the
    others. Two ranks of a group have one connection, made when it is first used (two, if both call
    at once). Frames of three types go there: MESSAGE of send and recv, HEADERS of a round, and
@@ -7300,7 +7300,8 @@ CDDP__COLD
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
 #define CDDP__NOTICE_EARLY 0x80000000u /* in its result: a rank is lost, the group has not failed */
 #define CDDP__NOTICE_CAME 0x40000000u  /* likewise: which ranks of a host have come to a round */
-#define CDDP__TURN ((size_t)128 << 10) /* bytes of a piece that go or come at a time */
+#define CDDP__TURN ((size_t)128 << 10) /* bytes of a piece that go or come at a time: they stay in
+                                          the cache until the other side, or this one, takes them */
 #define CDDP__AHEAD_BYTES 4096         /* read at a time where less is due */
 #define CDDP__LEFT (-1)     /* in link.error: the other side said BYE */
 enum {
@@ -7417,12 +7418,14 @@ static void cddp__link_answered(cddp__link *l) {
   }
 }
 
-/* Sends what is left of a frame's head (NULL: there is none) and size bytes at data: 1 when *done
-   says that all has passed, 0 when it would block, -1 when the link has ended. */
+/* Sends what is left of a frame's head (NULL: there is none) and size bytes at data, `most` bytes
+   at a time: 1 when *done says that all has passed, 0 when it would block or that was enough, -1
+   when the link has ended. */
 static int cddp__link_send(cddp__link *l, const cddp__frame_head *head, const void *data,
-                           size_t size, size_t *done) {
-  size_t before = head != NULL ? sizeof *head : 0;
-  while (*done < before + size) {
+                           size_t size, size_t *done, size_t most) {
+  size_t before = head != NULL ? sizeof *head : 0, end = before + size;
+  size_t stop = most < end - *done ? *done + most : end;
+  while (*done < stop) {
     size_t skip = *done < before ? 0 : *done - before;
     struct iovec io[2];
     struct msghdr msg;
@@ -7433,10 +7436,8 @@ static int cddp__link_send(cddp__link *l, const cddp__frame_head *head, const vo
       io[msg.msg_iovlen].iov_base = (char *)(uintptr_t)head + *done; /* sendmsg only reads it */
       io[msg.msg_iovlen++].iov_len = before - *done;
     }
-    if (skip < size) {
-      io[msg.msg_iovlen].iov_base = (char *)(uintptr_t)data + skip;
-      io[msg.msg_iovlen++].iov_len = size - skip;
-    }
+    io[msg.msg_iovlen].iov_base = (char *)(uintptr_t)data + skip;
+    io[msg.msg_iovlen++].iov_len = cddp__max(stop, before) - before - skip;
     n = sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return 0;
@@ -7444,22 +7445,26 @@ static int cddp__link_send(cddp__link *l, const cddp__frame_head *head, const vo
     if (n < 0) return -1;
     *done += (size_t)n;
   }
-  return 1;
+  return stop == end;
 }
 
-/* Receives what is left of size bytes at data; returns likewise. Whatever is short is read ahead:
-   a message, or a round's headers, takes one call of the system. */
-static int cddp__link_recv(cddp__link *l, void *data, size_t size, size_t *done) {
-  while (*done < size) {
-    size_t left = size - *done, have = cddp__min(left, l->ahead_end - l->ahead_at);
+/* Receives likewise. What is short is read ahead: a message, or a round's headers, takes one call
+   of the system. */
+static int cddp__link_recv(cddp__link *l, cddp__frame_head *head, void *data, size_t size,
+                           size_t *done, size_t most) {
+  size_t before = head != NULL ? sizeof *head : 0, end = before + size;
+  size_t stop = most < end - *done ? *done + most : end;
+  while (*done < stop) {
+    char *to = *done < before ? (char *)head + *done : (char *)data + (*done - before);
+    size_t left = (*done < before ? before : stop) - *done;
+    size_t have = cddp__min(left, l->ahead_end - l->ahead_at);
     bool ahead = left < sizeof l->ahead;
     ssize_t n;
-    cddp__copy((char *)data + *done, l->ahead + l->ahead_at, have);
+    cddp__copy(to, l->ahead + l->ahead_at, have);
     l->ahead_at += have;
     *done += have;
     if (have > 0) continue;
-    n = recv(l->fd, ahead ? (void *)l->ahead : (char *)data + *done,
-             ahead ? sizeof l->ahead : left, MSG_DONTWAIT);
+    n = recv(l->fd, ahead ? (void *)l->ahead : to, ahead ? sizeof l->ahead : left, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return 0;
     if (n <= 0) cddp__link_end(l, n == 0 ? 0 : errno);
@@ -7468,7 +7473,7 @@ static int cddp__link_recv(cddp__link *l, void *data, size_t size, size_t *done)
     l->ahead_at = 0;
     l->ahead_end = ahead ? (size_t)n : 0;
   }
-  return 1;
+  return stop == end;
 }
 
 /* How a link ended, for messages: behind the name of the rank. */
@@ -7517,8 +7522,8 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
   size_t *done = l->mine ? &l->sent : &l->got, due;
   while (l->state < CDDP__LINK_UP) {
     if (l->state == CDDP__LINK_GREETING) {
-      if ((l->mine ? cddp__link_send(l, NULL, &l->hello, sizeof l->hello, done)
-                   : cddp__link_recv(l, &l->hello, sizeof l->hello, done)) <= 0)
+      if ((l->mine ? cddp__link_send(l, NULL, &l->hello, sizeof l->hello, done, SIZE_MAX)
+                   : cddp__link_recv(l, NULL, &l->hello, sizeof l->hello, done, SIZE_MAX)) <= 0)
         break;
       *done = 0;
       l->state = n->secret != NULL ? CDDP__LINK_PROVING : CDDP__LINK_UP;
@@ -7531,7 +7536,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
                CDDP_OK)
         cddp__link_end(l, EIO);
     } else if (c->out_size > 0) {
-      if (cddp__link_send(l, NULL, c->out, c->out_size, &l->sent) <= 0) break;
+      if (cddp__link_send(l, NULL, c->out, c->out_size, &l->sent, SIZE_MAX) <= 0) break;
       c->out_size = l->sent = 0;
     } else if (c->state == CDDP__CHALLENGE_PROVEN) {
       l->state = CDDP__LINK_UP;
@@ -7540,7 +7545,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
     } else {
       due = sizeof in - c->in_size;
       memset(in, 0, sizeof in);
-      (void)cddp__link_recv(l, in, due, &l->got);
+      (void)cddp__link_recv(l, NULL, in, due, &l->got, SIZE_MAX);
       if (l->got == 0) break;
       cddp__challenge_feed(c, in, l->got);
       l->got = 0;
@@ -7587,28 +7592,6 @@ static cddp__frame_head cddp__link_head(int type, uint32_t number, int dtype, ui
   return h;
 }
 
-/* Sends what is left of a frame; only so much at a time that it stays in the cache until the other
-   side has taken it. Returns as cddp__link_send. */
-static int cddp__link_send_frame(cddp__link *l, const cddp__frame_head *head, const void *data) {
-  size_t size = (size_t)head->size, most = cddp__min(size, l->sent + CDDP__TURN);
-  int done;
-  if (l->sent == 0) l->out_head = *head;
-  done = cddp__link_send(l, &l->out_head, data, most, &l->sent);
-  if (done > 0 && most < size) return 0;
-  if (done > 0) l->sent = 0;
-  return done;
-}
-
-/* The same for what is received of a piece whose head has come. */
-static int cddp__link_receive_piece(cddp__link *l, void *data, size_t size) {
-  size_t at = l->got - sizeof l->in_head, most = cddp__min(size, at + CDDP__TURN);
-  int done = cddp__link_recv(l, data, most, &at);
-  l->got = at + sizeof l->in_head;
-  if (done > 0 && most < size) return 0;
-  if (done > 0) l->got = 0;
-  return done;
-}
-
 /* Whether a head can be of a frame of so many bytes at most. It says its size twice, so that it
    asks for no more memory than it means. */
 static bool cddp__frame_good(const cddp__frame_head *h, bool notice, size_t most) {
@@ -7624,11 +7607,11 @@ static bool cddp__frame_good(const cddp__frame_head *h, bool notice, size_t most
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
   const cddp__frame_head *head = &l->in_head;
   bool notice = l->purpose == CDDP__LINK_NOTICE;
-  size_t at;
   cddp__message *m;
   if (l->in == NULL) {
     bool good;
-    if (l->got < sizeof *head && cddp__link_recv(l, &l->in_head, sizeof *head, &l->got) <= 0)
+    if (l->got < sizeof *head &&
+        cddp__link_recv(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX) <= 0)
       return NULL;
     good = cddp__frame_good(head, notice, most);
     if (good && head->type == CDDP__FRAME_PIECE) return NULL;
@@ -7648,10 +7631,9 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
     l->in->size = (size_t)head->size;
   }
   m = l->in;
-  at = l->got - sizeof *head;
-  if (cddp__link_recv(l, m + 1, m->size, &at) <= 0) m = NULL;
-  l->got = m != NULL ? 0 : at + sizeof *head;
-  if (m != NULL) l->in = NULL;
+  if (cddp__link_recv(l, &l->in_head, m + 1, m->size, &l->got, SIZE_MAX) <= 0) return NULL;
+  l->got = 0;
+  l->in = NULL;
   return m;
 }
 
@@ -7659,7 +7641,7 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
 static void cddp__link_flush(const cddp__net *n, cddp__link *l) {
   cddp__buffer *b = &l->out;
   if (!cddp__link_shake(n, l) || cddp__buffer_size(b) == 0 || l->sent > 0) return;
-  (void)cddp__link_send(l, NULL, b->data, b->end, &b->start);
+  (void)cddp__link_send(l, NULL, b->data, b->end, &b->start, SIZE_MAX);
   if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, 0);
 }
 
@@ -7807,17 +7789,6 @@ static void cddp__net_look(cddp__host *h) {
     }
   }
   pthread_mutex_unlock(&n->lock);
-}
-
-/* A link that a rank of the group has made; NULL: there is none (any more). */
-static cddp__link *cddp__net_claim(cddp_group *g) {
-  cddp__net *n = g->host->net;
-  cddp__link **at, *l;
-  pthread_mutex_lock(&n->lock);
-  for (at = &n->arrived; (l = *at) != NULL && l->group != g->id;) at = &l->next;
-  if (l != NULL) *at = l->next;
-  pthread_mutex_unlock(&n->lock);
-  return l;
 }
 
 static void cddp__net_free(cddp__net *n) {
@@ -9770,16 +9741,12 @@ CDDP__COLD
 
 /* --- connections --- */
 
-static bool cddp__is_lost(const cddp_group *g, int rank) {
-  return cddp__load32(&g->hosts->peers[rank].lost) != 0;
-}
-
-/* Notes that a peer is gone, once, and how its connection ended. */
-static void cddp__note_lost(cddp_group *g, int rank, int error) {
-  cddp__peer *p = &g->hosts->peers[rank];
-  if (cddp__load32(&p->lost) != 0) return;
+/* Notes that a peer is gone, once, and how its connection ended, if it has. */
+static void cddp__note_end(cddp_group *g, const cddp__link *l) {
+  cddp__peer *p = &g->hosts->peers[l->rank];
+  if (l->state != CDDP__LINK_DEAD || cddp__load32(&p->lost) != 0) return;
   p->lost_at = cddp__now();
-  p->error = error;
+  p->error = l->error;
   cddp__store32(&p->lost, 1);
 }
 
@@ -9804,8 +9771,18 @@ static void cddp__add_link(cddp_group *g, cddp__link *l) {
 
 /* Takes over the connections that others have made to this rank. p2p_lock held. */
 static void cddp__claim_links(cddp_group *g) {
-  cddp__link *l;
-  while ((l = cddp__net_claim(g)) != NULL) cddp__add_link(g, l);
+  cddp__net *n = g->hosts->net;
+  cddp__link **at, *l;
+  pthread_mutex_lock(&n->lock);
+  for (at = &n->arrived; (l = *at) != NULL;) {
+    if (l->group != g->id) {
+      at = &l->next;
+      continue;
+    }
+    *at = l->next;
+    cddp__add_link(g, l);
+  }
+  pthread_mutex_unlock(&n->lock);
 }
 
 /* The connection on which this rank sends to another one; NULL: there is none, or (call: it is to
@@ -9846,7 +9823,7 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
     x->mailbox.bytes += m->size;
     if (l->ahead_at == l->ahead_end) break; /* most likely there is no more */
   }
-  if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, l->rank, l->error);
+  cddp__note_end(g, l);
   if (l->got == got && l->ahead_at == ahead) return;
   cddp__notify(g, g->rank);
   if (x->polling && write(x->bell, &one, sizeof one) < 0) {} /* it is to be heard already */
@@ -9872,7 +9849,7 @@ static size_t cddp__flush_links(cddp_group *g) {
   size_t left = 0;
   for (l = g->hosts->links; l != NULL; l = l->next) {
     cddp__link_flush(g->hosts->net, l);
-    if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, l->rank, l->error);
+    cddp__note_end(g, l);
     left += cddp__buffer_size(&l->out);
   }
   return left;
@@ -9907,7 +9884,7 @@ static void cddp__hosts_hang_up(cddp_group *g) {
 static bool cddp__hosts_gone(const cddp_group *g, int rank) {
   const cddp__peer *p = &g->hosts->peers[rank];
   bool brief;
-  if (!cddp__is_lost(g, rank)) return false;
+  if (cddp__load32(&p->lost) == 0) return false;
   brief = p->error == CDDP__LEFT || g->hosts->nodes[p->host].size == 1;
   return cddp__has_cause(&g->block->cause) ||
          cddp__now() >= p->lost_at + (brief ? CDDP__NEWS_S : CDDP__CAUSE_S);
@@ -10040,7 +10017,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   }
   cddp__link_flush(g->hosts->net, l);
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
-    (void)cddp__link_send(l, &head, c->send, bytes, &sent);
+    (void)cddp__link_send(l, &head, c->send, bytes, &sent, SIZE_MAX);
   skip = cddp__min(sent, sizeof head);
   if (cddp__buffer_reserve(&l->out, sizeof head + bytes - sent)) {
     cddp__buffer_add(&l->out, (const char *)&head + skip, sizeof head - skip);
@@ -10049,7 +10026,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
     r = CDDP_OUT_OF_MEMORY;
     if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
   }
-  if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, c->root, l->error);
+  cddp__note_end(g, l);
   pthread_mutex_unlock(&g->p2p_lock);
   return r;
 }
@@ -10100,17 +10077,25 @@ static bool cddp__take_headers(cddp_group *g, const cddp__item *it) {
 
 /* Goes on with a frame on a connection; whether it is through. */
 static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l) {
-  cddp__frame_head head =
-      cddp__link_head(it->type, g->round, CDDP_U8, it->size, it->size), *in = &l->in_head;
+  cddp__frame_head head = cddp__link_head(it->type, g->round, CDDP_U8, it->size, it->size);
+  void *data = (void *)(uintptr_t)it->data;
   cddp__link_progress(g, l, !it->out);
   if (it->type == CDDP__FRAME_HEADERS && !it->out && cddp__take_headers(g, it)) return true;
   if (l->state != CDDP__LINK_UP) return false;
-  if (it->out)
-    return cddp__buffer_size(&l->out) == 0 && cddp__link_send_frame(l, &head, it->data) > 0;
-  if (l->in != NULL || l->got < sizeof head) return false;
-  if (memcmp(in, &head, sizeof head) != 0) cddp__link_end(l, EPROTO); /* here comes a piece */
-  return l->state == CDDP__LINK_UP &&
-         cddp__link_receive_piece(l, (void *)(uintptr_t)it->data, it->size) > 0;
+  if (it->out) {
+    if (cddp__buffer_size(&l->out) > 0) return false;
+    if (l->sent == 0) l->out_head = head;
+    if (cddp__link_send(l, &l->out_head, data, it->size, &l->sent, CDDP__TURN) <= 0) return false;
+    l->sent = 0;
+    return true;
+  }
+  if (l->in != NULL || l->got < sizeof head) return false; /* else the head of a piece has come */
+  if (memcmp(&l->in_head, &head, sizeof head) != 0) cddp__link_end(l, EPROTO);
+  if (l->state != CDDP__LINK_UP ||
+      cddp__link_recv(l, &l->in_head, data, it->size, &l->got, CDDP__TURN) <= 0)
+    return false;
+  l->got = 0;
+  return true;
 }
 
 /* Goes on with the posted frames. Returns a rank with which there is something left to do, but for
@@ -10131,13 +10116,14 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved) {
       if (l == NULL) break;
       done = cddp__move_frame(g, &it, l);
       *moved = *moved || (it.out ? l->sent : l->got) != before; /* slow is not late */
-      if (l->state == CDDP__LINK_DEAD) cddp__note_lost(g, it.rank, l->error);
+      cddp__note_end(g, l);
     }
     *moved = *moved || done;
     if (done) continue;
     p->pass[it.out] = x->pass; /* the rank's other frames wait for this one */
     x->items[kept++] = it;
-    if ((!it.out || it.step < due) && (late < 0 || !cddp__is_lost(g, late))) late = it.rank;
+    if ((!it.out || it.step < due) && (late < 0 || cddp__load32(&x->peers[late].lost) == 0))
+      late = it.rank;
   }
   x->item_count = kept;
   return late;
@@ -10815,7 +10801,9 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
 static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   cddp__net *net = g->host->net;
   struct epoll_event event;
+  cddp_result r;
   cddp__hosts *x;
+  bool watched;
   int p;
   if (net == NULL) return CDDP_OK;
   g->world = (int *)cddp__calloc(&g->host->allocator, (size_t)g->size + (size_t)net->host_count,
@@ -10831,15 +10819,9 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   x->epoll = epoll_create1(EPOLL_CLOEXEC);
   memset(&event, 0, sizeof event);
   event.events = EPOLLIN | EPOLLET;
-  if (x->bell < 0 || x->epoll < 0 ||
-      epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->bell, &event) != 0 ||
-      epoll_ctl(x->epoll, EPOLL_CTL_ADD, net->listener, &event) != 0) {
-    cddp__fail_errno("eventfd or epoll");
-    cddp__close_fd(&x->bell);
-    cddp__close_fd(&x->epoll);
-    cddp__free(&g->host->allocator, x);
-    return CDDP_SYSTEM;
-  }
+  watched = epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->bell, &event) == 0 &&
+            epoll_ctl(x->epoll, EPOLL_CTL_ADD, net->listener, &event) == 0;
+  r = watched ? CDDP_OK : cddp__fail_errno("eventfd or epoll");
   cddp__sort_hosts(g, x, g->world + g->size);
   cddp__set_leaves(g, x, false);
   g->round_most = cddp__max(g->staging_size, CDDP__INLINE);
@@ -10847,7 +10829,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
   pthread_mutex_lock(&g->host->lock); /* from now on failures of the group elsewhere are heard */
   g->hosts = x;
   pthread_mutex_unlock(&g->host->lock);
-  return CDDP_OK;
+  return r;
 }
 
 /* Messages that were sent but are still here get a moment to leave. */
