@@ -9676,8 +9676,7 @@ CDDP__COLD
    Rounds and collectives of groups whose ranks are on several hosts.
    Job: carry the headers of a round, the bytes of collectives and messages, and failures, from host
    to host.
-   Owns: cddp__hosts, its connections and its scratch. Locks: p2p_lock for MESSAGES connections;
-   DATA connections belong to the thread that runs the group's collectives.
+   Owns: cddp__hosts, its connections and its scratch. Lock of connections: p2p_lock.
    May touch: headers and staging buffers of remote ranks on this host's control block, which nobody
    else writes.
    Entry points: those in >>hooks for rooms above; its carrier, cddp__hosts_run and _average;
@@ -9711,12 +9710,13 @@ CDDP__COLD
    once anything was added; the owner adds the rest of the tree. So the bits are those of one host.
    Ranks scattered over hosts have many such subtrees and send more.
 
-   MESSAGES (send, recv) to another host are written to their connection at once as far as the
-   system takes them; the rest is copied and goes out in later calls, of any group. Whatever comes
-   is read into memory, unless nobody waits for it and 256 MiB have come already.
+   MESSAGES (send, recv) to another host are written to the connection at once as far as the system
+   takes them; the rest is copied and goes out in later calls, of any group, and before what a
+   collective sends there later. Whatever comes is read into memory, unless nobody waits for
+   anything from that rank and 256 MiB have come already.
 
    FAILURE. The rank that breaks the group sends the ranks of the other hosts a notice (in large
-   groups: the lowest rank of each host). Every rank that knows of the failure ends its DATA
+   groups: the lowest rank of each host). Every rank that knows of the failure ends its
    connections. How a rank died is known on its own host only, so a rank whose connection has ended
    waits CDDP__CAUSE_S for a notice. In a healthy group a rank that sees one of its host dead, or
    leaves because another group has failed, sends an early notice: no call fails of that, but a call

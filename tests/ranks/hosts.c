@@ -401,6 +401,63 @@ static int run_late(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* Messages without a recv, both ways at once as the first thing in a group, lie before what
+   collectives send on the same connection; another thread goes on with messages meanwhile. */
+typedef struct chat {
+  cddp_group *g;
+  int rank, turns, wrong;
+} chat;
+
+static void *chatter(void *arg) {
+  chat *c = (chat *)arg;
+  int i, n = cddp_world_size(c->g), to = (c->rank + 1) % n, from = (c->rank + n - 1) % n;
+  cddp_work *w;
+  for (i = 0; i < c->turns; i++) {
+    int32_t out = i * 10 + c->rank, in = -1;
+    bool ok = cddp_recv(c->g, &in, 1, CDDP_I32, from, 900, &w) == CDDP_OK;
+    ok = ok && cddp_send(c->g, &out, 1, CDDP_I32, to, 900, NULL) == CDDP_OK;
+    c->wrong += !ok || cddp_wait(w) != CDDP_OK || in != i * 10 + from;
+  }
+  return NULL;
+}
+
+static int run_mixed(cddp_group *g, void *arg) {
+  enum { UNREAD = 8, N = 300000 };
+  int me = cddp_rank(g), n = cddp_world_size(g), to = (me + 1) % n, from = (me + n - 1) % n, i;
+  static float out[N], in[N], x[50000];
+  cddp_work *sent[UNREAD], *sums[3];
+  pthread_t thread;
+  chat c;
+  (void)arg;
+  c.g = g, c.rank = me, c.wrong = 0, c.turns = RANKS_SLOW ? 50 : 400;
+  for (i = 0; i < UNREAD; i++) {
+    out[0] = (float)(me * 100 + i);
+    CHECK_OK(cddp_send(g, out, i % 2 ? N : 1, CDDP_F32, to, i, &sent[i]));
+    CHECK_OK(cddp_wait(sent[i]));
+  }
+  CHECK(pthread_create(&thread, NULL, chatter, &c) == 0);
+  for (i = 0; i < 60; i++) {
+    fill(x, 50000, CDDP_F32, (uint64_t)(i * 50 + me));
+    CHECK_OK(cddp_all_reduce(g, x, i % 2 ? 50000 : 3, CDDP_F32, CDDP_SUM, &sums[i % 3]));
+    CHECK_OK(cddp_wait(sums[i % 3]));
+    shared->ranks[me].hash = hash_bytes(shared->ranks[me].hash, x, sizeof x);
+  }
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK_EQ(c.wrong, 0);
+  for (i = UNREAD - 1; i >= 0; i--) {
+    CHECK_OK(cddp_recv(g, in, i % 2 ? N : 1, CDDP_F32, from, i, NULL));
+    CHECK(in[0] == (float)(from * 100 + i));
+  }
+  return 0;
+}
+
+static void test_mixed(void) {
+  static const char *const layouts[] = {"abc", "aab", NULL};
+  static const char *const two[] = {"ab", NULL};
+  same_everywhere(run_mixed, NULL, 2, two);
+  same_everywhere(run_mixed, NULL, 3, layouts + RANKS_SLOW);
+}
+
 static void test_late_receiver(void) {
   setenv("CDDP_TIMEOUT_S", "120", 1);
   CHECK_OK(run_on("ab", run_late, NULL, 2));
@@ -1059,6 +1116,7 @@ int main(void) {
   RUN(test_ddp);
   RUN(test_groups);
   RUN(test_mail);
+  RUN(test_mixed);
   RUN(test_late_receiver);
   RUN(test_killed);
   RUN(test_killed_unseen);
