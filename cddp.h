@@ -1557,7 +1557,8 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 broken; /* 0, or what broke the group, with the slot that says why << 8 */
   cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 size;   /* of so many, for the rank that frees the block; 0: not known yet */
-  unsigned char pad4[CDDP__CACHE_LINE - 12];
+  cddp__atomic_u32 staging; /* bytes of a staging buffer, as the first rank that came found it */
+  unsigned char pad4[CDDP__CACHE_LINE - 16];
   cddp__cause cause; /* of losses to come */
   cddp__atomic_u32 told; /* the last round of which the other hosts were told who has come */
   cddp__atomic_u32 came[CDDP__MAX_RANKS / 24 + 1]; /* what they told: 24 ranks, a bit each, behind
@@ -1703,12 +1704,11 @@ struct cddp_work {
 /* Runs asynchronous operations of one group in order, on a thread started by the first of them or
    on one that waits for them. All but what is atomic, thread and started: lock. */
 typedef struct cddp__engine {
-  cddp__atomic_u64 held; /* the only operation in flight, outside the queue: a cddp_work *, + 1 once
-                            the thread that waits for it runs it; 0: none */
+  cddp__atomic_u32 held;  /* where `own` is: CDDP__OWN_* */
   cddp__atomic_u32 count; /* operations in the queue, and the one that runs out of it */
   cddp__atomic_u32 tick;  /* counts the thread's short waits: what is older than one is due */
   cddp__atomic_u32 idle;  /* of these, how many since the last operation was pushed */
-  cddp__atomic_u32 asleep;  /* 1: the thread waits for `work` without a limit */
+  cddp__atomic_u32 asleep;  /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
   cddp__atomic_u32 awaited; /* those of them that wait without a limit */
   pthread_mutex_t lock;
@@ -1718,10 +1718,17 @@ typedef struct cddp__engine {
   bool started, stop;
   bool busy; /* an operation out of the queue runs */
   cddp_work *first, *last;
-  cddp_work own;         /* for one collective at a time: costs no allocation */
-  cddp__atomic_u32 lent; /* 1: own is in use. Set by the thread that calls collectives, cleared by
-                            the one that has waited */
+  cddp_work own; /* for one collective at a time: costs no allocation */
 } cddp__engine;
+
+/* Where an engine's own work is. The thread that calls collectives takes it when it is free, the
+   one that has waited for it frees it. */
+enum {
+  CDDP__OWN_FREE,
+  CDDP__OWN_HELD, /* the only operation in flight, outside the queue */
+  CDDP__OWN_RUNS, /* likewise, run by the thread that waits for it */
+  CDDP__OWN_LENT  /* in the queue, or done */
+};
 
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__host *host;
@@ -6367,10 +6374,12 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
    this failure from then on. Whether a process has ended its pidfd tells, and its slot that it has
    left in good order. A rank that waits for long shows its peers where (cddp__spot). */
 
-/* Bytes of a staging buffer, less where many ranks share the last cache: cddp__staging_bytes. Peers
-   read 256 KiB in 2/3 of the time that pieces of 64 KiB take, which stay in their writer's L2. */
+/* Bytes of a staging buffer, less where many ranks share the last cache: cddp__staging_bytes. Where
+   a core's L2 has 1 MiB, pieces of 256 KiB leave it for the last cache, from where peers read them
+   in 2/3 of the time of 64 KiB; where it has 512 KiB, pieces of 64 KiB are the faster ones. */
 #define CDDP__STAGING ((size_t)256 << 10)
 #define CDDP__STAGING_MIN ((size_t)64 << 10)
+#define CDDP__STAGING_L2 ((size_t)1 << 20) /* from here on, and where it is not known: STAGING */
 #define CDDP__STAGING_ALL ((size_t)4 << 20) /* of all ranks of a group */
 /* Bytes of all ranks' staging buffers that cross between hosts with a round's headers. */
 #define CDDP__RIDE ((size_t)32 << 10)
@@ -6411,7 +6420,23 @@ static size_t cddp__block_head(int size, int local_size) {
   size_t slots = (size_t)local_size + (local_size < size ? 1 : 0);
   return cddp__round_up(cddp__block_slots(size) + slots * sizeof(cddp__slot), 65536);
 }
-static size_t cddp__staging_bytes(int size) {
+#ifndef CDDP__L2 /* tests have one for each rank */
+#define CDDP__L2 cddp__l2()
+/* Bytes of a core's second cache; 0: not known, as on aarch64 with musl. */
+static size_t cddp__l2(void) {
+#if CDDP__DISPATCH
+  unsigned a, b, c = 0, d;
+  return __get_cpuid(0x80000006u, &a, &b, &c, &d) ? (size_t)(c >> 16) << 10 : 0;
+#elif defined(_SC_LEVEL2_CACHE_SIZE)
+  long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  return bytes > 0 ? (size_t)bytes : 0;
+#else
+  return 0;
+#endif
+}
+#endif
+
+static size_t cddp__staging_bytes(int size) { /* most, for any machine */
   size_t each = CDDP__STAGING;
   while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
   return each;
@@ -7209,7 +7234,7 @@ static const cddp__carrier cddp__shm_carrier = {false, cddp__run_large, NULL, NU
  */
 static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, int size,
                                      const int *members, char *block, double timeout_s) {
-  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *));
+  size_t arrays = 2 * (size_t)size * (sizeof(int) + sizeof(void *)), bytes;
   cddp_group *g = (cddp_group *)cddp__calloc(&h->allocator, 1, sizeof *g + arrays);
   cddp__slot *slot;
   int i, place;
@@ -7234,7 +7259,10 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->local_rank = g->slot_index[rank];
   g->slots = (cddp__slot *)(void *)(block + cddp__block_slots(size));
   g->staging = block + cddp__block_head(size, g->local_size);
-  g->staging_size = g->local_size == size ? cddp__staging_bytes(size) : 0;
+  bytes = CDDP__L2;
+  bytes = bytes == 0 || bytes >= CDDP__STAGING_L2 ? cddp__staging_bytes(size) : CDDP__STAGING_MIN;
+  (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
+  g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
   g->carrier = &cddp__shm_carrier;
   g->oversubscribed = g->local_size > h->cores;
   g->round_most = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MOST;
@@ -11153,38 +11181,34 @@ static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_a
    Works as follows: a collective with a handle goes into its group's queue; if it is the only one,
    it is held outside. A thread that waits for it and finds that it has not begun runs the queue up
    to it itself, or what is held without any lock, at the cost of a call without a handle.
-   Operations that no thread waits for are run by the engine, a thread that the first such operation
-   starts: it looks at the queue every CDDP__LINGER_S while operations come, takes what has been
-   there since its last look, and sleeps when none has come for a while. So an operation costs no
-   wake-up of a thread. Buckets of a cddp_ddp begin on the engine at once.
+   Operations that no thread waits for are run by the engine, a thread that the first operation
+   starts: it looks at the queue every CDDP__LINGER_S, less often the longer it finds nothing to
+   run, takes what has been there since its last look, and sleeps when none has come for a while.
+   So an operation costs no wake-up of a thread. Buckets of a cddp_ddp begin on the engine at once.
    A collective without a handle waits until the queue is empty, likewise. Sends and receives
    need no thread, see >>p2p. */
 
-#define CDDP__LINGER_S 2e-4    /* how long an operation is left to a thread that waits for it */
-#define CDDP__LINGERS 50       /* looks at an empty queue before the engine sleeps */
-#define CDDP__SPIN_ENGINE 250  /* polls of the engine where ranks and engines share the cores */
+#define CDDP__LINGER_S 2e-4      /* how long an operation is left to a thread that waits for it */
+#define CDDP__LINGER_MOST_S 1.6e-3 /* while all are waited for: looks take time from ranks */
+#define CDDP__LINGERS 10         /* looks at an empty queue before the engine sleeps */
+#define CDDP__SPIN_ENGINE 250    /* polls of the engine where ranks and engines share the cores */
 
 static void cddp__work_free(cddp_work *w) {
   cddp__engine *e = &w->group->engine;
   if (w == &e->own)
-    cddp__store32(&e->lent, 0);
+    cddp__store32(&e->held, CDDP__OWN_FREE);
   else
     cddp__free(&w->group->host->allocator, w);
 }
 
-static cddp_work *cddp__work_clear(cddp_group *g, cddp_work *w) {
+/* more: bytes behind it. */
+static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
+  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
   if (w == NULL) return NULL;
   memset(w, 0, offsetof(cddp_work, text));
-  w->text[0] = 0;
   w->group = g;
   w->send = -1;
   return w;
-}
-
-/* more: bytes behind it. */
-static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
-  return cddp__work_clear(
-      g, (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more));
 }
 
 static void cddp__work_run(cddp_work *w) {
@@ -11216,15 +11240,14 @@ static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
    seem that nothing is in flight. Whether some thread runs an operation: no other may begin then.
    lock held. */
 static bool cddp__engine_busy(cddp__engine *e) {
-  uint64_t held = cddp__load64(&e->held);
-  if (held != 0 && (held & 1) == 0) {
+  if (cddp__load32(&e->held) == CDDP__OWN_HELD) {
     cddp__add32(&e->count, 1);
-    if (cddp__swap64(&e->held, held, 0))
-      cddp__engine_append(e, (cddp_work *)(uintptr_t)held);
+    if (cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_LENT))
+      cddp__engine_append(e, &e->own);
     else
       cddp__add32(&e->count, (uint32_t)-1);
   }
-  return e->busy || cddp__load64(&e->held) != 0;
+  return e->busy || cddp__load32(&e->held) == CDDP__OWN_RUNS;
 }
 
 /* Runs the first operation of the queue on this thread. lock held; free meanwhile. */
@@ -11249,15 +11272,14 @@ static void cddp__engine_run(cddp__engine *e) {
   cddp__add32(&e->count, (uint32_t)-1); /* w may be gone from now on */
   cddp__engine_show(g);
   if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
-  if (e->first != NULL && cddp__load32(&e->asleep) != 0) pthread_cond_signal(&e->work);
+  if (e->first != NULL) pthread_cond_signal(&e->work);
 }
 
-/* Runs w, on the thread that waits for it, if it is held; without the lock. */
-static bool cddp__engine_run_held(cddp__engine *e, cddp_work *w) {
-  uint64_t held = (uint64_t)(uintptr_t)w;
-  if (cddp__load64(&e->held) != held || !cddp__swap64(&e->held, held, held + 1)) return false;
-  cddp__work_run(w);
-  cddp__store64(&e->held, 0); /* before it looks: who waits for this looks again behind its count */
+/* Runs the engine's own work, on the thread that waits for it, if it is held; without the lock. */
+static bool cddp__engine_run_held(cddp__engine *e) {
+  if (!cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
+  cddp__work_run(&e->own);
+  cddp__store32(&e->held, CDDP__OWN_LENT); /* a thread that waits for this may not be seen yet */
   if (CDDP__LIKELY((cddp__load32(&e->waiters) | cddp__load32(&e->count)) == 0)) return true;
   pthread_mutex_lock(&e->lock);
   pthread_cond_broadcast(&e->changed);
@@ -11266,30 +11288,28 @@ static bool cddp__engine_run_held(cddp__engine *e, cddp_work *w) {
   return true;
 }
 
+/* It sleeps for good only at the look after the one that announced it: a thread that still saw it
+   awake then has put its operation where that look finds it. */
 static void *cddp__engine_main(void *arg) {
   cddp_group *g = (cddp_group *)arg;
   cddp__engine *e = &g->engine;
+  double linger = CDDP__LINGER_S, until;
   cddp__own_engine = e;
   pthread_mutex_lock(&e->lock);
   for (;;) {
-    bool busy = cddp__engine_busy(e), due;
-    if (e->stop && e->first == NULL) break;
-    due = e->first != NULL && (e->stop || e->first->tick != cddp__load32(&e->tick));
-    if (e->first != NULL ? busy : cddp__load32(&e->idle) > CDDP__LINGERS) {
-      cddp__exchange32(&e->asleep, 1); /* what is held from now on wakes it */
-      busy = cddp__engine_busy(e);
-      if (e->first == NULL || busy) pthread_cond_wait(&e->work, &e->lock);
-      cddp__store32(&e->asleep, 0);
+    bool busy = cddp__engine_busy(e), awake = cddp__load32(&e->asleep) == 0;
+    if (e->first == NULL && e->stop) break;
+    if (e->first != NULL && !busy && (e->stop || e->first->tick != cddp__load32(&e->tick))) {
+      linger = CDDP__LINGER_S;
+      cddp__engine_run(e);
       continue;
     }
-    if (!due) {
-      if (!cddp__cond_wait_until(&e->work, &e->lock, cddp__now() + CDDP__LINGER_S)) {
-        cddp__add32(&e->tick, 1);
-        cddp__add32(&e->idle, 1);
-      }
-      continue;
-    }
-    cddp__engine_run(e);
+    cddp__store32(&e->asleep, e->first == NULL && cddp__load32(&e->idle) > CDDP__LINGERS);
+    until = awake || cddp__load32(&e->asleep) == 0 ? cddp__now() + linger : INFINITY;
+    if (cddp__cond_wait_until(&e->work, &e->lock, until)) continue;
+    cddp__add32(&e->tick, 1);
+    cddp__add32(&e->idle, 1);
+    if (linger < CDDP__LINGER_MOST_S) linger *= 2;
   }
   pthread_mutex_unlock(&e->lock);
   return NULL;
@@ -11316,10 +11336,9 @@ static cddp_result cddp__engine_push(cddp_work *w) {
   }
   w->tick = cddp__load32(&e->tick);
   cddp__store32(&e->idle, w->anywhere ? 0 : CDDP__LINGERS + 1);
-  if (w->anywhere && cddp__load32(&e->count) == 0 &&
-      cddp__swap64(&e->held, 0, (uint64_t)(uintptr_t)w)) {
-    /* older ones may just have come into the queue */
-    if (cddp__load32(&e->count) == 0 && cddp__load32(&e->asleep) == 0) return CDDP_OK;
+  if (w == &e->own && cddp__load32(&e->count) == 0) {
+    cddp__store32(&e->held, CDDP__OWN_HELD);
+    if (CDDP__LIKELY(cddp__load32(&e->asleep) == 0)) return CDDP_OK;
     pthread_mutex_lock(&e->lock);
     (void)cddp__engine_busy(e);
   } else {
@@ -11340,8 +11359,11 @@ static cddp_result cddp__engine_push(cddp_work *w) {
    this thread runs what it finds itself. */
 static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
-  if (w == NULL && cddp__load64(&e->held) == 0 && cddp__load32(&e->count) == 0) return true;
-  if (w != NULL && forever && cddp__engine_run_held(e, w)) return true;
+  uint32_t held = cddp__load32(&e->held); /* read before the count */
+  double until;
+  if (w == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS && cddp__load32(&e->count) == 0)
+    return true;
+  if (w == &e->own && forever && cddp__engine_run_held(e)) return true;
   pthread_mutex_lock(&e->lock);
   if (!forever && !w->done) cddp__engine_hurry(e);
   cddp__add32(&e->waiters, 1);
@@ -11354,7 +11376,9 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
     }
     if (!ok) break;
     if (forever) cddp__add32(&e->awaited, 1);
-    ok = cddp__cond_wait_until(&e->changed, &e->lock, deadline);
+    until = deadline;
+    if (cddp__load32(&e->held) == CDDP__OWN_RUNS) until = fmin(until, cddp__now() + CDDP__LINGER_S);
+    ok = cddp__cond_wait_until(&e->changed, &e->lock, until) || until < deadline;
     if (forever) cddp__add32(&e->awaited, (uint32_t)-1);
   }
   cddp__add32(&e->waiters, (uint32_t)-1);
@@ -11913,9 +11937,11 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_wor
   cddp_result r;
   cddp_work *w;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (c->parts == NULL && cddp__load32(&g->engine.lent) == 0) {
-    cddp__store32(&g->engine.lent, 1);
-    w = cddp__work_clear(g, &g->engine.own);
+  if (c->parts == NULL && cddp__load32(&g->engine.held) == CDDP__OWN_FREE) {
+    cddp__store32(&g->engine.held, CDDP__OWN_LENT);
+    w = &g->engine.own; /* what is not set here and by cddp__enqueue is 0 for ever */
+    w->group = g;
+    w->done = false;
   } else if ((w = cddp__work_new(g, c->parts != NULL ? cddp__parts_bytes(g) : 0)) == NULL) {
     return CDDP_OUT_OF_MEMORY;
   }

@@ -4,6 +4,7 @@
 #
 #   tests/bench/bench.sh              everything: 5 rounds, about 25 minutes
 #   tests/bench/bench.sh --quick      2 rounds with fewer sizes: about 3 minutes, for a first look
+#   tests/bench/bench.sh --readme     the table of README.md at the top: 5 rounds, about 2 minutes and 3 with all peers
 #   tests/bench/bench.sh --rounds N
 #   tests/bench/bench.sh --ranks "2 4"         the default is "2 4 8"
 #   tests/bench/bench.sh --only collectives    or step, or startup
@@ -14,15 +15,16 @@ set -u
 cd "$(dirname "$0")/../.." || exit 1
 
 here=tests/bench out=build/bench
-rounds=5 quick=() ranks="2 4 8" only="collectives step startup" table=
+rounds=5 quick=() ranks="2 4 8" only="collectives step startup" table= readme=
 while [ $# -gt 0 ]; do
   case $1 in
   --quick) quick=(--quick) rounds=2 ;;
+  --readme) quick=(--op all_reduce --sizes 4,1048576,26214400,268435456) ranks=2 only=collectives readme=1 ;;
   --rounds) rounds=$2 && shift ;;
   --ranks) ranks=$2 && shift ;;
   --only) only=$2 && shift ;;
   --table) table=1 ;;
-  *) sed -n '2,12s/^# \{0,1\}//p' "$0" && exit 2 ;;
+  *) sed -n '2,13s/^# \{0,1\}//p' "$0" && exit 2 ;;
   esac
   shift
 done
@@ -178,7 +180,7 @@ tables() {
   grep -v ': $' "$out/absent"
   [ ! -s "$out/failed" ] || sort "$out/failed" | uniq -c | sed 's/^/failed: /'
   touch "$out/raw" "$out/raw-step" "$out/raw-startup"
-  awk -f $here/tables.awk "$out/raw" "$out/raw-step" "$out/raw-startup"
+  awk -v readme="$readme" -f $here/tables.awk "$out/raw" "$out/raw-step" "$out/raw-startup"
 }
 
 if [ -z "$table" ]; then

@@ -14,7 +14,8 @@
 
    Options: --config NAME, --ranks N, --memory alloc|malloc|huge, --slots (floor: through small
    slots), --handle (cddp: with a work handle, waited for at once), --quick (fewer sizes), --small
-   (up to 1 KiB), --start (no measurement: start the ranks and end) */
+   (up to 1 KiB), --op NAME (this one alone), --sizes BYTES,... (these, instead of the usual ones),
+   --start (no measurement: start the ranks and end) */
 
 #ifdef BENCH_CDDP
 #define CDDP_IMPLEMENTATION
@@ -34,16 +35,16 @@ static const char *const op_names[OPS] = {"all_reduce", "broadcast", "all_gather
 #define SMALL (16 * KIB)
 #define ITERATIONS 1000 /* at most */
 
-static const size_t sizes[] = {4,       64,      KIB,      16 * KIB,  256 * KIB,
-                               1 * MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB};
-static const bool in_quick[] = {true, false, true, true, true, true, true, true, false, false};
-#define SIZES (sizeof sizes / sizeof sizes[0])
+#define SIZES 32 /* at most */
+static size_t sizes[SIZES] = {4,       64,      KIB,      16 * KIB,  256 * KIB,
+                              1 * MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB};
+static size_t size_count = 10;
 
 static struct {
-  const char *config, *memory;
+  const char *config, *memory, *op;
   int ranks; /* replicas that take part */
   bool slots, handle, quick, small, start;
-} option = {"?", "malloc", 2, false, false, false, false, false};
+} option = {"?", "malloc", "", 2, false, false, false, false, false};
 
 static int rank, ranks; /* that measure: for the floor, at most one per core */
 
@@ -87,9 +88,9 @@ static void operate(int op, float *p, size_t count) {
   if (work != NULL) check(cddp_wait(work));
 }
 
-/* How an operation was done that has just ended, in so many rounds. */
+/* How an operation was done that has just ended, in so many rounds. Of AVX-512 f32 has no loops. */
 static const char *way_of(int op, uint32_t rounds) {
-  static const char *const sets[] = {"", ",base", ",avx2", ",avx512"};
+  static const char *const sets[] = {"", ",base", ",avx2", ",avx2"};
   static char way[32];
   uint32_t phase = cddp__op_header_of(group, rank, group->round)->call >> 24;
   snprintf(way, sizeof way, "%s%s",
@@ -324,6 +325,14 @@ static void once(int op, float *p, size_t count) {
 #endif
 }
 
+/* Of the buffers of the largest size: room for eight of them, and no more than SLAB. */
+static size_t slab_bytes(void) {
+  size_t i, most = KIB;
+  for (i = 0; i < size_count && !option.small; i++) most = sizes[i] > most ? sizes[i] : most;
+  most = 8 * most < 64 * MIB && most > 256 * KIB ? 64 * MIB : 8 * most;
+  return most < 4 * MIB ? 4 * MIB : most < SLAB ? most : SLAB;
+}
+
 /* The median time of one operation, in us. */
 static double measure(int op, float *slab, size_t bytes) {
   size_t count = bytes / 4 < (size_t)option.ranks && op >= ALL_GATHER ? (size_t)option.ranks
@@ -331,7 +340,7 @@ static double measure(int op, float *slab, size_t bytes) {
   size_t stride = (count * 4 + 127) / 128 * 128, most = bytes < MIB ? 8 : 64 * MIB / bytes;
   int buffers = (int)(most < 8 ? 8 : most), times = 1, next = 0, n = 0;
   double t[ITERATIONS], spent = 0, budget = option.quick ? 0.02 : 0.06;
-  if ((size_t)buffers > SLAB / stride) buffers = (int)(SLAB / stride);
+  if ((size_t)buffers > slab_bytes() / stride) buffers = (int)(slab_bytes() / stride);
   fill(slab, stride * (size_t)buffers);
   once(op, slab, count);
   next = buffers > 1;
@@ -358,11 +367,13 @@ static void measure_all(void) {
   size_t i;
   int op;
   if (option.start) return;
-  slab = memory_new(option.small ? 4 * MIB : SLAB);
+  slab = memory_new(slab_bytes());
   for (op = 0; op < OPS; op++) {
     if (option.slots && op != ALL_REDUCE) continue;
-    for (i = 0; i < SIZES && (op != BARRIER || i == 0); i++) {
-      if ((option.quick && !in_quick[i]) || (option.small && sizes[i] > KIB)) continue;
+    if (*option.op != 0 && strcmp(option.op, op_names[op]) != 0) continue;
+    for (i = 0; i < size_count && (op != BARRIER || i == 0); i++) {
+      if (option.quick && (sizes[i] == 64 || sizes[i] > 25 * MIB)) continue;
+      if (option.small && sizes[i] > KIB) continue;
       report(op_names[op], op == BARRIER ? 0 : sizes[i], measure(op, slab, sizes[i]));
     }
   }
@@ -392,6 +403,16 @@ BENCH_DEF void round_trip(void) {
 
 /* --- starting ranks --- */
 
+static void take_sizes(const char *list) {
+  char *end;
+  for (size_count = 0; *list != 0 && size_count < SIZES; list = *end == ',' ? end + 1 : end) {
+    sizes[size_count] = (size_t)strtoull(list, &end, 10);
+    if (end == list || sizes[size_count] < 4 || sizes[size_count] > SLAB)
+      fprintf(stderr, "what size is %s?\n", list), exit(2);
+    size_count++;
+  }
+}
+
 static void options(int argc, char **argv) {
   int i;
   for (i = 1; i < argc; i++) {
@@ -399,6 +420,8 @@ static void options(int argc, char **argv) {
     if (strcmp(a, "--config") == 0) option.config = v, i++;
     else if (strcmp(a, "--ranks") == 0) option.ranks = atoi(v), i++;
     else if (strcmp(a, "--memory") == 0) option.memory = v, i++;
+    else if (strcmp(a, "--op") == 0) option.op = v, i++;
+    else if (strcmp(a, "--sizes") == 0) take_sizes(v), i++;
     else if (strcmp(a, "--slots") == 0) option.slots = true;
     else if (strcmp(a, "--handle") == 0) option.handle = true;
     else if (strcmp(a, "--quick") == 0) option.quick = true;

@@ -37,17 +37,35 @@ function row(op, ranks, bytes,   floor, alloc, slots, plain, huge, open, mpich, 
   gloo = us("gloo", op, ranks, bytes)
   plain = us("cddp-malloc", op, ranks, bytes)
   huge = us("cddp-huge", op, ranks, bytes)
-  printf "%8s |%8s%9s%9s%9s%9s |%7s%7s |%9s%9s%7s |%9s%9s%7s%9s\n", size_name(bytes), show(floor),
+  printf "%8s |%8s%9s%9s%9s%9s |%7s%7s |%9s%9s%7s |%9s%9s%7s%9s | %s %s %s\n", size_name(bytes), show(floor),
     show(alloc), show(open), show(mpich), show(gloo),
     ratio(best(ALL, op, ranks, bytes), alloc), ratio(alloc, floor),
     show(plain), show(best(PLAIN, op, ranks, bytes)), ratio(best(PLAIN, op, ranks, bytes), plain),
-    show(huge), show(best(HUGE, op, ranks, bytes)), ratio(best(HUGE, op, ranks, bytes), huge), show(slots)
+    show(huge), show(best(HUGE, op, ranks, bytes)), ratio(best(HUGE, op, ranks, bytes), huge), show(slots),
+    letter("cddp-alloc", op, ranks, bytes), letter("cddp-malloc", op, ranks, bytes), letter("cddp-huge", op, ranks, bytes)
+}
+
+# How cddp did it: o, d or s.
+function letter(config, op, ranks, bytes,   w) {
+  w = substr(way[config, op, ranks, bytes], 1, 1)
+  return w == "" ? "-" : w
+}
+
+# The table of README.md at the top.
+function readme_table(   i, b) {
+  printf "\n| bytes | `cddp_alloc`'s memory | floor | best peer | malloc'ed memory | best peer |\n|---|---|---|---|---|---|\n"
+  for (i = 1; i <= size_count; i++) {
+    b = size[i]
+    printf "| %s | %s | %s | %s | %s | %s |\n", (b < 1048576 ? b : b / 1048576 " Mi"), show(us("cddp-alloc", "all_reduce", 2, b)),
+      show(us("floor", "all_reduce", 2, b)), show(best(ALL, "all_reduce", 2, b)),
+      show(us("cddp-malloc", "all_reduce", 2, b)), show(best(PLAIN, "all_reduce", 2, b))
+  }
 }
 
 function table(op, ranks,   i, b) {
   printf "\n%s, %d ranks, us\n", op, ranks
-  printf "%8s |%44s |%14s |%25s |%34s\n", "", "floor    alloc Open MPI    MPICH     gloo", "faster  /floor",
-    "malloc     peer faster", "huge     peer faster    slots"
+  printf "%8s |%44s |%14s |%25s |%34s | %s\n", "", "floor    alloc Open MPI    MPICH     gloo", "faster  /floor",
+    "malloc     peer faster", "huge     peer faster    slots", "way"
   for (i = 1; i <= size_count; i++) {
     b = size[i]
     if ((op, ranks, b) in measured) row(op, ranks, b)
@@ -101,15 +119,18 @@ $2 == "line" { line = line " " $5; next }
 NF == 5 || NF == 6 {
   taken[$1, $2, $3, $4] = taken[$1, $2, $3, $4] " " $5
   measured[$2, $3, $4] = 1
+  if (NF == 6) { way[$1, $2, $3, $4] = $6; split($6, sums, ","); if (sums[2] != "") set = sums[2] }
   if (!($4 in known)) { known[$4] = 1; size[++size_count] = $4 }
 }
 END {
   if (line != "") printf "round trip of a cache line, us:%s\n", line
+  if (set != "") printf "sums by %s; way of cddp with alloc, malloc, huge: o one round, d direct, s staged\n", set
   for (i = 2; i <= size_count; i++) {
     t = size[i] + 0
     for (j = i - 1; j > 0 && size[j] + 0 > t; j--) size[j + 1] = size[j]
     size[j + 1] = t
   }
+  if (readme) { readme_table(); exit }
   n = split("all_reduce broadcast all_gather reduce_scatter barrier", ops, " ")
   for (r = 2; r <= 8; r *= 2) {
     for (k = 1; k <= n && size_count > 0; k++) {

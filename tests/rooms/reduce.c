@@ -1,5 +1,8 @@
 /* >>reduce: canonical sums against a naive tree, half precision against arithmetic in double, and
    the instruction sets against each other. */
+#include <stddef.h>
+static size_t cache_of_rank(void);
+#define CDDP__L2 cache_of_rank()
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 
@@ -514,8 +517,43 @@ static void test_types(void) {
   CHECK(!cddp__dtype_ok(no_dtype));
 }
 
+/* Ranks that find caches of different sizes send pieces of one size, that of the first of them. */
+static int cache_asked;
+static const size_t caches[] = {(size_t)512 << 10, 0, (size_t)2 << 20};
+
+static size_t cache_of_rank(void) {
+  return caches[__atomic_fetch_add(&cache_asked, 1, __ATOMIC_RELAXED) % 3];
+}
+
+static int sum_in_pieces(cddp_group *g, void *arg) {
+  enum { N = 200000 };
+  float *x = (float *)malloc(N * sizeof *x);
+  cddp__call c;
+  int i, rank = cddp_rank(g), bad = 0;
+  if (x == NULL) return 1;
+  for (i = 0; i < N; i++) x[i] = (float)(i * (rank + 1));
+  ((size_t *)arg)[rank] = g->staging_size;
+  c = cddp__make_call(CDDP__KIND_ALL_REDUCE, x, x, N, CDDP_F32, CDDP_SUM, -1);
+  bad = cddp__run_staged(g, &c, false) != CDDP_OK;
+  for (i = 0; i < N; i++) bad += x[i] != (float)i + (float)(2 * i) + (float)(3 * i);
+  free(x);
+  return bad != 0;
+}
+
+static void test_pieces(void) {
+  size_t pieces[3];
+  int first, rank;
+  for (first = 0; first < 3; first++) {
+    cache_asked = first;
+    CHECK_EQ(cddp_run_threads(sum_in_pieces, pieces, 3), CDDP_OK);
+    for (rank = 0; rank < 3; rank++)
+      CHECK_EQ(pieces[rank], caches[first] == caches[0] ? CDDP__STAGING_MIN : CDDP__STAGING);
+  }
+}
+
 int main(void) {
   int i;
+  RUN(test_pieces);
   for (i = 0; i < MOST; i++) {
     memory[i] = (char *)malloc(2051 * 8 + 128);
     keep[i] = (char *)malloc(2051 * 8 + 128);
