@@ -229,7 +229,7 @@ typedef struct cddp_group_desc {
   const char *backend;      /* NULL = CDDP_BACKEND from the environment, else "nccl" if device is
                                cuda (see GPUS), else "cpu"; or "mpi" */
   const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
-  int rank, world_size;     /* world_size 0 = discover both from the environment */
+  int rank, world_size;     /* at most 4,096 ranks; world_size 0 = both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S from the environment, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET from the environment, else none; see SECRET */
   cddp_allocator allocator; /* for what cddp allocates for this group, shared memory excepted */
@@ -620,7 +620,7 @@ typedef struct cddp_ddp_desc {
   const size_t *sparse_rows;   /* [count] rows of a parameter whose gradient comes by
                                   cddp_ddp_add_rows, 0 for others; NULL = none has any */
   int shards;                  /* parts of the global batch, see cddp_ddp_next_shard; at least one
-                                  a rank. 0 = one a rank */
+                                  a rank, at most 4,096. 0 = one a rank */
   bool elastic;                /* ranks may be lost, and come; shards = the most there can be */
   double max_grad_norm;        /* cddp_ddp_step scales the mean gradient to at most this global
                                   2-norm; 0 = it does not, INFINITY = for cddp_ddp_grad_norm only */
@@ -1181,13 +1181,13 @@ typedef struct cddp_record_header {
 
 /* STORE. ------------------------------------------------------------------------------------------
    A key-value store in c10d's TCPStore protocol: a torch.distributed.TCPStore of PyTorch 2.2 or
-   later can use a server made here, and the other way round. Keys are NUL-terminated, at most 8
-   KiB; values any bytes, at most 8 MiB; a server holds 512 MiB of both. Any thread; one operation
-   at a time per store. A cddp_group does not need one: cddp_init makes its own. With file:// the
-   first who opens the path serves from a thread, over an abstract Unix socket and, for other hosts,
-   a TCP port of the system's choice; with its cddp_store_destroy, or its death, the store ends, and
-   others' operations fail with CDDP_NETWORK. Not there: PyTorch's commands queue_*, list_keys and
-   barrier. */
+   later can use a server made here, and the other way round. Keys are NUL-terminated, of at most
+   8,191 bytes; values any bytes, at most 8 MiB; a server holds 512 MiB of both. Any thread; one
+   operation at a time per store. A cddp_group does not need one: cddp_init makes its own. With
+   file:// the first process that opens the path serves from a thread, over an abstract Unix socket
+   and, for other hosts, a TCP port of the system's choice; with its cddp_store_destroy, or its
+   death, the store ends, and others' operations fail with CDDP_NETWORK. Not there: PyTorch's
+   commands queue_*, list_keys and barrier. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
   bool is_server;           /* tcp: also serve, from a thread, on host's addresses; port 0 = any */
@@ -1219,6 +1219,7 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
    is missing. */
 CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
                                     double timeout_s);
+/* *all_exist: whether all keys are there now. */
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
                                      bool *all_exist);
 /* *deleted, unless NULL: whether the key was there. */
@@ -2623,10 +2624,11 @@ static const char *cddp__size_cure(int e) {
 
 /* >>record -------------------------------------------------------------------------------------
    The flight recorder: a file per rank, mapped, so that the kernel keeps what was written when the
-   rank is killed. Works as follows: an operation takes the next number and with it a place in the
-   ring, and fills it in; start, end and result follow as they come, unless the place is another
-   operation's by then. Any thread may record. Off (no CDDP_RECORD), all of it is one look at a NULL
-   pointer. */
+   rank is killed. Owns: cddp__host.record. Touches nothing else.
+   Entry points: cddp__record_open; cddp__record_new, _start and _finish, or _event for all three.
+   Works as follows: an operation takes the next number and with it a place in the ring, and fills
+   it in; start, end and result follow as they come, unless the place is another operation's by
+   then. Any thread may record. Off (no CDDP_RECORD), all of it is one look at a NULL pointer. */
 
 static size_t cddp__record_bytes(void) {
   return sizeof(cddp_record_header) + CDDP_RECORDS * sizeof(cddp_record);
@@ -4945,8 +4947,6 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   snprintf(at->init_method, sizeof at->init_method, "%s", method);
   return CDDP_OK;
 }
-CDDP__COLD_END
-
 /* >>arena -----------------------------------------------------------------------------------------
    Memory that the ranks of a host reduce in place.
    Owns: of cddp__host the memfd and the extents, under host.lock.
@@ -5291,6 +5291,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   cddp__host_release(h);
   return NULL;
 }
+
+CDDP__COLD_END
 
 /* >>reduce ---------------------------------------------------------------------------------------
    Sums in canonical order, conversions, and the loops of the optimizers, over arrays. Pure: owns
@@ -6563,6 +6565,8 @@ static cddp_result cddp__check_group(cddp_group *g) {
   return cddp__check_failure(g);
 }
 
+CDDP__COLD
+
 /* --- what has become of a peer --- */
 
 /* Whether the rank's process has ended or has left the group. */
@@ -6955,6 +6959,8 @@ static cddp_result cddp__break_late(cddp_group *g, int late) {
              where[0] != 0 ? where : cddp__describe_elsewhere(g).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
+
+CDDP__COLD_END
 
 /* >>round -----------------------------------------------------------------------------------------
    Rounds: how the ranks of a group meet in shared memory; waits.
