@@ -140,7 +140,7 @@ extern "C" {
   X(CDDP_MISMATCH, "ranks disagree")               /* other operation, count, dtype, op, root */   \
   X(CDDP_UNAUTHORIZED, "unauthorized")             /* wrong or missing secret */                   \
   X(CDDP_ABORTED, "aborted")                       /* shut down under the operation */             \
-  X(CDDP_UNSUPPORTED, "unsupported")               /* in this build, on this machine, or here */ \
+  X(CDDP_UNSUPPORTED, "unsupported")               /* in this build, on this machine, or here */   \
   X(CDDP_CUDA, "CUDA error")                                                                       \
   X(CDDP_NCCL, "NCCL error")                                                                       \
   X(CDDP_MPI, "MPI error")                                                                         \
@@ -192,11 +192,11 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
      - call cddp_ddp_ready and cddp_ddp_add_rows, each for a parameter of its own, but not beside
        the other functions of that cddp_ddp
      - use one store, and read with cddp_safetensors_*.
-   One thread at a time, in the same order on every rank: what is collective over a group, with a
-   handle or without. (A cddp_ddp has groups of its own: its steps may run beside collectives.) One
-   thread at a time: the rest of a cddp_ddp, a cddp_optim, a sampler. Destroy nothing that another
-   thread is using. cddp_error is each thread's own. Do not pthread_cancel a thread in a call, but
-   in cddp_recv without a handle. On GPUs see ORDER.
+   Calls that are collective over a group, with a handle or without, are for one thread at a time,
+   in the same order on every rank. (A cddp_ddp has groups of its own: its steps may run beside
+   collectives.) The rest of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time.
+   Destroy nothing that another thread is using. cddp_error is each thread's own. pthread_cancel a
+   thread in cddp_recv without a handle, but in no other call. On GPUs see ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
    caller's again when the call returns its failure. A peer on this host that was stopped in the
@@ -397,7 +397,7 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
    for all ready() calls of a step. New sub-groups take their parent's. Does nothing for a group
    without a GPU. */
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
-CDDPDEF void *cddp_stream(const cddp_group *g); /* for a communication hook: bucket->group's */
+CDDPDEF void *cddp_stream(const cddp_group *g); /* g's; a communication hook: bucket->group's */
 
 /* Returns when all that is on g's stream has been done, or with the failure that prevents it: what
    to call instead of cudaStreamSynchronize. On the CPU: when asynchronous collectives are done. */
@@ -856,7 +856,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
    two steps, before the first cddp_ddp_ready. */
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 
-/* Whether any rank used the parameter in the step that cddp_ddp_wait ended; false for a bad
+/* Whether any rank used the parameter, as of the last cddp_ddp_wait or _step; false for a bad
    argument. */
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
@@ -1000,7 +1000,8 @@ typedef struct cddp_sampler { /* all fields are private */
 CDDPDEF cddp_result cddp_sampler_init(cddp_sampler *s, const cddp_sampler_desc *desc);
 CDDPDEF void cddp_sampler_set_epoch(cddp_sampler *s, uint64_t epoch); /* rewinds */
 CDDPDEF uint64_t cddp_sampler_epoch(const cddp_sampler *s);
-CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s); /* of an epoch, or what cddp_load left */
+/* How many indices this rank gets in the epoch; after cddp_load in the rest of it. */
+CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 /* The next index; false at the end of the epoch, where the permutation's memory (8 bytes a sample)
    is freed too. false with s->result != CDDP_OK: there was no memory for it. */
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
@@ -1395,8 +1396,20 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
 
 /* >>structs ------------------------------------------------------------------------------------
-   Structs that several rooms see. "shared" = in memory that the ranks of a host share, so no
-   pointers and one writer per cache line; all zero bytes is the initial state. */
+   Structs that several rooms see. "shared" = in memory that the ranks of a host share, so one
+   writer per cache line, and no pointers but its writer's own; all zero bytes is the initial state.
+   What a process has:
+     cddp__host   its place on its machine: shared memory, and the processes beside it
+       cddp__net    ranks on other machines, and what connects to them
+     cddp_group   of ranks; on a cddp__host
+       cddp__control_block   in shared memory: then two cddp__op_header and a cddp__slot a rank
+       cddp__engine          runs what was called with a handle, a cddp_work
+       cddp__carrier         what moves large arrays; cddp__backend if they are on a device
+       cddp__hosts           its ranks on other machines
+     cddp_ddp     a model on a cddp_group, with groups of its own
+       cddp__tensor          a parameter; cddp__bucket_state: some that are reduced together
+       cddp__elastic         if ranks may be lost: they meet on a cddp__board in shared memory,
+       cddp__crew            or by messages */
 
 typedef struct cddp__atomic_u32 {
   uint32_t v;
@@ -1417,7 +1430,9 @@ typedef struct cddp__text {
   char s[CDDP__ERROR_MAX];
 } cddp__text;
 
-/* Where a buffer lies, in words that every rank of the host can follow. */
+/* --- what the ranks of a host share --- */
+
+/* Where a buffer lies, told so that every rank of the host can find it. */
 typedef struct cddp__ref {
   uint64_t base;       /* extent: offset in the memfd, bytes; pointer: the address */
   uint64_t size;       /* extent: its length, bytes */
@@ -1565,6 +1580,8 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 came[CDDP__MAX_RANKS / 24 + 1]; /* what they told: 24 ranks, a bit each, behind
                                                       the low byte of the round */
 } cddp__control_block;
+
+/* --- hosts, groups and calls --- */
 
 /* The ranks of one host that share memory: made by cddp_init or cddp_run_threads, used by the group
    and its sub-groups. lock guards everything that changes after creation. */
@@ -1771,6 +1788,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   void *stream;                  /* there: the caller's, a cudaStream_t */
 };
 
+/* --- data parallel --- */
+
 /* Parameters dealt out to buckets: b has params[offsets[b]] .. params[offsets[b + 1] - 1]. */
 typedef struct cddp__bucket_plan {
   int bucket_count;
@@ -1820,7 +1839,7 @@ typedef struct cddp__share {
 
 #define CDDP__TRAINED (CDDP_BF16 + 1) /* dtypes that parameters have */
 
-/* Elastic models: >>elastic. */
+/* --- elastic models --- */
 
 /* shared: the sum of some shards of a step, a node of the canonical tree that one member has. */
 typedef struct cddp__elastic_node {
@@ -2077,7 +2096,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__cause failure; /* all later calls return it; written under lock */
 };
 
-/* Connections to ranks of other hosts; steps and collectives that span hosts. */
+/* --- ranks of other hosts --- */
 
 /* What came from another host before it was asked for. Its bytes follow the struct. */
 typedef struct cddp__message {
