@@ -3191,17 +3191,15 @@ static cddp_result cddp__host_port(const char *text, char host[256], int *port) 
 }
 
 /* "127.0.0.1:29500", "[::1]:29500" or "the abstract Unix socket @name". */
-static void cddp__address_text(const cddp__address *a, char *text, size_t capacity) {
+static cddp__text cddp__describe_address(const cddp__address *a) {
   char host[128], port[16];
   int name = (int)a->size - (int)offsetof(struct sockaddr_un, sun_path) - 1; /* its size */
   if (a->sa.ss_family == AF_UNIX)
-    snprintf(text, capacity, "the abstract Unix socket @%.*s", name > 0 ? name : 0,
-             a->un.sun_path + 1);
-  else if (getnameinfo(&a->any, a->size, host, sizeof host, port, sizeof port,
-                       NI_NUMERICHOST | NI_NUMERICSERV) != 0)
-    snprintf(text, capacity, "(unknown address)");
-  else
-    snprintf(text, capacity, a->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
+    return cddp__words("the abstract Unix socket @%.*s", name > 0 ? name : 0, a->un.sun_path + 1);
+  if (getnameinfo(&a->any, a->size, host, sizeof host, port, sizeof port,
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0)
+    return cddp__words("(unknown address)");
+  return cddp__words(a->sa.ss_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
 }
 
 /* Linux has the port of IPv4 and of IPv6 in the same place. */
@@ -3393,14 +3391,14 @@ static int cddp__listen_address(const cddp__address *a, int *out) {
 static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *fd_count) {
   int port, asked = cddp__address_port(&a[0]), tries = asked == 0 ? 32 : 1, i, n, e, error;
   cddp__address bound;
-  char text[160] = "";
+  cddp__text text = {""};
   do {
     port = asked;
     for (i = n = error = 0; i < count && error != EADDRINUSE; i++) {
       cddp__address_set_port(&a[i], port);
       if ((e = cddp__listen_address(&a[i], &fds[n])) != 0) {
         error = e;
-        cddp__address_text(&a[i], text, sizeof text);
+        text = cddp__describe_address(&a[i]);
       } else if (cddp__local_address(fds[n++], &bound) && port == 0) {
         port = cddp__address_port(&bound);
       }
@@ -3411,7 +3409,7 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
     while (n > 0) cddp__close_fd(&fds[--n]);
     *fd_count = 0;
   } while (error == EADDRINUSE && --tries > 0);
-  return cddp__fail(CDDP_NETWORK, "cannot listen on %s: %s", text, strerror(error));
+  return cddp__fail(CDDP_NETWORK, "cannot listen on %s: %s", text.s, strerror(error));
 }
 
 /* A listening socket on 127.0.0.1 and a port of the system's choice. */
@@ -4198,20 +4196,18 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
    listens there is no store of this job. */
 static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
   cddp_result r = CDDP_NETWORK;
-  char text[160];
   int i, error;
   for (i = 0; i < s->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *a = &s->addresses[i];
     error = cddp__connect_address(a, cddp__soon(5, deadline), &s->fd);
     cddp__own_socket(s->fd);
-    cddp__address_text(a, text, sizeof text);
     if (error == 0)
-      r = cddp__greet(s, text, deadline);
+      r = cddp__greet(s, cddp__describe_address(a).s, deadline);
     else
       r = cddp__fail(error == CDDP__FOREIGN                   ? CDDP_MISMATCH
                      : error == EMFILE || error == ENFILE ? CDDP_SYSTEM
                                                           : CDDP_NETWORK,
-                     "connect to %s: %s", text,
+                     "connect to %s: %s", cddp__describe_address(a).s,
                      error != CDDP__FOREIGN
                          ? strerror(error)
                          : "another user's process listens there; set MASTER_ADDR and MASTER_PORT "
@@ -8018,7 +8014,8 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
   static const char hex[] = "0123456789abcdef";
   const char *given = cddp__env("CDDP_HOST_ID"), *method = at->init_method;
   cddp__address a[CDDP__ADDRESSES_MAX];
-  char host[256], spelled[160], place[1200], text[1600];
+  char host[256], place[1200], text[1600];
+  cddp__text spelled;
   unsigned char mac[32];
   struct stat st;
   bool here = false;
@@ -8030,8 +8027,8 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
     n = 0; /* who opens the store says what is wrong with it */
   for (i = 0; i < n && !here; i++) {
     here = cddp__address_here(&a[i]);
-    cddp__address_text(&a[i], spelled, sizeof spelled);
-    if (i == 0 || strcmp(spelled, place) < 0) snprintf(place, sizeof place, "%s", spelled);
+    spelled = cddp__describe_address(&a[i]);
+    if (i == 0 || strcmp(spelled.s, place) < 0) snprintf(place, sizeof place, "%s", spelled.s);
   }
   if (here) snprintf(place, sizeof place, "here:%d", port);
   if (stat("/proc/self/ns/pid", &st) != 0) st.st_ino = 0;
@@ -8331,11 +8328,11 @@ static bool cddp__admit(const cddp__rendezvous *v, const cddp__channel *c,
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp__address *at,
                                            int *fd, int *port) {
   cddp__address a = *at;
-  char text[160];
+  cddp__text asked;
   int error;
   cddp__address_set_port(&a, 0);
   error = cddp__listen_address(&a, fd);
-  cddp__address_text(&a, text, sizeof text);
+  asked = cddp__describe_address(&a);
   if (error == 0 && !cddp__local_address(*fd, &a)) error = errno;
   *port = cddp__address_port(&a);
   cddp__own_socket(*fd);
@@ -8344,7 +8341,7 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp
   return cddp__fail(CDDP_SYSTEM,
                     "cannot listen on %s for ranks of other hosts: %s; CDDP_IFNAME names another "
                     "interface",
-                    text, strerror(error));
+                    asked.s, strerror(error));
 }
 
 /* Opens a socket for links of a member of this node, if it has none, and notes where it is. */
