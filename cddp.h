@@ -10046,11 +10046,13 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
 /* --- send and recv --- */
 
 /* Whether the connection to a rank is made, and not too much waits to be sent, or one message of so
-   many bytes alone. p2p_lock held. */
+   many bytes alone. A rank may leave as soon as it has received all: that is no loss to a send of
+   which nothing waits here. p2p_lock held. */
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) {
   const cddp__link *l = cddp__link_to(g, peer, true);
-  return l != NULL && l->state != CDDP__LINK_GREETING && l->state != CDDP__LINK_DEAD &&
-         cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
+  if (l == NULL || l->state == CDDP__LINK_GREETING) return false;
+  if (l->state == CDDP__LINK_DEAD) return l->error == CDDP__LEFT && cddp__buffer_size(&l->out) == 0;
+  return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
 
 /* Sends a message to a rank of another host as far as the system takes it, and keeps the rest. */
@@ -10078,6 +10080,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   }
   cddp__note_end(g, l);
   pthread_mutex_unlock(&g->p2p_lock);
+  CDDP__POINT("sent");
   return r;
 }
 

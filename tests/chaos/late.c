@@ -4,9 +4,17 @@
 #define _GNU_SOURCE
 #define CDDP_IMPLEMENTATION
 #define CDDP__UNANSWERED_S 1.0
+#define CDDP__POINT(name) nap_at(name)
+static void nap_at(const char *point);
 #include "../../cddp.h"
 
 #include "../ranks.h"
+
+static bool naps; /* this rank, behind each send, before it looks at anything else */
+
+static void nap_at(const char *point) {
+  if (naps && strcmp(point, "sent") == 0) ranks_sleep(0.02);
+}
 
 /* Rank 0 sends at once what rank 1 receives seconds later: small messages, or one that is more than
    the system takes. */
@@ -33,6 +41,31 @@ static void test_late_receiver(void) {
   int i;
   setenv("TEST_HOSTS", "ab", 1);
   for (i = 0; i < 2; i++) CHECK_OK(ranks_run(receive_late, &counts[i], 2, false));
+}
+
+/* Rank 1 leaves as soon as it has received, before rank 0 comes out of its send. */
+static int leave_at_once(cddp_group *g, void *arg) {
+  cddp_group *two;
+  float x = 1;
+  int i;
+  (void)arg;
+  for (i = 0; i < 20 && test_failures == 0; i++) {
+    CHECK_OK(cddp_group_split(g, 0, cddp_rank(g), &two));
+    CHECK_OK(cddp_barrier(two));
+    naps = cddp_rank(g) == 0;
+    if (naps)
+      CHECK_OK(cddp_send(two, &x, 1, CDDP_F32, 1, 0, NULL));
+    else
+      CHECK_OK(cddp_recv(two, &x, 1, CDDP_F32, 0, 0, NULL));
+    naps = false;
+    cddp_destroy(two);
+  }
+  return 0;
+}
+
+static void test_receiver_leaves(void) {
+  setenv("TEST_HOSTS", "ab", 1);
+  CHECK_OK(ranks_run(leave_at_once, NULL, 2, false));
 }
 
 /* Rank 1 is stopped in the middle of a collective, for seconds, and goes on. */
@@ -71,6 +104,7 @@ static void test_stopped_midway(void) {
 int main(void) {
   setenv("CDDP_TIMEOUT_S", "120", 0);
   RUN(test_late_receiver);
+  RUN(test_receiver_leaves);
   RUN(test_stopped_midway);
   return TEST_END();
 }
