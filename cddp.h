@@ -629,13 +629,18 @@ typedef struct cddp_ddp_desc {
 /* Collective over g. Compares names, counts and dtypes with rank 0's (CDDP_MISMATCH names the first
    that differs), copies rank 0's data to all ranks and assigns gradients to buckets as PyTorch
    does. params must stay where it is until cddp_ddp_destroy; gradient pointers never move. data and
-   grad may be in any memory: weights from cddp_alloc of g, and gradients that were NULL, are never
-   copied; gradients of your own are, in each step. Those that were NULL lie in one piece of memory:
+   grad may be in any memory, which must stay as long: weights and gradients from cddp_alloc of g,
+   and gradients that were NULL, are not copied. Those that were NULL lie in one piece of memory:
    first those of F32, then F64, F16, BF16; of each dtype the last parameter first, each from the
-   next multiple of 64 bytes on, zero in between. g must outlive the cddp_ddp. TIED WEIGHTS, of an
-   embedding and the output layer say, are one cddp_param: both layers read its data and add to its
-   grad, and cddp_ddp_ready follows the later of them. Parameters whose memory overlaps are
-   CDDP_INVALID_ARGUMENT. */
+   next multiple of 64 bytes on, zero in between. Gradients of your own may lie as you like, in one
+   block say, all layers of a tensor side by side: those that are from cddp_alloc on all ranks (with
+   threads, or one rank: in any memory) are reduced where they are, and nothing around them is
+   touched. Nobody may write to them between cddp_ddp_ready and the wait or step. Others are copied
+   in each step; so are all on GPUs, of elastic models and with a comm_hook, and over several hosts
+   or with MPI those below 1 MiB, or all where ranks have several shards. g must outlive the
+   cddp_ddp. TIED WEIGHTS, of an embedding and the output layer say, are one cddp_param: both layers
+   read its data and add to its grad, and cddp_ddp_ready follows the later of them. Parameters whose
+   memory overlaps are CDDP_INVALID_ARGUMENT. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                     const cddp_ddp_desc *desc);
@@ -794,8 +799,8 @@ typedef struct cddp_partition {
   size_t first; /* element of it */
   size_t count; /* elements, at least 1 */
   void *data;   /* this rank's weights there */
-  void *grad;   /* the mean gradient there, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather; not
-                   in the caller's gradient, if there is one */
+  void *grad;   /* the mean gradient there, from cddp_ddp_reduce_scatter to cddp_ddp_all_gather; in
+                   a gradient of your own only if that is not copied */
 } cddp_partition;
 
 /* This rank's partitions: how many, and an array that stays as it is until cddp_ddp_destroy. */
@@ -958,8 +963,10 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine
      TRY(cddp_ddp_step(ddp, adamw));
      TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
    gpt2_backward then allocates grads_acts_memory only, whose being NULL it asks for in place of
-   grads_memory's, which stays NULL; m_memory and v_memory go. 2 ranks with B = 4 have the losses of
-   one process with B = 8.
+   grads_memory's, which stays NULL; m_memory and v_memory go. To overlap with backward layer by
+   layer, keep grads_memory, from cddp_alloc, and list each layer's part of a tensor as a cddp_param
+   with its place there as grad; gradients are reduced where they are. 2 ranks with B = 4 have the
+   losses of one process with B = 8.
    Its train_gpt2.cu has all that zero.cuh does, by hand. There
      multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
                                        main_stream; MPI, the ids and their exchange go
@@ -1343,7 +1350,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    host, which alone can see it; without one there the end of its connection has to do. A host that
    is cut off is noticed by the deadline, or 20 s after it last acknowledged anything.
 
-   DATA PARALLEL. Gradients lie in one arena per rank and never move; see >>ddp. A model has
+   DATA PARALLEL. Gradients lie in one arena per rank, or where the caller has them in shared
+   memory, and never move; see >>ddp. A model has
    private groups for buckets and for control, so your own collectives on the group may come between
    ready() calls in any order (on GPUs see ORDER there). One engine serves host and device memory;
    what differs is behind a table of functions, cddp__ddp_memory. Gradients that are rows: >>sparse.
@@ -1689,9 +1697,9 @@ typedef struct cddp__backend {
 typedef struct cddp__carrier {
   bool foreign; /* another library's: it adds up all ranks, those too that have joined */
   cddp_result (*run)(cddp_group *g, const cddp__call *c);
-  /* The mean of the ranks' c->count elements at c->recv, which ranks of this host see `at` bytes
-     behind mirrors[their place]. NULL: whoever asks sees them all, and adds them up itself. */
-  cddp_result (*average)(cddp_group *g, const cddp__call *c, char *const *mirrors, size_t at);
+  /* The mean of the ranks' c->count elements at c->recv; arrays: where each rank of this host has
+     them. NULL: whoever asks sees them all, and adds them up itself. */
+  cddp_result (*average)(cddp_group *g, const cddp__call *c, void *const *arrays);
   cddp_result (*split)(const cddp_group *from, cddp_group *to, int color, int key);
   void (*leave)(cddp_group *g);
 } cddp__carrier;
@@ -1800,7 +1808,7 @@ typedef struct cddp__bucket_plan {
 /* A node of the canonical tree over the shards of a step: the sum of some that one rank has. */
 typedef struct cddp__shard_node {
   int rank;
-  int slot; /* of the rank's, where it is; -1: one shard, in the rank's arena */
+  int slot; /* of the rank's, where it is; -1: one shard, as the rank's gradients */
 } cddp__shard_node;
 
 typedef struct cddp__address { /* a socket address */
@@ -1814,13 +1822,23 @@ typedef struct cddp__address { /* a socket address */
   socklen_t size; /* bytes in use */
 } cddp__address;
 
-/* One parameter inside a cddp_ddp. Offsets are into the arena, alike on every rank. */
+/* Where a gradient is that ranks reduce. */
+enum cddp__storage {
+  CDDP__PLACED,   /* in the arena, to which params[i].grad points */
+  CDDP__COPIED,   /* in the arena; params[i].grad is the caller's, and copied */
+  CDDP__IN_PLACE, /* at params[i].grad, which is the caller's, on all ranks */
+};
+
+/* One parameter inside a cddp_ddp. Offsets are into the model: all gradients side by side, of which
+   those that are not in place lie in the arena. Alike on every rank. */
 typedef struct cddp__tensor {
-  size_t offset, bytes, room; /* room: bytes rounded up to a cache line, the rest stays zero */
-  size_t begin, end; /* what this rank steps, bytes of the arena; end <= begin: nothing */
+  enum cddp__storage storage;
+  size_t offset, bytes;
+  size_t place; /* in the arena: where; with nothing in place the same as offset */
+  size_t room;  /* bytes; in the arena rounded up to a cache line, the rest stays zero */
+  size_t begin, end; /* what this rank steps, bytes of the model; end <= begin: nothing */
   size_t piece;      /* of d->squares, its first one */
   size_t dense;      /* rows, on a device: where the mean is as a dense gradient */
-  bool placed;         /* params[i].grad points into the arena */
   bool ready;          /* this step; guarded by lock */
   bool noted;          /* ready() under no_sync since the last step; guarded by lock */
   bool used;           /* by any rank, in the step being reduced */
@@ -2034,18 +2052,18 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   bool no_sync, rebuilt;
   size_t limits[2];      /* of the first bucket and the others, bytes */
   cddp__tensor *tensors; /* [count] */
-  char *arena;           /* all gradients */
-  char *mirror;          /* on a host the arena, in shared memory; else NULL */
-  size_t bytes;          /* of each */
-  size_t dense;          /* of them, what parts divide; on a device rows lie behind it */
-  size_t model_bytes;    /* of the arena if all gradients were dense: elastic, rows lie behind */
-  size_t pieces;         /* of the arena, of which squares are added up */
+  int me;                /* this rank's number in what follows: local rank, or elastic member */
+  char *arena;           /* gradients that are not in place; on a host in shared memory */
+  size_t bytes;          /* of the arena; on a device rows lie behind what is reduced */
+  size_t dense;          /* of the model, what parts divide */
+  size_t model_bytes;    /* likewise if all gradients were dense: elastic, rows lie behind */
+  size_t pieces;         /* of the model, of which squares are added up */
   size_t state_room;     /* of an optimizer, bytes from one state of all parameters to the next */
-  size_t squares_at;     /* bytes from the mirror to sums of squares, behind the slots */
-  size_t whole;          /* of the mirror and what is behind it */
-  char **mirrors;        /* [ranks] every rank's, mapped here; squares follow arena and slots */
-  char **slot_areas;     /* [ranks] every rank's slots, mapped here */
-  char **weights;        /* [ranks][count] every rank's, mapped here; if tensor.shared */
+  size_t whole;          /* of the arena and what is behind it: slots, squares */
+  char **gradients;      /* [ranks][count] every rank's, mapped here */
+  char **slot_areas;     /* [ranks] every rank's slots, likewise */
+  double **squares;      /* [ranks] every rank's sums of squares of pieces, likewise */
+  char **weights;        /* [ranks][count] every rank's, likewise; if tensor.shared */
   int *order;            /* [count] parameters as they lie in the arena; sparse ones come last */
   int *receivers;        /* [receiver_count] ranks to which a step writes new weights */
   int receiver_count;
@@ -10776,14 +10794,13 @@ static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
 }
 
 /* Over the ranks that have not joined. */
-static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, char *const *mirrors,
-                                       size_t at) {
+static cddp_result cddp__hosts_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
   cddp__hosts *x = g->hosts;
   cddp__flow f = cddp__flow_of(g, c);
   cddp_result r;
   int k;
   f.n = c->count;
-  for (k = 0; k < g->local_size; k++) g->buffers[k] = mirrors[k] + at;
+  for (k = 0; k < g->local_size; k++) g->buffers[k] = (char *)arrays[k];
   cddp__set_leaves(g, x, true);
   r = cddp__move_chunk(&f);
   cddp__set_leaves(g, x, false);
@@ -11129,9 +11146,8 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
 }
 
 /* Over all ranks, in place, of any number of elements. */
-static cddp_result cddp__mpi_average(cddp_group *g, const cddp__call *c, char *const *mirrors,
-                                     size_t at) {
-  (void)mirrors, (void)at;
+static cddp_result cddp__mpi_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
+  (void)arrays;
   return cddp__mpi_data(g, c, (const char *)c->send);
 }
 
@@ -15009,7 +15025,7 @@ static cddp_result cddp__device_zero_grad(cddp_optim *s) {
   cddp_result r = d != NULL ? cddp__device_zero(d->arena, d->bytes, stream) : CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < s->count; i++) {
-    if (s->params[i].grad != NULL && (d == NULL || !d->tensors[i].placed))
+    if (s->params[i].grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__COPIED))
       r = cddp__device_zero(s->params[i].grad,
                             s->params[i].count * cddp__dtype_size(s->params[i].dtype), stream);
   }
@@ -15142,39 +15158,42 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    cddp_ddp_ready, cddp__ddp_meet and _step; cddp_ddp_next_shard, _join. Called by the thread that
    trains, but for cddp_ddp_ready (any) and cddp__run_bucket (the engine of d->comm); what both
    touch is guarded by d->lock.
-   Works as follows: all gradients lie in one arena per rank, dtype by dtype, last parameter first,
-   and never move. A bucket is a list of parameters, so new buckets (in order of arrival, after the
-   first step) move nothing. ready() marks a gradient. When a bucket and all before it are full, its
-   reduction begins. wait() and step() compare what is ready on d->control, start what is left, and
-   go on when all buckets are reduced. What differs between kinds of memory is behind
+   Works as follows: all gradients together, dtype by dtype, last parameter first, are the model; an
+   offset into it says what parts, pieces, slots and states belong to. Where rank k has parameter
+   i's gradient says d->gradients: in its arena, one piece of memory, or in the caller's, if all
+   ranks see that (cddp__find_own). Neither ever moves. A bucket is a list of parameters, so new
+   buckets (in order of arrival, after the first step) move nothing. ready() marks a gradient. When
+   a bucket and all before it are full, its reduction begins. wait() and step() compare what is
+   ready on d->control, start what is left, and go on when all buckets are reduced. What differs
+   between kinds of memory is behind
    cddp__ddp_memory, d->memory:
-   On the host the arena is shared memory. The group's thread reduces a bucket in two rounds: every
-   rank has it; every rank has done its slice. step() on gradients that nobody has reduced yet takes
-   one pass instead: each rank walks through its part of the arena block by block (cddp__walk), adds
-   up the block of all ranks, steps it with the states that it has in the memory of all, writes the
-   new weights to every rank and zeroes the block everywhere. The block stays in the first-level
-   cache between these, or (f32, a state or two, 1, 2 or 4 ranks) one loop does it all. After a
-   step() the reduction of the next buckets therefore waits for step(). Weights in memory that is
-   not shared are published through the gradients' places. With max_grad_norm there is a walk before
-   that one: each rank leaves the mean of its part in its own arena, and the sums of squares of that
-   part's pieces behind it; a round; every rank adds up all sums, in the order of the arena.
-   cddp_ddp_reduce_scatter is that walk alone, cddp_ddp_all_gather what follows the update of a
-   block. What a walk does with a block is cddp__pass.block: >>elastic has one of its own.
-   With NCCL a bucket's all-reduce goes onto the side stream, behind an event of the backward pass;
-   the caller's stream then waits for the side stream, and one kernel updates all weights and zeroes
-   the gradients. The host waits for no device, and for other ranks only where d->meets. Every rank
-   keeps all of the momentum. Without NCCL it is the same, but that the group's thread reduces the
-   buckets, by all-reduces that take their way through the host.
-   More shards than ranks (d->spread): behind its arena a rank has slots, each as large, with f32
-   for f16 and bf16. A shard that has ended goes from the arena into a slot and is added to those
-   before it with which it makes a node of the canonical tree over all shards (cddp__merges, in
-   >>plan); the last one may stay in the arena. Where each rank has which nodes then is known since
-   creation (d->nodes). Buckets wait for the step, which takes the mean over all ranks' nodes in
-   place of their arenas: cddp__reduce_shards. Ranks that do not see each other's memory gather all
-   nodes first. On devices all nodes lie in slots, and each rank gets all nodes of a part of the
-   arena, takes the mean of these, and all gather the parts (cddp__gpu_gather_piece); with NCCL,
-   whose own order is not the canonical one, also if shards are as many as ranks. Rows are packed
-   shard by shard, and merged as if each shard were a rank's.
+   On the host gradients are in shared memory. The group's thread reduces a bucket in two rounds:
+   every rank has it; every rank has done its slice. step() on gradients that nobody has reduced yet
+   takes one pass instead: each rank walks through its part of the model block by block
+   (cddp__walk), adds up the block of all ranks, steps it with the states that it has in the memory
+   of all, writes the new weights to every rank and zeroes the block everywhere. The block stays in
+   the first-level cache between these, or (f32, a state or two, 1, 2 or 4 ranks) one loop does it
+   all. After a step() the reduction of the next buckets therefore waits for step(). Weights in
+   memory that is not shared are published through the gradients' places. With max_grad_norm there
+   is a walk before that one: each rank leaves the mean of its part in its own gradients, and the
+   sums of squares of that part's pieces behind its arena; a round; every rank adds up all sums, in
+   the model's order. cddp_ddp_reduce_scatter is that walk alone, cddp_ddp_all_gather what follows
+   the update of a block. What a walk does with a block is cddp__pass.block: >>elastic has one of
+   its own. With NCCL a bucket's all-reduce goes onto the side stream, behind an event of the
+   backward pass; the caller's stream then waits for the side stream, and one kernel updates all
+   weights and zeroes the gradients. The host waits for no device, and for other ranks only where
+   d->meets. Every rank keeps all of the momentum. Without NCCL it is the same, but that the group's
+   thread reduces the buckets, by all-reduces that take their way through the host.
+   More shards than ranks (d->spread): behind its arena a rank has slots, each as large as the
+   model, with f32 for f16 and bf16. A shard that has ended goes from the gradients into a slot and
+   is added to those before it with which it makes a node of the canonical tree over all shards
+   (cddp__merges, in >>plan); the last one may stay where it is. Where each rank has which nodes
+   then is known since creation (d->nodes). Buckets wait for the step, which takes the mean over all
+   ranks' nodes in place of their gradients: cddp__reduce_shards. Ranks that do not see each other's
+   memory gather all nodes first. On devices all nodes lie in slots, and each rank gets all nodes of
+   a part of the model, takes the mean of these, and all gather the parts (cddp__gpu_gather_piece);
+   with NCCL, whose own order is not the canonical one, also if shards are as many as ranks. Rows
+   are packed shard by shard, and merged as if each shard were a rank's.
    From ready() to the new weight on a host: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
    cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__walk, cddp__fuse_loop, the
    kernel.
@@ -15187,6 +15206,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    last one to join when all have. */
 
 #define CDDP__BLOCK ((size_t)2048) /* elements of a block of step() */
+#define CDDP__OWN_BYTES ((size_t)1 << 20) /* that several hosts reduce in place, at least */
 
 /* The payload of a step in which the ranks of a cddp_ddp meet. */
 typedef struct cddp__step_header {
@@ -15221,17 +15241,17 @@ struct cddp__ddp_memory {
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
   /* Of more shards than ranks: see cddp__merge_nodes. */
-  cddp_result (*merge_nodes)(cddp_ddp *d, int me, int out, const int *slots, const int *widths,
-                             int count, bool clear);
+  cddp_result (*merge_nodes)(cddp_ddp *d, int out, const int *slots, const int *widths, int count,
+                             bool clear);
   cddp_result (*gather_shards)(cddp_ddp *d); /* all nodes of all ranks make the mean in the arena */
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
   /* Of arrays, from root; CDDP__OWNERS: arrays as long as the parameters, each rank's part. */
   cddp_result (*broadcast)(cddp_ddp *d, const cddp_param *arrays, int count, int root);
   cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
-  cddp_result (*scale)(cddp_ddp *d); /* all gradients in the arena, by cddp__mean_factor */
+  cddp_result (*scale)(cddp_ddp *d); /* all gradients, by cddp__mean_factor */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it */
-  /* Updates the weights. averaged: the arena holds means already. wrote: see cddp__host_step */
+  /* Updates the weights. averaged: gradients are means already. wrote: see cddp__host_step */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
   /* For an optimizer of the caller's own: the mean of this rank's part; then the weights of all. */
   cddp_result (*scatter)(cddp_ddp *d, bool averaged, bool wrote);
@@ -15327,16 +15347,46 @@ static cddp_result cddp__compare_models(const cddp_ddp *d, const cddp__model_inf
   return CDDP_OK;
 }
 
-/* All ranks learn of the first rank whose model differs from rank 0's. */
-static cddp_result cddp__agree_on_params(cddp_ddp *d) {
+/* Elements of parameter i's gradient that buckets reduce. */
+static size_t cddp__dense_count(const cddp_ddp *d, int i) {
+  return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
+}
+
+/* Whether a gradient of the caller's own can be reduced where it is, if all ranks see it: a hook
+   gets its bucket in one piece, the memory of an elastic rank must outlive it. */
+static bool cddp__takes_own(const cddp_ddp *d) {
+  return !d->desc.elastic && d->desc.comm_hook == NULL && d->group->backend == NULL &&
+         !(d->spread && d->group->carrier->average != NULL);
+}
+
+/* Whether this rank has one at least that others may see. */
+static bool cddp__has_own(const cddp_ddp *d) {
+  int i = 0;
+  while (i < d->count && (d->params[i].grad == NULL || cddp__dense_count(d, i) == 0 ||
+                          (d->group->size > 1 && cddp__ref_of(d->group->host, d->params[i].grad, 1)
+                                                         .kind == CDDP__REF_NONE)))
+    i++;
+  return cddp__takes_own(d) && i < d->count;
+}
+
+/* All ranks learn of the first rank whose model differs from rank 0's. *own: whether all may have
+   gradients that stay in place. */
+static cddp_result cddp__agree_on_params(cddp_ddp *d, bool *own) {
   cddp_group *g = d->control;
-  uint64_t count = (uint64_t)d->count;
+  uint64_t count = (uint64_t)d->count, payload[2];
   cddp__model_info *theirs;
-  cddp_result r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
-                              d->meets, &count, sizeof count); /* all meet in each step, or none */
+  cddp_result r;
   int i;
+  payload[0] = count;
+  payload[1] = cddp__has_own(d) ? 1 : 0;
+  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, payload,
+                  sizeof payload); /* all meet in each step, or none */
   if (r != CDDP_OK) return r;
-  memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
+  for (*own = true, i = g->size - 1; i >= 0; i--) {
+    memcpy(payload, cddp__op_header_of(g, i, g->round)->u.bytes, sizeof payload);
+    *own = *own && payload[1] != 0;
+  }
+  count = payload[0];
   theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   for (i = -1; g->rank == 0 && i < d->count; i++) cddp__describe(d, i, &theirs[i + 1]);
@@ -15348,11 +15398,6 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
 }
 
 /* --- the arena --- */
-
-/* Elements of parameter i's gradient that buckets reduce. */
-static size_t cddp__dense_count(const cddp_ddp *d, int i) {
-  return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
-}
 
 /* The arena is dealt out in equal parts to the ranks of the host; each rank steps its part. No
    piece (see cddp__pieces) is cut. */
@@ -15385,32 +15430,33 @@ static size_t cddp__dtype_granule(const cddp_ddp *d) {
   return CDDP__CACHE_LINE * (parts ? (size_t)d->group->size : 1);
 }
 
-/* Places every parameter in the arena: dtype by dtype, last parameters first. */
+/* Places every parameter in the model and the arena: dtype by dtype, last parameters first. */
 static void cddp__lay_out(cddp_ddp *d) {
   int dtype, i, placed = 0;
-  d->bytes = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
-    if (dtype == CDDP_F16) d->halves = d->bytes; /* these and bf16 are the last */
+    if (dtype == CDDP_F16) d->halves = d->dense; /* these and bf16 are the last */
     for (i = d->count - 1; i >= 0; i--) {
       cddp__tensor *t = &d->tensors[i];
       if ((int)d->params[i].dtype != dtype) continue;
-      t->offset = d->bytes;
+      t->offset = d->dense;
+      t->place = d->bytes;
       t->bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
       t->room = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
-      d->bytes += t->room;
+      d->dense += t->room;
+      if (t->storage == CDDP__IN_PLACE) t->room = t->bytes;
+      else d->bytes += t->room;
       if (cddp__sparse_of(d, i) == NULL) d->order[placed++] = i;
     }
+    d->dense = cddp__round_up(d->dense, cddp__dtype_granule(d));
     d->bytes = cddp__round_up(d->bytes, cddp__dtype_granule(d));
   }
-  d->slot_bytes = d->slot_room = 2 * d->bytes - d->halves;
-  d->dense = d->bytes;
+  d->slot_bytes = d->slot_room = 2 * d->dense - d->halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->backend != NULL ? d->group->rank : d->group->local_rank,
                        &t->begin, &t->end);
     t->piece = d->pieces;
     d->pieces += cddp__pieces(t->offset, t->offset + t->bytes);
-    t->placed = d->params[i].grad == NULL;
     t->used = true;
     d->used[i] = 1;
   }
@@ -15419,9 +15465,8 @@ static void cddp__lay_out(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
   }
-  d->squares_at = d->bytes + (size_t)d->slots * d->slot_bytes;
-  d->whole = d->squares_at + d->pieces * sizeof(double);
-  d->model_bytes = d->bytes;
+  d->whole = d->bytes + (size_t)d->slots * d->slot_bytes + d->pieces * sizeof(double);
+  d->model_bytes = d->dense;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     if (cddp__sparse_of(d, i) == NULL) continue;
@@ -15460,21 +15505,59 @@ static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, s
   return CDDP_OK;
 }
 
-/* Finds the mirrors of the host's ranks and, for step() there, their weights. */
+/* Where a rank of this host has what belongs to offset `at` of the model, in the gradient of
+   parameter i. */
+static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
+  return d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] + (at - d->tensors[i].offset);
+}
+
+/* A rank's arena is mapped here. */
+static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
+  int i;
+  for (i = 0; i < d->count; i++)
+    if (d->tensors[i].storage != CDDP__IN_PLACE)
+      d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] = arena + d->tensors[i].place;
+}
+
+/* Collective: finds the gradients that stay in place, as all ranks of all hosts have them in shared
+   memory. Between hosts an exchange for each must be worth its while. */
+static cddp_result cddp__find_own(cddp_ddp *d) {
+  size_t least = d->group->carrier->average != NULL ? CDDP__OWN_BYTES : 1;
+  char **places = (char **)d->buffers;
+  cddp_result r = CDDP_OK;
+  int i, k;
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    size_t bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
+    bool all = d->params[i].grad != NULL;
+    if (bytes < least) continue;
+    places[0] = (char *)d->params[i].grad;
+    if (d->group->size > 1)
+      r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->params[i].grad, bytes, places,
+                              &all);
+    if (r != CDDP_OK || !all) continue;
+    d->tensors[i].storage = CDDP__IN_PLACE;
+    for (k = 0; k < d->group->local_size; k++) d->gradients[k * d->count + i] = places[k];
+  }
+  return r;
+}
+
+/* Finds the arenas of the host's ranks and, for step() there, their weights. */
 static cddp_result cddp__map_peers(cddp_ddp *d) {
   cddp_group *g = d->control;
+  char **places = (char **)d->buffers;
   bool all = true;
   cddp_result r;
   int i, k;
   if (d->group->backend != NULL) return CDDP_OK;
-  r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->mirror, d->whole, d->mirrors, &all);
+  r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->arena, d->whole, places, &all);
+  if (r == CDDP_OK && !all) r = cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared");
   if (r != CDDP_OK) return r;
-  if (!all)
-    return cddp__fail(CDDP_OUT_OF_MEMORY,
-                      "no shared memory for %zu bytes of gradients on every rank", d->whole);
-  for (i = 0; i < g->local_size; i++) d->slot_areas[i] = d->mirrors[i] + d->bytes;
+  for (k = 0; k < g->local_size; k++) {
+    cddp__see_arena(d, k, places[k]);
+    d->slot_areas[k] = places[k] + d->bytes;
+    d->squares[k] = (double *)(void *)(d->slot_areas[k] + (size_t)d->slots * d->slot_bytes);
+  }
   for (i = 0; i < d->count; i++) {
-    char **places = (char **)d->buffers;
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->params[i].data, bytes, places, &all);
     if (r != CDDP_OK) return r;
@@ -15484,9 +15567,10 @@ static cddp_result cddp__map_peers(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* A stretch of the arena. */
+/* Gradients that lie side by side. */
 typedef struct cddp__range {
-  size_t begin, end; /* bytes */
+  int first;         /* parameter, that which the range begins with */
+  size_t begin, end; /* of the model, bytes; in a bucket end - begin leaves out what is between */
 } cddp__range;
 
 /* --- more shards than ranks: sums of several shards in slots --- */
@@ -15494,7 +15578,7 @@ typedef struct cddp__range {
 /* All gradients of a dtype; false if there are none. */
 static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
   int i;
-  range->begin = d->bytes;
+  range->begin = d->dense;
   range->end = 0;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
@@ -15512,55 +15596,58 @@ static size_t cddp__wide_bytes(const cddp_ddp *d, size_t begin, size_t end) {
   return end - begin + (end > halves ? end - halves : 0);
 }
 
-/* Where a rank of this host has, in a slot (-1: in its arena), what belongs to offset `at` of the
-   arena. */
+/* Where a rank of this host has, in a slot, what belongs to offset `at` of the model. */
 static char *cddp__in_slot(const cddp_ddp *d, int rank, int slot, size_t at) {
-  if (slot < 0) return d->mirrors[rank] + at;
   return d->slot_areas[rank] + (size_t)slot * d->slot_room + cddp__wide_bytes(d, 0, at);
 }
 
-/* The mean over all shards, of n elements from offset `at` of the arena on. sources: [shards]. */
-static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, size_t at,
-                                size_t n, cddp_dtype dtype) {
+/* As above; slot -1: in its gradients, of which this is parameter i's. */
+static char *cddp__in_node(const cddp_ddp *d, int rank, int slot, int i, size_t at) {
+  return slot < 0 ? cddp__gradient_at(d, rank, i, at) : cddp__in_slot(d, rank, slot, at);
+}
+
+/* The mean over all shards, of n elements of parameter `param` from offset `at` of the model on.
+   sources: [shards]. */
+static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int param,
+                                size_t at, size_t n) {
+  cddp_dtype dtype = d->params[param].dtype;
   int i;
   for (i = 0; i < d->node_count; i++)
-    sources[i] = cddp__in_slot(d, d->nodes[i].rank, d->nodes[i].slot, at);
+    sources[i] = cddp__in_node(d, d->nodes[i].rank, d->nodes[i].slot, param, at);
   if (d->leaves) cddp__reduce(out, sources, d->shards, n, dtype, CDDP_AVG);
   else
     cddp__reduce_nodes(out, sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
 }
 
-/* Adds up, in the slot `out`, nodes of this rank (number `me` here) that together are one. widths:
-   as cddp__reduce_nodes takes them. clear: the arena becomes zero. */
-static cddp_result cddp__merge_nodes(cddp_ddp *d, int me, int out, const int *slots,
-                                     const int *widths, int count, bool clear) {
+/* Adds up, in the slot `out`, nodes of this rank that together are one. widths: as
+   cddp__reduce_nodes takes them. clear: gradients become zero. */
+static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
+                                     int count, bool clear) {
   const void *sources[CDDP__FOLD_DEPTH + 1];
-  cddp__range range;
   size_t at, n;
-  int dtype, i;
-  for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
-    size_t esize = cddp__dtype_size((cddp_dtype)dtype);
-    if (!cddp__range_of(d, dtype, &range)) continue;
-    for (at = range.begin; at < range.end; at += n * esize) {
-      char *to = cddp__in_slot(d, me, out, at);
-      n = cddp__min(CDDP__BLOCK, (range.end - at) / esize);
-      for (i = 0; i < count; i++) sources[i] = cddp__in_slot(d, me, slots[i], at);
-      if (count > 1)
-        cddp__reduce_nodes(to, sources, widths, count, 0, n, (cddp_dtype)dtype, CDDP_SUM);
-      else
-        cddp__convert(to, cddp__compute_type((cddp_dtype)dtype), sources[0], (cddp_dtype)dtype, n);
-      if (clear) memset(d->mirror + at, 0, n * esize);
+  int i, k;
+  for (i = 0; i < d->count; i++) {
+    const cddp__tensor *t = &d->tensors[i];
+    cddp_dtype dtype = d->params[i].dtype;
+    size_t esize = cddp__dtype_size(dtype);
+    for (at = t->offset; t->room > 0 && at < t->offset + t->bytes; at += n * esize) {
+      char *to = cddp__in_slot(d, d->me, out, at);
+      n = cddp__min(CDDP__BLOCK, (t->offset + t->bytes - at) / esize);
+      for (k = 0; k < count; k++) sources[k] = cddp__in_node(d, d->me, slots[k], i, at);
+      if (count > 1) cddp__reduce_nodes(to, sources, widths, count, 0, n, dtype, CDDP_SUM);
+      else cddp__convert(to, cddp__compute_type(dtype), sources[0], dtype, n);
+      if (clear) memset(cddp__gradient_at(d, d->me, i, at), 0, n * esize);
     }
   }
   return CDDP_OK;
 }
 
-/* Gradients that are the program's own become zero for the next shard. */
+/* Gradients of the caller's that have been copied become zero for the next shard. */
 static cddp_result cddp__clear_own(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (!d->tensors[i].placed)
+    if (d->tensors[i].storage == CDDP__COPIED)
       r = d->memory->zero(d->params[i].grad, d->tensors[i].bytes, d->group->stream);
   return r;
 }
@@ -15587,14 +15674,14 @@ static cddp_result cddp__end_shard(cddp_ddp *d) {
   slots[merged] = -1;
   widths[merged] = 1;
   if (r == CDDP_OK)
-    r = d->memory->merge_nodes(d, d->group->local_rank, slot, slots, widths, merged + 1, !last);
+    r = d->memory->merge_nodes(d, slot, slots, widths, merged + 1, !last);
   if (r == CDDP_OK && !last) r = cddp__clear_own(d);
   d->depth = slot + 1;
   return r;
 }
 
-/* Where ranks do not see all mirrors: every rank gets all nodes and takes the mean of them, which
-   goes into its own arena. */
+/* Where ranks do not see each other's memory: every rank gets all nodes and takes the mean of them,
+   which goes into its own arena, where all gradients are. */
 static cddp_result cddp__gather_shards(cddp_ddp *d) {
   const cddp_allocator *a = &d->group->host->allocator;
   size_t ranks = (size_t)d->group->size, most = (size_t)d->most_nodes, n, at, esize, csize;
@@ -15618,7 +15705,7 @@ static cddp_result cddp__gather_shards(cddp_ddp *d) {
         d->sources[i] = all + ((size_t)rank * most + (size_t)k) * n * csize;
         if (rank == d->group->rank)
           memcpy(mine + (size_t)k * n * csize,
-                 cddp__in_slot(d, d->group->local_rank, node->slot, at),
+                 node->slot < 0 ? d->arena + at : cddp__in_slot(d, d->me, node->slot, at),
                  n * (node->slot < 0 ? esize : csize));
       }
       r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, all, most * n * csize, CDDP_U8,
@@ -15634,20 +15721,27 @@ static cddp_result cddp__gather_shards(cddp_ddp *d) {
 
 /* --- reducing a bucket in memory that the ranks of a host share --- */
 
+/* Whether the second of two parameters of a bucket lies behind the first, on all ranks and, where
+   shards are added up, in slots. */
+static bool cddp__adjoins(const cddp_ddp *d, const cddp__tensor *a, const cddp__tensor *b) {
+  if (a->storage == CDDP__IN_PLACE || b->storage == CDDP__IN_PLACE) return false;
+  return b->place == a->place + a->room && (!d->spread || b->offset == a->offset + a->room);
+}
+
 /* The next stretch of used parameters of the bucket from sorted[*i] on; false at the end. */
 static bool cddp__next_range(const cddp_ddp *d, const cddp__bucket_state *b, int *i,
                              cddp__range *range) {
-  const cddp__tensor *t;
+  const cddp__tensor *t, *next;
   while (*i < b->count && !d->tensors[b->sorted[*i]].used) ++*i;
   if (*i >= b->count) return false;
-  t = &d->tensors[b->sorted[(*i)++]];
+  range->first = b->sorted[(*i)++];
+  t = &d->tensors[range->first];
   range->begin = t->offset;
   range->end = t->offset + t->room;
-  while (*i < b->count) {
-    t = &d->tensors[b->sorted[*i]];
-    if (t->offset != range->end || !t->used) break;
-    range->end += t->room;
-    ++*i;
+  for (; *i < b->count; t = next, ++*i) {
+    next = &d->tensors[b->sorted[*i]];
+    if (!next->used || !cddp__adjoins(d, t, next)) break;
+    range->end += next->room;
   }
   return true;
 }
@@ -15660,8 +15754,8 @@ static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b)
   return bytes;
 }
 
-/* This rank's slice of the bucket: the mean of the mirrors of all ranks that have data goes into
-   all mirrors. The bucket's first round tells who has joined. */
+/* This rank's slice of the bucket: the mean of the gradients of all ranks that have data goes into
+   those of all ranks. The bucket's first round tells who has joined. */
 static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
   const cddp_group *g = d->comm;
@@ -15672,32 +15766,34 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   for (; cddp__next_range(d, b, &i, &range); at += range.end - range.begin) {
     size_t low = cddp__max(begin, at), high = cddp__min(end, at + range.end - range.begin);
     size_t from = range.begin + (low - at), n;
+    char *mean;
     int active = 0;
     if (low >= high) continue;
+    mean = cddp__gradient_at(d, d->me, range.first, from);
     n = (high - low) / cddp__dtype_size(dtype);
     if (d->spread)
-      cddp__reduce_shards(d, d->mirror + from, (const void **)(void *)d->buffers, from, n, dtype);
+      cddp__reduce_shards(d, mean, (const void **)(void *)d->buffers, range.first, from, n);
     for (k = 0; !d->spread && k < g->size; k++)
       if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
-        d->buffers[active++] = d->mirrors[k] + from;
+        d->buffers[active++] = cddp__gradient_at(d, k, range.first, from);
     if (active == g->size) {
       cddp__reduce_all(d->buffers, active, n, dtype, CDDP_AVG);
       continue;
     }
     if (!d->spread)
-      cddp__reduce(d->mirror + from, (const void *const *)d->buffers, active, n, dtype, CDDP_AVG);
+      cddp__reduce(mean, (const void *const *)d->buffers, active, n, dtype, CDDP_AVG);
     for (k = 0; k < g->size; k++)
-      if (k != g->rank) memcpy(d->mirrors[k] + from, d->mirror + from, high - low);
+      if (k != g->rank) memcpy(cddp__gradient_at(d, k, range.first, from), mean, high - low);
   }
 }
 
-/* The mean of the bucket into all mirrors; where ranks do not see all of them, by the carrier. */
+/* The mean of the bucket to all ranks; where they do not see each other's, by the carrier. */
 static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_group *g = d->comm;
   cddp__call c = cddp__make_call(CDDP__KIND_ALL_REDUCE, NULL, NULL, 0,
                                  d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
   cddp__range range;
-  int i = 0;
+  int i = 0, k;
   uint64_t index = (uint64_t)(b - d->buckets);
   unsigned char joined = (unsigned char)d->joined;
   uint64_t record;
@@ -15710,9 +15806,11 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
     if (g->carrier->average == NULL) cddp__reduce_slice(d, b);
     while (r == CDDP_OK && g->carrier->average != NULL && cddp__next_range(d, b, &i, &range)) {
-      c.send = c.recv = d->mirror + range.begin;
+      for (k = 0; k < g->local_size; k++)
+        d->buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
+      c.send = c.recv = d->buffers[d->me];
       c.count = (range.end - range.begin) / c.esize;
-      r = g->carrier->average(g, &c, d->mirrors, range.begin);
+      r = g->carrier->average(g, &c, d->buffers);
     }
     if (r == CDDP_OK) /* all ranks of this host have done their part of it */
       r = cddp__round(g, CDDP__SCOPE_HOST, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_DONE, index, NULL, 0);
@@ -15722,7 +15820,7 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   return r;
 }
 
-/* Copies between the bucket's places in the arena and a contiguous buffer. */
+/* Copies between the bucket's gradients and a contiguous buffer. */
 static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, void *buffer,
                               bool back) {
   cddp__range range;
@@ -15731,7 +15829,7 @@ static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, vo
   int i = 0;
   while (r == CDDP_OK && cddp__next_range(d, b, &i, &range)) {
     size_t n = range.end - range.begin;
-    char *place = d->arena + range.begin;
+    char *place = cddp__gradient_at(d, d->me, range.first, range.begin);
     r = d->memory->copy(back ? place : flat, back ? flat : place, n, d->side);
     flat += n;
   }
@@ -15755,7 +15853,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.group = d->hooks;
   bucket.params = b->sorted;
   bucket.param_count = b->count;
-  bucket.data = d->arena + range.begin;
+  bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
   packed = range.end - range.begin != bytes;
   if (bytes == 0) return CDDP_OK;
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
@@ -15817,10 +15915,10 @@ static cddp_result cddp__host_zero(void *p, size_t bytes, void *stream) {
   return CDDP_OK;
 }
 
-/* Without memory d->mirror stays NULL, which cddp__map_peers tells all ranks. */
 static cddp_result cddp__host_alloc(cddp_ddp *d) {
-  d->arena = d->mirror = (char *)cddp__arena_alloc(d->group->host, d->whole, CDDP__FOR_USER);
-  return CDDP_OK;
+  d->arena = (char *)cddp__arena_alloc(d->group->host, d->whole, CDDP__FOR_USER);
+  return d->arena != NULL ? CDDP_OK
+                          : cddp__fail_in(CDDP_OUT_OF_MEMORY, "%zu bytes of gradients: ", d->whole);
 }
 
 static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
@@ -15871,22 +15969,16 @@ static cddp_result cddp__host_scale(cddp_ddp *d) {
   int i;
   for (i = 0; factor != 1 && i < d->count; i++)
     if (d->tensors[i].used)
-      cddp__scale(d->arena + d->tensors[i].offset, cddp__dense_count(d, i), d->params[i].dtype,
-                  factor);
+      cddp__scale(cddp__gradient_at(d, d->me, i, d->tensors[i].offset), cddp__dense_count(d, i),
+                  d->params[i].dtype, factor);
   return CDDP_OK;
 }
 
-/* Where this rank has the sums of squares of the pieces whose means it has made. */
-static double *cddp__own_squares(const cddp_ddp *d) {
-  if (d->elastic != NULL) return d->elastic->squares;
-  return (double *)(void *)(d->mirror + d->squares_at);
-}
-
-/* The squares of bytes [begin, end) of the arena, which are parameter i's and, if it is not there,
+/* The squares of bytes [begin, end) of the model, which are parameter i's and, if it is not there,
    lie at `grad`; of each piece to where this rank has its sums. */
 static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin, size_t end) {
   const cddp__tensor *t = &d->tensors[i];
-  double *sums = cddp__own_squares(d) + t->piece;
+  double *sums = d->squares[d->me] + t->piece;
   size_t at, n;
   for (at = begin; at < end; at += n) {
     n = cddp__min(CDDP__BLOCK_BYTES - at % CDDP__BLOCK_BYTES, end - at);
@@ -15901,7 +15993,6 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
 static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
   size_t begin, end, k, n;
   double sum = 0;
-  const double *sums;
   int i, p, parts = alone ? 1 : d->group->local_size;
   for (i = d->count - 1; i >= 0; i--) {
     const cddp__tensor *t = &d->tensors[i];
@@ -15913,10 +16004,8 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
       begin = t->offset;
       end = t->offset + t->bytes;
       if (!alone && !cddp__tensor_slice(d, i, p, &begin, &end)) continue;
-      sums = alone ? cddp__own_squares(d)
-                   : (const double *)(void *)(d->mirrors[p] + d->squares_at);
       k = t->piece + begin / CDDP__BLOCK_BYTES - t->offset / CDDP__BLOCK_BYTES;
-      for (n = cddp__pieces(begin, end); n > 0; n--) sum += sums[k++];
+      for (n = cddp__pieces(begin, end); n > 0; n--) sum += d->squares[alone ? d->me : p][k++];
     }
   }
   d->norm = sqrt(sum);
@@ -16086,14 +16175,14 @@ static cddp_result cddp__share_gather(cddp__share *h) {
   return r;
 }
 
-/* A walk through a part of the arena, block by block: for its mean, or for new weights. */
+/* A walk through a part of the model, block by block: for its mean, or for new weights. */
 enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
 typedef struct cddp__pass {
   cddp_ddp *d;
   cddp_optim *s;   /* NULL: the means alone are wanted */
   int which;       /* CDDP__PASS_* */
   void (*block)(struct cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n);
-  char *means;     /* where means go, and come from, by offset in the arena */
+  char *means;     /* where means go, and come from, by offset; NULL: this rank's gradients */
   bool averaged;   /* they are there, but for what one loop does */
   bool squares;    /* the means' squares are wanted */
   double clip;     /* below 1: means are multiplied by it first */
@@ -16137,7 +16226,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   for (k = 0; k < CDDP__STATES; k++) args.states[k] = (cddp__f32 *)(void *)u->states[k];
   args.weights[0] = (cddp__f32 *)d->params[i].data + at;
   for (k = 0; k < size; k++) {
-    args.gradients[k] = (cddp__f32 *)(void *)(d->mirrors[k] + t->begin);
+    args.gradients[k] = (cddp__f32 *)(void *)cddp__gradient_at(d, k, i, t->begin);
     if (k != d->group->local_rank)
       args.weights[++others] = (cddp__f32 *)(void *)cddp__weights_of(d, k, i) + at;
   }
@@ -16152,22 +16241,27 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   }
 }
 
-/* The mean of n elements of parameter i from arena offset `at` on, to out. */
+/* The mean of n elements of parameter i from offset `at` on, to out. */
 static void cddp__mean_block(cddp_ddp *d, int i, void *out, size_t at, size_t n) {
-  cddp_dtype dtype = d->params[i].dtype;
   int k;
   if (d->spread || d->elastic != NULL) {
-    cddp__reduce_shards(d, out, d->sources, at, n, dtype);
+    cddp__reduce_shards(d, out, d->sources, i, at, n);
     return;
   }
-  for (k = 0; k < d->active_count; k++) d->sources[k] = d->mirrors[d->active[k]] + at;
-  cddp__reduce(out, d->sources, d->active_count, n, dtype, CDDP_AVG);
+  for (k = 0; k < d->active_count; k++)
+    d->sources[k] = cddp__gradient_at(d, d->active[k], i, at);
+  cddp__reduce(out, d->sources, d->active_count, n, d->params[i].dtype, CDDP_AVG);
+}
+
+/* Where the pass has the mean of parameter i from offset `at` on. */
+static char *cddp__mean_at(const cddp__pass *x, int i, size_t at) {
+  return x->means != NULL ? x->means + at : cddp__gradient_at(x->d, x->d->me, i, at);
 }
 
 /* A block of CDDP__PASS_MEANS. What is done again comes out the same. */
 static void cddp__keep_mean(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
   double passing[CDDP__BLOCK_BYTES / sizeof(double)];
-  char *mean = x->loops ? (char *)passing : x->means + at;
+  char *mean = x->loops ? (char *)passing : cddp__mean_at(x, i, at);
   (void)u;
   if (!x->averaged) cddp__mean_block(x->d, i, mean, at, n);
   if (x->squares)
@@ -16199,8 +16293,8 @@ static bool cddp__dense_rows(const cddp_ddp *d, int i, size_t first, size_t n, c
   return any;
 }
 
-/* The gradient by which n elements of parameter i are stepped, from arena offset `at` on: in `room`
-   or where it is. */
+/* The gradient by which n elements of parameter i are stepped, from offset `at` on: in `room` or
+   where it is. */
 static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, size_t n,
                                         void *room) {
   cddp_dtype dtype = x->d->params[i].dtype;
@@ -16210,8 +16304,8 @@ static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, s
     (void)cddp__dense_rows(x->d, i, (at - x->d->tensors[i].offset) / esize, n, (char *)room);
     return room;
   }
-  if (there && !(used && x->clip < 1)) return x->means + at;
-  if (there) memcpy(room, x->means + at, n * esize);
+  if (there && !(used && x->clip < 1)) return cddp__mean_at(x, i, at);
+  if (there) memcpy(room, cddp__mean_at(x, i, at), n * esize);
   else cddp__mean_block(x->d, i, room, at, n);
   if (x->clip < 1) cddp__scale(room, n, dtype, x->clip);
   return room;
@@ -16228,9 +16322,9 @@ static void cddp__copy_near(char *to, const char *from, size_t bytes) {
   }
 }
 
-/* New weights of parameter i, `bytes` from arena offset `at` on, to all ranks of the host; its
-   gradients there become zero. Weights that are not shared go to `apart`, for the others to fetch
-   them: this rank's arena, or an area of the board. */
+/* New weights of parameter i, `bytes` from offset `at` on, to all ranks of the host; its gradients
+   there become zero. Weights that are not shared go to `apart`, for the others to fetch them: this
+   rank's gradients, or an area of the board. */
 static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, size_t at,
                                 size_t bytes, char *apart) {
   const cddp__tensor *t = &d->tensors[i];
@@ -16238,11 +16332,11 @@ static void cddp__publish_block(const cddp_ddp *d, int i, const char *weights, s
   for (k = 0; k < d->receiver_count; k++) {
     int rank = d->receivers[k];
     char *to = t->shared ? cddp__weights_of(d, rank, i) + (at - t->offset) : NULL;
+    char *gradient = cddp__gradient_at(d, rank, i, at);
     if (to != NULL && to != weights) cddp__copy_near(to, weights, bytes);
-    if (t->room > 0 && d->mirrors[rank] != apart)
-      cddp__copy_near(d->mirrors[rank] + at, NULL, bytes);
+    if (t->room > 0 && gradient != apart) cddp__copy_near(gradient, NULL, bytes);
   }
-  if (!t->shared) cddp__copy_near(apart + at, weights, bytes);
+  if (!t->shared) cddp__copy_near(apart, weights, bytes);
 }
 
 /* A block of CDDP__PASS_WEIGHTS: reduced, stepped and published. */
@@ -16253,7 +16347,8 @@ static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t
   size_t esize = cddp__dtype_size(u->stored);
   char *weights = (char *)d->params[i].data + (at - t->offset);
   cddp__update_run(u, (at - t->begin) / esize, weights, cddp__block_gradient(x, i, at, n, sum), n);
-  cddp__publish_block(d, i, weights, at, n * esize, t->shared ? NULL : d->arena);
+  cddp__publish_block(d, i, weights, at, n * esize,
+                      t->shared ? NULL : cddp__gradient_at(d, d->me, i, at));
   cddp__optim_copy(x->s, i, (at - t->offset) / esize, n);
 }
 
@@ -16265,7 +16360,7 @@ static bool cddp__skips_block(const cddp__pass *x, int i, size_t at, size_t n) {
   return x->s->states == 0 && x->d->tensors[i].shared && !cddp__dense_rows(x->d, i, first, n, NULL);
 }
 
-/* Walks from arena offset `begin` to `end`. */
+/* Walks from offset `begin` to `end`. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
   bool steps = x->which == CDDP__PASS_WEIGHTS;
@@ -16303,14 +16398,13 @@ static cddp__pass cddp__pass_of(cddp_ddp *d, cddp_optim *s, bool averaged) {
   memset(&x, 0, sizeof x);
   x.d = d;
   x.s = s;
-  x.means = d->arena;
   x.averaged = averaged;
   x.clip = 1;
   return x;
 }
 
-/* The mean of this rank's part to its arena, unless it is there, or one loop will make it again;
-   x->clip, by what all parts' squares say. */
+/* The mean of this rank's part to its gradients, unless it is there, or one loop will make it
+   again; x->clip, by what all parts' squares say. */
 static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   cddp_ddp *d = x->d;
   size_t begin, end;
@@ -16328,8 +16422,8 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   return r;
 }
 
-/* What other ranks of this host have stepped: weights that are not shared come from their arenas,
-   where the places are cleared then; copies follow. s NULL: an optimizer of the caller's own. */
+/* What other ranks of this host have stepped: weights that are not shared come from their
+   gradients, which are cleared then; copies follow. s NULL: an optimizer of the caller's own. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   int i, p, me = d->group->local_rank, kind = s ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   size_t begin, end, at;
@@ -16345,7 +16439,8 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
       if (p == me || !cddp__tensor_slice(d, i, p, &begin, &end)) continue;
       at = begin - t->offset;
-      if (fetched) memcpy((char *)d->params[i].data + at, d->mirrors[p] + begin, end - begin);
+      if (fetched)
+        memcpy((char *)d->params[i].data + at, cddp__gradient_at(d, p, i, begin), end - begin);
       if (s != NULL) cddp__optim_copy(s, i, at / esize, (end - begin) / esize);
     }
   }
@@ -16354,14 +16449,14 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     if (!t->shared && !(s != NULL && cddp__optim_skips(s, i)) && t->begin < t->end)
-      memset(d->arena + t->begin, 0, t->end - t->begin);
+      memset(cddp__gradient_at(d, d->me, i, t->begin), 0, t->end - t->begin);
   }
   return CDDP_OK;
 }
 
 /* Updates this rank's part of all weights, between two rounds of the control group, then fetches
-   what the others have updated. averaged: the arena holds the means already. wrote: ranks have
-   written to their arenas since the last round, so that nobody may read them before another. */
+   what the others have updated. averaged: gradients are the means already. wrote: ranks have
+   written to theirs since the last round, so that nobody may read them before another. */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   int i, size = d->group->local_size;
   size_t begin, end;
@@ -16417,7 +16512,8 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
     const cddp__tensor *t = &d->tensors[i];
     if (t->begin < t->end)
       cddp__publish_block(d, i, (char *)d->params[i].data + (t->begin - t->offset), t->begin,
-                          t->end - t->begin, t->shared ? NULL : d->arena);
+                          t->end - t->begin,
+                          t->shared ? NULL : cddp__gradient_at(d, d->me, i, t->begin));
   }
   if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
   if (r == CDDP_OK) r = cddp__fetch_weights(d, NULL);
@@ -16512,8 +16608,8 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
                              "the kernel that scales");
 }
 
-static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int me, int out, const int *slots,
-                                         const int *widths, int count, bool clear) {
+static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
+                                         int count, bool clear) {
   const void *nodes[CDDP__FOLD_DEPTH + 1];
   cddp__range range;
   cddp_result r = CDDP_OK;
@@ -16522,10 +16618,12 @@ static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int me, int out, const int
     size_t esize = cddp__dtype_size((cddp_dtype)dtype);
     cddp_dtype type = (cddp_dtype)dtype;
     if (!cddp__range_of(d, dtype, &range)) continue;
-    for (i = 0; i < count; i++) nodes[i] = cddp__in_slot(d, me, slots[i], range.begin);
+    for (i = 0; i < count; i++)
+      nodes[i] = slots[i] < 0 ? d->arena + range.begin
+                              : cddp__in_slot(d, d->me, slots[i], range.begin);
     if (slots[count - 1] >= 0 && dtype != CDDP_F64) type = CDDP_F32; /* all in slots are */
     r = cddp__kernel_result(
-        cddp__registered_kernels->sum(cddp__in_slot(d, me, out, range.begin), type,
+        cddp__registered_kernels->sum(cddp__in_slot(d, d->me, out, range.begin), type,
                                       nodes, widths, count, 0, (range.end - range.begin) / esize,
                                       d->group->stream),
         "the kernel that adds shards");
@@ -16547,16 +16645,16 @@ static cddp_result cddp__gpu_gather_piece(cddp_ddp *d, cddp_dtype dtype, size_t 
   cddp__call calls[2 * CDDP__FOLD_DEPTH], means;
   void *scratch = NULL;
   cddp_result r = CDDP_OK;
-  int i, me = d->group->local_rank;
+  int i;
   if (ranks > 1) r = cddp__device_scratch(p, (size_t)d->most_nodes * ranks * part, &scratch);
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->most_nodes && ranks > 1; i++)
-    calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, me, i, at),
+    calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, i, at),
                                (char *)scratch + (size_t)i * ranks * part, n, wide, CDDP_SUM, -1);
   if (ranks > 1) r = cddp__issue(p, calls, d->most_nodes, stream);
   for (i = 0; i < d->node_count; i++) {
     k = i > 0 && d->nodes[i].rank == d->nodes[i - 1].rank ? k + 1 : 0;
-    d->sources[i] = ranks == 1 ? cddp__in_slot(d, me, (int)k, at)
+    d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, (int)k, at)
                                : (char *)scratch + (k * ranks + (size_t)d->nodes[i].rank) * part;
   }
   if (r == CDDP_OK)
@@ -16679,9 +16777,10 @@ static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
     if (which == CDDP__LIST_DENSE && cddp__sparse_of(d, i) != NULL) continue;
     if (which == CDDP__LIST_PART && t->begin >= t->end) continue;
     memset(&d->segments[n], 0, sizeof d->segments[n]);
-    d->segments[n].grad = which == CDDP__LIST_CALLERS && !t->placed ? p->grad
-                          : which == CDDP__LIST_PART               ? d->arena + t->begin
-                                                     : cddp__device_gradient(NULL, d, i);
+    d->segments[n].grad =
+        which == CDDP__LIST_CALLERS && t->storage == CDDP__COPIED ? p->grad
+        : which == CDDP__LIST_PART                             ? d->arena + t->begin
+                                                               : cddp__device_gradient(NULL, d, i);
     d->segments[n++].count =
         which == CDDP__LIST_PART ? (t->end - t->begin) / cddp__dtype_size(p->dtype) : p->count;
   }
@@ -16775,8 +16874,9 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   cddp_result r = cddp__cuda_result(
       cudaMalloc(&p, d->whole + (k != NULL ? k->scratch_bytes : 1)), "cudaMalloc of gradients");
   if (r != CDDP_OK) return r;
-  d->arena = d->mirrors[d->group->local_rank] = (char *)p;
-  d->slot_areas[d->group->local_rank] = d->arena + d->bytes;
+  d->arena = (char *)p;
+  cddp__see_arena(d, d->me, d->arena);
+  d->slot_areas[d->me] = d->arena + d->bytes;
   d->clip = (double *)(void *)(d->arena + d->whole);
   d->side = (void *)cddp__device_of(d->comm)->side;
   if (d->hooks != NULL) d->hooks->stream = d->side;
@@ -16794,6 +16894,7 @@ static void cddp__gpu_free(cddp_ddp *d) {
   (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
   cddp__device_free(d->arena);
+  d->arena = NULL;
 }
 
 static const cddp__ddp_memory cddp__gpu_memory = {
@@ -16835,7 +16936,7 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
 
 /* --- assigning buckets --- */
 
-/* By offset in the arena, where a bucket's parameters (of one dtype) lie last parameter first. */
+/* By offset: a bucket's parameters (of one dtype) lie last parameter first. */
 static int cddp__by_offset(const void *a, const void *b) {
   int x = *(const int *)a, y = *(const int *)b;
   return x < y ? 1 : x > y ? -1 : 0;
@@ -16844,7 +16945,7 @@ static int cddp__by_offset(const void *a, const void *b) {
 /* Replaces the plan: order NULL = reverse order of declaration, else the given order of arrival. */
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
   cddp__bucket_plan *plan = &d->plan;
-  int b, i;
+  int b, i, k, n;
   cddp__plan_buckets(plan, d->plan_memory, d->params, d->count, order, d->limits, 2);
   memcpy(d->plan_order, plan->params, (size_t)d->count * sizeof *plan->params);
   for (b = 0; b < plan->bucket_count; b++) {
@@ -16852,7 +16953,13 @@ static void cddp__set_plan(cddp_ddp *d, const int *order) {
     s->ddp = d;
     s->sorted = d->plan_order + plan->offsets[b];
     s->count = plan->offsets[b + 1] - plan->offsets[b];
-    qsort(s->sorted, (size_t)s->count, sizeof *s->sorted, cddp__by_offset);
+    for (i = n = 0; i < s->count; i++) { /* what lies in the arena comes first, in one piece */
+      k = s->sorted[i];
+      if (d->tensors[k].storage == CDDP__IN_PLACE) continue;
+      s->sorted[i] = s->sorted[n];
+      s->sorted[n++] = k;
+    }
+    qsort(s->sorted, (size_t)n, sizeof *s->sorted, cddp__by_offset);
     for (i = 0; i < s->count; i++) d->tensors[s->sorted[i]].bucket = b;
   }
 }
@@ -16931,11 +17038,11 @@ static cddp_result cddp__launch(cddp_ddp *d) {
   return r;
 }
 
-/* The caller's gradient of parameter i into the arena, if that is not where it is. */
+/* The caller's gradient of parameter i into the arena, unless it is reduced where it is. */
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *t = &d->tensors[i];
-  if (t->placed) return CDDP_OK;
-  return d->memory->copy(d->arena + t->offset, d->params[i].grad, t->bytes, d->group->stream);
+  if (t->storage != CDDP__COPIED) return CDDP_OK;
+  return d->memory->copy(d->arena + t->place, d->params[i].grad, t->bytes, d->group->stream);
 }
 
 /* Marked twice, it fails the model: a caller that ignores this would train on wrong sums. */
@@ -17078,7 +17185,8 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     if (mine[i] || !t->used) { /* accumulated under no_sync, or to be left as it is */
       r = cddp__fetch_gradient(d, (int)i);
     } else {
-      r = d->memory->zero(d->arena + t->offset, t->room, d->group->stream);
+      r = d->memory->zero(cddp__gradient_at(d, d->me, (int)i, t->offset), t->room,
+                          d->group->stream);
       if (cddp__sparse_of(d, (int)i) != NULL) d->sparse[i]->added.n = 0;
     }
     t->ready = true;
@@ -17247,8 +17355,8 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
 }
 
 /* What an update by s (NULL: none) leaves: a step more; gradients that it did not clear become
-   zero. cleared: the arena is zero but for what s has skipped; else all of it becomes so, also for
-   a hook, which gets a joined rank's arena as it is. */
+   zero. cleared: those that are reduced are zero but for what s has skipped; else all become so,
+   also for a hook, which gets a joined rank's arena as it is. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
   void *stream = d->group->stream;
   cddp_result r = cleared ? CDDP_OK : d->memory->zero(d->arena, d->bytes, stream);
@@ -17256,11 +17364,12 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     if (s != NULL && cddp__optim_skips(s, i))
-      r = d->memory->zero(d->arena + t->offset, t->room, stream);
+      r = d->memory->zero(cddp__gradient_at(d, d->me, i, t->offset), t->room, stream);
     else if (s != NULL)
       cddp__count_step(s, i);
     if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
-    if (r == CDDP_OK && !t->placed) r = d->memory->zero(d->params[i].grad, t->bytes, stream);
+    if (r == CDDP_OK && (t->storage == CDDP__COPIED || (t->storage == CDDP__IN_PLACE && !cleared)))
+      r = d->memory->zero(d->params[i].grad, t->bytes, stream);
   }
   return r;
 }
@@ -17283,8 +17392,8 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->active_count < d->group->size) d->out_of_date = true; /* others will step */
   for (i = 0; r == CDDP_OK && waits && i < d->count; i++)
-    if (!d->tensors[i].placed && d->used[i])
-      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].offset, d->tensors[i].bytes,
+    if (d->tensors[i].storage == CDDP__COPIED && d->used[i])
+      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
                           d->group->stream);
   if (r == CDDP_OK && s != NULL) r = d->memory->step(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
@@ -17432,12 +17541,12 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
     cddp__share_free(s);
   }
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].placed) d->params[i].grad = NULL;
+    if (d->tensors[i].storage == CDDP__PLACED) d->params[i].grad = NULL;
   if (d->memory->free != NULL) d->memory->free(d);
   if (d->hooks != NULL) cddp__group_leave(d->hooks);
   if (d->comm != NULL) cddp__group_leave(d->comm);
   if (d->control != NULL) cddp__group_leave(d->control);
-  cddp__arena_free(h, d->mirror);
+  cddp__arena_free(h, d->arena);
   cddp__arena_free(h, d->scratch);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
@@ -17467,7 +17576,8 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->sparse_room = (cddp__sparse **)cddp__carve(base, &at, n, sizeof *d->sparse_room);
   d->lists = (cddp__row_list *)cddp__carve(base, &at, parts, sizeof *d->lists);
   d->weights = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->weights);
-  d->mirrors = (char **)cddp__carve(base, &at, parts, sizeof *d->mirrors);
+  d->gradients = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->gradients);
+  d->squares = (double **)cddp__carve(base, &at, parts, sizeof *d->squares);
   d->slot_areas = (char **)cddp__carve(base, &at, parts, sizeof *d->slot_areas);
   d->buffers = (void **)cddp__carve(base, &at, parts, sizeof *d->buffers);
   d->sources = (const void **)cddp__carve(base, &at, parts, sizeof *d->sources);
@@ -17502,6 +17612,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->params = params;
   d->count = count;
   d->desc = *desc;
+  d->me = g->local_rank;
   d->memory = &cddp__host_memory;
   d->meets = true;
 #ifdef CDDP_CUDA
@@ -17526,6 +17637,8 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
   d->limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
+  for (i = 0; i < count; i++)
+    d->tensors[i].storage = params[i].grad == NULL ? CDDP__PLACED : CDDP__COPIED;
   for (i = 0; i < g->size; i++) d->active[d->active_count++] = i;
   for (i = 0; i < g->local_size; i++) d->receivers[d->receiver_count++] = i;
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
@@ -17600,6 +17713,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
 static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   cddp_group *g = d->group;
   cddp_result r, local = CDDP_OK;
+  bool own = false;
   int i;
   if (d->memory->use != NULL && (r = d->memory->use(d)) != CDDP_OK) return r;
   if ((r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control)) != CDDP_OK) return r;
@@ -17611,9 +17725,10 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
   if (r != CDDP_OK) return r;
   d->control->internal = d->comm->internal = true;
-  if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
+  if ((r = cddp__agree_on_params(d, &own)) != CDDP_OK) return r;
   if (d->desc.comm_hook != NULL)
     r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
+  if (r == CDDP_OK && own) r = cddp__find_own(d);
   if (r != CDDP_OK) return r;
   cddp__lay_out(d);
   local = d->memory->alloc(d);
@@ -17628,13 +17743,14 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
     const cddp__tensor *t = &d->tensors[i];
     cddp_partition *part = &d->partitions[d->partition_count];
     size_t esize = cddp__dtype_size(d->params[i].dtype);
-    if (t->placed && cddp__sparse_of(d, i) == NULL) d->params[i].grad = d->arena + t->offset;
+    if (t->storage == CDDP__PLACED && cddp__sparse_of(d, i) == NULL)
+      d->params[i].grad = d->arena + t->place;
     if (t->begin >= t->end) continue;
     part->param = i;
     part->first = (t->begin - t->offset) / esize;
     part->count = (t->end - t->begin) / esize;
     part->data = (char *)d->params[i].data + (t->begin - t->offset);
-    part->grad = d->arena + t->begin;
+    part->grad = cddp__gradient_at(d, d->me, i, t->begin);
     d->partition_count++;
   }
   return CDDP_OK;
@@ -17767,15 +17883,14 @@ static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
   }
   if (at < high) { /* merge_nodes takes a shard that is the last of them */
     if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
-    r = d->memory->merge_nodes(d, d->group->local_rank, node.slot, &slots[at - low],
-                               &widths[at - low], 1, true);
+    r = d->memory->merge_nodes(d, node.slot, &slots[at - low], &widths[at - low], 1, true);
     if (r != CDDP_OK) return r;
     slots[at - low] = node.slot;
     widths[at - low] = -1;
     node.slot = cddp__crew_slot(c, node.slot + 1);
   }
   if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
-  r = d->memory->merge_nodes(d, d->group->local_rank, node.slot, slots, widths, n, at == high);
+  r = d->memory->merge_nodes(d, node.slot, slots, widths, n, at == high);
   if (r == CDDP_OK) r = cddp__clear_own(d);
   memmove(c->nodes + low + 1, c->nodes + high,
           (size_t)(c->node_count - high) * sizeof *c->nodes);
@@ -18426,8 +18541,8 @@ static cddp_result cddp__crew_fetch(cddp_ddp *d, bool own) {
   cddp_result r = d->memory->copy(d->arena, d->crew->mean, d->bytes, stream);
   int i;
   for (i = 0; r == CDDP_OK && own && i < d->count; i++)
-    if (!d->tensors[i].placed)
-      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].offset, d->tensors[i].bytes,
+    if (d->tensors[i].storage == CDDP__COPIED)
+      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
                           stream);
   return r;
 }
@@ -18779,7 +18894,9 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   cddp__ref *refs = (cddp__ref *)(void *)(e->kit + e->refs_at);
   int i;
   e->me = member;
-  d->mirrors[member] = d->arena;
+  d->me = member;
+  d->squares[member] = e->squares;
+  cddp__see_arena(d, member, d->arena);
   d->slot_areas[member] = e->kit + e->slots_at;
   m->pid = (uint32_t)getpid();
   m->born = cddp__process_born(m->pid);
@@ -18825,7 +18942,7 @@ static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
     return r;
   }
   v->kit = (char *)kit;
-  d->mirrors[member] = (char *)arena;
+  cddp__see_arena(d, member, (char *)arena);
   d->slot_areas[member] = v->kit + e->slots_at;
   v->life = life;
   return CDDP_OK;
@@ -19172,7 +19289,7 @@ static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
   if (kept) slots[n] = -1, widths[n++] = 1;
   if (n > 1 || more) {
     node.slot = cddp__spare_slot(d, nodes, count);
-    cddp__merge_nodes(d, e->me, node.slot, slots, widths, n, more && !kept);
+    cddp__merge_nodes(d, node.slot, slots, widths, n, more && !kept);
     if (more) cddp__clear_own(d);
   }
   e->arena = more ? CDDP__ARENA_CLEAR : n > 1 ? CDDP__ARENA_SPENT : CDDP__ARENA_NODE;
@@ -19426,7 +19543,7 @@ static void cddp__write_block(const cddp__pass *x, int i, const char *log, size_
                       log + (size_t)k * CDDP__LOG_ROOM,
                       n * cddp__dtype_size(cddp__state_type(x->s, i)));
   cddp__publish_block(d, i, log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM, at, n * esize,
-                      cddp__area(d, CDDP__AREA_WEIGHTS, 0));
+                      cddp__area(d, CDDP__AREA_WEIGHTS, at));
 }
 
 /* A block of CDDP__PASS_WEIGHTS: into the log, unless it is in that of the member x->from, and out
@@ -19960,14 +20077,13 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   if (r == CDDP_OK) cddp__lay_out(d);
   if (r == CDDP_OK) r = cddp__join_compare(d, board);
   if (r == CDDP_OK) r = d->memory->alloc(d);
-  if (r == CDDP_OK && d->mirror == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board, board->parts);
   if (r != CDDP_OK) return r;
   cddp__set_plan(d, NULL);
   cddp__arm(d);
   for (i = 0; i < d->count; i++)
-    if (d->tensors[i].placed && cddp__sparse_of(d, i) == NULL)
-      d->params[i].grad = d->arena + d->tensors[i].offset;
+    if (d->tensors[i].storage == CDDP__PLACED && cddp__sparse_of(d, i) == NULL)
+      d->params[i].grad = d->arena + d->tensors[i].place;
   r = cddp__take_place(d);
   if (r == CDDP_OK) r = cddp__join_step(d);
   if (r != CDDP_OK) return r;
@@ -20032,7 +20148,7 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   needed = !alone && e->me >= 0 &&
            cddp__table_count(e, e->me, cddp__load64(&e->board->step), &word) > 0;
   memset(e->kit + e->refs_at, 0, (size_t)d->count * sizeof(cddp__ref)); /* the user's again */
-  if (needed) d->mirror = NULL; /* until another rank takes the place */
+  if (needed) d->arena = NULL; /* until another rank takes the place */
   else if (e->me >= 0) e->members[e->me].kit.kind = CDDP__REF_NONE;
   if (!needed) cddp__arena_free(h, e->kit);
   for (m = 0; m < 2 * d->shards && alone; m++) cddp__arena_free(h, e->packets[m].at);
@@ -22550,6 +22666,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               master_weights: f16 and bf16 weights and gradients, f32 masters in the optimizer.
               Optimizers of one's own in parts, on GPUs too: cddp_ddp_reduce_scatter, _all_gather,
               _partitions, _gather_states.
+              Gradients of one's own in memory of cddp_alloc are reduced where they are.
      Changed  Ranks of a host meet by a socket of their own, with one connection to the store.
               Secrets are proven by keyed BLAKE2s.
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
