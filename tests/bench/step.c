@@ -12,7 +12,8 @@
                    AdamW two states and no arithmetic that could take longer than the bytes
    step.c is compiled with -O3 -march=native, which only the loop of update_floor needs: cddp.h
    picks its own. Options: --rounds N (of which the median counts), --steps N (in a round), --optim
-   adamw, --clip NORM (of cddp_ddp_step alone).
+   adamw, --clip NORM (of cddp_ddp_step alone), --grads own (the program's, in one block of
+   cddp_alloc, in place of those that cddp_ddp_create places).
    --lost STEP: instead of all this trains an elastic model for --steps, rank 1 is killed in that
    step's forward (-1: never) and started again; prints the whole time, 'step lost SECONDS'. */
 
@@ -39,6 +40,7 @@ static const char *const mode_names[] = {"alone", "lockstep", "ddp_step", "ddp_w
                                          "elastic"};
 static int rounds = 7, steps = 10;
 static bool adamw;
+static bool own_grads;
 static double clip;
 static int lost = -2; /* --lost */
 
@@ -49,6 +51,7 @@ static const char *const param_name[PARAMS] = {"w1", "b1", "w2", "b2", "w3", "b3
 
 typedef struct model {
   cddp_param p[PARAMS];
+  float *grads;  /* own_grads: of all parameters, one after the other */
   cddp_ddp *ddp; /* NULL: alone */
   cddp_optim *sgd;
 } model;
@@ -159,18 +162,24 @@ static void model_init(model *m, int mode) {
   cddp_ddp_desc d;
   uint64_t seed = 42;
   int i;
-  size_t k;
+  size_t k, at;
   memset(m, 0, sizeof *m);
   memset(&o, 0, sizeof o);
   o.lr = 0.01;
   o.momentum = 0.9;
-  for (i = 0; i < PARAMS; i++) {
+  if (own_grads && mode > LOCKSTEP) {
+    m->grads = cddp_alloc(group, TOTAL * 4);
+    if (m->grads == NULL) check(CDDP_OUT_OF_MEMORY);
+    memset(m->grads, 0, TOTAL * 4);
+  }
+  for (i = 0, at = 0; i < PARAMS; at += param_size[i++]) {
     float *w = mode <= LOCKSTEP ? fresh(param_size[i]) : cddp_alloc(group, param_size[i] * 4);
     if (w == NULL) check(CDDP_OUT_OF_MEMORY);
     for (k = 0; k < param_size[i]; k++) w[k] = i % 2 ? 0 : noise(&seed) * 0.04f;
     m->p[i].name = param_name[i];
     m->p[i].data = w;
     m->p[i].grad = mode <= LOCKSTEP ? fresh(param_size[i]) : NULL;
+    if (m->grads != NULL) m->p[i].grad = m->grads + at;
     m->p[i].count = param_size[i];
   }
   memset(&d, 0, sizeof d);
@@ -379,6 +388,7 @@ static int as_rank(int r, void *arg) {
     cddp_optim_destroy(models[mode].sgd);
     cddp_ddp_destroy(models[mode].ddp);
     for (i = 0; mode > LOCKSTEP && i < PARAMS; i++) cddp_free(group, models[mode].p[i].data);
+    cddp_free(group, models[mode].grads);
   }
   cddp_destroy(group);
   return 0;
@@ -391,6 +401,7 @@ int main(int argc, char **argv) {
     if (strcmp(argv[i], "--steps") == 0) steps = atoi(argv[i + 1]);
     if (strcmp(argv[i], "--clip") == 0) clip = atof(argv[i + 1]);
     if (strcmp(argv[i], "--lost") == 0) lost = atoi(argv[i + 1]);
+    if (strcmp(argv[i], "--grads") == 0) own_grads = strcmp(argv[i + 1], "own") == 0;
     if (strcmp(argv[i], "--optim") == 0) adamw = strcmp(argv[i + 1], "adamw") == 0;
   }
   if (rounds < 1 || rounds > ROUNDS || steps < 1) return 2;
