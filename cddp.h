@@ -15444,7 +15444,8 @@ static void cddp__lay_out(cddp_ddp *d) {
       t->room = cddp__round_up(t->bytes, CDDP__CACHE_LINE);
       d->dense += t->room;
       if (t->storage == CDDP__IN_PLACE) t->room = t->bytes;
-      else d->bytes += t->room;
+      else t->storage = d->params[i].grad == NULL ? CDDP__PLACED : CDDP__COPIED;
+      if (t->storage != CDDP__IN_PLACE) d->bytes += t->room;
       if (cddp__sparse_of(d, i) == NULL) d->order[placed++] = i;
     }
     d->dense = cddp__round_up(d->dense, cddp__dtype_granule(d));
@@ -17637,8 +17638,6 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
   d->limits[1] = cap * 1048576 < (double)SIZE_MAX ? (size_t)(cap * 1048576) : SIZE_MAX;
   pthread_mutex_init(&d->lock, NULL);
-  for (i = 0; i < count; i++)
-    d->tensors[i].storage = params[i].grad == NULL ? CDDP__PLACED : CDDP__COPIED;
   for (i = 0; i < g->size; i++) d->active[d->active_count++] = i;
   for (i = 0; i < g->local_size; i++) d->receivers[d->receiver_count++] = i;
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
