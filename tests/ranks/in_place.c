@@ -3,19 +3,25 @@
 #include "../../cddp.h"
 #include "../ranks.h"
 
-enum { LAYERS = 3, KINDS = 4 /* of tensors, stacked [LAYERS][size] */, PARAMS = LAYERS * KINDS + 2, STEPS = 6 };
+enum {
+  LAYERS = 3,
+  KINDS = 4 /* of tensors, stacked [LAYERS][size] */,
+  PARAMS = LAYERS * KINDS + 2,
+  STEPS = 6
+};
 enum { TABLE = PARAMS - 2, EMPTY = PARAMS - 1, ROWS = 9 };
 enum { FUSED, APART, CLIPPED, SCATTERED, UNUSED, SHARDS, JOINED, CALLS };
 enum {
-  PLACED,   /* by cddp_ddp_create */
-  STACKED,  /* one block of cddp_alloc, a tensor after the other as llm.c has them */
-  MIXED,    /* every third one is there, every third in the heap, every third placed */
-  UNEVEN,   /* in the block on all ranks but the last one */
+  PLACED,  /* by cddp_ddp_create */
+  STACKED, /* one block of cddp_alloc, a tensor after the other as llm.c has them */
+  MIXED,   /* every third one is there, every third in the heap, every third placed */
+  UNEVEN,  /* in the block on all ranks but the last one */
   HEAP,
   LAYOUTS
 };
 
-static size_t tensor_size[KINDS] = {1501, 37, 901, 50}; /* odd ones: most begin within a cache line */
+static size_t tensor_size[KINDS] = {1501, 37, 901,
+                                    50}; /* odd ones: most begin within a cache line */
 static const cddp_dtype tensor_type[KINDS] = {CDDP_F32, CDDP_F32, CDDP_F16, CDDP_F64};
 
 typedef struct plan {
@@ -63,7 +69,8 @@ static void model_open(model *m, cddp_group *g, const plan *c, int layout) {
   memset(m, 0, sizeof *m);
   memset(&d, 0, sizeof d);
   memset(&o, 0, sizeof o);
-  for (kind = 0, m->bytes = 8192; kind < KINDS; kind++) m->bytes += LAYERS * (tensor_size[kind] * 8 + 64);
+  for (kind = 0, m->bytes = 8192; kind < KINDS; kind++)
+    m->bytes += LAYERS * (tensor_size[kind] * 8 + 64);
   m->block = (char *)cddp_alloc(g, m->bytes);
   m->before = (char *)malloc(m->bytes);
   for (i = 0; i < m->bytes; i++) m->block[i] = noise(i);
@@ -82,8 +89,10 @@ static void model_open(model *m, cddp_group *g, const plan *c, int layout) {
   for (k = 0; k < PARAMS; k++) {
     snprintf(m->names[k], sizeof m->names[k], "p%d", k);
     m->p[k].name = m->names[k];
-    m->p[k].data = k % 2 == 0 ? cddp_alloc(g, bytes_of(&m->p[k]) + 1) : malloc(bytes_of(&m->p[k]) + 1);
-    for (i = 0; i < m->p[k].count; i++) ranks_put(m->p[k].data, m->p[k].dtype, i, ranks_mix(3, (uint64_t)k, i));
+    m->p[k].data =
+        k % 2 == 0 ? cddp_alloc(g, bytes_of(&m->p[k]) + 1) : malloc(bytes_of(&m->p[k]) + 1);
+    for (i = 0; i < m->p[k].count; i++)
+      ranks_put(m->p[k].data, m->p[k].dtype, i, ranks_mix(3, (uint64_t)k, i));
     m->momentum[k] = (float *)calloc(m->p[k].count + 1, sizeof(float));
   }
   d.bucket_cap_mb = 0.02;
@@ -106,15 +115,18 @@ static void model_close(model *m, cddp_group *g) {
   cddp_ddp_destroy(m->ddp);
   for (k = 0; k < PARAMS; k++) {
     char *grad = (char *)m->p[k].grad;
-    if (grad >= m->block && grad < m->block + m->bytes) memset(m->before + (grad - m->block), 0, bytes_of(&m->p[k]));
+    if (grad >= m->block && grad < m->block + m->bytes)
+      memset(m->before + (grad - m->block), 0, bytes_of(&m->p[k]));
   }
   for (i = 0; i < m->bytes; i++)
     if (m->block[i] != m->before[i]) break;
   CHECK_EQ(i, m->bytes); /* gradients are zero, and nothing else of the caller's has changed */
   CHECK_OK(cddp_barrier(g));
   for (k = 0; k < PARAMS; k++) {
-    if (k % 2 == 0) cddp_free(g, m->p[k].data);
-    else free(m->p[k].data);
+    if (k % 2 == 0)
+      cddp_free(g, m->p[k].data);
+    else
+      free(m->p[k].data);
     free(m->heap[k]);
     free(m->momentum[k]);
   }
@@ -133,8 +145,11 @@ static void check_places(const model *m, cddp_group *g, const plan *c) {
     bool seen = (block && c->layout != UNEVEN) || c->threads || cddp_world_size(g) == 1;
     if (m->heap[part[i].param] == NULL && !block) continue; /* placed */
     if (c->hook != NULL || bytes_of(p) < c->own_bytes) seen = false;
-    if (seen) CHECK(part[i].grad == at);
-    else CHECK((char *)part[i].grad + 1 <= (char *)p->grad || (char *)part[i].grad >= (char *)p->grad + bytes_of(p));
+    if (seen)
+      CHECK(part[i].grad == at);
+    else
+      CHECK((char *)part[i].grad + 1 <= (char *)p->grad ||
+            (char *)part[i].grad >= (char *)p->grad + bytes_of(p));
   }
 }
 
@@ -158,9 +173,12 @@ static void backward(model *m, const plan *c, int step, int shard, int micro) {
     for (i = 0; k != TABLE && i < m->p[k].count; i++) {
       char add[8], *at = (char *)m->p[k].grad + i * cddp_dtype_size(m->p[k].dtype);
       ranks_put(add, m->p[k].dtype, 0, ranks_mix(seed, (uint64_t)k, i));
-      if (m->p[k].dtype == CDDP_F32) *(float *)(void *)at += *(float *)(void *)add;
-      else if (m->p[k].dtype == CDDP_F64) *(double *)(void *)at += *(double *)(void *)add;
-      else memcpy(at, add, 2);
+      if (m->p[k].dtype == CDDP_F32)
+        *(float *)(void *)at += *(float *)(void *)add;
+      else if (m->p[k].dtype == CDDP_F64)
+        *(double *)(void *)at += *(double *)(void *)add;
+      else
+        memcpy(at, add, 2);
     }
     CHECK_OK(cddp_ddp_ready(m->ddp, k));
   }
@@ -217,11 +235,13 @@ static uint64_t train(cddp_group *g, const plan *c, int layout) {
     take_step(&m, c, step);
     for (k = 0; k < PARAMS; k++)
       if (k != TABLE) CHECK(ranks_zero(m.p[k].grad, c->call == UNUSED ? 0 : bytes_of(&m.p[k])));
-    if (c->call != SCATTERED && cddp_ddp_grad_norm(m.ddp, &norm) == CDDP_OK) h = ranks_hash(h, &norm, sizeof norm);
+    if (c->call != SCATTERED && cddp_ddp_grad_norm(m.ddp, &norm) == CDDP_OK)
+      h = ranks_hash(h, &norm, sizeof norm);
   }
   if (c->call == JOINED) CHECK_OK(cddp_ddp_join(m.ddp, m.optim));
   for (k = 0; k < PARAMS; k++)
-    if (m.p[k].grad != NULL) memset(m.p[k].grad, 0, bytes_of(&m.p[k])); /* what no rank has used is left alone */
+    if (m.p[k].grad != NULL)
+      memset(m.p[k].grad, 0, bytes_of(&m.p[k])); /* what no rank has used is left alone */
   for (k = 0; k < PARAMS; k++) h = ranks_hash(h, m.p[k].data, bytes_of(&m.p[k]));
   if (c->call == JOINED) { /* not of the norms: a rank that has joined has none */
     h = RANKS_HASH;
@@ -236,8 +256,8 @@ static int body(cddp_group *g, void *arg) {
   int before = test_failures;
   reference.layout = PLACED;
   if (train(g, c, c->layout) != train(g, &reference, PLACED))
-    test_fail(__FILE__, __LINE__, "call %d, layout %d differs on rank %d of %d", c->call, c->layout, cddp_rank(g),
-              cddp_world_size(g));
+    test_fail(__FILE__, __LINE__, "call %d, layout %d differs on rank %d of %d", c->call, c->layout,
+              cddp_rank(g), cddp_world_size(g));
   test_count();
   return test_failures != before;
 }
@@ -250,7 +270,8 @@ static void test_calls(void) {
     for (c.layout = STACKED; c.layout < LAYOUTS; c.layout++)
       for (n = 1; n <= 4; n++) {
         plan mine = c; /* of each rank, where these are threads */
-        if ((n + c.call + c.layout) % (RANKS_SLOW ? 6 : 2) != 0 || (c.call == JOINED && n == 1)) continue;
+        if ((n + c.call + c.layout) % (RANKS_SLOW ? 6 : 2) != 0 || (c.call == JOINED && n == 1))
+          continue;
         mine.threads = (c.call + n) % 3 == 0 || RANKS_TSAN;
         CHECK_OK(ranks_run(body, &mine, n, mine.threads));
       }
