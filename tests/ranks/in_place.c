@@ -1,14 +1,10 @@
-/* Gradients of the caller's in memory of cddp_alloc: they are reduced where they lie, with the bits of those that
-   cddp_ddp_create places. */
+/* Gradients of the caller's in memory of cddp_alloc: they are reduced where they lie, with the bits
+   of those that cddp_ddp_create places. */
 #include "../../cddp.h"
 #include "../ranks.h"
 
-enum {
-  LAYERS = 3,
-  KINDS = 4 /* of tensors, stacked [LAYERS][size] */,
-  PARAMS = LAYERS * KINDS + 2,
-  STEPS = 6
-};
+enum { LAYERS = 3, KINDS = 4 /* of tensors: [LAYERS][size] */, STEPS = 6 };
+enum { PARAMS = LAYERS * KINDS + 2 };
 enum { TABLE = PARAMS - 2, EMPTY = PARAMS - 1, ROWS = 9 };
 enum { FUSED, APART, CLIPPED, SCATTERED, UNUSED, SHARDS, JOINED, CALLS };
 enum {
@@ -20,8 +16,7 @@ enum {
   LAYOUTS
 };
 
-static size_t tensor_size[KINDS] = {1501, 37, 901,
-                                    50}; /* odd ones: most begin within a cache line */
+static size_t tensor_size[KINDS] = {1501, 37, 901, 50}; /* most begin within a cache line */
 static const cddp_dtype tensor_type[KINDS] = {CDDP_F32, CDDP_F32, CDDP_F16, CDDP_F64};
 
 typedef struct plan {
@@ -134,7 +129,8 @@ static void model_close(model *m, cddp_group *g) {
   free(m->before);
 }
 
-/* Whether gradients that lie in the block on all ranks are reduced there, and no others: partitions say where. */
+/* Whether gradients that lie in the block on all ranks are reduced there, and no others: partitions
+   say where. */
 static void check_places(const model *m, cddp_group *g, const plan *c) {
   const cddp_partition *part;
   int n = cddp_ddp_partitions(m->ddp, &part), i;
@@ -199,7 +195,7 @@ static void own_step(model *m) {
   CHECK_OK(cddp_ddp_all_gather(m->ddp));
 }
 
-/* One step; which call depends on the plan, and on the step where a model may change between them. */
+/* One step; which call depends on the plan, and on the step where they may change. */
 static void take_step(model *m, const plan *c, int step) {
   if (c->call == SCATTERED && step % 3 != 2) {
     own_step(m);
@@ -277,7 +273,8 @@ static void test_calls(void) {
       }
 }
 
-/* Between hosts the large ones alone stay where they are, and none where nodes of shards are gathered. */
+/* Between hosts the large ones alone stay where they are, and none where nodes of shards are
+   gathered. */
 static void test_hosts(void) {
   static const char *const hosts[] = {"ab", "aab"};
   size_t small = tensor_size[0];
