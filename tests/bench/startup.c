@@ -3,7 +3,7 @@
      store CLIENTS CONNECT_S OPERATIONS_PER_S THREADS   of the server's process meanwhile
      hosts RANKS HOSTS MILLISECONDS as startup, the ranks of 8 being kept from sharing memory with
                                     others, so that they meet, and take their first step, by TCP
-   Options: --rounds N, --clients N, --hosts RANKS (that line alone) */
+   Options: --rounds N, --clients N, --ranks N, --hosts RANKS (of these two that line alone) */
 
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
@@ -151,17 +151,18 @@ static void time_store(void) {
 int main(int argc, char **argv) {
   static const int ranks[] = {2, 8, 32, 128};
   struct rlimit files;
-  int i, across = 0;
+  int i, across = 0, alone = 0;
   for (i = 1; i + 1 < argc; i += 2) {
     if (strcmp(argv[i], "--hosts") == 0) across = atoi(argv[i + 1]);
+    if (strcmp(argv[i], "--ranks") == 0) alone = atoi(argv[i + 1]);
     if (strcmp(argv[i], "--rounds") == 0) rounds = atoi(argv[i + 1]);
     if (strcmp(argv[i], "--clients") == 0) clients = atoi(argv[i + 1]);
   }
   if (rounds < 1 || rounds > ROUNDS) return 2;
   shared = (struct shared *)(void *)bench_map(sizeof *shared, true);
-  if (across > 0) {
-    per_host = 8;
-    time_init(across);
+  if (across > 0 || alone > 0) {
+    per_host = across > 0 ? 8 : 0;
+    time_init(across > 0 ? across : alone);
     return 0;
   }
   for (i = 0; i < 4; i++) time_init(ranks[i]);
