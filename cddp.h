@@ -1736,7 +1736,7 @@ typedef struct cddp__engine {
   cddp__atomic_u32 idle;  /* of these, how many since the last operation was pushed */
   cddp__atomic_u32 asleep;  /* 1: the thread waits for `work` without a limit, or is about to */
   cddp__atomic_u32 waiters; /* threads that wait for `changed` */
-  cddp__atomic_u32 awaited; /* those of them that wait without a limit */
+  cddp__atomic_u32 awaited; /* 1: one of them waits without a limit, and cannot do otherwise now */
   pthread_mutex_t lock;
   pthread_cond_t changed; /* for those who wait: an operation has ended */
   pthread_cond_t work;    /* for the thread: there is something to do, or stop */
@@ -6828,15 +6828,28 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   return t;
 }
 
-/* Shows that this thread waits in g; false: another thread's wait is shown, or no thread waits for
-   this one. An engine's thread counts while its caller waits for it. */
+/* Whether peers see in the slots' works all operations that this rank has in flight. One that is
+   held outside its queue the engine takes soon, unless other threads have the cores. */
+static bool cddp__works_are_shown(cddp__host *h) {
+  const cddp_group *g;
+  bool all = true;
+  pthread_mutex_lock(&h->lock);
+  for (g = h->groups; g != NULL && all; g = g->next)
+    all = cddp__load32(&g->engine.held) != CDDP__OWN_HELD && /* first: count grows before it ends */
+          cddp__load32(&g->engine.count) == cddp__load32(&cddp__slot_of(g, g->rank)->works);
+  pthread_mutex_unlock(&h->lock);
+  return all;
+}
+
+/* Shows that this thread waits in g; false: another thread's wait is shown, or this rank may go on
+   in another way. An engine's thread counts while its caller waits for it. */
 static bool cddp__show_wait(cddp_group *g) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   cddp__engine *e = cddp__own_engine;
   cddp__spot *s = cddp__spot_of(g, g->rank);
   cddp__text where;
   if (s == NULL || (e != NULL && (e != &g->engine || cddp__load32(&e->awaited) == 0))) return false;
-  if (!cddp__swap32(&g->host->shown, 0, 1)) return false;
+  if (!cddp__works_are_shown(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
   where = cddp__describe_call(header->call, header->count, header->root);
   where = cddp__words("%.90s%s", cddp__this_site.function != NULL ? cddp__this_site.function
                                                                   : where.s,
@@ -11312,6 +11325,7 @@ static void cddp__engine_run(cddp__engine *e) {
   w->done = true;
   cddp__add32(&e->count, (uint32_t)-1); /* w may be gone from now on */
   cddp__engine_show(g);
+  cddp__store32(&e->awaited, 0); /* a thread that has waited for w goes on, when it gets a core */
   if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
   if (e->first != NULL) pthread_cond_signal(&e->work);
 }
@@ -11416,11 +11430,10 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
       continue;
     }
     if (!ok) break;
-    if (forever) cddp__add32(&e->awaited, 1);
+    if (forever) cddp__store32(&e->awaited, 1);
     until = deadline;
     if (cddp__load32(&e->held) == CDDP__OWN_RUNS) until = fmin(until, cddp__now() + CDDP__LINGER_S);
     ok = cddp__cond_wait_until(&e->changed, &e->lock, until) || until < deadline;
-    if (forever) cddp__add32(&e->awaited, (uint32_t)-1);
   }
   cddp__add32(&e->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&e->lock);

@@ -5,6 +5,7 @@
 
 #include <fenv.h>
 #include <pthread.h>
+#include <sys/time.h>
 
 enum { RANKS = 3 };
 
@@ -347,7 +348,44 @@ static int no_deadlock(cddp_group *g, void *arg) {
   return 0;
 }
 
+static void late_handler(int signal) {
+  (void)signal;
+  ranks_sleep(LATE);
+}
+
+/* Rank 1 waits for one operation and, in a handler, has not seen yet that it has ended, while the
+   engine waits in the next one, for which the thread does not wait. */
+static int no_deadlock_in_a_handler(cddp_group *g, void *arg) {
+  int rank = cddp_rank(g);
+  float x[2] = {1, 1};
+  struct itimerval soon = {{0, 0}, {0, 60000}};
+  cddp_work *work[2];
+  cddp_group *twin = NULL;
+  (void)arg;
+  CHECK_OK(cddp_group_split(g, 0, 0, &twin));
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 1) {
+    CHECK(signal(SIGALRM, late_handler) != SIG_ERR);
+    CHECK_OK(cddp_all_reduce(twin, &x[0], 1, CDDP_F32, CDDP_SUM, &work[0]));
+    CHECK_OK(cddp_all_reduce(twin, &x[1], 1, CDDP_F32, CDDP_SUM, &work[1]));
+    ranks_sleep(0.02); /* the engine begins */
+    CHECK_EQ(setitimer(ITIMER_REAL, &soon, NULL), 0);
+    CHECK_OK(cddp_wait(work[0]));
+    CHECK_OK(cddp_barrier(g));
+    CHECK_OK(cddp_wait(work[1]));
+  } else {
+    ranks_sleep(0.15);
+    CHECK_OK(cddp_all_reduce(twin, &x[0], 1, CDDP_F32, CDDP_SUM, NULL));
+    CHECK_OK(cddp_barrier(g));
+    CHECK_OK(cddp_all_reduce(twin, &x[1], 1, CDDP_F32, CDDP_SUM, NULL));
+  }
+  CHECK_EQ(x[1], 2);
+  cddp_destroy(twin);
+  return 0;
+}
+
 static void test_what_is_no_deadlock(void) {
+  CHECK_OK(ranks_run(no_deadlock_in_a_handler, NULL, 2, false));
   CHECK_OK(ranks_run(no_deadlock, NULL, RANKS, false));
   CHECK_OK(ranks_run(no_deadlock, NULL, RANKS, true));
 }
