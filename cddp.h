@@ -5727,12 +5727,11 @@ typedef struct cddp__kernels {
   CDDP__BITS_KERNEL(ISA, TARGET)                                                                \
   CDDP__HALF_KERNELS(ISA, TARGET, bf16)
 
-/* The table of a set, by cddp_dtype; WIDE: the set that sums bf16. */
-#define CDDP__FLOAT_ROW(ISA, S, SGD, ADAMW)                                                     \
-  {cddp__sum_##S##_##ISA, cddp__all_##S##_##ISA, cddp__pair_##S##_##ISA, NULL,                 \
-   cddp__scale_##S##_##ISA,                                                                     \
-   cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA, cddp__adamw_##S##_##ISA, SGD, ADAMW,       \
-   NULL, NULL}
+/* The table of a set, by cddp_dtype; WIDE: the set of bf16's sums and the optimizers. */
+#define CDDP__FLOAT_ROW(ISA, S, WIDE, SGD, ADAMW)                                               \
+  {cddp__sum_##S##_##ISA, cddp__all_##S##_##ISA, cddp__pair_##S##_##ISA, NULL,                  \
+   cddp__scale_##S##_##ISA, cddp__mix_##S##_##ISA, cddp__squares_##S##_##ISA,                   \
+   cddp__adamw_##S##_##WIDE, SGD, ADAMW, NULL, NULL}
 #define CDDP__HALF_ROW(ISA, S, SUM, ALL)                                                        \
   {SUM, ALL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,                                    \
    cddp__widen_##S##_##ISA, cddp__narrow_##S##_##ISA}
@@ -5740,8 +5739,8 @@ typedef struct cddp__kernels {
   {NULL, NULL, cddp__pair_##S##_##ISA, cddp__bits_##ISA, NULL, NULL, NULL, NULL, NULL, NULL,    \
    NULL, NULL}
 #define CDDP__TABLE(ISA, WIDE)                                                                  \
-  {CDDP__FLOAT_ROW(ISA, f32, cddp__sgd_loop_##ISA, cddp__adamw_loop_##ISA),                     \
-   CDDP__FLOAT_ROW(ISA, f64, NULL, NULL),                                                       \
+  {CDDP__FLOAT_ROW(ISA, f32, WIDE, cddp__sgd_loop_##WIDE, cddp__adamw_loop_##WIDE),             \
+   CDDP__FLOAT_ROW(ISA, f64, ISA, NULL, NULL),                                                  \
    CDDP__HALF_ROW(ISA, f16, NULL, NULL),                                                        \
    CDDP__HALF_ROW(ISA, bf16, cddp__sum_bf16_##WIDE, cddp__all_bf16_##WIDE),                     \
    CDDP__INT_ROW(ISA, i8),                                                                      \
@@ -5786,9 +5785,14 @@ CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size
 
 CDDP__KERNELS(avx2, CDDP__AVX2, CDDP__AVX2)
 static const cddp__kernels cddp__kernels_avx2[] = CDDP__TABLE(avx2, avx2);
-/* What gains from AVX-512: memory and the caches set the pace of the others. */
+/* What gains from AVX-512: memory and the caches set the pace of the others. On Zen 4 AdamW gains 4
+   to 7 %, with two ranks 20 %, SGD's loop 11 to 20 %. */
 CDDP__SUM_KERNELS(avx512, CDDP__AVX512, cddp__u16, bf16, float, cddp__bf16_to_f32,
                   cddp__f32_to_bf16)
+CDDP__ADAMW_KERNEL(avx512, CDDP__AVX512, cddp__f32, f32, __builtin_fmaf, sqrtf)
+CDDP__FUSED_KERNEL(avx512, CDDP__AVX512, sgd, CDDP__SGD_SCALARS, CDDP__SGD_STEP)
+CDDP__FUSED_KERNEL(avx512, CDDP__AVX512, adamw, CDDP__ADAMW_LOOP_SCALARS,
+                   CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))
 static const cddp__kernels cddp__kernels_avx512[] = CDDP__TABLE(avx2, avx512);
 #endif
 

@@ -88,7 +88,7 @@ static void operate(int op, float *p, size_t count) {
   if (work != NULL) check(cddp_wait(work));
 }
 
-/* How an operation was done that has just ended, in so many rounds. Of AVX-512 f32 has no loops. */
+/* How an operation was done that has just ended, in so many rounds. No sum of f32 is by AVX-512. */
 static const char *way_of(int op, uint32_t rounds) {
   static const char *const sets[] = {"", ",base", ",avx2", ",avx2"};
   static char way[32];
