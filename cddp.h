@@ -13668,10 +13668,8 @@ static void cddp__await_abort(cddp__device *p) {
 static void cddp__watch_hosts(cddp_group *g) {
   cddp__hosts *x = g->hosts;
   if (x == NULL) return;
-  if (g->local_rank != 0) {
-    cddp__hosts_look(g);
-    return;
-  }
+  cddp__hosts_look(g);
+  if (g->local_rank != 0) return;
   pthread_mutex_lock(&g->p2p_lock);
   cddp__hosts_serve(g);
   (void)cddp__link_to(g, cddp__rank_on(x, (x->mine + 1) % x->count, 0), true);
