@@ -11599,7 +11599,7 @@ static bool cddp__work_done(cddp_work *w) {
                  too.
      staged      any other memory: the share goes through the staging buffers piece by piece, one
                  round a piece; they stay in cache, so main memory sees one read and one write.
-                 all_reduce of three ranks and more: each adds up a slice of the piece, and takes
+                 all_reduce of three ranks and more: each adds up a slice of a long piece, and takes
                  the others' sums in a second round. The first piece is in the staging buffers when
                  the ranks tell where their buffers lie: if these are not shared, no round is lost.
 
@@ -11607,6 +11607,9 @@ static bool cddp__work_done(cddp_work *w) {
    or up to twice as long: there is no such way. */
 
 #define CDDP__LOOK ((size_t)1 << 20) /* bytes written to a peer between looks at the group */
+/* More ranks than cores: of a piece's bytes on all ranks, what each rank reads in the time that the
+   second round of cddp__take_slices takes. */
+#define CDDP__READ_MOST_OVERSUBSCRIBED ((size_t)384 << 10)
 
 /* A call's elements [begin, begin + n) of each share, as they pass through headers or staging
    buffers. */
@@ -11723,6 +11726,7 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size
    first chunk is in all ranks' spaces already. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met) {
   bool slices = c->kind == CDDP__KIND_ALL_REDUCE && g->size > 2 && g->hosts == NULL;
+  size_t most = g->oversubscribed ? CDDP__READ_MOST_OVERSUBSCRIBED / (size_t)g->size : 0;
   cddp__chunk k;
   size_t begin;
   cddp_result r = CDDP_OK;
@@ -11733,7 +11737,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met
       r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, NULL, 0);
       if (r != CDDP_OK) return r;
     }
-    if (slices && k.n * c->esize > CDDP__ROUND_MOST_OVERSUBSCRIBED)
+    if (slices && k.n * c->esize > cddp__max(most, CDDP__ROUND_MOST_OVERSUBSCRIBED))
       r = cddp__take_slices(g, c, &k);
     else
       cddp__take_spaces(g, c, &k);
@@ -13190,6 +13194,19 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   return r;
 }
 
+/* What the settings s take from the desc of any optimizer. */
+#define CDDP__COMMON_SETTINGS(s, desc)         \
+  (s).lr = (desc)->lr;                         \
+  (s).weight_decay = (desc)->weight_decay;     \
+  (s).maximize = (desc)->maximize;             \
+  (s).ddp = (desc)->ddp;                       \
+  (s).stream = (desc)->stream;                 \
+  (s).copies = (desc)->copies;                 \
+  (s).copy_dtype = (desc)->copy_dtype;         \
+  (s).lr_scales = (desc)->lr_scales;           \
+  (s).weight_decays = (desc)->weight_decays;   \
+  (s).master_weights = (desc)->master_weights
+
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc) {
   cddp__settings s;
@@ -13197,19 +13214,10 @@ CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int co
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
   memset(&s, 0, sizeof s);
-  s.lr = desc->lr;
-  s.weight_decay = desc->weight_decay;
+  CDDP__COMMON_SETTINGS(s, desc);
   s.momentum = desc->momentum;
   s.dampening = desc->dampening;
   s.nesterov = desc->nesterov;
-  s.maximize = desc->maximize;
-  s.ddp = desc->ddp;
-  s.stream = desc->stream;
-  s.copies = desc->copies;
-  s.copy_dtype = desc->copy_dtype;
-  s.lr_scales = desc->lr_scales;
-  s.weight_decays = desc->weight_decays;
-  s.master_weights = desc->master_weights;
   return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, s.momentum != 0, params, count,
                                                   &s));
 }
@@ -13221,20 +13229,11 @@ CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int 
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
   memset(&s, 0, sizeof s);
-  s.lr = desc->lr;
-  s.weight_decay = desc->weight_decay;
+  CDDP__COMMON_SETTINGS(s, desc);
   s.beta1 = desc->beta1 != 0 ? desc->beta1 : 0.9;
   s.beta2 = desc->beta2 != 0 ? desc->beta2 : 0.999;
   s.eps = desc->eps != 0 ? desc->eps : 1e-8;
   s.amsgrad = desc->amsgrad;
-  s.maximize = desc->maximize;
-  s.ddp = desc->ddp;
-  s.stream = desc->stream;
-  s.copies = desc->copies;
-  s.copy_dtype = desc->copy_dtype;
-  s.lr_scales = desc->lr_scales;
-  s.weight_decays = desc->weight_decays;
-  s.master_weights = desc->master_weights;
   return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, s.amsgrad ? 3 : 2, params,
                                                   count, &s));
 }
