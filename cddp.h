@@ -7384,8 +7384,9 @@ CDDP__COLD
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
 #define CDDP__NOTICE_EARLY 0x80000000u /* in its result: a rank is lost, the group has not failed */
 #define CDDP__NOTICE_CAME 0x40000000u  /* likewise: which ranks of a host have come to a round */
-#define CDDP__TURN ((size_t)128 << 10) /* bytes of a piece that go or come at a time: they stay in
-                                          the cache until the other side, or this one, takes them */
+/* Bytes of a frame that go or come at a time: a piece of CDDP__PIECE and its head. They stay in the
+   cache until the other side, or this one, takes them. */
+#define CDDP__TURN (((size_t)128 << 10) + sizeof(cddp__frame_head))
 #define CDDP__AHEAD_BYTES 4096         /* read at a time where less is due */
 #define CDDP__LEFT (-1)     /* in link.error: the other side said BYE */
 enum {
