@@ -15265,11 +15265,11 @@ struct cddp__ddp_memory {
   cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
   cddp_result (*scale)(cddp_ddp *d); /* all gradients, by cddp__mean_factor */
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
-  cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it */
-  /* Updates the weights. averaged: gradients are means already. wrote: see cddp__host_step */
+  cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it; NULL: d->norm */
+  /* Updates the weights, or (s NULL), for an optimizer of the caller's own, takes the mean of this
+     rank's part; averaged: gradients are means already; wrote: see cddp__host_step. Then, for such
+     an optimizer, each rank's part of the weights to all. */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
-  /* For an optimizer of the caller's own: the mean of this rank's part; then the weights of all. */
-  cddp_result (*scatter)(cddp_ddp *d, bool averaged, bool wrote);
   cddp_result (*publish)(cddp_ddp *d);
 };
 enum { CDDP__OWNERS = -1 };
@@ -16038,11 +16038,6 @@ static void cddp__clip_rows(cddp_ddp *d, double factor) {
   }
 }
 
-static cddp_result cddp__host_norm(cddp_ddp *d, double *norm) {
-  *norm = d->norm;
-  return CDDP_OK;
-}
-
 static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   double factor;
   int i;
@@ -16056,7 +16051,8 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
     if (d->used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
   if (factor < 1) cddp__clip_rows(d, factor);
-  return norm != NULL ? cddp__host_norm(d, norm) : CDDP_OK;
+  if (norm != NULL) *norm = d->norm;
+  return CDDP_OK;
 }
 
 /* --- one pass: a step on gradients in host memory --- */
@@ -16438,14 +16434,15 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   return r;
 }
 
-/* What other ranks of this host have stepped: weights that are not shared come from their
-   gradients, which are cleared then; copies follow. s NULL: an optimizer of the caller's own. */
+/* This rank has published its part: the others' have come when all have. Weights that are not shared
+   come from the others' gradients, which are cleared then; copies follow. s NULL: an optimizer of
+   the caller's own. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
-  int i, p, me = d->group->local_rank, kind = s ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
+  int i, p, kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
+  cddp_result r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
   size_t begin, end, at;
-  cddp_result r;
   bool any = false;
-  for (i = 0; i < d->count; i++) {
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     bool fetched = !t->shared;
     if ((s != NULL && cddp__optim_skips(s, i)) || (!fetched && (s == NULL || s->copies == NULL)))
@@ -16453,95 +16450,76 @@ static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
     any = any || fetched;
     for (p = 0; p < d->group->local_size; p++) {
       size_t esize = cddp__dtype_size(d->params[i].dtype);
-      if (p == me || !cddp__tensor_slice(d, i, p, &begin, &end)) continue;
+      if (p == d->me || !cddp__tensor_slice(d, i, p, &begin, &end)) continue;
       at = begin - t->offset;
       if (fetched)
         memcpy((char *)d->params[i].data + at, cddp__gradient_at(d, p, i, begin), end - begin);
       if (s != NULL) cddp__optim_copy(s, i, at / esize, (end - begin) / esize);
     }
   }
-  if (!any) return CDDP_OK;
-  if ((r = cddp__control_barrier(d, kind, CDDP__PHASE_WEIGHTS)) != CDDP_OK) return r;
-  for (i = 0; i < d->count; i++) {
+  if (any) r = cddp__control_barrier(d, kind, CDDP__PHASE_WEIGHTS);
+  for (i = 0; r == CDDP_OK && any && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     if (!t->shared && !(s != NULL && cddp__optim_skips(s, i)) && t->begin < t->end)
       memset(cddp__gradient_at(d, d->me, i, t->begin), 0, t->end - t->begin);
   }
-  return CDDP_OK;
+  return r == CDDP_OK ? cddp__exit(d->control, r) : r;
 }
 
-/* Updates this rank's part of all weights, between two rounds of the control group, then fetches
-   what the others have updated. averaged: gradients are the means already. wrote: ranks have
-   written to theirs since the last round, so that nobody may read them before another. */
+/* Makes the means of this rank's part and, unless s is NULL, updates that part of all weights, then
+   fetches what the others have updated: between two rounds of the control group. averaged:
+   gradients are the means already. wrote: ranks have written to theirs since the last round, so
+   that nobody may read them before another. */
 static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
-  int i, size = d->group->local_size;
+  int i, size = d->group->local_size, kind = s ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_SCATTER;
   size_t begin, end;
-  cddp__pass x;
-  cddp_result r = CDDP_OK;
-  if (wrote) r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_GRADIENTS);
+  cddp__pass x = cddp__pass_of(d, s, averaged);
+  cddp_result r = wrote ? cddp__control_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
   if (r == CDDP_OK) r = cddp__enter(d->control);
-  if (r == CDDP_OK && s->states > 0 && s->share == NULL) r = cddp__share_create(d, s);
-  if (r != CDDP_OK) return r;
-  x = cddp__pass_of(d, s, averaged);
-  x.one_loop = !averaged && !d->spread && d->active_count == size &&
+  if (r == CDDP_OK && s != NULL && s->states > 0 && s->share == NULL) r = cddp__share_create(d, s);
+  x.one_loop = s != NULL && !averaged && !d->spread && d->active_count == size &&
                (size == 1 || size == 2 || size == 4);
-  if (d->desc.max_grad_norm > 0) r = cddp__mean_part(&x, CDDP__KIND_DDP_STEP);
+  if (r == CDDP_OK && (s == NULL || d->desc.max_grad_norm > 0)) r = cddp__mean_part(&x, kind);
   if (r != CDDP_OK) return r;
+  for (i = 0; s == NULL && x.clip < 1 && i < d->partition_count; i++) {
+    const cddp_partition *p = &d->partitions[i];
+    if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, x.clip);
+  }
+  if (s == NULL) return cddp__exit(d->control, r);
   CDDP__POINT("fuse");
   x.which = CDDP__PASS_WEIGHTS;
   x.block = cddp__fuse_block;
-  cddp__part_of(d, d->group->local_rank, &begin, &end);
+  cddp__part_of(d, d->me, &begin, &end);
   cddp__walk(&x, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(s, i)) continue;
     if (cddp__need_states(s, i) != CDDP_OK) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
     cddp__optim_rows(s, i, d->sparse[i]);
   }
-  r = cddp__control_barrier(d, CDDP__KIND_DDP_STEP, CDDP__PHASE_DONE);
-  if (r == CDDP_OK) r = cddp__fetch_weights(d, s);
-  return r == CDDP_OK ? cddp__exit(d->control, r) : r;
-}
-
-/* The mean of this rank's part for an optimizer of the caller's own; arguments as above. */
-static cddp_result cddp__host_scatter(cddp_ddp *d, bool averaged, bool wrote) {
-  const int kind = CDDP__KIND_DDP_SCATTER;
-  cddp_result r = wrote ? cddp__control_barrier(d, kind, CDDP__PHASE_GRADIENTS) : CDDP_OK;
-  cddp__pass x = cddp__pass_of(d, NULL, averaged);
-  int i;
-  if (r == CDDP_OK) r = cddp__enter(d->control);
-  if (r == CDDP_OK) r = cddp__mean_part(&x, kind);
-  if (r != CDDP_OK) return r;
-  for (i = 0; x.clip < 1 && i < d->partition_count; i++) {
-    const cddp_partition *p = &d->partitions[i];
-    if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, x.clip);
-  }
-  return cddp__exit(d->control, r);
+  return cddp__fetch_weights(d, s);
 }
 
 /* The weights that this rank has stepped to the others, and theirs here. */
 static cddp_result cddp__host_publish(cddp_ddp *d) {
-  const int kind = CDDP__KIND_DDP_GATHER;
-  cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, kind, CDDP__PHASE_CALL, 0, NULL, 0);
+  cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_GATHER, CDDP__PHASE_CALL,
+                              0, NULL, 0);
   int i;
   if (r == CDDP_OK) r = cddp__enter(d->control);
-  for (i = d->count - 1; r == CDDP_OK && i >= 0; i--) {
-    const cddp__tensor *t = &d->tensors[i];
-    if (t->begin < t->end)
-      cddp__publish_block(d, i, (char *)d->params[i].data + (t->begin - t->offset), t->begin,
-                          t->end - t->begin,
-                          t->shared ? NULL : cddp__gradient_at(d, d->me, i, t->begin));
+  if (r != CDDP_OK) return r;
+  for (i = 0; i < d->partition_count; i++) {
+    const cddp_partition *p = &d->partitions[i];
+    const cddp__tensor *t = &d->tensors[p->param];
+    cddp__publish_block(d, p->param, (char *)p->data, t->begin, t->end - t->begin,
+                        t->shared ? NULL : (char *)p->grad);
   }
-  if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
-  if (r == CDDP_OK) r = cddp__fetch_weights(d, NULL);
-  return r == CDDP_OK ? cddp__exit(d->control, r) : r;
+  return cddp__fetch_weights(d, NULL);
 }
 
 static const cddp__ddp_memory cddp__host_memory = {
     NULL, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch, NULL,
     cddp__push_bucket, cddp__reduce_bucket, cddp__merge_nodes, cddp__gather_shards,
     cddp__await_buckets, cddp__host_broadcast, NULL,
-    cddp__host_scale, cddp__host_clip, cddp__host_norm, cddp__host_step, cddp__host_scatter,
-    cddp__host_publish};
+    cddp__host_scale, cddp__host_clip, NULL, cddp__host_step, cddp__host_publish};
 
 #ifdef CDDP_CUDA
 /* --- gradients in device memory --- */
@@ -16865,22 +16843,17 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
 
+/* Buckets are reduced, whole, behind this call; peers read no arena. */
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   cudaStream_t stream = cddp__main_stream(d->group);
   cddp_result r = CDDP_OK;
-  (void)averaged, (void)wrote; /* here buckets are always reduced, and peers read no arena */
-  if (d->desc.max_grad_norm > 0)
-    r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL, CDDP__LIST_NONE);
-  if (r == CDDP_OK)
-    r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->segments, stream);
-  return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
-}
-
-/* The buckets are reduced, whole, behind this call. */
-static cddp_result cddp__gpu_scatter(cddp_ddp *d, bool averaged, bool wrote) {
   (void)averaged, (void)wrote;
-  if (!(d->desc.max_grad_norm > 0)) return CDDP_OK;
-  return cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL, CDDP__LIST_PART);
+  if (d->desc.max_grad_norm > 0)
+    r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL,
+                          s != NULL ? CDDP__LIST_NONE : CDDP__LIST_PART);
+  if (r == CDDP_OK && s != NULL)
+    r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->segments, stream);
+  return r == CDDP_OK && s != NULL ? cddp__device_copies(s, stream) : r;
 }
 
 /* The arena, and behind it what a clip needs. */
@@ -16917,8 +16890,7 @@ static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
     cddp__gpu_gather_shards, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
-    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, cddp__gpu_scatter,
-    cddp__gpu_publish};
+    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, cddp__gpu_publish};
 
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
@@ -17411,10 +17383,9 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
     if (d->tensors[i].storage == CDDP__COPIED && d->used[i])
       r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
                           d->group->stream);
-  if (r == CDDP_OK && s != NULL) r = d->memory->step(d, s, averaged, wrote);
+  if (r == CDDP_OK && !waits) r = d->memory->step(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
-  if (r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER) r = d->memory->scatter(d, averaged, wrote);
   if (r != CDDP_OK) return cddp__exit(d->control, cddp__give_up(d, r));
   if (!d->scattered) r = cddp__complete(d, s != NULL);
   return r == CDDP_OK ? r : cddp__ddp_fail(d, r);
@@ -22443,7 +22414,9 @@ CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->has_norm, "no gradient has been clipped; set max_grad_norm in cddp_ddp_desc");
-  return d->memory->norm(d, norm);
+  if (d->memory->norm != NULL) return d->memory->norm(d, norm);
+  *norm = d->norm;
+  return CDDP_OK;
 }
 
 CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
