@@ -15176,7 +15176,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    Works as follows: all gradients together, dtype by dtype, last parameter first, are the model; an
    offset into it says what parts, pieces, slots and states belong to. Where rank k has parameter
    i's gradient says d->gradients: in its arena, one piece of memory, or in the caller's, if all
-   ranks see that (cddp__find_own). Neither ever moves. A bucket is a list of parameters, so new
+   ranks see that (cddp__map_params). Neither ever moves. A bucket is a list of parameters, so new
    buckets (in order of arrival, after the first step) move nothing. ready() marks a gradient. When
    a bucket and all before it are full, its reduction begins. wait() and step() compare what is
    ready on d->control, start what is left, and go on when all buckets are reduced. What differs
@@ -15367,41 +15367,16 @@ static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
 }
 
-/* Whether a gradient of the caller's own can be reduced where it is, if all ranks see it: a hook
-   gets its bucket in one piece, the memory of an elastic rank must outlive it. */
-static bool cddp__takes_own(const cddp_ddp *d) {
-  return !d->desc.elastic && d->desc.comm_hook == NULL && d->group->backend == NULL &&
-         !(d->spread && d->group->carrier->average != NULL);
-}
-
-/* Whether this rank has one at least that others may see. */
-static bool cddp__has_own(const cddp_ddp *d) {
-  int i = 0;
-  while (i < d->count && (d->params[i].grad == NULL || cddp__dense_count(d, i) == 0 ||
-                          (d->group->size > 1 && cddp__ref_of(d->group->host, d->params[i].grad, 1)
-                                                         .kind == CDDP__REF_NONE)))
-    i++;
-  return cddp__takes_own(d) && i < d->count;
-}
-
-/* All ranks learn of the first rank whose model differs from rank 0's. *own: whether all may have
-   gradients that stay in place. */
-static cddp_result cddp__agree_on_params(cddp_ddp *d, bool *own) {
+/* All ranks learn of the first rank whose model differs from rank 0's. */
+static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
-  uint64_t count = (uint64_t)d->count, payload[2];
+  uint64_t count = (uint64_t)d->count;
   cddp__model_info *theirs;
-  cddp_result r;
+  cddp_result r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
+                              d->meets, &count, sizeof count); /* all meet in each step, or none */
   int i;
-  payload[0] = count;
-  payload[1] = cddp__has_own(d) ? 1 : 0;
-  r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL, d->meets, payload,
-                  sizeof payload); /* all meet in each step, or none */
   if (r != CDDP_OK) return r;
-  for (*own = true, i = g->size - 1; i >= 0; i--) {
-    memcpy(payload, cddp__op_header_of(g, i, g->round)->u.bytes, sizeof payload);
-    *own = *own && payload[1] != 0;
-  }
-  count = payload[0];
+  memcpy(&count, cddp__op_header_of(g, 0, g->round)->u.bytes, sizeof count);
   theirs = (cddp__model_info *)cddp__calloc(&g->host->allocator, (size_t)count + 1, sizeof *theirs);
   if (theirs == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   for (i = -1; g->rank == 0 && i < d->count; i++) cddp__describe(d, i, &theirs[i + 1]);
@@ -15535,52 +15510,71 @@ static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
       d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] = arena + d->tensors[i].place;
 }
 
-/* Collective: finds the gradients that stay in place, as all ranks of all hosts have them in shared
-   memory. Between hosts an exchange for each must be worth its while. */
-static cddp_result cddp__find_own(cddp_ddp *d) {
-  size_t least = d->group->carrier->average != NULL ? CDDP__OWN_BYTES : 1;
-  char **places = (char **)d->buffers;
-  cddp_result r = CDDP_OK;
-  int i, k;
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    size_t bytes = cddp__dense_count(d, i) * cddp__dtype_size(d->params[i].dtype);
-    bool all = d->params[i].grad != NULL;
-    if (bytes < least) continue;
-    places[0] = (char *)d->params[i].grad;
-    if (d->group->size > 1)
-      r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->params[i].grad, bytes, places,
-                              &all);
-    if (r != CDDP_OK || !all) continue;
-    d->tensors[i].storage = CDDP__IN_PLACE;
-    for (k = 0; k < d->group->local_size; k++) d->gradients[k * d->count + i] = places[k];
+/* How other ranks find parameter i's weights or gradient; kind NONE if they cannot, or a gradient is
+   to be copied: a hook gets its bucket in one piece, the memory of an elastic rank must outlive it,
+   and between hosts an exchange for each must be worth its while. */
+static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
+  const cddp_group *g = d->group;
+  void *p = gradient ? d->params[i].grad : d->params[i].data;
+  size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
+  bool exchanged = g->carrier->average != NULL;
+  cddp__ref ref;
+  memset(&ref, 0, sizeof ref);
+  if (p == NULL || (gradient && bytes == 0)) return ref;
+  if (gradient && (d->desc.elastic || d->desc.comm_hook != NULL || (exchanged && d->spread) ||
+                   (exchanged && bytes < CDDP__OWN_BYTES)))
+    return ref;
+  if (g->size > 1 || d->desc.elastic) return cddp__ref_of(g->host, p, bytes);
+  ref.kind = CDDP__REF_POINTER;
+  ref.base = (uint64_t)(uintptr_t)p;
+  return ref;
+}
+
+/* Collective: finds the weights, and the caller's gradients, that all ranks of all hosts have in
+   shared memory, and where those of this host's ranks are. */
+static cddp_result cddp__map_params(cddp_ddp *d) {
+  cddp_group *g = d->control;
+  size_t n = 2 * (size_t)d->count, j;
+  cddp__ref *mine = (cddp__ref *)cddp__malloc(&g->host->allocator,
+                                              ((size_t)g->size + 1) * n * sizeof *mine);
+  cddp__ref *all = mine + n;
+  cddp_result r;
+  int k, local;
+  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  for (j = 0; j < n; j++) mine[j] = cddp__param_ref(d, (int)(j / 2), j % 2 != 0);
+  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, mine, all, n * sizeof *mine, CDDP_U8, -1);
+  for (j = 0; r == CDDP_OK && j < n; j++) {
+    for (k = 0; k < g->size && all[(size_t)k * n + j].kind != CDDP__REF_NONE;) k++;
+    if (k < g->size) continue;
+    if (j % 2 == 0) d->tensors[j / 2].shared = true;
+    else d->tensors[j / 2].storage = CDDP__IN_PLACE;
+    for (k = local = 0; r == CDDP_OK && k < g->size; k++) {
+      char **table = j % 2 == 0 ? d->weights : d->gradients;
+      void *at = NULL;
+      if (g->members[k] < 0) continue;
+      r = cddp__locate(g->host, &all[(size_t)k * n + j], &at);
+      table[(size_t)local++ * (size_t)d->count + j / 2] = (char *)at;
+    }
+    if (r != CDDP_OK) r = cddp__break(g, r);
   }
+  cddp__free(&g->host->allocator, mine);
   return r;
 }
 
-/* Finds the arenas of the host's ranks and, for step() there, their weights. */
-static cddp_result cddp__map_peers(cddp_ddp *d) {
+/* Finds the arenas of the host's ranks. */
+static cddp_result cddp__map_arenas(cddp_ddp *d) {
   cddp_group *g = d->control;
   char **places = (char **)d->buffers;
   bool all = true;
-  cddp_result r;
-  int i, k;
-  if (d->group->backend != NULL) return CDDP_OK;
-  r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->arena, d->whole, places, &all);
+  cddp_result r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->arena, d->whole, places, &all);
+  int k;
   if (r == CDDP_OK && !all) r = cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared");
-  if (r != CDDP_OK) return r;
-  for (k = 0; k < g->local_size; k++) {
+  for (k = 0; r == CDDP_OK && k < g->local_size; k++) {
     cddp__see_arena(d, k, places[k]);
     d->slot_areas[k] = places[k] + d->bytes;
     d->squares[k] = (double *)(void *)(d->slot_areas[k] + (size_t)d->slots * d->slot_bytes);
   }
-  for (i = 0; i < d->count; i++) {
-    size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
-    r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->params[i].data, bytes, places, &all);
-    if (r != CDDP_OK) return r;
-    d->tensors[i].shared = all;
-    for (k = 0; all && k < g->local_size; k++) d->weights[k * d->count + i] = places[k];
-  }
-  return CDDP_OK;
+  return r;
 }
 
 /* Gradients that lie side by side. */
@@ -16221,7 +16215,7 @@ static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
 static bool cddp__takes_loop(const cddp__pass *x, int i, const cddp__update *u) {
   const cddp__tensor *t = &x->d->tensors[i];
   return x->one_loop && u->loop != NULL && x->d->params[i].dtype == CDDP_F32 && t->used &&
-         (t->shared || x->d->group->local_size == 1);
+         t->shared;
 }
 
 /* This rank's part of parameter i in one loop, block by block for the sake of its copy. */
@@ -17698,7 +17692,6 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
 static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   cddp_group *g = d->group;
   cddp_result r, local = CDDP_OK;
-  bool own = false;
   int i;
   if (d->memory->use != NULL && (r = d->memory->use(d)) != CDDP_OK) return r;
   if ((r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control)) != CDDP_OK) return r;
@@ -17710,15 +17703,15 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
   if (r != CDDP_OK) return r;
   d->control->internal = d->comm->internal = true;
-  if ((r = cddp__agree_on_params(d, &own)) != CDDP_OK) return r;
+  if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
   if (d->desc.comm_hook != NULL)
     r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
-  if (r == CDDP_OK && own) r = cddp__find_own(d);
+  if (r == CDDP_OK && g->backend == NULL) r = cddp__map_params(d);
   if (r != CDDP_OK) return r;
   cddp__lay_out(d);
   local = d->memory->alloc(d);
   if ((r = cddp__consensus(d->control, local, NULL, 0, NULL)) != CDDP_OK) return r;
-  if ((r = cddp__map_peers(d)) != CDDP_OK) return r;
+  if (g->backend == NULL && (r = cddp__map_arenas(d)) != CDDP_OK) return r;
   if ((r = d->memory->broadcast(d, d->params, d->count, 0)) != CDDP_OK) return r;
   r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, 0);
   if (r != CDDP_OK) return r;
