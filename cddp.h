@@ -1824,8 +1824,8 @@ typedef struct cddp__address { /* a socket address */
 
 /* Where a gradient is that ranks reduce. */
 enum cddp__storage {
-  CDDP__PLACED,   /* in the arena, to which params[i].grad points */
   CDDP__COPIED,   /* in the arena; params[i].grad is the caller's, and copied */
+  CDDP__PLACED,   /* in the arena, to which params[i].grad points */
   CDDP__IN_PLACE, /* at params[i].grad, which is the caller's, on all ranks */
 };
 

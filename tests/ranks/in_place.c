@@ -303,7 +303,36 @@ static void test_hook(void) {
   CHECK_OK(ranks_run(body, &c, 2, false));
 }
 
+/* A second model of the same gradients cannot be created: those of the first one stay placed. */
+static int refused_body(cddp_group *g, void *arg) {
+  float weights[2] = {0, 0}, *grad;
+  int before = test_failures;
+  cddp_param p;
+  cddp_ddp *d, *other;
+  cddp_ddp_desc desc;
+  (void)arg;
+  memset(&p, 0, sizeof p);
+  memset(&desc, 0, sizeof desc);
+  p.data = weights;
+  p.count = 2;
+  CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+  grad = (float *)p.grad;
+  desc.shards = 1;
+  CHECK_IS(cddp_ddp_create(&other, g, &p, 1, &desc), CDDP_INVALID_ARGUMENT);
+  CHECK(p.grad == grad && grad != NULL);
+  desc.shards = 2;
+  CHECK_OK(cddp_ddp_create(&other, g, &p, 1, &desc));
+  cddp_ddp_destroy(other);
+  CHECK(p.grad == grad);
+  cddp_ddp_destroy(d);
+  CHECK(p.grad == NULL);
+  return test_failures != before;
+}
+
+static void test_refused(void) { CHECK_OK(ranks_run(refused_body, NULL, 2, false)); }
+
 int main(void) {
+  RUN(test_refused);
   RUN(test_calls);
   RUN(test_hosts);
   RUN(test_hook);
