@@ -15510,9 +15510,9 @@ static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
       d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] = arena + d->tensors[i].place;
 }
 
-/* How other ranks find parameter i's weights or gradient; kind NONE if they cannot, or a gradient is
-   to be copied: a hook gets its bucket in one piece, the memory of an elastic rank must outlive it,
-   and between hosts an exchange for each must be worth its while. */
+/* How other ranks find parameter i's weights or gradient; kind NONE if they cannot, or a gradient
+   is to be copied: a hook gets its bucket in one piece, the memory of an elastic rank must outlive
+   it, and between hosts an exchange for each must be worth its while. */
 static cddp__ref cddp__param_ref(const cddp_ddp *d, int i, bool gradient) {
   const cddp_group *g = d->group;
   void *p = gradient ? d->params[i].grad : d->params[i].data;
@@ -16428,9 +16428,9 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   return r;
 }
 
-/* This rank has published its part: the others' have come when all have. Weights that are not shared
-   come from the others' gradients, which are cleared then; copies follow. s NULL: an optimizer of
-   the caller's own. */
+/* This rank has published its part: the others' have come when all have. Weights that are not
+   shared come from the others' gradients, which are cleared then; copies follow. s NULL: an
+   optimizer of the caller's own. */
 static cddp_result cddp__fetch_weights(cddp_ddp *d, const cddp_optim *s) {
   int i, p, kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_GATHER;
   cddp_result r = cddp__control_barrier(d, kind, CDDP__PHASE_DONE);
