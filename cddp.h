@@ -7533,8 +7533,8 @@ static int cddp__link_send(cddp__link *l, const cddp__frame_head *head, const vo
   return stop == end;
 }
 
-/* Receives likewise. What is short is read ahead: a message, or a round's headers, takes one call
-   of the system. */
+/* Receives likewise, and reads ahead: a short frame, or a piece and the head of the next one, takes
+   one call of the system. */
 static int cddp__link_recv(cddp__link *l, cddp__frame_head *head, void *data, size_t size,
                            size_t *done, size_t most) {
   size_t before = head != NULL ? sizeof *head : 0, end = before + size;
@@ -7543,20 +7543,29 @@ static int cddp__link_recv(cddp__link *l, cddp__frame_head *head, void *data, si
     char *to = *done < before ? (char *)head + *done : (char *)data + (*done - before);
     size_t left = (*done < before ? before : stop) - *done;
     size_t have = cddp__min(left, l->ahead_end - l->ahead_at);
-    bool ahead = left < sizeof l->ahead;
+    struct iovec io[2];
+    struct msghdr msg;
     ssize_t n;
     cddp__copy(to, l->ahead + l->ahead_at, have);
     l->ahead_at += have;
     *done += have;
     if (have > 0) continue;
-    n = recv(l->fd, ahead ? (void *)l->ahead : to, ahead ? sizeof l->ahead : left, MSG_DONTWAIT);
+    memset(&msg, 0, sizeof msg);
+    msg.msg_iov = io;
+    msg.msg_iovlen = 2;
+    io[0].iov_base = to;
+    io[0].iov_len = left;
+    io[1].iov_base = l->ahead;
+    io[1].iov_len = sizeof l->ahead;
+    n = recvmsg(l->fd, &msg, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return 0;
     if (n <= 0) cddp__link_end(l, n == 0 ? 0 : errno);
     if (n <= 0) return -1;
-    if (!ahead) *done += (size_t)n;
+    have = cddp__min(left, (size_t)n);
+    *done += have;
     l->ahead_at = 0;
-    l->ahead_end = ahead ? (size_t)n : 0;
+    l->ahead_end = (size_t)n - have;
   }
   return stop == end;
 }
@@ -10168,16 +10177,17 @@ static bool cddp__take_headers(cddp_group *g, const cddp__item *it) {
 static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l) {
   cddp__frame_head head = cddp__link_head(it->type, g->round, CDDP_U8, it->size, it->size);
   void *data = (void *)(uintptr_t)it->data;
-  cddp__link_progress(g, l, !it->out);
-  if (it->type == CDDP__FRAME_HEADERS && !it->out && cddp__take_headers(g, it)) return true;
-  if (l->state != CDDP__LINK_UP) return false;
   if (it->out) {
-    if (cddp__buffer_size(&l->out) > 0) return false;
+    cddp__link_flush(g->hosts->net, l);
+    if (l->state != CDDP__LINK_UP || cddp__buffer_size(&l->out) > 0) return false;
     if (l->sent == 0) l->out_head = head;
     if (cddp__link_send(l, &l->out_head, data, it->size, &l->sent, CDDP__TURN) <= 0) return false;
     l->sent = 0;
     return true;
   }
+  cddp__link_progress(g, l, true);
+  if (it->type == CDDP__FRAME_HEADERS && cddp__take_headers(g, it)) return true;
+  if (l->state != CDDP__LINK_UP) return false;
   if (l->in != NULL || l->got < sizeof head) return false; /* else the head of a piece has come */
   if (memcmp(&l->in_head, &head, sizeof head) != 0) cddp__link_end(l, EPROTO);
   if (l->state != CDDP__LINK_UP ||

@@ -71,8 +71,10 @@ static ssize_t faulty_sendmsg(int fd, const struct msghdr *m, int flags) {
   return strikes(CALL_SENDMSG) ? -1 : sendmsg(fd, m, flags);
 }
 static ssize_t faulty_recvmsg(int fd, struct msghdr *m, int flags) {
+  size_t n = m->msg_iov[0].iov_len;
   if (strikes(CALL_RECVMSG)) return -1;
-  m->msg_iov[0].iov_len = shortened(m->msg_iov[0].iov_len);
+  m->msg_iov[0].iov_len = shortened(n);
+  if (m->msg_iov[0].iov_len < n) m->msg_iovlen = 1;
   return recvmsg(fd, m, flags);
 }
 static int faulty_connect(int fd, const struct sockaddr *a, socklen_t n) {
