@@ -1329,11 +1329,11 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    WAITING. A wait polls for tens of microseconds, yields, then sleeps on a futex for at most 20 ms
    at a time (>>round). Each time it wakes it looks after the ranks it waits for: their state on the
-   control block and their pidfd. So a death is noticed within about 20 ms, by waiting ranks only,
-   at no cost to others. Ranks beyond the number of cores never poll. A long wait is shown to the
-   ranks of the host (cddp__spot), in whatever group it is: time-outs say where late ranks wait, and
-   two ranks that wait for each other in different groups are a mismatch within a fraction of a
-   second.
+   control block and a lock that each rank holds on the shared memory while it lives. So a death is
+   noticed within about 20 ms, by waiting ranks only, at no cost to others. Ranks beyond the number
+   of cores never poll. A long wait is shown to the ranks of the host (cddp__spot), in whatever
+   group it is: time-outs say where late ranks wait, and two ranks that wait for each other in
+   different groups are a mismatch within a fraction of a second.
 
    FAILURE. A rank that sees a lost peer, a disagreement or a deadline writes why into its slot; the
    first to name its slot on the control block has broken the group, and wakes everyone (>>failure).
@@ -1551,7 +1551,9 @@ typedef struct cddp__slot {
   cddp__atomic_u32 awaits_at; /* as of this ms of cddp__now(); writer of both: the rank */
   cddp__atomic_u32 calls;     /* on device memory, noted so far; writer: the rank */
   cddp__atomic_u32 works;     /* of its engine, not yet done; writer: the rank */
-  unsigned char pad2[CDDP__CACHE_LINE - 28];
+  cddp__atomic_u32 ended; /* in the job's first group: 65536 + the process's wait status; 0: not
+                             known; writer: the rank before this one on the host */
+  unsigned char pad2[CDDP__CACHE_LINE - 32];
   cddp__atomic_u32 site_round; /* whose call site follows; writer: the rank, as it fails */
   char site[CDDP__SITE_MAX];
   char failure[CDDP__ERROR_MAX]; /* why the rank breaks the group; its fail_lock */
@@ -1611,7 +1613,8 @@ typedef struct cddp__host {
   cddp__atomic_u32 claimant; /* a process that came with this rank too; 0: none so far */
   int window;            /* this rank's: index, but for who has joined */
   int window_bits;       /* window i's extents lie in [(i + 1) << bits, (i + 2) << bits) */
-  int *pidfds;           /* [size + CDDP__JOINS]; -1 for this rank and for threads */
+  int *pidfds;           /* [size + CDDP__JOINS]; -1 but for the next rank and who has joined */
+  uint64_t met;          /* ranks' processes had begun by then: clock ticks since boot */
   uint32_t *pids;        /* [size + CDDP__JOINS] */
   int cores;             /* that this process may use */
   char name[72];         /* of the machine */
@@ -6606,19 +6609,7 @@ CDDP__COLD
 
 /* --- what has become of a peer --- */
 
-/* Whether the rank's process has ended or has left the group. */
-static bool cddp__rank_gone(const cddp_group *g, int rank) {
-  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  struct pollfd fd;
-  if (g->members[rank] < 0) return cddp__hosts_gone(g, rank);
-  if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
-  if (g->host->threads || rank == g->rank) return false;
-  fd.fd = g->host->pidfds[g->members[rank]];
-  fd.events = POLLIN;
-  fd.revents = 0;
-  if (fd.fd >= 0) return poll(&fd, 1, 0) == 1;
-  return kill((pid_t)g->host->pids[g->members[rank]], 0) != 0 && errno == ESRCH; /* no pidfds */
-}
+#define CDDP__NAP_S 0.02 /* longest sleep before peers are looked after */
 
 /* Field `number` of /proc/PID/stat, as proc(5) counts them, and the third field, the letter of the
    process's state; false: there is no such process. */
@@ -6637,6 +6628,33 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   for (field = 2; field < number && at != NULL; field++) at = strchr(at + 1, ' ');
   if (at != NULL) *value = strtoull(at, NULL, 10);
   return at != NULL;
+}
+
+/* Whether a process of the host has ended. As long as it lives it holds a lock on the shared
+   memory. If there is none it may have closed its descriptors, or may not have come so far. */
+static bool cddp__process_gone(const cddp__host *h, int at) {
+  struct pollfd fd = {h->pidfds[at], POLLIN, 0};
+  struct flock lock;
+  uint64_t born;
+  char state;
+  if (fd.fd >= 0) return poll(&fd, 1, 0) == 1;
+  memset(&lock, 0, sizeof lock);
+  lock.l_type = F_WRLCK;
+  lock.l_start = at;
+  lock.l_len = 1;
+  if (at < h->size && fcntl(h->fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK) return false;
+  if (cddp__process_stat(h->pids[at], 22, &state, &born))
+    return state == 'Z' || state == 'X' || born > h->met;
+  return kill((pid_t)h->pids[at], 0) != 0 && errno == ESRCH;
+}
+
+/* Whether the rank's process has ended or has left the group. */
+static bool cddp__rank_gone(const cddp_group *g, int rank) {
+  uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
+  if (g->members[rank] < 0) return cddp__hosts_gone(g, rank);
+  if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
+  return !g->host->threads && rank != g->rank &&
+         cddp__process_gone(g->host, g->members[rank]);
 }
 
 /* The wait status of a process that has ended. A zombie's is in /proc; a reaped process's can be
@@ -6682,11 +6700,17 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   int status, at = g->members[rank];
+  double deadline = cddp__now() + 2.5 * CDDP__NAP_S; /* the rank before it looks, if it waits */
+  uint32_t ended = 0;
   if (at < 0) return cddp__describe_link_end(g->hosts->peers[rank].error);
   if (state == CDDP__SLOT_LEFT) return cddp__words("left the group (cddp_destroy)");
   if (state == CDDP__SLOT_DEAD) return cddp__words("ended: its thread function returned");
   if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
     return cddp__describe_status(status);
+  while (at < g->host->size && (ended = cddp__load32(&g->host->slots[at].ended)) == 0 &&
+         cddp__now() < deadline)
+    cddp__sleep(1e-3);
+  if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
   return cddp__words("died: its process has ended");
 }
 
@@ -7035,7 +7059,6 @@ CDDP__COLD_END
 #define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds */
 #define CDDP__SPIN_OVERSUBSCRIBED 50
 #define CDDP__YIELDS 100
-#define CDDP__NAP_S 0.02 /* longest sleep before peers are looked after */
 
 /* --- waits --- */
 
@@ -7071,6 +7094,16 @@ static void cddp__wait_look(cddp__wait *w) {
   if (w->due) w->look = now + CDDP__NAP_S;
 }
 
+/* A rank keeps a descriptor of the next one's process of the host, and tells all ranks how it has
+   ended: the system forgets that when its parent has asked. */
+static void cddp__tell_end(const cddp__host *h) {
+  int next = (h->index + 1) % h->size, status;
+  if (h->slots == NULL || h->pidfds[next] < 0 || cddp__load32(&h->slots[next].ended) != 0) return;
+  if (cddp__process_gone(h, next) &&
+      cddp__exit_status(h->pidfds[next], h->pids[next], &status))
+    cddp__store32(&h->slots[next].ended, 65536 + (uint32_t)status);
+}
+
 /* What every wait does between two sleeps: looks whether the group has failed, serves receives and
    reads the clock. When it is due the caller looks whether the rank it waits for is gone; when it
    is late it fails, in its own words. */
@@ -7079,7 +7112,9 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   if (r != CDDP_OK) return r;
   cddp__serve_idle(g);
   cddp__wait_look(w);
-  return w->due ? cddp__hear_claims(g) : CDDP_OK;
+  if (!w->due) return CDDP_OK;
+  cddp__tell_end(g->host);
+  return cddp__hear_claims(g);
 }
 
 /* Sleeps until *word is no longer value, as long as the group is healthy. A rank that changes the
@@ -8818,8 +8853,16 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
                                      double timeout_s) {
   size_t bytes = cddp__round_up(cddp__block_bytes(size, h->size), cddp__page_size());
-  char *block = cddp__map_memory(h->fd, 0, bytes);
+  char *block;
+  struct flock lock;
   cddp_result r;
+  memset(&lock, 0, sizeof lock);
+  lock.l_type = F_WRLCK;
+  lock.l_start = h->index;
+  lock.l_len = 1;
+  if (h->fd >= 0 && fcntl(h->fd, F_SETLK, &lock) != 0) /* for cddp__process_gone */
+    return cddp__fail_errno("lock on the shared memory");
+  block = cddp__map_memory(h->fd, 0, bytes);
   if (block == NULL)
     return cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of the group's shared memory: %s", strerror(errno));
   r = cddp__group_build(out, h, rank, size, NULL, block, timeout_s);
@@ -8977,16 +9020,15 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
   cddp__free(a, v->members);
 }
 
-/* A descriptor for each process of the node, but at most half of what this one may have open: the
-   rest is the program's. Without one (also where seccomp forbids it), kill(pid, 0) tells. */
+/* See cddp__process_gone and cddp__tell_end. Where seccomp forbids pidfd_open, only the process's
+   parent may know how it ends. */
 static void cddp__watch_processes(cddp__host *h) {
-  struct rlimit limit;
-  int i, most = INT_MAX;
-  if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / 2 < (rlim_t)INT_MAX)
-    most = (int)(limit.rlim_cur / 2);
-  for (i = 0; i < h->size; i++)
-    if (i != h->index && i < most)
-      h->pidfds[i] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[i], 0u);
+  int next = (h->index + 1) % h->size;
+  struct timespec t;
+  clock_gettime(CLOCK_BOOTTIME, &t);
+  h->met = (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
+  if (next != h->index)
+    h->pidfds[next] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u);
 }
 
 /* --- joining a job that runs --- */
@@ -21736,8 +21778,14 @@ static cddp_result cddp__fork_child(cddp__spawn_job *job, int i, bool joins) {
   if (pid == 0) cddp__child(job, i, joins);
   job->pids[i] = pid;
   job->alive++;
+  return CDDP_OK;
+}
+
+/* Before the child begins: how it ends may be known by this alone. When all have been forked: no
+   child inherits what is for another one. */
+static cddp_result cddp__watch_child(cddp__spawn_job *job, int i) {
   job->fds[i].events = POLLIN;
-  job->fds[i].fd = (int)syscall(SYS_pidfd_open, pid, 0u);
+  job->fds[i].fd = (int)syscall(SYS_pidfd_open, job->pids[i], 0u);
   if (job->fds[i].fd >= 0) return CDDP_OK;
   if (errno != ENOSYS && errno != EPERM) /* valgrind 3.19; old Docker */
     return cddp__fail(CDDP_SYSTEM, "pidfd_open: %s%s", strerror(errno),
@@ -21754,6 +21802,7 @@ static void cddp__fork_again(cddp__spawn_job *job, int i) {
   job->restarts--;
   fflush(NULL);
   r = cddp__fork_child(job, i, true);
+  if (r == CDDP_OK) r = cddp__watch_child(job, i);
   if (r == CDDP_OK && write(job->start[1], "", 1) != 1) r = cddp__fail_errno("write");
   if (r != CDDP_OK) cddp__spawn_failed(job, r, 0);
 }
@@ -21815,6 +21864,7 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
   for (i = 0; i < nprocs && r == CDDP_OK; i++) job.fds[i].fd = -1;
   for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__fork_child(&job, i, false);
+  for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__watch_child(&job, i);
   if (r == CDDP_OK && write(job.start[1], bytes, (size_t)nprocs) != nprocs)
     r = cddp__fail_errno("write");
   if (r != CDDP_OK) cddp__spawn_failed(&job, r, 0);

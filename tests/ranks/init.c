@@ -835,6 +835,23 @@ static void test_file_size_limit(void) {
   }
 }
 
+/* A rank needs no descriptor for each other one, once they have met. */
+static int count_descriptors(cddp_group *g, void *most) {
+  int now = ranks_open_fds(), *highest = (int *)most, old;
+  CHECK_OK(cddp_barrier(g));
+  old = __atomic_load_n(highest, __ATOMIC_RELAXED);
+  while (old < now && !__atomic_compare_exchange_n(highest, &old, now, false, __ATOMIC_RELAXED,
+                                                   __ATOMIC_RELAXED)) {}
+  return 0;
+}
+
+static void test_descriptors(void) {
+  int *most = (int *)ranks_shared(2 * sizeof *most);
+  CHECK_OK(ranks_run(count_descriptors, &most[0], 3, false));
+  CHECK_OK(ranks_run(count_descriptors, &most[1], 24, false));
+  CHECK_EQ(most[0], most[1]);
+}
+
 /* Sandboxes that forbid memfd_create or pidfd_open. */
 static void test_denied_calls(void) {
   static const char *const hosts[] = {"a", "b"};
@@ -1192,6 +1209,7 @@ int main(void) {
   RUN(test_one_connection);
   RUN(test_few_descriptors);
   RUN(test_file_size_limit);
+  RUN(test_descriptors);
   RUN(test_denied_calls);
   RUN(test_pid_namespaces);
   RUN(test_file);
