@@ -7386,8 +7386,8 @@ CDDP__COLD
    Job: make, prove and end connections; move frames on them without blocking; failure notices.
    Owns: cddp__net (the listening socket, connections that no group has claimed yet), cddp__link.
    May touch: groups that span hosts, to break them or note a cause when a notice comes.
-   Entry points: cddp__net_look; cddp__link_call, _shake, _send,
-   _recv, _receive, _flush, _leave and _answered; cddp__tell_all.
+   Entry points: cddp__net_look; cddp__link_call, _shake, _io,
+   _receive, _flush, _leave and _answered; cddp__tell_all.
    Works as follows: each rank listens on one port of the address by which its host reaches the
    others. Two ranks of a group have one connection, made when it is first used (two, if both call
    at once). Frames of three types go there: MESSAGE of send and recv, HEADERS of a round, and
@@ -7538,69 +7538,45 @@ static void cddp__link_answered(cddp__link *l) {
   }
 }
 
-/* Sends what is left of a frame's head (NULL: there is none) and size bytes at data, `most` bytes
-   at a time: 1 when *done says that all has passed, 0 when it would block or that was enough, -1
-   when the link has ended. */
-static int cddp__link_send(cddp__link *l, const cddp__frame_head *head, const void *data,
-                           size_t size, size_t *done, size_t most) {
+/* Sends or receives what is left of a frame's head (NULL: there is none) and size bytes at data,
+   `most` bytes at a time: 1 when *done says that all has passed, 0 when it would block or that was
+   enough, -1 when the link has ended. Reads ahead: a short frame, or a piece and the head of the
+   next one, takes one call of the system. */
+static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void *data, size_t size,
+                         size_t *done, size_t most, bool out) {
   size_t before = head != NULL ? sizeof *head : 0, end = before + size;
   size_t stop = most < end - *done ? *done + most : end;
   while (*done < stop) {
-    size_t skip = *done < before ? 0 : *done - before;
+    bool first = *done < before;
+    uintptr_t at = first ? (uintptr_t)head + *done : (uintptr_t)data + (*done - before);
+    size_t left = (first ? before : stop) - *done;
+    size_t have = out ? 0 : cddp__min(left, l->ahead_end - l->ahead_at);
     struct iovec io[2];
     struct msghdr msg;
     ssize_t n;
-    memset(&msg, 0, sizeof msg);
-    msg.msg_iov = io;
-    if (*done < before) {
-      io[msg.msg_iovlen].iov_base = (char *)(uintptr_t)head + *done; /* sendmsg only reads it */
-      io[msg.msg_iovlen++].iov_len = before - *done;
-    }
-    io[msg.msg_iovlen].iov_base = (char *)(uintptr_t)data + skip;
-    io[msg.msg_iovlen++].iov_len = cddp__max(stop, before) - before - skip;
-    n = sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EAGAIN) return 0;
-    if (n < 0) cddp__link_end(l, errno);
-    if (n < 0) return -1;
-    *done += (size_t)n;
-  }
-  return stop == end;
-}
-
-/* Receives likewise, and reads ahead: a short frame, or a piece and the head of the next one, takes
-   one call of the system. */
-static int cddp__link_recv(cddp__link *l, cddp__frame_head *head, void *data, size_t size,
-                           size_t *done, size_t most) {
-  size_t before = head != NULL ? sizeof *head : 0, end = before + size;
-  size_t stop = most < end - *done ? *done + most : end;
-  while (*done < stop) {
-    char *to = *done < before ? (char *)head + *done : (char *)data + (*done - before);
-    size_t left = (*done < before ? before : stop) - *done;
-    size_t have = cddp__min(left, l->ahead_end - l->ahead_at);
-    struct iovec io[2];
-    struct msghdr msg;
-    ssize_t n;
-    cddp__copy(to, l->ahead + l->ahead_at, have);
+    cddp__copy((char *)at, l->ahead + l->ahead_at, have);
     l->ahead_at += have;
     *done += have;
     if (have > 0) continue;
     memset(&msg, 0, sizeof msg);
     msg.msg_iov = io;
     msg.msg_iovlen = 2;
-    io[0].iov_base = to;
+    io[0].iov_base = (char *)at; /* sendmsg only reads it */
     io[0].iov_len = left;
-    io[1].iov_base = l->ahead;
-    io[1].iov_len = sizeof l->ahead;
-    n = recvmsg(l->fd, &msg, MSG_DONTWAIT);
+    io[1].iov_base = out ? (char *)(uintptr_t)data : (char *)l->ahead;
+    io[1].iov_len = !out ? sizeof l->ahead : first ? stop - before : 0;
+    n = out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT)
+            : recvmsg(l->fd, &msg, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return 0;
     if (n <= 0) cddp__link_end(l, n == 0 ? 0 : errno);
     if (n <= 0) return -1;
-    have = cddp__min(left, (size_t)n);
-    *done += have;
-    l->ahead_at = 0;
-    l->ahead_end = (size_t)n - have;
+    if (!out && (size_t)n > left) {
+      l->ahead_at = 0;
+      l->ahead_end = (size_t)n - left;
+      n = (ssize_t)left;
+    }
+    *done += (size_t)n;
   }
   return stop == end;
 }
@@ -7651,9 +7627,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
   size_t *done = l->mine ? &l->sent : &l->got, due;
   while (l->state < CDDP__LINK_UP) {
     if (l->state == CDDP__LINK_GREETING) {
-      if ((l->mine ? cddp__link_send(l, NULL, &l->hello, sizeof l->hello, done, SIZE_MAX)
-                   : cddp__link_recv(l, NULL, &l->hello, sizeof l->hello, done, SIZE_MAX)) <= 0)
-        break;
+      if (cddp__link_io(l, NULL, &l->hello, sizeof l->hello, done, SIZE_MAX, l->mine) <= 0) break;
       *done = 0;
       l->state = n->secret != NULL ? CDDP__LINK_PROVING : CDDP__LINK_UP;
       if (l->mine && cddp__connected_to_itself(l->fd)) cddp__link_end(l, ECONNREFUSED);
@@ -7665,7 +7639,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
                CDDP_OK)
         cddp__link_end(l, EIO);
     } else if (c->out_size > 0) {
-      if (cddp__link_send(l, NULL, c->out, c->out_size, &l->sent, SIZE_MAX) <= 0) break;
+      if (cddp__link_io(l, NULL, c->out, c->out_size, &l->sent, SIZE_MAX, true) <= 0) break;
       c->out_size = l->sent = 0;
     } else if (c->state == CDDP__CHALLENGE_PROVEN) {
       l->state = CDDP__LINK_UP;
@@ -7674,7 +7648,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
     } else {
       due = sizeof in - c->in_size;
       memset(in, 0, sizeof in);
-      (void)cddp__link_recv(l, NULL, in, due, &l->got, SIZE_MAX);
+      (void)cddp__link_io(l, NULL, in, due, &l->got, SIZE_MAX, false);
       if (l->got == 0) break;
       cddp__challenge_feed(c, in, l->got);
       l->got = 0;
@@ -7740,7 +7714,7 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
   if (l->in == NULL) {
     bool good;
     if (l->got < sizeof *head &&
-        cddp__link_recv(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX) <= 0)
+        cddp__link_io(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX, false) <= 0)
       return NULL;
     good = cddp__frame_good(head, notice, most);
     if (good && head->type == CDDP__FRAME_PIECE) return NULL;
@@ -7760,7 +7734,7 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
     l->in->size = (size_t)head->size;
   }
   m = l->in;
-  if (cddp__link_recv(l, &l->in_head, m + 1, m->size, &l->got, SIZE_MAX) <= 0) return NULL;
+  if (cddp__link_io(l, &l->in_head, m + 1, m->size, &l->got, SIZE_MAX, false) <= 0) return NULL;
   l->got = 0;
   l->in = NULL;
   return m;
@@ -7770,7 +7744,7 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
 static void cddp__link_flush(const cddp__net *n, cddp__link *l) {
   cddp__buffer *b = &l->out;
   if (!cddp__link_shake(n, l) || cddp__buffer_size(b) == 0 || l->sent > 0) return;
-  (void)cddp__link_send(l, NULL, b->data, b->end, &b->start, SIZE_MAX);
+  (void)cddp__link_io(l, NULL, b->data, b->end, &b->start, SIZE_MAX, true);
   if (cddp__buffer_size(b) == 0) cddp__buffer_clear(b, 0);
 }
 
@@ -10156,7 +10130,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   }
   cddp__link_flush(g->hosts->net, l);
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
-    (void)cddp__link_send(l, &head, c->send, bytes, &sent, SIZE_MAX);
+    (void)cddp__link_io(l, &head, c->send, bytes, &sent, SIZE_MAX, true);
   skip = cddp__min(sent, sizeof head);
   if (cddp__buffer_reserve(&l->out, sizeof head + bytes - sent)) {
     cddp__buffer_add(&l->out, (const char *)&head + skip, sizeof head - skip);
@@ -10223,7 +10197,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
     cddp__link_flush(g->hosts->net, l);
     if (l->state != CDDP__LINK_UP || cddp__buffer_size(&l->out) > 0) return false;
     if (l->sent == 0) l->out_head = head;
-    if (cddp__link_send(l, &l->out_head, data, it->size, &l->sent, CDDP__TURN) <= 0) return false;
+    if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__TURN, true) <= 0)
+      return false;
     l->sent = 0;
     return true;
   }
@@ -10233,7 +10208,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
   if (l->in != NULL || l->got < sizeof head) return false; /* else the head of a piece has come */
   if (memcmp(&l->in_head, &head, sizeof head) != 0) cddp__link_end(l, EPROTO);
   if (l->state != CDDP__LINK_UP ||
-      cddp__link_recv(l, &l->in_head, data, it->size, &l->got, CDDP__TURN) <= 0)
+      cddp__link_io(l, &l->in_head, data, it->size, &l->got, CDDP__TURN, false) <= 0)
     return false;
   l->got = 0;
   return true;
