@@ -9755,8 +9755,11 @@ static cddp_result cddp__finish_send(cddp_group *g, const cddp__call *c, int sen
 static bool cddp__close_recv(cddp_work *q) {
   bool open;
   pthread_mutex_lock(&q->group->p2p_lock);
-  if ((open = !q->done)) q->result = CDDP_ABORTED;
-  q->done = true;
+  if ((open = !q->done)) {
+    q->result = CDDP_ABORTED;
+    q->text[0] = 0;
+    q->done = true;
+  }
   pthread_mutex_unlock(&q->group->p2p_lock);
   return open;
 }
