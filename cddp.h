@@ -6644,7 +6644,7 @@ static bool cddp__process_gone(const cddp__host *h, int at) {
   lock.l_len = 1;
   if (at < h->size && fcntl(h->fd, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK) return false;
   if (cddp__process_stat(h->pids[at], 22, &state, &born))
-    return state == 'Z' || state == 'X' || born > h->met;
+    return state == 'Z' || state == 'X' || (at < h->size && born > h->met); /* others have joined */
   return kill((pid_t)h->pids[at], 0) != 0 && errno == ESRCH;
 }
 
@@ -6653,8 +6653,11 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
   if (g->members[rank] < 0) return cddp__hosts_gone(g, rank);
   if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
-  return !g->host->threads && rank != g->rank &&
-         cddp__process_gone(g->host, g->members[rank]);
+  if (rank == g->rank) return false;
+  if (g->host->threads) /* one that has died has said so in the first group */
+    return g->host->slots != NULL &&
+           cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
+  return cddp__process_gone(g->host, g->members[rank]);
 }
 
 /* The wait status of a process that has ended. A zombie's is in /proc; a reaped process's can be
@@ -6704,11 +6707,12 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t ended = 0;
   if (at < 0) return cddp__describe_link_end(g->hosts->peers[rank].error);
   if (state == CDDP__SLOT_LEFT) return cddp__words("left the group (cddp_destroy)");
-  if (state == CDDP__SLOT_DEAD) return cddp__words("ended: its thread function returned");
+  if (state == CDDP__SLOT_DEAD || g->host->threads)
+    return cddp__words("ended: its thread function returned");
   if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
     return cddp__describe_status(status);
-  while (at < g->host->size && (ended = cddp__load32(&g->host->slots[at].ended)) == 0 &&
-         cddp__now() < deadline)
+  while (g->host->slots != NULL && at < g->host->size && /* NULL: this rank has joined */
+         (ended = cddp__load32(&g->host->slots[at].ended)) == 0 && cddp__now() < deadline)
     cddp__sleep(1e-3);
   if (ended != 0) return cddp__describe_status((int)(ended & 0xffff));
   return cddp__words("died: its process has ended");
@@ -7369,7 +7373,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->sends[0] = slot->sends;
   slot->pid = (uint32_t)getpid();
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
-  if (h->slots == NULL && size > 1) h->slots = g->slots; /* the job's first group */
+  if (h->groups == NULL && size > 1) h->slots = g->slots; /* the job's first group */
   pthread_mutex_lock(&h->lock);
   h->refs++;
   g->next = h->groups;
@@ -19205,7 +19209,7 @@ static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
     (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
   m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot], &count);
   m->blocks[slot] = e->block;
-  if (m->identity[slot] != e->identity) {
+  if (m->identity[slot] != e->identity || e->block.kind == CDDP__REF_NONE) {
     bytes = cddp__block_bytes(count, count);
     block = (cddp__control_block *)cddp__arena_alloc(h, bytes, CDDP__FOR_BLOCK);
     memset(&m->blocks[slot], 0, sizeof *m->blocks);
@@ -20108,33 +20112,39 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 
 /* --- the group of those that are there; leaving --- */
 
-CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
-  cddp__elastic *e = d != NULL ? d->elastic : NULL;
+/* e->group is the group of the deal's members from now on, if all is well. */
+static void cddp__group_living(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
   void *block = NULL;
   int rank = -1, k;
-  cddp__enter_call(__func__);
-  if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
-  if (d == NULL || !d->desc.elastic) return d != NULL ? d->group : NULL;
-  if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
-  if (d->crew != NULL) return d->comm;
-  if (e->identity == 0) cddp__elastic_begin(d);
-  if (e->group != NULL && e->grouped == e->identity) return e->group;
+  if (e->group != NULL && e->grouped == e->identity) return;
   if (e->group != NULL) cddp__group_leave(e->group);
   e->group = NULL;
   if (e->block.kind == CDDP__REF_NONE)
     cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
   if (e->block.kind == CDDP__REF_NONE ||
       cddp__locate(d->group->host, &e->block, &block) != CDDP_OK)
-    return NULL;
+    return;
   for (k = 0; k < e->living_count; k++)
     if (e->living[k] == e->me) rank = k;
-  CDDP_ASSERT(rank >= 0);
+  if (rank < 0) return; /* it has joined, and failed before a step was dealt to it */
   if (cddp__group_build(&e->group, d->group->host, rank, e->living_count, e->indices,
                         (char *)block, d->group->timeout_s) != CDDP_OK)
-    return NULL;
+    return;
   e->group->block_ref = e->block;
   e->group->id = e->identity;
   e->grouped = e->identity;
+}
+
+CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
+  cddp__elastic *e = d != NULL ? d->elastic : NULL;
+  cddp__enter_call(__func__);
+  if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
+  if (d == NULL || !d->desc.elastic) return d != NULL ? d->group : NULL;
+  if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
+  if (d->crew != NULL) return d->comm;
+  if (e->identity == 0) cddp__elastic_begin(d);
+  cddp__group_living(d);
   return e->group;
 }
 
@@ -20164,6 +20174,7 @@ static void cddp__elastic_leave(cddp_ddp *d) {
     cddp__store32(&e->board->block.size, 1);
     cddp__store32(&e->board->block.left, 1);
   }
+  if (e->identity != 0) cddp__group_living(d); /* or the others would wait for it there */
   if (e->group != NULL) cddp__group_leave(e->group);
   if (e->optim != NULL) e->optim->elastic = NULL;
   cddp__close_fd(&h->door_fd);

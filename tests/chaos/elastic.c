@@ -21,10 +21,11 @@ static void point(const char *name);
 #include "../../cddp.h"
 
 #include "../ranks.h"
+#include "training.h"
 
 #include <sys/prctl.h>
 
-enum { RANKS = 8, SHARDS = 12, PARAMS = 5, STEPS = 12, KILLS = 10, JOINS = 8, PROCESSES = 32 };
+enum { RANKS = 8, KILLS = 10, PROCESSES = 32 };
 #define LIMIT_S 30.0 /* of a seed; the machine may be loaded */
 
 enum { BY_POINT, FROM_OUTSIDE, STOPPED };
@@ -36,17 +37,13 @@ typedef struct kill_plan {
 
 typedef struct plan {
   uint64_t seed;
-  int n, shards, count, steps, kills, further;
-  bool adamw, waits, mixed, shared, own, copies, groups, masters; /* mixed: waits by turns */
+  recipe model;
+  int n, kills, further;
+  bool groups;
   int replaced; /* of four that die, so many are replaced */
   const char *hosts; /* on which ranks are, as TEST_HOSTS; NULL: on one */
-  double momentum, max_norm;
-  size_t rows[PARAMS]; /* the first parameter may have sparse ones */
-  cddp_dtype dtypes[PARAMS];
-  size_t sizes[PARAMS];
   kill_plan kill[KILLS];
   double join_delay;
-  unsigned pause; /* a shard's work takes up to so many microseconds */
 } plan;
 
 enum { UNUSED, STARTING, RUNNING, DYING, FINISHED, REFUSED };
@@ -65,7 +62,7 @@ typedef struct process { /* written by itself but for state, which the test chan
 typedef struct board {
   plan p;
   int port;
-  uint64_t want[STEPS + 1]; /* hash of the weights after so many steps */
+  uint64_t want[TRAINING_STEPS + 1]; /* hash of the weights after so many steps */
   int created;              /* first ranks that have made the model: from then on ranks may die */
   int alive;                /* ranks that can finish the job; never comes down to 0 */
   unsigned points;          /* reached so far by all ranks */
@@ -118,39 +115,19 @@ static void point(const char *name) {
 /* --- what a seed means --- */
 
 static plan draw(uint64_t seed) {
-  static const size_t some[] = {1, 7, 300, 2048, 2100, 5000, 9001};
-  static const double momenta[] = {0, 0.9, 0.5};
   uint64_t k = 0;
-#define DRAW(n) (ranks_mix(seed, ++k, 11) % (uint64_t)(n))
+#define DRAW(n) (ranks_mix(seed, ++k, 10) % (uint64_t)(n))
   plan p;
-  int i, kind, scheme;
+  int i, scheme;
   memset(&p, 0, sizeof p);
   p.seed = seed;
   p.n = 1 + (int)DRAW(RANKS);
   if (p.n > 4 && DRAW(2)) p.n -= 4;
-  p.shards = p.n + (int)DRAW(SHARDS - p.n + 1);
-  p.steps = 2 + (int)DRAW(STEPS - 1);
-  p.count = 1 + (int)DRAW(PARAMS);
-  kind = (int)DRAW(6); /* of types */
-  p.adamw = kind < 3 && DRAW(2);
-  for (i = 0; i < p.count; i++) {
-    p.sizes[i] = some[DRAW(sizeof some / sizeof *some)];
-    p.dtypes[i] = kind < 2    ? CDDP_F32
-                  : kind == 2 ? (cddp_dtype)DRAW(2)
-                  : kind == 3 ? CDDP_F16
-                  : kind == 4 ? CDDP_BF16
-                              : (cddp_dtype)DRAW(4);
-  }
-  p.momentum = momenta[DRAW(3)];
-  p.copies = kind < 2 && DRAW(4) == 0;
-  p.waits = DRAW(3) == 0;
-  p.shared = DRAW(2);
-  p.own = DRAW(4) == 0;
+  p.model = recipe_draw(seed, p.n);
   p.groups = DRAW(4) == 0;
   p.replaced = (int)DRAW(5);
   p.further = DRAW(3) == 0 ? (int)(1 + DRAW(3)) : 0;
   p.join_delay = (double)DRAW(1000) * 1e-5;
-  p.pause = DRAW(2) ? 0 : (unsigned)DRAW(600);
   scheme = (int)DRAW(8);
   p.kills = scheme < 3 ? 1 : scheme < 5 ? 2 : scheme == 5 ? p.n + 1 : 1 + (int)DRAW(KILLS);
   if (p.kills > KILLS) p.kills = KILLS;
@@ -162,150 +139,14 @@ static plan draw(uint64_t seed) {
     q->after = 1 + (unsigned)DRAW(most);
     q->delay = (double)DRAW(1000) * 8e-6;
   }
-  p.max_norm = DRAW(3) == 0 ? 2 : 0;
-  p.masters = DRAW(3) == 0;
-  if (!p.adamw && DRAW(3) == 0) p.rows[0] = p.sizes[0] % 3 == 0 ? p.sizes[0] / 3 : p.sizes[0];
-  p.mixed = DRAW(4) == 0;
 #undef DRAW
   return p;
 }
 
-/* --- the model --- */
-
-typedef struct model {
-  cddp_param p[PARAMS];
-  void *copies[PARAMS];
-  cddp_group *g;
-  cddp_ddp *ddp;
-  cddp_optim *optim;
-} model;
-
-static double noise(uint64_t a, uint64_t b, uint64_t c) {
-  return (double)(int64_t)(ranks_mix(a, b, c) >> 11) * 0x1p-52 - 1;
-}
-
-/* elastic: false for the rank that computes what the others must have. */
-static cddp_result model_open(model *m, const plan *c, bool elastic) {
-  cddp_ddp_desc desc;
-  cddp_sgd_desc s;
-  cddp_adamw_desc a;
-  cddp_result r;
-  int k;
-  size_t i;
-  memset(&desc, 0, sizeof desc);
-  memset(&s, 0, sizeof s);
-  memset(&a, 0, sizeof a);
-  for (k = 0; k < c->count; k++) {
-    size_t bytes = c->sizes[k] * cddp_dtype_size(c->dtypes[k]);
-    m->p[k].name = k % 2 ? "odd" : "even";
-    m->p[k].count = c->sizes[k];
-    m->p[k].dtype = c->dtypes[k];
-    m->p[k].data = c->shared ? cddp_alloc(m->g, bytes) : malloc(bytes);
-    if (m->p[k].data == NULL) return CDDP_OUT_OF_MEMORY;
-    if (c->own && c->rows[k] == 0) m->p[k].grad = calloc(1, bytes);
-    for (i = 0; i < c->sizes[k]; i++) /* a rank that joins begins with others */
-      ranks_store(c->dtypes[k], m->p[k].data, i,
-                  noise(me != NULL && me->joins ? 4 : 3, (uint64_t)k, i));
-    if (c->copies) m->copies[k] = malloc(c->sizes[k] * 2);
-  }
-  desc.shards = c->shards;
-  desc.elastic = elastic;
-  desc.max_grad_norm = c->max_norm;
-  if (c->rows[0] > 0) desc.sparse_rows = c->rows;
-  if ((r = cddp_ddp_create(&m->ddp, m->g, m->p, c->count, &desc)) != CDDP_OK) return r;
-  if (c->adamw) {
-    a.lr = 0.01;
-    a.weight_decay = 0.01;
-    a.amsgrad = c->seed % 2 == 0;
-    a.ddp = m->ddp;
-    a.master_weights = c->masters;
-    a.copies = c->copies ? m->copies : NULL;
-    a.copy_dtype = CDDP_BF16;
-    return cddp_adamw_create(&m->optim, m->p, c->count, &a);
-  }
-  s.lr = 0.1;
-  s.momentum = c->momentum;
-  s.weight_decay = c->seed % 3 == 0 && c->rows[0] == 0 ? 0.01 : 0;
-  s.master_weights = c->masters;
-  s.ddp = m->ddp;
-  s.copies = c->copies ? m->copies : NULL;
-  s.copy_dtype = CDDP_F16;
-  return cddp_sgd_create(&m->optim, m->p, c->count, &s);
-}
-
-static void model_close(model *m, const plan *c) {
-  int k;
-  cddp_optim_destroy(m->optim);
-  cddp_ddp_destroy(m->ddp);
-  for (k = 0; k < c->count; k++) {
-    if (c->shared) cddp_free(m->g, m->p[k].data);
-    else free(m->p[k].data);
-    if (c->own && c->rows[k] == 0) free(m->p[k].grad);
-    free(m->copies[k]);
-  }
-  cddp_destroy(m->g);
-}
-
-/* A few rows of the first parameter. */
-static bool add_rows(model *m, const plan *c, uint64_t step, int shard) {
-  const cddp_param *p = &m->p[0];
-  size_t width = p->count / c->rows[0], i;
-  uint64_t seed = step * SHARDS + (uint64_t)shard, n;
-  for (n = 0; n < 1 + seed % 4; n++) {
-    int64_t row = (int64_t)(ranks_mix(seed, n, 7) % c->rows[0]);
-    double values[3];
-    for (i = 0; i < width; i++)
-      ranks_store(p->dtype, values, i,
-                  0.1 * ranks_load(p->dtype, p->data, (size_t)row * width + i) +
-                      noise(seed, 99 + n, i));
-    if (cddp_ddp_add_rows(m->ddp, 0, &row, values, 1) != CDDP_OK) return false;
-  }
-  return true;
-}
-
-/* Gradients depend on the weights, so what is wrong once stays wrong. */
-static cddp_result backward(model *m, const plan *c, uint64_t step, int shard) {
-  int k;
-  size_t i;
-  for (k = c->count - 1; k >= 0; k--) {
-    const cddp_param *p = &m->p[k];
-    if (c->rows[k] > 0 && !add_rows(m, c, step, shard)) return CDDP_INVALID_ARGUMENT;
-    for (i = 0; i < p->count && c->rows[k] == 0; i++)
-      ranks_store(p->dtype, p->grad, i,
-                  ranks_load(p->dtype, p->grad, i) + 0.1 * ranks_load(p->dtype, p->data, i) +
-                      noise(step * SHARDS + (uint64_t)shard, (uint64_t)k, i));
-    if (cddp_ddp_ready(m->ddp, k) != CDDP_OK) return CDDP_INVALID_ARGUMENT; /* step says why */
-  }
-  return CDDP_OK;
-}
-
-static uint64_t hash_of(const model *m, const plan *c) {
-  uint64_t h = 1;
-  int k;
-  for (k = 0; k < c->count; k++) {
-    h = cddp__hash64(h, m->p[k].data, c->sizes[k] * cddp_dtype_size(c->dtypes[k]));
-    if (c->copies) h = cddp__hash64(h, m->copies[k], 2 * c->sizes[k]);
-  }
-  return h;
-}
-
-static cddp_result one_step(model *m, const plan *c, uint64_t t) {
-  int shard;
-  cddp_result r;
-  while (cddp_ddp_next_shard(m->ddp, &shard)) {
-    if (me != NULL && c->pause > 0)
-      ranks_sleep((double)(ranks_mix(t, (uint64_t)shard, (uint64_t)me->pid) % c->pause) * 1e-6);
-    if (backward(m, c, t, shard) != CDDP_OK) break;
-  }
-  if ((r = cddp_optim_set_lr(m->optim, 0.1 / (double)(1 + t % 3))) != CDDP_OK) return r;
-  if (c->mixed ? t % 2 == 0 : !c->waits) return cddp_ddp_step(m->ddp, m->optim);
-  if ((r = cddp_ddp_wait(m->ddp)) != CDDP_OK) return r;
-  if ((r = cddp_optim_step(m->optim)) != CDDP_OK) return r;
-  return cddp_optim_zero_grad(m->optim);
-}
+/* --- a rank's life --- */
 
 /* The ranks that are there now reduce something, if none of them dies in it. */
-static cddp_result use_group(model *m) {
+static cddp_result use_group(training *m) {
   cddp_group *g = cddp_ddp_group(m->ddp);
   float x = 1;
   cddp_result r;
@@ -315,44 +156,44 @@ static cddp_result use_group(model *m) {
   return r == CDDP_PEER_LOST ? CDDP_OK : r;
 }
 
-/* --- a rank's life --- */
-
 static int reference(int rank, void *arg) { /* one rank alone, in a process of its own */
-  const plan *c = &shared->p;
+  const recipe *c = &shared->p.model;
   cddp_group_desc d;
   cddp_result r;
   uint64_t t;
-  model m;
+  training m;
   (void)rank, (void)arg;
   memset(&m, 0, sizeof m);
   memset(&d, 0, sizeof d);
   d.world_size = 1;
-  if ((r = cddp_init(&m.g, &d)) == CDDP_OK) r = model_open(&m, c, false);
+  if ((r = cddp_init(&m.g, &d)) == CDDP_OK) r = training_open(&m, c, false, false);
   for (t = 0; r == CDDP_OK && t < (uint64_t)c->steps; t++) {
-    r = one_step(&m, c, t);
-    shared->want[t + 1] = hash_of(&m, c);
+    r = training_step(&m, c, t);
+    shared->want[t + 1] = training_hash(&m, c);
   }
   CHECK_OK(r);
-  model_close(&m, c);
+  training_close(&m, c);
+  cddp_destroy(m.g);
   return 0;
 }
 
 static int life(int number, void *arg) {
-  const plan *c = &shared->p;
+  const plan *p = &shared->p;
+  const recipe *c = &p->model;
   cddp_result r;
   uint64_t t;
-  model m;
+  training m;
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   me = &shared->processes[number];
   me->pid = getpid();
   memset(&m, 0, sizeof m);
-  if (c->hosts != NULL) setenv("TEST_HOSTS", c->hosts, 1);
-  ranks_environment(me->rank, c->n, shared->port);
+  if (p->hosts != NULL) setenv("TEST_HOSTS", p->hosts, 1);
+  ranks_environment(me->rank, p->n, shared->port);
   if (me->joins) setenv("CDDP_JOIN", "1", 1);
   setenv("CDDP_TIMEOUT_S", "20", 1);
-  if (c->seed % 4 == 0) setenv("CDDP_SECRET", "of this seed", 1);
-  if ((r = cddp_init(&m.g, NULL)) == CDDP_OK) r = model_open(&m, c, true);
+  if (p->seed % 4 == 0) setenv("CDDP_SECRET", "of this seed", 1);
+  if ((r = cddp_init(&m.g, NULL)) == CDDP_OK) r = training_open(&m, c, true, me->joins);
   if (r == CDDP_OK && !me->joins) {
     ADD(shared->alive, 1);
     me->state = RUNNING;
@@ -363,17 +204,20 @@ static int life(int number, void *arg) {
   }
   me->begin = t = r == CDDP_OK ? cddp_ddp_steps(m.ddp) : 0;
   while (r == CDDP_OK && t < (uint64_t)c->steps) {
-    if ((r = one_step(&m, c, t)) == CDDP_OK && cddp_ddp_steps(m.ddp) != ++t) r = CDDP_MISMATCH;
-    if (r == CDDP_OK && hash_of(&m, c) != shared->want[t] && me->wrong++ == 0)
+    r = training_step(&m, c, t);
+    if (r == CDDP_OK && cddp_ddp_steps(m.ddp) != ++t) r = CDDP_MISMATCH;
+    if (r == CDDP_OK && training_hash(&m, c) != shared->want[t] && me->wrong++ == 0)
       me->first_wrong = (int)t;
-    if (r == CDDP_OK && c->groups && t % 2 == 0) r = use_group(&m);
+    if (r == CDDP_OK && p->groups && t % 2 == 0) r = use_group(&m);
   }
   me->result = r;
   me->steps = t;
   snprintf(me->text, sizeof me->text, "%s", r != CDDP_OK ? cddp_error() : "");
-  if (SWAP(me->state, RUNNING, r == CDDP_OK ? FINISHED : REFUSED)) model_close(&m, c);
-  else if (SWAP(me->state, STARTING, REFUSED)) model_close(&m, c);
-  else pause(); /* it is being killed */
+  if (!SWAP(me->state, RUNNING, r == CDDP_OK ? FINISHED : REFUSED) &&
+      !SWAP(me->state, STARTING, REFUSED))
+    pause(); /* it is being killed */
+  training_close(&m, c);
+  cddp_destroy(m.g);
   return 0;
 }
 
@@ -453,7 +297,8 @@ static bool judge(const process *q, int status) {
   bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
   if (q->state == DYING) return killed;
   if (status != 0 || q->wrong > 0) return false;
-  if (q->state == FINISHED) return q->result == CDDP_OK && q->steps == (uint64_t)shared->p.steps;
+  if (q->state == FINISHED)
+    return q->result == CDDP_OK && q->steps == (uint64_t)shared->p.model.steps;
   if (q->state != REFUSED || !q->joins || q->begin > 0) return false; /* it came too late, */
   return strstr(q->text, "has ended") != NULL || strstr(q->text, "is full") != NULL;
 }
@@ -523,15 +368,10 @@ static bool run_plan(const plan *c) {
   for (i = 0; i < shared->process_count && shared->processes[i].state != FINISHED;) i++;
   CHECK(i < shared->process_count);
   if (test_failures != before || verbose) {
-    fprintf(stderr,
-            "  seed %" PRIu64 "%s: %d ranks, %d shards, %d parameters, %d steps, %s, %s weights,"
-            " %s gradients%s%s%s%s, norm %g, %d kills, %u points\n",
-            c->seed, hung ? " HANGS" : "", c->n, c->shards, c->count, c->steps,
-            c->adamw ? "AdamW" : "SGD", c->shared ? "shared" : "malloc'ed",
-            c->own ? "own" : "placed", c->mixed ? ", both" : c->waits ? ", wait" : ", step",
-            c->copies ? ", copies" : "",
-            c->masters ? ", masters" : "", c->rows[0] > 0 ? ", rows" : "", c->max_norm, c->kills,
-            shared->points);
+    char model[300];
+    recipe_describe(&c->model, model, sizeof model);
+    fprintf(stderr, "  seed %" PRIu64 "%s: %d ranks, %s, %d kills, %u points\n", c->seed,
+            hung ? " HANGS" : "", c->n, model, c->kills, shared->points);
     for (i = 0; i < shared->process_count; i++) describe(&shared->processes[i], status[i]);
   }
   return test_failures == before;
@@ -566,9 +406,9 @@ static void test_hosts(void) {
     plan p = draw(seed);
     p.hosts = hosts[ranks_mix(seed, 1, 12) % 5];
     if (p.n < 2 || (p.hosts[1] == 'a' && p.n < 3)) p.n = 3; /* or they would be on one host */
-    if (p.shards < p.n) p.shards = p.n;
+    if (p.model.shards < p.n) p.model.shards = p.n;
     p.replaced = p.further = 0;
-    memset(p.rows, 0, sizeof p.rows);
+    memset(p.model.rows, 0, sizeof p.model.rows);
     failed += !run_plan(&p);
   }
   fprintf(stderr, "  %d seeds on several hosts: %d ranks died, %d finished\n", i, deaths, finished);
@@ -580,9 +420,9 @@ static void test_sweep(void) {
   plan p = draw(sweep_seed);
   unsigned n, failed = 0;
   p.n = p.n < 2 ? 2 : p.n;
-  p.shards = p.shards < p.n ? p.n : p.shards;
-  p.steps = 3;
-  p.pause = 0;
+  p.model.shards = p.model.shards < p.n ? p.n : p.model.shards;
+  p.model.steps = 3;
+  p.model.pause = 0;
   p.kills = 1;
   p.further = 0;
   p.kill[0].how = BY_POINT;

@@ -10,7 +10,11 @@
    for its k-th allocation, dies while it reports another's mistake, or has its store connection
    reset. Ranks are processes, or threads of one. Short random delays at the points shake the order
    of events. The oracles: nobody hangs; what returned CDDP_OK has the right bits; every failure
-   fits the fault and names its rank; nothing is left open or allocated. */
+   fits the fault and names its rank; nothing is left open or allocated.
+   One program in four ends with training an elastic model, and faults come there: a rank is
+   killed, exits, is held up or leaves; others take its place or come besides, and the same happens
+   to them, or they get no memory. All but one may go. Each rank that gets to the end must have the
+   weights of an undisturbed run after every step. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sys/socket.h>
@@ -27,8 +31,10 @@ static ssize_t sim_recv(int fd, void *p, size_t n, int flags);
 #include "../../cddp.h"
 
 #include "../ranks.h"
+#include "training.h"
 
 #define MOST 6
+#define LIVES 18 /* ranks of an elastic model, one after the other */
 #define OPS 24
 #define GROUPS 5
 #define WORKS 4
@@ -54,9 +60,13 @@ typedef struct op {
 } op;
 
 typedef struct members { /* of a group, by rank in it */
-  int n, rank[MOST];     /* in the world */
+  int n, rank[TRAINING_SHARDS]; /* in the world */
   bool live;
 } members;
+
+typedef struct blow { /* what happens to a rank of an elastic model, and when */
+  int fault, moment;  /* passage of a point; LEAVE: step; NOMEM: allocation */
+} blow;
 
 typedef struct program {
   uint64_t seed;
@@ -68,6 +78,12 @@ typedef struct program {
   int moment; /* passage of a point, allocation, I/O call */
   int moment_op;
   double timeout_s;
+  bool elastic; /* it ends with this: */
+  recipe model;
+  blow blows[LIVES];     /* n ranks, then those that join */
+  int replaced, further; /* of three that go, so many are replaced; so many come besides */
+  double join_delay;
+  const char *hosts; /* as TEST_HOSTS */
 } program;
 
 static uint64_t draw(uint64_t seed, uint64_t what, uint64_t below) {
@@ -106,6 +122,20 @@ static size_t draw_count(uint64_t seed) {
   }
 }
 
+static void draw_call(op *o, uint64_t s, int n) {
+  o->call = 1 + (int)draw(s, 12, 8);
+  if (draw(s, 13, 12) == 0) o->call = CDDP__KIND_BARRIER;
+  o->dtype = (cddp_dtype)draw(s, 14, 8);
+  o->reduce = (cddp_op)draw(s, 15, 5);
+  if (o->reduce == CDDP_PROD && o->dtype != CDDP_F32 && o->dtype != CDDP_F64) o->reduce = CDDP_MAX;
+  if (o->reduce == CDDP_AVG && (o->dtype == CDDP_F16 || o->dtype == CDDP_BF16))
+    o->reduce = CDDP_SUM;
+  o->count = draw_count(s);
+  o->memory = (int)draw(s, 16, 3);
+  o->async = draw(s, 17, 3) == 0 && o->call != CDDP__KIND_BARRIER;
+  o->root = (int)draw(s, 18, (uint64_t)n);
+}
+
 static void draw_op(program *p, int i, members *now) {
   op *o = &p->op[i];
   uint64_t s = o->seed = ranks_mix(p->seed, (uint64_t)i, 5);
@@ -117,21 +147,41 @@ static void draw_op(program *p, int i, members *now) {
   o->group = g;
   o->what = kind < 11 ? COLLECTIVE : kind < 14 ? RING : kind < 16 ? SPLIT : kind < 17 ? DROP_GROUP
             : kind < 19 ? MODEL : WAIT_ALL;
-  o->call = 1 + (int)draw(s, 12, 8);
-  if (draw(s, 13, 12) == 0) o->call = CDDP__KIND_BARRIER;
-  o->dtype = (cddp_dtype)draw(s, 14, 8);
-  o->reduce = (cddp_op)draw(s, 15, 5);
-  if (o->reduce == CDDP_PROD && o->dtype != CDDP_F32 && o->dtype != CDDP_F64) o->reduce = CDDP_MAX;
-  if (o->reduce == CDDP_AVG && (o->dtype == CDDP_F16 || o->dtype == CDDP_BF16))
-    o->reduce = CDDP_SUM;
-  o->count = draw_count(s);
-  o->memory = (int)draw(s, 16, 3);
-  o->async = draw(s, 17, 3) == 0 && o->call != CDDP__KIND_BARRIER;
-  o->root = (int)draw(s, 18, (uint64_t)now[g].n);
+  draw_call(o, s, now[g].n);
   if (o->what == DROP_GROUP && g == 0) o->what = WAIT_ALL;
   if (o->what == SPLIT) {
     for (o->into = 1; o->into < GROUPS && now[o->into].live; o->into++) continue;
     if (o->into == GROUPS) o->what = WAIT_ALL;
+  }
+}
+
+/* The program ends with an elastic model; what comes before it is undisturbed, and short. */
+static void draw_elastic(program *p) {
+  static const char *const hosts[] = {"ab", "aab", "abc", "aabb"};
+  bool joins;
+  int i, kind;
+  p->elastic = true;
+  p->fault = NOTHING;
+  p->timeout_s = 20;
+  p->ops = (int)draw(p->seed, 61, 9);
+  p->model = recipe_draw(p->seed, p->n);
+  if (!p->threads && p->n > 2 && draw(p->seed, 62, 4) == 0) p->hosts = hosts[draw(p->seed, 63, 4)];
+  if (p->hosts != NULL) memset(p->model.rows, 0, sizeof p->model.rows);
+  joins = p->hosts == NULL && !p->threads;
+  if (joins && draw(p->seed, 64, 2) == 0) p->further = (int)draw(p->seed, 65, 4);
+  if (joins) p->replaced = (int)draw(p->seed, 66, 4);
+  p->join_delay = (double)draw(p->seed, 67, 1000) * 1e-5;
+  for (i = 0; i < LIVES; i++) {
+    uint64_t s = ranks_mix(p->seed, (uint64_t)i, 68);
+    blow *b = &p->blows[i];
+    kind = (int)draw(s, 1, 12);
+    b->fault = kind < 4 ? KILL : kind < 5 ? EXIT : kind < 7 ? HOLD : kind < 8 ? LEAVE : NOTHING;
+    b->moment = 1 + (int)draw(s, 2, draw(s, 3, 3) == 0 ? 12 : 60 * (1 + draw(s, 4, 6)));
+    if (kind == 8 && i >= p->n) b->fault = NOMEM;
+    if (b->fault == NOMEM) b->moment = 1 + (int)draw(s, 2, 25);
+    if (b->fault == LEAVE) b->moment = (int)draw(s, 2, (uint64_t)p->model.steps);
+    if (p->threads && b->fault == EXIT) b->fault = KILL;
+    if (p->threads && RANKS_SLOW && !RANKS_TSAN && b->fault == KILL) b->fault = HOLD; /* it leaks */
   }
 }
 
@@ -161,6 +211,7 @@ static program draw_program(uint64_t seed) {
       ((p.moment <= 20 || p.victim == 0) && p.fault == NOMEM))
     p.timeout_s = RANKS_SLOW ? 4 : 1; /* while they meet: without rank 0's store some just wait */
   if (p.threads && p.fault >= KILL && p.fault != MISMATCH) p.fault = LEAVE;
+  if (draw(seed, 60, 4) == 0) draw_elastic(&p);
   for (i = 0; i < p.n; i++) now[0].rank[i] = i;
   now[0].n = p.n;
   now[0].live = true;
@@ -189,16 +240,23 @@ typedef struct story {
   int fds, balance, threads; /* left behind */
   uint64_t hash[OPS];       /* weights after a MODEL; 0: did not get there */
   pid_t pid;
+  int rank, state;       /* of an elastic model, as is what follows. state: STARTING .. */
+  bool joins, gone;      /* gone: its process has ended */
+  uint64_t begin, steps; /* the first step that it took part in; steps when it ended */
 } story;
 
 static struct shared {
   program p;
-  story s[MOST];
+  story s[LIVES];
+  int lives;     /* stories in use, of an elastic model; */
+  int created;   /* ranks that have made it: when all have, faults begin; */
+  int remaining; /* ranks that can finish its training: never comes down to 0 */
+  uint64_t want[TRAINING_STEPS + 1]; /* hash of its weights after so many steps */
 } *shared;
 
 static bool verbose;
 static int self = -1;            /* rank of this process; -1 in the judge and with threads */
-static __thread int thread_rank = -1;
+static __thread int thread_rank = -1, thread_passages; /* of a rank that is a thread */
 static cddp__atomic_u32 passages, allocations, ios;
 static int balance;
 
@@ -229,10 +287,50 @@ static void shake(uint64_t passage) {
     ranks_sleep((double)(h >> 16 & 255) * 1e-6);
 }
 
+/* A rank of an elastic model. GOING: it ends before the training does, and others go on. */
+enum { STARTING, RUNNING, GOING, FINISHED, REFUSED };
+
+static bool becomes(story *s, int from, int to) {
+  return __atomic_compare_exchange_n(&s->state, &from, to, false, __ATOMIC_SEQ_CST,
+                                     __ATOMIC_SEQ_CST);
+}
+
+static bool may_go(story *s) {
+  int n = __atomic_load_n(&shared->remaining, __ATOMIC_SEQ_CST);
+  if (s->joins && becomes(s, STARTING, GOING)) return true; /* the others do not need it */
+  do
+    if (n <= 1) return false;
+  while (!__atomic_compare_exchange_n(&shared->remaining, &n, n - 1, false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST));
+  if (becomes(s, RUNNING, GOING)) return true;
+  __atomic_add_fetch(&shared->remaining, 1, __ATOMIC_SEQ_CST);
+  return false;
+}
+
+/* Threads die in the elastic engine alone: elsewhere one may hold a lock, which goes with a
+   process. */
+static void elastic_point(const char *name) {
+  static cddp__atomic_u32 count;
+  const program *p = &shared->p;
+  int i = self >= 0 ? self : thread_rank, passage;
+  const blow *b = &p->blows[i >= 0 ? i : 0];
+  if (i < 0 || (self < 0 && strncmp(name, "elastic", 7) != 0)) return;
+  if (__atomic_load_n(&shared->created, __ATOMIC_SEQ_CST) < p->n) return;
+  passage = self >= 0 ? (int)cddp__add32(&count, 1) : ++thread_passages;
+  if (passage == b->moment && b->fault == HOLD) ranks_sleep(0.06);
+  if (passage < b->moment || (b->fault != KILL && b->fault != EXIT)) return;
+  if (!may_go(&shared->s[i])) return;
+  story_log(i, "%s at %s", fault_names[b->fault], name);
+  if (self < 0) pthread_exit(NULL);
+  if (b->fault == EXIT) _exit(3);
+  raise(SIGKILL);
+}
+
 static void sim_point(const char *name) {
   const program *p = &shared->p;
   uint32_t passage = cddp__add32(&passages, 1);
   bool mine = self == p->victim && (int)passage == p->moment;
+  if (p->elastic) elastic_point(name);
   if (p->fault == BREAKER && strcmp(name, "breaking") == 0 && self >= 0) {
     fire(name);
     raise(SIGKILL);
@@ -267,10 +365,18 @@ static ssize_t sim_recv(int fd, void *p, size_t n, int flags) {
   return drops(fd) ? -1 : recv(fd, p, n, flags);
 }
 
+/* Of an elastic model's ranks one that joins may get none until it has joined. */
+static bool gets_no_memory(void) {
+  const program *p = &shared->p;
+  bool joining = p->elastic && self >= 0 && p->blows[self].fault == NOMEM &&
+                 __atomic_load_n(&shared->s[self].state, __ATOMIC_RELAXED) == STARTING;
+  if (!joining && (p->fault != NOMEM || self != p->victim)) return false;
+  return (int)cddp__add32(&allocations, 1) == (joining ? p->blows[self].moment : p->moment);
+}
+
 static void *sim_alloc(size_t bytes, void *user_data) {
   (void)user_data;
-  if (shared->p.fault == NOMEM && self == shared->p.victim &&
-      (int)cddp__add32(&allocations, 1) == shared->p.moment) {
+  if (gets_no_memory()) {
     fire("an allocation");
     return NULL;
   }
@@ -375,11 +481,8 @@ static void wrong(rank *k, int index) {
   if (k->s->wrong++ == 0) k->s->wrong_op = index;
 }
 
-static void verify(rank *k, int index, const void *buf) {
-  const op *o = &shared->p.op[index];
-  const members *m = &shared->p.at[index][o->group];
+static void verify_op(rank *k, int index, const op *o, const members *m, int me, const void *buf) {
   size_t n = receives(o, m), i;
-  int me = rank_in(m, k->me);
   for (i = 0; i < n && o->call != CDDP__KIND_BARRIER; i += 1 + (n > 4000 ? i % 3 : 0)) {
     double want = expected(o, m, me, i);
     if (want >= 0 && get_element(o->dtype, buf, i) != want) {
@@ -389,6 +492,12 @@ static void verify(rank *k, int index, const void *buf) {
       return;
     }
   }
+}
+
+static void verify(rank *k, int index, const void *buf) {
+  const op *o = &shared->p.op[index];
+  const members *m = &shared->p.at[index][o->group];
+  verify_op(k, index, o, m, rank_in(m, k->me), buf);
 }
 
 static cddp_result call(cddp_group *g, const op *o, const void *in, void *out, cddp_work **w) {
@@ -750,6 +859,161 @@ static int thread_life(cddp_group *g, void *arg) {
   return k.s->failed_op != -1;
 }
 
+/* --- an elastic model ---- */
+
+/* The ranks that are there now do something together, unless one of them is lost meanwhile. */
+static cddp_result use_living(rank *k, cddp_ddp *ddp, uint64_t seed) {
+  cddp_group *g = cddp_ddp_group(ddp);
+  void *in, *out;
+  cddp_result r;
+  members all;
+  op o;
+  size_t i, n;
+  memset(&all, 0, sizeof all);
+  memset(&o, 0, sizeof o);
+  if (g == NULL) return CDDP_INVALID_ARGUMENT;
+  all.n = cddp_world_size(g);
+  for (i = 0; i < (size_t)all.n; i++) all.rank[i] = (int)i;
+  o.seed = seed;
+  draw_call(&o, seed, all.n);
+  n = sends(&o, &all) + receives(&o, &all) + 8;
+  in = get_memory(k->groups[0], o.memory == SHARED_MEMORY, n * 8);
+  out = o.call <= CDDP__KIND_BROADCAST ? in : malloc(n * 8);
+  if (in == NULL || out == NULL) return CDDP_OUT_OF_MEMORY;
+  for (i = 0; i < sends(&o, &all); i++)
+    set_element(o.dtype, in, i, element(&o, cddp_rank(g), i));
+  r = call(g, &o, in, out, NULL);
+  if (r == CDDP_OK) verify_op(k, OPS, &o, &all, cddp_rank(g), out);
+  if (out != in) free(out);
+  give_memory(k->groups[0], o.memory == SHARED_MEMORY, in);
+  return r == CDDP_PEER_LOST ? CDDP_OK : r;
+}
+
+/* This rank has no model any more; its weights are its own. */
+static void leave_training(rank *k, training *m) {
+  cddp_optim_destroy(m->optim);
+  cddp_ddp_destroy(m->ddp);
+  m->optim = NULL;
+  m->ddp = NULL;
+  ranks_sleep(0.01);
+  if (k->s->steps > k->s->begin &&
+      training_hash(m, &shared->p.model) != shared->want[k->s->steps])
+    wrong(k, OPS);
+}
+
+/* m->g: this rank's group, in which it has nothing else any more. */
+static void train(rank *k, training *m) {
+  const program *p = &shared->p;
+  const blow *b = &p->blows[k->s - shared->s];
+  story *s = k->s;
+  cddp_result r = training_open(m, &p->model, true, s->joins);
+  if (r == CDDP_OK) {
+    s->begin = s->steps = cddp_ddp_steps(m->ddp);
+    (void)becomes(s, STARTING, RUNNING);
+    __atomic_add_fetch(&shared->remaining, 1, __ATOMIC_SEQ_CST);
+    if (!s->joins) __atomic_add_fetch(&shared->created, 1, __ATOMIC_SEQ_CST);
+  }
+  while (r == CDDP_OK && s->steps < (uint64_t)p->model.steps) {
+    if (b->fault == LEAVE && s->steps >= (uint64_t)b->moment &&
+        __atomic_load_n(&shared->created, __ATOMIC_SEQ_CST) == p->n && may_go(s)) {
+      story_log(k->me, "leaves before step %d", (int)s->steps);
+      leave_training(k, m);
+      return;
+    }
+    r = training_step(m, &p->model, s->steps);
+    if (r == CDDP_OK && cddp_ddp_steps(m->ddp) != ++s->steps) wrong(k, OPS);
+    if (r == CDDP_OK && training_hash(m, &p->model) != shared->want[s->steps]) wrong(k, OPS);
+    if (r == CDDP_OK && draw(p->seed, 100 + s->steps, 3) == 0)
+      r = use_living(k, m->ddp, ranks_mix(p->seed, s->steps, 101));
+  }
+  (void)fails(k, OPS, 0, r);
+  (void)becomes(s, r == CDDP_OK ? RUNNING : s->state, r == CDDP_OK ? FINISHED : REFUSED);
+}
+
+/* What an elastic model's rank does before. */
+static void run_elastic_program(rank *k, training *m) {
+  cddp_result r = CDDP_OK;
+  int i;
+  k->groups[0] = m->g;
+  for (i = 0; r == CDDP_OK && i < shared->p.ops && !k->s->joins; i++) r = run_op(k, i);
+  if (r == CDDP_OK) r = wait_all(k);
+  for (i = GROUPS - 1; i > 0; i--) cddp_destroy(k->groups[i]);
+  if (r == CDDP_OK) train(k, m);
+  training_close(m, &shared->p.model);
+}
+
+static int elastic_process(int i, void *arg) {
+  const program *p = &shared->p;
+  int fds = ranks_open_fds();
+  cddp_group_desc d;
+  training m;
+  rank k;
+  memset(&m, 0, sizeof m);
+  memset(&k, 0, sizeof k);
+  memset(&d, 0, sizeof d);
+  self = i;
+  k.s = &shared->s[i];
+  k.me = k.s->rank;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (p->hosts != NULL) setenv("TEST_HOSTS", p->hosts, 1);
+  ranks_environment(k.me, p->n, *(int *)arg);
+  if (k.s->joins) setenv("CDDP_JOIN", "1", 1);
+  if (p->seed % 4 == 0) setenv("CDDP_SECRET", "of this seed", 1);
+  d.timeout_s = p->timeout_s;
+  d.allocator.alloc = sim_alloc;
+  d.allocator.free = sim_free;
+  if (fails(&k, -2, 0, cddp_init(&m.g, &d)) == CDDP_OK) run_elastic_program(&k, &m);
+  else (void)becomes(k.s, STARTING, REFUSED);
+  cddp_destroy(m.g);
+  k.s->balance = balance;
+  k.s->fds = ranks_open_fds() - fds;
+  k.s->threads = !ranks_threads_left(1);
+  k.s->ended = true;
+  return 0;
+}
+
+static int elastic_thread(cddp_group *g, void *arg) {
+  training m;
+  rank k;
+  (void)arg;
+  memset(&m, 0, sizeof m);
+  memset(&k, 0, sizeof k);
+  k.me = thread_rank = cddp_rank(g);
+  k.s = &shared->s[k.me];
+  m.g = g;
+  run_elastic_program(&k, &m);
+  k.s->ended = true;
+  return 0;
+}
+
+static int elastic_threads(int i, void *arg) { /* a process, which ends with what they leave */
+  (void)i, (void)arg;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  (void)cddp_run_threads(elastic_thread, NULL, shared->p.n);
+  _exit(0);
+}
+
+static int undisturbed(int i, void *arg) {
+  const recipe *c = &shared->p.model;
+  cddp_group_desc d;
+  cddp_result r;
+  training m;
+  int t;
+  (void)i, (void)arg;
+  memset(&m, 0, sizeof m);
+  memset(&d, 0, sizeof d);
+  d.world_size = 1;
+  r = cddp_init(&m.g, &d);
+  if (r == CDDP_OK) r = training_open(&m, c, false, false);
+  for (t = 0; r == CDDP_OK && t < c->steps; t++) {
+    r = training_step(&m, c, (uint64_t)t);
+    shared->want[t + 1] = training_hash(&m, c);
+  }
+  training_close(&m, c);
+  cddp_destroy(m.g);
+  return r != CDDP_OK;
+}
+
 /* --- the judge ---- */
 
 #define JUDGE(c)                                                                                \
@@ -866,18 +1130,114 @@ static void judge(void) {
   judge_mismatch();
 }
 
+static void judge_elastic(void) {
+  const program *p = &shared->p;
+  int r, finished = 0;
+  for (r = 0; r < shared->lives; r++) {
+    const story *s = &shared->s[r];
+    int fault = p->blows[r].fault;
+    if (s->state == GOING && (fault == KILL || fault == EXIT)) continue;
+    JUDGE(s->ended);
+    JUDGE(s->wrong == 0);
+    JUDGE(s->fds == 0);
+    JUDGE(s->balance == 0);
+    JUDGE(s->threads == 0);
+    finished += s->state == FINISHED;
+    if (s->state == FINISHED || s->state == GOING) JUDGE(s->failed_op == -1);
+    else if (s->fired) JUDGE(s->joins && s->result == CDDP_OUT_OF_MEMORY);
+    else JUDGE(s->joins && s->begin == 0 && (says(s, "has ended") || says(s, "is full")));
+    if (s->state == FINISHED) JUDGE(s->steps == (uint64_t)p->model.steps);
+  }
+  CHECK(finished > 0);
+}
+
+static void start_life(int world_rank, bool joins, int *port) {
+  int i = shared->lives++;
+  story *s = &shared->s[i];
+  s->rank = world_rank;
+  s->joins = joins;
+  s->pid = ranks_fork(elastic_process, i, port);
+  if (s->pid < 0) exit(1);
+}
+
+/* Whether a rank may come now: nobody is through, and somebody is to be replaced, or to come. */
+static bool may_come(int replaceable, int further) {
+  int i;
+  for (i = 0; i < shared->lives; i++)
+    if (__atomic_load_n(&shared->s[i].state, __ATOMIC_SEQ_CST) == FINISHED) return false;
+  return shared->lives < LIVES && replaceable + further > 0 &&
+         __atomic_load_n(&shared->created, __ATOMIC_SEQ_CST) == shared->p.n;
+}
+
+static void run_lives(void) {
+  const program *p = &shared->p;
+  int replaceable[LIVES], count = 0, further = p->further, next = p->n, left, i, status;
+  int port = ranks_free_port();
+  double until = test_now() + RANKS_WITHIN(30), join_at = 0, now;
+  for (i = 0; i < p->n; i++) start_life(i, false, &port);
+  for (left = p->n; left > 0 && (now = test_now()) < until; ranks_sleep(2e-4)) {
+    for (i = 0; i < shared->lives; i++) {
+      story *s = &shared->s[i];
+      if (s->gone || waitpid(s->pid, &status, WNOHANG) != s->pid) continue;
+      s->gone = true;
+      left--;
+      if (s->state == GOING && (int)draw(p->seed, 200 + (uint64_t)i, 3) < p->replaced)
+        replaceable[count++] = s->rank;
+    }
+    if (!may_come(count, further)) continue;
+    if (join_at == 0) join_at = now + p->join_delay;
+    if (now < join_at) continue;
+    join_at = 0;
+    left++;
+    if (count > 0) start_life(replaceable[--count], true, &port);
+    else further--, start_life(next++, true, &port);
+  }
+  for (i = 0; i < shared->lives; i++) {
+    if (shared->s[i].gone) continue;
+    kill(shared->s[i].pid, SIGKILL);
+    waitpid(shared->s[i].pid, &status, 0);
+  }
+}
+
+static void run_elastic(void) {
+  pid_t pid;
+  int status;
+  if (verbose) {
+    char text[300];
+    recipe_describe(&shared->p.model, text, sizeof text);
+    fprintf(stderr, "%s%s, on hosts %s\n", text, shared->p.threads ? ", threads" : "",
+            shared->p.hosts != NULL ? shared->p.hosts : "a");
+  }
+  pid = ranks_fork(undisturbed, 0, NULL);
+  ranks_join(&pid, 1, RANKS_WITHIN(15), &status);
+  CHECK_EQ(status, 0);
+  if (shared->p.threads) {
+    shared->lives = shared->p.n;
+    pid = ranks_fork(elastic_threads, 0, NULL);
+    ranks_join(&pid, 1, RANKS_WITHIN(30), &status);
+    CHECK_EQ(status, 0);
+  } else {
+    run_lives();
+  }
+  judge_elastic();
+}
+
 static void run_seed(uint64_t seed) {
   pid_t pids[MOST];
   int status[MOST], i, port;
   memset(shared, 0, sizeof *shared);
   shared->p = draw_program(seed);
-  for (i = 0; i < MOST; i++) shared->s[i].failed_op = -1;
+  for (i = 0; i < LIVES; i++) shared->s[i].failed_op = -1;
   cddp__store32(&passages, 0);
   if (verbose)
     fprintf(stderr, "seed %llu: %d %s, %d ops, %s on rank %d at %d, op %d\n",
             (unsigned long long)seed, shared->p.n, shared->p.threads ? "threads" : "processes",
             shared->p.ops, fault_names[shared->p.fault], shared->p.victim, shared->p.moment,
             shared->p.moment_op);
+  if (shared->p.elastic) {
+    run_elastic();
+    return;
+  }
   if (shared->p.threads) {
     cddp_result r = cddp_run_threads(thread_life, NULL, shared->p.n);
     if (shared->p.fault == NOTHING) CHECK_OK(r);
