@@ -1607,6 +1607,7 @@ typedef struct cddp__host {
   bool joined;           /* it came with CDDP_JOIN, and has met nobody */
   struct cddp__door *door; /* what it tells who joins; NULL: nobody can. See >>rendezvous */
   int door_fd;           /* where they call; -1: it has no elastic model */
+  int door_port;         /* where those of other hosts do; -1: nowhere, or another rank listens */
   int claim, port;       /* held while the group lives, see >>rendezvous; -1: none */
   char place[96];        /* where the ranks met: "port 29500" */
   double claims_end;     /* of cddp__now(): how long claims of other processes are listened to */
@@ -1625,6 +1626,7 @@ typedef struct cddp__host {
   struct cddp__extent *extents; /* own ones, used and free, and those of peers met, by base */
   size_t extent_count, extent_capacity;
   struct cddp__net *net; /* the other hosts; NULL: there are none */
+  struct cddp__net *crews; /* those of elastic models, by next: groups may outlive their model */
   struct cddp_group *groups; /* that this rank is in, by next; lock */
   struct cddp__slot *slots; /* [size] of the job's first group, for their spots; NULL: it is gone */
   uintptr_t user;           /* a thread that uses cddp: the address of one of its variables */
@@ -1997,20 +1999,34 @@ typedef struct cddp__crew_member {
   struct sockaddr_in6 address; /* or a sockaddr_in. Where it listens, */
   int32_t port, rank;          /* and its rank in the job */
   uint32_t pid;
-  int32_t host, index; /* the number of its host in cddp__net; its own among the host's processes */
+  int32_t place; /* among the members */
+  int32_t host, index; /* the number of its host in crew.net; its own among the host's processes */
   uint64_t life;       /* random; 0: the place is free */
+  uint64_t since;      /* the group with which it came: those that came first lead */
+  uint64_t gpu;        /* a hash of what names its GPU; 0: none, or ranks may share it */
+  char name[72];       /* of its host */
 } cddp__crew_member;
 
 typedef struct cddp__crew_hello {
   cddp__crew_member self;
   unsigned char token[16]; /* the first rank's is the model's */
+  cddp__model_info whole;  /* what must agree: of the model as a whole, */
+  uint64_t model;          /* and a hash of its parameters */
 } cddp__crew_hello;
+
+/* Who would join a model: its report waits for the next meeting. */
+typedef struct cddp__crew_knock {
+  struct cddp__link *link;
+  struct cddp__message *report;
+} cddp__crew_knock;
+#define CDDP__CREW_KNOCKS 64 /* at a time; others ask again */
 
 /* Owner: the thread that trains. */
 typedef struct cddp__crew {
   struct cddp__net *net;        /* connections among the members: a rank there is a place here */
-  cddp__crew_member *members;   /* [shards] by place */
+  cddp__crew_member *members;   /* [shards + 1] by place; the last one: who has no place yet */
   int me;                       /* this rank's place */
+  int leader;                   /* place of who gave the last table */
   int count, *order;            /* [shards] members of the group; their places, in order of ranks */
   uint64_t generation;          /* of the group: how many there have been */
   uint64_t step;                /* waits and steps since creation */
@@ -2024,10 +2040,19 @@ typedef struct cddp__crew {
   int slots;                    /* in area */
   size_t scratch_bytes;
   cddp__call *calls;            /* [shards] scratch */
-  struct cddp__link **links;    /* [shards] while ranks meet: to who reported, or to the lowest */
+  struct cddp__link **links;    /* [shards] while ranks meet: to who reported, or to the leader */
+  cddp__crew_knock knocks[CDDP__CREW_KNOCKS];
+  int knock_count;
   void *blocks[2];              /* for control blocks of the next groups; NULL: none */
+  cddp__ref block_refs[2];      /* the same, for the others of this host */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
+  cddp_optim *optim;            /* that steps the model; NULL: none yet */
+  bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
+  char *states;                 /* cddp_optim: the others' states, where the gradients are, */
+  int state_count;
+  float updates;                /* and what goes with them; 0: nothing is to be taken over */
+  double lr;
 } cddp__crew;
 
 typedef struct cddp__bucket_state cddp__bucket_state; /* these two: >>ddp */
@@ -2154,6 +2179,7 @@ typedef struct cddp__host_entry {
 /* The other hosts, as rendezvous found them. Owned by cddp__host; constant but for what lock
    guards. */
 typedef struct cddp__net {
+  struct cddp__net *next; /* in cddp__host.crews */
   cddp_allocator allocator;
   int rank, size; /* of the job */
   int host, host_count;
@@ -5276,6 +5302,7 @@ static void cddp__host_place(cddp__host *h, int size, int index, int window) {
 
 static void cddp__host_release(cddp__host *h) {
   cddp_allocator a;
+  cddp__net *n;
   int i, left;
   if (h == NULL) return;
   pthread_mutex_lock(&h->lock);
@@ -5288,6 +5315,7 @@ static void cddp__host_release(cddp__host *h) {
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
   cddp__close_fd(&h->fd);
   cddp__close_fd(&h->door_fd);
+  cddp__close_fd(&h->door_port);
   cddp__close_fd(&h->claim);
   cddp__close_fd(&h->port);
   if (h->record != NULL) {
@@ -5295,6 +5323,7 @@ static void cddp__host_release(cddp__host *h) {
     munmap(h->record, cddp__record_bytes());
   }
   cddp__net_free(h->net);
+  for (; (n = h->crews) != NULL; cddp__net_free(n)) h->crews = n->next;
   pthread_mutex_destroy(&h->lock);
   a = h->allocator;
   cddp__free(&a, h->extents);
@@ -5313,7 +5342,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   if (a != NULL) h->allocator = *a;
   if (l != NULL) h->logger = *l;
   pthread_mutex_init(&h->lock, NULL);
-  h->fd = h->claim = h->port = h->door_fd = -1;
+  h->fd = h->claim = h->port = h->door_fd = h->door_port = -1;
   h->window_bits = 40;
   cddp__host_place(h, size, index, index);
   h->cores = cddp__count_cores();
@@ -6540,10 +6569,12 @@ static const char *cddp__failure_text(const cddp_group *g) {
 /* The failure on the control block, if there is one; it becomes this thread's error. */
 static cddp_result cddp__check_failure(cddp_group *g) {
   cddp_result r = (cddp_result)(cddp__load32(&g->block->broken) & 255);
+  cddp__net *net;
   if (CDDP__LIKELY(r == CDDP_OK)) return r;
+  net = g->hosts != NULL ? g->hosts->net : g->host->net;
   pthread_mutex_lock(&g->fail_lock);
-  if (!g->failed && r == CDDP_PEER_LOST && g->host->net != NULL)
-    cddp__note_cause(&g->host->net->loss, r, cddp__failure_text(g));
+  if (!g->failed && r == CDDP_PEER_LOST && net != NULL)
+    cddp__note_cause(&net->loss, r, cddp__failure_text(g));
   if (!g->failed && g->hosts != NULL) cddp__hosts_hang_up(g);
   g->failed = true;
   pthread_mutex_unlock(&g->fail_lock);
@@ -6689,8 +6720,8 @@ static cddp__text cddp__describe_status(int status) {
 }
 
 static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
-  const cddp__net *net = g->host->net;
-  if (g->host->threads)
+  const cddp__net *net = g->hosts != NULL ? g->hosts->net : NULL;
+  if (g->host->threads && net == NULL)
     return cddp__words("rank %d (a thread of pid %d)", rank, (int)getpid());
   if (net != NULL)
     return cddp__words("rank %d (pid %u on %s)", rank, net->homes[g->world[rank]].pid,
@@ -7825,8 +7856,8 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
 
 /* Receives what there is of a notice; its link has ended when it was taken, or was none. The group
    is broken here too, then, or (early) what losses to come are due to is noted. net.lock held. */
-static void cddp__notice_receive(cddp__host *h, cddp__link *l) {
-  cddp__message *m = cddp__link_receive(h->net, l, CDDP__NOTICE_BYTES);
+static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *l) {
+  cddp__message *m = cddp__link_receive(n, l, CDDP__NOTICE_BYTES);
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   char kept[CDDP__ERROR_MAX];
   uint32_t code, result;
@@ -7835,13 +7866,13 @@ static void cddp__notice_receive(cddp__host *h, cddp__link *l) {
   body = (unsigned char *)(m + 1);
   memcpy(kept, cddp__error_text, sizeof kept);
   code = m->size == CDDP__NOTICE_BYTES ? cddp__get32(body) : 0;
-  if (code != 0) cddp__notice_prove(h->net, l, body, proof);
+  if (code != 0) cddp__notice_prove(n, l, body, proof);
   if (code != 0 && !cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0;
   if (code != 0) body[CDDP__NOTICE_PROOF_AT - 1] = 0;
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_CAME);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
-    if (g->hosts == NULL || g->id != l->group) continue;
+    if (g->hosts == NULL || g->hosts->net != n || g->id != l->group) continue;
     if (code & CDDP__NOTICE_CAME)
       cddp__hosts_told(g, (const char *)body + 4);
     else if (code & CDDP__NOTICE_EARLY)
@@ -7852,7 +7883,7 @@ static void cddp__notice_receive(cddp__host *h, cddp__link *l) {
   }
   pthread_mutex_unlock(&h->lock);
   memcpy(cddp__error_text, kept, sizeof kept);
-  cddp__free(&h->net->allocator, m);
+  cddp__free(&n->allocator, m);
   cddp__link_end(l, 0);
 }
 
@@ -7870,15 +7901,14 @@ static void cddp__net_accept(cddp__net *n) { /* net.lock held */
 }
 
 /* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
-static void cddp__net_look(cddp__host *h) {
-  cddp__net *n = h->net;
+static void cddp__net_look(cddp__host *h, cddp__net *n) {
   cddp__link **at, *l;
   int place = 0, i;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   cddp__net_accept(n);
   for (at = &n->pending; (l = *at) != NULL;) {
     bool up = cddp__link_shake(n, l), notice = up && l->purpose == CDDP__LINK_NOTICE;
-    if (notice) cddp__notice_receive(h, l);
+    if (notice) cddp__notice_receive(h, n, l);
     if (cddp__now() > l->deadline || ++place > CDDP__PENDING_LINKS) cddp__link_end(l, ETIMEDOUT);
     if (l->state != CDDP__LINK_DEAD && (!up || notice)) {
       at = &l->next;
@@ -9014,21 +9044,26 @@ static void cddp__watch_processes(cddp__host *h) {
 #define CDDP__JOB_GONE_S 2.0 /* how long nobody must be there before the job counts as ended */
 #define CDDP__CALLS 64   /* ranks that a joining process calls at once */
 
-/* What a rank knows of its job for those who join. The secret's text follows the struct. */
-typedef struct cddp__door {
-  cddp__rank_info info; /* of the rank */
-  int size;             /* ranks that met */
-  char name[64];        /* of the socket that the rank listens on */
-  const char *secret;   /* NULL: none */
-} cddp__door;
-
-/* What a rank answers, with the memfd. */
+/* What a rank answers: with the memfd, if its model is one of this host. */
 typedef struct cddp__join_table {
   cddp__rank_info info;
   uint64_t job; /* cddp_record_header.job; 0: it is not recorded */
   cddp__ref board;
-  int size, reserved;
+  cddp__crew_hello lead; /* else the rank that leads those of several hosts or GPUs; life 0: none */
+  int size, life;        /* ranks that met; a number for the record of who joins: >>crew */
 } cddp__join_table;
+
+/* What a rank knows of its job, to tell those who join; and who joins, to find it. The secret's
+   text follows the struct. */
+typedef struct cddp__door {
+  cddp__join_table table;
+  char node[48];      /* names of sockets of this host's ranks begin so */
+  char master[256];   /* MASTER_ADDR and _PORT, where ranks of other hosts are asked; port 0: they */
+  int port;           /* cannot be */
+  uint32_t foreign;   /* bits: who listens at that address of MASTER_ADDR is not of this job */
+  double timeout_s;
+  const char *secret; /* NULL: none */
+} cddp__door;
 
 /* The socket of a rank that others may join; the rank that joins calls all. */
 static void cddp__door_name(const char *node, int rank, char name[64]) {
@@ -9037,11 +9072,15 @@ static void cddp__door_name(const char *node, int rank, char name[64]) {
 
 static cddp_result cddp__door_make(const cddp__rendezvous *v, int size) {
   size_t n = v->secret != NULL ? strlen(v->secret) + 1 : 0;
+  const char *method = v->at->init_method;
   cddp__door *door = (cddp__door *)cddp__calloc(&v->host->allocator, 1, sizeof *door + n);
   if (door == NULL) return CDDP_OUT_OF_MEMORY;
-  door->info = v->members[0].info;
-  door->size = size;
-  cddp__door_name(v->name, v->at->rank, door->name);
+  door->table.info = v->members[0].info;
+  door->table.size = size;
+  memcpy(door->node, v->name, sizeof door->node);
+  door->timeout_s = v->at->timeout_s;
+  if (strncmp(method, "tcp://", 6) == 0 && !v->at->client_only) /* else a launcher listens there */
+    (void)cddp__host_port(method + 6, door->master, &door->port);
   if (n > 0) door->secret = (char *)memcpy(door + 1, v->secret, n);
   v->host->door = door;
   return CDDP_OK;
@@ -9062,7 +9101,7 @@ static cddp_result cddp__door_alone(const cddp__place *at, const cddp_group_desc
 static void cddp__share_memory(cddp__host *h) {
   struct rlimit limit;
   cddp__extent *e, *end;
-  if (h->fd >= 0 || h->size > 1 || h->door == NULL) return;
+  if (h->fd >= 0 || h->size > 1 || h->net != NULL || h->door == NULL) return;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
   if (cddp__make_memory(h) != CDDP_OK) {
     cddp__log(&h->logger, 1, "no process can join this rank: %s", cddp_error());
@@ -9072,12 +9111,32 @@ static void cddp__share_memory(cddp__host *h) {
   h->threads = false;
 }
 
+/* Listens where processes of other hosts ask: at MASTER_PORT, unless another rank of this host
+   does. Silent strangers are kept out by the system, or each would cost the time of a proof. */
+static void cddp__door_open_port(cddp__host *h) {
+  cddp__address a = cddp__internet_address(&h->net->hosts[h->net->host].address);
+  int seconds = 5, fd;
+  if (!cddp__address_loopback(&a) && a.sa.ss_family == AF_INET6)
+    memset(&a.v6.sin6_addr, 0, sizeof a.v6.sin6_addr);
+  else if (!cddp__address_loopback(&a))
+    a.v4.sin_addr.s_addr = htonl(INADDR_ANY);
+  cddp__address_set_port(&a, h->door->port);
+  if (cddp__listen_address(&a, &fd) != 0) return;
+  if (h->door->secret != NULL)
+    setsockopt(fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
+  cddp__own_socket(h->door_port = fd);
+}
+
 /* From here on processes may join through this rank, when it looks: cddp__door_serve. */
 static void cddp__door_open(cddp__host *h) {
   cddp__address a;
+  char name[64];
   int error;
-  if (h->door == NULL || h->door_fd >= 0) return;
-  cddp__unix_name(&a, h->door->name);
+  if (h->door == NULL) return;
+  if (h->net != NULL && h->door->port != 0 && h->door_port < 0) cddp__door_open_port(h);
+  if (h->door_fd >= 0) return;
+  cddp__door_name(h->door->node, (int)h->door->table.info.rank, name);
+  cddp__unix_name(&a, name);
   if ((error = cddp__listen_address(&a, &h->door_fd)) == 0)
     cddp__own_socket(h->door_fd);
   else
@@ -9092,88 +9151,110 @@ static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
   return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
 }
 
-/* Tells those who call how to join. A process that joins answers at once; for any other one this
+/* Tells who has called how to join. A process that joins answers at once; for any other one this
    rank waits a moment. */
-static void cddp__door_serve(cddp__host *h) {
-  cddp__join_table table;
+static void cddp__door_answer(cddp__host *h, int fd, bool local) {
+  cddp__join_table *table = &h->door->table;
+  double deadline = cddp__now() + 0.1;
   cddp__challenge c;
-  int fd, fds[2] = {h->fd, -1};
-  double deadline;
-  while (h->door_fd >= 0 && (fd = cddp__accept(h->door_fd)) >= 0) {
-    cddp_result r = cddp__peer_pid(fd) != 0 ? CDDP_OK : CDDP_UNAUTHORIZED;
-    deadline = cddp__now() + 0.1;
-    if (r == CDDP_OK && h->door->secret != NULL) {
-      r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
-      if (r == CDDP_OK) r = cddp__prove(&c, fd, deadline);
-    }
-    memset(&table, 0, sizeof table);
-    table.info = h->door->info;
-    table.info.fp_mode = cddp__fp_mode();
-    table.job = h->record != NULL ? h->record->job : 0;
-    table.size = h->door->size;
-    table.board = h->board->self;
-    if (r == CDDP_OK)
-      (void)cddp__channel_post(fd, CDDP__MEET_TABLE, CDDP_OK, &table, sizeof table, fds, deadline);
-    CDDP__POINT("elastic told");
-    close(fd);
+  int fds[2] = {h->fd, -1};
+  cddp_result r = !local || cddp__peer_pid(fd) != 0 ? CDDP_OK : CDDP_UNAUTHORIZED;
+  if (r == CDDP_OK && h->door->secret != NULL) {
+    r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
+    if (r == CDDP_OK) r = cddp__prove(&c, fd, deadline);
   }
+  table->info.fp_mode = cddp__fp_mode();
+  table->job = h->record != NULL ? h->record->job : 0;
+  if (h->board != NULL) table->board = h->board->self;
+  if (r == CDDP_OK)
+    (void)cddp__channel_post(fd, CDDP__MEET_TABLE, CDDP_OK, table, sizeof *table,
+                             h->board != NULL ? fds : NULL, deadline);
+  CDDP__POINT("elastic told");
+}
+
+static void cddp__door_serve(cddp__host *h) {
+  int doors[2], k, fd;
+  doors[0] = h->door_fd;
+  doors[1] = h->door_port;
+  for (k = 0; k < 2; k++)
+    while (doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
+      cddp__door_answer(h, fd, k == 0);
+      close(fd);
+    }
 }
 
 typedef struct cddp__join_call { /* of a rank of the job; fd -1: it has ended */
-  int fd, rank;
+  int fd;
+  int rank; /* < 0: of whichever listens at an address of MASTER_ADDR */
   cddp__challenge challenge;
 } cddp__join_call;
 
-/* Calls all ranks that listen and have not been called. */
-static cddp_result cddp__join_call_ranks(cddp__rendezvous *v, cddp__join_call *calls, int *count) {
-  cddp__address a;
-  char name[64];
-  int rank, i;
-  for (rank = 0; rank < CDDP__MAX_RANKS && *count < CDDP__CALLS; rank++) {
-    cddp__join_call *c = &calls[*count];
-    cddp_result r = CDDP_OK;
-    for (i = 0; i < *count && calls[i].rank != rank; i++) {}
-    if (i < *count) continue;
-    cddp__door_name(v->name, rank, name);
-    cddp__unix_name(&a, name);
-    if (cddp__connect_address(&a, cddp__now(), &c->fd) != 0) continue;
-    cddp__own_socket(c->fd);
-    c->rank = rank;
-    ++*count;
-    if (v->secret == NULL) continue;
-    r = cddp__challenge_begin(&c->challenge, v->secret, "join", true, NULL, 0);
-    if (r != CDDP_OK) return r;
+/* Calls a rank, unless it has been called; it may not listen. */
+static cddp_result cddp__join_call_one(const cddp__door *door, cddp__join_call *calls, int *count,
+                                       int rank, const cddp__address *a) {
+  cddp__join_call *c = &calls[*count];
+  cddp_result r;
+  int i;
+  for (i = 0; i < *count && calls[i].rank != rank; i++) {}
+  if (i < *count || i == CDDP__CALLS) return CDDP_OK;
+  if (cddp__connect_address(a, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd) != 0) return CDDP_OK;
+  cddp__own_socket(c->fd);
+  c->rank = rank;
+  ++*count;
+  if (door->secret == NULL) return CDDP_OK;
+  r = cddp__challenge_begin(&c->challenge, door->secret, "join", true, NULL, 0);
+  if (r == CDDP_OK)
     (void)cddp__send_all(c->fd, c->challenge.out, c->challenge.out_size, cddp__now());
-    c->challenge.out_size = 0;
-  }
-  return CDDP_OK;
+  c->challenge.out_size = 0;
+  return r;
 }
 
-/* Takes what a rank has answered. CDDP_NETWORK: it has ended, perhaps. */
-static cddp_result cddp__join_hear(cddp__rendezvous *v, cddp__join_call *call,
+/* Calls all ranks of this host that listen, and who listens at MASTER_ADDR. */
+static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call *calls,
+                                         int *count) {
+  cddp__address a[CDDP__ADDRESSES_MAX], at;
+  char name[64];
+  int rank, n = 0, i;
+  cddp_result r = CDDP_OK;
+  for (rank = 0; rank < CDDP__MAX_RANKS && r == CDDP_OK; rank++) {
+    cddp__door_name(door->node, rank, name);
+    cddp__unix_name(&at, name);
+    r = cddp__join_call_one(door, calls, count, rank, &at);
+  }
+  if (door->port == 0 || cddp__resolve(door->master, door->port, a, &n) != CDDP_OK) return r;
+  for (i = 0; i < n && r == CDDP_OK; i++)
+    if ((door->foreign >> i & 1) == 0)
+      r = cddp__join_call_one(door, calls, count, -1 - i, &a[i]);
+  return r;
+}
+
+/* Takes what a rank has answered, with its descriptors. CDDP_NETWORK: it has ended, perhaps. */
+static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int fds[2],
                                    cddp__join_table *table) {
   double deadline = cddp__now() + 1;
   cddp__meet_head head;
   cddp__channel c;
-  cddp_result r = v->secret != NULL ? cddp__prove(&call->challenge, call->fd, deadline) : CDDP_OK;
+  cddp_result r = door->secret != NULL ? cddp__prove(&call->challenge, call->fd, deadline)
+                                       : CDDP_OK;
   int got = 0;
-  cddp__channel_init(&c, call->fd, true);
-  while (r == CDDP_OK && (got = cddp__channel_read(&c, &head, v->fds)) == 0)
+  cddp__channel_init(&c, call->fd, call->rank >= 0);
+  while (r == CDDP_OK && (got = cddp__channel_read(&c, &head, fds)) == 0)
     r = cddp__wait_fd(call->fd, POLLIN, deadline);
   if (r == CDDP_OK && (got < 0 || head.kind != CDDP__MEET_TABLE || head.size != sizeof *table))
     r = cddp__fail(CDDP_NETWORK, "the rank hung up");
   if (r == CDDP_OK) r = cddp__recv_all(call->fd, table, sizeof *table, deadline);
-  return r == CDDP_TIMEOUT ? CDDP_NETWORK : r;
+  if (call->rank < 0 && r == CDDP_UNAUTHORIZED) door->foreign |= 1u << (-1 - call->rank);
+  return r == CDDP_TIMEOUT || (call->rank < 0 && r == CDDP_UNAUTHORIZED) ? CDDP_NETWORK : r;
 }
 
 /* Whether a process holds the name of one of the ranks that met. */
-static bool cddp__rank_is_there(const cddp__rendezvous *v) {
+static bool cddp__rank_is_there(const cddp__door *door) {
   cddp__address a;
   char name[64];
   int rank, fd, error = 0;
-  for (rank = 0; rank < v->at->world_size && error != EADDRINUSE; rank++) {
-    if (rank == v->at->rank) continue;
-    snprintf(name, sizeof name, "%s-%d", v->name, rank);
+  for (rank = 0; rank < (int)door->table.info.world_size && error != EADDRINUSE; rank++) {
+    if (rank == (int)door->table.info.rank) continue;
+    snprintf(name, sizeof name, "%s-%d", door->node, rank);
     cddp__unix_name(&a, name);
     error = cddp__listen_address(&a, &fd);
     cddp__close_fd(&fd);
@@ -9182,52 +9263,56 @@ static bool cddp__rank_is_there(const cddp__rendezvous *v) {
 }
 
 /* Why this process gives up; CDDP_OK: not yet. seen: when a rank was there last. */
-static cddp_result cddp__join_patience(const cddp__rendezvous *v, int called, double *seen) {
-  bool there = called > 0 || cddp__rank_is_there(v);
+static cddp_result cddp__join_patience(const cddp__host *h, int called, double deadline,
+                                       double *seen) {
+  bool there = called > 0 || cddp__rank_is_there(h->door);
   double now = cddp__now();
   if (there) *seen = now;
-  if (!there && (now >= v->deadline || now - *seen > CDDP__JOB_GONE_S))
+  if (!there && (now >= deadline || now - *seen > CDDP__JOB_GONE_S))
     return cddp__fail(CDDP_PEER_LOST,
-                      "CDDP_JOIN: no rank of a job is at %s on this host: it has ended, or has not "
-                      "begun, or has another CDDP_SECRET",
-                      v->host->place);
-  if (now < v->deadline) return CDDP_OK;
+                      "CDDP_JOIN: no rank of a job is at %s on this host%s%s: it has ended, or has "
+                      "not begun, or has another CDDP_SECRET%s",
+                      h->place, h->door->port != 0 ? ", nor at " : "",
+                      h->door->port != 0 ? h->door->master : "",
+                      h->door->port != 0 ? "; if it runs on, set MASTER_ADDR to a host where one "
+                                           "of its ranks lives" : "");
+  if (now < deadline) return CDDP_OK;
   return cddp__fail(CDDP_TIMEOUT,
                     called > 0 ? "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
                                  "has come to cddp_ddp_next_shard or cddp_ddp_step"
                                : "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
-                                 "has an elastic model: set elastic in cddp_ddp_desc; those on "
-                                 "several hosts or GPUs cannot be joined",
-                    v->at->timeout_s, v->host->place);
+                                 "has an elastic model: set elastic in cddp_ddp_desc",
+                    h->door->timeout_s, h->place);
 }
 
 /* Calls the ranks of the job until one has answered. */
-static cddp_result cddp__join_find(cddp__rendezvous *v, cddp__join_table *table) {
-  const cddp_allocator *a = &v->host->allocator;
-  cddp__join_call *calls = (cddp__join_call *)cddp__calloc(a, CDDP__CALLS, sizeof *calls);
-  struct pollfd fds[CDDP__CALLS];
+static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
+                                   cddp__join_table *table) {
+  cddp__join_call *calls =
+      (cddp__join_call *)cddp__calloc(&h->allocator, CDDP__CALLS + 1, sizeof *calls);
+  struct pollfd polled[CDDP__CALLS];
   double seen = cddp__now();
   int count = 0, i;
   cddp_result r = calls != NULL ? CDDP_NETWORK : CDDP_OUT_OF_MEMORY;
   while (r == CDDP_NETWORK) {
-    r = cddp__join_call_ranks(v, calls, &count);
-    if (r == CDDP_OK) r = cddp__join_patience(v, count, &seen);
+    r = cddp__join_call_ranks(h->door, calls, &count);
+    if (r == CDDP_OK) r = cddp__join_patience(h, count, deadline, &seen);
     if (r != CDDP_OK) break;
     for (i = 0; i < count; i++) {
-      fds[i].fd = calls[i].fd;
-      fds[i].events = POLLIN;
+      polled[i].fd = calls[i].fd;
+      polled[i].events = POLLIN;
     }
-    (void)poll(fds, (nfds_t)count, cddp__poll_ms(v->deadline, 100));
+    (void)poll(polled, (nfds_t)count, cddp__poll_ms(deadline, 100));
     r = CDDP_NETWORK;
     for (i = count; i-- > 0 && r == CDDP_NETWORK;) {
-      if (fds[i].revents == 0) continue;
-      r = cddp__join_hear(v, &calls[i], table);
+      if (polled[i].revents == 0) continue;
+      r = cddp__join_hear(h->door, &calls[i], fds, table);
       cddp__close_fd(&calls[i].fd);
       calls[i] = calls[--count];
     }
   }
   for (i = 0; i < count; i++) cddp__close_fd(&calls[i].fd);
-  cddp__free(a, calls);
+  cddp__free(&h->allocator, calls);
   return r;
 }
 
@@ -9238,6 +9323,7 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   struct stat st;
   void *board;
   cddp_result r;
+  if (table->lead.self.life != 0) return CDDP_OK; /* it is as on a host of its own */
   h->fd = v->fds[0];
   v->fds[0] = -1;
   if (h->fd < 0) return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
@@ -9288,18 +9374,22 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   h->joined = true;
   cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
-  if (r == CDDP_OK) r = cddp__join_find(&v, &table);
+  if (r == CDDP_OK) r = cddp__door_make(&v, 0);
+  if (r == CDDP_OK) r = cddp__join_find(h, v.deadline, v.fds, &table);
   if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &v.members[0].info);
   if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
-  if (r == CDDP_OK) r = cddp__door_make(&v, table.size);
   if (r == CDDP_OK) {
+    h->door->table.size = table.size;
+    h->door->table.lead = table.lead;
     snprintf(name, sizeof name, "%s-%d", v.name, at->rank);
     cddp__unix_name(&a, name);
-    if (cddp__listen_address(&a, &h->claim) == 0) cddp__own_socket(h->claim);
+    if (h->board != NULL && cddp__listen_address(&a, &h->claim) == 0)
+      cddp__own_socket(h->claim); /* else it is not in yet, nor is it to seem so to others */
     r = cddp__join_group(out, &v);
   }
   if (r == CDDP_OK && table.job != 0)
-    r = cddp__record_open(&h->record, table.job, at->rank, h->size, h->window - table.size + 1);
+    r = cddp__record_open(&h->record, table.job, at->rank, h->size,
+                          table.life > 0 ? table.life : h->window - table.size + 1);
   cddp__rendezvous_free(&v);
   return r;
 }
@@ -9336,7 +9426,7 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
                       refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
   h->claims_end = cddp__now() + CDDP__CLAIMS_S;
   if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
-  if (r == CDDP_OK && h->net == NULL && h->size > 1) r = cddp__door_make(&v, h->size);
+  if (r == CDDP_OK) r = cddp__door_make(&v, at->world_size);
   if (r == CDDP_OK) {
     cddp__store32(&cddp__met_before, v.mark);
     cddp__watch_processes(h);
@@ -9594,7 +9684,7 @@ static void cddp__serve_recvs(cddp_group *g) {
 }
 
 static void cddp__serve_idle(cddp_group *g) {
-  if (g->hosts != NULL) cddp__net_look(g->host);
+  if (g->hosts != NULL) cddp__net_look(g->host, g->hosts->net);
   if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
   if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p_lock);
@@ -9976,7 +10066,7 @@ static size_t cddp__flush_links(cddp_group *g) {
 /* Accepts connections, hears of failures elsewhere, sends what is left of all groups' messages. */
 static void cddp__hosts_look(cddp_group *g) {
   cddp__host *h = g->host;
-  cddp__net_look(h);
+  cddp__net_look(h, g->hosts->net);
   if (pthread_mutex_trylock(&h->lock) != 0) return;
   for (g = h->groups; g != NULL; g = g->next) {
     if (g->hosts == NULL || pthread_mutex_trylock(&g->p2p_lock) != 0) continue;
@@ -10918,10 +11008,9 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   return x;
 }
 
-/* Tells a new group of a job of several hosts which ranks of the job its ranks are (NULL: the
-   same), and prepares it to span hosts, if it does. */
-static cddp_result cddp__hosts_attach(cddp_group *g, const int *world) {
-  cddp__net *net = g->host->net;
+/* Tells a new group of a job of several hosts which ranks of net its ranks are (world NULL: the
+   same), and prepares it to span hosts, if it does. net NULL: there is one host. */
+static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *world) {
   struct epoll_event event;
   cddp_result r;
   cddp__hosts *x;
@@ -10971,16 +11060,17 @@ static void cddp__p2p_linger(cddp_group *g) {
 /* This rank leaves: says goodbye on all connections and closes them. */
 static void cddp__hosts_leave(cddp_group *g) {
   cddp__hosts *x = g->hosts;
-  cddp__net *net = g->host->net;
+  cddp__net *net;
   cddp__link *l;
   cddp__message *m;
   if (x == NULL) return;
+  net = x->net;
   cddp__early_notice(g, true);
   cddp__p2p_linger(g);
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
   pthread_mutex_unlock(&net->lock);
-  cddp__net_look(g->host);
+  cddp__net_look(g->host, net);
   cddp__claim_links(g);
   for (; (l = x->links) != NULL; cddp__link_leave(net, l)) x->links = l->next;
   for (; (m = x->mailbox.first) != NULL; cddp__free(&net->allocator, m)) x->mailbox.first = m->next;
@@ -12250,7 +12340,8 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
     id[2] = (uint64_t)color;
     (*out)->id = cddp__hash64(0, id, sizeof id);
     for (i = 0; g->world != NULL && i < n; i++) members[i + g->size] = g->world[members[i]];
-    r = cddp__hosts_attach(*out, members + g->size);
+    r = cddp__hosts_attach(*out, g->hosts != NULL ? g->hosts->net : g->host->net,
+                           members + g->size);
   }
   r = cddp__consensus(g, r, NULL, 0, NULL);
   if (r == CDDP_OK && *out != NULL && (*out)->hosts != NULL) /* hosts get to know each other */
@@ -12289,7 +12380,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     return r;
   }
   cddp__put64(job, cddp__record_job());
-  if (r == CDDP_OK) r = cddp__hosts_attach(g, NULL);
+  if (r == CDDP_OK) r = cddp__hosts_attach(g, g->host->net, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
   if (r == CDDP_OK)
@@ -12579,7 +12670,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
   void *share;         /* states that a cddp_ddp keeps in pieces; NULL: those above are whole */
   void (*drop)(cddp_optim *o); /* frees the share and NULLs it; set along with share */
-  cddp__elastic *elastic;      /* of the model whose `optim` it is; NULL: none */
+  cddp_optim **known;          /* where an elastic model has it as its own; NULL: nowhere */
   const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
   void *flat;                         /* their states in one piece; NULL: none */
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
@@ -13098,7 +13189,7 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *o) {
   int i;
   if (o == NULL) return;
   if (o->share != NULL) o->drop(o);
-  if (o->elastic != NULL) o->elastic->optim = NULL;
+  if (o->known != NULL) *o->known = NULL;
   if (o->backend != NULL) o->backend->leave(o);
   a = o->allocator;
   for (i = 0; o->backend == NULL && i < o->count * o->states; i++) cddp__free(&a, o->state[i]);
@@ -13220,7 +13311,7 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   cddp__set_lr(o, d->lr);
   r = cddp__check_own_memory(params, count, d->copies, NULL);
   if (r == CDDP_OK) r = cddp__attach_optim(o);
-  if (r == CDDP_OK && d->ddp != NULL && d->ddp->elastic != NULL)
+  if (r == CDDP_OK && d->ddp != NULL && d->ddp->desc.elastic)
     r = cddp__elastic_adopt(d->ddp, o);
   if (r == CDDP_OK) r = cddp__write_copies(o);
   if (r == CDDP_OK) return r;
@@ -13341,6 +13432,7 @@ typedef struct cddp__device {
   struct cddp__device *owner; /* of a cddp_ddp's private groups the context of the user's group,
                                  which logs their calls and fails with them; else itself */
   int device;
+  uint64_t gpu;        /* of the job's first group: a hash of what names it; 0: ranks may share it */
   bool staged;         /* operations go through the host */
   cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
   cudaEvent_t fork;    /* orders side after the caller's stream for messages; turn. For a model's
@@ -14772,14 +14864,15 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
   cddp__device *p = NULL;
-  bool kernels = true;
+  bool kernels = true, joins = g->host->joined; /* by itself: the others do not know of it yet */
   cddp_result r;
   int i, k;
   all = (cddp__device_report *)cddp__malloc(a, (size_t)g->size * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__report_device(g, desc, nccl, &mine);
-  r = cddp__consensus(g, r, &mine, sizeof mine, all);
-  for (i = 0; r == CDDP_OK && i < g->size; i++) {
+  if (!joins) r = cddp__consensus(g, r, &mine, sizeof mine, all);
+  if (joins) kernels = mine.kernels != 0;
+  for (i = 0; r == CDDP_OK && !joins && i < g->size; i++) {
     kernels = kernels && all[i].kernels != 0;
     for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the result is the same on every rank */
       if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
@@ -14796,11 +14889,12 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   if (r != CDDP_OK) return r;
   if ((r = cddp__device_new(&p, g, mine.device)) != CDDP_OK) return cddp__break(g, r);
   p->staged = !nccl;
+  if (nccl && mine.gpu[0] != 0) p->gpu = cddp__hash64(1, &mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
   if (kernels) p->kernels = cddp__registered_kernels;
   if (mine.kernels != 0)
     r = cddp__cuda_result((cudaError_t)cddp__registered_kernels->load(), "loading kernels");
   if (r != CDDP_OK) r = cddp__break(g, r);
-  if (r == CDDP_OK && nccl && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
+  if (r == CDDP_OK && nccl && !joins && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
   if (r != CDDP_OK) {
     cddp__device_delete(p);
     return r;
@@ -15331,6 +15425,31 @@ static void cddp__crew_hang_up(cddp__crew *c, int shards) {
   }
 }
 
+/* Ends the connections of who would join: they ask again. */
+static void cddp__crew_dismiss(cddp__crew *c) {
+  while (c->knock_count > 0) {
+    cddp__crew_knock *k = &c->knocks[--c->knock_count];
+    cddp__link_free(c->net, k->link);
+    cddp__free(&c->net->allocator, k->report);
+  }
+}
+
+/* The others see that this rank is gone, and nobody joins through it. */
+static void cddp__crew_hide(cddp_ddp *d) {
+  cddp__net *n = d->crew->net;
+  cddp__host *h = d->group->host;
+  cddp__crew_hang_up(d->crew, d->shards);
+  cddp__crew_dismiss(d->crew);
+  cddp__close_fd(&h->door_fd);
+  cddp__close_fd(&h->door_port);
+  pthread_mutex_lock(&n->lock);
+  cddp__close_fd(&n->listener);
+  cddp__links_free(n, n->pending);
+  cddp__links_free(n, n->arrived);
+  n->pending = n->arrived = NULL;
+  pthread_mutex_unlock(&n->lock);
+}
+
 /* Ends what peers wait for, now or in the background: this model is of no more use to any rank. */
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
@@ -15341,12 +15460,7 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
     cddp__elastic_changed(d->elastic->board);
     return cddp__ddp_fail(d, r);
   }
-  if (d->crew != NULL) { /* the others see that this rank is gone */
-    cddp__close_fd(&d->crew->net->listener);
-    cddp__links_free(d->crew->net, d->crew->net->pending);
-    d->crew->net->pending = NULL;
-    cddp__crew_hang_up(d->crew, d->shards);
-  }
+  if (d->crew != NULL) cddp__crew_hide(d);
   groups[0] = d->control;
   groups[1] = d->comm;
   groups[2] = d->hooks;
@@ -15379,6 +15493,34 @@ static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
   if (p != NULL) cddp__append(out->text, sizeof out->text, ")");
   out->hash = cddp__hash64(strlen(name), name, strlen(name));
   out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
+}
+
+/* The hash of what all ranks of the model must have alike; *whole: of the model as a whole. */
+static uint64_t cddp__model_hash(const cddp_ddp *d, cddp__model_info *whole) {
+  cddp__model_info info;
+  uint64_t h = 0;
+  int i;
+  cddp__describe(d, -1, whole);
+  for (i = 0; i < d->count; i++) {
+    cddp__describe(d, i, &info);
+    h = cddp__hash64(h, &info, sizeof info);
+  }
+  return h;
+}
+
+/* What of the model this rank has otherwise than the job. */
+static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job,
+                                       uint64_t params) {
+  cddp__model_info whole;
+  uint64_t model = cddp__model_hash(d, &whole);
+  if (whole.hash != job->hash)
+    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %s in the job",
+                      whole.text, d->group->rank, job->text);
+  if (params == model) return CDDP_OK;
+  return cddp__fail(CDDP_MISMATCH,
+                    "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
+                    "elements than on the ranks of the job",
+                    d->group->rank);
 }
 
 /* Compares the own model with rank 0's, [1 + parameters]; the first difference is the failure. */
@@ -15536,12 +15678,14 @@ static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
   return d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] + (at - d->tensors[i].offset);
 }
 
-/* A rank's arena is mapped here. */
+/* A rank's arena is mapped here; behind it its slots and squares. */
 static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage != CDDP__IN_PLACE)
       d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] = arena + d->tensors[i].place;
+  d->slot_areas[rank] = arena + d->bytes;
+  d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_bytes);
 }
 
 /* How other ranks find parameter i's weights or gradient; kind NONE if they cannot, or a gradient
@@ -15605,8 +15749,6 @@ static cddp_result cddp__map_arenas(cddp_ddp *d) {
   if (r == CDDP_OK && !all) r = cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared");
   for (k = 0; r == CDDP_OK && k < g->local_size; k++) {
     cddp__see_arena(d, k, places[k]);
-    d->slot_areas[k] = places[k] + d->bytes;
-    d->squares[k] = (double *)(void *)(d->slot_areas[k] + (size_t)d->slots * d->slot_bytes);
   }
   return r;
 }
@@ -16109,21 +16251,24 @@ static char *cddp__state_at(const cddp_ddp *d, const cddp_optim *o, char *states
 }
 
 /* Copies states of [begin, end) of the arena between what all ranks have and what o has alone. */
-static void cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, char *states, size_t begin,
-                              size_t end, bool share) {
+static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, char *states,
+                                     size_t begin, size_t end, bool share) {
+  cddp_result r = CDDP_OK;
   int i, j;
-  for (j = 0; j < o->states * o->count; j++) {
+  for (j = 0; r == CDDP_OK && j < o->states * o->count; j++) {
     const cddp__tensor *t = &d->tensors[i = j % o->count];
     size_t esize = cddp__dtype_size(o->params[i].dtype);
     size_t size = cddp__dtype_size(cddp__state_type(o, i));
     size_t low = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     char *own = (char *)o->state[j], *common;
-    if (own == NULL || low >= high) continue;
+    if (own == NULL || low >= high || !cddp__has_state(o, j / o->count, i)) continue;
     n = (low - t->offset) / esize;
     own += n * size;
     common = cddp__state_at(d, o, states, j / o->count, i, n);
-    memcpy(share ? common : own, share ? own : common, (high - low) / esize * size);
+    r = d->memory->copy(share ? common : own, share ? own : common, (high - low) / esize * size,
+                        d->group->stream);
   }
+  return r;
 }
 
 /* From now on the states of o are those that all ranks have. */
@@ -16152,8 +16297,7 @@ static cddp_result cddp__unshare_states(cddp_ddp *d, cddp_optim *o) {
   int i;
   for (i = 0; i < o->count; i++)
     if (o->steps[i] > 0 && cddp__need_states(o, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-  cddp__copy_states(d, o, ((cddp__share *)o->share)->states, 0, d->model_bytes, false);
-  return CDDP_OK;
+  return cddp__copy_states(d, o, ((cddp__share *)o->share)->states, 0, d->model_bytes, false);
 }
 
 /* Collective: memory that the ranks of a host have in common. *mine: the same on the first of them,
@@ -16198,7 +16342,7 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   for (k = 0; k < o->states; k++)
     cddp__populate(states + (size_t)k * d->state_room + from * CDDP__HUGE_PAGE,
                    (to - from) * CDDP__HUGE_PAGE, d->group->host->fd >= 0);
-  cddp__copy_states(d, o, states, begin, end, true);
+  (void)cddp__copy_states(d, o, states, begin, end, true);
   r = cddp__share_states(d, o, states, mine);
   return r == CDDP_OK ? r : cddp__break(d->control, r);
 }
@@ -16893,22 +17037,22 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   d->arena = (char *)p;
   cddp__see_arena(d, d->me, d->arena);
-  d->slot_areas[d->me] = d->arena + d->bytes;
   d->clip = (double *)(void *)(d->arena + d->whole);
-  d->side = (void *)cddp__device_of(d->comm)->side;
+  d->side = (void *)cddp__device_of(d->comm != NULL ? d->comm : d->group)->side;
   if (d->hooks != NULL) d->hooks->stream = d->side;
   return cddp__device_zero(p, d->bytes, d->group->stream);
 }
 
 static void cddp__gpu_free(cddp_ddp *d) {
   cddp__device *p = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
-  if (p == NULL) return;
-  (void)cddp__use_device(p->device);
-  cddp__engine_drain(d->comm);
-  (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
-  if (cddp__await_stream(p, p->side, NULL) != CDDP_OK) cddp__device_abort(p);
-  cddp__await_abort(p);
-  (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
+  (void)cddp__use_device(cddp__device_of(d->group)->device);
+  if (p != NULL) {
+    cddp__engine_drain(d->comm);
+    (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
+    if (cddp__await_stream(p, p->side, NULL) != CDDP_OK) cddp__device_abort(p);
+    cddp__await_abort(p);
+    (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
+  }
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
   cddp__device_free(d->arena);
   d->arena = NULL;
@@ -17768,6 +17912,27 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
   return CDDP_OK;
 }
 
+/* Local: what creation does by itself, for a rank that joins. */
+static cddp_result cddp__join_setup(cddp_ddp *d) {
+  cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
+  int i;
+  if (r == CDDP_OK) r = cddp__check_shards(d);
+#ifdef CDDP_CUDA
+  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__check_on_device(d);
+#endif
+  if (r == CDDP_OK) cddp__lay_out(d);
+  if (r == CDDP_OK) r = d->memory->alloc(d);
+  if (r == CDDP_OK && d->arena == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r != CDDP_OK) return r;
+  cddp__see_arena(d, d->me, d->arena);
+  cddp__set_plan(d, NULL);
+  cddp__arm(d);
+  for (i = 0; i < d->count; i++)
+    if (d->tensors[i].storage == CDDP__PLACED && cddp__sparse_of(d, i) == NULL)
+      d->params[i].grad = d->arena + d->tensors[i].place;
+  return CDDP_OK;
+}
+
 /* >>crew ---------------------------------------------------------------------------------------
    Elastic models whose ranks do not all see each other's memory: several hosts, or GPUs.
    Job: shards, losses and steps by messages. Owns: cddp__crew, with a listening socket of its own;
@@ -17806,7 +17971,11 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
 typedef struct cddp__crew_report {
   uint64_t generation; /* of its last group */
   uint64_t done;       /* reductions */
-  int32_t place, reserved;
+  uint64_t steps;      /* cddp_ddp_steps */
+  double lr;           /* of its cddp_optim, */
+  float updates;       /* which has made so many; 0: it has none, or none yet */
+  int32_t state_count; /* of each parameter */
+  int32_t empty, reserved; /* empty: 1: it joins, and has no weights yet */
   cddp__crew_member self;
   cddp__ref blocks[2]; /* memory for control blocks, which its host's lowest rank provides */
 } cddp__crew_report;
@@ -17819,13 +17988,29 @@ static void cddp__name_crew(const cddp__crew *c, int place, char *out, size_t n)
   cddp__append(out, n, "rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
 }
 
+static const cddp__crew_report *cddp__report_in(const cddp__message *m) {
+  return (const cddp__crew_report *)(const void *)(m + 1);
+}
+
 /* Where cddp__link_call finds that member. */
 static void cddp__crew_enter(cddp__crew *c, int place, const cddp__crew_member *m) {
+  cddp__host_entry *host = &c->net->hosts[m->host];
   c->members[place] = *m;
-  c->net->hosts[place].address = m->address;
-  c->net->homes[place].host = place;
+  host->address = m->address;
+  snprintf(host->name, sizeof host->name, "%.67s", m->name);
+  c->net->homes[place].host = m->host;
   c->net->homes[place].pid = m->pid;
   c->net->homes[place].port = m->port;
+}
+
+/* The member that leads when ranks meet: of those that came first the one with the lowest place.
+   So ranks agree on it, even if one of them does not know yet who has come since. -1: none. */
+static int cddp__crew_lowest(const cddp_ddp *d) {
+  const cddp__crew_member *m = d->crew->members;
+  int p, lowest = -1;
+  for (p = 0; p < d->shards; p++)
+    if (m[p].life != 0 && (lowest < 0 || m[p].since < m[lowest].since)) lowest = p;
+  return lowest;
 }
 
 /* --- nodes --- */
@@ -18064,35 +18249,53 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
 
 /* --- meeting again --- */
 
+/* Memory for the next groups' control blocks, of as many ranks as there may be. */
+static cddp_result cddp__crew_blocks(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  size_t block = 0;
+  int i, k, here = 0;
+  for (i = 0; i <= d->shards; i++)
+    here += c->members[i].life != 0 && c->members[i].host == c->members[c->me].host;
+  for (i = 1; i <= d->shards; i++)
+    for (k = 1; k <= i && k <= here; k++) block = cddp__max(block, cddp__block_bytes(i, k));
+  for (i = 0; i < 2; i++) {
+    cddp__arena_free(d->group->host, c->blocks[i]);
+    c->blocks[i] = cddp__arena_alloc(d->group->host, block, CDDP__FOR_BOARD);
+    if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
+    c->block_refs[i] = cddp__ref_of(d->group->host, c->blocks[i], block);
+  }
+  return CDDP_OK;
+}
+
 /* This rank's report, in a frame's place. */
 static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   cddp__crew *c = d->crew;
-  const cddp_allocator *a = &d->group->host->allocator;
-  size_t bytes = cddp__report_bytes(d), block = 0;
-  cddp__message *m = (cddp__message *)cddp__calloc(a, 1, sizeof *m + bytes);
+  size_t bytes = cddp__report_bytes(d);
+  cddp__message *m = (cddp__message *)cddp__calloc(&d->group->host->allocator, 1,
+                                                   sizeof *m + bytes);
   cddp__crew_report *report;
   unsigned char *sums;
-  int i, k, there = 0;
+  cddp_result r;
+  int i;
   *out = m;
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((r = cddp__crew_blocks(d)) != CDDP_OK) return r;
   m->size = bytes;
   report = (cddp__crew_report *)(void *)(m + 1);
   sums = (unsigned char *)(report + 1);
   report->generation = c->generation;
   report->done = c->done;
-  report->place = c->me;
+  report->steps = d->steps;
+  report->empty = c->empty;
+  if (c->optim != NULL && c->optim->steps[0] > 0) {
+    report->lr = c->optim->desc.lr;
+    report->updates = c->optim->steps[0];
+    report->state_count = c->optim->states;
+  }
   report->self = c->members[c->me];
+  memcpy(report->blocks, c->block_refs, sizeof report->blocks);
   for (i = 0; i < d->shards; i++) /* one in hand will be done, as long as this rank lives */
     sums[i] = cddp__crew_has(c, i) || (i == c->shard && c->done == c->step);
-  for (i = 0; i < d->shards; i++) there += c->members[i].life != 0;
-  for (i = 1; i <= there; i++)
-    for (k = 1; k <= i; k++) block = cddp__max(block, cddp__block_bytes(i, k));
-  for (i = 0; i < 2; i++) {
-    cddp__arena_free(d->group->host, c->blocks[i]);
-    c->blocks[i] = cddp__arena_alloc(d->group->host, block, CDDP__FOR_BOARD);
-    if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    report->blocks[i] = cddp__ref_of(d->group->host, c->blocks[i], block);
-  }
   return CDDP_OK;
 }
 
@@ -18108,12 +18311,16 @@ static bool cddp__crew_gone(cddp__link *l) {
 static void cddp__crew_lose(cddp_ddp *d, int place, const char *how) {
   cddp__crew *c = d->crew;
   char who[64] = "";
+  c->members[place].life = 0;
+  if (c->me == d->shards) { /* it does not know the others, who may not know of the loss yet */
+    cddp__sleep(0.01);
+    return;
+  }
   cddp__name_crew(c, place, who, sizeof who);
   CDDP__POINT("elastic lost");
   cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
             who, how, d->steps);
   cddp__record_event(d->group, "lost", (uint64_t)c->members[place].rank, CDDP_PEER_LOST);
-  c->members[place].life = 0;
 }
 
 /* Waits for a moment, or for what comes on these connections, or (listener >= 0) for a new one. */
@@ -18130,39 +18337,61 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
   (void)!poll(fds, (nfds_t)count, 5);
 }
 
-/* Takes in who calls this rank, and what they report. */
-static void cddp__crew_listen(cddp_ddp *d, cddp__link **links, cddp__message **reports) {
+/* Keeps or drops a whole report and its connection; a member's (reports NULL: none is due) or one
+   of who would join. */
+static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m,
+                            cddp__message **reports) {
+  cddp__crew *c = d->crew;
+  const cddp__crew_member *self = &cddp__report_in(m)->self;
+  bool sound = m->size == cddp__report_bytes(d);
+  int p = sound ? self->place : -1;
+  l->next = NULL;
+  if (p >= 0 && p < d->shards && self->life == c->members[p].life && reports != NULL) {
+    cddp__link_free(c->net, c->links[p]);
+    cddp__free(&c->net->allocator, reports[p]);
+    reports[p] = m;
+    c->links[p] = l;
+  } else if (sound && cddp__report_in(m)->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
+    for (p = 0; p < c->knock_count; p++) /* it may have called before */
+      if (cddp__report_in(c->knocks[p].report)->self.life == self->life)
+        cddp__link_end(c->knocks[p].link, 0);
+    c->knocks[c->knock_count].link = l;
+    c->knocks[c->knock_count++].report = m;
+  } else {
+    cddp__free(&c->net->allocator, m);
+    cddp__link_free(c->net, l);
+  }
+}
+
+/* Takes in who calls this rank, and what they report; without reports only who would join. */
+static void cddp__crew_listen(cddp_ddp *d, cddp__message **reports) {
   cddp__crew *c = d->crew;
   cddp__net *n = c->net;
   cddp__link **at, *l;
   cddp__message *m;
-  const cddp__crew_report *report;
-  cddp__net_accept(n);
-  for (at = &n->pending; (l = *at) != NULL;) {
-    bool up = cddp__link_shake(n, l);
-    m = up ? cddp__link_receive(n, l, cddp__report_bytes(d)) : NULL;
-    report = (const cddp__crew_report *)(const void *)(m + 1);
-    if (!up && cddp__now() > l->deadline) cddp__link_end(l, ETIMEDOUT);
-    if (m != NULL && (m->size != cddp__report_bytes(d) || report->place != l->peer ||
-                      l->group != c->members[c->me].life || l->peer >= d->shards ||
-                      report->self.life != c->members[l->peer].life))
-      cddp__link_end(l, EPROTO);
+  cddp__net_look(d->group->host, n);
+  pthread_mutex_lock(&n->lock);
+  for (at = &n->arrived; (l = *at) != NULL;) {
+    bool called = l->purpose == CDDP__LINK_FRAMES && l->group == c->members[c->me].life;
+    m = called && (reports != NULL || l->peer == d->shards)
+            ? cddp__link_receive(n, l, cddp__report_bytes(d)) : NULL;
     if (m == NULL && l->state != CDDP__LINK_DEAD) {
       at = &l->next;
       continue;
     }
     *at = l->next;
-    if (l->state == CDDP__LINK_DEAD) {
-      cddp__free(&n->allocator, m);
-      cddp__link_free(n, l);
-      continue;
-    }
-    cddp__link_free(n, links[l->peer]);
-    cddp__free(&n->allocator, reports[l->peer]);
-    reports[l->peer] = m;
-    links[l->peer] = l;
-    l->next = NULL;
+    if (m != NULL) cddp__crew_hear(d, l, m, reports);
+    else cddp__link_free(n, l);
   }
+  pthread_mutex_unlock(&n->lock);
+}
+
+/* Whether somebody would join, whom this rank can let in: at the end of its shards, once a step. */
+static bool cddp__crew_knocked(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  cddp__crew_listen(d, NULL);
+  if (cddp__crew_lowest(d) != c->me) cddp__crew_dismiss(c);
+  return c->knock_count > 0 && c->attempts == 0;
 }
 
 /* Fails if fewer than half of the last group are there, and others do not answer. */
@@ -18183,7 +18412,7 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__m
   char who[64] = "";
   int waiting = 1, p;
   while (waiting > 0) {
-    cddp__crew_listen(d, links, reports);
+    cddp__crew_listen(d, reports);
     for (p = waiting = 0, *came = 1; p < d->shards; p++) {
       if (p == c->me || c->members[p].life == 0) continue;
       if (links[p] == NULL)
@@ -18213,6 +18442,64 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__m
     if (waiting > 0) cddp__crew_nap(c->net->listener, links, d->shards);
   }
   return CDDP_OK;
+}
+
+/* A place for who would join: one that a rank of this number had, else the first that is free. */
+static cddp_result cddp__crew_place(const cddp_ddp *d, const cddp__crew_member *self, int *place) {
+  const cddp__crew *c = d->crew;
+  char who[64] = "";
+  int p, living = 0;
+  *place = -1;
+  for (p = d->shards - 1; p >= 0; p--) {
+    const cddp__crew_member *m = &c->members[p];
+    living += m->life != 0;
+    if (m->life == 0 && (*place < 0 || c->members[*place].rank != self->rank ||
+                         m->rank == self->rank))
+      *place = p;
+    if (m->life == 0 || (m->rank != self->rank && (m->gpu != self->gpu || m->gpu == 0))) continue;
+    cddp__name_crew(c, p, who, sizeof who);
+    return m->rank == self->rank
+               ? cddp__fail(CDDP_INVALID_ARGUMENT,
+                            "CDDP_JOIN: %s is in the job; give each process a RANK of its own", who)
+               : cddp__fail(CDDP_INVALID_ARGUMENT,
+                            "CDDP_JOIN: %s has the GPU that rank %d is to have, but NCCL needs one "
+                            "for each rank", who, self->rank);
+  }
+  if (*place >= 0) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "CDDP_JOIN: the job is full: of %d shards each of its %d ranks has one",
+                    d->shards, living);
+}
+
+/* Who would join becomes a member, with a report among the others', or is told why not. */
+static void cddp__crew_admit(cddp_ddp *d, cddp__message **reports) {
+  cddp__crew *c = d->crew;
+  int i, place;
+  for (i = 0; i < c->knock_count; i++) {
+    cddp__crew_knock *k = &c->knocks[i];
+    cddp__crew_report *report = (cddp__crew_report *)(void *)(k->report + 1);
+    cddp_result r = cddp__crew_place(d, &report->self, &place);
+    CDDP__POINT("elastic place");
+    cddp__free(&c->net->allocator, cddp__link_receive(c->net, k->link, 0)); /* its end shows */
+    if (r != CDDP_OK || k->link->state == CDDP__LINK_DEAD) {
+      uint32_t size = (uint32_t)strlen(cddp__error_text) + 1;
+      cddp__frame_head head =
+          cddp__link_head(CDDP__FRAME_MESSAGE, (uint32_t)r, CDDP_U8, size, size);
+      cddp__buffer_add(&k->link->out, &head, sizeof head);
+      cddp__buffer_add(&k->link->out, cddp__error_text, size);
+      cddp__link_flush(c->net, k->link);
+      cddp__link_leave(c->net, k->link);
+      cddp__free(&c->net->allocator, k->report);
+      continue;
+    }
+    report->self.place = place;
+    report->self.host = d->shards + place; /* it shares no memory with the others */
+    report->self.since = c->generation + 1;
+    cddp__crew_enter(c, place, &report->self);
+    reports[place] = k->report;
+    c->links[place] = k->link;
+  }
+  c->knock_count = 0;
 }
 
 /* All reports, as one message, to all that have come. */
@@ -18264,6 +18551,7 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
   reports[c->me] = mine;
   r = cddp__crew_await_all(d, c->links, reports, deadline, &came);
   if (r == CDDP_OK) r = cddp__crew_majority(c, came);
+  if (r == CDDP_OK) cddp__crew_admit(d, reports);
   if (r == CDDP_OK) r = cddp__crew_answer(d, c->links, reports, table);
   reports[c->me] = NULL;
   for (p = 0; p < d->shards; p++) {
@@ -18293,7 +18581,12 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
     CDDP__POINT("elastic report");
     if (l->state == CDDP__LINK_UP)
       *table = cddp__link_receive(n, l, (size_t)d->shards * cddp__report_bytes(d));
-    if (*table != NULL) break;
+    if (*table != NULL) {
+      if ((*table)->tag != 0) /* why it does not let this rank in */
+        r = cddp__fail((cddp_result)(*table)->tag, "%.*s", (int)(*table)->size,
+                       (const char *)(*table + 1));
+      break;
+    }
     if (!cddp__crew_gone(l) && l->state == CDDP__LINK_DEAD) d->crew->silent = lowest;
     if (l->state == CDDP__LINK_DEAD) break;
     cddp__name_crew(d->crew, lowest, who, sizeof who);
@@ -18305,7 +18598,8 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
       cddp__crew_nap(-1, &l, 1);
     who[0] = 0;
   }
-  if (*table != NULL) d->crew->links[lowest] = l;
+  d->crew->leader = lowest;
+  if (*table != NULL && r == CDDP_OK) d->crew->links[lowest] = l;
   else cddp__link_free(n, l);
   return r;
 }
@@ -18315,15 +18609,16 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
 static cddp_result cddp__crew_go(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   cddp__frame_head head = cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, 1, 1);
-  bool leads = c->order[0] == c->me, lost = false;
+  bool leads = c->leader == c->me, lost = false;
   double deadline = cddp__now() + d->group->timeout_s;
   char go = 'g';
   int pass, k, p;
   for (pass = 0; pass < 2; pass++) {
     if ((pass == 0) == leads) { /* hears each of them */
-      for (k = leads; k < (leads ? c->count : 1); k++) {
-        cddp__link *l = c->links[c->order[k]];
+      for (k = 0; k < (leads ? c->count : 1); k++) {
+        cddp__link *l = c->links[leads ? c->order[k] : c->leader];
         cddp__message *m = NULL;
+        if (leads && c->order[k] == c->me) continue;
         while (l != NULL && (m = cddp__link_receive(c->net, l, 1)) == NULL) {
           (void)cddp__crew_gone(l);
           if (cddp__now() > deadline) cddp__link_end(l, ETIMEDOUT);
@@ -18348,6 +18643,27 @@ static cddp_result cddp__crew_go(cddp_ddp *d) {
   return lost ? cddp__fail(CDDP_PEER_LOST, "a rank was lost while ranks met again") : CDDP_OK;
 }
 
+/* Asks the ranks of this host, and those at MASTER_ADDR, who leads the model that this rank would
+   join; it is the only member known here, then. */
+static cddp_result cddp__crew_ask(cddp_ddp *d, double deadline) {
+  cddp__crew *c = d->crew;
+  cddp__host *h = d->group->host;
+  const cddp__crew_hello *lead = &h->door->table.lead;
+  cddp_result r = CDDP_OK;
+  int fds[2] = {-1, -1}, p;
+  if (lead->self.life == 0) r = cddp__join_find(h, deadline, fds, &h->door->table);
+  cddp__close_fd(&fds[0]);
+  if (r != CDDP_OK) return r;
+  if (lead->self.place < 0 || lead->self.place >= d->shards || lead->self.host < 0 ||
+      lead->self.host >= c->net->host_count)
+    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: what a rank of the job says is damaged");
+  for (p = 0; p < d->shards; p++) c->members[p].life = 0;
+  memcpy(c->net->token, lead->token, sizeof lead->token);
+  cddp__crew_enter(c, lead->self.place, &lead->self);
+  h->door->table.lead.self.life = 0; /* next time it may be another one */
+  return CDDP_OK;
+}
+
 /* All members that are there say where they are: *table has their reports. */
 static cddp_result cddp__crew_gather(cddp_ddp *d, cddp__message **table) {
   cddp__crew *c = d->crew;
@@ -18358,8 +18674,11 @@ static cddp_result cddp__crew_gather(cddp_ddp *d, cddp__message **table) {
   *table = NULL;
   c->silent = -1;
   while (r == CDDP_OK && *table == NULL) {
-    for (lowest = 0; c->members[lowest].life == 0; lowest++) {}
-    if (lowest == c->me) {
+    lowest = cddp__crew_lowest(d);
+    if (lowest < 0) {
+      r = cddp__crew_ask(d, deadline);
+    } else if (lowest == c->me) {
+      c->leader = c->me;
       r = cddp__crew_host(d, mine, deadline, table);
     } else {
       r = cddp__crew_call(d, lowest, mine, deadline + 1, table);
@@ -18385,32 +18704,32 @@ static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int
   cddp__host *h = d->group->host;
   int *indices = c->mine_planned, *world = indices + d->shards, k, rank = 0, here = 0, lowest = -1;
   const cddp__crew_report *report;
+  cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
   cddp_result r;
   for (k = 0; k < c->count; k++) {
     report = cddp__report_at(d, table, k);
-    world[k] = report->self.rank;
+    world[k] = c->order[k];
     indices[k] = report->self.host == c->members[c->me].host ? report->self.index : -1;
     if (indices[k] >= 0 && here++ == 0) lowest = k;
     if (c->order[k] == c->me) rank = k;
   }
-  report = cddp__report_at(d, table, lowest);
+  ref = cddp__report_at(d, table, lowest)->blocks[which];
   if (c->order[lowest] == c->me) {
     block = c->blocks[which];
     c->blocks[which] = NULL; /* the group's, from now on */
     cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)here);
-  } else if ((r = cddp__locate(h, &report->blocks[which], &block)) != CDDP_OK) {
+  } else if ((r = cddp__locate(h, &ref, &block)) != CDDP_OK) {
     return r;
   }
   r = cddp__group_build(out, h, rank, c->count, indices, (char *)block, d->group->timeout_s);
   if (r != CDDP_OK) return r;
-  id[0] = d->group->id;
-  id[1] = c->generation;
-  id[2] = d->id << 1 | (uint64_t)which;
-  (*out)->block_ref = report->blocks[which];
+  memcpy(id, c->net->token, 2 * sizeof *id);
+  id[2] = c->generation << 1 | (uint64_t)which;
+  (*out)->block_ref = ref;
   (*out)->id = cddp__hash64(1, id, sizeof id);
-  r = cddp__hosts_attach(*out, world);
+  r = cddp__hosts_attach(*out, c->net, world);
   CDDP__POINT("elastic built");
   return r;
 }
@@ -18444,81 +18763,166 @@ static void cddp__crew_leave(cddp_ddp *d) { /* both groups, for good; keeps the 
   memcpy(cddp__error_text, text, sizeof text);
 }
 
-/* Takes over the table: who is there, and how far they are; shards that nobody has are dealt.
-   *source: the first that has the furthest reduction, if others lack it; else -1. */
-static void cddp__crew_take(cddp_ddp *d, const cddp__message *table, int *source) {
+/* Takes over the table: who is there, and how far they are; shards that nobody has are dealt. From:
+   the first that has the furthest reduction, NULL: there are only ranks that join. */
+static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message *table) {
   cddp__crew *c = d->crew;
-  size_t n = table->size / cddp__report_bytes(d);
-  uint64_t furthest = 0, least = UINT64_MAX;
+  const cddp__crew_report *from = NULL, *report;
+  uint64_t life = c->members[c->me].life;
   bool listed;
   int k, i, p, left = 0, dealt = 0;
-  c->count = (int)n;
-  *source = -1;
+  c->count = (int)(table->size / cddp__report_bytes(d));
+  c->furthest = 0;
   for (k = 0; k < c->count; k++) {
-    const cddp__crew_report *report = cddp__report_at(d, table, k);
-    c->order[k] = report->place;
-    cddp__crew_enter(c, report->place, &report->self);
-    if (report->generation >= c->generation) c->generation = report->generation + 1;
-    furthest = cddp__max(furthest, report->done);
-    least = cddp__min(least, report->done);
+    report = cddp__report_at(d, table, k);
+    p = c->order[k] = report->self.place;
+    cddp__crew_enter(c, p, &report->self);
+    if (report->self.life == life) c->me = c->net->rank = p;
+    c->generation = cddp__max(c->generation, report->generation + 1);
+    if (report->empty != 0 || (from != NULL && report->done <= from->done)) continue;
+    from = report;
+    c->furthest = report->done;
   }
+  c->net->host = c->members[c->me].host;
   for (p = 0; p < d->shards; p++) {
     for (k = 0, listed = false; k < c->count; k++) listed = listed || c->order[k] == p;
     if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
   }
-  if (c->done < furthest) c->node_count = 0; /* of a step whose mean others have */
+  if (c->done < c->furthest) c->node_count = 0; /* of a step whose mean others have */
   for (i = 0; i < d->shards; i++) {
     c->owner[i] = -1;
     for (k = 0; k < c->count; k++) {
-      const cddp__crew_report *report = cddp__report_at(d, table, k);
-      if (report->done == furthest && ((const unsigned char *)(report + 1))[i] != 0)
+      report = cddp__report_at(d, table, k);
+      if (report->done == c->furthest && ((const unsigned char *)(report + 1))[i] != 0)
         c->owner[i] = k;
-      if (report->done == furthest && least < furthest && *source < 0) *source = k;
     }
     left += c->owner[i] < 0;
   }
   for (i = 0; i < d->shards; i++)
     if (c->owner[i] < 0) c->owner[i] = (int)((int64_t)dealt++ * c->count / left);
-  c->furthest = furthest;
   cddp__record_event(d->group, "dealt", (uint64_t)c->count, CDDP_OK);
+  return from;
 }
 
-/* The group is broken: those that are there make another one, and go on from the furthest of them.
-   CDDP_PEER_LOST: one of them was lost meanwhile. */
+/* Bytes of the rank with number `source` go to those that join; through the others they pass. */
+static cddp_result cddp__crew_pass(cddp_ddp *d, int source, void *data, size_t bytes) {
+  cddp__crew *c = d->crew;
+  size_t most = CDDP__CREW_PIECE * sizeof(double), at, n;
+  cddp_result r = cddp__crew_scratch(d, most);
+  for (at = 0; r == CDDP_OK && at < bytes; at += n) {
+    char *piece = c->empty || c->order[source] == c->me ? (char *)data + at : c->scratch;
+    cddp__call send;
+    n = cddp__min(bytes - at, most);
+    send = cddp__make_call(CDDP__KIND_BROADCAST, piece, piece, n, CDDP_U8, CDDP_SUM, source);
+    r = cddp__crew_move(d, &send, 1);
+    CDDP__POINT("elastic passed");
+  }
+  return r;
+}
+
+/* Weights and states of the rank with number `source`, as of its report, go to those that join. */
+static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from, int source) {
+  cddp__crew *c = d->crew;
+  size_t bytes = (size_t)from->state_count * d->state_room;
+  bool gives = c->order[source] == c->me;
+  char *states = NULL;
+  cddp_result r = CDDP_OK;
+  int i;
+  if ((gives || c->empty) && bytes > 0 && (states = cddp__crew_alloc(d, bytes)) == NULL)
+    return CDDP_OUT_OF_MEMORY;
+  if (gives && bytes > 0) r = cddp__copy_states(d, c->optim, states, 0, d->model_bytes, true);
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    r = cddp__crew_pass(d, source, d->params[i].data, d->tensors[i].bytes);
+  if (r == CDDP_OK) r = cddp__crew_pass(d, source, states, bytes);
+  if (r == CDDP_OK) r = cddp__crew_await(d);
+  if (r != CDDP_OK || !c->empty) {
+    cddp__crew_release(d, states);
+    return r;
+  }
+  c->states = states;
+  c->state_count = from->state_count;
+  c->updates = from->updates;
+  c->lr = from->lr;
+  c->step = from->done;
+  d->steps = from->steps;
+  c->empty = false;
+  return CDDP_OK;
+}
+
+/* What all members have done, those get that lack it: the last mean; who joins, the model. */
+static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
+                                    const cddp__crew_report *from) {
+  cddp__crew *c = d->crew;
+  bool behind = false, joins = false;
+  int source = 0, k;
+  cddp_result r = CDDP_OK;
+  for (k = 0; k < c->count; k++) {
+    const cddp__crew_report *report = cddp__report_at(d, table, k);
+    if (report == from) source = k;
+    behind = behind || report->done < c->furthest;
+    joins = joins || report->empty != 0;
+  }
+  if (behind) {
+    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->bytes, CDDP_U8,
+                                      CDDP_SUM, source);
+    r = cddp__crew_move(d, &send, 1);
+  }
+  if (r == CDDP_OK && joins) r = cddp__crew_welcome(d, from, source);
+  if (r == CDDP_OK && behind) r = cddp__crew_await(d);
+  if (r == CDDP_OK) c->done = c->furthest;
+  return r;
+}
+
+/* From here on processes may join: what they are told is that this rank's leader lets them in. */
+static void cddp__crew_open(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  cddp__host *h = d->group->host;
+  if (h->door == NULL) return;
+  h->door->table.lead.self = c->members[cddp__crew_lowest(d)];
+  h->door->table.life = (int)c->generation + 1;
+  memcpy(h->door->table.lead.token, c->net->token, sizeof h->door->table.lead.token);
+  h->door->table.lead.model = cddp__model_hash(d, &h->door->table.lead.whole);
+  cddp__door_open(h);
+}
+
+/* The group is broken, or there is none yet: those that are there make another one, and go on from
+   the furthest of them. CDDP_PEER_LOST: one of them was lost meanwhile. */
 static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   cddp__crew *c = d->crew;
+  const cddp__crew_report *from = NULL;
   cddp__message *table = NULL;
   char text[CDDP__ERROR_MAX];
   cddp_result r;
-  int source = -1, i;
+  int i;
   if (++c->attempts > 4 * d->shards + 16) /* that is no loss any more */
     return cddp__fail(CDDP_ABORTED, "ranks met %d times after losses in step %" PRIu64
                       " and could not complete it", c->attempts - 1, d->steps);
   cddp__crew_leave(d);
-  if ((r = cddp__crew_gather(d, &table)) != CDDP_OK) {
+  if ((r = cddp__crew_gather(d, &table)) == CDDP_OK) from = cddp__crew_take(d, table);
+  if (r == CDDP_PEER_LOST) {
     memcpy(text, cddp__error_text, sizeof text);
-    return r == CDDP_PEER_LOST ? cddp__fail(CDDP_ABORTED, "%s", text) : r;
+    r = cddp__fail(CDDP_ABORTED, "%s", text);
   }
-  cddp__crew_take(d, table, &source);
   CDDP__POINT("elastic table");
-  r = cddp__crew_group(d, table, 0, &d->control);
+  if (r == CDDP_OK && from == NULL) { /* nobody has the model: there may be others than those */
+    for (i = 0; i < d->shards; i++) c->members[i].life = 0;
+    c->me = c->net->rank = d->shards;
+    cddp__crew_hang_up(c, d->shards);
+    r = CDDP_PEER_LOST;
+  }
+  if (r == CDDP_OK) r = cddp__crew_group(d, table, 0, &d->control);
   if (r == CDDP_OK) r = cddp__crew_group(d, table, 1, &d->comm);
   if (r == CDDP_OK) r = cddp__crew_go(d);
   if (r == CDDP_OK) r = cddp__crew_connect(d);
-  cddp__free(&c->net->allocator, table);
   for (i = 0; i < 2; i++) {
     cddp__arena_free(d->group->host, c->blocks[i]);
     c->blocks[i] = NULL;
   }
   CDDP__POINT("elastic grouped");
-  if (r == CDDP_OK && source >= 0) {
-    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->bytes, CDDP_U8,
-                                      CDDP_SUM, source);
-    r = cddp__crew_move(d, &send, 1);
-    if (r == CDDP_OK) r = cddp__crew_await(d);
-  }
+  if (r == CDDP_OK) r = cddp__crew_level(d, table, from);
+  cddp__free(&c->net->allocator, table);
   if (r != CDDP_OK) return r;
-  c->done = c->furthest;
+  cddp__crew_open(d);
   cddp__log(&d->group->host->logger, 1, "%d ranks go on with step %" PRIu64, c->count, c->done);
   return CDDP_OK;
 }
@@ -18531,6 +18935,7 @@ static int cddp__crew_next(cddp_ddp *d) {
   cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
   int held = c->shard, i;
   c->shard = -1;
+  cddp__door_serve(d->group->host);
   if (r == CDDP_OK && held >= 0 && c->done == c->step) r = cddp__crew_keep(d, held);
   if (held >= 0) cddp__arm(d);
   while (r == CDDP_OK && c->done == c->step) {
@@ -18540,7 +18945,7 @@ static int cddp__crew_next(cddp_ddp *d) {
       d->taken++;
       return c->shard = i;
     }
-    r = cddp__crew_reduce(d);
+    r = cddp__crew_knocked(d) ? CDDP_PEER_LOST : cddp__crew_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__crew_regroup(d);
   }
   if (r != CDDP_OK) (void)cddp__give_up(d, r);
@@ -18556,6 +18961,34 @@ static cddp_result cddp__crew_fetch(cddp_ddp *d, bool own) {
     if (d->tensors[i].storage == CDDP__COPIED)
       r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
                           stream);
+  return r;
+}
+
+/* The states that this rank has got when it joined are those of o. */
+static cddp_result cddp__crew_adopt(cddp_ddp *d, cddp_optim *o) {
+  cddp__crew *c = d->crew;
+  cddp_result r = CDDP_OK;
+  int i;
+  if (c->optim != NULL) c->optim->known = NULL;
+  c->optim = o;
+  o->known = &c->optim;
+  if (c->updates > 0 && o->states != c->state_count)
+    return cddp__fail(CDDP_MISMATCH,
+                      "the cddp_optim of rank %d has %d states of each parameter, those of the job "
+                      "have %d", d->group->rank, o->states, c->state_count);
+  for (i = 0; r == CDDP_OK && c->updates > 0 && i < o->count; i++) {
+    o->steps[i] = c->updates;
+    o->fresh[i] = false;
+    if (o->backend == NULL) r = cddp__need_states(o, i);
+  }
+  if (r == CDDP_OK && c->updates > 0) {
+    cddp__set_lr(o, c->lr);
+    r = cddp__copy_states(d, o, c->states, 0, d->model_bytes, false);
+  }
+  if (r == CDDP_OK) r = cddp__crew_await(d);
+  cddp__crew_release(d, c->states);
+  c->states = NULL;
+  c->updates = 0;
   return r;
 }
 
@@ -18576,6 +19009,7 @@ static cddp_result cddp__crew_step(cddp_ddp *d, cddp_optim *s) {
                    "call cddp_ddp_next_shard until it returns false",
                    d->group->rank, d->steps);
   CDDP__POINT("elastic update");
+  if (r == CDDP_OK && s != NULL && s != c->optim) r = cddp__crew_adopt(d, s);
   memset(d->used, 1, (size_t)d->count);
   if (r == CDDP_OK) r = cddp__crew_fetch(d, s == NULL || !gpu);
   if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
@@ -18597,19 +19031,43 @@ static cddp_result cddp__crew_step(cddp_ddp *d, cddp_optim *s) {
   return r;
 }
 
-/* --- creation and destruction --- */
+/* --- creation, joining and destruction --- */
 
 static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew *c = d->crew;
+  int i;
   if (c == NULL) return;
-  cddp__crew_hang_up(c, d->shards);
-  cddp__net_free(c->net);
+  if (c->net != NULL) cddp__crew_hide(d);
+  if (c->optim != NULL) c->optim->known = NULL;
   if (d->memory->use != NULL) (void)d->memory->use(d);
   cddp__crew_release(d, c->mean);
   cddp__crew_release(d, c->area);
   cddp__crew_release(d, c->scratch);
+  cddp__crew_release(d, c->states);
+  for (i = 0; i < 2; i++) cddp__arena_free(d->group->host, c->blocks[i]);
   cddp__free(&d->group->host->allocator, c);
   d->crew = NULL;
+}
+
+/* The address by which this host reaches the others, or (it joins) the rank that leads. */
+static cddp_result cddp__crew_address(const cddp_ddp *d, cddp__address *a) {
+  const cddp__host *h = d->group->host;
+  const cddp__crew_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
+  cddp_result r;
+  int fd = -1;
+  if (h->net != NULL) {
+    *a = cddp__internet_address(&h->net->hosts[h->net->host].address);
+    return CDDP_OK;
+  }
+  if (h->joined) { /* a datagram socket says what the system would take; nothing is sent */
+    *a = cddp__internet_address(&lead->address);
+    cddp__address_set_port(a, lead->port);
+    fd = socket(a->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && connect(fd, &a->any, a->size) != 0) cddp__close_fd(&fd);
+  }
+  r = cddp__own_address(fd, a);
+  cddp__close_fd(&fd);
+  return r;
 }
 
 /* What this rank tells of itself; its socket listens. */
@@ -18618,17 +19076,14 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   const cddp__host *h = d->group->host;
   cddp__address a;
   int error;
+  cddp_result r;
   memset(self, 0, sizeof *self);
-  if (h->net != NULL) {
-    self->address = h->net->hosts[h->net->host].address;
-    self->host = h->net->host;
-  } else {
-    struct sockaddr_in *here = (struct sockaddr_in *)(void *)&self->address;
-    here->sin_family = AF_INET;
-    here->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  }
-  a = cddp__internet_address(&self->address);
+  if ((r = cddp__crew_address(d, &a)) != CDDP_OK) return r;
   cddp__address_set_port(&a, 0);
+  self->address = a.v6;
+  self->place = c->me;
+  self->host = h->net != NULL ? h->net->host : 0;
+  if (h->joined) self->host = 2 * d->shards;
   if ((error = cddp__listen_address(&a, &c->net->listener)) != 0)
     return cddp__fail(CDDP_SYSTEM, "listen for ranks that go on after a loss: %s",
                       strerror(error));
@@ -18638,37 +19093,42 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   self->rank = d->group->rank;
   self->index = h->index;
   self->pid = (uint32_t)getpid();
+  snprintf(self->name, sizeof self->name, "%s", h->name);
+#ifdef CDDP_CUDA
+  if (d->group->backend != NULL) self->gpu = cddp__device_of(d->group)->gpu;
+#endif
   return cddp__random(&self->life, sizeof self->life);
 }
 
 /* The crew and its arrays; only this rank is in it. */
 static cddp_result cddp__crew_new(cddp_ddp *d) {
-  const cddp__host *h = d->group->host;
+  cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
   size_t n = (size_t)d->shards;
-  const char *secret = h->net != NULL ? h->net->secret : h->door != NULL ? h->door->secret : NULL;
+  const char *secret = h->door != NULL ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
-      a, 1, sizeof *c + n * (sizeof *c->members + sizeof *c->nodes + sizeof *c->calls +
-                             sizeof *c->links + 4 * sizeof(int)));
+      a, 1, sizeof *c + sizeof *c->members +
+                n * (sizeof *c->members + sizeof *c->nodes + sizeof *c->calls + sizeof *c->links +
+                     4 * sizeof(int)));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   d->crew = c;
   c->members = (cddp__crew_member *)(void *)(c + 1);
-  c->calls = (cddp__call *)(void *)(c->members + n);
+  c->calls = (cddp__call *)(void *)(c->members + n + 1);
   c->links = (cddp__link **)(void *)(c->calls + n);
   c->nodes = (cddp__elastic_node *)(void *)(c->links + n);
   c->order = (int *)(void *)(c->nodes + n);
   c->owner = c->order + n;
   c->mine_planned = c->owner + n; /* [2 n] */
   c->shard = -1;
-  c->me = d->group->rank;
-  c->net = cddp__net_new(a, d->shards + 1, d->shards + 1);
+  c->empty = h->joined;
+  c->me = h->joined ? d->shards : d->group->rank;
+  c->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
   if (c->net == NULL) return CDDP_OUT_OF_MEMORY;
-  c->net->rank = c->net->host = c->me;
-  if (secret != NULL) {
-    c->net->secret = (char *)cddp__malloc(a, strlen(secret) + 1);
-    if (c->net->secret == NULL) return CDDP_OUT_OF_MEMORY;
-    memcpy(c->net->secret, secret, strlen(secret) + 1);
-  }
+  c->net->next = h->crews;
+  h->crews = c->net;
+  c->net->rank = c->me;
+  if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
+    return CDDP_OUT_OF_MEMORY;
   d->slot_room = cddp__round_up(d->slot_bytes, CDDP__CACHE_LINE);
   c->mean = cddp__crew_alloc(d, d->bytes + cddp__crew_slack(d));
   return c->mean != NULL ? cddp__crew_grow(d, 1) : CDDP_OUT_OF_MEMORY;
@@ -18693,11 +19153,35 @@ static cddp_result cddp__crew_create(cddp_ddp *d) {
   }
   if (r == CDDP_OK) {
     memcpy(d->crew->net->token, all[0].token, sizeof all[0].token);
+    d->crew->net->host = all[d->crew->me].self.host;
     d->crew->count = g->size;
     cddp__crew_deal(d);
     d->control->internal = d->comm->internal = false; /* their calls tell where buffers are */
+    cddp__crew_open(d);
   }
   cddp__free(&g->host->allocator, all);
+  return r;
+}
+
+/* Local, but for its meeting with the others: this rank, of a process that has joined, becomes a
+   member and has the others' weights. */
+static cddp_result cddp__crew_join(cddp_ddp *d) {
+  const cddp__crew_hello *lead = &d->group->host->door->table.lead;
+  cddp__crew_member self;
+  char text[CDDP__ERROR_MAX];
+  cddp_result r = cddp__join_compare(d, &lead->whole, lead->model);
+  if (r == CDDP_OK) r = cddp__crew_new(d);
+  if (r == CDDP_OK) r = cddp__crew_self(d, &self);
+  if (r != CDDP_OK) return r;
+  cddp__crew_enter(d->crew, d->crew->me, &self);
+  d->crew->net->host = self.host;
+  do r = cddp__crew_regroup(d);
+  while (r == CDDP_PEER_LOST);
+  if (r == CDDP_ABORTED) { /* what the others fail of is none of this rank's affair */
+    memcpy(text, cddp__error_text, sizeof text);
+    r = cddp__fail(CDDP_PEER_LOST, "%s", text);
+  }
+  if (r == CDDP_OK) cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return r;
 }
 
@@ -18812,19 +19296,6 @@ static uint64_t cddp__process_born(uint32_t pid) {
   return cddp__process_stat(pid, 22, &state, &born) && state != 'Z' && state != 'X' ? born : 0;
 }
 
-/* The hash of what all ranks of the model must have alike; *whole: of the model as a whole. */
-static uint64_t cddp__elastic_model(const cddp_ddp *d, cddp__model_info *whole) {
-  cddp__model_info info;
-  uint64_t h = 0;
-  int i;
-  cddp__describe(d, -1, whole);
-  for (i = 0; i < d->count; i++) {
-    cddp__describe(d, i, &info);
-    h = cddp__hash64(h, &info, sizeof info);
-  }
-  return h;
-}
-
 /* Where things lie behind the board (NULL: it is not there yet); returns its bytes. */
 static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp__elastic *e) {
   size_t page = d->state_room < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
@@ -18907,8 +19378,8 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   int i;
   e->me = member;
   d->me = member;
-  d->squares[member] = e->squares;
   cddp__see_arena(d, member, d->arena);
+  d->squares[member] = e->squares;
   d->slot_areas[member] = e->kit + e->slots_at;
   m->pid = (uint32_t)getpid();
   m->born = cddp__process_born(m->pid);
@@ -18973,7 +19444,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   if (r == CDDP_OK && mine != NULL) {
     (void)cddp__board_layout(d, board, parts, &e);
     e.board->self = cddp__ref_of(g->host, board, bytes);
-    e.board->model = cddp__elastic_model(d, &e.board->whole);
+    e.board->model = cddp__model_hash(d, &e.board->whole);
     e.board->capacity = e.board->shards = d->shards;
     e.board->parts = parts;
     for (i = 0; i < d->count; i++) e.in_area[i] = !d->tensors[i].shared;
@@ -19418,7 +19889,7 @@ static void cddp__publish_model(cddp_ddp *d) {
     cddp__copy(cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), d->params[i].data, t->bytes);
   }
   if (o != NULL)
-    cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, true);
+    (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, true);
   e->board->updates = o != NULL ? o->steps[0] : 0;
   e->board->lr = o != NULL ? o->desc.lr : 0;
   CDDP__POINT("elastic publish");
@@ -20046,9 +20517,10 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
   cddp__elastic *e = d->elastic;
   cddp_result r = CDDP_OK;
   int i;
-  if (e->optim != NULL) e->optim->elastic = NULL;
+  if (d->crew != NULL) return cddp__crew_adopt(d, o);
+  if (e->optim != NULL) e->optim->known = NULL;
   e->optim = o;
-  o->elastic = e;
+  o->known = &e->optim;
   if (e->inherits == 0) return CDDP_OK;
   if (e->updates > 0) {
     cddp__set_lr(o, e->lr);
@@ -20061,42 +20533,19 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
     if (e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
   }
   if (r == CDDP_OK && e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
-    cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
+    (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
   e->inherits = 0;
   return r;
-}
-
-/* What of the model this rank has otherwise than the job. */
-static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__board *b) {
-  cddp__model_info whole;
-  uint64_t model = cddp__elastic_model(d, &whole);
-  if (whole.hash != b->whole.hash)
-    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %s in the job",
-                      whole.text, d->group->rank, b->whole.text);
-  if (b->model == model) return CDDP_OK;
-  return cddp__fail(CDDP_MISMATCH,
-                    "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
-                    "elements than on the ranks of the job",
-                    d->group->rank);
 }
 
 /* Local, but for the wait for the end of a step: this rank, of a process that has joined, becomes a
    member and has the others' weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__board *board = d->group->host->board;
-  cddp_result r = cddp__check_shards(d);
-  int i, source = -1;
-  if (r == CDDP_OK) cddp__lay_out(d);
-  if (r == CDDP_OK) r = cddp__join_compare(d, board);
-  if (r == CDDP_OK) r = d->memory->alloc(d);
+  cddp_result r = cddp__join_compare(d, &board->whole, board->model);
+  int source = -1;
   if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board, board->parts);
-  if (r != CDDP_OK) return r;
-  cddp__set_plan(d, NULL);
-  cddp__arm(d);
-  for (i = 0; i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__PLACED && cddp__sparse_of(d, i) == NULL)
-      d->params[i].grad = d->arena + d->tensors[i].place;
-  r = cddp__take_place(d);
+  if (r == CDDP_OK) r = cddp__take_place(d);
   if (r == CDDP_OK) r = cddp__join_step(d);
   if (r != CDDP_OK) return r;
   do {
@@ -20176,7 +20625,7 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   }
   if (e->identity != 0) cddp__group_living(d); /* or the others would wait for it there */
   if (e->group != NULL) cddp__group_leave(e->group);
-  if (e->optim != NULL) e->optim->elastic = NULL;
+  if (e->optim != NULL) e->optim->known = NULL;
   cddp__close_fd(&h->door_fd);
   h->board = NULL;
   for (m = 0; m < d->shards; m++) {
@@ -22330,11 +22779,14 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
                                         "has one elastic model, and this one has destroyed it");
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
-  if (joins && given.shards == 0) given.shards = g->host->board->shards;
+  if (joins && given.shards == 0)
+    given.shards = g->host->board != NULL ? g->host->board->shards : g->host->door->table.size;
   if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
-  r = joins ? cddp__elastic_join(d) : cddp__ddp_setup(d);
-  if (r == CDDP_OK && desc->elastic && !joins)
+  r = joins ? cddp__join_setup(d) : cddp__ddp_setup(d);
+  if (r == CDDP_OK && joins)
+    r = g->host->board != NULL ? cddp__elastic_join(d) : cddp__crew_join(d);
+  else if (r == CDDP_OK && desc->elastic)
     r = g->hosts != NULL || g->backend != NULL ? cddp__crew_create(d) : cddp__elastic_create(d);
   if (r != CDDP_OK) {
     cddp_ddp_destroy(d);

@@ -407,12 +407,13 @@ static void test_hosts(void) {
     p.hosts = hosts[ranks_mix(seed, 1, 12) % 5];
     if (p.n < 2 || (p.hosts[1] == 'a' && p.n < 3)) p.n = 3; /* or they would be on one host */
     if (p.model.shards < p.n) p.model.shards = p.n;
-    p.replaced = p.further = 0;
     memset(p.model.rows, 0, sizeof p.model.rows);
     failed += !run_plan(&p);
   }
-  fprintf(stderr, "  %d seeds on several hosts: %d ranks died, %d finished\n", i, deaths, finished);
+  fprintf(stderr, "  %d seeds on several hosts: %d ranks died, %d finished, %d of these had joined\n", i,
+          deaths, finished, joined);
   CHECK(deaths > 0 || host_seeds < 10);
+  CHECK(joined > 0 || host_seeds < 10);
 }
 
 /* One rank dies at point n, for n = 1, 1 + stride, ... as long as any rank comes to it. */
