@@ -698,7 +698,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_PEER_LOST         the job has ended, or was not found
      CDDP_UNSUPPORTED       it is full: a rank for each shard, or 1,024 that have joined in all
      CDDP_MISMATCH          another model, WORLD_SIZE or version
-     CDDP_INVALID_ARGUMENT  its RANK lives
+     CDDP_INVALID_ARGUMENT  its RANK lives; a rank has its GPU
      CDDP_TIMEOUT           no rank has an elastic model, or none comes to a step
    WHY NO MOMENT IS A BAD ONE. A shard is done when one store has put its sum into its rank's table;
    a rank that dies before has done nothing, after that all of it, and its memory stays with the
@@ -716,11 +716,18 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    rank goes on. A host that does not answer for 20 s is lost if more than half of the ranks are
    there; fewer end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the
    others wait for must come to next_shard within timeout_s. More memory a rank: the gradients once
-   more, and the sums of its shards. Nobody can join such a job.
+   more, and the sums of its shards. Who joins asks the ranks of its own host, then MASTER_ADDR,
+   where one of that host's ranks listens at MASTER_PORT, as one does on every host: if those at
+   MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a launcher serves the
+   store there, as torchrun does: then a rank must live on the host.) It is as on a host of its own,
+   that is, its neighbours reach it by TCP, on GPUs for messages alone; the others meet when their
+   shards are done, at most once a step, and one of them sends it weights and states. A job that
+   began on one host is joined from that host only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
-   nor can a job with a file size limit (ulimit -f). One elastic model at a time in a process. Not
-   with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI; over hosts and on GPUs not
-   with sparse_rows. Like torchrun --max-restarts, but nobody starts again from a checkpoint.
+   nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
+   process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI; over hosts
+   and on GPUs not with sparse_rows. Like torchrun --max-restarts, but nobody starts again from a
+   checkpoint.
 
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
    come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
@@ -7986,10 +7993,12 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
         who is where, as cddp__net has it. A coordinator adds the node's memory for its clients, and
         for each client the socket on which it listens for ranks of other nodes.
      6  IN goes up when a rank has built the group of all ranks, and its clients have said so.
-   When a process joins (CDDP_JOIN) no rank waits for it. It calls every rank of the job on a socket
-   that ranks with an elastic model have (cddp__door), proves the secret, and gets the memory and
-   the place of the model's board. It takes a window of the memory that nobody had, and its group is
-   one that is broken from the start. The rest is >>elastic's: cddp_ddp_create.
+   When a process joins (CDDP_JOIN) no rank waits for it. It calls every rank of its host on a
+   socket that ranks with an elastic model have (cddp__door), and who listens at MASTER_ADDR, which
+   one rank of each host does if there are several. It proves the secret, and gets the memory and
+   the place of the model's board; it takes a window of the memory that nobody had. Or it is told
+   who leads the ranks of several hosts or GPUs, and shares no memory. Its group is one that is
+   broken from the start. The rest is >>elastic's, or >>crew's: cddp_ddp_create.
    When it fails: FAIL, a result and a text, goes up and down from the rank that failed. A lost
    connection is a lost rank. What is wrong with a rank is told when as many ranks are there as are
    to come, so that all of them hear it. Ranks that have said IN find the failure in the group. */
@@ -9058,11 +9067,11 @@ typedef struct cddp__join_table {
 typedef struct cddp__door {
   cddp__join_table table;
   char node[48];      /* names of sockets of this host's ranks begin so */
-  char master[256];   /* MASTER_ADDR and _PORT, where ranks of other hosts are asked; port 0: they */
-  int port;           /* cannot be */
+  char master[256];   /* MASTER_ADDR, and */
+  int port;           /* MASTER_PORT, where ranks of other hosts are asked; 0: they cannot be */
   uint32_t foreign;   /* bits: who listens at that address of MASTER_ADDR is not of this job */
   double timeout_s;
-  const char *secret; /* NULL: none */
+  const char *secret; /* "": none; then the proof keeps out who is no rank of cddp, at least */
 } cddp__door;
 
 /* The socket of a rank that others may join; the rank that joins calls all. */
@@ -9081,7 +9090,7 @@ static cddp_result cddp__door_make(const cddp__rendezvous *v, int size) {
   door->timeout_s = v->at->timeout_s;
   if (strncmp(method, "tcp://", 6) == 0 && !v->at->client_only) /* else a launcher listens there */
     (void)cddp__host_port(method + 6, door->master, &door->port);
-  if (n > 0) door->secret = (char *)memcpy(door + 1, v->secret, n);
+  door->secret = n > 0 ? (char *)memcpy(door + 1, v->secret, n) : "";
   v->host->door = door;
   return CDDP_OK;
 }
@@ -9122,8 +9131,7 @@ static void cddp__door_open_port(cddp__host *h) {
     a.v4.sin_addr.s_addr = htonl(INADDR_ANY);
   cddp__address_set_port(&a, h->door->port);
   if (cddp__listen_address(&a, &fd) != 0) return;
-  if (h->door->secret != NULL)
-    setsockopt(fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
+  setsockopt(fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
   cddp__own_socket(h->door_port = fd);
 }
 
@@ -9159,10 +9167,8 @@ static void cddp__door_answer(cddp__host *h, int fd, bool local) {
   cddp__challenge c;
   int fds[2] = {h->fd, -1};
   cddp_result r = !local || cddp__peer_pid(fd) != 0 ? CDDP_OK : CDDP_UNAUTHORIZED;
-  if (r == CDDP_OK && h->door->secret != NULL) {
-    r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
-    if (r == CDDP_OK) r = cddp__prove(&c, fd, deadline);
-  }
+  if (r == CDDP_OK) r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
+  if (r == CDDP_OK) r = cddp__prove(&c, fd, deadline);
   table->info.fp_mode = cddp__fp_mode();
   table->job = h->record != NULL ? h->record->job : 0;
   if (h->board != NULL) table->board = h->board->self;
@@ -9201,7 +9207,6 @@ static cddp_result cddp__join_call_one(const cddp__door *door, cddp__join_call *
   cddp__own_socket(c->fd);
   c->rank = rank;
   ++*count;
-  if (door->secret == NULL) return CDDP_OK;
   r = cddp__challenge_begin(&c->challenge, door->secret, "join", true, NULL, 0);
   if (r == CDDP_OK)
     (void)cddp__send_all(c->fd, c->challenge.out, c->challenge.out_size, cddp__now());
@@ -9234,8 +9239,7 @@ static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int 
   double deadline = cddp__now() + 1;
   cddp__meet_head head;
   cddp__channel c;
-  cddp_result r = door->secret != NULL ? cddp__prove(&call->challenge, call->fd, deadline)
-                                       : CDDP_OK;
+  cddp_result r = cddp__prove(&call->challenge, call->fd, deadline);
   int got = 0;
   cddp__channel_init(&c, call->fd, call->rank >= 0);
   while (r == CDDP_OK && (got = cddp__channel_read(&c, &head, fds)) == 0)
@@ -13432,7 +13436,7 @@ typedef struct cddp__device {
   struct cddp__device *owner; /* of a cddp_ddp's private groups the context of the user's group,
                                  which logs their calls and fails with them; else itself */
   int device;
-  uint64_t gpu;        /* of the job's first group: a hash of what names it; 0: ranks may share it */
+  uint64_t gpu;        /* of the job's first group: a hash of its name; 0: ranks may share it */
   bool staged;         /* operations go through the host */
   cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
   cudaEvent_t fork;    /* orders side after the caller's stream for messages; turn. For a model's
@@ -14889,7 +14893,8 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   if (r != CDDP_OK) return r;
   if ((r = cddp__device_new(&p, g, mine.device)) != CDDP_OK) return cddp__break(g, r);
   p->staged = !nccl;
-  if (nccl && mine.gpu[0] != 0) p->gpu = cddp__hash64(1, &mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
+  if (nccl && mine.gpu[0] != 0)
+    p->gpu = cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
   if (kernels) p->kernels = cddp__registered_kernels;
   if (mine.kernels != 0)
     r = cddp__cuda_result((cudaError_t)cddp__registered_kernels->load(), "loading kernels");
@@ -17937,7 +17942,8 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
    Elastic models whose ranks do not all see each other's memory: several hosts, or GPUs.
    Job: shards, losses and steps by messages. Owns: cddp__crew, with a listening socket of its own;
    of a cddp_ddp control and comm, which are made anew after a loss. Touches: of a cddp_ddp what
-   >>ddp does. Entry points: cddp__crew_create, _next, _step and _free, for the thread that trains.
+   >>ddp does. Entry points: cddp__crew_create, or for a rank that joins _join; _next, _step, _adopt
+   and _free, for the thread that trains.
    Works as follows: each rank has all weights and all states, and takes the whole update itself.
    What a step comes to depends on its number, the weights and the S shards alone, so a rank may do
    any of it again. A rank adds up the gradients of its shards to nodes of the canonical tree, in
@@ -17946,18 +17952,27 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
    gather the means, in a buffer apart from the arena. cddp_ddp_next_shard does so before it says
    that there are no more; cddp_ddp_step works on that buffer and asks nobody. `done` counts the
    reductions that a rank has completed: two ranks' differ by one at most.
-   A loss is an operation of the group that fails with CDDP_PEER_LOST. Then ranks meet again. Each
-   calls the lowest of them that it does not know to be gone, by a connection as in >>links, and
-   reports: the reductions it has done, the shards whose sums it has, memory for control blocks.
-   The lowest waits until each of the others has come or is gone, which it sees by calling them too:
-   the connection is refused, or ends. A rank that computes comes later; its connection stays. The
-   answer is the table of all reports. It says everything: who the members are, in order; the
-   group's number; who has a reduction that others lack, and sends these its mean; which shards
-   nobody has, which are dealt anew. If the lowest rank dies the next one is the lowest. A rank that
-   has made the table's groups says so; when all have, the lowest says go: so a rank that is in a
-   group's call is heard of by all when it leaves that group to meet again. A rank whose host does
-   not answer counts as lost for more than half of the last group; fewer than that end with an
-   error, so that two halves never train apart.
+   A loss is an operation of the group that fails with CDDP_PEER_LOST. Then ranks meet again. One
+   leads: of those that came first the lowest that lives. Each calls the one that leads as far as it
+   knows, by a connection as in >>links, and reports: the reductions it has done, the shards whose
+   sums it has, memory for control blocks. The leader waits until each of the others has come or is
+   gone, which it sees by calling them too: the connection is refused, or ends. A rank that computes
+   comes later; its connection stays. The answer is the table of all reports. It says everything:
+   who the members are, in order; the group's number; who has a reduction that others lack, and
+   sends these its mean; which shards nobody has, which are dealt anew. If the leader dies the next
+   one leads. A rank that has made the table's groups says so; when all have, the leader says go: so
+   a rank that is in a group's call is heard of by all when it leaves that group to meet again. A
+   rank whose host does not answer counts as lost for more than half of the last group; fewer than
+   that end with an error, so that two halves never train apart.
+   Who joins is a rank that has no place yet. It asks (cddp__door) who leads, calls that one, and
+   reports, empty. A leader whose shards are done meets the others for its sake, as if one had been
+   lost, and gives it a place: it is in the table. When the table's groups are there, the member
+   that is furthest sends the empty ones its weights and states, by broadcasts that pass through
+   all: then it is in a step with that member, and has its share of the next deal. A leader may die
+   when some have the table and others lack it: those that came first lead, so all agree on who is
+   next; who joins calls that one, like all, and is let in anew if it is not known there.
+   A place in the crew is a rank in `net`, by which the groups after the first have their
+   connections. Who joins is a host of its own there.
    Why no moment is bad: before a rank's reduction is done, all others have its nodes or do its
    shards again, to the same sums. The mean of a reduction stays with each rank that has it until
    all ranks of its group have come to the next one. An update is the rank's own: if it dies there,
@@ -19105,7 +19120,7 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
   size_t n = (size_t)d->shards;
-  const char *secret = h->door != NULL ? h->door->secret : NULL;
+  const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
                 n * (sizeof *c->members + sizeof *c->nodes + sizeof *c->calls + sizeof *c->links +
@@ -23137,8 +23152,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count) {
               Shards: the same bits on any number of ranks (cddp_ddp_next_shard, cddp_ddp_steps),
               on CPUs and on GPUs.
               Elastic models: ranks die, and others join (CDDP_JOIN, cddp_ddp_group), and the
-              weights stay those of an undisturbed run; on several hosts and on GPUs ranks die,
-              but none can join. cddp_spawn_elastic, cddprun --elastic.
+              weights stay those of an undisturbed run; also on several hosts and on GPUs.
+              cddp_spawn_elastic, cddprun --elastic.
               CDDP_BAND, CDDP_BOR, CDDP_BXOR; receiving from CDDP_ANY, and cddp_source;
               cddp_all_gather_v, cddp_all_to_all_v, cddp_barrier_async. Time-outs name all late
               ranks.

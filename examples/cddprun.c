@@ -22,7 +22,9 @@
    Elastic. With --elastic a rank that fails is lost, and the others go on. It is started again, to
    join them (CDDP_JOIN=1), up to --max-restarts times in all. When these are used up and fewer than
    --min-nproc ranks are left, or none is, that is a failure. The exit code is 0 as soon as a rank
-   has ended with 0: then nothing is started again, and the others may end as they like.
+   has ended with 0: then nothing is started again, and the others may end as they like. On several
+   machines each cddprun sees to its own ranks, and starts them again even if none is left here:
+   they are let in as long as a rank lives on the machine of --master-addr.
 
    Ends. When a rank fails the others have 1 s to notice it and say so, then get SIGTERM, and 5 s
    later SIGKILL. A rank and what it starts are one process group, which ends with the rank. Signals
@@ -189,8 +191,6 @@ static int check_options(const options *o) {
   if (o->nnodes > 1 && o->master_addr == NULL)
     return refuse("--master-addr must name the machine whose --node-rank is 0, as others reach it",
                   "");
-  if (o->nnodes > 1 && o->elastic)
-    return refuse("--elastic is for one machine, whose memory outlives its ranks", "");
   if (o->min_nproc > 0 && !o->elastic) return refuse("--min-nproc goes with --elastic", "");
   if (o->min_nproc > o->nproc_per_node)
     return refuse("--min-nproc must be at most --nproc-per-node", "");
@@ -271,7 +271,7 @@ static void lose_rank(job *j, int i, int code, const char *how) {
   int least = j->o->min_nproc > 0 ? j->o->min_nproc : 1;
   if (j->succeeded > 0) {
     say("%s; the job has ended well without it", how);
-  } else if (j->alive > 0 && j->restarts < j->o->max_restarts) {
+  } else if ((j->alive > 0 || j->o->nnodes > 1) && j->restarts < j->o->max_restarts) {
     j->lost[i] = true;
     j->restarts++;
     say("%s; it joins again: restart %d of %d", how, j->restarts, j->o->max_restarts);
@@ -789,7 +789,7 @@ static void restart_lost(job *j) {
   for (i = 0; i < j->count; i++) {
     if (!j->lost[i]) continue;
     j->lost[i] = false;
-    if (j->code != 0 || j->alive == 0 || j->succeeded > 0) continue;
+    if (j->code != 0 || (j->alive == 0 && j->o->nnodes == 1) || j->succeeded > 0) continue;
     finish_stream(j, 2 * i);
     finish_stream(j, 2 * i + 1);
     if (j->logs[i] >= 0) close(j->logs[i]);

@@ -39,7 +39,7 @@ static void place(int rank) {
   int i, local = 0;
   if (hosts == NULL) return;
   ranks_place(rank);
-  for (i = 0; i < rank; i++) local += hosts[i] == hosts[rank];
+  for (i = 0; i < rank; i++) local += ranks_together(i, rank);
   ranks_setenv("LOCAL_RANK", local);
   setenv("NCCL_HOSTID", getenv("CDDP_HOST_ID"), 1);
 }
@@ -1904,9 +1904,13 @@ enum { SHARD_PARAMS = 6, SHARD_STEPS = 4, MOST_SHARDS = 8 };
 
 typedef struct sharding {
   bool cpu, sparse, elastic;
-  int victims[4], steps[4]; /* of an elastic model: rank i is killed in that step, if [i], */
-  const char *points[4];    /* when it comes to that point; "ready" is one */
+  int victims[8], steps[8]; /* of an elastic model: rank i is killed in that step, if [i], */
+  const char *points[8];    /* when it comes to that point; "ready" is one */
   bool random; /* they may not come to it */
+  int ranks, joins; /* at the start; those that join, as the victims if there are some */
+  int length;       /* steps; 0: SHARD_STEPS */
+  double norm;      /* max_grad_norm */
+  bool masters;
   const char *backend;
   int shards;
   bool repeats;     /* all steps are the same, on a GPU from the third on launches of one graph */
@@ -1915,6 +1919,15 @@ typedef struct sharding {
 
 static const sharding *elastic_now; /* of a process that may be killed */
 static int elastic_rank, elastic_step;
+
+/* Whether a rank is in; one that joins may come too late, or where another one has not died. */
+static bool made(cddp_result r) {
+  const char *text = cddp_error();
+  bool late = strstr(text, "has ended") || strstr(text, "is full") || strstr(text, "in the job;");
+  if (r != CDDP_OK && late && getenv("CDDP_JOIN") != NULL) return false;
+  CHECK_OK(r);
+  return r == CDDP_OK;
+}
 
 static void at_point(const char *name) {
   const sharding *c = elastic_now;
@@ -1956,7 +1969,7 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
   cudaStream_t stream = NULL;
   cudaGraph_t graph = NULL;
   cudaGraphExec_t exec = NULL;
-  int step, k, shard = -1;
+  int step, k, shard = -1, steps = c->length > 0 ? c->length : SHARD_STEPS;
   memset(&memory, 0, sizeof memory);
   memset(&desc, 0, sizeof desc);
   memset(&rule, 0, sizeof rule);
@@ -1975,17 +1988,20 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
   }
   desc.shards = count;
   desc.elastic = c->elastic;
+  desc.max_grad_norm = c->norm;
   if (c->sparse) desc.sparse_rows = rows;
   rule.lr = 0.01;
   rule.momentum = 0.9;
   rule.stream = stream;
-  CHECK_OK(cddp_ddp_create(&d, g, p, SHARD_PARAMS, &desc));
+  rule.master_weights = c->masters;
+  if (!made(cddp_ddp_create(&d, g, p, SHARD_PARAMS, &desc))) return 0;
   rule.ddp = d;
   CHECK_OK(cddp_sgd_create(&s, p, SHARD_PARAMS, &rule));
-  for (step = 0; step < SHARD_STEPS && exec == NULL; step++) {
+  for (step = (int)cddp_ddp_steps(d); step < steps && exec == NULL; step++) {
     bool captures = c->repeats && !c->cpu && step == 2;
     CHECK_EQ(cddp_ddp_steps(d), step);
     elastic_step = step;
+    if (c->joins > 0) ranks_sleep(2e-3);
     if (captures)
       CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
     while (cddp_ddp_next_shard(d, &shard))
@@ -2047,90 +2063,136 @@ static void check_shards(const sharding *want, int n, const char *hosts, const c
   munmap(c.hashes, bytes);
 }
 
-static int elastic_life(int rank, void *arg) {
+/* The rank that a process joins as: a victim's, or a further one. */
+static int elastic_as(const sharding *c, int process) {
+  int i, k = process - c->ranks;
+  for (i = 0; process >= c->ranks && i < c->ranks; i++)
+    if (c->victims[i] && k-- == 0) return i;
+  return process;
+}
+
+static int elastic_life(int process, void *arg) {
   const sharding *c = (const sharding *)arg;
+  int rank = elastic_as(c, process);
   cddp_group_desc d;
   cddp_group *g;
+  bool joins = process >= c->ranks;
   memset(&d, 0, sizeof d);
+  ranks_environment(rank, c->ranks, atoi(getenv("MASTER_PORT")));
   place(rank);
   d.device = "cuda";
   d.backend = c->backend;
   d.timeout_s = RANKS_WITHIN(20);
-  if (cddp_init(&g, &d) != CDDP_OK) {
-    fprintf(stderr, "rank %d: %s\n", rank, cddp_error());
-    return 1;
+  if (joins) {
+    setenv("CDDP_JOIN", "1", 1);
+    ranks_sleep(0.03 + 0.01 * (double)(c->shards % 4)); /* a dead one cannot be replaced before */
   }
-  elastic_rank = rank;
+  elastic_rank = process;
   elastic_now = c;
-  c->hashes[rank] = hash_shards(c, g, c->shards);
+  if (!made(cddp_init(&g, &d))) return 0;
+  c->hashes[process] = hash_shards(c, g, c->shards);
   elastic_now = NULL;
   cddp_destroy(g);
   return 0;
 }
 
+static int elastic_joined; /* processes that joined, in all checks */
+
 /* Those that live have the weights of an undisturbed run. */
-static void check_elastic(sharding *c, const sharding *want, int n, const char *hosts) {
-  int status[4], i;
-  memset(c->hashes, 0, 4 * sizeof *c->hashes);
+static void check_elastic(sharding *c, uint64_t want, int n, const char *hosts) {
+  int status[8], i;
+  bool victim;
   c->elastic = true;
+  c->ranks = n;
+  memset(c->hashes, 0, 8 * sizeof *c->hashes);
   if (hosts != NULL) setenv("TEST_HOSTS", hosts, 1);
-  ranks_script(elastic_life, c, n, RANKS_WITHIN(60), status);
+  ranks_script(elastic_life, c, n + c->joins, RANKS_WITHIN(60), status);
   unsetenv("TEST_HOSTS");
   unsetenv("CDDP_HOST_ID");
-  for (i = 0; i < n; i++) {
+  for (i = 0; i < n + c->joins; i++) {
     test_count();
-    if (c->victims[i] && WIFSIGNALED(status[i]) && status[i] != -1) continue;
-    if (status[i] != 0 || (c->victims[i] && !c->random) || c->hashes[i] != want->hashes[c->shards])
-      test_fail(__FILE__, __LINE__, "%d shards, %d ranks on %s: rank %d ended with %x%s",
-                c->shards, n, c->backend != NULL ? c->backend : "nccl", i, (unsigned)status[i],
-                c->victims[i] ? ", and should have died" : " or has other bits");
+    victim = c->victims[i] != 0;
+    if (victim && WIFSIGNALED(status[i]) && status[i] != -1) continue;
+    if (i >= n && status[i] == 0 && c->hashes[i] == 0) continue; /* it was not let in */
+    elastic_joined += i >= n;
+    if (status[i] != 0 || (victim && !c->random) || (want != 0 && c->hashes[i] != want))
+      test_fail(__FILE__, __LINE__, "%d shards, %d ranks on %s: rank %d%s ended with %x%s",
+                c->shards, n, c->backend != NULL ? c->backend : "nccl", elastic_as(c, i),
+                i >= n ? " (joined)" : "", (unsigned)status[i],
+                victim ? ", and should have died" : " or has other bits");
   }
 }
 
+static const char *const elastic_points[] = {
+    "ready", "elastic keep", "elastic met", "elastic exchanged", "elastic reduced",
+    "elastic update", "elastic updated", "elastic grouped", "elastic passed", "elastic table"};
+#define ELASTIC_POINTS (sizeof elastic_points / sizeof *elastic_points)
+
 static void test_elastic(void) {
-  static const char *const points[] = {"ready",           "elastic keep",   "elastic met",
-                                       "elastic exchanged", "elastic reduced", "elastic update",
-                                       "elastic updated", "elastic grouped"};
   sharding want, c;
-  int i, k, n;
+  int i, n;
   memset(&want, 0, sizeof want);
   memset(&c, 0, sizeof c);
   want.hashes = (uint64_t *)ranks_shared((MOST_SHARDS + 1) * sizeof *want.hashes);
-  c.hashes = (uint64_t *)ranks_shared(4 * sizeof *c.hashes);
+  c.hashes = (uint64_t *)ranks_shared(8 * sizeof *c.hashes);
   want.cpu = true;
   CHECK_OK(ranks_run(train_shards, &want, 1, false));
   for (n = 1; n <= 3; n++) {
     c.shards = MOST_SHARDS - n;
-    check_elastic(&c, &want, n, NULL);
+    check_elastic(&c, want.hashes[c.shards], n, NULL);
   }
-  for (i = 0; i < (int)(sizeof points / sizeof *points); i++) {
+  for (i = 0; i < 8; i++) {
     memset(c.victims, 0, sizeof c.victims);
     n = 2 + i % 3;
     c.shards = MOST_SHARDS - i % 2;
     c.backend = i % 4 == 3 ? "cpu" : NULL;
     c.victims[i % n] = 1;
     c.steps[i % n] = 1;
-    c.points[i % n] = points[i];
+    c.points[i % n] = elastic_points[i];
     if (i == 7) { /* another one, while they meet again */
       c.victims[2] = c.steps[2] = 1;
       c.points[2] = "ready";
     }
-    check_elastic(&c, &want, n, i % 4 == 2 ? "aabb" : NULL);
+    check_elastic(&c, want.hashes[c.shards], n, i % 4 == 2 ? "aabb" : NULL);
   }
+  munmap(c.hashes, 8 * sizeof *c.hashes);
+  munmap(want.hashes, (MOST_SHARDS + 1) * sizeof *want.hashes);
+}
+
+/* Random ranks die, and processes join; with norms and masters what one rank alone comes to is what
+   all must have. */
+static void test_elastic_joins(void) {
+  int i, k, seeds = getenv("SEEDS") != NULL ? atoi(getenv("SEEDS")) : RANKS_SLOW ? 3 : 12;
+  uint64_t alone;
+  sharding c;
+  memset(&c, 0, sizeof c);
+  c.hashes = (uint64_t *)ranks_shared(8 * sizeof *c.hashes);
   c.random = true;
-  for (i = 0; i < (getenv("SEEDS") != NULL ? atoi(getenv("SEEDS")) : RANKS_SLOW ? 2 : 8); i++) {
+  for (i = 0; i < seeds; i++) {
     uint64_t seed = (uint64_t)i;
-    n = 2 + (int)(ranks_mix(seed, 1, 51) % 3);
-    c.shards = n + (int)(ranks_mix(seed, 2, 51) % (uint64_t)(MOST_SHARDS + 1 - n));
-    c.backend = ranks_mix(seed, 3, 51) % 4 == 0 ? "cpu" : NULL;
-    for (k = 0; k < n; k++) { /* the last one lives */
-      c.victims[k] = k < n - 1 && ranks_mix(seed, 4, (uint64_t)k) % 2 == 0;
+#define ELASTIC_DRAW(what, below) ((int)(ranks_mix(seed, what, 51) % (uint64_t)(below)))
+    int n = 1 + ELASTIC_DRAW(1, 4);
+    c.shards = n + ELASTIC_DRAW(2, MOST_SHARDS + 1 - n);
+    c.backend = ELASTIC_DRAW(3, 4) == 0 ? "cpu" : NULL;
+    c.norm = ELASTIC_DRAW(8, 2) ? 2 : 0;
+    c.masters = ELASTIC_DRAW(9, 2);
+    c.length = ELASTIC_DRAW(10, 3) ? 60 : SHARD_STEPS;
+    c.joins = 0;
+    memset(c.victims, 0, sizeof c.victims);
+    check_elastic(&c, 0, 1, NULL);
+    alone = c.hashes[0];
+    c.joins = ELASTIC_DRAW(11, 4);
+    for (k = 0; k < n + c.joins; k++) { /* one lives */
+      c.victims[k] = k != n - 1 && ranks_mix(seed, 4, (uint64_t)k) % 2 == 0;
       c.steps[k] = (int)(ranks_mix(seed, 5, (uint64_t)k) % SHARD_STEPS);
-      c.points[k] = points[ranks_mix(seed, 6, (uint64_t)k) % (sizeof points / sizeof *points)];
+      c.points[k] = elastic_points[ranks_mix(seed, 6, (uint64_t)k) % ELASTIC_POINTS];
     }
-    check_elastic(&c, &want, n, ranks_mix(seed, 7, 51) % 3 == 0 ? "abab" : NULL);
+    check_elastic(&c, alone, n, ELASTIC_DRAW(7, 3) == 0 ? "abab" : NULL);
+#undef ELASTIC_DRAW
   }
-  munmap(c.hashes, 4 * sizeof *c.hashes);
+  fprintf(stderr, "  %d seeds: %d processes joined\n", seeds, elastic_joined);
+  CHECK(elastic_joined > 0 || seeds < 10);
+  munmap(c.hashes, 8 * sizeof *c.hashes);
 }
 
 /* What shards need, and what a step with them needs. */
@@ -3179,6 +3241,7 @@ int main(void) {
   RUN(test_steps);
   RUN(test_shards);
   RUN(test_elastic);
+  RUN(test_elastic_joins);
   RUN(test_leaving);
   RUN(test_threads);
   RUN(test_no_device);

@@ -344,6 +344,42 @@ static void test_nobody(void) {
   end_job(pids, 2);
 }
 
+/* The same where ranks do not share all memory: rank 2 comes to the host of rank 0, or to one that
+   no rank is on. */
+static void test_hosts(void) {
+  setenv("TEST_HOSTS", "ab", 1);
+  test_comes();
+  test_strangers();
+  setenv("TEST_HOSTS", "abc", 1);
+  test_comes();
+  unsetenv("TEST_HOSTS");
+}
+
+/* All ranks of the first host die. A rank of the other one listens at MASTER_PORT from then on, and
+   lets in who comes to either. */
+static void test_master_gone(void) {
+  visitor first = usual(), v = usual();
+  pid_t pids[3];
+  double until = test_now() + RANKS_WITHIN(20.0);
+  int status;
+  setenv("TEST_HOSTS", "ab", 1);
+  first.join = NULL;
+  begin_job(pids, &first);
+  kill(pids[0], SIGKILL);
+  waitpid(pids[0], &status, 0);
+  while (shared->steps == 0 && test_now() < until) ranks_sleep(0.001);
+  v.rank = 3; /* on b */
+  pids[2] = ranks_fork(life, 2, &v);
+  while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->joined), 1);
+  v.rank = 0;
+  pids[0] = ranks_fork(life, 0, &v);
+  while (look(&shared->joined) < 2 && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->joined), 2);
+  end_job(pids, 3);
+  unsetenv("TEST_HOSTS");
+}
+
 int main(void) {
   shared = (board *)ranks_shared(sizeof *shared);
   RUN(test_comes);
@@ -351,5 +387,7 @@ int main(void) {
   RUN(test_alone);
   RUN(test_strangers);
   RUN(test_nobody);
+  RUN(test_hosts);
+  RUN(test_master_gone);
   return TEST_END();
 }
