@@ -1023,7 +1023,7 @@ static void test_no_descriptors(void) {
 
 typedef struct meeting {
   int n, wrong; /* what is wrong with the last rank */
-  char url[64];
+  char url[96];
 } meeting;
 enum { NOTHING, TAKEN_RANK, OTHER_SIZE, OTHER_SECRET, ABSENT };
 
@@ -1068,14 +1068,17 @@ static void meet_all(meeting *m, const char *hosts) {
 
 static void test_meeting(void) {
   const char *tmp = getenv("TMPDIR");
+  char folder[64]; /* of this test's own: another user may have any name there */
   meeting m;
   int i, r;
+  snprintf(folder, sizeof folder, "%.40s/cddp-meet.XXXXXX", tmp != NULL ? tmp : "/tmp");
+  CHECK(mkdtemp(folder) != NULL);
   m.n = 3;
   m.wrong = NOTHING;
   for (i = 0; i < 3; i++) {
     if (i == 0) snprintf(m.url, sizeof m.url, "tcp://127.0.0.1:%d", ranks_free_port());
     if (i == 1) snprintf(m.url, sizeof m.url, "tcp://[::1]:%d", ranks_free_port());
-    if (i == 2) snprintf(m.url, sizeof m.url, "file://%.40s/meet", tmp != NULL ? tmp : "/tmp");
+    if (i == 2) snprintf(m.url, sizeof m.url, "file://%s/meet", folder);
     if (i == 1 && access("/proc/net/if_inet6", R_OK) != 0) continue;
     meet_all(&m, "aab");
     for (r = 0; r < m.n; r++)
@@ -1083,6 +1086,7 @@ static void test_meeting(void) {
         test_fail(__FILE__, __LINE__, "%s, rank %d: %s", m.url, r, shared->ranks[r].text);
   }
   unlink(m.url + 7);
+  rmdir(folder);
 }
 
 static void test_wrong_meetings(void) {

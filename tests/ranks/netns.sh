@@ -286,7 +286,8 @@ cut_link() { # NAME PROGRAM TIMEOUT SECONDS COMMAND...
     grep -q -E "CDDP_(PEER_LOST|TIMEOUT|ABORTED): .*rank [0-3] \(pid [0-9]+( on node$((1 - h)))?\)" "$work/out$h" ||
       { cat "$work"/out?; fail "$name: host $h does not name the other"; }
     awk -v s=$((start + within)) '/CDDP_(PEER_LOST|TIMEOUT|ABORTED): / { sub(/^\[[0-9]\] /, ""); n++ }
-      /CDDP_(PEER_LOST|TIMEOUT|ABORTED): / && $1 > s { late = 1 } END { exit n < 1 || late }' "$work/out$h" || { cat "$work"/out?; fail "$name: later than $within s"; }
+      /CDDP_(PEER_LOST|TIMEOUT|ABORTED): / && $1 > s { late = 1 } END { exit n < 1 || late }' "$work/out$h" ||
+      { cat "$work"/out?; fail "$name: later than $within s"; }
   done
   echo "$name: ok: $(grep -h -m 1 -o 'CDDP_.*' "$work/out1")"
 }
