@@ -19053,6 +19053,7 @@ static void cddp__crew_free(cddp_ddp *d) {
   int i;
   if (c == NULL) return;
   if (c->net != NULL) cddp__crew_hide(d);
+  if (d->group->host->joined) d->group->host->door->table.lead.model = 0; /* it has had its one */
   if (c->optim != NULL) c->optim->known = NULL;
   if (d->memory->use != NULL) (void)d->memory->use(d);
   cddp__crew_release(d, c->mean);
@@ -22769,7 +22770,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
                                       const cddp_ddp_desc *desc) {
   static cddp_ddp_desc defaults; /* never written */
   cddp_ddp_desc given;
-  bool joins;
+  bool joins, by_messages; /* the model is >>crew's, else >>elastic's */
   cddp_ddp *d;
   cddp_result r;
   cddp__enter_call(__func__);
@@ -22789,20 +22790,22 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
   cddp__engine_drain(g);
   joins = g->host->joined && desc->elastic;
-  if (joins && g->host->board == NULL)
+  by_messages = joins ? g->host->door->table.lead.model != 0
+                      : g->hosts != NULL || g->backend != NULL;
+  if (joins && !by_messages && g->host->board == NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
                                         "has one elastic model, and this one has destroyed it");
   if (!joins && (r = cddp__check_group(g)) != CDDP_OK) return r;
   given = *desc;
   if (joins && given.shards == 0)
-    given.shards = g->host->board != NULL ? g->host->board->shards : g->host->door->table.size;
+    given.shards = by_messages ? g->host->door->table.size : g->host->board->shards;
   if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
   r = joins ? cddp__join_setup(d) : cddp__ddp_setup(d);
-  if (r == CDDP_OK && joins)
-    r = g->host->board != NULL ? cddp__elastic_join(d) : cddp__crew_join(d);
+  if (r == CDDP_OK && desc->elastic && by_messages)
+    r = joins ? cddp__crew_join(d) : cddp__crew_create(d);
   else if (r == CDDP_OK && desc->elastic)
-    r = g->hosts != NULL || g->backend != NULL ? cddp__crew_create(d) : cddp__elastic_create(d);
+    r = joins ? cddp__elastic_join(d) : cddp__elastic_create(d);
   if (r != CDDP_OK) {
     cddp_ddp_destroy(d);
     return cddp__named(__func__, r);
