@@ -15683,12 +15683,17 @@ static char *cddp__gradient_at(const cddp_ddp *d, int rank, int i, size_t at) {
   return d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] + (at - d->tensors[i].offset);
 }
 
-/* A rank's arena is mapped here; behind it its slots and squares. */
+/* A rank's arena is mapped here. */
 static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
   int i;
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage != CDDP__IN_PLACE)
       d->gradients[(size_t)rank * (size_t)d->count + (size_t)i] = arena + d->tensors[i].place;
+}
+
+/* With all that alloc has put behind it: its slots, the squares of its part. */
+static void cddp__see_whole(cddp_ddp *d, int rank, char *arena) {
+  cddp__see_arena(d, rank, arena);
   d->slot_areas[rank] = arena + d->bytes;
   d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_bytes);
 }
@@ -15752,9 +15757,7 @@ static cddp_result cddp__map_arenas(cddp_ddp *d) {
   cddp_result r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->arena, d->whole, places, &all);
   int k;
   if (r == CDDP_OK && !all) r = cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared");
-  for (k = 0; r == CDDP_OK && k < g->local_size; k++) {
-    cddp__see_arena(d, k, places[k]);
-  }
+  for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, places[k]);
   return r;
 }
 
@@ -17041,7 +17044,7 @@ static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
       cudaMalloc(&p, d->whole + (k != NULL ? k->scratch_bytes : 1)), "cudaMalloc of gradients");
   if (r != CDDP_OK) return r;
   d->arena = (char *)p;
-  cddp__see_arena(d, d->me, d->arena);
+  cddp__see_whole(d, d->me, d->arena);
   d->clip = (double *)(void *)(d->arena + d->whole);
   d->side = (void *)cddp__device_of(d->comm != NULL ? d->comm : d->group)->side;
   if (d->hooks != NULL) d->hooks->stream = d->side;
@@ -17929,7 +17932,7 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
   if (r == CDDP_OK) r = d->memory->alloc(d);
   if (r == CDDP_OK && d->arena == NULL) r = CDDP_OUT_OF_MEMORY;
   if (r != CDDP_OK) return r;
-  cddp__see_arena(d, d->me, d->arena);
+  cddp__see_whole(d, d->me, d->arena);
   cddp__set_plan(d, NULL);
   cddp__arm(d);
   for (i = 0; i < d->count; i++)
