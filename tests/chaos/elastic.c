@@ -2,8 +2,8 @@
 
      build/plain/elastic --seeds 1000 --seed 5000   seeds 5000 .. 5999 instead of a hundred
      build/plain/elastic --seeds 1 --seed 17        one of them again, with what each process did
-     build/plain/elastic --hosts 500                the same on several hosts (CDDP_HOST_ID), where
-                                                    nobody joins; with --seed as above
+     build/plain/elastic --hosts 500                the same on several hosts (CDDP_HOST_ID); with
+                                                    --seed as above
      build/plain/elastic --sweep 17                 seed 17's model without its kills: one rank dies
                                                     at the first point of the engine that any rank
                                                     reaches, then at the second, and so on
@@ -410,8 +410,8 @@ static void test_hosts(void) {
     memset(p.model.rows, 0, sizeof p.model.rows);
     failed += !run_plan(&p);
   }
-  fprintf(stderr, "  %d seeds on several hosts: %d ranks died, %d finished, %d of these had joined\n", i,
-          deaths, finished, joined);
+  fprintf(stderr, "  %d seeds on several hosts: %d ranks died, %d finished, %d of them had joined\n",
+          i, deaths, finished, joined);
   CHECK(deaths > 0 || host_seeds < 10);
   CHECK(joined > 0 || host_seeds < 10);
 }
