@@ -410,7 +410,7 @@ static void test_hosts(void) {
     memset(p.model.rows, 0, sizeof p.model.rows);
     failed += !run_plan(&p);
   }
-  fprintf(stderr, "  %d seeds on several hosts: %d ranks died, %d finished, %d of them had joined\n",
+  fprintf(stderr, "  %d seeds over hosts: %d ranks died, %d finished, %d of these had joined\n",
           i, deaths, finished, joined);
   CHECK(deaths > 0 || host_seeds < 10);
   CHECK(joined > 0 || host_seeds < 10);
