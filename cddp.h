@@ -6668,6 +6668,12 @@ static bool cddp__process_stat(uint32_t pid, int number, char *state, uint64_t *
   return at != NULL;
 }
 
+static uint64_t cddp__boot_ticks(void) { /* now, as /proc/PID/stat says when a process began */
+  struct timespec t;
+  clock_gettime(CLOCK_BOOTTIME, &t);
+  return (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
+}
+
 /* Whether a process of the host has ended. As long as it lives it holds a lock on the shared
    memory. If there is none it may have closed its descriptors, or may not have come so far. */
 static bool cddp__process_gone(const cddp__host *h, int at) {
@@ -9041,9 +9047,7 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
    parent may know how it ends. */
 static void cddp__watch_processes(cddp__host *h) {
   int next = (h->index + 1) % h->size;
-  struct timespec t;
-  clock_gettime(CLOCK_BOOTTIME, &t);
-  h->met = (uint64_t)(((double)t.tv_sec + 1e-9 * (double)t.tv_nsec) * (double)sysconf(_SC_CLK_TCK));
+  h->met = cddp__boot_ticks();
   if (next != h->index)
     h->pidfds[next] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u);
 }
@@ -19667,6 +19671,7 @@ static int cddp__member_index(cddp_ddp *d, int member) {
   if (h->pids[at] == m->pid) return at;
   cddp__close_fd(&h->pidfds[at]);
   h->pids[at] = m->pid;
+  h->met = cddp__boot_ticks(); /* where there are no pidfds: it is as new as this */
   h->pidfds[at] = (int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u);
   return at;
 }
