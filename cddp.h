@@ -8378,21 +8378,25 @@ static void cddp__drop_channel(cddp__rendezvous *v, size_t k) { /* the last one 
   v->below[k] = v->below[--v->below_count];
 }
 
-/* Takes in who waits at a listening socket. When too many have not said RANK, the oldest of them
-   goes: a rank says it at once. */
+/* Takes in who waits at a listening socket. When too many have not said RANK, or there are few
+   descriptors left, the oldest of them goes: a rank says it at once. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
   int tries;
   for (tries = 0; tries < 64; tries++) {
-    int fd = cddp__accept(listener);
+    int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
+    bool none = error == EMFILE || error == ENFILE, few = none || !cddp__spare_descriptor(fd);
     size_t i, oldest = 0, silent = 0;
     cddp__channel *below;
-    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
-    if (fd < 0 && errno == EAGAIN) return CDDP_OK;
-    if (fd < 0) return cddp__fail_descriptors(v, errno, "accept of another rank");
+    if (error == EINTR || error == ECONNABORTED) continue;
+    if (error == EAGAIN) return CDDP_OK;
     for (i = 0; i < v->below_count; i++)
       if (!v->below[i].known && (silent++ == 0 || v->below[i].since < v->below[oldest].since))
         oldest = i;
-    if (silent >= CDDP__GREETING) cddp__drop_channel(v, oldest);
+    if ((none || error == 0) && silent >= (few ? 1 : CDDP__GREETING))
+      cddp__drop_channel(v, oldest);
+    else if (error != 0)
+      return cddp__fail_descriptors(v, error, "accept of another rank");
+    if (none) continue;
     below = (cddp__channel *)cddp__grown(&v->host->allocator, v->below, &v->below_capacity,
                                          v->below_count + 1, sizeof *below);
     if (below != NULL) v->below = below;
@@ -8401,6 +8405,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
     else
       close(fd);
     if (below == NULL) return CDDP_OUT_OF_MEMORY;
+    if (few) return CDDP_OK; /* what it says is read before the next one is let in */
   }
   return CDDP_OK;
 }
@@ -8872,20 +8877,22 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
   return n->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-/* The group of all ranks, on a control block that lies at the start of the shared memory. */
+/* The group of all ranks, on a control block that lies at the start of the shared memory; that of a
+   process that has joined, on memory of its own. */
 static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, int size,
                                      double timeout_s) {
   size_t bytes = cddp__round_up(cddp__block_bytes(size, h->size), cddp__page_size());
-  char *block;
+  int fd = h->joined ? -1 : h->fd;
   struct flock lock;
+  char *block;
   cddp_result r;
   memset(&lock, 0, sizeof lock);
   lock.l_type = F_WRLCK;
   lock.l_start = h->index;
   lock.l_len = 1;
-  if (h->fd >= 0 && fcntl(h->fd, F_SETLK, &lock) != 0) /* for cddp__process_gone */
+  if (fd >= 0 && fcntl(fd, F_SETLK, &lock) != 0) /* for cddp__process_gone */
     return cddp__fail_errno("lock on the shared memory");
-  block = cddp__map_memory(h->fd, 0, bytes);
+  block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL)
     return cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of the group's shared memory: %s", strerror(errno));
   r = cddp__group_build(out, h, rank, size, NULL, block, timeout_s);
@@ -9350,28 +9357,6 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
                     CDDP__JOINS);
 }
 
-/* The group of a process that joins: it has met nobody, so all but memory and models fails. */
-static cddp_result cddp__join_group(cddp_group **out, cddp__rendezvous *v) {
-  cddp__host *h = v->host;
-  size_t bytes = cddp__round_up(cddp__block_bytes(h->size, h->size), cddp__page_size());
-  char *block = cddp__map_memory(-1, 0, bytes);
-  cddp_result r;
-  if (block == NULL)
-    return cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of a group's memory: %s", strerror(errno));
-  r = cddp__group_build(out, h, v->at->rank, h->size, NULL, block, v->at->timeout_s);
-  if (r != CDDP_OK) {
-    munmap(block, bytes);
-    return r;
-  }
-  h->slots = NULL;
-  cddp__fail(CDDP_UNSUPPORTED,
-             "rank %d has joined the job (CDDP_JOIN) and is in no group of its first ranks: use "
-             "cddp_ddp_group, the ranks that are there",
-             v->at->rank);
-  (void)cddp__break(*out, CDDP_UNSUPPORTED);
-  return CDDP_OK;
-}
-
 /* Finds the job, and makes a group on the memory that its ranks share. */
 static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cddp_group_desc *d,
                               cddp__host *h) {
@@ -9393,7 +9378,15 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
     cddp__unix_name(&a, name);
     if (h->board != NULL && cddp__listen_address(&a, &h->claim) == 0)
       cddp__own_socket(h->claim); /* else it is not in yet, nor is it to seem so to others */
-    r = cddp__join_group(out, &v);
+    r = cddp__world_group(out, h, at->rank, h->size, at->timeout_s);
+  }
+  if (r == CDDP_OK) { /* it has met nobody, so all but memory and models fails */
+    h->slots = NULL;
+    cddp__fail(CDDP_UNSUPPORTED,
+               "rank %d has joined the job (CDDP_JOIN) and is in no group of its first ranks: use "
+               "cddp_ddp_group, the ranks that are there",
+               at->rank);
+    (void)cddp__break(*out, CDDP_UNSUPPORTED);
   }
   if (r == CDDP_OK && table.job != 0)
     r = cddp__record_open(&h->record, table.job, at->rank, h->size,

@@ -22,6 +22,7 @@ static struct shared {
   bool secret;
   int serves;          /* 1: serve_poison is ready; -1: it failed */
   double timeout_s;
+  rlim_t files;        /* that rank 0 may have open; 0: as the test */
   double ready[RANKS]; /* test_now() when cddp_init returned */
   int ranks[RANKS];    /* which rank each process says it is */
   cddp_result result[RANKS];
@@ -35,6 +36,10 @@ static int life(int slot, void *arg) {
   char url[64];
   (void)arg;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (shared->files > 0 && slot == 0) {
+    struct rlimit files = {shared->files, shared->files};
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &files), 0);
+  }
   memset(&d, 0, sizeof d);
   snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
   d.init_method = url;
@@ -296,7 +301,7 @@ static void test_poison(void) {
 
 /* --- strangers at the port where the root waits for other hosts' ranks --- */
 
-static void test_root(void) {
+static void strangers_at_the_root(rlim_t files) {
   cddp_store_desc d;
   cddp_store *s = NULL;
   cddp__root_key key;
@@ -307,6 +312,7 @@ static void test_root(void) {
   char url[64];
   double begin;
   prepare(false);
+  shared->files = files;
   setenv("CDDP_HOST_ID", "a", 1);
   pids[0] = ranks_fork(life, 0, NULL);
   snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
@@ -335,6 +341,11 @@ static void test_root(void) {
     CHECK(shared->ready[r] - begin < RANKS_WITHIN(1.0));
   }
   for (i = 0; i < 150; i++) close(fds[i]);
+}
+
+static void test_root(void) {
+  strangers_at_the_root(0);
+  strangers_at_the_root(60); /* fewer than strangers that it would put up with */
 }
 
 int main(void) {
