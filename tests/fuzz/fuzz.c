@@ -81,7 +81,7 @@ static void *fake_calloc(size_t n, size_t size);
 #define syscall fake_syscall
 #define getenv fake_getenv
 #define open fake_open
-#define flock fake_flock
+#define flock(fd, how) fake_flock(fd, how) /* not the struct */
 #define ftruncate fake_ftruncate
 #define unlink fake_unlink
 #define pread fake_pread
