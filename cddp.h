@@ -7417,8 +7417,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->sends[0] = slot->sends;
   slot->pid = (uint32_t)getpid();
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
-  if (h->groups == NULL && size > 1) h->slots = g->slots; /* the job's first group */
   pthread_mutex_lock(&h->lock);
+  if (h->groups == NULL && size > 1) h->slots = g->slots; /* the job's first group */
   h->refs++;
   g->next = h->groups;
   h->groups = g;
@@ -8678,14 +8678,18 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
 }
 
 /* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
-   open the store for a while, a longer one each time: in between the clients are seen to. */
+   open the store for a while, a longer one each time, up to ten seconds: in between the clients
+   are seen to. */
 static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
   cddp_result r;
   if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
   if (v->store == NULL) {
     r = cddp__open_store(v, cddp__soon(v->pause, v->deadline));
-    v->pause = r == CDDP_OK ? 0.002 : 2 * v->pause;
+    if (r == CDDP_OK)
+      v->pause = 0.002;
+    else if (v->pause < 5)
+      v->pause *= 2;
     v->look = cddp__now();
     return r == CDDP_TIMEOUT && (v->look < v->deadline || v->problem != CDDP_OK) ? CDDP_OK : r;
   }

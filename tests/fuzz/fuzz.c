@@ -1031,7 +1031,7 @@ static void target_link(input *in) {
   h = link_host(&a, settings & 1);
   if (h != NULL && h->net != NULL && (!(settings & 1) || h->net->secret != NULL) &&
       cddp__world_group(&k.g, h, 0, LINK_RANKS, 5) == CDDP_OK) {
-    if (cddp__hosts_attach(k.g, NULL) == CDDP_OK) {
+    if (cddp__hosts_attach(k.g, h->net, NULL) == CDDP_OK) {
       w.tiny = settings & 2;
       while (in->n > 0) link_event(&k, in);
       w.coming = 0; /* nobody calls any more, also where accepting has rested */
