@@ -1768,6 +1768,12 @@ enum {
   CDDP__OWN_LENT  /* in the queue, or done */
 };
 
+/* A rank of an elastic model is there as long as *state, its member's, is this value. */
+typedef struct cddp__presence {
+  const cddp__atomic_u64 *state;
+  uint64_t value;
+} cddp__presence;
+
 struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__host *host;
   int rank, size;
@@ -1801,6 +1807,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   int next_any;              /* whom a receive from any rank asks first: those take turns */
   uint64_t send_number;
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own; NULL: not made yet */
+  const cddp__presence *presences; /* [size] of an elastic model's members; else NULL */
   bool internal;     /* belongs to a cddp_ddp, whose peers know its memory once and for all */
   uint32_t unshared; /* host.unshared when they were told of this rank's memory */
   const cddp__backend *backend; /* of memory on a device; NULL: none */
@@ -1973,7 +1980,9 @@ typedef struct cddp__elastic {
   cddp__elastic_view *views;     /* [capacity] */
   int *dealt;                    /* [shards] member to which each is dealt */
   int *living, living_count;     /* [capacity] members of the deal, */
-  int *indices;                  /* and their numbers among the host's processes */
+  int *indices;                  /* their numbers among the host's processes, */
+  uint32_t *lives;               /* and which life of the place each is */
+  cddp__presence *presences;     /* [capacity] of the group */
   uint64_t identity;             /* of them; 0: none yet */
   cddp__ref block;               /* of their group */
   cddp__elastic_packet *packets; /* [2][shards] of this rank: see rows */
@@ -6698,6 +6707,8 @@ static bool cddp__rank_gone(const cddp_group *g, int rank) {
   if (g->members[rank] < 0) return cddp__hosts_gone(g, rank);
   if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
   if (rank == g->rank) return false;
+  if (g->presences != NULL && cddp__load64(g->presences[rank].state) != g->presences[rank].value)
+    return true;
   if (g->host->threads) /* one that has died has said so in the first group */
     return g->host->slots != NULL &&
            cddp__load32(&g->host->slots[g->members[rank]].state) == CDDP__SLOT_DEAD;
@@ -6751,6 +6762,9 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t ended = 0;
   if (at < 0) return cddp__describe_link_end(g->hosts->peers[rank].error);
   if (state == CDDP__SLOT_LEFT) return cddp__words("left the group (cddp_destroy)");
+  if (g->presences != NULL &&
+      (cddp__load64(g->presences[rank].state) & 255) == CDDP__MEMBER_LEFT)
+    return cddp__words("left the model (cddp_ddp_destroy)");
   if (state == CDDP__SLOT_DEAD || g->host->threads)
     return cddp__words("ended: its thread function returned");
   if (cddp__exit_status(g->host->pidfds[at], g->host->pids[at], &status))
@@ -19362,14 +19376,17 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
   size_t page = cddp__page_size(), bytes;
   cddp__elastic *e = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *e + n * (sizeof *e->views + 2 * sizeof *e->packets + 3 * sizeof(int)));
+      a, 1, sizeof *e + n * (sizeof *e->views + 2 * sizeof *e->packets + sizeof *e->presences +
+                             3 * sizeof(int) + sizeof *e->lives));
   int i;
   if (e == NULL) return CDDP_OUT_OF_MEMORY;
   e->views = (cddp__elastic_view *)(void *)(e + 1);
   e->packets = (cddp__elastic_packet *)(void *)(e->views + n);
-  e->dealt = (int *)(void *)(e->packets + 2 * n);
+  e->presences = (cddp__presence *)(void *)(e->packets + 2 * n);
+  e->dealt = (int *)(void *)(e->presences + n);
   e->living = e->dealt + n;
   e->indices = e->living + n;
+  e->lives = (uint32_t *)(void *)(e->indices + n);
   e->me = e->shard = -1;
   e->unshared = cddp__load32(&d->group->host->unshared);
   (void)cddp__board_layout(d, board, parts, e);
@@ -19683,6 +19700,7 @@ static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
   for (m = 0; m < e->living_count; m++) {
     cddp__deal_shards(d->shards, e->living_count, m, &first, &count);
     for (i = first; i < first + count; i++) e->dealt[i] = e->living[m];
+    e->lives[m] = cddp__load32(&e->members[e->living[m]].life);
     e->indices[m] = cddp__member_index(d, e->living[m]);
   }
   cddp__record_event(d->group, "dealt", (uint64_t)e->living_count, CDDP_OK);
@@ -20582,39 +20600,37 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 
 /* --- the group of those that are there; leaving --- */
 
-/* e->group is the group of the deal's members from now on, if all is well. */
-static void cddp__group_living(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  void *block = NULL;
-  int rank = -1, k;
-  if (e->group != NULL && e->grouped == e->identity) return;
-  if (e->group != NULL) cddp__group_leave(e->group);
-  e->group = NULL;
-  if (e->block.kind == CDDP__REF_NONE)
-    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
-  if (e->block.kind == CDDP__REF_NONE ||
-      cddp__locate(d->group->host, &e->block, &block) != CDDP_OK)
-    return;
-  for (k = 0; k < e->living_count; k++)
-    if (e->living[k] == e->me) rank = k;
-  if (rank < 0) return; /* it has joined, and failed before a step was dealt to it */
-  if (cddp__group_build(&e->group, d->group->host, rank, e->living_count, e->indices,
-                        (char *)block, d->group->timeout_s) != CDDP_OK)
-    return;
-  e->group->block_ref = e->block;
-  e->group->id = e->identity;
-  e->grouped = e->identity;
-}
-
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__elastic *e = d != NULL ? d->elastic : NULL;
+  void *block = NULL;
+  int rank = -1, k;
   cddp__enter_call(__func__);
   if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
   if (d == NULL || !d->desc.elastic) return d != NULL ? d->group : NULL;
   if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
   if (d->crew != NULL) return d->comm;
   if (e->identity == 0) cddp__elastic_begin(d);
-  cddp__group_living(d);
+  if (e->group != NULL && e->grouped == e->identity) return e->group;
+  if (e->group != NULL) cddp__group_leave(e->group);
+  e->group = NULL;
+  if (e->block.kind == CDDP__REF_NONE)
+    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
+  if (e->block.kind == CDDP__REF_NONE ||
+      cddp__locate(d->group->host, &e->block, &block) != CDDP_OK)
+    return NULL;
+  for (k = 0; k < e->living_count; k++) {
+    if (e->living[k] == e->me) rank = k;
+    e->presences[k].state = &e->members[e->living[k]].state;
+    e->presences[k].value = cddp__member_state(CDDP__MEMBER_LIVE, e->lives[k]);
+  }
+  CDDP_ASSERT(rank >= 0);
+  if (cddp__group_build(&e->group, d->group->host, rank, e->living_count, e->indices,
+                        (char *)block, d->group->timeout_s) != CDDP_OK)
+    return NULL;
+  e->group->presences = e->presences;
+  e->group->block_ref = e->block;
+  e->group->id = e->identity;
+  e->grouped = e->identity;
   return e->group;
 }
 
@@ -20644,7 +20660,6 @@ static void cddp__elastic_leave(cddp_ddp *d) {
     cddp__store32(&e->board->block.size, 1);
     cddp__store32(&e->board->block.left, 1);
   }
-  if (e->identity != 0) cddp__group_living(d); /* or the others would wait for it there */
   if (e->group != NULL) cddp__group_leave(e->group);
   if (e->optim != NULL) e->optim->known = NULL;
   cddp__close_fd(&h->door_fd);
