@@ -8392,8 +8392,8 @@ static void cddp__drop_channel(cddp__rendezvous *v, size_t k) { /* the last one 
   v->below[k] = v->below[--v->below_count];
 }
 
-/* Takes in who waits at a listening socket. When too many have not said RANK, or there are few
-   descriptors left, the oldest of them goes: a rank says it at once. */
+/* Takes in who waits at a listening socket. When too many have not said RANK, or few descriptors
+   are left for callers from other hosts, the oldest of them goes: a rank says it at once. */
 static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
   int tries;
   for (tries = 0; tries < 64; tries++) {
@@ -8406,7 +8406,8 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
     for (i = 0; i < v->below_count; i++)
       if (!v->below[i].known && (silent++ == 0 || v->below[i].since < v->below[oldest].since))
         oldest = i;
-    if ((none || error == 0) && silent >= (few ? 1 : CDDP__GREETING))
+    if ((none || error == 0) &&
+        silent >= (few && listener != v->node_socket ? 1 : CDDP__GREETING))
       cddp__drop_channel(v, oldest);
     else if (error != 0)
       return cddp__fail_descriptors(v, error, "accept of another rank");
