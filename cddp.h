@@ -716,7 +716,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    rank goes on. A host that does not answer for 20 s is lost if more than half of the ranks are
    there; fewer end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the
    others wait for must come to next_shard within timeout_s. More memory a rank: the gradients once
-   more, and the sums of its shards. Who joins asks the ranks of its own host, then MASTER_ADDR,
+   more, the sums of its shards, and with sparse_rows the rows of all shards. Who joins asks the ranks of its own host, then MASTER_ADDR,
    where one of that host's ranks listens at MASTER_PORT, as one does on every host: if those at
    MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a launcher serves the
    store there, as torchrun does: then a rank must live on the host.) It is as on a host of its own,
@@ -725,8 +725,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    began on one host is joined from that host only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
-   process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI; over hosts
-   and on GPUs not with sparse_rows. Like torchrun --max-restarts, but nobody starts again from a
+   process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
+   all ranks when one is lost. Like torchrun --max-restarts, but nobody starts again from a
    checkpoint.
 
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
@@ -1954,62 +1954,6 @@ typedef struct cddp__board {
 /* ddp.state_room bytes each. */
 enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 6 };
 
-/* A member as this rank sees it; where its arena, slots and weights are the cddp_ddp has. */
-typedef struct cddp__elastic_view {
-  uint32_t life; /* of the member that is mapped; 0: none */
-  int pidfd;     /* -1: none */
-  char *kit;
-} cddp__elastic_view;
-
-/* Shared memory for the rows of a shard. */
-typedef struct cddp__elastic_packet {
-  char *at;
-  size_t bytes;
-} cddp__elastic_packet;
-
-/* What a cddp_ddp has of an elastic model. Owner: the thread that trains. */
-typedef struct cddp__elastic {
-  cddp__board *board;
-  cddp__elastic_member *members; /* [capacity] */
-  cddp__atomic_u64 *shards;      /* [shards] */
-  cddp__elastic_part *parts;     /* [parts] */
-  cddp__ref *rows;               /* [2][shards] by the step's lowest bit: packets of rows */
-  double *squares;               /* of the mean, of each piece of the arena */
-  unsigned char *in_area;        /* [params] 1: its weights go to an area, for who joins */
-  char *areas;                   /* [CDDP__AREAS] */
-  cddp__elastic_view *views;     /* [capacity] */
-  int *dealt;                    /* [shards] member to which each is dealt */
-  int *living, living_count;     /* [capacity] members of the deal, */
-  int *indices;                  /* their numbers among the host's processes, */
-  uint32_t *lives;               /* and which life of the place each is */
-  cddp__presence *presences;     /* [capacity] of the group */
-  uint64_t identity;             /* of them; 0: none yet */
-  cddp__ref block;               /* of their group */
-  cddp__elastic_packet *packets; /* [2][shards] of this rank: see rows */
-  char *kit;                     /* this rank's */
-  size_t log_at, refs_at, slots_at; /* in each kit, bytes */
-  int me;                        /* this rank's member */
-  uint64_t step;                 /* in which this rank is */
-  bool begun;                    /* it knows the deal of this step */
-  int shard;                     /* that it has taken; -1: none */
-  int arena;                     /* CDDP__ARENA_* */
-  int slots_used;                /* slots with memory of their own */
-  uint32_t areas_used;           /* bits: the areas that this rank has used */
-  uint32_t seen;                 /* board.changes when its wait began */
-  uint32_t unshared;             /* host.unshared at creation */
-  cddp_group *group;             /* of the living; NULL: not asked for yet */
-  uint64_t grouped;              /* identity of its members */
-  cddp_optim *optim;             /* created with this model; NULL: none */
-  uint32_t inherits; /* it has joined: the last call of the others, until it has a cddp_optim; */
-  double lr;                     /* that gets this, */
-  float updates;                 /* and their states */
-} cddp__elastic;
-enum {
-  CDDP__ARENA_CLEAR, /* zero, or as the last wait has left it */
-  CDDP__ARENA_NODE,  /* a shard is in it */
-  CDDP__ARENA_SPENT  /* has been added to others */
-};
-
 /* A rank of an elastic model of several hosts or GPUs, as it is sent: >>crew. */
 typedef struct cddp__crew_member {
   struct sockaddr_in6 address; /* or a sockaddr_in. Where it listens, */
@@ -2030,48 +1974,9 @@ typedef struct cddp__crew_hello {
   uint64_t model;          /* and a hash of its parameters */
 } cddp__crew_hello;
 
-/* Who would join a model: its report waits for the next meeting. */
-typedef struct cddp__crew_knock {
-  struct cddp__link *link;
-  struct cddp__message *report;
-} cddp__crew_knock;
-#define CDDP__CREW_KNOCKS 64 /* at a time; others ask again */
-
-/* Owner: the thread that trains. */
-typedef struct cddp__crew {
-  struct cddp__net *net;        /* connections among the members: a rank there is a place here */
-  cddp__crew_member *members;   /* [shards + 1] by place; the last one: who has no place yet */
-  int me;                       /* this rank's place */
-  int leader;                   /* place of who gave the last table */
-  int count, *order;            /* [shards] members of the group; their places, in order of ranks */
-  uint64_t generation;          /* of the group: how many there have been */
-  uint64_t step;                /* waits and steps since creation */
-  uint64_t done, furthest;      /* reductions; of any member, as of the last table */
-  int *owner;                   /* [shards] who does each in the group */
-  int *mine_planned;            /* [2 * shards] scratch */
-  cddp__elastic_node *nodes;    /* [shards] sums that this rank has, ascending */
-  int node_count;
-  int shard;                    /* that this rank has taken; -1: none */
-  char *area, *mean, *scratch;  /* slots; the last reduction's mean; where the gradients are */
-  int slots;                    /* in area */
-  size_t scratch_bytes;
-  cddp__call *calls;            /* [shards] scratch */
-  struct cddp__link **links;    /* [shards] while ranks meet: to who reported, or to the leader */
-  cddp__crew_knock knocks[CDDP__CREW_KNOCKS];
-  int knock_count;
-  void *blocks[2];              /* for control blocks of the next groups; NULL: none */
-  cddp__ref block_refs[2];      /* the same, for the others of this host */
-  int attempts;                 /* groups since the last reduction */
-  int silent;                   /* place of a member whose host did not answer; -1: none */
-  cddp_optim *optim;            /* that steps the model; NULL: none yet */
-  bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
-  char *states;                 /* cddp_optim: the others' states, where the gradients are, */
-  int state_count;
-  float updates;                /* and what goes with them; 0: nothing is to be taken over */
-  double lr;
-} cddp__crew;
-
-typedef struct cddp__bucket_state cddp__bucket_state; /* these two: >>ddp */
+typedef struct cddp__elastic cddp__elastic;           /* these: >>elastic, >>crew, */
+typedef struct cddp__crew cddp__crew;
+typedef struct cddp__bucket_state cddp__bucket_state; /* >>ddp */
 typedef struct cddp__ddp_memory cddp__ddp_memory;
 struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   uint64_t id;         /* in this process, from 1; never used again */
@@ -2135,6 +2040,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int shards;                   /* in each step: desc.shards, or one a rank */
   int first_shard, shard_count; /* this rank's */
   int taken;                    /* of them in this step, by cddp_ddp_next_shard */
+  int held;                     /* elastic: the shard that this rank has in hand; -1: none */
   uint64_t steps;               /* completed */
   double norm;                  /* of the last clip, on a host */
   bool has_norm;                /* there was one */
@@ -2318,9 +2224,12 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
 /* >>kernels: takes over what an optimizer does if its parameters lie on a device. */
 static cddp_result cddp__attach_optim(cddp_optim *o);
 
-/* >>elastic: a model whose ranks are lost, and come, gets its optimizer; its next shard. */
+/* >>elastic: a model whose ranks are lost, and come, gets its optimizer; its next shard; its ranks
+   learn of a failure. >>crew: they see that this one is gone. */
 static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o);
 static bool cddp__elastic_next(cddp_ddp *d, int *shard);
+static void cddp__elastic_fail(cddp_ddp *d, cddp_result r);
+static void cddp__crew_hide(cddp_ddp *d);
 
 /* >>rendezvous: ranks that run listen for a second job at their place. */
 static cddp_result cddp__hear_claims(cddp_group *g);
@@ -15432,56 +15341,16 @@ static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   return r;
 }
 
-/* Wakes the members that wait for a change. */
-static void cddp__elastic_changed(cddp__board *b) {
-  cddp__add32(&b->changes, 1);
-  if (cddp__load32(&b->sleepers) != 0) cddp__futex_wake(&b->changes);
-}
-
-static void cddp__crew_hang_up(cddp__crew *c, int shards) {
-  int p;
-  for (p = 0; p < shards; p++) {
-    cddp__link_free(c->net, c->links[p]);
-    c->links[p] = NULL;
-  }
-}
-
-/* Ends the connections of who would join: they ask again. */
-static void cddp__crew_dismiss(cddp__crew *c) {
-  while (c->knock_count > 0) {
-    cddp__crew_knock *k = &c->knocks[--c->knock_count];
-    cddp__link_free(c->net, k->link);
-    cddp__free(&c->net->allocator, k->report);
-  }
-}
-
-/* The others see that this rank is gone, and nobody joins through it. */
-static void cddp__crew_hide(cddp_ddp *d) {
-  cddp__net *n = d->crew->net;
-  cddp__host *h = d->group->host;
-  cddp__crew_hang_up(d->crew, d->shards);
-  cddp__crew_dismiss(d->crew);
-  cddp__close_fd(&h->door_fd);
-  cddp__close_fd(&h->door_port);
-  pthread_mutex_lock(&n->lock);
-  cddp__close_fd(&n->listener);
-  cddp__links_free(n, n->pending);
-  cddp__links_free(n, n->arrived);
-  n->pending = n->arrived = NULL;
-  pthread_mutex_unlock(&n->lock);
-}
-
 /* Ends what peers wait for, now or in the background: this model is of no more use to any rank. */
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
   char text[CDDP__ERROR_MAX];
   int i;
+  if (d->crew != NULL) cddp__crew_hide(d);
   if (d->elastic != NULL) {
-    cddp__note_cause(&d->elastic->board->failure, r, cddp__error_text);
-    cddp__elastic_changed(d->elastic->board);
+    cddp__elastic_fail(d, r);
     return cddp__ddp_fail(d, r);
   }
-  if (d->crew != NULL) cddp__crew_hide(d);
   groups[0] = d->control;
   groups[1] = d->comm;
   groups[2] = d->hooks;
@@ -17169,8 +17038,7 @@ static void cddp__arm(cddp_ddp *d) {
 
 /* The shard that this rank has taken, with which it should be done; -1: none. */
 static int cddp__held_shard(const cddp_ddp *d) {
-  if (d->elastic != NULL) return d->elastic->shard;
-  if (d->crew != NULL) return d->crew->shard;
+  if (d->desc.elastic) return d->held;
   return d->taken > 0 ? d->first_shard + d->taken - 1 : -1;
 }
 
@@ -17807,6 +17675,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
               (d->shards > g->size || (desc->shards > 0 && !d->meets));
   cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
   if (desc->elastic) d->shard_count = 1; /* as it has one in hand at a time */
+  d->held = -1;
   for (i = 0; i < g->size && !desc->elastic; i++) {
     nodes = cddp__plan_nodes(d->shards, g->size, i, d->nodes + d->node_count,
                              d->widths + d->node_count, &slots);
@@ -17855,8 +17724,6 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
                       : cddp__threads_by_messages(g) ? "ranks that are threads and have GPUs"
-                      : d->sparse != NULL && (g->hosts != NULL || g->backend != NULL)
-                          ? "sparse_rows on several hosts or GPUs"
                       : g->carrier->foreign                     ? "MPI"
                                                                 : NULL;
   if (lacks != NULL)
@@ -17968,9 +17835,10 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
    any of it again. A rank adds up the gradients of its shards to nodes of the canonical tree, in
    slots. When all its shards are done ranks reduce: a round of all (who comes to it has the mean of
    the step before), then each rank gets all nodes of a part of the arena, takes the mean, and all
-   gather the means, in a buffer apart from the arena. cddp_ddp_next_shard does so before it says
-   that there are no more; cddp_ddp_step works on that buffer and asks nobody. `done` counts the
-   reductions that a rank has completed: two ranks' differ by one at most.
+   gather the means, in a buffer apart from the arena. Rows of a shard are packed when it ends; all
+   ranks gather all packets in that buffer's company, and merge them. cddp_ddp_next_shard does so
+   before it says that there are no more; cddp_ddp_step works on these and asks nobody. `done`
+   counts the reductions that a rank has completed: two ranks' differ by one at most.
    A loss is an operation of the group that fails with CDDP_PEER_LOST. Then ranks meet again. One
    leads: of those that came first the lowest that lives. Each calls the one that leads as far as it
    knows, by a connection as in >>links, and reports: the reductions it has done, the shards whose
@@ -17993,10 +17861,51 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
    A place in the crew is a rank in `net`, by which the groups after the first have their
    connections. Who joins is a host of its own there.
    Why no moment is bad: before a rank's reduction is done, all others have its nodes or do its
-   shards again, to the same sums. The mean of a reduction stays with each rank that has it until
-   all ranks of its group have come to the next one. An update is the rank's own: if it dies there,
+   shards again, to the same sums. The mean and the rows of a reduction stay with each rank that has
+   them until all ranks of its group have come to the next one. An update is the rank's own: if it dies there,
    so do its weights, and the others have theirs.
    A rank that has destroyed the model, or failed, listens no more, and is gone likewise. */
+
+/* Who would join a model: its report waits for the next meeting. */
+typedef struct cddp__crew_knock {
+  cddp__link *link;
+  cddp__message *report;
+} cddp__crew_knock;
+#define CDDP__CREW_KNOCKS 64 /* at a time; others ask again */
+
+/* Owner: the thread that trains. */
+struct cddp__crew {
+  cddp__net *net;        /* connections among the members: a rank there is a place here */
+  cddp__crew_member *members;   /* [shards + 1] by place; the last one: who has no place yet */
+  int me;                       /* this rank's place */
+  int leader;                   /* place of who gave the last table */
+  int count, *order;            /* [shards] members of the group; their places, in order of ranks */
+  uint64_t generation;          /* of the group: how many there have been */
+  uint64_t step;                /* waits and steps since creation */
+  uint64_t done, furthest;      /* reductions; of any member, as of the last table */
+  int *owner;                   /* [shards] who does each in the group */
+  int *mine_planned;            /* [2 * shards] scratch */
+  cddp__elastic_node *nodes;    /* [shards] sums that this rank has, ascending */
+  int node_count;
+  char *area, *mean, *scratch;  /* slots; the last reduction's mean; where the gradients are */
+  cddp__buffer own, rows;       /* rows of the shards in nodes; of all shards of that reduction */
+  int slots;                    /* in area */
+  size_t scratch_bytes;
+  cddp__call *calls;            /* [shards] scratch */
+  cddp__link **links;    /* [shards] while ranks meet: to who reported, or to the leader */
+  cddp__crew_knock knocks[CDDP__CREW_KNOCKS];
+  int knock_count;
+  void *blocks[2];              /* for control blocks of the next groups; NULL: none */
+  cddp__ref block_refs[2];      /* the same, for the others of this host */
+  int attempts;                 /* groups since the last reduction */
+  int silent;                   /* place of a member whose host did not answer; -1: none */
+  cddp_optim *optim;            /* that steps the model; NULL: none yet */
+  bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
+  char *states;                 /* cddp_optim: the others' states, where the gradients are, */
+  int state_count;
+  float updates;                /* and what goes with them; 0: nothing is to be taken over */
+  double lr;
+};
 
 #define CDDP__CREW_PART ((size_t)64)         /* a rank's part of a piece: a multiple, in elements */
 #define CDDP__CREW_PIECE ((size_t)512 << 10) /* elements of gradients that go round at once */
@@ -18006,13 +17915,47 @@ typedef struct cddp__crew_report {
   uint64_t generation; /* of its last group */
   uint64_t done;       /* reductions */
   uint64_t steps;      /* cddp_ddp_steps */
-  double lr;           /* of its cddp_optim, */
-  float updates;       /* which has made so many; 0: it has none, or none yet */
+  double lr;           /* of its cddp_optim */
+  uint64_t rows;       /* of the last reduction, bytes */
+  float updates;       /* the cddp_optim has made so many; 0: there is none, or none yet */
   int32_t state_count; /* of each parameter */
   int32_t empty, reserved; /* empty: 1: it joins, and has no weights yet */
   cddp__crew_member self;
   cddp__ref blocks[2]; /* memory for control blocks, which its host's lowest rank provides */
 } cddp__crew_report;
+
+static void cddp__crew_hang_up(cddp__crew *c, int shards) {
+  int p;
+  for (p = 0; p < shards; p++) {
+    cddp__link_free(c->net, c->links[p]);
+    c->links[p] = NULL;
+  }
+}
+
+/* Ends the connections of who would join: they ask again. */
+static void cddp__crew_dismiss(cddp__crew *c) {
+  while (c->knock_count > 0) {
+    cddp__crew_knock *k = &c->knocks[--c->knock_count];
+    cddp__link_free(c->net, k->link);
+    cddp__free(&c->net->allocator, k->report);
+  }
+}
+
+/* The others see that this rank is gone, and nobody joins through it. */
+static void cddp__crew_hide(cddp_ddp *d) {
+  cddp__net *n = d->crew->net;
+  cddp__host *h = d->group->host;
+  cddp__crew_hang_up(d->crew, d->shards);
+  cddp__crew_dismiss(d->crew);
+  cddp__close_fd(&h->door_fd);
+  cddp__close_fd(&h->door_port);
+  pthread_mutex_lock(&n->lock);
+  cddp__close_fd(&n->listener);
+  cddp__links_free(n, n->pending);
+  cddp__links_free(n, n->arrived);
+  n->pending = n->arrived = NULL;
+  pthread_mutex_unlock(&n->lock);
+}
 
 static size_t cddp__report_bytes(const cddp_ddp *d) {
   return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->shards, sizeof(uint64_t));
@@ -18093,13 +18036,36 @@ static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
   return r;
 }
 
+/* What precedes the rows of a shard: cddp__pack_rows. */
+typedef struct cddp__crew_packet {
+  uint64_t shard, bytes;
+} cddp__crew_packet;
+
+/* The rows of a shard that has ended stay with this rank until the step is reduced. */
+static cddp_result cddp__crew_keep_rows(cddp_ddp *d, int shard) {
+  cddp__buffer *own = &d->crew->own;
+  cddp__crew_packet head;
+  int i;
+  if (d->sparse == NULL) return CDDP_OK;
+  head.shard = (uint64_t)shard;
+  head.bytes = cddp__pack_rows(d, 0, NULL);
+  if (!cddp__buffer_reserve(own, sizeof head + head.bytes)) return CDDP_OUT_OF_MEMORY;
+  cddp__buffer_add(own, &head, sizeof head);
+  own->end += cddp__pack_rows(d, 0, (char *)own->data + own->end);
+  for (i = 0; i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = 0;
+  CDDP__POINT("elastic rows");
+  return CDDP_OK;
+}
+
 /* The shard in the arena becomes a node in a slot, with its siblings; the arena is clear then. */
 static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
   cddp__crew *c = d->crew;
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, i, n = 0;
   int at = cddp__siblings(c->nodes, c->node_count, shard, d->shards, &low, &high);
   cddp__elastic_node node;
-  cddp_result r;
+  cddp_result r = cddp__crew_keep_rows(d, shard);
+  if (r != CDDP_OK) return r;
   node.first = shard;
   node.width = 1;
   node.slot = cddp__crew_slot(c, 0);
@@ -18138,11 +18104,16 @@ static bool cddp__crew_has(const cddp__crew *c, int shard) {
   return false;
 }
 
+static void cddp__crew_forget(cddp__crew *c) { /* what this rank has done of a step */
+  c->node_count = 0;
+  cddp__buffer_clear(&c->own, SIZE_MAX);
+}
+
 /* All shards are still to be done, by all members. */
 static void cddp__crew_deal(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   int k, i, first, count;
-  c->node_count = 0;
+  cddp__crew_forget(c);
   for (k = 0; k < c->count; k++) {
     cddp__deal_shards(d->shards, c->count, k, &first, &count);
     for (i = first; i < first + count; i++) c->owner[i] = k;
@@ -18240,24 +18211,58 @@ static cddp_result cddp__crew_scratch(cddp_ddp *d, size_t bytes) {
   return CDDP_OK;
 }
 
+/* The rows of all shards to all members; each member's are at most `each` bytes. They come side by
+   side, and then move together. */
+static cddp_result cddp__crew_gather_rows(cddp_ddp *d, size_t each) {
+  cddp__crew *c = d->crew;
+  cddp__buffer *rows = &c->rows, *own = &c->own;
+  cddp__crew_packet head;
+  unsigned char *from;
+  cddp_result r;
+  size_t n;
+  int k, i;
+  cddp__buffer_clear(rows, SIZE_MAX);
+  if (!cddp__buffer_reserve(own, each - cddp__buffer_size(own)) ||
+      !cddp__buffer_reserve(rows, each * (size_t)c->count))
+    return CDDP_OUT_OF_MEMORY;
+  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, own->data, rows->data, each, CDDP_U8, -1);
+  for (k = 0; r == CDDP_OK && k < c->count; k++) {
+    from = rows->data + (size_t)k * each;
+    for (i = 0; i < d->shards; i++) {
+      if (c->owner[i] != k) continue;
+      memcpy(&head, from, sizeof head);
+      n = sizeof head + (size_t)head.bytes;
+      memmove(rows->data + rows->end, from, n);
+      rows->end += n;
+      from += n;
+    }
+  }
+  CDDP__POINT("elastic rows gathered");
+  return r;
+}
+
 /* All members' nodes make the mean, in crew.mean. */
 static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   size_t ranks = (size_t)c->count, at, n, esize, most = CDDP__CREW_PIECE / ranks;
-  uint64_t said[2];
+  uint64_t said[3], each, theirs[3];
   cddp__range range;
   cddp_result r = CDDP_OK;
   int dtype, k;
   said[0] = c->done;
   said[1] = c->generation;
+  said[2] = each = cddp__buffer_size(&c->own);
   CDDP__POINT("elastic meet");
   if (c->count > 1)
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, 0, said,
                     sizeof said);
-  for (k = 0; r == CDDP_OK && c->count > 1 && k < c->count; k++)
-    CDDP_ASSERT(memcmp(cddp__op_header_of(d->control, k, d->control->round)->u.bytes, said,
-                       sizeof said) == 0);
+  for (k = 0; r == CDDP_OK && c->count > 1 && k < c->count; k++) {
+    memcpy(theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
+    CDDP_ASSERT(theirs[0] == said[0] && theirs[1] == said[1]);
+    if (theirs[2] > each) each = theirs[2];
+  }
   CDDP__POINT("elastic met");
+  if (r == CDDP_OK && d->sparse != NULL) r = cddp__crew_gather_rows(d, (size_t)each);
   memset(c->mine_planned, 0, (size_t)d->shards * sizeof *c->mine_planned);
   d->node_count = d->most_nodes = 0;
   cddp__crew_plan(d, 0, d->shards);
@@ -18320,6 +18325,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->generation = c->generation;
   report->done = c->done;
   report->steps = d->steps;
+  report->rows = cddp__buffer_size(&c->rows);
   report->empty = c->empty;
   if (c->optim != NULL && c->optim->steps[0] > 0) {
     report->lr = c->optim->desc.lr;
@@ -18328,8 +18334,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   }
   report->self = c->members[c->me];
   memcpy(report->blocks, c->block_refs, sizeof report->blocks);
-  for (i = 0; i < d->shards; i++) /* one in hand will be done, as long as this rank lives */
-    sums[i] = cddp__crew_has(c, i) || (i == c->shard && c->done == c->step);
+  for (i = 0; i < d->shards; i++) sums[i] = cddp__crew_has(c, i);
   return CDDP_OK;
 }
 
@@ -18822,7 +18827,7 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
     for (k = 0, listed = false; k < c->count; k++) listed = listed || c->order[k] == p;
     if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
   }
-  if (c->done < c->furthest) c->node_count = 0; /* of a step whose mean others have */
+  if (c->done < c->furthest) cddp__crew_forget(c); /* a step whose mean others have */
   for (i = 0; i < d->shards; i++) {
     c->owner[i] = -1;
     for (k = 0; k < c->count; k++) {
@@ -18883,6 +18888,20 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
   return CDDP_OK;
 }
 
+/* The rows of the last reduction, as the rank with number `source` has them, to all. */
+static cddp_result cddp__crew_pass_rows(cddp_ddp *d, const cddp__crew_report *from, int source) {
+  cddp__buffer *rows = &d->crew->rows;
+  bool gives = d->crew->order[source] == d->crew->me;
+  cddp_result r;
+  if (!gives) cddp__buffer_clear(rows, SIZE_MAX);
+  if (!gives && !cddp__buffer_reserve(rows, (size_t)from->rows)) return CDDP_OUT_OF_MEMORY;
+  r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, rows->data, rows->data,
+                       (size_t)from->rows, CDDP_U8, source);
+  rows->end = (size_t)from->rows;
+  CDDP__POINT("elastic rows passed");
+  return r;
+}
+
 /* What all members have done, those get that lack it: the last mean; who joins, the model. */
 static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
                                     const cddp__crew_report *from) {
@@ -18893,14 +18912,15 @@ static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
   for (k = 0; k < c->count; k++) {
     const cddp__crew_report *report = cddp__report_at(d, table, k);
     if (report == from) source = k;
-    behind = behind || report->done < c->furthest;
+    behind = behind || (report->empty == 0 && report->done < c->furthest);
     joins = joins || report->empty != 0;
   }
   if (behind) {
-    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->bytes, CDDP_U8,
+    cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->dense, CDDP_U8,
                                       CDDP_SUM, source);
     r = cddp__crew_move(d, &send, 1);
   }
+  if (r == CDDP_OK && behind && d->sparse != NULL) r = cddp__crew_pass_rows(d, from, source);
   if (r == CDDP_OK && joins) r = cddp__crew_welcome(d, from, source);
   if (r == CDDP_OK && behind) r = cddp__crew_await(d);
   if (r == CDDP_OK) c->done = c->furthest;
@@ -18967,8 +18987,8 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
 static int cddp__crew_next(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
-  int held = c->shard, i;
-  c->shard = -1;
+  int held = d->held, i;
+  d->held = -1;
   cddp__door_serve(d->group->host);
   if (r == CDDP_OK && held >= 0 && c->done == c->step) r = cddp__crew_keep(d, held);
   if (held >= 0) cddp__arm(d);
@@ -18977,7 +18997,7 @@ static int cddp__crew_next(cddp_ddp *d) {
       if (c->owner[i] >= c->count || c->order[c->owner[i]] != c->me || cddp__crew_has(c, i))
         continue;
       d->taken++;
-      return c->shard = i;
+      return d->held = i;
     }
     r = cddp__crew_knocked(d) ? CDDP_PEER_LOST : cddp__crew_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__crew_regroup(d);
@@ -18989,8 +19009,18 @@ static int cddp__crew_next(cddp_ddp *d) {
 /* The mean goes to where the program and optimizers read it. */
 static cddp_result cddp__crew_fetch(cddp_ddp *d, bool own) {
   void *stream = d->group->stream;
-  cddp_result r = d->memory->copy(d->arena, d->crew->mean, d->bytes, stream);
+  cddp_result r = d->memory->copy(d->arena, d->crew->mean, d->dense, stream);
+  const cddp__buffer *rows = &d->crew->rows;
+  cddp__crew_packet head;
+  size_t at;
   int i;
+  for (at = 0; at < rows->end; at += sizeof head + (size_t)head.bytes) {
+    memcpy(&head, rows->data + at, sizeof head);
+    d->lists[head.shard].packet = (char *)rows->data + at + sizeof head;
+  }
+  if (r == CDDP_OK && d->sparse != NULL) r = cddp__merge_lists(d, d->shards);
+  if (r == CDDP_OK && d->sparse != NULL && d->memory->place_rows != NULL)
+    r = d->memory->place_rows(d);
   for (i = 0; r == CDDP_OK && own && i < d->count; i++)
     if (d->tensors[i].storage == CDDP__COPIED)
       r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
@@ -19079,6 +19109,8 @@ static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew_release(d, c->area);
   cddp__crew_release(d, c->scratch);
   cddp__crew_release(d, c->states);
+  cddp__buffer_clear(&c->own, 0);
+  cddp__buffer_clear(&c->rows, 0);
   for (i = 0; i < 2; i++) cddp__arena_free(d->group->host, c->blocks[i]);
   cddp__free(&d->group->host->allocator, c);
   d->crew = NULL;
@@ -19154,7 +19186,7 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   c->order = (int *)(void *)(c->nodes + n);
   c->owner = c->order + n;
   c->mine_planned = c->owner + n; /* [2 n] */
-  c->shard = -1;
+  c->own.allocator = c->rows.allocator = a;
   c->empty = h->joined;
   c->me = h->joined ? d->shards : d->group->rank;
   c->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
@@ -19165,7 +19197,7 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
   d->slot_room = cddp__round_up(d->slot_bytes, CDDP__CACHE_LINE);
-  c->mean = cddp__crew_alloc(d, d->bytes + cddp__crew_slack(d));
+  c->mean = cddp__crew_alloc(d, d->dense + cddp__crew_slack(d));
   return c->mean != NULL ? cddp__crew_grow(d, 1) : CDDP_OUT_OF_MEMORY;
 }
 
@@ -19267,6 +19299,61 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
    A rank that is late may still look at step t while others are in t + 1, but no further: so what a
    member says of a step has two places. */
 
+/* A member as this rank sees it; where its arena, slots and weights are the cddp_ddp has. */
+typedef struct cddp__elastic_view {
+  uint32_t life; /* of the member that is mapped; 0: none */
+  int pidfd;     /* -1: none */
+  char *kit;
+} cddp__elastic_view;
+
+/* Shared memory for the rows of a shard. */
+typedef struct cddp__elastic_packet {
+  char *at;
+  size_t bytes;
+} cddp__elastic_packet;
+
+/* What a cddp_ddp has of an elastic model. Owner: the thread that trains. */
+struct cddp__elastic {
+  cddp__board *board;
+  cddp__elastic_member *members; /* [capacity] */
+  cddp__atomic_u64 *shards;      /* [shards] */
+  cddp__elastic_part *parts;     /* [parts] */
+  cddp__ref *rows;               /* [2][shards] by the step's lowest bit: packets of rows */
+  double *squares;               /* of the mean, of each piece of the arena */
+  unsigned char *in_area;        /* [params] 1: its weights go to an area, for who joins */
+  char *areas;                   /* [CDDP__AREAS] */
+  cddp__elastic_view *views;     /* [capacity] */
+  int *dealt;                    /* [shards] member to which each is dealt */
+  int *living, living_count;     /* [capacity] members of the deal, */
+  int *indices;                  /* their numbers among the host's processes, */
+  uint32_t *lives;               /* and which life of the place each is */
+  cddp__presence *presences;     /* [capacity] of the group */
+  uint64_t identity;             /* of them; 0: none yet */
+  cddp__ref block;               /* of their group */
+  cddp__elastic_packet *packets; /* [2][shards] of this rank: see rows */
+  char *kit;                     /* this rank's */
+  size_t log_at, refs_at, slots_at; /* in each kit, bytes */
+  int me;                        /* this rank's member */
+  uint64_t step;                 /* in which this rank is */
+  bool begun;                    /* it knows the deal of this step */
+  int arena;                     /* CDDP__ARENA_* */
+  int slots_used;                /* slots with memory of their own */
+  uint32_t areas_used;           /* bits: the areas that this rank has used */
+  uint32_t seen;                 /* board.changes when its wait began */
+  uint32_t unshared;             /* host.unshared at creation */
+  cddp_group *group;             /* of the living; NULL: not asked for yet */
+  uint64_t grouped;              /* identity of its members */
+  cddp_optim *optim;             /* created with this model; NULL: none */
+  uint32_t inherits; /* it has joined: the last call of the others, until it has a cddp_optim; */
+  double lr;                     /* that gets this, */
+  float updates;                 /* and their states */
+};
+enum {
+  CDDP__ARENA_CLEAR, /* zero, or as the last wait has left it */
+  CDDP__ARENA_NODE,  /* a shard is in it */
+  CDDP__ARENA_SPENT  /* has been added to others */
+};
+
 #define CDDP__ELASTIC_LOOK_S 0.01 /* between looks after the other members */
 #define CDDP__ELASTIC_PART ((size_t)32 << 10) /* bytes of a part, if there are not too many */
 #define CDDP__ELASTIC_PARTS 256
@@ -19312,6 +19399,17 @@ static bool cddp__member_does(const cddp__elastic *e, int member) {
 }
 
 /* --- the board, and what of it and of members is mapped here --- */
+
+/* Wakes the members that wait for a change. */
+static void cddp__elastic_changed(cddp__board *b) {
+  cddp__add32(&b->changes, 1);
+  if (cddp__load32(&b->sleepers) != 0) cddp__futex_wake(&b->changes);
+}
+
+static void cddp__elastic_fail(cddp_ddp *d, cddp_result r) {
+  cddp__note_cause(&d->elastic->board->failure, r, cddp__error_text);
+  cddp__elastic_changed(d->elastic->board);
+}
 
 static cddp_result cddp__elastic_failure(const cddp_ddp *d) { /* of the model */
   cddp__elastic *e = d->elastic;
@@ -19388,7 +19486,7 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   e->living = e->dealt + n;
   e->indices = e->living + n;
   e->lives = (uint32_t *)(void *)(e->indices + n);
-  e->me = e->shard = -1;
+  e->me = -1;
   e->unshared = cddp__load32(&d->group->host->unshared);
   (void)cddp__board_layout(d, board, parts, e);
   for (i = 0; i < d->count; i++) d->tensors[i].shared = e->in_area[i] == 0;
@@ -19869,7 +19967,7 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
   if (!cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, 0)))
     return false;
   CDDP__POINT("elastic taken");
-  e->shard = shard;
+  d->held = shard;
   if (e->arena == CDDP__ARENA_NODE) { /* one without a slot */
     (void)cddp__table_count(e, e->me, e->step, &table);
     nodes = cddp__table(d, e->kit, table);
@@ -19938,7 +20036,7 @@ static void cddp__publish_model(cddp_ddp *d) {
   CDDP__POINT("elastic published model");
 }
 
-/* *taken: this rank has the shard e->shard to do. False: all are done. */
+/* *taken: this rank has the shard d->held to do. False: all are done. */
 static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
   cddp__elastic *e = d->elastic;
   bool all_done = false;
@@ -19954,12 +20052,12 @@ static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
     uint32_t seen = cddp__load32(&e->board->changes);
     if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
     shard = cddp__pick_shard(d, &all_done);
-    if (e->shard >= 0) {
-      if ((r = cddp__keep_rows(d, e->shard)) != CDDP_OK) return r;
-      cddp__keep_shard(d, e->shard, shard >= 0);
-      cddp__store64(&e->shards[e->shard], cddp__unit(e->step, CDDP__UNIT_DONE, e->me, 0));
+    if (d->held >= 0) {
+      if ((r = cddp__keep_rows(d, d->held)) != CDDP_OK) return r;
+      cddp__keep_shard(d, d->held, shard >= 0);
+      cddp__store64(&e->shards[d->held], cddp__unit(e->step, CDDP__UNIT_DONE, e->me, 0));
       CDDP__POINT("elastic done");
-      e->shard = -1;
+      d->held = -1;
       cddp__arm(d);
       cddp__elastic_changed(e->board);
       continue;
@@ -19979,7 +20077,7 @@ static bool cddp__elastic_next(cddp_ddp *d, int *shard) {
   r = cddp__next_of_step(d, &taken);
   if (r != CDDP_OK) (void)cddp__give_up(d, r);
   if (!taken) return false;
-  *shard = d->elastic->shard;
+  *shard = d->held;
   return true;
 }
 
@@ -20350,7 +20448,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   cddp__elastic_begin(d);
   (void)cddp__pick_shard(d, &done);
   r = cddp__elastic_failure(d);
-  if (r == CDDP_OK && (e->shard >= 0 || !done))
+  if (r == CDDP_OK && (d->held >= 0 || !done))
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "rank %d came to the update of step %" PRIu64 " before all shards are done; "
                    "call cddp_ddp_next_shard until it returns false",

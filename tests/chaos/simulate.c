@@ -166,7 +166,6 @@ static void draw_elastic(program *p) {
   p->ops = (int)draw(p->seed, 61, 9);
   p->model = recipe_draw(p->seed, p->n);
   if (!p->threads && p->n > 2 && draw(p->seed, 62, 4) == 0) p->hosts = hosts[draw(p->seed, 63, 4)];
-  if (p->hosts != NULL) memset(p->model.rows, 0, sizeof p->model.rows);
   joins = p->hosts == NULL && !p->threads;
   if (joins && draw(p->seed, 64, 2) == 0) p->further = (int)draw(p->seed, 65, 4);
   if (joins) p->replaced = (int)draw(p->seed, 66, 4);

@@ -2125,7 +2125,8 @@ static void check_elastic(sharding *c, uint64_t want, int n, const char *hosts) 
 
 static const char *const elastic_points[] = {
     "ready", "elastic keep", "elastic met", "elastic exchanged", "elastic reduced",
-    "elastic update", "elastic updated", "elastic grouped", "elastic passed", "elastic table"};
+    "elastic update", "elastic updated", "elastic rows", "elastic rows gathered",
+    "elastic grouped", "elastic passed", "elastic table", "elastic rows passed"};
 #define ELASTIC_POINTS (sizeof elastic_points / sizeof *elastic_points)
 
 static void test_elastic(void) {
@@ -2135,21 +2136,21 @@ static void test_elastic(void) {
   memset(&c, 0, sizeof c);
   want.hashes = (uint64_t *)ranks_shared((MOST_SHARDS + 1) * sizeof *want.hashes);
   c.hashes = (uint64_t *)ranks_shared(8 * sizeof *c.hashes);
-  want.cpu = true;
+  want.cpu = want.sparse = c.sparse = true;
   CHECK_OK(ranks_run(train_shards, &want, 1, false));
   for (n = 1; n <= 3; n++) {
     c.shards = MOST_SHARDS - n;
     check_elastic(&c, want.hashes[c.shards], n, NULL);
   }
-  for (i = 0; i < 8; i++) {
+  for (i = 0; i < 10; i++) {
     memset(c.victims, 0, sizeof c.victims);
-    n = 2 + i % 3;
+    n = i == 9 ? 3 : 2 + i % 3;
     c.shards = MOST_SHARDS - i % 2;
     c.backend = i % 4 == 3 ? "cpu" : NULL;
     c.victims[i % n] = 1;
     c.steps[i % n] = 1;
     c.points[i % n] = elastic_points[i];
-    if (i == 7) { /* another one, while they meet again */
+    if (i == 9) { /* another one, while they meet again */
       c.victims[2] = c.steps[2] = 1;
       c.points[2] = "ready";
     }
@@ -2176,6 +2177,7 @@ static void test_elastic_joins(void) {
     c.backend = ELASTIC_DRAW(3, 4) == 0 ? "cpu" : NULL;
     c.norm = ELASTIC_DRAW(8, 2) ? 2 : 0;
     c.masters = ELASTIC_DRAW(9, 2);
+    c.sparse = ELASTIC_DRAW(12, 2);
     c.length = ELASTIC_DRAW(10, 3) ? 60 : SHARD_STEPS;
     c.joins = 0;
     memset(c.victims, 0, sizeof c.victims);

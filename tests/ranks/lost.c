@@ -441,9 +441,11 @@ static const char *const apart_points[] = {
     "forward",           "backward",          "meeting",       "elastic keep",
     "elastic kept",      "elastic meet",      "elastic met",   "elastic exchanged",
     "elastic piece",     "elastic reduced",   "elastic update", "elastic updated",
+    "elastic rows",      "elastic rows gathered",
+    /* after another death: */
     "elastic lost",      "elastic report",    "elastic answer", "elastic table",
     "elastic built",     "elastic go",        "elastic grouped"};
-enum { APART_POINTS = sizeof apart_points / sizeof *apart_points };
+enum { APART_POINTS = sizeof apart_points / sizeof *apart_points, APART_LATE = 14 };
 
 /* On several hosts: nobody dies. */
 static void test_hosts_undisturbed(void) {
@@ -455,6 +457,8 @@ static void test_hosts_undisturbed(void) {
         plan c = plan_of(shards, kind, n);
         c.own = n % 2 == 1;
         c.adamw = (n + shards) % 3 == 0;
+        c.sparse = !c.adamw;
+        c.max_norm = n % 2 == 0 ? 3 : 0;
         c.copies = kind == FUSED;
         c.shared = kind != APART;
         setenv("TEST_HOSTS", n == 2 ? "ab" : n == 3 ? "aab" : "abca", 1);
@@ -468,11 +472,12 @@ static void test_hosts_undisturbed(void) {
 static void test_hosts_deaths(void) {
   int i, n, died;
   for (i = 0; i < APART_POINTS; i++) {
-    bool late = i >= 12; /* after another death */
+    bool late = i >= APART_LATE;
     for (n = 2 + late, died = 0; n <= 4; n++) {
       plan c = plan_of(n == 3 ? 8 : 5, (i + n) % KINDS, n);
       c.own = i % 3 == 0;
-      c.adamw = i % 2 == 1;
+      c.sparse = strncmp(apart_points[i], "elastic rows", 12) == 0 || i % 4 == 0;
+      c.adamw = i % 2 == 1 && !c.sparse;
       setenv("TEST_HOSTS", n == 2 ? "ab" : n == 3 ? "aab" : "abca", 1);
       if (late) kill_at(&c, n - 1, 1, "backward", 1);
       kill_at(&c, n == 3 ? 0 : 1, 1, apart_points[i], n == 4 || late ? 0 : i % 3);
@@ -513,6 +518,7 @@ static void run_hosts_seed(uint64_t seed) {
   c.shared = ranks_mix(seed, 35, 0) % 2 == 0;
   c.own = ranks_mix(seed, 36, 0) % 3 == 0;
   c.adamw = ranks_mix(seed, 37, 0) % 2 == 0;
+  c.sparse = !c.adamw;
   c.copies = ranks_mix(seed, 38, 0) % 3 == 0;
   setenv("TEST_HOSTS", hosts[ranks_mix(seed, 39, 0) % 5], 1);
   for (i = 0; i < n; i++)
