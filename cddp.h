@@ -716,13 +716,13 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    rank goes on. A host that does not answer for 20 s is lost if more than half of the ranks are
    there; fewer end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the
    others wait for must come to next_shard within timeout_s. More memory a rank: the gradients once
-   more, the sums of its shards, and with sparse_rows the rows of all shards. Who joins asks the ranks of its own host, then MASTER_ADDR,
-   where one of that host's ranks listens at MASTER_PORT, as one does on every host: if those at
-   MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a launcher serves the
-   store there, as torchrun does: then a rank must live on the host.) It is as on a host of its own,
-   that is, its neighbours reach it by TCP, on GPUs for messages alone; the others meet when their
-   shards are done, at most once a step, and one of them sends it weights and states. A job that
-   began on one host is joined from that host only.
+   more, the sums of its shards, and with sparse_rows the rows of all shards. Who joins asks the
+   ranks of its own host, then MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT,
+   as one does on every host: if those at MASTER_ADDR have all gone, set it to a host where a rank
+   lives. (Not where a launcher serves the store there, as torchrun does: then a rank must live on
+   the host.) It is as on a host of its own, that is, its neighbours reach it by TCP, on GPUs for
+   messages alone; the others meet when their shards are done, at most once a step, and one of them
+   sends it weights and states. A job that began on one host is joined from that host only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
@@ -1900,6 +1900,14 @@ typedef struct cddp__elastic_call {
   float updates;    /* that the cddp_optim has made when this one is done */
 } cddp__elastic_call;
 
+/* shared: memory that whichever rank needs it uses again; it may be another's, and that dead. */
+typedef struct cddp__elastic_room {
+  cddp__ref at;
+  cddp__atomic_u64 bytes; /* 0: there is none; written last */
+} cddp__elastic_room;
+
+#define CDDP__ELASTIC_BLOCKS 3 /* control blocks that a member makes for groups: old ones, a new */
+
 /* shared: a rank of an elastic model, or the place for one. Writer: its rank, but for state. */
 typedef struct cddp__elastic_member {
   cddp__atomic_u64 state;  /* CDDP__MEMBER_*, and << 8: LIVE, its life; else the step of its end */
@@ -1915,8 +1923,10 @@ typedef struct cddp__elastic_member {
   cddp__ref arena, kit;
   cddp__elastic_call calls[2]; /* by the step's lowest bit, as is what follows: its deal */
   uint64_t identity[2];        /* hash of the members below and their lives; never 0 */
-  cddp__ref blocks[2];         /* control block of their group; none: there was no memory */
+  uint32_t block[2];           /* of their group: 1 + its number; 0: there was no memory */
   uint64_t living[2][CDDP__MAX_RANKS / 64]; /* the members it has seen */
+  cddp__elastic_room blocks[CDDP__ELASTIC_BLOCKS]; /* whoever has this place makes groups here */
+  cddp__atomic_u32 uses[2];    /* 1 + numbers of blocks: of its step's deal, of its group; 0 */
   unsigned char pad[CDDP__CACHE_LINE];
 } cddp__elastic_member;
 enum {
@@ -4996,10 +5006,15 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   return at;
 }
 
+/* The memory of a stretch of the memfd goes, and is zero from now on; false if the system will not.
+ */
+static bool cddp__arena_punch(const cddp__host *h, uint64_t base, uint64_t size) {
+  return syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
+                 (off_t)size) == 0;
+}
+
 static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
-  if (h->fd >= 0) /* the memory goes at once, unless the system will not */
-    e->dirty = syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)e->base,
-                       (off_t)e->size) != 0;
+  if (h->fd >= 0) e->dirty = !cddp__arena_punch(h, e->base, e->size);
   munmap(e->address, (size_t)e->size);
   e->address = NULL;
 }
@@ -5144,13 +5159,15 @@ static cddp__extent *cddp__extent_of(const cddp__host *h, const void *p) {
   return NULL;
 }
 
-static void cddp__arena_free(cddp__host *h, void *p) {
+static bool cddp__arena_free(cddp__host *h, void *p) { /* false: it is not this rank's */
   cddp__extent *e;
-  if (p == NULL) return;
+  if (p == NULL) return true;
   pthread_mutex_lock(&h->lock);
   e = cddp__extent_of(h, p);
-  if (e != NULL && e->address == (char *)p) cddp__extent_release(h, e);
+  if (e != NULL && e->address != (char *)p) e = NULL;
+  if (e != NULL) cddp__extent_release(h, e);
   pthread_mutex_unlock(&h->lock);
+  return e != NULL;
 }
 
 /* How peers find bytes at p; kind NONE when they cannot. */
@@ -17836,9 +17853,9 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
    slots. When all its shards are done ranks reduce: a round of all (who comes to it has the mean of
    the step before), then each rank gets all nodes of a part of the arena, takes the mean, and all
    gather the means, in a buffer apart from the arena. Rows of a shard are packed when it ends; all
-   ranks gather all packets in that buffer's company, and merge them. cddp_ddp_next_shard does so
-   before it says that there are no more; cddp_ddp_step works on these and asks nobody. `done`
-   counts the reductions that a rank has completed: two ranks' differ by one at most.
+   ranks gather the packets of all shards, in another buffer. cddp_ddp_next_shard does so before it
+   says that there are no more; cddp_ddp_step works on these buffers and asks nobody. `done` counts
+   the reductions that a rank has completed: two ranks' differ by one at most.
    A loss is an operation of the group that fails with CDDP_PEER_LOST. Then ranks meet again. One
    leads: of those that came first the lowest that lives. Each calls the one that leads as far as it
    knows, by a connection as in >>links, and reports: the reductions it has done, the shards whose
@@ -17862,8 +17879,8 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
    connections. Who joins is a host of its own there.
    Why no moment is bad: before a rank's reduction is done, all others have its nodes or do its
    shards again, to the same sums. The mean and the rows of a reduction stay with each rank that has
-   them until all ranks of its group have come to the next one. An update is the rank's own: if it dies there,
-   so do its weights, and the others have theirs.
+   them until all ranks of its group have come to the next one. An update is the rank's own: if it
+   dies there, so do its weights, and the others have theirs.
    A rank that has destroyed the model, or failed, listens no more, and is gone likewise. */
 
 /* Who would join a model: its report waits for the next meeting. */
@@ -17961,8 +17978,8 @@ static size_t cddp__report_bytes(const cddp_ddp *d) {
   return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->shards, sizeof(uint64_t));
 }
 
-static void cddp__name_crew(const cddp__crew *c, int place, char *out, size_t n) {
-  cddp__append(out, n, "rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
+static cddp__text cddp__crew_name(const cddp__crew *c, int place) {
+  return cddp__words("rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
 }
 
 static const cddp__crew_report *cddp__report_in(const cddp__message *m) {
@@ -18349,16 +18366,14 @@ static bool cddp__crew_gone(cddp__link *l) {
 
 static void cddp__crew_lose(cddp_ddp *d, int place, const char *how) {
   cddp__crew *c = d->crew;
-  char who[64] = "";
   c->members[place].life = 0;
   if (c->me == d->shards) { /* it does not know the others, who may not know of the loss yet */
     cddp__sleep(0.01);
     return;
   }
-  cddp__name_crew(c, place, who, sizeof who);
   CDDP__POINT("elastic lost");
   cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
-            who, how, d->steps);
+            cddp__crew_name(c, place).s, how, d->steps);
   cddp__record_event(d->group, "lost", (uint64_t)c->members[place].rank, CDDP_PEER_LOST);
 }
 
@@ -18435,21 +18450,18 @@ static bool cddp__crew_knocked(cddp_ddp *d) {
 
 /* Fails if fewer than half of the last group are there, and others do not answer. */
 static cddp_result cddp__crew_majority(const cddp__crew *c, int came) {
-  char who[64] = "";
   if (c->silent < 0 || 2 * came > c->count) return CDDP_OK;
-  cddp__name_crew(c, c->silent, who, sizeof who);
   return cddp__fail(CDDP_PEER_LOST,
                     "the host of %s does not answer, and %d of %d ranks cannot go on without the "
                     "others, which may have gone on: more than half must be there",
-                    who, came, c->count);
+                    cddp__crew_name(c, c->silent).s, came, c->count);
 }
 
 /* The lowest rank: waits until each member has reported or is gone. */
 static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__message **reports,
                                         double deadline, int *came) {
   cddp__crew *c = d->crew;
-  char who[64] = "";
-  int waiting = 1, p;
+  int waiting = 1, late = -1, p;
   while (waiting > 0) {
     cddp__crew_listen(d, reports);
     for (p = waiting = 0, *came = 1; p < d->shards; p++) {
@@ -18468,16 +18480,13 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__m
         continue;
       }
       *came += reports[p] != NULL;
-      if (reports[p] == NULL && waiting++ == 0) {
-        who[0] = 0;
-        cddp__name_crew(c, p, who, sizeof who);
-      }
+      if (reports[p] == NULL && waiting++ == 0) late = p;
     }
     if (waiting > 0 && cddp__now() > deadline)
       return cddp__fail(CDDP_TIMEOUT,
                         "timed out after %g s: after a loss in step %" PRIu64 " %s did not come to "
                         "cddp_ddp_next_shard",
-                        d->group->timeout_s, d->steps, who);
+                        d->group->timeout_s, d->steps, cddp__crew_name(c, late).s);
     if (waiting > 0) cddp__crew_nap(c->net->listener, links, d->shards);
   }
   return CDDP_OK;
@@ -18486,7 +18495,6 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__m
 /* A place for who would join: one that a rank of this number had, else the first that is free. */
 static cddp_result cddp__crew_place(const cddp_ddp *d, const cddp__crew_member *self, int *place) {
   const cddp__crew *c = d->crew;
-  char who[64] = "";
   int p, living = 0;
   *place = -1;
   for (p = d->shards - 1; p >= 0; p--) {
@@ -18496,13 +18504,13 @@ static cddp_result cddp__crew_place(const cddp_ddp *d, const cddp__crew_member *
                          m->rank == self->rank))
       *place = p;
     if (m->life == 0 || (m->rank != self->rank && (m->gpu != self->gpu || m->gpu == 0))) continue;
-    cddp__name_crew(c, p, who, sizeof who);
     return m->rank == self->rank
                ? cddp__fail(CDDP_INVALID_ARGUMENT,
-                            "CDDP_JOIN: %s is in the job; give each process a RANK of its own", who)
+                            "CDDP_JOIN: %s is in the job; give each process a RANK of its own",
+                            cddp__crew_name(c, p).s)
                : cddp__fail(CDDP_INVALID_ARGUMENT,
                             "CDDP_JOIN: %s has the GPU that rank %d is to have, but NCCL needs one "
-                            "for each rank", who, self->rank);
+                            "for each rank", cddp__crew_name(c, p).s, self->rank);
   }
   if (*place >= 0) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
@@ -18610,7 +18618,6 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
   cddp__frame_head head =
       cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, mine->size, mine->size);
   cddp_result r = CDDP_OK;
-  char who[64] = "";
   *table = NULL;
   if (l == NULL) return CDDP_SYSTEM;
   cddp__buffer_add(&l->out, &head, sizeof head);
@@ -18628,14 +18635,13 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
     }
     if (!cddp__crew_gone(l) && l->state == CDDP__LINK_DEAD) d->crew->silent = lowest;
     if (l->state == CDDP__LINK_DEAD) break;
-    cddp__name_crew(d->crew, lowest, who, sizeof who);
     if (cddp__now() > deadline)
       r = cddp__fail(CDDP_TIMEOUT,
                      "timed out after %g s: after a loss in step %" PRIu64 " %s has not gathered "
-                     "all ranks", d->group->timeout_s, d->steps, who);
+                     "all ranks", d->group->timeout_s, d->steps,
+                     cddp__crew_name(d->crew, lowest).s);
     else
       cddp__crew_nap(-1, &l, 1);
-    who[0] = 0;
   }
   d->crew->leader = lowest;
   if (*table != NULL && r == CDDP_OK) d->crew->links[lowest] = l;
@@ -19290,7 +19296,10 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
    unit's word counts passes (cddp__pass_number). Rows of a shard that has ended go into a packet,
    which the board names before the shard is in its rank's table; each member merges all packets for
    itself, and steps such a parameter block by block as if its gradient were dense.
-   The memory of a lost member is given back when the step is over: cddp__forget_lost.
+   The memory of a lost member is given back when the step is over: cddp__forget_lost. Packets of
+   rows, and control blocks of the members' groups, are needed longer than that; they belong to the
+   board, and whoever needs one takes the memory that is there: cddp__room_take. Two steps have
+   different packets. A control block is free when no living member says that it uses it.
    A rank that joins takes a place that no member has, and is LIVE from then on, with `at` as if it
    had come to the update of this step: the next one waits for it. Deals have it from member.since
    on. When the step is over, and dealt to it the next one, it copies weights that nobody changes
@@ -19306,19 +19315,13 @@ typedef struct cddp__elastic_view {
   char *kit;
 } cddp__elastic_view;
 
-/* Shared memory for the rows of a shard. */
-typedef struct cddp__elastic_packet {
-  char *at;
-  size_t bytes;
-} cddp__elastic_packet;
-
 /* What a cddp_ddp has of an elastic model. Owner: the thread that trains. */
 struct cddp__elastic {
   cddp__board *board;
   cddp__elastic_member *members; /* [capacity] */
   cddp__atomic_u64 *shards;      /* [shards] */
   cddp__elastic_part *parts;     /* [parts] */
-  cddp__ref *rows;               /* [2][shards] by the step's lowest bit: packets of rows */
+  cddp__elastic_room *rows;      /* [2][shards] by the step's lowest bit: packets of rows */
   double *squares;               /* of the mean, of each piece of the arena */
   unsigned char *in_area;        /* [params] 1: its weights go to an area, for who joins */
   char *areas;                   /* [CDDP__AREAS] */
@@ -19329,8 +19332,7 @@ struct cddp__elastic {
   uint32_t *lives;               /* and which life of the place each is */
   cddp__presence *presences;     /* [capacity] of the group */
   uint64_t identity;             /* of them; 0: none yet */
-  cddp__ref block;               /* of their group */
-  cddp__elastic_packet *packets; /* [2][shards] of this rank: see rows */
+  uint32_t block;                /* of their group: 1 + its number; 0: none */
   char *kit;                     /* this rank's */
   size_t log_at, refs_at, slots_at; /* in each kit, bytes */
   int me;                        /* this rank's member */
@@ -19444,7 +19446,7 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
     e->members = (cddp__elastic_member *)(void *)(board + members);
     e->shards = (cddp__atomic_u64 *)(void *)(board + shards);
     e->parts = (cddp__elastic_part *)(void *)(board + first);
-    e->rows = (cddp__ref *)(void *)(board + rows);
+    e->rows = (cddp__elastic_room *)(void *)(board + rows);
     e->squares = (double *)(void *)(board + squares);
     e->in_area = (unsigned char *)board + flags;
     e->areas = board + areas;
@@ -19475,13 +19477,12 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
   size_t page = cddp__page_size(), bytes;
   cddp__elastic *e = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *e + n * (sizeof *e->views + 2 * sizeof *e->packets + sizeof *e->presences +
-                             3 * sizeof(int) + sizeof *e->lives));
+      a, 1, sizeof *e + n * (sizeof *e->views + sizeof *e->presences + 3 * sizeof(int) +
+                             sizeof *e->lives));
   int i;
   if (e == NULL) return CDDP_OUT_OF_MEMORY;
   e->views = (cddp__elastic_view *)(void *)(e + 1);
-  e->packets = (cddp__elastic_packet *)(void *)(e->views + n);
-  e->presences = (cddp__presence *)(void *)(e->packets + 2 * n);
+  e->presences = (cddp__presence *)(void *)(e->views + n);
   e->dealt = (int *)(void *)(e->presences + n);
   e->living = e->dealt + n;
   e->indices = e->living + n;
@@ -19521,7 +19522,9 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   m->born = cddp__process_born(m->pid);
   m->rank = d->group->rank;
   m->index = h->index;
-  cddp__store32(&m->inside, 0); /* the rank before may have died with 1 */
+  cddp__store32(&m->inside, 0); /* the rank before may have died with these */
+  cddp__store32(&m->uses[0], 0);
+  cddp__store32(&m->uses[1], 0);
   for (i = 0; i < d->count; i++) {
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     if (d->tensors[i].shared) refs[i] = cddp__ref_of(h, d->params[i].data, bytes);
@@ -19598,12 +19601,77 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   return CDDP_OK;
 }
 
+/* --- memory that ranks use again --- */
+
+static void cddp__room_free(cddp__host *h, cddp__elastic_room *room) {
+  cddp__ref at = room->at;
+  void *p = NULL;
+  if (cddp__load64(&room->bytes) == 0) return;
+  cddp__store64(&room->bytes, 0);
+  CDDP__POINT("elastic room");
+  if (cddp__locate(h, &at, &p) == CDDP_OK && !cddp__arena_free(h, p) && !h->threads)
+    (void)cddp__arena_punch(h, at.base, at.size);
+}
+
+/* So many bytes there, where they are now or anew; they hold what they may. Room doubles, so that
+   what is left behind of it is less than it is. */
+static cddp_result cddp__room_take(cddp__host *h, cddp__elastic_room *room, size_t bytes,
+                                   void **out) {
+  size_t more = cddp__page_size();
+  if (cddp__load64(&room->bytes) >= bytes) return cddp__locate(h, &room->at, out);
+  cddp__room_free(h, room);
+  while (more < bytes) more *= 2;
+  if ((*out = cddp__arena_alloc(h, more, CDDP__FOR_KIT)) == NULL) return CDDP_OUT_OF_MEMORY;
+  room->at = cddp__ref_of(h, *out, more);
+  CDDP__POINT("elastic roomy");
+  cddp__store64(&room->bytes, more);
+  return CDDP_OK;
+}
+
+static cddp__elastic_room *cddp__elastic_block(const cddp__elastic *e, uint32_t number) {
+  return &e->members[(number - 1) / CDDP__ELASTIC_BLOCKS].blocks[(number - 1) %
+                                                                 CDDP__ELASTIC_BLOCKS];
+}
+
+/* Whether a member uses that control block: for the deal of its step, or (any) a group it has. */
+static bool cddp__block_used(const cddp_ddp *d, uint32_t number, bool any) {
+  const cddp__elastic *e = d->elastic;
+  int m;
+  for (m = 0; m < d->shards; m++)
+    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
+        (cddp__load32(&e->members[m].uses[0]) == number ||
+         (any && cddp__load32(&e->members[m].uses[1]) == number)))
+      return true;
+  return false;
+}
+
+/* A control block for the group of a deal of this rank, that no member uses, or only with a group
+   of long ago, to which its memory is left then: 1 + its number; 0: there is no memory. */
+static uint32_t cddp__new_block(cddp_ddp *d, int ranks) {
+  cddp__host *h = d->group->host;
+  uint32_t first = 1 + (uint32_t)(d->elastic->me * CDDP__ELASTIC_BLOCKS), k = 0;
+  size_t bytes = cddp__block_bytes(ranks, ranks);
+  cddp__elastic_room *room;
+  void *block = NULL;
+  while (k < CDDP__ELASTIC_BLOCKS && cddp__block_used(d, first + k, true)) k++;
+  room = cddp__elastic_block(d->elastic, first + k % CDDP__ELASTIC_BLOCKS);
+  if (k == CDDP__ELASTIC_BLOCKS) {
+    for (k = 0; cddp__block_used(d, first + k, false);) k++;
+    room = cddp__elastic_block(d->elastic, first + k);
+    cddp__store64(&room->bytes, 0);
+  }
+  if (cddp__room_take(h, room, bytes, &block) != CDDP_OK) return 0;
+  if (h->threads || !cddp__arena_punch(h, room->at.base, room->at.size)) memset(block, 0, bytes);
+  cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
+  return first + k;
+}
+
 /* --- who is there --- */
 
-static void cddp__name_member(const cddp_ddp *d, int member, char *out, size_t n) {
+static cddp__text cddp__member_name(const cddp_ddp *d, int member) {
   const cddp__elastic_member *m = &d->elastic->members[member];
-  cddp__append(out, n, "rank %d (%spid %u)", m->rank,
-               d->group->host->threads ? "a thread of " : "", m->pid);
+  return cddp__words("rank %d (%spid %u)", m->rank,
+                     d->group->host->threads ? "a thread of " : "", m->pid);
 }
 
 /* Whether the member's process has ended, or (a thread) its function. */
@@ -19650,7 +19718,6 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   cddp_result r = CDDP_OK;
   uint64_t word, now;
-  char who[64];
   int m, shard;
   for (m = 0; m < d->shards; m++) {
     word = cddp__load64(&e->members[m].state);
@@ -19659,10 +19726,8 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
     CDDP__POINT("elastic lost");
     if (!cddp__swap64(&e->members[m].state, word, cddp__member_state(CDDP__MEMBER_LOST, now)))
       continue;
-    who[0] = 0;
-    cddp__name_member(d, m, who, sizeof who);
     cddp__log(&d->group->host->logger, 1, "%s is lost; the others do its shards of step %" PRIu64,
-              who, d->steps);
+              cddp__member_name(d, m).s, d->steps);
     cddp__record_event(d->group, "lost", (uint64_t)e->members[m].rank, CDDP_PEER_LOST);
     cddp__elastic_changed(e->board);
   }
@@ -19692,9 +19757,7 @@ static void cddp__forget_member(cddp_ddp *d, int member) {
   }
   for (; i >= 0; i--) { /* weights, arena, and the kit last */
     const cddp__ref *ref = i > 1 ? &refs[i - 2] : i == 1 ? &m->arena : &m->kit;
-    if (ref->kind == CDDP__REF_EXTENT)
-      (void)syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)ref->base,
-                    (off_t)ref->size);
+    if (ref->kind == CDDP__REF_EXTENT) (void)cddp__arena_punch(h, ref->base, ref->size);
   }
   m->kit.kind = CDDP__REF_NONE;
 }
@@ -19810,24 +19873,15 @@ static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
 static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
   cddp__elastic *e = d->elastic;
   cddp__elastic_member *m = &e->members[e->me];
-  cddp__host *h = d->group->host;
   int slot = (int)(e->step & 1), count;
-  cddp__control_block *block = NULL;
-  size_t bytes;
   if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
     (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
   m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot], &count);
-  m->blocks[slot] = e->block;
-  if (m->identity[slot] != e->identity || e->block.kind == CDDP__REF_NONE) {
-    bytes = cddp__block_bytes(count, count);
-    block = (cddp__control_block *)cddp__arena_alloc(h, bytes, CDDP__FOR_BLOCK);
-    memset(&m->blocks[slot], 0, sizeof *m->blocks);
-    if (block != NULL) m->blocks[slot] = cddp__ref_of(h, block, bytes);
-    if (block != NULL) cddp__store32(&block->size, (uint32_t)count);
-  }
+  m->block[slot] = e->block;
+  if (m->identity[slot] != e->identity || e->block == 0)
+    m->block[slot] = cddp__new_block(d, count);
   CDDP__POINT("elastic deal");
-  if (!cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)e->me))
-    cddp__arena_free(h, block);
+  (void)cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)e->me);
   CDDP__POINT("elastic dealt");
 }
 
@@ -19845,7 +19899,8 @@ static void cddp__elastic_begin(cddp_ddp *d) {
   m = &e->members[deal & 4095];
   if (m->identity[slot] != e->identity) cddp__take_deal(d, m->living[slot]);
   e->identity = m->identity[slot];
-  e->block = m->blocks[slot];
+  e->block = m->block[slot];
+  cddp__store32(&e->members[e->me].uses[0], e->block);
   e->begun = true;
 }
 
@@ -19923,18 +19978,13 @@ static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   cddp__elastic *e = d->elastic;
   size_t at = (size_t)(e->step & 1) * (size_t)d->shards + (size_t)shard;
-  cddp__elastic_packet *p = &e->packets[at];
-  size_t bytes = cddp__pack_rows(d, 0, NULL);
+  void *packet = NULL;
+  cddp_result r;
   int i;
   if (d->sparse == NULL) return CDDP_OK;
-  if (p->bytes < bytes) {
-    cddp__arena_free(d->group->host, p->at);
-    p->at = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_USER);
-    p->bytes = p->at != NULL ? bytes : 0;
-    if (p->at == NULL) return CDDP_OUT_OF_MEMORY;
-  }
-  (void)cddp__pack_rows(d, 0, p->at);
-  e->rows[at] = cddp__ref_of(d->group->host, p->at, bytes);
+  r = cddp__room_take(d->group->host, &e->rows[at], cddp__pack_rows(d, 0, NULL), &packet);
+  if (r != CDDP_OK) return r;
+  (void)cddp__pack_rows(d, 0, (char *)packet);
   for (i = 0; i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = 0;
   CDDP__POINT("elastic rows");
@@ -19986,24 +20036,24 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
 static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
   cddp__elastic *e = d->elastic;
   char text[CDDP__ERROR_MAX] = "";
+  cddp__text who;
+  bool taken;
   int i, n = 0;
   for (i = 0; i < d->shards && n < 4 && !update; i++) {
     uint64_t word = cddp__load64(&e->shards[i]);
     int state = cddp__unit_state(word, e->step);
     if (state == CDDP__UNIT_DONE) continue;
-    cddp__append(text, sizeof text, "%s", n++ > 0 ? ", " : "");
-    cddp__name_member(d, state == CDDP__UNIT_TAKEN ? cddp__unit_owner(word) : e->dealt[i], text,
-                      sizeof text);
-    cddp__append(text, sizeof text, " %s shard %d",
-                 state == CDDP__UNIT_TAKEN ? "is not done with" : "has not taken", i);
+    taken = state == CDDP__UNIT_TAKEN;
+    who = cddp__member_name(d, taken ? cddp__unit_owner(word) : e->dealt[i]);
+    cddp__append(text, sizeof text, "%s%s %s shard %d", n++ > 0 ? ", " : "", who.s,
+                 taken ? "is not done with" : "has not taken", i);
   }
   for (i = 0; i < d->shards && n < 4 && update; i++) {
     bool late = cddp__load64(&e->members[i].at) <= 2 * e->step;
     if (i == e->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
     if (!late && cddp__load32(&e->members[i].inside) == 0) continue;
-    cddp__append(text, sizeof text, "%s", n++ > 0 ? ", " : "");
-    cddp__name_member(d, i, text, sizeof text);
-    cddp__append(text, sizeof text, " %s", late ? "did not come to" : "is not done with");
+    cddp__append(text, sizeof text, "%s%s %s", n++ > 0 ? ", " : "", cddp__member_name(d, i).s,
+                 late ? "did not come to" : "is not done with");
   }
   return cddp__fail(CDDP_TIMEOUT, "timed out after %g s in step %" PRIu64 ": %s%s",
                     d->group->timeout_s, d->steps, text, update ? " the update" : "");
@@ -20280,7 +20330,7 @@ static cddp_result cddp__do_parts(cddp__pass *x, int which) {
 static cddp_result cddp__compare_members(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   const cddp__elastic_call *mine = &e->members[e->me].calls[e->step & 1], *c;
-  char who[64] = "";
+  cddp__text who;
   int m;
   for (m = 0; m < d->shards; m++) {
     c = &e->members[m].calls[e->step & 1];
@@ -20288,20 +20338,20 @@ static cddp_result cddp__compare_members(cddp_ddp *d) {
     if (c->kind == mine->kind && c->check == mine->check && c->fp_mode == mine->fp_mode &&
         c->steps == mine->steps)
       continue;
-    cddp__name_member(d, m, who, sizeof who);
+    who = cddp__member_name(d, m);
     if (c->kind != mine->kind)
       return cddp__fail(CDDP_MISMATCH,
                         "ranks disagree in step %" PRIu64 ": rank %d called %s, %s called %s",
-                        d->steps, d->group->rank, cddp__shapes[mine->kind].name, who,
+                        d->steps, d->group->rank, cddp__shapes[mine->kind].name, who.s,
                         cddp__shapes[c->kind].name);
     if (c->steps != mine->steps)
       return cddp__fail(CDDP_MISMATCH,
                         "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
                         "; load the same checkpoint on all ranks",
-                        d->group->rank, d->steps, who, c->steps);
+                        d->group->rank, d->steps, who.s, c->steps);
     return cddp__fail(CDDP_MISMATCH,
                       "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
-                      d->steps, who, cddp__shapes[c->kind].name,
+                      d->steps, who.s, cddp__shapes[c->kind].name,
                       c->fp_mode == mine->fp_mode ? "settings (learning rate, momentum ...)"
                                                   : "floating-point settings",
                       d->group->rank);
@@ -20394,12 +20444,13 @@ static void cddp__use_areas(cddp_ddp *d, const cddp_optim *s) {
 
 /* The mean of the rows of all shards, as each member has it for itself. */
 static cddp_result cddp__elastic_rows(cddp_ddp *d) {
-  const cddp__ref *rows = d->elastic->rows + (size_t)(d->elastic->step & 1) * (size_t)d->shards;
+  size_t first = (size_t)(d->elastic->step & 1) * (size_t)d->shards;
+  const cddp__elastic_room *rows = d->elastic->rows + first;
   cddp_result r = CDDP_OK;
   void *at = NULL;
   int i;
   for (i = 0; r == CDDP_OK && d->sparse != NULL && i < d->shards; i++) {
-    r = cddp__locate(d->group->host, &rows[i], &at);
+    r = cddp__locate(d->group->host, &rows[i].at, &at);
     d->lists[i].packet = (char *)at;
   }
   return r == CDDP_OK && d->sparse != NULL ? cddp__merge_lists(d, d->shards) : r;
@@ -20510,7 +20561,6 @@ static int cddp__free_place(cddp_ddp *d, uint64_t *word, bool *soon) {
 /* How many do that step: *living; and whether one of them has this rank's number. */
 static cddp_result cddp__check_living(cddp_ddp *d, uint64_t step, int *living) {
   cddp__elastic *e = d->elastic;
-  char who[64] = "";
   int m;
   *living = 0;
   for (m = 0; m < d->shards; m++) {
@@ -20518,9 +20568,9 @@ static cddp_result cddp__check_living(cddp_ddp *d, uint64_t step, int *living) {
     if (cddp__member_gone(d, m)) continue;
     *living += cddp__load64(&e->members[m].since) <= step; /* else it waits itself */
     if (e->me >= 0 || e->members[m].rank != d->group->rank) continue;
-    cddp__name_member(d, m, who, sizeof who);
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_JOIN: %s is in the job; give each process a RANK of its own", who);
+                      "CDDP_JOIN: %s is in the job; give each process a RANK of its own",
+                      cddp__member_name(d, m).s);
   }
   return CDDP_OK;
 }
@@ -20699,10 +20749,17 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
 
 /* --- the group of those that are there; leaving --- */
 
+static void cddp__leave_members(cddp__elastic *e) { /* their group */
+  if (e->group != NULL) cddp__group_leave(e->group);
+  e->group = NULL;
+  if (e->me >= 0) cddp__store32(&e->members[e->me].uses[1], 0);
+}
+
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__elastic *e = d != NULL ? d->elastic : NULL;
   void *block = NULL;
   int rank = -1, k;
+  cddp__ref ref;
   cddp__enter_call(__func__);
   if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
   if (d == NULL || !d->desc.elastic) return d != NULL ? d->group : NULL;
@@ -20710,13 +20767,14 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   if (d->crew != NULL) return d->comm;
   if (e->identity == 0) cddp__elastic_begin(d);
   if (e->group != NULL && e->grouped == e->identity) return e->group;
-  if (e->group != NULL) cddp__group_leave(e->group);
-  e->group = NULL;
-  if (e->block.kind == CDDP__REF_NONE)
+  cddp__leave_members(e);
+  if (e->block == 0) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
-  if (e->block.kind == CDDP__REF_NONE ||
-      cddp__locate(d->group->host, &e->block, &block) != CDDP_OK)
     return NULL;
+  }
+  cddp__store32(&e->members[e->me].uses[1], e->block);
+  ref = cddp__elastic_block(e, e->block)->at;
+  if (cddp__locate(d->group->host, &ref, &block) != CDDP_OK) return NULL;
   for (k = 0; k < e->living_count; k++) {
     if (e->living[k] == e->me) rank = k;
     e->presences[k].state = &e->members[e->living[k]].state;
@@ -20727,7 +20785,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
                         (char *)block, d->group->timeout_s) != CDDP_OK)
     return NULL;
   e->group->presences = e->presences;
-  e->group->block_ref = e->block;
+  e->group->block_ref = ref;
   e->group->id = e->identity;
   e->grouped = e->identity;
   return e->group;
@@ -20739,7 +20797,8 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   bool alone = true, needed;
   uint64_t word;
-  int m;
+  int m, k;
+  cddp__leave_members(e);
   if (e->me >= 0) {
     cddp__store64(&e->members[e->me].state,
                   cddp__member_state(CDDP__MEMBER_LEFT, cddp__load64(&e->board->step)));
@@ -20754,12 +20813,14 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   if (needed) d->arena = NULL; /* until another rank takes the place */
   else if (e->me >= 0) e->members[e->me].kit.kind = CDDP__REF_NONE;
   if (!needed) cddp__arena_free(h, e->kit);
-  for (m = 0; m < 2 * d->shards && alone; m++) cddp__arena_free(h, e->packets[m].at);
+  for (m = 0; m < d->shards && alone; m++) {
+    for (k = 0; k < 2; k++) cddp__room_free(h, &e->rows[2 * m + k]);
+    for (k = 0; k < CDDP__ELASTIC_BLOCKS; k++) cddp__room_free(h, &e->members[m].blocks[k]);
+  }
   if (alone) { /* the rank that made the board frees it */
     cddp__store32(&e->board->block.size, 1);
     cddp__store32(&e->board->block.left, 1);
   }
-  if (e->group != NULL) cddp__group_leave(e->group);
   if (e->optim != NULL) e->optim->known = NULL;
   cddp__close_fd(&h->door_fd);
   h->board = NULL;

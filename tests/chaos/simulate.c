@@ -158,7 +158,6 @@ static void draw_op(program *p, int i, members *now) {
 /* The program ends with an elastic model; what comes before it is undisturbed, and short. */
 static void draw_elastic(program *p) {
   static const char *const hosts[] = {"ab", "aab", "abc", "aabb"};
-  bool joins;
   int i, kind;
   p->elastic = true;
   p->fault = NOTHING;
@@ -166,9 +165,8 @@ static void draw_elastic(program *p) {
   p->ops = (int)draw(p->seed, 61, 9);
   p->model = recipe_draw(p->seed, p->n);
   if (!p->threads && p->n > 2 && draw(p->seed, 62, 4) == 0) p->hosts = hosts[draw(p->seed, 63, 4)];
-  joins = p->hosts == NULL && !p->threads;
-  if (joins && draw(p->seed, 64, 2) == 0) p->further = (int)draw(p->seed, 65, 4);
-  if (joins) p->replaced = (int)draw(p->seed, 66, 4);
+  if (!p->threads && draw(p->seed, 64, 2) == 0) p->further = (int)draw(p->seed, 65, 4);
+  if (!p->threads) p->replaced = (int)draw(p->seed, 66, 4);
   p->join_delay = (double)draw(p->seed, 67, 1000) * 1e-5;
   for (i = 0; i < LIVES; i++) {
     uint64_t s = ranks_mix(p->seed, (uint64_t)i, 68);

@@ -4,15 +4,18 @@
 
 #include "../ranks.h"
 
+#include <dirent.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 
-enum { COUNT = 3000, SHARDS = 3 };
+enum { COUNT = 3000, SHARDS = 3, ROWS = 500, WIDTH = 100 };
 
 typedef struct visitor { /* how a process differs from what it should be */
   int rank, world_size, shards;
   size_t count;
   bool plain;  /* not elastic */
   bool leaves; /* rank 1 destroys its model after three steps, and keeps its weights */
+  bool rows;   /* there is a second parameter, with sparse rows */
   const char *secret, *join;
   double timeout_s;
 } visitor;
@@ -20,6 +23,7 @@ typedef struct visitor { /* how a process differs from what it should be */
 typedef struct board {
   int port, stop, running, joined, left;
   uint64_t steps; /* of the job, about */
+  size_t memory; /* bytes that the job's ranks share */
   cddp_result result;
   char text[512];
   double took;
@@ -32,13 +36,33 @@ static void bump(int *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
 static bool told(const char *text) { return strstr(shared->text, text) != NULL; }
 
 typedef struct model {
-  cddp_param p;
+  cddp_param p, table; /* in this order in memory: they are the model's parameters */
+  bool rows;
   cddp_group *g;
   cddp_ddp *ddp;
   cddp_optim *sgd;
 } model;
 
+static size_t shared_bytes(void) {
+  DIR *d = opendir("/proc/self/fd");
+  struct dirent *at;
+  struct stat st;
+  char path[300], to[300];
+  size_t bytes = 0;
+  while (d != NULL && (at = readdir(d)) != NULL) {
+    ssize_t n;
+    snprintf(path, sizeof path, "/proc/self/fd/%.250s", at->d_name);
+    n = readlink(path, to, sizeof to - 1);
+    to[n > 0 ? n : 0] = 0;
+    if (strstr(to, "memfd:cddp") != NULL && stat(path, &st) == 0)
+      bytes += (size_t)st.st_blocks * 512;
+  }
+  if (d != NULL) closedir(d);
+  return bytes;
+}
+
 static cddp_result model_open(model *m, const visitor *v) {
+  static const size_t rows[2] = {0, ROWS};
   cddp_ddp_desc desc;
   cddp_sgd_desc o;
   cddp_result r;
@@ -58,15 +82,23 @@ static cddp_result model_open(model *m, const visitor *v) {
   if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
   CHECK_EQ(cddp_rank(m->g), v->rank);
   m->p.data = cddp_alloc(m->g, v->count * sizeof(float));
-  if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1, &desc)) != CDDP_OK) return r;
+  if (v->rows) {
+    m->rows = true;
+    m->table.name = "table";
+    m->table.count = ROWS * WIDTH;
+    m->table.data = cddp_alloc(m->g, ROWS * WIDTH * sizeof(float));
+    desc.sparse_rows = rows;
+  }
+  if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1 + v->rows, &desc)) != CDDP_OK) return r;
   o.ddp = m->ddp;
-  return cddp_sgd_create(&m->sgd, &m->p, 1, &o);
+  return cddp_sgd_create(&m->sgd, &m->p, 1 + v->rows, &o);
 }
 
 static void model_close(model *m) {
   cddp_optim_destroy(m->sgd);
   cddp_ddp_destroy(m->ddp);
   if (m->g != NULL) cddp_free(m->g, m->p.data);
+  if (m->g != NULL) cddp_free(m->g, m->table.data);
   cddp_destroy(m->g);
 }
 
@@ -90,6 +122,12 @@ static cddp_result one_step(model *m) {
   size_t i;
   while (cddp_ddp_next_shard(m->ddp, &shard)) {
     for (i = 0; i < m->p.count; i++) ((float *)m->p.grad)[i] += 1;
+    if (m->rows) {
+      int64_t row;
+      float values[WIDTH] = {1};
+      for (row = 0; row < ROWS; row += 2) CHECK_OK(cddp_ddp_add_rows(m->ddp, 1, &row, values, 1));
+      if (cddp_ddp_ready(m->ddp, 1) != CDDP_OK) break;
+    }
     if (cddp_ddp_ready(m->ddp, 0) != CDDP_OK) break;
   }
   r = cddp_ddp_step(m->ddp, m->sgd);
@@ -131,6 +169,7 @@ static int life(int rank, void *arg) {
     }
     if ((r = one_step(&m)) != CDDP_OK) break;
     shared->steps = cddp_ddp_steps(m.ddp);
+    if (v.rows && v.rank == 0) shared->memory = shared_bytes();
     stop = (float)look(&shared->stop);
     g = cddp_ddp_group(m.ddp);
     r = cddp_all_reduce(g, &stop, 1, CDDP_F32, CDDP_MAX, NULL);
@@ -279,6 +318,35 @@ static void test_alone(void) {
   CHECK(shared->took >= 2); /* the dead one may have done its part of the last step */
 }
 
+/* Ranks die and others come, again and again: what they share does not grow. */
+static void test_many(void) {
+  visitor first = usual(), v[2];
+  size_t memory = 0;
+  pid_t pids[3];
+  int i, status, rounds = getenv("ROUNDS") != NULL ? atoi(getenv("ROUNDS")) : 90;
+  first.join = NULL;
+  first.rows = true;
+  begin_job(pids, &first);
+  for (i = 0; i < rounds && test_failures == 0; i++) {
+    double until = test_now() + RANKS_WITHIN(20.0);
+    int rank = 1 + i % 2;
+    if (i != 1) {
+      kill(pids[rank], SIGKILL);
+      waitpid(pids[rank], &status, 0);
+    }
+    v[i % 2] = first;
+    v[i % 2].rank = rank;
+    v[i % 2].join = "1";
+    pids[rank] = ranks_fork(life, rank, &v[i % 2]);
+    while (look(&shared->joined) <= i && test_now() < until) ranks_sleep(0.0005);
+    CHECK_EQ(look(&shared->joined), i + 1);
+    if (i == rounds / 3) memory = shared->memory;
+  }
+  fprintf(stderr, "  %zu KiB, in the end %zu KiB\n", memory >> 10, shared->memory >> 10);
+  CHECK(shared->memory < memory + memory / 4);
+  end_job(pids, 3);
+}
+
 /* Processes with another model, in another world, with another secret. */
 static void test_strangers(void) {
   visitor first = usual(), v;
@@ -385,6 +453,7 @@ int main(void) {
   RUN(test_comes);
   RUN(test_leaves);
   RUN(test_alone);
+  RUN(test_many);
   RUN(test_strangers);
   RUN(test_nobody);
   RUN(test_hosts);
