@@ -1824,10 +1824,12 @@ typedef struct cddp__bucket_plan {
   int *params;  /* indices of parameters */
 } cddp__bucket_plan;
 
-/* A node of the canonical tree over the shards of a step: the sum of some that one rank has. */
+/* A node of the canonical tree over the shards of a step: the sum of some that one rank has.
+   Shared, of elastic ranks. */
 typedef struct cddp__shard_node {
-  int rank;
-  int slot; /* of the rank's, where it is; -1: one shard, as the rank's gradients */
+  int32_t first, width; /* shards */
+  int32_t slot;         /* of the rank's, where it is; -1: one shard, as the rank's gradients */
+  int32_t rank;         /* in lists of all ranks' */
 } cddp__shard_node;
 
 typedef struct cddp__address { /* a socket address */
@@ -1878,57 +1880,13 @@ typedef struct cddp__share {
 
 /* --- elastic models --- */
 
-/* shared: the sum of some shards of a step, a node of the canonical tree that one member has. */
-typedef struct cddp__elastic_node {
-  int32_t first, width; /* shards */
-  int32_t slot;         /* in the member's kit; -1: one shard, in its arena */
-} cddp__elastic_node;
-
 /* What must agree between ranks: a hash, and in words what it is of. */
 typedef struct cddp__model_info {
   uint64_t hash;
   char text[176];
 } cddp__model_info;
 
-/* shared: what a member calls in the update of a step. */
-typedef struct cddp__elastic_call {
-  uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT; _JOIN: it joins, and has called nothing */
-  uint32_t fp_mode; /* cddp__fp_mode */
-  uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
-  uint64_t steps;   /* cddp_ddp_steps before it */
-  double lr;        /* of the cddp_optim */
-  float updates;    /* that the cddp_optim has made when this one is done */
-} cddp__elastic_call;
-
-/* shared: memory that whichever rank needs it uses again; it may be another's, and that dead. */
-typedef struct cddp__elastic_room {
-  cddp__ref at;
-  cddp__atomic_u64 bytes; /* 0: there is none; written last */
-} cddp__elastic_room;
-
-#define CDDP__ELASTIC_BLOCKS 3 /* control blocks that a member makes for groups: old ones, a new */
-
-/* shared: a rank of an elastic model, or the place for one. Writer: its rank, but for state. */
-typedef struct cddp__elastic_member {
-  cddp__atomic_u64 state;  /* CDDP__MEMBER_*, and << 8: LIVE, its life; else the step of its end */
-  cddp__atomic_u64 at;     /* 2 t: in the shards of step t; 2 t + 1: has come to its update */
-  cddp__atomic_u64 since;  /* the first step that may be dealt to it */
-  cddp__atomic_u64 nodes;  /* of its kit's tables the one in force: cddp__table_word */
-  cddp__atomic_u32 inside; /* 1: may write to other members' memory */
-  cddp__atomic_u32 life;   /* counts the ranks that have had this place */
-  uint32_t pid;
-  int32_t rank;  /* cddp_rank of its group */
-  int32_t index; /* among the ranks of the host: cddp__host.index */
-  uint64_t born; /* of its process: cddp__process_born */
-  cddp__ref arena, kit;
-  cddp__elastic_call calls[2]; /* by the step's lowest bit, as is what follows: its deal */
-  uint64_t identity[2];        /* hash of the members below and their lives; never 0 */
-  uint32_t block[2];           /* of their group: 1 + its number; 0: there was no memory */
-  uint64_t living[2][CDDP__MAX_RANKS / 64]; /* the members it has seen */
-  cddp__elastic_room blocks[CDDP__ELASTIC_BLOCKS]; /* whoever has this place makes groups here */
-  cddp__atomic_u32 uses[2];    /* 1 + numbers of blocks: of its step's deal, of its group; 0 */
-  unsigned char pad[CDDP__CACHE_LINE];
-} cddp__elastic_member;
+/* What a place for a rank of an elastic model is. */
 enum {
   CDDP__MEMBER_NONE,
   CDDP__MEMBER_JOINING, /* its entry is being filled */
@@ -1936,12 +1894,6 @@ enum {
   CDDP__MEMBER_LOST, /* its process has ended */
   CDDP__MEMBER_LEFT  /* it has called cddp_ddp_destroy */
 };
-
-/* shared: a part of the update. */
-typedef struct cddp__elastic_part {
-  cddp__atomic_u64 word;     /* cddp__unit */
-  cddp__atomic_u64 progress; /* cddp__progress; odd: the block there is in the log */
-} cddp__elastic_part;
 
 /* shared: where the ranks of an elastic model meet. Behind it lie members [capacity], the words of
    shards [shards], parts [parts], and what cddp__elastic has of it. */
@@ -1961,9 +1913,6 @@ typedef struct cddp__board {
   cddp__atomic_u32 sleepers; /* threads asleep until it changes */
   cddp__cause failure;       /* of the model, on all ranks */
 } cddp__board;
-/* ddp.state_room bytes each. */
-enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 6 };
-
 /* A rank of an elastic model of several hosts or GPUs, as it is sent: >>crew. */
 typedef struct cddp__crew_member {
   struct sockaddr_in6 address; /* or a sockaddr_in. Where it listens, */
@@ -6140,7 +6089,7 @@ static int cddp__merges(const int *starts, int depth, int shard, int shards) {
 
 /* Which of `count` nodes, ascending, become one with a new one, `shard` alone: those from *low to
    before *high. Returns where it belongs among them. */
-static int cddp__siblings(const cddp__elastic_node *nodes, int count, int shard, int shards,
+static int cddp__siblings(const cddp__shard_node *nodes, int count, int shard, int shards,
                           int *low, int *high) {
   int begin = shard, end = shard + 1, at = 0, size;
   while (at < count && nodes[at].first < shard) at++;
@@ -6160,6 +6109,29 @@ static int cddp__siblings(const cddp__elastic_node *nodes, int count, int shard,
   return at;
 }
 
+/* As cddp__reduce_nodes takes it: -1: one shard, in the compute type, as all are in slots. */
+static int cddp__node_width(const cddp__shard_node *node) {
+  return node->width == 1 && node->slot >= 0 ? -1 : node->width;
+}
+
+/* The nodes that become one with `shard`, and the shard in their midst, in order: slots and widths.
+   Returns how many. *joined: what they become; it takes the place of those in [*low, *high). */
+static int cddp__join_nodes(const cddp__shard_node *nodes, int count, int shard, int shards,
+                            int *slots, int *widths, cddp__shard_node *joined, int *low,
+                            int *high) {
+  int at = cddp__siblings(nodes, count, shard, shards, low, high), i, n = 0;
+  cddp__shard_node self = {shard, 1, -1, 0};
+  *joined = self;
+  if (at > *low) joined->first = nodes[*low].first;
+  for (i = *low; i < *high; i++) joined->width += nodes[i].width;
+  for (i = *low; i <= *high; i++) {
+    const cddp__shard_node *node = i == at ? &self : &nodes[i - (i > at)];
+    slots[n] = node->slot;
+    widths[n++] = cddp__node_width(node);
+  }
+  return n;
+}
+
 /* The nodes of one rank once it has all its shards. Returns how many; *slots: how many slots it
    needs for them meanwhile. A last shard that merges with none needs no slot. */
 static int cddp__plan_nodes(int shards, int ranks, int rank, cddp__shard_node *nodes, int *widths,
@@ -6174,10 +6146,11 @@ static int cddp__plan_nodes(int shards, int ranks, int rank, cddp__shard_node *n
     if (merged > 0 || i < first + count - 1) *slots = depth > *slots ? depth : *slots;
   }
   for (i = 0; i < depth; i++) {
-    nodes[i].rank = rank;
+    nodes[i].first = starts[i];
+    nodes[i].width = (i + 1 < depth ? starts[i + 1] : first + count) - starts[i];
     nodes[i].slot = i == depth - 1 && merged == 0 ? -1 : i;
-    widths[i] = (i + 1 < depth ? starts[i + 1] : first + count) - starts[i];
-    if (widths[i] == 1 && nodes[i].slot >= 0) widths[i] = -1;
+    nodes[i].rank = rank;
+    widths[i] = cddp__node_width(&nodes[i]);
   }
   return depth;
 }
@@ -17902,7 +17875,7 @@ struct cddp__crew {
   uint64_t done, furthest;      /* reductions; of any member, as of the last table */
   int *owner;                   /* [shards] who does each in the group */
   int *mine_planned;            /* [2 * shards] scratch */
-  cddp__elastic_node *nodes;    /* [shards] sums that this rank has, ascending */
+  cddp__shard_node *nodes;    /* [shards] sums that this rank has, ascending */
   int node_count;
   char *area, *mean, *scratch;  /* slots; the last reduction's mean; where the gradients are */
   cddp__buffer own, rows;       /* rows of the shards in nodes; of all shards of that reduction */
@@ -18078,33 +18051,25 @@ static cddp_result cddp__crew_keep_rows(cddp_ddp *d, int shard) {
 /* The shard in the arena becomes a node in a slot, with its siblings; the arena is clear then. */
 static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
   cddp__crew *c = d->crew;
-  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, i, n = 0;
-  int at = cddp__siblings(c->nodes, c->node_count, shard, d->shards, &low, &high);
-  cddp__elastic_node node;
+  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
+  cddp__shard_node node;
+  int n = cddp__join_nodes(c->nodes, c->node_count, shard, d->shards, slots, widths, &node, &low,
+                           &high);
   cddp_result r = cddp__crew_keep_rows(d, shard);
   if (r != CDDP_OK) return r;
-  node.first = shard;
-  node.width = 1;
   node.slot = cddp__crew_slot(c, 0);
   CDDP__POINT("elastic keep");
-  for (i = low; i <= high; i++) { /* the shard itself is at its place among them */
-    const cddp__elastic_node *from = i < at ? &c->nodes[i] : &c->nodes[i - 1];
-    slots[n] = i == at ? -1 : from->slot;
-    widths[n++] = i == at ? 1 : from->width == 1 ? -1 : from->width;
-    if (i == at) continue;
-    if (i < at && i == low) node.first = from->first;
-    node.width += from->width;
-  }
-  if (at < high) { /* merge_nodes takes a shard that is the last of them */
+  while (slots[at] >= 0) at++;
+  if (at < n - 1) { /* merge_nodes takes a shard that is the last of them */
     if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
-    r = d->memory->merge_nodes(d, node.slot, &slots[at - low], &widths[at - low], 1, true);
+    r = d->memory->merge_nodes(d, node.slot, &slots[at], &widths[at], 1, true);
     if (r != CDDP_OK) return r;
-    slots[at - low] = node.slot;
-    widths[at - low] = -1;
+    slots[at] = node.slot;
+    widths[at] = -1;
     node.slot = cddp__crew_slot(c, node.slot + 1);
   }
   if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
-  r = d->memory->merge_nodes(d, node.slot, slots, widths, n, at == high);
+  r = d->memory->merge_nodes(d, node.slot, slots, widths, n, at == n - 1);
   if (r == CDDP_OK) r = cddp__clear_own(d);
   memmove(c->nodes + low + 1, c->nodes + high,
           (size_t)(c->node_count - high) * sizeof *c->nodes);
@@ -18146,10 +18111,12 @@ static void cddp__crew_plan(cddp_ddp *d, int low, int high) {
   int i = low, half = 1;
   while (i < high && c->owner[i] == c->owner[low]) i++;
   if (i == high && (high - low < d->shards || d->shards == 1)) { /* the root is added at the end */
+    node->first = low;
+    node->width = high - low;
     node->rank = c->owner[low];
     node->slot = c->mine_planned[node->rank]++;
     if (node->slot + 1 > d->most_nodes) d->most_nodes = node->slot + 1;
-    d->widths[d->node_count++] = high - low == 1 ? -1 : high - low;
+    d->widths[d->node_count++] = cddp__node_width(node);
     return;
   }
   while (2 * half < high - low) half *= 2;
@@ -19188,7 +19155,7 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   c->members = (cddp__crew_member *)(void *)(c + 1);
   c->calls = (cddp__call *)(void *)(c->members + n + 1);
   c->links = (cddp__link **)(void *)(c->calls + n);
-  c->nodes = (cddp__elastic_node *)(void *)(c->links + n);
+  c->nodes = (cddp__shard_node *)(void *)(c->links + n);
   c->order = (int *)(void *)(c->nodes + n);
   c->owner = c->order + n;
   c->mine_planned = c->owner + n; /* [2 n] */
@@ -19307,6 +19274,55 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
    where the others publish them (cddp__publish_model), states likewise.
    A rank that is late may still look at step t while others are in t + 1, but no further: so what a
    member says of a step has two places. */
+
+/* shared: what a member calls in the update of a step. */
+typedef struct cddp__elastic_call {
+  uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT; _JOIN: it joins, and has called nothing */
+  uint32_t fp_mode; /* cddp__fp_mode */
+  uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
+  uint64_t steps;   /* cddp_ddp_steps before it */
+  double lr;        /* of the cddp_optim */
+  float updates;    /* that the cddp_optim has made when this one is done */
+} cddp__elastic_call;
+
+/* shared: memory that whichever rank needs it uses again; it may be another's, and that dead. */
+typedef struct cddp__elastic_room {
+  cddp__ref at;
+  cddp__atomic_u64 bytes; /* 0: there is none; written last */
+} cddp__elastic_room;
+
+#define CDDP__ELASTIC_BLOCKS 3 /* control blocks that a member makes for groups: old ones, a new */
+
+/* shared: a rank of an elastic model, or the place for one. Writer: its rank, but for state. */
+typedef struct cddp__elastic_member {
+  cddp__atomic_u64 state;  /* CDDP__MEMBER_*, and << 8: LIVE, its life; else the step of its end */
+  cddp__atomic_u64 at;     /* 2 t: in the shards of step t; 2 t + 1: has come to its update */
+  cddp__atomic_u64 since;  /* the first step that may be dealt to it */
+  cddp__atomic_u64 nodes;  /* of its kit's tables the one in force: cddp__table_word */
+  cddp__atomic_u32 inside; /* 1: may write to other members' memory */
+  cddp__atomic_u32 life;   /* counts the ranks that have had this place */
+  uint32_t pid;
+  int32_t rank;  /* cddp_rank of its group */
+  int32_t index; /* among the ranks of the host: cddp__host.index */
+  uint64_t born; /* of its process: cddp__process_born */
+  cddp__ref arena, kit;
+  cddp__elastic_call calls[2]; /* by the step's lowest bit, as is what follows: its deal */
+  uint64_t identity[2];        /* hash of the members below and their lives; never 0 */
+  uint32_t block[2];           /* of their group: 1 + its number; 0: there was no memory */
+  uint64_t living[2][CDDP__MAX_RANKS / 64]; /* the members it has seen */
+  cddp__elastic_room blocks[CDDP__ELASTIC_BLOCKS]; /* whoever has this place makes groups here */
+  cddp__atomic_u32 uses[2];    /* 1 + numbers of blocks: of its step's deal, of its group; 0 */
+  unsigned char pad[CDDP__CACHE_LINE];
+} cddp__elastic_member;
+
+/* shared: a part of the update. */
+typedef struct cddp__elastic_part {
+  cddp__atomic_u64 word;     /* cddp__unit */
+  cddp__atomic_u64 progress; /* cddp__progress; odd: the block there is in the log */
+} cddp__elastic_part;
+
+/* ddp.state_room bytes each. */
+enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 6 };
 
 /* A member as this rank sees it; where its arena, slots and weights are the cddp_ddp has. */
 typedef struct cddp__elastic_view {
@@ -19460,9 +19476,9 @@ static char *cddp__area(const cddp_ddp *d, int area, size_t at) {
 
 static int cddp__table_room(const cddp_ddp *d) { return d->shards / 2 + 1; } /* nodes, at most */
 
-static cddp__elastic_node *cddp__table(const cddp_ddp *d, char *kit, uint64_t word) {
-  size_t bytes = (size_t)cddp__table_room(d) * sizeof(cddp__elastic_node);
-  return (cddp__elastic_node *)(void *)(kit + (word & 1) * bytes);
+static cddp__shard_node *cddp__table(const cddp_ddp *d, char *kit, uint64_t word) {
+  size_t bytes = (size_t)cddp__table_room(d) * sizeof(cddp__shard_node);
+  return (cddp__shard_node *)(void *)(kit + (word & 1) * bytes);
 }
 
 /* Nodes that the member has in step `step`. */
@@ -19491,7 +19507,7 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   e->unshared = cddp__load32(&d->group->host->unshared);
   (void)cddp__board_layout(d, board, parts, e);
   for (i = 0; i < d->count; i++) d->tensors[i].shared = e->in_area[i] == 0;
-  e->log_at = cddp__round_up(tables * sizeof(cddp__elastic_node), CDDP__CACHE_LINE);
+  e->log_at = cddp__round_up(tables * sizeof(cddp__shard_node), CDDP__CACHE_LINE);
   e->refs_at = e->log_at + CDDP__LOG_ARRAYS * CDDP__LOG_ROOM;
   e->slots_at = cddp__round_up(e->refs_at + (size_t)d->count * sizeof(cddp__ref), page);
   d->slot_room = cddp__round_up(d->slot_bytes, page);
@@ -19697,7 +19713,7 @@ static bool cddp__member_gone(const cddp_ddp *d, int member) {
 static cddp_result cddp__free_shard(cddp_ddp *d, int shard, uint64_t word) {
   cddp__elastic *e = d->elastic;
   int owner = cddp__unit_owner(word), count, i, state = CDDP__UNIT_FREE;
-  const cddp__elastic_node *nodes;
+  const cddp__shard_node *nodes;
   uint64_t table;
   cddp_result r = cddp__elastic_see(d, owner);
   if (cddp__load64(&e->shards[shard]) != word) return CDDP_OK; /* the memory may have gone too */
@@ -19907,12 +19923,12 @@ static void cddp__elastic_begin(cddp_ddp *d) {
 /* --- shards --- */
 
 /* Puts this rank's nodes in force, in which `node` takes the place of those in [low, high). */
-static void cddp__put_nodes(cddp_ddp *d, const cddp__elastic_node *node, int low, int high) {
+static void cddp__put_nodes(cddp_ddp *d, const cddp__shard_node *node, int low, int high) {
   cddp__elastic *e = d->elastic;
   uint64_t word;
   int count = cddp__table_count(e, e->me, e->step, &word), which = (int)(word & 1) ^ 1;
-  const cddp__elastic_node *old = cddp__table(d, e->kit, word);
-  cddp__elastic_node *new_ = cddp__table(d, e->kit, (uint64_t)which);
+  const cddp__shard_node *old = cddp__table(d, e->kit, word);
+  cddp__shard_node *new_ = cddp__table(d, e->kit, (uint64_t)which);
   CDDP_ASSERT(count + 1 - (high - low) <= cddp__table_room(d));
   memcpy(new_, old, (size_t)low * sizeof *new_);
   new_[low] = *node;
@@ -19924,7 +19940,7 @@ static void cddp__put_nodes(cddp_ddp *d, const cddp__elastic_node *node, int low
 }
 
 /* A slot that no node is in. */
-static int cddp__spare_slot(cddp_ddp *d, const cddp__elastic_node *nodes, int count) {
+static int cddp__spare_slot(cddp_ddp *d, const cddp__shard_node *nodes, int count) {
   cddp__elastic *e = d->elastic;
   int slot = 0, i;
   for (i = 0; i < count; i++)
@@ -19942,27 +19958,20 @@ static int cddp__spare_slot(cddp_ddp *d, const cddp__elastic_node *nodes, int co
    the next one. */
 static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
   cddp__elastic *e = d->elastic;
-  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at, i, n = 0;
-  cddp__elastic_node node;
+  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high;
+  cddp__shard_node node;
   uint64_t word;
   int count = cddp__table_count(e, e->me, e->step, &word);
-  const cddp__elastic_node *nodes = cddp__table(d, e->kit, word);
+  const cddp__shard_node *nodes = cddp__table(d, e->kit, word);
+  int n = cddp__join_nodes(nodes, count, shard, d->shards, slots, widths, &node, &low, &high);
   bool kept = e->arena == CDDP__ARENA_NODE; /* as a node, which now goes to a slot */
-  at = cddp__siblings(nodes, count, shard, d->shards, &low, &high);
-  if (kept) high = low + 1;
-  node.first = shard;
-  node.width = 1;
-  node.slot = -1;
-  for (i = low; i <= high && !kept; i++) { /* the shard itself at its place among them */
-    const cddp__elastic_node *from = i < at ? &nodes[i] : i > at ? &nodes[i - 1] : &node;
-    slots[n] = from->slot;
-    widths[n++] = from->width == 1 && from->slot >= 0 ? -1 : from->width;
+  if (kept) {
+    for (low = 0; nodes[low].first != shard; low++) {}
+    high = low + 1;
+    node = nodes[low];
+    slots[0] = -1;
+    widths[0] = n = 1;
   }
-  if (low < high && !kept) {
-    node.first = at > low ? nodes[low].first : shard;
-    for (i = low; i < high; i++) node.width += nodes[i].width;
-  }
-  if (kept) slots[n] = -1, widths[n++] = 1;
   if (n > 1 || more) {
     node.slot = cddp__spare_slot(d, nodes, count);
     cddp__merge_nodes(d, node.slot, slots, widths, n, more && !kept);
@@ -20010,7 +20019,7 @@ static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
 static bool cddp__take_shard(cddp_ddp *d, int shard) {
   cddp__elastic *e = d->elastic;
   uint64_t word = cddp__load64(&e->shards[shard]), table;
-  const cddp__elastic_node *nodes;
+  const cddp__shard_node *nodes;
   int i;
   if (cddp__unit_state(word, e->step) != CDDP__UNIT_FREE) return false;
   CDDP__POINT("elastic take");
@@ -20138,7 +20147,7 @@ static bool cddp__elastic_next(cddp_ddp *d, int *shard) {
 static cddp_result cddp__collect_nodes(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   int shard = 0, n = 0, i, count, owner;
-  const cddp__elastic_node *nodes;
+  const cddp__shard_node *nodes;
   uint64_t table;
   cddp_result r;
   d->leaves = true;
@@ -20149,9 +20158,9 @@ static cddp_result cddp__collect_nodes(cddp_ddp *d) {
     nodes = cddp__table(d, e->views[owner].kit, table);
     for (i = 0; i < count && nodes[i].first != shard; i++) {}
     CDDP_ASSERT(i < count);
+    d->nodes[n] = nodes[i];
     d->nodes[n].rank = owner;
-    d->nodes[n].slot = nodes[i].slot;
-    d->widths[n++] = nodes[i].width == 1 && nodes[i].slot >= 0 ? -1 : nodes[i].width;
+    d->widths[n++] = cddp__node_width(&nodes[i]);
     if (nodes[i].slot >= 0) d->leaves = false;
     shard += nodes[i].width;
   }
