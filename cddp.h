@@ -660,10 +660,9 @@ CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *p
    With shards = 0 the same loop runs with one shard a rank, numbered as the rank.
    More shards than ranks: a rank that has k shards needs up to ceil(log2 k) + 1 more copies of the
    gradients, those of f16 and bf16 in f32, as sums are rounded once. Nothing is reduced while
-   backward runs. Over several hosts, and with MPI, all ranks get all of these copies and add them
-   up. On GPUs a rank has a copy more and needs cddp_kernels.cuh; ranks exchange copies as for an
-   all-reduce, each adds up a part and all gather the means, with NCCL also if there are as many
-   shards as ranks. The sums have the bits of the CPU's.
+   backward runs. Over several hosts, with MPI and on GPUs a rank has a copy more; ranks exchange
+   copies as for an all-reduce, each adds up a part and all gather the means, with NCCL also if
+   there are as many shards as ranks. GPUs need cddp_kernels.cuh; their sums have the CPU's bits.
    With shards set, find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
    CDDP_UNSUPPORTED, whatever the number of ranks; each rank's shards are ready, or the step fails.
 
@@ -13401,9 +13400,6 @@ typedef struct cddp__device_report {
 #ifndef CDDP__COMM_FROM
 #define CDDP__COMM_FROM 2 /* ranks from which on a group has a communicator; tests say 1 */
 #endif
-#ifndef CDDP__SHARD_PIECE
-#define CDDP__SHARD_PIECE ((size_t)8 << 20) /* elements of gradients whose nodes go round at once */
-#endif
 #ifndef CDDP__WARM_UP
 #define CDDP__WARM_UP ((size_t)8 << 20) /* bytes of the largest operation of a warm-up */
 #endif
@@ -15252,11 +15248,11 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    is added to those before it with which it makes a node of the canonical tree over all shards
    (cddp__merges, in >>plan); the last one may stay where it is. Where each rank has which nodes
    then is known since creation (d->nodes). Buckets wait for the step, which takes the mean over all
-   ranks' nodes in place of their gradients: cddp__reduce_shards. Ranks that do not see each other's
-   memory gather all nodes first. On devices all nodes lie in slots, and each rank gets all nodes of
-   a part of the model, takes the mean of these, and all gather the parts (cddp__gpu_gather_piece);
-   with NCCL, whose own order is not the canonical one, also if shards are as many as ranks. Rows
-   are packed shard by shard, and merged as if each shard were a rank's.
+   ranks' nodes in place of their gradients: cddp__reduce_shards. Where ranks do not see each
+   other's memory all nodes lie in slots, and each rank gets all nodes of a part of the model, takes
+   the mean of these, and all gather the parts (cddp__gather_nodes); with NCCL, whose own order is
+   not the canonical one, also if shards are as many as ranks. Rows are packed shard by shard, and
+   merged as if each shard were a rank's.
    From ready() to the new weight on a host: cddp_ddp_ready; cddp_ddp_step, cddp__ddp_step,
    cddp__ddp_meet (one round), cddp__finish, cddp__host_step, cddp__walk, cddp__fuse_loop, the
    kernel.
@@ -15270,6 +15266,10 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
 
 #define CDDP__BLOCK ((size_t)2048) /* elements of a block of step() */
 #define CDDP__OWN_BYTES ((size_t)1 << 20) /* that several hosts reduce in place, at least */
+#define CDDP__NODES_PIECE ((size_t)512 << 10) /* elements whose nodes ranks exchange at once, */
+#ifndef CDDP__SHARD_PIECE /* tests have less */
+#define CDDP__SHARD_PIECE ((size_t)8 << 20) /* and on GPUs */
+#endif
 
 /* The payload of a step in which the ranks of a cddp_ddp meet. */
 typedef struct cddp__step_header {
@@ -15306,7 +15306,9 @@ struct cddp__ddp_memory {
   /* Of more shards than ranks: see cddp__merge_nodes. */
   cddp_result (*merge_nodes)(cddp_ddp *d, int out, const int *slots, const int *widths, int count,
                              bool clear);
-  cddp_result (*gather_shards)(cddp_ddp *d); /* all nodes of all ranks make the mean in the arena */
+  cddp_result (*move)(cddp_ddp *d, const cddp__call *calls, int n); /* between all ranks */
+  /* The mean of n elements, of the nodes in d->sources. */
+  cddp_result (*sum)(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype);
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
   /* Of arrays, from root; CDDP__OWNERS: arrays as long as the parameters, each rank's part. */
   cddp_result (*broadcast)(cddp_ddp *d, const cddp_param *arrays, int count, int root);
@@ -15469,11 +15471,14 @@ static bool cddp__tensor_slice(const cddp_ddp *d, int i, int rank, size_t *begin
   return *begin < *end;
 }
 
-/* All gradients of a dtype take a multiple of so many bytes. Ranks with GPUs that add up shards do
-   it in parts of one size. */
+/* Whether ranks that do not see each other's memory add up shards: cddp__gather_nodes. */
+static bool cddp__gathers(const cddp_ddp *d) {
+  return d->spread && (d->group->carrier->average != NULL || d->group->backend != NULL);
+}
+
+/* All gradients of a dtype take a multiple of so many bytes, and parts of one size divide them. */
 static size_t cddp__dtype_granule(const cddp_ddp *d) {
-  bool parts = d->spread && d->group->backend != NULL;
-  return CDDP__CACHE_LINE * (parts ? (size_t)d->group->size : 1);
+  return CDDP__CACHE_LINE * (cddp__gathers(d) ? (size_t)d->group->size : 1);
 }
 
 /* Places every parameter in the model and the arena: dtype by dtype, last parameters first. */
@@ -15722,7 +15727,7 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
 }
 
 /* The shard that has ended goes into a slot, added to those nodes with which it makes a greater
-   one, and gradients become zero for the next. A host rank's last one may stay in the arena. */
+   one, and gradients become zero for the next. The last one may stay in an arena that peers see. */
 static cddp_result cddp__end_shard(cddp_ddp *d) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
   int shard = d->first_shard + d->taken - 1, merged, slot, i;
@@ -15731,7 +15736,7 @@ static cddp_result cddp__end_shard(cddp_ddp *d) {
   for (i = 0; d->sparse != NULL && i < d->count; i++)
     if (d->sparse[i] != NULL) d->sparse[i]->ends[d->taken - 1] = d->sparse[i]->added.n;
   merged = cddp__merges(d->starts, d->depth, shard, d->shards);
-  if (last && merged == 0 && d->group->backend == NULL) return CDDP_OK;
+  if (last && merged == 0 && !cddp__gathers(d)) return CDDP_OK;
   slot = d->depth - merged;
   CDDP_ASSERT(slot < d->slots);
   d->starts[d->depth] = shard;
@@ -15749,43 +15754,64 @@ static cddp_result cddp__end_shard(cddp_ddp *d) {
   return r;
 }
 
-/* Where ranks do not see each other's memory: every rank gets all nodes and takes the mean of them,
-   which goes into its own arena, where all gradients are. */
-static cddp_result cddp__gather_shards(cddp_ddp *d) {
-  const cddp_allocator *a = &d->group->host->allocator;
-  size_t ranks = (size_t)d->group->size, most = (size_t)d->most_nodes, n, at, esize, csize;
-  size_t block = cddp__max(CDDP__BLOCK, ((size_t)2 << 20) / (ranks * most));
-  char *mine = (char *)cddp__malloc(a, (ranks + 1) * most * block * sizeof(double)), *all;
+/* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, so that
+   each has all nodes of its n elements, takes the mean over the shards, and all gather the means,
+   from `out` on. own: this rank's nodes. */
+static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, const cddp__shard_node *own,
+                                      int count, cddp_dtype dtype, size_t at, size_t n) {
+  cddp_dtype wide = cddp__compute_type(dtype);
+  size_t ranks = (size_t)d->control->size, part = n * cddp__dtype_size(wide);
+  char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *all;
+  cddp__call means = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1);
+  void *scratch = NULL;
+  cddp_result r = CDDP_OK;
+  int i;
+  if (ranks > 1) r = d->memory->scratch(d, (size_t)d->most_nodes * ranks * part, &scratch);
+  if (r != CDDP_OK) return r;
+  for (i = 0, all = (char *)scratch; i < d->most_nodes && ranks > 1; i++, all += ranks * part) {
+    int slot = i < count ? own[i].slot : 0; /* a rank with fewer sends what nobody looks at */
+    d->calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n,
+                                  wide, CDDP_SUM, -1);
+  }
+  if (ranks > 1) r = d->memory->move(d, d->calls, d->most_nodes);
+  CDDP__POINT("elastic exchanged");
+  for (i = 0; i < d->node_count; i++)
+    d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, own[i].slot, at)
+                               : (char *)scratch + ((size_t)d->nodes[i].slot * ranks +
+                                                    (size_t)d->nodes[i].rank) * part;
+  if (r == CDDP_OK) r = d->memory->sum(d, mine, n, dtype);
+  return r == CDDP_OK && ranks > 1 ? d->memory->move(d, &means, 1) : r;
+}
+
+/* Where ranks do not see each other's memory: the nodes of all of them, d->nodes, make the mean, in
+   `out`, which is as the arena. own: those of this rank. If the ranks' parts do not divide a dtype
+   `out` is written, and slots are read, a cache line for each rank behind its end. */
+static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out, const cddp__shard_node *own,
+                                      int count) {
+  size_t ranks = (size_t)d->control->size, at, n, esize;
+  size_t most = (d->group->backend != NULL ? CDDP__SHARD_PIECE : CDDP__NODES_PIECE) / ranks;
   cddp__range range;
   cddp_result r = CDDP_OK;
-  int dtype, i, k, rank;
-  if (mine == NULL) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+  int dtype;
   for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
     if (!cddp__range_of(d, dtype, &range)) continue;
     esize = cddp__dtype_size((cddp_dtype)dtype);
-    csize = cddp__max(esize, sizeof(float));
-    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
-      n = cddp__min(block, (range.end - at) / esize);
-      all = mine + most * n * csize;
-      for (i = k = 0, rank = -1; i < d->node_count; i++, k++) {
-        const cddp__shard_node *node = &d->nodes[i];
-        if (node->rank != rank) k = 0;
-        rank = node->rank;
-        d->sources[i] = all + ((size_t)rank * most + (size_t)k) * n * csize;
-        if (rank == d->group->rank)
-          memcpy(mine + (size_t)k * n * csize,
-                 node->slot < 0 ? d->arena + at : cddp__in_slot(d, d->me, node->slot, at),
-                 n * (node->slot < 0 ? esize : csize));
-      }
-      r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, mine, all, most * n * csize, CDDP_U8,
-                           -1);
-      if (r == CDDP_OK)
-        cddp__reduce_nodes(d->arena + at, d->sources, d->widths, d->node_count, d->shards, n,
-                           (cddp_dtype)dtype, CDDP_AVG);
+    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * ranks * esize) {
+      n = ((range.end - at) / esize + ranks - 1) / ranks;
+      n = cddp__round_up(cddp__min(n, most), CDDP__CACHE_LINE / esize);
+      r = cddp__gather_piece(d, out + at, own, count, (cddp_dtype)dtype, at, n);
+      CDDP__POINT("elastic piece");
     }
   }
-  cddp__free(a, mine);
   return r;
+}
+
+/* The mean over all shards to the arenas of all ranks. */
+static cddp_result cddp__gather_shards(cddp_ddp *d) {
+  int first = 0, end;
+  while (d->nodes[first].rank != d->group->rank) first++;
+  for (end = first; end < d->node_count && d->nodes[end].rank == d->group->rank;) end++;
+  return cddp__gather_nodes(d, d->arena, &d->nodes[first], end - first);
 }
 
 /* --- reducing a bucket in memory that the ranks of a host share --- */
@@ -15998,6 +16024,18 @@ static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   }
   *out = d->scratch;
   return d->scratch != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+}
+
+static cddp_result cddp__host_move(cddp_ddp *d, const cddp__call *calls, int n) {
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; r == CDDP_OK && i < n; i++) r = cddp__run_call(d->control, &calls[i]);
+  return r;
+}
+
+static cddp_result cddp__host_sum(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype) {
+  cddp__reduce_nodes(out, d->sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
+  return CDDP_OK;
 }
 
 /* The state of parameter i, whose stretches lie on the ranks that own them, to all ranks. Each host
@@ -16572,8 +16610,8 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
 
 static const cddp__ddp_memory cddp__host_memory = {
     NULL, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch, NULL,
-    cddp__push_bucket, cddp__reduce_bucket, cddp__merge_nodes, cddp__gather_shards,
-    cddp__await_buckets, cddp__host_broadcast, NULL,
+    cddp__push_bucket, cddp__reduce_bucket, cddp__merge_nodes, cddp__host_move,
+    cddp__host_sum, cddp__await_buckets, cddp__host_broadcast, NULL,
     cddp__host_scale, cddp__host_clip, NULL, cddp__host_step, cddp__host_publish};
 
 #ifdef CDDP_CUDA
@@ -16682,53 +16720,15 @@ static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int out, const int *slots,
   return r;
 }
 
-/* n elements for each rank from offset `at` of the arena on: ranks exchange their nodes, so that
-   each has all nodes of its n elements, takes the mean over the shards, and all gather the means.
-*/
-static cddp_result cddp__gpu_gather_piece(cddp_ddp *d, cddp_dtype dtype, size_t at, size_t n) {
-  cddp_dtype wide = dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32;
-  size_t ranks = (size_t)d->group->size, part = n * cddp__dtype_size(wide), k = 0;
-  char *mine = d->arena + at + (size_t)d->group->rank * n * cddp__dtype_size(dtype);
-  cddp__device *p = cddp__device_of(d->comm);
-  cudaStream_t stream = cddp__main_stream(d->group);
-  cddp__call calls[2 * CDDP__FOLD_DEPTH], means;
-  void *scratch = NULL;
-  cddp_result r = CDDP_OK;
-  int i;
-  if (ranks > 1) r = cddp__device_scratch(p, (size_t)d->most_nodes * ranks * part, &scratch);
-  if (r != CDDP_OK) return r;
-  for (i = 0; i < d->most_nodes && ranks > 1; i++)
-    calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, i, at),
-                               (char *)scratch + (size_t)i * ranks * part, n, wide, CDDP_SUM, -1);
-  if (ranks > 1) r = cddp__issue(p, calls, d->most_nodes, stream);
-  for (i = 0; i < d->node_count; i++) {
-    k = i > 0 && d->nodes[i].rank == d->nodes[i - 1].rank ? k + 1 : 0;
-    d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, (int)k, at)
-                               : (char *)scratch + (k * ranks + (size_t)d->nodes[i].rank) * part;
-  }
-  if (r == CDDP_OK)
-    r = cddp__kernel_result(cddp__registered_kernels->sum(mine, dtype, d->sources, d->widths,
-                                                          d->node_count, d->shards, n,
-                                                          d->group->stream),
-                            "the kernel that adds shards");
-  means = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, d->arena + at, n, dtype, CDDP_SUM, -1);
-  return r == CDDP_OK && ranks > 1 ? cddp__issue(p, &means, 1, stream) : r;
+static cddp_result cddp__gpu_move(cddp_ddp *d, const cddp__call *calls, int n) {
+  return cddp__issue(cddp__device_of(d->comm), calls, n, cddp__main_stream(d->group));
 }
 
-static cddp_result cddp__gpu_gather_shards(cddp_ddp *d) {
-  size_t at, n, each, ranks = (size_t)d->group->size;
-  cddp__range range;
-  cddp_result r = CDDP_OK;
-  int dtype;
-  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
-    if (!cddp__range_of(d, dtype, &range)) continue;
-    each = ranks * cddp__dtype_size((cddp_dtype)dtype);
-    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * each) {
-      n = cddp__min((range.end - at) / each, cddp__round_up(CDDP__SHARD_PIECE / ranks, 64));
-      r = cddp__gpu_gather_piece(d, (cddp_dtype)dtype, at, n);
-    }
-  }
-  return r;
+static cddp_result cddp__gpu_sum(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype) {
+  return cddp__kernel_result(
+      cddp__registered_kernels->sum(out, dtype, d->sources, d->widths, d->node_count, d->shards, n,
+                                    d->group->stream),
+      "the kernel that adds shards");
 }
 
 /* Behind what is on the caller's stream now. Through the host the engine does it, which waits. */
@@ -16944,7 +16944,7 @@ static void cddp__gpu_free(cddp_ddp *d) {
 static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
-    cddp__gpu_gather_shards, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
+    cddp__gpu_move, cddp__gpu_sum, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
     cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, cddp__gpu_publish};
 
 /* Parameters lie on the group's device. */
@@ -17419,7 +17419,7 @@ static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleare
 /* What follows the meeting of a step, or (s NULL) of a wait or reduce_scatter, on ranks that have
    joined too. */
 static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t missing) {
-  bool gathers = d->spread && (d->group->carrier->average != NULL || d->group->backend != NULL);
+  bool gathers = cddp__gathers(d);
   bool waits = kind == CDDP__KIND_DDP_WAIT; /* all ranks get all of the mean */
   bool averaged = waits || d->early || gathers, wrote = missing > 0 && !averaged;
   cddp_result r = missing > 0 ? cddp__settle_unused(d) : CDDP_OK;
@@ -17427,7 +17427,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
   while (r == CDDP_OK && waits && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
-    r = gathers ? d->memory->gather_shards(d) : cddp__finish_buckets(d, s != NULL);
+    r = gathers ? cddp__gather_shards(d) : cddp__finish_buckets(d, s != NULL);
     wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   }
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
@@ -17609,7 +17609,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)desc->shards);
   size_t ranks = desc->elastic ? parts : size, at = 0;
-  size_t calls = n + (size_t)desc->buffer_count + size;
+  size_t calls = cddp__max(n + (size_t)desc->buffer_count + size, parts);
   d->tensors = (cddp__tensor *)cddp__carve(base, &at, n, sizeof *d->tensors);
   d->partitions = (cddp_partition *)cddp__carve(base, &at, n, sizeof *d->partitions);
   d->calls = (cddp__call *)cddp__carve(base, &at, calls, sizeof *d->calls);
@@ -17636,6 +17636,24 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   return at;
 }
 
+/* Which nodes each rank has once its shards are done, and how many slots it needs. */
+static void cddp__plan_shards(cddp_ddp *d) {
+  int rank, slots, nodes;
+  for (rank = 0; rank < d->group->size; rank++) {
+    cddp__shard_node *first = d->nodes + d->node_count;
+    int *widths = d->widths + d->node_count;
+    nodes = cddp__plan_nodes(d->shards, d->group->size, rank, first, widths, &slots);
+    if (cddp__gathers(d)) { /* all nodes lie in slots */
+      first[nodes - 1].slot = nodes - 1;
+      widths[nodes - 1] = cddp__node_width(&first[nodes - 1]);
+      slots = nodes > slots ? nodes : slots;
+    }
+    d->node_count += nodes;
+    d->most_nodes = nodes > d->most_nodes ? nodes : d->most_nodes;
+    d->slots = slots > d->slots ? slots : d->slots;
+  }
+}
+
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
   double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25;
@@ -17643,7 +17661,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
   cddp_ddp none, *d;
-  int i, slots, nodes;
+  int i;
   d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1,
                                sizeof *d + cddp__ddp_arrays(&none, NULL, g, count, desc));
   if (d == NULL) return NULL;
@@ -17666,14 +17684,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
   if (desc->elastic) d->shard_count = 1; /* as it has one in hand at a time */
   d->held = -1;
-  for (i = 0; i < g->size && !desc->elastic; i++) {
-    nodes = cddp__plan_nodes(d->shards, g->size, i, d->nodes + d->node_count,
-                             d->widths + d->node_count, &slots);
-    if (g->backend != NULL) slots = nodes > slots ? nodes : slots; /* all nodes lie in them */
-    d->node_count += nodes;
-    d->most_nodes = nodes > d->most_nodes ? nodes : d->most_nodes;
-    d->slots = slots > d->slots ? slots : d->slots;
-  }
+  if (!desc->elastic) cddp__plan_shards(d);
   d->eager = desc->comm_hook != NULL || g->carrier->average != NULL || g->backend != NULL;
   d->early = !d->spread && !desc->elastic && (d->eager || g->size > 1);
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
@@ -17877,11 +17888,9 @@ struct cddp__crew {
   int *mine_planned;            /* [2 * shards] scratch */
   cddp__shard_node *nodes;    /* [shards] sums that this rank has, ascending */
   int node_count;
-  char *area, *mean, *scratch;  /* slots; the last reduction's mean; where the gradients are */
+  char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
   cddp__buffer own, rows;       /* rows of the shards in nodes; of all shards of that reduction */
   int slots;                    /* in area */
-  size_t scratch_bytes;
-  cddp__call *calls;            /* [shards] scratch */
   cddp__link **links;    /* [shards] while ranks meet: to who reported, or to the leader */
   cddp__crew_knock knocks[CDDP__CREW_KNOCKS];
   int knock_count;
@@ -17896,9 +17905,6 @@ struct cddp__crew {
   float updates;                /* and what goes with them; 0: nothing is to be taken over */
   double lr;
 };
-
-#define CDDP__CREW_PART ((size_t)64)         /* a rank's part of a piece: a multiple, in elements */
-#define CDDP__CREW_PIECE ((size_t)512 << 10) /* elements of gradients that go round at once */
 
 /* What a rank says of itself when ranks meet. A byte for each shard follows: 1, it has its sum. */
 typedef struct cddp__crew_report {
@@ -17991,7 +17997,7 @@ static int cddp__crew_slot(const cddp__crew *c, int first) { /* from there on, t
 
 /* Bytes behind the arena's end that a reduction may touch: its parts are of one size. */
 static size_t cddp__crew_slack(const cddp_ddp *d) {
-  return (size_t)d->shards * CDDP__CREW_PART * sizeof(double);
+  return 2 * (size_t)d->shards * CDDP__CACHE_LINE;
 }
 
 /* Memory where the gradients are; zeroed. */
@@ -18124,56 +18130,6 @@ static void cddp__crew_plan(cddp_ddp *d, int low, int high) {
   cddp__crew_plan(d, low + half, high);
 }
 
-/* Moves between all ranks, of memory where the gradients are. */
-static cddp_result cddp__crew_move(cddp_ddp *d, const cddp__call *calls, int n) {
-  cddp_result r = CDDP_OK;
-  int i;
-#ifdef CDDP_CUDA
-  if (d->group->backend != NULL)
-    return cddp__issue(cddp__device_of(d->comm), calls, n, cddp__main_stream(d->group));
-#endif
-  for (i = 0; r == CDDP_OK && i < n; i++) r = cddp__run_call(d->control, &calls[i]);
-  return r;
-}
-
-static cddp_result cddp__crew_sum(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype) {
-#ifdef CDDP_CUDA
-  if (d->group->backend != NULL)
-    return cddp__kernel_result(
-        cddp__registered_kernels->sum(out, dtype, d->sources, d->widths, d->node_count, d->shards,
-                                      n, d->group->stream),
-        "the kernel that adds shards");
-#endif
-  cddp__reduce_nodes(out, d->sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
-  return CDDP_OK;
-}
-
-/* The mean of n elements for each rank, from offset `at` of the arena on. */
-static cddp_result cddp__crew_piece(cddp_ddp *d, cddp_dtype dtype, size_t at, size_t n) {
-  cddp__crew *c = d->crew;
-  cddp_dtype wide = dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32;
-  size_t ranks = (size_t)c->count, part = n * cddp__dtype_size(wide);
-  char *mine = c->scratch + (size_t)d->most_nodes * ranks * part, *slot;
-  int here = d->group->local_rank, i;
-  cddp__call gather;
-  cddp_result r;
-  for (i = 0; i < d->most_nodes; i++) { /* a rank with fewer nodes sends what nobody looks at */
-    slot = cddp__in_slot(d, here, i < c->node_count ? c->nodes[i].slot : 0, at);
-    c->calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, slot,
-                                  c->scratch + (size_t)i * ranks * part, n, wide, CDDP_SUM, -1);
-  }
-  for (i = 0; i < d->node_count; i++)
-    d->sources[i] = ranks == 1 ? cddp__in_slot(d, here, c->nodes[i].slot, at)
-                               : c->scratch + ((size_t)d->nodes[i].slot * ranks +
-                                               (size_t)d->nodes[i].rank) * part;
-  if (ranks == 1) return cddp__crew_sum(d, c->mean + at, n, dtype);
-  r = cddp__crew_move(d, c->calls, d->most_nodes);
-  CDDP__POINT("elastic exchanged");
-  if (r == CDDP_OK) r = cddp__crew_sum(d, mine, n, dtype);
-  gather = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, c->mean + at, n, dtype, CDDP_SUM, -1);
-  return r == CDDP_OK ? cddp__crew_move(d, &gather, 1) : r;
-}
-
 /* What was begun on the device has ended, and well. */
 static cddp_result cddp__crew_await(cddp_ddp *d) {
 #ifdef CDDP_CUDA
@@ -18181,17 +18137,6 @@ static cddp_result cddp__crew_await(cddp_ddp *d) {
     return cddp__await_stream(cddp__device_of(d->comm), cddp__main_stream(d->group), NULL);
 #endif
   (void)d;
-  return CDDP_OK;
-}
-
-static cddp_result cddp__crew_scratch(cddp_ddp *d, size_t bytes) {
-  cddp__crew *c = d->crew;
-  if (bytes <= c->scratch_bytes) return CDDP_OK;
-  cddp__crew_release(d, c->scratch);
-  c->scratch_bytes = 0;
-  c->scratch = cddp__crew_alloc(d, bytes);
-  if (c->scratch == NULL) return CDDP_OUT_OF_MEMORY;
-  c->scratch_bytes = bytes;
   return CDDP_OK;
 }
 
@@ -18228,11 +18173,9 @@ static cddp_result cddp__crew_gather_rows(cddp_ddp *d, size_t each) {
 /* All members' nodes make the mean, in crew.mean. */
 static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  size_t ranks = (size_t)c->count, at, n, esize, most = CDDP__CREW_PIECE / ranks;
   uint64_t said[3], each, theirs[3];
-  cddp__range range;
   cddp_result r = CDDP_OK;
-  int dtype, k;
+  int k;
   said[0] = c->done;
   said[1] = c->generation;
   said[2] = each = cddp__buffer_size(&c->own);
@@ -18250,17 +18193,7 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   memset(c->mine_planned, 0, (size_t)d->shards * sizeof *c->mine_planned);
   d->node_count = d->most_nodes = 0;
   cddp__crew_plan(d, 0, d->shards);
-  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
-    if (!cddp__range_of(d, dtype, &range)) continue;
-    esize = cddp__dtype_size((cddp_dtype)dtype);
-    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * ranks * esize) {
-      n = ((range.end - at) / esize + ranks - 1) / ranks;
-      n = cddp__round_up(cddp__min(n, most), CDDP__CREW_PART);
-      r = cddp__crew_scratch(d, ((size_t)d->most_nodes * ranks + 1) * n * sizeof(double));
-      if (r == CDDP_OK) r = cddp__crew_piece(d, (cddp_dtype)dtype, at, n);
-      CDDP__POINT("elastic piece");
-    }
-  }
+  if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean, c->nodes, c->node_count);
   if (r == CDDP_OK) r = cddp__crew_await(d);
   if (r != CDDP_OK) return r;
   c->done++;
@@ -18819,14 +18752,15 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
 /* Bytes of the rank with number `source` go to those that join; through the others they pass. */
 static cddp_result cddp__crew_pass(cddp_ddp *d, int source, void *data, size_t bytes) {
   cddp__crew *c = d->crew;
-  size_t most = CDDP__CREW_PIECE * sizeof(double), at, n;
-  cddp_result r = cddp__crew_scratch(d, most);
+  size_t most = CDDP__NODES_PIECE * sizeof(double), at, n;
+  void *passing = NULL;
+  cddp_result r = d->memory->scratch(d, most, &passing);
   for (at = 0; r == CDDP_OK && at < bytes; at += n) {
-    char *piece = c->empty || c->order[source] == c->me ? (char *)data + at : c->scratch;
+    void *piece = c->empty || c->order[source] == c->me ? (char *)data + at : passing;
     cddp__call send;
     n = cddp__min(bytes - at, most);
     send = cddp__make_call(CDDP__KIND_BROADCAST, piece, piece, n, CDDP_U8, CDDP_SUM, source);
-    r = cddp__crew_move(d, &send, 1);
+    r = d->memory->move(d, &send, 1);
     CDDP__POINT("elastic passed");
   }
   return r;
@@ -18891,7 +18825,7 @@ static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
   if (behind) {
     cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->dense, CDDP_U8,
                                       CDDP_SUM, source);
-    r = cddp__crew_move(d, &send, 1);
+    r = d->memory->move(d, &send, 1);
   }
   if (r == CDDP_OK && behind && d->sparse != NULL) r = cddp__crew_pass_rows(d, from, source);
   if (r == CDDP_OK && joins) r = cddp__crew_welcome(d, from, source);
@@ -19080,7 +19014,6 @@ static void cddp__crew_free(cddp_ddp *d) {
   if (d->memory->use != NULL) (void)d->memory->use(d);
   cddp__crew_release(d, c->mean);
   cddp__crew_release(d, c->area);
-  cddp__crew_release(d, c->scratch);
   cddp__crew_release(d, c->states);
   cddp__buffer_clear(&c->own, 0);
   cddp__buffer_clear(&c->rows, 0);
@@ -19148,13 +19081,11 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
-                n * (sizeof *c->members + sizeof *c->nodes + sizeof *c->calls + sizeof *c->links +
-                     4 * sizeof(int)));
+                n * (sizeof *c->members + sizeof *c->nodes + sizeof *c->links + 4 * sizeof(int)));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   d->crew = c;
   c->members = (cddp__crew_member *)(void *)(c + 1);
-  c->calls = (cddp__call *)(void *)(c->members + n + 1);
-  c->links = (cddp__link **)(void *)(c->calls + n);
+  c->links = (cddp__link **)(void *)(c->members + n + 1);
   c->nodes = (cddp__shard_node *)(void *)(c->links + n);
   c->order = (int *)(void *)(c->nodes + n);
   c->owner = c->order + n;

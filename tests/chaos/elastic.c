@@ -7,6 +7,7 @@
      build/plain/elastic --sweep 17                 seed 17's model without its kills: one rank dies
                                                     at the first point of the engine that any rank
                                                     reaches, then at the second, and so on
+     build/plain/elastic --hosts 1 --sweep 17       the same on two hosts
 
    A seed draws 1 to 8 ranks, up to 12 shards, an optimizer, types, whose memory weights and
    gradients lie in, cddp_ddp_step or cddp_ddp_wait; and what happens: ranks die at the n-th point
@@ -419,7 +420,8 @@ static void test_hosts(void) {
 static void test_sweep(void) {
   plan p = draw(sweep_seed);
   unsigned n, failed = 0;
-  p.n = p.n < 2 ? 2 : p.n;
+  p.hosts = host_seeds > 0 && stride == 1 ? "aab" : NULL;
+  p.n = p.n < 3 ? 2 + (p.hosts != NULL) : p.n;
   p.model.shards = p.model.shards < p.n ? p.n : p.model.shards;
   p.model.steps = 3;
   p.model.pause = 0;
@@ -456,7 +458,7 @@ int main(int argc, char **argv) {
       stride = 1;
     }
   }
-  verbose = seeds + host_seeds == 1;
+  verbose = seeds + host_seeds == 1 && stride != 1;
   if (host_seeds > 0) RUN(test_hosts);
   if (stride == 0) return TEST_END();
   if (stride > 1) RUN(test_seeds);
