@@ -17862,9 +17862,10 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
    A place in the crew is a rank in `net`, by which the groups after the first have their
    connections. Who joins is a host of its own there.
    Why no moment is bad: before a rank's reduction is done, all others have its nodes or do its
-   shards again, to the same sums. The mean and the rows of a reduction stay with each rank that has
-   them until all ranks of its group have come to the next one. An update is the rank's own: if it
-   dies there, so do its weights, and the others have theirs.
+   shards again, to the same sums. The mean of a reduction stays with each rank that has it until
+   all ranks of its group have come to the next one. Rows are gathered before: a rank that has the
+   mean has got some of it from each of the others, which had the rows when they sent that. An
+   update is the rank's own: if it dies there, so do its weights, and the others have theirs.
    A rank that has destroyed the model, or failed, listens no more, and is gone likewise. */
 
 /* Who would join a model: its report waits for the next meeting. */
@@ -17912,7 +17913,6 @@ typedef struct cddp__crew_report {
   uint64_t done;       /* reductions */
   uint64_t steps;      /* cddp_ddp_steps */
   double lr;           /* of its cddp_optim */
-  uint64_t rows;       /* of the last reduction, bytes */
   float updates;       /* the cddp_optim has made so many; 0: there is none, or none yet */
   int32_t state_count; /* of each parameter */
   int32_t empty, reserved; /* empty: 1: it joins, and has no weights yet */
@@ -18190,6 +18190,9 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   }
   CDDP__POINT("elastic met");
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__crew_gather_rows(d, (size_t)each);
+  if (r == CDDP_OK && d->dense == 0 && c->count > 1) /* nothing follows that needs all ranks */
+    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_ROWS_DONE, 0,
+                    NULL, 0);
   memset(c->mine_planned, 0, (size_t)d->shards * sizeof *c->mine_planned);
   d->node_count = d->most_nodes = 0;
   cddp__crew_plan(d, 0, d->shards);
@@ -18242,7 +18245,6 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->generation = c->generation;
   report->done = c->done;
   report->steps = d->steps;
-  report->rows = cddp__buffer_size(&c->rows);
   report->empty = c->empty;
   if (c->optim != NULL && c->optim->steps[0] > 0) {
     report->lr = c->optim->desc.lr;
@@ -18795,20 +18797,6 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
   return CDDP_OK;
 }
 
-/* The rows of the last reduction, as the rank with number `source` has them, to all. */
-static cddp_result cddp__crew_pass_rows(cddp_ddp *d, const cddp__crew_report *from, int source) {
-  cddp__buffer *rows = &d->crew->rows;
-  bool gives = d->crew->order[source] == d->crew->me;
-  cddp_result r;
-  if (!gives) cddp__buffer_clear(rows, SIZE_MAX);
-  if (!gives && !cddp__buffer_reserve(rows, (size_t)from->rows)) return CDDP_OUT_OF_MEMORY;
-  r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, rows->data, rows->data,
-                       (size_t)from->rows, CDDP_U8, source);
-  rows->end = (size_t)from->rows;
-  CDDP__POINT("elastic rows passed");
-  return r;
-}
-
 /* What all members have done, those get that lack it: the last mean; who joins, the model. */
 static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
                                     const cddp__crew_report *from) {
@@ -18822,12 +18810,11 @@ static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
     behind = behind || (report->empty == 0 && report->done < c->furthest);
     joins = joins || report->empty != 0;
   }
-  if (behind) {
+  if (behind && d->dense > 0) {
     cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->dense, CDDP_U8,
                                       CDDP_SUM, source);
     r = d->memory->move(d, &send, 1);
   }
-  if (r == CDDP_OK && behind && d->sparse != NULL) r = cddp__crew_pass_rows(d, from, source);
   if (r == CDDP_OK && joins) r = cddp__crew_welcome(d, from, source);
   if (r == CDDP_OK && behind) r = cddp__crew_await(d);
   if (r == CDDP_OK) c->done = c->furthest;
