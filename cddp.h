@@ -18446,6 +18446,7 @@ static void cddp__crew_admit(cddp_ddp *d, cddp__message **reports) {
     report->self.since = c->generation + 1;
     cddp__crew_enter(c, place, &report->self);
     reports[place] = k->report;
+    cddp__link_free(c->net, c->links[place]); /* of who is lost since this meeting began */
     c->links[place] = k->link;
   }
   c->knock_count = 0;
@@ -18546,8 +18547,9 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
       cddp__crew_nap(-1, &l, 1);
   }
   d->crew->leader = lowest;
-  if (*table != NULL && r == CDDP_OK) d->crew->links[lowest] = l;
-  else cddp__link_free(n, l);
+  cddp__link_free(n, d->crew->links[lowest]);
+  d->crew->links[lowest] = *table != NULL && r == CDDP_OK ? l : NULL;
+  if (d->crew->links[lowest] == NULL) cddp__link_free(n, l);
   return r;
 }
 

@@ -420,7 +420,7 @@ static void test_hosts(void) {
 static void test_sweep(void) {
   plan p = draw(sweep_seed);
   unsigned n, failed = 0;
-  p.hosts = host_seeds > 0 && stride == 1 ? "aab" : NULL;
+  p.hosts = seeds == 0 ? "aab" : NULL; /* --hosts */
   p.n = p.n < 3 ? 2 + (p.hosts != NULL) : p.n;
   p.model.shards = p.model.shards < p.n ? p.n : p.model.shards;
   p.model.steps = 3;
