@@ -7015,9 +7015,8 @@ CDDP__COLD_END
 
 /* Bytes of a share for which one round takes less time than the two around direct moves. */
 #define CDDP__ROUND_MOST ((size_t)3 << 10)
-#define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)16 << 10)
-#define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds */
-#define CDDP__SPIN_OVERSUBSCRIBED 50
+#define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)8 << 10)
+#define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds; otherwise none */
 #define CDDP__YIELDS 100
 
 /* --- waits --- */
@@ -7117,11 +7116,11 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
 
 static cddp_result cddp__wait_word(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   int i;
-  for (i = 0; i < g->spin; i++) {
-    if (CDDP__LIKELY(cddp__load32(word) == want)) return CDDP_OK;
+  for (i = 0; CDDP__UNLIKELY(cddp__load32(word) != want); i++) {
+    if (i >= g->spin) return cddp__wait_slow(g, word, want);
     cddp__pause();
   }
-  return cddp__wait_slow(g, word, want);
+  return CDDP_OK;
 }
 
 /* --- disagreement --- */
@@ -7318,7 +7317,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->oversubscribed = g->local_size > h->cores;
   g->round_most = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MOST;
   g->yields = CDDP__YIELDS;
-  g->spin = h->size > h->cores ? CDDP__SPIN_OVERSUBSCRIBED : CDDP__SPIN;
+  g->spin = h->size > h->cores ? 0 : CDDP__SPIN;
   pthread_mutex_init(&g->fail_lock, NULL);
   pthread_mutex_init(&g->p2p_lock, NULL);
   pthread_mutex_init(&g->engine.lock, NULL);
@@ -11653,6 +11652,7 @@ static bool cddp__work_done(cddp_work *w) {
 /* More ranks than cores: of a piece's bytes on all ranks, what each rank reads in the time that the
    second round of cddp__take_slices takes. */
 #define CDDP__READ_MOST_OVERSUBSCRIBED ((size_t)384 << 10)
+#define CDDP__SLICES_LEAST ((size_t)16 << 10) /* bytes of a piece; up to here one round is faster */
 
 /* A call's elements [begin, begin + n) of each share, as they pass through headers or staging
    buffers. */
@@ -11780,7 +11780,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met
       r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, NULL, 0);
       if (r != CDDP_OK) return r;
     }
-    if (slices && k.n * c->esize > cddp__max(most, CDDP__ROUND_MOST_OVERSUBSCRIBED))
+    if (slices && k.n * c->esize > cddp__max(most, CDDP__SLICES_LEAST))
       r = cddp__take_slices(g, c, &k);
     else
       cddp__take_spaces(g, c, &k);
