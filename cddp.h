@@ -6811,8 +6811,9 @@ static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
     t = cddp__words("; rank %d %s in %s%s", cddp__job_rank(g, rank),
                     waits ? "waits" : "has given up", where,
                     cddp__load32(&s->several) ? " (one of its threads)" : "");
-  else if (g->host->net == NULL) /* else it may wait for another host */
-    t = cddp__words("; rank %d waits in no call of cddp", cddp__job_rank(g, rank));
+  else if (g->host->net == NULL && g->presences == NULL && cddp__load32(&s->several) == 0)
+    /* else it may wait for another host, for shards, or in a thread that does not show it */
+    t = cddp__words("; rank %d waits in no collective, send or recv", cddp__job_rank(g, rank));
   return t;
 }
 
@@ -6830,25 +6831,36 @@ static bool cddp__works_are_shown(cddp__host *h) {
 }
 
 /* Shows that this thread waits in g; false: another thread's wait is shown, or this rank may go on
-   in another way. An engine's thread counts while its caller waits for it. */
-static bool cddp__show_wait(cddp_group *g) {
+   in another way. An engine's thread counts while its caller waits for it. where: what it waits in;
+   NULL: its round. */
+static bool cddp__show_wait(cddp_group *g, const char *where) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   cddp__engine *e = cddp__own_engine;
   cddp__spot *s = cddp__spot_of(g, g->rank);
-  cddp__text where;
+  cddp__text call;
   if (s == NULL || (e != NULL && (e != &g->engine || cddp__load32(&e->awaited) == 0))) return false;
   if (!cddp__works_are_shown(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
-  where = cddp__describe_call(header->call, header->count, header->root);
-  where = cddp__words("%.90s%s", cddp__this_site.function != NULL ? cddp__this_site.function
-                                                                  : where.s,
-                      cddp__describe_site().s);
-  cddp__copy_text(s->where, where.s, CDDP__WHERE_MAX);
+  call = cddp__describe_call(header->call, header->count, header->root);
+  if (where == NULL)
+    call = cddp__words("%.90s%s", cddp__this_site.function != NULL ? cddp__this_site.function
+                                                                   : call.s,
+                       cddp__describe_site().s);
+  cddp__copy_text(s->where, where != NULL ? where : call.s, CDDP__WHERE_MAX);
   cddp__store32(&s->group, (uint32_t)g->id);
   cddp__store32(&s->suspect, 0);
   cddp__store32(&s->failed, 0);
   if (++g->host->waits == 0) g->host->waits = 1;
   cddp__store32(&s->wait, g->host->waits);
   return true;
+}
+
+/* The shown wait is over. failed: it has been given up. */
+static void cddp__hide_wait(cddp_group *g, bool failed) {
+  cddp__spot *s = cddp__spot_of(g, g->rank);
+  if (s == NULL) return;
+  cddp__store32(&s->failed, failed);
+  cddp__store32(&s->wait, 0);
+  cddp__store32(&g->host->shown, 0);
 }
 
 /* --- ranks that wait for each other in different groups --- */
@@ -7090,7 +7102,6 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
 
 /* Waits until *word == want, the slow way. A wait that has become long is shown in the spot. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
-  cddp__spot *spot = cddp__spot_of(g, g->rank);
   bool shown = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
@@ -7102,15 +7113,12 @@ static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32
     if (r == CDDP_OK && w.due && cddp__load32(word) != want) {
       r = cddp__look_after_peers(g);
       if (r == CDDP_OK && shown) r = cddp__look_for_deadlock(g);
-      if (r == CDDP_OK && !shown) shown = cddp__show_wait(g);
+      if (r == CDDP_OK && !shown) shown = cddp__show_wait(g, NULL);
     }
     if (r == CDDP_OK && w.late && cddp__load32(word) != want) r = cddp__break_late(g, -1);
     if (r == CDDP_OK) cddp__wait_sleep(g, &w, &g->block->sleepers, word, v);
   }
-  if (!shown) return r;
-  cddp__store32(&spot->failed, r != CDDP_OK);
-  cddp__store32(&spot->wait, 0);
-  cddp__store32(&g->host->shown, 0);
+  if (shown) cddp__hide_wait(g, r != CDDP_OK);
   return r;
 }
 
@@ -9688,10 +9696,35 @@ static cddp_result cddp__p2p_late(cddp_group *g, const cddp__p2p *m, double limi
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
+/* Shows that this thread waits for a message. Not if there are others: their rounds tell more. */
+static bool cddp__show_message(cddp_group *g, const cddp__p2p *m) {
+  const cddp__spot *s = cddp__spot_of(g, g->rank);
+  cddp__text who = cddp__words("any rank");
+  if (s == NULL || cddp__load32(&s->several) != 0) return false;
+  if (m->c->root != CDDP_ANY) who = cddp__words("rank %d", cddp__job_rank(g, m->c->root));
+  return cddp__show_wait(
+      g, cddp__words("cddp_%s %.20s, tag %d", m->q != NULL ? "recv from" : "send to", who.s,
+                     m->c->tag).s);
+}
+
+static void cddp__unshow(void *g) {
+  if (g != NULL) cddp__hide_wait((cddp_group *)g, true);
+}
+
+/* Where a thread may be cancelled. A function of its own, as cddp__recv_now. */
+static void cddp__test_cancel(cddp_group *shown, int cancel) {
+  pthread_cleanup_push(cddp__unshow, shown);
+  pthread_setcancelstate(cancel, NULL);
+  pthread_testcancel();
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
+  pthread_cleanup_pop(0);
+}
+
 /* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
    negative. A thread may be cancelled here while it sleeps for a receive. */
 static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limit) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
+  bool shown = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int cancel;
@@ -9706,16 +9739,14 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
     if (cddp__gone_peer(g, m) >= 0 && !cddp__p2p_ready(g, m)) r = cddp__check_peer(g, m);
     if (r == CDDP_OK && w.late) r = cddp__p2p_late(g, m, limit);
     if (r != CDDP_OK) break;
-    if (m->q != NULL) { /* no lock is held */
-      pthread_setcancelstate(cancel, NULL);
-      pthread_testcancel();
-      pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
-    }
+    if (w.due && !shown) shown = cddp__show_message(g, m);
+    if (m->q != NULL) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock is held */
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, m->c->root, events);
     else
       cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
   }
+  if (shown) cddp__hide_wait(g, r != CDDP_OK && limit < 0);
   pthread_setcancelstate(cancel, &cancel);
   return r;
 }
@@ -17383,6 +17414,9 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   if (r != CDDP_OK || s == NULL) return r;
   r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->steps, s->steps, (size_t)d->count,
                        CDDP_F32, root);
+  if (r == CDDP_OK)
+    r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->fresh, s->fresh, (size_t)d->count,
+                         CDDP_U8, root);
   for (k = 0; r == CDDP_OK && k < s->count * s->states; k++) {
     cddp_param p = d->params[k % s->count];
     if (s->steps[k % s->count] == 0) continue;
@@ -21813,8 +21847,13 @@ static unsigned cddp__own_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
 
 /* --- saving --- */
 
+/* Whether it is a master that the next step begins anew, as the weights are. */
+static bool cddp__is_old_master(const cddp_optim *s, const cddp__st_item *item) {
+  return item->place != NULL && cddp__is_master(s, item->state) && s->fresh[item->param];
+}
+
 /* Where the states are: the optimizer's own, or those that the ranks of a host share. Leaves out
-   states that no step has made yet. */
+   states that no step has made yet, and masters that are not those of the weights. */
 static void cddp__find_states(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   size_t i, n = 0;
@@ -21822,6 +21861,7 @@ static void cddp__find_states(cddp__checkpoint *c) {
     cddp__st_item *item = &c->items[i];
     const cddp__share *h = item->place != NULL ? (const cddp__share *)s->share : NULL;
     if (item->param >= 0 && s->steps[item->param] == 0) continue;
+    if (cddp__is_old_master(s, item)) continue;
     if (item->place != NULL) item->data = *item->place;
     if (h != NULL && item->data == NULL)
       item->data = cddp__state_at(h->ddp, s, h->states, item->state, item->param, 0);
@@ -21957,14 +21997,18 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
     cddp__st_item *item = &c->items[i];
     const cddp_tensor_info *t = cddp__st_find(c->file, item->name);
-    bool sibling = item->param >= 0 && item[-1].param == item->param;
+    const cddp__st_item *before = item - (i > 0); /* a master may be missing alone */
+    bool master = item->place != NULL && cddp__is_master(s, item->state), sibling;
+    if (before->place != NULL && before->from == NULL && cddp__is_master(s, before->state))
+      before--;
+    sibling = item->param >= 0 && before->param == item->param;
     if (item->param >= 0 && !c->has_lr) continue; /* partial, and the file has no optimizer */
     if (t == NULL) { /* all states of a parameter may be missing: no step had touched it */
-      if (!partial && (item->param < 0 || (sibling && item[-1].from != NULL)))
+      if (!partial && !master && (item->param < 0 || (sibling && before->from != NULL)))
         r = cddp__lacks("tensor", item->name);
       continue;
     }
-    if (!partial && sibling && item[-1].from == NULL) r = cddp__lacks("tensor", item[-1].name);
+    if (!partial && sibling && before->from == NULL) r = cddp__lacks("tensor", before->name);
     if (r != CDDP_OK) break;
     r = cddp__check_match(item, t);
     taken[t - c->file->tensors] = true;

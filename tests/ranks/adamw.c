@@ -546,6 +546,103 @@ static void test_masters(void) {
   }
 }
 
+enum { HALVES = 300 };
+
+static cddp_optim *half_optim(cddp_param *p, bool sgd, cddp_ddp *ddp) {
+  cddp_adamw_desc a;
+  cddp_sgd_desc s;
+  cddp_optim *o = NULL;
+  memset(&a, 0, sizeof a);
+  memset(&s, 0, sizeof s);
+  a.lr = s.lr = 0.01, s.momentum = 0.9;
+  a.ddp = s.ddp = ddp;
+  a.master_weights = s.master_weights = true;
+  if (sgd) CHECK_OK(cddp_sgd_create(&o, p, 1, &s));
+  else CHECK_OK(cddp_adamw_create(&o, p, 1, &a));
+  return o;
+}
+
+static void half_gradient(cddp_param *p, int step) {
+  size_t i;
+  for (i = 0; i < p->count; i++) ranks_store(p->dtype, p->grad, i, gradient_of(0, step, 0, i));
+}
+
+/* Weights that the program has changed itself, saved before a step: who loads the file goes on from
+   these weights, not from the masters before. */
+static void test_saved_after_a_change(void) {
+  static uint16_t w[2][HALVES], g[2][HALVES];
+  char folder[] = "/tmp/cddp-adamw-XXXXXX", path[64];
+  cddp_checkpoint_desc all;
+  cddp_param p[2];
+  cddp_optim *o[2];
+  int sgd, k, step;
+  size_t i;
+  CHECK(mkdtemp(folder) != NULL);
+  snprintf(path, sizeof path, "%s/checkpoint", folder);
+  for (sgd = 0; sgd < 2; sgd++) {
+    memset(w, 0, sizeof w);
+    memset(p, 0, sizeof p);
+    memset(&all, 0, sizeof all);
+    for (k = 0; k < 2; k++) {
+      p[k].name = "w", p[k].data = w[k], p[k].grad = g[k];
+      p[k].count = HALVES, p[k].dtype = CDDP_BF16;
+      o[k] = half_optim(&p[k], sgd == 1, NULL);
+    }
+    for (step = 0; step < 3; step++) {
+      half_gradient(&p[0], step);
+      CHECK_OK(cddp_optim_step(o[0]));
+    }
+    for (i = 0; i < HALVES; i++) ranks_store(CDDP_BF16, w[0], i, 2);
+    CHECK_OK(cddp_optim_write_copies(o[0]));
+    all.optim = o[0];
+    CHECK_OK(cddp_save(NULL, path, &p[0], 1, &all));
+    all.optim = o[1];
+    CHECK_OK(cddp_load(NULL, path, &p[1], 1, &all));
+    for (k = 0; k < 2; k++) {
+      half_gradient(&p[k], 3);
+      CHECK_OK(cddp_optim_step(o[k]));
+    }
+    CHECK(memcmp(w[0], w[1], sizeof w[0]) == 0);
+    for (k = 0; k < 2; k++) cddp_optim_destroy(o[k]);
+  }
+  CHECK_EQ(unlink(path), 0);
+  CHECK_EQ(rmdir(folder), 0);
+}
+
+/* A rank that had no data in the whole first epoch, in which the others stepped behind
+   cddp_ddp_wait, gets their masters. */
+static int no_data(cddp_group *g, void *arg) {
+  int sgd, step;
+  (void)arg;
+  for (sgd = 0; sgd < 2; sgd++) {
+    uint16_t w[HALVES] = {0}, all[2 * HALVES];
+    cddp_param p = {"w", w, NULL, HALVES, CDDP_BF16};
+    cddp_optim *o;
+    cddp_ddp *d;
+    CHECK_OK(cddp_ddp_create(&d, g, &p, 1, NULL));
+    o = half_optim(&p, sgd == 1, d);
+    for (step = 0; step < 8; step++) {
+      if (step == 5) CHECK_OK(cddp_ddp_join(d, o));
+      if (step < 5 && cddp_rank(g) == 1) continue;
+      half_gradient(&p, step);
+      CHECK_OK(cddp_ddp_ready(d, 0));
+      CHECK_OK(cddp_ddp_wait(d));
+      CHECK_OK(cddp_optim_step(o));
+      CHECK_OK(cddp_optim_zero_grad(o));
+    }
+    CHECK_OK(cddp_all_gather(g, w, all, HALVES, CDDP_BF16, NULL));
+    CHECK(memcmp(all, all + HALVES, sizeof w) == 0);
+    cddp_optim_destroy(o);
+    cddp_ddp_destroy(d);
+  }
+  return 0;
+}
+
+static void test_masters_of_a_rank_without_data(void) {
+  CHECK_OK(ranks_run(no_data, NULL, 2, false));
+  CHECK_OK(ranks_run(no_data, NULL, 2, true));
+}
+
 /* Clipping, in one pass or between wait and step: the same bits, and with shards on any number of
    ranks. */
 static void test_clip(void) {
@@ -701,6 +798,8 @@ int main(void) {
   RUN(test_resume);
   RUN(test_damaged);
   RUN(test_masters);
+  RUN(test_saved_after_a_change);
+  RUN(test_masters_of_a_rank_without_data);
   RUN(test_clip);
   RUN(test_norm);
   RUN(test_clip_refused);

@@ -423,6 +423,44 @@ static void test_a_time_out_says_where_peers_wait(void) {
   CHECK(says(2, "in cddp_barrier at %s:%d", __FILE__, all[0].line));
 }
 
+/* Rank 1 waits for a message while rank 0 waits for it in a barrier. */
+enum { RECEIVES, RECEIVES_ANY, SENDS, COMPUTES, MESSAGES };
+static const char *const message_words[] = {
+    "rank 1 waits in cddp_recv from rank 0, tag 7",
+    "rank 1 waits in cddp_recv from any rank, tag 7",
+    "rank 1 waits in cddp_send to rank 0, tag 7",
+    "rank 1 waits in no collective, send or recv"};
+
+static int message_awaited(int rank, void *arg) {
+  int how = *(const int *)arg;
+  size_t n = 1 << 18; /* a send of shared memory, which is not copied */
+  cddp_group_desc desc;
+  cddp_group *g;
+  float *x;
+  memset(&desc, 0, sizeof desc);
+  desc.timeout_s = rank == 1 ? 60 : 1.5 * (RANKS_SLOW ? 2 : 1);
+  if (cddp_init(&g, &desc) != CDDP_OK) return 1;
+  x = (float *)cddp_alloc(g, n * sizeof *x);
+  if (rank == 0) note(rank, 0, cddp_barrier(g));
+  else if (how == SENDS) note(rank, 0, cddp_send(g, x, n, CDDP_F32, 0, 7, NULL));
+  else if (how == COMPUTES) ranks_sleep(RANKS_SLOW ? 4 : 2);
+  else note(rank, 0, cddp_recv(g, x, 1, CDDP_F32, how == RECEIVES ? 0 : CDDP_ANY, 7, NULL));
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_a_time_out_says_who_waits_for_a_message(void) {
+  int status[2], how;
+  for (how = 0; how < MESSAGES; how++) {
+    memset(all, 0, RANKS * sizeof *all);
+    ranks_script(message_awaited, &how, 2, RANKS_WITHIN(20), status);
+    CHECK(ranks_exited_well(status, 2));
+    CHECK_IS(all[0].result, CDDP_TIMEOUT);
+    CHECK(says(0, "%s", message_words[how]));
+    if (how != COMPUTES) CHECK_IS(all[1].result, CDDP_TIMEOUT);
+  }
+}
+
 /* --- floating-point modes --- */
 
 enum { ON_REDUCE, ON_CREATE, ON_WAIT, ON_STEP, MODE_PLACES };
@@ -801,6 +839,7 @@ int main(void) {
   if (ranks_has_company(0, RANKS)) RUN(test_a_call_on_one_rank_alone); /* seen on one host only */
   RUN(test_what_is_no_deadlock);
   if (getenv("TEST_HOSTS") == NULL) RUN(test_a_time_out_says_where_peers_wait);
+  if (getenv("TEST_HOSTS") == NULL) RUN(test_a_time_out_says_who_waits_for_a_message);
   if (getenv("TEST_HOSTS") == NULL) RUN(test_a_time_out_names_all);
   RUN(test_another_floating_point_mode);
   RUN(test_a_death_says_how);
