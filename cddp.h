@@ -1831,17 +1831,6 @@ typedef struct cddp__shard_node {
   int32_t rank;         /* in lists of all ranks' */
 } cddp__shard_node;
 
-typedef struct cddp__address { /* a socket address */
-  union {
-    struct sockaddr any;
-    struct sockaddr_storage sa;
-    struct sockaddr_in v4;
-    struct sockaddr_in6 v6;
-    struct sockaddr_un un;
-  };
-  socklen_t size; /* bytes in use */
-} cddp__address;
-
 /* Where a gradient is that ranks reduce. */
 enum cddp__storage {
   CDDP__COPIED,   /* in the arena; params[i].grad is the caller's, and copied */
@@ -2076,24 +2065,6 @@ typedef struct cddp__net {
   uint32_t left_count;
 } cddp__net;
 
-/* Leaves [low, high) of the canonical tree that have a node of their own and all lie on one host,
-   while those of its parent do not. */
-typedef struct cddp__subtree {
-  int low, high;
-  int host;  /* index in the group */
-  size_t at; /* bytes an element before its sum among its host's */
-} cddp__subtree;
-
-/* A frame that the thread of the collectives sends or awaits: out of its memory, or into it. */
-typedef struct cddp__item {
-  int rank; /* the other side, in the group */
-  bool out;
-  int type; /* CDDP__FRAME_HEADERS or _PIECE */
-  const void *data;
-  size_t size; /* bytes; of headers that are awaited: at most, whatever comes */
-  long step;   /* sent: in which it was posted */
-} cddp__item;
-
 /* A host of a group. */
 typedef struct cddp__group_node {
   int first, size;        /* its ranks: hosts.ranks[first] .. */
@@ -2112,6 +2083,7 @@ typedef struct cddp__peer {
   double lost_at;
   int error; /* link.error */
 } cddp__peer;
+#define CDDP__LEFT (-1) /* in link.error: the other side said BYE */
 
 /* What one group needs to span hosts. Host 0 of a group is that of its rank 0, and so on. Owner of
    what can change, but for what is said: the thread that runs the group's collectives. */
@@ -2122,11 +2094,11 @@ typedef struct cddp__hosts {
   cddp__peer *peers;          /* [size] */
   cddp__group_node *nodes;    /* [count] */
   int *ranks;                 /* [size] by host */
-  cddp__subtree *subtrees;    /* of the canonical tree, by rank */
+  struct cddp__subtree *subtrees; /* of the canonical tree, by rank */
   int subtree_count;
   int *widths;             /* [subtree_count] leaves of each */
   int *leaves, leaf_count; /* ranks that are summed over: all, but for those that have joined */
-  cddp__item *items;       /* [size * CDDP__FRAMES] posted frames; memory that is not used */
+  struct cddp__item *items; /* [size * CDDP__FRAMES] posted frames; memory that is not used */
   int item_count;
   double looked;           /* leaders: when a round last looked for notices, of cddp__now() */
   long step;               /* of a slice; frames that are posted belong to it */
@@ -2154,38 +2126,32 @@ static void cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
    connections are accepted and notices heard; this rank's connections end; hosts ask each other who
-   has come to a round, and are told; a rank of another host is gone; a message is sent, has room,
-   is received, is given to a recv (p2p_lock held for these three), or a wait for a peer sleeps. */
+   has come to a round; a message is sent, has room, messages come (p2p_lock held for these two), or
+   a wait for a peer sleeps. */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
 static void cddp__hosts_ask(cddp_group *g);
-static void cddp__hosts_told(cddp_group *g, const char *text);
-static bool cddp__hosts_gone(const cddp_group *g, int rank);
 static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c);
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
 static void cddp__hosts_serve(cddp_group *g);
-static void cddp__hosts_match(cddp_group *g, cddp_work *q);
 struct cddp__wait;
 static void cddp__hosts_pause(cddp_group *g, struct cddp__wait *w, int peer, uint32_t events);
 
 /* >>collectives: what does not fit into a round, in shared memory. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
 
-/* >>links: a job's connections end with its memory, one by itself in a way that has words; ranks of
-   other hosts are told of a failure. */
+/* >>links: a job's connections end with its memory; ranks of other hosts are told of a failure. */
 static void cddp__net_free(cddp__net *n);
-static cddp__text cddp__describe_link_end(int error);
 static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
                            uint32_t code, const char *text);
 
 /* >>kernels: takes over what an optimizer does if its parameters lie on a device. */
 static cddp_result cddp__attach_optim(cddp_optim *o);
 
-/* >>elastic: a model whose ranks are lost, and come, gets its optimizer; its next shard; its ranks
-   learn of a failure. >>crew: they see that this one is gone. */
+/* >>elastic: a model whose ranks are lost, and come, gets its optimizer; its ranks learn of a
+   failure. >>crew: they see that this one is gone. */
 static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o);
-static bool cddp__elastic_next(cddp_ddp *d, int *shard);
 static void cddp__elastic_fail(cddp_ddp *d, cddp_result r);
 static void cddp__crew_hide(cddp_ddp *d);
 
@@ -2955,6 +2921,17 @@ static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, s
    polls. A function whose callers try several addresses returns 0 or an errno; the others return a
    result and leave its text. */
 
+typedef struct cddp__address { /* a socket address */
+  union {
+    struct sockaddr any;
+    struct sockaddr_storage sa;
+    struct sockaddr_in v4;
+    struct sockaddr_in6 v6;
+    struct sockaddr_un un;
+  };
+  socklen_t size; /* bytes in use */
+} cddp__address;
+
 #define CDDP__ADDRESSES_MAX 16 /* addresses of one host name */
 
 /* The calls that may do less than asked go through these, so that tests can make them. */
@@ -3151,6 +3128,13 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
 static bool cddp__address_loopback(const cddp__address *a) {
   if (a->sa.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&a->v6.sin6_addr) != 0;
   return a->sa.ss_family == AF_INET && ntohl(a->v4.sin_addr.s_addr) >> 24 == 127;
+}
+
+/* The scope of a link-local address is a number of the host that wrote it. Here it is that of this
+   host's address on the same link. */
+static void cddp__address_rescope(cddp__address *a, const cddp__address *here) {
+  if (a->sa.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&a->v6.sin6_addr))
+    a->v6.sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
 /* An IPv4 or IPv6 address from its bytes, whatever they are. */
@@ -4226,7 +4210,9 @@ static cddp_result cddp__store_run(cddp_store *s, cddp__request *q, double deadl
     if (q->size != NULL) *q->size = reply.size;
     if (reply.size > 0 && reply.size <= q->capacity) memcpy(q->out, reply.data, reply.size);
     if (reply.size > q->capacity && (q->out != NULL || q->capacity > 0))
-      r = cddp__fail(CDDP_INVALID_ARGUMENT, "the value of '%.64s' has %zu bytes and the buffer %zu",
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "the value of '%.64s' does not fit into the buffer: its size is %zu, the "
+                     "buffer's %zu",
                      q->keys[0], reply.size, q->capacity);
   }
   cddp__buffer_clear(&s->bytes, 65536); /* may have been large */
@@ -4330,7 +4316,13 @@ static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o) {
     r = cddp__resolve(host, port, s->addresses, &s->address_count);
   if (r == CDDP_OK && o->desc.is_server && o->reachable) cddp__add_addresses(s, host);
   if (r == CDDP_OK && o->desc.is_server) r = cddp__serve(s, o);
-  return r;
+  if (r != CDDP_OK || port != 0) return r;
+  port = cddp__address_port(&s->addresses[0]); /* that the system has chosen, for error texts */
+  cddp__free(&s->allocator, s->name);
+  s->name = cddp__strdup(
+      &s->allocator,
+      cddp__words(strchr(host, ':') != NULL ? "[%s]:%d" : "%s:%d", host, port).s);
+  return s->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* --- file:// ---
@@ -6554,7 +6546,9 @@ CDDP__COLD
 
 /* --- what has become of a peer --- */
 
-#define CDDP__NAP_S 0.02 /* longest sleep before peers are looked after */
+#define CDDP__NAP_S 0.02  /* longest sleep before peers are looked after */
+#define CDDP__NEWS_S 0.1  /* for a failure's cause to arrive from another host */
+#define CDDP__CAUSE_S 0.5 /* the same where other ranks may have seen how one ended */
 
 /* Field `number` of /proc/PID/stat, as proc(5) counts them, and the third field, the letter of the
    process's state; false: there is no such process. */
@@ -6599,10 +6593,21 @@ static bool cddp__process_gone(const cddp__host *h, int at) {
   return kill((pid_t)h->pids[at], 0) != 0 && errno == ESRCH;
 }
 
+/* Whether a rank of another host is gone, and a notice that says why is here or has had time to
+   arrive: none follows a goodbye, and a rank that was alone on its host leaves none to send one. */
+static bool cddp__remote_gone(const cddp_group *g, int rank) {
+  const cddp__peer *p = &g->hosts->peers[rank];
+  bool brief;
+  if (cddp__load32(&p->lost) == 0) return false;
+  brief = p->error == CDDP__LEFT || g->hosts->nodes[p->host].size == 1;
+  return cddp__has_cause(&g->block->cause) ||
+         cddp__now() >= p->lost_at + (brief ? CDDP__NEWS_S : CDDP__CAUSE_S);
+}
+
 /* Whether the rank's process has ended or has left the group. */
 static bool cddp__rank_gone(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  if (g->members[rank] < 0) return cddp__hosts_gone(g, rank);
+  if (g->members[rank] < 0) return cddp__remote_gone(g, rank);
   if (state == CDDP__SLOT_LEFT || state == CDDP__SLOT_DEAD) return true;
   if (rank == g->rank) return false;
   if (g->presences != NULL && cddp__load64(g->presences[rank].state) != g->presences[rank].value)
@@ -6650,6 +6655,17 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                        net->hosts[net->homes[g->world[rank]].host].name);
   return cddp__words("rank %d (pid %u on %s)", rank, g->host->pids[g->members[rank]],
                      g->host->name);
+}
+
+/* How a connection to another host ended, for messages: behind the name of the rank. */
+static cddp__text cddp__describe_link_end(int error) {
+  if (error == CDDP__LEFT) return cddp__words("left the group (cddp_destroy)");
+  if (error == 0 || error == ECONNRESET || error == EPIPE)
+    return cddp__words("closed its connection: it died, or its group failed");
+  if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
+  if (error == EPROTO)
+    return cddp__words("sent what is no message of cddp, or not the one that was due");
+  return cddp__words("lost its connection: %s", strerror(error));
 }
 
 /* How a rank that is gone went. */
@@ -6795,6 +6811,7 @@ static void cddp__copy_text(char *to, const char *from, size_t n) {
   }
 }
 
+/* The number that a rank of the group has in the job, or (one host) among the host's processes. */
 static int cddp__job_rank(const cddp_group *g, int rank) {
   return g->world != NULL ? g->world[rank] : g->members[rank];
 }
@@ -7390,7 +7407,6 @@ CDDP__COLD
    cache until the other side, or this one, takes them. */
 #define CDDP__TURN (((size_t)128 << 10) + sizeof(cddp__frame_head))
 #define CDDP__AHEAD_BYTES 4096         /* read at a time where less is due */
-#define CDDP__LEFT (-1)     /* in link.error: the other side said BYE */
 enum {
   CDDP__FRAME_HEADERS = 1,
   CDDP__FRAME_PIECE,
@@ -7548,17 +7564,6 @@ static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void
   return stop == end;
 }
 
-/* How a link ended, for messages: behind the name of the rank. */
-static cddp__text cddp__describe_link_end(int error) {
-  if (error == CDDP__LEFT) return cddp__words("left the group (cddp_destroy)");
-  if (error == 0 || error == ECONNRESET || error == EPIPE)
-    return cddp__words("closed its connection: it died, or its group failed");
-  if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
-  if (error == EPROTO)
-    return cddp__words("sent what is no message of cddp, or not the one that was due");
-  return cddp__words("lost its connection: %s", strerror(error));
-}
-
 /* --- the handshake --- */
 
 static void cddp__link_write_hello(const cddp__net *n, cddp__link *l) {
@@ -7642,11 +7647,7 @@ static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   l->peer = peer;
   cddp__address_set_port(&a, home->port);
   cddp__address_set_port(&here, 0);
-  if (a.sa.ss_family == AF_INET6) {
-    struct sockaddr_in6 *there = (struct sockaddr_in6 *)(void *)&a.sa;
-    if (IN6_IS_ADDR_LINKLOCAL(&there->sin6_addr)) /* its own interface's number is not ours */
-      there->sin6_scope_id = ((struct sockaddr_in6 *)(void *)&here.sa)->sin6_scope_id;
-  }
+  cddp__address_rescope(&a, &here);
   if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, &here.any, here.size);
   cddp__link_write_hello(n, l);
   if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
@@ -7786,6 +7787,41 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
   memcpy(cddp__error_text, kept, sizeof kept);
 }
 
+/* Tells the other hosts, once a round, which ranks of this one have come to it. */
+static void cddp__tell_came(cddp_group *g, uint32_t round) {
+  bool set[CDDP__MAX_RANKS];
+  cddp__text list;
+  int p;
+  if (cddp__exchange32(&g->block->told, round) == round) return;
+  for (p = 0; p < g->size; p++)
+    set[p] = g->members[p] >= 0 &&
+             cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
+  list = cddp__list_ranks(set, g->size, CDDP__ERROR_MAX - 16);
+  if (list.s[0] != 0)
+    cddp__tell_all(g->hosts->net, g->id, g->world, g->size,
+                   CDDP__NOTICE_CAME | (uint32_t)CDDP_TIMEOUT,
+                   cddp__words("%" PRIu32 " %s", round, list.s).s);
+}
+
+/* What another host has told: a round, and ranks as cddp__list_ranks has them. Answers it. */
+static void cddp__note_came(cddp_group *g, const char *text) {
+  char *at;
+  uint32_t round = (uint32_t)strtoul(text, &at, 10), old, ranks;
+  long p, end;
+  while (*at == ' ' || *at == ',') {
+    p = end = strtol(at + 1, &at, 10);
+    if (*at == '-') end = strtol(at + 1, &at, 10);
+    for (; p >= 0 && p <= end && p < g->size; p++) {
+      cddp__atomic_u32 *word = &g->block->came[p / 24];
+      do {
+        old = cddp__load32(word);
+        ranks = old >> 24 == (round & 255) ? old & 0xffffff : 0;
+      } while (!cddp__swap32(word, old, (round & 255) << 24 | ranks | 1u << p % 24));
+    }
+  }
+  cddp__tell_came(g, round);
+}
+
 /* Receives what there is of a notice; its link has ended when it was taken, or was none. The group
    is broken here too, then, or (early) what losses to come are due to is noted. net.lock held. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *l) {
@@ -7806,7 +7842,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
     if (g->hosts == NULL || g->hosts->net != n || g->id != l->group) continue;
     if (code & CDDP__NOTICE_CAME)
-      cddp__hosts_told(g, (const char *)body + 4);
+      cddp__note_came(g, (const char *)body + 4);
     else if (code & CDDP__NOTICE_EARLY)
       cddp__note_cause(&g->block->cause, (cddp_result)result, (const char *)body + 4);
     else
@@ -8552,7 +8588,7 @@ static void cddp__close_store(cddp__rendezvous *v) {
 /* Looks into the store where the root is, and connects to it. */
 static cddp_result cddp__call_root(cddp__rendezvous *v) {
   cddp__root_key value;
-  cddp__address a, store;
+  cddp__address a, store, here;
   const char *key = v->key;
   bool there = false;
   size_t n = 0;
@@ -8565,7 +8601,9 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   if (r != CDDP_OK || n != sizeof value ||
       memcmp(value.magic, cddp__root_magic, sizeof value.magic) != 0)
     return CDDP_OK; /* another program's */
+  if ((r = cddp__own_address(v->store->fd, &here)) != CDDP_OK) return r;
   a = cddp__internet_address(&value.address);
+  cddp__address_rescope(&a, &here);
   memset(&store, 0, sizeof store);
   store.size = sizeof store.sa;
   if (cddp__address_loopback(&a) && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
@@ -9578,6 +9616,32 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
   cddp__notify(g, q->from);
 }
 
+/* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
+   there is none. p2p_lock held. */
+static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
+  cddp__mailbox *b = &g->hosts->mailbox;
+  cddp__message **at = &b->first, *m;
+  while ((m = *at) != NULL && (m->type != type || m->from != from || (tag >= 0 && m->tag != tag)))
+    at = &m->next;
+  if (m == NULL) return NULL;
+  *at = m->next;
+  if (m->next == NULL) b->end = at;
+  b->bytes -= m->size;
+  return m;
+}
+
+/* Gives a recv the oldest message with its tag from a rank of another host, if one has come.
+   p2p_lock held. */
+static void cddp__take_remote(cddp_group *g, cddp_work *q) {
+  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
+  if (m == NULL) return;
+  if (cddp__recv_fits(g, q, m->count, m->dtype)) {
+    if (m->size > 0) memcpy(q->call.recv, m + 1, m->size);
+    cddp__complete_recv(q, CDDP_OK);
+  }
+  cddp__free(&g->hosts->net->allocator, m);
+}
+
 /* Whether an older receive has a claim to what comes from q->from with q's tag. p2p_lock held. */
 static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
   const cddp_work *w;
@@ -9600,7 +9664,7 @@ static void cddp__serve_recvs(cddp_group *g) {
       q->from = any ? (g->next_any + i) % g->size : q->call.root;
       if (cddp__is_claimed(g, q)) continue;
       if (g->members[q->from] < 0)
-        cddp__hosts_match(g, q);
+        cddp__take_remote(g, q);
       else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
         cddp__take_send(g, q, p); /* the oldest, see there */
       if (any && q->done) g->next_any = q->from + 1;
@@ -9768,9 +9832,10 @@ static cddp_result cddp__start_send(cddp_group *g, const cddp__call *c, bool han
   return r == CDDP_OK && !handle && *send < 0 ? cddp__p2p_wait(g, &m, -1) : r;
 }
 
-/* limit: see cddp__p2p_wait. With one, CDDP_TIMEOUT leaves all as it is, of receives too. After
-   another failure the send is taken back, so that the buffer is the caller's again: a receiver that
-   has begun to copy finishes first, unless it dies. */
+/* Waits until a send that has been posted is taken. limit: see cddp__p2p_wait. With one,
+   CDDP_TIMEOUT leaves all as it is. After another failure the send is taken back, so that the
+   buffer is the caller's again: a receiver that has begun to copy finishes first, unless it dies.
+*/
 static cddp_result cddp__finish_send(cddp_group *g, const cddp__call *c, int send, double limit) {
   cddp__p2p m = {c, NULL, send};
   cddp__send_request *p;
@@ -9809,6 +9874,8 @@ static bool cddp__close_recv(cddp_work *q) {
 /* The rank whose message this thread received last; -1: none yet. */
 static __thread int cddp__last_source = -1;
 
+/* Waits for a receive that has been posted, and takes it out of the list; its failure comes with
+   the text that it was given. limit: as of cddp__finish_send. */
 static cddp_result cddp__finish_recv(cddp_group *g, cddp_work *q, double limit) {
   cddp__p2p m = {&q->call, q, -1};
   cddp_work **at = &g->recvs;
@@ -9882,10 +9949,8 @@ CDDP__COLD
    tests/bench/scale.md reckons what all of this costs with 4,096 ranks on 512 hosts. */
 
 #define CDDP__DIRECT_HOSTS 8 /* whose headers go in one turn; above, none of their bytes ride */
-#define CDDP__NEWS_S 0.1     /* for a failure's cause to arrive */
 #define CDDP__LOOK_S 1e-3    /* between a leader's looks for notices: giving up takes longer */
 #define CDDP__ANSWER_S 0.3   /* for hosts to tell which of their ranks have come to a round */
-#define CDDP__CAUSE_S 0.5    /* the same where other ranks may have seen how one ended */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
 #define CDDP__PIECE ((size_t)128 << 10) /* bytes of a part of a piece; of all parts at most: */
 #define CDDP__PIECE_MOST ((size_t)2 << 20)
@@ -9985,20 +10050,6 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
   if (x->polling && write(x->bell, &one, sizeof one) < 0) {} /* it is to be heard already */
 }
 
-/* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
-   there is none. p2p_lock held. */
-static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
-  cddp__mailbox *b = &g->hosts->mailbox;
-  cddp__message **at = &b->first, *m;
-  while ((m = *at) != NULL && (m->type != type || m->from != from || (tag >= 0 && m->tag != tag)))
-    at = &m->next;
-  if (m == NULL) return NULL;
-  *at = m->next;
-  if (m->next == NULL) b->end = at;
-  b->bytes -= m->size;
-  return m;
-}
-
 /* Goes on with the connections that have something left to send. p2p_lock held. */
 static size_t cddp__flush_links(cddp_group *g) {
   cddp__link *l;
@@ -10035,33 +10086,6 @@ static void cddp__hosts_hang_up(cddp_group *g) {
   }
 }
 
-/* Whether a rank of another host is gone, and a notice that says why is here or has had time to
-   arrive: none follows a goodbye, and a rank that was alone on its host leaves none to send one. */
-static bool cddp__hosts_gone(const cddp_group *g, int rank) {
-  const cddp__peer *p = &g->hosts->peers[rank];
-  bool brief;
-  if (cddp__load32(&p->lost) == 0) return false;
-  brief = p->error == CDDP__LEFT || g->hosts->nodes[p->host].size == 1;
-  return cddp__has_cause(&g->block->cause) ||
-         cddp__now() >= p->lost_at + (brief ? CDDP__NEWS_S : CDDP__CAUSE_S);
-}
-
-/* Tells the other hosts, once a round, which ranks of this one have come to it. */
-static void cddp__tell_came(cddp_group *g, uint32_t round) {
-  bool set[CDDP__MAX_RANKS];
-  cddp__text list;
-  int p;
-  if (cddp__exchange32(&g->block->told, round) == round) return;
-  for (p = 0; p < g->size; p++)
-    set[p] = g->members[p] >= 0 &&
-             cddp__load32(&cddp__op_header_of(g, p, round)->seq) == round;
-  list = cddp__list_ranks(set, g->size, CDDP__ERROR_MAX - 16);
-  if (list.s[0] != 0)
-    cddp__tell_all(g->hosts->net, g->id, g->world, g->size,
-                   CDDP__NOTICE_CAME | (uint32_t)CDDP_TIMEOUT,
-                   cddp__words("%" PRIu32 " %s", round, list.s).s);
-}
-
 /* This rank's time is up: asks the other hosts who has come to its round there, by telling them who
    has here. A host on which no rank waits does not answer. */
 static void cddp__hosts_ask(cddp_group *g) {
@@ -10072,25 +10096,6 @@ static void cddp__hosts_ask(cddp_group *g) {
     cddp__hosts_look(g);
     cddp__sleep(2e-3);
   }
-}
-
-/* What another host has told: a round, and ranks as cddp__list_ranks has them. Answers it. */
-static void cddp__hosts_told(cddp_group *g, const char *text) {
-  char *at;
-  uint32_t round = (uint32_t)strtoul(text, &at, 10), old, ranks;
-  long p, end;
-  while (*at == ' ' || *at == ',') {
-    p = end = strtol(at + 1, &at, 10);
-    if (*at == '-') end = strtol(at + 1, &at, 10);
-    for (; p >= 0 && p <= end && p < g->size; p++) {
-      cddp__atomic_u32 *word = &g->block->came[p / 24];
-      do {
-        old = cddp__load32(word);
-        ranks = old >> 24 == (round & 255) ? old & 0xffffff : 0;
-      } while (!cddp__swap32(word, old, (round & 255) << 24 | ranks | 1u << p % 24));
-    }
-  }
-  cddp__tell_came(g, round);
 }
 
 /* In a healthy group: sends the other hosts an early notice if a rank of this host has died, which
@@ -10190,17 +10195,6 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   return r;
 }
 
-/* Gives the oldest message that fits, if there is one, to a recv. p2p_lock held. */
-static void cddp__hosts_match(cddp_group *g, cddp_work *q) {
-  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
-  if (m == NULL) return;
-  if (cddp__recv_fits(g, q, m->count, m->dtype)) {
-    if (m->size > 0) memcpy(q->call.recv, m + 1, m->size);
-    cddp__complete_recv(q, CDDP_OK);
-  }
-  cddp__free(&g->hosts->net->allocator, m);
-}
-
 /* Sends and receives messages as far as possible without waiting. p2p_lock held. */
 static void cddp__hosts_serve(cddp_group *g) {
   cddp__link *l;
@@ -10209,6 +10203,16 @@ static void cddp__hosts_serve(cddp_group *g) {
 }
 
 /* --- headers and pieces --- */
+
+/* A frame that the thread of the collectives sends or awaits: out of its memory, or into it. */
+typedef struct cddp__item {
+  int rank; /* the other side, in the group */
+  bool out;
+  int type; /* CDDP__FRAME_HEADERS or _PIECE */
+  const void *data;
+  size_t size; /* bytes; of headers that are awaited: at most, whatever comes */
+  long step;   /* sent: in which it was posted */
+} cddp__item;
 
 /* Posts a frame of `size` bytes to be sent or received. Those of one rank go in the order in which
    they were posted. */
@@ -10299,7 +10303,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   cddp__store32(&slot->awaits, (uint32_t)late + 1);
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__look_after_peers(g)) != CDDP_OK) return r;
-  if (cddp__hosts_gone(g, late)) return cddp__report_lost(g, late, NULL);
+  if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
   return w->late ? cddp__break_late(g, late) : CDDP_OK;
 }
 
@@ -10453,6 +10457,14 @@ static cddp_result cddp__hosts_meet(cddp_group *g) {
 }
 
 /* --- sums --- */
+
+/* Leaves [low, high) of the canonical tree that have a node of their own and all lie on one host,
+   while those of its parent do not. */
+typedef struct cddp__subtree {
+  int low, high;
+  int host;  /* index in the group */
+  size_t at; /* bytes an element before its sum among its host's */
+} cddp__subtree;
 
 /* The subtrees of the canonical tree over leaves [low, high) that lie on one host; of two leaves
    and more there are two subtrees at least. */
@@ -12656,6 +12668,7 @@ static void cddp__sgd_begin(const cddp_optim *o, int i, cddp__update *u) {
   if (s->keep != 0 && !s->nesterov && !s->first) u->loop = u->kernels[CDDP_F32].sgd_loop;
 }
 
+/* A scalar as PyTorch has it: of half precision if the weights are. */
 static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
   float y = cddp__round_odd(x);
   if (dtype == CDDP_F16) return (double)cddp__f16_to_f32(cddp__f32_to_f16(y));
@@ -12663,6 +12676,7 @@ static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
   return x;
 }
 
+/* What one operation has made, rounded to half precision if the weights have it. */
 static void cddp__sgd_round(const cddp__update *u, void *d, size_t n) {
   uint16_t rounded[CDDP__BLOCK_BYTES / sizeof(float)];
   if (!cddp__dtype_half(u->dtype)) return;
@@ -17055,46 +17069,6 @@ static void cddp__arm(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
-/* --- taking shards --- */
-
-/* The shard that this rank has taken, with which it should be done; -1: none. */
-static int cddp__held_shard(const cddp_ddp *d) {
-  if (d->desc.elastic) return d->held;
-  return d->taken > 0 ? d->first_shard + d->taken - 1 : -1;
-}
-
-/* False: there are no more, or the model has failed. */
-CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
-  int held, i = 0;
-  if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
-  if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false;
-  held = cddp__held_shard(d);
-  while (held >= 0 && i < d->count && d->tensors[i].ready) i++;
-  if (d->no_sync || (held >= 0 && i < d->count)) {
-    if (d->no_sync)
-      cddp__fail(CDDP_INVALID_ARGUMENT,
-                 "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
-                 "cddp_ddp_ready of a shard",
-                 d->group->rank);
-    else
-      cddp__fail(CDDP_INVALID_ARGUMENT,
-                 "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
-                 "%d; call cddp_ddp_ready for every parameter first",
-                 cddp__param_name(&d->params[i], i).s, held, d->group->rank);
-    (void)cddp__give_up(d, CDDP_INVALID_ARGUMENT);
-    return false;
-  }
-  if (d->desc.elastic) return cddp__elastic_next(d, shard);
-  if (d->taken > 0) {
-    cddp_result r = cddp__end_shard(d);
-    if (r != CDDP_OK) (void)cddp__give_up(d, r);
-    if (r != CDDP_OK) return false;
-    cddp__arm(d);
-  }
-  *shard = d->first_shard + d->taken++;
-  return true;
-}
-
 /* --- ready --- */
 
 /* Starts every bucket that is full and whose predecessors have started. lock held. */
@@ -21367,8 +21341,8 @@ static cddp_result cddp__st_header_size(const unsigned char *first, uint64_t fil
     return cddp__fail(CDDP_IO, "it is no safetensors file: its header would have %" PRIu64
                       " bytes, and at most %u are allowed", n, CDDP__HEADER_MAX);
   if (file_bytes < 8 || n > file_bytes - 8)
-    return cddp__fail(CDDP_IO, "it has %" PRIu64 " bytes where its header alone needs %" PRIu64
-                      ": it was cut off", file_bytes, n + 8);
+    return cddp__fail(CDDP_IO, "its size is %" PRIu64 " where its header alone takes %" PRIu64
+                      " bytes: it was cut off", file_bytes, n + 8);
   *size = (size_t)n;
   return CDDP_OK;
 }
@@ -22226,7 +22200,7 @@ CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, 
   memset(&t, 0, sizeof t); /* a compiler that does not see far believes it unset */
   CDDP__TRY(cddp_safetensors_get(f, index, &t));
   CDDP__CHECK(bytes == t.bytes && (data != NULL || bytes == 0),
-              "data is NULL, or has %zu bytes where the tensor has %" PRIu64, bytes, t.bytes);
+              "data is NULL, or its size is %zu where the tensor's is %" PRIu64, bytes, t.bytes);
   return cddp__named(__func__,
                      cddp__file_io(f->fd, false, data, bytes, 8 + f->text_size + t.begin));
 }
@@ -22306,6 +22280,7 @@ static void cddp__one_thread(void) {
 
 /* The life of a child of cddp_spawn: never returns. joins: others have begun without it. */
 static void cddp__child(const cddp__spawn_job *job, int rank, bool joins) {
+  static char line[8192]; /* musl's own buffer has 1,024 bytes */
   char byte;
   int code;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -22328,7 +22303,7 @@ static void cddp__child(const cddp__spawn_job *job, int rank, bool joins) {
   else if (rank == 0) cddp__setenv_int("CDDP_LISTEN_FD", job->listen_fd);
   else close(job->listen_fd);
   if (job->n > 1) cddp__one_thread();
-  if (!isatty(1)) setvbuf(stdout, NULL, _IOLBF, BUFSIZ); /* or lines of ranks would mix */
+  if (!isatty(1)) setvbuf(stdout, line, _IOLBF, sizeof line); /* or lines of ranks would mix */
   cddp__error_text[0] = 0;
   code = job->fn(rank, job->arg);
   fflush(NULL);
@@ -22967,6 +22942,44 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   return CDDP_OK;
 }
 
+/* The shard that this rank has taken, with which it should be done; -1: none. */
+static int cddp__held_shard(const cddp_ddp *d) {
+  if (d->desc.elastic) return d->held;
+  return d->taken > 0 ? d->first_shard + d->taken - 1 : -1;
+}
+
+/* False: there are no more, or the model has failed. */
+CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
+  int held, i = 0;
+  if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
+  if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false;
+  held = cddp__held_shard(d);
+  while (held >= 0 && i < d->count && d->tensors[i].ready) i++;
+  if (d->no_sync || (held >= 0 && i < d->count)) {
+    if (d->no_sync)
+      cddp__fail(CDDP_INVALID_ARGUMENT,
+                 "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
+                 "cddp_ddp_ready of a shard",
+                 d->group->rank);
+    else
+      cddp__fail(CDDP_INVALID_ARGUMENT,
+                 "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
+                 "%d; call cddp_ddp_ready for every parameter first",
+                 cddp__param_name(&d->params[i], i).s, held, d->group->rank);
+    (void)cddp__give_up(d, CDDP_INVALID_ARGUMENT);
+    return false;
+  }
+  if (d->desc.elastic) return cddp__elastic_next(d, shard);
+  if (d->taken > 0) {
+    cddp_result r = cddp__end_shard(d);
+    if (r != CDDP_OK) (void)cddp__give_up(d, r);
+    if (r != CDDP_OK) return false;
+    cddp__arm(d);
+  }
+  *shard = d->first_shard + d->taken++;
+  return true;
+}
+
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps : 0; }
 
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
@@ -23158,16 +23171,17 @@ static cddp_result cddp__check_request(const cddp_store *s, const cddp__request 
   for (i = 0; i < 2; i++)
     if (q->values[i].size > (q->values[i].data != NULL ? CDDP__VALUE_MAX : 0))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "a value is NULL or has %zu bytes; it has at most %u", q->values[i].size,
+                        "a value is NULL, or its size of %zu is above %u", q->values[i].size,
                         CDDP__VALUE_MAX);
   return CDDP_OK;
 }
 
 static cddp_result cddp__run_command(const char *function, cddp_store *s, cddp__request *q,
                                      const void *answer) {
-  cddp_result r = cddp__named(function, cddp__check_request(s, q, answer));
+  cddp_result r = cddp__check_request(s, q, answer);
   if (r == CDDP_OK && q->code == CDDP__GET) r = cddp__store_wait(s, q->keys, 1, 0);
-  return r == CDDP_OK ? cddp__store_run(s, q, 0) : r;
+  if (r == CDDP_OK) r = cddp__store_run(s, q, 0);
+  return cddp__named(function, r);
 }
 
 CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *desc) {
@@ -23242,7 +23256,7 @@ CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int 
   cddp__request q = cddp__request_of(CDDP__WAIT, keys, count);
   CDDP__TRY(cddp__check_request(s, &q, &q));
   CDDP__CHECK(timeout_s >= 0, "timeout_s is %g; it is in seconds, and 0 or more", timeout_s);
-  return cddp__store_wait(s, keys, count, timeout_s);
+  return cddp__named(__func__, cddp__store_wait(s, keys, count, timeout_s));
 }
 
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,

@@ -536,7 +536,7 @@ static void test_arguments(void) {
   int64_t n;
   size_t size;
   bool yes;
-  char value[4];
+  char value[4], where[64];
   memset(&d, 0, sizeof d);
   CHECK_IS(cddp_store_create(NULL, &d), CDDP_INVALID_ARGUMENT);
   CHECK_IS(cddp_store_create(&none, NULL), CDDP_INVALID_ARGUMENT);
@@ -577,6 +577,11 @@ static void test_arguments(void) {
   CHECK(error_says("decimal"));
   CHECK_OK(cddp_store_add(s, "number", 1, &n)); /* and the next operation connects anew */
   CHECK_EQ(n, 1);
+  CHECK_IS(cddp_store_get(s, "text", value, 1, &size), CDDP_INVALID_ARGUMENT);
+  CHECK(error_says("cddp_store_get: ") && error_says("'text'") && size == 9);
+  snprintf(where, sizeof where, "store at 127.0.0.1:%d: ", cddp_store_port(s));
+  CHECK_IS(cddp_store_wait(s, keys, 1, 0.01), CDDP_TIMEOUT); /* it names the port that it got */
+  CHECK(error_says("cddp_store_wait: ") && error_says(where));
   cddp_store_destroy(s);
 }
 
