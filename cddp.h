@@ -2141,17 +2141,12 @@ static void cddp__hosts_pause(cddp_group *g, struct cddp__wait *w, int peer, uin
 /* >>collectives: what does not fit into a round, in shared memory. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
 
-/* >>links: a job's connections end with its memory; ranks of other hosts are told of a failure. */
-static void cddp__net_free(cddp__net *n);
+/* >>links: ranks of other hosts are told of a failure. */
 static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
                            uint32_t code, const char *text);
 
-/* >>kernels: takes over what an optimizer does if its parameters lie on a device. */
-static cddp_result cddp__attach_optim(cddp_optim *o);
-
-/* >>elastic: a model whose ranks are lost, and come, gets its optimizer; its ranks learn of a
-   failure. >>crew: they see that this one is gone. */
-static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o);
+/* >>elastic: the ranks of a model whose ranks are lost, and come, learn of a failure. >>crew: they
+   see that this one is gone. */
 static void cddp__elastic_fail(cddp_ddp *d, cddp_result r);
 static void cddp__crew_hide(cddp_ddp *d);
 
@@ -5182,63 +5177,6 @@ static void cddp__host_place(cddp__host *h, int size, int index, int window) {
   h->window_end = (uint64_t)(window + 1) << h->window_bits;
 }
 
-static void cddp__host_release(cddp__host *h) {
-  cddp_allocator a;
-  cddp__net *n;
-  int i, left;
-  if (h == NULL) return;
-  pthread_mutex_lock(&h->lock);
-  left = --h->refs;
-  pthread_mutex_unlock(&h->lock);
-  if (left > 0) return;
-  for (i = 0; i < (int)h->extent_count; i++)
-    if (h->extents[i].address != NULL) munmap(h->extents[i].address, (size_t)h->extents[i].size);
-  for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
-    if (h->pidfds[i] >= 0) close(h->pidfds[i]);
-  cddp__close_fd(&h->fd);
-  cddp__close_fd(&h->door_fd);
-  cddp__close_fd(&h->door_port);
-  cddp__close_fd(&h->claim);
-  cddp__close_fd(&h->port);
-  if (h->record != NULL) {
-    h->record->left = 1;
-    munmap(h->record, cddp__record_bytes());
-  }
-  cddp__net_free(h->net);
-  for (; (n = h->crews) != NULL; cddp__net_free(n)) h->crews = n->next;
-  pthread_mutex_destroy(&h->lock);
-  a = h->allocator;
-  cddp__free(&a, h->extents);
-  cddp__free(&a, h->pidfds);
-  cddp__free(&a, h->pids);
-  cddp__free(&a, h->door);
-  cddp__free(&a, h);
-}
-
-static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger *l, int size,
-                                     int index) {
-  cddp__host *h = (cddp__host *)cddp__calloc(a, 1, sizeof *h);
-  const char *given = cddp__env("CDDP_HOST_ID");
-  size_t room = (size_t)size + CDDP__JOINS;
-  if (h == NULL) return NULL;
-  if (a != NULL) h->allocator = *a;
-  if (l != NULL) h->logger = *l;
-  pthread_mutex_init(&h->lock, NULL);
-  h->fd = h->claim = h->port = h->door_fd = h->door_port = -1;
-  h->window_bits = 40;
-  cddp__host_place(h, size, index, index);
-  h->cores = cddp__count_cores();
-  h->refs = 1;
-  gethostname(h->name, sizeof h->name - 1);
-  if (given != NULL) cddp__append(h->name, sizeof h->name, "/%.20s", given);
-  h->pids = (uint32_t *)cddp__calloc(a, room, sizeof *h->pids);
-  h->pidfds = (int *)cddp__malloc(a, room * sizeof *h->pidfds);
-  if (h->pidfds != NULL) memset(h->pidfds, 0xff, room * sizeof *h->pidfds);
-  if (h->pidfds != NULL && h->pids != NULL) return h;
-  cddp__host_release(h);
-  return NULL;
-}
-
 CDDP__COLD_END
 
 /* >>reduce ---------------------------------------------------------------------------------------
@@ -7929,6 +7867,65 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
   n->hosts = (cddp__host_entry *)(void *)(n->token + 16);
   n->homes = (cddp__home *)(void *)(n->hosts + host_count);
   return n;
+}
+
+/* --- a process's place on its machine, with its connections --- */
+
+static void cddp__host_release(cddp__host *h) {
+  cddp_allocator a;
+  cddp__net *n;
+  int i, left;
+  if (h == NULL) return;
+  pthread_mutex_lock(&h->lock);
+  left = --h->refs;
+  pthread_mutex_unlock(&h->lock);
+  if (left > 0) return;
+  for (i = 0; i < (int)h->extent_count; i++)
+    if (h->extents[i].address != NULL) munmap(h->extents[i].address, (size_t)h->extents[i].size);
+  for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
+    if (h->pidfds[i] >= 0) close(h->pidfds[i]);
+  cddp__close_fd(&h->fd);
+  cddp__close_fd(&h->door_fd);
+  cddp__close_fd(&h->door_port);
+  cddp__close_fd(&h->claim);
+  cddp__close_fd(&h->port);
+  if (h->record != NULL) {
+    h->record->left = 1;
+    munmap(h->record, cddp__record_bytes());
+  }
+  cddp__net_free(h->net);
+  for (; (n = h->crews) != NULL; cddp__net_free(n)) h->crews = n->next;
+  pthread_mutex_destroy(&h->lock);
+  a = h->allocator;
+  cddp__free(&a, h->extents);
+  cddp__free(&a, h->pidfds);
+  cddp__free(&a, h->pids);
+  cddp__free(&a, h->door);
+  cddp__free(&a, h);
+}
+
+static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger *l, int size,
+                                     int index) {
+  cddp__host *h = (cddp__host *)cddp__calloc(a, 1, sizeof *h);
+  const char *given = cddp__env("CDDP_HOST_ID");
+  size_t room = (size_t)size + CDDP__JOINS;
+  if (h == NULL) return NULL;
+  if (a != NULL) h->allocator = *a;
+  if (l != NULL) h->logger = *l;
+  pthread_mutex_init(&h->lock, NULL);
+  h->fd = h->claim = h->port = h->door_fd = h->door_port = -1;
+  h->window_bits = 40;
+  cddp__host_place(h, size, index, index);
+  h->cores = cddp__count_cores();
+  h->refs = 1;
+  gethostname(h->name, sizeof h->name - 1);
+  if (given != NULL) cddp__append(h->name, sizeof h->name, "/%.20s", given);
+  h->pids = (uint32_t *)cddp__calloc(a, room, sizeof *h->pids);
+  h->pidfds = (int *)cddp__malloc(a, room * sizeof *h->pidfds);
+  if (h->pidfds != NULL) memset(h->pidfds, 0xff, room * sizeof *h->pidfds);
+  if (h->pidfds != NULL && h->pids != NULL) return h;
+  cddp__host_release(h);
+  return NULL;
 }
 
 /* >>rendezvous ---------------------------------------------------------------------------------
@@ -13233,10 +13230,9 @@ static uint64_t cddp__hash_settings(const cddp_optim *o) {
   return (h & ~(uint64_t)1) | 2;
 }
 
-/* states: those of the algorithm. *out is NULL after a failure. */
-static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
-                                      int states, cddp_param *params, int count,
-                                      const cddp__settings *d) {
+/* states: those of the algorithm. */
+static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm, int states,
+                                   cddp_param *params, int count, const cddp__settings *d) {
   cddp_result r = cddp__check_params(params, count, CDDP__IS_TRAINED);
   size_t n = (size_t)count, arrays = (size_t)states + d->master_weights;
   size_t pointers = n * (arrays + (d->copies != NULL));
@@ -13272,59 +13268,7 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   }
   o->settings = cddp__hash_settings(o);
   cddp__set_lr(o, d->lr);
-  r = cddp__check_own_memory(params, count, d->copies, NULL);
-  if (r == CDDP_OK) r = cddp__attach_optim(o);
-  if (r == CDDP_OK && d->ddp != NULL && d->ddp->desc.elastic)
-    r = cddp__elastic_adopt(d->ddp, o);
-  if (r == CDDP_OK) r = cddp__write_copies(o);
-  if (r == CDDP_OK) return r;
-  cddp_optim_destroy(o);
-  *out = NULL;
-  return r;
-}
-
-/* What the settings s take from the desc of any optimizer. */
-#define CDDP__COMMON_SETTINGS(s, desc)         \
-  (s).lr = (desc)->lr;                         \
-  (s).weight_decay = (desc)->weight_decay;     \
-  (s).maximize = (desc)->maximize;             \
-  (s).ddp = (desc)->ddp;                       \
-  (s).stream = (desc)->stream;                 \
-  (s).copies = (desc)->copies;                 \
-  (s).copy_dtype = (desc)->copy_dtype;         \
-  (s).lr_scales = (desc)->lr_scales;           \
-  (s).weight_decays = (desc)->weight_decays;   \
-  (s).master_weights = (desc)->master_weights
-
-CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
-                                    const cddp_sgd_desc *desc) {
-  cddp__settings s;
-  CDDP__CHECK(out != NULL, "out is NULL");
-  *out = NULL;
-  CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
-  memset(&s, 0, sizeof s);
-  CDDP__COMMON_SETTINGS(s, desc);
-  s.momentum = desc->momentum;
-  s.dampening = desc->dampening;
-  s.nesterov = desc->nesterov;
-  return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, s.momentum != 0, params, count,
-                                                  &s));
-}
-
-CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
-                                      const cddp_adamw_desc *desc) {
-  cddp__settings s;
-  CDDP__CHECK(out != NULL, "out is NULL");
-  *out = NULL;
-  CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
-  memset(&s, 0, sizeof s);
-  CDDP__COMMON_SETTINGS(s, desc);
-  s.beta1 = desc->beta1 != 0 ? desc->beta1 : 0.9;
-  s.beta2 = desc->beta2 != 0 ? desc->beta2 : 0.999;
-  s.eps = desc->eps != 0 ? desc->eps : 1e-8;
-  s.amsgrad = desc->amsgrad;
-  return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, s.amsgrad ? 3 : 2, params,
-                                                  count, &s));
+  return CDDP_OK;
 }
 
 CDDP__COLD
@@ -20422,6 +20366,32 @@ static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
   return r;
 }
 
+/* o is the optimizer of d; of a rank that has joined it gets what the others' have. */
+static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
+  cddp__elastic *e = d->elastic;
+  cddp_result r = CDDP_OK;
+  int i;
+  if (d->crew != NULL) return cddp__crew_adopt(d, o);
+  if (e->optim != NULL) e->optim->known = NULL;
+  e->optim = o;
+  o->known = &e->optim;
+  if (e->inherits == 0) return CDDP_OK;
+  if (e->updates > 0) {
+    cddp__set_lr(o, e->lr);
+    if (e->inherits == CDDP__KIND_DDP_STEP && o->states > 0)
+      r = cddp__share_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
+  }
+  for (i = 0; r == CDDP_OK && i < o->count; i++) {
+    o->steps[i] = e->updates;
+    o->fresh[i] = e->updates == 0;
+    if (e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
+  }
+  if (r == CDDP_OK && e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
+    (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
+  e->inherits = 0;
+  return r;
+}
+
 /* cddp_ddp_step, or (s NULL) cddp_ddp_wait, of an elastic model. */
 static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   cddp__elastic *e = d->elastic;
@@ -20634,32 +20604,6 @@ static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
     e->updates = e->board->updates;
     e->lr = e->board->lr;
   }
-  return r;
-}
-
-/* o is the optimizer of d; of a rank that has joined it gets what the others' have. */
-static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
-  cddp__elastic *e = d->elastic;
-  cddp_result r = CDDP_OK;
-  int i;
-  if (d->crew != NULL) return cddp__crew_adopt(d, o);
-  if (e->optim != NULL) e->optim->known = NULL;
-  e->optim = o;
-  o->known = &e->optim;
-  if (e->inherits == 0) return CDDP_OK;
-  if (e->updates > 0) {
-    cddp__set_lr(o, e->lr);
-    if (e->inherits == CDDP__KIND_DDP_STEP && o->states > 0)
-      r = cddp__share_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
-  }
-  for (i = 0; r == CDDP_OK && i < o->count; i++) {
-    o->steps[i] = e->updates;
-    o->fresh[i] = e->updates == 0;
-    if (e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
-  }
-  if (r == CDDP_OK && e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
-    (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
-  e->inherits = 0;
   return r;
 }
 
@@ -23145,6 +23089,69 @@ CDDPDEF cddp_result cddp_fp16_compress_hook(cddp_bucket *bucket, void *user_data
   (void)user_data;
   CDDP__CHECK(bucket != NULL, "the bucket is NULL");
   return cddp__compress_hook(bucket, CDDP_F16);
+}
+
+/* --- optimizers --- */
+
+/* A new optimizer, known to what it steps: a device, an elastic model. *out is NULL on failure. */
+static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
+                                      int states, cddp_param *params, int count,
+                                      const cddp__settings *d) {
+  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, d);
+  if (r != CDDP_OK) return r;
+  r = cddp__check_own_memory(params, count, d->copies, NULL);
+  if (r == CDDP_OK) r = cddp__attach_optim(*out);
+  if (r == CDDP_OK && d->ddp != NULL && d->ddp->desc.elastic)
+    r = cddp__elastic_adopt(d->ddp, *out);
+  if (r == CDDP_OK) r = cddp__write_copies(*out);
+  if (r == CDDP_OK) return r;
+  cddp_optim_destroy(*out);
+  *out = NULL;
+  return r;
+}
+
+/* What the settings s take from the desc of any optimizer. */
+#define CDDP__COMMON_SETTINGS(s, desc)         \
+  (s).lr = (desc)->lr;                         \
+  (s).weight_decay = (desc)->weight_decay;     \
+  (s).maximize = (desc)->maximize;             \
+  (s).ddp = (desc)->ddp;                       \
+  (s).stream = (desc)->stream;                 \
+  (s).copies = (desc)->copies;                 \
+  (s).copy_dtype = (desc)->copy_dtype;         \
+  (s).lr_scales = (desc)->lr_scales;           \
+  (s).weight_decays = (desc)->weight_decays;   \
+  (s).master_weights = (desc)->master_weights
+
+CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
+                                    const cddp_sgd_desc *desc) {
+  cddp__settings s;
+  CDDP__CHECK(out != NULL, "out is NULL");
+  *out = NULL;
+  CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
+  memset(&s, 0, sizeof s);
+  CDDP__COMMON_SETTINGS(s, desc);
+  s.momentum = desc->momentum;
+  s.dampening = desc->dampening;
+  s.nesterov = desc->nesterov;
+  return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, s.momentum != 0, params, count,
+                                                  &s));
+}
+
+CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
+                                      const cddp_adamw_desc *desc) {
+  cddp__settings s;
+  CDDP__CHECK(out != NULL, "out is NULL");
+  *out = NULL;
+  CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
+  memset(&s, 0, sizeof s);
+  CDDP__COMMON_SETTINGS(s, desc);
+  s.beta1 = desc->beta1 != 0 ? desc->beta1 : 0.9;
+  s.beta2 = desc->beta2 != 0 ? desc->beta2 : 0.999;
+  s.eps = desc->eps != 0 ? desc->eps : 1e-8;
+  s.amsgrad = desc->amsgrad;
+  return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, s.amsgrad ? 3 : 2, params,
+                                                  count, &s));
 }
 
 /* --- the store --- */

@@ -1246,6 +1246,26 @@ static cddp_result open_as(const char *url, bool server, double timeout_s, cddp_
   return cddp__store_open(s, &o);
 }
 
+/* The number of an interface is the host's own that wrote the address. */
+static void test_scopes(void) {
+  cddp__address there, here;
+  memset(&there, 0, sizeof there);
+  there.v6.sin6_family = AF_INET6;
+  there.v6.sin6_scope_id = 7;
+  here = there;
+  here.v6.sin6_scope_id = 3;
+  CHECK_EQ(inet_pton(AF_INET6, "fe80::1", &there.v6.sin6_addr), 1);
+  cddp__address_rescope(&there, &here);
+  CHECK_EQ(there.v6.sin6_scope_id, 3);
+  here.sa.ss_family = AF_INET;
+  cddp__address_rescope(&there, &here);
+  CHECK_EQ(there.v6.sin6_scope_id, 0);
+  CHECK_EQ(inet_pton(AF_INET6, "fd00::1", &there.v6.sin6_addr), 1);
+  there.v6.sin6_scope_id = 7;
+  cddp__address_rescope(&there, &here);
+  CHECK_EQ(there.v6.sin6_scope_id, 7);
+}
+
 static void test_addresses(void) {
   cddp_store *s = serve(NULL), *t = NULL, *c = NULL;
   char url[64];
@@ -1976,6 +1996,7 @@ int main(void) {
   RUN(test_challenge);
   RUN(test_secret);
   RUN(test_impostor);
+  RUN(test_scopes);
   RUN(test_addresses);
   RUN(test_late_server);
   RUN(test_adopted_socket);
