@@ -424,7 +424,8 @@ typedef struct cddp_adamw_step { /* of AdamW's step number t, from 1 */
   double root;   /* sqrt(1 - beta2^t) */
   double eps;
   bool maximize, amsgrad;
-  size_t stride; /* bytes from exp_avg to exp_avg_sq, and from there to max_exp_avg_sq */
+  size_t stride; /* bytes from exp_avg to exp_avg_sq, and from there to max_exp_avg_sq: a multiple
+                    of 16, with masters of 32 */
 } cddp_adamw_step;
 enum {
   CDDP_SGD_FIRST = 1, /* momentum has no value yet */

@@ -58,6 +58,7 @@
 
 #define CDDP_CUDA_BLOCKS 1024 /* the most partial sums of a reduction */
 #define CDDP_CUDA_SCRATCH_BYTES ((2 + 2 * CDDP_CUDA_BLOCKS) * sizeof(double))
+#define CDDP_CUDA_ORDER_BYTES(n) ((size_t)(n) * 2 * sizeof(uint64_t)) /* to sort n ids */
 
 #ifdef __cplusplus
 extern "C" {
@@ -110,9 +111,11 @@ cudaError_t cddp_cuda_cross_entropy(const float *y, const int32_t *labels, float
 /* out[i] = table[ids[i]]; an id outside 0 .. vocabulary - 1 gives NaN. */
 cudaError_t cddp_cuda_embedding(const float *table, const int32_t *ids, float *out, int64_t n,
                                 int vocabulary, int width, cudaStream_t stream);
-/* dtable[ids[i]] += dout[i], in the order of i. Reads ids n times over: for n up to some 10,000. */
+/* dtable[ids[i]] += dout[i], in the order of i; ids outside add nothing. n up to 2^32. Sorts the
+   ids, in n log n steps. order: CDDP_CUDA_ORDER_BYTES(n) of device memory, aligned to 8 bytes, that
+   one stream uses at a time. */
 cudaError_t cddp_cuda_embedding_backward(const float *dout, const int32_t *ids, float *dtable,
-                                         int64_t n, int vocabulary, int width,
+                                         void *order, int64_t n, int vocabulary, int width,
                                          cudaStream_t stream);
 #ifndef CDDP_KERNELS_NO_CUBLAS
 /* y[rows][out] = x[rows][in] w[out][in]' + b[out], then relu if asked; b may be NULL. A cuBLAS
@@ -427,7 +430,7 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
 /* The rule's numbers in the type they are computed in. */
 template <typename C> struct cddp__cu_rule {
   C factor, clip, step, momentum, intake, decay;
-  bool has_factor, has_momentum, has_decay, nesterov, maximize;
+  bool has_factor, has_decay, nesterov, maximize;
   const double *scratch; /* of a clip; NULL: none */
 };
 
@@ -526,7 +529,6 @@ cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip) {
   r.intake = (C)cddp__cu_scalar<T>(1.0 - d->dampening);
   r.decay = (C)cddp__cu_scalar<T>(d->weight_decay);
   r.has_factor = factor != 1;
-  r.has_momentum = d->momentum != 0;
   r.has_decay = d->weight_decay != 0;
   r.nesterov = d->nesterov;
   r.maximize = d->maximize;
@@ -757,9 +759,9 @@ static cudaError_t cddp__cu_adamw_on(const cddp_segment *s, int n, const cddp_ad
 static cudaError_t cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
                                   const cddp_adamw_step *rule, double factor, const double *clip,
                                   unsigned flags, cudaStream_t stream) {
-  if (rule == NULL || rule->stride % 16 != 0 || !cddp__cu_segments_ok(s, n, true, true))
-    return cudaErrorInvalidValue;
-  if (cddp__cu_masters(s, n) != (dtype == CDDP_F16 || dtype == CDDP_BF16))
+  if (rule == NULL || !cddp__cu_segments_ok(s, n, true, true)) return cudaErrorInvalidValue;
+  if (cddp__cu_masters(s, n) != (dtype == CDDP_F16 || dtype == CDDP_BF16) ||
+      rule->stride % (cddp__cu_masters(s, n) ? 32 : 16) != 0) /* a pack of a state */
     return cudaErrorInvalidValue;
   return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_adamw_on, s, n, rule, factor, clip, flags, stream);
 }
@@ -1204,42 +1206,112 @@ extern "C" cudaError_t cddp_cuda_embedding(const float *table, const int32_t *id
                       CDDP__CU_THREADS, stream, table, ids, out, n, vocabulary, width);
 }
 
-/* Works as follows: the block of an id's first place adds all places of that id, in their order;
-   the blocks of its later places do nothing. No two blocks write one row. */
+/* Works as follows: the places of ids are sorted by id, and those of one id by place: a key is
+   id << 32 | place. Each thread sorts a run of keys by insertion; then runs are merged, two by two.
+   Each thread writes CDDP__CU_RUN of the merged keys, after a bisection that takes no more steps
+   than that. A row is added up by one block, in the order of its keys. */
+enum { CDDP__CU_RUN = 32, CDDP__CU_ROWS = 8 };
+
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
-    cddp__cu_embedding_backward_kernel(const float *dout, const int32_t *ids, float *dtable,
-                                       int64_t n, int vocabulary, int width) {
-  for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
-    int32_t id = ids[i];
-    int64_t j = 0;
-    if ((unsigned)id >= (unsigned)vocabulary) continue;
-    while (j < i && ids[j] != id) j++;
-    if (j < i) continue;
-    for (int k = (int)threadIdx.x; k < width; k += CDDP__CU_THREADS) {
-      float sum = dtable[(int64_t)id * width + k];
-      for (j = i; j < n; j++)
-        if (ids[j] == id) sum += dout[j * width + k];
-      dtable[(int64_t)id * width + k] = sum;
+    cddp__cu_runs_kernel(const int32_t *ids, uint64_t *keys, size_t n) {
+  const size_t each = cddp__cu_all_threads() * CDDP__CU_RUN;
+  for (size_t at = cddp__cu_thread() * CDDP__CU_RUN; at < n; at += each) {
+    size_t end = at + CDDP__CU_RUN < n ? at + CDDP__CU_RUN : n;
+    for (size_t i = at; i < end; i++) {
+      uint64_t key = (uint64_t)(uint32_t)ids[i] << 32 | i;
+      size_t k = i;
+      for (; k > at && keys[k - 1] > key; k--) keys[k] = keys[k - 1];
+      keys[k] = key;
+    }
+  }
+}
+
+/* Runs of `run` keys become runs of twice that. The keys before `at` of a pair of runs are so many
+   of its first and so many of its second run: a bisection finds how many. */
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_merge_kernel(const uint64_t *from, uint64_t *to, size_t n, size_t run) {
+  const size_t each = cddp__cu_all_threads() * CDDP__CU_RUN;
+  for (size_t at = cddp__cu_thread() * CDDP__CU_RUN; at < n; at += each) {
+    size_t begin = at - at % (2 * run), before = at - begin;
+    size_t middle = begin + run < n ? begin + run : n;
+    size_t end = middle + run < n ? middle + run : n;
+    size_t low = before > end - middle ? before - (end - middle) : 0;
+    size_t high = before < middle - begin ? before : middle - begin;
+    while (low < high) {
+      size_t half = (low + high) / 2;
+      if (from[begin + half] < from[middle + before - half - 1]) low = half + 1;
+      else high = half;
+    }
+    size_t a = begin + low, b = middle + before - low;
+    for (size_t i = at; i < at + CDDP__CU_RUN && i < n; i++)
+      to[i] = b == end || (a < middle && from[a] < from[b]) ? from[a++] : from[b++];
+  }
+}
+
+/* The first of keys i .. n that is of another id than key i. */
+static __device__ size_t cddp__cu_row_end(const uint64_t *keys, size_t i, size_t n) {
+  uint64_t next = ((keys[i] >> 32) + 1) << 32;
+  while (i < n) {
+    size_t half = i + (n - i) / 2;
+    if (keys[half] < next) i = half + 1;
+    else n = half;
+  }
+  return n;
+}
+
+/* One sum is a chain of additions: CDDP__CU_ROWS loads are under way at a time. */
+static __global__ void __launch_bounds__(CDDP__CU_THREADS)
+    cddp__cu_rows_kernel(const float *dout, const uint64_t *keys, float *dtable, size_t n,
+                         int vocabulary, int width) {
+  for (size_t i = blockIdx.x; i < n; i += gridDim.x) {
+    size_t id = (size_t)(keys[i] >> 32), end;
+    if (id >= (size_t)vocabulary || (i > 0 && keys[i - 1] >> 32 == id)) continue;
+    end = cddp__cu_row_end(keys, i, n);
+    for (size_t k = threadIdx.x; k < (size_t)width; k += CDDP__CU_THREADS) {
+      float sum = dtable[id * (size_t)width + k], part[CDDP__CU_ROWS];
+      size_t j = i;
+      for (; j + CDDP__CU_ROWS <= end; j += CDDP__CU_ROWS) {
+        CDDP__CU_UNROLLED for (size_t u = 0; u < CDDP__CU_ROWS; u++)
+          part[u] = dout[(size_t)(uint32_t)keys[j + u] * (size_t)width + k];
+        CDDP__CU_UNROLLED for (size_t u = 0; u < CDDP__CU_ROWS; u++) sum += part[u];
+      }
+      for (; j < end; j++) sum += dout[(size_t)(uint32_t)keys[j] * (size_t)width + k];
+      dtable[id * (size_t)width + k] = sum;
     }
   }
 }
 
 extern "C" cudaError_t cddp_cuda_embedding_backward(const float *dout, const int32_t *ids,
-                                                    float *dtable, int64_t n, int vocabulary,
-                                                    int width, cudaStream_t stream) {
+                                                    float *dtable, void *order, int64_t n,
+                                                    int vocabulary, int width,
+                                                    cudaStream_t stream) {
+  uint64_t *keys = (uint64_t *)order, *other;
+  size_t run, count = (size_t)n;
+  dim3 blocks(cddp__cu_blocks(count, CDDP__CU_RUN * CDDP__CU_THREADS, 1u << 16));
+  cudaError_t e;
   if (n == 0 || width == 0) return cudaSuccess;
-  if (n < 0 || width < 0 || vocabulary < 0 || dout == NULL || ids == NULL || dtable == NULL)
+  if (n < 0 || n > (int64_t)1 << 32 || width < 0 || vocabulary < 0 || dout == NULL ||
+      ids == NULL || dtable == NULL || order == NULL)
     return cudaErrorInvalidValue;
-  return cddp__cu_launch(cddp__cu_embedding_backward_kernel,
-                         dim3(cddp__cu_blocks((size_t)n, 1, 1u << 16)), CDDP__CU_THREADS, stream,
-                         dout, ids, dtable, n, vocabulary, width);
+  other = keys + count;
+  e = cddp__cu_launch(cddp__cu_runs_kernel, blocks, CDDP__CU_THREADS, stream, ids, keys, count);
+  for (run = CDDP__CU_RUN; e == cudaSuccess && run < count; run *= 2) {
+    uint64_t *from = keys;
+    e = cddp__cu_launch(cddp__cu_merge_kernel, blocks, CDDP__CU_THREADS, stream, from, other, count,
+                        run);
+    keys = other;
+    other = from;
+  }
+  if (e != cudaSuccess) return e;
+  return cddp__cu_launch(cddp__cu_rows_kernel, dim3(cddp__cu_blocks(count, 1, 1u << 16)),
+                         CDDP__CU_THREADS, stream, dout, keys, dtable, count, vocabulary, width);
 }
 
 #ifndef CDDP_KERNELS_NO_CUBLAS
 
 static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     cddp__cu_bias_kernel(float *y, const float *b, int rows, int out, bool relu) {
-  int c = (int)(blockIdx.x * CDDP__CU_THREADS + threadIdx.x);
+  int64_t c = (int64_t)cddp__cu_thread();
   if (c >= out) return;
   for (int r = (int)blockIdx.y; r < rows; r += (int)gridDim.y) {
     float *at = y + (int64_t)r * out + c, v = *at + (b != NULL ? b[c] : 0.0f);

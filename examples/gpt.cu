@@ -44,7 +44,7 @@ typedef struct layer {          /* what forward keeps for backward; rows of C fl
 static float *top, *normed, *logits, *d_stream, *d_row, *d_qkv, *d_up, *d_attention; /* gradients */
 static float *more, *ones; /* rows of C that are added to others; n ones */
 static int32_t *bytes, *labels; /* [B][T]: the batch, and after each byte the right next one */
-static double *stats, *scratch; /* stats: the batch's mean loss and right guesses */
+static double *stats, *scratch, *order; /* stats: the batch's mean loss and right guesses */
 static unsigned char *text; static size_t text_size; static cublasHandle_t blas;
 
 template <typename... P, typename... A> /* in blocks of THREADS, the last one with some too many */
@@ -202,7 +202,7 @@ static int backward(cddp_ddp *ddp, int rank) {
     layer_norm_backward(d_stream, d_row, l->in, n, p + LN1);
     for (int k = 0; k < PARTS; k++) TRY(cddp_ddp_ready(ddp, p + k));
   }
-  CUDA(cddp_cuda_embedding_backward(d_stream, bytes, grad(EMBEDDING), n, BYTES, C, NULL));
+  CUDA(cddp_cuda_embedding_backward(d_stream, bytes, grad(EMBEDDING), order, n, BYTES, C, NULL));
   add_columns(grad(POSITION), d_stream, B, T * C);
   TRY(cddp_ddp_ready(ddp, POSITION) || cddp_ddp_ready(ddp, EMBEDDING));
   return 0;
@@ -235,6 +235,7 @@ static void init_model(float *device, float *w) { /* w: the same on the host */
   d_qkv = floats(3 * r), d_up = floats(4 * r), d_attention = floats(squared);
   logits = floats(n * BYTES), more = floats(r), bytes = (int32_t *)floats(2 * n);
   stats = (double *)floats(4 + CDDP_CUDA_SCRATCH_BYTES / sizeof(float)), scratch = stats + 2;
+  order = (double *)floats((long)(CDDP_CUDA_ORDER_BYTES(n) / sizeof(float)));
   labels = bytes + n, ones = floats(n), CUDA(cddp_cuda_fill(ones, CDDP_F32, (size_t)n, 1, NULL));
 }
 

@@ -203,6 +203,9 @@ static void test_adamw(void) {
   CHECK_EQ((int)cddp_cuda_adamw(&s, 1, CDDP_F16, &a, 0, stream), (int)cudaErrorInvalidValue);
   s.count = 1; /* without memory */
   CHECK_EQ((int)cddp_cuda_adamw(&s, 1, CDDP_F32, &a, 0, stream), (int)cudaErrorInvalidValue);
+  s.data = s.grad = s.momentum = s.master = scratch;
+  a.stride = 48; /* packs of masters are of 32 bytes */
+  CHECK_EQ((int)cddp_cuda_adamw(&s, 1, CDDP_F16, &a, 0, stream), (int)cudaErrorInvalidValue);
 }
 
 static void test_many_segments(void) { /* more than a launch takes; some empty, some unaligned */
@@ -511,10 +514,46 @@ static void test_embedding(void) {
       bad += x != table[(size_t)(id * width + k)];
       want[(size_t)(id * width + k)] += dout[(size_t)(i * width + k)];
     }
-  CUDA(cddp_cuda_embedding_backward(d.p(), at.p(), t.p(), n, vocabulary, width, stream));
+  array<uint64_t> order(CDDP_CUDA_ORDER_BYTES(n) / sizeof(uint64_t));
+  CUDA(cddp_cuda_embedding_backward(d.p(), at.p(), t.p(), order.p(), n, vocabulary, width, stream));
   CHECK(t.get() == want); /* the same order, so the same bits */
   CHECK_EQ(bad, 0);
 }
+
+/* n ids, of `kinds` different ones; rows are added up in the order of ids. */
+static void compare_embedding_backward(size_t n, int kinds, int vocabulary, int width) {
+  std::vector<float> dout = floats(n * (size_t)width, 1), table, want;
+  std::vector<int32_t> ids(n);
+  table = floats((size_t)(vocabulary * width), 1);
+  want = table;
+  for (size_t i = 0; i < n; i++) {
+    ids[i] = (int32_t)(uniform(0.5) * kinds + 0.5 * kinds) - 1;
+    for (size_t k = 0; ids[i] >= 0 && ids[i] < vocabulary && k < (size_t)width; k++)
+      want[(size_t)(ids[i] * width) + k] += dout[i * (size_t)width + k];
+  }
+  array<float> d(dout), t(table);
+  array<int32_t> at(ids);
+  array<uint64_t> order(CDDP_CUDA_ORDER_BYTES(n) / sizeof(uint64_t));
+  CUDA(cddp_cuda_embedding_backward(d.p(), at.p(), t.p(), order.p(), (int64_t)n, vocabulary, width,
+                                    stream));
+  CHECK(t.get() == want);
+}
+
+static void test_embedding_order(void) {
+  const size_t sizes[] = {1, 2, 31, 32, 33, 63, 64, 65, 96, 97, 128, 1000, 4097};
+  size_t i;
+  CUDA(cddp_cuda_embedding_backward(NULL, NULL, NULL, NULL, 0, 1, 1, stream));
+  for (i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+    compare_embedding_backward(sizes[i], 1, 3, 2);    /* no id at all */
+    compare_embedding_backward(sizes[i], 2, 3, 3);    /* half of them are one id */
+    compare_embedding_backward(sizes[i], 40, 30, 5);  /* some are no ids */
+    compare_embedding_backward(sizes[i], 5000, 6000, 1);
+  }
+  compare_embedding_backward(3000, 7, 6, 300); /* wider than a block */
+}
+
+/* In n * n steps this would take hours. */
+static void test_embedding_of_many(void) { compare_embedding_backward(60000, 30000, 30000, 1); }
 
 static void compare_linear(cublasHandle_t blas, size_t rows, size_t in, size_t out, bool relu) {
   std::vector<float> x = floats(rows * in, 1), w = floats(out * in, 1), b = floats(out, 1);
@@ -603,6 +642,8 @@ int main(void) {
   RUN(test_cross_entropy);
   RUN(test_relu_backward);
   RUN(test_embedding);
+  RUN(test_embedding_order);
+  RUN(test_embedding_of_many);
   RUN(test_linear);
   RUN(test_large_indices);
   RUN(test_huge);
