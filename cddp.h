@@ -365,14 +365,16 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    order of calls, and timeout_s (from an operation's enqueueing on; of an operation in a CUDA graph
    only cddp_synchronize and cddp_barrier do, from their beginning on). Calls of ranks on different
    hosts are compared where ranks meet in cddp_barrier or cddp_group_split: until then only the
-   deadline ends what they disagree in. What is found (that ranks stepped with other settings, too:
-   some milliseconds later) breaks the group on all ranks and aborts its communicator, so that
-   streams, and a cudaStreamSynchronize on them, come to an end with undefined results;
-   cddp_synchronize, cddp_wait and every later call return the failure. A cddp_ddp fails with its
-   group, and takes it along. cddp_destroy waits for what is on the device,
-   as long as the group is healthy, and with a process's last group up to two seconds for NCCL,
-   which takes leave of the other ranks; a process that ends without it, while others have a graph
-   with the group's operations, counts as lost.
+   deadline ends what they disagree in. What is found breaks the group on all ranks and aborts its
+   communicator, so that streams, and a cudaStreamSynchronize on them, come to an end with undefined
+   results; cddp_synchronize, cddp_wait and every later call return the failure. A cddp_ddp, which
+   has a communicator of its own, in device memory of its own, fails with its group, and takes it
+   along over a lost rank, a deadline, NCCL or CUDA. Over ranks that called different things of it,
+   stepped with other settings (found some milliseconds later) or forgot a gradient it fails alone;
+   of ranks on different hosts the group's next barrier finds that too, and breaks the group.
+   cddp_destroy waits for what is on the device, as long as the group is healthy, and with a
+   process's last group up to two seconds for NCCL, which takes leave of the other ranks; a process
+   that ends without it, while others have a graph with the group's operations, counts as lost.
    CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
    the default one, in mode thread-local or relaxed); ranks are not compared while capturing, all
    must capture and launch alike. The learning rate is the captured one. Destroy graphs before the
@@ -1523,9 +1525,11 @@ enum {
 /* shared: one call on device memory, for the watchers of the other ranks. Written by its rank. */
 typedef struct cddp__logged_call {
   cddp__atomic_u32 number; /* of the call, from 1; 0 while it is being written */
-  uint32_t call;           /* cddp__call_code */
-  uint64_t count;
-  int32_t root;
+  struct {
+    uint32_t call; /* cddp__call_code */
+    int32_t root;
+    uint64_t count;
+  } what;
   uint64_t hash; /* of this and all calls before it */
   char site[96]; /* where it was made, in words; "": not known */
 } cddp__logged_call;
@@ -1697,9 +1701,9 @@ typedef struct cddp__backend {
   bool (*done)(cddp_work *w);
   cddp_result (*synchronize)(cddp_group *g);
   void *(*alloc)(cddp_group *g, size_t bytes);
-  /* Every rank of g calls it after cddp__split, child NULL if it is in no new group. internal: the
-     child belongs to a cddp_ddp. */
-  cddp_result (*split)(cddp_group *g, cddp_group *child, int color, bool internal);
+  cddp_result (*prepare)(cddp_group *g); /* collective, before g is split */
+  /* Collective over g, which is new. internal: it belongs to a cddp_ddp. */
+  cddp_result (*open)(const cddp_group *from, cddp_group *g, bool internal);
   void (*leave)(cddp_group *g);
   void (*free)(void *p);
 } cddp__backend;
@@ -12639,6 +12643,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
   double *lr_scales, *weight_decays;  /* [count] */
   bool *launched;                     /* [count] scratch of a step on a device */
+  cddp_segment *segments;             /* [count] there, likewise */
   bool *fresh;                        /* [count] the master is to begin as the weights are */
 };
 
@@ -13290,88 +13295,86 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    parallel: cddp__issue, cddp__log_call, cddp__stream_after, cddp__device_scratch.
 
    OPERATIONS. A call is logged (number, what it was, a hash of all calls so far), issued to a
-   stream, and followed there by events (cddp__track). Operations are issued one at a time
+   stream, and followed there by an event (cddp__track): a ring of events tells how far the device
+   has come, and since when the oldest operation is under way. Operations are issued one at a time
    (device.turn). gather, scatter and all_to_all are sends and receives in one NCCL group.
 
    COMMUNICATORS are made non-blocking, so that no call of NCCL can hang the host: whatever it
-   returns is polled until it is done, with an eye on peers and deadline. Ranks first tell each
-   other their devices over the control plane, which catches what NCCL would say in a log only;
-   rank 0's id goes the same way. How NCCL's own connections find their way between hosts is the
-   affair of NCCL and its NCCL_* variables. A sub-group's comes from ncclCommSplit, and shares
-   nothing with its group's (config.splitShare would save memory): what a failed model leaves on its
-   streams only an abort ends, and the group must live on. What ends a
-   communicator blocks all the same (ncclCommAbort for streams and CUDA graphs, ncclCommDestroy for
-   the host's other ranks too), so a thread of its own does it.
+   returns is polled until it is done, with an eye on the group and the deadline. Ranks first tell
+   each other their devices over the control plane, which catches what NCCL would say in a log only;
+   rank 0's id goes the same way, for each group anew: ncclCommSplit would meet just as often. How
+   NCCL's own connections find their way between hosts is the affair of NCCL and its NCCL_*
+   variables. A model has a communicator of its own, which costs device memory: what a model that
+   was used wrongly leaves on streams only an abort ends, and its group is to live on.
 
    TWO THREADS of a context look at it every few milliseconds. The watcher calls no function of
    CUDA, and of NCCL only those that touch host memory: another thread may hold CUDA's lock (in
    cudaFree, cudaMalloc or a kernel's first launch) while it waits for an operation that only an
-   abort will end. The watcher sees whether the group was broken, NCCL failed, a process
-   died, ranks of the host called different things, or an operation is late. It then breaks the
-   group and aborts the communicator, so that the streams of all ranks come to an end. What CUDA
-   has to say (which events have come, whether the device failed) the poller asks, and the watcher
-   reads its latest answer: if the poller is held up, operations count as under way.
+   abort will end. The watcher sees whether the group was broken, NCCL failed, a process died, ranks
+   of the host called different things, or an operation is late. It then breaks the group and aborts
+   the communicator, so that the streams of all ranks come to an end; or it is told to end it in
+   good order. Either may block (ncclCommAbort for streams and CUDA graphs, ncclCommDestroy for the
+   host's other ranks too), so the watcher may outlive the group: once `watching` is 0 it touches
+   the context alone. What CUDA has to say (which events have come, whether the device failed) the
+   poller asks, and the watcher reads its latest answer: if the poller is held up, operations count
+   as under way. Only who has device.turn asks NCCL: of two threads that ask at once both would free
+   what NCCL keeps of an operation.
 
    CALLS are compared at the latest one that two ranks have both made: equal hashes mean that all
-   calls before were alike. Nobody waits for it. Ranks of different hosts compare in cddp_barrier
-   and cddp_group_split, where they meet anyway. */
+   calls before were alike. Nobody waits for it. A model's are compared by themselves: if they
+   differ, its group lives on. Ranks of different hosts compare in cddp_barrier and
+   cddp_group_split, where they meet anyway, all that the group and its models have called. */
 
 static const cddp_kernels *cddp__registered_kernels;
 
 #ifdef CDDP_CUDA
-/* A communicator and what ends it. Two own it: the device context, and the thread that ends it, for
-   NCCL's calls that end one wait for streams, for CUDA graphs and for other ranks. */
-typedef struct cddp__communicator {
-  cddp__atomic_u32 refs;
-  cddp__atomic_u32 users; /* threads inside a call of NCCL with it */
-  cddp__atomic_u32 ended; /* CDDP__COMM_*: from then on no thread begins such a call */
-  cddp__atomic_u32 done;  /* 1: NCCL has let go of it */
-  ncclComm_t comm;        /* NULL: a single rank, or no NCCL; as it is made NCCL's thread writes */
-  ncclComm_t split;       /* the one that ncclCommSplit makes of it: NCCL's thread writes too */
-  int device;
-} cddp__communicator;
+enum { CDDP__MARKERS = 16, CDDP__SPARE_EVENTS = 16, CDDP__SCRATCHES = 64, CDDP__HASHES = 4096 };
+
+/* How a communicator is to end. From then on no thread begins a call of NCCL with it. */
 enum { CDDP__COMM_ALIVE, CDDP__COMM_DESTROYED, CDDP__COMM_ABORTED };
 
-/* An event behind an operation, and what is known of it. lock of the device context. */
+/* An event behind an operation. lock of the device context. */
 typedef struct cddp__marker {
-  cudaEvent_t event;       /* records: turn; queries: any thread, without a lock */
-  uint32_t recorded, seen; /* how often it was; the last record that was seen done */
-  double since;            /* when it was recorded */
+  cudaEvent_t event; /* records: turn; queries: any thread, without a lock */
+  uint32_t records;  /* of it */
+  double since;      /* when it was last recorded */
 } cddp__marker;
-enum { CDDP__LATEST, CDDP__OLDEST, CDDP__MARKERS, CDDP__SPARE_EVENTS = 8, CDDP__SCRATCHES = 64 };
 
 /* A group's device context: its GPU, streams and communicator. turn: held while an operation is
    issued. lock: held for a moment, never in a call of CUDA or NCCL, also by the watcher; it guards
    what is marked so. */
 typedef struct cddp__device {
+  cddp__atomic_u32 refs; /* the group's, and the watcher's until the communicator has ended */
   cddp_group *group;
-  struct cddp__device *owner; /* of a cddp_ddp's private groups the context of the user's group,
-                                 which logs their calls and fails with them; else itself */
+  struct cddp__device *owner; /* of a cddp_ddp's private groups the context of the user's group;
+                                 else itself */
   int device;
   uint64_t gpu;        /* of the job's first group: a hash of its name; 0: ranks may share it */
   bool staged;         /* operations go through the host */
   cudaStream_t side;   /* operations with a work handle, buckets; of high priority */
-  cudaEvent_t fork;    /* orders side after the caller's stream for messages; turn. For a model's
-                          buckets; cddp_ddp.lock */
-  cudaEvent_t join;    /* orders the two; the thread that calls collectives */
   pthread_mutex_t turn, lock;
-  cddp__communicator *comm;
   const cddp_kernels *kernels; /* those of every rank; NULL: some have none */
-  pthread_t threads[2];        /* the watcher; the poller */
-  int thread_count;            /* of them that run */
-  pid_t pid;                   /* of the process whose threads they are */
-  cddp__atomic_u32 stop;       /* 1: they are to end; they sleep on it */
+  ncclComm_t comm;        /* NULL: a single rank, or no NCCL; as it is made NCCL's thread writes */
+  cddp__atomic_u32 users; /* threads inside a call of NCCL with it */
+  cddp__atomic_u32 ended; /* CDDP__COMM_*; the threads sleep on it */
+  cddp__atomic_u32 done;  /* 1: NCCL has let go of it */
+  cddp__atomic_u32 watching; /* 1: the watcher may touch the group */
+  pthread_t poller;
+  pid_t pid;                 /* of the process whose threads they are; 0: there are none */
   cddp__atomic_u32 captured; /* 1: a CUDA graph may hold its operations and run them at any time */
-  cddp__marker markers[CDDP__MARKERS]; /* behind the latest operation; the oldest not seen done */
-  cddp__atomic_u32 fault;              /* the cudaError_t with which the device failed */
-  cddp__atomic_u32 polling;            /* 1: the poller is in a call of CUDA about it */
-  double polled_at;                    /* lock; when the poller last came out of one */
+  cddp__atomic_u32 settling; /* threads that wait for NCCL, and so perhaps for other ranks */
+  cddp__marker markers[CDDP__MARKERS]; /* a ring: number n is at n % CDDP__MARKERS */
+  uint32_t issued, seen; /* markers; of them, oldest first, those that were seen done. lock */
+  cddp__atomic_u32 fault; /* the cudaError_t with which the device failed */
   double left_since;   /* watcher; when a peer was first seen to have left; 0: none has */
+  int late_looks;      /* watcher; in so many looks on end an operation was late */
   uint32_t calls;      /* logged; lock */
   uint64_t hash;       /* of those calls; lock */
-  uint64_t *hashes;    /* [CDDP__HASHES] the hash after each of the latest calls, a ring; lock */
+  uint64_t models;     /* a hash of what the group's cddp_ddps have called; lock */
+  uint64_t hashes[CDDP__HASHES]; /* after each of the latest calls, a ring; lock. By so many calls
+                                    ranks may be apart: a power of two */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; turn */
-  cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* for work handles; lock */
+  cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* events for reuse; lock */
   int spares;
   void *scratch[CDDP__SCRATCHES]; /* used on side, or for shards on the caller's stream; the thread
                                      that calls collectives */
@@ -13388,13 +13391,13 @@ typedef struct cddp__device_report {
 
 #define CDDP__WATCH_S 0.005 /* between two looks of the watcher, and of the poller */
 #define CDDP__SPIN_S 3e-4   /* to yield before the first nap: NCCL's work on a call takes 0.1 ms */
-#define CDDP__GONE_S 0.1    /* to see that what NCCL began is done, after a peer has gone */
 #define CDDP__CALLS_S 0.5   /* for other threads to come out of NCCL before an abort */
 #ifndef CDDP__LEFT_S
 #define CDDP__LEFT_S 2.0 /* to finish operations on a device after a peer has left the group */
 #endif
 #define CDDP__ENDED_S 0.05 /* the same after one has ended: the poller has looked by then */
-#define CDDP__HASHES 4096 /* by how many calls ranks may be apart, a power of two */
+#define CDDP__LATE_LOOKS 4  /* a process that was stopped looks at its device before it gives up */
+#define CDDP__LATE_S 0.5    /* more for who waits beside the watcher, which says more of it */
 #ifndef CDDP__COMM_FROM
 #define CDDP__COMM_FROM 2 /* ranks from which on a group has a communicator; tests say 1 */
 #endif
@@ -13446,23 +13449,14 @@ static cddp_result cddp__no_capture(cudaStream_t s, cddp_result r, const char *w
 }
 
 /* At the start of a call: the group's device is the thread's, and its stream may be used. */
-static cddp_result cddp__device_enter(const cddp__device *p) {
+static cddp_result cddp__device_enter(const cddp_group *g) {
   enum cudaStreamCaptureStatus status;
-  cddp_result r = cddp__use_device(p->device);
-  if (r != CDDP_OK ||
-      cudaStreamIsCapturing(cddp__main_stream(p->group), &status) == cudaSuccess)
-    return r;
+  cddp_result r = cddp__use_device(cddp__device_of(g)->device);
+  if (r != CDDP_OK || cudaStreamIsCapturing(cddp__main_stream(g), &status) == cudaSuccess) return r;
   if (cudaGetLastError() != cudaErrorStreamCaptureImplicit) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,
                     "a stream is being captured in a CUDA graph while the group's is the default "
                     "stream, which no call may use then: give the captured one to cddp_set_stream");
-}
-
-/* `to` goes on after all that is on `from` now. */
-static cddp_result cddp__stream_after(cudaStream_t to, cudaStream_t from, cudaEvent_t event) {
-  cddp_result r = CDDP__CUDA(cudaEventRecord, event, from);
-  if (r != CDDP_OK) return r;
-  return CDDP__CUDA(cudaStreamWaitEvent, to, event, 0);
 }
 
 static cddp_result cddp__event_new(cudaEvent_t *event) {
@@ -13472,6 +13466,41 @@ static cddp_result cddp__event_new(cudaEvent_t *event) {
 static void cddp__event_free(cudaEvent_t *event) {
   if (*event != NULL) cudaEventDestroy(*event);
   *event = NULL;
+}
+
+/* An event behind what is on s now, for cddp__event_give after its use. */
+static cddp_result cddp__event_take(cddp__device *p, cudaStream_t s, void **out) {
+  cudaEvent_t event = NULL;
+  cddp_result r = CDDP_OK;
+  pthread_mutex_lock(&p->lock);
+  if (p->spares > 0) event = p->spare[--p->spares];
+  pthread_mutex_unlock(&p->lock);
+  if (event == NULL) r = cddp__event_new(&event);
+  *out = (void *)event;
+  return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, s) : r;
+}
+
+static void cddp__event_give(cddp__device *p, void **from) {
+  cudaEvent_t event = (cudaEvent_t)*from;
+  *from = NULL;
+  pthread_mutex_lock(&p->lock);
+  if (event != NULL && p->spares < CDDP__SPARE_EVENTS) {
+    p->spare[p->spares++] = event;
+    event = NULL;
+  }
+  pthread_mutex_unlock(&p->lock);
+  cddp__event_free(&event);
+}
+
+/* `to` goes on after all that is on `from` now. */
+static cddp_result cddp__stream_after(cddp__device *p, cudaStream_t to, cudaStream_t from) {
+  void *event = NULL;
+  cddp_result r = CDDP_OK;
+  if (to == from) return r;
+  r = cddp__event_take(p, from, &event);
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaStreamWaitEvent, to, (cudaEvent_t)event, 0);
+  cddp__event_give(p, &event);
+  return r;
 }
 
 static cddp_result cddp__device_copy(void *to, const void *from, size_t bytes, void *stream) {
@@ -13516,6 +13545,17 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
   return r;
 }
 
+/* Whether operations of the group are on the device, as far as the poller knows, those of graphs
+   left aside. *since: from when on the oldest is; NULL: not asked. */
+static bool cddp__device_busy(cddp__device *p, double *since) {
+  bool busy;
+  pthread_mutex_lock(&p->lock);
+  busy = p->issued != p->seen;
+  if (since != NULL) *since = p->markers[p->seen % CDDP__MARKERS].since;
+  pthread_mutex_unlock(&p->lock);
+  return busy;
+}
+
 /* A turn of the host's wait for `what`, as long as the group is healthy and its deadline has not
    come. Yields for as long as most waits take, then sleeps for a sixteenth of the time so far. */
 static cddp_result cddp__device_turn(cddp__device *p, double start, const char *what,
@@ -13526,7 +13566,7 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
   if (r != CDDP_OK) return r;
   if (waited < CDDP__SPIN_S) sched_yield();
   else cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
-  if (waited < g->timeout_s) return CDDP_OK;
+  if (waited < g->timeout_s + (cddp__device_busy(p, NULL) ? CDDP__LATE_S : 0)) return CDDP_OK;
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
              g->timeout_s, g->rank, p->device, what, hint);
   return cddp__break(g, CDDP_TIMEOUT);
@@ -13534,49 +13574,54 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
 
 /* --- the log of calls --- */
 
-/* Appends what this rank calls to the log of the context's owner. */
-static void cddp__log_call(cddp__device *from, const cddp__call *c, bool device) {
-  cddp__device *p = from->owner;
+/* Appends what this rank calls to the context's log. */
+static void cddp__log_call(cddp__device *p, const cddp__call *c, bool device) {
   cddp__slot *slot = cddp__slot_of(p->group, p->group->rank);
   cddp__logged_call *to;
-  struct {
-    uint64_t count;
-    uint32_t call;
-    int32_t root;
-  } what;
+  uint64_t hash;
   if (p->group->size == 1 || p->staged) return; /* staged calls are compared as they meet */
-  memset(&what, 0, sizeof what);
-  what.call = cddp__call_code(c, device ? 0 : CDDP__PHASE_HOST);
-  what.count = c->count;
-  what.root = (int32_t)c->root;
   pthread_mutex_lock(&p->lock);
-  p->hash = cddp__hash64(p->hash, &what, sizeof what);
   to = &slot->call_log[++p->calls & (CDDP__CALL_LOG - 1)];
-  p->hashes[p->calls & (CDDP__HASHES - 1)] = p->hash;
   cddp__exchange32(&to->number, 0); /* a fence, which gcc's tsan lacks; so is cddp__add32 below */
-  to->call = what.call;
-  to->count = what.count;
-  to->root = what.root;
-  to->hash = p->hash;
+  to->what.call = cddp__call_code(c, device ? 0 : CDDP__PHASE_HOST);
+  to->what.count = c->count;
+  to->what.root = (int32_t)c->root;
+  to->hash = p->hash = hash = cddp__hash64(p->hash, &to->what, sizeof to->what);
+  p->hashes[p->calls & (CDDP__HASHES - 1)] = p->hash;
   to->site[0] = 0;
   if (c->kind != CDDP__KIND_DDP_BUCKET)
     cddp__copy_text(to->site, cddp__describe_site().s, sizeof to->site);
   cddp__store32(&to->number, p->calls);
   cddp__store32(&slot->calls, p->calls);
   pthread_mutex_unlock(&p->lock);
+  if (p->owner == p) return;
+  pthread_mutex_lock(&p->owner->lock);
+  p->owner->models = cddp__hash64(p->owner->models, &hash, sizeof hash);
+  pthread_mutex_unlock(&p->owner->lock);
+}
+
+/* Of what the group and its models have called. */
+static uint64_t cddp__calls_hash(cddp__device *p) {
+  uint64_t hash;
+  pthread_mutex_lock(&p->lock);
+  hash = cddp__hash64(p->hash, &p->models, sizeof p->models);
+  pthread_mutex_unlock(&p->lock);
+  return hash;
 }
 
 /* A copy of what a rank of this host logged of call number n; false if it was overwritten. */
 static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__logged_call *out) {
   cddp__logged_call *from = &cddp__slot_of(g, rank)->call_log[n & (CDDP__CALL_LOG - 1)];
   if (cddp__load32(&from->number) != n) return false;
-  out->call = from->call;
-  out->count = from->count;
-  out->root = from->root;
+  out->what = from->what;
   out->hash = from->hash;
   memcpy(out->site, from->site, sizeof out->site - 1);
   out->site[sizeof out->site - 1] = 0;
   return cddp__add32(&from->number, 0) == n;
+}
+
+static cddp__text cddp__describe_logged(const cddp__logged_call *c) {
+  return cddp__describe_call(c->what.call, c->what.count, c->what.root);
 }
 
 /* The calls of this rank and another one of its host differ in number n or before. */
@@ -13584,23 +13629,24 @@ static cddp_result cddp__break_calls(cddp__device *p, int rank, uint32_t n) {
   cddp_group *g = p->group;
   bool low = g->rank < rank;
   int first = low ? g->rank : rank, second = low ? rank : g->rank;
+  const char *whose = p->owner == p ? "the group" : "the cddp_ddp";
   cddp__logged_call a, b;
   uint32_t i;
+  cddp__fail(CDDP_MISMATCH, "ranks %d and %d disagree in call %" PRIu32 " of %s or before", first,
+             second, n, whose);
   for (i = n < CDDP__CALL_LOG ? 1 : n - CDDP__CALL_LOG + 1; i <= n; i++) {
     if (!cddp__read_logged(g, first, i, &a) || !cddp__read_logged(g, second, i, &b)) continue;
-    if (a.call == b.call && a.count == b.count && a.root == b.root) continue;
+    if (memcmp(&a.what, &b.what, sizeof a.what) == 0) continue;
     cddp__fail(CDDP_MISMATCH,
-               "ranks disagree in call %" PRIu32 " of the group: rank %d called %s%s, rank %d "
-               "called %s%s%s",
-               i, first, cddp__describe_call(a.call, a.count, a.root).s, a.site, second,
-               cddp__describe_call(b.call, b.count, b.root).s, b.site,
-               a.call == b.call && (a.call & 255) == CDDP__KIND_DDP_STEP
+               "ranks disagree in call %" PRIu32 " of %s: rank %d called %s%s, rank %d called "
+               "%s%s%s",
+               i, whose, first, cddp__describe_logged(&a).s, a.site, second,
+               cddp__describe_logged(&b).s, b.site,
+               a.what.call == b.what.call && (a.what.call & 255) == CDDP__KIND_DDP_STEP
                    ? " with other settings: learning rate, momentum or others"
                    : "");
-    return cddp__break(g, CDDP_MISMATCH);
+    break;
   }
-  cddp__fail(CDDP_MISMATCH, "ranks %d and %d disagree in call %" PRIu32 " of the group or before",
-             first, second, n);
   return cddp__break(g, CDDP_MISMATCH);
 }
 
@@ -13627,76 +13673,83 @@ static cddp_result cddp__compare_logs(cddp__device *p) {
 
 /* --- the end of a communicator --- */
 
-static cddp__atomic_u32 cddp__endings; /* communicators of this process that are on their way out */
+/* Contexts of this process that have threads, and watchers of theirs that have not ended. */
+static cddp__atomic_u32 cddp__watched, cddp__watchers;
 
 /* Between these two a communicator is there to be called; false: it is on its way out. */
-static bool cddp__comm_enter(cddp__communicator *x) {
-  cddp__add32(&x->users, 1);
-  if (cddp__add32(&x->ended, 0) == CDDP__COMM_ALIVE) return true;
-  cddp__add32(&x->users, (uint32_t)-1);
+static bool cddp__comm_enter(cddp__device *p) {
+  cddp__add32(&p->users, 1);
+  if (cddp__add32(&p->ended, 0) == CDDP__COMM_ALIVE) return true;
+  cddp__add32(&p->users, (uint32_t)-1);
   return false;
 }
 
-static void cddp__comm_exit(cddp__communicator *x) { cddp__add32(&x->users, (uint32_t)-1); }
+static void cddp__comm_exit(cddp__device *p) { cddp__add32(&p->users, (uint32_t)-1); }
 
-static ncclComm_t cddp__comm_of(const cddp__communicator *x) {
-  return __atomic_load_n(&x->comm, __ATOMIC_RELAXED);
+static ncclComm_t cddp__comm_of(const cddp__device *p) {
+  return __atomic_load_n(&p->comm, __ATOMIC_RELAXED);
 }
 
-static void cddp__comm_release(cddp__communicator *x) {
-  if (x != NULL && cddp__add32(&x->refs, (uint32_t)-1) == 0) free(x);
+/* What NCCL says of the communicator. Two threads must not ask at a time: both would free what NCCL
+   keeps of an operation that has ended. turn held. */
+static ncclResult_t cddp__comm_state(cddp__device *p) {
+  ncclResult_t e = ncclSuccess;
+  if (cddp__comm_of(p) == NULL || !cddp__comm_enter(p)) return ncclSuccess;
+  if (ncclCommGetAsyncError(cddp__comm_of(p), &e) != ncclSuccess) e = ncclInternalError;
+  cddp__comm_exit(p);
+  return e;
 }
 
-/* An abort begins with NCCL's flags, before any call of CUDA, for which it might have to wait. What
-   fails in an end in good order leaves NCCL's group open, in which an abort would do nothing. */
-static void *cddp__comm_end_main(void *communicator) {
-  cddp__communicator *x = (cddp__communicator *)communicator;
+static void cddp__device_release(cddp__device *p) {
+  if (cddp__add32(&p->refs, (uint32_t)-1) != 0) return;
+  pthread_mutex_destroy(&p->turn);
+  pthread_mutex_destroy(&p->lock);
+  cddp__free(NULL, p);
+}
+
+/* On the watcher. An abort begins with NCCL's flags, before any call of CUDA, for which it might
+   have to wait. What fails in an end in good order leaves NCCL's group open, in which an abort
+   would do nothing. */
+static void cddp__comm_end(cddp__device *p) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   double deadline = cddp__now() + CDDP__CALLS_S;
-  ncclComm_t comm = cddp__comm_of(x);
   ncclResult_t e = ncclSuccess;
-  while (cddp__add32(&x->users, 0) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
-  if (comm != NULL && cddp__load32(&x->ended) == CDDP__COMM_ABORTED) {
-    ncclCommAbort(comm);
-  } else if (comm != NULL) {
-    (void)cudaSetDevice(x->device);
-    cudaThreadExchangeStreamCaptureMode(&mode); /* what is freed here is no part of a graph */
-    if (ncclCommGetAsyncError(comm, &e) != ncclSuccess || e != ncclSuccess) {
-      ncclCommAbort(comm);
-    } else if (ncclCommDestroy(comm) != ncclSuccess) {
-      (void)ncclGroupEnd();
-      ncclCommAbort(comm);
-    }
-    cudaThreadExchangeStreamCaptureMode(&mode); /* the thread may be the caller's */
+  while (cddp__add32(&p->users, 0) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+  if (cddp__comm_of(p) == NULL) return;
+  if (cddp__load32(&p->ended) == CDDP__COMM_ABORTED) {
+    ncclCommAbort(cddp__comm_of(p));
+    return;
   }
-  cddp__store32(&x->done, 1);
-  cddp__comm_release(x);
-  cddp__add32(&cddp__endings, (uint32_t)-1);
-  return NULL;
+  (void)cudaSetDevice(p->device);
+  cudaThreadExchangeStreamCaptureMode(&mode); /* what is freed here is no part of a graph */
+  if (ncclCommGetAsyncError(cddp__comm_of(p), &e) != ncclSuccess || e != ncclSuccess) {
+    ncclCommAbort(cddp__comm_of(p));
+  } else if (ncclCommDestroy(cddp__comm_of(p)) != ncclSuccess) {
+    (void)ncclGroupEnd();
+    ncclCommAbort(cddp__comm_of(p));
+  }
 }
 
-/* Gives the communicator to a thread that ends it. how: CDDP__COMM_ABORTED, for which the group has
-   been broken before, makes all operations on this rank's streams end at once. Never waits. */
-static void cddp__comm_end(cddp__communicator *x, uint32_t how) {
-  pthread_t thread;
-  if (!cddp__swap32(&x->ended, CDDP__COMM_ALIVE, how)) return;
-  cddp__add32(&x->refs, 1);
-  cddp__add32(&cddp__endings, 1);
-  if (cddp__comm_of(x) != NULL &&
-      cddp__thread_start(&thread, cddp__comm_end_main, x, true) == CDDP_OK)
-    pthread_detach(thread);
-  else
-    cddp__comm_end_main(x);
+/* Has the watcher end the communicator. how: CDDP__COMM_ABORTED, for which the group has been
+   broken before, makes all operations on this rank's streams end at once. Never waits. */
+static void cddp__device_end(cddp__device *p, uint32_t how) {
+  if (cddp__swap32(&p->ended, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&p->ended);
 }
-
-static void cddp__device_abort(cddp__device *p) { cddp__comm_end(p->comm, CDDP__COMM_ABORTED); }
 
 /* After an abort: until NCCL's threads have let go of the operations' memory. That takes a moment;
    where there is a CUDA graph with the group's operations the rest of it waits for the graph. */
 static void cddp__await_abort(cddp__device *p) {
   double deadline = cddp__now() + (cddp__load32(&p->captured) != 0 ? 0.1 : CDDP__LEFT_S);
-  if (cddp__load32(&p->comm->ended) != CDDP__COMM_ABORTED) return;
-  while (cddp__load32(&p->comm->done) == 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+  if (cddp__load32(&p->ended) != CDDP__COMM_ABORTED) return;
+  while (cddp__load32(&p->done) == 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+}
+
+/* After an operation that failed with the group: makes the buffers the caller's again. */
+static cddp_result cddp__let_go(cddp__device *p, cddp_result r) {
+  if (r == CDDP_OK || cddp__load32(&p->group->block->broken) == 0) return r;
+  cddp__device_end(p, CDDP__COMM_ABORTED);
+  cddp__await_abort(p);
+  return r;
 }
 
 /* --- the watcher --- */
@@ -13743,50 +13796,33 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
   return cddp__break(g, CDDP_NCCL);
 }
 
-/* Whether operations of the group are on the device, as far as the poller knows, those of graphs
-   left aside; *late: for longer than a deadline allows. */
-static bool cddp__device_pending(cddp__device *p, bool *late) {
-  bool pending = false;
-  double seen;
-  int i;
-  *late = false;
-  pthread_mutex_lock(&p->lock);
-  seen = cddp__load32(&p->polling) != 0 ? cddp__now() : p->polled_at;
-  for (i = 0; i < CDDP__MARKERS; i++) {
-    if (p->markers[i].recorded == p->markers[i].seen) continue;
-    pending = true;
-    *late = *late || seen - p->markers[i].since > p->group->timeout_s;
-  }
-  pthread_mutex_unlock(&p->lock);
-  return pending;
-}
-
 /* By how many calls a rank of this host is behind; of another host's ranks that is not known. */
 static int cddp__calls_behind(const cddp__device *p, int rank) {
-  const cddp_group *g = p->owner->group;
+  const cddp_group *g = p->group;
   uint32_t calls;
   if (g->members[rank] < 0) return 0;
   calls = cddp__load32(&cddp__slot_of(g, g->rank)->calls);
   return (int)(calls - cddp__load32(&cddp__slot_of(g, rank)->calls));
 }
 
-static cddp_result cddp__break_pending(cddp__device *p) { /* an operation is too late */
+/* Breaks the group if an operation is too late: the oldest that has not been seen done. */
+static cddp_result cddp__look_for_late(cddp__device *p) {
   cddp_group *g = p->group;
-  const cddp_group *owner = p->owner->group;
-  uint32_t calls = cddp__load32(&cddp__slot_of(owner, g->rank)->calls);
-  cddp__text late = {""}, what = {"none"};
   cddp__logged_call latest;
+  bool known, late;
+  double since;
   int q = 0;
+  late = cddp__device_busy(p, &since) && cddp__now() - since > g->timeout_s;
+  p->late_looks = late ? p->late_looks + 1 : 0;
+  if (p->late_looks <= CDDP__LATE_LOOKS) return CDDP_OK;
   while (q < g->size && cddp__calls_behind(p, q) <= 0) q++;
-  if (q < g->size)
-    late = cddp__words("; behind it in calls: %s, and perhaps others", cddp__name_rank(g, q).s);
-  latest.site[0] = 0;
-  if (cddp__read_logged(owner, g->rank, calls, &latest))
-    what = cddp__describe_call(latest.call, latest.count, latest.root);
+  known = cddp__read_logged(g, g->rank, cddp__load32(&cddp__slot_of(g, g->rank)->calls), &latest);
   cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s; the rank's "
-             "latest is %s%s",
-             g->timeout_s, g->rank, p->device, late.s, what.s, latest.site);
+             "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s; the "
+             "rank's latest is %s%s",
+             g->timeout_s, g->rank, p->device, q < g->size ? "; behind it in calls: " : "",
+             q < g->size ? cddp__name_rank(g, q).s : "", q < g->size ? ", and perhaps others" : "",
+             known ? cddp__describe_logged(&latest).s : "none", known ? latest.site : "");
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -13795,7 +13831,8 @@ static cddp_result cddp__break_pending(cddp__device *p) { /* an operation is too
    gets a moment, and more of it if that rank took its leave. CUDA does not tell
    whether a captured graph runs: with a rank that died it would never end, while one that left has
    seen the end of its own. */
-static cddp_result cddp__look_for_lost(cddp__device *p, bool pending) {
+static cddp_result cddp__look_for_lost(cddp__device *p) {
+  bool waits = cddp__device_busy(p, NULL) || cddp__load32(&p->settling) != 0;
   cddp_group *g = p->group;
   char doing[64];
   int q;
@@ -13804,7 +13841,7 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool pending) {
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
     left = cddp__rank_left(g, q);
     behind = cddp__calls_behind(p, q) > 0;
-    if (!behind && !pending && (left || cddp__load32(&p->captured) == 0)) continue;
+    if (!behind && !waits && (left || cddp__load32(&p->captured) == 0)) continue;
     if (!behind) {
       if (p->left_since == 0) p->left_since = cddp__now();
       if (cddp__now() - p->left_since < (left ? CDDP__LEFT_S : CDDP__ENDED_S)) continue;
@@ -13816,18 +13853,16 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool pending) {
 }
 
 static cddp_result cddp__look_at_device(cddp__device *p) {
-  ncclResult_t e = ncclSuccess;
   cudaError_t fault = (cudaError_t)cddp__load32(&p->fault);
-  bool late, pending;
+  ncclResult_t e = ncclSuccess;
   cddp_result r;
   cddp__watch_hosts(p->group);
   if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
-  if (p->owner == p && (r = cddp__compare_logs(p)) != CDDP_OK) return r;
-  pending = cddp__device_pending(p, &late);
-  if ((r = cddp__look_for_lost(p, pending)) != CDDP_OK) return r;
-  if (cddp__comm_enter(p->comm)) {
-    if (ncclCommGetAsyncError(p->comm->comm, &e) != ncclSuccess) e = ncclInternalError;
-    cddp__comm_exit(p->comm);
+  if ((r = cddp__compare_logs(p)) != CDDP_OK) return r;
+  if ((r = cddp__look_for_lost(p)) != CDDP_OK) return r;
+  if (pthread_mutex_trylock(&p->turn) == 0) { /* else whoever has it asks */
+    e = cddp__comm_state(p);
+    pthread_mutex_unlock(&p->turn);
   }
   if (e != ncclSuccess && e != ncclInProgress)
     return cddp__break_nccl(p, e, "an asynchronous NCCL operation");
@@ -13836,7 +13871,7 @@ static cddp_result cddp__look_at_device(cddp__device *p) {
                p->group->rank, p->device, cudaGetErrorString(fault), cudaGetErrorName(fault));
     return cddp__break(p->group, CDDP_CUDA);
   }
-  return late ? cddp__break_pending(p) : CDDP_OK;
+  return cddp__look_for_late(p);
 }
 
 /* A private group and its owner's, whose work is on the same streams: the private one fails with
@@ -13856,78 +13891,90 @@ static void cddp__break_both(cddp_group *private_group, cddp_group *owner) {
    undefined: both groups are broken before it. */
 static void *cddp__watch_main(void *context) {
   cddp__device *p = (cddp__device *)context;
-  while (cddp__load32(&p->stop) == 0) {
-    if (cddp__load32(&p->comm->ended) == CDDP__COMM_ALIVE) {
-      cddp_result r = cddp__look_at_device(p);
-      if (p->owner != p) cddp__break_both(p->group, p->owner->group);
-      if (r != CDDP_OK) cddp__device_abort(p);
-    }
-    cddp__futex_wait(&p->stop, 0, CDDP__WATCH_S);
+  while (cddp__load32(&p->ended) == CDDP__COMM_ALIVE) {
+    cddp_result r = cddp__look_at_device(p);
+    if (p->owner != p) cddp__break_both(p->group, p->owner->group);
+    if (r != CDDP_OK) cddp__device_end(p, CDDP__COMM_ABORTED);
+    else cddp__futex_wait(&p->ended, CDDP__COMM_ALIVE, CDDP__WATCH_S);
   }
+  cddp__store32(&p->watching, 0);
+  cddp__comm_end(p);
+  cddp__store32(&p->done, 1);
+  cddp__device_release(p);
+  cddp__add32(&cddp__watchers, (uint32_t)-1);
   return NULL;
 }
 
-/* Asks which of the events behind operations have come. May wait for whoever holds CUDA's lock. */
-static void cddp__poll_events(cddp__device *p) {
-  uint32_t n[CDDP__MARKERS];
+/* Asks which operations have ended, oldest first. May wait for whoever holds CUDA's lock. */
+static void cddp__poll(cddp__device *p) {
   cudaError_t e;
-  int i;
-  pthread_mutex_lock(&p->lock);
-  for (i = 0; i < CDDP__MARKERS; i++) n[i] = p->markers[i].recorded;
-  pthread_mutex_unlock(&p->lock);
-  for (i = 0; i < CDDP__MARKERS; i++) {
-    if ((e = cudaEventQuery(p->markers[i].event)) != cudaSuccess)
-      (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+  do {
+    uint32_t n, records;
+    cddp__marker *m;
+    bool busy;
     pthread_mutex_lock(&p->lock);
-    p->polled_at = cddp__now();
-    if (e != cudaErrorNotReady) p->markers[i].seen = n[i];
+    n = p->seen;
+    m = &p->markers[n % CDDP__MARKERS];
+    records = m->records;
+    busy = n != p->issued;
     pthread_mutex_unlock(&p->lock);
-    if (e != cudaSuccess && e != cudaErrorNotReady && e != cudaErrorCudartUnloading)
+    if (!busy) return;
+    if ((e = cudaEventQuery(m->event)) != cudaSuccess)
+      (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+    if (e == cudaErrorNotReady) return;
+    if (e != cudaSuccess && e != cudaErrorCudartUnloading)
       cddp__store32(&p->fault, (uint32_t)e);
-  }
+    pthread_mutex_lock(&p->lock);
+    if (p->seen == n && m->records == records) p->seen++;
+    pthread_mutex_unlock(&p->lock);
+  } while (e == cudaSuccess);
 }
 
 /* The poller. Its first call of CUDA takes its device: another would get a context. */
 static void *cddp__poll_main(void *context) {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cddp__device *p = (cddp__device *)context;
-  bool late, ready = false;
-  while (cddp__load32(&p->stop) == 0) {
-    if (cddp__device_pending(p, &late)) {
-      cddp__store32(&p->polling, 1);
+  bool ready = false;
+  while (cddp__load32(&p->ended) == CDDP__COMM_ALIVE) {
+    if (cddp__device_busy(p, NULL)) {
       if (!ready) (void)cudaSetDevice(p->device);
       if (!ready) cudaThreadExchangeStreamCaptureMode(&mode); /* no part of anyone's graph */
       ready = true;
-      cddp__poll_events(p);
-      cddp__store32(&p->polling, 0);
+      cddp__poll(p);
     }
-    cddp__futex_wait(&p->stop, 0, CDDP__WATCH_S);
+    cddp__futex_wait(&p->ended, CDDP__COMM_ALIVE, CDDP__WATCH_S);
   }
   return NULL;
 }
 
-static cddp__atomic_u32 cddp__watched; /* contexts of this process that have threads */
-
+/* Starts both threads, before there is a communicator to watch. */
 static cddp_result cddp__watch(cddp__device *p) {
-  void *(*const mains[])(void *) = {cddp__watch_main, cddp__poll_main};
-  cddp_result r;
+  pthread_t watcher;
+  cddp_result r = cddp__thread_start(&p->poller, cddp__poll_main, p, true);
+  if (r != CDDP_OK) return r;
   p->pid = getpid();
   cddp__add32(&cddp__watched, 1);
-  while (p->thread_count < 2) {
-    r = cddp__thread_start(&p->threads[p->thread_count], mains[p->thread_count], p, true);
-    if (r != CDDP_OK) return r;
-    p->thread_count++;
+  cddp__add32(&cddp__watchers, 1);
+  cddp__add32(&p->refs, 1);
+  cddp__store32(&p->watching, 1);
+  cddp__store32(&p->done, 0);
+  r = cddp__thread_start(&watcher, cddp__watch_main, p, true);
+  if (r == CDDP_OK) {
+    pthread_detach(watcher);
+  } else {
+    cddp__device_end(p, CDDP__COMM_ABORTED);
+    cddp__watch_main(p); /* has nothing to do but to take its leave */
   }
-  return CDDP_OK;
+  return r;
 }
 
-/* Ends the threads; that of a poller which waits for CUDA may take an abort. */
+/* Aborts the communicator, if it is not at its end, and has the threads let go of the group. That
+   of a poller which waits for CUDA may take the abort. */
 static void cddp__unwatch(cddp__device *p) {
   if (p->pid != getpid()) return; /* never watched, or a forked child */
-  cddp__store32(&p->stop, 1);
-  cddp__futex_wake(&p->stop);
-  while (p->thread_count > 0) pthread_join(p->threads[--p->thread_count], NULL);
-  p->pid = 0;
+  cddp__device_end(p, CDDP__COMM_ABORTED);
+  while (cddp__load32(&p->watching) != 0) cddp__sleep(1e-4);
+  pthread_join(p->poller, NULL);
   cddp__add32(&cddp__watched, (uint32_t)-1);
 }
 
@@ -13935,79 +13982,65 @@ static void cddp__unwatch(cddp__device *p) {
 static void cddp__await_endings(void) {
   double deadline = cddp__now() + CDDP__LEFT_S;
   if (cddp__load32(&cddp__watched) != 0) return;
-  while (cddp__load32(&cddp__endings) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+  while (cddp__load32(&cddp__watchers) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
 }
 
-/* Puts markers behind an operation just enqueued. turn held. */
+/* Puts a marker behind an operation just enqueued; the newest one, if all are in use. turn held. */
 static cddp_result cddp__track(cddp__device *p, cudaStream_t s) {
-  bool capturing = cddp__capturing(s), wanted;
-  cddp_result r = CDDP_OK;
-  int i;
-  if (capturing) cddp__store32(&p->captured, 1);
-  for (i = 0; r == CDDP_OK && i < CDDP__MARKERS; i++) {
-    cddp__marker *m = &p->markers[i];
-    pthread_mutex_lock(&p->lock);
-    wanted = !capturing && (i == CDDP__LATEST || m->recorded == m->seen);
-    pthread_mutex_unlock(&p->lock);
-    if (wanted) r = CDDP__CUDA(cudaEventRecord, m->event, s);
-    if (r != CDDP_OK || !wanted) continue;
-    pthread_mutex_lock(&p->lock);
-    m->recorded++;
-    m->since = cddp__now();
-    pthread_mutex_unlock(&p->lock);
+  cddp__marker *m;
+  cddp_result r;
+  uint32_t n;
+  if (cddp__capturing(s)) {
+    cddp__store32(&p->captured, 1);
+    return CDDP_OK;
   }
-  return r;
+  pthread_mutex_lock(&p->lock);
+  n = p->issued - p->seen < CDDP__MARKERS ? p->issued : p->issued - 1;
+  pthread_mutex_unlock(&p->lock);
+  m = &p->markers[n % CDDP__MARKERS];
+  if ((r = CDDP__CUDA(cudaEventRecord, m->event, s)) != CDDP_OK) return r;
+  pthread_mutex_lock(&p->lock);
+  m->since = cddp__now();
+  m->records++;
+  if (p->seen == n + 1) p->seen = n; /* it was seen done meanwhile */
+  p->issued = n + 1;
+  pthread_mutex_unlock(&p->lock);
+  return CDDP_OK;
 }
 
 /* --- device contexts --- */
 
-/* Aborts the communicator, if it is not at its end, and waits for what is on the device. */
+/* Waits for what is on the device; operations that have not ended are aborted. */
 static void cddp__device_delete(cddp__device *p) {
-  const cddp_allocator *a = &p->group->host->allocator;
   int i;
-  if (p->comm != NULL) {
-    cddp__device_abort(p);
-    cddp__unwatch(p);
-    cddp__await_abort(p);
-  }
+  cddp__unwatch(p);
+  cddp__await_abort(p);
   if (p->side != NULL) (void)cudaStreamSynchronize(p->side);
   while (p->scratch_count > 0) cudaFree(p->scratch[--p->scratch_count]);
-  cddp__event_free(&p->fork);
-  cddp__event_free(&p->join);
-  for (i = 0; i < CDDP__MARKERS; i++) cddp__event_free(&p->markers[i].event);
   while (p->spares > 0) cddp__event_free(&p->spare[--p->spares]);
+  for (i = 0; i < CDDP__MARKERS; i++) cddp__event_free(&p->markers[i].event);
   if (p->side != NULL) cudaStreamDestroy(p->side);
-  pthread_mutex_destroy(&p->turn);
-  pthread_mutex_destroy(&p->lock);
-  cddp__comm_release(p->comm);
-  cddp__free(a, p->hashes);
-  cddp__free(a, p);
+  cddp__device_release(p);
 }
 
 /* A context without a communicator, not yet watched. */
 static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int device) {
-  const cddp_allocator *a = &g->host->allocator;
-  cddp__device *p = (cddp__device *)cddp__calloc(a, 1, sizeof *p);
+  cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* may outlive g */
   int least = 0, greatest = 0, i;
   cddp_result r;
   *out = NULL;
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   cddp__store32(&cddp__device_groups, 1);
+  p->refs.v = p->done.v = 1;
   p->group = g;
   p->owner = p;
   p->device = device;
   pthread_mutex_init(&p->turn, NULL);
   pthread_mutex_init(&p->lock, NULL);
-  p->hashes = (uint64_t *)cddp__calloc(a, CDDP__HASHES, sizeof *p->hashes);
-  p->comm = (cddp__communicator *)cddp__calloc(NULL, 1, sizeof *p->comm); /* may outlive g */
-  if (p->comm != NULL) p->comm->refs.v = 1;
-  if (p->comm != NULL) p->comm->device = device;
-  r = p->hashes != NULL && p->comm != NULL ? cddp__use_device(device) : CDDP_OUT_OF_MEMORY;
+  r = cddp__use_device(device);
   if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
   if (r == CDDP_OK)
     r = CDDP__CUDA(cudaStreamCreateWithPriority, &p->side, cudaStreamNonBlocking, greatest);
-  if (r == CDDP_OK) r = cddp__event_new(&p->fork);
-  if (r == CDDP_OK) r = cddp__event_new(&p->join);
   for (i = 0; r == CDDP_OK && i < CDDP__MARKERS; i++) r = cddp__event_new(&p->markers[i].event);
   if (r == CDDP_OK) *out = p;
   else cddp__device_delete(p);
@@ -14083,7 +14116,7 @@ static cddp_result cddp__stage_end(cddp__device *p, cudaStream_t s, char *stage,
                                    const void *from, size_t bytes, cddp_result r) {
   if (r == CDDP_OK && bytes > 0) {
     r = cddp__use_device(p->device);
-    if (r == CDDP_OK) r = cddp__stream_after(p->side, s, p->join);
+    if (r == CDDP_OK) r = cddp__stream_after(p, p->side, s);
     if (r == CDDP_OK) r = cddp__copy_now(p, to, from, bytes);
     if (r != CDDP_OK) r = cddp__break(p->group, r);
   }
@@ -14107,7 +14140,7 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
   stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__FOR_USER);
   if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
   if (c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank)) {
-    r = cddp__stream_after(p->side, s, p->join);
+    r = cddp__stream_after(p, p->side, s);
     if (r == CDDP_OK) r = cddp__copy_now(p, stage, c->send, sends);
     if (r != CDDP_OK && !message) r = cddp__break(g, r);
   }
@@ -14146,8 +14179,8 @@ static ncclResult_t cddp__post_shares(const cddp__device *p, const cddp__call *c
       if (cddp__device_copy(to, from, out * c->esize, s) != CDDP_OK) e = ncclUnhandledCudaError;
       continue;
     }
-    if (out > 0) e = ncclSend(from, out, type, q, p->comm->comm, s);
-    if (in > 0 && e == ncclSuccess) e = ncclRecv(to, in, type, q, p->comm->comm, s);
+    if (out > 0) e = ncclSend(from, out, type, q, p->comm, s);
+    if (in > 0 && e == ncclSuccess) e = ncclRecv(to, in, type, q, p->comm, s);
   }
   return e;
 }
@@ -14179,7 +14212,7 @@ static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaS
   bool adds = c->op == CDDP_AVG && cddp__adds(p, (cddp_dtype)c->dtype);
   ncclDataType_t type = (ncclDataType_t)types[c->dtype];
   ncclRedOp_t op = adds ? ncclSum : ops[c->op];
-  ncclComm_t comm = p->comm->comm;
+  ncclComm_t comm = p->comm;
   switch (c->kind) {
   case CDDP__KIND_ALL_REDUCE:
     return ncclAllReduce(c->send, c->recv, c->count, type, op, comm, s);
@@ -14203,35 +14236,30 @@ static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaS
 /* Polls until NCCL has done what it began: e is what it returned then, of which success says
    nothing: up to NCCL 2.23 single operations return it too early. Up to 2.25 ncclCommGetAsyncError
    does not end NCCL's work in this thread, which would be in the way of another communicator's;
-   ncclCommCount does. A rank that is gone may have done its part: NCCL gets a moment to say so. */
+   ncclCommCount does. The watcher looks after the other ranks meanwhile. */
 static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *what) {
-  cddp_group *g = p->group;
-  double start = cddp__now(), now, look = start + CDDP__NAP_S, gone_since = start;
-  ncclComm_t comm = cddp__comm_of(p->comm);
-  const char *hint = g->hosts == NULL ? "" : ": not all ranks came to it, or NCCL finds no way "
-                                             "between hosts; it takes the interface that "
-                                             "NCCL_SOCKET_IFNAME names, and NCCL_DEBUG=INFO shows "
-                                             "what it does";
-  cddp_result r;
-  int q, ranks;
+  double start = cddp__now();
+  const char *hint = p->group->hosts == NULL
+                         ? ""
+                         : ": not all ranks came to it, or NCCL finds no way between hosts; it "
+                           "takes the interface that NCCL_SOCKET_IFNAME names, and "
+                           "NCCL_DEBUG=INFO shows what it does";
+  cddp_result r = CDDP_OK;
+  int ranks;
   if (e == ncclSuccess) e = ncclInProgress;
-  while (e == ncclInProgress) {
-    e = ncclInternalError;
-    if (cddp__comm_enter(p->comm)) {
-      if (ncclCommGetAsyncError(comm, &e) != ncclSuccess) e = ncclInternalError;
-      if (e == ncclSuccess) e = ncclCommCount(comm, &ranks);
-      cddp__comm_exit(p->comm);
+  cddp__add32(&p->settling, 1);
+  while (r == CDDP_OK && e == ncclInProgress) {
+    e = cddp__comm_state(p);
+    if (e == ncclSuccess && cddp__comm_enter(p)) {
+      e = ncclCommCount(p->comm, &ranks);
+      cddp__comm_exit(p);
     }
-    if (e != ncclInProgress) break;
-    if ((r = cddp__device_turn(p, start, what, hint)) != CDDP_OK) return r;
-    if ((now = cddp__now()) < look) continue;
-    look = now + CDDP__NAP_S;
-    cddp__watch_hosts(g);
-    for (q = 0; q < g->size && (q == g->rank || !cddp__rank_gone(g, q)); q++) {}
-    if (q == g->size) gone_since = now;
-    if (now - gone_since > CDDP__GONE_S && (r = cddp__break_dead(g, what)) != CDDP_OK) return r;
+    if (e == ncclInProgress) r = cddp__device_turn(p, start, what, hint);
   }
-  return CDDP__LIKELY(e == ncclSuccess) ? CDDP_OK : cddp__break_nccl(p, e, what);
+  cddp__add32(&p->settling, (uint32_t)-1);
+  if (r == CDDP_OK && cddp__load32(&p->ended) != CDDP__COMM_ALIVE)
+    r = cddp__check_failure(p->group);
+  return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(p, e, what);
 }
 
 /* Enqueues n operations on s as one. turn held. */
@@ -14244,7 +14272,7 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
   if (s == cudaStreamPerThread) /* NCCL enqueues in a thread of its own */
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the group's stream is cudaStreamPerThread, which to "
                       "NCCL is another stream; make one with cudaStreamCreate");
-  if (!cddp__comm_enter(p->comm)) {
+  if (!cddp__comm_enter(p)) {
     if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
     return cddp__fail(CDDP_ABORTED, "the group's communicator is gone");
   }
@@ -14254,28 +14282,21 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
     end = ncclGroupEnd();
     if (e == ncclSuccess || e == ncclInProgress) e = end;
   }
-  cddp__comm_exit(p->comm);
+  cddp__comm_exit(p);
   r = cddp__settle(p, e, cddp__shapes[c->kind].name);
   for (i = 0; i < n && r == CDDP_OK; i++) r = cddp__scale_mean(p, &c[i], s);
   return r == CDDP_OK ? cddp__track(p, s) : r;
 }
 
-/* After an operation that failed with the group: makes the buffers the caller's again. */
-static cddp_result cddp__let_go(cddp__device *p, cddp_result r) {
-  if (r == CDDP_OK || cddp__load32(&p->group->block->broken) == 0) return r;
-  cddp__device_abort(p);
-  cddp__await_abort(p);
-  return r;
-}
-
 /* Operations on device memory, in order, behind what is on s now. */
 static cddp_result cddp__issue(cddp__device *p, const cddp__call *c, int n, cudaStream_t s) {
+  bool alone = !p->staged && p->comm == NULL;
   cddp_result r = CDDP_OK;
   int i;
   for (i = 0; r == CDDP_OK && i < n && p->staged; i++) r = cddp__stage_call(p, &c[i], s, NULL);
-  for (i = 0; r == CDDP_OK && i < n && !p->staged && p->comm->comm == NULL; i++)
-    r = cddp__device_copy(c[i].recv, c[i].send, c[i].count * c[i].esize, s); /* a single rank */
-  if (n == 0 || p->staged || p->comm->comm == NULL) return r;
+  for (i = 0; r == CDDP_OK && i < n && alone; i++)
+    r = cddp__device_copy(c[i].recv, c[i].send, c[i].count * c[i].esize, s);
+  if (n == 0 || p->staged || alone) return r;
   pthread_mutex_lock(&p->turn);
   r = cddp__issue_held(p, c, n, s);
   pthread_mutex_unlock(&p->turn);
@@ -14288,55 +14309,36 @@ static cddp_result cddp__issue_in_place(cddp__device *p, const cddp__call *call,
   size_t bytes = c.count * c.esize * (size_t)p->group->size;
   void *scratch;
   cddp_result r = cddp__device_scratch(p, bytes, &scratch);
-  if (r == CDDP_OK && s != p->side) r = cddp__stream_after(p->side, s, p->join);
+  if (r == CDDP_OK) r = cddp__stream_after(p, p->side, s);
   if (r == CDDP_OK) r = cddp__device_copy(scratch, c.send, bytes, p->side);
   c.send = scratch;
   if (r == CDDP_OK) r = cddp__issue(p, &c, 1, p->side);
-  if (r == CDDP_OK && s != p->side) r = cddp__stream_after(s, p->side, p->join);
-  return r;
+  return r == CDDP_OK ? cddp__stream_after(p, s, p->side) : r;
 }
 
 /* --- handles and messages --- */
 
-/* Keeps a work's event for the next one. */
-static void cddp__spare_event(cddp__device *p, cddp_work *w) {
-  cudaEvent_t event = (cudaEvent_t)w->event;
-  w->event = NULL;
-  pthread_mutex_lock(&p->lock);
-  if (event != NULL && p->spares < CDDP__SPARE_EVENTS) {
-    p->spare[p->spares++] = event;
-    event = NULL;
-  }
-  pthread_mutex_unlock(&p->lock);
-  cddp__event_free(&event);
-}
-
 static void cddp__device_work_free(cddp_work *w) {
-  cddp__spare_event(cddp__device_of(w->group), w);
+  cddp__event_give(cddp__device_of(w->group), &w->event);
   cddp__free(&w->group->host->allocator, w);
 }
 
-static cddp_result cddp__work_record(cddp_work *w, cudaStream_t s) {
-  cddp__device *p = cddp__device_of(w->group);
-  cudaEvent_t event = NULL;
-  cddp_result r = CDDP_OK;
-  pthread_mutex_lock(&p->lock);
-  if (p->spares > 0) event = p->spare[--p->spares];
-  pthread_mutex_unlock(&p->lock);
-  if (event == NULL) r = cddp__event_new(&event);
-  w->event = (void *)event;
-  return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, s) : r;
+/* A handle for c, of which `event` says that it has ended. */
+static cddp_work *cddp__device_work(cddp_group *g, const cddp__call *c) {
+  cddp_work *w = cddp__work_new(g, 0);
+  if (w == NULL) return NULL;
+  w->backend = g->backend;
+  w->call = *c;
+  return w;
 }
 
 /* A handle for what c has put on s. */
-static cddp_result cddp__work_behind(cddp__device *p, const cddp__call *c, cudaStream_t s,
+static cddp_result cddp__work_behind(cddp_group *g, const cddp__call *c, cudaStream_t s,
                                      cddp_work **out) {
-  cddp_work *w = cddp__work_new(p->group, 0);
+  cddp_work *w = cddp__device_work(g, c);
   cddp_result r;
   if (w == NULL) return CDDP_OUT_OF_MEMORY;
-  w->backend = p->group->backend;
-  w->call = *c;
-  r = cddp__work_record(w, s);
+  r = cddp__event_take(cddp__device_of(g), s, &w->event);
   if (r == CDDP_OK) *out = w;
   else cddp__device_work_free(w);
   return r;
@@ -14356,12 +14358,12 @@ static cddp_result cddp__send_messages(cddp__device *p, const cddp_work *only) {
   if (n > 0) {
     calls = (cddp__call *)cddp__malloc(a, (size_t)n * sizeof *calls);
     r = calls == NULL ? CDDP_OUT_OF_MEMORY
-                      : cddp__stream_after(p->side, cddp__main_stream(p->group), p->fork);
+                      : cddp__stream_after(p, p->side, cddp__main_stream(p->group));
     for (n = 0, w = p->messages; r == CDDP_OK && w != NULL; w = w->next) calls[n++] = w->call;
     if (r == CDDP_OK) r = cddp__issue_held(p, calls, n, p->side);
     while ((w = p->messages) != NULL) {
       p->messages = w->next;
-      if (r == CDDP_OK) r = cddp__work_record(w, p->side);
+      if (r == CDDP_OK) r = cddp__event_take(p, p->side, &w->event);
       w->done = true;
     }
     if (r != CDDP_OK) r = cddp__break(p->group, r); /* the others wait for these */
@@ -14417,7 +14419,7 @@ static bool cddp__device_done(cddp_work *w) {
 static cddp_result cddp__compare_device_calls(cddp__device *p, uint64_t hash) {
   cddp_group *g = p->group;
   cddp_result r = CDDP_OK;
-  if (g->hosts != NULL && p->comm->comm != NULL)
+  if (g->hosts != NULL && !p->staged)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DEVICE_CALLS, CDDP__PHASE_CALL, hash, NULL, 0);
   return r == CDDP_OK ? cddp__compare_logs(p) : r;
 }
@@ -14427,30 +14429,24 @@ static cddp_result cddp__run_barrier(cddp_work *w) {
   cddp__device *p = cddp__device_of(w->group);
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__await_stream(p, NULL, (cudaEvent_t)w->event);
-  cddp__spare_event(p, w);
+  cddp__event_give(p, &w->event);
   if (r == CDDP_OK) r = cddp__run_recorded(w->group, &w->call, w->record);
   return r == CDDP_OK ? cddp__compare_device_calls(p, (uint64_t)(uintptr_t)w->context) : r;
 }
 
 /* Waits on the host for what was on the group's stream, then for the ranks. */
-static cddp_result cddp__device_barrier(cddp__device *p, const cddp__call *c, cddp_work **work) {
-  cudaStream_t s = cddp__main_stream(p->group);
+static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *c, cddp_work **work) {
+  cudaStream_t s = cddp__main_stream(g);
   cddp_work *w;
   cddp_result r = cddp__no_capture(s, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
+  if (r == CDDP_OK) r = cddp__work_behind(g, c, s, &w);
   if (r != CDDP_OK) return r;
-  if (work == NULL) {
-    cddp__engine_drain(p->group);
-    r = cddp__await_stream(p, s, NULL);
-    if (r == CDDP_OK) r = cddp__run_call(p->group, c);
-    return r == CDDP_OK ? cddp__compare_device_calls(p, p->hash) : r;
-  }
-  if ((r = cddp__work_behind(p, c, s, &w)) != CDDP_OK) return r;
   w->backend = NULL; /* the group's thread has it */
   w->run = cddp__run_barrier;
-  w->context = (void *)(uintptr_t)p->hash;
-  r = cddp__enqueue(w);
-  if (r == CDDP_OK) *work = w;
-  else cddp__device_work_free(w);
+  w->context = (void *)(uintptr_t)cddp__calls_hash(cddp__device_of(g));
+  if ((r = cddp__enqueue(w)) != CDDP_OK) cddp__device_work_free(w);
+  else if (work == NULL) return cddp__work_wait(w, -1);
+  else *work = w;
   return r;
 }
 
@@ -14474,26 +14470,26 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *c) {
 }
 
 /* A collective by NCCL on the group's stream, or with a handle on the side stream. */
-static cddp_result cddp__nccl_call(cddp__device *p, const cddp__call *c, cddp_work **work) {
-  cddp_group *g = p->group;
+static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
+  cddp__device *p = cddp__device_of(g);
   cudaStream_t s = work != NULL ? p->side : cddp__main_stream(g);
   uint64_t record = cddp__record_call(g, c);
   cddp__call sized = *c;
   cddp_result r = c->parts != NULL ? cddp__counts_on_device(g, &sized) : CDDP_OK;
   c = &sized;
-  if (r == CDDP_OK && work != NULL) r = cddp__stream_after(s, cddp__main_stream(g), p->join);
+  if (r == CDDP_OK) r = cddp__stream_after(p, s, cddp__main_stream(g));
   if (r == CDDP_OK && c->count > 0)
     r = g->size > 1 && cddp__overwrites(c) ? cddp__issue_in_place(p, c, s)
                                            : cddp__issue(p, c, 1, s);
-  if (r == CDDP_OK && work != NULL) r = cddp__work_behind(p, c, s, work);
+  if (r == CDDP_OK && work != NULL) r = cddp__work_behind(g, c, s, work);
   if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the others will wait for this call */
   cddp__record_finish(g, record, r);                       /* on the device it goes on */
   return r;
 }
 
 /* A message by NCCL; one with a handle waits for others, see cddp__send_messages. */
-static cddp_result cddp__nccl_message(cddp__device *p, const cddp__call *c, cddp_work **work) {
-  cddp_group *g = p->group;
+static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
+  cddp__device *p = cddp__device_of(g);
   cddp_work *w, **link;
   cddp_result r;
   if (c->root == CDDP_ANY)
@@ -14508,9 +14504,7 @@ static cddp_result cddp__nccl_message(cddp__device *p, const cddp__call *c, cddp
     r = cddp__issue(p, c, 1, cddp__main_stream(g));
     return r == CDDP_OK ? r : cddp__break(g, r);
   }
-  if ((w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
-  w->backend = g->backend;
-  w->call = *c;
+  if ((w = cddp__device_work(g, c)) == NULL) return CDDP_OUT_OF_MEMORY;
   pthread_mutex_lock(&p->turn);
   for (link = &p->messages; *link != NULL; link = &(*link)->next) {}
   *link = w;
@@ -14527,7 +14521,7 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_w
   cddp_result r;
   *taken = true;
   if (work != NULL) *work = NULL;
-  if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
+  if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
   if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK) return r;
   cddp__buffer_bytes(g, c, &sent, &received);
   *taken = *taken && (sent + received > 0 || !(message || p->staged));
@@ -14535,7 +14529,7 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_w
     return r;
   if (c->kind == CDDP__KIND_BARRIER) {
     *taken = true;
-    return cddp__device_barrier(p, c, work);
+    return cddp__device_barrier(g, c, work);
   }
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   if (*taken && !p->staged && c->op > CDDP_MAX)
@@ -14544,20 +14538,20 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_w
   if (!message) cddp__log_call(p, c, *taken || c->parts != NULL);
   if (!*taken) return CDDP_OK;
   if (p->staged) return cddp__stage_call(p, c, cddp__main_stream(g), work);
-  return message ? cddp__nccl_message(p, c, work) : cddp__nccl_call(p, c, work);
+  return message ? cddp__nccl_message(g, c, work) : cddp__nccl_call(g, c, work);
 }
 
 static cddp_result cddp__device_synchronize(cddp_group *g) {
   cddp__device *p = cddp__device_of(g);
   cddp_result r;
   cddp__engine_drain(g);
-  if ((r = cddp__device_enter(p)) != CDDP_OK) return r;
+  if ((r = cddp__device_enter(g)) != CDDP_OK) return r;
   if ((r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   return cddp__await_stream(p, cddp__main_stream(g), NULL);
 }
 
-/* --- communicators: connected, split, left --- */
+/* --- contexts: connected, left --- */
 
 static cddp_result cddp__all_connected(cddp_group *g) {
   return cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
@@ -14566,33 +14560,24 @@ static cddp_result cddp__all_connected(cddp_group *g) {
 /* Collective: sums and means of several sizes. NCCL connects the ranks when it first uses an
    algorithm, and the host waits for that: here, and then in no all-reduce of a step. */
 static cddp_result cddp__warm_up(cddp__device *p) {
-  cddp__call calls[16];
-  char *room = NULL;
-  size_t bytes, at = 0;
-  int n = 0;
-  cddp_result r = CDDP__CUDA(cudaMalloc, (void **)&room, 3 * CDDP__WARM_UP);
-  if (r == CDDP_OK) r = cddp__device_zero(room, 3 * CDDP__WARM_UP, p->side);
-  for (bytes = 8; r == CDDP_OK && bytes <= CDDP__WARM_UP && n < 16; bytes *= 32, n += 2) {
-    calls[n] = cddp__make_call(CDDP__KIND_ALL_REDUCE, room + at, room + at, bytes / 4, CDDP_F32,
-                               CDDP_SUM, -1);
-    calls[n + 1] = cddp__make_call(CDDP__KIND_ALL_REDUCE, room + at + bytes, room + at + bytes,
-                                   bytes / 2, CDDP_F16, CDDP_AVG, -1);
-    at += 2 * bytes;
+  cddp__call call;
+  void *room = NULL;
+  size_t bytes;
+  int mean;
+  cddp_result r = CDDP__CUDA(cudaMalloc, &room, CDDP__WARM_UP);
+  if (r == CDDP_OK) r = cddp__device_zero(room, CDDP__WARM_UP, p->side);
+  for (bytes = 8; bytes <= CDDP__WARM_UP; bytes *= 32) {
+    for (mean = 0; r == CDDP_OK && mean < 2; mean++) {
+      call = cddp__make_call(CDDP__KIND_ALL_REDUCE, room, room, bytes / (mean ? 2 : 4),
+                             mean ? CDDP_F16 : CDDP_F32, mean ? CDDP_AVG : CDDP_SUM, -1);
+      r = cddp__issue(p, &call, 1, p->side);
+    }
   }
-  if (r == CDDP_OK) r = cddp__issue(p, calls, n, p->side);
   if (r == CDDP_OK) r = cddp__await_stream(p, p->side, NULL);
   if (r != CDDP_OK) r = cddp__break(p->group, r);
   if (room != NULL) cudaFree(room);
   /* A rank that ends right after this call is not to take operations of the others along. */
   return r == CDDP_OK ? cddp__all_connected(p->group) : r;
-}
-
-/* Collective: a communicator that is there is used from now on. */
-static cddp_result cddp__nccl_begin(cddp__device *p) {
-  cddp_result r = cddp__all_connected(p->group);
-  if (r != CDDP_OK) return r;
-  r = cddp__watch(p);
-  return r == CDDP_OK ? cddp__warm_up(p) : cddp__break(p->group, r);
 }
 
 /* Collective: connects a communicator over all ranks of the context's group. */
@@ -14601,107 +14586,73 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   ncclUniqueId id;
   ncclResult_t e = ncclSuccess;
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   cddp__watch_hosts(g); /* from now on leaders see each other's end */
-  if (g->rank == 0 && (e = ncclGetUniqueId(&id)) != ncclSuccess)
+  r = cddp__watch(p);
+  if (r == CDDP_OK && g->rank == 0 && (e = ncclGetUniqueId(&id)) != ncclSuccess)
     r = cddp__fail(CDDP_NCCL, "ncclGetUniqueId: %s (%.300s)", ncclGetErrorString(e),
                    ncclGetLastError(NULL));
   if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, &id, &id, sizeof id, CDDP_U8, 0);
   if (r != CDDP_OK) return r;
   config.blocking = 0;
-  e = ncclCommInitRankConfig(&p->comm->comm, g->size, id, g->rank, &config);
-  r = cddp__settle(p, e, "ncclCommInitRankConfig");
-  return r == CDDP_OK ? cddp__nccl_begin(p) : r;
-}
-
-/* Every rank of p's group: the communicators of the groups that it has been split into. child: NULL
-   for a rank that gets none. */
-static cddp_result cddp__nccl_split(cddp__device *p, int color, cddp__device *child) {
-  ncclResult_t e = ncclInvalidUsage;
-  cddp_result r;
-  if (child != NULL) cddp__watch_hosts(child->group); /* now leaders see each other's end */
   pthread_mutex_lock(&p->turn);
-  if (cddp__comm_enter(p->comm)) {
-    e = ncclCommSplit(p->comm->comm, child != NULL ? color : NCCL_SPLIT_NOCOLOR,
-                      child != NULL ? child->group->rank : 0, &p->comm->split, NULL);
-    cddp__comm_exit(p->comm);
+  if (cddp__comm_enter(p)) {
+    e = ncclCommInitRankConfig(&p->comm, g->size, id, g->rank, &config);
+    cddp__comm_exit(p);
+    r = cddp__settle(p, e, "ncclCommInitRankConfig");
+  } else {
+    r = cddp__check_failure(g);
   }
-  r = cddp__settle(p, e, "ncclCommSplit");
   pthread_mutex_unlock(&p->turn);
-  if (r != CDDP_OK || child == NULL) return r;
-  child->comm->comm = p->comm->split;
-  r = cddp__settle(child, ncclSuccess, "ncclCommSplit");
-  return r == CDDP_OK ? cddp__nccl_begin(child) : r;
+  if (r == CDDP_OK) r = cddp__all_connected(g);
+  return r == CDDP_OK ? cddp__warm_up(p) : r;
 }
 
-/* Every rank of g, after cddp__split: device contexts for the new groups. */
-static cddp_result cddp__device_split(cddp_group *g, cddp_group *child, int color, bool internal) {
-  cddp__device *p = cddp__device_of(g), *c = NULL;
-  cddp_result r = cddp__use_device(p->device);
-  if (r == CDDP_OK) r = cddp__send_messages(p, NULL);
-  if (r == CDDP_OK && child != NULL) r = cddp__device_new(&c, child, p->device);
-  if (c != NULL) {
-    child->stream = g->stream;
-    c->kernels = p->kernels;
-    c->staged = p->staged;
-    if (internal) c->owner = p->owner;
-  }
-  if (p->comm->comm != NULL) {
-    if (r == CDDP_OK) r = cddp__await_stream(p, p->side, NULL);
-    if (r == CDDP_OK) r = cddp__await_stream(p, cddp__main_stream(g), NULL);
-    if (r != CDDP_OK) r = cddp__break(g, r); /* the other ranks count on this one */
-    if (r == CDDP_OK) r = cddp__compare_device_calls(p, p->hash);
-    if (r == CDDP_OK)
-      r = cddp__nccl_split(p, color, c != NULL && child->size >= CDDP__COMM_FROM ? c : NULL);
-    r = cddp__consensus(g, r, NULL, 0, NULL);
-  } else if (r != CDDP_OK && child != NULL) {
-    r = cddp__break(child, r);
-  }
-  if (r == CDDP_OK && c != NULL) {
-    child->backend = g->backend;
-    child->device = c;
-  } else if (c != NULL) {
-    cddp__device_delete(c);
-  }
+/* Collective over g, which gets this context. Ranks count on each other here. */
+static cddp_result cddp__device_open(cddp_group *g, cddp__device *p, bool connects) {
+  cddp_result r = CDDP_OK;
+  if (connects && !p->staged && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
+  if (r == CDDP_OK) g->device = p;
+  else cddp__device_delete(p);
   return r;
 }
 
-/* Collective over g, which has none yet: a device context like that of `from`, whose ranks are not
-   all there any more. */
-static cddp_result cddp__device_again(const cddp_group *from, cddp_group *g) {
-  const cddp__device *old = cddp__device_of(from);
-  cddp__device *p = NULL;
-  cddp_result r = cddp__use_device(old->device);
-  if (r == CDDP_OK) r = cddp__device_new(&p, g, old->device);
-  if (r != CDDP_OK) return cddp__break(g, r); /* the other ranks count on this one */
-  p->kernels = old->kernels;
-  p->staged = old->staged;
+/* Collective over g, which has none yet: a context like that of another group, `from`. */
+static cddp_result cddp__device_again(const cddp_group *from, cddp_group *g, bool internal) {
+  cddp__device *like = cddp__device_of(from), *p;
+  cddp_result r = cddp__device_new(&p, g, like->device);
+  if (r != CDDP_OK) return cddp__break(g, r);
+  p->staged = like->staged;
+  p->kernels = like->kernels;
+  if (internal) p->owner = like->owner;
   g->stream = from->stream;
-  if (!p->staged && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
-  if (r != CDDP_OK) {
-    cddp__device_delete(p);
-    return r;
-  }
-  g->backend = from->backend;
-  g->device = p;
-  return CDDP_OK;
+  if ((r = cddp__device_open(g, p, true)) == CDDP_OK) g->backend = from->backend;
+  return r;
+}
+
+/* Every rank of g before it is split: its ranks have called the same so far, and what is on the
+   device has been done. */
+static cddp_result cddp__device_before_split(cddp_group *g) {
+  cddp__device *p = cddp__device_of(g);
+  cddp_result r = cddp__device_synchronize(g);
+  if (r == CDDP_OK && p->comm != NULL) r = cddp__await_stream(p, p->side, NULL);
+  if (r != CDDP_OK) return cddp__break(g, r); /* the other ranks count on this one */
+  return cddp__compare_device_calls(p, cddp__calls_hash(p));
 }
 
 /* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
    Ranks that go on must not hear of it, so nothing here breaks the group. */
 static void cddp__device_leave(cddp_group *g) {
-  const cddp__atomic_u32 *broken = &g->block->broken;
   cddp__device *p = cddp__device_of(g);
-  bool late;
+  const cddp__atomic_u32 *broken = &g->block->broken;
   (void)cddp__use_device(p->device);
   (void)cddp__send_messages(p, NULL);
-  while (cddp__load32(broken) == 0) {
-    cddp__poll_events(p);
-    if (!cddp__device_pending(p, &late)) break;
+  while (cddp__load32(broken) == 0 && cddp__device_busy(p, NULL)) {
+    cddp__poll(p);
     cddp__sleep(1e-4);
   }
-  if (cddp__load32(broken) == 0) cddp__comm_end(p->comm, CDDP__COMM_DESTROYED);
+  if (cddp__load32(broken) == 0) cddp__device_end(p, CDDP__COMM_DESTROYED);
   cddp__device_delete(p);
   g->backend = NULL;
   g->device = NULL;
@@ -14711,7 +14662,8 @@ static void cddp__device_leave(cddp_group *g) {
 
 static const cddp__backend cddp__device_backend = {
     cddp__device_start, cddp__device_wait,  cddp__device_done,  cddp__device_synchronize,
-    cddp__device_alloc, cddp__device_split, cddp__device_leave, cddp__device_free};
+    cddp__device_alloc, cddp__device_before_split, cddp__device_again, cddp__device_leave,
+    cddp__device_free};
 
 /* Which device this rank takes. */
 static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
@@ -14776,7 +14728,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   const char *backend = cddp__backend_name(desc);
   bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
-  cddp__device *p = NULL;
+  cddp__device *p;
   bool kernels = true, joins = g->host->joined; /* by itself: the others do not know of it yet */
   cddp_result r;
   int i, k;
@@ -14800,23 +14752,19 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   }
   cddp__free(a, all);
   if (r != CDDP_OK) return r;
-  if ((r = cddp__device_new(&p, g, mine.device)) != CDDP_OK) return cddp__break(g, r);
-  p->staged = !nccl;
-  if (nccl && mine.gpu[0] != 0)
-    p->gpu = cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
-  if (kernels) p->kernels = cddp__registered_kernels;
   if (mine.kernels != 0)
     r = cddp__cuda_result((cudaError_t)cddp__registered_kernels->load(), "loading kernels");
-  if (r != CDDP_OK) r = cddp__break(g, r);
-  if (r == CDDP_OK && nccl && !joins && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
-  if (r != CDDP_OK) {
-    cddp__device_delete(p);
-    return r;
-  }
-  g->backend = &cddp__device_backend;
-  g->device = p;
-  return CDDP_OK;
+  if (r == CDDP_OK) r = cddp__device_new(&p, g, mine.device);
+  if (r != CDDP_OK) return cddp__break(g, r);
+  p->staged = !nccl;
+  if (kernels) p->kernels = cddp__registered_kernels;
+  if (nccl && mine.gpu[0] != 0)
+    p->gpu = cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
+  r = cddp__device_open(g, p, !joins);
+  if (r == CDDP_OK) g->backend = &cddp__device_backend;
+  return r;
 }
+
 /* Whether p lies in a device's memory. */
 static bool cddp__on_device(const void *p) {
   struct cudaPointerAttributes a;
@@ -14909,22 +14857,23 @@ static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t by
   return r;
 }
 
-/* cddp__split of a healthy group, and for every new group its device context. */
+/* cddp__split of a healthy group, and for the new group its device context. */
 static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64_t check,
                                       bool internal, cddp_group **out) {
-  cddp_result r, device;
-  char text[CDDP__ERROR_MAX];
+  cddp_result r;
   cddp__engine_drain(g);
   if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (g->backend != NULL && (r = g->backend->prepare(g)) != CDDP_OK) return r;
   r = cddp__split(g, color, key, check, out);
-  if (g->backend == NULL || (r != CDDP_OK && r != CDDP_OUT_OF_MEMORY)) return r;
-  snprintf(text, sizeof text, "%s", cddp__error_text);
-  device = g->backend->split(g, *out, color, internal); /* the other ranks count on this one */
-  if (r != CDDP_OK) return cddp__fail(r, "%s", text);
-  if (device != CDDP_OK && *out != NULL) cddp__group_leave(*out);
-  if (device != CDDP_OK) *out = NULL;
-  return device;
+  if (r != CDDP_OK || g->backend == NULL || *out == NULL) return r;
+  r = g->backend->open(g, *out, internal);
+  if (r != CDDP_OK) {
+    cddp__group_leave(*out);
+    *out = NULL;
+  }
+  return r;
 }
+
 /* >>kernels ------------------------------------------------------------------------------------
    What cddp_kernels.cuh does on a device: an optimizer's step, copies of weights, compression.
    Owns: the states of a cddp_optim whose parameters lie on a device. Touches: parameters,
@@ -14987,7 +14936,8 @@ static bool cddp__same_launch(const cddp_optim *s, const cddp_ddp *d, int i, int
    have taken as many steps. d: in cddp_ddp_step, whose gradients lie in the arena, those that are
    rows, or are clipped, as means; else NULL. */
 static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigned flags,
-                                       cddp_segment *segments, cudaStream_t stream) {
+                                       cudaStream_t stream) {
+  cddp_segment *segments = s->segments;
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
   const cddp_kernels *k;
   cddp_result r = cddp__need_kernels(&k, s->algorithm->name);
@@ -15039,39 +14989,25 @@ static cudaStream_t cddp__optim_stream(const cddp_optim *s) {
   return cddp__main_stream(s->desc.ddp->group);
 }
 
-#define CDDP__COPIES 64 /* of a launch */
-
 static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream) {
-  cddp_segment from[CDDP__COPIES];
-  void *to[CDDP__COPIES];
   const cddp_kernels *k;
   cddp_result r;
-  int i, n = 0;
+  int i;
   if (s->copies == NULL) return CDDP_OK;
-  r = cddp__need_kernels(&k, "copies of weights");
-  memset(from, 0, sizeof from);
-  for (i = 0; r == CDDP_OK && i < s->count; i++) {
-    if (s->copies[i] != NULL && s->params[i].count > 0) {
-      from[n].data = s->params[i].data;
-      from[n].count = s->params[i].count;
-      to[n++] = s->copies[i];
-    }
-    if (n == 0 || (n < CDDP__COPIES && i < s->count - 1)) continue;
-    r = cddp__kernel_result(k->copies(from, to, n, s->desc.copy_dtype, (void *)stream),
-                            "the kernel that copies weights");
-    n = 0;
+  if ((r = cddp__need_kernels(&k, "copies of weights")) != CDDP_OK) return r;
+  memset(s->segments, 0, (size_t)s->count * sizeof *s->segments);
+  for (i = 0; i < s->count; i++) {
+    s->segments[i].data = s->params[i].data;
+    s->segments[i].count = s->copies[i] != NULL ? s->params[i].count : 0;
   }
-  return r;
+  return cddp__kernel_result(
+      k->copies(s->segments, s->copies, s->count, s->desc.copy_dtype, (void *)stream),
+      "the kernel that copies weights");
 }
 
 static cddp_result cddp__device_step(cddp_optim *s) {
   cudaStream_t stream = cddp__optim_stream(s);
-  cddp_segment *segments;
-  cddp_result r;
-  segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *segments);
-  if (segments == NULL) return CDDP_OUT_OF_MEMORY;
-  r = cddp__device_update(s, NULL, 0, segments, stream);
-  cddp__free(&s->allocator, segments);
+  cddp_result r = cddp__device_update(s, NULL, 0, stream);
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
 }
 
@@ -15120,7 +15056,10 @@ static cddp_result cddp__states_alloc(cddp_optim *s) {
   return cddp__states_clear(s, s->flat, bytes);
 }
 
-static void cddp__states_free(cddp_optim *s) { cddp__device_free(s->flat); }
+static void cddp__states_free(cddp_optim *s) {
+  cddp__free(&s->allocator, s->segments);
+  cddp__device_free(s->flat);
+}
 
 static const cddp__optim_backend cddp__device_optim = {
     cddp__device_step, cddp__device_zero_grad, cddp__states_free, cddp__states_clear,
@@ -15151,7 +15090,8 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
   cddp_result r = CDDP_OK;
   if (cddp__dtype_size(b->dtype) <= 2) return cddp__start_call(b->group, &c, NULL);
 #ifdef CDDP_CUDA
-  if (!host) r = cddp__device_scratch(cddp__device_of(b->group), 2 * b->count, &copy);
+  if (!host)
+    r = cddp__device_scratch(cddp__device_of(b->group), 2 * b->count, &copy);
 #endif
   if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__FOR_USER);
   if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
@@ -15177,6 +15117,8 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
+  s->segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *s->segments);
+  if (s->segments == NULL) return CDDP_OUT_OF_MEMORY;
   s->backend = &cddp__device_optim;
   if (s->states == 0) return CDDP_OK;
   return cddp__states_alloc(s); /* zeroed before any stream steps */
@@ -16616,7 +16558,7 @@ static const cddp__ddp_memory cddp__host_memory = {
 /* --- gradients in device memory --- */
 
 static cddp_result cddp__gpu_use(const cddp_ddp *d) {
-  return cddp__device_enter(cddp__device_of(d->group));
+  return cddp__device_enter(d->group);
 }
 
 static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
@@ -16733,7 +16675,7 @@ static cddp_result cddp__gpu_sum(cddp_ddp *d, void *out, size_t n, cddp_dtype dt
 static cddp_result cddp__gpu_begin(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_result r = p->staged ? cddp__staged_no_graph(cddp__main_stream(d->group)) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__stream_after(p->side, cddp__main_stream(d->group), p->fork);
+  if (r == CDDP_OK) r = cddp__stream_after(p, p->side, cddp__main_stream(d->group));
   if (r != CDDP_OK) return r;
   if (p->staged) return cddp__push_bucket(d, b);
   return d->desc.comm_hook != NULL ? cddp__hook_bucket(d, b) : cddp__gpu_reduce(d, b);
@@ -16745,7 +16687,7 @@ static cddp_result cddp__gpu_fence(cddp_ddp *d) {
   cddp_result r = cddp__await_buckets(d);
   if (r != CDDP_OK || (d->group->size == 1 && d->desc.comm_hook == NULL)) return r;
   if ((r = cddp__check_group(d->comm)) != CDDP_OK) return r;
-  return cddp__stream_after(cddp__main_stream(d->group), p->side, p->join);
+  return cddp__stream_after(p, cddp__main_stream(d->group), p->side);
 }
 
 /* Arrays in device memory in one NCCL group. */
@@ -16905,7 +16847,7 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
     r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL,
                           s != NULL ? CDDP__LIST_NONE : CDDP__LIST_PART);
   if (r == CDDP_OK && s != NULL)
-    r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, d->segments, stream);
+    r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, stream);
   return r == CDDP_OK && s != NULL ? cddp__device_copies(s, stream) : r;
 }
 
@@ -16930,8 +16872,7 @@ static void cddp__gpu_free(cddp_ddp *d) {
   if (p != NULL) {
     cddp__engine_drain(d->comm);
     (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
-    if (cddp__await_stream(p, p->side, NULL) != CDDP_OK) cddp__device_abort(p);
-    cddp__await_abort(p);
+    (void)cddp__let_go(p, cddp__await_stream(p, p->side, NULL));
     (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
   }
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
@@ -18649,7 +18590,7 @@ static cddp_result cddp__crew_connect(cddp_ddp *d) {
   cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW,
                               CDDP__PHASE_CONNECTED, 0, NULL, 0);
 #ifdef CDDP_CUDA
-  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__device_again(d->group, d->comm);
+  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__device_again(d->group, d->comm, false);
   if (r == CDDP_OK && d->group->backend != NULL)
     d->side = (void *)cddp__device_of(d->comm)->side;
 #endif
@@ -23357,7 +23298,7 @@ CDDP__COLD_END
               On GPUs cddp_ddp_step reduces buckets while backward runs and updates all weights in
               one kernel; momentum is allocated with the cddp_optim and never moves; no host waits
               for another in a step; memory is not registered with NCCL. Means are sums that a
-              kernel divides.
+              kernel divides. Ranks that disagree over a cddp_ddp fail it, not its group.
               file:// ends with the process that opened it first, honours the secret, and trusts
               no link and no other user's file.
      Gone     cddp_launch: fork and exec examples/cddprun.c, whose options are its desc.

@@ -64,6 +64,7 @@ struct ncclComm { /* guarded by its lock where no comment says otherwise */
   bool blocking, finalized, doomed, busy;
   bool orphan;  /* aborted; waits for the process's other ranks; guarded by living */
   bool old;     /* as NCCL 2.19 to 2.25 */
+  bool asked;   /* a thread asks for its state */
   int aborted; /* atomic */
   ncclResult_t state;
   shared *all;
@@ -257,12 +258,27 @@ static void check_thread(ncclComm_t c, bool running) { /* living is held */
   }
 }
 
+/* Its state; whoever hears first of the end of a job frees it, without a lock: of two threads that
+   ask at a time both would. Some take their time, so that it shows. */
+static ncclResult_t state(ncclComm_t c) {
+  ncclResult_t r;
+  bool slow;
+  if (!hold(c)) return refuse(ncclInvalidArgument, "the communicator is NULL");
+  if (c->asked) die("two threads ask for the state of a communicator at a time");
+  c->asked = true;
+  slow = hostcuda_random(&c->random) % 8 == 0;
+  pthread_mutex_unlock(&c->lock);
+  if (slow) nap();
+  hold(c);
+  r = c->state;
+  c->asked = false;
+  pthread_mutex_unlock(&c->lock);
+  return r;
+}
+
 /* What every call asks first. Joins the last job. */
 static ncclResult_t ready(ncclComm_t c) {
-  ncclResult_t r;
-  if (!hold(c)) return refuse(ncclInvalidArgument, "the communicator is NULL");
-  r = c->state;
-  pthread_mutex_unlock(&c->lock);
+  ncclResult_t r = state(c);
   if (r == ncclInProgress)
     return refuse(ncclInvalidArgument,
                   "the communicator is used before its last operation is ncclSuccess");
@@ -1098,9 +1114,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *newc
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
   ENTER("ncclCommGetAsyncError");
-  if (error == NULL || !hold(comm)) return refuse(ncclInvalidArgument, "NULL");
-  *error = comm->state;
-  pthread_mutex_unlock(&comm->lock);
+  if (error == NULL || comm == NULL) return refuse(ncclInvalidArgument, "NULL");
+  *error = state(comm);
   return ncclSuccess;
 }
 
