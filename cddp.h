@@ -7578,17 +7578,16 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
 
 /* Begins to call a rank of the job. NULL: no memory, or the system refuses; the text says what. A
    link that could not be made later ends with the error. */
-static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, uint64_t group) {
+static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, uint64_t group,
+                                   cddp__link **out) {
   const cddp__home *home = &n->homes[peer];
   cddp__address a = cddp__internet_address(&n->hosts[home->host].address),
                 here = cddp__internet_address(&n->hosts[n->host].address);
-  cddp__link *l;
   int fd = socket(a.sa.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd < 0) {
-    cddp__fail_errno("socket");
-    return NULL;
-  }
-  if ((l = cddp__link_new(n, fd, purpose, CDDP__UNANSWERED_S)) == NULL) return NULL;
+  cddp__link *l = fd < 0 ? NULL : cddp__link_new(n, fd, purpose, CDDP__UNANSWERED_S);
+  *out = l;
+  if (fd < 0) return cddp__fail_errno("socket");
+  if (l == NULL) return CDDP_OUT_OF_MEMORY;
   l->group = group;
   l->mine = true;
   l->peer = peer;
@@ -7599,7 +7598,7 @@ static cddp__link *cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   cddp__link_write_hello(n, l);
   if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__link_end(l, errno);
-  return l;
+  return CDDP_OK;
 }
 
 /* --- frames --- */
@@ -7712,8 +7711,8 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
   while (p < size) {
     for (count = 0; p < size && count < 32; p++) {
       if (!cddp__is_told(n, world, size, p)) continue;
-      l = cddp__link_call(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group);
-      if (l == NULL) continue;
+      if (cddp__link_call(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group, &l) != CDDP_OK)
+        continue;
       cddp__notice_prove(n, l, body, body + CDDP__NOTICE_PROOF_AT);
       cddp__buffer_add(&l->out, &head, sizeof head);
       cddp__buffer_add(&l->out, body, sizeof body);
@@ -10012,16 +10011,17 @@ static void cddp__claim_links(cddp_group *g) {
   pthread_mutex_unlock(&n->lock);
 }
 
-/* The connection on which this rank sends to another one; NULL: there is none, or (call: it is to
-   be made) none can be made, with the error set. p2p_lock held. */
-static cddp__link *cddp__link_to(cddp_group *g, int rank, bool call) {
+/* Sees to a connection on which this rank sends to another one, peer.link[0]; call: it is made if
+   there is none. p2p_lock held. */
+static cddp_result cddp__link_to(cddp_group *g, int rank, bool call) {
   cddp__peer *p = &g->hosts->peers[rank];
+  cddp_result r = CDDP_OK;
   cddp__link *l;
   if (p->link[0] == NULL) cddp__claim_links(g);
-  if (p->link[0] == NULL && call &&
-      (l = cddp__link_call(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id)) != NULL)
-    cddp__add_link(g, l);
-  return p->link[0];
+  if (p->link[0] != NULL || !call) return CDDP_OK;
+  r = cddp__link_call(g->hosts->net, g->world[rank], CDDP__LINK_FRAMES, g->id, &l);
+  if (r == CDDP_OK) cddp__add_link(g, l);
+  return r;
 }
 
 /* Whether a frame from that rank is awaited, or a message that has not come. p2p_lock held. */
@@ -10166,8 +10166,10 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
    many bytes alone. A rank may leave as soon as it has received all: that is no loss to a send of
    which nothing waits here. p2p_lock held. */
 static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes) {
-  const cddp__link *l = cddp__link_to(g, peer, true);
-  if (l == NULL || l->state == CDDP__LINK_GREETING) return false;
+  const cddp__link *l;
+  if (cddp__link_to(g, peer, true) != CDDP_OK) return false;
+  l = g->hosts->peers[peer].link[0];
+  if (l->state == CDDP__LINK_GREETING) return false;
   if (l->state == CDDP__LINK_DEAD) return l->error == CDDP__LEFT && cddp__buffer_size(&l->out) == 0;
   return cddp__flush_links(g) <= cddp__max(CDDP__STAGED_MAX, bytes + sizeof(cddp__frame_head));
 }
@@ -10177,13 +10179,14 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   size_t bytes = c->count * c->esize, sent = 0, skip;
   cddp__frame_head head =
       cddp__link_head(CDDP__FRAME_MESSAGE, (uint32_t)c->tag, c->dtype, c->count, bytes);
-  cddp_result r = CDDP_OK;
+  cddp_result r;
   cddp__link *l;
   pthread_mutex_lock(&g->p2p_lock);
-  if ((l = cddp__link_to(g, c->root, true)) == NULL) {
+  if ((r = cddp__link_to(g, c->root, true)) != CDDP_OK) {
     pthread_mutex_unlock(&g->p2p_lock);
-    return CDDP_SYSTEM;
+    return r;
   }
+  l = g->hosts->peers[c->root].link[0];
   cddp__link_flush(g->hosts->net, l);
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
     (void)cddp__link_io(l, &head, c->send, bytes, &sent, SIZE_MAX, true);
@@ -17779,7 +17782,7 @@ typedef struct cddp__crew_knock {
 
 /* Owner: the thread that trains. */
 struct cddp__crew {
-  cddp__net *net;        /* connections among the members: a rank there is a place here */
+  cddp__net *net;               /* connections among the members: a rank there is a place here */
   cddp__crew_member *members;   /* [shards + 1] by place; the last one: who has no place yet */
   int me;                       /* this rank's place */
   int leader;                   /* place of who gave the last table */
@@ -17794,7 +17797,7 @@ struct cddp__crew {
   char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
   cddp__buffer own, rows;       /* rows of the shards in nodes; of all shards of that reduction */
   int slots;                    /* in area */
-  cddp__link **links;    /* [shards] while ranks meet: to who reported, or to the leader */
+  cddp__link **links;           /* [shards] while ranks meet: to who reported, or to the leader */
   cddp__crew_knock knocks[CDDP__CREW_KNOCKS];
   int knock_count;
   void *blocks[2];              /* for control blocks of the next groups; NULL: none */
@@ -18270,9 +18273,11 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__m
     cddp__crew_listen(d, reports);
     for (p = waiting = 0, *came = 1; p < d->shards; p++) {
       if (p == c->me || c->members[p].life == 0) continue;
-      if (links[p] == NULL)
-        links[p] = cddp__link_call(c->net, p, CDDP__LINK_FRAMES, c->members[p].life);
-      if (links[p] == NULL) return CDDP_SYSTEM;
+      if (links[p] == NULL) {
+        cddp_result r =
+            cddp__link_call(c->net, p, CDDP__LINK_FRAMES, c->members[p].life, &links[p]);
+        if (r != CDDP_OK) return r;
+      }
       cddp__link_flush(c->net, links[p]);
       if (links[p]->state == CDDP__LINK_UP) /* it says nothing more; its end shows */
         cddp__free(&c->net->allocator, cddp__link_receive(c->net, links[p], 0));
@@ -18419,12 +18424,13 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
 static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message *mine,
                                    double deadline, cddp__message **table) {
   cddp__net *n = d->crew->net;
-  cddp__link *l = cddp__link_call(n, lowest, CDDP__LINK_FRAMES, d->crew->members[lowest].life);
+  cddp__link *l;
   cddp__frame_head head =
       cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, mine->size, mine->size);
-  cddp_result r = CDDP_OK;
+  cddp_result r =
+      cddp__link_call(n, lowest, CDDP__LINK_FRAMES, d->crew->members[lowest].life, &l);
   *table = NULL;
-  if (l == NULL) return CDDP_SYSTEM;
+  if (r != CDDP_OK) return r;
   cddp__buffer_add(&l->out, &head, sizeof head);
   cddp__buffer_add(&l->out, mine + 1, mine->size);
   while (r == CDDP_OK && *table == NULL) {

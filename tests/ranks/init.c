@@ -810,7 +810,7 @@ static void test_few_descriptors(void) {
   prepare(m, 60); /* too many: a sentence with limit and cure */
   for (i = 0; i < 60; i++) {
     m[i].files = 40;
-    m[i].desc.timeout_s = RANKS_SLOW ? RANKS_WITHIN(1.5) : 1.5;
+    m[i].desc.timeout_s = RANKS_WITHIN(1.5);
   }
   launch(m, 60, 60);
   for (i = 0; i < 60; i++) {
