@@ -18199,15 +18199,17 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
 }
 
 /* Keeps or drops a whole report and its connection; a member's (reports NULL: none is due) or one
-   of who would join. */
+   of who would join. Who joins may be a member without knowing it, if a leader has died. */
 static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m,
                             cddp__message **reports) {
   cddp__crew *c = d->crew;
-  const cddp__crew_member *self = &cddp__report_in(m)->self;
-  bool sound = m->size == cddp__report_bytes(d);
-  int p = sound ? self->place : -1;
+  cddp__crew_member *self = &((cddp__crew_report *)(void *)(m + 1))->self;
+  bool sound = m->size == cddp__report_bytes(d) && self->life != 0;
+  int p = 0;
+  while (sound && p < d->shards && c->members[p].life != self->life) p++;
   l->next = NULL;
-  if (p >= 0 && p < d->shards && self->life == c->members[p].life && reports != NULL) {
+  if (sound && p < d->shards && reports != NULL) {
+    *self = c->members[p];
     cddp__link_free(c->net, c->links[p]);
     cddp__free(&c->net->allocator, reports[p]);
     reports[p] = m;
@@ -18264,12 +18266,22 @@ static cddp_result cddp__crew_majority(const cddp__crew *c, int came) {
                     cddp__crew_name(c, c->silent).s, came, c->count);
 }
 
+/* Tells who would join who leads, as far as this rank knows, while it waits for others: a rank that
+   they wait for may ask that, if the leader that let it in has died. */
+static void cddp__crew_serve(cddp_ddp *d) {
+  cddp__host *h = d->group->host;
+  if (h->door == NULL || d->crew->me == d->shards) return;
+  h->door->table.lead.self = d->crew->members[cddp__crew_lowest(d)];
+  cddp__door_serve(h);
+}
+
 /* The lowest rank: waits until each member has reported or is gone. */
 static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__message **reports,
                                         double deadline, int *came) {
   cddp__crew *c = d->crew;
   int waiting = 1, late = -1, p;
   while (waiting > 0) {
+    cddp__crew_serve(d);
     cddp__crew_listen(d, reports);
     for (p = waiting = 0, *came = 1; p < d->shards; p++) {
       if (p == c->me || c->members[p].life == 0) continue;
@@ -18434,6 +18446,7 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
   cddp__buffer_add(&l->out, &head, sizeof head);
   cddp__buffer_add(&l->out, mine + 1, mine->size);
   while (r == CDDP_OK && *table == NULL) {
+    cddp__crew_serve(d);
     cddp__link_flush(n, l);
     CDDP__POINT("elastic report");
     if (l->state == CDDP__LINK_UP)
