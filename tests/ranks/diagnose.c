@@ -443,7 +443,7 @@ static int message_awaited(int rank, void *arg) {
   x = (float *)cddp_alloc(g, n * sizeof *x);
   if (rank == 0) note(rank, 0, cddp_barrier(g));
   else if (how == SENDS) note(rank, 0, cddp_send(g, x, n, CDDP_F32, 0, 7, NULL));
-  else if (how == COMPUTES) ranks_sleep(RANKS_SLOW ? 4 : 2);
+  else if (how == COMPUTES) ranks_sleep(RANKS_SLOW ? 6 : 3);
   else note(rank, 0, cddp_recv(g, x, 1, CDDP_F32, how == RECEIVES ? 0 : CDDP_ANY, 7, NULL));
   cddp_destroy(g);
   return 0;
