@@ -6301,8 +6301,9 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
 #define CDDP__STAGING_MIN ((size_t)64 << 10)
 #define CDDP__STAGING_L2 ((size_t)1 << 20) /* from here on, and where it is not known: STAGING */
 #define CDDP__STAGING_ALL ((size_t)4 << 20) /* of all ranks of a group */
-/* Bytes of all ranks' staging buffers that cross between hosts with a round's headers. */
-#define CDDP__RIDE ((size_t)32 << 10)
+/* Bytes of all ranks' staging buffers that cross between hosts with a round's headers; of two ranks
+   twice as many: no other way takes fewer bytes. */
+#define CDDP__RIDE ((size_t)64 << 10)
 
 static const char *const cddp__dtype_names[] = {"f32", "f64", "f16", "bf16",
                                                 "i8",  "u8",  "i32", "i64"};
@@ -6361,9 +6362,11 @@ static size_t cddp__staging_bytes(int size) { /* most, for any machine */
   while (each > CDDP__STAGING_MIN && 2 * each * (size_t)size > CDDP__STAGING_ALL) each /= 2;
   return each;
 }
+static size_t cddp__ride_bytes(int size) { return size == 2 ? 2 * CDDP__RIDE : CDDP__RIDE; }
 static size_t cddp__block_bytes(int size, int local_size) { /* any page size */
+  size_t local = (size_t)size * cddp__staging_bytes(size);
   return cddp__block_head(size, local_size) +
-         2 * (local_size < size ? CDDP__RIDE : (size_t)size * cddp__staging_bytes(size));
+         2 * (local_size < size ? cddp__ride_bytes(size) : local);
 }
 static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
   return g->slots + g->slot_index[rank];
@@ -9931,7 +9934,7 @@ CDDP__COLD
    scatter and all_to_all are A alone, the gathers B alone. For a host one of its ranks acts, so
    that what several want or have passes once, and writes what came into the views of the others.
    Parts go in pieces: while one is added up others are on their way. A short all_reduce goes to all
-   at once, and all add up all.
+   at once, and all add up all: between two hosts that moves no more bytes, and saves a turn.
 
    THE CANONICAL SUM over hosts: a host adds up those subtrees of the canonical tree whose ranks are
    all its own (of hosts with consecutive ranks, aligned: one) and sends these, f16 and bf16 as f32
@@ -9959,7 +9962,9 @@ CDDP__COLD
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
 #define CDDP__PIECE ((size_t)128 << 10) /* bytes of a part of a piece; of all parts at most: */
 #define CDDP__PIECE_MOST ((size_t)2 << 20)
-#define CDDP__WHOLE_MOST ((size_t)32 << 10) /* bytes of a slice, times hosts, that all add up */
+/* Bytes of a slice, times hosts, that all add up; of two hosts, where that moves no more bytes. */
+#define CDDP__WHOLE_MOST ((size_t)32 << 10)
+#define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (4 * CDDP__SLOTS) /* posted for one rank at a time, at most */
@@ -10794,8 +10799,9 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
   cddp__hosts *x = f->g->hosts;
   size_t granule = CDDP__CACHE_LINE / f->c->esize, hosts = (size_t)x->count, longest = f->n;
   size_t all = cddp__count_bytes(x, f->c), lanes = (size_t)x->min_locals;
+  size_t most = hosts == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
   cddp_result r = CDDP_OK;
-  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= CDDP__WHOLE_MOST;
+  f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= most;
   if (f->one) f->back = !f->whole;
   if (!f->whole) lanes *= hosts;
   if (f->one) longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
@@ -10947,7 +10953,8 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
   }
   x->mine = x->peers[g->rank].host;
   if (x->count <= CDDP__DIRECT_HOSTS)
-    g->staging_size = CDDP__RIDE / (size_t)g->size / CDDP__CACHE_LINE * CDDP__CACHE_LINE;
+    g->staging_size = cddp__ride_bytes(g->size) / (size_t)g->size / CDDP__CACHE_LINE *
+                      CDDP__CACHE_LINE;
   for (h = 0; h < x->count; h++) {
     cddp__group_node *m = &x->nodes[(x->mine + h) % x->count];
     m->headers_at = at;
@@ -10957,11 +10964,12 @@ static void cddp__sort_hosts(cddp_group *g, cddp__hosts *x, int *index) {
 
 /* The struct with all of its arrays behind it. */
 static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
-  size_t n = (size_t)g->size, frames = CDDP__FRAMES * n;
+  size_t n = (size_t)g->size, frames = CDDP__FRAMES * n, ride = cddp__ride_bytes(g->size);
   size_t each = sizeof(cddp__peer) + sizeof(cddp__group_node) + sizeof(cddp__subtree) +
                 3 * sizeof(void *) + CDDP__HEADER_BYTES + 3 * sizeof(int);
   size_t bytes = sizeof(cddp__hosts) + frames * sizeof(cddp__item) + n * each;
-  cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1, bytes + CDDP__RIDE);
+  cddp__hosts *x = (cddp__hosts *)cddp__calloc(&g->host->allocator, 1,
+                                                bytes + ride);
   if (x == NULL) return NULL;
   x->peers = (cddp__peer *)(void *)(x + 1); /* no array needs more alignment than those before it */
   x->nodes = (cddp__group_node *)(void *)(x->peers + n);
@@ -10971,7 +10979,7 @@ static cddp__hosts *cddp__hosts_new(const cddp_group *g) {
   x->sums = x->pointers + n;
   x->scratch = (char **)(void *)(x->sums + n);
   x->headers = (unsigned char *)(x->scratch + n);
-  x->ranks = (int *)(void *)(x->headers + n * CDDP__HEADER_BYTES + CDDP__RIDE);
+  x->ranks = (int *)(void *)(x->headers + n * CDDP__HEADER_BYTES + ride);
   x->widths = x->ranks + n;
   x->leaves = x->widths + n;
   return x;
@@ -11940,9 +11948,15 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   return cddp__exit(g, r);
 }
 
+/* Bytes of a rank's shares that go by a round. Between hosts each rank gets all of them: less pays
+   where it needs one share alone. */
+static size_t cddp__round_most(const cddp_group *g, const cddp__call *c) {
+  return g->hosts != NULL && cddp__shapes[c->kind].scatters ? g->round_most / 2 : g->round_most;
+}
+
 static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *c) {
   size_t element = c->esize * cddp__send_shares(g, c);
-  if (c->count <= g->round_most / element) return cddp__run_staged(g, c, false);
+  if (c->count <= cddp__round_most(g, c) / element) return cddp__run_staged(g, c, false);
   return g->carrier->run(g, c);
 }
 
@@ -12024,7 +12038,7 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
   } else if (c->kind == CDDP__KIND_ALL_REDUCE && c->count * element <= CDDP__INLINE) {
     r = cddp__reduce_headers(g, c);
-  } else if (c->count * element <= g->round_most) {
+  } else if (c->count * element <= cddp__round_most(g, c)) {
     r = cddp__run_staged(g, c, false);
   } else {
     r = c->parts != NULL ? cddp__run_counted(g, c) : g->carrier->run(g, c);

@@ -143,7 +143,7 @@ static void movements(worker *k) {
 }
 
 static int run_program(cddp_group *g, void *arg) {
-  static const size_t counts[] = {1, 5, 2500, 9001};
+  static const size_t counts[] = {1, 5, 2500, 9001, 25000}; /* between two ranks: each way */
   static const cddp_dtype dtypes[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16,
                                       CDDP_I8,  CDDP_U8,  CDDP_I32, CDDP_I64};
   bool large = *(const bool *)arg;
@@ -157,8 +157,8 @@ static int run_program(cddp_group *g, void *arg) {
   k.size = cddp_world_size(g);
   shared->locals[k.rank] = cddp_local_world_size(g);
   for (d = 0; d < (large ? 1 : 8); d += RANKS_TSAN ? 2 : 1)
-    for (c = 0; c < (large ? 1 : 4); c++) {
-      if (c == 3 && d % (RANKS_SLOW ? 8 : 2) != 0) continue; /* spot checks */
+    for (c = 0; c < (large ? 1 : 5); c++) {
+      if (c >= 3 && d % (RANKS_SLOW ? 8 : 2) != 0) continue; /* spot checks */
       p.dtype = dtypes[d];
       p.count = large ? (RANKS_TSAN ? 100001 : 400001) : counts[c];
       p.shared_memory = (c + d) % 2 == 0;
