@@ -7612,6 +7612,19 @@ static cddp__frame_head cddp__link_head(int type, uint32_t number, int dtype, ui
   return h;
 }
 
+/* Puts a frame of bytes behind what waits to be sent. CDDP_OUT_OF_MEMORY: the link has ended. */
+static cddp_result cddp__link_post(cddp__link *l, int type, uint32_t number, const void *body,
+                                   size_t size) {
+  cddp__frame_head head = cddp__link_head(type, number, CDDP_U8, size, size);
+  if (!cddp__buffer_reserve(&l->out, sizeof head + size)) {
+    cddp__link_end(l, ENOMEM);
+    return CDDP_OUT_OF_MEMORY;
+  }
+  cddp__buffer_add(&l->out, &head, sizeof head);
+  cddp__buffer_add(&l->out, body, size);
+  return CDDP_OK;
+}
+
 /* Whether a head can be of a frame of so many bytes at most. It says its size twice, so that it
    asks for no more memory than it means. */
 static bool cddp__frame_good(const cddp__frame_head *h, bool notice, size_t most) {
@@ -7699,8 +7712,6 @@ static bool cddp__is_told(const cddp__net *n, const int *world, int size, int ra
    due to. They need not be listening. */
 static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world, int size,
                            uint32_t code, const char *text) {
-  cddp__frame_head head =
-      cddp__link_head(CDDP__FRAME_NOTICE, 0, CDDP_U8, CDDP__NOTICE_BYTES, CDDP__NOTICE_BYTES);
   unsigned char body[CDDP__NOTICE_BYTES];
   char kept[CDDP__ERROR_MAX];
   double deadline = cddp__now() + 0.3;
@@ -7717,8 +7728,7 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
       if (cddp__link_call(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group, &l) != CDDP_OK)
         continue;
       cddp__notice_prove(n, l, body, body + CDDP__NOTICE_PROOF_AT);
-      cddp__buffer_add(&l->out, &head, sizeof head);
-      cddp__buffer_add(&l->out, body, sizeof body);
+      (void)cddp__link_post(l, CDDP__FRAME_NOTICE, 0, body, sizeof body);
       l->next = first;
       first = l;
       count++;
@@ -18364,11 +18374,8 @@ static void cddp__crew_admit(cddp_ddp *d, cddp__message **reports) {
     CDDP__POINT("elastic place");
     cddp__free(&c->net->allocator, cddp__link_receive(c->net, k->link, 0)); /* its end shows */
     if (r != CDDP_OK || k->link->state == CDDP__LINK_DEAD) {
-      uint32_t size = (uint32_t)strlen(cddp__error_text) + 1;
-      cddp__frame_head head =
-          cddp__link_head(CDDP__FRAME_MESSAGE, (uint32_t)r, CDDP_U8, size, size);
-      cddp__buffer_add(&k->link->out, &head, sizeof head);
-      cddp__buffer_add(&k->link->out, cddp__error_text, size);
+      (void)cddp__link_post(k->link, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
+                            strlen(cddp__error_text) + 1);
       cddp__link_flush(c->net, k->link);
       cddp__link_leave(c->net, k->link);
       cddp__free(&c->net->allocator, k->report);
@@ -18391,7 +18398,7 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__link **links, cddp__mess
   cddp__net *n = d->crew->net;
   size_t bytes = cddp__report_bytes(d), total = 0;
   double deadline = cddp__now() + CDDP__UNANSWERED_S;
-  cddp__frame_head head;
+  cddp_result r = CDDP_OK;
   cddp__message *m;
   bool busy = true;
   int p;
@@ -18403,11 +18410,9 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__link **links, cddp__mess
     memcpy((char *)(m + 1) + m->size, reports[p] + 1, bytes);
     m->size += bytes;
   }
-  head = cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, total, total);
-  for (p = 0; p < d->shards; p++) {
+  for (p = 0; p < d->shards && r == CDDP_OK; p++) {
     if (links[p] == NULL || reports[p] == NULL) continue;
-    cddp__buffer_add(&links[p]->out, &head, sizeof head);
-    cddp__buffer_add(&links[p]->out, m + 1, total);
+    r = cddp__link_post(links[p], CDDP__FRAME_MESSAGE, 0, m + 1, total);
     CDDP__POINT("elastic answer");
     cddp__link_flush(n, links[p]);
   }
@@ -18419,7 +18424,7 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__link **links, cddp__mess
     }
     if (busy) cddp__sleep(1e-3);
   }
-  return CDDP_OK;
+  return r;
 }
 
 /* This rank is the lowest: it answers all others. */
@@ -18451,14 +18456,11 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
                                    double deadline, cddp__message **table) {
   cddp__net *n = d->crew->net;
   cddp__link *l;
-  cddp__frame_head head =
-      cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, mine->size, mine->size);
   cddp_result r =
       cddp__link_call(n, lowest, CDDP__LINK_FRAMES, d->crew->members[lowest].life, &l);
   *table = NULL;
   if (r != CDDP_OK) return r;
-  cddp__buffer_add(&l->out, &head, sizeof head);
-  cddp__buffer_add(&l->out, mine + 1, mine->size);
+  r = cddp__link_post(l, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->size);
   while (r == CDDP_OK && *table == NULL) {
     cddp__crew_serve(d);
     cddp__link_flush(n, l);
@@ -18492,12 +18494,12 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
    then says go, or again, if one was lost meanwhile (CDDP_PEER_LOST). */
 static cddp_result cddp__crew_go(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  cddp__frame_head head = cddp__link_head(CDDP__FRAME_MESSAGE, 0, CDDP_U8, 1, 1);
   bool leads = c->leader == c->me, lost = false;
   double deadline = cddp__now() + d->group->timeout_s;
+  cddp_result r = CDDP_OK;
   char go = 'g';
   int pass, k, p;
-  for (pass = 0; pass < 2; pass++) {
+  for (pass = 0; pass < 2 && r == CDDP_OK; pass++) {
     if ((pass == 0) == leads) { /* hears each of them */
       for (k = 0; k < (leads ? c->count : 1); k++) {
         cddp__link *l = c->links[leads ? c->order[k] : c->leader];
@@ -18517,13 +18519,14 @@ static cddp_result cddp__crew_go(cddp_ddp *d) {
     if (lost) go = 'a';
     for (p = 0; p < d->shards; p++) {
       if (c->links[p] == NULL) continue;
-      cddp__buffer_add(&c->links[p]->out, &head, sizeof head);
-      cddp__buffer_add(&c->links[p]->out, &go, 1);
+      r = cddp__link_post(c->links[p], CDDP__FRAME_MESSAGE, 0, &go, 1);
+      if (r != CDDP_OK) break;
       CDDP__POINT("elastic go");
       cddp__link_flush(c->net, c->links[p]);
     }
   }
   cddp__crew_hang_up(c, d->shards);
+  if (r != CDDP_OK) return r;
   return lost ? cddp__fail(CDDP_PEER_LOST, "a rank was lost while ranks met again") : CDDP_OK;
 }
 
