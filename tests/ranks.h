@@ -205,31 +205,45 @@ RANKS_DEF bool ranks_port_is_free(int port) {
 }
 
 /* A free TCP port of the loopback interface. No other test gets it: an abstract socket reserves a
-   block of ports for this process while it lives. Clients get none either: the system takes theirs
-   from 32768 on. -1 when none is left. */
+   block of ports for this process while it lives, which goes round its blocks when it has enough of
+   them, or there are no others. Clients get none either: the system takes theirs from 32768 on. -1:
+   no block is left. */
 RANKS_DEF int ranks_free_port(void) {
-  enum { RANKS_FIRST_PORT = 10000, RANKS_BLOCK = 50, RANKS_BLOCKS = 130 };
-  static int block, used = RANKS_BLOCK;
+  enum { RANKS_FIRST_PORT = 10000, RANKS_BLOCK = 50, RANKS_BLOCKS = 130, RANKS_OWN = 8 };
+  static int block, used, owned;
+  static bool own[RANKS_BLOCKS];
   static pid_t owner;
-  int tries = 0;
-  for (;;) {
-    while (owner == getpid() && used < RANKS_BLOCK) {
-      int port = RANKS_FIRST_PORT + block * RANKS_BLOCK + used++;
+  struct sockaddr_un name;
+  int tries, fd, port;
+  if (owner != getpid()) {
+    memset(own, 0, sizeof own);
+    owner = getpid();
+    owned = 0;
+    block = (int)owner;
+    used = RANKS_BLOCK;
+  }
+  for (tries = 0; tries <= 2 * RANKS_BLOCKS; tries++) {
+    while (used < RANKS_BLOCK) {
+      port = RANKS_FIRST_PORT + block * RANKS_BLOCK + used++;
       if (ranks_port_is_free(port)) return port;
     }
-    for (used = RANKS_BLOCK; used == RANKS_BLOCK; tries++) {
-      struct sockaddr_un name;
-      int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-      if (fd < 0 || tries == RANKS_BLOCKS) return -1;
-      block = (int)(((long)getpid() + tries) % RANKS_BLOCKS);
-      memset(&name, 0, sizeof name);
-      name.sun_family = AF_UNIX;
-      snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "cddp-test-ports-%d", block);
-      if (bind(fd, (struct sockaddr *)&name, sizeof name) != 0) close(fd);
-      else used = 0, ranks_port_fds++; /* fd stays open */
+    block = (block + 1) % RANKS_BLOCKS;
+    if (own[block] && (owned == RANKS_OWN || tries >= RANKS_BLOCKS)) used = 0;
+    if (own[block] || owned == RANKS_OWN) continue;
+    if ((fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) < 0) return -1;
+    memset(&name, 0, sizeof name);
+    name.sun_family = AF_UNIX;
+    snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "cddp-test-ports-%d", block);
+    if (bind(fd, (struct sockaddr *)&name, sizeof name) != 0) {
+      close(fd);
+      continue;
     }
-    owner = getpid();
+    own[block] = true; /* fd stays open */
+    owned++;
+    ranks_port_fds++;
+    used = 0;
   }
+  return -1;
 }
 
 RANKS_DEF void ranks_setenv(const char *name, long value) {
