@@ -728,8 +728,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
-   all ranks when one is lost. Like torchrun --max-restarts, but nobody starts again from a
-   checkpoint.
+   all ranks when one is lost. On one host no rank may change weights by its own hand between a
+   cddp_ddp_step and the next step, as a rank that joins may be copying them; all may, alike, before
+   the first step, and between cddp_optim_step and cddp_ddp_next_shard. Like torchrun
+   --max-restarts, but nobody starts again from a checkpoint.
 
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
    come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
@@ -953,7 +955,8 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);              /* updates data
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
 CDDPDEF double cddp_optim_lr(const cddp_optim *s);
-/* After a change of data by your own hand: writes the copies, lets masters begin anew. Local. */
+/* After a change of data by your own hand: writes the copies, lets masters begin anew. Local.
+   CDDP_UNSUPPORTED after a cddp_ddp_step of an elastic model of one host: see LIMITS there. */
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
 CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
@@ -3132,9 +3135,9 @@ static bool cddp__address_loopback(const cddp__address *a) {
 
 /* The scope of a link-local address is a number of the host that wrote it. Here it is that of this
    host's address on the same link. */
-static void cddp__address_rescope(cddp__address *a, const cddp__address *here) {
-  if (a->sa.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&a->v6.sin6_addr))
-    a->v6.sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
+static void cddp__rescope(struct sockaddr_in6 *in, const cddp__address *here) {
+  if (in->sin6_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&in->sin6_addr))
+    in->sin6_scope_id = here->sa.ss_family == AF_INET6 ? here->v6.sin6_scope_id : 0;
 }
 
 /* An IPv4 or IPv6 address from its bytes, whatever they are. */
@@ -7596,7 +7599,7 @@ static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   l->peer = peer;
   cddp__address_set_port(&a, home->port);
   cddp__address_set_port(&here, 0);
-  cddp__address_rescope(&a, &here);
+  cddp__rescope(&a.v6, &here);
   if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, &here.any, here.size);
   cddp__link_write_hello(n, l);
   if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
@@ -8621,7 +8624,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
     return CDDP_OK; /* another program's */
   if ((r = cddp__own_address(v->store->fd, &here)) != CDDP_OK) return r;
   a = cddp__internet_address(&value.address);
-  cddp__address_rescope(&a, &here);
+  cddp__rescope(&a.v6, &here);
   memset(&store, 0, sizeof store);
   store.size = sizeof store.sa;
   if (cddp__address_loopback(&a) && getpeername(v->store->fd, &store.any, &store.size) == 0 &&
@@ -9230,6 +9233,7 @@ static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int 
   double deadline = cddp__now() + 1;
   cddp__meet_head head;
   cddp__channel c;
+  cddp__address here;
   cddp_result r = cddp__prove(&call->challenge, call->fd, deadline);
   int got = 0;
   cddp__channel_init(&c, call->fd, call->rank >= 0);
@@ -9238,6 +9242,8 @@ static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int 
   if (r == CDDP_OK && (got < 0 || head.kind != CDDP__MEET_TABLE || head.size != sizeof *table))
     r = cddp__fail(CDDP_NETWORK, "the rank hung up");
   if (r == CDDP_OK) r = cddp__recv_all(call->fd, table, sizeof *table, deadline);
+  if (r == CDDP_OK && call->rank < 0 && cddp__local_address(call->fd, &here))
+    cddp__rescope(&table->lead.self.address, &here);
   if (call->rank < 0 && r == CDDP_UNAUTHORIZED) door->foreign |= 1u << (-1 - call->rank);
   return r == CDDP_TIMEOUT || (call->rank < 0 && r == CDDP_UNAUTHORIZED) ? CDDP_NETWORK : r;
 }
@@ -12072,6 +12078,55 @@ static cddp_result cddp__run_simple(cddp_group *g, int kind, const void *send, v
   return cddp__run_call(g, &c);
 }
 
+/* Arrays in host memory that are broadcast one by one: small ones wait until there is a packet of
+   them, as a round takes longer than their bytes. */
+typedef struct cddp__packet {
+  cddp_group *g;
+  int root, count;
+  size_t used; /* of bytes */
+  void *to[256];
+  size_t sizes[256];
+  char bytes[16384];
+} cddp__packet;
+
+static void cddp__packet_begin(cddp__packet *p, cddp_group *g, int root) {
+  p->g = g;
+  p->root = root;
+  p->count = 0;
+  p->used = 0;
+}
+
+/* Those that wait. To be called after the last cddp__packet_add. */
+static cddp_result cddp__packet_send(cddp__packet *p) {
+  bool gives = p->g->rank == p->root;
+  size_t at = 0;
+  cddp_result r;
+  int i;
+  if (p->count == 0) return CDDP_OK;
+  for (i = 0; i < p->count && gives; at += p->sizes[i++])
+    memcpy(p->bytes + at, p->to[i], p->sizes[i]);
+  r = cddp__run_simple(p->g, CDDP__KIND_BROADCAST, p->bytes, p->bytes, p->used, CDDP_U8, p->root);
+  for (i = 0; i < p->count && !gives && r == CDDP_OK; at += p->sizes[i++])
+    memcpy(p->to[i], p->bytes + at, p->sizes[i]);
+  p->count = 0;
+  p->used = 0;
+  return r;
+}
+
+/* Collective: the same sizes in the same order on all ranks. */
+static cddp_result cddp__packet_add(cddp__packet *p, void *data, size_t count, cddp_dtype dtype) {
+  size_t bytes = count * cddp__dtype_size(dtype);
+  cddp_result r = CDDP_OK;
+  if (bytes > sizeof p->bytes / 4)
+    return cddp__run_simple(p->g, CDDP__KIND_BROADCAST, data, data, count, dtype, p->root);
+  if (bytes == 0) return CDDP_OK;
+  if (p->count == 256 || bytes > sizeof p->bytes - p->used) r = cddp__packet_send(p);
+  p->to[p->count] = data;
+  p->sizes[p->count++] = bytes;
+  p->used += bytes;
+  return r;
+}
+
 /* Collective: all ranks return the failure of the first rank that has one, with its text. Without a
    failure `all` gets each rank's n bytes of payload. */
 static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *payload, size_t n,
@@ -13182,7 +13237,13 @@ CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *o, double lr) {
 CDDPDEF double cddp_optim_lr(const cddp_optim *o) { return o != NULL ? o->desc.lr : 0.0; }
 
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *o) {
+  const cddp__share *share = o != NULL ? (const cddp__share *)o->share : NULL;
   CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
+  if (share != NULL && share->ddp->elastic != NULL)
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "cddp_optim_write_copies: after a cddp_ddp_step of an elastic model a rank "
+                      "that joins may be copying the weights; change them before the first step, "
+                      "or after cddp_ddp_wait and cddp_optim_step");
   memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
   return cddp__named(__func__, cddp__write_copies(o));
 }
@@ -16029,13 +16090,14 @@ static cddp_result cddp__gather_state(cddp_ddp *d, int i, const cddp_param *stat
 static cddp_result cddp__host_broadcast(cddp_ddp *d, const cddp_param *arrays, int count,
                                         int root) {
   cddp_result r = CDDP_OK;
+  cddp__packet p;
   int i;
+  cddp__packet_begin(&p, d->control, root);
   for (i = 0; r == CDDP_OK && i < count; i++)
     r = root == CDDP__OWNERS
             ? cddp__gather_state(d, i, &arrays[i])
-            : cddp__run_simple(d->control, CDDP__KIND_BROADCAST, arrays[i].data, arrays[i].data,
-                               arrays[i].count, arrays[i].dtype, root);
-  return r;
+            : cddp__packet_add(&p, arrays[i].data, arrays[i].count, arrays[i].dtype);
+  return r == CDDP_OK ? cddp__packet_send(&p) : r;
 }
 
 static cddp_result cddp__host_scale(cddp_ddp *d) {
@@ -16149,12 +16211,17 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
     size_t size = cddp__dtype_size(cddp__state_type(o, i));
     size_t low = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     char *own = (char *)o->state[j], *common;
+    bool anew = share && cddp__is_master(o, j / o->count) && o->fresh[i];
     if (own == NULL || low >= high || !cddp__has_state(o, j / o->count, i)) continue;
     n = (low - t->offset) / esize;
     own += n * size;
     common = cddp__state_at(d, o, states, j / o->count, i, n);
-    r = d->memory->copy(share ? common : own, share ? own : common, (high - low) / esize * size,
-                        d->group->stream);
+    if (anew) /* who gets it does not know that it is to begin as the weights are */
+      r = cddp__convert_any(d->group, common, CDDP_F32, (char *)o->params[i].data + n * esize,
+                            o->params[i].dtype, (high - low) / esize);
+    else
+      r = d->memory->copy(share ? common : own, share ? own : common, (high - low) / esize * size,
+                          d->group->stream);
   }
   return r;
 }
@@ -18290,12 +18357,21 @@ static cddp_result cddp__crew_majority(const cddp__crew *c, int came) {
                     cddp__crew_name(c, c->silent).s, came, c->count);
 }
 
+/* What who would join is told: who leads, and where that is as this host sees it. */
+static void cddp__crew_tell_lead(cddp_ddp *d) {
+  const cddp__net *n = d->crew->net;
+  cddp__crew_member *lead = &d->group->host->door->table.lead.self;
+  cddp__address here = cddp__internet_address(&n->hosts[n->host].address);
+  *lead = d->crew->members[cddp__crew_lowest(d)];
+  cddp__rescope(&lead->address, &here);
+}
+
 /* Tells who would join who leads, as far as this rank knows, while it waits for others: a rank that
    they wait for may ask that, if the leader that let it in has died. */
 static void cddp__crew_serve(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   if (h->door == NULL || d->crew->me == d->shards) return;
-  h->door->table.lead.self = d->crew->members[cddp__crew_lowest(d)];
+  cddp__crew_tell_lead(d);
   cddp__door_serve(h);
 }
 
@@ -18766,7 +18842,7 @@ static void cddp__crew_open(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   cddp__host *h = d->group->host;
   if (h->door == NULL) return;
-  h->door->table.lead.self = c->members[cddp__crew_lowest(d)];
+  cddp__crew_tell_lead(d);
   h->door->table.life = (int)c->generation + 1;
   memcpy(h->door->table.lead.token, c->net->token, sizeof h->door->table.lead.token);
   h->door->table.lead.model = cddp__model_hash(d, &h->door->table.lead.whole);
@@ -22001,6 +22077,31 @@ static cddp_result cddp__load_header(cddp__checkpoint *c, const char *path, cddp
   return cddp__consensus(c->g, cddp__match(c), NULL, 0, NULL);
 }
 
+/* The tensors that rank 0 has read, on all ranks. */
+static cddp_result cddp__spread_tensors(cddp__checkpoint *c) {
+  cddp_result r = CDDP_OK;
+  cddp__packet p;
+  size_t i;
+  cddp__packet_begin(&p, c->g, 0);
+  for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
+    cddp__st_item *item = &c->items[i];
+    cddp_dtype dtype;
+    cddp__call call;
+    if (item->from == NULL) continue;
+    dtype = (cddp_dtype)item->type->dtype;
+    if (c->device) {
+      call = cddp__make_call(CDDP__KIND_BROADCAST, item->data, item->data, item->count, dtype,
+                             CDDP_SUM, 0);
+      r = cddp__start_call(c->g, &call, NULL);
+    } else {
+      r = cddp__packet_add(&p, item->data, item->count, dtype);
+    }
+  }
+  if (r == CDDP_OK && c->device)
+    return cddp__settle_device(c->g); /* cudaMemcpy may return before the bytes are there */
+  return r == CDDP_OK ? cddp__packet_send(&p) : r;
+}
+
 static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
   cddp_result r = CDDP_OK;
   size_t i;
@@ -22017,17 +22118,8 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
   if (c->first && r == CDDP_OK && c->has_lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
     r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
   r = cddp__consensus(c->g, r, NULL, 0, NULL);
-  for (i = 0; r == CDDP_OK && c->g != NULL && i < c->item_count; i++) {
-    cddp__st_item *item = &c->items[i];
-    cddp__call call;
-    if (item->from == NULL) continue;
-    call = cddp__make_call(CDDP__KIND_BROADCAST, item->data, item->data, item->count,
-                           (cddp_dtype)item->type->dtype, CDDP_SUM, 0);
-    r = cddp__start_call(c->g, &call, NULL);
-  }
-  if (r == CDDP_OK && c->device)
-    r = cddp__settle_device(c->g); /* cudaMemcpy may return before the bytes are there */
-  return r;
+  if (c->g != NULL) return r == CDDP_OK ? cddp__spread_tensors(c) : r;
+  return r == CDDP_OK && c->device ? cddp__settle_device(c->g) : r;
 }
 
 /* Puts the states that were loaded in their places; cannot fail in host memory. */
@@ -23347,7 +23439,8 @@ CDDP__COLD_END
               once; time-outs say where late ranks wait.
               Models: parameters that share memory (tied weights) are refused; a second ready() in
               a step fails it; other floating-point modes on a rank are CDDP_MISMATCH; an infinite
-              bucket_cap_mb is one bucket; 100,000 parameters; infinite lr or momentum are refused.
+              bucket_cap_mb is one bucket; 100,000 parameters, small ones in a few broadcasts;
+              infinite lr or momentum are refused.
               Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.

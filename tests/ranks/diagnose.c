@@ -830,6 +830,64 @@ static void test_a_time_out_names_all(void) {
   unsetenv("TEST_HOSTS");
 }
 
+/* A model of many small parameters: they come to all ranks in a few broadcasts, at creation and
+   from a checkpoint. One in a hundred is large. */
+enum { SMALL_ONES = 600, LARGE_ONE = 9000 };
+
+static size_t small_count(int i) { return i % 100 == 37 ? LARGE_ONE : (size_t)(i % 60); }
+static double small_value(int i, size_t k) { return i % 200 + (int)(k % 7); }
+
+static int many_small(cddp_group *g, void *arg) {
+  static const cddp_dtype types[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16};
+  cddp_param *p = (cddp_param *)calloc(SMALL_ONES, sizeof *p);
+  char (*names)[16] = (char (*)[16])calloc(SMALL_ONES, sizeof *names), path[300];
+  int rank = cddp_rank(g), i, pass;
+  size_t k, bad = 0;
+  cddp_ddp *d = NULL;
+  CHECK(p != NULL && names != NULL);
+  for (i = 0; p != NULL && names != NULL && i < SMALL_ONES; i++) {
+    snprintf(names[i], sizeof names[i], "p%d", i);
+    p[i].name = names[i];
+    p[i].count = small_count(i);
+    p[i].dtype = types[i % 4];
+    p[i].data = malloc(1 + p[i].count * 8);
+  }
+  snprintf(path, sizeof path, "%s/model", (const char *)arg);
+  for (pass = 0; pass < 2 && p != NULL; pass++) { /* by creation; by cddp_load */
+    for (i = 0; i < SMALL_ONES; i++)
+      for (k = 0; k < p[i].count; k++)
+        ranks_store(p[i].dtype, p[i].data, k, rank == 0 && pass == 0 ? small_value(i, k) : -1);
+    if (pass == 0) CHECK_OK(cddp_ddp_create(&d, g, p, SMALL_ONES, NULL));
+    else CHECK_OK(cddp_load(g, path, p, SMALL_ONES, NULL));
+    for (i = 0; i < SMALL_ONES; i++)
+      for (k = 0; k < p[i].count; k++)
+        bad += ranks_load(p[i].dtype, p[i].data, k) != small_value(i, k);
+    if (pass == 0) CHECK_OK(cddp_save(g, path, p, SMALL_ONES, NULL));
+  }
+  CHECK_EQ(bad, 0);
+  cddp_ddp_destroy(d);
+  for (i = 0; p != NULL && i < SMALL_ONES; i++) free(p[i].data);
+  free(names);
+  free(p);
+  return 0;
+}
+
+static void test_small_parameters_share_broadcasts(void) {
+  ring *r = (ring *)calloc(1, sizeof *r);
+  char dir[] = "/tmp/cddp-record-XXXXXX";
+  cddp_record last = {0};
+  CHECK(r != NULL && mkdtemp(dir) != NULL);
+  if (r == NULL) return;
+  setenv("CDDP_RECORD", dir, 1);
+  CHECK_OK(ranks_run(many_small, dir, RANKS, false));
+  unsetenv("CDDP_RECORD");
+  CHECK(read_ring(dir, 0, r));
+  CHECK(r->head.next < 100);
+  CHECK(find(r, "broadcast", &last) > 12); /* of the large ones at least */
+  remove_rings(dir);
+  free(r);
+}
+
 int main(void) {
   all = (heard *)ranks_shared(RANKS * sizeof *all);
   RUN(test_mismatch_names_calls_and_lines);
@@ -847,5 +905,6 @@ int main(void) {
   RUN(test_the_recorder_survives);
   RUN(test_the_recorder_knows_all_kinds);
   RUN(test_a_directory_that_is_not_there);
+  RUN(test_small_parameters_share_broadcasts);
   return TEST_END();
 }

@@ -448,6 +448,117 @@ static void test_master_gone(void) {
   unsetenv("TEST_HOSTS");
 }
 
+/* --- weights that all ranks change by their own hand, between two steps --- */
+
+enum { HALF_COUNT = 500 };
+
+typedef struct half_model { /* bf16 with masters, AdamW */
+  cddp_param p;
+  cddp_group *g;
+  cddp_ddp *ddp;
+  cddp_optim *optim;
+} half_model;
+
+static cddp_result half_open(half_model *m, int rank, bool joins) {
+  cddp_ddp_desc desc;
+  cddp_adamw_desc o;
+  cddp_result r;
+  size_t i;
+  memset(m, 0, sizeof *m);
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  ranks_environment(rank, 2, shared->port);
+  setenv("CDDP_TIMEOUT_S", "20", 1);
+  if (joins) setenv("CDDP_JOIN", "1", 1);
+  if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
+  m->p.name = "w";
+  m->p.count = HALF_COUNT;
+  m->p.dtype = CDDP_BF16;
+  m->p.data = cddp_alloc(m->g, 2 * HALF_COUNT);
+  for (i = 0; i < HALF_COUNT; i++)
+    ranks_store(CDDP_BF16, m->p.data, i, joins ? 7 : 1 + (double)i / HALF_COUNT);
+  desc.shards = 3;
+  desc.elastic = true;
+  if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1, &desc)) != CDDP_OK) return r;
+  o.lr = 0.01;
+  o.master_weights = true;
+  o.ddp = m->ddp;
+  return cddp_adamw_create(&m->optim, &m->p, 1, &o);
+}
+
+/* Masters that are not those of the weights give other weights: these are halved when they are
+   large, or doubled, and with them what an old master would lack. */
+static cddp_result half_step(half_model *m, bool fused) {
+  double times = cddp_ddp_steps(m->ddp) % 2 == 0 ? 0.5 : 2;
+  cddp_result r;
+  int shard;
+  size_t i;
+  while (cddp_ddp_next_shard(m->ddp, &shard)) {
+    for (i = 0; i < HALF_COUNT; i++)
+      ranks_store(CDDP_BF16, m->p.grad, i, ranks_load(CDDP_BF16, m->p.grad, i) + 1 + shard);
+    if (cddp_ddp_ready(m->ddp, 0) != CDDP_OK) break;
+  }
+  if (fused) return cddp_ddp_step(m->ddp, m->optim);
+  if ((r = cddp_ddp_wait(m->ddp)) != CDDP_OK) return r;
+  if ((r = cddp_optim_step(m->optim)) != CDDP_OK) return r;
+  if ((r = cddp_optim_zero_grad(m->optim)) != CDDP_OK) return r;
+  for (i = 0; i < HALF_COUNT; i++)
+    ranks_store(CDDP_BF16, m->p.data, i, times * ranks_load(CDDP_BF16, m->p.data, i));
+  return cddp_optim_write_copies(m->optim);
+}
+
+static int half_life(int rank, void *arg) {
+  bool joins = arg != NULL, counted = false;
+  half_model m;
+  cddp_result r = half_open(&m, rank, joins);
+  float say[2] = {0, 0}; /* to stop; a hash, which all must have */
+  uint64_t hash;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (r == CDDP_OK && !joins) bump(&shared->running);
+  while (r == CDDP_OK && say[0] == 0) {
+    if ((r = half_step(&m, false)) != CDDP_OK) break;
+    hash = ranks_hash(RANKS_HASH, m.p.data, 2 * HALF_COUNT);
+    say[0] = (float)look(&shared->stop);
+    say[1] = (float)(hash >> 44);
+    r = cddp_all_reduce(cddp_ddp_group(m.ddp), say, 2, CDDP_F32, CDDP_MAX, NULL);
+    CHECK(say[1] == (float)(hash >> 44));
+    if (joins && !counted) bump(&shared->joined);
+    counted = true;
+  }
+  CHECK_OK(r);
+  if (getenv("TEST_HOSTS") == NULL && r == CDDP_OK) { /* who joins might be copying the weights */
+    CHECK_OK(half_step(&m, true));
+    CHECK_IS(cddp_optim_write_copies(m.optim), CDDP_UNSUPPORTED);
+    CHECK_OK(half_step(&m, false));
+  }
+  cddp_optim_destroy(m.optim);
+  cddp_ddp_destroy(m.ddp);
+  if (m.g != NULL) cddp_free(m.g, m.p.data);
+  cddp_destroy(m.g);
+  return 0;
+}
+
+static void test_changed_weights(void) {
+  double until;
+  pid_t pids[3];
+  int status[3], hosts, i;
+  for (hosts = 0; hosts < 2; hosts++) {
+    if (hosts) setenv("TEST_HOSTS", "ab", 1);
+    memset(shared, 0, sizeof *shared);
+    shared->port = ranks_free_port();
+    until = test_now() + RANKS_WITHIN(20.0);
+    for (i = 0; i < 2; i++) pids[i] = ranks_fork(half_life, i, NULL);
+    while (look(&shared->running) < 2 && test_now() < until) ranks_sleep(0.001);
+    pids[2] = ranks_fork(half_life, 2, shared);
+    while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
+    CHECK_EQ(look(&shared->joined), 1);
+    __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
+    ranks_join(pids, 3, RANKS_WITHIN(10.0), status);
+    for (i = 0; i < 3; i++) CHECK_EQ(status[i], 0);
+  }
+  unsetenv("TEST_HOSTS");
+}
+
 int main(void) {
   shared = (board *)ranks_shared(sizeof *shared);
   RUN(test_comes);
@@ -458,5 +569,6 @@ int main(void) {
   RUN(test_nobody);
   RUN(test_hosts);
   RUN(test_master_gone);
+  RUN(test_changed_weights);
   return TEST_END();
 }

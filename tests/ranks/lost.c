@@ -11,6 +11,13 @@
 #define _GNU_SOURCE
 static void elastic_point(const char *name);
 #define CDDP__POINT(name) elastic_point(name)
+#include <sys/socket.h>
+static ssize_t send_and_pass(int fd, const struct msghdr *m, int flags) {
+  ssize_t n = sendmsg(fd, m, flags);
+  elastic_point("sendmsg");
+  return n;
+}
+#define sendmsg send_and_pass
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 
@@ -29,13 +36,15 @@ static const char *const names[PARAMS] = {"wide",  "double", "one", "half",
 
 typedef struct death {
   int step, moment; /* at which passage of the point from that step on */
-  char point[32];   /* CDDP__POINT's, or "forward", "backward", "meeting" of this file */
+  char point[32];   /* CDDP__POINT's, or "forward", "backward", "meeting", "sendmsg" of this file */
+  const char *after; /* passages count from this one on; NULL: all */
   bool leaves;      /* _exit; false: SIGKILL */
 } death;
 
 typedef struct plan {
   int shards, kind, ranks;
   bool own, shared, adamw, amsgrad, copies, masters, sparse;
+  bool rows_only; /* of the parameters those with sparse rows alone */
   double momentum, max_norm;
   death deaths[MOST]; /* of each rank; step -1: none */
   uint64_t want;      /* the undisturbed run's hash */
@@ -53,11 +62,14 @@ typedef struct report { /* of a rank, in shared memory */
 static report *reports;        /* [MOST] */
 static __thread const plan *now_plan; /* of this rank; NULL: nobody dies */
 static __thread int now_rank, now_step, now_passages;
+static __thread bool now_after; /* has passed its death's `after` */
 static bool now_threads; /* ranks are threads, and die as such */
 
 static void elastic_point(const char *name) {
   const death *at = now_plan != NULL ? &now_plan->deaths[now_rank] : NULL;
-  if (at == NULL || at->step < 0 || now_step < at->step || strcmp(name, at->point) != 0) return;
+  if (at == NULL || at->step < 0 || now_step < at->step) return;
+  if (at->after != NULL && strcmp(name, at->after) == 0) now_after = true;
+  if (strcmp(name, at->point) != 0 || (at->after != NULL && !now_after)) return;
   if (now_passages++ != at->moment) return;
   reports[now_rank].passed = 1;
   if (now_threads) pthread_exit(NULL);
@@ -70,7 +82,7 @@ typedef struct model {
   void *copies[PARAMS];
   cddp_ddp *ddp;
   cddp_optim *optim;
-  int count;
+  int first, count; /* p[first .. count) are its parameters */
 } model;
 
 static cddp_result model_open(model *m, cddp_group *g, const plan *c, bool elastic) {
@@ -82,7 +94,8 @@ static cddp_result model_open(model *m, cddp_group *g, const plan *c, bool elast
   int k;
   memset(m, 0, sizeof *m);
   m->count = c->sparse ? PARAMS : c->adamw && !c->masters ? HALVES : ROWS;
-  for (k = 0; k < m->count; k++) {
+  m->first = c->rows_only ? ROWS : 0;
+  for (k = m->first; k < m->count; k++) {
     size_t bytes = sizes[k] * cddp_dtype_size(dtypes[k]);
     m->p[k].name = names[k];
     m->p[k].count = sizes[k];
@@ -97,8 +110,8 @@ static cddp_result model_open(model *m, cddp_group *g, const plan *c, bool elast
   desc.shards = c->shards;
   desc.elastic = elastic;
   desc.max_grad_norm = c->max_norm;
-  if (c->sparse) desc.sparse_rows = rows;
-  r = cddp_ddp_create(&m->ddp, g, m->p, m->count, &desc);
+  if (c->sparse) desc.sparse_rows = rows + m->first;
+  r = cddp_ddp_create(&m->ddp, g, m->p + m->first, m->count - m->first, &desc);
   if (r != CDDP_OK) return r;
   memset(&a, 0, sizeof a);
   a.lr = 0.125;
@@ -113,14 +126,14 @@ static cddp_result model_open(model *m, cddp_group *g, const plan *c, bool elast
   if (c->copies) a.copies = o.copies = m->copies;
   a.copy_dtype = o.copy_dtype = CDDP_BF16;
   if (c->adamw) return cddp_adamw_create(&m->optim, m->p, m->count, &a);
-  return cddp_sgd_create(&m->optim, m->p, m->count, &o);
+  return cddp_sgd_create(&m->optim, m->p + m->first, m->count - m->first, &o);
 }
 
 static void model_close(model *m, cddp_group *g, const plan *c) {
   int k;
   cddp_optim_destroy(m->optim);
   cddp_ddp_destroy(m->ddp);
-  for (k = 0; k < m->count; k++) {
+  for (k = m->first; k < m->count; k++) {
     if (c->own && rows[k] == 0) free(m->p[k].grad);
     free(m->copies[k]);
     if (c->shared) cddp_free(g, m->p[k].data);
@@ -131,7 +144,7 @@ static void model_close(model *m, cddp_group *g, const plan *c) {
 static uint64_t model_hash(const model *m) {
   uint64_t h = RANKS_HASH;
   int k;
-  for (k = 0; k < m->count; k++) {
+  for (k = m->first; k < m->count; k++) {
     h = ranks_hash(h, m->p[k].data, sizes[k] * cddp_dtype_size(dtypes[k]));
     if (m->copies[k] != NULL) h = ranks_hash(h, m->copies[k], sizes[k] * 2);
   }
@@ -142,19 +155,19 @@ static void backward(model *m, int step, int shard) {
   size_t i;
   int k, n;
   elastic_point("forward");
-  for (k = m->count - 1; k >= 0; k--) {
+  for (k = m->count - 1; k >= m->first; k--) {
     uint64_t seed = (uint64_t)(1000 * step + shard);
     for (n = (int)(ranks_mix(seed, (uint64_t)k, 77) % 5); rows[k] != 0 && n > 0; n--) {
       int64_t number = (int64_t)(ranks_mix(seed, (uint64_t)n, 5) % rows[k]);
       double values[31];
       for (i = 0; i < sizes[k] / rows[k]; i++)
         ranks_put(values, dtypes[k], i, ranks_mix(seed, (uint64_t)(k + 100 * n), i));
-      CHECK_OK(cddp_ddp_add_rows(m->ddp, k, &number, values, 1));
+      CHECK_OK(cddp_ddp_add_rows(m->ddp, k - m->first, &number, values, 1));
     }
     CHECK(rows[k] != 0 || ranks_zero(m->p[k].grad, m->p[k].count * cddp_dtype_size(dtypes[k])));
     for (i = 0; i < m->p[k].count && rows[k] == 0; i++)
       ranks_put(m->p[k].grad, dtypes[k], i, ranks_mix(seed, (uint64_t)k, i));
-    CHECK_OK(cddp_ddp_ready(m->ddp, k));
+    CHECK_OK(cddp_ddp_ready(m->ddp, k - m->first));
     elastic_point("backward");
   }
 }
@@ -253,6 +266,7 @@ static int body(cddp_group *g, void *arg) {
   now_rank = cddp_rank(g);
   now_step = -1;
   now_passages = 0;
+  now_after = false;
   return train(g, arg);
 }
 
@@ -488,6 +502,21 @@ static void test_hosts_deaths(void) {
   unsetenv("TEST_HOSTS");
 }
 
+/* A model of sparse parameters alone. Rank 1 dies while the rows go to the others, behind each of
+   its sends: one of the others has them, the other one lacks them. */
+static void test_hosts_rows(void) {
+  int k;
+  setenv("TEST_HOSTS", "abc", 1);
+  for (k = 0; k < 12 && test_failures == 0; k++) {
+    plan c = plan_of(5, FUSED, 3);
+    c.sparse = c.rows_only = true;
+    kill_at(&c, 1, 1, "sendmsg", k);
+    c.deaths[1].after = "elastic met";
+    CHECK_EQ(run_processes(&c), 1);
+  }
+  unsetenv("TEST_HOSTS");
+}
+
 /* A job of which a rank is lost writes a checkpoint; others go on from there, and lose one too. */
 static void test_hosts_checkpoint(void) {
   char path[64];
@@ -718,6 +747,7 @@ int main(int argc, char **argv) {
     RUN(test_seeds);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
+    RUN(test_hosts_rows);
     RUN(test_hosts_checkpoint);
     RUN(test_hosts_seeds);
   }

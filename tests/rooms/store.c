@@ -1255,14 +1255,14 @@ static void test_scopes(void) {
   here = there;
   here.v6.sin6_scope_id = 3;
   CHECK_EQ(inet_pton(AF_INET6, "fe80::1", &there.v6.sin6_addr), 1);
-  cddp__address_rescope(&there, &here);
+  cddp__rescope(&there.v6, &here);
   CHECK_EQ(there.v6.sin6_scope_id, 3);
   here.sa.ss_family = AF_INET;
-  cddp__address_rescope(&there, &here);
+  cddp__rescope(&there.v6, &here);
   CHECK_EQ(there.v6.sin6_scope_id, 0);
   CHECK_EQ(inet_pton(AF_INET6, "fd00::1", &there.v6.sin6_addr), 1);
   there.v6.sin6_scope_id = 7;
-  cddp__address_rescope(&there, &here);
+  cddp__rescope(&there.v6, &here);
   CHECK_EQ(there.v6.sin6_scope_id, 7);
 }
 
