@@ -379,6 +379,74 @@ static void test_mistakes(void) {
       test_fail(__FILE__, __LINE__, "mistake %d", mistake);
 }
 
+/* --- the norm, and where gradients lie --- */
+
+enum { NORM_PARAMS = 5, NORM_STEPS = 4 };
+
+/* A model of three types, all norms of which must be the same in f64 on any number of ranks and
+   hosts; and its gradients in one piece, each from the next multiple of 64 bytes on. */
+static int norm_body(cddp_group *g, void *arg) {
+  static const size_t counts[NORM_PARAMS] = {5000, 2048, 5000, 2048, 1};
+  static const cddp_dtype types[NORM_PARAMS] = {CDDP_F32, CDDP_BF16, CDDP_F64, CDDP_F32, CDDP_F32};
+  static const int lie[NORM_PARAMS] = {4, 3, 0, 2, 1};
+  double *norms = (double *)arg + NORM_STEPS * cddp_rank(g), norm = 0;
+  int before = test_failures, step, shard, i;
+  char *data[NORM_PARAMS], *at;
+  cddp_param p[NORM_PARAMS];
+  cddp_ddp_desc desc;
+  cddp_ddp *d = NULL;
+  size_t k, bytes;
+  memset(&desc, 0, sizeof desc);
+  memset(p, 0, sizeof p);
+  for (i = 0; i < NORM_PARAMS; i++) {
+    p[i].count = counts[i];
+    p[i].dtype = types[i];
+    p[i].data = data[i] = (char *)calloc(counts[i], cddp_dtype_size(types[i]));
+  }
+  desc.shards = 6;
+  CHECK_OK(cddp_ddp_create(&d, g, p, NORM_PARAMS, &desc));
+  for (i = 0, at = (char *)p[lie[0]].grad; i < NORM_PARAMS; i++) {
+    CHECK((char *)p[lie[i]].grad == at);
+    bytes = counts[lie[i]] * cddp_dtype_size(types[lie[i]]);
+    at += (bytes + 63) / 64 * 64;
+  }
+  for (step = 0; step < NORM_STEPS && test_failures == before; step++) {
+    while (cddp_ddp_next_shard(d, &shard))
+      for (i = 0; i < NORM_PARAMS; i++) {
+        uint64_t seed = (uint64_t)(100 * step + shard);
+        for (k = 0; k < counts[i]; k++)
+          ranks_put(p[i].grad, types[i], k, ranks_mix(seed, (uint64_t)i, k));
+        CHECK_OK(cddp_ddp_ready(d, i));
+      }
+    CHECK_OK(cddp_ddp_wait(d));
+    CHECK_OK(cddp_ddp_clip_grad_norm(d, 1.0, &norms[step]));
+    CHECK_OK(cddp_ddp_grad_norm(d, &norm));
+    CHECK(norm == norms[step] && norm > 1);
+    for (i = 0; i < NORM_PARAMS; i++) memset(p[i].grad, 0, counts[i] * cddp_dtype_size(types[i]));
+  }
+  cddp_ddp_destroy(d);
+  for (i = 0; i < NORM_PARAMS; i++) free(data[i]);
+  return test_failures != before;
+}
+
+static void test_norm(void) {
+  static const char *const hosts[] = {"", "abcdef", "aab"};
+  double *norms = (double *)ranks_shared(6 * NORM_STEPS * sizeof *norms), want[NORM_STEPS];
+  int n, k, i;
+  CHECK_OK(ranks_run(norm_body, norms, 1, false));
+  memcpy(want, norms, sizeof want);
+  for (k = 0; k < 3; k++)
+    for (n = 2; n <= 6; n++) {
+      setenv("TEST_HOSTS", hosts[k], 1);
+      CHECK_OK(ranks_run(norm_body, norms, n, false));
+      for (i = 0; i < n; i++)
+        if (memcmp(norms + i * NORM_STEPS, want, sizeof want) != 0)
+          test_fail(__FILE__, __LINE__, "%d ranks on hosts \"%s\": rank %d has another norm", n,
+                    hosts[k], i);
+    }
+  unsetenv("TEST_HOSTS");
+}
+
 int main(void) {
   RUN(test_default);
   RUN(test_creation);
@@ -387,5 +455,6 @@ int main(void) {
   RUN(test_adamw);
   RUN(test_many_shards);
   RUN(test_processes);
+  RUN(test_norm);
   return TEST_END();
 }
