@@ -2438,6 +2438,9 @@ static void endure(ordeal *o, int n) {
     if (status[i] == -1) test_fail(__FILE__, __LINE__, "rank %d of %d hung", i, n);
     else if (WIFEXITED(status[i]) && WEXITSTATUS(status[i]) != 0)
       test_fail(__FILE__, __LINE__, "rank %d of %d failed its own checks", i, n);
+    else if (WIFSIGNALED(status[i]) && WTERMSIG(status[i]) != SIGKILL &&
+             WTERMSIG(status[i]) != SIGALRM) /* of these victims die */
+      test_fail(__FILE__, __LINE__, "rank %d of %d died of signal %d", i, n, WTERMSIG(status[i]));
 }
 
 static void endure_on(ordeal *o, const char *hosts) {
