@@ -8,6 +8,7 @@
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <sched.h>
 #include <stddef.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -41,6 +42,10 @@ static int sum_ranks(int rank, void *arg) {
   b->word[rank] = x;
   cddp_destroy(g);
   return 0;
+}
+
+static int sum_ranks_by_hand(board *b) {
+  return sum_ranks(getenv("RANK")[0] - '0', b);
 }
 
 static void test_success(void) {
@@ -707,9 +712,43 @@ static void test_both(void) {
   munmap(b, sizeof *b);
 }
 
+/* A host without any network, loopback neither: its ranks need none. By cddp_spawn, and by hand. */
+static void test_no_network(void) {
+  pid_t pid = fork();
+  int status = -1, i;
+  CHECK(pid >= 0);
+  if (pid == 0) {
+    board *b = shared_board();
+    pid_t ranks[2];
+    if (unshare(CLONE_NEWNET) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0) _exit(77);
+    setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "60" : "5", 1);
+    CHECK_OK(cddp_spawn(sum_ranks, b, 3));
+    CHECK_EQ(b->word[2], 6);
+    setenv("WORLD_SIZE", "2", 1);
+    setenv("MASTER_ADDR", "localhost", 1);
+    setenv("MASTER_PORT", "29600", 1);
+    for (i = 0; i < 2; i++) {
+      setenv("RANK", i == 0 ? "0" : "1", 1);
+      if ((ranks[i] = fork()) == 0) {
+        int code = sum_ranks_by_hand(b);
+        if (code != 0) printf("%s\n", cddp_error());
+        fflush(NULL);
+        _exit(code);
+      }
+    }
+    for (i = 0; i < 2; i++) CHECK(waitpid(ranks[i], &status, 0) == ranks[i] && status == 0);
+    fflush(NULL);
+    _exit(test_failures != 0);
+  }
+  CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status));
+  if (WEXITSTATUS(status) == 77) printf("no right to make a namespace: test_no_network left out\n");
+  else CHECK_EQ(WEXITSTATUS(status), 0);
+}
+
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   RUN(test_success);
+  RUN(test_no_network);
   RUN(test_invalid);
   RUN(test_elastic);
   RUN(test_environment);
