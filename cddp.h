@@ -1862,6 +1862,7 @@ typedef struct cddp__tensor {
   bool noted;          /* ready() under no_sync since the last step; guarded by lock */
   bool used;           /* by any rank, in the step being reduced */
   bool shared;         /* every rank's weights lie in shared memory */
+  float inherited;     /* steps of its cddp_optim, of a rank that has joined an elastic model */
   int bucket;
 } cddp__tensor;
 
@@ -13182,6 +13183,15 @@ static cddp_result cddp__need_states(cddp_optim *o, int i) {
   return CDDP_OK;
 }
 
+/* Of the parameter that has been stepped most often: 0, no states have a value. */
+static float cddp__most_steps(const cddp_optim *o) {
+  float most = 0;
+  int i;
+  for (i = 0; i < o->count; i++)
+    if (o->steps[i] > most) most = o->steps[i];
+  return most;
+}
+
 static void cddp__count_step(cddp_optim *o, int i) {
   o->steps[i]++;
   o->fresh[i] = false;
@@ -15530,16 +15540,13 @@ static bool cddp__gathers(const cddp_ddp *d) {
   return d->spread && (d->group->carrier->average != NULL || d->group->backend != NULL);
 }
 
-/* Bytes behind the gradients of a dtype that cddp__gather_nodes may write; behind those in slots,
-   which may be twice as wide, it reads twice as many. */
-static size_t cddp__gather_slack(const cddp_ddp *d) {
-  return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards : d->group->size);
+/* All gradients of a dtype take a multiple of so many bytes, and parts of one size divide them. */
+static size_t cddp__dtype_granule(const cddp_ddp *d) {
+  return CDDP__CACHE_LINE * (cddp__gathers(d) ? (size_t)d->group->size : 1);
 }
 
-/* Places every parameter in the model and the arena: dtype by dtype, last parameters first. Places
-   in the model depend on the model alone: norms do on these (cddp__pieces). */
+/* Places every parameter in the model and the arena: dtype by dtype, last parameters first. */
 static void cddp__lay_out(cddp_ddp *d) {
-  size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0;
   int dtype, i, placed = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
     if (dtype == CDDP_F16) d->halves = d->dense; /* these and bf16 are the last */
@@ -15556,8 +15563,9 @@ static void cddp__lay_out(cddp_ddp *d) {
       if (t->storage != CDDP__IN_PLACE) d->bytes += t->room;
       if (cddp__sparse_of(d, i) == NULL) d->order[placed++] = i;
     }
+    d->dense = cddp__round_up(d->dense, cddp__dtype_granule(d));
+    d->bytes = cddp__round_up(d->bytes, cddp__dtype_granule(d));
   }
-  d->bytes += slack;
   d->slot_bytes = d->slot_room = 2 * d->dense - d->halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
@@ -15573,7 +15581,7 @@ static void cddp__lay_out(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
   }
-  d->whole = d->bytes + (size_t)d->slots * d->slot_bytes + d->pieces * sizeof(double) + 2 * slack;
+  d->whole = d->bytes + (size_t)d->slots * d->slot_bytes + d->pieces * sizeof(double);
   d->model_bytes = d->dense;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
@@ -15716,7 +15724,7 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
     range->begin = cddp__min(range->begin, t->offset);
     range->end = cddp__max(range->end, t->offset + t->room);
   }
-  range->end = cddp__round_up(range->end, CDDP__CACHE_LINE);
+  range->end = cddp__round_up(range->end, cddp__dtype_granule(d));
   return range->begin < range->end;
 }
 
@@ -15841,8 +15849,7 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, const cddp__shard_
 
 /* Where ranks do not see each other's memory: the nodes of all of them, d->nodes, make the mean, in
    `out`, which is as the arena. own: those of this rank. If the ranks' parts do not divide a dtype
-   `out` is written, and slots are read, behind its end (cddp__gather_slack): the next dtype's means
-   come later. */
+   `out` is written, and slots are read, a cache line for each rank behind its end. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out, const cddp__shard_node *own,
                                       int count) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
@@ -17932,7 +17939,8 @@ struct cddp__crew {
   double lr;
 };
 
-/* What a rank says of itself when ranks meet. A byte for each shard follows: 1, it has its sum. */
+/* What a rank says of itself when ranks meet. A byte for each shard follows: 1, it has its sum.
+   Then a float for each parameter: how often its cddp_optim has stepped that. */
 typedef struct cddp__crew_report {
   uint64_t generation; /* of its last group */
   uint64_t done;       /* reductions */
@@ -17978,8 +17986,13 @@ static void cddp__crew_hide(cddp_ddp *d) {
   pthread_mutex_unlock(&n->lock);
 }
 
+static size_t cddp__report_counts_at(const cddp_ddp *d) {
+  return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->shards, sizeof(float));
+}
+
 static size_t cddp__report_bytes(const cddp_ddp *d) {
-  return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->shards, sizeof(uint64_t));
+  return cddp__round_up(cddp__report_counts_at(d) + (size_t)d->count * sizeof(float),
+                        sizeof(uint64_t));
 }
 
 static cddp__text cddp__crew_name(const cddp__crew *c, int place) {
@@ -18020,6 +18033,11 @@ static int cddp__crew_slot(const cddp__crew *c, int first) { /* from there on, t
   return slot;
 }
 
+/* Bytes behind the arena's end that a reduction may touch: its parts are of one size. */
+static size_t cddp__crew_slack(const cddp_ddp *d) {
+  return 2 * (size_t)d->shards * CDDP__CACHE_LINE;
+}
+
 /* Memory where the gradients are; zeroed. */
 static char *cddp__crew_alloc(cddp_ddp *d, size_t bytes) {
   char *p;
@@ -18043,7 +18061,7 @@ static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= c->slots) return CDDP_OK;
-  p = cddp__crew_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d));
+  p = cddp__crew_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__crew_slack(d));
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (c->area != NULL) r = d->memory->copy(p, c->area, bytes, d->group->stream);
   cddp__crew_release(d, c->area);
@@ -18266,10 +18284,12 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->done = c->done;
   report->steps = d->steps;
   report->empty = c->empty;
-  if (c->optim != NULL && c->optim->steps[0] > 0) {
+  if (c->optim != NULL && cddp__most_steps(c->optim) > 0) {
     report->lr = c->optim->desc.lr;
-    report->updates = c->optim->steps[0];
+    report->updates = cddp__most_steps(c->optim);
     report->state_count = c->optim->states;
+    memcpy((char *)report + cddp__report_counts_at(d), c->optim->steps,
+           (size_t)d->count * sizeof(float));
   }
   report->self = c->members[c->me];
   memcpy(report->blocks, c->block_refs, sizeof report->blocks);
@@ -18830,6 +18850,10 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
   c->states = states;
   c->state_count = from->state_count;
   c->updates = from->updates;
+  for (i = 0; i < d->count; i++)
+    memcpy(&d->tensors[i].inherited,
+           (const char *)from + cddp__report_counts_at(d) + (size_t)i * sizeof(float),
+           sizeof(float));
   c->lr = from->lr;
   c->step = from->done;
   d->steps = from->steps;
@@ -18975,9 +18999,9 @@ static cddp_result cddp__crew_adopt(cddp_ddp *d, cddp_optim *o) {
                       "the cddp_optim of rank %d has %d states of each parameter, those of the job "
                       "have %d", d->group->rank, o->states, c->state_count);
   for (i = 0; r == CDDP_OK && c->updates > 0 && i < o->count; i++) {
-    o->steps[i] = c->updates;
-    o->fresh[i] = false;
-    if (o->backend == NULL) r = cddp__need_states(o, i);
+    o->steps[i] = d->tensors[i].inherited;
+    o->fresh[i] = o->steps[i] == 0;
+    if (o->backend == NULL && o->steps[i] > 0) r = cddp__need_states(o, i);
   }
   if (r == CDDP_OK && c->updates > 0) {
     cddp__set_lr(o, c->lr);
@@ -19128,7 +19152,7 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
   d->slot_room = cddp__round_up(d->slot_bytes, CDDP__CACHE_LINE);
-  c->mean = cddp__crew_alloc(d, d->dense + cddp__gather_slack(d));
+  c->mean = cddp__crew_alloc(d, d->dense + cddp__crew_slack(d));
   return c->mean != NULL ? cddp__crew_grow(d, 1) : CDDP_OUT_OF_MEMORY;
 }
 
@@ -19298,6 +19322,8 @@ struct cddp__elastic {
   cddp__elastic_room *rows;      /* [2][shards] by the step's lowest bit: packets of rows */
   double *squares;               /* of the mean, of each piece of the arena */
   unsigned char *in_area;        /* [params] 1: its weights go to an area, for who joins */
+  cddp__atomic_u32 *counts;      /* [2][params] by the step's lowest bit: f32, how often each has
+                                    been stepped when this step is done */
   char *areas;                   /* [CDDP__AREAS] */
   cddp__elastic_view *views;     /* [capacity] */
   int *dealt;                    /* [shards] member to which each is dealt */
@@ -19414,7 +19440,8 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
   size_t rows = first + (size_t)parts * sizeof *e->parts;
   size_t squares = cddp__round_up(rows + 2 * (size_t)d->shards * sizeof *e->rows, 16);
   size_t flags = squares + d->pieces * sizeof *e->squares;
-  size_t areas = cddp__round_up(flags + (size_t)d->count, page);
+  size_t counts = cddp__round_up(flags + (size_t)d->count, sizeof *e->counts);
+  size_t areas = cddp__round_up(counts + 2 * (size_t)d->count * sizeof *e->counts, page);
   if (board != NULL) {
     e->board = (cddp__board *)(void *)board;
     e->members = (cddp__elastic_member *)(void *)(board + members);
@@ -19423,6 +19450,7 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
     e->rows = (cddp__elastic_room *)(void *)(board + rows);
     e->squares = (double *)(void *)(board + squares);
     e->in_area = (unsigned char *)board + flags;
+    e->counts = (cddp__atomic_u32 *)(void *)(board + counts);
     e->areas = board + areas;
   }
   return areas + CDDP__AREAS * d->state_room;
@@ -20026,6 +20054,31 @@ static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
                     d->group->timeout_s, d->steps, text, update ? " the update" : "");
 }
 
+/* Tells who joins how often o (NULL: no optimizer) has stepped each parameter when `step` is done:
+   once more, or (more 0) as now. All members write the same. */
+static void cddp__publish_counts(cddp_ddp *d, const cddp_optim *o, uint64_t step, int more) {
+  cddp__atomic_u32 *counts = d->elastic->counts + (step & 1) * (size_t)d->count;
+  int i;
+  for (i = 0; i < d->count; i++) {
+    float n = o != NULL ? o->steps[i] : 0;
+    uint32_t bits;
+    if (o != NULL && d->params[i].count > 0) n += (float)more;
+    memcpy(&bits, &n, sizeof bits);
+    cddp__store32(&counts[i], bits);
+  }
+}
+
+/* What those of the step before this rank's first one have told. */
+static void cddp__inherit_counts(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  cddp__atomic_u32 *counts = e->counts + ((e->step - 1) & 1) * (size_t)d->count;
+  int i;
+  for (i = 0; i < d->count; i++) {
+    uint32_t bits = cddp__load32(&counts[i]);
+    memcpy(&d->tensors[i].inherited, &bits, sizeof bits);
+  }
+}
+
 /* Whether a rank that has joined waits for weights and states that this one has: after a
    cddp_ddp_wait each rank steps by itself. All that begin the next step write the same there. */
 static void cddp__publish_model(cddp_ddp *d) {
@@ -20045,7 +20098,8 @@ static void cddp__publish_model(cddp_ddp *d) {
   }
   if (o != NULL)
     (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, true);
-  e->board->updates = o != NULL ? o->steps[0] : 0;
+  cddp__publish_counts(d, o, e->step - 1, 0);
+  e->board->updates = o != NULL ? cddp__most_steps(o) : 0;
   e->board->lr = o != NULL ? o->desc.lr : 0;
   CDDP__POINT("elastic publish");
   cddp__store64(&e->board->published, e->step);
@@ -20339,7 +20393,8 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   c->check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
   c->steps = d->steps;
   c->lr = s != NULL ? s->desc.lr : 0;
-  c->updates = s != NULL ? s->steps[0] + 1 : 0;
+  c->updates = s != NULL ? cddp__most_steps(s) + 1 : 0;
+  if (s != NULL) cddp__publish_counts(d, s, e->step, 1);
   c->fp_mode = cddp__fp_mode();
   cddp__exchange32(&mine->inside, 1);
   CDDP__POINT("elastic arrive");
@@ -20468,9 +20523,9 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
       r = cddp__share_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
   }
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
-    o->steps[i] = e->updates;
-    o->fresh[i] = e->updates == 0;
-    if (e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
+    o->steps[i] = e->updates > 0 ? d->tensors[i].inherited : 0;
+    o->fresh[i] = o->steps[i] == 0;
+    if (o->steps[i] > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
   }
   if (r == CDDP_OK && e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
     (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
@@ -20690,6 +20745,7 @@ static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
     e->updates = e->board->updates;
     e->lr = e->board->lr;
   }
+  if (r == CDDP_OK) cddp__inherit_counts(d);
   return r;
 }
 

@@ -450,79 +450,142 @@ static void test_master_gone(void) {
 
 /* --- weights that all ranks change by their own hand, between two steps --- */
 
-enum { HALF_COUNT = 500 };
+enum { HALF_COUNT = 500, HALVES = 3 };
 
-typedef struct half_model { /* bf16 with masters, AdamW */
-  cddp_param p;
+/* AdamW: nothing at all; bf16 with masters; f32, stepped less often, as its states begin when those
+   of the rest are loaded. */
+typedef struct half_model {
+  cddp_param p[HALVES];
   cddp_group *g;
   cddp_ddp *ddp;
   cddp_optim *optim;
 } half_model;
 
+typedef struct half_kind {
+  bool joins, fused;
+} half_kind;
+
+static void half_params(cddp_param *p) {
+  static const cddp_dtype types[HALVES] = {CDDP_F32, CDDP_BF16, CDDP_F32};
+  static const char *const names[HALVES] = {"nothing", "w", "late"};
+  int k;
+  memset(p, 0, HALVES * sizeof *p);
+  for (k = 0; k < HALVES; k++) {
+    p[k].name = names[k];
+    p[k].dtype = types[k];
+    p[k].count = k > 0 ? HALF_COUNT : 0;
+  }
+}
+
+/* A checkpoint of a model that has "w" alone, after some steps. */
+static void half_save(const char *path) {
+  cddp_param all[HALVES], p;
+  cddp_adamw_desc o;
+  cddp_checkpoint_desc file;
+  cddp_optim *optim;
+  size_t i;
+  int t;
+  half_params(all);
+  p = all[1];
+  memset(&o, 0, sizeof o);
+  memset(&file, 0, sizeof file);
+  o.lr = 0.01;
+  o.master_weights = true;
+  p.data = calloc(HALF_COUNT, 2);
+  p.grad = calloc(HALF_COUNT, 2);
+  for (i = 0; i < HALF_COUNT; i++) {
+    ranks_store(CDDP_BF16, p.data, i, 1 + (double)i / HALF_COUNT);
+    ranks_store(CDDP_BF16, p.grad, i, (double)(i % 7));
+  }
+  CHECK_OK(cddp_adamw_create(&optim, &p, 1, &o));
+  for (t = 0; t < 5; t++) CHECK_OK(cddp_optim_step(optim));
+  file.optim = optim;
+  CHECK_OK(cddp_save(NULL, path, &p, 1, &file));
+  cddp_optim_destroy(optim);
+  free(p.data);
+  free(p.grad);
+}
+
 static cddp_result half_open(half_model *m, int rank, bool joins) {
   cddp_ddp_desc desc;
   cddp_adamw_desc o;
+  cddp_checkpoint_desc file;
   cddp_result r;
   size_t i;
+  int k;
   memset(m, 0, sizeof *m);
   memset(&desc, 0, sizeof desc);
   memset(&o, 0, sizeof o);
+  memset(&file, 0, sizeof file);
   ranks_environment(rank, 2, shared->port);
   setenv("CDDP_TIMEOUT_S", "20", 1);
   if (joins) setenv("CDDP_JOIN", "1", 1);
   if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
-  m->p.name = "w";
-  m->p.count = HALF_COUNT;
-  m->p.dtype = CDDP_BF16;
-  m->p.data = cddp_alloc(m->g, 2 * HALF_COUNT);
-  for (i = 0; i < HALF_COUNT; i++)
-    ranks_store(CDDP_BF16, m->p.data, i, joins ? 7 : 1 + (double)i / HALF_COUNT);
+  half_params(m->p);
+  for (k = 1; k < HALVES; k++) {
+    m->p[k].data = cddp_alloc(m->g, 4 * HALF_COUNT);
+    for (i = 0; i < HALF_COUNT; i++)
+      ranks_store(m->p[k].dtype, m->p[k].data, i, joins ? 7 : 1 + (double)i / HALF_COUNT);
+  }
   desc.shards = 3;
   desc.elastic = true;
-  if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1, &desc)) != CDDP_OK) return r;
+  if ((r = cddp_ddp_create(&m->ddp, m->g, m->p, HALVES, &desc)) != CDDP_OK) return r;
   o.lr = 0.01;
   o.master_weights = true;
   o.ddp = m->ddp;
-  return cddp_adamw_create(&m->optim, &m->p, 1, &o);
+  r = cddp_adamw_create(&m->optim, m->p, HALVES, &o);
+  file.optim = m->optim;
+  file.partial = true;
+  return r == CDDP_OK && !joins ? cddp_load(m->g, shared->text, m->p, HALVES, &file) : r;
+}
+
+static uint64_t half_hash(const half_model *m) {
+  uint64_t h = ranks_hash(RANKS_HASH, m->p[1].data, 2 * HALF_COUNT);
+  return ranks_hash(h, m->p[2].data, 4 * HALF_COUNT);
 }
 
 /* Masters that are not those of the weights give other weights: these are halved when they are
    large, or doubled, and with them what an old master would lack. */
 static cddp_result half_step(half_model *m, bool fused) {
   double times = cddp_ddp_steps(m->ddp) % 2 == 0 ? 0.5 : 2;
-  cddp_result r;
-  int shard;
+  cddp_result r = CDDP_OK;
+  int shard, k;
   size_t i;
-  while (cddp_ddp_next_shard(m->ddp, &shard)) {
-    for (i = 0; i < HALF_COUNT; i++)
-      ranks_store(CDDP_BF16, m->p.grad, i, ranks_load(CDDP_BF16, m->p.grad, i) + 1 + shard);
-    if (cddp_ddp_ready(m->ddp, 0) != CDDP_OK) break;
-  }
+  while (r == CDDP_OK && cddp_ddp_next_shard(m->ddp, &shard))
+    for (k = 0; r == CDDP_OK && k < HALVES; k++) {
+      const cddp_param *p = &m->p[k];
+      for (i = 0; i < p->count; i++)
+        ranks_store(p->dtype, p->grad, i,
+                    ranks_load(p->dtype, p->grad, i) + 1 + (double)(shard + (int)(i % 5)));
+      r = cddp_ddp_ready(m->ddp, k);
+    }
   if (fused) return cddp_ddp_step(m->ddp, m->optim);
   if ((r = cddp_ddp_wait(m->ddp)) != CDDP_OK) return r;
   if ((r = cddp_optim_step(m->optim)) != CDDP_OK) return r;
   if ((r = cddp_optim_zero_grad(m->optim)) != CDDP_OK) return r;
   for (i = 0; i < HALF_COUNT; i++)
-    ranks_store(CDDP_BF16, m->p.data, i, times * ranks_load(CDDP_BF16, m->p.data, i));
+    ranks_store(CDDP_BF16, m->p[1].data, i, times * ranks_load(CDDP_BF16, m->p[1].data, i));
   return cddp_optim_write_copies(m->optim);
 }
 
 static int half_life(int rank, void *arg) {
-  bool joins = arg != NULL, counted = false;
+  const half_kind *kind = (const half_kind *)arg;
+  bool counted = false;
   half_model m;
-  cddp_result r = half_open(&m, rank, joins);
+  cddp_result r = half_open(&m, rank, kind->joins);
   float say[2] = {0, 0}; /* to stop; a hash, which all must have */
   uint64_t hash;
+  int k;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (r == CDDP_OK && !joins) bump(&shared->running);
+  if (r == CDDP_OK && !kind->joins) bump(&shared->running);
   while (r == CDDP_OK && say[0] == 0) {
-    if ((r = half_step(&m, false)) != CDDP_OK) break;
-    hash = ranks_hash(RANKS_HASH, m.p.data, 2 * HALF_COUNT);
+    if ((r = half_step(&m, kind->fused)) != CDDP_OK) break;
+    hash = half_hash(&m);
     say[0] = (float)look(&shared->stop);
     say[1] = (float)(hash >> 44);
     r = cddp_all_reduce(cddp_ddp_group(m.ddp), say, 2, CDDP_F32, CDDP_MAX, NULL);
     CHECK(say[1] == (float)(hash >> 44));
-    if (joins && !counted) bump(&shared->joined);
+    if (kind->joins && !counted) bump(&shared->joined);
     counted = true;
   }
   CHECK_OK(r);
@@ -533,7 +596,7 @@ static int half_life(int rank, void *arg) {
   }
   cddp_optim_destroy(m.optim);
   cddp_ddp_destroy(m.ddp);
-  if (m.g != NULL) cddp_free(m.g, m.p.data);
+  for (k = 1; m.g != NULL && k < HALVES; k++) cddp_free(m.g, m.p[k].data);
   cddp_destroy(m.g);
   return 0;
 }
@@ -542,19 +605,27 @@ static void test_changed_weights(void) {
   double until;
   pid_t pids[3];
   int status[3], hosts, i;
-  for (hosts = 0; hosts < 2; hosts++) {
-    if (hosts) setenv("TEST_HOSTS", "ab", 1);
+  half_kind first, joins;
+  memset(&first, 0, sizeof first);
+  for (hosts = 0; hosts < 4; hosts++) {
+    if (hosts / 2) setenv("TEST_HOSTS", "ab", 1);
     memset(shared, 0, sizeof *shared);
+    first.fused = hosts % 2 != 0;
+    joins = first;
+    joins.joins = true;
+    snprintf(shared->text, sizeof shared->text, "/tmp/cddp-join-%d.safetensors", (int)getpid());
+    half_save(shared->text);
     shared->port = ranks_free_port();
     until = test_now() + RANKS_WITHIN(20.0);
-    for (i = 0; i < 2; i++) pids[i] = ranks_fork(half_life, i, NULL);
+    for (i = 0; i < 2; i++) pids[i] = ranks_fork(half_life, i, &first);
     while (look(&shared->running) < 2 && test_now() < until) ranks_sleep(0.001);
-    pids[2] = ranks_fork(half_life, 2, shared);
+    pids[2] = ranks_fork(half_life, 2, &joins);
     while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
     CHECK_EQ(look(&shared->joined), 1);
     __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
     ranks_join(pids, 3, RANKS_WITHIN(10.0), status);
     for (i = 0; i < 3; i++) CHECK_EQ(status[i], 0);
+    unlink(shared->text);
   }
   unsetenv("TEST_HOSTS");
 }
