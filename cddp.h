@@ -4053,6 +4053,7 @@ typedef struct cddp__store_options {
   bool elect;           /* file: the first who opens it is the server, whatever is_server says */
   int listen_fd;        /* listening socket to serve on, which stays the caller's; -1 = bind one */
   bool reachable;       /* by other hosts, even if this one's own name resolves to loopback here */
+  bool serves_only;     /* a server, which is its own client only after cddp__connect */
   double deadline;      /* for opening, cddp__now() */
   const char *host_name, *port_name; /* for error texts: "MASTER_ADDR", "from MASTER_PORT"; NULL:
                                         the caller says where */
@@ -4528,7 +4529,7 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   else if ((s->name = cddp__strdup(&o.desc.allocator, m + where)) == NULL)
     r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK && m[0] != 'f') r = cddp__open_url(s, &o);
-  if (r == CDDP_OK) r = cddp__connect(s, &o);
+  if (r == CDDP_OK && !o.serves_only) r = cddp__connect(s, &o);
   if (r == CDDP_OK) *out = s;
   if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && o.port_name != NULL)
     cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s)",
@@ -8666,6 +8667,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   return cddp__own_address(fd, &v->address);
 }
 
+/* Opens the store; the rank that serves it connects to it by a second call. */
 static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   const cddp__place *at = v->at;
   cddp__store_options o;
@@ -8680,7 +8682,8 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.deadline = deadline;
   o.port_name = at->port_name;
   o.host_name = at->host_name;
-  return cddp__store_open(&v->store, &o);
+  o.serves_only = v->serves;
+  return v->store != NULL ? cddp__connect(v->store, &o) : cddp__store_open(&v->store, &o);
 }
 
 /* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
@@ -8690,14 +8693,14 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
   cddp_result r;
   if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
-  if (v->store == NULL) {
+  if (v->store == NULL || v->store->fd < 0) {
     r = cddp__open_store(v, cddp__soon(v->pause, v->deadline));
     if (r == CDDP_OK)
       v->pause = 0.002;
     else if (v->pause < 5)
       v->pause *= 2;
-    v->look = cddp__now();
-    return r == CDDP_TIMEOUT && (v->look < v->deadline || v->problem != CDDP_OK) ? CDDP_OK : r;
+    v->look = cddp__now() + (r == CDDP_OK ? 0 : 0.02); /* for the clients */
+    return r == CDDP_TIMEOUT && (cddp__now() < v->deadline || v->problem != CDDP_OK) ? CDDP_OK : r;
   }
   r = v->with_rank_0 ? cddp__open_root(v) : cddp__call_root(v);
   v->look = cddp__now() + v->pause;
@@ -8793,8 +8796,8 @@ static cddp_result cddp__fail_late(cddp__rendezvous *v) {
    knows who is missing. */
 static cddp_result cddp__gather(cddp__rendezvous *v) {
   cddp_result r = CDDP_OK;
-  v->pause = v->store != NULL ? 0.002 : 0.25;
-  v->look = cddp__now() + (v->store != NULL ? v->pause : 0);
+  v->pause = 0.25;
+  v->look = cddp__now() + (v->store != NULL ? 0.002 : 0); /* all ranks may be on this host */
   while (r == CDDP_OK && v->net == NULL) {
     double until = v->deadline + 0.5;
     bool late, all;
@@ -23532,7 +23535,8 @@ CDDP__COLD_END
               other user's path.tmp is trusted, a file size limit is an error, fields that the
               format does not have and another optimizer's states are refused. cddp_destroy leaves
               cddp_error() as it was.
-              Starting: SIGCHLD ignored or reaped by others; pidfd_open denied; OpenMP before
+              Starting: hosts without any network; 9 descriptors are enough for two ranks of
+              cddp_spawn; SIGCHLD ignored or reaped by others; pidfd_open denied; OpenMP before
               cddp_spawn; OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret
               for each job of cddp_spawn and cddprun; interactive and heterogeneous Slurm jobs;
               CDDP_TIMEOUT_S=2.5 in any locale; cddprun with closed files, prompts, binary output.
