@@ -1948,6 +1948,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   const cddp__ddp_memory *memory; /* where gradients are */
   cddp__elastic *elastic;         /* NULL: ranks are those of the group, */
   cddp__crew *crew;               /* or (not NULL) meet by messages */
+  cddp_optim *optim; /* elastic: that steps the model; NULL: none yet; if this rank has joined, */
+  double lr;         /* this is what it gets, */
+  float updates;     /* as if it had made so many; 0: none, or nothing is to be taken over */
   void *side;              /* on a device: the stream on which buckets are reduced */
   cddp__call *calls;       /* there: [count + buffers] scratch; lock, or the thread that steps */
   cddp_segment *segments;  /* there: [count] scratch, likewise */
@@ -6095,6 +6098,22 @@ static int cddp__join_nodes(const cddp__shard_node *nodes, int count, int shard,
     widths[n++] = cddp__node_width(node);
   }
   return n;
+}
+
+/* The first slot from there on that none of the nodes is in. */
+static int cddp__free_slot(const cddp__shard_node *nodes, int count, int first) {
+  int slot = first, i;
+  for (i = 0; i < count; i++)
+    if (nodes[i].slot == slot) slot++, i = -1;
+  return slot;
+}
+
+/* Whether the shard is in one of the nodes. */
+static bool cddp__nodes_have(const cddp__shard_node *nodes, int count, int shard) {
+  int i;
+  for (i = 0; i < count; i++)
+    if (shard >= nodes[i].first && shard < nodes[i].first + nodes[i].width) return true;
+  return false;
 }
 
 /* The nodes of one rank once it has all its shards. Returns how many; *slots: how many slots it
@@ -17611,6 +17630,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   char text[CDDP__ERROR_MAX];
   int i;
   memcpy(text, cddp__error_text, sizeof text);
+  if (d->optim != NULL) d->optim->known = NULL;
   while (d->shares != NULL) {
     cddp_optim *s = d->shares->optim; /* its states go with the share: it starts anew */
     memset(s->steps, 0, (size_t)s->count * sizeof *s->steps);
@@ -17743,13 +17763,9 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   return d;
 }
 
-/* Whether that is so, and nobody could see one of them end. */
-static bool cddp__threads_by_messages(const cddp_group *g) {
-  return g->backend != NULL && g->host->threads && g->size > 1;
-}
-
 static cddp_result cddp__check_shards(const cddp_ddp *d) {
   const cddp_group *g = d->group;
+  bool messages = g->backend != NULL && g->size > 1; /* nobody could see a thread of them end */
   const char *other = d->desc.comm_hook != NULL          ? "comm_hook"
                       : d->desc.find_unused_parameters ? "find_unused_parameters"
                       : d->desc.uneven_inputs          ? "uneven_inputs"
@@ -17759,7 +17775,7 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       : g->host->board != NULL && d->control != NULL ? "another elastic model"
                       : d->shards > CDDP__JOINS                 ? "more than 1,024 shards"
                       : other != NULL                           ? other
-                      : cddp__threads_by_messages(g) ? "ranks that are threads and have GPUs"
+                      : messages && g->host->threads ? "ranks that are threads and have GPUs"
                       : g->carrier->foreign                     ? "MPI"
                                                                 : NULL;
   if (lacks != NULL)
@@ -17934,12 +17950,9 @@ struct cddp__crew {
   cddp__ref block_refs[2];      /* the same, for the others of this host */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
-  cddp_optim *optim;            /* that steps the model; NULL: none yet */
   bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
-  char *states;                 /* cddp_optim: the others' states, where the gradients are, */
+  char *states;                 /* cddp_optim: the others' states, where the gradients are */
   int state_count;
-  float updates;                /* and what goes with them; 0: nothing is to be taken over */
-  double lr;
 };
 
 /* What a rank says of itself when ranks meet. A byte for each shard follows: 1, it has its sum.
@@ -18029,13 +18042,6 @@ static int cddp__crew_lowest(const cddp_ddp *d) {
 
 /* --- nodes --- */
 
-static int cddp__crew_slot(const cddp__crew *c, int first) { /* from there on, that no node is in */
-  int slot = first, i;
-  for (i = 0; i < c->node_count; i++)
-    if (c->nodes[i].slot == slot) slot++, i = -1;
-  return slot;
-}
-
 /* Bytes behind the arena's end that a reduction may touch: its parts are of one size. */
 static size_t cddp__crew_slack(const cddp_ddp *d) {
   return 2 * (size_t)d->shards * CDDP__CACHE_LINE;
@@ -18104,7 +18110,7 @@ static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
                            &high);
   cddp_result r = cddp__crew_keep_rows(d, shard);
   if (r != CDDP_OK) return r;
-  node.slot = cddp__crew_slot(c, 0);
+  node.slot = cddp__free_slot(c->nodes, c->node_count, 0);
   CDDP__POINT("elastic keep");
   while (slots[at] >= 0) at++;
   if (at < n - 1) { /* merge_nodes takes a shard that is the last of them */
@@ -18113,7 +18119,7 @@ static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
     if (r != CDDP_OK) return r;
     slots[at] = node.slot;
     widths[at] = -1;
-    node.slot = cddp__crew_slot(c, node.slot + 1);
+    node.slot = cddp__free_slot(c->nodes, c->node_count, node.slot + 1);
   }
   if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
   r = d->memory->merge_nodes(d, node.slot, slots, widths, n, at == n - 1);
@@ -18124,13 +18130,6 @@ static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
   c->node_count += 1 - (high - low);
   CDDP__POINT("elastic kept");
   return r;
-}
-
-static bool cddp__crew_has(const cddp__crew *c, int shard) {
-  int i;
-  for (i = 0; i < c->node_count; i++)
-    if (shard >= c->nodes[i].first && shard < c->nodes[i].first + c->nodes[i].width) return true;
-  return false;
 }
 
 static void cddp__crew_forget(cddp__crew *c) { /* what this rank has done of a step */
@@ -18287,16 +18286,16 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->done = c->done;
   report->steps = d->steps;
   report->empty = c->empty;
-  if (c->optim != NULL && cddp__most_steps(c->optim) > 0) {
-    report->lr = c->optim->desc.lr;
-    report->updates = cddp__most_steps(c->optim);
-    report->state_count = c->optim->states;
-    memcpy((char *)report + cddp__report_counts_at(d), c->optim->steps,
+  if (d->optim != NULL && cddp__most_steps(d->optim) > 0) {
+    report->lr = d->optim->desc.lr;
+    report->updates = cddp__most_steps(d->optim);
+    report->state_count = d->optim->states;
+    memcpy((char *)report + cddp__report_counts_at(d), d->optim->steps,
            (size_t)d->count * sizeof(float));
   }
   report->self = c->members[c->me];
   memcpy(report->blocks, c->block_refs, sizeof report->blocks);
-  for (i = 0; i < d->shards; i++) sums[i] = cddp__crew_has(c, i);
+  for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(c->nodes, c->node_count, i);
   return CDDP_OK;
 }
 
@@ -18385,23 +18384,6 @@ static void cddp__crew_listen(cddp_ddp *d, cddp__message **reports) {
     else cddp__link_free(n, l);
   }
   pthread_mutex_unlock(&n->lock);
-}
-
-/* Whether somebody would join, whom this rank can let in: at the end of its shards, once a step. */
-static bool cddp__crew_knocked(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
-  cddp__crew_listen(d, NULL);
-  if (cddp__crew_lowest(d) != c->me) cddp__crew_dismiss(c);
-  return c->knock_count > 0 && c->attempts == 0;
-}
-
-/* Fails if fewer than half of the last group are there, and others do not answer. */
-static cddp_result cddp__crew_majority(const cddp__crew *c, int came) {
-  if (c->silent < 0 || 2 * came > c->count) return CDDP_OK;
-  return cddp__fail(CDDP_PEER_LOST,
-                    "the host of %s does not answer, and %d of %d ranks cannot go on without the "
-                    "others, which may have gone on: more than half must be there",
-                    cddp__crew_name(c, c->silent).s, came, c->count);
 }
 
 /* What who would join is told: who leads, and where that is as this host sees it. */
@@ -18561,7 +18543,11 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
   if (reports == NULL) return CDDP_OUT_OF_MEMORY;
   reports[c->me] = mine;
   r = cddp__crew_await_all(d, c->links, reports, deadline, &came);
-  if (r == CDDP_OK) r = cddp__crew_majority(c, came);
+  if (r == CDDP_OK && c->silent >= 0 && 2 * came <= c->count) /* others may be the half */
+    r = cddp__fail(CDDP_PEER_LOST,
+                   "the host of %s does not answer, and %d of %d ranks cannot go on without the "
+                   "others, which may have gone on: more than half must be there",
+                   cddp__crew_name(c, c->silent).s, came, c->count);
   if (r == CDDP_OK) cddp__crew_admit(d, reports);
   if (r == CDDP_OK) r = cddp__crew_answer(d, c->links, reports, table);
   reports[c->me] = NULL;
@@ -18744,18 +18730,6 @@ static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int
   return r;
 }
 
-/* All members have both groups: these are connected. */
-static cddp_result cddp__crew_connect(cddp_ddp *d) {
-  cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW,
-                              CDDP__PHASE_CONNECTED, 0, NULL, 0);
-#ifdef CDDP_CUDA
-  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__device_again(d->group, d->comm, false);
-  if (r == CDDP_OK && d->group->backend != NULL)
-    d->side = (void *)cddp__device_of(d->comm)->side;
-#endif
-  return r;
-}
-
 static void cddp__crew_leave(cddp_ddp *d) { /* both groups, for good; keeps the error's text */
   cddp_group **groups[2];
   char text[CDDP__ERROR_MAX];
@@ -18841,7 +18815,7 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
   int i;
   if ((gives || c->empty) && bytes > 0 && (states = cddp__crew_alloc(d, bytes)) == NULL)
     return CDDP_OUT_OF_MEMORY;
-  if (gives && bytes > 0) r = cddp__copy_states(d, c->optim, states, 0, d->model_bytes, true);
+  if (gives && bytes > 0) r = cddp__copy_states(d, d->optim, states, 0, d->model_bytes, true);
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     r = cddp__crew_pass(d, source, d->params[i].data, d->tensors[i].bytes);
   if (r == CDDP_OK) r = cddp__crew_pass(d, source, states, bytes);
@@ -18852,12 +18826,12 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
   }
   c->states = states;
   c->state_count = from->state_count;
-  c->updates = from->updates;
+  d->updates = from->updates;
   for (i = 0; i < d->count; i++)
     memcpy(&d->tensors[i].inherited,
            (const char *)from + cddp__report_counts_at(d) + (size_t)i * sizeof(float),
            sizeof(float));
-  c->lr = from->lr;
+  d->lr = from->lr;
   c->step = from->done;
   d->steps = from->steps;
   c->empty = false;
@@ -18928,7 +18902,14 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__crew_group(d, table, 0, &d->control);
   if (r == CDDP_OK) r = cddp__crew_group(d, table, 1, &d->comm);
   if (r == CDDP_OK) r = cddp__crew_go(d);
-  if (r == CDDP_OK) r = cddp__crew_connect(d);
+  if (r == CDDP_OK) /* all have both groups: these connect */
+    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
+                    NULL, 0);
+#ifdef CDDP_CUDA
+  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__device_again(d->group, d->comm, false);
+  if (r == CDDP_OK && d->group->backend != NULL)
+    d->side = (void *)cddp__device_of(d->comm)->side;
+#endif
   for (i = 0; i < 2; i++) {
     cddp__arena_free(d->group->host, c->blocks[i]);
     c->blocks[i] = NULL;
@@ -18944,8 +18925,8 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
 
 /* --- shards and steps --- */
 
-/* The next shard; -1: all are done, and the mean of them is there, or the model has failed. */
-static int cddp__crew_next(cddp_ddp *d) {
+/* d->held: the next shard; -1: all are done, and the mean of them is there. */
+static cddp_result cddp__crew_next(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
   int held = d->held, i;
@@ -18955,16 +18936,19 @@ static int cddp__crew_next(cddp_ddp *d) {
   if (held >= 0) cddp__arm(d);
   while (r == CDDP_OK && c->done == c->step) {
     for (i = 0; i < d->shards; i++) {
-      if (c->owner[i] >= c->count || c->order[c->owner[i]] != c->me || cddp__crew_has(c, i))
-        continue;
+      if (c->owner[i] >= c->count || c->order[c->owner[i]] != c->me) continue;
+      if (cddp__nodes_have(c->nodes, c->node_count, i)) continue;
       d->taken++;
-      return d->held = i;
+      d->held = i;
+      return CDDP_OK;
     }
-    r = cddp__crew_knocked(d) ? CDDP_PEER_LOST : cddp__crew_reduce(d);
+    cddp__crew_listen(d, NULL);
+    if (cddp__crew_lowest(d) != c->me) cddp__crew_dismiss(c);
+    if (c->knock_count > 0 && c->attempts == 0) r = CDDP_PEER_LOST; /* lets them in, once a step */
+    else r = cddp__crew_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__crew_regroup(d);
   }
-  if (r != CDDP_OK) (void)cddp__give_up(d, r);
-  return -1;
+  return r;
 }
 
 /* The mean goes to where the program and optimizers read it. */
@@ -18994,65 +18978,40 @@ static cddp_result cddp__crew_adopt(cddp_ddp *d, cddp_optim *o) {
   cddp__crew *c = d->crew;
   cddp_result r = CDDP_OK;
   int i;
-  if (c->optim != NULL) c->optim->known = NULL;
-  c->optim = o;
-  o->known = &c->optim;
-  if (c->updates > 0 && o->states != c->state_count)
+  if (d->updates > 0 && o->states != c->state_count)
     return cddp__fail(CDDP_MISMATCH,
                       "the cddp_optim of rank %d has %d states of each parameter, those of the job "
                       "have %d", d->group->rank, o->states, c->state_count);
-  for (i = 0; r == CDDP_OK && c->updates > 0 && i < o->count; i++) {
+  for (i = 0; r == CDDP_OK && d->updates > 0 && i < o->count; i++) {
     o->steps[i] = d->tensors[i].inherited;
     o->fresh[i] = o->steps[i] == 0;
     if (o->backend == NULL && o->steps[i] > 0) r = cddp__need_states(o, i);
   }
-  if (r == CDDP_OK && c->updates > 0) {
-    cddp__set_lr(o, c->lr);
+  if (r == CDDP_OK && d->updates > 0) {
+    cddp__set_lr(o, d->lr);
     r = cddp__copy_states(d, o, c->states, 0, d->model_bytes, false);
   }
   if (r == CDDP_OK) r = cddp__crew_await(d);
   cddp__crew_release(d, c->states);
   c->states = NULL;
-  c->updates = 0;
+  d->updates = 0;
   return r;
 }
 
-/* cddp_ddp_step, or (s NULL) _wait: this rank's own work on the mean. */
-static cddp_result cddp__crew_step(cddp_ddp *d, cddp_optim *s) {
-  cddp__crew *c = d->crew;
+/* The update, or (s NULL) what cddp_ddp_wait gives: this rank's own work on the mean. */
+static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
   bool gpu = d->group->backend != NULL;
-  uint64_t record;
   cddp_result r;
-  if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
-  if (s == NULL && d->no_sync) return CDDP_OK;
-  record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
-                              d->steps, 0);
-  r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
-  if (r == CDDP_OK && c->done == c->step)
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "rank %d came to the update of step %" PRIu64 " before all shards are done; "
-                   "call cddp_ddp_next_shard until it returns false",
-                   d->group->rank, d->steps);
   CDDP__POINT("elastic update");
-  if (r == CDDP_OK && s != NULL && s != c->optim) r = cddp__crew_adopt(d, s);
   memset(d->used, 1, (size_t)d->count);
-  if (r == CDDP_OK) r = cddp__crew_fetch(d, s == NULL || !gpu);
+  r = cddp__crew_fetch(d, s == NULL || !gpu);
   if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
   if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
     r = d->memory->clip(d, d->desc.max_grad_norm, NULL);
   if (r == CDDP_OK && s != NULL && !gpu) r = cddp_optim_step(s);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, gpu ? s : NULL, gpu);
   CDDP__POINT("elastic updated");
-  if (r == CDDP_OK) {
-    d->steps++;
-    c->step++;
-    d->taken = 0;
-    d->present = c->count;
-    cddp__arm(d);
-  } else {
-    r = cddp__give_up(d, r);
-  }
-  cddp__record_finish(d->group, record, r);
+  if (r == CDDP_OK) d->crew->step++;
   return r;
 }
 
@@ -19064,7 +19023,6 @@ static void cddp__crew_free(cddp_ddp *d) {
   if (c == NULL) return;
   if (c->net != NULL) cddp__crew_hide(d);
   if (d->group->host->joined) d->group->host->door->table.lead.model = 0; /* it has had its one */
-  if (c->optim != NULL) c->optim->known = NULL;
   if (d->memory->use != NULL) (void)d->memory->use(d);
   cddp__crew_release(d, c->mean);
   cddp__crew_release(d, c->area);
@@ -19348,10 +19306,7 @@ struct cddp__elastic {
   uint32_t unshared;             /* host.unshared at creation */
   cddp_group *group;             /* of the living; NULL: not asked for yet */
   uint64_t grouped;              /* identity of its members */
-  cddp_optim *optim;             /* created with this model; NULL: none */
-  uint32_t inherits; /* it has joined: the last call of the others, until it has a cddp_optim; */
-  double lr;                     /* that gets this, */
-  float updates;                 /* and their states */
+  uint32_t inherits; /* it has joined: the last call of the others, until it has a cddp_optim */
 };
 enum {
   CDDP__ARENA_CLEAR, /* zero, or as the last wait has left it */
@@ -19701,7 +19656,7 @@ static bool cddp__member_gone(const cddp_ddp *d, int member) {
 /* What a member that is not there any more had taken: a shard that is in its table is done. */
 static cddp_result cddp__free_shard(cddp_ddp *d, int shard, uint64_t word) {
   cddp__elastic *e = d->elastic;
-  int owner = cddp__unit_owner(word), count, i, state = CDDP__UNIT_FREE;
+  int owner = cddp__unit_owner(word), count, state = CDDP__UNIT_FREE;
   const cddp__shard_node *nodes;
   uint64_t table;
   cddp_result r = cddp__elastic_see(d, owner);
@@ -19709,9 +19664,7 @@ static cddp_result cddp__free_shard(cddp_ddp *d, int shard, uint64_t word) {
   if (r != CDDP_OK) return r;
   count = cddp__table_count(e, owner, e->step, &table);
   nodes = cddp__table(d, e->views[owner].kit, table);
-  for (i = 0; i < count; i++)
-    if (shard >= nodes[i].first && shard < nodes[i].first + nodes[i].width)
-      state = CDDP__UNIT_DONE;
+  if (cddp__nodes_have(nodes, count, shard)) state = CDDP__UNIT_DONE;
   CDDP__POINT("elastic free");
   if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, owner, 0)))
     cddp__elastic_changed(e->board);
@@ -19928,21 +19881,6 @@ static void cddp__put_nodes(cddp_ddp *d, const cddp__shard_node *node, int low, 
   CDDP__POINT("elastic nodes put");
 }
 
-/* A slot that no node is in. */
-static int cddp__spare_slot(cddp_ddp *d, const cddp__shard_node *nodes, int count) {
-  cddp__elastic *e = d->elastic;
-  int slot = 0, i;
-  for (i = 0; i < count; i++)
-    if (nodes[i].slot == slot) slot++, i = -1;
-  CDDP_ASSERT(slot <= cddp__table_room(d));
-  if (slot >= e->slots_used) {
-    e->slots_used = slot + 1;
-    cddp__populate(e->kit + e->slots_at + (size_t)slot * d->slot_room, d->slot_room,
-                   d->group->host->fd >= 0);
-  }
-  return slot;
-}
-
 /* The shard in the arena is a node, or becomes one with others. more: the arena is to be clear, for
    the next one. */
 static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
@@ -19962,7 +19900,13 @@ static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
     widths[0] = n = 1;
   }
   if (n > 1 || more) {
-    node.slot = cddp__spare_slot(d, nodes, count);
+    node.slot = cddp__free_slot(nodes, count, 0);
+    CDDP_ASSERT(node.slot <= cddp__table_room(d));
+    if (node.slot >= e->slots_used) {
+      e->slots_used = node.slot + 1;
+      cddp__populate(e->kit + e->slots_at + (size_t)node.slot * d->slot_room, d->slot_room,
+                     d->group->host->fd >= 0);
+    }
     cddp__merge_nodes(d, node.slot, slots, widths, n, more && !kept);
     if (more) cddp__clear_own(d);
   }
@@ -20086,7 +20030,7 @@ static void cddp__inherit_counts(cddp_ddp *d) {
    cddp_ddp_wait each rank steps by itself. All that begin the next step write the same there. */
 static void cddp__publish_model(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  const cddp_optim *o = e->optim;
+  const cddp_optim *o = d->optim;
   int last = (int)(e->step - 1) & 1, m, i;
   if (e->step == 0 || e->members[e->me].calls[last].kind != CDDP__KIND_DDP_WAIT) return;
   for (m = 0; m < d->shards; m++)
@@ -20110,15 +20054,14 @@ static void cddp__publish_model(cddp_ddp *d) {
   CDDP__POINT("elastic published model");
 }
 
-/* *taken: this rank has the shard d->held to do. False: all are done. */
-static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
+/* d->held: the shard that this rank does next; -1: all are done. */
+static cddp_result cddp__next_of_step(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   bool all_done = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int shard;
   memset(&w, 0, sizeof w);
-  *taken = false;
   cddp__door_serve(d->group->host);
   cddp__elastic_begin(d);
   cddp__publish_model(d);
@@ -20136,8 +20079,7 @@ static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
       cddp__elastic_changed(e->board);
       continue;
     }
-    *taken = shard >= 0 && cddp__take_shard(d, shard);
-    if (*taken || all_done) return CDDP_OK;
+    if (all_done || (shard >= 0 && cddp__take_shard(d, shard))) return CDDP_OK;
     if (shard < 0) r = cddp__elastic_wait(d, &w, seen);
     if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, false);
   }
@@ -20145,12 +20087,9 @@ static cddp_result cddp__next_of_step(cddp_ddp *d, bool *taken) {
 }
 
 static bool cddp__elastic_next(cddp_ddp *d, int *shard) {
-  bool taken;
-  cddp_result r;
-  if (d->crew != NULL) return (*shard = cddp__crew_next(d)) >= 0;
-  r = cddp__next_of_step(d, &taken);
+  cddp_result r = d->crew != NULL ? cddp__crew_next(d) : cddp__next_of_step(d);
   if (r != CDDP_OK) (void)cddp__give_up(d, r);
-  if (!taken) return false;
+  if (r != CDDP_OK || d->held < 0) return false;
   *shard = d->held;
   return true;
 }
@@ -20431,6 +20370,7 @@ static void cddp__leave_update(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   double deadline = cddp__now() + 5;
   int m;
+  cddp__store32(&e->members[e->me].inside, 0);
   for (m = 0; m < d->shards; m++)
     while (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
            cddp__load32(&e->members[m].inside) != 0 && !cddp__member_gone(d, m)) {
@@ -20440,17 +20380,6 @@ static void cddp__leave_update(cddp_ddp *d) {
       }
       cddp__sleep(1e-5);
     }
-}
-
-/* What this rank takes from the board when the step is completed: weights, or (s NULL) means. */
-static void cddp__fetch_results(cddp_ddp *d, const cddp_optim *s) {
-  int i, area = s != NULL ? CDDP__AREA_WEIGHTS : CDDP__AREA_MEANS;
-  for (i = 0; i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
-    void *to = s != NULL ? d->params[i].data : d->params[i].grad;
-    if (s == NULL ? to != NULL : !t->shared)
-      cddp__copy(to, cddp__area(d, area, t->offset), t->bytes);
-  }
 }
 
 /* Areas that the update writes get huge pages, the first time. */
@@ -20481,11 +20410,20 @@ static cddp_result cddp__elastic_rows(cddp_ddp *d) {
   return r == CDDP_OK && d->sparse != NULL ? cddp__merge_lists(d, d->shards) : r;
 }
 
-static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
+/* The update, or (s NULL) what cddp_ddp_wait gives, by all members. */
+static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   cddp__elastic *e = d->elastic;
   bool clips = s != NULL && d->desc.max_grad_norm > 0;
-  cddp__pass x = cddp__pass_of(d, s, false);
-  cddp_result r = cddp__meet_members(d, s);
+  cddp__pass x;
+  cddp_result r = CDDP_OK;
+  int i;
+  if (s == NULL && d->shares != NULL) { /* not later: see cddp__publish_model */
+    r = cddp__unshare_states(d, d->shares->optim);
+    if (r != CDDP_OK) return r;
+    cddp__share_free(d->shares->optim);
+  }
+  x = cddp__pass_of(d, s, false);
+  r = cddp__meet_members(d, s);
   x.means = cddp__area(d, CDDP__AREA_MEANS, 0);
   x.squares = clips;
   x.log = e->kit + e->log_at;
@@ -20501,13 +20439,22 @@ static cddp_result cddp__elastic_update_all(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK && s != NULL) r = cddp__do_parts(&x, CDDP__PASS_WEIGHTS);
   cddp__store32(&e->members[e->me].inside, 0);
   if (r != CDDP_OK) return r;
-  cddp__fetch_results(d, s);
-  if (s == NULL) return CDDP_OK;
+  for (i = 0; i < d->count; i++) { /* means, and weights that others cannot write to */
+    const cddp__tensor *t = &d->tensors[i];
+    if (s == NULL && d->params[i].grad != NULL)
+      cddp__copy(d->params[i].grad, cddp__area(d, CDDP__AREA_MEANS, t->offset), t->bytes);
+    else if (s != NULL && !t->shared)
+      cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), t->bytes);
+  }
   if (x.own_states && s->states > 0)
     r = cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
-  if (r == CDDP_OK) r = cddp__write_copies(s);
-  if (r == CDDP_OK) r = cddp__clear_gradients(d, s, true);
-  return r;
+  if (r == CDDP_OK && s != NULL) r = cddp__write_copies(s);
+  if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
+  if (r != CDDP_OK) return r;
+  e->step++;
+  e->begun = false;
+  e->arena = CDDP__ARENA_CLEAR;
+  return CDDP_OK;
 }
 
 /* o is the optimizer of d; of a rank that has joined it gets what the others' have. */
@@ -20515,22 +20462,22 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
   cddp__elastic *e = d->elastic;
   cddp_result r = CDDP_OK;
   int i;
+  if (d->optim != NULL) d->optim->known = NULL;
+  d->optim = o;
+  o->known = &d->optim;
   if (d->crew != NULL) return cddp__crew_adopt(d, o);
-  if (e->optim != NULL) e->optim->known = NULL;
-  e->optim = o;
-  o->known = &e->optim;
   if (e->inherits == 0) return CDDP_OK;
-  if (e->updates > 0) {
-    cddp__set_lr(o, e->lr);
+  if (d->updates > 0) {
+    cddp__set_lr(o, d->lr);
     if (e->inherits == CDDP__KIND_DDP_STEP && o->states > 0)
       r = cddp__share_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
   }
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
-    o->steps[i] = e->updates > 0 ? d->tensors[i].inherited : 0;
+    o->steps[i] = d->updates > 0 ? d->tensors[i].inherited : 0;
     o->fresh[i] = o->steps[i] == 0;
     if (o->steps[i] > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
   }
-  if (r == CDDP_OK && e->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
+  if (r == CDDP_OK && d->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
     (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
   e->inherits = 0;
   return r;
@@ -20538,18 +20485,22 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
 
 /* cddp_ddp_step, or (s NULL) cddp_ddp_wait, of an elastic model. */
 static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
-  cddp__elastic *e = d->elastic;
+  cddp__crew *c = d->crew;
   bool done = true;
   cddp_result r;
   uint64_t record;
-  if (d->crew != NULL) return cddp__crew_step(d, s);
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (s == NULL && d->no_sync) return CDDP_OK;
   record = cddp__record_begin(d->group, s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT,
                               d->steps, 0);
-  cddp__elastic_begin(d);
-  (void)cddp__pick_shard(d, &done);
-  r = cddp__elastic_failure(d);
+  if (c != NULL) {
+    done = c->done != c->step;
+    r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
+  } else {
+    cddp__elastic_begin(d);
+    (void)cddp__pick_shard(d, &done);
+    r = cddp__elastic_failure(d);
+  }
   if (r == CDDP_OK && (d->held >= 0 || !done))
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "rank %d came to the update of step %" PRIu64 " before all shards are done; "
@@ -20558,24 +20509,16 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK && s != NULL && s->share == NULL && d->shares != NULL)
     r = cddp__fail(CDDP_UNSUPPORTED, "an elastic cddp_ddp steps with one cddp_optim; destroy the "
                                      "other, or call cddp_ddp_wait in between");
-  if (r == CDDP_OK && s != NULL && e->inherits != 0) r = cddp__elastic_adopt(d, s);
-  if (r == CDDP_OK && s == NULL && d->shares != NULL) { /* not later: see cddp__publish_model */
-    r = cddp__unshare_states(d, d->shares->optim);
-    if (r == CDDP_OK) cddp__share_free(d->shares->optim);
-  }
-  if (r == CDDP_OK) r = cddp__elastic_update_all(d, s);
+  if (r == CDDP_OK && s != NULL && s != d->optim) r = cddp__elastic_adopt(d, s);
+  if (r == CDDP_OK) r = c != NULL ? cddp__crew_update(d, s) : cddp__elastic_update(d, s);
   if (r == CDDP_OK) {
-    e->step++;
-    e->begun = false;
-    e->arena = CDDP__ARENA_CLEAR;
     d->taken = 0;
     d->steps++;
-    d->present = e->living_count;
+    d->present = c != NULL ? c->count : d->elastic->living_count;
     cddp__arm(d);
   } else {
     r = cddp__give_up(d, r);
-    cddp__store32(&e->members[e->me].inside, 0);
-    cddp__leave_update(d);
+    if (c == NULL) cddp__leave_update(d);
     r = cddp__ddp_fail(d, r);
   }
   cddp__record_finish(d->group, record, r);
@@ -20723,8 +20666,8 @@ static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
   int i;
   memset(&w, 0, sizeof w);
   e->inherits = c->kind;
-  e->updates = c->updates;
-  e->lr = c->lr;
+  d->updates = c->updates;
+  d->lr = c->lr;
   d->steps = c->steps + 1;
   while (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT &&
          cddp__load64(&e->board->published) < e->step)
@@ -20745,8 +20688,8 @@ static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
                    cddp__param_name(&d->params[i], i).s, d->group->rank);
   }
   if (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT) {
-    e->updates = e->board->updates;
-    e->lr = e->board->lr;
+    d->updates = e->board->updates;
+    d->lr = e->board->lr;
   }
   if (r == CDDP_OK) cddp__inherit_counts(d);
   return r;
@@ -20847,7 +20790,6 @@ static void cddp__elastic_leave(cddp_ddp *d) {
     cddp__store32(&e->board->block.size, 1);
     cddp__store32(&e->board->block.left, 1);
   }
-  if (e->optim != NULL) e->optim->known = NULL;
   cddp__close_fd(&h->door_fd);
   h->board = NULL;
   for (m = 0; m < d->shards; m++) {
@@ -21245,13 +21187,6 @@ static size_t cddp__json_numbers(cddp__json *j, uint64_t *v, size_t max) {
 
 /* --- reading a header --- */
 
-static const cddp__st_type *cddp__st_type_named(const char *name) {
-  int i;
-  for (i = 0; i < CDDP__ST_TYPES; i++)
-    if (strcmp(cddp__st_types[i].name, name) == 0) return &cddp__st_types[i];
-  return NULL;
-}
-
 /* Elements and bytes of a shape, multiplied from left to right; false: beyond 64 bits, or a part of
    a byte. */
 static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *elements,
@@ -21274,6 +21209,7 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
   uint64_t *shape = f->next_shape, offsets[2] = {0, 0};
   size_t n, ends = 0;
   unsigned k, seen = 0;
+  int i;
   memset(t, 0, sizeof *t);
   for (n = 0; cddp__json_item(j, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(j);
@@ -21282,8 +21218,12 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
       cddp__json_fail(j, cddp__words("\"%.60s\" is no field of a tensor in this format", key).s);
     else if ((seen & 1u << k) != 0)
       cddp__json_fail(j, cddp__words("%s comes twice", key).s);
-    if (k == 0 && (type = cddp__st_type_named(cddp__json_string(j))) == NULL)
-      cddp__json_fail(j, "its dtype is not one of the format's");
+    if (k == 0) {
+      const char *dtype = cddp__json_string(j);
+      for (i = 0; i < CDDP__ST_TYPES && strcmp(cddp__st_types[i].name, dtype) != 0; i++) {}
+      if (i == CDDP__ST_TYPES) cddp__json_fail(j, "its dtype is not one of the format's");
+      else type = &cddp__st_types[i];
+    }
     if (k == 1) t->dims = (int)cddp__json_numbers(j, shape, CDDP__DIMS_MAX);
     if (k == 2) ends = cddp__json_numbers(j, offsets, 2);
     seen |= 1u << k;
@@ -21910,11 +21850,6 @@ static unsigned cddp__own_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
 
 /* --- saving --- */
 
-/* Whether it is a master that the next step begins anew, as the weights are. */
-static bool cddp__is_old_master(const cddp_optim *s, const cddp__st_item *item) {
-  return item->place != NULL && cddp__is_master(s, item->state) && s->fresh[item->param];
-}
-
 /* Where the states are: the optimizer's own, or those that the ranks of a host share. Leaves out
    states that no step has made yet, and masters that are not those of the weights. */
 static void cddp__find_states(cddp__checkpoint *c) {
@@ -21924,7 +21859,8 @@ static void cddp__find_states(cddp__checkpoint *c) {
     cddp__st_item *item = &c->items[i];
     const cddp__share *h = item->place != NULL ? (const cddp__share *)s->share : NULL;
     if (item->param >= 0 && s->steps[item->param] == 0) continue;
-    if (cddp__is_old_master(s, item)) continue;
+    if (item->place != NULL && cddp__is_master(s, item->state) && s->fresh[item->param])
+      continue; /* the next step begins it anew, as the weights are */
     if (item->place != NULL) item->data = *item->place;
     if (h != NULL && item->data == NULL)
       item->data = cddp__state_at(h->ddp, s, h->states, item->state, item->param, 0);
@@ -23047,18 +22983,13 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   return CDDP_OK;
 }
 
-/* The shard that this rank has taken, with which it should be done; -1: none. */
-static int cddp__held_shard(const cddp_ddp *d) {
-  if (d->desc.elastic) return d->held;
-  return d->taken > 0 ? d->first_shard + d->taken - 1 : -1;
-}
-
 /* False: there are no more, or the model has failed. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
-  int held, i = 0;
+  int held = -1, i = 0; /* the shard with which this rank should be done */
   if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
   if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false;
-  held = cddp__held_shard(d);
+  if (d->desc.elastic) held = d->held;
+  else if (d->taken > 0) held = d->first_shard + d->taken - 1;
   while (held >= 0 && i < d->count && d->tensors[i].ready) i++;
   if (d->no_sync || (held >= 0 && i < d->count)) {
     if (d->no_sync)
