@@ -2009,7 +2009,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int partition_count;
   bool scattered;               /* cddp_ddp_all_gather is due */
   bool spread;                  /* more shards than ranks: the next fields are used */
-  int starts[2 * CDDP__FOLD_DEPTH]; /* [depth] first shards of the nodes in this rank's slots */
+  cddp__shard_node kept[2 * CDDP__FOLD_DEPTH]; /* [depth] the nodes in this rank's slots */
   int depth;
   size_t halves, slot_bytes; /* bytes of the arena before f16 and bf16, which are f32 in a slot */
   size_t slot_room;          /* bytes from one slot to the next */
@@ -6011,7 +6011,7 @@ static void cddp__convert(void *dst, cddp_dtype to, const void *src, cddp_dtype 
 /* >>plan ---------------------------------------------------------------------------------------
    Who gets what: slices of an array, shards of a batch, and buckets of parameters as PyTorch's
    compute_bucket_assignment_by_size assigns them. Pure. Owns nothing. Entry points: cddp__slice;
-   cddp__deal_shards, cddp__merges and cddp__plan_nodes;
+   cddp__deal_shards, cddp__join_nodes and cddp__plan_nodes;
    cddp__plan_buckets.
    Works as follows: a node of the canonical tree over S shards is an aligned stretch: 2^j shards
    from a multiple of 2^j on, or what the end S leaves of them. A rank adds up its shards, in order,
@@ -6039,24 +6039,9 @@ static void cddp__deal_shards(int shards, int ranks, int rank, int *first, int *
   *count = each + (rank < more);
 }
 
-/* With how many of the last nodes a new one, `shard` alone, becomes one node. The nodes begin at
-   starts[0 .. depth) and reach up to `shard`. The whole tree is never made: its halves are to be
-   added where the mean is taken. */
-static int cddp__merges(const int *starts, int depth, int shard, int shards) {
-  int right = shard, end = shard + 1, merged = 0;
-  while (merged < depth) {
-    int left = starts[depth - 1 - merged], half = right - left, full = left + 2 * half;
-    bool halves = (half & (half - 1)) == 0 && left % (2 * half) == 0 &&
-                  (end == full || (end == shards && end < full));
-    if (!halves || (left == 0 && end == shards)) break;
-    right = left;
-    merged++;
-  }
-  return merged;
-}
-
 /* Which of `count` nodes, ascending, become one with a new one, `shard` alone: those from *low to
-   before *high. Returns where it belongs among them. */
+   before *high. The whole tree is never made: its halves are to be added where the mean is taken.
+   Returns where it belongs among them. */
 static int cddp__siblings(const cddp__shard_node *nodes, int count, int shard, int shards,
                           int *low, int *high) {
   int begin = shard, end = shard + 1, at = 0, size;
@@ -6120,22 +6105,20 @@ static bool cddp__nodes_have(const cddp__shard_node *nodes, int count, int shard
    needs for them meanwhile. A last shard that merges with none needs no slot. */
 static int cddp__plan_nodes(int shards, int ranks, int rank, cddp__shard_node *nodes, int *widths,
                             int *slots) {
-  int starts[2 * CDDP__FOLD_DEPTH], depth = 0, first, count, i, merged = 0;
+  int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1];
+  int depth = 0, first, count, i, n, low, high;
+  cddp__shard_node node;
   *slots = 0;
   cddp__deal_shards(shards, ranks, rank, &first, &count);
   for (i = first; i < first + count; i++) {
-    merged = cddp__merges(starts, depth, i, shards);
-    if (merged == 0) starts[depth] = i;
-    depth += 1 - merged;
-    if (merged > 0 || i < first + count - 1) *slots = depth > *slots ? depth : *slots;
+    n = cddp__join_nodes(nodes, depth, i, shards, joined, wide, &node, &low, &high);
+    node.slot = n == 1 && i == first + count - 1 ? -1 : low;
+    node.rank = rank;
+    nodes[low] = node;
+    depth = low + 1;
+    if (node.slot >= 0 && depth > *slots) *slots = depth;
   }
-  for (i = 0; i < depth; i++) {
-    nodes[i].first = starts[i];
-    nodes[i].width = (i + 1 < depth ? starts[i + 1] : first + count) - starts[i];
-    nodes[i].slot = i == depth - 1 && merged == 0 ? -1 : i;
-    nodes[i].rank = rank;
-    widths[i] = cddp__node_width(&nodes[i]);
-  }
+  for (i = 0; i < depth; i++) widths[i] = cddp__node_width(&nodes[i]);
   return depth;
 }
 
@@ -15332,7 +15315,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
    More shards than ranks (d->spread): behind its arena a rank has slots, each as large as the
    model, with f32 for f16 and bf16. A shard that has ended goes from the gradients into a slot and
    is added to those before it with which it makes a node of the canonical tree over all shards
-   (cddp__merges, in >>plan); the last one may stay where it is. Where each rank has which nodes
+   (cddp__join_nodes, in >>plan); the last one may stay where it is. Where each rank has which nodes
    then is known since creation (d->nodes). Buckets wait for the step, which takes the mean over all
    ranks' nodes in place of their gradients: cddp__reduce_shards. Where ranks do not see each
    other's memory all nodes lie in slots, and each rank gets all nodes of a part of the model, takes
@@ -15816,27 +15799,20 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
    one, and gradients become zero for the next. The last one may stay in an arena that peers see. */
 static cddp_result cddp__end_shard(cddp_ddp *d) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
-  int shard = d->first_shard + d->taken - 1, merged, slot, i;
+  int shard = d->first_shard + d->taken - 1, n, low, high, i;
   bool last = d->taken == d->shard_count;
+  cddp__shard_node node;
   cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
   for (i = 0; d->sparse != NULL && i < d->count; i++)
     if (d->sparse[i] != NULL) d->sparse[i]->ends[d->taken - 1] = d->sparse[i]->added.n;
-  merged = cddp__merges(d->starts, d->depth, shard, d->shards);
-  if (last && merged == 0 && !cddp__gathers(d)) return CDDP_OK;
-  slot = d->depth - merged;
-  CDDP_ASSERT(slot < d->slots);
-  d->starts[d->depth] = shard;
-  for (i = 0; i < merged; i++) {
-    slots[i] = slot + i;
-    widths[i] = d->starts[slot + i + 1] - d->starts[slot + i];
-    if (widths[i] == 1) widths[i] = -1; /* in the compute type, as all in slots */
-  }
-  slots[merged] = -1;
-  widths[merged] = 1;
-  if (r == CDDP_OK)
-    r = d->memory->merge_nodes(d, slot, slots, widths, merged + 1, !last);
+  n = cddp__join_nodes(d->kept, d->depth, shard, d->shards, slots, widths, &node, &low, &high);
+  if (last && n == 1 && !cddp__gathers(d)) return CDDP_OK;
+  CDDP_ASSERT(low < d->slots);
+  node.slot = low; /* that of the first node in it: they are added where it is */
+  if (r == CDDP_OK) r = d->memory->merge_nodes(d, low, slots, widths, n, !last);
   if (r == CDDP_OK && !last) r = cddp__clear_own(d);
-  d->depth = slot + 1;
+  d->kept[low] = node;
+  d->depth = low + 1;
   return r;
 }
 
