@@ -15474,21 +15474,6 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
                     d->group->rank);
 }
 
-/* Compares the own model with rank 0's, [1 + parameters]; the first difference is the failure. */
-static cddp_result cddp__compare_models(const cddp_ddp *d, const cddp__model_info *theirs) {
-  cddp__model_info mine;
-  int i;
-  for (i = -1; i < d->count; i++) {
-    char what[32] = "the model";
-    cddp__describe(d, i, &mine);
-    if (mine.hash == theirs[i + 1].hash) continue;
-    if (i >= 0) snprintf(what, sizeof what, "parameter %d", i);
-    return cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s is %s on rank %d, %s on rank 0",
-                      what, mine.text, d->group->rank, theirs[i + 1].text);
-  }
-  return CDDP_OK;
-}
-
 /* Elements of parameter i's gradient that buckets reduce. */
 static size_t cddp__dense_count(const cddp_ddp *d, int i) {
   return cddp__sparse_of(d, i) == NULL ? d->params[i].count : 0;
@@ -15498,7 +15483,7 @@ static size_t cddp__dense_count(const cddp_ddp *d, int i) {
 static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   cddp_group *g = d->control;
   uint64_t count = (uint64_t)d->count;
-  cddp__model_info *theirs;
+  cddp__model_info mine, *theirs; /* [1 + parameters] rank 0's */
   cddp_result r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_CALL,
                               d->meets, &count, sizeof count); /* all meet in each step, or none */
   int i;
@@ -15509,7 +15494,14 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   for (i = -1; g->rank == 0 && i < d->count; i++) cddp__describe(d, i, &theirs[i + 1]);
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs,
                        ((size_t)count + 1) * sizeof *theirs, CDDP_U8, 0);
-  if (r == CDDP_OK) r = cddp__compare_models(d, theirs);
+  for (i = -1; r == CDDP_OK && i < d->count; i++) {
+    char what[32] = "the model";
+    cddp__describe(d, i, &mine);
+    if (mine.hash == theirs[i + 1].hash) continue;
+    if (i >= 0) snprintf(what, sizeof what, "parameter %d", i);
+    r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s is %s on rank %d, %s on rank 0",
+                   what, mine.text, g->rank, theirs[i + 1].text);
+  }
   cddp__free(&g->host->allocator, theirs);
   return cddp__consensus(g, r, NULL, 0, NULL);
 }
@@ -15603,21 +15595,21 @@ static void cddp__lay_out(cddp_ddp *d) {
 }
 
 /* A round of that kind, in which every rank tells where its p lies; out[i] is the address here of
-   the p of this host's i-th rank. *all: every rank has one; else out is as it was. */
+   the p of this host's i-th rank. */
 static cddp_result cddp__exchange_refs(cddp_group *g, int kind, const void *p, size_t bytes,
-                                       char **out, bool *all) {
+                                       char **out) {
   void *at = NULL;
   cddp__ref ref;
   cddp_result r;
   int k;
-  *all = true;
   memset(&ref, 0, sizeof ref);
   if (p != NULL) ref = cddp__ref_of(g->host, p, bytes);
   r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_PLACES, bytes, &ref, sizeof ref);
   if (r != CDDP_OK) return r;
   for (k = 0; k < g->size; k++)
-    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE) *all = false;
-  for (k = 0; *all && k < g->size; k++) {
+    if (cddp__op_header_of(g, k, g->round)->u.ref.kind == CDDP__REF_NONE)
+      return cddp__break(g, cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared"));
+  for (k = 0; k < g->size; k++) {
     if (g->members[k] < 0) continue;
     if ((r = cddp__locate(g->host, &cddp__op_header_of(g, k, g->round)->u.ref, &at)) != CDDP_OK)
       return cddp__break(g, r);
@@ -15702,10 +15694,8 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
 static cddp_result cddp__map_arenas(cddp_ddp *d) {
   cddp_group *g = d->control;
   char **places = (char **)d->buffers;
-  bool all = true;
-  cddp_result r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->arena, d->whole, places, &all);
+  cddp_result r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->arena, d->whole, places);
   int k;
-  if (r == CDDP_OK && !all) r = cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared");
   for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, places[k]);
   return r;
 }
@@ -17364,7 +17354,6 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   char **packets = (char **)g->buffers, *at, *all;
   unsigned char size[8];
   void *packet = NULL;
-  bool shared = true;
   cddp_result r;
   int i;
   for (i = 0; i < d->shard_count; i++) bytes += cddp__pack_rows(d, i, NULL);
@@ -17373,9 +17362,7 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp__put64(size, bytes);
   r = g->hosts != NULL
           ? cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size)
-          : cddp__exchange_refs(g, kind, packet, 0, packets, &shared);
-  if (r == CDDP_OK && !shared)
-    r = cddp__break(g, cddp__fail(CDDP_ABORTED, "a rank's memory is no longer shared"));
+          : cddp__exchange_refs(g, kind, packet, 0, packets);
   if (r != CDDP_OK) return r;
   if (g->hosts != NULL) {
     for (i = 0; i < g->size; i++)
