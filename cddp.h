@@ -15537,13 +15537,16 @@ static bool cddp__gathers(const cddp_ddp *d) {
   return d->spread && (d->group->carrier->average != NULL || d->group->backend != NULL);
 }
 
-/* All gradients of a dtype take a multiple of so many bytes, and parts of one size divide them. */
-static size_t cddp__dtype_granule(const cddp_ddp *d) {
-  return CDDP__CACHE_LINE * (cddp__gathers(d) ? (size_t)d->group->size : 1);
+/* Bytes behind the gradients of a dtype that cddp__gather_nodes may write; behind those in slots,
+   which may be twice as wide, it reads twice as many. */
+static size_t cddp__gather_slack(const cddp_ddp *d) {
+  return CDDP__CACHE_LINE * (size_t)(d->desc.elastic ? d->shards : d->group->size);
 }
 
-/* Places every parameter in the model and the arena: dtype by dtype, last parameters first. */
+/* Places every parameter in the model and the arena: dtype by dtype, last parameters first. Places
+   in the model depend on the model alone: norms do on these (cddp__pieces). */
 static void cddp__lay_out(cddp_ddp *d) {
+  size_t slack = cddp__gathers(d) ? cddp__gather_slack(d) : 0;
   int dtype, i, placed = 0;
   for (dtype = 0; dtype < CDDP__TRAINED; dtype++) {
     if (dtype == CDDP_F16) d->halves = d->dense; /* these and bf16 are the last */
@@ -15560,9 +15563,8 @@ static void cddp__lay_out(cddp_ddp *d) {
       if (t->storage != CDDP__IN_PLACE) d->bytes += t->room;
       if (cddp__sparse_of(d, i) == NULL) d->order[placed++] = i;
     }
-    d->dense = cddp__round_up(d->dense, cddp__dtype_granule(d));
-    d->bytes = cddp__round_up(d->bytes, cddp__dtype_granule(d));
   }
+  d->bytes += slack;
   d->slot_bytes = d->slot_room = 2 * d->dense - d->halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
@@ -15578,7 +15580,7 @@ static void cddp__lay_out(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
   }
-  d->whole = d->bytes + (size_t)d->slots * d->slot_bytes + d->pieces * sizeof(double);
+  d->whole = d->bytes + (size_t)d->slots * d->slot_bytes + d->pieces * sizeof(double) + 2 * slack;
   d->model_bytes = d->dense;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
@@ -15719,7 +15721,7 @@ static bool cddp__range_of(const cddp_ddp *d, int dtype, cddp__range *range) {
     range->begin = cddp__min(range->begin, t->offset);
     range->end = cddp__max(range->end, t->offset + t->room);
   }
-  range->end = cddp__round_up(range->end, cddp__dtype_granule(d));
+  range->end = cddp__round_up(range->end, CDDP__CACHE_LINE);
   return range->begin < range->end;
 }
 
@@ -15837,7 +15839,8 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, const cddp__shard_
 
 /* Where ranks do not see each other's memory: the nodes of all of them, d->nodes, make the mean, in
    `out`, which is as the arena. own: those of this rank. If the ranks' parts do not divide a dtype
-   `out` is written, and slots are read, a cache line for each rank behind its end. */
+   `out` is written, and slots are read, behind its end (cddp__gather_slack): the next dtype's means
+   come later. */
 static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out, const cddp__shard_node *own,
                                       int count) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
@@ -18005,11 +18008,6 @@ static int cddp__crew_lowest(const cddp_ddp *d) {
 
 /* --- nodes --- */
 
-/* Bytes behind the arena's end that a reduction may touch: its parts are of one size. */
-static size_t cddp__crew_slack(const cddp_ddp *d) {
-  return 2 * (size_t)d->shards * CDDP__CACHE_LINE;
-}
-
 /* Memory where the gradients are; zeroed. */
 static char *cddp__crew_alloc(cddp_ddp *d, size_t bytes) {
   char *p;
@@ -18033,7 +18031,7 @@ static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
   char *p;
   cddp_result r = CDDP_OK;
   if (slots <= c->slots) return CDDP_OK;
-  p = cddp__crew_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__crew_slack(d));
+  p = cddp__crew_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d));
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (c->area != NULL) r = d->memory->copy(p, c->area, bytes, d->group->stream);
   cddp__crew_release(d, c->area);
@@ -19076,7 +19074,7 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
   d->slot_room = cddp__round_up(d->slot_bytes, CDDP__CACHE_LINE);
-  c->mean = cddp__crew_alloc(d, d->dense + cddp__crew_slack(d));
+  c->mean = cddp__crew_alloc(d, d->dense + cddp__gather_slack(d));
   return c->mean != NULL ? cddp__crew_grow(d, 1) : CDDP_OUT_OF_MEMORY;
 }
 
