@@ -7065,26 +7065,22 @@ static void cddp__wait_look(cddp__wait *w) {
   if (w->due) w->look = now + CDDP__NAP_S;
 }
 
-/* A rank keeps a descriptor of the next one's process of the host, and tells all ranks how it has
-   ended: the system forgets that when its parent has asked. */
-static void cddp__tell_end(const cddp__host *h) {
-  int next = (h->index + 1) % h->size, status;
-  if (h->slots == NULL || h->pidfds[next] < 0 || cddp__load32(&h->slots[next].ended) != 0) return;
-  if (cddp__process_gone(h, next) &&
-      cddp__exit_status(h->pidfds[next], h->pids[next], &status))
-    cddp__store32(&h->slots[next].ended, 65536 + (uint32_t)status);
-}
-
 /* What every wait does between two sleeps: looks whether the group has failed, serves receives and
    reads the clock. When it is due the caller looks whether the rank it waits for is gone; when it
    is late it fails, in its own words. */
 static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
+  const cddp__host *h = g->host;
+  int next = (h->index + 1) % h->size, status;
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
   cddp__serve_idle(g);
   cddp__wait_look(w);
   if (!w->due) return CDDP_OK;
-  cddp__tell_end(g->host);
+  /* A rank keeps a descriptor of the next one's process of the host, and tells all ranks how it has
+     ended: the system forgets that when its parent has asked. */
+  if (h->slots != NULL && h->pidfds[next] >= 0 && cddp__load32(&h->slots[next].ended) == 0 &&
+      cddp__process_gone(h, next) && cddp__exit_status(h->pidfds[next], h->pids[next], &status))
+    cddp__store32(&h->slots[next].ended, 65536 + (uint32_t)status);
   return cddp__hear_claims(g);
 }
 
@@ -7849,23 +7845,16 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *
 
 /* --- whoever calls this rank --- */
 
-static void cddp__net_accept(cddp__net *n) { /* net.lock held */
-  int i;
-  for (i = 0; i < 64; i++) {
-    int fd = cddp__accept(n->listener);
-    cddp__link *l = fd < 0 ? NULL : cddp__link_new(n, fd, -1, CDDP__STRANGER_S);
-    if (l == NULL) return;
-    l->next = n->pending;
-    n->pending = l;
-  }
-}
-
 /* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
 static void cddp__net_look(cddp__host *h, cddp__net *n) {
   cddp__link **at, *l;
-  int place = 0, i;
+  int place = 0, i, fd;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
-  cddp__net_accept(n);
+  for (i = 0; i < 64 && (fd = cddp__accept(n->listener)) >= 0; i++) {
+    if ((l = cddp__link_new(n, fd, -1, CDDP__STRANGER_S)) == NULL) break;
+    l->next = n->pending;
+    n->pending = l;
+  }
   for (at = &n->pending; (l = *at) != NULL;) {
     bool up = cddp__link_shake(n, l), notice = up && l->purpose == CDDP__LINK_NOTICE;
     if (notice) cddp__notice_receive(h, n, l);
@@ -9065,15 +9054,6 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
   cddp__free(a, v->members);
 }
 
-/* See cddp__process_gone and cddp__tell_end. Where seccomp forbids pidfd_open, only the process's
-   parent may know how it ends. */
-static void cddp__watch_processes(cddp__host *h) {
-  int next = (h->index + 1) % h->size;
-  h->met = cddp__boot_ticks();
-  if (next != h->index)
-    h->pidfds[next] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u);
-}
-
 /* --- joining a job that runs --- */
 
 #define CDDP__JOB_GONE_S 2.0 /* how long nobody must be there before the job counts as ended */
@@ -9422,6 +9402,7 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   cddp__rendezvous v;
   const cddp__server *s;
   uint32_t refused;
+  int next;
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   *out = NULL;
   if (r == CDDP_OK) r = cddp__claim_rank(&v);
@@ -9448,7 +9429,11 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   if (r == CDDP_OK) r = cddp__door_make(&v, at->world_size);
   if (r == CDDP_OK) {
     cddp__store32(&cddp__met_before, v.mark);
-    cddp__watch_processes(h);
+    h->met = cddp__boot_ticks();
+    /* For cddp__wait_tick. Where seccomp forbids pidfd_open, only its parent may know its end. */
+    next = (h->index + 1) % h->size;
+    if (next != h->index)
+      h->pidfds[next] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u);
     /* The store's port is held, without listening, while the group lives: else the system might
        give it to the next job that asks for a free one, which would seem to be a second one. */
     if (s != NULL) h->port = fcntl(s->fds[1], F_DUPFD_CLOEXEC, 0);
@@ -9548,16 +9533,6 @@ static int cddp__unused_send(cddp_group *g, size_t bytes, int *open, size_t *sta
     }
   }
   return best;
-}
-
-/* Whether no more is on its way than may be, or one message alone: then a send without a handle
-   returns. p2p_lock held. */
-static bool cddp__send_room(cddp_group *g, const cddp__call *c) {
-  size_t bytes = c->count * c->esize, staged;
-  int open;
-  if (g->members[c->root] < 0) return cddp__hosts_room(g, c->root, bytes);
-  (void)cddp__unused_send(g, bytes, &open, &staged);
-  return open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
 /* Copies the message into the send's stage. p2p_lock held. */
@@ -9757,13 +9732,21 @@ typedef struct cddp__p2p {
 } cddp__p2p;
 
 static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
+  size_t bytes = m->c->count * m->c->esize, staged;
   bool ready;
+  int open;
   pthread_mutex_lock(&g->p2p_lock);
   cddp__serve_recvs(g);
-  if (m->q != NULL)
+  if (m->q != NULL) {
     ready = m->q->done;
-  else
-    ready = m->send >= 0 ? !cddp__send_open(g, m->send) : cddp__send_room(g, m->c);
+  } else if (m->send >= 0) {
+    ready = !cddp__send_open(g, m->send);
+  } else if (g->members[m->c->root] < 0) {
+    ready = cddp__hosts_room(g, m->c->root, bytes);
+  } else { /* one message alone may be of any size */
+    (void)cddp__unused_send(g, bytes, &open, &staged);
+    ready = open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
+  }
   pthread_mutex_unlock(&g->p2p_lock);
   return ready;
 }
@@ -10289,23 +10272,14 @@ static void cddp__post_frame(cddp_group *g, int type, bool out, int rank, const 
   it->step = g->hosts->step;
 }
 
-/* Takes headers that have come from another host's leader to their place. */
-static bool cddp__take_headers(cddp_group *g, const cddp__item *it) {
-  cddp__hosts *x = g->hosts;
-  cddp__message *m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1);
-  if (m == NULL) return false;
-  memcpy((void *)(uintptr_t)it->data, m + 1, cddp__min(m->size, it->size));
-  x->nodes[x->peers[it->rank].host].came = m->size;
-  cddp__free(&x->net->allocator, m);
-  return true;
-}
-
 /* Goes on with a frame on a connection; whether it is through. */
 static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l) {
   cddp__frame_head head = cddp__link_head(it->type, g->round, CDDP_U8, it->size, it->size);
   void *data = (void *)(uintptr_t)it->data;
+  cddp__hosts *x = g->hosts;
+  cddp__message *m;
   if (it->out) {
-    cddp__link_flush(g->hosts->net, l);
+    cddp__link_flush(x->net, l);
     if (l->state != CDDP__LINK_UP || cddp__buffer_size(&l->out) > 0) return false;
     if (l->sent == 0) l->out_head = head;
     if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__TURN, true) <= 0)
@@ -10314,7 +10288,13 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
     return true;
   }
   cddp__link_progress(g, l, true);
-  if (it->type == CDDP__FRAME_HEADERS && cddp__take_headers(g, it)) return true;
+  if (it->type == CDDP__FRAME_HEADERS &&
+      (m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1)) != NULL) {
+    memcpy(data, m + 1, cddp__min(m->size, it->size));
+    x->nodes[x->peers[it->rank].host].came = m->size;
+    cddp__free(&x->net->allocator, m);
+    return true;
+  }
   if (l->state != CDDP__LINK_UP) return false;
   if (l->in != NULL || l->got < sizeof head) return false; /* else the head of a piece has come */
   if (memcmp(&l->in_head, &head, sizeof head) != 0) cddp__link_end(l, EPROTO);
@@ -11068,10 +11048,18 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   return r;
 }
 
-/* Messages that were sent but are still here get a moment to leave. */
-static void cddp__p2p_linger(cddp_group *g) {
+/* This rank leaves: says goodbye on all connections and closes them. Messages that were sent but
+   are still here get a moment first. */
+static void cddp__hosts_leave(cddp_group *g) {
+  cddp__hosts *x = g->hosts;
+  cddp__net *net;
+  cddp__link *l;
+  cddp__message *m;
   size_t left = SIZE_MAX, before;
   double deadline = 0;
+  if (x == NULL) return;
+  net = x->net;
+  cddp__early_notice(g, true);
   do {
     before = left;
     pthread_mutex_lock(&g->p2p_lock);
@@ -11080,18 +11068,6 @@ static void cddp__p2p_linger(cddp_group *g) {
     if (left < before) deadline = cddp__now() + 1;
     if (left > 0) cddp__sleep(2e-4);
   } while (left > 0 && cddp__now() < deadline && cddp__check_failure(g) == CDDP_OK);
-}
-
-/* This rank leaves: says goodbye on all connections and closes them. */
-static void cddp__hosts_leave(cddp_group *g) {
-  cddp__hosts *x = g->hosts;
-  cddp__net *net;
-  cddp__link *l;
-  cddp__message *m;
-  if (x == NULL) return;
-  net = x->net;
-  cddp__early_notice(g, true);
-  cddp__p2p_linger(g);
   pthread_mutex_lock(&net->lock);
   net->left[net->left_count++ % CDDP__LEFT_GROUPS] = g->id + 1;
   pthread_mutex_unlock(&net->lock);
