@@ -20070,8 +20070,8 @@ static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *
   char *weights = x->log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM;
   char *states = cddp__area(d, CDDP__AREA_STATES, 0);
   bool loop = u->loop != NULL && u->stored == CDDP_F32;
-  const void *gradient = cddp__block_gradient(x, i, at, n,
-                                              x->log + CDDP__LOG_GRADIENT * CDDP__LOG_ROOM);
+  char *room = x->log + CDDP__LOG_GRADIENT * CDDP__LOG_ROOM;
+  const void *gradient = cddp__block_gradient(x, i, at, n, room);
   cddp__fused_args args;
   int k;
   for (k = 0; k < x->s->states; k++) {
@@ -20093,6 +20093,7 @@ static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *
     cddp__update_run(u, 0, weights, gradient, n);
     return;
   }
+  if (gradient != room) gradient = memcpy(room, gradient, n * esize); /* the loop makes it zero */
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign;
   args.clip = 1;

@@ -416,27 +416,50 @@ static void test_hosts(void) {
   CHECK(joined > 0 || host_seeds < 10);
 }
 
-/* One rank dies at point n, for n = 1, 1 + stride, ... as long as any rank comes to it. */
+/* One rank dies at point n, for n = 1, 1 + step, ... as long as any rank comes to it. */
+static void sweep(plan p, unsigned step) {
+  unsigned n, failed = 0;
+  p.kills = 1;
+  p.further = 0;
+  p.kill[0].how = BY_POINT;
+  deaths = joined = 0;
+  for (n = 1; failed < 5; n += step) {
+    p.kill[0].after = n;
+    p.replaced = n / step % 2 ? 4 : 0;
+    failed += !run_plan(&p);
+    if (LOAD(shared->next) == 0) break;
+  }
+  fprintf(stderr, "  %u points, %d of them deadly\n", n, deaths);
+  CHECK(deaths > (step > 7 ? 1 : 10));
+}
+
 static void test_sweep(void) {
   plan p = draw(sweep_seed);
-  unsigned n, failed = 0;
   p.hosts = seeds == 0 ? "aab" : NULL; /* --hosts */
   p.n = p.n < 3 ? 2 + (p.hosts != NULL) : p.n;
   p.model.shards = p.model.shards < p.n ? p.n : p.model.shards;
   p.model.steps = 3;
   p.model.pause = 0;
-  p.kills = 1;
-  p.further = 0;
-  p.kill[0].how = BY_POINT;
-  deaths = joined = 0;
-  for (n = 1; failed < 5; n += stride) {
-    p.kill[0].after = n;
-    p.replaced = n / stride % 2 ? 4 : 0;
-    failed += !run_plan(&p);
-    if (LOAD(shared->next) == 0) break;
+  sweep(p, stride);
+}
+
+/* A norm that clips nothing: an update reads the means where all ranks have them. */
+static void test_unclipped_sweep(void) {
+  plan p = draw(sweep_seed);
+  int adamw;
+  p.hosts = NULL;
+  p.n = 2;
+  for (adamw = 0; adamw < 2; adamw++) {
+    memset(&p.model, 0, sizeof p.model);
+    p.model.seed = sweep_seed;
+    p.model.shards = p.model.steps = 2;
+    p.model.adamw = adamw;
+    p.model.momentum = 0.9;
+    p.model.max_norm = 1e9;
+    p.model.count = 1;
+    p.model.sizes[0] = 300;
+    sweep(p, RANKS_SLOW ? 3 : 1);
   }
-  fprintf(stderr, "  %u points, %d of them deadly\n", n, deaths);
-  CHECK(deaths > (stride > 7 ? 1 : 10));
 }
 
 int main(int argc, char **argv) {
@@ -463,5 +486,6 @@ int main(int argc, char **argv) {
   if (stride == 0) return TEST_END();
   if (stride > 1) RUN(test_seeds);
   if (stride == 1 || seeds > 1) RUN(test_sweep);
+  if (stride != 1 && seeds > 1) RUN(test_unclipped_sweep);
   return TEST_END();
 }

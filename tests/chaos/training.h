@@ -46,7 +46,7 @@ static recipe recipe_draw(uint64_t seed, int least_shards) {
   c.shared = DRAW(2);
   c.own = DRAW(4) == 0;
   c.pause = DRAW(2) ? 0 : (unsigned)DRAW(600);
-  c.max_norm = DRAW(3) == 0 ? 2 : 0;
+  c.max_norm = DRAW(3) == 0 ? ranks_mix(seed, 99, 11) % 3 ? 2 : 1e9 : 0; /* all clipped, or none */
   c.masters = DRAW(3) == 0;
   if (!c.adamw && DRAW(3) == 0) c.rows[0] = c.sizes[0] % 3 == 0 ? c.sizes[0] / 3 : c.sizes[0];
 #undef DRAW
