@@ -8673,7 +8673,7 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.deadline = deadline;
   o.port_name = at->port_name;
   o.host_name = at->host_name;
-  o.serves_only = v->serves;
+  o.serves_only = v->serves && at->init_method[0] != 'f'; /* a file says who serves */
   return v->store != NULL ? cddp__connect(v->store, &o) : cddp__store_open(&v->store, &o);
 }
 
