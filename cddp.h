@@ -861,7 +861,7 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0);
    *norm, unless NULL, is the norm before. Local, same bits on every rank, and with shards on any
-   number of them. Like torch.nn.utils.clip_grad_norm_. */
+   number of them. A norm of NaN makes all gradients NaN. Like torch.nn.utils.clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
 /* *norm = the global 2-norm that the last clip found, of cddp_ddp_step with max_grad_norm or of
@@ -16131,7 +16131,7 @@ static void cddp__add_squares(cddp_ddp *d, int i, const char *grad, size_t begin
    (alone) this rank has of all parts. */
 static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
   size_t begin, end, k, n;
-  double sum = 0;
+  double sum = 0, factor;
   int i, p, parts = alone ? 1 : d->group->local_size;
   for (i = d->count - 1; i >= 0; i--) {
     const cddp__tensor *t = &d->tensors[i];
@@ -16149,7 +16149,8 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
   }
   d->norm = sqrt(sum);
   d->has_norm = true;
-  return max_norm / (d->norm + 1e-6);
+  factor = max_norm / (d->norm + 1e-6);
+  return factor >= 1 || max_norm > DBL_MAX ? 1 : factor; /* NaN stays NaN, as in PyTorch */
 }
 
 static void cddp__clip_rows(cddp_ddp *d, double factor) {
@@ -16170,10 +16171,10 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
       cddp__add_squares(d, i, (char *)d->params[i].grad, t->offset, t->offset + t->bytes);
   }
   factor = cddp__clip_factor(d, max_norm, true);
-  for (i = 0; factor < 1 && i < d->count; i++)
+  for (i = 0; factor != 1 && i < d->count; i++)
     if (d->used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
-  if (factor < 1) cddp__clip_rows(d, factor);
+  if (factor != 1) cddp__clip_rows(d, factor);
   if (norm != NULL) *norm = d->norm;
   return CDDP_OK;
 }
@@ -16327,7 +16328,7 @@ typedef struct cddp__pass {
   char *means;     /* where means go, and come from, by offset; NULL: this rank's gradients */
   bool averaged;   /* they are there, but for what one loop does */
   bool squares;    /* the means' squares are wanted */
-  double clip;     /* below 1: means are multiplied by it first */
+  double clip;     /* 1: none; else means are multiplied by it first */
   bool one_loop;   /* all ranks have gradients, and are as many as cddp__update.loop takes */
   bool loops;      /* it does the parameter that is walked through */
   char *log;       /* elastic: where new states and weights go; NULL: to their places */
@@ -16364,7 +16365,7 @@ static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   cddp__fused_args args;
   args.scalars = &u->scalars;
   args.mean = (float)u->scalars.sign / (float)size;
-  args.clip = x->clip < 1 ? (float)x->clip : 1;
+  args.clip = (float)x->clip;
   for (k = 0; k < CDDP__STATES; k++) args.states[k] = (cddp__f32 *)(void *)u->states[k];
   args.weights[0] = (cddp__f32 *)d->params[i].data + at;
   for (k = 0; k < size; k++) {
@@ -16446,10 +16447,10 @@ static const void *cddp__block_gradient(const cddp__pass *x, int i, size_t at, s
     (void)cddp__dense_rows(x->d, i, (at - x->d->tensors[i].offset) / esize, n, (char *)room);
     return room;
   }
-  if (there && !(used && x->clip < 1)) return cddp__mean_at(x, i, at);
+  if (there && !(used && x->clip != 1)) return cddp__mean_at(x, i, at);
   if (there) memcpy(room, cddp__mean_at(x, i, at), n * esize);
   else cddp__mean_block(x->d, i, room, at, n);
-  if (x->clip < 1) cddp__scale(room, n, dtype, x->clip);
+  if (x->clip != 1) cddp__scale(room, n, dtype, x->clip);
   return room;
 }
 
@@ -16560,7 +16561,7 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   if (!x->squares) return CDDP_OK;
   r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK) x->clip = cddp__clip_factor(d, d->desc.max_grad_norm, false);
-  if (r == CDDP_OK && x->clip < 1) cddp__clip_rows(d, x->clip);
+  if (r == CDDP_OK && x->clip != 1) cddp__clip_rows(d, x->clip);
   return r;
 }
 
@@ -16611,7 +16612,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
                (size == 1 || size == 2 || size == 4);
   if (r == CDDP_OK && (s == NULL || d->desc.max_grad_norm > 0)) r = cddp__mean_part(&x, kind);
   if (r != CDDP_OK) return r;
-  for (i = 0; s == NULL && x.clip < 1 && i < d->partition_count; i++) {
+  for (i = 0; s == NULL && x.clip != 1 && i < d->partition_count; i++) {
     const cddp_partition *p = &d->partitions[i];
     if (d->used[p->param]) cddp__scale(p->grad, p->count, d->params[p->param].dtype, x.clip);
   }
@@ -20372,7 +20373,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK && clips) {
     x.averaged = true;
     x.clip = cddp__clip_factor(d, d->desc.max_grad_norm, true);
-    if (x.clip < 1) cddp__clip_rows(d, x.clip);
+    if (x.clip != 1) cddp__clip_rows(d, x.clip);
   }
   if (r == CDDP_OK && s != NULL) r = cddp__do_parts(&x, CDDP__PASS_WEIGHTS);
   cddp__store32(&e->members[e->me].inside, 0);

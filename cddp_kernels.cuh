@@ -965,7 +965,7 @@ extern "C" cudaError_t cddp_cuda_squares(const cddp_segment *s, int n, cddp_dtyp
 
 static __global__ void cddp__cu_factor_kernel(double *scratch, double max_norm) {
   double factor = max_norm / (sqrt(scratch[0]) + 1e-6);
-  scratch[1] = factor > 1 ? 1 : factor; /* NaN stays NaN */
+  scratch[1] = factor > 1 || isinf(max_norm) ? 1 : factor; /* NaN stays NaN */
 }
 
 extern "C" cudaError_t cddp_cuda_factor(double *scratch, double max_norm, cudaStream_t stream) {

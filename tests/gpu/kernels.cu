@@ -318,6 +318,15 @@ static void test_norm(void) {
   CUDA(cudaStreamSynchronize(stream));
   CHECK(again[0] > first[0]);
   CHECK_EQ(again[1], 1);
+  again[0] = NAN; /* makes all gradients NaN, unless only the norm is asked for */
+  CUDA(cudaMemcpyAsync(scratch, again, 8, cudaMemcpyHostToDevice, stream));
+  CUDA(cddp_cuda_factor(scratch, 7.0, stream));
+  CUDA(cudaMemcpyAsync(first, scratch, 16, cudaMemcpyDeviceToHost, stream));
+  CUDA(cddp_cuda_factor(scratch, INFINITY, stream));
+  CUDA(cudaMemcpyAsync(again, scratch, 16, cudaMemcpyDeviceToHost, stream));
+  CUDA(cudaStreamSynchronize(stream));
+  CHECK(isnan(first[1]));
+  CHECK_EQ(again[1], 1);
   CUDA(cddp_cuda_squares(s, 0, CDDP_F32, scratch, false, stream));
   CUDA(cudaMemcpyAsync(again, scratch, 8, cudaMemcpyDeviceToHost, stream));
   CUDA(cudaStreamSynchronize(stream));

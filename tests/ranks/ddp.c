@@ -1143,6 +1143,62 @@ static int run_clip(cddp_group *g, void *arg) {
   return test_failures != before;
 }
 
+/* A gradient that is NaN makes all of them so, as in PyTorch; unless only the norm is asked for.
+   By cddp_ddp_clip_grad_norm, in the step, in the step of an elastic model. */
+static int run_clip_nan(cddp_group *g, void *arg) {
+  static const cddp_dtype types[] = {CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16};
+  enum { COUNT = 1000, WAYS = 3 };
+  int before = test_failures, type, way, limit, shard;
+  (void)arg;
+  for (type = 0; type < 4; type++)
+    for (way = 0; way < WAYS; way++)
+      for (limit = way == 0; limit < 2; limit++) {
+        cddp_param p = {"w", calloc(COUNT, 8), NULL, COUNT, types[type]};
+        cddp_sgd_desc rule;
+        cddp_ddp_desc desc;
+        cddp_ddp *d;
+        cddp_optim *o;
+        double norm = 0;
+        size_t i, bad = 0;
+        memset(&rule, 0, sizeof rule);
+        memset(&desc, 0, sizeof desc);
+        desc.max_grad_norm = way == 0 ? 0 : limit ? 1 : INFINITY;
+        desc.elastic = way == 2;
+        desc.shards = way == 2 ? 3 : 0;
+        CHECK_OK(cddp_ddp_create(&d, g, &p, 1, &desc));
+        rule.lr = 1;
+        rule.ddp = d;
+        CHECK_OK(cddp_sgd_create(&o, &p, 1, &rule));
+        while (cddp_ddp_next_shard(d, &shard)) {
+          for (i = 0; i < COUNT; i++) ranks_store(p.dtype, p.grad, i, i == 7 ? NAN : 2);
+          CHECK_OK(cddp_ddp_ready(d, 0));
+        }
+        if (way == 0) {
+          CHECK_OK(cddp_ddp_wait(d));
+          CHECK_OK(cddp_ddp_clip_grad_norm(d, 1, NULL));
+          CHECK_OK(cddp_optim_step(o));
+        } else {
+          CHECK_OK(cddp_ddp_step(d, o));
+        }
+        CHECK_OK(cddp_ddp_grad_norm(d, &norm));
+        CHECK(isnan(norm));
+        for (i = 0; i < COUNT; i++) {
+          double w = ranks_load(p.dtype, p.data, i);
+          if (limit || i == 7 ? !isnan(w) : w != -2) bad++;
+        }
+        CHECK_EQ(bad, 0);
+        cddp_optim_destroy(o);
+        cddp_ddp_destroy(d);
+        free(p.data);
+      }
+  return test_failures != before;
+}
+
+static void test_clip_nan(void) {
+  CHECK_OK(ranks_run(run_clip_nan, NULL, 1, true));
+  CHECK_OK(ranks_run(run_clip_nan, NULL, 3, false));
+}
+
 static void test_clip(void) {
   CHECK_OK(ranks_run(run_clip, NULL, 1, true));
   CHECK_OK(ranks_run(run_clip, NULL, 3, false));
@@ -1651,6 +1707,7 @@ int main(void) {
   RUN(test_hook);
   RUN(test_compression);
   RUN(test_clip);
+  RUN(test_clip_nan);
   RUN(test_fused);
   RUN(test_fused_large);
   RUN(test_fused_unused);
