@@ -116,7 +116,7 @@ int main(int argc, char **argv) {
   if (cddp_ddp_create(&d, g, &p, 1, &desc)) return printf("%s\n", cddp_error()), 1;
   rule.ddp = d;
   if (cddp_sgd_create(&o, &p, 1, &rule)) return printf("%s\n", cddp_error()), 1;
-  for (t = 0, r = CDDP_OK; r == CDDP_OK && t < 300; t++) {
+  for (t = (int)cddp_ddp_steps(d), r = CDDP_OK; r == CDDP_OK && t < 300; t++) {
     while (cddp_ddp_next_shard(d, &shard)) {
       for (i = 0; i < 5000; i++) ((float *)p.grad)[i] = w[i] * 0.1f + (float)((t + i * shard) % 17);
       if (argc == 2) usleep(3000);
@@ -187,6 +187,26 @@ CDDP_IFNAME=wire1 adds "CDDP_IFNAME" node0
 CDDP_IFNAME=wire7 launch node0 "$work/loop"
 join any
 grep -q 'CDDP_IFNAME is "wire7"' "$work/out0" "$work/out1" || { cat "$work"/out?; fail "wire7 is not named"; }
+
+# --- a process joins by link-local addresses: each host has another number for the interface ---
+
+if ip -n "$net-0" link add wire2 index 70 type veth peer name wire2 netns "$net-1" index 80 2>"$work/log" &&
+  ip -n "$net-0" -6 addr add fe80::1/64 dev wire2 nodad && ip -n "$net-1" -6 addr add fe80::2/64 dev wire2 nodad &&
+  ip -n "$net-0" link set wire2 up && ip -n "$net-1" link set wire2 up; then
+  rm -f "$work/runs"
+  launch fe80::1%wire2 "$work/lasting" "$work/runs"
+  for ((i = 0; i < 600; i++)); do [ -e "$work/runs" ] && break; sleep 0.05; done
+  (RANK=4 WORLD_SIZE=4 MASTER_ADDR=fe80::1%wire2 MASTER_PORT=29500 CDDP_JOIN=1 CDDP_HOST_ID=third \
+    on_host 1 timeout -k 5 60 "$work/lasting" >"$work/out2" 2>&1) ||
+    { cat "$work"/out?; fail "link-local: the process did not join"; }
+  join
+  [ "$(cat "$work"/out? | grep -o 'weights .*' | sort | uniq -c | awk '{ print $1 }')" = 5 ] ||
+    { cat "$work"/out?; fail "link-local: not five ranks with the same weights"; }
+  rm "$work/out2"
+  echo "joining by link-local addresses: ok"
+else
+  echo "no IPv6 here, joining by link-local addresses left out: $(head -n 1 "$work/log")"
+fi
 
 # --- a slow link that loses packets ---
 
