@@ -340,6 +340,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
                       first step; and in each step of a model with find_unused_parameters,
                       uneven_inputs or sparse_rows. The first launch of a kernel that is not
                       cddp's may wait for the device, unless CUDA_MODULE_LOADING=EAGER is set.
+                      Ranks can share a GPU, or have parts of one (MIG), from NCCL 2.30 on where
+                      all have NCCL_MULTI_RANK_GPU_ENABLE=1; else NCCL, or cddp, refuses them.
      backend "cpu"    ranks may share a GPU: device memory goes through the host's. All calls return
                       when done, and nothing can be captured in a CUDA graph. Copies go through
                       pageable memory, at a few GB/s: pinning what changes from call to call would
@@ -13490,7 +13492,7 @@ typedef struct cddp__device {
 /* What every rank tells about its device when groups form. */
 typedef struct cddp__device_report {
   int32_t device, kernels;
-  char gpu[40];  /* by which NCCL tells GPUs of a host apart; "": ranks may share one */
+  char gpu[40];  /* a GPU, or a part of one: of parts NCCL sees the GPU; "": ranks may share one */
   char host[96]; /* identity of the machine */
 } cddp__device_report;
 
@@ -14851,7 +14853,8 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "%s and %s both have cuda:%d (%s), but NCCL needs a GPU for each rank: set "
                      "device to \"cuda\" for cuda:LOCAL_RANK, start fewer ranks, or let them "
-                     "share with backend \"cpu\"",
+                     "share with backend \"cpu\" or, from NCCL 2.30 on, with "
+                     "NCCL_MULTI_RANK_GPU_ENABLE=1",
                      cddp__name_rank(g, k).s, cddp__name_rank(g, i).s, all[i].device, all[i].gpu);
     }
   }

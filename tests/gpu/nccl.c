@@ -2500,9 +2500,16 @@ static void test_no_device(void) {
   o->value = "23000";
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_OK, "");
+  setenv("HOSTCUDA_PARTS", "1", 1); /* which are no GPUs of their own to NCCL */
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_OK, "");
   unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
   endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_NCCL, "Set NCCL_MULTI_RANK_GPU_ENABLE=1");
+  unsetenv("HOSTCUDA_PARTS");
+  endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "both have cuda:1");
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_INVALID_ARGUMENT, "NCCL_MULTI_RANK_GPU_ENABLE=1");
   o->environment = NULL;
   endure_on(o, "ab"); /* a cuda:1 each */
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_OK, "");

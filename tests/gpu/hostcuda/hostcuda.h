@@ -16,6 +16,8 @@
      HOSTCUDA_SEED=1             of the pauses and of the order of graph nodes
      HOSTCUDA_DELAY_US=50        the longest pause before an operation of a stream; 0: none
      HOSTCUDA_PROTECT=1          0: device memory is readable by the host
+     HOSTCUDA_PARTS=1            each process has parts of the GPUs (MIG), with uuids of their own;
+                                 NCCL sees the GPUs; unset: whole ones
      HOSTCUDA_FAIL=NAME:N:CODE[@RANK],...
                                  the Nth call of the API function NAME returns CODE (on the rank
                                  whose RANK is in the environment, else on all); NAME "op" is the

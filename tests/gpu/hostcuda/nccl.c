@@ -979,14 +979,21 @@ static uint64_t host_hash(void) {
 
 static ncclResult_t find_duplicates(ncclComm_t c) {
   const seat *s = c->all->seats;
+  const char *several = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   char text[160];
-  int r, q;
-  for (r = 0; r < c->size && getenv("NCCL_MULTI_RANK_GPU_ENABLE") == NULL; r++)
+  int r, q, version = 0;
+  ncclGetVersion(&version);
+  if (version >= 23000 && several != NULL && atoi(several) != 0) return ncclSuccess;
+  snprintf(text, sizeof text,
+           "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to "
+           "enable this configuration.");
+  for (r = 0; r < c->size; r++)
     for (q = 0; q < r; q++) {
       if (s[r].device != s[q].device || s[r].host != s[q].host) continue;
-      snprintf(text, sizeof text,
-               "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", r, q,
-               (unsigned)s[r].device + 1);
+      if (version < 23000)
+        snprintf(text, sizeof text,
+                 "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", r, q,
+                 (unsigned)s[r].device + 1);
       return refuse(ncclInvalidUsage, text);
     }
   return ncclSuccess;
