@@ -597,6 +597,7 @@ static void test_linear(void) {
   compare_linear(blas, 1, 1, 1, false);
   compare_linear(blas, 17, 33, 65, true);
   compare_linear(blas, 40, 10, 5, false);
+  compare_linear(blas, 301, 10, 33, true); /* more rows than the bias sums at once, two blocks */
   CUDA(cddp_cuda_linear(blas, NULL, NULL, NULL, NULL, 0, 3, 4, true, stream));
   CHECK_EQ((int)cublasDestroy(blas), (int)CUBLAS_STATUS_SUCCESS);
 }
