@@ -2866,6 +2866,18 @@ static int fault(cddp_group *g, ordeal *o, fate *f) {
   return 0;
 }
 
+/* Ranks disagree while NCCL's thread has not put the operation on its stream yet, which cudaFree
+   would wait for. The call returns when no kernel will touch its memory any more. */
+static int free_at_once(cddp_group *g, ordeal *o, fate *f) {
+  float *x = (float *)cddp_alloc(g, 4000);
+  (void)o;
+  CHECK_OK(work_on(g, x, 10));
+  hostnccl_late();
+  f->result = cddp_all_reduce(g, x, cddp_rank(g) == 0 ? 10 : 11, CDDP_F32, CDDP_SUM, NULL);
+  cddp_free(g, x);
+  return test_failures != 0;
+}
+
 /* A graph that rank 1 does not launch: no event tells of its operations, the deadline does. */
 static int lone_graph(cddp_group *g, ordeal *o, fate *f) {
   float *x = (float *)cddp_alloc(g, 4000);
@@ -3108,6 +3120,10 @@ static void test_device_failures(void) {
   o->value = "cudaEventQuery:1:700@1";
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "rank 1: cuda:1 failed during the group's");
+  memset(o, 0, sizeof *o);
+  o->fn = free_at_once;
+  endure(o, 2);
+  for (i = 0; i < 2; i++) check_fate(o, i, CDDP_MISMATCH, "ranks disagree");
   memset(o, 0, sizeof *o);
   o->fn = lone_graph;
   o->timeout_s = RANKS_WITHIN(0.5);

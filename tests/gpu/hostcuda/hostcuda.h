@@ -61,6 +61,9 @@ extern "C" {
 uint64_t hostcuda_calls(const char *name);
 int hostcuda_contexts(void);        /* devices on which this process has a context */
 int hostnccl_communicators(void); /* those of this process that have not been reclaimed */
+/* NCCL's thread comes to the process's next collective, of up to 64 KiB, a moment after the abort:
+   the kernel starts all the same, and reads what it is to send. */
+void hostnccl_late(void);
 
 /* What the files of hostcuda share. */
 

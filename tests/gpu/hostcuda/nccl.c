@@ -95,6 +95,7 @@ typedef struct batch { /* what one group enqueues on one communicator and stream
   action *actions;
   int count;
   bool eager; /* in a stream, not in a graph */
+  bool late;  /* see hostnccl_late */
   uint64_t ticket;
 } batch;
 
@@ -113,6 +114,7 @@ static _Thread_local int t_depth;
 static _Thread_local batch *t_batches;
 static _Thread_local ncclResult_t t_failed; /* an operation of this group */
 static int operations, initialised; /* atomic: of this process */
+static int next_late;               /* atomic: see hostnccl_late */
 static char texts[TEXTS][256]; /* so many: one may be read while the next come */
 static unsigned last_text;     /* atomic */
 static pthread_mutex_t living = PTHREAD_MUTEX_INITIALIZER; /* guards comms and jobs */
@@ -159,10 +161,13 @@ static bool aborted(ncclComm_t c) { /* or the one that it is being split from */
          (c->parent != NULL && __atomic_load_n(&c->parent->aborted, __ATOMIC_ACQUIRE));
 }
 
-static void nap(void) {
-  struct timespec t = {0, 20000};
+static void pause_for(long nanoseconds) {
+  struct timespec t = {0, 0};
+  t.tv_nsec = nanoseconds;
   nanosleep(&t, NULL);
 }
+
+static void nap(void) { pause_for(20000); }
 
 /* Whether HOSTNCCL_FAIL names this kind of failure for the nth event; *code is its third field. */
 static bool told(const char *kind, int nth, int *code) {
@@ -318,9 +323,7 @@ static void end_job(job *j, ncclResult_t r) {
 
 static void *run_job(void *arg) {
   job *j = (job *)arg;
-  struct timespec t = {0, 0};
-  t.tv_nsec = (long)j->pause;
-  nanosleep(&t, NULL);
+  pause_for((long)j->pause);
   end_job(j, j->run(j));
   return NULL;
 }
@@ -674,6 +677,7 @@ static void run_batch(void *arg) {
   while (c->busy || (b->eager && c->head != b->ticket)) pthread_cond_wait(&c->changed, &c->lock);
   c->busy = true;
   pthread_mutex_unlock(&c->lock);
+  if (b->late) give(c, &b->actions[0], 0, b->actions[0].count);
   for (i = 0; i < b->count && !aborted(c) && survives(c); i++)
     if (b->actions[i].kind < SEND) run_collective(c, &b->actions[i]);
   run_transfers(b);
@@ -752,12 +756,18 @@ static ncclResult_t connect_group(const batch *first) {
 }
 
 static ncclResult_t run_group(job *j) {
-  ncclResult_t r = connect_group(j->batches);
+  bool late = __atomic_exchange_n(&next_late, 0, __ATOMIC_SEQ_CST) != 0;
+  ncclResult_t r = late ? ncclSuccess : connect_group(j->batches);
   int was = hostcuda_device();
   batch *b, *next;
+  if (late) {
+    hang(j->comms[0]);
+    pause_for(100000000);
+  }
   for (b = j->batches; b != NULL; b = next) {
     next = b->next;
-    if (aborted(b->comm)) r = ncclInternalError;
+    b->late = late;
+    if (aborted(b->comm) && !late) r = ncclInternalError;
     if (r == ncclSuccess) r = enqueue(b);
     else drop_batch(b);
   }
@@ -1200,6 +1210,8 @@ static ncclComm_t next_orphan(ncclComm_t c) {
   pthread_mutex_unlock(&living);
   return o;
 }
+
+void hostnccl_late(void) { __atomic_store_n(&next_late, 1, __ATOMIC_SEQ_CST); }
 
 int hostnccl_communicators(void) {
   ncclComm_t c;
