@@ -14187,9 +14187,10 @@ static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent
   double start = cddp__now();
   cudaError_t e;
   cddp_result r;
-  while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady)
+  while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady) {
+    (void)cudaGetLastError(); /* this counts as one */
     if ((r = cddp__device_turn(p, start, "work on the stream", "")) != CDDP_OK) return r;
-  (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+  }
   if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
   return cddp__cuda_result(e, "work on the group's stream");
 }
@@ -14516,7 +14517,7 @@ static bool cddp__device_done(cddp_work *w) {
   if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
   if (w->event == NULL || cddp__load32(&w->group->block->broken) != 0) return true;
   e = cudaEventQuery((cudaEvent_t)w->event);
-  if (e == cudaErrorNotReady) (void)cudaGetLastError();
+  if (e != cudaSuccess) (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
   return e != cudaErrorNotReady;
 }
 

@@ -1370,6 +1370,10 @@ static int stream_order(cddp_group *g, void *arg) {
     check_fill(g, y, N, 2.0 * n);
     check_in_place(g, s);
   }
+  CHECK(cudaStreamSynchronize(s) == cudaSuccess);
+  CHECK(cudaSetDevice(99) == cudaErrorInvalidDevice);
+  CHECK_OK(cddp_synchronize(g)); /* finds the stream empty, and leaves the program its error */
+  CHECK(cudaGetLastError() == cudaErrorInvalidDevice);
   cddp_set_stream(g, NULL);
   cudaStreamDestroy(s);
   cudaFree(y);
