@@ -243,8 +243,7 @@ typedef struct cddp_group_desc {
                      Rank 0 listens at MASTER_ADDR:MASTER_PORT until all have met (on all addresses
                      of its host if that name means loopback there, as Debian's 127.0.1.1); while
                      its group lives the system gives the port to nobody else.
-                     On a host without any network, loopback included, a MASTER_ADDR of loopback
-                     is good all the same: no port is used then.
+                     Ranks of one host need no network for that, not even loopback.
                      The variables of srun and mpirun (Open MPI, MPICH, Intel MPI) work too. On one
                      host their ranks meet without a port. On several, srun's meet at the step's
                      first node, on a port derived from job and step unless MASTER_PORT is set
@@ -4855,28 +4854,6 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
                     text);
 }
 
-/* Ranks that meet at a loopback address are all on this host. Where not even that is up, as in
-   some sandboxes, they meet at a Unix socket that is named after the port. */
-static void cddp__without_loopback(cddp__place *at) {
-  cddp__address a[CDDP__ADDRESSES_MAX];
-  char host[256];
-  int port, n = 0, i, fd;
-  bool up = at->client_only || strncmp(at->init_method, "tcp://", 6) != 0 ||
-            cddp__host_port(at->init_method + 6, host, &port) != CDDP_OK ||
-            (strncmp(host, "127.", 4) != 0 && strcmp(host, "localhost") != 0 &&
-             strcmp(host, "::1") != 0) ||
-            cddp__resolve(host, port, a, &n) != CDDP_OK;
-  for (i = 0; i < n && !up; i++) { /* a datagram socket asks for the route; nothing is sent */
-    fd = socket(a[i].sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    up = fd >= 0 && (connect(fd, &a[i].any, a[i].size) == 0 || errno != ENETUNREACH);
-    cddp__close_fd(&fd);
-  }
-  if (up) return;
-  cddp__close_fd(&at->listen_fd);
-  snprintf(at->init_method, sizeof at->init_method, "unix://cddp-%u-port-%d", (unsigned)geteuid(),
-           port);
-}
-
 static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   const char *method = d->init_method ? d->init_method : "env://",
              *run = cddp__env("TORCHELASTIC_RUN_ID"),
@@ -4906,7 +4883,6 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
     snprintf(at->run, sizeof at->run, "cddp/%.80s/%.20s", run ? run : "0", restart ? restart : "0");
   if (strcmp(method, "env://") == 0) {
     r = cddp__env_master(at, key); /* a rank alone needs it only to be joined */
-    cddp__without_loopback(at);
     return at->world_size > 1 || at->joins ? r : CDDP_OK;
   }
   if ((strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0 &&
@@ -4917,7 +4893,6 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
                       "file:///absolute/path, or longer than %zu bytes",
                       method, sizeof at->init_method - 1);
   snprintf(at->init_method, sizeof at->init_method, "%s", method);
-  cddp__without_loopback(at);
   return CDDP_OK;
 }
 CDDP__COLD_END
