@@ -1909,6 +1909,7 @@ typedef struct cddp__board {
   cddp__atomic_u64 published; /* weights, states and what follows are those before this step */
   double lr;                  /* see cddp__publish_model */
   float updates;
+  int32_t state_count;        /* of each parameter */
   cddp__atomic_u32 changes;  /* bumped by whoever changed what others may wait for; futex */
   cddp__atomic_u32 sleepers; /* threads asleep until it changes */
   cddp__cause failure;       /* of the model, on all ranks */
@@ -1951,7 +1952,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__crew *crew;               /* or (not NULL) meet by messages */
   cddp_optim *optim; /* elastic: that steps the model; NULL: none yet; if this rank has joined, */
   double lr;         /* this is what it gets, */
-  float updates;     /* as if it had made so many; 0: none, or nothing is to be taken over */
+  float updates;     /* as if it had made so many; 0: none, or nothing is to be taken over; */
+  int state_count;   /* and had so many states of each parameter */
   void *side;              /* on a device: the stream on which buckets are reduced */
   cddp__call *calls;       /* there: [count + buffers] scratch; lock, or the thread that steps */
   cddp_segment *segments;  /* there: [count] scratch, likewise */
@@ -17874,7 +17876,6 @@ struct cddp__crew {
   int silent;                   /* place of a member whose host did not answer; -1: none */
   bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
   char *states;                 /* cddp_optim: the others' states, where the gradients are */
-  int state_count;
 };
 
 /* What a rank says of itself when ranks meet. A byte for each shard follows: 1, it has its sum.
@@ -18742,7 +18743,7 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
     return r;
   }
   c->states = states;
-  c->state_count = from->state_count;
+  d->state_count = from->state_count;
   d->updates = from->updates;
   for (i = 0; i < d->count; i++)
     memcpy(&d->tensors[i].inherited,
@@ -18895,10 +18896,6 @@ static cddp_result cddp__crew_adopt(cddp_ddp *d, cddp_optim *o) {
   cddp__crew *c = d->crew;
   cddp_result r = CDDP_OK;
   int i;
-  if (d->updates > 0 && o->states != c->state_count)
-    return cddp__fail(CDDP_MISMATCH,
-                      "the cddp_optim of rank %d has %d states of each parameter, those of the job "
-                      "have %d", d->group->rank, o->states, c->state_count);
   for (i = 0; r == CDDP_OK && d->updates > 0 && i < o->count; i++) {
     o->steps[i] = d->tensors[i].inherited;
     o->fresh[i] = o->steps[i] == 0;
@@ -19143,6 +19140,7 @@ typedef struct cddp__elastic_call {
   uint64_t steps;   /* cddp_ddp_steps before it */
   double lr;        /* of the cddp_optim */
   float updates;    /* that the cddp_optim has made when this one is done */
+  int32_t state_count; /* of each parameter */
 } cddp__elastic_call;
 
 /* shared: memory that whichever rank needs it uses again; it may be another's, and that dead. */
@@ -19964,6 +19962,7 @@ static void cddp__publish_model(cddp_ddp *d) {
     (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, true);
   cddp__publish_counts(d, o, e->step - 1, 0);
   e->board->updates = o != NULL ? cddp__most_steps(o) : 0;
+  e->board->state_count = o != NULL ? o->states : 0;
   e->board->lr = o != NULL ? o->desc.lr : 0;
   CDDP__POINT("elastic publish");
   cddp__store64(&e->board->published, e->step);
@@ -20254,6 +20253,7 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   c->steps = d->steps;
   c->lr = s != NULL ? s->desc.lr : 0;
   c->updates = s != NULL ? cddp__most_steps(s) + 1 : 0;
+  c->state_count = s != NULL ? s->states : 0;
   if (s != NULL) cddp__publish_counts(d, s, e->step, 1);
   c->fp_mode = cddp__fp_mode();
   cddp__exchange32(&mine->inside, 1);
@@ -20380,6 +20380,10 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
   cddp__elastic *e = d->elastic;
   cddp_result r = CDDP_OK;
   int i;
+  if (d->updates > 0 && o->states != d->state_count)
+    return cddp__fail(CDDP_MISMATCH,
+                      "the cddp_optim of rank %d has %d states of each parameter, those of the job "
+                      "have %d", d->group->rank, o->states, d->state_count);
   if (d->optim != NULL) d->optim->known = NULL;
   d->optim = o;
   o->known = &d->optim;
@@ -20396,8 +20400,9 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
     if (o->steps[i] > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
   }
   if (r == CDDP_OK && d->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
-    (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
+    r = cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
   e->inherits = 0;
+  d->updates = 0;
   return r;
 }
 
@@ -20585,6 +20590,7 @@ static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
   memset(&w, 0, sizeof w);
   e->inherits = c->kind;
   d->updates = c->updates;
+  d->state_count = c->state_count;
   d->lr = c->lr;
   d->steps = c->steps + 1;
   while (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT &&
@@ -20607,6 +20613,7 @@ static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
   }
   if (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT) {
     d->updates = e->board->updates;
+    d->state_count = e->board->state_count;
     d->lr = e->board->lr;
   }
   if (r == CDDP_OK) cddp__inherit_counts(d);

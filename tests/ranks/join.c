@@ -463,6 +463,7 @@ typedef struct half_model {
 
 typedef struct half_kind {
   bool joins, fused;
+  bool other; /* who joins has another optimizer than the job, and leaves */
 } half_kind;
 
 static void half_params(cddp_param *p) {
@@ -506,9 +507,11 @@ static void half_save(const char *path) {
   free(p.grad);
 }
 
-static cddp_result half_open(half_model *m, int rank, bool joins) {
+static cddp_result half_open(half_model *m, int rank, const half_kind *kind) {
+  bool joins = kind->joins;
   cddp_ddp_desc desc;
   cddp_adamw_desc o;
+  cddp_sgd_desc sgd;
   cddp_checkpoint_desc file;
   cddp_result r;
   size_t i;
@@ -516,6 +519,7 @@ static cddp_result half_open(half_model *m, int rank, bool joins) {
   memset(m, 0, sizeof *m);
   memset(&desc, 0, sizeof desc);
   memset(&o, 0, sizeof o);
+  memset(&sgd, 0, sizeof sgd);
   memset(&file, 0, sizeof file);
   ranks_environment(rank, 2, shared->port);
   setenv("CDDP_TIMEOUT_S", "20", 1);
@@ -530,9 +534,10 @@ static cddp_result half_open(half_model *m, int rank, bool joins) {
   desc.shards = 3;
   desc.elastic = true;
   if ((r = cddp_ddp_create(&m->ddp, m->g, m->p, HALVES, &desc)) != CDDP_OK) return r;
-  o.lr = 0.01;
+  sgd.lr = o.lr = 0.01;
   o.master_weights = true;
-  o.ddp = m->ddp;
+  sgd.ddp = o.ddp = m->ddp;
+  if (kind->other && joins) return cddp_sgd_create(&m->optim, m->p, HALVES, &sgd);
   r = cddp_adamw_create(&m->optim, m->p, HALVES, &o);
   file.optim = m->optim;
   file.partial = true;
@@ -572,11 +577,17 @@ static int half_life(int rank, void *arg) {
   const half_kind *kind = (const half_kind *)arg;
   bool counted = false;
   half_model m;
-  cddp_result r = half_open(&m, rank, kind->joins);
+  cddp_result r = half_open(&m, rank, kind);
   float say[2] = {0, 0}; /* to stop; a hash, which all must have */
   uint64_t hash;
   int k;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (kind->other && kind->joins) {
+    CHECK_EQ(r, CDDP_MISMATCH);
+    CHECK(strstr(cddp_error(), "rank 2 has 0 states of each parameter, those of the job have 3"));
+    bump(&shared->joined);
+    goto leave;
+  }
   if (r == CDDP_OK && !kind->joins) bump(&shared->running);
   while (r == CDDP_OK && say[0] == 0) {
     if ((r = half_step(&m, kind->fused)) != CDDP_OK) break;
@@ -584,6 +595,11 @@ static int half_life(int rank, void *arg) {
     say[0] = (float)look(&shared->stop);
     say[1] = (float)(hash >> 44);
     r = cddp_all_reduce(cddp_ddp_group(m.ddp), say, 2, CDDP_F32, CDDP_MAX, NULL);
+    if (kind->other && r == CDDP_PEER_LOST) {
+      say[0] = 0;
+      r = CDDP_OK;
+      continue;
+    }
     CHECK(say[1] == (float)(hash >> 44));
     if (kind->joins && !counted) bump(&shared->joined);
     counted = true;
@@ -594,6 +610,7 @@ static int half_life(int rank, void *arg) {
     CHECK_IS(cddp_optim_write_copies(m.optim), CDDP_UNSUPPORTED);
     CHECK_OK(half_step(&m, false));
   }
+leave:
   cddp_optim_destroy(m.optim);
   cddp_ddp_destroy(m.ddp);
   for (k = 1; m.g != NULL && k < HALVES; k++) cddp_free(m.g, m.p[k].data);
@@ -601,7 +618,8 @@ static int half_life(int rank, void *arg) {
   return 0;
 }
 
-static void test_changed_weights(void) {
+/* Ranks of a job in which each changes its weights by hand; another one joins. */
+static void half_job(bool other) {
   double until;
   pid_t pids[3];
   int status[3], hosts, i;
@@ -611,6 +629,7 @@ static void test_changed_weights(void) {
     if (hosts / 2) setenv("TEST_HOSTS", "ab", 1);
     memset(shared, 0, sizeof *shared);
     first.fused = hosts % 2 != 0;
+    first.other = other;
     joins = first;
     joins.joins = true;
     snprintf(shared->text, sizeof shared->text, "/tmp/cddp-join-%d.safetensors", (int)getpid());
@@ -622,13 +641,17 @@ static void test_changed_weights(void) {
     pids[2] = ranks_fork(half_life, 2, &joins);
     while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
     CHECK_EQ(look(&shared->joined), 1);
+    if (other) ranks_join(pids + 2, 1, RANKS_WITHIN(10.0), status + 2);
     __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
-    ranks_join(pids, 3, RANKS_WITHIN(10.0), status);
+    ranks_join(pids, other ? 2 : 3, RANKS_WITHIN(10.0), status);
     for (i = 0; i < 3; i++) CHECK_EQ(status[i], 0);
     unlink(shared->text);
   }
   unsetenv("TEST_HOSTS");
 }
+
+static void test_changed_weights(void) { half_job(false); }
+static void test_other_optimizer(void) { half_job(true); }
 
 int main(void) {
   shared = (board *)ranks_shared(sizeof *shared);
@@ -641,5 +664,6 @@ int main(void) {
   RUN(test_hosts);
   RUN(test_master_gone);
   RUN(test_changed_weights);
+  RUN(test_other_optimizer);
   return TEST_END();
 }
