@@ -21112,6 +21112,13 @@ static size_t cddp__json_numbers(cddp__json *j, uint64_t *v, size_t max) {
 
 /* --- reading a header --- */
 
+static const cddp__st_type *cddp__st_type_named(const char *name) {
+  int i;
+  for (i = 0; i < CDDP__ST_TYPES; i++)
+    if (strcmp(cddp__st_types[i].name, name) == 0) return &cddp__st_types[i];
+  return NULL;
+}
+
 /* Elements and bytes of a shape, multiplied from left to right; false: beyond 64 bits, or a part of
    a byte. */
 static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *elements,
@@ -21134,7 +21141,6 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
   uint64_t *shape = f->next_shape, offsets[2] = {0, 0};
   size_t n, ends = 0;
   unsigned k, seen = 0;
-  int i;
   memset(t, 0, sizeof *t);
   for (n = 0; cddp__json_item(j, "{}", n, "a tensor's object"); n++) {
     const char *key = cddp__json_key(j);
@@ -21143,12 +21149,8 @@ static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name
       cddp__json_fail(j, cddp__words("\"%.60s\" is no field of a tensor in this format", key).s);
     else if ((seen & 1u << k) != 0)
       cddp__json_fail(j, cddp__words("%s comes twice", key).s);
-    if (k == 0) {
-      const char *dtype = cddp__json_string(j);
-      for (i = 0; i < CDDP__ST_TYPES && strcmp(cddp__st_types[i].name, dtype) != 0; i++) {}
-      if (i == CDDP__ST_TYPES) cddp__json_fail(j, "its dtype is not one of the format's");
-      else type = &cddp__st_types[i];
-    }
+    if (k == 0 && (type = cddp__st_type_named(cddp__json_string(j))) == NULL)
+      cddp__json_fail(j, "its dtype is not one of the format's");
     if (k == 1) t->dims = (int)cddp__json_numbers(j, shape, CDDP__DIMS_MAX);
     if (k == 2) ends = cddp__json_numbers(j, offsets, 2);
     seen |= 1u << k;
