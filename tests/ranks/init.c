@@ -820,34 +820,6 @@ static void test_few_descriptors(void) {
   CHECK(named >= 20); /* those that came before the first one had no descriptor left */
 }
 
-static int sum_of_ones(int rank, void *arg) {
-  float one = 1;
-  cddp_group *g;
-  (void)rank, (void)arg;
-  CHECK_OK(cddp_init(&g, NULL));
-  if (g != NULL) CHECK_OK(cddp_all_reduce(g, &one, 1, CDDP_F32, CDDP_SUM, NULL));
-  if (g != NULL) CHECK_EQ(one, cddp_world_size(g));
-  cddp_destroy(g);
-  return test_failures != 0;
-}
-
-/* Ranks of one host need no network: not even loopback is up. */
-static int without_network(int rank, void *arg) {
-  (void)rank, (void)arg;
-  if (unshare(CLONE_NEWNET) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0) return 77;
-  setenv("CDDP_TIMEOUT_S", "20", 1);
-  CHECK_OK(cddp_spawn(sum_of_ones, NULL, 3));
-  return test_failures != 0;
-}
-
-static void test_no_network(void) {
-  int status;
-  pid_t pid = ranks_fork(without_network, 0, NULL);
-  ranks_join(&pid, 1, 60, &status);
-  if (status == 77 << 8) fprintf(stderr, "  no right to make a network namespace: left out\n");
-  else CHECK_EQ(status, 0);
-}
-
 /* What ranks share fits any file size limit that has room for it. */
 static void test_file_size_limit(void) {
   static const rlim_t sizes[] = {(rlim_t)95 << 30, 100000000, 65536};
@@ -1236,7 +1208,6 @@ int main(void) {
   RUN(test_secret_is_named);
   RUN(test_one_connection);
   RUN(test_few_descriptors);
-  RUN(test_no_network);
   RUN(test_file_size_limit);
   RUN(test_descriptors);
   RUN(test_denied_calls);
