@@ -885,8 +885,9 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
-/* Frees d; gradients that cddp_ddp_create placed are gone and their pointers set to NULL. Local.
-   NULL is fine. */
+/* Frees d; gradients that cddp_ddp_create placed are gone and their pointers set to NULL. A
+   cddp_optim may go on, with another cddp_ddp on the same params say: it has all of its states. They
+   begin anew, and masters as the weights are, if d had failed or was elastic. Local. NULL is fine. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 struct cddp_sgd_desc {
@@ -4926,7 +4927,7 @@ enum cddp__extent_use {
 };
 
 /* A piece of a rank's window, or (threads) of plain memory. Owned by cddp__host; a peer's is mapped
-   here. The last three are of own ones. */
+   here. The last four are of own ones. */
 typedef struct cddp__extent {
   uint64_t base;       /* offset in the memfd, bytes */
   uint64_t size;       /* bytes, whole pages */
@@ -4936,6 +4937,7 @@ typedef struct cddp__extent {
   bool dirty;      /* free, and its old bytes are still there */
   bool is_private; /* this process has a copy of its own, peers see the old memory; its place is not
                       used again */
+  const void *block; /* goes with this control block, which is in an own extent; NULL: by itself */
 } cddp__extent;
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
@@ -5043,23 +5045,34 @@ static void cddp__populate(char *address, uint64_t size, bool shared) {
   madvise(address, (size_t)whole, MADV_COLLAPSE);
 }
 
-/* Zeroed memory of this rank's window. First it gives back the control blocks of groups that all
-   ranks of this host have left. */
-static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_use use) {
-  size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
-  cddp__extent *e, *end;
-  char *address = NULL;
-  if (bytes > SIZE_MAX / 4) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
-    return NULL;
-  }
+/* Gives back the control blocks of groups that all ranks of this host have left, and what goes with
+   them. */
+static void cddp__arena_reap(cddp__host *h) {
+  cddp__extent *e, *k, *end;
   pthread_mutex_lock(&h->lock);
   for (e = cddp__own_extents(h, &end); e < end; e++) {
     const cddp__control_block *b = (const cddp__control_block *)(const void *)e->address;
     bool block = e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_BOARD;
     uint32_t size = b != NULL && block ? cddp__load32(&b->size) : 0;
-    if (size != 0 && cddp__load32(&b->left) == size) cddp__extent_release(h, e);
+    if (size == 0 || cddp__load32(&b->left) != size) continue;
+    for (k = cddp__own_extents(h, &end); k < end; k++)
+      if (k->address != NULL && k->block == b) cddp__extent_release(h, k);
+    cddp__extent_release(h, e);
   }
+  pthread_mutex_unlock(&h->lock);
+}
+
+/* Zeroed memory of this rank's window. */
+static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_use use) {
+  size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
+  cddp__extent *e;
+  char *address = NULL;
+  if (bytes > SIZE_MAX / 4) {
+    cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
+    return NULL;
+  }
+  cddp__arena_reap(h);
+  pthread_mutex_lock(&h->lock);
   e = cddp__extent_place(h, cddp__round_up(bytes ? bytes : 1, page));
   if (e != NULL && (address = cddp__map_memory(h->fd, e->base, e->size)) == NULL)
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
@@ -5068,6 +5081,7 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
     if (e->dirty) memset(address, 0, (size_t)e->size); /* or a block's old rounds would seem new */
     e->dirty = false;
     e->use = use;
+    e->block = NULL;
     e->address = address;
     e->generation = ++h->generation;
   }
@@ -5123,6 +5137,15 @@ static bool cddp__arena_free(cddp__host *h, void *p) { /* false: it is not this 
   if (e != NULL) cddp__extent_release(h, e);
   pthread_mutex_unlock(&h->lock);
   return e != NULL;
+}
+
+/* Frees p as soon as all ranks of this host have left the group whose control block that is, which
+   is this rank's: until then they may read from it. */
+static void cddp__arena_free_with(cddp__host *h, void *p, const void *block) {
+  cddp__extent *e;
+  pthread_mutex_lock(&h->lock);
+  if (p != NULL && (e = cddp__extent_of(h, p)) != NULL) e->block = block;
+  pthread_mutex_unlock(&h->lock);
 }
 
 /* How peers find bytes at p; kind NONE when they cannot. */
@@ -16299,6 +16322,20 @@ static cddp_result cddp__share_gather(cddp__share *h) {
   return r;
 }
 
+/* Local: the model goes, the optimizer may go on. Its states become whole again; if the model has
+   failed some may be half stepped, of elastic ranks others may be stepping them: it begins anew. */
+static void cddp__share_leave(cddp__share *h) {
+  cddp_ddp *d = h->ddp;
+  cddp_optim *o = h->optim;
+  bool lost = d->elastic != NULL || cddp__has_cause(&d->failure) ||
+              cddp__unshare_states(d, o) != CDDP_OK;
+  if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
+  if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
+  cddp__arena_free_with(d->group->host, h->mine, d->control->block); /* others may still copy */
+  h->mine = NULL;
+  cddp__share_free(o);
+}
+
 /* A walk through a part of the model, block by block: for its mean, or for new weights. */
 enum { CDDP__PASS_MEANS, CDDP__PASS_WEIGHTS };
 typedef struct cddp__pass {
@@ -17555,11 +17592,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   if (d->optim != NULL) d->optim->known = NULL;
-  while (d->shares != NULL) {
-    cddp_optim *s = d->shares->optim; /* its states go with the share: it starts anew */
-    memset(s->steps, 0, (size_t)s->count * sizeof *s->steps);
-    cddp__share_free(s);
-  }
+  while (d->shares != NULL) cddp__share_leave(d->shares);
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__PLACED) d->params[i].grad = NULL;
   if (d->memory->free != NULL) d->memory->free(d);
@@ -17568,6 +17601,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   if (d->control != NULL) cddp__group_leave(d->control);
   cddp__arena_free(h, d->arena);
   cddp__arena_free(h, d->scratch);
+  cddp__arena_reap(h);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
   cddp__free(a, d); /* and its arrays */

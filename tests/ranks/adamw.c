@@ -787,6 +787,78 @@ static int run_refused(cddp_group *g, void *arg) {
   return test_failures != 0;
 }
 
+/* A cddp_optim goes on when its model is made anew, as if nothing had been: kind 0 is SGD with
+   momentum, 1 AdamW, 2 AdamW with masters. With a model that has failed it begins anew, and masters
+   as the weights are. */
+enum { NEXT_COUNT = 5000 };
+
+static int next_step(cddp_group *g, cddp_param *p, cddp_ddp *ddp, cddp_optim *o, int t) {
+  size_t i;
+  for (i = 0; i < NEXT_COUNT; i++)
+    ranks_put(p->grad, p->dtype, i, ranks_mix((uint64_t)t, (uint64_t)cddp_rank(g), i));
+  CHECK_OK(cddp_ddp_ready(ddp, 0));
+  CHECK_OK(cddp_ddp_step(ddp, o));
+  return test_failures != 0;
+}
+
+static int run_next_model(cddp_group *g, void *arg) {
+  int kind = *(const int *)arg, k, t;
+  cddp_dtype dtype = kind == 2 ? CDDP_BF16 : CDDP_F32;
+  size_t bytes = NEXT_COUNT * cddp_dtype_size(dtype), i;
+  cddp_param p[2];
+  cddp_ddp *ddp[2];
+  cddp_optim *o[2];
+  cddp_adamw_desc a;
+  cddp_sgd_desc s;
+  memset(p, 0, sizeof p);
+  memset(&a, 0, sizeof a);
+  memset(&s, 0, sizeof s);
+  a.lr = s.lr = 0.01;
+  a.master_weights = kind == 2;
+  s.momentum = 0.9;
+  for (k = 0; k < 2; k++) {
+    p[k].name = "w";
+    p[k].data = calloc(1, bytes);
+    p[k].count = NEXT_COUNT;
+    p[k].dtype = dtype;
+    for (i = 0; i < NEXT_COUNT; i++) ranks_put(p[k].data, dtype, i, ranks_mix(7, 7, i));
+    CHECK_OK(cddp_ddp_create(&ddp[k], g, &p[k], 1, NULL));
+    if (kind == 0) CHECK_OK(cddp_sgd_create(&o[k], &p[k], 1, &s));
+    else CHECK_OK(cddp_adamw_create(&o[k], &p[k], 1, &a));
+  }
+  for (t = 0; t < 6; t++) {
+    if (t == 3) {
+      cddp_ddp_destroy(ddp[0]);
+      CHECK_OK(cddp_ddp_create(&ddp[0], g, &p[0], 1, NULL));
+    }
+    for (k = 0; k < 2; k++) next_step(g, &p[k], ddp[k], o[k], t);
+    CHECK(memcmp(p[0].data, p[1].data, bytes) == 0);
+  }
+  CHECK_OK(cddp_ddp_ready(ddp[0], 0));
+  CHECK_IS(cddp_ddp_ready(ddp[0], 0), CDDP_INVALID_ARGUMENT);
+  CHECK(cddp_ddp_step(ddp[0], o[0]) != CDDP_OK);
+  cddp_ddp_destroy(ddp[0]);
+  CHECK_OK(cddp_ddp_create(&ddp[0], g, &p[0], 1, NULL));
+  CHECK_OK(cddp_optim_set_lr(o[0], 0));
+  next_step(g, &p[0], ddp[0], o[0], t);
+  CHECK(memcmp(p[0].data, p[1].data, bytes) == 0);
+  for (k = 0; k < 2; k++) {
+    cddp_ddp_destroy(ddp[k]);
+    cddp_optim_destroy(o[k]);
+    free(p[k].data);
+  }
+  return test_failures != 0;
+}
+
+static void test_next_model(void) {
+  int kind, n;
+  for (kind = 0; kind < 3; kind++)
+    for (n = 1; n <= 3; n++) {
+      CHECK_OK(ranks_run(run_next_model, &kind, n, false));
+      CHECK_OK(ranks_run(run_next_model, &kind, n, true));
+    }
+}
+
 static void test_refused(void) { CHECK_OK(ranks_run(run_refused, NULL, 2, false)); }
 
 int main(void) {
@@ -803,6 +875,7 @@ int main(void) {
   RUN(test_clip);
   RUN(test_norm);
   RUN(test_clip_refused);
+  RUN(test_next_model);
   RUN(test_refused);
   return TEST_END();
 }
