@@ -885,9 +885,9 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
-/* Frees d; gradients that cddp_ddp_create placed are gone and their pointers set to NULL. A
-   cddp_optim may go on, with another cddp_ddp on the same params say: it has all of its states. They
-   begin anew, and masters as the weights are, if d had failed or was elastic. Local. NULL is fine. */
+/* Frees d; gradients that cddp_ddp_create placed are gone and their pointers set to NULL. Local.
+   NULL is fine. A cddp_optim may go on, with another cddp_ddp on the same params say: it has all
+   states. They begin anew, and masters as the weights are, if d had failed or was elastic. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 struct cddp_sgd_desc {
@@ -3002,6 +3002,19 @@ static void cddp__close_fd(int *fd) {
   *fd = -1;
 }
 
+/* The same file by a number above 2; -1 and errno if there is none. A program that was started with
+   stdin, stdout or stderr closed may still print: that must not go to a peer, or into the memory of
+   the ranks. */
+static int cddp__above_stdio(int fd) {
+  int low = fd, error;
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  fd = fcntl(low, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  error = errno;
+  close(low);
+  errno = error;
+  return fd;
+}
+
 /* Waits until poll(2) has something to say about fd. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
@@ -3093,6 +3106,7 @@ static ssize_t cddp__pass_fds(int fd, void *data, size_t n, int *fds, bool out) 
   cddp__close_fd(&fds[1]);
   memcpy(fds, CMSG_DATA(&control.head),
          cddp__min(control.head.cmsg_len - CMSG_LEN(0), 2 * sizeof *fds));
+  for (count = 0; count < 2; count++) fds[count] = cddp__above_stdio(fds[count]);
   return done;
 }
 
@@ -3259,9 +3273,15 @@ static int cddp__stream_ready(int fd) {
   return peer[1] == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN;
 }
 
+/* A non-blocking socket, or -1 and errno. */
+static int cddp__socket(int family, int type) {
+  return cddp__above_stdio(socket(family, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+}
+
 /* The next connection of a listening socket, without blocking, or -1 and errno. */
 static int cddp__accept(int listener) {
-  return (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  return cddp__above_stdio(
+      (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
 }
 
 /* A TCP connection to a port of this host where nobody listens may, when that port is also picked
@@ -3277,7 +3297,7 @@ static bool cddp__connected_to_itself(int fd) {
 
 /* One attempt. Returns 0, CDDP__FOREIGN or an errno; *out is a non-blocking socket, or -1. */
 static int cddp__connect_address(const cddp__address *a, double deadline, int *out) {
-  int error = 0, fd = socket(a->sa.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  int error = 0, fd = cddp__socket(a->sa.ss_family, SOCK_STREAM);
   socklen_t size = sizeof error;
   *out = fd;
   if (fd < 0) return errno;
@@ -3298,7 +3318,7 @@ static int cddp__connect_address(const cddp__address *a, double deadline, int *o
 /* A listening socket. Returns 0 or an errno. "::" serves IPv4 too, any other IPv6 address only
    itself. */
 static int cddp__listen_address(const cddp__address *a, int *out) {
-  int on = 1, error, fd = socket(a->sa.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  int on = 1, error, fd = cddp__socket(a->sa.ss_family, SOCK_STREAM);
   *out = fd;
   if (fd < 0) return errno;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -3990,7 +4010,7 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
   if (!spare || pending >= CDDP__PENDING_MAX) {
     room = oldest != NULL;
     if (room) cddp__conn_kill(v, oldest);
-    low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1) : -1;
     if (low >= 0) close(fd), fd = low;
   }
   c = NULL;
@@ -4276,13 +4296,13 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
                    "elsewhere over TCP");
   } else {
     v->fd_count = 1;
-    fds[0] = fcntl(o->listen_fd, F_DUPFD_CLOEXEC, 0);
+    fds[0] = fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
     if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
         !cddp__local_address(fds[0], &s->addresses[0]))
       r = cddp__fail_errno("the launcher's listening socket");
   }
-  v->fds[0] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  v->epoll = epoll_create1(EPOLL_CLOEXEC);
+  v->fds[0] = cddp__above_stdio(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  v->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   v->fd_count++;
   if (r == CDDP_OK) r = cddp__random(&v->map.seed, sizeof v->map.seed);
   for (i = 0; i < v->fd_count; i++) {
@@ -4420,7 +4440,7 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
 static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
   bool may_serve = o->desc.is_server || o->elect, locked, named;
-  int fd = open(s->name, flags, 0600), i;
+  int fd = cddp__above_stdio(open(s->name, flags, 0600)), i;
   cddp__file_record record;
   cddp_result r = CDDP_OK;
   if (fd < 0)
@@ -7617,7 +7637,7 @@ static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   const cddp__home *home = &n->homes[peer];
   cddp__address a = cddp__internet_address(&n->hosts[home->host].address),
                 here = cddp__internet_address(&n->hosts[n->host].address);
-  int fd = socket(a.sa.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  int fd = cddp__socket(a.sa.ss_family, SOCK_STREAM);
   cddp__link *l = fd < 0 ? NULL : cddp__link_new(n, fd, purpose, CDDP__UNANSWERED_S);
   *out = l;
   if (fd < 0) return cddp__fail_errno("socket");
@@ -8831,7 +8851,8 @@ static cddp_result cddp__make_memory(cddp__host *h) {
                       "the file size limit of %llu bytes (ulimit -f) is too small for the memory "
                       "that %d ranks share; raise it: ulimit -f unlimited",
                       (unsigned long long)limit.rlim_cur, h->size);
-  h->fd = (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */);
+  h->fd = cddp__above_stdio(
+      (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */));
   if (h->fd < 0)
     return cddp__fail(CDDP_SYSTEM,
                       "memfd_create: %s: the ranks of a host share memory by it. If a container "
@@ -9435,10 +9456,11 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
     /* For cddp__wait_tick. Where seccomp forbids pidfd_open, only its parent may know its end. */
     next = (h->index + 1) % h->size;
     if (next != h->index)
-      h->pidfds[next] = (int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u);
+      h->pidfds[next] =
+          cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u));
     /* The store's port is held, without listening, while the group lives: else the system might
        give it to the next job that asks for a free one, which would seem to be a second one. */
-    if (s != NULL) h->port = fcntl(s->fds[1], F_DUPFD_CLOEXEC, 0);
+    if (s != NULL) h->port = fcntl(s->fds[1], F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
     if (h->port >= 0) cddp__own_socket(h->port);
   }
   cddp__rendezvous_free(&v); /* the server stops listening */
@@ -11033,8 +11055,8 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   x->net = net;
   x->pass = 1;
   x->mailbox.end = &x->mailbox.first;
-  x->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  x->epoll = epoll_create1(EPOLL_CLOEXEC);
+  x->bell = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  x->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   memset(&event, 0, sizeof event);
   event.events = EPOLLIN | EPOLLET;
   watched = epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->bell, &event) == 0 &&
@@ -19458,7 +19480,8 @@ static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
   if (v->life != 0) cddp__close_fd(&v->pidfd);
   v->life = 0;
   v->pidfd = -1;
-  if (!h->threads && member != e->me) v->pidfd = (int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u);
+  if (!h->threads && member != e->me) v->pidfd =
+        cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u));
   if (v->pidfd >= 0 && cddp__process_born(m->pid) != m->born) cddp__close_fd(&v->pidfd);
   r = cddp__locate(h, &m->arena, &arena);
   if (r == CDDP_OK) r = cddp__locate(h, &m->kit, &kit);
@@ -21502,7 +21525,8 @@ static cddp_result cddp__open_target(cddp__target *t, const char *path) {
     return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
   for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
     struct stat old;
-    int fd = open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, t->exists ? 0600 : 0666);
+    int fd = cddp__above_stdio(
+        open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, t->exists ? 0600 : 0666));
     bool made = fd >= 0, locked;
     if (!made && errno != EEXIST) return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
     if (!made && lstat(name, &old) != 0) continue; /* the next open says why, if it is not gone */
@@ -23415,7 +23439,7 @@ CDDP__COLD_END
               Models: parameters that share memory (tied weights) are refused; a second ready() in
               a step fails it; other floating-point modes on a rank are CDDP_MISMATCH; an infinite
               bucket_cap_mb is one bucket; 100,000 parameters, small ones in a few broadcasts;
-              infinite lr or momentum are refused.
+              infinite lr or momentum are refused. cddp_ddp_destroy leaves an optimizer its states.
               Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.
@@ -23431,7 +23455,8 @@ CDDP__COLD_END
               cddp_spawn; SIGCHLD ignored or reaped by others; pidfd_open denied; OpenMP before
               cddp_spawn; OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret
               for each job of cddp_spawn and cddprun; interactive and heterogeneous Slurm jobs;
-              CDDP_TIMEOUT_S=2.5 in any locale; cddprun with closed files, prompts, binary output.
+              CDDP_TIMEOUT_S=2.5 in any locale; ranks without stdin, stdout and stderr, which may
+              print; cddprun with closed files, prompts, binary output.
               The store: programs that fork; strangers; foreign services on its port are named;
               sandboxes; any key. System headers may come before the implementation.
    0.2 (2026-11)  GPUs: NCCL backend, cddp_kernels.cuh, ranks that share a GPU (not yet run

@@ -852,6 +852,37 @@ static void test_descriptors(void) {
   CHECK_EQ(most[0], most[1]);
 }
 
+/* Ranks that were started with stdin, stdout and stderr closed, and print: cddp has nothing there
+   that this could go to. */
+static int run_closed(int rank, void *hosts) {
+  static const char *const ids[] = {"a", "b"};
+  cddp_group *g, *half;
+  cddp_work *work;
+  float x = 1, *shared;
+  int fd, step, bad = 0;
+  for (fd = 0; fd < 3; fd++) close(fd);
+  if (hosts != NULL) setenv("CDDP_HOST_ID", ids[rank % 2], 1);
+  if (cddp_init(&g, NULL) || cddp_group_split(g, 0, 0, &half)) return 8;
+  shared = (float *)cddp_alloc(g, 1 << 20);
+  for (step = 0; step < 5 && shared != NULL; step++) {
+    if (cddp_all_reduce(half, shared, 1 << 18, CDDP_F32, CDDP_SUM, &work)) return 16;
+    for (fd = 0; fd < 3; fd++) bad |= (write(fd, "loss 0.5 loss 0.5 loss 0.5\n", 27) == 27) << fd;
+    if (cddp_wait(work) || cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_AVG, NULL)) return 16;
+    if (cddp_send(g, &x, 1, CDDP_F32, 1 - rank, 0, NULL)) return 16;
+    if (cddp_recv(g, &x, 1, CDDP_F32, 1 - rank, 0, NULL)) return 16;
+  }
+  for (fd = 0; fd < 3; fd++) bad |= (fcntl(fd, F_GETFD) >= 0) << fd;
+  cddp_destroy(half);
+  cddp_destroy(g);
+  return bad;
+}
+
+static void test_closed_files(void) {
+  int two_hosts = 1;
+  CHECK_OK(cddp_spawn(run_closed, NULL, 2));
+  CHECK_OK(cddp_spawn(run_closed, &two_hosts, 2));
+}
+
 /* Sandboxes that forbid memfd_create or pidfd_open. */
 static void test_denied_calls(void) {
   static const char *const hosts[] = {"a", "b"};
@@ -1210,6 +1241,7 @@ int main(void) {
   RUN(test_few_descriptors);
   RUN(test_file_size_limit);
   RUN(test_descriptors);
+  RUN(test_closed_files);
   RUN(test_denied_calls);
   RUN(test_pid_namespaces);
   RUN(test_file);
