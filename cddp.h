@@ -713,7 +713,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      logged     the log is whole: who goes on copies it out once more, to the same bytes
      published  all ranks have the weights: the next block
    The step is over when every part is; a rank that joins is counted from one step's end on, and
-   copies weights that nobody changes before it has come to the next update. >>elastic has it all.
+   gets weights and states from whoever begins the next step. >>elastic has it all.
    OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. The
    mean of a step is there, on each rank, when cddp_ddp_next_shard returns false: if a rank is lost
    before, the others form a new group, without the store, and next_shard returns what it had not
@@ -731,10 +731,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
-   all ranks when one is lost. On one host no rank may change weights by its own hand between a
-   cddp_ddp_step and the next step, as a rank that joins may be copying them; all may, alike, before
-   the first step, and between cddp_optim_step and cddp_ddp_next_shard. Like torchrun
-   --max-restarts, but nobody starts again from a checkpoint.
+   all ranks when one is lost. Weights that you change by your own hand change alike on all
+   ranks, between two steps. Like torchrun --max-restarts, but nobody starts again from a
+   checkpoint.
 
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
    come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
@@ -959,8 +958,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);              /* updates data
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
 CDDPDEF double cddp_optim_lr(const cddp_optim *s);
-/* After a change of data by your own hand: writes the copies, lets masters begin anew. Local.
-   CDDP_UNSUPPORTED after a cddp_ddp_step of an elastic model of one host: see LIMITS there. */
+/* After a change of data by your own hand: writes the copies, lets masters begin anew. Local. */
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
 CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
@@ -1887,6 +1885,14 @@ typedef struct cddp__model_info {
   char text[176];
 } cddp__model_info;
 
+/* What a rank that joins gets of the others' cddp_optim, beside its states. */
+typedef struct cddp__inherited {
+  double lr;
+  int32_t states; /* of each parameter */
+  bool stepped;   /* false: there is none, or it has made no step: nothing is taken over */
+  bool shared;    /* states lie where all ranks have them */
+} cddp__inherited;
+
 /* What a place for a rank of an elastic model is. */
 enum {
   CDDP__MEMBER_NONE,
@@ -1896,21 +1902,21 @@ enum {
   CDDP__MEMBER_LEFT  /* it has called cddp_ddp_destroy */
 };
 
-/* shared: where the ranks of an elastic model meet. Behind it lie members [capacity], the words of
+/* shared: where the ranks of an elastic model meet. Behind it lie members [shards], the words of
    shards [shards], parts [parts], and what cddp__elastic has of it. */
 typedef struct cddp__board {
   cddp__control_block block; /* size and left alone: the arena frees the board as one */
   cddp__model_info whole;    /* what must agree: of the model as a whole, */
   uint64_t model;            /* and a hash of its parameters */
-  int32_t capacity, shards, parts, reserved;
+  int32_t shards, parts;
   cddp__ref self;            /* where the board is, for ranks that join */
   cddp__atomic_u64 step;     /* how many are completed */
   cddp__atomic_u64 deal;     /* 1 + step << 12, and the member whose deal is in force for it */
   cddp__atomic_u32 joins;    /* processes that have come to join so far: windows given out */
-  cddp__atomic_u64 published; /* weights, states and what follows are those before this step */
-  double lr;                  /* see cddp__publish_model */
-  float updates;
-  int32_t state_count;        /* of each parameter */
+  cddp__atomic_u64 published; /* for who joins: weights, states and the next two are those before
+                                 this step; see cddp__publish_model */
+  cddp__inherited inherited;
+  uint64_t steps;            /* cddp_ddp_steps */
   cddp__atomic_u32 changes;  /* bumped by whoever changed what others may wait for; futex */
   cddp__atomic_u32 sleepers; /* threads asleep until it changes */
   cddp__cause failure;       /* of the model, on all ranks */
@@ -1952,9 +1958,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__elastic *elastic;         /* NULL: ranks are those of the group, */
   cddp__crew *crew;               /* or (not NULL) meet by messages */
   cddp_optim *optim; /* elastic: that steps the model; NULL: none yet; if this rank has joined, */
-  double lr;         /* this is what it gets, */
-  float updates;     /* as if it had made so many; 0: none, or nothing is to be taken over; */
-  int state_count;   /* and had so many states of each parameter */
+  cddp__inherited inherited; /* this is what it is to get */
   void *side;              /* on a device: the stream on which buckets are reduced */
   cddp__call *calls;       /* there: [count + buffers] scratch; lock, or the thread that steps */
   cddp_segment *segments;  /* there: [count] scratch, likewise */
@@ -13278,13 +13282,7 @@ CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *o, double lr) {
 CDDPDEF double cddp_optim_lr(const cddp_optim *o) { return o != NULL ? o->desc.lr : 0.0; }
 
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *o) {
-  const cddp__share *share = o != NULL ? (const cddp__share *)o->share : NULL;
   CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
-  if (share != NULL && share->ddp->elastic != NULL)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "cddp_optim_write_copies: after a cddp_ddp_step of an elastic model a rank "
-                      "that joins may be copying the weights; change them before the first step, "
-                      "or after cddp_ddp_wait and cddp_optim_step");
   memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
   return cddp__named(__func__, cddp__write_copies(o));
 }
@@ -16241,10 +16239,10 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
     size_t size = cddp__dtype_size(cddp__state_type(o, i));
     size_t low = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     char *own = (char *)o->state[j], *common;
-    bool anew = share && cddp__is_master(o, j / o->count) && o->fresh[i];
-    if (own == NULL || low >= high || !cddp__has_state(o, j / o->count, i)) continue;
+    bool anew = share && cddp__is_master(o, j / o->count) && o->fresh[i] && o->steps[i] > 0;
+    if ((own == NULL && !anew) || low >= high || !cddp__has_state(o, j / o->count, i)) continue;
     n = (low - t->offset) / esize;
-    own += n * size;
+    if (own != NULL) own += n * size;
     common = cddp__state_at(d, o, states, j / o->count, i, n);
     if (anew) /* who gets it does not know that it is to begin as the weights are */
       r = cddp__convert_any(d->group, common, CDDP_F32, (char *)o->params[i].data + n * esize,
@@ -17856,6 +17854,29 @@ static cddp_result cddp__join_setup(cddp_ddp *d) {
   return CDDP_OK;
 }
 
+/* --- elastic models, of either kind --- */
+
+/* What a rank that joins is to get of this rank's optimizer; and to `counts`, how often that has
+   stepped each parameter. */
+static cddp__inherited cddp__bequeath(const cddp_ddp *d, float *counts) {
+  const cddp_optim *o = d->optim;
+  cddp__inherited out;
+  memset(&out, 0, sizeof out);
+  if (o == NULL || cddp__most_steps(o) == 0) return out;
+  out.lr = o->desc.lr;
+  out.states = o->states;
+  out.stepped = true;
+  out.shared = o->share != NULL;
+  memcpy(counts, o->steps, (size_t)d->count * sizeof *counts);
+  return out;
+}
+
+static void cddp__inherit(cddp_ddp *d, const cddp__inherited *from, const float *counts) {
+  int i;
+  d->inherited = *from;
+  for (i = 0; i < d->count; i++) d->tensors[i].inherited = counts[i];
+}
+
 /* >>crew ---------------------------------------------------------------------------------------
    Elastic models whose ranks do not all see each other's memory: several hosts, or GPUs.
    Job: shards, losses and steps by messages. Owns: cddp__crew, with a listening socket of its own;
@@ -17934,15 +17955,13 @@ struct cddp__crew {
   char *states;                 /* cddp_optim: the others' states, where the gradients are */
 };
 
-/* What a rank says of itself when ranks meet. A byte for each shard follows: 1, it has its sum.
-   Then a float for each parameter: how often its cddp_optim has stepped that. */
+/* What a rank says of itself when ranks meet. A float for each parameter follows: how often its
+   cddp_optim has stepped that. Then a byte for each shard: 1, it has its sum. */
 typedef struct cddp__crew_report {
   uint64_t generation; /* of its last group */
   uint64_t done;       /* reductions */
   uint64_t steps;      /* cddp_ddp_steps */
-  double lr;           /* of its cddp_optim */
-  float updates;       /* the cddp_optim has made so many; 0: there is none, or none yet */
-  int32_t state_count; /* of each parameter */
+  cddp__inherited optim; /* of its cddp_optim */
   int32_t empty, reserved; /* empty: 1: it joins, and has no weights yet */
   cddp__crew_member self;
   cddp__ref blocks[2]; /* memory for control blocks, which its host's lowest rank provides */
@@ -17981,13 +18000,9 @@ static void cddp__crew_hide(cddp_ddp *d) {
   pthread_mutex_unlock(&n->lock);
 }
 
-static size_t cddp__report_counts_at(const cddp_ddp *d) {
-  return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->shards, sizeof(float));
-}
-
 static size_t cddp__report_bytes(const cddp_ddp *d) {
-  return cddp__round_up(cddp__report_counts_at(d) + (size_t)d->count * sizeof(float),
-                        sizeof(uint64_t));
+  return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->count * sizeof(float) +
+                        (size_t)d->shards, sizeof(uint64_t));
 }
 
 static cddp__text cddp__crew_name(const cddp__crew *c, int place) {
@@ -18255,18 +18270,12 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   if ((r = cddp__crew_blocks(d)) != CDDP_OK) return r;
   m->size = bytes;
   report = (cddp__crew_report *)(void *)(m + 1);
-  sums = (unsigned char *)(report + 1);
+  sums = (unsigned char *)((float *)(report + 1) + d->count);
   report->generation = c->generation;
   report->done = c->done;
   report->steps = d->steps;
   report->empty = c->empty;
-  if (d->optim != NULL && cddp__most_steps(d->optim) > 0) {
-    report->lr = d->optim->desc.lr;
-    report->updates = cddp__most_steps(d->optim);
-    report->state_count = d->optim->states;
-    memcpy((char *)report + cddp__report_counts_at(d), d->optim->steps,
-           (size_t)d->count * sizeof(float));
-  }
+  report->optim = cddp__bequeath(d, (float *)(report + 1));
   report->self = c->members[c->me];
   memcpy(report->blocks, c->block_refs, sizeof report->blocks);
   for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(c->nodes, c->node_count, i);
@@ -18727,6 +18736,7 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
   cddp__crew *c = d->crew;
   const cddp__crew_report *from = NULL, *report;
   uint64_t life = c->members[c->me].life;
+  const unsigned char *sums;
   bool listed;
   int k, i, p, left = 0, dealt = 0;
   c->count = (int)(table->size / cddp__report_bytes(d));
@@ -18751,8 +18761,8 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
     c->owner[i] = -1;
     for (k = 0; k < c->count; k++) {
       report = cddp__report_at(d, table, k);
-      if (report->done == c->furthest && ((const unsigned char *)(report + 1))[i] != 0)
-        c->owner[i] = k;
+      sums = (const unsigned char *)((const float *)(report + 1) + d->count);
+      if (report->done == c->furthest && sums[i] != 0) c->owner[i] = k;
     }
     left += c->owner[i] < 0;
   }
@@ -18782,7 +18792,7 @@ static cddp_result cddp__crew_pass(cddp_ddp *d, int source, void *data, size_t b
 /* Weights and states of the rank with number `source`, as of its report, go to those that join. */
 static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from, int source) {
   cddp__crew *c = d->crew;
-  size_t bytes = (size_t)from->state_count * d->state_room;
+  size_t bytes = (size_t)from->optim.states * d->state_room;
   bool gives = c->order[source] == c->me;
   char *states = NULL;
   cddp_result r = CDDP_OK;
@@ -18799,13 +18809,7 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
     return r;
   }
   c->states = states;
-  d->state_count = from->state_count;
-  d->updates = from->updates;
-  for (i = 0; i < d->count; i++)
-    memcpy(&d->tensors[i].inherited,
-           (const char *)from + cddp__report_counts_at(d) + (size_t)i * sizeof(float),
-           sizeof(float));
-  d->lr = from->lr;
+  cddp__inherit(d, &from->optim, (const float *)(from + 1));
   c->step = from->done;
   d->steps = from->steps;
   c->empty = false;
@@ -18944,27 +18948,6 @@ static cddp_result cddp__crew_fetch(cddp_ddp *d, bool own) {
     if (d->tensors[i].storage == CDDP__COPIED)
       r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
                           stream);
-  return r;
-}
-
-/* The states that this rank has got when it joined are those of o. */
-static cddp_result cddp__crew_adopt(cddp_ddp *d, cddp_optim *o) {
-  cddp__crew *c = d->crew;
-  cddp_result r = CDDP_OK;
-  int i;
-  for (i = 0; r == CDDP_OK && d->updates > 0 && i < o->count; i++) {
-    o->steps[i] = d->tensors[i].inherited;
-    o->fresh[i] = o->steps[i] == 0;
-    if (o->backend == NULL && o->steps[i] > 0) r = cddp__need_states(o, i);
-  }
-  if (r == CDDP_OK && d->updates > 0) {
-    cddp__set_lr(o, d->lr);
-    r = cddp__copy_states(d, o, c->states, 0, d->model_bytes, false);
-  }
-  if (r == CDDP_OK) r = cddp__crew_await(d);
-  cddp__crew_release(d, c->states);
-  c->states = NULL;
-  d->updates = 0;
   return r;
 }
 
@@ -19182,9 +19165,9 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
    different packets. A control block is free when no living member says that it uses it.
    A rank that joins takes a place that no member has, and is LIVE from then on, with `at` as if it
    had come to the update of this step: the next one waits for it. Deals have it from member.since
-   on. When the step is over, and dealt to it the next one, it copies weights that nobody changes
-   before it has come to that one's update: from a member that stays, or after a cddp_ddp_wait from
-   where the others publish them (cddp__publish_model), states likewise.
+   on. Each member that begins that step first copies the model to where the one that joins waits
+   for it, on the board, as nobody changes it before all have come to the update
+   (cddp__publish_model).
    A rank that is late may still look at step t while others are in t + 1, but no further: so what a
    member says of a step has two places. */
 
@@ -19194,9 +19177,6 @@ typedef struct cddp__elastic_call {
   uint32_t fp_mode; /* cddp__fp_mode */
   uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
   uint64_t steps;   /* cddp_ddp_steps before it */
-  double lr;        /* of the cddp_optim */
-  float updates;    /* that the cddp_optim has made when this one is done */
-  int32_t state_count; /* of each parameter */
 } cddp__elastic_call;
 
 /* shared: memory that whichever rank needs it uses again; it may be another's, and that dead. */
@@ -19236,7 +19216,13 @@ typedef struct cddp__elastic_part {
 } cddp__elastic_part;
 
 /* ddp.state_room bytes each. */
-enum { CDDP__AREA_MEANS, CDDP__AREA_WEIGHTS, CDDP__AREA_STATES, CDDP__AREAS = 6 };
+enum {
+  CDDP__AREA_MEANS,
+  CDDP__AREA_WEIGHTS,
+  CDDP__AREA_JOIN, /* weights for who joins */
+  CDDP__AREA_STATES,
+  CDDP__AREAS = CDDP__AREA_STATES + CDDP__STATES + 1
+};
 
 /* A member as this rank sees it; where its arena, slots and weights are the cddp_ddp has. */
 typedef struct cddp__elastic_view {
@@ -19254,8 +19240,7 @@ struct cddp__elastic {
   cddp__elastic_room *rows;      /* [2][shards] by the step's lowest bit: packets of rows */
   double *squares;               /* of the mean, of each piece of the arena */
   unsigned char *in_area;        /* [params] 1: its weights go to an area, for who joins */
-  cddp__atomic_u32 *counts;      /* [2][params] by the step's lowest bit: f32, how often each has
-                                    been stepped when this step is done */
+  float *counts;                 /* [params] how often each has been stepped, for who joins */
   char *areas;                   /* [CDDP__AREAS] */
   cddp__elastic_view *views;     /* [capacity] */
   int *dealt;                    /* [shards] member to which each is dealt */
@@ -19277,7 +19262,6 @@ struct cddp__elastic {
   uint32_t unshared;             /* host.unshared at creation */
   cddp_group *group;             /* of the living; NULL: not asked for yet */
   uint64_t grouped;              /* identity of its members */
-  uint32_t inherits; /* it has joined: the last call of the others, until it has a cddp_optim */
 };
 enum {
   CDDP__ARENA_CLEAR, /* zero, or as the last wait has left it */
@@ -19370,7 +19354,7 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
   size_t squares = cddp__round_up(rows + 2 * (size_t)d->shards * sizeof *e->rows, 16);
   size_t flags = squares + d->pieces * sizeof *e->squares;
   size_t counts = cddp__round_up(flags + (size_t)d->count, sizeof *e->counts);
-  size_t areas = cddp__round_up(counts + 2 * (size_t)d->count * sizeof *e->counts, page);
+  size_t areas = cddp__round_up(counts + (size_t)d->count * sizeof *e->counts, page);
   if (board != NULL) {
     e->board = (cddp__board *)(void *)board;
     e->members = (cddp__elastic_member *)(void *)(board + members);
@@ -19379,7 +19363,7 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
     e->rows = (cddp__elastic_room *)(void *)(board + rows);
     e->squares = (double *)(void *)(board + squares);
     e->in_area = (unsigned char *)board + flags;
-    e->counts = (cddp__atomic_u32 *)(void *)(board + counts);
+    e->counts = (float *)(void *)(board + counts);
     e->areas = board + areas;
   }
   return areas + CDDP__AREAS * d->state_room;
@@ -19516,7 +19500,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     (void)cddp__board_layout(d, board, parts, &e);
     e.board->self = cddp__ref_of(g->host, board, bytes);
     e.board->model = cddp__model_hash(d, &e.board->whole);
-    e.board->capacity = e.board->shards = d->shards;
+    e.board->shards = d->shards;
     e.board->parts = parts;
     for (i = 0; i < d->count; i++) e.in_area[i] = !d->tensors[i].shared;
   }
@@ -19973,54 +19957,27 @@ static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
                     d->group->timeout_s, d->steps, text, update ? " the update" : "");
 }
 
-/* Tells who joins how often o (NULL: no optimizer) has stepped each parameter when `step` is done:
-   once more, or (more 0) as now. All members write the same. */
-static void cddp__publish_counts(cddp_ddp *d, const cddp_optim *o, uint64_t step, int more) {
-  cddp__atomic_u32 *counts = d->elastic->counts + (step & 1) * (size_t)d->count;
-  int i;
-  for (i = 0; i < d->count; i++) {
-    float n = o != NULL ? o->steps[i] : 0;
-    uint32_t bits;
-    if (o != NULL && d->params[i].count > 0) n += (float)more;
-    memcpy(&bits, &n, sizeof bits);
-    cddp__store32(&counts[i], bits);
-  }
-}
-
-/* What those of the step before this rank's first one have told. */
-static void cddp__inherit_counts(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp__atomic_u32 *counts = e->counts + ((e->step - 1) & 1) * (size_t)d->count;
-  int i;
-  for (i = 0; i < d->count; i++) {
-    uint32_t bits = cddp__load32(&counts[i]);
-    memcpy(&d->tensors[i].inherited, &bits, sizeof bits);
-  }
-}
-
-/* Whether a rank that has joined waits for weights and states that this one has: after a
-   cddp_ddp_wait each rank steps by itself. All that begin the next step write the same there. */
+/* What a rank that has joined in the step before waits for, if there is one: weights and states as
+   they are now. All that begin a step write the same there. */
 static void cddp__publish_model(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  const cddp_optim *o = d->optim;
   int last = (int)(e->step - 1) & 1, m, i;
-  if (e->step == 0 || e->members[e->me].calls[last].kind != CDDP__KIND_DDP_WAIT) return;
+  if (e->step == 0 || cddp__load64(&e->board->published) >= e->step) return;
   for (m = 0; m < d->shards; m++)
     if (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
         e->members[m].calls[last].kind == CDDP__KIND_DDP_JOIN &&
         cddp__load64(&e->members[m].at) == 2 * e->step - 1)
       break;
-  if (m == d->shards || cddp__load64(&e->board->published) >= e->step) return;
+  if (m == d->shards) return;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    cddp__copy(cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), d->params[i].data, t->bytes);
+    cddp__copy(cddp__area(d, CDDP__AREA_JOIN, t->offset), d->params[i].data, t->bytes);
   }
-  if (o != NULL)
-    (void)cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, true);
-  cddp__publish_counts(d, o, e->step - 1, 0);
-  e->board->updates = o != NULL ? cddp__most_steps(o) : 0;
-  e->board->state_count = o != NULL ? o->states : 0;
-  e->board->lr = o != NULL ? o->desc.lr : 0;
+  if (d->optim != NULL)
+    (void)cddp__copy_states(d, d->optim, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes,
+                            true);
+  e->board->inherited = cddp__bequeath(d, e->counts);
+  e->board->steps = d->steps;
   CDDP__POINT("elastic publish");
   cddp__store64(&e->board->published, e->step);
   cddp__elastic_changed(e->board);
@@ -20308,10 +20265,6 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   c->kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
   c->check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
   c->steps = d->steps;
-  c->lr = s != NULL ? s->desc.lr : 0;
-  c->updates = s != NULL ? cddp__most_steps(s) + 1 : 0;
-  c->state_count = s != NULL ? s->states : 0;
-  if (s != NULL) cddp__publish_counts(d, s, e->step, 1);
   c->fp_mode = cddp__fp_mode();
   cddp__exchange32(&mine->inside, 1);
   CDDP__POINT("elastic arrive");
@@ -20364,6 +20317,7 @@ static void cddp__use_areas(cddp_ddp *d, const cddp_optim *s) {
   for (k = 0; k < CDDP__AREAS; k++) {
     bool used = k == CDDP__AREA_MEANS     ? s == NULL || d->desc.max_grad_norm > 0
                 : k == CDDP__AREA_WEIGHTS ? memchr(e->in_area, 1, (size_t)d->count) != NULL
+                : k == CDDP__AREA_JOIN    ? false
                                           : s != NULL && k < CDDP__AREA_STATES + s->states;
     if (!used || (e->areas_used >> k & 1) != 0) continue;
     e->areas_used |= 1u << k;
@@ -20434,32 +20388,33 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
 
 /* o is the optimizer of d; of a rank that has joined it gets what the others' have. */
 static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
-  cddp__elastic *e = d->elastic;
+  const cddp__inherited *from = &d->inherited;
+  cddp__crew *c = d->crew;
+  char *states = c != NULL ? c->states : cddp__area(d, CDDP__AREA_STATES, 0);
   cddp_result r = CDDP_OK;
   int i;
-  if (d->updates > 0 && o->states != d->state_count)
+  if (from->stepped && o->states != from->states)
     return cddp__fail(CDDP_MISMATCH,
                       "the cddp_optim of rank %d has %d states of each parameter, those of the job "
-                      "have %d", d->group->rank, o->states, d->state_count);
+                      "have %d", d->group->rank, o->states, from->states);
   if (d->optim != NULL) d->optim->known = NULL;
   d->optim = o;
   o->known = &d->optim;
-  if (d->crew != NULL) return cddp__crew_adopt(d, o);
-  if (e->inherits == 0) return CDDP_OK;
-  if (d->updates > 0) {
-    cddp__set_lr(o, d->lr);
-    if (e->inherits == CDDP__KIND_DDP_STEP && o->states > 0)
-      r = cddp__share_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
-  }
+  if (!from->stepped) return CDDP_OK;
+  cddp__set_lr(o, from->lr);
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
-    o->steps[i] = d->updates > 0 ? d->tensors[i].inherited : 0;
+    o->steps[i] = d->tensors[i].inherited;
     o->fresh[i] = o->steps[i] == 0;
-    if (o->steps[i] > 0 && e->inherits != CDDP__KIND_DDP_STEP) r = cddp__need_states(o, i);
+    if (o->steps[i] > 0 && o->backend == NULL && !from->shared) r = cddp__need_states(o, i);
   }
-  if (r == CDDP_OK && d->updates > 0 && e->inherits != CDDP__KIND_DDP_STEP)
-    r = cddp__copy_states(d, o, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes, false);
-  e->inherits = 0;
-  d->updates = 0;
+  if (r == CDDP_OK)
+    r = from->shared ? cddp__share_states(d, o, states, NULL)
+                     : cddp__copy_states(d, o, states, 0, d->model_bytes, false);
+  d->inherited.stepped = false;
+  if (c == NULL) return r;
+  if (r == CDDP_OK) r = cddp__crew_await(d);
+  cddp__crew_release(d, c->states);
+  c->states = NULL;
   return r;
 }
 
@@ -20622,58 +20577,27 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
   return r;
 }
 
-/* A member that has taken the step before this rank's first one, and not come to the end of that:
-   what it says and has is what this rank has to have. -1: none. */
-static int cddp__join_source(const cddp_ddp *d) {
-  const cddp__elastic *e = d->elastic;
-  uint64_t step = e->step - 1;
-  int m;
-  for (m = 0; m < d->shards; m++) {
-    uint64_t state = cddp__load64(&e->members[m].state);
-    bool there = (state & 255) == CDDP__MEMBER_LIVE ||
-                 ((state & 255) == CDDP__MEMBER_LOST && state >> 8 > step);
-    if (m != e->me && there && cddp__load64(&e->members[m].since) <= step) return m;
-  }
-  return -1;
-}
-
-/* The weights after the step before this rank's first one, as the member `source` has them. */
-static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
+/* The model as it is before this rank's first step. */
+static cddp_result cddp__join_model(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  const cddp__elastic_call *c = &e->members[source].calls[(e->step - 1) & 1];
-  cddp_result r = cddp__elastic_see(d, source);
+  cddp_result r = CDDP_OK;
   cddp__wait w;
   int i;
   memset(&w, 0, sizeof w);
-  e->inherits = c->kind;
-  d->updates = c->updates;
-  d->state_count = c->state_count;
-  d->lr = c->lr;
-  d->steps = c->steps + 1;
-  while (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT &&
-         cddp__load64(&e->board->published) < e->step)
+  while (r == CDDP_OK && cddp__load64(&e->board->published) < e->step)
     r = cddp__join_wait(d, &w, e->step - 1, "no rank has begun another step");
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
-    bool area = c->kind == CDDP__KIND_DDP_WAIT || !t->shared;
-    const void *from = area ? cddp__area(d, CDDP__AREA_WEIGHTS, t->offset)
-                            : cddp__weights_of(d, source, i);
-    if (from == NULL) break; /* it is leaving */
-    cddp__copy(d->params[i].data, from, t->bytes);
-    if (!t->shared ||
-        cddp__ref_of(d->group->host, d->params[i].data, t->bytes).kind != CDDP__REF_NONE)
-      continue;
-    r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                   "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
-                   "not on rank %d",
-                   cddp__param_name(&d->params[i], i).s, d->group->rank);
+    cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_JOIN, t->offset), t->bytes);
+    if (t->shared &&
+        cddp__ref_of(d->group->host, d->params[i].data, t->bytes).kind == CDDP__REF_NONE)
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
+                     "not on rank %d",
+                     cddp__param_name(&d->params[i], i).s, d->group->rank);
   }
-  if (r == CDDP_OK && c->kind == CDDP__KIND_DDP_WAIT) {
-    d->updates = e->board->updates;
-    d->state_count = e->board->state_count;
-    d->lr = e->board->lr;
-  }
-  if (r == CDDP_OK) cddp__inherit_counts(d);
+  d->steps = e->board->steps;
+  cddp__inherit(d, &e->board->inherited, e->counts);
   return r;
 }
 
@@ -20682,16 +20606,10 @@ static cddp_result cddp__join_weights(cddp_ddp *d, int source) {
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__board *board = d->group->host->board;
   cddp_result r = cddp__join_compare(d, &board->whole, board->model);
-  int source = -1;
   if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board, board->parts);
   if (r == CDDP_OK) r = cddp__take_place(d);
   if (r == CDDP_OK) r = cddp__join_step(d);
-  if (r != CDDP_OK) return r;
-  do {
-    if ((source = cddp__join_source(d)) < 0)
-      return cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the job has ended before this rank was in it");
-    r = cddp__join_weights(d, source);
-  } while (cddp__member_is(d->elastic, source, CDDP__MEMBER_LEFT)); /* its memory may have gone */
+  if (r == CDDP_OK) r = cddp__join_model(d);
   if (r != CDDP_OK) return r;
   cddp__door_open(d->group->host);
   cddp__record_event(d->group, "joined", d->steps, CDDP_OK);

@@ -464,6 +464,7 @@ typedef struct half_model {
 typedef struct half_kind {
   bool joins, fused;
   bool other; /* who joins has another optimizer than the job, and leaves */
+  bool loads; /* in place of a change by hand all load a checkpoint without masters */
 } half_kind;
 
 static void half_params(cddp_param *p) {
@@ -479,7 +480,7 @@ static void half_params(cddp_param *p) {
 }
 
 /* A checkpoint of a model that has "w" alone, after some steps. */
-static void half_save(const char *path) {
+static void half_save(const char *path, bool masters) {
   cddp_param all[HALVES], p;
   cddp_adamw_desc o;
   cddp_checkpoint_desc file;
@@ -500,6 +501,7 @@ static void half_save(const char *path) {
   }
   CHECK_OK(cddp_adamw_create(&optim, &p, 1, &o));
   for (t = 0; t < 5; t++) CHECK_OK(cddp_optim_step(optim));
+  if (!masters) CHECK_OK(cddp_optim_write_copies(optim)); /* they are those of the weights now */
   file.optim = optim;
   CHECK_OK(cddp_save(NULL, path, &p, 1, &file));
   cddp_optim_destroy(optim);
@@ -507,12 +509,19 @@ static void half_save(const char *path) {
   free(p.grad);
 }
 
+static cddp_result half_load(half_model *m, cddp_group *g) {
+  cddp_checkpoint_desc file;
+  memset(&file, 0, sizeof file);
+  file.optim = m->optim;
+  file.partial = true;
+  return cddp_load(g, shared->text, m->p, HALVES, &file);
+}
+
 static cddp_result half_open(half_model *m, int rank, const half_kind *kind) {
   bool joins = kind->joins;
   cddp_ddp_desc desc;
   cddp_adamw_desc o;
   cddp_sgd_desc sgd;
-  cddp_checkpoint_desc file;
   cddp_result r;
   size_t i;
   int k;
@@ -520,7 +529,6 @@ static cddp_result half_open(half_model *m, int rank, const half_kind *kind) {
   memset(&desc, 0, sizeof desc);
   memset(&o, 0, sizeof o);
   memset(&sgd, 0, sizeof sgd);
-  memset(&file, 0, sizeof file);
   ranks_environment(rank, 2, shared->port);
   setenv("CDDP_TIMEOUT_S", "20", 1);
   if (joins) setenv("CDDP_JOIN", "1", 1);
@@ -539,9 +547,7 @@ static cddp_result half_open(half_model *m, int rank, const half_kind *kind) {
   sgd.ddp = o.ddp = m->ddp;
   if (kind->other && joins) return cddp_sgd_create(&m->optim, m->p, HALVES, &sgd);
   r = cddp_adamw_create(&m->optim, m->p, HALVES, &o);
-  file.optim = m->optim;
-  file.partial = true;
-  return r == CDDP_OK && !joins ? cddp_load(m->g, shared->text, m->p, HALVES, &file) : r;
+  return r == CDDP_OK && !joins ? half_load(m, m->g) : r;
 }
 
 static uint64_t half_hash(const half_model *m) {
@@ -551,7 +557,7 @@ static uint64_t half_hash(const half_model *m) {
 
 /* Masters that are not those of the weights give other weights: these are halved when they are
    large, or doubled, and with them what an old master would lack. */
-static cddp_result half_step(half_model *m, bool fused) {
+static cddp_result half_step(half_model *m, const half_kind *kind) {
   double times = cddp_ddp_steps(m->ddp) % 2 == 0 ? 0.5 : 2;
   cddp_result r = CDDP_OK;
   int shard, k;
@@ -564,10 +570,11 @@ static cddp_result half_step(half_model *m, bool fused) {
                     ranks_load(p->dtype, p->grad, i) + 1 + (double)(shard + (int)(i % 5)));
       r = cddp_ddp_ready(m->ddp, k);
     }
-  if (fused) return cddp_ddp_step(m->ddp, m->optim);
-  if ((r = cddp_ddp_wait(m->ddp)) != CDDP_OK) return r;
-  if ((r = cddp_optim_step(m->optim)) != CDDP_OK) return r;
-  if ((r = cddp_optim_zero_grad(m->optim)) != CDDP_OK) return r;
+  r = kind->fused ? cddp_ddp_step(m->ddp, m->optim) : cddp_ddp_wait(m->ddp);
+  if (r == CDDP_OK && !kind->fused) r = cddp_optim_step(m->optim);
+  if (r == CDDP_OK && !kind->fused) r = cddp_optim_zero_grad(m->optim);
+  if (r != CDDP_OK) return r;
+  if (kind->loads) return half_load(m, NULL);
   for (i = 0; i < HALF_COUNT; i++)
     ranks_store(CDDP_BF16, m->p[1].data, i, times * ranks_load(CDDP_BF16, m->p[1].data, i));
   return cddp_optim_write_copies(m->optim);
@@ -575,6 +582,7 @@ static cddp_result half_step(half_model *m, bool fused) {
 
 static int half_life(int rank, void *arg) {
   const half_kind *kind = (const half_kind *)arg;
+  half_kind turned = *kind;
   bool counted = false;
   half_model m;
   cddp_result r = half_open(&m, rank, kind);
@@ -590,7 +598,7 @@ static int half_life(int rank, void *arg) {
   }
   if (r == CDDP_OK && !kind->joins) bump(&shared->running);
   while (r == CDDP_OK && say[0] == 0) {
-    if ((r = half_step(&m, kind->fused)) != CDDP_OK) break;
+    if ((r = half_step(&m, kind)) != CDDP_OK) break;
     hash = half_hash(&m);
     say[0] = (float)look(&shared->stop);
     say[1] = (float)(hash >> 44);
@@ -605,10 +613,10 @@ static int half_life(int rank, void *arg) {
     counted = true;
   }
   CHECK_OK(r);
-  if (getenv("TEST_HOSTS") == NULL && r == CDDP_OK) { /* who joins might be copying the weights */
-    CHECK_OK(half_step(&m, true));
-    CHECK_IS(cddp_optim_write_copies(m.optim), CDDP_UNSUPPORTED);
-    CHECK_OK(half_step(&m, false));
+  turned.fused = !kind->fused;
+  if (r == CDDP_OK) {
+    CHECK_OK(half_step(&m, &turned));
+    CHECK_OK(half_step(&m, kind));
   }
 leave:
   cddp_optim_destroy(m.optim);
@@ -619,7 +627,7 @@ leave:
 }
 
 /* Ranks of a job in which each changes its weights by hand; another one joins. */
-static void half_job(bool other) {
+static void half_job(bool other, bool loads) {
   double until;
   pid_t pids[3];
   int status[3], hosts, i;
@@ -630,10 +638,11 @@ static void half_job(bool other) {
     memset(shared, 0, sizeof *shared);
     first.fused = hosts % 2 != 0;
     first.other = other;
+    first.loads = loads;
     joins = first;
     joins.joins = true;
     snprintf(shared->text, sizeof shared->text, "/tmp/cddp-join-%d.safetensors", (int)getpid());
-    half_save(shared->text);
+    half_save(shared->text, !loads);
     shared->port = ranks_free_port();
     until = test_now() + RANKS_WITHIN(20.0);
     for (i = 0; i < 2; i++) pids[i] = ranks_fork(half_life, i, &first);
@@ -650,8 +659,9 @@ static void half_job(bool other) {
   unsetenv("TEST_HOSTS");
 }
 
-static void test_changed_weights(void) { half_job(false); }
-static void test_other_optimizer(void) { half_job(true); }
+static void test_changed_weights(void) { half_job(false, false); }
+static void test_other_optimizer(void) { half_job(true, false); }
+static void test_loaded_weights(void) { half_job(false, true); }
 
 int main(void) {
   shared = (board *)ranks_shared(sizeof *shared);
@@ -664,6 +674,7 @@ int main(void) {
   RUN(test_hosts);
   RUN(test_master_gone);
   RUN(test_changed_weights);
+  RUN(test_loaded_weights);
   RUN(test_other_optimizer);
   return TEST_END();
 }
