@@ -2008,8 +2008,8 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int present;     /* active_count of the last completed step */
   int shards;                   /* in each step: desc.shards, or one a rank */
   int first_shard, shard_count; /* this rank's */
-  int taken;                    /* of them in this step, by cddp_ddp_next_shard */
-  int held;                     /* elastic: the shard that this rank has in hand; -1: none */
+  int taken;                    /* of them in this step, by cddp_ddp_next_shard; not elastic */
+  int held;                     /* the shard that this rank has in hand; -1: none */
   uint64_t steps;               /* completed */
   double norm;                  /* of the last clip, on a host */
   bool has_norm;                /* there was one */
@@ -2017,9 +2017,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int partition_count;
   bool scattered;               /* cddp_ddp_all_gather is due */
   bool spread;                  /* more shards than ranks: the next fields are used */
-  cddp__shard_node kept[2 * CDDP__FOLD_DEPTH]; /* [depth] the nodes in this rank's slots */
-  int depth;
-  size_t halves, slot_bytes; /* bytes of the arena before f16 and bf16, which are f32 in a slot */
+  cddp__shard_node *kept;    /* [kept_count] sums in this rank's slots, ascending; but elastic */
+  int kept_count;            /* ranks of one host have them in their tables */
+  size_t halves;             /* bytes of the arena before f16 and bf16, which are f32 in a slot */
   size_t slot_room;          /* bytes from one slot to the next */
   int slots;                 /* of each rank */
   cddp__shard_node *nodes;   /* [node_count] all ranks', in order */
@@ -15565,7 +15565,7 @@ static void cddp__lay_out(cddp_ddp *d) {
     }
   }
   d->bytes += slack;
-  d->slot_bytes = d->slot_room = 2 * d->dense - d->halves;
+  d->slot_room = 2 * d->dense - d->halves;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
     cddp__tensor_slice(d, i, d->group->backend != NULL ? d->group->rank : d->group->local_rank,
@@ -15580,7 +15580,7 @@ static void cddp__lay_out(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       d->bytes += cddp__round_up(d->sparse[i]->rows * d->sparse[i]->bytes, CDDP__CACHE_LINE);
   }
-  d->whole = d->bytes + (size_t)d->slots * d->slot_bytes + d->pieces * sizeof(double) + 2 * slack;
+  d->whole = d->bytes + (size_t)d->slots * d->slot_room + d->pieces * sizeof(double) + 2 * slack;
   d->model_bytes = d->dense;
   for (i = 0; i < d->count; i++) {
     cddp__tensor *t = &d->tensors[i];
@@ -15638,7 +15638,7 @@ static void cddp__see_arena(cddp_ddp *d, int rank, char *arena) {
 static void cddp__see_whole(cddp_ddp *d, int rank, char *arena) {
   cddp__see_arena(d, rank, arena);
   d->slot_areas[rank] = arena + d->bytes;
-  d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_bytes);
+  d->squares[rank] = (double *)(void *)(d->slot_areas[rank] + (size_t)d->slots * d->slot_room);
 }
 
 /* How other ranks find parameter i's weights or gradient; kind NONE if they cannot, or a gradient
@@ -15787,25 +15787,39 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
   return r;
 }
 
-/* The shard that has ended goes into a slot, added to those nodes with which it makes a greater
-   one, and gradients become zero for the next. The last one may stay in an arena that peers see. */
-static cddp_result cddp__end_shard(cddp_ddp *d) {
-  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1];
-  int shard = d->first_shard + d->taken - 1, n, low, high, i;
-  bool last = d->taken == d->shard_count;
+/* The shard in this rank's gradients goes into a slot, added to those nodes with which it makes a
+   greater one, where the first of these is. more: gradients become zero for the next shard; the
+   last one may stay in an arena that peers see. */
+static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
+  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
+  int room = cddp__free_slot(d->kept, d->kept_count, 0);
   cddp__shard_node node;
-  cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
+  int n = cddp__join_nodes(d->kept, d->kept_count, shard, d->shards, slots, widths, &node, &low,
+                           &high);
+  cddp_result r = CDDP_OK;
+  if (!more && n == 1 && !cddp__gathers(d)) return CDDP_OK;
+  node.slot = low < high ? d->kept[low].slot : room;
+  while (slots[at] >= 0) at++;
+  if (at < n - 1) { /* merge_nodes takes a shard that is the last of them */
+    r = d->memory->merge_nodes(d, room, &slots[at], &widths[at], 1, more);
+    slots[at] = room;
+    widths[at] = -1;
+  }
+  if (r == CDDP_OK)
+    r = d->memory->merge_nodes(d, node.slot, slots, widths, n, more && at == n - 1);
+  if (r == CDDP_OK && more) r = cddp__clear_own(d);
+  memmove(d->kept + low + 1, d->kept + high, (size_t)(d->kept_count - high) * sizeof *d->kept);
+  d->kept[low] = node;
+  d->kept_count += 1 - (high - low);
+  return r;
+}
+
+/* The shard that this rank has in hand has ended. */
+static cddp_result cddp__end_shard(cddp_ddp *d) {
+  int i;
   for (i = 0; d->sparse != NULL && i < d->count; i++)
     if (d->sparse[i] != NULL) d->sparse[i]->ends[d->taken - 1] = d->sparse[i]->added.n;
-  n = cddp__join_nodes(d->kept, d->depth, shard, d->shards, slots, widths, &node, &low, &high);
-  if (last && n == 1 && !cddp__gathers(d)) return CDDP_OK;
-  CDDP_ASSERT(low < d->slots);
-  node.slot = low; /* that of the first node in it: they are added where it is */
-  if (r == CDDP_OK) r = d->memory->merge_nodes(d, low, slots, widths, n, !last);
-  if (r == CDDP_OK && !last) r = cddp__clear_own(d);
-  d->kept[low] = node;
-  d->depth = low + 1;
-  return r;
+  return cddp__keep_node(d, d->held, d->taken < d->shard_count);
 }
 
 /* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, so that
@@ -16022,7 +16036,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   cddp_group *g = hooked ? d->hooks : d->comm;
   int first = b->sorted[0];
   cddp_result r;
-  if ((r = cddp__check_group(g)) == CDDP_OK && d->memory->use != NULL) r = d->memory->use(d);
+  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* or later buckets' calls would meet this one's there */
@@ -16052,6 +16066,11 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
 }
 
 /* --- gradients in host memory --- */
+
+static cddp_result cddp__host_use(const cddp_ddp *d) {
+  (void)d;
+  return CDDP_OK;
+}
 
 static cddp_result cddp__host_copy(void *to, const void *from, size_t bytes, void *stream) {
   (void)stream;
@@ -16685,7 +16704,8 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
 }
 
 static const cddp__ddp_memory cddp__host_memory = {
-    NULL, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch, NULL,
+    cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch,
+    NULL,
     cddp__push_bucket, cddp__reduce_bucket, cddp__merge_nodes, cddp__host_move,
     cddp__host_sum, cddp__await_buckets, cddp__host_broadcast, NULL,
     cddp__host_scale, cddp__host_clip, NULL, cddp__host_step, cddp__host_publish};
@@ -17099,6 +17119,14 @@ static void cddp__arm(cddp_ddp *d) {
   pthread_mutex_unlock(&d->lock);
 }
 
+/* d->held: the next shard of this rank, which has done the one before. */
+static cddp_result cddp__next_of_rank(cddp_ddp *d) {
+  cddp_result r = d->held >= 0 ? cddp__end_shard(d) : CDDP_OK;
+  if (d->held >= 0) cddp__arm(d);
+  d->held = d->first_shard + d->taken++;
+  return r;
+}
+
 /* --- ready --- */
 
 /* Starts every bucket that is full and whose predecessors have started. lock held. */
@@ -17156,7 +17184,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   g = d->comm != NULL ? d->comm : d->group; /* a rank that has joined has none */
   cddp__record_finish(g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1), CDDP_OK);
   if (noted) return CDDP_OK;
-  if (d->memory->use != NULL && (r = d->memory->use(d)) != CDDP_OK) return r;
+  if ((r = d->memory->use(d)) != CDDP_OK) return r;
   if ((r = cddp__fetch_gradient(d, param)) != CDDP_OK) return r;
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->buckets[t->bucket].remaining > 0);
@@ -17187,7 +17215,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   cddp_group *g = d->control;
   cddp__step_header m;
   bool met = false;
-  cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
+  cddp_result r = d->memory->use(d);
   int p;
   *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
@@ -17302,7 +17330,8 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
             d->group->size > 1 && !(d->desc.max_grad_norm > 0) && !d->spread;
 #endif
   d->present = d->active_count;
-  d->taken = d->depth = 0;
+  d->taken = d->kept_count = 0;
+  d->held = -1;
   d->steps++;
   if (!d->rebuilt && !d->desc.find_unused_parameters) {
     r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, d->arrival, d->arrival,
@@ -17320,12 +17349,10 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 static cddp_result cddp__merge_lists(cddp_ddp *d, int lists) {
   cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    if (cddp__sparse_of(d, i) == NULL) continue;
-    r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, lists, d->sources,
-                         d->params[i].dtype);
-    if (d->tensors[i].used) d->sparse[i]->added.n = 0;
-  }
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL)
+      r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, lists, d->sources,
+                           d->params[i].dtype);
   return r;
 }
 
@@ -17346,18 +17373,20 @@ static cddp_result cddp__merge_rows(cddp_ddp *d, char **packets) {
   return cddp__merge_lists(d, lists);
 }
 
-/* The rows of one of this rank's shards to `packet`; NULL: nothing is written. Returns how many
-   bytes. */
+/* The rows of one of this rank's shards to `packet`, which with the last shard's has all; NULL:
+   nothing is written. Returns how many bytes. */
 static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
+  bool last = shard + 1 == d->shard_count;
   size_t bytes = 0, first, end;
   int i;
   for (i = 0; i < d->count; i++) {
     cddp__sparse *s = cddp__sparse_of(d, i);
     if (s == NULL) continue;
     first = shard > 0 ? s->ends[shard - 1] : 0;
-    end = shard + 1 < d->shard_count ? s->ends[shard] : s->added.n;
+    end = last ? s->added.n : s->ends[shard];
     if (!d->tensors[i].used) end = first;
     if (packet != NULL) cddp__rows_pack(s, first, end - first, d->params[i].dtype, packet + bytes);
+    if (packet != NULL && last && d->tensors[i].used) s->added.n = 0;
     bytes += cddp__row_list_bytes(s, end - first);
   }
   return bytes;
@@ -17496,8 +17525,9 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
                    "cddp_ddp_next_shard until it returns false",
                    d->group->rank, d->shard_count - d->taken, d->shard_count);
   } else {
-    r = d->spread && d->arrived == d->count ? cddp__end_shard(d) /* else the meeting will fail */
-                                            : CDDP_OK;
+    r = d->memory->use(d);
+    if (r == CDDP_OK && d->spread && d->arrived == d->count) /* else the meeting will fail */
+      r = cddp__end_shard(d);
     if (r == CDDP_OK)
       r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
                          &missing);
@@ -17589,8 +17619,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
                 cddp__param_name(&d->params[i], i).s);
   CDDP__TRY(cddp__check_cause(&d->failure));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
-  if ((r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK) == CDDP_OK)
-    r = cddp__clear_gradients(d, NULL, false);
+  if ((r = d->memory->use(d)) == CDDP_OK) r = cddp__clear_gradients(d, NULL, false);
   for (d->joined = CDDP__JOINED_NOW; r == CDDP_OK; d->joined = CDDP__JOINED) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, 0, s, &missing);
     if (r != CDDP_OK || d->active_count == 0) break;
@@ -17656,6 +17685,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->buffers = (void **)cddp__carve(base, &at, parts, sizeof *d->buffers);
   d->sources = (const void **)cddp__carve(base, &at, parts, sizeof *d->sources);
   d->nodes = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->nodes);
+  d->kept = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->kept);
   d->widths = (int *)cddp__carve(base, &at, parts, sizeof *d->widths);
   d->active = (int *)cddp__carve(base, &at, size, sizeof *d->active);
   d->buckets = (cddp__bucket_state *)cddp__carve(base, &at, n, sizeof *d->buckets);
@@ -17787,35 +17817,23 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* The collective part of creation. */
-static cddp_result cddp__ddp_setup(cddp_ddp *d) {
+/* The groups of the model, and what its ranks see of each other's memory. local: what this rank has
+   found wrong. */
+static cddp_result cddp__setup_groups(cddp_ddp *d, cddp_result local) {
   cddp_group *g = d->group;
-  cddp_result r, local = CDDP_OK;
-  int i;
-  if (d->memory->use != NULL && (r = d->memory->use(d)) != CDDP_OK) return r;
-  if ((r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control)) != CDDP_OK) return r;
-  local = cddp__check_shards(d);
-#ifdef CDDP_CUDA
-  if (local == CDDP_OK && g->backend != NULL) local = cddp__check_on_device(d);
-#endif
-  if ((r = cddp__consensus(d->control, local, NULL, 0, NULL)) != CDDP_OK) return r;
-  r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
+  cddp_result r = cddp__consensus(d->control, local, NULL, 0, NULL);
+  if (r == CDDP_OK) r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
   if (r != CDDP_OK) return r;
   d->control->internal = d->comm->internal = true;
   if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
   if (d->desc.comm_hook != NULL)
     r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
-  if (r == CDDP_OK && g->backend == NULL) r = cddp__map_params(d);
-  if (r != CDDP_OK) return r;
-  cddp__lay_out(d);
-  local = d->memory->alloc(d);
-  if ((r = cddp__consensus(d->control, local, NULL, 0, NULL)) != CDDP_OK) return r;
-  if (g->backend == NULL && (r = cddp__map_arenas(d)) != CDDP_OK) return r;
-  if ((r = d->memory->broadcast(d, d->params, d->count, 0)) != CDDP_OK) return r;
-  r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, 0);
-  if (r != CDDP_OK) return r;
-  cddp__set_plan(d, NULL);
-  cddp__arm(d);
+  return r == CDDP_OK && g->backend == NULL ? cddp__map_params(d) : r;
+}
+
+/* This rank's part of each parameter, and where its gradients are. */
+static void cddp__place_partitions(cddp_ddp *d) {
+  int i;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     cddp_partition *part = &d->partitions[d->partition_count];
@@ -17830,27 +17848,31 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d) {
     part->grad = cddp__gradient_at(d, d->me, i, t->begin);
     d->partition_count++;
   }
-  return CDDP_OK;
 }
 
-/* Local: what creation does by itself, for a rank that joins. */
-static cddp_result cddp__join_setup(cddp_ddp *d) {
-  cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
-  int i;
-  if (r == CDDP_OK) r = cddp__check_shards(d);
-#ifdef CDDP_CUDA
-  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__check_on_device(d);
-#endif
-  if (r == CDDP_OK) cddp__lay_out(d);
-  if (r == CDDP_OK) r = d->memory->alloc(d);
-  if (r == CDDP_OK && d->arena == NULL) r = CDDP_OUT_OF_MEMORY;
+/* The rest of creation: collective, but (joins) of a rank that meets the others later. */
+static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
+  cddp_group *g = d->group;
+  cddp_result r = d->memory->use(d);
+  if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
   if (r != CDDP_OK) return r;
+  r = cddp__check_shards(d);
+#ifdef CDDP_CUDA
+  if (r == CDDP_OK && g->backend != NULL) r = cddp__check_on_device(d);
+#endif
+  if (!joins) r = cddp__setup_groups(d, r);
+  if (r != CDDP_OK) return r;
+  cddp__lay_out(d);
+  if ((r = cddp__consensus(d->control, d->memory->alloc(d), NULL, 0, NULL)) != CDDP_OK) return r;
   cddp__see_whole(d, d->me, d->arena);
+  if (!joins && g->backend == NULL) r = cddp__map_arenas(d);
+  if (r == CDDP_OK && !joins) r = d->memory->broadcast(d, d->params, d->count, 0);
+  if (r == CDDP_OK && !joins)
+    r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, 0);
+  if (r != CDDP_OK) return r;
   cddp__set_plan(d, NULL);
   cddp__arm(d);
-  for (i = 0; i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__PLACED && cddp__sparse_of(d, i) == NULL)
-      d->params[i].grad = d->arena + d->tensors[i].place;
+  cddp__place_partitions(d);
   return CDDP_OK;
 }
 
@@ -17939,10 +17961,8 @@ struct cddp__crew {
   uint64_t done, furthest;      /* reductions; of any member, as of the last table */
   int *owner;                   /* [shards] who does each in the group */
   int *mine_planned;            /* [2 * shards] scratch */
-  cddp__shard_node *nodes;    /* [shards] sums that this rank has, ascending */
-  int node_count;
   char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
-  cddp__buffer own, rows;       /* rows of the shards in nodes; of all shards of that reduction */
+  cddp__buffer own, rows;       /* rows of the shards in ddp.kept; of all those of that reduction */
   int slots;                    /* in area */
   cddp__link **links;           /* [shards] while ranks meet: to who reported, or to the leader */
   cddp__crew_knock knocks[CDDP__CREW_KNOCKS];
@@ -18077,60 +18097,36 @@ typedef struct cddp__crew_packet {
 static cddp_result cddp__crew_keep_rows(cddp_ddp *d, int shard) {
   cddp__buffer *own = &d->crew->own;
   cddp__crew_packet head;
-  int i;
   if (d->sparse == NULL) return CDDP_OK;
   head.shard = (uint64_t)shard;
   head.bytes = cddp__pack_rows(d, 0, NULL);
   if (!cddp__buffer_reserve(own, sizeof head + head.bytes)) return CDDP_OUT_OF_MEMORY;
   cddp__buffer_add(own, &head, sizeof head);
   own->end += cddp__pack_rows(d, 0, (char *)own->data + own->end);
-  for (i = 0; i < d->count; i++)
-    if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = 0;
   CDDP__POINT("elastic rows");
   return CDDP_OK;
 }
 
-/* The shard in the arena becomes a node in a slot, with its siblings; the arena is clear then. */
+/* The shard that has ended becomes a node in a slot, with its siblings. */
 static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
-  cddp__crew *c = d->crew;
-  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
-  cddp__shard_node node;
-  int n = cddp__join_nodes(c->nodes, c->node_count, shard, d->shards, slots, widths, &node, &low,
-                           &high);
   cddp_result r = cddp__crew_keep_rows(d, shard);
-  if (r != CDDP_OK) return r;
-  node.slot = cddp__free_slot(c->nodes, c->node_count, 0);
   CDDP__POINT("elastic keep");
-  while (slots[at] >= 0) at++;
-  if (at < n - 1) { /* merge_nodes takes a shard that is the last of them */
-    if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
-    r = d->memory->merge_nodes(d, node.slot, &slots[at], &widths[at], 1, true);
-    if (r != CDDP_OK) return r;
-    slots[at] = node.slot;
-    widths[at] = -1;
-    node.slot = cddp__free_slot(c->nodes, c->node_count, node.slot + 1);
-  }
-  if ((r = cddp__crew_grow(d, node.slot + 1)) != CDDP_OK) return r;
-  r = d->memory->merge_nodes(d, node.slot, slots, widths, n, at == n - 1);
-  if (r == CDDP_OK) r = cddp__clear_own(d);
-  memmove(c->nodes + low + 1, c->nodes + high,
-          (size_t)(c->node_count - high) * sizeof *c->nodes);
-  c->nodes[low] = node;
-  c->node_count += 1 - (high - low);
+  if (r == CDDP_OK) r = cddp__crew_grow(d, d->kept_count + 1);
+  if (r == CDDP_OK) r = cddp__keep_node(d, shard, true);
   CDDP__POINT("elastic kept");
   return r;
 }
 
-static void cddp__crew_forget(cddp__crew *c) { /* what this rank has done of a step */
-  c->node_count = 0;
-  cddp__buffer_clear(&c->own, SIZE_MAX);
+static void cddp__crew_forget(cddp_ddp *d) { /* what this rank has done of a step */
+  d->kept_count = 0;
+  cddp__buffer_clear(&d->crew->own, SIZE_MAX);
 }
 
 /* All shards are still to be done, by all members. */
 static void cddp__crew_deal(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   int k, i, first, count;
-  cddp__crew_forget(c);
+  cddp__crew_forget(d);
   for (k = 0; k < c->count; k++) {
     cddp__deal_shards(d->shards, c->count, k, &first, &count);
     for (i = first; i < first + count; i++) c->owner[i] = k;
@@ -18225,7 +18221,7 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   memset(c->mine_planned, 0, (size_t)d->shards * sizeof *c->mine_planned);
   d->node_count = d->most_nodes = 0;
   cddp__crew_plan(d, 0, d->shards);
-  if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean, c->nodes, c->node_count);
+  if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean, d->kept, d->kept_count);
   if (r == CDDP_OK) r = cddp__crew_await(d);
   if (r != CDDP_OK) return r;
   c->done++;
@@ -18278,7 +18274,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->optim = cddp__bequeath(d, (float *)(report + 1));
   report->self = c->members[c->me];
   memcpy(report->blocks, c->block_refs, sizeof report->blocks);
-  for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(c->nodes, c->node_count, i);
+  for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(d->kept, d->kept_count, i);
   return CDDP_OK;
 }
 
@@ -18756,7 +18752,7 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
     for (k = 0, listed = false; k < c->count; k++) listed = listed || c->order[k] == p;
     if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
   }
-  if (c->done < c->furthest) cddp__crew_forget(c); /* a step whose mean others have */
+  if (c->done < c->furthest) cddp__crew_forget(d); /* a step whose mean others have */
   for (i = 0; i < d->shards; i++) {
     c->owner[i] = -1;
     for (k = 0; k < c->count; k++) {
@@ -18906,7 +18902,7 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
 /* d->held: the next shard; -1: all are done, and the mean of them is there. */
 static cddp_result cddp__crew_next(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  cddp_result r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
+  cddp_result r = CDDP_OK;
   int held = d->held, i;
   d->held = -1;
   cddp__door_serve(d->group->host);
@@ -18915,8 +18911,7 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
   while (r == CDDP_OK && c->done == c->step) {
     for (i = 0; i < d->shards; i++) {
       if (c->owner[i] >= c->count || c->order[c->owner[i]] != c->me) continue;
-      if (cddp__nodes_have(c->nodes, c->node_count, i)) continue;
-      d->taken++;
+      if (cddp__nodes_have(d->kept, d->kept_count, i)) continue;
       d->held = i;
       return CDDP_OK;
     }
@@ -18976,7 +18971,7 @@ static void cddp__crew_free(cddp_ddp *d) {
   if (c == NULL) return;
   if (c->net != NULL) cddp__crew_hide(d);
   if (d->group->host->joined) d->group->host->door->table.lead.model = 0; /* it has had its one */
-  if (d->memory->use != NULL) (void)d->memory->use(d);
+  (void)d->memory->use(d);
   cddp__crew_release(d, c->mean);
   cddp__crew_release(d, c->area);
   cddp__crew_release(d, c->states);
@@ -19046,13 +19041,12 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
-                n * (sizeof *c->members + sizeof *c->nodes + sizeof *c->links + 4 * sizeof(int)));
+                n * (sizeof *c->members + sizeof *c->links + 4 * sizeof(int)));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   d->crew = c;
   c->members = (cddp__crew_member *)(void *)(c + 1);
   c->links = (cddp__link **)(void *)(c->members + n + 1);
-  c->nodes = (cddp__shard_node *)(void *)(c->links + n);
-  c->order = (int *)(void *)(c->nodes + n);
+  c->order = (int *)(void *)(c->links + n);
   c->owner = c->order + n;
   c->mine_planned = c->owner + n; /* [2 n] */
   c->own.allocator = c->rows.allocator = a;
@@ -19065,7 +19059,6 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   c->net->rank = c->me;
   if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;
-  d->slot_room = cddp__round_up(d->slot_bytes, CDDP__CACHE_LINE);
   c->mean = cddp__crew_alloc(d, d->dense + cddp__gather_slack(d));
   return c->mean != NULL ? cddp__crew_grow(d, 1) : CDDP_OUT_OF_MEMORY;
 }
@@ -19409,7 +19402,7 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   e->log_at = cddp__round_up(tables * sizeof(cddp__shard_node), CDDP__CACHE_LINE);
   e->refs_at = e->log_at + CDDP__LOG_ARRAYS * CDDP__LOG_ROOM;
   e->slots_at = cddp__round_up(e->refs_at + (size_t)d->count * sizeof(cddp__ref), page);
-  d->slot_room = cddp__round_up(d->slot_bytes, page);
+  d->slot_room = cddp__round_up(d->slot_room, page);
   bytes = e->slots_at + ((size_t)cddp__table_room(d) + 1) * d->slot_room;
   e->kit = (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_KIT);
   if (e->kit == NULL) {
@@ -19878,13 +19871,10 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   size_t at = (size_t)(e->step & 1) * (size_t)d->shards + (size_t)shard;
   void *packet = NULL;
   cddp_result r;
-  int i;
   if (d->sparse == NULL) return CDDP_OK;
   r = cddp__room_take(d->group->host, &e->rows[at], cddp__pack_rows(d, 0, NULL), &packet);
   if (r != CDDP_OK) return r;
   (void)cddp__pack_rows(d, 0, (char *)packet);
-  for (i = 0; i < d->count; i++)
-    if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = 0;
   CDDP__POINT("elastic rows");
   return CDDP_OK;
 }
@@ -19926,7 +19916,6 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
     cddp__clear_own(d);
     e->arena = CDDP__ARENA_CLEAR;
   }
-  d->taken++;
   return true;
 }
 
@@ -19985,7 +19974,7 @@ static void cddp__publish_model(cddp_ddp *d) {
 }
 
 /* d->held: the shard that this rank does next; -1: all are done. */
-static cddp_result cddp__next_of_step(cddp_ddp *d) {
+static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   bool all_done = false;
   cddp_result r = CDDP_OK;
@@ -20014,14 +20003,6 @@ static cddp_result cddp__next_of_step(cddp_ddp *d) {
     if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, false);
   }
   return r;
-}
-
-static bool cddp__elastic_next(cddp_ddp *d, int *shard) {
-  cddp_result r = d->crew != NULL ? cddp__crew_next(d) : cddp__next_of_step(d);
-  if (r != CDDP_OK) (void)cddp__give_up(d, r);
-  if (r != CDDP_OK || d->held < 0) return false;
-  *shard = d->held;
-  return true;
 }
 
 /* --- the update --- */
@@ -20430,7 +20411,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
                               d->steps, 0);
   if (c != NULL) {
     done = c->done != c->step;
-    r = d->memory->use != NULL ? d->memory->use(d) : CDDP_OK;
+    r = d->memory->use(d);
   } else {
     cddp__elastic_begin(d);
     (void)cddp__pick_shard(d, &done);
@@ -20447,7 +20428,6 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK && s != NULL && s != d->optim) r = cddp__elastic_adopt(d, s);
   if (r == CDDP_OK) r = c != NULL ? cddp__crew_update(d, s) : cddp__elastic_update(d, s);
   if (r == CDDP_OK) {
-    d->taken = 0;
     d->steps++;
     d->present = c != NULL ? c->count : d->elastic->living_count;
     cddp__arm(d);
@@ -22873,7 +22853,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
     given.shards = by_messages ? g->host->door->table.size : g->host->board->shards;
   if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
-  r = joins ? cddp__join_setup(d) : cddp__ddp_setup(d);
+  r = cddp__ddp_setup(d, joins);
   if (r == CDDP_OK && desc->elastic && by_messages)
     r = joins ? cddp__crew_join(d) : cddp__crew_create(d);
   else if (r == CDDP_OK && desc->elastic)
@@ -22886,15 +22866,13 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   return CDDP_OK;
 }
 
-/* False: there are no more, or the model has failed. */
 CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
-  int held = -1, i = 0; /* the shard with which this rank should be done */
+  cddp_result r = CDDP_OK;
+  int i = 0;
   if (d == NULL || shard == NULL || cddp__has_cause(&d->failure)) return false;
-  if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false;
-  if (d->desc.elastic) held = d->held;
-  else if (d->taken > 0) held = d->first_shard + d->taken - 1;
-  while (held >= 0 && i < d->count && d->tensors[i].ready) i++;
-  if (d->no_sync || (held >= 0 && i < d->count)) {
+  if (!d->desc.elastic && d->taken == d->shard_count && !d->no_sync) return false; /* no more */
+  while (d->held >= 0 && i < d->count && d->tensors[i].ready) i++; /* this rank should be done */
+  if (d->no_sync || (d->held >= 0 && i < d->count)) {
     if (d->no_sync)
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: no_sync is on on rank %d; turn it off before the last "
@@ -22904,18 +22882,17 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
       cddp__fail(CDDP_INVALID_ARGUMENT,
                  "cddp_ddp_next_shard: gradient \"%s\" of shard %d was not marked ready on rank "
                  "%d; call cddp_ddp_ready for every parameter first",
-                 cddp__param_name(&d->params[i], i).s, held, d->group->rank);
-    (void)cddp__give_up(d, CDDP_INVALID_ARGUMENT);
-    return false;
+                 cddp__param_name(&d->params[i], i).s, d->held, d->group->rank);
+    r = CDDP_INVALID_ARGUMENT;
   }
-  if (d->desc.elastic) return cddp__elastic_next(d, shard);
-  if (d->taken > 0) {
-    cddp_result r = cddp__end_shard(d);
-    if (r != CDDP_OK) (void)cddp__give_up(d, r);
-    if (r != CDDP_OK) return false;
-    cddp__arm(d);
-  }
-  *shard = d->first_shard + d->taken++;
+  if (r == CDDP_OK) r = d->memory->use(d);
+  if (r == CDDP_OK)
+    r = d->crew != NULL      ? cddp__crew_next(d)
+        : d->elastic != NULL ? cddp__elastic_next(d)
+                             : cddp__next_of_rank(d);
+  if (r != CDDP_OK) (void)cddp__give_up(d, r);
+  if (r != CDDP_OK || d->held < 0) return false;
+  *shard = d->held;
   return true;
 }
 
@@ -23009,7 +22986,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
     CDDP__CHECK(states[i].data == NULL || states[i].count == d->params[i].count,
                 "state %d has %zu elements, its parameter %zu", i, states[i].count,
                 d->params[i].count);
-  if (d->memory->use != NULL) CDDP__TRY(d->memory->use(d));
+  CDDP__TRY(d->memory->use(d));
   return d->memory->broadcast(d, states, d->count, CDDP__OWNERS);
 }
 
