@@ -4084,7 +4084,6 @@ typedef struct cddp__store_options {
   bool elect;           /* file: the first who opens it is the server, whatever is_server says */
   int listen_fd;        /* listening socket to serve on, which stays the caller's; -1 = bind one */
   bool reachable;       /* by other hosts, even if this one's own name resolves to loopback here */
-  bool serves_only;     /* a server, which is its own client only after cddp__connect */
   double deadline;      /* for opening, cddp__now() */
   const char *host_name, *port_name; /* for error texts: "MASTER_ADDR", "from MASTER_PORT"; NULL:
                                         the caller says where */
@@ -4094,6 +4093,7 @@ struct cddp_store {
   pthread_mutex_t lock; /* one operation at a time; guards all below */
   cddp_allocator allocator;
   double timeout_s;                             /* of operations that take no deadline */
+  int scheme;                                   /* CDDP__TCP ... */
   char *name;                                   /* for error texts: "host:port" or the path */
   char *proof;                                  /* what both ends prove to know; NULL = nothing */
   cddp__buffer bytes;                           /* a command being built, then a value that came */
@@ -4280,6 +4280,19 @@ static cddp_result cddp__store_wait(cddp_store *s, const char *const *keys, int 
 
 /* --- opening a store: where the server is --- */
 
+enum { CDDP__NO_STORE, CDDP__TCP, CDDP__UNIX, CDDP__FILE }; /* schemes of URLs */
+
+/* A URL's scheme; *name is what follows: "host:port", a name or an absolute path. */
+static int cddp__url_scheme(const char *url, const char **name) {
+  static const char *const begins[] = {"", "tcp://", "unix://", "file://"};
+  int scheme = CDDP__FILE;
+  while (strncmp(url, begins[scheme], strlen(begins[scheme])) != 0) scheme--;
+  *name = url + strlen(begins[scheme]);
+  if (scheme == CDDP__UNIX && (*name)[0] == 0) return CDDP__NO_STORE;
+  if (scheme == CDDP__FILE && ((*name)[0] != '/' || (*name)[1] == 0)) return CDDP__NO_STORE;
+  return scheme;
+}
+
 /* Starts a server on s->addresses, or on the socket that came with the options; s->addresses are
    then where it can be reached. */
 static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
@@ -4341,7 +4354,7 @@ static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o) {
   int port;
   cddp_result r;
   s->address_count = 1;
-  if (o->desc.init_method[0] == 'u') {
+  if (s->scheme == CDDP__UNIX) {
     cddp__unix_name(&s->addresses[0], s->name);
     return o->desc.is_server ? cddp__serve(s, o) : CDDP_OK;
   }
@@ -4507,12 +4520,12 @@ static void cddp__store_close(cddp_store *s) {
 
 /* Connects, again and again until the deadline: ranks may start long before the server. */
 static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
-  bool is_file = o->desc.init_method[0] == 'f';
   double pause = 0.001, started = cddp__now();
   uint64_t dice = cddp__hash64((uint64_t)getpid(), &started, sizeof started);
   cddp_result r;
-  while ((r = is_file && s->server == NULL ? cddp__file_try(s, o)
-                                           : cddp__try_addresses(s, o->deadline)) == CDDP_NETWORK &&
+  while ((r = s->scheme == CDDP__FILE && s->server == NULL
+                  ? cddp__file_try(s, o)
+                  : cddp__try_addresses(s, o->deadline)) == CDDP_NETWORK &&
          cddp__now() < o->deadline) {
     dice = cddp__hash64(dice, &dice, sizeof dice);
     cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice % 1024) / 1024), o->deadline) -
@@ -4532,14 +4545,11 @@ static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
                        s->name, s->timeout_s);
 }
 
-/* *out is NULL on failure. */
+/* Opens a store, but for a server's connection to itself, which its first operation makes. *out is
+   NULL on failure. */
 static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
   cddp__store_options o = *options;
-  const char *m = o.desc.init_method;
-  size_t where = strncmp(m, "tcp://", 6) == 0                      ? 6
-                 : strncmp(m, "unix://", 7) == 0 && m[7] != 0      ? 7
-                 : strncmp(m, "file:///", 8) == 0 && m[8] != 0     ? 7
-                                                                   : 0;
+  const char *name;
   cddp_store *s = (cddp_store *)cddp__calloc(&o.desc.allocator, 1, sizeof *s);
   cddp_result r = CDDP_OK;
   *out = NULL;
@@ -4552,15 +4562,15 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   if (o.desc.secret == NULL) o.desc.secret = getenv("CDDP_SECRET");
   if (o.desc.secret != NULL && o.desc.secret[0] != 0)
     if ((s->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (where == 0)
+  if ((s->scheme = cddp__url_scheme(o.desc.init_method, &name)) == CDDP__NO_STORE)
     r = cddp__fail(CDDP_INVALID_ARGUMENT,
                    "'%.128s' is no store; write tcp://host:port, unix://name or "
                    "file:///absolute/path",
-                   m);
-  else if ((s->name = cddp__strdup(&o.desc.allocator, m + where)) == NULL)
+                   o.desc.init_method);
+  else if ((s->name = cddp__strdup(&o.desc.allocator, name)) == NULL)
     r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK && m[0] != 'f') r = cddp__open_url(s, &o);
-  if (r == CDDP_OK && !o.serves_only) r = cddp__connect(s, &o);
+  if (r == CDDP_OK && s->scheme != CDDP__FILE) r = cddp__open_url(s, &o);
+  if (r == CDDP_OK && s->server == NULL) r = cddp__connect(s, &o);
   if (r == CDDP_OK) *out = s;
   if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && o.port_name != NULL)
     cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s)",
@@ -4594,6 +4604,8 @@ typedef struct cddp__place {
   bool launched;          /* rank and world_size are a launcher's: */
   int launcher;           /* whose variables are in force: index into cddp__launchers */
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
+  char host[256];         /* of "tcp://host:port"; */
+  int port;               /* 0: it is not that */
   const char *host_name, *port_name; /* where they come from, for texts; NULL: init_method */
   bool client_only;       /* torchrun's agent serves the store: rank 0 must not */
   int listen_fd;          /* bound by cddp_spawn or cddprun for rank 0, else -1 */
@@ -4882,7 +4894,7 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
 }
 
 static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
-  const char *method = d->init_method ? d->init_method : "env://",
+  const char *method = d->init_method ? d->init_method : "env://", *name,
              *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   uint64_t key;
@@ -4908,19 +4920,19 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
     snprintf(at->run, sizeof at->run, "cddp/%016" PRIx64 "/0", key);
   else
     snprintf(at->run, sizeof at->run, "cddp/%.80s/%.20s", run ? run : "0", restart ? restart : "0");
-  if (strcmp(method, "env://") == 0) {
-    r = cddp__env_master(at, key); /* a rank alone needs it only to be joined */
-    return at->world_size > 1 || at->joins ? r : CDDP_OK;
-  }
-  if ((strncmp(method, "tcp://", 6) != 0 && strncmp(method, "file:///", 8) != 0 &&
-       strncmp(method, "unix://", 7) != 0) ||
-      strlen(method) >= sizeof at->init_method)
+  if (strcmp(method, "env://") == 0)
+    r = cddp__env_master(at, key);
+  else if (cddp__url_scheme(method, &name) == CDDP__NO_STORE ||
+           strlen(method) >= sizeof at->init_method)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "init_method \"%.128s\" is none of env://, tcp://host:port, unix://name, "
                       "file:///absolute/path, or longer than %zu bytes",
                       method, sizeof at->init_method - 1);
-  snprintf(at->init_method, sizeof at->init_method, "%s", method);
-  return CDDP_OK;
+  else
+    snprintf(at->init_method, sizeof at->init_method, "%s", method);
+  if (r == CDDP_OK && cddp__url_scheme(at->init_method, &name) == CDDP__TCP)
+    r = cddp__host_port(name, at->host, &at->port);
+  return at->world_size > 1 || at->joins ? r : CDDP_OK; /* alone it needs none but to be joined */
 }
 CDDP__COLD_END
 
@@ -8059,6 +8071,27 @@ typedef struct cddp__rank_info {
   cddp__host_entry host;
 } cddp__rank_info;
 
+/* What a rank answers: with the memfd, if its model is one of this host. */
+typedef struct cddp__join_table {
+  cddp__rank_info info;
+  uint64_t job; /* cddp_record_header.job; 0: it is not recorded */
+  cddp__ref board;
+  cddp__crew_hello lead; /* else the rank that leads those of several hosts or GPUs; life 0: none */
+  int size, life;        /* ranks that met; a number for the record of who joins: >>crew */
+} cddp__join_table;
+
+/* What a rank knows of its job, in the rendezvous and for those who join. The secret's text follows
+   the struct. */
+typedef struct cddp__door {
+  cddp__join_table table;
+  char node[48];      /* of the node's socket; names of its ranks' begin so */
+  char master[256];   /* MASTER_ADDR, and */
+  int port;           /* MASTER_PORT, where ranks of other hosts are asked to join; 0: they cannot */
+  uint32_t foreign;   /* bits: who listens at that address of MASTER_ADDR is not of this job */
+  double timeout_s;
+  const char *secret; /* "": none; then a proof keeps out who is no rank of cddp, at least */
+} cddp__door;
+
 typedef struct cddp__root_key { /* what lies under RUN/meeting */
   char magic[8];
   struct sockaddr_in6 address; /* where the root listens, with the port */
@@ -8088,12 +8121,11 @@ typedef struct cddp__rendezvous {
   const cddp__place *at;
   const cddp_group_desc *desc;
   cddp__host *host;
-  const char *secret; /* NULL: none */
-  bool job_secret;    /* it is the launcher's, for the rendezvous alone */
+  cddp__door *door;   /* of the host: what this rank knows of its job */
+  bool job_secret;    /* its secret is the launcher's, for the rendezvous alone */
   bool serves;        /* the store, from this process */
   double deadline;
-  char name[48]; /* of the node's socket */
-  uint32_t mark; /* a hash of it, not 0 */
+  uint32_t mark; /* a hash of door.node, not 0 */
   char key[160]; /* RUN/meeting */
   cddp_store *store; /* NULL: not open */
   bool stale;        /* what the store says has led to nobody: it may be an earlier job's */
@@ -8131,37 +8163,42 @@ static void cddp__host_identity(char *out, size_t n) {
   snprintf(out, n, "%.60s.%llu", given != NULL ? given : boot, (unsigned long long)st.st_ino);
 }
 
-/* The name of the node's socket: the same for its ranks alone, and with a secret not to be
-   foreseen. Ranks may spell the place where they meet in several ways: an address of this host
+/* The name of the node's socket: the same for its ranks alone, and with a secret ("": none) not to
+   be foreseen. Ranks may spell the place where they meet in several ways: an address of this host
    counts as "here", of others the first of the name's addresses. */
 static void cddp__node_name(const cddp__place *at, const char *secret, char name[48]) {
   static const char hex[] = "0123456789abcdef";
-  const char *given = cddp__env("CDDP_HOST_ID"), *method = at->init_method;
+  const char *given = cddp__env("CDDP_HOST_ID");
   cddp__address a[CDDP__ADDRESSES_MAX];
-  char host[256], place[1200], text[1600];
+  char place[1200], text[1600];
   cddp__text spelled;
   unsigned char mac[32];
   struct stat st;
   bool here = false;
-  int n = 0, port = 0, i;
-  snprintf(place, sizeof place, "%s", method);
-  if (strncmp(method, "tcp://", 6) != 0 ||
-      cddp__host_port(method + 6, host, &port) != CDDP_OK ||
-      cddp__resolve(host, port, a, &n) != CDDP_OK)
-    n = 0; /* who opens the store says what is wrong with it */
+  int n = 0, i;
+  snprintf(place, sizeof place, "%s", at->init_method);
+  if (at->port != 0) /* if it does not resolve, who opens the store says so */
+    (void)cddp__resolve(at->host, at->port, a, &n);
   for (i = 0; i < n && !here; i++) {
     here = cddp__address_here(&a[i]);
     spelled = cddp__describe_address(&a[i]);
     if (i == 0 || strcmp(spelled.s, place) < 0) snprintf(place, sizeof place, "%s", spelled.s);
   }
-  if (here) snprintf(place, sizeof place, "here:%d", port);
+  if (here) snprintf(place, sizeof place, "here:%d", at->port);
   if (stat("/proc/self/ns/pid", &st) != 0) st.st_ino = 0;
   snprintf(text, sizeof text, "%s|%s|%.60s|%u|%llu", place, at->run, given != NULL ? given : "",
            (unsigned)geteuid(), (unsigned long long)st.st_ino);
-  cddp__mac(secret != NULL ? secret : "", "cddp node 1", text, strlen(text), mac);
+  cddp__mac(secret, "cddp node 1", text, strlen(text), mac);
   memcpy(name, "cddp-", 5);
   for (i = 0; i < 32; i++) name[5 + i] = hex[(mac[i / 2] >> (i % 2 ? 0 : 4)) & 15];
   name[37] = 0;
+}
+
+/* The name that a rank holds while its group lives; of = "join-": where it is called by who joins. */
+static cddp__address cddp__rank_socket(const cddp__door *door, const char *of, int rank) {
+  cddp__address a;
+  cddp__unix_name(&a, cddp__words("%s-%s%d", door->node, of, rank).s);
+  return a;
 }
 
 /* Words about lack of descriptors, when that is what the error says; else about the call. */
@@ -8203,11 +8240,9 @@ static cddp__atomic_u32 cddp__met_before; /* a rendezvous's mark */
    has the same rank and meets in the same place: of two jobs at once neither may take the other's
    ranks for its own, not even after the first has met. The call to that process tells it too. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
-  cddp__address a;
-  char name[64], told;
+  cddp__address a = cddp__rank_socket(v->door, "", v->at->rank);
+  char told;
   int tries, status;
-  snprintf(name, sizeof name, "%s-%d", v->name, v->at->rank);
-  cddp__unix_name(&a, name);
   for (tries = 0; tries < 100; tries++) {
     uint32_t pid = 0;
     bool ended;
@@ -8684,7 +8719,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   return cddp__own_address(fd, &v->address);
 }
 
-/* Opens the store; the rank that serves it connects to it by a second call. */
+/* Opens the store. The rank that serves it connects to it by a second call, but for a file's. */
 static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   const cddp__place *at = v->at;
   cddp__store_options o;
@@ -8692,14 +8727,13 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.desc.init_method = at->init_method;
   o.desc.is_server = v->serves;
   o.desc.timeout_s = at->timeout_s;
-  o.desc.secret = v->secret != NULL ? v->secret : "";
+  o.desc.secret = v->door->secret;
   o.desc.allocator = v->desc->allocator;
   o.listen_fd = v->serves ? at->listen_fd : -1;
   o.reachable = !cddp__one_host(at);
   o.deadline = deadline;
   o.port_name = at->port_name;
   o.host_name = at->host_name;
-  o.serves_only = v->serves && at->init_method[0] != 'f'; /* a file says who serves */
   return v->store != NULL ? cddp__connect(v->store, &o) : cddp__store_open(&v->store, &o);
 }
 
@@ -8738,7 +8772,7 @@ static cddp_result cddp__enter_node(cddp__rendezvous *v) {
   cddp__address a;
   int error, fd;
   CDDP__POINT("store");
-  cddp__unix_name(&a, v->name);
+  cddp__unix_name(&a, v->door->node);
   error = cddp__listen_address(&a, &v->node_socket);
   if (error == 0) {
     cddp__own_socket(v->node_socket);
@@ -8903,8 +8937,8 @@ static cddp_result cddp__use_table(cddp__rendezvous *v) {
   cddp__host_place(h, n->hosts[n->host].size, n->homes[n->rank].index, n->homes[n->rank].index);
   if (n->host_count == 1) return CDDP_OK;
   h->net = n;
-  if (v->secret == NULL || v->job_secret) return CDDP_OK;
-  n->secret = cddp__strdup(&h->allocator, v->secret);
+  if (v->door->secret[0] == 0 || v->job_secret) return CDDP_OK;
+  n->secret = cddp__strdup(&h->allocator, v->door->secret);
   return n->secret != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
@@ -9022,14 +9056,14 @@ static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r
    that MASTER_PORT unless the user has set a secret. */
 static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place *at,
                                          const cddp_group_desc *d, cddp__host *h) {
-  const char *port = strrchr(at->init_method, ':'), *job = cddp__env("CDDP_JOB_SECRET"),
-             *master = cddp__env("MASTER_PORT"), *backend = cddp__backend_name(d),
+  const char *job = cddp__env("CDDP_JOB_SECRET"), *master = cddp__env("MASTER_PORT"),
+             *backend = cddp__backend_name(d),
              *secret = d->secret != NULL ? d->secret : cddp__env("CDDP_SECRET");
-  bool tcp = strncmp(at->init_method, "tcp://", 6) == 0,
-       cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
+  bool cuda = d->device != NULL && strncmp(d->device, "cuda", 4) == 0;
   size_t n = master != NULL ? strlen(master) : 0;
   char machine[128];
-  cddp__rank_info i;
+  cddp__door *door;
+  cddp__rank_info *i;
   memset(v, 0, sizeof *v);
   v->at = at;
   v->desc = d;
@@ -9043,25 +9077,37 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place 
                   !at->client_only && strncmp(job, master, n) == 0 && job[n] == ':' &&
                   job[n + 1] != 0;
   if (v->job_secret) secret = job + n + 1;
-  v->secret = secret != NULL && secret[0] != 0 ? secret : NULL;
+  if (secret == NULL) secret = "";
   snprintf(v->key, sizeof v->key, "%s/meeting", at->run);
-  snprintf(h->place, sizeof h->place, "%s%.80s", tcp ? "port " : "",
-           tcp ? port + 1 : at->init_method);
-  cddp__node_name(at, v->secret, v->name);
-  v->mark = (uint32_t)cddp__hash64(1, v->name, strlen(v->name)) | 1;
-  memset(&i, 0, sizeof i);
-  i.version = CDDP_VERSION;
-  i.world_size = (uint32_t)at->world_size;
-  i.rank = (uint32_t)at->rank;
-  i.pid = (uint32_t)getpid();
-  i.fp_mode = cddp__fp_mode();
-  i.user = (uint32_t)geteuid();
-  i.joins = at->joins;
+  if (at->port != 0)
+    snprintf(h->place, sizeof h->place, "port %d", at->port);
+  else
+    snprintf(h->place, sizeof h->place, "%.80s", at->init_method);
+  n = strlen(secret) + 1;
+  v->door = h->door = door = (cddp__door *)cddp__calloc(&h->allocator, 1, sizeof *door + n);
+  if (door == NULL) return CDDP_OUT_OF_MEMORY;
+  door->secret = (char *)memcpy(door + 1, secret, n);
+  door->timeout_s = at->timeout_s;
+  door->table.size = at->world_size;
+  if (!at->client_only) { /* else a launcher listens there */
+    memcpy(door->master, at->host, sizeof door->master);
+    door->port = at->port;
+  }
+  cddp__node_name(at, secret, door->node);
+  v->mark = (uint32_t)cddp__hash64(1, door->node, strlen(door->node)) | 1;
+  i = &door->table.info;
+  i->version = CDDP_VERSION;
+  i->world_size = (uint32_t)at->world_size;
+  i->rank = (uint32_t)at->rank;
+  i->pid = (uint32_t)getpid();
+  i->fp_mode = cddp__fp_mode();
+  i->user = (uint32_t)geteuid();
+  i->joins = at->joins;
   cddp__host_identity(machine, sizeof machine);
-  i.machine = cddp__hash64(0, machine, strlen(machine));
-  snprintf(i.backend, sizeof i.backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
-  snprintf(i.host.name, sizeof i.host.name, "%.67s", h->name);
-  return cddp__add_member(v, &i, 0);
+  i->machine = cddp__hash64(0, machine, strlen(machine));
+  snprintf(i->backend, sizeof i->backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
+  snprintf(i->host.name, sizeof i->host.name, "%.67s", h->name);
+  return cddp__add_member(v, i, 0);
 }
 
 static void cddp__rendezvous_free(cddp__rendezvous *v) {
@@ -9086,54 +9132,11 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
 #define CDDP__JOB_GONE_S 2.0 /* how long nobody must be there before the job counts as ended */
 #define CDDP__CALLS 64   /* ranks that a joining process calls at once */
 
-/* What a rank answers: with the memfd, if its model is one of this host. */
-typedef struct cddp__join_table {
-  cddp__rank_info info;
-  uint64_t job; /* cddp_record_header.job; 0: it is not recorded */
-  cddp__ref board;
-  cddp__crew_hello lead; /* else the rank that leads those of several hosts or GPUs; life 0: none */
-  int size, life;        /* ranks that met; a number for the record of who joins: >>crew */
-} cddp__join_table;
-
-/* What a rank knows of its job, to tell those who join; and who joins, to find it. The secret's
-   text follows the struct. */
-typedef struct cddp__door {
-  cddp__join_table table;
-  char node[48];      /* names of sockets of this host's ranks begin so */
-  char master[256];   /* MASTER_ADDR, and */
-  int port;           /* MASTER_PORT, where ranks of other hosts are asked; 0: they cannot be */
-  uint32_t foreign;   /* bits: who listens at that address of MASTER_ADDR is not of this job */
-  double timeout_s;
-  const char *secret; /* "": none; then the proof keeps out who is no rank of cddp, at least */
-} cddp__door;
-
-/* The socket of a rank that others may join; the rank that joins calls all. */
-static void cddp__door_name(const char *node, int rank, char name[64]) {
-  snprintf(name, 64, "%.44s-join-%d", node, rank);
-}
-
-static cddp_result cddp__door_make(const cddp__rendezvous *v, int size) {
-  size_t n = v->secret != NULL ? strlen(v->secret) + 1 : 0;
-  const char *method = v->at->init_method;
-  cddp__door *door = (cddp__door *)cddp__calloc(&v->host->allocator, 1, sizeof *door + n);
-  if (door == NULL) return CDDP_OUT_OF_MEMORY;
-  door->table.info = v->members[0].info;
-  door->table.size = size;
-  memcpy(door->node, v->name, sizeof door->node);
-  door->timeout_s = v->at->timeout_s;
-  if (strncmp(method, "tcp://", 6) == 0 && !v->at->client_only) /* else a launcher listens there */
-    (void)cddp__host_port(method + 6, door->master, &door->port);
-  door->secret = n > 0 ? (char *)memcpy(door + 1, v->secret, n) : "";
-  v->host->door = door;
-  return CDDP_OK;
-}
-
 /* A rank that begins alone may be joined later, if it has an elastic model. */
 static cddp_result cddp__door_alone(const cddp__place *at, const cddp_group_desc *d,
                                     cddp__host *h) {
   cddp__rendezvous v;
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
-  if (r == CDDP_OK) r = cddp__door_make(&v, 1);
   cddp__rendezvous_free(&v);
   return r;
 }
@@ -9171,13 +9174,11 @@ static void cddp__door_open_port(cddp__host *h) {
 /* From here on processes may join through this rank, when it looks: cddp__door_serve. */
 static void cddp__door_open(cddp__host *h) {
   cddp__address a;
-  char name[64];
   int error;
   if (h->door == NULL) return;
   if (h->net != NULL && h->door->port != 0 && h->door_port < 0) cddp__door_open_port(h);
   if (h->door_fd >= 0) return;
-  cddp__door_name(h->door->node, (int)h->door->table.info.rank, name);
-  cddp__unix_name(&a, name);
+  a = cddp__rank_socket(h->door, "join-", (int)h->door->table.info.rank);
   if ((error = cddp__listen_address(&a, &h->door_fd)) == 0)
     cddp__own_socket(h->door_fd);
   else
@@ -9251,12 +9252,10 @@ static cddp_result cddp__join_call_one(const cddp__door *door, cddp__join_call *
 static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call *calls,
                                          int *count) {
   cddp__address a[CDDP__ADDRESSES_MAX], at;
-  char name[64];
   int rank, n = 0, i;
   cddp_result r = CDDP_OK;
   for (rank = 0; rank < CDDP__MAX_RANKS && r == CDDP_OK; rank++) {
-    cddp__door_name(door->node, rank, name);
-    cddp__unix_name(&at, name);
+    at = cddp__rank_socket(door, "join-", rank);
     r = cddp__join_call_one(door, calls, count, rank, &at);
   }
   if (door->port == 0 || cddp__resolve(door->master, door->port, a, &n) != CDDP_OK) return r;
@@ -9290,12 +9289,10 @@ static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int 
 /* Whether a process holds the name of one of the ranks that met. */
 static bool cddp__rank_is_there(const cddp__door *door) {
   cddp__address a;
-  char name[64];
   int rank, fd, error = 0;
   for (rank = 0; rank < (int)door->table.info.world_size && error != EADDRINUSE; rank++) {
     if (rank == (int)door->table.info.rank) continue;
-    snprintf(name, sizeof name, "%s-%d", door->node, rank);
-    cddp__unix_name(&a, name);
+    a = cddp__rank_socket(door, "", rank);
     error = cddp__listen_address(&a, &fd);
     cddp__close_fd(&fd);
   }
@@ -9388,19 +9385,16 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
   cddp__rendezvous v;
   cddp__join_table table;
   cddp__address a;
-  char name[64];
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   h->joined = true;
   cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
-  if (r == CDDP_OK) r = cddp__door_make(&v, 0);
   if (r == CDDP_OK) r = cddp__join_find(h, v.deadline, v.fds, &table);
   if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &v.members[0].info);
   if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
   if (r == CDDP_OK) {
     h->door->table.size = table.size;
     h->door->table.lead = table.lead;
-    snprintf(name, sizeof name, "%s-%d", v.name, at->rank);
-    cddp__unix_name(&a, name);
+    a = cddp__rank_socket(v.door, "", at->rank);
     if (h->board != NULL && cddp__listen_address(&a, &h->claim) == 0)
       cddp__own_socket(h->claim); /* else it is not in yet, nor is it to seem so to others */
     r = cddp__world_group(out, h, at->rank, h->size, at->timeout_s);
@@ -9453,7 +9447,6 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
                       refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
   h->claims_end = cddp__now() + CDDP__CLAIMS_S;
   if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
-  if (r == CDDP_OK) r = cddp__door_make(&v, at->world_size);
   if (r == CDDP_OK) {
     cddp__store32(&cddp__met_before, v.mark);
     h->met = cddp__boot_ticks();

@@ -87,8 +87,10 @@ static int to_coordinator(double seconds) {
   int fd;
   memset(&at, 0, sizeof at);
   snprintf(at.init_method, sizeof at.init_method, "tcp://127.0.0.1:%d", shared->port);
+  snprintf(at.host, sizeof at.host, "127.0.0.1");
+  at.port = shared->port;
   snprintf(at.run, sizeof at.run, "cddp/0/0");
-  cddp__node_name(&at, shared->secret ? "sesame" : NULL, name);
+  cddp__node_name(&at, shared->secret ? "sesame" : "", name);
   cddp__unix_name(&a, name);
   do (void)cddp__connect_address(&a, cddp__now() + 1, &fd);
   while (fd < 0 && test_now() < deadline && (ranks_sleep(0.001), true));

@@ -858,6 +858,8 @@ static void target_meeting(input *in) {
   at.rank = (int)(settings / 4 % 4) % at.world_size;
   at.timeout_s = 20;
   snprintf(at.init_method, sizeof at.init_method, "tcp://127.0.0.1:29500");
+  snprintf(at.host, sizeof at.host, "127.0.0.1");
+  at.port = 29500;
   w.tiny = settings & 16;
   w.silent = settings & 32;
   memset(&m, 0, sizeof m);
