@@ -2035,14 +2035,19 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
 
 /* --- ranks of other hosts --- */
 
+/* What begins each frame on a connection between hosts: >>links. */
+typedef struct cddp__frame_head {
+  uint32_t magic, type; /* CDDP__FRAME_* */
+  uint32_t number;      /* the tag of a message; of other frames the round of the group */
+  uint32_t dtype;
+  uint64_t count, size; /* elements, and the bytes that follow */
+} cddp__frame_head;
+
 /* What came from another host before it was asked for. Its bytes follow the struct. */
 typedef struct cddp__message {
   struct cddp__message *next;
-  uint32_t type; /* CDDP__FRAME_*, of the frame that it was; of that also the next three */
-  int from, tag; /* rank in the group */
-  uint32_t dtype;
-  uint64_t count; /* elements */
-  size_t size;    /* bytes */
+  int from; /* rank in the group */
+  cddp__frame_head head;
 } cddp__message;
 typedef struct cddp__mailbox {
   cddp__message *first, **end; /* end: where the next one goes */
@@ -2081,8 +2086,7 @@ typedef struct cddp__net {
   int listener;
   cddp__cause loss;                /* a group of this rank has lost one */
   pthread_mutex_t lock;            /* guards the rest */
-  cddp__link *pending;           /* have not said hello; newest first */
-  cddp__link *arrived;           /* have, and wait for their group to claim them */
+  cddp__link *callers;           /* until their group claims them; newest first */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
   uint32_t left_count;
 } cddp__net;
@@ -3616,69 +3620,80 @@ typedef struct cddp__entry { /* the key's bytes follow the struct */
   cddp__buffer value;
 } cddp__entry;
 
-typedef struct cddp__map { /* Owner: the server's thread */
-  const cddp_allocator *allocator;
-  cddp__entry *buckets[CDDP__BUCKETS];
-  size_t count;     /* keys */
-  size_t bytes;     /* that entries take */
-  uint64_t created; /* keys that were made, ever */
-  uint64_t seed;    /* of the hash */
-} cddp__map;
+typedef struct cddp__server { /* Owner: its thread, between start and join */
+  pthread_t thread;
+  cddp_allocator allocator;
+  const char *secret; /* NULL = none */
+  int epoll;
+  int fds[1 + CDDP__ADDRESSES_MAX]; /* an eventfd, written to by the destroyer; listening sockets */
+  int fd_count;
+  cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
+  cddp__entry *buckets[CDDP__BUCKETS]; /* the map */
+  uint64_t seed;     /* of its hash */
+  size_t keys;       /* in it */
+  size_t stored;     /* bytes that its entries take */
+  uint64_t created;  /* keys that were made, ever */
+  struct cddp__conn *conns; /* the newest */
+  int blocked;       /* connections that are in a WAIT */
+  bool unsettled;    /* some connection has ended, or its WAIT has */
+  double checked;    /* when deadlines were last looked at */
+  size_t buffered;   /* capacity of all connections' buffers, bytes */
+} cddp__server;
 
 /* The link that leads to the entry of key, or to the end of its chain. */
-static cddp__entry **cddp__map_link(cddp__map *m, cddp__span key) {
-  cddp__entry **link = &m->buckets[cddp__hash64(m->seed, key.data, key.size) % CDDP__BUCKETS];
+static cddp__entry **cddp__map_link(cddp__server *v, cddp__span key) {
+  cddp__entry **link = &v->buckets[cddp__hash64(v->seed, key.data, key.size) % CDDP__BUCKETS];
   while (*link != NULL && !cddp__span_equal(key, cddp__span_of(*link + 1, (*link)->key_size)))
     link = &(*link)->next;
   return link;
 }
 
 /* Whether there is such a key; its value, else an empty one. */
-static bool cddp__map_get(cddp__map *m, cddp__span key, cddp__span *value) {
-  const cddp__entry *e = *cddp__map_link(m, key);
+static bool cddp__map_get(cddp__server *v, cddp__span key, cddp__span *value) {
+  const cddp__entry *e = *cddp__map_link(v, key);
   *value = e != NULL ? cddp__buffer_span(&e->value) : cddp__span_of(NULL, 0);
   return e != NULL;
 }
 
 /* Frees the entry that link leads to, if there is one. */
-static bool cddp__map_drop(cddp__map *m, cddp__entry **link) {
+static bool cddp__map_drop(cddp__server *v, cddp__entry **link) {
   cddp__entry *e = *link;
   if (e == NULL) return false;
   *link = e->next;
-  m->count--;
-  m->bytes -= sizeof *e + e->key_size;
+  v->keys--;
+  v->stored -= sizeof *e + e->key_size;
   cddp__buffer_clear(&e->value, 0);
-  cddp__free(m->allocator, e);
+  cddp__free(&v->allocator, e);
   return true;
 }
 
 /* The value of key is now `value`, or (append) has it at its end. False, and nothing has changed,
    when it would take more memory than there is, or be too long. value must not be the entry's. */
-static bool cddp__map_put(cddp__map *m, cddp__span key, cddp__span value, bool append) {
-  cddp__entry **link = cddp__map_link(m, key), *e = *link;
+static bool cddp__map_put(cddp__server *v, cddp__span key, cddp__span value, bool append) {
+  cddp__entry **link = cddp__map_link(v, key), *e = *link;
   size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
   size_t had = e != NULL ? e->value.capacity : 0;
-  if (size > CDDP__VALUE_MAX || m->bytes - had + size > CDDP__STORE_MEMORY) return false;
+  if (size > CDDP__VALUE_MAX || v->stored - had + size > CDDP__STORE_MEMORY) return false;
   if (e == NULL) {
-    e = (cddp__entry *)cddp__calloc(m->allocator, 1, sizeof *e + key.size);
+    e = (cddp__entry *)cddp__calloc(&v->allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
     e->key_size = key.size;
-    e->value.allocator = m->allocator;
-    e->value.total = &m->bytes;
+    e->value.allocator = &v->allocator;
+    e->value.total = &v->stored;
     cddp__copy(e + 1, key.data, key.size);
   }
   e->value.end = size - value.size;
   if (!cddp__buffer_reserve(&e->value, value.size)) {
     e->value.end = old;
-    if (*link == NULL) cddp__free(m->allocator, e);
+    if (*link == NULL) cddp__free(&v->allocator, e);
     return false;
   }
   cddp__buffer_add(&e->value, value.data, value.size);
   if (*link != NULL) return true;
   *link = e;
-  m->count++;
-  m->created++;
-  m->bytes += sizeof *e + key.size;
+  v->keys++;
+  v->created++;
+  v->stored += sizeof *e + key.size;
   return true;
 }
 
@@ -3693,14 +3708,14 @@ static bool cddp__parse_i64(cddp__span text, int64_t *out) {
 }
 
 /* Adds amount, wrapping, to the number that is key's value; there is none: 0. */
-static bool cddp__map_add(cddp__map *m, cddp__span key, uint64_t amount, uint64_t *total) {
+static bool cddp__map_add(cddp__server *v, cddp__span key, uint64_t amount, uint64_t *total) {
   cddp__span value;
   int64_t number = 0;
   char text[24];
-  if (cddp__map_get(m, key, &value) && !cddp__parse_i64(value, &number)) return false;
+  if (cddp__map_get(v, key, &value) && !cddp__parse_i64(value, &number)) return false;
   *total = (uint64_t)number + amount;
   snprintf(text, sizeof text, "%" PRId64, (int64_t)*total);
-  return cddp__map_put(m, key, cddp__span_of(text, strlen(text)), false);
+  return cddp__map_put(v, key, cddp__span_of(text, strlen(text)), false);
 }
 
 enum cddp__ran { CDDP__BROKEN, CDDP__RAN, CDDP__BLOCKED };
@@ -3708,7 +3723,7 @@ enum cddp__ran { CDDP__BROKEN, CDDP__RAN, CDDP__BLOCKED };
 /* Runs a whole command, whose code byte is at head, and adds its answer to out. BROKEN: the client
    that sent it is to be left, for a command that c10d does not answer either, or for lack of
    memory. */
-static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head,
+static int cddp__execute(cddp__server *v, cddp__frame *f, const unsigned char *head,
                          cddp__buffer *out) {
   const struct cddp__command *c = &cddp__commands[f->code];
   const unsigned char *p = head + (c->counted ? 9 : 1), *end = head + f->scanned - c->tail;
@@ -3722,13 +3737,13 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
   case CDDP__APPEND:
     while (ok && p < end) {
       key = cddp__take_string(&p);
-      ok = cddp__map_put(m, key, cddp__take_string(&p), f->code == CDDP__APPEND);
+      ok = cddp__map_put(v, key, cddp__take_string(&p), f->code == CDDP__APPEND);
     }
     break;
   case CDDP__GET:
   case CDDP__MULTI_GET: /* a missing key's value is empty, as PyTorch's libuv server has it */
     while (p < end && cddp__buffer_size(out) <= CDDP__BUFFER_MAX) {
-      cddp__map_get(m, cddp__take_string(&p), &value);
+      cddp__map_get(v, cddp__take_string(&p), &value);
       cddp__buffer_add_string(out, "", value);
     }
     break;
@@ -3736,28 +3751,28 @@ static int cddp__execute(cddp__map *m, cddp__frame *f, const unsigned char *head
     key = cddp__take_string(&p);
     expected = cddp__take_string(&p);
     desired = cddp__take_string(&p);
-    found = cddp__map_get(m, key, &value);
+    found = cddp__map_get(v, key, &value);
     swap = cddp__span_equal(value, expected);
-    ok = !swap || cddp__map_put(m, key, desired, false);
+    ok = !swap || cddp__map_put(v, key, desired, false);
     cddp__buffer_add_string(out, "", swap ? desired : found ? value : expected);
     break;
   case CDDP__ADD:
     key = cddp__take_string(&p);
-    ok = cddp__map_add(m, key, cddp__get64(p), &number);
+    ok = cddp__map_add(v, key, cddp__get64(p), &number);
     break;
   case CDDP__CHECK:
-    while (p < end && number == 0) number = !cddp__map_get(m, cddp__take_string(&p), &value);
+    while (p < end && number == 0) number = !cddp__map_get(v, cddp__take_string(&p), &value);
     break;
   case CDDP__WAIT: /* each key must have been there: one that was is not looked for again */
     if (f->missing > 0) p = head + f->missing;
     while (p < end) {
       f->missing = (size_t)(p - head);
-      if (!cddp__map_get(m, cddp__take_string(&p), &value)) return CDDP__BLOCKED;
+      if (!cddp__map_get(v, cddp__take_string(&p), &value)) return CDDP__BLOCKED;
     }
     break;
-  case CDDP__GETNUMKEYS: number = m->count; break;
+  case CDDP__GETNUMKEYS: number = v->keys; break;
   case CDDP__DELETE_KEY:
-    number = cddp__map_drop(m, cddp__map_link(m, cddp__take_string(&p)));
+    number = cddp__map_drop(v, cddp__map_link(v, cddp__take_string(&p)));
     break;
   case CDDP__CANCEL_WAIT: number = 1; break;
   default: number = cddp__get32(p); /* PING */
@@ -3787,29 +3802,12 @@ typedef struct cddp__conn { /* a client of the server. Owner: the server's threa
   int fd;                   /* -1: it has ended, and is freed at the end of the turn */
   bool greeted;             /* its first command, VALIDATE, was good */
   bool blocked;             /* the command at the head of in is a WAIT that waits */
-  bool ready;               /* has commands to be run, now that its WAIT is over */
   uint32_t events;          /* what epoll watches for */
   cddp__buffer in, out;
   cddp__frame frame;         /* of the command at the head of in */
   double deadline;           /* for greeting, for the command at hand, or for reading output */
   cddp__challenge challenge; /* PROVEN: commands are run; no longer ON: it is refused */
 } cddp__conn;
-
-typedef struct cddp__server { /* Owner: its thread, between start and join */
-  pthread_t thread;
-  cddp_allocator allocator;
-  const char *secret; /* NULL = none */
-  int epoll;
-  int fds[1 + CDDP__ADDRESSES_MAX]; /* an eventfd, written to by the destroyer; listening sockets */
-  int fd_count;
-  cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
-  cddp__map map;
-  cddp__conn *conns; /* the newest */
-  int blocked;       /* connections that are in a WAIT */
-  bool unsettled;    /* some connection has ended or is ready */
-  double checked;    /* when deadlines were last looked at */
-  size_t buffered;   /* capacity of all connections' buffers, bytes */
-} cddp__server;
 
 /* Says for what epoll watches fd. what: comes with an event; an index of fds, or a cddp__conn's
    address. */
@@ -3846,7 +3844,7 @@ static void cddp__conn_ran(cddp__server *v, cddp__conn *c, bool blocked) {
 
 /* Runs the whole command at the head of c's input, or tries it again. */
 static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
-  int ran = cddp__execute(&v->map, &c->frame, c->in.data + c->in.start, &c->out);
+  int ran = cddp__execute(v, &c->frame, c->in.data + c->in.start, &c->out);
   if (ran == CDDP__BROKEN || v->buffered > CDDP__SERVER_MEMORY ||
       cddp__buffer_size(&c->out) > CDDP__BUFFER_MAX) {
     cddp__conn_kill(v, c);
@@ -3861,7 +3859,7 @@ static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
    ends once it has read why. In a WAIT only CANCEL_WAIT is taken, which ends it; what else comes
    stays where it is. */
 static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
-  uint64_t created = v->map.created;
+  uint64_t created = v->created;
   cddp__challenge *k = &c->challenge;
   cddp__span in = cddp__buffer_span(&c->in);
   cddp__conn *other;
@@ -3888,12 +3886,11 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
     cddp__conn_kill(v, c);
   else if (found == CDDP__FRAME_WHOLE)
     cddp__conn_execute(v, c);
-  other = v->map.created != created && v->blocked > 0 ? v->conns : NULL;
+  other = v->created != created && v->blocked > 0 ? v->conns : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
     cddp__conn_execute(v, other); /* before c may delete what it made */
-    other->ready = !other->blocked;
-    v->unsettled = v->unsettled || other->ready;
+    v->unsettled = v->unsettled || !other->blocked;
   }
   return found == CDDP__FRAME_WHOLE && c->fd >= 0;
 }
@@ -3980,8 +3977,7 @@ static void cddp__server_settle(cddp__server *v) {
   while (v->unsettled) {
     v->unsettled = false;
     for (link = &v->conns; (c = *link) != NULL;) {
-      if (c->ready && c->fd >= 0) cddp__conn_run(v, c);
-      c->ready = false;
+      if (c->fd >= 0) cddp__conn_run(v, c);
       if (c->fd >= 0) {
         link = &c->next;
         continue;
@@ -4071,7 +4067,7 @@ static void cddp__server_free(cddp__server *v) {
   for (c = v->conns; c != NULL; c = c->next) cddp__conn_kill(v, c);
   cddp__server_settle(v);
   for (i = 0; i < CDDP__BUCKETS; i++)
-    while (cddp__map_drop(&v->map, &v->map.buckets[i])) {}
+    while (cddp__map_drop(v, &v->buckets[i])) {}
   while (v->fd_count > 0) cddp__close_fd(&v->fds[--v->fd_count]);
   cddp__close_fd(&v->epoll);
   cddp__free(&a, v);
@@ -4301,7 +4297,6 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   int i, *fds;
   if (v == NULL) return CDDP_OUT_OF_MEMORY;
   v->allocator = o->desc.allocator;
-  v->map.allocator = &v->allocator;
   v->secret = s->proof;
   fds = v->fds + 1;
   if (o->listen_fd < 0) {
@@ -4321,7 +4316,7 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   v->fds[0] = cddp__above_stdio(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   v->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   v->fd_count++;
-  if (r == CDDP_OK) r = cddp__random(&v->map.seed, sizeof v->map.seed);
+  if (r == CDDP_OK) r = cddp__random(&v->seed, sizeof v->seed);
   for (i = 0; i < v->fd_count; i++) {
     cddp__own_socket(v->fds[i]);
     if (r == CDDP_OK && !cddp__server_watch(v, v->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
@@ -7400,8 +7395,9 @@ CDDP__COLD
    answer, so it reaches ranks that are not listening now, through the system's queue of callers.
    The caller says hello: magic, version, purpose, both ranks, group, and the token that only the
    job's ranks know, as it came to them through the store. With a secret both ends then prove that
-   they know it (CHALLENGE in >>bytes); a notice carries one proof over hello and text. Everything
-   else is frames: a head of 32 bytes and `size` bytes. A rank that leaves a group says BYE.
+   they know it (CHALLENGE in >>bytes); a notice is a result, a text, and one proof over these and
+   the hello. Else frames follow: a head of 32 bytes and `size` bytes. A rank that leaves a group
+   says BYE.
    Nothing blocks, and there is no thread: each rank that waits, for whatever group, also accepts
    connections and keeps them until their group claims them. A caller that says nothing, or
    nonsense, is dropped after CDDP__STRANGER_S or at once, and costs a descriptor until then.
@@ -7428,7 +7424,6 @@ enum {
   CDDP__FRAME_HEADERS = 1,
   CDDP__FRAME_PIECE,
   CDDP__FRAME_MESSAGE,
-  CDDP__FRAME_NOTICE,
   CDDP__FRAME_BYE
 };
 enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
@@ -7443,13 +7438,6 @@ typedef struct cddp__hello {
   uint64_t group;
   unsigned char token[16];
 } cddp__hello;
-
-typedef struct cddp__frame_head {
-  uint32_t magic, type;
-  uint32_t number; /* the tag of a message; of other frames the round of the group */
-  uint32_t dtype;
-  uint64_t count, size; /* elements, and the bytes that follow */
-} cddp__frame_head;
 
 /* A TCP connection between this rank and one of another host, in one group. Lock: net.lock before
    its group has claimed it, p2p_lock then; a notice has one thread. */
@@ -7694,26 +7682,24 @@ static cddp_result cddp__link_post(cddp__link *l, int type, uint32_t number, con
 
 /* Whether a head can be of a frame of so many bytes at most. It says its size twice, so that it
    asks for no more memory than it means. */
-static bool cddp__frame_good(const cddp__frame_head *h, bool notice, size_t most) {
+static bool cddp__frame_good(const cddp__frame_head *h, size_t most) {
   size_t esize = h->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)h->dtype) : 0;
   return h->magic == CDDP__FRAME_MAGIC && esize > 0 && h->size <= most &&
          h->size % esize == 0 && h->size / esize == h->count &&
-         (notice ? h->type == CDDP__FRAME_NOTICE
-                 : h->type >= CDDP__FRAME_HEADERS && h->type <= CDDP__FRAME_MESSAGE);
+         h->type >= CDDP__FRAME_HEADERS && h->type <= CDDP__FRAME_MESSAGE;
 }
 
 /* The next whole frame, of at most `most` bytes; NULL: it has not come yet, the link has ended, or
    a piece is next: then its head is in in_head. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
   const cddp__frame_head *head = &l->in_head;
-  bool notice = l->purpose == CDDP__LINK_NOTICE;
   cddp__message *m;
   if (l->in == NULL) {
     bool good;
     if (l->got < sizeof *head &&
         cddp__link_io(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX, false) <= 0)
       return NULL;
-    good = cddp__frame_good(head, notice, most);
+    good = cddp__frame_good(head, most);
     if (good && head->type == CDDP__FRAME_PIECE) return NULL;
     if (good) l->in = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)head->size);
     if (l->in == NULL) {
@@ -7723,15 +7709,11 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
       return NULL;
     }
     l->in->next = NULL;
-    l->in->type = head->type;
     l->in->from = l->rank;
-    l->in->tag = (int)head->number;
-    l->in->dtype = head->dtype;
-    l->in->count = head->count;
-    l->in->size = (size_t)head->size;
+    l->in->head = *head;
   }
   m = l->in;
-  if (cddp__link_io(l, &l->in_head, m + 1, m->size, &l->got, SIZE_MAX, false) <= 0) return NULL;
+  if (cddp__link_io(l, head, m + 1, head->size, &l->got, SIZE_MAX, false) <= 0) return NULL;
   l->got = 0;
   l->in = NULL;
   return m;
@@ -7795,7 +7777,7 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
       if (cddp__link_call(n, world != NULL ? world[p] : p, CDDP__LINK_NOTICE, group, &l) != CDDP_OK)
         continue;
       cddp__notice_prove(n, l, body, body + CDDP__NOTICE_PROOF_AT);
-      (void)cddp__link_post(l, CDDP__FRAME_NOTICE, 0, body, sizeof body);
+      cddp__buffer_add(&l->out, body, sizeof body);
       l->next = first;
       first = l;
       count++;
@@ -7851,18 +7833,21 @@ static void cddp__note_came(cddp_group *g, const char *text) {
 /* Receives what there is of a notice; its link has ended when it was taken, or was none. The group
    is broken here too, then, or (early) what losses to come are due to is noted. net.lock held. */
 static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *l) {
-  cddp__message *m = cddp__link_receive(n, l, CDDP__NOTICE_BYTES);
   unsigned char *body, proof[CDDP__PROOF_SIZE];
   char kept[CDDP__ERROR_MAX];
   uint32_t code, result;
   cddp_group *g;
-  if (m == NULL) return;
-  body = (unsigned char *)(m + 1);
+  if (!cddp__buffer_reserve(&l->out, CDDP__NOTICE_BYTES)) {
+    cddp__link_end(l, ENOMEM);
+    return;
+  }
+  body = l->out.data;
+  if (cddp__link_io(l, NULL, body, CDDP__NOTICE_BYTES, &l->got, SIZE_MAX, false) <= 0) return;
   memcpy(kept, cddp__error_text, sizeof kept);
-  code = m->size == CDDP__NOTICE_BYTES ? cddp__get32(body) : 0;
-  if (code != 0) cddp__notice_prove(n, l, body, proof);
-  if (code != 0 && !cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0;
-  if (code != 0) body[CDDP__NOTICE_PROOF_AT - 1] = 0;
+  cddp__notice_prove(n, l, body, proof);
+  code = cddp__get32(body);
+  if (!cddp__same_bytes(proof, body + CDDP__NOTICE_PROOF_AT, sizeof proof)) code = 0;
+  body[CDDP__NOTICE_PROOF_AT - 1] = 0;
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_CAME);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
@@ -7877,11 +7862,15 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *
   }
   pthread_mutex_unlock(&h->lock);
   memcpy(cddp__error_text, kept, sizeof kept);
-  cddp__free(&n->allocator, m);
   cddp__link_end(l, 0);
 }
 
 /* --- whoever calls this rank --- */
+
+/* Whether another rank has made this connection for that group, and has proven itself. */
+static bool cddp__link_is_for(const cddp__link *l, uint64_t group) {
+  return l->state == CDDP__LINK_UP && l->purpose == CDDP__LINK_FRAMES && l->group == group;
+}
 
 /* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
 static void cddp__net_look(cddp__host *h, cddp__net *n) {
@@ -7890,27 +7879,25 @@ static void cddp__net_look(cddp__host *h, cddp__net *n) {
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   for (i = 0; i < 64 && (fd = cddp__accept(n->listener)) >= 0; i++) {
     if ((l = cddp__link_new(n, fd, -1, CDDP__STRANGER_S)) == NULL) break;
-    l->next = n->pending;
-    n->pending = l;
+    l->next = n->callers;
+    n->callers = l;
   }
-  for (at = &n->pending; (l = *at) != NULL;) {
-    bool up = cddp__link_shake(n, l), notice = up && l->purpose == CDDP__LINK_NOTICE;
-    if (notice) cddp__notice_receive(h, n, l);
-    if (cddp__now() > l->deadline || ++place > CDDP__PENDING_LINKS) cddp__link_end(l, ETIMEDOUT);
-    if (l->state != CDDP__LINK_DEAD && (!up || notice)) {
+  for (at = &n->callers; (l = *at) != NULL;) {
+    bool up = cddp__link_shake(n, l), left = false;
+    if (up && l->purpose == CDDP__LINK_NOTICE) {
+      cddp__notice_receive(h, n, l);
+      up = false;
+    }
+    if (!up && (cddp__now() > l->deadline || ++place > CDDP__PENDING_LINKS))
+      cddp__link_end(l, ETIMEDOUT);
+    for (i = 0; i < CDDP__LEFT_GROUPS && up && !left; i++) left = n->left[i] == l->group + 1;
+    if (l->state != CDDP__LINK_DEAD && !left) {
       at = &l->next;
       continue;
     }
     *at = l->next;
-    for (i = 0; i < CDDP__LEFT_GROUPS && n->left[i] != l->group + 1; i++) {}
-    if (l->state == CDDP__LINK_DEAD) {
-      cddp__link_free(n, l);
-    } else if (i < CDDP__LEFT_GROUPS) {
-      cddp__link_leave(n, l);
-    } else {
-      l->next = n->arrived;
-      n->arrived = l;
-    }
+    if (left) cddp__link_leave(n, l);
+    else cddp__link_free(n, l);
   }
   pthread_mutex_unlock(&n->lock);
 }
@@ -7919,8 +7906,7 @@ static void cddp__net_free(cddp__net *n) {
   cddp_allocator a;
   if (n == NULL) return;
   a = n->allocator;
-  cddp__links_free(n, n->pending);
-  cddp__links_free(n, n->arrived);
+  cddp__links_free(n, n->callers);
   cddp__close_fd(&n->listener);
   pthread_mutex_destroy(&n->lock);
   cddp__free(&a, n->token);
@@ -8086,7 +8072,7 @@ typedef struct cddp__door {
   cddp__join_table table;
   char node[48];      /* of the node's socket; names of its ranks' begin so */
   char master[256];   /* MASTER_ADDR, and */
-  int port;           /* MASTER_PORT, where ranks of other hosts are asked to join; 0: they cannot */
+  int port;           /* MASTER_PORT, where who joins asks ranks of other hosts; 0: it cannot */
   uint32_t foreign;   /* bits: who listens at that address of MASTER_ADDR is not of this job */
   double timeout_s;
   const char *secret; /* "": none; then a proof keeps out who is no rank of cddp, at least */
@@ -8194,10 +8180,11 @@ static void cddp__node_name(const cddp__place *at, const char *secret, char name
   name[37] = 0;
 }
 
-/* The name that a rank holds while its group lives; of = "join-": where it is called by who joins. */
-static cddp__address cddp__rank_socket(const cddp__door *door, const char *of, int rank) {
+/* The name that a rank holds while its group lives; "join-": the one where it is called by who
+   joins. */
+static cddp__address cddp__rank_socket(const cddp__door *door, const char *purpose, int rank) {
   cddp__address a;
-  cddp__unix_name(&a, cddp__words("%s-%s%d", door->node, of, rank).s);
+  cddp__unix_name(&a, cddp__words("%s-%s%d", door->node, purpose, rank).s);
   return a;
 }
 
@@ -9673,12 +9660,13 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
   cddp__mailbox *b = &g->hosts->mailbox;
   cddp__message **at = &b->first, *m;
-  while ((m = *at) != NULL && (m->type != type || m->from != from || (tag >= 0 && m->tag != tag)))
+  while ((m = *at) != NULL && (m->head.type != type || m->from != from ||
+                               (tag >= 0 && m->head.number != (uint32_t)tag)))
     at = &m->next;
   if (m == NULL) return NULL;
   *at = m->next;
   if (m->next == NULL) b->end = at;
-  b->bytes -= m->size;
+  b->bytes -= m->head.size;
   return m;
 }
 
@@ -9687,8 +9675,8 @@ static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from,
 static void cddp__take_remote(cddp_group *g, cddp_work *q) {
   cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
   if (m == NULL) return;
-  if (cddp__recv_fits(g, q, m->count, m->dtype)) {
-    if (m->size > 0) memcpy(q->call.recv, m + 1, m->size);
+  if (cddp__recv_fits(g, q, m->head.count, m->head.dtype)) {
+    cddp__copy(q->call.recv, m + 1, m->head.size);
     cddp__complete_recv(q, CDDP_OK);
   }
   cddp__free(&g->hosts->net->allocator, m);
@@ -10057,8 +10045,8 @@ static void cddp__claim_links(cddp_group *g) {
   cddp__net *n = g->hosts->net;
   cddp__link **at, *l;
   pthread_mutex_lock(&n->lock);
-  for (at = &n->arrived; (l = *at) != NULL;) {
-    if (l->group != g->id) {
+  for (at = &n->callers; (l = *at) != NULL;) {
+    if (!cddp__link_is_for(l, g->id)) {
       at = &l->next;
       continue;
     }
@@ -10104,7 +10092,7 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
          (m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) != NULL) {
     *x->mailbox.end = m;
     x->mailbox.end = &m->next;
-    x->mailbox.bytes += m->size;
+    x->mailbox.bytes += m->head.size;
     if (l->ahead_at == l->ahead_end) break; /* most likely there is no more */
   }
   cddp__note_end(g, l);
@@ -10311,8 +10299,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
   cddp__link_progress(g, l, true);
   if (it->type == CDDP__FRAME_HEADERS &&
       (m = cddp__take_message(g, CDDP__FRAME_HEADERS, it->rank, -1)) != NULL) {
-    memcpy(data, m + 1, cddp__min(m->size, it->size));
-    x->nodes[x->peers[it->rank].host].came = m->size;
+    memcpy(data, m + 1, cddp__min(m->head.size, it->size));
+    x->nodes[x->peers[it->rank].host].came = m->head.size;
     cddp__free(&x->net->allocator, m);
     return true;
   }
@@ -18007,9 +17995,8 @@ static void cddp__crew_hide(cddp_ddp *d) {
   cddp__close_fd(&h->door_port);
   pthread_mutex_lock(&n->lock);
   cddp__close_fd(&n->listener);
-  cddp__links_free(n, n->pending);
-  cddp__links_free(n, n->arrived);
-  n->pending = n->arrived = NULL;
+  cddp__links_free(n, n->callers);
+  n->callers = NULL;
   pthread_mutex_unlock(&n->lock);
 }
 
@@ -18257,7 +18244,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   *out = m;
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   if ((r = cddp__crew_blocks(d)) != CDDP_OK) return r;
-  m->size = bytes;
+  m->head.size = bytes;
   report = (cddp__crew_report *)(void *)(m + 1);
   sums = (unsigned char *)((float *)(report + 1) + d->count);
   report->generation = c->generation;
@@ -18313,7 +18300,7 @@ static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m,
                             cddp__message **reports) {
   cddp__crew *c = d->crew;
   cddp__crew_member *self = &((cddp__crew_report *)(void *)(m + 1))->self;
-  bool sound = m->size == cddp__report_bytes(d) && self->life != 0;
+  bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
   int p = 0;
   while (sound && p < d->shards && c->members[p].life != self->life) p++;
   l->next = NULL;
@@ -18343,8 +18330,8 @@ static void cddp__crew_listen(cddp_ddp *d, cddp__message **reports) {
   cddp__message *m;
   cddp__net_look(d->group->host, n);
   pthread_mutex_lock(&n->lock);
-  for (at = &n->arrived; (l = *at) != NULL;) {
-    bool called = l->purpose == CDDP__LINK_FRAMES && l->group == c->members[c->me].life;
+  for (at = &n->callers; (l = *at) != NULL;) {
+    bool called = cddp__link_is_for(l, c->members[c->me].life);
     m = called && (reports != NULL || l->peer == d->shards)
             ? cddp__link_receive(n, l, cddp__report_bytes(d)) : NULL;
     if (m == NULL && l->state != CDDP__LINK_DEAD) {
@@ -18482,10 +18469,10 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__link **links, cddp__mess
   for (p = 0; p < d->shards; p++) total += reports[p] != NULL ? bytes : 0;
   *table = m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + total);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  for (m->size = 0, p = 0; p < d->shards; p++) {
+  for (m->head.size = 0, p = 0; p < d->shards; p++) {
     if (reports[p] == NULL) continue;
-    memcpy((char *)(m + 1) + m->size, reports[p] + 1, bytes);
-    m->size += bytes;
+    memcpy((char *)(m + 1) + m->head.size, reports[p] + 1, bytes);
+    m->head.size += bytes;
   }
   for (p = 0; p < d->shards && r == CDDP_OK; p++) {
     if (links[p] == NULL || reports[p] == NULL) continue;
@@ -18541,7 +18528,7 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
       cddp__link_call(n, lowest, CDDP__LINK_FRAMES, d->crew->members[lowest].life, &l);
   *table = NULL;
   if (r != CDDP_OK) return r;
-  r = cddp__link_post(l, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->size);
+  r = cddp__link_post(l, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
   while (r == CDDP_OK && *table == NULL) {
     cddp__crew_serve(d);
     cddp__link_flush(n, l);
@@ -18549,8 +18536,8 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
     if (l->state == CDDP__LINK_UP)
       *table = cddp__link_receive(n, l, (size_t)d->shards * cddp__report_bytes(d));
     if (*table != NULL) {
-      if ((*table)->tag != 0) /* why it does not let this rank in */
-        r = cddp__fail((cddp_result)(*table)->tag, "%.*s", (int)(*table)->size,
+      if ((*table)->head.number != 0) /* why it does not let this rank in */
+        r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
                        (const char *)(*table + 1));
       break;
     }
@@ -18592,7 +18579,7 @@ static cddp_result cddp__crew_go(cddp_ddp *d) {
           if (l->state == CDDP__LINK_DEAD) break;
           cddp__crew_nap(-1, &l, 1);
         }
-        lost = lost || m == NULL || m->size != 1 || *(const char *)(m + 1) != 'g';
+        lost = lost || m == NULL || m->head.size != 1 || *(const char *)(m + 1) != 'g';
         cddp__free(&c->net->allocator, m);
       }
       continue;
@@ -18728,7 +18715,7 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
   const unsigned char *sums;
   bool listed;
   int k, i, p, left = 0, dealt = 0;
-  c->count = (int)(table->size / cddp__report_bytes(d));
+  c->count = (int)(table->head.size / cddp__report_bytes(d));
   c->furthest = 0;
   for (k = 0; k < c->count; k++) {
     report = cddp__report_at(d, table, k);

@@ -496,9 +496,9 @@ static void server_check(cddp__server *v) {
     REQUIRE(!c->blocked || (c->fd >= 0 && c->frame.code == CDDP__WAIT));
   }
   for (i = 0; i < CDDP__BUCKETS; i++)
-    for (e = v->map.buckets[i]; e != NULL; e = e->next)
+    for (e = v->buckets[i]; e != NULL; e = e->next)
       keys += sizeof *e + e->key_size + e->value.capacity;
-  REQUIRE(bytes == v->buffered && keys == v->map.bytes && blocked == v->blocked);
+  REQUIRE(bytes == v->buffered && keys == v->stored && blocked == v->blocked);
 }
 
 static void server_event(cddp__server *v, cddp__conn **conns, input *in) {
@@ -544,7 +544,6 @@ static void target_store_server(input *in) {
   v = (cddp__server *)cddp__calloc(&a, 1, sizeof *v);
   if (v == NULL) return;
   v->allocator = a;
-  v->map.allocator = &v->allocator;
   v->secret = settings & 1 ? "secret" : NULL;
   v->epoll = -1;
   for (events = 0; in->n > 0 && events < 400; events++) server_event(v, conns, in);
@@ -996,6 +995,15 @@ static void link_recv(link_world *k, input *in) {
   cddp__post_recv(k->g, q);
 }
 
+/* The connections to this rank that are up, as no stranger's is, or that are not. */
+static int callers(const cddp__net *n, bool up) {
+  const cddp__link *l;
+  int count = 0;
+  for (l = n->callers; l != NULL; l = l->next)
+    count += (l->state == CDDP__LINK_UP && l->purpose == CDDP__LINK_FRAMES) == up;
+  return count;
+}
+
 static void link_event(link_world *k, input *in) {
   cddp__net *n = k->g->hosts->net;
   unsigned op = take(in);
@@ -1019,7 +1027,7 @@ static void link_event(link_world *k, input *in) {
   default: cddp__serve_idle(k->g);
   }
   cddp__hosts_look(k->g);
-  REQUIRE(n->secret == NULL || n->arrived == NULL);
+  REQUIRE(n->secret == NULL || callers(n, true) == 0);
 }
 
 static void target_link(input *in) {
@@ -1039,7 +1047,7 @@ static void target_link(input *in) {
       w.coming = 0; /* nobody calls any more, also where accepting has rested */
       if (!(settings & 4)) w.now += 6; /* whoever has said nothing is dropped */
       cddp__hosts_look(k.g);
-      REQUIRE((settings & 4) || h->net->pending == NULL);
+      REQUIRE((settings & 4) || callers(h->net, false) == 0);
       k.g->recvs = NULL;
     }
     cddp__group_leave(k.g);
