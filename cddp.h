@@ -2049,10 +2049,6 @@ typedef struct cddp__message {
   int from; /* rank in the group */
   cddp__frame_head head;
 } cddp__message;
-typedef struct cddp__mailbox {
-  cddp__message *first, **end; /* end: where the next one goes */
-  size_t bytes; /* of all of them */
-} cddp__mailbox;
 
 typedef struct cddp__link cddp__link; /* a connection to a rank of another host: >>links */
 
@@ -2137,7 +2133,9 @@ typedef struct cddp__hosts {
   size_t stage_size;
   char **scratch;        /* [local_size] shared: pieces of buffers that are not; NULL: none yet */
   cddp__link *links;     /* to ranks of other hosts; p2p_lock, as are all of the next */
-  cddp__mailbox mailbox; /* received before it was asked for; oldest first */
+  cddp__message *mail, **mail_end; /* received before it was asked for; oldest first; where the next
+                                      one goes */
+  size_t mail_bytes;     /* of all of them */
   uint64_t pass;         /* through the items */
   bool polling;          /* a thread of this rank does, for all that wait */
   int bell;              /* an eventfd that wakes it */
@@ -3855,6 +3853,19 @@ static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
   cddp__conn_ran(v, c, ran == CDDP__BLOCKED);
 }
 
+/* Sends what the system takes. False when the connection has failed. */
+static bool cddp__conn_flush(cddp__conn *c) {
+  while (cddp__buffer_size(&c->out) > 0) {
+    ssize_t n = CDDP__SEND(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
+                           MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno == EAGAIN;
+    c->out.start += (size_t)n;
+    if (c->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
+  }
+  return !c->out.failed;
+}
+
 /* Takes one step with c's input; false when more has to come first. A connection that is refused
    ends once it has read why. In a WAIT only CANCEL_WAIT is taken, which ends it; what else comes
    stays where it is. */
@@ -3871,6 +3882,8 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
     if (k->state > CDDP__CHALLENGE_PROVEN) {
       cddp__add32(&v->unproven, 1);
       c->deadline = cddp__now() + 1;
+      (void)cddp__conn_flush(c);
+      shutdown(c->fd, SHUT_WR); /* closing at once might reset it before it has read why */
     }
   }
   if (k->state > CDDP__CHALLENGE_PROVEN) c->in.start = c->in.end;
@@ -3895,19 +3908,6 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
   return found == CDDP__FRAME_WHOLE && c->fd >= 0;
 }
 
-/* Sends what the system takes. False when the connection has failed. */
-static bool cddp__conn_flush(cddp__conn *c) {
-  while (cddp__buffer_size(&c->out) > 0) {
-    ssize_t n = CDDP__SEND(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
-                           MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return errno == EAGAIN;
-    c->out.start += (size_t)n;
-    if (c->greeted) c->deadline = cddp__now() + CDDP__COMMAND_S;
-  }
-  return !c->out.failed;
-}
-
 /* Runs the commands that have come, as long as the answers are read: no client keeps the server
    busy for others' time. Then says which events epoll shall report. */
 static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
@@ -3923,8 +3923,6 @@ static void cddp__conn_run(cddp__server *v, cddp__conn *c) {
   if (cddp__buffer_size(&c->out) > CDDP__SERVER_PAUSE) events = EPOLLOUT;
   else if (cddp__buffer_size(&c->out) > 0) events = EPOLLIN | EPOLLOUT;
   else cddp__buffer_clear(&c->out, CDDP__SERVER_KEEP);
-  if (c->fd >= 0 && events == EPOLLIN && c->challenge.state > CDDP__CHALLENGE_PROVEN)
-    shutdown(c->fd, SHUT_WR); /* closing at once might reset it before it has read why */
   if (c->fd < 0 || events == c->events) return;
   c->events = events;
   if (!cddp__server_watch(v, c->fd, EPOLL_CTL_MOD, events, (uint64_t)(uintptr_t)c))
@@ -6669,9 +6667,14 @@ static cddp__text cddp__name_rank(const cddp_group *g, int rank) {
                      g->host->name);
 }
 
+/* Whether a rank that is gone has left in good order. */
+static bool cddp__rank_left(const cddp_group *g, int rank) {
+  if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
+  return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
+}
+
 /* How a connection to another host ended, for messages: behind the name of the rank. */
 static cddp__text cddp__describe_link_end(int error) {
-  if (error == CDDP__LEFT) return cddp__words("left the group (cddp_destroy)");
   if (error == 0 || error == ECONNRESET || error == EPIPE)
     return cddp__words("closed its connection: it died, or its group failed");
   if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
@@ -6686,8 +6689,8 @@ static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   int status, at = g->members[rank];
   double deadline = cddp__now() + 2.5 * CDDP__NAP_S; /* the rank before it looks, if it waits */
   uint32_t ended = 0;
+  if (cddp__rank_left(g, rank)) return cddp__words("left the group (cddp_destroy)");
   if (at < 0) return cddp__describe_link_end(g->hosts->peers[rank].error);
-  if (state == CDDP__SLOT_LEFT) return cddp__words("left the group (cddp_destroy)");
   if (g->presences != NULL &&
       (cddp__load64(g->presences[rank].state) & 255) == CDDP__MEMBER_LEFT)
     return cddp__words("left the model (cddp_ddp_destroy)");
@@ -6715,7 +6718,7 @@ static cddp__text cddp__describe_here(const cddp_group *g) {
    that is believed, and a process of the group that has died is named too. */
 static cddp_result cddp__report_lost(cddp_group *g, int rank, const char *doing) {
   const cddp__cause *cause = &g->block->cause;
-  bool left = cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
+  bool left = g->members[rank] >= 0 && cddp__rank_left(g, rank);
   cddp__text loss;
   int p;
   if ((left || g->members[rank] < 0) && cddp__has_cause(cause))
@@ -8105,7 +8108,6 @@ typedef struct cddp__channel { /* a connection to another rank of the tree */
 
 typedef struct cddp__rendezvous {
   const cddp__place *at;
-  const cddp_group_desc *desc;
   cddp__host *host;
   cddp__door *door;   /* of the host: what this rank knows of its job */
   bool job_secret;    /* its secret is the launcher's, for the rendezvous alone */
@@ -8130,8 +8132,7 @@ typedef struct cddp__rendezvous {
   int nodes;    /* that have said RANK, this one with them */
   int expected; /* ranks to come, by the smallest WORLD_SIZE */
   bool with_rank_0;    /* it is of this node, fitting or not */
-  cddp_result problem; /* of the first member that does not fit; CDDP_OK: none */
-  char problem_text[CDDP__ERROR_MAX];
+  cddp__cause problem; /* of the first member that does not fit */
   bool common;    /* the failure is not of this rank alone: its text is for all */
   cddp__net *net; /* with the rank table; NULL: not all ranks have come */
 } cddp__rendezvous;
@@ -8333,10 +8334,7 @@ static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *
   if (r == CDDP_OK && other != NULL)
     r = cddp__taken(v->host, (int)i->rank, other->info.pid, other->info.host.name, i->pid,
                     i->host.name);
-  if (r != CDDP_OK && v->problem == CDDP_OK) {
-    v->problem = r;
-    snprintf(v->problem_text, sizeof v->problem_text, "%s", cddp_error());
-  }
+  if (r != CDDP_OK) cddp__note_cause(&v->problem, r, cddp_error());
   m = (cddp__member *)cddp__grown(&v->host->allocator, v->members, &v->member_capacity,
                                   v->member_count + 1, sizeof *m);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
@@ -8673,18 +8671,14 @@ static void cddp__close_store(cddp__rendezvous *v) {
   v->pause = 0.25;
 }
 
-/* Looks into the store where the root is, and connects to it. */
+/* Connects to the root, which is where the store's key says. */
 static cddp_result cddp__call_root(cddp__rendezvous *v) {
   cddp__root_key value;
   cddp__address a, store, here;
-  const char *key = v->key;
-  bool there = false;
   size_t n = 0;
   int fd;
-  cddp_result r = cddp_store_check(v->store, &key, 1, &there);
-  if (r == CDDP_OK && there)
-    r = cddp_store_get(v->store, key, &value, sizeof value, &n);
-  if (r == CDDP_NETWORK || !there) return r;
+  cddp_result r = cddp_store_get(v->store, v->key, &value, sizeof value, &n);
+  if (r == CDDP_NETWORK) return r;
   v->stale = true; /* until the root has answered */
   if (r != CDDP_OK || n != sizeof value ||
       memcmp(value.magic, cddp__root_magic, sizeof value.magic) != 0)
@@ -8706,7 +8700,6 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   return cddp__own_address(fd, &v->address);
 }
 
-/* Opens the store. The rank that serves it connects to it by a second call, but for a file's. */
 static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   const cddp__place *at = v->at;
   cddp__store_options o;
@@ -8715,13 +8708,13 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.desc.is_server = v->serves;
   o.desc.timeout_s = at->timeout_s;
   o.desc.secret = v->door->secret;
-  o.desc.allocator = v->desc->allocator;
+  o.desc.allocator = v->host->allocator;
   o.listen_fd = v->serves ? at->listen_fd : -1;
   o.reachable = !cddp__one_host(at);
   o.deadline = deadline;
   o.port_name = at->port_name;
   o.host_name = at->host_name;
-  return v->store != NULL ? cddp__connect(v->store, &o) : cddp__store_open(&v->store, &o);
+  return cddp__store_open(&v->store, &o);
 }
 
 /* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
@@ -8729,18 +8722,23 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
    are seen to. */
 static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
+  const char *key = v->key;
+  bool there = false;
   cddp_result r;
   if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
-  if (v->store == NULL || v->store->fd < 0) {
+  if (v->store == NULL) {
     r = cddp__open_store(v, cddp__soon(v->pause, v->deadline));
     if (r == CDDP_OK)
       v->pause = 0.002;
     else if (v->pause < 5)
       v->pause *= 2;
     v->look = cddp__now() + (r == CDDP_OK ? 0 : 0.02); /* for the clients */
-    return r == CDDP_TIMEOUT && (cddp__now() < v->deadline || v->problem != CDDP_OK) ? CDDP_OK : r;
+    if (r != CDDP_TIMEOUT) return r;
+    return cddp__now() < v->deadline || cddp__has_cause(&v->problem) ? CDDP_OK : r;
   }
-  r = v->with_rank_0 ? cddp__open_root(v) : cddp__call_root(v);
+  r = cddp_store_check(v->store, &key, 1, &there); /* a server connects to itself */
+  if (r == CDDP_OK && v->with_rank_0) r = cddp__open_root(v);
+  else if (r == CDDP_OK && there) r = cddp__call_root(v);
   v->look = cddp__now() + v->pause;
   v->pause = 2 * v->pause < most ? 2 * v->pause : most;
   if (r != CDDP_NETWORK || v->serves) return r;
@@ -8812,7 +8810,7 @@ static cddp_result cddp__make_table(cddp__rendezvous *v) {
 
 /* Time is up: who is missing, as far as this rank knows. */
 static cddp_result cddp__fail_late(cddp__rendezvous *v) {
-  char list[128] = "";
+  bool missing[CDDP__MAX_RANKS];
   int rank, n = 0, size = v->at->world_size;
   if (!v->with_rank_0 || v->node_socket < 0) /* not the root */
     return cddp__fail(CDDP_TIMEOUT,
@@ -8821,13 +8819,13 @@ static cddp_result cddp__fail_late(cddp__rendezvous *v) {
                       v->at->timeout_s, size, v->host->place, (int)v->member_count,
                       v->up.fd < 0 ? ", rank 0 has not" : "");
   for (rank = 0; rank < size; rank++)
-    if (cddp__member_of(v, (uint32_t)rank) == NULL && n++ < 8)
-      cddp__append(list, sizeof list, "%s%d", n > 1 ? ", " : "", rank);
+    n += missing[rank] = cddp__member_of(v, (uint32_t)rank) == NULL;
   return cddp__fail(
       CDDP_TIMEOUT,
-      "timed out after %g s: rank%s %s%s of %d did not come to %s; start them, or raise "
+      "timed out after %g s: rank%s %s of %d did not come to %s; start them, or raise "
       "CDDP_TIMEOUT_S",
-      v->at->timeout_s, n > 1 ? "s" : "", list, n > 8 ? ", ..." : "", size, v->host->place);
+      v->at->timeout_s, n > 1 ? "s" : "", cddp__list_ranks(missing, size, 128).s, size,
+      v->host->place);
 }
 
 /* Until this rank has the table, or knows what is wrong. The root's deadline is the first, as it
@@ -8846,10 +8844,10 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
     if (r != CDDP_OK || v->net != NULL) break;
     late = cddp__now() >= v->deadline + (v->up.fd < 0 ? 0 : v->up.local ? 0.5 : 0.25);
     all = v->with_rank_0 && v->node_socket >= 0 && v->member_count >= (size_t)v->expected;
-    if (late || (all && v->problem != CDDP_OK)) {
+    if (late || (all && cddp__has_cause(&v->problem))) {
       v->common = true;
-      return v->problem != CDDP_OK ? cddp__fail(v->problem, "%s", v->problem_text)
-                                   : cddp__fail_late(v);
+      r = cddp__check_cause(&v->problem);
+      return r != CDDP_OK ? r : cddp__fail_late(v);
     }
     if (all)
       r = cddp__make_table(v);
@@ -9014,9 +9012,10 @@ static void cddp__channel_fail(int fd, bool local, cddp_result r, const char *te
    already, why there will be no group; or (CDDP_OK) those that do not fit into it. */
 static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
   char text[CDDP__ERROR_MAX], far[CDDP__ERROR_MAX];
+  cddp_result told = r != CDDP_OK ? r : cddp__check_cause(&v->problem);
   int rounds = 0;
   size_t k;
-  snprintf(text, sizeof text, "%s", r != CDDP_OK ? cddp_error() : v->problem_text);
+  snprintf(text, sizeof text, "%s", cddp_error());
   snprintf(far, sizeof far, "%s", text);
   if (r != CDDP_OK && !v->common)
     snprintf(far, sizeof far, "rank %d failed while the ranks were meeting: %.430s", v->at->rank,
@@ -9026,8 +9025,7 @@ static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r
     for (k = v->below_count; k-- > 0;) {
       const cddp__channel *c = &v->below[k];
       if (r == CDDP_OK && (!c->known || v->members[c->first].fits)) continue;
-      cddp__channel_fail(c->fd, c->local || !c->known, r != CDDP_OK ? r : v->problem,
-                         c->local ? text : far);
+      cddp__channel_fail(c->fd, c->local || !c->known, told, c->local ? text : far);
       cddp__drop_channel(v, k); /* those that come need its descriptor */
     }
     if (r == CDDP_OK) return;
@@ -9053,7 +9051,6 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place 
   cddp__rank_info *i;
   memset(v, 0, sizeof *v);
   v->at = at;
-  v->desc = d;
   v->host = h;
   v->deadline = cddp__now() + at->timeout_s;
   v->up.fd = v->fds[0] = v->fds[1] = v->node_socket = v->root_socket = -1;
@@ -9210,45 +9207,35 @@ static void cddp__door_serve(cddp__host *h) {
     }
 }
 
-typedef struct cddp__join_call { /* of a rank of the job; fd -1: it has ended */
+typedef struct cddp__join_call { /* of a rank of the job */
   int fd;
   int rank; /* < 0: of whichever listens at an address of MASTER_ADDR */
   cddp__challenge challenge;
 } cddp__join_call;
 
-/* Calls a rank, unless it has been called; it may not listen. */
-static cddp_result cddp__join_call_one(const cddp__door *door, cddp__join_call *calls, int *count,
-                                       int rank, const cddp__address *a) {
-  cddp__join_call *c = &calls[*count];
-  cddp_result r;
-  int i;
-  for (i = 0; i < *count && calls[i].rank != rank; i++) {}
-  if (i < *count || i == CDDP__CALLS) return CDDP_OK;
-  if (cddp__connect_address(a, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd) != 0) return CDDP_OK;
-  cddp__own_socket(c->fd);
-  c->rank = rank;
-  ++*count;
-  r = cddp__challenge_begin(&c->challenge, door->secret, "join", true, NULL, 0);
-  if (r == CDDP_OK)
-    (void)cddp__send_all(c->fd, c->challenge.out, c->challenge.out_size, cddp__now());
-  c->challenge.out_size = 0;
-  return r;
-}
-
-/* Calls all ranks of this host that listen, and who listens at MASTER_ADDR. */
+/* Calls all ranks of this host, and who listens at MASTER_ADDR, that have not been called; those
+   that listen are added. */
 static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call *calls,
                                          int *count) {
-  cddp__address a[CDDP__ADDRESSES_MAX], at;
-  int rank, n = 0, i;
+  cddp__address a[CDDP__ADDRESSES_MAX];
+  int n = 0, rank, i;
   cddp_result r = CDDP_OK;
-  for (rank = 0; rank < CDDP__MAX_RANKS && r == CDDP_OK; rank++) {
-    at = cddp__rank_socket(door, "join-", rank);
-    r = cddp__join_call_one(door, calls, count, rank, &at);
+  if (door->port != 0) (void)cddp__resolve(door->master, door->port, a, &n);
+  for (rank = -n; rank < CDDP__MAX_RANKS && *count < CDDP__CALLS && r == CDDP_OK; rank++) {
+    cddp__join_call *c = &calls[*count];
+    cddp__address at = rank < 0 ? a[-1 - rank] : cddp__rank_socket(door, "join-", rank);
+    for (i = 0; i < *count && calls[i].rank != rank; i++) {}
+    if (i < *count || (rank < 0 && (door->foreign >> (-1 - rank) & 1) != 0) ||
+        cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd) != 0)
+      continue;
+    cddp__own_socket(c->fd);
+    c->rank = rank;
+    ++*count;
+    r = cddp__challenge_begin(&c->challenge, door->secret, "join", true, NULL, 0);
+    if (r == CDDP_OK)
+      (void)cddp__send_all(c->fd, c->challenge.out, c->challenge.out_size, cddp__now());
+    c->challenge.out_size = 0;
   }
-  if (door->port == 0 || cddp__resolve(door->master, door->port, a, &n) != CDDP_OK) return r;
-  for (i = 0; i < n && r == CDDP_OK; i++)
-    if ((door->foreign >> i & 1) == 0)
-      r = cddp__join_call_one(door, calls, count, -1 - i, &a[i]);
   return r;
 }
 
@@ -9312,12 +9299,11 @@ static cddp_result cddp__join_patience(const cddp__host *h, int called, double d
 /* Calls the ranks of the job until one has answered. */
 static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
                                    cddp__join_table *table) {
-  cddp__join_call *calls =
-      (cddp__join_call *)cddp__calloc(&h->allocator, CDDP__CALLS + 1, sizeof *calls);
+  cddp__join_call calls[CDDP__CALLS];
   struct pollfd polled[CDDP__CALLS];
   double seen = cddp__now();
   int count = 0, i;
-  cddp_result r = calls != NULL ? CDDP_NETWORK : CDDP_OUT_OF_MEMORY;
+  cddp_result r = CDDP_NETWORK;
   while (r == CDDP_NETWORK) {
     r = cddp__join_call_ranks(h->door, calls, &count);
     if (r == CDDP_OK) r = cddp__join_patience(h, count, deadline, &seen);
@@ -9336,7 +9322,6 @@ static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
     }
   }
   for (i = 0; i < count; i++) cddp__close_fd(&calls[i].fd);
-  cddp__free(&h->allocator, calls);
   return r;
 }
 
@@ -9658,15 +9643,15 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
 /* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
    there is none. p2p_lock held. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
-  cddp__mailbox *b = &g->hosts->mailbox;
-  cddp__message **at = &b->first, *m;
+  cddp__hosts *x = g->hosts;
+  cddp__message **at = &x->mail, *m;
   while ((m = *at) != NULL && (m->head.type != type || m->from != from ||
                                (tag >= 0 && m->head.number != (uint32_t)tag)))
     at = &m->next;
   if (m == NULL) return NULL;
   *at = m->next;
-  if (m->next == NULL) b->end = at;
-  b->bytes -= m->head.size;
+  if (m->next == NULL) x->mail_end = at;
+  x->mail_bytes -= m->head.size;
   return m;
 }
 
@@ -9758,12 +9743,6 @@ static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
   }
   pthread_mutex_unlock(&g->p2p_lock);
   return ready;
-}
-
-/* Whether a rank that is gone has left in good order. */
-static bool cddp__rank_left(const cddp_group *g, int rank) {
-  if (g->members[rank] < 0) return g->hosts->peers[rank].error == CDDP__LEFT;
-  return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
 }
 
 /* The rank for which it is of no use to wait any longer; -1: none. From any rank: one that died, or
@@ -10088,11 +10067,11 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
   cddp__message *m;
   cddp__link_flush(x->net, l);
   while (l->state == CDDP__LINK_UP &&
-         (awaited || x->mailbox.bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, l->rank)) &&
+         (awaited || x->mail_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, l->rank)) &&
          (m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) != NULL) {
-    *x->mailbox.end = m;
-    x->mailbox.end = &m->next;
-    x->mailbox.bytes += m->head.size;
+    *x->mail_end = m;
+    x->mail_end = &m->next;
+    x->mail_bytes += m->head.size;
     if (l->ahead_at == l->ahead_end) break; /* most likely there is no more */
   }
   cddp__note_end(g, l);
@@ -11039,7 +11018,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   if ((x = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   x->net = net;
   x->pass = 1;
-  x->mailbox.end = &x->mailbox.first;
+  x->mail_end = &x->mail;
   x->bell = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   x->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   memset(&event, 0, sizeof event);
@@ -11083,7 +11062,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__net_look(g->host, net);
   cddp__claim_links(g);
   for (; (l = x->links) != NULL; cddp__link_leave(net, l)) x->links = l->next;
-  for (; (m = x->mailbox.first) != NULL; cddp__free(&net->allocator, m)) x->mailbox.first = m->next;
+  for (; (m = x->mail) != NULL; cddp__free(&net->allocator, m)) x->mail = m->next;
   cddp__arena_free(g->host, x->scratch[g->local_rank]);
   cddp__free(&net->allocator, x->stage);
   cddp__close_fd(&x->bell);
