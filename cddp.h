@@ -3158,6 +3158,12 @@ static bool cddp__address_same_host(const cddp__address *a, const cddp__address 
          a->v6.sin6_scope_id == b->v6.sin6_scope_id;
 }
 
+/* Makes it all addresses of this host, of its family. */
+static void cddp__address_to_all(cddp__address *a) {
+  if (a->sa.ss_family == AF_INET6) memset(&a->v6.sin6_addr, 0, sizeof a->v6.sin6_addr);
+  if (a->sa.ss_family == AF_INET) a->v4.sin_addr.s_addr = htonl(INADDR_ANY);
+}
+
 static bool cddp__address_loopback(const cddp__address *a) {
   if (a->sa.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&a->v6.sin6_addr) != 0;
   return a->sa.ss_family == AF_INET && ntohl(a->v4.sin_addr.s_addr) >> 24 == 127;
@@ -3239,13 +3245,12 @@ static int cddp__interface_addresses(const char *name, cddp__address *out, int c
 
 /* Whether the address is of this host: one of its interfaces', loopback, 0.0.0.0 or ::. */
 static bool cddp__address_here(const cddp__address *a) {
-  cddp__address own[CDDP__ADDRESSES_MAX + 2];
+  cddp__address own[CDDP__ADDRESSES_MAX + 1];
   int n = cddp__interface_addresses(NULL, own, CDDP__ADDRESSES_MAX), i;
-  memset(&own[n], 0, 2 * sizeof own[0]);
-  own[n++].sa.ss_family = AF_INET;
-  own[n++].sa.ss_family = AF_INET6;
-  for (i = 0; i < n && !cddp__address_same_host(a, &own[i]); i++) {}
-  return i < n || cddp__address_loopback(a);
+  own[n] = *a;
+  cddp__address_to_all(&own[n]);
+  for (i = 0; i <= n && !cddp__address_same_host(a, &own[i]); i++) {}
+  return i <= n || cddp__address_loopback(a);
 }
 
 static bool cddp__local_address(int fd, cddp__address *a) {
@@ -4361,11 +4366,8 @@ static cddp_result cddp__open_url(cddp_store *s, const cddp__store_options *o) {
   if (r == CDDP_OK && o->desc.is_server && o->reachable) cddp__add_addresses(s, host);
   if (r == CDDP_OK && o->desc.is_server) r = cddp__serve(s, o);
   if (r != CDDP_OK || port != 0) return r;
-  port = cddp__address_port(&s->addresses[0]); /* that the system has chosen, for error texts */
-  cddp__free(&s->allocator, s->name);
-  s->name = cddp__strdup(
-      &s->allocator,
-      cddp__words(strchr(host, ':') != NULL ? "[%s]:%d" : "%s:%d", host, port).s);
+  cddp__free(&s->allocator, s->name); /* error texts have the port that the system has chosen */
+  s->name = cddp__strdup(&s->allocator, cddp__describe_address(&s->addresses[0]).s);
   return s->name != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
@@ -8653,10 +8655,8 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
   if (r == CDDP_OK) r = cddp__own_address(v->store->fd, &v->address);
   if (r != CDDP_OK) return r;
   a = v->address;
-  if (cddp__address_loopback(&a) && !cddp__one_host(v->at) && cddp__env("CDDP_IFNAME") == NULL) {
-    if (a.sa.ss_family == AF_INET6) memset(&a.v6.sin6_addr, 0, sizeof a.v6.sin6_addr);
-    if (a.sa.ss_family == AF_INET) a.v4.sin_addr.s_addr = htonl(INADDR_ANY);
-  }
+  if (cddp__address_loopback(&a) && !cddp__one_host(v->at) && cddp__env("CDDP_IFNAME") == NULL)
+    cddp__address_to_all(&a);
   if ((r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK) return r;
   cddp__address_set_port(&v->address, port);
   memcpy(value.magic, cddp__root_magic, sizeof value.magic);
@@ -8889,9 +8889,16 @@ static cddp_result cddp__make_memory(cddp__host *h) {
   return CDDP_OK;
 }
 
-/* How large another rank has made the windows of the memfd. size: ranks that met. */
-static cddp_result cddp__measure_windows(cddp__host *h, int size) {
+/* Takes the descriptors that came with a table, and finds how large the memory's windows are. size:
+   ranks that met. */
+static cddp_result cddp__take_memory(cddp__rendezvous *v, int size) {
+  cddp__host *h = v->host;
   struct stat st;
+  h->fd = v->fds[0];
+  v->members[0].link_fd = v->fds[1];
+  v->fds[0] = v->fds[1] = -1;
+  if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
+    return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
   if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
   for (h->window_bits = 12; h->window_bits < 40; h->window_bits++)
     if (((uint64_t)size + 1) << h->window_bits >= (uint64_t)st.st_size) break;
@@ -8957,16 +8964,10 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   cddp_result r = cddp__use_table(v);
   double deadline = v->deadline + 1;
   size_t i;
-  if (r == CDDP_OK && v->node_socket < 0) { /* a client */
-    h->fd = v->fds[0];
-    v->members[0].link_fd = v->fds[1];
-    v->fds[0] = v->fds[1] = -1;
-    if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
-      return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-    r = cddp__measure_windows(h, h->size);
-  } else if (r == CDDP_OK && h->size > 1) {
+  if (r == CDDP_OK && v->node_socket < 0) /* a client */
+    r = cddp__take_memory(v, h->size);
+  else if (r == CDDP_OK && h->size > 1)
     r = cddp__make_memory(h);
-  }
   cddp__host_place(h, h->size, h->index, h->index); /* with this size of windows */
   if (r == CDDP_OK)
     r = cddp__world_group(out, h, v->at->rank, v->at->world_size, v->at->timeout_s);
@@ -9140,32 +9141,25 @@ static void cddp__share_memory(cddp__host *h) {
   h->threads = false;
 }
 
-/* Listens where processes of other hosts ask: at MASTER_PORT, unless another rank of this host
-   does. Silent strangers are kept out by the system, or each would cost the time of a proof. */
-static void cddp__door_open_port(cddp__host *h) {
-  cddp__address a = cddp__internet_address(&h->net->hosts[h->net->host].address);
-  int seconds = 5, fd;
-  if (!cddp__address_loopback(&a) && a.sa.ss_family == AF_INET6)
-    memset(&a.v6.sin6_addr, 0, sizeof a.v6.sin6_addr);
-  else if (!cddp__address_loopback(&a))
-    a.v4.sin_addr.s_addr = htonl(INADDR_ANY);
-  cddp__address_set_port(&a, h->door->port);
-  if (cddp__listen_address(&a, &fd) != 0) return;
-  setsockopt(fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
-  cddp__own_socket(h->door_port = fd);
-}
-
-/* From here on processes may join through this rank, when it looks: cddp__door_serve. */
+/* From here on processes may join through this rank, when it looks: cddp__door_serve. Those of other
+   hosts ask at MASTER_PORT, unless another rank of this host listens there. Silent strangers are
+   kept out by the system, or each would cost the time of a proof. */
 static void cddp__door_open(cddp__host *h) {
   cddp__address a;
-  int error;
+  int seconds = 5, error = 0;
   if (h->door == NULL) return;
-  if (h->net != NULL && h->door->port != 0 && h->door_port < 0) cddp__door_open_port(h);
-  if (h->door_fd >= 0) return;
+  if (h->net != NULL && h->door->port != 0 && h->door_port < 0) {
+    a = cddp__internet_address(&h->net->hosts[h->net->host].address);
+    if (!cddp__address_loopback(&a)) cddp__address_to_all(&a);
+    cddp__address_set_port(&a, h->door->port);
+    if (cddp__listen_address(&a, &h->door_port) == 0)
+      setsockopt(h->door_port, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
+    cddp__own_socket(h->door_port);
+  }
   a = cddp__rank_socket(h->door, "join-", (int)h->door->table.info.rank);
-  if ((error = cddp__listen_address(&a, &h->door_fd)) == 0)
-    cddp__own_socket(h->door_fd);
-  else
+  if (h->door_fd < 0) error = cddp__listen_address(&a, &h->door_fd);
+  cddp__own_socket(h->door_fd);
+  if (error != 0)
     cddp__log(&h->logger, 1, "no process can join through this rank: %s", strerror(error));
 }
 
@@ -9333,10 +9327,7 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   void *board;
   cddp_result r;
   if (table->lead.self.life != 0) return CDDP_OK; /* it is as on a host of its own */
-  h->fd = v->fds[0];
-  v->fds[0] = -1;
-  if (h->fd < 0) return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  if ((r = cddp__measure_windows(h, table->size)) != CDDP_OK) return r;
+  if ((r = cddp__take_memory(v, table->size)) != CDDP_OK) return r;
   if ((r = cddp__locate(h, &table->board, &board)) != CDDP_OK) return r;
   h->board = (cddp__board *)board;
   joins = cddp__add32(&h->board->joins, 1);
@@ -9600,12 +9591,6 @@ static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q
   return best;
 }
 
-static void cddp__complete_recv(cddp_work *q, cddp_result r) {
-  q->result = r;
-  snprintf(q->text, sizeof q->text, "%s", r != CDDP_OK ? cddp__error_text : "");
-  q->done = true;
-}
-
 /* Whether a message of that count and dtype is what the recv asks for; if not, the ranks disagree
    and the recv has failed. */
 static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_t dtype) {
@@ -9616,7 +9601,8 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_
              " %s with tag %d, rank %d receives count %zu %s",
              q->from, count, cddp__dtype_names[dtype & 7], c->tag, g->rank, c->count,
              cddp__dtype_names[c->dtype]);
-  cddp__complete_recv(q, cddp__break(g, CDDP_MISMATCH));
+  q->result = cddp__break(g, CDDP_MISMATCH);
+  q->done = true;
   return false;
 }
 
@@ -9633,7 +9619,8 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
     r = cddp__locate(g->host, &p->ref, &from);
     if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
     if (r == CDDP_OK) r = cddp__check_group(g); /* or the sender may have taken its buffer back */
-    cddp__complete_recv(q, r == CDDP_OK ? r : cddp__break(g, r));
+    q->result = r == CDDP_OK ? r : cddp__break(g, r);
+    q->done = true;
     cddp__store32(&p->state, CDDP__SEND_DONE);
   }
   CDDP__POINT("taken");
@@ -9662,7 +9649,8 @@ static void cddp__take_remote(cddp_group *g, cddp_work *q) {
   if (m == NULL) return;
   if (cddp__recv_fits(g, q, m->head.count, m->head.dtype)) {
     cddp__copy(q->call.recv, m + 1, m->head.size);
-    cddp__complete_recv(q, CDDP_OK);
+    q->result = CDDP_OK;
+    q->done = true;
   }
   cddp__free(&g->hosts->net->allocator, m);
 }
@@ -9891,7 +9879,6 @@ static bool cddp__close_recv(cddp_work *q) {
   pthread_mutex_lock(&q->group->p2p_lock);
   if ((open = !q->done)) {
     q->result = CDDP_ABORTED;
-    q->text[0] = 0;
     q->done = true;
   }
   pthread_mutex_unlock(&q->group->p2p_lock);
@@ -9901,8 +9888,8 @@ static bool cddp__close_recv(cddp_work *q) {
 /* The rank whose message this thread received last; -1: none yet. */
 static __thread int cddp__last_source = -1;
 
-/* Waits for a receive that has been posted, and takes it out of the list; its failure comes with
-   the text that it was given. limit: as of cddp__finish_send. */
+/* Waits for a receive that has been posted, and takes it out of the list. A failure of its own has
+   broken the group. limit: as of cddp__finish_send. */
 static cddp_result cddp__finish_recv(cddp_group *g, cddp_work *q, double limit) {
   cddp__p2p m = {&q->call, q, -1};
   cddp_work **at = &g->recvs;
@@ -9916,8 +9903,9 @@ static cddp_result cddp__finish_recv(cddp_group *g, cddp_work *q, double limit) 
     cddp__last_source = q->from;
     if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
   }
-  if (r != CDDP_OK || q->result == CDDP_OK || q->text[0] == 0) return r != CDDP_OK ? r : q->result;
-  return cddp__fail(q->result, "%s", q->text);
+  if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
+    r = q->result; /* it was given up */
+  return r;
 }
 
 CDDP__COLD
