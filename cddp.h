@@ -4080,7 +4080,8 @@ static void cddp__server_free(cddp__server *v) {
 
 typedef struct cddp__store_options {
   cddp_store_desc desc; /* timeout_s: above 0 */
-  bool elect;           /* file: the first who opens it is the server, whatever is_server says */
+  bool elect;           /* file: the first who opens it is the server, whatever is_server says; of
+                           a rendezvous it is rank 0, whose own connection can wait */
   int listen_fd;        /* listening socket to serve on, which stays the caller's; -1 = bind one */
   bool reachable;       /* by other hosts, even if this one's own name resolves to loopback here */
   double deadline;      /* for opening, cddp__now() */
@@ -4540,8 +4541,7 @@ static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
                        s->name, s->timeout_s);
 }
 
-/* Opens a store, but for a server's connection to itself, which its first operation makes. *out is
-   NULL on failure. */
+/* *out is NULL on failure. */
 static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
   cddp__store_options o = *options;
   const char *name;
@@ -4565,7 +4565,7 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   else if ((s->name = cddp__strdup(&o.desc.allocator, name)) == NULL)
     r = CDDP_OUT_OF_MEMORY;
   if (r == CDDP_OK && s->scheme != CDDP__FILE) r = cddp__open_url(s, &o);
-  if (r == CDDP_OK && s->server == NULL) r = cddp__connect(s, &o);
+  if (r == CDDP_OK && (s->server == NULL || o.elect)) r = cddp__connect(s, &o);
   if (r == CDDP_OK) *out = s;
   if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && o.port_name != NULL)
     cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s)",
