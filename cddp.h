@@ -8084,11 +8084,9 @@ typedef struct cddp__door {
 } cddp__door;
 
 typedef struct cddp__root_key { /* what lies under RUN/meeting */
-  char magic[8];
   struct sockaddr_in6 address; /* where the root listens, with the port */
   unsigned char token[16];
 } cddp__root_key;
-static const char cddp__root_magic[8] = {'C', 'D', 'D', 'P', 'r', 'o', 'o', 't'};
 
 typedef struct cddp__member { /* a rank that has come, or a process that would be one */
   cddp__rank_info info;
@@ -8283,15 +8281,12 @@ static uint32_t cddp__claimed_again(const cddp__host *h) {
 static cddp_result cddp__hear_claims(cddp_group *g) {
   cddp__host *h = g->host;
   uint32_t pid = cddp__load32(&h->claimant);
-  bool over;
+  bool over = cddp__now() >= h->claims_end; /* what has come before is still heard */
   if (pid == CDDP__CLAIMS_OVER || h->claim < 0) return CDDP_OK;
-  if (pid == 0) {
-    over = cddp__now() >= h->claims_end; /* what has come before is still heard */
-    pid = cddp__claimed_again(h);
-    if (pid == 0 && over) (void)cddp__swap32(&h->claimant, 0, CDDP__CLAIMS_OVER);
-    if (pid == 0) return CDDP_OK;
-    cddp__store32(&h->claimant, pid);
-  }
+  if (pid == 0) pid = cddp__claimed_again(h);
+  if (pid == 0 && over) (void)cddp__swap32(&h->claimant, 0, CDDP__CLAIMS_OVER);
+  if (pid == 0) return CDDP_OK;
+  cddp__store32(&h->claimant, pid);
   return cddp__break(g, cddp__taken(h, cddp__job_rank(g, g->rank), (uint32_t)getpid(), h->name, pid,
                                     h->name));
 }
@@ -8659,7 +8654,6 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
     cddp__address_to_all(&a);
   if ((r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK) return r;
   cddp__address_set_port(&v->address, port);
-  memcpy(value.magic, cddp__root_magic, sizeof value.magic);
   memcpy(value.token, v->token, sizeof value.token);
   value.address = v->address.v6;
   return cddp_store_set(v->store, v->key, &value, sizeof value);
@@ -8680,9 +8674,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
   cddp_result r = cddp_store_get(v->store, v->key, &value, sizeof value, &n);
   if (r == CDDP_NETWORK) return r;
   v->stale = true; /* until the root has answered */
-  if (r != CDDP_OK || n != sizeof value ||
-      memcmp(value.magic, cddp__root_magic, sizeof value.magic) != 0)
-    return CDDP_OK; /* another program's */
+  if (r != CDDP_OK || n != sizeof value) return CDDP_OK; /* another program's */
   if ((r = cddp__own_address(v->store->fd, &here)) != CDDP_OK) return r;
   a = cddp__internet_address(&value.address);
   cddp__rescope(&a.v6, &here);

@@ -262,7 +262,6 @@ static int serve_poison(int rank, void *arg) {
   snprintf(url, sizeof url, "tcp://127.0.0.1:%d", shared->port);
   memset(&d, 0, sizeof d);
   memset(&key, 0, sizeof key);
-  memcpy(key.magic, cddp__root_magic, sizeof key.magic);
   CHECK_OK(cddp__listen_any(&listener, &port));
   CHECK(cddp__local_address(listener, &a));
   key.address = a.v6;
