@@ -9133,9 +9133,9 @@ static void cddp__share_memory(cddp__host *h) {
   h->threads = false;
 }
 
-/* From here on processes may join through this rank, when it looks: cddp__door_serve. Those of other
-   hosts ask at MASTER_PORT, unless another rank of this host listens there. Silent strangers are
-   kept out by the system, or each would cost the time of a proof. */
+/* From here on processes may join through this rank, when it looks: cddp__door_serve. Those of
+   other hosts ask at MASTER_PORT, unless another rank of this host listens there. Silent strangers
+   are kept out by the system, or each would cost the time of a proof. */
 static void cddp__door_open(cddp__host *h) {
   cddp__address a;
   int seconds = 5, error = 0;
