@@ -526,16 +526,30 @@ static size_t cache_of_rank(void) {
 }
 
 static int sum_in_pieces(cddp_group *g, void *arg) {
-  enum { N = 200000 };
+  enum { N = 400000 };
   float *x = (float *)malloc(N * sizeof *x);
   cddp__call c;
-  int i, rank = cddp_rank(g), bad = 0;
+  const cddp__pace *p = &g->paces[CDDP__KIND_ALL_REDUCE];
+  int i, k, rank = cddp_rank(g), bad = 0;
   if (x == NULL) return 1;
   for (i = 0; i < N; i++) x[i] = (float)(i * (rank + 1));
   ((size_t *)arg)[rank] = g->staging_size;
   c = cddp__make_call(CDDP__KIND_ALL_REDUCE, x, x, N, CDDP_F32, CDDP_SUM, -1);
   bad = cddp__run_staged(g, &c, false) != CDDP_OK;
   for (i = 0; i < N; i++) bad += x[i] != (float)i + (float)(2 * i) + (float)(3 * i);
+  /* As where each rank has a core: through caches and past them. */
+  bad += p->pieces != 0 && g->size > g->host->cores;
+  g->oversubscribed = false;
+  g->spin = 0;
+  for (k = 0; k < 2; k++) {
+    c = cddp__make_call(CDDP__KIND_ALL_REDUCE, x + k, x + k, (size_t)(k == 0 ? N : N / 16) - 1,
+                        CDDP_F32, CDDP_SUM, -1);
+    for (i = 0; i < N; i++) x[i] = (float)(i * (rank + 1));
+    bad += cddp__run_staged(g, &c, false) != CDDP_OK;
+    for (i = k; (size_t)(i - k) < c.count; i++)
+      bad += x[i] != (float)i + (float)(2 * i) + (float)(3 * i);
+  }
+  bad += p->pieces < 3 || p->took[0] <= 0 || p->took[1] <= 0;
   free(x);
   return bad != 0;
 }
