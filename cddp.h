@@ -13437,18 +13437,18 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    variables. A model has a communicator of its own, which costs device memory: what a model that
    was used wrongly leaves on streams only an abort ends, and its group is to live on.
 
-   TWO THREADS of a context look at it every few milliseconds. The watcher calls no function of
-   CUDA, and of NCCL only those that touch host memory: another thread may hold CUDA's lock (in
-   cudaFree, cudaMalloc or a kernel's first launch) while it waits for an operation that only an
-   abort will end. The watcher sees whether the group was broken, NCCL failed, a process died, ranks
-   of the host called different things, or an operation is late. It then breaks the group and aborts
-   the communicator, so that the streams of all ranks come to an end; or it is told to end it in
-   good order. Either may block (ncclCommAbort for streams and CUDA graphs, ncclCommDestroy for the
-   host's other ranks too), so the watcher may outlive the group: once `watching` is 0 it touches
-   the context alone. What CUDA has to say (which events have come, whether the device failed) the
-   poller asks, and the watcher reads its latest answer: if the poller is held up, operations count
-   as under way. Only who has device.turn asks NCCL: of two threads that ask at once both would free
-   what NCCL keeps of an operation.
+   TWO THREADS of a context look at it every few milliseconds. The watcher, once it has taken its
+   device, calls no function of CUDA, and of NCCL only those that touch host memory: another thread
+   may hold CUDA's lock (in cudaFree, cudaMalloc or a kernel's first launch) while it waits for an
+   operation that only an abort will end. The watcher sees whether the group was broken, NCCL
+   failed, a process died, ranks of the host called different things, or an operation is late. It
+   then breaks the group and aborts the communicator, so that the streams of all ranks come to an
+   end; or it is told to end it in good order. Either may block (ncclCommAbort for streams and CUDA
+   graphs, ncclCommDestroy for the host's other ranks too), so the watcher may outlive the group:
+   from CDDP__COMM_LEFT on it touches the context alone. What CUDA has to say (which events have
+   come, whether the device failed) the poller asks, and the watcher reads its latest answer: if the
+   poller is held up, operations count as under way. Only who has device.turn calls NCCL: of two
+   threads that ask at once both would free what NCCL keeps of an operation.
 
    CALLS are compared at the latest one that two ranks have both made: equal hashes mean that all
    calls before were alike. Nobody waits for it. A model's are compared by themselves: if they
@@ -13460,8 +13460,15 @@ static const cddp_kernels *cddp__registered_kernels;
 #ifdef CDDP_CUDA
 enum { CDDP__MARKERS = 16, CDDP__SPARE_EVENTS = 16, CDDP__SCRATCHES = 64, CDDP__HASHES = 4096 };
 
-/* How a communicator is to end. From then on no thread begins a call of NCCL with it. */
-enum { CDDP__COMM_ALIVE, CDDP__COMM_DESTROYED, CDDP__COMM_ABORTED };
+/* The life of a watched communicator: alive, then how it is to end, then both of the rest. */
+enum {
+  CDDP__COMM_ALIVE,
+  CDDP__COMM_DESTROYED, /* is to end in good order, */
+  CDDP__COMM_ABORTED,   /* or at once */
+  CDDP__COMM_HOW = 3,
+  CDDP__COMM_LEFT = 4, /* the watcher touches the context alone, no longer the group */
+  CDDP__COMM_DONE = 8  /* NCCL has let go of it; added once more when the group has */
+};
 
 /* An event behind an operation. lock of the device context. */
 typedef struct cddp__marker {
@@ -13474,7 +13481,6 @@ typedef struct cddp__marker {
    issued. lock: held for a moment, never in a call of CUDA or NCCL, also by the watcher; it guards
    what is marked so. */
 typedef struct cddp__device {
-  cddp__atomic_u32 refs; /* the group's, and the watcher's until the communicator has ended */
   cddp_group *group;
   struct cddp__device *owner; /* of a cddp_ddp's private groups the context of the user's group;
                                  else itself */
@@ -13485,10 +13491,7 @@ typedef struct cddp__device {
   pthread_mutex_t turn, lock;
   const cddp_kernels *kernels; /* those of every rank; NULL: some have none */
   ncclComm_t comm;        /* NULL: a single rank, or no NCCL; as it is made NCCL's thread writes */
-  cddp__atomic_u32 users; /* threads inside a call of NCCL with it */
-  cddp__atomic_u32 ended; /* CDDP__COMM_*; the threads sleep on it */
-  cddp__atomic_u32 done;  /* 1: NCCL has let go of it */
-  cddp__atomic_u32 watching; /* 1: the watcher may touch the group */
+  cddp__atomic_u32 state; /* CDDP__COMM_*; the threads sleep on it */
   pthread_t poller;
   pid_t pid;                 /* of the process whose threads they are; 0: there are none */
   cddp__atomic_u32 captured; /* 1: a CUDA graph may hold its operations and run them at any time */
@@ -13806,15 +13809,10 @@ static cddp_result cddp__compare_logs(cddp__device *p) {
 /* Contexts of this process that have threads, and watchers of theirs that have not ended. */
 static cddp__atomic_u32 cddp__watched, cddp__watchers;
 
-/* Between these two a communicator is there to be called; false: it is on its way out. */
-static bool cddp__comm_enter(cddp__device *p) {
-  cddp__add32(&p->users, 1);
-  if (cddp__add32(&p->ended, 0) == CDDP__COMM_ALIVE) return true;
-  cddp__add32(&p->users, (uint32_t)-1);
-  return false;
+/* Whether NCCL may be called with the communicator; asked with turn held. */
+static bool cddp__comm_alive(const cddp__device *p) {
+  return cddp__load32(&p->state) == CDDP__COMM_ALIVE;
 }
-
-static void cddp__comm_exit(cddp__device *p) { cddp__add32(&p->users, (uint32_t)-1); }
 
 static ncclComm_t cddp__comm_of(const cddp__device *p) {
   return __atomic_load_n(&p->comm, __ATOMIC_RELAXED);
@@ -13822,56 +13820,50 @@ static ncclComm_t cddp__comm_of(const cddp__device *p) {
 
 /* What NCCL says of the communicator. Two threads must not ask at a time: both would free what NCCL
    keeps of an operation that has ended. turn held. */
-static ncclResult_t cddp__comm_state(cddp__device *p) {
+static ncclResult_t cddp__comm_state(const cddp__device *p) {
   ncclResult_t e = ncclSuccess;
-  if (cddp__comm_of(p) == NULL || !cddp__comm_enter(p)) return ncclSuccess;
-  if (ncclCommGetAsyncError(cddp__comm_of(p), &e) != ncclSuccess) e = ncclInternalError;
-  cddp__comm_exit(p);
-  return e;
+  if (cddp__comm_of(p) == NULL) return ncclSuccess;
+  return ncclCommGetAsyncError(cddp__comm_of(p), &e) == ncclSuccess ? e : ncclInternalError;
 }
 
+/* The group lets go of the context, or NCCL of the communicator: frees it after both. */
 static void cddp__device_release(cddp__device *p) {
-  if (cddp__add32(&p->refs, (uint32_t)-1) != 0) return;
+  if (cddp__add32(&p->state, CDDP__COMM_DONE) < 2 * CDDP__COMM_DONE) return;
   pthread_mutex_destroy(&p->turn);
   pthread_mutex_destroy(&p->lock);
   cddp__free(NULL, p);
 }
 
-/* On the watcher. An abort begins with NCCL's flags, before any call of CUDA, for which it might
-   have to wait. What fails in an end in good order leaves NCCL's group open, in which an abort
-   would do nothing. */
-static void cddp__comm_end(cddp__device *p) {
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+/* On the watcher. A thread that was inside NCCL comes out first: who gets the turn later finds the
+   communicator no longer alive. An abort begins with NCCL's flags, before any call of CUDA, for
+   which it might have to wait. What fails in an end in good order leaves NCCL's group open, in
+   which an abort would do nothing. */
+static void cddp__comm_end(cddp__device *p, bool aborts) {
   double deadline = cddp__now() + CDDP__CALLS_S;
-  ncclResult_t e = ncclSuccess;
-  while (cddp__add32(&p->users, 0) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+  bool inside;
+  while ((inside = pthread_mutex_trylock(&p->turn) != 0) && cddp__now() < deadline)
+    cddp__sleep(1e-4);
+  if (!inside) pthread_mutex_unlock(&p->turn);
   if (cddp__comm_of(p) == NULL) return;
-  if (cddp__load32(&p->ended) == CDDP__COMM_ABORTED) {
-    ncclCommAbort(cddp__comm_of(p));
-    return;
-  }
-  (void)cudaSetDevice(p->device);
-  cudaThreadExchangeStreamCaptureMode(&mode); /* what is freed here is no part of a graph */
-  if (ncclCommGetAsyncError(cddp__comm_of(p), &e) != ncclSuccess || e != ncclSuccess) {
-    ncclCommAbort(cddp__comm_of(p));
-  } else if (ncclCommDestroy(cddp__comm_of(p)) != ncclSuccess) {
+  if (!aborts && cddp__comm_state(p) == ncclSuccess) {
+    if (ncclCommDestroy(cddp__comm_of(p)) == ncclSuccess) return;
     (void)ncclGroupEnd();
-    ncclCommAbort(cddp__comm_of(p));
   }
+  ncclCommAbort(cddp__comm_of(p));
 }
 
 /* Has the watcher end the communicator. how: CDDP__COMM_ABORTED, for which the group has been
    broken before, makes all operations on this rank's streams end at once. Never waits. */
 static void cddp__device_end(cddp__device *p, uint32_t how) {
-  if (cddp__swap32(&p->ended, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&p->ended);
+  if (cddp__swap32(&p->state, CDDP__COMM_ALIVE, how)) cddp__futex_wake(&p->state);
 }
 
 /* After an abort: until NCCL's threads have let go of the operations' memory. That takes a moment;
    where there is a CUDA graph with the group's operations the rest of it waits for the graph. */
 static void cddp__await_abort(cddp__device *p) {
   double deadline = cddp__now() + (cddp__load32(&p->captured) != 0 ? 0.1 : CDDP__LEFT_S);
-  if (cddp__load32(&p->ended) != CDDP__COMM_ABORTED) return;
-  while (cddp__load32(&p->done) == 0 && cddp__now() < deadline) cddp__sleep(1e-4);
+  if ((cddp__load32(&p->state) & CDDP__COMM_HOW) != CDDP__COMM_ABORTED) return;
+  while (cddp__load32(&p->state) < CDDP__COMM_DONE && cddp__now() < deadline) cddp__sleep(1e-4);
 }
 
 /* After an operation that failed with the group: makes the buffers the caller's again. */
@@ -14017,19 +14009,27 @@ static void cddp__break_both(cddp_group *private_group, cddp_group *owner) {
     (void)cddp__break(owner, r);
 }
 
+/* At the start of a thread that looks at the device: calls of CUDA that NCCL or the thread makes
+   are for this one, as on another they would make a context, and are no part of anyone's graph. */
+static void cddp__take_device(const cddp__device *p) {
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaSetDevice(p->device);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
 /* The watcher. Whoever asks after an abort must hear of the failure, as what streams do then is
    undefined: both groups are broken before it. */
 static void *cddp__watch_main(void *context) {
   cddp__device *p = (cddp__device *)context;
-  while (cddp__load32(&p->ended) == CDDP__COMM_ALIVE) {
+  cddp__take_device(p);
+  while (cddp__load32(&p->state) == CDDP__COMM_ALIVE) {
     cddp_result r = cddp__look_at_device(p);
     if (p->owner != p) cddp__break_both(p->group, p->owner->group);
     if (r != CDDP_OK) cddp__device_end(p, CDDP__COMM_ABORTED);
-    else cddp__futex_wait(&p->ended, CDDP__COMM_ALIVE, CDDP__WATCH_S);
+    else cddp__futex_wait(&p->state, CDDP__COMM_ALIVE, CDDP__WATCH_S);
   }
-  cddp__store32(&p->watching, 0);
-  cddp__comm_end(p);
-  cddp__store32(&p->done, 1);
+  cddp__comm_end(p, cddp__add32(&p->state, CDDP__COMM_LEFT) ==
+                        CDDP__COMM_LEFT + CDDP__COMM_ABORTED);
   cddp__device_release(p);
   cddp__add32(&cddp__watchers, (uint32_t)-1);
   return NULL;
@@ -14060,19 +14060,12 @@ static void cddp__poll(cddp__device *p) {
   } while (e == cudaSuccess);
 }
 
-/* The poller. Its first call of CUDA takes its device: another would get a context. */
 static void *cddp__poll_main(void *context) {
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cddp__device *p = (cddp__device *)context;
-  bool ready = false;
-  while (cddp__load32(&p->ended) == CDDP__COMM_ALIVE) {
-    if (cddp__device_busy(p, NULL)) {
-      if (!ready) (void)cudaSetDevice(p->device);
-      if (!ready) cudaThreadExchangeStreamCaptureMode(&mode); /* no part of anyone's graph */
-      ready = true;
-      cddp__poll(p);
-    }
-    cddp__futex_wait(&p->ended, CDDP__COMM_ALIVE, CDDP__WATCH_S);
+  cddp__take_device(p);
+  while (cddp__load32(&p->state) == CDDP__COMM_ALIVE) {
+    cddp__poll(p);
+    cddp__futex_wait(&p->state, CDDP__COMM_ALIVE, CDDP__WATCH_S);
   }
   return NULL;
 }
@@ -14080,21 +14073,21 @@ static void *cddp__poll_main(void *context) {
 /* Starts both threads, before there is a communicator to watch. */
 static cddp_result cddp__watch(cddp__device *p) {
   pthread_t watcher;
-  cddp_result r = cddp__thread_start(&p->poller, cddp__poll_main, p, true);
-  if (r != CDDP_OK) return r;
+  cddp_result r;
+  cddp__store32(&p->state, CDDP__COMM_ALIVE);
+  r = cddp__thread_start(&p->poller, cddp__poll_main, p, true);
+  if (r == CDDP_OK && (r = cddp__thread_start(&watcher, cddp__watch_main, p, true)) != CDDP_OK) {
+    cddp__device_end(p, CDDP__COMM_ABORTED);
+    pthread_join(p->poller, NULL);
+  }
+  if (r != CDDP_OK) {
+    cddp__store32(&p->state, CDDP__COMM_DONE);
+    return r;
+  }
+  pthread_detach(watcher);
   p->pid = getpid();
   cddp__add32(&cddp__watched, 1);
   cddp__add32(&cddp__watchers, 1);
-  cddp__add32(&p->refs, 1);
-  cddp__store32(&p->watching, 1);
-  cddp__store32(&p->done, 0);
-  r = cddp__thread_start(&watcher, cddp__watch_main, p, true);
-  if (r == CDDP_OK) {
-    pthread_detach(watcher);
-  } else {
-    cddp__device_end(p, CDDP__COMM_ABORTED);
-    cddp__watch_main(p); /* has nothing to do but to take its leave */
-  }
   return r;
 }
 
@@ -14103,7 +14096,7 @@ static cddp_result cddp__watch(cddp__device *p) {
 static void cddp__unwatch(cddp__device *p) {
   if (p->pid != getpid()) return; /* never watched, or a forked child */
   cddp__device_end(p, CDDP__COMM_ABORTED);
-  while (cddp__load32(&p->watching) != 0) cddp__sleep(1e-4);
+  while ((cddp__load32(&p->state) & CDDP__COMM_LEFT) == 0) cddp__sleep(1e-4);
   pthread_join(p->poller, NULL);
   cddp__add32(&cddp__watched, (uint32_t)-1);
 }
@@ -14161,7 +14154,7 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
   *out = NULL;
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   cddp__store32(&cddp__device_groups, 1);
-  p->refs.v = p->done.v = 1;
+  p->state.v = CDDP__COMM_DONE; /* there is none */
   p->group = g;
   p->owner = p;
   p->device = device;
@@ -14207,14 +14200,17 @@ static void cddp__device_free(void *p) {
 /* Waits on the host for the stream, or an event on it, as long as the group is healthy. The
    deadline is for what the watcher has no event behind: operations in a CUDA graph. */
 static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent_t event) {
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   double start = cddp__now();
   cudaError_t e;
-  cddp_result r;
+  cddp_result r = CDDP_OK;
+  cudaThreadExchangeStreamCaptureMode(&mode); /* to ask would void another thread's capture */
   while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady) {
     (void)cudaGetLastError(); /* this counts as one */
-    if ((r = cddp__device_turn(p, start, "work on the stream", "")) != CDDP_OK) return r;
+    if ((r = cddp__device_turn(p, start, "work on the stream", "")) != CDDP_OK) break;
   }
-  if ((r = cddp__check_group(p->group)) != CDDP_OK) return r;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  if (r != CDDP_OK || (r = cddp__check_group(p->group)) != CDDP_OK) return r;
   return cddp__cuda_result(e, "work on the group's stream");
 }
 
@@ -14379,17 +14375,13 @@ static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *wha
   int ranks;
   if (e == ncclSuccess) e = ncclInProgress;
   cddp__add32(&p->settling, 1);
-  while (r == CDDP_OK && e == ncclInProgress) {
+  while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(p)) {
     e = cddp__comm_state(p);
-    if (e == ncclSuccess && cddp__comm_enter(p)) {
-      e = ncclCommCount(p->comm, &ranks);
-      cddp__comm_exit(p);
-    }
+    if (e == ncclSuccess) e = ncclCommCount(p->comm, &ranks);
     if (e == ncclInProgress) r = cddp__device_turn(p, start, what, hint);
   }
   cddp__add32(&p->settling, (uint32_t)-1);
-  if (r == CDDP_OK && cddp__load32(&p->ended) != CDDP__COMM_ALIVE)
-    r = cddp__check_failure(p->group);
+  if (r == CDDP_OK && !cddp__comm_alive(p)) return cddp__check_failure(p->group);
   return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(p, e, what);
 }
 
@@ -14403,7 +14395,7 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
   if (s == cudaStreamPerThread) /* NCCL enqueues in a thread of its own */
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the group's stream is cudaStreamPerThread, which to "
                       "NCCL is another stream; make one with cudaStreamCreate");
-  if (!cddp__comm_enter(p)) {
+  if (!cddp__comm_alive(p)) {
     if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
     return cddp__fail(CDDP_ABORTED, "the group's communicator is gone");
   }
@@ -14413,7 +14405,6 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
     end = ncclGroupEnd();
     if (e == ncclSuccess || e == ncclInProgress) e = end;
   }
-  cddp__comm_exit(p);
   r = cddp__settle(p, e, cddp__shapes[c->kind].name);
   for (i = 0; i < n && r == CDDP_OK; i++) r = cddp__scale_mean(p, &c[i], s);
   return r == CDDP_OK ? cddp__track(p, s) : r;
@@ -14728,9 +14719,8 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   if (r != CDDP_OK) return r;
   config.blocking = 0;
   pthread_mutex_lock(&p->turn);
-  if (cddp__comm_enter(p)) {
+  if (cddp__comm_alive(p)) {
     e = ncclCommInitRankConfig(&p->comm, g->size, id, g->rank, &config);
-    cddp__comm_exit(p);
     r = cddp__settle(p, e, "ncclCommInitRankConfig");
   } else {
     r = cddp__check_failure(g);

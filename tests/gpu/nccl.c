@@ -1639,6 +1639,36 @@ static int late_barrier(cddp_group *g, void *arg) {
   return 0;
 }
 
+static void gate_run(void *open) {
+  while (__atomic_load_n((int *)open, __ATOMIC_ACQUIRE) == 0) ranks_sleep(1e-4);
+}
+
+/* The group's thread asks for a barrier's event while this one captures a stream in global mode. */
+static int barrier_beside_capture(cddp_group *g, void *arg) {
+  static int open; /* what is on the group's stream ends then */
+  hostcuda_op gate = {gate_run, NULL, &open};
+  double until = test_now() + RANKS_WITHIN(5);
+  cudaGraph_t graph = NULL;
+  cudaStream_t s;
+  uint64_t asked;
+  cddp_work *w;
+  (void)arg;
+  CHECK_OK(cddp_synchronize(g));
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess);
+  CHECK(hostcuda_enqueue((cudaStream_t)cddp_stream(g), gate, false) == cudaSuccess);
+  CHECK_OK(cddp_barrier_async(g, &w));
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal) == cudaSuccess);
+  asked = hostcuda_calls("cudaEventQuery");
+  while (hostcuda_calls("cudaEventQuery") < asked + 2 && test_now() < until) ranks_sleep(1e-4);
+  CHECK(hostcuda_calls("cudaEventQuery") >= asked + 2);
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess); /* not void */
+  cudaGraphDestroy(graph);
+  __atomic_store_n(&open, 1, __ATOMIC_RELEASE);
+  CHECK_OK(cddp_wait(w));
+  cudaStreamDestroy(s);
+  return 0;
+}
+
 static int host_memory(cddp_group *g, void *arg) {
   int n = cddp_world_size(g), me = cddp_rank(g), i;
   float x[3000], *d = (float *)cddp_alloc(g, sizeof x);
@@ -1669,6 +1699,7 @@ static void test_groups(void) {
   CHECK_OK(run(with_counts, NULL, 1, NULL));
   CHECK_OK(run(late_barrier, NULL, 3, NULL));
   CHECK_OK(run(late_barrier, NULL, 3, "cpu"));
+  CHECK_OK(run(barrier_beside_capture, NULL, 2, NULL));
   CHECK_OK(run(beyond_nccl, NULL, 3, NULL));
   CHECK_OK(run(beyond_nccl, &comm_from, 3, "cpu"));
   CHECK_OK(run(host_memory, NULL, 2, NULL));
@@ -2431,7 +2462,7 @@ static int ordeal_rank(int rank, void *p) {
   f->when = test_now();
   snprintf(f->text, sizeof f->text, "%s", f->result != CDDP_OK ? cddp_error() : "");
   cddp_destroy(g);
-  return o->ends && hostnccl_communicators() != 0;
+  return (o->ends && hostnccl_communicators() != 0) || hostcuda_contexts() > 1;
 }
 
 static void endure(ordeal *o, int n) {

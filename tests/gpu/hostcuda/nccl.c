@@ -1183,6 +1183,7 @@ static void end_comm(ncclComm_t c) {
   if (c->all != NULL) store(&c->all->seats[c->rank].left, 1);
   if (c->all != NULL) await_neighbours(c);
   hostcuda_context(c->device); /* its memory is freed */
+  hostcuda_context(hostcuda_device()); /* and the thread goes back to its own device */
   free_comm(c);
 }
 
