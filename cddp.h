@@ -1707,6 +1707,8 @@ typedef struct cddp__backend {
   cddp_result (*start)(cddp_group *g, const cddp__call *c, cddp_work **work, bool *taken);
   cddp_result (*wait)(cddp_work *w); /* frees w */
   bool (*done)(cddp_work *w);
+  /* Of one through the host, which had the result r there, to be waited for by its caller. */
+  cddp_result (*unstage)(cddp_work *w, cddp_result r);
   cddp_result (*synchronize)(cddp_group *g);
   void *(*alloc)(cddp_group *g, size_t bytes);
   cddp_result (*prepare)(cddp_group *g); /* collective, before g is split */
@@ -1745,9 +1747,9 @@ struct cddp_work {
   cddp_result result;
   int send; /* send: index of its request; -1: none, or the message was copied */
   int from; /* receive: whose message it has; of CDDP_ANY, until it is done, might have; p2p_lock */
-  const cddp__backend *backend; /* on a device: waited for there; NULL: none of the next two */
-  void *event;                  /* recorded behind the operation; NULL: not yet issued */
-  void *stage;                  /* through the host: its memory there */
+  const cddp__backend *backend; /* on a device: waited for there */
+  void *event;                  /* there: recorded behind the operation; NULL: not yet issued */
+  void *stage;                  /* of a device, through the host: its memory there; else NULL */
   char text[CDDP__ERROR_MAX];   /* valid when result or pending.result is a failure; last */
 };
 
@@ -11615,6 +11617,7 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
                       cddp__shapes[w->call.kind].name, g->rank, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (w->run == NULL) cddp__record_finish(g, w->record, r);
+  if (w->stage != NULL) r = g->backend->unstage(w, r);
   cddp__work_free(w);
   return r;
 }
@@ -11669,7 +11672,7 @@ static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_
 CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
   const char *why = "a message is sent or not, and a collective needs all ranks";
   CDDP__CHECK(w != NULL, "the work is NULL");
-  if (w->call.kind == CDDP__KIND_RECV && (w->backend == NULL || w->stage != NULL)) {
+  if (w->call.kind == CDDP__KIND_RECV && w->backend == NULL) {
     if (cddp__close_recv(w)) {
       (void)cddp__work_wait(w, -1);
       return CDDP_OK;
@@ -14231,24 +14234,28 @@ static cddp_result cddp__staged_no_graph(cudaStream_t s) {
   return cddp__no_capture(s, CDDP_UNSUPPORTED, "with backend \"cpu\" a call waits on the host");
 }
 
-/* Bytes of the result that a call has on this rank. */
-static size_t cddp__result_bytes(const cddp_group *g, const cddp__call *c) {
+/* After the call c on stage, which had the result r: what this rank got goes `to` the device. */
+static cddp_result cddp__stage_end(cddp__device *p, cudaStream_t s, const cddp__call *c,
+                                   void *stage, void *to, cddp_result r) {
+  cddp_group *g = p->group;
   size_t sent, received;
   cddp__buffer_bytes(g, c, &sent, &received);
-  return c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank) ? received : 0;
-}
-
-/* After the operation on stage, which had the result r: `bytes` at `from` go to the device. */
-static cddp_result cddp__stage_end(cddp__device *p, cudaStream_t s, char *stage, void *to,
-                                   const void *from, size_t bytes, cddp_result r) {
-  if (r == CDDP_OK && bytes > 0) {
+  if (r == CDDP_OK && c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank)) {
     r = cddp__use_device(p->device);
     if (r == CDDP_OK) r = cddp__stream_after(p, p->side, s);
-    if (r == CDDP_OK) r = cddp__copy_now(p, to, from, bytes);
-    if (r != CDDP_OK) r = cddp__break(p->group, r);
+    if (r == CDDP_OK) r = cddp__copy_now(p, to, c->recv, received);
+    if (r != CDDP_OK) r = cddp__break(g, r);
   }
-  cddp__arena_free(p->group->host, stage);
+  cddp__arena_free(g->host, stage);
   return r;
+}
+
+/* The same of one with a handle, which its wait calls. */
+static cddp_result cddp__device_unstage(cddp_work *w, cddp_result r) {
+  void *stage = w->stage;
+  w->stage = NULL;
+  return cddp__stage_end(cddp__device_of(w->group), cddp__main_stream(w->group), &w->call, stage,
+                         w->context, r);
 }
 
 /* A collective or message. */
@@ -14276,9 +14283,7 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
   if (r == CDDP_OK)
     r = message ? cddp__start_message(g, &inner, work != NULL ? &w : NULL)
                 : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
-  if (r != CDDP_OK || work == NULL)
-    return cddp__stage_end(p, s, stage, c->recv, inner.recv, cddp__result_bytes(g, c), r);
-  w->backend = g->backend;
+  if (w == NULL) return cddp__stage_end(p, s, &inner, stage, c->recv, r);
   w->context = c->recv;
   w->stage = stage;
   *work = w;
@@ -14495,23 +14500,14 @@ static cddp_result cddp__send_messages(cddp__device *p, const cddp_work *only) {
   return cddp__let_go(p, r);
 }
 
-/* Through the host: waits there for the operation, whose work is the CPU's. */
 static cddp_result cddp__device_wait(cddp_work *w) {
   cddp_group *g = w->group;
   cddp__device *p = cddp__device_of(g);
-  cudaStream_t stream = cddp__main_stream(g);
   cddp_result r = cddp__use_device(p->device); /* the default stream is the current device's */
-  if (p->staged) {
-    char *stage = (char *)w->stage;
-    void *to = w->context, *from = w->call.recv;
-    size_t bytes = cddp__result_bytes(g, &w->call);
-    w->backend = NULL;
-    return cddp__stage_end(p, stream, stage, to, from, bytes, cddp__work_wait(w, -1));
-  }
   if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
   if (r == CDDP_OK) r = cddp__check_group(g);
   if (r == CDDP_OK && w->event != NULL)
-    r = CDDP__CUDA(cudaStreamWaitEvent, stream, (cudaEvent_t)w->event, 0);
+    r = CDDP__CUDA(cudaStreamWaitEvent, cddp__main_stream(g), (cudaEvent_t)w->event, 0);
   cddp__device_work_free(w);
   return r;
 }
@@ -14519,13 +14515,6 @@ static cddp_result cddp__device_wait(cddp_work *w) {
 static bool cddp__device_done(cddp_work *w) {
   cddp__device *p = cddp__device_of(w->group);
   cudaError_t e;
-  bool done;
-  if (p->staged) {
-    w->backend = NULL;
-    done = cddp__work_done(w);
-    w->backend = w->group->backend;
-    return done;
-  }
   if (cddp__use_device(p->device) != CDDP_OK) return true;
   if (cddp__capturing(cddp__main_stream(w->group))) return false; /* a look would void that */
   if (w->call.kind >= CDDP__KIND_SEND) (void)cddp__send_messages(p, w);
@@ -14782,9 +14771,9 @@ static void cddp__device_leave(cddp_group *g) {
 /* --- which device a rank takes --- */
 
 static const cddp__backend cddp__device_backend = {
-    cddp__device_start, cddp__device_wait,  cddp__device_done,  cddp__device_synchronize,
-    cddp__device_alloc, cddp__device_before_split, cddp__device_again, cddp__device_leave,
-    cddp__device_free};
+    cddp__device_start, cddp__device_wait, cddp__device_done, cddp__device_unstage,
+    cddp__device_synchronize, cddp__device_alloc, cddp__device_before_split, cddp__device_again,
+    cddp__device_leave, cddp__device_free};
 
 /* Which device this rank takes. */
 static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
