@@ -786,7 +786,7 @@ CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
    over the gradients and one round of the host's ranks more; on a GPU the host waits for nothing.
    s must have been made for the same params array. Collective. On GPUs buckets are reduced while
    backward runs, as in cddp_ddp_wait, and one kernel then updates all weights on every rank, which
-   keeps all of the states; needs cddp_kernels.cuh. */
+   keeps all of the states. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
@@ -922,7 +922,8 @@ typedef struct cddp_adamw_desc {
 } cddp_adamw_desc;
 
 /* torch.optim.SGD's arithmetic, bit for bit. params as for cddp_ddp_create, and after it when grad
-   was NULL; must stay where it is. Momentum is allocated at the first step that needs it.
+   was NULL; must stay where it is. Momentum is allocated at the first step that needs it. For
+   parameters on a GPU it is there from the start, and cddp_kernels.cuh is needed.
    GROUPS of parameters with settings of their own, PyTorch's param_groups, are two arrays of
    doubles, lr_scales and weight_decays, such as no decay for vectors and half the rate for an
    embedding; cddp_optim_set_lr changes the rate of all of them. The arrays are copied.
@@ -13458,10 +13459,16 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    differ, its group lives on. Ranks of different hosts compare in cddp_barrier and
    cddp_group_split, where they meet anyway, all that the group and its models have called. */
 
-static const cddp_kernels *cddp__registered_kernels;
+static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: there are none */
 
 #ifdef CDDP_CUDA
-enum { CDDP__MARKERS = 16, CDDP__SPARE_EVENTS = 16, CDDP__SCRATCHES = 64, CDDP__HASHES = 4096 };
+enum {
+  CDDP__MARKERS = 16,
+  CDDP__SPARE_EVENTS = 16,
+  CDDP__SCRATCHES = 64,
+  CDDP__HASHES = 4096,
+  CDDP__MEANS = 64 /* that one launch scales */
+};
 
 /* The life of a watched communicator: alive, then how it is to end, then both of the rest. */
 enum {
@@ -14321,29 +14328,34 @@ static ncclResult_t cddp__post_shares(const cddp__device *p, const cddp__call *c
    multiplies before it adds, by 1/n in the operands' type: in bf16 that is off by up to 0.2 %
    unless n is a power of two, and NVLink's switches, which only add, take no part. f16, whose sums
    could pass 65,504, gets NCCL's mean; there 1/n is off by no more than the mean's own rounding. */
-static bool cddp__adds(const cddp__device *p, cddp_dtype dtype) {
-  return p->kernels != NULL && !p->staged && dtype <= CDDP_BF16 && dtype != CDDP_F16;
+static bool cddp__adds(const cddp__device *p, const cddp__call *c) {
+  return c->op == CDDP_AVG && p->kernels != NULL && c->dtype <= CDDP_BF16 && c->dtype != CDDP_F16;
 }
 
-/* The second half of c's mean, behind NCCL's. */
-static cddp_result cddp__scale_mean(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
-  cddp_dtype dtype = (cddp_dtype)c->dtype;
-  cddp_segment result = {NULL, NULL, NULL, 0, NULL};
-  if (c->op != CDDP_AVG || !cddp__adds(p, dtype) || !cddp__receives(c, p->group->rank))
-    return CDDP_OK;
-  result.grad = c->recv;
-  result.count = c->count;
-  return cddp__cuda_result(
-      (cudaError_t)p->kernels->scale(&result, 1, dtype, 1.0 / p->group->size, NULL, (void *)s),
-      "the kernel that scales a mean");
+/* The second half of the mean that n calls, of one dtype, are for, behind NCCL's. */
+static cddp_result cddp__scale_means(const cddp__device *p, const cddp__call *c, int n,
+                                     cudaStream_t s) {
+  cddp_segment means[CDDP__MEANS];
+  int i, count = 0, e = 0;
+  if (!cddp__adds(p, c)) return CDDP_OK;
+  memset(means, 0, sizeof means);
+  for (i = 0; i < n && e == 0; i++) {
+    means[count].grad = c[i].recv;
+    means[count].count = c[i].count;
+    count += cddp__receives(&c[i], p->group->rank);
+    if (count < CDDP__MEANS && i + 1 < n) continue;
+    e = p->kernels->scale(means, count, (cddp_dtype)c->dtype, 1.0 / p->group->size, NULL,
+                          (void *)s);
+    count = 0;
+  }
+  return cddp__cuda_result((cudaError_t)e, "the kernel that scales a mean");
 }
 
 static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
   static const int types[] = {7, 8, 6, 9, 0, 1, 2, 4}; /* bf16 is not named in every nccl.h */
   static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclProd, ncclMin, ncclMax};
-  bool adds = c->op == CDDP_AVG && cddp__adds(p, (cddp_dtype)c->dtype);
   ncclDataType_t type = (ncclDataType_t)types[c->dtype];
-  ncclRedOp_t op = adds ? ncclSum : ops[c->op];
+  ncclRedOp_t op = cddp__adds(p, c) ? ncclSum : ops[c->op];
   ncclComm_t comm = p->comm;
   switch (c->kind) {
   case CDDP__KIND_ALL_REDUCE:
@@ -14411,7 +14423,7 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
     if (e == ncclSuccess || e == ncclInProgress) e = end;
   }
   r = cddp__settle(p, e, cddp__shapes[c->kind].name);
-  for (i = 0; i < n && r == CDDP_OK; i++) r = cddp__scale_mean(p, &c[i], s);
+  if (r == CDDP_OK) r = cddp__scale_means(p, c, n, s);
   return r == CDDP_OK ? cddp__track(p, s) : r;
 }
 
@@ -14824,8 +14836,7 @@ static cddp_result cddp__report_device(const cddp_group *g, const cddp_group_des
   for (i = 0; i < 16 && !may_share; i++) /* the uuid of a GPU, or of a part of one */
     snprintf(out->gpu + 2 * i, 3, "%02x", (unsigned char)about.uuid.bytes[i]);
   out->device = device;
-  out->kernels = cddp__registered_kernels != NULL &&
-                 cddp__registered_kernels->version == CDDP_VERSION;
+  out->kernels = cddp__registered_kernels != NULL;
   cddp__host_identity(out->host, sizeof out->host);
   if (id != NULL) /* NCCL goes by it: ranks may so share a GPU, for tests */
     snprintf(out->host, sizeof out->host, "%s", id);
@@ -14991,9 +15002,10 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
    gradients, copies and buckets there. Entry points: cddp__attach_optim, cddp__device_optim,
    cddp__device_update and _copies for a cddp_ddp's step, cddp__compress_hook.
    Works as follows: kernels are registered before main by the one .cu file that includes
-   cddp_kernels.cuh; without it these calls are CDDP_UNSUPPORTED. One launch takes all parameters of
-   a dtype that have the same settings. States are one piece of memory, made with the cddp_optim,
-   and stay where they are: a CUDA graph may have their addresses. */
+   cddp_kernels.cuh; whether they are there is asked when what needs them is created, and of calls
+   that stand alone. One launch takes all parameters of a dtype that have the same settings. States
+   are one piece of memory, made with the cddp_optim, and stay where they are: a CUDA graph may have
+   their addresses. */
 
 static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
   return d->sparse != NULL ? d->sparse[i] : NULL;
@@ -15013,13 +15025,11 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
 }
 
 #ifdef CDDP_CUDA
-static cddp_result cddp__need_kernels(const cddp_kernels **k, const char *what) {
-  *k = cddp__registered_kernels;
-  if (*k != NULL && (*k)->version == CDDP_VERSION) return CDDP_OK;
-  if (*k != NULL)
-    return cddp__fail(CDDP_UNSUPPORTED, "cddp_kernels.cuh was compiled with another cddp.h");
+static cddp_result cddp__need_kernels(const char *what) {
+  if (cddp__registered_kernels != NULL) return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
-                    "%s on a GPU needs cddp's kernels: include cddp_kernels.cuh in one .cu file",
+                    "%s on a GPU: cddp's kernels are missing, or another version's; include "
+                    "cddp_kernels.cuh in one .cu file",
                     what);
 }
 
@@ -15050,8 +15060,8 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
                                        cudaStream_t stream) {
   cddp_segment *segments = s->segments;
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
-  const cddp_kernels *k;
-  cddp_result r = cddp__need_kernels(&k, s->algorithm->name);
+  const cddp_kernels *k = cddp__registered_kernels;
+  cddp_result r = CDDP_OK;
   int i, j, n, left = 0;
   for (i = 0; i < s->count; i++) {
     s->launched[i] = cddp__optim_skips(s, i);
@@ -15101,19 +15111,16 @@ static cudaStream_t cddp__optim_stream(const cddp_optim *s) {
 }
 
 static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream) {
-  const cddp_kernels *k;
-  cddp_result r;
   int i;
   if (s->copies == NULL) return CDDP_OK;
-  if ((r = cddp__need_kernels(&k, "copies of weights")) != CDDP_OK) return r;
   memset(s->segments, 0, (size_t)s->count * sizeof *s->segments);
   for (i = 0; i < s->count; i++) {
     s->segments[i].data = s->params[i].data;
     s->segments[i].count = s->copies[i] != NULL ? s->params[i].count : 0;
   }
-  return cddp__kernel_result(
-      k->copies(s->segments, s->copies, s->count, s->desc.copy_dtype, (void *)stream),
-      "the kernel that copies weights");
+  return cddp__kernel_result(cddp__registered_kernels->copies(s->segments, s->copies, s->count,
+                                                              s->desc.copy_dtype, (void *)stream),
+                             "the kernel that copies weights");
 }
 
 static cddp_result cddp__device_step(cddp_optim *s) {
@@ -15181,12 +15188,12 @@ static const cddp__optim_backend cddp__device_optim = {
 static cddp_result cddp__convert_any(const cddp_group *g, void *to, cddp_dtype to_dtype,
                                      const void *from, cddp_dtype from_dtype, size_t n) {
 #ifdef CDDP_CUDA
-  const cddp_kernels *k;
-  cddp_result r;
   if (g->backend != NULL) {
-    if ((r = cddp__need_kernels(&k, "gradient compression")) != CDDP_OK) return r;
-    return cddp__kernel_result(k->convert(to, to_dtype, from, from_dtype, n, g->stream),
-                               "the kernel that compresses");
+    cddp_result r = cddp__need_kernels("gradient compression");
+    if (r != CDDP_OK) return r;
+    return cddp__kernel_result(
+        cddp__registered_kernels->convert(to, to_dtype, from, from_dtype, n, g->stream),
+        "the kernel that compresses");
   }
 #endif
   (void)g;
@@ -15218,6 +15225,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 static cddp_result cddp__attach_optim(cddp_optim *s) {
 #ifdef CDDP_CUDA
   int i, count = 0, on_device = 0;
+  cddp_result r;
   if (s->desc.ddp != NULL ? s->desc.ddp->side == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
     if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
@@ -15228,6 +15236,7 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
+  if ((r = cddp__need_kernels(s->algorithm->name)) != CDDP_OK) return r;
   s->segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *s->segments);
   if (s->segments == NULL) return CDDP_OUT_OF_MEMORY;
   s->backend = &cddp__device_optim;
@@ -15238,6 +15247,7 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
   return CDDP_OK;
 #endif
 }
+
 /* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
 static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
   cddp_result r;
@@ -15250,10 +15260,6 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
   if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
-#ifdef CDDP_CUDA
-  const cddp_kernels *kernels;
-  if (d->side != NULL && (r = cddp__need_kernels(&kernels, "cddp_ddp_step")) != CDDP_OK) return r;
-#endif
   for (i = 0; i < d->count && s->paired != d->id; i++)
     if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
   s->paired = d->id;
@@ -16731,46 +16737,30 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
                         "every parameter, or set find_unused_parameters",
                         cddp__param_name(&d->params[i], i).s, d->group->rank);
   if (capturing) return CDDP_OK;
-  memset(&note, 0, sizeof note);
-  note.kind = (uint8_t)kind;
-  note.count = check;
-  note.root = -1;
+  note = cddp__make_call(kind, NULL, NULL, check, CDDP_F32, CDDP_SUM, -1);
   cddp__log_call(cddp__device_of(d->comm), &note, true);
   d->control->calls++;
   return CDDP_OK;
 }
 
-/* The bucket's all-reduce, on the side stream. NCCL adds up, so that NVLink's switches may do it,
-   and the kernel of cddp_ddp_step divides, or if none is to come one of the bucket's: to the same
-   bits. f16: see cddp__adds. */
+/* The bucket's all-reduce, on the side stream: a sum if the kernel of cddp_ddp_step is to come,
+   which divides to the same bits. f16: see cddp__adds. */
 static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_dtype dtype = d->params[b->sorted[0]].dtype;
-  bool adds = cddp__adds(p, dtype);
+  cddp__call note = cddp__make_call(CDDP__KIND_DDP_BUCKET, NULL, NULL, (size_t)(b - d->buckets),
+                                    dtype, CDDP_SUM, -1);
   cddp__range range;
-  cddp__call c;
-  cddp_result r;
   int i = 0, n = 0;
-  memset(&c, 0, sizeof c);
-  c.kind = CDDP__KIND_DDP_BUCKET;
-  c.op = CDDP__KIND_ALL_REDUCE;
-  c.count = (size_t)(b - d->buckets);
-  c.root = -1;
-  cddp__log_call(p, &c, true);
+  cddp__log_call(p, &note, true);
   while (cddp__next_range(d, b, &i, &range)) {
     if (range.begin == range.end) continue;
-    memset(&d->segments[n], 0, sizeof d->segments[n]);
-    d->segments[n].grad = d->arena + range.begin;
-    d->segments[n].count = (range.end - range.begin) / cddp__dtype_size(dtype);
-    d->calls[n] = cddp__average_call(d->segments[n].grad, d->segments[n].count, dtype);
-    if (adds) d->calls[n].op = CDDP_SUM;
+    d->calls[n] = cddp__average_call(d->arena + range.begin,
+                                     (range.end - range.begin) / note.esize, dtype);
+    if (d->sums && dtype != CDDP_F16) d->calls[n].op = CDDP_SUM;
     n++;
   }
-  r = cddp__issue(p, d->calls, n, p->side);
-  if (r != CDDP_OK || n == 0 || !adds || d->sums) return r;
-  return cddp__kernel_result(p->kernels->scale(d->segments, n, dtype, 1.0 / d->group->size, NULL,
-                                               (void *)p->side),
-                             "the kernel that scales");
+  return cddp__issue(p, d->calls, n, p->side);
 }
 
 static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
@@ -16914,41 +16904,43 @@ static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   return n;
 }
 
-/* Makes the arena's gradients means. */
-static cddp_result cddp__gpu_scale(cddp_ddp *d) {
-  const cddp_kernels *k;
-  cddp_result r = CDDP_OK;
+/* Multiplies what `which` lists by clip[1], or (NULL) by what makes gradients means. */
+static cddp_result cddp__gpu_multiply(cddp_ddp *d, int which, const double *clip) {
   int dtype, n;
+  cddp_result r = CDDP_OK;
   for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
-    double factor = cddp__mean_factor(d, (cddp_dtype)dtype);
-    if (factor == 1 || (n = cddp__gpu_list(d, dtype, CDDP__LIST_DENSE)) == 0) continue;
-    r = cddp__need_kernels(&k, "a mean over fewer ranks, as some have joined,");
+    double factor = clip != NULL ? 1 : cddp__mean_factor(d, (cddp_dtype)dtype);
+    if ((clip == NULL && factor == 1) || (n = cddp__gpu_list(d, dtype, which)) == 0) continue;
+    r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
     if (r == CDDP_OK)
       r = cddp__kernel_result(
-          k->scale(d->segments, n, (cddp_dtype)dtype, factor, NULL, d->group->stream),
+          cddp__registered_kernels->scale(d->segments, n, (cddp_dtype)dtype, factor, clip,
+                                          d->group->stream),
           "the kernel that scales");
   }
   return r;
+}
+
+static cddp_result cddp__gpu_scale(cddp_ddp *d) {
+  return cddp__gpu_multiply(d, CDDP__LIST_DENSE, NULL);
 }
 
 /* clip[0] = the sum of squares of all that `which` lists, clip[1] = what to multiply by; then that
    is done to all of `clipped`, or to none. */
 static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which, int clipped) {
   const cddp_kernels *k = cddp__registered_kernels;
-  cddp_result r = cddp__use_device(cddp__device_of(d->group)->device);
   void *stream = d->group->stream;
   int dtype, n, e = 0;
-  if (r == CDDP_OK) r = cddp__device_zero(d->clip, sizeof *d->clip, stream);
+  cddp_result r = cddp__device_zero(d->clip, sizeof *d->clip, stream);
   if (r != CDDP_OK) return r;
   for (dtype = 0; e == 0 && dtype < CDDP__TRAINED; dtype++)
     if ((n = cddp__gpu_list(d, dtype, which)) > 0)
       e = k->squares(d->segments, n, (cddp_dtype)dtype, d->clip, true, stream);
   if (e == 0) e = k->factor(d->clip, max_norm, stream);
-  for (dtype = 0; e == 0 && clipped != CDDP__LIST_NONE && dtype < CDDP__TRAINED; dtype++)
-    if ((n = cddp__gpu_list(d, dtype, clipped)) > 0)
-      e = k->scale(d->segments, n, (cddp_dtype)dtype, 1, d->clip, stream);
   d->has_norm = e == 0;
-  return cddp__kernel_result(e, "the kernels that clip");
+  r = cddp__kernel_result(e, "the kernels that clip");
+  if (r != CDDP_OK || clipped == CDDP__LIST_NONE) return r;
+  return cddp__gpu_multiply(d, clipped, d->clip);
 }
 
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
@@ -16958,20 +16950,18 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
   cddp_result r = cddp__no_capture(stream, CDDP_INVALID_ARGUMENT,
                                    "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
                                    "for");
-  if (r != CDDP_OK || (r = cddp__use_device(p->device)) != CDDP_OK) return r;
-  if ((r = cddp__await_stream(p, stream, NULL)) != CDDP_OK) return r;
-  r = cddp__device_copy(&sum, d->clip, sizeof sum, stream);
+  if (r == CDDP_OK) r = cddp__await_stream(p, stream, NULL);
+  if (r == CDDP_OK) r = cddp__device_copy(&sum, d->clip, sizeof sum, stream);
   if (r == CDDP_OK) r = cddp__await_stream(p, stream, NULL);
   *norm = sqrt(sum);
   return r;
 }
 
 static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
-  const cddp_kernels *k;
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
-  if ((r = cddp__need_kernels(&k, "cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
+  if ((r = cddp__need_kernels("cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
   r = cddp__gpu_squares(d, max_norm, CDDP__LIST_CALLERS, CDDP__LIST_CALLERS);
   return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
@@ -17029,11 +17019,11 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   int device = cddp__device_of(d->group)->device, i, k;
   bool here;
   char what[96];
-  const cddp_kernels *kernels;
+  const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
+                      : d->spread || d->desc.elastic ? "shards in cddp_ddp_desc"
+                                                     : NULL;
   cddp_result r;
-  if (d->desc.max_grad_norm > 0 &&
-      (r = cddp__need_kernels(&kernels, "max_grad_norm in cddp_ddp_desc")) != CDDP_OK)
-    return r;
+  if (needs != NULL && (r = cddp__need_kernels(needs)) != CDDP_OK) return r;
   for (i = 0; i < d->count; i++) {
     const cddp_param *p = &d->params[i];
     for (k = 0; k < 2; k++) {
@@ -17782,13 +17772,6 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
                       "shards and %s in cddp_ddp_desc exclude each other: the mean is over all "
                       "shards, in one order",
                       other);
-#ifdef CDDP_CUDA
-  if ((d->spread || d->desc.elastic) && d->group->backend != NULL &&
-      cddp__device_of(d->group)->kernels == NULL)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "shards on a GPU need cddp's kernels on every rank: include cddp_kernels.cuh "
-                      "in one .cu file");
-#endif
   if (d->desc.elastic && d->group->backend != NULL && d->shards > CDDP_NODES)
     return cddp__fail(CDDP_UNSUPPORTED, "elastic ranks with GPUs have at most %d shards, not %d",
                       CDDP_NODES, d->shards);
@@ -22620,7 +22603,8 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g) {
 }
 
 CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels) {
-  cddp__registered_kernels = kernels;
+  cddp__registered_kernels =
+      kernels != NULL && kernels->version == CDDP_VERSION ? kernels : NULL;
 }
 
 /* --- collectives --- */
@@ -22983,12 +22967,14 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(max_norm > 0, "max_norm must be above 0");
+  if (d->memory->use != NULL) CDDP__TRY(d->memory->use(d));
   return d->memory->clip(d, max_norm, norm);
 }
 
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->has_norm, "no gradient has been clipped; set max_grad_norm in cddp_ddp_desc");
+  if (d->memory->use != NULL) CDDP__TRY(d->memory->use(d));
   if (d->memory->norm != NULL) return d->memory->norm(d, norm);
   *norm = d->norm;
   return CDDP_OK;
