@@ -13900,14 +13900,6 @@ static void cddp__watch_hosts(cddp_group *g) {
   pthread_mutex_unlock(&g->p2p_lock);
 }
 
-/* Breaks the group if a rank's process is gone. */
-static cddp_result cddp__break_dead(cddp_group *g, const char *doing) {
-  int q;
-  for (q = 0; q < g->size; q++)
-    if (q != g->rank && cddp__rank_gone(g, q)) return cddp__report_lost(g, q, doing);
-  return CDDP_OK;
-}
-
 /* Breaks the group over a failure of NCCL. A death has many faces, some of which are seen before
    the death itself: it, or another rank's failure, gets a moment to show. */
 static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char *what) {
@@ -13916,12 +13908,14 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
   cddp_group *g = p->group;
   char text[CDDP__ERROR_MAX];
   cddp_result r;
+  int q;
   snprintf(text, sizeof text, "rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
            ncclGetLastError(NULL));
   do {
     cddp__watch_hosts(g);
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
-    if ((r = cddp__break_dead(g, what)) != CDDP_OK) return r;
+    for (q = 0; q < g->size; q++)
+      if (q != g->rank && cddp__rank_gone(g, q)) return cddp__report_lost(g, q, what);
     cddp__sleep(0.002);
   } while (cddp__now() < deadline);
   cddp__fail(CDDP_NCCL, "%s", text);
@@ -14676,10 +14670,6 @@ static cddp_result cddp__device_synchronize(cddp_group *g) {
 
 /* --- contexts: connected, left --- */
 
-static cddp_result cddp__all_connected(cddp_group *g) {
-  return cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL, 0);
-}
-
 /* Collective: sums and means of several sizes. NCCL connects the ranks when it first uses an
    algorithm, and the host waits for that: here, and then in no all-reduce of a step. */
 static cddp_result cddp__warm_up(cddp__device *p) {
@@ -14699,8 +14689,10 @@ static cddp_result cddp__warm_up(cddp__device *p) {
   if (r == CDDP_OK) r = cddp__await_stream(p, p->side, NULL);
   if (r != CDDP_OK) r = cddp__break(p->group, r);
   if (room != NULL) cudaFree(room);
+  if (r != CDDP_OK) return r;
   /* A rank that ends right after this call is not to take operations of the others along. */
-  return r == CDDP_OK ? cddp__all_connected(p->group) : r;
+  return cddp__round(p->group, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
+                     NULL, 0);
 }
 
 /* Collective: connects a communicator over all ranks of the context's group. */
@@ -14727,7 +14719,6 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
     r = cddp__check_failure(g);
   }
   pthread_mutex_unlock(&p->turn);
-  if (r == CDDP_OK) r = cddp__all_connected(g);
   return r == CDDP_OK ? cddp__warm_up(p) : r;
 }
 
@@ -14851,14 +14842,14 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   cddp__device_report mine, *all;
   cddp__device *p;
   bool kernels = true, joins = g->host->joined; /* by itself: the others do not know of it yet */
+  int n = joins ? 1 : g->size, i, k;
   cddp_result r;
-  int i, k;
   all = (cddp__device_report *)cddp__malloc(a, (size_t)g->size * sizeof *all);
   if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__report_device(g, desc, nccl, &mine);
-  if (!joins) r = cddp__consensus(g, r, &mine, sizeof mine, all);
-  if (joins) kernels = mine.kernels != 0;
-  for (i = 0; r == CDDP_OK && !joins && i < g->size; i++) {
+  if (joins) all[0] = mine;
+  else r = cddp__consensus(g, r, &mine, sizeof mine, all);
+  for (i = 0; r == CDDP_OK && i < n; i++) {
     kernels = kernels && all[i].kernels != 0;
     for (k = 0; r == CDDP_OK && nccl && k < i; k++) { /* the result is the same on every rank */
       if (all[i].gpu[0] == 0 || strcmp(all[i].gpu, all[k].gpu) != 0 ||
@@ -15062,12 +15053,9 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
   const cddp_kernels *k = cddp__registered_kernels;
   cddp_result r = CDDP_OK;
-  int i, j, n, left = 0;
-  for (i = 0; i < s->count; i++) {
-    s->launched[i] = cddp__optim_skips(s, i);
-    left += !s->launched[i];
-  }
-  for (i = s->count - 1; r == CDDP_OK && left > 0; i--) { /* ascending in a cddp_ddp's arena */
+  int i, j, n;
+  for (i = 0; i < s->count; i++) s->launched[i] = cddp__optim_skips(s, i);
+  for (i = s->count - 1; r == CDDP_OK && i >= 0; i--) { /* ascending in a cddp_ddp's arena */
     bool sum = d != NULL && cddp__sparse_of(d, i) == NULL && !clips; /* to be made a mean */
     if (s->launched[i]) continue;
     if (capturing && s->algorithm->counts)
@@ -15092,7 +15080,6 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
       segments[n++].count = s->params[j].count;
       s->launched[j] = true;
     }
-    left -= n;
     if (r != CDDP_OK) return r;
     r = cddp__kernel_result(
         s->algorithm->launch(s, i, k, segments, n,
@@ -15350,7 +15337,7 @@ struct cddp__bucket_state {
 /* What the engine asks of one kind of memory: on a host, or on a device. stream: NULL on a host.
    NULL functions: there is nothing to do. */
 struct cddp__ddp_memory {
-  cddp_result (*use)(const cddp_ddp *d); /* makes its device this thread's */
+  cddp_result (*use)(const cddp_group *g); /* makes its device this thread's */
   cddp_result (*copy)(void *to, const void *from, size_t bytes, void *stream);
   cddp_result (*zero)(void *p, size_t bytes, void *stream);
   cddp_result (*alloc)(cddp_ddp *d); /* the arena, zeroed, and what else it needs */
@@ -16024,7 +16011,7 @@ static cddp_result cddp__run_bucket(cddp_work *w) { /* on the engine's thread */
   cddp_group *g = hooked ? d->hooks : d->comm;
   int first = b->sorted[0];
   cddp_result r;
-  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d);
+  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK) r = hooked ? cddp__hook_bucket(d, b) : d->memory->reduce_bucket(d, b);
   if (r == CDDP_OK) return r;
   if (hooked) return cddp__break(g, r); /* or later buckets' calls would meet this one's there */
@@ -16055,8 +16042,8 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
 
 /* --- gradients in host memory --- */
 
-static cddp_result cddp__host_use(const cddp_ddp *d) {
-  (void)d;
+static cddp_result cddp__host_use(const cddp_group *g) {
+  (void)g;
   return CDDP_OK;
 }
 
@@ -16701,10 +16688,6 @@ static const cddp__ddp_memory cddp__host_memory = {
 #ifdef CDDP_CUDA
 /* --- gradients in device memory --- */
 
-static cddp_result cddp__gpu_use(const cddp_ddp *d) {
-  return cddp__device_enter(d->group);
-}
-
 static cddp_result cddp__gpu_scratch(cddp_ddp *d, size_t bytes, void **out) {
   return cddp__device_scratch(cddp__device_of(d->comm), bytes, out);
 }
@@ -16851,7 +16834,7 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, const cddp_param *arrays, in
 }
 
 static cddp_result cddp__gpu_publish(cddp_ddp *d) {
-  cddp_result r = cddp__gpu_use(d);
+  cddp_result r = cddp__device_enter(d->group);
   return r == CDDP_OK ? cddp__gpu_broadcast(d, d->params, d->count, CDDP__OWNERS) : r;
 }
 
@@ -17009,7 +16992,7 @@ static void cddp__gpu_free(cddp_ddp *d) {
 }
 
 static const cddp__ddp_memory cddp__gpu_memory = {
-    cddp__gpu_use, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
+    cddp__device_enter, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
     cddp__gpu_move, cddp__gpu_sum, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
     cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, cddp__gpu_publish};
@@ -17156,7 +17139,7 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   g = d->comm != NULL ? d->comm : d->group; /* a rank that has joined has none */
   cddp__record_finish(g, cddp__record_new(g, "ready", (uint64_t)param, -1, -1, -1), CDDP_OK);
   if (noted) return CDDP_OK;
-  if ((r = d->memory->use(d)) != CDDP_OK) return r;
+  if ((r = d->memory->use(d->group)) != CDDP_OK) return r;
   if ((r = cddp__fetch_gradient(d, param)) != CDDP_OK) return r;
   pthread_mutex_lock(&d->lock);
   CDDP_ASSERT(d->buckets[t->bucket].remaining > 0);
@@ -17187,7 +17170,7 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   cddp_group *g = d->control;
   cddp__step_header m;
   bool met = false;
-  cddp_result r = d->memory->use(d);
+  cddp_result r = d->memory->use(d->group);
   int p;
   *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
@@ -17497,7 +17480,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
                    "cddp_ddp_next_shard until it returns false",
                    d->group->rank, d->shard_count - d->taken, d->shard_count);
   } else {
-    r = d->memory->use(d);
+    r = d->memory->use(d->group);
     if (r == CDDP_OK && d->spread && d->arrived == d->count) /* else the meeting will fail */
       r = cddp__end_shard(d);
     if (r == CDDP_OK)
@@ -17591,7 +17574,7 @@ CDDPDEF cddp_result (cddp_ddp_join)(cddp_ddp *d, cddp_optim *s) {
                 cddp__param_name(&d->params[i], i).s);
   CDDP__TRY(cddp__check_cause(&d->failure));
   record = cddp__record_begin(d->control, CDDP__KIND_DDP_JOIN, d->control->calls + 1, 0);
-  if ((r = d->memory->use(d)) == CDDP_OK) r = cddp__clear_gradients(d, NULL, false);
+  if ((r = d->memory->use(d->group)) == CDDP_OK) r = cddp__clear_gradients(d, NULL, false);
   for (d->joined = CDDP__JOINED_NOW; r == CDDP_OK; d->joined = CDDP__JOINED) {
     r = cddp__ddp_meet(d, CDDP__KIND_DDP_JOIN, 0, s, &missing);
     if (r != CDDP_OK || d->active_count == 0) break;
@@ -17818,7 +17801,7 @@ static void cddp__place_partitions(cddp_ddp *d) {
 /* The rest of creation: collective, but (joins) of a rank that meets the others later. */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
-  cddp_result r = d->memory->use(d);
+  cddp_result r = d->memory->use(d->group);
   if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
   if (r != CDDP_OK) return r;
   r = cddp__check_shards(d);
@@ -18935,7 +18918,7 @@ static void cddp__crew_free(cddp_ddp *d) {
   if (c == NULL) return;
   if (c->net != NULL) cddp__crew_hide(d);
   if (d->group->host->joined) d->group->host->door->table.lead.model = 0; /* it has had its one */
-  (void)d->memory->use(d);
+  (void)d->memory->use(d->group);
   cddp__crew_release(d, c->mean);
   cddp__crew_release(d, c->area);
   cddp__crew_release(d, c->states);
@@ -20375,7 +20358,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
                               d->steps, 0);
   if (c != NULL) {
     done = c->done != c->step;
-    r = d->memory->use(d);
+    r = d->memory->use(d->group);
   } else {
     cddp__elastic_begin(d);
     (void)cddp__pick_shard(d, &done);
@@ -22850,7 +22833,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
                  cddp__param_name(&d->params[i], i).s, d->held, d->group->rank);
     r = CDDP_INVALID_ARGUMENT;
   }
-  if (r == CDDP_OK) r = d->memory->use(d);
+  if (r == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK)
     r = d->crew != NULL      ? cddp__crew_next(d)
         : d->elastic != NULL ? cddp__elastic_next(d)
@@ -22951,7 +22934,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
     CDDP__CHECK(states[i].data == NULL || states[i].count == d->params[i].count,
                 "state %d has %zu elements, its parameter %zu", i, states[i].count,
                 d->params[i].count);
-  CDDP__TRY(d->memory->use(d));
+  CDDP__TRY(d->memory->use(d->group));
   return d->memory->broadcast(d, states, d->count, CDDP__OWNERS);
 }
 
@@ -22967,14 +22950,14 @@ CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on) {
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm) {
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
   CDDP__CHECK(max_norm > 0, "max_norm must be above 0");
-  if (d->memory->use != NULL) CDDP__TRY(d->memory->use(d));
+  CDDP__TRY(d->memory->use(d->group));
   return d->memory->clip(d, max_norm, norm);
 }
 
 CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->has_norm, "no gradient has been clipped; set max_grad_norm in cddp_ddp_desc");
-  if (d->memory->use != NULL) CDDP__TRY(d->memory->use(d));
+  CDDP__TRY(d->memory->use(d->group));
   if (d->memory->norm != NULL) return d->memory->norm(d, norm);
   *norm = d->norm;
   return CDDP_OK;
