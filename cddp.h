@@ -13483,7 +13483,6 @@ enum {
 /* An event behind an operation. lock of the device context. */
 typedef struct cddp__marker {
   cudaEvent_t event; /* records: turn; queries: any thread, without a lock */
-  uint32_t records;  /* of it */
   double since;      /* when it was last recorded */
 } cddp__marker;
 
@@ -13689,11 +13688,12 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
 }
 
 /* Whether operations of the group are on the device, as far as the poller knows, those of graphs
-   left aside. *since: from when on the oldest is; NULL: not asked. */
-static bool cddp__device_busy(cddp__device *p, double *since) {
+   left aside. *oldest: of their markers; *since: when that was recorded; NULL: not asked. */
+static bool cddp__device_busy(cddp__device *p, uint32_t *oldest, double *since) {
   bool busy;
   pthread_mutex_lock(&p->lock);
   busy = p->issued != p->seen;
+  if (oldest != NULL) *oldest = p->seen;
   if (since != NULL) *since = p->markers[p->seen % CDDP__MARKERS].since;
   pthread_mutex_unlock(&p->lock);
   return busy;
@@ -13709,7 +13709,7 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
   if (r != CDDP_OK) return r;
   if (waited < CDDP__SPIN_S) sched_yield();
   else cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
-  if (waited < g->timeout_s + (cddp__device_busy(p, NULL) ? CDDP__LATE_S : 0)) return CDDP_OK;
+  if (waited < g->timeout_s + (cddp__device_busy(p, NULL, NULL) ? CDDP__LATE_S : 0)) return CDDP_OK;
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
              g->timeout_s, g->rank, p->device, what, hint);
   return cddp__break(g, CDDP_TIMEOUT);
@@ -13938,7 +13938,7 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
   bool known, late;
   double since;
   int q = 0;
-  late = cddp__device_busy(p, &since) && cddp__now() - since > g->timeout_s;
+  late = cddp__device_busy(p, NULL, &since) && cddp__now() - since > g->timeout_s;
   p->late_looks = late ? p->late_looks + 1 : 0;
   if (p->late_looks <= CDDP__LATE_LOOKS) return CDDP_OK;
   while (q < g->size && cddp__calls_behind(p, q) <= 0) q++;
@@ -13958,7 +13958,7 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
    whether a captured graph runs: with a rank that died it would never end, while one that left has
    seen the end of its own. */
 static cddp_result cddp__look_for_lost(cddp__device *p) {
-  bool waits = cddp__device_busy(p, NULL) || cddp__load32(&p->settling) != 0;
+  bool waits = cddp__device_busy(p, NULL, NULL) || cddp__load32(&p->settling) != 0;
   cddp_group *g = p->group;
   char doing[64];
   int q;
@@ -14041,27 +14041,19 @@ static void *cddp__watch_main(void *context) {
 
 /* Asks which operations have ended, oldest first. May wait for whoever holds CUDA's lock. */
 static void cddp__poll(cddp__device *p) {
-  cudaError_t e;
-  do {
-    uint32_t n, records;
-    cddp__marker *m;
-    bool busy;
-    pthread_mutex_lock(&p->lock);
-    n = p->seen;
-    m = &p->markers[n % CDDP__MARKERS];
-    records = m->records;
-    busy = n != p->issued;
-    pthread_mutex_unlock(&p->lock);
-    if (!busy) return;
+  cudaError_t e = cudaSuccess;
+  uint32_t n;
+  double since;
+  while (e == cudaSuccess && cddp__device_busy(p, &n, &since)) {
+    cddp__marker *m = &p->markers[n % CDDP__MARKERS];
     if ((e = cudaEventQuery(m->event)) != cudaSuccess)
       (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
     if (e == cudaErrorNotReady) return;
-    if (e != cudaSuccess && e != cudaErrorCudartUnloading)
-      cddp__store32(&p->fault, (uint32_t)e);
+    if (e != cudaSuccess && e != cudaErrorCudartUnloading) cddp__store32(&p->fault, (uint32_t)e);
     pthread_mutex_lock(&p->lock);
-    if (p->seen == n && m->records == records) p->seen++;
+    if (p->seen == n && m->since == since) p->seen++; /* else it was recorded anew */
     pthread_mutex_unlock(&p->lock);
-  } while (e == cudaSuccess);
+  }
 }
 
 static void *cddp__poll_main(void *context) {
@@ -14128,7 +14120,6 @@ static cddp_result cddp__track(cddp__device *p, cudaStream_t s) {
   if ((r = CDDP__CUDA(cudaEventRecord, m->event, s)) != CDDP_OK) return r;
   pthread_mutex_lock(&p->lock);
   m->since = cddp__now();
-  m->records++;
   if (p->seen == n + 1) p->seen = n; /* it was seen done meanwhile */
   p->issued = n + 1;
   pthread_mutex_unlock(&p->lock);
@@ -14761,7 +14752,7 @@ static void cddp__device_leave(cddp_group *g) {
   const cddp__atomic_u32 *broken = &g->block->broken;
   (void)cddp__use_device(p->device);
   (void)cddp__send_messages(p, NULL);
-  while (cddp__load32(broken) == 0 && cddp__device_busy(p, NULL)) {
+  while (cddp__load32(broken) == 0 && cddp__device_busy(p, NULL, NULL)) {
     cddp__poll(p);
     cddp__sleep(1e-4);
   }
@@ -16701,8 +16692,6 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   int i;
   *met = capturing || (!d->meets && d->rebuilt);
   if (!*met) return CDDP_OK;
-  if (capturing && cddp__device_of(d->group)->staged)
-    return cddp__staged_no_graph(cddp__main_stream(d->group));
   if (d->sparse != NULL || d->desc.uneven_inputs) {
     r = cddp__no_capture(cddp__main_stream(d->group), CDDP_UNSUPPORTED,
                          "a step with sparse_rows or uneven_inputs waits for the other ranks");
