@@ -14427,19 +14427,6 @@ static cddp_result cddp__issue(cddp__device *p, const cddp__call *c, int n, cuda
   return cddp__let_go(p, r);
 }
 
-/* Through a copy, always on the side stream: two of them share the memory for it. */
-static cddp_result cddp__issue_in_place(cddp__device *p, const cddp__call *call, cudaStream_t s) {
-  cddp__call c = *call;
-  size_t bytes = c.count * c.esize * (size_t)p->group->size;
-  void *scratch;
-  cddp_result r = cddp__device_scratch(p, bytes, &scratch);
-  if (r == CDDP_OK) r = cddp__stream_after(p, p->side, s);
-  if (r == CDDP_OK) r = cddp__device_copy(scratch, c.send, bytes, p->side);
-  c.send = scratch;
-  if (r == CDDP_OK) r = cddp__issue(p, &c, 1, p->side);
-  return r == CDDP_OK ? cddp__stream_after(p, s, p->side) : r;
-}
-
 /* --- handles and messages --- */
 
 static void cddp__device_work_free(cddp_work *w) {
@@ -14447,22 +14434,15 @@ static void cddp__device_work_free(cddp_work *w) {
   cddp__free(&w->group->host->allocator, w);
 }
 
-/* A handle for c, of which `event` says that it has ended. */
-static cddp_work *cddp__device_work(cddp_group *g, const cddp__call *c) {
+/* A handle for what c has put on *s, or (NULL) is yet to put on a stream. */
+static cddp_result cddp__device_work(cddp_group *g, const cddp__call *c, const cudaStream_t *s,
+                                     cddp_work **out) {
   cddp_work *w = cddp__work_new(g, 0);
-  if (w == NULL) return NULL;
+  cddp_result r = CDDP_OK;
+  if (w == NULL) return CDDP_OUT_OF_MEMORY;
   w->backend = g->backend;
   w->call = *c;
-  return w;
-}
-
-/* A handle for what c has put on s. */
-static cddp_result cddp__work_behind(cddp_group *g, const cddp__call *c, cudaStream_t s,
-                                     cddp_work **out) {
-  cddp_work *w = cddp__device_work(g, c);
-  cddp_result r;
-  if (w == NULL) return CDDP_OUT_OF_MEMORY;
-  r = cddp__event_take(cddp__device_of(g), s, &w->event);
+  if (s != NULL) r = cddp__event_take(cddp__device_of(g), *s, &w->event);
   if (r == CDDP_OK) *out = w;
   else cddp__device_work_free(w);
   return r;
@@ -14547,7 +14527,7 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *c, cddp
   cudaStream_t s = cddp__main_stream(g);
   cddp_work *w;
   cddp_result r = cddp__no_capture(s, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
-  if (r == CDDP_OK) r = cddp__work_behind(g, c, s, &w);
+  if (r == CDDP_OK) r = cddp__device_work(g, c, &s, &w);
   if (r != CDDP_OK) return r;
   w->backend = NULL; /* the group's thread has it */
   w->run = cddp__run_barrier;
@@ -14577,19 +14557,25 @@ static cddp_result cddp__counts_on_device(cddp_group *g, cddp__call *c) {
   return r;
 }
 
-/* A collective by NCCL on the group's stream, or with a handle on the side stream. */
-static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
+/* A collective by NCCL on the group's stream, or with a handle on the side stream; there too what
+   goes through a copy: two of them share the memory for it. */
+static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_work **work) {
   cddp__device *p = cddp__device_of(g);
-  cudaStream_t s = work != NULL ? p->side : cddp__main_stream(g);
-  uint64_t record = cddp__record_call(g, c);
-  cddp__call sized = *c;
-  cddp_result r = c->parts != NULL ? cddp__counts_on_device(g, &sized) : CDDP_OK;
-  c = &sized;
-  if (r == CDDP_OK) r = cddp__stream_after(p, s, cddp__main_stream(g));
-  if (r == CDDP_OK && c->count > 0)
-    r = g->size > 1 && cddp__overwrites(c) ? cddp__issue_in_place(p, c, s)
-                                           : cddp__issue(p, c, 1, s);
-  if (r == CDDP_OK && work != NULL) r = cddp__work_behind(g, c, s, work);
+  bool copied = g->size > 1 && cddp__overwrites(given);
+  cudaStream_t home = cddp__main_stream(g), s = work != NULL || copied ? p->side : home;
+  uint64_t record = cddp__record_call(g, given);
+  cddp__call c = *given;
+  size_t bytes = c.count * c.esize * (size_t)g->size;
+  void *copy;
+  cddp_result r = c.parts != NULL ? cddp__counts_on_device(g, &c) : CDDP_OK;
+  if (r == CDDP_OK) r = cddp__stream_after(p, s, home);
+  if (r == CDDP_OK && copied && (r = cddp__device_scratch(p, bytes, &copy)) == CDDP_OK) {
+    r = cddp__device_copy(copy, c.send, bytes, s);
+    c.send = copy;
+  }
+  if (r == CDDP_OK && c.count > 0) r = cddp__issue(p, &c, 1, s);
+  if (r == CDDP_OK)
+    r = work != NULL ? cddp__device_work(g, &c, &s, work) : cddp__stream_after(p, home, s);
   if (r != CDDP_OK && g->size > 1) r = cddp__break(g, r); /* the others will wait for this call */
   cddp__record_finish(g, record, r);                       /* on the device it goes on */
   return r;
@@ -14598,7 +14584,7 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *c, cddp_work
 /* A message by NCCL; one with a handle waits for others, see cddp__send_messages. */
 static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   cddp__device *p = cddp__device_of(g);
-  cddp_work *w, **link;
+  cddp_work **link;
   cddp_result r;
   if (c->root == CDDP_ANY)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL receives from no rank but a certain one: name it, or "
@@ -14612,12 +14598,11 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_w
     r = cddp__issue(p, c, 1, cddp__main_stream(g));
     return r == CDDP_OK ? r : cddp__break(g, r);
   }
-  if ((w = cddp__device_work(g, c)) == NULL) return CDDP_OUT_OF_MEMORY;
+  if ((r = cddp__device_work(g, c, NULL, work)) != CDDP_OK) return r;
   pthread_mutex_lock(&p->turn);
   for (link = &p->messages; *link != NULL; link = &(*link)->next) {}
-  *link = w;
+  *link = *work;
   pthread_mutex_unlock(&p->turn);
-  *work = w;
   return CDDP_OK;
 }
 
@@ -16850,13 +16835,7 @@ static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
 
 /* Lists the gradients of a dtype: the dense ones in the arena, this rank's part of them, or with
    those that are rows, or the caller's as of the last step. Returns how many. */
-enum {
-  CDDP__LIST_NONE,
-  CDDP__LIST_DENSE,
-  CDDP__LIST_PART,
-  CDDP__LIST_ALL,
-  CDDP__LIST_CALLERS
-};
+enum { CDDP__LIST_DENSE, CDDP__LIST_PART, CDDP__LIST_ALL, CDDP__LIST_CALLERS };
 static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
   int i, n = 0;
   for (i = d->count - 1; i >= 0; i--) {
@@ -16897,9 +16876,8 @@ static cddp_result cddp__gpu_scale(cddp_ddp *d) {
   return cddp__gpu_multiply(d, CDDP__LIST_DENSE, NULL);
 }
 
-/* clip[0] = the sum of squares of all that `which` lists, clip[1] = what to multiply by; then that
-   is done to all of `clipped`, or to none. */
-static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which, int clipped) {
+/* clip[0] = the sum of squares of all that `which` lists, clip[1] = what to multiply by. */
+static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which) {
   const cddp_kernels *k = cddp__registered_kernels;
   void *stream = d->group->stream;
   int dtype, n, e = 0;
@@ -16910,9 +16888,7 @@ static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which, in
       e = k->squares(d->segments, n, (cddp_dtype)dtype, d->clip, true, stream);
   if (e == 0) e = k->factor(d->clip, max_norm, stream);
   d->has_norm = e == 0;
-  r = cddp__kernel_result(e, "the kernels that clip");
-  if (r != CDDP_OK || clipped == CDDP__LIST_NONE) return r;
-  return cddp__gpu_multiply(d, clipped, d->clip);
+  return cddp__kernel_result(e, "the kernels that clip");
 }
 
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
@@ -16934,21 +16910,21 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
   if ((r = cddp__need_kernels("cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
-  r = cddp__gpu_squares(d, max_norm, CDDP__LIST_CALLERS, CDDP__LIST_CALLERS);
+  r = cddp__gpu_squares(d, max_norm, CDDP__LIST_CALLERS);
+  if (r == CDDP_OK) r = cddp__gpu_multiply(d, CDDP__LIST_CALLERS, d->clip);
   return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
 
 /* Buckets are reduced, whole, behind this call; peers read no arena. */
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
   cudaStream_t stream = cddp__main_stream(d->group);
-  cddp_result r = CDDP_OK;
+  double most = d->desc.max_grad_norm;
+  cddp_result r = most > 0 ? cddp__gpu_squares(d, most, CDDP__LIST_ALL) : CDDP_OK;
   (void)averaged, (void)wrote;
-  if (d->desc.max_grad_norm > 0)
-    r = cddp__gpu_squares(d, d->desc.max_grad_norm, CDDP__LIST_ALL,
-                          s != NULL ? CDDP__LIST_NONE : CDDP__LIST_PART);
-  if (r == CDDP_OK && s != NULL)
-    r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, stream);
-  return r == CDDP_OK && s != NULL ? cddp__device_copies(s, stream) : r;
+  if (r == CDDP_OK && s == NULL)
+    return most > 0 ? cddp__gpu_multiply(d, CDDP__LIST_PART, d->clip) : CDDP_OK;
+  if (r == CDDP_OK) r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, stream);
+  return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
 }
 
 /* The arena, and behind it what a clip needs. */
