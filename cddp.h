@@ -632,21 +632,21 @@ typedef struct cddp_ddp_desc {
                                   2-norm; 0 = it does not, INFINITY = for cddp_ddp_grad_norm only */
 } cddp_ddp_desc;
 
-/* Collective over g. Compares names, counts and dtypes with rank 0's (CDDP_MISMATCH names the first
-   that differs), copies rank 0's data to all ranks and assigns gradients to buckets as PyTorch
-   does. params must stay where it is until cddp_ddp_destroy; gradient pointers never move. data and
-   grad may be in any memory, which must stay as long: weights and gradients from cddp_alloc of g,
-   and gradients that were NULL, are not copied. Those that were NULL lie in one piece of memory:
-   first those of F32, then F64, F16, BF16; of each dtype the last parameter first, each from the
-   next multiple of 64 bytes on, zero in between. Gradients of your own may lie as you like, in one
-   block say, all layers of a tensor side by side: those that are from cddp_alloc on all ranks (with
-   threads, or one rank: in any memory) are reduced where they are, and nothing around them is
-   touched. Nobody may write to them between cddp_ddp_ready and the wait or step. Others are copied
-   in each step; so are all on GPUs, of elastic models and with a comm_hook, and over several hosts
-   or with MPI those below 1 MiB, or all where ranks have several shards. g must outlive the
-   cddp_ddp. TIED WEIGHTS, of an embedding and the output layer say, are one cddp_param: both layers
-   read its data and add to its grad, and cddp_ddp_ready follows the later of them. Parameters whose
-   memory overlaps are CDDP_INVALID_ARGUMENT. */
+/* Collective over g. Compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
+   the first that differs), copies rank 0's data to all ranks and assigns gradients to buckets as
+   PyTorch does. params must stay where it is until cddp_ddp_destroy; gradient pointers never move.
+   data and grad may be in any memory, which must stay as long: weights and gradients from
+   cddp_alloc of g, and gradients that were NULL, are not copied. Those that were NULL lie in one
+   piece of memory: first those of F32, then F64, F16, BF16; of each dtype the last parameter first,
+   each from the next multiple of 64 bytes on, zero in between. Gradients of your own may lie as you
+   like, in one block say, all layers of a tensor side by side: those that are from cddp_alloc on
+   all ranks (with threads, or one rank: in any memory) are reduced where they are, and nothing
+   around them is touched. Nobody may write to them between cddp_ddp_ready and the wait or step.
+   Others are copied in each step; so are all on GPUs, of elastic models and with a comm_hook, and
+   over several hosts or with MPI those below 1 MiB, or all where ranks have several shards. g must
+   outlive the cddp_ddp. TIED WEIGHTS, of an embedding and the output layer say, are one cddp_param:
+   both layers read its data and add to its grad, and cddp_ddp_ready follows the later of them.
+   Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                     const cddp_ddp_desc *desc);
@@ -15378,21 +15378,52 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
 
 /* --- creation: comparing the model with rank 0's --- */
 
+/* Of the model as a whole. The hash is not the text's, whose decimal point is the locale's. Elastic
+   models have no buckets. */
+static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
+  static const char *const hooks[] = {"", ", bf16_compress_hook", ", fp16_compress_hook",
+                                      ", a comm_hook"};
+  const cddp_ddp_desc *s = &d->desc;
+  int hook = s->comm_hook == NULL                      ? 0
+             : s->comm_hook == cddp_bf16_compress_hook ? 1
+             : s->comm_hook == cddp_fp16_compress_hook ? 2
+                                                       : 3, i;
+  double whole[] = {(double)d->count, (double)s->shards, s->max_grad_norm, (double)s->elastic,
+                    (double)s->find_unused_parameters, (double)hook,
+                    s->elastic ? 0.0 : (double)d->limits[0],
+                    s->elastic ? 0.0 : (double)d->limits[1]};
+  uint64_t bytes, all = 0;
+  out->hash = cddp__hash64((uint64_t)s->buffer_count, whole, sizeof whole);
+  for (i = 0; i < s->buffer_count; i++) {
+    bytes = (uint64_t)s->buffers[i].count * cddp__dtype_size(s->buffers[i].dtype);
+    out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
+    all += bytes;
+  }
+  snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards, max_grad_norm %.17g%s%s%s",
+           d->count, d->count == 1 ? "" : "s", s->shards, s->max_grad_norm,
+           s->elastic ? ", elastic" : "",
+           s->find_unused_parameters ? ", find_unused_parameters" : "", hooks[hook]);
+  if (!s->elastic)
+    cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->limits[0],
+                 d->limits[1]);
+  if (s->buffer_count > 0)
+    cddp__append(out->text, sizeof out->text, ", buffers of %" PRIu64 " bytes", all);
+}
+
 /* Of parameter i, or (-1) of the model as a whole. */
 static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
   const cddp_param *p = i >= 0 ? &d->params[i] : NULL;
   const char *name = p != NULL && p->name != NULL ? p->name : "";
   memset(out, 0, sizeof *out);
-  if (p == NULL)
-    snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards, max_grad_norm %.17g%s",
-             d->count, d->count == 1 ? "" : "s", d->desc.shards, d->desc.max_grad_norm,
-             d->desc.elastic ? ", elastic" : "");
-  else
-    snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
-             cddp__dtype_names[p->dtype]);
-  if (p != NULL && cddp__sparse_of(d, i) != NULL)
+  if (p == NULL) {
+    cddp__describe_whole(d, out);
+    return;
+  }
+  snprintf(out->text, sizeof out->text, "\"%.100s\" (%zu %s", name, p->count,
+           cddp__dtype_names[p->dtype]);
+  if (cddp__sparse_of(d, i) != NULL)
     cddp__append(out->text, sizeof out->text, ", %zu sparse rows", d->sparse[i]->rows);
-  if (p != NULL) cddp__append(out->text, sizeof out->text, ")");
+  cddp__append(out->text, sizeof out->text, ")");
   out->hash = cddp__hash64(strlen(name), name, strlen(name));
   out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
 }
@@ -23249,9 +23280,10 @@ CDDP__COLD_END
               Ranks that wait for each other in different groups of a host are CDDP_MISMATCH at
               once; time-outs say where late ranks wait.
               Models: parameters that share memory (tied weights) are refused; a second ready() in
-              a step fails it; other floating-point modes on a rank are CDDP_MISMATCH; an infinite
-              bucket_cap_mb is one bucket; 100,000 parameters, small ones in a few broadcasts;
-              infinite lr or momentum are refused. cddp_ddp_destroy leaves an optimizer its states.
+              a step fails it; other floating-point modes or settings on a rank are CDDP_MISMATCH;
+              an infinite bucket_cap_mb is one bucket; 100,000 parameters, small ones in a few
+              broadcasts; infinite lr or momentum are refused. cddp_ddp_destroy leaves an optimizer
+              its states.
               Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.

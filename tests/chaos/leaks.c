@@ -233,6 +233,24 @@ static void check_timeouts(void) {
   }
 }
 
+/* Ranks need not have one decimal point. */
+static int rank_of_a_locale(int rank, void *arg) {
+  float w = 1;
+  cddp_param p = {"w", &w, NULL, 1, CDDP_F32};
+  cddp_ddp_desc d;
+  cddp_ddp *ddp;
+  cddp_group *g;
+  (void)arg;
+  memset(&d, 0, sizeof d);
+  d.max_grad_norm = 0.5;
+  if (rank == 1) setlocale(LC_ALL, "C");
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &d));
+  cddp_ddp_destroy(ddp);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
 static void test_timeouts(void) {
   const char *tmp = getenv("TMPDIR");
   const char *old = getenv("CDDP_TIMEOUT_S");
@@ -248,6 +266,8 @@ static void test_timeouts(void) {
   if (setlocale(LC_ALL, "de_DE.utf8") != NULL) {
     CHECK(strcmp(localeconv()->decimal_point, ",") == 0);
     check_timeouts();
+    setenv("CDDP_TIMEOUT_S", "60", 1);
+    CHECK_OK(cddp_spawn(rank_of_a_locale, NULL, 2));
     setlocale(LC_ALL, "C");
   }
   unsetenv("LOCPATH");

@@ -356,11 +356,24 @@ static void test_creation(void) {
 }
 
 static int run_difference(cddp_group *g, void *arg) {
+  static const char *const settings[] = {"buckets of", "buckets of", "find_unused_parameters",
+                                         "bf16_compress_hook", "buffers of"};
   int before = test_failures, odd = cddp_rank(g) == *(int *)arg, kind;
-  for (kind = 0; kind < 6; kind++) {
-    const char *said = "layer2.w";
+  for (kind = 0; kind < 11; kind++) {
+    const char *said = kind < 6 ? "layer2.w" : settings[kind - 6];
+    char mean[4];
+    cddp_param buffer = {"mean", mean, NULL, 4, CDDP_U8};
+    cddp_ddp_desc d;
     model m;
+    memset(&d, 0, sizeof d);
     m.seed = 3;
+    d.buffers = &buffer;
+    d.buffer_count = 1;
+    if (odd && kind == 6) d.bucket_cap_mb = 3;
+    if (odd && kind == 7) d.first_bucket_mb = 3;
+    if (odd && kind == 8) d.find_unused_parameters = true;
+    if (odd && kind == 9) d.comm_hook = cddp_bf16_compress_hook;
+    if (odd && kind == 10) d.buffer_count = 0;
     if (!model_open(&m, g, 5, some_counts + 1, 5, only_f32, 1, HEAP, PLACED)) return 1;
     if (odd && kind == 0) m.p[2].name = "layer2.bias";
     if (odd && kind == 1) m.p[2].count--;
@@ -371,7 +384,7 @@ static int run_difference(cddp_group *g, void *arg) {
       m.p[2].count = 1;
       m.p[4].count = 1;
     }
-    CHECK_IS(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL), CDDP_MISMATCH);
+    CHECK_IS(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d), CDDP_MISMATCH);
     CHECK(m.ddp == NULL);
     if (kind == 3)
       CHECK(mentions("4 parameters") || mentions("5 parameters"));
@@ -390,6 +403,9 @@ static void test_difference(void) {
   for (odd = 0; odd < 3; odd++) {
     CHECK_OK(ranks_run(run_difference, &odd, 3, false));
     CHECK_OK(ranks_run(run_difference, &odd, 3, true));
+    setenv("TEST_HOSTS", "ab", 1);
+    CHECK_OK(ranks_run(run_difference, &odd, 3, false));
+    unsetenv("TEST_HOSTS");
   }
 }
 
