@@ -7427,8 +7427,8 @@ CDDP__COLD
    have come to it by then, so that a piece which is not yet awaited soon will be.
    A NOTICE, which says why a group has failed, comes on a connection of its own. It needs no
    answer, so it reaches ranks that are not listening now, through the system's queue of callers.
-   The caller says hello: magic, version, purpose, both ranks, group, and the token that only the
-   job's ranks know, as it came to them through the store. With a secret both ends then prove that
+   The caller says hello: purpose, both ranks, group, and the token that only the job's ranks
+   know, as it came to them through the store. With a secret both ends then prove that
    they know it (CHALLENGE in >>bytes); a notice is a result, a text, and one proof over these and
    the hello. Else frames follow: a head of 32 bytes and `size` bytes. A rank that leaves a group
    says BYE.
@@ -7437,7 +7437,6 @@ CDDP__COLD
    nonsense, is dropped after CDDP__STRANGER_S or at once, and costs a descriptor until then.
    When a connection has ended, its error says how; the rank is lost then, see >>hosts. */
 
-#define CDDP__LINK_MAGIC 0x4b4c4443u  /* "CDLK", opens a connection */
 #define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR", begins a frame */
 #define CDDP__PENDING_LINKS 256       /* at a time; beyond these the oldest is dropped */
 #ifndef CDDP__STRANGER_S
@@ -7464,11 +7463,10 @@ enum { CDDP__LINK_FRAMES, CDDP__LINK_NOTICE }; /* purposes */
 enum { CDDP__LINK_GREETING, CDDP__LINK_PROVING, CDDP__LINK_UP, CDDP__LINK_DEAD };
 
 /* The first message of a connection. This and what follows is sent as it lies in memory: all hosts
-   have the same byte order, or the ranks would not have met. */
+   have the same byte order, and ranks the same version, or they would not have met. */
 typedef struct cddp__hello {
-  uint32_t magic, version, purpose;
-  uint32_t from, to; /* ranks of the job */
-  uint32_t secret;   /* 1: there is one */
+  uint32_t purpose, secret; /* CDDP__LINK_FRAMES or _NOTICE; 1: there is a secret */
+  uint32_t from, to;        /* ranks of the job */
   uint64_t group;
   unsigned char token[16];
 } cddp__hello;
@@ -7479,10 +7477,8 @@ struct cddp__link {
   cddp__link *next;
   int fd;    /* -1: closed */
   int state; /* CDDP__LINK_GREETING (the caller: connecting) ... */
-  int purpose;
   int peer; /* rank of the job; -1 not known yet */
   int rank; /* the peer's in the group */
-  uint64_t group;
   bool mine;       /* this side has connected */
   int error;       /* errno that ended it; 0: the other side closed it; CDDP__LEFT */
   double deadline; /* for the connection, or for its hello and proof */
@@ -7500,7 +7496,7 @@ struct cddp__link {
 /* --- a connection's life --- */
 
 /* Takes over a socket. Its hello (the caller: its connection) is due in so many seconds. */
-static cddp__link *cddp__link_new(const cddp__net *n, int fd, int purpose, double seconds) {
+static cddp__link *cddp__link_new(const cddp__net *n, int fd, double seconds) {
   cddp__link *l = (cddp__link *)cddp__calloc(&n->allocator, 1, sizeof *l);
   int idle = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, count = 3;
   if (l == NULL) {
@@ -7510,7 +7506,6 @@ static cddp__link *cddp__link_new(const cddp__net *n, int fd, int purpose, doubl
   cddp__own_socket(fd);
   l->out.allocator = &n->allocator;
   l->fd = fd;
-  l->purpose = purpose;
   l->peer = l->rank = -1;
   l->deadline = cddp__now() + seconds;
   /* Without these it works too, but notices less. TCP_USER_TIMEOUT is not among them: it would also
@@ -7605,29 +7600,23 @@ static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void
 
 /* --- the handshake --- */
 
-static void cddp__link_write_hello(const cddp__net *n, cddp__link *l) {
+static void cddp__link_write_hello(const cddp__net *n, cddp__link *l, int purpose,
+                                   uint64_t group) {
   cddp__hello *h = &l->hello;
-  h->magic = CDDP__LINK_MAGIC;
-  h->version = CDDP_VERSION;
-  h->purpose = (uint32_t)l->purpose;
+  h->purpose = (uint32_t)purpose;
+  h->secret = n->secret != NULL;
   h->from = (uint32_t)n->rank;
   h->to = (uint32_t)l->peer;
-  h->secret = n->secret != NULL;
-  h->group = l->group;
+  h->group = group;
   memcpy(h->token, n->token, sizeof h->token);
 }
 
 static bool cddp__link_read_hello(const cddp__net *n, cddp__link *l) {
   const cddp__hello *h = &l->hello;
-  if (h->magic != CDDP__LINK_MAGIC || h->version != CDDP_VERSION ||
-      h->purpose > CDDP__LINK_NOTICE || h->from >= (uint32_t)n->size ||
-      h->to != (uint32_t)n->rank || h->secret != (uint32_t)(n->secret != NULL) ||
-      !cddp__same_bytes(h->token, n->token, sizeof h->token))
-    return false;
-  l->purpose = (int)h->purpose;
   l->peer = (int)h->from;
-  l->group = h->group;
-  return true;
+  return h->purpose <= CDDP__LINK_NOTICE && h->secret == (uint32_t)(n->secret != NULL) &&
+         h->from < (uint32_t)n->size && h->to == (uint32_t)n->rank &&
+         cddp__same_bytes(h->token, n->token, sizeof h->token);
 }
 
 /* Goes on with the handshake as far as it can without waiting; whether the link is up. What the
@@ -7644,7 +7633,7 @@ static bool cddp__link_shake(const cddp__net *n, cddp__link *l) {
       if (l->mine && cddp__connected_to_itself(l->fd)) cddp__link_end(l, ECONNREFUSED);
       if (!l->mine && !cddp__link_read_hello(n, l)) cddp__link_end(l, EPROTO);
       if (l->state != CDDP__LINK_PROVING) continue;
-      if (l->purpose == CDDP__LINK_NOTICE)
+      if (l->hello.purpose == CDDP__LINK_NOTICE)
         l->state = CDDP__LINK_UP;
       else if (cddp__challenge_begin(c, n->secret, "link", l->mine, &l->hello, sizeof l->hello) !=
                CDDP_OK)
@@ -7676,18 +7665,17 @@ static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   cddp__address a = cddp__internet_address(&n->hosts[home->host].address),
                 here = cddp__internet_address(&n->hosts[n->host].address);
   int fd = cddp__socket(a.sa.ss_family, SOCK_STREAM);
-  cddp__link *l = fd < 0 ? NULL : cddp__link_new(n, fd, purpose, CDDP__UNANSWERED_S);
+  cddp__link *l = fd < 0 ? NULL : cddp__link_new(n, fd, CDDP__UNANSWERED_S);
   *out = l;
   if (fd < 0) return cddp__fail_errno("socket");
   if (l == NULL) return CDDP_OUT_OF_MEMORY;
-  l->group = group;
   l->mine = true;
   l->peer = peer;
   cddp__address_set_port(&a, home->port);
   cddp__address_set_port(&here, 0);
   cddp__rescope(&a.v6, &here);
   if (here.sa.ss_family == a.sa.ss_family) (void)!bind(fd, &here.any, here.size);
-  cddp__link_write_hello(n, l);
+  cddp__link_write_hello(n, l, purpose, group);
   if (connect(fd, &a.any, a.size) != 0 && errno != EINPROGRESS && errno != EINTR)
     cddp__link_end(l, errno);
   return CDDP_OK;
@@ -7885,7 +7873,7 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *
   result = code & ~(CDDP__NOTICE_EARLY | CDDP__NOTICE_CAME);
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && result > CDDP_OK && result < CDDP__RESULT_COUNT; g = g->next) {
-    if (g->hosts == NULL || g->hosts->net != n || g->id != l->group) continue;
+    if (g->hosts == NULL || g->hosts->net != n || g->id != l->hello.group) continue;
     if (code & CDDP__NOTICE_CAME)
       cddp__note_came(g, (const char *)body + 4);
     else if (code & CDDP__NOTICE_EARLY)
@@ -7903,7 +7891,8 @@ static void cddp__notice_receive(cddp__host *h, const cddp__net *n, cddp__link *
 
 /* Whether another rank has made this connection for that group, and has proven itself. */
 static bool cddp__link_is_for(const cddp__link *l, uint64_t group) {
-  return l->state == CDDP__LINK_UP && l->purpose == CDDP__LINK_FRAMES && l->group == group;
+  return l->state == CDDP__LINK_UP && l->hello.purpose == CDDP__LINK_FRAMES &&
+         l->hello.group == group;
 }
 
 /* Accepts, hears hellos and bad news. Never blocks; another thread that is at it is let alone. */
@@ -7912,19 +7901,19 @@ static void cddp__net_look(cddp__host *h, cddp__net *n) {
   int place = 0, i, fd;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   for (i = 0; i < 64 && (fd = cddp__accept(n->listener)) >= 0; i++) {
-    if ((l = cddp__link_new(n, fd, -1, CDDP__STRANGER_S)) == NULL) break;
+    if ((l = cddp__link_new(n, fd, CDDP__STRANGER_S)) == NULL) break;
     l->next = n->callers;
     n->callers = l;
   }
   for (at = &n->callers; (l = *at) != NULL;) {
     bool up = cddp__link_shake(n, l), left = false;
-    if (up && l->purpose == CDDP__LINK_NOTICE) {
+    if (up && l->hello.purpose == CDDP__LINK_NOTICE) {
       cddp__notice_receive(h, n, l);
       up = false;
     }
     if (!up && (cddp__now() > l->deadline || ++place > CDDP__PENDING_LINKS))
       cddp__link_end(l, ETIMEDOUT);
-    for (i = 0; i < CDDP__LEFT_GROUPS && up && !left; i++) left = n->left[i] == l->group + 1;
+    for (i = 0; i < CDDP__LEFT_GROUPS && up && !left; i++) left = n->left[i] == l->hello.group + 1;
     if (l->state != CDDP__LINK_DEAD && !left) {
       at = &l->next;
       continue;

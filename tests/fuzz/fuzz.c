@@ -943,9 +943,9 @@ static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
   f->extra_at = 0;
   if (kind == 0) { /* hello */
     int me = n->rank;
-    l.purpose = (int)(take(in) % 3);
+    int purpose = (int)(take(in) % 3);
     n->rank = (int)(take(in) % 5);
-    cddp__link_write_hello(n, &l);
+    cddp__link_write_hello(n, &l, purpose, 0);
     n->rank = me;
     memcpy(at, &l.hello, sizeof l.hello);
     f->extra_size = sizeof l.hello;
@@ -1000,7 +1000,7 @@ static int callers(const cddp__net *n, bool up) {
   const cddp__link *l;
   int count = 0;
   for (l = n->callers; l != NULL; l = l->next)
-    count += (l->state == CDDP__LINK_UP && l->purpose == CDDP__LINK_FRAMES) == up;
+    count += (l->state == CDDP__LINK_UP && l->hello.purpose == CDDP__LINK_FRAMES) == up;
   return count;
 }
 
