@@ -9248,14 +9248,13 @@ static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int 
                                    cddp__join_table *table) {
   double deadline = cddp__now() + 1;
   cddp__meet_head head;
-  cddp__channel c;
   cddp__address here;
   cddp_result r = cddp__prove(&call->challenge, call->fd, deadline);
-  int got = 0;
-  cddp__channel_init(&c, call->fd, call->rank >= 0);
-  while (r == CDDP_OK && (got = cddp__channel_read(&c, &head, fds)) == 0)
-    r = cddp__wait_fd(call->fd, POLLIN, deadline);
-  if (r == CDDP_OK && (got < 0 || head.kind != CDDP__MEET_TABLE || head.size != sizeof *table))
+  if (r == CDDP_OK) r = cddp__wait_fd(call->fd, POLLIN, deadline);
+  if (r == CDDP_OK &&
+      (cddp__pass_fds(call->fd, &head, sizeof head, fds, false) != (ssize_t)sizeof head ||
+       head.magic != CDDP__MEET_MAGIC || head.kind != CDDP__MEET_TABLE ||
+       head.size != sizeof *table))
     r = cddp__fail(CDDP_NETWORK, "the rank hung up");
   if (r == CDDP_OK) r = cddp__recv_all(call->fd, table, sizeof *table, deadline);
   if (r == CDDP_OK && call->rank < 0 && cddp__local_address(call->fd, &here))
@@ -9280,17 +9279,15 @@ static bool cddp__rank_is_there(const cddp__door *door) {
 /* Why this process gives up; CDDP_OK: not yet. seen: when a rank was there last. */
 static cddp_result cddp__join_patience(const cddp__host *h, int called, double deadline,
                                        double *seen) {
-  bool there = called > 0 || cddp__rank_is_there(h->door);
+  bool there = called > 0 || cddp__rank_is_there(h->door), far = h->door->port != 0;
   double now = cddp__now();
   if (there) *seen = now;
   if (!there && (now >= deadline || now - *seen > CDDP__JOB_GONE_S))
     return cddp__fail(CDDP_PEER_LOST,
                       "CDDP_JOIN: no rank of a job is at %s on this host%s%s: it has ended, or has "
                       "not begun, or has another CDDP_SECRET%s",
-                      h->place, h->door->port != 0 ? ", nor at " : "",
-                      h->door->port != 0 ? h->door->master : "",
-                      h->door->port != 0 ? "; if it runs on, set MASTER_ADDR to a host where one "
-                                           "of its ranks lives" : "");
+                      h->place, far ? ", nor at " : "", far ? h->door->master : "",
+                      far ? "; if it runs on, set MASTER_ADDR to a host where a rank lives" : "");
   if (now < deadline) return CDDP_OK;
   return cddp__fail(CDDP_TIMEOUT,
                     called > 0 ? "CDDP_JOIN: timed out after %g s: there are ranks at %s, but none "
