@@ -1377,8 +1377,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    DEVICES. A group keeps all of the above as its control plane; for memory on a device it has a
    device context beside it and cddp_group.backend, a struct of functions, NULL for the CPU. The
-   public functions ask it first, with one branch. See >>device. Locks there: device.turn,
-   device.lock; watch_lock, p2p_lock, device.lock, fail_lock. */
+   public functions ask it first, with one branch. See >>device. Locks there: device.turn, then
+   device.lock; its watcher takes p2p_lock and fail_lock too. */
 
 /* >>config ------------------------------------------------------------------------------------- */
 
