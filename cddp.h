@@ -4986,7 +4986,7 @@ enum cddp__extent_use {
 };
 
 /* A piece of a rank's window, or (threads) of plain memory. Owned by cddp__host; a peer's is mapped
-   here. The last four are of own ones. */
+   here. The last four fields are of own ones. */
 typedef struct cddp__extent {
   uint64_t base;       /* offset in the memfd, bytes */
   uint64_t size;       /* bytes, whole pages */
@@ -4996,7 +4996,8 @@ typedef struct cddp__extent {
   bool dirty;      /* free, and its old bytes are still there */
   bool is_private; /* this process has a copy of its own, peers see the old memory; its place is not
                       used again */
-  const void *block; /* goes with this control block, which is in an own extent; NULL: by itself */
+  uint64_t after_base;       /* goes with the control block that has its extent there, in this */
+  uint32_t after_generation; /* generation; 0: by itself */
 } cddp__extent;
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
@@ -5104,20 +5105,32 @@ static void cddp__populate(char *address, uint64_t size, bool shared) {
   madvise(address, (size_t)whole, MADV_COLLAPSE);
 }
 
-/* Gives back the control blocks of groups that all ranks of this host have left, and what goes with
-   them. */
+/* Whether all ranks of this host have left the group of a control block. */
+static bool cddp__block_left(const cddp__extent *e) {
+  const cddp__control_block *b = (const cddp__control_block *)(const void *)e->address;
+  uint32_t size = b != NULL ? cddp__load32(&b->size) : 0;
+  return size != 0 && cddp__load32(&b->left) == size;
+}
+
+/* Whether what goes with e's control block may go. A peer's block that has gone is zero. */
+static bool cddp__block_gone(const cddp__host *h, const cddp__extent *e) {
+  size_t at = cddp__extent_at(h, e->after_base);
+  const cddp__extent *k = h->extents + at;
+  return at == h->extent_count || k->base != e->after_base || k->address == NULL ||
+         k->generation != e->after_generation || cddp__block_left(k) ||
+         cddp__load32(&((const cddp__control_block *)(const void *)k->address)->size) == 0;
+}
+
+/* Gives back what goes with control blocks that all ranks of this host have left, then these. */
 static void cddp__arena_reap(cddp__host *h) {
-  cddp__extent *e, *k, *end;
+  cddp__extent *e, *end;
   pthread_mutex_lock(&h->lock);
-  for (e = cddp__own_extents(h, &end); e < end; e++) {
-    const cddp__control_block *b = (const cddp__control_block *)(const void *)e->address;
-    bool block = e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_BOARD;
-    uint32_t size = b != NULL && block ? cddp__load32(&b->size) : 0;
-    if (size == 0 || cddp__load32(&b->left) != size) continue;
-    for (k = cddp__own_extents(h, &end); k < end; k++)
-      if (k->address != NULL && k->block == b) cddp__extent_release(h, k);
-    cddp__extent_release(h, e);
-  }
+  for (e = cddp__own_extents(h, &end); e < end; e++)
+    if (e->address != NULL && e->after_generation != 0 && cddp__block_gone(h, e))
+      cddp__extent_release(h, e);
+  for (e = cddp__own_extents(h, &end); e < end; e++)
+    if ((e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_BOARD) && cddp__block_left(e))
+      cddp__extent_release(h, e);
   pthread_mutex_unlock(&h->lock);
 }
 
@@ -5140,7 +5153,7 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
     if (e->dirty) memset(address, 0, (size_t)e->size); /* or a block's old rounds would seem new */
     e->dirty = false;
     e->use = use;
-    e->block = NULL;
+    e->after_generation = 0;
     e->address = address;
     e->generation = ++h->generation;
   }
@@ -5198,12 +5211,18 @@ static bool cddp__arena_free(cddp__host *h, void *p) { /* false: it is not this 
   return e != NULL;
 }
 
-/* Frees p as soon as all ranks of this host have left the group whose control block that is, which
-   is this rank's: until then they may read from it. */
-static void cddp__arena_free_with(cddp__host *h, void *p, const void *block) {
+/* Frees p once all ranks of this host have left the group with that control block: until then they
+   may read it. Of the first group, which has no extent, p stays as long as the host's memory. */
+static void cddp__arena_free_with(cddp__host *h, const void *p, const cddp__control_block *b) {
   cddp__extent *e;
+  size_t i;
   pthread_mutex_lock(&h->lock);
-  if (p != NULL && (e = cddp__extent_of(h, p)) != NULL) e->block = block;
+  for (i = 0; i < h->extent_count && h->extents[i].address != (const char *)b;) i++;
+  if (p != NULL && i < h->extent_count && cddp__load32(&b->size) != 0 &&
+      (e = cddp__extent_of(h, p)) != NULL) {
+    e->after_base = h->extents[i].base;
+    e->after_generation = h->extents[i].generation;
+  }
   pthread_mutex_unlock(&h->lock);
 }
 
@@ -12360,11 +12379,12 @@ static void cddp__group_leave(cddp_group *g) {
   cddp__hosts_leave(g);
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay */
     if (!cddp__send_open(g, i)) cddp__arena_free(h, cddp__send_at(g, i)->stage);
+    else cddp__arena_free_with(h, cddp__send_at(g, i)->stage, g->block);
+  for (i = 1; i < CDDP__SEND_BLOCKS; i++) cddp__arena_free_with(h, g->sends[i], g->block);
   if (g->carrier->leave != NULL) g->carrier->leave(g);
   (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT);
   cddp__wake_all(g);
-  if (cddp__add32(&g->block->left, 1) == (uint32_t)g->local_size) /* no rank looks for sends now */
-    for (i = 1; i < CDDP__SEND_BLOCKS; i++) cddp__arena_free(h, g->sends[i]);
+  cddp__add32(&g->block->left, 1);
   if (g->block_ref.kind == CDDP__REF_NONE) { /* the first group of its host */
     size_t bytes = cddp__block_bytes(g->size, g->local_size);
     h->slots = NULL;
@@ -23260,8 +23280,9 @@ CDDP__COLD_END
      Gone     cddp_launch: fork and exec examples/cddprun.c, whose options are its desc.
               PyTorch 1.x's dialect of the store, CDDP_STORE_PROTO, the store's commands for
               queues, barriers and lists of keys. cddp_sgd_desc.separate_mul_add.
-     Mended   Groups: split or destroyed by several threads at once. Buffers that overlap are
-              refused. cddp_send with a handle never blocks; a handle costs little. A rank that
+     Mended   Groups: split or destroyed by several threads at once; messages that are still on
+              their way when their sender leaves. Buffers that overlap are refused. cddp_send with a
+              handle never blocks; a handle costs little. A rank that
               was stopped and goes on after its failure leaves the others' buffers alone.
               Ranks that wait for each other in different groups of a host are CDDP_MISMATCH at
               once; time-outs say where late ranks wait.

@@ -413,6 +413,34 @@ static void test_cycles(void) {
   CHECK(ranks_threads_left(tasks));
 }
 
+/* Messages whose sender has left the group before they were received go when their receiver leaves,
+   too. */
+static int run_unreceived(cddp_group *g, void *arg) {
+  int before = test_failures, maps = 0, i, k, sends = 3;
+  float x[3] = {1, 2, 3}, y[3];
+  cddp_group *s;
+  (void)arg;
+  for (i = 0; i < 60 && test_failures == before; i++) {
+    if (i == 10) maps = count_lines("/proc/self/maps");
+    CHECK_OK(cddp_group_split(g, 0, 0, &s));
+    for (k = 0; k < sends && cddp_rank(g) == 1; k++)
+      CHECK_OK(cddp_send(s, x, 3, CDDP_F32, 0, k, NULL));
+    if (cddp_rank(g) == 1) cddp_destroy(s);
+    CHECK_OK(cddp_barrier(g));
+    for (k = 0; k < sends && cddp_rank(g) == 0; k++) {
+      memset(y, 0, sizeof y);
+      CHECK_OK(cddp_recv(s, y, 3, CDDP_F32, 1, k, NULL));
+      CHECK(memcmp(x, y, sizeof x) == 0);
+    }
+    if (cddp_rank(g) != 1) cddp_destroy(s);
+    CHECK_OK(cddp_barrier(g));
+  }
+  CHECK(count_lines("/proc/self/maps") < maps + 20);
+  return test_failures != before;
+}
+
+static void test_unreceived(void) { CHECK_OK(ranks_run(run_unreceived, NULL, 3, false)); }
+
 /* A group for each run of threads, over and over. */
 static int run_nothing(cddp_group *g, void *arg) {
   (void)arg;
@@ -565,6 +593,7 @@ int main(void) {
   RUN(test_broken_child);
   RUN(test_left_behind);
   RUN(test_cycles);
+  RUN(test_unreceived);
   RUN(test_splitters);
   RUN(test_many_runs);
   RUN(test_huge_pages);
