@@ -17892,12 +17892,7 @@ static void cddp__inherit(cddp_ddp *d, const cddp__inherited *from, const float 
    update is the rank's own: if it dies there, so do its weights, and the others have theirs.
    A rank that has destroyed the model, or failed, listens no more, and is gone likewise. */
 
-/* Who would join a model: its report waits for the next meeting. */
-typedef struct cddp__crew_knock {
-  cddp__link *link;
-  cddp__message *report;
-} cddp__crew_knock;
-#define CDDP__CREW_KNOCKS 64 /* at a time; others ask again */
+#define CDDP__CREW_KNOCKS 64 /* ranks that would join at a time; others ask again */
 
 /* Owner: the thread that trains. */
 struct cddp__crew {
@@ -17914,9 +17909,9 @@ struct cddp__crew {
   char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
   cddp__buffer own, rows;       /* rows of the shards in ddp.kept; of all those of that reduction */
   int slots;                    /* in area */
-  cddp__link **links;           /* [shards] while ranks meet: to who reported, or to the leader */
-  cddp__crew_knock knocks[CDDP__CREW_KNOCKS];
-  int knock_count;
+  cddp__link **links;           /* [shards + knocks] while ranks meet: to who reported, or to the */
+  cddp__message **reports;      /* leader; likewise what the members said, and behind these who */
+  int knock_count;              /* would join, and waits for the next meeting */
   void *blocks[2];              /* for control blocks of the next groups; NULL: none */
   cddp__ref block_refs[2];      /* the same, for the others of this host */
   int attempts;                 /* groups since the last reduction */
@@ -17937,29 +17932,30 @@ typedef struct cddp__crew_report {
   cddp__ref blocks[2]; /* memory for control blocks, which its host's lowest rank provides */
 } cddp__crew_report;
 
-static void cddp__crew_hang_up(cddp__crew *c, int shards) {
+static void cddp__crew_drop(cddp__crew *c, int p) {
+  cddp__link_free(c->net, c->links[p]);
+  cddp__free(&c->net->allocator, c->reports[p]);
+  c->links[p] = NULL;
+  c->reports[p] = NULL;
+}
+
+static void cddp__crew_hang_up(cddp_ddp *d) {
   int p;
-  for (p = 0; p < shards; p++) {
-    cddp__link_free(c->net, c->links[p]);
-    c->links[p] = NULL;
-  }
+  for (p = 0; p < d->shards; p++) cddp__crew_drop(d->crew, p);
 }
 
 /* Ends the connections of who would join: they ask again. */
-static void cddp__crew_dismiss(cddp__crew *c) {
-  while (c->knock_count > 0) {
-    cddp__crew_knock *k = &c->knocks[--c->knock_count];
-    cddp__link_free(c->net, k->link);
-    cddp__free(&c->net->allocator, k->report);
-  }
+static void cddp__crew_dismiss(cddp_ddp *d) {
+  while (d->crew->knock_count > 0)
+    cddp__crew_drop(d->crew, d->shards + --d->crew->knock_count);
 }
 
 /* The others see that this rank is gone, and nobody joins through it. */
 static void cddp__crew_hide(cddp_ddp *d) {
   cddp__net *n = d->crew->net;
   cddp__host *h = d->group->host;
-  cddp__crew_hang_up(d->crew, d->shards);
-  cddp__crew_dismiss(d->crew);
+  cddp__crew_hang_up(d);
+  cddp__crew_dismiss(d);
   cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->door_port);
   pthread_mutex_lock(&n->lock);
@@ -18263,36 +18259,33 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
   (void)!poll(fds, (nfds_t)count, 5);
 }
 
-/* Keeps or drops a whole report and its connection; a member's (reports NULL: none is due) or one
-   of who would join. Who joins may be a member without knowing it, if a leader has died. */
-static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m,
-                            cddp__message **reports) {
+/* Keeps or drops a whole report and its connection; a member's (if they meet) or one of who would
+   join. Who joins may be a member without knowing it, if a leader has died. */
+static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool meeting) {
   cddp__crew *c = d->crew;
   cddp__crew_member *self = &((cddp__crew_report *)(void *)(m + 1))->self;
   bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
-  int p = 0;
+  int p = 0, k;
   while (sound && p < d->shards && c->members[p].life != self->life) p++;
   l->next = NULL;
-  if (sound && p < d->shards && reports != NULL) {
+  if (sound && p < d->shards && meeting) {
     *self = c->members[p];
-    cddp__link_free(c->net, c->links[p]);
-    cddp__free(&c->net->allocator, reports[p]);
-    reports[p] = m;
-    c->links[p] = l;
+    cddp__crew_drop(c, p);
   } else if (sound && cddp__report_in(m)->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
-    for (p = 0; p < c->knock_count; p++) /* it may have called before */
-      if (cddp__report_in(c->knocks[p].report)->self.life == self->life)
-        cddp__link_end(c->knocks[p].link, 0);
-    c->knocks[c->knock_count].link = l;
-    c->knocks[c->knock_count++].report = m;
+    p = d->shards + c->knock_count++;
+    for (k = d->shards; k < p; k++) /* it may have called before */
+      if (cddp__report_in(c->reports[k])->self.life == self->life) cddp__link_end(c->links[k], 0);
   } else {
     cddp__free(&c->net->allocator, m);
     cddp__link_free(c->net, l);
+    return;
   }
+  c->links[p] = l;
+  c->reports[p] = m;
 }
 
-/* Takes in who calls this rank, and what they report; without reports only who would join. */
-static void cddp__crew_listen(cddp_ddp *d, cddp__message **reports) {
+/* Takes in who calls this rank, and what they report; but in a meeting only who would join. */
+static void cddp__crew_listen(cddp_ddp *d, bool meeting) {
   cddp__crew *c = d->crew;
   cddp__net *n = c->net;
   cddp__link **at, *l;
@@ -18301,14 +18294,14 @@ static void cddp__crew_listen(cddp_ddp *d, cddp__message **reports) {
   pthread_mutex_lock(&n->lock);
   for (at = &n->callers; (l = *at) != NULL;) {
     bool called = cddp__link_is_for(l, c->members[c->me].life);
-    m = called && (reports != NULL || l->peer == d->shards)
+    m = called && (meeting || l->peer == d->shards)
             ? cddp__link_receive(n, l, cddp__report_bytes(d)) : NULL;
     if (m == NULL && l->state != CDDP__LINK_DEAD) {
       at = &l->next;
       continue;
     }
     *at = l->next;
-    if (m != NULL) cddp__crew_hear(d, l, m, reports);
+    if (m != NULL) cddp__crew_hear(d, l, m, meeting);
     else cddp__link_free(n, l);
   }
   pthread_mutex_unlock(&n->lock);
@@ -18333,13 +18326,14 @@ static void cddp__crew_serve(cddp_ddp *d) {
 }
 
 /* The lowest rank: waits until each member has reported or is gone. */
-static cddp_result cddp__crew_await_all(cddp_ddp *d, cddp__link **links, cddp__message **reports,
-                                        double deadline, int *came) {
+static cddp_result cddp__crew_await_all(cddp_ddp *d, double deadline, int *came) {
   cddp__crew *c = d->crew;
+  cddp__link **links = c->links;
+  cddp__message **reports = c->reports;
   int waiting = 1, late = -1, p;
   while (waiting > 0) {
     cddp__crew_serve(d);
-    cddp__crew_listen(d, reports);
+    cddp__crew_listen(d, true);
     for (p = waiting = 0, *came = 1; p < d->shards; p++) {
       if (p == c->me || c->members[p].life == 0) continue;
       if (links[p] == NULL) {
@@ -18397,38 +18391,41 @@ static cddp_result cddp__crew_place(const cddp_ddp *d, const cddp__crew_member *
 }
 
 /* Who would join becomes a member, with a report among the others', or is told why not. */
-static void cddp__crew_admit(cddp_ddp *d, cddp__message **reports) {
+static void cddp__crew_admit(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  int i, place;
-  for (i = 0; i < c->knock_count; i++) {
-    cddp__crew_knock *k = &c->knocks[i];
-    cddp__crew_report *report = (cddp__crew_report *)(void *)(k->report + 1);
+  int k, place;
+  for (k = d->shards; k < d->shards + c->knock_count; k++) {
+    cddp__link *l = c->links[k];
+    cddp__crew_report *report = (cddp__crew_report *)(void *)(c->reports[k] + 1);
     cddp_result r = cddp__crew_place(d, &report->self, &place);
     CDDP__POINT("elastic place");
-    cddp__free(&c->net->allocator, cddp__link_receive(c->net, k->link, 0)); /* its end shows */
-    if (r != CDDP_OK || k->link->state == CDDP__LINK_DEAD) {
-      (void)cddp__link_post(k->link, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
+    cddp__free(&c->net->allocator, cddp__link_receive(c->net, l, 0)); /* its end shows */
+    if (r == CDDP_OK && l->state != CDDP__LINK_DEAD) {
+      report->self.place = place;
+      report->self.host = d->shards + place; /* it shares no memory with the others */
+      report->self.since = c->generation + 1;
+      cddp__crew_enter(c, place, &report->self);
+      cddp__crew_drop(c, place); /* of who is lost since this meeting began */
+      c->reports[place] = c->reports[k];
+      c->links[place] = l;
+    } else {
+      (void)cddp__link_post(l, CDDP__FRAME_MESSAGE, (uint32_t)r, cddp__error_text,
                             strlen(cddp__error_text) + 1);
-      cddp__link_flush(c->net, k->link);
-      cddp__link_leave(c->net, k->link);
-      cddp__free(&c->net->allocator, k->report);
-      continue;
+      cddp__link_flush(c->net, l);
+      cddp__link_leave(c->net, l);
+      cddp__free(&c->net->allocator, c->reports[k]);
     }
-    report->self.place = place;
-    report->self.host = d->shards + place; /* it shares no memory with the others */
-    report->self.since = c->generation + 1;
-    cddp__crew_enter(c, place, &report->self);
-    reports[place] = k->report;
-    cddp__link_free(c->net, c->links[place]); /* of who is lost since this meeting began */
-    c->links[place] = k->link;
+    c->reports[k] = NULL;
+    c->links[k] = NULL;
   }
   c->knock_count = 0;
 }
 
 /* All reports, as one message, to all that have come. */
-static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__link **links, cddp__message **reports,
-                                     cddp__message **table) {
+static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__message **table) {
   cddp__net *n = d->crew->net;
+  cddp__link **links = d->crew->links;
+  cddp__message **reports = d->crew->reports;
   size_t bytes = cddp__report_bytes(d), total = 0;
   double deadline = cddp__now() + CDDP__UNANSWERED_S;
   cddp_result r = CDDP_OK;
@@ -18464,27 +18461,23 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__link **links, cddp__mess
 static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double deadline,
                                    cddp__message **table) {
   cddp__crew *c = d->crew;
-  const cddp_allocator *a = &c->net->allocator;
-  cddp__message **reports = (cddp__message **)cddp__calloc(a, (size_t)d->shards, sizeof *reports);
   cddp_result r;
   int came, p;
-  if (reports == NULL) return CDDP_OUT_OF_MEMORY;
-  reports[c->me] = mine;
-  r = cddp__crew_await_all(d, c->links, reports, deadline, &came);
+  c->reports[c->me] = mine;
+  r = cddp__crew_await_all(d, deadline, &came);
   if (r == CDDP_OK && c->silent >= 0 && 2 * came <= c->count) /* others may be the half */
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot go on without the "
                    "others, which may have gone on: more than half must be there",
                    cddp__crew_name(c, c->silent).s, came, c->count);
-  if (r == CDDP_OK) cddp__crew_admit(d, reports);
-  if (r == CDDP_OK) r = cddp__crew_answer(d, c->links, reports, table);
-  reports[c->me] = NULL;
-  for (p = 0; p < d->shards; p++) {
-    if (reports[p] == NULL) cddp__link_free(c->net, c->links[p]);
-    if (reports[p] == NULL) c->links[p] = NULL;
-    cddp__free(a, reports[p]);
+  if (r == CDDP_OK) cddp__crew_admit(d);
+  if (r == CDDP_OK) r = cddp__crew_answer(d, table);
+  c->reports[c->me] = NULL;
+  for (p = 0; p < d->shards; p++) { /* the others' connections stay, for cddp__crew_go */
+    if (c->reports[p] == NULL) cddp__crew_drop(c, p);
+    cddp__free(&c->net->allocator, c->reports[p]);
+    c->reports[p] = NULL;
   }
-  cddp__free(a, reports);
   return r;
 }
 
@@ -18562,7 +18555,7 @@ static cddp_result cddp__crew_go(cddp_ddp *d) {
       cddp__link_flush(c->net, c->links[p]);
     }
   }
-  cddp__crew_hang_up(c, d->shards);
+  cddp__crew_hang_up(d);
   if (r != CDDP_OK) return r;
   return lost ? cddp__fail(CDDP_PEER_LOST, "a rank was lost while ranks met again") : CDDP_OK;
 }
@@ -18803,7 +18796,6 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   const cddp__crew_report *from = NULL;
   cddp__message *table = NULL;
-  char text[CDDP__ERROR_MAX];
   cddp_result r;
   int i;
   if (++c->attempts > 4 * d->shards + 16) /* that is no loss any more */
@@ -18811,15 +18803,12 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
                       " and could not complete it", c->attempts - 1, d->steps);
   cddp__crew_leave(d);
   if ((r = cddp__crew_gather(d, &table)) == CDDP_OK) from = cddp__crew_take(d, table);
-  if (r == CDDP_PEER_LOST) {
-    memcpy(text, cddp__error_text, sizeof text);
-    r = cddp__fail(CDDP_ABORTED, "%s", text);
-  }
+  if (r == CDDP_PEER_LOST) r = CDDP_ABORTED;
   CDDP__POINT("elastic table");
   if (r == CDDP_OK && from == NULL) { /* nobody has the model: there may be others than those */
     for (i = 0; i < d->shards; i++) c->members[i].life = 0;
     c->me = c->net->rank = d->shards;
-    cddp__crew_hang_up(c, d->shards);
+    cddp__crew_hang_up(d);
     r = CDDP_PEER_LOST;
   }
   if (r == CDDP_OK) r = cddp__crew_group(d, table, 0, &d->control);
@@ -18864,8 +18853,8 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
       d->held = i;
       return CDDP_OK;
     }
-    cddp__crew_listen(d, NULL);
-    if (cddp__crew_lowest(d) != c->me) cddp__crew_dismiss(c);
+    cddp__crew_listen(d, false);
+    if (cddp__crew_lowest(d) != c->me) cddp__crew_dismiss(d);
     if (c->knock_count > 0 && c->attempts == 0) r = CDDP_PEER_LOST; /* lets them in, once a step */
     else r = cddp__crew_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__crew_regroup(d);
@@ -18986,16 +18975,17 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
 static cddp_result cddp__crew_new(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
-  size_t n = (size_t)d->shards;
+  size_t n = (size_t)d->shards, links = n + CDDP__CREW_KNOCKS;
   const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
-                n * (sizeof *c->members + sizeof *c->links + 4 * sizeof(int)));
+                n * (sizeof *c->members + 4 * sizeof(int)) + 2 * links * sizeof(void *));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   d->crew = c;
   c->members = (cddp__crew_member *)(void *)(c + 1);
   c->links = (cddp__link **)(void *)(c->members + n + 1);
-  c->order = (int *)(void *)(c->links + n);
+  c->reports = (cddp__message **)(void *)(c->links + links);
+  c->order = (int *)(void *)(c->reports + links);
   c->owner = c->order + n;
   c->mine_planned = c->owner + n; /* [2 n] */
   c->own.allocator = c->rows.allocator = a;
@@ -19046,7 +19036,6 @@ static cddp_result cddp__crew_create(cddp_ddp *d) {
 static cddp_result cddp__crew_join(cddp_ddp *d) {
   const cddp__crew_hello *lead = &d->group->host->door->table.lead;
   cddp__crew_member self;
-  char text[CDDP__ERROR_MAX];
   cddp_result r = cddp__join_compare(d, &lead->whole, lead->model);
   if (r == CDDP_OK) r = cddp__crew_new(d);
   if (r == CDDP_OK) r = cddp__crew_self(d, &self);
@@ -19055,10 +19044,7 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
   d->crew->net->host = self.host;
   do r = cddp__crew_regroup(d);
   while (r == CDDP_PEER_LOST);
-  if (r == CDDP_ABORTED) { /* what the others fail of is none of this rank's affair */
-    memcpy(text, cddp__error_text, sizeof text);
-    r = cddp__fail(CDDP_PEER_LOST, "%s", text);
-  }
+  if (r == CDDP_ABORTED) r = CDDP_PEER_LOST; /* what the others fail of is not this rank's affair */
   if (r == CDDP_OK) cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return r;
 }
@@ -19289,26 +19275,19 @@ static uint64_t cddp__process_born(uint32_t pid) {
 /* Where things lie behind the board (NULL: it is not there yet); returns its bytes. */
 static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp__elastic *e) {
   size_t page = d->state_room < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
-  size_t members = cddp__round_up(sizeof(cddp__board), CDDP__CACHE_LINE);
-  size_t shards = members + (size_t)d->shards * sizeof *e->members;
-  size_t first = shards + (size_t)d->shards * sizeof *e->shards;
-  size_t rows = first + (size_t)parts * sizeof *e->parts;
-  size_t squares = cddp__round_up(rows + 2 * (size_t)d->shards * sizeof *e->rows, 16);
-  size_t flags = squares + d->pieces * sizeof *e->squares;
-  size_t counts = cddp__round_up(flags + (size_t)d->count, sizeof *e->counts);
-  size_t areas = cddp__round_up(counts + (size_t)d->count * sizeof *e->counts, page);
-  if (board != NULL) {
-    e->board = (cddp__board *)(void *)board;
-    e->members = (cddp__elastic_member *)(void *)(board + members);
-    e->shards = (cddp__atomic_u64 *)(void *)(board + shards);
-    e->parts = (cddp__elastic_part *)(void *)(board + first);
-    e->rows = (cddp__elastic_room *)(void *)(board + rows);
-    e->squares = (double *)(void *)(board + squares);
-    e->in_area = (unsigned char *)board + flags;
-    e->counts = (float *)(void *)(board + counts);
-    e->areas = board + areas;
-  }
-  return areas + CDDP__AREAS * d->state_room;
+  size_t n = (size_t)d->shards, params = (size_t)d->count, at = 0;
+  e->board = (cddp__board *)cddp__carve(board, &at, 1, sizeof *e->board);
+  at = cddp__round_up(at, CDDP__CACHE_LINE);
+  e->members = (cddp__elastic_member *)cddp__carve(board, &at, n, sizeof *e->members);
+  e->shards = (cddp__atomic_u64 *)cddp__carve(board, &at, n, sizeof *e->shards);
+  e->parts = (cddp__elastic_part *)cddp__carve(board, &at, (size_t)parts, sizeof *e->parts);
+  e->rows = (cddp__elastic_room *)cddp__carve(board, &at, 2 * n, sizeof *e->rows);
+  e->squares = (double *)cddp__carve(board, &at, d->pieces, sizeof *e->squares);
+  e->in_area = (unsigned char *)cddp__carve(board, &at, params, 1);
+  e->counts = (float *)cddp__carve(board, &at, params, sizeof *e->counts);
+  at = cddp__round_up(at, page);
+  e->areas = (char *)cddp__carve(board, &at, CDDP__AREAS, d->state_room);
+  return at;
 }
 
 static char *cddp__area(const cddp_ddp *d, int area, size_t at) {
