@@ -16354,11 +16354,12 @@ static cddp_result cddp__share_gather(cddp__share *h) {
 static void cddp__share_leave(cddp__share *h) {
   cddp_ddp *d = h->ddp;
   cddp_optim *o = h->optim;
-  bool lost = d->elastic != NULL || cddp__has_cause(&d->failure) ||
+  bool lost = d->desc.elastic || cddp__has_cause(&d->failure) ||
               cddp__unshare_states(d, o) != CDDP_OK;
   if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
   if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
-  cddp__arena_free_with(d->group->host, h->mine, d->control->block); /* others may still copy */
+  if (h->mine != NULL) /* others may still copy */
+    cddp__arena_free_with(d->group->host, h->mine, d->control->block);
   h->mine = NULL;
   cddp__share_free(o);
 }
@@ -17903,7 +17904,7 @@ struct cddp__crew {
   int count, *order;            /* [shards] members of the group; their places, in order of ranks */
   uint64_t generation;          /* of the group: how many there have been */
   uint64_t step;                /* waits and steps since creation */
-  uint64_t done, furthest;      /* reductions; of any member, as of the last table */
+  uint64_t done;                /* reductions */
   int *owner;                   /* [shards] who does each in the group */
   int *mine_planned;            /* [2 * shards] scratch */
   char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
@@ -18520,44 +18521,42 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
   return r;
 }
 
+/* Whether that member says go; it may be gone, or late. */
+static bool cddp__crew_hears_go(cddp__crew *c, int place, double deadline) {
+  cddp__link *l = c->links[place];
+  cddp__message *m = NULL;
+  bool go;
+  while (l != NULL && (m = cddp__link_receive(c->net, l, 1)) == NULL) {
+    (void)cddp__crew_gone(l);
+    if (cddp__now() > deadline) cddp__link_end(l, ETIMEDOUT);
+    if (l->state == CDDP__LINK_DEAD) break;
+    cddp__crew_nap(-1, &l, 1);
+  }
+  go = m != NULL && m->head.size == 1 && *(const char *)(m + 1) == 'g';
+  cddp__free(&c->net->allocator, m);
+  return go;
+}
+
 /* What a table is good for begins when all have it, and the groups: each tells the lowest so, which
    then says go, or again, if one was lost meanwhile (CDDP_PEER_LOST). */
 static cddp_result cddp__crew_go(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  bool leads = c->leader == c->me, lost = false;
+  bool leads = c->leader == c->me, all = true;
   double deadline = cddp__now() + d->group->timeout_s;
   cddp_result r = CDDP_OK;
-  char go = 'g';
-  int pass, k, p;
-  for (pass = 0; pass < 2 && r == CDDP_OK; pass++) {
-    if ((pass == 0) == leads) { /* hears each of them */
-      for (k = 0; k < (leads ? c->count : 1); k++) {
-        cddp__link *l = c->links[leads ? c->order[k] : c->leader];
-        cddp__message *m = NULL;
-        if (leads && c->order[k] == c->me) continue;
-        while (l != NULL && (m = cddp__link_receive(c->net, l, 1)) == NULL) {
-          (void)cddp__crew_gone(l);
-          if (cddp__now() > deadline) cddp__link_end(l, ETIMEDOUT);
-          if (l->state == CDDP__LINK_DEAD) break;
-          cddp__crew_nap(-1, &l, 1);
-        }
-        lost = lost || m == NULL || m->head.size != 1 || *(const char *)(m + 1) != 'g';
-        cddp__free(&c->net->allocator, m);
-      }
-      continue;
-    }
-    if (lost) go = 'a';
-    for (p = 0; p < d->shards; p++) {
-      if (c->links[p] == NULL) continue;
-      r = cddp__link_post(c->links[p], CDDP__FRAME_MESSAGE, 0, &go, 1);
-      if (r != CDDP_OK) break;
-      CDDP__POINT("elastic go");
-      cddp__link_flush(c->net, c->links[p]);
-    }
+  int p;
+  for (p = 0; leads && p < c->count; p++)
+    if (c->order[p] != c->me && !cddp__crew_hears_go(c, c->order[p], deadline)) all = false;
+  for (p = 0; r == CDDP_OK && p < d->shards; p++) { /* members have one connection, to the leader */
+    if (c->links[p] == NULL) continue;
+    r = cddp__link_post(c->links[p], CDDP__FRAME_MESSAGE, 0, all ? "g" : "a", 1);
+    CDDP__POINT("elastic go");
+    cddp__link_flush(c->net, c->links[p]);
   }
+  if (r == CDDP_OK && !leads) all = cddp__crew_hears_go(c, c->leader, deadline);
   cddp__crew_hang_up(d);
-  if (r != CDDP_OK) return r;
-  return lost ? cddp__fail(CDDP_PEER_LOST, "a rank was lost while ranks met again") : CDDP_OK;
+  if (r != CDDP_OK || all) return r;
+  return cddp__fail(CDDP_PEER_LOST, "a rank was lost while ranks met again");
 }
 
 /* Asks the ranks of this host, and those at MASTER_ADDR, who leads the model that this rank would
@@ -18673,12 +18672,11 @@ static void cddp__crew_leave(cddp_ddp *d) { /* both groups, for good; keeps the 
 static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message *table) {
   cddp__crew *c = d->crew;
   const cddp__crew_report *from = NULL, *report;
-  uint64_t life = c->members[c->me].life;
+  uint64_t life = c->members[c->me].life, furthest;
   const unsigned char *sums;
   bool listed;
   int k, i, p, left = 0, dealt = 0;
   c->count = (int)(table->head.size / cddp__report_bytes(d));
-  c->furthest = 0;
   for (k = 0; k < c->count; k++) {
     report = cddp__report_at(d, table, k);
     p = c->order[k] = report->self.place;
@@ -18687,20 +18685,20 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
     c->generation = cddp__max(c->generation, report->generation + 1);
     if (report->empty != 0 || (from != NULL && report->done <= from->done)) continue;
     from = report;
-    c->furthest = report->done;
   }
   c->net->host = c->members[c->me].host;
   for (p = 0; p < d->shards; p++) {
     for (k = 0, listed = false; k < c->count; k++) listed = listed || c->order[k] == p;
     if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
   }
-  if (c->done < c->furthest) cddp__crew_forget(d); /* a step whose mean others have */
+  furthest = from != NULL ? from->done : 0;
+  if (c->done < furthest) cddp__crew_forget(d); /* a step whose mean others have */
   for (i = 0; i < d->shards; i++) {
     c->owner[i] = -1;
     for (k = 0; k < c->count; k++) {
       report = cddp__report_at(d, table, k);
       sums = (const unsigned char *)((const float *)(report + 1) + d->count);
-      if (report->done == c->furthest && sums[i] != 0) c->owner[i] = k;
+      if (report->done == furthest && sums[i] != 0) c->owner[i] = k;
     }
     left += c->owner[i] < 0;
   }
@@ -18764,7 +18762,7 @@ static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
   for (k = 0; k < c->count; k++) {
     const cddp__crew_report *report = cddp__report_at(d, table, k);
     if (report == from) source = k;
-    behind = behind || (report->empty == 0 && report->done < c->furthest);
+    behind = behind || (report->empty == 0 && report->done < from->done);
     joins = joins || report->empty != 0;
   }
   if (behind && d->dense > 0) {
@@ -18774,7 +18772,7 @@ static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
   }
   if (r == CDDP_OK && joins) r = cddp__crew_welcome(d, from, source);
   if (r == CDDP_OK && behind) r = cddp__crew_await(d);
-  if (r == CDDP_OK) c->done = c->furthest;
+  if (r == CDDP_OK) c->done = from->done;
   return r;
 }
 
@@ -19101,7 +19099,7 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
 
 /* shared: what a member calls in the update of a step. */
 typedef struct cddp__elastic_call {
-  uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT; _JOIN: it joins, and has called nothing */
+  uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT */
   uint32_t fp_mode; /* cddp__fp_mode */
   uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
   uint64_t steps;   /* cddp_ddp_steps before it */
@@ -19183,7 +19181,7 @@ struct cddp__elastic {
   int me;                        /* this rank's member */
   uint64_t step;                 /* in which this rank is */
   bool begun;                    /* it knows the deal of this step */
-  int arena;                     /* CDDP__ARENA_* */
+  bool spent;                    /* the shard in its arena has been added to others */
   int slots_used;                /* slots with memory of their own */
   uint32_t areas_used;           /* bits: the areas that this rank has used */
   uint32_t seen;                 /* board.changes when its wait began */
@@ -19191,12 +19189,6 @@ struct cddp__elastic {
   cddp_group *group;             /* of the living; NULL: not asked for yet */
   uint64_t grouped;              /* identity of its members */
 };
-enum {
-  CDDP__ARENA_CLEAR, /* zero, or as the last wait has left it */
-  CDDP__ARENA_NODE,  /* a shard is in it */
-  CDDP__ARENA_SPENT  /* has been added to others */
-};
-
 #define CDDP__ELASTIC_LOOK_S 0.01 /* between looks after the other members */
 #define CDDP__ELASTIC_PART ((size_t)32 << 10) /* bytes of a part, if there are not too many */
 #define CDDP__ELASTIC_PARTS 256
@@ -19768,7 +19760,7 @@ static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
   int count = cddp__table_count(e, e->me, e->step, &word);
   const cddp__shard_node *nodes = cddp__table(d, e->kit, word);
   int n = cddp__join_nodes(nodes, count, shard, d->shards, slots, widths, &node, &low, &high);
-  bool kept = e->arena == CDDP__ARENA_NODE; /* as a node, which now goes to a slot */
+  bool kept = cddp__nodes_have(nodes, count, shard); /* as a node, which now goes to a slot */
   if (kept) {
     for (low = 0; nodes[low].first != shard; low++) {}
     high = low + 1;
@@ -19787,7 +19779,7 @@ static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
     cddp__merge_nodes(d, node.slot, slots, widths, n, more && !kept);
     if (more) cddp__clear_own(d);
   }
-  e->arena = more ? CDDP__ARENA_CLEAR : n > 1 ? CDDP__ARENA_SPENT : CDDP__ARENA_NODE;
+  e->spent = n > 1 && !more;
   cddp__put_nodes(d, &node, low, high);
   if (kept) memset(d->arena, 0, d->bytes); /* not before: the table had it there */
 }
@@ -19827,23 +19819,22 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
   cddp__elastic *e = d->elastic;
   uint64_t word = cddp__load64(&e->shards[shard]), table;
   const cddp__shard_node *nodes;
-  int i;
+  int i = 0, count;
   if (cddp__unit_state(word, e->step) != CDDP__UNIT_FREE) return false;
   CDDP__POINT("elastic take");
   if (!cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, 0)))
     return false;
   CDDP__POINT("elastic taken");
   d->held = shard;
-  if (e->arena == CDDP__ARENA_NODE) { /* one without a slot */
-    (void)cddp__table_count(e, e->me, e->step, &table);
-    nodes = cddp__table(d, e->kit, table);
-    for (i = 0; nodes[i].slot >= 0; i++) {}
-    cddp__keep_shard(d, nodes[i].first, true);
-  } else if (e->arena == CDDP__ARENA_SPENT) {
+  count = cddp__table_count(e, e->me, e->step, &table);
+  nodes = cddp__table(d, e->kit, table);
+  while (i < count && nodes[i].slot >= 0) i++;
+  if (i < count) cddp__keep_shard(d, nodes[i].first, true); /* the one that is in the arena */
+  if (e->spent) {
     memset(d->arena, 0, d->bytes);
     cddp__clear_own(d);
-    e->arena = CDDP__ARENA_CLEAR;
   }
+  e->spent = false;
   return true;
 }
 
@@ -19874,18 +19865,13 @@ static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
                     d->group->timeout_s, d->steps, text, update ? " the update" : "");
 }
 
-/* What a rank that has joined in the step before waits for, if there is one: weights and states as
-   they are now. All that begin a step write the same there. */
+/* What a rank that has joined in the step before waits for, if this step is dealt to one: weights
+   and states as they are now. All that begin a step write the same there. */
 static void cddp__publish_model(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  int last = (int)(e->step - 1) & 1, m, i;
-  if (e->step == 0 || cddp__load64(&e->board->published) >= e->step) return;
-  for (m = 0; m < d->shards; m++)
-    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
-        e->members[m].calls[last].kind == CDDP__KIND_DDP_JOIN &&
-        cddp__load64(&e->members[m].at) == 2 * e->step - 1)
-      break;
-  if (m == d->shards) return;
+  int m = 0, i;
+  while (m < d->shards && cddp__load64(&e->members[m].since) != e->step) m++;
+  if (m == d->shards || cddp__load64(&e->board->published) >= e->step) return;
   for (i = 0; i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     cddp__copy(cddp__area(d, CDDP__AREA_JOIN, t->offset), d->params[i].data, t->bytes);
@@ -20291,7 +20277,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   if (r != CDDP_OK) return r;
   e->step++;
   e->begun = false;
-  e->arena = CDDP__ARENA_CLEAR;
+  e->spent = false;
   return CDDP_OK;
 }
 
@@ -20463,7 +20449,6 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
   int k = 0;
   while (r == CDDP_OK) {
     uint64_t step = cddp__load64(&e->board->step);
-    mine->calls[step & 1].kind = CDDP__KIND_DDP_JOIN;
     cddp__store64(&mine->since, UINT64_MAX); /* before `at`: it does not do this step */
     cddp__store64(&mine->at, 2 * step + 1);
     cddp__store64(&mine->state, cddp__member_state(CDDP__MEMBER_LIVE, mine->life.v));

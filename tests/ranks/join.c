@@ -464,7 +464,7 @@ typedef struct half_model {
 typedef struct half_kind {
   bool joins, fused;
   bool other; /* who joins has another optimizer than the job, and leaves */
-  bool loads; /* in place of a change by hand all load a checkpoint without masters */
+  bool loads; /* in place of a change by hand all load a checkpoint without masters before a step */
 } half_kind;
 
 static void half_params(cddp_param *p) {
@@ -573,8 +573,7 @@ static cddp_result half_step(half_model *m, const half_kind *kind) {
   r = kind->fused ? cddp_ddp_step(m->ddp, m->optim) : cddp_ddp_wait(m->ddp);
   if (r == CDDP_OK && !kind->fused) r = cddp_optim_step(m->optim);
   if (r == CDDP_OK && !kind->fused) r = cddp_optim_zero_grad(m->optim);
-  if (r != CDDP_OK) return r;
-  if (kind->loads) return half_load(m, NULL);
+  if (r != CDDP_OK || kind->loads) return r;
   for (i = 0; i < HALF_COUNT; i++)
     ranks_store(CDDP_BF16, m->p[1].data, i, times * ranks_load(CDDP_BF16, m->p[1].data, i));
   return cddp_optim_write_copies(m->optim);
@@ -598,7 +597,8 @@ static int half_life(int rank, void *arg) {
   }
   if (r == CDDP_OK && !kind->joins) bump(&shared->running);
   while (r == CDDP_OK && say[0] == 0) {
-    if ((r = half_step(&m, kind)) != CDDP_OK) break;
+    if (kind->loads && (counted || !kind->joins)) r = half_load(&m, NULL);
+    if (r != CDDP_OK || (r = half_step(&m, kind)) != CDDP_OK) break;
     hash = half_hash(&m);
     say[0] = (float)look(&shared->stop);
     say[1] = (float)(hash >> 44);
@@ -619,6 +619,10 @@ static int half_life(int rank, void *arg) {
     CHECK_OK(half_step(&m, kind));
   }
 leave:
+  if (kind->loads) { /* the optimizer outlives the model */
+    cddp_ddp_destroy(m.ddp);
+    m.ddp = NULL;
+  }
   cddp_optim_destroy(m.optim);
   cddp_ddp_destroy(m.ddp);
   for (k = 1; m.g != NULL && k < HALVES; k++) cddp_free(m.g, m.p[k].data);
