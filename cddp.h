@@ -2015,7 +2015,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__share *shares;
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
   struct cddp__sparse **sparse_room; /* [count] memory of sparse */
-  struct cddp__row_list *lists; /* [shards] scratch of merging */
+  struct cddp__row_list *lists; /* [shards] what is merged */
   int *active;      /* [active_count] ranks that have not joined, as of the last meeting */
   int active_count;
   int present;     /* active_count of the last completed step */
@@ -17854,8 +17854,8 @@ static void cddp__inherit(cddp_ddp *d, const cddp__inherited *from, const float 
    Elastic models whose ranks do not all see each other's memory: several hosts, or GPUs.
    Job: shards, losses and steps by messages. Owns: cddp__crew, with a listening socket of its own;
    of a cddp_ddp control and comm, which are made anew after a loss. Touches: of a cddp_ddp what
-   >>ddp does. Entry points: cddp__crew_create, or for a rank that joins _join; _next, _step, _adopt
-   and _free, for the thread that trains.
+   >>ddp does. Entry points: cddp__crew_create, or for a rank that joins _join; _next, _update and
+   _free, for the thread that trains.
    Works as follows: each rank has all weights and all states, and takes the whole update itself.
    What a step comes to depends on its number, the weights and the S shards alone, so a rank may do
    any of it again. A rank adds up the gradients of its shards to nodes of the canonical tree, in
@@ -18111,15 +18111,14 @@ static cddp_result cddp__crew_await(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* The rows of all shards to all members; each member's are at most `each` bytes. They come side by
-   side, and then move together. */
+/* The rows of all shards to all members, for cddp__merge_lists; each member's are at most `each`
+   bytes. */
 static cddp_result cddp__crew_gather_rows(cddp_ddp *d, size_t each) {
   cddp__crew *c = d->crew;
   cddp__buffer *rows = &c->rows, *own = &c->own;
   cddp__crew_packet head;
-  unsigned char *from;
+  char *from;
   cddp_result r;
-  size_t n;
   int k, i;
   cddp__buffer_clear(rows, SIZE_MAX);
   if (!cddp__buffer_reserve(own, each - cddp__buffer_size(own)) ||
@@ -18127,14 +18126,12 @@ static cddp_result cddp__crew_gather_rows(cddp_ddp *d, size_t each) {
     return CDDP_OUT_OF_MEMORY;
   r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, own->data, rows->data, each, CDDP_U8, -1);
   for (k = 0; r == CDDP_OK && k < c->count; k++) {
-    from = rows->data + (size_t)k * each;
+    from = (char *)rows->data + (size_t)k * each;
     for (i = 0; i < d->shards; i++) {
       if (c->owner[i] != k) continue;
       memcpy(&head, from, sizeof head);
-      n = sizeof head + (size_t)head.bytes;
-      memmove(rows->data + rows->end, from, n);
-      rows->end += n;
-      from += n;
+      d->lists[head.shard].packet = from + sizeof head;
+      from += sizeof head + (size_t)head.bytes;
     }
   }
   CDDP__POINT("elastic rows gathered");
@@ -18864,14 +18861,7 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
 static cddp_result cddp__crew_fetch(cddp_ddp *d, bool own) {
   void *stream = d->group->stream;
   cddp_result r = d->memory->copy(d->arena, d->crew->mean, d->dense, stream);
-  const cddp__buffer *rows = &d->crew->rows;
-  cddp__crew_packet head;
-  size_t at;
   int i;
-  for (at = 0; at < rows->end; at += sizeof head + (size_t)head.bytes) {
-    memcpy(&head, rows->data + at, sizeof head);
-    d->lists[head.shard].packet = (char *)rows->data + at + sizeof head;
-  }
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__merge_lists(d, d->shards);
   if (r == CDDP_OK && d->sparse != NULL && d->memory->place_rows != NULL)
     r = d->memory->place_rows(d);
@@ -19052,8 +19042,8 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
    host memory.
    Owns: the board, a member's entry, its kit. Touches: of a cddp_ddp what >>ddp does; other
    members' weights and gradients in an update. Entry points: cddp__elastic_create, or for a rank
-   that joins _attach and _enter; _next and _step; cddp_ddp_group; _leave. All are called by the
-   thread that trains.
+   that joins _join; _next, _leave; for >>crew's models too _step, _adopt and cddp_ddp_group. All are
+   called by the thread that trains.
    Works as follows: after creation ranks meet on the board alone, never in rounds, as a group that
    has lost a rank is broken. The board outlives each of them. What is to be done in step t is cut
    into units, shards and then parts of the update. A unit is a word {step, state, owner} that is
