@@ -19042,8 +19042,8 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
    host memory.
    Owns: the board, a member's entry, its kit. Touches: of a cddp_ddp what >>ddp does; other
    members' weights and gradients in an update. Entry points: cddp__elastic_create, or for a rank
-   that joins _join; _next, _leave; for >>crew's models too _step, _adopt and cddp_ddp_group. All are
-   called by the thread that trains.
+   that joins _join; _next, _leave; for >>crew's models too _step, _adopt and cddp_ddp_group. The
+   thread that trains calls all.
    Works as follows: after creation ranks meet on the board alone, never in rounds, as a group that
    has lost a rank is broken. The board outlives each of them. What is to be done in step t is cut
    into units, shards and then parts of the update. A unit is a word {step, state, owner} that is
@@ -20388,14 +20388,17 @@ static cddp_result cddp__check_living(cddp_ddp *d, uint64_t step, int *living) {
   return CDDP_OK;
 }
 
+static cddp_result cddp__join_late(void) {
+  return cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the job has ended before this rank was in it");
+}
+
 /* One look while this rank waits for what those that do that step have to do: they may all be gone,
    and time may be up. */
 static cddp_result cddp__join_wait(cddp_ddp *d, cddp__wait *w, uint64_t step, const char *what) {
   uint32_t seen = cddp__load32(&d->elastic->board->changes);
   int living;
   cddp_result r = cddp__check_living(d, step, &living);
-  if (r == CDDP_OK && living == 0)
-    return cddp__fail(CDDP_PEER_LOST, "CDDP_JOIN: the job has ended before this rank was in it");
+  if (r == CDDP_OK && living == 0) return cddp__join_late();
   if (r == CDDP_OK) r = cddp__elastic_wait(d, w, seen);
   if (r != CDDP_OK || !w->late) return r;
   return cddp__fail(CDDP_TIMEOUT, "CDDP_JOIN: timed out after %g s: %s", d->group->timeout_s, what);
@@ -20488,7 +20491,8 @@ static cddp_result cddp__join_model(cddp_ddp *d) {
    member and has the others' weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__board *board = d->group->host->board;
-  cddp_result r = cddp__join_compare(d, &board->whole, board->model);
+  cddp_result r = board->shards > 0 ? cddp__join_compare(d, &board->whole, board->model)
+                                    : cddp__join_late(); /* its memory has been given back */
   if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board, board->parts);
   if (r == CDDP_OK) r = cddp__take_place(d);
   if (r == CDDP_OK) r = cddp__join_step(d);
