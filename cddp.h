@@ -6182,9 +6182,10 @@ static bool cddp__nodes_have(const cddp__shard_node *nodes, int count, int shard
 }
 
 /* The nodes of one rank once it has all its shards. Returns how many; *slots: how many slots it
-   needs for them meanwhile. A last shard that merges with none needs no slot. */
-static int cddp__plan_nodes(int shards, int ranks, int rank, cddp__shard_node *nodes, int *widths,
-                            int *slots) {
+   needs for them meanwhile. A last shard that merges with none needs no slot, unless they are
+   `apart` from gradients. */
+static int cddp__plan_nodes(int shards, int ranks, int rank, bool apart, cddp__shard_node *nodes,
+                            int *widths, int *slots) {
   int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1];
   int depth = 0, first, count, i, n, low, high;
   cddp__shard_node node;
@@ -6192,7 +6193,7 @@ static int cddp__plan_nodes(int shards, int ranks, int rank, cddp__shard_node *n
   cddp__deal_shards(shards, ranks, rank, &first, &count);
   for (i = first; i < first + count; i++) {
     n = cddp__join_nodes(nodes, depth, i, shards, joined, wide, &node, &low, &high);
-    node.slot = n == 1 && i == first + count - 1 ? -1 : low;
+    node.slot = n == 1 && i == first + count - 1 && !apart ? -1 : low;
     node.rank = rank;
     nodes[low] = node;
     depth = low + 1;
@@ -15812,9 +15813,9 @@ static cddp_result cddp__end_shard(cddp_ddp *d) {
 
 /* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, so that
    each has all nodes of its n elements, takes the mean over the shards, and all gather the means,
-   from `out` on. own: this rank's nodes. */
-static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, const cddp__shard_node *own,
-                                      int count, cddp_dtype dtype, size_t at, size_t n) {
+   from `out` on. */
+static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at,
+                                      size_t n) {
   cddp_dtype wide = cddp__compute_type(dtype);
   size_t ranks = (size_t)d->control->size, part = n * cddp__dtype_size(wide);
   char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *all;
@@ -15825,14 +15826,14 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, const cddp__shard_
   if (ranks > 1) r = d->memory->scratch(d, (size_t)d->most_nodes * ranks * part, &scratch);
   if (r != CDDP_OK) return r;
   for (i = 0, all = (char *)scratch; i < d->most_nodes && ranks > 1; i++, all += ranks * part) {
-    int slot = i < count ? own[i].slot : 0; /* a rank with fewer sends what nobody looks at */
+    int slot = i < d->kept_count ? d->kept[i].slot : 0; /* of fewer nobody looks at the rest */
     d->calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n,
                                   wide, CDDP_SUM, -1);
   }
   if (ranks > 1) r = d->memory->move(d, d->calls, d->most_nodes);
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->node_count; i++)
-    d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, own[i].slot, at)
+    d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, d->kept[i].slot, at)
                                : (char *)scratch + ((size_t)d->nodes[i].slot * ranks +
                                                     (size_t)d->nodes[i].rank) * part;
   if (r == CDDP_OK) r = d->memory->sum(d, mine, n, dtype);
@@ -15840,11 +15841,9 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, const cddp__shard_
 }
 
 /* Where ranks do not see each other's memory: the nodes of all of them, d->nodes, make the mean, in
-   `out`, which is as the arena. own: those of this rank. If the ranks' parts do not divide a dtype
-   `out` is written, and slots are read, behind its end (cddp__gather_slack): the next dtype's means
-   come later. */
-static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out, const cddp__shard_node *own,
-                                      int count) {
+   `out`, which is as the arena. If the ranks' parts do not divide a dtype `out` is written, and
+   slots are read, behind its end (cddp__gather_slack): the next dtype's means come later. */
+static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t ranks = (size_t)d->control->size, at, n, esize;
   size_t most = (d->group->backend != NULL ? CDDP__SHARD_PIECE : CDDP__NODES_PIECE) / ranks;
   cddp__range range;
@@ -15856,19 +15855,11 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out, const cddp__shard_
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * ranks * esize) {
       n = ((range.end - at) / esize + ranks - 1) / ranks;
       n = cddp__round_up(cddp__min(n, most), CDDP__CACHE_LINE / esize);
-      r = cddp__gather_piece(d, out + at, own, count, (cddp_dtype)dtype, at, n);
+      r = cddp__gather_piece(d, out + at, (cddp_dtype)dtype, at, n);
       CDDP__POINT("elastic piece");
     }
   }
   return r;
-}
-
-/* The mean over all shards to the arenas of all ranks. */
-static cddp_result cddp__gather_shards(cddp_ddp *d) {
-  int first = 0, end;
-  while (d->nodes[first].rank != d->group->rank) first++;
-  for (end = first; end < d->node_count && d->nodes[end].rank == d->group->rank;) end++;
-  return cddp__gather_nodes(d, d->arena, &d->nodes[first], end - first);
 }
 
 /* --- reducing a bucket in memory that the ranks of a host share --- */
@@ -17449,7 +17440,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   for (i = 0; i < d->count; i++) d->used[i] = d->tensors[i].used;
   while (r == CDDP_OK && waits && d->shares != NULL) r = cddp__share_gather(d->shares);
   if (r == CDDP_OK && averaged) {
-    r = gathers ? cddp__gather_shards(d) : cddp__finish_buckets(d, s != NULL);
+    r = gathers ? cddp__gather_nodes(d, d->arena) : cddp__finish_buckets(d, s != NULL);
     wrote = gathers || d->desc.comm_hook != NULL || cddp__mean_factor(d, CDDP_F32) != 1;
   }
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
@@ -17661,14 +17652,8 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
 static void cddp__plan_shards(cddp_ddp *d) {
   int rank, slots, nodes;
   for (rank = 0; rank < d->group->size; rank++) {
-    cddp__shard_node *first = d->nodes + d->node_count;
-    int *widths = d->widths + d->node_count;
-    nodes = cddp__plan_nodes(d->shards, d->group->size, rank, first, widths, &slots);
-    if (cddp__gathers(d)) { /* all nodes lie in slots */
-      first[nodes - 1].slot = nodes - 1;
-      widths[nodes - 1] = cddp__node_width(&first[nodes - 1]);
-      slots = nodes > slots ? nodes : slots;
-    }
+    nodes = cddp__plan_nodes(d->shards, d->group->size, rank, cddp__gathers(d),
+                             d->nodes + d->node_count, d->widths + d->node_count, &slots);
     d->node_count += nodes;
     d->most_nodes = nodes > d->most_nodes ? nodes : d->most_nodes;
     d->slots = slots > d->slots ? slots : d->slots;
@@ -18164,7 +18149,7 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   memset(c->mine_planned, 0, (size_t)d->shards * sizeof *c->mine_planned);
   d->node_count = d->most_nodes = 0;
   cddp__crew_plan(d, 0, d->shards);
-  if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean, d->kept, d->kept_count);
+  if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean);
   if (r == CDDP_OK) r = cddp__crew_await(d);
   if (r != CDDP_OK) return r;
   c->done++;
@@ -19880,14 +19865,14 @@ static void cddp__publish_model(cddp_ddp *d) {
 /* d->held: the shard that this rank does next; -1: all are done. */
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  bool all_done = false;
+  bool all_done = false, begins = !e->begun;
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int shard;
   memset(&w, 0, sizeof w);
   cddp__door_serve(d->group->host);
   cddp__elastic_begin(d);
-  cddp__publish_model(d);
+  if (begins) cddp__publish_model(d);
   while (r == CDDP_OK) {
     uint32_t seen = cddp__load32(&e->board->changes);
     if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
