@@ -17599,7 +17599,6 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   if (d->control != NULL) cddp__group_leave(d->control);
   cddp__arena_free(h, d->arena);
   cddp__arena_free(h, d->scratch);
-  cddp__arena_reap(h);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
   cddp__free(a, d); /* and its arrays */
