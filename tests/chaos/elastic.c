@@ -1,6 +1,6 @@
 /* elastic.c - ranks of an elastic model that die at any instruction, and others that join.
 
-     build/plain/elastic --seeds 1000 --seed 5000   seeds 5000 .. 5999 instead of a hundred
+     build/plain/elastic --seeds 1000 --seed 5000   seeds 5000 .. 5999 instead of the first fifty
      build/plain/elastic --seeds 1 --seed 17        one of them again, with what each process did
      build/plain/elastic --hosts 500                the same on several hosts (CDDP_HOST_ID); with
                                                     --seed as above
@@ -380,7 +380,7 @@ static bool run_plan(const plan *c) {
 
 /* --- */
 
-static int seeds = RANKS_SLOW ? 20 : 100, host_seeds = RANKS_SLOW ? 5 : 20;
+static int seeds = RANKS_SLOW ? 20 : 50, host_seeds = RANKS_SLOW ? 5 : 10;
 static uint64_t first_seed = 1, sweep_seed = 6;
 static unsigned stride = RANKS_SLOW ? 29 : 7; /* of test_sweep, points */
 
