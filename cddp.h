@@ -1646,7 +1646,6 @@ typedef struct cddp__host {
   struct cddp__extent *extents; /* own ones, used and free, and those of peers met, by base */
   size_t extent_count, extent_capacity;
   struct cddp__net *net; /* the other hosts; NULL: there are none */
-  struct cddp__net *crews; /* those of elastic models, by next: groups may outlive their model */
   struct cddp_group *groups; /* that this rank is in, by next; lock */
   struct cddp__slot *slots; /* [size] of the job's first group, for their spots; NULL: it is gone */
   uintptr_t user;           /* a thread that uses cddp: the address of one of its variables */
@@ -2081,11 +2080,11 @@ typedef struct cddp__host_entry {
   int size; /* ranks */
 } cddp__host_entry;
 
-/* The other hosts, as rendezvous found them. Owned by cddp__host; constant but for what lock
-   guards. */
+/* The other hosts, as rendezvous found them. Constant but for what lock guards, and uses: the last
+   of these frees it. */
 typedef struct cddp__net {
-  struct cddp__net *next; /* in cddp__host.crews */
   cddp_allocator allocator;
+  cddp__atomic_u32 uses; /* by the host or an elastic model, and groups, which may outlive it */
   int rank, size; /* of the job */
   int host, host_count;
   unsigned char *token;    /* [16] of the job; whoever knows it came through the store */
@@ -7945,9 +7944,9 @@ static void cddp__net_look(cddp__host *h, cddp__net *n) {
   pthread_mutex_unlock(&n->lock);
 }
 
-static void cddp__net_free(cddp__net *n) {
+static void cddp__net_release(cddp__net *n) {
   cddp_allocator a;
-  if (n == NULL) return;
+  if (n == NULL || cddp__add32(&n->uses, UINT32_MAX) > 0) return;
   a = n->allocator;
   cddp__links_free(n, n->callers);
   cddp__close_fd(&n->listener);
@@ -7965,13 +7964,14 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
   cddp__net *n = (cddp__net *)cddp__calloc(a, 1, sizeof *n);
   if (n == NULL) return NULL;
   n->allocator = *a;
+  cddp__store32(&n->uses, 1);
   n->listener = -1;
   n->size = size;
   n->host_count = host_count;
   pthread_mutex_init(&n->lock, NULL);
   n->token = (unsigned char *)cddp__calloc(a, 1, cddp__table_bytes(size, host_count));
   if (n->token == NULL) {
-    cddp__net_free(n);
+    cddp__net_release(n);
     return NULL;
   }
   n->hosts = (cddp__host_entry *)(void *)(n->token + 16);
@@ -7983,7 +7983,6 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 
 static void cddp__host_release(cddp__host *h) {
   cddp_allocator a;
-  cddp__net *n;
   int i, left;
   if (h == NULL) return;
   pthread_mutex_lock(&h->lock);
@@ -8003,8 +8002,7 @@ static void cddp__host_release(cddp__host *h) {
     h->record->left = 1;
     munmap(h->record, cddp__record_bytes());
   }
-  cddp__net_free(h->net);
-  for (; (n = h->crews) != NULL; cddp__net_free(n)) h->crews = n->next;
+  cddp__net_release(h->net);
   pthread_mutex_destroy(&h->lock);
   a = h->allocator;
   cddp__free(&a, h->extents);
@@ -9136,7 +9134,7 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
   cddp__close_fd(&v->node_socket);
   cddp__close_fd(&v->root_socket);
   cddp__close_store(v);
-  if (v->net != v->host->net) cddp__net_free(v->net);
+  if (v->net != v->host->net) cddp__net_release(v->net);
   cddp__free(a, v->below);
   cddp__free(a, v->poll);
   cddp__free(a, v->members);
@@ -11032,6 +11030,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   if (g->local_size == g->size) return CDDP_OK;
   if ((x = cddp__hosts_new(g)) == NULL) return CDDP_OUT_OF_MEMORY;
   x->net = net;
+  cddp__add32(&net->uses, 1);
   x->pass = 1;
   x->mail_end = &x->mail;
   x->bell = cddp__above_stdio(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -11082,6 +11081,7 @@ static void cddp__hosts_leave(cddp_group *g) {
   cddp__free(&net->allocator, x->stage);
   cddp__close_fd(&x->bell);
   cddp__close_fd(&x->epoll);
+  cddp__net_release(net);
 }
 
 CDDP__COLD_END
@@ -18888,6 +18888,7 @@ static void cddp__crew_free(cddp_ddp *d) {
   cddp__buffer_clear(&c->own, 0);
   cddp__buffer_clear(&c->rows, 0);
   for (i = 0; i < 2; i++) cddp__arena_free(d->group->host, c->blocks[i]);
+  cddp__net_release(c->net);
   cddp__free(&d->group->host->allocator, c);
   d->crew = NULL;
 }
@@ -18965,8 +18966,6 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   c->me = h->joined ? d->shards : d->group->rank;
   c->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
   if (c->net == NULL) return CDDP_OUT_OF_MEMORY;
-  c->net->next = h->crews;
-  h->crews = c->net;
   c->net->rank = c->me;
   if (secret != NULL && (c->net->secret = cddp__strdup(a, secret)) == NULL)
     return CDDP_OUT_OF_MEMORY;

@@ -73,6 +73,66 @@ static void test_many_groups(void) {
   CHECK_OK(cddp_spawn(many_groups, NULL, PROCESSES));
 }
 
+/* Elastic models made and destroyed in one group: memory and mappings stay the same. */
+static int blocks; /* of cddp, atomic */
+
+static void *take(size_t bytes, void *unused) {
+  (void)unused;
+  __atomic_add_fetch(&blocks, 1, __ATOMIC_SEQ_CST);
+  return malloc(bytes);
+}
+
+static void give(void *p, void *unused) {
+  (void)unused;
+  if (p != NULL) __atomic_sub_fetch(&blocks, 1, __ATOMIC_SEQ_CST);
+  free(p);
+}
+
+static int shared_mappings(void) {
+  FILE *f = fopen("/proc/self/maps", "r");
+  char line[512];
+  int n = 0;
+  while (f != NULL && fgets(line, sizeof line, f) != NULL) n += strstr(line, "memfd:") != NULL;
+  if (f != NULL) fclose(f);
+  return n;
+}
+
+static int many_models(int rank, void *arg) {
+  float w[4] = {0};
+  cddp_param p = {"w", w, NULL, 4, CDDP_F32};
+  int mappings = 0, before = 0, i;
+  cddp_group_desc desc;
+  cddp_ddp_desc d;
+  cddp_group *g;
+  cddp_ddp *ddp;
+  (void)arg;
+  ranks_place(rank);
+  memset(&desc, 0, sizeof desc);
+  memset(&d, 0, sizeof d);
+  desc.allocator.alloc = take;
+  desc.allocator.free = give;
+  d.elastic = true;
+  CHECK_OK(cddp_init(&g, &desc));
+  for (i = 0; i < 20 && test_failures == 0; i++) {
+    CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &d));
+    cddp_ddp_destroy(ddp);
+    CHECK_OK(cddp_barrier(g)); /* all have left: the next allocation gives back what they shared */
+    if (i == 0) before = blocks, mappings = shared_mappings();
+  }
+  CHECK(blocks < before + 10); /* a call may be coming in */
+  CHECK_EQ(shared_mappings(), mappings);
+  cddp_destroy(g);
+  CHECK_EQ(blocks, 0);
+  return test_failures != 0;
+}
+
+static void test_many_models(void) {
+  CHECK_OK(cddp_spawn(many_models, NULL, 2));
+  setenv("TEST_HOSTS", "ab", 1);
+  CHECK_OK(cddp_spawn(many_models, NULL, 2));
+  unsetenv("TEST_HOSTS");
+}
+
 /* Processes that share nothing, as from a launcher script: each one executes this program again. */
 static void start_processes(const char *init_method) {
   pid_t pids[PROCESSES];
@@ -284,6 +344,7 @@ int main(int argc, char **argv) {
   RUN(test_spawn);
   RUN(test_threads);
   RUN(test_many_groups);
+  RUN(test_many_models);
   RUN(test_env);
   RUN(test_file);
   RUN(test_small_stack);
