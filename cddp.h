@@ -4346,6 +4346,7 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   }
   v->fds[0] = cddp__above_stdio(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   v->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
+  if (r == CDDP_OK && (v->fds[0] < 0 || v->epoll < 0)) r = cddp__fail_errno("eventfd or epoll");
   v->fd_count++;
   if (r == CDDP_OK) r = cddp__random(&v->seed, sizeof v->seed);
   for (i = 0; i < v->fd_count; i++) {
@@ -11037,7 +11038,8 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   x->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   memset(&event, 0, sizeof event);
   event.events = EPOLLIN | EPOLLET;
-  watched = epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->bell, &event) == 0 &&
+  watched = x->bell >= 0 && x->epoll >= 0 && /* else errno says why not */
+            epoll_ctl(x->epoll, EPOLL_CTL_ADD, x->bell, &event) == 0 &&
             epoll_ctl(x->epoll, EPOLL_CTL_ADD, net->listener, &event) == 0;
   r = watched ? CDDP_OK : cddp__fail_errno("eventfd or epoll");
   cddp__sort_hosts(g, x, g->world + g->size);

@@ -1019,6 +1019,43 @@ static void test_no_descriptors(void) {
   close(fd);
 }
 
+/* What has too few descriptors says so: groups between hosts, and stores. */
+static int run_with_few_descriptors(cddp_group *g, void *arg) {
+  struct rlimit limit, few;
+  cddp_store_desc desc;
+  cddp_store *store;
+  cddp_group *half;
+  cddp_result r = CDDP_SYSTEM;
+  (void)arg;
+  memset(&desc, 0, sizeof desc);
+  desc.init_method = "tcp://127.0.0.1:0";
+  desc.is_server = true;
+  desc.timeout_s = 0.2; /* a server may have no descriptor left for its own call */
+  CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  few = limit;
+  few.rlim_cur = 3;
+  CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+  CHECK_IS(cddp_group_split(g, 0, 0, &half), CDDP_SYSTEM);
+  CHECK(strstr(cddp_error(), strerror(EMFILE)) != NULL);
+  for (; r != CDDP_OK && r != CDDP_TIMEOUT && few.rlim_cur < 64; few.rlim_cur++) {
+    CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+    r = cddp_store_create(&store, &desc);
+    if (r != CDDP_OK && r != CDDP_TIMEOUT)
+      CHECK(strstr(cddp_error(), strerror(EMFILE)) != NULL);
+  }
+  CHECK(r == CDDP_OK || r == CDDP_TIMEOUT);
+  if (r == CDDP_OK) cddp_store_destroy(store);
+  CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  return test_failures != 0;
+}
+
+static void test_few_descriptors(void) {
+  setenv("TEST_HOSTS", "ab", 1);
+  CHECK_OK(ranks_run(run_with_few_descriptors, NULL, 2, false));
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID");
+}
+
 /* --- meeting ---------------------------------------------------------------------------------- */
 
 typedef struct meeting {
@@ -1133,6 +1170,7 @@ int main(void) {
   RUN(test_mismatch_riding);
   RUN(test_strangers);
   RUN(test_no_descriptors);
+  RUN(test_few_descriptors);
   RUN(test_meeting);
   RUN(test_wrong_meetings);
   return TEST_END();
