@@ -9025,6 +9025,7 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   if (r != CDDP_OK || h->net == NULL) return r;
   h->net->listener = v->members[0].link_fd;
   v->members[0].link_fd = -1;
+  cddp__own_socket(h->net->listener); /* a client got it from its coordinator */
   return CDDP_OK;
 }
 

@@ -891,6 +891,25 @@ static int listening_port(void) {
   return 0;
 }
 
+/* A forked child keeps no rank's listening socket open. */
+static int fork_deaf(cddp_group *g, void *arg) {
+  int status = -1;
+  pid_t pid;
+  (void)g;
+  (void)arg;
+  CHECK(listening_port() != 0);
+  if ((pid = fork()) == 0) _exit(listening_port() != 0);
+  CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+  return test_failures != 0;
+}
+
+static void test_child_is_deaf(void) {
+  setenv("TEST_HOSTS", "aab", 1);
+  CHECK_OK(ranks_run(fork_deaf, NULL, 3, false));
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID");
+}
+
 static int run_among_strangers(cddp_group *g, void *arg) {
   int64_t x[40], i;
   int turn;
@@ -1168,6 +1187,7 @@ int main(void) {
   RUN(test_first_cause);
   RUN(test_mismatch);
   RUN(test_mismatch_riding);
+  RUN(test_child_is_deaf);
   RUN(test_strangers);
   RUN(test_no_descriptors);
   RUN(test_few_descriptors);
