@@ -3665,6 +3665,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   uint64_t created;  /* keys that were made, ever */
   struct cddp__conn *conns; /* the newest */
   int blocked;       /* connections that are in a WAIT */
+  int silent;        /* connections that have not yet greeted */
   bool unsettled;    /* some connection has ended, or its WAIT has */
   double checked;    /* when deadlines were last looked at */
   size_t buffered;   /* capacity of all connections' buffers, bytes */
@@ -3857,6 +3858,7 @@ static void cddp__conn_kill(cddp__server *v, cddp__conn *c) {
   cddp__buffer_clear(&c->in, 0);
   cddp__buffer_clear(&c->out, 0);
   if (c->fd >= 0) { /* a forked child may have a copy of it, which close leaves as it is */
+    v->silent -= !c->greeted;
     cddp__server_watch(v, c->fd, EPOLL_CTL_DEL, 0, 0);
     shutdown(c->fd, SHUT_RDWR);
   }
@@ -3880,6 +3882,7 @@ static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
     cddp__conn_kill(v, c);
     return;
   }
+  v->silent -= !c->greeted;
   c->greeted = true;
   c->deadline = cddp__now() + CDDP__COMMAND_S;
   cddp__conn_ran(v, c, ran == CDDP__BLOCKED);
@@ -4031,13 +4034,12 @@ static bool cddp__spare_descriptor(int fd) {
 static void cddp__server_add_conn(cddp__server *v, int fd) {
   bool spare = cddp__spare_descriptor(fd), room = true;
   cddp__conn *c, *oldest = NULL;
-  int pending = 0, low;
-  for (c = v->conns; c != NULL; c = c->next) {
-    if (c->fd < 0 || c->greeted) continue;
-    pending++;
-    if (v->secret == NULL || c->challenge.state != CDDP__CHALLENGE_PROVEN) oldest = c;
-  }
-  if (!spare || pending >= CDDP__PENDING_MAX) {
+  int low;
+  if (!spare || v->silent >= CDDP__PENDING_MAX) {
+    for (c = v->conns; c != NULL; c = c->next)
+      if (c->fd >= 0 && !c->greeted &&
+          (v->secret == NULL || c->challenge.state != CDDP__CHALLENGE_PROVEN))
+        oldest = c;
     room = oldest != NULL;
     if (room) cddp__conn_kill(v, oldest);
     low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1) : -1;
@@ -4053,6 +4055,7 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
     return;
   }
   cddp__own_socket(c->fd = fd);
+  v->silent++;
   c->in.allocator = c->out.allocator = &v->allocator;
   c->in.total = c->out.total = &v->buffered;
   c->deadline = cddp__now() + CDDP__GREETING_S;
