@@ -17,9 +17,11 @@ launch() { # LAUNCHER RANKS COMMAND...
   shift 2
   # shellcheck disable=SC2086
   case $launcher in
-  openmpi) # asked twice as root; more ranks than cores are fine
+  openmpi) # asked twice as root; more ranks than cores are fine; two jobs that begin at once fail to make one
+    # session directory together
     OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
-      timeout -k 5 60 mpirun.openmpi --oversubscribe $options -n "$ranks" "$@" ;;
+      timeout -k 5 60 mpirun.openmpi --mca orte_tmpdir_base "$(mktemp -d "$work/session.XXXXXX")" \
+        --oversubscribe $options -n "$ranks" "$@" ;;
   mpich) timeout -k 5 60 mpirun.mpich $options -n "$ranks" "$@" ;;
   esac
 }
