@@ -1158,6 +1158,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 static void doom(ncclComm_t c, bool abort_it) {
   hold(c);
   if (c->doomed) die("ncclCommDestroy or ncclCommAbort of a communicator that is in one of them");
+  if (c->asked) die("a communicator ends while another thread asks for its state");
   c->doomed = true;
   if (abort_it) __atomic_store_n(&c->aborted, 1, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&c->lock);
