@@ -196,7 +196,9 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    in the same order on every rank. (A cddp_ddp has groups of its own: its steps may run beside
    collectives.) The rest of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time.
    Destroy nothing that another thread is using. cddp_error is each thread's own. pthread_cancel a
-   thread in cddp_recv without a handle, but in no other call. On GPUs see ORDER.
+   thread in cddp_recv without a handle, but in no other call. Signals may interrupt any call, which
+   goes on; their handlers may call nothing of cddp, nor leave a call of it by longjmp. On GPUs see
+   ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
    caller's again when the call returns its failure. A peer on this host that was stopped in the
@@ -945,10 +947,12 @@ CDDP_CHECKED
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc);
 
-/* torch.optim.AdamW's arithmetic: f32 has the bits of its fused CPU kernel, on every machine. What
-   has been said of cddp_sgd_create holds here too. Each parameter counts its own steps, those in
-   which a rank used it. f16 and bf16 parameters without master_weights are CDDP_UNSUPPORTED, and so
-   are sparse gradients, as in PyTorch. In a checkpoint the state of parameter NAME is
+/* torch.optim.AdamW's arithmetic: f32 has the bits of its fused CPU kernel's vectors, on every
+   machine. (What is left of a parameter at its end, fewer elements than a vector of PyTorch's has,
+   that kernel computes one by one and may round otherwise. f64 differs by roundings.) What has been
+   said of cddp_sgd_create holds here too. Each parameter counts its own steps, those in which a
+   rank used it. f16 and bf16 parameters without master_weights are CDDP_UNSUPPORTED, and so are
+   sparse gradients, as in PyTorch. In a checkpoint the state of parameter NAME is
    optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
@@ -1073,12 +1077,13 @@ typedef struct cddp_checkpoint_desc {
    on the device); the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
    half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. What
-   is there and no regular file (a symbolic link, a device) is CDDP_IO. The new file gets the old
-   one's mode, owner and group (no ACLs, no extended attributes). Without the right to set the owner
-   it belongs to this user; without the right to set the group, the new group and all others get
-   only what both had. All ranks get the same result: CDDP_IO for the file system's failures,
-   CDDP_MISMATCH for parameters or options that differ. The others wait while rank 0 writes:
-   timeout_s must suffice.
+   is there and no regular file (a symbolic link, a device) is CDDP_IO, and so is path while another
+   process saves to it; where the file system has no flock(), as Lustre without -o flock, nothing
+   shows that: save to a path from one process at a time. The new file gets the old one's mode,
+   owner and group (no ACLs, no extended attributes). Without the right to set the owner it belongs
+   to this user; without the right to set the group, the new group and all others get only what both
+   had. All ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for
+   parameters or options that differ. The others wait while rank 0 writes: timeout_s must suffice.
    Like safetensors' save_file. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
@@ -1420,6 +1425,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
 #define CDDP__LIKELY(c) __builtin_expect(!!(c), 1)
 #define CDDP__UNLIKELY(c) __builtin_expect(!!(c), 0)
+#define CDDP__INLINED static inline __attribute__((always_inline))
 
 /* >>structs ------------------------------------------------------------------------------------
    Structs that several rooms see. "shared" = in memory that the ranks of a host share, so one
@@ -1603,8 +1609,10 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 broken; /* 0, or what broke the group, with the slot that says why << 8 */
   cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 size;   /* of so many, for the rank that frees the block; 0: not known yet */
-  cddp__atomic_u32 staging; /* bytes of a staging buffer, as the first rank that came found it */
-  unsigned char pad4[CDDP__CACHE_LINE - 16];
+  cddp__atomic_u32 staging; /* bytes of a staging buffer, as the first rank that came found it; */
+  cddp__atomic_u32 cores;   /* likewise: that it may use. Other ranks may have more or fewer */
+  cddp__atomic_u32 joins;   /* of the job's first group: processes that have joined, ever */
+  unsigned char pad4[CDDP__CACHE_LINE - 24];
   cddp__cause cause; /* of losses to come */
   cddp__atomic_u32 told; /* the last round of which the other hosts were told who has come */
   cddp__atomic_u32 came[CDDP__MAX_RANKS / 24 + 1]; /* what they told: 24 ranks, a bit each, behind
@@ -1715,7 +1723,7 @@ typedef struct cddp__backend {
   /* Collective over g, which is new. internal: it belongs to a cddp_ddp. */
   cddp_result (*open)(const cddp_group *from, cddp_group *g, bool internal);
   void (*leave)(cddp_group *g);
-  void (*free)(void *p);
+  void (*free)(const cddp_group *g, void *p);
 } cddp__backend;
 
 /* What carries collectives in host memory that do not fit into a round: shared memory, connections
@@ -1917,14 +1925,15 @@ enum {
 /* shared: where the ranks of an elastic model meet. Behind it lie members [shards], the words of
    shards [shards], parts [parts], and what cddp__elastic has of it. */
 typedef struct cddp__board {
-  cddp__control_block block; /* size and left alone: the arena frees the board as one */
+  cddp__control_block block; /* size and left alone: 1 and, from the last rank's leaving on, 1: the
+                                arena frees the board, and what goes with it, as one */
   cddp__model_info whole;    /* what must agree: of the model as a whole, */
   uint64_t model;            /* and a hash of its parameters */
-  int32_t shards, parts;
+  int32_t shards;
   cddp__ref self;            /* where the board is, for ranks that join */
   cddp__atomic_u64 step;     /* how many are completed */
   cddp__atomic_u64 deal;     /* 1 + step << 12, and the member whose deal is in force for it */
-  cddp__atomic_u32 joins;    /* processes that have come to join so far: windows given out */
+  cddp__atomic_u64 gate;     /* cddp__gate_open; 0: the memory may be other memory */
   cddp__atomic_u64 published; /* for who joins: weights, states and the next two are those before
                                  this step; see cddp__publish_model */
   cddp__inherited inherited;
@@ -1982,7 +1991,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   bool no_sync, rebuilt;
   size_t limits[2];      /* of the first bucket and the others, bytes */
   cddp__tensor *tensors; /* [count] */
-  int me;                /* this rank's number in what follows: local rank, or elastic member */
+  int me;                /* this rank in what follows: local rank, or elastic member, -1: none */
   char *arena;           /* gradients that are not in place; on a host in shared memory */
   size_t bytes;          /* of the arena; on a device rows lie behind what is reduced */
   size_t dense;          /* of the model, what parts divide */
@@ -2626,7 +2635,8 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   if (fd < 0)
     return cddp__fail(CDDP_IO, "CDDP_RECORD: open %s, the flight recorder's file: %s", path,
                       strerror(errno));
-  e = cddp__file_room(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
+  do e = cddp__file_room(0) >= bytes ? posix_fallocate(fd, 0, (off_t)bytes) : EFBIG;
+  while (e == EINTR);
   if (e == 0) p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (e == 0 && p == MAP_FAILED) e = errno;
   close(fd);
@@ -2696,7 +2706,7 @@ static void cddp__record_start(const cddp_group *g, uint64_t number, uint64_t se
   r->started = cddp__nanoseconds(CLOCK_MONOTONIC);
 }
 
-static void cddp__record_finish(const cddp_group *g, uint64_t number, cddp_result result) {
+CDDP__INLINED void cddp__record_finish(const cddp_group *g, uint64_t number, cddp_result result) {
   cddp_record *r = cddp__record_at(g, number);
   if (CDDP__LIKELY(r == NULL)) return;
   r->result = (int32_t)result;
@@ -3372,12 +3382,15 @@ static int cddp__listen_address(const cddp__address *a, int *out) {
 
 /* Listens on each of the addresses that this host has, which get one port; the system chooses it
    when theirs is 0, and then again if another process has it at some address. An address in use is
-   an error; one that this host lacks (::1 without IPv6) is left out when there are others. */
+   an error, but not at once: Linux refuses both of two processes that listen at one moment, so each
+   tries again at a moment of its own. An address that this host lacks (::1 without IPv6) is left
+   out when there are others. */
 static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *fd_count) {
-  int port, asked = cddp__address_port(&a[0]), tries = asked == 0 ? 32 : 1, i, n, e, error;
+  int port, asked = cddp__address_port(&a[0]), tries = asked == 0 ? 32 : 3, i, n, e, error = 0;
   cddp__address bound;
   cddp__text text = {""};
   do {
+    if (error != 0 && asked != 0) cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
     port = asked;
     for (i = n = error = 0; i < count && error != EADDRINUSE; i++) {
       cddp__address_set_port(&a[i], port);
@@ -4898,7 +4911,7 @@ static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
                       host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, at->world_size,
                       script ? "set " : "add to its command: ", l->cure);
   snprintf(at->init_method, sizeof at->init_method,
-           strchr(host, ':') ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
+           strchr(host, ':') && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
   at->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
   return script && !at->client_only ? cddp__env_listen_fd(at, port) : CDDP_OK;
 }
@@ -5382,8 +5395,6 @@ static bool cddp__dtype_half(cddp_dtype d) { return d == CDDP_F16 || d == CDDP_B
 static cddp_dtype cddp__compute_type(cddp_dtype d) { return cddp__dtype_half(d) ? CDDP_F32 : d; }
 
 /* Half precision, as the F16C instructions do it: NaNs turn quiet, keep sign and upper payload. */
-
-#define CDDP__INLINED static inline __attribute__((always_inline))
 
 CDDP__INLINED uint32_t cddp__f32_bits(float x) {
   uint32_t u;
@@ -6590,7 +6601,7 @@ static void cddp__note_several(const cddp__host *h) {
 
 #define CDDP__THREAD ((uintptr_t)&cddp__this_site) /* a number of this thread's own */
 
-static void cddp__note_thread(cddp__host *h) {
+CDDP__INLINED void cddp__note_thread(cddp__host *h) {
   uintptr_t self = CDDP__THREAD, first = __atomic_load_n(&h->user, __ATOMIC_RELAXED);
   if (CDDP__LIKELY(first == self) || cddp__own_engine != NULL) return;
   if (first != 0 || !__atomic_compare_exchange_n(&h->user, &first, self, false, __ATOMIC_RELAXED,
@@ -6599,7 +6610,7 @@ static void cddp__note_thread(cddp__host *h) {
 }
 
 /* This group's failure for a call that begins, CDDP_OK when it is healthy. */
-static cddp_result cddp__check_group(cddp_group *g) {
+CDDP__INLINED cddp_result cddp__check_group(cddp_group *g) {
   cddp__note_thread(g->host);
   if (CDDP__LIKELY(cddp__load32(&g->block->broken) == 0)) return CDDP_OK;
   return cddp__check_failure(g);
@@ -7408,7 +7419,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   (void)cddp__swap32(&g->block->staging, 0, (uint32_t)bytes);
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
   g->carrier = &cddp__shm_carrier;
-  g->oversubscribed = g->local_size > h->cores;
+  (void)cddp__swap32(&g->block->cores, 0, (uint32_t)h->cores);
+  g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
   g->round_most = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MOST;
   g->yields = CDDP__YIELDS;
   g->spin = h->size > h->cores ? 0 : CDDP__SPIN;
@@ -8755,6 +8767,7 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
 static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
   const char *key = v->key;
+  cddp__address own;
   bool there = false;
   cddp_result r;
   if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
@@ -8773,6 +8786,10 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   else if (r == CDDP_OK && there) r = cddp__call_root(v);
   v->look = cddp__now() + v->pause;
   v->pause = 2 * v->pause < most ? 2 * v->pause : most;
+  if (r == CDDP_NETWORK && v->serves && cddp__interface_addresses(NULL, &own, 1) == 0) {
+    v->look = v->deadline; /* without any network all ranks are on this host */
+    return CDDP_OK;
+  }
   if (r != CDDP_NETWORK || v->serves) return r;
   cddp__close_store(v);
   if (v->stale) return CDDP_OK; /* an earlier job's store has ended */
@@ -9349,18 +9366,23 @@ static cddp_result cddp__join_find(cddp__host *h, double deadline, int fds[2],
   return r;
 }
 
-/* Maps what the job shares, and takes a window of it. */
+/* Maps what the job shares, and takes a window of it, which no process has had. */
 static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table *table) {
   cddp__host *h = v->host;
+  size_t page = cddp__page_size();
   uint32_t joins;
   struct stat st;
   void *board;
+  char *first; /* page of the control block of the job's first group */
   cddp_result r;
   if (table->lead.self.life != 0) return CDDP_OK; /* it is as on a host of its own */
   if ((r = cddp__take_memory(v, table->size)) != CDDP_OK) return r;
   if ((r = cddp__locate(h, &table->board, &board)) != CDDP_OK) return r;
   h->board = (cddp__board *)board;
-  joins = cddp__add32(&h->board->joins, 1);
+  if ((first = cddp__map_memory(h->fd, 0, page)) == NULL)
+    return cddp__fail_errno("mmap of the job's shared memory");
+  joins = cddp__add32(&((cddp__control_block *)(void *)first)->joins, 1);
+  munmap(first, page);
   cddp__host_place(h, h->size, h->index, table->size + (int)joins - 1);
   if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
   if (joins <= CDDP__JOINS &&
@@ -9386,6 +9408,7 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
   if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
   if (r == CDDP_OK) {
     h->door->table.size = table.size;
+    h->door->table.board = table.board;
     h->door->table.lead = table.lead;
     a = cddp__rank_socket(v.door, "", at->rank);
     if (h->board != NULL && cddp__listen_address(&a, &h->claim) == 0)
@@ -11794,8 +11817,9 @@ static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chun
   size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart, r;
   char *space = cddp__spaces(g, g->round + 1, k, &apart);
   const char *from = (const char *)c->send + k->begin * c->esize;
-  bool past = CDDP__UNLIKELY(bytes * shares >= CDDP__PAST_LEAST) && cddp__goes_past(g, c, k);
+  bool past;
   if (!cddp__sends(c, g->rank)) return;
+  past = CDDP__UNLIKELY(bytes * shares >= CDDP__PAST_LEAST) && cddp__goes_past(g, c, k);
   space += (size_t)g->rank * apart;
   if (CDDP__UNLIKELY(c->parts != NULL)) {
     for (r = 0; r < shares; r++, space += bytes)
@@ -11804,9 +11828,11 @@ static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chun
     return;
   }
   apart = c->count * c->esize;
-  for (; shares > 0; shares--, space += bytes, from += apart)
+  for (r = 0; r < shares; r++, space += bytes, from += apart) {
+    if (shares > 1 && r == (size_t)g->rank) continue; /* it takes its own where that lies */
     if (past) cddp__copy_past(space, from, bytes);
     else memcpy(space, from, bytes);
+  }
 }
 
 /* This rank takes its result of the chunk from where the ranks' shares for it lie. */
@@ -11828,7 +11854,7 @@ static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chu
 static void cddp__take_spaces(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
   size_t apart, r;
   char *space = cddp__spaces(g, g->round, k, &apart);
-  if (!cddp__receives(c, g->rank)) return;
+  if (!cddp__is_written(c, g->rank)) return;
   if (cddp__shapes[c->kind].scatters) space += (size_t)g->rank * k->n * c->esize;
   for (r = 0; r < (size_t)g->size; r++, space += apart) g->slices[r] = space;
   if (cddp__sends(c, g->rank))
@@ -12075,7 +12101,7 @@ static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *c) {
   return r == CDDP_OK && sized.count > 0 ? cddp__run_sized(g, &sized) : r;
 }
 
-static uint64_t cddp__record_call(const cddp_group *g, const cddp__call *c) {
+CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *c) {
   size_t count = c->count, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
   if (c->parts != NULL) {
@@ -12250,7 +12276,7 @@ static cddp_result cddp__start_work(cddp_group *g, const cddp__call *c, cddp_wor
 }
 
 /* Runs a validated collective now, or hands it to the engine. */
-static cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
+CDDP__INLINED cddp_result cddp__start_call(cddp_group *g, const cddp__call *c, cddp_work **work) {
   bool taken = false;
   if (CDDP__UNLIKELY(g->backend != NULL)) {
     cddp_result r = g->backend->start(g, c, work, &taken);
@@ -12777,6 +12803,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   void (*drop)(cddp_optim *o); /* frees the share and NULLs it; set along with share */
   cddp_optim **known;          /* where an elastic model has it as its own; NULL: nowhere */
   const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
+  int device;                         /* which */
   void *flat;                         /* their states in one piece; NULL: none */
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
   double *lr_scales, *weight_decays;  /* [count] */
@@ -14201,8 +14228,15 @@ static void *cddp__device_alloc(cddp_group *g, size_t bytes) {
   return r == CDDP_OK ? p : NULL;
 }
 
-static void cddp__device_free(void *p) {
-  if (p != NULL && cudaFree(p) != cudaSuccess) (void)cudaGetLastError();
+/* cudaFree waits for the thread's device, and would make a context on another one. */
+static void cddp__free_on(int device, void *p) {
+  if (p == NULL) return;
+  (void)cddp__use_device(device);
+  if (cudaFree(p) != cudaSuccess) (void)cudaGetLastError();
+}
+
+static void cddp__device_free(const cddp_group *g, void *p) {
+  cddp__free_on(cddp__device_of(g)->device, p);
 }
 
 /* Waits on the host for the stream, or an event on it, as long as the group is healthy. The
@@ -14867,10 +14901,12 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   return r;
 }
 
-/* Whether p lies in a device's memory. */
-static bool cddp__on_device(const void *p) {
+/* Whether p lies in a device's memory. g: the group, whose device, if it has one, becomes this
+   thread's: to ask makes a context on that; or NULL. */
+static bool cddp__on_device(const cddp_group *g, const void *p) {
   struct cudaPointerAttributes a;
   if (p == NULL || !cddp__cuda_in_use()) return false;
+  if (g != NULL && g->backend != NULL) (void)cddp__use_device(cddp__device_of(g)->device);
   if (cudaPointerGetAttributes(&a, p) == cudaSuccess)
     return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
   (void)cudaGetLastError(); /* no device: no device memory */
@@ -14898,7 +14934,9 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   (void)g, (void)desc;
   return cddp__fail(CDDP_UNSUPPORTED, "this build has no CUDA");
 }
-static bool cddp__on_device(const void *p) { return (void)p, false; }
+static bool cddp__on_device(const cddp_group *g, const void *p) {
+  return (void)g, (void)p, false;
+}
 static cddp_result cddp__settle_device(cddp_group *g) { return (void)g, CDDP_OK; }
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   (void)g, memcpy(to, from, bytes);
@@ -14950,7 +14988,7 @@ static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *de
    is on the group's stream now has been done. */
 static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t bytes, void **copy) {
   cddp_result r;
-  if (bytes == 0 || !cddp__on_device(*data)) return CDDP_OK;
+  if (bytes == 0 || !cddp__on_device(g, *data)) return CDDP_OK;
   if ((r = cddp__settle_device(g)) != CDDP_OK) return r;
   *copy = cddp__malloc(&g->host->allocator, bytes);
   if (*copy == NULL) return CDDP_OUT_OF_MEMORY;
@@ -15036,8 +15074,7 @@ static bool cddp__same_launch(const cddp_optim *s, const cddp_ddp *d, int i, int
 /* Updates all weights of this rank: a launch for all parameters of the same dtype and settings that
    have taken as many steps. d: in cddp_ddp_step, whose gradients lie in the arena, those that are
    rows, or are clipped, as means; else NULL. */
-static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigned flags,
-                                       cudaStream_t stream) {
+static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, cudaStream_t stream) {
   cddp_segment *segments = s->segments;
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
   const cddp_kernels *k = cddp__registered_kernels;
@@ -15073,17 +15110,18 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, unsigne
     r = cddp__kernel_result(
         s->algorithm->launch(s, i, k, segments, n,
                              sum ? cddp__mean_factor(d, s->params[i].dtype) : 1,
-                             clips && d->used[i] ? d->clip : NULL, flags, (void *)stream),
+                             clips && d->used[i] ? d->clip : NULL,
+                             d != NULL ? (unsigned)CDDP_SGD_ZERO : 0, (void *)stream),
         "the optimizer's kernel");
   }
   return r;
 }
 
-/* That of the cddp_ddp, whose device becomes this thread's. */
+/* That of the cddp_ddp, or the caller's; the device becomes this thread's. */
 static cudaStream_t cddp__optim_stream(const cddp_optim *s) {
-  if (s->desc.ddp == NULL || s->desc.ddp->side == NULL) return (cudaStream_t)s->desc.stream;
-  (void)cddp__use_device(cddp__device_of(s->desc.ddp->group)->device);
-  return cddp__main_stream(s->desc.ddp->group);
+  (void)cddp__use_device(s->device);
+  return s->desc.ddp != NULL ? cddp__main_stream(s->desc.ddp->group)
+                             : (cudaStream_t)s->desc.stream;
 }
 
 static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream) {
@@ -15101,7 +15139,7 @@ static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream)
 
 static cddp_result cddp__device_step(cddp_optim *s) {
   cudaStream_t stream = cddp__optim_stream(s);
-  cddp_result r = cddp__device_update(s, NULL, 0, stream);
+  cddp_result r = cddp__device_update(s, NULL, stream);
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
 }
 
@@ -15142,7 +15180,7 @@ static cddp_result cddp__states_alloc(cddp_optim *s) {
     if (cddp__has_state(s, k / s->count, k % s->count))
       bytes += cddp__round_up(p->count * cddp__dtype_size(cddp__state_type(s, k % s->count)), 256);
   }
-  (void)cddp__optim_stream(s); /* its device is this thread's */
+  (void)cddp__use_device(s->device);
   r = cddp__cuda_result(cudaMalloc(&s->flat, bytes > 0 ? bytes : 1), "cudaMalloc of states");
   if (r != CDDP_OK) return r;
   for (k = 0; k < s->count * s->states; k++)
@@ -15152,7 +15190,7 @@ static cddp_result cddp__states_alloc(cddp_optim *s) {
 
 static void cddp__states_free(cddp_optim *s) {
   cddp__free(&s->allocator, s->segments);
-  cddp__device_free(s->flat);
+  cddp__free_on(s->device, s->flat);
 }
 
 static const cddp__optim_backend cddp__device_optim = {
@@ -15200,18 +15238,24 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 /* An optimizer whose first parameter lies on a device has all of them there. */
 static cddp_result cddp__attach_optim(cddp_optim *s) {
 #ifdef CDDP_CUDA
+  const cddp_ddp *d = s->desc.ddp;
+  struct cudaPointerAttributes about;
   int i, count = 0, on_device = 0;
   cddp_result r;
-  if (s->desc.ddp != NULL ? s->desc.ddp->side == NULL : !cddp__cuda_in_use()) return CDDP_OK;
+  if (d != NULL ? d->side == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
     if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
     count++;
-    on_device += cddp__on_device(s->params[i].data);
+    if (!cddp__on_device(d != NULL ? d->group : NULL, s->params[i].data)) continue;
+    if (on_device++ == 0 &&
+        (r = CDDP__CUDA(cudaPointerGetAttributes, &about, s->params[i].data)) != CDDP_OK)
+      return r;
   }
   if (on_device > 0 && on_device < count)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
   if (on_device == 0) return CDDP_OK;
+  s->device = d != NULL ? cddp__device_of(d->group)->device : about.device;
   if ((r = cddp__need_kernels(s->algorithm->name)) != CDDP_OK) return r;
   s->segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *s->segments);
   if (s->segments == NULL) return CDDP_OUT_OF_MEMORY;
@@ -15460,8 +15504,8 @@ static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info 
   cddp__model_info whole;
   uint64_t model = cddp__model_hash(d, &whole);
   if (whole.hash != job->hash)
-    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %s in the job",
-                      whole.text, d->group->rank, job->text);
+    return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %.*s in the job",
+                      whole.text, d->group->rank, (int)sizeof job->text - 1, job->text);
   if (params == model) return CDDP_OK;
   return cddp__fail(CDDP_MISMATCH,
                     "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
@@ -16958,7 +17002,7 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
   (void)averaged, (void)wrote;
   if (r == CDDP_OK && s == NULL)
     return most > 0 ? cddp__gpu_multiply(d, CDDP__LIST_PART, d->clip) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__device_update(s, d, (unsigned)CDDP_SGD_ZERO, stream);
+  if (r == CDDP_OK) r = cddp__device_update(s, d, stream);
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
 }
 
@@ -16987,7 +17031,7 @@ static void cddp__gpu_free(cddp_ddp *d) {
     (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
   }
   (void)cudaStreamSynchronize(cddp__main_stream(d->group));
-  cddp__device_free(d->arena);
+  cddp__device_free(d->group, d->arena);
   d->arena = NULL;
 }
 
@@ -17904,7 +17948,6 @@ struct cddp__crew {
   cddp__message **reports;      /* leader; likewise what the members said, and behind these who */
   int knock_count;              /* would join, and waits for the next meeting */
   void *blocks[2];              /* for control blocks of the next groups; NULL: none */
-  cddp__ref block_refs[2];      /* the same, for the others of this host */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
   bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
@@ -17999,13 +18042,13 @@ static char *cddp__crew_alloc(cddp_ddp *d, size_t bytes) {
     return (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_KIT);
   p = (char *)d->group->backend->alloc(d->group, bytes);
   if (p != NULL && d->memory->zero(p, bytes, d->group->stream) == CDDP_OK) return p;
-  if (p != NULL) d->group->backend->free(p);
+  if (p != NULL) d->group->backend->free(d->group, p);
   return NULL;
 }
 
 static void cddp__crew_release(cddp_ddp *d, char *p) {
   if (d->group->backend == NULL) cddp__arena_free(d->group->host, p);
-  else if (p != NULL) d->group->backend->free(p);
+  else d->group->backend->free(d->group, p);
 }
 
 /* Room for so many slots. */
@@ -18166,8 +18209,9 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
 
 /* --- meeting again --- */
 
-/* Memory for the next groups' control blocks, of as many ranks as there may be. */
-static cddp_result cddp__crew_blocks(cddp_ddp *d) {
+/* Memory for the next groups' control blocks, of as many ranks as there may be; refs tell the
+   others of this host. */
+static cddp_result cddp__crew_blocks(cddp_ddp *d, cddp__ref *refs) {
   cddp__crew *c = d->crew;
   size_t block = 0;
   int i, k, here = 0;
@@ -18179,7 +18223,7 @@ static cddp_result cddp__crew_blocks(cddp_ddp *d) {
     cddp__arena_free(d->group->host, c->blocks[i]);
     c->blocks[i] = cddp__arena_alloc(d->group->host, block, CDDP__FOR_BOARD);
     if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    c->block_refs[i] = cddp__ref_of(d->group->host, c->blocks[i], block);
+    refs[i] = cddp__ref_of(d->group->host, c->blocks[i], block);
   }
   return CDDP_OK;
 }
@@ -18192,11 +18236,9 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
                                                    sizeof *m + bytes);
   cddp__crew_report *report;
   unsigned char *sums;
-  cddp_result r;
   int i;
   *out = m;
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
-  if ((r = cddp__crew_blocks(d)) != CDDP_OK) return r;
   m->head.size = bytes;
   report = (cddp__crew_report *)(void *)(m + 1);
   sums = (unsigned char *)((float *)(report + 1) + d->count);
@@ -18206,9 +18248,8 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->empty = c->empty;
   report->optim = cddp__bequeath(d, (float *)(report + 1));
   report->self = c->members[c->me];
-  memcpy(report->blocks, c->block_refs, sizeof report->blocks);
   for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(d->kept, d->kept_count, i);
-  return CDDP_OK;
+  return cddp__crew_blocks(d, report->blocks);
 }
 
 /* Whether a member's connection says that it is gone. False: it is there, or its host does not
@@ -19072,7 +19113,9 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
    had come to the update of this step: the next one waits for it. Deals have it from member.since
    on. Each member that begins that step first copies the model to where the one that joins waits
    for it, on the board, as nobody changes it before all have come to the update
-   (cddp__publish_model).
+   (cddp__publish_model). The last rank that leaves has the board freed. A rank that joins may have
+   heard of the board long before that, so its first write is to board.gate, which says whether the
+   board is still there: compare-and-swap, as is all that changes the gate (cddp__gate_enter).
    A rank that is late may still look at step t while others are in t + 1, but no further: so what a
    member says of a step has two places. */
 
@@ -19157,7 +19200,6 @@ struct cddp__elastic {
   uint32_t block;                /* of their group: 1 + its number; 0: none */
   char *kit;                     /* this rank's */
   size_t log_at, refs_at, slots_at; /* in each kit, bytes */
-  int me;                        /* this rank's member */
   uint64_t step;                 /* in which this rank is */
   bool begun;                    /* it knows the deal of this step */
   bool spent;                    /* the shard in its arena has been added to others */
@@ -19166,7 +19208,6 @@ struct cddp__elastic {
   uint32_t seen;                 /* board.changes when its wait began */
   uint32_t unshared;             /* host.unshared at creation */
   cddp_group *group;             /* of the living; NULL: not asked for yet */
-  uint64_t grouped;              /* identity of its members */
 };
 #define CDDP__ELASTIC_LOOK_S 0.01 /* between looks after the other members */
 #define CDDP__ELASTIC_PART ((size_t)32 << 10) /* bytes of a part, if there are not too many */
@@ -19243,15 +19284,22 @@ static uint64_t cddp__process_born(uint32_t pid) {
   return cddp__process_stat(pid, 22, &state, &born) && state != 'Z' && state != 'X' ? born : 0;
 }
 
+/* The parts into which the update of a model is dealt. */
+static int cddp__parts_of(const cddp_ddp *d) {
+  size_t most = d->model_bytes / CDDP__ELASTIC_PART;
+  return (int)cddp__max(1, cddp__min(most, CDDP__ELASTIC_PARTS));
+}
+
 /* Where things lie behind the board (NULL: it is not there yet); returns its bytes. */
-static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp__elastic *e) {
+static size_t cddp__board_layout(const cddp_ddp *d, char *board, cddp__elastic *e) {
   size_t page = d->state_room < CDDP__HUGE_PAGE ? cddp__page_size() : CDDP__HUGE_PAGE;
   size_t n = (size_t)d->shards, params = (size_t)d->count, at = 0;
   e->board = (cddp__board *)cddp__carve(board, &at, 1, sizeof *e->board);
   at = cddp__round_up(at, CDDP__CACHE_LINE);
   e->members = (cddp__elastic_member *)cddp__carve(board, &at, n, sizeof *e->members);
   e->shards = (cddp__atomic_u64 *)cddp__carve(board, &at, n, sizeof *e->shards);
-  e->parts = (cddp__elastic_part *)cddp__carve(board, &at, (size_t)parts, sizeof *e->parts);
+  e->parts = (cddp__elastic_part *)cddp__carve(board, &at, (size_t)cddp__parts_of(d),
+                                               sizeof *e->parts);
   e->rows = (cddp__elastic_room *)cddp__carve(board, &at, 2 * n, sizeof *e->rows);
   e->squares = (double *)cddp__carve(board, &at, d->pieces, sizeof *e->squares);
   e->in_area = (unsigned char *)cddp__carve(board, &at, params, 1);
@@ -19259,6 +19307,30 @@ static size_t cddp__board_layout(const cddp_ddp *d, char *board, int parts, cddp
   at = cddp__round_up(at, page);
   e->areas = (char *)cddp__carve(board, &at, CDDP__AREAS, d->state_room);
   return at;
+}
+
+/* A board's gate while there is the model. Behind that, 2^16 for each rank that has passed, ever,
+   and 1 for each that is inside. Other memory may lie where a board was, and another board: neither
+   has these 32 bits. */
+static uint64_t cddp__gate_open(const cddp__ref *board) {
+  return (cddp__hash64(1, board, sizeof *board) | 1) << 32;
+}
+
+/* Of the model that this rank, of a process that has joined, has heard of. */
+static bool cddp__gate_is_open(const cddp__host *h) {
+  return cddp__load64(&h->board->gate) >> 32 == cddp__gate_open(&h->door->table.board) >> 32;
+}
+
+/* Inside, until cddp__gate_leave, a rank that is no member finds the board where it was. False: it
+   is gone, and nothing has been written there. */
+static bool cddp__gate_enter(cddp__board *b, const cddp__ref *board) {
+  uint64_t open = cddp__gate_open(board), word;
+  do {
+    word = cddp__load64(&b->gate);
+    if (word >> 32 != open >> 32) return false;
+  } while (!cddp__swap64(&b->gate, word, open | (uint32_t)(word + 0x10001)));
+  CDDP__POINT("elastic gate");
+  return true;
 }
 
 static char *cddp__area(const cddp_ddp *d, int area, size_t at) {
@@ -19279,7 +19351,7 @@ static int cddp__table_count(const cddp__elastic *e, int member, uint64_t step, 
 }
 
 /* Local: d->elastic, on a board that is mapped here, and a kit. */
-static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
+static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board) {
   const cddp_allocator *a = &d->group->host->allocator;
   size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
   size_t page = cddp__page_size(), bytes;
@@ -19294,9 +19366,9 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board, int parts) {
   e->living = e->dealt + n;
   e->indices = e->living + n;
   e->lives = (uint32_t *)(void *)(e->indices + n);
-  e->me = -1;
+  d->me = -1; /* no member yet */
   e->unshared = cddp__load32(&d->group->host->unshared);
-  (void)cddp__board_layout(d, board, parts, e);
+  (void)cddp__board_layout(d, board, e);
   for (i = 0; i < d->count; i++) d->tensors[i].shared = e->in_area[i] == 0;
   e->log_at = cddp__round_up(tables * sizeof(cddp__shard_node), CDDP__CACHE_LINE);
   e->refs_at = e->log_at + CDDP__LOG_ARRAYS * CDDP__LOG_ROOM;
@@ -19320,7 +19392,6 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   cddp__host *h = d->group->host;
   cddp__ref *refs = (cddp__ref *)(void *)(e->kit + e->refs_at);
   int i;
-  e->me = member;
   d->me = member;
   cddp__see_arena(d, member, d->arena);
   d->squares[member] = e->squares;
@@ -19356,7 +19427,7 @@ static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
   if (v->life != 0) cddp__close_fd(&v->pidfd);
   v->life = 0;
   v->pidfd = -1;
-  if (!h->threads && member != e->me) v->pidfd =
+  if (!h->threads && member != d->me) v->pidfd =
         cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u));
   if (v->pidfd >= 0 && cddp__process_born(m->pid) != m->born) cddp__close_fd(&v->pidfd);
   r = cddp__locate(h, &m->arena, &arena);
@@ -19381,24 +19452,25 @@ static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
 /* Collective over d->control: rank 0 makes the board, and all ranks enter. */
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
-  size_t most = d->model_bytes / CDDP__ELASTIC_PART, bytes;
-  int parts = (int)cddp__max(1, cddp__min(most, CDDP__ELASTIC_PARTS)), i;
+  size_t bytes;
+  int i;
   char *board = NULL, *mine = NULL;
   cddp_result r;
   cddp__elastic e;
-  bytes = cddp__board_layout(d, NULL, parts, &e);
+  bytes = cddp__board_layout(d, NULL, &e);
   r = cddp__common_memory(d, bytes, CDDP__FOR_BOARD, &board, &mine);
   if (r == CDDP_OK && mine != NULL) {
-    (void)cddp__board_layout(d, board, parts, &e);
+    (void)cddp__board_layout(d, board, &e);
     e.board->self = cddp__ref_of(g->host, board, bytes);
     e.board->model = cddp__model_hash(d, &e.board->whole);
     e.board->shards = d->shards;
-    e.board->parts = parts;
+    cddp__store64(&e.board->gate, cddp__gate_open(&e.board->self));
+    cddp__store32(&e.board->block.size, 1);
     for (i = 0; i < d->count; i++) e.in_area[i] = !d->tensors[i].shared;
   }
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_CREATE, CDDP__PHASE_DONE);
   if (r != CDDP_OK) return r;
-  if ((r = cddp__elastic_attach(d, board, parts)) == CDDP_OK) {
+  if ((r = cddp__elastic_attach(d, board)) == CDDP_OK) {
     cddp__elastic_enter(d, g->rank);
     cddp__store64(&d->elastic->members[g->rank].state,
                   cddp__member_state(CDDP__MEMBER_LIVE, 1));
@@ -19422,14 +19494,16 @@ static void cddp__room_free(cddp__host *h, cddp__elastic_room *room) {
 }
 
 /* So many bytes there, where they are now or anew; they hold what they may. Room doubles, so that
-   what is left behind of it is less than it is. */
-static cddp_result cddp__room_take(cddp__host *h, cddp__elastic_room *room, size_t bytes,
+   what is left behind of it is less than it is. It goes with the board, whoever frees it before. */
+static cddp_result cddp__room_take(const cddp_ddp *d, cddp__elastic_room *room, size_t bytes,
                                    void **out) {
+  cddp__host *h = d->group->host;
   size_t more = cddp__page_size();
   if (cddp__load64(&room->bytes) >= bytes) return cddp__locate(h, &room->at, out);
   cddp__room_free(h, room);
   while (more < bytes) more *= 2;
   if ((*out = cddp__arena_alloc(h, more, CDDP__FOR_KIT)) == NULL) return CDDP_OUT_OF_MEMORY;
+  cddp__arena_free_with(h, *out, &d->elastic->board->block);
   room->at = cddp__ref_of(h, *out, more);
   CDDP__POINT("elastic roomy");
   cddp__store64(&room->bytes, more);
@@ -19457,7 +19531,7 @@ static bool cddp__block_used(const cddp_ddp *d, uint32_t number, bool any) {
    of long ago, to which its memory is left then: 1 + its number; 0: there is no memory. */
 static uint32_t cddp__new_block(cddp_ddp *d, int ranks) {
   cddp__host *h = d->group->host;
-  uint32_t first = 1 + (uint32_t)(d->elastic->me * CDDP__ELASTIC_BLOCKS), k = 0;
+  uint32_t first = 1 + (uint32_t)(d->me * CDDP__ELASTIC_BLOCKS), k = 0;
   size_t bytes = cddp__block_bytes(ranks, ranks);
   cddp__elastic_room *room;
   void *block = NULL;
@@ -19468,10 +19542,36 @@ static uint32_t cddp__new_block(cddp_ddp *d, int ranks) {
     room = cddp__elastic_block(d->elastic, first + k);
     cddp__store64(&room->bytes, 0);
   }
-  if (cddp__room_take(h, room, bytes, &block) != CDDP_OK) return 0;
+  if (cddp__room_take(d, room, bytes, &block) != CDDP_OK) return 0;
   if (h->threads || !cddp__arena_punch(h, room->at.base, room->at.size)) memset(block, 0, bytes);
   cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
   return first + k;
+}
+
+/* Whether this rank is the last one: no member, nor inside, is another. Then what the model has on
+   the board goes, and the board: the rank that made it frees it. Else it may be gone from now on,
+   unless this rank is a member. */
+static bool cddp__gate_leave(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  cddp__board *b = e->board;
+  uint64_t word;
+  bool last;
+  int m, k;
+  do {
+    word = cddp__load64(&b->gate);
+    last = (word & 0xffff) == 1;
+    for (m = 0; m < d->shards && last; m++)
+      last = !cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
+             !cddp__member_is(e, m, CDDP__MEMBER_JOINING);
+    CDDP__POINT("elastic leave");
+  } while (!cddp__swap64(&b->gate, word, last ? 0 : word - 1));
+  for (m = 0; m < d->shards && last; m++) {
+    for (k = 0; k < 2; k++) cddp__room_free(d->group->host, &e->rows[2 * m + k]);
+    for (k = 0; k < CDDP__ELASTIC_BLOCKS; k++)
+      cddp__room_free(d->group->host, &e->members[m].blocks[k]);
+  }
+  if (last) cddp__store32(&b->block.left, 1);
+  return last;
 }
 
 /* --- who is there --- */
@@ -19527,7 +19627,7 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
   int m, shard;
   for (m = 0; m < d->shards; m++) {
     word = cddp__load64(&e->members[m].state);
-    if (m == e->me || (word & 255) != CDDP__MEMBER_LIVE || !cddp__member_gone(d, m)) continue;
+    if (m == d->me || (word & 255) != CDDP__MEMBER_LIVE || !cddp__member_gone(d, m)) continue;
     now = cddp__load64(&e->board->step); /* the member may have been a step ahead of this rank */
     CDDP__POINT("elastic lost");
     if (!cddp__swap64(&e->members[m].state, word, cddp__member_state(CDDP__MEMBER_LOST, now)))
@@ -19648,7 +19748,7 @@ static int cddp__member_index(cddp_ddp *d, int member) {
   const cddp__elastic_member *m = &d->elastic->members[member];
   cddp__host *h = d->group->host;
   int at = h->size + member;
-  if (h->threads || member == d->elastic->me) return m->index;
+  if (h->threads || member == d->me) return m->index;
   if (m->index < h->size && h->pids[m->index] == m->pid) return m->index;
   if (h->pids[at] == m->pid) return at;
   cddp__close_fd(&h->pidfds[at]);
@@ -19678,7 +19778,7 @@ static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
    control block is the one that the members before had, if these are the same. */
 static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
   cddp__elastic *e = d->elastic;
-  cddp__elastic_member *m = &e->members[e->me];
+  cddp__elastic_member *m = &e->members[d->me];
   int slot = (int)(e->step & 1), count;
   if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
     (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
@@ -19687,7 +19787,7 @@ static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
   if (m->identity[slot] != e->identity || e->block == 0)
     m->block[slot] = cddp__new_block(d, count);
   CDDP__POINT("elastic deal");
-  (void)cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)e->me);
+  (void)cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)d->me);
   CDDP__POINT("elastic dealt");
 }
 
@@ -19706,7 +19806,7 @@ static void cddp__elastic_begin(cddp_ddp *d) {
   if (m->identity[slot] != e->identity) cddp__take_deal(d, m->living[slot]);
   e->identity = m->identity[slot];
   e->block = m->block[slot];
-  cddp__store32(&e->members[e->me].uses[0], e->block);
+  cddp__store32(&e->members[d->me].uses[0], e->block);
   e->begun = true;
 }
 
@@ -19716,7 +19816,7 @@ static void cddp__elastic_begin(cddp_ddp *d) {
 static void cddp__put_nodes(cddp_ddp *d, const cddp__shard_node *node, int low, int high) {
   cddp__elastic *e = d->elastic;
   uint64_t word;
-  int count = cddp__table_count(e, e->me, e->step, &word), which = (int)(word & 1) ^ 1;
+  int count = cddp__table_count(e, d->me, e->step, &word), which = (int)(word & 1) ^ 1;
   const cddp__shard_node *old = cddp__table(d, e->kit, word);
   cddp__shard_node *new_ = cddp__table(d, e->kit, (uint64_t)which);
   CDDP_ASSERT(count + 1 - (high - low) <= cddp__table_room(d));
@@ -19724,7 +19824,7 @@ static void cddp__put_nodes(cddp_ddp *d, const cddp__shard_node *node, int low, 
   new_[low] = *node;
   memcpy(new_ + low + 1, old + high, (size_t)(count - high) * sizeof *new_);
   CDDP__POINT("elastic nodes");
-  cddp__store64(&e->members[e->me].nodes,
+  cddp__store64(&e->members[d->me].nodes,
                 cddp__table_word(e->step, count + 1 - (high - low), which));
   CDDP__POINT("elastic nodes put");
 }
@@ -19736,7 +19836,7 @@ static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high;
   cddp__shard_node node;
   uint64_t word;
-  int count = cddp__table_count(e, e->me, e->step, &word);
+  int count = cddp__table_count(e, d->me, e->step, &word);
   const cddp__shard_node *nodes = cddp__table(d, e->kit, word);
   int n = cddp__join_nodes(nodes, count, shard, d->shards, slots, widths, &node, &low, &high);
   bool kept = cddp__nodes_have(nodes, count, shard); /* as a node, which now goes to a slot */
@@ -19771,7 +19871,7 @@ static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
   void *packet = NULL;
   cddp_result r;
   if (d->sparse == NULL) return CDDP_OK;
-  r = cddp__room_take(d->group->host, &e->rows[at], cddp__pack_rows(d, 0, NULL), &packet);
+  r = cddp__room_take(d, &e->rows[at], cddp__pack_rows(d, 0, NULL), &packet);
   if (r != CDDP_OK) return r;
   (void)cddp__pack_rows(d, 0, (char *)packet);
   CDDP__POINT("elastic rows");
@@ -19787,7 +19887,7 @@ static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
     int state = cddp__unit_state(cddp__load64(&e->shards[i]), e->step);
     if (state != CDDP__UNIT_DONE) *all_done = false;
     if (state != CDDP__UNIT_FREE) continue;
-    if (e->dealt[i] == e->me) return i;
+    if (e->dealt[i] == d->me) return i;
     if (other < 0 && !cddp__member_is(e, e->dealt[i], CDDP__MEMBER_LIVE)) other = i;
   }
   return other;
@@ -19801,11 +19901,11 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
   int i = 0, count;
   if (cddp__unit_state(word, e->step) != CDDP__UNIT_FREE) return false;
   CDDP__POINT("elastic take");
-  if (!cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, CDDP__UNIT_TAKEN, e->me, 0)))
+  if (!cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, CDDP__UNIT_TAKEN, d->me, 0)))
     return false;
   CDDP__POINT("elastic taken");
   d->held = shard;
-  count = cddp__table_count(e, e->me, e->step, &table);
+  count = cddp__table_count(e, d->me, e->step, &table);
   nodes = cddp__table(d, e->kit, table);
   while (i < count && nodes[i].slot >= 0) i++;
   if (i < count) cddp__keep_shard(d, nodes[i].first, true); /* the one that is in the arena */
@@ -19835,7 +19935,7 @@ static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
   }
   for (i = 0; i < d->shards && n < 4 && update; i++) {
     bool late = cddp__load64(&e->members[i].at) <= 2 * e->step;
-    if (i == e->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
+    if (i == d->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
     if (!late && cddp__load32(&e->members[i].inside) == 0) continue;
     cddp__append(text, sizeof text, "%s%s %s", n++ > 0 ? ", " : "", cddp__member_name(d, i).s,
                  late ? "did not come to" : "is not done with");
@@ -19884,7 +19984,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     if (d->held >= 0) {
       if ((r = cddp__keep_rows(d, d->held)) != CDDP_OK) return r;
       cddp__keep_shard(d, d->held, shard >= 0);
-      cddp__store64(&e->shards[d->held], cddp__unit(e->step, CDDP__UNIT_DONE, e->me, 0));
+      cddp__store64(&e->shards[d->held], cddp__unit(e->step, CDDP__UNIT_DONE, d->me, 0));
       CDDP__POINT("elastic done");
       d->held = -1;
       cddp__arm(d);
@@ -20002,9 +20102,9 @@ static void cddp__logged_block(cddp__pass *x, int i, const cddp__update *u, size
   cddp__write_block(x, i, log, at, n);
   CDDP__POINT("elastic published");
   cddp__note64(&p->progress, cddp__progress(e->step, at + n * cddp__dtype_size(u->stored)));
-  if (x->logged && x->from != e->me) /* whose block it was is of no use any more */
+  if (x->logged && x->from != x->d->me) /* whose block it was is of no use any more */
     cddp__note64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN,
-                                      e->me, e->me));
+                                      x->d->me, x->d->me));
   x->logged = false;
   CDDP__POINT("elastic block");
 }
@@ -20016,16 +20116,16 @@ static void cddp__do_part(cddp__pass *x) {
   cddp__elastic_part *p = &e->parts[x->part];
   uint64_t progress = cddp__load64(&p->progress), place = ((uint64_t)1 << CDDP__PLACE_BITS) - 1;
   size_t begin, end;
-  cddp__slice(d->model_bytes, CDDP__BLOCK_BYTES, e->board->parts, x->part, &begin, &end);
+  cddp__slice(d->model_bytes, CDDP__BLOCK_BYTES, cddp__parts_of(x->d), x->part, &begin, &end);
   x->logged = false;
   if (x->which == CDDP__PASS_WEIGHTS &&
       (progress | place) == (cddp__progress(e->step, 0) | place)) {
     begin = (size_t)(progress & (place - 1));
     x->logged = (progress & 1) != 0;
   }
-  if (!x->logged && x->from != e->me) /* the next block will be in this rank's log */
+  if (!x->logged && x->from != d->me) /* the next block will be in this rank's log */
     cddp__store64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN,
-                                       e->me, e->me));
+                                       d->me, d->me));
   cddp__walk(x, begin, end);
 }
 
@@ -20034,8 +20134,8 @@ static void cddp__do_part(cddp__pass *x) {
 static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
   cddp__elastic *e = x->d->elastic;
   uint64_t number = cddp__pass_number(e->step, x->which);
-  int parts = e->board->parts, first = 0, count = parts, k, part, owner;
-  for (k = 0; k < e->living_count && e->living[k] != e->me; k++) {}
+  int parts = cddp__parts_of(x->d), first = 0, count = parts, k, part, owner;
+  for (k = 0; k < e->living_count && e->living[k] != x->d->me; k++) {}
   if (k < e->living_count) cddp__deal_shards(parts, e->living_count, k, &first, &count);
   *over = true;
   for (k = 0; k < parts; k++) {
@@ -20045,10 +20145,10 @@ static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
     *over = false;
     owner = cddp__unit_owner(word);
     if (state == CDDP__UNIT_TAKEN && cddp__member_is(e, owner, CDDP__MEMBER_LIVE)) continue;
-    *log = state == CDDP__UNIT_TAKEN ? cddp__unit_log(word) : e->me;
+    *log = state == CDDP__UNIT_TAKEN ? cddp__unit_log(word) : x->d->me;
     CDDP__POINT("elastic part");
     if (cddp__swap64(&e->parts[part].word, word,
-                     cddp__unit(number, CDDP__UNIT_TAKEN, e->me, *log)))
+                     cddp__unit(number, CDDP__UNIT_TAKEN, x->d->me, *log)))
       return part;
     k--; /* another member has been faster: what has it become? */
   }
@@ -20076,7 +20176,7 @@ static cddp_result cddp__do_parts(cddp__pass *x, int which) {
       CDDP__POINT("elastic part taken");
       cddp__do_part(x);
       cddp__store64(&e->parts[x->part].word,
-                    cddp__unit(cddp__pass_number(e->step, which), CDDP__UNIT_DONE, e->me, 0));
+                    cddp__unit(cddp__pass_number(e->step, which), CDDP__UNIT_DONE, d->me, 0));
       CDDP__POINT("elastic part done");
       r = cddp__elastic_failure(d);
     } else if (over && !last) {
@@ -20097,7 +20197,7 @@ static cddp_result cddp__do_parts(cddp__pass *x, int which) {
 /* Whether a member has called what this rank has. */
 static cddp_result cddp__compare_members(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  const cddp__elastic_call *mine = &e->members[e->me].calls[e->step & 1], *c;
+  const cddp__elastic_call *mine = &e->members[d->me].calls[e->step & 1], *c;
   cddp__text who;
   int m;
   for (m = 0; m < d->shards; m++) {
@@ -20130,7 +20230,7 @@ static cddp_result cddp__compare_members(cddp_ddp *d) {
 /* This rank comes to the update, and waits for the other members. */
 static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   cddp__elastic *e = d->elastic;
-  cddp__elastic_member *mine = &e->members[e->me];
+  cddp__elastic_member *mine = &e->members[d->me];
   cddp__elastic_call *c = &mine->calls[e->step & 1];
   cddp_result r = CDDP_OK;
   int m = 0;
@@ -20172,7 +20272,7 @@ static void cddp__leave_update(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   double deadline = cddp__now() + 5;
   int m;
-  cddp__store32(&e->members[e->me].inside, 0);
+  cddp__store32(&e->members[d->me].inside, 0);
   for (m = 0; m < d->shards; m++)
     while (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
            cddp__load32(&e->members[m].inside) != 0 && !cddp__member_gone(d, m)) {
@@ -20240,7 +20340,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
     if (x.clip != 1) cddp__clip_rows(d, x.clip);
   }
   if (r == CDDP_OK && s != NULL) r = cddp__do_parts(&x, CDDP__PASS_WEIGHTS);
-  cddp__store32(&e->members[e->me].inside, 0);
+  cddp__store32(&e->members[d->me].inside, 0);
   if (r != CDDP_OK) return r;
   for (i = 0; i < d->count; i++) { /* means, and weights that others cannot write to */
     const cddp__tensor *t = &d->tensors[i];
@@ -20366,10 +20466,10 @@ static cddp_result cddp__check_living(cddp_ddp *d, uint64_t step, int *living) {
   int m;
   *living = 0;
   for (m = 0; m < d->shards; m++) {
-    if (m == e->me || !cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
+    if (m == d->me || !cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
     if (cddp__member_gone(d, m)) continue;
     *living += cddp__load64(&e->members[m].since) <= step; /* else it waits itself */
-    if (e->me >= 0 || e->members[m].rank != d->group->rank) continue;
+    if (d->me >= 0 || e->members[m].rank != d->group->rank) continue;
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "CDDP_JOIN: %s is in the job; give each process a RANK of its own",
                       cddp__member_name(d, m).s);
@@ -20425,7 +20525,7 @@ static cddp_result cddp__take_place(cddp_ddp *d) {
 /* Takes part in the ends of steps, until a step is dealt to this rank too: it begins with that. */
 static cddp_result cddp__join_step(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  cddp__elastic_member *mine = &e->members[e->me];
+  cddp__elastic_member *mine = &e->members[d->me];
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int k = 0;
@@ -20446,7 +20546,7 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
     e->step = step + 1;
     e->begun = false;
     if (r == CDDP_OK) cddp__elastic_begin(d);
-    for (k = 0; k < e->living_count && e->living[k] != e->me; k++) {}
+    for (k = 0; k < e->living_count && e->living[k] != d->me; k++) {}
     if (k < e->living_count) break;
   }
   return r;
@@ -20479,25 +20579,31 @@ static cddp_result cddp__join_model(cddp_ddp *d) {
 /* Local, but for the wait for the end of a step: this rank, of a process that has joined, becomes a
    member and has the others' weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
-  cddp__board *board = d->group->host->board;
-  cddp_result r = board->shards > 0 ? cddp__join_compare(d, &board->whole, board->model)
-                                    : cddp__join_late(); /* its memory has been given back */
-  if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board, board->parts);
+  cddp__host *h = d->group->host;
+  cddp__board *board = h->board;
+  cddp_result r = cddp__join_compare(d, &board->whole, board->model);
+  bool inside;
+  if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board);
+  CDDP__POINT("elastic attached");
+  inside = r == CDDP_OK && cddp__gate_enter(board, &h->door->table.board);
+  if (!inside && !cddp__gate_is_open(h)) return cddp__join_late(); /* so that was not the board */
   if (r == CDDP_OK) r = cddp__take_place(d);
+  if (inside) (void)cddp__gate_leave(d);
   if (r == CDDP_OK) r = cddp__join_step(d);
   if (r == CDDP_OK) r = cddp__join_model(d);
   if (r != CDDP_OK) return r;
-  cddp__door_open(d->group->host);
+  cddp__door_open(h);
   cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return CDDP_OK;
 }
 
 /* --- the group of those that are there; leaving --- */
 
-static void cddp__leave_members(cddp__elastic *e) { /* their group */
+static void cddp__leave_members(cddp_ddp *d) { /* their group */
+  cddp__elastic *e = d->elastic;
   if (e->group != NULL) cddp__group_leave(e->group);
   e->group = NULL;
-  if (e->me >= 0) cddp__store32(&e->members[e->me].uses[1], 0);
+  if (d->me >= 0) cddp__store32(&e->members[d->me].uses[1], 0);
 }
 
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
@@ -20511,17 +20617,17 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
   if (d->crew != NULL) return d->comm;
   if (e->identity == 0) cddp__elastic_begin(d);
-  if (e->group != NULL && e->grouped == e->identity) return e->group;
-  cddp__leave_members(e);
+  if (e->group != NULL && e->group->id == e->identity) return e->group;
+  cddp__leave_members(d);
   if (e->block == 0) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
     return NULL;
   }
-  cddp__store32(&e->members[e->me].uses[1], e->block);
+  cddp__store32(&e->members[d->me].uses[1], e->block);
   ref = cddp__elastic_block(e, e->block)->at;
   if (cddp__locate(d->group->host, &ref, &block) != CDDP_OK) return NULL;
   for (k = 0; k < e->living_count; k++) {
-    if (e->living[k] == e->me) rank = k;
+    if (e->living[k] == d->me) rank = k;
     e->presences[k].state = &e->members[e->living[k]].state;
     e->presences[k].value = cddp__member_state(CDDP__MEMBER_LIVE, e->lives[k]);
   }
@@ -20532,7 +20638,6 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   e->group->presences = e->presences;
   e->group->block_ref = ref;
   e->group->id = e->identity;
-  e->grouped = e->identity;
   return e->group;
 }
 
@@ -20540,32 +20645,24 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
 static void cddp__elastic_leave(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   cddp__host *h = d->group->host;
-  bool alone = true, needed;
+  bool needed = false;
   uint64_t word;
-  int m, k;
-  cddp__leave_members(e);
-  if (e->me >= 0) {
-    cddp__store64(&e->members[e->me].state,
+  int m;
+  cddp__leave_members(d);
+  if (d->me >= 0) {
+    (void)cddp__gate_enter(e->board, &e->board->self);
+    cddp__store64(&e->members[d->me].state,
                   cddp__member_state(CDDP__MEMBER_LEFT, cddp__load64(&e->board->step)));
     cddp__elastic_changed(e->board);
+    memset(e->kit + e->refs_at, 0, (size_t)d->count * sizeof(cddp__ref)); /* the user's again */
+    needed = cddp__table_count(e, d->me, cddp__load64(&e->board->step), &word) > 0;
+    if (!needed) e->members[d->me].kit.kind = CDDP__REF_NONE;
+    if (needed) cddp__arena_free_with(h, e->kit, &e->board->block);
+    if (needed) cddp__arena_free_with(h, d->arena, &e->board->block);
+    needed = !cddp__gate_leave(d) && needed;
   }
-  for (m = 0; m < d->shards; m++)
-    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE) || cddp__member_is(e, m, CDDP__MEMBER_JOINING))
-      alone = false;
-  needed = !alone && e->me >= 0 &&
-           cddp__table_count(e, e->me, cddp__load64(&e->board->step), &word) > 0;
-  memset(e->kit + e->refs_at, 0, (size_t)d->count * sizeof(cddp__ref)); /* the user's again */
-  if (needed) d->arena = NULL; /* until another rank takes the place */
-  else if (e->me >= 0) e->members[e->me].kit.kind = CDDP__REF_NONE;
-  if (!needed) cddp__arena_free(h, e->kit);
-  for (m = 0; m < d->shards && alone; m++) {
-    for (k = 0; k < 2; k++) cddp__room_free(h, &e->rows[2 * m + k]);
-    for (k = 0; k < CDDP__ELASTIC_BLOCKS; k++) cddp__room_free(h, &e->members[m].blocks[k]);
-  }
-  if (alone) { /* the rank that made the board frees it */
-    cddp__store32(&e->board->block.size, 1);
-    cddp__store32(&e->board->block.left, 1);
-  }
+  if (needed) d->arena = NULL; /* until another rank takes the place, or the model goes */
+  else cddp__arena_free(h, e->kit);
   cddp__close_fd(&h->door_fd);
   h->board = NULL;
   for (m = 0; m < d->shards; m++) {
@@ -21299,6 +21396,13 @@ typedef struct cddp__target {
   int fd; /* of the temporary file, locked; -1: none */
 } cddp__target;
 
+/* Locks it for this process alone; false where another one has. Where the file system has no locks
+   nobody has. */
+static bool cddp__lock_file(int fd) {
+  return flock(fd, LOCK_EX | LOCK_NB) == 0 || errno == ENOSYS || errno == EOPNOTSUPP ||
+         errno == ENOLCK;
+}
+
 /* Makes the temporary file: new, and locked while it is written. No other user can open it, or lock
    it, before it is whole, but where it replaces none. What has its name is removed: a killed
    process left it, or another user put it there. But a file that a process of this user has locked
@@ -21325,7 +21429,7 @@ static cddp_result cddp__open_target(cddp__target *t, const char *path) {
     if (!made && errno != EEXIST) return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
     if (!made && lstat(name, &old) != 0) continue; /* the next open says why, if it is not gone */
     if (!made) fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    locked = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0;
+    locked = fd >= 0 && cddp__lock_file(fd);
     if (made && locked && cddp__file_is_named(fd, name)) {
       t->fd = fd;
       return CDDP_OK;
@@ -21432,7 +21536,7 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path)
               (d->optim != NULL && d->optim->backend != NULL);
   for (i = 0; i < c->count; i++) {
     const cddp_shape *s = d->shapes != NULL ? &d->shapes[i] : NULL;
-    if (c->params[i].count > 0 && cddp__on_device(c->params[i].data)) c->device = true;
+    if (c->params[i].count > 0 && cddp__on_device(c->g, c->params[i].data)) c->device = true;
     if (s != NULL && (s->dims < 0 || s->dims > 8))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "shape %d has %d dimensions; 8 are possible", i,
                         s->dims);
@@ -21590,7 +21694,7 @@ static cddp_result cddp__copy_item(cddp__checkpoint *c, int fd, const cddp__st_i
   cddp_dtype dtype = (cddp_dtype)item->type->dtype;
   cddp_dtype filed = save ? dtype : (cddp_dtype)item->from->dtype; /* in the file */
   size_t size = cddp__dtype_size(dtype), file_size = cddp__dtype_size(filed), done, n;
-  bool device = cddp__on_device(item->data), direct = !device && filed == dtype;
+  bool device = cddp__on_device(c->g, item->data), direct = !device && filed == dtype;
   size_t most = direct ? item->count : CDDP__FILE_STAGING / cddp__max(size, file_size);
   cddp_result r = CDDP_OK;
   if (!direct && c->staging == NULL)
@@ -22499,7 +22603,7 @@ CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
 
 CDDPDEF void cddp_free(cddp_group *g, void *p) {
   if (g == NULL) return;
-  if (g->backend != NULL) g->backend->free(p);
+  if (g->backend != NULL) g->backend->free(g, p);
   else cddp__arena_free(g->host, p);
 }
 
@@ -22748,6 +22852,8 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   given = *desc;
   if (joins && given.shards == 0)
     given.shards = by_messages ? g->host->door->table.size : g->host->board->shards;
+  if (joins && !by_messages && !cddp__gate_is_open(g->host))
+    return cddp__named(__func__, cddp__join_late());
   if (desc->elastic && !joins) cddp__share_memory(g->host);
   if ((d = cddp__ddp_new(g, params, count, &given)) == NULL) return CDDP_OUT_OF_MEMORY;
   r = cddp__ddp_setup(d, joins);
@@ -23237,7 +23343,9 @@ CDDP__COLD_END
               a step fails it; other floating-point modes or settings on a rank are CDDP_MISMATCH;
               an infinite bucket_cap_mb is one bucket; 100,000 parameters, small ones in a few
               broadcasts; infinite lr or momentum are refused. cddp_ddp_destroy leaves an optimizer
-              its states.
+              its states. On GPUs cddp_free, cddp_optim_*, cddp_ddp_add_rows, cddp_save and
+              cddp_load in a thread that has called nothing yet are for the rank's device, not
+              for cuda:0.
               Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.
@@ -23246,13 +23354,14 @@ CDDP__COLD_END
               forked child lives on; cddp_ddp_join gives the bits of one host; short messages take
               a third less time, buffers that no rank of the same host has to see are not copied.
               Checkpoints: mode and owner of the old file are kept, links and devices refused; no
-              other user's path.tmp is trusted, a file size limit is an error, fields that the
-              format does not have and another optimizer's states are refused. cddp_destroy leaves
-              cddp_error() as it was.
-              Starting: hosts without any network; 9 descriptors are enough for two ranks of
-              cddp_spawn; SIGCHLD ignored or reaped by others; pidfd_open denied; OpenMP before
-              cddp_spawn; OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret
-              for each job of cddp_spawn and cddprun; interactive and heterogeneous Slurm jobs;
+              other user's path.tmp is trusted, a file size limit is an error, file systems without
+              flock() will do, fields that the format does not have and another optimizer's states
+              are refused. cddp_destroy leaves cddp_error() as it was.
+              Starting: ranks pinned to different numbers of cores; hosts without any network,
+              whoever is late there; 9 descriptors are enough for two ranks of cddp_spawn; SIGCHLD
+              ignored or reaped by others; pidfd_open denied; OpenMP before cddp_spawn;
+              OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret for each job
+              of cddp_spawn and cddprun; interactive and heterogeneous Slurm jobs;
               CDDP_TIMEOUT_S=2.5 in any locale; ranks without stdin, stdout and stderr, which may
               print; cddprun with closed files, prompts, binary output.
               The store: programs that fork; strangers; foreign services on its port are named;

@@ -5,8 +5,12 @@
 #include "../ranks.h"
 
 #include <grp.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sys/file.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 
 static char directory[256], path[300], temporary[304];
@@ -974,6 +978,31 @@ static int no_right(int rank, void *arg) {
   return 0;
 }
 
+/* As on a file system that has no locks. */
+static int save_without_locks(int unused, void *arg) {
+  struct sock_filter rules[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_flock, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+  struct sock_fprog program = {4, rules};
+  (void)unused;
+  (void)arg;
+  CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+  CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
+  CHECK_OK(save_value(6, 10));
+  write_bytes(temporary, "abc", 3); /* a dead process left it */
+  CHECK_OK(save_value(7, 10));
+  return 0;
+}
+
+static void test_no_locks(void) {
+  pid_t pid = ranks_fork(save_without_locks, 0, NULL);
+  int status;
+  ranks_join(&pid, 1, 30, &status);
+  CHECK(status == 0 && holds(7, 10) && access(temporary, F_OK) != 0);
+}
+
 static void test_old_file_stays(void) {
   pid_t pid;
   int status, fd;
@@ -1258,6 +1287,7 @@ int main(void) {
   RUN(test_sampler_even);
   RUN(test_all_ranks_hear);
   RUN(test_size_limit);
+  RUN(test_no_locks);
   RUN(test_old_file_stays);
   RUN(test_only_regular_files);
   RUN(test_mode_is_kept);

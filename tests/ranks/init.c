@@ -41,6 +41,7 @@ typedef struct member {
   uid_t user;                /* 0: as this process */
   int job;                   /* which of two at once; 0: there is one */
   double stays;              /* s that it goes on making steps */
+  bool pinned;               /* to one core */
   seen *seen;
 } member;
 
@@ -64,7 +65,7 @@ static void set_fp_mode(int fp) {
 #endif
 }
 
-static void limit(int what, rlim_t most) {
+static void limit(__rlimit_resource_t what, rlim_t most) {
   struct rlimit l;
   l.rlim_cur = l.rlim_max = most;
   if (most != 0) CHECK_EQ(setrlimit(what, &l), 0);
@@ -100,6 +101,16 @@ static void train(cddp_group *g, const member *m) {
   snprintf(m->seen->end_text, sizeof m->seen->end_text, "%s", r != CDDP_OK ? cddp_error() : "");
 }
 
+static void pin(void) {
+  cpu_set_t all, one;
+  size_t i = 0;
+  CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
+  while (!CPU_ISSET(i, &all)) i++;
+  CPU_ZERO(&one);
+  CPU_SET(i, &one);
+  CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+}
+
 static int join_group(int slot, void *arg) {
   const member *m = (const member *)arg;
   seen *s = m->seen;
@@ -110,6 +121,7 @@ static int join_group(int slot, void *arg) {
   ranks_sleep(m->delay);
   s->fds = ranks_open_fds();
   s->threads = ranks_threads();
+  if (m->pinned) pin();
   set_fp_mode(m->fp);
   limit(RLIMIT_NOFILE, m->files);
   limit(RLIMIT_FSIZE, m->file_size);
@@ -237,6 +249,18 @@ static int connect_to(int port) {
 }
 
 /* VARIABLES ------------------------------------------------------------------------------------ */
+
+/* Ranks of one host that may use different numbers of cores go about a round in one way. */
+static void test_pinned(void) {
+  member m[2];
+  int i;
+  for (i = 0; i < 2; i++) {
+    prepare(m, 2);
+    m[i].pinned = true;
+    launch(m, 2, 30);
+    check_joined(m, 2);
+  }
+}
 
 static void test_alone(void) {
   member m;
@@ -1220,6 +1244,7 @@ int main(void) {
   shared_seen = (seen *)ranks_shared(64 * sizeof *shared_seen);
   RUN(test_no_group);
   RUN(test_alone);
+  RUN(test_pinned);
   RUN(test_missing);
   RUN(test_bad_values);
   RUN(test_bad_desc);

@@ -347,6 +347,128 @@ static void test_many(void) {
   end_job(pids, 3);
 }
 
+static uint64_t trained; /* steps of this rank's last model */
+
+/* Steps of a rank, until all know that the test has seen enough; then the model goes. */
+static cddp_result train(model *m, bool joins) {
+  cddp_result r = CDDP_OK;
+  float stop = 0;
+  bool counted = false;
+  while (r == CDDP_OK && stop == 0) {
+    if ((r = one_step(m)) != CDDP_OK) return r;
+    stop = (float)look(&shared->stop);
+    r = cddp_all_reduce(cddp_ddp_group(m->ddp), &stop, 1, CDDP_F32, CDDP_MAX, NULL);
+    if (r == CDDP_OK && joins && !counted) bump(&shared->joined);
+    counted = true;
+  }
+  trained = cddp_ddp_steps(m->ddp);
+  cddp_optim_destroy(m->sgd);
+  cddp_ddp_destroy(m->ddp);
+  m->sgd = NULL;
+  m->ddp = NULL;
+  return r;
+}
+
+static void await(const int *p, int value) {
+  double until = test_now() + RANKS_WITHIN(20.0);
+  while (look(p) < value && test_now() < until) ranks_sleep(0.001);
+  CHECK(look(p) >= value);
+}
+
+enum { PIECES = 24 };
+
+/* A job has a model, and then another one in the same group. Rank 2 has joined the first and keeps
+   its weights. Rank 3 has heard of the first and comes when there is none, and rank 0 uses the
+   memory. Rank 4 joins the second. */
+static int twice_life(int rank, void *arg) {
+  visitor v = *(const visitor *)arg;
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  int *pieces[PIECES], i;
+  size_t n[PIECES], k;
+  model m;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  desc.elastic = true;
+  v.rank = rank;
+  v.join = rank >= 2 ? "1" : NULL;
+  if (rank == 3) { /* as model_open, with a pause */
+    memset(&m, 0, sizeof m);
+    ranks_environment(3, v.world_size, shared->port);
+    setenv("CDDP_JOIN", "1", 1);
+    CHECK_OK(cddp_init(&m.g, NULL));
+    m.p.name = "w";
+    m.p.count = v.count;
+    m.p.data = cddp_alloc(m.g, v.count * sizeof(float));
+    bump(&shared->left);
+    await(&shared->running, 3);
+    CHECK_IS(cddp_ddp_create(&m.ddp, m.g, &m.p, 1, &desc), CDDP_PEER_LOST);
+    CHECK(strstr(cddp_error(), "has ended") != NULL);
+    bump(&shared->left);
+    model_close(&m);
+    return 0;
+  }
+  CHECK_OK(model_open(&m, &v));
+  if (v.join == NULL) bump(&shared->running);
+  CHECK_OK(train(&m, v.join != NULL));
+  if (rank == 2) {
+    await(&shared->left, 3); /* the test has seen the end of the second model */
+    CHECK(right(&m, trained));
+  }
+  if (rank < 2) {
+    for (i = 0; rank == 0 && i < PIECES; i++) {
+      n[i] = i == 0 ? 1024 : n[i - 1] * 3 / 2;
+      pieces[i] = (int *)cddp_alloc(m.g, n[i] * sizeof(int));
+      for (k = 0; k < n[i]; k++) pieces[i][k] = 7;
+    }
+    if (rank == 0) bump(&shared->running);
+    await(&shared->left, 2);
+    for (i = 0; rank == 0 && i < PIECES; i++) {
+      for (k = 0; k < n[i] && pieces[i][k] == 7;) k++;
+      CHECK_EQ(k, n[i]);
+      cddp_free(m.g, pieces[i]);
+    }
+    memset(m.p.data, 0, m.p.count * sizeof(float));
+    m.p.grad = NULL;
+    desc.shards = SHARDS;
+    CHECK_OK(cddp_barrier(m.g));
+    if (rank == 0) __atomic_store_n(&shared->stop, 0, __ATOMIC_SEQ_CST);
+    CHECK_OK(cddp_barrier(m.g));
+    CHECK_OK(cddp_ddp_create(&m.ddp, m.g, &m.p, 1, &desc));
+    o.lr = 0.125;
+    o.momentum = 0.5;
+    o.ddp = m.ddp;
+    CHECK_OK(cddp_sgd_create(&m.sgd, &m.p, 1, &o));
+    bump(&shared->running);
+    CHECK_OK(train(&m, false));
+  }
+  model_close(&m);
+  return 0;
+}
+
+static void test_two_models(void) {
+  visitor v = usual();
+  int status[5], rank;
+  pid_t pids[5];
+  memset(shared, 0, sizeof *shared);
+  shared->port = ranks_free_port();
+  for (rank = 0; rank < 2; rank++) pids[rank] = ranks_fork(twice_life, rank, &v);
+  await(&shared->running, 2);
+  for (; rank < 4; rank++) pids[rank] = ranks_fork(twice_life, rank, &v);
+  await(&shared->joined, 1);
+  await(&shared->left, 1);
+  __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
+  await(&shared->running, 5);
+  pids[4] = ranks_fork(twice_life, 4, &v);
+  await(&shared->joined, 2);
+  __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
+  ranks_join(pids + 4, 1, RANKS_WITHIN(10.0), status + 4);
+  bump(&shared->left);
+  ranks_join(pids, 4, RANKS_WITHIN(10.0), status);
+  for (rank = 0; rank < 5; rank++) CHECK_EQ(status[rank], 0);
+}
+
 /* Processes with another model, in another world, with another secret. */
 static void test_strangers(void) {
   visitor first = usual(), v;
@@ -673,6 +795,7 @@ int main(void) {
   RUN(test_leaves);
   RUN(test_alone);
   RUN(test_many);
+  RUN(test_two_models);
   RUN(test_strangers);
   RUN(test_nobody);
   RUN(test_hosts);

@@ -314,6 +314,8 @@ static void test_master_first(void) {
     CHECK(strcmp(meeting(text), "tcp://far:29501") == 0);
     snprintf(text, sizeof text, "%s MASTER_ADDR=fe80::1 MASTER_PORT=29501", one_host[i]);
     CHECK(strcmp(meeting(text), "tcp://[fe80::1]:29501") == 0);
+    snprintf(text, sizeof text, "%s MASTER_ADDR=[fe80::1] MASTER_PORT=29501", one_host[i]);
+    CHECK(strcmp(meeting(text), "tcp://[fe80::1]:29501") == 0);
   }
 }
 

@@ -10,10 +10,13 @@ static ssize_t faulty_send(int fd, const void *p, size_t n, int flags);
 static ssize_t faulty_recv(int fd, void *p, size_t n, int flags);
 static ssize_t faulty_pread(int fd, void *p, size_t n, off_t offset);
 static ssize_t faulty_pwrite(int fd, const void *p, size_t n, off_t offset);
+static int raced_listen(int fd, int backlog);
+static int (*const real_listen)(int fd, int backlog) = listen;
 #define CDDP__SEND faulty_send
 #define CDDP__RECV faulty_recv
 #define CDDP__PREAD faulty_pread
 #define CDDP__PWRITE faulty_pwrite
+#define listen raced_listen
 #define CDDP__GREETING_S 0.6
 #define CDDP__COMMAND_S 0.8
 #define CDDP__STORE_MEMORY ((size_t)72 << 20)
@@ -54,6 +57,15 @@ static ssize_t fault(size_t n, bool file) {
   default:
     return (ssize_t)n;
   }
+}
+
+/* As Linux does it to two processes that listen at one moment, so many times. */
+static int races;
+static int raced_listen(int fd, int backlog) {
+  if (races == 0) return real_listen(fd, backlog);
+  races--;
+  errno = EADDRINUSE;
+  return -1;
 }
 
 static ssize_t faulty_send(int fd, const void *p, size_t n, int flags) {
@@ -1301,6 +1313,9 @@ static void test_addresses(void) {
   CHECK(test_now() - start >= 0.3 && test_now() - start < 2);
   CHECK(error_says(url + 6) && error_says("refused") && error_says("rank 0"));
   CHECK_OK(open_as(url, true, 5, &t)); /* a port can be used again at once */
+  cddp_store_destroy(t);
+  races = 2;
+  CHECK_OK(open_as(url, true, 5, &t));
   cddp_store_destroy(t);
   CHECK_OK(cddp__listen_any(&fd, &port));
   CHECK(cddp__local_address(fd, &a));
