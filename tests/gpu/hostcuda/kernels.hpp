@@ -68,11 +68,12 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *out, const void *ke
 
 namespace hostcuda {
 
-enum { STACK = 256 << 10, BLOCK_BARRIER = -1, RUNNABLE = -2, ENDED = -3 };
+enum { STACK = 64 << 10, BLOCK_BARRIER = -1, RUNNABLE = -2, ENDED = -3 };
 
 struct fiber {
   ucontext_t context;
   char *stack;
+  void *fake;      /* the address sanitizer's part of it; to map one anew for each block costs more than all else */
   unsigned thread; /* its number in the block */
   int waits;       /* RUNNABLE, ENDED, BLOCK_BARRIER or the number of the warp it waits for */
   bool goes;
@@ -89,13 +90,9 @@ struct machine {
   const void *scheduler_stack;
   size_t scheduler_size;
   std::vector<fiber *> fibers; /* kept from block to block */
-  uint64_t exchange[1024];     /* shuffles: one slot for each thread */
-  ~machine() {
-    for (fiber *f : fibers) {
-      free(f->stack);
-      delete f;
-    }
-  }
+  bool ends;
+  uint64_t exchange[1024]; /* shuffles: one slot for each thread */
+  ~machine();
 };
 
 inline machine &m() {
@@ -124,7 +121,7 @@ inline void leave(machine &s) { /* from a fiber to the scheduler */
 inline void fiber_main() {
   machine &s = m();
 #if HOSTCUDA_ASAN
-  __sanitizer_finish_switch_fiber(nullptr, &s.scheduler_stack, &s.scheduler_size);
+  __sanitizer_finish_switch_fiber(s.now->fake, &s.scheduler_stack, &s.scheduler_size);
 #endif
   while (s.next < s.threads) {
     s.now->thread = s.next++;
@@ -133,7 +130,7 @@ inline void fiber_main() {
   }
   s.now->waits = ENDED;
 #if HOSTCUDA_ASAN
-  __sanitizer_start_switch_fiber(nullptr, s.scheduler_stack, s.scheduler_size);
+  __sanitizer_start_switch_fiber(s.ends ? nullptr : &s.now->fake, s.scheduler_stack, s.scheduler_size);
 #endif
 }
 
@@ -152,9 +149,8 @@ inline void resume(machine &s, fiber *f) {
 
 inline void begin(machine &s, size_t i) {
   if (i == s.fibers.size()) {
-    fiber *f = new fiber();
-    f->stack = static_cast<char *>(malloc(STACK));
-    s.fibers.push_back(f);
+    s.fibers.push_back(new fiber());
+    s.fibers[i]->stack = static_cast<char *>(malloc(STACK));
   }
   fiber *f = s.fibers[i];
   getcontext(&f->context);
@@ -164,6 +160,16 @@ inline void begin(machine &s, size_t i) {
   makecontext(&f->context, fiber_main, 0);
   f->thread = s.next;
   resume(s, f);
+}
+
+inline machine::~machine() {
+  ends = true;
+  next = threads;
+  for (size_t i = 0; i < fibers.size(); i++) {
+    begin(*this, i);
+    free(fibers[i]->stack);
+    delete fibers[i];
+  }
 }
 
 inline void wait_at(int barrier) {
