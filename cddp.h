@@ -11793,12 +11793,12 @@ static char *cddp__spaces(const cddp_group *g, uint32_t round, const cddp__chunk
                       : (char *)cddp__staging_of(g, 0, round);
 }
 
-/* Whether ranks copy this chunk past their caches. */
+/* Whether ranks copy this chunk past their caches. A rank alone on its host sends it from there. */
 static bool cddp__goes_past(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
   const cddp__pace *p = &g->paces[c->kind];
   uint32_t n = p->pieces % CDDP__PACE_PIECES;
   if (k->n * c->esize * cddp__send_shares(g, c) < CDDP__PAST_LEAST) return false;
-  if (g->oversubscribed || g->staging_size == 0) return false;
+  if (g->oversubscribed || g->staging_size == 0 || g->local_size == 1) return false;
   if (k->n == c->count) return true;
   return n < 2 ? n == 1 : p->took[1] <= p->took[0];
 }
