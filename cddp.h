@@ -1796,9 +1796,10 @@ typedef struct cddp__presence {
   uint64_t value;
 } cddp__presence;
 
-/* How a kind of collective fills staging buffers: >>collectives. */
+/* How a kind of collective fills staging buffers, with pieces of similar sizes: >>collectives. */
 typedef struct cddp__pace {
-  float took[2];   /* us for a full piece that ranks copied [0] through, [1] past their caches */
+  double took[2];  /* s a byte of a piece that ranks copied [0] through, [1] past their caches */
+  double clock;    /* s of the one that is timed, so far */
   uint32_t pieces; /* so far; alike on all ranks */
 } cddp__pace;
 
@@ -1817,7 +1818,7 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp__slot *slots;
   char *staging;
   size_t staging_size; /* bytes; 0: there are none */
-  cddp__pace paces[CDDP__KIND_COUNT]; /* owner: the thread that runs a collective */
+  cddp__pace paces[CDDP__KIND_COUNT][2]; /* of small and large pieces; owner: as of `round` */
   size_t round_most; /* bytes of shares that go by a round; the carrier takes more */
   cddp__ref block_ref;
   double timeout_s;
@@ -11764,13 +11765,14 @@ static bool cddp__work_done(cddp_work *w) {
 
    Two cores with one last cache between them read each other's lines fast. Two cores of different
    dies take 3 to 8 times as long, unless the lines are in memory. So a rank copies a piece past its
-   cache (cddp__copy_past) where that pays: always what is one piece and no small one; of longer
-   calls ranks time a piece of each kind now and then, and go on with the faster one. The kernel's
-   copies between processes (process_vm_readv) are slower than one of the two everywhere: there is
-   no such way. */
+   cache (cddp__copy_past) where that pays: now and then ranks time some pieces of each kind, and go
+   on with the faster one. The kernel's copies between processes (process_vm_readv) are slower than
+   one of the two everywhere: there is no such way. */
 
 #define CDDP__PAST_LEAST ((size_t)16 << 10) /* bytes of a piece that may go past the cache */
-#define CDDP__PACE_PIECES 128 /* of these the first is timed through the cache, the next past it */
+#define CDDP__PAST_LARGE ((size_t)64 << 10) /* likewise, that are timed for themselves */
+#define CDDP__PACE_PIECES 512u /* of these the first ones are timed: */
+#define CDDP__PACE_TRIALS 4u   /* so many through the cache, then as many past it */
 #define CDDP__PAST_BLOCK 4096 /* bytes of a sum on the way there */
 #define CDDP__LOOK ((size_t)1 << 20) /* bytes written to a peer between looks at the group */
 /* More ranks than cores: of a piece's bytes on all ranks, what each rank reads in the time that the
@@ -11793,33 +11795,59 @@ static char *cddp__spaces(const cddp_group *g, uint32_t round, const cddp__chunk
                       : (char *)cddp__staging_of(g, 0, round);
 }
 
-/* Whether ranks copy this chunk past their caches. A rank alone on its host sends it from there. */
-static bool cddp__goes_past(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  const cddp__pace *p = &g->paces[c->kind];
-  uint32_t n = p->pieces % CDDP__PACE_PIECES;
-  if (k->n * c->esize * cddp__send_shares(g, c) < CDDP__PAST_LEAST) return false;
-  if (g->oversubscribed || g->staging_size == 0 || g->local_size == 1) return false;
-  if (k->n == c->count) return true;
-  return n < 2 ? n == 1 : p->took[1] <= p->took[0];
+/* The pace of such a chunk; NULL: it goes through the cache, as it is small, is read on the same
+   core, or on one that runs the reader in turn. */
+static cddp__pace *cddp__pace_of(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+  size_t bytes = k->n * c->esize * cddp__send_shares(g, c);
+  if (CDDP__LIKELY(bytes < CDDP__PAST_LEAST)) return NULL;
+  if (g->oversubscribed || g->staging_size == 0 || g->local_size == 1) return NULL;
+  return &g->paces[c->kind][bytes >= CDDP__PAST_LARGE];
 }
 
-/* Notes how long a full piece took. What held one up may have been something else: one time does
-   not count for more than 1.5 times the last one. */
-static void cddp__note_pace(cddp__pace *p, double us) {
-  uint32_t n = p->pieces++ % CDDP__PACE_PIECES;
-  if (n > 1) return;
-  p->took[n] = p->pieces <= 2 || us < 1.5 * p->took[n] ? (float)us : 1.5f * p->took[n];
+/* Whether the next chunk is timed. */
+static bool cddp__is_trial(const cddp__pace *p) {
+  return p != NULL && p->pieces % CDDP__PACE_PIECES < 2 * CDDP__PACE_TRIALS;
+}
+
+/* Whether ranks copy it past their caches. */
+static bool cddp__goes_past(const cddp__pace *p) {
+  if (CDDP__LIKELY(p == NULL)) return false;
+  if (cddp__is_trial(p)) return p->pieces % CDDP__PACE_PIECES >= CDDP__PACE_TRIALS;
+  return p->took[1] < p->took[0];
+}
+
+/* Starts (-1) or stops (1) the clock of a chunk that is timed. */
+static void cddp__clock(cddp__pace *p, int sign) {
+  if (cddp__is_trial(p)) p->clock += sign * cddp__now();
+}
+
+/* Whether the wait for the others counts too: one side copies, and the other one waits for it. */
+static bool cddp__wait_counts(const cddp__call *c) {
+  return cddp__shapes[c->kind].from_root || cddp__shapes[c->kind].to_root;
+}
+
+/* This rank has taken what it needs of a chunk. The first ones of a row find the buffers as the
+   other way has left them. What held one up may have been something else: the fastest counts. */
+static void cddp__note_pace(cddp__pace *p, size_t bytes) {
+  uint32_t n = p->pieces % CDDP__PACE_TRIALS;
+  double *least = &p->took[cddp__goes_past(p)], took = p->clock / (double)bytes;
+  if (cddp__is_trial(p) && (n == 2 || (n > 2 && took < *least))) *least = took;
+  p->pieces++;
 }
 
 /* This rank's shares of the chunk go into its space. Inside the caller's loop compilers make it a
    tenth slower for 1 KiB. */
-static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+static void cddp__put(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
   size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart, r;
   char *space = cddp__spaces(g, g->round + 1, k, &apart);
   const char *from = (const char *)c->send + k->begin * c->esize;
-  bool past;
+  cddp__pace *pace = cddp__pace_of(g, c, k);
+  bool past = cddp__goes_past(pace);
+  if (CDDP__UNLIKELY(pace != NULL)) {
+    pace->clock = 0;
+    cddp__clock(pace, -1);
+  }
   if (!cddp__sends(c, g->rank)) return;
-  past = CDDP__UNLIKELY(bytes * shares >= CDDP__PAST_LEAST) && cddp__goes_past(g, c, k);
   space += (size_t)g->rank * apart;
   if (CDDP__UNLIKELY(c->parts != NULL)) {
     for (r = 0; r < shares; r++, space += bytes)
@@ -11833,6 +11861,7 @@ static void cddp__put(const cddp_group *g, const cddp__call *c, const cddp__chun
     if (past) cddp__copy_past(space, from, bytes);
     else memcpy(space, from, bytes);
   }
+  if (CDDP__UNLIKELY(pace != NULL) && !cddp__wait_counts(c)) cddp__clock(pace, 1);
 }
 
 /* This rank takes its result of the chunk from where the ranks' shares for it lie. */
@@ -11886,7 +11915,8 @@ static void cddp__reduce_slices(const cddp_group *g, const cddp__call *c, size_t
 /* This rank takes its result of an all_reduce's chunk in two steps: it adds up its slice of the
    chunk, and takes the other slices when all ranks have. Of many ranks' values each is then read
    twice, not by every rank. */
-static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const cddp__chunk *k,
+                                     bool past) {
   size_t apart, begin, end;
   char *space = cddp__spaces(g, g->round, k, &apart);
   char *sums = cddp__spaces(g, g->round + 1, k, &apart);
@@ -11894,8 +11924,7 @@ static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const c
   cddp_result result;
   int r;
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
-  cddp__reduce_slices(g, c, k->n, g->buffers, sums + (size_t)g->rank * apart,
-                      cddp__goes_past(g, c, k));
+  cddp__reduce_slices(g, c, k->n, g->buffers, sums + (size_t)g->rank * apart, past);
   result = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PIECE, NULL, 0);
   for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
     cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, r, &begin, &end);
@@ -11919,27 +11948,29 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size
 /* Chunk by chunk: this rank's shares go into its space, a round, and it takes its result. met: the
    first chunk is in all ranks' spaces already. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met) {
-  bool slices = c->kind == CDDP__KIND_ALL_REDUCE && g->size > 2 && g->hosts == NULL, timed;
+  bool slices = c->kind == CDDP__KIND_ALL_REDUCE && g->size > 2 && g->hosts == NULL;
   size_t most = g->oversubscribed ? CDDP__READ_MOST_OVERSUBSCRIBED / (size_t)g->size : 0;
-  double start = 0;
+  cddp__pace *pace;
   cddp__chunk k;
   size_t begin;
   cddp_result r = CDDP_OK;
   for (begin = 0; begin < c->count && r == CDDP_OK; begin += k.n, met = false) {
     k = cddp__chunk_at(g, c, begin);
-    /* a full piece; not the first two, whose pages may be new */
-    timed = !g->oversubscribed && begin >= 2 * k.n && k.n < c->count - begin;
-    if (timed) start = cddp__now();
+    pace = cddp__pace_of(g, c, &k);
     if (!met) {
       cddp__put(g, c, &k);
       r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, NULL, 0);
       if (r != CDDP_OK) return r;
     }
+    if (CDDP__UNLIKELY(pace != NULL) && !cddp__wait_counts(c)) cddp__clock(pace, -1);
     if (slices && k.n * c->esize > cddp__max(most, CDDP__SLICES_LEAST))
-      r = cddp__take_slices(g, c, &k);
+      r = cddp__take_slices(g, c, &k, cddp__goes_past(pace));
     else
       cddp__take_spaces(g, c, &k);
-    if (timed) cddp__note_pace(&g->paces[c->kind], (cddp__now() - start) * 1e6);
+    if (CDDP__UNLIKELY(pace != NULL)) {
+      cddp__clock(pace, 1);
+      cddp__note_pace(pace, k.n * c->esize);
+    }
     if (k.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   }
   return r;

@@ -1,12 +1,12 @@
 /* >>reduce: canonical sums against a naive tree, half precision against arithmetic in double, and
-   the instruction sets against each other. */
+   the instruction sets against each other. >>collectives: how staging buffers are filled. */
 #include <stddef.h>
 static size_t cache_of_rank(void);
 #define CDDP__L2 cache_of_rank()
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
 
-#include "../test.h"
+#include "../ranks.h"
 
 static uint64_t state = 1;
 
@@ -529,7 +529,7 @@ static int sum_in_pieces(cddp_group *g, void *arg) {
   enum { N = 400000 };
   float *x = (float *)malloc(N * sizeof *x);
   cddp__call c;
-  const cddp__pace *p = &g->paces[CDDP__KIND_ALL_REDUCE];
+  const cddp__pace *p = &g->paces[CDDP__KIND_ALL_REDUCE][1];
   int i, k, rank = cddp_rank(g), bad = 0;
   if (x == NULL) return 1;
   for (i = 0; i < N; i++) x[i] = (float)(i * (rank + 1));
@@ -565,9 +565,80 @@ static void test_pieces(void) {
   }
 }
 
+/* Copies past the cache: ranks time both ways now and then, and go on with the faster one. */
+
+static void check_pace(cddp_group *g, int kind, size_t bytes, uint32_t pieces) {
+  const cddp__pace *p = &g->paces[kind][bytes >= CDDP__PAST_LARGE];
+  CHECK_EQ(p->pieces, pieces);
+  CHECK(p->took[0] > 0 && p->took[1] > 0);
+  CHECK_EQ(cddp__goes_past(p), p->took[1] < p->took[0]);
+}
+
+static int run_paces(cddp_group *g, void *arg) {
+  static const size_t counts[] = {6000, 40000};
+  int before = test_failures, rank = cddp_rank(g), world = cddp_world_size(g), i, k;
+  uint32_t calls = CDDP__PACE_PIECES + 2 * CDDP__PACE_TRIALS + 1;
+  float *x = (float *)calloc(40000, sizeof *x), *y = (float *)malloc(4 * 40000 * sizeof *y);
+  cddp__chunk chunk = {0, 6000, false};
+  cddp__call call = cddp__make_call(CDDP__KIND_BROADCAST, x, x, 6000, CDDP_F32, CDDP_SUM, 0);
+  size_t n, c, wrong = 0;
+  (void)arg;
+  CHECK_OK(cddp_barrier(g));
+  g->oversubscribed = false; /* as where each rank has a core */
+  for (k = 0; k < 2; k++)
+    for (n = counts[k], i = 0; i < (int)calls && test_failures == before; i++) {
+      for (c = 0; c < n; c++) x[c] = (float)(i + rank);
+      CHECK_OK(cddp_all_gather(g, x, y, n, CDDP_F32, NULL));
+      for (c = 0; c < n * (size_t)world; c++) wrong += y[c] != (float)(i + (int)(c / n));
+      CHECK_OK(cddp_all_reduce(g, x, n, CDDP_F32, CDDP_MAX, NULL));
+      for (c = 0; c < n; c++) wrong += x[c] != (float)(i + world - 1);
+      for (c = 0; c < n; c++) x[c] = (float)(i + rank);
+      CHECK_OK(cddp_broadcast(g, x, n, CDDP_F32, 1, NULL));
+      for (c = 0; c < n; c++) wrong += x[c] != (float)(i + 1);
+      CHECK_EQ(wrong, 0);
+    }
+  for (k = 0; k < 2; k++) {
+    check_pace(g, CDDP__KIND_ALL_GATHER, counts[k] * 4, calls);
+    check_pace(g, CDDP__KIND_ALL_REDUCE, counts[k] * 4, calls);
+    check_pace(g, CDDP__KIND_BROADCAST, counts[k] * 4, calls);
+  }
+  CHECK(cddp__pace_of(g, &call, &chunk) == &g->paces[CDDP__KIND_BROADCAST][0]);
+  chunk.n = CDDP__PAST_LEAST / 4 - 1;
+  CHECK(cddp__pace_of(g, &call, &chunk) == NULL);
+  chunk.n = 6000;
+  g->oversubscribed = true;
+  CHECK(cddp__pace_of(g, &call, &chunk) == NULL);
+  free(y);
+  free(x);
+  return test_failures != before;
+}
+
+static void test_paces(void) {
+  cddp__pace p = {{0, 0}, 0, 0};
+  int i;
+  for (i = 0; i < (int)(2 * CDDP__PACE_TRIALS); i++) {
+    CHECK(cddp__is_trial(&p));
+    CHECK_EQ(cddp__goes_past(&p), i >= (int)CDDP__PACE_TRIALS);
+    p.clock = i % 4 < 2 ? 0 : i < 4 ? 5 - i : i - 3; /* 3, 2; 3, 4 */
+    cddp__note_pace(&p, 1);
+  }
+  CHECK(!cddp__is_trial(&p) && !cddp__goes_past(&p));
+  p.clock = 1;
+  cddp__note_pace(&p, 1);
+  CHECK(p.took[0] == 2 && p.took[1] == 3);
+  p.took[0] = 4;
+  CHECK(cddp__goes_past(&p));
+  p.pieces = CDDP__PACE_PIECES; /* it looks again */
+  CHECK(cddp__is_trial(&p) && !cddp__goes_past(&p));
+  cache_asked = 1; /* pieces of 256 KiB */
+  CHECK_OK(ranks_run(run_paces, NULL, 2, false));
+  CHECK_OK(ranks_run(run_paces, NULL, 3, false));
+}
+
 int main(void) {
   int i;
   RUN(test_pieces);
+  RUN(test_paces);
   for (i = 0; i < MOST; i++) {
     memory[i] = (char *)malloc(2051 * 8 + 128);
     keep[i] = (char *)malloc(2051 * 8 + 128);
