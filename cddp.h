@@ -2039,11 +2039,11 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int partition_count;
   bool scattered;               /* cddp_ddp_all_gather is due */
   bool spread;                  /* more shards than ranks: the next fields are used */
-  cddp__shard_node *kept;    /* [kept_count] sums in this rank's slots, ascending; but elastic */
-  int kept_count;            /* ranks of one host have them in their tables */
+  cddp__shard_node *kept;    /* [kept_count] sums of this rank, ascending, */
+  int kept_count;            /* of the shards that have ended */
   size_t halves;             /* bytes of the arena before f16 and bf16, which are f32 in a slot */
   size_t slot_room;          /* bytes from one slot to the next */
-  int slots;                 /* of each rank */
+  int slots;                 /* of each rank; elastic: that this one has used */
   cddp__shard_node *nodes;   /* [node_count] all ranks', in order */
   int *widths;               /* [node_count] as cddp__reduce_nodes takes them */
   int node_count;
@@ -15857,9 +15857,17 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
   return r;
 }
 
+/* That slot of this rank; of an elastic rank it gets huge pages the first time. */
+static int cddp__take_slot(cddp_ddp *d, int slot) {
+  if (slot < d->slots) return slot;
+  cddp__populate(cddp__in_slot(d, d->me, slot, 0), d->slot_room, d->group->host->fd >= 0);
+  d->slots = slot + 1;
+  return slot;
+}
+
 /* The shard in this rank's gradients goes into a slot, added to those nodes with which it makes a
-   greater one, where the first of these is. more: gradients become zero for the next shard; the
-   last one may stay in an arena that peers see. */
+   greater one, where the first of these is; but what elastic ranks see of each other stays as it
+   is. more: gradients become zero for the next shard; the last one may stay where peers see it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
   int room = cddp__free_slot(d->kept, d->kept_count, 0);
@@ -15867,16 +15875,17 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int n = cddp__join_nodes(d->kept, d->kept_count, shard, d->shards, slots, widths, &node, &low,
                            &high);
   cddp_result r = CDDP_OK;
-  if (!more && n == 1 && !cddp__gathers(d)) return CDDP_OK;
-  node.slot = low < high ? d->kept[low].slot : room;
+  if (more || n > 1 || cddp__gathers(d))
+    node.slot = cddp__take_slot(d, low < high && d->elastic == NULL ? d->kept[low].slot : room);
   while (slots[at] >= 0) at++;
-  if (at < n - 1) { /* merge_nodes takes a shard that is the last of them */
+  if (at < n - 1 && node.slot != room) { /* the shard must be the last where a sum is one of them */
     r = d->memory->merge_nodes(d, room, &slots[at], &widths[at], 1, more);
     slots[at] = room;
     widths[at] = -1;
+    at = -1;
   }
-  if (r == CDDP_OK)
-    r = d->memory->merge_nodes(d, node.slot, slots, widths, n, more && at == n - 1);
+  if (r == CDDP_OK && node.slot >= 0)
+    r = d->memory->merge_nodes(d, node.slot, slots, widths, n, more && at >= 0);
   if (r == CDDP_OK && more) r = cddp__clear_own(d);
   memmove(d->kept + low + 1, d->kept + high, (size_t)(d->kept_count - high) * sizeof *d->kept);
   d->kept[low] = node;
@@ -17974,7 +17983,6 @@ struct cddp__crew {
   int *mine_planned;            /* [2 * shards] scratch */
   char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
   cddp__buffer own, rows;       /* rows of the shards in ddp.kept; of all those of that reduction */
-  int slots;                    /* in area */
   cddp__link **links;           /* [shards + knocks] while ranks meet: to who reported, or to the */
   cddp__message **reports;      /* leader; likewise what the members said, and behind these who */
   int knock_count;              /* would join, and waits for the next meeting */
@@ -18085,16 +18093,16 @@ static void cddp__crew_release(cddp_ddp *d, char *p) {
 /* Room for so many slots. */
 static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
   cddp__crew *c = d->crew;
-  size_t bytes = (size_t)c->slots * d->slot_room;
+  size_t bytes = (size_t)d->slots * d->slot_room;
   char *p;
   cddp_result r = CDDP_OK;
-  if (slots <= c->slots) return CDDP_OK;
+  if (slots <= d->slots) return CDDP_OK;
   p = cddp__crew_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d));
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
   if (c->area != NULL) r = d->memory->copy(p, c->area, bytes, d->group->stream);
   cddp__crew_release(d, c->area);
   c->area = d->slot_areas[d->group->local_rank] = p;
-  c->slots = slots;
+  d->slots = slots;
   return r;
 }
 
@@ -19233,8 +19241,7 @@ struct cddp__elastic {
   size_t log_at, refs_at, slots_at; /* in each kit, bytes */
   uint64_t step;                 /* in which this rank is */
   bool begun;                    /* it knows the deal of this step */
-  bool spent;                    /* the shard in its arena has been added to others */
-  int slots_used;                /* slots with memory of their own */
+  bool spent;                    /* its arena has a shard that is done */
   uint32_t areas_used;           /* bits: the areas that this rank has used */
   uint32_t seen;                 /* board.changes when its wait began */
   uint32_t unshared;             /* host.unshared at creation */
@@ -19843,55 +19850,17 @@ static void cddp__elastic_begin(cddp_ddp *d) {
 
 /* --- shards --- */
 
-/* Puts this rank's nodes in force, in which `node` takes the place of those in [low, high). */
-static void cddp__put_nodes(cddp_ddp *d, const cddp__shard_node *node, int low, int high) {
+/* Puts this rank's nodes in force, by another table: what others may read stays as it is. */
+static void cddp__put_nodes(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  uint64_t word;
-  int count = cddp__table_count(e, d->me, e->step, &word), which = (int)(word & 1) ^ 1;
-  const cddp__shard_node *old = cddp__table(d, e->kit, word);
-  cddp__shard_node *new_ = cddp__table(d, e->kit, (uint64_t)which);
-  CDDP_ASSERT(count + 1 - (high - low) <= cddp__table_room(d));
-  memcpy(new_, old, (size_t)low * sizeof *new_);
-  new_[low] = *node;
-  memcpy(new_ + low + 1, old + high, (size_t)(count - high) * sizeof *new_);
+  cddp__atomic_u64 *nodes = &e->members[d->me].nodes;
+  int which = (int)(cddp__load64(nodes) & 1) ^ 1;
+  CDDP_ASSERT(d->kept_count <= cddp__table_room(d) && d->slots <= cddp__table_room(d) + 1);
+  memcpy(cddp__table(d, e->kit, (uint64_t)which), d->kept,
+         (size_t)d->kept_count * sizeof *d->kept);
   CDDP__POINT("elastic nodes");
-  cddp__store64(&e->members[d->me].nodes,
-                cddp__table_word(e->step, count + 1 - (high - low), which));
+  cddp__store64(nodes, cddp__table_word(e->step, d->kept_count, which));
   CDDP__POINT("elastic nodes put");
-}
-
-/* The shard in the arena is a node, or becomes one with others. more: the arena is to be clear, for
-   the next one. */
-static void cddp__keep_shard(cddp_ddp *d, int shard, bool more) {
-  cddp__elastic *e = d->elastic;
-  int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high;
-  cddp__shard_node node;
-  uint64_t word;
-  int count = cddp__table_count(e, d->me, e->step, &word);
-  const cddp__shard_node *nodes = cddp__table(d, e->kit, word);
-  int n = cddp__join_nodes(nodes, count, shard, d->shards, slots, widths, &node, &low, &high);
-  bool kept = cddp__nodes_have(nodes, count, shard); /* as a node, which now goes to a slot */
-  if (kept) {
-    for (low = 0; nodes[low].first != shard; low++) {}
-    high = low + 1;
-    node = nodes[low];
-    slots[0] = -1;
-    widths[0] = n = 1;
-  }
-  if (n > 1 || more) {
-    node.slot = cddp__free_slot(nodes, count, 0);
-    CDDP_ASSERT(node.slot <= cddp__table_room(d));
-    if (node.slot >= e->slots_used) {
-      e->slots_used = node.slot + 1;
-      cddp__populate(e->kit + e->slots_at + (size_t)node.slot * d->slot_room, d->slot_room,
-                     d->group->host->fd >= 0);
-    }
-    cddp__merge_nodes(d, node.slot, slots, widths, n, more && !kept);
-    if (more) cddp__clear_own(d);
-  }
-  e->spent = n > 1 && !more;
-  cddp__put_nodes(d, &node, low, high);
-  if (kept) memset(d->arena, 0, d->bytes); /* not before: the table had it there */
 }
 
 /* The rows of the shard that has ended go where all find them. The members that are late in the
@@ -19927,23 +19896,23 @@ static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
 /* Takes that shard, unless another member has. */
 static bool cddp__take_shard(cddp_ddp *d, int shard) {
   cddp__elastic *e = d->elastic;
-  uint64_t word = cddp__load64(&e->shards[shard]), table;
-  const cddp__shard_node *nodes;
-  int i = 0, count;
+  uint64_t word = cddp__load64(&e->shards[shard]);
+  int i = 0, arena = -1, one = 1;
   if (cddp__unit_state(word, e->step) != CDDP__UNIT_FREE) return false;
   CDDP__POINT("elastic take");
   if (!cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, CDDP__UNIT_TAKEN, d->me, 0)))
     return false;
   CDDP__POINT("elastic taken");
   d->held = shard;
-  count = cddp__table_count(e, d->me, e->step, &table);
-  nodes = cddp__table(d, e->kit, table);
-  while (i < count && nodes[i].slot >= 0) i++;
-  if (i < count) cddp__keep_shard(d, nodes[i].first, true); /* the one that is in the arena */
-  if (e->spent) {
-    memset(d->arena, 0, d->bytes);
-    cddp__clear_own(d);
+  if (!e->spent) return true;
+  while (i < d->kept_count && d->kept[i].slot >= 0) i++;
+  if (i < d->kept_count) { /* its last shard is a node there, until the table has it elsewhere */
+    d->kept[i].slot = cddp__take_slot(d, cddp__free_slot(d->kept, d->kept_count, 0));
+    cddp__merge_nodes(d, d->kept[i].slot, &arena, &one, 1, false);
+    cddp__put_nodes(d);
   }
+  memset(d->arena, 0, d->bytes);
+  cddp__clear_own(d);
   e->spent = false;
   return true;
 }
@@ -20014,7 +19983,9 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     shard = cddp__pick_shard(d, &all_done);
     if (d->held >= 0) {
       if ((r = cddp__keep_rows(d, d->held)) != CDDP_OK) return r;
-      cddp__keep_shard(d, d->held, shard >= 0);
+      (void)cddp__keep_node(d, d->held, shard >= 0);
+      cddp__put_nodes(d);
+      e->spent = shard < 0;
       cddp__store64(&e->shards[d->held], cddp__unit(e->step, CDDP__UNIT_DONE, d->me, 0));
       CDDP__POINT("elastic done");
       d->held = -1;
@@ -20388,6 +20359,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   e->step++;
   e->begun = false;
   e->spent = false;
+  d->kept_count = 0;
   return CDDP_OK;
 }
 
