@@ -35,10 +35,7 @@ extern "C" {
   X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle")                                \
   X(cudaErrorNotReady, 600, "device not ready")                                                    \
   X(cudaErrorIllegalAddress, 700, "an illegal memory access was encountered")                      \
-  X(cudaErrorPeerAccessAlreadyEnabled, 704, "peer access is already enabled")                      \
   X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                                     \
-  X(cudaErrorHostMemoryAlreadyRegistered, 712, "part or all of the memory is registered already") \
-  X(cudaErrorHostMemoryNotRegistered, 713, "the memory is not registered")                         \
   X(cudaErrorNotPermitted, 800, "operation not permitted")                                         \
   X(cudaErrorNotSupported, 801, "operation not supported")                                         \
   X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted when stream is capturing")    \
@@ -89,7 +86,6 @@ typedef void (*cudaHostFn_t)(void *data);
 #define cudaEventInterprocess 0x04
 #define cudaEventWaitDefault 0x00
 #define cudaHostAllocDefault 0x00
-#define cudaHostRegisterDefault 0x00
 #define cudaHostAllocPortable 0x01
 #define cudaHostAllocMapped 0x02
 #define cudaHostAllocWriteCombined 0x04
@@ -116,16 +112,6 @@ enum cudaStreamCaptureStatus {
 enum cudaStreamCaptureMode {
   cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeThreadLocal = 1,
   cudaStreamCaptureModeRelaxed = 2
-};
-
-enum cudaDeviceAttr {
-  cudaDevAttrMaxThreadsPerBlock = 1, cudaDevAttrWarpSize = 10, cudaDevAttrMultiProcessorCount = 16,
-  cudaDevAttrComputeMode = 20, cudaDevAttrConcurrentKernels = 31, cudaDevAttrPciBusId = 33,
-  cudaDevAttrPciDeviceId = 34, cudaDevAttrL2CacheSize = 38,
-  cudaDevAttrMaxThreadsPerMultiProcessor = 39, cudaDevAttrUnifiedAddressing = 41,
-  cudaDevAttrPciDomainId = 50, cudaDevAttrComputeCapabilityMajor = 75,
-  cudaDevAttrComputeCapabilityMinor = 76, cudaDevAttrPageableMemoryAccess = 88,
-  cudaDevAttrMemoryPoolsSupported = 115, cudaDevAttrIpcEventSupport = 125
 };
 
 struct cudaPointerAttributes {
@@ -158,23 +144,14 @@ cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceSynchronize(void);
-cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attr, int device);
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int device);
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest);
-cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device);
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer);
-cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags);
 
 cudaError_t cudaMalloc(void **p, size_t bytes);
 cudaError_t cudaFree(void *p);
-cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t stream);
-cudaError_t cudaFreeAsync(void *p, cudaStream_t stream);
 cudaError_t cudaMallocHost(void **p, size_t bytes);
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags);
-cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags);
-cudaError_t cudaHostUnregister(void *p);
 cudaError_t cudaFreeHost(void *p);
-cudaError_t cudaMemGetInfo(size_t *available, size_t *total);
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *p);
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *p);
 cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t handle, unsigned flags);
@@ -193,8 +170,6 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority);
-cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
                                 unsigned flags HOSTCUDA_DEFAULT(0));
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void *data);
@@ -230,9 +205,6 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
 template <typename T> inline cudaError_t cudaMalloc(T **p, size_t bytes) {
   return cudaMalloc(reinterpret_cast<void **>(p), bytes);
-}
-template <typename T> inline cudaError_t cudaMallocAsync(T **p, size_t bytes, cudaStream_t s) {
-  return cudaMallocAsync(reinterpret_cast<void **>(p), bytes, s);
 }
 template <typename T> inline cudaError_t cudaMallocHost(T **p, size_t bytes) {
   return cudaMallocHost(reinterpret_cast<void **>(p), bytes);

@@ -258,8 +258,7 @@ int hostcuda_contexts(void) {
 
 static bool needs_context(const char *name) {
   static const char *const others[] = {
-      "cudaGetDeviceCount",     "cudaGetDevice",         "cudaSetDevice", "cudaDeviceGetAttribute",
-      "cudaGetDeviceProperties", "cudaDeviceGetPCIBusId", "cudaDeviceCanAccessPeer"};
+      "cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetDeviceProperties"};
   size_t i;
   for (i = 0; i < sizeof others / sizeof *others; i++)
     if (strcmp(name, others[i]) == 0) return false;
@@ -356,25 +355,6 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attr, int device) {
-  ENTER("cudaDeviceGetAttribute");
-  REQUIRE(value != NULL, cudaErrorInvalidValue);
-  REQUIRE(device >= 0 && device < g.devices, cudaErrorInvalidDevice);
-  switch (attr) {
-    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrWarpSize: *value = 32; break;
-    case cudaDevAttrMultiProcessorCount: *value = 2; break; /* grids stay small */
-    case cudaDevAttrPciBusId: *value = device + 1; break;
-    case cudaDevAttrL2CacheSize: *value = 1 << 20; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrConcurrentKernels: case cudaDevAttrUnifiedAddressing:
-    case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    default: *value = 0; break;
-  }
-  return cudaSuccess;
-}
-
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
   int i;
   ENTER("cudaGetDeviceProperties");
@@ -398,30 +378,6 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   ENTER("cudaDeviceGetStreamPriorityRange");
   if (least != NULL) *least = 0;
   if (greatest != NULL) *greatest = -5;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device) {
-  ENTER("cudaDeviceGetPCIBusId");
-  REQUIRE(id != NULL && size > 12, cudaErrorInvalidValue);
-  REQUIRE(device >= 0 && device < g.devices, cudaErrorInvalidDevice);
-  snprintf(id, (size_t)size, "0000:%02X:00.0", (unsigned)device + 1);
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
-  ENTER("cudaDeviceCanAccessPeer");
-  REQUIRE(can != NULL, cudaErrorInvalidValue);
-  REQUIRE(device >= 0 && device < g.devices && peer >= 0 && peer < g.devices,
-          cudaErrorInvalidDevice);
-  *can = device != peer;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
-  ENTER("cudaDeviceEnablePeerAccess");
-  REQUIRE(peer >= 0 && peer < g.devices && peer != t_device, cudaErrorInvalidDevice);
-  REQUIRE(flags == 0, cudaErrorInvalidValue);
   return cudaSuccess;
 }
 
@@ -720,24 +676,6 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (s == NULL) e = cudaErrorInvalidResourceHandle;
   else e = s->done == s->enqueued ? cudaSuccess : cudaErrorNotReady;
   return unlocked(e);
-}
-
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
-  cudaStream_t s;
-  ENTER("cudaStreamGetPriority");
-  lock();
-  s = find(stream);
-  if (s != NULL) *priority = s->priority;
-  return unlocked(s != NULL ? cudaSuccess : cudaErrorInvalidResourceHandle);
-}
-
-cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) {
-  cudaStream_t s;
-  ENTER("cudaStreamGetFlags");
-  lock();
-  s = find(stream);
-  if (s != NULL) *flags = s->flags;
-  return unlocked(s != NULL ? cudaSuccess : cudaErrorInvalidResourceHandle);
 }
 
 static cudaError_t drain_device(void) {
@@ -1359,29 +1297,6 @@ cudaError_t cudaFree(void *p) { /* waits for the device, as there */
   return unlocked(cudaSuccess);
 }
 
-cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t stream) {
-  ENTER("cudaMallocAsync");
-  REQUIRE(p != NULL, cudaErrorInvalidValue);
-  REQUIRE(hostcuda_stream_device(stream) >= 0, cudaErrorInvalidResourceHandle);
-  return hostcuda_leave(allocate_device(p, bytes));
-}
-
-static void run_free(void *arg) {
-  block *b;
-  lock();
-  b = unlink_block(arg);
-  if (b != NULL) forget_block(b);
-  unlock();
-}
-
-cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
-  hostcuda_op op = {run_free, NULL, p};
-  ENTER("cudaFreeAsync");
-  if (p == NULL) return cudaSuccess;
-  REQUIRE(hostcuda_is_device(p, 1), cudaErrorInvalidValue);
-  return hostcuda_leave(hostcuda_enqueue(stream, op, false));
-}
-
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags) {
   block *b;
   void *base = NULL;
@@ -1404,40 +1319,6 @@ cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags) {
   return unlocked(cudaSuccess);
 }
 
-/* A page belongs to one registration at most. */
-cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
-  uintptr_t page = (uintptr_t)page_size(), first = (uintptr_t)p / page;
-  uintptr_t last = ((uintptr_t)p + bytes - 1) / page;
-  block *b;
-  ENTER("cudaHostRegister");
-  REQUIRE(p != NULL && bytes > 0 && flags <= 15, cudaErrorInvalidValue);
-  SAFE();
-  lock();
-  for (b = g.blocks; b != NULL; b = b->next)
-    if (b->type == cudaMemoryTypeHost && (uintptr_t)b->base / page <= last &&
-        ((uintptr_t)b->base + b->size - 1) / page >= first)
-      return unlocked(cudaErrorHostMemoryAlreadyRegistered);
-  b = (block *)allocate(sizeof *b);
-  b->base = (char *)p;
-  b->size = bytes;
-  b->type = cudaMemoryTypeHost;
-  b->device = t_device;
-  b->imported = true;
-  link_block(b);
-  return unlocked(cudaSuccess);
-}
-
-cudaError_t cudaHostUnregister(void *p) {
-  block *b;
-  ENTER("cudaHostUnregister");
-  lock();
-  b = find_block(p);
-  if (b == NULL || b->base != (char *)p || b->type != cudaMemoryTypeHost || !b->imported)
-    return unlocked(cudaErrorHostMemoryNotRegistered);
-  forget_block(unlink_block(p));
-  return unlocked(cudaSuccess);
-}
-
 cudaError_t cudaMallocHost(void **p, size_t bytes) {
   ENTER("cudaMallocHost");
   return cudaHostAlloc(p, bytes, cudaHostAllocDefault);
@@ -1456,14 +1337,6 @@ cudaError_t cudaFreeHost(void *p) {
   if (b == NULL || b->base != (char *)p || b->type != cudaMemoryTypeHost)
     return unlocked(cudaErrorInvalidValue);
   forget_block(unlink_block(p));
-  return unlocked(cudaSuccess);
-}
-
-cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
-  ENTER("cudaMemGetInfo");
-  lock();
-  *total = g.limit;
-  *available = g.limit - g.used[t_device];
   return unlocked(cudaSuccess);
 }
 

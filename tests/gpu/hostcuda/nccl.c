@@ -1257,13 +1257,6 @@ ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) {
   return r;
 }
 
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) {
-  ncclResult_t r = ready(comm);
-  if (device == NULL) return refuse(ncclInvalidArgument, "NULL");
-  if (r == ncclSuccess) *device = comm->device;
-  return r;
-}
-
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
   ncclResult_t r = ready(comm);
   if (rank == NULL) return refuse(ncclInvalidArgument, "NULL");
