@@ -13539,6 +13539,7 @@ enum {
   CDDP__SPARE_EVENTS = 16,
   CDDP__SCRATCHES = 64,
   CDDP__HASHES = 4096,
+  CDDP__SEVERAL_DEVICES = 1000000,
   CDDP__MEANS = 64 /* that one launch scales */
 };
 
@@ -13637,7 +13638,8 @@ static cddp_result cddp__use_device(int device) {
 static cddp__device *cddp__device_of(const cddp_group *g) { return (cddp__device *)g->device; }
 static cudaStream_t cddp__main_stream(const cddp_group *g) { return (cudaStream_t)g->stream; }
 
-static cddp__atomic_u32 cddp__device_groups; /* 1: this process has had one */
+static cddp__atomic_u32 cddp__device_groups; /* 1 + the device that this process's groups have had,
+                                                or CDDP__SEVERAL_DEVICES; 0: there were none */
 
 /* Whether memory may lie on a device: asked before the first call that would set CUDA up, or fail,
    in a process that has no business with it. */
@@ -14220,7 +14222,9 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
   cddp_result r;
   *out = NULL;
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
-  cddp__store32(&cddp__device_groups, 1);
+  if (!cddp__swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
+      cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
+    cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
   p->state.v = CDDP__COMM_DONE; /* there is none */
   p->group = g;
   p->owner = p;
@@ -14933,14 +14937,20 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   return r;
 }
 
-/* Whether p lies in a device's memory. g: the group, whose device, if it has one, becomes this
-   thread's: to ask makes a context on that; or NULL. */
+/* Whether p lies in a device's memory. To ask makes a context on the thread's device: that of the
+   group becomes it; without one, where a thread has not chosen any, the one that all of the
+   process's groups have had. */
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   struct cudaPointerAttributes a;
   if (p == NULL || !cddp__cuda_in_use()) return false;
   if (g != NULL && g->backend != NULL) (void)cddp__use_device(cddp__device_of(g)->device);
+  uint32_t only = cddp__load32(&cddp__device_groups);
+  int now = -1;
   if (cudaPointerGetAttributes(&a, p) == cudaSuccess)
     return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
+  else if (only > 1 && only != CDDP__SEVERAL_DEVICES && cudaGetDevice(&now) == cudaSuccess &&
+           now == 0)
+    (void)cddp__use_device((int)only - 1);
   (void)cudaGetLastError(); /* no device: no device memory */
   return false;
 }

@@ -1841,7 +1841,7 @@ typedef struct stranger {
   cddp_optim *s, *alone;
   cddp_group *both;
   cddp_param p[2];
-  char path[64];
+  char path[64], own_path[80];
   cddp_work *w;
   float *x;
   int call;
@@ -1849,7 +1849,7 @@ typedef struct stranger {
 
 static void *strange_call(void *arg) {
   stranger *c = (stranger *)arg;
-  cddp_sgd_desc rule;
+  cddp_sgd_desc rule, no_ddp;
   int64_t row = 1;
   double norm;
   bool done;
@@ -1861,6 +1861,7 @@ static void *strange_call(void *arg) {
   case 1: CHECK_OK(cddp_all_reduce(c->g, c->x, 10, CDDP_F32, CDDP_SUM, &c->w)); break;
   case 2: CHECK_OK(cddp_test(c->w, &done)); break;
   case 3: CHECK_OK(cddp_wait(c->w)); break;
+  no_ddp = rule;
   case 4: CHECK_OK(cddp_synchronize(c->g)); break;
   case 5: CHECK_OK(cddp_barrier(c->g)); break;
   case 6: CHECK_OK(cddp_ddp_create(&c->d, c->g, c->p, 1, NULL)); break;
@@ -1889,6 +1890,10 @@ static void *strange_call(void *arg) {
 }
 
 static int strangers(cddp_group *g, void *arg) {
+  case 26: CHECK_OK(cddp_sgd_create(&c->s, c->p + 1, 1, &no_ddp)); break;
+  case 27: cddp_optim_destroy(c->s); break;
+  case 28: CHECK_OK(cddp_save(NULL, c->own_path, c->p, 1, NULL)); break;
+  case 29: CHECK_OK(cddp_load(NULL, c->own_path, c->p, 1, NULL)); break;
   const char *tmp = getenv("TMPDIR");
   size_t rows[1] = {10};
   cddp_sgd_desc rule;
@@ -1912,7 +1917,8 @@ static int strangers(cddp_group *g, void *arg) {
   CHECK_OK(cddp_ddp_create(&c.sparse, g, &table, 1, &desc));
   snprintf(c.path, sizeof c.path, "%.40s/cddp-strangers-%d", tmp != NULL ? tmp : "/tmp",
            (int)getppid());
-  for (c.call = 0; c.call < 27; c.call++) {
+  snprintf(c.own_path, sizeof c.own_path, "%s-%d", c.path, cddp_rank(g));
+  for (c.call = 0; c.call < 31; c.call++) {
     CHECK_EQ(pthread_create(&thread, NULL, strange_call, &c), 0);
     pthread_join(thread, NULL);
     if (hostcuda_contexts() != 1)
@@ -1925,6 +1931,7 @@ static int strangers(cddp_group *g, void *arg) {
 static _Thread_local int naps;
 static _Thread_local double nap_s; /* the last one's */
 
+  (void)unlink(c.own_path);
 static int nap(const struct timespec *t, struct timespec *left) {
   naps++;
   nap_s = (double)t->tv_sec + 1e-9 * (double)t->tv_nsec;
