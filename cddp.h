@@ -13611,7 +13611,9 @@ typedef struct cddp__device_report {
 #define CDDP__LEFT_S 2.0 /* to finish operations on a device after a peer has left the group */
 #endif
 #define CDDP__ENDED_S 0.05 /* the same after one has ended: the poller has looked by then */
-#define CDDP__LATE_LOOKS 4  /* a process that was stopped looks at its device before it gives up */
+#ifndef CDDP__LATE_LOOKS
+#define CDDP__LATE_LOOKS 20 /* a process that was stopped looks at its device before it gives up */
+#endif
 #define CDDP__LATE_S 0.5    /* more for who waits beside the watcher, which says more of it */
 #ifndef CDDP__COMM_FROM
 #define CDDP__COMM_FROM 2 /* ranks from which on a group has a communicator; tests say 1 */
@@ -14942,15 +14944,15 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
    process's groups have had. */
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   struct cudaPointerAttributes a;
-  if (p == NULL || !cddp__cuda_in_use()) return false;
-  if (g != NULL && g->backend != NULL) (void)cddp__use_device(cddp__device_of(g)->device);
   uint32_t only = cddp__load32(&cddp__device_groups);
   int now = -1;
-  if (cudaPointerGetAttributes(&a, p) == cudaSuccess)
-    return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
+  if (p == NULL || !cddp__cuda_in_use()) return false;
+  if (g != NULL && g->backend != NULL) (void)cddp__use_device(cddp__device_of(g)->device);
   else if (only > 1 && only != CDDP__SEVERAL_DEVICES && cudaGetDevice(&now) == cudaSuccess &&
            now == 0)
     (void)cddp__use_device((int)only - 1);
+  if (cudaPointerGetAttributes(&a, p) == cudaSuccess)
+    return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
   (void)cudaGetLastError(); /* no device: no device memory */
   return false;
 }

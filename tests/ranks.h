@@ -337,10 +337,8 @@ RANKS_DEF void ranks_join(const pid_t *pid, int n, double seconds, int *status) 
   }
 }
 
-/* n processes as a launcher script would start them, none of which ends the others. */
-RANKS_DEF void ranks_script(int (*fn)(int rank, void *arg), void *arg, int n, double seconds,
-                            int *status) {
-  pid_t pid[64];
+/* Begins n processes as a launcher script would, none of which ends the others. */
+RANKS_DEF void ranks_begin(int (*fn)(int rank, void *arg), void *arg, int n, pid_t *pid) {
   int i, port = ranks_free_port();
   for (i = 0; i < n; i++) {
     ranks_environment(i, n, port);
@@ -352,6 +350,13 @@ RANKS_DEF void ranks_script(int (*fn)(int rank, void *arg), void *arg, int n, do
   unsetenv("LOCAL_WORLD_SIZE");
   unsetenv("MASTER_ADDR");
   unsetenv("MASTER_PORT");
+}
+
+/* The same, and waits for them. */
+RANKS_DEF void ranks_script(int (*fn)(int rank, void *arg), void *arg, int n, double seconds,
+                            int *status) {
+  pid_t pid[64];
+  ranks_begin(fn, arg, n, pid);
   ranks_join(pid, n, seconds, status);
 }
 
