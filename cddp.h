@@ -16474,7 +16474,6 @@ typedef struct cddp__pass {
   char *log;       /* elastic: where new states and weights go; NULL: to their places */
   int part, from;  /* elastic: of the update, and the member in whose log its first block is, */
   bool logged;     /* if there is one */
-  bool own_states; /* elastic: states are still where cddp_optim_step has them */
   bool collected;  /* elastic: ddp.nodes are those of this step */
 } cddp__pass;
 
@@ -17397,7 +17396,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
-/* The mean of the rows in d->lists, one for each shard. */
+/* The mean of the rows in d->lists, one for each shard, to where the optimizer reads it. */
 static cddp_result cddp__merge_lists(cddp_ddp *d, int lists) {
   cddp_result r = CDDP_OK;
   int i;
@@ -17405,7 +17404,7 @@ static cddp_result cddp__merge_lists(cddp_ddp *d, int lists) {
     if (cddp__sparse_of(d, i) != NULL)
       r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, lists, d->sources,
                            d->params[i].dtype);
-  return r;
+  return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
 }
 
 /* Merges the packets of the ranks that have data; every rank's: [ranks]. */
@@ -17480,10 +17479,21 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
     }
     r = cddp__exit(g, r);
   }
-  return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
+  return r;
 }
 
 /* --- wait and step --- */
+
+/* The means to gradients of the caller's that have been copied. */
+static cddp_result cddp__return_gradients(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
+  int i;
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (d->tensors[i].storage == CDDP__COPIED && d->used[i])
+      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
+                          d->group->stream);
+  return r;
+}
 
 /* Collective: after steps that ranks which have joined did not take, brings them root's weights
    and states, none of which is in shares. */
@@ -17549,10 +17559,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   if (r == CDDP_OK && s != NULL) r = cddp__catch_up(d, s, d->active[0]); /* behind the buckets */
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->active_count < d->group->size) d->out_of_date = true; /* others will step */
-  for (i = 0; r == CDDP_OK && waits && i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__COPIED && d->used[i])
-      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
-                          d->group->stream);
+  if (r == CDDP_OK && waits) r = cddp__return_gradients(d);
   if (r == CDDP_OK && !waits) r = d->memory->step(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
@@ -18940,28 +18947,15 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
   return r;
 }
 
-/* The mean goes to where the program and optimizers read it. */
-static cddp_result cddp__crew_fetch(cddp_ddp *d, bool own) {
-  void *stream = d->group->stream;
-  cddp_result r = d->memory->copy(d->arena, d->crew->mean, d->dense, stream);
-  int i;
-  if (r == CDDP_OK && d->sparse != NULL) r = cddp__merge_lists(d, d->shards);
-  if (r == CDDP_OK && d->sparse != NULL && d->memory->place_rows != NULL)
-    r = d->memory->place_rows(d);
-  for (i = 0; r == CDDP_OK && own && i < d->count; i++)
-    if (d->tensors[i].storage == CDDP__COPIED)
-      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
-                          stream);
-  return r;
-}
-
 /* The update, or (s NULL) what cddp_ddp_wait gives: this rank's own work on the mean. */
 static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
   bool gpu = d->group->backend != NULL;
   cddp_result r;
   CDDP__POINT("elastic update");
   memset(d->used, 1, (size_t)d->count);
-  r = cddp__crew_fetch(d, s == NULL || !gpu);
+  r = d->memory->copy(d->arena, d->crew->mean, d->dense, d->group->stream);
+  if (r == CDDP_OK) r = cddp__merge_lists(d, d->shards);
+  if (r == CDDP_OK && (s == NULL || !gpu)) r = cddp__return_gradients(d);
   if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
   if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
     r = d->memory->clip(d, d->desc.max_grad_norm, NULL);
@@ -19205,7 +19199,7 @@ typedef struct cddp__elastic_member {
   uint32_t block[2];           /* of their group: 1 + its number; 0: there was no memory */
   uint64_t living[2][CDDP__MAX_RANKS / 64]; /* the members it has seen */
   cddp__elastic_room blocks[CDDP__ELASTIC_BLOCKS]; /* whoever has this place makes groups here */
-  cddp__atomic_u32 uses[2];    /* 1 + numbers of blocks: of its step's deal, of its group; 0 */
+  cddp__atomic_u32 uses;       /* 1 + the number of its group's block; 0: it has none */
   unsigned char pad[CDDP__CACHE_LINE];
 } cddp__elastic_member;
 
@@ -19452,8 +19446,7 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   m->rank = d->group->rank;
   m->index = h->index;
   cddp__store32(&m->inside, 0); /* the rank before may have died with these */
-  cddp__store32(&m->uses[0], 0);
-  cddp__store32(&m->uses[1], 0);
+  cddp__store32(&m->uses, 0);
   for (i = 0; i < d->count; i++) {
     size_t bytes = d->params[i].count * cddp__dtype_size(d->params[i].dtype);
     if (d->tensors[i].shared) refs[i] = cddp__ref_of(h, d->params[i].data, bytes);
@@ -19566,33 +19559,31 @@ static cddp__elastic_room *cddp__elastic_block(const cddp__elastic *e, uint32_t 
                                                                  CDDP__ELASTIC_BLOCKS];
 }
 
-/* Whether a member uses that control block: for the deal of its step, or (any) a group it has. */
-static bool cddp__block_used(const cddp_ddp *d, uint32_t number, bool any) {
+/* Whether a member has a group that uses that control block. */
+static bool cddp__block_used(const cddp_ddp *d, uint32_t number) {
   const cddp__elastic *e = d->elastic;
-  int m;
-  for (m = 0; m < d->shards; m++)
-    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
-        (cddp__load32(&e->members[m].uses[0]) == number ||
-         (any && cddp__load32(&e->members[m].uses[1]) == number)))
-      return true;
-  return false;
+  int m = 0;
+  while (m < d->shards && !(cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
+                            cddp__load32(&e->members[m].uses) == number))
+    m++;
+  return m < d->shards;
 }
 
 /* A control block for the group of a deal of this rank, that no member uses, or only with a group
-   of long ago, to which its memory is left then: 1 + its number; 0: there is no memory. */
-static uint32_t cddp__new_block(cddp_ddp *d, int ranks) {
+   of long ago, to which its memory is left then: 1 + its number; 0: there is no memory. last: that
+   of the step before, in which some may still be, and begin to use it. */
+static uint32_t cddp__new_block(cddp_ddp *d, int ranks, uint32_t last) {
   cddp__host *h = d->group->host;
   uint32_t first = 1 + (uint32_t)(d->me * CDDP__ELASTIC_BLOCKS), k = 0;
   size_t bytes = cddp__block_bytes(ranks, ranks);
   cddp__elastic_room *room;
   void *block = NULL;
-  while (k < CDDP__ELASTIC_BLOCKS && cddp__block_used(d, first + k, true)) k++;
-  room = cddp__elastic_block(d->elastic, first + k % CDDP__ELASTIC_BLOCKS);
-  if (k == CDDP__ELASTIC_BLOCKS) {
-    for (k = 0; cddp__block_used(d, first + k, false);) k++;
-    room = cddp__elastic_block(d->elastic, first + k);
-    cddp__store64(&room->bytes, 0);
-  }
+  bool left;
+  while (k < CDDP__ELASTIC_BLOCKS && (first + k == last || cddp__block_used(d, first + k))) k++;
+  left = k == CDDP__ELASTIC_BLOCKS;
+  if (left) k = first == last;
+  room = cddp__elastic_block(d->elastic, first + k);
+  if (left) cddp__store64(&room->bytes, 0);
   if (cddp__room_take(d, room, bytes, &block) != CDDP_OK) return 0;
   if (h->threads || !cddp__arena_punch(h, room->at.base, room->at.size)) memset(block, 0, bytes);
   cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
@@ -19836,7 +19827,7 @@ static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
   m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot], &count);
   m->block[slot] = e->block;
   if (m->identity[slot] != e->identity || e->block == 0)
-    m->block[slot] = cddp__new_block(d, count);
+    m->block[slot] = cddp__new_block(d, count, e->members[before & 4095].block[slot ^ 1]);
   CDDP__POINT("elastic deal");
   (void)cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)d->me);
   CDDP__POINT("elastic dealt");
@@ -19857,7 +19848,6 @@ static void cddp__elastic_begin(cddp_ddp *d) {
   if (m->identity[slot] != e->identity) cddp__take_deal(d, m->living[slot]);
   e->identity = m->identity[slot];
   e->block = m->block[slot];
-  cddp__store32(&e->members[d->me].uses[0], e->block);
   e->begun = true;
 }
 
@@ -20060,7 +20050,7 @@ static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *
     if (!cddp__has_state(x->s, k, i)) continue;
     log = x->log + (size_t)k * CDDP__LOG_ROOM;
     state = (char *)x->s->state[k * x->s->count + i];
-    if (!x->own_states) state = cddp__state_at(d, x->s, states, k, i, first);
+    if (x->s->share != NULL) state = cddp__state_at(d, x->s, states, k, i, first);
     else if (state != NULL) state += first * size;
     else state = (char *)memset(log, 0, n * size); /* the first step */
     if (loop) {
@@ -20325,7 +20315,7 @@ static cddp_result cddp__elastic_rows(cddp_ddp *d) {
     r = cddp__locate(d->group->host, &rows[i].at, &at);
     d->lists[i].packet = (char *)at;
   }
-  return r == CDDP_OK && d->sparse != NULL ? cddp__merge_lists(d, d->shards) : r;
+  return r == CDDP_OK ? cddp__merge_lists(d, d->shards) : r;
 }
 
 /* The update, or (s NULL) what cddp_ddp_wait gives, by all members. */
@@ -20345,7 +20335,6 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   x.means = cddp__area(d, CDDP__AREA_MEANS, 0);
   x.squares = clips;
   x.log = e->kit + e->log_at;
-  x.own_states = s != NULL && s->share == NULL;
   if (r == CDDP_OK) cddp__use_areas(d, s);
   if (r == CDDP_OK) r = cddp__elastic_rows(d);
   if (r == CDDP_OK && (s == NULL || clips)) r = cddp__do_parts(&x, CDDP__PASS_MEANS);
@@ -20364,7 +20353,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
     else if (s != NULL && !t->shared)
       cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), t->bytes);
   }
-  if (x.own_states && s->states > 0)
+  if (s != NULL && s->share == NULL && s->states > 0)
     r = cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
   if (r == CDDP_OK && s != NULL) r = cddp__write_copies(s);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
@@ -20619,7 +20608,7 @@ static void cddp__leave_members(cddp_ddp *d) { /* their group */
   cddp__elastic *e = d->elastic;
   if (e->group != NULL) cddp__group_leave(e->group);
   e->group = NULL;
-  if (d->me >= 0) cddp__store32(&e->members[d->me].uses[1], 0);
+  if (d->me >= 0) cddp__store32(&e->members[d->me].uses, 0);
 }
 
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
@@ -20639,7 +20628,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
     return NULL;
   }
-  cddp__store32(&e->members[d->me].uses[1], e->block);
+  cddp__store32(&e->members[d->me].uses, e->block);
   ref = cddp__elastic_block(e, e->block)->at;
   if (cddp__locate(d->group->host, &ref, &block) != CDDP_OK) return NULL;
   for (k = 0; k < e->living_count; k++) {
