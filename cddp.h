@@ -19378,6 +19378,41 @@ static bool cddp__gate_enter(cddp__board *b, const cddp__ref *board) {
   return true;
 }
 
+static void cddp__room_free(cddp__host *h, cddp__elastic_room *room) {
+  cddp__ref at = room->at;
+  void *p = NULL;
+  if (cddp__load64(&room->bytes) == 0) return;
+  cddp__store64(&room->bytes, 0);
+  CDDP__POINT("elastic room");
+  if (cddp__locate(h, &at, &p) == CDDP_OK && !cddp__arena_free(h, p) && !h->threads)
+    (void)cddp__arena_punch(h, at.base, at.size);
+}
+
+/* Whether this rank is the last one: no member, nor inside, is another. Then what the model has on
+   the board goes, and the board: the rank that made it frees it. Else it may be gone from now on,
+   unless this rank is a member. */
+static bool cddp__gate_leave(const cddp_ddp *d, const cddp__elastic *e) {
+  cddp__board *b = e->board;
+  uint64_t word;
+  bool last;
+  int m, k;
+  do {
+    word = cddp__load64(&b->gate);
+    last = (word & 0xffff) == 1;
+    for (m = 0; m < d->shards && last; m++)
+      last = !cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
+             !cddp__member_is(e, m, CDDP__MEMBER_JOINING);
+    CDDP__POINT("elastic leave");
+  } while (!cddp__swap64(&b->gate, word, last ? 0 : word - 1));
+  for (m = 0; m < d->shards && last; m++) {
+    for (k = 0; k < 2; k++) cddp__room_free(d->group->host, &e->rows[2 * m + k]);
+    for (k = 0; k < CDDP__ELASTIC_BLOCKS; k++)
+      cddp__room_free(d->group->host, &e->members[m].blocks[k]);
+  }
+  if (last) cddp__store32(&b->block.left, 1);
+  return last;
+}
+
 static char *cddp__area(const cddp_ddp *d, int area, size_t at) {
   return d->elastic->areas + (size_t)area * d->state_room + at;
 }
@@ -19437,6 +19472,7 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   cddp__host *h = d->group->host;
   cddp__ref *refs = (cddp__ref *)(void *)(e->kit + e->refs_at);
   int i;
+  CDDP__POINT("elastic enter");
   d->me = member;
   cddp__see_arena(d, member, d->arena);
   d->squares[member] = e->squares;
@@ -19493,7 +19529,8 @@ static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
   return CDDP_OK;
 }
 
-/* Collective over d->control: rank 0 makes the board, and all ranks enter. */
+/* Collective over d->control: rank 0 makes the board, and all ranks enter; those that have not yet
+   are inside its gate, in case that one fails and leaves. */
 static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t bytes;
@@ -19503,12 +19540,12 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp__elastic e;
   bytes = cddp__board_layout(d, NULL, &e);
   r = cddp__common_memory(d, bytes, CDDP__FOR_BOARD, &board, &mine);
+  (void)cddp__board_layout(d, board, &e);
   if (r == CDDP_OK && mine != NULL) {
-    (void)cddp__board_layout(d, board, &e);
     e.board->self = cddp__ref_of(g->host, board, bytes);
     e.board->model = cddp__model_hash(d, &e.board->whole);
     e.board->shards = d->shards;
-    cddp__store64(&e.board->gate, cddp__gate_open(&e.board->self));
+    cddp__store64(&e.board->gate, cddp__gate_open(&e.board->self) | (uint64_t)g->size);
     cddp__store32(&e.board->block.size, 1);
     for (i = 0; i < d->count; i++) e.in_area[i] = !d->tensors[i].shared;
   }
@@ -19519,23 +19556,15 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
     cddp__store64(&d->elastic->members[g->rank].state,
                   cddp__member_state(CDDP__MEMBER_LIVE, 1));
   }
-  if ((r = cddp__consensus(g, r, NULL, 0, NULL)) != CDDP_OK) return r;
-  g->host->board = d->elastic->board;
+  r = cddp__consensus(g, r, NULL, 0, NULL);
+  (void)cddp__gate_leave(d, &e);
+  if (r != CDDP_OK) return r;
+  g->host->board = e.board;
   cddp__door_open(g->host);
   return CDDP_OK;
 }
 
 /* --- memory that ranks use again --- */
-
-static void cddp__room_free(cddp__host *h, cddp__elastic_room *room) {
-  cddp__ref at = room->at;
-  void *p = NULL;
-  if (cddp__load64(&room->bytes) == 0) return;
-  cddp__store64(&room->bytes, 0);
-  CDDP__POINT("elastic room");
-  if (cddp__locate(h, &at, &p) == CDDP_OK && !cddp__arena_free(h, p) && !h->threads)
-    (void)cddp__arena_punch(h, at.base, at.size);
-}
 
 /* So many bytes there, where they are now or anew; they hold what they may. Room doubles, so that
    what is left behind of it is less than it is. It goes with the board, whoever frees it before. */
@@ -19588,32 +19617,6 @@ static uint32_t cddp__new_block(cddp_ddp *d, int ranks, uint32_t last) {
   if (h->threads || !cddp__arena_punch(h, room->at.base, room->at.size)) memset(block, 0, bytes);
   cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
   return first + k;
-}
-
-/* Whether this rank is the last one: no member, nor inside, is another. Then what the model has on
-   the board goes, and the board: the rank that made it frees it. Else it may be gone from now on,
-   unless this rank is a member. */
-static bool cddp__gate_leave(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp__board *b = e->board;
-  uint64_t word;
-  bool last;
-  int m, k;
-  do {
-    word = cddp__load64(&b->gate);
-    last = (word & 0xffff) == 1;
-    for (m = 0; m < d->shards && last; m++)
-      last = !cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
-             !cddp__member_is(e, m, CDDP__MEMBER_JOINING);
-    CDDP__POINT("elastic leave");
-  } while (!cddp__swap64(&b->gate, word, last ? 0 : word - 1));
-  for (m = 0; m < d->shards && last; m++) {
-    for (k = 0; k < 2; k++) cddp__room_free(d->group->host, &e->rows[2 * m + k]);
-    for (k = 0; k < CDDP__ELASTIC_BLOCKS; k++)
-      cddp__room_free(d->group->host, &e->members[m].blocks[k]);
-  }
-  if (last) cddp__store32(&b->block.left, 1);
-  return last;
 }
 
 /* --- who is there --- */
@@ -20593,7 +20596,7 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   inside = r == CDDP_OK && cddp__gate_enter(board, &h->door->table.board);
   if (!inside && !cddp__gate_is_open(h)) return cddp__join_late(); /* so that was not the board */
   if (r == CDDP_OK) r = cddp__take_place(d);
-  if (inside) (void)cddp__gate_leave(d);
+  if (inside) (void)cddp__gate_leave(d, d->elastic);
   if (r == CDDP_OK) r = cddp__join_step(d);
   if (r == CDDP_OK) r = cddp__join_model(d);
   if (r != CDDP_OK) return r;
@@ -20664,7 +20667,7 @@ static void cddp__elastic_leave(cddp_ddp *d) {
     if (!needed) e->members[d->me].kit.kind = CDDP__REF_NONE;
     if (needed) cddp__arena_free_with(h, e->kit, &e->board->block);
     if (needed) cddp__arena_free_with(h, d->arena, &e->board->block);
-    needed = !cddp__gate_leave(d) && needed;
+    needed = !cddp__gate_leave(d, e) && needed;
   }
   if (needed) d->arena = NULL; /* until another rank takes the place, or the model goes */
   else cddp__arena_free(h, e->kit);

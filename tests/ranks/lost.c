@@ -64,9 +64,11 @@ static __thread const plan *now_plan; /* of this rank; NULL: nobody dies */
 static __thread int now_rank, now_step, now_passages;
 static __thread bool now_after; /* has passed its death's `after` */
 static bool now_threads; /* ranks are threads, and die as such */
+static void (*now_enters)(void); /* what this process does as it enters a model; NULL: nothing */
 
 static void elastic_point(const char *name) {
   const death *at = now_plan != NULL ? &now_plan->deaths[now_rank] : NULL;
+  if (now_enters != NULL && strcmp(name, "elastic enter") == 0) now_enters();
   if (at == NULL || at->step < 0 || now_step < at->step) return;
   if (at->after != NULL && strcmp(name, at->after) == 0) now_after = true;
   if (strcmp(name, at->point) != 0 || (at->after != NULL && !now_after)) return;
@@ -726,6 +728,56 @@ static void test_living(void) {
   }
 }
 
+/* --- a rank that is lost while the others enter the model --- */
+
+static void enter_late(void) { await_passed(0); }
+static void die(void) { raise(SIGKILL); }
+
+/* Rank 0 has given up, and all that it had, when rank 1 enters: rank 0's memory stays its own. */
+static int creation_life(int rank, void *arg) {
+  enum { PIECES = 64, PAGE = 4096 }; /* a freed piece is given to who wants half of it or more */
+  unsigned char *pieces[PIECES];
+  cddp_ddp_desc desc;
+  cddp_group *g;
+  small m;
+  int i, k, wrong = 0;
+  (void)arg;
+  ranks_environment(rank, 3, reports[MOST - 1].steps);
+  memset(&m, 0, sizeof m);
+  memset(&desc, 0, sizeof desc);
+  m.p.name = "w";
+  m.p.data = m.w;
+  m.p.count = 100;
+  desc.elastic = true;
+  now_enters = rank == 0 ? NULL : rank == 1 ? enter_late : die;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_EQ(cddp_ddp_create(&m.ddp, g, &m.p, 1, &desc), CDDP_PEER_LOST);
+  for (i = 0; rank == 0 && i < PIECES; i++) {
+    CHECK((pieces[i] = (unsigned char *)cddp_alloc(g, (size_t)(i + 1) * PAGE)) != NULL);
+    memset(pieces[i], 0x5a, (size_t)(i + 1) * PAGE);
+  }
+  pass(rank);
+  await_passed(1);
+  for (i = 0; rank == 0 && i < PIECES; i++)
+    for (k = 0; k < (i + 1) * PAGE; k++) wrong += pieces[i][k] != 0x5a;
+  CHECK_EQ(wrong, 0);
+  for (i = 0; rank == 0 && i < PIECES; i++) cddp_free(g, pieces[i]);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_creation(void) {
+  pid_t pids[3];
+  int i, status;
+  memset(reports, 0, MOST * sizeof *reports);
+  reports[MOST - 1].steps = ranks_free_port();
+  for (i = 0; i < 3; i++) pids[i] = ranks_fork(creation_life, i, NULL);
+  for (i = 0; i < 3; i++) {
+    CHECK_EQ(waitpid(pids[i], &status, 0), pids[i]);
+    CHECK(i == 2 ? WIFSIGNALED(status) : status == 0);
+  }
+}
+
 int main(int argc, char **argv) {
   uint64_t seed, last;
   reports = (report *)ranks_shared(MOST * sizeof *reports);
@@ -744,6 +796,7 @@ int main(int argc, char **argv) {
     RUN(test_recovery);
     RUN(test_several);
     RUN(test_living);
+    RUN(test_creation);
     RUN(test_seeds);
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
