@@ -719,17 +719,18 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. The
    mean of a step is there, on each rank, when cddp_ddp_next_shard returns false: if a rank is lost
    before, the others form a new group, without the store, and next_shard returns what it had not
-   done. Ranks that have the mean give it to those that have not. Whole hosts may go, and the last
-   rank goes on. A host that does not answer for 20 s is lost if more than half of the ranks are
-   there; fewer end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the
-   others wait for must come to next_shard within timeout_s. More memory a rank: the gradients once
-   more, the sums of its shards, and with sparse_rows the rows of all shards. Who joins asks the
-   ranks of its own host, then MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT,
-   as one does on every host: if those at MASTER_ADDR have all gone, set it to a host where a rank
-   lives. (Not where a launcher serves the store there, as torchrun does: then a rank must live on
-   the host.) It is as on a host of its own, that is, its neighbours reach it by TCP, on GPUs for
-   messages alone; the others meet when their shards are done, at most once a step, and one of them
-   sends it weights and states. A job that began on one host is joined from that host only.
+   done. Ranks that have the mean give it to those that have not. What ranks have called in an
+   update is compared when they next meet: CDDP_MISMATCH. Whole hosts may go, and the last rank goes
+   on. A host that does not answer for 20 s is lost if more than half of the ranks are there; fewer
+   end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the others wait for
+   must come to next_shard within timeout_s. More memory a rank: the gradients once more, the sums
+   of its shards, and with sparse_rows the rows of all shards. Who joins asks the ranks of its own
+   host, then MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT, as one does on
+   every host: if those at MASTER_ADDR have all gone, set it to a host where a rank lives. (Not
+   where a launcher serves the store there, as torchrun does: then a rank must live on the host.) It
+   is as on a host of its own, that is, its neighbours reach it by TCP, on GPUs for messages alone;
+   the others meet when their shards are done, at most once a step, and one of them sends it weights
+   and states. A job that began on one host is joined from that host only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
@@ -17923,6 +17924,45 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 
 /* --- elastic models, of either kind --- */
 
+/* What a rank calls in the update of a step; also in shared memory, and as it is sent. */
+typedef struct cddp__elastic_call {
+  uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT */
+  uint32_t fp_mode; /* cddp__fp_mode */
+  uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
+  uint64_t steps;   /* cddp_ddp_steps before it */
+} cddp__elastic_call;
+
+static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim *s) {
+  cddp__elastic_call c;
+  c.kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
+  c.fp_mode = cddp__fp_mode();
+  c.check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
+  c.steps = d->steps;
+  return c;
+}
+
+/* Whether another rank has called what this one has. */
+static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_call *mine,
+                                        const cddp__elastic_call *c, cddp__text who) {
+  if (c->kind != mine->kind)
+    return cddp__fail(CDDP_MISMATCH,
+                      "ranks disagree in step %" PRIu64 ": rank %d called %s, %s called %s",
+                      mine->steps, d->group->rank, cddp__shapes[mine->kind].name, who.s,
+                      cddp__shapes[c->kind].name);
+  if (c->steps != mine->steps)
+    return cddp__fail(CDDP_MISMATCH,
+                      "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
+                      "; load the same checkpoint on all ranks",
+                      d->group->rank, mine->steps, who.s, c->steps);
+  if (c->check == mine->check && c->fp_mode == mine->fp_mode) return CDDP_OK;
+  return cddp__fail(CDDP_MISMATCH,
+                    "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
+                    mine->steps, who.s, cddp__shapes[c->kind].name,
+                    c->fp_mode == mine->fp_mode ? "settings (learning rate, momentum ...)"
+                                                : "floating-point settings",
+                    d->group->rank);
+}
+
 /* What a rank that joins is to get of this rank's optimizer; and to `counts`, how often that has
    stepped each parameter. */
 static cddp__inherited cddp__bequeath(const cddp_ddp *d, float *counts) {
@@ -18009,6 +18049,7 @@ struct cddp__crew {
   void *blocks[2];              /* for control blocks of the next groups; NULL: none */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
+  cddp__elastic_call called;    /* in the last update; kind 0: it has joined since */
   bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
   char *states;                 /* cddp_optim: the others' states, where the gradients are */
 };
@@ -18230,26 +18271,41 @@ static cddp_result cddp__crew_gather_rows(cddp_ddp *d, size_t each) {
   return r;
 }
 
+/* What a rank says when ranks come to a reduction. */
+typedef struct cddp__crew_word {
+  uint64_t done, rows; /* reductions; bytes of cddp__crew.own */
+  cddp__elastic_call called;
+} cddp__crew_word;
+
+/* All members come to the reduction, having called the same before. *rows: of whoever has most. */
+static cddp_result cddp__crew_meet(cddp_ddp *d, size_t *rows) {
+  cddp__crew *c = d->crew;
+  cddp__crew_word mine = {c->done, cddp__buffer_size(&c->own), c->called}, theirs;
+  cddp_result r = CDDP_OK;
+  int k;
+  CDDP__POINT("elastic meet");
+  if (c->count > 1)
+    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, 0, &mine,
+                    sizeof mine);
+  *rows = (size_t)mine.rows;
+  for (k = 0; r == CDDP_OK && c->count > 1 && k < c->count; k++) {
+    memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
+    CDDP_ASSERT(theirs.done == mine.done);
+    *rows = cddp__max(*rows, (size_t)theirs.rows);
+    if (theirs.called.kind == 0) continue;
+    if (c->called.kind == 0) c->called = theirs.called;
+    r = cddp__compare_update(d, &c->called, &theirs.called, cddp__crew_name(c, c->order[k]));
+  }
+  return r;
+}
+
 /* All members' nodes make the mean, in crew.mean. */
 static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  uint64_t said[3], each, theirs[3];
-  cddp_result r = CDDP_OK;
-  int k;
-  said[0] = c->done;
-  said[1] = c->generation;
-  said[2] = each = cddp__buffer_size(&c->own);
-  CDDP__POINT("elastic meet");
-  if (c->count > 1)
-    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, 0, said,
-                    sizeof said);
-  for (k = 0; r == CDDP_OK && c->count > 1 && k < c->count; k++) {
-    memcpy(theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
-    CDDP_ASSERT(theirs[0] == said[0] && theirs[1] == said[1]);
-    if (theirs[2] > each) each = theirs[2];
-  }
+  size_t rows;
+  cddp_result r = cddp__crew_meet(d, &rows);
   CDDP__POINT("elastic met");
-  if (r == CDDP_OK && d->sparse != NULL) r = cddp__crew_gather_rows(d, (size_t)each);
+  if (r == CDDP_OK && d->sparse != NULL) r = cddp__crew_gather_rows(d, rows);
   if (r == CDDP_OK && d->dense == 0 && c->count > 1) /* nothing follows that needs all ranks */
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_ROWS_DONE, 0,
                     NULL, 0);
@@ -18952,6 +19008,7 @@ static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
   bool gpu = d->group->backend != NULL;
   cddp_result r;
   CDDP__POINT("elastic update");
+  d->crew->called = cddp__update_call(d, s);
   memset(d->used, 1, (size_t)d->count);
   r = d->memory->copy(d->arena, d->crew->mean, d->dense, d->group->stream);
   if (r == CDDP_OK) r = cddp__merge_lists(d, d->shards);
@@ -19164,14 +19221,6 @@ static cddp_result cddp__crew_join(cddp_ddp *d) {
    board is still there: compare-and-swap, as is all that changes the gate (cddp__gate_enter).
    A rank that is late may still look at step t while others are in t + 1, but no further: so what a
    member says of a step has two places. */
-
-/* shared: what a member calls in the update of a step. */
-typedef struct cddp__elastic_call {
-  uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT */
-  uint32_t fp_mode; /* cddp__fp_mode */
-  uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
-  uint64_t steps;   /* cddp_ddp_steps before it */
-} cddp__elastic_call;
 
 /* shared: memory that whichever rank needs it uses again; it may be another's, and that dead. */
 typedef struct cddp__elastic_room {
@@ -20205,49 +20254,24 @@ static cddp_result cddp__do_parts(cddp__pass *x, int which) {
 /* Whether a member has called what this rank has. */
 static cddp_result cddp__compare_members(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  const cddp__elastic_call *mine = &e->members[d->me].calls[e->step & 1], *c;
-  cddp__text who;
-  int m;
-  for (m = 0; m < d->shards; m++) {
-    c = &e->members[m].calls[e->step & 1];
-    if (!cddp__member_does(e, m)) continue;
-    if (c->kind == mine->kind && c->check == mine->check && c->fp_mode == mine->fp_mode &&
-        c->steps == mine->steps)
-      continue;
-    who = cddp__member_name(d, m);
-    if (c->kind != mine->kind)
-      return cddp__fail(CDDP_MISMATCH,
-                        "ranks disagree in step %" PRIu64 ": rank %d called %s, %s called %s",
-                        d->steps, d->group->rank, cddp__shapes[mine->kind].name, who.s,
-                        cddp__shapes[c->kind].name);
-    if (c->steps != mine->steps)
-      return cddp__fail(CDDP_MISMATCH,
-                        "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
-                        "; load the same checkpoint on all ranks",
-                        d->group->rank, d->steps, who.s, c->steps);
-    return cddp__fail(CDDP_MISMATCH,
-                      "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
-                      d->steps, who.s, cddp__shapes[c->kind].name,
-                      c->fp_mode == mine->fp_mode ? "settings (learning rate, momentum ...)"
-                                                  : "floating-point settings",
-                      d->group->rank);
-  }
-  return CDDP_OK;
+  int m, slot = (int)(e->step & 1);
+  cddp_result r = CDDP_OK;
+  for (m = 0; r == CDDP_OK && m < d->shards; m++)
+    if (cddp__member_does(e, m))
+      r = cddp__compare_update(d, &e->members[d->me].calls[slot], &e->members[m].calls[slot],
+                               cddp__member_name(d, m));
+  return r;
 }
 
 /* This rank comes to the update, and waits for the other members. */
 static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   cddp__elastic *e = d->elastic;
   cddp__elastic_member *mine = &e->members[d->me];
-  cddp__elastic_call *c = &mine->calls[e->step & 1];
   cddp_result r = CDDP_OK;
   int m = 0;
   cddp__wait w;
   memset(&w, 0, sizeof w);
-  c->kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
-  c->check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
-  c->steps = d->steps;
-  c->fp_mode = cddp__fp_mode();
+  mine->calls[e->step & 1] = cddp__update_call(d, s);
   cddp__exchange32(&mine->inside, 1);
   CDDP__POINT("elastic arrive");
   cddp__store64(&mine->at, 2 * e->step + 1);
