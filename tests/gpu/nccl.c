@@ -3179,9 +3179,11 @@ static int free_at_once(cddp_group *g, ordeal *o, fate *f) {
 /* A communicator is aborted when the thread that is inside NCCL has come out. */
 static int abort_waits(cddp_group *g, ordeal *o, fate *f) {
   cddp__device *p = cddp__device_of(g);
-  double start = test_now(), now;
+  double start, now;
   (void)o;
   pthread_mutex_lock(&p->turn); /* as if it were this one */
+  (void)cddp__consensus(g, CDDP_OK, NULL, 0, NULL); /* on both ranks, before either breaks it */
+  start = test_now();
   cddp__fail(CDDP_ABORTED, "a test breaks the group");
   (void)cddp__break(g, CDDP_ABORTED);
   for (now = start; now < start + 0.1; now = test_now()) {
