@@ -13578,17 +13578,13 @@ typedef struct cddp__device {
   pthread_t poller;
   pid_t pid;                 /* of the process whose threads they are; 0: there are none */
   cddp__atomic_u32 captured; /* 1: a CUDA graph may hold its operations and run them at any time */
-  cddp__atomic_u32 settling; /* threads that wait for NCCL, and so perhaps for other ranks */
   cddp__marker markers[CDDP__MARKERS]; /* a ring: number n is at n % CDDP__MARKERS */
   uint32_t issued, seen; /* markers; of them, oldest first, those that were seen done. lock */
-  cddp__atomic_u32 fault; /* the cudaError_t with which the device failed */
   double left_since;   /* watcher; when a peer was first seen to have left; 0: none has */
   int late_looks;      /* watcher; in so many looks on end an operation was late */
-  uint32_t calls;      /* logged; lock */
-  uint64_t hash;       /* of those calls; lock */
   uint64_t models;     /* a hash of what the group's cddp_ddps have called; lock */
-  uint64_t hashes[CDDP__HASHES]; /* after each of the latest calls, a ring; lock. By so many calls
-                                    ranks may be apart: a power of two */
+  uint64_t hashes[CDDP__HASHES]; /* of all calls up to each of the latest, a ring; lock. By so many
+                                    calls ranks may be apart: a power of two */
   cddp_work *messages; /* sends and receives to be issued together, oldest first; turn */
   cudaEvent_t spare[CDDP__SPARE_EVENTS]; /* events for reuse; lock */
   int spares;
@@ -13623,7 +13619,9 @@ typedef struct cddp__device_report {
 #define CDDP__WARM_UP ((size_t)8 << 20) /* bytes of the largest operation of a warm-up */
 #endif
 
-static cddp_result cddp__cuda_result(cudaError_t e, const char *what) {
+/* Of a call of CUDA, or of a kernel's launcher. */
+static cddp_result cddp__cuda_result(int code, const char *what) {
+  cudaError_t e = (cudaError_t)code;
   if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
   (void)cudaGetLastError(); /* it would come back at the program's next check */
   return cddp__fail(CDDP_CUDA, "%s: %s (%s)", what, cudaGetErrorString(e), cudaGetErrorName(e));
@@ -13794,25 +13792,33 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
 
 /* --- the log of calls --- */
 
+/* How many calls this rank has logged. lock, or its own thread */
+static uint32_t cddp__logged_calls(const cddp__device *p) {
+  return cddp__load32(&cddp__slot_of(p->group, p->group->rank)->calls);
+}
+
 /* Appends what this rank calls to the context's log. */
 static void cddp__log_call(cddp__device *p, const cddp__call *c, bool device) {
   cddp__slot *slot = cddp__slot_of(p->group, p->group->rank);
   cddp__logged_call *to;
   uint64_t hash;
+  uint32_t n;
   if (p->group->size == 1 || p->staged) return; /* staged calls are compared as they meet */
   pthread_mutex_lock(&p->lock);
-  to = &slot->call_log[++p->calls & (CDDP__CALL_LOG - 1)];
+  n = cddp__logged_calls(p) + 1;
+  hash = p->hashes[(n - 1) & (CDDP__HASHES - 1)];
+  to = &slot->call_log[n & (CDDP__CALL_LOG - 1)];
   cddp__exchange32(&to->number, 0); /* a fence, which gcc's tsan lacks; so is cddp__add32 below */
   to->what.call = cddp__call_code(c, device ? 0 : CDDP__PHASE_HOST);
   to->what.count = c->count;
   to->what.root = (int32_t)c->root;
-  to->hash = p->hash = hash = cddp__hash64(p->hash, &to->what, sizeof to->what);
-  p->hashes[p->calls & (CDDP__HASHES - 1)] = p->hash;
+  to->hash = hash = cddp__hash64(hash, &to->what, sizeof to->what);
+  p->hashes[n & (CDDP__HASHES - 1)] = hash;
   to->site[0] = 0;
   if (c->kind != CDDP__KIND_DDP_BUCKET)
     cddp__copy_text(to->site, cddp__describe_site().s, sizeof to->site);
-  cddp__store32(&to->number, p->calls);
-  cddp__store32(&slot->calls, p->calls);
+  cddp__store32(&to->number, n);
+  cddp__store32(&slot->calls, n);
   pthread_mutex_unlock(&p->lock);
   if (p->owner == p) return;
   pthread_mutex_lock(&p->owner->lock);
@@ -13824,7 +13830,8 @@ static void cddp__log_call(cddp__device *p, const cddp__call *c, bool device) {
 static uint64_t cddp__calls_hash(cddp__device *p) {
   uint64_t hash;
   pthread_mutex_lock(&p->lock);
-  hash = cddp__hash64(p->hash, &p->models, sizeof p->models);
+  hash = cddp__hash64(p->hashes[cddp__logged_calls(p) & (CDDP__HASHES - 1)], &p->models,
+                      sizeof p->models);
   pthread_mutex_unlock(&p->lock);
   return hash;
 }
@@ -13881,8 +13888,8 @@ static cddp_result cddp__compare_logs(cddp__device *p) {
     if (q == g->rank || g->members[q] < 0) continue;
     n = cddp__load32(&cddp__slot_of(g, q)->calls);
     pthread_mutex_lock(&p->lock);
-    if ((int32_t)(n - p->calls) > 0) n = p->calls;
-    behind = p->calls - n;
+    behind = cddp__logged_calls(p) - n;
+    if ((int32_t)behind < 0) n += behind, behind = 0;
     mine = p->hashes[n & (CDDP__HASHES - 1)];
     pthread_mutex_unlock(&p->lock);
     if (n == 0 || behind >= CDDP__HASHES || !cddp__read_logged(g, q, n, &theirs)) continue;
@@ -14002,10 +14009,8 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
 /* By how many calls a rank of this host is behind; of another host's ranks that is not known. */
 static int cddp__calls_behind(const cddp__device *p, int rank) {
   const cddp_group *g = p->group;
-  uint32_t calls;
   if (g->members[rank] < 0) return 0;
-  calls = cddp__load32(&cddp__slot_of(g, g->rank)->calls);
-  return (int)(calls - cddp__load32(&cddp__slot_of(g, rank)->calls));
+  return (int)(cddp__logged_calls(p) - cddp__load32(&cddp__slot_of(g, rank)->calls));
 }
 
 /* Breaks the group if an operation is too late: the oldest that has not been seen done. */
@@ -14019,7 +14024,7 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
   p->late_looks = late ? p->late_looks + 1 : 0;
   if (p->late_looks <= CDDP__LATE_LOOKS) return CDDP_OK;
   while (q < g->size && cddp__calls_behind(p, q) <= 0) q++;
-  known = cddp__read_logged(g, g->rank, cddp__load32(&cddp__slot_of(g, g->rank)->calls), &latest);
+  known = cddp__read_logged(g, g->rank, cddp__logged_calls(p), &latest);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: an operation of rank %d on cuda:%d has not ended%s%s%s; the "
              "rank's latest is %s%s",
@@ -14033,9 +14038,9 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
    of calls may have done its part: what is still on the device here, as far as the poller knows,
    gets a moment, and more of it if that rank took its leave. CUDA does not tell
    whether a captured graph runs: with a rank that died it would never end, while one that left has
-   seen the end of its own. */
-static cddp_result cddp__look_for_lost(cddp__device *p) {
-  bool waits = cddp__device_busy(p, NULL, NULL) || cddp__load32(&p->settling) != 0;
+   seen the end of its own. inside: a thread waits for NCCL, and so perhaps for other ranks. */
+static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
+  bool waits = inside || cddp__device_busy(p, NULL, NULL);
   cddp_group *g = p->group;
   char doing[64];
   int q;
@@ -14056,24 +14061,16 @@ static cddp_result cddp__look_for_lost(cddp__device *p) {
 }
 
 static cddp_result cddp__look_at_device(cddp__device *p) {
-  cudaError_t fault = (cudaError_t)cddp__load32(&p->fault);
-  ncclResult_t e = ncclSuccess;
+  bool inside = pthread_mutex_trylock(&p->turn) != 0; /* whoever has the turn asks NCCL */
+  ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(p);
   cddp_result r;
+  if (!inside) pthread_mutex_unlock(&p->turn);
   cddp__watch_hosts(p->group);
   if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
   if ((r = cddp__compare_logs(p)) != CDDP_OK) return r;
-  if ((r = cddp__look_for_lost(p)) != CDDP_OK) return r;
-  if (pthread_mutex_trylock(&p->turn) == 0) { /* else whoever has it asks */
-    e = cddp__comm_state(p);
-    pthread_mutex_unlock(&p->turn);
-  }
+  if ((r = cddp__look_for_lost(p, inside)) != CDDP_OK) return r;
   if (e != ncclSuccess && e != ncclInProgress)
     return cddp__break_nccl(p, e, "an asynchronous NCCL operation");
-  if (fault != cudaSuccess) {
-    cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
-               p->group->rank, p->device, cudaGetErrorString(fault), cudaGetErrorName(fault));
-    return cddp__break(p->group, CDDP_CUDA);
-  }
   return cddp__look_for_late(p);
 }
 
@@ -14116,7 +14113,8 @@ static void *cddp__watch_main(void *context) {
   return NULL;
 }
 
-/* Asks which operations have ended, oldest first. May wait for whoever holds CUDA's lock. */
+/* Asks which operations have ended, oldest first, and breaks the group if the device has failed.
+   May wait for whoever holds CUDA's lock. */
 static void cddp__poll(cddp__device *p) {
   cudaError_t e = cudaSuccess;
   uint32_t n;
@@ -14126,7 +14124,11 @@ static void cddp__poll(cddp__device *p) {
     if ((e = cudaEventQuery(m->event)) != cudaSuccess)
       (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
     if (e == cudaErrorNotReady) return;
-    if (e != cudaSuccess && e != cudaErrorCudartUnloading) cddp__store32(&p->fault, (uint32_t)e);
+    if (e != cudaSuccess && e != cudaErrorCudartUnloading) {
+      cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
+                 p->group->rank, p->device, cudaGetErrorString(e), cudaGetErrorName(e));
+      (void)cddp__break(p->group, CDDP_CUDA);
+    }
     pthread_mutex_lock(&p->lock);
     if (p->seen == n && m->since == since) p->seen++; /* else it was recorded anew */
     pthread_mutex_unlock(&p->lock);
@@ -14419,7 +14421,7 @@ static cddp_result cddp__scale_means(const cddp__device *p, const cddp__call *c,
                           (void *)s);
     count = 0;
   }
-  return cddp__cuda_result((cudaError_t)e, "the kernel that scales a mean");
+  return cddp__cuda_result(e, "the kernel that scales a mean");
 }
 
 static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
@@ -14462,23 +14464,19 @@ static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *wha
   cddp_result r = CDDP_OK;
   int ranks;
   if (e == ncclSuccess) e = ncclInProgress;
-  cddp__add32(&p->settling, 1);
   while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(p)) {
     e = cddp__comm_state(p);
     if (e == ncclSuccess) e = ncclCommCount(p->comm, &ranks);
     if (e == ncclInProgress) r = cddp__device_turn(p, start, what, hint);
   }
-  cddp__add32(&p->settling, (uint32_t)-1);
   if (r == CDDP_OK && !cddp__comm_alive(p)) return cddp__check_failure(p->group);
   return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(p, e, what);
 }
 
 /* Enqueues n operations on s as one. turn held. */
 static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n, cudaStream_t s) {
-  ncclResult_t e = ncclSuccess, end;
+  ncclResult_t e, end;
   cddp_result r;
-  bool group = n > 1 || c->parts != NULL || c->kind == CDDP__KIND_GATHER ||
-               c->kind == CDDP__KIND_SCATTER || c->kind == CDDP__KIND_ALL_TO_ALL;
   int i;
   if (s == cudaStreamPerThread) /* NCCL enqueues in a thread of its own */
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the group's stream is cudaStreamPerThread, which to "
@@ -14487,12 +14485,10 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
     if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
     return cddp__fail(CDDP_ABORTED, "the group's communicator is gone");
   }
-  if (group) e = ncclGroupStart();
+  e = ncclGroupStart();
   for (i = 0; i < n && (e == ncclSuccess || e == ncclInProgress); i++) e = cddp__post(p, &c[i], s);
-  if (group) {
-    end = ncclGroupEnd();
-    if (e == ncclSuccess || e == ncclInProgress) e = end;
-  }
+  end = ncclGroupEnd();
+  if (e == ncclSuccess || e == ncclInProgress) e = end;
   r = cddp__settle(p, e, cddp__shapes[c->kind].name);
   if (r == CDDP_OK) r = cddp__scale_means(p, c, n, s);
   return r == CDDP_OK ? cddp__track(p, s) : r;
@@ -14928,7 +14924,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   cddp__free(a, all);
   if (r != CDDP_OK) return r;
   if (mine.kernels != 0)
-    r = cddp__cuda_result((cudaError_t)cddp__registered_kernels->load(), "loading kernels");
+    r = cddp__cuda_result(cddp__registered_kernels->load(), "loading kernels");
   if (r == CDDP_OK) r = cddp__device_new(&p, g, mine.device);
   if (r != CDDP_OK) return cddp__break(g, r);
   p->staged = !nccl;
@@ -15096,10 +15092,6 @@ static cddp_result cddp__need_kernels(const char *what) {
                     what);
 }
 
-static cddp_result cddp__kernel_result(int e, const char *what) {
-  return cddp__cuda_result((cudaError_t)e, what);
-}
-
 /* Where parameter i's gradient lies on the device; d NULL: for cddp_optim_step. */
 static void *cddp__device_gradient(const cddp_optim *s, const cddp_ddp *d, int i) {
   if (d == NULL && cddp__optim_sparse(s, i) == NULL) return s->params[i].grad;
@@ -15145,14 +15137,14 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, cudaStr
       if (s->desc.master_weights && cddp__has_state(s, s->states - 1, j))
         segments[n].master = s->state[(s->states - 1) * s->count + j];
       if (segments[n].master != NULL && s->fresh[j] && r == CDDP_OK)
-        r = cddp__kernel_result(k->convert(segments[n].master, CDDP_F32, segments[n].data,
+        r = cddp__cuda_result(k->convert(segments[n].master, CDDP_F32, segments[n].data,
                                            s->params[j].dtype, s->params[j].count, (void *)stream),
                                 "the kernel that begins masters");
       segments[n++].count = s->params[j].count;
       s->launched[j] = true;
     }
     if (r != CDDP_OK) return r;
-    r = cddp__kernel_result(
+    r = cddp__cuda_result(
         s->algorithm->launch(s, i, k, segments, n,
                              sum ? cddp__mean_factor(d, s->params[i].dtype) : 1,
                              clips && d->used[i] ? d->clip : NULL,
@@ -15177,7 +15169,7 @@ static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream)
     s->segments[i].data = s->params[i].data;
     s->segments[i].count = s->copies[i] != NULL ? s->params[i].count : 0;
   }
-  return cddp__kernel_result(cddp__registered_kernels->copies(s->segments, s->copies, s->count,
+  return cddp__cuda_result(cddp__registered_kernels->copies(s->segments, s->copies, s->count,
                                                               s->desc.copy_dtype, (void *)stream),
                              "the kernel that copies weights");
 }
@@ -15250,7 +15242,7 @@ static cddp_result cddp__convert_any(const cddp_group *g, void *to, cddp_dtype t
   if (g->backend != NULL) {
     cddp_result r = cddp__need_kernels("gradient compression");
     if (r != CDDP_OK) return r;
-    return cddp__kernel_result(
+    return cddp__cuda_result(
         cddp__registered_kernels->convert(to, to_dtype, from, from_dtype, n, g->stream),
         "the kernel that compresses");
   }
@@ -16866,7 +16858,7 @@ static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int out, const int *slots,
       nodes[i] = slots[i] < 0 ? d->arena + range.begin
                               : cddp__in_slot(d, d->me, slots[i], range.begin);
     if (slots[count - 1] >= 0 && dtype != CDDP_F64) type = CDDP_F32; /* all in slots are */
-    r = cddp__kernel_result(
+    r = cddp__cuda_result(
         cddp__registered_kernels->sum(cddp__in_slot(d, d->me, out, range.begin), type,
                                       nodes, widths, count, 0, (range.end - range.begin) / esize,
                                       d->group->stream),
@@ -16882,7 +16874,7 @@ static cddp_result cddp__gpu_move(cddp_ddp *d, const cddp__call *calls, int n) {
 }
 
 static cddp_result cddp__gpu_sum(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype) {
-  return cddp__kernel_result(
+  return cddp__cuda_result(
       cddp__registered_kernels->sum(out, dtype, d->sources, d->widths, d->node_count, d->shards, n,
                                     d->group->stream),
       "the kernel that adds shards");
@@ -16996,7 +16988,7 @@ static cddp_result cddp__gpu_multiply(cddp_ddp *d, int which, const double *clip
     if ((clip == NULL && factor == 1) || (n = cddp__gpu_list(d, dtype, which)) == 0) continue;
     r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
     if (r == CDDP_OK)
-      r = cddp__kernel_result(
+      r = cddp__cuda_result(
           cddp__registered_kernels->scale(d->segments, n, (cddp_dtype)dtype, factor, clip,
                                           d->group->stream),
           "the kernel that scales");
@@ -17020,7 +17012,7 @@ static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which) {
       e = k->squares(d->segments, n, (cddp_dtype)dtype, d->clip, true, stream);
   if (e == 0) e = k->factor(d->clip, max_norm, stream);
   d->has_norm = e == 0;
-  return cddp__kernel_result(e, "the kernels that clip");
+  return cddp__cuda_result(e, "the kernels that clip");
 }
 
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
