@@ -17955,6 +17955,23 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
                     d->group->rank);
 }
 
+static void cddp__tell_lost(const cddp_ddp *d, cddp__text who, int rank, const char *how) {
+  cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
+            who.s, how, d->steps);
+  cddp__record_event(d->group, "lost", (uint64_t)rank, CDDP_PEER_LOST);
+}
+
+static cddp_result cddp__join_taken(cddp__text who) {
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "CDDP_JOIN: %s is in the job; give each process a RANK of its own", who.s);
+}
+
+static cddp_result cddp__join_full(const cddp_ddp *d, int living) {
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "CDDP_JOIN: the job is full: of %d shards each of its %d ranks has one",
+                    d->shards, living);
+}
+
 /* What a rank that joins is to get of this rank's optimizer; and to `counts`, how often that has
    stepped each parameter. */
 static cddp__inherited cddp__bequeath(const cddp_ddp *d, float *counts) {
@@ -18164,25 +18181,22 @@ typedef struct cddp__crew_packet {
   uint64_t shard, bytes;
 } cddp__crew_packet;
 
-/* The rows of a shard that has ended stay with this rank until the step is reduced. */
-static cddp_result cddp__crew_keep_rows(cddp_ddp *d, int shard) {
+/* The shard that has ended becomes a node in a slot, with its siblings; its rows stay with this
+   rank until the step is reduced. */
+static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
   cddp__buffer *own = &d->crew->own;
   cddp__crew_packet head;
-  if (d->sparse == NULL) return CDDP_OK;
-  head.shard = (uint64_t)shard;
-  head.bytes = cddp__pack_rows(d, 0, NULL);
-  if (!cddp__buffer_reserve(own, sizeof head + head.bytes)) return CDDP_OUT_OF_MEMORY;
-  cddp__buffer_add(own, &head, sizeof head);
-  own->end += cddp__pack_rows(d, 0, (char *)own->data + own->end);
-  CDDP__POINT("elastic rows");
-  return CDDP_OK;
-}
-
-/* The shard that has ended becomes a node in a slot, with its siblings. */
-static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
-  cddp_result r = cddp__crew_keep_rows(d, shard);
+  cddp_result r;
+  if (d->sparse != NULL) {
+    head.shard = (uint64_t)shard;
+    head.bytes = cddp__pack_rows(d, 0, NULL);
+    if (!cddp__buffer_reserve(own, sizeof head + head.bytes)) return CDDP_OUT_OF_MEMORY;
+    cddp__buffer_add(own, &head, sizeof head);
+    own->end += cddp__pack_rows(d, 0, (char *)own->data + own->end);
+    CDDP__POINT("elastic rows");
+  }
   CDDP__POINT("elastic keep");
-  if (r == CDDP_OK) r = cddp__crew_grow(d, d->kept_count + 1);
+  r = cddp__crew_grow(d, d->kept_count + 1);
   if (r == CDDP_OK) r = cddp__keep_node(d, shard, true);
   CDDP__POINT("elastic kept");
   return r;
@@ -18359,13 +18373,14 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   return cddp__crew_blocks(d, report->blocks);
 }
 
-/* Whether a member's connection says that it is gone. False: it is there, or its host does not
-   answer (link->state is DEAD then). */
-static bool cddp__crew_gone(cddp__link *l) {
+/* Whether a member's connection has ended: it is gone, or (c->silent) its host does not answer. */
+static bool cddp__crew_ended(cddp__crew *c, int place, cddp__link *l) {
   cddp__link_answered(l);
   if (l->state != CDDP__LINK_DEAD) return false;
-  return l->error == 0 || l->error == CDDP__LEFT || l->error == ECONNRESET || l->error == EPIPE ||
-         l->error == ECONNREFUSED || l->error == EPROTO;
+  if (l->error != 0 && l->error != CDDP__LEFT && l->error != ECONNRESET && l->error != EPIPE &&
+      l->error != ECONNREFUSED && l->error != EPROTO)
+    c->silent = place;
+  return true;
 }
 
 static void cddp__crew_lose(cddp_ddp *d, int place, const char *how) {
@@ -18376,9 +18391,7 @@ static void cddp__crew_lose(cddp_ddp *d, int place, const char *how) {
     return;
   }
   CDDP__POINT("elastic lost");
-  cddp__log(&d->group->host->logger, 1, "%s is lost%s; the others do its shards of step %" PRIu64,
-            cddp__crew_name(c, place).s, how, d->steps);
-  cddp__record_event(d->group, "lost", (uint64_t)c->members[place].rank, CDDP_PEER_LOST);
+  cddp__tell_lost(d, cddp__crew_name(c, place), c->members[place].rank, how);
 }
 
 /* Waits for a moment, or for what comes on these connections, or (listener >= 0) for a new one. */
@@ -18480,8 +18493,7 @@ static cddp_result cddp__crew_await_all(cddp_ddp *d, double deadline, int *came)
       cddp__link_flush(c->net, links[p]);
       if (links[p]->state == CDDP__LINK_UP) /* it says nothing more; its end shows */
         cddp__free(&c->net->allocator, cddp__link_receive(c->net, links[p], 0));
-      if (!cddp__crew_gone(links[p]) && links[p]->state == CDDP__LINK_DEAD) c->silent = p;
-      if (links[p]->state == CDDP__LINK_DEAD) {
+      if (cddp__crew_ended(c, p, links[p])) {
         cddp__free(&c->net->allocator, reports[p]);
         reports[p] = NULL;
         cddp__crew_lose(d, p, c->silent == p ? ": its host does not answer" : "");
@@ -18513,17 +18525,13 @@ static cddp_result cddp__crew_place(const cddp_ddp *d, const cddp__crew_member *
       *place = p;
     if (m->life == 0 || (m->rank != self->rank && (m->gpu != self->gpu || m->gpu == 0))) continue;
     return m->rank == self->rank
-               ? cddp__fail(CDDP_INVALID_ARGUMENT,
-                            "CDDP_JOIN: %s is in the job; give each process a RANK of its own",
-                            cddp__crew_name(c, p).s)
+               ? cddp__join_taken(cddp__crew_name(c, p))
                : cddp__fail(CDDP_INVALID_ARGUMENT,
                             "CDDP_JOIN: %s has the GPU that rank %d is to have, but NCCL needs one "
                             "for each rank", cddp__crew_name(c, p).s, self->rank);
   }
   if (*place >= 0) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "CDDP_JOIN: the job is full: of %d shards each of its %d ranks has one",
-                    d->shards, living);
+  return cddp__join_full(d, living);
 }
 
 /* Who would join becomes a member, with a report among the others', or is told why not. */
@@ -18562,14 +18570,14 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__message **table) {
   cddp__net *n = d->crew->net;
   cddp__link **links = d->crew->links;
   cddp__message **reports = d->crew->reports;
-  size_t bytes = cddp__report_bytes(d), total = 0;
+  size_t bytes = cddp__report_bytes(d);
   double deadline = cddp__now() + CDDP__UNANSWERED_S;
   cddp_result r = CDDP_OK;
   cddp__message *m;
   bool busy = true;
   int p;
-  for (p = 0; p < d->shards; p++) total += reports[p] != NULL ? bytes : 0;
-  *table = m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + total);
+  *table = m = (cddp__message *)cddp__malloc(&n->allocator,
+                                             sizeof *m + (size_t)d->shards * bytes);
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   for (m->head.size = 0, p = 0; p < d->shards; p++) {
     if (reports[p] == NULL) continue;
@@ -18578,7 +18586,7 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__message **table) {
   }
   for (p = 0; p < d->shards && r == CDDP_OK; p++) {
     if (links[p] == NULL || reports[p] == NULL) continue;
-    r = cddp__link_post(links[p], CDDP__FRAME_MESSAGE, 0, m + 1, total);
+    r = cddp__link_post(links[p], CDDP__FRAME_MESSAGE, 0, m + 1, m->head.size);
     CDDP__POINT("elastic answer");
     cddp__link_flush(n, links[p]);
   }
@@ -18639,8 +18647,7 @@ static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message 
                        (const char *)(*table + 1));
       break;
     }
-    if (!cddp__crew_gone(l) && l->state == CDDP__LINK_DEAD) d->crew->silent = lowest;
-    if (l->state == CDDP__LINK_DEAD) break;
+    if (cddp__crew_ended(d->crew, lowest, l)) break;
     if (cddp__now() > deadline)
       r = cddp__fail(CDDP_TIMEOUT,
                      "timed out after %g s: after a loss in step %" PRIu64 " %s has not gathered "
@@ -18662,9 +18669,8 @@ static bool cddp__crew_hears_go(cddp__crew *c, int place, double deadline) {
   cddp__message *m = NULL;
   bool go;
   while (l != NULL && (m = cddp__link_receive(c->net, l, 1)) == NULL) {
-    (void)cddp__crew_gone(l);
     if (cddp__now() > deadline) cddp__link_end(l, ETIMEDOUT);
-    if (l->state == CDDP__LINK_DEAD) break;
+    if (cddp__crew_ended(c, place, l)) break;
     cddp__crew_nap(-1, &l, 1);
   }
   go = m != NULL && m->head.size == 1 && *(const char *)(m + 1) == 'g';
@@ -19718,9 +19724,7 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
     CDDP__POINT("elastic lost");
     if (!cddp__swap64(&e->members[m].state, word, cddp__member_state(CDDP__MEMBER_LOST, now)))
       continue;
-    cddp__log(&d->group->host->logger, 1, "%s is lost; the others do its shards of step %" PRIu64,
-              cddp__member_name(d, m).s, d->steps);
-    cddp__record_event(d->group, "lost", (uint64_t)e->members[m].rank, CDDP_PEER_LOST);
+    cddp__tell_lost(d, cddp__member_name(d, m), e->members[m].rank, "");
     cddp__elastic_changed(e->board);
   }
   for (shard = 0; r == CDDP_OK && shard < d->shards; shard++) {
@@ -20494,9 +20498,7 @@ static cddp_result cddp__check_living(cddp_ddp *d, uint64_t step, int *living) {
     if (cddp__member_gone(d, m)) continue;
     *living += cddp__load64(&e->members[m].since) <= step; /* else it waits itself */
     if (d->me >= 0 || e->members[m].rank != d->group->rank) continue;
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_JOIN: %s is in the job; give each process a RANK of its own",
-                      cddp__member_name(d, m).s);
+    return cddp__join_taken(cddp__member_name(d, m));
   }
   return CDDP_OK;
 }
@@ -20537,10 +20539,7 @@ static cddp_result cddp__take_place(cddp_ddp *d) {
       cddp__elastic_enter(d, m);
       return CDDP_OK;
     }
-    if (m < 0 && !soon && living > 0)
-      return cddp__fail(CDDP_UNSUPPORTED,
-                        "CDDP_JOIN: the job is full: of %d shards each of its %d ranks has one",
-                        d->shards, living);
+    if (m < 0 && !soon && living > 0) return cddp__join_full(d, living);
     if (m < 0) r = cddp__join_wait(d, &w, step, "the step in which a rank was lost did not end");
   }
   return r;
