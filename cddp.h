@@ -4948,6 +4948,11 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   r = cddp__discover_timeout(d->timeout_s, &at->timeout_s);
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &joins);
   at->joins = joins != 0;
+  if (r == CDDP_OK && d->world_size > 0 &&
+      (d->rank < 0 || (d->rank >= d->world_size && !at->joins)))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "rank is %d but world_size is %d; ranks go from 0 to %d", d->rank,
+                      d->world_size, d->world_size - 1);
   if (r == CDDP_OK && d->world_size <= 0) r = cddp__env_ranks(at);
   if (r == CDDP_OK)
     r = cddp__env_int(cddp__launchers[at->launcher].variables[CDDP__LOCAL_SIZE], 1, INT_MAX,
@@ -8611,6 +8616,7 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
     } else if (h.kind == CDDP__MEET_RANK && !up && h.size == sizeof info) {
       memcpy(&info, c->got + sizeof h, sizeof info);
       info.host.name[sizeof info.host.name - 1] = 0;
+      info.joins = 0; /* who joins does not come here */
       if (!c->known && !cddp__admit(v, c, &info)) break;
       node = c->local ? 0 : c->known ? v->members[c->first].node : v->nodes++;
       if ((r = cddp__add_member(v, &info, node)) != CDDP_OK) return r;
@@ -22555,10 +22561,6 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   CDDP__CHECK(d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
               "world_size is %d; it must be from 1 to %d, or 0 for the environment's",
               d->world_size, CDDP__MAX_RANKS);
-  CDDP__CHECK(d->world_size == 0 ||
-                  (d->rank >= 0 && (d->rank < d->world_size || cddp__env("CDDP_JOIN") != NULL)),
-              "rank is %d but world_size is %d; ranks go from 0 to %d", d->rank, d->world_size,
-              d->world_size - 1);
   CDDP__CHECK(d->timeout_s >= 0, "timeout_s is negative");
   CDDP__TRY(cddp__check_allocator(&d->allocator));
   CDDP__TRY(cddp__init(out, d));

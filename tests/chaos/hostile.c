@@ -228,6 +228,37 @@ static void test_dropped(void) {
   waitpid(pid, &status, 0);
 }
 
+/* --- a message that is right but for a rank that no job has, and says that it joins --- */
+
+static void test_no_such_rank(void) {
+  struct {
+    cddp__meet_head head;
+    cddp__rank_info info;
+  } m;
+  pid_t pids[RANKS];
+  int status[RANKS], fd, i, n = RANKS - 1;
+  memset(&m, 0, sizeof m);
+  m.head.magic = CDDP__MEET_MAGIC;
+  m.head.kind = CDDP__MEET_RANK;
+  m.head.size = sizeof m.info;
+  m.info.version = CDDP_VERSION;
+  m.info.world_size = RANKS;
+  m.info.rank = 0x10000000;
+  m.info.pid = (uint32_t)getpid();
+  m.info.joins = 1;
+  snprintf(m.info.backend, sizeof m.info.backend, "cpu");
+  prepare(false);
+  for (i = 0; i < n; i++) pids[i] = ranks_fork(life, i, NULL);
+  fd = to_coordinator(10);
+  CHECK(fd >= 0 && send(fd, &m, sizeof m, MSG_NOSIGNAL) == (ssize_t)sizeof m);
+  ranks_join(pids, n, RANKS_WITHIN(20), status);
+  for (i = 0; i < n; i++) {
+    CHECK_EQ(shared->result[i], CDDP_MISMATCH);
+    CHECK(strstr(shared->text[i], "rank 268435456 (pid ") != NULL);
+  }
+  close(fd);
+}
+
 /* --- a rank that is there twice: as soon as enough processes have come, all hear of it --- */
 
 static void test_double(void) {
@@ -359,6 +390,7 @@ int main(void) {
   shared = (struct shared *)ranks_shared(sizeof *shared);
   RUN(test_start);
   RUN(test_storm);
+  RUN(test_no_such_rank);
   RUN(test_double);
   RUN(test_dropped);
   RUN(test_root);

@@ -484,6 +484,28 @@ static void test_agent_store(void) { /* torchrun's agent serves for its own rank
   CHECK(!at.client_only);
 }
 
+/* A rank beyond the others, with and without CDDP_JOIN. */
+static void test_rank_beyond(void) {
+  cddp_group_desc d;
+  cddp_group *g;
+  memset(&d, 0, sizeof d);
+  d.world_size = 2;
+  d.rank = 2;
+  d.timeout_s = 0.3;
+  d.init_method = "tcp://127.0.0.1:1";
+  variables("");
+  CHECK_IS(cddp_init(&g, &d), CDDP_INVALID_ARGUMENT);
+  SAYS("rank is 2 but world_size is 2; ranks go from 0 to 1");
+  setenv("CDDP_JOIN", "0", 1);
+  CHECK_IS(cddp_init(&g, &d), CDDP_INVALID_ARGUMENT);
+  SAYS("rank is 2 but world_size is 2; ranks go from 0 to 1");
+  setenv("CDDP_JOIN", "1", 1);
+  CHECK(cddp_init(&g, &d) != CDDP_INVALID_ARGUMENT); /* no job runs there */
+  d.rank = -1;
+  CHECK_IS(cddp_init(&g, &d), CDDP_INVALID_ARGUMENT);
+  unsetenv("CDDP_JOIN");
+}
+
 /* --- CDDP_LISTEN_FD --------------------------------------------------------------------------- */
 
 static void listen_case(const char *rank, int fd, int port, bool taken, bool lost) {
@@ -741,6 +763,7 @@ int main(void) {
   RUN(test_rank_0_elsewhere);
   RUN(test_origins);
   RUN(test_agent_store);
+  RUN(test_rank_beyond);
   RUN(test_listen_fd);
   RUN(test_starts);
   RUN(test_name_taken);
