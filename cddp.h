@@ -1888,15 +1888,6 @@ typedef struct cddp__tensor {
   int bucket;
 } cddp__tensor;
 
-/* An optimizer's states in memory that all ranks of a host have: each steps a part of them. */
-typedef struct cddp__share {
-  struct cddp__share *next;
-  cddp_optim *optim;
-  cddp_ddp *ddp;
-  char *states; /* see cddp__state_at */
-  char *mine;   /* the same on the rank that has allocated them, to be freed; else NULL */
-} cddp__share;
-
 #define CDDP__TRAINED (CDDP_BF16 + 1) /* dtypes that parameters have */
 
 /* --- elastic models --- */
@@ -2022,7 +2013,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int arrived;
   unsigned char *used;  /* [count] of the last wait or step; cddp_optim points here */
   unsigned char *flags; /* [ranks + 1][count] exchange of ready flags */
-  cddp__share *shares;
+  cddp_optim *shares; /* optimizers whose states all ranks of a host have: a list, by next */
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
   struct cddp__sparse **sparse_room; /* [count] memory of sparse */
   struct cddp__row_list *lists; /* [shards] what is merged */
@@ -12838,8 +12829,12 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
                           states have no value */
   const unsigned char *used; /* [count] 0: skip the parameter; NULL: use all. The cddp_ddp's */
   cddp__sparse *const *sparse; /* [count] NULL: dense; NULL: all are. The cddp_ddp's */
-  void *share;         /* states that a cddp_ddp keeps in pieces; NULL: those above are whole */
-  void (*drop)(cddp_optim *o); /* frees the share and NULLs it; set along with share */
+  cddp_ddp *share;     /* all its ranks of a host have the states in one place, and each steps a
+                          part of them; NULL: those above are whole */
+  void (*drop)(cddp_optim *o); /* ends that; this and the next are set along with share */
+  char *common;        /* the states: cddp__state_at */
+  char *common_own;    /* the same on the rank that has allocated them, to be freed; else NULL */
+  cddp_optim *next;    /* in share->shares */
   cddp_optim **known;          /* where an elastic model has it as its own; NULL: nowhere */
   const cddp__optim_backend *backend; /* parameters on a device; NULL: in host memory */
   int device;                         /* which */
@@ -15318,7 +15313,7 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
   const char *wrong =
       s->params != d->params || s->count != d->count
           ? "the cddp_optim was made for other parameters than the cddp_ddp"
-      : s->share != NULL && ((cddp__share *)s->share)->ddp != d
+      : s->share != NULL && s->share != d
           ? "the cddp_optim already steps another cddp_ddp"
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
@@ -16311,13 +16306,13 @@ static cddp_result cddp__control_barrier(cddp_ddp *d, int kind, enum cddp__phase
 }
 
 static void cddp__share_free(cddp_optim *s) {
-  cddp__share *h = (cddp__share *)s->share, **link = &h->ddp->shares;
-  while (*link != h) link = &(*link)->next;
-  *link = h->next;
+  cddp_ddp *d = s->share;
+  cddp_optim **link = &d->shares;
+  while (*link != s) link = &(*link)->next;
+  *link = s->next;
   s->share = NULL;
   s->drop = NULL;
-  cddp__arena_free(h->ddp->group->host, h->mine);
-  cddp__free(&h->ddp->group->host->allocator, h);
+  cddp__arena_free(d->group->host, s->common_own);
 }
 
 /* Where state k of element n of parameter i lies. */
@@ -16355,32 +16350,27 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
 }
 
 /* From now on the states of o are those that all ranks have. */
-static cddp_result cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states, char *mine) {
-  cddp__share *h = (cddp__share *)cddp__calloc(&d->group->host->allocator, 1, sizeof *h);
+static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states, char *mine) {
   int j;
-  if (h == NULL) return CDDP_OUT_OF_MEMORY;
-  h->ddp = d;
-  h->optim = o;
-  h->states = states;
-  h->mine = mine;
-  h->next = d->shares;
-  d->shares = h;
-  o->share = h;
+  o->common = states;
+  o->common_own = mine;
+  o->next = d->shares;
+  d->shares = o;
+  o->share = d;
   o->drop = cddp__share_free;
   for (j = 0; j < o->count * o->states; j++) {
     if (d->elastic == NULL && cddp__sparse_of(d, j % o->count) != NULL) continue;
     cddp__free(&o->allocator, o->state[j]);
     o->state[j] = NULL;
   }
-  return CDDP_OK;
 }
 
 /* Local: whole states again, for unfused steps. */
-static cddp_result cddp__unshare_states(cddp_ddp *d, cddp_optim *o) {
+static cddp_result cddp__unshare_states(cddp_optim *o) {
   int i;
   for (i = 0; i < o->count; i++)
     if (o->steps[i] > 0 && cddp__need_states(o, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
-  return cddp__copy_states(d, o, ((cddp__share *)o->share)->states, 0, d->model_bytes, false);
+  return cddp__copy_states(o->share, o, o->common, 0, o->share->model_bytes, false);
 }
 
 /* Collective: memory that the ranks of a host have in common. *mine: the same on the first of them,
@@ -16426,34 +16416,33 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
     cddp__populate(states + (size_t)k * d->state_room + from * CDDP__HUGE_PAGE,
                    (to - from) * CDDP__HUGE_PAGE, d->group->host->fd >= 0);
   (void)cddp__copy_states(d, o, states, begin, end, true);
-  r = cddp__share_states(d, o, states, mine);
-  return r == CDDP_OK ? r : cddp__break(d->control, r);
+  cddp__share_states(d, o, states, mine);
+  return CDDP_OK;
 }
 
 /* Collective: brings whole states back to every rank. */
-static cddp_result cddp__share_gather(cddp__share *h) {
-  cddp_ddp *d = h->ddp;
+static cddp_result cddp__share_gather(cddp_optim *o) {
+  cddp_ddp *d = o->share;
   cddp_result r = cddp__enter(d->control);
-  if (r == CDDP_OK && (r = cddp__unshare_states(d, h->optim)) != CDDP_OK)
+  if (r == CDDP_OK && (r = cddp__unshare_states(o)) != CDDP_OK)
     r = cddp__break(d->control, r);
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
   r = cddp__exit(d->control, r);
-  if (r == CDDP_OK) cddp__share_free(h->optim);
+  if (r == CDDP_OK) cddp__share_free(o);
   return r;
 }
 
 /* Local: the model goes, the optimizer may go on. Its states become whole again; if the model has
    failed some may be half stepped, of elastic ranks others may be stepping them: it begins anew. */
-static void cddp__share_leave(cddp__share *h) {
-  cddp_ddp *d = h->ddp;
-  cddp_optim *o = h->optim;
+static void cddp__share_leave(cddp_optim *o) {
+  cddp_ddp *d = o->share;
   bool lost = d->desc.elastic || cddp__has_cause(&d->failure) ||
-              cddp__unshare_states(d, o) != CDDP_OK;
+              cddp__unshare_states(o) != CDDP_OK;
   if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
   if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
-  if (h->mine != NULL) /* others may still copy */
-    cddp__arena_free_with(d->group->host, h->mine, d->control->block);
-  h->mine = NULL;
+  if (o->common_own != NULL) /* others may still copy */
+    cddp__arena_free_with(d->group->host, o->common_own, d->control->block);
+  o->common_own = NULL;
   cddp__share_free(o);
 }
 
@@ -16645,7 +16634,6 @@ static bool cddp__skips_block(const cddp__pass *x, int i, size_t at, size_t n) {
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
   bool steps = x->which == CDDP__PASS_WEIGHTS;
-  char *shared = x->s != NULL && x->s->share != NULL ? ((cddp__share *)x->s->share)->states : NULL;
   void *states[CDDP__STATES + 1];
   cddp__update u;
   int i, j, k;
@@ -16659,7 +16647,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     if (x->s != NULL && (steps || x->one_loop)) {
       for (k = 0; k < x->s->states; k++)
         states[k] = x->log != NULL ? x->log + (size_t)k * CDDP__LOG_ROOM
-                                   : cddp__state_at(d, x->s, shared, k, i,
+                                   : cddp__state_at(d, x->s, x->s->common, k, i,
                                                     (t->begin - t->offset) / esize);
       u = cddp__update_of(x->s, i, states, 1);
       block = steps ? CDDP__LOG_BLOCK : block;
@@ -20355,9 +20343,9 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   cddp_result r = CDDP_OK;
   int i;
   if (s == NULL && d->shares != NULL) { /* not later: see cddp__publish_model */
-    r = cddp__unshare_states(d, d->shares->optim);
+    r = cddp__unshare_states(d->shares);
     if (r != CDDP_OK) return r;
-    cddp__share_free(d->shares->optim);
+    cddp__share_free(d->shares);
   }
   x = cddp__pass_of(d, s, false);
   r = cddp__meet_members(d, s);
@@ -20383,8 +20371,8 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
       cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), t->bytes);
   }
   if (s != NULL && s->share == NULL && s->states > 0)
-    r = cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
-  if (r == CDDP_OK && s != NULL) r = cddp__write_copies(s);
+    cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
+  if (s != NULL) r = cddp__write_copies(s);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   if (r != CDDP_OK) return r;
   e->step++;
@@ -20415,9 +20403,8 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
     o->fresh[i] = o->steps[i] == 0;
     if (o->steps[i] > 0 && o->backend == NULL && !from->shared) r = cddp__need_states(o, i);
   }
-  if (r == CDDP_OK)
-    r = from->shared ? cddp__share_states(d, o, states, NULL)
-                     : cddp__copy_states(d, o, states, 0, d->model_bytes, false);
+  if (r == CDDP_OK && from->shared) cddp__share_states(d, o, states, NULL);
+  else if (r == CDDP_OK) r = cddp__copy_states(d, o, states, 0, d->model_bytes, false);
   d->inherited.stepped = false;
   if (c == NULL) return r;
   if (r == CDDP_OK) r = cddp__crew_await(d);
@@ -21534,7 +21521,6 @@ typedef struct cddp__checkpoint {
   int count;
   const cddp_checkpoint_desc *desc;
   cddp_checkpoint_desc none; /* if the caller passed none */
-  bool saves;
   bool first;                /* this is rank 0 */
   bool device;               /* something may lie on a device */
   cddp__st_item *items;      /* the parameters, the learning rate, the optimizer's states */
@@ -21551,9 +21537,9 @@ typedef struct cddp__checkpoint {
   unsigned found;
 } cddp__checkpoint;
 
-static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path) {
+static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves, const char *path) {
   const cddp_checkpoint_desc *d = c->desc;
-  const cddp__share *share = d->optim != NULL ? (const cddp__share *)d->optim->share : NULL;
+  const cddp_ddp *share = d->optim != NULL ? d->optim->share : NULL;
   uint64_t elements, bytes;
   cddp_result r;
   int i;
@@ -21582,8 +21568,7 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path)
   if (d->optim != NULL)
     r = cddp__check_params(d->optim->params, d->optim->count, CDDP__HAS_NAME);
   if (r != CDDP_OK) return r;
-  if (share != NULL && share->ddp->elastic == NULL && share->ddp->group != c->g &&
-      share->ddp->group->size > 1)
+  if (share != NULL && share->elastic == NULL && share->group != c->g && share->group->size > 1)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the momentum lies in memory that the ranks of the cddp_ddp's group share; "
                       "pass that group, on all of its ranks");
@@ -21591,7 +21576,7 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, const char *path)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata is NULL or metadata_count negative");
   for (i = 0; i < d->metadata_count; i++) {
     const cddp_metadata *m = &d->metadata[i];
-    if (m->key == NULL || (c->saves && (m->value == NULL || strncmp(m->key, "cddp.", 5) == 0)))
+    if (m->key == NULL || (saves && (m->value == NULL || strncmp(m->key, "cddp.", 5) == 0)))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "metadata %d, \"%s\", has no key or no value, or begins with cddp., which "
                         "is reserved", i, m->key != NULL ? m->key : "");
@@ -21673,9 +21658,8 @@ static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, bool saves, cddp_
   c->count = count;
   c->desc = desc != NULL ? desc : &c->none;
   c->first = g == NULL || g->rank == 0;
-  c->saves = saves;
   if (g != NULL) cddp__engine_drain(g);
-  r = cddp__check_checkpoint(c, path);
+  r = cddp__check_checkpoint(c, saves, path);
   if (r == CDDP_OK && c->device) r = cddp__settle_device(g);
   return r == CDDP_OK ? cddp__list_items(c) : r;
 }
@@ -21769,13 +21753,12 @@ static void cddp__find_states(cddp__checkpoint *c) {
   size_t i, n = 0;
   for (i = 0; i < c->item_count; i++) {
     cddp__st_item *item = &c->items[i];
-    const cddp__share *h = item->place != NULL ? (const cddp__share *)s->share : NULL;
     if (item->param >= 0 && s->steps[item->param] == 0) continue;
     if (item->place != NULL && cddp__is_master(s, item->state) && s->fresh[item->param])
       continue; /* the next step begins it anew, as the weights are */
     if (item->place != NULL) item->data = *item->place;
-    if (h != NULL && item->data == NULL)
-      item->data = cddp__state_at(h->ddp, s, h->states, item->state, item->param, 0);
+    if (item->place != NULL && s->share != NULL && item->data == NULL)
+      item->data = cddp__state_at(s->share, s, s->common, item->state, item->param, 0);
     if (item->place == NULL || item->data != NULL) c->items[n++] = *item;
   }
   c->item_count = n;

@@ -616,8 +616,8 @@ static void save_alone(small *m) {
   cddp_param p = m->p;
   cddp_checkpoint_desc desc;
   cddp_sgd_desc o;
-  const cddp__share *h = (const cddp__share *)m->optim->share;
-  CHECK(h != NULL && mkdtemp(directory) != NULL);
+  const cddp_optim *h = m->optim;
+  CHECK(h->share != NULL && mkdtemp(directory) != NULL);
   snprintf(path, sizeof path, "%s/x", directory);
   memset(&desc, 0, sizeof desc);
   memset(&o, 0, sizeof o);
@@ -631,7 +631,7 @@ static void save_alone(small *m) {
   CHECK_OK(cddp_load(NULL, path, &p, 1, &desc));
   memcpy(momentum, desc.optim->state[0], sizeof momentum);
   CHECK(memcmp(w, m->w, sizeof w) == 0 && momentum[99] != 0);
-  CHECK(memcmp(momentum, cddp__state_at(m->ddp, m->optim, h->states, 0, 0, 0), sizeof w) == 0);
+  CHECK(memcmp(momentum, cddp__state_at(m->ddp, h, h->common, 0, 0, 0), sizeof w) == 0);
   cddp_optim_destroy(desc.optim);
   CHECK(unlink(path) == 0 && rmdir(directory) == 0);
 }

@@ -499,7 +499,7 @@ static void test_shared_states(void) {
   memset(&d, 0, sizeof d);
   CHECK_OK(cddp_sgd_create(&s, NULL, 0, &d));
   s->drop = drop;
-  s->share = s;
+  s->share = (cddp_ddp *)(void *)s;
   CHECK_IS(cddp_optim_step(s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "cddp_ddp_wait") != NULL);
   CHECK_EQ(dropped, 0);
