@@ -709,13 +709,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_TIMEOUT           no rank has an elastic model, or none comes to a step
    WHY NO MOMENT IS A BAD ONE. A shard is done when one store has put its sum into its rank's table;
    a rank that dies before has done nothing, after that all of it, and its memory stays with the
-   others. In the update each block of weights is in one of these states:
-     computed   new weights and states are in its rank's log: nothing else has changed; whoever goes
-                on computes the block anew
-     logged     the log is whole: who goes on copies it out once more, to the same bytes
-     published  all ranks have the weights: the next block
-   The step is over when every part is; a rank that joins is counted from one step's end on, and
-   gets weights and states from whoever begins the next step. >>elastic has it all.
+   others. In the update new weights and states are in their rank's log, block by block, before any
+   rank gets them: who goes on computes the block anew, or copies the log out once more, to the same
+   bytes. The step is over when every part is; a rank that joins is counted from one step's end on,
+   and gets weights and states from whoever begins the next step. >>elastic has it all.
    OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. The
    mean of a step is there, on each rank, when cddp_ddp_next_shard returns false: if a rank is lost
    before, the others form a new group, without the store, and next_shard returns what it had not
@@ -16462,7 +16459,6 @@ typedef struct cddp__pass {
   char *log;       /* elastic: where new states and weights go; NULL: to their places */
   int part, from;  /* elastic: of the update, and the member in whose log its first block is, */
   bool logged;     /* if there is one */
-  bool collected;  /* elastic: ddp.nodes are those of this step */
 } cddp__pass;
 
 #define CDDP__LOG_BLOCK 8192 /* bytes of a block, at most: of a few arrays, for the second cache */
@@ -19908,15 +19904,17 @@ static void cddp__put_nodes(cddp_ddp *d) {
   CDDP__POINT("elastic nodes put");
 }
 
-/* The rows of the shard that has ended go where all find them. The members that are late in the
-   step before have theirs meanwhile. */
+/* Where all find the rows of a shard. The members that are late in the step before have theirs
+   meanwhile. */
+static cddp__elastic_room *cddp__rows_room(const cddp_ddp *d, int shard) {
+  return &d->elastic->rows[(int)(d->elastic->step & 1) * d->shards + shard];
+}
+
 static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
-  cddp__elastic *e = d->elastic;
-  size_t at = (size_t)(e->step & 1) * (size_t)d->shards + (size_t)shard;
   void *packet = NULL;
   cddp_result r;
   if (d->sparse == NULL) return CDDP_OK;
-  r = cddp__room_take(d, &e->rows[at], cddp__pack_rows(d, 0, NULL), &packet);
+  r = cddp__room_take(d, cddp__rows_room(d, shard), cddp__pack_rows(d, 0, NULL), &packet);
   if (r != CDDP_OK) return r;
   (void)cddp__pack_rows(d, 0, (char *)packet);
   CDDP__POINT("elastic rows");
@@ -20217,8 +20215,7 @@ static cddp_result cddp__do_parts(cddp__pass *x, int which) {
     uint32_t seen = cddp__load32(&e->board->changes);
     x->part = cddp__claim_part(x, &x->from, &over);
     if (x->part >= 0) {
-      if (!x->collected && (r = cddp__collect_nodes(d)) != CDDP_OK) return r;
-      x->collected = true;
+      if (d->node_count == 0 && (r = cddp__collect_nodes(d)) != CDDP_OK) return r;
       if ((r = cddp__elastic_see(d, x->from)) != CDDP_OK) return r;
       CDDP__POINT("elastic part taken");
       cddp__do_part(x);
@@ -20321,25 +20318,12 @@ static void cddp__use_areas(cddp_ddp *d, const cddp_optim *s) {
   }
 }
 
-/* The mean of the rows of all shards, as each member has it for itself. */
-static cddp_result cddp__elastic_rows(cddp_ddp *d) {
-  size_t first = (size_t)(d->elastic->step & 1) * (size_t)d->shards;
-  const cddp__elastic_room *rows = d->elastic->rows + first;
-  cddp_result r = CDDP_OK;
-  void *at = NULL;
-  int i;
-  for (i = 0; r == CDDP_OK && d->sparse != NULL && i < d->shards; i++) {
-    r = cddp__locate(d->group->host, &rows[i].at, &at);
-    d->lists[i].packet = (char *)at;
-  }
-  return r == CDDP_OK ? cddp__merge_lists(d, d->shards) : r;
-}
-
 /* The update, or (s NULL) what cddp_ddp_wait gives, by all members. */
 static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   cddp__elastic *e = d->elastic;
   bool clips = s != NULL && d->desc.max_grad_norm > 0;
   cddp__pass x;
+  void *packet = NULL;
   cddp_result r = CDDP_OK;
   int i;
   if (s == NULL && d->shares != NULL) { /* not later: see cddp__publish_model */
@@ -20353,7 +20337,11 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   x.squares = clips;
   x.log = e->kit + e->log_at;
   if (r == CDDP_OK) cddp__use_areas(d, s);
-  if (r == CDDP_OK) r = cddp__elastic_rows(d);
+  for (i = 0; r == CDDP_OK && d->sparse != NULL && i < d->shards; i++) {
+    r = cddp__locate(d->group->host, &cddp__rows_room(d, i)->at, &packet);
+    d->lists[i].packet = (char *)packet;
+  }
+  if (r == CDDP_OK) r = cddp__merge_lists(d, d->shards); /* each member for itself */
   if (r == CDDP_OK && (s == NULL || clips)) r = cddp__do_parts(&x, CDDP__PASS_MEANS);
   if (r == CDDP_OK && clips) {
     x.averaged = true;
@@ -20378,7 +20366,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   e->step++;
   e->begun = false;
   e->spent = false;
-  d->kept_count = 0;
+  d->kept_count = d->node_count = 0;
   return CDDP_OK;
 }
 
