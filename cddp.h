@@ -10311,6 +10311,7 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
     if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__TURN, true) <= 0)
       return false;
     l->sent = 0;
+    CDDP__POINT("frame");
     return true;
   }
   cddp__link_progress(g, l, true);
@@ -18049,6 +18050,7 @@ struct cddp__crew {
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
   cddp__elastic_call called;    /* in the last update; kind 0: it has joined since */
+  cddp_group *past;             /* the comm that broke in this step: cddp_ddp_group; NULL: comm */
   bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
   char *states;                 /* cddp_optim: the others' states, where the gradients are */
 };
@@ -18781,20 +18783,27 @@ static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int
   return r;
 }
 
-static void cddp__crew_leave(cddp_ddp *d) { /* both groups, for good; keeps the error's text */
-  cddp_group **groups[2];
+static void cddp__crew_drop_past(cddp__crew *c) {
+  if (c->past != NULL) cddp__group_leave(c->past);
+  c->past = NULL;
+}
+
+/* Leaves both groups, but keeps the first comm of a step. Keeps the error's text. */
+static void cddp__crew_leave(cddp_ddp *d) {
+  cddp_group *groups[2];
   char text[CDDP__ERROR_MAX];
   int i;
-  groups[0] = &d->control;
-  groups[1] = &d->comm;
+  groups[0] = d->control;
+  groups[1] = d->comm;
   memcpy(text, cddp__error_text, sizeof text);
   for (i = 0; i < 2; i++) {
-    if (*groups[i] == NULL) continue;
+    if (groups[i] == NULL) continue;
     cddp__fail(CDDP_PEER_LOST, "%s", text);
-    if ((*groups[i])->size > 1) (void)cddp__break(*groups[i], CDDP_PEER_LOST);
-    cddp__group_leave(*groups[i]);
-    *groups[i] = NULL;
+    if (groups[i]->size > 1) (void)cddp__break(groups[i], CDDP_PEER_LOST);
+    if (i == 1 && d->crew->past == NULL) d->crew->past = groups[i];
+    else cddp__group_leave(groups[i]);
   }
+  d->control = d->comm = NULL;
   memcpy(cddp__error_text, text, sizeof text);
 }
 
@@ -18883,7 +18892,9 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
   return CDDP_OK;
 }
 
-/* What all members have done, those get that lack it: the last mean; who joins, the model. */
+/* What all members have done, those get that lack it: the last mean; who joins, the model. The
+   others have gone on from that step then, and what they did in its group cannot be done any more:
+   for this rank too it stays broken until the next step. */
 static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
                                     const cddp__crew_report *from) {
   cddp__crew *c = d->crew;
@@ -18903,8 +18914,10 @@ static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
   }
   if (r == CDDP_OK && joins) r = cddp__crew_welcome(d, from, source);
   if (r == CDDP_OK && behind) r = cddp__crew_await(d);
-  if (r == CDDP_OK) c->done = from->done;
-  return r;
+  if (r != CDDP_OK) return r;
+  c->done = from->done;
+  if (c->done == c->step) cddp__crew_drop_past(c);
+  return CDDP_OK;
 }
 
 /* From here on processes may join: what they are told is that this rank's leader lets them in. */
@@ -18972,6 +18985,7 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   int held = d->held, i;
   d->held = -1;
+  if (c->done == c->step) cddp__crew_drop_past(c);
   cddp__door_serve(d->group->host);
   if (r == CDDP_OK && held >= 0 && c->done == c->step) r = cddp__crew_keep(d, held);
   if (held >= 0) cddp__arm(d);
@@ -19017,6 +19031,7 @@ static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   int i;
   if (c == NULL) return;
+  cddp__crew_drop_past(c);
   if (c->net != NULL) cddp__crew_hide(d);
   if (d->group->host->joined) d->group->host->door->table.lead.model = 0; /* it has had its one */
   (void)d->memory->use(d->group);
@@ -20619,7 +20634,7 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
   if (d == NULL || !d->desc.elastic) return d != NULL ? d->group : NULL;
   if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
-  if (d->crew != NULL) return d->comm;
+  if (d->crew != NULL) return d->crew->past != NULL ? d->crew->past : d->comm;
   if (e->identity == 0) cddp__elastic_begin(d);
   if (e->group != NULL && e->group->id == e->identity) return e->group;
   cddp__leave_members(d);

@@ -41,6 +41,7 @@ typedef struct plan {
   recipe model;
   int n, kills, further;
   bool groups;
+  bool frames;  /* only frames between hosts are points, of the last rank */
   int replaced; /* of four that die, so many are replaced */
   const char *hosts; /* on which ranks are, as TEST_HOSTS; NULL: on one */
   kill_plan kill[KILLS];
@@ -101,8 +102,10 @@ static bool may_die(process *q) {
 static void point(const char *name) {
   int next;
   unsigned n;
-  if (strncmp(name, "elastic", 7) != 0 || me == NULL) return;
-  snprintf(me->at, sizeof me->at, "%s", name + 7);
+  if (me == NULL || (shared->p.frames ? strcmp(name, "frame") != 0 || me->rank != shared->p.n - 1
+                                      : strncmp(name, "elastic", 7) != 0))
+    return;
+  snprintf(me->at, sizeof me->at, "%s", name + (shared->p.frames ? 0 : 7));
   if (LOAD(shared->created) < shared->p.n) return;
   n = ADD(shared->points, 1);
   next = LOAD(shared->next);
@@ -209,7 +212,7 @@ static int life(int number, void *arg) {
     if (r == CDDP_OK && cddp_ddp_steps(m.ddp) != ++t) r = CDDP_MISMATCH;
     if (r == CDDP_OK && training_hash(&m, c) != shared->want[t] && me->wrong++ == 0)
       me->first_wrong = (int)t;
-    if (r == CDDP_OK && p->groups && t % 2 == 0) r = use_group(&m);
+    if (r == CDDP_OK && (p->frames || (p->groups && t % 2 == 0))) r = use_group(&m);
   }
   me->result = r;
   me->steps = t;
@@ -443,6 +446,23 @@ static void test_sweep(void) {
   sweep(p, stride);
 }
 
+/* A rank of three on three hosts dies between the frame to one of the others and that to the other
+   one: the mean is there on one rank alone, which is in the group of the next step then. */
+static void test_frames(void) {
+  plan p = draw(sweep_seed);
+  p.hosts = "abc";
+  p.n = 3;
+  p.groups = false;
+  p.frames = true;
+  memset(&p.model, 0, sizeof p.model);
+  p.model.seed = sweep_seed;
+  p.model.shards = 3;
+  p.model.steps = 2;
+  p.model.count = 1;
+  p.model.sizes[0] = 300;
+  sweep(p, RANKS_SLOW ? 3 : 1);
+}
+
 /* A norm that clips nothing: an update reads the means where all ranks have them. */
 static void test_unclipped_sweep(void) {
   plan p = draw(sweep_seed);
@@ -483,6 +503,7 @@ int main(int argc, char **argv) {
   }
   verbose = seeds + host_seeds == 1 && stride != 1;
   if (host_seeds > 0) RUN(test_hosts);
+  if (host_seeds > 0) RUN(test_frames);
   if (stride == 0) return TEST_END();
   if (stride > 1) RUN(test_seeds);
   if (stride == 1 || seeds > 1) RUN(test_sweep);
