@@ -4629,7 +4629,7 @@ typedef struct cddp__launcher {
 typedef struct cddp__place {
   int rank, world_size;
   int local_world_size;   /* -1: the launcher does not say */
-  bool joins;             /* CDDP_JOIN: a running job, where rank may be world_size or more */
+  int joins;              /* 1: CDDP_JOIN: a running job, where rank may be world_size or more */
   bool launched;          /* rank and world_size are a launcher's: */
   int launcher;           /* whose variables are in force: index into cddp__launchers */
   char init_method[1200]; /* "tcp://host:port", "unix://name" or "file:///path"; "" for one rank */
@@ -4928,14 +4928,12 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   uint64_t key;
   cddp_result r;
-  int joins = 0;
   memset(at, 0, sizeof *at);
   at->listen_fd = at->local_world_size = -1;
   at->rank = d->rank;
   at->world_size = d->world_size;
   r = cddp__discover_timeout(d->timeout_s, &at->timeout_s);
-  if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &joins);
-  at->joins = joins != 0;
+  if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &at->joins);
   if (r == CDDP_OK && d->world_size > 0 &&
       (d->rank < 0 || (d->rank >= d->world_size && !at->joins)))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
@@ -9134,7 +9132,7 @@ static cddp_result cddp__rendezvous_init(cddp__rendezvous *v, const cddp__place 
   i->pid = (uint32_t)getpid();
   i->fp_mode = cddp__fp_mode();
   i->user = (uint32_t)geteuid();
-  i->joins = at->joins;
+  i->joins = (uint32_t)at->joins;
   cddp__host_identity(machine, sizeof machine);
   i->machine = cddp__hash64(0, machine, strlen(machine));
   snprintf(i->backend, sizeof i->backend, "%s", backend != NULL ? backend : cuda ? "nccl" : "cpu");
@@ -22526,8 +22524,8 @@ CDDPDEF size_t cddp_dtype_size(cddp_dtype dtype) { return cddp__dtype_size(dtype
 CDDPDEF int cddp_launcher_rank(void) {
   cddp__place at;
   memset(&at, 0, sizeof at);
-  at.joins = cddp__env("CDDP_JOIN") != NULL;
-  if (cddp__env_ranks(&at) != CDDP_OK) return 0;
+  if (cddp__env_int("CDDP_JOIN", 0, 1, &at.joins) != CDDP_OK || cddp__env_ranks(&at) != CDDP_OK)
+    return 0;
   return at.launched ? at.rank : -1;
 }
 

@@ -503,6 +503,12 @@ static void test_rank_beyond(void) {
   CHECK(cddp_init(&g, &d) != CDDP_INVALID_ARGUMENT); /* no job runs there */
   d.rank = -1;
   CHECK_IS(cddp_init(&g, &d), CDDP_INVALID_ARGUMENT);
+  variables("RANK=2 WORLD_SIZE=2");
+  CHECK_EQ(cddp_launcher_rank(), 2);
+  setenv("CDDP_JOIN", "0", 1);
+  CHECK_EQ(cddp_launcher_rank(), 0); /* which cddp_init explains */
+  setenv("CDDP_JOIN", "2", 1);
+  CHECK_EQ(cddp_launcher_rank(), 0);
   unsetenv("CDDP_JOIN");
 }
 
