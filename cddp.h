@@ -18696,9 +18696,13 @@ static cddp_result cddp__crew_ask(cddp_ddp *d, double deadline) {
   cddp__crew *c = d->crew;
   cddp__host *h = d->group->host;
   const cddp__crew_hello *lead = &h->door->table.lead;
+  cddp__join_table table; /* of another rank, whose own entries are not this rank's */
   cddp_result r = CDDP_OK;
   int fds[2] = {-1, -1}, p;
-  if (lead->self.life == 0) r = cddp__join_find(h, deadline, fds, &h->door->table);
+  if (lead->self.life == 0) {
+    r = cddp__join_find(h, deadline, fds, &table);
+    if (r == CDDP_OK) h->door->table.lead = table.lead;
+  }
   cddp__close_fd(&fds[0]);
   if (r != CDDP_OK) return r;
   if (lead->self.place < 0 || lead->self.place >= d->shards || lead->self.host < 0 ||

@@ -785,6 +785,75 @@ static void test_creation(void) {
   }
 }
 
+/* --- who joins, and finds that the rank that it was told of leads no longer, asks the others again. It
+   stays the rank that it is to those who ask it --- */
+
+typedef struct asking {
+  int port, stop, running, joined;
+} asking;
+
+static int life_asks(int rank, void *arg) {
+  asking *a = (asking *)arg;
+  cddp_param p = {"w", NULL, NULL, 100, CDDP_F32};
+  cddp_sgd_desc o;
+  cddp_ddp_desc desc;
+  cddp_ddp *ddp = NULL;
+  cddp_optim *sgd = NULL;
+  cddp_group *g = NULL;
+  cddp_result r;
+  float stop = 0;
+  memset(&o, 0, sizeof o);
+  memset(&desc, 0, sizeof desc);
+  desc.elastic = true;
+  desc.shards = 3;
+  ranks_environment(rank, 2, a->port);
+  setenv("CDDP_TIMEOUT_S", "20", 1);
+  if (rank == 2) setenv("CDDP_JOIN", "1", 1);
+  while (rank == 2 && __atomic_load_n(&a->running, __ATOMIC_SEQ_CST) < 2) ranks_sleep(0.001);
+  CHECK_OK(r = cddp_init(&g, NULL));
+  if (r != CDDP_OK) return 1;
+  if (rank == 2) g->host->door->table.lead.self.life = 0;
+  p.data = cddp_alloc(g, 400);
+  CHECK_OK(r = cddp_ddp_create(&ddp, g, &p, 1, &desc));
+  __atomic_add_fetch(&a->running, rank < 2, __ATOMIC_SEQ_CST);
+  o.ddp = ddp;
+  o.lr = 0.1;
+  if (r == CDDP_OK) CHECK_OK(r = cddp_sgd_create(&sgd, &p, 1, &o));
+  while (r == CDDP_OK && stop == 0) {
+    int shard;
+    while (cddp_ddp_next_shard(ddp, &shard) && cddp_ddp_ready(ddp, 0) == CDDP_OK) {}
+    CHECK_OK(r = cddp_ddp_step(ddp, sgd));
+    stop = (float)__atomic_load_n(&a->stop, __ATOMIC_SEQ_CST);
+    if (r == CDDP_OK) r = cddp_all_reduce(cddp_ddp_group(ddp), &stop, 1, CDDP_F32, CDDP_MAX, NULL);
+    if (r == CDDP_OK && rank == 2) __atomic_store_n(&a->joined, 1, __ATOMIC_SEQ_CST);
+    if (r == CDDP_PEER_LOST) r = CDDP_OK, stop = 0;
+  }
+  CHECK_OK(r);
+  CHECK_EQ((int)g->host->door->table.info.rank, rank);
+  CHECK_EQ((int)g->host->door->table.info.pid, (int)getpid());
+  cddp_optim_destroy(sgd);
+  cddp_ddp_destroy(ddp);
+  cddp_free(g, p.data);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_asks_again(void) {
+  asking *a = (asking *)ranks_shared(sizeof *a);
+  double until = test_now() + RANKS_WITHIN(20);
+  pid_t pids[3];
+  int status[3], i;
+  a->port = ranks_free_port();
+  setenv("TEST_HOSTS", "abc", 1);
+  for (i = 0; i < 3; i++) pids[i] = ranks_fork(life_asks, i, a);
+  unsetenv("TEST_HOSTS");
+  while (__atomic_load_n(&a->joined, __ATOMIC_SEQ_CST) == 0 && test_now() < until)
+    ranks_sleep(0.01);
+  __atomic_store_n(&a->stop, 1, __ATOMIC_SEQ_CST);
+  ranks_join(pids, 3, RANKS_WITHIN(20), status);
+  CHECK(ranks_exited_well(status, 3));
+}
+
 int main(int argc, char **argv) {
   uint64_t seed, last;
   reports = (report *)ranks_shared(MOST * sizeof *reports);
@@ -808,6 +877,7 @@ int main(int argc, char **argv) {
     RUN(test_hosts_undisturbed);
     RUN(test_hosts_deaths);
     RUN(test_hosts_rows);
+    RUN(test_asks_again);
     RUN(test_hosts_checkpoint);
     RUN(test_hosts_seeds);
   }
