@@ -785,8 +785,8 @@ static void test_creation(void) {
   }
 }
 
-/* --- who joins, and finds that the rank that it was told of leads no longer, asks the others again. It
-   stays the rank that it is to those who ask it --- */
+/* --- a process that joins asks again when the rank it was told of leads no longer, and stays to
+   others the rank that it is --- */
 
 typedef struct asking {
   int port, stop, running, joined;
