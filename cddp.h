@@ -19000,8 +19000,10 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
     }
     cddp__crew_listen(d, false);
     if (cddp__crew_lowest(d) != c->me) cddp__crew_dismiss(d);
-    if (c->knock_count > 0 && c->attempts == 0) r = CDDP_PEER_LOST; /* lets them in, once a step */
-    else r = cddp__crew_reduce(d);
+    if (c->knock_count > 0 && c->attempts == 0) /* lets them in, once a step */
+      r = cddp__fail(CDDP_PEER_LOST, "the ranks meet again, as a process joins");
+    else
+      r = cddp__crew_reduce(d);
     while (r == CDDP_PEER_LOST) r = cddp__crew_regroup(d);
   }
   return r;
