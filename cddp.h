@@ -1634,6 +1634,7 @@ typedef struct cddp__host {
   struct cddp__door *door; /* what it tells who joins; NULL: nobody can. See >>rendezvous */
   int door_fd;           /* where they call; -1: it has no elastic model */
   int door_port;         /* where those of other hosts do; -1: nowhere, or another rank listens */
+  double door_closed;    /* until that time of cddp__now() nobody is answered */
   int claim, port;       /* held while the group lives, see >>rendezvous; -1: none */
   char place[96];        /* where the ranks met: "port 29500" */
   double claims_end;     /* of cddp__now(): how long claims of other processes are listened to */
@@ -9235,15 +9236,21 @@ static void cddp__door_answer(cddp__host *h, int fd, bool local) {
   CDDP__POINT("elastic told");
 }
 
+/* Answers those who have called. Callers that are slow, or come again and again, take a tenth of
+   this rank's time together. */
 static void cddp__door_serve(cddp__host *h) {
   int doors[2], k, fd;
+  double begin, took = 0;
   doors[0] = h->door_fd;
   doors[1] = h->door_port;
+  if ((doors[0] < 0 && doors[1] < 0) || (begin = cddp__now()) < h->door_closed) return;
   for (k = 0; k < 2; k++)
-    while (doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
+    while (took < 0.05 && doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
       cddp__door_answer(h, fd, k == 0);
       close(fd);
+      took = cddp__now() - begin;
     }
+  h->door_closed = begin + 10 * took;
 }
 
 typedef struct cddp__join_call { /* of a rank of the job */

@@ -470,6 +470,70 @@ static void test_two_models(void) {
 }
 
 /* Processes with another model, in another world, with another secret. */
+/* Connects to what that process listens on for who would join; returns how many connections. */
+static int call_doors(pid_t pid, int *fds, int n) {
+  char path[64], line[512], target[64], name[101];
+  struct sockaddr_un a;
+  struct dirent *e;
+  DIR *d;
+  FILE *f;
+  int made = 0, i;
+  snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);
+  d = opendir(path);
+  f = fopen("/proc/net/unix", "r");
+  while (d != NULL && f != NULL && (e = readdir(d)) != NULL) {
+    unsigned long inode, own;
+    ssize_t size;
+    snprintf(path, sizeof path, "/proc/%d/fd/%.20s", (int)pid, e->d_name);
+    size = readlink(path, target, sizeof target - 1);
+    if (size <= 0) continue;
+    target[size] = 0;
+    if (sscanf(target, "socket:[%lu]", &own) != 1) continue;
+    rewind(f);
+    while (fgets(line, sizeof line, f) != NULL) {
+      if (sscanf(line, "%*s %*s %*s %*s %*s %*s %lu @%100s", &inode, name) != 2) continue;
+      if (inode != own || strstr(name, "join-") == NULL) continue;
+      memset(&a, 0, sizeof a);
+      a.sun_family = AF_UNIX;
+      snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "%s", name);
+      for (i = 0; i < n; i++) {
+        if (fds[i] >= 0) close(fds[i]);
+        fds[i] = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0);
+        if (connect(fds[i], (struct sockaddr *)&a,
+                    (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name))) == 0)
+          made += send(fds[i], "C", 1, MSG_NOSIGNAL) == 1;
+      }
+      break;
+    }
+  }
+  if (f != NULL) fclose(f);
+  if (d != NULL) closedir(d);
+  return made;
+}
+
+/* Processes that call those of the job, begin to prove the secret and say no more: steps go on. */
+static void test_stalling(void) {
+  visitor first = usual();
+  int fds[2][30], i, calls = 0;
+  double until;
+  uint64_t steps;
+  pid_t pids[2];
+  first.join = NULL;
+  first.secret = "of this job";
+  memset(fds, 0xff, sizeof fds);
+  begin_job(pids, &first);
+  for (until = test_now() + 1; test_now() < until; ranks_sleep(0.02))
+    for (i = 0; i < 2; i++) calls += call_doors(pids[i], fds[i], 30);
+  CHECK(calls >= 60);
+  steps = shared->steps;
+  for (until = test_now() + 2; test_now() < until; ranks_sleep(0.02))
+    for (i = 0; i < 2; i++) calls += call_doors(pids[i], fds[i], 30);
+  CHECK(shared->steps > steps + 20);
+  for (i = 0; i < 60; i++)
+    if (fds[i / 30][i % 30] >= 0) close(fds[i / 30][i % 30]);
+  end_job(pids, 2);
+}
+
 static void test_strangers(void) {
   visitor first = usual(), v;
   pid_t pids[2];
@@ -797,6 +861,7 @@ int main(void) {
   RUN(test_many);
   RUN(test_two_models);
   RUN(test_strangers);
+  RUN(test_stalling);
   RUN(test_nobody);
   RUN(test_hosts);
   RUN(test_master_gone);
