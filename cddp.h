@@ -18797,9 +18797,10 @@ static void cddp__crew_drop_past(cddp__crew *c) {
   c->past = NULL;
 }
 
-/* Leaves both groups, but keeps the first comm of a step. Keeps the error's text. */
+/* Leaves both groups, but keeps the first comm of a step, in which no thread is any more. Keeps the
+   error's text. */
 static void cddp__crew_leave(cddp_ddp *d) {
-  cddp_group *groups[2];
+  cddp_group *groups[2], *g;
   char text[CDDP__ERROR_MAX];
   int i;
   groups[0] = d->control;
@@ -18809,8 +18810,13 @@ static void cddp__crew_leave(cddp_ddp *d) {
     if (groups[i] == NULL) continue;
     cddp__fail(CDDP_PEER_LOST, "%s", text);
     if (groups[i]->size > 1) (void)cddp__break(groups[i], CDDP_PEER_LOST);
-    if (i == 1 && d->crew->past == NULL) d->crew->past = groups[i];
-    else cddp__group_leave(groups[i]);
+    if (i == 0 || d->crew->past != NULL) {
+      cddp__group_leave(groups[i]);
+      continue;
+    }
+    g = d->crew->past = groups[i];
+    cddp__engine_drain(g);
+    if (g->backend != NULL) g->backend->leave(g);
   }
   d->control = d->comm = NULL;
   memcpy(cddp__error_text, text, sizeof text);

@@ -73,7 +73,8 @@ enum { STACK = 64 << 10, BLOCK_BARRIER = -1, RUNNABLE = -2, ENDED = -3 };
 struct fiber {
   ucontext_t context;
   char *stack;
-  void *fake;      /* the address sanitizer's part of it; to map one anew for each block costs more than all else */
+  void *fake;      /* the address sanitizer's part of it, mapped until the process ends: one anew for each block
+                      costs more than all else */
   unsigned thread; /* its number in the block */
   int waits;       /* RUNNABLE, ENDED, BLOCK_BARRIER or the number of the warp it waits for */
   bool goes;
@@ -90,9 +91,13 @@ struct machine {
   const void *scheduler_stack;
   size_t scheduler_size;
   std::vector<fiber *> fibers; /* kept from block to block */
-  bool ends;
-  uint64_t exchange[1024]; /* shuffles: one slot for each thread */
-  ~machine();
+  uint64_t exchange[1024];     /* shuffles: one slot for each thread */
+  ~machine() {
+    for (fiber *f : fibers) {
+      free(f->stack);
+      delete f;
+    }
+  }
 };
 
 inline machine &m() {
@@ -130,7 +135,7 @@ inline void fiber_main() {
   }
   s.now->waits = ENDED;
 #if HOSTCUDA_ASAN
-  __sanitizer_start_switch_fiber(s.ends ? nullptr : &s.now->fake, s.scheduler_stack, s.scheduler_size);
+  __sanitizer_start_switch_fiber(&s.now->fake, s.scheduler_stack, s.scheduler_size);
 #endif
 }
 
@@ -160,16 +165,6 @@ inline void begin(machine &s, size_t i) {
   makecontext(&f->context, fiber_main, 0);
   f->thread = s.next;
   resume(s, f);
-}
-
-inline machine::~machine() {
-  ends = true;
-  next = threads;
-  for (size_t i = 0; i < fibers.size(); i++) {
-    begin(*this, i);
-    free(fibers[i]->stack);
-    delete fibers[i];
-  }
 }
 
 inline void wait_at(int barrier) {
