@@ -13,7 +13,7 @@
        static int train(int rank, void *arg) {
          cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sgd_desc o = {0};
          TRY(cddp_init(&g, NULL));                      // 1  finds the other ranks
-         float *w = cddp_alloc(g, N * sizeof *w);       //    malloc'ed weights work too
+         float *w = (float *)cddp_alloc(g, N * sizeof *w); // or malloc'ed weights
          init_weights(w, 42);                           //    rank 0's values win anyway
          cddp_param p[] = {{"w", w, NULL, N, CDDP_F32}}; //   grad NULL: pointed into a bucket
          TRY(cddp_ddp_create(&ddp, g, p, 1, NULL));     // 2  same weights everywhere
@@ -1133,8 +1133,9 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 /* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
    is the exit code; 0 is success. When one fails the others have 1 s to notice, then get SIGTERM
    and 5 s later SIGKILL; CDDP_PEER_LOST names the first: its rank, exit code or signal. Children
-   die with their parent, run no atexit handlers of it, and leave nothing behind. Like
-   torch.multiprocessing.spawn; examples/cddprun.c starts programs as ranks.
+   die with their parent, run no atexit handlers of it, and leave nothing behind (but LLVM's OpenMP,
+   if a child uses it, leaves a file of 1 KiB in /dev/shm). Like torch.multiprocessing.spawn;
+   examples/cddprun.c starts programs as ranks.
      environment  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; unless
                   CDDP_SECRET is set a random CDDP_JOB_SECRET for the ranks' meeting, which other
                   users of this host lack; with several ranks OMP_NUM_THREADS=1 if unset (OpenMP and
@@ -2566,7 +2567,11 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&a);
   }
-  return e == 0 ? CDDP_OK : cddp__fail(CDDP_SYSTEM, "pthread_create: %s", strerror(e));
+  if (e == 0) return CDDP_OK;
+  return cddp__fail(CDDP_SYSTEM, "pthread_create: %s%s", strerror(e),
+                    e == EAGAIN ? "; this user may have no more threads (ulimit -u), or the "
+                                  "process no more memory (ulimit -v)"
+                                : "");
 }
 
 /* How many bytes a file may have behind `at`; 0: errno is EFBIG. To write more than the process's
@@ -2843,9 +2848,10 @@ static bool cddp__same_bytes(const void *a, const void *b, size_t n) {
      caller: HELLO, nonce                       called: CHALLENGE, nonce
      caller: PROOF, MAC(caller's label, ...)    called: WELCOME, MAC(called end's label, ...)
    Instead of an answer the called end may send REFUSAL and a letter: S = a secret is needed here,
-   W = not that one, N = there is none here. Works as follows, without blocking: begin, then send
-   `out` whenever out_size is not 0 (and set that to 0), and feed what comes, until the state is no
-   longer CDDP__CHALLENGE_ON. A called end without a secret takes anything that is no HELLO. */
+   W = not that one, N = there is none here; or D: it has no file descriptor left. Works as follows,
+   without blocking: begin, then send `out` whenever out_size is not 0 (and set that to 0), and feed
+   what comes, until the state is no longer CDDP__CHALLENGE_ON. A called end without a secret takes
+   anything that is no HELLO. */
 #define CDDP__AUTH_HELLO "CDDPau\r\n" /* a web server or redis answers a line of text */
 #define CDDP__AUTH_CHALLENGE "CDDPchal"
 #define CDDP__AUTH_PROOF "CDDPprov"
@@ -3398,7 +3404,8 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
     while (n > 0) cddp__close_fd(&fds[--n]);
     *fd_count = 0;
   } while (error == EADDRINUSE && --tries > 0);
-  return cddp__fail(CDDP_NETWORK, "cannot listen on %s: %s", text.s, strerror(error));
+  return cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
+                    "cannot listen on %s: %s", text.s, strerror(error));
 }
 
 /* A listening socket on 127.0.0.1 and a port of the system's choice. */
@@ -3661,6 +3668,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int epoll;
   int fds[1 + CDDP__ADDRESSES_MAX]; /* an eventfd, written to by the destroyer; listening sockets */
   int fd_count;
+  int reserve; /* a descriptor to let go of, so that a caller can be told that none is left */
   cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
   cddp__entry *buckets[CDDP__BUCKETS]; /* the map */
   uint64_t seed;     /* of its hash */
@@ -4032,11 +4040,13 @@ static bool cddp__spare_descriptor(int fd) {
   return (rlim_t)fd + (limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64) < limit.rlim_cur;
 }
 
-/* Makes a connection of fd, which it takes. When there are too many, the one that has been silent
-   longest goes; if all have proven themselves, nobody else is let in. In the place of one that
-   went, the new one takes its number, or a lower one. */
-static void cddp__server_add_conn(cddp__server *v, int fd) {
-  bool spare = cddp__spare_descriptor(fd), room = true;
+/* Makes a connection of fd, which it takes. spare: the program has descriptors left beside it. When
+   there are too many, the one that has been silent longest goes; if all have proven themselves,
+   nobody else is let in. In the place of one that went, the new one takes its number, or a lower
+   one. */
+static void cddp__server_add_conn(cddp__server *v, int fd, bool spare) {
+  static const char refusal[] = CDDP__AUTH_REFUSAL "D";
+  bool room = true;
   cddp__conn *c, *oldest = NULL;
   int low;
   if (!spare || v->silent >= CDDP__PENDING_MAX) {
@@ -4046,6 +4056,7 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
         oldest = c;
     room = oldest != NULL;
     if (room) cddp__conn_kill(v, oldest);
+    if (!room && !spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1) : -1;
     if (low >= 0) close(fd), fd = low;
   }
@@ -4070,12 +4081,22 @@ static void cddp__server_add_conn(cddp__server *v, int fd) {
     cddp__conn_kill(v, c);
 }
 
-/* When accept fails, as without descriptors, the server rests a little: the listening socket wakes
-   epoll again and again. */
+/* Without descriptors the reserve is one for as long as the caller is told so. When accept fails
+   otherwise, the server rests a little: the listening socket wakes epoll again and again. */
 static void cddp__server_accept(cddp__server *v, int listener) {
   int i, fd = 0;
-  for (i = 0; i < 64 && (fd = cddp__accept(listener)) >= 0; i++) cddp__server_add_conn(v, fd);
-  if (fd < 0 && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) cddp__sleep(0.01);
+  for (i = 0; i < 64 && fd >= 0; i++) {
+    bool none;
+    fd = cddp__accept(listener);
+    none = fd < 0 && (errno == EMFILE || errno == ENFILE) && v->reserve >= 0;
+    if (none) {
+      cddp__close_fd(&v->reserve);
+      fd = cddp__accept(listener);
+    }
+    if (fd >= 0) cddp__server_add_conn(v, fd, !none && cddp__spare_descriptor(fd));
+    else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) cddp__sleep(0.01);
+    if (v->reserve < 0) v->reserve = fcntl(v->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  }
 }
 
 static void *cddp__server_main(void *arg) {
@@ -4107,6 +4128,7 @@ static void cddp__server_free(cddp__server *v) {
     while (cddp__map_drop(v, &v->buckets[i])) {}
   while (v->fd_count > 0) cddp__close_fd(&v->fds[--v->fd_count]);
   cddp__close_fd(&v->epoll);
+  cddp__close_fd(&v->reserve);
   cddp__free(&a, v);
 }
 
@@ -4162,6 +4184,11 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
     c.why = (char)bytes[8];
   }
   if (r != CDDP_OK) return r;
+  if (c.state == CDDP__CHALLENGE_REFUSED && c.why == 'D')
+    return cddp__fail(CDDP_SYSTEM,
+                      "%s: the process that serves has no file descriptor left for another rank; "
+                      "raise its limit (ulimit -n)",
+                      strerror(EMFILE));
   if (c.state != CDDP__CHALLENGE_ALIEN)
     return cddp__fail(CDDP_UNAUTHORIZED,
                       "%s; set one CDDP_SECRET (or desc's secret) on all ranks, or on none",
@@ -4339,7 +4366,7 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   fds = v->fds + 1;
   if (o->listen_fd < 0) {
     r = cddp__listen_all(s->addresses, s->address_count, fds, &v->fd_count);
-    if (r != CDDP_OK)
+    if (r == CDDP_NETWORK)
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    "; it must be this host's, rank 0's, and nobody else may use it: set "
                    "MASTER_PORT to another, or MASTER_ADDR and MASTER_PORT for all ranks to meet "
@@ -4353,7 +4380,9 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   }
   v->fds[0] = cddp__above_stdio(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   v->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
-  if (r == CDDP_OK && (v->fds[0] < 0 || v->epoll < 0)) r = cddp__fail_errno("eventfd or epoll");
+  v->reserve = v->epoll < 0 ? -1 : fcntl(v->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  if (r == CDDP_OK && (v->fds[0] < 0 || v->epoll < 0 || v->reserve < 0))
+    r = cddp__fail_errno("eventfd or epoll");
   v->fd_count++;
   if (r == CDDP_OK) r = cddp__random(&v->seed, sizeof v->seed);
   for (i = 0; i < v->fd_count; i++) {
@@ -4740,7 +4769,7 @@ static cddp_result cddp__env_ranks(cddp__place *at) {
     int plainly;
     r = cddp__env_int(name, k, k == CDDP__SIZE ? CDDP__MAX_RANKS : INT_MAX, &numbers[k]);
     plainly = numbers[k];
-    (void)cddp__env_int(plain, 0, INT_MAX, &plainly);
+    if (r == CDDP_OK) (void)cddp__env_int(plain, 0, INT_MAX, &plainly);
     if (r == CDDP_OK && plainly != numbers[k])
       r = cddp__fail(CDDP_INVALID_ARGUMENT,
                      "%s is %d but %s is %d (set by %s); unset %s, or set RANK and WORLD_SIZE both",
@@ -8921,6 +8950,9 @@ static cddp_result cddp__make_memory(cddp__host *h) {
                       (unsigned long long)limit.rlim_cur, h->size);
   h->fd = cddp__above_stdio(
       (int)syscall(SYS_memfd_create, "cddp", 3u /* MFD_CLOEXEC | MFD_ALLOW_SEALING */));
+  if (h->fd < 0 && (errno == EMFILE || errno == ENFILE))
+    return cddp__fail(CDDP_SYSTEM, "memfd_create: %s; raise the limit (ulimit -n)",
+                      strerror(errno));
   if (h->fd < 0)
     return cddp__fail(CDDP_SYSTEM,
                       "memfd_create: %s: the ranks of a host share memory by it. If a container "

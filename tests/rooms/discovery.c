@@ -128,6 +128,7 @@ static const struct {
     {"RANK=x WORLD_SIZE=2", {"RANK is \"x\"", "not a whole number", ""}},
     {"RANK=0 WORLD_SIZE=2.5", {"WORLD_SIZE is \"2.5\"", "not a whole number", ""}},
     {"RANK=0 WORLD_SIZE=0", {"WORLD_SIZE is 0", "from 1 to", ""}},
+    {"RANK=0 WORLD_SIZE=-1", {"WORLD_SIZE is -1", "from 1 to", ""}},
     {"RANK=-1 WORLD_SIZE=2", {"RANK is -1", "from 0 to", ""}},
     {"RANK=0 WORLD_SIZE=99999999999999999999", {"WORLD_SIZE", "99999999999999999999", ""}},
     {OMPI("2", "2", "0", "2"),
