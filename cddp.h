@@ -209,9 +209,10 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    copies take as much memory again, until cddp_free. (Threads of cddp_run_threads stop together.)
    FORK, EXEC: a group or store does not survive fork(): the child may use none of its calls, and
    its copies of cddp's sockets are closed. Memory from cddp_alloc of a group of several ranks is
-   not there in the child at all (MADV_DONTFORK): a forked data loader that reads it gets SIGSEGV.
-   Give the child a copy in malloc'ed memory. A rank that executes another program is noticed at
-   once by other hosts, on its own host by the deadline only. */
+   not there in the child at all (MADV_DONTFORK), nor is what a group needs: a forked data loader
+   that reads it, or calls cddp, gets SIGSEGV. Give it a copy in malloc'ed memory. A rank that
+   executes another program is noticed at once by other hosts, on its own host by the deadline
+   only. */
 
 /* Memory and logging hooks. NULL functions mean malloc/free and silence. log gets one line without
    newline; level 0 = error, 1 = warning, 2 = info. Both may be called from any thread. */
@@ -693,8 +694,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    had in hand, and finish an update that it was in. The weights after each step are, bit for bit,
    those of a run in which nobody dies, as long as one rank lives. A rank that was stopped (SIGSTOP)
    is not lost but waited for, until timeout_s. cddp_spawn_elastic and examples/cddprun.c --elastic
-   start lost ranks again. Any one rank can write a checkpoint between two steps: cddp_save with g
-   NULL, all load it together.
+   start lost ranks again. Between two steps one rank alone, whichever, writes a checkpoint by
+   cddp_save with g NULL, say rank 0 of cddp_ddp_group; all load it together.
    JOINING. A process with the variables of the job, CDDP_SECRET too, and CDDP_JOIN=1 comes into
    the running job: with the RANK of a lost process, or any that no other has, WORLD_SIZE and above
    too. cddp_init finds the job through any rank that lives, when that one comes to next_shard or a
@@ -2094,6 +2095,7 @@ typedef struct cddp__net {
   char *secret;            /* NULL: none */
   int listener;
   cddp__cause loss;                /* a group of this rank has lost one */
+  cddp__atomic_u32 starved;        /* EMFILE, ENFILE: there is no descriptor for who calls; 0 */
   pthread_mutex_t lock;            /* guards the rest */
   cddp__link *callers;           /* until their group claims them; newest first */
   uint64_t left[CDDP__LEFT_GROUPS]; /* 1 + ids of groups that this rank has left, a ring */
@@ -3669,6 +3671,7 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   int fds[1 + CDDP__ADDRESSES_MAX]; /* an eventfd, written to by the destroyer; listening sockets */
   int fd_count;
   int reserve; /* a descriptor to let go of, so that a caller can be told that none is left */
+  cddp__atomic_u32 ended;    /* set by the destroyer: a sandbox may forbid it to write */
   cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
   cddp__entry *buckets[CDDP__BUCKETS]; /* the map */
   uint64_t seed;     /* of its hash */
@@ -4103,11 +4106,10 @@ static void *cddp__server_main(void *arg) {
   cddp__server *v = (cddp__server *)arg;
   struct epoll_event events[64];
   for (;;) {
-    int i, n = epoll_wait(v->epoll, events, 64, v->conns != NULL ? CDDP__TICK_MS : -1);
-    if (n < 0 && errno != EINTR) return NULL;
+    int i, n = epoll_wait(v->epoll, events, 64, v->conns != NULL ? CDDP__TICK_MS : 1000);
+    if ((n < 0 && errno != EINTR) || cddp__load32(&v->ended) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t what = events[i].data.u64;
-      if (what == 0) return NULL;
       if (what > CDDP__ADDRESSES_MAX)
         cddp__conn_event(v, (cddp__conn *)(uintptr_t)what, events[i].events);
       else
@@ -4566,6 +4568,7 @@ static void cddp__store_close(cddp_store *s) {
   if (s->file >= 0 && cddp__file_is_named(s->file, s->name)) unlink(s->name);
   cddp__close_fd(&s->fd);
   if (s->server != NULL && s->server_pid == getpid()) {
+    cddp__store32(&s->server->ended, 1);
     while (write(s->server->fds[0], &one, sizeof one) < 0 && errno == EINTR) {}
     pthread_join(s->server->thread, NULL);
     cddp__server_free(s->server);
@@ -7958,9 +7961,13 @@ static bool cddp__link_is_for(const cddp__link *l, uint64_t group) {
 static void cddp__net_look(cddp__host *h, cddp__net *n) {
   cddp__link **at, *l;
   int place = 0, i, fd;
+  bool none;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
-  for (i = 0; i < 64 && (fd = cddp__accept(n->listener)) >= 0; i++) {
-    if ((l = cddp__link_new(n, fd, CDDP__STRANGER_S)) == NULL) break;
+  for (i = 0; i < 64; i++) {
+    if ((fd = cddp__accept(n->listener)) < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+    none = fd < 0 && (errno == EMFILE || errno == ENFILE);
+    cddp__store32(&n->starved, none ? (uint32_t)errno : 0);
+    if (fd < 0 || (l = cddp__link_new(n, fd, CDDP__STRANGER_S)) == NULL) break;
     l->next = n->callers;
     n->callers = l;
   }
@@ -10370,9 +10377,9 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
 }
 
 /* Goes on with the posted frames. Returns a rank with which there is something left to do, but for
-   sending what was posted in step `due` or later: a lost one, if any is; -1: there is none.
-   p2p_lock held. */
-static int cddp__move_frames(cddp_group *g, long due, bool *moved) {
+   sending what was posted in step `due` or later: a lost one, if any is; -1: there is none. *r: of
+   connections that cannot be made. p2p_lock held. */
+static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
   cddp__hosts *x = g->hosts;
   int i, k, kept = 0, late = -1;
   x->pass++;
@@ -10380,7 +10387,8 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved) {
     cddp__item it = x->items[i];
     cddp__peer *p = &x->peers[it.rank];
     bool done = false;
-    if (p->link[0] == NULL) (void)cddp__link_to(g, it.rank, g->world[g->rank] < g->world[it.rank]);
+    if (p->link[0] == NULL && *r == CDDP_OK)
+      *r = cddp__link_to(g, it.rank, g->world[g->rank] < g->world[it.rank]);
     for (k = 0; !done && p->pass[it.out] != x->pass && k < 2 - it.out; k++) {
       cddp__link *l = p->link[k];
       size_t before = l == NULL ? 0 : it.out ? l->sent : l->got;
@@ -10404,12 +10412,22 @@ static int cddp__move_frames(cddp_group *g, long due, bool *moved) {
 static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, uint32_t events) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp_result r = cddp__wait_tick(g, w);
+  uint32_t starved;
+  bool awaited; /* a connection from that rank */
   if (r != CDDP_OK) return r;
   cddp__store32(&slot->awaits_at, (uint32_t)(uint64_t)(cddp__now() * 1000));
   cddp__store32(&slot->awaits, (uint32_t)late + 1);
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__look_after_peers(g)) != CDDP_OK) return r;
   if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
+  if (w->due && (starved = cddp__load32(&g->hosts->net->starved)) != 0) {
+    pthread_mutex_lock(&g->p2p_lock);
+    awaited = g->hosts->peers[late].link[0] == NULL;
+    pthread_mutex_unlock(&g->p2p_lock);
+    errno = (int)starved;
+    if (awaited)
+      return cddp__break(g, cddp__fail_errno("accept of a connection from another rank"));
+  }
   return w->late ? cddp__break_late(g, late) : CDDP_OK;
 }
 
@@ -10428,9 +10446,10 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     moved = false;
     events = cddp__load32(&slot->events);
     pthread_mutex_lock(&g->p2p_lock);
-    late = cddp__move_frames(g, due, &moved);
+    late = cddp__move_frames(g, due, &moved, &r);
     pthread_mutex_unlock(&g->p2p_lock);
-    if (late < 0 || moved) continue;
+    if (r != CDDP_OK) r = cddp__break(g, r);
+    if (late < 0 || moved || r != CDDP_OK) continue;
     if (w.yields-- <= 0)
       r = cddp__await_frames(g, &w, late, events);
     else if (g->spin < CDDP__SPIN) /* with a core per rank it polls */
@@ -21505,7 +21524,9 @@ static cddp_result cddp__open_target(cddp__target *t, const char *path) {
     if (fd >= 0 && !locked && errno != EWOULDBLOCK)
       r = cddp__fail(CDDP_IO, "flock %s: %s", name, strerror(errno));
     else if (!made && fd >= 0 && !locked && old.st_uid == geteuid())
-      r = cddp__fail(CDDP_IO, "somebody else is just writing %s", name);
+      r = cddp__fail(CDDP_IO,
+                     "somebody else is just writing %s (with group NULL one rank alone saves)",
+                     name);
     else if (!made && (fd < 0 || cddp__file_is_named(fd, name)) && unlink(name) != 0 &&
              errno != ENOENT)
       r = cddp__fail(CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a "
@@ -23409,6 +23430,8 @@ CDDP__COLD_END
               Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.
+              Without descriptors: who serves the store says so, and a rank that can make or take no
+              connection to another host returns CDDP_SYSTEM at once.
               Between hosts: an all_gather after which a rank leaves at once gave its neighbours
               wrong bytes; a receiver may be late by more than 20 s; a death shows although a
               forked child lives on; cddp_ddp_join gives the bits of one host; short messages take

@@ -967,6 +967,7 @@ static void link_say(cddp__net *n, fake_fd *f, unsigned kind, input *in) {
 /* Receives what a collective would: headers, or (odd sizes) a piece. */
 static void link_pull(cddp_group *g, size_t size) {
   unsigned char buf[256];
+  cddp_result r = CDDP_OK;
   bool moved = false;
   int p;
   cddp__claim_links(g);
@@ -975,7 +976,8 @@ static void link_pull(cddp_group *g, size_t size) {
     REQUIRE(g->hosts->net->secret == NULL); /* nobody here knows it */
     cddp__post_frame(g, size % 2 ? CDDP__FRAME_PIECE : CDDP__FRAME_HEADERS, false, p, buf, size);
   }
-  (void)cddp__move_frames(g, LONG_MAX, &moved);
+  (void)cddp__move_frames(g, LONG_MAX, &moved, &r);
+  REQUIRE(r == CDDP_OK);
   g->hosts->item_count = 0;
 }
 

@@ -1071,9 +1071,35 @@ static int run_with_few_descriptors(cddp_group *g, void *arg) {
   return test_failures != 0;
 }
 
+/* Rank 1 or 3 has no descriptor when 1 is to connect to 3: its host's ranks get the cause at once,
+   the other host's learn that these are gone. */
+static int run_without_descriptors(cddp_group *g, void *arg) {
+  enum { COUNT = 1 << 20 };
+  float *x = (float *)calloc(COUNT, sizeof *x);
+  struct rlimit limit, few;
+  int rank = cddp_rank(g), poor = *(const int *)arg;
+  bool told = rank / 2 == poor / 2;
+  double start = test_now();
+  CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  few = limit;
+  few.rlim_cur = 3;
+  if (rank == poor) CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+  CHECK_IS(cddp_all_reduce(g, x, COUNT, CDDP_F32, CDDP_SUM, NULL),
+           told ? CDDP_SYSTEM : CDDP_PEER_LOST);
+  CHECK((strstr(cddp_error(), strerror(EMFILE)) != NULL) == told);
+  CHECK(test_now() - start < 5);
+  CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  free(x);
+  return test_failures != 0;
+}
+
 static void test_few_descriptors(void) {
+  int poor;
   setenv("TEST_HOSTS", "ab", 1);
   CHECK_OK(ranks_run(run_with_few_descriptors, NULL, 2, false));
+  setenv("TEST_HOSTS", "aabb", 1);
+  for (poor = 1; poor < 4; poor += 2)
+    CHECK_OK(ranks_run(run_without_descriptors, &poor, 4, false));
   unsetenv("TEST_HOSTS");
   unsetenv("CDDP_HOST_ID");
 }

@@ -1981,7 +1981,23 @@ static void without_accept(void) { /* an error when the time is over, without a 
   CHECK(error_says("silent") && cpu_seconds() - cpu < 0.2);
 }
 
-static void test_seccomp(void) { CHECK(in_child(without_accept)); }
+static void without_write(void) { /* a server ends all the same */
+  const int call = SYS_write;
+  cddp_store_desc d;
+  cddp_store *s = NULL;
+  memset(&d, 0, sizeof d);
+  d.init_method = "tcp://127.0.0.1:0";
+  d.is_server = true;
+  alarm(20);
+  CHECK(forbid(&call, 1));
+  CHECK_OK(cddp_store_create(&s, &d));
+  cddp_store_destroy(s);
+}
+
+static void test_seccomp(void) {
+  CHECK(in_child(without_accept));
+  CHECK(in_child(without_write));
+}
 
 int main(void) {
   int before;
