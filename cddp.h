@@ -10377,8 +10377,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
 }
 
 /* Goes on with the posted frames. Returns a rank with which there is something left to do, but for
-   sending what was posted in step `due` or later: a lost one, if any is; -1: there is none. *r: of
-   connections that cannot be made. p2p_lock held. */
+   sending what was posted in step `due` or later: a lost one, if any is; -1: there is none. *r: of a
+   connection that cannot be made now. p2p_lock held. */
 static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
   cddp__hosts *x = g->hosts;
   int i, k, kept = 0, late = -1;
@@ -10448,7 +10448,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     pthread_mutex_lock(&g->p2p_lock);
     late = cddp__move_frames(g, due, &moved, &r);
     pthread_mutex_unlock(&g->p2p_lock);
-    if (r != CDDP_OK) r = cddp__break(g, r);
+    r = r == CDDP_SYSTEM ? cddp__break(g, r) : CDDP_OK; /* memory may be there next time */
     if (late < 0 || moved || r != CDDP_OK) continue;
     if (w.yields-- <= 0)
       r = cddp__await_frames(g, &w, late, events);
