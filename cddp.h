@@ -10377,8 +10377,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
 }
 
 /* Goes on with the posted frames. Returns a rank with which there is something left to do, but for
-   sending what was posted in step `due` or later: a lost one, if any is; -1: there is none. *r: of a
-   connection that cannot be made now. p2p_lock held. */
+   sending what was posted in step `due` or later: a lost one, if any is; -1: there is none. *r:
+   why a connection cannot be made now. p2p_lock held. */
 static int cddp__move_frames(cddp_group *g, long due, bool *moved, cddp_result *r) {
   cddp__hosts *x = g->hosts;
   int i, k, kept = 0, late = -1;
