@@ -11869,6 +11869,11 @@ static bool cddp__goes_past(const cddp__pace *p) {
   return p->took[1] < p->took[0];
 }
 
+static void cddp__copy_piece(char *to, const char *from, size_t n, bool past) {
+  if (past) cddp__copy_past(to, from, n);
+  else memcpy(to, from, n);
+}
+
 /* Starts (-1) or stops (1) the clock of a chunk that is timed. */
 static void cddp__clock(cddp__pace *p, int sign) {
   if (cddp__is_trial(p)) p->clock += sign * cddp__now();
@@ -11888,10 +11893,18 @@ static void cddp__note_pace(cddp__pace *p, size_t bytes) {
   p->pieces++;
 }
 
+/* Whether each rank adds up a slice of such a chunk (cddp__take_slices). */
+static bool cddp__in_slices(const cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
+  size_t bytes = k->n * c->esize;
+  if (CDDP__LIKELY(bytes <= CDDP__SLICES_LEAST) || c->kind != CDDP__KIND_ALL_REDUCE) return false;
+  if (g->oversubscribed && bytes <= CDDP__READ_MOST_OVERSUBSCRIBED / (size_t)g->size) return false;
+  return g->size > 2 && g->hosts == NULL;
+}
+
 /* This rank's shares of the chunk go into its space. Inside the caller's loop compilers make it a
    tenth slower for 1 KiB. */
 static void cddp__put(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
-  size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart, r;
+  size_t bytes = k->n * c->esize, shares = cddp__send_shares(g, c), apart, begin, end, r;
   char *space = cddp__spaces(g, g->round + 1, k, &apart);
   const char *from = (const char *)c->send + k->begin * c->esize;
   cddp__pace *pace = cddp__pace_of(g, c, k);
@@ -11908,11 +11921,16 @@ static void cddp__put(cddp_group *g, const cddp__call *c, const cddp__chunk *k) 
              cddp__bytes_for(c, (int)r, k->begin, k->n));
     return;
   }
+  if (cddp__in_slices(g, c, k)) { /* nobody else reads its own */
+    cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
+    begin *= c->esize, end *= c->esize;
+    cddp__copy_piece(space, from, begin, past);
+    space += end, from += end, bytes -= end;
+  }
   apart = c->count * c->esize;
   for (r = 0; r < shares; r++, space += bytes, from += apart) {
     if (shares > 1 && r == (size_t)g->rank) continue; /* it takes its own where that lies */
-    if (past) cddp__copy_past(space, from, bytes);
-    else memcpy(space, from, bytes);
+    cddp__copy_piece(space, from, bytes, past);
   }
   if (CDDP__UNLIKELY(pace != NULL) && !cddp__wait_counts(c)) cddp__clock(pace, 1);
 }
@@ -11977,6 +11995,7 @@ static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const c
   cddp_result result;
   int r;
   for (r = 0; r < g->size; r++) g->buffers[r] = space + (size_t)r * apart;
+  g->buffers[g->rank] = (char *)(uintptr_t)c->send + k->begin * c->esize;
   cddp__reduce_slices(g, c, k->n, g->buffers, sums + (size_t)g->rank * apart, past);
   result = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PIECE, NULL, 0);
   for (r = 0; result == CDDP_OK && r < g->size; r++, sums += apart) {
@@ -12001,8 +12020,6 @@ static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size
 /* Chunk by chunk: this rank's shares go into its space, a round, and it takes its result. met: the
    first chunk is in all ranks' spaces already. */
 static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met) {
-  bool slices = c->kind == CDDP__KIND_ALL_REDUCE && g->size > 2 && g->hosts == NULL;
-  size_t most = g->oversubscribed ? CDDP__READ_MOST_OVERSUBSCRIBED / (size_t)g->size : 0;
   cddp__pace *pace;
   cddp__chunk k;
   size_t begin;
@@ -12016,7 +12033,7 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met
       if (r != CDDP_OK) return r;
     }
     if (CDDP__UNLIKELY(pace != NULL) && !cddp__wait_counts(c)) cddp__clock(pace, -1);
-    if (slices && k.n * c->esize > cddp__max(most, CDDP__SLICES_LEAST))
+    if (cddp__in_slices(g, c, &k))
       r = cddp__take_slices(g, c, &k, cddp__goes_past(pace));
     else
       cddp__take_spaces(g, c, &k);
