@@ -11812,6 +11812,8 @@ static bool cddp__work_done(cddp_work *w) {
                  too.
      staged      any other memory: the share goes through the staging buffers piece by piece, one
                  round a piece; they stay in cache, so main memory sees one read and one write.
+                 Where one side copies and the other waits for it, pieces of a short share are
+                 small, so that both soon have work.
                  all_reduce of three ranks and more: each adds up a slice of a long piece, and takes
                  the others' sums in a second round. The first piece is in the staging buffers when
                  the ranks tell where their buffers lie: if these are not shared, no round is lost.
@@ -11819,8 +11821,8 @@ static bool cddp__work_done(cddp_work *w) {
    Two cores with one last cache between them read each other's lines fast. Two cores of different
    dies take 3 to 8 times as long, unless the lines are in memory. So a rank copies a piece past its
    cache (cddp__copy_past) where that pays: now and then ranks time some pieces of each kind, and go
-   on with the faster one. The kernel's copies between processes (process_vm_readv) are slower than
-   one of the two everywhere: there is no such way. */
+   on past the cache if that is a fifth faster: less may be chance. The kernel's copies between
+   processes (process_vm_readv) are slower than one of the two everywhere: there is no such way. */
 
 #define CDDP__PAST_LEAST ((size_t)16 << 10) /* bytes of a piece that may go past the cache */
 #define CDDP__PAST_LARGE ((size_t)64 << 10) /* likewise, that are timed for themselves */
@@ -11831,6 +11833,7 @@ static bool cddp__work_done(cddp_work *w) {
 /* More ranks than cores: of a piece's bytes on all ranks, what each rank reads in the time that the
    second round of cddp__take_slices takes. */
 #define CDDP__READ_MOST_OVERSUBSCRIBED ((size_t)384 << 10)
+#define CDDP__TURNS 16 /* pieces of a broadcast, say, if that makes them STAGING_MIN or longer */
 #define CDDP__SLICES_LEAST ((size_t)16 << 10) /* bytes of a piece; up to here one round is faster */
 
 /* A call's elements [begin, begin + n) of each share, as they pass through headers or staging
@@ -11866,7 +11869,7 @@ static bool cddp__is_trial(const cddp__pace *p) {
 static bool cddp__goes_past(const cddp__pace *p) {
   if (CDDP__LIKELY(p == NULL)) return false;
   if (cddp__is_trial(p)) return p->pieces % CDDP__PACE_PIECES >= CDDP__PACE_TRIALS;
-  return p->took[1] < p->took[0];
+  return p->took[1] < 0.8 * p->took[0];
 }
 
 static void cddp__copy_piece(char *to, const char *from, size_t n, bool past) {
@@ -12008,8 +12011,10 @@ static cddp_result cddp__take_slices(cddp_group *g, const cddp__call *c, const c
 /* The chunk of the call that begins there. */
 static cddp__chunk cddp__chunk_at(const cddp_group *g, const cddp__call *c, size_t begin) {
   size_t element = c->esize * cddp__send_shares(g, c);
-  size_t room = cddp__max(g->staging_size, CDDP__INLINE);
+  size_t room = cddp__max(g->staging_size, CDDP__INLINE), all = c->count * element;
   cddp__chunk k;
+  if (all > CDDP__STAGING_MIN && cddp__wait_counts(c) && !g->oversubscribed && g->hosts == NULL)
+    room = cddp__min(room, cddp__max(all / CDDP__TURNS, CDDP__STAGING_MIN));
   k.begin = begin;
   k.n = c->count - begin;
   if (k.n * element > room) k.n = room / element; /* a division takes long in a small call */
