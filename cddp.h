@@ -2388,19 +2388,34 @@ static void cddp__copy(void *to, const void *from, size_t n) {
   if (n > 0 && to != from) memcpy(to, from, n);
 }
 
+#if defined(__x86_64__)
+static void cddp__stream(char *to, const char *from, size_t n) { /* to, n: multiples of 16 */
+  for (; n > 0; n -= 16, to += 16, from += 16)
+    _mm_stream_si128((__m128i *)(void *)to, _mm_loadu_si128((const __m128i *)(const void *)from));
+}
+#endif
+
 /* Copies past this core's cache into memory: another core that reads it later finds it there, and
    has not to get each line out of this cache. (x86-64; elsewhere memcpy.) */
 static void cddp__copy_past(void *to, const void *from, size_t n) {
   char *t = (char *)to;
   const char *f = (const char *)from;
 #if defined(__x86_64__)
-  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15));
+  size_t head = cddp__min(n, (size_t)(-(uintptr_t)to & 15)), i, page;
   memcpy(t, f, head);
-  for (n -= head, t += head, f += head; n >= 16; n -= 16, t += 16, f += 16)
-    _mm_stream_si128((__m128i *)(void *)t, _mm_loadu_si128((const __m128i *)(const void *)f));
+  for (n -= head, t += head, f += head; n >= 4 << 12; n -= 4 << 12, t += 4 << 12, f += 4 << 12)
+    for (i = 0; i < 1 << 12; i += 64) /* four pages at once take 0.8 of one's time */
+      for (page = 0; page < 4; page++) cddp__stream(t + (page << 12) + i, f + (page << 12) + i, 64);
+  cddp__stream(t, f, n & ~(size_t)15);
+  t += n & ~(size_t)15, f += n & ~(size_t)15, n &= 15;
   _mm_sfence();
 #endif
   memcpy(t, f, n);
+}
+
+static void cddp__copy_by(void *to, const void *from, size_t n, bool past) {
+  if (past && to != from) cddp__copy_past(to, from, n);
+  else cddp__copy(to, from, n);
 }
 
 /* --- the clock --- */
@@ -11821,11 +11836,13 @@ static bool cddp__work_done(cddp_work *w) {
    Two cores with one last cache between them read each other's lines fast. Two cores of different
    dies take 3 to 8 times as long, unless the lines are in memory. So a rank copies a piece past its
    cache (cddp__copy_past) where that pays: now and then ranks time some pieces of each kind, and go
-   on past the cache if that is a fifth faster: less may be chance. The kernel's copies between
-   processes (process_vm_readv) are slower than one of the two everywhere: there is no such way. */
+   on past the cache if that is a fifth faster: less may be chance. A long share goes past it to the
+   user in any case: that saves a read of each line. The kernel's copies between processes
+   (process_vm_readv) are slower than one of the two everywhere: there is no such way. */
 
 #define CDDP__PAST_LEAST ((size_t)16 << 10) /* bytes of a piece that may go past the cache */
 #define CDDP__PAST_LARGE ((size_t)64 << 10) /* likewise, that are timed for themselves */
+#define CDDP__PAST_SHARE ((size_t)32 << 20) /* of a share for the user: no cache keeps it */
 #define CDDP__PACE_PIECES 512u /* of these the first ones are timed: */
 #define CDDP__PACE_TRIALS 4u   /* so many through the cache, then as many past it */
 #define CDDP__PAST_BLOCK 4096 /* bytes of a sum on the way there */
@@ -11870,11 +11887,6 @@ static bool cddp__goes_past(const cddp__pace *p) {
   if (CDDP__LIKELY(p == NULL)) return false;
   if (cddp__is_trial(p)) return p->pieces % CDDP__PACE_PIECES >= CDDP__PACE_TRIALS;
   return p->took[1] < 0.8 * p->took[0];
-}
-
-static void cddp__copy_piece(char *to, const char *from, size_t n, bool past) {
-  if (past) cddp__copy_past(to, from, n);
-  else memcpy(to, from, n);
 }
 
 /* Starts (-1) or stops (1) the clock of a chunk that is timed. */
@@ -11927,13 +11939,13 @@ static void cddp__put(cddp_group *g, const cddp__call *c, const cddp__chunk *k) 
   if (cddp__in_slices(g, c, k)) { /* nobody else reads its own */
     cddp__slice(k->n, CDDP__CACHE_LINE / c->esize, g->size, g->rank, &begin, &end);
     begin *= c->esize, end *= c->esize;
-    cddp__copy_piece(space, from, begin, past);
+    cddp__copy_by(space, from, begin, past);
     space += end, from += end, bytes -= end;
   }
   apart = c->count * c->esize;
   for (r = 0; r < shares; r++, space += bytes, from += apart) {
     if (shares > 1 && r == (size_t)g->rank) continue; /* it takes its own where that lies */
-    cddp__copy_piece(space, from, bytes, past);
+    cddp__copy_by(space, from, bytes, past);
   }
   if (CDDP__UNLIKELY(pace != NULL) && !cddp__wait_counts(c)) cddp__clock(pace, 1);
 }
@@ -11950,7 +11962,8 @@ static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chu
   }
   for (i = 0; i < g->size; i++, r = r + 1 < g->size ? r + 1 : 0)
     if (cddp__sends(c, r))
-      cddp__copy(cddp__share_from(c, r) + at, from[r], cddp__bytes_from(c, r, k->begin, k->n));
+      cddp__copy_by(cddp__share_from(c, r) + at, from[r], cddp__bytes_from(c, r, k->begin, k->n),
+                    c->count * c->esize >= CDDP__PAST_SHARE);
 }
 
 /* The same out of all ranks' spaces. */
@@ -12080,7 +12093,8 @@ static void cddp__spread(const cddp_group *g, const cddp__call *c, char *const *
   cddp__slice(bytes, CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
   for (; begin < end && cddp__load32(&g->block->broken) == 0; begin += n) {
     n = cddp__min(end - begin, g->size == 2 ? CDDP__LOOK : CDDP__STAGING_MIN);
-    for (r = 0; r < g->size; r++) cddp__copy(bufs[r] + begin, bufs[c->root] + begin, n);
+    for (r = 0; r < g->size; r++)
+      cddp__copy_by(bufs[r] + begin, bufs[c->root] + begin, n, bytes >= CDDP__PAST_SHARE);
   }
 }
 
