@@ -16480,9 +16480,8 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
   if (r != CDDP_OK) return r;
   while (g->members[k] < 0) k++; /* the first of this host: a sub-group may be without its rank 0 */
   ref = cddp__op_header_of(g, k, g->round)->u.ref;
-  r = ref.kind != CDDP__REF_NONE
-          ? cddp__locate(g->host, &ref, &at)
-          : cddp__fail(CDDP_OUT_OF_MEMORY, "rank %d had no memory for what ranks share", k);
+  if (ref.kind != CDDP__REF_NONE) r = cddp__locate(g->host, &ref, &at);
+  else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
   *out = (char *)at;
   return cddp__consensus(g, r, NULL, 0, NULL);
 }

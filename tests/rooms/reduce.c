@@ -571,7 +571,7 @@ static void check_pace(cddp_group *g, int kind, size_t bytes, uint32_t pieces) {
   const cddp__pace *p = &g->paces[kind][bytes >= CDDP__PAST_LARGE];
   CHECK_EQ(p->pieces, pieces);
   CHECK(p->took[0] > 0 && p->took[1] > 0);
-  CHECK_EQ(cddp__goes_past(p), p->took[1] < p->took[0]);
+  CHECK_EQ(cddp__goes_past(p), p->took[1] < 0.8 * p->took[0]);
 }
 
 static int run_paces(cddp_group *g, void *arg) {
@@ -600,7 +600,8 @@ static int run_paces(cddp_group *g, void *arg) {
   for (k = 0; k < 2; k++) {
     check_pace(g, CDDP__KIND_ALL_GATHER, counts[k] * 4, calls);
     check_pace(g, CDDP__KIND_ALL_REDUCE, counts[k] * 4, calls);
-    check_pace(g, CDDP__KIND_BROADCAST, counts[k] * 4, calls);
+    /* The long one goes in two long pieces and a short one. */
+    check_pace(g, CDDP__KIND_BROADCAST, counts[k] * 4, 2 * calls);
   }
   CHECK(cddp__pace_of(g, &call, &chunk) == &g->paces[CDDP__KIND_BROADCAST][0]);
   chunk.n = CDDP__PAST_LEAST / 4 - 1;
