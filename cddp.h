@@ -11953,17 +11953,18 @@ static void cddp__put(cddp_group *g, const cddp__call *c, const cddp__chunk *k) 
 /* This rank takes its result of the chunk from where the ranks' shares for it lie. */
 static void cddp__take(const cddp_group *g, const cddp__call *c, const cddp__chunk *k,
                        void *const *from) {
+  bool one = cddp__shapes[c->kind].from_root;
   size_t at = k->begin * c->esize;
-  int i, r = g->rank; /* each begins with itself: readers spread over the owners */
+  /* Each begins with itself: readers spread over the owners. */
+  int i, n = one ? 1 : g->size, r = one ? c->root : g->rank;
   if (cddp__shapes[c->kind].reduces) {
     cddp__reduce((char *)c->recv + at, (const void *const *)from, g->size, k->n,
                  (cddp_dtype)c->dtype, (cddp_op)c->op);
     return;
   }
-  for (i = 0; i < g->size; i++, r = r + 1 < g->size ? r + 1 : 0)
-    if (cddp__sends(c, r))
-      cddp__copy_by(cddp__share_from(c, r) + at, from[r], cddp__bytes_from(c, r, k->begin, k->n),
-                    c->count * c->esize >= CDDP__PAST_SHARE);
+  for (i = 0; i < n; i++, r = r + 1 < g->size ? r + 1 : 0)
+    cddp__copy_by(cddp__share_from(c, r) + at, from[r], cddp__bytes_from(c, r, k->begin, k->n),
+                  c->count * c->esize >= CDDP__PAST_SHARE);
 }
 
 /* The same out of all ranks' spaces. */
@@ -12059,7 +12060,8 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met
       cddp__clock(pace, 1);
       cddp__note_pace(pace, k.n * c->esize);
     }
-    if (k.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
+    if (k.in_header && !cddp__wait_counts(c)) /* where few write a header a prefetch costs more */
+      cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   }
   return r;
 }
@@ -12250,7 +12252,6 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
   cddp__record_start(g, record, g->calls);
   if (c->count == 0) {
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
-    cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   } else if (g->size == 1) {
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
   } else if (c->kind == CDDP__KIND_ALL_REDUCE && c->count * element <= CDDP__INLINE) {
