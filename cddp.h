@@ -1402,6 +1402,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
 #define CDDP__STACK_MIN 262144       /* bytes of a thread's stack, at least */
 #define CDDP__MAX_RANKS 4096         /* a host's ranks in one group; shards of a batch */
+#define CDDP__PROCESSORS 8192        /* of a host: their numbers are below that */
 #define CDDP__JOINS 1024             /* processes that may join a job after its start, in all */
 #define CDDP__FOLD_DEPTH 14          /* partial sums at a time: log2(CDDP__MAX_RANKS) and two */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key, as c10d's libuv server */
@@ -1610,9 +1611,10 @@ typedef struct cddp__control_block {
   cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
   cddp__atomic_u32 size;   /* of so many, for the rank that frees the block; 0: not known yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as the first rank that came found it; */
-  cddp__atomic_u32 cores;   /* likewise: that it may use. Other ranks may have more or fewer */
+  cddp__atomic_u32 cores;   /* likewise; at last what all ranks of the host may use together */
   cddp__atomic_u32 joins;   /* of the job's first group: processes that have joined, ever */
   unsigned char pad4[CDDP__CACHE_LINE - 24];
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* likewise: a bit for each they may use */
   cddp__cause cause; /* of losses to come */
   cddp__atomic_u32 told; /* the last round of which the other hosts were told who has come */
   cddp__atomic_u32 came[CDDP__MAX_RANKS / 24 + 1]; /* what they told: 24 ranks, a bit each, behind
@@ -1646,7 +1648,7 @@ typedef struct cddp__host {
   int *pidfds;           /* [size + CDDP__JOINS]; -1 but for the next rank and who has joined */
   uint64_t met;          /* ranks' processes had begun by then: clock ticks since boot */
   uint32_t *pids;        /* [size + CDDP__JOINS] */
-  int cores;             /* that this process may use */
+  int cores;             /* that its ranks may use together; until they have met, this one alone */
   char name[72];         /* of the machine */
   cddp_record_header *record; /* flight recorder; NULL: off */
   uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
@@ -5337,11 +5339,21 @@ static cddp_result cddp__locate(cddp__host *h, const cddp__ref *ref, void **out)
   return address != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-static int cddp__count_cores(void) {
-  unsigned char set[1024]; /* 8192 processors */
-  long bytes = syscall(SYS_sched_getaffinity, 0, sizeof set, set), i;
-  int n = 0;
-  for (i = 0; i < bytes; i++) n += __builtin_popcount(set[i]);
+/* Adds the processors that this process may use to those of other ranks, and counts all. Launchers
+   may bind each rank to processors of its own. */
+static int cddp__add_cores(cddp__atomic_u64 *all) {
+  uint64_t mine[CDDP__PROCESSORS / 64], old;
+  int n = 0, i;
+  memset(mine, 0, sizeof mine);
+  (void)syscall(SYS_sched_getaffinity, 0, sizeof mine, mine);
+  for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
+    old = cddp__load64(&all[i]);
+    while ((mine[i] & ~old) != 0) {
+      (void)cddp__swap64(&all[i], old, old | mine[i]);
+      old = cddp__load64(&all[i]);
+    }
+    n += __builtin_popcountll(old);
+  }
   if (n == 0) n = (int)sysconf(_SC_NPROCESSORS_ONLN);
   return n > 0 ? n : 1;
 }
@@ -7427,6 +7439,14 @@ static cddp_result cddp__round(cddp_group *g, enum cddp__scope scope, int kind,
 
 static const cddp__carrier cddp__shm_carrier = {false, cddp__run_large, NULL, NULL, NULL};
 
+/* Decides how ranks wait, all of a host alike. */
+static void cddp__use_cores(cddp_group *g) {
+  g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
+  if (g->hosts == NULL)
+    g->round_most = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MOST;
+  g->spin = g->host->size > g->host->cores ? 0 : CDDP__SPIN;
+}
+
 /* Makes a group on a control block that all members have mapped; takes one reference to the host.
  */
 static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, int size,
@@ -7462,10 +7482,8 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->staging_size = g->local_size == size ? cddp__load32(&g->block->staging) : 0;
   g->carrier = &cddp__shm_carrier;
   (void)cddp__swap32(&g->block->cores, 0, (uint32_t)h->cores);
-  g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
-  g->round_most = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MOST;
+  cddp__use_cores(g);
   g->yields = CDDP__YIELDS;
-  g->spin = h->size > h->cores ? 0 : CDDP__SPIN;
   pthread_mutex_init(&g->fail_lock, NULL);
   pthread_mutex_init(&g->p2p_lock, NULL);
   pthread_mutex_init(&g->engine.lock, NULL);
@@ -8079,6 +8097,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   cddp__host *h = (cddp__host *)cddp__calloc(a, 1, sizeof *h);
   const char *given = cddp__env("CDDP_HOST_ID");
   size_t room = (size_t)size + CDDP__JOINS;
+  cddp__atomic_u64 processors[CDDP__PROCESSORS / 64];
   if (h == NULL) return NULL;
   if (a != NULL) h->allocator = *a;
   if (l != NULL) h->logger = *l;
@@ -8086,7 +8105,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   h->fd = h->claim = h->port = h->door_fd = h->door_port = -1;
   h->window_bits = 40;
   cddp__host_place(h, size, index, index);
-  h->cores = cddp__count_cores();
+  memset(processors, 0, sizeof processors);
+  h->cores = cddp__add_cores(processors);
   h->refs = 1;
   gethostname(h->name, sizeof h->name - 1);
   if (given != NULL) cddp__append(h->name, sizeof h->name, "/%.20s", given);
@@ -9429,15 +9449,16 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   uint32_t joins;
   struct stat st;
   void *board;
-  char *first; /* page of the control block of the job's first group */
+  cddp__control_block *first; /* of the job's first group; a page of it */
   cddp_result r;
   if (table->lead.self.life != 0) return CDDP_OK; /* it is as on a host of its own */
   if ((r = cddp__take_memory(v, table->size)) != CDDP_OK) return r;
   if ((r = cddp__locate(h, &table->board, &board)) != CDDP_OK) return r;
   h->board = (cddp__board *)board;
-  if ((first = cddp__map_memory(h->fd, 0, page)) == NULL)
-    return cddp__fail_errno("mmap of the job's shared memory");
-  joins = cddp__add32(&((cddp__control_block *)(void *)first)->joins, 1);
+  first = (cddp__control_block *)(void *)cddp__map_memory(h->fd, 0, page);
+  if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
+  joins = cddp__add32(&first->joins, 1);
+  h->cores = cddp__add_cores(first->processors);
   munmap(first, page);
   cddp__host_place(h, h->size, h->index, table->size + (int)joins - 1);
   if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
@@ -12632,9 +12653,15 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     return r;
   }
   cddp__put64(job, cddp__record_job());
+  (void)cddp__add_cores(g->block->processors);
   if (r == CDDP_OK) r = cddp__hosts_attach(g, g->host->net, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
+  if (r == CDDP_OK) { /* after this round all ranks of the host go on alike */
+    g->host->cores = cddp__add_cores(g->block->processors);
+    cddp__store32(&g->block->cores, (uint32_t)g->host->cores);
+    cddp__use_cores(g);
+  }
   if (r == CDDP_OK)
     r = cddp__record_open(&g->host->record,
                           cddp__get64(cddp__op_header_of(g, 0, g->round)->u.bytes), g->rank,
@@ -23476,7 +23503,8 @@ CDDP__COLD_END
               other user's path.tmp is trusted, a file size limit is an error, file systems without
               flock() will do, fields that the format does not have and another optimizer's states
               are refused. cddp_destroy leaves cddp_error() as it was.
-              Starting: ranks pinned to different numbers of cores; hosts without any network,
+              Starting: ranks pinned to different numbers of cores, or each to one of its own, which
+              were taken for more ranks than cores; hosts without any network,
               whoever is late there; 9 descriptors are enough for two ranks of cddp_spawn; SIGCHLD
               ignored or reaped by others; pidfd_open denied; OpenMP before cddp_spawn;
               OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret for each job

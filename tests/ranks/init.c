@@ -24,6 +24,7 @@ typedef struct seen {
   cddp_result end; /* how its steps ended, and what that said */
   char end_text[512];
   int local; /* ranks that share memory */
+  char ready[256]; /* what its logger was told once it was a member */
 } seen;
 
 /* One process to be: its variables and its description. */
@@ -41,7 +42,7 @@ typedef struct member {
   uid_t user;                /* 0: as this process */
   int job;                   /* which of two at once; 0: there is one */
   double stays;              /* s that it goes on making steps */
-  bool pinned;               /* to one core */
+  int pinned;                /* to one core: the first that it may use is 1; 0: to none */
   seen *seen;
 } member;
 
@@ -101,18 +102,25 @@ static void train(cddp_group *g, const member *m) {
   snprintf(m->seen->end_text, sizeof m->seen->end_text, "%s", r != CDDP_OK ? cddp_error() : "");
 }
 
-static void pin(void) {
+static void pin(int place) {
   cpu_set_t all, one;
   size_t i = 0;
   CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
-  while (!CPU_ISSET(i, &all)) i++;
+  for (;; i++)
+    if (CPU_ISSET(i, &all) && --place == 0) break;
   CPU_ZERO(&one);
   CPU_SET(i, &one);
   CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
 }
 
+static void note_ready(int level, const char *line, void *user_data) {
+  seen *s = (seen *)user_data;
+  if (level == 2 && strstr(line, "is ready") != NULL)
+    snprintf(s->ready, sizeof s->ready, "%s", line);
+}
+
 static int join_group(int slot, void *arg) {
-  const member *m = (const member *)arg;
+  member *m = (member *)arg;
   seen *s = m->seen;
   int32_t one = 1;
   cddp_group *g = (cddp_group *)(void *)s;
@@ -121,12 +129,14 @@ static int join_group(int slot, void *arg) {
   ranks_sleep(m->delay);
   s->fds = ranks_open_fds();
   s->threads = ranks_threads();
-  if (m->pinned) pin();
+  if (m->pinned > 0) pin(m->pinned);
   set_fp_mode(m->fp);
   limit(RLIMIT_NOFILE, m->files);
   limit(RLIMIT_FSIZE, m->file_size);
   if (m->user != 0) CHECK(setgid(m->user) == 0 && setuid(m->user) == 0);
   deny(m->denied);
+  m->desc.logger.log = note_ready;
+  m->desc.logger.user_data = s;
   t = test_now();
   s->result = cddp_init(&g, m->null_desc ? NULL : &m->desc);
   s->seconds = test_now() - t;
@@ -250,15 +260,28 @@ static int connect_to(int port) {
 
 /* VARIABLES ------------------------------------------------------------------------------------ */
 
-/* Ranks of one host that may use different numbers of cores go about a round in one way. */
+/* Ranks of one host that may use different numbers of cores go about a round in one way. Those that
+   a launcher has bound to cores of their own have a core each. */
 static void test_pinned(void) {
+  static const int places[][2] = {{1, 0}, {0, 1}, {1, 1}, {1, 2}}; /* 0: all */
   member m[2];
-  int i;
-  for (i = 0; i < 2; i++) {
+  int have, i, k, cores;
+  cpu_set_t all;
+  CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
+  have = CPU_COUNT(&all);
+  for (i = 0; i < 4; i++) {
+    if (have < 2 && places[i][1] == 2) continue;
     prepare(m, 2);
-    m[i].pinned = true;
+    for (k = 0; k < 2; k++) m[k].pinned = places[i][k];
     launch(m, 2, 30);
     check_joined(m, 2);
+    cores = i == 2 ? 1 : i == 3 ? 2 : have;
+    for (k = 0; k < 2; k++) {
+      char words[64];
+      snprintf(words, sizeof words, ", %d cores%s)", cores,
+               cores < 2 ? ", shared by more ranks" : "");
+      CHECK(strstr(m[k].seen->ready, words) != NULL);
+    }
   }
 }
 
