@@ -201,18 +201,17 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
-   caller's again when the call returns its failure. A peer on this host that was stopped in the
-   middle (SIGSTOP, a frozen container) is given 5 s. Then this rank's memory from cddp_alloc and
-   its gradients become private: same addresses, same bytes, and nothing that the peer writes when
-   it goes on arrives there. Collectives use them like malloc'ed memory from then on; what used
-   them at that moment in other groups, and every cddp_ddp made before, returns CDDP_ABORTED. The
-   copies take as much memory again, until cddp_free. (Threads of cddp_run_threads stop together.)
+   caller's again when the call returns its failure. A peer on this host that is stopped (SIGSTOP, a
+   frozen container) is given 5 s. Then this rank's memory from cddp_alloc and its gradients become
+   private, so that the peer cannot write to them later: same addresses, same bytes, as malloc'ed
+   memory for collectives, and as much again in all until cddp_free. What used them at that moment
+   in other groups, and every cddp_ddp made before, returns CDDP_ABORTED. (Threads of
+   cddp_run_threads stop together.)
    FORK, EXEC: a group or store does not survive fork(): the child may use none of its calls, and
-   its copies of cddp's sockets are closed. Memory from cddp_alloc of a group of several ranks is
-   not there in the child at all (MADV_DONTFORK), nor is what a group needs: a forked data loader
-   that reads it, or calls cddp, gets SIGSEGV. Give it a copy in malloc'ed memory. A rank that
-   executes another program is noticed at once by other hosts, on its own host by the deadline
-   only. */
+   its copies of cddp's sockets are closed. A forked data loader that calls cddp, or reads memory
+   from cddp_alloc of a group of several ranks, gets SIGSEGV: give it a copy in malloc'ed memory. A
+   rank that executes another program is noticed at once by other hosts, on its own host by the
+   deadline only. */
 
 /* Memory and logging hooks. NULL functions mean malloc/free and silence. log gets one line without
    newline; level 0 = error, 1 = warning, 2 = info. Both may be called from any thread. */
@@ -264,13 +263,12 @@ typedef struct cddp_group_desc {
    mpirun. Ranks still meet and watch each other over shared memory and TCP, so mismatches and dead
    ranks are seen as ever, and calls of a few bytes and cddp_send stay there; larger collectives and
    the gradients go to MPI, in its order of sums.
-   TWO JOBS must not use one place at once: give each a MASTER_PORT of its own. What launchers tell
-   of the job keeps their jobs apart. Ranks started by hand, and Hydra's on several hosts, bring
-   nothing but the address and CDDP_SECRET, so a group may form out of ranks of two jobs. A process
-   whose rank is taken there by a living process of its user gets CDDP_INVALID_ARGUMENT, "two jobs
-   use port N at once", and so do the ranks there while they meet and in the first 10 s of their
-   group, which may be mixed. A mixed group goes unnoticed if it, or those 10 s, end before the rest
-   of both jobs starts.
+   TWO JOBS must not use one place at once: give each a MASTER_PORT of its own. Launchers' jobs are
+   kept apart by what their launcher tells of them. Ranks started by hand, and Hydra's on several
+   hosts, are not: a group may form out of ranks of two jobs. CDDP_INVALID_ARGUMENT, "two jobs use
+   port N at once", goes to a process whose rank a living process of its user has there, and to the
+   ranks there while they meet and in the first 10 s of their group. After that, or if the group
+   ends before the rest of both jobs starts, a mixed group goes unnoticed.
    SEVERAL HOSTS. Any number of ranks on each; those of one share memory. Between hosts they talk by
    TCP over the interface on the route to rank 0's, on ports that the system chooses, unencrypted.
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
@@ -292,12 +290,8 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher (torchrun, cddprun, srun, mpirun) gave this process, the one that
    cddp_init(&g, NULL) will find; -1 when none started it, nor a command typed into an interactive
-   shell of Slurm (srun --pty bash). 0 when the launcher's variables are wrong, which cddp_init then
-   explains. cddp_spawn forks in any case; a program that starts in every way:
-
-       int rank = cddp_launcher_rank();
-       if (rank >= 0) return train(rank, NULL);
-       return cddp_spawn(train, NULL, 2) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0; */
+   shell of Slurm (srun --pty bash): see main at the top of this file. 0 when the launcher's
+   variables are wrong, which cddp_init then explains. */
 CDDPDEF int cddp_launcher_rank(void);
 
 /* Collective over g: ranks that pass the same color (>= 0) form a group, ordered by (key, rank in
@@ -323,17 +317,15 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
    contents undefined. NULL when there is none (cddp_error says why). Local, any thread. Free it
    with the group it came from, after every operation on it and before that group is destroyed. A
    forked child does not have it: see FORK. It lies on huge pages, which take their memory at once,
-   where MADV_COLLAPSE makes them (Linux 6.1) or
-   /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise. Weights that begin a cache line
-   are read faster, too, than malloc's, which may begin at any 16 bytes. */
+   where MADV_COLLAPSE makes them (Linux 6.1) or /sys/kernel/mm/transparent_hugepage/shmem_enabled
+   says advise. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
 
 /* GPUS. -------------------------------------------------------------------------------------------
    With CDDP_CUDA and device "cuda" a rank has one GPU, which cddp's calls make the thread's current
    device. cddp_alloc gives device memory, parameters lie in device memory, and what is said here
-   holds instead of what the other comments say of the CPU. In a build without CDDP_CUDA device
-   "cuda" is CDDP_UNSUPPORTED.
+   holds instead of what the other comments say of the CPU. Without CDDP_CUDA: CDDP_UNSUPPORTED.
      backend "nccl"   a GPU for each rank. Collectives, send and recv on device memory, and the data
                       parallel calls, are enqueued in stream order. The host waits for no device.
                       It waits for other ranks where groups and models are made, which connects
@@ -635,45 +627,41 @@ typedef struct cddp_ddp_desc {
                                   2-norm; 0 = it does not, INFINITY = for cddp_ddp_grad_norm only */
 } cddp_ddp_desc;
 
-/* Collective over g. Compares names, counts, dtypes and settings with rank 0's (CDDP_MISMATCH names
-   the first that differs), copies rank 0's data to all ranks and assigns gradients to buckets as
-   PyTorch does. params must stay where it is until cddp_ddp_destroy; gradient pointers never move.
-   data and grad may be in any memory, which must stay as long: weights and gradients from
-   cddp_alloc of g, and gradients that were NULL, are not copied. Those that were NULL lie in one
-   piece of memory: first those of F32, then F64, F16, BF16; of each dtype the last parameter first,
-   each from the next multiple of 64 bytes on, zero in between. Gradients of your own may lie as you
-   like, in one block say, all layers of a tensor side by side: those that are from cddp_alloc on
-   all ranks (with threads, or one rank: in any memory) are reduced where they are, and nothing
-   around them is touched. Nobody may write to them between cddp_ddp_ready and the wait or step.
-   Others are copied in each step; so are all on GPUs, of elastic models and with a comm_hook, and
-   over several hosts or with MPI those below 1 MiB, or all where ranks have several shards. g must
-   outlive the cddp_ddp. TIED WEIGHTS, of an embedding and the output layer say, are one cddp_param:
-   both layers read its data and add to its grad, and cddp_ddp_ready follows the later of them.
-   Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT. */
+/* Collective over g, which must outlive the cddp_ddp. Compares names, counts, dtypes and settings
+   with rank 0's (CDDP_MISMATCH names the first that differs), copies rank 0's data to all ranks and
+   assigns gradients to buckets as PyTorch does. data and grad may be in any memory; it and params
+   must stay where they are until cddp_ddp_destroy, and gradient pointers never move. Weights from
+   cddp_alloc of g are not copied. Gradients that were NULL lie in one piece of memory: first those
+   of F32, then F64, F16, BF16; of each dtype the last parameter first, each from the next multiple
+   of 64 bytes on, zero in between. Gradients of your own may lie as you like, in one block say, all
+   layers of a tensor side by side; nothing around them is touched. Those from cddp_alloc of g on
+   all ranks (with threads, or one rank: in any memory) are reduced where they are, and nobody may
+   write to them between cddp_ddp_ready and the wait or step. Others are copied in each step; so are
+   all on GPUs, of elastic models and with a comm_hook, and over several hosts or with MPI those
+   below 1 MiB, or all where ranks have several shards. TIED WEIGHTS, of an embedding and the output
+   layer say, are one cddp_param: both layers read its data and add to its grad, and cddp_ddp_ready
+   follows the later of them. Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
                                     const cddp_ddp_desc *desc);
 
 /* SHARDS make the result independent of the number of ranks. With cddp_ddp_desc.shards = S the
-   global batch of a step is S shards, numbered from 0. Each rank takes its shards with
-   cddp_ddp_next_shard, contiguous ones, as many as the others or one more; 8 shards on 3 ranks are
-   3, 3 and 2:
+   global batch of a step is S shards, numbered from 0. Each rank takes contiguous ones, as many as
+   the others or one more; 8 shards on 3 ranks are 3, 3 and 2:
      int shard;
      while (cddp_ddp_next_shard(ddp, &shard)) {
        forward and backward of batch `shard` of the step; cddp_ddp_ready for every parameter
      }
      TRY(cddp_ddp_step(ddp, optim));
-   The mean is over all shards and adds them up in an order that depends on S alone. After each step
-   the weights have the same bits on any number of ranks from 1 to S: those of S ranks without
-   shards. What the program does with a shard must itself depend on the step and the shard alone.
-   With shards = 0 the same loop runs with one shard a rank, numbered as the rank.
-   More shards than ranks: a rank that has k shards needs up to ceil(log2 k) + 1 more copies of the
-   gradients, those of f16 and bf16 in f32, as sums are rounded once. Nothing is reduced while
-   backward runs. Over several hosts, with MPI and on GPUs a rank has a copy more; ranks exchange
-   copies as for an all-reduce, each adds up a part and all gather the means, with NCCL also if
-   there are as many shards as ranks. GPUs need cddp_kernels.cuh; their sums have the CPU's bits.
-   With shards set, find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are
-   CDDP_UNSUPPORTED, whatever the number of ranks; each rank's shards are ready, or the step fails.
+   The mean is over all shards and adds them up in an order that depends on S alone: after each step
+   the weights have the same bits on 1 to S ranks, those of S ranks without shards, if what the
+   program does with a shard depends on the step and the shard alone. With shards = 0 the same loop
+   runs with one shard a rank, numbered as the rank. More shards than ranks: nothing is reduced
+   while backward runs, and a rank that has k shards needs up to ceil(log2 k) + 1 more copies of the
+   gradients (f16 and bf16 in f32); over several hosts, with MPI and on GPUs one more, with NCCL
+   also if there are as many shards as ranks. GPUs need cddp_kernels.cuh; their sums have the CPU's
+   bits. find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED
+   with shards.
 
    The next shard of this rank in this step: true, with *shard its number, or false when there is
    none left and cddp_ddp_wait or _step is due. Gradients are zero at the start of every shard but
@@ -708,33 +696,24 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_MISMATCH          another model, WORLD_SIZE or version
      CDDP_INVALID_ARGUMENT  its RANK lives; a rank has its GPU
      CDDP_TIMEOUT           no rank has an elastic model, or none comes to a step
-   WHY NO MOMENT IS A BAD ONE. A shard is done when one store has put its sum into its rank's table;
-   a rank that dies before has done nothing, after that all of it, and its memory stays with the
-   others. In the update new weights and states are in their rank's log, block by block, before any
-   rank gets them: who goes on computes the block anew, or copies the log out once more, to the same
-   bytes. The step is over when every part is; a rank that joins is counted from one step's end on,
-   and gets weights and states from whoever begins the next step. >>elastic has it all.
-   OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. The
-   mean of a step is there, on each rank, when cddp_ddp_next_shard returns false: if a rank is lost
-   before, the others form a new group, without the store, and next_shard returns what it had not
-   done. Ranks that have the mean give it to those that have not. What ranks have called in an
-   update is compared when they next meet: CDDP_MISMATCH. Whole hosts may go, and the last rank goes
-   on. A host that does not answer for 20 s is lost if more than half of the ranks are there; fewer
-   end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the others wait for
-   must come to next_shard within timeout_s. More memory a rank: the gradients once more, the sums
-   of its shards, and with sparse_rows the rows of all shards. Who joins asks the ranks of its own
-   host, then MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT, as one does on
-   every host: if those at MASTER_ADDR have all gone, set it to a host where a rank lives. (Not
-   where a launcher serves the store there, as torchrun does: then a rank must live on the host.) It
-   is as on a host of its own, that is, its neighbours reach it by TCP, on GPUs for messages alone;
-   the others meet when their shards are done, at most once a step, and one of them sends it weights
-   and states. A job that began on one host is joined from that host only.
+   OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. If a
+   rank is lost before cddp_ddp_next_shard returns false, it returns what that one had not done to
+   the others; after that they have the mean. What ranks have called in an update is compared when
+   they next meet: CDDP_MISMATCH. Whole hosts may go, and the last rank goes on. A host that does
+   not answer for 20 s is lost if more than half of the ranks are there; fewer end with
+   CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the others wait for must come
+   to next_shard within timeout_s. More memory a rank: the gradients once more, the sums of its
+   shards, and with sparse_rows the rows of all shards. Who joins asks the ranks of its own host,
+   then MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT, as one does on every
+   host: if those at MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a
+   launcher serves the store there, as torchrun does: then a rank must live on the host.) Its
+   neighbours reach it by TCP, on GPUs for messages alone. A job that began on one host is joined
+   from that host only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
-   all ranks when one is lost. Weights that you change by your own hand change alike on all
-   ranks, between two steps. Like torchrun --max-restarts, but nobody starts again from a
-   checkpoint.
+   all ranks when one is lost. Weights that you change by your own hand change alike on all ranks,
+   between two steps. Like torchrun --max-restarts, but nobody starts again from a checkpoint.
 
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
    come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
@@ -750,8 +729,7 @@ CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d);
    starts to reduce it while backward goes on; but on one CPU host, without a comm_hook, after a
    cddp_ddp_step the next one does all of it itself. Never blocks on a peer. Any order, any thread
    (each parameter once a shard). Twice in one shard: CDDP_INVALID_ARGUMENT, here and from
-   cddp_ddp_wait or _step on all ranks, as the first call may have sent half a gradient. Under
-   no_sync it only notes that the parameter was used. */
+   cddp_ddp_wait or _step on all ranks. Under no_sync it only notes that the parameter was used. */
 CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
 /* Adds to the gradient of a parameter with sparse_rows, such as an embedding's weight: values[i *
@@ -981,10 +959,9 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine
      TRY(cddp_ddp_step(ddp, adamw));
      TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
    gpt2_backward then allocates grads_acts_memory only, whose being NULL it asks for in place of
-   grads_memory's, which stays NULL; m_memory and v_memory go. To overlap with backward layer by
-   layer, keep grads_memory, from cddp_alloc, and list each layer's part of a tensor as a cddp_param
-   with its place there as grad; gradients are reduced where they are. 2 ranks with B = 4 have the
-   losses of one process with B = 8.
+   grads_memory's; m_memory and v_memory go. To overlap with backward layer by layer, keep
+   grads_memory, from cddp_alloc, and list each layer's part of a tensor as a cddp_param with its
+   place there as grad. 2 ranks with B = 4 have the losses of one process with B = 8.
    Its train_gpt2.cu has all that zero.cuh does, by hand. There
      multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
                                        main_stream; MPI, the ids and their exchange go
@@ -1071,19 +1048,18 @@ typedef struct cddp_checkpoint_desc {
 
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
    a name) to path, and what desc asks for; returns when the file is on the disk. States may lie in
-   pieces on the ranks, as after cddp_ddp_step: they are written whole and stay where they are. A
-   GPU's memory comes through a few MiB of the host's, after what is on the group's stream (g NULL:
-   on the device); the file is the CPU's.
+   pieces on the ranks, as after cddp_ddp_step: they are written whole. A GPU's memory is read after
+   what is on the group's stream (g NULL: on the device); the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
    half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. What
    is there and no regular file (a symbolic link, a device) is CDDP_IO, and so is path while another
-   process saves to it; where the file system has no flock(), as Lustre without -o flock, nothing
-   shows that: save to a path from one process at a time. The new file gets the old one's mode,
-   owner and group (no ACLs, no extended attributes). Without the right to set the owner it belongs
-   to this user; without the right to set the group, the new group and all others get only what both
-   had. All ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for
-   parameters or options that differ. The others wait while rank 0 writes: timeout_s must suffice.
-   Like safetensors' save_file. */
+   process saves to it (without flock(), as on Lustre without -o flock, nothing shows that: let one
+   process at a time save to a path). The new file gets the old one's mode, owner and group (no
+   ACLs, no extended attributes). Without the right to set the owner it belongs to this user;
+   without the right to set the group, the new group and all others get only what both had. All
+   ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for parameters
+   or options that differ. The others wait while rank 0 writes: timeout_s must suffice. Like
+   safetensors' save_file. */
 CDDP_CHECKED
 CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
                               const cddp_checkpoint_desc *desc);
@@ -1262,7 +1238,6 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #ifndef CDDP_IMPLEMENTATION_DONE
 #define CDDP_IMPLEMENTATION_DONE
 
-#include <arpa/inet.h>
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
@@ -1272,7 +1247,6 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #include <ifaddrs.h>
 #include <inttypes.h>
 #include <limits.h>
-#include <linux/falloc.h>
 #include <math.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -1360,30 +1334,23 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 
    FAILURE. A rank that sees a lost peer, a disagreement or a deadline writes why into its slot; the
    first to name its slot on the control block has broken the group, and wakes everyone (>>failure).
-   Every rank's calls on that group then return this failure. A rank that cannot go on for reasons
-   of its own (no memory) breaks the group likewise, unless nothing was announced yet. Before a
-   failed call returns, no peer may be writing to its buffers any more: see cddp__exit, and
-   cddp__arena_unshare for peers that have been stopped. cddp_destroy only marks the rank's slot and
-   unmaps.
+   So does a rank that cannot go on for reasons of its own (no memory), unless nothing was announced
+   yet. Before a failed call returns, no peer may be writing to its buffers any more: see
+   cddp__exit, and cddp__arena_unshare for peers that have been stopped.
 
    SEVERAL HOSTS. The ranks of a host work as above. Leaders, one for each host in a group, carry
    the headers of a round to each other, large arrays go from host to host in slices, one for each
    rank (>>hosts), on connections that are made when first used (>>links). Each host has a control
-   block of its own: a failure is told to the others, and how a rank died by the ranks of its own
-   host, which alone can see it; without one there the end of its connection has to do. A host that
+   block of its own: ranks tell the others of a failure, and how a rank of theirs died. A host that
    is cut off is noticed by the deadline, or 20 s after it last acknowledged anything.
 
    DATA PARALLEL. Gradients lie in one arena per rank, or where the caller has them in shared
-   memory, and never move; see >>ddp. A model has
-   private groups for buckets and for control, so your own collectives on the group may come between
-   ready() calls in any order (on GPUs see ORDER there). One engine serves host and device memory;
-   what differs is behind a table of functions, cddp__ddp_memory. Gradients that are rows: >>sparse.
-   The leaves of the canonical sum are the shards of the global batch, one a rank or more.
-
+   memory, and never move (>>ddp). A model has private groups for buckets and for control, so that
+   collectives on the caller's group may come between ready() calls in any order. One engine serves
+   host and device memory; what differs is behind a table of functions, cddp__ddp_memory.
    DEVICES. A group keeps all of the above as its control plane; for memory on a device it has a
-   device context beside it and cddp_group.backend, a struct of functions, NULL for the CPU. The
-   public functions ask it first, with one branch. See >>device. Locks there: device.turn, then
-   device.lock; its watcher takes p2p_lock and fail_lock too. */
+   device context beside it (>>device) and cddp_group.backend, a struct of functions, NULL for the
+   CPU. Locks there: device.turn, then device.lock; its watcher takes p2p_lock and fail_lock too. */
 
 /* >>config ------------------------------------------------------------------------------------- */
 

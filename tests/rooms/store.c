@@ -26,6 +26,7 @@ static int (*const real_listen)(int fd, int backlog) = listen;
 
 #include "../test.h"
 
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
