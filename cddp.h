@@ -12864,17 +12864,6 @@ static cddp_result cddp__rows_merge(const cddp_allocator *a, cddp__sparse *s, cd
 
 typedef struct cddp__update cddp__update;
 
-/* The settings of all optimizers, of which each has its own. */
-typedef struct cddp__settings {
-  double lr, weight_decay, momentum, dampening, beta1, beta2, eps;
-  bool nesterov, maximize, amsgrad, master_weights;
-  const double *lr_scales, *weight_decays;
-  cddp_ddp *ddp;
-  void *stream;
-  void *const *copies;
-  cddp_dtype copy_dtype;
-} cddp__settings;
-
 /* An optimizer's arithmetic. */
 typedef struct cddp__algorithm {
   const char *name;
@@ -12905,7 +12894,9 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   cddp_param *params;  /* [count], the caller's */
   int count;
   const cddp__algorithm *algorithm;
-  cddp__settings desc; /* lr may change */
+  cddp_sgd_desc desc;  /* settings of all optimizers, and SGD's; lr may change */
+  double beta1, beta2, eps; /* AdamW's */
+  bool amsgrad;
   uint64_t settings, check; /* hashes without lr, with it; never 0; bit 0 is clear */
   uint64_t paired;     /* id of the cddp_ddp that it was last found to suit; 0: none */
   int states;          /* of each parameter; with master_weights the last one is its master */
@@ -13024,14 +13015,9 @@ static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void 
 static int cddp__sgd_launch(const cddp_optim *o, int i, const cddp_kernels *k,
                             const cddp_segment *segments, int n, double factor,
                             const double *clip, unsigned flags, void *stream) {
-  cddp_sgd_desc d;
-  memset(&d, 0, sizeof d);
-  d.lr = o->desc.lr * o->lr_scales[i];
-  d.momentum = o->desc.momentum;
-  d.dampening = o->desc.dampening;
+  cddp_sgd_desc d = o->desc;
+  d.lr *= o->lr_scales[i];
   d.weight_decay = o->weight_decays[i];
-  d.nesterov = o->desc.nesterov;
-  d.maximize = o->desc.maximize;
   if (d.momentum != 0 && o->steps[i] == 0) flags |= (unsigned)CDDP_SGD_FIRST;
   return k->sgd(segments, n, o->params[i].dtype, &d, factor, clip, flags, stream);
 }
@@ -13049,19 +13035,18 @@ static double cddp__power(double x, uint32_t n) {
 }
 
 static void cddp__adamw_begin(const cddp_optim *o, int i, cddp__update *u) {
-  const cddp__settings *d = &o->desc;
   uint32_t t = (uint32_t)o->steps[i] + 1;
   cddp__scalars *s = &u->scalars;
-  double lr = d->lr * o->lr_scales[i];
-  s->sign = d->maximize ? -1.0 : 1.0;
-  s->step = -lr / (1.0 - cddp__power(d->beta1, t));
+  double lr = o->desc.lr * o->lr_scales[i];
+  s->sign = o->desc.maximize ? -1.0 : 1.0;
+  s->step = -lr / (1.0 - cddp__power(o->beta1, t));
   s->decay = 1.0 - lr * o->weight_decays[i];
-  s->lerp = 1.0 - d->beta1;
-  s->keep = d->beta2;
-  s->take = 1.0 - d->beta2;
-  s->root = sqrt(1.0 - cddp__power(d->beta2, t));
-  s->eps = d->eps;
-  if (!d->amsgrad) u->loop = u->kernels[CDDP_F32].adamw_loop;
+  s->lerp = 1.0 - o->beta1;
+  s->keep = o->beta2;
+  s->take = 1.0 - o->beta2;
+  s->root = sqrt(1.0 - cddp__power(o->beta2, t));
+  s->eps = o->eps;
+  if (!o->amsgrad) u->loop = u->kernels[CDDP_F32].adamw_loop;
 }
 
 static void cddp__adamw_block(const cddp__update *u, void *weights, const void *gradient,
@@ -13085,7 +13070,7 @@ static int cddp__adamw_launch(const cddp_optim *o, int i, const cddp_kernels *k,
   a.root = u.scalars.root;
   a.eps = u.scalars.eps;
   a.maximize = o->desc.maximize;
-  a.amsgrad = o->desc.amsgrad;
+  a.amsgrad = o->amsgrad;
   a.stride = (size_t)((char *)o->state[o->count + i] - (char *)o->state[i]);
   return k->adamw(segments, n, o->params[i].dtype, &a, factor, clip, flags, stream);
 }
@@ -13474,7 +13459,7 @@ static cddp_result cddp__check_number(const char *what, double x, double below) 
 /* What parameter i asks of the settings. */
 static cddp_result cddp__check_param_settings(const cddp_param *p, int i,
                                               const cddp__algorithm *algorithm,
-                                              const cddp__settings *d) {
+                                              const cddp_sgd_desc *d) {
   cddp__text name = cddp__param_name(p, i);
   cddp_result r = CDDP_OK;
   if (d->copies != NULL && d->copies[i] != NULL && p->dtype != CDDP_F32)
@@ -13496,14 +13481,14 @@ static cddp_result cddp__check_param_settings(const cddp_param *p, int i,
 
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
                                         const cddp__algorithm *algorithm,
-                                        const cddp__settings *d) {
+                                        const cddp_sgd_desc *d, const cddp_adamw_desc *adamw) {
   cddp_result r = cddp__check_number("lr", d->lr, INFINITY);
   int i;
   if (r == CDDP_OK) r = cddp__check_number("momentum", d->momentum, INFINITY);
   if (r == CDDP_OK) r = cddp__check_number("weight_decay", d->weight_decay, INFINITY);
-  if (r == CDDP_OK) r = cddp__check_number("beta1", d->beta1, 1.0);
-  if (r == CDDP_OK) r = cddp__check_number("beta2", d->beta2, 1.0);
-  if (r == CDDP_OK) r = cddp__check_number("eps", d->eps, INFINITY);
+  if (r == CDDP_OK) r = cddp__check_number("beta1", adamw->beta1, 1.0);
+  if (r == CDDP_OK) r = cddp__check_number("beta2", adamw->beta2, 1.0);
+  if (r == CDDP_OK) r = cddp__check_number("eps", adamw->eps, INFINITY);
   if (r != CDDP_OK) return r;
   if (!(fabs(d->dampening) <= DBL_MAX))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "dampening is %g; it must be finite", d->dampening);
@@ -13523,15 +13508,15 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
 
 /* What must agree between ranks, but for lr. */
 static uint64_t cddp__hash_settings(const cddp_optim *o) {
-  const cddp__settings *d = &o->desc;
-  uint64_t h = (uint64_t)d->nesterov | (uint64_t)d->maximize << 1 | (uint64_t)d->amsgrad << 2 |
+  const cddp_sgd_desc *d = &o->desc;
+  uint64_t h = (uint64_t)d->nesterov | (uint64_t)d->maximize << 1 | (uint64_t)o->amsgrad << 2 |
                (uint64_t)d->master_weights << 3;
   double numbers[5];
   numbers[0] = d->momentum;
   numbers[1] = d->dampening;
-  numbers[2] = d->beta1;
-  numbers[3] = d->beta2;
-  numbers[4] = d->eps;
+  numbers[2] = o->beta1;
+  numbers[3] = o->beta2;
+  numbers[4] = o->eps;
   h = cddp__hash64(h, o->algorithm->name, strlen(o->algorithm->name));
   h = cddp__hash64(h, numbers, sizeof numbers);
   h = cddp__hash64(h, o->lr_scales, (size_t)o->count * sizeof *o->lr_scales);
@@ -13539,15 +13524,16 @@ static uint64_t cddp__hash_settings(const cddp_optim *o) {
   return (h & ~(uint64_t)1) | 2;
 }
 
-/* states: those of the algorithm. */
+/* states: those of the algorithm. adamw: of AdamW, what d lacks. */
 static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algorithm, int states,
-                                   cddp_param *params, int count, const cddp__settings *d) {
+                                   cddp_param *params, int count, const cddp_sgd_desc *d,
+                                   const cddp_adamw_desc *adamw) {
   cddp_result r = cddp__check_params(params, count, CDDP__IS_TRAINED);
   size_t n = (size_t)count, arrays = (size_t)states + d->master_weights;
   size_t pointers = n * (arrays + (d->copies != NULL));
   cddp_optim *o;
   int i;
-  if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d);
+  if (r == CDDP_OK) r = cddp__check_settings(params, count, algorithm, d, adamw);
   if (r != CDDP_OK) return r;
   o = (cddp_optim *)cddp__calloc(
       NULL, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
@@ -13557,6 +13543,10 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   o->count = count;
   o->algorithm = algorithm;
   o->desc = *d;
+  o->beta1 = adamw->beta1;
+  o->beta2 = adamw->beta2;
+  o->eps = adamw->eps;
+  o->amsgrad = adamw->amsgrad;
   o->states = (int)arrays;
   o->lr_scales = (double *)(void *)(o + 1);
   o->weight_decays = o->lr_scales + n;
@@ -20971,7 +20961,7 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s) {
    tensors' bytes: {"__metadata__": {string: string}, NAME: {"dtype": "F32", "shape": [2, 3],
    "data_offsets": [begin, end]}, ...}.
    Owns: cddp_safetensors. Touches no file: that is >>checkpoint's.
-   Entry points: cddp__st_new, _parse, _find, _value, _close; for writing cddp__st_place, _write.
+   Entry points: cddp__st_new, _parse, _find, _value; for writing cddp__st_write.
    Works as follows: the text is not trusted. It is checked for UTF-8 as a whole and read once by a
    cursor that stops at the first failure; anything that the format does not have is one. Strings
    are decoded in place, which never makes them longer, and end with a NUL where their quote was:
@@ -21031,7 +21021,7 @@ static cddp_safetensors *cddp__st_new(const cddp_allocator *a, size_t text_size)
   return f;
 }
 
-static void cddp__st_close(cddp_safetensors *f) {
+CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) {
   cddp_allocator a;
   if (f == NULL) return;
   a = f->allocator;
@@ -21254,23 +21244,6 @@ static void cddp__st_metadata(cddp_safetensors *f, cddp__json *j) {
   }
 }
 
-static cddp_result cddp__st_object(cddp_safetensors *f) { /* the whole text */
-  cddp__json j;
-  size_t n;
-  memset(&j, 0, sizeof j);
-  j.begin = j.at = f->text;
-  j.end = f->text + f->text_size;
-  if (*j.at != '{') cddp__json_fail(&j, "it must begin with {");
-  for (n = 0; cddp__json_item(&j, "{}", n, "{"); n++) {
-    const char *name = cddp__json_key(&j);
-    if (strcmp(name, "__metadata__") == 0) cddp__st_metadata(f, &j);
-    else cddp__st_tensor(f, &j, name);
-  }
-  cddp__json_space(&j);
-  if (j.at != j.end) cddp__json_fail(&j, "only spaces may follow the last }");
-  return j.result;
-}
-
 static int cddp__st_by_position(const void *a, const void *b) {
   const cddp_tensor_info *x = (const cddp_tensor_info *)a, *y = (const cddp_tensor_info *)b;
   if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
@@ -21337,12 +21310,24 @@ static cddp_result cddp__st_parse(cddp_safetensors *f) {
   const unsigned char *p = (const unsigned char *)f->text;
   const char *twice;
   size_t at, n, i;
+  cddp__json j;
   cddp_result r;
   for (at = 0; at < f->text_size; at += n)
     if ((n = cddp__utf8(p + at, f->text_size - at)) == 0)
       return cddp__fail(CDDP_IO, "its header is not UTF-8 at byte %zu", at);
   if ((r = cddp__st_reserve(f)) != CDDP_OK) return r;
-  if ((r = cddp__st_object(f)) != CDDP_OK) return r;
+  memset(&j, 0, sizeof j);
+  j.begin = j.at = f->text;
+  j.end = f->text + f->text_size;
+  if (*j.at != '{') cddp__json_fail(&j, "it must begin with {");
+  for (n = 0; cddp__json_item(&j, "{}", n, "{"); n++) {
+    const char *name = cddp__json_key(&j);
+    if (strcmp(name, "__metadata__") == 0) cddp__st_metadata(f, &j);
+    else cddp__st_tensor(f, &j, name);
+  }
+  cddp__json_space(&j);
+  if (j.at != j.end) cddp__json_fail(&j, "only spaces may follow the last }");
+  if (j.result != CDDP_OK) return j.result;
   if ((r = cddp__st_check_places(f)) != CDDP_OK) return r;
   for (i = 0; i < f->count; i++) {
     f->by_name[i].name = f->tensors[i].name;
@@ -21375,10 +21360,8 @@ static const cddp_tensor_info *cddp__st_find(const cddp_safetensors *f, const ch
 }
 
 static const char *cddp__st_value(const cddp_safetensors *f, const char *key) {
-  const cddp_metadata *found = NULL;
-  if (f->metadata_count > 0)
-    found = (const cddp_metadata *)bsearch(&key, f->metadata, f->metadata_count,
-                                           sizeof *f->metadata, cddp__st_by_name);
+  const cddp_metadata *found = (const cddp_metadata *)bsearch(
+      &key, f->metadata, f->metadata_count, sizeof *f->metadata, cddp__st_by_name);
   return found != NULL ? found->value : NULL;
 }
 
@@ -21399,22 +21382,11 @@ typedef struct cddp__st_item {
   const cddp_tensor_info *from; /* load: the tensor in the file; NULL: it is not there */
 } cddp__st_item;
 
-/* Orders the tensors as the reference implementation does and gives each its place. */
+/* The order of the reference implementation. */
 static int cddp__st_item_order(const void *a, const void *b) {
   const cddp__st_item *x = (const cddp__st_item *)a, *y = (const cddp__st_item *)b;
   if (x->type != y->type) return x->type < y->type ? -1 : 1;
   return strcmp(x->name, y->name);
-}
-
-static uint64_t cddp__st_place(cddp__st_item *items, size_t count) { /* bytes of all */
-  uint64_t at = 0;
-  size_t i;
-  if (count > 1) qsort(items, count, sizeof *items, cddp__st_item_order);
-  for (i = 0; i < count; i++) {
-    items[i].begin = at;
-    at += items[i].bytes;
-  }
-  return at;
 }
 
 static void cddp__st_add(cddp__buffer *b, const char *text) {
@@ -21433,11 +21405,15 @@ static void cddp__st_quote(cddp__buffer *b, const char *s) {
   cddp__st_add(b, "\"");
 }
 
-/* Adds N and the JSON, so that the data is aligned to 8 bytes. b->failed: there was no memory. */
-static void cddp__st_write(const cddp_allocator *a, cddp__buffer *b, const cddp__st_item *items,
-                           size_t count, const cddp_metadata *metadata, size_t metadata_count) {
+/* Puts the items in order and gives each its place. Adds N and the JSON, so that the data is
+   aligned to 8 bytes; b->failed: there was no memory. Returns the bytes of all items. */
+static uint64_t cddp__st_write(const cddp_allocator *a, cddp__buffer *b, cddp__st_item *items,
+                               size_t count, const cddp_metadata *metadata,
+                               size_t metadata_count) {
+  uint64_t at = 0;
   size_t i;
   int k;
+  if (count > 1) qsort(items, count, sizeof *items, cddp__st_item_order);
   b->allocator = a;
   cddp__buffer_add_number(b, 0, 8);
   cddp__st_add(b, "{\"__metadata__\":{");
@@ -21454,12 +21430,15 @@ static void cddp__st_write(const cddp_allocator *a, cddp__buffer *b, const cddp_
     cddp__st_add(b, cddp__words(":{\"dtype\":\"%s\",\"shape\":[", items[i].type->name).s);
     for (k = 0; k < items[i].shape.dims; k++)
       cddp__st_add(b, cddp__words("%s%" PRIu64, k > 0 ? "," : "", items[i].shape.size[k]).s);
+    items[i].begin = at;
+    at += items[i].bytes;
     cddp__st_add(b, cddp__words("],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}", items[i].begin,
-                                items[i].begin + items[i].bytes).s);
+                                at).s);
   }
   cddp__st_add(b, "}");
   while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_add(b, " ");
   if (!b->failed) cddp__put64(b->data + b->start, cddp__buffer_size(b) - 8);
+  return at;
 }
 
 /* >>checkpoint ---------------------------------------------------------------------------------
@@ -21477,6 +21456,41 @@ static void cddp__st_write(const cddp_allocator *a, cddp__buffer *b, const cddp_
    same conclusion; then rank 0 reads the tensors and broadcasts them. After each part
    cddp__consensus makes the first failure the result on all ranks.
    Memory of a device passes through a few MiB of the host's, piece by piece. */
+
+/* Metadata that is a number: the sampler's, then the cddp_ddp's. */
+static const char *const cddp__number_keys[] = {
+    "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
+    "cddp.sampler.seed", "cddp.sampler.shuffle", "cddp.ddp.steps", "cddp.ddp.shards"};
+enum { CDDP__EPOCH, CDDP__SAMPLES, CDDP__DATASET_SIZE, CDDP__SEED, CDDP__SHUFFLE, CDDP__STEPS,
+       CDDP__SHARDS, CDDP__NUMBERS };
+enum { CDDP__OF_SAMPLER = 31, CDDP__OF_DDP = 96 }; /* bits of these */
+
+typedef struct cddp__checkpoint {
+  cddp_group *g; /* NULL: none */
+  const cddp_allocator *allocator;
+  const cddp_param *params;
+  int count;
+  const cddp_checkpoint_desc *desc;
+  cddp_checkpoint_desc none; /* if the caller passed none */
+  bool first;                /* this is rank 0 */
+  bool device;               /* something may lie on a device */
+  cddp__st_item *items;      /* the parameters, the learning rate, the optimizer's states */
+  size_t item_count;
+  char *names; /* of the states */
+  double lr;
+  char *staging; /* [2 * CDDP__FILE_STAGING] between the file and a device; NULL: not needed yet */
+  const char *path;
+  /* save: */
+  cddp__buffer header;
+  char temporary[4100]; /* path.tmp, which is written and then takes the path's place */
+  struct stat was;      /* of a file that is there already; else all zero */
+  int fd;               /* of the temporary file, locked; -1: none */
+  /* load: */
+  cddp_safetensors *file;   /* rank 0's has the descriptor */
+  bool has_lr;                     /* the file has it, and all of an optimizer */
+  uint64_t numbers[CDDP__NUMBERS]; /* its, and bits: which it has */
+  unsigned found;
+} cddp__checkpoint;
 
 /* --- files --- */
 
@@ -21504,15 +21518,6 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   return cddp__file_io(fd, false, (*out)->text, size, 8);
 }
 
-/* A checkpoint's file and what it replaces. */
-typedef struct cddp__target {
-  const char *path;
-  char temporary[4100];
-  struct stat was; /* of a file that is there already */
-  bool exists;
-  int fd; /* of the temporary file, locked; -1: none */
-} cddp__target;
-
 /* Locks it for this process alone; false where another one has. Where the file system has no locks
    nobody has. */
 static bool cddp__lock_file(int fd) {
@@ -21524,31 +21529,29 @@ static bool cddp__lock_file(int fd) {
    it, before it is whole, but where it replaces none. What has its name is removed: a killed
    process left it, or another user put it there. But a file that a process of this user has locked
    is being written. */
-static cddp_result cddp__open_target(cddp__target *t, const char *path) {
-  char *name = t->temporary;
+static cddp_result cddp__open_target(cddp__checkpoint *c) {
+  char *name = c->temporary;
+  bool exists = lstat(c->path, &c->was) == 0;
   cddp_result r = CDDP_OK;
   int tries;
-  t->path = path;
-  t->fd = -1;
-  t->exists = lstat(path, &t->was) == 0;
-  if (t->exists && !S_ISREG(t->was.st_mode))
+  if (exists && !S_ISREG(c->was.st_mode))
     return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces nothing but regular files",
-                      S_ISLNK(t->was.st_mode)   ? "a symbolic link: pass the path that it leads to"
-                      : S_ISDIR(t->was.st_mode) ? "a directory"
+                      S_ISLNK(c->was.st_mode)   ? "a symbolic link: pass the path that it leads to"
+                      : S_ISDIR(c->was.st_mode) ? "a directory"
                                                 : "a device, a pipe or a socket");
-  if ((size_t)snprintf(name, sizeof t->temporary, "%s.tmp", path) >= sizeof t->temporary)
+  if ((size_t)snprintf(name, sizeof c->temporary, "%s.tmp", c->path) >= sizeof c->temporary)
     return cddp__fail(CDDP_IO, "%s", strerror(ENAMETOOLONG));
   for (tries = 0; r == CDDP_OK && tries < 100; tries++) {
     struct stat old;
     int fd = cddp__above_stdio(
-        open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, t->exists ? 0600 : 0666));
+        open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : 0666));
     bool made = fd >= 0, locked;
     if (!made && errno != EEXIST) return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
     if (!made && lstat(name, &old) != 0) continue; /* the next open says why, if it is not gone */
     if (!made) fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     locked = fd >= 0 && cddp__lock_file(fd);
     if (made && locked && cddp__file_is_named(fd, name)) {
-      t->fd = fd;
+      c->fd = fd;
       return CDDP_OK;
     }
     if (fd >= 0 && !locked && errno != EWOULDBLOCK)
@@ -21571,30 +21574,30 @@ static cddp_result cddp__open_target(cddp__target *t, const char *path) {
 /* After a failure removes the temporary file. Else gives it the mode, owner, group and name of the
    file that it replaces; where the group cannot be kept, the new one and all others get what both
    had. */
-static cddp_result cddp__close_target(cddp__target *t, cddp_result r) {
-  bool ours = t->fd >= 0 && cddp__file_is_named(t->fd, t->temporary);
-  mode_t mode = t->was.st_mode & 0777, both = mode >> 3 & mode & 7;
-  char *slash = strrchr(t->temporary, '/'), *folder = t->temporary;
-  if (r == CDDP_OK && t->exists) {
-    if (fchown(t->fd, t->was.st_uid, t->was.st_gid) != 0 &&
-        fchown(t->fd, (uid_t)-1, t->was.st_gid) != 0)
+static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
+  bool ours = c->fd >= 0 && cddp__file_is_named(c->fd, c->temporary);
+  mode_t mode = c->was.st_mode & 0777, both = mode >> 3 & mode & 7;
+  char *slash = strrchr(c->temporary, '/'), *folder = c->temporary;
+  if (r == CDDP_OK && c->was.st_mode != 0) {
+    if (fchown(c->fd, c->was.st_uid, c->was.st_gid) != 0 &&
+        fchown(c->fd, (uid_t)-1, c->was.st_gid) != 0)
       mode = (mode & 0700) | both << 3 | both;
-    fchmod(t->fd, mode); /* if it fails, the file system has no modes, or the file stays 0600 */
+    fchmod(c->fd, mode); /* if it fails, the file system has no modes, or the file stays 0600 */
   }
-  if (r == CDDP_OK && fsync(t->fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
+  if (r == CDDP_OK && fsync(c->fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
   if (r == CDDP_OK && !ours)
-    r = cddp__fail(CDDP_IO, "another user removed %s while it was written", t->temporary);
-  if (r == CDDP_OK && rename(t->temporary, t->path) != 0)
-    r = cddp__fail(CDDP_IO, "rename of %s: %s", t->temporary, strerror(errno));
-  if (r != CDDP_OK && ours) unlink(t->temporary);
-  cddp__close_fd(&t->fd); /* after that: the lock ends here */
+    r = cddp__fail(CDDP_IO, "another user removed %s while it was written", c->temporary);
+  if (r == CDDP_OK && rename(c->temporary, c->path) != 0)
+    r = cddp__fail(CDDP_IO, "rename of %s: %s", c->temporary, strerror(errno));
+  if (r != CDDP_OK && ours) unlink(c->temporary);
+  cddp__close_fd(&c->fd); /* after that: the lock ends here */
   if (r != CDDP_OK) return r;
   strcpy(slash != NULL ? slash + 1 : folder, "."); /* its name there lasts when that is synced */
-  t->fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
-  if (t->fd < 0 || (fsync(t->fd) != 0 && errno != EINVAL)) /* EINVAL: nothing to sync there */
+  c->fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
+  if (c->fd < 0 || (fsync(c->fd) != 0 && errno != EINVAL)) /* EINVAL: nothing to sync there */
     r = cddp__fail(CDDP_IO, "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
                    folder, strerror(errno));
-  cddp__close_fd(&t->fd);
+  cddp__close_fd(&c->fd);
   return r;
 }
 
@@ -21609,44 +21612,13 @@ static cddp_result cddp__fail_on_file(const char *function, const char *path, cd
   return r;
 }
 
-/* Metadata that is a number: the sampler's, then the cddp_ddp's. */
-static const char *const cddp__number_keys[] = {
-    "cddp.sampler.epoch", "cddp.sampler.samples", "cddp.sampler.dataset_size",
-    "cddp.sampler.seed", "cddp.sampler.shuffle", "cddp.ddp.steps", "cddp.ddp.shards"};
-enum { CDDP__EPOCH, CDDP__SAMPLES, CDDP__DATASET_SIZE, CDDP__SEED, CDDP__SHUFFLE, CDDP__STEPS,
-       CDDP__SHARDS, CDDP__NUMBERS };
-enum { CDDP__OF_SAMPLER = 31, CDDP__OF_DDP = 96 }; /* bits of these */
-
-typedef struct cddp__checkpoint {
-  cddp_group *g; /* NULL: none */
-  const cddp_allocator *allocator;
-  const cddp_param *params;
-  int count;
-  const cddp_checkpoint_desc *desc;
-  cddp_checkpoint_desc none; /* if the caller passed none */
-  bool first;                /* this is rank 0 */
-  bool device;               /* something may lie on a device */
-  cddp__st_item *items;      /* the parameters, the learning rate, the optimizer's states */
-  size_t item_count;
-  char *names; /* of the states */
-  double lr;
-  char *staging; /* [2 * CDDP__FILE_STAGING] between the file and a device; NULL: not needed yet */
-  /* save: */
-  cddp__buffer header;
-  /* load: */
-  cddp_safetensors *file;   /* rank 0's has the descriptor */
-  bool has_lr;                     /* the file has it, and all of an optimizer */
-  uint64_t numbers[CDDP__NUMBERS]; /* its, and bits: which it has */
-  unsigned found;
-} cddp__checkpoint;
-
-static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves, const char *path) {
+static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
   const cddp_checkpoint_desc *d = c->desc;
   const cddp_ddp *share = d->optim != NULL ? d->optim->share : NULL;
   uint64_t elements, bytes;
   cddp_result r;
   int i;
-  if (path == NULL || path[0] == 0)
+  if (c->path == NULL || c->path[0] == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT, "the path is NULL or empty");
   r = cddp__check_params(c->params, c->count, CDDP__HAS_NAME | CDDP__HAS_DATA);
   if (r != CDDP_OK) return r;
@@ -21757,12 +21729,14 @@ static cddp_result cddp__checkpoint_begin(cddp__checkpoint *c, bool saves, cddp_
   memset(c, 0, sizeof *c);
   c->g = g;
   c->allocator = g != NULL ? &g->host->allocator : NULL;
+  c->path = path;
+  c->fd = -1;
   c->params = params;
   c->count = count;
   c->desc = desc != NULL ? desc : &c->none;
   c->first = g == NULL || g->rank == 0;
   if (g != NULL) cddp__engine_drain(g);
-  r = cddp__check_checkpoint(c, saves, path);
+  r = cddp__check_checkpoint(c, saves);
   if (r == CDDP_OK && c->device) r = cddp__settle_device(g);
   return r == CDDP_OK ? cddp__list_items(c) : r;
 }
@@ -21777,7 +21751,7 @@ static void cddp__checkpoint_end(cddp__checkpoint *c) {
   cddp__free(c->allocator, c->names);
   cddp__free(c->allocator, c->staging);
   cddp__buffer_clear(&c->header, 0);
-  cddp__st_close(c->file);
+  cddp_safetensors_close(c->file);
 }
 
 /* Collective: cddp__consensus, and all ranks have passed the same. */
@@ -21867,38 +21841,17 @@ static void cddp__find_states(cddp__checkpoint *c) {
   c->item_count = n;
 }
 
-/* Writes the header to c->header with this metadata, and refuses one that cannot be read back:
-   duplicate names, wrong UTF-8. */
-static cddp_result cddp__make_header(cddp__checkpoint *c, const cddp_metadata *metadata,
-                                     size_t metadata_count) {
-  uint64_t data_bytes = cddp__st_place(c->items, c->item_count);
-  cddp_safetensors *f;
-  cddp_result r;
-  size_t n;
-  cddp__st_write(c->allocator, &c->header, c->items, c->item_count, metadata, metadata_count);
-  if (c->header.failed) return CDDP_OUT_OF_MEMORY;
-  n = cddp__buffer_size(&c->header) - 8;
-  if (n > CDDP__HEADER_MAX)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "names and metadata make a header of %zu bytes; %u are allowed", n,
-                      CDDP__HEADER_MAX);
-  if ((f = cddp__st_new(c->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
-  memcpy(f->text, c->header.data + 8, n);
-  f->data_bytes = data_bytes;
-  r = cddp__st_parse(f);
-  cddp__st_close(f);
-  return r != CDDP_IO ? r
-                      : cddp__fail_in(CDDP_INVALID_ARGUMENT, "what was passed makes no file: ");
-}
-
-/* The metadata, then all of the header. */
+/* Writes the header to c->header, and refuses one that cannot be read back: duplicate names, wrong
+   UTF-8. */
 static cddp_result cddp__save_header(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
   char digits[CDDP__NUMBERS][24];
-  uint64_t numbers[CDDP__NUMBERS];
+  uint64_t numbers[CDDP__NUMBERS], data_bytes;
   unsigned own = cddp__own_numbers(d, numbers);
   cddp_metadata *all, *m;
+  cddp_safetensors *f;
   cddp_result r;
+  size_t n;
   int i;
   all = m = (cddp_metadata *)cddp__calloc(
       c->allocator, (size_t)d->metadata_count + CDDP__NUMBERS + 1, sizeof *m);
@@ -21916,28 +21869,37 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
     else *m++ = d->metadata[i];
   }
   cddp__find_states(c);
-  r = cddp__make_header(c, all, (size_t)(m - all));
+  data_bytes = cddp__st_write(c->allocator, &c->header, c->items, c->item_count, all,
+                              (size_t)(m - all));
   cddp__free(c->allocator, all);
-  return r;
+  if (c->header.failed) return CDDP_OUT_OF_MEMORY;
+  n = cddp__buffer_size(&c->header) - 8;
+  if (n > CDDP__HEADER_MAX)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "names and metadata make a header of %zu bytes; %u are allowed", n,
+                      CDDP__HEADER_MAX);
+  if ((f = cddp__st_new(c->allocator, n)) == NULL) return CDDP_OUT_OF_MEMORY;
+  memcpy(f->text, c->header.data + 8, n);
+  f->data_bytes = data_bytes;
+  r = cddp__st_parse(f);
+  cddp_safetensors_close(f);
+  return r != CDDP_IO ? r
+                      : cddp__fail_in(CDDP_INVALID_ARGUMENT, "what was passed makes no file: ");
 }
 
 /* Rank 0's part of saving. */
-static cddp_result cddp__write_checkpoint(cddp__checkpoint *c, const char *path) {
+static cddp_result cddp__write_checkpoint(cddp__checkpoint *c) {
   bool peers = c->g != NULL && c->g->size > 1;
-  cddp__target t;
-  cddp_result r, left;
+  cddp_result r = cddp__open_target(c), left;
   size_t i;
-  r = cddp__open_target(&t, path);
   if (r == CDDP_OK && peers) r = cddp__enter(c->g); /* it reads their memory */
-  if (r == CDDP_OK) r = cddp__file_io(t.fd, true, c->header.data, c->header.end, 0);
+  if (r == CDDP_OK) r = cddp__file_io(c->fd, true, c->header.data, c->header.end, 0);
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
-    const cddp__st_item *item = &c->items[i];
-    uint64_t at = c->header.end + item->begin;
     CDDP__POINT("save");
-    r = cddp__copy_item(c, t.fd, item, at);
+    r = cddp__copy_item(c, c->fd, &c->items[i], c->header.end + c->items[i].begin);
   }
   left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
-  return cddp__close_target(&t, r == CDDP_OK ? left : r);
+  return cddp__close_target(c, r == CDDP_OK ? left : r);
 }
 
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
@@ -21948,7 +21910,7 @@ CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_para
   r = cddp__checkpoint_begin(&c, true, g, path, params, count, desc);
   if ((r = cddp__compare_calls(&c, r)) == CDDP_OK) {
     if (c.first) r = cddp__save_header(&c);
-    if (c.first && r == CDDP_OK) r = cddp__write_checkpoint(&c, path);
+    if (c.first && r == CDDP_OK) r = cddp__write_checkpoint(&c);
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   cddp__checkpoint_end(&c);
@@ -21989,23 +21951,21 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
   const cddp_optim *s = c->desc->optim;
   bool partial = c->desc->partial;
   bool *taken = (bool *)cddp__calloc(c->allocator, c->file->count, sizeof *taken);
+  const cddp__st_item *first = c->items; /* of a parameter's states */
   cddp_result r = taken != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
   size_t i;
   for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
     cddp__st_item *item = &c->items[i];
     const cddp_tensor_info *t = cddp__st_find(c->file, item->name);
-    const cddp__st_item *before = item - (i > 0); /* a master may be missing alone */
-    bool master = item->place != NULL && cddp__is_master(s, item->state), sibling;
-    if (before->place != NULL && before->from == NULL && cddp__is_master(s, before->state))
-      before--;
-    sibling = item->param >= 0 && before->param == item->param;
+    bool master = item->place != NULL && cddp__is_master(s, item->state);
+    if (item->param < 0 || item->param != first->param) first = item;
     if (item->param >= 0 && !c->has_lr) continue; /* partial, and the file has no optimizer */
-    if (t == NULL) { /* all states of a parameter may be missing: no step had touched it */
-      if (!partial && !master && (item->param < 0 || (sibling && before->from != NULL)))
+    if (t == NULL) { /* a master may be missing, or all states: no step had touched the parameter */
+      if (!partial && !master && (item->param < 0 || first->from != NULL))
         r = cddp__lacks("tensor", item->name);
       continue;
     }
-    if (!partial && sibling && before->from == NULL) r = cddp__lacks("tensor", before->name);
+    if (!partial && first != item && first->from == NULL) r = cddp__lacks("tensor", first->name);
     if (r != CDDP_OK) break;
     r = cddp__check_match(item, t);
     taken[t - c->file->tensors] = true;
@@ -22080,9 +22040,9 @@ static cddp_result cddp__broadcast_bytes(const cddp__checkpoint *c, void *data, 
 }
 
 /* The header, alike on all ranks, and what each rank finds in it. */
-static cddp_result cddp__load_header(cddp__checkpoint *c, const char *path, cddp_result r) {
+static cddp_result cddp__load_header(cddp__checkpoint *c, cddp_result r) {
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */
-  if (r == CDDP_OK && c->first) r = cddp__st_open(&c->file, c->allocator, path);
+  if (r == CDDP_OK && c->first) r = cddp__st_open(&c->file, c->allocator, c->path);
   if ((r = cddp__compare_calls(c, r)) != CDDP_OK) return r;
   if (c->first) sizes[0] = c->file->text_size, sizes[1] = c->file->data_bytes;
   if ((r = cddp__broadcast_bytes(c, sizes, sizeof sizes)) != CDDP_OK) return r;
@@ -22193,7 +22153,7 @@ CDDPDEF cddp_result (cddp_load)(cddp_group *g, const char *path, cddp_param *par
   cddp_result r;
   cddp__enter_call(__func__);
   r = cddp__checkpoint_begin(&c, false, g, path, params, count, desc);
-  r = cddp__load_header(&c, path, r);
+  r = cddp__load_header(&c, r);
   if (r == CDDP_OK) r = cddp__load_tensors(&c);
   if (r == CDDP_OK) r = cddp__load_commit(&c);
   cddp__checkpoint_end(&c);
@@ -22211,7 +22171,7 @@ CDDPDEF cddp_result cddp_safetensors_open(cddp_safetensors **out, const char *pa
   r = cddp__st_open(&f, NULL, path);
   if (r == CDDP_OK) r = cddp__st_parse(f);
   if (r == CDDP_OK) *out = f;
-  else cddp__st_close(f);
+  else cddp_safetensors_close(f);
   return cddp__fail_on_file(__func__, path, r);
 }
 
@@ -22247,8 +22207,6 @@ CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, 
 CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const char *key) {
   return f != NULL && key != NULL ? cddp__st_value(f, key) : NULL;
 }
-
-CDDPDEF void cddp_safetensors_close(cddp_safetensors *f) { cddp__st_close(f); }
 
 /* >>spawn --------------------------------------------------------------------------------------
    Ranks as processes and ranks as threads.
@@ -23186,8 +23144,8 @@ CDDP__COLD
 /* A new optimizer, known to what it steps: a device, an elastic model. *out is NULL on failure. */
 static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *algorithm,
                                       int states, cddp_param *params, int count,
-                                      const cddp__settings *d) {
-  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, d);
+                                      const cddp_sgd_desc *d, const cddp_adamw_desc *adamw) {
+  cddp_result r = cddp__optim_new(out, algorithm, states, params, count, d, adamw);
   if (r != CDDP_OK) return r;
   r = cddp__check_own_memory(params, count, d->copies, NULL);
   if (r == CDDP_OK) r = cddp__attach_optim(*out);
@@ -23200,48 +23158,40 @@ static cddp_result cddp__optim_create(cddp_optim **out, const cddp__algorithm *a
   return r;
 }
 
-/* What the settings s take from the desc of any optimizer. */
-#define CDDP__COMMON_SETTINGS(s, desc)         \
-  (s).lr = (desc)->lr;                         \
-  (s).weight_decay = (desc)->weight_decay;     \
-  (s).maximize = (desc)->maximize;             \
-  (s).ddp = (desc)->ddp;                       \
-  (s).stream = (desc)->stream;                 \
-  (s).copies = (desc)->copies;                 \
-  (s).copy_dtype = (desc)->copy_dtype;         \
-  (s).lr_scales = (desc)->lr_scales;           \
-  (s).weight_decays = (desc)->weight_decays;   \
-  (s).master_weights = (desc)->master_weights
-
 CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
                                     const cddp_sgd_desc *desc) {
-  cddp__settings s;
+  static cddp_adamw_desc none; /* never written */
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
-  memset(&s, 0, sizeof s);
-  CDDP__COMMON_SETTINGS(s, desc);
-  s.momentum = desc->momentum;
-  s.dampening = desc->dampening;
-  s.nesterov = desc->nesterov;
-  return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, s.momentum != 0, params, count,
-                                                  &s));
+  return cddp__named(__func__, cddp__optim_create(out, &cddp__sgd, desc->momentum != 0, params,
+                                                  count, desc, &none));
 }
 
 CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
                                       const cddp_adamw_desc *desc) {
-  cddp__settings s;
+  cddp_adamw_desc a;
+  cddp_sgd_desc s;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL; the learning rate has no default");
+  a = *desc;
+  if (a.beta1 == 0) a.beta1 = 0.9;
+  if (a.beta2 == 0) a.beta2 = 0.999;
+  if (a.eps == 0) a.eps = 1e-8;
   memset(&s, 0, sizeof s);
-  CDDP__COMMON_SETTINGS(s, desc);
-  s.beta1 = desc->beta1 != 0 ? desc->beta1 : 0.9;
-  s.beta2 = desc->beta2 != 0 ? desc->beta2 : 0.999;
-  s.eps = desc->eps != 0 ? desc->eps : 1e-8;
-  s.amsgrad = desc->amsgrad;
-  return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, s.amsgrad ? 3 : 2, params,
-                                                  count, &s));
+  s.lr = a.lr;
+  s.weight_decay = a.weight_decay;
+  s.maximize = a.maximize;
+  s.ddp = a.ddp;
+  s.stream = a.stream;
+  s.copies = a.copies;
+  s.copy_dtype = a.copy_dtype;
+  s.lr_scales = a.lr_scales;
+  s.weight_decays = a.weight_decays;
+  s.master_weights = a.master_weights;
+  return cddp__named(__func__, cddp__optim_create(out, &cddp__adamw, a.amsgrad ? 3 : 2, params,
+                                                  count, &s, &a));
 }
 
 /* --- the store --- */

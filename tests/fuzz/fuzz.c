@@ -1147,9 +1147,8 @@ static void write_again(const cddp_safetensors *f, const cddp_allocator *a) {
     for (k = 0; k < (size_t)info->dims; k++) items[n].shape.size[k] = info->shape[k];
     items[n++].bytes = info->bytes;
   }
-  at = cddp__st_place(items, n);
   memset(&text, 0, sizeof text);
-  cddp__st_write(a, &text, items, n, f->metadata, f->metadata_count);
+  at = cddp__st_write(a, &text, items, n, f->metadata, f->metadata_count);
   REQUIRE(text.failed || (text.start == 0 && text.end % 8 == 0));
   again = text.failed ? NULL : new_file(a, text.data + 8, text.end - 8, at);
   cddp__free(a, text.data);
@@ -1161,7 +1160,7 @@ static void write_again(const cddp_safetensors *f, const cddp_allocator *a) {
   } else {
     REQUIRE(w.fail_at > 0 && w.allocations >= w.fail_at);
   }
-  cddp__st_close(again);
+  cddp_safetensors_close(again);
 }
 
 static void target_safetensors(input *in) {
@@ -1185,7 +1184,7 @@ static void target_safetensors(input *in) {
       must_fit(f);
       write_again(f, &a);
     }
-    cddp__st_close(f);
+    cddp_safetensors_close(f);
   }
   world_end();
 }
