@@ -1328,7 +1328,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    at a time (>>round). Each time it wakes it looks after the ranks it waits for: their state on the
    control block and a lock that each rank holds on the shared memory while it lives. So a death is
    noticed within about 20 ms, by waiting ranks only, at no cost to others. Ranks beyond the number
-   of cores never poll. A long wait is shown to the ranks of the host (cddp__spot), in whatever
+   of cores never poll. A long wait is shown to the ranks of the host (cddp__show_wait), in whatever
    group it is: time-outs say where late ranks wait, and two ranks that wait for each other in
    different groups are a mismatch within a fraction of a second.
 
@@ -1520,18 +1520,6 @@ typedef struct cddp__logged_call {
 
 #define CDDP__WHERE_MAX 160 /* bytes of a text that says where a rank waits */
 
-/* shared: where a rank waits, for the ranks of its host that wait for it. In the slots of a job's
-   first group. Writer: the thread of the rank that waits. */
-typedef struct cddp__spot {
-  cddp__atomic_u32 wait;    /* number of the wait; 0: no thread has waited for long */
-  cddp__atomic_u32 group;   /* in which it waits: the low half of its id */
-  cddp__atomic_u32 suspect; /* a rank with which it seems to be in deadlock: 1 + host index in the
-                               top half, the number of that rank's wait below; 0: none */
-  cddp__atomic_u32 failed;  /* 1: the last wait ended in a failure */
-  cddp__atomic_u32 several; /* 1: several threads of the rank use cddp */
-  char where[CDDP__WHERE_MAX]; /* read while it may change: cddp__copy_text */
-} cddp__spot;
-
 /* shared: a rank's place in a group, on its own host. */
 typedef struct cddp__slot {
   cddp__atomic_u32 state; /* CDDP__SLOT_*; writer: the rank, for threads also their starter */
@@ -1551,7 +1539,15 @@ typedef struct cddp__slot {
   cddp__atomic_u32 site_round; /* whose call site follows; writer: the rank, as it fails */
   char site[CDDP__SITE_MAX];
   char failure[CDDP__ERROR_MAX]; /* why the rank breaks the group; its fail_lock */
-  cddp__spot spot;
+  /* In the job's first group: where the rank waits, for the ranks of its host that wait for it.
+     Writer: its thread that waits. */
+  cddp__atomic_u32 wait;    /* number of the wait; 0: no thread has waited for long */
+  cddp__atomic_u32 group;   /* in which it waits: the low half of its id */
+  cddp__atomic_u32 suspect; /* a rank with which it seems to be in deadlock: 1 + host index in the
+                               top half, the number of that rank's wait below; 0: none */
+  cddp__atomic_u32 failed;  /* 1: the last wait ended in a failure */
+  cddp__atomic_u32 several; /* 1: several threads of the rank use cddp */
+  char where[CDDP__WHERE_MAX]; /* read while it may change: cddp__copy_text */
   cddp__send_request sends[CDDP__SENDS];
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is not used */
   cddp__ref scratch; /* between hosts, for what peers cannot see; writer: the rank, once */
@@ -1625,9 +1621,9 @@ typedef struct cddp__host {
   size_t extent_count, extent_capacity;
   struct cddp__net *net; /* the other hosts; NULL: there are none */
   struct cddp_group *groups; /* that this rank is in, by next; lock */
-  struct cddp__slot *slots; /* [size] of the job's first group, for their spots; NULL: it is gone */
+  struct cddp__slot *slots; /* [size] of the job's first group, for waits; NULL: it is gone */
   uintptr_t user;           /* a thread that uses cddp: the address of one of its variables */
-  cddp__atomic_u32 shown;   /* 1: a thread's wait is in this rank's spot; it writes the next */
+  cddp__atomic_u32 shown;   /* 1: a thread's wait is in this rank's slot; it writes the next */
   uint32_t waits;           /* shown so far */
 } cddp__host;
 
@@ -5459,16 +5455,14 @@ CDDP__INLINED uint16_t cddp__f32_to_bf16(float x) {
 
 /* What an optimizer's step takes from its settings and from the number of the step. */
 typedef struct cddp__scalars {
-  double sign;   /* of the gradient: -1 to maximize */
-  double step;   /* -lr; AdamW: / (1 - beta1^t) */
-  double decay;  /* SGD: weight_decay, 0: none; AdamW: 1 - lr * weight_decay */
-  double keep;   /* SGD: factor of the momentum; AdamW: of exp_avg_sq, beta2 */
-  double take;   /* SGD: of the gradient that enters the momentum; AdamW: 1 - beta2 */
-  bool nesterov; /* SGD */
-  bool first;    /* SGD: the gradient becomes the momentum */
-  double lerp;   /* AdamW: 1 - beta1 */
-  double root;   /* AdamW: sqrt(1 - beta2^t) */
-  double eps;    /* AdamW */
+  double sign; /* of the gradient: -1 to maximize */
+  cddp_adamw_step adamw;
+  double step;   /* from here on SGD's: -lr */
+  double decay;  /* weight_decay, 0: none */
+  double keep;   /* factor of the momentum */
+  double take;   /* of the gradient that enters the momentum */
+  bool nesterov;
+  bool first;    /* the gradient becomes the momentum */
 } cddp__scalars;
 
 /* A stretch of a data-parallel step: gradients and weights of 1, 2 or 4 ranks, states of one. */
@@ -5658,8 +5652,9 @@ typedef struct cddp__kernels {
   MAXIMUM;                                                                                      \
   x = x * decay + step * a / (SQRT(b) / root + eps)
 #define CDDP__ADAMW_SCALARS(F, s)                                                               \
-  F decay = (F)(s)->decay, keep = (F)(s)->keep, take = (F)(s)->take, root = (F)(s)->root;       \
-  F step = (F)(s)->step, eps = (F)(s)->eps, lerp = (F)(s)->lerp;                                \
+  F decay = (F)(s)->adamw.decay, keep = (F)(s)->adamw.keep, take = (F)(s)->adamw.take;          \
+  F root = (F)(s)->adamw.root, step = (F)(s)->adamw.step, eps = (F)(s)->adamw.eps;              \
+  F lerp = (F)(s)->adamw.lerp;                                                                  \
   bool near = lerp < (F)0.5; /* torch.lerp */                                                   \
   if (!near) lerp = lerp - (F)1
 #define CDDP__ADAMW_KERNEL(ISA, TARGET, T, S, FMA, SQRT)                                        \
@@ -6432,7 +6427,7 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
 /* >>failure ---------------------------------------------------------------------------------------
    How a failure reaches all ranks, and what is known of a rank that others wait for: whether it has
    ended and how, where it waits, whether two wait for each other.
-   Owns: of the control block broken and cause; of a slot state, inside, failure, site and spot; of
+   Owns: of the control block broken and cause; of a slot state, inside, failure, site, wait ...; of
    the group failed. Lock: fail_lock. Calls other hosts through >>hooks.
    Entry points: cddp__break; cddp__check_group; cddp__report_lost and _look_after_peers for ranks
    that are gone, cddp__break_late for those that are late; cddp__enter and cddp__exit around what
@@ -6441,7 +6436,7 @@ static void cddp__buffer_bytes(const cddp_group *g, const cddp__call *c, size_t 
    Works as follows: the first rank to notice a failure writes it into its slot and names the slot
    on the control block, which breaks the group, and wakes all ranks; each call of each rank returns
    this failure from then on. Whether a process has ended its pidfd tells, and its slot that it has
-   left in good order. A rank that waits for long shows its peers where (cddp__spot). */
+   left in good order. A rank that waits for long shows its peers where (cddp__show_wait). */
 
 /* Bytes of a staging buffer, less where many ranks share the last cache: cddp__staging_bytes. Where
    a core's L2 has 1 MiB, pieces of 256 KiB leave it for the last cache, from where peers read them
@@ -6617,7 +6612,7 @@ static cddp_result cddp__break(cddp_group *g, cddp_result r) {
 /* Notes that this rank has several threads that use cddp: what one of them waits for, another one
    of a peer may bring. */
 static void cddp__note_several(const cddp__host *h) {
-  if (h->slots != NULL) cddp__store32(&h->slots[h->index].spot.several, 1);
+  if (h->slots != NULL) cddp__store32(&h->slots[h->index].several, 1);
 }
 
 #define CDDP__THREAD ((uintptr_t)&cddp__this_site) /* a number of this thread's own */
@@ -6899,10 +6894,10 @@ CDDP__COLD
 
 /* --- where ranks wait, for those of the same host that wait for them --- */
 
-static cddp__spot *cddp__spot_of(const cddp_group *g, int rank) { /* NULL: it is not known */
+static cddp__slot *cddp__wait_slot(const cddp_group *g, int rank) { /* NULL: it is not known */
   if (g->host->slots == NULL || g->members[rank] < 0) return NULL;
   if (g->members[rank] >= g->host->size) return NULL; /* it has joined */
-  return &g->host->slots[g->members[rank]].spot;
+  return &g->host->slots[g->members[rank]];
 }
 
 /* A text of n bytes that is read while it may change. */
@@ -6922,7 +6917,7 @@ static int cddp__job_rank(const cddp_group *g, int rank) {
 
 /* "; rank 1 waits in cddp_ddp_step at train.c:71", or nothing if that is not known. */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
-  const cddp__spot *s = cddp__spot_of(g, rank);
+  const cddp__slot *s = cddp__wait_slot(g, rank);
   bool waits = s != NULL && cddp__load32(&s->wait) != 0;
   char where[CDDP__WHERE_MAX];
   cddp__text t = {""};
@@ -6957,7 +6952,7 @@ static bool cddp__works_are_shown(cddp__host *h) {
 static bool cddp__show_wait(cddp_group *g, const char *where) {
   const cddp__op_header *header = cddp__op_header_of(g, g->rank, g->round);
   cddp__engine *e = cddp__own_engine;
-  cddp__spot *s = cddp__spot_of(g, g->rank);
+  cddp__slot *s = cddp__wait_slot(g, g->rank);
   cddp__text call;
   if (s == NULL || (e != NULL && (e != &g->engine || cddp__load32(&e->awaited) == 0))) return false;
   if (!cddp__works_are_shown(g->host) || !cddp__swap32(&g->host->shown, 0, 1)) return false;
@@ -6977,7 +6972,7 @@ static bool cddp__show_wait(cddp_group *g, const char *where) {
 
 /* The shown wait is over. failed: it has been given up. */
 static void cddp__hide_wait(cddp_group *g, bool failed) {
-  cddp__spot *s = cddp__spot_of(g, g->rank);
+  cddp__slot *s = cddp__wait_slot(g, g->rank);
   if (s == NULL) return;
   cddp__store32(&s->failed, failed);
   cddp__store32(&s->wait, 0);
@@ -6988,7 +6983,7 @@ static void cddp__hide_wait(cddp_group *g, bool failed) {
 
 /* Breaks both groups in which this rank and p wait for each other. */
 static cddp_result cddp__break_deadlock(cddp_group *g, int p) {
-  const cddp__spot *mine = cddp__spot_of(g, g->rank), *theirs = cddp__spot_of(g, p);
+  const cddp__slot *mine = cddp__wait_slot(g, g->rank), *theirs = cddp__wait_slot(g, p);
   int rank = cddp__job_rank(g, g->rank), other = cddp__job_rank(g, p);
   char here[CDDP__WHERE_MAX], there[CDDP__WHERE_MAX];
   cddp_group *in;
@@ -7012,18 +7007,18 @@ static cddp_result cddp__break_deadlock(cddp_group *g, int p) {
   return cddp__check_failure(g);
 }
 
-/* Once in a while in a long wait. Works as follows: a waiting rank shows in its spot which of its
+/* Once in a while in a long wait. Works as follows: a waiting rank shows in its slot which of its
    waits it is in, and which rank it suspects: one that it waits for, which waits in another group,
    with one thread and nothing for its engine to do here, and in which of its waits that rank is.
    Where the other rank suspects this one in the wait in which it still is, neither can ever go on:
    each had not come to the other's group when that one looked, and has been waiting ever since. */
 static cddp_result cddp__look_for_deadlock(cddp_group *g) {
-  cddp__spot *mine = cddp__spot_of(g, g->rank);
+  cddp__slot *mine = cddp__wait_slot(g, g->rank);
   uint32_t me = (1 + (uint32_t)g->members[g->rank]) << 16, suspect = 0;
   int p;
   me |= cddp__load32(&mine->wait) & 0xffff;
   for (p = 0; p < g->size && cddp__load32(&mine->several) == 0; p++) {
-    const cddp__spot *s = cddp__spot_of(g, p);
+    const cddp__slot *s = cddp__wait_slot(g, p);
     uint32_t wait = p != g->rank && s != NULL ? cddp__load32(&s->wait) : 0; /* read it first */
     if (wait == 0 || cddp__load32(&s->group) == (uint32_t)g->id || cddp__load32(&s->several) != 0 ||
         cddp__load32(&cddp__slot_of(g, p)->works) != 0 || cddp__has_announced(g, p))
@@ -7217,7 +7212,7 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   w->nap = w->nap * 2 < CDDP__NAP_S ? w->nap * 2 : CDDP__NAP_S;
 }
 
-/* Waits until *word == want, the slow way. A wait that has become long is shown in the spot. */
+/* Waits until *word == want, the slow way. A wait that has become long is shown. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   bool shown = false;
   cddp_result r = CDDP_OK;
@@ -9874,7 +9869,7 @@ static cddp_result cddp__p2p_late(cddp_group *g, const cddp__p2p *m, double limi
 
 /* Shows that this thread waits for a message. Not if there are others: their rounds tell more. */
 static bool cddp__show_message(cddp_group *g, const cddp__p2p *m) {
-  const cddp__spot *s = cddp__spot_of(g, g->rank);
+  const cddp__slot *s = cddp__wait_slot(g, g->rank);
   cddp__text who = cddp__words("any rank");
   if (s == NULL || cddp__load32(&s->several) != 0) return false;
   if (m->c->root != CDDP_ANY) who = cddp__words("rank %d", cddp__job_rank(g, m->c->root));
@@ -13036,9 +13031,9 @@ static double cddp__power(double x, uint32_t n) {
 
 static void cddp__adamw_begin(const cddp_optim *o, int i, cddp__update *u) {
   uint32_t t = (uint32_t)o->steps[i] + 1;
-  cddp__scalars *s = &u->scalars;
+  cddp_adamw_step *s = &u->scalars.adamw;
   double lr = o->desc.lr * o->lr_scales[i];
-  s->sign = o->desc.maximize ? -1.0 : 1.0;
+  u->scalars.sign = o->desc.maximize ? -1.0 : 1.0;
   s->step = -lr / (1.0 - cddp__power(o->beta1, t));
   s->decay = 1.0 - lr * o->weight_decays[i];
   s->lerp = 1.0 - o->beta1;
@@ -13046,6 +13041,8 @@ static void cddp__adamw_begin(const cddp_optim *o, int i, cddp__update *u) {
   s->take = 1.0 - o->beta2;
   s->root = sqrt(1.0 - cddp__power(o->beta2, t));
   s->eps = o->eps;
+  s->maximize = o->desc.maximize;
+  s->amsgrad = o->amsgrad;
   if (!o->amsgrad) u->loop = u->kernels[CDDP_F32].adamw_loop;
 }
 
@@ -13057,22 +13054,14 @@ static void cddp__adamw_block(const cddp__update *u, void *weights, const void *
 static int cddp__adamw_launch(const cddp_optim *o, int i, const cddp_kernels *k,
                               const cddp_segment *segments, int n, double factor,
                               const double *clip, unsigned flags, void *stream) {
+  cddp_adamw_step *a;
   cddp__update u;
-  cddp_adamw_step a;
   memset(&u, 0, sizeof u);
   u.kernels = cddp__pick_kernels();
   cddp__adamw_begin(o, i, &u);
-  a.step = u.scalars.step;
-  a.decay = u.scalars.decay;
-  a.lerp = u.scalars.lerp;
-  a.keep = u.scalars.keep;
-  a.take = u.scalars.take;
-  a.root = u.scalars.root;
-  a.eps = u.scalars.eps;
-  a.maximize = o->desc.maximize;
-  a.amsgrad = o->amsgrad;
-  a.stride = (size_t)((char *)o->state[o->count + i] - (char *)o->state[i]);
-  return k->adamw(segments, n, o->params[i].dtype, &a, factor, clip, flags, stream);
+  a = &u.scalars.adamw;
+  a->stride = (size_t)((char *)o->state[o->count + i] - (char *)o->state[i]);
+  return k->adamw(segments, n, o->params[i].dtype, a, factor, clip, flags, stream);
 }
 
 static const cddp__algorithm cddp__adamw = {
@@ -13220,19 +13209,6 @@ static int cddp__by_address(const void *x, const void *y) {
   return a->param < b->param ? -1 : a->param > b->param;
 }
 
-static cddp_result cddp__fail_overlap(const cddp_param *params, const cddp__owned *a,
-                                      const cddp__owned *b) {
-  const cddp__owned *first = a->param <= b->param ? a : b, *second = first == a ? b : a;
-  bool tied = strcmp(a->what, "data") == 0 && strcmp(b->what, "data") == 0;
-  return cddp__fail(
-      CDDP_INVALID_ARGUMENT, "%s of parameter \"%.100s\" and %s of \"%.100s\" %s; %s",
-      first->what, cddp__param_name(&params[first->param], first->param).s,
-      second->what, cddp__param_name(&params[second->param], second->param).s,
-      a->begin == b->begin && a->end == b->end ? "are the same memory" : "overlap",
-      tied ? "list tied weights once, and let both backward passes add to the one gradient"
-           : "each must have memory of its own");
-}
-
 /* No two parameters may share weights, gradients or copies: a fused step would update them twice,
    or on two ranks at once. copies: NULL, or [count] of 2 bytes an element. */
 static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
@@ -13258,8 +13234,19 @@ static cddp_result cddp__check_own_memory(const cddp_param *params, int count,
     }
   }
   qsort(list, n, sizeof *list, cddp__by_address);
-  for (k = 1; k < n && r == CDDP_OK; k++)
-    if (list[k].begin < list[k - 1].end) r = cddp__fail_overlap(params, &list[k - 1], &list[k]);
+  for (k = 1; k < n && r == CDDP_OK; k++) {
+    const cddp__owned *x = &list[k - 1], *y = &list[k];
+    const cddp__owned *first = x->param <= y->param ? x : y, *second = first == x ? y : x;
+    bool tied = first->what == what[0] && second->what == what[0];
+    if (y->begin >= x->end) continue;
+    r = cddp__fail(
+        CDDP_INVALID_ARGUMENT, "%s of parameter \"%.100s\" and %s of \"%.100s\" %s; %s",
+        first->what, cddp__param_name(&params[first->param], first->param).s,
+        second->what, cddp__param_name(&params[second->param], second->param).s,
+        x->begin == y->begin && x->end == y->end ? "are the same memory" : "overlap",
+        tied ? "list tied weights once, and let both backward passes add to the one gradient"
+             : "each must have memory of its own");
+  }
   cddp__free(a, list);
   return r;
 }
@@ -13456,29 +13443,6 @@ static cddp_result cddp__check_number(const char *what, double x, double below) 
                     below <= 1 ? ", and below 1" : "");
 }
 
-/* What parameter i asks of the settings. */
-static cddp_result cddp__check_param_settings(const cddp_param *p, int i,
-                                              const cddp__algorithm *algorithm,
-                                              const cddp_sgd_desc *d) {
-  cddp__text name = cddp__param_name(p, i);
-  cddp_result r = CDDP_OK;
-  if (d->copies != NULL && d->copies[i] != NULL && p->dtype != CDDP_F32)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "parameter \"%s\" is %s; only f32 weights have copies",
-                      name.s, cddp__dtype_names[p->dtype]);
-  if (algorithm->wide && cddp__dtype_half(p->dtype) && !d->master_weights)
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "parameter \"%s\" is %s; %s steps f32 and f64: set master_weights, or pass "
-                      "f32 weights, and those as copies",
-                      name.s, cddp__dtype_names[p->dtype], algorithm->name);
-  if (d->lr_scales != NULL)
-    r = cddp__check_number(cddp__words("lr_scales of parameter \"%.100s\"", name.s).s,
-                           d->lr_scales[i], INFINITY);
-  if (r == CDDP_OK && d->weight_decays != NULL)
-    r = cddp__check_number(cddp__words("weight_decays of parameter \"%.100s\"", name.s).s,
-                           d->weight_decays[i], INFINITY);
-  return r;
-}
-
 static cddp_result cddp__check_settings(const cddp_param *params, int count,
                                         const cddp__algorithm *algorithm,
                                         const cddp_sgd_desc *d, const cddp_adamw_desc *adamw) {
@@ -13501,8 +13465,25 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
                       (int)d->copy_dtype);
   if (d->ddp != NULL && (d->ddp->params != params || d->ddp->count != count))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "desc.ddp was made for other parameters");
-  for (i = 0; r == CDDP_OK && i < count; i++)
-    r = cddp__check_param_settings(&params[i], i, algorithm, d);
+  for (i = 0; r == CDDP_OK && i < count; i++) {
+    cddp__text name = cddp__param_name(&params[i], i);
+    cddp_dtype dtype = params[i].dtype;
+    if (d->copies != NULL && d->copies[i] != NULL && dtype != CDDP_F32)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "parameter \"%s\" is %s; only f32 weights have copies", name.s,
+                        cddp__dtype_names[dtype]);
+    if (algorithm->wide && cddp__dtype_half(dtype) && !d->master_weights)
+      return cddp__fail(CDDP_UNSUPPORTED,
+                        "parameter \"%s\" is %s; %s steps f32 and f64: set master_weights, or "
+                        "pass f32 weights, and those as copies",
+                        name.s, cddp__dtype_names[dtype], algorithm->name);
+    if (d->lr_scales != NULL)
+      r = cddp__check_number(cddp__words("lr_scales of parameter \"%.100s\"", name.s).s,
+                             d->lr_scales[i], INFINITY);
+    if (r == CDDP_OK && d->weight_decays != NULL)
+      r = cddp__check_number(cddp__words("weight_decays of parameter \"%.100s\"", name.s).s,
+                             d->weight_decays[i], INFINITY);
+  }
   return r;
 }
 
@@ -21518,13 +21499,6 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   return cddp__file_io(fd, false, (*out)->text, size, 8);
 }
 
-/* Locks it for this process alone; false where another one has. Where the file system has no locks
-   nobody has. */
-static bool cddp__lock_file(int fd) {
-  return flock(fd, LOCK_EX | LOCK_NB) == 0 || errno == ENOSYS || errno == EOPNOTSUPP ||
-         errno == ENOLCK;
-}
-
 /* Makes the temporary file: new, and locked while it is written. No other user can open it, or lock
    it, before it is whole, but where it replaces none. What has its name is removed: a killed
    process left it, or another user put it there. But a file that a process of this user has locked
@@ -21549,7 +21523,8 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
     if (!made && errno != EEXIST) return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
     if (!made && lstat(name, &old) != 0) continue; /* the next open says why, if it is not gone */
     if (!made) fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    locked = fd >= 0 && cddp__lock_file(fd);
+    locked = fd >= 0 && (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno == ENOSYS ||
+                         errno == EOPNOTSUPP || errno == ENOLCK); /* a file system without locks */
     if (made && locked && cddp__file_is_named(fd, name)) {
       c->fd = fd;
       return CDDP_OK;
