@@ -6,8 +6,7 @@
        #define CDDP_IMPLEMENTATION
        #include "cddp.h"
 
-   Every other file just includes "cddp.h". Your own training loop becomes data parallel by six
-   calls:
+   Every other file includes "cddp.h". Your training loop becomes data parallel by six calls:
 
        #define TRY(call) if (call) return fprintf(stderr, "%s\n", cddp_error()), 1
        static int train(int rank, void *arg) {
@@ -162,8 +161,7 @@ CDDPDEF const char *cddp_result_text(cddp_result r);
    NULL; "" before the first failure. Valid until this thread's next failing call. */
 CDDPDEF const char *cddp_error(void);
 
-/* Element types. f16 is IEEE binary16, bf16 the upper half of an f32; both are summed in f32 and
-   rounded once. */
+/* f16 is IEEE binary16, bf16 the upper half of an f32; both are summed in f32, rounded once. */
 typedef enum cddp_dtype {
   CDDP_F32, CDDP_F64, CDDP_F16, CDDP_BF16, CDDP_I8, CDDP_U8, CDDP_I32, CDDP_I64
 } cddp_dtype;
@@ -193,12 +191,11 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
        the other functions of that cddp_ddp
      - use one store, and read with cddp_safetensors_*.
    Calls that are collective over a group, with a handle or without, are for one thread at a time,
-   in the same order on every rank. (A cddp_ddp has groups of its own: its steps may run beside
-   collectives.) The rest of a cddp_ddp, a cddp_optim and a sampler are for one thread at a time.
-   Destroy nothing that another thread is using. cddp_error is each thread's own. pthread_cancel a
-   thread in cddp_recv without a handle, but in no other call. Signals may interrupt any call, which
-   goes on; their handlers may call nothing of cddp, nor leave a call of it by longjmp. On GPUs see
-   ORDER.
+   in the same order on every rank. (Steps of a cddp_ddp may run beside.) The rest of a cddp_ddp, a
+   cddp_optim and a sampler are for one thread at a time. Destroy nothing that another thread is
+   using. cddp_error is each thread's own. pthread_cancel a thread in cddp_recv without a handle,
+   but in no other call. Signals disturb no call; their handlers may call nothing of cddp, nor leave
+   a call of it by longjmp. On GPUs see ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
    caller's again when the call returns its failure. A peer on this host that is stopped (SIGSTOP, a
@@ -260,9 +257,8 @@ typedef struct cddp_group_desc {
                      Refused: symbolic links, files with other names, another user's, and those
                      that others may write
    BACKEND "mpi" is for a fabric that only MPI knows: built by mpicc -DCDDP_MPI and started by
-   mpirun. Ranks still meet and watch each other over shared memory and TCP, so mismatches and dead
-   ranks are seen as ever, and calls of a few bytes and cddp_send stay there; larger collectives and
-   the gradients go to MPI, in its order of sums.
+   mpirun. Larger collectives and the gradients go to MPI, in its order of sums; all else stays with
+   shared memory and TCP: mismatches and dead ranks are seen as ever.
    TWO JOBS must not use one place at once: give each a MASTER_PORT of its own. Launchers' jobs are
    kept apart by what their launcher tells of them. Ranks started by hand, and Hydra's on several
    hosts, are not: a group may form out of ranks of two jobs. CDDP_INVALID_ARGUMENT, "two jobs use
@@ -272,8 +268,7 @@ typedef struct cddp_group_desc {
    SEVERAL HOSTS. Any number of ranks on each; those of one share memory. Between hosts they talk by
    TCP over the interface on the route to rank 0's, on ports that the system chooses, unencrypted.
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
-   CDDP_HOST_ID keeps ranks of one host apart. A host's first rank to come needs a descriptor for
-   each other one there while they meet.
+   CDDP_HOST_ID keeps ranks of one host apart.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
    CDDP_MISMATCH. A file size limit (ulimit -f) also limits what ranks share by cddp_alloc: each the
    limit over local ranks + 1. Not to be called while another thread changes the environment. *out
@@ -285,8 +280,7 @@ typedef struct cddp_group_desc {
    machine on the path between two hosts (nothing is encrypted or signed after the proofs) nor who
    guesses the secret: an impostor of rank 0 gets something to test guesses on. Take 128 random
    bits: CDDP_SECRET=$(head -c 16 /dev/urandom | base64). */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
+CDDP_CHECKED CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc);
 
 /* The rank that a launcher (torchrun, cddprun, srun, mpirun) gave this process, the one that
    cddp_init(&g, NULL) will find; -1 when none started it, nor a command typed into an interactive
@@ -315,10 +309,9 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g); /* ranks of the group on
 
 /* Memory that the backend reduces without a copy: shared with the ranks of this host, page-aligned,
    contents undefined. NULL when there is none (cddp_error says why). Local, any thread. Free it
-   with the group it came from, after every operation on it and before that group is destroyed. A
-   forked child does not have it: see FORK. It lies on huge pages, which take their memory at once,
-   where MADV_COLLAPSE makes them (Linux 6.1) or /sys/kernel/mm/transparent_hugepage/shmem_enabled
-   says advise. */
+   with its group, after every operation on it and before that is destroyed. Not in a forked child:
+   see FORK. It lies on huge pages, which take their memory at once, where MADV_COLLAPSE makes them
+   (Linux 6.1) or /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise. */
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes);
 CDDPDEF void cddp_free(cddp_group *g, void *p);
 
@@ -381,8 +374,7 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    the steps of a cddp_ddp included, from one thread at a time and in the same order on every rank.
    From NCCL 2.26 on NCCL_LAUNCH_ORDER_IMPLICIT=1 keeps the GPU to that order as well.
    FORKING. CUDA does not survive a fork: cddp_spawn comes first. Where cddp_kernels.cuh is linked,
-   cddp_sgd_create without a cddp_ddp, cddp_save and cddp_load use CUDA too: they ask it where
-   parameters lie.
+   cddp_sgd_create without a cddp_ddp, cddp_save and cddp_load use CUDA too.
    STATE OF THIS. No part of it has run on a real GPU yet: it was tested on a test double of CUDA
    and NCCL, and compiled by nvcc 13.0 with NCCL 2.28. tests/gpu/gpu.sh is for who has one. */
 
@@ -394,8 +386,7 @@ CDDPDEF cddp_result cddp_set_device(cddp_group *g, const char *device, const cha
 
 /* The CUDA stream (a cudaStream_t) of g's operations, of a cddp_ddp on g and its cddp_optim; NULL:
    the legacy default stream. It must stay until another is set. Set it between steps: one stream
-   for all ready() calls of a step. New sub-groups take their parent's. Does nothing for a group
-   without a GPU. */
+   for all ready() calls of a step. New sub-groups take their parent's. The CPU ignores it. */
 CDDPDEF void cddp_set_stream(cddp_group *g, void *stream);
 CDDPDEF void *cddp_stream(const cddp_group *g); /* g's; a communication hook: bucket->group's */
 
@@ -405,8 +396,7 @@ CDDPDEF cddp_result cddp_synchronize(cddp_group *g);
 
 /* Device code for optimizers, clipping and compression, registered by cddp_kernels.cuh before main
    when one .cu file of the program includes it. Segments are in host memory, the caller's again
-   after the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t, 0
-   being success. */
+   after the return; all functions enqueue on stream (a cudaStream_t) and return a cudaError_t. */
 typedef struct cddp_segment { /* a stretch of a parameter, in device memory */
   void *data;     /* weights; NULL where not needed */
   void *grad;
@@ -551,8 +541,7 @@ CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype
    into. Like recv(tensor) without src. */
 #define CDDP_ANY INT32_MIN
 /* The rank whose message this thread's last cddp_recv, or cddp_wait or _wait_for of one, received,
-   in that call's group; -1: none yet. Not of what NCCL receives. Like the value of recv, and
-   Work._source_rank. */
+   in that call's group; -1: none yet. Not of NCCL's. Like recv's value, and Work._source_rank. */
 CDDPDEF int cddp_source(void);
 
 /* Waits for w and frees it; returns the operation's own result. Handles may be waited for in any
@@ -641,9 +630,8 @@ typedef struct cddp_ddp_desc {
    below 1 MiB, or all where ranks have several shards. TIED WEIGHTS, of an embedding and the output
    layer say, are one cddp_param: both layers read its data and add to its grad, and cddp_ddp_ready
    follows the later of them. Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params, int count,
-                                    const cddp_ddp_desc *desc);
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
+                                                 int count, const cddp_ddp_desc *desc);
 
 /* SHARDS make the result independent of the number of ranks. With cddp_ddp_desc.shards = S the
    global batch of a step is S shards, numbered from 0. Each rank takes contiguous ones, as many as
@@ -703,12 +691,11 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    not answer for 20 s is lost if more than half of the ranks are there; fewer end with
    CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the others wait for must come
    to next_shard within timeout_s. More memory a rank: the gradients once more, the sums of its
-   shards, and with sparse_rows the rows of all shards. Who joins asks the ranks of its own host,
-   then MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT, as one does on every
-   host: if those at MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a
-   launcher serves the store there, as torchrun does: then a rank must live on the host.) Its
-   neighbours reach it by TCP, on GPUs for messages alone. A job that began on one host is joined
-   from that host only.
+   shards, and with sparse_rows the rows of all shards. Who joins asks the ranks of its host, then
+   MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT, as one does on every host: if
+   those at MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a launcher,
+   such as torchrun, serves the store there: a rank must live on the host.) Its neighbours reach it
+   by TCP, on GPUs for messages alone. A job that began on one host is joined from there only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
@@ -734,13 +721,12 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param);
 
 /* Adds to the gradient of a parameter with sparse_rows, such as an embedding's weight: values[i *
    width ..] to row rows[i], width being count / sparse_rows. A row may come more than once, n may
-   differ from rank to rank and be 0; copies. Then cddp_ddp_ready as for others. cddp_ddp_wait and
-   _step send only these rows, past any comm_hook; the mean has the bits of a dense one. The
-   parameter's grad stays NULL. SGD does what torch.optim.SGD does: without momentum the other rows
-   are not touched, with it all are; weight_decay is CDDP_UNSUPPORTED, and cddp_optim_step needs
-   cddp_sgd_desc.ddp. Any thread, one at a time for a parameter. On a GPU values may lie in either
-   memory, rows in the host's; the call waits for the group's stream, a step's hosts meet, and SGD
-   passes over the whole table. Like nn.Embedding(sparse=True). */
+   differ from rank to rank and be 0; copies. Then cddp_ddp_ready as for others. Only these rows are
+   sent, past any comm_hook; the mean has the bits of a dense one. The parameter's grad stays NULL.
+   SGD does what torch.optim.SGD does: without momentum the other rows are not touched, with it all
+   are; weight_decay is CDDP_UNSUPPORTED, and cddp_optim_step needs cddp_sgd_desc.ddp. Any thread,
+   one at a time for a parameter. On a GPU values may lie in either memory, rows in the host's; the
+   call waits for the group's stream. Like nn.Embedding(sparse=True). */
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n);
 
@@ -753,21 +739,17 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
 /* Collective. Returns when every gradient is the mean over all ranks of what each had accumulated.
    A parameter without ready() is an error that names it, CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH
    when others had it ready; with find_unused_parameters it counts as zero. After an error the
-   cddp_ddp is broken, the group is not unless a peer was lost. One thread at a time, not at once
-   with ready(). */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
+   cddp_ddp is broken, the group is not unless a peer was lost. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, then cddp_optim_step, then zero gradients, in one pass over the bytes: each rank
    reduces its share, updates it and writes the new weights to all ranks of the host, keeping
    1/world_size of its states. Same bits as the three calls. With max_grad_norm in cddp_ddp_desc it
    clips before it updates, with the bits of cddp_ddp_clip_grad_norm between the first two: one pass
-   over the gradients and one round of the host's ranks more; on a GPU the host waits for nothing.
-   s must have been made for the same params array. Collective. On GPUs buckets are reduced while
-   backward runs, as in cddp_ddp_wait, and one kernel then updates all weights on every rank, which
-   keeps all of the states. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
+   over the gradients and one round of the host's ranks more; on a GPU the host waits for nothing. s
+   must have been made for the same params array. Collective. On GPUs buckets are reduced while
+   backward runs, and one kernel then updates all weights on every rank, which keeps all states. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* AN OPTIMIZER OF YOUR OWN, each rank for its part of the weights, with a part of the states, like
    torch.distributed.optim.ZeroRedundancyOptimizer and stage 1 of ZeRO:
@@ -783,9 +765,8 @@ CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
    computes must not depend on the machine. A parameter that no rank used (cddp_ddp_used) is yours
    to skip. Parameters with sparse_rows have no partition: every rank updates all of them itself, by
    cddp_ddp_rows. Copies in half precision are yours to write, after cddp_ddp_all_gather.
-   On GPUs the parts of all ranks together, on whatever hosts, have each element once, and all is in
-   stream order: with NCCL no call waits on the host, and buckets are all-reduced while backward
-   runs, whole. */
+   On GPUs the parts of all ranks together have each element once, and all is in stream order: with
+   NCCL no call waits on the host, and buckets are all-reduced while backward runs, whole. */
 typedef struct cddp_partition {
   int param;    /* of the params of cddp_ddp_create */
   size_t first; /* element of it */
@@ -799,43 +780,36 @@ typedef struct cddp_partition {
 CDDPDEF int cddp_ddp_partitions(const cddp_ddp *d, const cddp_partition **out);
 
 /* Collective; errors as of cddp_ddp_wait. Returns when this rank's partitions have the mean
-   gradient, scaled by max_grad_norm if that is set. Other gradients have no meaning until
-   cddp_ddp_all_gather, which must follow before any other step. Not beside a rank in cddp_ddp_join:
-   CDDP_MISMATCH. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
+   gradient, scaled by max_grad_norm if that is set. Others are undefined. cddp_ddp_all_gather
+   must come before any other step. Not beside a rank in cddp_ddp_join: CDDP_MISMATCH. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_reduce_scatter(cddp_ddp *d);
 
 /* Collective: the weights of all partitions go to all ranks, gradients become zero; the step counts
    as completed. CDDP_INVALID_ARGUMENT without a cddp_ddp_reduce_scatter before. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_all_gather(cddp_ddp *d);
 
 /* Collective, for checkpoints: states[i] is an array as long as parameter i, of any dtype (data
    NULL: there is none), in which each rank has filled its partitions; on return all ranks have all
    of it. Then cddp_save writes it like a parameter; after cddp_load every rank takes what is its
    own, on any number of ranks. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_gather_states(cddp_ddp *d, const cddp_param *states);
 
 /* Uneven inputs: a rank that has run out of data calls this where the others go on stepping, once
    an epoch. Until every rank has called it, it takes part in their cddp_ddp_wait, _step and
    _sync_buffers with zero weight: each mean is over the ranks that have data (>>ddp). s: the
    cddp_optim of the loop, whose learning rate follows the others'; NULL if they step by other
-   means, whose own state stays as it is here. On return all ranks have the same weights, buffers
-   and states of s. A hook's result is scaled by world size / ranks with data, so it must be linear.
-   Each step has the group's timeout anew. Other collectives of the loop are not joined: have them
-   on ranks with data only, or outside. A short batch weighs as much as a full one, unless you
-   multiply its loss by its samples / a full batch's. On GPUs with NCCL set uneven_inputs in
-   cddp_ddp_desc. Like PyTorch's join(divide_by_initial_world_size=False). */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
+   means. On return all ranks have the same weights, buffers and states of s. A hook's result is
+   scaled by world size / ranks with data, so it must be linear. Other collectives of the loop are
+   not joined: have them outside. A short batch weighs as much as a full one, unless you multiply
+   its loss by its samples / a full batch's. On GPUs with NCCL set uneven_inputs in cddp_ddp_desc.
+   Like PyTorch's join(divide_by_initial_world_size=False). */
+CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 
 /* Over how many ranks the last cddp_ddp_wait or _step took the mean: those that had not joined. */
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 
-/* on: ready() stops sending and gradients accumulate locally; off: the next step sends all of it.
-   Not divided by the number of micro-batches. Same call on every rank, between steps. Like DDP's
-   no_sync(). */
+/* on: gradients accumulate locally, not divided by the number of micro-batches; off: the next step
+   sends all. Same call on every rank, between steps. Like DDP's no_sync(). */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0);
@@ -853,8 +827,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm);
    two steps, before the first cddp_ddp_ready. */
 CDDPDEF cddp_result cddp_ddp_sync_buffers(cddp_ddp *d);
 
-/* Whether any rank used the parameter, as of the last cddp_ddp_wait or _step; false for a bad
-   argument. */
+/* Whether any rank used it, as of the last cddp_ddp_wait or _step; false for a bad argument. */
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param);
 
 /* The buckets now in force: count, and bucket i's parameters (at most capacity ints are written;
@@ -920,23 +893,19 @@ typedef struct cddp_adamw_desc {
                      as the weights at the first step, and anew after cddp_optim_write_copies, to be
                      called when data was changed by your own hand. In a checkpoint they are
                      optimizer.master.NAME. f32 and f64 parameters beside these have none. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
-                                    const cddp_sgd_desc *desc);
+CDDP_CHECKED CDDPDEF cddp_result cddp_sgd_create(cddp_optim **out, cddp_param *params, int count,
+                                                 const cddp_sgd_desc *desc);
 
 /* torch.optim.AdamW's arithmetic: f32 has the bits of its fused CPU kernel's vectors, on every
-   machine. (What is left of a parameter at its end, fewer elements than a vector of PyTorch's has,
-   that kernel computes one by one and may round otherwise. f64 differs by roundings.) What has been
-   said of cddp_sgd_create holds here too. Each parameter counts its own steps, those in which a
+   machine. (At a parameter's end that kernel's scalar loop may round otherwise. f64 differs by
+   roundings.) All else as of cddp_sgd_create. Each parameter counts its own steps, those in which a
    rank used it. f16 and bf16 parameters without master_weights are CDDP_UNSUPPORTED, and so are
    sparse gradients, as in PyTorch. In a checkpoint the state of parameter NAME is
    optimizer.exp_avg.NAME, .exp_avg_sq.NAME, .max_exp_avg_sq.NAME (amsgrad) and .step.NAME. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
-                                      const cddp_adamw_desc *desc);
+CDDP_CHECKED CDDPDEF cddp_result cddp_adamw_create(cddp_optim **out, cddp_param *params, int count,
+                                                   const cddp_adamw_desc *desc);
 
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_optim_step(cddp_optim *s);              /* updates data from grad. Local */
+CDDP_CHECKED CDDPDEF cddp_result cddp_optim_step(cddp_optim *s); /* updates data by grad. Local */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *s);         /* all gradients = 0. Local */
 CDDPDEF cddp_result cddp_optim_set_lr(cddp_optim *s, double lr); /* from the next step on */
 CDDPDEF double cddp_optim_lr(const cddp_optim *s);
@@ -1009,18 +978,16 @@ CDDPDEF size_t cddp_sampler_size(const cddp_sampler *s);
 CDDPDEF bool cddp_sampler_next(cddp_sampler *s, size_t *index);
 /* The indices of batch number `batch` (from 0) of one shard of the epoch; each has `size` samples,
    the last one may have fewer. Returns how many it has; 0 behind the last batch. The sampler's
-   world_size is the number of shards, its rank does not matter. Any batch at any time: this counts
-   from the epoch's first sample, after cddp_load too, and changes nothing for cddp_sampler_next or
-   a checkpoint. The permutation stays until another epoch is set. 0 with s->result != CDDP_OK: a
-   bad argument, or no memory for it. Like torch.utils.data's
-   BatchSampler(DistributedSampler(data, shards, shard), size, False). */
+   world_size is the number of shards. Any batch at any time, counted from the epoch's first sample,
+   after cddp_load too; changes nothing for cddp_sampler_next or a checkpoint. The permutation stays
+   until another epoch is set. 0 with s->result != CDDP_OK: a bad argument, or no memory for it.
+   Like torch.utils.data's BatchSampler(DistributedSampler(data, shards, shard), size, False). */
 CDDPDEF size_t cddp_sampler_batch(cddp_sampler *s, int shard, size_t batch, size_t size,
                                   size_t *indices);
 CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; NULL is fine */
 
 /* CHECKPOINTS. ------------------------------------------------------------------------------------
-   Files in the safetensors format, which PyTorch, NumPy, JAX and others read and write. Between
-   steps only: no gradient may be marked ready. */
+   Files in the safetensors format. Between steps only: no gradient may be marked ready. */
 
 typedef struct cddp_shape {
   int dims;         /* at most 8; 0: one dimension, as long as the parameter */
@@ -1057,12 +1024,11 @@ typedef struct cddp_checkpoint_desc {
    process at a time save to a path). The new file gets the old one's mode, owner and group (no
    ACLs, no extended attributes). Without the right to set the owner it belongs to this user;
    without the right to set the group, the new group and all others get only what both had. All
-   ranks get the same result: CDDP_IO for the file system's failures, CDDP_MISMATCH for parameters
-   or options that differ. The others wait while rank 0 writes: timeout_s must suffice. Like
-   safetensors' save_file. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param *params, int count,
-                              const cddp_checkpoint_desc *desc);
+   ranks get the same result: CDDP_IO of the file system, CDDP_MISMATCH for parameters or options
+   that differ. timeout_s must suffice for rank 0's writing. Like safetensors' save_file. */
+CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
+                                           const cddp_param *params, int count,
+                                           const cddp_checkpoint_desc *desc);
 
 /* Collective over g; g NULL: by this process alone. Rank 0 reads the file, all ranks get its
    values, whatever the number of ranks that saved it; f32, f64, f16 and bf16 are converted into
@@ -1074,9 +1040,8 @@ CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path, const cddp_param 
    sample of the epoch that no rank had: begin with epoch cddp_sampler_epoch(), whose first
    cddp_sampler_set_epoch then does not rewind. A cddp_ddp counts on from the steps of the saved
    one. Memory of a GPU as in cddp_save. Like load_file and load_state_dict. */
-CDDP_CHECKED
-CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params, int count,
-                              const cddp_checkpoint_desc *desc);
+CDDP_CHECKED CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params,
+                                           int count, const cddp_checkpoint_desc *desc);
 
 /* ANY FILE of that format: its tensors one by one. Local; once open, any thread. */
 typedef struct cddp_safetensors cddp_safetensors; /* an open file: safetensors.safe_open */
@@ -1110,8 +1075,8 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 /* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
    is the exit code; 0 is success. When one fails the others have 1 s to notice, then get SIGTERM
    and 5 s later SIGKILL; CDDP_PEER_LOST names the first: its rank, exit code or signal. Children
-   die with their parent, run no atexit handlers of it, and leave nothing behind (but LLVM's OpenMP,
-   if a child uses it, leaves a file of 1 KiB in /dev/shm). Like torch.multiprocessing.spawn;
+   die with their parent, run no atexit handlers of it, and leave nothing behind (but LLVM's OpenMP
+   a file of 1 KiB in /dev/shm, if a child uses it). Like torch.multiprocessing.spawn;
    examples/cddprun.c starts programs as ranks.
      environment  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; unless
                   CDDP_SECRET is set a random CDDP_JOB_SECRET for the ranks' meeting, which other
@@ -1132,10 +1097,9 @@ CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int np
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
-/* Calls fn on n threads, each with its own rank of one group, and waits for them; the groups are
-   destroyed here. fn returns 0 for success; when one fails (or calls pthread_exit) the others'
-   waits end with CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn begins with
-   cddp_set_device. */
+/* Calls fn on n threads, each with its own rank of one group, and waits for them; destroys the
+   groups. fn returns 0 for success; when one fails (or calls pthread_exit) the others' waits end
+   with CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn begins with cddp_set_device. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
 /* CALL SITES. -------------------------------------------------------------------------------------
@@ -1315,11 +1279,10 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
    set: equal bits on all ranks and in all runs. f16 and bf16 are widened to f32, summed and rounded
    once. AVG divides the sum.
 
-   THREADS. cddp runs on its callers' threads (what callers may do at once: THREADS in >>api), with
-   exceptions: a group whose collectives are called with a work handle, or that reduces buckets, has
-   an engine thread (>>work) that runs those for which nobody waits, in order; rank 0 serves the
-   store from a thread while ranks meet; and a group on GPUs has two (>>device). All block all
-   signals.
+   THREADS. cddp runs on its callers' threads (callers: THREADS in >>api), with exceptions: a group
+   whose collectives are called with a work handle, or that reduces buckets, has an engine thread
+   (>>work) that runs those for which nobody waits, in order; rank 0 serves the store from a thread
+   while ranks meet; and a group on GPUs has two (>>device). All block all signals.
    Locks, in the order in which they may be nested: cddp_ddp.lock, engine.lock; p2p_lock, host.lock;
    fail_lock. No lock is held while waiting for a peer. What ranks share is only touched through
    cddp__atomic_* or is published by one.
