@@ -1776,13 +1776,6 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
 
 /* --- data parallel --- */
 
-/* Parameters dealt out to buckets: b has params[offsets[b]] .. params[offsets[b + 1] - 1]. */
-typedef struct cddp__bucket_plan {
-  int bucket_count;
-  int *offsets; /* [bucket_count + 1] */
-  int *params;  /* indices of parameters */
-} cddp__bucket_plan;
-
 /* A node of the canonical tree over the shards of a step: the sum of some that one rank has.
    Shared, of elastic ranks. */
 typedef struct cddp__shard_node {
@@ -1820,10 +1813,10 @@ typedef struct cddp__tensor {
 
 /* --- elastic models --- */
 
-/* What must agree between ranks: a hash, and in words what it is of. */
+/* What must agree between ranks, of a parameter or of the model as a whole. */
 typedef struct cddp__model_info {
-  uint64_t hash;
-  char text[176];
+  uint64_t hash, params; /* params: of the model, a hash of its parameters */
+  char text[176];        /* what `hash` is of, in words */
 } cddp__model_info;
 
 /* What a rank that joins gets of the others' cddp_optim, beside its states. */
@@ -1848,8 +1841,7 @@ enum {
 typedef struct cddp__board {
   cddp__control_block block; /* size and left alone: 1 and, from the last rank's leaving on, 1: the
                                 arena frees the board, and what goes with it, as one */
-  cddp__model_info whole;    /* what must agree: of the model as a whole, */
-  uint64_t model;            /* and a hash of its parameters */
+  cddp__model_info model;
   int32_t shards;
   cddp__ref self;            /* where the board is, for ranks that join */
   cddp__atomic_u64 step;     /* how many are completed */
@@ -1879,8 +1871,7 @@ typedef struct cddp__crew_member {
 typedef struct cddp__crew_hello {
   cddp__crew_member self;
   unsigned char token[16]; /* the first rank's is the model's */
-  cddp__model_info whole;  /* what must agree: of the model as a whole, */
-  uint64_t model;          /* and a hash of its parameters */
+  cddp__model_info model;
 } cddp__crew_hello;
 
 typedef struct cddp__elastic cddp__elastic;           /* these: >>elastic, >>crew, */
@@ -1927,9 +1918,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int *order;            /* [count] parameters as they lie in the arena; sparse ones come last */
   int *receivers;        /* [receiver_count] ranks to which a step writes new weights */
   int receiver_count;
-  cddp__bucket_plan plan;
-  int *plan_memory;
-  cddp__bucket_state *buckets; /* [count], plan.bucket_count in use */
+  int *plan_offsets, *plan_params; /* see cddp__plan_buckets */
+  cddp__bucket_state *buckets; /* [count], bucket_count in use */
+  int bucket_count;
   int *plan_order;             /* [count] storage of buckets[].sorted */
   void **buffers;              /* [shards] scratch of the engine */
   const void **sources;        /* [shards] scratch of the caller's thread */
@@ -6200,13 +6191,12 @@ static int cddp__plan_nodes(int shards, int ranks, int rank, bool apart, cddp__s
    (limit_count >= 1). order NULL: declaration order; the buckets, sorted by smallest index, are
    listed last first, as gradients arrive. Otherwise parameters are taken in that order and the
    buckets stay in order of closing, those open at the end by the first appearance of their dtype.
-   memory: [CDDP__PLAN_INTS(count)], which the plan keeps. */
-#define CDDP__PLAN_INTS(count) (4 * (count) + 2)
-static void cddp__plan_buckets(cddp__bucket_plan *out, int *memory, const cddp_param *params,
-                               int count, const int *order, const size_t *limits,
-                               int limit_count) {
-  int *bucket_of = memory + 2 * count + 2; /* of each position, numbered in order of creation */
-  int *place = bucket_of + count;          /* of each bucket, in order of closing */
+   Returns how many there are; b has parameters sorted[offsets[b]] .. sorted[offsets[b + 1] - 1].
+   offsets: [count + 2]; sorted: [3 * count], the end of which is scratch. */
+static int cddp__plan_buckets(int *offsets, int *sorted, const cddp_param *params, int count,
+                              const int *order, const size_t *limits, int limit_count) {
+  int *bucket_of = sorted + count; /* of each position, numbered in order of creation */
+  int *place = bucket_of + count;  /* of each bucket, in order of closing */
   struct {
     int bucket, limit; /* that is open, -1: none; index of the limit in force */
     size_t bytes;      /* in it so far */
@@ -6233,17 +6223,14 @@ static void cddp__plan_buckets(cddp__bucket_plan *out, int *memory, const cddp_p
     if (o->bucket >= 0) place[o->bucket] = closed++;
     o->bucket = -1;
   }
-  out->bucket_count = created;
-  out->offsets = memory; /* [count + 2] */
-  out->params = memory + count + 2;
-  memset(out->offsets, 0, (size_t)(count + 2) * sizeof *out->offsets);
+  memset(offsets, 0, (size_t)(count + 2) * sizeof *offsets);
   for (i = 0; i < count; i++) { /* a counting sort by bucket */
     bucket_of[i] = order != NULL ? place[bucket_of[i]] : created - 1 - bucket_of[i];
-    out->offsets[bucket_of[i] + 2]++;
+    offsets[bucket_of[i] + 2]++;
   }
-  for (b = 0; b < created; b++) out->offsets[b + 2] += out->offsets[b + 1];
-  for (i = 0; i < count; i++)
-    out->params[out->offsets[bucket_of[i] + 1]++] = order != NULL ? order[i] : i;
+  for (b = 0; b < created; b++) offsets[b + 2] += offsets[b + 1];
+  for (i = 0; i < count; i++) sorted[offsets[bucket_of[i] + 1]++] = order != NULL ? order[i] : i;
+  return created;
 }
 
 /* >>shape --------------------------------------------------------------------------------------
@@ -15542,28 +15529,25 @@ static void cddp__describe(const cddp_ddp *d, int i, cddp__model_info *out) {
   out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
 }
 
-/* The hash of what all ranks of the model must have alike; *whole: of the model as a whole. */
-static uint64_t cddp__model_hash(const cddp_ddp *d, cddp__model_info *whole) {
-  cddp__model_info info;
-  uint64_t h = 0;
+/* What all ranks of the model must have alike. */
+static cddp__model_info cddp__model_of(const cddp_ddp *d) {
+  cddp__model_info model, info;
   int i;
-  cddp__describe(d, -1, whole);
+  cddp__describe(d, -1, &model);
   for (i = 0; i < d->count; i++) {
     cddp__describe(d, i, &info);
-    h = cddp__hash64(h, &info, sizeof info);
+    model.params = cddp__hash64(model.params, &info, sizeof info);
   }
-  return h;
+  return model;
 }
 
 /* What of the model this rank has otherwise than the job. */
-static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job,
-                                       uint64_t params) {
-  cddp__model_info whole;
-  uint64_t model = cddp__model_hash(d, &whole);
-  if (whole.hash != job->hash)
+static cddp_result cddp__join_compare(const cddp_ddp *d, const cddp__model_info *job) {
+  cddp__model_info model = cddp__model_of(d);
+  if (model.hash != job->hash)
     return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: the model is %s on rank %d, %.*s in the job",
-                      whole.text, d->group->rank, (int)sizeof job->text - 1, job->text);
-  if (params == model) return CDDP_OK;
+                      model.text, d->group->rank, (int)sizeof job->text - 1, job->text);
+  if (model.params == job->params) return CDDP_OK;
   return cddp__fail(CDDP_MISMATCH,
                     "CDDP_JOIN: a parameter of rank %d has another name, type or number of "
                     "elements than on the ranks of the job",
@@ -16106,7 +16090,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   if (!cddp__next_range(d, b, &i, &range)) return CDDP_OK; /* no rank used any of it */
   memset(&bucket, 0, sizeof bucket);
   bucket.index = (int)(b - d->buckets);
-  bucket.bucket_count = d->plan.bucket_count;
+  bucket.bucket_count = d->bucket_count;
   bucket.dtype = d->params[b->sorted[0]].dtype;
   bucket.count = bytes / cddp__dtype_size(bucket.dtype);
   bucket.group = d->hooks;
@@ -16153,7 +16137,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
 static cddp_result cddp__await_buckets(cddp_ddp *d) {
   int b;
   cddp__engine_drain(d->comm);
-  for (b = 0; b < d->plan.bucket_count; b++) {
+  for (b = 0; b < d->bucket_count; b++) {
     cddp_work *w = &d->buckets[b].work;
     if (d->buckets[b].launched && w->result != CDDP_OK) return cddp__fail(w->result, "%s", w->text);
   }
@@ -17137,15 +17121,15 @@ static int cddp__by_offset(const void *a, const void *b) {
 
 /* Replaces the plan: order NULL = reverse order of declaration, else the given order of arrival. */
 static void cddp__set_plan(cddp_ddp *d, const int *order) {
-  cddp__bucket_plan *plan = &d->plan;
   int b, i, k, n;
-  cddp__plan_buckets(plan, d->plan_memory, d->params, d->count, order, d->limits, 2);
-  memcpy(d->plan_order, plan->params, (size_t)d->count * sizeof *plan->params);
-  for (b = 0; b < plan->bucket_count; b++) {
+  d->bucket_count = cddp__plan_buckets(d->plan_offsets, d->plan_params, d->params, d->count, order,
+                                       d->limits, 2);
+  memcpy(d->plan_order, d->plan_params, (size_t)d->count * sizeof *d->plan_params);
+  for (b = 0; b < d->bucket_count; b++) {
     cddp__bucket_state *s = &d->buckets[b];
     s->ddp = d;
-    s->sorted = d->plan_order + plan->offsets[b];
-    s->count = plan->offsets[b + 1] - plan->offsets[b];
+    s->sorted = d->plan_order + d->plan_offsets[b];
+    s->count = d->plan_offsets[b + 1] - d->plan_offsets[b];
     for (i = n = 0; i < s->count; i++) { /* what lies in the arena comes first, in one piece */
       k = s->sorted[i];
       if (d->tensors[k].storage == CDDP__IN_PLACE) continue;
@@ -17165,7 +17149,7 @@ static void cddp__arm(cddp_ddp *d) {
     d->tensors[i].ready = d->tensors[i].noted = false;
     d->tensors[i].used = true;
   }
-  for (i = 0; i < d->plan.bucket_count; i++) {
+  for (i = 0; i < d->bucket_count; i++) {
     d->buckets[i].remaining = d->buckets[i].count;
     d->buckets[i].launched = false;
   }
@@ -17188,7 +17172,7 @@ static cddp_result cddp__next_of_rank(cddp_ddp *d) {
 static cddp_result cddp__launch(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
   if (d->group->size == 1 && d->desc.comm_hook == NULL && !d->spread) return CDDP_OK;
-  while (r == CDDP_OK && d->next_bucket < d->plan.bucket_count) {
+  while (r == CDDP_OK && d->next_bucket < d->bucket_count) {
     cddp__bucket_state *b = &d->buckets[d->next_bucket];
     if (b->remaining > 0) break;
     b->launched = true;
@@ -17751,7 +17735,8 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->widths = (int *)cddp__carve(base, &at, parts, sizeof *d->widths);
   d->active = (int *)cddp__carve(base, &at, size, sizeof *d->active);
   d->buckets = (cddp__bucket_state *)cddp__carve(base, &at, n, sizeof *d->buckets);
-  d->plan_memory = (int *)cddp__carve(base, &at, CDDP__PLAN_INTS(n), sizeof *d->plan_memory);
+  d->plan_offsets = (int *)cddp__carve(base, &at, n + 2, sizeof *d->plan_offsets);
+  d->plan_params = (int *)cddp__carve(base, &at, 3 * n, sizeof *d->plan_params);
   d->plan_order = (int *)cddp__carve(base, &at, n, sizeof *d->plan_order);
   d->arrival = (int *)cddp__carve(base, &at, n, sizeof *d->arrival);
   d->order = (int *)cddp__carve(base, &at, n, sizeof *d->order);
@@ -18958,7 +18943,7 @@ static void cddp__crew_open(cddp_ddp *d) {
   cddp__crew_tell_lead(d);
   h->door->table.life = (int)c->generation + 1;
   memcpy(h->door->table.lead.token, c->net->token, sizeof h->door->table.lead.token);
-  h->door->table.lead.model = cddp__model_hash(d, &h->door->table.lead.whole);
+  h->door->table.lead.model = cddp__model_of(d);
   cddp__door_open(h);
 }
 
@@ -19065,7 +19050,8 @@ static void cddp__crew_free(cddp_ddp *d) {
   if (c == NULL) return;
   cddp__crew_drop_past(c);
   if (c->net != NULL) cddp__crew_hide(d);
-  if (d->group->host->joined) d->group->host->door->table.lead.model = 0; /* it has had its one */
+  if (d->group->host->joined)
+    d->group->host->door->table.lead.model.params = 0; /* it has had its one */
   (void)d->memory->use(d->group);
   cddp__crew_release(d, c->mean);
   cddp__crew_release(d, c->area);
@@ -19192,7 +19178,7 @@ static cddp_result cddp__crew_create(cddp_ddp *d) {
 static cddp_result cddp__crew_join(cddp_ddp *d) {
   const cddp__crew_hello *lead = &d->group->host->door->table.lead;
   cddp__crew_member self;
-  cddp_result r = cddp__join_compare(d, &lead->whole, lead->model);
+  cddp_result r = cddp__join_compare(d, &lead->model);
   if (r == CDDP_OK) r = cddp__crew_new(d);
   if (r == CDDP_OK) r = cddp__crew_self(d, &self);
   if (r != CDDP_OK) return r;
@@ -19627,7 +19613,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   (void)cddp__board_layout(d, board, &e);
   if (r == CDDP_OK && mine != NULL) {
     e.board->self = cddp__ref_of(g->host, board, bytes);
-    e.board->model = cddp__model_hash(d, &e.board->whole);
+    e.board->model = cddp__model_of(d);
     e.board->shards = d->shards;
     cddp__store64(&e.board->gate, cddp__gate_open(&e.board->self) | (uint64_t)g->size);
     cddp__store32(&e.board->block.size, 1);
@@ -20632,7 +20618,7 @@ static cddp_result cddp__join_model(cddp_ddp *d) {
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__host *h = d->group->host;
   cddp__board *board = h->board;
-  cddp_result r = cddp__join_compare(d, &board->whole, board->model);
+  cddp_result r = cddp__join_compare(d, &board->model);
   bool inside;
   if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board);
   CDDP__POINT("elastic attached");
@@ -21418,9 +21404,9 @@ typedef struct cddp__checkpoint {
   cddp_checkpoint_desc none; /* if the caller passed none */
   bool first;                /* this is rank 0 */
   bool device;               /* something may lie on a device */
-  cddp__st_item *items;      /* the parameters, the learning rate, the optimizer's states */
+  cddp__st_item *items; /* the parameters, the learning rate, the optimizer's states, whose names
+                           lie behind */
   size_t item_count;
-  char *names; /* of the states */
   double lr;
   char *staging; /* [2 * CDDP__FILE_STAGING] between the file and a device; NULL: not needed yet */
   const char *path;
@@ -21630,9 +21616,9 @@ static cddp_result cddp__list_items(cddp__checkpoint *c) {
     for (k = 0; k < states; k++, n++)
       names += strlen("optimizer..") + strlen(cddp__state_name(o, k)) +
                strlen(o->params[i].name) + 1;
-  c->items = (cddp__st_item *)cddp__calloc(c->allocator, n, sizeof *c->items);
-  c->names = name = (char *)cddp__malloc(c->allocator, names);
-  if (c->items == NULL || c->names == NULL) return CDDP_OUT_OF_MEMORY;
+  c->items = (cddp__st_item *)cddp__calloc(c->allocator, 1, n * sizeof *c->items + names);
+  if (c->items == NULL) return CDDP_OUT_OF_MEMORY;
+  name = (char *)(c->items + n);
   for (i = 0; i < c->count; i++)
     cddp__add_item(c, c->params[i].name, c->params[i].dtype, c->params[i].count,
                    shapes != NULL ? &shapes[i] : NULL, c->params[i].data);
@@ -21686,7 +21672,6 @@ static void cddp__checkpoint_end(cddp__checkpoint *c) {
     if (c->items[i].from != NULL && c->items[i].place != NULL && s->backend == NULL)
       cddp__free(&s->allocator, c->items[i].data);
   cddp__free(c->allocator, c->items);
-  cddp__free(c->allocator, c->names);
   cddp__free(c->allocator, c->staging);
   cddp__buffer_clear(&c->header, 0);
   cddp_safetensors_close(c->file);
@@ -22850,7 +22835,7 @@ CDDPDEF cddp_result (cddp_ddp_create)(cddp_ddp **out, cddp_group *g, cddp_param 
   CDDP__TRY(cddp__check_own_memory(params, count, NULL, &g->host->allocator));
   cddp__engine_drain(g);
   joins = g->host->joined && desc->elastic;
-  by_messages = joins ? g->host->door->table.lead.model != 0
+  by_messages = joins ? g->host->door->table.lead.model.params != 0
                       : g->hosts != NULL || g->backend != NULL;
   if (joins && !by_messages && g->host->board == NULL)
     return cddp__fail(CDDP_UNSUPPORTED, "cddp_ddp_create: a process that has joined (CDDP_JOIN) "
@@ -23044,15 +23029,15 @@ CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {
 }
 
 CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d) {
-  return d != NULL ? d->plan.bucket_count : -1;
+  return d != NULL ? d->bucket_count : -1;
 }
 
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity) {
   int n, i;
-  if (d == NULL || bucket < 0 || bucket >= d->plan.bucket_count) return -1;
-  n = d->plan.offsets[bucket + 1] - d->plan.offsets[bucket];
+  if (d == NULL || bucket < 0 || bucket >= d->bucket_count) return -1;
+  n = d->plan_offsets[bucket + 1] - d->plan_offsets[bucket];
   for (i = 0; params != NULL && i < n && i < capacity; i++)
-    params[i] = d->plan.params[d->plan.offsets[bucket] + i];
+    params[i] = d->plan_params[d->plan_offsets[bucket] + i];
   return n;
 }
 

@@ -38,9 +38,8 @@ static void test_buckets_of_pytorch(void) {
   for (c = 0; c < GOLDEN_BUCKET_CASES; c++) {
     cddp_param params[32];
     size_t limits[4];
-    int order[32], memory[CDDP__PLAN_INTS(32)];
+    int order[32], offsets[34], sorted[96], buckets;
     int n = (int)*p++, explicit_order = (int)*p++, limit_count = (int)*p++;
-    cddp__bucket_plan plan;
     memset(params, 0, sizeof params);
     for (i = 0; i < limit_count; i++) limits[i] = (size_t)*p++;
     for (i = 0; i < n; i++) params[i].count = (size_t)*p++;
@@ -48,17 +47,17 @@ static void test_buckets_of_pytorch(void) {
       params[i].dtype = (cddp_dtype)*p++;
     }
     for (i = 0; i < n; i++) order[i] = (int)*p++;
-    cddp__plan_buckets(&plan, memory, params, n, explicit_order ? order : NULL, limits,
-                       limit_count);
-    CHECK_EQ(plan.bucket_count, *p);
+    buckets = cddp__plan_buckets(offsets, sorted, params, n, explicit_order ? order : NULL, limits,
+                                 limit_count);
+    CHECK_EQ(buckets, *p);
     p++;
-    for (b = 0; b < plan.bucket_count; b++) { /* PyTorch lists them first to last */
-      int k = explicit_order ? b : plan.bucket_count - 1 - b;
-      CHECK_EQ(plan.offsets[k + 1] - plan.offsets[k], *p);
+    for (b = 0; b < buckets; b++) { /* PyTorch lists them first to last */
+      int k = explicit_order ? b : buckets - 1 - b;
+      CHECK_EQ(offsets[k + 1] - offsets[k], *p);
       p++;
-      for (i = plan.offsets[k]; i < plan.offsets[k + 1]; i++) CHECK_EQ(plan.params[i], *p++);
+      for (i = offsets[k]; i < offsets[k + 1]; i++) CHECK_EQ(sorted[i], *p++);
     }
-    CHECK_EQ(plan.offsets[plan.bucket_count], n);
+    CHECK_EQ(offsets[buckets], n);
   }
   CHECK(p == golden_buckets + sizeof golden_buckets / sizeof *golden_buckets);
 }
@@ -66,19 +65,17 @@ static void test_buckets_of_pytorch(void) {
 static void test_example(void) {
   static const size_t bytes[] = {800000, 400000, 40, 28000000, 2000, 600, 2400000};
   static const size_t limits[] = {1048576, 26214400};
-  static const int want[] = {5, 4, 6, 2, 3, 0, 1}, offsets[] = {0, 1, 3, 5, 7};
+  static const int want[] = {5, 4, 6, 2, 3, 0, 1}, begin[] = {0, 1, 3, 5, 7};
   cddp_param params[7];
-  cddp__bucket_plan plan;
-  int memory[CDDP__PLAN_INTS(7)], i;
+  int offsets[9], sorted[21], i;
   memset(params, 0, sizeof params);
   for (i = 0; i < 7; i++) {
     params[i].dtype = i == 5 ? CDDP_F16 : CDDP_F32;
     params[i].count = bytes[i] / cddp_dtype_size(params[i].dtype);
   }
-  cddp__plan_buckets(&plan, memory, params, 7, NULL, limits, 2);
-  CHECK_EQ(plan.bucket_count, 4);
-  CHECK(memcmp(plan.params, want, sizeof want) == 0);
-  CHECK(memcmp(plan.offsets, offsets, sizeof offsets) == 0);
+  CHECK_EQ(cddp__plan_buckets(offsets, sorted, params, 7, NULL, limits, 2), 4);
+  CHECK(memcmp(sorted, want, sizeof want) == 0);
+  CHECK(memcmp(offsets, begin, sizeof begin) == 0);
 }
 
 /* Buckets still open at the end follow the first appearance of their dtype. */
@@ -86,16 +83,14 @@ static void test_arrival_order(void) {
   static const size_t limits[] = {SIZE_MAX};
   static const int order[] = {3, 0, 2, 1}, want[] = {3, 2, 0, 1};
   cddp_param params[4];
-  cddp__bucket_plan plan;
-  int memory[CDDP__PLAN_INTS(4)], i;
+  int offsets[6], sorted[12], i;
   memset(params, 0, sizeof params);
   for (i = 0; i < 4; i++) {
     params[i].dtype = i < 2 ? CDDP_F32 : CDDP_F64;
     params[i].count = 10;
   }
-  cddp__plan_buckets(&plan, memory, params, 4, order, limits, 1);
-  CHECK_EQ(plan.bucket_count, 2);
-  CHECK(memcmp(plan.params, want, sizeof want) == 0);
+  CHECK_EQ(cddp__plan_buckets(offsets, sorted, params, 4, order, limits, 1), 2);
+  CHECK(memcmp(sorted, want, sizeof want) == 0);
 }
 
 int main(void) {
