@@ -22712,11 +22712,11 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
   cddp__part *parts;
   cddp_result r;
   int p;
-  if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL)) {
-    cddp__enter_call(function);
+  cddp__enter_call(function);
+  if (work != NULL) *work = NULL;
+  if (g == NULL || recv_counts == NULL || (scatters && send_counts == NULL))
     return cddp__named(function, cddp__fail(CDDP_INVALID_ARGUMENT, "%s is NULL",
                                             g == NULL ? "the group" : "an array of counts"));
-  }
   parts = (cddp__part *)cddp__malloc(&g->host->allocator, cddp__parts_bytes(g));
   if (parts == NULL) return CDDP_OUT_OF_MEMORY;
   for (p = 0; p < g->size; p++) {
@@ -22733,15 +22733,16 @@ static cddp_result cddp__start_counted(const char *function, cddp_group *g, cddp
   if (received == 0) c->recv = g;
   c->count = g->size > 1 ? CDDP__COUNTED : received;
   c->parts = g->size > 1 ? parts : NULL;
-  if (p < g->size)
-    r = cddp__named(function, cddp__fail(CDDP_INVALID_ARGUMENT,
-                                         "the counts up to rank %d's are beyond the address space",
-                                         p));
+  r = p == g->size ? cddp__check_call(g, c)
+                   : cddp__fail(CDDP_INVALID_ARGUMENT,
+                                "the counts up to rank %d's are beyond the address space", p);
+  if (r != CDDP_OK)
+    r = cddp__named(function, r);
   else if (g->size == 1 && sent != received)
     r = cddp__fail(CDDP_MISMATCH, "rank 0 sends itself %zu elements and expects %zu", sent,
                    received);
   else
-    r = cddp__start(function, g, c, work);
+    r = cddp__start_call(g, c, work);
   cddp__free(&g->host->allocator, parts);
   return r;
 }
