@@ -225,8 +225,7 @@ typedef struct cddp_logger {
 
 typedef struct cddp_group_desc {
   const char *init_method;  /* NULL = "env://"; "tcp://host:port", "unix://name", "file:///path" */
-  const char *backend;      /* NULL = CDDP_BACKEND from the environment, else "nccl" if device is
-                               cuda (see GPUS), else "cpu"; or "mpi" */
+  const char *backend;      /* "cpu", "mpi", "nccl"; NULL = CDDP_BACKEND, else cpu, on cuda nccl */
   const char *device;       /* NULL = "cpu"; "cuda" = cuda:LOCAL_RANK; "cuda:3" */
   int rank, world_size;     /* at most 4,096 ranks; world_size 0 = both from the environment */
   double timeout_s;         /* for every wait; 0 = CDDP_TIMEOUT_S from the environment, else 600 */
@@ -566,8 +565,7 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 /* DATA PARALLEL. --------------------------------------------------------------------------------*/
 
 typedef struct cddp_param {
-  const char *name; /* for messages, files and the comparison between ranks; NULL is fine. It is
-                       not copied: it must stay where it is as long as the params */
+  const char *name; /* for messages, files and comparison; NULL is fine. Must stay as the params */
   void *data;       /* count weights; from cddp_alloc: cddp_ddp_step writes them in place */
   void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
   size_t count;     /* elements */
@@ -607,10 +605,8 @@ typedef struct cddp_ddp_desc {
   int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
   bool uneven_inputs;          /* GPUs with NCCL: ranks may call cddp_ddp_join, so that all hosts
                                   meet in each step; elsewhere they do in any case */
-  const size_t *sparse_rows;   /* [count] rows of a parameter whose gradient comes by
-                                  cddp_ddp_add_rows, 0 for others; NULL = none has any */
-  int shards;                  /* parts of the global batch, see cddp_ddp_next_shard; at least one
-                                  a rank, at most 4,096. 0 = one a rank */
+  const size_t *sparse_rows;   /* [count] 0: dense, else rows: cddp_ddp_add_rows; NULL = all 0 */
+  int shards;                  /* see SHARDS: one a rank or more, at most 4,096; 0 = one a rank */
   bool elastic;                /* ranks may be lost, and come; shards = the most there can be */
   double max_grad_norm;        /* cddp_ddp_step scales the mean gradient to at most this global
                                   2-norm; 0 = it does not, INFINITY = for cddp_ddp_grad_norm only */
@@ -1009,8 +1005,7 @@ typedef struct cddp_checkpoint_desc {
   char *text;               /* load: memory for the values, which point into it */
   size_t text_size;         /* bytes */
   bool partial; /* load: what the file lacks stays as it is, what it has besides is no error */
-  cddp_ddp *ddp; /* its cddp_ddp_steps; load: with shards set, it must have as many as the file's;
-                    NULL: none */
+  cddp_ddp *ddp; /* its cddp_ddp_steps, and shards, which load compares if set; NULL: none */
 } cddp_checkpoint_desc;
 
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
@@ -2059,16 +2054,14 @@ typedef struct cddp__hosts {
   double looked;           /* leaders: when a round last looked for notices, of cddp__now() */
   long step;               /* of a slice; frames that are posted belong to it */
   const void **pointers, **sums; /* [size] sources of a reduction */
-  unsigned char *headers; /* leaders: all hosts' headers on the wire, this host's first, each host's
-                              with the shares that ride with them */
+  unsigned char *headers; /* leaders: all hosts' headers, with their shares, this host's first */
   int lowest_remote;      /* the lowest rank on another host */
   bool local_only;        /* this rank's round is one of its host alone */
   char *stage;            /* what is on its way to or from other hosts */
   size_t stage_size;
   char **scratch;        /* [local_size] shared: pieces of buffers that are not; NULL: none yet */
   cddp__link *links;     /* to ranks of other hosts; p2p_lock, as are all of the next */
-  cddp__message *mail, **mail_end; /* received before it was asked for; oldest first; where the next
-                                      one goes */
+  cddp__message *mail, **mail_end; /* came before it was asked for, oldest first; the end */
   size_t mail_bytes;     /* of all of them */
   uint64_t pass;         /* through the items */
   bool polling;          /* a thread of this rank does, for all that wait */
