@@ -56,27 +56,19 @@
    this one), CDDP_BACKEND (cpu or mpi), and CDDP_JOIN (1: into the job that runs there; ELASTIC).
 
    CONTENTS: search for the mark
-     >>api          the public interface, with the rules of each call
-     >>design       how it works: memory, steps, the canonical sum, threads, failure
-     >>config       limits and tunables             >>structs      private structs and their owners
-     >>hooks        calls from rooms further down   >>base         errors, memory, clock, threads
-     >>record       the flight recorder             >>bytes        little-endian, hashes, proofs
-     >>sockets      addresses, non-blocking I/O     >>store        key-value store: TCP and file
-     >>discovery    rank and address                >>arena        memory shared by a host's ranks
-     >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
-     >>shape        what a collective moves (pure)  >>failure      broken groups; lost, late ranks
-     >>round        rounds in shared memory         >>links        connections between hosts
-     >>rendezvous   how ranks and hosts meet        >>p2p          send and recv
-     >>hosts        steps, collectives across hosts >>mpi          collectives by MPI
-     >>work         asynchronous operations         >>collectives  all_reduce and the others
-     >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
-     >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
-     >>kernels      optimizers on devices           >>ddp          distributed data parallel
-     >>crew         elastic over hosts, on GPUs     >>elastic      ranks are lost, and come
-     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
-     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
-     >>public       arguments; public functions     >>history      changes
-     >>license      the terms
+     >>api         public interface  >>design      how it works      >>config      limits, tunables
+     >>structs     private structs   >>hooks       calls from below  >>base        errors, threads
+     >>record      flight recorder   >>bytes       endian, hashes    >>sockets     addresses, I/O
+     >>store       key-value store   >>discovery   rank, address     >>arena       shared memory
+     >>reduce      canonical sums    >>plan        slices, buckets   >>shape       who sends what
+     >>failure     lost, late ranks  >>round       rounds on a host  >>links       host to host
+     >>rendezvous  ranks, hosts meet >>p2p         send and recv     >>hosts       rounds over hosts
+     >>mpi         collectives: MPI  >>work        handles, engine   >>collectives all_reduce, ...
+     >>groups      creation, split   >>sparse      gradient rows     >>optim       SGD and AdamW
+     >>device      ranks with GPUs   >>kernels     optim on GPUs     >>ddp         data parallel
+     >>crew        elastic, over TCP >>elastic     ranks come and go >>sampler     data indices
+     >>safetensors a file's header   >>checkpoint  save and load     >>spawn       forks, threads
+     >>public      argument checks   >>history     changes           >>license     the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -360,11 +352,10 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    results; cddp_synchronize, cddp_wait and every later call return the failure. A cddp_ddp, which
    has a communicator of its own, in device memory of its own, fails with its group, and takes it
    along over a lost rank, a deadline, NCCL or CUDA. Over ranks that called different things of it,
-   stepped with other settings (found some milliseconds later) or forgot a gradient it fails alone;
-   of ranks on different hosts the group's next barrier finds that too, and breaks the group.
+   stepped with other settings (found some milliseconds later) or forgot a gradient it fails alone.
    cddp_destroy waits for what is on the device, as long as the group is healthy, and with a
-   process's last group up to two seconds for NCCL, which takes leave of the other ranks; a process
-   that ends without it, while others have a graph with the group's operations, counts as lost.
+   process's last group up to two seconds for NCCL's leave of the other ranks; a process that ends
+   without it, while others have a graph with the group's operations, counts as lost.
    CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
    the default one, in mode thread-local or relaxed); ranks are not compared while capturing, all
    must capture and launch alike. The learning rate is the captured one. Destroy graphs before the
