@@ -144,10 +144,8 @@ typedef enum cddp_result {
   CDDP__RESULT_COUNT
 } cddp_result;
 
-/* The result's name, "CDDP_TIMEOUT" for CDDP_TIMEOUT. Never NULL. */
-CDDPDEF const char *cddp_result_name(cddp_result r);
-/* The result in words, "timed out" for CDDP_TIMEOUT. Never NULL. */
-CDDPDEF const char *cddp_result_text(cddp_result r);
+CDDPDEF const char *cddp_result_name(cddp_result r); /* such as "CDDP_TIMEOUT"; never NULL */
+CDDPDEF const char *cddp_result_text(cddp_result r); /* such as "timed out"; never NULL */
 
 /* One sentence about this thread's last failure: operation, rank, peer, address, errno, cure. Never
    NULL; "" before the first failure. Valid until this thread's next failing call. */
@@ -1173,9 +1171,8 @@ CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const
    is missing. */
 CDDPDEF cddp_result cddp_store_wait(cddp_store *s, const char *const *keys, int count,
                                     double timeout_s);
-/* *all_exist: whether all keys are there now. */
 CDDPDEF cddp_result cddp_store_check(cddp_store *s, const char *const *keys, int count,
-                                     bool *all_exist);
+                                     bool *all_exist); /* whether all are there now */
 /* *deleted, unless NULL: whether the key was there. */
 CDDPDEF cddp_result cddp_store_delete(cddp_store *s, const char *key, bool *deleted);
 CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
@@ -21794,30 +21791,27 @@ static cddp_result cddp__save_header(cddp__checkpoint *c) {
                       : cddp__fail_in(CDDP_INVALID_ARGUMENT, "what was passed makes no file: ");
 }
 
-/* Rank 0's part of saving. */
-static cddp_result cddp__write_checkpoint(cddp__checkpoint *c) {
-  bool peers = c->g != NULL && c->g->size > 1;
-  cddp_result r = cddp__open_target(c), left;
-  size_t i;
-  if (r == CDDP_OK && peers) r = cddp__enter(c->g); /* it reads their memory */
-  if (r == CDDP_OK) r = cddp__file_io(c->fd, true, c->header.data, c->header.end, 0);
-  for (i = 0; r == CDDP_OK && i < c->item_count; i++) {
-    CDDP__POINT("save");
-    r = cddp__copy_item(c, c->fd, &c->items[i], c->header.end + c->items[i].begin);
-  }
-  left = peers ? cddp__exit(c->g, CDDP_OK) : CDDP_OK;
-  return cddp__close_target(c, r == CDDP_OK ? left : r);
-}
-
 CDDPDEF cddp_result (cddp_save)(cddp_group *g, const char *path, const cddp_param *params,
                                 int count, const cddp_checkpoint_desc *desc) {
+  bool peers = g != NULL && g->size > 1;
   cddp__checkpoint c;
-  cddp_result r;
+  cddp_result r, left;
+  size_t i;
   cddp__enter_call(__func__);
   r = cddp__checkpoint_begin(&c, true, g, path, params, count, desc);
   if ((r = cddp__compare_calls(&c, r)) == CDDP_OK) {
     if (c.first) r = cddp__save_header(&c);
-    if (c.first && r == CDDP_OK) r = cddp__write_checkpoint(&c);
+    if (c.first && r == CDDP_OK) {
+      r = cddp__open_target(&c);
+      if (r == CDDP_OK && peers) r = cddp__enter(g); /* it reads their memory */
+      if (r == CDDP_OK) r = cddp__file_io(c.fd, true, c.header.data, c.header.end, 0);
+      for (i = 0; r == CDDP_OK && i < c.item_count; i++) {
+        CDDP__POINT("save");
+        r = cddp__copy_item(&c, c.fd, &c.items[i], c.header.end + c.items[i].begin);
+      }
+      left = peers ? cddp__exit(g, CDDP_OK) : CDDP_OK;
+      r = cddp__close_target(&c, r == CDDP_OK ? left : r);
+    }
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
   cddp__checkpoint_end(&c);
@@ -21922,33 +21916,19 @@ static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
   return CDDP_OK;
 }
 
-/* Finds in the file all that is asked for; changes nothing outside c. */
-static cddp_result cddp__match(cddp__checkpoint *c) {
-  const cddp_checkpoint_desc *d = c->desc;
-  cddp_result r = cddp__st_parse(c->file);
-  size_t needed = 0;
-  int i;
-  if (r == CDDP_OK) r = cddp__match_items(c);
-  if (r == CDDP_OK) r = cddp__match_numbers(c);
-  for (i = 0; r == CDDP_OK && i < d->metadata_count; i++) {
-    const char *value = cddp__st_value(c->file, d->metadata[i].key);
-    if (value != NULL) needed += strlen(value) + 1;
-  }
-  if (needed > 0 && (d->text == NULL || d->text_size < needed))
-    r = cddp__fail(CDDP_INVALID_ARGUMENT, "text has %zu bytes; the metadata's values need %zu",
-                   d->text != NULL ? d->text_size : 0, needed);
-  return r;
-}
-
 /* Rank 0's values on all ranks. */
 static cddp_result cddp__broadcast_bytes(const cddp__checkpoint *c, void *data, size_t bytes) {
   if (c->g == NULL) return CDDP_OK;
   return cddp__run_simple(c->g, CDDP__KIND_BROADCAST, data, data, bytes, CDDP_U8, 0);
 }
 
-/* The header, alike on all ranks, and what each rank finds in it. */
+/* The header, alike on all ranks, in which each rank finds all that is asked for. Changes nothing
+   outside c. */
 static cddp_result cddp__load_header(cddp__checkpoint *c, cddp_result r) {
+  const cddp_checkpoint_desc *d = c->desc;
   uint64_t sizes[2] = {0, 0}; /* of the text and the data */
+  size_t needed = 0;
+  int i;
   if (r == CDDP_OK && c->first) r = cddp__st_open(&c->file, c->allocator, c->path);
   if ((r = cddp__compare_calls(c, r)) != CDDP_OK) return r;
   if (c->first) sizes[0] = c->file->text_size, sizes[1] = c->file->data_bytes;
@@ -21958,7 +21938,17 @@ static cddp_result cddp__load_header(cddp__checkpoint *c, cddp_result r) {
   if (r == CDDP_OK) r = cddp__broadcast_bytes(c, c->file->text, c->file->text_size);
   if (r != CDDP_OK) return r;
   c->file->data_bytes = sizes[1];
-  return cddp__consensus(c->g, cddp__match(c), NULL, 0, NULL);
+  r = cddp__st_parse(c->file);
+  if (r == CDDP_OK) r = cddp__match_items(c);
+  if (r == CDDP_OK) r = cddp__match_numbers(c);
+  for (i = 0; r == CDDP_OK && i < d->metadata_count; i++) {
+    const char *value = cddp__st_value(c->file, d->metadata[i].key);
+    if (value != NULL) needed += strlen(value) + 1;
+  }
+  if (needed > 0 && (d->text == NULL || d->text_size < needed))
+    r = cddp__fail(CDDP_INVALID_ARGUMENT, "text has %zu bytes; the metadata's values need %zu",
+                   d->text != NULL ? d->text_size : 0, needed);
+  return cddp__consensus(c->g, r, NULL, 0, NULL);
 }
 
 /* The tensors that rank 0 has read, on all ranks. */
