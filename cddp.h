@@ -5640,20 +5640,24 @@ typedef struct cddp__kernels {
   }
 #define CDDP__ADAMW_LOOP_SCALARS(s) CDDP__ADAMW_SCALARS(float, s)
 
-/* FUSED: attributes of what has fused multiply-adds. */
-#define CDDP__KERNELS(ISA, TARGET, FUSED)                                                       \
+/* What gains from AVX-512, where memory and the caches set the pace of the others: on Zen 4 AdamW
+   gains 4 to 7 %, with two ranks 20 %, SGD's loop 11 to 20 %; on Zen 5 an all_reduce 5 to 18 %.
+   FUSED: attributes of what has fused multiply-adds. */
+#define CDDP__WIDE_KERNELS(ISA, TARGET, FUSED)                                                  \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__f32, f32, float, , ) \
-  CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , ) \
   CDDP__SUM_KERNELS(ISA, TARGET, cddp__u16, bf16, float, cddp__bf16_to_f32, cddp__f32_to_bf16) \
+  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f32, f32, __builtin_fmaf, sqrtf)                        \
+  CDDP__FUSED_KERNEL(ISA, FUSED, sgd, CDDP__SGD_SCALARS, CDDP__SGD_STEP)                       \
+  CDDP__FUSED_KERNEL(ISA, FUSED, adamw, CDDP__ADAMW_LOOP_SCALARS,                              \
+                     CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))
+#define CDDP__KERNELS(ISA, TARGET, FUSED)                                                       \
+  CDDP__WIDE_KERNELS(ISA, TARGET, FUSED)                                                        \
+  CDDP__SUM_KERNELS(ISA, TARGET, cddp__f64, f64, double, , ) \
   CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f32, f32, __builtin_fmaf)                              \
   CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, __builtin_fma)                               \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32)                                             \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64)                                             \
-  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f32, f32, __builtin_fmaf, sqrtf)                        \
   CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f64, f64, __builtin_fma, sqrt)                          \
-  CDDP__FUSED_KERNEL(ISA, FUSED, sgd, CDDP__SGD_SCALARS, CDDP__SGD_STEP)                       \
-  CDDP__FUSED_KERNEL(ISA, FUSED, adamw, CDDP__ADAMW_LOOP_SCALARS,                              \
-                     CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))                          \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32)                                                \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64)                                                \
   CDDP__INT_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t)                                          \
@@ -5720,15 +5724,7 @@ CDDP__AVX2 static void cddp__narrow_f16_avx2(void *dst, const cddp__f32 *s, size
 
 CDDP__KERNELS(avx2, CDDP__AVX2, CDDP__AVX2)
 static const cddp__kernels cddp__kernels_avx2[] = CDDP__TABLE(avx2, avx2);
-/* What gains from AVX-512: memory and the caches set the pace of the others. On Zen 4 AdamW gains 4
-   to 7 %, with two ranks 20 %, SGD's loop 11 to 20 %; on Zen 5 an all_reduce 5 to 18 %. */
-CDDP__SUM_KERNELS(avx512, CDDP__AVX512, cddp__f32, f32, float, , )
-CDDP__SUM_KERNELS(avx512, CDDP__AVX512, cddp__u16, bf16, float, cddp__bf16_to_f32,
-                  cddp__f32_to_bf16)
-CDDP__ADAMW_KERNEL(avx512, CDDP__AVX512, cddp__f32, f32, __builtin_fmaf, sqrtf)
-CDDP__FUSED_KERNEL(avx512, CDDP__AVX512, sgd, CDDP__SGD_SCALARS, CDDP__SGD_STEP)
-CDDP__FUSED_KERNEL(avx512, CDDP__AVX512, adamw, CDDP__ADAMW_LOOP_SCALARS,
-                   CDDP__ADAMW_STEP(float, __builtin_fmaf, sqrtf, ))
+CDDP__WIDE_KERNELS(avx512, CDDP__AVX512, CDDP__AVX512)
 static const cddp__kernels cddp__kernels_avx512[] = CDDP__TABLE(avx2, avx512);
 #endif
 
