@@ -56,19 +56,27 @@
    this one), CDDP_BACKEND (cpu or mpi), and CDDP_JOIN (1: into the job that runs there; ELASTIC).
 
    CONTENTS: search for the mark
-     >>api         public interface  >>design      how it works      >>config      limits, tunables
-     >>structs     private structs   >>hooks       calls from below  >>base        errors, threads
-     >>record      flight recorder   >>bytes       endian, hashes    >>sockets     addresses, I/O
-     >>store       key-value store   >>discovery   rank, address     >>arena       shared memory
-     >>reduce      canonical sums    >>plan        slices, buckets   >>shape       who sends what
-     >>failure     lost, late ranks  >>round       rounds on a host  >>links       host to host
-     >>rendezvous  ranks, hosts meet >>p2p         send and recv     >>hosts       rounds over hosts
-     >>mpi         collectives: MPI  >>work        handles, engine   >>collectives all_reduce, ...
-     >>groups      creation, split   >>sparse      gradient rows     >>optim       SGD and AdamW
-     >>device      ranks with GPUs   >>kernels     optim on GPUs     >>ddp         data parallel
-     >>crew        elastic, over TCP >>elastic     ranks come and go >>sampler     data indices
-     >>safetensors a file's header   >>checkpoint  save and load     >>spawn       forks, threads
-     >>public      argument checks   >>history     changes           >>license     the terms
+     >>api          the public interface, with the rules of each call
+     >>design       how it works: memory, steps, the canonical sum, threads, failure
+     >>config       limits and tunables             >>structs      private structs and their owners
+     >>hooks        calls from rooms further down   >>base         errors, memory, clock, threads
+     >>record       the flight recorder             >>bytes        little-endian, hashes, proofs
+     >>sockets      addresses, non-blocking I/O     >>store        key-value store: TCP and file
+     >>discovery    rank and address                >>arena        memory shared by a host's ranks
+     >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
+     >>shape        what a collective moves (pure)  >>failure      broken groups; lost, late ranks
+     >>round        rounds in shared memory         >>links        connections between hosts
+     >>rendezvous   how ranks and hosts meet        >>p2p          send and recv
+     >>hosts        steps, collectives across hosts >>mpi          collectives by MPI
+     >>work         asynchronous operations         >>collectives  all_reduce and the others
+     >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
+     >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
+     >>kernels      optimizers on devices           >>ddp          distributed data parallel
+     >>crew         elastic over hosts, on GPUs     >>elastic      ranks are lost, and come
+     >>sampler      DistributedSampler              >>safetensors  a file's header (pure)
+     >>checkpoint   save and load                   >>spawn        processes and threads as ranks
+     >>public       arguments; public functions     >>history      changes
+     >>license      the terms
 */
 
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
@@ -669,6 +677,12 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
      CDDP_MISMATCH          another model, WORLD_SIZE or version
      CDDP_INVALID_ARGUMENT  its RANK lives; a rank has its GPU
      CDDP_TIMEOUT           no rank has an elastic model, or none comes to a step
+   WHY NO MOMENT IS A BAD ONE. A shard is done when one store has put its sum into its rank's table;
+   a rank that dies before has done nothing, after that all of it, and its memory stays with the
+   others. In the update new weights and states are in their rank's log, block by block, before any
+   rank gets them: who goes on computes the block anew, or copies the log out once more, to the same
+   bytes. The step is over when every part is; a rank that joins is counted from one step's end on,
+   and gets weights and states from whoever begins the next step. >>elastic has it all.
    OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. If a
    rank is lost before cddp_ddp_next_shard returns false, it returns what that one had not done to
    the others; after that they have the mean. What ranks have called in an update is compared when
