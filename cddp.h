@@ -2900,7 +2900,7 @@ static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, s
    Owns: the list of sockets that a forked child gives up.
    May touch: the system only.
    Entry points: cddp__resolve, cddp__connect_address, cddp__listen_all, cddp__accept,
-   cddp__send_all, cddp__recv_all, cddp__own_socket, cddp__file_io.
+   cddp__send_all, cddp__recv_all, cddp__own, cddp__file_io.
    Works as follows: no socket blocks. A function that waits takes a deadline (cddp__now()) and
    polls. A function whose callers try several addresses returns 0 or an errno; the others return a
    result and leave its text. */
@@ -2958,12 +2958,13 @@ static void cddp__in_forked_child(void) { /* async-signal-safe */
 
 static void cddp__watch_forks(void) { (void)pthread_atfork(NULL, NULL, cddp__in_forked_child); }
 
-/* fd is a socket that forked children shall not keep open. */
-static void cddp__own_socket(int fd) {
+/* Lists fd, if it is one, which forked children shall not keep open; returns it. */
+static int cddp__own(int fd) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, cddp__watch_forks);
   if (fd >= 0 && fd < CDDP__OWN_SOCKETS)
     __atomic_fetch_or(&cddp__own_sockets[fd / 32], 1u << (fd % 32), __ATOMIC_ACQ_REL);
+  return fd;
 }
 
 static void cddp__close_fd(int *fd) {
@@ -3151,6 +3152,15 @@ static cddp__address cddp__internet_address(const struct sockaddr_in6 *in) {
   return a;
 }
 
+static cddp__address cddp__loopback_address(void) { /* 127.0.0.1 */
+  struct sockaddr_in6 in;
+  cddp__address a;
+  memset(&in, 0, sizeof in);
+  a = cddp__internet_address(&in);
+  a.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  return a;
+}
+
 /* An abstract Unix socket: of this host alone, without a port and without a file. Its name begins
    behind a NUL. */
 static void cddp__unix_name(cddp__address *a, const char *name) {
@@ -3249,15 +3259,21 @@ static int cddp__stream_ready(int fd) {
   return peer[1] == (uint32_t)geteuid() ? 0 : CDDP__FOREIGN;
 }
 
-/* A non-blocking socket, or -1 and errno. */
-static int cddp__socket(int family, int type) {
-  return cddp__above_stdio(socket(family, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+/* A non-blocking socket of this process alone, or -1 and errno. */
+static int cddp__socket(int family) {
+  return cddp__own(
+      cddp__above_stdio(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)));
 }
 
-/* The next connection of a listening socket, without blocking, or -1 and errno. */
+/* The next connection of a listening socket, without blocking, or -1 and errno: ECONNABORTED, too,
+   for a process that cddp__stream_ready refuses. */
 static int cddp__accept(int listener) {
-  return cddp__above_stdio(
-      (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  int fd = cddp__own(cddp__above_stdio(
+      (int)syscall(SYS_accept4, listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)));
+  if (fd < 0 || cddp__stream_ready(fd) == 0) return fd;
+  cddp__close_fd(&fd);
+  errno = ECONNABORTED;
+  return -1;
 }
 
 /* A TCP connection to a port of this host where nobody listens may, when that port is also picked
@@ -3273,7 +3289,7 @@ static bool cddp__connected_to_itself(int fd) {
 
 /* One attempt. Returns 0, CDDP__FOREIGN or an errno; *out is a non-blocking socket, or -1. */
 static int cddp__connect_address(const cddp__address *a, double deadline, int *out) {
-  int error = 0, fd = cddp__socket(a->sa.ss_family, SOCK_STREAM);
+  int error = 0, fd = cddp__socket(a->sa.ss_family);
   socklen_t size = sizeof error;
   *out = fd;
   if (fd < 0) return errno;
@@ -3294,7 +3310,7 @@ static int cddp__connect_address(const cddp__address *a, double deadline, int *o
 /* A listening socket. Returns 0 or an errno. "::" serves IPv4 too, any other IPv6 address only
    itself. */
 static int cddp__listen_address(const cddp__address *a, int *out) {
-  int on = 1, error, fd = cddp__socket(a->sa.ss_family, SOCK_STREAM);
+  int on = 1, error, fd = cddp__socket(a->sa.ss_family);
   *out = fd;
   if (fd < 0) return errno;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -3339,18 +3355,15 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
                     "cannot listen on %s: %s", text.s, strerror(error));
 }
 
-/* A listening socket on 127.0.0.1 and a port of the system's choice. */
+/* A listening socket on 127.0.0.1 and a port of the system's choice, for forked children too. */
 static cddp_result cddp__listen_any(int *fd, int *port) {
-  cddp__address a;
-  int count = 0;
-  cddp_result r;
-  memset(&a, 0, sizeof a);
-  a.v4.sin_family = AF_INET;
-  a.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  a.size = sizeof a.v4;
-  *fd = -1;
-  r = cddp__listen_all(&a, 1, fd, &count);
+  cddp__address a = cddp__loopback_address();
+  int own = -1, count = 0;
+  cddp_result r = cddp__listen_all(&a, 1, &own, &count);
   *port = cddp__address_port(&a);
+  *fd = fcntl(own, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  if (r == CDDP_OK && *fd < 0) r = cddp__fail_errno("fcntl of a socket");
+  cddp__close_fd(&own);
   return r;
 }
 
@@ -3990,18 +4003,19 @@ static void cddp__server_add_conn(cddp__server *v, int fd, bool spare) {
     if (room) cddp__conn_kill(v, oldest);
     if (!room && !spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1) : -1;
-    if (low >= 0) close(fd), fd = low;
+    if (low >= 0) {
+      cddp__close_fd(&fd);
+      fd = cddp__own(low);
+    }
   }
-  c = NULL;
-  if (room && cddp__stream_ready(fd) == 0)
-    c = (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c);
+  c = room ? (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c) : NULL;
   if (c == NULL ||
       cddp__challenge_begin(&c->challenge, v->secret, "store", false, NULL, 0) != CDDP_OK) {
     cddp__free(&v->allocator, c);
-    close(fd);
+    cddp__close_fd(&fd);
     return;
   }
-  cddp__own_socket(c->fd = fd);
+  c->fd = fd;
   v->silent++;
   c->in.allocator = c->out.allocator = &v->allocator;
   c->in.total = c->out.total = &v->buffered;
@@ -4144,7 +4158,6 @@ static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
   for (i = 0; i < s->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *a = &s->addresses[i];
     error = cddp__connect_address(a, cddp__soon(5, deadline), &s->fd);
-    cddp__own_socket(s->fd);
     if (error == 0)
       r = cddp__greet(s, cddp__describe_address(a).s, deadline);
     else
@@ -4304,23 +4317,21 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
                    "elsewhere over TCP");
   } else {
     v->fd_count = 1;
-    fds[0] = fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    fds[0] = cddp__own(fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
     if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
         !cddp__local_address(fds[0], &s->addresses[0]))
       r = cddp__fail_errno("the launcher's listening socket");
   }
-  v->fds[0] = cddp__above_stdio(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  v->fds[0] = cddp__own(cddp__above_stdio(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)));
   v->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   v->reserve = v->epoll < 0 ? -1 : fcntl(v->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   if (r == CDDP_OK && (v->fds[0] < 0 || v->epoll < 0 || v->reserve < 0))
     r = cddp__fail_errno("eventfd or epoll");
   v->fd_count++;
   if (r == CDDP_OK) r = cddp__random(&v->seed, sizeof v->seed);
-  for (i = 0; i < v->fd_count; i++) {
-    cddp__own_socket(v->fds[i]);
-    if (r == CDDP_OK && !cddp__server_watch(v, v->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
+  for (i = 0; i < v->fd_count && r == CDDP_OK; i++)
+    if (!cddp__server_watch(v, v->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
       r = cddp__fail_errno("eventfd or epoll");
-  }
   if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
   if (r != CDDP_OK) cddp__server_free(v);
   if (r == CDDP_OK) s->server = v;
@@ -4448,7 +4459,7 @@ static cddp_result cddp__file_serve(cddp_store *s, const cddp__store_options *o)
 static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   const int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
   bool may_serve = o->desc.is_server || o->elect, locked, named;
-  int fd = cddp__above_stdio(open(s->name, flags, 0600)), i;
+  int fd = cddp__own(cddp__above_stdio(open(s->name, flags, 0600))), i;
   cddp__file_record record;
   cddp_result r = CDDP_OK;
   if (fd < 0)
@@ -4463,7 +4474,6 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
   if (r == CDDP_OK) r = cddp__file_read(fd, &record);
   if (r == CDDP_OK && locked && may_serve && named) { /* it is this store's to remove */
     s->file = fd;
-    cddp__own_socket(fd);
     return cddp__file_serve(s, o);
   }
   if (r == CDDP_OK && o->desc.is_server && !o->elect) {
@@ -4481,7 +4491,7 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
     if (r != CDDP_OK && (!cddp__file_is_named(fd, s->name) || flock(fd, LOCK_NB | LOCK_SH) == 0))
       r = CDDP_NETWORK; /* its server has ended, and another program may have its port */
   }
-  close(fd);
+  cddp__close_fd(&fd);
   return r;
 }
 
@@ -7498,10 +7508,9 @@ static cddp__link *cddp__link_new(const cddp__net *n, int fd, double seconds) {
   cddp__link *l = (cddp__link *)cddp__calloc(&n->allocator, 1, sizeof *l);
   int idle = CDDP__UNANSWERED_S > 4 ? (int)(CDDP__UNANSWERED_S / 4) : 1, count = 3;
   if (l == NULL) {
-    close(fd);
+    cddp__close_fd(&fd);
     return NULL;
   }
-  cddp__own_socket(fd);
   l->out.allocator = &n->allocator;
   l->fd = fd;
   l->peer = l->rank = -1;
@@ -7662,7 +7671,7 @@ static cddp_result cddp__link_call(const cddp__net *n, int peer, int purpose, ui
   const cddp__home *home = &n->homes[peer];
   cddp__address a = cddp__internet_address(&n->hosts[home->host].address),
                 here = cddp__internet_address(&n->hosts[n->host].address);
-  int fd = cddp__socket(a.sa.ss_family, SOCK_STREAM);
+  int fd = cddp__socket(a.sa.ss_family);
   cddp__link *l = fd < 0 ? NULL : cddp__link_new(n, fd, CDDP__UNANSWERED_S);
   *out = l;
   if (fd < 0) return cddp__fail_errno("socket");
@@ -8235,12 +8244,6 @@ static cddp_result cddp__taken(const cddp__host *h, int rank, uint32_t pid, cons
                     h->place, rank, pid, name, other, other_name);
 }
 
-/* The process at the other end of a Unix socket, if it is this user's, else 0. */
-static uint32_t cddp__peer_pid(int fd) {
-  uint32_t peer[3];
-  return cddp__peer_process(fd, peer) && peer[1] == (uint32_t)geteuid() ? peer[0] : 0;
-}
-
 /* Where this process met last: survivors of a group meet again under other ranks, while the others
    may still hold theirs. */
 static cddp__atomic_u32 cddp__met_before; /* a rendezvous's mark */
@@ -8253,19 +8256,17 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
   char told;
   int tries, status;
   for (tries = 0; tries < 100; tries++) {
-    uint32_t pid = 0;
+    uint32_t peer[3] = {0, 0, 0}, pid;
     bool ended;
     int fd, error = cddp__listen_address(&a, &v->host->claim);
-    if (error == 0) {
-      cddp__own_socket(v->host->claim);
-      return CDDP_OK;
-    }
+    if (error == 0) return CDDP_OK;
     if (error != EADDRINUSE)
       return cddp__fail_descriptors(v, error, "bind of an abstract Unix socket");
     if (cddp__load32(&cddp__met_before) == v->mark)
       return CDDP_OK; /* a rank of the group before has it, which is about to leave that group */
     error = cddp__connect_address(&a, v->deadline, &fd);
-    if (error == 0) pid = cddp__peer_pid(fd);
+    if (error == 0) (void)cddp__peer_process(fd, peer);
+    pid = peer[0];
     ended = error != 0 || (pid != 0 && ((kill((pid_t)pid, 0) != 0 && errno == ESRCH) ||
                                         cddp__exit_status(-1, pid, &status)));
     if (error == EAGAIN || (error == 0 && recv(fd, &told, 1, MSG_DONTWAIT) == 1))
@@ -8284,13 +8285,13 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
 /* Another process of this user that has called this rank's name, since it has the same rank; 0:
    none. */
 static uint32_t cddp__claimed_again(const cddp__host *h) {
-  uint32_t pid = 0;
-  int fd;
-  while (pid == 0 && h->claim >= 0 && (fd = cddp__accept(h->claim)) >= 0) {
-    pid = cddp__peer_pid(fd);
-    if (pid == (uint32_t)getpid()) pid = 0;
-    (void)!CDDP__SEND(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    close(fd);
+  uint32_t peer[3], pid = 0;
+  while (pid == 0 && h->claim >= 0) {
+    int fd = cddp__accept(h->claim);
+    if (fd < 0 && errno != ECONNABORTED) break;
+    if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) pid = peer[0];
+    if (fd >= 0) (void)!CDDP__SEND(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    cddp__close_fd(&fd);
   }
   return pid;
 }
@@ -8409,7 +8410,7 @@ static int cddp__channel_read(cddp__channel *c, cddp__meet_head *h, int *fds) {
 
 static void cddp__channel_init(cddp__channel *c, int fd, bool local) {
   memset(c, 0, sizeof *c);
-  cddp__own_socket(c->fd = fd);
+  c->fd = fd;
   c->local = local;
   c->since = cddp__now();
 }
@@ -8459,12 +8460,12 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
     if (none) continue;
     below = (cddp__channel *)cddp__grown(&v->host->allocator, v->below, &v->below_capacity,
                                          v->below_count + 1, sizeof *below);
-    if (below != NULL) v->below = below;
-    if (below != NULL && cddp__stream_ready(fd) == 0)
-      cddp__channel_init(&below[v->below_count++], fd, listener == v->node_socket);
-    else
-      close(fd);
-    if (below == NULL) return CDDP_OUT_OF_MEMORY;
+    if (below == NULL) {
+      cddp__close_fd(&fd);
+      return CDDP_OUT_OF_MEMORY;
+    }
+    v->below = below;
+    cddp__channel_init(&below[v->below_count++], fd, listener == v->node_socket);
     if (few) return CDDP_OK; /* what it says is read before the next one is let in */
   }
   return CDDP_OK;
@@ -8503,7 +8504,6 @@ static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp
   asked = cddp__describe_address(&a);
   if (error == 0 && !cddp__local_address(*fd, &a)) error = errno;
   *port = cddp__address_port(&a);
-  cddp__own_socket(*fd);
   if (error == EMFILE || error == ENFILE) return cddp__fail_descriptors(v, error, "socket");
   if (error == 0) return CDDP_OK;
   return cddp__fail(CDDP_SYSTEM,
@@ -8644,12 +8644,8 @@ static cddp_result cddp__own_address(int fd, cddp__address *out) {
   const char *name = cddp__env("CDDP_IFNAME");
   cddp__address list[CDDP__ADDRESSES_MAX];
   int n, i;
-  if (fd < 0 || !cddp__local_address(fd, out) || out->sa.ss_family == AF_UNIX) {
-    memset(out, 0, sizeof *out);
-    out->v4.sin_family = AF_INET;
-    out->v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    out->size = sizeof out->v4;
-  }
+  if (fd < 0 || !cddp__local_address(fd, out) || out->sa.ss_family == AF_UNIX)
+    *out = cddp__loopback_address();
   if (name == NULL) return CDDP_OK;
   n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX);
   if (n == 0)
@@ -8779,7 +8775,6 @@ static cddp_result cddp__enter_node(cddp__rendezvous *v) {
   cddp__unix_name(&a, v->door->node);
   error = cddp__listen_address(&a, &v->node_socket);
   if (error == 0) {
-    cddp__own_socket(v->node_socket);
     CDDP__POINT("lead");
     return CDDP_OK;
   }
@@ -9018,7 +9013,7 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   if (r != CDDP_OK || h->net == NULL) return r;
   h->net->listener = v->members[0].link_fd;
   v->members[0].link_fd = -1;
-  cddp__own_socket(h->net->listener); /* a client got it from its coordinator */
+  (void)cddp__own(h->net->listener); /* a client got it from its coordinator */
   return CDDP_OK;
 }
 
@@ -9177,11 +9172,9 @@ static void cddp__door_open(cddp__host *h) {
     cddp__address_set_port(&a, h->door->port);
     if (cddp__listen_address(&a, &h->door_port) == 0)
       setsockopt(h->door_port, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof seconds);
-    cddp__own_socket(h->door_port);
   }
   a = cddp__rank_socket(h->door, "join-", (int)h->door->table.info.rank);
   if (h->door_fd < 0) error = cddp__listen_address(&a, &h->door_fd);
-  cddp__own_socket(h->door_fd);
   if (error != 0)
     cddp__log(&h->logger, 1, "no process can join through this rank: %s", strerror(error));
 }
@@ -9196,13 +9189,12 @@ static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
 
 /* Tells who has called how to join. A process that joins answers at once; for any other one this
    rank waits a moment. */
-static void cddp__door_answer(cddp__host *h, int fd, bool local) {
+static void cddp__door_answer(cddp__host *h, int fd) {
   cddp__join_table *table = &h->door->table;
   double deadline = cddp__now() + 0.1;
   cddp__challenge c;
   int fds[2] = {h->fd, -1};
-  cddp_result r = !local || cddp__peer_pid(fd) != 0 ? CDDP_OK : CDDP_UNAUTHORIZED;
-  if (r == CDDP_OK) r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
+  cddp_result r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
   if (r == CDDP_OK) r = cddp__prove(&c, fd, deadline);
   table->info.fp_mode = cddp__fp_mode();
   table->job = h->record != NULL ? h->record->job : 0;
@@ -9223,8 +9215,8 @@ static void cddp__door_serve(cddp__host *h) {
   if ((doors[0] < 0 && doors[1] < 0) || (begin = cddp__now()) < h->door_closed) return;
   for (k = 0; k < 2; k++)
     while (took < 0.05 && doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
-      cddp__door_answer(h, fd, k == 0);
-      close(fd);
+      cddp__door_answer(h, fd);
+      cddp__close_fd(&fd);
       took = cddp__now() - begin;
     }
   h->door_closed = begin + 10 * took;
@@ -9251,7 +9243,6 @@ static cddp_result cddp__join_call_ranks(const cddp__door *door, cddp__join_call
     if (i < *count || (rank < 0 && (door->foreign >> (-1 - rank) & 1) != 0) ||
         cddp__connect_address(&at, cddp__now() + (rank < 0 ? 0.5 : 0), &c->fd) != 0)
       continue;
-    cddp__own_socket(c->fd);
     c->rank = rank;
     ++*count;
     r = cddp__challenge_begin(&c->challenge, door->secret, "join", true, NULL, 0);
@@ -9391,8 +9382,8 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
     h->door->table.board = table.board;
     h->door->table.lead = table.lead;
     a = cddp__rank_socket(v.door, "", at->rank);
-    if (h->board != NULL && cddp__listen_address(&a, &h->claim) == 0)
-      cddp__own_socket(h->claim); /* else it is not in yet, nor is it to seem so to others */
+    if (h->board != NULL) /* else it is not in yet, nor is it to seem so to others */
+      (void)cddp__listen_address(&a, &h->claim);
     r = cddp__world_group(out, h, at->rank, h->size, at->timeout_s);
   }
   if (r == CDDP_OK) { /* it has met nobody, so all but memory and models fails */
@@ -9453,8 +9444,7 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
           cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u));
     /* The store's port is held, without listening, while the group lives: else the system might
        give it to the next job that asks for a free one, which would seem to be a second one. */
-    if (s != NULL) h->port = fcntl(s->fds[1], F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
-    if (h->port >= 0) cddp__own_socket(h->port);
+    if (s != NULL) h->port = cddp__own(fcntl(s->fds[1], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   }
   cddp__rendezvous_free(&v); /* the server stops listening */
   if (h->port >= 0) shutdown(h->port, SHUT_RD);
@@ -19093,7 +19083,6 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   if ((error = cddp__listen_address(&a, &c->net->listener)) != 0)
     return cddp__fail(CDDP_SYSTEM, "listen for ranks that go on after a loss: %s",
                       strerror(error));
-  cddp__own_socket(c->net->listener);
   if (!cddp__local_address(c->net->listener, &a)) return cddp__fail_errno("getsockname");
   self->port = cddp__address_port(&a);
   self->rank = d->group->rank;
