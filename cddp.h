@@ -2527,9 +2527,7 @@ static const char *cddp__size_cure(int e) {
    it in; start, end and result follow as they come, unless the place is another operation's by
    then. Any thread may record. Off (no CDDP_RECORD), all of it is one look at a NULL pointer. */
 
-static size_t cddp__record_bytes(void) {
-  return sizeof(cddp_record_header) + CDDP_RECORDS * sizeof(cddp_record);
-}
+#define CDDP__RECORD_BYTES (sizeof(cddp_record_header) + CDDP_RECORDS * sizeof(cddp_record))
 
 static int64_t cddp__nanoseconds(clockid_t clock) {
   struct timespec t;
@@ -2548,7 +2546,7 @@ static uint64_t cddp__record_job(void) {
 static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int rank, int size,
                                      int life) {
   const char *dir = getenv("CDDP_RECORD");
-  size_t bytes = cddp__record_bytes();
+  size_t bytes = CDDP__RECORD_BYTES;
   cddp_record_header *h;
   char path[4096];
   void *p = MAP_FAILED;
@@ -2661,9 +2659,8 @@ static void cddp__put32(void *p, uint32_t v) { /* little-endian, any alignment *
   for (i = 0; i < 4; i++) b[i] = (unsigned char)(v >> (8 * i));
 }
 static void cddp__put64(void *p, uint64_t v) {
-  unsigned char *b = (unsigned char *)p;
-  int i;
-  for (i = 0; i < 8; i++) b[i] = (unsigned char)(v >> (8 * i));
+  cddp__put32(p, (uint32_t)v);
+  cddp__put32((unsigned char *)p + 4, (uint32_t)(v >> 32));
 }
 static uint32_t cddp__get32(const void *p) {
   const unsigned char *b = (const unsigned char *)p;
@@ -2918,20 +2915,6 @@ typedef struct cddp__address { /* a socket address */
 
 #define CDDP__ADDRESSES_MAX 16 /* addresses of one host name */
 
-/* The calls that may do less than asked go through these, so that tests can make them. */
-#ifndef CDDP__SEND
-#define CDDP__SEND send
-#endif
-#ifndef CDDP__RECV
-#define CDDP__RECV recv
-#endif
-#ifndef CDDP__PREAD
-#define CDDP__PREAD pread
-#endif
-#ifndef CDDP__PWRITE
-#define CDDP__PWRITE pwrite
-#endif
-
 /* FORK. The child of a fork has copies of all descriptors, and as long as it lives its copy of a
    connection keeps the other side from seeing that the rank has died. So the child gives up the
    sockets that are listed here: their numbers stay taken, by sockets that are connected to nothing,
@@ -3005,8 +2988,8 @@ static cddp_result cddp__send_or_recv(int fd, const void *out, void *in, size_t 
   size_t at = 0;
   while (at < size) {
     ssize_t n =
-        in != NULL ? CDDP__RECV(fd, (char *)in + at, size - at, MSG_DONTWAIT)
-                   : CDDP__SEND(fd, (const char *)out + at, size - at, MSG_NOSIGNAL | MSG_DONTWAIT);
+        in != NULL ? recv(fd, (char *)in + at, size - at, MSG_DONTWAIT)
+                   : send(fd, (const char *)out + at, size - at, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n == 0 && in != NULL)
       return cddp__fail(CDDP_NETWORK, "the other side closed the connection");
     if (n >= 0) {
@@ -3375,9 +3358,9 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
     ssize_t n = -1;
     if (write) most = (size_t)(cddp__file_room(at) < most ? cddp__file_room(at) : most);
     if (!write)
-      n = CDDP__PREAD(fd, p, most, (off_t)at);
+      n = pread(fd, p, most, (off_t)at);
     else if (most > 0) /* else errno says why there is no room */
-      n = CDDP__PWRITE(fd, p, most, (off_t)at);
+      n = pwrite(fd, p, most, (off_t)at);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0 && write)
       return cddp__fail(CDDP_IO, "write, after %" PRIu64 " bytes: %s%s", at,
@@ -3848,7 +3831,7 @@ static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
 /* Sends what the system takes. False when the connection has failed. */
 static bool cddp__conn_flush(cddp__conn *c) {
   while (cddp__buffer_size(&c->out) > 0) {
-    ssize_t n = CDDP__SEND(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
+    ssize_t n = send(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
                            MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno == EAGAIN;
@@ -3930,7 +3913,7 @@ static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
        !cddp__buffer_reserve(&c->in, want)))
     return false;
   do
-    n = CDDP__RECV(c->fd, c->in.data + c->in.end, cddp__min(c->in.capacity - c->in.end, 1u << 20),
+    n = recv(c->fd, c->in.data + c->in.end, cddp__min(c->in.capacity - c->in.end, 1u << 20),
                    MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
   if (n <= 0) return n < 0 && errno == EAGAIN;
@@ -3948,13 +3931,6 @@ static void cddp__conn_event(cddp__server *v, cddp__conn *c, uint32_t events) {
     cddp__conn_run(v, c);
 }
 
-/* Whether c has let a deadline pass: for its greeting, for reading its output, or for a command. */
-static bool cddp__conn_late(const cddp__conn *c, double now) {
-  size_t in = cddp__buffer_size(&c->in);
-  if (!c->greeted || cddp__buffer_size(&c->out) > 0) return now >= c->deadline;
-  return in > 0 && !c->blocked && now >= c->deadline + (double)in / 65536;
-}
-
 /* The end of a turn: drops connections that are late, goes on with those whose WAIT is over, and
    frees the ended. */
 static void cddp__server_settle(cddp__server *v) {
@@ -3962,8 +3938,11 @@ static void cddp__server_settle(cddp__server *v) {
   bool tick = now >= v->checked + CDDP__TICK_MS * 1e-3;
   cddp__conn *c, **link;
   if (tick) v->checked = now;
-  for (c = v->conns; c != NULL && tick; c = c->next)
-    if (cddp__conn_late(c, now)) cddp__conn_kill(v, c);
+  for (c = v->conns; c != NULL && tick; c = c->next) {
+    bool runs = c->greeted && cddp__buffer_size(&c->out) == 0; /* else it greets, or has to read */
+    double more = runs ? (double)cddp__buffer_size(&c->in) / 65536 : 0;
+    if (now >= c->deadline + more && (!runs || (more > 0 && !c->blocked))) cddp__conn_kill(v, c);
+  }
   while (v->unsettled) {
     v->unsettled = false;
     for (link = &v->conns; (c = *link) != NULL;) {
@@ -7761,7 +7740,7 @@ static void cddp__link_leave(const cddp__net *n, cddp__link *l) {
   cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 0, CDDP_U8, 0, 0);
   char rest[4096];
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
-    (void)!CDDP__SEND(l->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
+    (void)!send(l->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
   while (recv(l->fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {} /* or close would reset it */
   cddp__link_free(n, l);
 }
@@ -7992,7 +7971,7 @@ static void cddp__host_release(cddp__host *h) {
   cddp__close_fd(&h->port);
   if (h->record != NULL) {
     h->record->left = 1;
-    munmap(h->record, cddp__record_bytes());
+    munmap(h->record, CDDP__RECORD_BYTES);
   }
   cddp__net_release(h->net);
   pthread_mutex_destroy(&h->lock);
@@ -8290,7 +8269,7 @@ static uint32_t cddp__claimed_again(const cddp__host *h) {
     int fd = cddp__accept(h->claim);
     if (fd < 0 && errno != ECONNABORTED) break;
     if (fd >= 0 && cddp__peer_process(fd, peer) && peer[0] != (uint32_t)getpid()) pid = peer[0];
-    if (fd >= 0) (void)!CDDP__SEND(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (fd >= 0) (void)!send(fd, "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     cddp__close_fd(&fd);
   }
   return pid;
@@ -8429,6 +8408,27 @@ static cddp_result cddp__report_channel_lost(const cddp__rendezvous *v, const cd
   return cddp__fail(CDDP_PEER_LOST,
                     "rank %u (pid %u on %s) died or gave up while the ranks were meeting", i->rank,
                     i->pid, i->host.name);
+}
+
+/* Where other hosts reach this one: the near end of a connection to one of them, as the system has
+   chosen it by route; or, by CDDP_IFNAME, the first address of that interface, of the same family
+   if it has one. Loopback says nothing: the other end is on this host. */
+static cddp_result cddp__own_address(int fd, cddp__address *out) {
+  const char *name = cddp__env("CDDP_IFNAME");
+  cddp__address list[CDDP__ADDRESSES_MAX];
+  int n, i;
+  if (fd < 0 || !cddp__local_address(fd, out) || out->sa.ss_family == AF_UNIX)
+    *out = cddp__loopback_address();
+  if (name == NULL) return CDDP_OK;
+  n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX);
+  if (n == 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
+                      "and has an address; `ip addr` lists them",
+                      name);
+  for (i = 0; i < n && list[i].sa.ss_family != out->sa.ss_family; i++) {}
+  *out = list[i < n ? i : 0];
+  return CDDP_OK;
 }
 
 /* --- the ranks below --- */
@@ -8579,6 +8579,9 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
       info.host.name[sizeof info.host.name - 1] = 0;
       info.joins = 0; /* who joins does not come here */
       if (!c->known && !cddp__admit(v, c, &info)) break;
+      if (!c->local && cddp__address_loopback(&v->address) &&
+          (r = cddp__own_address(c->fd, &v->address)) != CDDP_OK)
+        return r;
       node = c->local ? 0 : c->known ? v->members[c->first].node : v->nodes++;
       if ((r = cddp__add_member(v, &info, node)) != CDDP_OK) return r;
       if (!c->known) c->first = v->member_count - 1;
@@ -8637,27 +8640,6 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
 
 /* --- how a coordinator finds the root, or is the root: one key of the store --- */
 
-/* Where other hosts reach this one: the near end of a connection to one of them, as the system has
-   chosen it by route; or, by CDDP_IFNAME, the first address of that interface, of the same family
-   if it has one. Loopback says nothing: the other end is on this host. */
-static cddp_result cddp__own_address(int fd, cddp__address *out) {
-  const char *name = cddp__env("CDDP_IFNAME");
-  cddp__address list[CDDP__ADDRESSES_MAX];
-  int n, i;
-  if (fd < 0 || !cddp__local_address(fd, out) || out->sa.ss_family == AF_UNIX)
-    *out = cddp__loopback_address();
-  if (name == NULL) return CDDP_OK;
-  n = cddp__interface_addresses(name, list, CDDP__ADDRESSES_MAX);
-  if (n == 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_IFNAME is \"%.40s\", but this host has no such interface that is up "
-                      "and has an address; `ip addr` lists them",
-                      name);
-  for (i = 0; i < n && list[i].sa.ss_family != out->sa.ss_family; i++) {}
-  *out = list[i < n ? i : 0];
-  return CDDP_OK;
-}
-
 /* The root listens for other coordinators, and tells the store where: on the address of its
    connection to the store, or on all addresses if the store is on this host too. */
 static cddp_result cddp__open_root(cddp__rendezvous *v) {
@@ -8678,7 +8660,7 @@ static cddp_result cddp__open_root(cddp__rendezvous *v) {
 }
 
 static void cddp__close_store(cddp__rendezvous *v) {
-  if (v->store != NULL) cddp__store_close(v->store);
+  cddp__store_close(v->store);
   v->store = NULL;
   v->pause = 0.25;
 }
@@ -8800,12 +8782,6 @@ static cddp_result cddp__enter_node(cddp__rendezvous *v) {
 static cddp_result cddp__make_table(cddp__rendezvous *v) {
   size_t i;
   cddp_result r = CDDP_OK;
-  bool routed = false;
-  for (i = 0; i < v->below_count && !routed && r == CDDP_OK; i++) {
-    if (v->below[i].local || !cddp__awaited(v, &v->below[i])) continue;
-    r = cddp__own_address(v->below[i].fd, &v->address);
-    routed = !cddp__address_loopback(&v->address);
-  }
   for (i = 0; i < v->member_count && v->nodes > 1 && r == CDDP_OK; i++)
     if (v->members[i].node == 0) r = cddp__listen_for_links(v, &v->members[i]);
   if (r != CDDP_OK) return r;
@@ -8910,15 +8886,15 @@ static cddp_result cddp__make_memory(cddp__host *h) {
    ranks that met. */
 static cddp_result cddp__take_memory(cddp__rendezvous *v, int size) {
   cddp__host *h = v->host;
-  struct stat st;
+  uint64_t bytes;
   h->fd = v->fds[0];
   v->members[0].link_fd = v->fds[1];
   v->fds[0] = v->fds[1] = -1;
   if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
     return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
-  for (h->window_bits = 12; h->window_bits < 40; h->window_bits++)
-    if (((uint64_t)size + 1) << h->window_bits >= (uint64_t)st.st_size) break;
+  bytes = (uint64_t)lseek(h->fd, 0, SEEK_END);
+  h->window_bits = 12;
+  while (h->window_bits < 40 && ((uint64_t)size + 1) << h->window_bits < bytes) h->window_bits++;
   return CDDP_OK;
 }
 
@@ -9135,15 +9111,6 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
 #define CDDP__JOB_GONE_S 2.0 /* how long nobody must be there before the job counts as ended */
 #define CDDP__CALLS 64   /* ranks that a joining process calls at once */
 
-/* A rank that begins alone may be joined later, if it has an elastic model. */
-static cddp_result cddp__door_alone(const cddp__place *at, const cddp_group_desc *d,
-                                    cddp__host *h) {
-  cddp__rendezvous v;
-  cddp_result r = cddp__rendezvous_init(&v, at, d, h);
-  cddp__rendezvous_free(&v);
-  return r;
-}
-
 /* The memory of a rank that began alone is shared from now on, for those who join. What it has
    allocated stays its own. */
 static void cddp__share_memory(cddp__host *h) {
@@ -9187,39 +9154,29 @@ static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
   return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
 }
 
-/* Tells who has called how to join. A process that joins answers at once; for any other one this
-   rank waits a moment. */
-static void cddp__door_answer(cddp__host *h, int fd) {
-  cddp__join_table *table = &h->door->table;
-  double deadline = cddp__now() + 0.1;
-  cddp__challenge c;
-  int fds[2] = {h->fd, -1};
-  cddp_result r = cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0);
-  if (r == CDDP_OK) r = cddp__prove(&c, fd, deadline);
-  table->info.fp_mode = cddp__fp_mode();
-  table->job = h->record != NULL ? h->record->job : 0;
-  if (h->board != NULL) table->board = h->board->self;
-  if (r == CDDP_OK)
-    (void)cddp__channel_post(fd, CDDP__MEET_TABLE, CDDP_OK, table, sizeof *table,
-                             h->board != NULL ? fds : NULL, deadline);
-  CDDP__POINT("elastic told");
-}
-
-/* Answers those who have called. Callers that are slow, or come again and again, take a tenth of
-   this rank's time together. */
+/* Tells those who have called how to join. A process that joins answers at once; for any other one
+   this rank waits a moment. Callers that are slow, or come again and again, take a tenth of this
+   rank's time together. */
 static void cddp__door_serve(cddp__host *h) {
-  int doors[2], k, fd;
-  double begin, took = 0;
-  doors[0] = h->door_fd;
-  doors[1] = h->door_port;
-  if ((doors[0] < 0 && doors[1] < 0) || (begin = cddp__now()) < h->door_closed) return;
+  int doors[2] = {h->door_fd, h->door_port}, fds[2] = {h->fd, -1}, k, fd;
+  double now = cddp__now(), begin = now;
+  cddp__challenge c;
+  if ((doors[0] < 0 && doors[1] < 0) || now < h->door_closed) return;
   for (k = 0; k < 2; k++)
-    while (took < 0.05 && doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
-      cddp__door_answer(h, fd);
+    while (now < begin + 0.05 && doors[k] >= 0 && (fd = cddp__accept(doors[k])) >= 0) {
+      cddp__join_table *table = &h->door->table;
+      table->info.fp_mode = cddp__fp_mode();
+      table->job = h->record != NULL ? h->record->job : 0;
+      if (h->board != NULL) table->board = h->board->self;
+      if (cddp__challenge_begin(&c, h->door->secret, "join", false, NULL, 0) == CDDP_OK &&
+          cddp__prove(&c, fd, now + 0.1) == CDDP_OK)
+        (void)cddp__channel_post(fd, CDDP__MEET_TABLE, CDDP_OK, table, sizeof *table,
+                                 h->board != NULL ? fds : NULL, now + 0.1);
+      CDDP__POINT("elastic told");
       cddp__close_fd(&fd);
-      took = cddp__now() - begin;
+      now = cddp__now();
     }
-  h->door_closed = begin + 10 * took;
+  h->door_closed = begin + 10 * (now - begin);
 }
 
 typedef struct cddp__join_call { /* of a rank of the job */
@@ -9273,24 +9230,20 @@ static cddp_result cddp__join_hear(cddp__door *door, cddp__join_call *call, int 
   return r == CDDP_TIMEOUT || (call->rank < 0 && r == CDDP_UNAUTHORIZED) ? CDDP_NETWORK : r;
 }
 
-/* Whether a process holds the name of one of the ranks that met. */
-static bool cddp__rank_is_there(const cddp__door *door) {
-  cddp__address a;
-  int rank, fd, error = 0;
-  for (rank = 0; rank < (int)door->table.info.world_size && error != EADDRINUSE; rank++) {
-    if (rank == (int)door->table.info.rank) continue;
-    a = cddp__rank_socket(door, "", rank);
-    error = cddp__listen_address(&a, &fd);
-    cddp__close_fd(&fd);
-  }
-  return error == EADDRINUSE;
-}
-
-/* Why this process gives up; CDDP_OK: not yet. seen: when a rank was there last. */
+/* Why this process gives up; CDDP_OK: not yet. seen: when a rank was there last: one that was
+   called, or a process that holds the name of one of the ranks that met. */
 static cddp_result cddp__join_patience(const cddp__host *h, int called, double deadline,
                                        double *seen) {
-  bool there = called > 0 || cddp__rank_is_there(h->door), far = h->door->port != 0;
+  const cddp__rank_info *own = &h->door->table.info;
+  bool there = called > 0, far = h->door->port != 0;
   double now = cddp__now();
+  int rank, fd;
+  for (rank = 0; rank < (int)own->world_size && !there; rank++) {
+    cddp__address a = cddp__rank_socket(h->door, "", rank);
+    if (rank == (int)own->rank) continue;
+    there = cddp__listen_address(&a, &fd) == EADDRINUSE;
+    cddp__close_fd(&fd);
+  }
   if (there) *seen = now;
   if (!there && (now >= deadline || now - *seen > CDDP__JOB_GONE_S))
     return cddp__fail(CDDP_PEER_LOST,
@@ -9341,7 +9294,6 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   cddp__host *h = v->host;
   size_t page = cddp__page_size();
   uint32_t joins;
-  struct stat st;
   void *board;
   cddp__control_block *first; /* of the job's first group; a page of it */
   cddp_result r;
@@ -9355,9 +9307,8 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   h->cores = cddp__add_cores(first->processors);
   munmap(first, page);
   cddp__host_place(h, h->size, h->index, table->size + (int)joins - 1);
-  if (fstat(h->fd, &st) != 0) return cddp__fail_errno("fstat of shared memory");
   if (joins <= CDDP__JOINS &&
-      (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)st.st_size)
+      (uint64_t)(h->window + 2) << h->window_bits <= (uint64_t)lseek(h->fd, 0, SEEK_END))
     return CDDP_OK;
   return cddp__fail(CDDP_UNSUPPORTED,
                     "CDDP_JOIN: the job is full: its memory has room for %d processes to join, in "
@@ -9404,15 +9355,21 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
 /* --- all of it --- */
 
 /* Meets the other ranks and builds the group of all, after which h has the shared memory and
-   process ids of its ranks. After a failure there may be a group too, which the caller leaves. */
+   process ids of its ranks. A rank that begins alone meets nobody, but may be joined later, if it
+   has an elastic model. After a failure there may be a group too, which the caller leaves. */
 static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_group_desc *d,
                               cddp__host *h) {
   cddp__rendezvous v;
   const cddp__server *s;
   uint32_t refused;
   int next;
-  cddp_result r = cddp__rendezvous_init(&v, at, d, h);
-  *out = NULL;
+  cddp_result r;
+  if (h->threads && at->init_method[0] == 0) return cddp__world_group(out, h, 0, 1, at->timeout_s);
+  r = cddp__rendezvous_init(&v, at, d, h);
+  if (h->threads) {
+    cddp__rendezvous_free(&v);
+    return r == CDDP_OK ? cddp__world_group(out, h, 0, 1, at->timeout_s) : r;
+  }
   if (r == CDDP_OK) r = cddp__claim_rank(&v);
   if (at->listen_fd >= 0) cddp__store32(&cddp__listen_fd_user, (uint32_t)getpid());
   if (r == CDDP_OK && v.serves) {
@@ -12535,10 +12492,7 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
   h = cddp__host_create(&d->allocator, &d->logger, size, at.rank);
   if (h == NULL) return CDDP_OUT_OF_MEMORY;
   h->threads = at.world_size == 1 && !at.joins;
-  r = at.joins              ? cddp__join(&g, &at, d, h)
-      : at.world_size > 1 ? cddp__meet(&g, &at, d, h)
-                          : cddp__world_group(&g, h, 0, 1, at.timeout_s);
-  if (r == CDDP_OK && h->threads && at.init_method[0] != 0) r = cddp__door_alone(&at, d, h);
+  r = at.joins ? cddp__join(&g, &at, d, h) : cddp__meet(&g, &at, d, h);
   cddp__host_release(h);
   if (at.joins && r != CDDP_OK && g != NULL) cddp__group_leave(g);
   if (g == NULL || at.joins) {
@@ -22269,21 +22223,11 @@ static cddp_result cddp__watch_child(cddp__spawn_job *job, int i) {
   return CDDP_OK;
 }
 
-/* Elastic: forks a lost child again, if there are others that it can join. */
-static void cddp__fork_again(cddp__spawn_job *job, int i) {
-  cddp_result r;
-  job->pids[i] = 0;
-  if (job->next_signal != 0 || job->alive == 0 || job->succeeded || job->restarts == 0) return;
-  job->restarts--;
-  fflush(NULL);
-  r = cddp__fork_child(job, i, true);
-  if (r == CDDP_OK) r = cddp__watch_child(job, i);
-  if (r == CDDP_OK && write(job->start[1], "", 1) != 1) r = cddp__fail_errno("write");
-  if (r != CDDP_OK) cddp__spawn_failed(job, r, 0);
-}
-
+/* Until all have ended. A lost child of an elastic job is forked again, if there are others that it
+   can join. */
 static cddp_result cddp__watch_children(cddp__spawn_job *job) {
   int i, ms;
+  cddp_result r;
   while (job->alive > 0) {
     if (job->next_signal != 0 && cddp__now() >= job->deadline) {
       for (i = 0; i < job->n; i++)
@@ -22295,8 +22239,18 @@ static cddp_result cddp__watch_children(cddp__spawn_job *job) {
     if (poll(job->fds, (nfds_t)job->n, ms) < 0 && errno != EINTR)
       cddp__sleep(0.01); /* poll takes no more descriptors than ulimit -n */
     cddp__reap_children(job);
-    for (i = 0; i < job->n; i++)
-      if (job->pids[i] < 0) cddp__fork_again(job, i);
+    for (i = 0; i < job->n; i++) {
+      if (job->pids[i] >= 0) continue;
+      job->pids[i] = 0;
+      if (job->next_signal != 0 || job->alive == 0 || job->succeeded || job->restarts == 0)
+        continue;
+      job->restarts--;
+      fflush(NULL);
+      r = cddp__fork_child(job, i, true);
+      if (r == CDDP_OK) r = cddp__watch_child(job, i);
+      if (r == CDDP_OK && write(job->start[1], "", 1) != 1) r = cddp__fail_errno("write");
+      if (r != CDDP_OK) cddp__spawn_failed(job, r, 0);
+    }
   }
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
 }
@@ -22396,34 +22350,14 @@ static void *cddp__thread_main(void *p) {
   return NULL;
 }
 
-/* Starts the threads and waits for them. If one cannot be started, the others lose a peer. */
-static cddp_result cddp__run_thread_ranks(cddp__thread_rank *t, int n, cddp_result r) {
-  const cddp__thread_rank *failed;
-  char text[32];
-  int i, started = 0;
-  while (r == CDDP_OK && started < n) {
-    r = cddp__thread_start(&t[started].thread, cddp__thread_main, &t[started], false);
-    if (r == CDDP_OK) started++;
-  }
-  for (i = started; i < n; i++)
-    if (t[i].group != NULL) cddp__group_leave(t[i].group);
-  for (i = 0; i < started; i++) pthread_join(t[i].thread, NULL);
-  if (r != CDDP_OK || cddp__load32(t->first) == 0) return r;
-  failed = &t[cddp__load32(t->first) - 1];
-  snprintf(text, sizeof text, "returned %d", failed->code);
-  return cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - t),
-                    failed->returned ? text : "did not return: pthread_exit or pthread_cancel",
-                    failed->text[0] ? "; its last error: " : "", failed->text);
-}
-
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n) {
-  cddp__thread_rank *t;
-  char *block;
+  cddp__thread_rank *t, *failed;
+  char *block, text[32];
   cddp__atomic_u32 first = {0};
   uint64_t job = cddp__record_job();
   double timeout_s;
   cddp_result r = cddp__discover_timeout(0, &timeout_s);
-  int i;
+  int i, started = 0;
   CDDP__CHECK(fn != NULL, "fn is NULL");
   CDDP__CHECK(n >= 1 && n <= CDDP__MAX_RANKS, "n is %d; it must be from 1 to %d", n,
               CDDP__MAX_RANKS);
@@ -22444,7 +22378,20 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
     if (r == CDDP_OK)
       r = cddp__group_build(&t[i].group, t[i].host, i, n, NULL, block, timeout_s);
   }
-  if (t != NULL) r = cddp__run_thread_ranks(t, n, r);
+  while (r == CDDP_OK && started < n) {
+    r = cddp__thread_start(&t[started].thread, cddp__thread_main, &t[started], false);
+    if (r == CDDP_OK) started++;
+  }
+  for (i = started; t != NULL && i < n; i++) /* if a thread cannot start, the others lose a peer */
+    if (t[i].group != NULL) cddp__group_leave(t[i].group);
+  for (i = 0; i < started; i++) pthread_join(t[i].thread, NULL);
+  if (r == CDDP_OK && cddp__load32(&first) != 0) {
+    failed = &t[cddp__load32(&first) - 1];
+    snprintf(text, sizeof text, "returned %d", failed->code);
+    r = cddp__fail(CDDP_PEER_LOST, "rank %d (a thread) %s%s%s", (int)(failed - t),
+                   failed->returned ? text : "did not return: pthread_exit or pthread_cancel",
+                   failed->text[0] ? "; its last error: " : "", failed->text);
+  }
   for (i = 0; t != NULL && i < n; i++) cddp__host_release(t[i].host);
   if (block != NULL) munmap(block, cddp__block_bytes(n, n));
   free(t);

@@ -12,10 +12,10 @@ static ssize_t faulty_pread(int fd, void *p, size_t n, off_t offset);
 static ssize_t faulty_pwrite(int fd, const void *p, size_t n, off_t offset);
 static int raced_listen(int fd, int backlog);
 static int (*const real_listen)(int fd, int backlog) = listen;
-#define CDDP__SEND faulty_send
-#define CDDP__RECV faulty_recv
-#define CDDP__PREAD faulty_pread
-#define CDDP__PWRITE faulty_pwrite
+#define send(fd, p, n, flags) faulty_send(fd, p, n, flags)
+#define recv(fd, p, n, flags) faulty_recv(fd, p, n, flags)
+#define pread(fd, p, n, offset) faulty_pread(fd, p, n, offset)
+#define pwrite(fd, p, n, offset) faulty_pwrite(fd, p, n, offset)
 #define listen raced_listen
 #define CDDP__GREETING_S 0.6
 #define CDDP__COMMAND_S 0.8
@@ -23,6 +23,10 @@ static int (*const real_listen)(int fd, int backlog) = listen;
 
 #define CDDP_IMPLEMENTATION
 #include "../../cddp.h"
+#undef send
+#undef recv
+#undef pread
+#undef pwrite
 
 #include "../test.h"
 
