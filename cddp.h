@@ -2679,17 +2679,14 @@ static uint64_t cddp__hash64(uint64_t h, const void *data, size_t n) {
   return h;
 }
 
-/* Fills p from the kernel's generator; for nonces and names that must not be guessed. */
+/* Fills p from the kernel's generator, which gives up to 256 bytes at once; for nonces and names
+   that must not be guessed. */
 static cddp_result cddp__random(void *p, size_t n) {
-  unsigned char *b = (unsigned char *)p;
-  while (n > 0) {
-    long got = syscall(SYS_getrandom, b, n, 0);
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return cddp__fail_errno("getrandom");
-    b += got;
-    n -= (size_t)got;
-  }
-  return CDDP_OK;
+  long got;
+  do
+    got = syscall(SYS_getrandom, p, n, 0);
+  while (got < 0 && errno == EINTR);
+  return got == (long)n ? CDDP_OK : cddp__fail_errno("getrandom");
 }
 
 /* BLAKE2s (RFC 7693), which takes a key: no HMAC is needed around it. */
@@ -3593,16 +3590,15 @@ typedef struct cddp__server { /* Owner: its thread, between start and join */
   cddp_allocator allocator;
   const char *secret; /* NULL = none */
   int epoll;
-  int fds[1 + CDDP__ADDRESSES_MAX]; /* an eventfd, written to by the destroyer; listening sockets */
+  int fds[CDDP__ADDRESSES_MAX]; /* listening sockets; their shutdown wakes the thread */
   int fd_count;
   int reserve; /* a descriptor to let go of, so that a caller can be told that none is left */
-  cddp__atomic_u32 ended;    /* set by the destroyer: a sandbox may forbid it to write */
+  cddp__atomic_u32 ended;    /* set by the destroyer */
   cddp__atomic_u32 unproven; /* connections that did not prove to know the secret */
   cddp__entry *buckets[CDDP__BUCKETS]; /* the map */
   uint64_t seed;     /* of its hash */
   size_t keys;       /* in it */
   size_t stored;     /* bytes that its entries take */
-  uint64_t created;  /* keys that were made, ever */
   struct cddp__conn *conns; /* the newest */
   int blocked;       /* connections that are in a WAIT */
   int silent;        /* connections that have not yet greeted */
@@ -3663,7 +3659,6 @@ static bool cddp__map_put(cddp__server *v, cddp__span key, cddp__span value, boo
   if (*link != NULL) return true;
   *link = e;
   v->keys++;
-  v->created++;
   v->stored += sizeof *e + key.size;
   return true;
 }
@@ -3845,7 +3840,7 @@ static bool cddp__conn_flush(cddp__conn *c) {
    ends once it has read why. In a WAIT only CANCEL_WAIT is taken, which ends it; what else comes
    stays where it is. */
 static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
-  uint64_t created = v->created;
+  size_t keys = v->keys;
   cddp__challenge *k = &c->challenge;
   cddp__span in = cddp__buffer_span(&c->in);
   cddp__conn *other;
@@ -3874,7 +3869,7 @@ static bool cddp__conn_step(cddp__server *v, cddp__conn *c) {
     cddp__conn_kill(v, c);
   else if (found == CDDP__FRAME_WHOLE)
     cddp__conn_execute(v, c);
-  other = v->created != created && v->blocked > 0 ? v->conns : NULL;
+  other = v->keys > keys && v->blocked > 0 ? v->conns : NULL;
   for (; other != NULL; other = other->next) {
     if (!other->blocked) continue;
     cddp__conn_execute(v, other); /* before c may delete what it made */
@@ -4032,7 +4027,7 @@ static void *cddp__server_main(void *arg) {
     if ((n < 0 && errno != EINTR) || cddp__load32(&v->ended) != 0) return NULL;
     for (i = 0; i < n; i++) {
       uint64_t what = events[i].data.u64;
-      if (what > CDDP__ADDRESSES_MAX)
+      if (what >= CDDP__ADDRESSES_MAX)
         cddp__conn_event(v, (cddp__conn *)(uintptr_t)what, events[i].events);
       else
         cddp__server_accept(v, v->fds[what]);
@@ -4282,13 +4277,13 @@ static int cddp__url_scheme(const char *url, const char **name) {
 static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   cddp__server *v = (cddp__server *)cddp__calloc(&o->desc.allocator, 1, sizeof *v);
   cddp_result r = CDDP_OK;
-  int i, *fds;
+  int i, *fd;
   if (v == NULL) return CDDP_OUT_OF_MEMORY;
   v->allocator = o->desc.allocator;
   v->secret = s->proof;
-  fds = v->fds + 1;
+  fd = v->fds;
   if (o->listen_fd < 0) {
-    r = cddp__listen_all(s->addresses, s->address_count, fds, &v->fd_count);
+    r = cddp__listen_all(s->addresses, s->address_count, v->fds, &v->fd_count);
     if (r == CDDP_NETWORK)
       cddp__append(cddp__error_text, sizeof cddp__error_text,
                    "; it must be this host's, rank 0's, and nobody else may use it: set "
@@ -4296,21 +4291,18 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
                    "elsewhere over TCP");
   } else {
     v->fd_count = 1;
-    fds[0] = cddp__own(fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-    if (fds[0] < 0 || fcntl(fds[0], F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
-        !cddp__local_address(fds[0], &s->addresses[0]))
+    *fd = cddp__own(fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+    if (*fd < 0 || fcntl(*fd, F_SETFL, O_RDWR | O_NONBLOCK) != 0 ||
+        !cddp__local_address(*fd, &s->addresses[0]))
       r = cddp__fail_errno("the launcher's listening socket");
   }
-  v->fds[0] = cddp__own(cddp__above_stdio(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)));
   v->epoll = cddp__above_stdio(epoll_create1(EPOLL_CLOEXEC));
   v->reserve = v->epoll < 0 ? -1 : fcntl(v->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
-  if (r == CDDP_OK && (v->fds[0] < 0 || v->epoll < 0 || v->reserve < 0))
-    r = cddp__fail_errno("eventfd or epoll");
-  v->fd_count++;
+  if (r == CDDP_OK && v->reserve < 0) r = cddp__fail_errno("epoll");
   if (r == CDDP_OK) r = cddp__random(&v->seed, sizeof v->seed);
   for (i = 0; i < v->fd_count && r == CDDP_OK; i++)
     if (!cddp__server_watch(v, v->fds[i], EPOLL_CTL_ADD, EPOLLIN, (uint64_t)i))
-      r = cddp__fail_errno("eventfd or epoll");
+      r = cddp__fail_errno("epoll");
   if (r == CDDP_OK) r = cddp__thread_start(&v->thread, cddp__server_main, v, true);
   if (r != CDDP_OK) cddp__server_free(v);
   if (r == CDDP_OK) s->server = v;
@@ -4480,14 +4472,14 @@ static cddp_result cddp__file_try(cddp_store *s, const cddp__store_options *o) {
    thread. The file goes first: a process that comes now begins a store of its own. */
 static void cddp__store_close(cddp_store *s) {
   cddp_allocator a;
-  uint64_t one = 1;
+  int i;
   if (s == NULL) return;
   a = s->allocator;
   if (s->file >= 0 && cddp__file_is_named(s->file, s->name)) unlink(s->name);
   cddp__close_fd(&s->fd);
   if (s->server != NULL && s->server_pid == getpid()) {
     cddp__store32(&s->server->ended, 1);
-    while (write(s->server->fds[0], &one, sizeof one) < 0 && errno == EINTR) {}
+    for (i = 0; i < s->server->fd_count; i++) shutdown(s->server->fds[i], SHUT_RDWR);
     pthread_join(s->server->thread, NULL);
     cddp__server_free(s->server);
   }
@@ -9401,10 +9393,9 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
           cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)h->pids[next], 0u));
     /* The store's port is held, without listening, while the group lives: else the system might
        give it to the next job that asks for a free one, which would seem to be a second one. */
-    if (s != NULL) h->port = cddp__own(fcntl(s->fds[1], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+    if (s != NULL) h->port = cddp__own(fcntl(s->fds[0], F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   }
   cddp__rendezvous_free(&v); /* the server stops listening */
-  if (h->port >= 0) shutdown(h->port, SHUT_RD);
   return r;
 }
 
