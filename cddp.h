@@ -3640,46 +3640,42 @@ static bool cddp__map_put(cddp__server *v, cddp__span key, cddp__span value, boo
   cddp__entry **link = cddp__map_link(v, key), *e = *link;
   size_t old = e != NULL ? e->value.end : 0, size = (append ? old : 0) + value.size;
   size_t had = e != NULL ? e->value.capacity : 0;
+  bool fresh = e == NULL;
   if (size > CDDP__VALUE_MAX || v->stored - had + size > CDDP__STORE_MEMORY) return false;
-  if (e == NULL) {
+  if (fresh) {
     e = (cddp__entry *)cddp__calloc(&v->allocator, 1, sizeof *e + key.size);
     if (e == NULL) return false;
     e->key_size = key.size;
     e->value.allocator = &v->allocator;
     e->value.total = &v->stored;
     cddp__copy(e + 1, key.data, key.size);
+    *link = e;
+    v->keys++;
+    v->stored += sizeof *e + key.size;
   }
   e->value.end = size - value.size;
-  if (!cddp__buffer_reserve(&e->value, value.size)) {
-    e->value.end = old;
-    if (*link == NULL) cddp__free(&v->allocator, e);
-    return false;
+  if (cddp__buffer_reserve(&e->value, value.size)) {
+    cddp__buffer_add(&e->value, value.data, value.size);
+    return true;
   }
-  cddp__buffer_add(&e->value, value.data, value.size);
-  if (*link != NULL) return true;
-  *link = e;
-  v->keys++;
-  v->stored += sizeof *e + key.size;
-  return true;
+  e->value.end = old;
+  if (fresh) cddp__map_drop(v, link);
+  return false;
 }
 
-/* A decimal number with an optional sign, as ADD stores it. */
-static bool cddp__parse_i64(cddp__span text, int64_t *out) {
-  char copy[24] = "", *end;
-  if (text.size == 0 || text.size >= sizeof copy || text.data[0] <= ' ') return false;
-  memcpy(copy, text.data, text.size);
-  errno = 0;
-  *out = strtoll(copy, &end, 10);
-  return errno == 0 && end == copy + text.size;
-}
-
-/* Adds amount, wrapping, to the number that is key's value; there is none: 0. */
+/* Adds amount, wrapping, to the decimal number that is key's value; there is none: 0. */
 static bool cddp__map_add(cddp__server *v, cddp__span key, uint64_t amount, uint64_t *total) {
   cddp__span value;
-  int64_t number = 0;
-  char text[24];
-  if (cddp__map_get(v, key, &value) && !cddp__parse_i64(value, &number)) return false;
-  *total = (uint64_t)number + amount;
+  char text[24] = "0", *end;
+  size_t size = 1; /* of text */
+  if (cddp__map_get(v, key, &value)) {
+    size = value.size;
+    if (size == 0 || size >= sizeof text || value.data[0] <= ' ') return false;
+    memcpy(text, value.data, size);
+  }
+  errno = 0;
+  *total = (uint64_t)strtoll(text, &end, 10) + amount;
+  if (errno != 0 || end != text + size) return false;
   snprintf(text, sizeof text, "%" PRId64, (int64_t)*total);
   return cddp__map_put(v, key, cddp__span_of(text, strlen(text)), false);
 }
@@ -3755,7 +3751,7 @@ static int cddp__execute(cddp__server *v, cddp__frame *f, const unsigned char *h
    cddp__server_settle. Nothing a client does stops the loop: each has its own limits and deadlines,
    and an error, malloc's included, ends only the connection it happened on. */
 #ifndef CDDP__GREETING_S
-#define CDDP__GREETING_S 5.0 /* for the first command, and the challenge */
+#define CDDP__GREETING_S 5.0 /* for the first command, and the challenge; >>rendezvous: for RANK */
 #endif
 #ifndef CDDP__COMMAND_S
 #define CDDP__COMMAND_S 10.0 /* for a command, plus 1 per 64 KiB that came; for reading output */
@@ -3827,7 +3823,7 @@ static void cddp__conn_execute(cddp__server *v, cddp__conn *c) {
 static bool cddp__conn_flush(cddp__conn *c) {
   while (cddp__buffer_size(&c->out) > 0) {
     ssize_t n = send(c->fd, c->out.data + c->out.start, cddp__buffer_size(&c->out),
-                           MSG_NOSIGNAL | MSG_DONTWAIT);
+                     MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return errno == EAGAIN;
     c->out.start += (size_t)n;
@@ -3907,9 +3903,9 @@ static bool cddp__conn_read(const cddp__server *v, cddp__conn *c) {
       (cddp__buffer_size(&c->in) > CDDP__BUFFER_MAX || v->buffered + want > CDDP__SERVER_MEMORY ||
        !cddp__buffer_reserve(&c->in, want)))
     return false;
+  want = cddp__min(c->in.capacity - c->in.end, 1u << 20);
   do
-    n = recv(c->fd, c->in.data + c->in.end, cddp__min(c->in.capacity - c->in.end, 1u << 20),
-                   MSG_DONTWAIT);
+    n = recv(c->fd, c->in.data + c->in.end, want, MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
   if (n <= 0) return n < 0 && errno == EAGAIN;
   if (c->greeted && cddp__buffer_size(&c->in) + cddp__buffer_size(&c->out) == 0)
@@ -4060,8 +4056,6 @@ typedef struct cddp__store_options {
   int listen_fd;        /* listening socket to serve on, which stays the caller's; -1 = bind one */
   bool reachable;       /* by other hosts, even if this one's own name resolves to loopback here */
   double deadline;      /* for opening, cddp__now() */
-  const char *host_name, *port_name; /* for error texts: "MASTER_ADDR", "from MASTER_PORT"; NULL:
-                                        the caller says where */
 } cddp__store_options;
 
 struct cddp_store {
@@ -4493,16 +4487,15 @@ static void cddp__store_close(cddp_store *s) {
 
 /* Connects, again and again until the deadline: ranks may start long before the server. */
 static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
-  double pause = 0.001, started = cddp__now();
-  uint64_t dice = cddp__hash64((uint64_t)getpid(), &started, sizeof started);
+  double pause = 0.001, now;
+  uint64_t dice;
   cddp_result r;
   while ((r = s->scheme == CDDP__FILE && s->server == NULL
                   ? cddp__file_try(s, o)
                   : cddp__try_addresses(s, o->deadline)) == CDDP_NETWORK &&
-         cddp__now() < o->deadline) {
-    dice = cddp__hash64(dice, &dice, sizeof dice);
-    cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice % 1024) / 1024), o->deadline) -
-                cddp__now());
+         (now = cddp__now()) < o->deadline) {
+    dice = cddp__hash64((uint64_t)getpid(), &now, sizeof now);
+    cddp__sleep(cddp__soon(pause * (0.5 + (double)(dice % 1024) / 1024), o->deadline) - now);
     pause = pause < 0.125 ? pause * 2 : 0.25;
   }
   if (r == CDDP_TIMEOUT)
@@ -4544,9 +4537,6 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   if (r == CDDP_OK && s->scheme != CDDP__FILE) r = cddp__open_url(s, &o);
   if (r == CDDP_OK && (s->server == NULL || o.elect)) r = cddp__connect(s, &o);
   if (r == CDDP_OK) *out = s;
-  if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && o.port_name != NULL)
-    cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s)",
-                 o.host_name, o.port_name);
   if (r != CDDP_OK) cddp__store_close(s);
   return r;
 }
@@ -8035,7 +8025,6 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
    to come, so that all of them hear it. Ranks that have said IN find the failure in the group. */
 
 #define CDDP__MEET_MAGIC 0x544d4443u /* "CDMT" */
-#define CDDP__HELLO_S 5.0   /* a connection that has not said RANK by then is dropped */
 #define CDDP__GREETING 64   /* connections that have not said RANK; beyond these the oldest goes */
 #define CDDP__CLAIMS_S 10.0 /* how long after the meeting a second claim still ends the group */
 #define CDDP__CLAIMS_OVER 0xffffffffu /* for claimant: no longer listened for */
@@ -8512,22 +8501,6 @@ static cddp_result cddp__listen_for_links(cddp__rendezvous *v, cddp__member *m) 
              : cddp__listen_for_others(v, &v->address, &m->link_fd, &m->info.port);
 }
 
-/* Passes on the members that the rank above does not know yet. */
-static cddp_result cddp__tell_up(cddp__rendezvous *v) {
-  cddp_result r = CDDP_OK;
-  while (r == CDDP_OK && v->up.fd >= 0 && v->told < v->member_count) {
-    cddp__member *m = &v->members[v->told++];
-    memcpy(m->info.token, v->token, sizeof v->token);
-    if (!v->up.local && m->fits) r = cddp__listen_for_links(v, m);
-    CDDP__POINT("hello");
-    if (r == CDDP_OK) /* if it cannot be sent, reading says why */
-      (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, &m->info, sizeof m->info, NULL,
-                               v->deadline);
-    CDDP__POINT("greeted");
-  }
-  return r;
-}
-
 /* Receives a table of so many bytes. */
 static cddp_result cddp__take_table(cddp__rendezvous *v, size_t size) {
   int ranks = v->at->world_size;
@@ -8612,7 +8585,7 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
   now = cddp__now();
   for (i = n; i-- > 0 && r == CDDP_OK;) { /* backwards: a dropped one's place is the last one's */
     cddp__channel *c = &v->below[i];
-    if (!c->known && now - c->since > CDDP__HELLO_S)
+    if (!c->known && now - c->since > CDDP__GREETING_S)
       cddp__close_fd(&c->fd);
     else if (fds[i].revents != 0)
       r = cddp__channel_hear(v, c);
@@ -8687,6 +8660,7 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
 static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   const cddp__place *at = v->at;
   cddp__store_options o;
+  cddp_result r;
   memset(&o, 0, sizeof o);
   o.desc.init_method = at->init_method;
   o.desc.is_server = v->serves;
@@ -8696,9 +8670,11 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.listen_fd = v->serves ? at->listen_fd : -1;
   o.reachable = !cddp__one_host(at);
   o.deadline = deadline;
-  o.port_name = at->port_name;
-  o.host_name = at->host_name;
-  return cddp__store_open(&v->store, &o);
+  r = cddp__store_open(&v->store, &o);
+  if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && at->port_name != NULL)
+    cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s)",
+                 at->host_name, at->port_name);
+  return r;
 }
 
 /* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
@@ -8820,7 +8796,16 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
     double until = v->deadline + 0.5;
     bool late, all;
     if (v->up.fd < 0 && v->node_socket < 0) r = cddp__enter_node(v);
-    if (r == CDDP_OK) r = cddp__tell_up(v);
+    while (r == CDDP_OK && v->up.fd >= 0 && v->told < v->member_count) {
+      cddp__member *m = &v->members[v->told++]; /* the rank above does not know it yet */
+      memcpy(m->info.token, v->token, sizeof v->token);
+      if (!v->up.local && m->fits) r = cddp__listen_for_links(v, m);
+      CDDP__POINT("hello");
+      if (r == CDDP_OK) /* if it cannot be sent, reading says why */
+        (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, &m->info, sizeof m->info,
+                                 NULL, v->deadline);
+      CDDP__POINT("greeted");
+    }
     if (v->up.fd < 0) until = v->root_socket < 0 && v->look < v->deadline ? v->look : v->deadline;
     if (r == CDDP_OK) r = cddp__poll_channels(v, until);
     if (r != CDDP_OK || v->net != NULL) break;

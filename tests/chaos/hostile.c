@@ -220,7 +220,7 @@ static void test_dropped(void) {
     speak(fds[i], i);
   }
   for (i = 0; i < 7; i++) { /* rank 0 waits on, for 20 s */
-    CHECK(hangs_up(fds[i], RANKS_WITHIN(CDDP__HELLO_S + 2)));
+    CHECK(hangs_up(fds[i], RANKS_WITHIN(CDDP__GREETING_S + 2)));
     close(fds[i]);
   }
   CHECK(waitpid(pid, &status, WNOHANG) == 0);

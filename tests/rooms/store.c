@@ -305,12 +305,18 @@ static void test_numbers(void) {
            {" 1", 0, false},
            {"99999999999999999999", 0, false},
            {"18446744073709551616", 0, false}};
+  cddp_store *s = serve(NULL);
   size_t i;
   for (i = 0; i < sizeof t / sizeof *t; i++) {
     int64_t v = 0;
-    bool ok = cddp__parse_i64(cddp__span_of(t[i].text, strlen(t[i].text)), &v);
+    bool ok;
+    CHECK_OK(cddp_store_set(s, "n", t[i].text, strlen(t[i].text)));
+    ok = cddp_store_add(s, "n", 0, &v) == CDDP_OK;
     CHECK(ok == t[i].ok && (!ok || v == t[i].value));
   }
+  CHECK_OK(cddp_store_set(s, "n", "1\0", 2));
+  CHECK(cddp_store_add(s, "n", 0, NULL) != CDDP_OK);
+  cddp_store_destroy(s);
 }
 
 static void test_frames(void) {
@@ -1258,8 +1264,6 @@ static cddp_result open_as(const char *url, bool server, double timeout_s, cddp_
   o.listen_fd = -1;
   o.deadline = cddp__now() + timeout_s;
   o.desc.timeout_s = timeout_s;
-  o.port_name = "from MASTER_PORT";
-  o.host_name = "MASTER_ADDR";
   return cddp__store_open(s, &o);
 }
 
