@@ -8088,8 +8088,8 @@ typedef struct cddp__member { /* a rank that has come, or a process that would b
 typedef struct cddp__channel { /* a connection to another rank of the tree */
   int fd;
   bool local;   /* a Unix socket, else TCP */
-  bool known;   /* the first RANK on it was taken; of the one up: WAIT has come */
-  bool in;      /* it has said IN */
+  bool known;   /* the first RANK on it was taken */
+  bool awaited; /* its end would be the loss of a rank: from a RANK that fits, or WAIT, until IN */
   size_t first; /* the member of the first RANK */
   double since;
   size_t have; /* bytes of the message that is coming */
@@ -8375,11 +8375,6 @@ static void cddp__channel_init(cddp__channel *c, int fd, bool local) {
   c->since = cddp__now();
 }
 
-/* Whether the end of this channel would be the loss of a rank that is waited for. */
-static bool cddp__awaited(const cddp__rendezvous *v, const cddp__channel *c) {
-  return c->known && !c->in && (c == &v->up || v->members[c->first].fits);
-}
-
 static cddp_result cddp__report_channel_lost(const cddp__rendezvous *v, const cddp__channel *c) {
   const cddp__rank_info *i = &v->members[c->first].info;
   if (c == &v->up)
@@ -8522,7 +8517,7 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
   cddp_result r;
   int got, node;
   while ((got = cddp__channel_read(c, &h, up ? v->fds : NULL)) > 0) {
-    if (h.kind == CDDP__MEET_FAIL && (up || cddp__awaited(v, c))) {
+    if (h.kind == CDDP__MEET_FAIL && (up || c->awaited)) {
       r = h.result > CDDP_OK && h.result < CDDP__RESULT_COUNT ? (cddp_result)h.result
                                                               : CDDP_MISMATCH;
       if (h.size > 0 && c->got[sizeof h] != 0) {
@@ -8534,11 +8529,11 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
       return cddp__fail(r, "%s", text);
     }
     if (h.kind == CDDP__MEET_WAIT && up) {
-      c->known = true;
+      c->awaited = true;
     } else if (h.kind == CDDP__MEET_TABLE && up && v->net == NULL) {
       return cddp__take_table(v, h.size);
-    } else if (h.kind == CDDP__MEET_IN && !up && cddp__awaited(v, c)) {
-      c->in = true;
+    } else if (h.kind == CDDP__MEET_IN && !up && c->awaited) {
+      c->awaited = false;
     } else if (h.kind == CDDP__MEET_RANK && !up && h.size == sizeof info) {
       memcpy(&info, c->got + sizeof h, sizeof info);
       info.host.name[sizeof info.host.name - 1] = 0;
@@ -8549,13 +8544,15 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
         return r;
       node = c->local ? 0 : c->known ? v->members[c->first].node : v->nodes++;
       if ((r = cddp__add_member(v, &info, node)) != CDDP_OK) return r;
-      if (!c->known) c->first = v->member_count - 1;
+      if (c->known) continue;
       c->known = true;
+      c->first = v->member_count - 1;
+      c->awaited = v->members[c->first].fits;
     } else {
       break;
     }
   }
-  if (got != 0 && cddp__awaited(v, c)) return cddp__report_channel_lost(v, c);
+  if (got != 0 && c->awaited) return cddp__report_channel_lost(v, c);
   if (got != 0) cddp__close_fd(&c->fd);
   if (got == 0 || !up) return CDDP_OK;
   v->told = 0; /* that rank was about to end: another one is found */
@@ -8944,7 +8941,7 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
   for (i = 0; i < v->below_count && r == CDDP_OK; i++) {
     cddp__channel *c = &v->below[i];
     int *link_fd = &v->members[c->first].link_fd, fds[2] = {h->fd, *link_fd};
-    if (!cddp__awaited(v, c)) continue;
+    if (!c->awaited) continue;
     CDDP__POINT("welcome");
     if (cddp__channel_post(c->fd, CDDP__MEET_TABLE, CDDP_OK, v->net->token,
                            cddp__table_bytes(v->net->size, v->net->host_count),
@@ -8953,7 +8950,7 @@ static cddp_result cddp__pass_on(cddp__rendezvous *v, cddp_group **out) {
     cddp__close_fd(link_fd);
   }
   for (i = 0; i < v->below_count && r == CDDP_OK;) {
-    bool waits = cddp__awaited(v, &v->below[i]);
+    bool waits = v->below[i].awaited;
     if (waits && cddp__now() >= deadline) r = cddp__report_channel_lost(v, &v->below[i]);
     if (waits && r == CDDP_OK) r = cddp__poll_channels(v, deadline);
     i = waits ? 0 : i + 1; /* channels may have moved */
@@ -22253,15 +22250,12 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   job.elastic = elastic;
   job.restarts = restarts;
   job.parent = getpid();
+  job.start[0] = job.start[1] = -1;
   if ((r = cddp__random(dice, sizeof dice)) != CDDP_OK) return r;
   if ((r = cddp__listen_any(&job.listen_fd, &job.port)) != CDDP_OK) return r;
   snprintf(job.secret, sizeof job.secret, "%d:%016" PRIx64 "%016" PRIx64, job.port, dice[0],
            dice[1]);
-  if (syscall(SYS_pipe2, job.start, O_CLOEXEC) != 0) {
-    r = cddp__fail_errno("pipe2");
-    close(job.listen_fd);
-    return r;
-  }
+  if (syscall(SYS_pipe2, job.start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
   job.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *job.fds + sizeof *job.pids);
   if (job.fds == NULL) r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
   else job.pids = (pid_t *)(job.fds + nprocs);
@@ -22276,7 +22270,7 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   close(job.listen_fd); /* rank 0 has it */
   if (r != CDDP_OK) cddp__close_fd(&job.start[1]); /* children do not begin */
   r = cddp__watch_children(&job);
-  close(job.start[0]);
+  cddp__close_fd(&job.start[0]);
   cddp__close_fd(&job.start[1]);
   free(job.fds);
   return r;
