@@ -13235,6 +13235,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
   CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
   CDDP__TRY(cddp__optim_prepare(o));
   if (o->backend != NULL) CDDP__TRY(o->backend->step(o));
+  if (o->backend != NULL) CDDP__TRY(cddp__write_copies(o));
   for (i = 0; i < o->count; i++) {
     if (cddp__optim_skips(o, i)) continue;
     if (o->backend == NULL && cddp__optim_sparse(o, i) != NULL)
@@ -13452,7 +13453,7 @@ static const cddp_kernels *cddp__registered_kernels; /* of this version; NULL: t
 #ifdef CDDP_CUDA
 enum {
   CDDP__MARKERS = 16,
-  CDDP__SPARE_EVENTS = 16,
+  CDDP__SPARE_EVENTS = 32,
   CDDP__SCRATCHES = 64,
   CDDP__HASHES = 4096,
   CDDP__SEVERAL_DEVICES = 1000000,
@@ -13469,10 +13470,10 @@ enum {
   CDDP__COMM_DONE = 8  /* NCCL has let go of it; added once more when the group has */
 };
 
-/* An event behind an operation. lock of the device context. */
+/* Behind an operation. lock of the device context. */
 typedef struct cddp__marker {
-  cudaEvent_t event; /* records: turn; queries: any thread, without a lock */
-  double since;      /* when it was last recorded */
+  void *event;  /* NULL: a thread asks CUDA about it */
+  double since; /* when it was recorded */
 } cddp__marker;
 
 /* A group's device context: its GPU, streams and communicator. turn: held while an operation is
@@ -13595,11 +13596,6 @@ static cddp_result cddp__event_new(cudaEvent_t *event) {
   return CDDP__CUDA(cudaEventCreateWithFlags, event, cudaEventDisableTiming);
 }
 
-static void cddp__event_free(cudaEvent_t *event) {
-  if (*event != NULL) cudaEventDestroy(*event);
-  *event = NULL;
-}
-
 /* An event behind what is on s now, for cddp__event_give after its use. */
 static cddp_result cddp__event_take(cddp__device *p, cudaStream_t s, void **out) {
   cudaEvent_t event = NULL;
@@ -13621,7 +13617,7 @@ static void cddp__event_give(cddp__device *p, void **from) {
     event = NULL;
   }
   pthread_mutex_unlock(&p->lock);
-  cddp__event_free(&event);
+  if (event != NULL) cudaEventDestroy(event);
 }
 
 /* `to` goes on after all that is on `from` now. */
@@ -13677,16 +13673,14 @@ static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call 
   return r;
 }
 
-/* Whether operations of the group are on the device, as far as the poller knows, those of graphs
-   left aside. *oldest: of their markers; *since: when that was recorded; NULL: not asked. */
-static bool cddp__device_busy(cddp__device *p, uint32_t *oldest, double *since) {
-  bool busy;
+/* Since when the oldest operation of the group is on the device, as far as the poller knows, those
+   of graphs left aside; 0: none is. */
+static double cddp__device_busy(cddp__device *p) {
+  double since;
   pthread_mutex_lock(&p->lock);
-  busy = p->issued != p->seen;
-  if (oldest != NULL) *oldest = p->seen;
-  if (since != NULL) *since = p->markers[p->seen % CDDP__MARKERS].since;
+  since = p->issued != p->seen ? p->markers[p->seen % CDDP__MARKERS].since : 0;
   pthread_mutex_unlock(&p->lock);
-  return busy;
+  return since;
 }
 
 /* A turn of the host's wait for `what`, as long as the group is healthy and its deadline has not
@@ -13699,7 +13693,7 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
   if (r != CDDP_OK) return r;
   if (waited < CDDP__SPIN_S) sched_yield();
   else cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
-  if (waited < g->timeout_s + (cddp__device_busy(p, NULL, NULL) ? CDDP__LATE_S : 0)) return CDDP_OK;
+  if (waited < g->timeout_s + (cddp__device_busy(p) > 0 ? CDDP__LATE_S : 0)) return CDDP_OK;
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
              g->timeout_s, g->rank, p->device, what, hint);
   return cddp__break(g, CDDP_TIMEOUT);
@@ -13932,11 +13926,10 @@ static int cddp__calls_behind(const cddp__device *p, int rank) {
 static cddp_result cddp__look_for_late(cddp__device *p) {
   cddp_group *g = p->group;
   cddp__logged_call latest;
-  bool known, late;
-  double since;
+  double since = cddp__device_busy(p);
+  bool known;
   int q = 0;
-  late = cddp__device_busy(p, NULL, &since) && cddp__now() - since > g->timeout_s;
-  p->late_looks = late ? p->late_looks + 1 : 0;
+  p->late_looks = since > 0 && cddp__now() - since > g->timeout_s ? p->late_looks + 1 : 0;
   if (p->late_looks <= CDDP__LATE_LOOKS) return CDDP_OK;
   while (q < g->size && cddp__calls_behind(p, q) <= 0) q++;
   known = cddp__read_logged(g, g->rank, cddp__logged_calls(p), &latest);
@@ -13955,7 +13948,7 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
    whether a captured graph runs: with a rank that died it would never end, while one that left has
    seen the end of its own. inside: a thread waits for NCCL, and so perhaps for other ranks. */
 static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
-  bool waits = inside || cddp__device_busy(p, NULL, NULL);
+  bool waits = inside || cddp__device_busy(p) > 0;
   cddp_group *g = p->group;
   char doing[64];
   int q;
@@ -14032,21 +14025,33 @@ static void *cddp__watch_main(void *context) {
    May wait for whoever holds CUDA's lock. */
 static void cddp__poll(cddp__device *p) {
   cudaError_t e = cudaSuccess;
-  uint32_t n;
-  double since;
-  while (e == cudaSuccess && cddp__device_busy(p, &n, &since)) {
-    cddp__marker *m = &p->markers[n % CDDP__MARKERS];
-    if ((e = cudaEventQuery(m->event)) != cudaSuccess)
+  while (e == cudaSuccess) {
+    cddp__marker *m;
+    void *event = NULL;
+    pthread_mutex_lock(&p->lock);
+    m = &p->markers[p->seen % CDDP__MARKERS];
+    if (p->issued != p->seen) {
+      event = m->event;
+      m->event = NULL;
+    }
+    pthread_mutex_unlock(&p->lock);
+    if (event == NULL) return;
+    if ((e = cudaEventQuery((cudaEvent_t)event)) != cudaSuccess)
       (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
-    if (e == cudaErrorNotReady) return;
-    if (e != cudaSuccess && e != cudaErrorCudartUnloading) {
+    if (e != cudaSuccess && e != cudaErrorNotReady && e != cudaErrorCudartUnloading) {
       cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
                  p->group->rank, p->device, cudaGetErrorString(e), cudaGetErrorName(e));
       (void)cddp__break(p->group, CDDP_CUDA);
     }
     pthread_mutex_lock(&p->lock);
-    if (p->seen == n && m->since == since) p->seen++; /* else it was recorded anew */
+    if (e == cudaErrorNotReady) {
+      m->event = event;
+      event = NULL;
+    } else {
+      p->seen++;
+    }
     pthread_mutex_unlock(&p->lock);
+    cddp__event_give(p, &event);
   }
 }
 
@@ -14098,25 +14103,27 @@ static void cddp__await_endings(void) {
   while (cddp__load32(&cddp__watchers) != 0 && cddp__now() < deadline) cddp__sleep(1e-4);
 }
 
-/* Puts a marker behind an operation just enqueued; the newest one, if all are in use. turn held. */
+/* Puts a marker behind an operation just enqueued; in place of the newest, if all are in use. */
 static cddp_result cddp__track(cddp__device *p, cudaStream_t s) {
+  void *event, *older;
   cddp__marker *m;
   cddp_result r;
-  uint32_t n;
   if (cddp__capturing(s)) {
     cddp__store32(&p->captured, 1);
     return CDDP_OK;
   }
+  if ((r = cddp__event_take(p, s, &event)) != CDDP_OK) {
+    cddp__event_give(p, &event);
+    return r;
+  }
   pthread_mutex_lock(&p->lock);
-  n = p->issued - p->seen < CDDP__MARKERS ? p->issued : p->issued - 1;
-  pthread_mutex_unlock(&p->lock);
-  m = &p->markers[n % CDDP__MARKERS];
-  if ((r = CDDP__CUDA(cudaEventRecord, m->event, s)) != CDDP_OK) return r;
-  pthread_mutex_lock(&p->lock);
+  if (p->issued - p->seen < CDDP__MARKERS) p->issued++;
+  m = &p->markers[(p->issued - 1) % CDDP__MARKERS];
+  older = m->event;
+  m->event = event;
   m->since = cddp__now();
-  if (p->seen == n + 1) p->seen = n; /* it was seen done meanwhile */
-  p->issued = n + 1;
   pthread_mutex_unlock(&p->lock);
+  cddp__event_give(p, &older);
   return CDDP_OK;
 }
 
@@ -14129,8 +14136,8 @@ static void cddp__device_delete(cddp__device *p) {
   cddp__await_abort(p);
   if (p->side != NULL) (void)cudaStreamSynchronize(p->side);
   while (p->scratch_count > 0) cudaFree(p->scratch[--p->scratch_count]);
-  while (p->spares > 0) cddp__event_free(&p->spare[--p->spares]);
-  for (i = 0; i < CDDP__MARKERS; i++) cddp__event_free(&p->markers[i].event);
+  for (i = 0; i < CDDP__MARKERS; i++) cddp__event_give(p, &p->markers[i].event);
+  while (p->spares > 0) cudaEventDestroy(p->spare[--p->spares]);
   if (p->side != NULL) cudaStreamDestroy(p->side);
   cddp__device_release(p);
 }
@@ -14138,7 +14145,7 @@ static void cddp__device_delete(cddp__device *p) {
 /* A context without a communicator, not yet watched. */
 static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int device) {
   cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* may outlive g */
-  int least = 0, greatest = 0, i;
+  int least = 0, greatest = 0;
   cddp_result r;
   *out = NULL;
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
@@ -14155,7 +14162,8 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
   if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
   if (r == CDDP_OK)
     r = CDDP__CUDA(cudaStreamCreateWithPriority, &p->side, cudaStreamNonBlocking, greatest);
-  for (i = 0; r == CDDP_OK && i < CDDP__MARKERS; i++) r = cddp__event_new(&p->markers[i].event);
+  for (; r == CDDP_OK && p->spares < CDDP__SPARE_EVENTS; p->spares += r == CDDP_OK)
+    r = cddp__event_new(&p->spare[p->spares]);
   if (r == CDDP_OK) *out = p;
   else cddp__device_delete(p);
   return r;
@@ -14229,28 +14237,20 @@ static cddp_result cddp__staged_no_graph(cudaStream_t s) {
   return cddp__no_capture(s, CDDP_UNSUPPORTED, "with backend \"cpu\" a call waits on the host");
 }
 
-/* After the call c on stage, which had the result r: what this rank got goes `to` the device. */
-static cddp_result cddp__stage_end(cddp__device *p, cudaStream_t s, const cddp__call *c,
-                                   void *stage, void *to, cddp_result r) {
-  cddp_group *g = p->group;
+/* After a call on w->stage, which had the result r: what this rank got goes to the device. */
+static cddp_result cddp__device_unstage(cddp_work *w, cddp_result r) {
+  cddp_group *g = w->group;
+  cddp__device *p = cddp__device_of(g);
   size_t sent, received;
-  cddp__buffer_bytes(g, c, &sent, &received);
-  if (r == CDDP_OK && c->kind != CDDP__KIND_SEND && cddp__is_written(c, g->rank)) {
+  cddp__buffer_bytes(g, &w->call, &sent, &received);
+  if (r == CDDP_OK && w->call.kind != CDDP__KIND_SEND && cddp__is_written(&w->call, g->rank)) {
     r = cddp__use_device(p->device);
-    if (r == CDDP_OK) r = cddp__stream_after(p, p->side, s);
-    if (r == CDDP_OK) r = cddp__copy_now(p, to, c->recv, received);
+    if (r == CDDP_OK) r = cddp__copy_now(p, w->context, w->call.recv, received);
     if (r != CDDP_OK) r = cddp__break(g, r);
   }
-  cddp__arena_free(g->host, stage);
-  return r;
-}
-
-/* The same of one with a handle, which its wait calls. */
-static cddp_result cddp__device_unstage(cddp_work *w, cddp_result r) {
-  void *stage = w->stage;
+  cddp__arena_free(g->host, w->stage);
   w->stage = NULL;
-  return cddp__stage_end(cddp__device_of(w->group), cddp__main_stream(w->group), &w->call, stage,
-                         w->context, r);
+  return r;
 }
 
 /* A collective or message. */
@@ -14259,8 +14259,8 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
   bool message = c->kind >= CDDP__KIND_SEND;
   cddp_group *g = p->group;
   size_t sends, recvs, second;
+  cddp_work now, *w = NULL;
   cddp__call inner = *c;
-  cddp_work *w = NULL;
   char *stage;
   cddp_result r = cddp__staged_no_graph(s);
   if (r != CDDP_OK || c->count == 0) return r;
@@ -14268,21 +14268,23 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
   second = cddp__in_one_buffer(c) ? 0 : cddp__round_up(sends, CDDP__CACHE_LINE);
   stage = (char *)cddp__arena_alloc(g->host, second + recvs, CDDP__FOR_USER);
   if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
-  if (c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank)) {
-    r = cddp__stream_after(p, p->side, s);
-    if (r == CDDP_OK) r = cddp__copy_now(p, stage, c->send, sends);
-    if (r != CDDP_OK && !message) r = cddp__break(g, r);
-  }
+  r = cddp__stream_after(p, p->side, s);
+  if (r == CDDP_OK && c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank))
+    r = cddp__copy_now(p, stage, c->send, sends);
+  if (r != CDDP_OK && !message) r = cddp__break(g, r);
   inner.send = stage;
   inner.recv = stage + second;
   if (r == CDDP_OK)
     r = message ? cddp__start_message(g, &inner, work != NULL ? &w : NULL)
                 : cddp__start_call(g, &inner, work != NULL ? &w : NULL);
-  if (w == NULL) return cddp__stage_end(p, s, &inner, stage, c->recv, r);
+  if (w != NULL) *work = w;
+  else w = &now;
   w->context = c->recv;
   w->stage = stage;
-  *work = w;
-  return CDDP_OK;
+  if (w != &now) return CDDP_OK;
+  now.group = g;
+  now.call = inner;
+  return cddp__device_unstage(&now, r);
 }
 
 /* --- operations by NCCL --- */
@@ -14734,7 +14736,7 @@ static void cddp__device_leave(cddp_group *g) {
   const cddp__atomic_u32 *broken = &g->block->broken;
   (void)cddp__use_device(p->device);
   (void)cddp__send_messages(p, NULL);
-  while (cddp__load32(broken) == 0 && cddp__device_busy(p, NULL, NULL)) {
+  while (cddp__load32(broken) == 0 && cddp__device_busy(p) > 0) {
     cddp__poll(p);
     cddp__sleep(1e-4);
   }
@@ -14893,6 +14895,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
 static bool cddp__on_device(const cddp_group *g, const void *p) {
   return (void)g, (void)p, false;
 }
+static void cddp__await_endings(void) {}
 static cddp_result cddp__settle_device(cddp_group *g) { return (void)g, CDDP_OK; }
 static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
   (void)g, memcpy(to, from, bytes);
@@ -15090,9 +15093,7 @@ static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream)
 }
 
 static cddp_result cddp__device_step(cddp_optim *s) {
-  cudaStream_t stream = cddp__optim_stream(s);
-  cddp_result r = cddp__device_update(s, NULL, stream);
-  return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
+  return cddp__device_update(s, NULL, cddp__optim_stream(s));
 }
 
 /* All gradients that a cddp_ddp has placed at once, the caller's own one by one. */
@@ -16835,8 +16836,7 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, const cddp_param *arrays, in
 }
 
 static cddp_result cddp__gpu_publish(cddp_ddp *d) {
-  cddp_result r = cddp__device_enter(d->group);
-  return r == CDDP_OK ? cddp__gpu_broadcast(d, d->params, d->count, CDDP__OWNERS) : r;
+  return cddp__gpu_broadcast(d, d->params, d->count, CDDP__OWNERS);
 }
 
 /* Writes the mean rows into gradients that are zero elsewhere: SGD's kernel takes these. */
@@ -17499,7 +17499,8 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   cddp_result r;
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0);
-  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->publish(d);
+  if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d->group);
+  if (r == CDDP_OK) r = d->memory->publish(d);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->side == NULL);
   if (r == CDDP_OK) r = cddp__complete(d, d->side == NULL);
   d->scattered = r != CDDP_OK;
@@ -22365,9 +22366,7 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
   for (i = 0; t != NULL && i < n; i++) cddp__host_release(t[i].host);
   if (block != NULL) munmap(block, cddp__block_bytes(n, n));
   free(t);
-#ifdef CDDP_CUDA
   cddp__await_endings();
-#endif
   return r;
 }
 
@@ -22462,13 +22461,8 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line) {
 }
 
 CDDPDEF void cddp_destroy(cddp_group *g) {
-#ifdef CDDP_CUDA
-  bool device = g != NULL && g->backend != NULL;
-#endif
   if (g != NULL) cddp__group_leave(g);
-#ifdef CDDP_CUDA
-  if (device) cddp__await_endings();
-#endif
+  cddp__await_endings();
 }
 
 CDDPDEF int cddp_rank(const cddp_group *g) { return g != NULL ? g->rank : -1; }

@@ -1982,7 +1982,7 @@ static int was_stopped(cddp_group *g, void *arg) {
       stops++;
     }
     pthread_mutex_unlock(&p->lock);
-    while (cddp__device_busy(p, NULL, NULL) && cddp__check_group(g) == CDDP_OK) ranks_sleep(0.001);
+    while (cddp__device_busy(p) > 0 && cddp__check_group(g) == CDDP_OK) ranks_sleep(0.001);
     CHECK_OK(cddp__check_group(g));
   }
   CHECK_EQ(stops, 8);
