@@ -13472,7 +13472,7 @@ enum {
 
 /* Behind an operation. lock of the device context. */
 typedef struct cddp__marker {
-  void *event;  /* NULL: a thread asks CUDA about it */
+  void *event;
   double since; /* when it was recorded */
 } cddp__marker;
 
@@ -13763,8 +13763,7 @@ static cddp__text cddp__describe_logged(const cddp__logged_call *c) {
 /* The calls of this rank and another one of its host differ in number n or before. */
 static cddp_result cddp__break_calls(cddp__device *p, int rank, uint32_t n) {
   cddp_group *g = p->group;
-  bool low = g->rank < rank;
-  int first = low ? g->rank : rank, second = low ? rank : g->rank;
+  int first = g->rank < rank ? g->rank : rank, second = g->rank + rank - first;
   const char *whose = p->owner == p ? "the group" : "the cddp_ddp";
   cddp__logged_call a, b;
   uint32_t i;
@@ -13817,16 +13816,13 @@ static bool cddp__comm_alive(const cddp__device *p) {
   return cddp__load32(&p->state) == CDDP__COMM_ALIVE;
 }
 
-static ncclComm_t cddp__comm_of(const cddp__device *p) {
-  return __atomic_load_n(&p->comm, __ATOMIC_RELAXED);
-}
-
 /* What NCCL says of the communicator. Two threads must not ask at a time: both would free what NCCL
    keeps of an operation that has ended. turn held. */
 static ncclResult_t cddp__comm_state(const cddp__device *p) {
+  ncclComm_t comm = __atomic_load_n(&p->comm, __ATOMIC_RELAXED);
   ncclResult_t e = ncclSuccess;
-  if (cddp__comm_of(p) == NULL) return ncclSuccess;
-  return ncclCommGetAsyncError(cddp__comm_of(p), &e) == ncclSuccess ? e : ncclInternalError;
+  if (comm == NULL || ncclCommGetAsyncError(comm, &e) == ncclSuccess) return e;
+  return ncclInternalError;
 }
 
 /* The group lets go of the context, or NCCL of the communicator: frees it after both. */
@@ -13843,16 +13839,17 @@ static void cddp__device_release(cddp__device *p) {
    which an abort would do nothing. */
 static void cddp__comm_end(cddp__device *p, bool aborts) {
   double deadline = cddp__now() + CDDP__CALLS_S;
+  ncclComm_t comm;
   bool inside;
   while ((inside = pthread_mutex_trylock(&p->turn) != 0) && cddp__now() < deadline)
     cddp__sleep(1e-4);
   if (!inside) pthread_mutex_unlock(&p->turn);
-  if (cddp__comm_of(p) == NULL) return;
+  if ((comm = __atomic_load_n(&p->comm, __ATOMIC_RELAXED)) == NULL) return;
   if (!aborts && cddp__comm_state(p) == ncclSuccess) {
-    if (ncclCommDestroy(cddp__comm_of(p)) == ncclSuccess) return;
+    if (ncclCommDestroy(comm) == ncclSuccess) return;
     (void)ncclGroupEnd();
   }
-  ncclCommAbort(cddp__comm_of(p));
+  ncclCommAbort(comm);
 }
 
 /* Has the watcher end the communicator. how: CDDP__COMM_ABORTED, for which the group has been
@@ -14021,46 +14018,29 @@ static void *cddp__watch_main(void *context) {
   return NULL;
 }
 
-/* Asks which operations have ended, oldest first, and breaks the group if the device has failed.
-   May wait for whoever holds CUDA's lock. */
-static void cddp__poll(cddp__device *p) {
-  cudaError_t e = cudaSuccess;
-  while (e == cudaSuccess) {
-    cddp__marker *m;
-    void *event = NULL;
-    pthread_mutex_lock(&p->lock);
-    m = &p->markers[p->seen % CDDP__MARKERS];
-    if (p->issued != p->seen) {
-      event = m->event;
-      m->event = NULL;
-    }
-    pthread_mutex_unlock(&p->lock);
-    if (event == NULL) return;
-    if ((e = cudaEventQuery((cudaEvent_t)event)) != cudaSuccess)
-      (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
-    if (e != cudaSuccess && e != cudaErrorNotReady && e != cudaErrorCudartUnloading) {
-      cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
-                 p->group->rank, p->device, cudaGetErrorString(e), cudaGetErrorName(e));
-      (void)cddp__break(p->group, CDDP_CUDA);
-    }
-    pthread_mutex_lock(&p->lock);
-    if (e == cudaErrorNotReady) {
-      m->event = event;
-      event = NULL;
-    } else {
-      p->seen++;
-    }
-    pthread_mutex_unlock(&p->lock);
-    cddp__event_give(p, &event);
-  }
-}
-
+/* The poller: asks which operations have ended, oldest first, and breaks the group if the device has
+   failed. May wait for whoever holds CUDA's lock. */
 static void *cddp__poll_main(void *context) {
   cddp__device *p = (cddp__device *)context;
   cddp__take_device(p);
   while (cddp__load32(&p->state) == CDDP__COMM_ALIVE) {
-    cddp__poll(p);
-    cddp__futex_wait(&p->state, CDDP__COMM_ALIVE, CDDP__WATCH_S);
+    bool busy = cddp__device_busy(p) > 0;
+    void **oldest = &p->markers[p->seen % CDDP__MARKERS].event; /* only this thread moves on */
+    cudaError_t e = busy ? cudaEventQuery((cudaEvent_t)*oldest) : cudaErrorNotReady;
+    if (busy && e != cudaSuccess) (void)cudaGetLastError(); /* cudaErrorNotReady counts as one */
+    if (e == cudaErrorNotReady) {
+      cddp__futex_wait(&p->state, CDDP__COMM_ALIVE, CDDP__WATCH_S);
+      continue;
+    }
+    if (e != cudaSuccess && e != cudaErrorCudartUnloading) {
+      cddp__fail(CDDP_CUDA, "rank %d: cuda:%d failed during the group's operations: %s (%s)",
+                 p->group->rank, p->device, cudaGetErrorString(e), cudaGetErrorName(e));
+      (void)cddp__break(p->group, CDDP_CUDA);
+    }
+    cddp__event_give(p, oldest);
+    pthread_mutex_lock(&p->lock);
+    p->seen++;
+    pthread_mutex_unlock(&p->lock);
   }
   return NULL;
 }
@@ -14142,13 +14122,12 @@ static void cddp__device_delete(cddp__device *p) {
   cddp__device_release(p);
 }
 
-/* A context without a communicator, not yet watched. */
+/* A context without a communicator, not yet watched. A failure breaks the group. */
 static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int device) {
   cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* may outlive g */
   int least = 0, greatest = 0;
   cddp_result r;
-  *out = NULL;
-  if (p == NULL) return CDDP_OUT_OF_MEMORY;
+  if (p == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
   if (!cddp__swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
       cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
     cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
@@ -14166,7 +14145,7 @@ static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int devic
     r = cddp__event_new(&p->spare[p->spares]);
   if (r == CDDP_OK) *out = p;
   else cddp__device_delete(p);
-  return r;
+  return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
 /* Device memory for an operation. It at least doubles: what it was stays, as
@@ -14710,7 +14689,7 @@ static cddp_result cddp__device_open(cddp_group *g, cddp__device *p, bool connec
 static cddp_result cddp__device_again(const cddp_group *from, cddp_group *g, bool internal) {
   cddp__device *like = cddp__device_of(from), *p;
   cddp_result r = cddp__device_new(&p, g, like->device);
-  if (r != CDDP_OK) return cddp__break(g, r);
+  if (r != CDDP_OK) return r;
   p->staged = like->staged;
   p->kernels = like->kernels;
   if (internal) p->owner = like->owner;
@@ -14737,7 +14716,7 @@ static void cddp__device_leave(cddp_group *g) {
   (void)cddp__use_device(p->device);
   (void)cddp__send_messages(p, NULL);
   while (cddp__load32(broken) == 0 && cddp__device_busy(p) > 0) {
-    cddp__poll(p);
+    cddp__futex_wake(&p->state); /* the poller is to look at once */
     cddp__sleep(1e-4);
   }
   if (cddp__load32(broken) == 0) cddp__device_end(p, CDDP__COMM_DESTROYED);
@@ -14842,8 +14821,8 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   if (r != CDDP_OK) return r;
   if (mine.kernels != 0)
     r = cddp__cuda_result(cddp__registered_kernels->load(), "loading kernels");
-  if (r == CDDP_OK) r = cddp__device_new(&p, g, mine.device);
   if (r != CDDP_OK) return cddp__break(g, r);
+  if ((r = cddp__device_new(&p, g, mine.device)) != CDDP_OK) return r;
   p->staged = !nccl;
   if (kernels) p->kernels = cddp__registered_kernels;
   if (nccl && mine.gpu[0] != 0)
@@ -14927,18 +14906,6 @@ static cddp_result cddp__check_device(const cddp_group_desc *d) {
                       cuda ? "CUDA" : "MPI",
                       cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI");
   return CDDP_OK;
-}
-
-/* Collective: the device that the description asks for, if any. A failure takes the group away. */
-static cddp_result cddp__attach_device(cddp_group **g, const cddp_group_desc *desc) {
-  cddp_result r = CDDP_OK;
-  if (desc->device != NULL && strncmp(desc->device, "cuda", 4) == 0)
-    r = cddp__give_device(*g, desc);
-  if (r != CDDP_OK) {
-    cddp__group_leave(*g);
-    *g = NULL;
-  }
-  return r;
 }
 
 /* --- for checkpoints: memory anywhere --- */
@@ -22411,6 +22378,7 @@ static cddp_result cddp__check_allocator(const cddp_allocator *a) {
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   static cddp_group_desc defaults; /* never written: C++ wants values for a const one */
   const cddp_group_desc *d = desc != NULL ? desc : &defaults;
+  cddp_result r = CDDP_OK;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__TRY(cddp__check_device(d));
@@ -22420,7 +22388,11 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   CDDP__CHECK(d->timeout_s >= 0, "timeout_s is negative");
   CDDP__TRY(cddp__check_allocator(&d->allocator));
   CDDP__TRY(cddp__init(out, d));
-  return cddp__named(__func__, cddp__attach_device(out, d));
+  if (d->device != NULL && strncmp(d->device, "cuda", 4) == 0) r = cddp__give_device(*out, d);
+  if (r == CDDP_OK) return r;
+  cddp__group_leave(*out);
+  *out = NULL;
+  return cddp__named(__func__, r);
 }
 
 CDDPDEF cddp_result (cddp_group_split)(cddp_group *g, int color, int key, cddp_group **out) {
