@@ -13420,15 +13420,14 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    OPERATIONS. A call is logged (number, what it was, a hash of all calls so far), issued to a
    stream, and followed there by an event (cddp__track): a ring of events tells how far the device
    has come, and since when the oldest operation is under way. Operations are issued one at a time
-   (device.turn). gather, scatter and all_to_all are sends and receives in one NCCL group.
+   (device.turn).
 
    COMMUNICATORS are made non-blocking, so that no call of NCCL can hang the host: whatever it
    returns is polled until it is done, with an eye on the group and the deadline. Ranks first tell
    each other their devices over the control plane, which catches what NCCL would say in a log only;
-   rank 0's id goes the same way, for each group anew: ncclCommSplit would meet just as often. How
-   NCCL's own connections find their way between hosts is the affair of NCCL and its NCCL_*
-   variables. A model has a communicator of its own, which costs device memory: what a model that
-   was used wrongly leaves on streams only an abort ends, and its group is to live on.
+   rank 0's id goes the same way, for each group anew: ncclCommSplit would meet just as often. A
+   model has a communicator of its own, which costs device memory: what a model that was used
+   wrongly leaves on streams only an abort ends, and its group is to live on.
 
    TWO THREADS of a context look at it every few milliseconds. The watcher, once it has taken its
    device, calls no function of CUDA, and of NCCL only those that touch host memory: another thread
@@ -13440,8 +13439,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
    graphs, ncclCommDestroy for the host's other ranks too), so the watcher may outlive the group:
    from CDDP__COMM_LEFT on it touches the context alone. What CUDA has to say (which events have
    come, whether the device failed) the poller asks, and the watcher reads its latest answer: if the
-   poller is held up, operations count as under way. Only who has device.turn calls NCCL: of two
-   threads that ask at once both would free what NCCL keeps of an operation.
+   poller is held up, operations count as under way.
 
    CALLS are compared at the latest one that two ranks have both made: equal hashes mean that all
    calls before were alike. Nobody waits for it. A model's are compared by themselves: if they
@@ -13723,9 +13721,8 @@ static void cddp__log_call(cddp__device *p, const cddp__call *c, bool device) {
   to->what.root = (int32_t)c->root;
   to->hash = hash = cddp__hash64(hash, &to->what, sizeof to->what);
   p->hashes[n & (CDDP__HASHES - 1)] = hash;
-  to->site[0] = 0;
-  if (c->kind != CDDP__KIND_DDP_BUCKET)
-    cddp__copy_text(to->site, cddp__describe_site().s, sizeof to->site);
+  cddp__copy_text(to->site, c->kind != CDDP__KIND_DDP_BUCKET ? cddp__describe_site().s : "",
+                  sizeof to->site);
   cddp__store32(&to->number, n);
   cddp__store32(&slot->calls, n);
   pthread_mutex_unlock(&p->lock);
@@ -14120,32 +14117,6 @@ static void cddp__device_delete(cddp__device *p) {
   while (p->spares > 0) cudaEventDestroy(p->spare[--p->spares]);
   if (p->side != NULL) cudaStreamDestroy(p->side);
   cddp__device_release(p);
-}
-
-/* A context without a communicator, not yet watched. A failure breaks the group. */
-static cddp_result cddp__device_new(cddp__device **out, cddp_group *g, int device) {
-  cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* may outlive g */
-  int least = 0, greatest = 0;
-  cddp_result r;
-  if (p == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-  if (!cddp__swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
-      cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
-    cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
-  p->state.v = CDDP__COMM_DONE; /* there is none */
-  p->group = g;
-  p->owner = p;
-  p->device = device;
-  pthread_mutex_init(&p->turn, NULL);
-  pthread_mutex_init(&p->lock, NULL);
-  r = cddp__use_device(device);
-  if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
-  if (r == CDDP_OK)
-    r = CDDP__CUDA(cudaStreamCreateWithPriority, &p->side, cudaStreamNonBlocking, greatest);
-  for (; r == CDDP_OK && p->spares < CDDP__SPARE_EVENTS; p->spares += r == CDDP_OK)
-    r = cddp__event_new(&p->spare[p->spares]);
-  if (r == CDDP_OK) *out = p;
-  else cddp__device_delete(p);
-  return r == CDDP_OK ? r : cddp__break(g, r);
 }
 
 /* Device memory for an operation. It at least doubles: what it was stays, as
@@ -14676,10 +14647,34 @@ static cddp_result cddp__nccl_connect(cddp__device *p) {
   return r == CDDP_OK ? cddp__warm_up(p) : r;
 }
 
-/* Collective over g, which gets this context. Ranks count on each other here. */
-static cddp_result cddp__device_open(cddp_group *g, cddp__device *p, bool connects) {
-  cddp_result r = CDDP_OK;
-  if (connects && !p->staged && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
+/* Collective over g, whose ranks count on each other here: gives it a context. owner: see there;
+   NULL: itself. connects: with a communicator, if there is a use for one. */
+static cddp_result cddp__device_open(cddp_group *g, int device, bool staged,
+                                     const cddp_kernels *kernels, cddp__device *owner,
+                                     bool connects) {
+  cddp__device *p = (cddp__device *)cddp__calloc(NULL, 1, sizeof *p); /* may outlive g */
+  int least = 0, greatest = 0;
+  cddp_result r;
+  if (p == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  if (!cddp__swap32(&cddp__device_groups, 0, (uint32_t)device + 1) &&
+      cddp__load32(&cddp__device_groups) != (uint32_t)device + 1)
+    cddp__store32(&cddp__device_groups, CDDP__SEVERAL_DEVICES);
+  p->state.v = CDDP__COMM_DONE; /* there is none */
+  p->group = g;
+  p->owner = owner != NULL ? owner : p;
+  p->device = device;
+  p->staged = staged;
+  p->kernels = kernels;
+  pthread_mutex_init(&p->turn, NULL);
+  pthread_mutex_init(&p->lock, NULL);
+  r = cddp__use_device(device);
+  if (r == CDDP_OK) r = CDDP__CUDA(cudaDeviceGetStreamPriorityRange, &least, &greatest);
+  if (r == CDDP_OK)
+    r = CDDP__CUDA(cudaStreamCreateWithPriority, &p->side, cudaStreamNonBlocking, greatest);
+  for (; r == CDDP_OK && p->spares < CDDP__SPARE_EVENTS; p->spares += r == CDDP_OK)
+    r = cddp__event_new(&p->spare[p->spares]);
+  if (r != CDDP_OK) r = cddp__break(g, r);
+  else if (connects && !staged && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
   if (r == CDDP_OK) g->device = p;
   else cddp__device_delete(p);
   return r;
@@ -14687,14 +14682,12 @@ static cddp_result cddp__device_open(cddp_group *g, cddp__device *p, bool connec
 
 /* Collective over g, which has none yet: a context like that of another group, `from`. */
 static cddp_result cddp__device_again(const cddp_group *from, cddp_group *g, bool internal) {
-  cddp__device *like = cddp__device_of(from), *p;
-  cddp_result r = cddp__device_new(&p, g, like->device);
-  if (r != CDDP_OK) return r;
-  p->staged = like->staged;
-  p->kernels = like->kernels;
-  if (internal) p->owner = like->owner;
+  const cddp__device *like = cddp__device_of(from);
+  cddp_result r;
   g->stream = from->stream;
-  if ((r = cddp__device_open(g, p, true)) == CDDP_OK) g->backend = from->backend;
+  r = cddp__device_open(g, like->device, like->staged, like->kernels,
+                        internal ? like->owner : NULL, true);
+  if (r == CDDP_OK) g->backend = from->backend;
   return r;
 }
 
@@ -14794,7 +14787,6 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   const char *backend = cddp__backend_name(desc);
   bool nccl = backend == NULL || strcmp(backend, "nccl") == 0;
   cddp__device_report mine, *all;
-  cddp__device *p;
   bool kernels = true, joins = g->host->joined; /* by itself: the others do not know of it yet */
   int n = joins ? 1 : g->size, i, k;
   cddp_result r;
@@ -14822,14 +14814,14 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   if (mine.kernels != 0)
     r = cddp__cuda_result(cddp__registered_kernels->load(), "loading kernels");
   if (r != CDDP_OK) return cddp__break(g, r);
-  if ((r = cddp__device_new(&p, g, mine.device)) != CDDP_OK) return r;
-  p->staged = !nccl;
-  if (kernels) p->kernels = cddp__registered_kernels;
+  r = cddp__device_open(g, mine.device, !nccl, kernels ? cddp__registered_kernels : NULL, NULL,
+                        !joins);
+  if (r != CDDP_OK) return r;
   if (nccl && mine.gpu[0] != 0)
-    p->gpu = cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
-  r = cddp__device_open(g, p, !joins);
-  if (r == CDDP_OK) g->backend = &cddp__device_backend;
-  return r;
+    cddp__device_of(g)->gpu =
+        cddp__hash64(1, mine.gpu, sizeof mine - offsetof(cddp__device_report, gpu));
+  g->backend = &cddp__device_backend;
+  return CDDP_OK;
 }
 
 /* Whether p lies in a device's memory. To ask makes a context on the thread's device: that of the

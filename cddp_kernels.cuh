@@ -636,9 +636,9 @@ static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool m
   return true;
 }
 
-static cudaError_t cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
-                                const cddp_sgd_desc *rule, double factor, const double *clip,
-                                unsigned flags, cudaStream_t stream) {
+static int cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cddp_sgd_desc *rule,
+                        double factor, const double *clip, unsigned flags, void *on) {
+  cudaStream_t stream = (cudaStream_t)on;
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
     return cudaErrorInvalidValue;
   if (cddp__cu_masters(s, n))
@@ -653,7 +653,7 @@ static cudaError_t cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
 extern "C" cudaError_t cddp_cuda_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
                                      const cddp_sgd_desc *rule, unsigned flags,
                                      cudaStream_t stream) {
-  return cddp__cu_sgd(s, n, dtype, rule, 1, NULL, flags, stream);
+  return (cudaError_t)cddp__cu_sgd(s, n, dtype, rule, 1, NULL, flags, stream);
 }
 
 extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *copies, int n,
@@ -756,9 +756,10 @@ static cudaError_t cddp__cu_adamw_on(const cddp_segment *s, int n, const cddp_ad
                                                                stream);
 }
 
-static cudaError_t cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
-                                  const cddp_adamw_step *rule, double factor, const double *clip,
-                                  unsigned flags, cudaStream_t stream) {
+static int cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
+                          const cddp_adamw_step *rule, double factor, const double *clip,
+                          unsigned flags, void *on) {
+  cudaStream_t stream = (cudaStream_t)on;
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, true)) return cudaErrorInvalidValue;
   if (cddp__cu_masters(s, n) != (dtype == CDDP_F16 || dtype == CDDP_BF16) ||
       rule->stride % (cddp__cu_masters(s, n) ? 32 : 16) != 0) /* a pack of a state */
@@ -769,7 +770,7 @@ static cudaError_t cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype
 extern "C" cudaError_t cddp_cuda_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
                                        const cddp_adamw_step *rule, unsigned flags,
                                        cudaStream_t stream) {
-  return cddp__cu_adamw(s, n, dtype, rule, 1, NULL, flags, stream);
+  return (cudaError_t)cddp__cu_adamw(s, n, dtype, rule, 1, NULL, flags, stream);
 }
 
 template <typename H> struct cddp__cu_copy_op : cddp__cu_half_copy<H> {
@@ -812,16 +813,17 @@ static cudaError_t cddp__cu_scale_as(const cddp_segment *s, int n, double factor
 }
 
 /* grad *= scratch[1], or factor if scratch is NULL. */
-static cudaError_t cddp__cu_scale(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
-                                  const double *scratch, cudaStream_t stream) {
+static int cddp__cu_scale(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
+                          const double *scratch, void *stream) {
   if (!cddp__cu_segments_ok(s, n, false, false)) return cudaErrorInvalidValue;
-  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_scale_as, s, n, factor, scratch, stream);
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_scale_as, s, n, factor, scratch,
+                                (cudaStream_t)stream);
 }
 
 extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype dtype,
                                        const double *scratch, cudaStream_t stream) {
   if (scratch == NULL) return cudaErrorInvalidValue;
-  return cddp__cu_scale(s, n, dtype, 1, scratch, stream);
+  return (cudaError_t)cddp__cu_scale(s, n, dtype, 1, scratch, stream);
 }
 
 /* >>shards ---------------------------------------------------------------------------------------
@@ -889,9 +891,8 @@ static cudaError_t cddp__cu_sum_as(void *out, const cddp__cu_nodes &s, cudaStrea
   return cddp__cu_launch(cddp__cu_sum_kernel<C, T>, blocks, CDDP__CU_THREADS, stream, s, out);
 }
 
-static cudaError_t cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes,
-                                const int *widths, int n, int divisor, size_t count,
-                                cudaStream_t stream) {
+static int cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
+                        int n, int divisor, size_t count, void *stream) {
   int sizes[CDDP__CU_DEPTH], depth = 0;
   cddp__cu_nodes s;
   if (count == 0) return cudaSuccess;
@@ -912,7 +913,7 @@ static cudaError_t cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *
       s.merges[i]++;
     }
   }
-  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sum_as, out, s, stream);
+  return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sum_as, out, s, (cudaStream_t)stream);
 }
 
 /* >>sums -----------------------------------------------------------------------------------------
@@ -1389,16 +1390,6 @@ extern "C" cudaError_t cddp_cuda_linear_backward(cublasHandle_t blas, const floa
 /* >>table ----------------------------------------------------------------------------------------
    What cddp.h calls. It gets there by a constructor: before main, whatever file is linked first. */
 
-static int cddp__cu_table_sgd(const cddp_segment *s, int n, cddp_dtype dtype,
-                           const cddp_sgd_desc *rule, double factor, const double *clip,
-                           unsigned flags, void *stream) {
-  return (int)cddp__cu_sgd(s, n, dtype, rule, factor, clip, flags, (cudaStream_t)stream);
-}
-static int cddp__cu_table_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
-                                const cddp_adamw_step *rule, double factor, const double *clip,
-                                unsigned flags, void *stream) {
-  return (int)cddp__cu_adamw(s, n, dtype, rule, factor, clip, flags, (cudaStream_t)stream);
-}
 static int cddp__cu_table_copies(const cddp_segment *s, void *const *copies, int n,
                                  cddp_dtype copy_dtype, void *stream) {
   return (int)cddp_cuda_copies(s, copies, n, copy_dtype, (cudaStream_t)stream);
@@ -1414,16 +1405,6 @@ static int cddp__cu_table_squares(const cddp_segment *s, int n, cddp_dtype dtype
 static int cddp__cu_table_factor(double *scratch, double max_norm, void *stream) {
   return (int)cddp_cuda_factor(scratch, max_norm, (cudaStream_t)stream);
 }
-static int cddp__cu_table_scale(const cddp_segment *s, int n, cddp_dtype dtype, double factor,
-                                const double *scratch, void *stream) {
-  return (int)cddp__cu_scale(s, n, dtype, factor, scratch, (cudaStream_t)stream);
-}
-
-static int cddp__cu_table_sum(void *out, cddp_dtype dtype, const void *const *nodes,
-                              const int *widths, int n, int divisor, size_t count, void *stream) {
-  return (int)cddp__cu_sum(out, dtype, nodes, widths, n, divisor, count, (cudaStream_t)stream);
-}
-
 /* A kernel's first launch waits for the device, for others' calls of CUDA in its way, and voids a
    stream capture: what cddp.h launches is loaded before. */
 static int cddp__cu_table_load(void) {
@@ -1465,9 +1446,9 @@ static int cddp__cu_table_load(void) {
 
 static const cddp_kernels cddp__cu_table = {
     CDDP_VERSION,           CDDP_CUDA_SCRATCH_BYTES, cddp__cu_table_load,
-    cddp__cu_table_sgd,     cddp__cu_table_adamw,    cddp__cu_table_copies,
+    cddp__cu_sgd,           cddp__cu_adamw,          cddp__cu_table_copies,
     cddp__cu_table_convert, cddp__cu_table_squares,  cddp__cu_table_factor,
-    cddp__cu_table_scale,   cddp__cu_table_sum};
+    cddp__cu_scale,         cddp__cu_sum};
 
 static struct cddp__cu_registers {
   cddp__cu_registers() { cddp_register_kernels(&cddp__cu_table); }
