@@ -1889,7 +1889,6 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__crew *crew;               /* or (not NULL) meet by messages */
   cddp_optim *optim; /* elastic: that steps the model; NULL: none yet; if this rank has joined, */
   cddp__inherited inherited; /* this is what it is to get */
-  void *side;              /* on a device: the stream on which buckets are reduced */
   cddp__call *calls;       /* there: [count + buffers] scratch; lock, or the thread that steps */
   cddp_segment *segments;  /* there: [count] scratch, likewise */
   double *clip;            /* there, in device memory: squares of the norm, factor, scratch */
@@ -15154,7 +15153,7 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
   struct cudaPointerAttributes about;
   int i, count = 0, on_device = 0;
   cddp_result r;
-  if (d != NULL ? d->side == NULL : !cddp__cuda_in_use()) return CDDP_OK;
+  if (d != NULL ? d->group->backend == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
     if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
     count++;
@@ -15941,7 +15940,7 @@ static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, vo
   while (r == CDDP_OK && cddp__next_range(d, b, &i, &range)) {
     size_t n = range.end - range.begin;
     char *place = cddp__gradient_at(d, d->me, range.first, range.begin);
-    r = d->memory->copy(back ? place : flat, back ? flat : place, n, d->side);
+    r = d->memory->copy(back ? place : flat, back ? flat : place, n, d->hooks->stream);
     flat += n;
   }
   return r;
@@ -16913,41 +16912,6 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
   return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
 }
 
-/* The arena, and behind it what a clip needs. */
-static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
-  const cddp_kernels *k = cddp__registered_kernels;
-  void *p = NULL;
-  cddp_result r = cddp__cuda_result(
-      cudaMalloc(&p, d->whole + (k != NULL ? k->scratch_bytes : 1)), "cudaMalloc of gradients");
-  if (r != CDDP_OK) return r;
-  d->arena = (char *)p;
-  cddp__see_whole(d, d->me, d->arena);
-  d->clip = (double *)(void *)(d->arena + d->whole);
-  d->side = (void *)cddp__device_of(d->comm != NULL ? d->comm : d->group)->side;
-  if (d->hooks != NULL) d->hooks->stream = d->side;
-  return cddp__device_zero(p, d->bytes, d->group->stream);
-}
-
-static void cddp__gpu_free(cddp_ddp *d) {
-  cddp__device *p = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
-  (void)cddp__use_device(cddp__device_of(d->group)->device);
-  if (p != NULL) {
-    cddp__engine_drain(d->comm);
-    (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
-    (void)cddp__let_go(p, cddp__await_stream(p, p->side, NULL));
-    (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
-  }
-  (void)cudaStreamSynchronize(cddp__main_stream(d->group));
-  cddp__device_free(d->group, d->arena);
-  d->arena = NULL;
-}
-
-static const cddp__ddp_memory cddp__gpu_memory = {
-    cddp__device_enter, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
-    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
-    cddp__gpu_move, cddp__gpu_sum, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
-    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, cddp__gpu_publish};
-
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   int device = cddp__device_of(d->group)->device, i, k;
@@ -16975,6 +16939,41 @@ static cddp_result cddp__check_on_device(const cddp_ddp *d) {
   }
   return CDDP_OK;
 }
+
+/* The arena, and behind it what a clip needs. */
+static cddp_result cddp__gpu_alloc(cddp_ddp *d) {
+  const cddp_kernels *k = cddp__registered_kernels;
+  void *p = NULL;
+  cddp_result r = cddp__check_on_device(d);
+  if (r == CDDP_OK)
+    r = cddp__cuda_result(cudaMalloc(&p, d->whole + (k != NULL ? k->scratch_bytes : 1)),
+                          "cudaMalloc of gradients");
+  if (r != CDDP_OK) return r;
+  d->arena = (char *)p;
+  d->clip = (double *)(void *)(d->arena + d->whole);
+  if (d->hooks != NULL) d->hooks->stream = (void *)cddp__device_of(d->comm)->side;
+  return cddp__device_zero(p, d->bytes, d->group->stream);
+}
+
+static void cddp__gpu_free(cddp_ddp *d) {
+  cddp__device *p = d->comm != NULL ? cddp__device_of(d->comm) : NULL;
+  (void)cddp__use_device(cddp__device_of(d->group)->device);
+  if (p != NULL) {
+    cddp__engine_drain(d->comm);
+    (void)cddp__await_stream(cddp__device_of(d->group), cddp__main_stream(d->group), NULL);
+    (void)cddp__let_go(p, cddp__await_stream(p, p->side, NULL));
+    (void)cudaStreamSynchronize(p->side); /* what ran at the failure, too */
+  }
+  (void)cudaStreamSynchronize(cddp__main_stream(d->group));
+  cddp__device_free(d->group, d->arena);
+  d->arena = NULL;
+}
+
+static const cddp__ddp_memory cddp__gpu_memory = {
+    cddp__device_enter, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
+    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
+    cddp__gpu_move, cddp__gpu_sum, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
+    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, cddp__gpu_publish};
 
 #endif
 
@@ -17221,7 +17220,8 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
   r = cddp__launch(d);
   pthread_mutex_unlock(&d->lock);
   if (r == CDDP_OK) r = d->memory->fence(d);
-  if (r != CDDP_OK || (stepping && d->side != NULL && !(d->desc.max_grad_norm > 0))) return r;
+  if (r != CDDP_OK || (stepping && d->group->backend != NULL && !(d->desc.max_grad_norm > 0)))
+    return r;
   return d->memory->scale(d);
 }
 
@@ -17231,7 +17231,7 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
   cddp_result r = CDDP_OK;
   d->early = !d->spread && (d->eager || (d->group->size > 1 && !stepping));
 #ifdef CDDP_CUDA
-  d->sums = stepping && d->side != NULL && !cddp__device_of(d->comm)->staged &&
+  d->sums = stepping && d->group->backend != NULL && !cddp__device_of(d->comm)->staged &&
             cddp__device_of(d->comm)->kernels != NULL && d->desc.comm_hook == NULL &&
             d->group->size > 1 && !(d->desc.max_grad_norm > 0) && !d->spread;
 #endif
@@ -17460,8 +17460,8 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0);
   if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d->group);
   if (r == CDDP_OK) r = d->memory->publish(d);
-  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->side == NULL);
-  if (r == CDDP_OK) r = cddp__complete(d, d->side == NULL);
+  if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->group->backend == NULL);
+  if (r == CDDP_OK) r = cddp__complete(d, d->group->backend == NULL);
   d->scattered = r != CDDP_OK;
   if (r != CDDP_OK) r = cddp__exit(g, cddp__give_up(d, r));
   cddp__record_finish(g, record, r);
@@ -17759,9 +17759,6 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
   if (r != CDDP_OK) return r;
   r = cddp__check_shards(d);
-#ifdef CDDP_CUDA
-  if (r == CDDP_OK && g->backend != NULL) r = cddp__check_on_device(d);
-#endif
   if (!joins) r = cddp__setup_groups(d, r);
   if (r != CDDP_OK) return r;
   cddp__lay_out(d);
@@ -18844,8 +18841,6 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
                     NULL, 0);
 #ifdef CDDP_CUDA
   if (r == CDDP_OK && d->group->backend != NULL) r = cddp__device_again(d->group, d->comm, false);
-  if (r == CDDP_OK && d->group->backend != NULL)
-    d->side = (void *)cddp__device_of(d->comm)->side;
 #endif
   for (i = 0; i < 2; i++) {
     cddp__arena_free(d->group->host, c->blocks[i]);
