@@ -13589,10 +13589,6 @@ static cddp_result cddp__device_enter(const cddp_group *g) {
                     "stream, which no call may use then: give the captured one to cddp_set_stream");
 }
 
-static cddp_result cddp__event_new(cudaEvent_t *event) {
-  return CDDP__CUDA(cudaEventCreateWithFlags, event, cudaEventDisableTiming);
-}
-
 /* An event behind what is on s now, for cddp__event_give after its use. */
 static cddp_result cddp__event_take(cddp__device *p, cudaStream_t s, void **out) {
   cudaEvent_t event = NULL;
@@ -13600,7 +13596,7 @@ static cddp_result cddp__event_take(cddp__device *p, cudaStream_t s, void **out)
   pthread_mutex_lock(&p->lock);
   if (p->spares > 0) event = p->spare[--p->spares];
   pthread_mutex_unlock(&p->lock);
-  if (event == NULL) r = cddp__event_new(&event);
+  if (event == NULL) r = CDDP__CUDA(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
   *out = (void *)event;
   return r == CDDP_OK ? CDDP__CUDA(cudaEventRecord, event, s) : r;
 }
@@ -13937,9 +13933,9 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
 
 /* Breaks the group if operations wait for a rank that is gone. One that ended after the same number
    of calls may have done its part: what is still on the device here, as far as the poller knows,
-   gets a moment, and more of it if that rank took its leave. CUDA does not tell
-   whether a captured graph runs: with a rank that died it would never end, while one that left has
-   seen the end of its own. inside: a thread waits for NCCL, and so perhaps for other ranks. */
+   gets a moment, and more of it if that rank took its leave. CUDA does not tell whether a captured
+   graph runs: with a rank that died it would never end, while one that left has seen the end of its
+   own. inside: a thread waits for NCCL, and so perhaps for other ranks. */
 static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
   bool waits = inside || cddp__device_busy(p) > 0;
   cddp_group *g = p->group;
@@ -13951,10 +13947,8 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
     left = cddp__rank_left(g, q);
     behind = cddp__calls_behind(p, q) > 0;
     if (!behind && !waits && (left || cddp__load32(&p->captured) == 0)) continue;
-    if (!behind) {
-      if (p->left_since == 0) p->left_since = cddp__now();
-      if (cddp__now() - p->left_since < (left ? CDDP__LEFT_S : CDDP__ENDED_S)) continue;
-    }
+    if (p->left_since == 0) p->left_since = cddp__now();
+    if (!behind && cddp__now() - p->left_since < (left ? CDDP__LEFT_S : CDDP__ENDED_S)) continue;
     snprintf(doing, sizeof doing, "operations with it on cuda:%d", p->device);
     return cddp__report_lost(g, q, doing);
   }
@@ -13979,12 +13973,9 @@ static cddp_result cddp__look_at_device(cddp__device *p) {
    the other, the other over what may leave streams with undefined results. */
 static void cddp__break_both(cddp_group *private_group, cddp_group *owner) {
   cddp_result r = cddp__check_failure(owner);
-  if (r != CDDP_OK) {
-    if (cddp__load32(&private_group->block->broken) == 0) (void)cddp__break(private_group, r);
-    return;
-  }
-  r = cddp__check_failure(private_group);
-  if (r == CDDP_PEER_LOST || r == CDDP_TIMEOUT || r == CDDP_NCCL || r == CDDP_CUDA)
+  if (r != CDDP_OK) (void)cddp__break(private_group, r);
+  else if ((r = cddp__check_failure(private_group)) == CDDP_PEER_LOST || r == CDDP_TIMEOUT ||
+           r == CDDP_NCCL || r == CDDP_CUDA)
     (void)cddp__break(owner, r);
 }
 
@@ -14062,16 +14053,6 @@ static cddp_result cddp__watch(cddp__device *p) {
   return r;
 }
 
-/* Aborts the communicator, if it is not at its end, and has the threads let go of the group. That
-   of a poller which waits for CUDA may take the abort. */
-static void cddp__unwatch(cddp__device *p) {
-  if (p->pid != getpid()) return; /* never watched, or a forked child */
-  cddp__device_end(p, CDDP__COMM_ABORTED);
-  while ((cddp__load32(&p->state) & CDDP__COMM_LEFT) == 0) cddp__sleep(1e-4);
-  pthread_join(p->poller, NULL);
-  cddp__add32(&cddp__watched, (uint32_t)-1);
-}
-
 /* Without contexts the process may end soon: NCCL's threads get a moment to be out of the way. */
 static void cddp__await_endings(void) {
   double deadline = cddp__now() + CDDP__LEFT_S;
@@ -14105,10 +14086,16 @@ static cddp_result cddp__track(cddp__device *p, cudaStream_t s) {
 
 /* --- device contexts --- */
 
-/* Waits for what is on the device; operations that have not ended are aborted. */
+/* Waits for what is on the device; operations that have not ended are aborted, and the threads let go
+   of the group. That of a poller which waits for CUDA may take the abort. */
 static void cddp__device_delete(cddp__device *p) {
   int i;
-  cddp__unwatch(p);
+  if (p->pid == getpid()) { /* else there are no threads, or this is a forked child */
+    cddp__device_end(p, CDDP__COMM_ABORTED);
+    while ((cddp__load32(&p->state) & CDDP__COMM_LEFT) == 0) cddp__sleep(1e-4);
+    pthread_join(p->poller, NULL);
+    cddp__add32(&cddp__watched, (uint32_t)-1);
+  }
   cddp__await_abort(p);
   if (p->side != NULL) (void)cudaStreamSynchronize(p->side);
   while (p->scratch_count > 0) cudaFree(p->scratch[--p->scratch_count]);
@@ -14275,17 +14262,16 @@ static bool cddp__adds(const cddp__device *p, const cddp__call *c) {
 static cddp_result cddp__scale_means(const cddp__device *p, const cddp__call *c, int n,
                                      cudaStream_t s) {
   cddp_segment means[CDDP__MEANS];
-  int i, count = 0, e = 0;
-  if (!cddp__adds(p, c)) return CDDP_OK;
+  int i, count, e = 0;
   memset(means, 0, sizeof means);
-  for (i = 0; i < n && e == 0; i++) {
-    means[count].grad = c[i].recv;
-    means[count].count = c[i].count;
-    count += cddp__receives(&c[i], p->group->rank);
-    if (count < CDDP__MEANS && i + 1 < n) continue;
+  for (; n > 0 && e == 0 && cddp__adds(p, c); n -= count, c += count) {
+    count = n < CDDP__MEANS ? n : CDDP__MEANS;
+    for (i = 0; i < count; i++) {
+      means[i].grad = c[i].recv;
+      means[i].count = cddp__receives(&c[i], p->group->rank) ? c[i].count : 0;
+    }
     e = p->kernels->scale(means, count, (cddp_dtype)c->dtype, 1.0 / p->group->size, NULL,
                           (void *)s);
-    count = 0;
   }
   return cddp__cuda_result(e, "the kernel that scales a mean");
 }
@@ -14671,7 +14657,7 @@ static cddp_result cddp__device_open(cddp_group *g, int device, bool staged,
   if (r == CDDP_OK)
     r = CDDP__CUDA(cudaStreamCreateWithPriority, &p->side, cudaStreamNonBlocking, greatest);
   for (; r == CDDP_OK && p->spares < CDDP__SPARE_EVENTS; p->spares += r == CDDP_OK)
-    r = cddp__event_new(&p->spare[p->spares]);
+    r = CDDP__CUDA(cudaEventCreateWithFlags, &p->spare[p->spares], cudaEventDisableTiming);
   if (r != CDDP_OK) r = cddp__break(g, r);
   else if (connects && !staged && g->size >= CDDP__COMM_FROM) r = cddp__nccl_connect(p);
   if (r == CDDP_OK) g->device = p;
@@ -15308,7 +15294,7 @@ struct cddp__ddp_memory {
      rank's part; averaged: gradients are means already; wrote: see cddp__host_step. Then, for such
      an optimizer, each rank's part of the weights to all. */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
-  cddp_result (*publish)(cddp_ddp *d);
+  cddp_result (*publish)(cddp_ddp *d); /* NULL: broadcast does it */
 };
 enum { CDDP__OWNERS = -1 };
 
@@ -16793,10 +16779,6 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, const cddp_param *arrays, in
   return r == CDDP_OK ? cddp__issue(p, d->calls, n, cddp__main_stream(d->group)) : r;
 }
 
-static cddp_result cddp__gpu_publish(cddp_ddp *d) {
-  return cddp__gpu_broadcast(d, d->params, d->count, CDDP__OWNERS);
-}
-
 /* Writes the mean rows into gradients that are zero elsewhere: SGD's kernel takes these. */
 static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
   void *stream = d->group->stream;
@@ -16973,7 +16955,7 @@ static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__device_enter, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
     cddp__gpu_move, cddp__gpu_sum, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
-    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, cddp__gpu_publish};
+    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, NULL};
 
 #endif
 
@@ -17459,7 +17441,10 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   record = cddp__record_begin(g, CDDP__KIND_DDP_GATHER, ++g->calls, 0);
   if ((r = cddp__check_group(g)) == CDDP_OK) r = d->memory->use(d->group);
-  if (r == CDDP_OK) r = d->memory->publish(d);
+  if (r == CDDP_OK)
+    r = d->memory->publish != NULL
+            ? d->memory->publish(d)
+            : d->memory->broadcast(d, d->params, d->count, CDDP__OWNERS);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->group->backend == NULL);
   if (r == CDDP_OK) r = cddp__complete(d, d->group->backend == NULL);
   d->scattered = r != CDDP_OK;

@@ -285,36 +285,20 @@ static __device__ void cddp__cu_apply(const Op &op, const cddp__cu_piece &, size
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[k], g[k], m[k]);
 }
 
-/* Pack i of N elements. */
-template <size_t N, typename T, typename Op>
-static __device__ void cddp__cu_do_pack(const cddp__cu_piece &p, size_t i, const Op &op) {
-  typedef cddp__cu_pack<T, N> pack;
-  pack d = {}, g = {}, m = {};
-  if (Op::READS & CDDP__CU_DATA) d = ((const pack *)p.data)[i];
-  if (Op::READS & CDDP__CU_GRAD) g = ((const pack *)p.grad)[i];
-  if (Op::READS & CDDP__CU_MOMENTUM) m = ((const pack *)p.momentum)[i];
-  cddp__cu_apply<N>(op, p, i * N, d.v, g.v, m.v);
-  if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d;
-  if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g;
-  if (Op::WRITES & CDDP__CU_MOMENTUM) ((pack *)p.momentum)[i] = m;
-  op.template copy<N>(p, i * N, d.v);
-}
-
-/* Op::AT_ONCE packs of a thread, whose elements are all there: all loads first, so that many are in
-   flight. */
-template <typename T, typename Op>
+/* K packs of a thread, of N elements each, all of which are there: all loads first, so that many are
+   in flight. */
+template <size_t N, size_t K, typename T, typename Op>
 static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, const Op &op) {
-  const size_t N = 16 / sizeof(T);
   typedef cddp__cu_pack<T, N> pack;
-  pack d[Op::AT_ONCE], g[Op::AT_ONCE], m[Op::AT_ONCE];
-  CDDP__CU_UNROLLED for (int u = 0; u < Op::AT_ONCE; u++) {
-    size_t i = first + (size_t)u * CDDP__CU_THREADS;
+  pack d[K] = {}, g[K] = {}, m[K] = {};
+  CDDP__CU_UNROLLED for (size_t u = 0; u < K; u++) {
+    size_t i = first + u * CDDP__CU_THREADS;
     if (Op::READS & CDDP__CU_DATA) d[u] = ((const pack *)p.data)[i];
     if (Op::READS & CDDP__CU_GRAD) g[u] = ((const pack *)p.grad)[i];
     if (Op::READS & CDDP__CU_MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
   }
-  CDDP__CU_UNROLLED for (int u = 0; u < Op::AT_ONCE; u++) {
-    size_t i = first + (size_t)u * CDDP__CU_THREADS;
+  CDDP__CU_UNROLLED for (size_t u = 0; u < K; u++) {
+    size_t i = first + u * CDDP__CU_THREADS;
     cddp__cu_apply<N>(op, p, i * N, d[u].v, g[u].v, m[u].v);
     if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
     if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g[u];
@@ -339,14 +323,14 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
     const cddp__cu_piece &p = s.piece[low];
     size_t at = (c - p.first_chunk) * chunk, end = at + chunk < p.count ? at + chunk : p.count;
     if (p.packed && end - at == chunk) {
-      for (int u = 0; u < CDDP__CU_UNROLL; u += Op::AT_ONCE)
-        cddp__cu_do_packs<T>(p, at / N + threadIdx.x + (size_t)u * CDDP__CU_THREADS, op);
+      for (size_t u = 0; u < CDDP__CU_UNROLL; u += Op::AT_ONCE)
+        cddp__cu_do_packs<N, Op::AT_ONCE, T>(p, at / N + threadIdx.x + u * CDDP__CU_THREADS, op);
       continue;
     }
     for (size_t i = at / N + threadIdx.x; p.packed && i < end / N; i += CDDP__CU_THREADS)
-      cddp__cu_do_pack<N, T>(p, i, op);
+      cddp__cu_do_packs<N, 1, T>(p, i, op);
     for (size_t i = (p.packed ? end - end % N : at) + threadIdx.x; i < end; i += CDDP__CU_THREADS)
-      cddp__cu_do_pack<1, T>(p, i, op);
+      cddp__cu_do_packs<1, 1, T>(p, i, op);
   }
   op.end();
 }
