@@ -14348,13 +14348,13 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
 
 /* Operations on device memory, in order, behind what is on s now. */
 static cddp_result cddp__issue(cddp__device *p, const cddp__call *c, int n, cudaStream_t s) {
-  bool alone = !p->staged && p->comm == NULL;
+  bool by_nccl = !p->staged && p->comm != NULL;
   cddp_result r = CDDP_OK;
   int i;
-  for (i = 0; r == CDDP_OK && i < n && p->staged; i++) r = cddp__stage_call(p, &c[i], s, NULL);
-  for (i = 0; r == CDDP_OK && i < n && alone; i++)
-    r = cddp__device_copy(c[i].recv, c[i].send, c[i].count * c[i].esize, s);
-  if (n == 0 || p->staged || alone) return r;
+  for (i = 0; r == CDDP_OK && i < n && !by_nccl; i++)
+    r = p->staged ? cddp__stage_call(p, &c[i], s, NULL)
+                  : cddp__device_copy(c[i].recv, c[i].send, c[i].count * c[i].esize, s);
+  if (n == 0 || !by_nccl) return r;
   pthread_mutex_lock(&p->turn);
   r = cddp__issue_held(p, c, n, s);
   pthread_mutex_unlock(&p->turn);

@@ -612,10 +612,9 @@ static bool cddp__cu_masters(const cddp_segment *s, int n) {
 static bool cddp__cu_segments_ok(const cddp_segment *s, int n, bool data, bool momentum) {
   if (n < 0 || (n > 0 && s == NULL)) return false;
   for (int i = 0; i < n; i++)
-    if ((s[i].master != NULL) != cddp__cu_masters(s, n)) return false;
-  for (int i = 0; i < n; i++)
-    if (s[i].count > 0 && (s[i].grad == NULL || (data && s[i].data == NULL) ||
-                           (momentum && s[i].momentum == NULL)))
+    if ((s[i].master != NULL) != cddp__cu_masters(s, n) ||
+        (s[i].count > 0 && (s[i].grad == NULL || (data && s[i].data == NULL) ||
+                            (momentum && s[i].momentum == NULL))))
       return false;
   return true;
 }
