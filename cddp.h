@@ -14005,8 +14005,8 @@ static void *cddp__watch_main(void *context) {
   return NULL;
 }
 
-/* The poller: asks which operations have ended, oldest first, and breaks the group if the device has
-   failed. May wait for whoever holds CUDA's lock. */
+/* The poller: asks which operations have ended, oldest first, and breaks the group if the device
+   has failed. May wait for whoever holds CUDA's lock. */
 static void *cddp__poll_main(void *context) {
   cddp__device *p = (cddp__device *)context;
   cddp__take_device(p);
@@ -14086,8 +14086,8 @@ static cddp_result cddp__track(cddp__device *p, cudaStream_t s) {
 
 /* --- device contexts --- */
 
-/* Waits for what is on the device; operations that have not ended are aborted, and the threads let go
-   of the group. That of a poller which waits for CUDA may take the abort. */
+/* Waits for what is on the device; operations that have not ended are aborted, and the threads let
+   go of the group. That of a poller which waits for CUDA may take the abort. */
 static void cddp__device_delete(cddp__device *p) {
   int i;
   if (p->pid == getpid()) { /* else there are no threads, or this is a forked child */

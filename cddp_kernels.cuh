@@ -285,8 +285,8 @@ static __device__ void cddp__cu_apply(const Op &op, const cddp__cu_piece &, size
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.apply(d[k], g[k], m[k]);
 }
 
-/* K packs of a thread, of N elements each, all of which are there: all loads first, so that many are
-   in flight. */
+/* K packs of a thread, of N elements each, all of which are there: all loads first, so that many
+   are in flight. */
 template <size_t N, size_t K, typename T, typename Op>
 static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, const Op &op) {
   typedef cddp__cu_pack<T, N> pack;
