@@ -2017,11 +2017,14 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
   struct cddp__sparse **sparse_room; /* [count] memory of sparse */
   struct cddp__row_list *lists; /* [shards] what is merged */
-  int *active;      /* [active_count] ranks that have not joined, as of the last meeting */
+  char *packets;                /* where that is, of ranks that see no other's memory; else NULL */
+  int *active;      /* [active_count] ranks that have not joined, as of the last meeting; elastic:
+                       the members of the deal */
   int active_count;
   int present;     /* active_count of the last completed step */
   int shards;                   /* in each step: desc.shards, or one a rank */
-  int first_shard, shard_count; /* this rank's */
+  int *owner;                   /* [shards] rank to which each is dealt; elastic: member */
+  int shard_count;              /* this rank's; elastic: 1, as it has one in hand at a time */
   int taken;                    /* of them in this step, by cddp_ddp_next_shard; not elastic */
   int held;                     /* the shard that this rank has in hand; -1: none */
   uint64_t steps;               /* completed */
@@ -2039,8 +2042,6 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__shard_node *nodes;   /* [node_count] all ranks', in order */
   int *widths;               /* [node_count] as cddp__reduce_nodes takes them */
   int node_count;
-  bool leaves;    /* all of them are shards in arenas */
-  int most_nodes; /* of one rank */
   uint32_t joined; /* this rank's CDDP__JOINED*; the engine reads it too, between steps */
   bool had_joined, out_of_date; /* since the last join ended: some rank had joined, and its
                                    weights are old */
@@ -6175,13 +6176,29 @@ static void cddp__deal_shards(int shards, int ranks, int rank, int *first, int *
   *count = each + (rank < more);
 }
 
-/* Which of `count` nodes, ascending, become one with a new one, `shard` alone: those from *low to
-   before *high. The whole tree is never made: its halves are to be added where the mean is taken.
-   Returns where it belongs among them. */
-static int cddp__siblings(const cddp__shard_node *nodes, int count, int shard, int shards,
-                          int *low, int *high) {
-  int begin = shard, end = shard + 1, at = 0, size;
-  while (at < count && nodes[at].first < shard) at++;
+/* The rank that does each of all shards. */
+static void cddp__deal(int *owner, int shards, int ranks) {
+  int rank, i, first, count;
+  for (rank = 0; rank < ranks; rank++) {
+    cddp__deal_shards(shards, ranks, rank, &first, &count);
+    for (i = first; i < first + count; i++) owner[i] = rank;
+  }
+}
+
+/* As cddp__reduce_nodes takes it: -1: one shard, in the compute type, as all are in slots. */
+static int cddp__node_width(const cddp__shard_node *node) {
+  return node->width == 1 && node->slot >= 0 ? -1 : node->width;
+}
+
+/* Which of `count` nodes, ascending, become one with a new one, `node` of one shard: those of its
+   rank from *low to before *high, whose place it takes. *node becomes what they become. slots,
+   widths: theirs, with the new one in their midst, in order. The whole tree is never made: its
+   halves are to be added where the mean is taken. Returns how many slots and widths there are. */
+static int cddp__join_nodes(const cddp__shard_node *nodes, int count, cddp__shard_node *node,
+                            int shards, int *slots, int *widths, int *low, int *high) {
+  const cddp__shard_node self = *node, *part;
+  int begin = self.first, end = begin + 1, at = 0, n = 0, size, i;
+  while (at < count && nodes[at].first < begin) at++;
   *low = *high = at;
   for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards there */
     bool right = begin / size % 2 == 1;
@@ -6190,33 +6207,18 @@ static int cddp__siblings(const cddp__shard_node *nodes, int count, int shard, i
     int k = right ? *low - 1 : *high;
     bool whole = right ? from == 0 && end == shards : begin == 0 && to == shards;
     if (from >= shards) continue; /* it is the right end of the tree: has no sibling here */
-    if (whole || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to)
+    if (whole || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to ||
+        nodes[k].rank != self.rank)
       break;
     if (right) begin = from, --*low;
     else end = to, ++*high;
   }
-  return at;
-}
-
-/* As cddp__reduce_nodes takes it: -1: one shard, in the compute type, as all are in slots. */
-static int cddp__node_width(const cddp__shard_node *node) {
-  return node->width == 1 && node->slot >= 0 ? -1 : node->width;
-}
-
-/* The nodes that become one with `shard`, and the shard in their midst, in order: slots and widths.
-   Returns how many. *joined: what they become; it takes the place of those in [*low, *high). */
-static int cddp__join_nodes(const cddp__shard_node *nodes, int count, int shard, int shards,
-                            int *slots, int *widths, cddp__shard_node *joined, int *low,
-                            int *high) {
-  int at = cddp__siblings(nodes, count, shard, shards, low, high), i, n = 0;
-  cddp__shard_node self = {shard, 1, -1, 0};
-  *joined = self;
-  if (at > *low) joined->first = nodes[*low].first;
-  for (i = *low; i < *high; i++) joined->width += nodes[i].width;
+  node->first = begin;
+  node->width = end - begin;
   for (i = *low; i <= *high; i++) {
-    const cddp__shard_node *node = i == at ? &self : &nodes[i - (i > at)];
-    slots[n] = node->slot;
-    widths[n++] = cddp__node_width(node);
+    part = i == at ? &self : &nodes[i - (i > at)];
+    slots[n] = part->slot;
+    widths[n++] = cddp__node_width(part);
   }
   return n;
 }
@@ -6237,26 +6239,25 @@ static bool cddp__nodes_have(const cddp__shard_node *nodes, int count, int shard
   return false;
 }
 
-/* The nodes of one rank once it has all its shards. Returns how many; *slots: how many slots it
-   needs for them meanwhile. A last shard that merges with none needs no slot, unless they are
-   `apart` from gradients. */
-static int cddp__plan_nodes(int shards, int ranks, int rank, bool apart, cddp__shard_node *nodes,
+/* The nodes of all ranks, ascending, once each has done the shards that it owns. Returns how many;
+   *slots: how many slots a rank needs for its nodes meanwhile. A rank's last shard that merges with
+   none needs no slot, unless they are `apart` from gradients. */
+static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
-  int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1];
-  int depth = 0, first, count, i, n, low, high;
-  cddp__shard_node node;
+  int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1], count = 0, i, k, low, high;
   *slots = 0;
-  cddp__deal_shards(shards, ranks, rank, &first, &count);
-  for (i = first; i < first + count; i++) {
-    n = cddp__join_nodes(nodes, depth, i, shards, joined, wide, &node, &low, &high);
-    node.slot = n == 1 && i == first + count - 1 && !apart ? -1 : low;
-    node.rank = rank;
+  for (i = 0; i < shards; i++) {
+    cddp__shard_node node = {i, 1, -1, owner[i]};
+    (void)cddp__join_nodes(nodes, count, &node, shards, joined, wide, &low, &high);
+    for (k = low - 1; k >= 0 && nodes[k].rank != node.rank;) k--;
+    if (node.width > 1 || apart || (i + 1 < shards && owner[i + 1] == node.rank))
+      node.slot = k >= 0 ? nodes[k].slot + 1 : 0;
+    if (node.slot >= *slots) *slots = node.slot + 1;
     nodes[low] = node;
-    depth = low + 1;
-    if (node.slot >= 0 && depth > *slots) *slots = depth;
+    count = low + 1;
   }
-  for (i = 0; i < depth; i++) widths[i] = cddp__node_width(&nodes[i]);
-  return depth;
+  for (i = 0; i < count; i++) widths[i] = cddp__node_width(&nodes[i]);
+  return count;
 }
 
 /* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes; the last limit repeats
@@ -15170,6 +15171,7 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all =
       d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend != NULL;
+  if (d->desc.elastic) return 1; /* it is the mean of the shards */
   if (d->sums && dtype != CDDP_F16) return 1.0 / d->active_count;
   return by_all ? (double)d->group->size / d->active_count : 1;
 }
@@ -15541,24 +15543,17 @@ static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
 /* Ends what peers wait for, now or in the background: this model is of no more use to any rank. */
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
-  char text[CDDP__ERROR_MAX];
   int i;
   if (d->crew != NULL) cddp__crew_hide(d);
-  if (d->elastic != NULL) {
-    cddp__elastic_fail(d, r);
-    return cddp__ddp_fail(d, r);
-  }
+  if (d->elastic != NULL) cddp__elastic_fail(d, r);
+  (void)cddp__ddp_fail(d, r);
   groups[0] = d->control;
   groups[1] = d->comm;
   groups[2] = d->hooks;
-  snprintf(text, sizeof text, "%s", cddp__error_text);
-  for (i = 0; i < 3; i++) {
-    cddp__fail(r, "%s", text);
-    if (groups[i] != NULL) cddp__break(groups[i], r);
-  }
-  if (d->comm != NULL) cddp__engine_drain(d->comm);
-  cddp__fail(r, "%s", text);
-  return cddp__ddp_fail(d, r);
+  for (i = 0; i < 3 && d->elastic == NULL; i++)
+    if (groups[i] != NULL) cddp__break(groups[i], cddp__check_cause(&d->failure));
+  if (d->comm != NULL && d->elastic == NULL) cddp__engine_drain(d->comm);
+  return cddp__check_cause(&d->failure);
 }
 
 /* --- creation: comparing the model with rank 0's --- */
@@ -15859,16 +15854,6 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   return r;
 }
 
-/* Finds the arenas of the host's ranks. */
-static cddp_result cddp__map_arenas(cddp_ddp *d) {
-  cddp_group *g = d->control;
-  char **places = (char **)d->buffers;
-  cddp_result r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->arena, d->whole, places);
-  int k;
-  for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, places[k]);
-  return r;
-}
-
 /* Gradients that lie side by side. */
 typedef struct cddp__range {
   int first;         /* parameter, that which the range begins with */
@@ -15913,10 +15898,13 @@ static char *cddp__in_node(const cddp_ddp *d, int rank, int slot, int i, size_t 
 static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int param,
                                 size_t at, size_t n) {
   cddp_dtype dtype = d->params[param].dtype;
+  bool leaves = true; /* all nodes are shards in gradients */
   int i;
-  for (i = 0; i < d->node_count; i++)
+  for (i = 0; i < d->node_count; i++) {
     sources[i] = cddp__in_node(d, d->nodes[i].rank, d->nodes[i].slot, param, at);
-  if (d->leaves) cddp__reduce(out, sources, d->shards, n, dtype, CDDP_AVG);
+    leaves = leaves && d->nodes[i].slot < 0;
+  }
+  if (leaves) cddp__reduce(out, sources, d->shards, n, dtype, CDDP_AVG);
   else
     cddp__reduce_nodes(out, sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
 }
@@ -15968,9 +15956,8 @@ static int cddp__take_slot(cddp_ddp *d, int slot) {
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
   int room = cddp__free_slot(d->kept, d->kept_count, 0);
-  cddp__shard_node node;
-  int n = cddp__join_nodes(d->kept, d->kept_count, shard, d->shards, slots, widths, &node, &low,
-                           &high);
+  cddp__shard_node node = {shard, 1, -1, 0};
+  int n = cddp__join_nodes(d->kept, d->kept_count, &node, d->shards, slots, widths, &low, &high);
   cddp_result r = CDDP_OK;
   if (more || n > 1 || cddp__gathers(d))
     node.slot = cddp__take_slot(d, low < high && d->elastic == NULL ? d->kept[low].slot : room);
@@ -15998,11 +15985,11 @@ static cddp_result cddp__end_shard(cddp_ddp *d) {
   return cddp__keep_node(d, d->held, d->taken < d->shard_count);
 }
 
-/* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, so that
-   each has all nodes of its n elements, takes the mean over the shards, and all gather the means,
-   from `out` on. */
-static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at,
-                                      size_t n) {
+/* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, of which
+   one rank has `most`, so that each has all nodes of its n elements, takes the mean over the
+   shards, and all gather the means, from `out` on. */
+static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
+                                      int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
   size_t ranks = (size_t)d->control->size, part = n * cddp__dtype_size(wide);
   char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *all;
@@ -16010,14 +15997,14 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
   void *scratch = NULL;
   cddp_result r = CDDP_OK;
   int i;
-  if (ranks > 1) r = d->memory->scratch(d, (size_t)d->most_nodes * ranks * part, &scratch);
+  if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * part, &scratch);
   if (r != CDDP_OK) return r;
-  for (i = 0, all = (char *)scratch; i < d->most_nodes && ranks > 1; i++, all += ranks * part) {
+  for (i = 0, all = (char *)scratch; i < most && ranks > 1; i++, all += ranks * part) {
     int slot = i < d->kept_count ? d->kept[i].slot : 0; /* of fewer nobody looks at the rest */
     d->calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n,
                                   wide, CDDP_SUM, -1);
   }
-  if (ranks > 1) r = d->memory->move(d, d->calls, d->most_nodes);
+  if (ranks > 1) r = d->memory->move(d, d->calls, most);
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->node_count; i++)
     d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, d->kept[i].slot, at)
@@ -16035,14 +16022,16 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t most = (d->group->backend != NULL ? CDDP__SHARD_PIECE : CDDP__NODES_PIECE) / ranks;
   cddp__range range;
   cddp_result r = CDDP_OK;
-  int dtype;
+  int dtype, i, nodes = 0;
+  for (i = 0; i < d->node_count; i++)
+    if (d->nodes[i].slot >= nodes) nodes = d->nodes[i].slot + 1;
   for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
     if (!cddp__range_of(d, dtype, &range)) continue;
     esize = cddp__dtype_size((cddp_dtype)dtype);
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * ranks * esize) {
       n = ((range.end - at) / esize + ranks - 1) / ranks;
       n = cddp__round_up(cddp__min(n, most), CDDP__CACHE_LINE / esize);
-      r = cddp__gather_piece(d, out + at, (cddp_dtype)dtype, at, n);
+      r = cddp__gather_piece(d, out + at, (cddp_dtype)dtype, at, n, nodes);
       CDDP__POINT("elastic piece");
     }
   }
@@ -16051,14 +16040,8 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
 
 /* --- reducing a bucket in memory that the ranks of a host share --- */
 
-/* Whether the second of two parameters of a bucket lies behind the first, on all ranks and, where
-   shards are added up, in slots. */
-static bool cddp__adjoins(const cddp_ddp *d, const cddp__tensor *a, const cddp__tensor *b) {
-  if (a->storage == CDDP__IN_PLACE || b->storage == CDDP__IN_PLACE) return false;
-  return b->place == a->place + a->room && (!d->spread || b->offset == a->offset + a->room);
-}
-
-/* The next stretch of used parameters of the bucket from sorted[*i] on; false at the end. */
+/* The next stretch of used parameters of the bucket from sorted[*i] on, which lie side by side on
+   all ranks and, where shards are added up, in slots; false at the end. */
 static bool cddp__next_range(const cddp_ddp *d, const cddp__bucket_state *b, int *i,
                              cddp__range *range) {
   const cddp__tensor *t, *next;
@@ -16070,7 +16053,9 @@ static bool cddp__next_range(const cddp_ddp *d, const cddp__bucket_state *b, int
   range->end = t->offset + t->room;
   for (; *i < b->count; t = next, ++*i) {
     next = &d->tensors[b->sorted[*i]];
-    if (!next->used || !cddp__adjoins(d, t, next)) break;
+    if (!next->used || t->storage == CDDP__IN_PLACE || next->storage == CDDP__IN_PLACE ||
+        next->place != t->place + t->room || (d->spread && next->offset != t->offset + t->room))
+      break;
     range->end += next->room;
   }
   return true;
@@ -16364,7 +16349,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
 
 static void cddp__clip_rows(cddp_ddp *d, double factor) {
   int i;
-  for (i = 0; i < d->count; i++) {
+  for (i = 0; factor != 1 && i < d->count; i++) {
     cddp__sparse *s = cddp__sparse_of(d, i);
     if (s != NULL && d->used[i])
       cddp__scale(s->mean.values, s->mean.n * s->width, d->params[i].dtype, factor);
@@ -16383,7 +16368,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   for (i = 0; factor != 1 && i < d->count; i++)
     if (d->used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
-  if (factor != 1) cddp__clip_rows(d, factor);
+  cddp__clip_rows(d, factor);
   if (norm != NULL) *norm = d->norm;
   return CDDP_OK;
 }
@@ -16563,13 +16548,6 @@ static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->weights[(size_t)rank * (size_t)d->count + (size_t)i];
 }
 
-/* Whether one loop does this rank's part of parameter i. */
-static bool cddp__takes_loop(const cddp__pass *x, int i, const cddp__update *u) {
-  const cddp__tensor *t = &x->d->tensors[i];
-  return x->one_loop && u->loop != NULL && x->d->params[i].dtype == CDDP_F32 && t->used &&
-         t->shared;
-}
-
 /* This rank's part of parameter i in one loop, block by block for the sake of its copy. */
 static void cddp__fuse_loop(const cddp__pass *x, int i, const cddp__update *u) {
   const cddp_ddp *d = x->d;
@@ -16740,7 +16718,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
       u = cddp__update_of(x->s, i, states, 1);
       block = steps ? CDDP__LOG_BLOCK : block;
       if (x->log != NULL && u.dtype != u.stored) block /= 2; /* its states are f32 */
-      x->loops = cddp__takes_loop(x, i, &u);
+      x->loops = x->one_loop && u.loop != NULL && u.stored == CDDP_F32 && t->used && t->shared;
     }
     if (steps && x->loops) cddp__fuse_loop(x, i, &u);
     for (; at < high && !(steps && x->loops); at += n * esize) {
@@ -16775,7 +16753,7 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   if (!x->squares) return CDDP_OK;
   r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK) x->clip = cddp__clip_factor(d, d->desc.max_grad_norm, false);
-  if (r == CDDP_OK && x->clip != 1) cddp__clip_rows(d, x->clip);
+  if (r == CDDP_OK) cddp__clip_rows(d, x->clip);
   return r;
 }
 
@@ -17248,8 +17226,10 @@ static void cddp__arm(cddp_ddp *d) {
 /* d->held: the next shard of this rank, which has done the one before. */
 static cddp_result cddp__next_of_rank(cddp_ddp *d) {
   cddp_result r = d->held >= 0 ? cddp__end_shard(d) : CDDP_OK;
+  int first, count;
   if (d->held >= 0) cddp__arm(d);
-  d->held = d->first_shard + d->taken++;
+  cddp__deal_shards(d->shards, d->group->size, d->group->rank, &first, &count);
+  d->held = first + d->taken++;
   return r;
 }
 
@@ -17369,28 +17349,24 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
 
 /* The error for parameters that were not ready: names the first of them. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
-  int i, p, n = d->group->size, absent, shown = 0;
+  int i, p, absent, shown = 0;
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
-    size_t at;
-    for (p = absent = 0; p < n; p++)
-      absent += d->flags[(size_t)p * (size_t)d->count + (size_t)i] == 0;
+    const unsigned char *flags = d->flags + i; /* of each rank */
+    for (p = absent = 0; p < d->group->size; p++) absent += flags[p * d->count] == 0;
     if (absent == 0) continue;
-    at = strlen(list);
-    snprintf(list + at, sizeof list - at, "%s\"%.60s\"", shown++ ? ", " : "",
-             cddp__param_name(&d->params[i], i).s);
-    at = strlen(list);
+    cddp__append(list, sizeof list, "%s\"%.60s\"", shown++ ? ", " : "",
+                 cddp__param_name(&d->params[i], i).s);
     if (absent == d->active_count) continue;
     r = CDDP_MISMATCH;
-    for (p = 0; d->flags[(size_t)p * (size_t)d->count + (size_t)i] != 0; p++) {}
-    snprintf(list + at, sizeof list - at, " (on rank %d%s)", p, absent > 1 ? " and others" : "");
+    for (p = 0; flags[p * d->count] != 0; p++) {}
+    cddp__append(list, sizeof list, " (on rank %d%s)", p, absent > 1 ? " and others" : "");
   }
-  return cddp__fail(
-      r,
-      "gradients were not marked ready: %s; call cddp_ddp_ready for every parameter, or "
-      "set find_unused_parameters",
-      list);
+  return cddp__fail(r,
+                    "gradients were not marked ready: %s; call cddp_ddp_ready for every parameter, "
+                    "or set find_unused_parameters",
+                    list);
 }
 
 #define CDDP__FLAG_JOINED 2 /* the rank has joined: neither used nor forgotten */
@@ -17471,90 +17447,113 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
-/* The mean of the rows in d->lists, one for each shard, to where the optimizer reads it. */
-static cddp_result cddp__merge_lists(cddp_ddp *d, int lists) {
-  cddp_result r = CDDP_OK;
-  int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (cddp__sparse_of(d, i) != NULL)
-      r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, lists, d->sources,
-                           d->params[i].dtype);
-  return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
-}
+/* What begins the rows of a shard in a packet. */
+typedef struct cddp__shard_rows {
+  uint64_t shard; /* as many as there are: of a rank that has joined, and has none */
+  uint64_t bytes; /* with this */
+  unsigned char pad[CDDP__CACHE_LINE - 16];
+} cddp__shard_rows;
 
-/* Merges the packets of the ranks that have data; every rank's: [ranks]. */
-static cddp_result cddp__merge_rows(cddp_ddp *d, char **packets) {
-  int i, k, shard, first, count, lists = 0;
-  for (k = 0; k < d->active_count; k++) {
-    char *packet = packets[d->active[k]];
-    cddp__deal_shards(d->shards, d->control->size, d->active[k], &first, &count);
-    for (shard = 0; shard < count; shard++) {
-      d->lists[lists++].packet = packet;
-      for (i = 0; shard + 1 < count && i < d->count; i++)
-        if (cddp__sparse_of(d, i) != NULL)
-          packet += cddp__row_list_bytes(
-              d->sparse[i], (size_t)((const cddp__row_head *)(const void *)packet)->bound);
-    }
-  }
-  return cddp__merge_lists(d, lists);
-}
-
-/* The rows of one of this rank's shards to `packet`, which with the last shard's has all; NULL:
-   nothing is written. Returns how many bytes. */
-static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
-  bool last = shard + 1 == d->shard_count;
-  size_t bytes = 0, first, end;
+/* The rows of `shard`, the k-th of this rank's that are not packed yet, to `packet`, which with the
+   last one's has all; NULL: nothing is written. Returns how many bytes. */
+static size_t cddp__pack_rows(cddp_ddp *d, int k, int shard, char *packet) {
+  cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
+  bool last = k + 1 == d->shard_count;
+  size_t bytes = sizeof *head, first, end;
   int i;
   for (i = 0; i < d->count; i++) {
     cddp__sparse *s = cddp__sparse_of(d, i);
     if (s == NULL) continue;
-    first = shard > 0 ? s->ends[shard - 1] : 0;
-    end = last ? s->added.n : s->ends[shard];
+    first = k > 0 ? s->ends[k - 1] : 0;
+    end = last ? s->added.n : s->ends[k];
     if (!d->tensors[i].used) end = first;
     if (packet != NULL) cddp__rows_pack(s, first, end - first, d->params[i].dtype, packet + bytes);
     if (packet != NULL && last && d->tensors[i].used) s->added.n = 0;
     bytes += cddp__row_list_bytes(s, end - first);
   }
+  if (packet == NULL) return bytes;
+  head->shard = (uint64_t)(d->joined != 0 ? d->shards : shard);
+  head->bytes = bytes;
   return bytes;
 }
 
-/* Collective: all ranks get the mean of what each has added. Ranks read each other's packets; where
-   they do not see each other's memory all packets go to all, as long as the longest. */
-static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
+/* Finds the rows of all shards in the ranks' packets [ranks]. */
+static void cddp__find_rows(cddp_ddp *d, char **packets) {
+  cddp__shard_rows *head;
+  int i;
+  for (i = 0; i < d->shards; i++) d->lists[i].packet = NULL;
+  for (i = 0; i < d->shards; i++) { /* a rank's may be in another order */
+    head = (cddp__shard_rows *)(void *)packets[d->owner[i]];
+    packets[d->owner[i]] += head->bytes;
+    if (head->shard < (uint64_t)d->shards) d->lists[head->shard].packet = (char *)(head + 1);
+  }
+}
+
+/* The mean of the rows that have been found to where the optimizer reads it. */
+static cddp_result cddp__merge_rows(cddp_ddp *d) {
+  const cddp_allocator *a = &d->group->host->allocator;
+  cddp_result r = CDDP_OK;
+  int i, n = 0;
+  for (i = 0; i < d->shards; i++)
+    if (d->lists[i].packet != NULL) d->lists[n++].packet = d->lists[i].packet;
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL)
+      r = cddp__rows_merge(a, d->sparse[i], d->lists, n, d->sources, d->params[i].dtype);
+  cddp__free(a, d->packets);
+  d->packets = NULL;
+  return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
+}
+
+/* Where ranks do not see each other's memory all packets go to all ranks, each as long as the
+   longest; and their rows are found. */
+static cddp_result cddp__gather_rows(cddp_ddp *d, const void *packet, size_t bytes,
+                                     size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  size_t bytes = 0, each = 0;
-  char **packets = (char **)g->buffers, *at, *all;
+  char **packets = (char **)g->buffers, *own;
+  cddp_result r;
+  int k;
+  cddp__free(a, d->packets); /* of a gathering that failed */
+  d->packets = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1);
+  if (d->packets == NULL) return CDDP_OUT_OF_MEMORY;
+  own = d->packets + longest * (size_t)g->size;
+  if (bytes > 0) memcpy(own, packet, bytes);
+  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, d->packets, longest, CDDP_U8, -1);
+  for (k = 0; k < g->size; k++) packets[k] = d->packets + (size_t)k * longest;
+  if (r == CDDP_OK) cddp__find_rows(d, packets);
+  return r;
+}
+
+/* Collective: all ranks get the mean of what each has added. */
+static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
+  cddp_group *g = d->control;
+  size_t bytes = 0, longest = 0;
+  char **packets = (char **)g->buffers, *at;
   unsigned char size[8];
   void *packet = NULL;
   cddp_result r;
-  int i;
-  for (i = 0; i < d->shard_count; i++) bytes += cddp__pack_rows(d, i, NULL);
+  int i, first;
+  cddp__deal_shards(d->shards, g->size, g->rank, &first, &i);
+  for (i = 0; i < d->shard_count; i++) bytes += cddp__pack_rows(d, i, first + i, NULL);
   if ((r = cddp__host_scratch(d, bytes, &packet)) != CDDP_OK) return cddp__break(g, r);
-  for (i = 0, at = (char *)packet; i < d->shard_count; i++) at += cddp__pack_rows(d, i, at);
-  cddp__put64(size, bytes);
-  r = g->hosts != NULL
-          ? cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size)
-          : cddp__exchange_refs(g, kind, packet, 0, packets);
-  if (r != CDDP_OK) return r;
+  for (i = 0, at = (char *)packet; i < d->shard_count; i++)
+    at += cddp__pack_rows(d, i, first + i, at);
   if (g->hosts != NULL) {
-    for (i = 0; i < g->size; i++)
-      each = cddp__max(each, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
-    all = (char *)cddp__malloc(a, each * (size_t)(g->size + 1) + 1);
-    if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-    at = (char *)memcpy(all + each * (size_t)g->size, packet, bytes);
-    r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, at, all, each, CDDP_U8, -1);
-    for (i = 0; i < g->size; i++) packets[i] = all + (size_t)i * each;
-    if (r == CDDP_OK && (r = cddp__merge_rows(d, packets)) != CDDP_OK) r = cddp__break(g, r);
-    cddp__free(a, all);
-  } else {
-    if ((r = cddp__enter(g)) == CDDP_OK) {
-      if ((r = cddp__merge_rows(d, packets)) != CDDP_OK) r = cddp__break(g, r);
-      if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
-    }
-    r = cddp__exit(g, r);
+    cddp__put64(size, bytes);
+    r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
+    for (i = 0; r == CDDP_OK && i < g->size; i++)
+      longest = cddp__max(longest,
+                          (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
+    if (r == CDDP_OK) r = cddp__gather_rows(d, packet, bytes, longest);
+    return r == CDDP_OK ? cddp__merge_rows(d) : r;
   }
-  return r;
+  if ((r = cddp__exchange_refs(g, kind, packet, 0, packets)) != CDDP_OK) return r;
+  if ((r = cddp__enter(g)) == CDDP_OK) { /* ranks read each other's packets */
+    cddp__find_rows(d, packets);
+    if ((r = cddp__merge_rows(d)) != CDDP_OK) r = cddp__break(g, r);
+    if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+  }
+  return cddp__exit(g, r);
 }
 
 /* --- wait and step --- */
@@ -17784,6 +17783,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   if (d->control != NULL) cddp__group_leave(d->control);
   cddp__arena_free(h, d->arena);
   cddp__arena_free(h, d->scratch);
+  cddp__free(a, d->packets);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
   cddp__free(a, d); /* and its arrays */
@@ -17820,7 +17820,8 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->nodes = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->nodes);
   d->kept = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->kept);
   d->widths = (int *)cddp__carve(base, &at, parts, sizeof *d->widths);
-  d->active = (int *)cddp__carve(base, &at, size, sizeof *d->active);
+  d->active = (int *)cddp__carve(base, &at, ranks, sizeof *d->active);
+  d->owner = (int *)cddp__carve(base, &at, parts, sizeof *d->owner);
   d->buckets = (cddp__bucket_state *)cddp__carve(base, &at, n, sizeof *d->buckets);
   d->plan_memory = (int *)cddp__carve(base, &at, CDDP__PLAN_INTS(n), sizeof *d->plan_memory);
   d->plan_order = (int *)cddp__carve(base, &at, n, sizeof *d->plan_order);
@@ -17830,18 +17831,6 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->flags = (unsigned char *)cddp__carve(base, &at, n * (size + 1), 1);
   d->used = (unsigned char *)cddp__carve(base, &at, n, 1);
   return at;
-}
-
-/* Which nodes each rank has once its shards are done, and how many slots it needs. */
-static void cddp__plan_shards(cddp_ddp *d) {
-  int rank, slots, nodes;
-  for (rank = 0; rank < d->group->size; rank++) {
-    nodes = cddp__plan_nodes(d->shards, d->group->size, rank, cddp__gathers(d),
-                             d->nodes + d->node_count, d->widths + d->node_count, &slots);
-    d->node_count += nodes;
-    d->most_nodes = nodes > d->most_nodes ? nodes : d->most_nodes;
-    d->slots = slots > d->slots ? slots : d->slots;
-  }
 }
 
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
@@ -17871,10 +17860,13 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->shards = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
   d->spread = !desc->elastic && /* NCCL's own order is not the canonical one */
               (d->shards > g->size || (desc->shards > 0 && !d->meets));
-  cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
-  if (desc->elastic) d->shard_count = 1; /* as it has one in hand at a time */
+  cddp__deal_shards(d->shards, g->size, g->rank, &i, &d->shard_count);
+  cddp__deal(d->owner, d->shards, g->size);
+  if (desc->elastic) d->shard_count = 1;
+  else
+    d->node_count = cddp__plan_nodes(d->owner, d->shards, cddp__gathers(d), d->nodes, d->widths,
+                                     &d->slots);
   d->held = -1;
-  if (!desc->elastic) cddp__plan_shards(d);
   d->eager = desc->comm_hook != NULL || g->carrier->average != NULL || g->backend != NULL;
   d->early = !d->spread && !desc->elastic && (d->eager || g->size > 1);
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
@@ -17973,7 +17965,9 @@ static void cddp__place_partitions(cddp_ddp *d) {
 /* The rest of creation: collective, but (joins) of a rank that meets the others later. */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
+  char **arenas = (char **)d->buffers;
   cddp_result r = d->memory->use(d->group);
+  int k;
   if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
   if (r != CDDP_OK) return r;
   r = cddp__check_shards(d);
@@ -17985,7 +17979,10 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp__lay_out(d);
   if ((r = cddp__consensus(d->control, d->memory->alloc(d), NULL, 0, NULL)) != CDDP_OK) return r;
   cddp__see_whole(d, d->me, d->arena);
-  if (!joins && g->backend == NULL) r = cddp__map_arenas(d);
+  if (!joins && g->backend == NULL) {
+    r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->whole, arenas);
+    for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, arenas[k]);
+  }
   if (r == CDDP_OK && !joins) r = d->memory->broadcast(d, d->params, d->count, 0);
   if (r == CDDP_OK && !joins)
     r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, 0);
@@ -18126,18 +18123,17 @@ struct cddp__crew {
   cddp__crew_member *members;   /* [shards + 1] by place; the last one: who has no place yet */
   int me;                       /* this rank's place */
   int leader;                   /* place of who gave the last table */
-  int count, *order;            /* [shards] members of the group; their places, in order of ranks */
+  int *order;                   /* [active_count] places of the group's members, by rank */
   uint64_t generation;          /* of the group: how many there have been */
   uint64_t step;                /* waits and steps since creation */
   uint64_t done;                /* reductions */
-  int *owner;                   /* [shards] who does each in the group */
-  int *mine_planned;            /* [2 * shards] scratch */
+  int *indices;                 /* [shards] scratch */
   char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
-  cddp__buffer own, rows;       /* rows of the shards in ddp.kept; of all those of that reduction */
+  cddp__buffer own;             /* rows of the shards in ddp.kept */
   cddp__link **links;           /* [shards + knocks] while ranks meet: to who reported, or to the */
   cddp__message **reports;      /* leader; likewise what the members said, and behind these who */
   int knock_count;              /* would join, and waits for the next meeting */
-  void *blocks[2];              /* for control blocks of the next groups; NULL: none */
+  void *blocks[2];              /* while ranks meet: for control blocks of the next groups; NULL */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
   cddp__elastic_call called;    /* in the last update; kind 0: it has joined since */
@@ -18259,23 +18255,14 @@ static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
   return r;
 }
 
-/* What precedes the rows of a shard: cddp__pack_rows. */
-typedef struct cddp__crew_packet {
-  uint64_t shard, bytes;
-} cddp__crew_packet;
-
 /* The shard that has ended becomes a node in a slot, with its siblings; its rows stay with this
    rank until the step is reduced. */
 static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
   cddp__buffer *own = &d->crew->own;
-  cddp__crew_packet head;
   cddp_result r;
   if (d->sparse != NULL) {
-    head.shard = (uint64_t)shard;
-    head.bytes = cddp__pack_rows(d, 0, NULL);
-    if (!cddp__buffer_reserve(own, sizeof head + head.bytes)) return CDDP_OUT_OF_MEMORY;
-    cddp__buffer_add(own, &head, sizeof head);
-    own->end += cddp__pack_rows(d, 0, (char *)own->data + own->end);
+    if (!cddp__buffer_reserve(own, cddp__pack_rows(d, 0, shard, NULL))) return CDDP_OUT_OF_MEMORY;
+    own->end += cddp__pack_rows(d, 0, shard, (char *)own->data + own->end);
     CDDP__POINT("elastic rows");
   }
   CDDP__POINT("elastic keep");
@@ -18292,36 +18279,11 @@ static void cddp__crew_forget(cddp_ddp *d) { /* what this rank has done of a ste
 
 /* All shards are still to be done, by all members. */
 static void cddp__crew_deal(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
-  int k, i, first, count;
   cddp__crew_forget(d);
-  for (k = 0; k < c->count; k++) {
-    cddp__deal_shards(d->shards, c->count, k, &first, &count);
-    for (i = first; i < first + count; i++) c->owner[i] = k;
-  }
+  cddp__deal(d->owner, d->shards, d->active_count);
 }
 
 /* --- the reduction --- */
-
-/* The nodes of [low, high) of the tree, as they are once all members have done their shards. */
-static void cddp__crew_plan(cddp_ddp *d, int low, int high) {
-  const cddp__crew *c = d->crew;
-  cddp__shard_node *node = &d->nodes[d->node_count];
-  int i = low, half = 1;
-  while (i < high && c->owner[i] == c->owner[low]) i++;
-  if (i == high && (high - low < d->shards || d->shards == 1)) { /* the root is added at the end */
-    node->first = low;
-    node->width = high - low;
-    node->rank = c->owner[low];
-    node->slot = c->mine_planned[node->rank]++;
-    if (node->slot + 1 > d->most_nodes) d->most_nodes = node->slot + 1;
-    d->widths[d->node_count++] = cddp__node_width(node);
-    return;
-  }
-  while (2 * half < high - low) half *= 2;
-  cddp__crew_plan(d, low, low + half);
-  cddp__crew_plan(d, low + half, high);
-}
 
 /* What was begun on the device has ended, and well. */
 static cddp_result cddp__crew_await(cddp_ddp *d) {
@@ -18333,53 +18295,25 @@ static cddp_result cddp__crew_await(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* The rows of all shards to all members, for cddp__merge_lists; each member's are at most `each`
-   bytes. */
-static cddp_result cddp__crew_gather_rows(cddp_ddp *d, size_t each) {
-  cddp__crew *c = d->crew;
-  cddp__buffer *rows = &c->rows, *own = &c->own;
-  cddp__crew_packet head;
-  char *from;
-  cddp_result r;
-  int k, i;
-  cddp__buffer_clear(rows, SIZE_MAX);
-  if (!cddp__buffer_reserve(own, each - cddp__buffer_size(own)) ||
-      !cddp__buffer_reserve(rows, each * (size_t)c->count))
-    return CDDP_OUT_OF_MEMORY;
-  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, own->data, rows->data, each, CDDP_U8, -1);
-  for (k = 0; r == CDDP_OK && k < c->count; k++) {
-    from = (char *)rows->data + (size_t)k * each;
-    for (i = 0; i < d->shards; i++) {
-      if (c->owner[i] != k) continue;
-      memcpy(&head, from, sizeof head);
-      d->lists[head.shard].packet = from + sizeof head;
-      from += sizeof head + (size_t)head.bytes;
-    }
-  }
-  CDDP__POINT("elastic rows gathered");
-  return r;
-}
-
 /* What a rank says when ranks come to a reduction. */
 typedef struct cddp__crew_word {
-  uint64_t done, rows; /* reductions; bytes of cddp__crew.own */
+  uint64_t rows; /* bytes of cddp__crew.own */
   cddp__elastic_call called;
 } cddp__crew_word;
 
 /* All members come to the reduction, having called the same before. *rows: of whoever has most. */
 static cddp_result cddp__crew_meet(cddp_ddp *d, size_t *rows) {
   cddp__crew *c = d->crew;
-  cddp__crew_word mine = {c->done, cddp__buffer_size(&c->own), c->called}, theirs;
+  cddp__crew_word mine = {cddp__buffer_size(&c->own), c->called}, theirs;
   cddp_result r = CDDP_OK;
   int k;
   CDDP__POINT("elastic meet");
-  if (c->count > 1)
-    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, 0, &mine,
-                    sizeof mine);
+  if (d->active_count > 1)
+    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, c->done,
+                    &mine, sizeof mine);
   *rows = (size_t)mine.rows;
-  for (k = 0; r == CDDP_OK && c->count > 1 && k < c->count; k++) {
+  for (k = 0; r == CDDP_OK && d->active_count > 1 && k < d->active_count; k++) {
     memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
-    CDDP_ASSERT(theirs.done == mine.done);
     *rows = cddp__max(*rows, (size_t)theirs.rows);
     if (theirs.called.kind == 0) continue;
     if (c->called.kind == 0) c->called = theirs.called;
@@ -18392,15 +18326,17 @@ static cddp_result cddp__crew_meet(cddp_ddp *d, size_t *rows) {
 static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   cddp__crew *c = d->crew;
   size_t rows;
+  int slots; /* each rank has as many as it needs: cddp__crew_grow */
   cddp_result r = cddp__crew_meet(d, &rows);
   CDDP__POINT("elastic met");
-  if (r == CDDP_OK && d->sparse != NULL) r = cddp__crew_gather_rows(d, rows);
-  if (r == CDDP_OK && d->dense == 0 && c->count > 1) /* nothing follows that needs all ranks */
+  if (r == CDDP_OK && d->sparse != NULL) {
+    r = cddp__gather_rows(d, c->own.data, cddp__buffer_size(&c->own), rows);
+    CDDP__POINT("elastic rows gathered");
+  }
+  if (r == CDDP_OK && d->dense == 0 && d->active_count > 1) /* nothing follows that needs all */
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_ROWS_DONE, 0,
                     NULL, 0);
-  memset(c->mine_planned, 0, (size_t)d->shards * sizeof *c->mine_planned);
-  d->node_count = d->most_nodes = 0;
-  cddp__crew_plan(d, 0, d->shards);
+  d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
   if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean);
   if (r == CDDP_OK) r = cddp__crew_await(d);
   if (r != CDDP_OK) return r;
@@ -18413,34 +18349,16 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
 
 /* --- meeting again --- */
 
-/* Memory for the next groups' control blocks, of as many ranks as there may be; refs tell the
-   others of this host. */
-static cddp_result cddp__crew_blocks(cddp_ddp *d, cddp__ref *refs) {
-  cddp__crew *c = d->crew;
-  size_t block = 0;
-  int i, k, here = 0;
-  for (i = 0; i <= d->shards; i++)
-    here += c->members[i].life != 0 && c->members[i].host == c->members[c->me].host;
-  for (i = 1; i <= d->shards; i++)
-    for (k = 1; k <= i && k <= here; k++) block = cddp__max(block, cddp__block_bytes(i, k));
-  for (i = 0; i < 2; i++) {
-    cddp__arena_free(d->group->host, c->blocks[i]);
-    c->blocks[i] = cddp__arena_alloc(d->group->host, block, CDDP__FOR_BOARD);
-    if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    refs[i] = cddp__ref_of(d->group->host, c->blocks[i], block);
-  }
-  return CDDP_OK;
-}
-
-/* This rank's report, in a frame's place. */
+/* This rank's report, in a frame's place, and memory for the next groups' control blocks, of as
+   many ranks as there may be. */
 static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   cddp__crew *c = d->crew;
-  size_t bytes = cddp__report_bytes(d);
-  cddp__message *m = (cddp__message *)cddp__calloc(&d->group->host->allocator, 1,
-                                                   sizeof *m + bytes);
+  cddp__host *h = d->group->host;
+  size_t bytes = cddp__report_bytes(d), block = 0;
+  cddp__message *m = (cddp__message *)cddp__calloc(&h->allocator, 1, sizeof *m + bytes);
   cddp__crew_report *report;
   unsigned char *sums;
-  int i;
+  int i, k, here = 0;
   *out = m;
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->head.size = bytes;
@@ -18453,7 +18371,16 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->optim = cddp__bequeath(d, (float *)(report + 1));
   report->self = c->members[c->me];
   for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(d->kept, d->kept_count, i);
-  return cddp__crew_blocks(d, report->blocks);
+  for (i = 0; i <= d->shards; i++)
+    here += c->members[i].life != 0 && c->members[i].host == c->members[c->me].host;
+  for (i = 1; i <= d->shards; i++)
+    for (k = 1; k <= i && k <= here; k++) block = cddp__max(block, cddp__block_bytes(i, k));
+  for (i = 0; i < 2; i++) {
+    c->blocks[i] = cddp__arena_alloc(h, block, CDDP__FOR_BOARD);
+    if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
+    report->blocks[i] = cddp__ref_of(h, c->blocks[i], block);
+  }
+  return CDDP_OK;
 }
 
 /* Whether a member's connection has ended: it is gone, or (c->silent) its host does not answer. */
@@ -18692,11 +18619,11 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
   int came, p;
   c->reports[c->me] = mine;
   r = cddp__crew_await_all(d, deadline, &came);
-  if (r == CDDP_OK && c->silent >= 0 && 2 * came <= c->count) /* others may be the half */
+  if (r == CDDP_OK && c->silent >= 0 && 2 * came <= d->active_count) /* others may be the half */
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot go on without the "
                    "others, which may have gone on: more than half must be there",
-                   cddp__crew_name(c, c->silent).s, came, c->count);
+                   cddp__crew_name(c, c->silent).s, came, d->active_count);
   if (r == CDDP_OK) cddp__crew_admit(d);
   if (r == CDDP_OK) r = cddp__crew_answer(d, table);
   c->reports[c->me] = NULL;
@@ -18711,38 +18638,37 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
 /* Reports to the lowest rank, and waits for its answer; *table NULL: it is gone. */
 static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message *mine,
                                    double deadline, cddp__message **table) {
-  cddp__net *n = d->crew->net;
+  cddp__crew *c = d->crew;
+  cddp__net *n = c->net;
   cddp__link *l;
-  cddp_result r =
-      cddp__link_call(n, lowest, CDDP__LINK_FRAMES, d->crew->members[lowest].life, &l);
+  cddp_result r;
+  cddp__crew_drop(c, lowest);
+  r = cddp__link_call(n, lowest, CDDP__LINK_FRAMES, c->members[lowest].life, &c->links[lowest]);
   *table = NULL;
   if (r != CDDP_OK) return r;
+  c->leader = lowest;
+  l = c->links[lowest];
   r = cddp__link_post(l, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
-  while (r == CDDP_OK && *table == NULL) {
+  while (r == CDDP_OK) {
     cddp__crew_serve(d);
     cddp__link_flush(n, l);
     CDDP__POINT("elastic report");
     if (l->state == CDDP__LINK_UP)
       *table = cddp__link_receive(n, l, (size_t)d->shards * cddp__report_bytes(d));
-    if (*table != NULL) {
-      if ((*table)->head.number != 0) /* why it does not let this rank in */
-        r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
-                       (const char *)(*table + 1));
+    if (*table != NULL && (*table)->head.number == 0) return CDDP_OK;
+    if (*table != NULL) /* why it does not let this rank in */
+      r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
+                     (const char *)(*table + 1));
+    else if (cddp__crew_ended(c, lowest, l))
       break;
-    }
-    if (cddp__crew_ended(d->crew, lowest, l)) break;
-    if (cddp__now() > deadline)
+    else if (cddp__now() > deadline)
       r = cddp__fail(CDDP_TIMEOUT,
                      "timed out after %g s: after a loss in step %" PRIu64 " %s has not gathered "
-                     "all ranks", d->group->timeout_s, d->steps,
-                     cddp__crew_name(d->crew, lowest).s);
+                     "all ranks", d->group->timeout_s, d->steps, cddp__crew_name(c, lowest).s);
     else
       cddp__crew_nap(-1, &l, 1);
   }
-  d->crew->leader = lowest;
-  cddp__link_free(n, d->crew->links[lowest]);
-  d->crew->links[lowest] = *table != NULL && r == CDDP_OK ? l : NULL;
-  if (d->crew->links[lowest] == NULL) cddp__link_free(n, l);
+  cddp__crew_drop(c, lowest);
   return r;
 }
 
@@ -18769,7 +18695,7 @@ static cddp_result cddp__crew_go(cddp_ddp *d) {
   double deadline = cddp__now() + d->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
-  for (p = 0; leads && p < c->count; p++)
+  for (p = 0; leads && p < d->active_count; p++)
     if (c->order[p] != c->me && !cddp__crew_hears_go(c, c->order[p], deadline)) all = false;
   for (p = 0; r == CDDP_OK && p < d->shards; p++) { /* members have one connection, to the leader */
     if (c->links[p] == NULL) continue;
@@ -18846,15 +18772,14 @@ static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int
                                     cddp_group **out) {
   cddp__crew *c = d->crew;
   cddp__host *h = d->group->host;
-  int *indices = c->mine_planned, *world = indices + d->shards, k, rank = 0, here = 0, lowest = -1;
+  int *indices = c->indices, k, rank = 0, here = 0, lowest = -1;
   const cddp__crew_report *report;
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
   cddp_result r;
-  for (k = 0; k < c->count; k++) {
+  for (k = 0; k < d->active_count; k++) {
     report = cddp__report_at(d, table, k);
-    world[k] = c->order[k];
     indices[k] = report->self.host == c->members[c->me].host ? report->self.index : -1;
     if (indices[k] >= 0 && here++ == 0) lowest = k;
     if (c->order[k] == c->me) rank = k;
@@ -18867,13 +18792,13 @@ static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int
   } else if ((r = cddp__locate(h, &ref, &block)) != CDDP_OK) {
     return r;
   }
-  r = cddp__group_build(out, h, rank, c->count, indices, (char *)block, d->group->timeout_s);
+  r = cddp__group_build(out, h, rank, d->active_count, indices, (char *)block, d->group->timeout_s);
   if (r != CDDP_OK) return r;
   memcpy(id, c->net->token, 2 * sizeof *id);
   id[2] = c->generation << 1 | (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->id = cddp__hash64(1, id, sizeof id);
-  r = cddp__hosts_attach(*out, c->net, world);
+  r = cddp__hosts_attach(*out, c->net, c->order);
   CDDP__POINT("elastic built");
   return r;
 }
@@ -18917,10 +18842,11 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
   const unsigned char *sums;
   bool listed;
   int k, i, p, left = 0, dealt = 0;
-  c->count = (int)(table->head.size / cddp__report_bytes(d));
-  for (k = 0; k < c->count; k++) {
+  d->active_count = (int)(table->head.size / cddp__report_bytes(d));
+  for (k = 0; k < d->active_count; k++) {
     report = cddp__report_at(d, table, k);
     p = c->order[k] = report->self.place;
+    d->active[k] = k;
     cddp__crew_enter(c, p, &report->self);
     if (report->self.life == life) c->me = c->net->rank = p;
     c->generation = cddp__max(c->generation, report->generation + 1);
@@ -18929,23 +18855,23 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
   }
   c->net->host = c->members[c->me].host;
   for (p = 0; p < d->shards; p++) {
-    for (k = 0, listed = false; k < c->count; k++) listed = listed || c->order[k] == p;
+    for (k = 0, listed = false; k < d->active_count; k++) listed = listed || c->order[k] == p;
     if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
   }
   furthest = from != NULL ? from->done : 0;
   if (c->done < furthest) cddp__crew_forget(d); /* a step whose mean others have */
   for (i = 0; i < d->shards; i++) {
-    c->owner[i] = -1;
-    for (k = 0; k < c->count; k++) {
+    d->owner[i] = -1;
+    for (k = 0; k < d->active_count; k++) {
       report = cddp__report_at(d, table, k);
       sums = (const unsigned char *)((const float *)(report + 1) + d->count);
-      if (report->done == furthest && sums[i] != 0) c->owner[i] = k;
+      if (report->done == furthest && sums[i] != 0) d->owner[i] = k;
     }
-    left += c->owner[i] < 0;
+    left += d->owner[i] < 0;
   }
   for (i = 0; i < d->shards; i++)
-    if (c->owner[i] < 0) c->owner[i] = (int)((int64_t)dealt++ * c->count / left);
-  cddp__record_event(d->group, "dealt", (uint64_t)c->count, CDDP_OK);
+    if (d->owner[i] < 0) d->owner[i] = (int)((int64_t)dealt++ * d->active_count / left);
+  cddp__record_event(d->group, "dealt", (uint64_t)d->active_count, CDDP_OK);
   return from;
 }
 
@@ -19002,7 +18928,7 @@ static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
   bool behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
-  for (k = 0; k < c->count; k++) {
+  for (k = 0; k < d->active_count; k++) {
     const cddp__crew_report *report = cddp__report_at(d, table, k);
     if (report == from) source = k;
     behind = behind || (report->empty == 0 && report->done < from->done);
@@ -19074,7 +19000,8 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   cddp__free(&c->net->allocator, table);
   if (r != CDDP_OK) return r;
   cddp__crew_open(d);
-  cddp__log(&d->group->host->logger, 1, "%d ranks go on with step %" PRIu64, c->count, c->done);
+  cddp__log(&d->group->host->logger, 1, "%d ranks go on with step %" PRIu64, d->active_count,
+            c->done);
   return CDDP_OK;
 }
 
@@ -19092,7 +19019,7 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
   if (held >= 0) cddp__arm(d);
   while (r == CDDP_OK && c->done == c->step) {
     for (i = 0; i < d->shards; i++) {
-      if (c->owner[i] >= c->count || c->order[c->owner[i]] != c->me) continue;
+      if (d->owner[i] >= d->active_count || c->order[d->owner[i]] != c->me) continue;
       if (cddp__nodes_have(d->kept, d->kept_count, i)) continue;
       d->held = i;
       return CDDP_OK;
@@ -19116,7 +19043,7 @@ static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
   d->crew->called = cddp__update_call(d, s);
   memset(d->used, 1, (size_t)d->count);
   r = d->memory->copy(d->arena, d->crew->mean, d->dense, d->group->stream);
-  if (r == CDDP_OK) r = cddp__merge_lists(d, d->shards);
+  if (r == CDDP_OK && d->sparse != NULL) r = cddp__merge_rows(d);
   if (r == CDDP_OK && (s == NULL || !gpu)) r = cddp__return_gradients(d);
   if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
   if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
@@ -19132,7 +19059,6 @@ static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
 
 static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  int i;
   if (c == NULL) return;
   cddp__crew_drop_past(c);
   if (c->net != NULL) cddp__crew_hide(d);
@@ -19142,43 +19068,30 @@ static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew_release(d, c->area);
   cddp__crew_release(d, c->states);
   cddp__buffer_clear(&c->own, 0);
-  cddp__buffer_clear(&c->rows, 0);
-  for (i = 0; i < 2; i++) cddp__arena_free(d->group->host, c->blocks[i]);
   cddp__net_release(c->net);
   cddp__free(&d->group->host->allocator, c);
   d->crew = NULL;
-}
-
-/* The address by which this host reaches the others, or (it joins) the rank that leads. */
-static cddp_result cddp__crew_address(const cddp_ddp *d, cddp__address *a) {
-  const cddp__host *h = d->group->host;
-  const cddp__crew_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
-  cddp_result r;
-  int fd = -1;
-  if (h->net != NULL) {
-    *a = cddp__internet_address(&h->net->hosts[h->net->host].address);
-    return CDDP_OK;
-  }
-  if (h->joined) { /* a datagram socket says what the system would take; nothing is sent */
-    *a = cddp__internet_address(&lead->address);
-    cddp__address_set_port(a, lead->port);
-    fd = socket(a->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd >= 0 && connect(fd, &a->any, a->size) != 0) cddp__close_fd(&fd);
-  }
-  r = cddp__own_address(fd, a);
-  cddp__close_fd(&fd);
-  return r;
 }
 
 /* What this rank tells of itself; its socket listens. */
 static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   cddp__crew *c = d->crew;
   const cddp__host *h = d->group->host;
+  const cddp__crew_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
   cddp__address a;
-  int error;
-  cddp_result r;
+  int error, fd = -1;
+  cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
-  if ((r = cddp__crew_address(d, &a)) != CDDP_OK) return r;
+  if (h->joined) { /* a datagram socket says what the system would take; nothing is sent */
+    a = cddp__internet_address(&lead->address);
+    cddp__address_set_port(&a, lead->port);
+    fd = socket(a.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && connect(fd, &a.any, a.size) != 0) cddp__close_fd(&fd);
+  }
+  if (h->net != NULL) a = cddp__internet_address(&h->net->hosts[h->net->host].address);
+  else r = cddp__own_address(fd, &a);
+  cddp__close_fd(&fd);
+  if (r != CDDP_OK) return r;
   cddp__address_set_port(&a, 0);
   self->address = a.v6;
   self->place = c->me;
@@ -19208,16 +19121,15 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
-                n * (sizeof *c->members + 4 * sizeof(int)) + 2 * links * sizeof(void *));
+                n * (sizeof *c->members + 2 * sizeof(int)) + 2 * links * sizeof(void *));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   d->crew = c;
   c->members = (cddp__crew_member *)(void *)(c + 1);
   c->links = (cddp__link **)(void *)(c->members + n + 1);
   c->reports = (cddp__message **)(void *)(c->links + links);
   c->order = (int *)(void *)(c->reports + links);
-  c->owner = c->order + n;
-  c->mine_planned = c->owner + n; /* [2 n] */
-  c->own.allocator = c->rows.allocator = a;
+  c->indices = c->order + n;
+  c->own.allocator = a;
   c->empty = h->joined;
   c->me = h->joined ? d->shards : d->group->rank;
   c->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
@@ -19249,8 +19161,7 @@ static cddp_result cddp__crew_create(cddp_ddp *d) {
   if (r == CDDP_OK) {
     memcpy(d->crew->net->token, all[0].token, sizeof all[0].token);
     d->crew->net->host = all[d->crew->me].self.host;
-    d->crew->count = g->size;
-    cddp__crew_deal(d);
+        cddp__crew_deal(d);
     d->control->internal = d->comm->internal = false; /* their calls tell where buffers are */
     cddp__crew_open(d);
   }
@@ -19392,9 +19303,7 @@ struct cddp__elastic {
   float *counts;                 /* [params] how often each has been stepped, for who joins */
   char *areas;                   /* [CDDP__AREAS] */
   cddp__elastic_view *views;     /* [capacity] */
-  int *dealt;                    /* [shards] member to which each is dealt */
-  int *living, living_count;     /* [capacity] members of the deal, */
-  int *indices;                  /* their numbers among the host's processes, */
+  int *indices;                  /* [capacity] of ddp.active, numbers among the host's processes, */
   uint32_t *lives;               /* and which life of the place each is */
   cddp__presence *presences;     /* [capacity] of the group */
   uint64_t identity;             /* of them; 0: none yet */
@@ -19591,15 +19500,13 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board) {
   size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
   size_t page = cddp__page_size(), bytes;
   cddp__elastic *e = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *e + n * (sizeof *e->views + sizeof *e->presences + 3 * sizeof(int) +
+      a, 1, sizeof *e + n * (sizeof *e->views + sizeof *e->presences + sizeof *e->indices +
                              sizeof *e->lives));
   int i;
   if (e == NULL) return CDDP_OUT_OF_MEMORY;
   e->views = (cddp__elastic_view *)(void *)(e + 1);
   e->presences = (cddp__presence *)(void *)(e->views + n);
-  e->dealt = (int *)(void *)(e->presences + n);
-  e->living = e->dealt + n;
-  e->indices = e->living + n;
+  e->indices = (int *)(void *)(e->presences + n);
   e->lives = (uint32_t *)(void *)(e->indices + n);
   d->me = -1; /* no member yet */
   e->unshared = cddp__load32(&d->group->host->unshared);
@@ -19883,9 +19790,55 @@ static void cddp__forget_lost(cddp_ddp *d) {
   }
 }
 
-/* Waits for board.changes to be no longer `seen`, or for a moment. w: begins anew whenever
-   something has changed; its deadline is the caller's to look at. */
-static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen) {
+/* The shard that this rank may take next, -1: none. *all_done: nor will there be one. */
+static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
+  const cddp__elastic *e = d->elastic;
+  int i, other = -1;
+  *all_done = true;
+  for (i = 0; i < d->shards; i++) {
+    int state = cddp__unit_state(cddp__load64(&e->shards[i]), e->step);
+    if (state != CDDP__UNIT_DONE) *all_done = false;
+    if (state != CDDP__UNIT_FREE) continue;
+    if (d->owner[i] == d->me) return i;
+    if (other < 0 && !cddp__member_is(e, d->owner[i], CDDP__MEMBER_LIVE)) other = i;
+  }
+  return other;
+}
+
+/* The deadline has passed: names the members that are waited for, to do shards or, if these are
+   done, in the update. */
+static cddp_result cddp__elastic_late(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  char text[CDDP__ERROR_MAX] = "";
+  cddp__text who;
+  bool taken, update;
+  int i, n = 0;
+  (void)cddp__pick_shard(d, &update);
+  for (i = 0; i < d->shards && n < 4 && !update; i++) {
+    uint64_t word = cddp__load64(&e->shards[i]);
+    int state = cddp__unit_state(word, e->step);
+    if (state == CDDP__UNIT_DONE) continue;
+    taken = state == CDDP__UNIT_TAKEN;
+    who = cddp__member_name(d, taken ? cddp__unit_owner(word) : d->owner[i]);
+    cddp__append(text, sizeof text, "%s%s %s shard %d", n++ > 0 ? ", " : "", who.s,
+                 taken ? "is not done with" : "has not taken", i);
+  }
+  for (i = 0; i < d->shards && n < 4 && update; i++) {
+    bool late = cddp__load64(&e->members[i].at) <= 2 * e->step;
+    if (i == d->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
+    if (!late && cddp__load32(&e->members[i].inside) == 0) continue;
+    cddp__append(text, sizeof text, "%s%s %s", n++ > 0 ? ", " : "", cddp__member_name(d, i).s,
+                 late ? "did not come to" : "is not done with");
+  }
+  return cddp__fail(CDDP_TIMEOUT, "timed out after %g s in step %" PRIu64 ": %s%s",
+                    d->group->timeout_s, d->steps, text, update ? " the update" : "");
+}
+
+/* Waits for board.changes to be no longer `seen`, or for a moment. w: zeroed; it begins anew
+   whenever something has changed. joins: what has not happened if this rank joins, and time is up;
+   else NULL. */
+static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen,
+                                      const char *joins) {
   cddp__elastic *e = d->elastic;
   cddp__board *b = e->board;
   double left;
@@ -19916,28 +19869,10 @@ static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen)
   cddp__add32(&b->sleepers, 1);
   if (cddp__load32(&b->changes) == seen) cddp__futex_wait(&b->changes, seen, left);
   cddp__add32(&b->sleepers, (uint32_t)-1);
-  if (cddp__load32(&b->changes) != seen) w->late = false;
-  return CDDP_OK;
-}
-
-/* The members that are LIVE now, and do this step, into `living`; returns the hash of them and of
-   their lives. */
-static uint64_t cddp__see_living(const cddp__elastic *e, int capacity, uint64_t *living,
-                                 int *count) {
-  uint64_t identity = 1;
-  uint32_t seen[2];
-  int m;
-  memset(living, 0, CDDP__MAX_RANKS / 8);
-  *count = 0;
-  for (m = 0; m < capacity; m++) {
-    if (!cddp__member_does(e, m)) continue;
-    ++*count;
-    living[m / 64] |= (uint64_t)1 << m % 64;
-    seen[0] = (uint32_t)m;
-    seen[1] = cddp__load32(&e->members[m].life);
-    identity = cddp__hash64(identity, seen, sizeof seen);
-  }
-  return identity | 1;
+  if (cddp__load32(&b->changes) != seen || !w->late) return CDDP_OK;
+  if (joins == NULL) return cddp__elastic_late(d);
+  return cddp__fail(CDDP_TIMEOUT, "CDDP_JOIN: timed out after %g s: %s", d->group->timeout_s,
+                    joins);
 }
 
 /* The member's number among the processes of the host: one behind the ranks that met here, if it
@@ -19959,31 +19894,43 @@ static int cddp__member_index(cddp_ddp *d, int member) {
 /* The members in that set are dealt all shards. */
 static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
   cddp__elastic *e = d->elastic;
-  int m, i, first, count;
-  e->living_count = 0;
-  for (m = 0; m < d->shards; m++)
-    if ((living[m / 64] >> m % 64 & 1) != 0) e->living[e->living_count++] = m;
-  for (m = 0; m < e->living_count; m++) {
-    cddp__deal_shards(d->shards, e->living_count, m, &first, &count);
-    for (i = first; i < first + count; i++) e->dealt[i] = e->living[m];
-    e->lives[m] = cddp__load32(&e->members[e->living[m]].life);
-    e->indices[m] = cddp__member_index(d, e->living[m]);
+  int m, k = 0, i;
+  for (m = 0; m < d->shards; m++) {
+    if ((living[m / 64] >> m % 64 & 1) == 0) continue;
+    e->lives[k] = cddp__load32(&e->members[m].life);
+    e->indices[k] = cddp__member_index(d, m);
+    d->active[k++] = m;
   }
-  cddp__record_event(d->group, "dealt", (uint64_t)e->living_count, CDDP_OK);
+  d->active_count = k;
+  cddp__deal(d->owner, d->shards, k);
+  for (i = 0; i < d->shards; i++) d->owner[i] = d->active[d->owner[i]];
+  cddp__record_event(d->group, "dealt", (uint64_t)d->active_count, CDDP_OK);
 }
 
-/* This rank's deal, of the members that it sees: in force if it is the step's first. Their group's
-   control block is the one that the members before had, if these are the same. */
+/* This rank's deal, of the members that are LIVE now, and do this step: in force if it is the
+   step's first. Their group's control block is the one that the members before had, if these are
+   the same. */
 static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
   cddp__elastic *e = d->elastic;
-  cddp__elastic_member *m = &e->members[d->me];
-  int slot = (int)(e->step & 1), count;
+  cddp__elastic_member *mine = &e->members[d->me];
+  int slot = (int)(e->step & 1), count = 0, m;
+  uint64_t identity = 1, *living = mine->living[slot];
+  uint32_t seen[2];
   if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
     (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
-  m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot], &count);
-  m->block[slot] = e->block;
-  if (m->identity[slot] != e->identity || e->block == 0)
-    m->block[slot] = cddp__new_block(d, count, e->members[before & 4095].block[slot ^ 1]);
+  memset(living, 0, sizeof mine->living[slot]);
+  for (m = 0; m < d->shards; m++) {
+    if (!cddp__member_does(e, m)) continue;
+    count++;
+    living[m / 64] |= (uint64_t)1 << m % 64;
+    seen[0] = (uint32_t)m;
+    seen[1] = cddp__load32(&e->members[m].life);
+    identity = cddp__hash64(identity, seen, sizeof seen);
+  }
+  mine->identity[slot] = identity | 1;
+  mine->block[slot] = e->block;
+  if (mine->identity[slot] != e->identity || e->block == 0)
+    mine->block[slot] = cddp__new_block(d, count, e->members[before & 4095].block[slot ^ 1]);
   CDDP__POINT("elastic deal");
   (void)cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)d->me);
   CDDP__POINT("elastic dealt");
@@ -20028,32 +19975,6 @@ static cddp__elastic_room *cddp__rows_room(const cddp_ddp *d, int shard) {
   return &d->elastic->rows[(int)(d->elastic->step & 1) * d->shards + shard];
 }
 
-static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
-  void *packet = NULL;
-  cddp_result r;
-  if (d->sparse == NULL) return CDDP_OK;
-  r = cddp__room_take(d, cddp__rows_room(d, shard), cddp__pack_rows(d, 0, NULL), &packet);
-  if (r != CDDP_OK) return r;
-  (void)cddp__pack_rows(d, 0, (char *)packet);
-  CDDP__POINT("elastic rows");
-  return CDDP_OK;
-}
-
-/* The shard that this rank may take next, -1: none. *all_done: nor will there be one. */
-static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
-  const cddp__elastic *e = d->elastic;
-  int i, other = -1;
-  *all_done = true;
-  for (i = 0; i < d->shards; i++) {
-    int state = cddp__unit_state(cddp__load64(&e->shards[i]), e->step);
-    if (state != CDDP__UNIT_DONE) *all_done = false;
-    if (state != CDDP__UNIT_FREE) continue;
-    if (e->dealt[i] == d->me) return i;
-    if (other < 0 && !cddp__member_is(e, e->dealt[i], CDDP__MEMBER_LIVE)) other = i;
-  }
-  return other;
-}
-
 /* Takes that shard, unless another member has. */
 static bool cddp__take_shard(cddp_ddp *d, int shard) {
   cddp__elastic *e = d->elastic;
@@ -20076,33 +19997,6 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
   cddp__clear_own(d);
   e->spent = false;
   return true;
-}
-
-/* The deadline has passed: names the members that are waited for. update: in an update. */
-static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
-  cddp__elastic *e = d->elastic;
-  char text[CDDP__ERROR_MAX] = "";
-  cddp__text who;
-  bool taken;
-  int i, n = 0;
-  for (i = 0; i < d->shards && n < 4 && !update; i++) {
-    uint64_t word = cddp__load64(&e->shards[i]);
-    int state = cddp__unit_state(word, e->step);
-    if (state == CDDP__UNIT_DONE) continue;
-    taken = state == CDDP__UNIT_TAKEN;
-    who = cddp__member_name(d, taken ? cddp__unit_owner(word) : e->dealt[i]);
-    cddp__append(text, sizeof text, "%s%s %s shard %d", n++ > 0 ? ", " : "", who.s,
-                 taken ? "is not done with" : "has not taken", i);
-  }
-  for (i = 0; i < d->shards && n < 4 && update; i++) {
-    bool late = cddp__load64(&e->members[i].at) <= 2 * e->step;
-    if (i == d->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
-    if (!late && cddp__load32(&e->members[i].inside) == 0) continue;
-    cddp__append(text, sizeof text, "%s%s %s", n++ > 0 ? ", " : "", cddp__member_name(d, i).s,
-                 late ? "did not come to" : "is not done with");
-  }
-  return cddp__fail(CDDP_TIMEOUT, "timed out after %g s in step %" PRIu64 ": %s%s",
-                    d->group->timeout_s, d->steps, text, update ? " the update" : "");
 }
 
 /* What a rank that has joined in the step before waits for, if this step is dealt to one: weights
@@ -20131,6 +20025,7 @@ static void cddp__publish_model(cddp_ddp *d) {
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   bool all_done = false, begins = !e->begun;
+  void *packet = NULL;
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int shard;
@@ -20143,7 +20038,13 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
     shard = cddp__pick_shard(d, &all_done);
     if (d->held >= 0) {
-      if ((r = cddp__keep_rows(d, d->held)) != CDDP_OK) return r;
+      if (d->sparse != NULL) {
+        r = cddp__room_take(d, cddp__rows_room(d, d->held),
+                            cddp__pack_rows(d, 0, d->held, NULL), &packet);
+        if (r != CDDP_OK) return r;
+        (void)cddp__pack_rows(d, 0, d->held, (char *)packet);
+        CDDP__POINT("elastic rows");
+      }
       (void)cddp__keep_node(d, d->held, shard >= 0);
       cddp__put_nodes(d);
       e->spent = shard < 0;
@@ -20155,8 +20056,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       continue;
     }
     if (all_done || (shard >= 0 && cddp__take_shard(d, shard))) return CDDP_OK;
-    if (shard < 0) r = cddp__elastic_wait(d, &w, seen);
-    if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, false);
+    if (shard < 0) r = cddp__elastic_wait(d, &w, seen, NULL);
   }
   return r;
 }
@@ -20171,7 +20071,6 @@ static cddp_result cddp__collect_nodes(cddp_ddp *d) {
   const cddp__shard_node *nodes;
   uint64_t table;
   cddp_result r;
-  d->leaves = true;
   while (shard < d->shards) {
     owner = cddp__unit_owner(cddp__load64(&e->shards[shard]));
     if ((r = cddp__elastic_see(d, owner)) != CDDP_OK) return r;
@@ -20182,7 +20081,6 @@ static cddp_result cddp__collect_nodes(cddp_ddp *d) {
     d->nodes[n] = nodes[i];
     d->nodes[n].rank = owner;
     d->widths[n++] = cddp__node_width(&nodes[i]);
-    if (nodes[i].slot >= 0) d->leaves = false;
     shard += nodes[i].width;
   }
   d->node_count = n;
@@ -20233,27 +20131,16 @@ static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *
   u->loop(&args, 0, n);
 }
 
-/* Writes a block from a log to where it belongs. Again and again, if need be. */
-static void cddp__write_block(const cddp__pass *x, int i, const char *log, size_t at, size_t n) {
-  cddp_ddp *d = x->d;
-  size_t esize = cddp__dtype_size(d->params[i].dtype);
-  int k;
-  for (k = 0; k < x->s->states; k++)
-    if (cddp__has_state(x->s, k, i))
-      cddp__copy_near(cddp__state_at(d, x->s, cddp__area(d, CDDP__AREA_STATES, 0), k, i,
-                                     (at - d->tensors[i].offset) / esize),
-                      log + (size_t)k * CDDP__LOG_ROOM,
-                      n * cddp__dtype_size(cddp__state_type(x->s, i)));
-  cddp__publish_block(d, i, log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM, at, n * esize,
-                      cddp__area(d, CDDP__AREA_WEIGHTS, at));
-}
-
 /* A block of CDDP__PASS_WEIGHTS: into the log, unless it is in that of the member x->from, and out
-   of it. */
+   of it to where it belongs: again and again, if need be. */
 static void cddp__logged_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
-  cddp__elastic *e = x->d->elastic;
+  cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
   cddp__elastic_part *p = &e->parts[x->part];
+  size_t bytes = n * cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype);
+  size_t first = (at - d->tensors[i].offset) / cddp__dtype_size(u->stored);
   const char *log = x->log;
+  int k;
   if (x->logged) {
     log = e->views[x->from].kit + e->log_at;
   } else {
@@ -20262,12 +20149,18 @@ static void cddp__logged_block(cddp__pass *x, int i, const cddp__update *u, size
     cddp__note64(&p->progress, cddp__progress(e->step, at | 1));
   }
   CDDP__POINT("elastic logged");
-  cddp__write_block(x, i, log, at, n);
+  for (k = 0; k < x->s->states; k++)
+    if (cddp__has_state(x->s, k, i))
+      cddp__copy_near(
+          cddp__state_at(d, x->s, cddp__area(d, CDDP__AREA_STATES, 0), k, i, first),
+          log + (size_t)k * CDDP__LOG_ROOM, n * size);
+  cddp__publish_block(d, i, log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM, at, bytes,
+                      cddp__area(d, CDDP__AREA_WEIGHTS, at));
   CDDP__POINT("elastic published");
-  cddp__note64(&p->progress, cddp__progress(e->step, at + n * cddp__dtype_size(u->stored)));
-  if (x->logged && x->from != x->d->me) /* whose block it was is of no use any more */
-    cddp__note64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN,
-                                      x->d->me, x->d->me));
+  cddp__note64(&p->progress, cddp__progress(e->step, at + bytes));
+  if (x->logged && x->from != d->me) /* whose block it was is of no use any more */
+    cddp__note64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN, d->me,
+                                      d->me));
   x->logged = false;
   CDDP__POINT("elastic block");
 }
@@ -20295,11 +20188,12 @@ static void cddp__do_part(cddp__pass *x) {
 /* The part that this rank does next, taken; -1: none. *over: all are done. Parts dealt to it come
    first, as the deal has them; then any. */
 static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
-  cddp__elastic *e = x->d->elastic;
+  const cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
   uint64_t number = cddp__pass_number(e->step, x->which);
-  int parts = cddp__parts_of(x->d), first = 0, count = parts, k, part, owner;
-  for (k = 0; k < e->living_count && e->living[k] != x->d->me; k++) {}
-  if (k < e->living_count) cddp__deal_shards(parts, e->living_count, k, &first, &count);
+  int parts = cddp__parts_of(d), first = 0, count = parts, k, part, owner;
+  for (k = 0; k < d->active_count && d->active[k] != d->me; k++) {}
+  if (k < d->active_count) cddp__deal_shards(parts, d->active_count, k, &first, &count);
   *over = true;
   for (k = 0; k < parts; k++) {
     uint64_t word = cddp__load64(&e->parts[part = (first + k) % parts].word);
@@ -20308,10 +20202,9 @@ static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
     *over = false;
     owner = cddp__unit_owner(word);
     if (state == CDDP__UNIT_TAKEN && cddp__member_is(e, owner, CDDP__MEMBER_LIVE)) continue;
-    *log = state == CDDP__UNIT_TAKEN ? cddp__unit_log(word) : x->d->me;
+    *log = state == CDDP__UNIT_TAKEN ? cddp__unit_log(word) : d->me;
     CDDP__POINT("elastic part");
-    if (cddp__swap64(&e->parts[part].word, word,
-                     cddp__unit(number, CDDP__UNIT_TAKEN, x->d->me, *log)))
+    if (cddp__swap64(&e->parts[part].word, word, cddp__unit(number, CDDP__UNIT_TAKEN, d->me, *log)))
       return part;
     k--; /* another member has been faster: what has it become? */
   }
@@ -20349,26 +20242,13 @@ static cddp_result cddp__do_parts(cddp__pass *x, int which) {
       (void)cddp__swap64(&e->board->step, e->step, e->step + 1);
       cddp__elastic_changed(e->board);
     } else {
-      r = cddp__elastic_wait(d, &w, seen);
-      if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, true);
+      r = cddp__elastic_wait(d, &w, seen, NULL);
     }
   }
   return r;
 }
 
-/* Whether a member has called what this rank has. */
-static cddp_result cddp__compare_members(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  int m, slot = (int)(e->step & 1);
-  cddp_result r = CDDP_OK;
-  for (m = 0; r == CDDP_OK && m < d->shards; m++)
-    if (cddp__member_does(e, m))
-      r = cddp__compare_update(d, &e->members[d->me].calls[slot], &e->members[m].calls[slot],
-                               cddp__member_name(d, m));
-  return r;
-}
-
-/* This rank comes to the update, and waits for the other members. */
+/* This rank comes to the update, waits for the other members, and compares what they called. */
 static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   cddp__elastic *e = d->elastic;
   cddp__elastic_member *mine = &e->members[d->me];
@@ -20388,15 +20268,15 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
                              cddp__load64(&e->members[m].at) > 2 * e->step))
       m++;
     if (m == d->shards) break;
-    r = cddp__elastic_wait(d, &w, seen);
-    if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, true);
+    r = cddp__elastic_wait(d, &w, seen, NULL);
   }
   if (r == CDDP_OK) r = cddp__elastic_failure(d);
-  if (r == CDDP_OK) r = cddp__compare_members(d);
   d->receiver_count = 0;
   for (m = 0; m < d->shards && r == CDDP_OK; m++) { /* those that are lost meanwhile do no harm */
     if (!cddp__member_does(e, m)) continue;
-    r = cddp__elastic_see(d, m);
+    r = cddp__compare_update(d, &mine->calls[e->step & 1], &e->members[m].calls[e->step & 1],
+                             cddp__member_name(d, m));
+    if (r == CDDP_OK) r = cddp__elastic_see(d, m);
     d->receivers[d->receiver_count++] = m;
   }
   /* the others may have done all of it: then a lost one's place may be another rank's already */
@@ -20457,14 +20337,14 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK) cddp__use_areas(d, s);
   for (i = 0; r == CDDP_OK && d->sparse != NULL && i < d->shards; i++) {
     r = cddp__locate(d->group->host, &cddp__rows_room(d, i)->at, &packet);
-    d->lists[i].packet = (char *)packet;
+    if (r == CDDP_OK) d->lists[i].packet = (char *)packet + sizeof(cddp__shard_rows);
   }
-  if (r == CDDP_OK) r = cddp__merge_lists(d, d->shards); /* each member for itself */
+  if (r == CDDP_OK && d->sparse != NULL) r = cddp__merge_rows(d); /* each member for itself */
   if (r == CDDP_OK && (s == NULL || clips)) r = cddp__do_parts(&x, CDDP__PASS_MEANS);
   if (r == CDDP_OK && clips) {
     x.averaged = true;
     x.clip = cddp__clip_factor(d, d->desc.max_grad_norm, true);
-    if (x.clip != 1) cddp__clip_rows(d, x.clip);
+    cddp__clip_rows(d, x.clip);
   }
   if (r == CDDP_OK && s != NULL) r = cddp__do_parts(&x, CDDP__PASS_WEIGHTS);
   cddp__store32(&e->members[d->me].inside, 0);
@@ -20549,7 +20429,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK) r = c != NULL ? cddp__crew_update(d, s) : cddp__elastic_update(d, s);
   if (r == CDDP_OK) {
     d->steps++;
-    d->present = c != NULL ? c->count : d->elastic->living_count;
+    d->present = d->active_count;
     cddp__arm(d);
   } else {
     r = cddp__give_up(d, r);
@@ -20613,9 +20493,7 @@ static cddp_result cddp__join_wait(cddp_ddp *d, cddp__wait *w, uint64_t step, co
   int living;
   cddp_result r = cddp__check_living(d, step, &living);
   if (r == CDDP_OK && living == 0) return cddp__join_late();
-  if (r == CDDP_OK) r = cddp__elastic_wait(d, w, seen);
-  if (r != CDDP_OK || !w->late) return r;
-  return cddp__fail(CDDP_TIMEOUT, "CDDP_JOIN: timed out after %g s: %s", d->group->timeout_s, what);
+  return r == CDDP_OK ? cddp__elastic_wait(d, w, seen, what) : r;
 }
 
 /* Makes this rank a member, whom the others do not count yet. */
@@ -20668,8 +20546,8 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
     e->step = step + 1;
     e->begun = false;
     if (r == CDDP_OK) cddp__elastic_begin(d);
-    for (k = 0; k < e->living_count && e->living[k] != d->me; k++) {}
-    if (k < e->living_count) break;
+    for (k = 0; k < d->active_count && d->active[k] != d->me; k++) {}
+    if (k < d->active_count) break;
   }
   return r;
 }
@@ -20742,19 +20620,19 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   if (e->group != NULL && e->group->id == e->identity) return e->group;
   cddp__leave_members(d);
   if (e->block == 0) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
+    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", d->active_count);
     return NULL;
   }
   cddp__store32(&e->members[d->me].uses, e->block);
   ref = cddp__elastic_block(e, e->block)->at;
   if (cddp__locate(d->group->host, &ref, &block) != CDDP_OK) return NULL;
-  for (k = 0; k < e->living_count; k++) {
-    if (e->living[k] == d->me) rank = k;
-    e->presences[k].state = &e->members[e->living[k]].state;
+  for (k = 0; k < d->active_count; k++) {
+    if (d->active[k] == d->me) rank = k;
+    e->presences[k].state = &e->members[d->active[k]].state;
     e->presences[k].value = cddp__member_state(CDDP__MEMBER_LIVE, e->lives[k]);
   }
   CDDP_ASSERT(rank >= 0);
-  if (cddp__group_build(&e->group, d->group->host, rank, e->living_count, e->indices,
+  if (cddp__group_build(&e->group, d->group->host, rank, d->active_count, e->indices,
                         (char *)block, d->group->timeout_s) != CDDP_OK)
     return NULL;
   e->group->presences = e->presences;
