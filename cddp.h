@@ -2015,7 +2015,6 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   unsigned char *flags; /* [ranks + 1][count] exchange of ready flags */
   cddp_optim *shares; /* optimizers whose states all ranks of a host have: a list, by next */
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
-  struct cddp__sparse **sparse_room; /* [count] memory of sparse */
   struct cddp__row_list *lists; /* [shards] what is merged */
   char *packets;                /* where that is, of ranks that see no other's memory; else NULL */
   int *active;      /* [active_count] ranks that have not joined, as of the last meeting; elastic:
@@ -12713,24 +12712,17 @@ static void cddp__rows_free(const cddp_allocator *a, cddp__rows *r) {
 /* Room for n rows; those held stay. */
 static cddp_result cddp__rows_reserve(const cddp_allocator *a, cddp__rows *r, size_t n,
                                       size_t bytes) {
-  cddp__rows big;
+  size_t room[3] = {r->capacity, r->capacity, r->capacity};
+  void *grown[3];
   if (n <= r->capacity) return CDDP_OK;
-  memset(&big, 0, sizeof big);
-  big.n = r->n;
-  big.capacity = cddp__max(n, r->capacity + r->capacity / 2);
-  big.number = (int64_t *)cddp__calloc(a, big.capacity, sizeof *big.number);
-  big.values = (char *)cddp__calloc(a, big.capacity, bytes);
-  big.order = (cddp__row_order *)cddp__calloc(a, big.capacity, sizeof *big.order);
-  if (big.number == NULL || big.values == NULL || big.order == NULL) {
-    cddp__rows_free(a, &big);
-    return CDDP_OUT_OF_MEMORY;
-  }
-  if (r->n > 0) {
-    memcpy(big.number, r->number, r->n * sizeof *r->number);
-    memcpy(big.values, r->values, r->n * bytes);
-  }
-  cddp__rows_free(a, r);
-  *r = big;
+  grown[0] = cddp__grown(a, r->number, &room[0], n, sizeof *r->number);
+  grown[1] = cddp__grown(a, r->values, &room[1], n, bytes);
+  grown[2] = cddp__grown(a, r->order, &room[2], n, sizeof *r->order);
+  if (grown[0] != NULL) r->number = (int64_t *)grown[0];
+  if (grown[1] != NULL) r->values = (char *)grown[1];
+  if (grown[2] != NULL) r->order = (cddp__row_order *)grown[2];
+  if (grown[0] == NULL || grown[1] == NULL || grown[2] == NULL) return CDDP_OUT_OF_MEMORY;
+  r->capacity = room[0];
   return CDDP_OK;
 }
 
@@ -15558,36 +15550,32 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
 
 /* --- creation: comparing the model with rank 0's --- */
 
-/* Of the model as a whole. The hash is not the text's, whose decimal point is the locale's. Elastic
-   models have no buckets. */
+/* Of the model as a whole. Not the text of max_grad_norm is hashed, whose decimal point is the
+   locale's. Elastic models have no buckets. */
 static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
-  static const char *const hooks[] = {"", ", bf16_compress_hook", ", fp16_compress_hook",
-                                      ", a comm_hook"};
   const cddp_ddp_desc *s = &d->desc;
-  int hook = s->comm_hook == NULL                      ? 0
-             : s->comm_hook == cddp_bf16_compress_hook ? 1
-             : s->comm_hook == cddp_fp16_compress_hook ? 2
-                                                       : 3, i;
-  double whole[] = {(double)d->count, (double)s->shards, s->max_grad_norm, (double)s->elastic,
-                    (double)s->find_unused_parameters, (double)hook,
-                    s->elastic ? 0.0 : (double)d->limits[0],
-                    s->elastic ? 0.0 : (double)d->limits[1]};
+  const char *hook = s->comm_hook == NULL                      ? ""
+                     : s->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
+                     : s->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
+                                                               : ", a comm_hook";
   uint64_t bytes, all = 0;
-  out->hash = cddp__hash64((uint64_t)s->buffer_count, whole, sizeof whole);
+  int i;
+  out->hash = cddp__hash64((uint64_t)s->buffer_count, &s->max_grad_norm, sizeof s->max_grad_norm);
   for (i = 0; i < s->buffer_count; i++) {
     bytes = (uint64_t)s->buffers[i].count * cddp__dtype_size(s->buffers[i].dtype);
     out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
     all += bytes;
   }
-  snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards, max_grad_norm %.17g%s%s%s",
-           d->count, d->count == 1 ? "" : "s", s->shards, s->max_grad_norm,
-           s->elastic ? ", elastic" : "",
-           s->find_unused_parameters ? ", find_unused_parameters" : "", hooks[hook]);
+  snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
+           d->count == 1 ? "" : "s", s->shards, s->elastic ? ", elastic" : "",
+           s->find_unused_parameters ? ", find_unused_parameters" : "", hook);
   if (!s->elastic)
     cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->limits[0],
                  d->limits[1]);
   if (s->buffer_count > 0)
     cddp__append(out->text, sizeof out->text, ", buffers of %" PRIu64 " bytes", all);
+  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
+  cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", s->max_grad_norm);
 }
 
 /* Of parameter i, or (-1) of the model as a whole. */
@@ -16462,13 +16450,16 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
   if (*mine != NULL) ref = cddp__ref_of(g->host, *mine, bytes);
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
                   sizeof ref);
-  if (r != CDDP_OK) return r;
-  while (g->members[k] < 0) k++; /* the first of this host: a sub-group may be without its rank 0 */
-  ref = cddp__op_header_of(g, k, g->round)->u.ref;
-  if (ref.kind != CDDP__REF_NONE) r = cddp__locate(g->host, &ref, &at);
-  else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
+  if (r == CDDP_OK) {
+    while (g->members[k] < 0) k++; /* this host's first: a sub-group may be without its rank 0 */
+    ref = cddp__op_header_of(g, k, g->round)->u.ref;
+    if (ref.kind != CDDP__REF_NONE) r = cddp__locate(g->host, &ref, &at);
+    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
+    r = cddp__consensus(g, r, NULL, 0, NULL);
+  }
+  if (r != CDDP_OK) cddp__arena_free(g->host, *mine);
   *out = (char *)at;
-  return cddp__consensus(g, r, NULL, 0, NULL);
+  return r;
 }
 
 /* Collective: an optimizer takes its first fused step. Each rank gives huge pages to its part. */
@@ -16478,10 +16469,7 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_room, CDDP__FOR_STATES,
                                       &states, &mine);
   int k;
-  if (r != CDDP_OK) {
-    cddp__arena_free(d->group->host, mine);
-    return r;
-  }
+  if (r != CDDP_OK) return r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   from = (o->desc.master_weights ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
   to = (o->desc.master_weights ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
@@ -16504,20 +16492,6 @@ static cddp_result cddp__share_gather(cddp_optim *o) {
   r = cddp__exit(d->control, r);
   if (r == CDDP_OK) cddp__share_free(o);
   return r;
-}
-
-/* Local: the model goes, the optimizer may go on. Its states become whole again; if the model has
-   failed some may be half stepped, of elastic ranks others may be stepping them: it begins anew. */
-static void cddp__share_leave(cddp_optim *o) {
-  cddp_ddp *d = o->share;
-  bool lost = d->desc.elastic || cddp__has_cause(&d->failure) ||
-              cddp__unshare_states(o) != CDDP_OK;
-  if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
-  if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
-  if (o->common_own != NULL) /* others may still copy */
-    cddp__arena_free_with(d->group->host, o->common_own, d->control->block);
-  o->common_own = NULL;
-  cddp__share_free(o);
 }
 
 /* A walk through a part of the model, block by block: for its mean, or for new weights. */
@@ -16688,14 +16662,6 @@ static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t
   cddp__optim_copy(x->s, i, (at - t->offset) / esize, n);
 }
 
-/* Whether the pass leaves the block of parameter i as it is, as no row is in it. */
-static bool cddp__skips_block(const cddp__pass *x, int i, size_t at, size_t n) {
-  size_t first = (at - x->d->tensors[i].offset) / cddp__dtype_size(x->d->params[i].dtype);
-  if (cddp__sparse_of(x->d, i) == NULL) return false;
-  if (x->which == CDDP__PASS_MEANS) return true;
-  return x->s->states == 0 && x->d->tensors[i].shared && !cddp__dense_rows(x->d, i, first, n, NULL);
-}
-
 /* Walks from offset `begin` to `end`. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
@@ -16708,6 +16674,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     const cddp__tensor *t = &d->tensors[i = d->order[j]];
     size_t at = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
+    bool rows = cddp__sparse_of(d, i) != NULL;
     if (at >= high || (x->s != NULL && cddp__optim_skips(x->s, i))) continue;
     if (!steps && !d->used[i]) continue;
     if (x->s != NULL && (steps || x->one_loop)) {
@@ -16723,7 +16690,10 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     if (steps && x->loops) cddp__fuse_loop(x, i, &u);
     for (; at < high && !(steps && x->loops); at += n * esize) {
       n = cddp__min(block - at % block, high - at) / esize;
-      if (!cddp__skips_block(x, i, at, n)) x->block(x, i, &u, at, n);
+      if (rows && (!steps || (x->s->states == 0 && t->shared &&
+                              !cddp__dense_rows(d, i, (at - t->offset) / esize, n, NULL))))
+        continue; /* no row is in it: it stays as it is */
+      x->block(x, i, &u, at, n);
     }
   }
 }
@@ -17771,10 +17741,22 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
   char text[CDDP__ERROR_MAX];
+  cddp_optim *o;
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   if (d->optim != NULL) d->optim->known = NULL;
-  while (d->shares != NULL) cddp__share_leave(d->shares);
+  while ((o = d->shares) != NULL) { /* the optimizer may go on: its states become whole again */
+    /* if the model has failed some may be half stepped, of elastic ranks others may be stepping
+       them: it begins anew */
+    bool lost = d->desc.elastic || cddp__has_cause(&d->failure) ||
+                cddp__unshare_states(o) != CDDP_OK;
+    if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
+    if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
+    if (o->common_own != NULL) /* others may still copy */
+      cddp__arena_free_with(h, o->common_own, d->control->block);
+    o->common_own = NULL;
+    cddp__share_free(o);
+  }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__PLACED) d->params[i].grad = NULL;
   if (d->memory->free != NULL) d->memory->free(d);
@@ -17809,7 +17791,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->partitions = (cddp_partition *)cddp__carve(base, &at, n, sizeof *d->partitions);
   d->calls = (cddp__call *)cddp__carve(base, &at, calls, sizeof *d->calls);
   d->segments = (cddp_segment *)cddp__carve(base, &at, n, sizeof *d->segments);
-  d->sparse_room = (cddp__sparse **)cddp__carve(base, &at, n, sizeof *d->sparse_room);
+  d->sparse = (cddp__sparse **)cddp__carve(base, &at, n, sizeof *d->sparse);
   d->lists = (cddp__row_list *)cddp__carve(base, &at, parts, sizeof *d->lists);
   d->weights = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->weights);
   d->gradients = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->gradients);
@@ -17840,6 +17822,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
   cddp_ddp none, *d;
+  bool any = false;
   int i;
   d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1,
                                sizeof *d + cddp__ddp_arrays(&none, NULL, g, count, desc));
@@ -17876,13 +17859,14 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   for (i = 0; i < g->local_size; i++) d->receivers[d->receiver_count++] = i;
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
     if (desc->sparse_rows[i] == 0) continue;
-    d->sparse = d->sparse_room;
+    any = true;
     d->sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i],
                                     d->shard_count);
     if (d->sparse[i] != NULL) continue;
     cddp__ddp_free(d);
     return NULL;
   }
+  if (!any) d->sparse = NULL;
   d->meets = d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
@@ -18161,15 +18145,11 @@ static void cddp__crew_drop(cddp__crew *c, int p) {
   c->reports[p] = NULL;
 }
 
+/* Ends all connections; who would join asks again. */
 static void cddp__crew_hang_up(cddp_ddp *d) {
-  int p;
-  for (p = 0; p < d->shards; p++) cddp__crew_drop(d->crew, p);
-}
-
-/* Ends the connections of who would join: they ask again. */
-static void cddp__crew_dismiss(cddp_ddp *d) {
-  while (d->crew->knock_count > 0)
-    cddp__crew_drop(d->crew, d->shards + --d->crew->knock_count);
+  int k;
+  for (k = 0; k < d->shards + d->crew->knock_count; k++) cddp__crew_drop(d->crew, k);
+  d->crew->knock_count = 0;
 }
 
 /* The others see that this rank is gone, and nobody joins through it. */
@@ -18177,7 +18157,6 @@ static void cddp__crew_hide(cddp_ddp *d) {
   cddp__net *n = d->crew->net;
   cddp__host *h = d->group->host;
   cddp__crew_hang_up(d);
-  cddp__crew_dismiss(d);
   cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->door_port);
   pthread_mutex_lock(&n->lock);
@@ -18196,8 +18175,14 @@ static cddp__text cddp__crew_name(const cddp__crew *c, int place) {
   return cddp__words("rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
 }
 
-static const cddp__crew_report *cddp__report_in(const cddp__message *m) {
-  return (const cddp__crew_report *)(const void *)(m + 1);
+/* The k-th report of a message. */
+static cddp__crew_report *cddp__report_in(const cddp_ddp *d, cddp__message *m, int k) {
+  return (cddp__crew_report *)(void *)((char *)(m + 1) + (size_t)k * cddp__report_bytes(d));
+}
+
+/* For each shard, whether the rank that reports has its sum. */
+static unsigned char *cddp__sums_in(const cddp_ddp *d, cddp__crew_report *report) {
+  return (unsigned char *)((float *)(report + 1) + d->count);
 }
 
 /* Where cddp__link_call finds that member. */
@@ -18252,23 +18237,6 @@ static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
   cddp__crew_release(d, c->area);
   c->area = d->slot_areas[d->group->local_rank] = p;
   d->slots = slots;
-  return r;
-}
-
-/* The shard that has ended becomes a node in a slot, with its siblings; its rows stay with this
-   rank until the step is reduced. */
-static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
-  cddp__buffer *own = &d->crew->own;
-  cddp_result r;
-  if (d->sparse != NULL) {
-    if (!cddp__buffer_reserve(own, cddp__pack_rows(d, 0, shard, NULL))) return CDDP_OUT_OF_MEMORY;
-    own->end += cddp__pack_rows(d, 0, shard, (char *)own->data + own->end);
-    CDDP__POINT("elastic rows");
-  }
-  CDDP__POINT("elastic keep");
-  r = cddp__crew_grow(d, d->kept_count + 1);
-  if (r == CDDP_OK) r = cddp__keep_node(d, shard, true);
-  CDDP__POINT("elastic kept");
   return r;
 }
 
@@ -18362,8 +18330,8 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   *out = m;
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->head.size = bytes;
-  report = (cddp__crew_report *)(void *)(m + 1);
-  sums = (unsigned char *)((float *)(report + 1) + d->count);
+  report = cddp__report_in(d, m, 0);
+  sums = cddp__sums_in(d, report);
   report->generation = c->generation;
   report->done = c->done;
   report->steps = d->steps;
@@ -18422,7 +18390,7 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
    join. Who joins may be a member without knowing it, if a leader has died. */
 static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool meeting) {
   cddp__crew *c = d->crew;
-  cddp__crew_member *self = &((cddp__crew_report *)(void *)(m + 1))->self;
+  cddp__crew_member *self = &cddp__report_in(d, m, 0)->self;
   bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
   int p = 0, k;
   while (sound && p < d->shards && c->members[p].life != self->life) p++;
@@ -18430,10 +18398,11 @@ static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool m
   if (sound && p < d->shards && meeting) {
     *self = c->members[p];
     cddp__crew_drop(c, p);
-  } else if (sound && cddp__report_in(m)->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
+  } else if (sound && cddp__report_in(d, m, 0)->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
     p = d->shards + c->knock_count++;
     for (k = d->shards; k < p; k++) /* it may have called before */
-      if (cddp__report_in(c->reports[k])->self.life == self->life) cddp__link_end(c->links[k], 0);
+      if (cddp__report_in(d, c->reports[k], 0)->self.life == self->life)
+        cddp__link_end(c->links[k], 0);
   } else {
     cddp__free(&c->net->allocator, m);
     cddp__link_free(c->net, l);
@@ -18550,7 +18519,7 @@ static void cddp__crew_admit(cddp_ddp *d) {
   int k, place;
   for (k = d->shards; k < d->shards + c->knock_count; k++) {
     cddp__link *l = c->links[k];
-    cddp__crew_report *report = (cddp__crew_report *)(void *)(c->reports[k] + 1);
+    cddp__crew_report *report = cddp__report_in(d, c->reports[k], 0);
     cddp_result r = cddp__crew_place(d, &report->self, &place);
     CDDP__POINT("elastic place");
     cddp__free(&c->net->allocator, cddp__link_receive(c->net, l, 0)); /* its end shows */
@@ -18761,30 +18730,24 @@ static cddp_result cddp__crew_gather(cddp_ddp *d, cddp__message **table) {
 
 /* --- the group of those that are there --- */
 
-static const cddp__crew_report *cddp__report_at(const cddp_ddp *d, const cddp__message *table,
-                                                int k) {
-  const char *at = (const char *)(table + 1) + (size_t)k * cddp__report_bytes(d);
-  return (const cddp__crew_report *)(const void *)at;
-}
-
 /* One of the two groups of the table's members. which: 0, control, 1, comm. */
-static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int which,
+static cddp_result cddp__crew_group(cddp_ddp *d, cddp__message *table, int which,
                                     cddp_group **out) {
   cddp__crew *c = d->crew;
   cddp__host *h = d->group->host;
   int *indices = c->indices, k, rank = 0, here = 0, lowest = -1;
-  const cddp__crew_report *report;
+  cddp__crew_report *report;
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
   cddp_result r;
   for (k = 0; k < d->active_count; k++) {
-    report = cddp__report_at(d, table, k);
+    report = cddp__report_in(d, table, k);
     indices[k] = report->self.host == c->members[c->me].host ? report->self.index : -1;
     if (indices[k] >= 0 && here++ == 0) lowest = k;
     if (c->order[k] == c->me) rank = k;
   }
-  ref = cddp__report_at(d, table, lowest)->blocks[which];
+  ref = cddp__report_in(d, table, lowest)->blocks[which];
   if (c->order[lowest] == c->me) {
     block = c->blocks[which];
     c->blocks[which] = NULL; /* the group's, from now on */
@@ -18835,16 +18798,15 @@ static void cddp__crew_leave(cddp_ddp *d) {
 
 /* Takes over the table: who is there, and how far they are; shards that nobody has are dealt. From:
    the first that has the furthest reduction, NULL: there are only ranks that join. */
-static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message *table) {
+static cddp__crew_report *cddp__crew_take(cddp_ddp *d, cddp__message *table) {
   cddp__crew *c = d->crew;
-  const cddp__crew_report *from = NULL, *report;
+  cddp__crew_report *from = NULL, *report;
   uint64_t life = c->members[c->me].life, furthest;
-  const unsigned char *sums;
   bool listed;
   int k, i, p, left = 0, dealt = 0;
   d->active_count = (int)(table->head.size / cddp__report_bytes(d));
   for (k = 0; k < d->active_count; k++) {
-    report = cddp__report_at(d, table, k);
+    report = cddp__report_in(d, table, k);
     p = c->order[k] = report->self.place;
     d->active[k] = k;
     cddp__crew_enter(c, p, &report->self);
@@ -18863,9 +18825,8 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
   for (i = 0; i < d->shards; i++) {
     d->owner[i] = -1;
     for (k = 0; k < d->active_count; k++) {
-      report = cddp__report_at(d, table, k);
-      sums = (const unsigned char *)((const float *)(report + 1) + d->count);
-      if (report->done == furthest && sums[i] != 0) d->owner[i] = k;
+      report = cddp__report_in(d, table, k);
+      if (report->done == furthest && cddp__sums_in(d, report)[i] != 0) d->owner[i] = k;
     }
     left += d->owner[i] < 0;
   }
@@ -18893,7 +18854,7 @@ static cddp_result cddp__crew_pass(cddp_ddp *d, int source, void *data, size_t b
 }
 
 /* Weights and states of the rank with number `source`, as of its report, go to those that join. */
-static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from, int source) {
+static cddp_result cddp__crew_welcome(cddp_ddp *d, cddp__crew_report *from, int source) {
   cddp__crew *c = d->crew;
   size_t bytes = (size_t)from->optim.states * d->state_room;
   bool gives = c->order[source] == c->me;
@@ -18912,7 +18873,7 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
     return r;
   }
   c->states = states;
-  cddp__inherit(d, &from->optim, (const float *)(from + 1));
+  cddp__inherit(d, &from->optim, (float *)(from + 1));
   c->step = from->done;
   d->steps = from->steps;
   c->empty = false;
@@ -18922,14 +18883,14 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
 /* What all members have done, those get that lack it: the last mean; who joins, the model. The
    others have gone on from that step then, and what they did in its group cannot be done any more:
    for this rank too it stays broken until the next step. */
-static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
-                                    const cddp__crew_report *from) {
+static cddp_result cddp__crew_level(cddp_ddp *d, cddp__message *table,
+                                    cddp__crew_report *from) {
   cddp__crew *c = d->crew;
   bool behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
   for (k = 0; k < d->active_count; k++) {
-    const cddp__crew_report *report = cddp__report_at(d, table, k);
+    cddp__crew_report *report = cddp__report_in(d, table, k);
     if (report == from) source = k;
     behind = behind || (report->empty == 0 && report->done < from->done);
     joins = joins || report->empty != 0;
@@ -18963,7 +18924,7 @@ static void cddp__crew_open(cddp_ddp *d) {
    the furthest of them. CDDP_PEER_LOST: one of them was lost meanwhile. */
 static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  const cddp__crew_report *from = NULL;
+  cddp__crew_report *from = NULL;
   cddp__message *table = NULL;
   cddp_result r;
   int i;
@@ -19015,7 +18976,18 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
   d->held = -1;
   if (c->done == c->step) cddp__crew_drop_past(c);
   cddp__door_serve(d->group->host);
-  if (r == CDDP_OK && held >= 0 && c->done == c->step) r = cddp__crew_keep(d, held);
+  if (held >= 0 && c->done == c->step) { /* it becomes a node; its rows stay with this rank, too */
+    if (d->sparse != NULL) {
+      if (!cddp__buffer_reserve(&c->own, cddp__pack_rows(d, 0, held, NULL)))
+        return CDDP_OUT_OF_MEMORY;
+      c->own.end += cddp__pack_rows(d, 0, held, (char *)c->own.data + c->own.end);
+      CDDP__POINT("elastic rows");
+    }
+    CDDP__POINT("elastic keep");
+    r = cddp__crew_grow(d, d->kept_count + 1);
+    if (r == CDDP_OK) r = cddp__keep_node(d, held, true);
+    CDDP__POINT("elastic kept");
+  }
   if (held >= 0) cddp__arm(d);
   while (r == CDDP_OK && c->done == c->step) {
     for (i = 0; i < d->shards; i++) {
@@ -19025,7 +18997,7 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
       return CDDP_OK;
     }
     cddp__crew_listen(d, false);
-    if (cddp__crew_lowest(d) != c->me) cddp__crew_dismiss(d);
+    if (cddp__crew_lowest(d) != c->me) cddp__crew_hang_up(d);
     if (c->knock_count > 0 && c->attempts == 0) /* lets them in, once a step */
       r = cddp__fail(CDDP_PEER_LOST, "the ranks meet again, as a process joins");
     else
