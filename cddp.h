@@ -2016,7 +2016,9 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp_optim *shares; /* optimizers whose states all ranks of a host have: a list, by next */
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
   struct cddp__row_list *lists; /* [shards] what is merged */
-  char *packets;                /* where that is, of ranks that see no other's memory; else NULL */
+  char *rows;                   /* shared: this rank's packet, of rows of shards that have ended; */
+  size_t rows_bytes, rows_room; /* in use, in all */
+  char *packets;                /* all ranks', where they see no other's memory; else NULL */
   int *active;      /* [active_count] ranks that have not joined, as of the last meeting; elastic:
                        the members of the deal */
   int active_count;
@@ -12685,7 +12687,6 @@ typedef struct cddp__sparse {
   cddp__rows added;          /* since the last step, as they came; a number may come again */
   cddp__rows mean;           /* of the last cddp_ddp_wait, each number once, ascending */
   char *zeros;               /* a row */
-  size_t *ends;              /* [shards of a rank] added.n when each shard of the step ended */
 } cddp__sparse;
 
 /* One shard's list while it is merged. */
@@ -12742,20 +12743,17 @@ static void cddp__sparse_free(const cddp_allocator *a, cddp__sparse *p) {
   cddp__rows_free(a, &p->added);
   cddp__rows_free(a, &p->mean);
   cddp__free(a, p->zeros);
-  cddp__free(a, p->ends);
   cddp__free(a, p);
 }
 
-static cddp__sparse *cddp__sparse_new(const cddp_allocator *a, const cddp_param *p, size_t rows,
-                                      int shards) {
+static cddp__sparse *cddp__sparse_new(const cddp_allocator *a, const cddp_param *p, size_t rows) {
   cddp__sparse *s = (cddp__sparse *)cddp__calloc(a, 1, sizeof *s);
   if (s == NULL) return NULL;
   s->rows = rows;
   s->width = p->count / rows;
   s->bytes = s->width * cddp__dtype_size(p->dtype);
   s->zeros = (char *)cddp__calloc(a, 1, s->bytes);
-  s->ends = (size_t *)cddp__calloc(a, (size_t)shards, sizeof *s->ends);
-  if (s->zeros != NULL && s->ends != NULL) return s;
+  if (s->zeros != NULL) return s;
   cddp__sparse_free(a, s);
   return NULL;
 }
@@ -12780,9 +12778,8 @@ static void cddp__row_list_open(const cddp__sparse *s, cddp__row_list *l, size_t
   l->next = 0;
 }
 
-/* Writes n of the rows added, from `first` on, sorted and summed by number, to packet. */
-static void cddp__rows_pack(cddp__sparse *s, size_t first, size_t n, cddp_dtype dtype,
-                            char *packet) {
+/* Writes the first n of the rows added, sorted and summed by number, to packet. */
+static void cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = s->added.order;
   cddp__row_list l;
@@ -12795,8 +12792,8 @@ static void cddp__rows_pack(cddp__sparse *s, size_t first, size_t n, cddp_dtype 
   head->bound = n;
   head->n = 0;
   for (i = 0; i < n; i++) {
-    order[i].number = s->added.number[first + i];
-    order[i].at = first + i;
+    order[i].number = s->added.number[i];
+    order[i].at = i;
   }
   if (n > 1) qsort(order, n, sizeof *order, cddp__by_number);
   for (i = 0; i < n; i++) {
@@ -15965,12 +15962,56 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   return r;
 }
 
-/* The shard that this rank has in hand has ended. */
-static cddp_result cddp__end_shard(cddp_ddp *d) {
+/* What begins the rows of a shard in a packet. */
+typedef struct cddp__shard_rows {
+  uint64_t shard; /* as many as there are: of a rank that has joined, and has none */
+  uint64_t bytes; /* with this */
+  unsigned char pad[CDDP__CACHE_LINE - 16];
+} cddp__shard_rows;
+
+/* The rows that have been added, of `shard`, to packet; NULL: nothing is written. Returns how many
+   bytes. */
+static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
+  cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
+  size_t bytes = sizeof *head, n;
   int i;
-  for (i = 0; d->sparse != NULL && i < d->count; i++)
-    if (d->sparse[i] != NULL) d->sparse[i]->ends[d->taken - 1] = d->sparse[i]->added.n;
-  return cddp__keep_node(d, d->held, d->taken < d->shard_count);
+  for (i = 0; i < d->count; i++) {
+    cddp__sparse *s = cddp__sparse_of(d, i);
+    if (s == NULL) continue;
+    n = d->tensors[i].used ? s->added.n : 0;
+    if (packet != NULL) cddp__rows_pack(s, n, d->params[i].dtype, packet + bytes);
+    if (packet != NULL && n > 0) s->added.n = 0;
+    bytes += cddp__row_list_bytes(s, n);
+  }
+  if (packet == NULL) return bytes;
+  head->shard = (uint64_t)(d->joined != 0 ? d->shards : shard);
+  head->bytes = bytes;
+  return bytes;
+}
+
+/* The same to this rank's packet of the step, behind those of its shards before. */
+static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
+  cddp__host *h = d->group->host;
+  size_t bytes = d->rows_bytes + cddp__pack_rows(d, shard, NULL);
+  char *more = d->rows;
+  if (bytes > d->rows_room) {
+    bytes = cddp__max(bytes, 2 * d->rows_room);
+    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__FOR_MESSAGE)) == NULL)
+      return CDDP_OUT_OF_MEMORY;
+    if (d->rows_bytes > 0) memcpy(more, d->rows, d->rows_bytes);
+    cddp__arena_free(h, d->rows);
+    d->rows = more;
+    d->rows_room = bytes;
+  }
+  d->rows_bytes += cddp__pack_rows(d, shard, d->rows + d->rows_bytes);
+  CDDP__POINT("elastic rows");
+  return CDDP_OK;
+}
+
+/* The shard that this rank has in hand has ended. */
+static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
+  cddp_result r = d->sparse != NULL ? cddp__keep_rows(d, d->held) : CDDP_OK;
+  return r == CDDP_OK ? cddp__keep_node(d, d->held, more) : r;
 }
 
 /* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, of which
@@ -16097,11 +16138,9 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
                                  d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
   cddp__range range;
   int i = 0, k;
-  uint64_t index = (uint64_t)(b - d->buckets);
+  uint64_t index = (uint64_t)(b - d->buckets), record;
   unsigned char joined = (unsigned char)d->joined;
-  uint64_t record;
   cddp_result r;
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
@@ -16147,7 +16186,8 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bool packed;
   cddp_result r = CDDP_OK;
   int i = 0;
-  if (!cddp__next_range(d, b, &i, &range)) return CDDP_OK; /* no rank used any of it */
+  if (bytes == 0) return CDDP_OK; /* no rank used any of it */
+  (void)cddp__next_range(d, b, &i, &range);
   memset(&bucket, 0, sizeof bucket);
   bucket.index = (int)(b - d->buckets);
   bucket.bucket_count = d->plan.bucket_count;
@@ -16158,7 +16198,6 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.param_count = b->count;
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
   packed = range.end - range.begin != bytes;
-  if (bytes == 0) return CDDP_OK;
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
   if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, false);
   if (r == CDDP_OK) r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
@@ -17195,7 +17234,7 @@ static void cddp__arm(cddp_ddp *d) {
 
 /* d->held: the next shard of this rank, which has done the one before. */
 static cddp_result cddp__next_of_rank(cddp_ddp *d) {
-  cddp_result r = d->held >= 0 ? cddp__end_shard(d) : CDDP_OK;
+  cddp_result r = d->held >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
   int first, count;
   if (d->held >= 0) cddp__arm(d);
   cddp__deal_shards(d->shards, d->group->size, d->group->rank, &first, &count);
@@ -17417,36 +17456,6 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
-/* What begins the rows of a shard in a packet. */
-typedef struct cddp__shard_rows {
-  uint64_t shard; /* as many as there are: of a rank that has joined, and has none */
-  uint64_t bytes; /* with this */
-  unsigned char pad[CDDP__CACHE_LINE - 16];
-} cddp__shard_rows;
-
-/* The rows of `shard`, the k-th of this rank's that are not packed yet, to `packet`, which with the
-   last one's has all; NULL: nothing is written. Returns how many bytes. */
-static size_t cddp__pack_rows(cddp_ddp *d, int k, int shard, char *packet) {
-  cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
-  bool last = k + 1 == d->shard_count;
-  size_t bytes = sizeof *head, first, end;
-  int i;
-  for (i = 0; i < d->count; i++) {
-    cddp__sparse *s = cddp__sparse_of(d, i);
-    if (s == NULL) continue;
-    first = k > 0 ? s->ends[k - 1] : 0;
-    end = last ? s->added.n : s->ends[k];
-    if (!d->tensors[i].used) end = first;
-    if (packet != NULL) cddp__rows_pack(s, first, end - first, d->params[i].dtype, packet + bytes);
-    if (packet != NULL && last && d->tensors[i].used) s->added.n = 0;
-    bytes += cddp__row_list_bytes(s, end - first);
-  }
-  if (packet == NULL) return bytes;
-  head->shard = (uint64_t)(d->joined != 0 ? d->shards : shard);
-  head->bytes = bytes;
-  return bytes;
-}
-
 /* Finds the rows of all shards in the ranks' packets [ranks]. */
 static void cddp__find_rows(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
@@ -17476,8 +17485,7 @@ static cddp_result cddp__merge_rows(cddp_ddp *d) {
 
 /* Where ranks do not see each other's memory all packets go to all ranks, each as long as the
    longest; and their rows are found. */
-static cddp_result cddp__gather_rows(cddp_ddp *d, const void *packet, size_t bytes,
-                                     size_t longest) {
+static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
   char **packets = (char **)g->buffers, *own;
@@ -17487,7 +17495,7 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, const void *packet, size_t byt
   d->packets = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1);
   if (d->packets == NULL) return CDDP_OUT_OF_MEMORY;
   own = d->packets + longest * (size_t)g->size;
-  if (bytes > 0) memcpy(own, packet, bytes);
+  if (d->rows_bytes > 0) memcpy(own, d->rows, d->rows_bytes);
   r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, d->packets, longest, CDDP_U8, -1);
   for (k = 0; k < g->size; k++) packets[k] = d->packets + (size_t)k * longest;
   if (r == CDDP_OK) cddp__find_rows(d, packets);
@@ -17497,33 +17505,30 @@ static cddp_result cddp__gather_rows(cddp_ddp *d, const void *packet, size_t byt
 /* Collective: all ranks get the mean of what each has added. */
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
-  size_t bytes = 0, longest = 0;
-  char **packets = (char **)g->buffers, *at;
+  size_t longest = 0;
+  char **packets = (char **)g->buffers;
   unsigned char size[8];
-  void *packet = NULL;
-  cddp_result r;
-  int i, first;
-  cddp__deal_shards(d->shards, g->size, g->rank, &first, &i);
-  for (i = 0; i < d->shard_count; i++) bytes += cddp__pack_rows(d, i, first + i, NULL);
-  if ((r = cddp__host_scratch(d, bytes, &packet)) != CDDP_OK) return cddp__break(g, r);
-  for (i = 0, at = (char *)packet; i < d->shard_count; i++)
-    at += cddp__pack_rows(d, i, first + i, at);
+  cddp_result r = d->spread ? CDDP_OK : cddp__keep_rows(d, g->rank);
+  int i;
+  if (r != CDDP_OK) return cddp__break(g, r);
   if (g->hosts != NULL) {
-    cddp__put64(size, bytes);
+    cddp__put64(size, d->rows_bytes);
     r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
     for (i = 0; r == CDDP_OK && i < g->size; i++)
       longest = cddp__max(longest,
                           (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
-    if (r == CDDP_OK) r = cddp__gather_rows(d, packet, bytes, longest);
-    return r == CDDP_OK ? cddp__merge_rows(d) : r;
+    if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
+    if (r == CDDP_OK) r = cddp__merge_rows(d);
+  } else if ((r = cddp__exchange_refs(g, kind, d->rows, 0, packets)) == CDDP_OK) {
+    if ((r = cddp__enter(g)) == CDDP_OK) { /* ranks read each other's packets */
+      cddp__find_rows(d, packets);
+      if ((r = cddp__merge_rows(d)) != CDDP_OK) r = cddp__break(g, r);
+      if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+    }
+    r = cddp__exit(g, r);
   }
-  if ((r = cddp__exchange_refs(g, kind, packet, 0, packets)) != CDDP_OK) return r;
-  if ((r = cddp__enter(g)) == CDDP_OK) { /* ranks read each other's packets */
-    cddp__find_rows(d, packets);
-    if ((r = cddp__merge_rows(d)) != CDDP_OK) r = cddp__break(g, r);
-    if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
-  }
-  return cddp__exit(g, r);
+  d->rows_bytes = 0;
+  return r;
 }
 
 /* --- wait and step --- */
@@ -17630,7 +17635,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   } else {
     r = d->memory->use(d->group);
     if (r == CDDP_OK && d->spread && d->arrived == d->count) /* else the meeting will fail */
-      r = cddp__end_shard(d);
+      r = cddp__end_shard(d, false);
     if (r == CDDP_OK)
       r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
                          &missing);
@@ -17765,6 +17770,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   if (d->control != NULL) cddp__group_leave(d->control);
   cddp__arena_free(h, d->arena);
   cddp__arena_free(h, d->scratch);
+  cddp__arena_free(h, d->rows);
   cddp__free(a, d->packets);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
@@ -17860,8 +17866,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
     if (desc->sparse_rows[i] == 0) continue;
     any = true;
-    d->sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i],
-                                    d->shard_count);
+    d->sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i]);
     if (d->sparse[i] != NULL) continue;
     cddp__ddp_free(d);
     return NULL;
@@ -17913,20 +17918,6 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* The groups of the model, and what its ranks see of each other's memory. local: what this rank has
-   found wrong. */
-static cddp_result cddp__setup_groups(cddp_ddp *d, cddp_result local) {
-  cddp_group *g = d->group;
-  cddp_result r = cddp__consensus(d->control, local, NULL, 0, NULL);
-  if (r == CDDP_OK) r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
-  if (r != CDDP_OK) return r;
-  d->control->internal = d->comm->internal = true;
-  if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
-  if (d->desc.comm_hook != NULL)
-    r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
-  return r == CDDP_OK && g->backend == NULL ? cddp__map_params(d) : r;
-}
-
 /* This rank's part of each parameter, and where its gradients are. */
 static void cddp__place_partitions(cddp_ddp *d) {
   int i;
@@ -17958,7 +17949,16 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 #ifdef CDDP_CUDA
   if (r == CDDP_OK && g->backend != NULL) r = cddp__check_on_device(d);
 #endif
-  if (!joins) r = cddp__setup_groups(d, r);
+  if (!joins) {
+    r = cddp__consensus(d->control, r, NULL, 0, NULL);
+    if (r == CDDP_OK) r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
+    if (r != CDDP_OK) return r;
+    d->control->internal = d->comm->internal = true;
+    r = cddp__agree_on_params(d);
+    if (r == CDDP_OK && d->desc.comm_hook != NULL)
+      r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
+    if (r == CDDP_OK && g->backend == NULL) r = cddp__map_params(d);
+  }
   if (r != CDDP_OK) return r;
   cddp__lay_out(d);
   if ((r = cddp__consensus(d->control, d->memory->alloc(d), NULL, 0, NULL)) != CDDP_OK) return r;
@@ -18113,7 +18113,6 @@ struct cddp__crew {
   uint64_t done;                /* reductions */
   int *indices;                 /* [shards] scratch */
   char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
-  cddp__buffer own;             /* rows of the shards in ddp.kept */
   cddp__link **links;           /* [shards + knocks] while ranks meet: to who reported, or to the */
   cddp__message **reports;      /* leader; likewise what the members said, and behind these who */
   int knock_count;              /* would join, and waits for the next meeting */
@@ -18242,7 +18241,7 @@ static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
 
 static void cddp__crew_forget(cddp_ddp *d) { /* what this rank has done of a step */
   d->kept_count = 0;
-  cddp__buffer_clear(&d->crew->own, SIZE_MAX);
+  d->rows_bytes = 0;
 }
 
 /* All shards are still to be done, by all members. */
@@ -18265,43 +18264,34 @@ static cddp_result cddp__crew_await(cddp_ddp *d) {
 
 /* What a rank says when ranks come to a reduction. */
 typedef struct cddp__crew_word {
-  uint64_t rows; /* bytes of cddp__crew.own */
+  uint64_t rows; /* ddp.rows_bytes */
   cddp__elastic_call called;
 } cddp__crew_word;
 
-/* All members come to the reduction, having called the same before. *rows: of whoever has most. */
-static cddp_result cddp__crew_meet(cddp_ddp *d, size_t *rows) {
+/* All members come to the reduction, having called the same before; their nodes make the mean, in
+   crew.mean. */
+static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  cddp__crew_word mine = {cddp__buffer_size(&c->own), c->called}, theirs;
-  cddp_result r = CDDP_OK;
-  int k;
+  cddp__crew_word mine = {d->rows_bytes, c->called}, theirs;
+  size_t rows = 0; /* of whoever has most */
+  int slots, k;    /* each rank has as many slots as it needs: cddp__crew_grow */
+  cddp_result r;
   CDDP__POINT("elastic meet");
-  if (d->active_count > 1)
-    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, c->done,
-                    &mine, sizeof mine);
-  *rows = (size_t)mine.rows;
-  for (k = 0; r == CDDP_OK && d->active_count > 1 && k < d->active_count; k++) {
+  r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, c->done,
+                  &mine, sizeof mine);
+  for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
     memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
-    *rows = cddp__max(*rows, (size_t)theirs.rows);
+    rows = cddp__max(rows, (size_t)theirs.rows);
     if (theirs.called.kind == 0) continue;
     if (c->called.kind == 0) c->called = theirs.called;
     r = cddp__compare_update(d, &c->called, &theirs.called, cddp__crew_name(c, c->order[k]));
   }
-  return r;
-}
-
-/* All members' nodes make the mean, in crew.mean. */
-static cddp_result cddp__crew_reduce(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
-  size_t rows;
-  int slots; /* each rank has as many as it needs: cddp__crew_grow */
-  cddp_result r = cddp__crew_meet(d, &rows);
   CDDP__POINT("elastic met");
   if (r == CDDP_OK && d->sparse != NULL) {
-    r = cddp__gather_rows(d, c->own.data, cddp__buffer_size(&c->own), rows);
+    r = cddp__gather_rows(d, rows);
     CDDP__POINT("elastic rows gathered");
   }
-  if (r == CDDP_OK && d->dense == 0 && d->active_count > 1) /* nothing follows that needs all */
+  if (r == CDDP_OK && d->dense == 0) /* nothing follows that needs all */
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_ROWS_DONE, 0,
                     NULL, 0);
   d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
@@ -18977,14 +18967,9 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
   if (c->done == c->step) cddp__crew_drop_past(c);
   cddp__door_serve(d->group->host);
   if (held >= 0 && c->done == c->step) { /* it becomes a node; its rows stay with this rank, too */
-    if (d->sparse != NULL) {
-      if (!cddp__buffer_reserve(&c->own, cddp__pack_rows(d, 0, held, NULL)))
-        return CDDP_OUT_OF_MEMORY;
-      c->own.end += cddp__pack_rows(d, 0, held, (char *)c->own.data + c->own.end);
-      CDDP__POINT("elastic rows");
-    }
+    if (d->sparse != NULL) r = cddp__keep_rows(d, held);
     CDDP__POINT("elastic keep");
-    r = cddp__crew_grow(d, d->kept_count + 1);
+    if (r == CDDP_OK) r = cddp__crew_grow(d, d->kept_count + 1);
     if (r == CDDP_OK) r = cddp__keep_node(d, held, true);
     CDDP__POINT("elastic kept");
   }
@@ -19039,7 +19024,6 @@ static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew_release(d, c->mean);
   cddp__crew_release(d, c->area);
   cddp__crew_release(d, c->states);
-  cddp__buffer_clear(&c->own, 0);
   cddp__net_release(c->net);
   cddp__free(&d->group->host->allocator, c);
   d->crew = NULL;
@@ -19101,7 +19085,6 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   c->reports = (cddp__message **)(void *)(c->links + links);
   c->order = (int *)(void *)(c->reports + links);
   c->indices = c->order + n;
-  c->own.allocator = a;
   c->empty = h->joined;
   c->me = h->joined ? d->shards : d->group->rank;
   c->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
@@ -19300,7 +19283,6 @@ static uint64_t cddp__unit(uint64_t step, int state, int owner, int log) {
   return step << 26 | (uint64_t)log << 14 | (uint64_t)owner << 2 | (uint64_t)state;
 }
 static int cddp__unit_owner(uint64_t word) { return (int)(word >> 2 & 4095); }
-static int cddp__unit_log(uint64_t word) { return (int)(word >> 14 & 4095); }
 static int cddp__unit_state(uint64_t word, uint64_t step) {
   if (word >> 26 == step) return (int)(word & 3);
   return word >> 26 < step ? CDDP__UNIT_FREE : CDDP__UNIT_DONE;
@@ -19622,31 +19604,27 @@ static cddp__elastic_room *cddp__elastic_block(const cddp__elastic *e, uint32_t 
                                                                  CDDP__ELASTIC_BLOCKS];
 }
 
-/* Whether a member has a group that uses that control block. */
-static bool cddp__block_used(const cddp_ddp *d, uint32_t number) {
-  const cddp__elastic *e = d->elastic;
-  int m = 0;
-  while (m < d->shards && !(cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
-                            cddp__load32(&e->members[m].uses) == number))
-    m++;
-  return m < d->shards;
-}
-
 /* A control block for the group of a deal of this rank, that no member uses, or only with a group
    of long ago, to which its memory is left then: 1 + its number; 0: there is no memory. last: that
    of the step before, in which some may still be, and begin to use it. */
 static uint32_t cddp__new_block(cddp_ddp *d, int ranks, uint32_t last) {
   cddp__host *h = d->group->host;
-  uint32_t first = 1 + (uint32_t)(d->me * CDDP__ELASTIC_BLOCKS), k = 0;
+  const cddp__elastic *e = d->elastic;
+  uint32_t first = 1 + (uint32_t)(d->me * CDDP__ELASTIC_BLOCKS), k;
   size_t bytes = cddp__block_bytes(ranks, ranks);
   cddp__elastic_room *room;
   void *block = NULL;
-  bool left;
-  while (k < CDDP__ELASTIC_BLOCKS && (first + k == last || cddp__block_used(d, first + k))) k++;
-  left = k == CDDP__ELASTIC_BLOCKS;
-  if (left) k = first == last;
-  room = cddp__elastic_block(d->elastic, first + k);
-  if (left) cddp__store64(&room->bytes, 0);
+  bool used = true;
+  int m;
+  for (k = 0; used && k < CDDP__ELASTIC_BLOCKS; k++) {
+    used = first + k == last;
+    for (m = 0; m < d->shards; m++)
+      used = used || (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
+                      cddp__load32(&e->members[m].uses) == first + k);
+  }
+  k = used ? first == last : k - 1;
+  room = cddp__elastic_block(e, first + k);
+  if (used) cddp__store64(&room->bytes, 0);
   if (cddp__room_take(d, room, bytes, &block) != CDDP_OK) return 0;
   if (h->threads || !cddp__arena_punch(h, room->at.base, room->at.size)) memset(block, 0, bytes);
   cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
@@ -19680,30 +19658,13 @@ static bool cddp__member_gone(const cddp_ddp *d, int member) {
   return fd.fd < 0 && cddp__process_born(m->pid) != m->born;
 }
 
-/* What a member that is not there any more had taken: a shard that is in its table is done. */
-static cddp_result cddp__free_shard(cddp_ddp *d, int shard, uint64_t word) {
-  cddp__elastic *e = d->elastic;
-  int owner = cddp__unit_owner(word), count, state = CDDP__UNIT_FREE;
-  const cddp__shard_node *nodes;
-  uint64_t table;
-  cddp_result r = cddp__elastic_see(d, owner);
-  if (cddp__load64(&e->shards[shard]) != word) return CDDP_OK; /* the memory may have gone too */
-  if (r != CDDP_OK) return r;
-  count = cddp__table_count(e, owner, e->step, &table);
-  nodes = cddp__table(d, e->views[owner].kit, table);
-  if (cddp__nodes_have(nodes, count, shard)) state = CDDP__UNIT_DONE;
-  CDDP__POINT("elastic free");
-  if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, owner, 0)))
-    cddp__elastic_changed(e->board);
-  return CDDP_OK;
-}
-
-/* Looks after the other members: who is gone is lost, and its shards are free. */
+/* Looks after the other members: who is gone is lost, and the shards that it had taken are free, or
+   done if they are in its table. */
 static cddp_result cddp__elastic_look(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   cddp_result r = CDDP_OK;
-  uint64_t word, now;
-  int m, shard;
+  uint64_t word, now, table;
+  int m, shard, count, state;
   for (m = 0; m < d->shards; m++) {
     word = cddp__load64(&e->members[m].state);
     if (m == d->me || (word & 255) != CDDP__MEMBER_LIVE || !cddp__member_gone(d, m)) continue;
@@ -19717,8 +19678,18 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
   for (shard = 0; r == CDDP_OK && shard < d->shards; shard++) {
     word = cddp__load64(&e->shards[shard]);
     if (cddp__unit_state(word, e->step) != CDDP__UNIT_TAKEN || word >> 26 != e->step) continue;
-    if (cddp__member_is(e, cddp__unit_owner(word), CDDP__MEMBER_LIVE)) continue;
-    r = cddp__free_shard(d, shard, word);
+    m = cddp__unit_owner(word);
+    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
+    r = cddp__elastic_see(d, m);
+    if (cddp__load64(&e->shards[shard]) != word) r = CDDP_OK; /* the memory may have gone too */
+    else if (r == CDDP_OK) {
+      count = cddp__table_count(e, m, e->step, &table);
+      state = cddp__nodes_have(cddp__table(d, e->views[m].kit, table), count, shard)
+                  ? CDDP__UNIT_DONE : CDDP__UNIT_FREE;
+      CDDP__POINT("elastic free");
+      if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, m, 0)))
+        cddp__elastic_changed(e->board);
+    }
   }
   return r;
 }
@@ -19879,44 +19850,37 @@ static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
   cddp__record_event(d->group, "dealt", (uint64_t)d->active_count, CDDP_OK);
 }
 
-/* This rank's deal, of the members that are LIVE now, and do this step: in force if it is the
-   step's first. Their group's control block is the one that the members before had, if these are
-   the same. */
-static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_member *mine = &e->members[d->me];
-  int slot = (int)(e->step & 1), count = 0, m;
-  uint64_t identity = 1, *living = mine->living[slot];
-  uint32_t seen[2];
-  if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
-    (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
-  memset(living, 0, sizeof mine->living[slot]);
-  for (m = 0; m < d->shards; m++) {
-    if (!cddp__member_does(e, m)) continue;
-    count++;
-    living[m / 64] |= (uint64_t)1 << m % 64;
-    seen[0] = (uint32_t)m;
-    seen[1] = cddp__load32(&e->members[m].life);
-    identity = cddp__hash64(identity, seen, sizeof seen);
-  }
-  mine->identity[slot] = identity | 1;
-  mine->block[slot] = e->block;
-  if (mine->identity[slot] != e->identity || e->block == 0)
-    mine->block[slot] = cddp__new_block(d, count, e->members[before & 4095].block[slot ^ 1]);
-  CDDP__POINT("elastic deal");
-  (void)cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)d->me);
-  CDDP__POINT("elastic dealt");
-}
-
-/* This rank begins its step: takes the deal that is in force. */
+/* This rank begins its step: takes the deal that is in force. If there is none yet it makes one, of
+   the members that are LIVE now, and do this step; another rank may be faster. Their group's
+   control block is the one that the members before had, if these are the same. */
 static void cddp__elastic_begin(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  const cddp__elastic_member *m;
-  int slot = (int)(e->step & 1);
-  uint64_t deal = cddp__load64(&e->board->deal);
+  cddp__elastic_member *m = &e->members[d->me];
+  int slot = (int)(e->step & 1), count = 0, k;
+  uint64_t identity = 1, *living = m->living[slot], deal = cddp__load64(&e->board->deal);
+  uint32_t seen[2];
   if (e->begun) return;
   cddp__forget_lost(d);
-  if (deal >> 12 != e->step + 1) cddp__make_deal(d, deal);
+  if (deal >> 12 != e->step + 1) {
+    if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
+      (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
+    memset(living, 0, sizeof m->living[slot]);
+    for (k = 0; k < d->shards; k++) {
+      if (!cddp__member_does(e, k)) continue;
+      count++;
+      living[k / 64] |= (uint64_t)1 << k % 64;
+      seen[0] = (uint32_t)k;
+      seen[1] = cddp__load32(&e->members[k].life);
+      identity = cddp__hash64(identity, seen, sizeof seen);
+    }
+    m->identity[slot] = identity | 1;
+    m->block[slot] = e->block;
+    if (m->identity[slot] != e->identity || e->block == 0)
+      m->block[slot] = cddp__new_block(d, count, e->members[deal & 4095].block[slot ^ 1]);
+    CDDP__POINT("elastic deal");
+    (void)cddp__swap64(&e->board->deal, deal, (e->step + 1) << 12 | (uint64_t)d->me);
+    CDDP__POINT("elastic dealt");
+  }
   deal = cddp__load64(&e->board->deal);
   CDDP_ASSERT(deal >> 12 == e->step + 1);
   m = &e->members[deal & 4095];
@@ -20012,9 +19976,9 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     if (d->held >= 0) {
       if (d->sparse != NULL) {
         r = cddp__room_take(d, cddp__rows_room(d, d->held),
-                            cddp__pack_rows(d, 0, d->held, NULL), &packet);
+                            cddp__pack_rows(d, d->held, NULL), &packet);
         if (r != CDDP_OK) return r;
-        (void)cddp__pack_rows(d, 0, d->held, (char *)packet);
+        (void)cddp__pack_rows(d, d->held, (char *)packet);
         CDDP__POINT("elastic rows");
       }
       (void)cddp__keep_node(d, d->held, shard >= 0);
@@ -20174,7 +20138,7 @@ static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
     *over = false;
     owner = cddp__unit_owner(word);
     if (state == CDDP__UNIT_TAKEN && cddp__member_is(e, owner, CDDP__MEMBER_LIVE)) continue;
-    *log = state == CDDP__UNIT_TAKEN ? cddp__unit_log(word) : d->me;
+    *log = state == CDDP__UNIT_TAKEN ? (int)(word >> 14 & 4095) : d->me;
     CDDP__POINT("elastic part");
     if (cddp__swap64(&e->parts[part].word, word, cddp__unit(number, CDDP__UNIT_TAKEN, d->me, *log)))
       return part;
@@ -20637,9 +20601,8 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   else cddp__arena_free(h, e->kit);
   cddp__close_fd(&h->door_fd);
   h->board = NULL;
-  for (m = 0; m < d->shards; m++) {
+  for (m = 0; m < d->shards; m++)
     if (e->views[m].life != 0) cddp__close_fd(&e->views[m].pidfd);
-  }
   cddp__free(&h->allocator, e);
   d->elastic = NULL;
 }
