@@ -2005,7 +2005,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int *plan_order;             /* [count] storage of buckets[].sorted */
   void **buffers;              /* [shards] scratch of the engine */
   const void **sources;        /* [shards] scratch of the caller's thread */
-  char *scratch;               /* shared memory: a bucket for a hook, rows for the other ranks */
+  char *scratch;               /* shared memory: a bucket for a hook, nodes of all ranks */
   size_t scratch_bytes;
   pthread_mutex_t lock;
   int next_bucket; /* first one not launched; guarded by lock */
@@ -2018,7 +2018,6 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   struct cddp__row_list *lists; /* [shards] what is merged */
   char *rows;                   /* shared: this rank's packet, of rows of shards that have ended; */
   size_t rows_bytes, rows_room; /* in use, in all */
-  char *packets;                /* all ranks', where they see no other's memory; else NULL */
   int *active;      /* [active_count] ranks that have not joined, as of the last meeting; elastic:
                        the members of the deal */
   int active_count;
@@ -12662,10 +12661,10 @@ CDDP__COLD_END
    Gradients that are rows of a parameter, as an embedding's are. Pure. Owns: a cddp__sparse and
    its lists of rows. Touches: the packets that it is given. Entry points: cddp__sparse_new and
    _free; cddp__rows_add for backward; cddp__rows_pack and cddp__rows_merge for the step.
-   Works as follows: backward adds (number of the row, values) as it finds them. At the step each
-   rank sorts those of each of its shards by number and adds up those of one number, in the order in
-   which they came, into a packet that its peers read. Each rank then walks through the sorted lists
-   of all shards at once. A row's mean is the canonical sum, in which a shard without the row counts
+   Works as follows: backward adds (number of the row, values) as it finds them. When a shard ends
+   its rank sorts them by number and adds up those of one number, in the order in which they came,
+   into a packet that its peers read. At the step each rank walks through the sorted lists of all
+   shards at once. A row's mean is the canonical sum, in which a shard without the row counts
    as zeros, so the bits are a dense gradient's. */
 
 typedef struct cddp__row_order {
@@ -16120,13 +16119,10 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
     for (k = 0; !d->spread && k < g->size; k++)
       if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
         d->buffers[active++] = cddp__gradient_at(d, k, range.first, from);
-    if (active == g->size) {
-      cddp__reduce_all(d->buffers, active, n, dtype, CDDP_AVG);
-      continue;
-    }
-    if (!d->spread)
+    if (active == g->size) cddp__reduce_all(d->buffers, active, n, dtype, CDDP_AVG);
+    else if (!d->spread)
       cddp__reduce(mean, (const void *const *)d->buffers, active, n, dtype, CDDP_AVG);
-    for (k = 0; k < g->size; k++)
+    for (k = 0; k < g->size && active < g->size; k++)
       if (k != g->rank) memcpy(cddp__gradient_at(d, k, range.first, from), mean, high - low);
   }
 }
@@ -16521,14 +16517,13 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   return CDDP_OK;
 }
 
-/* Collective: brings whole states back to every rank. */
+/* Collective: brings whole states back to every rank. If it fails cddp__finish leaves. */
 static cddp_result cddp__share_gather(cddp_optim *o) {
   cddp_ddp *d = o->share;
   cddp_result r = cddp__enter(d->control);
-  if (r == CDDP_OK && (r = cddp__unshare_states(o)) != CDDP_OK)
-    r = cddp__break(d->control, r);
+  if (r == CDDP_OK) r = cddp__unshare_states(o);
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
-  r = cddp__exit(d->control, r);
+  if (r == CDDP_OK) r = cddp__exit(d->control, r);
   if (r == CDDP_OK) cddp__share_free(o);
   return r;
 }
@@ -16825,7 +16820,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   cddp__walk(&x, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(s, i)) continue;
-    if (cddp__need_states(s, i) != CDDP_OK) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    if (cddp__need_states(s, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
     cddp__optim_rows(s, i, d->sparse[i]);
   }
   return cddp__fetch_weights(d, s);
@@ -17456,8 +17451,21 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
-/* Finds the rows of all shards in the ranks' packets [ranks]. */
-static void cddp__find_rows(cddp_ddp *d, char **packets) {
+/* The mean of the rows in d->lists, of shards that have some, to where the optimizer reads it. */
+static cddp_result cddp__merge_rows(cddp_ddp *d) {
+  cddp_result r = CDDP_OK;
+  int i, n = 0;
+  for (i = 0; i < d->shards; i++)
+    if (d->lists[i].packet != NULL) d->lists[n++].packet = d->lists[i].packet;
+  for (i = 0; r == CDDP_OK && i < d->count; i++)
+    if (cddp__sparse_of(d, i) != NULL)
+      r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, n, d->sources,
+                           d->params[i].dtype);
+  return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
+}
+
+/* Of those in the ranks' packets [ranks]. */
+static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
   cddp__shard_rows *head;
   int i;
   for (i = 0; i < d->shards; i++) d->lists[i].packet = NULL;
@@ -17466,43 +17474,29 @@ static void cddp__find_rows(cddp_ddp *d, char **packets) {
     packets[d->owner[i]] += head->bytes;
     if (head->shard < (uint64_t)d->shards) d->lists[head->shard].packet = (char *)(head + 1);
   }
+  return cddp__merge_rows(d);
 }
 
-/* The mean of the rows that have been found to where the optimizer reads it. */
-static cddp_result cddp__merge_rows(cddp_ddp *d) {
-  const cddp_allocator *a = &d->group->host->allocator;
-  cddp_result r = CDDP_OK;
-  int i, n = 0;
-  for (i = 0; i < d->shards; i++)
-    if (d->lists[i].packet != NULL) d->lists[n++].packet = d->lists[i].packet;
-  for (i = 0; r == CDDP_OK && i < d->count; i++)
-    if (cddp__sparse_of(d, i) != NULL)
-      r = cddp__rows_merge(a, d->sparse[i], d->lists, n, d->sources, d->params[i].dtype);
-  cddp__free(a, d->packets);
-  d->packets = NULL;
-  return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
-}
-
-/* Where ranks do not see each other's memory all packets go to all ranks, each as long as the
-   longest; and their rows are found. */
+/* The same where ranks do not see each other's memory: all packets go to all ranks, each as long as
+   the longest. */
 static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  char **packets = (char **)g->buffers, *own;
+  char **packets = (char **)g->buffers;
+  char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
   cddp_result r;
   int k;
-  cddp__free(a, d->packets); /* of a gathering that failed */
-  d->packets = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1);
-  if (d->packets == NULL) return CDDP_OUT_OF_MEMORY;
-  own = d->packets + longest * (size_t)g->size;
+  if (all == NULL) return CDDP_OUT_OF_MEMORY;
+  own = all + longest * (size_t)g->size;
   if (d->rows_bytes > 0) memcpy(own, d->rows, d->rows_bytes);
-  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, d->packets, longest, CDDP_U8, -1);
-  for (k = 0; k < g->size; k++) packets[k] = d->packets + (size_t)k * longest;
-  if (r == CDDP_OK) cddp__find_rows(d, packets);
+  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, all, longest, CDDP_U8, -1);
+  for (k = 0; k < g->size; k++) packets[k] = all + (size_t)k * longest;
+  if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
+  cddp__free(a, all);
   return r;
 }
 
-/* Collective: all ranks get the mean of what each has added. */
+/* Collective: all ranks get the mean of what each has added. If it fails cddp__finish leaves. */
 static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   cddp_group *g = d->control;
   size_t longest = 0;
@@ -17510,22 +17504,19 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
   unsigned char size[8];
   cddp_result r = d->spread ? CDDP_OK : cddp__keep_rows(d, g->rank);
   int i;
-  if (r != CDDP_OK) return cddp__break(g, r);
-  if (g->hosts != NULL) {
+  if (r == CDDP_OK && g->hosts != NULL) {
     cddp__put64(size, d->rows_bytes);
     r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
     for (i = 0; r == CDDP_OK && i < g->size; i++)
       longest = cddp__max(longest,
                           (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
     if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
-    if (r == CDDP_OK) r = cddp__merge_rows(d);
-  } else if ((r = cddp__exchange_refs(g, kind, d->rows, 0, packets)) == CDDP_OK) {
-    if ((r = cddp__enter(g)) == CDDP_OK) { /* ranks read each other's packets */
-      cddp__find_rows(d, packets);
-      if ((r = cddp__merge_rows(d)) != CDDP_OK) r = cddp__break(g, r);
-      if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
-    }
-    r = cddp__exit(g, r);
+  } else if (r == CDDP_OK) { /* ranks read each other's packets */
+    r = cddp__exchange_refs(g, kind, d->rows, 0, packets);
+    if (r == CDDP_OK) r = cddp__enter(g);
+    if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
+    if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+    if (r == CDDP_OK) r = cddp__exit(g, r);
   }
   d->rows_bytes = 0;
   return r;
@@ -17561,8 +17552,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   for (k = 0; r == CDDP_OK && k < s->count * s->states; k++) {
     cddp_param p = d->params[k % s->count];
     if (s->steps[k % s->count] == 0) continue;
-    if (cddp__need_states(s, k % s->count) != CDDP_OK)
-      return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    if (cddp__need_states(s, k % s->count) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
     if (!cddp__has_state(s, k / s->count, k % s->count)) continue;
     p.data = s->state[k];
     p.dtype = cddp__state_type(s, k % s->count);
@@ -17675,15 +17665,13 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
     r = cddp__finish(d, (int)kind, NULL, missing);
     return r == CDDP_OK ? cddp__clear_gradients(d, NULL, false) : r;
   }
-  if (s == NULL || theirs.settings != cddp__optim_settings(s)) {
-    cddp__fail(CDDP_MISMATCH,
-               s == NULL ? "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; "
-                           "pass the one of the training loop"
-                         : "the cddp_optim that rank %d passed to ddp_join has other settings than "
-                           "the one that rank %d passed to ddp_step",
-               d->group->rank, lead);
-    return cddp__break(d->control, CDDP_MISMATCH);
-  }
+  if (s == NULL || theirs.settings != cddp__optim_settings(s))
+    return cddp__fail(CDDP_MISMATCH,
+                      s == NULL ? "rank %d called ddp_join without a cddp_optim, rank %d called "
+                                  "ddp_step; pass the one of the training loop"
+                                : "the cddp_optim that rank %d passed to ddp_join has other "
+                                  "settings than the one that rank %d passed to ddp_step",
+                      d->group->rank, lead);
   cddp__set_lr(s, theirs.lr);
   return cddp__finish(d, (int)kind, s, missing);
 }
@@ -17771,7 +17759,6 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__arena_free(h, d->arena);
   cddp__arena_free(h, d->scratch);
   cddp__arena_free(h, d->rows);
-  cddp__free(a, d->packets);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
   cddp__free(a, d); /* and its arrays */
@@ -18068,8 +18055,8 @@ static void cddp__inherit(cddp_ddp *d, const cddp__inherited *from, const float 
    slots. When all its shards are done ranks reduce: a round of all (who comes to it has the mean of
    the step before), then each rank gets all nodes of a part of the arena, takes the mean, and all
    gather the means, in a buffer apart from the arena. Rows of a shard are packed when it ends; all
-   ranks gather the packets of all shards, in another buffer. cddp_ddp_next_shard does so before it
-   says that there are no more; cddp_ddp_step works on these buffers and asks nobody. `done` counts
+   ranks gather the packets of all shards, and merge them. cddp_ddp_next_shard does so before it
+   says that there are no more; cddp_ddp_step works on these means and asks nobody. `done` counts
    the reductions that a rank has completed: two ranks' differ by one at most.
    A loss is an operation of the group that fails with CDDP_PEER_LOST. Then ranks meet again. One
    leads: of those that came first the lowest that lives. Each calls the one that leads as far as it
@@ -19000,7 +18987,6 @@ static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
   d->crew->called = cddp__update_call(d, s);
   memset(d->used, 1, (size_t)d->count);
   r = d->memory->copy(d->arena, d->crew->mean, d->dense, d->group->stream);
-  if (r == CDDP_OK && d->sparse != NULL) r = cddp__merge_rows(d);
   if (r == CDDP_OK && (s == NULL || !gpu)) r = cddp__return_gradients(d);
   if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
   if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
@@ -20488,30 +20474,6 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
   return r;
 }
 
-/* The model as it is before this rank's first step. */
-static cddp_result cddp__join_model(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  int i;
-  memset(&w, 0, sizeof w);
-  while (r == CDDP_OK && cddp__load64(&e->board->published) < e->step)
-    r = cddp__join_wait(d, &w, e->step - 1, "no rank has begun another step");
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
-    cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_JOIN, t->offset), t->bytes);
-    if (t->shared &&
-        cddp__ref_of(d->group->host, d->params[i].data, t->bytes).kind == CDDP__REF_NONE)
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
-                     "not on rank %d",
-                     cddp__param_name(&d->params[i], i).s, d->group->rank);
-  }
-  d->steps = e->board->steps;
-  cddp__inherit(d, &e->board->inherited, e->counts);
-  return r;
-}
-
 /* Local, but for the wait for the end of a step: this rank, of a process that has joined, becomes a
    member and has the others' weights. */
 static cddp_result cddp__elastic_join(cddp_ddp *d) {
@@ -20519,6 +20481,9 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__board *board = h->board;
   cddp_result r = cddp__join_compare(d, &board->whole, board->model);
   bool inside;
+  cddp__wait w;
+  int i;
+  memset(&w, 0, sizeof w);
   if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board);
   CDDP__POINT("elastic attached");
   inside = r == CDDP_OK && cddp__gate_enter(board, &h->door->table.board);
@@ -20526,8 +20491,20 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__take_place(d);
   if (inside) (void)cddp__gate_leave(d, d->elastic);
   if (r == CDDP_OK) r = cddp__join_step(d);
-  if (r == CDDP_OK) r = cddp__join_model(d);
+  while (r == CDDP_OK && cddp__load64(&board->published) < d->elastic->step)
+    r = cddp__join_wait(d, &w, d->elastic->step - 1, "no rank has begun another step");
+  for (i = 0; r == CDDP_OK && i < d->count; i++) { /* the model as it is before that step */
+    const cddp__tensor *t = &d->tensors[i];
+    cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_JOIN, t->offset), t->bytes);
+    if (t->shared && cddp__ref_of(h, d->params[i].data, t->bytes).kind == CDDP__REF_NONE)
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
+                     "not on rank %d",
+                     cddp__param_name(&d->params[i], i).s, d->group->rank);
+  }
   if (r != CDDP_OK) return r;
+  d->steps = board->steps;
+  cddp__inherit(d, &board->inherited, d->elastic->counts);
   cddp__door_open(h);
   cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return CDDP_OK;
