@@ -6223,9 +6223,9 @@ static int cddp__join_nodes(const cddp__shard_node *nodes, int count, cddp__shar
   return n;
 }
 
-/* The first slot from there on that none of the nodes is in. */
-static int cddp__free_slot(const cddp__shard_node *nodes, int count, int first) {
-  int slot = first, i;
+/* The first slot that none of the nodes is in. */
+static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
+  int slot = 0, i;
   for (i = 0; i < count; i++)
     if (nodes[i].slot == slot) slot++, i = -1;
   return slot;
@@ -15546,8 +15546,8 @@ static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
 
 /* --- creation: comparing the model with rank 0's --- */
 
-/* Of the model as a whole. Not the text of max_grad_norm is hashed, whose decimal point is the
-   locale's. Elastic models have no buckets. */
+/* Of the model as a whole. max_grad_norm is hashed as a number, since the decimal point of its text
+   is the locale's. Elastic models have no buckets. */
 static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
   const cddp_ddp_desc *s = &d->desc;
   const char *hook = s->comm_hook == NULL                      ? ""
@@ -15939,7 +15939,7 @@ static int cddp__take_slot(cddp_ddp *d, int slot) {
    is. more: gradients become zero for the next shard; the last one may stay where peers see it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
-  int room = cddp__free_slot(d->kept, d->kept_count, 0);
+  int room = cddp__free_slot(d->kept, d->kept_count);
   cddp__shard_node node = {shard, 1, -1, 0};
   int n = cddp__join_nodes(d->kept, d->kept_count, &node, d->shards, slots, widths, &low, &high);
   cddp_result r = CDDP_OK;
@@ -16448,10 +16448,10 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
 }
 
 /* From now on the states of o are those that all ranks have. */
-static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states, char *mine) {
+static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states) {
   int j;
   o->common = states;
-  o->common_own = mine;
+  o->common_own = d->desc.elastic || d->group->local_rank > 0 ? NULL : states;
   o->next = d->shares;
   d->shares = o;
   o->share = d;
@@ -16471,18 +16471,16 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
   return cddp__copy_states(o->share, o, o->common, 0, o->share->model_bytes, false);
 }
 
-/* Collective: memory that the ranks of a host have in common. *mine: the same on the first of them,
-   who has allocated it. */
+/* Collective: memory that the ranks of a host have in common; it is that of the first of them. */
 static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__extent_use use,
-                                       char **out, char **mine) {
+                                       char **out) {
   cddp_group *g = d->control;
-  void *at = NULL;
+  void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, use) : NULL, *at = mine;
   cddp__ref ref;
   cddp_result r;
   int k = 0;
   memset(&ref, 0, sizeof ref);
-  *mine = g->local_rank == 0 ? (char *)cddp__arena_alloc(g->host, bytes, use) : NULL;
-  if (*mine != NULL) ref = cddp__ref_of(g->host, *mine, bytes);
+  if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
                   sizeof ref);
   if (r == CDDP_OK) {
@@ -16492,7 +16490,7 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
-  if (r != CDDP_OK) cddp__arena_free(g->host, *mine);
+  if (r != CDDP_OK) cddp__arena_free(g->host, mine);
   *out = (char *)at;
   return r;
 }
@@ -16500,9 +16498,9 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
 /* Collective: an optimizer takes its first fused step. Each rank gives huge pages to its part. */
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   size_t begin, end, from, to;
-  char *states = NULL, *mine = NULL;
+  char *states;
   cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_room, CDDP__FOR_STATES,
-                                      &states, &mine);
+                                      &states);
   int k;
   if (r != CDDP_OK) return r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
@@ -16513,7 +16511,7 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
     cddp__populate(states + (size_t)k * d->state_room + from * CDDP__HUGE_PAGE,
                    (to - from) * CDDP__HUGE_PAGE, d->group->host->fd >= 0);
   (void)cddp__copy_states(d, o, states, begin, end, true);
-  cddp__share_states(d, o, states, mine);
+  cddp__share_states(d, o, states);
   return CDDP_OK;
 }
 
@@ -17353,19 +17351,20 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
 
 /* The error for parameters that were not ready: names the first of them. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
-  int i, p, absent, shown = 0;
+  int i, absent, shown = 0;
+  size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at;
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
-    const unsigned char *flags = d->flags + i; /* of each rank */
-    for (p = absent = 0; p < d->group->size; p++) absent += flags[p * d->count] == 0;
+    for (at = (size_t)i, absent = 0; at < all; at += n) absent += d->flags[at] == 0;
     if (absent == 0) continue;
     cddp__append(list, sizeof list, "%s\"%.60s\"", shown++ ? ", " : "",
                  cddp__param_name(&d->params[i], i).s);
     if (absent == d->active_count) continue;
     r = CDDP_MISMATCH;
-    for (p = 0; flags[p * d->count] != 0; p++) {}
-    cddp__append(list, sizeof list, " (on rank %d%s)", p, absent > 1 ? " and others" : "");
+    for (at = (size_t)i; d->flags[at] != 0;) at += n;
+    cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
+                 absent > 1 ? " and others" : "");
   }
   return cddp__fail(r,
                     "gradients were not marked ready: %s; call cddp_ddp_ready for every parameter, "
@@ -18860,8 +18859,7 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, cddp__crew_report *from, int 
 /* What all members have done, those get that lack it: the last mean; who joins, the model. The
    others have gone on from that step then, and what they did in its group cannot be done any more:
    for this rank too it stays broken until the next step. */
-static cddp_result cddp__crew_level(cddp_ddp *d, cddp__message *table,
-                                    cddp__crew_report *from) {
+static cddp_result cddp__crew_level(cddp_ddp *d, cddp__message *table, cddp__crew_report *from) {
   cddp__crew *c = d->crew;
   bool behind = false, joins = false;
   int source = 0, k;
@@ -19102,7 +19100,8 @@ static cddp_result cddp__crew_create(cddp_ddp *d) {
   if (r == CDDP_OK) {
     memcpy(d->crew->net->token, all[0].token, sizeof all[0].token);
     d->crew->net->host = all[d->crew->me].self.host;
-        cddp__crew_deal(d);
+    d->active_count = g->size;
+    cddp__crew_deal(d);
     d->control->internal = d->comm->internal = false; /* their calls tell where buffers are */
     cddp__crew_open(d);
   }
@@ -19537,13 +19536,13 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t bytes;
   int i;
-  char *board = NULL, *mine = NULL;
+  char *board;
   cddp_result r;
   cddp__elastic e;
   bytes = cddp__board_layout(d, NULL, &e);
-  r = cddp__common_memory(d, bytes, CDDP__FOR_BOARD, &board, &mine);
+  r = cddp__common_memory(d, bytes, CDDP__FOR_BOARD, &board);
   (void)cddp__board_layout(d, board, &e);
-  if (r == CDDP_OK && mine != NULL) {
+  if (r == CDDP_OK && g->local_rank == 0) {
     e.board->self = cddp__ref_of(g->host, board, bytes);
     e.board->model = cddp__model_hash(d, &e.board->whole);
     e.board->shards = d->shards;
@@ -19911,7 +19910,7 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
   if (!e->spent) return true;
   while (i < d->kept_count && d->kept[i].slot >= 0) i++;
   if (i < d->kept_count) { /* its last shard is a node there, until the table has it elsewhere */
-    d->kept[i].slot = cddp__take_slot(d, cddp__free_slot(d->kept, d->kept_count, 0));
+    d->kept[i].slot = cddp__take_slot(d, cddp__free_slot(d->kept, d->kept_count));
     cddp__merge_nodes(d, d->kept[i].slot, &arena, &one, 1, false);
     cddp__put_nodes(d);
   }
@@ -20279,7 +20278,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
       cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), t->bytes);
   }
   if (s != NULL && s->share == NULL && s->states > 0)
-    cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
+    cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0));
   if (s != NULL) r = cddp__write_copies(s);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   if (r != CDDP_OK) return r;
@@ -20311,7 +20310,7 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
     o->fresh[i] = o->steps[i] == 0;
     if (o->steps[i] > 0 && o->backend == NULL && !from->shared) r = cddp__need_states(o, i);
   }
-  if (r == CDDP_OK && from->shared) cddp__share_states(d, o, states, NULL);
+  if (r == CDDP_OK && from->shared) cddp__share_states(d, o, states);
   else if (r == CDDP_OK) r = cddp__copy_states(d, o, states, 0, d->model_bytes, false);
   d->inherited.stepped = false;
   if (c == NULL) return r;
