@@ -1920,7 +1920,7 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   int *plan_order;             /* [count] storage of buckets[].sorted */
   void **buffers;              /* [shards] scratch of the engine */
   const void **sources;        /* [shards] scratch of the caller's thread */
-  char *scratch;               /* shared memory: a bucket for a hook, rows for the other ranks */
+  char *scratch;               /* shared memory: a bucket for a hook, nodes of all ranks */
   size_t scratch_bytes;
   pthread_mutex_t lock;
   int next_bucket; /* first one not launched; guarded by lock */
@@ -1930,13 +1930,16 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   unsigned char *flags; /* [ranks + 1][count] exchange of ready flags */
   cddp_optim *shares; /* optimizers whose states all ranks of a host have: a list, by next */
   struct cddp__sparse **sparse;      /* [count] NULL: dense; NULL: all are */
-  struct cddp__sparse **sparse_room; /* [count] memory of sparse */
   struct cddp__row_list *lists; /* [shards] what is merged */
-  int *active;      /* [active_count] ranks that have not joined, as of the last meeting */
+  char *rows;                   /* shared: this rank's packet, of rows of shards that have ended; */
+  size_t rows_bytes, rows_room; /* in use, in all */
+  int *active;      /* [active_count] ranks that have not joined, as of the last meeting; elastic:
+                       the members of the deal */
   int active_count;
   int present;     /* active_count of the last completed step */
   int shards;                   /* in each step: desc.shards, or one a rank */
-  int first_shard, shard_count; /* this rank's */
+  int *owner;                   /* [shards] rank to which each is dealt; elastic: member */
+  int shard_count;              /* this rank's; elastic: 1, as it has one in hand at a time */
   int taken;                    /* of them in this step, by cddp_ddp_next_shard; not elastic */
   int held;                     /* the shard that this rank has in hand; -1: none */
   uint64_t steps;               /* completed */
@@ -1954,8 +1957,6 @@ struct cddp_ddp { /* followed by its arrays, see cddp__ddp_arrays */
   cddp__shard_node *nodes;   /* [node_count] all ranks', in order */
   int *widths;               /* [node_count] as cddp__reduce_nodes takes them */
   int node_count;
-  bool leaves;    /* all of them are shards in arenas */
-  int most_nodes; /* of one rank */
   uint32_t joined; /* this rank's CDDP__JOINED*; the engine reads it too, between steps */
   bool had_joined, out_of_date; /* since the last join ended: some rank had joined, and its
                                    weights are old */
@@ -6064,13 +6065,29 @@ static void cddp__deal_shards(int shards, int ranks, int rank, int *first, int *
   *count = each + (rank < more);
 }
 
-/* Which of `count` nodes, ascending, become one with a new one, `shard` alone: those from *low to
-   before *high. The whole tree is never made: its halves are to be added where the mean is taken.
-   Returns where it belongs among them. */
-static int cddp__siblings(const cddp__shard_node *nodes, int count, int shard, int shards,
-                          int *low, int *high) {
-  int begin = shard, end = shard + 1, at = 0, size;
-  while (at < count && nodes[at].first < shard) at++;
+/* The rank that does each of all shards. */
+static void cddp__deal(int *owner, int shards, int ranks) {
+  int rank, i, first, count;
+  for (rank = 0; rank < ranks; rank++) {
+    cddp__deal_shards(shards, ranks, rank, &first, &count);
+    for (i = first; i < first + count; i++) owner[i] = rank;
+  }
+}
+
+/* As cddp__reduce_nodes takes it: -1: one shard, in the compute type, as all are in slots. */
+static int cddp__node_width(const cddp__shard_node *node) {
+  return node->width == 1 && node->slot >= 0 ? -1 : node->width;
+}
+
+/* Which of `count` nodes, ascending, become one with a new one, `node` of one shard: those of its
+   rank from *low to before *high, whose place it takes. *node becomes what they become. slots,
+   widths: theirs, with the new one in their midst, in order. The whole tree is never made: its
+   halves are to be added where the mean is taken. Returns how many slots and widths there are. */
+static int cddp__join_nodes(const cddp__shard_node *nodes, int count, cddp__shard_node *node,
+                            int shards, int *slots, int *widths, int *low, int *high) {
+  const cddp__shard_node self = *node, *part;
+  int begin = self.first, end = begin + 1, at = 0, n = 0, size, i;
+  while (at < count && nodes[at].first < begin) at++;
   *low = *high = at;
   for (size = 1; size < shards; size *= 2) { /* [begin, end) is the node of `size` shards there */
     bool right = begin / size % 2 == 1;
@@ -6079,40 +6096,25 @@ static int cddp__siblings(const cddp__shard_node *nodes, int count, int shard, i
     int k = right ? *low - 1 : *high;
     bool whole = right ? from == 0 && end == shards : begin == 0 && to == shards;
     if (from >= shards) continue; /* it is the right end of the tree: has no sibling here */
-    if (whole || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to)
+    if (whole || k < 0 || k == count || nodes[k].first != from || from + nodes[k].width != to ||
+        nodes[k].rank != self.rank)
       break;
     if (right) begin = from, --*low;
     else end = to, ++*high;
   }
-  return at;
-}
-
-/* As cddp__reduce_nodes takes it: -1: one shard, in the compute type, as all are in slots. */
-static int cddp__node_width(const cddp__shard_node *node) {
-  return node->width == 1 && node->slot >= 0 ? -1 : node->width;
-}
-
-/* The nodes that become one with `shard`, and the shard in their midst, in order: slots and widths.
-   Returns how many. *joined: what they become; it takes the place of those in [*low, *high). */
-static int cddp__join_nodes(const cddp__shard_node *nodes, int count, int shard, int shards,
-                            int *slots, int *widths, cddp__shard_node *joined, int *low,
-                            int *high) {
-  int at = cddp__siblings(nodes, count, shard, shards, low, high), i, n = 0;
-  cddp__shard_node self = {shard, 1, -1, 0};
-  *joined = self;
-  if (at > *low) joined->first = nodes[*low].first;
-  for (i = *low; i < *high; i++) joined->width += nodes[i].width;
+  node->first = begin;
+  node->width = end - begin;
   for (i = *low; i <= *high; i++) {
-    const cddp__shard_node *node = i == at ? &self : &nodes[i - (i > at)];
-    slots[n] = node->slot;
-    widths[n++] = cddp__node_width(node);
+    part = i == at ? &self : &nodes[i - (i > at)];
+    slots[n] = part->slot;
+    widths[n++] = cddp__node_width(part);
   }
   return n;
 }
 
-/* The first slot from there on that none of the nodes is in. */
-static int cddp__free_slot(const cddp__shard_node *nodes, int count, int first) {
-  int slot = first, i;
+/* The first slot that none of the nodes is in. */
+static int cddp__free_slot(const cddp__shard_node *nodes, int count) {
+  int slot = 0, i;
   for (i = 0; i < count; i++)
     if (nodes[i].slot == slot) slot++, i = -1;
   return slot;
@@ -6126,26 +6128,25 @@ static bool cddp__nodes_have(const cddp__shard_node *nodes, int count, int shard
   return false;
 }
 
-/* The nodes of one rank once it has all its shards. Returns how many; *slots: how many slots it
-   needs for them meanwhile. A last shard that merges with none needs no slot, unless they are
-   `apart` from gradients. */
-static int cddp__plan_nodes(int shards, int ranks, int rank, bool apart, cddp__shard_node *nodes,
+/* The nodes of all ranks, ascending, once each has done the shards that it owns. Returns how many;
+   *slots: how many slots a rank needs for its nodes meanwhile. A rank's last shard that merges with
+   none needs no slot, unless they are `apart` from gradients. */
+static int cddp__plan_nodes(const int *owner, int shards, bool apart, cddp__shard_node *nodes,
                             int *widths, int *slots) {
-  int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1];
-  int depth = 0, first, count, i, n, low, high;
-  cddp__shard_node node;
+  int joined[CDDP__FOLD_DEPTH + 1], wide[CDDP__FOLD_DEPTH + 1], count = 0, i, k, low, high;
   *slots = 0;
-  cddp__deal_shards(shards, ranks, rank, &first, &count);
-  for (i = first; i < first + count; i++) {
-    n = cddp__join_nodes(nodes, depth, i, shards, joined, wide, &node, &low, &high);
-    node.slot = n == 1 && i == first + count - 1 && !apart ? -1 : low;
-    node.rank = rank;
+  for (i = 0; i < shards; i++) {
+    cddp__shard_node node = {i, 1, -1, owner[i]};
+    (void)cddp__join_nodes(nodes, count, &node, shards, joined, wide, &low, &high);
+    for (k = low - 1; k >= 0 && nodes[k].rank != node.rank;) k--;
+    if (node.width > 1 || apart || (i + 1 < shards && owner[i + 1] == node.rank))
+      node.slot = k >= 0 ? nodes[k].slot + 1 : 0;
+    if (node.slot >= *slots) *slots = node.slot + 1;
     nodes[low] = node;
-    depth = low + 1;
-    if (node.slot >= 0 && depth > *slots) *slots = depth;
+    count = low + 1;
   }
-  for (i = 0; i < depth; i++) widths[i] = cddp__node_width(&nodes[i]);
-  return depth;
+  for (i = 0; i < count; i++) widths[i] = cddp__node_width(&nodes[i]);
+  return count;
 }
 
 /* Assigns params[0 .. count) to buckets of limits[0], limits[1], ... bytes; the last limit repeats
@@ -12507,10 +12508,10 @@ CDDP__COLD_END
    Gradients that are rows of a parameter, as an embedding's are. Pure. Owns: a cddp__sparse and
    its lists of rows. Touches: the packets that it is given. Entry points: cddp__sparse_new and
    _free; cddp__rows_add for backward; cddp__rows_pack and cddp__rows_merge for the step.
-   Works as follows: backward adds (number of the row, values) as it finds them. At the step each
-   rank sorts those of each of its shards by number and adds up those of one number, in the order in
-   which they came, into a packet that its peers read. Each rank then walks through the sorted lists
-   of all shards at once. A row's mean is the canonical sum, in which a shard without the row counts
+   Works as follows: backward adds (number of the row, values) as it finds them. When a shard ends
+   its rank sorts them by number and adds up those of one number, in the order in which they came,
+   into a packet that its peers read. At the step each rank walks through the sorted lists of all
+   shards at once. A row's mean is the canonical sum, in which a shard without the row counts
    as zeros, so the bits are a dense gradient's. */
 
 typedef struct cddp__row_order {
@@ -12532,7 +12533,6 @@ typedef struct cddp__sparse {
   cddp__rows added;          /* since the last step, as they came; a number may come again */
   cddp__rows mean;           /* of the last cddp_ddp_wait, each number once, ascending */
   char *zeros;               /* a row */
-  size_t *ends;              /* [shards of a rank] added.n when each shard of the step ended */
 } cddp__sparse;
 
 /* One shard's list while it is merged. */
@@ -12559,24 +12559,17 @@ static void cddp__rows_free(const cddp_allocator *a, cddp__rows *r) {
 /* Room for n rows; those held stay. */
 static cddp_result cddp__rows_reserve(const cddp_allocator *a, cddp__rows *r, size_t n,
                                       size_t bytes) {
-  cddp__rows big;
+  size_t room[3] = {r->capacity, r->capacity, r->capacity};
+  void *grown[3];
   if (n <= r->capacity) return CDDP_OK;
-  memset(&big, 0, sizeof big);
-  big.n = r->n;
-  big.capacity = cddp__max(n, r->capacity + r->capacity / 2);
-  big.number = (int64_t *)cddp__calloc(a, big.capacity, sizeof *big.number);
-  big.values = (char *)cddp__calloc(a, big.capacity, bytes);
-  big.order = (cddp__row_order *)cddp__calloc(a, big.capacity, sizeof *big.order);
-  if (big.number == NULL || big.values == NULL || big.order == NULL) {
-    cddp__rows_free(a, &big);
-    return CDDP_OUT_OF_MEMORY;
-  }
-  if (r->n > 0) {
-    memcpy(big.number, r->number, r->n * sizeof *r->number);
-    memcpy(big.values, r->values, r->n * bytes);
-  }
-  cddp__rows_free(a, r);
-  *r = big;
+  grown[0] = cddp__grown(a, r->number, &room[0], n, sizeof *r->number);
+  grown[1] = cddp__grown(a, r->values, &room[1], n, bytes);
+  grown[2] = cddp__grown(a, r->order, &room[2], n, sizeof *r->order);
+  if (grown[0] != NULL) r->number = (int64_t *)grown[0];
+  if (grown[1] != NULL) r->values = (char *)grown[1];
+  if (grown[2] != NULL) r->order = (cddp__row_order *)grown[2];
+  if (grown[0] == NULL || grown[1] == NULL || grown[2] == NULL) return CDDP_OUT_OF_MEMORY;
+  r->capacity = room[0];
   return CDDP_OK;
 }
 
@@ -12596,20 +12589,17 @@ static void cddp__sparse_free(const cddp_allocator *a, cddp__sparse *p) {
   cddp__rows_free(a, &p->added);
   cddp__rows_free(a, &p->mean);
   cddp__free(a, p->zeros);
-  cddp__free(a, p->ends);
   cddp__free(a, p);
 }
 
-static cddp__sparse *cddp__sparse_new(const cddp_allocator *a, const cddp_param *p, size_t rows,
-                                      int shards) {
+static cddp__sparse *cddp__sparse_new(const cddp_allocator *a, const cddp_param *p, size_t rows) {
   cddp__sparse *s = (cddp__sparse *)cddp__calloc(a, 1, sizeof *s);
   if (s == NULL) return NULL;
   s->rows = rows;
   s->width = p->count / rows;
   s->bytes = s->width * cddp__dtype_size(p->dtype);
   s->zeros = (char *)cddp__calloc(a, 1, s->bytes);
-  s->ends = (size_t *)cddp__calloc(a, (size_t)shards, sizeof *s->ends);
-  if (s->zeros != NULL && s->ends != NULL) return s;
+  if (s->zeros != NULL) return s;
   cddp__sparse_free(a, s);
   return NULL;
 }
@@ -12634,9 +12624,8 @@ static void cddp__row_list_open(const cddp__sparse *s, cddp__row_list *l, size_t
   l->next = 0;
 }
 
-/* Writes n of the rows added, from `first` on, sorted and summed by number, to packet. */
-static void cddp__rows_pack(cddp__sparse *s, size_t first, size_t n, cddp_dtype dtype,
-                            char *packet) {
+/* Writes the first n of the rows added, sorted and summed by number, to packet. */
+static void cddp__rows_pack(cddp__sparse *s, size_t n, cddp_dtype dtype, char *packet) {
   cddp__row_head *head = (cddp__row_head *)(void *)packet;
   cddp__row_order *order = s->added.order;
   cddp__row_list l;
@@ -12649,8 +12638,8 @@ static void cddp__rows_pack(cddp__sparse *s, size_t first, size_t n, cddp_dtype 
   head->bound = n;
   head->n = 0;
   for (i = 0; i < n; i++) {
-    order[i].number = s->added.number[first + i];
-    order[i].at = first + i;
+    order[i].number = s->added.number[i];
+    order[i].at = i;
   }
   if (n > 1) qsort(order, n, sizeof *order, cddp__by_number);
   for (i = 0; i < n; i++) {
@@ -14941,6 +14930,7 @@ static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) 
 static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
   bool by_all =
       d->desc.comm_hook != NULL || d->comm->carrier->foreign || d->group->backend != NULL;
+  if (d->desc.elastic) return 1; /* it is the mean of the shards */
   if (d->sums && dtype != CDDP_F16) return 1.0 / d->active_count;
   return by_all ? (double)d->group->size / d->active_count : 1;
 }
@@ -15310,58 +15300,47 @@ static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
 /* Ends what peers wait for, now or in the background: this model is of no more use to any rank. */
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
-  char text[CDDP__ERROR_MAX];
   int i;
   if (d->crew != NULL) cddp__crew_hide(d);
-  if (d->elastic != NULL) {
-    cddp__elastic_fail(d, r);
-    return cddp__ddp_fail(d, r);
-  }
+  if (d->elastic != NULL) cddp__elastic_fail(d, r);
+  (void)cddp__ddp_fail(d, r);
   groups[0] = d->control;
   groups[1] = d->comm;
   groups[2] = d->hooks;
-  snprintf(text, sizeof text, "%s", cddp__error_text);
-  for (i = 0; i < 3; i++) {
-    cddp__fail(r, "%s", text);
-    if (groups[i] != NULL) cddp__break(groups[i], r);
-  }
-  if (d->comm != NULL) cddp__engine_drain(d->comm);
-  cddp__fail(r, "%s", text);
-  return cddp__ddp_fail(d, r);
+  for (i = 0; i < 3 && d->elastic == NULL; i++)
+    if (groups[i] != NULL) cddp__break(groups[i], cddp__check_cause(&d->failure));
+  if (d->comm != NULL && d->elastic == NULL) cddp__engine_drain(d->comm);
+  return cddp__check_cause(&d->failure);
 }
 
 /* --- creation: comparing the model with rank 0's --- */
 
-/* Of the model as a whole. The hash is not the text's, whose decimal point is the locale's. Elastic
-   models have no buckets. */
+/* Of the model as a whole. max_grad_norm is hashed as a number, since the decimal point of its text
+   is the locale's. Elastic models have no buckets. */
 static void cddp__describe_whole(const cddp_ddp *d, cddp__model_info *out) {
-  static const char *const hooks[] = {"", ", bf16_compress_hook", ", fp16_compress_hook",
-                                      ", a comm_hook"};
   const cddp_ddp_desc *s = &d->desc;
-  int hook = s->comm_hook == NULL                      ? 0
-             : s->comm_hook == cddp_bf16_compress_hook ? 1
-             : s->comm_hook == cddp_fp16_compress_hook ? 2
-                                                       : 3, i;
-  double whole[] = {(double)d->count, (double)s->shards, s->max_grad_norm, (double)s->elastic,
-                    (double)s->find_unused_parameters, (double)hook,
-                    s->elastic ? 0.0 : (double)d->limits[0],
-                    s->elastic ? 0.0 : (double)d->limits[1]};
+  const char *hook = s->comm_hook == NULL                      ? ""
+                     : s->comm_hook == cddp_bf16_compress_hook ? ", bf16_compress_hook"
+                     : s->comm_hook == cddp_fp16_compress_hook ? ", fp16_compress_hook"
+                                                               : ", a comm_hook";
   uint64_t bytes, all = 0;
-  out->hash = cddp__hash64((uint64_t)s->buffer_count, whole, sizeof whole);
+  int i;
+  out->hash = cddp__hash64((uint64_t)s->buffer_count, &s->max_grad_norm, sizeof s->max_grad_norm);
   for (i = 0; i < s->buffer_count; i++) {
     bytes = (uint64_t)s->buffers[i].count * cddp__dtype_size(s->buffers[i].dtype);
     out->hash = cddp__hash64(out->hash, &bytes, sizeof bytes);
     all += bytes;
   }
-  snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards, max_grad_norm %.17g%s%s%s",
-           d->count, d->count == 1 ? "" : "s", s->shards, s->max_grad_norm,
-           s->elastic ? ", elastic" : "",
-           s->find_unused_parameters ? ", find_unused_parameters" : "", hooks[hook]);
+  snprintf(out->text, sizeof out->text, "%d parameter%s, %d shards%s%s%s", d->count,
+           d->count == 1 ? "" : "s", s->shards, s->elastic ? ", elastic" : "",
+           s->find_unused_parameters ? ", find_unused_parameters" : "", hook);
   if (!s->elastic)
     cddp__append(out->text, sizeof out->text, ", buckets of %zu and %zu bytes", d->limits[0],
                  d->limits[1]);
   if (s->buffer_count > 0)
     cddp__append(out->text, sizeof out->text, ", buffers of %" PRIu64 " bytes", all);
+  out->hash = cddp__hash64(out->hash, out->text, strlen(out->text));
+  cddp__append(out->text, sizeof out->text, ", max_grad_norm %.17g", s->max_grad_norm);
 }
 
 /* Of parameter i, or (-1) of the model as a whole. */
@@ -15625,16 +15604,6 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   return r;
 }
 
-/* Finds the arenas of the host's ranks. */
-static cddp_result cddp__map_arenas(cddp_ddp *d) {
-  cddp_group *g = d->control;
-  char **places = (char **)d->buffers;
-  cddp_result r = cddp__exchange_refs(g, CDDP__KIND_DDP_CREATE, d->arena, d->whole, places);
-  int k;
-  for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, places[k]);
-  return r;
-}
-
 /* Gradients that lie side by side. */
 typedef struct cddp__range {
   int first;         /* parameter, that which the range begins with */
@@ -15679,10 +15648,13 @@ static char *cddp__in_node(const cddp_ddp *d, int rank, int slot, int i, size_t 
 static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sources, int param,
                                 size_t at, size_t n) {
   cddp_dtype dtype = d->params[param].dtype;
+  bool leaves = true; /* all nodes are shards in gradients */
   int i;
-  for (i = 0; i < d->node_count; i++)
+  for (i = 0; i < d->node_count; i++) {
     sources[i] = cddp__in_node(d, d->nodes[i].rank, d->nodes[i].slot, param, at);
-  if (d->leaves) cddp__reduce(out, sources, d->shards, n, dtype, CDDP_AVG);
+    leaves = leaves && d->nodes[i].slot < 0;
+  }
+  if (leaves) cddp__reduce(out, sources, d->shards, n, dtype, CDDP_AVG);
   else
     cddp__reduce_nodes(out, sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
 }
@@ -15733,10 +15705,9 @@ static int cddp__take_slot(cddp_ddp *d, int slot) {
    is. more: gradients become zero for the next shard; the last one may stay where peers see it. */
 static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   int slots[CDDP__FOLD_DEPTH + 1], widths[CDDP__FOLD_DEPTH + 1], low, high, at = 0;
-  int room = cddp__free_slot(d->kept, d->kept_count, 0);
-  cddp__shard_node node;
-  int n = cddp__join_nodes(d->kept, d->kept_count, shard, d->shards, slots, widths, &node, &low,
-                           &high);
+  int room = cddp__free_slot(d->kept, d->kept_count);
+  cddp__shard_node node = {shard, 1, -1, 0};
+  int n = cddp__join_nodes(d->kept, d->kept_count, &node, d->shards, slots, widths, &low, &high);
   cddp_result r = CDDP_OK;
   if (more || n > 1 || cddp__gathers(d))
     node.slot = cddp__take_slot(d, low < high && d->elastic == NULL ? d->kept[low].slot : room);
@@ -15756,19 +15727,63 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
   return r;
 }
 
-/* The shard that this rank has in hand has ended. */
-static cddp_result cddp__end_shard(cddp_ddp *d) {
+/* What begins the rows of a shard in a packet. */
+typedef struct cddp__shard_rows {
+  uint64_t shard; /* as many as there are: of a rank that has joined, and has none */
+  uint64_t bytes; /* with this */
+  unsigned char pad[CDDP__CACHE_LINE - 16];
+} cddp__shard_rows;
+
+/* The rows that have been added, of `shard`, to packet; NULL: nothing is written. Returns how many
+   bytes. */
+static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
+  cddp__shard_rows *head = (cddp__shard_rows *)(void *)packet;
+  size_t bytes = sizeof *head, n;
   int i;
-  for (i = 0; d->sparse != NULL && i < d->count; i++)
-    if (d->sparse[i] != NULL) d->sparse[i]->ends[d->taken - 1] = d->sparse[i]->added.n;
-  return cddp__keep_node(d, d->held, d->taken < d->shard_count);
+  for (i = 0; i < d->count; i++) {
+    cddp__sparse *s = cddp__sparse_of(d, i);
+    if (s == NULL) continue;
+    n = d->tensors[i].used ? s->added.n : 0;
+    if (packet != NULL) cddp__rows_pack(s, n, d->params[i].dtype, packet + bytes);
+    if (packet != NULL && n > 0) s->added.n = 0;
+    bytes += cddp__row_list_bytes(s, n);
+  }
+  if (packet == NULL) return bytes;
+  head->shard = (uint64_t)(d->joined != 0 ? d->shards : shard);
+  head->bytes = bytes;
+  return bytes;
 }
 
-/* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, so that
-   each has all nodes of its n elements, takes the mean over the shards, and all gather the means,
-   from `out` on. */
-static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at,
-                                      size_t n) {
+/* The same to this rank's packet of the step, behind those of its shards before. */
+static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
+  cddp__host *h = d->group->host;
+  size_t bytes = d->rows_bytes + cddp__pack_rows(d, shard, NULL);
+  char *more = d->rows;
+  if (bytes > d->rows_room) {
+    bytes = cddp__max(bytes, 2 * d->rows_room);
+    if ((more = (char *)cddp__arena_alloc(h, bytes, CDDP__FOR_MESSAGE)) == NULL)
+      return CDDP_OUT_OF_MEMORY;
+    if (d->rows_bytes > 0) memcpy(more, d->rows, d->rows_bytes);
+    cddp__arena_free(h, d->rows);
+    d->rows = more;
+    d->rows_room = bytes;
+  }
+  d->rows_bytes += cddp__pack_rows(d, shard, d->rows + d->rows_bytes);
+  CDDP__POINT("elastic rows");
+  return CDDP_OK;
+}
+
+/* The shard that this rank has in hand has ended. */
+static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
+  cddp_result r = d->sparse != NULL ? cddp__keep_rows(d, d->held) : CDDP_OK;
+  return r == CDDP_OK ? cddp__keep_node(d, d->held, more) : r;
+}
+
+/* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, of which
+   one rank has `most`, so that each has all nodes of its n elements, takes the mean over the
+   shards, and all gather the means, from `out` on. */
+static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, size_t at, size_t n,
+                                      int most) {
   cddp_dtype wide = cddp__compute_type(dtype);
   size_t ranks = (size_t)d->control->size, part = n * cddp__dtype_size(wide);
   char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *all;
@@ -15776,14 +15791,14 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
   void *scratch = NULL;
   cddp_result r = CDDP_OK;
   int i;
-  if (ranks > 1) r = d->memory->scratch(d, (size_t)d->most_nodes * ranks * part, &scratch);
+  if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * part, &scratch);
   if (r != CDDP_OK) return r;
-  for (i = 0, all = (char *)scratch; i < d->most_nodes && ranks > 1; i++, all += ranks * part) {
+  for (i = 0, all = (char *)scratch; i < most && ranks > 1; i++, all += ranks * part) {
     int slot = i < d->kept_count ? d->kept[i].slot : 0; /* of fewer nobody looks at the rest */
     d->calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n,
                                   wide, CDDP_SUM, -1);
   }
-  if (ranks > 1) r = d->memory->move(d, d->calls, d->most_nodes);
+  if (ranks > 1) r = d->memory->move(d, d->calls, most);
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->node_count; i++)
     d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, d->kept[i].slot, at)
@@ -15801,14 +15816,16 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
   size_t most = (d->group->backend != NULL ? CDDP__SHARD_PIECE : CDDP__NODES_PIECE) / ranks;
   cddp__range range;
   cddp_result r = CDDP_OK;
-  int dtype;
+  int dtype, i, nodes = 0;
+  for (i = 0; i < d->node_count; i++)
+    if (d->nodes[i].slot >= nodes) nodes = d->nodes[i].slot + 1;
   for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
     if (!cddp__range_of(d, dtype, &range)) continue;
     esize = cddp__dtype_size((cddp_dtype)dtype);
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * ranks * esize) {
       n = ((range.end - at) / esize + ranks - 1) / ranks;
       n = cddp__round_up(cddp__min(n, most), CDDP__CACHE_LINE / esize);
-      r = cddp__gather_piece(d, out + at, (cddp_dtype)dtype, at, n);
+      r = cddp__gather_piece(d, out + at, (cddp_dtype)dtype, at, n, nodes);
       CDDP__POINT("elastic piece");
     }
   }
@@ -15817,14 +15834,8 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
 
 /* --- reducing a bucket in memory that the ranks of a host share --- */
 
-/* Whether the second of two parameters of a bucket lies behind the first, on all ranks and, where
-   shards are added up, in slots. */
-static bool cddp__adjoins(const cddp_ddp *d, const cddp__tensor *a, const cddp__tensor *b) {
-  if (a->storage == CDDP__IN_PLACE || b->storage == CDDP__IN_PLACE) return false;
-  return b->place == a->place + a->room && (!d->spread || b->offset == a->offset + a->room);
-}
-
-/* The next stretch of used parameters of the bucket from sorted[*i] on; false at the end. */
+/* The next stretch of used parameters of the bucket from sorted[*i] on, which lie side by side on
+   all ranks and, where shards are added up, in slots; false at the end. */
 static bool cddp__next_range(const cddp_ddp *d, const cddp__bucket_state *b, int *i,
                              cddp__range *range) {
   const cddp__tensor *t, *next;
@@ -15836,7 +15847,9 @@ static bool cddp__next_range(const cddp_ddp *d, const cddp__bucket_state *b, int
   range->end = t->offset + t->room;
   for (; *i < b->count; t = next, ++*i) {
     next = &d->tensors[b->sorted[*i]];
-    if (!next->used || !cddp__adjoins(d, t, next)) break;
+    if (!next->used || t->storage == CDDP__IN_PLACE || next->storage == CDDP__IN_PLACE ||
+        next->place != t->place + t->room || (d->spread && next->offset != t->offset + t->room))
+      break;
     range->end += next->room;
   }
   return true;
@@ -15872,13 +15885,10 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
     for (k = 0; !d->spread && k < g->size; k++)
       if (cddp__op_header_of(g, k, g->round)->u.bytes[0] == 0)
         d->buffers[active++] = cddp__gradient_at(d, k, range.first, from);
-    if (active == g->size) {
-      cddp__reduce_all(d->buffers, active, n, dtype, CDDP_AVG);
-      continue;
-    }
-    if (!d->spread)
+    if (active == g->size) cddp__reduce_all(d->buffers, active, n, dtype, CDDP_AVG);
+    else if (!d->spread)
       cddp__reduce(mean, (const void *const *)d->buffers, active, n, dtype, CDDP_AVG);
-    for (k = 0; k < g->size; k++)
+    for (k = 0; k < g->size && active < g->size; k++)
       if (k != g->rank) memcpy(cddp__gradient_at(d, k, range.first, from), mean, high - low);
   }
 }
@@ -15890,11 +15900,9 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
                                  d->params[b->sorted[0]].dtype, CDDP_AVG, -1);
   cddp__range range;
   int i = 0, k;
-  uint64_t index = (uint64_t)(b - d->buckets);
+  uint64_t index = (uint64_t)(b - d->buckets), record;
   unsigned char joined = (unsigned char)d->joined;
-  uint64_t record;
   cddp_result r;
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
   g->calls++;
   record = cddp__record_begin(g, CDDP__KIND_DDP_BUCKET, g->calls, index);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->engine = 1;
@@ -15940,7 +15948,8 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bool packed;
   cddp_result r = CDDP_OK;
   int i = 0;
-  if (!cddp__next_range(d, b, &i, &range)) return CDDP_OK; /* no rank used any of it */
+  if (bytes == 0) return CDDP_OK; /* no rank used any of it */
+  (void)cddp__next_range(d, b, &i, &range);
   memset(&bucket, 0, sizeof bucket);
   bucket.index = (int)(b - d->buckets);
   bucket.bucket_count = d->bucket_count;
@@ -15951,7 +15960,6 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   bucket.param_count = b->count;
   bucket.data = cddp__gradient_at(d, d->me, range.first, range.begin);
   packed = range.end - range.begin != bytes;
-  if (bytes == 0) return CDDP_OK;
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
   if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, false);
   if (r == CDDP_OK) r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
@@ -16130,7 +16138,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
 
 static void cddp__clip_rows(cddp_ddp *d, double factor) {
   int i;
-  for (i = 0; i < d->count; i++) {
+  for (i = 0; factor != 1 && i < d->count; i++) {
     cddp__sparse *s = cddp__sparse_of(d, i);
     if (s != NULL && d->used[i])
       cddp__scale(s->mean.values, s->mean.n * s->width, d->params[i].dtype, factor);
@@ -16149,7 +16157,7 @@ static cddp_result cddp__host_clip(cddp_ddp *d, double max_norm, double *norm) {
   for (i = 0; factor != 1 && i < d->count; i++)
     if (d->used[i])
       cddp__scale(d->params[i].grad, cddp__dense_count(d, i), d->params[i].dtype, factor);
-  if (factor != 1) cddp__clip_rows(d, factor);
+  cddp__clip_rows(d, factor);
   if (norm != NULL) *norm = d->norm;
   return CDDP_OK;
 }
@@ -16206,10 +16214,10 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
 }
 
 /* From now on the states of o are those that all ranks have. */
-static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states, char *mine) {
+static void cddp__share_states(cddp_ddp *d, cddp_optim *o, char *states) {
   int j;
   o->common = states;
-  o->common_own = mine;
+  o->common_own = d->desc.elastic || d->group->local_rank > 0 ? NULL : states;
   o->next = d->shares;
   d->shares = o;
   o->share = d;
@@ -16229,40 +16237,38 @@ static cddp_result cddp__unshare_states(cddp_optim *o) {
   return cddp__copy_states(o->share, o, o->common, 0, o->share->model_bytes, false);
 }
 
-/* Collective: memory that the ranks of a host have in common. *mine: the same on the first of them,
-   who has allocated it. */
+/* Collective: memory that the ranks of a host have in common; it is that of the first of them. */
 static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__extent_use use,
-                                       char **out, char **mine) {
+                                       char **out) {
   cddp_group *g = d->control;
-  void *at = NULL;
+  void *mine = g->local_rank == 0 ? cddp__arena_alloc(g->host, bytes, use) : NULL, *at = mine;
   cddp__ref ref;
   cddp_result r;
   int k = 0;
   memset(&ref, 0, sizeof ref);
-  *mine = g->local_rank == 0 ? (char *)cddp__arena_alloc(g->host, bytes, use) : NULL;
-  if (*mine != NULL) ref = cddp__ref_of(g->host, *mine, bytes);
+  if (mine != NULL) ref = cddp__ref_of(g->host, mine, bytes);
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_CREATE, CDDP__PHASE_BLOCK, 0, &ref,
                   sizeof ref);
-  if (r != CDDP_OK) return r;
-  while (g->members[k] < 0) k++; /* the first of this host: a sub-group may be without its rank 0 */
-  ref = cddp__op_header_of(g, k, g->round)->u.ref;
-  if (ref.kind != CDDP__REF_NONE) r = cddp__locate(g->host, &ref, &at);
-  else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
+  if (r == CDDP_OK) {
+    while (g->members[k] < 0) k++; /* this host's first: a sub-group may be without its rank 0 */
+    ref = cddp__op_header_of(g, k, g->round)->u.ref;
+    if (ref.kind != CDDP__REF_NONE) r = cddp__locate(g->host, &ref, &at);
+    else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
+    r = cddp__consensus(g, r, NULL, 0, NULL);
+  }
+  if (r != CDDP_OK) cddp__arena_free(g->host, mine);
   *out = (char *)at;
-  return cddp__consensus(g, r, NULL, 0, NULL);
+  return r;
 }
 
 /* Collective: an optimizer takes its first fused step. Each rank gives huge pages to its part. */
 static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
   size_t begin, end, from, to;
-  char *states = NULL, *mine = NULL;
+  char *states;
   cddp_result r = cddp__common_memory(d, (size_t)o->states * d->state_room, CDDP__FOR_STATES,
-                                      &states, &mine);
+                                      &states);
   int k;
-  if (r != CDDP_OK) {
-    cddp__arena_free(d->group->host, mine);
-    return r;
-  }
+  if (r != CDDP_OK) return r;
   cddp__part_of(d, d->group->local_rank, &begin, &end);
   from = (o->desc.master_weights ? cddp__wide_bytes(d, 0, begin) : begin) / CDDP__HUGE_PAGE;
   to = (o->desc.master_weights ? cddp__wide_bytes(d, 0, end) : end) / CDDP__HUGE_PAGE;
@@ -16271,34 +16277,19 @@ static cddp_result cddp__share_create(cddp_ddp *d, cddp_optim *o) {
     cddp__populate(states + (size_t)k * d->state_room + from * CDDP__HUGE_PAGE,
                    (to - from) * CDDP__HUGE_PAGE, d->group->host->fd >= 0);
   (void)cddp__copy_states(d, o, states, begin, end, true);
-  cddp__share_states(d, o, states, mine);
+  cddp__share_states(d, o, states);
   return CDDP_OK;
 }
 
-/* Collective: brings whole states back to every rank. */
+/* Collective: brings whole states back to every rank. If it fails cddp__finish leaves. */
 static cddp_result cddp__share_gather(cddp_optim *o) {
   cddp_ddp *d = o->share;
   cddp_result r = cddp__enter(d->control);
-  if (r == CDDP_OK && (r = cddp__unshare_states(o)) != CDDP_OK)
-    r = cddp__break(d->control, r);
+  if (r == CDDP_OK) r = cddp__unshare_states(o);
   if (r == CDDP_OK) r = cddp__control_barrier(d, CDDP__KIND_DDP_WAIT, CDDP__PHASE_DONE);
-  r = cddp__exit(d->control, r);
+  if (r == CDDP_OK) r = cddp__exit(d->control, r);
   if (r == CDDP_OK) cddp__share_free(o);
   return r;
-}
-
-/* Local: the model goes, the optimizer may go on. Its states become whole again; if the model has
-   failed some may be half stepped, of elastic ranks others may be stepping them: it begins anew. */
-static void cddp__share_leave(cddp_optim *o) {
-  cddp_ddp *d = o->share;
-  bool lost = d->desc.elastic || cddp__has_cause(&d->failure) ||
-              cddp__unshare_states(o) != CDDP_OK;
-  if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
-  if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
-  if (o->common_own != NULL) /* others may still copy */
-    cddp__arena_free_with(d->group->host, o->common_own, d->control->block);
-  o->common_own = NULL;
-  cddp__share_free(o);
 }
 
 /* A walk through a part of the model, block by block: for its mean, or for new weights. */
@@ -16327,13 +16318,6 @@ enum { CDDP__LOG_WEIGHTS = CDDP__STATES + 1, CDDP__LOG_GRADIENT, CDDP__LOG_ARRAY
 
 static char *cddp__weights_of(const cddp_ddp *d, int rank, int i) {
   return d->weights[(size_t)rank * (size_t)d->count + (size_t)i];
-}
-
-/* Whether one loop does this rank's part of parameter i. */
-static bool cddp__takes_loop(const cddp__pass *x, int i, const cddp__update *u) {
-  const cddp__tensor *t = &x->d->tensors[i];
-  return x->one_loop && u->loop != NULL && x->d->params[i].dtype == CDDP_F32 && t->used &&
-         t->shared;
 }
 
 /* This rank's part of parameter i in one loop, block by block for the sake of its copy. */
@@ -16476,14 +16460,6 @@ static void cddp__fuse_block(cddp__pass *x, int i, const cddp__update *u, size_t
   cddp__optim_copy(x->s, i, (at - t->offset) / esize, n);
 }
 
-/* Whether the pass leaves the block of parameter i as it is, as no row is in it. */
-static bool cddp__skips_block(const cddp__pass *x, int i, size_t at, size_t n) {
-  size_t first = (at - x->d->tensors[i].offset) / cddp__dtype_size(x->d->params[i].dtype);
-  if (cddp__sparse_of(x->d, i) == NULL) return false;
-  if (x->which == CDDP__PASS_MEANS) return true;
-  return x->s->states == 0 && x->d->tensors[i].shared && !cddp__dense_rows(x->d, i, first, n, NULL);
-}
-
 /* Walks from offset `begin` to `end`. */
 static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
   cddp_ddp *d = x->d;
@@ -16496,6 +16472,7 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
     const cddp__tensor *t = &d->tensors[i = d->order[j]];
     size_t at = cddp__max(begin, t->offset), high = cddp__min(end, t->offset + t->bytes), n;
     size_t esize = cddp__dtype_size(d->params[i].dtype), block = CDDP__BLOCK_BYTES;
+    bool rows = cddp__sparse_of(d, i) != NULL;
     if (at >= high || (x->s != NULL && cddp__optim_skips(x->s, i))) continue;
     if (!steps && !d->used[i]) continue;
     if (x->s != NULL && (steps || x->one_loop)) {
@@ -16506,12 +16483,15 @@ static void cddp__walk(cddp__pass *x, size_t begin, size_t end) {
       u = cddp__update_of(x->s, i, states, 1);
       block = steps ? CDDP__LOG_BLOCK : block;
       if (x->log != NULL && u.dtype != u.stored) block /= 2; /* its states are f32 */
-      x->loops = cddp__takes_loop(x, i, &u);
+      x->loops = x->one_loop && u.loop != NULL && u.stored == CDDP_F32 && t->used && t->shared;
     }
     if (steps && x->loops) cddp__fuse_loop(x, i, &u);
     for (; at < high && !(steps && x->loops); at += n * esize) {
       n = cddp__min(block - at % block, high - at) / esize;
-      if (!cddp__skips_block(x, i, at, n)) x->block(x, i, &u, at, n);
+      if (rows && (!steps || (x->s->states == 0 && t->shared &&
+                              !cddp__dense_rows(d, i, (at - t->offset) / esize, n, NULL))))
+        continue; /* no row is in it: it stays as it is */
+      x->block(x, i, &u, at, n);
     }
   }
 }
@@ -16541,7 +16521,7 @@ static cddp_result cddp__mean_part(cddp__pass *x, int kind) {
   if (!x->squares) return CDDP_OK;
   r = cddp__control_barrier(d, kind, CDDP__PHASE_NORM);
   if (r == CDDP_OK) x->clip = cddp__clip_factor(d, d->desc.max_grad_norm, false);
-  if (r == CDDP_OK && x->clip != 1) cddp__clip_rows(d, x->clip);
+  if (r == CDDP_OK) cddp__clip_rows(d, x->clip);
   return r;
 }
 
@@ -16604,7 +16584,7 @@ static cddp_result cddp__host_step(cddp_ddp *d, cddp_optim *s, bool averaged, bo
   cddp__walk(&x, begin, end);
   for (i = 0; i < d->count; i++) { /* rows: every rank updates its own copy of the weights */
     if (cddp__sparse_of(d, i) == NULL || cddp__optim_skips(s, i)) continue;
-    if (cddp__need_states(s, i) != CDDP_OK) return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    if (cddp__need_states(s, i) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
     cddp__optim_rows(s, i, d->sparse[i]);
   }
   return cddp__fetch_weights(d, s);
@@ -17008,9 +16988,11 @@ static void cddp__arm(cddp_ddp *d) {
 
 /* d->held: the next shard of this rank, which has done the one before. */
 static cddp_result cddp__next_of_rank(cddp_ddp *d) {
-  cddp_result r = d->held >= 0 ? cddp__end_shard(d) : CDDP_OK;
+  cddp_result r = d->held >= 0 ? cddp__end_shard(d, true) : CDDP_OK;
+  int first, count;
   if (d->held >= 0) cddp__arm(d);
-  d->held = d->first_shard + d->taken++;
+  cddp__deal_shards(d->shards, d->group->size, d->group->rank, &first, &count);
+  d->held = first + d->taken++;
   return r;
 }
 
@@ -17130,28 +17112,25 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
 
 /* The error for parameters that were not ready: names the first of them. */
 static cddp_result cddp__name_missing(const cddp_ddp *d) {
-  int i, p, n = d->group->size, absent, shown = 0;
+  int i, absent, shown = 0;
+  size_t n = (size_t)d->count, all = n * (size_t)d->group->size, at;
   char list[256] = "";
   cddp_result r = CDDP_INVALID_ARGUMENT;
   for (i = 0; i < d->count && shown < 4; i++) {
-    size_t at;
-    for (p = absent = 0; p < n; p++)
-      absent += d->flags[(size_t)p * (size_t)d->count + (size_t)i] == 0;
+    for (at = (size_t)i, absent = 0; at < all; at += n) absent += d->flags[at] == 0;
     if (absent == 0) continue;
-    at = strlen(list);
-    snprintf(list + at, sizeof list - at, "%s\"%.60s\"", shown++ ? ", " : "",
-             cddp__param_name(&d->params[i], i).s);
-    at = strlen(list);
+    cddp__append(list, sizeof list, "%s\"%.60s\"", shown++ ? ", " : "",
+                 cddp__param_name(&d->params[i], i).s);
     if (absent == d->active_count) continue;
     r = CDDP_MISMATCH;
-    for (p = 0; d->flags[(size_t)p * (size_t)d->count + (size_t)i] != 0; p++) {}
-    snprintf(list + at, sizeof list - at, " (on rank %d%s)", p, absent > 1 ? " and others" : "");
+    for (at = (size_t)i; d->flags[at] != 0;) at += n;
+    cddp__append(list, sizeof list, " (on rank %d%s)", (int)(at / n),
+                 absent > 1 ? " and others" : "");
   }
-  return cddp__fail(
-      r,
-      "gradients were not marked ready: %s; call cddp_ddp_ready for every parameter, or "
-      "set find_unused_parameters",
-      list);
+  return cddp__fail(r,
+                    "gradients were not marked ready: %s; call cddp_ddp_ready for every parameter, "
+                    "or set find_unused_parameters",
+                    list);
 }
 
 #define CDDP__FLAG_JOINED 2 /* the rank has joined: neither used nor forgotten */
@@ -17233,89 +17212,74 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
-/* The mean of the rows in d->lists, one for each shard, to where the optimizer reads it. */
-static cddp_result cddp__merge_lists(cddp_ddp *d, int lists) {
+/* The mean of the rows in d->lists, of shards that have some, to where the optimizer reads it. */
+static cddp_result cddp__merge_rows(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
-  int i;
+  int i, n = 0;
+  for (i = 0; i < d->shards; i++)
+    if (d->lists[i].packet != NULL) d->lists[n++].packet = d->lists[i].packet;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (cddp__sparse_of(d, i) != NULL)
-      r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, lists, d->sources,
+      r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, n, d->sources,
                            d->params[i].dtype);
   return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
 }
 
-/* Merges the packets of the ranks that have data; every rank's: [ranks]. */
-static cddp_result cddp__merge_rows(cddp_ddp *d, char **packets) {
-  int i, k, shard, first, count, lists = 0;
-  for (k = 0; k < d->active_count; k++) {
-    char *packet = packets[d->active[k]];
-    cddp__deal_shards(d->shards, d->control->size, d->active[k], &first, &count);
-    for (shard = 0; shard < count; shard++) {
-      d->lists[lists++].packet = packet;
-      for (i = 0; shard + 1 < count && i < d->count; i++)
-        if (cddp__sparse_of(d, i) != NULL)
-          packet += cddp__row_list_bytes(
-              d->sparse[i], (size_t)((const cddp__row_head *)(const void *)packet)->bound);
-    }
-  }
-  return cddp__merge_lists(d, lists);
-}
-
-/* The rows of one of this rank's shards to `packet`, which with the last shard's has all; NULL:
-   nothing is written. Returns how many bytes. */
-static size_t cddp__pack_rows(cddp_ddp *d, int shard, char *packet) {
-  bool last = shard + 1 == d->shard_count;
-  size_t bytes = 0, first, end;
+/* Of those in the ranks' packets [ranks]. */
+static cddp_result cddp__merge_packets(cddp_ddp *d, char **packets) {
+  cddp__shard_rows *head;
   int i;
-  for (i = 0; i < d->count; i++) {
-    cddp__sparse *s = cddp__sparse_of(d, i);
-    if (s == NULL) continue;
-    first = shard > 0 ? s->ends[shard - 1] : 0;
-    end = last ? s->added.n : s->ends[shard];
-    if (!d->tensors[i].used) end = first;
-    if (packet != NULL) cddp__rows_pack(s, first, end - first, d->params[i].dtype, packet + bytes);
-    if (packet != NULL && last && d->tensors[i].used) s->added.n = 0;
-    bytes += cddp__row_list_bytes(s, end - first);
+  for (i = 0; i < d->shards; i++) d->lists[i].packet = NULL;
+  for (i = 0; i < d->shards; i++) { /* a rank's may be in another order */
+    head = (cddp__shard_rows *)(void *)packets[d->owner[i]];
+    packets[d->owner[i]] += head->bytes;
+    if (head->shard < (uint64_t)d->shards) d->lists[head->shard].packet = (char *)(head + 1);
   }
-  return bytes;
+  return cddp__merge_rows(d);
 }
 
-/* Collective: all ranks get the mean of what each has added. Ranks read each other's packets; where
-   they do not see each other's memory all packets go to all, as long as the longest. */
-static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
+/* The same where ranks do not see each other's memory: all packets go to all ranks, each as long as
+   the longest. */
+static cddp_result cddp__gather_rows(cddp_ddp *d, size_t longest) {
   cddp_group *g = d->control;
   const cddp_allocator *a = &g->host->allocator;
-  size_t bytes = 0, each = 0;
-  char **packets = (char **)g->buffers, *at, *all;
-  unsigned char size[8];
-  void *packet = NULL;
+  char **packets = (char **)g->buffers;
+  char *all = (char *)cddp__malloc(a, longest * (size_t)(g->size + 1) + 1), *own;
   cddp_result r;
+  int k;
+  if (all == NULL) return CDDP_OUT_OF_MEMORY;
+  own = all + longest * (size_t)g->size;
+  if (d->rows_bytes > 0) memcpy(own, d->rows, d->rows_bytes);
+  r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, own, all, longest, CDDP_U8, -1);
+  for (k = 0; k < g->size; k++) packets[k] = all + (size_t)k * longest;
+  if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
+  cddp__free(a, all);
+  return r;
+}
+
+/* Collective: all ranks get the mean of what each has added. If it fails cddp__finish leaves. */
+static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
+  cddp_group *g = d->control;
+  size_t longest = 0;
+  char **packets = (char **)g->buffers;
+  unsigned char size[8];
+  cddp_result r = d->spread ? CDDP_OK : cddp__keep_rows(d, g->rank);
   int i;
-  for (i = 0; i < d->shard_count; i++) bytes += cddp__pack_rows(d, i, NULL);
-  if ((r = cddp__host_scratch(d, bytes, &packet)) != CDDP_OK) return cddp__break(g, r);
-  for (i = 0, at = (char *)packet; i < d->shard_count; i++) at += cddp__pack_rows(d, i, at);
-  cddp__put64(size, bytes);
-  r = g->hosts != NULL
-          ? cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size)
-          : cddp__exchange_refs(g, kind, packet, 0, packets);
-  if (r != CDDP_OK) return r;
-  if (g->hosts != NULL) {
-    for (i = 0; i < g->size; i++)
-      each = cddp__max(each, (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
-    all = (char *)cddp__malloc(a, each * (size_t)(g->size + 1) + 1);
-    if (all == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
-    at = (char *)memcpy(all + each * (size_t)g->size, packet, bytes);
-    r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, at, all, each, CDDP_U8, -1);
-    for (i = 0; i < g->size; i++) packets[i] = all + (size_t)i * each;
-    if (r == CDDP_OK && (r = cddp__merge_rows(d, packets)) != CDDP_OK) r = cddp__break(g, r);
-    cddp__free(a, all);
-  } else {
-    if ((r = cddp__enter(g)) == CDDP_OK) {
-      if ((r = cddp__merge_rows(d, packets)) != CDDP_OK) r = cddp__break(g, r);
-      if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
-    }
-    r = cddp__exit(g, r);
+  if (r == CDDP_OK && g->hosts != NULL) {
+    cddp__put64(size, d->rows_bytes);
+    r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_ROWS, 0, size, sizeof size);
+    for (i = 0; r == CDDP_OK && i < g->size; i++)
+      longest = cddp__max(longest,
+                          (size_t)cddp__get64(cddp__op_header_of(g, i, g->round)->u.bytes));
+    if (r == CDDP_OK) r = cddp__gather_rows(d, longest);
+  } else if (r == CDDP_OK) { /* ranks read each other's packets */
+    r = cddp__exchange_refs(g, kind, d->rows, 0, packets);
+    if (r == CDDP_OK) r = cddp__enter(g);
+    if (r == CDDP_OK) r = cddp__merge_packets(d, packets);
+    if (r == CDDP_OK) r = cddp__control_barrier(d, kind, CDDP__PHASE_ROWS_DONE);
+    if (r == CDDP_OK) r = cddp__exit(g, r);
   }
+  d->rows_bytes = 0;
   return r;
 }
 
@@ -17349,8 +17313,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   for (k = 0; r == CDDP_OK && k < s->count * s->states; k++) {
     cddp_param p = d->params[k % s->count];
     if (s->steps[k % s->count] == 0) continue;
-    if (cddp__need_states(s, k % s->count) != CDDP_OK)
-      return cddp__break(d->control, CDDP_OUT_OF_MEMORY);
+    if (cddp__need_states(s, k % s->count) != CDDP_OK) return CDDP_OUT_OF_MEMORY;
     if (!cddp__has_state(s, k / s->count, k % s->count)) continue;
     p.data = s->state[k];
     p.dtype = cddp__state_type(s, k % s->count);
@@ -17423,7 +17386,7 @@ static cddp_result cddp__ddp_step(cddp_ddp *d, int kind, cddp_optim *s) {
   } else {
     r = d->memory->use(d->group);
     if (r == CDDP_OK && d->spread && d->arrived == d->count) /* else the meeting will fail */
-      r = cddp__end_shard(d);
+      r = cddp__end_shard(d, false);
     if (r == CDDP_OK)
       r = cddp__ddp_meet(d, kind, s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0, s,
                          &missing);
@@ -17467,15 +17430,13 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
     r = cddp__finish(d, (int)kind, NULL, missing);
     return r == CDDP_OK ? cddp__clear_gradients(d, NULL, false) : r;
   }
-  if (s == NULL || theirs.settings != cddp__optim_settings(s)) {
-    cddp__fail(CDDP_MISMATCH,
-               s == NULL ? "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; "
-                           "pass the one of the training loop"
-                         : "the cddp_optim that rank %d passed to ddp_join has other settings than "
-                           "the one that rank %d passed to ddp_step",
-               d->group->rank, lead);
-    return cddp__break(d->control, CDDP_MISMATCH);
-  }
+  if (s == NULL || theirs.settings != cddp__optim_settings(s))
+    return cddp__fail(CDDP_MISMATCH,
+                      s == NULL ? "rank %d called ddp_join without a cddp_optim, rank %d called "
+                                  "ddp_step; pass the one of the training loop"
+                                : "the cddp_optim that rank %d passed to ddp_join has other "
+                                  "settings than the one that rank %d passed to ddp_step",
+                      d->group->rank, lead);
   cddp__set_lr(s, theirs.lr);
   return cddp__finish(d, (int)kind, s, missing);
 }
@@ -17538,10 +17499,22 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
   char text[CDDP__ERROR_MAX];
+  cddp_optim *o;
   int i;
   memcpy(text, cddp__error_text, sizeof text);
   if (d->optim != NULL) d->optim->known = NULL;
-  while (d->shares != NULL) cddp__share_leave(d->shares);
+  while ((o = d->shares) != NULL) { /* the optimizer may go on: its states become whole again */
+    /* if the model has failed some may be half stepped, of elastic ranks others may be stepping
+       them: it begins anew */
+    bool lost = d->desc.elastic || cddp__has_cause(&d->failure) ||
+                cddp__unshare_states(o) != CDDP_OK;
+    if (lost) memset(o->steps, 0, (size_t)o->count * sizeof *o->steps);
+    if (lost) memset(o->fresh, true, (size_t)o->count * sizeof *o->fresh);
+    if (o->common_own != NULL) /* others may still copy */
+      cddp__arena_free_with(h, o->common_own, d->control->block);
+    o->common_own = NULL;
+    cddp__share_free(o);
+  }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__PLACED) d->params[i].grad = NULL;
   if (d->memory->free != NULL) d->memory->free(d);
@@ -17550,6 +17523,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   if (d->control != NULL) cddp__group_leave(d->control);
   cddp__arena_free(h, d->arena);
   cddp__arena_free(h, d->scratch);
+  cddp__arena_free(h, d->rows);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
   cddp__free(a, d); /* and its arrays */
@@ -17575,7 +17549,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->partitions = (cddp_partition *)cddp__carve(base, &at, n, sizeof *d->partitions);
   d->calls = (cddp__call *)cddp__carve(base, &at, calls, sizeof *d->calls);
   d->segments = (cddp_segment *)cddp__carve(base, &at, n, sizeof *d->segments);
-  d->sparse_room = (cddp__sparse **)cddp__carve(base, &at, n, sizeof *d->sparse_room);
+  d->sparse = (cddp__sparse **)cddp__carve(base, &at, n, sizeof *d->sparse);
   d->lists = (cddp__row_list *)cddp__carve(base, &at, parts, sizeof *d->lists);
   d->weights = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->weights);
   d->gradients = (char **)cddp__carve(base, &at, ranks * n, sizeof *d->gradients);
@@ -17586,7 +17560,8 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   d->nodes = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->nodes);
   d->kept = (cddp__shard_node *)cddp__carve(base, &at, parts, sizeof *d->kept);
   d->widths = (int *)cddp__carve(base, &at, parts, sizeof *d->widths);
-  d->active = (int *)cddp__carve(base, &at, size, sizeof *d->active);
+  d->active = (int *)cddp__carve(base, &at, ranks, sizeof *d->active);
+  d->owner = (int *)cddp__carve(base, &at, parts, sizeof *d->owner);
   d->buckets = (cddp__bucket_state *)cddp__carve(base, &at, n, sizeof *d->buckets);
   d->plan_offsets = (int *)cddp__carve(base, &at, n + 2, sizeof *d->plan_offsets);
   d->plan_params = (int *)cddp__carve(base, &at, 3 * n, sizeof *d->plan_params);
@@ -17599,18 +17574,6 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
   return at;
 }
 
-/* Which nodes each rank has once its shards are done, and how many slots it needs. */
-static void cddp__plan_shards(cddp_ddp *d) {
-  int rank, slots, nodes;
-  for (rank = 0; rank < d->group->size; rank++) {
-    nodes = cddp__plan_nodes(d->shards, d->group->size, rank, cddp__gathers(d),
-                             d->nodes + d->node_count, d->widths + d->node_count, &slots);
-    d->node_count += nodes;
-    d->most_nodes = nodes > d->most_nodes ? nodes : d->most_nodes;
-    d->slots = slots > d->slots ? slots : d->slots;
-  }
-}
-
 static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                                const cddp_ddp_desc *desc) {
   double cap = desc->bucket_cap_mb > 0 ? desc->bucket_cap_mb : 25;
@@ -17618,6 +17581,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
                  : desc->bucket_cap_mb > 0 ? cap
                                            : 1;
   cddp_ddp none, *d;
+  bool any = false;
   int i;
   d = (cddp_ddp *)cddp__calloc(&g->host->allocator, 1,
                                sizeof *d + cddp__ddp_arrays(&none, NULL, g, count, desc));
@@ -17638,10 +17602,13 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   d->shards = desc->shards > g->size || g->host->joined ? desc->shards : g->size;
   d->spread = !desc->elastic && /* NCCL's own order is not the canonical one */
               (d->shards > g->size || (desc->shards > 0 && !d->meets));
-  cddp__deal_shards(d->shards, g->size, g->rank, &d->first_shard, &d->shard_count);
-  if (desc->elastic) d->shard_count = 1; /* as it has one in hand at a time */
+  cddp__deal_shards(d->shards, g->size, g->rank, &i, &d->shard_count);
+  cddp__deal(d->owner, d->shards, g->size);
+  if (desc->elastic) d->shard_count = 1;
+  else
+    d->node_count = cddp__plan_nodes(d->owner, d->shards, cddp__gathers(d), d->nodes, d->widths,
+                                     &d->slots);
   d->held = -1;
-  if (!desc->elastic) cddp__plan_shards(d);
   d->eager = desc->comm_hook != NULL || g->carrier->average != NULL || g->backend != NULL;
   d->early = !d->spread && !desc->elastic && (d->eager || g->size > 1);
   d->limits[0] = first * 1048576 < (double)SIZE_MAX ? (size_t)(first * 1048576) : SIZE_MAX;
@@ -17651,13 +17618,13 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   for (i = 0; i < g->local_size; i++) d->receivers[d->receiver_count++] = i;
   for (i = 0; desc->sparse_rows != NULL && i < count; i++) {
     if (desc->sparse_rows[i] == 0) continue;
-    d->sparse = d->sparse_room;
-    d->sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i],
-                                    d->shard_count);
+    any = true;
+    d->sparse[i] = cddp__sparse_new(&g->host->allocator, &params[i], desc->sparse_rows[i]);
     if (d->sparse[i] != NULL) continue;
     cddp__ddp_free(d);
     return NULL;
   }
+  if (!any) d->sparse = NULL;
   d->meets = d->meets || desc->find_unused_parameters || desc->uneven_inputs || d->sparse != NULL;
   if (desc->comm_hook != NULL && desc->comm_hook != cddp_bf16_compress_hook &&
       desc->comm_hook != cddp_fp16_compress_hook)
@@ -17704,20 +17671,6 @@ static cddp_result cddp__check_shards(const cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* The groups of the model, and what its ranks see of each other's memory. local: what this rank has
-   found wrong. */
-static cddp_result cddp__setup_groups(cddp_ddp *d, cddp_result local) {
-  cddp_group *g = d->group;
-  cddp_result r = cddp__consensus(d->control, local, NULL, 0, NULL);
-  if (r == CDDP_OK) r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
-  if (r != CDDP_OK) return r;
-  d->control->internal = d->comm->internal = true;
-  if ((r = cddp__agree_on_params(d)) != CDDP_OK) return r;
-  if (d->desc.comm_hook != NULL)
-    r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
-  return r == CDDP_OK && g->backend == NULL ? cddp__map_params(d) : r;
-}
-
 /* This rank's part of each parameter, and where its gradients are. */
 static void cddp__place_partitions(cddp_ddp *d) {
   int i;
@@ -17740,16 +17693,30 @@ static void cddp__place_partitions(cddp_ddp *d) {
 /* The rest of creation: collective, but (joins) of a rank that meets the others later. */
 static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   cddp_group *g = d->group;
+  char **arenas = (char **)d->buffers;
   cddp_result r = d->memory->use(d->group);
+  int k;
   if (r == CDDP_OK && !joins) r = cddp__split(g, 0, g->rank, CDDP__KIND_DDP_CREATE, &d->control);
   if (r != CDDP_OK) return r;
   r = cddp__check_shards(d);
-  if (!joins) r = cddp__setup_groups(d, r);
+  if (!joins) {
+    r = cddp__consensus(d->control, r, NULL, 0, NULL);
+    if (r == CDDP_OK) r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
+    if (r != CDDP_OK) return r;
+    d->control->internal = d->comm->internal = true;
+    r = cddp__agree_on_params(d);
+    if (r == CDDP_OK && d->desc.comm_hook != NULL)
+      r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
+    if (r == CDDP_OK && g->backend == NULL) r = cddp__map_params(d);
+  }
   if (r != CDDP_OK) return r;
   cddp__lay_out(d);
   if ((r = cddp__consensus(d->control, d->memory->alloc(d), NULL, 0, NULL)) != CDDP_OK) return r;
   cddp__see_whole(d, d->me, d->arena);
-  if (!joins && g->backend == NULL) r = cddp__map_arenas(d);
+  if (!joins && g->backend == NULL) {
+    r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->whole, arenas);
+    for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, arenas[k]);
+  }
   if (r == CDDP_OK && !joins) r = d->memory->broadcast(d, d->params, d->count, 0);
   if (r == CDDP_OK && !joins)
     r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, 0);
@@ -17851,8 +17818,8 @@ static void cddp__inherit(cddp_ddp *d, const cddp__inherited *from, const float 
    slots. When all its shards are done ranks reduce: a round of all (who comes to it has the mean of
    the step before), then each rank gets all nodes of a part of the arena, takes the mean, and all
    gather the means, in a buffer apart from the arena. Rows of a shard are packed when it ends; all
-   ranks gather the packets of all shards, in another buffer. cddp_ddp_next_shard does so before it
-   says that there are no more; cddp_ddp_step works on these buffers and asks nobody. `done` counts
+   ranks gather the packets of all shards, and merge them. cddp_ddp_next_shard does so before it
+   says that there are no more; cddp_ddp_step works on these means and asks nobody. `done` counts
    the reductions that a rank has completed: two ranks' differ by one at most.
    A loss is an operation of the group that fails with CDDP_PEER_LOST. Then ranks meet again. One
    leads: of those that came first the lowest that lives. Each calls the one that leads as far as it
@@ -17890,18 +17857,16 @@ struct cddp__crew {
   cddp__crew_member *members;   /* [shards + 1] by place; the last one: who has no place yet */
   int me;                       /* this rank's place */
   int leader;                   /* place of who gave the last table */
-  int count, *order;            /* [shards] members of the group; their places, in order of ranks */
+  int *order;                   /* [active_count] places of the group's members, by rank */
   uint64_t generation;          /* of the group: how many there have been */
   uint64_t step;                /* waits and steps since creation */
   uint64_t done;                /* reductions */
-  int *owner;                   /* [shards] who does each in the group */
-  int *mine_planned;            /* [2 * shards] scratch */
+  int *indices;                 /* [shards] scratch */
   char *area, *mean;            /* slots; the last reduction's mean; where the gradients are */
-  cddp__buffer own, rows;       /* rows of the shards in ddp.kept; of all those of that reduction */
   cddp__link **links;           /* [shards + knocks] while ranks meet: to who reported, or to the */
   cddp__message **reports;      /* leader; likewise what the members said, and behind these who */
   int knock_count;              /* would join, and waits for the next meeting */
-  void *blocks[2];              /* for control blocks of the next groups; NULL: none */
+  void *blocks[2];              /* while ranks meet: for control blocks of the next groups; NULL */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
   cddp__elastic_call called;    /* in the last update; kind 0: it has joined since */
@@ -17929,15 +17894,11 @@ static void cddp__crew_drop(cddp__crew *c, int p) {
   c->reports[p] = NULL;
 }
 
+/* Ends all connections; who would join asks again. */
 static void cddp__crew_hang_up(cddp_ddp *d) {
-  int p;
-  for (p = 0; p < d->shards; p++) cddp__crew_drop(d->crew, p);
-}
-
-/* Ends the connections of who would join: they ask again. */
-static void cddp__crew_dismiss(cddp_ddp *d) {
-  while (d->crew->knock_count > 0)
-    cddp__crew_drop(d->crew, d->shards + --d->crew->knock_count);
+  int k;
+  for (k = 0; k < d->shards + d->crew->knock_count; k++) cddp__crew_drop(d->crew, k);
+  d->crew->knock_count = 0;
 }
 
 /* The others see that this rank is gone, and nobody joins through it. */
@@ -17945,7 +17906,6 @@ static void cddp__crew_hide(cddp_ddp *d) {
   cddp__net *n = d->crew->net;
   cddp__host *h = d->group->host;
   cddp__crew_hang_up(d);
-  cddp__crew_dismiss(d);
   cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->door_port);
   pthread_mutex_lock(&n->lock);
@@ -17964,8 +17924,14 @@ static cddp__text cddp__crew_name(const cddp__crew *c, int place) {
   return cddp__words("rank %d (pid %u)", c->members[place].rank, c->members[place].pid);
 }
 
-static const cddp__crew_report *cddp__report_in(const cddp__message *m) {
-  return (const cddp__crew_report *)(const void *)(m + 1);
+/* The k-th report of a message. */
+static cddp__crew_report *cddp__report_in(const cddp_ddp *d, cddp__message *m, int k) {
+  return (cddp__crew_report *)(void *)((char *)(m + 1) + (size_t)k * cddp__report_bytes(d));
+}
+
+/* For each shard, whether the rank that reports has its sum. */
+static unsigned char *cddp__sums_in(const cddp_ddp *d, cddp__crew_report *report) {
+  return (unsigned char *)((float *)(report + 1) + d->count);
 }
 
 /* Where cddp__link_call finds that member. */
@@ -18023,69 +17989,18 @@ static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
   return r;
 }
 
-/* What precedes the rows of a shard: cddp__pack_rows. */
-typedef struct cddp__crew_packet {
-  uint64_t shard, bytes;
-} cddp__crew_packet;
-
-/* The shard that has ended becomes a node in a slot, with its siblings; its rows stay with this
-   rank until the step is reduced. */
-static cddp_result cddp__crew_keep(cddp_ddp *d, int shard) {
-  cddp__buffer *own = &d->crew->own;
-  cddp__crew_packet head;
-  cddp_result r;
-  if (d->sparse != NULL) {
-    head.shard = (uint64_t)shard;
-    head.bytes = cddp__pack_rows(d, 0, NULL);
-    if (!cddp__buffer_reserve(own, sizeof head + head.bytes)) return CDDP_OUT_OF_MEMORY;
-    cddp__buffer_add(own, &head, sizeof head);
-    own->end += cddp__pack_rows(d, 0, (char *)own->data + own->end);
-    CDDP__POINT("elastic rows");
-  }
-  CDDP__POINT("elastic keep");
-  r = cddp__crew_grow(d, d->kept_count + 1);
-  if (r == CDDP_OK) r = cddp__keep_node(d, shard, true);
-  CDDP__POINT("elastic kept");
-  return r;
-}
-
 static void cddp__crew_forget(cddp_ddp *d) { /* what this rank has done of a step */
   d->kept_count = 0;
-  cddp__buffer_clear(&d->crew->own, SIZE_MAX);
+  d->rows_bytes = 0;
 }
 
 /* All shards are still to be done, by all members. */
 static void cddp__crew_deal(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
-  int k, i, first, count;
   cddp__crew_forget(d);
-  for (k = 0; k < c->count; k++) {
-    cddp__deal_shards(d->shards, c->count, k, &first, &count);
-    for (i = first; i < first + count; i++) c->owner[i] = k;
-  }
+  cddp__deal(d->owner, d->shards, d->active_count);
 }
 
 /* --- the reduction --- */
-
-/* The nodes of [low, high) of the tree, as they are once all members have done their shards. */
-static void cddp__crew_plan(cddp_ddp *d, int low, int high) {
-  const cddp__crew *c = d->crew;
-  cddp__shard_node *node = &d->nodes[d->node_count];
-  int i = low, half = 1;
-  while (i < high && c->owner[i] == c->owner[low]) i++;
-  if (i == high && (high - low < d->shards || d->shards == 1)) { /* the root is added at the end */
-    node->first = low;
-    node->width = high - low;
-    node->rank = c->owner[low];
-    node->slot = c->mine_planned[node->rank]++;
-    if (node->slot + 1 > d->most_nodes) d->most_nodes = node->slot + 1;
-    d->widths[d->node_count++] = cddp__node_width(node);
-    return;
-  }
-  while (2 * half < high - low) half *= 2;
-  cddp__crew_plan(d, low, low + half);
-  cddp__crew_plan(d, low + half, high);
-}
 
 /* What was begun on the device has ended, and well. */
 static cddp_result cddp__crew_await(cddp_ddp *d) {
@@ -18097,74 +18012,39 @@ static cddp_result cddp__crew_await(cddp_ddp *d) {
   return CDDP_OK;
 }
 
-/* The rows of all shards to all members, for cddp__merge_lists; each member's are at most `each`
-   bytes. */
-static cddp_result cddp__crew_gather_rows(cddp_ddp *d, size_t each) {
-  cddp__crew *c = d->crew;
-  cddp__buffer *rows = &c->rows, *own = &c->own;
-  cddp__crew_packet head;
-  char *from;
-  cddp_result r;
-  int k, i;
-  cddp__buffer_clear(rows, SIZE_MAX);
-  if (!cddp__buffer_reserve(own, each - cddp__buffer_size(own)) ||
-      !cddp__buffer_reserve(rows, each * (size_t)c->count))
-    return CDDP_OUT_OF_MEMORY;
-  r = cddp__run_simple(d->control, CDDP__KIND_ALL_GATHER, own->data, rows->data, each, CDDP_U8, -1);
-  for (k = 0; r == CDDP_OK && k < c->count; k++) {
-    from = (char *)rows->data + (size_t)k * each;
-    for (i = 0; i < d->shards; i++) {
-      if (c->owner[i] != k) continue;
-      memcpy(&head, from, sizeof head);
-      d->lists[head.shard].packet = from + sizeof head;
-      from += sizeof head + (size_t)head.bytes;
-    }
-  }
-  CDDP__POINT("elastic rows gathered");
-  return r;
-}
-
 /* What a rank says when ranks come to a reduction. */
 typedef struct cddp__crew_word {
-  uint64_t done, rows; /* reductions; bytes of cddp__crew.own */
+  uint64_t rows; /* ddp.rows_bytes */
   cddp__elastic_call called;
 } cddp__crew_word;
 
-/* All members come to the reduction, having called the same before. *rows: of whoever has most. */
-static cddp_result cddp__crew_meet(cddp_ddp *d, size_t *rows) {
+/* All members come to the reduction, having called the same before; their nodes make the mean, in
+   crew.mean. */
+static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  cddp__crew_word mine = {c->done, cddp__buffer_size(&c->own), c->called}, theirs;
-  cddp_result r = CDDP_OK;
-  int k;
+  cddp__crew_word mine = {d->rows_bytes, c->called}, theirs;
+  size_t rows = 0; /* of whoever has most */
+  int slots, k;    /* each rank has as many slots as it needs: cddp__crew_grow */
+  cddp_result r;
   CDDP__POINT("elastic meet");
-  if (c->count > 1)
-    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, 0, &mine,
-                    sizeof mine);
-  *rows = (size_t)mine.rows;
-  for (k = 0; r == CDDP_OK && c->count > 1 && k < c->count; k++) {
+  r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_CALL, c->done,
+                  &mine, sizeof mine);
+  for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
     memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
-    CDDP_ASSERT(theirs.done == mine.done);
-    *rows = cddp__max(*rows, (size_t)theirs.rows);
+    rows = cddp__max(rows, (size_t)theirs.rows);
     if (theirs.called.kind == 0) continue;
     if (c->called.kind == 0) c->called = theirs.called;
     r = cddp__compare_update(d, &c->called, &theirs.called, cddp__crew_name(c, c->order[k]));
   }
-  return r;
-}
-
-/* All members' nodes make the mean, in crew.mean. */
-static cddp_result cddp__crew_reduce(cddp_ddp *d) {
-  cddp__crew *c = d->crew;
-  size_t rows;
-  cddp_result r = cddp__crew_meet(d, &rows);
   CDDP__POINT("elastic met");
-  if (r == CDDP_OK && d->sparse != NULL) r = cddp__crew_gather_rows(d, rows);
-  if (r == CDDP_OK && d->dense == 0 && c->count > 1) /* nothing follows that needs all ranks */
+  if (r == CDDP_OK && d->sparse != NULL) {
+    r = cddp__gather_rows(d, rows);
+    CDDP__POINT("elastic rows gathered");
+  }
+  if (r == CDDP_OK && d->dense == 0) /* nothing follows that needs all */
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_DDP_WAIT, CDDP__PHASE_ROWS_DONE, 0,
                     NULL, 0);
-  memset(c->mine_planned, 0, (size_t)d->shards * sizeof *c->mine_planned);
-  d->node_count = d->most_nodes = 0;
-  cddp__crew_plan(d, 0, d->shards);
+  d->node_count = cddp__plan_nodes(d->owner, d->shards, true, d->nodes, d->widths, &slots);
   if (r == CDDP_OK) r = cddp__gather_nodes(d, c->mean);
   if (r == CDDP_OK) r = cddp__crew_await(d);
   if (r != CDDP_OK) return r;
@@ -18177,39 +18057,21 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
 
 /* --- meeting again --- */
 
-/* Memory for the next groups' control blocks, of as many ranks as there may be; refs tell the
-   others of this host. */
-static cddp_result cddp__crew_blocks(cddp_ddp *d, cddp__ref *refs) {
-  cddp__crew *c = d->crew;
-  size_t block = 0;
-  int i, k, here = 0;
-  for (i = 0; i <= d->shards; i++)
-    here += c->members[i].life != 0 && c->members[i].host == c->members[c->me].host;
-  for (i = 1; i <= d->shards; i++)
-    for (k = 1; k <= i && k <= here; k++) block = cddp__max(block, cddp__block_bytes(i, k));
-  for (i = 0; i < 2; i++) {
-    cddp__arena_free(d->group->host, c->blocks[i]);
-    c->blocks[i] = cddp__arena_alloc(d->group->host, block, CDDP__FOR_BOARD);
-    if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
-    refs[i] = cddp__ref_of(d->group->host, c->blocks[i], block);
-  }
-  return CDDP_OK;
-}
-
-/* This rank's report, in a frame's place. */
+/* This rank's report, in a frame's place, and memory for the next groups' control blocks, of as
+   many ranks as there may be. */
 static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   cddp__crew *c = d->crew;
-  size_t bytes = cddp__report_bytes(d);
-  cddp__message *m = (cddp__message *)cddp__calloc(&d->group->host->allocator, 1,
-                                                   sizeof *m + bytes);
+  cddp__host *h = d->group->host;
+  size_t bytes = cddp__report_bytes(d), block = 0;
+  cddp__message *m = (cddp__message *)cddp__calloc(&h->allocator, 1, sizeof *m + bytes);
   cddp__crew_report *report;
   unsigned char *sums;
-  int i;
+  int i, k, here = 0;
   *out = m;
   if (m == NULL) return CDDP_OUT_OF_MEMORY;
   m->head.size = bytes;
-  report = (cddp__crew_report *)(void *)(m + 1);
-  sums = (unsigned char *)((float *)(report + 1) + d->count);
+  report = cddp__report_in(d, m, 0);
+  sums = cddp__sums_in(d, report);
   report->generation = c->generation;
   report->done = c->done;
   report->steps = d->steps;
@@ -18217,7 +18079,16 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->optim = cddp__bequeath(d, (float *)(report + 1));
   report->self = c->members[c->me];
   for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(d->kept, d->kept_count, i);
-  return cddp__crew_blocks(d, report->blocks);
+  for (i = 0; i <= d->shards; i++)
+    here += c->members[i].life != 0 && c->members[i].host == c->members[c->me].host;
+  for (i = 1; i <= d->shards; i++)
+    for (k = 1; k <= i && k <= here; k++) block = cddp__max(block, cddp__block_bytes(i, k));
+  for (i = 0; i < 2; i++) {
+    c->blocks[i] = cddp__arena_alloc(h, block, CDDP__FOR_BOARD);
+    if (c->blocks[i] == NULL) return CDDP_OUT_OF_MEMORY;
+    report->blocks[i] = cddp__ref_of(h, c->blocks[i], block);
+  }
+  return CDDP_OK;
 }
 
 /* Whether a member's connection has ended: it is gone, or (c->silent) its host does not answer. */
@@ -18259,7 +18130,7 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
    join. Who joins may be a member without knowing it, if a leader has died. */
 static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool meeting) {
   cddp__crew *c = d->crew;
-  cddp__crew_member *self = &((cddp__crew_report *)(void *)(m + 1))->self;
+  cddp__crew_member *self = &cddp__report_in(d, m, 0)->self;
   bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
   int p = 0, k;
   while (sound && p < d->shards && c->members[p].life != self->life) p++;
@@ -18267,10 +18138,11 @@ static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool m
   if (sound && p < d->shards && meeting) {
     *self = c->members[p];
     cddp__crew_drop(c, p);
-  } else if (sound && cddp__report_in(m)->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
+  } else if (sound && cddp__report_in(d, m, 0)->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
     p = d->shards + c->knock_count++;
     for (k = d->shards; k < p; k++) /* it may have called before */
-      if (cddp__report_in(c->reports[k])->self.life == self->life) cddp__link_end(c->links[k], 0);
+      if (cddp__report_in(d, c->reports[k], 0)->self.life == self->life)
+        cddp__link_end(c->links[k], 0);
   } else {
     cddp__free(&c->net->allocator, m);
     cddp__link_free(c->net, l);
@@ -18387,7 +18259,7 @@ static void cddp__crew_admit(cddp_ddp *d) {
   int k, place;
   for (k = d->shards; k < d->shards + c->knock_count; k++) {
     cddp__link *l = c->links[k];
-    cddp__crew_report *report = (cddp__crew_report *)(void *)(c->reports[k] + 1);
+    cddp__crew_report *report = cddp__report_in(d, c->reports[k], 0);
     cddp_result r = cddp__crew_place(d, &report->self, &place);
     CDDP__POINT("elastic place");
     cddp__free(&c->net->allocator, cddp__link_receive(c->net, l, 0)); /* its end shows */
@@ -18456,11 +18328,11 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
   int came, p;
   c->reports[c->me] = mine;
   r = cddp__crew_await_all(d, deadline, &came);
-  if (r == CDDP_OK && c->silent >= 0 && 2 * came <= c->count) /* others may be the half */
+  if (r == CDDP_OK && c->silent >= 0 && 2 * came <= d->active_count) /* others may be the half */
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot go on without the "
                    "others, which may have gone on: more than half must be there",
-                   cddp__crew_name(c, c->silent).s, came, c->count);
+                   cddp__crew_name(c, c->silent).s, came, d->active_count);
   if (r == CDDP_OK) cddp__crew_admit(d);
   if (r == CDDP_OK) r = cddp__crew_answer(d, table);
   c->reports[c->me] = NULL;
@@ -18475,38 +18347,37 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
 /* Reports to the lowest rank, and waits for its answer; *table NULL: it is gone. */
 static cddp_result cddp__crew_call(cddp_ddp *d, int lowest, const cddp__message *mine,
                                    double deadline, cddp__message **table) {
-  cddp__net *n = d->crew->net;
+  cddp__crew *c = d->crew;
+  cddp__net *n = c->net;
   cddp__link *l;
-  cddp_result r =
-      cddp__link_call(n, lowest, CDDP__LINK_FRAMES, d->crew->members[lowest].life, &l);
+  cddp_result r;
+  cddp__crew_drop(c, lowest);
+  r = cddp__link_call(n, lowest, CDDP__LINK_FRAMES, c->members[lowest].life, &c->links[lowest]);
   *table = NULL;
   if (r != CDDP_OK) return r;
+  c->leader = lowest;
+  l = c->links[lowest];
   r = cddp__link_post(l, CDDP__FRAME_MESSAGE, 0, mine + 1, mine->head.size);
-  while (r == CDDP_OK && *table == NULL) {
+  while (r == CDDP_OK) {
     cddp__crew_serve(d);
     cddp__link_flush(n, l);
     CDDP__POINT("elastic report");
     if (l->state == CDDP__LINK_UP)
       *table = cddp__link_receive(n, l, (size_t)d->shards * cddp__report_bytes(d));
-    if (*table != NULL) {
-      if ((*table)->head.number != 0) /* why it does not let this rank in */
-        r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
-                       (const char *)(*table + 1));
+    if (*table != NULL && (*table)->head.number == 0) return CDDP_OK;
+    if (*table != NULL) /* why it does not let this rank in */
+      r = cddp__fail((cddp_result)(*table)->head.number, "%.*s", (int)(*table)->head.size,
+                     (const char *)(*table + 1));
+    else if (cddp__crew_ended(c, lowest, l))
       break;
-    }
-    if (cddp__crew_ended(d->crew, lowest, l)) break;
-    if (cddp__now() > deadline)
+    else if (cddp__now() > deadline)
       r = cddp__fail(CDDP_TIMEOUT,
                      "timed out after %g s: after a loss in step %" PRIu64 " %s has not gathered "
-                     "all ranks", d->group->timeout_s, d->steps,
-                     cddp__crew_name(d->crew, lowest).s);
+                     "all ranks", d->group->timeout_s, d->steps, cddp__crew_name(c, lowest).s);
     else
       cddp__crew_nap(-1, &l, 1);
   }
-  d->crew->leader = lowest;
-  cddp__link_free(n, d->crew->links[lowest]);
-  d->crew->links[lowest] = *table != NULL && r == CDDP_OK ? l : NULL;
-  if (d->crew->links[lowest] == NULL) cddp__link_free(n, l);
+  cddp__crew_drop(c, lowest);
   return r;
 }
 
@@ -18533,7 +18404,7 @@ static cddp_result cddp__crew_go(cddp_ddp *d) {
   double deadline = cddp__now() + d->group->timeout_s;
   cddp_result r = CDDP_OK;
   int p;
-  for (p = 0; leads && p < c->count; p++)
+  for (p = 0; leads && p < d->active_count; p++)
     if (c->order[p] != c->me && !cddp__crew_hears_go(c, c->order[p], deadline)) all = false;
   for (p = 0; r == CDDP_OK && p < d->shards; p++) { /* members have one connection, to the leader */
     if (c->links[p] == NULL) continue;
@@ -18599,31 +18470,24 @@ static cddp_result cddp__crew_gather(cddp_ddp *d, cddp__message **table) {
 
 /* --- the group of those that are there --- */
 
-static const cddp__crew_report *cddp__report_at(const cddp_ddp *d, const cddp__message *table,
-                                                int k) {
-  const char *at = (const char *)(table + 1) + (size_t)k * cddp__report_bytes(d);
-  return (const cddp__crew_report *)(const void *)at;
-}
-
 /* One of the two groups of the table's members. which: 0, control, 1, comm. */
-static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int which,
+static cddp_result cddp__crew_group(cddp_ddp *d, cddp__message *table, int which,
                                     cddp_group **out) {
   cddp__crew *c = d->crew;
   cddp__host *h = d->group->host;
-  int *indices = c->mine_planned, *world = indices + d->shards, k, rank = 0, here = 0, lowest = -1;
-  const cddp__crew_report *report;
+  int *indices = c->indices, k, rank = 0, here = 0, lowest = -1;
+  cddp__crew_report *report;
   cddp__ref ref;
   uint64_t id[3];
   void *block = NULL;
   cddp_result r;
-  for (k = 0; k < c->count; k++) {
-    report = cddp__report_at(d, table, k);
-    world[k] = c->order[k];
+  for (k = 0; k < d->active_count; k++) {
+    report = cddp__report_in(d, table, k);
     indices[k] = report->self.host == c->members[c->me].host ? report->self.index : -1;
     if (indices[k] >= 0 && here++ == 0) lowest = k;
     if (c->order[k] == c->me) rank = k;
   }
-  ref = cddp__report_at(d, table, lowest)->blocks[which];
+  ref = cddp__report_in(d, table, lowest)->blocks[which];
   if (c->order[lowest] == c->me) {
     block = c->blocks[which];
     c->blocks[which] = NULL; /* the group's, from now on */
@@ -18631,13 +18495,13 @@ static cddp_result cddp__crew_group(cddp_ddp *d, const cddp__message *table, int
   } else if ((r = cddp__locate(h, &ref, &block)) != CDDP_OK) {
     return r;
   }
-  r = cddp__group_build(out, h, rank, c->count, indices, (char *)block, d->group->timeout_s);
+  r = cddp__group_build(out, h, rank, d->active_count, indices, (char *)block, d->group->timeout_s);
   if (r != CDDP_OK) return r;
   memcpy(id, c->net->token, 2 * sizeof *id);
   id[2] = c->generation << 1 | (uint64_t)which;
   (*out)->block_ref = ref;
   (*out)->id = cddp__hash64(1, id, sizeof id);
-  r = cddp__hosts_attach(*out, c->net, world);
+  r = cddp__hosts_attach(*out, c->net, c->order);
   CDDP__POINT("elastic built");
   return r;
 }
@@ -18674,17 +18538,17 @@ static void cddp__crew_leave(cddp_ddp *d) {
 
 /* Takes over the table: who is there, and how far they are; shards that nobody has are dealt. From:
    the first that has the furthest reduction, NULL: there are only ranks that join. */
-static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message *table) {
+static cddp__crew_report *cddp__crew_take(cddp_ddp *d, cddp__message *table) {
   cddp__crew *c = d->crew;
-  const cddp__crew_report *from = NULL, *report;
+  cddp__crew_report *from = NULL, *report;
   uint64_t life = c->members[c->me].life, furthest;
-  const unsigned char *sums;
   bool listed;
   int k, i, p, left = 0, dealt = 0;
-  c->count = (int)(table->head.size / cddp__report_bytes(d));
-  for (k = 0; k < c->count; k++) {
-    report = cddp__report_at(d, table, k);
+  d->active_count = (int)(table->head.size / cddp__report_bytes(d));
+  for (k = 0; k < d->active_count; k++) {
+    report = cddp__report_in(d, table, k);
     p = c->order[k] = report->self.place;
+    d->active[k] = k;
     cddp__crew_enter(c, p, &report->self);
     if (report->self.life == life) c->me = c->net->rank = p;
     c->generation = cddp__max(c->generation, report->generation + 1);
@@ -18693,23 +18557,22 @@ static const cddp__crew_report *cddp__crew_take(cddp_ddp *d, const cddp__message
   }
   c->net->host = c->members[c->me].host;
   for (p = 0; p < d->shards; p++) {
-    for (k = 0, listed = false; k < c->count; k++) listed = listed || c->order[k] == p;
+    for (k = 0, listed = false; k < d->active_count; k++) listed = listed || c->order[k] == p;
     if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
   }
   furthest = from != NULL ? from->done : 0;
   if (c->done < furthest) cddp__crew_forget(d); /* a step whose mean others have */
   for (i = 0; i < d->shards; i++) {
-    c->owner[i] = -1;
-    for (k = 0; k < c->count; k++) {
-      report = cddp__report_at(d, table, k);
-      sums = (const unsigned char *)((const float *)(report + 1) + d->count);
-      if (report->done == furthest && sums[i] != 0) c->owner[i] = k;
+    d->owner[i] = -1;
+    for (k = 0; k < d->active_count; k++) {
+      report = cddp__report_in(d, table, k);
+      if (report->done == furthest && cddp__sums_in(d, report)[i] != 0) d->owner[i] = k;
     }
-    left += c->owner[i] < 0;
+    left += d->owner[i] < 0;
   }
   for (i = 0; i < d->shards; i++)
-    if (c->owner[i] < 0) c->owner[i] = (int)((int64_t)dealt++ * c->count / left);
-  cddp__record_event(d->group, "dealt", (uint64_t)c->count, CDDP_OK);
+    if (d->owner[i] < 0) d->owner[i] = (int)((int64_t)dealt++ * d->active_count / left);
+  cddp__record_event(d->group, "dealt", (uint64_t)d->active_count, CDDP_OK);
   return from;
 }
 
@@ -18731,7 +18594,7 @@ static cddp_result cddp__crew_pass(cddp_ddp *d, int source, void *data, size_t b
 }
 
 /* Weights and states of the rank with number `source`, as of its report, go to those that join. */
-static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from, int source) {
+static cddp_result cddp__crew_welcome(cddp_ddp *d, cddp__crew_report *from, int source) {
   cddp__crew *c = d->crew;
   size_t bytes = (size_t)from->optim.states * d->state_room;
   bool gives = c->order[source] == c->me;
@@ -18750,7 +18613,7 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
     return r;
   }
   c->states = states;
-  cddp__inherit(d, &from->optim, (const float *)(from + 1));
+  cddp__inherit(d, &from->optim, (float *)(from + 1));
   c->step = from->done;
   d->steps = from->steps;
   c->empty = false;
@@ -18760,14 +18623,13 @@ static cddp_result cddp__crew_welcome(cddp_ddp *d, const cddp__crew_report *from
 /* What all members have done, those get that lack it: the last mean; who joins, the model. The
    others have gone on from that step then, and what they did in its group cannot be done any more:
    for this rank too it stays broken until the next step. */
-static cddp_result cddp__crew_level(cddp_ddp *d, const cddp__message *table,
-                                    const cddp__crew_report *from) {
+static cddp_result cddp__crew_level(cddp_ddp *d, cddp__message *table, cddp__crew_report *from) {
   cddp__crew *c = d->crew;
   bool behind = false, joins = false;
   int source = 0, k;
   cddp_result r = CDDP_OK;
-  for (k = 0; k < c->count; k++) {
-    const cddp__crew_report *report = cddp__report_at(d, table, k);
+  for (k = 0; k < d->active_count; k++) {
+    cddp__crew_report *report = cddp__report_in(d, table, k);
     if (report == from) source = k;
     behind = behind || (report->empty == 0 && report->done < from->done);
     joins = joins || report->empty != 0;
@@ -18801,7 +18663,7 @@ static void cddp__crew_open(cddp_ddp *d) {
    the furthest of them. CDDP_PEER_LOST: one of them was lost meanwhile. */
 static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  const cddp__crew_report *from = NULL;
+  cddp__crew_report *from = NULL;
   cddp__message *table = NULL;
   cddp_result r;
   int i;
@@ -18836,7 +18698,8 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   cddp__free(&c->net->allocator, table);
   if (r != CDDP_OK) return r;
   cddp__crew_open(d);
-  cddp__log(&d->group->host->logger, 1, "%d ranks go on with step %" PRIu64, c->count, c->done);
+  cddp__log(&d->group->host->logger, 1, "%d ranks go on with step %" PRIu64, d->active_count,
+            c->done);
   return CDDP_OK;
 }
 
@@ -18850,17 +18713,23 @@ static cddp_result cddp__crew_next(cddp_ddp *d) {
   d->held = -1;
   if (c->done == c->step) cddp__crew_drop_past(c);
   cddp__door_serve(d->group->host);
-  if (r == CDDP_OK && held >= 0 && c->done == c->step) r = cddp__crew_keep(d, held);
+  if (held >= 0 && c->done == c->step) { /* it becomes a node; its rows stay with this rank, too */
+    if (d->sparse != NULL) r = cddp__keep_rows(d, held);
+    CDDP__POINT("elastic keep");
+    if (r == CDDP_OK) r = cddp__crew_grow(d, d->kept_count + 1);
+    if (r == CDDP_OK) r = cddp__keep_node(d, held, true);
+    CDDP__POINT("elastic kept");
+  }
   if (held >= 0) cddp__arm(d);
   while (r == CDDP_OK && c->done == c->step) {
     for (i = 0; i < d->shards; i++) {
-      if (c->owner[i] >= c->count || c->order[c->owner[i]] != c->me) continue;
+      if (d->owner[i] >= d->active_count || c->order[d->owner[i]] != c->me) continue;
       if (cddp__nodes_have(d->kept, d->kept_count, i)) continue;
       d->held = i;
       return CDDP_OK;
     }
     cddp__crew_listen(d, false);
-    if (cddp__crew_lowest(d) != c->me) cddp__crew_dismiss(d);
+    if (cddp__crew_lowest(d) != c->me) cddp__crew_hang_up(d);
     if (c->knock_count > 0 && c->attempts == 0) /* lets them in, once a step */
       r = cddp__fail(CDDP_PEER_LOST, "the ranks meet again, as a process joins");
     else
@@ -18878,7 +18747,6 @@ static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
   d->crew->called = cddp__update_call(d, s);
   memset(d->used, 1, (size_t)d->count);
   r = d->memory->copy(d->arena, d->crew->mean, d->dense, d->group->stream);
-  if (r == CDDP_OK) r = cddp__merge_lists(d, d->shards);
   if (r == CDDP_OK && (s == NULL || !gpu)) r = cddp__return_gradients(d);
   if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
   if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
@@ -18894,7 +18762,6 @@ static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
 
 static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew *c = d->crew;
-  int i;
   if (c == NULL) return;
   cddp__crew_drop_past(c);
   if (c->net != NULL) cddp__crew_hide(d);
@@ -18904,44 +18771,30 @@ static void cddp__crew_free(cddp_ddp *d) {
   cddp__crew_release(d, c->mean);
   cddp__crew_release(d, c->area);
   cddp__crew_release(d, c->states);
-  cddp__buffer_clear(&c->own, 0);
-  cddp__buffer_clear(&c->rows, 0);
-  for (i = 0; i < 2; i++) cddp__arena_free(d->group->host, c->blocks[i]);
   cddp__net_release(c->net);
   cddp__free(&d->group->host->allocator, c);
   d->crew = NULL;
-}
-
-/* The address by which this host reaches the others, or (it joins) the rank that leads. */
-static cddp_result cddp__crew_address(const cddp_ddp *d, cddp__address *a) {
-  const cddp__host *h = d->group->host;
-  const cddp__crew_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
-  cddp_result r;
-  int fd = -1;
-  if (h->net != NULL) {
-    *a = cddp__internet_address(&h->net->hosts[h->net->host].address);
-    return CDDP_OK;
-  }
-  if (h->joined) { /* a datagram socket says what the system would take; nothing is sent */
-    *a = cddp__internet_address(&lead->address);
-    cddp__address_set_port(a, lead->port);
-    fd = socket(a->sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd >= 0 && connect(fd, &a->any, a->size) != 0) cddp__close_fd(&fd);
-  }
-  r = cddp__own_address(fd, a);
-  cddp__close_fd(&fd);
-  return r;
 }
 
 /* What this rank tells of itself; its socket listens. */
 static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   cddp__crew *c = d->crew;
   const cddp__host *h = d->group->host;
+  const cddp__crew_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
   cddp__address a;
-  int error;
-  cddp_result r;
+  int error, fd = -1;
+  cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
-  if ((r = cddp__crew_address(d, &a)) != CDDP_OK) return r;
+  if (h->joined) { /* a datagram socket says what the system would take; nothing is sent */
+    a = cddp__internet_address(&lead->address);
+    cddp__address_set_port(&a, lead->port);
+    fd = socket(a.sa.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && connect(fd, &a.any, a.size) != 0) cddp__close_fd(&fd);
+  }
+  if (h->net != NULL) a = cddp__internet_address(&h->net->hosts[h->net->host].address);
+  else r = cddp__own_address(fd, &a);
+  cddp__close_fd(&fd);
+  if (r != CDDP_OK) return r;
   cddp__address_set_port(&a, 0);
   self->address = a.v6;
   self->place = c->me;
@@ -18970,16 +18823,14 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
-                n * (sizeof *c->members + 4 * sizeof(int)) + 2 * links * sizeof(void *));
+                n * (sizeof *c->members + 2 * sizeof(int)) + 2 * links * sizeof(void *));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   d->crew = c;
   c->members = (cddp__crew_member *)(void *)(c + 1);
   c->links = (cddp__link **)(void *)(c->members + n + 1);
   c->reports = (cddp__message **)(void *)(c->links + links);
   c->order = (int *)(void *)(c->reports + links);
-  c->owner = c->order + n;
-  c->mine_planned = c->owner + n; /* [2 n] */
-  c->own.allocator = c->rows.allocator = a;
+  c->indices = c->order + n;
   c->empty = h->joined;
   c->me = h->joined ? d->shards : d->group->rank;
   c->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
@@ -19011,7 +18862,7 @@ static cddp_result cddp__crew_create(cddp_ddp *d) {
   if (r == CDDP_OK) {
     memcpy(d->crew->net->token, all[0].token, sizeof all[0].token);
     d->crew->net->host = all[d->crew->me].self.host;
-    d->crew->count = g->size;
+    d->active_count = g->size;
     cddp__crew_deal(d);
     d->control->internal = d->comm->internal = false; /* their calls tell where buffers are */
     cddp__crew_open(d);
@@ -19154,9 +19005,7 @@ struct cddp__elastic {
   float *counts;                 /* [params] how often each has been stepped, for who joins */
   char *areas;                   /* [CDDP__AREAS] */
   cddp__elastic_view *views;     /* [capacity] */
-  int *dealt;                    /* [shards] member to which each is dealt */
-  int *living, living_count;     /* [capacity] members of the deal, */
-  int *indices;                  /* their numbers among the host's processes, */
+  int *indices;                  /* [capacity] of ddp.active, numbers among the host's processes, */
   uint32_t *lives;               /* and which life of the place each is */
   cddp__presence *presences;     /* [capacity] of the group */
   uint64_t identity;             /* of them; 0: none yet */
@@ -19181,7 +19030,6 @@ static uint64_t cddp__unit(uint64_t step, int state, int owner, int log) {
   return step << 26 | (uint64_t)log << 14 | (uint64_t)owner << 2 | (uint64_t)state;
 }
 static int cddp__unit_owner(uint64_t word) { return (int)(word >> 2 & 4095); }
-static int cddp__unit_log(uint64_t word) { return (int)(word >> 14 & 4095); }
 static int cddp__unit_state(uint64_t word, uint64_t step) {
   if (word >> 26 == step) return (int)(word & 3);
   return word >> 26 < step ? CDDP__UNIT_FREE : CDDP__UNIT_DONE;
@@ -19353,15 +19201,13 @@ static cddp_result cddp__elastic_attach(cddp_ddp *d, char *board) {
   size_t n = (size_t)d->shards, tables = 2 * (size_t)cddp__table_room(d);
   size_t page = cddp__page_size(), bytes;
   cddp__elastic *e = (cddp__elastic *)cddp__calloc(
-      a, 1, sizeof *e + n * (sizeof *e->views + sizeof *e->presences + 3 * sizeof(int) +
+      a, 1, sizeof *e + n * (sizeof *e->views + sizeof *e->presences + sizeof *e->indices +
                              sizeof *e->lives));
   int i;
   if (e == NULL) return CDDP_OUT_OF_MEMORY;
   e->views = (cddp__elastic_view *)(void *)(e + 1);
   e->presences = (cddp__presence *)(void *)(e->views + n);
-  e->dealt = (int *)(void *)(e->presences + n);
-  e->living = e->dealt + n;
-  e->indices = e->living + n;
+  e->indices = (int *)(void *)(e->presences + n);
   e->lives = (uint32_t *)(void *)(e->indices + n);
   d->me = -1; /* no member yet */
   e->unshared = cddp__load32(&d->group->host->unshared);
@@ -19452,13 +19298,13 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   cddp_group *g = d->control;
   size_t bytes;
   int i;
-  char *board = NULL, *mine = NULL;
+  char *board;
   cddp_result r;
   cddp__elastic e;
   bytes = cddp__board_layout(d, NULL, &e);
-  r = cddp__common_memory(d, bytes, CDDP__FOR_BOARD, &board, &mine);
+  r = cddp__common_memory(d, bytes, CDDP__FOR_BOARD, &board);
   (void)cddp__board_layout(d, board, &e);
-  if (r == CDDP_OK && mine != NULL) {
+  if (r == CDDP_OK && g->local_rank == 0) {
     e.board->self = cddp__ref_of(g->host, board, bytes);
     e.board->model = cddp__model_of(d);
     e.board->shards = d->shards;
@@ -19505,31 +19351,27 @@ static cddp__elastic_room *cddp__elastic_block(const cddp__elastic *e, uint32_t 
                                                                  CDDP__ELASTIC_BLOCKS];
 }
 
-/* Whether a member has a group that uses that control block. */
-static bool cddp__block_used(const cddp_ddp *d, uint32_t number) {
-  const cddp__elastic *e = d->elastic;
-  int m = 0;
-  while (m < d->shards && !(cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
-                            cddp__load32(&e->members[m].uses) == number))
-    m++;
-  return m < d->shards;
-}
-
 /* A control block for the group of a deal of this rank, that no member uses, or only with a group
    of long ago, to which its memory is left then: 1 + its number; 0: there is no memory. last: that
    of the step before, in which some may still be, and begin to use it. */
 static uint32_t cddp__new_block(cddp_ddp *d, int ranks, uint32_t last) {
   cddp__host *h = d->group->host;
-  uint32_t first = 1 + (uint32_t)(d->me * CDDP__ELASTIC_BLOCKS), k = 0;
+  const cddp__elastic *e = d->elastic;
+  uint32_t first = 1 + (uint32_t)(d->me * CDDP__ELASTIC_BLOCKS), k;
   size_t bytes = cddp__block_bytes(ranks, ranks);
   cddp__elastic_room *room;
   void *block = NULL;
-  bool left;
-  while (k < CDDP__ELASTIC_BLOCKS && (first + k == last || cddp__block_used(d, first + k))) k++;
-  left = k == CDDP__ELASTIC_BLOCKS;
-  if (left) k = first == last;
-  room = cddp__elastic_block(d->elastic, first + k);
-  if (left) cddp__store64(&room->bytes, 0);
+  bool used = true;
+  int m;
+  for (k = 0; used && k < CDDP__ELASTIC_BLOCKS; k++) {
+    used = first + k == last;
+    for (m = 0; m < d->shards; m++)
+      used = used || (cddp__member_is(e, m, CDDP__MEMBER_LIVE) &&
+                      cddp__load32(&e->members[m].uses) == first + k);
+  }
+  k = used ? first == last : k - 1;
+  room = cddp__elastic_block(e, first + k);
+  if (used) cddp__store64(&room->bytes, 0);
   if (cddp__room_take(d, room, bytes, &block) != CDDP_OK) return 0;
   if (h->threads || !cddp__arena_punch(h, room->at.base, room->at.size)) memset(block, 0, bytes);
   cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
@@ -19563,30 +19405,13 @@ static bool cddp__member_gone(const cddp_ddp *d, int member) {
   return fd.fd < 0 && cddp__process_born(m->pid) != m->born;
 }
 
-/* What a member that is not there any more had taken: a shard that is in its table is done. */
-static cddp_result cddp__free_shard(cddp_ddp *d, int shard, uint64_t word) {
-  cddp__elastic *e = d->elastic;
-  int owner = cddp__unit_owner(word), count, state = CDDP__UNIT_FREE;
-  const cddp__shard_node *nodes;
-  uint64_t table;
-  cddp_result r = cddp__elastic_see(d, owner);
-  if (cddp__load64(&e->shards[shard]) != word) return CDDP_OK; /* the memory may have gone too */
-  if (r != CDDP_OK) return r;
-  count = cddp__table_count(e, owner, e->step, &table);
-  nodes = cddp__table(d, e->views[owner].kit, table);
-  if (cddp__nodes_have(nodes, count, shard)) state = CDDP__UNIT_DONE;
-  CDDP__POINT("elastic free");
-  if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, owner, 0)))
-    cddp__elastic_changed(e->board);
-  return CDDP_OK;
-}
-
-/* Looks after the other members: who is gone is lost, and its shards are free. */
+/* Looks after the other members: who is gone is lost, and the shards that it had taken are free, or
+   done if they are in its table. */
 static cddp_result cddp__elastic_look(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   cddp_result r = CDDP_OK;
-  uint64_t word, now;
-  int m, shard;
+  uint64_t word, now, table;
+  int m, shard, count, state;
   for (m = 0; m < d->shards; m++) {
     word = cddp__load64(&e->members[m].state);
     if (m == d->me || (word & 255) != CDDP__MEMBER_LIVE || !cddp__member_gone(d, m)) continue;
@@ -19600,8 +19425,18 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
   for (shard = 0; r == CDDP_OK && shard < d->shards; shard++) {
     word = cddp__load64(&e->shards[shard]);
     if (cddp__unit_state(word, e->step) != CDDP__UNIT_TAKEN || word >> 26 != e->step) continue;
-    if (cddp__member_is(e, cddp__unit_owner(word), CDDP__MEMBER_LIVE)) continue;
-    r = cddp__free_shard(d, shard, word);
+    m = cddp__unit_owner(word);
+    if (cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
+    r = cddp__elastic_see(d, m);
+    if (cddp__load64(&e->shards[shard]) != word) r = CDDP_OK; /* the memory may have gone too */
+    else if (r == CDDP_OK) {
+      count = cddp__table_count(e, m, e->step, &table);
+      state = cddp__nodes_have(cddp__table(d, e->views[m].kit, table), count, shard)
+                  ? CDDP__UNIT_DONE : CDDP__UNIT_FREE;
+      CDDP__POINT("elastic free");
+      if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, m, 0)))
+        cddp__elastic_changed(e->board);
+    }
   }
   return r;
 }
@@ -19645,9 +19480,55 @@ static void cddp__forget_lost(cddp_ddp *d) {
   }
 }
 
-/* Waits for board.changes to be no longer `seen`, or for a moment. w: begins anew whenever
-   something has changed; its deadline is the caller's to look at. */
-static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen) {
+/* The shard that this rank may take next, -1: none. *all_done: nor will there be one. */
+static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
+  const cddp__elastic *e = d->elastic;
+  int i, other = -1;
+  *all_done = true;
+  for (i = 0; i < d->shards; i++) {
+    int state = cddp__unit_state(cddp__load64(&e->shards[i]), e->step);
+    if (state != CDDP__UNIT_DONE) *all_done = false;
+    if (state != CDDP__UNIT_FREE) continue;
+    if (d->owner[i] == d->me) return i;
+    if (other < 0 && !cddp__member_is(e, d->owner[i], CDDP__MEMBER_LIVE)) other = i;
+  }
+  return other;
+}
+
+/* The deadline has passed: names the members that are waited for, to do shards or, if these are
+   done, in the update. */
+static cddp_result cddp__elastic_late(cddp_ddp *d) {
+  cddp__elastic *e = d->elastic;
+  char text[CDDP__ERROR_MAX] = "";
+  cddp__text who;
+  bool taken, update;
+  int i, n = 0;
+  (void)cddp__pick_shard(d, &update);
+  for (i = 0; i < d->shards && n < 4 && !update; i++) {
+    uint64_t word = cddp__load64(&e->shards[i]);
+    int state = cddp__unit_state(word, e->step);
+    if (state == CDDP__UNIT_DONE) continue;
+    taken = state == CDDP__UNIT_TAKEN;
+    who = cddp__member_name(d, taken ? cddp__unit_owner(word) : d->owner[i]);
+    cddp__append(text, sizeof text, "%s%s %s shard %d", n++ > 0 ? ", " : "", who.s,
+                 taken ? "is not done with" : "has not taken", i);
+  }
+  for (i = 0; i < d->shards && n < 4 && update; i++) {
+    bool late = cddp__load64(&e->members[i].at) <= 2 * e->step;
+    if (i == d->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
+    if (!late && cddp__load32(&e->members[i].inside) == 0) continue;
+    cddp__append(text, sizeof text, "%s%s %s", n++ > 0 ? ", " : "", cddp__member_name(d, i).s,
+                 late ? "did not come to" : "is not done with");
+  }
+  return cddp__fail(CDDP_TIMEOUT, "timed out after %g s in step %" PRIu64 ": %s%s",
+                    d->group->timeout_s, d->steps, text, update ? " the update" : "");
+}
+
+/* Waits for board.changes to be no longer `seen`, or for a moment. w: zeroed; it begins anew
+   whenever something has changed. joins: what has not happened if this rank joins, and time is up;
+   else NULL. */
+static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen,
+                                      const char *joins) {
   cddp__elastic *e = d->elastic;
   cddp__board *b = e->board;
   double left;
@@ -19678,28 +19559,10 @@ static cddp_result cddp__elastic_wait(cddp_ddp *d, cddp__wait *w, uint32_t seen)
   cddp__add32(&b->sleepers, 1);
   if (cddp__load32(&b->changes) == seen) cddp__futex_wait(&b->changes, seen, left);
   cddp__add32(&b->sleepers, (uint32_t)-1);
-  if (cddp__load32(&b->changes) != seen) w->late = false;
-  return CDDP_OK;
-}
-
-/* The members that are LIVE now, and do this step, into `living`; returns the hash of them and of
-   their lives. */
-static uint64_t cddp__see_living(const cddp__elastic *e, int capacity, uint64_t *living,
-                                 int *count) {
-  uint64_t identity = 1;
-  uint32_t seen[2];
-  int m;
-  memset(living, 0, CDDP__MAX_RANKS / 8);
-  *count = 0;
-  for (m = 0; m < capacity; m++) {
-    if (!cddp__member_does(e, m)) continue;
-    ++*count;
-    living[m / 64] |= (uint64_t)1 << m % 64;
-    seen[0] = (uint32_t)m;
-    seen[1] = cddp__load32(&e->members[m].life);
-    identity = cddp__hash64(identity, seen, sizeof seen);
-  }
-  return identity | 1;
+  if (cddp__load32(&b->changes) != seen || !w->late) return CDDP_OK;
+  if (joins == NULL) return cddp__elastic_late(d);
+  return cddp__fail(CDDP_TIMEOUT, "CDDP_JOIN: timed out after %g s: %s", d->group->timeout_s,
+                    joins);
 }
 
 /* The member's number among the processes of the host: one behind the ranks that met here, if it
@@ -19721,45 +19584,50 @@ static int cddp__member_index(cddp_ddp *d, int member) {
 /* The members in that set are dealt all shards. */
 static void cddp__take_deal(cddp_ddp *d, const uint64_t *living) {
   cddp__elastic *e = d->elastic;
-  int m, i, first, count;
-  e->living_count = 0;
-  for (m = 0; m < d->shards; m++)
-    if ((living[m / 64] >> m % 64 & 1) != 0) e->living[e->living_count++] = m;
-  for (m = 0; m < e->living_count; m++) {
-    cddp__deal_shards(d->shards, e->living_count, m, &first, &count);
-    for (i = first; i < first + count; i++) e->dealt[i] = e->living[m];
-    e->lives[m] = cddp__load32(&e->members[e->living[m]].life);
-    e->indices[m] = cddp__member_index(d, e->living[m]);
+  int m, k = 0, i;
+  for (m = 0; m < d->shards; m++) {
+    if ((living[m / 64] >> m % 64 & 1) == 0) continue;
+    e->lives[k] = cddp__load32(&e->members[m].life);
+    e->indices[k] = cddp__member_index(d, m);
+    d->active[k++] = m;
   }
-  cddp__record_event(d->group, "dealt", (uint64_t)e->living_count, CDDP_OK);
+  d->active_count = k;
+  cddp__deal(d->owner, d->shards, k);
+  for (i = 0; i < d->shards; i++) d->owner[i] = d->active[d->owner[i]];
+  cddp__record_event(d->group, "dealt", (uint64_t)d->active_count, CDDP_OK);
 }
 
-/* This rank's deal, of the members that it sees: in force if it is the step's first. Their group's
+/* This rank begins its step: takes the deal that is in force. If there is none yet it makes one, of
+   the members that are LIVE now, and do this step; another rank may be faster. Their group's
    control block is the one that the members before had, if these are the same. */
-static void cddp__make_deal(cddp_ddp *d, uint64_t before) {
-  cddp__elastic *e = d->elastic;
-  cddp__elastic_member *m = &e->members[d->me];
-  int slot = (int)(e->step & 1), count;
-  if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
-    (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
-  m->identity[slot] = cddp__see_living(e, d->shards, m->living[slot], &count);
-  m->block[slot] = e->block;
-  if (m->identity[slot] != e->identity || e->block == 0)
-    m->block[slot] = cddp__new_block(d, count, e->members[before & 4095].block[slot ^ 1]);
-  CDDP__POINT("elastic deal");
-  (void)cddp__swap64(&e->board->deal, before, (e->step + 1) << 12 | (uint64_t)d->me);
-  CDDP__POINT("elastic dealt");
-}
-
-/* This rank begins its step: takes the deal that is in force. */
 static void cddp__elastic_begin(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
-  const cddp__elastic_member *m;
-  int slot = (int)(e->step & 1);
-  uint64_t deal = cddp__load64(&e->board->deal);
+  cddp__elastic_member *m = &e->members[d->me];
+  int slot = (int)(e->step & 1), count = 0, k;
+  uint64_t identity = 1, *living = m->living[slot], deal = cddp__load64(&e->board->deal);
+  uint32_t seen[2];
   if (e->begun) return;
   cddp__forget_lost(d);
-  if (deal >> 12 != e->step + 1) cddp__make_deal(d, deal);
+  if (deal >> 12 != e->step + 1) {
+    if (e->group != NULL && cddp__load32(&e->group->block->broken) != 0)
+      (void)cddp__elastic_look(d); /* whoever has broken it is not to be in the next one */
+    memset(living, 0, sizeof m->living[slot]);
+    for (k = 0; k < d->shards; k++) {
+      if (!cddp__member_does(e, k)) continue;
+      count++;
+      living[k / 64] |= (uint64_t)1 << k % 64;
+      seen[0] = (uint32_t)k;
+      seen[1] = cddp__load32(&e->members[k].life);
+      identity = cddp__hash64(identity, seen, sizeof seen);
+    }
+    m->identity[slot] = identity | 1;
+    m->block[slot] = e->block;
+    if (m->identity[slot] != e->identity || e->block == 0)
+      m->block[slot] = cddp__new_block(d, count, e->members[deal & 4095].block[slot ^ 1]);
+    CDDP__POINT("elastic deal");
+    (void)cddp__swap64(&e->board->deal, deal, (e->step + 1) << 12 | (uint64_t)d->me);
+    CDDP__POINT("elastic dealt");
+  }
   deal = cddp__load64(&e->board->deal);
   CDDP_ASSERT(deal >> 12 == e->step + 1);
   m = &e->members[deal & 4095];
@@ -19790,32 +19658,6 @@ static cddp__elastic_room *cddp__rows_room(const cddp_ddp *d, int shard) {
   return &d->elastic->rows[(int)(d->elastic->step & 1) * d->shards + shard];
 }
 
-static cddp_result cddp__keep_rows(cddp_ddp *d, int shard) {
-  void *packet = NULL;
-  cddp_result r;
-  if (d->sparse == NULL) return CDDP_OK;
-  r = cddp__room_take(d, cddp__rows_room(d, shard), cddp__pack_rows(d, 0, NULL), &packet);
-  if (r != CDDP_OK) return r;
-  (void)cddp__pack_rows(d, 0, (char *)packet);
-  CDDP__POINT("elastic rows");
-  return CDDP_OK;
-}
-
-/* The shard that this rank may take next, -1: none. *all_done: nor will there be one. */
-static int cddp__pick_shard(const cddp_ddp *d, bool *all_done) {
-  const cddp__elastic *e = d->elastic;
-  int i, other = -1;
-  *all_done = true;
-  for (i = 0; i < d->shards; i++) {
-    int state = cddp__unit_state(cddp__load64(&e->shards[i]), e->step);
-    if (state != CDDP__UNIT_DONE) *all_done = false;
-    if (state != CDDP__UNIT_FREE) continue;
-    if (e->dealt[i] == d->me) return i;
-    if (other < 0 && !cddp__member_is(e, e->dealt[i], CDDP__MEMBER_LIVE)) other = i;
-  }
-  return other;
-}
-
 /* Takes that shard, unless another member has. */
 static bool cddp__take_shard(cddp_ddp *d, int shard) {
   cddp__elastic *e = d->elastic;
@@ -19830,7 +19672,7 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
   if (!e->spent) return true;
   while (i < d->kept_count && d->kept[i].slot >= 0) i++;
   if (i < d->kept_count) { /* its last shard is a node there, until the table has it elsewhere */
-    d->kept[i].slot = cddp__take_slot(d, cddp__free_slot(d->kept, d->kept_count, 0));
+    d->kept[i].slot = cddp__take_slot(d, cddp__free_slot(d->kept, d->kept_count));
     cddp__merge_nodes(d, d->kept[i].slot, &arena, &one, 1, false);
     cddp__put_nodes(d);
   }
@@ -19838,33 +19680,6 @@ static bool cddp__take_shard(cddp_ddp *d, int shard) {
   cddp__clear_own(d);
   e->spent = false;
   return true;
-}
-
-/* The deadline has passed: names the members that are waited for. update: in an update. */
-static cddp_result cddp__elastic_late(cddp_ddp *d, bool update) {
-  cddp__elastic *e = d->elastic;
-  char text[CDDP__ERROR_MAX] = "";
-  cddp__text who;
-  bool taken;
-  int i, n = 0;
-  for (i = 0; i < d->shards && n < 4 && !update; i++) {
-    uint64_t word = cddp__load64(&e->shards[i]);
-    int state = cddp__unit_state(word, e->step);
-    if (state == CDDP__UNIT_DONE) continue;
-    taken = state == CDDP__UNIT_TAKEN;
-    who = cddp__member_name(d, taken ? cddp__unit_owner(word) : e->dealt[i]);
-    cddp__append(text, sizeof text, "%s%s %s shard %d", n++ > 0 ? ", " : "", who.s,
-                 taken ? "is not done with" : "has not taken", i);
-  }
-  for (i = 0; i < d->shards && n < 4 && update; i++) {
-    bool late = cddp__load64(&e->members[i].at) <= 2 * e->step;
-    if (i == d->me || !cddp__member_is(e, i, CDDP__MEMBER_LIVE)) continue;
-    if (!late && cddp__load32(&e->members[i].inside) == 0) continue;
-    cddp__append(text, sizeof text, "%s%s %s", n++ > 0 ? ", " : "", cddp__member_name(d, i).s,
-                 late ? "did not come to" : "is not done with");
-  }
-  return cddp__fail(CDDP_TIMEOUT, "timed out after %g s in step %" PRIu64 ": %s%s",
-                    d->group->timeout_s, d->steps, text, update ? " the update" : "");
 }
 
 /* What a rank that has joined in the step before waits for, if this step is dealt to one: weights
@@ -19893,6 +19708,7 @@ static void cddp__publish_model(cddp_ddp *d) {
 static cddp_result cddp__elastic_next(cddp_ddp *d) {
   cddp__elastic *e = d->elastic;
   bool all_done = false, begins = !e->begun;
+  void *packet = NULL;
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int shard;
@@ -19905,7 +19721,13 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
     if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
     shard = cddp__pick_shard(d, &all_done);
     if (d->held >= 0) {
-      if ((r = cddp__keep_rows(d, d->held)) != CDDP_OK) return r;
+      if (d->sparse != NULL) {
+        r = cddp__room_take(d, cddp__rows_room(d, d->held),
+                            cddp__pack_rows(d, d->held, NULL), &packet);
+        if (r != CDDP_OK) return r;
+        (void)cddp__pack_rows(d, d->held, (char *)packet);
+        CDDP__POINT("elastic rows");
+      }
       (void)cddp__keep_node(d, d->held, shard >= 0);
       cddp__put_nodes(d);
       e->spent = shard < 0;
@@ -19917,8 +19739,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
       continue;
     }
     if (all_done || (shard >= 0 && cddp__take_shard(d, shard))) return CDDP_OK;
-    if (shard < 0) r = cddp__elastic_wait(d, &w, seen);
-    if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, false);
+    if (shard < 0) r = cddp__elastic_wait(d, &w, seen, NULL);
   }
   return r;
 }
@@ -19933,7 +19754,6 @@ static cddp_result cddp__collect_nodes(cddp_ddp *d) {
   const cddp__shard_node *nodes;
   uint64_t table;
   cddp_result r;
-  d->leaves = true;
   while (shard < d->shards) {
     owner = cddp__unit_owner(cddp__load64(&e->shards[shard]));
     if ((r = cddp__elastic_see(d, owner)) != CDDP_OK) return r;
@@ -19944,7 +19764,6 @@ static cddp_result cddp__collect_nodes(cddp_ddp *d) {
     d->nodes[n] = nodes[i];
     d->nodes[n].rank = owner;
     d->widths[n++] = cddp__node_width(&nodes[i]);
-    if (nodes[i].slot >= 0) d->leaves = false;
     shard += nodes[i].width;
   }
   d->node_count = n;
@@ -19995,27 +19814,16 @@ static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *
   u->loop(&args, 0, n);
 }
 
-/* Writes a block from a log to where it belongs. Again and again, if need be. */
-static void cddp__write_block(const cddp__pass *x, int i, const char *log, size_t at, size_t n) {
-  cddp_ddp *d = x->d;
-  size_t esize = cddp__dtype_size(d->params[i].dtype);
-  int k;
-  for (k = 0; k < x->s->states; k++)
-    if (cddp__has_state(x->s, k, i))
-      cddp__copy_near(cddp__state_at(d, x->s, cddp__area(d, CDDP__AREA_STATES, 0), k, i,
-                                     (at - d->tensors[i].offset) / esize),
-                      log + (size_t)k * CDDP__LOG_ROOM,
-                      n * cddp__dtype_size(cddp__state_type(x->s, i)));
-  cddp__publish_block(d, i, log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM, at, n * esize,
-                      cddp__area(d, CDDP__AREA_WEIGHTS, at));
-}
-
 /* A block of CDDP__PASS_WEIGHTS: into the log, unless it is in that of the member x->from, and out
-   of it. */
+   of it to where it belongs: again and again, if need be. */
 static void cddp__logged_block(cddp__pass *x, int i, const cddp__update *u, size_t at, size_t n) {
-  cddp__elastic *e = x->d->elastic;
+  cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
   cddp__elastic_part *p = &e->parts[x->part];
+  size_t bytes = n * cddp__dtype_size(u->stored), size = cddp__dtype_size(u->dtype);
+  size_t first = (at - d->tensors[i].offset) / cddp__dtype_size(u->stored);
   const char *log = x->log;
+  int k;
   if (x->logged) {
     log = e->views[x->from].kit + e->log_at;
   } else {
@@ -20024,12 +19832,18 @@ static void cddp__logged_block(cddp__pass *x, int i, const cddp__update *u, size
     cddp__note64(&p->progress, cddp__progress(e->step, at | 1));
   }
   CDDP__POINT("elastic logged");
-  cddp__write_block(x, i, log, at, n);
+  for (k = 0; k < x->s->states; k++)
+    if (cddp__has_state(x->s, k, i))
+      cddp__copy_near(
+          cddp__state_at(d, x->s, cddp__area(d, CDDP__AREA_STATES, 0), k, i, first),
+          log + (size_t)k * CDDP__LOG_ROOM, n * size);
+  cddp__publish_block(d, i, log + CDDP__LOG_WEIGHTS * CDDP__LOG_ROOM, at, bytes,
+                      cddp__area(d, CDDP__AREA_WEIGHTS, at));
   CDDP__POINT("elastic published");
-  cddp__note64(&p->progress, cddp__progress(e->step, at + n * cddp__dtype_size(u->stored)));
-  if (x->logged && x->from != x->d->me) /* whose block it was is of no use any more */
-    cddp__note64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN,
-                                      x->d->me, x->d->me));
+  cddp__note64(&p->progress, cddp__progress(e->step, at + bytes));
+  if (x->logged && x->from != d->me) /* whose block it was is of no use any more */
+    cddp__note64(&p->word, cddp__unit(cddp__pass_number(e->step, x->which), CDDP__UNIT_TAKEN, d->me,
+                                      d->me));
   x->logged = false;
   CDDP__POINT("elastic block");
 }
@@ -20057,11 +19871,12 @@ static void cddp__do_part(cddp__pass *x) {
 /* The part that this rank does next, taken; -1: none. *over: all are done. Parts dealt to it come
    first, as the deal has them; then any. */
 static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
-  cddp__elastic *e = x->d->elastic;
+  const cddp_ddp *d = x->d;
+  cddp__elastic *e = d->elastic;
   uint64_t number = cddp__pass_number(e->step, x->which);
-  int parts = cddp__parts_of(x->d), first = 0, count = parts, k, part, owner;
-  for (k = 0; k < e->living_count && e->living[k] != x->d->me; k++) {}
-  if (k < e->living_count) cddp__deal_shards(parts, e->living_count, k, &first, &count);
+  int parts = cddp__parts_of(d), first = 0, count = parts, k, part, owner;
+  for (k = 0; k < d->active_count && d->active[k] != d->me; k++) {}
+  if (k < d->active_count) cddp__deal_shards(parts, d->active_count, k, &first, &count);
   *over = true;
   for (k = 0; k < parts; k++) {
     uint64_t word = cddp__load64(&e->parts[part = (first + k) % parts].word);
@@ -20070,10 +19885,9 @@ static int cddp__claim_part(const cddp__pass *x, int *log, bool *over) {
     *over = false;
     owner = cddp__unit_owner(word);
     if (state == CDDP__UNIT_TAKEN && cddp__member_is(e, owner, CDDP__MEMBER_LIVE)) continue;
-    *log = state == CDDP__UNIT_TAKEN ? cddp__unit_log(word) : x->d->me;
+    *log = state == CDDP__UNIT_TAKEN ? (int)(word >> 14 & 4095) : d->me;
     CDDP__POINT("elastic part");
-    if (cddp__swap64(&e->parts[part].word, word,
-                     cddp__unit(number, CDDP__UNIT_TAKEN, x->d->me, *log)))
+    if (cddp__swap64(&e->parts[part].word, word, cddp__unit(number, CDDP__UNIT_TAKEN, d->me, *log)))
       return part;
     k--; /* another member has been faster: what has it become? */
   }
@@ -20111,26 +19925,13 @@ static cddp_result cddp__do_parts(cddp__pass *x, int which) {
       (void)cddp__swap64(&e->board->step, e->step, e->step + 1);
       cddp__elastic_changed(e->board);
     } else {
-      r = cddp__elastic_wait(d, &w, seen);
-      if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, true);
+      r = cddp__elastic_wait(d, &w, seen, NULL);
     }
   }
   return r;
 }
 
-/* Whether a member has called what this rank has. */
-static cddp_result cddp__compare_members(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  int m, slot = (int)(e->step & 1);
-  cddp_result r = CDDP_OK;
-  for (m = 0; r == CDDP_OK && m < d->shards; m++)
-    if (cddp__member_does(e, m))
-      r = cddp__compare_update(d, &e->members[d->me].calls[slot], &e->members[m].calls[slot],
-                               cddp__member_name(d, m));
-  return r;
-}
-
-/* This rank comes to the update, and waits for the other members. */
+/* This rank comes to the update, waits for the other members, and compares what they called. */
 static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
   cddp__elastic *e = d->elastic;
   cddp__elastic_member *mine = &e->members[d->me];
@@ -20150,15 +19951,15 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
                              cddp__load64(&e->members[m].at) > 2 * e->step))
       m++;
     if (m == d->shards) break;
-    r = cddp__elastic_wait(d, &w, seen);
-    if (r == CDDP_OK && w.late) r = cddp__elastic_late(d, true);
+    r = cddp__elastic_wait(d, &w, seen, NULL);
   }
   if (r == CDDP_OK) r = cddp__elastic_failure(d);
-  if (r == CDDP_OK) r = cddp__compare_members(d);
   d->receiver_count = 0;
   for (m = 0; m < d->shards && r == CDDP_OK; m++) { /* those that are lost meanwhile do no harm */
     if (!cddp__member_does(e, m)) continue;
-    r = cddp__elastic_see(d, m);
+    r = cddp__compare_update(d, &mine->calls[e->step & 1], &e->members[m].calls[e->step & 1],
+                             cddp__member_name(d, m));
+    if (r == CDDP_OK) r = cddp__elastic_see(d, m);
     d->receivers[d->receiver_count++] = m;
   }
   /* the others may have done all of it: then a lost one's place may be another rank's already */
@@ -20219,14 +20020,14 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK) cddp__use_areas(d, s);
   for (i = 0; r == CDDP_OK && d->sparse != NULL && i < d->shards; i++) {
     r = cddp__locate(d->group->host, &cddp__rows_room(d, i)->at, &packet);
-    d->lists[i].packet = (char *)packet;
+    if (r == CDDP_OK) d->lists[i].packet = (char *)packet + sizeof(cddp__shard_rows);
   }
-  if (r == CDDP_OK) r = cddp__merge_lists(d, d->shards); /* each member for itself */
+  if (r == CDDP_OK && d->sparse != NULL) r = cddp__merge_rows(d); /* each member for itself */
   if (r == CDDP_OK && (s == NULL || clips)) r = cddp__do_parts(&x, CDDP__PASS_MEANS);
   if (r == CDDP_OK && clips) {
     x.averaged = true;
     x.clip = cddp__clip_factor(d, d->desc.max_grad_norm, true);
-    if (x.clip != 1) cddp__clip_rows(d, x.clip);
+    cddp__clip_rows(d, x.clip);
   }
   if (r == CDDP_OK && s != NULL) r = cddp__do_parts(&x, CDDP__PASS_WEIGHTS);
   cddp__store32(&e->members[d->me].inside, 0);
@@ -20239,7 +20040,7 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
       cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_WEIGHTS, t->offset), t->bytes);
   }
   if (s != NULL && s->share == NULL && s->states > 0)
-    cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0), NULL);
+    cddp__share_states(d, s, cddp__area(d, CDDP__AREA_STATES, 0));
   if (s != NULL) r = cddp__write_copies(s);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   if (r != CDDP_OK) return r;
@@ -20271,7 +20072,7 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
     o->fresh[i] = o->steps[i] == 0;
     if (o->steps[i] > 0 && o->backend == NULL && !from->shared) r = cddp__need_states(o, i);
   }
-  if (r == CDDP_OK && from->shared) cddp__share_states(d, o, states, NULL);
+  if (r == CDDP_OK && from->shared) cddp__share_states(d, o, states);
   else if (r == CDDP_OK) r = cddp__copy_states(d, o, states, 0, d->model_bytes, false);
   d->inherited.stepped = false;
   if (c == NULL) return r;
@@ -20311,7 +20112,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK) r = c != NULL ? cddp__crew_update(d, s) : cddp__elastic_update(d, s);
   if (r == CDDP_OK) {
     d->steps++;
-    d->present = c != NULL ? c->count : d->elastic->living_count;
+    d->present = d->active_count;
     cddp__arm(d);
   } else {
     r = cddp__give_up(d, r);
@@ -20375,9 +20176,7 @@ static cddp_result cddp__join_wait(cddp_ddp *d, cddp__wait *w, uint64_t step, co
   int living;
   cddp_result r = cddp__check_living(d, step, &living);
   if (r == CDDP_OK && living == 0) return cddp__join_late();
-  if (r == CDDP_OK) r = cddp__elastic_wait(d, w, seen);
-  if (r != CDDP_OK || !w->late) return r;
-  return cddp__fail(CDDP_TIMEOUT, "CDDP_JOIN: timed out after %g s: %s", d->group->timeout_s, what);
+  return r == CDDP_OK ? cddp__elastic_wait(d, w, seen, what) : r;
 }
 
 /* Makes this rank a member, whom the others do not count yet. */
@@ -20430,33 +20229,9 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
     e->step = step + 1;
     e->begun = false;
     if (r == CDDP_OK) cddp__elastic_begin(d);
-    for (k = 0; k < e->living_count && e->living[k] != d->me; k++) {}
-    if (k < e->living_count) break;
+    for (k = 0; k < d->active_count && d->active[k] != d->me; k++) {}
+    if (k < d->active_count) break;
   }
-  return r;
-}
-
-/* The model as it is before this rank's first step. */
-static cddp_result cddp__join_model(cddp_ddp *d) {
-  cddp__elastic *e = d->elastic;
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  int i;
-  memset(&w, 0, sizeof w);
-  while (r == CDDP_OK && cddp__load64(&e->board->published) < e->step)
-    r = cddp__join_wait(d, &w, e->step - 1, "no rank has begun another step");
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
-    cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_JOIN, t->offset), t->bytes);
-    if (t->shared &&
-        cddp__ref_of(d->group->host, d->params[i].data, t->bytes).kind == CDDP__REF_NONE)
-      r = cddp__fail(CDDP_INVALID_ARGUMENT,
-                     "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
-                     "not on rank %d",
-                     cddp__param_name(&d->params[i], i).s, d->group->rank);
-  }
-  d->steps = e->board->steps;
-  cddp__inherit(d, &e->board->inherited, e->counts);
   return r;
 }
 
@@ -20467,6 +20242,9 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   cddp__board *board = h->board;
   cddp_result r = cddp__join_compare(d, &board->model);
   bool inside;
+  cddp__wait w;
+  int i;
+  memset(&w, 0, sizeof w);
   if (r == CDDP_OK) r = cddp__elastic_attach(d, (char *)board);
   CDDP__POINT("elastic attached");
   inside = r == CDDP_OK && cddp__gate_enter(board, &h->door->table.board);
@@ -20474,8 +20252,20 @@ static cddp_result cddp__elastic_join(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__take_place(d);
   if (inside) (void)cddp__gate_leave(d, d->elastic);
   if (r == CDDP_OK) r = cddp__join_step(d);
-  if (r == CDDP_OK) r = cddp__join_model(d);
+  while (r == CDDP_OK && cddp__load64(&board->published) < d->elastic->step)
+    r = cddp__join_wait(d, &w, d->elastic->step - 1, "no rank has begun another step");
+  for (i = 0; r == CDDP_OK && i < d->count; i++) { /* the model as it is before that step */
+    const cddp__tensor *t = &d->tensors[i];
+    cddp__copy(d->params[i].data, cddp__area(d, CDDP__AREA_JOIN, t->offset), t->bytes);
+    if (t->shared && cddp__ref_of(h, d->params[i].data, t->bytes).kind == CDDP__REF_NONE)
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "the weights of parameter \"%s\" are from cddp_alloc on the other ranks, and "
+                     "not on rank %d",
+                     cddp__param_name(&d->params[i], i).s, d->group->rank);
+  }
   if (r != CDDP_OK) return r;
+  d->steps = board->steps;
+  cddp__inherit(d, &board->inherited, d->elastic->counts);
   cddp__door_open(h);
   cddp__record_event(d->group, "joined", d->steps, CDDP_OK);
   return CDDP_OK;
@@ -20504,19 +20294,19 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   if (e->group != NULL && e->group->id == e->identity) return e->group;
   cddp__leave_members(d);
   if (e->block == 0) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", e->living_count);
+    cddp__fail(CDDP_OUT_OF_MEMORY, "no shared memory for the group of %d ranks", d->active_count);
     return NULL;
   }
   cddp__store32(&e->members[d->me].uses, e->block);
   ref = cddp__elastic_block(e, e->block)->at;
   if (cddp__locate(d->group->host, &ref, &block) != CDDP_OK) return NULL;
-  for (k = 0; k < e->living_count; k++) {
-    if (e->living[k] == d->me) rank = k;
-    e->presences[k].state = &e->members[e->living[k]].state;
+  for (k = 0; k < d->active_count; k++) {
+    if (d->active[k] == d->me) rank = k;
+    e->presences[k].state = &e->members[d->active[k]].state;
     e->presences[k].value = cddp__member_state(CDDP__MEMBER_LIVE, e->lives[k]);
   }
   CDDP_ASSERT(rank >= 0);
-  if (cddp__group_build(&e->group, d->group->host, rank, e->living_count, e->indices,
+  if (cddp__group_build(&e->group, d->group->host, rank, d->active_count, e->indices,
                         (char *)block, d->group->timeout_s) != CDDP_OK)
     return NULL;
   e->group->presences = e->presences;
@@ -20549,9 +20339,8 @@ static void cddp__elastic_leave(cddp_ddp *d) {
   else cddp__arena_free(h, e->kit);
   cddp__close_fd(&h->door_fd);
   h->board = NULL;
-  for (m = 0; m < d->shards; m++) {
+  for (m = 0; m < d->shards; m++)
     if (e->views[m].life != 0) cddp__close_fd(&e->views[m].pidfd);
-  }
   cddp__free(&h->allocator, e);
   d->elastic = NULL;
 }
