@@ -16256,7 +16256,8 @@ static cddp_result cddp__common_memory(cddp_ddp *d, size_t bytes, enum cddp__ext
     else if (k == g->rank) r = CDDP_OUT_OF_MEMORY; /* it has said why, and now tells all */
     r = cddp__consensus(g, r, NULL, 0, NULL);
   }
-  if (r != CDDP_OK) cddp__arena_free(g->host, mine);
+  /* In a group that is broken another rank may have got further, and write there: it stays. */
+  if (r != CDDP_OK && cddp__load32(&g->block->broken) == 0) cddp__arena_free(g->host, mine);
   *out = (char *)at;
   return r;
 }
