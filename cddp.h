@@ -1555,10 +1555,8 @@ typedef struct cddp__logged_call {
 /* shared: where a rank waits, for the ranks of its host that wait for it. In the slots of a job's
    first group. Writer: the thread of the rank that waits. */
 typedef struct cddp__spot {
-  cddp__atomic_u32 wait;    /* number of the wait; 0: no thread has waited for long */
-  cddp__atomic_u32 group;   /* in which it waits: the low half of its id */
-  cddp__atomic_u32 suspect; /* a rank with which it seems to be in deadlock: 1 + host index in the
-                               top half, the number of that rank's wait below; 0: none */
+  cddp__atomic_u64 wait; /* for a round: the low half of its group's id above its number; for a
+                            message UINT64_MAX; 0: no thread has waited for long */
   cddp__atomic_u32 failed;  /* 1: the last wait ended in a failure */
   cddp__atomic_u32 several; /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX]; /* read while it may change: cddp__copy_text */
@@ -1659,7 +1657,6 @@ typedef struct cddp__host {
   struct cddp__slot *slots; /* [size] of the job's first group, for their spots; NULL: it is gone */
   uintptr_t user;           /* a thread that uses cddp: the address of one of its variables */
   cddp__atomic_u32 shown;   /* 1: a thread's wait is in this rank's spot; it writes the next */
-  uint32_t waits;           /* shown so far */
 } cddp__host;
 
 /* One collective call, as validated. */
@@ -6944,7 +6941,7 @@ static int cddp__job_rank(const cddp_group *g, int rank) {
 /* "; rank 1 waits in cddp_ddp_step at train.c:71", or nothing if that is not known. */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__spot *s = cddp__spot_of(g, rank);
-  bool waits = s != NULL && cddp__load32(&s->wait) != 0;
+  bool waits = s != NULL && cddp__load64(&s->wait) != 0;
   char where[CDDP__WHERE_MAX];
   cddp__text t = {""};
   if (s == NULL) return t;
@@ -6988,11 +6985,8 @@ static bool cddp__show_wait(cddp_group *g, const char *where) {
                                                                    : call.s,
                        cddp__describe_site().s);
   cddp__copy_text(s->where, where != NULL ? where : call.s, CDDP__WHERE_MAX);
-  cddp__store32(&s->group, (uint32_t)g->id);
-  cddp__store32(&s->suspect, 0);
   cddp__store32(&s->failed, 0);
-  if (++g->host->waits == 0) g->host->waits = 1;
-  cddp__store32(&s->wait, g->host->waits);
+  cddp__store64(&s->wait, where != NULL ? UINT64_MAX : (uint64_t)(uint32_t)g->id << 32 | g->round);
   return true;
 }
 
@@ -7001,58 +6995,52 @@ static void cddp__hide_wait(cddp_group *g, bool failed) {
   cddp__spot *s = cddp__spot_of(g, g->rank);
   if (s == NULL) return;
   cddp__store32(&s->failed, failed);
-  cddp__store32(&s->wait, 0);
+  cddp__store64(&s->wait, 0);
   cddp__store32(&g->host->shown, 0);
 }
 
 /* --- ranks that wait for each other in different groups --- */
 
-/* Breaks both groups in which this rank and p wait for each other. */
-static cddp_result cddp__break_deadlock(cddp_group *g, int p) {
-  const cddp__spot *mine = cddp__spot_of(g, g->rank), *theirs = cddp__spot_of(g, p);
+/* Breaks g and `in`, where this rank and p wait for each other. */
+static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
   int rank = cddp__job_rank(g, g->rank), other = cddp__job_rank(g, p);
   char here[CDDP__WHERE_MAX], there[CDDP__WHERE_MAX];
-  cddp_group *in;
   cddp_result r;
   bool first;
-  cddp__copy_text(here, mine->where, sizeof here);
-  cddp__copy_text(there, theirs->where, sizeof there);
+  cddp__copy_text(here, cddp__spot_of(g, g->rank)->where, sizeof here);
+  cddp__copy_text(there, cddp__spot_of(g, p)->where, sizeof there);
   r = cddp__fail(CDDP_MISMATCH,
                  "ranks disagree: rank %d waits in %s, rank %d in %s, each for the other; make the "
                  "same calls in the same order on all ranks",
                  rank < other ? rank : other, rank < other ? here : there,
                  rank < other ? other : rank, rank < other ? there : here);
-  pthread_mutex_lock(&g->host->lock);
-  for (in = g->host->groups; in != NULL && (uint32_t)in->id != cddp__load32(&theirs->group);)
-    in = in->next;
-  pthread_mutex_unlock(&g->host->lock);
   /* Both before any rank wakes: it may leave the other group, where that would look like a loss. */
-  first = in != NULL && cddp__publish_failure(in, r);
+  first = cddp__publish_failure(in, r);
   if (cddp__publish_failure(g, r)) cddp__spread_failure(g, true);
   if (first) cddp__spread_failure(in, true);
   return cddp__check_failure(g);
 }
 
-/* Once in a while in a long wait. Works as follows: a waiting rank shows in its spot which of its
-   waits it is in, and which rank it suspects: one that it waits for, which waits in another group,
-   with one thread and nothing for its engine to do here, and in which of its waits that rank is.
-   Where the other rank suspects this one in the wait in which it still is, neither can ever go on:
-   each had not come to the other's group when that one looked, and has been waiting ever since. */
+/* Once in a while in a long wait that is shown. Works as follows: a rank p that this rank waits for
+   shows that it waits for a round of another group, to which this rank has not come. If both have
+   one thread each, and nothing for its engine to do where the other one waits, neither can ever go
+   on. What p shows is read first: it still waits, then, when the rest is looked at. */
 static cddp_result cddp__look_for_deadlock(cddp_group *g) {
-  cddp__spot *mine = cddp__spot_of(g, g->rank);
-  uint32_t me = (1 + (uint32_t)g->members[g->rank]) << 16, suspect = 0;
   int p;
-  me |= cddp__load32(&mine->wait) & 0xffff;
-  for (p = 0; p < g->size && cddp__load32(&mine->several) == 0; p++) {
+  for (p = 0; p < g->size && cddp__load32(&cddp__spot_of(g, g->rank)->several) == 0; p++) {
     const cddp__spot *s = cddp__spot_of(g, p);
-    uint32_t wait = p != g->rank && s != NULL ? cddp__load32(&s->wait) : 0; /* read it first */
-    if (wait == 0 || cddp__load32(&s->group) == (uint32_t)g->id || cddp__load32(&s->several) != 0 ||
-        cddp__load32(&cddp__slot_of(g, p)->works) != 0 || cddp__has_announced(g, p))
+    uint64_t wait = p != g->rank && s != NULL ? cddp__load64(&s->wait) : 0;
+    cddp_group *in;
+    if (wait == 0 || cddp__load32(&s->several) != 0 || cddp__has_announced(g, p) ||
+        cddp__load32(&cddp__slot_of(g, p)->works) != 0)
       continue;
-    if (cddp__load32(&s->suspect) == me) return cddp__break_deadlock(g, p);
-    if (suspect == 0) suspect = (1 + (uint32_t)g->members[p]) << 16 | (wait & 0xffff);
+    pthread_mutex_lock(&g->host->lock);
+    for (in = g->host->groups; in != NULL && (uint32_t)in->id != wait >> 32;) in = in->next;
+    pthread_mutex_unlock(&g->host->lock);
+    if (in != NULL && in != g && cddp__load32(&cddp__slot_of(in, in->rank)->works) == 0 &&
+        cddp__load32(&cddp__op_header_of(in, in->rank, (uint32_t)wait)->seq) != (uint32_t)wait)
+      return cddp__break_deadlock(g, in, p);
   }
-  cddp__store32(&mine->suspect, suspect);
   return CDDP_OK;
 }
 
