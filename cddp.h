@@ -9802,26 +9802,21 @@ static void cddp__post_recv(cddp_group *g, cddp_work *q) {
   pthread_setcancelstate(cancel, &cancel);
 }
 
-/* What a thread waits for: a receive (q), a send (its index), or that no more is on its way than
-   may be (-1). */
-typedef struct cddp__p2p {
-  const cddp__call *c;
-  const cddp_work *q;
-  int send;
-} cddp__p2p;
-
-static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
-  size_t bytes = m->c->count * m->c->esize, staged;
+/* Whether a thread need not wait any longer: for a message, for the end of a send, or (without an
+   index) until no more is on its way than may be. */
+static bool cddp__message_ready(cddp_work *w) {
+  cddp_group *g = w->group;
+  size_t bytes = w->call.count * w->call.esize, staged;
   bool ready;
   int open;
   pthread_mutex_lock(&g->p2p_lock);
   cddp__serve_recvs(g);
-  if (m->q != NULL) {
-    ready = m->q->done;
-  } else if (m->send >= 0) {
-    ready = !cddp__send_open(g, m->send);
-  } else if (g->members[m->c->root] < 0) {
-    ready = cddp__hosts_room(g, m->c->root, bytes);
+  if (w->call.kind == CDDP__KIND_RECV) {
+    ready = w->done;
+  } else if (w->send >= 0) {
+    ready = !cddp__send_open(g, w->send);
+  } else if (g->members[w->call.root] < 0) {
+    ready = cddp__hosts_room(g, w->call.root, bytes);
   } else { /* one message alone may be of any size */
     (void)cddp__unused_send(g, bytes, &open, &staged);
     ready = open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
@@ -9832,10 +9827,10 @@ static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
 
 /* The rank for which it is of no use to wait any longer; -1: none. From any rank: one that died, or
    the last one that left. */
-static int cddp__gone_peer(const cddp_group *g, const cddp__p2p *m) {
-  int p, gone = -1, n = 1;
-  if (m->c->root != CDDP_ANY)
-    return m->c->root != g->rank && cddp__rank_gone(g, m->c->root) ? m->c->root : -1;
+static int cddp__gone_peer(const cddp_work *w) {
+  const cddp_group *g = w->group;
+  int p, gone = -1, n = 1, peer = w->call.root;
+  if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || !cddp__rank_gone(g, p)) continue;
     if (!cddp__rank_left(g, p)) return p;
@@ -9846,41 +9841,43 @@ static int cddp__gone_peer(const cddp_group *g, const cddp__p2p *m) {
 }
 
 /* Breaks the group if the peer of a send or recv is gone. */
-static cddp_result cddp__check_peer(cddp_group *g, const cddp__p2p *m) {
-  const char *doing = m->q == NULL                ? "send to it"
-                      : m->c->root == CDDP_ANY ? "recv from any rank"
-                                                 : "recv from it";
-  int gone = cddp__gone_peer(g, m);
+static cddp_result cddp__check_peer(const cddp_work *w) {
+  const char *doing = w->call.kind == CDDP__KIND_SEND ? "send to it"
+                      : w->call.root == CDDP_ANY      ? "recv from any rank"
+                                                      : "recv from it";
+  int gone = cddp__gone_peer(w);
   if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(g, gone, cddp__words("%s, tag %d", doing, m->c->tag).s);
+  return cddp__report_lost(w->group, gone, cddp__words("%s, tag %d", doing, w->call.tag).s);
 }
 
 /* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
    else is told. */
-static cddp_result cddp__p2p_late(cddp_group *g, const cddp__p2p *m, double limit) {
-  const char *what = m->q != NULL ? "recv from" : "send to";
-  bool any = m->c->root == CDDP_ANY;
-  cddp__text who = any ? cddp__words("any rank") : cddp__name_rank(g, m->c->root);
+static cddp_result cddp__message_late(const cddp_work *w, double limit) {
+  cddp_group *g = w->group;
+  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
+  bool any = w->call.root == CDDP_ANY;
+  cddp__text who = any ? cddp__words("any rank") : cddp__name_rank(g, w->call.root);
   if (limit >= 0)
     return cddp__fail(CDDP_TIMEOUT,
                       "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
-                      limit, what, who.s, m->c->tag, g->rank);
+                      limit, what, who.s, w->call.tag, g->rank);
   cddp__fail(CDDP_TIMEOUT,
              "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
-             g->timeout_s, what, who.s, m->c->tag, g->rank,
-             any ? "" : cddp__describe_wait(g, m->c->root).s);
+             g->timeout_s, what, who.s, w->call.tag, g->rank,
+             any ? "" : cddp__describe_wait(g, w->call.root).s);
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
 /* Shows that this thread waits for a message. Not if there are others: their rounds tell more. */
-static bool cddp__show_message(cddp_group *g, const cddp__p2p *m) {
-  const cddp__spot *s = cddp__spot_of(g, g->rank);
+static bool cddp__show_message(const cddp_work *w) {
+  const cddp__spot *s = cddp__spot_of(w->group, w->group->rank);
+  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
   cddp__text who = cddp__words("any rank");
   if (s == NULL || cddp__load32(&s->several) != 0) return false;
-  if (m->c->root != CDDP_ANY) who = cddp__words("rank %d", cddp__job_rank(g, m->c->root));
-  return cddp__show_wait(
-      g, cddp__words("cddp_%s %.20s, tag %d", m->q != NULL ? "recv from" : "send to", who.s,
-                     m->c->tag).s);
+  if (w->call.root != CDDP_ANY)
+    who = cddp__words("rank %d", cddp__job_rank(w->group, w->call.root));
+  return cddp__show_wait(w->group,
+                         cddp__words("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
 }
 
 static void cddp__unshow(void *g) {
@@ -9898,7 +9895,8 @@ static void cddp__test_cancel(cddp_group *shown, int cancel) {
 
 /* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
    negative. A thread may be cancelled here while it sleeps for a receive. */
-static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limit) {
+static cddp_result cddp__message_wait(cddp_work *m, double limit) {
+  cddp_group *g = m->group;
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   bool shown = false;
   cddp_result r = CDDP_OK;
@@ -9908,17 +9906,17 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
   for (;;) {
     uint32_t events = cddp__load32(&slot->events);
-    if (cddp__p2p_ready(g, m)) break;
+    if (cddp__message_ready(m)) break;
     if ((r = cddp__check_failure(g)) != CDDP_OK) break;
     if (cddp__wait_yields(&w)) continue;
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
-    if (cddp__gone_peer(g, m) >= 0 && !cddp__p2p_ready(g, m)) r = cddp__check_peer(g, m);
-    if (r == CDDP_OK && w.late) r = cddp__p2p_late(g, m, limit);
+    if (cddp__gone_peer(m) >= 0 && !cddp__message_ready(m)) r = cddp__check_peer(m);
+    if (r == CDDP_OK && w.late) r = cddp__message_late(m, limit);
     if (r != CDDP_OK) break;
-    if (w.due && !shown) shown = cddp__show_message(g, m);
-    if (m->q != NULL) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock is held */
+    if (w.due && !shown) shown = cddp__show_message(m);
+    if (m->call.kind == CDDP__KIND_RECV) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock */
     if (g->hosts != NULL)
-      cddp__hosts_pause(g, &w, m->c->root, events);
+      cddp__hosts_pause(g, &w, m->call.root, events);
     else
       cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
   }
@@ -9927,44 +9925,44 @@ static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limi
   return r;
 }
 
-/* Posts a send; without a handle it waits if more is on its way than may be. *send >= 0: the buffer
-   is in use until cddp__finish_send. */
-static cddp_result cddp__start_send(cddp_group *g, const cddp__call *c, bool handle, int *send) {
-  cddp__p2p m = {c, NULL, -1};
+/* Posts a send; without a handle it waits if more is on its way than may be. w->send >= 0: the
+   buffer is in use until cddp__finish_send. */
+static cddp_result cddp__start_send(cddp_work *w, bool handle) {
+  cddp_group *g = w->group;
   cddp_result r = cddp__check_group(g);
-  *send = -1;
-  if (r == CDDP_OK) r = cddp__check_peer(g, &m);
+  if (r == CDDP_OK) r = cddp__check_peer(w);
   if (r != CDDP_OK) return r;
-  if (g->members[c->root] >= 0) {
-    r = cddp__post_send(g, c, send);
+  if (g->members[w->call.root] >= 0) {
+    r = cddp__post_send(g, &w->call, &w->send);
   } else {
-    r = cddp__hosts_post(g, c);
-    handle = handle && cddp__load32(&g->hosts->peers[c->root].lost) == 0; /* the wait says why */
+    r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait says why */
+    handle = handle && cddp__load32(&g->hosts->peers[w->call.root].lost) == 0;
   }
-  return r == CDDP_OK && !handle && *send < 0 ? cddp__p2p_wait(g, &m, -1) : r;
+  return r == CDDP_OK && !handle && w->send < 0 ? cddp__message_wait(w, -1) : r;
 }
 
-/* Waits until a send that has been posted is taken. limit: see cddp__p2p_wait. With one,
+/* Waits until a send that has been posted is taken. limit: see cddp__message_wait. With one,
    CDDP_TIMEOUT leaves all as it is. After another failure the send is taken back, so that the
    buffer is the caller's again: a receiver that has begun to copy finishes first, unless it dies.
 */
-static cddp_result cddp__finish_send(cddp_group *g, const cddp__call *c, int send, double limit) {
-  cddp__p2p m = {c, NULL, send};
+static cddp_result cddp__finish_send(cddp_work *w, double limit) {
+  cddp_group *g = w->group;
   cddp__send_request *p;
   double deadline;
   cddp_result r;
-  if (send < 0) return CDDP_OK;
-  p = cddp__send_at(g, send);
-  r = cddp__p2p_wait(g, &m, limit);
+  if (w->send < 0) return CDDP_OK;
+  p = cddp__send_at(g, w->send);
+  r = cddp__message_wait(w, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
   if (r == CDDP_OK) {
     pthread_mutex_lock(&g->p2p_lock);
     cddp__store32(&p->state, CDDP__SEND_FREE);
     pthread_mutex_unlock(&g->p2p_lock);
-  } else if (!cddp__swap32(&p->state, CDDP__POSTED_TO(c->root), CDDP__SEND_FREE)) {
+  } else if (!cddp__swap32(&p->state, CDDP__POSTED_TO(w->call.root), CDDP__SEND_FREE)) {
     deadline = cddp__now() + 5;
-    while (cddp__send_open(g, send) && !cddp__rank_gone(g, c->root) && cddp__now() < deadline)
+    while (cddp__send_open(g, w->send) && !cddp__rank_gone(g, w->call.root) &&
+           cddp__now() < deadline)
       cddp__sleep(1e-5);
   }
   return r;
@@ -9987,10 +9985,10 @@ static __thread int cddp__last_source = -1;
 
 /* Waits for a receive that has been posted, and takes it out of the list. A failure of its own has
    broken the group. limit: as of cddp__finish_send. */
-static cddp_result cddp__finish_recv(cddp_group *g, cddp_work *q, double limit) {
-  cddp__p2p m = {&q->call, q, -1};
+static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
+  cddp_group *g = q->group;
   cddp_work **at = &g->recvs;
-  cddp_result r = cddp__p2p_wait(g, &m, limit);
+  cddp_result r = cddp__message_wait(q, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   pthread_mutex_lock(&g->p2p_lock);
   while (*at != q) at = &(*at)->next;
@@ -11474,13 +11472,16 @@ static void cddp__work_free(cddp_work *w) {
     cddp__free(&w->group->host->allocator, w);
 }
 
-/* more: bytes behind it. */
-static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
-  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
-  if (w == NULL) return NULL;
+static void cddp__work_init(cddp_work *w, cddp_group *g) {
   memset(w, 0, offsetof(cddp_work, text));
   w->group = g;
   w->send = -1;
+}
+
+/* more: bytes behind it. */
+static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
+  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
+  if (w != NULL) cddp__work_init(w, g);
   return w;
 }
 
@@ -11698,9 +11699,9 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
     }
     if (ended) return w->backend->wait(w);
   } else if (w->call.kind == CDDP__KIND_RECV) {
-    r = cddp__finish_recv(g, w, limit);
+    r = cddp__finish_recv(w, limit);
   } else if (w->run == NULL) {
-    r = cddp__finish_send(g, &w->call, w->send, limit);
+    r = cddp__finish_send(w, limit);
   } else if ((ended = cddp__engine_wait(&g->engine, w, deadline))) {
     r = w->result;
     if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
@@ -11732,31 +11733,30 @@ static cddp_result cddp__recv_now(cddp_work *w) {
 /* Sends or receives a message; work not NULL: begins to, and gives the handle. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   bool receives = c->kind == CDDP__KIND_RECV, taken = false;
-  cddp_work *w = NULL;
+  cddp_work own, *w = &own;
   uint64_t record;
-  int send = -1;
   cddp_result r = cddp__check_group(g);
   if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, c, work, &taken);
   if (r != CDDP_OK || taken) return r; /* taken: the buffer lies on a device */
+  cddp__work_init(w, g);
   if ((receives || work != NULL) && (w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
   record = cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype, -1,
                             c->root == CDDP_ANY ? -1 : c->root);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = c->tag;
   cddp__record_start(g, record, 0);
-  if (w != NULL) w->call = *c;
-  if (w != NULL) w->record = record;
+  w->call = *c;
+  w->record = record;
   if (receives) {
     cddp__post_recv(g, w);
     if (work == NULL) return cddp__recv_now(w);
   } else {
-    r = cddp__start_send(g, c, work != NULL, &send);
-    if (work == NULL && r == CDDP_OK) r = cddp__finish_send(g, c, send, -1);
+    r = cddp__start_send(w, work != NULL);
+    if (work == NULL && r == CDDP_OK) r = cddp__finish_send(w, -1);
     if (work == NULL || r != CDDP_OK) {
       cddp__record_finish(g, record, r);
-      cddp__free(&g->host->allocator, w);
+      if (w != &own) cddp__free(&g->host->allocator, w);
       return r;
     }
-    w->send = send;
   }
   *work = w;
   return CDDP_OK;
@@ -11782,13 +11782,12 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
 
 static bool cddp__work_done(cddp_work *w) {
   cddp_group *g = w->group;
-  bool done, receives = w->call.kind == CDDP__KIND_RECV;
-  cddp__p2p m = {&w->call, receives ? w : NULL, w->send};
+  bool done;
   if (w->backend != NULL) return w->backend->done(w);
   if (w->run == NULL) {
     if (cddp__load32(&g->block->broken) != 0) return true;
-    if (!receives && w->send < 0) return true;
-    return cddp__p2p_ready(g, &m);
+    if (w->call.kind == CDDP__KIND_SEND && w->send < 0) return true;
+    return cddp__message_ready(w);
   }
   pthread_mutex_lock(&g->engine.lock);
   done = w->done;
