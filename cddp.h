@@ -1526,12 +1526,11 @@ typedef struct cddp__send_request {
 enum {
   CDDP__SEND_FREE,
   CDDP__SEND_POSTED,
-  CDDP__SEND_TAKEN, /* its receiver copies the bytes; also with the receiver's rank */
+  CDDP__SEND_TAKEN, /* its receiver copies the bytes */
   CDDP__SEND_DONE,
   CDDP__SEND_REFUSED
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
-#define CDDP__TAKEN_BY(rank) ((uint32_t)CDDP__SEND_TAKEN | (uint32_t)(rank) << 8)
 
 #define CDDP__SENDS 128 /* sends in flight per rank and group before one without a handle waits */
 #define CDDP__SEND_BLOCKS 16 /* blocks of sends: number i has CDDP__SENDS << i */
@@ -1595,7 +1594,8 @@ typedef struct cddp__cause {
   char text[CDDP__ERROR_MAX];
 } cddp__cause;
 
-/* shared: the control block of a group, followed by the headers of all ranks, the slots of those of
+/* shared: the control block of a group, followed by the headers of all ranks, the last round to
+   which each is known to have come by what its host has told (cddp__came_of), the slots of those of
    this host (and an empty one for the others) and then the staging buffers. */
 typedef struct cddp__control_block {
   cddp__atomic_u32 arrivals; /* oversubscribed: ranks that reached a round, summed over all */
@@ -1613,8 +1613,6 @@ typedef struct cddp__control_block {
   unsigned char pad4[CDDP__CACHE_LINE - 24];
   cddp__cause cause; /* of losses to come */
   cddp__atomic_u32 told; /* the last round of which the other hosts were told who has come */
-  cddp__atomic_u32 came[CDDP__MAX_RANKS / 24 + 1]; /* what they told: 24 ranks, a bit each, behind
-                                                      the low byte of the round */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
@@ -1834,7 +1832,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp_work *recvs;          /* oldest first; p2p_lock, as are the next two */
   int next_any;              /* whom a receive from any rank asks first: those take turns */
   uint64_t send_number;
-  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own; NULL: not made yet */
+  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own, */
+  int send_blocks;                              /* of which there are so many */
   const cddp__presence *presences; /* [size] of an elastic model's members; else NULL */
   bool internal;     /* belongs to a cddp_ddp, whose peers know its memory once and for all */
   uint32_t unshared; /* host.unshared when they were told of this rank's memory */
@@ -5047,7 +5046,6 @@ typedef struct cddp__extent {
   char *address;       /* where this process has it; NULL: free */
   uint32_t generation; /* bumped by each allocation */
   enum cddp__extent_use use;
-  bool dirty;      /* free, and its old bytes are still there */
   bool is_private; /* this process has a copy of its own, peers see the old memory; its place is not
                       used again */
   uint64_t after_base;       /* goes with the control block that has its extent there, in this */
@@ -5085,7 +5083,8 @@ static bool cddp__arena_punch(const cddp__host *h, uint64_t base, uint64_t size)
 }
 
 static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
-  if (h->fd >= 0) e->dirty = !cddp__arena_punch(h, e->base, e->size);
+  if (h->fd >= 0 && !cddp__arena_punch(h, e->base, e->size))
+    memset(e->address, 0, (size_t)e->size); /* or a block's old rounds would seem new */
   munmap(e->address, (size_t)e->size);
   e->address = NULL;
 }
@@ -5204,8 +5203,6 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
   if (address != NULL) {
     if (use < CDDP__FOR_BOARD) cddp__populate(address, e->size, h->fd >= 0);
-    if (e->dirty) memset(address, 0, (size_t)e->size); /* or a block's old rounds would seem new */
-    e->dirty = false;
     e->use = use;
     e->after_generation = 0;
     e->address = address;
@@ -6498,11 +6495,11 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   return t;
 }
 
-/* Layout: control block, headers, slots, staging buffers. Every rank reads all headers, so those
-   lie close together: of a thousand ranks they are 32 pages, while a slot takes several. Ranks of
-   other hosts share a slot that stays empty. */
+/* Layout: control block, headers, rounds told, slots, staging buffers. Every rank reads all
+   headers, so those lie close together: of a thousand ranks they are 32 pages, while a slot takes
+   several. Ranks of other hosts share a slot that stays empty. */
 static size_t cddp__block_slots(int size) {
-  return 4096 + cddp__round_up(2 * (size_t)size * sizeof(cddp__op_header), 4096);
+  return 4096 + cddp__round_up((size_t)size * (2 * sizeof(cddp__op_header) + 4), 4096);
 }
 static size_t cddp__block_head(int size, int local_size) {
   size_t slots = (size_t)local_size + (local_size < size ? 1 : 0);
@@ -6540,6 +6537,9 @@ static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
 }
 static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32_t round) {
   return (cddp__op_header *)(void *)((char *)g->block + 4096) + 2 * (size_t)rank + (round & 1);
+}
+static cddp__atomic_u32 *cddp__came_of(const cddp_group *g, int rank) {
+  return (cddp__atomic_u32 *)(void *)cddp__op_header_of(g, g->size, 0) + rank;
 }
 static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
@@ -6776,24 +6776,19 @@ static bool cddp__rank_left(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
 }
 
-/* How a connection to another host ended, for messages: behind the name of the rank. */
-static cddp__text cddp__describe_link_end(int error) {
-  if (error == 0 || error == ECONNRESET || error == EPIPE)
-    return cddp__words("closed its connection: it died, or its group failed");
-  if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
-  if (error == EPROTO)
-    return cddp__words("sent what is no message of cddp, or not the one that was due");
-  return cddp__words("lost its connection: %s", strerror(error));
-}
-
 /* How a rank that is gone went. */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  int status, at = g->members[rank];
+  int status, at = g->members[rank], error = at < 0 ? g->hosts->peers[rank].error : 0;
   double deadline = cddp__now() + 2.5 * CDDP__NAP_S; /* the rank before it looks, if it waits */
   uint32_t ended = 0;
   if (cddp__rank_left(g, rank)) return cddp__words("left the group (cddp_destroy)");
-  if (at < 0) return cddp__describe_link_end(g->hosts->peers[rank].error);
+  if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
+  if (error == EPROTO)
+    return cddp__words("sent what is no message of cddp, or not the one that was due");
+  if (error != 0 && error != ECONNRESET && error != EPIPE)
+    return cddp__words("lost its connection: %s", strerror(error));
+  if (at < 0) return cddp__words("closed its connection: it died, or its group failed");
   if (g->presences != NULL &&
       (cddp__load64(g->presences[rank].state) & 255) == CDDP__MEMBER_LEFT)
     return cddp__words("left the model (cddp_ddp_destroy)");
@@ -7086,11 +7081,10 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
     const cddp__slot *slot = cddp__slot_of(g, p);
-    uint32_t awaits = cddp__load32(&slot->awaits), came = cddp__load32(&g->block->came[p / 24]);
-    bool had_come = came >> 24 == (g->round & 255) && (came >> p % 24 & 1) != 0;
+    uint32_t awaits = cddp__load32(&slot->awaits);
     if (cddp__has_announced(g, p)) continue;
     if (g->members[p] < 0)
-      set[p] = set[p] || (all && !had_come);
+      set[p] = set[p] || (all && cddp__load32(cddp__came_of(g, p)) != g->round);
     else if (awaits > 0 && awaits <= (uint32_t)g->size &&
              now - cddp__load32(&slot->awaits_at) < 500)
       set[awaits - 1] = true;
@@ -7462,6 +7456,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   slot = cddp__slot_of(g, rank);
   g->unshared = cddp__load32(&h->unshared);
   g->sends[0] = slot->sends;
+  g->send_blocks = 1;
   slot->pid = (uint32_t)getpid();
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&h->lock);
@@ -7901,18 +7896,12 @@ static void cddp__tell_came(cddp_group *g, uint32_t round) {
 /* What another host has told: a round, and ranks as cddp__list_ranks has them. Answers it. */
 static void cddp__note_came(cddp_group *g, const char *text) {
   char *at;
-  uint32_t round = (uint32_t)strtoul(text, &at, 10), old, ranks;
+  uint32_t round = (uint32_t)strtoul(text, &at, 10);
   long p, end;
   while (*at == ' ' || *at == ',') {
     p = end = strtol(at + 1, &at, 10);
     if (*at == '-') end = strtol(at + 1, &at, 10);
-    for (; p >= 0 && p <= end && p < g->size; p++) {
-      cddp__atomic_u32 *word = &g->block->came[p / 24];
-      do {
-        old = cddp__load32(word);
-        ranks = old >> 24 == (round & 255) ? old & 0xffffff : 0;
-      } while (!cddp__swap32(word, old, (round & 255) << 24 | ranks | 1u << p % 24));
-    }
+    for (; p >= 0 && p <= end && p < g->size; p++) cddp__store32(cddp__came_of(g, (int)p), round);
   }
   cddp__tell_came(g, round);
 }
@@ -9557,9 +9546,7 @@ static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of
 }
 
 static int cddp__send_count(const cddp_group *g) { /* of this rank, free and used */
-  int block = 0, n = 0;
-  for (; block < CDDP__SEND_BLOCKS && g->sends[block] != NULL; block++) n += CDDP__SENDS << block;
-  return n;
+  return CDDP__SENDS * ((1 << g->send_blocks) - 1);
 }
 
 /* Whether the receiver may still read one of this rank's own sends. */
@@ -9570,16 +9557,15 @@ static bool cddp__send_open(const cddp_group *g, int index) {
 
 /* Memory for more sends; the first index in it, -1 with the error set. p2p_lock held. */
 static int cddp__more_sends(cddp_group *g) {
-  int block = 0, count = cddp__send_count(g);
-  size_t bytes;
-  while (block < CDDP__SEND_BLOCKS && g->sends[block] != NULL) block++;
+  int block = g->send_blocks, count = cddp__send_count(g);
+  size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
   if (block == CDDP__SEND_BLOCKS) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are on their way already", count);
     return -1;
   }
-  bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
   g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__FOR_MESSAGE);
   if (g->sends[block] == NULL) return -1;
+  g->send_blocks++;
   cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->sends[block], bytes);
   return count;
 }
@@ -9708,7 +9694,7 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_
 static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
   void *from = NULL;
   cddp_result r;
-  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__TAKEN_BY(g->rank))) return;
+  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return;
   if (!cddp__recv_fits(g, q, p->count, p->dtype)) {
     cddp__store32(&p->state, CDDP__SEND_REFUSED);
   } else {
@@ -9955,16 +9941,12 @@ static cddp_result cddp__finish_send(cddp_work *w, double limit) {
   r = cddp__message_wait(w, limit);
   if (r == CDDP_TIMEOUT && limit >= 0) return r;
   if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
-  if (r == CDDP_OK) {
-    pthread_mutex_lock(&g->p2p_lock);
-    cddp__store32(&p->state, CDDP__SEND_FREE);
-    pthread_mutex_unlock(&g->p2p_lock);
-  } else if (!cddp__swap32(&p->state, CDDP__POSTED_TO(w->call.root), CDDP__SEND_FREE)) {
-    deadline = cddp__now() + 5;
-    while (cddp__send_open(g, w->send) && !cddp__rank_gone(g, w->call.root) &&
-           cddp__now() < deadline)
-      cddp__sleep(1e-5);
-  }
+  if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
+  if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(w->call.root), CDDP__SEND_FREE))
+    return r;
+  deadline = cddp__now() + 5;
+  while (cddp__send_open(g, w->send) && !cddp__rank_gone(g, w->call.root) && cddp__now() < deadline)
+    cddp__sleep(1e-5);
   return r;
 }
 
@@ -10289,10 +10271,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   cddp__link *l;
   pthread_mutex_lock(&g->p2p_lock);
-  if ((r = cddp__link_to(g, c->root, true)) != CDDP_OK) {
-    pthread_mutex_unlock(&g->p2p_lock);
-    return r;
-  }
+  if ((r = cddp__link_to(g, c->root, true)) != CDDP_OK) goto done;
   l = g->hosts->peers[c->root].link[0];
   cddp__link_flush(g->hosts->net, l);
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
@@ -10306,6 +10285,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
     if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
   }
   cddp__note_end(g, l);
+done:
   pthread_mutex_unlock(&g->p2p_lock);
   CDDP__POINT("sent");
   return r;
@@ -10652,7 +10632,6 @@ typedef struct cddp__flow {
   size_t begin, n;
   size_t part; /* elements of a piece of a part, at most */
   long pieces, ahead;
-  bool there, back;    /* there are A, B */
   bool one, adds;      /* the call is in one buffer; A are sums */
   bool each;           /* every two ranks have bytes of their own: there are no deputies */
   bool hidden;         /* this rank's view is in scratch */
@@ -10717,7 +10696,7 @@ static bool cddp__goes(const cddp__flow *f, int from, int to, bool back) {
   const cddp__hosts *x = f->g->hosts;
   const cddp__shape *s = &cddp__shapes[f->c->kind];
   int other = back ? to : from, host = x->peers[other].host;
-  if (!(back ? f->back : f->there)) return false;
+  if (f->one ? back && f->whole : s->scatters == back) return false;
   if (f->each) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__deputy(x, host, back ? from : to)) return false;
   if (s->from_root) return back != (host == f->root_host);
@@ -10878,8 +10857,6 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   f.one = cddp__in_one_buffer(c);
   f.adds = s->reduces;
   f.each = !s->reduces && (s->scatters || (s->gathers && s->to_root));
-  f.there = f.one || s->scatters;
-  f.back = !s->scatters;
   f.root_host = c->root >= 0 ? x->peers[c->root].host : -1;
   f.root = f.root_host == x->mine ? x->peers[c->root].number : -1;
   return f;
@@ -10914,7 +10891,6 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
   size_t most = hosts == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
   cddp_result r = CDDP_OK;
   f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= most;
-  if (f->one) f->back = !f->whole;
   if (!f->whole) lanes *= hosts;
   if (f->one) longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
   f->part = longest;
@@ -11330,11 +11306,13 @@ static cddp_result cddp__mpi_move_parts(cddp_group *g, const cddp__call *c, cons
   return CDDP_OK;
 }
 
-/* The call, from `send`: CDDP__MPI_MOST elements of each share at a time. */
-static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, const char *send) {
+/* The call's data, of all ranks: CDDP__MPI_MOST elements of each share at a time. */
+static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, void *const *arrays) {
+  const char *send = (const char *)c->send;
   size_t begin, n;
   cddp_result r = CDDP_OK;
   int p;
+  (void)arrays;
   for (begin = 0; r == CDDP_OK && begin < c->count; begin += n) {
     n = cddp__min(CDDP__MPI_MOST, c->count - begin);
     if (c->parts != NULL)
@@ -11354,6 +11332,7 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, const char
 
 static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
   const char *send = (const char *)c->send, *recv = (const char *)c->recv;
+  cddp__call apart = *c;
   void *copy = NULL;
   size_t bytes, got;
   cddp_result r;
@@ -11365,20 +11344,14 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
     copy = cddp__malloc(&g->host->allocator, bytes);
     if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
     if (copy != NULL) memcpy(copy, send, bytes);
-    send = (const char *)copy;
+    apart.send = copy;
   }
-  if (r == CDDP_OK) r = cddp__mpi_data(g, c, send);
+  if (r == CDDP_OK) r = cddp__mpi_data(g, &apart, NULL);
   if (r == CDDP_OK) {
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
     cddp__free(&g->host->allocator, copy);
   }
   return cddp__exit(g, r);
-}
-
-/* Over all ranks, in place, of any number of elements. */
-static cddp_result cddp__mpi_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
-  (void)arrays;
-  return cddp__mpi_data(g, c, (const char *)c->send);
 }
 
 /* --- communicators --- */
@@ -11440,7 +11413,7 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
   return CDDP_OK;
 }
 
-static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_average,
+static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_data,
                                                 cddp__mpi_split, cddp__mpi_leave};
 #endif /* CDDP_MPI */
 
@@ -12520,7 +12493,7 @@ static void cddp__group_leave(cddp_group *g) {
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay */
     if (!cddp__send_open(g, i)) cddp__arena_free(h, cddp__send_at(g, i)->stage);
     else cddp__arena_free_with(h, cddp__send_at(g, i)->stage, g->block);
-  for (i = 1; i < CDDP__SEND_BLOCKS; i++) cddp__arena_free_with(h, g->sends[i], g->block);
+  for (i = 1; i < g->send_blocks; i++) cddp__arena_free_with(h, g->sends[i], g->block);
   if (g->carrier->leave != NULL) g->carrier->leave(g);
   (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT);
   cddp__wake_all(g);
