@@ -1567,13 +1567,13 @@ typedef struct cddp__slot {
   uint32_t pid;           /* writer: the rank, before its first step */
   cddp__atomic_u32 inside; /* 1: may be in its peers' memory, see cddp__enter; writer: the rank */
   unsigned char pad1[CDDP__CACHE_LINE - 12];
+  cddp__atomic_u64 awaits; /* 1 + a rank of another host that this one waits for, behind the ms of
+                              cddp__now() when it last looked; 0: none; writer: the rank */
   cddp__atomic_u32 events;  /* bumped by any rank that changed a send of interest to this one */
   cddp__atomic_u32 waiting; /* threads of this rank asleep until it changes */
-  cddp__atomic_u32 send_top;  /* sends below this index may be in use; writer: the rank */
-  cddp__atomic_u32 awaits;    /* 1 + a rank of another host that this one waits for; 0: none */
-  cddp__atomic_u32 awaits_at; /* as of this ms of cddp__now(); writer of both: the rank */
-  cddp__atomic_u32 calls;     /* on device memory, noted so far; writer: the rank */
-  cddp__atomic_u32 works;     /* of its engine, not yet done; writer: the rank */
+  cddp__atomic_u32 send_top; /* sends below this index may be in use; writer: the rank */
+  cddp__atomic_u32 calls;  /* on device memory, noted so far; writer: the rank */
+  cddp__atomic_u32 works;  /* in its engine's queue, and that which runs; writer: the rank */
   cddp__atomic_u32 ended; /* in the job's first group: 65536 + the process's wait status; 0: not
                              known; writer: the rank before this one on the host */
   unsigned char pad2[CDDP__CACHE_LINE - 32];
@@ -1761,7 +1761,7 @@ struct cddp_work {
    on one that waits for them. All but what is atomic, thread and started: lock. */
 typedef struct cddp__engine {
   cddp__atomic_u32 held;  /* where `own` is: CDDP__OWN_* */
-  cddp__atomic_u32 count; /* operations in the queue, and the one that runs out of it */
+  cddp__atomic_u32 *works; /* the slot's, which peers see too */
   cddp__atomic_u32 tick;  /* counts the thread's short waits: what is older than one is due */
   cddp__atomic_u32 idle;  /* of these, how many since the last operation was pushed */
   cddp__atomic_u32 asleep;  /* 1: the thread waits for `work` without a limit, or is about to */
@@ -6958,8 +6958,7 @@ static bool cddp__works_are_shown(cddp__host *h) {
   bool all = true;
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && all; g = g->next)
-    all = cddp__load32(&g->engine.held) != CDDP__OWN_HELD && /* first: count grows before it ends */
-          cddp__load32(&g->engine.count) == cddp__load32(&cddp__slot_of(g, g->rank)->works);
+    all = cddp__load32(&g->engine.held) != CDDP__OWN_HELD;
   pthread_mutex_unlock(&h->lock);
   return all;
 }
@@ -7081,13 +7080,12 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
     const cddp__slot *slot = cddp__slot_of(g, p);
-    uint32_t awaits = cddp__load32(&slot->awaits);
+    uint64_t awaits = cddp__load64(&slot->awaits);
     if (cddp__has_announced(g, p)) continue;
     if (g->members[p] < 0)
       set[p] = set[p] || (all && cddp__load32(cddp__came_of(g, p)) != g->round);
-    else if (awaits > 0 && awaits <= (uint32_t)g->size &&
-             now - cddp__load32(&slot->awaits_at) < 500)
-      set[awaits - 1] = true;
+    else if (awaits != 0 && now - (uint32_t)(awaits >> 32) < 500)
+      set[(uint32_t)awaits - 1] = true;
     else
       set[p] = true;
   }
@@ -7455,6 +7453,7 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   cddp__cond_init(&g->engine.work);
   slot = cddp__slot_of(g, rank);
   g->unshared = cddp__load32(&h->unshared);
+  g->engine.works = &slot->works;
   g->sends[0] = slot->sends;
   g->send_blocks = 1;
   slot->pid = (uint32_t)getpid();
@@ -10396,8 +10395,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   uint32_t starved;
   bool awaited; /* a connection from that rank */
   if (r != CDDP_OK) return r;
-  cddp__store32(&slot->awaits_at, (uint32_t)(uint64_t)(cddp__now() * 1000));
-  cddp__store32(&slot->awaits, (uint32_t)late + 1);
+  cddp__store64(&slot->awaits, (uint64_t)(cddp__now() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__look_after_peers(g)) != CDDP_OK) return r;
   if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
@@ -10436,7 +10434,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     else if (g->spin < CDDP__SPIN) /* with a core per rank it polls */
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
-  cddp__store32(&slot->awaits, 0);
+  cddp__store64(&slot->awaits, 0);
   if (r != CDDP_OK) g->hosts->item_count = 0;
   return r;
 }
@@ -11467,11 +11465,6 @@ static void cddp__work_run(cddp_work *w) {
   cddp__this_site = site;
 }
 
-/* Peers see how many operations are in the queue. lock held. */
-static void cddp__engine_show(const cddp_group *g) {
-  cddp__store32(&cddp__slot_of(g, g->rank)->works, cddp__load32(&g->engine.count));
-}
-
 /* Puts a counted operation at the end of the queue. lock held. */
 static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
   w->next = NULL;
@@ -11480,7 +11473,6 @@ static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
   else
     e->first = w;
   e->last = w;
-  cddp__engine_show(w->group);
 }
 
 /* Puts what is held into the queue. It counts there before it is held no more: at no time does it
@@ -11488,11 +11480,11 @@ static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
    lock held. */
 static bool cddp__engine_busy(cddp__engine *e) {
   if (cddp__load32(&e->held) == CDDP__OWN_HELD) {
-    cddp__add32(&e->count, 1);
+    cddp__add32(e->works, 1);
     if (cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_LENT))
       cddp__engine_append(e, &e->own);
     else
-      cddp__add32(&e->count, (uint32_t)-1);
+      cddp__add32(e->works, (uint32_t)-1);
   }
   return e->busy || cddp__load32(&e->held) == CDDP__OWN_RUNS;
 }
@@ -11516,8 +11508,7 @@ static void cddp__engine_run(cddp__engine *e) {
   pthread_mutex_lock(&e->lock);
   e->busy = false;
   w->done = true;
-  cddp__add32(&e->count, (uint32_t)-1); /* w may be gone from now on */
-  cddp__engine_show(g);
+  cddp__add32(e->works, (uint32_t)-1); /* w may be gone from now on */
   cddp__store32(&e->awaited, 0); /* a thread that has waited for w goes on, when it gets a core */
   if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
   if (e->first != NULL) pthread_cond_signal(&e->work);
@@ -11528,7 +11519,7 @@ static bool cddp__engine_run_held(cddp__engine *e) {
   if (!cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&e->own);
   cddp__store32(&e->held, CDDP__OWN_LENT); /* a thread that waits for this may not be seen yet */
-  if (CDDP__LIKELY((cddp__load32(&e->waiters) | cddp__load32(&e->count)) == 0)) return true;
+  if (CDDP__LIKELY((cddp__load32(&e->waiters) | cddp__load32(e->works)) == 0)) return true;
   pthread_mutex_lock(&e->lock);
   pthread_cond_broadcast(&e->changed);
   pthread_cond_signal(&e->work);
@@ -11584,7 +11575,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
   }
   w->tick = cddp__load32(&e->tick);
   cddp__store32(&e->idle, w->anywhere ? 0 : CDDP__LINGERS + 1);
-  if (w == &e->own && cddp__load32(&e->count) == 0) {
+  if (w == &e->own && cddp__load32(e->works) == 0) {
     cddp__store32(&e->held, CDDP__OWN_HELD);
     if (CDDP__LIKELY(cddp__load32(&e->asleep) == 0)) return CDDP_OK;
     pthread_mutex_lock(&e->lock);
@@ -11592,7 +11583,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
   } else {
     pthread_mutex_lock(&e->lock);
     (void)cddp__engine_busy(e); /* an older one comes first */
-    cddp__add32(&e->count, 1);
+    cddp__add32(e->works, 1);
     cddp__engine_append(e, w);
   }
   if (!w->anywhere)
@@ -11609,7 +11600,7 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
   uint32_t held = cddp__load32(&e->held); /* read before the count */
   double until;
-  if (w == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS && cddp__load32(&e->count) == 0)
+  if (w == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS && cddp__load32(e->works) == 0)
     return true;
   if (w == &e->own && forever && cddp__engine_run_held(e)) return true;
   pthread_mutex_lock(&e->lock);
