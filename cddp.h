@@ -67,8 +67,8 @@
      >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
      >>shape        what a collective moves (pure)  >>failure      broken groups; lost, late ranks
      >>round        rounds in shared memory         >>links        connections between hosts
-     >>rendezvous   how ranks and hosts meet        >>p2p          send and recv
-     >>hosts        steps, collectives across hosts >>mpi          collectives by MPI
+     >>rendezvous   how ranks and hosts meet        >>hosts        steps, collectives across hosts
+     >>p2p          send and recv                   >>mpi          collectives by MPI
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
      >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
@@ -1564,9 +1564,8 @@ typedef struct cddp__spot {
 /* shared: a rank's place in a group, on its own host. */
 typedef struct cddp__slot {
   cddp__atomic_u32 state; /* CDDP__SLOT_*; writer: the rank, for threads also their starter */
-  uint32_t pid;           /* writer: the rank, before its first step */
   cddp__atomic_u32 inside; /* 1: may be in its peers' memory, see cddp__enter; writer: the rank */
-  unsigned char pad1[CDDP__CACHE_LINE - 12];
+  unsigned char pad1[CDDP__CACHE_LINE - 8];
   cddp__atomic_u64 awaits; /* 1 + a rank of another host that this one waits for, behind the ms of
                               cddp__now() when it last looked; 0: none; writer: the rank */
   cddp__atomic_u32 events;  /* bumped by any rank that changed a send of interest to this one */
@@ -2161,17 +2160,11 @@ static void cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
    connections are accepted and notices heard; this rank's connections end; hosts ask each other who
-   has come to a round; a message is sent, has room, messages come (p2p_lock held for these two), or
-   a wait for a peer sleeps. */
+   has come to a round. */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
 static void cddp__hosts_ask(cddp_group *g);
-static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c);
-static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
-static void cddp__hosts_serve(cddp_group *g);
-struct cddp__wait;
-static void cddp__hosts_pause(cddp_group *g, struct cddp__wait *w, int peer, uint32_t events);
 
 /* >>collectives: what does not fit into a round, in shared memory. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
@@ -7218,6 +7211,13 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   w->nap = w->nap * 2 < CDDP__NAP_S ? w->nap * 2 : CDDP__NAP_S;
 }
 
+/* Tells a rank that a send, or a message, of interest to it has changed. */
+static void cddp__notify(cddp_group *g, int rank) {
+  cddp__slot *s = cddp__slot_of(g, rank);
+  cddp__add32(&s->events, 1);
+  if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->events);
+}
+
 /* Waits until *word == want, the slow way. A wait that has become long is shown in the spot. */
 static cddp_result cddp__wait_slow(cddp_group *g, cddp__atomic_u32 *word, uint32_t want) {
   bool shown = false;
@@ -7456,7 +7456,6 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   g->engine.works = &slot->works;
   g->sends[0] = slot->sends;
   g->send_blocks = 1;
-  slot->pid = (uint32_t)getpid();
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&h->lock);
   if (h->groups == NULL && size > 1) h->slots = g->slots; /* the job's first group */
@@ -9513,479 +9512,6 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   return r;
 }
 
-CDDP__COLD_END
-
-/* >>p2p -------------------------------------------------------------------------------------------
-   send and recv between ranks of a host; those to other hosts pass through >>hosts.
-   Owns: of a slot the send requests, events and waiting; of the group the lists of receives and
-   what it keeps of its sends. Lock: p2p_lock.
-   Touches peers' slots: a receiver takes a send, and bumps the sender's events.
-   Entry points: cddp__start_send and _finish_send, cddp__post_recv and _finish_recv,
-   cddp__serve_idle.
-   Works as follows: a sender posts a send request (destination, tag, where the bytes are) in its
-   own slot; the receiver looks through the sender's requests, copies the bytes itself and marks
-   the request done. Bytes in shared memory are read where they are, other messages and small ones
-   from a copy, so that their send returns at once. Each side bumps the other's events, on which
-   it may sleep. A rank that waits for anything, collectives included, also serves its own
-   receives: an exchange needs no thread. */
-
-#define CDDP__EAGER ((size_t)64 << 10) /* shared memory up to this size is copied all the same */
-#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
-
-static void cddp__notify(cddp_group *g, int rank) {
-  cddp__slot *s = cddp__slot_of(g, rank);
-  cddp__add32(&s->events, 1);
-  if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->events);
-}
-
-static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
-  int block = 0, size = CDDP__SENDS;
-  for (; index >= size; block++, size *= 2) index -= size;
-  return &g->sends[block][index];
-}
-
-static int cddp__send_count(const cddp_group *g) { /* of this rank, free and used */
-  return CDDP__SENDS * ((1 << g->send_blocks) - 1);
-}
-
-/* Whether the receiver may still read one of this rank's own sends. */
-static bool cddp__send_open(const cddp_group *g, int index) {
-  uint32_t state = cddp__load32(&cddp__send_at(g, index)->state) & 255;
-  return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
-}
-
-/* Memory for more sends; the first index in it, -1 with the error set. p2p_lock held. */
-static int cddp__more_sends(cddp_group *g) {
-  int block = g->send_blocks, count = cddp__send_count(g);
-  size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
-  if (block == CDDP__SEND_BLOCKS) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are on their way already", count);
-    return -1;
-  }
-  g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__FOR_MESSAGE);
-  if (g->sends[block] == NULL) return -1;
-  g->send_blocks++;
-  cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->sends[block], bytes);
-  return count;
-}
-
-/* Index of a free send, the best to copy so many bytes; -1: none. Frees sends whose receiver is
-   done and whose call has returned, and copies beyond what is kept for reuse. *open: sends that are
-   not free; *staged: bytes of those in copies. p2p_lock held. */
-static int cddp__unused_send(cddp_group *g, size_t bytes, int *open, size_t *staged) {
-  size_t kept = 0, size = 0;
-  int i, best = -1, n = cddp__send_count(g);
-  *open = 0;
-  *staged = 0;
-  for (i = 0; i < n; i++) {
-    cddp__send_request *p = cddp__send_at(g, i);
-    bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
-    if (p->staged && !cddp__send_open(g, i)) {
-      p->staged = false;
-      cddp__store32(&p->state, CDDP__SEND_FREE);
-    }
-    if (p->staged) {
-      *staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
-    } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
-      cddp__arena_free(g->host, p->stage);
-      p->stage = NULL;
-      p->stage_size = 0;
-    }
-    if (cddp__load32(&p->state) != CDDP__SEND_FREE) {
-      ++*open;
-    } else if (best < 0 || fits) {
-      best = i;
-      size = p->stage_size;
-    }
-  }
-  return best;
-}
-
-/* Copies the message into the send's stage. p2p_lock held. */
-static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
-                               size_t bytes) {
-  if (p->stage_size < bytes || p->stage == NULL) {
-    size_t size = 4096;
-    while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
-    size = cddp__round_up(cddp__max(bytes, 1), size);
-    cddp__arena_free(g->host, p->stage);
-    p->stage_size = 0;
-    p->stage = cddp__arena_alloc(g->host, size, CDDP__FOR_MESSAGE);
-    if (p->stage == NULL) return CDDP_OUT_OF_MEMORY;
-    p->stage_size = size;
-  }
-  cddp__copy(p->stage, buf, bytes);
-  p->staged = true;
-  p->ref = cddp__ref_of(g->host, p->stage, bytes);
-  return CDDP_OK;
-}
-
-/* Posts a send. *send is its index while the buffer is in use, else -1. */
-static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send) {
-  cddp__slot *slot = cddp__slot_of(g, g->rank);
-  size_t bytes = c->count * c->esize, staged;
-  cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i, open;
-  pthread_mutex_lock(&g->p2p_lock);
-  i = cddp__unused_send(g, bytes, &open, &staged);
-  if (i < 0) i = cddp__more_sends(g);
-  if (i >= 0) {
-    cddp__send_request *p = cddp__send_at(g, i);
-    p->ref = cddp__ref_of(g->host, c->send, bytes);
-    r = CDDP_OK;
-    if (bytes <= CDDP__EAGER || p->ref.kind == CDDP__REF_NONE || c->root == g->rank)
-      r = cddp__stage(g, p, c->send, bytes);
-    else
-      *send = i;
-    p->tag = c->tag;
-    p->dtype = c->dtype;
-    p->count = c->count;
-    p->number = ++g->send_number;
-    CDDP__POINT("post");
-    if (r == CDDP_OK) cddp__store32(&p->state, CDDP__POSTED_TO(c->root));
-    if ((uint32_t)i >= cddp__load32(&slot->send_top))
-      cddp__store32(&slot->send_top, (uint32_t)i + 1);
-  }
-  pthread_mutex_unlock(&g->p2p_lock);
-  if (r == CDDP_OK) cddp__notify(g, c->root);
-  return r;
-}
-
-/* The oldest send from q->from to this rank with q's tag, or NULL. One look may come upon a send
-   and have passed by the place of an older one, posted there behind its back just before. Whatever
-   is older than a send that has been seen is there for a second look. */
-static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q) {
-  cddp__slot *slot = cddp__slot_of(g, q->from);
-  uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
-  cddp__send_request *best = NULL;
-  int block;
-  for (block = 0; left > 0 && block < CDDP__SEND_BLOCKS; block++, n *= 2) {
-    void *at = slot->sends;
-    cddp__send_request *p;
-    if (block > 0 && cddp__locate(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
-    for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
-      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) || p->tag != q->call.tag)
-        continue;
-      if (best == NULL || p->number < best->number) best = p;
-    }
-    left -= left < n ? left : n;
-  }
-  return best;
-}
-
-/* Whether a message of that count and dtype is what the recv asks for; if not, the ranks disagree
-   and the recv has failed. */
-static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_t dtype) {
-  const cddp__call *c = &q->call;
-  if (count == c->count && dtype == c->dtype) return true;
-  cddp__fail(CDDP_MISMATCH,
-             "ranks disagree: rank %d sent count %" PRIu64
-             " %s with tag %d, rank %d receives count %zu %s",
-             q->from, count, cddp__dtype_names[dtype & 7], c->tag, g->rank, c->count,
-             cddp__dtype_names[c->dtype]);
-  q->result = cddp__break(g, CDDP_MISMATCH);
-  q->done = true;
-  return false;
-}
-
-/* Copies the message of a matching send, or refuses it; leaves it alone if its sender has just
-   withdrawn it. p2p_lock held. */
-static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
-  void *from = NULL;
-  cddp_result r;
-  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return;
-  if (!cddp__recv_fits(g, q, p->count, p->dtype)) {
-    cddp__store32(&p->state, CDDP__SEND_REFUSED);
-  } else {
-    CDDP__POINT("take");
-    r = cddp__locate(g->host, &p->ref, &from);
-    if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
-    if (r == CDDP_OK) r = cddp__check_group(g); /* or the sender may have taken its buffer back */
-    q->result = r == CDDP_OK ? r : cddp__break(g, r);
-    q->done = true;
-    cddp__store32(&p->state, CDDP__SEND_DONE);
-  }
-  CDDP__POINT("taken");
-  cddp__notify(g, q->from);
-}
-
-/* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
-   there is none. p2p_lock held. */
-static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
-  cddp__hosts *x = g->hosts;
-  cddp__message **at = &x->mail, *m;
-  while ((m = *at) != NULL && (m->head.type != type || m->from != from ||
-                               (tag >= 0 && m->head.number != (uint32_t)tag)))
-    at = &m->next;
-  if (m == NULL) return NULL;
-  *at = m->next;
-  if (m->next == NULL) x->mail_end = at;
-  x->mail_bytes -= m->head.size;
-  return m;
-}
-
-/* Gives a recv the oldest message with its tag from a rank of another host, if one has come.
-   p2p_lock held. */
-static void cddp__take_remote(cddp_group *g, cddp_work *q) {
-  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
-  if (m == NULL) return;
-  if (cddp__recv_fits(g, q, m->head.count, m->head.dtype)) {
-    cddp__copy(q->call.recv, m + 1, m->head.size);
-    q->result = CDDP_OK;
-    q->done = true;
-  }
-  cddp__free(&g->hosts->net->allocator, m);
-}
-
-/* Whether an older receive has a claim to what comes from q->from with q's tag. p2p_lock held. */
-static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
-  const cddp_work *w;
-  for (w = g->recvs; w != q; w = w->next)
-    if (!w->done && w->call.tag == q->call.tag &&
-        (w->call.root == q->from || w->call.root == CDDP_ANY))
-      return true;
-  return false;
-}
-
-/* Serves receives whose message has come, the oldest first. p2p_lock held. */
-static void cddp__serve_recvs(cddp_group *g) {
-  cddp_work *q;
-  int i;
-  if (g->hosts != NULL) cddp__hosts_serve(g);
-  for (q = g->recvs; q != NULL; q = q->next) {
-    bool any = q->call.root == CDDP_ANY;
-    for (i = 0; !q->done && i < (any ? g->size : 1); i++) {
-      cddp__send_request *p;
-      q->from = any ? (g->next_any + i) % g->size : q->call.root;
-      if (cddp__is_claimed(g, q)) continue;
-      if (g->members[q->from] < 0)
-        cddp__take_remote(g, q);
-      else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
-        cddp__take_send(g, q, p); /* the oldest, see there */
-      if (any && q->done) g->next_any = q->from + 1;
-    }
-  }
-}
-
-static void cddp__serve_idle(cddp_group *g) {
-  if (g->hosts != NULL) cddp__net_look(g->host, g->hosts->net);
-  if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
-  if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
-  pthread_mutex_unlock(&g->p2p_lock);
-}
-
-static void cddp__post_recv(cddp_group *g, cddp_work *q) {
-  cddp_work **at = &g->recvs;
-  int cancel; /* no thread is cancelled while it holds a lock */
-  q->next = NULL;
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
-  pthread_mutex_lock(&g->p2p_lock);
-  while (*at != NULL) at = &(*at)->next;
-  *at = q;
-  cddp__serve_recvs(g);
-  pthread_mutex_unlock(&g->p2p_lock);
-  pthread_setcancelstate(cancel, &cancel);
-}
-
-/* Whether a thread need not wait any longer: for a message, for the end of a send, or (without an
-   index) until no more is on its way than may be. */
-static bool cddp__message_ready(cddp_work *w) {
-  cddp_group *g = w->group;
-  size_t bytes = w->call.count * w->call.esize, staged;
-  bool ready;
-  int open;
-  pthread_mutex_lock(&g->p2p_lock);
-  cddp__serve_recvs(g);
-  if (w->call.kind == CDDP__KIND_RECV) {
-    ready = w->done;
-  } else if (w->send >= 0) {
-    ready = !cddp__send_open(g, w->send);
-  } else if (g->members[w->call.root] < 0) {
-    ready = cddp__hosts_room(g, w->call.root, bytes);
-  } else { /* one message alone may be of any size */
-    (void)cddp__unused_send(g, bytes, &open, &staged);
-    ready = open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
-  }
-  pthread_mutex_unlock(&g->p2p_lock);
-  return ready;
-}
-
-/* The rank for which it is of no use to wait any longer; -1: none. From any rank: one that died, or
-   the last one that left. */
-static int cddp__gone_peer(const cddp_work *w) {
-  const cddp_group *g = w->group;
-  int p, gone = -1, n = 1, peer = w->call.root;
-  if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
-  for (p = 0; p < g->size; p++) {
-    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_left(g, p)) return p;
-    gone = p;
-    n++;
-  }
-  return n == g->size ? gone : -1;
-}
-
-/* Breaks the group if the peer of a send or recv is gone. */
-static cddp_result cddp__check_peer(const cddp_work *w) {
-  const char *doing = w->call.kind == CDDP__KIND_SEND ? "send to it"
-                      : w->call.root == CDDP_ANY      ? "recv from any rank"
-                                                      : "recv from it";
-  int gone = cddp__gone_peer(w);
-  if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(w->group, gone, cddp__words("%s, tag %d", doing, w->call.tag).s);
-}
-
-/* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
-   else is told. */
-static cddp_result cddp__message_late(const cddp_work *w, double limit) {
-  cddp_group *g = w->group;
-  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
-  bool any = w->call.root == CDDP_ANY;
-  cddp__text who = any ? cddp__words("any rank") : cddp__name_rank(g, w->call.root);
-  if (limit >= 0)
-    return cddp__fail(CDDP_TIMEOUT,
-                      "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
-                      limit, what, who.s, w->call.tag, g->rank);
-  cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
-             g->timeout_s, what, who.s, w->call.tag, g->rank,
-             any ? "" : cddp__describe_wait(g, w->call.root).s);
-  return cddp__break(g, CDDP_TIMEOUT);
-}
-
-/* Shows that this thread waits for a message. Not if there are others: their rounds tell more. */
-static bool cddp__show_message(const cddp_work *w) {
-  const cddp__spot *s = cddp__spot_of(w->group, w->group->rank);
-  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
-  cddp__text who = cddp__words("any rank");
-  if (s == NULL || cddp__load32(&s->several) != 0) return false;
-  if (w->call.root != CDDP_ANY)
-    who = cddp__words("rank %d", cddp__job_rank(w->group, w->call.root));
-  return cddp__show_wait(w->group,
-                         cddp__words("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
-}
-
-static void cddp__unshow(void *g) {
-  if (g != NULL) cddp__hide_wait((cddp_group *)g, true);
-}
-
-/* Where a thread may be cancelled. A function of its own, as cddp__recv_now. */
-static void cddp__test_cancel(cddp_group *shown, int cancel) {
-  pthread_cleanup_push(cddp__unshow, shown);
-  pthread_setcancelstate(cancel, NULL);
-  pthread_testcancel();
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
-  pthread_cleanup_pop(0);
-}
-
-/* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
-   negative. A thread may be cancelled here while it sleeps for a receive. */
-static cddp_result cddp__message_wait(cddp_work *m, double limit) {
-  cddp_group *g = m->group;
-  cddp__slot *slot = cddp__slot_of(g, g->rank);
-  bool shown = false;
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  int cancel;
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
-  cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
-  for (;;) {
-    uint32_t events = cddp__load32(&slot->events);
-    if (cddp__message_ready(m)) break;
-    if ((r = cddp__check_failure(g)) != CDDP_OK) break;
-    if (cddp__wait_yields(&w)) continue;
-    if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
-    if (cddp__gone_peer(m) >= 0 && !cddp__message_ready(m)) r = cddp__check_peer(m);
-    if (r == CDDP_OK && w.late) r = cddp__message_late(m, limit);
-    if (r != CDDP_OK) break;
-    if (w.due && !shown) shown = cddp__show_message(m);
-    if (m->call.kind == CDDP__KIND_RECV) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock */
-    if (g->hosts != NULL)
-      cddp__hosts_pause(g, &w, m->call.root, events);
-    else
-      cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
-  }
-  if (shown) cddp__hide_wait(g, r != CDDP_OK && limit < 0);
-  pthread_setcancelstate(cancel, &cancel);
-  return r;
-}
-
-/* Posts a send; without a handle it waits if more is on its way than may be. w->send >= 0: the
-   buffer is in use until cddp__finish_send. */
-static cddp_result cddp__start_send(cddp_work *w, bool handle) {
-  cddp_group *g = w->group;
-  cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK) r = cddp__check_peer(w);
-  if (r != CDDP_OK) return r;
-  if (g->members[w->call.root] >= 0) {
-    r = cddp__post_send(g, &w->call, &w->send);
-  } else {
-    r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait says why */
-    handle = handle && cddp__load32(&g->hosts->peers[w->call.root].lost) == 0;
-  }
-  return r == CDDP_OK && !handle && w->send < 0 ? cddp__message_wait(w, -1) : r;
-}
-
-/* Waits until a send that has been posted is taken. limit: see cddp__message_wait. With one,
-   CDDP_TIMEOUT leaves all as it is. After another failure the send is taken back, so that the
-   buffer is the caller's again: a receiver that has begun to copy finishes first, unless it dies.
-*/
-static cddp_result cddp__finish_send(cddp_work *w, double limit) {
-  cddp_group *g = w->group;
-  cddp__send_request *p;
-  double deadline;
-  cddp_result r;
-  if (w->send < 0) return CDDP_OK;
-  p = cddp__send_at(g, w->send);
-  r = cddp__message_wait(w, limit);
-  if (r == CDDP_TIMEOUT && limit >= 0) return r;
-  if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
-  if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
-  if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(w->call.root), CDDP__SEND_FREE))
-    return r;
-  deadline = cddp__now() + 5;
-  while (cddp__send_open(g, w->send) && !cddp__rank_gone(g, w->call.root) && cddp__now() < deadline)
-    cddp__sleep(1e-5);
-  return r;
-}
-
-/* Gives up a receive, which then ends at once; false: its message has come, or it has failed. */
-static bool cddp__close_recv(cddp_work *q) {
-  bool open;
-  pthread_mutex_lock(&q->group->p2p_lock);
-  if ((open = !q->done)) {
-    q->result = CDDP_ABORTED;
-    q->done = true;
-  }
-  pthread_mutex_unlock(&q->group->p2p_lock);
-  return open;
-}
-
-/* The rank whose message this thread received last; -1: none yet. */
-static __thread int cddp__last_source = -1;
-
-/* Waits for a receive that has been posted, and takes it out of the list. A failure of its own has
-   broken the group. limit: as of cddp__finish_send. */
-static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
-  cddp_group *g = q->group;
-  cddp_work **at = &g->recvs;
-  cddp_result r = cddp__message_wait(q, limit);
-  if (r == CDDP_TIMEOUT && limit >= 0) return r;
-  pthread_mutex_lock(&g->p2p_lock);
-  while (*at != q) at = &(*at)->next;
-  *at = q->next;
-  pthread_mutex_unlock(&g->p2p_lock);
-  if (r == CDDP_OK && q->result == CDDP_OK) {
-    cddp__last_source = q->from;
-    if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
-  }
-  if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
-    r = q->result; /* it was given up */
-  return r;
-}
-
-CDDP__COLD
-
 /* >>hosts --------------------------------------------------------------------------------------
    Rounds and collectives of groups whose ranks are on several hosts.
    Job: carry the headers of a round, the bytes of collectives and messages, and failures, from host
@@ -9994,7 +9520,8 @@ CDDP__COLD
    May touch: headers and staging buffers of remote ranks on this host's control block, which nobody
    else writes.
    Entry points: those in >>hooks for rooms above; its carrier, cddp__hosts_run and _average;
-   cddp__hosts_attach and _leave. Works as follows.
+   cddp__hosts_post, _room, _serve and _pause for messages; cddp__hosts_attach and _leave. Works as
+   follows.
 
    ROUNDS. The control block of such a group has headers for all its ranks on each of the hosts. The
    lowest rank of a host in the group leads it: in a round it waits for its host's ranks, sends
@@ -10051,6 +9578,7 @@ CDDP__COLD
 #define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (4 * CDDP__SLOTS) /* posted for one rank at a time, at most */
+#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
 #define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: of two, used in turn */
 
 /* --- connections --- */
@@ -10288,6 +9816,21 @@ done:
   pthread_mutex_unlock(&g->p2p_lock);
   CDDP__POINT("sent");
   return r;
+}
+
+/* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
+   there is none. p2p_lock held. */
+static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
+  cddp__hosts *x = g->hosts;
+  cddp__message **at = &x->mail, *m;
+  while ((m = *at) != NULL && (m->head.type != type || m->from != from ||
+                               (tag >= 0 && m->head.number != (uint32_t)tag)))
+    at = &m->next;
+  if (m == NULL) return NULL;
+  *at = m->next;
+  if (m->next == NULL) x->mail_end = at;
+  x->mail_bytes -= m->head.size;
+  return m;
 }
 
 /* Sends and receives messages as far as possible without waiting. p2p_lock held. */
@@ -11143,6 +10686,453 @@ static void cddp__hosts_leave(cddp_group *g) {
 }
 
 CDDP__COLD_END
+
+/* >>p2p -------------------------------------------------------------------------------------------
+   send and recv between ranks of a host; those to other hosts pass through >>hosts.
+   Owns: of a slot the send requests, events and waiting; of the group the lists of receives and
+   what it keeps of its sends. Lock: p2p_lock.
+   Touches peers' slots: a receiver takes a send, and bumps the sender's events.
+   Entry points: cddp__start_send and _finish_send, cddp__post_recv and _finish_recv,
+   cddp__serve_idle.
+   Works as follows: a sender posts a send request (destination, tag, where the bytes are) in its
+   own slot; the receiver looks through the sender's requests, copies the bytes itself and marks
+   the request done. Bytes in shared memory are read where they are, other messages and small ones
+   from a copy, so that their send returns at once. Each side bumps the other's events, on which
+   it may sleep. A rank that waits for anything, collectives included, also serves its own
+   receives: an exchange needs no thread. */
+
+#define CDDP__EAGER ((size_t)64 << 10) /* shared memory up to this size is copied all the same */
+
+static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
+  int block = 0, size = CDDP__SENDS;
+  for (; index >= size; block++, size *= 2) index -= size;
+  return &g->sends[block][index];
+}
+
+static int cddp__send_count(const cddp_group *g) { /* of this rank, free and used */
+  return CDDP__SENDS * ((1 << g->send_blocks) - 1);
+}
+
+/* Whether the receiver may still read one of this rank's own sends. */
+static bool cddp__send_open(const cddp_group *g, int index) {
+  uint32_t state = cddp__load32(&cddp__send_at(g, index)->state) & 255;
+  return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
+}
+
+/* Memory for more sends; the first index in it, -1 with the error set. p2p_lock held. */
+static int cddp__more_sends(cddp_group *g) {
+  int block = g->send_blocks, count = cddp__send_count(g);
+  size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
+  if (block == CDDP__SEND_BLOCKS) {
+    cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are on their way already", count);
+    return -1;
+  }
+  g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__FOR_MESSAGE);
+  if (g->sends[block] == NULL) return -1;
+  g->send_blocks++;
+  cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->sends[block], bytes);
+  return count;
+}
+
+/* Index of a free send, the best to copy so many bytes; -1: none. Frees sends whose receiver is
+   done and whose call has returned, and copies beyond what is kept for reuse. *open: sends that are
+   not free; *staged: bytes of those in copies. p2p_lock held. */
+static int cddp__unused_send(cddp_group *g, size_t bytes, int *open, size_t *staged) {
+  size_t kept = 0, size = 0;
+  int i, best = -1, n = cddp__send_count(g);
+  *open = 0;
+  *staged = 0;
+  for (i = 0; i < n; i++) {
+    cddp__send_request *p = cddp__send_at(g, i);
+    bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
+    if (p->staged && !cddp__send_open(g, i)) {
+      p->staged = false;
+      cddp__store32(&p->state, CDDP__SEND_FREE);
+    }
+    if (p->staged) {
+      *staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
+    } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
+      cddp__arena_free(g->host, p->stage);
+      p->stage = NULL;
+      p->stage_size = 0;
+    }
+    if (cddp__load32(&p->state) != CDDP__SEND_FREE) {
+      ++*open;
+    } else if (best < 0 || fits) {
+      best = i;
+      size = p->stage_size;
+    }
+  }
+  return best;
+}
+
+/* Copies the message into the send's stage. p2p_lock held. */
+static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
+                               size_t bytes) {
+  if (p->stage_size < bytes || p->stage == NULL) {
+    size_t size = 4096;
+    while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
+    size = cddp__round_up(cddp__max(bytes, 1), size);
+    cddp__arena_free(g->host, p->stage);
+    p->stage_size = 0;
+    p->stage = cddp__arena_alloc(g->host, size, CDDP__FOR_MESSAGE);
+    if (p->stage == NULL) return CDDP_OUT_OF_MEMORY;
+    p->stage_size = size;
+  }
+  cddp__copy(p->stage, buf, bytes);
+  p->staged = true;
+  p->ref = cddp__ref_of(g->host, p->stage, bytes);
+  return CDDP_OK;
+}
+
+/* Posts a send. *send is its index while the buffer is in use, else -1. */
+static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send) {
+  cddp__slot *slot = cddp__slot_of(g, g->rank);
+  size_t bytes = c->count * c->esize, staged;
+  cddp_result r = CDDP_OUT_OF_MEMORY;
+  int i, open;
+  pthread_mutex_lock(&g->p2p_lock);
+  i = cddp__unused_send(g, bytes, &open, &staged);
+  if (i < 0) i = cddp__more_sends(g);
+  if (i >= 0) {
+    cddp__send_request *p = cddp__send_at(g, i);
+    p->ref = cddp__ref_of(g->host, c->send, bytes);
+    r = CDDP_OK;
+    if (bytes <= CDDP__EAGER || p->ref.kind == CDDP__REF_NONE || c->root == g->rank)
+      r = cddp__stage(g, p, c->send, bytes);
+    else
+      *send = i;
+    p->tag = c->tag;
+    p->dtype = c->dtype;
+    p->count = c->count;
+    p->number = ++g->send_number;
+    CDDP__POINT("post");
+    if (r == CDDP_OK) cddp__store32(&p->state, CDDP__POSTED_TO(c->root));
+    if ((uint32_t)i >= cddp__load32(&slot->send_top))
+      cddp__store32(&slot->send_top, (uint32_t)i + 1);
+  }
+  pthread_mutex_unlock(&g->p2p_lock);
+  if (r == CDDP_OK) cddp__notify(g, c->root);
+  return r;
+}
+
+/* The oldest send from q->from to this rank with q's tag, or NULL. One look may come upon a send
+   and have passed by the place of an older one, posted there behind its back just before. Whatever
+   is older than a send that has been seen is there for a second look. */
+static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q) {
+  cddp__slot *slot = cddp__slot_of(g, q->from);
+  uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
+  cddp__send_request *best = NULL;
+  int block;
+  for (block = 0; left > 0 && block < CDDP__SEND_BLOCKS; block++, n *= 2) {
+    void *at = slot->sends;
+    cddp__send_request *p;
+    if (block > 0 && cddp__locate(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
+    for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
+      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) || p->tag != q->call.tag)
+        continue;
+      if (best == NULL || p->number < best->number) best = p;
+    }
+    left -= left < n ? left : n;
+  }
+  return best;
+}
+
+/* Whether a message of that count and dtype is what the recv asks for; if not, the ranks disagree
+   and the recv has failed. */
+static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_t dtype) {
+  const cddp__call *c = &q->call;
+  if (count == c->count && dtype == c->dtype) return true;
+  cddp__fail(CDDP_MISMATCH,
+             "ranks disagree: rank %d sent count %" PRIu64
+             " %s with tag %d, rank %d receives count %zu %s",
+             q->from, count, cddp__dtype_names[dtype & 7], c->tag, g->rank, c->count,
+             cddp__dtype_names[c->dtype]);
+  q->result = cddp__break(g, CDDP_MISMATCH);
+  q->done = true;
+  return false;
+}
+
+/* Copies the message of a matching send, or refuses it; leaves it alone if its sender has just
+   withdrawn it. p2p_lock held. */
+static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
+  void *from = NULL;
+  cddp_result r;
+  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return;
+  if (!cddp__recv_fits(g, q, p->count, p->dtype)) {
+    cddp__store32(&p->state, CDDP__SEND_REFUSED);
+  } else {
+    CDDP__POINT("take");
+    r = cddp__locate(g->host, &p->ref, &from);
+    if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
+    if (r == CDDP_OK) r = cddp__check_group(g); /* or the sender may have taken its buffer back */
+    q->result = r == CDDP_OK ? r : cddp__break(g, r);
+    q->done = true;
+    cddp__store32(&p->state, CDDP__SEND_DONE);
+  }
+  CDDP__POINT("taken");
+  cddp__notify(g, q->from);
+}
+
+/* Gives a recv the oldest message with its tag from a rank of another host, if one has come.
+   p2p_lock held. */
+static void cddp__take_remote(cddp_group *g, cddp_work *q) {
+  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
+  if (m == NULL) return;
+  if (cddp__recv_fits(g, q, m->head.count, m->head.dtype)) {
+    cddp__copy(q->call.recv, m + 1, m->head.size);
+    q->result = CDDP_OK;
+    q->done = true;
+  }
+  cddp__free(&g->hosts->net->allocator, m);
+}
+
+/* Whether an older receive has a claim to what comes from q->from with q's tag. p2p_lock held. */
+static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
+  const cddp_work *w;
+  for (w = g->recvs; w != q; w = w->next)
+    if (!w->done && w->call.tag == q->call.tag &&
+        (w->call.root == q->from || w->call.root == CDDP_ANY))
+      return true;
+  return false;
+}
+
+/* Serves receives whose message has come, the oldest first. p2p_lock held. */
+static void cddp__serve_recvs(cddp_group *g) {
+  cddp_work *q;
+  int i;
+  if (g->hosts != NULL) cddp__hosts_serve(g);
+  for (q = g->recvs; q != NULL; q = q->next) {
+    bool any = q->call.root == CDDP_ANY;
+    for (i = 0; !q->done && i < (any ? g->size : 1); i++) {
+      cddp__send_request *p;
+      q->from = any ? (g->next_any + i) % g->size : q->call.root;
+      if (cddp__is_claimed(g, q)) continue;
+      if (g->members[q->from] < 0)
+        cddp__take_remote(g, q);
+      else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
+        cddp__take_send(g, q, p); /* the oldest, see there */
+      if (any && q->done) g->next_any = q->from + 1;
+    }
+  }
+}
+
+static void cddp__serve_idle(cddp_group *g) {
+  if (g->hosts != NULL) cddp__net_look(g->host, g->hosts->net);
+  if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
+  if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
+  pthread_mutex_unlock(&g->p2p_lock);
+}
+
+static void cddp__post_recv(cddp_group *g, cddp_work *q) {
+  cddp_work **at = &g->recvs;
+  int cancel; /* no thread is cancelled while it holds a lock */
+  q->next = NULL;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
+  pthread_mutex_lock(&g->p2p_lock);
+  while (*at != NULL) at = &(*at)->next;
+  *at = q;
+  cddp__serve_recvs(g);
+  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_setcancelstate(cancel, &cancel);
+}
+
+/* Whether a thread need not wait any longer: for a message, for the end of a send, or (without an
+   index) until no more is on its way than may be. */
+static bool cddp__message_ready(cddp_work *w) {
+  cddp_group *g = w->group;
+  size_t bytes = w->call.count * w->call.esize, staged;
+  bool ready;
+  int open;
+  pthread_mutex_lock(&g->p2p_lock);
+  cddp__serve_recvs(g);
+  if (w->call.kind == CDDP__KIND_RECV) {
+    ready = w->done;
+  } else if (w->send >= 0) {
+    ready = !cddp__send_open(g, w->send);
+  } else if (g->members[w->call.root] < 0) {
+    ready = cddp__hosts_room(g, w->call.root, bytes);
+  } else { /* one message alone may be of any size */
+    (void)cddp__unused_send(g, bytes, &open, &staged);
+    ready = open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
+  }
+  pthread_mutex_unlock(&g->p2p_lock);
+  return ready;
+}
+
+/* The rank for which it is of no use to wait any longer; -1: none. From any rank: one that died, or
+   the last one that left. */
+static int cddp__gone_peer(const cddp_work *w) {
+  const cddp_group *g = w->group;
+  int p, gone = -1, n = 1, peer = w->call.root;
+  if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
+  for (p = 0; p < g->size; p++) {
+    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
+    if (!cddp__rank_left(g, p)) return p;
+    gone = p;
+    n++;
+  }
+  return n == g->size ? gone : -1;
+}
+
+/* Breaks the group if the peer of a send or recv is gone. */
+static cddp_result cddp__check_peer(const cddp_work *w) {
+  const char *doing = w->call.kind == CDDP__KIND_SEND ? "send to it"
+                      : w->call.root == CDDP_ANY      ? "recv from any rank"
+                                                      : "recv from it";
+  int gone = cddp__gone_peer(w);
+  if (gone < 0) return CDDP_OK;
+  return cddp__report_lost(w->group, gone, cddp__words("%s, tag %d", doing, w->call.tag).s);
+}
+
+/* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
+   else is told. */
+static cddp_result cddp__message_late(const cddp_work *w, double limit) {
+  cddp_group *g = w->group;
+  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
+  bool any = w->call.root == CDDP_ANY;
+  cddp__text who = any ? cddp__words("any rank") : cddp__name_rank(g, w->call.root);
+  if (limit >= 0)
+    return cddp__fail(CDDP_TIMEOUT,
+                      "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
+                      limit, what, who.s, w->call.tag, g->rank);
+  cddp__fail(CDDP_TIMEOUT,
+             "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
+             g->timeout_s, what, who.s, w->call.tag, g->rank,
+             any ? "" : cddp__describe_wait(g, w->call.root).s);
+  return cddp__break(g, CDDP_TIMEOUT);
+}
+
+/* Shows that this thread waits for a message. Not if there are others: their rounds tell more. */
+static bool cddp__show_message(const cddp_work *w) {
+  const cddp__spot *s = cddp__spot_of(w->group, w->group->rank);
+  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
+  cddp__text who = cddp__words("any rank");
+  if (s == NULL || cddp__load32(&s->several) != 0) return false;
+  if (w->call.root != CDDP_ANY)
+    who = cddp__words("rank %d", cddp__job_rank(w->group, w->call.root));
+  return cddp__show_wait(w->group,
+                         cddp__words("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
+}
+
+static void cddp__unshow(void *g) {
+  if (g != NULL) cddp__hide_wait((cddp_group *)g, true);
+}
+
+/* Where a thread may be cancelled. A function of its own, as cddp__recv_now. */
+static void cddp__test_cancel(cddp_group *shown, int cancel) {
+  pthread_cleanup_push(cddp__unshow, shown);
+  pthread_setcancelstate(cancel, NULL);
+  pthread_testcancel();
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
+  pthread_cleanup_pop(0);
+}
+
+/* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
+   negative. A thread may be cancelled here while it sleeps for a receive. */
+static cddp_result cddp__message_wait(cddp_work *m, double limit) {
+  cddp_group *g = m->group;
+  cddp__slot *slot = cddp__slot_of(g, g->rank);
+  bool shown = false;
+  cddp_result r = CDDP_OK;
+  cddp__wait w;
+  int cancel;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
+  cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
+  for (;;) {
+    uint32_t events = cddp__load32(&slot->events);
+    if (cddp__message_ready(m)) break;
+    if ((r = cddp__check_failure(g)) != CDDP_OK) break;
+    if (cddp__wait_yields(&w)) continue;
+    if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
+    if (cddp__gone_peer(m) >= 0 && !cddp__message_ready(m)) r = cddp__check_peer(m);
+    if (r == CDDP_OK && w.late) r = cddp__message_late(m, limit);
+    if (r != CDDP_OK) break;
+    if (w.due && !shown) shown = cddp__show_message(m);
+    if (m->call.kind == CDDP__KIND_RECV) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock */
+    if (g->hosts != NULL)
+      cddp__hosts_pause(g, &w, m->call.root, events);
+    else
+      cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
+  }
+  if (shown) cddp__hide_wait(g, r != CDDP_OK && limit < 0);
+  pthread_setcancelstate(cancel, &cancel);
+  return r;
+}
+
+/* Posts a send; without a handle it waits if more is on its way than may be. w->send >= 0: the
+   buffer is in use until cddp__finish_send. */
+static cddp_result cddp__start_send(cddp_work *w, bool handle) {
+  cddp_group *g = w->group;
+  cddp_result r = cddp__check_group(g);
+  if (r == CDDP_OK) r = cddp__check_peer(w);
+  if (r != CDDP_OK) return r;
+  if (g->members[w->call.root] >= 0) {
+    r = cddp__post_send(g, &w->call, &w->send);
+  } else {
+    r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait says why */
+    handle = handle && cddp__load32(&g->hosts->peers[w->call.root].lost) == 0;
+  }
+  return r == CDDP_OK && !handle && w->send < 0 ? cddp__message_wait(w, -1) : r;
+}
+
+/* Waits until a send that has been posted is taken. limit: see cddp__message_wait. With one,
+   CDDP_TIMEOUT leaves all as it is. After another failure the send is taken back, so that the
+   buffer is the caller's again: a receiver that has begun to copy finishes first, unless it dies.
+*/
+static cddp_result cddp__finish_send(cddp_work *w, double limit) {
+  cddp_group *g = w->group;
+  cddp__send_request *p;
+  double deadline;
+  cddp_result r;
+  if (w->send < 0) return CDDP_OK;
+  p = cddp__send_at(g, w->send);
+  r = cddp__message_wait(w, limit);
+  if (r == CDDP_TIMEOUT && limit >= 0) return r;
+  if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
+  if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
+  if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(w->call.root), CDDP__SEND_FREE))
+    return r;
+  deadline = cddp__now() + 5;
+  while (cddp__send_open(g, w->send) && !cddp__rank_gone(g, w->call.root) && cddp__now() < deadline)
+    cddp__sleep(1e-5);
+  return r;
+}
+
+/* Gives up a receive, which then ends at once; false: its message has come, or it has failed. */
+static bool cddp__close_recv(cddp_work *q) {
+  bool open;
+  pthread_mutex_lock(&q->group->p2p_lock);
+  if ((open = !q->done)) {
+    q->result = CDDP_ABORTED;
+    q->done = true;
+  }
+  pthread_mutex_unlock(&q->group->p2p_lock);
+  return open;
+}
+
+/* The rank whose message this thread received last; -1: none yet. */
+static __thread int cddp__last_source = -1;
+
+/* Waits for a receive that has been posted, and takes it out of the list. A failure of its own has
+   broken the group. limit: as of cddp__finish_send. */
+static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
+  cddp_group *g = q->group;
+  cddp_work **at = &g->recvs;
+  cddp_result r = cddp__message_wait(q, limit);
+  if (r == CDDP_TIMEOUT && limit >= 0) return r;
+  pthread_mutex_lock(&g->p2p_lock);
+  while (*at != q) at = &(*at)->next;
+  *at = q->next;
+  pthread_mutex_unlock(&g->p2p_lock);
+  if (r == CDDP_OK && q->result == CDDP_OK) {
+    cddp__last_source = q->from;
+    if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
+  }
+  if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
+    r = q->result; /* it was given up */
+  return r;
+}
 
 #ifdef CDDP_MPI
 /* >>mpi ----------------------------------------------------------------------------------------
