@@ -6842,7 +6842,6 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 /* Breaks the group if a rank that this round waits for is gone. */
 static cddp_result cddp__look_after_peers(cddp_group *g) {
   int p;
-  if (g->hosts != NULL) cddp__hosts_look(g);
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->members[p] < 0) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
@@ -9772,7 +9771,6 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   x->polling = false;
   cddp__notify(g, g->rank);
   pthread_mutex_unlock(&g->p2p_lock);
-  cddp__hosts_look(g);
   if (w->due) cddp__early_notice(g, false);
 }
 
@@ -10918,7 +10916,7 @@ static void cddp__serve_recvs(cddp_group *g) {
 }
 
 static void cddp__serve_idle(cddp_group *g) {
-  if (g->hosts != NULL) cddp__net_look(g->host, g->hosts->net);
+  if (g->hosts != NULL) cddp__hosts_look(g);
   if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
   if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p_lock);
