@@ -7759,26 +7759,22 @@ static cddp_result cddp__link_post(cddp__link *l, int type, uint32_t number, con
   return CDDP_OK;
 }
 
-/* Whether a head can be of a frame of so many bytes at most. It says its size twice, so that it
-   asks for no more memory than it means. */
-static bool cddp__frame_good(const cddp__frame_head *h, size_t most) {
-  size_t esize = h->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)h->dtype) : 0;
-  return h->magic == CDDP__FRAME_MAGIC && esize > 0 && h->size <= most &&
-         h->size % esize == 0 && h->size / esize == h->count &&
-         h->type >= CDDP__FRAME_HEADERS && h->type <= CDDP__FRAME_MESSAGE;
-}
-
 /* The next whole frame, of at most `most` bytes; NULL: it has not come yet, the link has ended, or
    a piece is next: then its head is in in_head. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
   const cddp__frame_head *head = &l->in_head;
   cddp__message *m;
   if (l->in == NULL) {
+    size_t esize;
     bool good;
     if (l->got < sizeof *head &&
         cddp__link_io(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX, false) <= 0)
       return NULL;
-    good = cddp__frame_good(head, most);
+    /* It says its size twice, so that it asks for no more memory than it means. */
+    esize = head->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)head->dtype) : 0;
+    good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
+           head->size % esize == 0 && head->size / esize == head->count &&
+           head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
     if (good && head->type == CDDP__FRAME_PIECE) return NULL;
     if (good) l->in = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)head->size);
     if (l->in == NULL) {
@@ -10258,20 +10254,6 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
   return space;
 }
 
-/* This host's sums for an owner, as that gets them: one behind the other. */
-static const char *cddp__sum_here(cddp__flow *f, int owner, size_t begin, size_t n) {
-  const cddp__hosts *x = f->g->hosts;
-  char *out = f->sums, *to;
-  int i;
-  f->sums += f->part * x->nodes[x->mine].bytes;
-  for (i = 0; i < x->subtree_count; i++) {
-    if (x->subtrees[i].host != x->mine) continue;
-    to = out + n * x->subtrees[i].at;
-    cddp__copy(to, cddp__subtree_sum(f, i, owner, begin, n, to), n * f->c->esize);
-  }
-  return out;
-}
-
 /* The sum of all ranks, from those of the other hosts, which lie in f->in: for each byte of an
    element there is room for f->part of them. This host's sums go to their place there. */
 static void cddp__sum_all(const cddp__flow *f, size_t begin, size_t n, void *result) {
@@ -10300,18 +10282,26 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   return (f->adds ? (char *)c->recv : (char *)(uintptr_t)c->send) + (f->begin + begin) * c->esize;
 }
 
-/* Where a frame to or from rank p lies, of n elements behind `begin` of a part's piece k. Sums for
-   another host are made first. */
+/* Where a frame to or from rank p lies, of n elements behind `begin` of a part's piece k. This
+   host's sums for the owner p are made first, and lie one behind the other. */
 static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n, bool back,
                                   bool out) {
   const cddp_group *g = f->g;
   const cddp__hosts *x = g->hosts;
+  char *sums = f->sums, *to;
+  int i;
   if (f->each && out) return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
   if (back && out) return cddp__own_piece(f, k, begin);
   if (back || !f->adds) return cddp__seen_here(f, p, begin);
   if (!out) return f->in + f->part * x->nodes[x->peers[p].host].bytes_at;
   if (g->local_size == 1 && !f->whole) return cddp__seen_here(f, p, begin);
-  return cddp__sum_here(f, p, begin, n);
+  f->sums += f->part * x->nodes[x->mine].bytes;
+  for (i = 0; i < x->subtree_count; i++) {
+    if (x->subtrees[i].host != x->mine) continue;
+    to = sums + n * x->subtrees[i].at;
+    cddp__copy(to, cddp__subtree_sum(f, i, p, begin, n, to), n * f->c->esize);
+  }
+  return sums;
 }
 
 /* Posts the frames A, or (back) B, of piece k, if there is such a piece. Nobody sends a frame
@@ -10444,22 +10434,6 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 
 /* --- a call --- */
 
-/* Where this rank's view lies. UNUSED: only this rank needs it; NONE: it is to be in scratch, since
-   others of this host cannot see the buffer, or what is sent would be written over. */
-static cddp__ref cddp__view_ref(const cddp__flow *f) {
-  cddp_group *g = f->g;
-  cddp__ref ref;
-  size_t sent, received;
-  memset(&ref, 0, sizeof ref);
-  cddp__buffer_bytes(g, f->c, &sent, &received);
-  if (f->adds) received = sent;
-  if (received == 0 || (g->local_size == 1 && !cddp__overwrites(f->c)))
-    ref.kind = CDDP__REF_UNUSED;
-  else if (!cddp__overwrites(f->c))
-    ref = cddp__ref_of(g->host, f->adds ? f->c->send : f->c->recv, received);
-  return ref;
-}
-
 /* Finds the views of this host's ranks from the refs of the current round. *hidden: some rank's, on
    any host, is in scratch. */
 static cddp_result cddp__find_views(const cddp__flow *f, bool *hidden) {
@@ -10513,13 +10487,22 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool hidden) {
   return CDDP_OK;
 }
 
+/* Says where this rank's view lies. UNUSED: only this rank needs it; NONE: it is to be in scratch,
+   since others of this host cannot see the buffer, or what is sent would be written over. */
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
-  cddp__ref ref = cddp__view_ref(&f);
   char **scratch = &g->hosts->scratch[g->local_rank];
-  size_t most = SIZE_MAX;
+  size_t most = SIZE_MAX, sent, received;
   bool hidden = false;
+  cddp__ref ref;
   cddp_result r;
+  memset(&ref, 0, sizeof ref);
+  cddp__buffer_bytes(g, c, &sent, &received);
+  if (f.adds) received = sent;
+  if (received == 0 || (g->local_size == 1 && !cddp__overwrites(c)))
+    ref.kind = CDDP__REF_UNUSED;
+  else if (!cddp__overwrites(c))
+    ref = cddp__ref_of(g->host, f.adds ? c->send : c->recv, received);
   f.hidden = ref.kind == CDDP__REF_NONE;
   if (f.hidden && *scratch == NULL) {
     *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__FOR_MESSAGE);
