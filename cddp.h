@@ -66,8 +66,8 @@
      >>reduce       sums in canonical order (pure)  >>plan         slices and buckets (pure)
      >>shape        what a collective moves (pure)  >>failure      broken groups; lost, late ranks
      >>round        rounds in shared memory         >>links        connections between hosts
-     >>rendezvous   how ranks and hosts meet        >>p2p          send and recv
-     >>hosts        steps, collectives across hosts >>mpi          collectives by MPI
+     >>rendezvous   how ranks and hosts meet        >>hosts        steps, collectives across hosts
+     >>p2p          send and recv                   >>mpi          collectives by MPI
      >>work         asynchronous operations         >>collectives  all_reduce and the others
      >>groups       creation, split, destruction    >>sparse       gradients that are rows (pure)
      >>optim        SGD and AdamW                   >>device       groups whose ranks have GPUs
@@ -1454,12 +1454,11 @@ typedef struct cddp__send_request {
 enum {
   CDDP__SEND_FREE,
   CDDP__SEND_POSTED,
-  CDDP__SEND_TAKEN, /* its receiver copies the bytes; also with the receiver's rank */
+  CDDP__SEND_TAKEN, /* its receiver copies the bytes */
   CDDP__SEND_DONE,
   CDDP__SEND_REFUSED
 };
 #define CDDP__POSTED_TO(rank) ((uint32_t)CDDP__SEND_POSTED | (uint32_t)(rank) << 8)
-#define CDDP__TAKEN_BY(rank) ((uint32_t)CDDP__SEND_TAKEN | (uint32_t)(rank) << 8)
 
 #define CDDP__SENDS 128 /* sends in flight per rank and group before one without a handle waits */
 #define CDDP__SEND_BLOCKS 16 /* blocks of sends: number i has CDDP__SENDS << i */
@@ -1483,16 +1482,15 @@ typedef struct cddp__logged_call {
 /* shared: a rank's place in a group, on its own host. */
 typedef struct cddp__slot {
   cddp__atomic_u32 state; /* CDDP__SLOT_*; writer: the rank, for threads also their starter */
-  uint32_t pid;           /* writer: the rank, before its first step */
   cddp__atomic_u32 inside; /* 1: may be in its peers' memory, see cddp__enter; writer: the rank */
-  unsigned char pad1[CDDP__CACHE_LINE - 12];
+  unsigned char pad1[CDDP__CACHE_LINE - 8];
+  cddp__atomic_u64 awaits; /* 1 + a rank of another host that this one waits for, behind the ms of
+                              cddp__now() when it last looked; 0: none; writer: the rank */
   cddp__atomic_u32 events;  /* bumped by any rank that changed a send of interest to this one */
   cddp__atomic_u32 waiting; /* threads of this rank asleep until it changes */
-  cddp__atomic_u32 send_top;  /* sends below this index may be in use; writer: the rank */
-  cddp__atomic_u32 awaits;    /* 1 + a rank of another host that this one waits for; 0: none */
-  cddp__atomic_u32 awaits_at; /* as of this ms of cddp__now(); writer of both: the rank */
-  cddp__atomic_u32 calls;     /* on device memory, noted so far; writer: the rank */
-  cddp__atomic_u32 works;     /* of its engine, not yet done; writer: the rank */
+  cddp__atomic_u32 send_top; /* sends below this index may be in use; writer: the rank */
+  cddp__atomic_u32 calls;  /* on device memory, noted so far; writer: the rank */
+  cddp__atomic_u32 works;  /* in its engine's queue, and that which runs; writer: the rank */
   cddp__atomic_u32 ended; /* in the job's first group: 65536 + the process's wait status; 0: not
                              known; writer: the rank before this one on the host */
   unsigned char pad2[CDDP__CACHE_LINE - 32];
@@ -1501,10 +1499,8 @@ typedef struct cddp__slot {
   char failure[CDDP__ERROR_MAX]; /* why the rank breaks the group; its fail_lock */
   /* In the job's first group: where the rank waits, for the ranks of its host that wait for it.
      Writer: its thread that waits. */
-  cddp__atomic_u32 wait;    /* number of the wait; 0: no thread has waited for long */
-  cddp__atomic_u32 group;   /* in which it waits: the low half of its id */
-  cddp__atomic_u32 suspect; /* a rank with which it seems to be in deadlock: 1 + host index in the
-                               top half, the number of that rank's wait below; 0: none */
+  cddp__atomic_u64 wait; /* for a round: the low half of its group's id above its number; for a
+                            message UINT64_MAX; 0: no thread has waited for long */
   cddp__atomic_u32 failed;  /* 1: the last wait ended in a failure */
   cddp__atomic_u32 several; /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX]; /* read while it may change: cddp__copy_text */
@@ -1521,7 +1517,8 @@ typedef struct cddp__cause {
   char text[CDDP__ERROR_MAX];
 } cddp__cause;
 
-/* shared: the control block of a group, followed by the headers of all ranks, the slots of those of
+/* shared: the control block of a group, followed by the headers of all ranks, the last round to
+   which each is known to have come by what its host has told (cddp__came_of), the slots of those of
    this host (and an empty one for the others) and then the staging buffers. */
 typedef struct cddp__control_block {
   cddp__atomic_u32 arrivals; /* oversubscribed: ranks that reached a round, summed over all */
@@ -1540,8 +1537,6 @@ typedef struct cddp__control_block {
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* likewise: a bit for each they may use */
   cddp__cause cause; /* of losses to come */
   cddp__atomic_u32 told; /* the last round of which the other hosts were told who has come */
-  cddp__atomic_u32 came[CDDP__MAX_RANKS / 24 + 1]; /* what they told: 24 ranks, a bit each, behind
-                                                      the low byte of the round */
 } cddp__control_block;
 
 /* --- hosts, groups and calls --- */
@@ -1584,7 +1579,6 @@ typedef struct cddp__host {
   struct cddp__slot *slots; /* [size] of the job's first group, for waits; NULL: it is gone */
   uintptr_t user;           /* a thread that uses cddp: the address of one of its variables */
   cddp__atomic_u32 shown;   /* 1: a thread's wait is in this rank's slot; it writes the next */
-  uint32_t waits;           /* shown so far */
 } cddp__host;
 
 /* One collective call, as validated. */
@@ -1691,7 +1685,7 @@ struct cddp_work {
    on one that waits for them. All but what is atomic, thread and started: lock. */
 typedef struct cddp__engine {
   cddp__atomic_u32 held;  /* where `own` is: CDDP__OWN_* */
-  cddp__atomic_u32 count; /* operations in the queue, and the one that runs out of it */
+  cddp__atomic_u32 *works; /* the slot's, which peers see too */
   cddp__atomic_u32 tick;  /* counts the thread's short waits: what is older than one is due */
   cddp__atomic_u32 idle;  /* of these, how many since the last operation was pushed */
   cddp__atomic_u32 asleep;  /* 1: the thread waits for `work` without a limit, or is about to */
@@ -1762,7 +1756,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp_work *recvs;          /* oldest first; p2p_lock, as are the next two */
   int next_any;              /* whom a receive from any rank asks first: those take turns */
   uint64_t send_number;
-  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own; NULL: not made yet */
+  cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own, */
+  int send_blocks;                              /* of which there are so many */
   const cddp__presence *presences; /* [size] of an elastic model's members; else NULL */
   bool internal;     /* belongs to a cddp_ddp, whose peers know its memory once and for all */
   uint32_t unshared; /* host.unshared when they were told of this rank's memory */
@@ -2079,17 +2074,11 @@ static void cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
    connections are accepted and notices heard; this rank's connections end; hosts ask each other who
-   has come to a round; a message is sent, has room, messages come (p2p_lock held for these two), or
-   a wait for a peer sleeps. */
+   has come to a round. */
 static cddp_result cddp__hosts_meet(cddp_group *g);
 static void cddp__hosts_look(cddp_group *g);
 static void cddp__hosts_hang_up(cddp_group *g);
 static void cddp__hosts_ask(cddp_group *g);
-static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c);
-static bool cddp__hosts_room(cddp_group *g, int peer, size_t bytes);
-static void cddp__hosts_serve(cddp_group *g);
-struct cddp__wait;
-static void cddp__hosts_pause(cddp_group *g, struct cddp__wait *w, int peer, uint32_t events);
 
 /* >>collectives: what does not fit into a round, in shared memory. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c);
@@ -4935,7 +4924,6 @@ typedef struct cddp__extent {
   char *address;       /* where this process has it; NULL: free */
   uint32_t generation; /* bumped by each allocation */
   enum cddp__extent_use use;
-  bool dirty;      /* free, and its old bytes are still there */
   bool is_private; /* this process has a copy of its own, peers see the old memory; its place is not
                       used again */
   uint64_t after_base;       /* goes with the control block that has its extent there, in this */
@@ -4973,7 +4961,8 @@ static bool cddp__arena_punch(const cddp__host *h, uint64_t base, uint64_t size)
 }
 
 static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
-  if (h->fd >= 0) e->dirty = !cddp__arena_punch(h, e->base, e->size);
+  if (h->fd >= 0 && !cddp__arena_punch(h, e->base, e->size))
+    memset(e->address, 0, (size_t)e->size); /* or a block's old rounds would seem new */
   munmap(e->address, (size_t)e->size);
   e->address = NULL;
 }
@@ -5092,8 +5081,6 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
   if (address != NULL) {
     if (use < CDDP__FOR_BOARD) cddp__populate(address, e->size, h->fd >= 0);
-    if (e->dirty) memset(address, 0, (size_t)e->size); /* or a block's old rounds would seem new */
-    e->dirty = false;
     e->use = use;
     e->after_generation = 0;
     e->address = address;
@@ -6387,11 +6374,11 @@ static cddp__text cddp__describe_call(uint32_t code, uint64_t count, int root) {
   return t;
 }
 
-/* Layout: control block, headers, slots, staging buffers. Every rank reads all headers, so those
-   lie close together: of a thousand ranks they are 32 pages, while a slot takes several. Ranks of
-   other hosts share a slot that stays empty. */
+/* Layout: control block, headers, rounds told, slots, staging buffers. Every rank reads all
+   headers, so those lie close together: of a thousand ranks they are 32 pages, while a slot takes
+   several. Ranks of other hosts share a slot that stays empty. */
 static size_t cddp__block_slots(int size) {
-  return 4096 + cddp__round_up(2 * (size_t)size * sizeof(cddp__op_header), 4096);
+  return 4096 + cddp__round_up((size_t)size * (2 * sizeof(cddp__op_header) + 4), 4096);
 }
 static size_t cddp__block_head(int size, int local_size) {
   size_t slots = (size_t)local_size + (local_size < size ? 1 : 0);
@@ -6429,6 +6416,9 @@ static cddp__slot *cddp__slot_of(const cddp_group *g, int rank) {
 }
 static cddp__op_header *cddp__op_header_of(const cddp_group *g, int rank, uint32_t round) {
   return (cddp__op_header *)(void *)((char *)g->block + 4096) + 2 * (size_t)rank + (round & 1);
+}
+static cddp__atomic_u32 *cddp__came_of(const cddp_group *g, int rank) {
+  return (cddp__atomic_u32 *)(void *)cddp__op_header_of(g, g->size, 0) + rank;
 }
 static void *cddp__staging_of(const cddp_group *g, int rank, uint32_t round) {
   return g->staging + (2 * (size_t)rank + (round & 1)) * g->staging_size;
@@ -6665,24 +6655,19 @@ static bool cddp__rank_left(const cddp_group *g, int rank) {
   return cddp__load32(&cddp__slot_of(g, rank)->state) == CDDP__SLOT_LEFT;
 }
 
-/* How a connection to another host ended, for messages: behind the name of the rank. */
-static cddp__text cddp__describe_link_end(int error) {
-  if (error == 0 || error == ECONNRESET || error == EPIPE)
-    return cddp__words("closed its connection: it died, or its group failed");
-  if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
-  if (error == EPROTO)
-    return cddp__words("sent what is no message of cddp, or not the one that was due");
-  return cddp__words("lost its connection: %s", strerror(error));
-}
-
 /* How a rank that is gone went. */
 static cddp__text cddp__describe_end(const cddp_group *g, int rank) {
   uint32_t state = cddp__load32(&cddp__slot_of(g, rank)->state);
-  int status, at = g->members[rank];
+  int status, at = g->members[rank], error = at < 0 ? g->hosts->peers[rank].error : 0;
   double deadline = cddp__now() + 2.5 * CDDP__NAP_S; /* the rank before it looks, if it waits */
   uint32_t ended = 0;
   if (cddp__rank_left(g, rank)) return cddp__words("left the group (cddp_destroy)");
-  if (at < 0) return cddp__describe_link_end(g->hosts->peers[rank].error);
+  if (error == ECONNREFUSED) return cddp__words("does not listen any more: it has ended");
+  if (error == EPROTO)
+    return cddp__words("sent what is no message of cddp, or not the one that was due");
+  if (error != 0 && error != ECONNRESET && error != EPIPE)
+    return cddp__words("lost its connection: %s", strerror(error));
+  if (at < 0) return cddp__words("closed its connection: it died, or its group failed");
   if (g->presences != NULL &&
       (cddp__load64(g->presences[rank].state) & 255) == CDDP__MEMBER_LEFT)
     return cddp__words("left the model (cddp_ddp_destroy)");
@@ -6743,7 +6728,6 @@ static bool cddp__rank_needed(const cddp_group *g, int p) {
 /* Breaks the group if a rank that this round waits for is gone. */
 static cddp_result cddp__look_after_peers(cddp_group *g) {
   int p;
-  if (g->hosts != NULL) cddp__hosts_look(g);
   for (p = 0; p < g->size; p++) {
     if (p == g->rank || g->members[p] < 0) continue;
     if (!cddp__rank_needed(g, p) || !cddp__rank_gone(g, p)) continue;
@@ -6830,7 +6814,7 @@ static int cddp__job_rank(const cddp_group *g, int rank) {
 /* "; rank 1 waits in cddp_ddp_step at train.c:71", or nothing if that is not known. */
 static cddp__text cddp__describe_wait(const cddp_group *g, int rank) {
   const cddp__slot *s = cddp__wait_slot(g, rank);
-  bool waits = s != NULL && cddp__load32(&s->wait) != 0;
+  bool waits = s != NULL && cddp__load64(&s->wait) != 0;
   char where[CDDP__WHERE_MAX];
   cddp__text t = {""};
   if (s == NULL) return t;
@@ -6852,8 +6836,7 @@ static bool cddp__works_are_shown(cddp__host *h) {
   bool all = true;
   pthread_mutex_lock(&h->lock);
   for (g = h->groups; g != NULL && all; g = g->next)
-    all = cddp__load32(&g->engine.held) != CDDP__OWN_HELD && /* first: count grows before it ends */
-          cddp__load32(&g->engine.count) == cddp__load32(&cddp__slot_of(g, g->rank)->works);
+    all = cddp__load32(&g->engine.held) != CDDP__OWN_HELD;
   pthread_mutex_unlock(&h->lock);
   return all;
 }
@@ -6874,11 +6857,8 @@ static bool cddp__show_wait(cddp_group *g, const char *where) {
                                                                    : call.s,
                        cddp__describe_site().s);
   cddp__copy_text(s->where, where != NULL ? where : call.s, CDDP__WHERE_MAX);
-  cddp__store32(&s->group, (uint32_t)g->id);
-  cddp__store32(&s->suspect, 0);
   cddp__store32(&s->failed, 0);
-  if (++g->host->waits == 0) g->host->waits = 1;
-  cddp__store32(&s->wait, g->host->waits);
+  cddp__store64(&s->wait, where != NULL ? UINT64_MAX : (uint64_t)(uint32_t)g->id << 32 | g->round);
   return true;
 }
 
@@ -6887,58 +6867,52 @@ static void cddp__hide_wait(cddp_group *g, bool failed) {
   cddp__slot *s = cddp__wait_slot(g, g->rank);
   if (s == NULL) return;
   cddp__store32(&s->failed, failed);
-  cddp__store32(&s->wait, 0);
+  cddp__store64(&s->wait, 0);
   cddp__store32(&g->host->shown, 0);
 }
 
 /* --- ranks that wait for each other in different groups --- */
 
-/* Breaks both groups in which this rank and p wait for each other. */
-static cddp_result cddp__break_deadlock(cddp_group *g, int p) {
-  const cddp__slot *mine = cddp__wait_slot(g, g->rank), *theirs = cddp__wait_slot(g, p);
+/* Breaks g and `in`, where this rank and p wait for each other. */
+static cddp_result cddp__break_deadlock(cddp_group *g, cddp_group *in, int p) {
   int rank = cddp__job_rank(g, g->rank), other = cddp__job_rank(g, p);
   char here[CDDP__WHERE_MAX], there[CDDP__WHERE_MAX];
-  cddp_group *in;
   cddp_result r;
   bool first;
-  cddp__copy_text(here, mine->where, sizeof here);
-  cddp__copy_text(there, theirs->where, sizeof there);
+  cddp__copy_text(here, cddp__wait_slot(g, g->rank)->where, sizeof here);
+  cddp__copy_text(there, cddp__wait_slot(g, p)->where, sizeof there);
   r = cddp__fail(CDDP_MISMATCH,
                  "ranks disagree: rank %d waits in %s, rank %d in %s, each for the other; make the "
                  "same calls in the same order on all ranks",
                  rank < other ? rank : other, rank < other ? here : there,
                  rank < other ? other : rank, rank < other ? there : here);
-  pthread_mutex_lock(&g->host->lock);
-  for (in = g->host->groups; in != NULL && (uint32_t)in->id != cddp__load32(&theirs->group);)
-    in = in->next;
-  pthread_mutex_unlock(&g->host->lock);
   /* Both before any rank wakes: it may leave the other group, where that would look like a loss. */
-  first = in != NULL && cddp__publish_failure(in, r);
+  first = cddp__publish_failure(in, r);
   if (cddp__publish_failure(g, r)) cddp__spread_failure(g, true);
   if (first) cddp__spread_failure(in, true);
   return cddp__check_failure(g);
 }
 
-/* Once in a while in a long wait. Works as follows: a waiting rank shows in its slot which of its
-   waits it is in, and which rank it suspects: one that it waits for, which waits in another group,
-   with one thread and nothing for its engine to do here, and in which of its waits that rank is.
-   Where the other rank suspects this one in the wait in which it still is, neither can ever go on:
-   each had not come to the other's group when that one looked, and has been waiting ever since. */
+/* Once in a while in a long wait that is shown. Works as follows: a rank p that this rank waits for
+   shows that it waits for a round of another group, to which this rank has not come. If both have
+   one thread each, and nothing for its engine to do where the other one waits, neither can ever go
+   on. What p shows is read first: it still waits, then, when the rest is looked at. */
 static cddp_result cddp__look_for_deadlock(cddp_group *g) {
-  cddp__slot *mine = cddp__wait_slot(g, g->rank);
-  uint32_t me = (1 + (uint32_t)g->members[g->rank]) << 16, suspect = 0;
   int p;
-  me |= cddp__load32(&mine->wait) & 0xffff;
-  for (p = 0; p < g->size && cddp__load32(&mine->several) == 0; p++) {
+  for (p = 0; p < g->size && cddp__load32(&cddp__wait_slot(g, g->rank)->several) == 0; p++) {
     const cddp__slot *s = cddp__wait_slot(g, p);
-    uint32_t wait = p != g->rank && s != NULL ? cddp__load32(&s->wait) : 0; /* read it first */
-    if (wait == 0 || cddp__load32(&s->group) == (uint32_t)g->id || cddp__load32(&s->several) != 0 ||
-        cddp__load32(&cddp__slot_of(g, p)->works) != 0 || cddp__has_announced(g, p))
+    uint64_t wait = p != g->rank && s != NULL ? cddp__load64(&s->wait) : 0;
+    cddp_group *in;
+    if (wait == 0 || cddp__load32(&s->several) != 0 || cddp__has_announced(g, p) ||
+        cddp__load32(&cddp__slot_of(g, p)->works) != 0)
       continue;
-    if (cddp__load32(&s->suspect) == me) return cddp__break_deadlock(g, p);
-    if (suspect == 0) suspect = (1 + (uint32_t)g->members[p]) << 16 | (wait & 0xffff);
+    pthread_mutex_lock(&g->host->lock);
+    for (in = g->host->groups; in != NULL && (uint32_t)in->id != wait >> 32;) in = in->next;
+    pthread_mutex_unlock(&g->host->lock);
+    if (in != NULL && in != g && cddp__load32(&cddp__slot_of(in, in->rank)->works) == 0 &&
+        cddp__load32(&cddp__op_header_of(in, in->rank, (uint32_t)wait)->seq) != (uint32_t)wait)
+      return cddp__break_deadlock(g, in, p);
   }
-  cddp__store32(&mine->suspect, suspect);
   return CDDP_OK;
 }
 
@@ -6984,14 +6958,12 @@ static int cddp__find_late(const cddp_group *g, bool *set) {
   memset(set, 0, (size_t)g->size * sizeof *set);
   for (p = 0; p < g->size; p++) {
     const cddp__slot *slot = cddp__slot_of(g, p);
-    uint32_t awaits = cddp__load32(&slot->awaits), came = cddp__load32(&g->block->came[p / 24]);
-    bool had_come = came >> 24 == (g->round & 255) && (came >> p % 24 & 1) != 0;
+    uint64_t awaits = cddp__load64(&slot->awaits);
     if (cddp__has_announced(g, p)) continue;
     if (g->members[p] < 0)
-      set[p] = set[p] || (all && !had_come);
-    else if (awaits > 0 && awaits <= (uint32_t)g->size &&
-             now - cddp__load32(&slot->awaits_at) < 500)
-      set[awaits - 1] = true;
+      set[p] = set[p] || (all && cddp__load32(cddp__came_of(g, p)) != g->round);
+    else if (awaits != 0 && now - (uint32_t)(awaits >> 32) < 500)
+      set[(uint32_t)awaits - 1] = true;
     else
       set[p] = true;
   }
@@ -7122,6 +7094,13 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
     cddp__futex_wait(word, value, w->nap < left ? w->nap : left);
   cddp__add32(sleepers, (uint32_t)-1);
   w->nap = w->nap * 2 < CDDP__NAP_S ? w->nap * 2 : CDDP__NAP_S;
+}
+
+/* Tells a rank that a send, or a message, of interest to it has changed. */
+static void cddp__notify(cddp_group *g, int rank) {
+  cddp__slot *s = cddp__slot_of(g, rank);
+  cddp__add32(&s->events, 1);
+  if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->events);
 }
 
 /* Waits until *word == want, the slow way. A wait that has become long is shown. */
@@ -7365,8 +7344,9 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   cddp__cond_init(&g->engine.work);
   slot = cddp__slot_of(g, rank);
   g->unshared = cddp__load32(&h->unshared);
+  g->engine.works = &slot->works;
   g->sends[0] = slot->sends;
-  slot->pid = (uint32_t)getpid();
+  g->send_blocks = 1;
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&h->lock);
   if (h->groups == NULL && size > 1) h->slots = g->slots; /* the job's first group */
@@ -7670,26 +7650,22 @@ static cddp_result cddp__link_post(cddp__link *l, int type, uint32_t number, con
   return CDDP_OK;
 }
 
-/* Whether a head can be of a frame of so many bytes at most. It says its size twice, so that it
-   asks for no more memory than it means. */
-static bool cddp__frame_good(const cddp__frame_head *h, size_t most) {
-  size_t esize = h->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)h->dtype) : 0;
-  return h->magic == CDDP__FRAME_MAGIC && esize > 0 && h->size <= most &&
-         h->size % esize == 0 && h->size / esize == h->count &&
-         h->type >= CDDP__FRAME_HEADERS && h->type <= CDDP__FRAME_MESSAGE;
-}
-
 /* The next whole frame, of at most `most` bytes; NULL: it has not come yet, the link has ended, or
    a piece is next: then its head is in in_head. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
   const cddp__frame_head *head = &l->in_head;
   cddp__message *m;
   if (l->in == NULL) {
+    size_t esize;
     bool good;
     if (l->got < sizeof *head &&
         cddp__link_io(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX, false) <= 0)
       return NULL;
-    good = cddp__frame_good(head, most);
+    /* It says its size twice, so that it asks for no more memory than it means. */
+    esize = head->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)head->dtype) : 0;
+    good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
+           head->size % esize == 0 && head->size / esize == head->count &&
+           head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
     if (good && head->type == CDDP__FRAME_PIECE) return NULL;
     if (good) l->in = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)head->size);
     if (l->in == NULL) {
@@ -7804,18 +7780,12 @@ static void cddp__tell_came(cddp_group *g, uint32_t round) {
 /* What another host has told: a round, and ranks as cddp__list_ranks has them. Answers it. */
 static void cddp__note_came(cddp_group *g, const char *text) {
   char *at;
-  uint32_t round = (uint32_t)strtoul(text, &at, 10), old, ranks;
+  uint32_t round = (uint32_t)strtoul(text, &at, 10);
   long p, end;
   while (*at == ' ' || *at == ',') {
     p = end = strtol(at + 1, &at, 10);
     if (*at == '-') end = strtol(at + 1, &at, 10);
-    for (; p >= 0 && p <= end && p < g->size; p++) {
-      cddp__atomic_u32 *word = &g->block->came[p / 24];
-      do {
-        old = cddp__load32(word);
-        ranks = old >> 24 == (round & 255) ? old & 0xffffff : 0;
-      } while (!cddp__swap32(word, old, (round & 255) << 24 | ranks | 1u << p % 24));
-    }
+    for (; p >= 0 && p <= end && p < g->size; p++) cddp__store32(cddp__came_of(g, (int)p), round);
   }
   cddp__tell_came(g, round);
 }
@@ -9381,488 +9351,6 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   return r;
 }
 
-CDDP__COLD_END
-
-/* >>p2p -------------------------------------------------------------------------------------------
-   send and recv between ranks of a host; those to other hosts pass through >>hosts.
-   Owns: of a slot the send requests, events and waiting; of the group the lists of receives and
-   what it keeps of its sends. Lock: p2p_lock.
-   Touches peers' slots: a receiver takes a send, and bumps the sender's events.
-   Entry points: cddp__start_send and _finish_send, cddp__post_recv and _finish_recv,
-   cddp__serve_idle.
-   Works as follows: a sender posts a send request (destination, tag, where the bytes are) in its
-   own slot; the receiver looks through the sender's requests, copies the bytes itself and marks
-   the request done. Bytes in shared memory are read where they are, other messages and small ones
-   from a copy, so that their send returns at once. Each side bumps the other's events, on which
-   it may sleep. A rank that waits for anything, collectives included, also serves its own
-   receives: an exchange needs no thread. */
-
-#define CDDP__EAGER ((size_t)64 << 10) /* shared memory up to this size is copied all the same */
-#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
-
-static void cddp__notify(cddp_group *g, int rank) {
-  cddp__slot *s = cddp__slot_of(g, rank);
-  cddp__add32(&s->events, 1);
-  if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->events);
-}
-
-static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
-  int block = 0, size = CDDP__SENDS;
-  for (; index >= size; block++, size *= 2) index -= size;
-  return &g->sends[block][index];
-}
-
-static int cddp__send_count(const cddp_group *g) { /* of this rank, free and used */
-  int block = 0, n = 0;
-  for (; block < CDDP__SEND_BLOCKS && g->sends[block] != NULL; block++) n += CDDP__SENDS << block;
-  return n;
-}
-
-/* Whether the receiver may still read one of this rank's own sends. */
-static bool cddp__send_open(const cddp_group *g, int index) {
-  uint32_t state = cddp__load32(&cddp__send_at(g, index)->state) & 255;
-  return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
-}
-
-/* Memory for more sends; the first index in it, -1 with the error set. p2p_lock held. */
-static int cddp__more_sends(cddp_group *g) {
-  int block = 0, count = cddp__send_count(g);
-  size_t bytes;
-  while (block < CDDP__SEND_BLOCKS && g->sends[block] != NULL) block++;
-  if (block == CDDP__SEND_BLOCKS) {
-    cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are on their way already", count);
-    return -1;
-  }
-  bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
-  g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__FOR_MESSAGE);
-  if (g->sends[block] == NULL) return -1;
-  cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->sends[block], bytes);
-  return count;
-}
-
-/* Index of a free send, the best to copy so many bytes; -1: none. Frees sends whose receiver is
-   done and whose call has returned, and copies beyond what is kept for reuse. *open: sends that are
-   not free; *staged: bytes of those in copies. p2p_lock held. */
-static int cddp__unused_send(cddp_group *g, size_t bytes, int *open, size_t *staged) {
-  size_t kept = 0, size = 0;
-  int i, best = -1, n = cddp__send_count(g);
-  *open = 0;
-  *staged = 0;
-  for (i = 0; i < n; i++) {
-    cddp__send_request *p = cddp__send_at(g, i);
-    bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
-    if (p->staged && !cddp__send_open(g, i)) {
-      p->staged = false;
-      cddp__store32(&p->state, CDDP__SEND_FREE);
-    }
-    if (p->staged) {
-      *staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
-    } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
-      cddp__arena_free(g->host, p->stage);
-      p->stage = NULL;
-      p->stage_size = 0;
-    }
-    if (cddp__load32(&p->state) != CDDP__SEND_FREE) {
-      ++*open;
-    } else if (best < 0 || fits) {
-      best = i;
-      size = p->stage_size;
-    }
-  }
-  return best;
-}
-
-/* Copies the message into the send's stage. p2p_lock held. */
-static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
-                               size_t bytes) {
-  if (p->stage_size < bytes || p->stage == NULL) {
-    size_t size = 4096;
-    while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
-    size = cddp__round_up(cddp__max(bytes, 1), size);
-    cddp__arena_free(g->host, p->stage);
-    p->stage_size = 0;
-    p->stage = cddp__arena_alloc(g->host, size, CDDP__FOR_MESSAGE);
-    if (p->stage == NULL) return CDDP_OUT_OF_MEMORY;
-    p->stage_size = size;
-  }
-  cddp__copy(p->stage, buf, bytes);
-  p->staged = true;
-  p->ref = cddp__ref_of(g->host, p->stage, bytes);
-  return CDDP_OK;
-}
-
-/* Posts a send. *send is its index while the buffer is in use, else -1. */
-static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send) {
-  cddp__slot *slot = cddp__slot_of(g, g->rank);
-  size_t bytes = c->count * c->esize, staged;
-  cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i, open;
-  pthread_mutex_lock(&g->p2p_lock);
-  i = cddp__unused_send(g, bytes, &open, &staged);
-  if (i < 0) i = cddp__more_sends(g);
-  if (i >= 0) {
-    cddp__send_request *p = cddp__send_at(g, i);
-    p->ref = cddp__ref_of(g->host, c->send, bytes);
-    r = CDDP_OK;
-    if (bytes <= CDDP__EAGER || p->ref.kind == CDDP__REF_NONE || c->root == g->rank)
-      r = cddp__stage(g, p, c->send, bytes);
-    else
-      *send = i;
-    p->tag = c->tag;
-    p->dtype = c->dtype;
-    p->count = c->count;
-    p->number = ++g->send_number;
-    CDDP__POINT("post");
-    if (r == CDDP_OK) cddp__store32(&p->state, CDDP__POSTED_TO(c->root));
-    if ((uint32_t)i >= cddp__load32(&slot->send_top))
-      cddp__store32(&slot->send_top, (uint32_t)i + 1);
-  }
-  pthread_mutex_unlock(&g->p2p_lock);
-  if (r == CDDP_OK) cddp__notify(g, c->root);
-  return r;
-}
-
-/* The oldest send from q->from to this rank with q's tag, or NULL. One look may come upon a send
-   and have passed by the place of an older one, posted there behind its back just before. Whatever
-   is older than a send that has been seen is there for a second look. */
-static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q) {
-  cddp__slot *slot = cddp__slot_of(g, q->from);
-  uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
-  cddp__send_request *best = NULL;
-  int block;
-  for (block = 0; left > 0 && block < CDDP__SEND_BLOCKS; block++, n *= 2) {
-    void *at = slot->sends;
-    cddp__send_request *p;
-    if (block > 0 && cddp__locate(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
-    for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
-      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) || p->tag != q->call.tag)
-        continue;
-      if (best == NULL || p->number < best->number) best = p;
-    }
-    left -= left < n ? left : n;
-  }
-  return best;
-}
-
-/* Whether a message of that count and dtype is what the recv asks for; if not, the ranks disagree
-   and the recv has failed. */
-static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_t dtype) {
-  const cddp__call *c = &q->call;
-  if (count == c->count && dtype == c->dtype) return true;
-  cddp__fail(CDDP_MISMATCH,
-             "ranks disagree: rank %d sent count %" PRIu64
-             " %s with tag %d, rank %d receives count %zu %s",
-             q->from, count, cddp__dtype_names[dtype & 7], c->tag, g->rank, c->count,
-             cddp__dtype_names[c->dtype]);
-  q->result = cddp__break(g, CDDP_MISMATCH);
-  q->done = true;
-  return false;
-}
-
-/* Copies the message of a matching send, or refuses it; leaves it alone if its sender has just
-   withdrawn it. p2p_lock held. */
-static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
-  void *from = NULL;
-  cddp_result r;
-  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__TAKEN_BY(g->rank))) return;
-  if (!cddp__recv_fits(g, q, p->count, p->dtype)) {
-    cddp__store32(&p->state, CDDP__SEND_REFUSED);
-  } else {
-    CDDP__POINT("take");
-    r = cddp__locate(g->host, &p->ref, &from);
-    if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
-    if (r == CDDP_OK) r = cddp__check_group(g); /* or the sender may have taken its buffer back */
-    q->result = r == CDDP_OK ? r : cddp__break(g, r);
-    q->done = true;
-    cddp__store32(&p->state, CDDP__SEND_DONE);
-  }
-  CDDP__POINT("taken");
-  cddp__notify(g, q->from);
-}
-
-/* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
-   there is none. p2p_lock held. */
-static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
-  cddp__hosts *x = g->hosts;
-  cddp__message **at = &x->mail, *m;
-  while ((m = *at) != NULL && (m->head.type != type || m->from != from ||
-                               (tag >= 0 && m->head.number != (uint32_t)tag)))
-    at = &m->next;
-  if (m == NULL) return NULL;
-  *at = m->next;
-  if (m->next == NULL) x->mail_end = at;
-  x->mail_bytes -= m->head.size;
-  return m;
-}
-
-/* Gives a recv the oldest message with its tag from a rank of another host, if one has come.
-   p2p_lock held. */
-static void cddp__take_remote(cddp_group *g, cddp_work *q) {
-  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
-  if (m == NULL) return;
-  if (cddp__recv_fits(g, q, m->head.count, m->head.dtype)) {
-    cddp__copy(q->call.recv, m + 1, m->head.size);
-    q->result = CDDP_OK;
-    q->done = true;
-  }
-  cddp__free(&g->hosts->net->allocator, m);
-}
-
-/* Whether an older receive has a claim to what comes from q->from with q's tag. p2p_lock held. */
-static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
-  const cddp_work *w;
-  for (w = g->recvs; w != q; w = w->next)
-    if (!w->done && w->call.tag == q->call.tag &&
-        (w->call.root == q->from || w->call.root == CDDP_ANY))
-      return true;
-  return false;
-}
-
-/* Serves receives whose message has come, the oldest first. p2p_lock held. */
-static void cddp__serve_recvs(cddp_group *g) {
-  cddp_work *q;
-  int i;
-  if (g->hosts != NULL) cddp__hosts_serve(g);
-  for (q = g->recvs; q != NULL; q = q->next) {
-    bool any = q->call.root == CDDP_ANY;
-    for (i = 0; !q->done && i < (any ? g->size : 1); i++) {
-      cddp__send_request *p;
-      q->from = any ? (g->next_any + i) % g->size : q->call.root;
-      if (cddp__is_claimed(g, q)) continue;
-      if (g->members[q->from] < 0)
-        cddp__take_remote(g, q);
-      else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
-        cddp__take_send(g, q, p); /* the oldest, see there */
-      if (any && q->done) g->next_any = q->from + 1;
-    }
-  }
-}
-
-static void cddp__serve_idle(cddp_group *g) {
-  if (g->hosts != NULL) cddp__net_look(g->host, g->hosts->net);
-  if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
-  if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
-  pthread_mutex_unlock(&g->p2p_lock);
-}
-
-static void cddp__post_recv(cddp_group *g, cddp_work *q) {
-  cddp_work **at = &g->recvs;
-  int cancel; /* no thread is cancelled while it holds a lock */
-  q->next = NULL;
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
-  pthread_mutex_lock(&g->p2p_lock);
-  while (*at != NULL) at = &(*at)->next;
-  *at = q;
-  cddp__serve_recvs(g);
-  pthread_mutex_unlock(&g->p2p_lock);
-  pthread_setcancelstate(cancel, &cancel);
-}
-
-/* What a thread waits for: a receive (q), a send (its index), or that no more is on its way than
-   may be (-1). */
-typedef struct cddp__p2p {
-  const cddp__call *c;
-  const cddp_work *q;
-  int send;
-} cddp__p2p;
-
-static bool cddp__p2p_ready(cddp_group *g, const cddp__p2p *m) {
-  size_t bytes = m->c->count * m->c->esize, staged;
-  bool ready;
-  int open;
-  pthread_mutex_lock(&g->p2p_lock);
-  cddp__serve_recvs(g);
-  if (m->q != NULL) {
-    ready = m->q->done;
-  } else if (m->send >= 0) {
-    ready = !cddp__send_open(g, m->send);
-  } else if (g->members[m->c->root] < 0) {
-    ready = cddp__hosts_room(g, m->c->root, bytes);
-  } else { /* one message alone may be of any size */
-    (void)cddp__unused_send(g, bytes, &open, &staged);
-    ready = open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
-  }
-  pthread_mutex_unlock(&g->p2p_lock);
-  return ready;
-}
-
-/* The rank for which it is of no use to wait any longer; -1: none. From any rank: one that died, or
-   the last one that left. */
-static int cddp__gone_peer(const cddp_group *g, const cddp__p2p *m) {
-  int p, gone = -1, n = 1;
-  if (m->c->root != CDDP_ANY)
-    return m->c->root != g->rank && cddp__rank_gone(g, m->c->root) ? m->c->root : -1;
-  for (p = 0; p < g->size; p++) {
-    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
-    if (!cddp__rank_left(g, p)) return p;
-    gone = p;
-    n++;
-  }
-  return n == g->size ? gone : -1;
-}
-
-/* Breaks the group if the peer of a send or recv is gone. */
-static cddp_result cddp__check_peer(cddp_group *g, const cddp__p2p *m) {
-  const char *doing = m->q == NULL                ? "send to it"
-                      : m->c->root == CDDP_ANY ? "recv from any rank"
-                                                 : "recv from it";
-  int gone = cddp__gone_peer(g, m);
-  if (gone < 0) return CDDP_OK;
-  return cddp__report_lost(g, gone, cddp__words("%s, tag %d", doing, m->c->tag).s);
-}
-
-/* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
-   else is told. */
-static cddp_result cddp__p2p_late(cddp_group *g, const cddp__p2p *m, double limit) {
-  const char *what = m->q != NULL ? "recv from" : "send to";
-  bool any = m->c->root == CDDP_ANY;
-  cddp__text who = any ? cddp__words("any rank") : cddp__name_rank(g, m->c->root);
-  if (limit >= 0)
-    return cddp__fail(CDDP_TIMEOUT,
-                      "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
-                      limit, what, who.s, m->c->tag, g->rank);
-  cddp__fail(CDDP_TIMEOUT,
-             "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
-             g->timeout_s, what, who.s, m->c->tag, g->rank,
-             any ? "" : cddp__describe_wait(g, m->c->root).s);
-  return cddp__break(g, CDDP_TIMEOUT);
-}
-
-/* Shows that this thread waits for a message. Not if there are others: their rounds tell more. */
-static bool cddp__show_message(cddp_group *g, const cddp__p2p *m) {
-  const cddp__slot *s = cddp__wait_slot(g, g->rank);
-  cddp__text who = cddp__words("any rank");
-  if (s == NULL || cddp__load32(&s->several) != 0) return false;
-  if (m->c->root != CDDP_ANY) who = cddp__words("rank %d", cddp__job_rank(g, m->c->root));
-  return cddp__show_wait(
-      g, cddp__words("cddp_%s %.20s, tag %d", m->q != NULL ? "recv from" : "send to", who.s,
-                     m->c->tag).s);
-}
-
-static void cddp__unshow(void *g) {
-  if (g != NULL) cddp__hide_wait((cddp_group *)g, true);
-}
-
-/* Where a thread may be cancelled. A function of its own, as cddp__recv_now. */
-static void cddp__test_cancel(cddp_group *shown, int cancel) {
-  pthread_cleanup_push(cddp__unshow, shown);
-  pthread_setcancelstate(cancel, NULL);
-  pthread_testcancel();
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
-  pthread_cleanup_pop(0);
-}
-
-/* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
-   negative. A thread may be cancelled here while it sleeps for a receive. */
-static cddp_result cddp__p2p_wait(cddp_group *g, const cddp__p2p *m, double limit) {
-  cddp__slot *slot = cddp__slot_of(g, g->rank);
-  bool shown = false;
-  cddp_result r = CDDP_OK;
-  cddp__wait w;
-  int cancel;
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
-  cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
-  for (;;) {
-    uint32_t events = cddp__load32(&slot->events);
-    if (cddp__p2p_ready(g, m)) break;
-    if ((r = cddp__check_failure(g)) != CDDP_OK) break;
-    if (cddp__wait_yields(&w)) continue;
-    if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
-    if (cddp__gone_peer(g, m) >= 0 && !cddp__p2p_ready(g, m)) r = cddp__check_peer(g, m);
-    if (r == CDDP_OK && w.late) r = cddp__p2p_late(g, m, limit);
-    if (r != CDDP_OK) break;
-    if (w.due && !shown) shown = cddp__show_message(g, m);
-    if (m->q != NULL) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock is held */
-    if (g->hosts != NULL)
-      cddp__hosts_pause(g, &w, m->c->root, events);
-    else
-      cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
-  }
-  if (shown) cddp__hide_wait(g, r != CDDP_OK && limit < 0);
-  pthread_setcancelstate(cancel, &cancel);
-  return r;
-}
-
-/* Posts a send; without a handle it waits if more is on its way than may be. *send >= 0: the buffer
-   is in use until cddp__finish_send. */
-static cddp_result cddp__start_send(cddp_group *g, const cddp__call *c, bool handle, int *send) {
-  cddp__p2p m = {c, NULL, -1};
-  cddp_result r = cddp__check_group(g);
-  *send = -1;
-  if (r == CDDP_OK) r = cddp__check_peer(g, &m);
-  if (r != CDDP_OK) return r;
-  if (g->members[c->root] >= 0) {
-    r = cddp__post_send(g, c, send);
-  } else {
-    r = cddp__hosts_post(g, c);
-    handle = handle && cddp__load32(&g->hosts->peers[c->root].lost) == 0; /* the wait says why */
-  }
-  return r == CDDP_OK && !handle && *send < 0 ? cddp__p2p_wait(g, &m, -1) : r;
-}
-
-/* Waits until a send that has been posted is taken. limit: see cddp__p2p_wait. With one,
-   CDDP_TIMEOUT leaves all as it is. After another failure the send is taken back, so that the
-   buffer is the caller's again: a receiver that has begun to copy finishes first, unless it dies.
-*/
-static cddp_result cddp__finish_send(cddp_group *g, const cddp__call *c, int send, double limit) {
-  cddp__p2p m = {c, NULL, send};
-  cddp__send_request *p;
-  double deadline;
-  cddp_result r;
-  if (send < 0) return CDDP_OK;
-  p = cddp__send_at(g, send);
-  r = cddp__p2p_wait(g, &m, limit);
-  if (r == CDDP_TIMEOUT && limit >= 0) return r;
-  if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
-  if (r == CDDP_OK) {
-    pthread_mutex_lock(&g->p2p_lock);
-    cddp__store32(&p->state, CDDP__SEND_FREE);
-    pthread_mutex_unlock(&g->p2p_lock);
-  } else if (!cddp__swap32(&p->state, CDDP__POSTED_TO(c->root), CDDP__SEND_FREE)) {
-    deadline = cddp__now() + 5;
-    while (cddp__send_open(g, send) && !cddp__rank_gone(g, c->root) && cddp__now() < deadline)
-      cddp__sleep(1e-5);
-  }
-  return r;
-}
-
-/* Gives up a receive, which then ends at once; false: its message has come, or it has failed. */
-static bool cddp__close_recv(cddp_work *q) {
-  bool open;
-  pthread_mutex_lock(&q->group->p2p_lock);
-  if ((open = !q->done)) {
-    q->result = CDDP_ABORTED;
-    q->done = true;
-  }
-  pthread_mutex_unlock(&q->group->p2p_lock);
-  return open;
-}
-
-/* The rank whose message this thread received last; -1: none yet. */
-static __thread int cddp__last_source = -1;
-
-/* Waits for a receive that has been posted, and takes it out of the list. A failure of its own has
-   broken the group. limit: as of cddp__finish_send. */
-static cddp_result cddp__finish_recv(cddp_group *g, cddp_work *q, double limit) {
-  cddp__p2p m = {&q->call, q, -1};
-  cddp_work **at = &g->recvs;
-  cddp_result r = cddp__p2p_wait(g, &m, limit);
-  if (r == CDDP_TIMEOUT && limit >= 0) return r;
-  pthread_mutex_lock(&g->p2p_lock);
-  while (*at != q) at = &(*at)->next;
-  *at = q->next;
-  pthread_mutex_unlock(&g->p2p_lock);
-  if (r == CDDP_OK && q->result == CDDP_OK) {
-    cddp__last_source = q->from;
-    if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
-  }
-  if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
-    r = q->result; /* it was given up */
-  return r;
-}
-
-CDDP__COLD
-
 /* >>hosts --------------------------------------------------------------------------------------
    Rounds and collectives of groups whose ranks are on several hosts.
    Job: carry the headers of a round, the bytes of collectives and messages, and failures, from host
@@ -9871,7 +9359,8 @@ CDDP__COLD
    May touch: headers and staging buffers of remote ranks on this host's control block, which nobody
    else writes.
    Entry points: those in >>hooks for rooms above; its carrier, cddp__hosts_run and _average;
-   cddp__hosts_attach and _leave. Works as follows.
+   cddp__hosts_post, _room, _serve and _pause for messages; cddp__hosts_attach and _leave. Works as
+   follows.
 
    ROUNDS. The control block of such a group has headers for all its ranks on each of the hosts. The
    lowest rank of a host in the group leads it: in a round it waits for its host's ranks, sends
@@ -9928,6 +9417,7 @@ CDDP__COLD
 #define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (4 * CDDP__SLOTS) /* posted for one rank at a time, at most */
+#define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
 #define CDDP__SCRATCH ((size_t)2 << 20) /* bytes of a rank's scratch: of two, used in turn */
 
 /* --- connections --- */
@@ -10121,7 +9611,6 @@ static void cddp__hosts_pause(cddp_group *g, cddp__wait *w, int peer, uint32_t e
   x->polling = false;
   cddp__notify(g, g->rank);
   pthread_mutex_unlock(&g->p2p_lock);
-  cddp__hosts_look(g);
   if (w->due) cddp__early_notice(g, false);
 }
 
@@ -10147,10 +9636,7 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
   cddp_result r;
   cddp__link *l;
   pthread_mutex_lock(&g->p2p_lock);
-  if ((r = cddp__link_to(g, c->root, true)) != CDDP_OK) {
-    pthread_mutex_unlock(&g->p2p_lock);
-    return r;
-  }
+  if ((r = cddp__link_to(g, c->root, true)) != CDDP_OK) goto done;
   l = g->hosts->peers[c->root].link[0];
   cddp__link_flush(g->hosts->net, l);
   if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0)
@@ -10164,9 +9650,25 @@ static cddp_result cddp__hosts_post(cddp_group *g, const cddp__call *c) {
     if (sent > 0) cddp__link_end(l, ENOMEM); /* what follows could not be told from the rest */
   }
   cddp__note_end(g, l);
+done:
   pthread_mutex_unlock(&g->p2p_lock);
   CDDP__POINT("sent");
   return r;
+}
+
+/* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
+   there is none. p2p_lock held. */
+static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
+  cddp__hosts *x = g->hosts;
+  cddp__message **at = &x->mail, *m;
+  while ((m = *at) != NULL && (m->head.type != type || m->from != from ||
+                               (tag >= 0 && m->head.number != (uint32_t)tag)))
+    at = &m->next;
+  if (m == NULL) return NULL;
+  *at = m->next;
+  if (m->next == NULL) x->mail_end = at;
+  x->mail_bytes -= m->head.size;
+  return m;
 }
 
 /* Sends and receives messages as far as possible without waiting. p2p_lock held. */
@@ -10274,8 +9776,7 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
   uint32_t starved;
   bool awaited; /* a connection from that rank */
   if (r != CDDP_OK) return r;
-  cddp__store32(&slot->awaits_at, (uint32_t)(uint64_t)(cddp__now() * 1000));
-  cddp__store32(&slot->awaits, (uint32_t)late + 1);
+  cddp__store64(&slot->awaits, (uint64_t)(cddp__now() * 1000) << 32 | ((uint32_t)late + 1));
   cddp__hosts_pause(g, w, late, events);
   if (w->due && (r = cddp__look_after_peers(g)) != CDDP_OK) return r;
   if (cddp__remote_gone(g, late)) return cddp__report_lost(g, late, NULL);
@@ -10314,7 +9815,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     else if (g->spin < CDDP__SPIN) /* with a core per rank it polls */
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
-  cddp__store32(&slot->awaits, 0);
+  cddp__store64(&slot->awaits, 0);
   if (r != CDDP_OK) g->hosts->item_count = 0;
   return r;
 }
@@ -10510,7 +10011,6 @@ typedef struct cddp__flow {
   size_t begin, n;
   size_t part; /* elements of a piece of a part, at most */
   long pieces, ahead;
-  bool there, back;    /* there are A, B */
   bool one, adds;      /* the call is in one buffer; A are sums */
   bool each;           /* every two ranks have bytes of their own: there are no deputies */
   bool hidden;         /* this rank's view is in scratch */
@@ -10575,7 +10075,7 @@ static bool cddp__goes(const cddp__flow *f, int from, int to, bool back) {
   const cddp__hosts *x = f->g->hosts;
   const cddp__shape *s = &cddp__shapes[f->c->kind];
   int other = back ? to : from, host = x->peers[other].host;
-  if (!(back ? f->back : f->there)) return false;
+  if (f->one ? back && f->whole : s->scatters == back) return false;
   if (f->each) return cddp__sends(f->c, from) && cddp__receives(f->c, to);
   if (other != cddp__deputy(x, host, back ? from : to)) return false;
   if (s->from_root) return back != (host == f->root_host);
@@ -10596,20 +10096,6 @@ static const void *cddp__subtree_sum(const cddp__flow *f, int subtree, int owner
   cddp__reduce_nodes(space, x->pointers, NULL, s->high - s->low, 0, n,
                      (cddp_dtype)f->c->dtype, (cddp_op)f->c->op);
   return space;
-}
-
-/* This host's sums for an owner, as that gets them: one behind the other. */
-static const char *cddp__sum_here(cddp__flow *f, int owner, size_t begin, size_t n) {
-  const cddp__hosts *x = f->g->hosts;
-  char *out = f->sums, *to;
-  int i;
-  f->sums += f->part * x->nodes[x->mine].bytes;
-  for (i = 0; i < x->subtree_count; i++) {
-    if (x->subtrees[i].host != x->mine) continue;
-    to = out + n * x->subtrees[i].at;
-    cddp__copy(to, cddp__subtree_sum(f, i, owner, begin, n, to), n * f->c->esize);
-  }
-  return out;
 }
 
 /* The sum of all ranks, from those of the other hosts, which lie in f->in: for each byte of an
@@ -10640,18 +10126,26 @@ static char *cddp__own_piece(const cddp__flow *f, long k, size_t begin) {
   return (f->adds ? (char *)c->recv : (char *)(uintptr_t)c->send) + (f->begin + begin) * c->esize;
 }
 
-/* Where a frame to or from rank p lies, of n elements behind `begin` of a part's piece k. Sums for
-   another host are made first. */
+/* Where a frame to or from rank p lies, of n elements behind `begin` of a part's piece k. This
+   host's sums for the owner p are made first, and lie one behind the other. */
 static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, size_t n, bool back,
                                   bool out) {
   const cddp_group *g = f->g;
   const cddp__hosts *x = g->hosts;
+  char *sums = f->sums, *to;
+  int i;
   if (f->each && out) return cddp__share_for(f->c, p) + (f->begin + begin) * f->c->esize;
   if (back && out) return cddp__own_piece(f, k, begin);
   if (back || !f->adds) return cddp__seen_here(f, p, begin);
   if (!out) return f->in + f->part * x->nodes[x->peers[p].host].bytes_at;
   if (g->local_size == 1 && !f->whole) return cddp__seen_here(f, p, begin);
-  return cddp__sum_here(f, p, begin, n);
+  f->sums += f->part * x->nodes[x->mine].bytes;
+  for (i = 0; i < x->subtree_count; i++) {
+    if (x->subtrees[i].host != x->mine) continue;
+    to = sums + n * x->subtrees[i].at;
+    cddp__copy(to, cddp__subtree_sum(f, i, p, begin, n, to), n * f->c->esize);
+  }
+  return sums;
 }
 
 /* Posts the frames A, or (back) B, of piece k, if there is such a piece. Nobody sends a frame
@@ -10736,8 +10230,6 @@ static cddp__flow cddp__flow_of(cddp_group *g, const cddp__call *c) {
   f.one = cddp__in_one_buffer(c);
   f.adds = s->reduces;
   f.each = !s->reduces && (s->scatters || (s->gathers && s->to_root));
-  f.there = f.one || s->scatters;
-  f.back = !s->scatters;
   f.root_host = c->root >= 0 ? x->peers[c->root].host : -1;
   f.root = f.root_host == x->mine ? x->peers[c->root].number : -1;
   return f;
@@ -10772,7 +10264,6 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
   size_t most = hosts == 2 ? CDDP__WHOLE_MOST_OF_TWO : CDDP__WHOLE_MOST;
   cddp_result r = CDDP_OK;
   f->whole = f->c->kind == CDDP__KIND_ALL_REDUCE && f->n / lanes * all <= most;
-  if (f->one) f->back = !f->whole;
   if (!f->whole) lanes *= hosts;
   if (f->one) longest = ((f->n + granule - 1) / granule + lanes - 1) / lanes * granule;
   f->part = longest;
@@ -10786,22 +10277,6 @@ static cddp_result cddp__move_chunk(cddp__flow *f) {
 }
 
 /* --- a call --- */
-
-/* Where this rank's view lies. UNUSED: only this rank needs it; NONE: it is to be in scratch, since
-   others of this host cannot see the buffer, or what is sent would be written over. */
-static cddp__ref cddp__view_ref(const cddp__flow *f) {
-  cddp_group *g = f->g;
-  cddp__ref ref;
-  size_t sent, received;
-  memset(&ref, 0, sizeof ref);
-  cddp__buffer_bytes(g, f->c, &sent, &received);
-  if (f->adds) received = sent;
-  if (received == 0 || (g->local_size == 1 && !cddp__overwrites(f->c)))
-    ref.kind = CDDP__REF_UNUSED;
-  else if (!cddp__overwrites(f->c))
-    ref = cddp__ref_of(g->host, f->adds ? f->c->send : f->c->recv, received);
-  return ref;
-}
 
 /* Finds the views of this host's ranks from the refs of the current round. *hidden: some rank's, on
    any host, is in scratch. */
@@ -10856,13 +10331,22 @@ static cddp_result cddp__run_chunk(cddp__flow *f, bool hidden) {
   return CDDP_OK;
 }
 
+/* Says where this rank's view lies. UNUSED: only this rank needs it; NONE: it is to be in scratch,
+   since others of this host cannot see the buffer, or what is sent would be written over. */
 static cddp_result cddp__hosts_run(cddp_group *g, const cddp__call *c) {
   cddp__flow f = cddp__flow_of(g, c);
-  cddp__ref ref = cddp__view_ref(&f);
   char **scratch = &g->hosts->scratch[g->local_rank];
-  size_t most = SIZE_MAX;
+  size_t most = SIZE_MAX, sent, received;
   bool hidden = false;
+  cddp__ref ref;
   cddp_result r;
+  memset(&ref, 0, sizeof ref);
+  cddp__buffer_bytes(g, c, &sent, &received);
+  if (f.adds) received = sent;
+  if (received == 0 || (g->local_size == 1 && !cddp__overwrites(c)))
+    ref.kind = CDDP__REF_UNUSED;
+  else if (!cddp__overwrites(c))
+    ref = cddp__ref_of(g->host, f.adds ? c->send : c->recv, received);
   f.hidden = ref.kind == CDDP__REF_NONE;
   if (f.hidden && *scratch == NULL) {
     *scratch = (char *)cddp__arena_alloc(g->host, 2 * CDDP__SCRATCH, CDDP__FOR_MESSAGE);
@@ -11028,6 +10512,453 @@ static void cddp__hosts_leave(cddp_group *g) {
 
 CDDP__COLD_END
 
+/* >>p2p -------------------------------------------------------------------------------------------
+   send and recv between ranks of a host; those to other hosts pass through >>hosts.
+   Owns: of a slot the send requests, events and waiting; of the group the lists of receives and
+   what it keeps of its sends. Lock: p2p_lock.
+   Touches peers' slots: a receiver takes a send, and bumps the sender's events.
+   Entry points: cddp__start_send and _finish_send, cddp__post_recv and _finish_recv,
+   cddp__serve_idle.
+   Works as follows: a sender posts a send request (destination, tag, where the bytes are) in its
+   own slot; the receiver looks through the sender's requests, copies the bytes itself and marks
+   the request done. Bytes in shared memory are read where they are, other messages and small ones
+   from a copy, so that their send returns at once. Each side bumps the other's events, on which
+   it may sleep. A rank that waits for anything, collectives included, also serves its own
+   receives: an exchange needs no thread. */
+
+#define CDDP__EAGER ((size_t)64 << 10) /* shared memory up to this size is copied all the same */
+
+static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
+  int block = 0, size = CDDP__SENDS;
+  for (; index >= size; block++, size *= 2) index -= size;
+  return &g->sends[block][index];
+}
+
+static int cddp__send_count(const cddp_group *g) { /* of this rank, free and used */
+  return CDDP__SENDS * ((1 << g->send_blocks) - 1);
+}
+
+/* Whether the receiver may still read one of this rank's own sends. */
+static bool cddp__send_open(const cddp_group *g, int index) {
+  uint32_t state = cddp__load32(&cddp__send_at(g, index)->state) & 255;
+  return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
+}
+
+/* Memory for more sends; the first index in it, -1 with the error set. p2p_lock held. */
+static int cddp__more_sends(cddp_group *g) {
+  int block = g->send_blocks, count = cddp__send_count(g);
+  size_t bytes = ((size_t)CDDP__SENDS << block) * sizeof(cddp__send_request);
+  if (block == CDDP__SEND_BLOCKS) {
+    cddp__fail(CDDP_OUT_OF_MEMORY, "%d messages are on their way already", count);
+    return -1;
+  }
+  g->sends[block] = (cddp__send_request *)cddp__arena_alloc(g->host, bytes, CDDP__FOR_MESSAGE);
+  if (g->sends[block] == NULL) return -1;
+  g->send_blocks++;
+  cddp__slot_of(g, g->rank)->more_sends[block] = cddp__ref_of(g->host, g->sends[block], bytes);
+  return count;
+}
+
+/* Index of a free send, the best to copy so many bytes; -1: none. Frees sends whose receiver is
+   done and whose call has returned, and copies beyond what is kept for reuse. *open: sends that are
+   not free; *staged: bytes of those in copies. p2p_lock held. */
+static int cddp__unused_send(cddp_group *g, size_t bytes, int *open, size_t *staged) {
+  size_t kept = 0, size = 0;
+  int i, best = -1, n = cddp__send_count(g);
+  *open = 0;
+  *staged = 0;
+  for (i = 0; i < n; i++) {
+    cddp__send_request *p = cddp__send_at(g, i);
+    bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
+    if (p->staged && !cddp__send_open(g, i)) {
+      p->staged = false;
+      cddp__store32(&p->state, CDDP__SEND_FREE);
+    }
+    if (p->staged) {
+      *staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
+    } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
+      cddp__arena_free(g->host, p->stage);
+      p->stage = NULL;
+      p->stage_size = 0;
+    }
+    if (cddp__load32(&p->state) != CDDP__SEND_FREE) {
+      ++*open;
+    } else if (best < 0 || fits) {
+      best = i;
+      size = p->stage_size;
+    }
+  }
+  return best;
+}
+
+/* Copies the message into the send's stage. p2p_lock held. */
+static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void *buf,
+                               size_t bytes) {
+  if (p->stage_size < bytes || p->stage == NULL) {
+    size_t size = 4096;
+    while (size < bytes && size < CDDP__HUGE_PAGE) size *= 2;
+    size = cddp__round_up(cddp__max(bytes, 1), size);
+    cddp__arena_free(g->host, p->stage);
+    p->stage_size = 0;
+    p->stage = cddp__arena_alloc(g->host, size, CDDP__FOR_MESSAGE);
+    if (p->stage == NULL) return CDDP_OUT_OF_MEMORY;
+    p->stage_size = size;
+  }
+  cddp__copy(p->stage, buf, bytes);
+  p->staged = true;
+  p->ref = cddp__ref_of(g->host, p->stage, bytes);
+  return CDDP_OK;
+}
+
+/* Posts a send. *send is its index while the buffer is in use, else -1. */
+static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send) {
+  cddp__slot *slot = cddp__slot_of(g, g->rank);
+  size_t bytes = c->count * c->esize, staged;
+  cddp_result r = CDDP_OUT_OF_MEMORY;
+  int i, open;
+  pthread_mutex_lock(&g->p2p_lock);
+  i = cddp__unused_send(g, bytes, &open, &staged);
+  if (i < 0) i = cddp__more_sends(g);
+  if (i >= 0) {
+    cddp__send_request *p = cddp__send_at(g, i);
+    p->ref = cddp__ref_of(g->host, c->send, bytes);
+    r = CDDP_OK;
+    if (bytes <= CDDP__EAGER || p->ref.kind == CDDP__REF_NONE || c->root == g->rank)
+      r = cddp__stage(g, p, c->send, bytes);
+    else
+      *send = i;
+    p->tag = c->tag;
+    p->dtype = c->dtype;
+    p->count = c->count;
+    p->number = ++g->send_number;
+    CDDP__POINT("post");
+    if (r == CDDP_OK) cddp__store32(&p->state, CDDP__POSTED_TO(c->root));
+    if ((uint32_t)i >= cddp__load32(&slot->send_top))
+      cddp__store32(&slot->send_top, (uint32_t)i + 1);
+  }
+  pthread_mutex_unlock(&g->p2p_lock);
+  if (r == CDDP_OK) cddp__notify(g, c->root);
+  return r;
+}
+
+/* The oldest send from q->from to this rank with q's tag, or NULL. One look may come upon a send
+   and have passed by the place of an older one, posted there behind its back just before. Whatever
+   is older than a send that has been seen is there for a second look. */
+static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q) {
+  cddp__slot *slot = cddp__slot_of(g, q->from);
+  uint32_t i, n = CDDP__SENDS, left = cddp__load32(&slot->send_top);
+  cddp__send_request *best = NULL;
+  int block;
+  for (block = 0; left > 0 && block < CDDP__SEND_BLOCKS; block++, n *= 2) {
+    void *at = slot->sends;
+    cddp__send_request *p;
+    if (block > 0 && cddp__locate(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
+    for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
+      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) || p->tag != q->call.tag)
+        continue;
+      if (best == NULL || p->number < best->number) best = p;
+    }
+    left -= left < n ? left : n;
+  }
+  return best;
+}
+
+/* Whether a message of that count and dtype is what the recv asks for; if not, the ranks disagree
+   and the recv has failed. */
+static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_t dtype) {
+  const cddp__call *c = &q->call;
+  if (count == c->count && dtype == c->dtype) return true;
+  cddp__fail(CDDP_MISMATCH,
+             "ranks disagree: rank %d sent count %" PRIu64
+             " %s with tag %d, rank %d receives count %zu %s",
+             q->from, count, cddp__dtype_names[dtype & 7], c->tag, g->rank, c->count,
+             cddp__dtype_names[c->dtype]);
+  q->result = cddp__break(g, CDDP_MISMATCH);
+  q->done = true;
+  return false;
+}
+
+/* Copies the message of a matching send, or refuses it; leaves it alone if its sender has just
+   withdrawn it. p2p_lock held. */
+static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
+  void *from = NULL;
+  cddp_result r;
+  if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return;
+  if (!cddp__recv_fits(g, q, p->count, p->dtype)) {
+    cddp__store32(&p->state, CDDP__SEND_REFUSED);
+  } else {
+    CDDP__POINT("take");
+    r = cddp__locate(g->host, &p->ref, &from);
+    if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
+    if (r == CDDP_OK) r = cddp__check_group(g); /* or the sender may have taken its buffer back */
+    q->result = r == CDDP_OK ? r : cddp__break(g, r);
+    q->done = true;
+    cddp__store32(&p->state, CDDP__SEND_DONE);
+  }
+  CDDP__POINT("taken");
+  cddp__notify(g, q->from);
+}
+
+/* Gives a recv the oldest message with its tag from a rank of another host, if one has come.
+   p2p_lock held. */
+static void cddp__take_remote(cddp_group *g, cddp_work *q) {
+  cddp__message *m = cddp__take_message(g, CDDP__FRAME_MESSAGE, q->from, q->call.tag);
+  if (m == NULL) return;
+  if (cddp__recv_fits(g, q, m->head.count, m->head.dtype)) {
+    cddp__copy(q->call.recv, m + 1, m->head.size);
+    q->result = CDDP_OK;
+    q->done = true;
+  }
+  cddp__free(&g->hosts->net->allocator, m);
+}
+
+/* Whether an older receive has a claim to what comes from q->from with q's tag. p2p_lock held. */
+static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
+  const cddp_work *w;
+  for (w = g->recvs; w != q; w = w->next)
+    if (!w->done && w->call.tag == q->call.tag &&
+        (w->call.root == q->from || w->call.root == CDDP_ANY))
+      return true;
+  return false;
+}
+
+/* Serves receives whose message has come, the oldest first. p2p_lock held. */
+static void cddp__serve_recvs(cddp_group *g) {
+  cddp_work *q;
+  int i;
+  if (g->hosts != NULL) cddp__hosts_serve(g);
+  for (q = g->recvs; q != NULL; q = q->next) {
+    bool any = q->call.root == CDDP_ANY;
+    for (i = 0; !q->done && i < (any ? g->size : 1); i++) {
+      cddp__send_request *p;
+      q->from = any ? (g->next_any + i) % g->size : q->call.root;
+      if (cddp__is_claimed(g, q)) continue;
+      if (g->members[q->from] < 0)
+        cddp__take_remote(g, q);
+      else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
+        cddp__take_send(g, q, p); /* the oldest, see there */
+      if (any && q->done) g->next_any = q->from + 1;
+    }
+  }
+}
+
+static void cddp__serve_idle(cddp_group *g) {
+  if (g->hosts != NULL) cddp__hosts_look(g);
+  if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
+  if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
+  pthread_mutex_unlock(&g->p2p_lock);
+}
+
+static void cddp__post_recv(cddp_group *g, cddp_work *q) {
+  cddp_work **at = &g->recvs;
+  int cancel; /* no thread is cancelled while it holds a lock */
+  q->next = NULL;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
+  pthread_mutex_lock(&g->p2p_lock);
+  while (*at != NULL) at = &(*at)->next;
+  *at = q;
+  cddp__serve_recvs(g);
+  pthread_mutex_unlock(&g->p2p_lock);
+  pthread_setcancelstate(cancel, &cancel);
+}
+
+/* Whether a thread need not wait any longer: for a message, for the end of a send, or (without an
+   index) until no more is on its way than may be. */
+static bool cddp__message_ready(cddp_work *w) {
+  cddp_group *g = w->group;
+  size_t bytes = w->call.count * w->call.esize, staged;
+  bool ready;
+  int open;
+  pthread_mutex_lock(&g->p2p_lock);
+  cddp__serve_recvs(g);
+  if (w->call.kind == CDDP__KIND_RECV) {
+    ready = w->done;
+  } else if (w->send >= 0) {
+    ready = !cddp__send_open(g, w->send);
+  } else if (g->members[w->call.root] < 0) {
+    ready = cddp__hosts_room(g, w->call.root, bytes);
+  } else { /* one message alone may be of any size */
+    (void)cddp__unused_send(g, bytes, &open, &staged);
+    ready = open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
+  }
+  pthread_mutex_unlock(&g->p2p_lock);
+  return ready;
+}
+
+/* The rank for which it is of no use to wait any longer; -1: none. From any rank: one that died, or
+   the last one that left. */
+static int cddp__gone_peer(const cddp_work *w) {
+  const cddp_group *g = w->group;
+  int p, gone = -1, n = 1, peer = w->call.root;
+  if (peer != CDDP_ANY) return peer != g->rank && cddp__rank_gone(g, peer) ? peer : -1;
+  for (p = 0; p < g->size; p++) {
+    if (p == g->rank || !cddp__rank_gone(g, p)) continue;
+    if (!cddp__rank_left(g, p)) return p;
+    gone = p;
+    n++;
+  }
+  return n == g->size ? gone : -1;
+}
+
+/* Breaks the group if the peer of a send or recv is gone. */
+static cddp_result cddp__check_peer(const cddp_work *w) {
+  const char *doing = w->call.kind == CDDP__KIND_SEND ? "send to it"
+                      : w->call.root == CDDP_ANY      ? "recv from any rank"
+                                                      : "recv from it";
+  int gone = cddp__gone_peer(w);
+  if (gone < 0) return CDDP_OK;
+  return cddp__report_lost(w->group, gone, cddp__words("%s, tag %d", doing, w->call.tag).s);
+}
+
+/* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
+   else is told. */
+static cddp_result cddp__message_late(const cddp_work *w, double limit) {
+  cddp_group *g = w->group;
+  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
+  bool any = w->call.root == CDDP_ANY;
+  cddp__text who = any ? cddp__words("any rank") : cddp__name_rank(g, w->call.root);
+  if (limit >= 0)
+    return cddp__fail(CDDP_TIMEOUT,
+                      "cddp_wait_for: no end after %g s: %s %s, tag %d, on rank %d; it goes on",
+                      limit, what, who.s, w->call.tag, g->rank);
+  cddp__fail(CDDP_TIMEOUT,
+             "timed out after %g s: %s %s, tag %d, on rank %d: the other side did not come%s",
+             g->timeout_s, what, who.s, w->call.tag, g->rank,
+             any ? "" : cddp__describe_wait(g, w->call.root).s);
+  return cddp__break(g, CDDP_TIMEOUT);
+}
+
+/* Shows that this thread waits for a message. Not if there are others: their rounds tell more. */
+static bool cddp__show_message(const cddp_work *w) {
+  const cddp__slot *s = cddp__wait_slot(w->group, w->group->rank);
+  const char *what = w->call.kind == CDDP__KIND_RECV ? "recv from" : "send to";
+  cddp__text who = cddp__words("any rank");
+  if (s == NULL || cddp__load32(&s->several) != 0) return false;
+  if (w->call.root != CDDP_ANY)
+    who = cddp__words("rank %d", cddp__job_rank(w->group, w->call.root));
+  return cddp__show_wait(w->group,
+                         cddp__words("cddp_%s %.20s, tag %d", what, who.s, w->call.tag).s);
+}
+
+static void cddp__unshow(void *g) {
+  if (g != NULL) cddp__hide_wait((cddp_group *)g, true);
+}
+
+/* Where a thread may be cancelled. A function of its own, as cddp__recv_now. */
+static void cddp__test_cancel(cddp_group *shown, int cancel) {
+  pthread_cleanup_push(cddp__unshow, shown);
+  pthread_setcancelstate(cancel, NULL);
+  pthread_testcancel();
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, NULL);
+  pthread_cleanup_pop(0);
+}
+
+/* Waits with an eye on the peer, until the group's deadline, or for `limit` seconds if that is not
+   negative. A thread may be cancelled here while it sleeps for a receive. */
+static cddp_result cddp__message_wait(cddp_work *m, double limit) {
+  cddp_group *g = m->group;
+  cddp__slot *slot = cddp__slot_of(g, g->rank);
+  bool shown = false;
+  cddp_result r = CDDP_OK;
+  cddp__wait w;
+  int cancel;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
+  cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
+  for (;;) {
+    uint32_t events = cddp__load32(&slot->events);
+    if (cddp__message_ready(m)) break;
+    if ((r = cddp__check_failure(g)) != CDDP_OK) break;
+    if (cddp__wait_yields(&w)) continue;
+    if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
+    if (cddp__gone_peer(m) >= 0 && !cddp__message_ready(m)) r = cddp__check_peer(m);
+    if (r == CDDP_OK && w.late) r = cddp__message_late(m, limit);
+    if (r != CDDP_OK) break;
+    if (w.due && !shown) shown = cddp__show_message(m);
+    if (m->call.kind == CDDP__KIND_RECV) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock */
+    if (g->hosts != NULL)
+      cddp__hosts_pause(g, &w, m->call.root, events);
+    else
+      cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
+  }
+  if (shown) cddp__hide_wait(g, r != CDDP_OK && limit < 0);
+  pthread_setcancelstate(cancel, &cancel);
+  return r;
+}
+
+/* Posts a send; without a handle it waits if more is on its way than may be. w->send >= 0: the
+   buffer is in use until cddp__finish_send. */
+static cddp_result cddp__start_send(cddp_work *w, bool handle) {
+  cddp_group *g = w->group;
+  cddp_result r = cddp__check_group(g);
+  if (r == CDDP_OK) r = cddp__check_peer(w);
+  if (r != CDDP_OK) return r;
+  if (g->members[w->call.root] >= 0) {
+    r = cddp__post_send(g, &w->call, &w->send);
+  } else {
+    r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait says why */
+    handle = handle && cddp__load32(&g->hosts->peers[w->call.root].lost) == 0;
+  }
+  return r == CDDP_OK && !handle && w->send < 0 ? cddp__message_wait(w, -1) : r;
+}
+
+/* Waits until a send that has been posted is taken. limit: see cddp__message_wait. With one,
+   CDDP_TIMEOUT leaves all as it is. After another failure the send is taken back, so that the
+   buffer is the caller's again: a receiver that has begun to copy finishes first, unless it dies.
+*/
+static cddp_result cddp__finish_send(cddp_work *w, double limit) {
+  cddp_group *g = w->group;
+  cddp__send_request *p;
+  double deadline;
+  cddp_result r;
+  if (w->send < 0) return CDDP_OK;
+  p = cddp__send_at(g, w->send);
+  r = cddp__message_wait(w, limit);
+  if (r == CDDP_TIMEOUT && limit >= 0) return r;
+  if (r == CDDP_OK && cddp__load32(&p->state) == CDDP__SEND_REFUSED) r = cddp__check_failure(g);
+  if (r == CDDP_OK) cddp__store32(&p->state, CDDP__SEND_FREE);
+  if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(w->call.root), CDDP__SEND_FREE))
+    return r;
+  deadline = cddp__now() + 5;
+  while (cddp__send_open(g, w->send) && !cddp__rank_gone(g, w->call.root) && cddp__now() < deadline)
+    cddp__sleep(1e-5);
+  return r;
+}
+
+/* Gives up a receive, which then ends at once; false: its message has come, or it has failed. */
+static bool cddp__close_recv(cddp_work *q) {
+  bool open;
+  pthread_mutex_lock(&q->group->p2p_lock);
+  if ((open = !q->done)) {
+    q->result = CDDP_ABORTED;
+    q->done = true;
+  }
+  pthread_mutex_unlock(&q->group->p2p_lock);
+  return open;
+}
+
+/* The rank whose message this thread received last; -1: none yet. */
+static __thread int cddp__last_source = -1;
+
+/* Waits for a receive that has been posted, and takes it out of the list. A failure of its own has
+   broken the group. limit: as of cddp__finish_send. */
+static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
+  cddp_group *g = q->group;
+  cddp_work **at = &g->recvs;
+  cddp_result r = cddp__message_wait(q, limit);
+  if (r == CDDP_TIMEOUT && limit >= 0) return r;
+  pthread_mutex_lock(&g->p2p_lock);
+  while (*at != q) at = &(*at)->next;
+  *at = q->next;
+  pthread_mutex_unlock(&g->p2p_lock);
+  if (r == CDDP_OK && q->result == CDDP_OK) {
+    cddp__last_source = q->from;
+    if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
+  }
+  if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
+    r = q->result; /* it was given up */
+  return r;
+}
+
 #ifdef CDDP_MPI
 /* >>mpi ----------------------------------------------------------------------------------------
    Collectives through the cluster's MPI, for backend "mpi".
@@ -11188,11 +11119,13 @@ static cddp_result cddp__mpi_move_parts(cddp_group *g, const cddp__call *c, cons
   return CDDP_OK;
 }
 
-/* The call, from `send`: CDDP__MPI_MOST elements of each share at a time. */
-static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, const char *send) {
+/* The call's data, of all ranks: CDDP__MPI_MOST elements of each share at a time. */
+static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, void *const *arrays) {
+  const char *send = (const char *)c->send;
   size_t begin, n;
   cddp_result r = CDDP_OK;
   int p;
+  (void)arrays;
   for (begin = 0; r == CDDP_OK && begin < c->count; begin += n) {
     n = cddp__min(CDDP__MPI_MOST, c->count - begin);
     if (c->parts != NULL)
@@ -11212,6 +11145,7 @@ static cddp_result cddp__mpi_data(cddp_group *g, const cddp__call *c, const char
 
 static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
   const char *send = (const char *)c->send, *recv = (const char *)c->recv;
+  cddp__call apart = *c;
   void *copy = NULL;
   size_t bytes, got;
   cddp_result r;
@@ -11223,20 +11157,14 @@ static cddp_result cddp__mpi_run(cddp_group *g, const cddp__call *c) {
     copy = cddp__malloc(&g->host->allocator, bytes);
     if (copy == NULL) r = cddp__break(g, CDDP_OUT_OF_MEMORY);
     if (copy != NULL) memcpy(copy, send, bytes);
-    send = (const char *)copy;
+    apart.send = copy;
   }
-  if (r == CDDP_OK) r = cddp__mpi_data(g, c, send);
+  if (r == CDDP_OK) r = cddp__mpi_data(g, &apart, NULL);
   if (r == CDDP_OK) {
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_DONE, NULL, 0);
     cddp__free(&g->host->allocator, copy);
   }
   return cddp__exit(g, r);
-}
-
-/* Over all ranks, in place, of any number of elements. */
-static cddp_result cddp__mpi_average(cddp_group *g, const cddp__call *c, void *const *arrays) {
-  (void)arrays;
-  return cddp__mpi_data(g, c, (const char *)c->send);
 }
 
 /* --- communicators --- */
@@ -11298,7 +11226,7 @@ static cddp_result cddp__mpi_split(const cddp_group *from, cddp_group *to, int c
   return CDDP_OK;
 }
 
-static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_average,
+static const cddp__carrier cddp__mpi_carrier = {true, cddp__mpi_run, cddp__mpi_data,
                                                 cddp__mpi_split, cddp__mpi_leave};
 #endif /* CDDP_MPI */
 
@@ -11330,13 +11258,16 @@ static void cddp__work_free(cddp_work *w) {
     cddp__free(&w->group->host->allocator, w);
 }
 
-/* more: bytes behind it. */
-static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
-  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
-  if (w == NULL) return NULL;
+static void cddp__work_init(cddp_work *w, cddp_group *g) {
   memset(w, 0, offsetof(cddp_work, text));
   w->group = g;
   w->send = -1;
+}
+
+/* more: bytes behind it. */
+static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
+  cddp_work *w = (cddp_work *)cddp__malloc(&g->host->allocator, sizeof(cddp_work) + more);
+  if (w != NULL) cddp__work_init(w, g);
   return w;
 }
 
@@ -11349,11 +11280,6 @@ static void cddp__work_run(cddp_work *w) {
   cddp__this_site = site;
 }
 
-/* Peers see how many operations are in the queue. lock held. */
-static void cddp__engine_show(const cddp_group *g) {
-  cddp__store32(&cddp__slot_of(g, g->rank)->works, cddp__load32(&g->engine.count));
-}
-
 /* Puts a counted operation at the end of the queue. lock held. */
 static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
   w->next = NULL;
@@ -11362,7 +11288,6 @@ static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
   else
     e->first = w;
   e->last = w;
-  cddp__engine_show(w->group);
 }
 
 /* Puts what is held into the queue. It counts there before it is held no more: at no time does it
@@ -11370,11 +11295,11 @@ static void cddp__engine_append(cddp__engine *e, cddp_work *w) {
    lock held. */
 static bool cddp__engine_busy(cddp__engine *e) {
   if (cddp__load32(&e->held) == CDDP__OWN_HELD) {
-    cddp__add32(&e->count, 1);
+    cddp__add32(e->works, 1);
     if (cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_LENT))
       cddp__engine_append(e, &e->own);
     else
-      cddp__add32(&e->count, (uint32_t)-1);
+      cddp__add32(e->works, (uint32_t)-1);
   }
   return e->busy || cddp__load32(&e->held) == CDDP__OWN_RUNS;
 }
@@ -11398,8 +11323,7 @@ static void cddp__engine_run(cddp__engine *e) {
   pthread_mutex_lock(&e->lock);
   e->busy = false;
   w->done = true;
-  cddp__add32(&e->count, (uint32_t)-1); /* w may be gone from now on */
-  cddp__engine_show(g);
+  cddp__add32(e->works, (uint32_t)-1); /* w may be gone from now on */
   cddp__store32(&e->awaited, 0); /* a thread that has waited for w goes on, when it gets a core */
   if (cddp__load32(&e->waiters) != 0) pthread_cond_broadcast(&e->changed);
   if (e->first != NULL) pthread_cond_signal(&e->work);
@@ -11410,7 +11334,7 @@ static bool cddp__engine_run_held(cddp__engine *e) {
   if (!cddp__swap32(&e->held, CDDP__OWN_HELD, CDDP__OWN_RUNS)) return false;
   cddp__work_run(&e->own);
   cddp__store32(&e->held, CDDP__OWN_LENT); /* a thread that waits for this may not be seen yet */
-  if (CDDP__LIKELY((cddp__load32(&e->waiters) | cddp__load32(&e->count)) == 0)) return true;
+  if (CDDP__LIKELY((cddp__load32(&e->waiters) | cddp__load32(e->works)) == 0)) return true;
   pthread_mutex_lock(&e->lock);
   pthread_cond_broadcast(&e->changed);
   pthread_cond_signal(&e->work);
@@ -11466,7 +11390,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
   }
   w->tick = cddp__load32(&e->tick);
   cddp__store32(&e->idle, w->anywhere ? 0 : CDDP__LINGERS + 1);
-  if (w == &e->own && cddp__load32(&e->count) == 0) {
+  if (w == &e->own && cddp__load32(e->works) == 0) {
     cddp__store32(&e->held, CDDP__OWN_HELD);
     if (CDDP__LIKELY(cddp__load32(&e->asleep) == 0)) return CDDP_OK;
     pthread_mutex_lock(&e->lock);
@@ -11474,7 +11398,7 @@ static cddp_result cddp__engine_push(cddp_work *w) {
   } else {
     pthread_mutex_lock(&e->lock);
     (void)cddp__engine_busy(e); /* an older one comes first */
-    cddp__add32(&e->count, 1);
+    cddp__add32(e->works, 1);
     cddp__engine_append(e, w);
   }
   if (!w->anywhere)
@@ -11491,7 +11415,7 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
   bool ok = true, forever = !(deadline < INFINITY);
   uint32_t held = cddp__load32(&e->held); /* read before the count */
   double until;
-  if (w == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS && cddp__load32(&e->count) == 0)
+  if (w == NULL && held != CDDP__OWN_HELD && held != CDDP__OWN_RUNS && cddp__load32(e->works) == 0)
     return true;
   if (w == &e->own && forever && cddp__engine_run_held(e)) return true;
   pthread_mutex_lock(&e->lock);
@@ -11554,9 +11478,9 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
     }
     if (ended) return w->backend->wait(w);
   } else if (w->call.kind == CDDP__KIND_RECV) {
-    r = cddp__finish_recv(g, w, limit);
+    r = cddp__finish_recv(w, limit);
   } else if (w->run == NULL) {
-    r = cddp__finish_send(g, &w->call, w->send, limit);
+    r = cddp__finish_send(w, limit);
   } else if ((ended = cddp__engine_wait(&g->engine, w, deadline))) {
     r = w->result;
     if (r != CDDP_OK) cddp__fail(r, "%s", w->text);
@@ -11588,31 +11512,30 @@ static cddp_result cddp__recv_now(cddp_work *w) {
 /* Sends or receives a message; work not NULL: begins to, and gives the handle. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   bool receives = c->kind == CDDP__KIND_RECV, taken = false;
-  cddp_work *w = NULL;
+  cddp_work own, *w = &own;
   uint64_t record;
-  int send = -1;
   cddp_result r = cddp__check_group(g);
   if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, c, work, &taken);
   if (r != CDDP_OK || taken) return r; /* taken: the buffer lies on a device */
+  cddp__work_init(w, g);
   if ((receives || work != NULL) && (w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
   record = cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype, -1,
                             c->root == CDDP_ANY ? -1 : c->root);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = c->tag;
   cddp__record_start(g, record, 0);
-  if (w != NULL) w->call = *c;
-  if (w != NULL) w->record = record;
+  w->call = *c;
+  w->record = record;
   if (receives) {
     cddp__post_recv(g, w);
     if (work == NULL) return cddp__recv_now(w);
   } else {
-    r = cddp__start_send(g, c, work != NULL, &send);
-    if (work == NULL && r == CDDP_OK) r = cddp__finish_send(g, c, send, -1);
+    r = cddp__start_send(w, work != NULL);
+    if (work == NULL && r == CDDP_OK) r = cddp__finish_send(w, -1);
     if (work == NULL || r != CDDP_OK) {
       cddp__record_finish(g, record, r);
-      cddp__free(&g->host->allocator, w);
+      if (w != &own) cddp__free(&g->host->allocator, w);
       return r;
     }
-    w->send = send;
   }
   *work = w;
   return CDDP_OK;
@@ -11638,13 +11561,12 @@ CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
 
 static bool cddp__work_done(cddp_work *w) {
   cddp_group *g = w->group;
-  bool done, receives = w->call.kind == CDDP__KIND_RECV;
-  cddp__p2p m = {&w->call, receives ? w : NULL, w->send};
+  bool done;
   if (w->backend != NULL) return w->backend->done(w);
   if (w->run == NULL) {
     if (cddp__load32(&g->block->broken) != 0) return true;
-    if (!receives && w->send < 0) return true;
-    return cddp__p2p_ready(g, &m);
+    if (w->call.kind == CDDP__KIND_SEND && w->send < 0) return true;
+    return cddp__message_ready(w);
   }
   pthread_mutex_lock(&g->engine.lock);
   done = w->done;
@@ -12378,7 +12300,7 @@ static void cddp__group_leave(cddp_group *g) {
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay */
     if (!cddp__send_open(g, i)) cddp__arena_free(h, cddp__send_at(g, i)->stage);
     else cddp__arena_free_with(h, cddp__send_at(g, i)->stage, g->block);
-  for (i = 1; i < CDDP__SEND_BLOCKS; i++) cddp__arena_free_with(h, g->sends[i], g->block);
+  for (i = 1; i < g->send_blocks; i++) cddp__arena_free_with(h, g->sends[i], g->block);
   if (g->carrier->leave != NULL) g->carrier->leave(g);
   (void)cddp__swap32(&slot->state, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT);
   cddp__wake_all(g);

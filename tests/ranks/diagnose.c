@@ -330,6 +330,17 @@ static int no_deadlock(cddp_group *g, void *arg) {
   if (rank != 1) CHECK_OK(cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL));
   CHECK_OK(cddp_barrier(twin));
   if (work != NULL) CHECK_OK(cddp_wait(work));
+  /* rank 1 waits for a late message, with an operation in flight to which others come later */
+  if (rank == 1) {
+    CHECK_OK(cddp_all_reduce(twin, &x, 1, CDDP_F32, CDDP_SUM, &work));
+    CHECK_OK(cddp_recv(twin, &y, 1, CDDP_F32, 2, 1, NULL));
+  } else if (rank == 2) {
+    ranks_sleep(LATE);
+    CHECK_OK(cddp_send(twin, &y, 1, CDDP_F32, 1, 1, NULL));
+  }
+  CHECK_OK(cddp_barrier(g));
+  if (rank != 1) CHECK_OK(cddp_all_reduce(twin, &x, 1, CDDP_F32, CDDP_SUM, NULL));
+  if (rank == 1) CHECK_OK(cddp_wait(work));
   /* two threads of each rank in groups of their own, one of them late here, the other there */
   CHECK_EQ(pthread_create(&thread, NULL, late_barrier, twin), 0);
   if (rank == 1) ranks_sleep(LATE);
