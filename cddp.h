@@ -6227,16 +6227,10 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
 
 static cddp__call cddp__make_call(int kind, const void *send, void *recv, size_t count,
                                   cddp_dtype dtype, cddp_op op, int root) {
-  cddp__call c;
-  memset(&c, 0, sizeof c);
-  c.kind = (uint8_t)kind;
-  c.dtype = (uint8_t)((unsigned)dtype > 255 ? 255 : dtype);
-  c.op = (uint8_t)((unsigned)op > 255 ? 255 : op);
-  c.send = send;
-  c.recv = recv;
-  c.count = count;
-  c.root = root;
-  c.esize = cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1;
+  /* By fields: copied as a whole, the bytes just written would take 10 ns to be read. */
+  cddp__call c = {(uint8_t)kind, (uint8_t)((unsigned)dtype > 255 ? 255 : dtype),
+                  (uint8_t)((unsigned)op > 255 ? 255 : op), root, send, recv, count,
+                  cddp__dtype_ok(dtype) ? cddp__dtype_size(dtype) : 1, 0, NULL};
   return c;
 }
 
