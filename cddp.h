@@ -22858,6 +22858,7 @@ CDDP__COLD_END
               was stopped and goes on after its failure leaves the others' buffers alone.
               Ranks that wait for each other in different groups of a host are CDDP_MISMATCH at
               once; time-outs say where late ranks wait.
+              A failed cddp_all_gather_v or cddp_all_to_all_v leaves NULL in *work.
               Models: parameters that share memory (tied weights) are refused; a second ready() in
               a step fails it; other floating-point modes or settings on a rank are CDDP_MISMATCH;
               an infinite bucket_cap_mb is one bucket; 100,000 parameters, small ones in a few
