@@ -209,7 +209,7 @@ RANKS_DEF bool ranks_port_is_free(int port) {
    them, or there are no others. Clients get none either: the system takes theirs from 32768 on. -1:
    no block is left. */
 RANKS_DEF int ranks_free_port(void) {
-  enum { RANKS_FIRST_PORT = 10000, RANKS_BLOCK = 50, RANKS_BLOCKS = 130, RANKS_OWN = 8 };
+  enum { RANKS_FIRST_PORT = 10000, RANKS_BLOCK = 50, RANKS_BLOCKS = 130, RANKS_OWN = 24 };
   static int block, used, owned;
   static bool own[RANKS_BLOCKS];
   static pid_t owner;
