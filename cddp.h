@@ -11826,19 +11826,36 @@ static cddp_result cddp__run_staged(cddp_group *g, const cddp__call *c, bool met
   return r;
 }
 
-/* An all_reduce that fits into the headers, where each instruction counts. */
-static cddp_result cddp__reduce_headers(cddp_group *g, const cddp__call *c) {
+/* Whether cddp__run_short does it: in one piece, through the cache. */
+CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *c) {
+  size_t bytes = c->count * c->esize;
+  return (c->kind == CDDP__KIND_ALL_REDUCE || c->kind == CDDP__KIND_BROADCAST) &&
+         bytes <= g->round_most && bytes < CDDP__PAST_LEAST;
+}
+
+/* As cddp__run_staged would do it with more instructions, of which each counts here. */
+static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
+  size_t bytes = c->count * c->esize, apart;
+  cddp__chunk all = {0, c->count, bytes <= CDDP__INLINE};
   const void **srcs = (const void **)(void *)g->slices;
-  const cddp__op_header *header;
-  cddp_result r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED, c->send,
-                                 c->count * c->esize);
+  bool spreads = c->kind == CDDP__KIND_BROADCAST, sends = !spreads || g->rank == c->root;
+  char *space;
+  cddp_result r;
   int p;
-  if (r != CDDP_OK) return r;
-  header = cddp__op_header_of(g, 0, g->round);
-  for (p = 0; p < g->size; p++, header += 2)
-    srcs[p] = p == g->rank ? c->send : header->u.bytes; /* a peer may have taken this one's line */
+  if (sends && !all.in_header)
+    memcpy(cddp__staging_of(g, g->rank, g->round + 1), c->send, bytes);
+  r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED,
+                     sends && all.in_header ? c->send : NULL, bytes);
+  if (r != CDDP_OK || (spreads && sends)) return r;
+  space = cddp__spaces(g, g->round, &all, &apart);
+  if (spreads) {
+    memcpy(c->recv, space + (size_t)c->root * apart, bytes);
+    return CDDP_OK;
+  }
+  for (p = 0; p < g->size; p++, space += apart)
+    srcs[p] = p == g->rank ? c->send : space; /* a peer may have taken this one's line */
   cddp__reduce(c->recv, srcs, g->size, c->count, (cddp_dtype)c->dtype, (cddp_op)c->op);
-  cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
+  if (all.in_header) cddp__prefetch_to_write(cddp__op_header_of(g, g->rank, g->round + 1));
   return CDDP_OK;
 }
 
@@ -12014,8 +12031,8 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
   } else if (g->size == 1) {
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
-  } else if (c->kind == CDDP__KIND_ALL_REDUCE && c->count * element <= CDDP__INLINE) {
-    r = cddp__reduce_headers(g, c);
+  } else if (cddp__is_short(g, c)) {
+    r = cddp__run_short(g, c);
   } else if (c->count * element <= cddp__round_most(g, c)) {
     r = cddp__run_staged(g, c, false);
   } else {
