@@ -1567,6 +1567,7 @@ typedef struct cddp__host {
   uint64_t met;          /* ranks' processes had begun by then: clock ticks since boot */
   uint32_t *pids;        /* [size + CDDP__JOINS] */
   int cores;             /* that its ranks may use together; until they have met, this one alone */
+  int container_cores;   /* the most of them that this rank's container has the time of */
   char name[72];         /* of the machine */
   cddp_record_header *record; /* flight recorder; NULL: off */
   uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
@@ -5209,14 +5210,37 @@ static cddp_result cddp__locate(cddp__host *h, const cddp__ref *ref, void **out)
   return address != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
+/* How many processors' time the container of this process may take at once (docker --cpus, the
+   limit of a pod), rounded up; INT_MAX: there is no limit. */
+static int cddp__container_cores(void) {
+  static const char *const names[] = {"cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"};
+  long long n[3][2] = {{0, 0}, {0, 0}, {0, 0}}, quota, period; /* of version 2 in one file */
+  char path[64];
+  FILE *file;
+  int i;
+  for (i = 0; i < 3; i++) {
+    snprintf(path, sizeof path, "/sys/fs/cgroup/%s", names[i]);
+    if ((file = fopen(path, "re")) == NULL) continue;
+    if (fscanf(file, "%lld %lld", &n[i][0], &n[i][1]) < 1) n[i][0] = 0; /* "max" */
+    fclose(file);
+  }
+  quota = n[0][0] > 0 ? n[0][0] : n[1][0];
+  period = n[0][0] > 0 ? n[0][1] : n[2][0];
+  return quota > 0 && period > 0 && quota / period < INT_MAX ? (int)((quota - 1) / period) + 1
+                                                            : INT_MAX;
+}
+
 /* Adds the processors that this process may use to those of other ranks, and counts all. Launchers
-   may bind each rank to processors of its own. */
-static int cddp__add_cores(cddp__atomic_u64 *all) {
+   may bind each rank to processors of its own; a container may have the time of `most` alone, which
+   then counts as the first ones. */
+static int cddp__add_cores(cddp__atomic_u64 *all, int most) {
   uint64_t mine[CDDP__PROCESSORS / 64], old;
   int n = 0, i;
   memset(mine, 0, sizeof mine);
   (void)syscall(SYS_sched_getaffinity, 0, sizeof mine, mine);
   for (i = 0; i < CDDP__PROCESSORS / 64; i++) {
+    for (old = mine[i]; old != 0; old &= old - 1)
+      if (--most < 0) mine[i] &= ~(old & -old);
     old = cddp__load64(&all[i]);
     while ((mine[i] & ~old) != 0) {
       (void)cddp__swap64(&all[i], old, old | mine[i]);
@@ -7943,7 +7967,8 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   h->window_bits = 40;
   cddp__host_place(h, size, index, index);
   memset(processors, 0, sizeof processors);
-  h->cores = cddp__add_cores(processors);
+  h->container_cores = cddp__container_cores();
+  h->cores = cddp__add_cores(processors, h->container_cores);
   h->refs = 1;
   gethostname(h->name, sizeof h->name - 1);
   if (given != NULL) cddp__append(h->name, sizeof h->name, "/%.20s", given);
@@ -9242,7 +9267,7 @@ static cddp_result cddp__join_memory(cddp__rendezvous *v, const cddp__join_table
   first = (cddp__control_block *)(void *)cddp__map_memory(h->fd, 0, page);
   if (first == NULL) return cddp__fail_errno("mmap of the job's shared memory");
   joins = cddp__add32(&first->joins, 1);
-  h->cores = cddp__add_cores(first->processors);
+  h->cores = cddp__add_cores(first->processors, h->container_cores);
   munmap(first, page);
   cddp__host_place(h, h->size, h->index, table->size + (int)joins - 1);
   if (joins <= CDDP__JOINS &&
@@ -12406,12 +12431,12 @@ static cddp_result cddp__init(cddp_group **out, const cddp_group_desc *d) {
     return r;
   }
   cddp__put64(job, cddp__record_job());
-  (void)cddp__add_cores(g->block->processors);
+  (void)cddp__add_cores(g->block->processors, g->host->container_cores);
   if (r == CDDP_OK) r = cddp__hosts_attach(g, g->host->net, NULL);
   if (r == CDDP_OK)
     r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_BARRIER, CDDP__PHASE_CALL, 0, job, sizeof job);
   if (r == CDDP_OK) { /* after this round all ranks of the host go on alike */
-    g->host->cores = cddp__add_cores(g->block->processors);
+    g->host->cores = cddp__add_cores(g->block->processors, g->host->container_cores);
     cddp__store32(&g->block->cores, (uint32_t)g->host->cores);
     cddp__use_cores(g);
   }
@@ -21072,6 +21097,7 @@ static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
   bool ours = c->fd >= 0 && cddp__file_is_named(c->fd, c->temporary);
   mode_t mode = c->was.st_mode & 0777, both = mode >> 3 & mode & 7;
   char *slash = strrchr(c->temporary, '/'), *folder = c->temporary;
+  int fd;
   if (r == CDDP_OK && c->was.st_mode != 0) {
     if (fchown(c->fd, c->was.st_uid, c->was.st_gid) != 0 &&
         fchown(c->fd, (uid_t)-1, c->was.st_gid) != 0)
@@ -21084,14 +21110,17 @@ static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
   if (r == CDDP_OK && rename(c->temporary, c->path) != 0)
     r = cddp__fail(CDDP_IO, "rename of %s: %s", c->temporary, strerror(errno));
   if (r != CDDP_OK && ours) unlink(c->temporary);
-  cddp__close_fd(&c->fd); /* after that: the lock ends here */
-  if (r != CDDP_OK) return r;
-  strcpy(slash != NULL ? slash + 1 : folder, "."); /* its name there lasts when that is synced */
-  c->fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
-  if (c->fd < 0 || (fsync(c->fd) != 0 && errno != EINVAL)) /* EINVAL: nothing to sync there */
-    r = cddp__fail(CDDP_IO, "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
-                   folder, strerror(errno));
-  cddp__close_fd(&c->fd);
+  if (r == CDDP_OK) {
+    strcpy(slash != NULL ? slash + 1 : folder, "."); /* its name there lasts when that is synced */
+    fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
+    if (fd >= 0 ? fsync(fd) != 0 && errno != EINVAL /* EINVAL: nothing to sync there */
+                : errno != EACCES || syncfs(c->fd) != 0) /* may be written, but not read */
+      r = cddp__fail(CDDP_IO,
+                     "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
+                     folder, strerror(errno));
+    cddp__close_fd(&fd);
+  }
+  cddp__close_fd(&c->fd); /* after unlink: the lock ends here */
   return r;
 }
 
@@ -22897,7 +22926,8 @@ CDDP__COLD_END
               flock() will do, fields that the format does not have and another optimizer's states
               are refused. cddp_destroy leaves cddp_error() as it was.
               Starting: ranks pinned to different numbers of cores, or each to one of its own, which
-              were taken for more ranks than cores; hosts without any network,
+              were taken for more ranks than cores; containers that may use the time of fewer cores
+              than they see, in which ranks polled; hosts without any network,
               whoever is late there; 9 descriptors are enough for two ranks of cddp_spawn; SIGCHLD
               ignored or reaped by others; pidfd_open denied; OpenMP before cddp_spawn;
               OMP_NUM_THREADS=1; lines of ranks stay whole; stacks of 64 KiB; a secret for each job

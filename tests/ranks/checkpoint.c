@@ -978,6 +978,26 @@ static int no_right(int rank, void *arg) {
   return 0;
 }
 
+/* The directory may be written, but not read. */
+static int no_look(int rank, void *arg) {
+  (void)rank, (void)arg;
+  CHECK(chmod(directory, 0333) == 0);
+  if (geteuid() == 0) CHECK(setgid(65534) == 0 && setuid(65534) == 0);
+  CHECK_OK(save_value(2, 10));
+  return 0;
+}
+
+static void test_unreadable_directory(void) {
+  pid_t pid;
+  int status;
+  unlink(path);
+  pid = ranks_fork(no_look, 0, NULL);
+  ranks_join(&pid, 1, 30, &status);
+  CHECK(chmod(directory, 0700) == 0);
+  CHECK(status == 0 && holds(2, 10) && access(temporary, F_OK) != 0);
+  unlink(path);
+}
+
 /* As on a file system that has no locks. */
 static int save_without_locks(int unused, void *arg) {
   struct sock_filter rules[] = {
@@ -1287,6 +1307,7 @@ int main(void) {
   RUN(test_sampler_even);
   RUN(test_all_ranks_hear);
   RUN(test_size_limit);
+  RUN(test_unreadable_directory);
   RUN(test_no_locks);
   RUN(test_old_file_stays);
   RUN(test_only_regular_files);

@@ -9,8 +9,10 @@
 #include <linux/seccomp.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 
 /* What one process saw, in shared memory. */
@@ -43,6 +45,7 @@ typedef struct member {
   int job;                   /* which of two at once; 0: there is one */
   double stays;              /* s that it goes on making steps */
   int pinned;                /* to one core: the first that it may use is 1; 0: to none */
+  const char *limit;         /* of its container's processor time, as cgroups write it; NULL: none */
   seen *seen;
 } member;
 
@@ -113,6 +116,25 @@ static void pin(int place) {
   CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
 }
 
+/* As in a container whose processor time is limited. files: "NAME=TEXT;NAME=TEXT" of cgroups. */
+static bool contain(const char *files) {
+  char all[128], *line, *rest = all;
+  FILE *file;
+  if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
+      mount("none", "/sys/fs/cgroup", "tmpfs", 0, NULL) != 0)
+    return false;
+  CHECK_EQ(mkdir("/sys/fs/cgroup/cpu", 0700), 0);
+  snprintf(all, sizeof all, "%s", files);
+  while ((line = strsep(&rest, ";")) != NULL) {
+    char path[128], *text = strchr(line, '=');
+    *text++ = 0;
+    snprintf(path, sizeof path, "/sys/fs/cgroup/%s", line);
+    file = fopen(path, "w");
+    CHECK(file != NULL && fputs(text, file) >= 0 && fclose(file) == 0);
+  }
+  return true;
+}
+
 static void note_ready(int level, const char *line, void *user_data) {
   seen *s = (seen *)user_data;
   if (level == 2 && strstr(line, "is ready") != NULL)
@@ -130,6 +152,10 @@ static int join_group(int slot, void *arg) {
   s->fds = ranks_open_fds();
   s->threads = ranks_threads();
   if (m->pinned > 0) pin(m->pinned);
+  if (m->limit != NULL && !contain(m->limit)) {
+    snprintf(s->ready, sizeof s->ready, "no right");
+    return 0;
+  }
   set_fp_mode(m->fp);
   limit(RLIMIT_NOFILE, m->files);
   limit(RLIMIT_FSIZE, m->file_size);
@@ -276,6 +302,41 @@ static void test_pinned(void) {
     launch(m, 2, 30);
     check_joined(m, 2);
     cores = i == 2 ? 1 : i == 3 ? 2 : have;
+    for (k = 0; k < 2; k++) {
+      char words[64];
+      snprintf(words, sizeof words, ", %d cores%s)", cores,
+               cores < 2 ? ", shared by more ranks" : "");
+      CHECK(strstr(m[k].seen->ready, words) != NULL);
+    }
+  }
+}
+
+/* Ranks do not poll with all cores where their container may use the time of fewer. */
+static void test_container(void) {
+  static const struct {
+    const char *files;
+    int cores;
+  } cases[] = {{"cpu.max=100000 100000", 1},
+               {"cpu.max=20000 100000", 1},
+               {"cpu.max=150000 100000", 2},
+               {"cpu.max=max 100000", 1024},
+               {"cpu/cpu.cfs_quota_us=50000;cpu/cpu.cfs_period_us=100000", 1},
+               {"cpu/cpu.cfs_quota_us=-1;cpu/cpu.cfs_period_us=100000", 1024}};
+  member m[2];
+  cpu_set_t all;
+  size_t i;
+  int k, cores;
+  CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    prepare(m, 2);
+    for (k = 0; k < 2; k++) m[k].limit = cases[i].files;
+    launch(m, 2, 30);
+    if (strcmp(m->seen->ready, "no right") == 0) {
+      fprintf(stderr, "  (no right to make a mount namespace: left out)\n");
+      return;
+    }
+    check_joined(m, 2);
+    cores = cases[i].cores < CPU_COUNT(&all) ? cases[i].cores : CPU_COUNT(&all);
     for (k = 0; k < 2; k++) {
       char words[64];
       snprintf(words, sizeof words, ", %d cores%s)", cores,
@@ -1268,6 +1329,7 @@ int main(void) {
   RUN(test_no_group);
   RUN(test_alone);
   RUN(test_pinned);
+  RUN(test_container);
   RUN(test_missing);
   RUN(test_bad_values);
   RUN(test_bad_desc);
