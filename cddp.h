@@ -11942,6 +11942,7 @@ static cddp__ref cddp__call_ref(cddp_group *g, const cddp__call *c) {
    is not has put its first chunk into its space: where none is, the round is that chunk's too. */
 static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   cddp__ref ref = cddp__call_ref(g, c);
+  const cddp__ref *at;
   cddp__chunk first = cddp__chunk_at(g, c, 0);
   bool direct = true, staged = true;
   cddp_result r;
@@ -11949,15 +11950,15 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   if (ref.kind <= CDDP__REF_UNUSED) cddp__put(g, c, &first);
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_PLACES, &ref, sizeof ref);
   for (p = 0; r == CDDP_OK && p < g->size; p++) {
-    ref = cddp__op_header_of(g, p, g->round)->u.ref;
+    at = p == g->rank ? &ref : &cddp__op_header_of(g, p, g->round)->u.ref;
     g->buffers[p] = NULL; /* needed by no rank, or not known */
-    if (ref.kind == CDDP__REF_NONE) {
+    if (at->kind == CDDP__REF_NONE) {
       direct = direct && !cddp__is_read(c, p);
-    } else if (ref.kind != CDDP__REF_UNUSED) {
+    } else if (at->kind != CDDP__REF_UNUSED) {
       staged = staged && !cddp__is_read(c, p);
       if (p == g->rank)
         g->buffers[p] = (void *)(uintptr_t)c->send;
-      else if (direct && (r = cddp__locate(g->host, &ref, &g->buffers[p])) != CDDP_OK)
+      else if (direct && (r = cddp__locate(g->host, at, &g->buffers[p])) != CDDP_OK)
         r = cddp__break(g, r);
     }
   }
