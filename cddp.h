@@ -12222,7 +12222,7 @@ CDDP__COLD
    Creation, splitting and destruction of groups.
    Owns: nothing but what it makes: the control block is the arena's, which frees it.
    Touches: all of a group that no other room has yet, or has any more.
-   Entry points: cddp__init, cddp__split, cddp__group_leave.
+   Entry points: cddp__init, cddp__split_group, cddp__split, cddp__group_leave.
    Works as follows: a split takes two rounds of the parent: colors and keys; where each new group's
    control block lies. Then all ranks agree that every one could map its own. A rank that leaves
    marks its slot and counts itself in the control block; the rank that made the block frees it
@@ -12366,6 +12366,23 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
 done:
   cddp__free(a, members);
   cddp__record_finish(g, record, r);
+  return r;
+}
+
+/* cddp__split of a healthy group, and for the new group its device context. */
+static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t check,
+                                     bool internal, cddp_group **out) {
+  cddp_result r;
+  cddp__engine_drain(g);
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (g->backend != NULL && (r = g->backend->prepare(g)) != CDDP_OK) return r;
+  r = cddp__split(g, color, key, check, out);
+  if (r != CDDP_OK || g->backend == NULL || *out == NULL) return r;
+  r = g->backend->open(g, *out, internal);
+  if (r != CDDP_OK) {
+    cddp__group_leave(*out);
+    *out = NULL;
+  }
   return r;
 }
 
@@ -13576,22 +13593,20 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
 
 /* Whether a call's buffers lie on the device; an error if only one of them does. */
 static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *c, bool *device) {
-  bool one = cddp__in_one_buffer(c), here;
-  const void *at[2] = {c->send, c->recv};
-  size_t bytes[2];
-  int i, seen = 0;
+  bool one = cddp__in_one_buffer(c), sends, receives, here;
+  size_t sent, received;
   cddp_result r = CDDP_OK;
   *device = true;
-  cddp__buffer_bytes(p->group, c, &bytes[0], &bytes[1]);
-  for (i = 0; i < 2; i++) {
-    if (bytes[i] == 0 || at[i] == NULL || (seen > 0 && at[0] == at[1])) continue;
-    r = cddp__memory_of(p->device, at[i], one ? "buf" : i == 0 ? "send" : "recv", &here);
-    if (r != CDDP_OK) return r;
-    if (seen++ > 0 && here != *device)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "send and recv must both lie on the device, or both in host memory");
-    *device = here;
-  }
+  cddp__buffer_bytes(p->group, c, &sent, &received);
+  sends = sent > 0 && c->send != NULL;
+  receives = received > 0 && c->recv != NULL && !(sends && c->recv == c->send);
+  if (sends) r = cddp__memory_of(p->device, c->send, one ? "buf" : "send", device);
+  if (r != CDDP_OK || !receives) return r;
+  r = cddp__memory_of(p->device, c->recv, one ? "buf" : "recv", &here);
+  if (r == CDDP_OK && sends && here != *device)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "send and recv must both lie on the device, or both in host memory");
+  *device = here;
   return r;
 }
 
@@ -13607,8 +13622,7 @@ static double cddp__device_busy(cddp__device *p) {
 
 /* A turn of the host's wait for `what`, as long as the group is healthy and its deadline has not
    come. Yields for as long as most waits take, then sleeps for a sixteenth of the time so far. */
-static cddp_result cddp__device_turn(cddp__device *p, double start, const char *what,
-                                     const char *hint) {
+static cddp_result cddp__device_turn(cddp__device *p, double start, const char *what) {
   cddp_group *g = p->group;
   double waited = cddp__now() - start;
   cddp_result r = cddp__check_group(g);
@@ -13617,7 +13631,11 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
   else cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
   if (waited < g->timeout_s + (cddp__device_busy(p) > 0 ? CDDP__LATE_S : 0)) return CDDP_OK;
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
-             g->timeout_s, g->rank, p->device, what, hint);
+             g->timeout_s, g->rank, p->device, what,
+             g->hosts == NULL ? ""
+                              : ": not all ranks came to it, or NCCL finds no way between hosts; it "
+                                "takes the interface that NCCL_SOCKET_IFNAME names, and "
+                                "NCCL_DEBUG=INFO shows what it does");
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -13884,20 +13902,6 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
   return CDDP_OK;
 }
 
-static cddp_result cddp__look_at_device(cddp__device *p) {
-  bool inside = pthread_mutex_trylock(&p->turn) != 0; /* whoever has the turn asks NCCL */
-  ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(p);
-  cddp_result r;
-  if (!inside) pthread_mutex_unlock(&p->turn);
-  cddp__watch_hosts(p->group);
-  if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
-  if ((r = cddp__compare_logs(p)) != CDDP_OK) return r;
-  if ((r = cddp__look_for_lost(p, inside)) != CDDP_OK) return r;
-  if (e != ncclSuccess && e != ncclInProgress)
-    return cddp__break_nccl(p, e, "an asynchronous NCCL operation");
-  return cddp__look_for_late(p);
-}
-
 /* A private group and its owner's, whose work is on the same streams: the private one fails with
    the other, the other over what may leave streams with undefined results. */
 static void cddp__break_both(cddp_group *private_group, cddp_group *owner) {
@@ -13922,7 +13926,17 @@ static void *cddp__watch_main(void *context) {
   cddp__device *p = (cddp__device *)context;
   cddp__take_device(p);
   while (cddp__load32(&p->state) == CDDP__COMM_ALIVE) {
-    cddp_result r = cddp__look_at_device(p);
+    bool inside = pthread_mutex_trylock(&p->turn) != 0; /* whoever has the turn asks NCCL */
+    ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(p);
+    cddp_result r;
+    if (!inside) pthread_mutex_unlock(&p->turn);
+    cddp__watch_hosts(p->group);
+    r = cddp__check_failure(p->group);
+    if (r == CDDP_OK) r = cddp__compare_logs(p);
+    if (r == CDDP_OK) r = cddp__look_for_lost(p, inside);
+    if (r == CDDP_OK && e != ncclSuccess && e != ncclInProgress)
+      r = cddp__break_nccl(p, e, "an asynchronous NCCL operation");
+    if (r == CDDP_OK) r = cddp__look_for_late(p);
     if (p->owner != p) cddp__break_both(p->group, p->owner->group);
     if (r != CDDP_OK) cddp__device_end(p, CDDP__COMM_ABORTED);
     else cddp__futex_wait(&p->state, CDDP__COMM_ALIVE, CDDP__WATCH_S);
@@ -14078,11 +14092,22 @@ static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent
   cudaThreadExchangeStreamCaptureMode(&mode); /* to ask would void another thread's capture */
   while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady) {
     (void)cudaGetLastError(); /* this counts as one */
-    if ((r = cddp__device_turn(p, start, "work on the stream", "")) != CDDP_OK) break;
+    if ((r = cddp__device_turn(p, start, "work on the stream")) != CDDP_OK) break;
   }
   cudaThreadExchangeStreamCaptureMode(&mode);
   if (r != CDDP_OK || (r = cddp__check_group(p->group)) != CDDP_OK) return r;
   return cddp__cuda_result(e, "work on the group's stream");
+}
+
+/* Copies between the host's memory and a device's; returns when that is done. */
+static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
+  cudaStream_t side;
+  cddp_result r;
+  if (g == NULL || g->device == NULL)
+    return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
+  side = cddp__device_of(g)->side;
+  r = cddp__device_copy(to, from, bytes, (void *)side);
+  return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
 }
 
 /* --- operations through the host ---
@@ -14091,13 +14116,6 @@ static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent
    share, once the stream has come that far; the CPU's collective or message goes from there; what
    came is copied back, with a work handle when that is waited for. Not fast. */
 
-/* Copies on the side stream and waits for it. */
-static cddp_result cddp__copy_now(cddp__device *p, void *to, const void *from, size_t bytes) {
-  cddp_result r = cddp__device_copy(to, from, bytes, p->side);
-  if (r != CDDP_OK) return r;
-  return CDDP__CUDA(cudaStreamSynchronize, p->side);
-}
-
 static cddp_result cddp__staged_no_graph(cudaStream_t s) {
   return cddp__no_capture(s, CDDP_UNSUPPORTED, "with backend \"cpu\" a call waits on the host");
 }
@@ -14105,12 +14123,11 @@ static cddp_result cddp__staged_no_graph(cudaStream_t s) {
 /* After a call on w->stage, which had the result r: what this rank got goes to the device. */
 static cddp_result cddp__device_unstage(cddp_work *w, cddp_result r) {
   cddp_group *g = w->group;
-  cddp__device *p = cddp__device_of(g);
   size_t sent, received;
   cddp__buffer_bytes(g, &w->call, &sent, &received);
   if (r == CDDP_OK && w->call.kind != CDDP__KIND_SEND && cddp__is_written(&w->call, g->rank)) {
-    r = cddp__use_device(p->device);
-    if (r == CDDP_OK) r = cddp__copy_now(p, w->context, w->call.recv, received);
+    r = cddp__use_device(cddp__device_of(g)->device);
+    if (r == CDDP_OK) r = cddp__transfer(g, w->context, w->call.recv, received);
     if (r != CDDP_OK) r = cddp__break(g, r);
   }
   cddp__arena_free(g->host, w->stage);
@@ -14135,7 +14152,7 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
   if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__stream_after(p, p->side, s);
   if (r == CDDP_OK && c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank))
-    r = cddp__copy_now(p, stage, c->send, sends);
+    r = cddp__transfer(g, stage, c->send, sends);
   if (r != CDDP_OK && !message) r = cddp__break(g, r);
   inner.send = stage;
   inner.recv = stage + second;
@@ -14226,18 +14243,13 @@ static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaS
    ncclCommCount does. The watcher looks after the other ranks meanwhile. */
 static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *what) {
   double start = cddp__now();
-  const char *hint = p->group->hosts == NULL
-                         ? ""
-                         : ": not all ranks came to it, or NCCL finds no way between hosts; it "
-                           "takes the interface that NCCL_SOCKET_IFNAME names, and "
-                           "NCCL_DEBUG=INFO shows what it does";
   cddp_result r = CDDP_OK;
   int ranks;
   if (e == ncclSuccess) e = ncclInProgress;
   while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(p)) {
     e = cddp__comm_state(p);
     if (e == ncclSuccess) e = ncclCommCount(p->comm, &ranks);
-    if (e == ncclInProgress) r = cddp__device_turn(p, start, what, hint);
+    if (e == ncclInProgress) r = cddp__device_turn(p, start, what);
   }
   if (r == CDDP_OK && !cddp__comm_alive(p)) return cddp__check_failure(p->group);
   return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(p, e, what);
@@ -14750,11 +14762,6 @@ static cddp_result cddp__settle_device(cddp_group *g) {
   return r == CDDP_OK ? g->backend->synchronize(g) : r;
 }
 
-/* Copies between the host's memory and a device's; returns when that is done. */
-static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
-  if (g != NULL && g->backend != NULL) return cddp__copy_now(cddp__device_of(g), to, from, bytes);
-  return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
-}
 #else
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
   (void)g, (void)desc;
@@ -14771,69 +14778,11 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
 }
 #endif
 
-/* Device and backend: known, fit for each other, and in this build. */
-static cddp_result cddp__check_device(const cddp_group_desc *d) {
-  const char *device = d->device != NULL ? d->device : "cpu";
-  const char *backend = cddp__backend_name(d) != NULL ? cddp__backend_name(d) : "cpu";
-  bool cuda = strncmp(device, "cuda", 4) == 0;
-  bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
-  const char *number = cuda && device[4] == ':' ? device + 5 : "0";
-  size_t digits = strspn(number, "0123456789");
-  bool known = cuda ? digits > 0 && digits <= 4 && number[digits] == 0 &&
-                          (device[4] == 0 || device[4] == ':')
-                    : strcmp(device, "cpu") == 0;
-  if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "device \"%s\" with backend \"%s\": a device is \"cpu\", \"cuda\" or a "
-                      "certain GPU, \"cuda:0\"; a backend \"cpu\", \"mpi\" (with device \"cpu\") "
-                      "or \"nccl\" (with \"cuda\")",
-                      device, backend);
-  if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "this build has no %s; compile cddp's implementation with %s, or use device "
-                      "\"cpu\" and backend \"cpu\"",
-                      cuda ? "CUDA" : "MPI",
-                      cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI");
-  return CDDP_OK;
-}
-
-/* --- for checkpoints: memory anywhere --- */
-
-/* If *data lies on the device: replaces it by *copy in host memory, which is to be freed, when what
-   is on the group's stream now has been done. */
-static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t bytes, void **copy) {
-  cddp_result r;
-  if (bytes == 0 || !cddp__on_device(g, *data)) return CDDP_OK;
-  if ((r = cddp__settle_device(g)) != CDDP_OK) return r;
-  *copy = cddp__malloc(&g->host->allocator, bytes);
-  if (*copy == NULL) return CDDP_OUT_OF_MEMORY;
-  r = cddp__transfer(g, *copy, *data, bytes);
-  *data = *copy;
-  return r;
-}
-
-/* cddp__split of a healthy group, and for the new group its device context. */
-static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64_t check,
-                                      bool internal, cddp_group **out) {
-  cddp_result r;
-  cddp__engine_drain(g);
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (g->backend != NULL && (r = g->backend->prepare(g)) != CDDP_OK) return r;
-  r = cddp__split(g, color, key, check, out);
-  if (r != CDDP_OK || g->backend == NULL || *out == NULL) return r;
-  r = g->backend->open(g, *out, internal);
-  if (r != CDDP_OK) {
-    cddp__group_leave(*out);
-    *out = NULL;
-  }
-  return r;
-}
-
 /* >>kernels ------------------------------------------------------------------------------------
-   What cddp_kernels.cuh does on a device: an optimizer's step, copies of weights, compression.
+   What cddp_kernels.cuh does on a device: an optimizer's step, copies of weights, other types.
    Owns: the states of a cddp_optim whose parameters lie on a device. Touches: parameters,
    gradients, copies and buckets there. Entry points: cddp__attach_optim, cddp__device_optim,
-   cddp__device_step and _copies for a cddp_ddp's step, cddp__compress_hook.
+   cddp__device_step and _copies for a cddp_ddp's step, cddp__convert_any.
    Works as follows: kernels are registered before main by the one .cu file that includes
    cddp_kernels.cuh; whether they are there is asked when what needs them is created, and of calls
    that stand alone. One launch takes all parameters of a dtype that have the same settings. States
@@ -14842,10 +14791,6 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
 
 static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
   return d->sparse != NULL ? d->sparse[i] : NULL;
-}
-
-static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) {
-  return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
 }
 
 /* Makes what buckets leave in the arena the mean of the ranks that have data: it is a sum, or has
@@ -14995,26 +14940,6 @@ static cddp_result cddp__convert_any(const cddp_group *g, void *to, cddp_dtype t
   return CDDP_OK;
 }
 
-static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
-  cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
-  bool host = b->group->backend == NULL;
-  void *copy = NULL;
-  cddp_result r = CDDP_OK;
-  if (cddp__dtype_size(b->dtype) <= 2) return cddp__start_call(b->group, &c, NULL);
-#ifdef CDDP_CUDA
-  if (!host)
-    r = cddp__device_scratch(cddp__device_of(b->group), 2 * b->count, &copy);
-#endif
-  if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__FOR_USER);
-  if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK) r = cddp__convert_any(b->group, copy, small, b->data, b->dtype, b->count);
-  c = cddp__average_call(copy, b->count, small);
-  if (r == CDDP_OK) r = cddp__start_call(b->group, &c, NULL);
-  if (r == CDDP_OK) r = cddp__convert_any(b->group, b->data, b->dtype, copy, small, b->count);
-  if (host) cddp__arena_free(b->group->host, copy);
-  return r;
-}
-
 /* An optimizer whose first parameter lies on a device has all of them there. */
 static cddp_result cddp__attach_optim(cddp_optim *s) {
 #ifdef CDDP_CUDA
@@ -15046,24 +14971,6 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
   (void)s;
   return CDDP_OK;
 #endif
-}
-
-/* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
-static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
-  cddp_result r;
-  int i;
-  const char *wrong =
-      s->params != d->params || s->count != d->count
-          ? "the cddp_optim was made for other parameters than the cddp_ddp"
-      : s->share != NULL && s->share != d
-          ? "the cddp_optim already steps another cddp_ddp"
-      : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
-                   : NULL;
-  if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
-  for (i = 0; i < d->count && s->paired != d->id; i++)
-    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
-  s->paired = d->id;
-  return CDDP_OK;
 }
 
 /* >>ddp ----------------------------------------------------------------------------------------
@@ -15839,6 +15746,30 @@ static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, vo
     r = d->memory->copy(back ? place : flat, back ? flat : place, n, d->hooks->stream);
     flat += n;
   }
+  return r;
+}
+
+static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) {
+  return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
+}
+
+static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
+  cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
+  bool host = b->group->backend == NULL;
+  void *copy = NULL;
+  cddp_result r = CDDP_OK;
+  if (cddp__dtype_size(b->dtype) <= 2) return cddp__start_call(b->group, &c, NULL);
+#ifdef CDDP_CUDA
+  if (!host)
+    r = cddp__device_scratch(cddp__device_of(b->group), 2 * b->count, &copy);
+#endif
+  if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__FOR_USER);
+  if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = cddp__convert_any(b->group, copy, small, b->data, b->dtype, b->count);
+  c = cddp__average_call(copy, b->count, small);
+  if (r == CDDP_OK) r = cddp__start_call(b->group, &c, NULL);
+  if (r == CDDP_OK) r = cddp__convert_any(b->group, b->data, b->dtype, copy, small, b->count);
+  if (host) cddp__arena_free(b->group->host, copy);
   return r;
 }
 
@@ -16675,15 +16606,12 @@ static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, in
 }
 
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
-  cudaStream_t stream = cddp__main_stream(d->group);
-  cddp__device *p = cddp__device_of(d->group);
   double sum = 0;
-  cddp_result r = cddp__no_capture(stream, CDDP_INVALID_ARGUMENT,
+  cddp_result r = cddp__no_capture(cddp__main_stream(d->group), CDDP_INVALID_ARGUMENT,
                                    "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
                                    "for");
-  if (r == CDDP_OK) r = cddp__await_stream(p, stream, NULL);
-  if (r == CDDP_OK) r = cddp__device_copy(&sum, d->clip, sizeof sum, stream);
-  if (r == CDDP_OK) r = cddp__await_stream(p, stream, NULL);
+  if (r == CDDP_OK) r = d->group->backend->synchronize(d->group);
+  if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->clip, sizeof sum);
   *norm = sqrt(sum);
   return r;
 }
@@ -16711,30 +16639,26 @@ static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, boo
 
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
-  int device = cddp__device_of(d->group)->device, i, k;
+  int device = cddp__device_of(d->group)->device, k;
   bool here;
-  char what[96];
   const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
                       : d->spread || d->desc.elastic ? "shards in cddp_ddp_desc"
                                                      : NULL;
-  cddp_result r;
-  if (needs != NULL && (r = cddp__need_kernels(needs)) != CDDP_OK) return r;
-  for (i = 0; i < d->count; i++) {
-    const cddp_param *p = &d->params[i];
-    for (k = 0; k < 2; k++) {
-      const void *at = k == 0 ? p->data : p->grad;
-      if (at == NULL || p->count == 0) continue;
-      snprintf(what, sizeof what, "%s of parameter \"%.60s\"", k == 0 ? "data" : "grad",
-               cddp__param_name(p, i).s);
-      if ((r = cddp__memory_of(device, at, what, &here)) != CDDP_OK) return r;
-      if (!here)
-        return cddp__fail(CDDP_INVALID_ARGUMENT,
-                          "%s lies in host memory, but the group's device is cuda:%d; take it from "
-                          "cddp_alloc or cudaMalloc",
-                          what, device);
-    }
+  cddp_result r = needs != NULL ? cddp__need_kernels(needs) : CDDP_OK;
+  for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) {
+    const cddp_param *p = &d->params[k / 2];
+    const void *at = k % 2 == 0 ? p->data : p->grad;
+    cddp__text what = cddp__words("%s of parameter \"%.60s\"", k % 2 == 0 ? "data" : "grad",
+                                  cddp__param_name(p, k / 2).s);
+    if (at == NULL || p->count == 0) continue;
+    r = cddp__memory_of(device, at, what.s, &here);
+    if (r == CDDP_OK && !here)
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "%s lies in host memory, but the group's device is cuda:%d; take it from "
+                     "cddp_alloc or cudaMalloc",
+                     what.s, device);
   }
-  return CDDP_OK;
+  return r;
 }
 
 /* The arena, and behind it what a clip needs. */
@@ -17135,6 +17059,24 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
 }
 
 /* --- wait and step --- */
+
+/* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
+static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
+  cddp_result r;
+  int i;
+  const char *wrong =
+      s->params != d->params || s->count != d->count
+          ? "the cddp_optim was made for other parameters than the cddp_ddp"
+      : s->share != NULL && s->share != d
+          ? "the cddp_optim already steps another cddp_ddp"
+      : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
+                   : NULL;
+  if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
+  for (i = 0; i < d->count && s->paired != d->id; i++)
+    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
+  s->paired = d->id;
+  return CDDP_OK;
+}
 
 /* The means to gradients of the caller's that have been copied. */
 static cddp_result cddp__return_gradients(cddp_ddp *d) {
@@ -17552,12 +17494,12 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   r = cddp__check_shards(d);
   if (!joins) {
     r = cddp__consensus(d->control, r, NULL, 0, NULL);
-    if (r == CDDP_OK) r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
+    if (r == CDDP_OK) r = cddp__split_group(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
     if (r != CDDP_OK) return r;
     d->control->internal = d->comm->internal = true;
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL)
-      r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
+      r = cddp__split_group(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
     if (r == CDDP_OK && g->backend == NULL) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
@@ -21982,6 +21924,32 @@ CDDPDEF int cddp_launcher_rank(void) {
 
 /* --- groups --- */
 
+/* Device and backend: known, fit for each other, and in this build. */
+static cddp_result cddp__check_device(const cddp_group_desc *d) {
+  const char *device = d->device != NULL ? d->device : "cpu";
+  const char *backend = cddp__backend_name(d) != NULL ? cddp__backend_name(d) : "cpu";
+  bool cuda = strncmp(device, "cuda", 4) == 0;
+  bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
+  const char *number = cuda && device[4] == ':' ? device + 5 : "0";
+  size_t digits = strspn(number, "0123456789");
+  bool known = cuda ? digits > 0 && digits <= 4 && number[digits] == 0 &&
+                          (device[4] == 0 || device[4] == ':')
+                    : strcmp(device, "cpu") == 0;
+  if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "device \"%s\" with backend \"%s\": a device is \"cpu\", \"cuda\" or a "
+                      "certain GPU, \"cuda:0\"; a backend \"cpu\", \"mpi\" (with device \"cpu\") "
+                      "or \"nccl\" (with \"cuda\")",
+                      device, backend);
+  if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "this build has no %s; compile cddp's implementation with %s, or use device "
+                      "\"cpu\" and backend \"cpu\"",
+                      cuda ? "CUDA" : "MPI",
+                      cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI");
+  return CDDP_OK;
+}
+
 static cddp_result cddp__check_allocator(const cddp_allocator *a) {
   if ((a->alloc == NULL) == (a->free == NULL)) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT, "allocator needs both alloc and free, or neither");
@@ -22012,7 +21980,7 @@ CDDPDEF cddp_result (cddp_group_split)(cddp_group *g, int color, int key, cddp_g
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(g != NULL, "the group is NULL");
-  return cddp__split_devices(g, color, key, 0, false, out);
+  return cddp__split_group(g, color, key, 0, false, out);
 }
 
 CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count, cddp_group **out) {
@@ -22028,7 +21996,7 @@ CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count,
     for (j = 0; j < i; j++) CDDP__CHECK(ranks[j] != ranks[i], "rank %d is listed twice", ranks[i]);
     if (ranks[i] == g->rank) color = 0, key = i;
   }
-  return cddp__split_devices(g, color, key,
+  return cddp__split_group(g, color, key,
                              cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks),
                              false, out);
 }
@@ -22361,6 +22329,19 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
 }
 
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps : 0; }
+
+/* If *data lies on the device: replaces it by *copy in host memory, which is to be freed, when what
+   is on the group's stream now has been done. */
+static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t bytes, void **copy) {
+  cddp_result r;
+  if (bytes == 0 || !cddp__on_device(g, *data)) return CDDP_OK;
+  if ((r = cddp__settle_device(g)) != CDDP_OK) return r;
+  *copy = cddp__malloc(&g->host->allocator, bytes);
+  if (*copy == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__transfer(g, *copy, *data, bytes);
+  *data = *copy;
+  return r;
+}
 
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n) {

@@ -1954,12 +1954,12 @@ static int naps_little(cddp_group *g, void *arg) {
   (void)arg;
   for (i = 0, naps = 1; i < 1000 && naps > 0; i++) { /* it may be held up between two clocks */
     naps = 0;
-    CHECK_OK(cddp__device_turn(p, cddp__now(), "a test", ""));
+    CHECK_OK(cddp__device_turn(p, cddp__now(), "a test"));
   }
   CHECK_EQ(naps, 0);
   for (i = 0; i < 3; i++) {
     start = cddp__now() - waited[i];
-    CHECK_OK(cddp__device_turn(p, start, "a test", ""));
+    CHECK_OK(cddp__device_turn(p, start, "a test"));
     CHECK_EQ(naps, i + 1);
     CHECK(nap_s > 0 && nap_s <= 1e-3 && 16 * nap_s <= cddp__now() - start);
   }
