@@ -14438,10 +14438,10 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_
   return r;
 }
 
-/* A message by NCCL; one with a handle waits for others, see cddp__send_messages. */
+/* A message by NCCL: one with a handle waits for others, one without goes with those that wait. */
 static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   cddp__device *p = cddp__device_of(g);
-  cddp_work **link;
+  cddp_work **link, *w;
   cddp_result r;
   if (c->root == CDDP_ANY)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL receives from no rank but a certain one: name it, or "
@@ -14451,15 +14451,13 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_w
                       "rank %d sends device memory to itself: with NCCL that needs a group of two "
                       "ranks, and a work handle for both send and recv",
                       g->rank);
-  if (work == NULL) {
-    r = cddp__issue(p, c, 1, cddp__main_stream(g));
-    return r == CDDP_OK ? r : cddp__break(g, r);
-  }
-  if ((r = cddp__device_work(g, c, NULL, work)) != CDDP_OK) return r;
+  if ((r = cddp__device_work(g, c, NULL, &w)) != CDDP_OK) return r;
   pthread_mutex_lock(&p->turn);
   for (link = &p->messages; *link != NULL; link = &(*link)->next) {}
-  *link = *work;
+  *link = w;
   pthread_mutex_unlock(&p->turn);
+  if (work == NULL) return cddp__device_wait(w);
+  *work = w;
   return CDDP_OK;
 }
 
@@ -14475,8 +14473,7 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_w
   if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK) return r;
   cddp__buffer_bytes(g, c, &sent, &received);
   *taken = *taken && (sent + received > 0 || !(message || p->staged));
-  if ((!message || (work == NULL && *taken)) && (r = cddp__send_messages(p, NULL)) != CDDP_OK)
-    return r;
+  if (!message && (r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
   if (c->kind == CDDP__KIND_BARRIER) {
     *taken = true;
     return cddp__device_barrier(g, c, work);
