@@ -14106,7 +14106,8 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
   if (g == NULL || g->device == NULL)
     return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
   side = cddp__device_of(g)->side;
-  r = cddp__device_copy(to, from, bytes, (void *)side);
+  r = cddp__use_device(cddp__device_of(g)->device);
+  if (r == CDDP_OK) r = cddp__device_copy(to, from, bytes, (void *)side);
   return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
 }
 
@@ -14126,8 +14127,7 @@ static cddp_result cddp__device_unstage(cddp_work *w, cddp_result r) {
   size_t sent, received;
   cddp__buffer_bytes(g, &w->call, &sent, &received);
   if (r == CDDP_OK && w->call.kind != CDDP__KIND_SEND && cddp__is_written(&w->call, g->rank)) {
-    r = cddp__use_device(cddp__device_of(g)->device);
-    if (r == CDDP_OK) r = cddp__transfer(g, w->context, w->call.recv, received);
+    r = cddp__transfer(g, w->context, w->call.recv, received);
     if (r != CDDP_OK) r = cddp__break(g, r);
   }
   cddp__arena_free(g->host, w->stage);
@@ -14178,20 +14178,18 @@ static ncclResult_t cddp__post_shares(const cddp__device *p, const cddp__call *c
   int me = p->group->rank, q;
   ncclResult_t e = ncclSuccess;
   for (q = 0; q < p->group->size && e == ncclSuccess; q++) {
-    size_t out = cddp__sends(c, me) && cddp__receives(c, q)
-                     ? cddp__bytes_for(c, q, 0, c->count) / c->esize
-                     : 0;
-    size_t in = cddp__sends(c, q) && cddp__receives(c, me)
-                    ? cddp__bytes_from(c, q, 0, c->count) / c->esize
-                    : 0;
+    bool goes = cddp__sends(c, me) && cddp__receives(c, q);
+    bool comes = cddp__sends(c, q) && cddp__receives(c, me);
+    size_t out = goes ? cddp__bytes_for(c, q, 0, c->count) : 0;
+    size_t in = comes ? cddp__bytes_from(c, q, 0, c->count) : 0;
     const char *from = out > 0 ? cddp__share_for(c, q) : NULL;
     char *to = in > 0 ? cddp__share_from(c, q) : NULL;
     if (q == me) {
-      if (cddp__device_copy(to, from, out * c->esize, s) != CDDP_OK) e = ncclUnhandledCudaError;
+      if (cddp__device_copy(to, from, out, s) != CDDP_OK) e = ncclUnhandledCudaError;
       continue;
     }
-    if (out > 0) e = ncclSend(from, out, type, q, p->comm, s);
-    if (in > 0 && e == ncclSuccess) e = ncclRecv(to, in, type, q, p->comm, s);
+    if (out > 0) e = ncclSend(from, out / c->esize, type, q, p->comm, s);
+    if (in > 0 && e == ncclSuccess) e = ncclRecv(to, in / c->esize, type, q, p->comm, s);
   }
   return e;
 }
@@ -15069,7 +15067,6 @@ struct cddp__ddp_memory {
                      int count, int divisor, size_t n, void *stream);
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
   cddp_result (*broadcast)(cddp_ddp *d, int n); /* the first n of d->calls as one; NULL: none is */
-  cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
   cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it; NULL: d->norm */
@@ -16437,7 +16434,7 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
 
 static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch,
-    NULL, cddp__push_bucket, cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets, NULL, NULL,
+    NULL, cddp__push_bucket, cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets, NULL,
     cddp__host_scale, cddp__host_clip, NULL, cddp__host_step, cddp__host_publish};
 
 #ifdef CDDP_CUDA
@@ -16538,27 +16535,6 @@ static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
     if (r == CDDP_OK) cddp__log_call(p, &d->calls[i], true);
   }
   return r == CDDP_OK ? cddp__issue(p, d->calls, n, cddp__main_stream(d->group)) : r;
-}
-
-/* Writes the mean rows into gradients that are zero elsewhere: SGD's kernel takes these. */
-static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
-  void *stream = d->group->stream;
-  cddp_result r = CDDP_OK;
-  size_t k, end;
-  int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__sparse *s = cddp__sparse_of(d, i);
-    char *at = d->arena + d->tensors[i].dense;
-    if (s == NULL) continue;
-    r = cddp__device_zero(at, s->rows * s->bytes, stream);
-    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
-      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
-        end++;
-      r = cddp__device_copy(at + (size_t)s->mean.number[k] * s->bytes,
-                            s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
-    }
-  }
-  return r;
 }
 
 /* Lists the gradients of a dtype: all, as buckets have left them; this rank's part of those; or the
@@ -16690,8 +16666,8 @@ static void cddp__gpu_free(cddp_ddp *d) {
 static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__device_enter, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
     cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_sum,
-    cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows, cddp__device_scale, cddp__gpu_clip,
-    cddp__gpu_norm, cddp__gpu_step, NULL};
+    cddp__gpu_fence, cddp__gpu_broadcast, cddp__device_scale, cddp__gpu_clip, cddp__gpu_norm,
+    cddp__gpu_step, NULL};
 
 #endif
 
@@ -16984,6 +16960,27 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
+/* On a device: writes the mean rows into gradients that are zero elsewhere, as its kernels take. */
+static cddp_result cddp__place_rows(cddp_ddp *d) {
+  void *stream = d->group->stream;
+  cddp_result r = CDDP_OK;
+  size_t k, end;
+  int i;
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    char *at = d->arena + d->tensors[i].dense;
+    if (s == NULL) continue;
+    r = d->memory->zero(at, s->rows * s->bytes, stream);
+    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
+      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
+        end++;
+      r = d->memory->copy(at + (size_t)s->mean.number[k] * s->bytes,
+                          s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
+    }
+  }
+  return r;
+}
+
 /* The mean of the rows in d->lists, of shards that have some, to where the optimizer reads it. */
 static cddp_result cddp__merge_rows(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
@@ -16994,7 +16991,7 @@ static cddp_result cddp__merge_rows(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, n, d->sources,
                            d->params[i].dtype);
-  return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
+  return r == CDDP_OK && d->group->backend != NULL ? cddp__place_rows(d) : r;
 }
 
 /* Of those in the ranks' packets [ranks]. */

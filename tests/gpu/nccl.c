@@ -1460,6 +1460,11 @@ static int messages(cddp_group *g, void *arg) {
   wait_for_three(w + 3);
   pthread_join(other, NULL);
   for (i = 0; i < 3; i++) check_fill(g, in[i], N, 10 * before + i);
+  fill_on(s, in[1], N, -1, false); /* one without a handle goes with those that wait: all ranks */
+  CHECK_OK(cddp_recv(g, in[1], N, CDDP_F32, before, 1, &w[0])); /* receive first */
+  CHECK_OK(cddp_send(g, out[1], N, CDDP_F32, next, 1, NULL));
+  CHECK_OK(cddp_wait(w[0]));
+  check_fill(g, in[1], N, 10 * before + 1);
   for (i = 0; me > 0 && i < 30; i++) fill_on(s, in[0], N, -1, false); /* received after them */
   if (me > 0)
     CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
