@@ -13674,16 +13674,6 @@ static void cddp__log_call(cddp__device *p, const cddp__call *c, bool device) {
   pthread_mutex_unlock(&p->owner->lock);
 }
 
-/* Of what the group and its models have called. */
-static uint64_t cddp__calls_hash(cddp__device *p) {
-  uint64_t hash;
-  pthread_mutex_lock(&p->lock);
-  hash = cddp__hash64(p->hashes[cddp__logged_calls(p) & (CDDP__HASHES - 1)], &p->models,
-                      sizeof p->models);
-  pthread_mutex_unlock(&p->lock);
-  return hash;
-}
-
 /* A copy of what a rank of this host logged of call number n; false if it was overwritten. */
 static bool cddp__read_logged(const cddp_group *g, int rank, uint32_t n, cddp__logged_call *out) {
   cddp__logged_call *from = &cddp__slot_of(g, rank)->call_log[n & (CDDP__CALL_LOG - 1)];
@@ -14386,7 +14376,11 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *c, cddp
   if (r != CDDP_OK) return r;
   w->backend = NULL; /* the group's thread has it */
   w->run = cddp__run_barrier;
-  if (g->hosts != NULL && !p->staged) w->call.count = (size_t)cddp__calls_hash(p);
+  pthread_mutex_lock(&p->lock);
+  if (g->hosts != NULL && !p->staged)
+    w->call.count = (size_t)cddp__hash64(p->hashes[cddp__logged_calls(p) & (CDDP__HASHES - 1)],
+                                         &p->models, sizeof p->models);
+  pthread_mutex_unlock(&p->lock);
   if ((r = cddp__enqueue(w)) != CDDP_OK) cddp__device_work_free(w);
   else if (work == NULL) return cddp__work_wait(w, -1);
   else *work = w;
@@ -14940,21 +14934,20 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
 #ifdef CDDP_CUDA
   const cddp_ddp *d = s->desc.ddp;
   struct cudaPointerAttributes about;
-  int i, count = 0, on_device = 0;
+  const void *on_device = NULL, *on_host = NULL;
   cddp_result r;
+  int i;
   if (d != NULL ? d->group->backend == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
-    if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
-    count++;
-    if (!cddp__on_device(d != NULL ? d->group : NULL, s->params[i].data)) continue;
-    if (on_device++ == 0 &&
-        (r = CDDP__CUDA(cudaPointerGetAttributes, &about, s->params[i].data)) != CDDP_OK)
-      return r;
+    const void *at = s->params[i].count > 0 ? s->params[i].data : NULL;
+    if (cddp__on_device(d != NULL ? d->group : NULL, at)) on_device = at;
+    else if (at != NULL) on_host = at;
   }
-  if (on_device > 0 && on_device < count)
+  if (on_device != NULL && on_host != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
-  if (on_device == 0) return CDDP_OK;
+  if (on_device == NULL) return CDDP_OK;
+  if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
   s->device = d != NULL ? cddp__device_of(d->group)->device : about.device;
   if ((r = cddp__need_kernels(s->algorithm->name)) != CDDP_OK) return r;
   s->segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *s->segments);
@@ -16453,11 +16446,9 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   int i;
   *met = capturing || (!d->meets && d->rebuilt);
   if (!*met) return CDDP_OK;
-  if (d->sparse != NULL || d->desc.uneven_inputs) {
-    r = cddp__no_capture(cddp__main_stream(d->group), CDDP_UNSUPPORTED,
-                         "a step with sparse_rows or uneven_inputs waits for the other ranks");
-    if (r != CDDP_OK) return r;
-  }
+  if (d->sparse != NULL || d->desc.uneven_inputs) /* it meets, but for a capture */
+    return cddp__fail(CDDP_UNSUPPORTED, "a step with sparse_rows or uneven_inputs waits for the "
+                                        "other ranks and cannot be captured in a CUDA graph");
   if (capturing && !d->rebuilt && !d->desc.find_unused_parameters)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "take two steps before you capture one in a CUDA graph: the first arranges "
