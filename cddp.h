@@ -7152,11 +7152,10 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp_
   cddp__text t = cddp__words("rank %d called %s%.*s", rank, call.s,
                              known ? CDDP__SITE_MAX - 1 : 0, slot->site);
   if (a == b || strcmp(cddp__describe_call(a->call, a->count, a->root).s, call.s) != 0) return t;
-  if (a->fp_mode == b->fp_mode)
-    cddp__append(t.s, sizeof t.s, (b->call & 255) == CDDP__KIND_BARRIER
-                                      ? " after other calls of the group and its cddp_ddps on device "
-                                        "memory"
-                                      : " with other settings");
+  if ((b->call & 255) == CDDP__KIND_BARRIER)
+    cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
+  else if (a->fp_mode == b->fp_mode)
+    cddp__append(t.s, sizeof t.s, " with other settings");
   else
     cddp__append(t.s, sizeof t.s,
                  " in another floating-point mode (%s, not %s; -ffast-math sets FTZ)",
@@ -13168,7 +13167,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
   return CDDP_OK;
 }
 
-/* On a device what a cddp_ddp has placed is one stretch: to zero each gradient would cost a launch. */
+/* On a device what a cddp_ddp has placed is one stretch: to zero each gradient costs a launch. */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *o) {
   const cddp_ddp *d;
   int i;
@@ -13633,8 +13632,8 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
              g->timeout_s, g->rank, p->device, what,
              g->hosts == NULL ? ""
-                              : ": not all ranks came to it, or NCCL finds no way between hosts; it "
-                                "takes the interface that NCCL_SOCKET_IFNAME names, and "
+                              : ": not all ranks came to it, or NCCL finds no way between hosts; "
+                                "it takes the interface that NCCL_SOCKET_IFNAME names, and "
                                 "NCCL_DEBUG=INFO shows what it does");
   return cddp__break(g, CDDP_TIMEOUT);
 }
@@ -15393,7 +15392,7 @@ typedef struct cddp__range {
   size_t begin, end; /* of the model, bytes; in a bucket end - begin leaves out what is between */
 } cddp__range;
 
-/* The next stretch of used parameters of one dtype from sorted[*i] on, which lie side by side on all
+/* The next stretch of used parameters of a dtype from sorted[*i] on, which lie side by side on all
    ranks and, where shards are added up, in slots; false at the end. */
 static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, int *i,
                              cddp__range *range) {
@@ -15836,6 +15835,7 @@ static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int
   cddp_result r = CDDP_OK;
   cddp__packet packet;
   cddp__call c;
+  if (d->group->backend != NULL) cddp__engine_drain(d->comm); /* its buckets use d->calls too */
   for (; r == CDDP_OK && part <= last; part++) {
     cddp__packet_begin(&packet, d->control,
                        owners && x != NULL ? cddp__rank_on(x, 0, part) : part);
@@ -17322,7 +17322,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)desc->shards);
   size_t ranks = desc->elastic ? parts : size, at = 0;
-  size_t calls = cddp__max(n + (size_t)desc->buffer_count + size, parts);
+  size_t calls = n + (size_t)desc->buffer_count + size;
   d->tensors = (cddp__tensor *)cddp__carve(base, &at, n, sizeof *d->tensors);
   d->partitions = (cddp_partition *)cddp__carve(base, &at, n, sizeof *d->partitions);
   d->calls = (cddp__call *)cddp__carve(base, &at, calls, sizeof *d->calls);
@@ -18464,9 +18464,8 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) /* all have both groups: these connect */
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
                     NULL, 0);
-#ifdef CDDP_CUDA
-  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__device_again(d->group, d->comm, false);
-#endif
+  if (r == CDDP_OK && d->group->backend != NULL)
+    r = d->group->backend->open(d->group, d->comm, false);
   for (i = 0; i < 2; i++) {
     cddp__arena_free(d->group->host, c->blocks[i]);
     c->blocks[i] = NULL;

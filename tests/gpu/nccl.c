@@ -666,6 +666,8 @@ static void plan_step(const plan *p, cddp_ddp *d, cddp_optim *s, const cddp_para
   if (p->shards == 0) plan_backward(p, d, params, g, step);
   while (p->shards > 0 && cddp_ddp_next_shard(d, &shard))
     plan_backward(p, d, params, g, 100 * step + shard);
+  if (p->buffers && !p->graph && !p->uneven) /* while buckets are reduced */
+    CHECK_OK(cddp_ddp_sync_buffers(d));
   if ((p->cpu && p->clip > 0) || (p->steps_a_mode > 0 && step / p->steps_a_mode % 2 == 0)) {
     double norm = 0, *asked = step % 2 && !p->graph ? &norm : NULL;
     CHECK_OK(cddp_ddp_wait(d));
