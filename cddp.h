@@ -13824,11 +13824,10 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
   bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
   double deadline = cddp__now() + (mine ? 0.01 : CDDP__CAUSE_S);
   cddp_group *g = p->group;
-  char text[CDDP__ERROR_MAX];
+  cddp__text text = cddp__words("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
+                                ncclGetLastError(NULL));
   cddp_result r;
   int q;
-  snprintf(text, sizeof text, "rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
-           ncclGetLastError(NULL));
   do {
     cddp__watch_hosts(g);
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
@@ -13836,8 +13835,7 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
       if (q != g->rank && cddp__rank_gone(g, q)) return cddp__report_lost(g, q, what);
     cddp__sleep(0.002);
   } while (cddp__now() < deadline);
-  cddp__fail(CDDP_NCCL, "%s", text);
-  return cddp__break(g, CDDP_NCCL);
+  return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
 }
 
 /* By how many calls a rank of this host is behind; of another host's ranks that is not known. */
@@ -13875,7 +13873,6 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
 static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
   bool waits = inside || cddp__device_busy(p) > 0;
   cddp_group *g = p->group;
-  char doing[64];
   int q;
   for (q = 0; q < g->size; q++) {
     bool behind, left;
@@ -13885,8 +13882,7 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
     if (!behind && !waits && (left || cddp__load32(&p->captured) == 0)) continue;
     if (p->left_since == 0) p->left_since = cddp__now();
     if (!behind && cddp__now() - p->left_since < (left ? CDDP__LEFT_S : CDDP__ENDED_S)) continue;
-    snprintf(doing, sizeof doing, "operations with it on cuda:%d", p->device);
-    return cddp__report_lost(g, q, doing);
+    return cddp__report_lost(g, q, cddp__words("operations with it on cuda:%d", p->device).s);
   }
   return CDDP_OK;
 }
