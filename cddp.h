@@ -342,7 +342,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    all ranks alike): the CPU backend does those, at once.
    SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
    compared. Those with a work handle are sent together at the group's next call that is not
-   another of them, or at their cddp_wait or cddp_test: an exchange posts all, then waits.
+   another of them (a message without a handle goes with them), or at their cddp_wait or cddp_test:
+   an exchange posts all, then waits.
    ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum: other numbers of ranks
    or GPUs, another version or setting of NCCL may give other bits. cddp_ddp_desc.shards makes a
    model's gradients canonical sums. MIN and MAX may pass over a NaN. Means of floats, and of a
