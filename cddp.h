@@ -342,7 +342,8 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    all ranks alike): the CPU backend does those, at once.
    SEND AND RECV on device memory match in the order of calls between two ranks; tags are not
    compared. Those with a work handle are sent together at the group's next call that is not
-   another of them, or at their cddp_wait or cddp_test: an exchange posts all, then waits.
+   another of them (a message without a handle goes with them), or at their cddp_wait or cddp_test:
+   an exchange posts all, then waits.
    ARITHMETIC is NCCL's: equal bits on all ranks, but not the canonical sum: other numbers of ranks
    or GPUs, another version or setting of NCCL may give other bits. cddp_ddp_desc.shards makes a
    model's gradients canonical sums. MIN and MAX may pass over a NaN. Means of floats, and of a
@@ -1604,7 +1605,7 @@ typedef struct cddp__part {
                          this rank's share in the other's receive buffer */
 } cddp__part;
 enum {
-  CDDP__KIND_BARRIER,
+  CDDP__KIND_BARRIER, /* count: a hash of what was called on device memory, or 0 */
   CDDP__KIND_ALL_REDUCE,
   CDDP__KIND_REDUCE,
   CDDP__KIND_BROADCAST,
@@ -1624,7 +1625,6 @@ enum {
   CDDP__KIND_DDP_JOIN,
   CDDP__KIND_DDP_SCATTER,
   CDDP__KIND_DDP_GATHER,
-  CDDP__KIND_DEVICE_CALLS, /* count: a hash of them */
   CDDP__KIND_COUNT,
   CDDP__KIND_SEND, /* on devices only, never compared */
   CDDP__KIND_RECV
@@ -6243,8 +6243,6 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
                                            {"ddp_join", 0, 0, 0, 0, 0},
                                            {"ddp_reduce_scatter", 0, 0, 0, 0, 0},
                                            {"ddp_all_gather", 0, 0, 0, 0, 0},
-                                           {"barrier (a hash of what the group and its cddp_ddps "
-                                            "called on device memory)", 0, 0, 0, 0, 0},
                                            {"", 0, 0, 0, 0, 0},
                                            {"send", 0, 0, 0, 0, 0},
                                            {"recv", 0, 0, 0, 0, 0}};
@@ -7179,7 +7177,9 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp_
   cddp__text t = cddp__words("rank %d called %s%.*s", rank, call.s,
                              known ? CDDP__SITE_MAX - 1 : 0, slot->site);
   if (a == b || strcmp(cddp__describe_call(a->call, a->count, a->root).s, call.s) != 0) return t;
-  if (a->fp_mode == b->fp_mode)
+  if ((b->call & 255) == CDDP__KIND_BARRIER)
+    cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
+  else if (a->fp_mode == b->fp_mode)
     cddp__append(t.s, sizeof t.s, " with other settings");
   else
     cddp__append(t.s, sizeof t.s,
@@ -12027,7 +12027,7 @@ static cddp_result cddp__run_counted(cddp_group *g, const cddp__call *c) {
 }
 
 CDDP__INLINED uint64_t cddp__record_call(const cddp_group *g, const cddp__call *c) {
-  size_t count = c->count, sent;
+  size_t count = c->kind != CDDP__KIND_BARRIER ? c->count : 0, sent;
   if (CDDP__LIKELY(g->host->record == NULL)) return 0;
   if (c->parts != NULL) {
     cddp__buffer_bytes(g, c, &sent, &count);
@@ -12053,7 +12053,7 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
   g->calls++;
   if (!g->internal) g->unshared = cddp__load32(&g->host->unshared);
   cddp__record_start(g, record, g->calls);
-  if (c->count == 0) {
+  if (c->count == 0 || c->kind == CDDP__KIND_BARRIER) {
     r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_CALL, NULL, 0);
   } else if (g->size == 1) {
     cddp__copy(c->recv, c->send, c->count * c->esize); /* any op of one value is the value */
@@ -12265,7 +12265,7 @@ CDDP__COLD
    Creation, splitting and destruction of groups.
    Owns: nothing but what it makes: the control block is the arena's, which frees it.
    Touches: all of a group that no other room has yet, or has any more.
-   Entry points: cddp__init, cddp__split, cddp__group_leave.
+   Entry points: cddp__init, cddp__split_group, cddp__split, cddp__group_leave.
    Works as follows: a split takes two rounds of the parent: colors and keys; where each new group's
    control block lies. Then all ranks agree that every one could map its own. A rank that leaves
    marks its slot and counts itself in the control block; the rank that made the block frees it
@@ -12409,6 +12409,23 @@ static cddp_result cddp__split(cddp_group *g, int color, int key, uint64_t check
 done:
   cddp__free(a, members);
   cddp__record_finish(g, record, r);
+  return r;
+}
+
+/* cddp__split of a healthy group, and for the new group its device context. */
+static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t check,
+                                     bool internal, cddp_group **out) {
+  cddp_result r;
+  cddp__engine_drain(g);
+  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
+  if (g->backend != NULL && (r = g->backend->prepare(g)) != CDDP_OK) return r;
+  r = cddp__split(g, color, key, check, out);
+  if (r != CDDP_OK || g->backend == NULL || *out == NULL) return r;
+  r = g->backend->open(g, *out, internal);
+  if (r != CDDP_OK) {
+    cddp__group_leave(*out);
+    *out = NULL;
+  }
   return r;
 }
 
@@ -12682,11 +12699,11 @@ typedef struct cddp__algorithm {
 
 /* What an optimizer does whose parameters lie on a device. */
 typedef struct cddp__optim_backend {
-  cddp_result (*step)(cddp_optim *s);
-  cddp_result (*zero)(cddp_optim *s);
-  void (*leave)(cddp_optim *s);
-  cddp_result (*clear)(const cddp_optim *s, void *state, size_t bytes); /* zeroes momentum */
-  cddp_result (*copy)(cddp_optim *s); /* all copies from data */
+  cddp_result (*step)(cddp_optim *o, const cddp_ddp *d); /* d: of cddp_ddp_step; else NULL */
+  cddp_result (*copy)(const cddp_optim *o, const cddp_ddp *d); /* all copies from data */
+  /* waits: until it is done, for whatever stream. */
+  cddp_result (*zero)(const cddp_optim *o, void *p, size_t bytes, bool waits);
+  void (*leave)(cddp_optim *o);
 } cddp__optim_backend;
 
 struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_ddp_step */
@@ -13074,7 +13091,7 @@ static void cddp__optim_copy(const cddp_optim *o, int i, size_t from, size_t n) 
 /* Brings all copies up to date. */
 static cddp_result cddp__write_copies(cddp_optim *o) {
   int i;
-  if (o->backend != NULL && o->copies != NULL) return o->backend->copy(o);
+  if (o->backend != NULL && o->copies != NULL) return o->backend->copy(o, NULL);
   for (i = 0; i < o->count; i++)
     if (o->params[i].data != NULL) cddp__optim_copy(o, i, 0, o->params[i].count);
   return CDDP_OK;
@@ -13181,7 +13198,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
   int i;
   CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
   CDDP__TRY(cddp__optim_prepare(o));
-  if (o->backend != NULL) CDDP__TRY(o->backend->step(o));
+  if (o->backend != NULL) CDDP__TRY(o->backend->step(o, NULL));
   if (o->backend != NULL) CDDP__TRY(cddp__write_copies(o));
   for (i = 0; i < o->count; i++) {
     if (cddp__optim_skips(o, i)) continue;
@@ -13194,14 +13211,19 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
   return CDDP_OK;
 }
 
+/* On a device what a cddp_ddp has placed is one stretch: to zero each gradient costs a launch. */
 CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *o) {
+  const cddp_ddp *d;
   int i;
   CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
-  if (o->backend != NULL) CDDP__TRY(o->backend->zero(o));
+  d = o->backend != NULL ? o->desc.ddp : NULL;
+  if (d != NULL) CDDP__TRY(o->backend->zero(o, d->arena, d->bytes, false));
   for (i = 0; i < o->count; i++) {
     cddp_param *p = &o->params[i];
-    if (o->backend == NULL && p->grad != NULL)
-      memset(p->grad, 0, p->count * cddp__dtype_size(p->dtype));
+    size_t bytes = p->count * cddp__dtype_size(p->dtype);
+    bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__COPIED);
+    if (own && o->backend != NULL) CDDP__TRY(o->backend->zero(o, p->grad, bytes, false));
+    else if (own) memset(p->grad, 0, bytes);
     if (cddp__optim_sparse(o, i) != NULL) o->sparse[i]->mean.n = 0;
   }
   return CDDP_OK;
@@ -13401,8 +13423,7 @@ enum {
   CDDP__SPARE_EVENTS = 32,
   CDDP__SCRATCHES = 64,
   CDDP__HASHES = 4096,
-  CDDP__SEVERAL_DEVICES = 1000000,
-  CDDP__MEANS = 64 /* that one launch scales */
+  CDDP__SEVERAL_DEVICES = 1000000
 };
 
 /* The life of a watched communicator: alive, then how it is to end, then both of the rest. */
@@ -13582,6 +13603,26 @@ static cddp_result cddp__device_zero(void *p, size_t bytes, void *stream) {
   return CDDP__CUDA(cudaMemsetAsync, p, 0, bytes, (cudaStream_t)stream);
 }
 
+static cddp_result cddp__need_kernels(const char *what) {
+  if (cddp__registered_kernels != NULL) return CDDP_OK;
+  return cddp__fail(CDDP_UNSUPPORTED,
+                    "%s on a GPU: cddp's kernels are missing, or another version's; include "
+                    "cddp_kernels.cuh in one .cu file",
+                    what);
+}
+
+static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, double factor,
+                                      void *stream) {
+  cddp_result r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
+  cddp_segment s;
+  memset(&s, 0, sizeof s);
+  s.grad = p;
+  s.count = n;
+  if (r != CDDP_OK) return r;
+  return cddp__cuda_result(cddp__registered_kernels->scale(&s, 1, dtype, factor, NULL, stream),
+                           "the kernel that scales");
+}
+
 /* *here: p lies on the rank's device, else in host memory; on another device is an error. */
 static cddp_result cddp__memory_of(int device, const void *p, const char *what, bool *here) {
   struct cudaPointerAttributes a;
@@ -13595,22 +13636,20 @@ static cddp_result cddp__memory_of(int device, const void *p, const char *what, 
 
 /* Whether a call's buffers lie on the device; an error if only one of them does. */
 static cddp_result cddp__memory_of_call(const cddp__device *p, const cddp__call *c, bool *device) {
-  bool one = cddp__in_one_buffer(c), here;
-  const void *at[2] = {c->send, c->recv};
-  size_t bytes[2];
-  int i, seen = 0;
+  bool one = cddp__in_one_buffer(c), sends, receives, here;
+  size_t sent, received;
   cddp_result r = CDDP_OK;
   *device = true;
-  cddp__buffer_bytes(p->group, c, &bytes[0], &bytes[1]);
-  for (i = 0; i < 2; i++) {
-    if (bytes[i] == 0 || at[i] == NULL || (seen > 0 && at[0] == at[1])) continue;
-    r = cddp__memory_of(p->device, at[i], one ? "buf" : i == 0 ? "send" : "recv", &here);
-    if (r != CDDP_OK) return r;
-    if (seen++ > 0 && here != *device)
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "send and recv must both lie on the device, or both in host memory");
-    *device = here;
-  }
+  cddp__buffer_bytes(p->group, c, &sent, &received);
+  sends = sent > 0 && c->send != NULL;
+  receives = received > 0 && c->recv != NULL && !(sends && c->recv == c->send);
+  if (sends) r = cddp__memory_of(p->device, c->send, one ? "buf" : "send", device);
+  if (r != CDDP_OK || !receives) return r;
+  r = cddp__memory_of(p->device, c->recv, one ? "buf" : "recv", &here);
+  if (r == CDDP_OK && sends && here != *device)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "send and recv must both lie on the device, or both in host memory");
+  *device = here;
   return r;
 }
 
@@ -13626,8 +13665,7 @@ static double cddp__device_busy(cddp__device *p) {
 
 /* A turn of the host's wait for `what`, as long as the group is healthy and its deadline has not
    come. Yields for as long as most waits take, then sleeps for a sixteenth of the time so far. */
-static cddp_result cddp__device_turn(cddp__device *p, double start, const char *what,
-                                     const char *hint) {
+static cddp_result cddp__device_turn(cddp__device *p, double start, const char *what) {
   cddp_group *g = p->group;
   double waited = cddp__now() - start;
   cddp_result r = cddp__check_group(g);
@@ -13636,7 +13674,11 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
   else cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
   if (waited < g->timeout_s + (cddp__device_busy(p) > 0 ? CDDP__LATE_S : 0)) return CDDP_OK;
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
-             g->timeout_s, g->rank, p->device, what, hint);
+             g->timeout_s, g->rank, p->device, what,
+             g->hosts == NULL ? ""
+                              : ": not all ranks came to it, or NCCL finds no way between hosts; "
+                                "it takes the interface that NCCL_SOCKET_IFNAME names, and "
+                                "NCCL_DEBUG=INFO shows what it does");
   return cddp__break(g, CDDP_TIMEOUT);
 }
 
@@ -13673,16 +13715,6 @@ static void cddp__log_call(cddp__device *p, const cddp__call *c, bool device) {
   pthread_mutex_lock(&p->owner->lock);
   p->owner->models = cddp__hash64(p->owner->models, &hash, sizeof hash);
   pthread_mutex_unlock(&p->owner->lock);
-}
-
-/* Of what the group and its models have called. */
-static uint64_t cddp__calls_hash(cddp__device *p) {
-  uint64_t hash;
-  pthread_mutex_lock(&p->lock);
-  hash = cddp__hash64(p->hashes[cddp__logged_calls(p) & (CDDP__HASHES - 1)], &p->models,
-                      sizeof p->models);
-  pthread_mutex_unlock(&p->lock);
-  return hash;
 }
 
 /* A copy of what a rank of this host logged of call number n; false if it was overwritten. */
@@ -13836,11 +13868,10 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
   bool mine = e == ncclInvalidArgument || e == ncclInvalidUsage;
   double deadline = cddp__now() + (mine ? 0.01 : CDDP__CAUSE_S);
   cddp_group *g = p->group;
-  char text[CDDP__ERROR_MAX];
+  cddp__text text = cddp__words("rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
+                                ncclGetLastError(NULL));
   cddp_result r;
   int q;
-  snprintf(text, sizeof text, "rank %d: %s: %s (%.300s)", g->rank, what, ncclGetErrorString(e),
-           ncclGetLastError(NULL));
   do {
     cddp__watch_hosts(g);
     if ((r = cddp__check_failure(g)) != CDDP_OK) return r;
@@ -13848,8 +13879,7 @@ static cddp_result cddp__break_nccl(cddp__device *p, ncclResult_t e, const char 
       if (q != g->rank && cddp__rank_gone(g, q)) return cddp__report_lost(g, q, what);
     cddp__sleep(0.002);
   } while (cddp__now() < deadline);
-  cddp__fail(CDDP_NCCL, "%s", text);
-  return cddp__break(g, CDDP_NCCL);
+  return cddp__break(g, cddp__fail(CDDP_NCCL, "%s", text.s));
 }
 
 /* By how many calls a rank of this host is behind; of another host's ranks that is not known. */
@@ -13887,7 +13917,6 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
 static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
   bool waits = inside || cddp__device_busy(p) > 0;
   cddp_group *g = p->group;
-  char doing[64];
   int q;
   for (q = 0; q < g->size; q++) {
     bool behind, left;
@@ -13897,24 +13926,9 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
     if (!behind && !waits && (left || cddp__load32(&p->captured) == 0)) continue;
     if (p->left_since == 0) p->left_since = cddp__now();
     if (!behind && cddp__now() - p->left_since < (left ? CDDP__LEFT_S : CDDP__ENDED_S)) continue;
-    snprintf(doing, sizeof doing, "operations with it on cuda:%d", p->device);
-    return cddp__report_lost(g, q, doing);
+    return cddp__report_lost(g, q, cddp__words("operations with it on cuda:%d", p->device).s);
   }
   return CDDP_OK;
-}
-
-static cddp_result cddp__look_at_device(cddp__device *p) {
-  bool inside = pthread_mutex_trylock(&p->turn) != 0; /* whoever has the turn asks NCCL */
-  ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(p);
-  cddp_result r;
-  if (!inside) pthread_mutex_unlock(&p->turn);
-  cddp__watch_hosts(p->group);
-  if ((r = cddp__check_failure(p->group)) != CDDP_OK) return r;
-  if ((r = cddp__compare_logs(p)) != CDDP_OK) return r;
-  if ((r = cddp__look_for_lost(p, inside)) != CDDP_OK) return r;
-  if (e != ncclSuccess && e != ncclInProgress)
-    return cddp__break_nccl(p, e, "an asynchronous NCCL operation");
-  return cddp__look_for_late(p);
 }
 
 /* A private group and its owner's, whose work is on the same streams: the private one fails with
@@ -13941,7 +13955,17 @@ static void *cddp__watch_main(void *context) {
   cddp__device *p = (cddp__device *)context;
   cddp__take_device(p);
   while (cddp__load32(&p->state) == CDDP__COMM_ALIVE) {
-    cddp_result r = cddp__look_at_device(p);
+    bool inside = pthread_mutex_trylock(&p->turn) != 0; /* whoever has the turn asks NCCL */
+    ncclResult_t e = inside ? ncclSuccess : cddp__comm_state(p);
+    cddp_result r;
+    if (!inside) pthread_mutex_unlock(&p->turn);
+    cddp__watch_hosts(p->group);
+    r = cddp__check_failure(p->group);
+    if (r == CDDP_OK) r = cddp__compare_logs(p);
+    if (r == CDDP_OK) r = cddp__look_for_lost(p, inside);
+    if (r == CDDP_OK && e != ncclSuccess && e != ncclInProgress)
+      r = cddp__break_nccl(p, e, "an asynchronous NCCL operation");
+    if (r == CDDP_OK) r = cddp__look_for_late(p);
     if (p->owner != p) cddp__break_both(p->group, p->owner->group);
     if (r != CDDP_OK) cddp__device_end(p, CDDP__COMM_ABORTED);
     else cddp__futex_wait(&p->state, CDDP__COMM_ALIVE, CDDP__WATCH_S);
@@ -14097,11 +14121,23 @@ static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent
   cudaThreadExchangeStreamCaptureMode(&mode); /* to ask would void another thread's capture */
   while ((e = event != NULL ? cudaEventQuery(event) : cudaStreamQuery(s)) == cudaErrorNotReady) {
     (void)cudaGetLastError(); /* this counts as one */
-    if ((r = cddp__device_turn(p, start, "work on the stream", "")) != CDDP_OK) break;
+    if ((r = cddp__device_turn(p, start, "work on the stream")) != CDDP_OK) break;
   }
   cudaThreadExchangeStreamCaptureMode(&mode);
   if (r != CDDP_OK || (r = cddp__check_group(p->group)) != CDDP_OK) return r;
   return cddp__cuda_result(e, "work on the group's stream");
+}
+
+/* Copies between the host's memory and a device's; returns when that is done. */
+static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
+  cudaStream_t side;
+  cddp_result r;
+  if (g == NULL || g->device == NULL)
+    return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
+  side = cddp__device_of(g)->side;
+  r = cddp__use_device(cddp__device_of(g)->device);
+  if (r == CDDP_OK) r = cddp__device_copy(to, from, bytes, (void *)side);
+  return r == CDDP_OK ? CDDP__CUDA(cudaStreamSynchronize, side) : r;
 }
 
 /* --- operations through the host ---
@@ -14110,13 +14146,6 @@ static cddp_result cddp__await_stream(cddp__device *p, cudaStream_t s, cudaEvent
    share, once the stream has come that far; the CPU's collective or message goes from there; what
    came is copied back, with a work handle when that is waited for. Not fast. */
 
-/* Copies on the side stream and waits for it. */
-static cddp_result cddp__copy_now(cddp__device *p, void *to, const void *from, size_t bytes) {
-  cddp_result r = cddp__device_copy(to, from, bytes, p->side);
-  if (r != CDDP_OK) return r;
-  return CDDP__CUDA(cudaStreamSynchronize, p->side);
-}
-
 static cddp_result cddp__staged_no_graph(cudaStream_t s) {
   return cddp__no_capture(s, CDDP_UNSUPPORTED, "with backend \"cpu\" a call waits on the host");
 }
@@ -14124,12 +14153,10 @@ static cddp_result cddp__staged_no_graph(cudaStream_t s) {
 /* After a call on w->stage, which had the result r: what this rank got goes to the device. */
 static cddp_result cddp__device_unstage(cddp_work *w, cddp_result r) {
   cddp_group *g = w->group;
-  cddp__device *p = cddp__device_of(g);
   size_t sent, received;
   cddp__buffer_bytes(g, &w->call, &sent, &received);
   if (r == CDDP_OK && w->call.kind != CDDP__KIND_SEND && cddp__is_written(&w->call, g->rank)) {
-    r = cddp__use_device(p->device);
-    if (r == CDDP_OK) r = cddp__copy_now(p, w->context, w->call.recv, received);
+    r = cddp__transfer(g, w->context, w->call.recv, received);
     if (r != CDDP_OK) r = cddp__break(g, r);
   }
   cddp__arena_free(g->host, w->stage);
@@ -14154,7 +14181,7 @@ static cddp_result cddp__stage_call(cddp__device *p, const cddp__call *c, cudaSt
   if (stage == NULL) return message ? CDDP_OUT_OF_MEMORY : cddp__break(g, CDDP_OUT_OF_MEMORY);
   r = cddp__stream_after(p, p->side, s);
   if (r == CDDP_OK && c->kind != CDDP__KIND_RECV && cddp__sends(c, g->rank))
-    r = cddp__copy_now(p, stage, c->send, sends);
+    r = cddp__transfer(g, stage, c->send, sends);
   if (r != CDDP_OK && !message) r = cddp__break(g, r);
   inner.send = stage;
   inner.recv = stage + second;
@@ -14180,20 +14207,18 @@ static ncclResult_t cddp__post_shares(const cddp__device *p, const cddp__call *c
   int me = p->group->rank, q;
   ncclResult_t e = ncclSuccess;
   for (q = 0; q < p->group->size && e == ncclSuccess; q++) {
-    size_t out = cddp__sends(c, me) && cddp__receives(c, q)
-                     ? cddp__bytes_for(c, q, 0, c->count) / c->esize
-                     : 0;
-    size_t in = cddp__sends(c, q) && cddp__receives(c, me)
-                    ? cddp__bytes_from(c, q, 0, c->count) / c->esize
-                    : 0;
+    bool goes = cddp__sends(c, me) && cddp__receives(c, q);
+    bool comes = cddp__sends(c, q) && cddp__receives(c, me);
+    size_t out = goes ? cddp__bytes_for(c, q, 0, c->count) : 0;
+    size_t in = comes ? cddp__bytes_from(c, q, 0, c->count) : 0;
     const char *from = out > 0 ? cddp__share_for(c, q) : NULL;
     char *to = in > 0 ? cddp__share_from(c, q) : NULL;
     if (q == me) {
-      if (cddp__device_copy(to, from, out * c->esize, s) != CDDP_OK) e = ncclUnhandledCudaError;
+      if (cddp__device_copy(to, from, out, s) != CDDP_OK) e = ncclUnhandledCudaError;
       continue;
     }
-    if (out > 0) e = ncclSend(from, out, type, q, p->comm, s);
-    if (in > 0 && e == ncclSuccess) e = ncclRecv(to, in, type, q, p->comm, s);
+    if (out > 0) e = ncclSend(from, out / c->esize, type, q, p->comm, s);
+    if (in > 0 && e == ncclSuccess) e = ncclRecv(to, in / c->esize, type, q, p->comm, s);
   }
   return e;
 }
@@ -14206,22 +14231,11 @@ static bool cddp__adds(const cddp__device *p, const cddp__call *c) {
   return c->op == CDDP_AVG && p->kernels != NULL && c->dtype <= CDDP_BF16 && c->dtype != CDDP_F16;
 }
 
-/* The second half of the mean that n calls, of one dtype, are for, behind NCCL's. */
-static cddp_result cddp__scale_means(const cddp__device *p, const cddp__call *c, int n,
-                                     cudaStream_t s) {
-  cddp_segment means[CDDP__MEANS];
-  int i, count, e = 0;
-  memset(means, 0, sizeof means);
-  for (; n > 0 && e == 0 && cddp__adds(p, c); n -= count, c += count) {
-    count = n < CDDP__MEANS ? n : CDDP__MEANS;
-    for (i = 0; i < count; i++) {
-      means[i].grad = c[i].recv;
-      means[i].count = cddp__receives(&c[i], p->group->rank) ? c[i].count : 0;
-    }
-    e = p->kernels->scale(means, count, (cddp_dtype)c->dtype, 1.0 / p->group->size, NULL,
-                          (void *)s);
-  }
-  return cddp__cuda_result(e, "the kernel that scales a mean");
+/* The second half of the mean that a call is for, behind NCCL's. */
+static cddp_result cddp__scale_mean(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
+  if (!cddp__adds(p, c) || !cddp__receives(c, p->group->rank)) return CDDP_OK;
+  return cddp__device_scale(c->recv, c->count, (cddp_dtype)c->dtype, 1.0 / p->group->size,
+                            (void *)s);
 }
 
 static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaStream_t s) {
@@ -14256,18 +14270,13 @@ static ncclResult_t cddp__post(const cddp__device *p, const cddp__call *c, cudaS
    ncclCommCount does. The watcher looks after the other ranks meanwhile. */
 static cddp_result cddp__settle(cddp__device *p, ncclResult_t e, const char *what) {
   double start = cddp__now();
-  const char *hint = p->group->hosts == NULL
-                         ? ""
-                         : ": not all ranks came to it, or NCCL finds no way between hosts; it "
-                           "takes the interface that NCCL_SOCKET_IFNAME names, and "
-                           "NCCL_DEBUG=INFO shows what it does";
   cddp_result r = CDDP_OK;
   int ranks;
   if (e == ncclSuccess) e = ncclInProgress;
   while (r == CDDP_OK && e == ncclInProgress && cddp__comm_alive(p)) {
     e = cddp__comm_state(p);
     if (e == ncclSuccess) e = ncclCommCount(p->comm, &ranks);
-    if (e == ncclInProgress) r = cddp__device_turn(p, start, what, hint);
+    if (e == ncclInProgress) r = cddp__device_turn(p, start, what);
   }
   if (r == CDDP_OK && !cddp__comm_alive(p)) return cddp__check_failure(p->group);
   return r != CDDP_OK || CDDP__LIKELY(e == ncclSuccess) ? r : cddp__break_nccl(p, e, what);
@@ -14290,7 +14299,7 @@ static cddp_result cddp__issue_held(cddp__device *p, const cddp__call *c, int n,
   end = ncclGroupEnd();
   if (e == ncclSuccess || e == ncclInProgress) e = end;
   r = cddp__settle(p, e, cddp__shapes[c->kind].name);
-  if (r == CDDP_OK) r = cddp__scale_means(p, c, n, s);
+  for (i = 0; r == CDDP_OK && i < n; i++) r = cddp__scale_mean(p, &c[i], s);
   return r == CDDP_OK ? cddp__track(p, s) : r;
 }
 
@@ -14385,27 +14394,20 @@ static bool cddp__device_done(cddp_work *w) {
 
 /* --- the calls of a group --- */
 
-/* Collective: whether all ranks have called the same up to here. hash: of this rank's calls. */
-static cddp_result cddp__compare_device_calls(cddp__device *p, uint64_t hash) {
-  cddp_group *g = p->group;
-  cddp_result r = CDDP_OK;
-  if (g->hosts != NULL && !p->staged)
-    r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DEVICE_CALLS, CDDP__PHASE_CALL, hash, NULL, 0);
-  return r == CDDP_OK ? cddp__compare_logs(p) : r;
-}
-
-/* On the group's thread: a barrier with a handle. */
+/* On the group's thread. */
 static cddp_result cddp__run_barrier(cddp_work *w) {
   cddp__device *p = cddp__device_of(w->group);
   cddp_result r = cddp__use_device(p->device);
   if (r == CDDP_OK) r = cddp__await_stream(p, NULL, (cudaEvent_t)w->event);
   cddp__event_give(p, &w->event);
   if (r == CDDP_OK) r = cddp__run_recorded(w->group, &w->call, w->record);
-  return r == CDDP_OK ? cddp__compare_device_calls(p, (uint64_t)(uintptr_t)w->context) : r;
+  return r == CDDP_OK ? cddp__compare_logs(p) : r;
 }
 
-/* Waits on the host for what was on the group's stream, then for the ranks. */
+/* Waits on the host for what was on the group's stream, then for the ranks. Those of several hosts
+   compare what they have called: as the barrier's count. */
 static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *c, cddp_work **work) {
+  cddp__device *p = cddp__device_of(g);
   cudaStream_t s = cddp__main_stream(g);
   cddp_work *w;
   cddp_result r = cddp__no_capture(s, CDDP_INVALID_ARGUMENT, "a barrier waits on the host");
@@ -14413,7 +14415,11 @@ static cddp_result cddp__device_barrier(cddp_group *g, const cddp__call *c, cddp
   if (r != CDDP_OK) return r;
   w->backend = NULL; /* the group's thread has it */
   w->run = cddp__run_barrier;
-  w->context = (void *)(uintptr_t)cddp__calls_hash(cddp__device_of(g));
+  pthread_mutex_lock(&p->lock);
+  if (g->hosts != NULL && !p->staged)
+    w->call.count = (size_t)cddp__hash64(p->hashes[cddp__logged_calls(p) & (CDDP__HASHES - 1)],
+                                         &p->models, sizeof p->models);
+  pthread_mutex_unlock(&p->lock);
   if ((r = cddp__enqueue(w)) != CDDP_OK) cddp__device_work_free(w);
   else if (work == NULL) return cddp__work_wait(w, -1);
   else *work = w;
@@ -14463,10 +14469,10 @@ static cddp_result cddp__nccl_call(cddp_group *g, const cddp__call *given, cddp_
   return r;
 }
 
-/* A message by NCCL; one with a handle waits for others, see cddp__send_messages. */
+/* A message by NCCL: one with a handle waits for others, one without goes with those that wait. */
 static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   cddp__device *p = cddp__device_of(g);
-  cddp_work **link;
+  cddp_work **link, *w;
   cddp_result r;
   if (c->root == CDDP_ANY)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL receives from no rank but a certain one: name it, or "
@@ -14476,15 +14482,13 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_w
                       "rank %d sends device memory to itself: with NCCL that needs a group of two "
                       "ranks, and a work handle for both send and recv",
                       g->rank);
-  if (work == NULL) {
-    r = cddp__issue(p, c, 1, cddp__main_stream(g));
-    return r == CDDP_OK ? r : cddp__break(g, r);
-  }
-  if ((r = cddp__device_work(g, c, NULL, work)) != CDDP_OK) return r;
+  if ((r = cddp__device_work(g, c, NULL, &w)) != CDDP_OK) return r;
   pthread_mutex_lock(&p->turn);
   for (link = &p->messages; *link != NULL; link = &(*link)->next) {}
-  *link = *work;
+  *link = w;
   pthread_mutex_unlock(&p->turn);
+  if (work == NULL) return cddp__device_wait(w);
+  *work = w;
   return CDDP_OK;
 }
 
@@ -14500,8 +14504,7 @@ static cddp_result cddp__device_start(cddp_group *g, const cddp__call *c, cddp_w
   if ((r = cddp__memory_of_call(p, c, taken)) != CDDP_OK) return r;
   cddp__buffer_bytes(g, c, &sent, &received);
   *taken = *taken && (sent + received > 0 || !(message || p->staged));
-  if ((!message || (work == NULL && *taken)) && (r = cddp__send_messages(p, NULL)) != CDDP_OK)
-    return r;
+  if (!message && (r = cddp__send_messages(p, NULL)) != CDDP_OK) return r;
   if (c->kind == CDDP__KIND_BARRIER) {
     *taken = true;
     return cddp__device_barrier(g, c, work);
@@ -14627,11 +14630,12 @@ static cddp_result cddp__device_again(const cddp_group *from, cddp_group *g, boo
 /* Every rank of g before it is split: its ranks have called the same so far, and what is on the
    device has been done. */
 static cddp_result cddp__device_before_split(cddp_group *g) {
+  cddp__call c = cddp__make_call(CDDP__KIND_BARRIER, NULL, NULL, 0, CDDP_F32, CDDP_SUM, -1);
   cddp__device *p = cddp__device_of(g);
   cddp_result r = cddp__device_synchronize(g);
   if (r == CDDP_OK && p->comm != NULL) r = cddp__await_stream(p, p->side, NULL);
-  if (r != CDDP_OK) return cddp__break(g, r); /* the other ranks count on this one */
-  return cddp__compare_device_calls(p, cddp__calls_hash(p));
+  if (r == CDDP_OK) r = cddp__device_barrier(g, &c, NULL);
+  return r == CDDP_OK ? r : cddp__break(g, r); /* the other ranks count on this one */
 }
 
 /* Ends the communicator in an orderly way: what peers still read from this rank goes out first.
@@ -14786,11 +14790,6 @@ static cddp_result cddp__settle_device(cddp_group *g) {
   return r == CDDP_OK ? g->backend->synchronize(g) : r;
 }
 
-/* Copies between the host's memory and a device's; returns when that is done. */
-static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, size_t bytes) {
-  if (g != NULL && g->backend != NULL) return cddp__copy_now(cddp__device_of(g), to, from, bytes);
-  return CDDP__CUDA(cudaMemcpy, to, from, bytes, cudaMemcpyDefault);
-}
 #else
 static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc) {
   (void)g, (void)desc;
@@ -14807,69 +14806,11 @@ static cddp_result cddp__transfer(cddp_group *g, void *to, const void *from, siz
 }
 #endif
 
-/* Device and backend: known, fit for each other, and in this build. */
-static cddp_result cddp__check_device(const cddp_group_desc *d) {
-  const char *device = d->device != NULL ? d->device : "cpu";
-  const char *backend = cddp__backend_name(d) != NULL ? cddp__backend_name(d) : "cpu";
-  bool cuda = strncmp(device, "cuda", 4) == 0;
-  bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
-  const char *number = cuda && device[4] == ':' ? device + 5 : "0";
-  size_t digits = strspn(number, "0123456789");
-  bool known = cuda ? digits > 0 && digits <= 4 && number[digits] == 0 &&
-                          (device[4] == 0 || device[4] == ':')
-                    : strcmp(device, "cpu") == 0;
-  if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
-    return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "device \"%s\" with backend \"%s\": a device is \"cpu\", \"cuda\" or a "
-                      "certain GPU, \"cuda:0\"; a backend \"cpu\", \"mpi\" (with device \"cpu\") "
-                      "or \"nccl\" (with \"cuda\")",
-                      device, backend);
-  if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
-    return cddp__fail(CDDP_UNSUPPORTED,
-                      "this build has no %s; compile cddp's implementation with %s, or use device "
-                      "\"cpu\" and backend \"cpu\"",
-                      cuda ? "CUDA" : "MPI",
-                      cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI");
-  return CDDP_OK;
-}
-
-/* --- for checkpoints: memory anywhere --- */
-
-/* If *data lies on the device: replaces it by *copy in host memory, which is to be freed, when what
-   is on the group's stream now has been done. */
-static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t bytes, void **copy) {
-  cddp_result r;
-  if (bytes == 0 || !cddp__on_device(g, *data)) return CDDP_OK;
-  if ((r = cddp__settle_device(g)) != CDDP_OK) return r;
-  *copy = cddp__malloc(&g->host->allocator, bytes);
-  if (*copy == NULL) return CDDP_OUT_OF_MEMORY;
-  r = cddp__transfer(g, *copy, *data, bytes);
-  *data = *copy;
-  return r;
-}
-
-/* cddp__split of a healthy group, and for the new group its device context. */
-static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64_t check,
-                                      bool internal, cddp_group **out) {
-  cddp_result r;
-  cddp__engine_drain(g);
-  if ((r = cddp__check_group(g)) != CDDP_OK) return r;
-  if (g->backend != NULL && (r = g->backend->prepare(g)) != CDDP_OK) return r;
-  r = cddp__split(g, color, key, check, out);
-  if (r != CDDP_OK || g->backend == NULL || *out == NULL) return r;
-  r = g->backend->open(g, *out, internal);
-  if (r != CDDP_OK) {
-    cddp__group_leave(*out);
-    *out = NULL;
-  }
-  return r;
-}
-
 /* >>kernels ------------------------------------------------------------------------------------
-   What cddp_kernels.cuh does on a device: an optimizer's step, copies of weights, compression.
+   What cddp_kernels.cuh does on a device: an optimizer's step, copies of weights, other types.
    Owns: the states of a cddp_optim whose parameters lie on a device. Touches: parameters,
    gradients, copies and buckets there. Entry points: cddp__attach_optim, cddp__device_optim,
-   cddp__device_update and _copies for a cddp_ddp's step, cddp__compress_hook.
+   cddp__device_step and _copies for a cddp_ddp's step, cddp__convert_any.
    Works as follows: kernels are registered before main by the one .cu file that includes
    cddp_kernels.cuh; whether they are there is asked when what needs them is created, and of calls
    that stand alone. One launch takes all parameters of a dtype that have the same settings. States
@@ -14878,10 +14819,6 @@ static cddp_result cddp__split_devices(cddp_group *g, int color, int key, uint64
 
 static cddp__sparse *cddp__sparse_of(const cddp_ddp *d, int i) { /* NULL: it is dense */
   return d->sparse != NULL ? d->sparse[i] : NULL;
-}
-
-static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) {
-  return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
 }
 
 /* Makes what buckets leave in the arena the mean of the ranks that have data: it is a sum, or has
@@ -14895,14 +14832,6 @@ static double cddp__mean_factor(const cddp_ddp *d, cddp_dtype dtype) {
 }
 
 #ifdef CDDP_CUDA
-static cddp_result cddp__need_kernels(const char *what) {
-  if (cddp__registered_kernels != NULL) return CDDP_OK;
-  return cddp__fail(CDDP_UNSUPPORTED,
-                    "%s on a GPU: cddp's kernels are missing, or another version's; include "
-                    "cddp_kernels.cuh in one .cu file",
-                    what);
-}
-
 /* Where parameter i's gradient lies on the device; d NULL: for cddp_optim_step. */
 static void *cddp__device_gradient(const cddp_optim *s, const cddp_ddp *d, int i) {
   if (d == NULL && cddp__optim_sparse(s, i) == NULL) return s->params[i].grad;
@@ -14919,10 +14848,18 @@ static bool cddp__same_launch(const cddp_optim *s, const cddp_ddp *d, int i, int
          (d == NULL || (cddp__sparse_of(d, i) == NULL) == (cddp__sparse_of(d, j) == NULL));
 }
 
+/* That of the cddp_ddp, or the caller's; the device becomes this thread's. */
+static cudaStream_t cddp__optim_stream(const cddp_optim *o, const cddp_ddp *d) {
+  (void)cddp__use_device(o->device);
+  if (d == NULL) d = o->desc.ddp;
+  return d != NULL ? cddp__main_stream(d->group) : (cudaStream_t)o->desc.stream;
+}
+
 /* Updates all weights of this rank: a launch for all parameters of the same dtype and settings that
-   have taken as many steps. d: in cddp_ddp_step, whose gradients lie in the arena, those that are
-   rows, or are clipped, as means; else NULL. */
-static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, cudaStream_t stream) {
+   have taken as many steps. In cddp_ddp_step gradients lie in the arena, those that are rows, or
+   are clipped, as means. */
+static cddp_result cddp__device_step(cddp_optim *s, const cddp_ddp *d) {
+  cudaStream_t stream = cddp__optim_stream(s, d);
   cddp_segment *segments = s->segments;
   bool capturing = cddp__capturing(stream), clips = d != NULL && d->desc.max_grad_norm > 0;
   const cddp_kernels *k = cddp__registered_kernels;
@@ -14965,14 +14902,8 @@ static cddp_result cddp__device_update(cddp_optim *s, const cddp_ddp *d, cudaStr
   return r;
 }
 
-/* That of the cddp_ddp, or the caller's; the device becomes this thread's. */
-static cudaStream_t cddp__optim_stream(const cddp_optim *s) {
-  (void)cddp__use_device(s->device);
-  return s->desc.ddp != NULL ? cddp__main_stream(s->desc.ddp->group)
-                             : (cudaStream_t)s->desc.stream;
-}
-
-static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream) {
+static cddp_result cddp__device_copies(const cddp_optim *s, const cddp_ddp *d) {
+  cudaStream_t stream = cddp__optim_stream(s, d);
   int i;
   if (s->copies == NULL) return CDDP_OK;
   memset(s->segments, 0, (size_t)s->count * sizeof *s->segments);
@@ -14985,37 +14916,14 @@ static cddp_result cddp__device_copies(const cddp_optim *s, cudaStream_t stream)
                              "the kernel that copies weights");
 }
 
-static cddp_result cddp__device_step(cddp_optim *s) {
-  return cddp__device_update(s, NULL, cddp__optim_stream(s));
+static cddp_result cddp__device_clear(const cddp_optim *s, void *p, size_t bytes, bool waits) {
+  cudaStream_t stream = cddp__optim_stream(s, NULL);
+  cddp_result r = cddp__device_zero(p, bytes, stream);
+  return r == CDDP_OK && waits ? CDDP__CUDA(cudaStreamSynchronize, stream) : r;
 }
 
-/* All gradients that a cddp_ddp has placed at once, the caller's own one by one. */
-static cddp_result cddp__device_zero_grad(cddp_optim *s) {
-  cudaStream_t stream = cddp__optim_stream(s);
-  const cddp_ddp *d = s->desc.ddp;
-  cddp_result r = d != NULL ? cddp__device_zero(d->arena, d->bytes, stream) : CDDP_OK;
-  int i;
-  for (i = 0; r == CDDP_OK && i < s->count; i++) {
-    if (s->params[i].grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__COPIED))
-      r = cddp__device_zero(s->params[i].grad,
-                            s->params[i].count * cddp__dtype_size(s->params[i].dtype), stream);
-  }
-  return r;
-}
-
-static cddp_result cddp__device_write_copies(cddp_optim *s) {
-  return cddp__device_copies(s, cddp__optim_stream(s));
-}
-
-/* CUDA graphs hold a state's address: it stays where it is. */
-static cddp_result cddp__states_clear(const cddp_optim *s, void *state, size_t bytes) {
-  cudaStream_t stream = cddp__optim_stream(s);
-  cddp_result r = cddp__device_zero(state, bytes, stream);
-  if (r != CDDP_OK) return r;
-  return CDDP__CUDA(cudaStreamSynchronize, stream);
-}
-
-/* Zeroed states of all parameters, in one piece of device memory. */
+/* Zeroed states of all parameters, in one piece of device memory. CUDA graphs hold a state's
+   address: it stays where it is. */
 static cddp_result cddp__states_alloc(cddp_optim *s) {
   size_t bytes = 0;
   cddp_result r;
@@ -15031,7 +14939,7 @@ static cddp_result cddp__states_alloc(cddp_optim *s) {
   if (r != CDDP_OK) return r;
   for (k = 0; k < s->count * s->states; k++)
     s->state[k] = (char *)s->flat + (uintptr_t)s->state[k];
-  return cddp__states_clear(s, s->flat, bytes);
+  return cddp__device_clear(s, s->flat, bytes, true);
 }
 
 static void cddp__states_free(cddp_optim *s) {
@@ -15040,8 +14948,7 @@ static void cddp__states_free(cddp_optim *s) {
 }
 
 static const cddp__optim_backend cddp__device_optim = {
-    cddp__device_step, cddp__device_zero_grad, cddp__states_free, cddp__states_clear,
-    cddp__device_write_copies};
+    cddp__device_step, cddp__device_copies, cddp__device_clear, cddp__states_free};
 
 #endif
 
@@ -15061,46 +14968,25 @@ static cddp_result cddp__convert_any(const cddp_group *g, void *to, cddp_dtype t
   return CDDP_OK;
 }
 
-static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
-  cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
-  bool host = b->group->backend == NULL;
-  void *copy = NULL;
-  cddp_result r = CDDP_OK;
-  if (cddp__dtype_size(b->dtype) <= 2) return cddp__start_call(b->group, &c, NULL);
-#ifdef CDDP_CUDA
-  if (!host)
-    r = cddp__device_scratch(cddp__device_of(b->group), 2 * b->count, &copy);
-#endif
-  if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__FOR_USER);
-  if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
-  if (r == CDDP_OK) r = cddp__convert_any(b->group, copy, small, b->data, b->dtype, b->count);
-  c = cddp__average_call(copy, b->count, small);
-  if (r == CDDP_OK) r = cddp__start_call(b->group, &c, NULL);
-  if (r == CDDP_OK) r = cddp__convert_any(b->group, b->data, b->dtype, copy, small, b->count);
-  if (host) cddp__arena_free(b->group->host, copy);
-  return r;
-}
-
 /* An optimizer whose first parameter lies on a device has all of them there. */
 static cddp_result cddp__attach_optim(cddp_optim *s) {
 #ifdef CDDP_CUDA
   const cddp_ddp *d = s->desc.ddp;
   struct cudaPointerAttributes about;
-  int i, count = 0, on_device = 0;
+  const void *on_device = NULL, *on_host = NULL;
   cddp_result r;
+  int i;
   if (d != NULL ? d->group->backend == NULL : !cddp__cuda_in_use()) return CDDP_OK;
   for (i = 0; i < s->count; i++) {
-    if (s->params[i].count == 0 || s->params[i].data == NULL) continue;
-    count++;
-    if (!cddp__on_device(d != NULL ? d->group : NULL, s->params[i].data)) continue;
-    if (on_device++ == 0 &&
-        (r = CDDP__CUDA(cudaPointerGetAttributes, &about, s->params[i].data)) != CDDP_OK)
-      return r;
+    const void *at = s->params[i].count > 0 ? s->params[i].data : NULL;
+    if (cddp__on_device(d != NULL ? d->group : NULL, at)) on_device = at;
+    else if (at != NULL) on_host = at;
   }
-  if (on_device > 0 && on_device < count)
+  if (on_device != NULL && on_host != NULL)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "some parameters lie on a GPU and others in host memory");
-  if (on_device == 0) return CDDP_OK;
+  if (on_device == NULL) return CDDP_OK;
+  if ((r = CDDP__CUDA(cudaPointerGetAttributes, &about, on_device)) != CDDP_OK) return r;
   s->device = d != NULL ? cddp__device_of(d->group)->device : about.device;
   if ((r = cddp__need_kernels(s->algorithm->name)) != CDDP_OK) return r;
   s->segments = (cddp_segment *)cddp__malloc(&s->allocator, (size_t)s->count * sizeof *s->segments);
@@ -15112,24 +14998,6 @@ static cddp_result cddp__attach_optim(cddp_optim *s) {
   (void)s;
   return CDDP_OK;
 #endif
-}
-
-/* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
-static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
-  cddp_result r;
-  int i;
-  const char *wrong =
-      s->params != d->params || s->count != d->count
-          ? "the cddp_optim was made for other parameters than the cddp_ddp"
-      : s->share != NULL && s->share != d
-          ? "the cddp_optim already steps another cddp_ddp"
-      : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
-                   : NULL;
-  if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
-  for (i = 0; i < d->count && s->paired != d->id; i++)
-    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
-  s->paired = d->id;
-  return CDDP_OK;
 }
 
 /* >>ddp ----------------------------------------------------------------------------------------
@@ -15226,24 +15094,19 @@ struct cddp__ddp_memory {
   cddp_result (*meet)(cddp_ddp *d, int kind, uint64_t check, bool *met);
   cddp_result (*begin_bucket)(cddp_ddp *d, cddp__bucket_state *b); /* lock held */
   cddp_result (*reduce_bucket)(cddp_ddp *d, cddp__bucket_state *b);
-  /* Of more shards than ranks: see cddp__merge_nodes. */
-  cddp_result (*merge_nodes)(cddp_ddp *d, int out, const int *slots, const int *widths, int count,
-                             bool clear);
-  cddp_result (*move)(cddp_ddp *d, const cddp__call *calls, int n); /* between all ranks */
-  /* The mean of n elements, of the nodes in d->sources. */
-  cddp_result (*sum)(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype);
+  /* n elements of a sum of nodes, as cddp_kernels.sum makes it. */
+  cddp_result (*sum)(void *out, cddp_dtype dtype, const void *const *nodes, const int *widths,
+                     int count, int divisor, size_t n, void *stream);
   cddp_result (*fence)(cddp_ddp *d); /* the caller's stream goes on behind all buckets */
-  /* Of arrays, from root; CDDP__OWNERS: arrays as long as the parameters, each rank's part. */
-  cddp_result (*broadcast)(cddp_ddp *d, const cddp_param *arrays, int count, int root);
-  cddp_result (*place_rows)(cddp_ddp *d); /* mean rows to where SGD reads them */
-  cddp_result (*scale)(cddp_ddp *d); /* all gradients, by cddp__mean_factor */
+  cddp_result (*broadcast)(cddp_ddp *d, int n); /* the first n of d->calls as one; NULL: none is */
+  cddp_result (*scale)(void *p, size_t n, cddp_dtype dtype, double factor, void *stream);
   cddp_result (*clip)(cddp_ddp *d, double max_norm, double *norm);
   cddp_result (*norm)(cddp_ddp *d, double *norm); /* as the last clip found it; NULL: d->norm */
   /* Updates the weights, or (s NULL), for an optimizer of the caller's own, takes the mean of this
      rank's part; averaged: gradients are means already; wrote: see cddp__host_step. Then, for such
      an optimizer, each rank's part of the weights to all. */
   cddp_result (*step)(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote);
-  cddp_result (*publish)(cddp_ddp *d); /* NULL: broadcast does it */
+  cddp_result (*publish)(cddp_ddp *d); /* NULL: cddp__share_arrays does it */
 };
 enum { CDDP__OWNERS = -1 };
 
@@ -15569,6 +15432,28 @@ typedef struct cddp__range {
   size_t begin, end; /* of the model, bytes; in a bucket end - begin leaves out what is between */
 } cddp__range;
 
+/* The next stretch of used parameters of a dtype from sorted[*i] on, which lie side by side on all
+   ranks and, where shards are added up, in slots; false at the end. */
+static bool cddp__next_range(const cddp_ddp *d, const int *sorted, int count, int *i,
+                             cddp__range *range) {
+  const cddp__tensor *t, *next;
+  while (*i < count && !d->tensors[sorted[*i]].used) ++*i;
+  if (*i >= count) return false;
+  range->first = sorted[(*i)++];
+  t = &d->tensors[range->first];
+  range->begin = t->offset;
+  range->end = t->offset + t->room;
+  for (; *i < count; t = next, ++*i) {
+    next = &d->tensors[sorted[*i]];
+    if (!next->used || t->storage == CDDP__IN_PLACE || next->storage == CDDP__IN_PLACE ||
+        next->place != t->place + t->room || (d->spread && next->offset != t->offset + t->room) ||
+        d->params[sorted[*i]].dtype != d->params[range->first].dtype)
+      break;
+    range->end += next->room;
+  }
+  return true;
+}
+
 /* --- more shards than ranks: sums of several shards in slots --- */
 
 /* All gradients of a dtype; false if there are none. */
@@ -15622,23 +15507,25 @@ static void cddp__reduce_shards(const cddp_ddp *d, void *out, const void **sourc
    cddp__reduce_nodes takes them. clear: gradients become zero. */
 static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
                                      int count, bool clear) {
-  const void *sources[CDDP__FOLD_DEPTH + 1];
-  size_t at, n;
-  int i, k;
-  for (i = 0; i < d->count; i++) {
-    const cddp__tensor *t = &d->tensors[i];
-    cddp_dtype dtype = d->params[i].dtype;
+  size_t block = d->group->backend != NULL ? SIZE_MAX : CDDP__BLOCK, at, n;
+  const void *nodes[CDDP__FOLD_DEPTH + 1];
+  void *stream = d->group->stream;
+  cddp__range range;
+  cddp_result r = CDDP_OK;
+  int i = 0, k;
+  while (r == CDDP_OK && cddp__next_range(d, d->order, d->count, &i, &range)) {
+    cddp_dtype dtype = d->params[range.first].dtype;
     size_t esize = cddp__dtype_size(dtype);
-    for (at = t->offset; t->room > 0 && at < t->offset + t->bytes; at += n * esize) {
-      char *to = cddp__in_slot(d, d->me, out, at);
-      n = cddp__min(CDDP__BLOCK, (t->offset + t->bytes - at) / esize);
-      for (k = 0; k < count; k++) sources[k] = cddp__in_node(d, d->me, slots[k], i, at);
-      if (count > 1) cddp__reduce_nodes(to, sources, widths, count, 0, n, dtype, CDDP_SUM);
-      else cddp__convert(to, cddp__compute_type(dtype), sources[0], dtype, n);
-      if (clear) memset(cddp__gradient_at(d, d->me, i, at), 0, n * esize);
+    for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
+      n = cddp__min(block, (range.end - at) / esize);
+      for (k = 0; k < count; k++) nodes[k] = cddp__in_node(d, d->me, slots[k], range.first, at);
+      r = d->memory->sum(cddp__in_slot(d, d->me, out, at), dtype, nodes, widths, count, 0, n,
+                         stream);
+      if (r == CDDP_OK && clear)
+        r = d->memory->zero(cddp__gradient_at(d, d->me, range.first, at), n * esize, stream);
     }
   }
-  return CDDP_OK;
+  return r;
 }
 
 /* Gradients of the caller's that have been copied become zero for the next shard. */
@@ -15672,13 +15559,13 @@ static cddp_result cddp__keep_node(cddp_ddp *d, int shard, bool more) {
     node.slot = cddp__take_slot(d, low < high && d->elastic == NULL ? d->kept[low].slot : room);
   while (slots[at] >= 0) at++;
   if (at < n - 1 && node.slot != room) { /* the shard must be the last where a sum is one of them */
-    r = d->memory->merge_nodes(d, room, &slots[at], &widths[at], 1, more);
+    r = cddp__merge_nodes(d, room, &slots[at], &widths[at], 1, more);
     slots[at] = room;
     widths[at] = -1;
     at = -1;
   }
   if (r == CDDP_OK && node.slot >= 0)
-    r = d->memory->merge_nodes(d, node.slot, slots, widths, n, more && at >= 0);
+    r = cddp__merge_nodes(d, node.slot, slots, widths, n, more && at >= 0);
   if (r == CDDP_OK && more) r = cddp__clear_own(d);
   memmove(d->kept + low + 1, d->kept + high, (size_t)(d->kept_count - high) * sizeof *d->kept);
   d->kept[low] = node;
@@ -15738,6 +15625,11 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
   return r == CDDP_OK ? cddp__keep_node(d, d->held, more) : r;
 }
 
+/* A collective of all ranks on memory that is where gradients are. */
+static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
+  return cddp__start_call(d->group->backend != NULL ? d->comm : d->control, c, NULL);
+}
+
 /* n elements for each rank from offset `at` of the model on: ranks exchange their nodes, of which
    one rank has `most`, so that each has all nodes of its n elements, takes the mean over the
    shards, and all gather the means, from `out` on. */
@@ -15747,24 +15639,28 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
   size_t ranks = (size_t)d->control->size, part = n * cddp__dtype_size(wide);
   char *mine = out + (size_t)d->control->rank * n * cddp__dtype_size(dtype), *all;
   cddp__call means = cddp__make_call(CDDP__KIND_ALL_GATHER, mine, out, n, dtype, CDDP_SUM, -1);
+  cddp__call nodes;
   void *scratch = NULL;
   cddp_result r = CDDP_OK;
   int i;
   if (ranks > 1) r = d->memory->scratch(d, (size_t)most * ranks * part, &scratch);
   if (r != CDDP_OK) return r;
-  for (i = 0, all = (char *)scratch; i < most && ranks > 1; i++, all += ranks * part) {
+  all = (char *)scratch;
+  for (i = 0; r == CDDP_OK && i < most && ranks > 1; i++, all += ranks * part) {
     int slot = i < d->kept_count ? d->kept[i].slot : 0; /* of fewer nobody looks at the rest */
-    d->calls[i] = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n,
-                                  wide, CDDP_SUM, -1);
+    nodes = cddp__make_call(CDDP__KIND_ALL_TO_ALL, cddp__in_slot(d, d->me, slot, at), all, n, wide,
+                            CDDP_SUM, -1);
+    r = cddp__call_all(d, &nodes);
   }
-  if (ranks > 1) r = d->memory->move(d, d->calls, most);
   CDDP__POINT("elastic exchanged");
   for (i = 0; i < d->node_count; i++)
     d->sources[i] = ranks == 1 ? cddp__in_slot(d, d->me, d->kept[i].slot, at)
                                : (char *)scratch + ((size_t)d->nodes[i].slot * ranks +
                                                     (size_t)d->nodes[i].rank) * part;
-  if (r == CDDP_OK) r = d->memory->sum(d, mine, n, dtype);
-  return r == CDDP_OK && ranks > 1 ? d->memory->move(d, &means, 1) : r;
+  if (r == CDDP_OK)
+    r = d->memory->sum(mine, dtype, d->sources, d->widths, d->node_count, d->shards, n,
+                       d->group->stream);
+  return r == CDDP_OK && ranks > 1 ? cddp__call_all(d, &means) : r;
 }
 
 /* Where ranks do not see each other's memory: the nodes of all of them, d->nodes, make the mean, in
@@ -15793,32 +15689,11 @@ static cddp_result cddp__gather_nodes(cddp_ddp *d, char *out) {
 
 /* --- reducing a bucket in memory that the ranks of a host share --- */
 
-/* The next stretch of used parameters of the bucket from sorted[*i] on, which lie side by side on
-   all ranks and, where shards are added up, in slots; false at the end. */
-static bool cddp__next_range(const cddp_ddp *d, const cddp__bucket_state *b, int *i,
-                             cddp__range *range) {
-  const cddp__tensor *t, *next;
-  while (*i < b->count && !d->tensors[b->sorted[*i]].used) ++*i;
-  if (*i >= b->count) return false;
-  range->first = b->sorted[(*i)++];
-  t = &d->tensors[range->first];
-  range->begin = t->offset;
-  range->end = t->offset + t->room;
-  for (; *i < b->count; t = next, ++*i) {
-    next = &d->tensors[b->sorted[*i]];
-    if (!next->used || t->storage == CDDP__IN_PLACE || next->storage == CDDP__IN_PLACE ||
-        next->place != t->place + t->room || (d->spread && next->offset != t->offset + t->room))
-      break;
-    range->end += next->room;
-  }
-  return true;
-}
-
 static size_t cddp__bucket_bytes(const cddp_ddp *d, const cddp__bucket_state *b) {
   cddp__range range;
   size_t bytes = 0;
   int i = 0;
-  while (cddp__next_range(d, b, &i, &range)) bytes += range.end - range.begin;
+  while (cddp__next_range(d, b->sorted, b->count, &i, &range)) bytes += range.end - range.begin;
   return bytes;
 }
 
@@ -15831,7 +15706,7 @@ static void cddp__reduce_slice(cddp_ddp *d, const cddp__bucket_state *b) {
   cddp__range range;
   int i = 0, k;
   cddp__slice(cddp__bucket_bytes(d, b), CDDP__CACHE_LINE, g->size, g->rank, &begin, &end);
-  for (; cddp__next_range(d, b, &i, &range); at += range.end - range.begin) {
+  for (; cddp__next_range(d, b->sorted, b->count, &i, &range); at += range.end - range.begin) {
     size_t low = cddp__max(begin, at), high = cddp__min(end, at + range.end - range.begin);
     size_t from = range.begin + (low - at), n;
     char *mean;
@@ -15868,7 +15743,8 @@ static cddp_result cddp__reduce_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   r = cddp__round(g, CDDP__SCOPE_ALL, CDDP__KIND_DDP_BUCKET, CDDP__PHASE_CALL, index, &joined, 1);
   if (r == CDDP_OK && (r = cddp__enter(g)) == CDDP_OK) {
     if (g->carrier->average == NULL) cddp__reduce_slice(d, b);
-    while (r == CDDP_OK && g->carrier->average != NULL && cddp__next_range(d, b, &i, &range)) {
+    while (r == CDDP_OK && g->carrier->average != NULL &&
+           cddp__next_range(d, b->sorted, b->count, &i, &range)) {
       for (k = 0; k < g->local_size; k++)
         d->buffers[k] = cddp__gradient_at(d, k, range.first, range.begin);
       c.send = c.recv = d->buffers[d->me];
@@ -15890,12 +15766,36 @@ static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, vo
   char *flat = (char *)buffer;
   cddp_result r = CDDP_OK;
   int i = 0;
-  while (r == CDDP_OK && cddp__next_range(d, b, &i, &range)) {
+  while (r == CDDP_OK && cddp__next_range(d, b->sorted, b->count, &i, &range)) {
     size_t n = range.end - range.begin;
     char *place = cddp__gradient_at(d, d->me, range.first, range.begin);
     r = d->memory->copy(back ? place : flat, back ? flat : place, n, d->hooks->stream);
     flat += n;
   }
+  return r;
+}
+
+static cddp__call cddp__average_call(void *buf, size_t count, cddp_dtype dtype) {
+  return cddp__make_call(CDDP__KIND_ALL_REDUCE, buf, buf, count, dtype, CDDP_AVG, -1);
+}
+
+static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
+  cddp__call c = cddp__average_call(b->data, b->count, b->dtype);
+  bool host = b->group->backend == NULL;
+  void *copy = NULL;
+  cddp_result r = CDDP_OK;
+  if (cddp__dtype_size(b->dtype) <= 2) return cddp__start_call(b->group, &c, NULL);
+#ifdef CDDP_CUDA
+  if (!host)
+    r = cddp__device_scratch(cddp__device_of(b->group), 2 * b->count, &copy);
+#endif
+  if (host) copy = cddp__arena_alloc(b->group->host, b->count * 2, CDDP__FOR_USER);
+  if (r == CDDP_OK && copy == NULL) r = CDDP_OUT_OF_MEMORY;
+  if (r == CDDP_OK) r = cddp__convert_any(b->group, copy, small, b->data, b->dtype, b->count);
+  c = cddp__average_call(copy, b->count, small);
+  if (r == CDDP_OK) r = cddp__start_call(b->group, &c, NULL);
+  if (r == CDDP_OK) r = cddp__convert_any(b->group, b->data, b->dtype, copy, small, b->count);
+  if (host) cddp__arena_free(b->group->host, copy);
   return r;
 }
 
@@ -15908,7 +15808,7 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   cddp_result r = CDDP_OK;
   int i = 0;
   if (bytes == 0) return CDDP_OK; /* no rank used any of it */
-  (void)cddp__next_range(d, b, &i, &range);
+  (void)cddp__next_range(d, b->sorted, b->count, &i, &range);
   memset(&bucket, 0, sizeof bucket);
   bucket.index = (int)(b - d->buckets);
   bucket.bucket_count = d->bucket_count;
@@ -15964,6 +15864,44 @@ static cddp_result cddp__await_buckets(cddp_ddp *d) {
   return CDDP_OK;
 }
 
+/* Collective: arrays from root to all ranks. CDDP__OWNERS: arrays as long as the parameters, of
+   which each rank has the part that it steps; each host has all parts, those of the first one are
+   taken. */
+static cddp_result cddp__share_arrays(cddp_ddp *d, const cddp_param *arrays, int count, int root) {
+  const cddp__hosts *x = d->group->backend == NULL ? d->control->hosts : NULL;
+  bool owners = root == CDDP__OWNERS;
+  int parts = x != NULL ? x->nodes[0].size : d->group->size, i, n = 0;
+  int part = owners ? 0 : root, last = owners ? parts - 1 : root;
+  cddp_result r = CDDP_OK;
+  cddp__packet packet;
+  cddp__call c;
+  if (d->group->backend != NULL) cddp__engine_drain(d->comm); /* its buckets use d->calls too */
+  for (; r == CDDP_OK && part <= last; part++) {
+    cddp__packet_begin(&packet, d->control,
+                       owners && x != NULL ? cddp__rank_on(x, 0, part) : part);
+    for (i = 0; r == CDDP_OK && i < count; i++) {
+      size_t begin = 0, end = arrays[i].count, esize;
+      char *at = (char *)arrays[i].data;
+      if (owners) {
+        const cddp__tensor *t = &d->tensors[i];
+        esize = cddp__dtype_size(d->params[i].dtype);
+        cddp__slice(d->dense, CDDP__BLOCK_BYTES, parts, part, &begin, &end);
+        begin = (cddp__max(begin, t->offset) - t->offset) / esize;
+        end = end > t->offset ? cddp__min(end - t->offset, t->bytes) / esize : 0;
+      }
+      if (at == NULL || begin >= end) continue;
+      at += begin * cddp__dtype_size(arrays[i].dtype);
+      c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, end - begin, arrays[i].dtype, CDDP_SUM,
+                          part);
+      if (d->group->backend == NULL) r = cddp__packet_add(&packet, at, c.count, arrays[i].dtype);
+      else if (cddp__on_device(d->group, at)) d->calls[n++] = c;
+      else r = cddp__start_call(d->comm, &c, NULL);
+    }
+    if (r == CDDP_OK) r = cddp__packet_send(&packet);
+  }
+  return r == CDDP_OK && n > 0 ? d->memory->broadcast(d, n) : r;
+}
+
 /* --- gradients in host memory --- */
 
 static cddp_result cddp__host_use(const cddp_group *g) {
@@ -15999,59 +15937,20 @@ static cddp_result cddp__host_scratch(cddp_ddp *d, size_t bytes, void **out) {
   return d->scratch != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
-static cddp_result cddp__host_move(cddp_ddp *d, const cddp__call *calls, int n) {
-  cddp_result r = CDDP_OK;
-  int i;
-  for (i = 0; r == CDDP_OK && i < n; i++) r = cddp__run_call(d->control, &calls[i]);
-  return r;
-}
-
-static cddp_result cddp__host_sum(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype) {
-  cddp__reduce_nodes(out, d->sources, d->widths, d->node_count, d->shards, n, dtype, CDDP_AVG);
+static cddp_result cddp__host_sum(void *out, cddp_dtype dtype, const void *const *nodes,
+                                  const int *widths, int count, int divisor, size_t n,
+                                  void *stream) {
+  (void)stream;
+  if (count > 1 || divisor > 0)
+    cddp__reduce_nodes(out, nodes, widths, count, divisor, n, dtype, CDDP_AVG);
+  else cddp__convert(out, cddp__compute_type(dtype), nodes[0], dtype, n);
   return CDDP_OK;
 }
 
-/* The state of parameter i, whose stretches lie on the ranks that own them, to all ranks. Each host
-   has all stretches: the first one's are taken, cut as its ranks have them. */
-static cddp_result cddp__gather_state(cddp_ddp *d, int i, const cddp_param *state) {
-  const cddp__hosts *x = d->control->hosts;
-  const cddp__tensor *t = &d->tensors[i];
-  size_t begin, end, esize = cddp__dtype_size(d->params[i].dtype);
-  int p, size = x != NULL ? x->nodes[0].size : d->group->size;
-  cddp_result r = CDDP_OK;
-  for (p = 0; r == CDDP_OK && p < size && state->data != NULL; p++) {
-    cddp__slice(d->dense, CDDP__BLOCK_BYTES, size, p, &begin, &end);
-    begin = cddp__max(begin, t->offset);
-    end = cddp__min(end, t->offset + t->bytes);
-    if (begin < end) {
-      char *at = (char *)state->data + (begin - t->offset) / esize * cddp__dtype_size(state->dtype);
-      r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, at, at, (end - begin) / esize,
-                           state->dtype, x != NULL ? cddp__rank_on(x, 0, p) : p);
-    }
-  }
-  return r;
-}
-
-static cddp_result cddp__host_broadcast(cddp_ddp *d, const cddp_param *arrays, int count,
-                                        int root) {
-  cddp_result r = CDDP_OK;
-  cddp__packet p;
-  int i;
-  cddp__packet_begin(&p, d->control, root);
-  for (i = 0; r == CDDP_OK && i < count; i++)
-    r = root == CDDP__OWNERS
-            ? cddp__gather_state(d, i, &arrays[i])
-            : cddp__packet_add(&p, arrays[i].data, arrays[i].count, arrays[i].dtype);
-  return r == CDDP_OK ? cddp__packet_send(&p) : r;
-}
-
-static cddp_result cddp__host_scale(cddp_ddp *d) {
-  double factor = cddp__mean_factor(d, CDDP_F32);
-  int i;
-  for (i = 0; factor != 1 && i < d->count; i++)
-    if (d->tensors[i].used)
-      cddp__scale(cddp__gradient_at(d, d->me, i, d->tensors[i].offset), cddp__dense_count(d, i),
-                  d->params[i].dtype, factor);
+static cddp_result cddp__host_scale(void *p, size_t n, cddp_dtype dtype, double factor,
+                                    void *stream) {
+  (void)stream;
+  cddp__scale(p, n, dtype, factor);
   return CDDP_OK;
 }
 
@@ -16568,9 +16467,7 @@ static cddp_result cddp__host_publish(cddp_ddp *d) {
 
 static const cddp__ddp_memory cddp__host_memory = {
     cddp__host_use, cddp__host_copy, cddp__host_zero, cddp__host_alloc, NULL, cddp__host_scratch,
-    NULL,
-    cddp__push_bucket, cddp__reduce_bucket, cddp__merge_nodes, cddp__host_move,
-    cddp__host_sum, cddp__await_buckets, cddp__host_broadcast, NULL,
+    NULL, cddp__push_bucket, cddp__reduce_bucket, cddp__host_sum, cddp__await_buckets, NULL,
     cddp__host_scale, cddp__host_clip, NULL, cddp__host_step, cddp__host_publish};
 
 #ifdef CDDP_CUDA
@@ -16589,11 +16486,9 @@ static cddp_result cddp__gpu_meet(cddp_ddp *d, int kind, uint64_t check, bool *m
   int i;
   *met = capturing || (!d->meets && d->rebuilt);
   if (!*met) return CDDP_OK;
-  if (d->sparse != NULL || d->desc.uneven_inputs) {
-    r = cddp__no_capture(cddp__main_stream(d->group), CDDP_UNSUPPORTED,
-                         "a step with sparse_rows or uneven_inputs waits for the other ranks");
-    if (r != CDDP_OK) return r;
-  }
+  if (d->sparse != NULL || d->desc.uneven_inputs) /* it meets, but for a capture */
+    return cddp__fail(CDDP_UNSUPPORTED, "a step with sparse_rows or uneven_inputs waits for the "
+                                        "other ranks and cannot be captured in a CUDA graph");
   if (capturing && !d->rebuilt && !d->desc.find_unused_parameters)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "take two steps before you capture one in a CUDA graph: the first arranges "
@@ -16622,7 +16517,7 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   cddp__range range;
   int i = 0, n = 0;
   cddp__log_call(p, &note, true);
-  while (cddp__next_range(d, b, &i, &range)) {
+  while (cddp__next_range(d, b->sorted, b->count, &i, &range)) {
     if (range.begin == range.end) continue;
     d->calls[n] = cddp__average_call(d->arena + range.begin,
                                      (range.end - range.begin) / note.esize, dtype);
@@ -16632,39 +16527,12 @@ static cddp_result cddp__gpu_reduce(cddp_ddp *d, cddp__bucket_state *b) {
   return cddp__issue(p, d->calls, n, p->side);
 }
 
-static cddp_result cddp__gpu_merge_nodes(cddp_ddp *d, int out, const int *slots, const int *widths,
-                                         int count, bool clear) {
-  const void *nodes[CDDP__FOLD_DEPTH + 1];
-  cddp__range range;
-  cddp_result r = CDDP_OK;
-  int dtype, i;
-  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
-    size_t esize = cddp__dtype_size((cddp_dtype)dtype);
-    cddp_dtype type = (cddp_dtype)dtype;
-    if (!cddp__range_of(d, dtype, &range)) continue;
-    for (i = 0; i < count; i++)
-      nodes[i] = slots[i] < 0 ? d->arena + range.begin
-                              : cddp__in_slot(d, d->me, slots[i], range.begin);
-    if (slots[count - 1] >= 0 && dtype != CDDP_F64) type = CDDP_F32; /* all in slots are */
-    r = cddp__cuda_result(
-        cddp__registered_kernels->sum(cddp__in_slot(d, d->me, out, range.begin), type,
-                                      nodes, widths, count, 0, (range.end - range.begin) / esize,
-                                      d->group->stream),
-        "the kernel that adds shards");
-    if (r == CDDP_OK && clear)
-      r = cddp__device_zero(d->arena + range.begin, range.end - range.begin, d->group->stream);
-  }
-  return r;
-}
-
-static cddp_result cddp__gpu_move(cddp_ddp *d, const cddp__call *calls, int n) {
-  return cddp__issue(cddp__device_of(d->comm), calls, n, cddp__main_stream(d->group));
-}
-
-static cddp_result cddp__gpu_sum(cddp_ddp *d, void *out, size_t n, cddp_dtype dtype) {
+static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const *nodes,
+                                 const int *widths, int count, int divisor, size_t n,
+                                 void *stream) {
+  if (divisor == 0 && widths[count - 1] != 1 && dtype != CDDP_F64) dtype = CDDP_F32; /* as all */
   return cddp__cuda_result(
-      cddp__registered_kernels->sum(out, dtype, d->sources, d->widths, d->node_count, d->shards, n,
-                                    d->group->stream),
+      cddp__registered_kernels->sum(out, dtype, nodes, widths, count, divisor, n, stream),
       "the kernel that adds shards");
 }
 
@@ -16687,104 +16555,44 @@ static cddp_result cddp__gpu_fence(cddp_ddp *d) {
   return cddp__stream_after(p, cddp__main_stream(d->group), p->side);
 }
 
-/* Arrays in device memory in one NCCL group. */
-static cddp_result cddp__gpu_broadcast(cddp_ddp *d, const cddp_param *arrays, int count,
-                                       int root) {
-  bool owners = root == CDDP__OWNERS, device = false;
-  int first = owners ? 0 : root, last = owners ? d->group->size - 1 : root, i, q, n = 0;
+/* In one NCCL group. */
+static cddp_result cddp__gpu_broadcast(cddp_ddp *d, int n) {
   cddp__device *p = cddp__device_of(d->comm);
   cddp_result r = cddp__check_group(d->comm);
-  for (i = 0; r == CDDP_OK && i < count; i++) {
-    for (q = first; r == CDDP_OK && arrays[i].data != NULL && q <= last; q++) {
-      size_t begin = 0, elements = arrays[i].count, end;
-      cddp__call c;
-      char *at;
-      if (owners) {
-        size_t esize = cddp__dtype_size(d->params[i].dtype);
-        if (!cddp__tensor_slice(d, i, q, &begin, &end)) continue;
-        elements = (end - begin) / esize;
-        begin = (begin - d->tensors[i].offset) / esize;
-      }
-      at = (char *)arrays[i].data + begin * cddp__dtype_size(arrays[i].dtype);
-      c = cddp__make_call(CDDP__KIND_BROADCAST, at, at, elements, arrays[i].dtype, CDDP_SUM, q);
-      if (c.count == 0 || (r = cddp__memory_of_call(p, &c, &device)) != CDDP_OK) continue;
-      if (device) {
-        cddp__log_call(p, &c, true);
-        d->calls[n++] = c;
-      } else {
-        r = cddp__start_call(d->comm, &c, NULL);
-      }
-    }
+  bool here;
+  int i;
+  for (i = 0; r == CDDP_OK && i < n; i++) {
+    r = cddp__memory_of_call(p, &d->calls[i], &here);
+    if (r == CDDP_OK) cddp__log_call(p, &d->calls[i], true);
   }
   return r == CDDP_OK ? cddp__issue(p, d->calls, n, cddp__main_stream(d->group)) : r;
 }
 
-/* Writes the mean rows into gradients that are zero elsewhere: SGD's kernel takes these. */
-static cddp_result cddp__gpu_place_rows(cddp_ddp *d) {
-  void *stream = d->group->stream;
-  cddp_result r = CDDP_OK;
-  size_t k, end;
-  int i;
-  for (i = 0; r == CDDP_OK && i < d->count; i++) {
-    const cddp__sparse *s = cddp__sparse_of(d, i);
-    char *at = d->arena + d->tensors[i].dense;
-    if (s == NULL) continue;
-    r = cddp__device_zero(at, s->rows * s->bytes, stream);
-    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
-      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
-        end++;
-      r = cddp__device_copy(at + (size_t)s->mean.number[k] * s->bytes,
-                            s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
-    }
-  }
-  return r;
-}
-
-/* Lists the gradients of a dtype: the dense ones in the arena, this rank's part of them, or with
-   those that are rows, or the caller's as of the last step. Returns how many. */
-enum { CDDP__LIST_DENSE, CDDP__LIST_PART, CDDP__LIST_ALL, CDDP__LIST_CALLERS };
+/* Lists the gradients of a dtype: all, as buckets have left them; this rank's part of those; or the
+   caller's, as of the last step. Returns how many. */
+enum { CDDP__LIST_NONE, CDDP__LIST_ALL, CDDP__LIST_PART, CDDP__LIST_CALLERS };
 static int cddp__gpu_list(cddp_ddp *d, int dtype, int which) {
+  bool part = which == CDDP__LIST_PART;
   int i, n = 0;
   for (i = d->count - 1; i >= 0; i--) {
     const cddp_param *p = &d->params[i];
     const cddp__tensor *t = &d->tensors[i];
-    if ((int)p->dtype != dtype || p->count == 0 || !d->used[i]) continue;
-    if (which == CDDP__LIST_DENSE && cddp__sparse_of(d, i) != NULL) continue;
-    if (which == CDDP__LIST_PART && t->begin >= t->end) continue;
-    memset(&d->segments[n], 0, sizeof d->segments[n]);
-    d->segments[n].grad =
-        which == CDDP__LIST_CALLERS && t->storage == CDDP__COPIED ? p->grad
-        : which == CDDP__LIST_PART                             ? d->arena + t->begin
-                                                               : cddp__device_gradient(NULL, d, i);
-    d->segments[n++].count =
-        which == CDDP__LIST_PART ? (t->end - t->begin) / cddp__dtype_size(p->dtype) : p->count;
+    cddp_segment *s = &d->segments[n];
+    if ((int)p->dtype != dtype || p->count == 0 || !d->used[i] || (part && t->begin >= t->end))
+      continue;
+    memset(s, 0, sizeof *s);
+    s->grad = part                                                         ? d->arena + t->begin
+              : which == CDDP__LIST_CALLERS && t->storage == CDDP__COPIED ? p->grad
+                                                     : cddp__device_gradient(NULL, d, i);
+    s->count = part ? (t->end - t->begin) / cddp__dtype_size(p->dtype) : p->count;
+    n++;
   }
   return n;
 }
 
-/* Multiplies what `which` lists by clip[1], or (NULL) by what makes gradients means. */
-static cddp_result cddp__gpu_multiply(cddp_ddp *d, int which, const double *clip) {
-  int dtype, n;
-  cddp_result r = CDDP_OK;
-  for (dtype = 0; r == CDDP_OK && dtype < CDDP__TRAINED; dtype++) {
-    double factor = clip != NULL ? 1 : cddp__mean_factor(d, (cddp_dtype)dtype);
-    if ((clip == NULL && factor == 1) || (n = cddp__gpu_list(d, dtype, which)) == 0) continue;
-    r = cddp__need_kernels("a mean over fewer ranks, as some have joined,");
-    if (r == CDDP_OK)
-      r = cddp__cuda_result(
-          cddp__registered_kernels->scale(d->segments, n, (cddp_dtype)dtype, factor, clip,
-                                          d->group->stream),
-          "the kernel that scales");
-  }
-  return r;
-}
-
-static cddp_result cddp__gpu_scale(cddp_ddp *d) {
-  return cddp__gpu_multiply(d, CDDP__LIST_DENSE, NULL);
-}
-
-/* clip[0] = the sum of squares of all that `which` lists, clip[1] = what to multiply by. */
-static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which) {
+/* clip[0] = the sum of squares of all that `which` lists, clip[1] = what to multiply by; does so to
+   what `multiplied` lists. */
+static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, int multiplied) {
   const cddp_kernels *k = cddp__registered_kernels;
   void *stream = d->group->stream;
   int dtype, n, e = 0;
@@ -16795,19 +16603,19 @@ static cddp_result cddp__gpu_squares(cddp_ddp *d, double max_norm, int which) {
       e = k->squares(d->segments, n, (cddp_dtype)dtype, d->clip, true, stream);
   if (e == 0) e = k->factor(d->clip, max_norm, stream);
   d->has_norm = e == 0;
+  for (dtype = 0; e == 0 && multiplied != CDDP__LIST_NONE && dtype < CDDP__TRAINED; dtype++)
+    if ((n = cddp__gpu_list(d, dtype, multiplied)) > 0)
+      e = k->scale(d->segments, n, (cddp_dtype)dtype, 1, d->clip, stream);
   return cddp__cuda_result(e, "the kernels that clip");
 }
 
 static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
-  cudaStream_t stream = cddp__main_stream(d->group);
-  cddp__device *p = cddp__device_of(d->group);
   double sum = 0;
-  cddp_result r = cddp__no_capture(stream, CDDP_INVALID_ARGUMENT,
+  cddp_result r = cddp__no_capture(cddp__main_stream(d->group), CDDP_INVALID_ARGUMENT,
                                    "a norm (not one asked of cddp_ddp_grad_norm later) is waited "
                                    "for");
-  if (r == CDDP_OK) r = cddp__await_stream(p, stream, NULL);
-  if (r == CDDP_OK) r = cddp__device_copy(&sum, d->clip, sizeof sum, stream);
-  if (r == CDDP_OK) r = cddp__await_stream(p, stream, NULL);
+  if (r == CDDP_OK) r = d->group->backend->synchronize(d->group);
+  if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->clip, sizeof sum);
   *norm = sqrt(sum);
   return r;
 }
@@ -16817,49 +16625,44 @@ static cddp_result cddp__gpu_clip(cddp_ddp *d, double max_norm, double *norm) {
   if ((r = cddp__check_cause(&d->failure)) != CDDP_OK) return r;
   if (norm != NULL && cddp__capturing(cddp__main_stream(d->group))) return cddp__gpu_norm(d, norm);
   if ((r = cddp__need_kernels("cddp_ddp_clip_grad_norm")) != CDDP_OK) return r;
-  r = cddp__gpu_squares(d, max_norm, CDDP__LIST_CALLERS);
-  if (r == CDDP_OK) r = cddp__gpu_multiply(d, CDDP__LIST_CALLERS, d->clip);
+  r = cddp__gpu_clip_by(d, max_norm, CDDP__LIST_CALLERS, CDDP__LIST_CALLERS);
   return r == CDDP_OK && norm != NULL ? cddp__gpu_norm(d, norm) : r;
 }
 
 /* Buckets are reduced, whole, behind this call; peers read no arena. */
 static cddp_result cddp__gpu_step(cddp_ddp *d, cddp_optim *s, bool averaged, bool wrote) {
-  cudaStream_t stream = cddp__main_stream(d->group);
   double most = d->desc.max_grad_norm;
-  cddp_result r = most > 0 ? cddp__gpu_squares(d, most, CDDP__LIST_ALL) : CDDP_OK;
+  cddp_result r = CDDP_OK;
   (void)averaged, (void)wrote;
-  if (r == CDDP_OK && s == NULL)
-    return most > 0 ? cddp__gpu_multiply(d, CDDP__LIST_PART, d->clip) : CDDP_OK;
-  if (r == CDDP_OK) r = cddp__device_update(s, d, stream);
-  return r == CDDP_OK ? cddp__device_copies(s, stream) : r;
+  if (most > 0)
+    r = cddp__gpu_clip_by(d, most, CDDP__LIST_ALL, s == NULL ? CDDP__LIST_PART : CDDP__LIST_NONE);
+  if (r != CDDP_OK || s == NULL) return r;
+  r = cddp__device_step(s, d);
+  return r == CDDP_OK ? cddp__device_copies(s, d) : r;
 }
 
 /* Parameters lie on the group's device. */
 static cddp_result cddp__check_on_device(const cddp_ddp *d) {
-  int device = cddp__device_of(d->group)->device, i, k;
+  int device = cddp__device_of(d->group)->device, k;
   bool here;
-  char what[96];
   const char *needs = d->desc.max_grad_norm > 0      ? "max_grad_norm in cddp_ddp_desc"
                       : d->spread || d->desc.elastic ? "shards in cddp_ddp_desc"
                                                      : NULL;
-  cddp_result r;
-  if (needs != NULL && (r = cddp__need_kernels(needs)) != CDDP_OK) return r;
-  for (i = 0; i < d->count; i++) {
-    const cddp_param *p = &d->params[i];
-    for (k = 0; k < 2; k++) {
-      const void *at = k == 0 ? p->data : p->grad;
-      if (at == NULL || p->count == 0) continue;
-      snprintf(what, sizeof what, "%s of parameter \"%.60s\"", k == 0 ? "data" : "grad",
-               cddp__param_name(p, i).s);
-      if ((r = cddp__memory_of(device, at, what, &here)) != CDDP_OK) return r;
-      if (!here)
-        return cddp__fail(CDDP_INVALID_ARGUMENT,
-                          "%s lies in host memory, but the group's device is cuda:%d; take it from "
-                          "cddp_alloc or cudaMalloc",
-                          what, device);
-    }
+  cddp_result r = needs != NULL ? cddp__need_kernels(needs) : CDDP_OK;
+  for (k = 0; r == CDDP_OK && k < 2 * d->count; k++) {
+    const cddp_param *p = &d->params[k / 2];
+    const void *at = k % 2 == 0 ? p->data : p->grad;
+    cddp__text what = cddp__words("%s of parameter \"%.60s\"", k % 2 == 0 ? "data" : "grad",
+                                  cddp__param_name(p, k / 2).s);
+    if (at == NULL || p->count == 0) continue;
+    r = cddp__memory_of(device, at, what.s, &here);
+    if (r == CDDP_OK && !here)
+      r = cddp__fail(CDDP_INVALID_ARGUMENT,
+                     "%s lies in host memory, but the group's device is cuda:%d; take it from "
+                     "cddp_alloc or cudaMalloc",
+                     what.s, device);
   }
-  return CDDP_OK;
+  return r;
 }
 
 /* The arena, and behind it what a clip needs. */
@@ -16893,9 +16696,9 @@ static void cddp__gpu_free(cddp_ddp *d) {
 
 static const cddp__ddp_memory cddp__gpu_memory = {
     cddp__device_enter, cddp__device_copy, cddp__device_zero, cddp__gpu_alloc, cddp__gpu_free,
-    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_merge_nodes,
-    cddp__gpu_move, cddp__gpu_sum, cddp__gpu_fence, cddp__gpu_broadcast, cddp__gpu_place_rows,
-    cddp__gpu_scale, cddp__gpu_clip, cddp__gpu_norm, cddp__gpu_step, NULL};
+    cddp__gpu_scratch, cddp__gpu_meet, cddp__gpu_begin, cddp__gpu_reduce, cddp__gpu_sum,
+    cddp__gpu_fence, cddp__gpu_broadcast, cddp__device_scale, cddp__gpu_clip, cddp__gpu_norm,
+    cddp__gpu_step, NULL};
 
 #endif
 
@@ -17127,6 +16930,22 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
   return r;
 }
 
+/* Makes what buckets have left means. */
+static cddp_result cddp__scale_gradients(cddp_ddp *d) {
+  cddp__range range;
+  cddp_result r = CDDP_OK;
+  int i = 0;
+  while (r == CDDP_OK && cddp__next_range(d, d->order, d->count, &i, &range)) {
+    cddp_dtype dtype = d->params[range.first].dtype;
+    double factor = cddp__mean_factor(d, dtype);
+    if (factor != 1 && range.begin < range.end)
+      r = d->memory->scale(cddp__gradient_at(d, d->me, range.first, range.begin),
+                           (range.end - range.begin) / cddp__dtype_size(dtype), dtype, factor,
+                           d->group->stream);
+  }
+  return r;
+}
+
 /* Starts the buckets that are left, and goes on behind them all. stepping: an optimizer's kernel
    follows, which makes their results means unless they are clipped first. */
 static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
@@ -17143,7 +16962,7 @@ static cddp_result cddp__finish_buckets(cddp_ddp *d, bool stepping) {
   if (r == CDDP_OK) r = d->memory->fence(d);
   if (r != CDDP_OK || (stepping && d->group->backend != NULL && !(d->desc.max_grad_norm > 0)))
     return r;
-  return d->memory->scale(d);
+  return cddp__scale_gradients(d);
 }
 
 /* The step has been done. After the first one buckets follow the order in which rank 0's gradients
@@ -17172,6 +16991,27 @@ static cddp_result cddp__complete(cddp_ddp *d, bool stepping) {
 
 /* --- gradients that are rows --- */
 
+/* On a device: writes the mean rows into gradients that are zero elsewhere, as its kernels take. */
+static cddp_result cddp__place_rows(cddp_ddp *d) {
+  void *stream = d->group->stream;
+  cddp_result r = CDDP_OK;
+  size_t k, end;
+  int i;
+  for (i = 0; r == CDDP_OK && i < d->count; i++) {
+    const cddp__sparse *s = cddp__sparse_of(d, i);
+    char *at = d->arena + d->tensors[i].dense;
+    if (s == NULL) continue;
+    r = d->memory->zero(at, s->rows * s->bytes, stream);
+    for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
+      for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
+        end++;
+      r = d->memory->copy(at + (size_t)s->mean.number[k] * s->bytes,
+                          s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
+    }
+  }
+  return r;
+}
+
 /* The mean of the rows in d->lists, of shards that have some, to where the optimizer reads it. */
 static cddp_result cddp__merge_rows(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
@@ -17182,7 +17022,7 @@ static cddp_result cddp__merge_rows(cddp_ddp *d) {
     if (cddp__sparse_of(d, i) != NULL)
       r = cddp__rows_merge(&d->group->host->allocator, d->sparse[i], d->lists, n, d->sources,
                            d->params[i].dtype);
-  return r == CDDP_OK && d->memory->place_rows != NULL ? d->memory->place_rows(d) : r;
+  return r == CDDP_OK && d->group->backend != NULL ? cddp__place_rows(d) : r;
 }
 
 /* Of those in the ranks' packets [ranks]. */
@@ -17245,6 +17085,24 @@ static cddp_result cddp__exchange_rows(cddp_ddp *d, int kind) {
 
 /* --- wait and step --- */
 
+/* Whether s may step d: made for the same parameters, not in use by another cddp_ddp. */
+static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
+  cddp_result r;
+  int i;
+  const char *wrong =
+      s->params != d->params || s->count != d->count
+          ? "the cddp_optim was made for other parameters than the cddp_ddp"
+      : s->share != NULL && s->share != d
+          ? "the cddp_optim already steps another cddp_ddp"
+      : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
+                   : NULL;
+  if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
+  for (i = 0; i < d->count && s->paired != d->id; i++)
+    if (cddp__sparse_of(d, i) != NULL && (r = cddp__check_rows(s, i)) != CDDP_OK) return r;
+  s->paired = d->id;
+  return CDDP_OK;
+}
+
 /* The means to gradients of the caller's that have been copied. */
 static cddp_result cddp__return_gradients(cddp_ddp *d) {
   cddp_result r = CDDP_OK;
@@ -17263,7 +17121,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
   int k;
   if (!d->out_of_date) return CDDP_OK;
   d->out_of_date = false;
-  r = d->memory->broadcast(d, d->params, d->count, root);
+  r = cddp__share_arrays(d, d->params, d->count, root);
   if (r != CDDP_OK || s == NULL) return r;
   r = cddp__run_simple(d->control, CDDP__KIND_BROADCAST, s->steps, s->steps, (size_t)d->count,
                        CDDP_F32, root);
@@ -17277,7 +17135,7 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
     if (!cddp__has_state(s, k / s->count, k % s->count)) continue;
     p.data = s->state[k];
     p.dtype = cddp__state_type(s, k % s->count);
-    r = d->memory->broadcast(d, &p, 1, root);
+    r = cddp__share_arrays(d, &p, 1, root);
   }
   return r == CDDP_OK ? cddp__write_copies(s) : r;
 }
@@ -17367,7 +17225,7 @@ static cddp_result cddp__publish(cddp_ddp *d) {
   if (r == CDDP_OK)
     r = d->memory->publish != NULL
             ? d->memory->publish(d)
-            : d->memory->broadcast(d, d->params, d->count, CDDP__OWNERS);
+            : cddp__share_arrays(d, d->params, d->count, CDDP__OWNERS);
   if (r == CDDP_OK) r = cddp__clear_gradients(d, NULL, d->group->backend == NULL);
   if (r == CDDP_OK) r = cddp__complete(d, d->group->backend == NULL);
   d->scattered = r != CDDP_OK;
@@ -17385,7 +17243,7 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
   cddp__step_header theirs = cddp__header_of(d, lead);
   cddp_result r;
   if (kind == CDDP__KIND_DDP_BUFFERS)
-    return d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, lead);
+    return cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, lead);
   if (kind == CDDP__KIND_DDP_WAIT) {
     r = cddp__finish(d, (int)kind, NULL, missing);
     return r == CDDP_OK ? cddp__clear_gradients(d, NULL, false) : r;
@@ -17416,7 +17274,7 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   if (s != NULL) cddp__set_lr(s, cddp__header_of(d, last).lr);
   r = cddp__catch_up(d, s, last);
   if (r == CDDP_OK)
-    r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, last);
+    r = cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, last);
   d->had_joined = false;
   return r;
 }
@@ -17504,7 +17362,7 @@ static size_t cddp__ddp_arrays(cddp_ddp *d, char *base, const cddp_group *g, int
                                const cddp_ddp_desc *desc) {
   size_t n = (size_t)count, size = (size_t)g->size, parts = cddp__max(size, (size_t)desc->shards);
   size_t ranks = desc->elastic ? parts : size, at = 0;
-  size_t calls = cddp__max(n + (size_t)desc->buffer_count + size, parts);
+  size_t calls = n + (size_t)desc->buffer_count + size;
   d->tensors = (cddp__tensor *)cddp__carve(base, &at, n, sizeof *d->tensors);
   d->partitions = (cddp_partition *)cddp__carve(base, &at, n, sizeof *d->partitions);
   d->calls = (cddp__call *)cddp__carve(base, &at, calls, sizeof *d->calls);
@@ -17661,12 +17519,12 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   r = cddp__check_shards(d);
   if (!joins) {
     r = cddp__consensus(d->control, r, NULL, 0, NULL);
-    if (r == CDDP_OK) r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
+    if (r == CDDP_OK) r = cddp__split_group(g, 0, g->rank, CDDP__KIND_DDP_CREATE, true, &d->comm);
     if (r != CDDP_OK) return r;
     d->control->internal = d->comm->internal = true;
     r = cddp__agree_on_params(d);
     if (r == CDDP_OK && d->desc.comm_hook != NULL)
-      r = cddp__split_devices(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
+      r = cddp__split_group(g, 0, g->rank, CDDP__KIND_DDP_CREATE + 1, true, &d->hooks);
     if (r == CDDP_OK && g->backend == NULL) r = cddp__map_params(d);
   }
   if (r != CDDP_OK) return r;
@@ -17677,9 +17535,9 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->whole, arenas);
     for (k = 0; r == CDDP_OK && k < g->local_size; k++) cddp__see_whole(d, k, arenas[k]);
   }
-  if (r == CDDP_OK && !joins) r = d->memory->broadcast(d, d->params, d->count, 0);
+  if (r == CDDP_OK && !joins) r = cddp__share_arrays(d, d->params, d->count, 0);
   if (r == CDDP_OK && !joins)
-    r = d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, 0);
+    r = cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, 0);
   if (r != CDDP_OK) return r;
   cddp__set_plan(d, NULL);
   cddp__arm(d);
@@ -18547,7 +18405,7 @@ static cddp_result cddp__crew_pass(cddp_ddp *d, int source, void *data, size_t b
     cddp__call send;
     n = cddp__min(bytes - at, most);
     send = cddp__make_call(CDDP__KIND_BROADCAST, piece, piece, n, CDDP_U8, CDDP_SUM, source);
-    r = d->memory->move(d, &send, 1);
+    r = cddp__call_all(d, &send);
     CDDP__POINT("elastic passed");
   }
   return r;
@@ -18597,7 +18455,7 @@ static cddp_result cddp__crew_level(cddp_ddp *d, cddp__message *table, cddp__cre
   if (behind && d->dense > 0) {
     cddp__call send = cddp__make_call(CDDP__KIND_BROADCAST, c->mean, c->mean, d->dense, CDDP_U8,
                                       CDDP_SUM, source);
-    r = d->memory->move(d, &send, 1);
+    r = cddp__call_all(d, &send);
   }
   if (r == CDDP_OK && joins) r = cddp__crew_welcome(d, from, source);
   if (r == CDDP_OK && behind) r = cddp__crew_await(d);
@@ -18646,9 +18504,8 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) /* all have both groups: these connect */
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
                     NULL, 0);
-#ifdef CDDP_CUDA
-  if (r == CDDP_OK && d->group->backend != NULL) r = cddp__device_again(d->group, d->comm, false);
-#endif
+  if (r == CDDP_OK && d->group->backend != NULL)
+    r = d->group->backend->open(d->group, d->comm, false);
   for (i = 0; i < 2; i++) {
     cddp__arena_free(d->group->host, c->blocks[i]);
     c->blocks[i] = NULL;
@@ -21637,7 +21494,7 @@ static cddp_result cddp__take_states(cddp__checkpoint *c) {
       *item->place = item->data;
       item->data = NULL;
     } else if (!found) {
-      r = s->backend->clear(s, *item->place, (size_t)item->bytes);
+      r = s->backend->zero(s, *item->place, (size_t)item->bytes, true);
     }
   }
   return r == CDDP_OK ? cddp_optim_set_lr(s, c->lr) : r;
@@ -22095,6 +21952,32 @@ CDDPDEF int cddp_launcher_rank(void) {
 
 /* --- groups --- */
 
+/* Device and backend: known, fit for each other, and in this build. */
+static cddp_result cddp__check_device(const cddp_group_desc *d) {
+  const char *device = d->device != NULL ? d->device : "cpu";
+  const char *backend = cddp__backend_name(d) != NULL ? cddp__backend_name(d) : "cpu";
+  bool cuda = strncmp(device, "cuda", 4) == 0;
+  bool nccl = strcmp(backend, "nccl") == 0, mpi = strcmp(backend, "mpi") == 0;
+  const char *number = cuda && device[4] == ':' ? device + 5 : "0";
+  size_t digits = strspn(number, "0123456789");
+  bool known = cuda ? digits > 0 && digits <= 4 && number[digits] == 0 &&
+                          (device[4] == 0 || device[4] == ':')
+                    : strcmp(device, "cpu") == 0;
+  if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "device \"%s\" with backend \"%s\": a device is \"cpu\", \"cuda\" or a "
+                      "certain GPU, \"cuda:0\"; a backend \"cpu\", \"mpi\" (with device \"cpu\") "
+                      "or \"nccl\" (with \"cuda\")",
+                      device, backend);
+  if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
+    return cddp__fail(CDDP_UNSUPPORTED,
+                      "this build has no %s; compile cddp's implementation with %s, or use device "
+                      "\"cpu\" and backend \"cpu\"",
+                      cuda ? "CUDA" : "MPI",
+                      cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI");
+  return CDDP_OK;
+}
+
 static cddp_result cddp__check_allocator(const cddp_allocator *a) {
   if ((a->alloc == NULL) == (a->free == NULL)) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT, "allocator needs both alloc and free, or neither");
@@ -22125,7 +22008,7 @@ CDDPDEF cddp_result (cddp_group_split)(cddp_group *g, int color, int key, cddp_g
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(g != NULL, "the group is NULL");
-  return cddp__split_devices(g, color, key, 0, false, out);
+  return cddp__split_group(g, color, key, 0, false, out);
 }
 
 CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count, cddp_group **out) {
@@ -22141,7 +22024,7 @@ CDDPDEF cddp_result (cddp_group_new)(cddp_group *g, const int *ranks, int count,
     for (j = 0; j < i; j++) CDDP__CHECK(ranks[j] != ranks[i], "rank %d is listed twice", ranks[i]);
     if (ranks[i] == g->rank) color = 0, key = i;
   }
-  return cddp__split_devices(g, color, key,
+  return cddp__split_group(g, color, key,
                              cddp__hash64((uint64_t)count, ranks, (size_t)count * sizeof *ranks),
                              false, out);
 }
@@ -22475,6 +22358,19 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard) {
 
 CDDPDEF uint64_t cddp_ddp_steps(const cddp_ddp *d) { return d != NULL ? d->steps : 0; }
 
+/* If *data lies on the device: replaces it by *copy in host memory, which is to be freed, when what
+   is on the group's stream now has been done. */
+static cddp_result cddp__from_device(cddp_group *g, const void **data, size_t bytes, void **copy) {
+  cddp_result r;
+  if (bytes == 0 || !cddp__on_device(g, *data)) return CDDP_OK;
+  if ((r = cddp__settle_device(g)) != CDDP_OK) return r;
+  *copy = cddp__malloc(&g->host->allocator, bytes);
+  if (*copy == NULL) return CDDP_OUT_OF_MEMORY;
+  r = cddp__transfer(g, *copy, *data, bytes);
+  *data = *copy;
+  return r;
+}
+
 CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *rows,
                                       const void *values, size_t n) {
   void *copy = NULL;
@@ -22564,7 +22460,7 @@ CDDPDEF cddp_result (cddp_ddp_gather_states)(cddp_ddp *d, const cddp_param *stat
                 "state %d has %zu elements, its parameter %zu", i, states[i].count,
                 d->params[i].count);
   CDDP__TRY(d->memory->use(d->group));
-  return d->memory->broadcast(d, states, d->count, CDDP__OWNERS);
+  return cddp__share_arrays(d, states, d->count, CDDP__OWNERS);
 }
 
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d) { return d != NULL ? d->present : -1; }
@@ -22603,7 +22499,7 @@ CDDPDEF cddp_result (cddp_ddp_sync_buffers)(cddp_ddp *d) {
                       "cddp_ddp_group");
   if (d->meets) /* else no rank has joined */
     CDDP__TRY(cddp__ddp_meet(d, CDDP__KIND_DDP_BUFFERS, 0, NULL, &missing));
-  return d->memory->broadcast(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
+  return cddp__share_arrays(d, d->desc.buffers, d->desc.buffer_count, d->active[0]);
 }
 
 CDDPDEF bool cddp_ddp_used(const cddp_ddp *d, int param) {

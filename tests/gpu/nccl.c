@@ -666,6 +666,8 @@ static void plan_step(const plan *p, cddp_ddp *d, cddp_optim *s, const cddp_para
   if (p->shards == 0) plan_backward(p, d, params, g, step);
   while (p->shards > 0 && cddp_ddp_next_shard(d, &shard))
     plan_backward(p, d, params, g, 100 * step + shard);
+  if (p->buffers && !p->graph && !p->uneven) /* while buckets are reduced */
+    CHECK_OK(cddp_ddp_sync_buffers(d));
   if ((p->cpu && p->clip > 0) || (p->steps_a_mode > 0 && step / p->steps_a_mode % 2 == 0)) {
     double norm = 0, *asked = step % 2 && !p->graph ? &norm : NULL;
     CHECK_OK(cddp_ddp_wait(d));
@@ -1460,6 +1462,11 @@ static int messages(cddp_group *g, void *arg) {
   wait_for_three(w + 3);
   pthread_join(other, NULL);
   for (i = 0; i < 3; i++) check_fill(g, in[i], N, 10 * before + i);
+  fill_on(s, in[1], N, -1, false); /* one without a handle goes with those that wait: all ranks */
+  CHECK_OK(cddp_recv(g, in[1], N, CDDP_F32, before, 1, &w[0])); /* receive first */
+  CHECK_OK(cddp_send(g, out[1], N, CDDP_F32, next, 1, NULL));
+  CHECK_OK(cddp_wait(w[0]));
+  check_fill(g, in[1], N, 10 * before + 1);
   for (i = 0; me > 0 && i < 30; i++) fill_on(s, in[0], N, -1, false); /* received after them */
   if (me > 0)
     CHECK_OK(cddp_recv(g, in[0], N, CDDP_F32, before, 0, NULL)); /* a chain of ranks */
@@ -1954,12 +1961,12 @@ static int naps_little(cddp_group *g, void *arg) {
   (void)arg;
   for (i = 0, naps = 1; i < 1000 && naps > 0; i++) { /* it may be held up between two clocks */
     naps = 0;
-    CHECK_OK(cddp__device_turn(p, cddp__now(), "a test", ""));
+    CHECK_OK(cddp__device_turn(p, cddp__now(), "a test"));
   }
   CHECK_EQ(naps, 0);
   for (i = 0; i < 3; i++) {
     start = cddp__now() - waited[i];
-    CHECK_OK(cddp__device_turn(p, start, "a test", ""));
+    CHECK_OK(cddp__device_turn(p, start, "a test"));
     CHECK_EQ(naps, i + 1);
     CHECK(nap_s > 0 && nap_s <= 1e-3 && 16 * nap_s <= cddp__now() - start);
   }
