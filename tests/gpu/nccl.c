@@ -31,6 +31,8 @@ const char *__tsan_default_options(void) { return "atexit_sleep_ms=0"; }
 const char *__lsan_default_suppressions(void);
 const char *__lsan_default_suppressions(void) { return "leak:__cxa_thread_atexit_impl"; }
 
+enum { MOST_RANKS = 8 }; /* the main tests run on 1 to so many */
+
 /* --- ranks with a device --- */
 
 typedef struct job {
@@ -391,14 +393,13 @@ static void test_means(void) {
 }
 
 static void test_collectives(void) {
-  CHECK_OK(run(every_collective, NULL, 3, NULL));
-  if (RANKS_TSAN) return;
-  CHECK_OK(run(every_collective, NULL, 1, NULL));
+  int n;
+  for (n = 1; n <= MOST_RANKS; n++) CHECK_OK(run(every_collective, NULL, n, NULL));
   comm_from = 1;
   CHECK_OK(run(with_nccl, NULL, 1, NULL));
   comm_from = 2;
-  CHECK_OK(run(every_collective, NULL, 3, "cpu"));
-  if (!RANKS_SLOW) CHECK_OK(run(every_collective, NULL, 8, NULL));
+  for (n = 1; n <= MOST_RANKS; n += RANKS_SLOW ? 5 : 2)
+    CHECK_OK(run(every_collective, NULL, n, "cpu"));
 }
 
 /* Ranks as threads of one process, with a GPU each. */
@@ -880,18 +881,19 @@ static int train_halves(cddp_group *g, void *arg) {
 }
 
 static void test_training(void) {
-  static const int ranks[] = {1, 2, 3, 8};
   plan p;
-  int i;
-  for (i = 0; i < (RANKS_SLOW ? 3 : 4); i++) {
+  int n;
+  for (n = 1; n <= MOST_RANKS; n++) {
     memset(&p, 0, sizeof p);
     p.steps = 4;
     p.cap_mb = 0.02;
-    check_plan(&p, ranks[i], NULL);
+    check_plan(&p, n, NULL);
     p.steps_a_mode = 1;
     p.steps = 6;
     p.given_grads = true;
-    check_plan(&p, ranks[i], NULL);
+    p.clip = n % 2 ? 0.5 : 0;
+    p.unused = n % 3 == 0;
+    check_plan(&p, n, NULL);
   }
   memset(&p, 0, sizeof p);
   p.steps = 3;
@@ -3114,8 +3116,7 @@ static int die_at_free(cddp_group *g, ordeal *o, fate *f) {
   return 0;
 }
 
-/* Rank 1 is stopped. NCCL on rank 0 waits for it whatever cddp calls, which waits for NCCL left_s for
-   each communicator, and no longer. */
+/* Rank 1 is stopped, and NCCL waits for it on rank 0 without end, but cddp for NCCL only left_s. */
 static int stop_there(cddp_group *g, ordeal *o, fate *f) {
   float *x = (float *)cddp_alloc(g, 4000);
   (void)o;
@@ -3158,7 +3159,8 @@ static void test_lost(void) {
   ordeal *o = ordeal_new(NULL);
   int n, i, k;
   for (k = 0; k < 4; k++) {
-    for (n = 2; n <= 4; n += 2) {
+    for (n = 2; n <= MOST_RANKS; n *= 2) {
+      if (n == MOST_RANKS && RANKS_SLOW) break;
       memset(o, 0, sizeof *o);
       o->fn = ways[k];
       o->victim = 1;

@@ -66,7 +66,7 @@ int hostnccl_communicators(void); /* those of this process that have not been re
 /* NCCL's thread comes to the process's next collective, of up to 64 KiB, a moment after the abort:
    the kernel starts all the same, and reads what it is to send. */
 void hostnccl_late(void);
-/* So many times on end, whoever asks for the state of a communicator hears that it is in progress. */
+/* So many times whoever asks for a communicator's state hears that it is in progress. */
 void hostnccl_busy(int times);
 
 /* What the files of hostcuda share. */
