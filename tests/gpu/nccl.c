@@ -260,11 +260,12 @@ static int every_collective(cddp_group *g, void *arg) {
   static const size_t counts[] = {1, 7, 1000, 20001};
   one o;
   int kind, t, n = cddp_world_size(g);
+  bool few = RANKS_TSAN && n != 3;
   (void)arg;
   memset(&o, 0, sizeof o);
   o.g = g;
   for (kind = CDDP__KIND_ALL_REDUCE; kind <= CDDP__KIND_ALL_TO_ALL; kind++) {
-    for (t = 0; t <= CDDP_I64; t++) {
+    for (t = few ? (kind + n) % 4 : 0; t <= CDDP_I64; t += few ? 4 : 1) {
       o.kind = kind;
       o.t = (cddp_dtype)t;
       o.op = (cddp_op)((kind + t) % 5);
@@ -275,7 +276,7 @@ static int every_collective(cddp_group *g, void *arg) {
       check_one(&o);
     }
     o.t = CDDP_F32;
-    for (o.op = CDDP_SUM; kind != CDDP__KIND_BROADCAST && o.op <= CDDP_MAX;
+    for (o.op = CDDP_SUM; !few && kind != CDDP__KIND_BROADCAST && o.op <= CDDP_MAX;
          o.op = (cddp_op)(o.op + 1))
       check_one(&o);
     o.op = CDDP_SUM;
@@ -887,11 +888,12 @@ static void test_training(void) {
     memset(&p, 0, sizeof p);
     p.steps = 4;
     p.cap_mb = 0.02;
-    check_plan(&p, n, NULL);
+    if (!RANKS_TSAN || n % 2) check_plan(&p, n, NULL);
+    if (RANKS_TSAN && n % 2) continue;
     p.steps_a_mode = 1;
     p.steps = 6;
     p.given_grads = true;
-    p.clip = n % 2 ? 0.5 : 0;
+    p.clip = n % 4 > 1 ? 0.5 : 0;
     p.unused = n % 3 == 0;
     check_plan(&p, n, NULL);
   }
@@ -1945,7 +1947,7 @@ static int nap(const struct timespec *t, struct timespec *left) {
   double waited = entered > 0 ? cddp__now() - entered : 1e9;
   naps++;
   nap_s = (double)t->tv_sec + 1e-9 * (double)t->tv_nsec;
-  greedy += waited < CDDP__SPIN_S || nap_s > waited / 16;
+  greedy += waited < 3e-4 || nap_s > waited / 16;
   return nanosleep(t, left);
 }
 

@@ -44,6 +44,9 @@
    NCCL's thread is through with what was called. A failed ncclCommDestroy leaves the thread's group
    open, in which an abort frees nothing.
 
+   Memory cannot be registered with a communicator, nor objects with a graph: what asks for either
+   does not compile. Both cost aborts and ends that NCCL does not survive, or that nobody sees.
+
    CUDA, likewise: whatever a thread calls makes a context on its current device, which is 0 at
    first. cudaFree, now and then cudaMalloc, and a kernel's first launch lock it while they wait for
    the device, and every call of another thread waits for them. */
