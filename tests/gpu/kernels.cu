@@ -98,6 +98,31 @@ static cddp_sgd_desc rule(int kind) {
   return d;
 }
 
+#ifndef __CUDACC__ /* counts on the host */
+/* Counts what is moved by packs, and what by single elements. */
+static size_t by_packs, by_elements;
+struct moves : cddp__cu_each {
+  enum { READS = CDDP__CU_GRAD, WRITES = 0 };
+  void begin() const {}
+  void apply(float &, float &, float &) const {}
+  template <size_t N> void copy(const cddp__cu_piece &, size_t, const float *) const {
+    (N == 1 ? by_elements : by_packs) += N;
+  }
+};
+
+/* Of a segment's last, incomplete chunk packs are moved too, and no more than 3 elements alone. */
+static void test_tails(void) {
+  array<float> x((size_t)3 * 4096 + 4095);
+  cddp_segment s[3] = {{NULL, x.p(), NULL, 4096 + 4095, NULL},
+                       {NULL, x.p() + 8192, NULL, 17, NULL},
+                       {NULL, x.p() + 8224, NULL, 4, NULL}};
+  CUDA(cddp__cu_segments<float>(s, NULL, 3, moves(), stream));
+  CUDA(cudaStreamSynchronize(stream));
+  CHECK_EQ(by_packs, 4096 + 4092 + 16 + 4);
+  CHECK_EQ(by_elements, 3 + 1);
+}
+#endif
+
 /* Three steps on a parameter of n elements; the weights' bits are cddp_optim_step's. */
 static void compare_sgd(cddp_dtype t, size_t n, size_t shift, int kind, unsigned flags) {
   size_t bytes = n * size_of(t), move = shift * size_of(t);
@@ -591,6 +616,24 @@ static void compare_linear(cublasHandle_t blas, size_t rows, size_t in, size_t o
   CHECK(distance(adb.get(), gb) < 1e-5);
 }
 
+/* No sum of a bias gradient is one of more than rows / 128 elements on end: 2^24 swallows the ones
+   that are added to it by themselves. */
+static void test_bias_sums(void) {
+  const size_t rows = 2048, out = 40;
+  std::vector<float> dy(rows * out, 1), got;
+  for (size_t o = 0; o < out; o++) dy[o * 7 * out + o] = 16777216;
+  array<float> x(rows), w(out), ady(dy), dw(out), db(std::vector<float>(out, 0));
+  cublasHandle_t blas;
+  size_t bad = 0;
+  CHECK_EQ((int)cublasCreate(&blas), (int)CUBLAS_STATUS_SUCCESS);
+  CUDA(cddp_cuda_linear_backward(blas, x.p(), w.p(), ady.p(), NULL, dw.p(), db.p(), (int)rows, 1,
+                                 (int)out, stream));
+  got = db.get();
+  for (float f : got) bad += !(f >= (float)(16777216 + rows - rows / 128));
+  CHECK_EQ(bad, 0);
+  CHECK_EQ((int)cublasDestroy(blas), (int)CUBLAS_STATUS_SUCCESS);
+}
+
 static void test_linear(void) {
   cublasHandle_t blas;
   CHECK_EQ((int)cublasCreate(&blas), (int)CUBLAS_STATUS_SUCCESS);
@@ -639,6 +682,9 @@ int main(void) {
   CUDA(cudaMalloc((void **)&scratch, CDDP_CUDA_SCRATCH_BYTES));
   CUDA(cudaMalloc((void **)&stats, 16));
   CUDA(cudaMemsetAsync(stats, 0, 16, stream));
+#ifndef __CUDACC__
+  RUN(test_tails);
+#endif
   RUN(test_sgd);
   RUN(test_adamw);
   RUN(test_many_segments);
@@ -655,6 +701,7 @@ int main(void) {
   RUN(test_embedding_order);
   RUN(test_embedding_of_many);
   RUN(test_linear);
+  RUN(test_bias_sums);
   RUN(test_large_indices);
   RUN(test_huge);
   CUDA(cudaFree(stats));

@@ -65,12 +65,9 @@ struct CUevent_st {
 
 struct CUgraphNode_st { hostcuda_op op; deps after; };
 
-struct CUuserObject_st { struct CUuserObject_st *next; void *p; cudaHostFn_t destroy; };
-
 struct CUgraph_st {
   struct CUgraphNode_st *nodes;
   int count, refs;
-  cudaUserObject_t objects; /* destroyed with the graph */
 };
 
 struct CUgraphExec_st { cudaGraph_t graph; uint64_t random; };
@@ -108,7 +105,7 @@ static struct {
   uint64_t seed, streams_made, memory_end, capture_ids;
   size_t used[MAX_DEVICES], limit;
   long delay_us;
-  bool protects;
+  bool protects, launches_block;
   cudaStream_t streams, legacy[MAX_DEVICES];
   capture *captures;
   block *blocks;
@@ -191,6 +188,7 @@ static void start(void) { /* g.lock is held */
   g.limit = (size_t)number("HOSTCUDA_MEMORY_MB", 4096) << 20;
   g.seed = (uint64_t)number("HOSTCUDA_SEED", 1) * 1000003 + (uint64_t)number("RANK", 0);
   g.delay_us = number("HOSTCUDA_DELAY_US", 50);
+  g.launches_block = number("CUDA_LAUNCH_BLOCKING", 0) != 0;
   read_failures(getenv("HOSTCUDA_FAIL"));
   g.key = -1;
   if (g.broken == cudaSuccess && number("HOSTCUDA_PROTECT", 1) != 0)
@@ -565,12 +563,22 @@ static cudaError_t enqueue(cudaStream_t handle, hostcuda_op op, bool ordered) { 
   return cudaSuccess;
 }
 
+static cudaError_t drained(cudaStream_t s) { /* g.lock is held */
+  uint64_t seq = s->enqueued;
+  s->refs++;
+  while (s->done < seq && g.sticky == cudaSuccess) pthread_cond_wait(&g.changed, &g.lock);
+  unref_stream(s);
+  return g.sticky;
+}
+
 cudaError_t hostcuda_enqueue(cudaStream_t stream, hostcuda_op op, bool ordered) {
   int device = hostcuda_stream_device(stream);
   cudaError_t e;
   if (device >= 0) hostcuda_context(device);
   lock();
   e = enqueue(stream, op, ordered);
+  if (e == cudaSuccess && g.launches_block && find(stream)->capture == NULL)
+    (void)drained(find(stream));
   unlock();
   if (e != cudaSuccess) drop(&op);
   return e;
@@ -643,14 +651,6 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   pthread_cond_signal(&s->work);
   unref_stream(s);
   return unlocked(cudaSuccess);
-}
-
-static cudaError_t drained(cudaStream_t s) { /* g.lock is held */
-  uint64_t seq = s->enqueued;
-  s->refs++;
-  while (s->done < seq && g.sticky == cudaSuccess) pthread_cond_wait(&g.changed, &g.lock);
-  unref_stream(s);
-  return g.sticky;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -970,58 +970,12 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
   return unlocked(cudaSuccess);
 }
 
-/* Of a stream that is not being captured only the status is told. */
-cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                        unsigned long long *id, cudaGraph_t *graph,
-                                        const cudaGraphNode_t **dependencies, size_t *count) {
-  cudaError_t e = cudaStreamIsCapturing(stream, status);
-  cudaStream_t s;
-  if (e != cudaSuccess) return e;
-  REQUIRE(dependencies == NULL && count == NULL, cudaErrorInvalidValue);
-  lock();
-  s = find(stream);
-  if (s->capture != NULL) {
-    if (id != NULL) *id = s->capture->id;
-    if (graph != NULL) *graph = s->capture->graph;
-  }
-  return unlocked(cudaSuccess);
-}
-
-cudaError_t cudaUserObjectCreate(cudaUserObject_t *object, void *p, cudaHostFn_t destroy,
-                                 unsigned references, unsigned flags) {
-  ENTER("cudaUserObjectCreate");
-  REQUIRE(object != NULL && destroy != NULL && references == 1, cudaErrorInvalidValue);
-  REQUIRE(flags == cudaUserObjectNoDestructorSync, cudaErrorInvalidValue);
-  *object = (cudaUserObject_t)allocate(sizeof **object);
-  (*object)->p = p;
-  (*object)->destroy = destroy;
-  return cudaSuccess;
-}
-
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count,
-                                      unsigned flags) { /* its only one, taken over */
-  ENTER("cudaGraphRetainUserObject");
-  REQUIRE(graph != NULL && object != NULL && count == 1, cudaErrorInvalidValue);
-  REQUIRE(flags == cudaGraphUserObjectMove, cudaErrorInvalidValue);
-  lock();
-  object->next = graph->objects;
-  graph->objects = object;
-  return unlocked(cudaSuccess);
-}
-
 /* Some time after the last use, on a thread of CUDA's own. */
 static void *free_graph(void *arg) {
   struct timespec t = {0, 3000000};
   cudaGraph_t graph = (cudaGraph_t)arg;
-  cudaUserObject_t o;
   int i;
   nanosleep(&t, NULL);
-  t_in_callback = true;
-  while ((o = graph->objects) != NULL) {
-    graph->objects = o->next;
-    o->destroy(o->p);
-    free(o);
-  }
   for (i = 0; i < graph->count; i++) {
     drop(&graph->nodes[i].op);
     free(graph->nodes[i].after.node);

@@ -18,6 +18,7 @@
      HOSTCUDA_PROTECT=1          0: device memory is readable by the host
      HOSTCUDA_PARTS=1            each process has parts of the GPUs (MIG), with uuids of their own;
                                  NCCL sees the GPUs; unset: whole ones
+     CUDA_LAUNCH_BLOCKING=1      whoever puts an operation on a stream waits for its end
      HOSTCUDA_FAIL=NAME:N:CODE[@RANK],...
                                  the Nth call of the API function NAME returns CODE (on the rank
                                  whose RANK is in the environment, else on all); NAME "op" is the
@@ -39,8 +40,12 @@
    of a communicator, and the first message to a peer, wait for the other ranks' before the stream
    has them. ncclCommAbort and ncclCommDestroy wait for the streams that carry the communicator's
    operations, whatever they have to do before, until its graphs are destroyed, and for the host's
-   other processes; but of ranks in one process the last abort does all that, the others return at
-   once. A failed ncclCommDestroy leaves the thread's group open, in which an abort frees nothing.
+   other processes; but of ranks in one process the last abort does all that, the others return when
+   NCCL's thread is through with what was called. A failed ncclCommDestroy leaves the thread's group
+   open, in which an abort frees nothing.
+
+   Memory cannot be registered with a communicator, nor objects with a graph: what asks for either
+   does not compile. Both cost aborts and ends that NCCL does not survive, or that nobody sees.
 
    CUDA, likewise: whatever a thread calls makes a context on its current device, which is 0 at
    first. cudaFree, now and then cudaMalloc, and a kernel's first launch lock it while they wait for
@@ -64,6 +69,8 @@ int hostnccl_communicators(void); /* those of this process that have not been re
 /* NCCL's thread comes to the process's next collective, of up to 64 KiB, a moment after the abort:
    the kernel starts all the same, and reads what it is to send. */
 void hostnccl_late(void);
+/* So many times whoever asks for a communicator's state hears that it is in progress. */
+void hostnccl_busy(int times);
 
 /* What the files of hostcuda share. */
 

@@ -95,7 +95,7 @@ typedef struct batch { /* what one group enqueues on one communicator and stream
   action *actions;
   int count;
   bool eager; /* in a stream, not in a graph */
-  bool late;  /* see hostnccl_late */
+  bool late;
   uint64_t ticket;
 } batch;
 
@@ -104,6 +104,7 @@ typedef struct job {
   uint64_t pause;             /* nanoseconds before it */
   ncclComm_t child, *newcomm; /* a split's */
   batch *batches;             /* a group's */
+  bool late;                  /* see hostnccl_late */
   int count;
   ncclComm_t comms[]; /* in progress until it ends */
 } job;
@@ -114,7 +115,7 @@ static _Thread_local int t_depth;
 static _Thread_local batch *t_batches;
 static _Thread_local ncclResult_t t_failed; /* an operation of this group */
 static int operations, initialised; /* atomic: of this process */
-static int next_late;               /* atomic: see hostnccl_late */
+static int next_late, busy;         /* atomic: see hostnccl_late and hostnccl_busy */
 static char texts[TEXTS][256]; /* so many: one may be read while the next come */
 static unsigned last_text;     /* atomic */
 static pthread_mutex_t living = PTHREAD_MUTEX_INITIALIZER; /* guards comms and jobs */
@@ -365,6 +366,12 @@ static ncclResult_t start_job(job *j) {
   if (pthread_create(&thread, NULL, run_job, j) != 0) abort();
   pthread_detach(thread);
   return ncclInProgress;
+}
+
+static void await_jobs(ncclComm_t c) {
+  pthread_mutex_lock(&c->lock);
+  while (c->jobs > 0) pthread_cond_wait(&c->changed, &c->lock);
+  pthread_mutex_unlock(&c->lock);
 }
 
 /* Until its jobs have ended and no stream and no graph has an operation of it. */
@@ -756,18 +763,17 @@ static ncclResult_t connect_group(const batch *first) {
 }
 
 static ncclResult_t run_group(job *j) {
-  bool late = __atomic_exchange_n(&next_late, 0, __ATOMIC_SEQ_CST) != 0;
-  ncclResult_t r = late ? ncclSuccess : connect_group(j->batches);
+  ncclResult_t r = j->late ? ncclSuccess : connect_group(j->batches);
   int was = hostcuda_device();
   batch *b, *next;
-  if (late) {
+  if (j->late) {
     hang(j->comms[0]);
     pause_for(100000000);
   }
   for (b = j->batches; b != NULL; b = next) {
     next = b->next;
-    b->late = late;
-    if (aborted(b->comm) && !late) r = ncclInternalError;
+    b->late = j->late;
+    if (aborted(b->comm) && !j->late) r = ncclInternalError;
     if (r == ncclSuccess) r = enqueue(b);
     else drop_batch(b);
   }
@@ -811,6 +817,7 @@ static ncclResult_t end_group(ncclResult_t failure) {
   if (first == NULL || failure != ncclSuccess) return failure;
   j = make_job(run_group, count, NULL);
   j->batches = first;
+  j->late = __atomic_exchange_n(&next_late, 0, __ATOMIC_SEQ_CST) != 0;
   for (b = first; b != NULL; b = b->next) {
     j->comms[--count] = b->comm;
     hold(b->comm);
@@ -1132,7 +1139,10 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *newc
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
   ENTER("ncclCommGetAsyncError");
   if (error == NULL || comm == NULL) return refuse(ncclInvalidArgument, "NULL");
-  *error = state(comm);
+  if (__atomic_load_n(&busy, __ATOMIC_SEQ_CST) > 0 &&
+      __atomic_fetch_sub(&busy, 1, __ATOMIC_SEQ_CST) > 0)
+    *error = ncclInProgress;
+  else *error = state(comm);
   return ncclSuccess;
 }
 
@@ -1213,6 +1223,8 @@ static ncclComm_t next_orphan(ncclComm_t c) {
   return o;
 }
 
+void hostnccl_busy(int times) { __atomic_store_n(&busy, times, __ATOMIC_SEQ_CST); }
+
 void hostnccl_late(void) { __atomic_store_n(&next_late, 1, __ATOMIC_SEQ_CST); }
 
 int hostnccl_communicators(void) {
@@ -1238,12 +1250,13 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   return ncclSuccess;
 }
 
-/* Inside a group only its flags are set. */
+/* Inside a group its flags are set and what it began is waited for, and that is all. */
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   ncclComm_t orphan;
   ENTER("ncclCommAbort");
   if (comm == NULL) return ncclSuccess;
   doom(comm, true);
+  await_jobs(comm);
   if (t_depth > 0 || !is_last(comm)) return ncclSuccess;
   while ((orphan = next_orphan(comm)) != NULL) end_comm(orphan);
   end_comm(comm);
