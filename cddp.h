@@ -22808,7 +22808,8 @@ CDDP__COLD_END
               broadcasts; infinite lr or momentum are refused. cddp_ddp_destroy leaves an optimizer
               its states. On GPUs cddp_free, cddp_optim_*, cddp_ddp_add_rows, cddp_save and
               cddp_load in a thread that has called nothing yet are for the rank's device, not
-              for cuda:0.
+              for cuda:0. A send without a handle behind a receive with one hung with NCCL;
+              cddp_ddp_sync_buffers beside the reduction of buckets took a bucket for a buffer.
               Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
               containers of one pod; other users at the port; another backend, world size or
               secret on a rank is told at once.
