@@ -11453,9 +11453,10 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
     if (cddp__load32(&e->held) == CDDP__OWN_RUNS) until = fmin(until, cddp__now() + CDDP__LINGER_S);
     ok = cddp__cond_wait_until(&e->changed, &e->lock, until) || until < deadline;
   }
+  ok = ok || (w != NULL && w->done);
   cddp__add32(&e->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&e->lock);
-  return ok || (w != NULL && w->done);
+  return ok;
 }
 
 /* Waits until all asynchronous collectives of g have run. */
