@@ -111,7 +111,7 @@
 #define CDDP_VERSION 300 /* major * 10000 + minor * 100 + patch */
 
 #ifdef CDDP_STATIC
-#define CDDPDEF static
+#define CDDPDEF static __attribute__((unused))
 #else
 #define CDDPDEF extern
 #endif
