@@ -49,7 +49,8 @@
                    nvcc; link -lnccl -lcudart too
      CDDP_MPI      backend "mpi": large collectives go to the MPI that mpicc compiles for
    Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
-   only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits.
+   only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits,
+   clang's -ffp-contract=fast the last.
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
    sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
    directory for the flight recorder), CDDP_IFNAME (the network interface by which other hosts reach
@@ -110,7 +111,7 @@
 #define CDDP_VERSION 300 /* major * 10000 + minor * 100 + patch */
 
 #ifdef CDDP_STATIC
-#define CDDPDEF static
+#define CDDPDEF static __attribute__((unused))
 #else
 #define CDDPDEF extern
 #endif
@@ -267,9 +268,10 @@ typedef struct cddp_group_desc {
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
    CDDP_HOST_ID keeps ranks of one host apart.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
-   CDDP_MISMATCH. A file size limit (ulimit -f) also limits what ranks share by cddp_alloc: each the
-   limit over local ranks + 1. Not to be called while another thread changes the environment. *out
-   is NULL on failure.
+   CDDP_MISMATCH. Set the mode before cddp_init and leave it: a call with a work handle may run on a
+   thread of cddp's, which has the mode of its start, and on another rank on yours. A file size
+   limit (ulimit -f) also limits what ranks share by cddp_alloc: each the limit over local ranks +
+   1. Not to be called while another thread changes the environment. *out is NULL on failure.
    SECRET. Without one, whoever can reach rank 0's port may read and change what the ranks tell each
    other there, or take a rank's place; while they meet, strangers cost rank 0 at most 1.5 GiB of
    memory, and never its last descriptors. With one, both ends of a connection prove at its begin
@@ -548,8 +550,9 @@ CDDPDEF cddp_result cddp_wait(cddp_work *w);
 /* As cddp_wait, for at most timeout_s seconds (0: only looks). CDDP_TIMEOUT always leaves w valid:
    the operation goes on, its group is not broken, and cddp_wait, cddp_wait_for or cddp_cancel must
    follow. (Where the operation itself has failed with CDDP_TIMEOUT, cddp_test says that it has
-   ended.) Any other result has freed w. timeout_s stands in for the group's. On a device the host
-   waits. Like torch.distributed's work.wait(timeout). */
+   ended.) Any other result has freed w, but for CDDP_INVALID_ARGUMENT of a timeout_s below 0 or
+   NaN. timeout_s stands in for the group's. On a device the host waits. Like torch.distributed's
+   work.wait(timeout). */
 CDDPDEF cddp_result cddp_wait_for(cddp_work *w, double timeout_s);
 /* Gives up a cddp_recv whose message has not come, and frees w: its buffer is the caller's again,
    the group goes on, and the message, if it comes, is the next recv's. CDDP_UNSUPPORTED leaves w
@@ -665,7 +668,8 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    those of a run in which nobody dies, as long as one rank lives. A rank that was stopped (SIGSTOP)
    is not lost but waited for, until timeout_s. cddp_spawn_elastic and examples/cddprun.c --elastic
    start lost ranks again. Between two steps one rank alone, whichever, writes a checkpoint by
-   cddp_save with g NULL, say rank 0 of cddp_ddp_group; all load it together.
+   cddp_save with g NULL, say rank 0 of cddp_ddp_group; all load it together. If that one was lost
+   in this very step nobody writes: after the last step let each rank write, to a path of its own.
    JOINING. A process with the variables of the job, CDDP_SECRET too, and CDDP_JOIN=1 comes into
    the running job: with the RANK of a lost process, or any that no other has, WORLD_SIZE and above
    too. cddp_init finds the job through any rank that lives, when that one comes to next_shard or a
@@ -705,7 +709,7 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
    come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
    of them is lost, its calls return CDDP_PEER_LOST, and the next step has another group. Its rank 0
-   is a rank that is there. NULL: cddp_error() says why. */
+   was there when that step began. NULL: cddp_error() says why. */
 CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d);
 
 /* How many cddp_ddp_wait and cddp_ddp_step d has completed, the same on all ranks; 0 for NULL. With
@@ -4841,8 +4845,8 @@ static cddp_result cddp__discover_timeout(double given, double *out) {
     for (c++; *c >= '0' && *c <= '9'; c++) value += (unit /= 10) * (*c - '0');
   *out = value;
   if (*c == 0 && value > 0 && value <= 1e9) return CDDP_OK;
-  return cddp__fail(CDDP_INVALID_ARGUMENT, "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0",
-                    text);
+  return cddp__fail(CDDP_INVALID_ARGUMENT, "CDDP_TIMEOUT_S is \"%s\"; it must be seconds above 0, "
+                    "such as 600 or 2.5, and at most 1e9", text);
 }
 
 static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
@@ -11453,9 +11457,10 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
     if (cddp__load32(&e->held) == CDDP__OWN_RUNS) until = fmin(until, cddp__now() + CDDP__LINGER_S);
     ok = cddp__cond_wait_until(&e->changed, &e->lock, until) || until < deadline;
   }
+  ok = ok || (w != NULL && w->done);
   cddp__add32(&e->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&e->lock);
-  return ok || (w != NULL && w->done);
+  return ok;
 }
 
 /* Waits until all asynchronous collectives of g have run. */

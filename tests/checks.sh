@@ -49,7 +49,7 @@ static() {
   compiler "$1"
   { echo '#define CDDP_STATIC' && implement && echo 'int main(void) { return cddp_error()[0]; }'; } \
     >"$work/one.$ext"
-  $cc $flags -Wno-unused-function -I. -c "$work/one.$ext" -o "$work/one.o" || exit 1
+  $cc $flags -I. -c "$work/one.$ext" -o "$work/one.o" || exit 1
   nm -g --defined-only "$work/one.o" | awk '$NF != "main"' | none "CDDP_STATIC exports"
 }
 
