@@ -11872,8 +11872,7 @@ static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
   char *space;
   cddp_result r;
   int p;
-  if (sends && !all.in_header)
-    memcpy(cddp__staging_of(g, g->rank, g->round + 1), c->send, bytes);
+  if (!all.in_header) cddp__put(g, c, &all);
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED,
                      sends && all.in_header ? c->send : NULL, bytes);
   if (r != CDDP_OK || (spreads && sends)) return r;

@@ -269,7 +269,7 @@ static int train(int rank, void *group_desc) {
               left, isatty(2) && left > 0 ? '\r' : '\n');
     if (r == CDDP_OK && value[SAVE] && ((t + 1) % 100 == 0 || t + 1 == stop))
       r = cddp_save(here, value[SAVE], params, count, &all);
-    TRY(r != CDDP_OK && r != CDDP_PEER_LOST); /* the next step goes on, or fails too */
+    TRY(r && (r != CDDP_PEER_LOST || (value[SAVE] && t + 1 == stop))); /* the next step goes on */
   }
   if (cddp_rank(here) == 0 && value[PLOT] && plot(value[PLOT], curve, stop)) return 1;
   if (cddp_rank(here) == 0) write_text((int)number(SAMPLE));

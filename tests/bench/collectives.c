@@ -88,9 +88,9 @@ static void operate(int op, float *p, size_t count) {
   if (work != NULL) check(cddp_wait(work));
 }
 
-/* How an operation was done that has just ended, in so many rounds. No sum of f32 is by AVX-512. */
+/* How an operation was done that has just ended, in so many rounds. */
 static const char *way_of(int op, uint32_t rounds) {
-  static const char *const sets[] = {"", ",base", ",avx2", ",avx2"};
+  static const char *const sets[] = {"", ",base", ",avx2", ",avx512"};
   static char way[32];
   uint32_t phase = cddp__op_header_of(group, rank, group->round)->call >> 24;
   snprintf(way, sizeof way, "%s%s",

@@ -45,7 +45,7 @@ typedef struct member {
   int job;                   /* which of two at once; 0: there is one */
   double stays;              /* s that it goes on making steps */
   int pinned;                /* to one core: the first that it may use is 1; 0: to none */
-  const char *limit;         /* of its container's processor time, as cgroups write it; NULL: none */
+  const char *limit;         /* of its container's processor time, as cgroups write it; or NULL */
   seen *seen;
 } member;
 
