@@ -11633,7 +11633,7 @@ static bool cddp__work_done(cddp_work *w) {
 #define CDDP__PAST_LEAST ((size_t)16 << 10) /* bytes of a piece that may go past the cache */
 #define CDDP__PAST_LARGE ((size_t)64 << 10) /* likewise, that are timed for themselves */
 #define CDDP__PAST_SHARE ((size_t)32 << 20) /* of a share for the user: no cache keeps it */
-#define CDDP__PACE_PIECES 512u /* of these the first ones are timed: */
+#define CDDP__PACE_PIECES 2048u /* of these the first ones are timed: */
 #define CDDP__PACE_TRIALS 4u   /* so many through the cache, then as many past it */
 #define CDDP__PAST_BLOCK 4096 /* bytes of a sum on the way there */
 #define CDDP__LOOK ((size_t)1 << 20) /* bytes written to a peer between looks at the group */
@@ -11658,11 +11658,18 @@ static char *cddp__spaces(const cddp_group *g, uint32_t round, const cddp__chunk
                       : (char *)cddp__staging_of(g, 0, round);
 }
 
+/* Whether the wait for the others counts too: one side copies, and the other one waits for it. */
+static bool cddp__wait_counts(const cddp__call *c) {
+  return cddp__shapes[c->kind].from_root || cddp__shapes[c->kind].to_root;
+}
+
 /* The pace of such a chunk; NULL: it goes through the cache, as it is small, is read on the same
-   core, or on one that runs the reader in turn. */
+   core, or on one that runs the reader in turn. So does a call in one piece where one side copies:
+   it may have gone on before the other reads, and would time its own half alone. */
 static cddp__pace *cddp__pace_of(cddp_group *g, const cddp__call *c, const cddp__chunk *k) {
   size_t bytes = k->n * c->esize * cddp__send_shares(g, c);
   if (CDDP__LIKELY(bytes < CDDP__PAST_LEAST)) return NULL;
+  if (cddp__wait_counts(c) && k->n == c->count) return NULL;
   if (g->oversubscribed || g->staging_size == 0 || g->local_size == 1) return NULL;
   return &g->paces[c->kind][bytes >= CDDP__PAST_LARGE];
 }
@@ -11682,11 +11689,6 @@ static bool cddp__goes_past(const cddp__pace *p) {
 /* Starts (-1) or stops (1) the clock of a chunk that is timed. */
 static void cddp__clock(cddp__pace *p, int sign) {
   if (cddp__is_trial(p)) p->clock += sign * cddp__now();
-}
-
-/* Whether the wait for the others counts too: one side copies, and the other one waits for it. */
-static bool cddp__wait_counts(const cddp__call *c) {
-  return cddp__shapes[c->kind].from_root || cddp__shapes[c->kind].to_root;
 }
 
 /* This rank has taken what it needs of a chunk. The first ones of a row find the buffers as the
@@ -20976,7 +20978,7 @@ static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
     strcpy(slash != NULL ? slash + 1 : folder, "."); /* its name there lasts when that is synced */
     fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
     if (fd >= 0 ? fsync(fd) != 0 && errno != EINVAL /* EINVAL: nothing to sync there */
-                : errno != EACCES || syncfs(c->fd) != 0) /* may be written, but not read */
+                : errno != EACCES || syscall(SYS_syncfs, c->fd) != 0) /* no right to read it */
       r = cddp__fail(CDDP_IO,
                      "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
                      folder, strerror(errno));
