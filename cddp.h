@@ -1675,6 +1675,7 @@ struct cddp_work {
   cddp__site site;
   uint64_t record; /* number of its record */
   bool done;     /* engine.lock; a receive's: p2p_lock */
+  bool filling;  /* receive: its message is being read into its buffer; p2p_lock */
   bool anywhere; /* whoever waits may run it; false: the engine's thread alone */
   uint32_t tick; /* of the engine when it was pushed */
   cddp_result result;
@@ -7393,9 +7394,10 @@ CDDP__COLD
    others. Two ranks of a group have one connection, made when it is first used (two, if both call
    at once). Frames of three types go there: MESSAGE of send and recv, HEADERS of a round, and
    PIECE of a collective. Messages and headers are copied where need be, on both sides: they are
-   read whenever somebody looks, and kept until they are asked for, so they never hold up what comes
-   behind them. Pieces go out of and into the memory of the collective that posts them; all ranks
-   have come to it by then, so that a piece which is not yet awaited soon will be.
+   read whenever somebody looks, and kept until they are asked for (but for a message that a receive
+   waits for: it goes into that one's buffer), so they never hold up what comes behind them. Pieces
+   go out of and into the memory of the collective that posts them; all ranks have come to it by
+   then, so that a piece which is not yet awaited soon will be.
    A NOTICE, which says why a group has failed, comes on a connection of its own. It needs no
    answer, so it reaches ranks that are not listening now, through the system's queue of callers.
    The caller says hello: purpose, both ranks, group, and the token that only the job's ranks
@@ -7422,7 +7424,10 @@ CDDP__COLD
 #define CDDP__NOTICE_CAME 0x40000000u  /* likewise: which ranks of a host have come to a round */
 /* Bytes of a frame that go or come at a time: a piece of CDDP__PIECE and its head. They stay in the
    cache until the other side, or this one, takes them. */
-#define CDDP__TURN (((size_t)128 << 10) + sizeof(cddp__frame_head))
+#define CDDP__TURN ((size_t)2035 * CDDP__CACHE_LINE + sizeof(cddp__frame_head))
+/* Bytes given to the system at a time: 1 MiB at once takes four times as long where it uses BBR,
+   whose window has room for few packets more than it has measured. */
+#define CDDP__SENT_MOST (2 * CDDP__TURN)
 #define CDDP__AHEAD_BYTES 4096         /* read at a time where less is due */
 enum {
   CDDP__FRAME_HEADERS = 1,
@@ -7460,6 +7465,7 @@ struct cddp__link {
   cddp__frame_head out_head, in_head;
   cddp__buffer out;  /* copies that wait to be sent; while a piece is half sent: behind it */
   cddp__message *in; /* what is coming in; of a piece NULL */
+  cddp_work *into;   /* the receive whose buffer gets its bytes; NULL: they go behind `in` */
   size_t ahead_at, ahead_end; /* what has been read already: ahead[ahead_at .. ahead_end) */
   unsigned char ahead[CDDP__AHEAD_BYTES];
 };
@@ -7549,9 +7555,9 @@ static int cddp__link_io(cddp__link *l, const cddp__frame_head *head, const void
     msg.msg_iov = io;
     msg.msg_iovlen = 2;
     io[0].iov_base = (char *)at; /* sendmsg only reads it */
-    io[0].iov_len = left;
+    io[0].iov_len = out ? cddp__min(left, CDDP__SENT_MOST) : left;
     io[1].iov_base = out ? (char *)(uintptr_t)data : (char *)l->ahead;
-    io[1].iov_len = !out ? sizeof l->ahead : first ? stop - before : 0;
+    io[1].iov_len = !out ? sizeof l->ahead : first ? cddp__min(stop, CDDP__SENT_MOST) - before : 0;
     n = out ? sendmsg(l->fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT)
             : recvmsg(l->fd, &msg, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
@@ -7672,6 +7678,13 @@ static cddp_result cddp__link_post(cddp__link *l, int type, uint32_t number, con
   return CDDP_OK;
 }
 
+/* Whether the head of the next frame has come, in in_head, and nothing has been done about it. */
+static bool cddp__link_peek(cddp__link *l) {
+  if (l->in != NULL) return false;
+  return l->got >= sizeof l->in_head ||
+         cddp__link_io(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX, false) > 0;
+}
+
 /* The next whole frame, of at most `most` bytes; NULL: it has not come yet, the link has ended, or
    a piece is next: then its head is in in_head. */
 static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size_t most) {
@@ -7680,16 +7693,16 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
   if (l->in == NULL) {
     size_t esize;
     bool good;
-    if (l->got < sizeof *head &&
-        cddp__link_io(l, &l->in_head, NULL, 0, &l->got, SIZE_MAX, false) <= 0)
-      return NULL;
+    if (!cddp__link_peek(l)) return NULL;
     /* It says its size twice, so that it asks for no more memory than it means. */
     esize = head->dtype <= CDDP_I64 ? cddp__dtype_size((cddp_dtype)head->dtype) : 0;
     good = head->magic == CDDP__FRAME_MAGIC && esize > 0 && head->size <= most &&
            head->size % esize == 0 && head->size / esize == head->count &&
            head->type >= CDDP__FRAME_HEADERS && head->type <= CDDP__FRAME_MESSAGE;
     if (good && head->type == CDDP__FRAME_PIECE) return NULL;
-    if (good) l->in = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)head->size);
+    if (good)
+      l->in = (cddp__message *)cddp__malloc(
+          &n->allocator, sizeof *m + (l->into != NULL ? 0 : (size_t)head->size));
     if (l->in == NULL) {
       if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE)
         cddp__link_end(l, CDDP__LEFT);
@@ -7701,7 +7714,9 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
     l->in->head = *head;
   }
   m = l->in;
-  if (cddp__link_io(l, head, m + 1, head->size, &l->got, SIZE_MAX, false) <= 0) return NULL;
+  if (cddp__link_io(l, head, l->into != NULL ? l->into->call.recv : (void *)(m + 1), head->size,
+                    &l->got, SIZE_MAX, false) <= 0)
+    return NULL;
   l->got = 0;
   l->in = NULL;
   return m;
@@ -9415,8 +9430,9 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
 
    MESSAGES (send, recv) to another host are written to the connection at once as far as the system
    takes them; the rest is copied and goes out in later calls, of any group, and before what a
-   collective sends there later. Whatever comes is read into memory, unless nobody waits for
-   anything from that rank and 256 MiB have come already.
+   collective sends there later. What comes is read into the buffer of the receive that it is for,
+   if one waits for that rank's; else into memory, unless nobody waits for anything from that rank
+   and 256 MiB have come already.
 
    FAILURE. The rank that breaks the group sends the ranks of the other hosts a notice (in large
    groups: the lowest rank of each host). Every rank that knows of the failure ends its
@@ -9432,12 +9448,19 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
 #define CDDP__LOOK_S 1e-3    /* between a leader's looks for notices: giving up takes longer */
 #define CDDP__ANSWER_S 0.3   /* for hosts to tell which of their ranks have come to a round */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
-#define CDDP__PIECE ((size_t)128 << 10) /* bytes of a part of a piece; of all parts at most: */
+/* Bytes of a part of a piece: with its head (CDDP__TURN) two packets as the system hands them to
+   the network, of 45 segments of 1,448 bytes each. Longer ones left a few hundred bytes over, and
+   took a sixth more time. Of all parts at most: */
+#define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
 #define CDDP__PIECE_MOST ((size_t)2 << 20)
 /* Bytes of a slice, times hosts, that all add up; of two hosts, where that moves no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
+/* Looks at the connections before a rank with a core of its own sleeps: a millisecond. After a
+   tenth of that most waits for a piece of a long call ended in a sleep, and it took several times as
+   long. */
+#define CDDP__POLLS 3000
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (4 * CDDP__SLOTS) /* posted for one rank at a time, at most */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
@@ -9511,6 +9534,41 @@ static bool cddp__is_awaited(const cddp_group *g, int rank) {
   return false;
 }
 
+/* The receive into whose buffer the message goes whose head has come from a rank: the oldest that
+   would take it, if no older message is there for that. NULL: none yet, none of that length, or one
+   from any rank, which another rank's message may serve before this one has come. p2p_lock held. */
+static cddp_work *cddp__recv_for(const cddp_group *g, int from, const cddp__frame_head *head) {
+  const cddp__message *m;
+  cddp_work *q = g->recvs;
+  while (q != NULL && (q->done || q->call.tag != (int)head->number ||
+                       (q->call.root != from && q->call.root != CDDP_ANY)))
+    q = q->next;
+  if (head->type != CDDP__FRAME_MESSAGE || q == NULL || q->filling ||
+      q->call.root == CDDP_ANY || head->count != q->call.count || head->dtype != q->call.dtype ||
+      head->size != q->call.count * q->call.esize)
+    return NULL;
+  for (m = g->hosts->mail; m != NULL; m = m->next)
+    if (m->head.type == head->type && m->head.number == head->number && m->from == from)
+      return NULL;
+  return q;
+}
+
+/* A frame has come: into the buffer of a receive, which is done, or to be asked for. p2p_lock
+   held. */
+static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
+  cddp__hosts *x = g->hosts;
+  if (l->into != NULL) {
+    l->into->filling = false;
+    l->into->done = true;
+    l->into = NULL;
+    cddp__free(&x->net->allocator, m);
+    return;
+  }
+  *x->mail_end = m;
+  x->mail_end = &m->next;
+  x->mail_bytes += m->head.size;
+}
+
 /* Goes on with a connection without waiting: with its handshake, what waits to be sent, and what
    comes before the next piece. Of messages that nobody awaits there is a limit. Whatever comes is
    news for a thread that sleeps. p2p_lock held. */
@@ -9521,11 +9579,14 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
   cddp__message *m;
   cddp__link_flush(x->net, l);
   while (l->state == CDDP__LINK_UP &&
-         (awaited || x->mail_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, l->rank)) &&
-         (m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) != NULL) {
-    *x->mail_end = m;
-    x->mail_end = &m->next;
-    x->mail_bytes += m->head.size;
+         (awaited || x->mail_bytes <= CDDP__STAGED_MAX || cddp__is_awaited(g, l->rank))) {
+    if (cddp__link_peek(l) && (l->into = cddp__recv_for(g, l->rank, &l->in_head)) != NULL) {
+      l->into->filling = true;
+      l->into->from = l->rank;
+      l->into->result = CDDP_OK;
+    }
+    if ((m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) == NULL) break;
+    cddp__keep_message(g, l, m);
     if (l->ahead_at == l->ahead_end) break; /* most likely there is no more */
   }
   cddp__note_end(g, l);
@@ -9679,6 +9740,27 @@ done:
   return r;
 }
 
+/* A receive into whose buffer a message is coming lets go of it: the message goes on into memory of
+   its own. p2p_lock held. */
+static void cddp__hosts_let_go(cddp_group *g, cddp_work *q) {
+  const cddp__net *n = g->hosts->net;
+  cddp__message *m = NULL;
+  cddp__link *l = g->hosts->links;
+  while (l->into != q) l = l->next;
+  if (l->state != CDDP__LINK_DEAD)
+    m = (cddp__message *)cddp__malloc(&n->allocator, sizeof *m + (size_t)l->in_head.size);
+  if (m != NULL) {
+    *m = *l->in;
+    memcpy(m + 1, q->call.recv, l->got - sizeof l->in_head);
+  } else {
+    cddp__link_end(l, ENOMEM);
+  }
+  cddp__free(&n->allocator, l->in);
+  l->in = m;
+  l->into = NULL;
+  q->filling = false;
+}
+
 /* Takes the oldest frame of a type from a rank out of the mailbox, with a tag (-1: any); NULL:
    there is none. p2p_lock held. */
 static cddp__message *cddp__take_message(cddp_group *g, uint32_t type, int from, int tag) {
@@ -9819,13 +9901,13 @@ static cddp_result cddp__await_frames(cddp_group *g, cddp__wait *w, int late, ui
    ranks that know more of a late one can say so first. */
 static cddp_result cddp__deliver(cddp_group *g, long due) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
+  bool moved = true, polls = g->spin >= CDDP__SPIN; /* it has a core of its own */
   cddp_result r = CDDP_OK;
-  bool moved = true;
   cddp__wait w;
   uint32_t events;
   int late;
   do {
-    if (moved) cddp__wait_begin(&w, g->timeout_s + CDDP__NEWS_S, g->spin >= CDDP__SPIN ? 100 : 1);
+    if (moved) cddp__wait_begin(&w, g->timeout_s + CDDP__NEWS_S, polls ? CDDP__POLLS : 1);
     moved = false;
     events = cddp__load32(&slot->events);
     pthread_mutex_lock(&g->p2p_lock);
@@ -9835,7 +9917,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     if (late < 0 || moved || r != CDDP_OK) continue;
     if (w.yields-- <= 0)
       r = cddp__await_frames(g, &w, late, events);
-    else if (g->spin < CDDP__SPIN) /* with a core per rank it polls */
+    else if (!polls)
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
   cddp__store64(&slot->awaits, 0);
@@ -10752,7 +10834,7 @@ static void cddp__serve_recvs(cddp_group *g) {
   if (g->hosts != NULL) cddp__hosts_serve(g);
   for (q = g->recvs; q != NULL; q = q->next) {
     bool any = q->call.root == CDDP_ANY;
-    for (i = 0; !q->done && i < (any ? g->size : 1); i++) {
+    for (i = 0; !q->done && !q->filling && i < (any ? g->size : 1); i++) {
       cddp__send_request *p;
       q->from = any ? (g->next_any + i) % g->size : q->call.root;
       if (cddp__is_claimed(g, q)) continue;
@@ -10952,6 +11034,7 @@ static bool cddp__close_recv(cddp_work *q) {
   bool open;
   pthread_mutex_lock(&q->group->p2p_lock);
   if ((open = !q->done)) {
+    if (q->filling) cddp__hosts_let_go(q->group, q);
     q->result = CDDP_ABORTED;
     q->done = true;
   }
@@ -10972,6 +11055,7 @@ static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
   pthread_mutex_lock(&g->p2p_lock);
   while (*at != q) at = &(*at)->next;
   *at = q->next;
+  if (q->filling) cddp__hosts_let_go(g, q); /* the group has failed */
   pthread_mutex_unlock(&g->p2p_lock);
   if (r == CDDP_OK && q->result == CDDP_OK) {
     cddp__last_source = q->from;
@@ -22801,10 +22885,11 @@ CDDP__COLD_END
      Gone     cddp_launch: fork and exec examples/cddprun.c, whose options are its desc.
               PyTorch 1.x's dialect of the store, CDDP_STORE_PROTO, the store's commands for
               queues, barriers and lists of keys. cddp_sgd_desc.separate_mul_add.
-     Mended   Groups: split or destroyed by several threads at once; messages that are still on
+     Mended   Between hosts messages of 1 MiB and more took four times as long as now.
+              Groups: split or destroyed by several threads at once; messages that are still on
               their way when their sender leaves. Buffers that overlap are refused. cddp_send with a
-              handle never blocks; a handle costs little. A rank that
-              was stopped and goes on after its failure leaves the others' buffers alone.
+              handle never blocks; a handle costs little. A rank that was stopped and goes on after
+              its failure leaves the others' buffers alone.
               Ranks that wait for each other in different groups of a host are CDDP_MISMATCH at
               once; time-outs say where late ranks wait.
               A failed cddp_all_gather_v or cddp_all_to_all_v leaves NULL in *work.

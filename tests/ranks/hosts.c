@@ -382,6 +382,65 @@ static int run_backlog(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* A message that has come in part, as its sender does something else: into the buffer of its receive,
+   which may be given up, time out, or not be the only one of its tag. */
+#define HALVES 20000000 /* more than the system takes */
+static int run_halves(cddp_group *g, void *arg) {
+  enum { TURNS = 4 };
+  int32_t *x = (int32_t *)malloc(HALVES * sizeof *x), other = 0;
+  int me = cddp_rank(g), turn, i, bad;
+  cddp_work *w, *w2;
+  bool done;
+  double until;
+  (void)arg;
+  for (turn = 0; turn < TURNS; turn++) {
+    for (i = 0; i < HALVES; i++) x[i] = me == 0 ? 3 * i + turn : -1;
+    CHECK_OK(cddp_barrier(g));
+    if (me == 0) {
+      CHECK_OK(cddp_send(g, x, HALVES, CDDP_I32, 1, 5, &w));
+      __atomic_store_n(&shared->stop, turn + 1, __ATOMIC_SEQ_CST);
+      until = test_now() + RANKS_WITHIN(30);
+      while (__atomic_load_n(&shared->turns, __ATOMIC_SEQ_CST) <= turn && test_now() < until)
+        ranks_sleep(0.001);
+      CHECK_OK(cddp_wait(w));
+      if (turn == 3) CHECK_OK(cddp_send(g, &turn, 1, CDDP_I32, 1, 5, NULL));
+    }
+    if (me == 1) {
+      until = test_now() + RANKS_WITHIN(30);
+      while (__atomic_load_n(&shared->stop, __ATOMIC_SEQ_CST) <= turn && test_now() < until)
+        ranks_sleep(0.001);
+      CHECK_OK(cddp_recv(g, x, HALVES, CDDP_I32, 0, 5, &w));
+      if (turn == 3) CHECK_OK(cddp_recv(g, &other, 1, CDDP_I32, 0, 5, &w2));
+      for (until = test_now() + 0.3, done = false; !done && test_now() < until;)
+        CHECK_OK(cddp_test(w, &done));
+      CHECK(!done);
+      CHECK_EQ(x[0], turn); /* it is in place */
+      CHECK(x[HALVES - 1] == -1);
+      CHECK_IS(cddp_wait_for(w, 0.01), CDDP_TIMEOUT);
+      if (turn == 1) { /* given up: the buffer is this rank's, and the next receive gets all */
+        CHECK_OK(cddp_cancel(w));
+        for (i = 0; i < HALVES; i++) x[i] = -2;
+      }
+      __atomic_store_n(&shared->turns, turn + 1, __ATOMIC_SEQ_CST);
+      if (turn == 1) {
+        ranks_sleep(0.1);
+        for (i = bad = 0; i < HALVES; i++) bad += x[i] != -2;
+        CHECK_EQ(bad, 0);
+        CHECK_OK(cddp_recv(g, x, HALVES, CDDP_I32, CDDP_ANY, 5, &w));
+      }
+      if (turn == 3) CHECK_OK(cddp_wait(w2));
+      CHECK_OK(cddp_wait(w));
+      for (i = bad = 0; i < HALVES; i++) bad += x[i] != 3 * i + turn;
+      CHECK_EQ(bad, 0);
+      CHECK_EQ(other, turn == 3 ? 3 : 0);
+      CHECK_EQ(cddp_source(), 0);
+    }
+    CHECK_OK(cddp_barrier(g));
+  }
+  free(x);
+  return 0;
+}
+
 /* A receiver that is late, as one that writes a checkpoint: LATE=40 is more than the 20 s after
    which a host that answers nothing is given up. */
 static int run_late(cddp_group *g, void *arg) {
@@ -468,6 +527,7 @@ static void test_mail(void) {
   static const char *const layouts[] = {"aab", "abc", NULL};
   same_everywhere(run_mail, NULL, 3, layouts);
   CHECK_OK(run_on("ab", run_backlog, NULL, 2));
+  CHECK_OK(run_on("ab", run_halves, NULL, 2));
 }
 
 /* --- failures --------------------------------------------------------------------------------- */
@@ -577,6 +637,53 @@ static void test_killed(void) {
   expect(&t, CDDP_PEER_LOST, 2, "rank 2 (pid", "rank 3 (pid");
   t.who = 3;
   expect(&t, CDDP_PEER_LOST, 2, "rank 0 (pid", "rank 1 (pid");
+}
+
+/* The sender of a message that has come in part is killed: its receive fails, and nothing is written
+   there any more. */
+static int half_lost(int rank, void *arg) {
+  int32_t *x = (int32_t *)calloc(HALVES, sizeof *x);
+  cddp_group *g;
+  cddp_work *w;
+  int i, bad;
+  (void)arg;
+  for (i = 0; i < HALVES && rank == 0; i++) x[i] = i + 1;
+  CHECK_OK(cddp_init(&g, NULL));
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 0) {
+    CHECK_OK(cddp_send(g, x, HALVES, CDDP_I32, 1, 5, &w));
+    __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
+    ranks_sleep(0.3);
+    raise(SIGKILL);
+  }
+  while (__atomic_load_n(&shared->stop, __ATOMIC_SEQ_CST) == 0) ranks_sleep(0.001);
+  CHECK_OK(cddp_recv(g, x, HALVES, CDDP_I32, 0, 5, &w));
+  CHECK_IS(cddp_wait(w), CDDP_PEER_LOST);
+  CHECK(strstr(cddp_error(), "rank 0") != NULL);
+  CHECK_EQ(x[0], 1);
+  CHECK(x[HALVES - 1] == 0);
+  memset(x, 255, HALVES * sizeof *x);
+  CHECK_IS(cddp_barrier(g), CDDP_PEER_LOST);
+  for (i = bad = 0; i < HALVES; i++) bad += x[i] != -1;
+  CHECK_EQ(bad, 0);
+  cddp_destroy(g);
+  free(x);
+  return 0;
+}
+
+static void test_half_lost(void) {
+  pid_t pids[2];
+  int status[2], r, port = ranks_free_port();
+  memset(shared, 0, sizeof *shared);
+  setenv("TEST_HOSTS", "ab", 1);
+  for (r = 0; r < 2; r++) {
+    ranks_environment(r, 2, port);
+    pids[r] = ranks_fork(half_lost, r, NULL);
+  }
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID");
+  ranks_join(pids, 2, 60, status);
+  CHECK_EQ(status[1], 0);
 }
 
 /* Nobody of host a was in a call of cddp when a rank of host b died, and the others gave up. */
@@ -1208,6 +1315,7 @@ int main(void) {
   RUN(test_mixed);
   RUN(test_late_receiver);
   RUN(test_killed);
+  RUN(test_half_lost);
   RUN(test_killed_unseen);
   RUN(test_stopped);
   RUN(test_child_lives_on);
