@@ -1576,6 +1576,7 @@ typedef struct cddp__host {
   char name[72];         /* of the machine */
   cddp_record_header *record; /* flight recorder; NULL: off */
   uint64_t window_end;   /* bump pointer in this rank's window, offset in the memfd */
+  cddp__atomic_u64 lowest, highest; /* addresses between which all own extents lie, and have lain */
   uint32_t generation;   /* last one given out */
   cddp__atomic_u32 unshared; /* times that all memory was made private, see cddp__arena_unshare */
   struct cddp__extent *extents; /* own ones, used and free, and those of peers met, by base */
@@ -2118,9 +2119,18 @@ static __thread cddp__site cddp__this_site, cddp__next_site;
 /* The engine whose thread this is; NULL on the program's threads. */
 static __thread cddp__engine *cddp__own_engine;
 
+/* Field by field, and by atomics, which compilers do not join: fields that have just been written
+   cannot be read as a whole until they are in the cache, which takes a tenth of a small call. */
+static void cddp__copy_site(cddp__site *to, const cddp__site *from) {
+  __atomic_store_n(&to->function, __atomic_load_n(&from->function, __ATOMIC_RELAXED),
+                   __ATOMIC_RELAXED);
+  __atomic_store_n(&to->file, __atomic_load_n(&from->file, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+  __atomic_store_n(&to->line, __atomic_load_n(&from->line, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+}
+
 /* A public call begins: what its macro noted is about this call and no later one. */
 static void cddp__enter_call(const char *function) {
-  cddp__this_site = cddp__next_site;
+  cddp__copy_site(&cddp__this_site, &cddp__next_site);
   cddp__this_site.function = function;
   cddp__next_site.file = NULL;
 }
@@ -5091,6 +5101,10 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
     e->after_generation = 0;
     e->address = address;
     e->generation = ++h->generation;
+    if (h->highest.v == 0 || (uintptr_t)address < h->lowest.v)
+      cddp__store64(&h->lowest, (uintptr_t)address);
+    if ((uintptr_t)address + e->size > h->highest.v)
+      cddp__store64(&h->highest, (uintptr_t)address + e->size);
   }
   pthread_mutex_unlock(&h->lock);
   return address;
@@ -5161,7 +5175,8 @@ static void cddp__arena_free_with(cddp__host *h, const void *p, const cddp__cont
   pthread_mutex_unlock(&h->lock);
 }
 
-/* How peers find bytes at p; kind NONE when they cannot. */
+/* How peers find bytes at p; kind NONE when they cannot: for most of a program's own memory the
+   address tells, which saves the lock. */
 static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
   cddp__ref ref;
   const cddp__extent *e;
@@ -5171,6 +5186,8 @@ static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
     ref.base = (uint64_t)(uintptr_t)p;
     return ref;
   }
+  if ((uintptr_t)p < cddp__load64(&h->lowest) || (uintptr_t)p >= cddp__load64(&h->highest))
+    return ref;
   pthread_mutex_lock(&h->lock);
   e = cddp__extent_of(h, p);
   if (e != NULL && !e->is_private && bytes <= e->size - (size_t)((const char *)p - e->address)) {
@@ -7047,7 +7064,7 @@ CDDP__COLD_END
    wake-up, so 64 ranks on 2 cores switch once per round, not 63 times. */
 
 /* Bytes of a share for which one round takes less time than the two around direct moves. */
-#define CDDP__ROUND_MOST ((size_t)3 << 10)
+#define CDDP__ROUND_MOST ((size_t)4 << 10)
 #define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds; otherwise none */
 #define CDDP__YIELDS 100
@@ -11379,12 +11396,13 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
 }
 
 static void cddp__work_run(cddp_work *w) {
-  cddp__site site = cddp__this_site;
+  cddp__site site;
   CDDP__POINT("engine");
-  cddp__this_site = w->site;
+  cddp__copy_site(&site, &cddp__this_site);
+  cddp__copy_site(&cddp__this_site, &w->site);
   w->result = w->run(w);
   if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
-  cddp__this_site = site;
+  cddp__copy_site(&cddp__this_site, &site);
 }
 
 /* Puts a counted operation at the end of the queue. lock held. */
@@ -12060,10 +12078,12 @@ static cddp_result cddp__run_large(cddp_group *g, const cddp__call *c) {
   return cddp__exit(g, r);
 }
 
-/* Bytes of a rank's shares that go by a round. Between hosts each rank gets all of them: less pays
-   where it needs one share alone. */
+/* Bytes of a rank's shares that go by a round: of an all_gather less, as its ranks copy as much out
+   of their own shares. Between hosts each rank gets all shares: less pays where it needs one. */
 static size_t cddp__round_most(const cddp_group *g, const cddp__call *c) {
-  return g->hosts != NULL && cddp__shapes[c->kind].scatters ? g->round_most / 2 : g->round_most;
+  const cddp__shape *s = &cddp__shapes[c->kind];
+  bool less = g->hosts != NULL ? s->scatters : s->gathers && !s->scatters && !g->oversubscribed;
+  return less ? g->round_most / 2 : g->round_most;
 }
 
 static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *c) {
@@ -12257,7 +12277,7 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
 /* Hands a collective to the engine. */
 static cddp_result cddp__enqueue(cddp_work *w) {
   w->anywhere = true;
-  w->site = cddp__this_site;
+  cddp__copy_site(&w->site, &cddp__this_site);
   w->record = cddp__record_call(w->group, &w->call);
   if (cddp__record_at(w->group, w->record) != NULL)
     cddp__record_at(w->group, w->record)->engine = 1;
