@@ -268,10 +268,11 @@ typedef struct cddp_group_desc {
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
    CDDP_HOST_ID keeps ranks of one host apart.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
-   CDDP_MISMATCH. Set the mode before cddp_init and leave it: a call with a work handle may run on a
-   thread of cddp's, which has the mode of its start, and on another rank on yours. A file size
-   limit (ulimit -f) also limits what ranks share by cddp_alloc: each the limit over local ranks +
-   1. Not to be called while another thread changes the environment. *out is NULL on failure.
+   CDDP_MISMATCH. An operation has the mode of the thread that calls it, whichever runs it. Ranks that
+   change it do so between the same calls; the first call behind the change may have the old mode
+   still, if it moves 4 KiB or less. A file size limit (ulimit -f) also limits what ranks share by
+   cddp_alloc: each the limit over local ranks + 1. Not to be called while another thread changes the
+   environment. *out is NULL on failure.
    SECRET. Without one, whoever can reach rank 0's port may read and change what the ranks tell each
    other there, or take a rank's place; while they meet, strangers cost rank 0 at most 1.5 GiB of
    memory, and never its last descriptors. With one, both ends of a connection prove at its begin
@@ -1674,7 +1675,8 @@ struct cddp_work {
   cddp__call call;
   void *context; /* for run; through the host: where the result goes on the device */
   cddp__site site;
-  uint64_t record; /* number of its record */
+  uint32_t fp_mode; /* 1 + its caller's cddp__fp_mode */
+  uint64_t record;  /* number of its record */
   bool done;     /* engine.lock; a receive's: p2p_lock */
   bool filling;  /* receive: its message is being read into its buffer; p2p_lock */
   bool anywhere; /* whoever waits may run it; false: the engine's thread alone */
@@ -2448,6 +2450,28 @@ static uint32_t cddp__fp_mode(void) {
   if (csr & 1) mode |= CDDP__FP_DAZ; /* FIZ, Armv8.7 */
 #endif
   return mode;
+}
+
+/* Other bits of the control register, which trap, stay as they are. */
+static void cddp__set_fp_mode(uint32_t mode) {
+#if defined(__x86_64__)
+  uint32_t csr = __builtin_ia32_stmxcsr() & ~0xe040u;
+  csr |= (mode & CDDP__FP_ROUNDING) << 13;
+  if (mode & CDDP__FP_FTZ) csr |= 1u << 15;
+  if (mode & CDDP__FP_DAZ) csr |= 1u << 6;
+  __builtin_ia32_ldmxcsr(csr);
+#elif defined(__aarch64__)
+  static const unsigned char rounding[4] = {0, 2, 1, 3};
+  uint64_t csr;
+  __asm__ __volatile__("mrs %0, fpcr" : "=r"(csr));
+  csr &= ~((uint64_t)7 << 22 | 1);
+  csr |= (uint64_t)rounding[mode & CDDP__FP_ROUNDING] << 22;
+  if (mode & CDDP__FP_FTZ) csr |= (uint64_t)1 << 24;
+  else if (mode & CDDP__FP_DAZ) csr |= 1;
+  __asm__ __volatile__("msr fpcr, %0" : : "r"(csr));
+#else
+  (void)mode;
+#endif
 }
 
 /* The mode in words: "rounds upward, flushes subnormals (FTZ, DAZ)". */
@@ -11395,14 +11419,25 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
   return w;
 }
 
+/* Runs an operation in its caller's place: under its name and in its floating-point mode. */
 static void cddp__work_run(cddp_work *w) {
+  bool other = w->fp_mode != cddp__seen_fp_mode;
+  uint32_t fp_mode = 0;
   cddp__site site;
   CDDP__POINT("engine");
   cddp__copy_site(&site, &cddp__this_site);
   cddp__copy_site(&cddp__this_site, &w->site);
+  if (CDDP__UNLIKELY(other)) {
+    fp_mode = cddp__fp_mode();
+    cddp__set_fp_mode(w->fp_mode - 1);
+    cddp__seen_fp_mode = w->fp_mode;
+  }
   w->result = w->run(w);
   if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
   cddp__copy_site(&cddp__this_site, &site);
+  if (CDDP__LIKELY(!other)) return;
+  cddp__set_fp_mode(fp_mode);
+  cddp__seen_fp_mode = 1 + fp_mode;
 }
 
 /* Puts a counted operation at the end of the queue. lock held. */
@@ -11560,6 +11595,7 @@ static bool cddp__engine_wait(cddp__engine *e, cddp_work *w, double deadline) {
     ok = cddp__cond_wait_until(&e->changed, &e->lock, until) || until < deadline;
   }
   ok = ok || (w != NULL && w->done);
+  cddp__seen_fp_mode = 1 + cddp__fp_mode(); /* it may be the engine that has been in rounds */
   cddp__add32(&e->waiters, (uint32_t)-1);
   pthread_mutex_unlock(&e->lock);
   return ok;
@@ -12277,6 +12313,9 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
 /* Hands a collective to the engine. */
 static cddp_result cddp__enqueue(cddp_work *w) {
   w->anywhere = true;
+  w->fp_mode = cddp__seen_fp_mode;
+  if (w->fp_mode == 0 || w->call.count * w->call.esize > CDDP__ROUND_MOST)
+    w->fp_mode = 1 + cddp__fp_mode();
   cddp__copy_site(&w->site, &cddp__this_site);
   w->record = cddp__record_call(w->group, &w->call);
   if (cddp__record_at(w->group, w->record) != NULL)
@@ -15960,6 +15999,7 @@ static cddp_result cddp__push_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   b->work.group = d->comm;
   b->work.run = cddp__run_bucket;
   b->work.context = b;
+  b->work.fp_mode = 1 + cddp__fp_mode();
   return cddp__engine_push(&b->work);
 }
 

@@ -5,6 +5,7 @@
 #include "../ranks.h"
 
 #include <fenv.h>
+#include <float.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <pthread.h>
@@ -738,6 +739,59 @@ static void test_fp_modes_differ(void) {
   }
 }
 
+/* All ranks change the mode. Operations with a handle run on cddp's thread or on the one that waits,
+   here on one rank and there on the other: in the caller's mode, of which only a small one may not
+   know yet. Rounding tells: 1 + 2^-30 is 1 to nearest, and more upward. */
+static int change_fp_mode(cddp_group *g, void *arg) {
+  static const size_t counts[] = {1, 900, 5000, 100000};
+  float *x = (float *)malloc(100000 * sizeof *x), above = 1 + FLT_EPSILON;
+  int me = cddp_rank(g), turn, fp, k, bad = 0;
+  cddp_ddp_desc desc;
+  cddp_param param;
+  cddp_ddp *d;
+  cddp_work *w;
+  size_t i;
+  (void)arg;
+  memset(&desc, 0, sizeof desc);
+  memset(&param, 0, sizeof param);
+  for (turn = 0; turn < 40; turn++) {
+    fp = turn % 2;
+    fesetround(fp ? FE_UPWARD : FE_TONEAREST);
+    for (k = 3; k >= 0; k--) {
+      float want = fp ? above : 1;
+      for (i = 0; i < counts[k]; i++) x[i] = me == 0 ? 1 : 0x1p-30f;
+      CHECK_OK(cddp_all_reduce(g, x, counts[k], CDDP_F32, CDDP_SUM, &w));
+      if ((turn / 2 + k + me) % 2) ranks_sleep(0.004); /* cddp's thread runs it */
+      CHECK_OK(cddp_wait(w));
+      for (i = 0; i < counts[k]; i++) bad += x[i] != want;
+    }
+    CHECK_EQ(fegetround(), fp ? FE_UPWARD : FE_TONEAREST); /* it is the program's */
+  }
+  CHECK_EQ(bad, 0);
+  for (i = 0; i < 100000; i++) x[i] = 1;
+  param.data = x;
+  param.count = 100000;
+  CHECK_OK(cddp_ddp_create(&d, g, &param, 1, &desc));
+  for (turn = 0; turn < 10 && d != NULL; turn++) { /* buckets begin on cddp's thread */
+    float *grad = (float *)param.grad;
+    fesetround(turn % 2 ? FE_UPWARD : FE_TONEAREST);
+    for (i = 0; i < 100000; i++) grad[i] = me == 0 ? 1 : 0x1p-30f;
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    CHECK_OK(cddp_ddp_wait(d));
+    for (i = 0; i < 100000; i++) bad += grad[i] * 2 != (turn % 2 ? above : 1);
+  }
+  fesetround(FE_TONEAREST);
+  CHECK_EQ(bad, 0);
+  cddp_ddp_destroy(d);
+  free(x);
+  return 0;
+}
+
+static void test_fp_modes_change(void) {
+  CHECK_OK(ranks_run(change_fp_mode, NULL, 2, false));
+  CHECK_OK(ranks_run(change_fp_mode, NULL, 2, true));
+}
+
 /* PLACES THAT TWO SHARE ------------------------------------------------------------------------ */
 
 /* Two jobs of two ranks, by hand, on one port. Nothing tells the first two ranks to come that they
@@ -1344,6 +1398,7 @@ int main(void) {
   RUN(test_duplicate);
   RUN(test_world_sizes_differ);
   RUN(test_fp_modes_differ);
+  RUN(test_fp_modes_change);
   RUN(test_two_jobs);
   RUN(test_other_user);
   RUN(test_secret_is_named);
