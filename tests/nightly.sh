@@ -9,6 +9,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 
 seconds=${1:-600}
+case $seconds in *[!0-9]*) echo "tests/nightly.sh [FUZZ_SECONDS]" >&2; exit 2 ;; esac
 failed=0
 run() { # NAME COMMAND...
   local name=$1 start=$SECONDS
