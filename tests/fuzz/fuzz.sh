@@ -11,6 +11,7 @@ set -u
 cd "$(dirname "$0")/../.." || exit 1
 
 seconds=${1:?usage: tests/fuzz/fuzz.sh SECONDS|merge [TARGET...]}
+case $seconds in merge) ;; *[!0-9]*) echo "how many seconds is $seconds?" >&2; exit 2 ;; esac
 shift
 targets=("$@")
 [ ${#targets[@]} -gt 0 ] || mapfile -t targets < <(sed -n 's/^ *{"\([a-z_]*\)", target_\1}.*/\1/p;
