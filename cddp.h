@@ -4902,6 +4902,10 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
                       "rank is %d but world_size is %d; ranks go from 0 to %d", d->rank,
                       d->world_size, d->world_size - 1);
   if (r == CDDP_OK && d->world_size <= 0) r = cddp__env_ranks(at);
+  if (r == CDDP_OK && at->joins && d->world_size <= 0 && !at->launched)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: who joins a job has its "
+                      "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and the RANK that it is to be");
   if (r == CDDP_OK)
     r = cddp__env_int(cddp__launchers[at->launcher].variables[CDDP__LOCAL_SIZE], 1, INT_MAX,
                       &at->local_world_size);
@@ -22115,10 +22119,11 @@ static cddp_result cddp__check_device(const cddp_group_desc *d) {
                     : strcmp(device, "cpu") == 0;
   if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "device \"%s\" with backend \"%s\": a device is \"cpu\", \"cuda\" or a "
+                      "device \"%s\" with backend \"%s\"%s: a device is \"cpu\", \"cuda\" or a "
                       "certain GPU, \"cuda:0\"; a backend \"cpu\", \"mpi\" (with device \"cpu\") "
                       "or \"nccl\" (with \"cuda\")",
-                      device, backend);
+                      device, backend,
+                      d->backend == NULL && cddp__backend_name(d) != NULL ? " (CDDP_BACKEND)" : "");
   if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
     return cddp__fail(CDDP_UNSUPPORTED,
                       "this build has no %s; compile cddp's implementation with %s, or use device "

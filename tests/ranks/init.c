@@ -739,6 +739,20 @@ static void test_fp_modes_differ(void) {
   }
 }
 
+static void test_wrong_backend(void) {
+  cddp_group *g = NULL;
+  cddp_group_desc desc;
+  memset(&desc, 0, sizeof desc);
+  setenv("CDDP_BACKEND", "gloo", 1);
+  CHECK_IS(cddp_init(&g, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "backend \"gloo\" (CDDP_BACKEND)") != NULL);
+  unsetenv("CDDP_BACKEND");
+  desc.backend = "nccl";
+  CHECK_IS(cddp_init(&g, &desc), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "device \"cpu\" with backend \"nccl\":") != NULL);
+  CHECK(g == NULL);
+}
+
 /* All ranks change the mode. Operations with a handle run on cddp's thread or on the one that waits,
    here on one rank and there on the other: in the caller's mode, of which only a small one may not
    know yet. Rounding tells: 1 + 2^-30 is 1 to nearest, and more upward. */
@@ -1397,6 +1411,7 @@ int main(void) {
   RUN(test_never_comes);
   RUN(test_duplicate);
   RUN(test_world_sizes_differ);
+  RUN(test_wrong_backend);
   RUN(test_fp_modes_differ);
   RUN(test_fp_modes_change);
   RUN(test_two_jobs);
