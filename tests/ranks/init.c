@@ -739,7 +739,7 @@ static void test_fp_modes_differ(void) {
   }
 }
 
-static void test_wrong_backend(void) {
+static void test_wrong_variables(void) {
   cddp_group *g = NULL;
   cddp_group_desc desc;
   memset(&desc, 0, sizeof desc);
@@ -750,6 +750,10 @@ static void test_wrong_backend(void) {
   desc.backend = "nccl";
   CHECK_IS(cddp_init(&g, &desc), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "device \"cpu\" with backend \"nccl\":") != NULL);
+  setenv("CDDP_JOIN", "1", 1);
+  CHECK_IS(cddp_init(&g, NULL), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set") != NULL);
+  unsetenv("CDDP_JOIN");
   CHECK(g == NULL);
 }
 
@@ -1411,7 +1415,7 @@ int main(void) {
   RUN(test_never_comes);
   RUN(test_duplicate);
   RUN(test_world_sizes_differ);
-  RUN(test_wrong_backend);
+  RUN(test_wrong_variables);
   RUN(test_fp_modes_differ);
   RUN(test_fp_modes_change);
   RUN(test_two_jobs);

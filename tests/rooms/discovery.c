@@ -141,7 +141,6 @@ static const struct {
      {"RANK is 0 but OMPI_COMM_WORLD_RANK is 1", "Open MPI", "unset RANK"}},
     {"WORLD_SIZE=3 " HYDRA("1", "2", "1", "2"),
      {"WORLD_SIZE is 3 but PMI_SIZE is 2", "Hydra", "unset WORLD_SIZE"}},
-    {"CDDP_JOIN=1", {"CDDP_JOIN is 1", "RANK and WORLD_SIZE", "MASTER_ADDR"}},
     /* Where to meet. */
     {"RANK=0 WORLD_SIZE=2", {"MASTER_ADDR is not set", "2 ranks", "every rank"}},
     {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h", {"MASTER_PORT is not set", "29500", ""}},
