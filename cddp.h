@@ -10288,7 +10288,7 @@ static const char *cddp__frame_at(cddp__flow *f, int p, long k, size_t begin, si
   if (back && out) return cddp__own_piece(f, k, begin);
   if (back || !f->adds) return cddp__seen_here(f, p, begin);
   if (!out) return f->in + f->part * x->nodes[x->peers[p].host].bytes_at;
-  if (g->local_size == 1 && !f->whole) return cddp__seen_here(f, p, begin);
+  if (g->local_size == 1) return cddp__seen_here(f, p, begin);
   f->sums += f->part * x->nodes[x->mine].bytes;
   for (i = 0; i < x->subtree_count; i++) {
     if (x->subtrees[i].host != x->mine) continue;
@@ -10360,8 +10360,8 @@ static cddp_result cddp__flow_run(cddp__flow *f) {
     cddp__post_piece(f, s - 1, true, true);
     cddp__post_piece(f, s, false, false);
     cddp__post_piece(f, done, true, false);
-    /* what the next step writes over must have been sent */
-    r = cddp__deliver(g, s == last ? LONG_MAX : s + 2 - CDDP__SLOTS);
+    /* what the next step, or the sum of whole arrays, writes over must have been sent */
+    r = cddp__deliver(g, s == last || f->whole ? LONG_MAX : s + 2 - CDDP__SLOTS);
     if (r == CDDP_OK && f->adds && s >= 0 && s < f->pieces &&
         (n = cddp__piece_of(f, g->rank, s, &begin)) > 0)
       cddp__sum_all(f, begin, n, cddp__own_piece(f, s, begin));
