@@ -268,11 +268,11 @@ typedef struct cddp_group_desc {
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
    CDDP_HOST_ID keeps ranks of one host apart.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
-   CDDP_MISMATCH. An operation has the mode of the thread that calls it, whichever runs it. Ranks that
-   change it do so between the same calls; the first call behind the change may have the old mode
-   still, if it moves 4 KiB or less. A file size limit (ulimit -f) also limits what ranks share by
-   cddp_alloc: each the limit over local ranks + 1. Not to be called while another thread changes the
-   environment. *out is NULL on failure.
+   CDDP_MISMATCH. An operation has the mode of the thread that calls it, whichever runs it. Ranks
+   that change it do so between the same calls; the first call behind the change may have the old
+   mode still, if it moves 4 KiB or less. A file size limit (ulimit -f) also limits what ranks share
+   by cddp_alloc: each the limit over local ranks + 1. Not to be called while another thread changes
+   the environment. *out is NULL on failure.
    SECRET. Without one, whoever can reach rank 0's port may read and change what the ranks tell each
    other there, or take a rank's place; while they meet, strangers cost rank 0 at most 1.5 GiB of
    memory, and never its last descriptors. With one, both ends of a connection prove at its begin
@@ -1450,12 +1450,17 @@ typedef struct cddp__send_request {
   cddp__atomic_u32 state; /* CDDP__SEND_*, for POSTED with the receiver: CDDP__POSTED_TO */
   int32_t tag;
   uint32_t dtype;
-  uint64_t count;  /* elements */
-  uint64_t number; /* order of posting at the sender */
-  cddp__ref ref;
+  uint32_t inlined; /* 1: the bytes are in u */
+  uint64_t count;   /* elements */
+  uint64_t number;  /* order of posting at the sender */
+  union {
+    cddp__ref ref;
+    unsigned char bytes[sizeof(cddp__ref)]; /* a short message takes one line, from here up */
+  } u;
   void *stage; /* the sender's alone, like what follows: memory for a copy, kept for reuse */
   size_t stage_size;
-  bool staged; /* the message is in stage, and its call has returned: free when it is DONE */
+  bool staged; /* the message is copied, and its call has returned: free when it is DONE */
+  unsigned char pad[CDDP__CACHE_LINE - 2 * sizeof(size_t) - 1];
 } cddp__send_request;
 enum {
   CDDP__SEND_FREE,
@@ -1492,7 +1497,8 @@ typedef struct cddp__slot {
   unsigned char pad1[CDDP__CACHE_LINE - 8];
   cddp__atomic_u64 awaits; /* 1 + a rank of another host that this one waits for, behind the ms of
                               cddp__now() when it last looked; 0: none; writer: the rank */
-  cddp__atomic_u32 events;  /* bumped by any rank that changed a send of interest to this one */
+  cddp__atomic_u32 events;  /* bumped by a rank that changed a send of interest to this one, if
+                               that sleeps; in a group of several hosts in any case */
   cddp__atomic_u32 waiting; /* threads of this rank asleep until it changes */
   cddp__atomic_u32 send_top; /* sends below this index may be in use; writer: the rank */
   cddp__atomic_u32 calls;  /* on device memory, noted so far; writer: the rank */
@@ -1500,6 +1506,7 @@ typedef struct cddp__slot {
   cddp__atomic_u32 ended; /* in the job's first group: 65536 + the process's wait status; 0: not
                              known; writer: the rank before this one on the host */
   unsigned char pad2[CDDP__CACHE_LINE - 32];
+  cddp__send_request sends[CDDP__SENDS]; /* on cache lines of their own */
   cddp__atomic_u32 site_round; /* whose call site follows; writer: the rank, as it fails */
   char site[CDDP__SITE_MAX];
   char failure[CDDP__ERROR_MAX]; /* why the rank breaks the group; its fail_lock */
@@ -1510,11 +1517,10 @@ typedef struct cddp__slot {
   cddp__atomic_u32 failed;  /* 1: the last wait ended in a failure */
   cddp__atomic_u32 several; /* 1: several threads of the rank use cddp */
   char where[CDDP__WHERE_MAX]; /* read while it may change: cddp__copy_text */
-  cddp__send_request sends[CDDP__SENDS];
   cddp__ref more_sends[CDDP__SEND_BLOCKS]; /* published by send_top; [0] is not used */
   cddp__ref scratch; /* between hosts, for what peers cannot see; writer: the rank, once */
   cddp__logged_call call_log[CDDP__CALL_LOG];
-} cddp__slot;
+} __attribute__((aligned(CDDP__CACHE_LINE))) cddp__slot;
 enum { CDDP__SLOT_EMPTY, CDDP__SLOT_TAKEN, CDDP__SLOT_LEFT, CDDP__SLOT_DEAD };
 
 /* A failure that later ones are due to, in words. Written once, by the first that knows. */
@@ -1765,6 +1771,9 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   cddp_work *recvs;          /* oldest first; p2p_lock, as are the next two */
   int next_any;              /* whom a receive from any rank asks first: those take turns */
   uint64_t send_number;
+  /* Of this rank's sends that are not free, as of the last look at all plus what was posted since:
+     at most so many, at most so many bytes of them in copies; p2p_lock. */
+  uint64_t sends_open, sends_staged;
   cddp__send_request *sends[CDDP__SEND_BLOCKS]; /* own, */
   int send_blocks;                              /* of which there are so many */
   const cddp__presence *presences; /* [size] of an elastic model's members; else NULL */
@@ -4904,8 +4913,8 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   if (r == CDDP_OK && d->world_size <= 0) r = cddp__env_ranks(at);
   if (r == CDDP_OK && at->joins && d->world_size <= 0 && !at->launched)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: who joins a job has its "
-                      "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and the RANK that it is to be");
+                      "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: who joins a job has "
+                      "its WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and the RANK that it is to be");
   if (r == CDDP_OK)
     r = cddp__env_int(cddp__launchers[at->launcher].variables[CDDP__LOCAL_SIZE], 1, INT_MAX,
                       &at->local_world_size);
@@ -7162,9 +7171,11 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   w->nap = w->nap * 2 < CDDP__NAP_S ? w->nap * 2 : CDDP__NAP_S;
 }
 
-/* Tells a rank that a send, or a message, of interest to it has changed. */
+/* Tells a rank that a send, or a message, of interest to it has changed, behind a full fence: on
+   one host a rank looks once more when it has said that it sleeps, so only then is there a need. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *s = cddp__slot_of(g, rank);
+  if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&s->waiting) == 0)) return;
   cddp__add32(&s->events, 1);
   if (cddp__load32(&s->waiting) != 0) cddp__futex_wake(&s->events);
 }
@@ -7360,12 +7371,15 @@ static cddp_result cddp__round(cddp_group *g, enum cddp__scope scope, int kind,
 
 static const cddp__carrier cddp__shm_carrier = {false, cddp__run_large, NULL, NULL, NULL};
 
+/* Polls of a rank before it yields. (Of a group's own threads; its engine has less, in g->spin.) */
+static int cddp__spin_of(const cddp__host *h) { return h->size > h->cores ? 0 : CDDP__SPIN; }
+
 /* Decides how ranks wait, all of a host alike. */
 static void cddp__use_cores(cddp_group *g) {
   g->oversubscribed = (uint32_t)g->local_size > cddp__load32(&g->block->cores);
   if (g->hosts == NULL)
     g->round_most = g->oversubscribed ? CDDP__ROUND_MOST_OVERSUBSCRIBED : CDDP__ROUND_MOST;
-  g->spin = g->host->size > g->host->cores ? 0 : CDDP__SPIN;
+  g->spin = cddp__spin_of(g->host);
 }
 
 /* Makes a group on a control block that all members have mapped; takes one reference to the host.
@@ -9502,9 +9516,8 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
 #define CDDP__AHEAD 2 /* pieces on their way before the first comes back */
-/* Looks at the connections before a rank with a core of its own sleeps: a millisecond. After a
-   tenth of that most waits for a piece of a long call ended in a sleep, and it took several times as
-   long. */
+/* Looks at the connections before a rank with a core of its own sleeps: a millisecond. With a tenth
+   of that most waits for a piece of a long call ended in a sleep: it took several times as long. */
 #define CDDP__POLLS 3000
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (4 * CDDP__SLOTS) /* posted for one rank at a time, at most */
@@ -10672,11 +10685,15 @@ CDDP__COLD_END
    Works as follows: a sender posts a send request (destination, tag, where the bytes are) in its
    own slot; the receiver looks through the sender's requests, copies the bytes itself and marks
    the request done. Bytes in shared memory are read where they are, other messages and small ones
-   from a copy, so that their send returns at once. Each side bumps the other's events, on which
-   it may sleep. A rank that waits for anything, collectives included, also serves its own
-   receives: an exchange needs no thread. */
+   from a copy, so that their send returns at once; the shortest are in the request. Each side bumps
+   the other's events, if that sleeps on them. A rank that waits for anything, collectives included,
+   also serves its own receives: an exchange needs no thread. A receive without a handle polls the
+   requests itself before it is put into the list.
+   So a message of 4 bytes costs two transfers of a cache line: the sender gets its request back,
+   which the receiver of the last one has marked, and the receiver gets it. */
 
 #define CDDP__EAGER ((size_t)64 << 10) /* shared memory up to this size is copied all the same */
+#define CDDP__SPIN_MESSAGE 4 /* a look for a message takes as long as so many polls of a header */
 
 static cddp__send_request *cddp__send_at(const cddp_group *g, int index) { /* of this rank */
   int block = 0, size = CDDP__SENDS;
@@ -10688,9 +10705,9 @@ static int cddp__send_count(const cddp_group *g) { /* of this rank, free and use
   return CDDP__SENDS * ((1 << g->send_blocks) - 1);
 }
 
-/* Whether the receiver may still read one of this rank's own sends. */
-static bool cddp__send_open(const cddp_group *g, int index) {
-  uint32_t state = cddp__load32(&cddp__send_at(g, index)->state) & 255;
+/* Whether the receiver may still read a send. */
+static bool cddp__send_open(const cddp__send_request *p) {
+  uint32_t state = cddp__load32(&p->state) & 255;
   return state == CDDP__SEND_POSTED || state == CDDP__SEND_TAKEN;
 }
 
@@ -10709,36 +10726,54 @@ static int cddp__more_sends(cddp_group *g) {
   return count;
 }
 
-/* Index of a free send, the best to copy so many bytes; -1: none. Frees sends whose receiver is
-   done and whose call has returned, and copies beyond what is kept for reuse. *open: sends that are
-   not free; *staged: bytes of those in copies. p2p_lock held. */
-static int cddp__unused_send(cddp_group *g, size_t bytes, int *open, size_t *staged) {
+/* Whether a send is free. One whose receiver is done and whose call has returned is freed. p2p_lock
+   held. */
+static bool cddp__send_is_free(cddp__send_request *p) {
+  if (!p->staged || cddp__send_open(p)) return cddp__load32(&p->state) == CDDP__SEND_FREE;
+  p->staged = false;
+  cddp__store32(&p->state, CDDP__SEND_FREE);
+  return true;
+}
+
+/* Looks at all sends: frees what can be freed, copies beyond what is kept for reuse too, and counts
+   what is left. Index of a free send, the best to copy so many bytes; -1: none. p2p_lock held. */
+static int cddp__unused_send(cddp_group *g, size_t bytes) {
   size_t kept = 0, size = 0;
   int i, best = -1, n = cddp__send_count(g);
-  *open = 0;
-  *staged = 0;
+  if ((uint32_t)n > cddp__load32(&cddp__slot_of(g, g->rank)->send_top)) /* the next one is new */
+    n = (int)cddp__load32(&cddp__slot_of(g, g->rank)->send_top) + 1;
+  g->sends_open = g->sends_staged = 0;
   for (i = 0; i < n; i++) {
     cddp__send_request *p = cddp__send_at(g, i);
     bool fits = p->stage_size >= bytes && (size < bytes || p->stage_size < size);
-    if (p->staged && !cddp__send_open(g, i)) {
-      p->staged = false;
-      cddp__store32(&p->state, CDDP__SEND_FREE);
-    }
+    bool is_free = cddp__send_is_free(p);
     if (p->staged) {
-      *staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
+      g->sends_staged += p->count * cddp__dtype_size((cddp_dtype)p->dtype);
     } else if (p->stage != NULL && (kept += p->stage_size) > CDDP__STAGED_MAX) {
       cddp__arena_free(g->host, p->stage);
       p->stage = NULL;
       p->stage_size = 0;
     }
-    if (cddp__load32(&p->state) != CDDP__SEND_FREE) {
-      ++*open;
+    if (!is_free) {
+      g->sends_open++;
     } else if (best < 0 || fits) {
       best = i;
       size = p->stage_size;
     }
   }
   return best;
+}
+
+/* The same for a message: for a short one the first send, if it is free, without a look at all. */
+static int cddp__next_send(cddp_group *g, size_t bytes) {
+  bool first = bytes <= CDDP__EAGER && cddp__send_is_free(cddp__send_at(g, 0));
+  return first ? 0 : cddp__unused_send(g, bytes);
+}
+
+/* Whether no more sends are on their way than may be, one message of so many bytes among them: it
+   may be of any size. p2p_lock held. */
+static bool cddp__sends_fit(const cddp_group *g, size_t bytes) {
+  return g->sends_open <= CDDP__SENDS && g->sends_staged <= cddp__max(CDDP__STAGED_MAX, bytes);
 }
 
 /* Copies the message into the send's stage. p2p_lock held. */
@@ -10755,36 +10790,43 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
     p->stage_size = size;
   }
   cddp__copy(p->stage, buf, bytes);
-  p->staged = true;
-  p->ref = cddp__ref_of(g->host, p->stage, bytes);
+  p->u.ref = cddp__ref_of(g->host, p->stage, bytes);
   return CDDP_OK;
 }
 
-/* Posts a send. *send is its index while the buffer is in use, else -1. */
-static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send) {
+/* Posts a send. *send is its index while the buffer is in use, else -1. *fits: cddp__sends_fit. */
+static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send, bool *fits) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
-  size_t bytes = c->count * c->esize, staged;
+  size_t bytes = c->count * c->esize;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i, open;
+  int i;
   pthread_mutex_lock(&g->p2p_lock);
-  i = cddp__unused_send(g, bytes, &open, &staged);
+  i = cddp__next_send(g, bytes);
   if (i < 0) i = cddp__more_sends(g);
   if (i >= 0) {
     cddp__send_request *p = cddp__send_at(g, i);
-    p->ref = cddp__ref_of(g->host, c->send, bytes);
+    p->inlined = bytes <= sizeof p->u.bytes;
+    if (bytes > CDDP__EAGER && c->root != g->rank) p->u.ref = cddp__ref_of(g->host, c->send, bytes);
+    p->staged = bytes <= CDDP__EAGER || c->root == g->rank || p->u.ref.kind == CDDP__REF_NONE;
     r = CDDP_OK;
-    if (bytes <= CDDP__EAGER || p->ref.kind == CDDP__REF_NONE || c->root == g->rank)
+    if (p->inlined)
+      cddp__copy(p->u.bytes, c->send, bytes);
+    else if (p->staged)
       r = cddp__stage(g, p, c->send, bytes);
     else
       *send = i;
+    if (r != CDDP_OK) p->staged = false;
     p->tag = c->tag;
     p->dtype = c->dtype;
     p->count = c->count;
     p->number = ++g->send_number;
     CDDP__POINT("post");
-    if (r == CDDP_OK) cddp__store32(&p->state, CDDP__POSTED_TO(c->root));
     if ((uint32_t)i >= cddp__load32(&slot->send_top))
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
+    if (r == CDDP_OK) cddp__exchange32(&p->state, CDDP__POSTED_TO(c->root));
+    g->sends_open++;
+    if (p->staged) g->sends_staged += bytes;
+    *fits = cddp__sends_fit(g, bytes);
   }
   pthread_mutex_unlock(&g->p2p_lock);
   if (r == CDDP_OK) cddp__notify(g, c->root);
@@ -10833,17 +10875,28 @@ static bool cddp__recv_fits(cddp_group *g, cddp_work *q, uint64_t count, uint32_
 static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) {
   void *from = NULL;
   cddp_result r;
+  if (p->inlined && p->count == q->call.count && p->dtype == q->call.dtype) {
+    cddp__copy(q->call.recv, p->u.bytes, p->count * q->call.esize);
+    q->result = CDDP_OK;
+    q->done = true;
+    /* Nobody takes it back, so nothing need wait for this store. (Its sender looks once a
+       millisecond if it waits for a place, and misses the notice.) */
+    cddp__store32(&p->state, CDDP__SEND_DONE);
+    cddp__notify(g, q->from);
+    return;
+  }
   if (!cddp__swap32(&p->state, CDDP__POSTED_TO(g->rank), CDDP__SEND_TAKEN)) return;
   if (!cddp__recv_fits(g, q, p->count, p->dtype)) {
-    cddp__store32(&p->state, CDDP__SEND_REFUSED);
+    cddp__exchange32(&p->state, CDDP__SEND_REFUSED);
   } else {
     CDDP__POINT("take");
-    r = cddp__locate(g->host, &p->ref, &from);
+    from = p->u.bytes;
+    r = p->inlined ? CDDP_OK : cddp__locate(g->host, &p->u.ref, &from);
     if (r == CDDP_OK && p->count > 0) memcpy(q->call.recv, from, p->count * q->call.esize);
     if (r == CDDP_OK) r = cddp__check_group(g); /* or the sender may have taken its buffer back */
     q->result = r == CDDP_OK ? r : cddp__break(g, r);
     q->done = true;
-    cddp__store32(&p->state, CDDP__SEND_DONE);
+    cddp__exchange32(&p->state, CDDP__SEND_DONE);
   }
   CDDP__POINT("taken");
   cddp__notify(g, q->from);
@@ -10892,6 +10945,35 @@ static void cddp__serve_recvs(cddp_group *g) {
   }
 }
 
+static bool cddp__is_alone(cddp_group *g) { /* no receive is in the list */
+  bool alone;
+  pthread_mutex_lock(&g->p2p_lock);
+  alone = g->recvs == NULL;
+  pthread_mutex_unlock(&g->p2p_lock);
+  return alone;
+}
+
+/* A receive that needs no handle, from a rank of this host, as the only one of this rank: looks for
+   its message for a while, without a place in the list. Whether it has come, or failed. */
+static bool cddp__recv_alone(cddp_work *q) {
+  cddp_group *g = q->group;
+  cddp__send_request *p;
+  int i, spin = cddp__spin_of(g->host);
+  if (g->hosts != NULL || q->call.root == CDDP_ANY) return false;
+  q->from = q->call.root;
+  for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
+    if (cddp__look_for_send(g, q) != NULL) {
+      pthread_mutex_lock(&g->p2p_lock);
+      if (g->recvs == NULL && (p = cddp__look_for_send(g, q)) != NULL) cddp__take_send(g, q, p);
+      pthread_mutex_unlock(&g->p2p_lock);
+      return q->done;
+    }
+    if (i == 0 && !cddp__is_alone(g)) return false;
+    cddp__pause();
+  }
+  return false;
+}
+
 static void cddp__serve_idle(cddp_group *g) {
   if (g->hosts != NULL) cddp__hosts_look(g);
   if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
@@ -10916,20 +10998,19 @@ static void cddp__post_recv(cddp_group *g, cddp_work *q) {
    index) until no more is on its way than may be. */
 static bool cddp__message_ready(cddp_work *w) {
   cddp_group *g = w->group;
-  size_t bytes = w->call.count * w->call.esize, staged;
+  size_t bytes = w->call.count * w->call.esize;
   bool ready;
-  int open;
   pthread_mutex_lock(&g->p2p_lock);
   cddp__serve_recvs(g);
   if (w->call.kind == CDDP__KIND_RECV) {
     ready = w->done;
   } else if (w->send >= 0) {
-    ready = !cddp__send_open(g, w->send);
+    ready = !cddp__send_open(cddp__send_at(g, w->send));
   } else if (g->members[w->call.root] < 0) {
     ready = cddp__hosts_room(g, w->call.root, bytes);
-  } else { /* one message alone may be of any size */
-    (void)cddp__unused_send(g, bytes, &open, &staged);
-    ready = open <= CDDP__SENDS && staged <= cddp__max(CDDP__STAGED_MAX, bytes);
+  } else {
+    (void)cddp__unused_send(g, bytes);
+    ready = cddp__sends_fit(g, bytes);
   }
   pthread_mutex_unlock(&g->p2p_lock);
   return ready;
@@ -11011,7 +11092,11 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
   bool shown = false;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  int cancel;
+  int cancel, i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
+  for (i = 0; i < spin && limit != 0 && cddp__load32(&g->block->broken) == 0; i++) {
+    if (cddp__message_ready(m)) return CDDP_OK;
+    cddp__pause();
+  }
   pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
   for (;;) {
@@ -11027,8 +11112,11 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
     if (m->call.kind == CDDP__KIND_RECV) cddp__test_cancel(shown ? g : NULL, cancel); /* no lock */
     if (g->hosts != NULL)
       cddp__hosts_pause(g, &w, m->call.root, events);
-    else
-      cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
+    else {
+      cddp__add32(&slot->waiting, 1); /* who changes a send now bumps events */
+      if (!cddp__message_ready(m)) cddp__wait_sleep(g, &w, &slot->waiting, &slot->events, events);
+      cddp__add32(&slot->waiting, (uint32_t)-1);
+    }
   }
   if (shown) cddp__hide_wait(g, r != CDDP_OK && limit < 0);
   pthread_setcancelstate(cancel, &cancel);
@@ -11039,11 +11127,15 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
    buffer is in use until cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_work *w, bool handle) {
   cddp_group *g = w->group;
+  bool here = g->members[w->call.root] >= 0, fits = false;
+  bool is_short = here && w->call.count * w->call.esize <= CDDP__EAGER; /* it is copied */
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK) r = cddp__check_peer(w);
+  if (r == CDDP_OK && !is_short) r = cddp__check_peer(w);
   if (r != CDDP_OK) return r;
-  if (g->members[w->call.root] >= 0) {
-    r = cddp__post_send(g, &w->call, &w->send);
+  if (here) {
+    r = cddp__post_send(g, &w->call, &w->send, &fits);
+    if (r == CDDP_OK && is_short) r = cddp__check_peer(w); /* meanwhile the message is on its way */
+    handle = handle || fits;
   } else {
     r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait says why */
     handle = handle && cddp__load32(&g->hosts->peers[w->call.root].lost) == 0;
@@ -11069,7 +11161,7 @@ static cddp_result cddp__finish_send(cddp_work *w, double limit) {
   if (r == CDDP_OK || cddp__swap32(&p->state, CDDP__POSTED_TO(w->call.root), CDDP__SEND_FREE))
     return r;
   deadline = cddp__now() + 5;
-  while (cddp__send_open(g, w->send) && !cddp__rank_gone(g, w->call.root) && cddp__now() < deadline)
+  while (cddp__send_open(p) && !cddp__rank_gone(g, w->call.root) && cddp__now() < deadline)
     cddp__sleep(1e-5);
   return r;
 }
@@ -11090,6 +11182,18 @@ static bool cddp__close_recv(cddp_work *q) {
 /* The rank whose message this thread received last; -1: none yet. */
 static __thread int cddp__last_source = -1;
 
+/* The end of a receive that is in no list, the wait for which had the result r. */
+static cddp_result cddp__end_recv(cddp_work *q, cddp_result r) {
+  cddp_group *g = q->group;
+  if (r == CDDP_OK && q->result == CDDP_OK) {
+    cddp__last_source = q->from;
+    if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
+  }
+  if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
+    r = q->result; /* it was given up */
+  return r;
+}
+
 /* Waits for a receive that has been posted, and takes it out of the list. A failure of its own has
    broken the group. limit: as of cddp__finish_send. */
 static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
@@ -11102,13 +11206,7 @@ static cddp_result cddp__finish_recv(cddp_work *q, double limit) {
   *at = q->next;
   if (q->filling) cddp__hosts_let_go(g, q); /* the group has failed */
   pthread_mutex_unlock(&g->p2p_lock);
-  if (r == CDDP_OK && q->result == CDDP_OK) {
-    cddp__last_source = q->from;
-    if (cddp__record_at(g, q->record) != NULL) cddp__record_at(g, q->record)->root = q->from;
-  }
-  if (r == CDDP_OK && q->result != CDDP_OK && (r = cddp__check_failure(g)) == CDDP_OK)
-    r = q->result; /* it was given up */
-  return r;
+  return cddp__end_recv(q, r);
 }
 
 #ifdef CDDP_MPI
@@ -11678,33 +11776,38 @@ static cddp_result cddp__recv_now(cddp_work *w) {
 /* Sends or receives a message; work not NULL: begins to, and gives the handle. */
 static cddp_result cddp__start_message(cddp_group *g, const cddp__call *c, cddp_work **work) {
   bool receives = c->kind == CDDP__KIND_RECV, taken = false;
-  cddp_work own, *w = &own;
+  cddp_work own, *w;
   uint64_t record;
   cddp_result r = cddp__check_group(g);
   if (r == CDDP_OK && g->backend != NULL) r = g->backend->start(g, c, work, &taken);
   if (r != CDDP_OK || taken) return r; /* taken: the buffer lies on a device */
-  cddp__work_init(w, g);
-  if ((receives || work != NULL) && (w = cddp__work_new(g, 0)) == NULL) return CDDP_OUT_OF_MEMORY;
+  cddp__work_init(&own, g);
   record = cddp__record_new(g, cddp__shapes[c->kind].name, c->count, c->dtype, -1,
                             c->root == CDDP_ANY ? -1 : c->root);
   if (cddp__record_at(g, record) != NULL) cddp__record_at(g, record)->tag = c->tag;
   cddp__record_start(g, record, 0);
-  w->call = *c;
-  w->record = record;
-  if (receives) {
-    cddp__post_recv(g, w);
-    if (work == NULL) return cddp__recv_now(w);
+  own.call = *c;
+  own.record = record;
+  if (!receives && work == NULL) {
+    r = cddp__start_send(&own, false);
+    if (r == CDDP_OK) r = cddp__finish_send(&own, -1);
+  } else if (receives && work == NULL && cddp__recv_alone(&own)) {
+    r = cddp__end_recv(&own, CDDP_OK);
+  } else if ((w = cddp__work_new(g, 0)) == NULL) {
+    r = CDDP_OUT_OF_MEMORY;
   } else {
-    r = cddp__start_send(w, work != NULL);
-    if (work == NULL && r == CDDP_OK) r = cddp__finish_send(w, -1);
-    if (work == NULL || r != CDDP_OK) {
-      cddp__record_finish(g, record, r);
-      if (w != &own) cddp__free(&g->host->allocator, w);
-      return r;
+    w->call = *c;
+    w->record = record;
+    if (receives) cddp__post_recv(g, w);
+    if (receives && work == NULL) return cddp__recv_now(w);
+    if (receives || (r = cddp__start_send(w, true)) == CDDP_OK) {
+      *work = w;
+      return CDDP_OK;
     }
+    cddp__free(&g->host->allocator, w);
   }
-  *work = w;
-  return CDDP_OK;
+  cddp__record_finish(g, record, r);
+  return r;
 }
 
 CDDPDEF cddp_result cddp_cancel(cddp_work *w) {
@@ -12488,7 +12591,7 @@ static void cddp__group_leave(cddp_group *g) {
   pthread_mutex_unlock(&h->lock);
   cddp__hosts_leave(g);
   for (i = cddp__send_count(g) - 1; i >= 0; i--) /* messages not yet received stay */
-    if (!cddp__send_open(g, i)) cddp__arena_free(h, cddp__send_at(g, i)->stage);
+    if (!cddp__send_open(cddp__send_at(g, i))) cddp__arena_free(h, cddp__send_at(g, i)->stage);
     else cddp__arena_free_with(h, cddp__send_at(g, i)->stage, g->block);
   for (i = 1; i < g->send_blocks; i++) cddp__arena_free_with(h, g->sends[i], g->block);
   if (g->carrier->leave != NULL) g->carrier->leave(g);
@@ -22950,7 +23053,8 @@ CDDP__COLD_END
      Gone     cddp_launch: fork and exec examples/cddprun.c, whose options are its desc.
               PyTorch 1.x's dialect of the store, CDDP_STORE_PROTO, the store's commands for
               queues, barriers and lists of keys. cddp_sgd_desc.separate_mul_add.
-     Mended   Between hosts messages of 1 MiB and more took four times as long as now.
+     Mended   Messages: between hosts 1 MiB and more took four times as long as now, on a host short
+              ones did. Another floating-point mode on all ranks was CDDP_MISMATCH with handles.
               Groups: split or destroyed by several threads at once; messages that are still on
               their way when their sender leaves. Buffers that overlap are refused. cddp_send with a
               handle never blocks; a handle costs little. A rank that was stopped and goes on after

@@ -23,7 +23,7 @@ typedef struct board {
   pid_t pids[MOST];
   int locals[MOST];
   int port; /* of a rank's links */
-  int turns, stop;
+  int turns, stop, out;
   double died;
 } board;
 
@@ -396,7 +396,11 @@ static int run_halves(cddp_group *g, void *arg) {
   for (turn = 0; turn < TURNS; turn++) {
     for (i = 0; i < HALVES; i++) x[i] = me == 0 ? 3 * i + turn : -1;
     CHECK_OK(cddp_barrier(g));
+    if (me == 1) __atomic_store_n(&shared->out, turn + 1, __ATOMIC_SEQ_CST);
     if (me == 0) {
+      until = test_now() + RANKS_WITHIN(30); /* or it would come while rank 1 is in the barrier */
+      while (__atomic_load_n(&shared->out, __ATOMIC_SEQ_CST) <= turn && test_now() < until)
+        ranks_sleep(0.001);
       CHECK_OK(cddp_send(g, x, HALVES, CDDP_I32, 1, 5, &w));
       __atomic_store_n(&shared->stop, turn + 1, __ATOMIC_SEQ_CST);
       until = test_now() + RANKS_WITHIN(30);
@@ -650,6 +654,8 @@ static int half_lost(int rank, void *arg) {
   for (i = 0; i < HALVES && rank == 0; i++) x[i] = i + 1;
   CHECK_OK(cddp_init(&g, NULL));
   CHECK_OK(cddp_barrier(g));
+  if (rank == 1) __atomic_store_n(&shared->out, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&shared->out, __ATOMIC_SEQ_CST) == 0) ranks_sleep(0.001);
   if (rank == 0) {
     CHECK_OK(cddp_send(g, x, HALVES, CDDP_I32, 1, 5, &w));
     __atomic_store_n(&shared->stop, 1, __ATOMIC_SEQ_CST);
