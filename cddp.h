@@ -10794,8 +10794,11 @@ static cddp_result cddp__stage(cddp_group *g, cddp__send_request *p, const void 
   return CDDP_OK;
 }
 
-/* Posts a send. *send is its index while the buffer is in use, else -1. *fits: cddp__sends_fit. */
-static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send, bool *fits) {
+/* Posts a send. *send is its index while the buffer is in use, else -1. *fits: cddp__sends_fit.
+   *lost: it is copied, and its receiver has gone without it. That is asked, of the system, when the
+   message is on its way; whoever takes it marks it before it goes. */
+static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send, bool *fits,
+                                   bool *lost) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   size_t bytes = c->count * c->esize;
   cddp_result r = CDDP_OUT_OF_MEMORY;
@@ -10827,9 +10830,11 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
     g->sends_open++;
     if (p->staged) g->sends_staged += bytes;
     *fits = cddp__sends_fit(g, bytes);
+    if (r == CDDP_OK) cddp__notify(g, c->root);
+    *lost = r == CDDP_OK && p->staged && c->root != g->rank && cddp__rank_gone(g, c->root) &&
+            cddp__send_open(p);
   }
   pthread_mutex_unlock(&g->p2p_lock);
-  if (r == CDDP_OK) cddp__notify(g, c->root);
   return r;
 }
 
@@ -11127,14 +11132,14 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
    buffer is in use until cddp__finish_send. */
 static cddp_result cddp__start_send(cddp_work *w, bool handle) {
   cddp_group *g = w->group;
-  bool here = g->members[w->call.root] >= 0, fits = false;
-  bool is_short = here && w->call.count * w->call.esize <= CDDP__EAGER; /* it is copied */
+  bool here = g->members[w->call.root] >= 0, fits = false, lost = false;
+  bool is_short = w->call.count * w->call.esize <= CDDP__EAGER; /* it is copied */
   cddp_result r = cddp__check_group(g);
-  if (r == CDDP_OK && !is_short) r = cddp__check_peer(w);
+  if (r == CDDP_OK && !(here && is_short)) r = cddp__check_peer(w);
   if (r != CDDP_OK) return r;
   if (here) {
-    r = cddp__post_send(g, &w->call, &w->send, &fits);
-    if (r == CDDP_OK && is_short) r = cddp__check_peer(w); /* meanwhile the message is on its way */
+    r = cddp__post_send(g, &w->call, &w->send, &fits, &lost);
+    if (lost) r = cddp__check_peer(w);
     handle = handle || fits;
   } else {
     r = cddp__hosts_post(g, &w->call); /* if the rank is lost, the wait says why */

@@ -382,8 +382,8 @@ static int run_backlog(cddp_group *g, void *arg) {
   return 0;
 }
 
-/* A message that has come in part, as its sender does something else: into the buffer of its receive,
-   which may be given up, time out, or not be the only one of its tag. */
+/* A message that has come in part, as its sender does something else: into the buffer of its
+   receive, which may be given up, time out, or not be the only one of its tag. */
 #define HALVES 20000000 /* more than the system takes */
 static int run_halves(cddp_group *g, void *arg) {
   enum { TURNS = 4 };
@@ -643,8 +643,8 @@ static void test_killed(void) {
   expect(&t, CDDP_PEER_LOST, 2, "rank 0 (pid", "rank 1 (pid");
 }
 
-/* The sender of a message that has come in part is killed: its receive fails, and nothing is written
-   there any more. */
+/* The sender of a message that has come in part is killed: its receive fails, and nothing is
+   written there any more. */
 static int half_lost(int rank, void *arg) {
   int32_t *x = (int32_t *)calloc(HALVES, sizeof *x);
   cddp_group *g;

@@ -757,9 +757,9 @@ static void test_wrong_variables(void) {
   CHECK(g == NULL);
 }
 
-/* All ranks change the mode. Operations with a handle run on cddp's thread or on the one that waits,
-   here on one rank and there on the other: in the caller's mode, of which only a small one may not
-   know yet. Rounding tells: 1 + 2^-30 is 1 to nearest, and more upward. */
+/* All ranks change the mode. Operations with a handle run on cddp's thread or on the one that
+   waits, here on one rank and there on the other: in the caller's mode, of which only a small one
+   may not know yet. Rounding tells: 1 + 2^-30 is 1 to nearest, and more upward. */
 static int change_fp_mode(cddp_group *g, void *arg) {
   static const size_t counts[] = {1, 900, 5000, 100000};
   float *x = (float *)malloc(100000 * sizeof *x), above = 1 + FLT_EPSILON;

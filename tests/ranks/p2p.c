@@ -296,6 +296,25 @@ static int run_beside_collective(cddp_group *g, void *arg) {
   return test_failures != before;
 }
 
+/* The receiver takes the message and leaves at once: it has not gone without it. */
+static int run_take_and_leave(cddp_group *g, void *arg) {
+  int32_t x[1000] = {7};
+  size_t count = *(const int *)arg % 2 ? 1000 : 1;
+  if (cddp_rank(g) == 0) CHECK_OK(cddp_send(g, x, count, CDDP_I32, 1, 0, NULL));
+  if (cddp_rank(g) == 1) {
+    x[0] = 0;
+    CHECK_OK(cddp_recv(g, x, count, CDDP_I32, 0, 0, NULL));
+    CHECK_EQ(x[0], 7);
+  }
+  return 0;
+}
+
+static void test_take_and_leave(void) {
+  int i;
+  for (i = 0; i < (RANKS_SLOW ? 40 : 200); i++)
+    CHECK_OK(ranks_run(run_take_and_leave, &i, 2, i % 4 > 1));
+}
+
 static void test_beside_collective(void) {
   static const size_t counts[] = {3, 200000};
   size_t i;
@@ -1028,6 +1047,7 @@ int main(void) {
   RUN(test_all_pairs);
   RUN(test_in_order);
   RUN(test_ring);
+  RUN(test_take_and_leave);
   RUN(test_beside_collective);
   RUN(test_talkers);
   RUN(test_self);
