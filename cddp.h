@@ -7171,8 +7171,8 @@ static void cddp__wait_sleep(cddp_group *g, cddp__wait *w, cddp__atomic_u32 *sle
   w->nap = w->nap * 2 < CDDP__NAP_S ? w->nap * 2 : CDDP__NAP_S;
 }
 
-/* Tells a rank that a send, or a message, of interest to it has changed, behind a full fence: on
-   one host a rank looks once more when it has said that it sleeps, so only then is there a need. */
+/* Tells a rank that a send, or a message, of interest to it has changed. To be called behind a full
+   fence. On one host only a rank that says it sleeps is told: it looks once more behind that. */
 static void cddp__notify(cddp_group *g, int rank) {
   cddp__slot *s = cddp__slot_of(g, rank);
   if (CDDP__LIKELY(g->hosts == NULL && cddp__load32(&s->waiting) == 0)) return;
@@ -7481,9 +7481,13 @@ CDDP__COLD
 #define CDDP__NOTICE_BYTES (CDDP__NOTICE_PROOF_AT + CDDP__PROOF_SIZE)
 #define CDDP__NOTICE_EARLY 0x80000000u /* in its result: a rank is lost, the group has not failed */
 #define CDDP__NOTICE_CAME 0x40000000u  /* likewise: which ranks of a host have come to a round */
-/* Bytes of a frame that go or come at a time: a piece of CDDP__PIECE and its head. They stay in the
-   cache until the other side, or this one, takes them. */
-#define CDDP__TURN ((size_t)2035 * CDDP__CACHE_LINE + sizeof(cddp__frame_head))
+/* Bytes of a part of a piece: with its head two packets as the system hands them to the network, of
+   45 segments of 1,448 bytes each. Longer ones left a few hundred bytes over, and took a sixth more
+   time. */
+#define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
+/* Bytes of a frame that go or come at a time. They stay in the cache until the other side, or this
+   one, takes them. */
+#define CDDP__TURN (CDDP__PIECE + sizeof(cddp__frame_head))
 /* Bytes given to the system at a time: 1 MiB at once takes four times as long where it uses BBR,
    whose window has room for few packets more than it has measured. */
 #define CDDP__SENT_MOST (2 * CDDP__TURN)
@@ -9507,11 +9511,7 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
 #define CDDP__LOOK_S 1e-3    /* between a leader's looks for notices: giving up takes longer */
 #define CDDP__ANSWER_S 0.3   /* for hosts to tell which of their ranks have come to a round */
 #define CDDP__HEADER_BYTES sizeof(cddp__op_header) /* on the wire too */
-/* Bytes of a part of a piece: with its head (CDDP__TURN) two packets as the system hands them to
-   the network, of 45 segments of 1,448 bytes each. Longer ones left a few hundred bytes over, and
-   took a sixth more time. Of all parts at most: */
-#define CDDP__PIECE ((size_t)2035 * CDDP__CACHE_LINE)
-#define CDDP__PIECE_MOST ((size_t)2 << 20)
+#define CDDP__PIECE_MOST ((size_t)2 << 20) /* bytes of all parts of a piece; of one: CDDP__PIECE */
 /* Bytes of a slice, times hosts, that all add up; of two hosts, where that moves no more bytes. */
 #define CDDP__WHOLE_MOST ((size_t)32 << 10)
 #define CDDP__WHOLE_MOST_OF_TWO ((size_t)256 << 10)
@@ -10802,7 +10802,8 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   size_t bytes = c->count * c->esize;
   cddp_result r = CDDP_OUT_OF_MEMORY;
-  int i;
+  int i, cancel;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* see cddp__post_recv */
   pthread_mutex_lock(&g->p2p_lock);
   i = cddp__next_send(g, bytes);
   if (i < 0) i = cddp__more_sends(g);
@@ -10835,6 +10836,7 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
             cddp__send_open(p);
   }
   pthread_mutex_unlock(&g->p2p_lock);
+  pthread_setcancelstate(cancel, &cancel);
   return r;
 }
 
@@ -10963,14 +10965,16 @@ static bool cddp__is_alone(cddp_group *g) { /* no receive is in the list */
 static bool cddp__recv_alone(cddp_work *q) {
   cddp_group *g = q->group;
   cddp__send_request *p;
-  int i, spin = cddp__spin_of(g->host);
+  int i, spin = cddp__spin_of(g->host), cancel;
   if (g->hosts != NULL || q->call.root == CDDP_ANY) return false;
   q->from = q->call.root;
   for (i = 0; i < spin && cddp__load32(&g->block->broken) == 0; i++) {
     if (cddp__look_for_send(g, q) != NULL) {
+      pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* see cddp__post_recv */
       pthread_mutex_lock(&g->p2p_lock);
       if (g->recvs == NULL && (p = cddp__look_for_send(g, q)) != NULL) cddp__take_send(g, q, p);
       pthread_mutex_unlock(&g->p2p_lock);
+      pthread_setcancelstate(cancel, &cancel);
       return q->done;
     }
     if (i == 0 && !cddp__is_alone(g)) return false;
@@ -11098,11 +11102,14 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
   cddp_result r = CDDP_OK;
   cddp__wait w;
   int cancel, i, spin = cddp__spin_of(g->host) / CDDP__SPIN_MESSAGE;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
   for (i = 0; i < spin && limit != 0 && cddp__load32(&g->block->broken) == 0; i++) {
-    if (cddp__message_ready(m)) return CDDP_OK;
+    if (cddp__message_ready(m)) {
+      pthread_setcancelstate(cancel, &cancel);
+      return CDDP_OK;
+    }
     cddp__pause();
   }
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
   for (;;) {
     uint32_t events = cddp__load32(&slot->events);
