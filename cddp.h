@@ -7331,7 +7331,7 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   uint32_t code = cddp__call_code(c, phase), fp_mode = 0;
   cddp_result r;
   CDDP__POINT("begin");
-  if (CDDP__UNLIKELY((g->round & (g->round - 1) & 255) == 0) && /* 9 of 256, the first ones most */
+  if (CDDP__UNLIKELY((g->round & (g->round - 1) & 4095) == 0) && /* 13 of 4096, most at first */
       (r = cddp__hear_claims(g)) != CDDP_OK)
     return r;
   g->round++;
@@ -8334,8 +8334,9 @@ static uint32_t cddp__claimed_again(const cddp__host *h) {
 static cddp_result cddp__hear_claims(cddp_group *g) {
   cddp__host *h = g->host;
   uint32_t pid = cddp__load32(&h->claimant);
-  bool over = cddp__now() >= h->claims_end; /* what has come before is still heard */
+  bool over;
   if (pid == CDDP__CLAIMS_OVER || h->claim < 0) return CDDP_OK;
+  over = cddp__now() >= h->claims_end; /* what has come before is still heard */
   if (pid == 0) pid = cddp__claimed_again(h);
   if (pid == 0 && over) (void)cddp__swap32(&h->claimant, 0, CDDP__CLAIMS_OVER);
   if (pid == 0) return CDDP_OK;
@@ -11897,6 +11898,9 @@ static bool cddp__work_done(cddp_work *w) {
 /* More ranks than cores: of a piece's bytes on all ranks, what each rank reads in the time that the
    second round of cddp__take_slices takes. */
 #define CDDP__READ_MOST_OVERSUBSCRIBED ((size_t)384 << 10)
+/* Bytes of a staging buffer that are asked for before the next call writes them: for more, memcpy
+   does so itself. */
+#define CDDP__AHEAD_MOST ((size_t)2 << 10)
 #define CDDP__TURNS 16 /* pieces of a broadcast, say, if that makes them STAGING_MIN or longer */
 #define CDDP__SLICES_LEAST ((size_t)16 << 10) /* bytes of a piece; up to here one round is faster */
 
@@ -12124,17 +12128,23 @@ CDDP__INLINED bool cddp__is_short(const cddp_group *g, const cddp__call *c) {
 
 /* As cddp__run_staged would do it with more instructions, of which each counts here. */
 static cddp_result cddp__run_short(cddp_group *g, const cddp__call *c) {
-  size_t bytes = c->count * c->esize, apart;
+  size_t bytes = c->count * c->esize, apart, i;
   cddp__chunk all = {0, c->count, bytes <= CDDP__INLINE};
   const void **srcs = (const void **)(void *)g->slices;
   bool spreads = c->kind == CDDP__KIND_BROADCAST, sends = !spreads || g->rank == c->root;
+  bool staged = sends && !all.in_header;
   char *space;
   cddp_result r;
   int p;
-  if (!all.in_header) cddp__put(g, c, &all);
+  if (staged) memcpy(cddp__staging_of(g, g->rank, g->round + 1), c->send, bytes);
   r = cddp__round_of(g, CDDP__SCOPE_ALL, c, CDDP__PHASE_STAGED,
                      sends && all.in_header ? c->send : NULL, bytes);
-  if (r != CDDP_OK || (spreads && sends)) return r;
+  if (r != CDDP_OK) return r;
+  if (staged && bytes <= CDDP__AHEAD_MOST) { /* all ranks have read what the next call overwrites */
+    space = (char *)cddp__staging_of(g, g->rank, g->round + 1);
+    for (i = 0; i < bytes; i += CDDP__CACHE_LINE) cddp__prefetch_to_write(space + i);
+  }
+  if (spreads && sends) return CDDP_OK;
   space = cddp__spaces(g, g->round, &all, &apart);
   if (spreads) {
     memcpy(c->recv, space + (size_t)c->root * apart, bytes);
