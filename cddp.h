@@ -8603,7 +8603,8 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
     if (h.kind == CDDP__MEET_WAIT && up) {
       c->awaited = true;
     } else if (h.kind == CDDP__MEET_TABLE && up && v->net == NULL) {
-      return cddp__take_table(v, h.size);
+      r = cddp__take_table(v, h.size);
+      return r == CDDP_NETWORK ? cddp__report_channel_lost(v, c) : r;
     } else if (h.kind == CDDP__MEET_IN && !up && c->awaited) {
       c->awaited = false;
     } else if (h.kind == CDDP__MEET_RANK && !up && h.size == sizeof info) {

@@ -78,13 +78,11 @@ static int to_port(int port) {
   return -1;
 }
 
-/* Waits until a rank listens on the node's socket, whose name anybody of this user can tell. */
-static int to_coordinator(double seconds) {
-  double deadline = test_now() + seconds;
+/* The address of the node's socket, whose name anybody of this user can tell. */
+static cddp__address coordinator(void) {
   cddp__address a;
   cddp__place at;
   char name[48];
-  int fd;
   memset(&at, 0, sizeof at);
   snprintf(at.init_method, sizeof at.init_method, "tcp://127.0.0.1:%d", shared->port);
   snprintf(at.host, sizeof at.host, "127.0.0.1");
@@ -92,6 +90,14 @@ static int to_coordinator(double seconds) {
   snprintf(at.run, sizeof at.run, "cddp/0/0");
   cddp__node_name(&at, shared->secret ? "sesame" : "", name);
   cddp__unix_name(&a, name);
+  return a;
+}
+
+/* Waits until a rank listens there. */
+static int to_coordinator(double seconds) {
+  double deadline = test_now() + seconds;
+  cddp__address a = coordinator();
+  int fd;
   do (void)cddp__connect_address(&a, cddp__now() + 1, &fd);
   while (fd < 0 && test_now() < deadline && (ranks_sleep(0.001), true));
   return fd;
@@ -259,6 +265,32 @@ static void test_no_such_rank(void) {
   close(fd);
 }
 
+/* --- a coordinator that ends half-way through the table that it sends --- */
+
+static void test_half_table(void) {
+  cddp__meet_head h = {CDDP__MEET_MAGIC, CDDP__MEET_WAIT, 0, 0};
+  cddp__address a;
+  pid_t pid;
+  int listener, fd, status;
+  char rank[sizeof h + sizeof(cddp__rank_info)], part[40] = {0};
+  prepare(false);
+  a = coordinator();
+  CHECK_EQ(cddp__listen_address(&a, &listener), 0);
+  pid = ranks_fork(life, 1, NULL);
+  while ((fd = accept(listener, NULL, NULL)) < 0) ranks_sleep(0.001);
+  CHECK_EQ(recv(fd, rank, sizeof rank, MSG_WAITALL), sizeof rank);
+  CHECK_EQ(send(fd, &h, sizeof h, MSG_NOSIGNAL), sizeof h);
+  h.kind = CDDP__MEET_TABLE;
+  h.size = (uint32_t)cddp__table_bytes(RANKS, 1);
+  CHECK_EQ(send(fd, &h, sizeof h, MSG_NOSIGNAL), sizeof h);
+  CHECK_EQ(send(fd, part, sizeof part, MSG_NOSIGNAL), sizeof part);
+  close(fd);
+  close(listener);
+  ranks_join(&pid, 1, RANKS_WITHIN(20), &status);
+  CHECK_IS(shared->result[1], CDDP_PEER_LOST);
+  CHECK(strstr(shared->text[1], "died while they were meeting") != NULL);
+}
+
 /* --- a rank that is there twice: as soon as enough processes have come, all hear of it --- */
 
 static void test_double(void) {
@@ -391,6 +423,7 @@ int main(void) {
   RUN(test_start);
   RUN(test_storm);
   RUN(test_no_such_rank);
+  RUN(test_half_table);
   RUN(test_double);
   RUN(test_dropped);
   RUN(test_root);
