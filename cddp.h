@@ -3986,11 +3986,24 @@ static void cddp__server_settle(cddp__server *v) {
   }
 }
 
-/* Whether a new connection may have fd: some descriptors are left to the program, whoever calls. */
-static bool cddp__spare_descriptor(int fd) {
+/* Whether a new connection may have fd: some descriptors are left to the program, whoever calls.
+   serves: the store's server leaves half as many, so that it has some while the rendezvous, which
+   takes in callers beside it, has none. */
+static bool cddp__spare_descriptor(int fd, bool serves) {
   struct rlimit limit;
+  rlim_t left;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > INT_MAX) return true;
-  return (rlim_t)fd + (limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64) < limit.rlim_cur;
+  left = limit.rlim_cur < 256 ? limit.rlim_cur / 4 : 64;
+  return (rlim_t)fd + (serves ? left / 2 : left) < limit.rlim_cur;
+}
+
+/* The descriptor of a new connection, in a lower place if one is free: high ones are for others. */
+static int cddp__lowered(int fd) {
+  int low = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), high = low > fd ? low : fd;
+  if (low < 0) return fd;
+  low = low > fd ? fd : cddp__own(low);
+  cddp__close_fd(&high);
+  return low;
 }
 
 /* Makes a connection of fd, which it takes. spare: the program has descriptors left beside it. When
@@ -4001,7 +4014,6 @@ static void cddp__server_add_conn(cddp__server *v, int fd, bool spare) {
   static const char refusal[] = CDDP__AUTH_REFUSAL "D";
   bool room = true;
   cddp__conn *c, *oldest = NULL;
-  int low;
   if (!spare || v->silent >= CDDP__PENDING_MAX) {
     for (c = v->conns; c != NULL; c = c->next)
       if (c->fd >= 0 && !c->greeted &&
@@ -4010,11 +4022,7 @@ static void cddp__server_add_conn(cddp__server *v, int fd, bool spare) {
     room = oldest != NULL;
     if (room) cddp__conn_kill(v, oldest);
     if (!room && !spare) (void)!send(fd, refusal, sizeof refusal - 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    low = room && !spare ? fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1) : -1;
-    if (low >= 0) {
-      cddp__close_fd(&fd);
-      fd = cddp__own(low);
-    }
+    if (room && !spare) fd = cddp__lowered(fd);
   }
   c = room ? (cddp__conn *)cddp__calloc(&v->allocator, 1, sizeof *c) : NULL;
   if (c == NULL ||
@@ -4047,7 +4055,7 @@ static void cddp__server_accept(cddp__server *v, int listener) {
       cddp__close_fd(&v->reserve);
       fd = cddp__accept(listener);
     }
-    if (fd >= 0) cddp__server_add_conn(v, fd, !none && cddp__spare_descriptor(fd));
+    if (fd >= 0) cddp__server_add_conn(v, fd, !none && cddp__spare_descriptor(fd, true));
     else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) cddp__sleep(0.01);
     if (v->reserve < 0) v->reserve = fcntl(v->epoll, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   }
@@ -8492,7 +8500,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
   int tries;
   for (tries = 0; tries < 64; tries++) {
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
-    bool none = error == EMFILE || error == ENFILE, few = none || !cddp__spare_descriptor(fd);
+    bool none = error == EMFILE || error == ENFILE, few = none || !cddp__spare_descriptor(fd, false);
     size_t i, oldest = 0, silent = 0;
     cddp__channel *below;
     if (error == EINTR || error == ECONNABORTED) continue;
@@ -8506,6 +8514,7 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
     else if (error != 0)
       return cddp__fail_descriptors(v, error, "accept of another rank");
     if (none) continue;
+    if (few) fd = cddp__lowered(fd); /* else each other caller takes one more */
     below = (cddp__channel *)cddp__grown(&v->host->allocator, v->below, &v->below_capacity,
                                          v->below_count + 1, sizeof *below);
     if (below == NULL) {
