@@ -8500,7 +8500,8 @@ static cddp_result cddp__accept_channels(cddp__rendezvous *v, int listener) {
   int tries;
   for (tries = 0; tries < 64; tries++) {
     int fd = cddp__accept(listener), error = fd < 0 ? errno : 0;
-    bool none = error == EMFILE || error == ENFILE, few = none || !cddp__spare_descriptor(fd, false);
+    bool none = error == EMFILE || error == ENFILE;
+    bool few = none || !cddp__spare_descriptor(fd, false);
     size_t i, oldest = 0, silent = 0;
     cddp__channel *below;
     if (error == EINTR || error == ECONNABORTED) continue;

@@ -457,7 +457,7 @@ static cddp__conn *open_conn(cddp__server *v) {
   const cddp__conn *before = v->conns;
   int fd = world_fd();
   if (fd < 0) return NULL;
-  cddp__server_add_conn(v, fd, cddp__spare_descriptor(fd));
+  cddp__server_add_conn(v, fd, cddp__spare_descriptor(fd, true));
   return v->conns != before ? v->conns : NULL;
 }
 
