@@ -1445,14 +1445,16 @@ typedef struct cddp__op_header {
 } cddp__op_header;
 
 /* shared: a posted send. state is written by both sides in turn, the rest by the sender. Only the
-   rank named in a posted send's state may look at the rest: others' sends change under it. */
+   rank named in a posted send's state may look at the rest: others' sends change under it. A look
+   of one of its threads without a lock may find tag and number of the sender's next send, if
+   another thread has just taken this one. */
 typedef struct cddp__send_request {
   cddp__atomic_u32 state; /* CDDP__SEND_*, for POSTED with the receiver: CDDP__POSTED_TO */
-  int32_t tag;
+  cddp__atomic_u32 tag;
   uint32_t dtype;
   uint32_t inlined; /* 1: the bytes are in u */
   uint64_t count;   /* elements */
-  uint64_t number;  /* order of posting at the sender */
+  cddp__atomic_u64 number; /* order of posting at the sender */
   union {
     cddp__ref ref;
     unsigned char bytes[sizeof(cddp__ref)]; /* a short message takes one line, from here up */
@@ -3189,11 +3191,14 @@ static void cddp__unix_name(cddp__address *a, const char *name) {
   a->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-/* The addresses of a host name, each once. */
+/* The addresses of a host name, each once; ::ffff:192.0.2.1 is 192.0.2.1. */
 static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
   struct addrinfo hints, *list = NULL, *i;
+  struct sockaddr_in ipv4;
   int e, n = 0, j;
   memset(&hints, 0, sizeof hints);
+  memset(&ipv4, 0, sizeof ipv4);
+  ipv4.sin_family = AF_INET;
   hints.ai_socktype = SOCK_STREAM;
   e = getaddrinfo(host, NULL, &hints, &list);
   for (i = e == 0 ? list : NULL; i != NULL && n < CDDP__ADDRESSES_MAX; i = i->ai_next) {
@@ -3201,6 +3206,12 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, i->ai_addr, i->ai_addrlen);
     out[n].size = i->ai_addrlen;
+    if (i->ai_family == AF_INET6 && IN6_IS_ADDR_V4MAPPED(&out[n].v6.sin6_addr)) {
+      memcpy(&ipv4.sin_addr, &out[n].v6.sin6_addr.s6_addr[12], sizeof ipv4.sin_addr);
+      memset(&out[n].sa, 0, sizeof out[n].sa);
+      out[n].v4 = ipv4;
+      out[n].size = sizeof ipv4;
+    }
     cddp__address_set_port(&out[n], port);
     for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) continue;
     if (j == n) n++;
@@ -10832,10 +10843,10 @@ static cddp_result cddp__post_send(cddp_group *g, const cddp__call *c, int *send
     else
       *send = i;
     if (r != CDDP_OK) p->staged = false;
-    p->tag = c->tag;
+    cddp__store32(&p->tag, (uint32_t)c->tag);
     p->dtype = c->dtype;
     p->count = c->count;
-    p->number = ++g->send_number;
+    cddp__note64(&p->number, ++g->send_number);
     CDDP__POINT("post");
     if ((uint32_t)i >= cddp__load32(&slot->send_top))
       cddp__store32(&slot->send_top, (uint32_t)i + 1);
@@ -10865,9 +10876,10 @@ static cddp__send_request *cddp__look_for_send(cddp_group *g, const cddp_work *q
     cddp__send_request *p;
     if (block > 0 && cddp__locate(g->host, &slot->more_sends[block], &at) != CDDP_OK) at = NULL;
     for (p = (cddp__send_request *)at, i = 0; i < n && i < left && p != NULL; i++, p++) {
-      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) || p->tag != q->call.tag)
+      if (cddp__load32(&p->state) != CDDP__POSTED_TO(g->rank) ||
+          cddp__load32(&p->tag) != (uint32_t)q->call.tag)
         continue;
-      if (best == NULL || p->number < best->number) best = p;
+      if (best == NULL || cddp__load64(&p->number) < cddp__load64(&best->number)) best = p;
     }
     left -= left < n ? left : n;
   }

@@ -1273,10 +1273,11 @@ static void test_meeting(void) {
   CHECK(mkdtemp(folder) != NULL);
   m.n = 3;
   m.wrong = NOTHING;
-  for (i = 0; i < 3; i++) {
+  for (i = 0; i < 4; i++) {
     if (i == 0) snprintf(m.url, sizeof m.url, "tcp://127.0.0.1:%d", ranks_free_port());
     if (i == 1) snprintf(m.url, sizeof m.url, "tcp://[::1]:%d", ranks_free_port());
-    if (i == 2) snprintf(m.url, sizeof m.url, "file://%s/meet", folder);
+    if (i == 2) snprintf(m.url, sizeof m.url, "tcp://[::ffff:127.0.0.1]:%d", ranks_free_port());
+    if (i == 3) snprintf(m.url, sizeof m.url, "file://%s/meet", folder);
     if (i == 1 && access("/proc/net/if_inet6", R_OK) != 0) continue;
     meet_all(&m, "aab");
     for (r = 0; r < m.n; r++)
