@@ -192,9 +192,9 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    Calls that are collective over a group, with a handle or without, are for one thread at a time,
    in the same order on every rank. (Steps of a cddp_ddp may run beside.) The rest of a cddp_ddp, a
    cddp_optim and a sampler are for one thread at a time. Destroy nothing that another thread is
-   using. cddp_error is each thread's own. pthread_cancel a thread in cddp_recv without a handle,
-   but in no other call. Signals disturb no call; their handlers may call nothing of cddp, nor leave
-   a call of it by longjmp. On GPUs see ORDER.
+   using. cddp_error is each thread's own. pthread_cancel a thread in cddp_recv of host memory
+   without a handle, but in no other call. Signals disturb no call; their handlers may call nothing
+   of cddp, nor leave a call of it by longjmp. On GPUs see ORDER.
    FAILURES. After a failure that involves a peer the group is broken: each further call returns
    that failure at once, cddp_destroy never hangs, and a new group may be made. Buffers are the
    caller's again when the call returns its failure. A peer on this host that is stopped (SIGSTOP, a
@@ -234,12 +234,15 @@ typedef struct cddp_group_desc {
 } cddp_group_desc;
 
 /* Finds the other ranks and forms the group. Blocks until all world_size ranks are there or
-   timeout_s has passed; ranks may start in any order. desc NULL = all defaults. Like
+   timeout_s has passed; ranks may start in any order, and a MASTER_ADDR that does not resolve is
+   asked for again for a minute. desc NULL = all defaults. Like
    torch.distributed.init_process_group.
      env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone.
-                     Rank 0 listens at MASTER_ADDR:MASTER_PORT until all have met (on all addresses
-                     of its host if that name means loopback there, as Debian's 127.0.1.1); while
-                     its group lives the system gives the port to nobody else.
+                     Rank 0 listens at MASTER_ADDR:MASTER_PORT until all have met. MASTER_ADDR must
+                     be an address or name of its own host, no service's and no NAT's. (If it is the
+                     host's name and means loopback there, as Debian's 127.0.1.1, rank 0 listens on
+                     all addresses; "localhost" is this host alone.) While its group lives the
+                     system gives the port to nobody else.
                      Ranks of one host need no network for that, not even loopback.
                      The variables of srun and mpirun (Open MPI, MPICH, Intel MPI) work too. On one
                      host their ranks meet without a port. On several, srun's meet at the step's
@@ -256,7 +259,8 @@ typedef struct cddp_group_desc {
                      that others may write
    BACKEND "mpi" is for a fabric that only MPI knows: built by mpicc -DCDDP_MPI and started by
    mpirun. Larger collectives and the gradients go to MPI, in its order of sums; all else stays with
-   shared memory and TCP: mismatches and dead ranks are seen as ever.
+   shared memory and TCP: mismatches and dead ranks are seen as ever. A time-out inside one of MPI's
+   operations cannot tell which rank is late.
    TWO JOBS must not use one place at once: give each a MASTER_PORT of its own. Launchers' jobs are
    kept apart by what their launcher tells of them. Ranks started by hand, and Hydra's on several
    hosts, are not: a group may form out of ranks of two jobs. CDDP_INVALID_ARGUMENT, "two jobs use
@@ -271,8 +275,8 @@ typedef struct cddp_group_desc {
    CDDP_MISMATCH. An operation has the mode of the thread that calls it, whichever runs it. Ranks
    that change it do so between the same calls; the first call behind the change may have the old
    mode still, if it moves 4 KiB or less. A file size limit (ulimit -f) also limits what ranks share
-   by cddp_alloc: each the limit over local ranks + 1. Not to be called while another thread changes
-   the environment. *out is NULL on failure.
+   by cddp_alloc: each the largest power of two that is at most the limit / (local ranks + 1). Not
+   to be called while another thread changes the environment. *out is NULL on failure.
    SECRET. Without one, whoever can reach rank 0's port may read and change what the ranks tell each
    other there, or take a rank's place; while they meet, strangers cost rank 0 at most 1.5 GiB of
    memory, and never its last descriptors. With one, both ends of a connection prove at its begin
@@ -298,8 +302,8 @@ CDDPDEF cddp_result cddp_group_split(cddp_group *g, int color, int key, cddp_gro
 CDDPDEF cddp_result cddp_group_new(cddp_group *g, const int *ranks, int count, cddp_group **out);
 
 /* Leaves the group and frees it; NULL is fine. Ranks still waiting for this one get CDDP_PEER_LOST.
-   Local; blocks at most for a second, in which messages to other hosts, or word of a rank's death,
-   do not move. Asynchronous work must have been waited for. */
+   Local; waits for messages to other hosts that have not left yet, until none has moved for a
+   second. Asynchronous work must have been waited for. */
 CDDPDEF void cddp_destroy(cddp_group *g);
 
 CDDPDEF int cddp_rank(const cddp_group *g);             /* 0 .. world_size - 1; -1 for NULL */
@@ -466,9 +470,10 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
                             or root, or reduce floats in other rounding or FTZ modes; or two ranks
                             of one host wait for each other in different groups, one in cddp_save
                             and one in a model's step, say
-   The latter is seen where each rank uses cddp from one thread and no comm_hook of the program's
-   own; else, and between hosts, it times out. The time-out's text says in what call each late rank
-   of the host waits, or which other group of the rank has failed before. */
+   The latter is seen where each rank uses cddp from one thread (another one counts from its first
+   call on) and no comm_hook of the program's own; else, and between hosts, it times out. The
+   time-out's text says in what call each late rank of the host waits, or which other group of the
+   rank has failed before. */
 
 /* buf[count] on every rank becomes the reduction of all ranks' buf. */
 CDDPDEF cddp_result cddp_all_reduce(cddp_group *g, void *buf, size_t count, cddp_dtype dtype,
@@ -526,10 +531,13 @@ CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
 
 /* POINT TO POINT. A recv takes the oldest send of that peer with that tag (any int >= 0); sends
    with other tags wait their turn. A send returns when the message is received if it is read in
-   place: above 64 KiB, from cddp_alloc memory, to a rank of this host. Others are copied, and their
-   send returns at once, unless 128 messages of this rank or 256 MiB of copies are on their way.
-   With a work handle cddp_send always returns at once. Count and dtype of a send and its recv must
-   agree: else CDDP_MISMATCH at the recv, and at the send or the sender's next call. Any thread. */
+   place: above 64 KiB, from cddp_alloc memory (of ranks that are threads: any memory), to a rank of
+   this host. Others are copied, and their send returns at once, unless 128 messages of this rank in
+   this group, to whichever ranks, or 256 MiB of copies are on their way; to other hosts the latter
+   counts alone. What the network does not take at once goes out in later calls of cddp: a rank that
+   computes for long holds it back. With a work handle cddp_send always returns at once. Count and
+   dtype of a send and its recv must agree: else CDDP_MISMATCH at the recv, and at the send or the
+   sender's next call. Any thread. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
@@ -603,7 +611,8 @@ typedef struct cddp_ddp_desc {
   bool find_unused_parameters; /* without ready() = zero; on all ranks = left untouched */
   cddp_comm_hook comm_hook;    /* NULL = all_reduce with CDDP_AVG */
   void *comm_hook_data;        /* its user_data */
-  cddp_param *buffers;         /* untrained state (running means); grad is ignored; any dtype */
+  cddp_param *buffers;         /* untrained state (running means); grad is ignored; any dtype; the
+                                  array must stay as the params */
   int buffer_count;            /* broadcast from rank 0 at creation and by cddp_ddp_sync_buffers */
   bool uneven_inputs;          /* GPUs with NCCL: ranks may call cddp_ddp_join, so that all hosts
                                   meet in each step; elsewhere they do in any case */
@@ -704,8 +713,10 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
-   all ranks when one is lost. Weights that you change by your own hand change alike on all ranks,
-   between two steps. Like torchrun --max-restarts, but nobody starts again from a checkpoint.
+   all ranks when one is lost. cddp_ddp_sync_buffers, _reduce_scatter, _all_gather and
+   _gather_states are CDDP_UNSUPPORTED. Who joins does not get buffers: broadcast them in
+   cddp_ddp_group. Weights that you change by your own hand change alike on all ranks, between two
+   steps. Like torchrun --max-restarts, but nobody starts again from a checkpoint.
 
    The ranks that did the step last begun. The group belongs to d and changes when ranks are lost or
    come: ask for it in or after each step that you use it in, at the same place on all ranks. If one
@@ -814,12 +825,14 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_join(cddp_ddp *d, cddp_optim *s);
 CDDPDEF int cddp_ddp_present(const cddp_ddp *d);
 
 /* on: gradients accumulate locally, not divided by the number of micro-batches; off: the next step
-   sends all. Same call on every rank, between steps. Like DDP's no_sync(). */
+   sends all. While it is on, cddp_ddp_wait returns at once, and cddp_ddp_step is
+   CDDP_INVALID_ARGUMENT. Same call on every rank, between steps. Like DDP's no_sync(). */
 CDDPDEF void cddp_ddp_no_sync(cddp_ddp *d, bool on);
 
 /* After cddp_ddp_wait: scales all gradients so that their global 2-norm is at most max_norm (> 0);
    *norm, unless NULL, is the norm before. Local, same bits on every rank, and with shards on any
-   number of them. A norm of NaN makes all gradients NaN. Like torch.nn.utils.clip_grad_norm_. */
+   number of them. A norm of NaN makes all gradients NaN, but for max_norm INFINITY, which scales
+   nothing. Like torch.nn.utils.clip_grad_norm_. */
 CDDPDEF cddp_result cddp_ddp_clip_grad_norm(cddp_ddp *d, double max_norm, double *norm);
 
 /* *norm = the global 2-norm that the last clip found, of cddp_ddp_step with max_grad_norm or of
@@ -842,8 +855,9 @@ CDDPDEF int cddp_ddp_bucket_count(const cddp_ddp *d);
 CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, int capacity);
 
 /* Frees d; gradients that cddp_ddp_create placed are gone and their pointers set to NULL. Local.
-   NULL is fine. A cddp_optim may go on, with another cddp_ddp on the same params say: it has all
-   states. They begin anew, and masters as the weights are, if d had failed or was elastic. */
+   NULL is fine. A cddp_optim that was made without desc.ddp may go on, with another cddp_ddp on the
+   same params say: it has all states. They begin anew, and masters as the weights are, if d had
+   failed or was elastic on one host. */
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 struct cddp_sgd_desc {
@@ -864,7 +878,7 @@ struct cddp_sgd_desc {
 
 typedef struct cddp_adamw_desc {
   double lr;           /* learning rate, >= 0. Zero stays zero: there is no default */
-  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999 */
+  double beta1, beta2; /* below 1; 0 = 0.9 and 0.999; for PyTorch's 0 say 1e-300 */
   double eps;          /* >= 0; 0 = 1e-8 */
   double weight_decay; /* >= 0, decoupled; 0: none, unlike PyTorch, whose default is 0.01 */
   bool amsgrad;        /* divide by the greatest exp_avg_sq so far */
@@ -932,10 +946,10 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine
      for (int i = NUM_PARAMETER_TENSORS - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
      TRY(cddp_ddp_step(ddp, adamw));
      TRY(cddp_all_reduce(g, &model.mean_loss, 1, CDDP_F32, CDDP_AVG, NULL)); // to print it
-   gpt2_backward then allocates grads_acts_memory only, whose being NULL it asks for in place of
-   grads_memory's; m_memory and v_memory go. To overlap with backward layer by layer, keep
-   grads_memory, from cddp_alloc, and list each layer's part of a tensor as a cddp_param with its
-   place there as grad. 2 ranks with B = 4 have the losses of one process with B = 8.
+   In gpt2_backward "if (model->grads_memory == NULL)" becomes "if (model->grads_acts_memory ==
+   NULL)", and grads_memory's allocation goes; so do m_memory and v_memory. To overlap with backward
+   layer by layer, keep grads_memory, from cddp_alloc, and list each layer's part of a tensor as a
+   cddp_param with its place there as grad. 2 ranks with B = 4 have the losses of 1 with B = 8.
    Its train_gpt2.cu has all that zero.cuh does, by hand. There
      multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
                                        main_stream; MPI, the ids and their exchange go
@@ -995,7 +1009,7 @@ CDDPDEF void cddp_sampler_destroy(cddp_sampler *s); /* for an epoch left early; 
    Files in the safetensors format. Between steps only: no gradient may be marked ready. */
 
 typedef struct cddp_shape {
-  int dims;         /* at most 8; 0: one dimension, as long as the parameter */
+  int dims;         /* at most 8; 0: one, as long as the parameter; -1: a scalar, [] */
   uint64_t size[8]; /* the last one varies fastest, as in C */
 } cddp_shape;
 
@@ -1022,14 +1036,15 @@ typedef struct cddp_checkpoint_desc {
    pieces on the ranks, as after cddp_ddp_step: they are written whole. A GPU's memory is read after
    what is on the group's stream (g NULL: on the device); the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
-   half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces. What
-   is there and no regular file (a symbolic link, a device) is CDDP_IO, and so is path while another
-   process saves to it (without flock(), as on Lustre without -o flock, nothing shows that: let one
-   process at a time save to a path). The new file gets the old one's mode, owner and group (no
-   ACLs, no extended attributes). Without the right to set the owner it belongs to this user;
-   without the right to set the group, the new group and all others get only what both had. All
-   ranks get the same result: CDDP_IO of the file system, CDDP_MISMATCH for parameters or options
-   that differ. timeout_s must suffice for rank 0's writing. Like safetensors' save_file. */
+   half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces; only
+   when syncing the folder fails afterwards, the text says that the new one is there. What is there
+   and no regular file (a symbolic link, a device) is CDDP_IO, and so is path while another process
+   saves to it (without flock(), as on Lustre without -o flock, nothing shows that: let one process
+   at a time save to a path). The new file gets the old one's mode, owner and group (no ACLs, no
+   extended attributes). Without the right to set the owner it belongs to this user; without the
+   right to set the group, the new group and all others get only what both had. All ranks get the
+   same result: CDDP_IO of the file system, CDDP_MISMATCH for parameters or options that differ.
+   timeout_s must suffice for rank 0's writing. Like safetensors' save_file. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
                                            const cddp_param *params, int count,
                                            const cddp_checkpoint_desc *desc);
@@ -1038,12 +1053,13 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_save(cddp_group *g, const char *path,
    values, whatever the number of ranks that saved it; f32, f64, f16 and bf16 are converted into
    each other. The file is not trusted. All of it is checked before anything is changed: CDDP_IO for
    one that is damaged, CDDP_INVALID_ARGUMENT for one that does not suit. Only when reading fails
-   after that, part of rank 0's params (and of states on a GPU) may be overwritten. All ranks get
-   the same result. Another optimizer's states (SGD's momentum for AdamW) do not suit; with partial
-   its learning rate is taken, and this one's states begin anew. A sampler goes on with the next
-   sample of the epoch that no rank had: begin with epoch cddp_sampler_epoch(), whose first
-   cddp_sampler_set_epoch then does not rewind. A cddp_ddp counts on from the steps of the saved
-   one. Memory of a GPU as in cddp_save. Like load_file and load_state_dict. */
+   after that, part of rank 0's params (and of AdamW's step counts, and of states on a GPU) may be
+   overwritten. All ranks get the same result. Another optimizer's states (SGD's momentum for AdamW)
+   do not suit; with partial its learning rate is taken, and this one's states begin anew. A sampler
+   goes on with the next sample of the epoch that no rank had: begin with epoch
+   cddp_sampler_epoch(), whose first cddp_sampler_set_epoch then does not rewind. A cddp_ddp counts
+   on from the steps of the saved one. Memory of a GPU as in cddp_save. Like load_file and
+   load_state_dict. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_load(cddp_group *g, const char *path, cddp_param *params,
                                            int count, const cddp_checkpoint_desc *desc);
 
@@ -1079,9 +1095,9 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 /* Forks nprocs processes that call fn(rank, arg), and waits for them. fn's return value (0 .. 255)
    is the exit code; 0 is success. When one fails the others have 1 s to notice, then get SIGTERM
    and 5 s later SIGKILL; CDDP_PEER_LOST names the first: its rank, exit code or signal. Children
-   die with their parent, run no atexit handlers of it, and leave nothing behind (but LLVM's OpenMP
-   a file of 1 KiB in /dev/shm, if a child uses it). Like torch.multiprocessing.spawn;
-   examples/cddprun.c starts programs as ranks.
+   die with their parent, run no atexit handlers of it unless fn calls exit(), and leave nothing
+   behind (but LLVM's OpenMP a file of 1 KiB in /dev/shm, if a child uses it). Like
+   torch.multiprocessing.spawn; examples/cddprun.c starts programs as ranks.
      environment  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; unless
                   CDDP_SECRET is set a random CDDP_JOB_SECRET for the ranks' meeting, which other
                   users of this host lack; with several ranks OMP_NUM_THREADS=1 if unset (OpenMP and
@@ -1095,15 +1111,17 @@ CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const c
 CDDPDEF cddp_result cddp_spawn(int (*fn)(int rank, void *arg), void *arg, int nprocs);
 
 /* cddp_spawn for ELASTIC training, where the others go on when one fails. It is forked again, to
-   join them (with CDDP_JOIN=1), max_restarts times in all; 0: never. CDDP_OK when one has returned
-   0, whatever the others have; nobody is forked after that. When all have failed CDDP_PEER_LOST
-   names the last one. Like torchrun's --max-restarts, but none of the others restarts. */
+   join them (with CDDP_JOIN=1), max_restarts times in all; 0: never. If it cannot be forked, the
+   others go on without it. CDDP_OK when one has returned 0, whatever the others have; nobody is
+   forked after that. When all have failed CDDP_PEER_LOST names the last one. Like torchrun's
+   --max-restarts, but none of the others restarts. */
 CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg, int nprocs,
                                        int max_restarts);
 
 /* Calls fn on n threads, each with its own rank of one group, and waits for them; destroys the
-   groups. fn returns 0 for success; when one fails (or calls pthread_exit) the others' waits end
-   with CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn begins with cddp_set_device. */
+   groups that fn has not destroyed. fn returns 0 for success; when one fails (or calls
+   pthread_exit) the others' waits end with CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn
+   begins with cddp_set_device. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
 /* CALL SITES. -------------------------------------------------------------------------------------
@@ -1162,8 +1180,9 @@ typedef struct cddp_record_header {
    commands queue_*, list_keys and barrier. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
-  bool is_server;           /* tcp: also serve, from a thread, on host's addresses; port 0 = any */
-  double timeout_s;         /* of connecting, get, wait; 0 = CDDP_TIMEOUT_S, else 600 */
+  bool is_server;           /* tcp, unix: also serve, from a thread, on host's addresses; port 0:
+                               any */
+  double timeout_s;         /* of each operation, and of connecting; 0 = CDDP_TIMEOUT_S, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET from the environment, else none: cddp_init */
   cddp_allocator allocator;
 } cddp_store_desc;
@@ -1178,11 +1197,13 @@ CDDPDEF cddp_result cddp_store_set(cddp_store *s, const char *key, const void *v
 CDDPDEF cddp_result cddp_store_get(cddp_store *s, const char *key, void *value, size_t capacity,
                                    size_t *size);
 /* Adds amount to the decimal number at key (absent = 0) in one atomic step; *total, unless NULL,
-   is the new value. */
+   is the new value. If the value is no number, the server ends the connection: CDDP_NETWORK. */
 CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amount, int64_t *total);
-/* Stores desired if the value is expected (expected_size 0: if key is absent). *swapped says
-   whether. value[capacity] and *size get the value that key has now, or expected if key is absent
-   and was not expected to be. */
+/* Stores desired if the value is expected (expected_size 0: if key is absent). value[capacity] and
+   *size get the value that key has now, or expected if key is absent and was not expected to be.
+   *swapped: the value is desired now, also if it was before, as with TCPStore: to elect one of
+   several, let each write other bytes (its rank). CDDP_INVALID_ARGUMENT if the value exceeds
+   capacity: *swapped and *size are right all the same. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -1543,11 +1564,12 @@ typedef struct cddp__control_block {
   unsigned char pad3[CDDP__CACHE_LINE - 4];
   cddp__atomic_u32 broken; /* 0, or what broke the group, with the slot that says why << 8 */
   cddp__atomic_u32 left;   /* ranks of the host that have destroyed the group */
+  cddp__atomic_u32 generation; /* of the extent that it begins; another one: the block is gone */
   cddp__atomic_u32 size;   /* of so many, for the rank that frees the block; 0: not known yet */
   cddp__atomic_u32 staging; /* bytes of a staging buffer, as the first rank that came found it; */
   cddp__atomic_u32 cores;   /* likewise; at last what all ranks of the host may use together */
   cddp__atomic_u32 joins;   /* of the job's first group: processes that have joined, ever */
-  unsigned char pad4[CDDP__CACHE_LINE - 24];
+  unsigned char pad4[CDDP__CACHE_LINE - 28];
   cddp__atomic_u64 processors[CDDP__PROCESSORS / 64]; /* likewise: a bit for each they may use */
   cddp__cause cause; /* of losses to come */
   cddp__atomic_u32 told; /* the last round of which the other hosts were told who has come */
@@ -2380,10 +2402,10 @@ static int cddp__poll_ms(double deadline, int max_ms) {
 /* --- atomics and threads --- */
 
 /* Shared scalars live in cddp__atomic_* structs and are touched only by the functions below.
-   Acquire on load, release on store, both on exchange and add: correct on weakly ordered machines
-   too. */
+   Release on store. Loads, exchanges and adds are in order with each other, as who sleeps after an
+   add relies on: correct on weakly ordered machines too. */
 static uint32_t cddp__load32(const cddp__atomic_u32 *a) {
-  return __atomic_load_n(&a->v, __ATOMIC_ACQUIRE);
+  return __atomic_load_n(&a->v, __ATOMIC_SEQ_CST);
 }
 static void cddp__store32(cddp__atomic_u32 *a, uint32_t v) {
   __atomic_store_n(&a->v, v, __ATOMIC_RELEASE);
@@ -2400,7 +2422,7 @@ static bool cddp__swap32(cddp__atomic_u32 *a, uint32_t expected, uint32_t desire
 }
 
 static uint64_t cddp__load64(const cddp__atomic_u64 *a) {
-  return __atomic_load_n(&a->v, __ATOMIC_ACQUIRE);
+  return __atomic_load_n(&a->v, __ATOMIC_SEQ_CST);
 }
 static void cddp__store64(cddp__atomic_u64 *a, uint64_t v) { /* in order with all other accesses */
   __atomic_exchange_n(&a->v, v, __ATOMIC_SEQ_CST);
@@ -5085,6 +5107,7 @@ static cddp__extent *cddp__extent_place(cddp__host *h, uint64_t size) {
   if (best != NULL && best->size <= 2 * size) return best;
   base = cddp__round_up(h->window_end, align);
   if (!h->threads && (base > limit || size > limit - base)) {
+    if (best != NULL) return best;
     cddp__fail(CDDP_OUT_OF_MEMORY,
                "cddp_alloc: %" PRIu64 " bytes do not fit into the %" PRIu64
                " bytes that this rank may share%s",
@@ -5120,8 +5143,9 @@ static bool cddp__block_gone(const cddp__host *h, const cddp__extent *e) {
   size_t at = cddp__extent_at(h, e->after_base);
   const cddp__extent *k = h->extents + at;
   return at == h->extent_count || k->base != e->after_base || k->address == NULL ||
-         k->generation != e->after_generation || cddp__block_left(k) ||
-         cddp__load32(&((const cddp__control_block *)(const void *)k->address)->size) == 0;
+         cddp__block_left(k) ||
+         cddp__load32(&((const cddp__control_block *)(const void *)k->address)->generation) !=
+             e->after_generation;
 }
 
 /* Gives back what goes with control blocks that all ranks of this host have left, then these. */
@@ -5157,6 +5181,8 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
     e->after_generation = 0;
     e->address = address;
     e->generation = ++h->generation;
+    if (use == CDDP__FOR_BLOCK || use == CDDP__FOR_BOARD)
+      cddp__store32(&((cddp__control_block *)(void *)address)->generation, e->generation);
     if (h->highest.v == 0 || (uintptr_t)address < h->lowest.v)
       cddp__store64(&h->lowest, (uintptr_t)address);
     if ((uintptr_t)address + e->size > h->highest.v)
@@ -6312,7 +6338,7 @@ static const cddp__shape cddp__shapes[] = {{"barrier", 0, 0, 0, 0, 0},
                                            {"all_to_all", 0, 1, 1, 0, 0},
                                            {"all_gather_v", 0, 0, 1, 0, 0},
                                            {"all_to_all_v", 0, 1, 1, 0, 0},
-                                           {"group_split", 0, 0, 0, 0, 0}, /* from here: names */
+                                           {"group_new/split", 0, 0, 0, 0, 0}, /* names from here */
                                            {"ddp_create", 0, 0, 0, 0, 0},
                                            {"ddp_wait", 0, 0, 0, 0, 0},
                                            {"ddp_step", 0, 0, 0, 0, 0},
@@ -7484,14 +7510,15 @@ CDDP__COLD
    the hello. Else frames follow: a head of 32 bytes and `size` bytes. A rank that leaves a group
    says BYE.
    Nothing blocks, and there is no thread: each rank that waits, for whatever group, also accepts
-   connections and keeps them until their group claims them. A caller that says nothing, or
-   nonsense, is dropped after CDDP__STRANGER_S or at once, and costs a descriptor until then.
+   connections and keeps them until their group claims them. A caller that says nonsense is dropped
+   at once. One that says nothing may be a rank that computes, with a message for this one to send:
+   it is dropped when there are too many, or after CDDP__STRANGER_S when few descriptors are left.
    When a connection has ended, its error says how; the rank is lost then, see >>hosts. */
 
 #define CDDP__FRAME_MAGIC 0x52464443u /* "CDFR", begins a frame */
 #define CDDP__PENDING_LINKS 256       /* at a time; beyond these the oldest is dropped */
 #ifndef CDDP__STRANGER_S
-#define CDDP__STRANGER_S 5.0 /* for the hello and the proof */
+#define CDDP__STRANGER_S 5.0 /* for the hello and the proof, when few descriptors are left */
 #endif
 #ifndef CDDP__UNANSWERED_S
 #define CDDP__UNANSWERED_S 20.0 /* after which a host that answers nothing is given up */
@@ -7848,7 +7875,7 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
                            uint32_t code, const char *text) {
   unsigned char body[CDDP__NOTICE_BYTES];
   char kept[CDDP__ERROR_MAX];
-  double deadline = cddp__now() + 0.3;
+  double deadline, patience = 0.3; /* of a batch, as some hosts may not answer; later ones: less */
   cddp__link *first = NULL, *l;
   int p = 0, count;
   bool busy;
@@ -7867,6 +7894,8 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
       first = l;
       count++;
     }
+    deadline = cddp__now() + patience;
+    patience = 0.1;
     do {
       for (busy = false, l = first; l != NULL; l = l->next) {
         cddp__link_flush(n, l);
@@ -7956,12 +7985,13 @@ static bool cddp__link_is_for(const cddp__link *l, uint64_t group) {
 static void cddp__net_look(cddp__host *h, cddp__net *n) {
   cddp__link **at, *l;
   int place = 0, i, fd;
-  bool none;
+  bool none, few = false;
   if (pthread_mutex_trylock(&n->lock) != 0) return;
   for (i = 0; i < 64; i++) {
     if ((fd = cddp__accept(n->listener)) < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
     none = fd < 0 && (errno == EMFILE || errno == ENFILE);
     cddp__store32(&n->starved, none ? (uint32_t)errno : 0);
+    few = few || none || (fd >= 0 && !cddp__spare_descriptor(fd, false));
     if (fd < 0 || (l = cddp__link_new(n, fd, CDDP__STRANGER_S)) == NULL) break;
     l->next = n->callers;
     n->callers = l;
@@ -7972,7 +8002,7 @@ static void cddp__net_look(cddp__host *h, cddp__net *n) {
       cddp__notice_receive(h, n, l);
       up = false;
     }
-    if (!up && (cddp__now() > l->deadline || ++place > CDDP__PENDING_LINKS))
+    if (!up && ((few && cddp__now() > l->deadline) || ++place > CDDP__PENDING_LINKS))
       cddp__link_end(l, ETIMEDOUT);
     for (i = 0; i < CDDP__LEFT_GROUPS && up && !left; i++) left = n->left[i] == l->hello.group + 1;
     if (l->state != CDDP__LINK_DEAD && !left) {
@@ -8763,10 +8793,14 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.deadline = deadline;
   r = cddp__store_open(&v->store, &o);
   if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && at->port_name != NULL)
-    cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s)",
-                 at->host_name, at->port_name);
+    cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
+                 at->host_name, at->port_name,
+                 at->client_only ? "; by TORCHELASTIC_USE_AGENT_STORE a launcher serves there"
+                                 : "");
   return r;
 }
+
+#define CDDP__NAME_S 60 /* a MASTER_ADDR that does not resolve is asked for again */
 
 /* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
    open the store for a while, a longer one each time, up to ten seconds: in between the clients
@@ -8775,7 +8809,7 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
   const char *key = v->key;
   cddp__address own;
-  bool there = false;
+  bool there = false, first = v->pause <= 0.002; /* this store has not been asked yet */
   cddp_result r;
   if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
   if (v->store == NULL) {
@@ -8785,9 +8819,15 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
     else if (v->pause < 5)
       v->pause *= 2;
     v->look = cddp__now() + (r == CDDP_OK ? 0 : 0.02); /* for the clients */
+    if (r == CDDP_NETWORK && !v->serves && v->look + 0.5 < v->deadline &&
+        v->look < v->deadline - v->at->timeout_s + CDDP__NAME_S) {
+      v->look += 0.25; /* no such name yet */
+      return CDDP_OK;
+    }
     if (r != CDDP_TIMEOUT) return r;
     return cddp__now() < v->deadline || cddp__has_cause(&v->problem) ? CDDP_OK : r;
   }
+  v->store->timeout_s = v->deadline - cddp__now();
   r = cddp_store_check(v->store, &key, 1, &there); /* a server connects to itself */
   if (r == CDDP_OK && v->with_rank_0) r = cddp__open_root(v);
   else if (r == CDDP_OK && there) r = cddp__call_root(v);
@@ -8799,7 +8839,7 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   }
   if (r != CDDP_NETWORK || v->serves) return r;
   cddp__close_store(v);
-  if (v->stale) return CDDP_OK; /* an earlier job's store has ended */
+  if (v->stale || first) return CDDP_OK; /* an earlier meeting's store has ended */
   return cddp__fail(CDDP_PEER_LOST,
                     "the store at %s hung up while the ranks were meeting: the process that "
                     "serves it (rank 0, unless a launcher does) died or gave up",
@@ -9071,6 +9111,17 @@ static void cddp__channel_fail(int fd, bool local, cddp_result r, const char *te
          recv(fd, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
 }
 
+/* Whether the process at the other end, of this host, has been told already: it comes to another
+   meeting. */
+static bool cddp__comes_again(const cddp__rendezvous *v, const cddp__channel *c) {
+  uint32_t peer[3];
+  size_t i;
+  if (c->known || !c->local || !cddp__peer_process(c->fd, peer)) return false;
+  for (i = 0; i < v->member_count; i++)
+    if (v->members[i].node == 0 && v->members[i].info.pid == peer[0]) return true;
+  return false;
+}
+
 /* Tells the ranks above and below, those too that have just come, and those that are in the group
    already, why there will be no group; or (CDDP_OK) those that do not fit into it. */
 static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r) {
@@ -9088,7 +9139,8 @@ static void cddp__tell_failure(cddp__rendezvous *v, cddp_group *g, cddp_result r
     for (k = v->below_count; k-- > 0;) {
       const cddp__channel *c = &v->below[k];
       if (r == CDDP_OK && (!c->known || v->members[c->first].fits)) continue;
-      cddp__channel_fail(c->fd, c->local || !c->known, told, c->local ? text : far);
+      if (!cddp__comes_again(v, c))
+        cddp__channel_fail(c->fd, c->local || !c->known, told, c->local ? text : far);
       cddp__drop_channel(v, k); /* those that come need its descriptor */
     }
     if (r == CDDP_OK) return;
@@ -9656,6 +9708,7 @@ static void cddp__keep_message(cddp_group *g, cddp__link *l, cddp__message *m) {
 static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
   cddp__hosts *x = g->hosts;
   size_t got = l->got, ahead = l->ahead_at;
+  bool came = false;
   uint64_t one = 1;
   cddp__message *m;
   cddp__link_flush(x->net, l);
@@ -9668,10 +9721,11 @@ static void cddp__link_progress(cddp_group *g, cddp__link *l, bool awaited) {
     }
     if ((m = cddp__link_receive(x->net, l, SIZE_MAX / 16)) == NULL) break;
     cddp__keep_message(g, l, m);
+    came = true;
     if (l->ahead_at == l->ahead_end) break; /* most likely there is no more */
   }
   cddp__note_end(g, l);
-  if (l->got == got && l->ahead_at == ahead) return;
+  if (!came && l->got == got && l->ahead_at == ahead) return;
   cddp__notify(g, g->rank);
   if (x->polling && write(x->bell, &one, sizeof one) < 0) {} /* it is to be heard already */
 }
@@ -10910,8 +10964,8 @@ static void cddp__take_send(cddp_group *g, cddp_work *q, cddp__send_request *p) 
     cddp__copy(q->call.recv, p->u.bytes, p->count * q->call.esize);
     q->result = CDDP_OK;
     q->done = true;
-    /* Nobody takes it back, so nothing need wait for this store. (Its sender looks once a
-       millisecond if it waits for a place, and misses the notice.) */
+    /* Nobody takes it back, so nothing need wait for this store. (Its sender looks
+       every 1 to 20 ms if it waits for a place, and misses the notice.) */
     cddp__store32(&p->state, CDDP__SEND_DONE);
     cddp__notify(g, q->from);
     return;
@@ -10996,7 +11050,9 @@ static bool cddp__recv_alone(cddp_work *q) {
     if (cddp__look_for_send(g, q) != NULL) {
       pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* see cddp__post_recv */
       pthread_mutex_lock(&g->p2p_lock);
-      if (g->recvs == NULL && (p = cddp__look_for_send(g, q)) != NULL) cddp__take_send(g, q, p);
+      if (g->recvs == NULL && cddp__look_for_send(g, q) != NULL &&
+          (p = cddp__look_for_send(g, q)) != NULL)
+        cddp__take_send(g, q, p); /* the oldest, see there; another thread may have had the first */
       pthread_mutex_unlock(&g->p2p_lock);
       pthread_setcancelstate(cancel, &cancel);
       return q->done;
@@ -11074,6 +11130,20 @@ static cddp_result cddp__check_peer(const cddp_work *w) {
   return cddp__report_lost(w->group, gone, cddp__words("%s, tag %d", doing, w->call.tag).s);
 }
 
+/* Breaks the group if a rank is gone that messages of this one wait for: it never takes them. */
+static cddp_result cddp__check_receivers(cddp_group *g) {
+  int i, to, gone = -1;
+  pthread_mutex_lock(&g->p2p_lock);
+  for (i = cddp__send_count(g) - 1; i >= 0 && gone < 0; i--) {
+    uint32_t state = cddp__load32(&cddp__send_at(g, i)->state);
+    to = (int)(state >> 8);
+    if ((state & 255) == CDDP__SEND_POSTED && to != g->rank && cddp__rank_gone(g, to)) gone = to;
+  }
+  pthread_mutex_unlock(&g->p2p_lock);
+  if (gone < 0) return CDDP_OK;
+  return cddp__report_lost(g, gone, "a send, with messages for it on their way");
+}
+
 /* The deadline has passed: the group's, or (limit >= 0, seconds) the caller's own, of which nobody
    else is told. */
 static cddp_result cddp__message_late(const cddp_work *w, double limit) {
@@ -11142,6 +11212,9 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
     if (cddp__wait_yields(&w)) continue;
     if ((r = cddp__wait_tick(g, &w)) != CDDP_OK) break;
     if (cddp__gone_peer(m) >= 0 && !cddp__message_ready(m)) r = cddp__check_peer(m);
+    if (r == CDDP_OK && w.due && m->call.kind == CDDP__KIND_SEND && m->send < 0 &&
+        g->members[m->call.root] >= 0) /* it waits until fewer messages are on their way */
+      r = cddp__check_receivers(g);
     if (r == CDDP_OK && w.late) r = cddp__message_late(m, limit);
     if (r != CDDP_OK) break;
     if (w.due && !shown) shown = cddp__show_message(m);
@@ -11280,11 +11353,16 @@ static cddp_result cddp__mpi_fail(int code, const char *what) {
 /* Waits for an operation of the call c; code: what MPI said when it began. */
 static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
                                   MPI_Request *request) {
+  cddp__op_header *mine;
   cddp_result r = CDDP_OK;
   cddp__wait w;
-  int i, done = 0;
+  int i, p, done = 0;
   cddp__wait_begin(&w, g->timeout_s, 0);
   g->round++; /* whoever has not announced the next one is in this operation, or lost in it */
+  mine = cddp__op_header_of(g, g->rank, g->round); /* for texts; nobody reads it without its seq */
+  mine->call = cddp__call_code(c, CDDP__PHASE_CALL);
+  mine->count = c->count;
+  mine->root = (int32_t)c->root;
   for (i = 0; r == CDDP_OK && code == MPI_SUCCESS; i++) {
     pthread_mutex_lock(&cddp__mpi_lock);
     code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
@@ -11294,6 +11372,8 @@ static cddp_result cddp__mpi_wait(cddp_group *g, const cddp__call *c, int code,
     sched_yield();
     if (cddp__now() < w.look) continue;
     if ((r = cddp__wait_tick(g, &w)) == CDDP_OK) r = cddp__look_after_peers(g);
+    for (p = 0; r == CDDP_OK && p < g->size; p++) /* whoever is alone on its host */
+      if (g->members[p] < 0 && cddp__remote_gone(g, p)) r = cddp__report_lost(g, p, NULL);
     if (r == CDDP_OK && w.late) r = cddp__break_late(g, -1);
   }
   g->round--;
@@ -11559,17 +11639,14 @@ static cddp_work *cddp__work_new(cddp_group *g, size_t more) {
 
 /* Runs an operation in its caller's place: under its name and in its floating-point mode. */
 static void cddp__work_run(cddp_work *w) {
-  bool other = w->fp_mode != cddp__seen_fp_mode;
-  uint32_t fp_mode = 0;
+  uint32_t fp_mode = cddp__fp_mode();
+  bool other = w->fp_mode != 1 + fp_mode;
   cddp__site site;
   CDDP__POINT("engine");
   cddp__copy_site(&site, &cddp__this_site);
   cddp__copy_site(&cddp__this_site, &w->site);
-  if (CDDP__UNLIKELY(other)) {
-    fp_mode = cddp__fp_mode();
-    cddp__set_fp_mode(w->fp_mode - 1);
-    cddp__seen_fp_mode = w->fp_mode;
-  }
+  if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(w->fp_mode - 1);
+  cddp__seen_fp_mode = w->fp_mode;
   w->result = w->run(w);
   if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
   cddp__copy_site(&cddp__this_site, &site);
@@ -11771,6 +11848,7 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
   cddp_group *g = w->group;
   bool ended = true;
   cddp_result r = CDDP_OK;
+  cddp__note_thread(g->host);
   if (w->backend != NULL) { /* CUDA's own wait knows no limit */
     while (limit >= 0 && !(ended = w->backend->done(w)) && cddp__now() < deadline) {
       cddp__sleep(nap);
@@ -12465,9 +12543,7 @@ static cddp_result cddp__consensus(cddp_group *g, cddp_result mine, const void *
 /* Hands a collective to the engine. */
 static cddp_result cddp__enqueue(cddp_work *w) {
   w->anywhere = true;
-  w->fp_mode = cddp__seen_fp_mode;
-  if (w->fp_mode == 0 || w->call.count * w->call.esize > CDDP__ROUND_MOST)
-    w->fp_mode = 1 + cddp__fp_mode();
+  w->fp_mode = 1 + cddp__fp_mode();
   cddp__copy_site(&w->site, &cddp__this_site);
   w->record = cddp__record_call(w->group, &w->call);
   if (cddp__record_at(w->group, w->record) != NULL)
@@ -14216,7 +14292,7 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
    graph runs: with a rank that died it would never end, while one that left has seen the end of its
    own. inside: a thread waits for NCCL, and so perhaps for other ranks. */
 static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
-  bool waits = inside || cddp__device_busy(p) > 0;
+  bool waits = inside || cddp__device_busy(p) > 0, counts = false;
   cddp_group *g = p->group;
   int q;
   for (q = 0; q < g->size; q++) {
@@ -14225,10 +14301,12 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
     left = cddp__rank_left(g, q);
     behind = cddp__calls_behind(p, q) > 0;
     if (!behind && !waits && (left || cddp__load32(&p->captured) == 0)) continue;
+    counts = true;
     if (p->left_since == 0) p->left_since = cddp__now();
     if (!behind && cddp__now() - p->left_since < (left ? CDDP__LEFT_S : CDDP__ENDED_S)) continue;
     return cddp__report_lost(g, q, cddp__words("operations with it on cuda:%d", p->device).s);
   }
+  if (!counts) p->left_since = 0;
   return CDDP_OK;
 }
 
@@ -17396,6 +17474,8 @@ static cddp_result cddp__check_pair(const cddp_ddp *d, cddp_optim *s) {
           ? "the cddp_optim was made for other parameters than the cddp_ddp"
       : s->share != NULL && s->share != d
           ? "the cddp_optim already steps another cddp_ddp"
+      : s->desc.ddp != NULL && s->desc.ddp != d
+          ? "the cddp_optim was made with another cddp_ddp in its desc.ddp"
       : d->no_sync ? "no_sync is on; switch it off for the backward pass that is stepped"
                    : NULL;
   if (wrong != NULL) return cddp__fail(CDDP_INVALID_ARGUMENT, "%s", wrong);
@@ -17637,6 +17717,12 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   }
   for (i = 0; i < d->count; i++)
     if (d->tensors[i].storage == CDDP__PLACED) d->params[i].grad = NULL;
+  if (d->hooks != NULL && d->next_bucket > 0) { /* the engine may be in a hook */
+    cddp__fail(CDDP_ABORTED, "rank %d destroyed the cddp_ddp while a bucket was in flight",
+               d->group->rank);
+    (void)cddp__break(d->hooks, CDDP_ABORTED);
+    cddp__engine_drain(d->comm);
+  }
   if (d->memory->free != NULL) d->memory->free(d);
   if (d->hooks != NULL) cddp__group_leave(d->hooks);
   if (d->comm != NULL) cddp__group_leave(d->comm);
@@ -18870,7 +18956,12 @@ static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
   if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
   if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
     r = d->memory->clip(d, d->desc.max_grad_norm, NULL);
-  if (r == CDDP_OK && s != NULL && !gpu) r = cddp_optim_step(s);
+  if (r == CDDP_OK && s != NULL && !gpu) {
+    cddp__sparse *const *sparse = s->sparse; /* NULL: it was made without `ddp` */
+    s->sparse = d->sparse;
+    r = cddp_optim_step(s);
+    s->sparse = sparse;
+  }
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, gpu ? s : NULL, gpu);
   CDDP__POINT("elastic updated");
   if (r == CDDP_OK) d->crew->step++;
@@ -19199,6 +19290,10 @@ static cddp_result cddp__elastic_failure(const cddp_ddp *d) { /* of the model */
   cddp__elastic *e = d->elastic;
   cddp_result r = cddp__check_cause(&e->board->failure);
   if (r != CDDP_OK) return r;
+  if (d->me >= 0 && (cddp__member_is(e, d->me, CDDP__MEMBER_LOST) ||
+                     cddp__member_is(e, d->me, CDDP__MEMBER_NONE)))
+    return cddp__fail(CDDP_ABORTED, "the other ranks took rank %d's process for one that has ended",
+                      d->group->rank);
   if (CDDP__LIKELY(cddp__load32(&d->group->host->unshared) == e->unshared)) return CDDP_OK;
   return cddp__fail(CDDP_ABORTED,
                     "rank %d took its memory out of sharing, as an operation of another group "
@@ -19211,6 +19306,23 @@ static uint64_t cddp__process_born(uint32_t pid) {
   uint64_t born;
   char state;
   return cddp__process_stat(pid, 22, &state, &born) && state != 'Z' && state != 'X' ? born : 0;
+}
+
+/* Whether the process that began then (0: it is not known) has ended. Where /proc cannot tell, as
+   no descriptor is left, the pid does. A process whose first thread alone has ended looks like a
+   zombie; a pidfd tells. */
+static bool cddp__process_ended(uint32_t pid, uint64_t since) {
+  struct pollfd fd = {-1, POLLIN, 0};
+  uint64_t born;
+  char state = 0;
+  bool known = cddp__process_stat(pid, 22, &state, &born), ended;
+  if (!known) return kill((pid_t)pid, 0) != 0 && errno == ESRCH;
+  if (since != 0 && born != since) return true;
+  if (state != 'Z' && state != 'X') return false;
+  fd.fd = (int)syscall(SYS_pidfd_open, (pid_t)pid, 0u);
+  ended = fd.fd < 0 || poll(&fd, 1, 0) == 1;
+  if (fd.fd >= 0) close(fd.fd);
+  return ended;
 }
 
 /* The parts into which the update of a model is dealt. */
@@ -19391,7 +19503,7 @@ static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
   v->pidfd = -1;
   if (!h->threads && member != d->me) v->pidfd =
         cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u));
-  if (v->pidfd >= 0 && cddp__process_born(m->pid) != m->born) cddp__close_fd(&v->pidfd);
+  if (v->pidfd >= 0 && cddp__process_ended(m->pid, m->born)) cddp__close_fd(&v->pidfd);
   r = cddp__locate(h, &m->arena, &arena);
   if (r == CDDP_OK) r = cddp__locate(h, &m->kit, &kit);
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
@@ -19521,7 +19633,7 @@ static bool cddp__member_gone(const cddp_ddp *d, int member) {
   fd.events = POLLIN;
   fd.revents = 0;
   if (fd.fd >= 0 && poll(&fd, 1, 0) == 1) return true;
-  return fd.fd < 0 && cddp__process_born(m->pid) != m->born;
+  return fd.fd < 0 && cddp__process_ended(m->pid, m->born);
 }
 
 /* Looks after the other members: who is gone is lost, and the shards that it had taken are free, or
@@ -19546,11 +19658,12 @@ static cddp_result cddp__elastic_look(cddp_ddp *d) {
     if (cddp__unit_state(word, e->step) != CDDP__UNIT_TAKEN || word >> 26 != e->step) continue;
     m = cddp__unit_owner(word);
     if (cddp__member_is(e, m, CDDP__MEMBER_LIVE)) continue;
-    r = cddp__elastic_see(d, m);
+    count = cddp__table_count(e, m, e->step, &table);
+    if (count > 0) r = cddp__elastic_see(d, m); /* else it may have freed its memory as it left */
     if (cddp__load64(&e->shards[shard]) != word) r = CDDP_OK; /* the memory may have gone too */
     else if (r == CDDP_OK) {
-      count = cddp__table_count(e, m, e->step, &table);
-      state = cddp__nodes_have(cddp__table(d, e->views[m].kit, table), count, shard)
+      state = count > 0 &&
+                      cddp__nodes_have(cddp__table(d, e->views[m].kit, table), count, shard)
                   ? CDDP__UNIT_DONE : CDDP__UNIT_FREE;
       CDDP__POINT("elastic free");
       if (cddp__swap64(&e->shards[shard], word, cddp__unit(e->step, state, m, 0)))
@@ -19571,7 +19684,7 @@ static void cddp__forget_member(cddp_ddp *d, int member) {
   void *kit = NULL;
   int i = -1;
   if (h->threads || m->kit.kind != CDDP__REF_EXTENT) return;
-  if (cddp__process_born(m->pid) != m->born && cddp__locate(h, &m->kit, &kit) == CDDP_OK) {
+  if (cddp__process_ended(m->pid, m->born) && cddp__locate(h, &m->kit, &kit) == CDDP_OK) {
     refs = (const cddp__ref *)(void *)((char *)kit + e->refs_at);
     i = d->count + 1;
   }
@@ -19696,7 +19809,7 @@ static int cddp__member_index(cddp_ddp *d, int member) {
   cddp__close_fd(&h->pidfds[at]);
   h->pids[at] = m->pid;
   h->met = cddp__boot_ticks(); /* where there are no pidfds: it is as new as this */
-  h->pidfds[at] = (int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u);
+  h->pidfds[at] = cddp__above_stdio((int)syscall(SYS_pidfd_open, (pid_t)m->pid, 0u));
   return at;
 }
 
@@ -19976,7 +20089,7 @@ static void cddp__do_part(cddp__pass *x) {
   size_t begin, end;
   cddp__slice(d->model_bytes, CDDP__BLOCK_BYTES, cddp__parts_of(x->d), x->part, &begin, &end);
   x->logged = false;
-  if (x->which == CDDP__PASS_WEIGHTS &&
+  if (x->which == CDDP__PASS_WEIGHTS && x->from != d->me && /* it is taken over */
       (progress | place) == (cddp__progress(e->step, 0) | place)) {
     begin = (size_t)(progress & (place - 1));
     x->logged = (progress & 1) != 0;
@@ -20255,7 +20368,7 @@ static int cddp__free_place(cddp_ddp *d, uint64_t *word, bool *soon) {
     uint64_t state = cddp__load64(&e->members[m].state);
     int what = (int)(state & 255);
     bool free_ = what == CDDP__MEMBER_NONE ||
-                 (what == CDDP__MEMBER_JOINING && cddp__process_born((uint32_t)(state >> 8)) == 0);
+                 (what == CDDP__MEMBER_JOINING && cddp__process_ended((uint32_t)(state >> 8), 0));
     if (what == CDDP__MEMBER_LOST || what == CDDP__MEMBER_LEFT) { /* its nodes may be needed */
       free_ = state >> 8 < step;
       *soon = *soon || !free_;
@@ -20874,6 +20987,13 @@ static bool cddp__st_size(const uint64_t *shape, int dims, int bits, uint64_t *e
   return n <= UINT64_MAX / (uint64_t)bits && n * (uint64_t)bits % 8 == 0;
 }
 
+static cddp__text cddp__spell_shape(const uint64_t *size, int dims) { /* "[2,3]" */
+  cddp__text t = cddp__words("[");
+  int k;
+  for (k = 0; k < dims; k++) t = cddp__words("%s%s%" PRIu64, t.s, k > 0 ? "," : "", size[k]);
+  return cddp__words("%s]", t.s);
+}
+
 static void cddp__st_tensor(cddp_safetensors *f, cddp__json *j, const char *name) {
   static const char *const fields[] = {"dtype", "shape", "data_offsets"};
   const cddp__st_type *type = NULL;
@@ -21097,7 +21217,6 @@ static uint64_t cddp__st_write(const cddp_allocator *a, cddp__buffer *b, cddp__s
                                size_t metadata_count) {
   uint64_t at = 0;
   size_t i;
-  int k;
   if (count > 1) qsort(items, count, sizeof *items, cddp__st_item_order);
   b->allocator = a;
   cddp__buffer_add_number(b, 0, 8);
@@ -21112,13 +21231,12 @@ static uint64_t cddp__st_write(const cddp_allocator *a, cddp__buffer *b, cddp__s
   for (i = 0; i < count; i++) {
     cddp__st_add(b, ",");
     cddp__st_quote(b, items[i].name);
-    cddp__st_add(b, cddp__words(":{\"dtype\":\"%s\",\"shape\":[", items[i].type->name).s);
-    for (k = 0; k < items[i].shape.dims; k++)
-      cddp__st_add(b, cddp__words("%s%" PRIu64, k > 0 ? "," : "", items[i].shape.size[k]).s);
     items[i].begin = at;
     at += items[i].bytes;
-    cddp__st_add(b, cddp__words("],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}", items[i].begin,
-                                at).s);
+    cddp__st_add(b, cddp__words(":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%" PRIu64
+                                ",%" PRIu64 "]}", items[i].type->name,
+                                cddp__spell_shape(items[i].shape.size, items[i].shape.dims).s,
+                                items[i].begin, at).s);
   }
   cddp__st_add(b, "}");
   while (cddp__buffer_size(b) % 8 != 0 && !b->failed) cddp__st_add(b, " ");
@@ -21274,7 +21392,7 @@ static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
     strcpy(slash != NULL ? slash + 1 : folder, "."); /* its name there lasts when that is synced */
     fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
     if (fd >= 0 ? fsync(fd) != 0 && errno != EINVAL /* EINVAL: nothing to sync there */
-                : errno != EACCES || syscall(SYS_syncfs, c->fd) != 0) /* no right to read it */
+                : syscall(SYS_syncfs, c->fd) != 0) /* no right to read it, or no descriptor */
       r = cddp__fail(CDDP_IO,
                      "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
                      folder, strerror(errno));
@@ -21309,12 +21427,13 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
               (d->optim != NULL && d->optim->backend != NULL);
   for (i = 0; i < c->count; i++) {
     const cddp_shape *s = d->shapes != NULL ? &d->shapes[i] : NULL;
+    int dims = s != NULL && s->dims > 0 ? s->dims : 0;
     if (c->params[i].count > 0 && cddp__on_device(c->g, c->params[i].data)) c->device = true;
-    if (s != NULL && (s->dims < 0 || s->dims > 8))
+    if (s != NULL && (s->dims < -1 || s->dims > 8))
       return cddp__fail(CDDP_INVALID_ARGUMENT, "shape %d has %d dimensions; 8 are possible", i,
                         s->dims);
-    if (s != NULL && s->dims > 0 && (!cddp__st_size(s->size, s->dims, 64, &elements, &bytes) ||
-                                     elements != c->params[i].count))
+    if (s != NULL && s->dims != 0 && (!cddp__st_size(s->size, dims, 64, &elements, &bytes) ||
+                                      elements != c->params[i].count))
       return cddp__fail(CDDP_INVALID_ARGUMENT,
                         "the shape of parameter \"%s\" does not come to its count, %zu",
                         c->params[i].name, c->params[i].count);
@@ -21330,6 +21449,8 @@ static cddp_result cddp__check_checkpoint(cddp__checkpoint *c, bool saves) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "the momentum lies in memory that the ranks of the cddp_ddp's group share; "
                       "pass that group, on all of its ranks");
+  if (d->sampler != NULL && d->sampler->desc.world_size <= 0)
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "the sampler lacks its cddp_sampler_init");
   if (d->metadata_count < 0 || (d->metadata_count > 0 && d->metadata == NULL))
     return cddp__fail(CDDP_INVALID_ARGUMENT, "metadata is NULL or metadata_count negative");
   for (i = 0; i < d->metadata_count; i++) {
@@ -21355,6 +21476,7 @@ static cddp__st_item *cddp__add_item(cddp__checkpoint *c, const char *name, cddp
   item->bytes = (uint64_t)count * cddp__dtype_size(dtype);
   item->any_shape = shape == NULL || shape->dims == 0;
   if (!item->any_shape) item->shape = *shape;
+  if (item->shape.dims < 0) item->shape.dims = 0;
   if (item->any_shape) item->shape.dims = 1, item->shape.size[0] = count;
   return item;
 }
@@ -21619,7 +21741,9 @@ static cddp_result cddp__check_match(const cddp__st_item *item, const cddp_tenso
   if (item->param < 0 && !item->any_shape &&
       (item->shape.dims != t->dims ||
        memcmp(item->shape.size, t->shape, (size_t)t->dims * sizeof *t->shape) != 0))
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" has another shape in the file", t->name);
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "\"%.60s\" has shape %s in the file, the parameter %s",
+                      t->name, cddp__spell_shape(t->shape, t->dims).s,
+                      cddp__spell_shape(item->shape.size, item->shape.dims).s);
   return CDDP_OK;
 }
 
@@ -21754,21 +21878,22 @@ static cddp_result cddp__spread_tensors(cddp__checkpoint *c) {
   return r == CDDP_OK ? cddp__packet_send(&p) : r;
 }
 
+/* Rank 0 reads the numbers first, which may be refused: until then nothing has changed. */
 static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
+  size_t i, n = c->first ? 2 * c->item_count : 0;
   cddp_result r = CDDP_OK;
-  size_t i;
-  for (i = 0; c->first && r == CDDP_OK && i < c->item_count; i++) {
-    const cddp__st_item *item = &c->items[i];
-    float *steps = item->param >= 0 && item->place == NULL ? (float *)item->data : NULL;
-    if (item->from == NULL) continue;
-    r = cddp__copy_item(c, c->file->fd, item, 8 + c->file->text_size + item->from->begin);
-    if (r != CDDP_OK || steps == NULL) continue;
-    if (*steps >= 0 && *steps <= 0x1p24f) continue; /* f32 cannot count further */
-    r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", item->name, (double)*steps);
-    *steps = 0;
+  for (i = 0; r == CDDP_OK && i < n; i++) {
+    cddp__st_item item = c->items[i % c->item_count];
+    bool counts = item.param >= 0 && item.place == NULL, looks = i < c->item_count;
+    float steps = 0;
+    if (item.from == NULL || (looks && !counts && item.data != &c->lr)) continue;
+    if (looks && counts) item.data = &steps;
+    r = cddp__copy_item(c, c->file->fd, &item, 8 + c->file->text_size + item.from->begin);
+    if (r == CDDP_OK && !(steps >= 0 && steps <= 0x1p24f)) /* f32 cannot count further */
+      r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", item.name, (double)steps);
+    if (r == CDDP_OK && item.data == &c->lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
+      r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
   }
-  if (c->first && r == CDDP_OK && c->has_lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
-    r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
   r = cddp__consensus(c->g, r, NULL, 0, NULL);
   if (c->g != NULL) return r == CDDP_OK ? cddp__spread_tensors(c) : r;
   return r == CDDP_OK && c->device ? cddp__settle_device(c->g) : r;
@@ -21870,13 +21995,15 @@ CDDPDEF int cddp_safetensors_find(const cddp_safetensors *f, const char *name) {
 
 CDDPDEF cddp_result cddp_safetensors_read(const cddp_safetensors *f, int index, void *data,
                                           size_t bytes) {
-  cddp_tensor_info t;
-  memset(&t, 0, sizeof t); /* a compiler that does not see far believes it unset */
-  CDDP__TRY(cddp_safetensors_get(f, index, &t));
-  CDDP__CHECK(bytes == t.bytes && (data != NULL || bytes == 0),
-              "data is NULL, or its size is %zu where the tensor's is %" PRIu64, bytes, t.bytes);
+  const cddp_tensor_info *t;
+  CDDP__CHECK(f != NULL, "the file is NULL");
+  CDDP__CHECK(index >= 0 && (size_t)index < f->count, "index is %d; the file has %zu tensors",
+              index, f->count);
+  t = &f->tensors[index];
+  CDDP__CHECK(bytes == t->bytes && (data != NULL || bytes == 0),
+              "data is NULL, or its size is %zu where the tensor's is %" PRIu64, bytes, t->bytes);
   return cddp__named(__func__,
-                     cddp__file_io(f->fd, false, data, bytes, 8 + f->text_size + t.begin));
+                     cddp__file_io(f->fd, false, data, bytes, 8 + f->text_size + t->begin));
 }
 
 CDDPDEF const char *cddp_safetensors_metadata(const cddp_safetensors *f, const char *key) {
@@ -22052,7 +22179,6 @@ static cddp_result cddp__watch_child(cddp__spawn_job *job, int i) {
    can join. */
 static cddp_result cddp__watch_children(cddp__spawn_job *job) {
   int i, ms;
-  cddp_result r;
   while (job->alive > 0) {
     if (job->next_signal != 0 && cddp__now() >= job->deadline) {
       for (i = 0; i < job->n; i++)
@@ -22071,10 +22197,9 @@ static cddp_result cddp__watch_children(cddp__spawn_job *job) {
         continue;
       job->restarts--;
       fflush(NULL);
-      r = cddp__fork_child(job, i, true);
-      if (r == CDDP_OK) r = cddp__watch_child(job, i);
-      if (r == CDDP_OK && write(job->start[1], "", 1) != 1) r = cddp__fail_errno("write");
-      if (r != CDDP_OK) cddp__spawn_failed(job, r, 0);
+      if (cddp__fork_child(job, i, true) != CDDP_OK) continue; /* the others go on without it */
+      if (cddp__watch_child(job, i) != CDDP_OK) job->blind = true;
+      if (write(job->start[1], "", 1) != 1) cddp__spawn_failed(job, cddp__fail_errno("write"), 0);
     }
   }
   return job->result == CDDP_OK ? CDDP_OK : cddp__fail(job->result, "%s", job->text);
@@ -22107,11 +22232,12 @@ static cddp_result cddp__spawn(const char *caller, int (*fn)(int rank, void *arg
   if ((r = cddp__listen_any(&job.listen_fd, &job.port)) != CDDP_OK) return r;
   snprintf(job.secret, sizeof job.secret, "%d:%016" PRIx64 "%016" PRIx64, job.port, dice[0],
            dice[1]);
+  fflush(NULL); /* or children print it again, and into the pipe, which may get a closed stdout's
+                   number */
   if (syscall(SYS_pipe2, job.start, O_CLOEXEC) != 0) r = cddp__fail_errno("pipe2");
   job.fds = (struct pollfd *)calloc((size_t)nprocs, sizeof *job.fds + sizeof *job.pids);
   if (job.fds == NULL) r = cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory for %d processes", nprocs);
   else job.pids = (pid_t *)(job.fds + nprocs);
-  fflush(NULL); /* or the children would print it again */
   if (cddp__omp_pause != NULL) cddp__omp_pause(1 /* omp_pause_soft */);
   for (i = 0; i < nprocs && r == CDDP_OK; i++) job.fds[i].fd = -1;
   for (i = 0; i < nprocs && r == CDDP_OK; i++) r = cddp__fork_child(&job, i, false);
@@ -22154,9 +22280,14 @@ typedef struct cddp__thread_rank {
 /* However a thread's fn ends: if not well, the others are told. */
 static void cddp__thread_end(void *p) {
   cddp__thread_rank *t = (cddp__thread_rank *)p;
+  const cddp_group *g;
   snprintf(t->text, sizeof t->text, "%s", cddp__error_text);
+  pthread_mutex_lock(&t->host->lock);
+  for (g = t->host->groups; g != NULL && g != t->group; g = g->next) {}
+  pthread_mutex_unlock(&t->host->lock);
+  if (!t->returned || t->code != 0) cddp__swap32(t->first, 0, (uint32_t)t->host->index + 1);
+  if (g == NULL) return; /* fn has destroyed it */
   if (!t->returned || t->code != 0) {
-    cddp__swap32(t->first, 0, (uint32_t)t->group->rank + 1);
     cddp__exchange32(&cddp__slot_of(t->group, t->group->rank)->state, CDDP__SLOT_DEAD);
     cddp__wake_all(t->group);
   }
@@ -22268,8 +22399,8 @@ static cddp_result cddp__check_device(const cddp_group_desc *d) {
   if (!known || (!nccl && !mpi && strcmp(backend, "cpu") != 0) || (cuda ? mpi : nccl))
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "device \"%s\" with backend \"%s\"%s: a device is \"cpu\", \"cuda\" or a "
-                      "certain GPU, \"cuda:0\"; a backend \"cpu\", \"mpi\" (with device \"cpu\") "
-                      "or \"nccl\" (with \"cuda\")",
+                      "certain GPU, \"cuda:0\"; a backend \"cpu\" (PyTorch's gloo), \"mpi\" (with "
+                      "device \"cpu\") or \"nccl\" (with \"cuda\")",
                       device, backend,
                       d->backend == NULL && cddp__backend_name(d) != NULL ? " (CDDP_BACKEND)" : "");
   if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
@@ -22983,9 +23114,6 @@ CDDPDEF cddp_result cddp_store_add(cddp_store *s, const char *key, int64_t amoun
   return r;
 }
 
-/* *swapped = the answer is `desired`, as in c10d, whose answer cannot tell apart that the value was
-   `desired` before: of several that write the same bytes, all are told that they have. Make them
-   differ (a rank or nonce in them) to elect one. */
 CDDPDEF cddp_result cddp_store_compare_set(cddp_store *s, const char *key, const void *expected,
                                            size_t expected_size, const void *desired,
                                            size_t desired_size, void *value, size_t capacity,
@@ -23099,7 +23227,9 @@ CDDP__COLD_END
               PyTorch 1.x's dialect of the store, CDDP_STORE_PROTO, the store's commands for
               queues, barriers and lists of keys. cddp_sgd_desc.separate_mul_add.
      Mended   Messages: between hosts 1 MiB and more took four times as long as now, on a host short
-              ones did. Another floating-point mode on all ranks was CDDP_MISMATCH with handles.
+              ones did; a rank's first one, sent before it computed for long, could get lost there.
+              A call with a handle has the floating-point mode of its caller on each rank. Messages
+              that nobody will take make no send to another rank wait.
               Groups: split or destroyed by several threads at once; messages that are still on
               their way when their sender leaves. Buffers that overlap are refused. cddp_send with a
               handle never blocks; a handle costs little. A rank that was stopped and goes on after
@@ -23115,16 +23245,18 @@ CDDP__COLD_END
               cddp_load in a thread that has called nothing yet are for the rank's device, not
               for cuda:0. A send without a handle behind a receive with one hung with NCCL;
               cddp_ddp_sync_buffers beside the reduction of buckets took a bucket for a buffer.
-              Meeting: jobs that are given one port; 1,000 ranks with ulimit -n 1024; ulimit -f;
-              containers of one pod; other users at the port; another backend, world size or
-              secret on a rank is told at once.
+              Meeting: ranks that meet again at once after a meeting that failed; a MASTER_ADDR that
+              cannot be resolved yet; jobs that are given one port; 1,000 ranks with ulimit -n 1024;
+              ulimit -f; containers of one pod; other users at the port; another backend, world size
+              or secret on a rank is told at once.
               Without descriptors: who serves the store says so, and a rank that can make or take no
               connection to another host returns CDDP_SYSTEM at once.
               Between hosts: an all_gather after which a rank leaves at once gave its neighbours
               wrong bytes; a receiver may be late by more than 20 s; a death shows although a
               forked child lives on; cddp_ddp_join gives the bits of one host; short messages take
               a third less time, buffers that no rank of the same host has to see are not copied.
-              Checkpoints: mode and owner of the old file are kept, links and devices refused; no
+              Checkpoints: one refused for its numbers leaves the model as it was; scalars have the
+              shape []; mode and owner of the old file are kept, links and devices refused; no
               other user's path.tmp is trusted, a file size limit is an error, file systems without
               flock() will do, fields that the format does not have and another optimizer's states
               are refused. cddp_destroy leaves cddp_error() as it was.

@@ -268,18 +268,19 @@ static void press_ranks(job *j) {
 /* A rank of an elastic job has failed. restart_lost starts it again, when all that have ended by
    now are known. */
 static void lose_rank(job *j, int i, int code, const char *how) {
-  int least = j->o->min_nproc > 0 ? j->o->min_nproc : 1;
+  int least = j->o->min_nproc > 0 ? j->o->min_nproc : 1, there = j->alive, k;
+  for (k = 0; k < j->count; k++) there += j->lost[k] && (j->alive > 0 || j->o->nnodes > 1);
   if (j->succeeded > 0) {
     say("%s; the job has ended well without it", how);
   } else if ((j->alive > 0 || j->o->nnodes > 1) && j->restarts < j->o->max_restarts) {
     j->lost[i] = true;
     j->restarts++;
     say("%s; it joins again: restart %d of %d", how, j->restarts, j->o->max_restarts);
-  } else if (j->alive < least) {
+  } else if (there < least) {
     give_up(j, code, SIGTERM, notice_s, "%s; of at least %d ranks (--min-nproc) %d are left", how,
-            least, j->alive);
+            least, there);
   } else {
-    say("%s; %d go on", how, j->alive);
+    say("%s; %d go on", how, there);
   }
 }
 

@@ -2665,6 +2665,57 @@ static void test_leaving(void) {
   CHECK_OK(cddp_spawn(leave, &l, 2));
 }
 
+/* Rank 1 has left in good order while rank 0 waited for rank 2. That it waits for that rank again,
+   later than left_s after the first time, is no loss either. turn: 1 and 3: rank 2 may send. */
+static void go_to(int *turn, int next) { __atomic_store_n(turn, next, __ATOMIC_SEQ_CST); }
+
+static void wait_until(const int *turn, int is) {
+  double until = test_now() + RANKS_WITHIN(10);
+  while (__atomic_load_n(turn, __ATOMIC_SEQ_CST) < is && test_now() < until) ranks_sleep(0.001);
+}
+
+static int leave_first(int rank, void *arg) {
+  int *turn = (int *)arg, i;
+  cddp_group_desc d;
+  cddp_group *g = NULL;
+  void *x;
+  test_failures = 0;
+  left_s = RANKS_WITHIN(RANKS_SLOW ? 0.2 : 0.5);
+  memset(&d, 0, sizeof d);
+  d.device = "cuda";
+  CHECK_OK(cddp_init(&g, &d));
+  if (g == NULL) return 1;
+  check_sum(g, 6);
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 1) {
+    left_s = 0;
+    cddp_destroy(g);
+    wait_until(turn, 4); /* its process goes on */
+    return test_failures != 0;
+  }
+  x = cddp_alloc(g, 4);
+  while (!cddp__rank_gone(g, 1)) ranks_sleep(0.001);
+  for (i = 0; i < 2; i++) {
+    if (rank == 0) go_to(turn, 2 * i + 1);
+    if (rank == 2) wait_until(turn, 2 * i + 1);
+    if (rank == 2) ranks_sleep(0.1);
+    CHECK_OK(rank == 0 ? cddp_recv(g, x, 1, CDDP_F32, 2, 0, NULL)
+                       : cddp_send(g, x, 1, CDDP_F32, 0, 0, NULL));
+    CHECK_OK(cddp_synchronize(g));
+    ranks_sleep(i == 0 ? left_s : 0);
+  }
+  cddp_free(g, x);
+  if (rank == 0) go_to(turn, 4);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static void test_left_first(void) {
+  int *turn = (int *)ranks_shared(sizeof *turn);
+  CHECK_OK(cddp_spawn(leave_first, turn, 3));
+  munmap(turn, sizeof *turn);
+}
+
 /* The weights are those of processes, bit for bit. */
 static void test_threads(void) {
   size_t bytes = 4 * plan_floats() * sizeof(float);
@@ -3727,6 +3778,7 @@ int main(void) {
   RUN(test_elastic);
   RUN(test_elastic_joins);
   RUN(test_leaving);
+  RUN(test_left_first);
   RUN(test_threads);
   RUN(test_blocking_launches);
   RUN(test_no_device);

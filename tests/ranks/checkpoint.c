@@ -331,7 +331,7 @@ static void test_foreign(void) {
   shape.size[0] = 2;
   shape.size[1] = 3;
   CHECK_IS(cddp_load(NULL, path, p, 1, &d), CDDP_INVALID_ARGUMENT);
-  CHECK(strstr(cddp_error(), "another shape") != NULL);
+  CHECK(strstr(cddp_error(), "\"w\" has shape [3,2] in the file, the parameter [2,3]") != NULL);
   p[0].data = whole;
   p[0].dtype = CDDP_I32;
   CHECK_IS(cddp_load(NULL, path, p, 1, NULL), CDDP_INVALID_ARGUMENT);
@@ -352,6 +352,40 @@ static void test_foreign(void) {
   CHECK_OK(cddp_load(NULL, path, p, 2, &d));
   CHECK(w[5] == 5.25f && extra[0] == 9);
   CHECK_OK(cddp_load(NULL, path, p + 1, 1, &d));
+}
+
+/* A scalar has the shape [] and is not taken for one dimension of one. */
+static void test_scalar(void) {
+  static unsigned char bytes[256], again[256];
+  double x = 3;
+  cddp_param p = {"s", NULL, NULL, 1, CDDP_F64};
+  cddp_shape shape = {-1, {0}};
+  cddp_checkpoint_desc d;
+  cddp_safetensors *f;
+  cddp_tensor_info t;
+  size_t n;
+  p.data = &x;
+  memset(&d, 0, sizeof d);
+  d.shapes = &shape;
+  CHECK_OK(cddp_save(NULL, path, &p, 1, &d));
+  n = read_bytes(path, bytes, sizeof bytes - 1);
+  CHECK(strstr((const char *)bytes + 8, "\"shape\":[],") != NULL);
+  CHECK_OK(cddp_safetensors_open(&f, path));
+  CHECK_OK(cddp_safetensors_get(f, 0, &t));
+  CHECK(t.dims == 0 && t.count == 1 && t.bytes == 8);
+  cddp_safetensors_close(f);
+  x = 0;
+  CHECK_OK(cddp_load(NULL, path, &p, 1, &d));
+  CHECK_OK(cddp_save(NULL, path, &p, 1, &d));
+  CHECK(read_bytes(path, again, sizeof again) == n && memcmp(bytes, again, n) == 0 && x == 3);
+  shape.dims = 1;
+  shape.size[0] = 1;
+  CHECK_IS(cddp_load(NULL, path, &p, 1, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "has shape [] in the file, the parameter [1]") != NULL);
+  shape.dims = -1;
+  p.count = 2;
+  CHECK_IS(cddp_save(NULL, path, &p, 1, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "does not come to its count, 2") != NULL);
 }
 
 /* SGD's momentum is nothing that AdamW could go on with. */
@@ -438,6 +472,9 @@ static void test_arguments(void) {
   CHECK_IS(cddp_safetensors_open(NULL, path), CDDP_INVALID_ARGUMENT);
   CHECK_IS(cddp_safetensors_open(&f, NULL), CDDP_INVALID_ARGUMENT);
   CHECK_EQ(cddp_safetensors_count(NULL), -1);
+  CHECK_IS(cddp_safetensors_read(NULL, 0, w, sizeof w), CDDP_INVALID_ARGUMENT);
+  CHECK(strncmp(cddp_error(), "cddp_safetensors_read: ", 23) == 0); /* and no other function */
+  CHECK(strstr(cddp_error() + 23, "cddp_") == NULL);
   cddp_safetensors_close(NULL);
 }
 
@@ -730,6 +767,108 @@ static int go_back(cddp_group *g, void *arg) {
 
 static void test_go_back(void) { CHECK_OK(ranks_run(go_back, NULL, 2, true)); }
 
+/* Other bytes in place of a tensor's in the file. */
+static void patch(const char *name, const void *value, size_t n) {
+  unsigned char size[8];
+  uint64_t at = 0;
+  cddp_safetensors *f;
+  cddp_tensor_info t;
+  int i, fd = open(path, O_WRONLY | O_CLOEXEC);
+  CHECK_OK(cddp_safetensors_open(&f, path));
+  CHECK_OK(cddp_safetensors_get(f, cddp_safetensors_find(f, name), &t));
+  CHECK(read_bytes(path, size, 8) == 8 && t.bytes == n);
+  for (i = 7; i >= 0; i--) at = at << 8 | size[i];
+  CHECK(pwrite(fd, value, n, (off_t)(8 + at + t.begin)) == (ssize_t)n);
+  close(fd);
+  cddp_safetensors_close(f);
+}
+
+enum { LONG = 600, SHORT = 30 };
+
+/* A model in a group, or g NULL, and one like it that this rank trains alone and that loads
+   nothing. They have the same bits as long as their steps, states and rates are the same. */
+typedef struct twins {
+  float w[2][LONG + SHORT], grad[LONG + SHORT];
+  cddp_param p[2][2];
+  cddp_optim *optim[2];
+  cddp_ddp *ddp;
+} twins;
+
+static void create_twins(twins *t, cddp_group *g) {
+  cddp_adamw_desc o;
+  int i;
+  memset(&o, 0, sizeof o);
+  memset(t, 0, sizeof *t);
+  o.lr = 0.25;
+  for (i = 0; i < 2; i++) {
+    cddp_param p[2] = {{"a", NULL, NULL, LONG, CDDP_F32}, {"b", NULL, NULL, SHORT, CDDP_F32}};
+    p[0].data = t->w[i], p[1].data = t->w[i] + LONG;
+    p[0].grad = t->grad, p[1].grad = t->grad + LONG;
+    memcpy(t->p[i], p, sizeof p);
+    if (i == 0 && g != NULL) CHECK_OK(cddp_ddp_create(&t->ddp, g, t->p[0], 2, NULL));
+    CHECK_OK(cddp_adamw_create(&t->optim[i], t->p[i], 2, &o));
+  }
+}
+
+static bool same_after_step(twins *t) {
+  int i;
+  for (i = 0; i < LONG + SHORT; i++) t->grad[i] = (float)(i + 1); /* on each rank */
+  CHECK_OK(cddp_optim_step(t->optim[1]));
+  if (t->ddp == NULL) CHECK_OK(cddp_optim_step(t->optim[0]));
+  else CHECK(cddp_ddp_ready(t->ddp, 1) == CDDP_OK && cddp_ddp_ready(t->ddp, 0) == CDDP_OK &&
+             cddp_ddp_step(t->ddp, t->optim[0]) == CDDP_OK);
+  return memcmp(t->w[0], t->w[1], sizeof t->w[0]) == 0;
+}
+
+static const struct no_number { const char *tensor, *says; double value; } no_numbers[] = {
+    {"optimizer.step.a", "\"optimizer.step.a\" is nan", NAN},
+    {"optimizer.step.b", "\"optimizer.step.b\" is nan", NAN},
+    {"optimizer.step.b", "is -1", -1},
+    {"optimizer.step.b", "is 3.35544e+07", 0x1p25},
+    {"optimizer.lr", "learning rate is nan", NAN},
+    {"optimizer.lr", "learning rate is -1", -1},
+    {"optimizer.lr", "learning rate is inf", INFINITY}};
+
+/* Loads the state of a step before, with one such number: refused, and nothing goes back. */
+static void refuse_number(twins *t, cddp_group *g, const struct no_number *bad) {
+  bool lr = strcmp(bad->tensor, "optimizer.lr") == 0;
+  float steps = (float)bad->value;
+  cddp_checkpoint_desc d;
+  int i;
+  memset(&d, 0, sizeof d);
+  d.optim = t->optim[0];
+  CHECK_OK(cddp_optim_set_lr(d.optim, 0.25));
+  CHECK_OK(cddp_save(g, path, t->p[0], 2, &d));
+  if (g == NULL || cddp_rank(g) == 0) /* who reads it */
+    patch(bad->tensor, lr ? (const void *)&bad->value : &steps, lr ? 8 : 4);
+  for (i = 0; i < 2; i++) CHECK_OK(cddp_optim_set_lr(t->optim[i], 0.5));
+  CHECK(same_after_step(t));
+  CHECK_IS(cddp_load(g, path, t->p[0], 2, &d), CDDP_IO);
+  CHECK(strstr(cddp_error(), bad->says) != NULL);
+  CHECK(memcmp(t->w[0], t->w[1], sizeof t->w[0]) == 0 && cddp_optim_lr(d.optim) == 0.5);
+  CHECK(same_after_step(t));
+}
+
+static int load_no_numbers(cddp_group *g, void *arg) {
+  twins t;
+  size_t i;
+  (void)arg;
+  create_twins(&t, g);
+  CHECK(same_after_step(&t));
+  for (i = 0; i < sizeof no_numbers / sizeof *no_numbers; i++) refuse_number(&t, g, &no_numbers[i]);
+  cddp_optim_destroy(t.optim[0]);
+  cddp_optim_destroy(t.optim[1]);
+  cddp_ddp_destroy(t.ddp);
+  return 0;
+}
+
+/* A step count or learning rate that is none: refused, with all as it was on each rank. */
+static void test_no_numbers(void) {
+  CHECK_EQ(load_no_numbers(NULL, NULL), 0);
+  CHECK_OK(ranks_run(load_no_numbers, NULL, 2, true));
+  CHECK_OK(ranks_run(load_no_numbers, NULL, 3, false));
+}
+
 /* --- the sampler ------------------------------------------------------------------------------ */
 
 typedef struct deal {
@@ -820,6 +959,26 @@ static void test_sampler_even(void) {
   CHECK_IS(cddp_load(NULL, path, NULL, 0, &d), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "cddp.sampler.seed is 0 in the file, 1 here") != NULL);
   cddp_sampler_destroy(&part);
+}
+
+/* One that cddp_sampler_init has not made, or has refused to make. */
+static void test_sampler_zeroed(void) {
+  cddp_sampler_desc o;
+  cddp_checkpoint_desc d;
+  cddp_sampler made, zeroed;
+  memset(&o, 0, sizeof o);
+  memset(&d, 0, sizeof d);
+  memset(&zeroed, 0, sizeof zeroed);
+  o.dataset_size = 10;
+  CHECK_OK(cddp_sampler_init(&made, &o));
+  d.sampler = &made;
+  CHECK_OK(cddp_save(NULL, path, NULL, 0, &d));
+  d.sampler = &zeroed;
+  CHECK_IS(cddp_save(NULL, path, NULL, 0, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "cddp_sampler_init") != NULL);
+  CHECK_IS(cddp_load(NULL, path, NULL, 0, &d), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "cddp_sampler_init") != NULL);
+  cddp_sampler_destroy(&made);
 }
 
 /* --- failures --------------------------------------------------------------------------------- */
@@ -1018,6 +1177,29 @@ static int save_without_locks(int unused, void *arg) {
   write_bytes(temporary, "abc", 3); /* a dead process left it */
   CHECK_OK(save_value(7, 10));
   return 0;
+}
+
+/* The file itself takes the last descriptor: its folder cannot be opened to sync it. */
+static int save_by_the_last(int unused, void *arg) {
+  struct rlimit limit;
+  int fd, last = -1;
+  (void)unused;
+  (void)arg;
+  limit.rlim_cur = limit.rlim_max = 64;
+  CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  while ((fd = fcntl(2, F_DUPFD_CLOEXEC, 3)) >= 0) last = fd;
+  close(last);
+  CHECK_OK(save_value(2, 10));
+  return 0;
+}
+
+static void test_last_descriptor(void) {
+  pid_t pid;
+  int status;
+  CHECK_OK(save_value(1, 10));
+  pid = ranks_fork(save_by_the_last, 0, NULL);
+  ranks_join(&pid, 1, 30, &status);
+  CHECK(status == 0 && holds(2, 10) && access(temporary, F_OK) != 0);
 }
 
 static void test_no_locks(void) {
@@ -1301,17 +1483,21 @@ int main(void) {
   RUN(test_bytes);
   RUN(test_round_trip);
   RUN(test_foreign);
+  RUN(test_scalar);
   RUN(test_other_optimizer);
   RUN(test_arguments);
   RUN(test_resume);
   RUN(test_resume_shards);
   RUN(test_step_count);
   RUN(test_go_back);
+  RUN(test_no_numbers);
   RUN(test_sampler);
   RUN(test_sampler_even);
+  RUN(test_sampler_zeroed);
   RUN(test_all_ranks_hear);
   RUN(test_size_limit);
   RUN(test_unreadable_directory);
+  RUN(test_last_descriptor);
   RUN(test_no_locks);
   RUN(test_old_file_stays);
   RUN(test_only_regular_files);

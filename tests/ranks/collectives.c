@@ -4,6 +4,9 @@
 #include "../../cddp.h"
 #include "../ranks.h"
 
+#include <fenv.h>
+#include <float.h>
+
 enum {
   ALL_REDUCE,
   REDUCE,
@@ -914,6 +917,38 @@ static void test_in_flight(void) {
   }
 }
 
+/* A call with a handle has the rounding that its caller had, whichever thread runs it: 1 + 2^-30 is
+   1 to nearest, and more upward. */
+static int run_rounding(cddp_group *g, void *arg) {
+  enum { MOST = 4096 };
+  int before = test_failures, rank = cddp_rank(g), k;
+  float x[MOST] = {0};
+  cddp_work *w;
+  (void)arg;
+  for (k = 0; k < 8 && test_failures == before; k++) {
+    bool upward = k & 1, late = (k >> 1 & 1) == rank;
+    size_t n = k < 4 ? 4 : MOST, i;
+    float want = upward ? 1 + FLT_EPSILON : 1;
+    CHECK_OK(cddp_all_reduce(g, x, 1, CDDP_F32, CDDP_MAX, NULL)); /* cddp sees: to nearest */
+    for (i = 0; i < n; i++) x[i] = rank == 0 ? 1 : 0x1p-30f;
+    if (upward) fesetround(FE_UPWARD);
+    CHECK_OK(cddp_all_reduce(g, x, n, CDDP_F32, CDDP_SUM, &w));
+    if (late) ranks_sleep(0.03); /* cddp's thread runs it */
+    if (!upward) fesetround(FE_UPWARD);
+    CHECK_OK(cddp_wait(w));
+    CHECK_EQ(fegetround(), FE_UPWARD);
+    fesetround(FE_TONEAREST);
+    for (i = 0; i < n && x[i] == want; i++) {}
+    CHECK_EQ(i, n);
+  }
+  return test_failures != before;
+}
+
+static void test_rounding(void) {
+  CHECK_OK(ranks_run(run_rounding, NULL, 2, false));
+  CHECK_OK(ranks_run(run_rounding, NULL, 2, true));
+}
+
 /* A large operation in flight: cddp_test says "not yet" without blocking while a peer is late. */
 static int run_test_does_not_block(cddp_group *g, void *arg) {
   int before = test_failures, rank = cddp_rank(g);
@@ -1520,6 +1555,7 @@ int main(void) {
   RUN(test_threads);
   RUN(test_runs_agree);
   RUN(test_in_flight);
+  RUN(test_rounding);
   RUN(test_test_does_not_block);
   RUN(test_huge);
   RUN(test_mismatch);

@@ -509,6 +509,37 @@ static void test_misuse(void) {
   CHECK_OK(ranks_run(run_misuse, NULL, 3, true));
 }
 
+/* An optimizer that was made with one cddp_ddp steps no other one of the same parameters. */
+static int run_other_ddp(cddp_group *g, void *arg) {
+  int before = test_failures;
+  cddp_ddp *other = NULL;
+  cddp_sgd_desc o;
+  model m;
+  (void)arg;
+  m.seed = 5;
+  if (!model_open(&m, g, 4, some_counts + 1, 4, only_f32, 1, HEAP, HEAP)) return 1;
+  CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, NULL));
+  CHECK_OK(cddp_ddp_create(&other, g, m.p, m.n, NULL));
+  memset(&o, 0, sizeof o);
+  o.lr = 0.1;
+  o.ddp = other;
+  CHECK_OK(cddp_sgd_create(&m.sgd, m.p, m.n, &o));
+  if (m.ddp == NULL || other == NULL || m.sgd == NULL) return 1;
+  backward(&m, 0, 1);
+  CHECK_INVALID(cddp_ddp_step(m.ddp, m.sgd));
+  CHECK(mentions("desc.ddp"));
+  CHECK_OK(cddp_ddp_wait(m.ddp));
+  check_means(&m, 0);
+  cddp_ddp_destroy(other);
+  model_close(&m);
+  return test_failures != before;
+}
+
+static void test_other_ddp(void) {
+  CHECK_OK(ranks_run(run_other_ddp, NULL, 1, true));
+  CHECK_OK(ranks_run(run_other_ddp, NULL, 3, true));
+}
+
 /* Ready twice: the caller may ignore it, wait and step do not, on any rank. */
 static int run_twice(cddp_group *g, void *arg) {
   bool fused = *(const bool *)arg, odd = cddp_rank(g) == cddp_world_size(g) - 1;
@@ -1562,7 +1593,7 @@ static void test_cycles(void) {
 
 static int run_given_up(cddp_group *g, void *arg) { /* destroyed between ready() and wait() */
   int before = test_failures, i;
-  (void)arg;
+  bool hooked = *(const bool *)arg;
   for (i = 0; i < 5; i++) {
     double t = test_now();
     cddp_ddp_desc d;
@@ -1570,9 +1601,11 @@ static int run_given_up(cddp_group *g, void *arg) { /* destroyed between ready()
     small_buckets(&d);
     m.seed = 3;
     if (!model_open(&m, g, 8, some_counts, 8, only_f32, 1, HEAP, i % 4)) return 1;
+    if (hooked) d.comm_hook = cddp_bf16_compress_hook;
     CHECK_OK(cddp_ddp_create(&m.ddp, g, m.p, m.n, &d));
     if (m.ddp == NULL) return 1;
     if (i % 2 == 0 || cddp_rank(g) != 1) backward(&m, 0, 1); /* all ranks, or all but one */
+    if (hooked && i % 2 == 1) ranks_sleep(cddp_rank(g) != 1 ? 0.02 : 0.2); /* they are in it */
     model_close(&m);
     CHECK(test_now() - t < RANKS_WITHIN(2.0));
     CHECK_OK(cddp_barrier(g));
@@ -1581,8 +1614,16 @@ static int run_given_up(cddp_group *g, void *arg) { /* destroyed between ready()
 }
 
 static void test_given_up(void) {
-  CHECK_OK(ranks_run(run_given_up, NULL, 3, false));
-  CHECK_OK(ranks_run(run_given_up, NULL, 3, true));
+  bool hooked = false;
+  CHECK_OK(ranks_run(run_given_up, &hooked, 3, false));
+  CHECK_OK(ranks_run(run_given_up, &hooked, 3, true));
+}
+
+/* The same while a comm_hook waits for ranks that are late. */
+static void test_hook_given_up(void) {
+  bool hooked = true;
+  CHECK_OK(ranks_run(run_given_up, &hooked, 3, false));
+  CHECK_OK(ranks_run(run_given_up, &hooked, 3, true));
 }
 
 typedef struct loss {
@@ -1710,6 +1751,7 @@ int main(void) {
   RUN(test_creation);
   RUN(test_difference);
   RUN(test_misuse);
+  RUN(test_other_ddp);
   RUN(test_ready_twice);
   RUN(test_tied);
   RUN(test_no_limit);
@@ -1731,6 +1773,7 @@ int main(void) {
   RUN(test_beside);
   RUN(test_cycles);
   RUN(test_given_up);
+  RUN(test_hook_given_up);
   RUN(test_dead_rank);
   RUN(test_stopped_inside);
   return TEST_END();

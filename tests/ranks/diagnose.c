@@ -85,7 +85,7 @@ static const disagreement disagreements[] = {
     {"op", max_4, sum_4, "all_reduce(count 4, f32, max)", "all_reduce(count 4, f32, sum)"},
     {"root", from_1, from_0, "broadcast(count 4, f32, root 1)", "broadcast(count 4, f32, root 0)"},
     {"barrier", barrier, sum_4, "barrier", "all_reduce(count 4, f32, sum)"},
-    {"group", other_pairs, pairs, "group_split", "group_split"},
+    {"group", other_pairs, pairs, "group_new/split", "group_new/split"},
 };
 
 static int disagree(cddp_group *g, void *arg) {

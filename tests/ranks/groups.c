@@ -4,6 +4,7 @@
 #include "../ranks.h"
 
 #include <pthread.h>
+#include <sys/resource.h>
 
 /* The sum over the group of (rank in the world + 1), large and small, tells whether the right
    ranks met. */
@@ -441,6 +442,84 @@ static int run_unreceived(cddp_group *g, void *arg) {
 
 static void test_unreceived(void) { CHECK_OK(ranks_run(run_unreceived, NULL, 3, false)); }
 
+/* What the ranks of this host share, in MiB that exist. */
+static double shared_mib(void) {
+  char path[64], name[64];
+  double blocks = 0;
+  struct stat s;
+  int fd;
+  for (fd = 0; fd < 256; fd++) {
+    ssize_t n;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    n = readlink(path, name, sizeof name);
+    if (n < 7 || memcmp(name, "/memfd:", 7) != 0 || fstat(fd, &s) != 0) continue;
+    blocks += (double)s.st_blocks;
+  }
+  return blocks / 2048;
+}
+
+/* Messages that nobody receives, as above, but a group without their sender begins at once in the
+   place that theirs had, and stays. */
+static int run_place_taken(cddp_group *g, void *arg) { /* 3 ranks */
+  enum { COUNT = 1 << 20, ROUNDS = 6 };
+  static const int pair[] = {0, 1}, others[] = {0, 2};
+  static float x[COUNT];
+  int before = test_failures, rank = cddp_rank(g), i;
+  cddp_group *s, *kept[ROUNDS];
+  double least = 0;
+  (void)arg;
+  memset(x, 1, sizeof x);
+  for (i = 0; i < ROUNDS && test_failures == before; i++) {
+    CHECK_OK(cddp_group_new(g, pair, 2, &s));
+    if (rank == 1) CHECK_OK(cddp_send(s, x, COUNT, CDDP_F32, 0, 1, NULL));
+    CHECK_OK(cddp_barrier(g));
+    if (rank == 1) cddp_destroy(s);
+    CHECK_OK(cddp_barrier(g));
+    if (rank != 1) cddp_destroy(s);
+    CHECK_OK(cddp_group_new(g, others, 2, &kept[i]));
+    cddp_free(g, cddp_alloc(g, 1)); /* gives back what may go */
+    CHECK_OK(cddp_barrier(g));
+    if (i == 0) least = shared_mib();
+    CHECK_OK(cddp_barrier(g));
+  }
+  CHECK(shared_mib() < least + 12); /* a message has 4 */
+  while (i > 0) cddp_destroy(kept[--i]);
+  return test_failures != before;
+}
+
+static void test_place_taken(void) { CHECK_OK(ranks_run(run_place_taken, NULL, 3, false)); }
+
+/* Under a limit on the size of files a free place serves smaller requests, too, when no other is
+   left. */
+static int fill_window(int rank, void *arg) {
+  const size_t mib = (size_t)1 << 20;
+  struct rlimit limit = {96 * mib, 96 * mib};
+  size_t most = 64 * mib, third;
+  cddp_group *g;
+  void *p;
+  (void)rank;
+  (void)arg;
+  CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0);
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  while ((p = cddp_alloc(g, most)) == NULL && most > 8 * mib) most -= 2 * mib;
+  CHECK(p != NULL && (most < 64 * mib || cddp_local_world_size(g) == 1));
+  cddp_free(g, p);
+  third = most / 3 / mib * mib;
+  CHECK((p = cddp_alloc(g, third)) != NULL);
+  cddp_free(g, p);
+  CHECK((p = cddp_alloc(g, most)) != NULL); /* the place is whole again */
+  cddp_free(g, p);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_full_window(void) {
+  int status[2];
+  ranks_script(fill_window, NULL, 2, RANKS_WITHIN(20), status);
+  CHECK(ranks_exited_well(status, 2));
+}
+
 /* A group for each run of threads, over and over. */
 static int run_nothing(cddp_group *g, void *arg) {
   (void)arg;
@@ -594,6 +673,8 @@ int main(void) {
   RUN(test_left_behind);
   RUN(test_cycles);
   RUN(test_unreceived);
+  RUN(test_place_taken);
+  RUN(test_full_window);
   RUN(test_splitters);
   RUN(test_many_runs);
   RUN(test_huge_pages);

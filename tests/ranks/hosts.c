@@ -534,6 +534,41 @@ static void test_mail(void) {
   CHECK_OK(run_on("ab", run_halves, NULL, 2));
 }
 
+/* The first message between two ranks that lead no host: its receiver waits for it while its sender
+   computes for 6 s, and so cannot prove that it knows the secret. Other tests run beside it. */
+static pid_t computing[4];
+
+static int compute_after_send(int rank, void *arg) {
+  cddp_group *g;
+  float x = rank == 1 ? 42 : 0;
+  (void)arg;
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  if (rank == 1) CHECK_OK(cddp_send(g, &x, 1, CDDP_F32, 3, 0, NULL));
+  if (rank == 1) ranks_sleep(6);
+  if (rank == 3) CHECK_OK(cddp_recv(g, &x, 1, CDDP_F32, 1, 0, NULL));
+  CHECK(rank != 3 || x == 42);
+  CHECK_OK(cddp_barrier(g));
+  cddp_destroy(g);
+  return 0;
+}
+
+static void begin_computing(void) {
+  setenv("TEST_HOSTS", "aabb", 1);
+  setenv("CDDP_SECRET", "between hosts", 1);
+  ranks_begin(compute_after_send, NULL, 4, computing);
+  unsetenv("CDDP_SECRET");
+  unsetenv("TEST_HOSTS");
+  unsetenv("CDDP_HOST_ID");
+}
+
+static void test_computing_sender(void) {
+  int status[4];
+  if (computing[0] == 0) begin_computing();
+  ranks_join(computing, 4, 40, status);
+  CHECK(ranks_exited_well(status, 4));
+}
+
 /* --- failures --------------------------------------------------------------------------------- */
 
 enum { KILLED, STOPPED, LEFT, OTHER_CALL, OTHER_COUNT, NO_SHARE };
@@ -1312,6 +1347,7 @@ static void test_wrong_meetings(void) {
 int main(void) {
   setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? "120" : "30", 0);
   shared = (board *)ranks_shared(sizeof *shared);
+  RUN(begin_computing);
   RUN(test_collectives);
   RUN(test_large);
   RUN(test_secret);
@@ -1321,6 +1357,7 @@ int main(void) {
   RUN(test_mail);
   RUN(test_mixed);
   RUN(test_late_receiver);
+  RUN(test_computing_sender);
   RUN(test_killed);
   RUN(test_half_lost);
   RUN(test_killed_unseen);

@@ -4,10 +4,12 @@
 #include "../../cddp.h"
 #include "../ranks.h"
 
+#include <dlfcn.h>
 #include <fenv.h>
 #include <float.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <netdb.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -511,6 +513,36 @@ static void test_unknown_host(void) {
   }
 }
 
+/* "late.invalid" is this host, but only from then on. */
+static double named_at;
+
+int getaddrinfo(const char *host, const char *service, const struct addrinfo *hints,
+                struct addrinfo **list) {
+  __typeof__(getaddrinfo) *real = (__typeof__(getaddrinfo) *)dlsym(RTLD_NEXT, "getaddrinfo");
+  if (strcmp(host, "late.invalid") != 0) return real(host, service, hints, list);
+  return test_now() < named_at ? EAI_NONAME : real("127.0.0.1", service, hints, list);
+}
+
+/* A rank may come before rank 0's host has its name, as where a cluster is just starting them. */
+static void test_late_name(void) {
+  member m[2];
+  pid_t pid[2];
+  int status[2], i;
+  prepare(m, 2);
+  named_at = test_now() + 0.5;
+  m[0].delay = 0.55;
+  for (i = 0; i < 2; i++) {
+    m[i].name = "MASTER_ADDR";
+    m[i].value = "late.invalid";
+    setenv("CDDP_HOST_ID", i == 0 ? "a" : "b", 1);
+    pid[i] = start_member(&m[i]);
+  }
+  unsetenv("CDDP_HOST_ID");
+  ranks_join(pid, 2, 30, status);
+  CHECK(ranks_exited_well(status, 2));
+  check_joined(m, 2);
+}
+
 static void test_localhost(void) { /* a name with several addresses, or one of either family */
   member m[3];
   int i;
@@ -659,6 +691,42 @@ static void test_never_comes(void) {
   CHECK_SEEN(&m[0], CDDP_TIMEOUT, "rank", "");
   CHECK(says_number(&m[0], 1));
   CHECK(m[0].seen->seconds > 0.45 && m[0].seen->seconds < 0.5 + RANKS_WITHIN(0.7));
+}
+
+/* The first meeting fails on all ranks, as one has another mode. The next, at once and at the same
+   place, is another one. */
+static int meet_again(int rank, void *hosts) {
+  cddp_group *g;
+  int32_t one = 1;
+  if (hosts != NULL) setenv("CDDP_HOST_ID", rank % 2 == 0 ? "a" : "b", 1);
+  if (rank == 1) fesetround(FE_UPWARD);
+  CHECK_IS(cddp_init(&g, NULL), CDDP_MISMATCH);
+  fesetround(FE_TONEAREST);
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  CHECK_OK(cddp_all_reduce(g, &one, 1, CDDP_I32, CDDP_SUM, NULL));
+  CHECK_EQ(one, cddp_world_size(g));
+  cddp_destroy(g);
+  return 0;
+}
+
+/* Again and again, for a moment. */
+static void keep_meeting(int ranks, void *hosts) {
+  double end = test_now() + 0.5;
+  int status[4] = {0};
+  while (ranks_exited_well(status, ranks) && test_now() < end)
+    ranks_script(meet_again, hosts, ranks, 60, status);
+  CHECK(ranks_exited_well(status, ranks));
+}
+
+static void test_again(void) {
+  int two_hosts = 1;
+  ranks_setenv("CDDP_TIMEOUT_S", RANKS_SLOW ? 30 : 5);
+  keep_meeting(4, NULL);
+  keep_meeting(2, &two_hosts);
+  keep_meeting(3, &two_hosts);
+  keep_meeting(4, &two_hosts);
+  unsetenv("CDDP_TIMEOUT_S");
 }
 
 static void test_duplicate(void) {
@@ -939,25 +1007,38 @@ static int serve_store(int slot, void *arg) {
   return 1;
 }
 
-static void test_one_connection(void) {
+static pid_t start_server(int port) {
   double deadline = test_now() + RANKS_WITHIN(5.0);
-  member m[8];
-  pid_t pid[8], server;
-  int status[8], i, most = 0, none, fd = -1;
-  prepare(m, 8);
-  server = ranks_fork(serve_store, 0, &m[0].port);
-  while ((fd = connect_to(m[0].port)) < 0 && test_now() < deadline) ranks_sleep(0.01);
+  pid_t pid = ranks_fork(serve_store, 0, &port);
+  int fd;
+  while ((fd = connect_to(port)) < 0 && test_now() < deadline) ranks_sleep(0.01);
   CHECK(fd >= 0);
   close(fd);
+  return pid;
+}
+
+/* Of torchrun: its agent serves the store. */
+static pid_t start_worker(member *m) {
+  pid_t pid;
+  m->name = "TORCHELASTIC_USE_AGENT_STORE";
+  m->value = "True";
+  m->desc.secret = "";
+  pid = start_member(m);
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  return pid;
+}
+
+static void test_one_connection(void) {
+  member m[8];
+  pid_t pid[8], server;
+  int status[8], i, most = 0, none;
+  prepare(m, 8);
+  server = start_server(m[0].port);
   ranks_sleep(0.1);
   none = connections(m[0].port);
-  for (i = 0; i < 8; i++) { /* torchrun's agent serves the store */
-    m[i].name = "TORCHELASTIC_USE_AGENT_STORE";
-    m[i].value = "True";
-    m[i].desc.secret = "";
+  for (i = 0; i < 8; i++) {
     m[i].delay = i == 7 ? 0.5 : 0;
-    pid[i] = start_member(&m[i]);
-    unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+    pid[i] = start_worker(&m[i]);
   }
   for (i = 0; i < 30; i++) {
     int now = connections(m[0].port) - none;
@@ -968,6 +1049,25 @@ static void test_one_connection(void) {
   CHECK(ranks_exited_well(status, 8));
   check_joined(m, 8);
   CHECK_EQ(most, 1);
+  kill(server, SIGKILL);
+  CHECK_EQ(waitpid(server, NULL, 0), server);
+}
+
+/* The agent is stopped just before the time is up: a question to its store takes no more. */
+static void test_agent_stops(void) {
+  member m[2];
+  pid_t pid, server;
+  int status;
+  prepare(m, 2); /* rank 0 never comes */
+  m[1].desc.timeout_s = 2;
+  server = start_server(m[1].port);
+  pid = start_worker(&m[1]);
+  ranks_sleep(1.8);
+  kill(server, SIGSTOP);
+  ranks_join(&pid, 1, 30, &status);
+  CHECK_EQ(status, 0);
+  CHECK_SEEN(&m[1], CDDP_TIMEOUT, "", "");
+  CHECK(m[1].seen->seconds > 1.95 && m[1].seen->seconds < 2 + RANKS_WITHIN(0.4));
   kill(server, SIGKILL);
   CHECK_EQ(waitpid(server, NULL, 0), server);
 }
@@ -1407,12 +1507,14 @@ int main(void) {
   RUN(test_bad_desc);
   RUN(test_port_in_use);
   RUN(test_unknown_host);
+  RUN(test_late_name);
   RUN(test_localhost);
   RUN(test_spellings);
   RUN(test_tcp);
   RUN(test_late);
   RUN(test_any_order);
   RUN(test_never_comes);
+  RUN(test_again);
   RUN(test_duplicate);
   RUN(test_world_sizes_differ);
   RUN(test_wrong_variables);
@@ -1422,6 +1524,7 @@ int main(void) {
   RUN(test_other_user);
   RUN(test_secret_is_named);
   RUN(test_one_connection);
+  RUN(test_agent_stops);
   RUN(test_few_descriptors);
   RUN(test_file_size_limit);
   RUN(test_descriptors);

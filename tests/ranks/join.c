@@ -16,6 +16,7 @@ typedef struct visitor { /* how a process differs from what it should be */
   bool plain;  /* not elastic */
   bool leaves; /* rank 1 destroys its model after three steps, and keeps its weights */
   bool rows;   /* there is a second parameter, with sparse rows */
+  bool bare;   /* has no stdin and no stdout, as a daemon */
   const char *secret, *join;
   double timeout_s;
 } visitor;
@@ -159,6 +160,7 @@ static int life(int rank, void *arg) {
   (void)rank;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   v.rank = v.join == NULL ? rank : v.rank;
+  if (v.bare) CHECK(close(STDIN_FILENO) == 0 && close(STDOUT_FILENO) == 0);
   if ((r = model_open(&m, &v)) == CDDP_OK && v.join == NULL) bump(&shared->running);
   while (r == CDDP_OK && stop == 0) {
     cddp_group *g;
@@ -185,6 +187,7 @@ static int life(int rank, void *arg) {
     }
   }
   CHECK_OK(r);
+  if (v.bare) CHECK(fcntl(STDIN_FILENO, F_GETFD) < 0 && fcntl(STDOUT_FILENO, F_GETFD) < 0);
   if (v.join != NULL) { /* the group that cddp_init has made is no group */
     CHECK_IS(cddp_barrier(m.g), CDDP_UNSUPPORTED);
     CHECK(strstr(cddp_error(), "cddp_ddp_group") != NULL);
@@ -277,6 +280,21 @@ static void test_comes(void) {
   CHECK_EQ(look(&shared->joined), 2);
   end_job(pids, 3);
   CHECK_EQ(shared->took, 3); /* ranks in the last step */
+}
+
+/* No descriptor for a rank that has come gets the number of one that the program may open yet. */
+static void test_no_stdio(void) {
+  visitor first = usual(), v;
+  double until = test_now() + RANKS_WITHIN(20.0);
+  pid_t pids[3];
+  first.bare = true;
+  v = first;
+  first.join = NULL;
+  begin_job(pids, &first);
+  pids[2] = ranks_fork(life, 2, &v);
+  while (look(&shared->joined) < 1 && test_now() < until) ranks_sleep(0.001);
+  CHECK_EQ(look(&shared->joined), 1);
+  end_job(pids, 3);
 }
 
 /* A rank leaves, and goes on with its weights, while another one takes its place. */
@@ -856,6 +874,7 @@ static void test_loaded_weights(void) { half_job(false, true); }
 int main(void) {
   shared = (board *)ranks_shared(sizeof *shared);
   RUN(test_comes);
+  RUN(test_no_stdio);
   RUN(test_leaves);
   RUN(test_alone);
   RUN(test_many);

@@ -203,6 +203,42 @@ static int rank_is_lost(int rank, int lives) {
   return shared->word[1] == 2 ? 5 : getenv("CDDP_LISTEN_FD") != NULL;
 }
 
+/* R, S, T (stopped), Z (dead, but not waited for) and so on; 0: no such process. */
+static char state_of(pid_t pid) {
+  char name[32], text[512], *end;
+  size_t n;
+  FILE *f;
+  snprintf(name, sizeof name, "/proc/%d/stat", (int)pid);
+  if ((f = fopen(name, "r")) == NULL) return 0;
+  n = fread(text, 1, sizeof text - 1, f);
+  fclose(f);
+  text[n] = 0;
+  return (end = strrchr(text, ')')) != NULL && end[1] == ' ' ? end[2] : (char)0;
+}
+
+static void kill_and_await(pid_t pid, int number, char state) {
+  double until = test_now() + 10;
+  kill(pid, number);
+  while (state_of(pid) != state && test_now() < until) ranks_sleep(0.001);
+}
+
+/* Rank 0 lets cddprun see the deaths of both others at once, and outlives them until one has come
+   again. */
+static int rank_loses_two(int rank) {
+  double until = test_now() + 20;
+  bump(&shared->started);
+  if (rank != 0 && is("CDDP_JOIN", "1")) return 0;
+  while (look(&shared->started) < 3 && test_now() < until) ranks_sleep(0.001);
+  if (rank == 0) {
+    kill_and_await(getppid(), SIGSTOP, 'T');
+    kill_and_await(shared->pid[1], SIGKILL, 'Z');
+    kill_and_await(shared->pid[2], SIGKILL, 'Z');
+    kill(getppid(), SIGCONT);
+  }
+  while (look(&shared->started) < 4 && test_now() < until) ranks_sleep(0.001);
+  return look(&shared->started) != 4;
+}
+
 static int rank_main(const char *what) {
   int rank = env_int("RANK");
   shared = map_board(env_int("CDDP_TEST_BOARD"));
@@ -227,6 +263,7 @@ static int rank_main(const char *what) {
   if (strcmp(what, "third time") == 0) return env_int("TORCHELASTIC_RESTART_COUNT") < 2 ? 4 : 0;
   if (strcmp(what, "lost") == 0) return rank_is_lost(rank, rank == 0 ? 3 : 1);
   if (strcmp(what, "alone") == 0) return rank_is_lost(rank, rank == 0 ? 2 : 1);
+  if (strcmp(what, "loses two") == 0) return rank_loses_two(rank);
   if (strcmp(what, "all fail") == 0) return 3 + rank;
   if (strcmp(what, "without") == 0) return rank_without_descriptor(rank);
   return 98;
@@ -528,6 +565,14 @@ static void test_elastic(void) {
   check_gone();
 }
 
+/* Two that die between two looks: the one that comes again counts among those that are left. */
+static void test_two_at_once(void) {
+  CHECK_EQ(run("-n 3 --elastic --max-restarts 1 --min-nproc 2", "loses two"), 0);
+  CHECK(said("it joins again: restart 1 of 1") && said("; 2 go on"));
+  CHECK_EQ(shared->started, 4);
+  check_gone();
+}
+
 /* --log-dir makes a file of each rank, in a folder of one's own alone. */
 static void test_logs(void) {
   char folder[] = P_tmpdir "/cddp_logs_XXXXXX", path[128], target[128], options[128];
@@ -702,6 +747,7 @@ int main(int argc, char **argv) {
   RUN(test_lost_descriptor);
   RUN(test_restarts);
   RUN(test_elastic);
+  RUN(test_two_at_once);
   RUN(test_logs);
   RUN(test_leftovers);
   RUN(test_signals);

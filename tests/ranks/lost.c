@@ -579,17 +579,22 @@ static void test_lost_threads(void) { /* of no use where a sanitizer looks for l
 /* --- ranks that live, but do not do as the others --- */
 
 enum { NOT_TAKEN, NOT_DONE, NOT_COME, CALLS_WAIT, OTHER_RATE, IS_STOPPED, LOST_IN_GROUP };
+/* not in test_living */
+enum { ALONE = LOST_IN_GROUP + 1, NO_DESCRIPTORS, NO_FIRST_THREAD, TAKEN_FOR_LOST };
 
 typedef struct small {
   float w[100];
   cddp_param p;
   cddp_ddp *ddp;
   cddp_optim *optim;
+  double pause; /* in each shard, s */
+  bool both;    /* ranks are in all steps */
 } small;
 
 static int small_shard(small *m) { /* -1: there is none */
   int shard, i;
   if (!cddp_ddp_next_shard(m->ddp, &shard)) return -1;
+  if (m->pause > 0) ranks_sleep(m->pause);
   for (i = 0; i < 100; i++) ((float *)m->p.grad)[i] += (float)(i + shard);
   CHECK_OK(cddp_ddp_ready(m->ddp, 0));
   return shard;
@@ -636,6 +641,27 @@ static void save_alone(small *m) {
   CHECK(unlink(path) == 0 && rmdir(directory) == 0);
 }
 
+/* This process can open no file, nor make a pidfd. */
+static void take_descriptors(void) {
+  struct rlimit most;
+  CHECK(getrlimit(RLIMIT_NOFILE, &most) == 0);
+  most.rlim_cur = 64;
+  CHECK(setrlimit(RLIMIT_NOFILE, &most) == 0);
+  while (dup(STDERR_FILENO) >= 0) {}
+  CHECK(errno == EMFILE);
+}
+
+/* Rank 1 finds that the others took it for lost, in the step before; rank 0 hears of it. */
+static void taken_for_lost(small *m, int rank) {
+  cddp__elastic *e = m->ddp->elastic;
+  if (rank == 1)
+    cddp__store64(&e->members[1].state, cddp__member_state(CDDP__MEMBER_LOST, e->step - 1));
+  else await_passed(1);
+  CHECK_EQ(small_shard(m), -1);
+  expect(cddp_ddp_step(m->ddp, m->optim), CDDP_ABORTED, "took rank 1's process for one that has");
+  pass(rank);
+}
+
 static void small_rank(cddp_group *g, small *m, int scene, int rank) {
   float x = 1;
   int step;
@@ -649,6 +675,10 @@ static void small_rank(cddp_group *g, small *m, int scene, int rank) {
     bool unseen = step == 0 && getenv("TEST_HOSTS") != NULL; /* until they meet for the next step */
     cddp_result r;
     if (scene == IS_STOPPED && rank == 1 && step == 1) raise(SIGSTOP);
+    if (scene == TAKEN_FOR_LOST && step == 1) {
+      taken_for_lost(m, rank);
+      return;
+    }
     while (small_shard(m) >= 0) {}
     if (scene == OTHER_RATE && rank == 1 && step == 0) CHECK_OK(cddp_optim_set_lr(m->optim, 0.5));
     r = scene == CALLS_WAIT && rank == 1 && step == 0 ? cddp_ddp_wait(m->ddp)
@@ -660,6 +690,7 @@ static void small_rank(cddp_group *g, small *m, int scene, int rank) {
     if (scene == OTHER_RATE && !unseen) expect(r, CDDP_MISMATCH, "learning rate");
     if (scene <= OTHER_RATE && !unseen) break;
     CHECK_OK(r);
+    if (m->both) CHECK_EQ(cddp_ddp_present(m->ddp), 2);
     if (scene != LOST_IN_GROUP) continue;
     g = cddp_ddp_group(m->ddp);
     CHECK_EQ(cddp_world_size(g), step >= 2 ? 2 : 3);
@@ -675,14 +706,17 @@ static void small_rank(cddp_group *g, small *m, int scene, int rank) {
   }
 }
 
+static int scene_ranks(int scene) { return scene == LOST_IN_GROUP ? 3 : scene == ALONE ? 1 : 2; }
+
 static int small_life(int rank, void *arg) {
   int scene = *(const int *)arg;
   cddp_ddp_desc desc;
   cddp_sgd_desc o;
   cddp_group *g;
   small m;
-  ranks_environment(rank, scene == LOST_IN_GROUP ? 3 : 2, reports[MOST - 1].steps);
+  ranks_environment(rank, scene_ranks(scene), reports[MOST - 1].steps);
   if (scene <= NOT_COME) setenv("CDDP_TIMEOUT_S", "1", 1);
+  if (scene == TAKEN_FOR_LOST) ranks_setenv("CDDP_TIMEOUT_S", (long)RANKS_WITHIN(5.0));
   memset(&m, 0, sizeof m);
   memset(&desc, 0, sizeof desc);
   memset(&o, 0, sizeof o);
@@ -694,22 +728,44 @@ static int small_life(int rank, void *arg) {
   o.lr = 0.1;
   o.momentum = 0.9;
   CHECK_OK(cddp_init(&g, NULL));
+  m.both = scene == NO_DESCRIPTORS || scene == NO_FIRST_THREAD;
+  if (m.both) m.p.data = memset(cddp_alloc(g, sizeof m.w), 0, sizeof m.w);
+  if (m.both && rank == 1) m.pause = 0.05;
   CHECK_OK(cddp_ddp_create(&m.ddp, g, &m.p, 1, &desc));
   CHECK_OK(cddp_sgd_create(&m.optim, &m.p, 1, &o));
+  if (scene == NO_DESCRIPTORS && rank == 0) take_descriptors();
+  if (scene == NO_FIRST_THREAD && rank == 1) { /* from here on it seems to have ended */
+    pass(1);
+    while (cddp__process_born((uint32_t)getpid()) != 0) ranks_sleep(0.001);
+  }
   small_rank(g, &m, scene, rank);
-  reports[rank].hash = ranks_hash(RANKS_HASH, m.w, sizeof m.w);
+  reports[rank].hash = ranks_hash(RANKS_HASH, m.p.data, sizeof m.w);
   cddp_optim_destroy(m.optim);
   cddp_ddp_destroy(m.ddp);
+  if (m.both) cddp_free(g, m.p.data);
   cddp_destroy(g);
   return 0;
 }
 
+static void *second_thread(void *arg) { exit(small_life(1, arg) != 0 || test_failures != 0); }
+
+/* Rank 1 as the second thread of a process whose first one ends when the model is there. */
+static int threaded_life(int rank, void *arg) {
+  static int scene;
+  pthread_t thread;
+  scene = *(const int *)arg;
+  if (scene != NO_FIRST_THREAD || rank != 1) return small_life(rank, arg);
+  CHECK(pthread_create(&thread, NULL, second_thread, &scene) == 0);
+  await_passed(1);
+  pthread_exit(NULL);
+}
+
 static void run_scene(int scene) {
-  int n = scene == LOST_IN_GROUP ? 3 : 2, i, status;
+  int n = scene_ranks(scene), i, status;
   pid_t pids[3];
   memset(reports, 0, MOST * sizeof *reports);
   reports[MOST - 1].steps = ranks_free_port();
-  for (i = 0; i < n; i++) pids[i] = ranks_fork(small_life, i, &scene);
+  for (i = 0; i < n; i++) pids[i] = ranks_fork(threaded_life, i, &scene);
   if (scene == IS_STOPPED) { /* the other one waits */
     CHECK_EQ(waitpid(pids[1], &status, WUNTRACED), pids[1]);
     CHECK(WIFSTOPPED(status));
@@ -734,6 +790,68 @@ static void test_living(void) {
   run_scene(OTHER_RATE);
   unsetenv("TEST_HOSTS");
 }
+
+/* The two ranks of a scene have the weights of one rank alone. */
+static void check_scene(int scene) {
+  uint64_t want;
+  run_scene(ALONE);
+  want = reports[0].hash;
+  run_scene(scene);
+  CHECK(reports[0].hash == want && reports[1].hash == want);
+}
+
+/* A rank with no descriptor left takes no other one for lost, nor one whose first thread ended. */
+static void test_no_descriptors(void) { check_scene(NO_DESCRIPTORS); }
+static void test_no_first_thread(void) { check_scene(NO_FIRST_THREAD); }
+
+/* Who was taken for lost, and lives, is told, before it does harm. */
+static void test_taken_for_lost(void) { run_scene(TAKEN_FOR_LOST); }
+
+/* A step whose number has no bit left in the words of progress: those of parts that no step has
+   touched, where nobody named a row, look as if they were of this one. */
+static int far_life(cddp_group *g, void *arg) {
+  enum { COUNT = 4096, TABLE = 8 * COUNT };
+  static const size_t table_rows[2] = {0, COUNT};
+  cddp_param p[2] = {{"w", NULL, NULL, COUNT, CDDP_F32}, {"table", NULL, NULL, TABLE, CDDP_F32}};
+  cddp_ddp_desc desc;
+  cddp_sgd_desc o;
+  cddp_optim *optim;
+  cddp_ddp *ddp;
+  float *w;
+  int step, shard, wrong = 0, before = test_failures;
+  size_t i;
+  (void)arg;
+  memset(&desc, 0, sizeof desc);
+  memset(&o, 0, sizeof o);
+  desc.shards = 2;
+  desc.elastic = true;
+  desc.sparse_rows = table_rows;
+  p[0].data = w = (float *)cddp_alloc(g, COUNT * sizeof(float));
+  p[1].data = cddp_alloc(g, TABLE * sizeof(float));
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, &desc));
+  o.lr = 1;
+  o.ddp = ddp;
+  CHECK_OK(cddp_sgd_create(&optim, p, 2, &o));
+  ddp->elastic->step = ((uint64_t)1 << 22) - 2; /* as if so many had been made */
+  cddp__store64(&ddp->elastic->board->step, ddp->elastic->step);
+  for (step = 1; step <= 3; step++) {
+    while (cddp_ddp_next_shard(ddp, &shard)) {
+      for (i = 0; i < COUNT; i++) ((float *)p[0].grad)[i] += 1;
+      CHECK_OK(cddp_ddp_ready(ddp, 1));
+      CHECK_OK(cddp_ddp_ready(ddp, 0));
+    }
+    CHECK_OK(cddp_ddp_step(ddp, optim));
+    for (i = 0; i < COUNT; i++) wrong += w[i] != (float)-step;
+  }
+  CHECK_EQ(wrong, 0);
+  cddp_optim_destroy(optim);
+  cddp_ddp_destroy(ddp);
+  cddp_free(g, p[1].data);
+  cddp_free(g, w);
+  return test_failures != before;
+}
+
+static void test_far_step(void) { CHECK_OK(ranks_run(far_life, NULL, 1, true)); }
 
 /* --- a rank that is lost while the others enter the model --- */
 
@@ -866,12 +984,16 @@ int main(int argc, char **argv) {
     return TEST_END();
   }
   RUN(test_undisturbed);
+  RUN(test_far_step);
   if (RANKS_TSAN || !RANKS_SLOW) RUN(test_lost_threads);
   if (!RANKS_TSAN) {
     RUN(test_deaths);
     RUN(test_recovery);
     RUN(test_several);
     RUN(test_living);
+    RUN(test_no_descriptors);
+    RUN(test_no_first_thread);
+    RUN(test_taken_for_lost);
     RUN(test_creation);
     RUN(test_seeds);
     RUN(test_hosts_undisturbed);

@@ -569,6 +569,60 @@ static void test_dead_peer(void) {
   munmap(l.died_at, 4096);
 }
 
+/* Rank 0 has so many messages on their way to rank 1, which goes, that one to rank 2 waits. */
+typedef struct gone {
+  double at; /* the time */
+  int told;  /* rank 0's send has failed */
+  bool killed;
+} gone;
+
+static int fill_up_rank(int rank, void *arg) {
+  gone *l = (gone *)arg;
+  double until = test_now() + RANKS_WITHIN(10);
+  cddp_group_desc desc;
+  cddp_group *g;
+  cddp_work *w;
+  float x = 1;
+  int i;
+  memset(&desc, 0, sizeof desc);
+  desc.timeout_s = RANKS_WITHIN(5);
+  CHECK_OK(cddp_init(&g, &desc));
+  if (g == NULL) return 1;
+  for (i = 0; rank == 0 && i < 129; i++) {
+    CHECK_OK(cddp_send(g, &x, 1, CDDP_F32, 1, 5, &w));
+    CHECK_OK(cddp_wait(w));
+  }
+  CHECK_OK(cddp_barrier(g));
+  if (rank == 1) {
+    ranks_sleep(0.05);
+    l->at = test_now();
+    if (l->killed) raise(SIGKILL);
+  } else if (rank == 0) {
+    CHECK_IS(cddp_send(g, &x, 1, CDDP_F32, 2, 5, NULL), CDDP_PEER_LOST);
+    CHECK(mentions("rank 1") && mentions(l->killed ? "signal 9" : "left the group"));
+    CHECK(test_now() - l->at < RANKS_WITHIN(1));
+    __atomic_store_n(&l->told, 1, __ATOMIC_SEQ_CST);
+  }
+  while (rank == 2 && __atomic_load_n(&l->told, __ATOMIC_SEQ_CST) == 0 && test_now() < until)
+    ranks_sleep(0.001);
+  cddp_destroy(g);
+  return 0;
+}
+
+static void test_messages_for_the_gone(void) {
+  gone *l = (gone *)ranks_shared(sizeof *l);
+  int status[3], i;
+  if (getenv("TEST_HOSTS") != NULL) return; /* sends to other hosts do not wait */
+  for (i = 0; i < 2; i++) {
+    memset(l, 0, sizeof *l);
+    l->killed = i == 1;
+    ranks_script(fill_up_rank, l, 3, RANKS_WITHIN(20), status);
+    CHECK(status[0] == 0 && status[2] == 0);
+    CHECK(l->killed ? WIFSIGNALED(status[1]) : status[1] == 0);
+  }
+  munmap(l, sizeof *l);
+}
+
 static int late_rank(int rank, void *arg) {
   int before = test_failures;
   cddp_group_desc desc;
@@ -1061,6 +1115,7 @@ int main(void) {
   RUN(test_any);
   RUN(test_cancelled);
   RUN(test_late_peer);
+  RUN(test_messages_for_the_gone);
   RUN(test_dead_peer);
   return TEST_END();
 }

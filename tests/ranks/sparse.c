@@ -710,6 +710,55 @@ static int run_rows_misuse(cddp_group *g, void *arg) {
 
 static void test_rows_misuse(void) { CHECK_OK(ranks_run(run_rows_misuse, NULL, 2, true)); }
 
+/* An elastic model whose optimizer was made without desc.ddp. */
+static int run_elastic_rows(cddp_group *g, void *arg) {
+  static const size_t rows[2] = {0, 64};
+  cddp_param p[2] = {{"w", NULL, NULL, 400, CDDP_F32}, {"table", NULL, NULL, 64 * 8, CDDP_F32}};
+  float *w, *table, ones[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+  int before = test_failures, step, shard, i;
+  cddp_ddp_desc d;
+  cddp_sgd_desc o;
+  cddp_optim *sgd;
+  cddp_ddp *ddp;
+  (void)arg;
+  memset(&d, 0, sizeof d);
+  memset(&o, 0, sizeof o);
+  p[0].data = w = (float *)cddp_alloc(g, 400 * sizeof(float));
+  p[1].data = table = (float *)cddp_alloc(g, 64 * sizeof ones);
+  d.shards = 2;
+  d.elastic = true;
+  d.sparse_rows = rows;
+  o.lr = 0.125;
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, &d));
+  CHECK_OK(cddp_sgd_create(&sgd, p, 2, &o));
+  for (step = 0; step < 3; step++) {
+    while (cddp_ddp_next_shard(ddp, &shard)) {
+      int64_t row = shard;
+      for (i = 0; i < 400; i++) ((float *)p[0].grad)[i] += 1;
+      CHECK_OK(cddp_ddp_add_rows(ddp, 1, &row, ones, 1));
+      CHECK_OK(cddp_ddp_ready(ddp, 1));
+      CHECK_OK(cddp_ddp_ready(ddp, 0));
+    }
+    CHECK_OK(cddp_ddp_step(ddp, sgd));
+  }
+  for (i = 0; i < 400 && w[i] == -0.375f;) i++;
+  CHECK_EQ(i, 400);
+  for (i = 0; i < 64 * 8 && table[i] == (i < 2 * 8 ? -0.1875f : 0);) i++;
+  CHECK_EQ(i, 64 * 8);
+  cddp_optim_destroy(sgd);
+  cddp_ddp_destroy(ddp);
+  cddp_free(g, table);
+  cddp_free(g, w);
+  return test_failures != before;
+}
+
+static void test_elastic_rows(void) {
+  CHECK_OK(ranks_run(run_elastic_rows, NULL, 2, false));
+  setenv("TEST_HOSTS", "ab", 1);
+  CHECK_OK(ranks_run(run_elastic_rows, NULL, 2, false));
+  unsetenv("TEST_HOSTS");
+}
+
 /* Every allocation fails once: an error, no leak, no crash. */
 static int budget;
 
@@ -786,6 +835,7 @@ int main(void) {
   RUN(test_few_rows);
   RUN(test_unused_rows);
   RUN(test_rows_misuse);
+  RUN(test_elastic_rows);
   RUN(test_rows_memory);
   return TEST_END();
 }

@@ -4,6 +4,7 @@
 #include "../../cddp.h"
 #include "../ranks.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
@@ -115,6 +116,41 @@ static void test_elastic(void) {
   CHECK(ranks_no_children());
   CHECK_EQ(ranks_open_fds(), fds);
   for (i = 0; i < 3; i++) CHECK(gone(b->pid[i]));
+  munmap(b, sizeof *b);
+}
+
+/* In shared memory: how many forks there are until one fails, as where a container has all the
+   processes that it may. Children that begin before they should do so meanwhile. */
+static int *forks_left;
+
+pid_t fork(void) {
+  __typeof__(fork) *real = (__typeof__(fork) *)dlsym(RTLD_NEXT, "fork");
+  if (forks_left == NULL || __atomic_sub_fetch(forks_left, 1, __ATOMIC_SEQ_CST) != 0) return real();
+  ranks_sleep(0.2);
+  errno = EAGAIN;
+  return -1;
+}
+
+static int lose_rank_1(int rank, void *arg) {
+  board *b = (board *)arg;
+  double until = test_now() + 20;
+  if (rank == 1) raise(SIGKILL);
+  while (__atomic_load_n(&b->how, __ATOMIC_SEQ_CST) > 0 && test_now() < until) ranks_sleep(0.001);
+  ranks_sleep(0.4);
+  b->word[rank] = 1;
+  return 0;
+}
+
+/* A lost rank that cannot be replaced is no reason to end the others. */
+static void test_no_replacement(void) {
+  board *b = shared_board();
+  forks_left = &b->how;
+  b->how = 4;
+  CHECK_OK(cddp_spawn_elastic(lose_rank_1, b, 3, 5));
+  forks_left = NULL;
+  CHECK_EQ(b->how, 0);
+  CHECK(b->word[0] == 1 && b->word[1] == 0 && b->word[2] == 1);
+  CHECK(ranks_no_children());
   munmap(b, sizeof *b);
 }
 
@@ -424,6 +460,36 @@ static void test_output(void) {
   munmap(exit_board, sizeof *exit_board);
 }
 
+/* cddp_spawn's pipe gets the number of a closed stdout. What the program has printed must not get
+   there: a byte of it is a child's sign to begin. */
+static int note_begin(int rank, void *arg) {
+  ((board *)arg)->word[rank] = 1;
+  return 0;
+}
+
+static int spawn_closed(int rank, void *arg) {
+  board *b = (board *)arg;
+  (void)rank;
+  close(0);
+  close(1);
+  printf("<before>\n");
+  forks_left = &b->how;
+  CHECK_IS(cddp_spawn(note_begin, b, 3), CDDP_SYSTEM);
+  CHECK(mentions("fork") && b->how == 0);
+  CHECK(b->word[0] == 0 && b->word[1] == 0);
+  return 0;
+}
+
+static void test_closed_output(void) {
+  board *b = shared_board();
+  int status;
+  pid_t pid;
+  b->how = 3;
+  pid = ranks_fork(spawn_closed, 0, b);
+  CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+  munmap(b, sizeof *b);
+}
+
 enum { LINES = 3000 };
 
 static int print_lines(int rank, void *arg) {
@@ -704,6 +770,24 @@ static void test_thread_exit(void) {
   CHECK(ranks_threads_left(tasks));
 }
 
+/* fn may destroy its group itself, and then end well or not. */
+static int destroy_group(cddp_group *g, void *arg) {
+  int rank = cddp_rank(g);
+  CHECK_OK(cddp_barrier(g));
+  cddp_destroy(g);
+  return rank == 1 ? *(int *)arg : 0;
+}
+
+static void test_thread_destroys(void) {
+  int code, tasks = ranks_threads(), fds = ranks_open_fds();
+  for (code = 0; code < 2; code++) {
+    CHECK_IS(cddp_run_threads(destroy_group, &code, 3), code == 0 ? CDDP_OK : CDDP_PEER_LOST);
+    CHECK(code == 0 || (mentions("rank 1") && mentions("returned 1")));
+  }
+  CHECK_EQ(ranks_open_fds(), fds);
+  CHECK(ranks_threads_left(tasks));
+}
+
 /* Processes after threads: no thread is left to make the fork unsafe. */
 static void test_both(void) {
   board *b = shared_board();
@@ -760,6 +844,7 @@ int main(void) {
   RUN(test_no_network);
   RUN(test_invalid);
   RUN(test_elastic);
+  RUN(test_no_replacement);
   RUN(test_environment);
   RUN(test_stranger);
   RUN(test_failure);
@@ -768,12 +853,14 @@ int main(void) {
   RUN(test_other_children);
   RUN(test_parent_dies);
   RUN(test_output);
+  RUN(test_closed_output);
   RUN(test_lines);
   RUN(test_signals);
   RUN(test_reaped);
   RUN(test_no_pidfds);
   RUN(test_threads);
   RUN(test_thread_exit);
+  RUN(test_thread_destroys);
   RUN(test_both);
   RUN(test_stubborn);
   return TEST_END();
