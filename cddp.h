@@ -19228,6 +19228,7 @@ struct cddp__elastic {
   uint32_t areas_used;           /* bits: the areas that this rank has used */
   uint32_t seen;                 /* board.changes when its wait began */
   uint32_t unshared;             /* host.unshared at creation */
+  uint64_t own;                  /* this rank's state while it is a member; 0: it has not been */
   cddp_group *group;             /* of the living; NULL: not asked for yet */
 };
 #define CDDP__ELASTIC_LOOK_S 0.01 /* between looks after the other members */
@@ -19286,12 +19287,17 @@ static void cddp__elastic_fail(cddp_ddp *d, cddp_result r) {
   cddp__elastic_changed(d->elastic->board);
 }
 
+/* Whether this rank was a member and is none any more, as others took its process for ended. */
+static bool cddp__counted_out(const cddp_ddp *d) {
+  const cddp__elastic *e = d->elastic;
+  return e->own != 0 && cddp__load64(&e->members[d->me].state) != e->own;
+}
+
 static cddp_result cddp__elastic_failure(const cddp_ddp *d) { /* of the model */
   cddp__elastic *e = d->elastic;
   cddp_result r = cddp__check_cause(&e->board->failure);
   if (r != CDDP_OK) return r;
-  if (d->me >= 0 && (cddp__member_is(e, d->me, CDDP__MEMBER_LOST) ||
-                     cddp__member_is(e, d->me, CDDP__MEMBER_NONE)))
+  if (CDDP__UNLIKELY(cddp__counted_out(d)))
     return cddp__fail(CDDP_ABORTED, "the other ranks took rank %d's process for one that has ended",
                       d->group->rank);
   if (CDDP__LIKELY(cddp__load32(&d->group->host->unshared) == e->unshared)) return CDDP_OK;
@@ -19486,6 +19492,12 @@ static void cddp__elastic_enter(cddp_ddp *d, int member) {
   cddp__add32(&m->life, 1);
 }
 
+static void cddp__elastic_live(cddp_ddp *d) {
+  cddp__elastic_member *m = &d->elastic->members[d->me];
+  d->elastic->own = cddp__member_state(CDDP__MEMBER_LIVE, cddp__load32(&m->life));
+  cddp__store64(&m->state, d->elastic->own);
+}
+
 /* Maps what the member has, unless it is mapped. */
 static cddp_result cddp__elastic_see(cddp_ddp *d, int member) {
   cddp__elastic *e = d->elastic;
@@ -19547,8 +19559,7 @@ static cddp_result cddp__elastic_create(cddp_ddp *d) {
   if (r != CDDP_OK) return r;
   if ((r = cddp__elastic_attach(d, board)) == CDDP_OK) {
     cddp__elastic_enter(d, g->rank);
-    cddp__store64(&d->elastic->members[g->rank].state,
-                  cddp__member_state(CDDP__MEMBER_LIVE, 1));
+    cddp__elastic_live(d);
   }
   r = cddp__consensus(g, r, NULL, 0, NULL);
   (void)cddp__gate_leave(d, &e);
@@ -19946,6 +19957,7 @@ static cddp_result cddp__elastic_next(cddp_ddp *d) {
   int shard;
   memset(&w, 0, sizeof w);
   cddp__door_serve(d->group->host);
+  if ((r = cddp__elastic_failure(d)) != CDDP_OK) return r;
   cddp__elastic_begin(d);
   if (begins) cddp__publish_model(d);
   while (r == CDDP_OK) {
@@ -20195,7 +20207,7 @@ static cddp_result cddp__meet_members(cddp_ddp *d, const cddp_optim *s) {
     d->receivers[d->receiver_count++] = m;
   }
   /* the others may have done all of it: then a lost one's place may be another rank's already */
-  return cddp__load64(&e->board->step) == e->step ? r : CDDP_OK;
+  return cddp__load64(&e->board->step) == e->step || cddp__counted_out(d) ? r : CDDP_OK;
 }
 
 /* After an update that has failed: the other members may still write to this rank's memory. Like
@@ -20327,7 +20339,7 @@ static cddp_result cddp__elastic_step(cddp_ddp *d, cddp_optim *s) {
   if (c != NULL) {
     done = c->done != c->step;
     r = d->memory->use(d->group);
-  } else {
+  } else if ((r = cddp__elastic_failure(d)) == CDDP_OK) {
     cddp__elastic_begin(d);
     (void)cddp__pick_shard(d, &done);
     r = cddp__elastic_failure(d);
@@ -20448,7 +20460,7 @@ static cddp_result cddp__join_step(cddp_ddp *d) {
     uint64_t step = cddp__load64(&e->board->step);
     cddp__store64(&mine->since, UINT64_MAX); /* before `at`: it does not do this step */
     cddp__store64(&mine->at, 2 * step + 1);
-    cddp__store64(&mine->state, cddp__member_state(CDDP__MEMBER_LIVE, mine->life.v));
+    cddp__elastic_live(d);
     CDDP__POINT("elastic joins");
     if (cddp__load64(&e->board->step) != step) continue; /* its end may not have counted this one */
     cddp__store64(&mine->since, step + 1);
