@@ -234,8 +234,8 @@ typedef struct cddp_group_desc {
 } cddp_group_desc;
 
 /* Finds the other ranks and forms the group. Blocks until all world_size ranks are there or
-   timeout_s has passed; ranks may start in any order, and a MASTER_ADDR that does not resolve is
-   asked for again for a minute. desc NULL = all defaults. Like
+   timeout_s has passed; ranks may start in any order, and but for rank 0 a MASTER_ADDR that
+   does not resolve is asked for again for a minute. desc NULL = all defaults. Like
    torch.distributed.init_process_group.
      env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone.
                      Rank 0 listens at MASTER_ADDR:MASTER_PORT until all have met. MASTER_ADDR must
@@ -8228,6 +8228,7 @@ typedef struct cddp__rendezvous {
   cddp_store *store; /* NULL: not open */
   bool stale;        /* what the store says has led to nobody: it may be an earlier job's */
   double look, pause; /* when to ask the store again; then for how long to try to open it, s */
+  double hung_up;     /* when the store did, of cddp__now(); 0: it has not, or there is a new one */
   unsigned char token[16];
   cddp__address address; /* of this host, for ranks of other nodes */
   int node_socket, root_socket; /* listening: for clients, for coordinators; -1: not this rank */
@@ -8801,6 +8802,8 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
 }
 
 #define CDDP__NAME_S 60 /* a MASTER_ADDR that does not resolve is asked for again */
+#define CDDP__AGAIN_S 0.5 /* for a store that has hung up to be there again: it may have been of a
+                             meeting that failed, whose ranks meet anew */
 
 /* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
    open the store for a while, a longer one each time, up to ten seconds: in between the clients
@@ -8809,7 +8812,7 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
   const char *key = v->key;
   cddp__address own;
-  bool there = false, first = v->pause <= 0.002; /* this store has not been asked yet */
+  bool there = false;
   cddp_result r;
   if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
   if (v->store == NULL) {
@@ -8825,10 +8828,16 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
       return CDDP_OK;
     }
     if (r != CDDP_TIMEOUT) return r;
+    if (v->hung_up > 0 && cddp__now() > v->hung_up + CDDP__AGAIN_S)
+      return cddp__fail(CDDP_PEER_LOST,
+                        "the store at %s hung up while the ranks were meeting: the process that "
+                        "serves it (rank 0, unless a launcher does) died or gave up",
+                        v->host->place);
     return cddp__now() < v->deadline || cddp__has_cause(&v->problem) ? CDDP_OK : r;
   }
   v->store->timeout_s = v->deadline - cddp__now();
   r = cddp_store_check(v->store, &key, 1, &there); /* a server connects to itself */
+  if (r == CDDP_OK) v->hung_up = 0;
   if (r == CDDP_OK && v->with_rank_0) r = cddp__open_root(v);
   else if (r == CDDP_OK && there) r = cddp__call_root(v);
   v->look = cddp__now() + v->pause;
@@ -8839,11 +8848,8 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   }
   if (r != CDDP_NETWORK || v->serves) return r;
   cddp__close_store(v);
-  if (v->stale || first) return CDDP_OK; /* an earlier meeting's store has ended */
-  return cddp__fail(CDDP_PEER_LOST,
-                    "the store at %s hung up while the ranks were meeting: the process that "
-                    "serves it (rank 0, unless a launcher does) died or gave up",
-                    v->host->place);
+  if (!v->stale) v->hung_up = cddp__now(); /* else an earlier job's store has ended */
+  return CDDP_OK;
 }
 
 /* --- the meeting --- */
