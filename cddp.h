@@ -3213,14 +3213,23 @@ static void cddp__unix_name(cddp__address *a, const char *name) {
   a->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-/* The addresses of a host name, each once; ::ffff:192.0.2.1 is 192.0.2.1. */
-static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
-  struct addrinfo hints, *list = NULL, *i;
+static void cddp__unmap(cddp__address *a) { /* ::ffff:192.0.2.1 is 192.0.2.1 */
   struct sockaddr_in ipv4;
-  int e, n = 0, j;
-  memset(&hints, 0, sizeof hints);
+  if (a->sa.ss_family != AF_INET6 || !IN6_IS_ADDR_V4MAPPED(&a->v6.sin6_addr)) return;
   memset(&ipv4, 0, sizeof ipv4);
   ipv4.sin_family = AF_INET;
+  ipv4.sin_port = a->v6.sin6_port;
+  memcpy(&ipv4.sin_addr, &a->v6.sin6_addr.s6_addr[12], sizeof ipv4.sin_addr);
+  memset(&a->sa, 0, sizeof a->sa);
+  a->v4 = ipv4;
+  a->size = sizeof ipv4;
+}
+
+/* The addresses of a host name, each once. */
+static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
+  struct addrinfo hints, *list = NULL, *i;
+  int e, n = 0, j;
+  memset(&hints, 0, sizeof hints);
   hints.ai_socktype = SOCK_STREAM;
   e = getaddrinfo(host, NULL, &hints, &list);
   for (i = e == 0 ? list : NULL; i != NULL && n < CDDP__ADDRESSES_MAX; i = i->ai_next) {
@@ -3228,12 +3237,7 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
     memset(&out[n], 0, sizeof out[n]);
     memcpy(&out[n].sa, i->ai_addr, i->ai_addrlen);
     out[n].size = i->ai_addrlen;
-    if (i->ai_family == AF_INET6 && IN6_IS_ADDR_V4MAPPED(&out[n].v6.sin6_addr)) {
-      memcpy(&ipv4.sin_addr, &out[n].v6.sin6_addr.s6_addr[12], sizeof ipv4.sin_addr);
-      memset(&out[n].sa, 0, sizeof out[n].sa);
-      out[n].v4 = ipv4;
-      out[n].size = sizeof ipv4;
-    }
+    cddp__unmap(&out[n]);
     cddp__address_set_port(&out[n], port);
     for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) continue;
     if (j == n) n++;
@@ -3282,7 +3286,9 @@ static bool cddp__address_here(const cddp__address *a) {
 static bool cddp__local_address(int fd, cddp__address *a) {
   memset(a, 0, sizeof *a);
   a->size = sizeof a->sa;
-  return getsockname(fd, &a->any, &a->size) == 0;
+  if (getsockname(fd, &a->any, &a->size) != 0) return false;
+  cddp__unmap(a);
+  return true;
 }
 
 static bool cddp__set_nodelay(int fd) {
@@ -4963,6 +4969,8 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   /* Two jobs that come to one store, because they were given one port, must not take each other's
      ranks for their own: each has a prefix, but for those by hand, and Hydra's on several hosts. */
   key = cddp__job_key(at->launcher, cddp__one_host(at));
+  if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
+    restart = NULL; /* torchrun's agents count each for itself */
   at->by_hand = key == 0 && run == NULL;
   if (key != 0)
     snprintf(at->run, sizeof at->run, "cddp/%016" PRIx64 "/0", key);
@@ -8664,7 +8672,7 @@ static cddp_result cddp__channel_hear(cddp__rendezvous *v, cddp__channel *c) {
       info.host.name[sizeof info.host.name - 1] = 0;
       info.joins = 0; /* who joins does not come here */
       if (!c->known && !cddp__admit(v, c, &info)) break;
-      if (!c->local && cddp__address_loopback(&v->address) &&
+      if (!c->local && (v->nodes == 1 || cddp__address_loopback(&v->address)) &&
           (r = cddp__own_address(c->fd, &v->address)) != CDDP_OK)
         return r;
       node = c->local ? 0 : c->known ? v->members[c->first].node : v->nodes++;
@@ -8728,18 +8736,30 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
 /* --- how a coordinator finds the root, or is the root: one key of the store --- */
 
 /* The root listens for other coordinators, and tells the store where: on the address of its
-   connection to the store, or on all addresses if the store is on this host too. */
+   connection to the store, or on all addresses, of IPv6 and IPv4, if the store is on this host too
+   or has several. */
 static cddp_result cddp__open_root(cddp__rendezvous *v) {
   cddp__root_key value;
+  struct sockaddr_in6 in;
   cddp__address a;
   int port;
   cddp_result r = cddp__random(v->token, sizeof v->token);
   if (r == CDDP_OK) r = cddp__own_address(v->store->fd, &v->address);
   if (r != CDDP_OK) return r;
   a = v->address;
-  if (cddp__address_loopback(&a) && !cddp__one_host(v->at) && cddp__env("CDDP_IFNAME") == NULL)
-    cddp__address_to_all(&a);
-  if ((r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK) return r;
+  if ((cddp__address_loopback(&a) || v->store->address_count > 1) && !cddp__one_host(v->at) &&
+      cddp__env("CDDP_IFNAME") == NULL) {
+    memset(&in, 0, sizeof in);
+    in.sin6_family = AF_INET6;
+    a = cddp__internet_address(&in); /* "::", by which IPv4 comes too */
+    if (cddp__listen_for_others(v, &a, &v->root_socket, &port) != CDDP_OK) {
+      a = v->address;
+      cddp__address_to_all(&a);
+    }
+  }
+  if (v->root_socket < 0 &&
+      (r = cddp__listen_for_others(v, &a, &v->root_socket, &port)) != CDDP_OK)
+    return r;
   cddp__address_set_port(&v->address, port);
   memcpy(value.token, v->token, sizeof value.token);
   value.address = v->address.v6;
@@ -8772,7 +8792,13 @@ static cddp_result cddp__call_root(cddp__rendezvous *v) {
     cddp__address_set_port(&store, cddp__address_port(&a)); /* the root is on the store's host */
     a = store;
   }
-  if (cddp__connect_address(&a, cddp__soon(2, v->deadline), &fd) != 0) return CDDP_OK;
+  if (cddp__connect_address(&a, cddp__soon(2, v->deadline), &fd) != 0) {
+    store.size = sizeof store.sa; /* by the way on which the store answers */
+    if (getpeername(v->store->fd, &store.any, &store.size) != 0 || store.sa.ss_family == AF_UNIX)
+      return CDDP_OK;
+    cddp__address_set_port(&store, cddp__address_port(&a));
+    if (cddp__connect_address(&store, cddp__soon(2, v->deadline), &fd) != 0) return CDDP_OK;
+  }
   cddp__channel_init(&v->up, fd, false);
   memcpy(v->token, value.token, sizeof v->token);
   cddp__close_store(v);
@@ -9607,12 +9633,15 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
 
 /* --- connections --- */
 
-/* Notes that a peer is gone, once, and how its connection ended, if it has. */
+/* Notes that a peer is gone, once, and how its connection ended, if it has. Of two connections the
+   other one may still bring what the peer sent before it left. */
 static void cddp__note_end(cddp_group *g, const cddp__link *l) {
   cddp__peer *p = &g->hosts->peers[l->rank];
+  const cddp__link *other = p->link[p->link[0] == l];
   if (l->state != CDDP__LINK_DEAD || cddp__load32(&p->lost) != 0) return;
+  if (l->error <= 0 && other != NULL && other->state == CDDP__LINK_UP) return; /* bytes may come */
   p->lost_at = cddp__now();
-  p->error = l->error;
+  p->error = other != NULL && other->error == CDDP__LEFT ? CDDP__LEFT : l->error;
   cddp__store32(&p->lost, 1);
 }
 
@@ -9957,7 +9986,8 @@ static bool cddp__move_frame(cddp_group *g, const cddp__item *it, cddp__link *l)
   cddp__message *m;
   if (it->out) {
     cddp__link_flush(x->net, l);
-    if (l->state != CDDP__LINK_UP || cddp__buffer_size(&l->out) > 0) return false;
+    if (l->state != CDDP__LINK_UP) return false;
+    if (l->sent == 0 && cddp__buffer_size(&l->out) > 0) return false; /* else it is behind this */
     if (l->sent == 0) l->out_head = head;
     if (cddp__link_io(l, &l->out_head, data, it->size, &l->sent, CDDP__TURN, true) <= 0)
       return false;
@@ -13846,6 +13876,7 @@ typedef struct cddp__device {
   cddp__marker markers[CDDP__MARKERS]; /* a ring: number n is at n % CDDP__MARKERS */
   uint32_t issued, seen; /* markers; of them, oldest first, those that were seen done. lock */
   double left_since;   /* watcher; when a peer was first seen to have left; 0: none has */
+  double left_oldest;  /* watcher; since when the oldest operation was under way at its last look */
   int late_looks;      /* watcher; in so many looks on end an operation was late */
   uint64_t models;     /* a hash of what the group's cddp_ddps have called; lock */
   uint64_t hashes[CDDP__HASHES]; /* of all calls up to each of the latest, a ring; lock. By so many
@@ -14196,7 +14227,9 @@ static void cddp__comm_end(cddp__device *p, bool aborts) {
   double deadline = cddp__now() + CDDP__CALLS_S;
   ncclComm_t comm;
   bool inside;
-  while ((inside = pthread_mutex_trylock(&p->turn) != 0) && cddp__now() < deadline)
+  while ((inside = pthread_mutex_trylock(&p->turn) != 0) &&
+         (cddp__now() < deadline || /* NULL: the call that makes it is under way */
+          __atomic_load_n(&p->comm, __ATOMIC_RELAXED) == NULL))
     cddp__sleep(1e-4);
   if (!inside) pthread_mutex_unlock(&p->turn);
   if ((comm = __atomic_load_n(&p->comm, __ATOMIC_RELAXED)) == NULL) return;
@@ -14298,9 +14331,12 @@ static cddp_result cddp__look_for_late(cddp__device *p) {
    graph runs: with a rank that died it would never end, while one that left has seen the end of its
    own. inside: a thread waits for NCCL, and so perhaps for other ranks. */
 static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
-  bool waits = inside || cddp__device_busy(p) > 0, counts = false;
+  double oldest = cddp__device_busy(p);
+  bool waits = inside || oldest > 0, counts = false;
   cddp_group *g = p->group;
   int q;
+  if (oldest != p->left_oldest) p->left_since = 0; /* it gets on */
+  p->left_oldest = oldest;
   for (q = 0; q < g->size; q++) {
     bool behind, left;
     if (q == g->rank || !cddp__rank_gone(g, q)) continue;
@@ -14309,7 +14345,7 @@ static cddp_result cddp__look_for_lost(cddp__device *p, bool inside) {
     if (!behind && !waits && (left || cddp__load32(&p->captured) == 0)) continue;
     counts = true;
     if (p->left_since == 0) p->left_since = cddp__now();
-    if (!behind && cddp__now() - p->left_since < (left ? CDDP__LEFT_S : CDDP__ENDED_S)) continue;
+    if (!behind && cddp__now() - p->left_since < (left ? g->timeout_s : CDDP__ENDED_S)) continue;
     return cddp__report_lost(g, q, cddp__words("operations with it on cuda:%d", p->device).s);
   }
   if (!counts) p->left_since = 0;
@@ -16012,6 +16048,7 @@ static cddp_result cddp__end_shard(cddp_ddp *d, bool more) {
 
 /* A collective of all ranks on memory that is where gradients are. */
 static cddp_result cddp__call_all(cddp_ddp *d, const cddp__call *c) {
+  if (d->group->backend != NULL) d->comm->stream = d->group->stream; /* cddp_set_stream */
   return cddp__start_call(d->group->backend != NULL ? d->comm : d->control, c, NULL);
 }
 

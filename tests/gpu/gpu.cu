@@ -485,7 +485,7 @@ template <typename F> static double median_ms(cudaStream_t s, F fn) {
 
 static int bench_sgd(cudaStream_t s) { /* against a copy on the same device */
   const size_t n = 100000000, bytes = n * sizeof(float);
-  cddp_segment g;
+  cddp_segment g = {};
   cddp_sgd_desc rule = cddp_sgd_desc();
   CUDA(cudaMalloc(&g.data, bytes) || cudaMalloc(&g.grad, bytes) || cudaMalloc(&g.momentum, bytes));
   CUDA(cddp_cuda_uniform((float *)g.data, n, 1, 1, s) ||
@@ -556,7 +556,7 @@ static int network_run(const network *n, const cddp_param *p, cddp_ddp *d) {
 static int bench_step(cddp_group *g, cudaStream_t s) {
   network n;
   cddp_param p[2][WEIGHTS];
-  cddp_segment plain[WEIGHTS];
+  cddp_segment plain[WEIGHTS] = {};
   cddp_ddp *ddp;
   cddp_optim *sgd;
   cddp_sgd_desc rule = cddp_sgd_desc();
