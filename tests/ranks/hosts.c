@@ -521,6 +521,36 @@ static void test_mixed(void) {
   same_everywhere(run_mixed, NULL, 3, layouts + RANKS_SLOW);
 }
 
+/* Messages to a rank to which a piece of a collective is half sent, by the thread that has begun
+   it: they go behind that piece. */
+static int run_beside_gather(cddp_group *g, void *arg) {
+  enum { N = 4 << 20 };
+  int me = cddp_rank(g), i, k;
+  unsigned char *x = (unsigned char *)malloc(N), *all = (unsigned char *)malloc(2 * (size_t)N);
+  cddp_work *w;
+  (void)arg;
+  CHECK(x != NULL && all != NULL);
+  if (x == NULL || all == NULL) return 1;
+  for (i = 0; i < (RANKS_SLOW ? 8 : 40); i++) {
+    memset(x, 10 * i + me, N);
+    CHECK_OK(cddp_all_gather(g, x, all, N, CDDP_U8, &w));
+    ranks_sleep(5e-4 * (i % 4));
+    for (k = 0; k < 20; k++) {
+      int32_t number = i * 20 + k;
+      if (me == 0) CHECK_OK(cddp_send(g, &number, 1, CDDP_I32, 1, 3, NULL));
+      if (me == 1) CHECK_OK(cddp_recv(g, &number, 1, CDDP_I32, 0, 3, NULL));
+      CHECK_EQ(number, i * 20 + k);
+    }
+    CHECK_OK(cddp_wait(w));
+    CHECK(all[0] == (unsigned char)(10 * i) && all[2 * N - 1] == (unsigned char)(10 * i + 1));
+  }
+  free(x);
+  free(all);
+  return 0;
+}
+
+static void test_beside_gather(void) { CHECK_OK(run_on("ab", run_beside_gather, NULL, 2)); }
+
 static void test_late_receiver(void) {
   setenv("CDDP_TIMEOUT_S", "120", 1);
   CHECK_OK(run_on("ab", run_late, NULL, 2));
@@ -1356,6 +1386,7 @@ int main(void) {
   RUN(test_groups);
   RUN(test_mail);
   RUN(test_mixed);
+  RUN(test_beside_gather);
   RUN(test_late_receiver);
   RUN(test_computing_sender);
   RUN(test_killed);
