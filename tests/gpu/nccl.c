@@ -2234,7 +2234,7 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
   if (!c->cpu) {
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
-    cddp_set_stream(g, stream);
+    if (count % 2 == 0) cddp_set_stream(g, stream);
   }
   desc.shards = count;
   desc.elastic = c->elastic;
@@ -2247,6 +2247,10 @@ static uint64_t hash_shards(const sharding *c, cddp_group *g, int count) {
   if (!made(cddp_ddp_create(&d, g, p, SHARD_PARAMS, &desc))) return 0;
   rule.ddp = d;
   CHECK_OK(cddp_sgd_create(&s, p, SHARD_PARAMS, &rule));
+  if (!c->cpu && count % 2 != 0) { /* as late as may be */
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+    cddp_set_stream(g, stream);
+  }
   for (step = (int)cddp_ddp_steps(d); step < steps && exec == NULL; step++) {
     bool captures = c->repeats && !c->cpu && step == 2;
     CHECK_EQ(cddp_ddp_steps(d), step);
