@@ -258,9 +258,9 @@ typedef struct cddp_group_desc {
                      Refused: symbolic links, files with other names, another user's, and those
                      that others may write
    BACKEND "mpi" is for a fabric that only MPI knows: built by mpicc -DCDDP_MPI and started by
-   mpirun. Larger collectives and the gradients go to MPI, in its order of sums; all else stays with
-   shared memory and TCP: mismatches and dead ranks are seen as ever. A time-out inside one of MPI's
-   operations cannot tell which rank is late.
+   mpirun. Larger collectives and the gradients go to MPI, in its order of sums, and with what its
+   MIN and MAX make of NaN; all else stays with shared memory and TCP: mismatches and dead ranks are
+   seen as ever. A time-out inside one of MPI's operations cannot tell which rank is late.
    TWO JOBS must not use one place at once: give each a MASTER_PORT of its own. Launchers' jobs are
    kept apart by what their launcher tells of them. Ranks started by hand, and Hydra's on several
    hosts, are not: a group may form out of ranks of two jobs. CDDP_INVALID_ARGUMENT, "two jobs use
@@ -625,17 +625,18 @@ typedef struct cddp_ddp_desc {
 
 /* Collective over g, which must outlive the cddp_ddp. Compares names, counts, dtypes and settings
    with rank 0's (CDDP_MISMATCH names the first that differs), copies rank 0's data to all ranks and
-   assigns gradients to buckets as PyTorch does. data and grad may be in any memory; it and params
-   must stay where they are until cddp_ddp_destroy, and gradient pointers never move. Weights from
-   cddp_alloc of g are not copied. Gradients that were NULL lie in one piece of memory: first those
-   of F32, then F64, F16, BF16; of each dtype the last parameter first, each from the next multiple
-   of 64 bytes on, zero in between. Gradients of your own may lie as you like, in one block say, all
-   layers of a tensor side by side; nothing around them is touched. Those from cddp_alloc of g on
-   all ranks (with threads, or one rank: in any memory) are reduced where they are, and nobody may
-   write to them between cddp_ddp_ready and the wait or step. Others are copied in each step; so are
-   all on GPUs, of elastic models and with a comm_hook, and over several hosts or with MPI those
-   below 1 MiB, or all where ranks have several shards. TIED WEIGHTS, of an embedding and the output
-   layer say, are one cddp_param: both layers read its data and add to its grad, and cddp_ddp_ready
+   assigns gradients to buckets as PyTorch does once it has rebuilt them (one with sparse_rows
+   counts as if it were dense). data and grad may be in any memory; it and params must stay where
+   they are until cddp_ddp_destroy, and gradient pointers never move. Weights from cddp_alloc of g
+   are not copied. Gradients that were NULL lie in one piece of memory: first those of F32, then
+   F64, F16, BF16; of each dtype the last parameter first, each from the next multiple of 64 bytes
+   on, zero in between. Gradients of your own may lie as you like, in one block say, all layers of a
+   tensor side by side; nothing around them is touched. Those from cddp_alloc of g on all ranks
+   (with threads, or one rank: in any memory) are reduced where they are, and nobody may write to
+   them between cddp_ddp_ready and the wait or step. Others are copied in each step; so are all on
+   GPUs, of elastic models and with a comm_hook, and over several hosts or with MPI those below 1
+   MiB, or all where ranks have several shards. TIED WEIGHTS, of an embedding and the output layer
+   say, are one cddp_param: both layers read its data and add to its grad, and cddp_ddp_ready
    follows the later of them. Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
                                                  int count, const cddp_ddp_desc *desc);
@@ -760,11 +761,12 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, then cddp_optim_step, then zero gradients, in one pass over the bytes: each rank
    reduces its share, updates it and writes the new weights to all ranks of the host, keeping
-   1/world_size of its states. Same bits as the three calls. With max_grad_norm in cddp_ddp_desc it
-   clips before it updates, with the bits of cddp_ddp_clip_grad_norm between the first two: one pass
-   over the gradients and one round of the host's ranks more; on a GPU the host waits for nothing. s
-   must have been made for the same params array. Collective. On GPUs buckets are reduced while
-   backward runs, and one kernel then updates all weights on every rank, which keeps all states. */
+   1/world_size of its states. Same bits as the three calls (but for which NaN it is). With
+   max_grad_norm in cddp_ddp_desc it clips before it updates, with the bits of
+   cddp_ddp_clip_grad_norm between the first two: one pass over the gradients and one round of the
+   host's ranks more; on a GPU the host waits for nothing. s must have been made for the same params
+   array. Collective. On GPUs buckets are reduced while backward runs, and one kernel then updates
+   all weights on every rank, which keeps all states. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_step(cddp_ddp *d, cddp_optim *s);
 
 /* AN OPTIMIZER OF YOUR OWN, each rank for its part of the weights, with a part of the states, like
@@ -5151,7 +5153,7 @@ static bool cddp__block_gone(const cddp__host *h, const cddp__extent *e) {
   size_t at = cddp__extent_at(h, e->after_base);
   const cddp__extent *k = h->extents + at;
   return at == h->extent_count || k->base != e->after_base || k->address == NULL ||
-         cddp__block_left(k) ||
+         k->generation != e->after_generation || cddp__block_left(k) ||
          cddp__load32(&((const cddp__control_block *)(const void *)k->address)->generation) !=
              e->after_generation;
 }
@@ -8828,7 +8830,7 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
 }
 
 #define CDDP__NAME_S 60 /* a MASTER_ADDR that does not resolve is asked for again */
-#define CDDP__AGAIN_S 0.5 /* for a store that has hung up to be there again: it may have been of a
+#define CDDP__AGAIN_S 2.0 /* for a store that has hung up to be there again: it may have been of a
                              meeting that failed, whose ranks meet anew */
 
 /* Not all ranks are of this coordinator's node: looks for the others, now and then. It tries to
@@ -8862,6 +8864,7 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
     return cddp__now() < v->deadline || cddp__has_cause(&v->problem) ? CDDP_OK : r;
   }
   v->store->timeout_s = v->deadline - cddp__now();
+  if (v->store->timeout_s < 0.2) v->store->timeout_s = 0.2; /* the deadline's own text says more */
   r = cddp_store_check(v->store, &key, 1, &there); /* a server connects to itself */
   if (r == CDDP_OK) v->hung_up = 0;
   if (r == CDDP_OK && v->with_rank_0) r = cddp__open_root(v);
@@ -13180,7 +13183,7 @@ static void cddp__sgd_begin(const cddp_optim *o, int i, cddp__update *u) {
   if (s->keep != 0 && !s->nesterov && !s->first) u->loop = u->kernels[CDDP_F32].sgd_loop;
 }
 
-/* A scalar as PyTorch has it: of half precision if the weights are. */
+/* An alpha of add_ as PyTorch has it: of half precision if the weights are. */
 static double cddp__sgd_scalar(cddp_dtype dtype, double x) {
   float y = cddp__round_odd(x);
   if (dtype == CDDP_F16) return (double)cddp__f16_to_f32(cddp__f32_to_f16(y));
@@ -13209,7 +13212,7 @@ static void cddp__sgd_mix(const cddp__update *u, void *m, const void *b, size_t 
     u->kernels[u->dtype].mix(m, m, b, n, s->keep, s->take);
     return;
   }
-  u->kernels[CDDP_F32].scale(m, n, cddp__sgd_scalar(u->dtype, s->keep), false);
+  u->kernels[CDDP_F32].scale(m, n, s->keep, false); /* mul_ does not round its factor */
   cddp__sgd_round(u, m, n);
   cddp__sgd_add(u, m, m, b, n, s->take);
 }
@@ -13637,7 +13640,7 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *o) {
     bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__COPIED);
     if (own && o->backend != NULL) CDDP__TRY(o->backend->zero(o, p->grad, bytes, false));
     else if (own) memset(p->grad, 0, bytes);
-    if (cddp__optim_sparse(o, i) != NULL) o->sparse[i]->mean.n = 0;
+    if (cddp__optim_sparse(o, i) != NULL) o->sparse[i]->added.n = o->sparse[i]->mean.n = 0;
   }
   return CDDP_OK;
 }

@@ -413,7 +413,7 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
 
 /* The rule's numbers in the type they are computed in. */
 template <typename C> struct cddp__cu_rule {
-  C factor, clip, step, momentum, intake, decay;
+  C factor, clip, step, keep, momentum, intake, decay; /* keep: momentum, not rounded to T */
   bool has_factor, has_decay, nesterov, maximize;
   const double *scratch; /* of a clip; NULL: none */
 };
@@ -444,7 +444,7 @@ template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : c
     if (OUT & CDDP__CU_MOMENTUM) {
       m = d;
       if (IN & CDDP__CU_MOMENTUM) {
-        m = cddp__cu_rounded<T>(cddp__cu_mul(r.momentum, cddp__cu_load(moment)));
+        m = cddp__cu_rounded<T>(cddp__cu_mul(r.keep, cddp__cu_load(moment)));
         m = add(m, d, r.intake);
       }
       d = r.nesterov ? add(d, m, r.momentum) : m;
@@ -509,6 +509,7 @@ cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip) {
   r.clip = (C)1;
   r.scratch = clip;
   r.step = (C)cddp__cu_scalar<T>(-d->lr);
+  r.keep = (C)d->momentum;
   r.momentum = (C)cddp__cu_scalar<T>(d->momentum);
   r.intake = (C)cddp__cu_scalar<T>(1.0 - d->dampening);
   r.decay = (C)cddp__cu_scalar<T>(d->weight_decay);

@@ -106,7 +106,7 @@ def half_trajectory(config, start, grads):
             if buf is None:
                 buf = d
             else:
-                scaled = (scalar(momentum) * buf.astype(np.float32)).astype(np.float16)
+                scaled = (np.float32(momentum) * buf.astype(np.float32)).astype(np.float16)  # mul_'s factor stays
                 buf = add(scaled, d, 1 - dampening)
             d = add(d, buf, momentum) if nesterov else buf
         p = add(p, d, -lr)
