@@ -710,6 +710,42 @@ static int run_rows_misuse(cddp_group *g, void *arg) {
 
 static void test_rows_misuse(void) { CHECK_OK(ranks_run(run_rows_misuse, NULL, 2, true)); }
 
+/* Rows of a micro-batch that is given up by cddp_optim_zero_grad are gone, as dense gradients. */
+static int run_rows_dropped(cddp_group *g, void *arg) {
+  static const size_t rows[1] = {4};
+  float table[8] = {0}, x[2] = {100, 100};
+  cddp_param p = {"table", NULL, NULL, 8, CDDP_F32};
+  int before = test_failures, step;
+  cddp_ddp_desc d;
+  cddp_sgd_desc o;
+  cddp_optim *sgd;
+  cddp_ddp *ddp;
+  (void)arg;
+  memset(&d, 0, sizeof d);
+  memset(&o, 0, sizeof o);
+  p.data = table;
+  d.sparse_rows = rows;
+  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &d));
+  o.lr = 1;
+  o.ddp = ddp;
+  CHECK_OK(cddp_sgd_create(&sgd, &p, 1, &o));
+  for (step = 0; step < 2; step++) {
+    int64_t row = 1 + step;
+    cddp_ddp_no_sync(ddp, step == 0);
+    CHECK_OK(cddp_ddp_add_rows(ddp, 0, &row, x, 1));
+    CHECK_OK(cddp_ddp_ready(ddp, 0));
+    if (step == 0) CHECK_OK(cddp_optim_zero_grad(sgd));
+  }
+  CHECK_OK(cddp_ddp_step(ddp, sgd));
+  CHECK(table[2] == 0 && table[3] == 0);
+  CHECK(table[4] == -100 && table[5] == -100);
+  cddp_optim_destroy(sgd);
+  cddp_ddp_destroy(ddp);
+  return test_failures != before;
+}
+
+static void test_rows_dropped(void) { CHECK_OK(ranks_run(run_rows_dropped, NULL, 2, true)); }
+
 /* An elastic model whose optimizer was made without desc.ddp. */
 static int run_elastic_rows(cddp_group *g, void *arg) {
   static const size_t rows[2] = {0, 64};
@@ -835,6 +871,7 @@ int main(void) {
   RUN(test_few_rows);
   RUN(test_unused_rows);
   RUN(test_rows_misuse);
+  RUN(test_rows_dropped);
   RUN(test_elastic_rows);
   RUN(test_rows_memory);
   return TEST_END();
