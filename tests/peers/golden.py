@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes golden.h: what PyTorch itself gives for samplers, SGD and buckets; and golden_adamw.h, for AdamW.
 
-    python3 golden.py > golden.h                needs PyTorch (any version from 1.13 on) and numpy
+    python3 golden.py > golden.h                needs PyTorch 2.5 or later and numpy
     python3 golden.py adamw > golden_adamw.h    needs PyTorch 2.4 or later, for fused on a CPU
 
 Half precision: PyTorch's vector kernels compute each operation in f32 and round its result, its scalar code (the
