@@ -14901,8 +14901,8 @@ static cddp_result cddp__nccl_message(cddp_group *g, const cddp__call *c, cddp_w
   if (c->root == CDDP_ANY)
     return cddp__fail(CDDP_UNSUPPORTED, "NCCL receives from no rank but a certain one: name it, or "
                                         "receive in host memory");
-  if (g->size == 1 || (work == NULL && c->root == g->rank))
-    return cddp__fail(g->size == 1 ? CDDP_UNSUPPORTED : CDDP_INVALID_ARGUMENT,
+  if (p->comm == NULL || (work == NULL && c->root == g->rank))
+    return cddp__fail(p->comm == NULL ? CDDP_UNSUPPORTED : CDDP_INVALID_ARGUMENT,
                       "rank %d sends device memory to itself: with NCCL that needs a group of two "
                       "ranks, and a work handle for both send and recv",
                       g->rank);

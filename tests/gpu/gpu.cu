@@ -6,6 +6,7 @@
      check     training, collectives and (NCCL) a captured step
      outlive   a captured step whose graph is destroyed after its cddp_ddp
      replay    the captured step, a step by cddp_ddp_wait, the captured step: right or refused
+     self      each rank sends messages to itself, eagerly and by a graph: NCCL has no short cut for these
      lone      2 ranks; rank 1 does not launch the captured step
      lost      2 ranks; rank 1 is killed while rank 0 has operations with it on the device
      lost0     the same the other way round
@@ -371,6 +372,90 @@ static int lone(int rank, void *unused) {
   return 0;
 }
 
+enum { SELF = 1 << 20 }; /* elements of a message to oneself */
+
+/* Puts a message from this rank to itself on the group's stream. Of all operations of a group of one
+   rank NCCL launches a kernel for these alone: its collectives are copies there. */
+static int send_to_self(model *m, const float *from, float *to) {
+  cddp_work *received, *sent;
+  TRY(cddp_recv(m->g, to, SELF, CDDP_F32, me, 0, &received));
+  TRY(cddp_send(m->g, from, SELF, CDDP_F32, me, 0, &sent));
+  TRY(cddp_wait(received));
+  TRY(cddp_wait(sent));
+  return 0;
+}
+
+/* Fills `from` with the noise of `step`, and `to` with what no message holds. */
+static int write_message(model *m, float *from, float *to, int step) {
+  float *block = (float *)malloc(SELF * sizeof *block);
+  if (block == NULL) FAIL("out of memory");
+  for (size_t i = 0; i < SELF; i++) block[i] = noise(me, step, i);
+  CUDA(copy(m, from, block, SELF * sizeof *block));
+  CUDA(cudaMemsetAsync(to, 0xff, SELF * sizeof *block, m->s));
+  free(block);
+  return 0;
+}
+
+static int read_message(model *m, const float *to, int step) {
+  float *block = (float *)malloc(SELF * sizeof *block);
+  if (block == NULL) FAIL("out of memory");
+  TRY(cddp_synchronize(m->g));
+  CUDA(copy(m, block, to, SELF * sizeof *block));
+  for (size_t i = 0; i < SELF; i++)
+    if (block[i] != noise(me, step, i))
+      FAIL("rank %d: message %d has %g as element %zu, not %g", me, step, (double)block[i], i,
+           (double)noise(me, step, i));
+  free(block);
+  return 0;
+}
+
+/* A message by itself, a graph of one launched three times, and one by itself again; the group is
+   destroyed before its graph. Then a receive that nothing is sent for: NCCL refuses it, the group
+   breaks, and its communicator is aborted. */
+static int self(int rank, void *unused) {
+  double from, destroyed, aborted;
+  cddp_work *work;
+  cddp_result r;
+  float *x, *y;
+  model m;
+  if (unused != NULL || enter(&m, rank, 60)) return 1;
+  TRY((x = (float *)cddp_alloc(m.g, 2 * SELF * sizeof *x)) == NULL);
+  y = x + SELF;
+  if (write_message(&m, x, y, 0) || send_to_self(&m, x, y) || read_message(&m, y, 0)) return 1;
+  CUDA(cudaStreamBeginCapture(m.s, cudaStreamCaptureModeThreadLocal));
+  if (send_to_self(&m, x, y)) return 1;
+  CUDA(cudaStreamEndCapture(m.s, &m.graph));
+  CUDA(cudaGraphInstantiate(&m.exec, m.graph, 0));
+  for (int k = 1; k <= 3; k++)
+    if (write_message(&m, x, y, k) || launch(&m) || read_message(&m, y, k)) return 1;
+  if (write_message(&m, x, y, 4) || send_to_self(&m, x, y) || read_message(&m, y, 4)) return 1;
+  cddp_free(m.g, x);
+  printf("rank %d: messages are right; now cddp_destroy, before the graph's end\n", me);
+  from = now();
+  cddp_set_stream(m.g, NULL);
+  cddp_destroy(m.g);
+  destroyed = now() - from;
+  printf("rank %d: cddp_destroy: %.2f s; now the graph\n", me, destroyed);
+  if (drop_graph(&m)) return 1;
+  cudaStreamDestroy(m.s);
+
+  if (enter(&m, rank, 10)) return 1;
+  TRY((x = (float *)cddp_alloc(m.g, SELF * sizeof *x)) == NULL);
+  r = cddp_recv(m.g, x, SELF, CDDP_F32, me, 0, &work);
+  if (r == CDDP_OK) r = cddp_wait(work);
+  if (r == CDDP_OK) r = cddp_synchronize(m.g);
+  printf("rank %d: a receive without a send: %s\n", me, cddp_error());
+  from = now();
+  cddp_free(m.g, x);
+  if (leave(&m)) return 1;
+  aborted = now() - from;
+  printf("rank %d: the end of a broken group: %.2f s\n", me, aborted);
+  if (r == CDDP_OK) FAIL("rank %d: a receive without a send succeeded", me);
+  if (destroyed > PATIENCE_S || aborted > PATIENCE_S)
+    FAIL("rank %d: cddp_destroy took %.1f s, that of a broken group %.1f s", me, destroyed, aborted);
+  return 0;
+}
+
 enum { IN_FREE = 100 };
 
 static void *kill_soon(void *pid) {
@@ -610,30 +695,60 @@ static int bench_step(cddp_group *g, cudaStream_t s) {
   return cublasDestroy(n.blas) != CUBLAS_STATUS_SUCCESS;
 }
 
-/* The host's time for an operation, by cddp and by a communicator whose calls block. */
-static int bench_calls(cddp_group *g, cudaStream_t s) {
+/* The host's time for one message to oneself by NCCL alone, us; NaN when it fails. */
+static double time_nccl(float *x, cudaStream_t s, int blocking) {
   enum { CALLS = 200 };
-  const int devices[] = {0};
-  double from, ours, blocking;
-  ncclComm_t comm;
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclResult_t e;
+  ncclUniqueId id;
+  ncclComm_t comm = NULL;
+  double from = 0;
+  config.blocking = blocking;
+  auto settle = [&] {
+    if (!blocking && (e == ncclSuccess || e == ncclInProgress))
+      do ncclCommGetAsyncError(comm, &e);
+      while (e == ncclInProgress);
+  };
+  e = ncclGetUniqueId(&id);
+  if (e == ncclSuccess) e = ncclCommInitRankConfig(&comm, 1, id, 0, &config);
+  settle();
+  for (int i = -5; i < CALLS && e == ncclSuccess; i++) { /* the first five do not count */
+    if (i == 0) from = cudaStreamSynchronize(s) == cudaSuccess ? now() : NAN;
+    ncclGroupStart();
+    ncclSend(x, 1, ncclFloat, 0, comm, s);
+    ncclRecv(x + 1, 1, ncclFloat, 0, comm, s);
+    e = ncclGroupEnd();
+    settle();
+  }
+  from = e == ncclSuccess ? now() - from : NAN;
+  cudaStreamSynchronize(s);
+  if (comm != NULL) ncclCommAbort(comm);
+  return 1e6 * from / CALLS;
+}
+
+/* The host's time for a message to oneself: by cddp (the calls of two handles and both waits), by
+   NCCL with a communicator that does not block, as cddp's, and with one that does. */
+static int bench_calls(model *m) {
+  enum { CALLS = 200 };
+  double from = 0, ours, waiting, blocking;
+  cddp_work *received, *sent;
   float *x;
-  CUDA(cudaMalloc(&x, sizeof *x) || cudaMemsetAsync(x, 0, sizeof *x, s));
-  TRY(cddp_all_reduce(g, x, 1, CDDP_F32, CDDP_SUM, NULL));
-  TRY(cddp_synchronize(g));
-  from = now();
-  for (int i = 0; i < CALLS; i++) TRY(cddp_all_reduce(g, x, 1, CDDP_F32, CDDP_SUM, NULL));
-  ours = now() - from;
-  TRY(cddp_synchronize(g));
-  CUDA(ncclCommInitAll(&comm, 1, devices) != ncclSuccess);
-  CUDA(ncclAllReduce(x, x, 1, ncclFloat, ncclSum, comm, s) != ncclSuccess);
-  CUDA(cudaStreamSynchronize(s));
-  from = now();
-  for (int i = 0; i < CALLS; i++)
-    CUDA(ncclAllReduce(x, x, 1, ncclFloat, ncclSum, comm, s) != ncclSuccess);
-  blocking = now() - from;
-  CUDA(cudaStreamSynchronize(s) || cudaFree(x) || ncclCommDestroy(comm) != ncclSuccess);
-  return printf("nccl_call %.1f us\nnccl_blocking_call %.1f us\n", 1e6 * ours / CALLS,
-                1e6 * blocking / CALLS) < 0;
+  CUDA(cudaMalloc(&x, 2 * sizeof *x) || cudaMemsetAsync(x, 0, 2 * sizeof *x, m->s));
+  for (int i = 0; i < CALLS + 5; i++) { /* the first five do not count */
+    if (i == 5) TRY(cddp_synchronize(m->g));
+    if (i == 5) from = now();
+    TRY(cddp_recv(m->g, x + 1, 1, CDDP_F32, 0, 0, &received));
+    TRY(cddp_send(m->g, x, 1, CDDP_F32, 0, 0, &sent));
+    TRY(cddp_wait(received));
+    TRY(cddp_wait(sent));
+  }
+  ours = 1e6 * (now() - from) / CALLS;
+  TRY(cddp_synchronize(m->g));
+  waiting = time_nccl(x, m->s, 0);
+  blocking = time_nccl(x, m->s, 1);
+  CUDA(cudaFree(x));
+  return printf("nccl_call %.1f us\nnccl_alone_call %.1f us\nnccl_blocking_call %.1f us\n", ours, waiting,
+                blocking) < 0;
 }
 
 static int overlap(int rank, void *unused) {
@@ -645,7 +760,7 @@ static int bench(int rank, void *unused) {
   model m;
   setenv("GPU_ALONE", "1", 1);
   if (unused != NULL || enter(&m, rank, 60)) return 1;
-  return bench_calls(m.g, m.s) || bench_sgd(m.s) || bench_step(m.g, m.s) || leave(&m);
+  return bench_calls(&m) || bench_sgd(m.s) || bench_step(m.g, m.s) || leave(&m);
 }
 #endif
 
@@ -695,7 +810,8 @@ typedef struct mode {
 } mode;
 
 static const mode modes[] = {{"check", check, 0, SPAWN}, {"outlive", outlive, 0, SPAWN},
-                             {"replay", replay, 0, SPAWN}, {"lone", lone, 2, NOBODY},
+                             {"replay", replay, 0, SPAWN}, {"self", self, 0, SPAWN},
+                             {"lone", lone, 2, NOBODY},
                              {"lost", lost, 2, 1}, {"lost0", lost0, 2, 0},
                              {"lostfree", lostfree, 2, 1}, {"contexts", contexts, 0, SPAWN},
 #ifdef __CUDACC__
