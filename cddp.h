@@ -261,12 +261,13 @@ typedef struct cddp_group_desc {
    mpirun. Larger collectives and the gradients go to MPI, in its order of sums, and with what its
    MIN and MAX make of NaN; all else stays with shared memory and TCP: mismatches and dead ranks are
    seen as ever. A time-out inside one of MPI's operations cannot tell which rank is late.
-   TWO JOBS must not use one place at once: give each a MASTER_PORT of its own. Launchers' jobs are
-   kept apart by what their launcher tells of them. Ranks started by hand, and Hydra's on several
-   hosts, are not: a group may form out of ranks of two jobs. CDDP_INVALID_ARGUMENT, "two jobs use
-   port N at once", goes to a process whose rank a living process of its user has there, and to the
-   ranks there while they meet and in the first 10 s of their group. After that, or if the group
-   ends before the rest of both jobs starts, a mixed group goes unnoticed.
+   TWO JOBS must not use one place at the same time: give each job a port of its own (MASTER_PORT).
+   A job that runs is not disturbed by a second start on its port. A process of the second start
+   fails with CDDP_INVALID_ARGUMENT, "two jobs use port N at once", if a living process of its user
+   has its RANK there; so do the ranks there that are still in their rendezvous. Launchers' jobs are
+   also kept apart by what their launcher tells of them. Ranks started by hand, and Hydra's on
+   several hosts, are not: two jobs that start at the same time can form a group out of ranks of
+   both. The other ranks of both jobs get the error above: stop both jobs then.
    SEVERAL HOSTS. Any number of ranks on each; those of one share memory. Between hosts they talk by
    TCP over the interface on the route to rank 0's, on ports that the system chooses, unencrypted.
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
@@ -1597,8 +1598,6 @@ typedef struct cddp__host {
   double door_closed;    /* until that time of cddp__now() nobody is answered */
   int claim, port;       /* held while the group lives, see >>rendezvous; -1: none */
   char place[96];        /* where the ranks met: "port 29500" */
-  double claims_end;     /* of cddp__now(): how long claims of other processes are listened to */
-  cddp__atomic_u32 claimant; /* a process that came with this rank too; 0: none so far */
   int window;            /* this rank's: index, but for who has joined */
   int window_bits;       /* window i's extents lie in [(i + 1) << bits, (i + 2) << bits) */
   int *pidfds;           /* [size + CDDP__JOINS]; -1 but for the next rank and who has joined */
@@ -2135,9 +2134,6 @@ static void cddp__tell_all(const cddp__net *n, uint64_t group, const int *world,
    see that this one is gone. */
 static void cddp__elastic_fail(cddp_ddp *d, cddp_result r);
 static void cddp__crew_hide(cddp_ddp *d);
-
-/* >>rendezvous: ranks that run listen for a second job at their place. */
-static cddp_result cddp__hear_claims(cddp_group *g);
 
 /* >>base -----------------------------------------------------------------------------------------
    What every room uses: error texts, memory, the clock, atomics, threads.
@@ -4660,7 +4656,6 @@ typedef struct cddp__place {
   int listen_fd;          /* bound by cddp_spawn or cddprun for rank 0, else -1 */
   bool listen_fd_lost;    /* there should be one */
   char run[128];          /* prefix of this job's keys */
-  bool by_hand;           /* no launcher tells this job from another one */
   double timeout_s;
 } cddp__place;
 
@@ -4973,7 +4968,6 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   key = cddp__job_key(at->launcher, cddp__one_host(at));
   if (cddp__env("TORCHELASTIC_USE_AGENT_STORE") != NULL)
     restart = NULL; /* torchrun's agents count each for itself */
-  at->by_hand = key == 0 && run == NULL;
   if (key != 0)
     snprintf(at->run, sizeof at->run, "cddp/%016" PRIx64 "/0", key);
   else
@@ -7211,7 +7205,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   if (h->slots != NULL && h->pidfds[next] >= 0 && cddp__load32(&h->slots[next].ended) == 0 &&
       cddp__process_gone(h, next) && cddp__exit_status(h->pidfds[next], h->pids[next], &status))
     cddp__store32(&h->slots[next].ended, 65536 + (uint32_t)status);
-  return cddp__hear_claims(g);
+  return CDDP_OK;
 }
 
 /* Sleeps until *word is no longer value, as long as the group is healthy. A rank that changes the
@@ -7386,9 +7380,6 @@ static cddp_result cddp__round_of(cddp_group *g, enum cddp__scope scope, const c
   uint32_t code = cddp__call_code(c, phase), fp_mode = 0;
   cddp_result r;
   CDDP__POINT("begin");
-  if (CDDP__UNLIKELY((g->round & (g->round - 1) & 4095) == 0) && /* 13 of 4096, most at first */
-      (r = cddp__hear_claims(g)) != CDDP_OK)
-    return r;
   g->round++;
   if (payload != NULL) memcpy(mine->u.bytes, payload, bytes);
   if (adds)
@@ -8128,12 +8119,13 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
    Owns: the sockets of the rendezvous and one key of the store; a name for each rank on its host,
    which it holds as long as its group lives.
    May touch: the cddp__host that it fills in, and the store where the job meets.
-   Entry points: cddp__meet, cddp__world_group, cddp__join; cddp__hear_claims, cddp__door_open and
-   _serve while the group lives.
+   Entry points: cddp__meet, cddp__world_group, cddp__join; cddp__door_open and _serve while the
+   group lives.
    Works as follows: the ranks form a tree. A client is connected to its coordinator by a Unix
    socket, a coordinator to the root by TCP. The root is the coordinator of rank 0's node.
-     1  A rank takes its name, which follows from where the job meets. If another living process has
-        it, two jobs use one place, or two processes have one rank: both are told.
+     1  A rank binds a Unix socket whose name follows from its number and from where the job meets.
+        The name is taken if two jobs use one place, or two processes have one rank: the new process
+        fails. The process that has the name fails too if its rendezvous is not complete.
      2  It binds its node's socket and is the coordinator; or that is in use, and it connects.
      3  RANK goes up to the root: what a rank is. The answer is WAIT. Before that a connection that
         ends has met a process that was about to end: try again. Later a rank was lost.
@@ -8156,8 +8148,6 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
 
 #define CDDP__MEET_MAGIC 0x544d4443u /* "CDMT" */
 #define CDDP__GREETING 64   /* connections that have not said RANK; beyond these the oldest goes */
-#define CDDP__CLAIMS_S 10.0 /* how long after the meeting a second claim still ends the group */
-#define CDDP__CLAIMS_OVER 0xffffffffu /* for claimant: no longer listened for */
 
 enum { CDDP__MEET_RANK = 1, CDDP__MEET_WAIT, CDDP__MEET_TABLE, CDDP__MEET_FAIL, CDDP__MEET_IN };
 
@@ -8339,9 +8329,10 @@ static cddp_result cddp__taken(const cddp__host *h, int rank, uint32_t pid, cons
    may still hold theirs. */
 static cddp__atomic_u32 cddp__met_before; /* a rendezvous's mark */
 
-/* Takes this rank's own name on the host, for as long as the group lives. A process that holds it
-   has the same rank and meets in the same place: of two jobs at once neither may take the other's
-   ranks for its own, not even after the first has met. The call to that process tells it too. */
+/* Binds this rank's name on the host, which it holds as long as the group lives. A living process
+   that holds the name has the same rank and meets in the same place: it belongs to another job, or
+   the launcher gave two processes one rank. This process fails, so that it disturbs no job that
+   runs. The connection to the other process tells that one if it is still in its rendezvous. */
 static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
   cddp__address a = cddp__rank_socket(v->door, "", v->at->rank);
   char told;
@@ -8365,9 +8356,14 @@ static cddp_result cddp__claim_rank(cddp__rendezvous *v) {
     cddp__close_fd(&fd);
     if (error == CDDP__FOREIGN || pid == (uint32_t)getpid())
       return CDDP_OK; /* a stranger, or this process once more */
-    if (!ended)
-      return cddp__taken(v->host, v->at->rank, pid, v->host->name, (uint32_t)getpid(),
-                         v->host->name);
+    if (!ended) {
+      cddp_result r = cddp__taken(v->host, v->at->rank, pid, v->host->name, (uint32_t)getpid(),
+                                  v->host->name);
+      cddp__append(cddp__error_text, sizeof cddp__error_text,
+                   ". If both jobs were started at the same time, the job that runs there can be a "
+                   "mix of both: stop it too");
+      return r;
+    }
     cddp__sleep(0.001); /* the rank has ended (a child may hold the name for long), or not begun */
   }
   return CDDP_OK;
@@ -8385,24 +8381,6 @@ static uint32_t cddp__claimed_again(const cddp__host *h) {
     cddp__close_fd(&fd);
   }
   return pid;
-}
-
-/* Ranks started by hand cannot prove that they are of one job, so the first to come may have met
-   ranks of another one. The ranks that they lack then find their own names taken, and call here:
-   that ends the group, as long as it is young. Later the second job alone is told, lest it end one
-   that has trained for long. */
-static cddp_result cddp__hear_claims(cddp_group *g) {
-  cddp__host *h = g->host;
-  uint32_t pid = cddp__load32(&h->claimant);
-  bool over;
-  if (pid == CDDP__CLAIMS_OVER || h->claim < 0) return CDDP_OK;
-  over = cddp__now() >= h->claims_end; /* what has come before is still heard */
-  if (pid == 0) pid = cddp__claimed_again(h);
-  if (pid == 0 && over) (void)cddp__swap32(&h->claimant, 0, CDDP__CLAIMS_OVER);
-  if (pid == 0) return CDDP_OK;
-  cddp__store32(&h->claimant, pid);
-  return cddp__break(g, cddp__taken(h, cddp__job_rank(g, g->rank), (uint32_t)getpid(), h->name, pid,
-                                    h->name));
 }
 
 /* --- members: the ranks that have come, and what they must have in common --- */
@@ -8726,7 +8704,6 @@ static cddp_result cddp__poll_channels(cddp__rendezvous *v, double until) {
   if (r == CDDP_OK && fds[n + 2].revents != 0 && (pid = cddp__claimed_again(v->host)) != 0) {
     cddp__rank_info info = v->members[0].info;
     info.pid = pid; /* another one with this rank */
-    cddp__store32(&v->host->claimant, pid);
     r = cddp__add_member(v, &info, 0);
   }
   if (r == CDDP_OK && fds[n + 3].revents != 0) r = cddp__channel_hear(v, &v->up);
@@ -9479,7 +9456,6 @@ static cddp_result cddp__join(cddp_group **out, const cddp__place *at, const cdd
   cddp__address a;
   cddp_result r = cddp__rendezvous_init(&v, at, d, h);
   h->joined = true;
-  cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
   if (r == CDDP_OK) r = cddp__join_find(h, v.deadline, v.fds, &table);
   if (r == CDDP_OK) r = cddp__compare_ranks(&table.info, &v.members[0].info);
   if (r == CDDP_OK) r = cddp__join_memory(&v, &table);
@@ -9544,8 +9520,6 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
   if (r == CDDP_TIMEOUT && refused > 0)
     r = cddp__fail_in(r, "%u connection%s with another CDDP_SECRET, or none, %s refused; ",
                       refused, refused > 1 ? "s" : "", refused > 1 ? "were" : "was");
-  h->claims_end = cddp__now() + CDDP__CLAIMS_S;
-  if (!at->by_hand || v.job_secret) cddp__store32(&h->claimant, CDDP__CLAIMS_OVER);
   if (r == CDDP_OK) {
     cddp__store32(&cddp__met_before, v.mark);
     h->met = cddp__boot_ticks();
@@ -23254,6 +23228,10 @@ CDDP__COLD_END
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
+   0.4 (not released)
+     Gone     A second start on a job's port ended the job in its first 10 s. Now it leaves a job
+              that runs alone, and fails itself.
+
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.
