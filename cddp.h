@@ -48,7 +48,7 @@
      CDDP_CUDA     device "cuda" (see GPUS): needs cuda_runtime.h and nccl.h (2.19 or later), no
                    nvcc; link -lnccl -lcudart too
      CDDP_MPI      backend "mpi": large collectives go to the MPI that mpicc compiles for
-   Needs Linux 5.3 or later with gcc or clang, C11 or C++17 (as CUDA too); links libc and threads
+   Needs Linux 5.3 or later with gcc or clang, C99 or C++11 (as CUDA too); links libc and threads
    only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits,
    clang's -ffp-contract=fast the last.
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
@@ -83,6 +83,12 @@
 #if defined(CDDP_IMPLEMENTATION) && !defined(CDDP_IMPLEMENTATION_DONE) /* what it needs of libc */
 #if !defined(__linux__)
 #error "cddp.h: this version runs on Linux only (it needs memfd, futex and pidfd)"
+#endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "cddp.h: the CPU is big-endian; cddp supports little-endian CPUs only (its files are)"
+#endif
+#if __SIZEOF_POINTER__ < 8
+#error "cddp.h: the target has 32-bit pointers; cddp needs 64-bit ones: compile with -m64"
 #endif
 #if defined(_FEATURES_H) && !defined(__USE_MISC)
 #error "cddp.h: include the implementation before any system header, or compile with -D_GNU_SOURCE"
@@ -1124,14 +1130,16 @@ CDDPDEF cddp_result cddp_spawn_elastic(int (*fn)(int rank, void *arg), void *arg
 /* Calls fn on n threads, each with its own rank of one group, and waits for them; destroys the
    groups that fn has not destroyed. fn returns 0 for success; when one fails (or calls
    pthread_exit) the others' waits end with CDDP_PEER_LOST. All memory is zero-copy here. On GPUs fn
-   begins with cddp_set_device. */
+   begins with cddp_set_device. fn, hooks and other callbacks have stacks of at least 8 MiB. */
 CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *arg, int n);
 
 /* CALL SITES. -------------------------------------------------------------------------------------
    Error texts of collective calls say in which file and line each rank of this host made its call
    (of ranks on other hosts: what they called): macros of the functions' own names, at the end of
-   this file, pass it on through these two, which return their first argument. CDDP_NO_CALL_SITES,
-   defined before this header is included, leaves them out. */
+   this file, pass it on. CDDP_NO_CALL_SITES, defined before this header is included, leaves the
+   macros out. A wrapper can pass the place of its own caller: both functions return their first
+   argument, and name the place of this thread's next call, as in (cddp_barrier)(cddp_at(g, f, l)).
+   */
 CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
 CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
 
@@ -1357,7 +1365,8 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__HUGE_PAGE ((size_t)2 << 20)
 #define CDDP__ERROR_MAX 512          /* bytes of an error text */
 #define CDDP__TIMEOUT_S 600.0        /* default of timeout_s */
-#define CDDP__STACK_MIN 262144       /* bytes of a thread's stack, at least */
+#define CDDP__STACK_MIN ((size_t)8 << 20) /* bytes of a thread's stack for the user's callbacks */
+#define CDDP__STACK_OWN ((size_t)256 << 10) /* and for the C library and cddp beside them */
 #define CDDP__MAX_RANKS 4096         /* a host's ranks in one group; shards of a batch */
 #define CDDP__PROCESSORS 8192        /* of a host: their numbers are below that */
 #define CDDP__JOINS 1024             /* processes that may join a job after its start, in all */
@@ -1388,6 +1397,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 /* >>structs ------------------------------------------------------------------------------------
    Structs that several rooms see. "shared" = in memory that the ranks of a host share, so one
    writer per cache line, and no pointers but its writer's own; all zero bytes is the initial state.
+   A call of a function pointer has parentheses, (l->log)(...): the program may have a macro log().
    What a process has:
      cddp__host   its place on its machine: shared memory, and the processes beside it
        cddp__net    ranks on other machines, and what connects to them
@@ -2279,13 +2289,13 @@ static void cddp__log(const cddp_logger *l, int level, const char *format, ...) 
   va_start(args, format);
   vsnprintf(line, sizeof line, format, args);
   va_end(args);
-  l->log(level, line, l->user_data);
+  (l->log)(level, line, l->user_data);
 }
 
 /* --- memory --- */
 
 static void *cddp__malloc(const cddp_allocator *a, size_t bytes) {
-  void *p = a != NULL && a->alloc != NULL ? a->alloc(bytes ? bytes : 1, a->user_data)
+  void *p = a != NULL && a->alloc != NULL ? (a->alloc)(bytes ? bytes : 1, a->user_data)
                                           : malloc(bytes ? bytes : 1);
   if (p == NULL) cddp__fail(CDDP_OUT_OF_MEMORY, "out of memory allocating %zu bytes", bytes);
   return p;
@@ -2306,7 +2316,7 @@ static void *cddp__calloc(const cddp_allocator *a, size_t count, size_t size) {
 static void cddp__free(const cddp_allocator *a, void *p) {
   if (p == NULL) return;
   if (a != NULL && a->free != NULL)
-    a->free(p, a->user_data);
+    (a->free)(p, a->user_data);
   else
     free(p);
 }
@@ -2541,8 +2551,9 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
 }
 
-/* Starts a thread with a stack that suffices here, even under ulimit -s 64. quiet: it blocks all
-   signals, so that the program's handlers run on its own threads. */
+/* Starts a thread with a stack for the user's callbacks, even under ulimit -s 64 or with musl, which
+   has a default of 128 KiB. quiet: the thread blocks all signals, so that the program's handlers
+   run on its own threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       bool quiet) {
   pthread_attr_t a;
@@ -2551,7 +2562,8 @@ static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), vo
   int e = pthread_attr_init(&a);
   if (e == 0) {
     pthread_attr_getstacksize(&a, &stack);
-    if (stack < CDDP__STACK_MIN) pthread_attr_setstacksize(&a, CDDP__STACK_MIN);
+    if (stack < CDDP__STACK_MIN + CDDP__STACK_OWN)
+      pthread_attr_setstacksize(&a, CDDP__STACK_MIN + CDDP__STACK_OWN);
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, quiet ? &all : NULL, &old);
     e = pthread_create(thread, &a, fn, arg);
@@ -2960,7 +2972,7 @@ static size_t cddp__challenge_feed(cddp__challenge *c, const unsigned char *p, s
    result and leave its text. */
 
 typedef struct cddp__address { /* a socket address */
-  union {
+  __extension__ union {
     struct sockaddr any;
     struct sockaddr_storage sa;
     struct sockaddr_in v4;
@@ -5431,10 +5443,10 @@ typedef int64_t __attribute__((may_alias)) cddp__i64;
 #if defined(__CUDACC__)
 #elif defined(__cplusplus)
 extern "C" float sqrtf(float) noexcept __attribute__((const));
-extern "C" double sqrt(double) noexcept __attribute__((const));
+extern "C" double(sqrt)(double) noexcept __attribute__((const));
 #else
 extern float sqrtf(float) __attribute__((const));
-extern double sqrt(double) __attribute__((const));
+extern double(sqrt)(double) __attribute__((const));
 #endif
 
 static bool cddp__dtype_ok(cddp_dtype d) { return (unsigned)d <= (unsigned)CDDP_I64; }
@@ -5465,7 +5477,8 @@ CDDP__INLINED float cddp__f32_of_bits(uint32_t u) {
 
 CDDP__INLINED float cddp__f16_to_f32(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, a = h & 0x7fffu;
-  uint32_t small = cddp__f32_bits((float)(int32_t)a * 0x1p-24f); /* subnormal or zero: exact */
+  float scaled = (float)(int32_t)a * 5.9604644775390625e-8f; /* 2^-24: exact */
+  uint32_t small = cddp__f32_bits(scaled);                   /* subnormal or zero */
   uint32_t normal = (a << 13) + (a >= 0x7c00 ? 224u << 23 : 112u << 23);
   uint32_t quiet = a > 0x7c00 ? 0x400000 : 0;
   return cddp__f32_of_bits(sign | quiet | (a < 0x400 ? small : normal));
@@ -5761,7 +5774,7 @@ typedef struct cddp__kernels {
   CDDP__SCALE_KERNELS(ISA, TARGET, cddp__f64, f64, __builtin_fma)                               \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f32, f32)                                             \
   CDDP__SQUARES_KERNEL(ISA, TARGET, cddp__f64, f64)                                             \
-  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f64, f64, __builtin_fma, sqrt)                          \
+  CDDP__ADAMW_KERNEL(ISA, FUSED, cddp__f64, f64, __builtin_fma, (sqrt))                          \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f32, f32)                                                \
   CDDP__PAIR_KERNEL(ISA, TARGET, cddp__f64, f64)                                                \
   CDDP__INT_KERNEL(ISA, TARGET, cddp__i8, i8, uint8_t)                                          \
@@ -5919,7 +5932,7 @@ CDDP__INLINED bool cddp__fold_direct(const cddp__fold *f) {
 /* p[i] /= k, a number of ranks. Not F16, BF16. Processors divide no vectors of integers. */
 static void cddp__divide(void *p, size_t n, int k, cddp_dtype dtype) {
   size_t i;
-  if (dtype < CDDP_I8) cddp__pick_kernels()[dtype].scale(p, n, (double)k, true);
+  if (dtype < CDDP_I8) (cddp__pick_kernels()[dtype].scale)(p, n, (double)k, true);
   for (i = 0; i < n && dtype >= CDDP_I8; i++) {
     switch (dtype) {
       case CDDP_I8: ((cddp__i8 *)p)[i] = (cddp__i8)(((cddp__i8 *)p)[i] / k); break;
@@ -5936,8 +5949,8 @@ static void cddp__fold_pair(const cddp__fold *f, void *d, const void *a, const v
   const void *s[2];
   s[0] = a;
   s[1] = b;
-  if (f->sums) f->math->sum(d, s, 2, n, last && !f->divide ? f->factor : 1.0);
-  else if (f->op >= CDDP_BAND) f->math->bits(d, a, b, n * f->csize, f->op);
+  if (f->sums) (f->math->sum)(d, s, 2, n, last && !f->divide ? f->factor : 1.0);
+  else if (f->op >= CDDP_BAND) (f->math->bits)(d, a, b, n * f->csize, f->op);
   else f->math->pair(d, a, b, n, f->op, f->flip);
   if (last && f->divide) cddp__divide(d, n, f->ranks, cddp__compute_type(f->dtype));
 }
@@ -5952,7 +5965,7 @@ static const void *cddp__fold_leaf(const cddp__fold *f, void *buf, int first, in
     return (const char *)f->srcs[first] + at * f->csize;
   for (i = 0; i < k; i++) s[i] = (const char *)f->srcs[first + i] + at * f->esize;
   if (k > 1)
-    f->math->sum(buf, s, k, n, 1.0);
+    (f->math->sum)(buf, s, k, n, 1.0);
   else if (f->kernels != f->math)
     f->kernels->widen((cddp__f32 *)buf, s[0], n);
   else
@@ -6007,7 +6020,7 @@ static void cddp__fold_range(const cddp__fold *f, void *dst, size_t at, size_t n
   int i;
   if (cddp__fold_direct(f)) {
     for (i = 0; i < f->nsrcs; i++) s[i] = (const char *)f->srcs[i] + at * f->esize;
-    f->kernels->sum((char *)dst + at * f->esize, s, f->nsrcs, n, f->factor);
+    (f->kernels->sum)((char *)dst + at * f->esize, s, f->nsrcs, n, f->factor);
     return;
   }
   for (; at < end; at += block) cddp__fold_block(f, (char *)dst, at, cddp__min(block, end - at));
@@ -6022,7 +6035,7 @@ static void cddp__reduce_nodes(void *dst, const void *const *srcs, const int *wi
   cddp__fold f;
   cddp__fold_init(&f, srcs, nsrcs, ranks, dtype, op);
   f.widths = widths;
-  if (cddp__fold_direct(&f)) f.kernels->sum(dst, srcs, nsrcs, n, f.factor);
+  if (cddp__fold_direct(&f)) (f.kernels->sum)(dst, srcs, nsrcs, n, f.factor);
   else cddp__fold_range(&f, dst, 0, n);
 }
 
@@ -6033,7 +6046,7 @@ static void cddp__reduce(void *dst, const void *const *srcs, int nsrcs, size_t n
   if (nsrcs == 1 && dst != srcs[0] && n > 0) memcpy(dst, srcs[0], n * cddp__dtype_size(dtype));
   if (nsrcs == 1) return;
   if (op == CDDP_SUM && nsrcs <= 4 && kernels->sum != NULL) /* what a small call takes counts */
-    kernels->sum(dst, srcs, nsrcs, n, 1.0);
+    (kernels->sum)(dst, srcs, nsrcs, n, 1.0);
   else
     cddp__reduce_nodes(dst, srcs, NULL, nsrcs, nsrcs, n, dtype, op);
 }
@@ -6046,7 +6059,7 @@ static void cddp__reduce_all(void *const *bufs, int nbufs, size_t n, cddp_dtype 
   if (nbufs == 1) return;
   cddp__fold_init(&f, (const void *const *)bufs, nbufs, nbufs, dtype, op);
   if (cddp__fold_direct(&f) && nbufs != 3) {
-    f.kernels->all(bufs, nbufs, n, f.factor);
+    (f.kernels->all)(bufs, nbufs, n, f.factor);
     return;
   }
   for (at = 0; at < n; at += m) {
@@ -6067,7 +6080,7 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
   const void *g[4];
   size_t m, at;
   int k;
-  if (ranks < 4) loop(s, ranks, n);
+  if (ranks < 4) (loop)(s, ranks, n);
   for (at = 0; ranks == 4 && at < n; at += m) {
     m = cddp__min(n - at, sizeof sum / sizeof *sum);
     for (k = 0; k < 4; k++) g[k] = s->gradients[k] + at;
@@ -6075,8 +6088,8 @@ static void cddp__fuse(void (*loop)(const cddp__fused_args *s, int ranks, size_t
       if (s->states[k] != NULL) a.states[k] = s->states[k] + at;
     a.gradients[0] = sum;
     a.weights[0] = s->weights[0] + at;
-    cddp__pick_kernels()[CDDP_F32].sum(sum, g, 4, m, 1.0);
-    loop(&a, 1, m);
+    (cddp__pick_kernels()[CDDP_F32].sum)(sum, g, 4, m, 1.0);
+    (loop)(&a, 1, m);
     for (k = 1; k < 4; k++) memcpy(s->weights[k] + at, a.weights[0], m * sizeof *sum);
     for (k = 0; k < 4; k++) memset(s->gradients[k] + at, 0, m * sizeof *sum);
   }
@@ -6089,14 +6102,14 @@ static void cddp__scale(void *p, size_t n, cddp_dtype dtype, double factor) {
   float buf[CDDP__BLOCK_BYTES / sizeof(float)];
   size_t at, m;
   if (k[dtype].scale != NULL) {
-    k[dtype].scale(p, n, factor, false);
+    (k[dtype].scale)(p, n, factor, false);
     return;
   }
   for (at = 0; at < n; at += m) {
     char *q = (char *)p + at * 2;
     m = cddp__min(CDDP__BLOCK_BYTES / sizeof(float), n - at);
     k[dtype].widen(buf, q, m);
-    k[CDDP_F32].scale(buf, m, factor, false);
+    (k[CDDP_F32].scale)(buf, m, factor, false);
     k[dtype].narrow(q, buf, m);
   }
 }
@@ -11660,7 +11673,7 @@ static void cddp__work_run(cddp_work *w) {
   cddp__copy_site(&cddp__this_site, &w->site);
   if (CDDP__UNLIKELY(other)) cddp__set_fp_mode(w->fp_mode - 1);
   cddp__seen_fp_mode = w->fp_mode;
-  w->result = w->run(w);
+  w->result = (w->run)(w);
   if (w->result != CDDP_OK) snprintf(w->text, sizeof w->text, "%s", cddp__error_text);
   cddp__copy_site(&cddp__this_site, &site);
   if (CDDP__LIKELY(!other)) return;
@@ -11867,7 +11880,7 @@ static cddp_result cddp__work_wait(cddp_work *w, double limit) {
       cddp__sleep(nap);
       nap = nap < 1e-3 ? 2 * nap : nap;
     }
-    if (ended) return w->backend->wait(w);
+    if (ended) return (w->backend->wait)(w);
   } else if (w->call.kind == CDDP__KIND_RECV) {
     r = cddp__finish_recv(w, limit);
   } else if (w->run == NULL) {
@@ -12368,7 +12381,7 @@ static size_t cddp__round_most(const cddp_group *g, const cddp__call *c) {
 static cddp_result cddp__run_sized(cddp_group *g, const cddp__call *c) {
   size_t element = c->esize * cddp__send_shares(g, c);
   if (c->count <= cddp__round_most(g, c) / element) return cddp__run_staged(g, c, false);
-  return g->carrier->run(g, c);
+  return (g->carrier->run)(g, c);
 }
 
 /* The ranks of a call with counts tell each other how long their shares are and where these begin;
@@ -12451,7 +12464,7 @@ static cddp_result cddp__run_recorded(cddp_group *g, const cddp__call *c, uint64
   } else if (c->count * element <= cddp__round_most(g, c)) {
     r = cddp__run_staged(g, c, false);
   } else {
-    r = c->parts != NULL ? cddp__run_counted(g, c) : g->carrier->run(g, c);
+    r = c->parts != NULL ? cddp__run_counted(g, c) : (g->carrier->run)(g, c);
   }
 done:
   cddp__record_finish(g, record, r);
@@ -12811,7 +12824,7 @@ static cddp_result cddp__split_group(cddp_group *g, int color, int key, uint64_t
   if (g->backend != NULL && (r = g->backend->prepare(g)) != CDDP_OK) return r;
   r = cddp__split(g, color, key, check, out);
   if (r != CDDP_OK || g->backend == NULL || *out == NULL) return r;
-  r = g->backend->open(g, *out, internal);
+  r = (g->backend->open)(g, *out, internal);
   if (r != CDDP_OK) {
     cddp__group_leave(*out);
     *out = NULL;
@@ -13186,7 +13199,7 @@ static void cddp__sgd_mix(const cddp__update *u, void *m, const void *b, size_t 
     u->kernels[u->dtype].mix(m, m, b, n, s->keep, s->take);
     return;
   }
-  u->kernels[CDDP_F32].scale(m, n, s->keep, false); /* mul_ does not round its factor */
+  (u->kernels[CDDP_F32].scale)(m, n, s->keep, false); /* mul_ does not round its factor */
   cddp__sgd_round(u, m, n);
   cddp__sgd_add(u, m, m, b, n, s->take);
 }
@@ -13203,7 +13216,7 @@ static void cddp__sgd_block(const cddp__update *u, void *p, const void *g, void 
   void *m = states[0];
   if (s->sign < 0) {
     memcpy(buf, g, n * cddp__dtype_size(type));
-    u->kernels[type].scale(buf, n, -1.0, false);
+    (u->kernels[type].scale)(buf, n, -1.0, false);
     d = buf;
   }
   if (s->decay != 0) {
@@ -13251,7 +13264,7 @@ static void cddp__adamw_begin(const cddp_optim *o, int i, cddp__update *u) {
   s->lerp = 1.0 - o->beta1;
   s->keep = o->beta2;
   s->take = 1.0 - o->beta2;
-  s->root = sqrt(1.0 - cddp__power(o->beta2, t));
+  s->root = (sqrt)(1.0 - cddp__power(o->beta2, t));
   s->eps = o->eps;
   s->maximize = o->desc.maximize;
   s->amsgrad = o->amsgrad;
@@ -13481,7 +13494,7 @@ static void cddp__optim_copy(const cddp_optim *o, int i, size_t from, size_t n) 
 /* Brings all copies up to date. */
 static cddp_result cddp__write_copies(cddp_optim *o) {
   int i;
-  if (o->backend != NULL && o->copies != NULL) return o->backend->copy(o, NULL);
+  if (o->backend != NULL && o->copies != NULL) return (o->backend->copy)(o, NULL);
   for (i = 0; i < o->count; i++)
     if (o->params[i].data != NULL) cddp__optim_copy(o, i, 0, o->params[i].count);
   return CDDP_OK;
@@ -13588,7 +13601,7 @@ CDDPDEF cddp_result cddp_optim_step(cddp_optim *o) {
   int i;
   CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
   CDDP__TRY(cddp__optim_prepare(o));
-  if (o->backend != NULL) CDDP__TRY(o->backend->step(o, NULL));
+  if (o->backend != NULL) CDDP__TRY((o->backend->step)(o, NULL));
   if (o->backend != NULL) CDDP__TRY(cddp__write_copies(o));
   for (i = 0; i < o->count; i++) {
     if (cddp__optim_skips(o, i)) continue;
@@ -13607,12 +13620,12 @@ CDDPDEF cddp_result cddp_optim_zero_grad(cddp_optim *o) {
   int i;
   CDDP__CHECK(o != NULL, "the cddp_optim is NULL");
   d = o->backend != NULL ? o->desc.ddp : NULL;
-  if (d != NULL) CDDP__TRY(o->backend->zero(o, d->arena, d->bytes, false));
+  if (d != NULL) CDDP__TRY((o->backend->zero)(o, d->arena, d->bytes, false));
   for (i = 0; i < o->count; i++) {
     cddp_param *p = &o->params[i];
     size_t bytes = p->count * cddp__dtype_size(p->dtype);
     bool own = p->grad != NULL && (d == NULL || d->tensors[i].storage == CDDP__COPIED);
-    if (own && o->backend != NULL) CDDP__TRY(o->backend->zero(o, p->grad, bytes, false));
+    if (own && o->backend != NULL) CDDP__TRY((o->backend->zero)(o, p->grad, bytes, false));
     else if (own) memset(p->grad, 0, bytes);
     if (cddp__optim_sparse(o, i) != NULL) o->sparse[i]->added.n = o->sparse[i]->mean.n = 0;
   }
@@ -14010,7 +14023,7 @@ static cddp_result cddp__device_scale(void *p, size_t n, cddp_dtype dtype, doubl
   s.grad = p;
   s.count = n;
   if (r != CDDP_OK) return r;
-  return cddp__cuda_result(cddp__registered_kernels->scale(&s, 1, dtype, factor, NULL, stream),
+  return cddp__cuda_result((cddp__registered_kernels->scale)(&s, 1, dtype, factor, NULL, stream),
                            "the kernel that scales");
 }
 
@@ -15147,7 +15160,7 @@ static cddp_result cddp__give_device(cddp_group *g, const cddp_group_desc *desc)
   cddp__free(a, all);
   if (r != CDDP_OK) return r;
   if (mine.kernels != 0)
-    r = cddp__cuda_result(cddp__registered_kernels->load(), "loading kernels");
+    r = cddp__cuda_result((cddp__registered_kernels->load)(), "loading kernels");
   if (r != CDDP_OK) return cddp__break(g, r);
   r = cddp__device_open(g, mine.device, !nccl, kernels ? cddp__registered_kernels : NULL, NULL,
                         !joins);
@@ -15800,10 +15813,11 @@ static cddp_result cddp__map_params(cddp_ddp *d) {
   size_t n = 2 * (size_t)d->count, j;
   cddp__ref *mine = (cddp__ref *)cddp__malloc(&g->host->allocator,
                                               ((size_t)g->size + 1) * n * sizeof *mine);
-  cddp__ref *all = mine + n;
+  cddp__ref *all;
   cddp_result r;
   int k, local;
   if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  all = mine + n;
   for (j = 0; j < n; j++) mine[j] = cddp__param_ref(d, (int)(j / 2), j % 2 != 0);
   r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, mine, all, n * sizeof *mine, CDDP_U8, -1);
   for (j = 0; r == CDDP_OK && j < n; j++) {
@@ -15917,10 +15931,10 @@ static cddp_result cddp__merge_nodes(cddp_ddp *d, int out, const int *slots, con
     for (at = range.begin; r == CDDP_OK && at < range.end; at += n * esize) {
       n = cddp__min(block, (range.end - at) / esize);
       for (k = 0; k < count; k++) nodes[k] = cddp__in_node(d, d->me, slots[k], range.first, at);
-      r = d->memory->sum(cddp__in_slot(d, d->me, out, at), dtype, nodes, widths, count, 0, n,
+      r = (d->memory->sum)(cddp__in_slot(d, d->me, out, at), dtype, nodes, widths, count, 0, n,
                          stream);
       if (r == CDDP_OK && clear)
-        r = d->memory->zero(cddp__gradient_at(d, d->me, range.first, at), n * esize, stream);
+        r = (d->memory->zero)(cddp__gradient_at(d, d->me, range.first, at), n * esize, stream);
     }
   }
   return r;
@@ -15932,7 +15946,7 @@ static cddp_result cddp__clear_own(cddp_ddp *d) {
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (d->tensors[i].storage == CDDP__COPIED)
-      r = d->memory->zero(d->params[i].grad, d->tensors[i].bytes, d->group->stream);
+      r = (d->memory->zero)(d->params[i].grad, d->tensors[i].bytes, d->group->stream);
   return r;
 }
 
@@ -16057,7 +16071,7 @@ static cddp_result cddp__gather_piece(cddp_ddp *d, char *out, cddp_dtype dtype, 
                                : (char *)scratch + ((size_t)d->nodes[i].slot * ranks +
                                                     (size_t)d->nodes[i].rank) * part;
   if (r == CDDP_OK)
-    r = d->memory->sum(mine, dtype, d->sources, d->widths, d->node_count, d->shards, n,
+    r = (d->memory->sum)(mine, dtype, d->sources, d->widths, d->node_count, d->shards, n,
                        d->group->stream);
   return r == CDDP_OK && ranks > 1 ? cddp__call_all(d, &means) : r;
 }
@@ -16168,7 +16182,7 @@ static cddp_result cddp__pack(const cddp_ddp *d, const cddp__bucket_state *b, vo
   while (r == CDDP_OK && cddp__next_range(d, b->sorted, b->count, &i, &range)) {
     size_t n = range.end - range.begin;
     char *place = cddp__gradient_at(d, d->me, range.first, range.begin);
-    r = d->memory->copy(back ? place : flat, back ? flat : place, n, d->hooks->stream);
+    r = (d->memory->copy)(back ? place : flat, back ? flat : place, n, d->hooks->stream);
     flat += n;
   }
   return r;
@@ -16388,7 +16402,7 @@ static double cddp__clip_factor(cddp_ddp *d, double max_norm, bool alone) {
       for (n = cddp__pieces(begin, end); n > 0; n--) sum += d->squares[alone ? d->me : p][k++];
     }
   }
-  d->norm = sqrt(sum);
+  d->norm = (sqrt)(sum);
   d->has_norm = true;
   factor = max_norm / (d->norm + 1e-6);
   return factor >= 1 || max_norm > DBL_MAX ? 1 : factor; /* NaN stays NaN, as in PyTorch */
@@ -16465,7 +16479,7 @@ static cddp_result cddp__copy_states(const cddp_ddp *d, const cddp_optim *o, cha
       r = cddp__convert_any(d->group, common, CDDP_F32, (char *)o->params[i].data + n * esize,
                             o->params[i].dtype, (high - low) / esize);
     else
-      r = d->memory->copy(share ? common : own, share ? own : common, (high - low) / esize * size,
+      r = (d->memory->copy)(share ? common : own, share ? own : common, (high - low) / esize * size,
                           d->group->stream);
   }
   return r;
@@ -16932,7 +16946,7 @@ static cddp_result cddp__gpu_sum(void *out, cddp_dtype dtype, const void *const 
                                  void *stream) {
   if (divisor == 0 && widths[count - 1] != 1 && dtype != CDDP_F64) dtype = CDDP_F32; /* as all */
   return cddp__cuda_result(
-      cddp__registered_kernels->sum(out, dtype, nodes, widths, count, divisor, n, stream),
+      (cddp__registered_kernels->sum)(out, dtype, nodes, widths, count, divisor, n, stream),
       "the kernel that adds shards");
 }
 
@@ -17005,7 +17019,7 @@ static cddp_result cddp__gpu_clip_by(cddp_ddp *d, double max_norm, int which, in
   d->has_norm = e == 0;
   for (dtype = 0; e == 0 && multiplied != CDDP__LIST_NONE && dtype < CDDP__TRAINED; dtype++)
     if ((n = cddp__gpu_list(d, dtype, multiplied)) > 0)
-      e = k->scale(d->segments, n, (cddp_dtype)dtype, 1, d->clip, stream);
+      e = (k->scale)(d->segments, n, (cddp_dtype)dtype, 1, d->clip, stream);
   return cddp__cuda_result(e, "the kernels that clip");
 }
 
@@ -17016,7 +17030,7 @@ static cddp_result cddp__gpu_norm(cddp_ddp *d, double *norm) {
                                    "for");
   if (r == CDDP_OK) r = d->group->backend->synchronize(d->group);
   if (r == CDDP_OK) r = cddp__transfer(d->group, &sum, d->clip, sizeof sum);
-  *norm = sqrt(sum);
+  *norm = (sqrt)(sum);
   return r;
 }
 
@@ -17179,7 +17193,7 @@ static cddp_result cddp__launch(cddp_ddp *d) {
 static cddp_result cddp__fetch_gradient(cddp_ddp *d, int i) {
   const cddp__tensor *t = &d->tensors[i];
   if (t->storage != CDDP__COPIED) return CDDP_OK;
-  return d->memory->copy(d->arena + t->place, d->params[i].grad, t->bytes, d->group->stream);
+  return (d->memory->copy)(d->arena + t->place, d->params[i].grad, t->bytes, d->group->stream);
 }
 
 /* Marked twice, it fails the model: a caller that ignores this would train on wrong sums. */
@@ -17319,7 +17333,7 @@ static cddp_result cddp__settle_unused(cddp_ddp *d) {
     if (mine[i] || !t->used) { /* accumulated under no_sync, or to be left as it is */
       r = cddp__fetch_gradient(d, (int)i);
     } else {
-      r = d->memory->zero(cddp__gradient_at(d, d->me, (int)i, t->offset), t->room,
+      r = (d->memory->zero)(cddp__gradient_at(d, d->me, (int)i, t->offset), t->room,
                           d->group->stream);
       if (cddp__sparse_of(d, (int)i) != NULL) d->sparse[i]->added.n = 0;
     }
@@ -17339,7 +17353,7 @@ static cddp_result cddp__scale_gradients(cddp_ddp *d) {
     cddp_dtype dtype = d->params[range.first].dtype;
     double factor = cddp__mean_factor(d, dtype);
     if (factor != 1 && range.begin < range.end)
-      r = d->memory->scale(cddp__gradient_at(d, d->me, range.first, range.begin),
+      r = (d->memory->scale)(cddp__gradient_at(d, d->me, range.first, range.begin),
                            (range.end - range.begin) / cddp__dtype_size(dtype), dtype, factor,
                            d->group->stream);
   }
@@ -17401,11 +17415,11 @@ static cddp_result cddp__place_rows(cddp_ddp *d) {
     const cddp__sparse *s = cddp__sparse_of(d, i);
     char *at = d->arena + d->tensors[i].dense;
     if (s == NULL) continue;
-    r = d->memory->zero(at, s->rows * s->bytes, stream);
+    r = (d->memory->zero)(at, s->rows * s->bytes, stream);
     for (k = 0; r == CDDP_OK && k < s->mean.n; k = end) {
       for (end = k + 1; end < s->mean.n && s->mean.number[end] == s->mean.number[end - 1] + 1;)
         end++;
-      r = d->memory->copy(at + (size_t)s->mean.number[k] * s->bytes,
+      r = (d->memory->copy)(at + (size_t)s->mean.number[k] * s->bytes,
                           s->mean.values + k * s->bytes, (end - k) * s->bytes, stream);
     }
   }
@@ -17511,7 +17525,7 @@ static cddp_result cddp__return_gradients(cddp_ddp *d) {
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++)
     if (d->tensors[i].storage == CDDP__COPIED && d->used[i])
-      r = d->memory->copy(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
+      r = (d->memory->copy)(d->params[i].grad, d->arena + d->tensors[i].place, d->tensors[i].bytes,
                           d->group->stream);
   return r;
 }
@@ -17547,17 +17561,17 @@ static cddp_result cddp__catch_up(cddp_ddp *d, cddp_optim *s, int root) {
    also for a hook, which gets a joined rank's arena as it is. */
 static cddp_result cddp__clear_gradients(cddp_ddp *d, cddp_optim *s, bool cleared) {
   void *stream = d->group->stream;
-  cddp_result r = cleared ? CDDP_OK : d->memory->zero(d->arena, d->bytes, stream);
+  cddp_result r = cleared ? CDDP_OK : (d->memory->zero)(d->arena, d->bytes, stream);
   int i;
   for (i = 0; r == CDDP_OK && i < d->count; i++) {
     const cddp__tensor *t = &d->tensors[i];
     if (s != NULL && cddp__optim_skips(s, i))
-      r = d->memory->zero(cddp__gradient_at(d, d->me, i, t->offset), t->room, stream);
+      r = (d->memory->zero)(cddp__gradient_at(d, d->me, i, t->offset), t->room, stream);
     else if (s != NULL)
       cddp__count_step(s, i);
     if (cddp__sparse_of(d, i) != NULL) d->sparse[i]->added.n = d->sparse[i]->mean.n = 0;
     if (r == CDDP_OK && (t->storage == CDDP__COPIED || (t->storage == CDDP__IN_PLACE && !cleared)))
-      r = d->memory->zero(d->params[i].grad, t->bytes, stream);
+      r = (d->memory->zero)(d->params[i].grad, t->bytes, stream);
   }
   return r;
 }
@@ -17580,7 +17594,7 @@ static cddp_result cddp__finish(cddp_ddp *d, int kind, cddp_optim *s, uint64_t m
   if (r == CDDP_OK && d->sparse != NULL) r = cddp__exchange_rows(d, kind);
   if (waits && d->active_count < d->group->size) d->out_of_date = true; /* others will step */
   if (r == CDDP_OK && waits) r = cddp__return_gradients(d);
-  if (r == CDDP_OK && !waits) r = d->memory->step(d, s, averaged, wrote);
+  if (r == CDDP_OK && !waits) r = (d->memory->step)(d, s, averaged, wrote);
   if (r == CDDP_OK && s != NULL) r = cddp__clear_gradients(d, s, true);
   d->scattered = r == CDDP_OK && kind == CDDP__KIND_DDP_SCATTER;
   if (r != CDDP_OK) return cddp__exit(d->control, cddp__give_up(d, r));
@@ -17743,7 +17757,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
     (void)cddp__break(d->hooks, CDDP_ABORTED);
     cddp__engine_drain(d->comm);
   }
-  if (d->memory->free != NULL) d->memory->free(d);
+  if (d->memory->free != NULL) (d->memory->free)(d);
   if (d->hooks != NULL) cddp__group_leave(d->hooks);
   if (d->comm != NULL) cddp__group_leave(d->comm);
   if (d->control != NULL) cddp__group_leave(d->control);
@@ -17937,7 +17951,7 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
   }
   if (r != CDDP_OK) return r;
   cddp__lay_out(d);
-  if ((r = cddp__consensus(d->control, d->memory->alloc(d), NULL, 0, NULL)) != CDDP_OK) return r;
+  if ((r = cddp__consensus(d->control, (d->memory->alloc)(d), NULL, 0, NULL)) != CDDP_OK) return r;
   cddp__see_whole(d, d->me, d->arena);
   if (!joins && g->backend == NULL) {
     r = cddp__exchange_refs(d->control, CDDP__KIND_DDP_CREATE, d->arena, d->whole, arenas);
@@ -18188,15 +18202,15 @@ static char *cddp__crew_alloc(cddp_ddp *d, size_t bytes) {
   char *p;
   if (d->group->backend == NULL)
     return (char *)cddp__arena_alloc(d->group->host, bytes, CDDP__FOR_KIT);
-  p = (char *)d->group->backend->alloc(d->group, bytes);
-  if (p != NULL && d->memory->zero(p, bytes, d->group->stream) == CDDP_OK) return p;
-  if (p != NULL) d->group->backend->free(d->group, p);
+  p = (char *)(d->group->backend->alloc)(d->group, bytes);
+  if (p != NULL && (d->memory->zero)(p, bytes, d->group->stream) == CDDP_OK) return p;
+  if (p != NULL) (d->group->backend->free)(d->group, p);
   return NULL;
 }
 
 static void cddp__crew_release(cddp_ddp *d, char *p) {
   if (d->group->backend == NULL) cddp__arena_free(d->group->host, p);
-  else d->group->backend->free(d->group, p);
+  else (d->group->backend->free)(d->group, p);
 }
 
 /* Room for so many slots. */
@@ -18208,7 +18222,7 @@ static cddp_result cddp__crew_grow(cddp_ddp *d, int slots) {
   if (slots <= d->slots) return CDDP_OK;
   p = cddp__crew_alloc(d, (size_t)slots * d->slot_room + 2 * cddp__gather_slack(d));
   if (p == NULL) return CDDP_OUT_OF_MEMORY;
-  if (c->area != NULL) r = d->memory->copy(p, c->area, bytes, d->group->stream);
+  if (c->area != NULL) r = (d->memory->copy)(p, c->area, bytes, d->group->stream);
   cddp__crew_release(d, c->area);
   c->area = d->slot_areas[d->group->local_rank] = p;
   d->slots = slots;
@@ -18913,7 +18927,7 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
     r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
                     NULL, 0);
   if (r == CDDP_OK && d->group->backend != NULL)
-    r = d->group->backend->open(d->group, d->comm, false);
+    r = (d->group->backend->open)(d->group, d->comm, false);
   for (i = 0; i < 2; i++) {
     cddp__arena_free(d->group->host, c->blocks[i]);
     c->blocks[i] = NULL;
@@ -18971,9 +18985,9 @@ static cddp_result cddp__crew_update(cddp_ddp *d, cddp_optim *s) {
   CDDP__POINT("elastic update");
   d->crew->called = cddp__update_call(d, s);
   memset(d->used, 1, (size_t)d->count);
-  r = d->memory->copy(d->arena, d->crew->mean, d->dense, d->group->stream);
+  r = (d->memory->copy)(d->arena, d->crew->mean, d->dense, d->group->stream);
   if (r == CDDP_OK && (s == NULL || !gpu)) r = cddp__return_gradients(d);
-  if (r == CDDP_OK && s != NULL && gpu) r = d->memory->step(d, s, true, true);
+  if (r == CDDP_OK && s != NULL && gpu) r = (d->memory->step)(d, s, true, true);
   if (r == CDDP_OK && s != NULL && !gpu && d->desc.max_grad_norm > 0)
     r = d->memory->clip(d, d->desc.max_grad_norm, NULL);
   if (r == CDDP_OK && s != NULL && !gpu) {
@@ -20075,7 +20089,7 @@ static void cddp__compute_block(const cddp__pass *x, int i, const cddp__update *
   args.gradients[0] = (cddp__f32 *)(uintptr_t)gradient;
   args.weights[0] = (cddp__f32 *)(void *)old;
   args.weights[1] = (cddp__f32 *)(void *)weights;
-  u->loop(&args, 0, n);
+  (u->loop)(&args, 0, n);
 }
 
 /* A block of CDDP__PASS_WEIGHTS: into the log, unless it is in that of the member x->from, and out
@@ -21921,7 +21935,7 @@ static cddp_result cddp__load_tensors(cddp__checkpoint *c) {
     if (item.from == NULL || (looks && !counts && item.data != &c->lr)) continue;
     if (looks && counts) item.data = &steps;
     r = cddp__copy_item(c, c->file->fd, &item, 8 + c->file->text_size + item.from->begin);
-    if (r == CDDP_OK && !(steps >= 0 && steps <= 0x1p24f)) /* f32 cannot count further */
+    if (r == CDDP_OK && !(steps >= 0 && steps <= 16777216)) /* f32 cannot count further */
       r = cddp__fail(CDDP_IO, "its \"%.100s\" is %g", item.name, (double)steps);
     if (r == CDDP_OK && item.data == &c->lr && !(c->lr >= 0 && c->lr <= DBL_MAX))
       r = cddp__fail(CDDP_IO, "its learning rate is %g", c->lr);
@@ -21953,7 +21967,7 @@ static cddp_result cddp__take_states(cddp__checkpoint *c) {
       *item->place = item->data;
       item->data = NULL;
     } else if (!found) {
-      r = s->backend->zero(s, *item->place, (size_t)item->bytes, true);
+      r = (s->backend->zero)(s, *item->place, (size_t)item->bytes, true);
     }
   }
   return r == CDDP_OK ? cddp_optim_set_lr(s, c->lr) : r;
@@ -22519,13 +22533,13 @@ CDDPDEF int cddp_local_world_size(const cddp_group *g) { return g != NULL ? g->l
 CDDPDEF void *cddp_alloc(cddp_group *g, size_t bytes) {
   if (g == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_alloc: the group is NULL");
   if (g == NULL) return NULL;
-  return g->backend != NULL ? g->backend->alloc(g, bytes)
+  return g->backend != NULL ? (g->backend->alloc)(g, bytes)
                             : cddp__arena_alloc(g->host, bytes, CDDP__FOR_USER);
 }
 
 CDDPDEF void cddp_free(cddp_group *g, void *p) {
   if (g == NULL) return;
-  if (g->backend != NULL) g->backend->free(g, p);
+  if (g->backend != NULL) (g->backend->free)(g, p);
   else cddp__arena_free(g->host, p);
 }
 
@@ -22949,7 +22963,7 @@ CDDPDEF cddp_result cddp_ddp_grad_norm(cddp_ddp *d, double *norm) {
   CDDP__CHECK(d != NULL && norm != NULL, "the cddp_ddp or norm is NULL");
   CDDP__CHECK(d->has_norm, "no gradient has been clipped; set max_grad_norm in cddp_ddp_desc");
   CDDP__TRY(d->memory->use(d->group));
-  if (d->memory->norm != NULL) return d->memory->norm(d, norm);
+  if (d->memory->norm != NULL) return (d->memory->norm)(d, norm);
   *norm = d->norm;
   return CDDP_OK;
 }
@@ -23197,40 +23211,49 @@ CDDP__COLD_END
 
 #if !defined(CDDP_NO_CALL_SITES) && !defined(CDDP__CALL_SITES) /* see CALL SITES in >>api */
 #define CDDP__CALL_SITES
-#define CDDP__AT(g) cddp_at((g), __FILE__, __LINE__)
-#define CDDP__DDP_AT(d) cddp_ddp_at((d), __FILE__, __LINE__)
-#define cddp_all_reduce(g, ...) cddp_all_reduce(CDDP__AT(g), __VA_ARGS__)
-#define cddp_reduce(g, ...) cddp_reduce(CDDP__AT(g), __VA_ARGS__)
-#define cddp_broadcast(g, ...) cddp_broadcast(CDDP__AT(g), __VA_ARGS__)
-#define cddp_all_gather(g, ...) cddp_all_gather(CDDP__AT(g), __VA_ARGS__)
-#define cddp_gather(g, ...) cddp_gather(CDDP__AT(g), __VA_ARGS__)
-#define cddp_scatter(g, ...) cddp_scatter(CDDP__AT(g), __VA_ARGS__)
-#define cddp_reduce_scatter(g, ...) cddp_reduce_scatter(CDDP__AT(g), __VA_ARGS__)
-#define cddp_all_to_all(g, ...) cddp_all_to_all(CDDP__AT(g), __VA_ARGS__)
-#define cddp_all_gather_v(g, ...) cddp_all_gather_v(CDDP__AT(g), __VA_ARGS__)
-#define cddp_all_to_all_v(g, ...) cddp_all_to_all_v(CDDP__AT(g), __VA_ARGS__)
-#define cddp_barrier(g) cddp_barrier(CDDP__AT(g))
-#define cddp_barrier_async(g, work) cddp_barrier_async(CDDP__AT(g), work)
-#define cddp_send(g, ...) cddp_send(CDDP__AT(g), __VA_ARGS__)
-#define cddp_recv(g, ...) cddp_recv(CDDP__AT(g), __VA_ARGS__)
-#define cddp_group_split(g, ...) cddp_group_split(CDDP__AT(g), __VA_ARGS__)
-#define cddp_group_new(g, ...) cddp_group_new(CDDP__AT(g), __VA_ARGS__)
-#define cddp_ddp_create(out, g, ...) cddp_ddp_create(out, CDDP__AT(g), __VA_ARGS__)
-#define cddp_ddp_wait(d) cddp_ddp_wait(CDDP__DDP_AT(d))
-#define cddp_ddp_step(d, s) cddp_ddp_step(CDDP__DDP_AT(d), s)
-#define cddp_ddp_reduce_scatter(d) cddp_ddp_reduce_scatter(CDDP__DDP_AT(d))
-#define cddp_ddp_all_gather(d) cddp_ddp_all_gather(CDDP__DDP_AT(d))
-#define cddp_ddp_gather_states(d, s) cddp_ddp_gather_states(CDDP__DDP_AT(d), s)
-#define cddp_ddp_sync_buffers(d) cddp_ddp_sync_buffers(CDDP__DDP_AT(d))
-#define cddp_save(g, ...) cddp_save(CDDP__AT(g), __VA_ARGS__)
-#define cddp_load(g, ...) cddp_load(CDDP__AT(g), __VA_ARGS__)
-#define cddp_ddp_join(d, s) cddp_ddp_join(CDDP__DDP_AT(d), s)
+#ifdef __cplusplus /* a prefix: the arguments can have commas, as in f<1, 2>() */
+#define CDDP__SITE(T) cddp_at(nullptr, __FILE__, __LINE__) ? static_cast<T *>(nullptr) :
+#else
+#define CDDP__SITE(T) cddp_at(NULL, __FILE__, __LINE__) ? (T *)NULL :
+#endif
+#define cddp_all_reduce(...) cddp_all_reduce(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_reduce(...) cddp_reduce(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_broadcast(...) cddp_broadcast(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_all_gather(...) cddp_all_gather(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_gather(...) cddp_gather(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_scatter(...) cddp_scatter(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_reduce_scatter(...) cddp_reduce_scatter(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_all_to_all(...) cddp_all_to_all(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_all_gather_v(...) cddp_all_gather_v(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_all_to_all_v(...) cddp_all_to_all_v(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_barrier(...) cddp_barrier(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_barrier_async(...) cddp_barrier_async(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_send(...) cddp_send(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_recv(...) cddp_recv(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_group_split(...) cddp_group_split(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_group_new(...) cddp_group_new(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_ddp_create(...) cddp_ddp_create(CDDP__SITE(cddp_ddp *) __VA_ARGS__)
+#define cddp_ddp_wait(...) cddp_ddp_wait(CDDP__SITE(cddp_ddp) __VA_ARGS__)
+#define cddp_ddp_step(...) cddp_ddp_step(CDDP__SITE(cddp_ddp) __VA_ARGS__)
+#define cddp_ddp_reduce_scatter(...) cddp_ddp_reduce_scatter(CDDP__SITE(cddp_ddp) __VA_ARGS__)
+#define cddp_ddp_all_gather(...) cddp_ddp_all_gather(CDDP__SITE(cddp_ddp) __VA_ARGS__)
+#define cddp_ddp_gather_states(...) cddp_ddp_gather_states(CDDP__SITE(cddp_ddp) __VA_ARGS__)
+#define cddp_ddp_sync_buffers(...) cddp_ddp_sync_buffers(CDDP__SITE(cddp_ddp) __VA_ARGS__)
+#define cddp_save(...) cddp_save(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_load(...) cddp_load(CDDP__SITE(cddp_group) __VA_ARGS__)
+#define cddp_ddp_join(...) cddp_ddp_join(CDDP__SITE(cddp_ddp) __VA_ARGS__)
 #endif
 
 /* >>history ---------------------------------------------------------------------------------------
    0.4 (not released)
      Gone     A second start on a job's port ended the job in its first 10 s. Now it leaves a job
               that runs alone, and fails itself.
+     Changed  The implementation compiles with strict C++11 and C++14, C99 -pedantic, and behind
+              <tgmath.h> or macros such as log() and min(). Big-endian and 32-bit targets are
+              compile-time errors.
+              C++: arguments of collective calls may contain the commas of a template.
+              The threads that run hooks, callbacks and functions of cddp_run_threads have stacks of
+              at least 8 MiB, whatever ulimit -s and libc say.
 
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.

@@ -269,6 +269,116 @@ any_order() { # whatever came first, nothing is implicit: GNU's extensions may b
   done
 }
 
+targets() { # those that cddp does not support are refused, with a sentence: preprocessing needs none of their headers
+  local target
+  compiler cc
+  implement >"$work/one.c"
+  refused big-endian cc -U__BYTE_ORDER__ -D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__
+  refused 32-bit cc -U__SIZEOF_POINTER__ -D__SIZEOF_POINTER__=4
+  command -v clang >/dev/null || return 0
+  for target in s390x powerpc64 aarch64_be; do refused big-endian clang --target=$target-linux-gnu; done
+  for target in i386 armv7 riscv32; do refused 32-bit clang --target=$target-linux-gnu; done
+  refused 32-bit clang --target=x86_64-linux-gnux32
+}
+
+refused() { # WORD COMMAND...
+  local word=$1
+  shift
+  "$@" -I. -E "$work/one.c" >/dev/null 2>"$work/out" && fail "compiles: $*"
+  grep -q "error.*cddp.h: .*$word" "$work/out" || fail "no #error about $word: $*: $(head -n 5 "$work/out")"
+}
+
+standards() { # older than those of the other checks; as strict
+  local c s
+  implement | tee "$work/one.c" >"$work/one.cpp"
+  for c in gcc clang; do
+    command -v $c >/dev/null || continue
+    $c -std=c99 -pedantic -Wall -Wextra -Werror -I. -fsyntax-only "$work/one.c" || fail "$c -std=c99"
+  done
+  for c in g++ clang++; do
+    command -v $c >/dev/null || continue
+    for s in 11 14; do
+      $c -std=c++$s $strict -I. -fsyntax-only "$work/one.cpp" || fail "$c -std=c++$s"
+    done
+  done
+}
+
+macros() { # the program's own, before the implementation: <tgmath.h>, and names that members and variables have
+  local name
+  installed g++
+  { sed -n '/^#if/,/^#endif/d; s/^#include <.*/&/p' cddp.h
+    for name in log min max sum copy zero free alloc scale run step all bits norm loop load; do
+      echo "#undef $name"
+      echo "#define $name(only) oops only only"
+    done && echo '#undef free' && echo '#define free(p) (free)(p)' && implement; } >"$work/one.cpp"
+  { echo '#include <tgmath.h>' && cat "$work/one.cpp"; } >"$work/one.c"
+  cc -D_GNU_SOURCE -Wall -Wextra -Werror -I. -fsyntax-only "$work/one.c" || fail "C"
+  g++ -Wall -Wextra -Werror -I. -fsyntax-only "$work/one.cpp" || fail "C++"
+}
+
+commas() { # the first argument of each macro of CALL SITES can have a template's commas, or be a class that converts
+  local name rest first
+  installed g++
+  cat >"$work/table" <<'END'
+all_reduce , p, 1, CDDP_F32, CDDP_SUM, w
+reduce , p, 1, CDDP_F32, CDDP_SUM, 0, w
+broadcast , p, 1, CDDP_F32, 0, w
+all_gather , p, p, 1, CDDP_F32, w
+gather , p, p, 1, CDDP_F32, 0, w
+scatter , p, p, 1, CDDP_F32, 0, w
+reduce_scatter , p, p, 1, CDDP_F32, CDDP_SUM, w
+all_to_all , p, p, 1, CDDP_F32, w
+all_gather_v , p, p, n, CDDP_F32, w
+all_to_all_v , p, n, p, n, CDDP_F32, w
+barrier
+barrier_async , w
+send , p, 1, CDDP_F32, 0, 0, w
+recv , p, 1, CDDP_F32, 0, 0, w
+group_split , 0, 0, out
+group_new , NULL, 0, out
+ddp_create , group<1, 2>(), NULL, 1, NULL
+ddp_wait
+ddp_step , optim
+ddp_reduce_scatter
+ddp_all_gather
+ddp_gather_states , NULL
+ddp_sync_buffers
+ddp_join , optim
+save , "", NULL, 0, NULL
+load , "", NULL, 0, NULL
+END
+  sed -n 's/^#define cddp_\([a-z_]*\)(.*/\1/p' cddp.h | sort >"$work/macros"
+  cut -d' ' -f1 "$work/table" | sort | diff "$work/macros" - || fail "macros (<) and the table here (>) differ"
+  cat >"$work/one.cpp" <<'END'
+#include "cddp.h"
+template <int I, int J> static cddp_group *group() { return NULL; }
+template <int I, int J> static cddp_ddp *model() { return NULL; }
+template <int I, int J> static cddp_ddp *&place() { static cddp_ddp *d; return d; }
+template <class T> struct Holder { operator T() const { return NULL; } };
+int main() {
+  void *p = NULL;
+  size_t n[1] = {1};
+  cddp_group **out = NULL;
+  cddp_work **w = NULL;
+  cddp_optim *optim = NULL;
+  int refused = 0;
+  (void)n, (void)out, (void)w, (void)optim;
+END
+  while read -r name rest; do
+    case $name in
+    ddp_create) set -- '&place<1, 2>()' 'Holder<cddp_ddp **>()' nullptr ;;
+    ddp_*) set -- 'model<1, 2>()' 'Holder<cddp_ddp *>()' nullptr ;;
+    *) set -- 'group<1, 2>()' 'Holder<cddp_group *>()' nullptr ;;
+    esac
+    for first in "$@"; do echo "  refused += ::cddp_$name($first$rest) == CDDP_INVALID_ARGUMENT;"; done
+  done <"$work/table" >>"$work/one.cpp"
+  echo "  return refused == 3 * $(wc -l <"$work/table") ? 0 : 1; }" >>"$work/one.cpp"
+  implement >"$work/two.c"
+  cc -O0 -w -I. -c "$work/two.c" -o "$work/two.o" || exit 1
+  g++ -std=c++11 $strict -Wno-useless-cast -I. "$work/one.cpp" "$work/two.o" -o "$work/one" -lpthread -lm || exit 1
+  "$work/one" || fail "a call with NULL does not return CDDP_INVALID_ARGUMENT"
+}
+
 symbols() { # the object exports what the header declares and nothing else
   compiler cc
   implement >"$work/one.c"
@@ -381,7 +491,7 @@ lists() { # what there is to run, tests/list.ninja or a script has; it runs in `
 # --- which ---
 
 compilers="cc g++ clang clang++"
-others="openmp stdio-first any-order ignored symbols lines functions contents layout unfinished short-examples readme lists"
+others="openmp stdio-first any-order ignored targets standards macros commas symbols lines functions contents layout unfinished short-examples readme lists"
 per_compiler="implementation declarations static two-files alone" # ...-COMPILER
 
 case ${1:-} in

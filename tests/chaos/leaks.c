@@ -260,7 +260,61 @@ static int train_rank(int rank, void *arg) {
   return r != 0 || test_failures != 0;
 }
 
+/* The user's code on threads of cddp: a function's variables may take 8 MiB. */
+static int use_stack(void) {
+  volatile char deep[8 << 20];
+  size_t i;
+  for (i = sizeof deep; i > 0; i -= i < 4096 ? i : 4096) deep[i - 1] = 1;
+  return deep[sizeof deep - 1];
+}
+
+static cddp_result deep_hook(cddp_bucket *b, void *calls) {
+  (void)b;
+  __atomic_add_fetch((int *)calls, use_stack(), __ATOMIC_SEQ_CST);
+  return CDDP_OK;
+}
+
+static int hook_deep(cddp_group *g, bool here) {
+  float *w = (float *)cddp_alloc(g, 64);
+  cddp_ddp_desc desc;
+  cddp_param p;
+  cddp_ddp *ddp;
+  int calls = 0, i;
+  memset(&p, 0, sizeof p);
+  p.data = w;
+  p.count = 16;
+  memset(&desc, 0, sizeof desc);
+  desc.comm_hook = deep_hook;
+  desc.comm_hook_data = &calls;
+  CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &desc));
+  CHECK_OK(cddp_ddp_ready(ddp, 0));
+  for (i = 0; i < 3000 && !here && __atomic_load_n(&calls, __ATOMIC_SEQ_CST) == 0; i++)
+    ranks_sleep(0.01); /* until the engine has called it: this thread's stack is small */
+  CHECK_OK(cddp_ddp_wait(ddp));
+  CHECK_EQ(calls, 1);
+  cddp_ddp_destroy(ddp);
+  cddp_free(g, w);
+  return test_failures != 0;
+}
+
+static int deep_rank(int rank, void *unused) {
+  cddp_group *g;
+  (void)rank, (void)unused;
+  if (cddp_init(&g, NULL) != CDDP_OK) return 1;
+  CHECK_EQ(hook_deep(g, false), 0);
+  cddp_destroy(g);
+  return test_failures != 0;
+}
+
+static int deep_thread(cddp_group *g, void *unused) {
+  (void)unused;
+  CHECK_EQ(use_stack(), 1);
+  return hook_deep(g, true);
+}
+
 static int on_small_stack(char *path) {
+  CHECK_OK(cddp_spawn(deep_rank, NULL, 2));
+  CHECK_OK(cddp_run_threads(deep_thread, NULL, 2));
   CHECK_OK(cddp_spawn(train_rank, path, 3));
   CHECK_OK(cddp_spawn(train_rank, path, 2));
   CHECK_OK(cddp_run_threads(train, NULL, 3));
