@@ -356,7 +356,7 @@ checks() {
   done
   for log in "$out"/log/1-rank--nccl.log "$out"/log/2-ranks--nccl-*.log; do
     n=$(grep -h -m 1 '^graph of a step' "$log" 2>/dev/null) || continue
-    row info "graph of a step, ${log##*/}" "${n#*: }  (expected: 4, and for NCCL 2 or a few more)"
+    row info "graph of a step, ${log##*/}" "${n#*: }  (expected: 4 for one rank; with NCCL a few more for each bucket)"
   done
   if [ "$most" -ge 2 ]; then try "contexts, 2 ranks" 60 $bin/gpu contexts 2 nccl
   else row skip "contexts, 2 ranks" "CUDA sees $most"; fi
