@@ -2552,9 +2552,9 @@ static bool cddp__cond_wait_until(pthread_cond_t *c, pthread_mutex_t *lock, doub
   return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
 }
 
-/* Starts a thread with a stack for the user's callbacks, even under ulimit -s 64 or with musl (whose
-   default is 128 KiB). quiet: the thread blocks all signals, so that the program's handlers run on
-   its own threads. */
+/* Starts a thread with a stack for the user's callbacks, even under ulimit -s 64 and with musl:
+   its default is 128 KiB. quiet: the thread blocks all signals, so that the program's handlers run
+   on its own threads. */
 static cddp_result cddp__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg,
                                       bool quiet) {
   pthread_attr_t a;
