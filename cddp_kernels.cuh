@@ -267,13 +267,17 @@ typedef struct cddp__cu_pieces {
 
 static_assert(sizeof(cddp__cu_pieces) <= 3900, "a kernel's parameters take up to 4 KiB");
 
-/* An operation reads and writes some of an element's arrays: a sum of these. */
+/* The arrays of an element. An operation's READS and WRITES are sums of these. */
 enum { CDDP__CU_DATA = 1, CDDP__CU_GRAD = 2, CDDP__CU_MOMENTUM = 4 };
 
-/* What most operations leave out: a limit to the blocks, fewer packs at once than there are in a
-   chunk (for want of registers), what follows a block's last chunk, and what follows a launch. */
+/* The defaults of an operation: the number of blocks is not limited; a thread moves all its packs
+   of a chunk together (operations that need many registers move fewer); every launch moves all
+   arrays of READS and WRITES; nothing follows a block's last chunk or a launch. */
 struct cddp__cu_each {
   enum { BLOCKS = 1 << 30, AT_ONCE = CDDP__CU_UNROLL };
+  __device__ bool reads_momentum() const { return true; }
+  __device__ bool writes_momentum() const { return true; }
+  __device__ bool writes_grad() const { return true; }
   __device__ void end() const {}
   cudaError_t launched(unsigned, cudaStream_t) const { return cudaSuccess; }
 };
@@ -295,14 +299,16 @@ static __device__ void cddp__cu_do_packs(const cddp__cu_piece &p, size_t first, 
     size_t i = first + u * CDDP__CU_THREADS;
     if (Op::READS & CDDP__CU_DATA) d[u] = ((const pack *)p.data)[i];
     if (Op::READS & CDDP__CU_GRAD) g[u] = ((const pack *)p.grad)[i];
-    if (Op::READS & CDDP__CU_MOMENTUM) m[u] = ((const pack *)p.momentum)[i];
   }
+  if ((Op::READS & CDDP__CU_MOMENTUM) && op.reads_momentum())
+    CDDP__CU_UNROLLED for (size_t u = 0; u < K; u++)
+      m[u] = ((const pack *)p.momentum)[first + u * CDDP__CU_THREADS];
   CDDP__CU_UNROLLED for (size_t u = 0; u < K; u++) {
     size_t i = first + u * CDDP__CU_THREADS;
     cddp__cu_apply<N>(op, p, i * N, d[u].v, g[u].v, m[u].v);
     if (Op::WRITES & CDDP__CU_DATA) ((pack *)p.data)[i] = d[u];
-    if (Op::WRITES & CDDP__CU_GRAD) ((pack *)p.grad)[i] = g[u];
-    if (Op::WRITES & CDDP__CU_MOMENTUM) ((pack *)p.momentum)[i] = m[u];
+    if ((Op::WRITES & CDDP__CU_GRAD) && op.writes_grad()) ((pack *)p.grad)[i] = g[u];
+    if ((Op::WRITES & CDDP__CU_MOMENTUM) && op.writes_momentum()) ((pack *)p.momentum)[i] = m[u];
     op.template copy<N>(p, i * N, d[u].v);
   }
 }
@@ -414,21 +420,23 @@ static cudaError_t cddp__cu_segments(const cddp_segment *s, void *const *copies,
 /* The rule's numbers in the type they are computed in. */
 template <typename C> struct cddp__cu_rule {
   C factor, clip, step, keep, momentum, intake, decay; /* keep: momentum, not rounded to T */
-  bool has_factor, has_decay, nesterov, maximize;
+  bool has_factor, has_decay, has_momentum, first, zeroes, nesterov, maximize;
   const double *scratch; /* of a clip; NULL: none */
 };
 
 /* d = factor * g; d = clip * d; d = -d if maximize; d = d + decay * p; m = first ? d : momentum * m
    + intake * d; d = nesterov ? d + momentum * m : m; p = p - lr * d. Each a + f * b is rounded
-   once; f16 and bf16 round each result to their type, as >>optim of cddp.h does. */
-template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
+   once; f16 and bf16 round each result to their type, as >>optim of cddp.h does. Variants of
+   the rule are flags, the same for all threads, and not kernels: a driver that compiles them at
+   start compiles few. */
+template <typename T, typename Copy> struct cddp__cu_sgd_op : cddp__cu_each {
   typedef typename cddp__cu_type<T>::C C;
-  enum {
-    READS = CDDP__CU_DATA | CDDP__CU_GRAD | (IN & CDDP__CU_MOMENTUM),
-    WRITES = CDDP__CU_DATA | OUT
-  };
+  enum { READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM, WRITES = READS };
   cddp__cu_rule<C> r;
   Copy copies;
+  __device__ bool reads_momentum() const { return r.has_momentum && !r.first; }
+  __device__ bool writes_momentum() const { return r.has_momentum; }
+  __device__ bool writes_grad() const { return r.zeroes; }
   __device__ void begin() {
     if (r.scratch != NULL) r.clip = (C)r.scratch[1];
   }
@@ -441,9 +449,9 @@ template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : c
     if (r.scratch != NULL) d = cddp__cu_rounded<T>(cddp__cu_mul(d, r.clip));
     if (r.maximize) d = -d;
     if (r.has_decay) d = add(d, p, r.decay);
-    if (OUT & CDDP__CU_MOMENTUM) {
+    if (r.has_momentum) {
       m = d;
-      if (IN & CDDP__CU_MOMENTUM) {
+      if (!r.first) {
         m = cddp__cu_rounded<T>(cddp__cu_mul(r.keep, cddp__cu_load(moment)));
         m = add(m, d, r.intake);
       }
@@ -451,7 +459,7 @@ template <typename T, int IN, int OUT, typename Copy> struct cddp__cu_sgd_op : c
       moment = cddp__cu_store<T>(m);
     }
     data = cddp__cu_store<T>(add(p, d, r.step));
-    if (OUT & CDDP__CU_GRAD) grad = cddp__cu_store<T>((C)0);
+    grad = cddp__cu_store<T>((C)0); /* stored if writes_grad */
   }
   template <size_t N> __device__ void copy(const cddp__cu_piece &p, size_t i, const T *d) const {
     copies.template copy<N>(p, i, d);
@@ -502,7 +510,7 @@ template <> double cddp__cu_scalar<__half>(double x) {
 
 template <typename T>
 static cddp__cu_rule<typename cddp__cu_type<T>::C>
-cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip) {
+cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip, unsigned flags) {
   typedef typename cddp__cu_type<T>::C C;
   cddp__cu_rule<C> r;
   r.factor = (C)factor;
@@ -515,6 +523,9 @@ cddp__cu_make_rule(const cddp_sgd_desc *d, double factor, const double *clip) {
   r.decay = (C)cddp__cu_scalar<T>(d->weight_decay);
   r.has_factor = factor != 1;
   r.has_decay = d->weight_decay != 0;
+  r.has_momentum = d->momentum != 0;
+  r.first = (flags & CDDP_SGD_FIRST) != 0;
+  r.zeroes = (flags & CDDP_SGD_ZERO) != 0;
   r.nesterov = d->nesterov;
   r.maximize = d->maximize;
   return r;
@@ -530,6 +541,7 @@ template <typename H, typename Op> struct cddp__cu_master_op : cddp__cu_no_copy 
   Op op;
   float factor, clip;
   const double *scratch; /* of a clip; NULL: none */
+  __device__ bool writes_grad() const { return op.writes_grad(); }
   __device__ void begin() {
     if (scratch != NULL) clip = (float)scratch[1];
     op.begin();
@@ -543,7 +555,7 @@ static __device__ void cddp__cu_apply(const cddp__cu_master_op<H, Op> &op, const
   pack *master = (pack *)(void *)(p.copy + i * sizeof(float));
   pack *moment = (pack *)(void *)(p.momentum + i * sizeof(float));
   pack w = *master, m = {}, v;
-  if (Op::READS & CDDP__CU_MOMENTUM) m = *moment;
+  if (op.op.reads_momentum()) m = *moment;
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
     v.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(cddp__cu_load(g[k]), op.factor));
     if (op.scratch != NULL) v.v[k] = cddp__cu_rounded<H>(cddp__cu_mul(v.v[k], op.clip));
@@ -551,10 +563,10 @@ static __device__ void cddp__cu_apply(const cddp__cu_master_op<H, Op> &op, const
   cddp__cu_apply<N>(op.op, p, i, w.v, v.v, m.v);
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) {
     d[k] = cddp__cu_store<H>(w.v[k]);
-    if (Op::WRITES & CDDP__CU_GRAD) g[k] = cddp__cu_store<H>(0.0f);
+    g[k] = cddp__cu_store<H>(0.0f);
   }
   *master = w;
-  if (Op::WRITES & CDDP__CU_MOMENTUM) *moment = m;
+  if (op.op.writes_momentum()) *moment = m;
 }
 
 template <typename H, typename Op>
@@ -568,41 +580,24 @@ static cudaError_t cddp__cu_on_masters(const cddp_segment *s, int n, const Op &o
 }
 
 /* H: type of the weights: T, or half precision with masters of type T. So below. */
-template <typename T, typename H, int IN, int OUT, typename Copy>
+template <typename T, typename H, typename Copy>
 static cudaError_t cddp__cu_sgd_as(const cddp_segment *s, void *const *copies, int n,
-                                const cddp_sgd_desc *rule, double factor, const double *clip,
-                                cudaStream_t stream) {
-  cddp__cu_sgd_op<T, IN, OUT, Copy> op = {};
+                                   const cddp_sgd_desc *rule, double factor, const double *clip,
+                                   unsigned flags, cudaStream_t stream) {
+  cddp__cu_sgd_op<T, Copy> op = {};
   if constexpr (sizeof(H) < sizeof(T)) {
-    op.r = cddp__cu_make_rule<T>(rule, 1, NULL);
+    op.r = cddp__cu_make_rule<T>(rule, 1, NULL, flags);
     return cddp__cu_on_masters<H>(s, n, op, factor, clip, stream);
   }
-  op.r = cddp__cu_make_rule<T>(rule, factor, clip);
+  op.r = cddp__cu_make_rule<T>(rule, factor, clip, flags);
   return cddp__cu_segments<T>(s, copies, n, op, stream);
-}
-
-template <typename T, typename H, typename Copy>
-static cudaError_t cddp__cu_sgd_copying(const cddp_segment *s, void *const *copies, int n,
-                                     const cddp_sgd_desc *rule, double factor,
-                                     const double *clip, unsigned flags, cudaStream_t stream) {
-  const int M = CDDP__CU_MOMENTUM, G = CDDP__CU_GRAD;
-  bool grad = (flags & CDDP_SGD_ZERO) != 0;
-  if (rule->momentum == 0)
-    return grad ? cddp__cu_sgd_as<T, H, 0, G, Copy>(s, copies, n, rule, factor, clip, stream)
-                : cddp__cu_sgd_as<T, H, 0, 0, Copy>(s, copies, n, rule, factor, clip, stream);
-  if ((flags & CDDP_SGD_FIRST) != 0)
-    return grad ? cddp__cu_sgd_as<T, H, 0, G | M, Copy>(s, copies, n, rule, factor, clip, stream)
-                : cddp__cu_sgd_as<T, H, 0, M, Copy>(s, copies, n, rule, factor, clip, stream);
-  return grad ? cddp__cu_sgd_as<T, H, M, G | M, Copy>(s, copies, n, rule, factor, clip, stream)
-              : cddp__cu_sgd_as<T, H, M, M, Copy>(s, copies, n, rule, factor, clip, stream);
 }
 
 template <typename T>
 static cudaError_t cddp__cu_sgd_plain(const cddp_segment *s, int n, const cddp_sgd_desc *rule,
-                                   double factor, const double *clip, unsigned flags,
-                                   cudaStream_t stream) {
-  return cddp__cu_sgd_copying<T, T, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags,
-                                                      stream);
+                                      double factor, const double *clip, unsigned flags,
+                                      cudaStream_t stream) {
+  return cddp__cu_sgd_as<T, T, cddp__cu_no_copy>(s, NULL, n, rule, factor, clip, flags, stream);
 }
 
 /* All segments have masters, or none. */
@@ -626,9 +621,9 @@ static int cddp__cu_sgd(const cddp_segment *s, int n, cddp_dtype dtype, const cd
   if (rule == NULL || !cddp__cu_segments_ok(s, n, true, rule->momentum != 0))
     return cudaErrorInvalidValue;
   if (cddp__cu_masters(s, n))
-    return dtype == CDDP_F16 ? cddp__cu_sgd_copying<float, __half, cddp__cu_no_copy>(
+    return dtype == CDDP_F16 ? cddp__cu_sgd_as<float, __half, cddp__cu_no_copy>(
                                    s, NULL, n, rule, factor, clip, flags, stream)
-           : dtype == CDDP_BF16 ? cddp__cu_sgd_copying<float, __nv_bfloat16, cddp__cu_no_copy>(
+           : dtype == CDDP_BF16 ? cddp__cu_sgd_as<float, __nv_bfloat16, cddp__cu_no_copy>(
                                       s, NULL, n, rule, factor, clip, flags, stream)
                                 : cudaErrorInvalidValue;
   return CDDP__CU_DISPATCH_TYPE(dtype, cddp__cu_sgd_plain, s, n, rule, factor, clip, flags, stream);
@@ -649,25 +644,26 @@ extern "C" cudaError_t cddp_cuda_sgd_copies(const cddp_segment *s, void *const *
   for (int i = 0; i < n; i++)
     if (s[i].count > 0 && copies[i] == NULL) return cudaErrorInvalidValue;
   if (copy_dtype == CDDP_F16)
-    return cddp__cu_sgd_copying<float, float, cddp__cu_half_copy<__half>>(s, copies, n, rule, 1,
-                                                                          NULL, flags, stream);
+    return cddp__cu_sgd_as<float, float, cddp__cu_half_copy<__half>>(s, copies, n, rule, 1, NULL,
+                                                                     flags, stream);
   if (copy_dtype == CDDP_BF16)
-    return cddp__cu_sgd_copying<float, float, cddp__cu_half_copy<__nv_bfloat16>>(
+    return cddp__cu_sgd_as<float, float, cddp__cu_half_copy<__nv_bfloat16>>(
         s, copies, n, rule, 1, NULL, flags, stream);
   return cudaErrorInvalidValue;
 }
 
-/* AdamW, as CDDP__ADAMW_STEP of cddp.h has it. MOST: amsgrad. */
-template <typename T, int OUT, bool MOST> struct cddp__cu_adamw_op : cddp__cu_no_copy {
+/* AdamW, as CDDP__ADAMW_STEP of cddp.h has it. */
+template <typename T> struct cddp__cu_adamw_op : cddp__cu_no_copy {
   enum {
     READS = CDDP__CU_DATA | CDDP__CU_GRAD | CDDP__CU_MOMENTUM,
-    WRITES = CDDP__CU_DATA | CDDP__CU_MOMENTUM | OUT,
+    WRITES = READS,
     AT_ONCE = sizeof(T) == 8 ? 2 : CDDP__CU_UNROLL
   };
   T factor, clip, step, decay, lerp, keep, take, root, eps;
-  bool near;
+  bool near, amsgrad, zeroes;
   size_t stride;
   const double *scratch; /* of a clip; NULL: none */
+  __device__ bool writes_grad() const { return zeroes; }
   __device__ void begin() {
     if (scratch != NULL) clip = (T)scratch[1];
   }
@@ -676,30 +672,33 @@ template <typename T, int OUT, bool MOST> struct cddp__cu_adamw_op : cddp__cu_no
     if (scratch != NULL) v = cddp__cu_mul(v, clip);
     a = cddp__cu_fma(lerp, cddp__cu_sub(v, a), near ? a : v);
     b = cddp__cu_fma(cddp__cu_mul(take, v), v, cddp__cu_mul(b, keep));
-    if (MOST) most = most > b || most != most ? most : b;
-    w = cddp__cu_add(cddp__cu_div(cddp__cu_sqrt(MOST ? most : b), root), eps);
+    most = amsgrad && (most > b || most != most) ? most : b;
+    w = cddp__cu_add(cddp__cu_div(cddp__cu_sqrt(most), root), eps);
     x = cddp__cu_add(cddp__cu_mul(x, decay), cddp__cu_div(cddp__cu_mul(step, a), w));
-    if (OUT & CDDP__CU_GRAD) grad = 0;
+    grad = 0; /* stored if writes_grad */
   }
 };
 
-template <size_t N, typename T, int OUT, bool MOST>
-static __device__ void cddp__cu_apply(const cddp__cu_adamw_op<T, OUT, MOST> &op,
-                                      const cddp__cu_piece &p, size_t i, T *d, T *g, T *m) {
+template <size_t N, typename T>
+static __device__ void cddp__cu_apply(const cddp__cu_adamw_op<T> &op, const cddp__cu_piece &p,
+                                      size_t i, T *d, T *g, T *m) {
   typedef cddp__cu_pack<T, N> pack;
   pack *square = (pack *)(void *)(p.momentum + op.stride + i * sizeof(T));
   pack *most = (pack *)(void *)(p.momentum + 2 * op.stride + i * sizeof(T));
   pack b = *square, c = b;
-  if (MOST) c = *most;
+  if (op.amsgrad) c = *most;
   CDDP__CU_UNROLLED for (size_t k = 0; k < N; k++) op.one(d[k], g[k], m[k], b.v[k], c.v[k]);
   *square = b;
-  if (MOST) *most = c;
+  if (op.amsgrad) *most = c;
 }
 
-template <typename T, typename H, int OUT, bool MOST>
-static cudaError_t cddp__cu_adamw_as(const cddp_segment *s, int n, const cddp_adamw_step *rule,
-                                     double factor, const double *clip, cudaStream_t stream) {
-  cddp__cu_adamw_op<T, OUT, MOST> op = {};
+/* H: f32, f64, or f16 and bf16 with masters. */
+template <typename H>
+static cudaError_t cddp__cu_adamw_on(const cddp_segment *s, int n, const cddp_adamw_step *rule,
+                                     double factor, const double *clip, unsigned flags,
+                                     cudaStream_t stream) {
+  typedef typename cddp__cu_type<H>::C T;
+  cddp__cu_adamw_op<T> op = {};
   const bool masters = sizeof(H) < sizeof(T);
   op.factor = (T)(masters ? 1 : factor) * (rule->maximize ? (T)-1 : (T)1);
   op.clip = (T)1;
@@ -714,30 +713,10 @@ static cudaError_t cddp__cu_adamw_as(const cddp_segment *s, int n, const cddp_ad
   op.root = (T)rule->root;
   op.eps = (T)rule->eps;
   op.stride = rule->stride;
+  op.amsgrad = rule->amsgrad;
+  op.zeroes = (flags & CDDP_SGD_ZERO) != 0;
   if constexpr (masters) return cddp__cu_on_masters<H>(s, n, op, factor, clip, stream);
   return cddp__cu_segments<T>(s, NULL, n, op, stream);
-}
-
-template <typename T, typename H>
-static cudaError_t cddp__cu_adamw_typed(const cddp_segment *s, int n, const cddp_adamw_step *rule,
-                                        double factor, const double *clip, unsigned flags,
-                                        cudaStream_t stream) {
-  const int G = CDDP__CU_GRAD;
-  bool grad = (flags & CDDP_SGD_ZERO) != 0;
-  if (rule->amsgrad)
-    return grad ? cddp__cu_adamw_as<T, H, G, true>(s, n, rule, factor, clip, stream)
-                : cddp__cu_adamw_as<T, H, 0, true>(s, n, rule, factor, clip, stream);
-  return grad ? cddp__cu_adamw_as<T, H, G, false>(s, n, rule, factor, clip, stream)
-              : cddp__cu_adamw_as<T, H, 0, false>(s, n, rule, factor, clip, stream);
-}
-
-/* f16 and bf16 with masters. */
-template <typename H>
-static cudaError_t cddp__cu_adamw_on(const cddp_segment *s, int n, const cddp_adamw_step *rule,
-                                     double factor, const double *clip, unsigned flags,
-                                     cudaStream_t stream) {
-  return cddp__cu_adamw_typed<typename cddp__cu_type<H>::C, H>(s, n, rule, factor, clip, flags,
-                                                               stream);
 }
 
 static int cddp__cu_adamw(const cddp_segment *s, int n, cddp_dtype dtype,
@@ -811,15 +790,16 @@ extern "C" cudaError_t cddp_cuda_scale(const cddp_segment *s, int n, cddp_dtype 
 }
 
 /* >>shards ---------------------------------------------------------------------------------------
-   The canonical sum of nodes. Works as follows: a node's elements are pushed onto a stack, and the
-   two last sums are merged as often as the host has found out: while they are equally wide, or no
-   node is left. */
+   The canonical sum of nodes. Works as follows: a thread pushes each node's elements onto a stack
+   of sums, then merges the two last sums as often as the host found: while they are equally wide,
+   or no node is left. At most CDDP__CU_SHALLOW sums are on the stack while there are at most 15
+   shards; then a thread sums a pack of elements at a time. Deeper stacks hold one element. */
 
-enum { CDDP__CU_DEPTH = 16 };
+enum { CDDP__CU_DEPTH = 16, CDDP__CU_SHALLOW = 4 };
 
 typedef struct cddp__cu_nodes {
   const void *at[CDDP_NODES];
-  unsigned char merges[CDDP_NODES]; /* once this node is there */
+  unsigned char merges[CDDP_NODES]; /* after this node */
   int count;
   bool packed;
   size_t elements;
@@ -833,23 +813,32 @@ static __device__ void cddp__cu_widen(typename cddp__cu_type<T>::C *to, const vo
   CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++) to[e] = cddp__cu_load(p.v[e]);
 }
 
-/* Pack i of N elements; the last node's are of type Last. */
-template <typename Out, typename Last, size_t N>
+/* Pack i of N elements; the last node's are of type Last. The top of the stack is sums[0], and a
+   push or a merge moves the whole stack. Each index is a constant, so the stack is in registers.
+   Nodes are loaded CDDP__CU_UNROLL at a time, before the first of these is added. */
+template <typename Out, typename Last, size_t N, size_t DEPTH>
 static __device__ void cddp__cu_sum_pack(const cddp__cu_nodes &s, void *out, size_t i) {
   typedef typename cddp__cu_type<Out>::C C;
-  C sums[CDDP__CU_DEPTH][N];
+  struct { C v[N]; } sums[DEPTH] = {}, node[CDDP__CU_UNROLL] = {};
   cddp__cu_pack<Out, N> result;
-  int top = 0;
-  for (int k = 0; k < s.count; k++, top++) {
-    if (k < s.count - 1) cddp__cu_widen<C, N>(sums[top], s.at[k], i);
-    else cddp__cu_widen<Last, N>(sums[top], s.at[k], i);
-    for (int m = s.merges[k]; m > 0; m--, top--) {
-      CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++)
-        sums[top - 1][e] = cddp__cu_add(sums[top - 1][e], sums[top][e]);
+  for (int first = 0; first < s.count; first += CDDP__CU_UNROLL) {
+    CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
+      if (first + u < s.count - 1) cddp__cu_widen<C, N>(node[u].v, s.at[first + u], i);
+      else if (first + u < s.count) cddp__cu_widen<Last, N>(node[u].v, s.at[first + u], i);
+    }
+    CDDP__CU_UNROLLED for (int u = 0; u < CDDP__CU_UNROLL; u++) {
+      if (first + u >= s.count) break;
+      CDDP__CU_UNROLLED for (size_t at = DEPTH - 1; at > 0; at--) sums[at] = sums[at - 1];
+      sums[0] = node[u];
+      for (int m = s.merges[first + u]; m > 0; m--) {
+        CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++)
+          sums[0].v[e] = cddp__cu_add(sums[1].v[e], sums[0].v[e]);
+        CDDP__CU_UNROLLED for (size_t at = 1; at < DEPTH - 1; at++) sums[at] = sums[at + 1];
+      }
     }
   }
   CDDP__CU_UNROLLED for (size_t e = 0; e < N; e++) {
-    C x = sums[0][e];
+    C x = sums[0].v[e];
     result.v[e] = cddp__cu_store<Out>(s.divisor != 0 ? cddp__cu_div(x, (C)s.divisor) : x);
   }
   ((cddp__cu_pack<Out, N> *)out)[i] = result;
@@ -861,9 +850,9 @@ static __global__ void __launch_bounds__(CDDP__CU_THREADS)
   const size_t N = 16 / sizeof(typename cddp__cu_type<Out>::C);
   size_t packs = s.packed ? s.elements / N : 0, i;
   for (i = cddp__cu_thread(); i < packs; i += cddp__cu_all_threads())
-    cddp__cu_sum_pack<Out, Last, N>(s, out, i);
+    cddp__cu_sum_pack<Out, Last, N, CDDP__CU_SHALLOW>(s, out, i);
   for (i = packs * N + cddp__cu_thread(); i < s.elements; i += cddp__cu_all_threads())
-    cddp__cu_sum_pack<Out, Last, 1>(s, out, i);
+    cddp__cu_sum_pack<Out, Last, 1, CDDP__CU_DEPTH>(s, out, i);
 }
 
 template <typename T>
@@ -892,6 +881,7 @@ static int cddp__cu_sum(void *out, cddp_dtype dtype, const void *const *nodes, c
     s.at[i] = nodes[i];
     s.packed = s.packed && (uintptr_t)nodes[i] % 16 == 0;
     sizes[depth++] = widths[i] < 0 ? -widths[i] : widths[i];
+    s.packed = s.packed && depth <= CDDP__CU_SHALLOW;
     for (; depth > 1 && (i == n - 1 || sizes[depth - 1] == sizes[depth - 2]); depth--) {
       sizes[depth - 2] += sizes[depth - 1];
       s.merges[i]++;
@@ -1404,16 +1394,9 @@ static int cddp__cu_table_load(void) {
   cddp__cu_loads = true;
   for (int t = CDDP_F32; t <= CDDP_BF16; t++) {
     cddp_dtype dtype = (cddp_dtype)t;
-    for (unsigned k = 0; k < 8; k++) { /* flags, with momentum and without */
-      rule.momentum = k / 4;
-      e |= cddp__cu_sgd(&s, 1, dtype, &rule, 1, NULL, k % 4, NULL);
-      if (dtype > CDDP_F64) e |= cddp__cu_sgd(&m, 1, dtype, &rule, 1, NULL, k % 4, NULL);
-    }
-    for (unsigned k = 0; k < 4; k++) { /* with zeroing, with amsgrad */
-      adamw.amsgrad = k / 2 != 0;
-      e |= cddp__cu_adamw(dtype > CDDP_F64 ? &m : &s, 1, dtype, &adamw, 1, NULL,
-                          k % 2 != 0 ? (unsigned)CDDP_SGD_ZERO : 0u, NULL);
-    }
+    e |= cddp__cu_sgd(&s, 1, dtype, &rule, 1, NULL, 0, NULL);
+    if (dtype > CDDP_F64) e |= cddp__cu_sgd(&m, 1, dtype, &rule, 1, NULL, 0, NULL);
+    e |= cddp__cu_adamw(dtype > CDDP_F64 ? &m : &s, 1, dtype, &adamw, 1, NULL, 0, NULL);
     for (int to = CDDP_F32; to <= CDDP_BF16; to++)
       e |= cddp_cuda_convert(room, (cddp_dtype)to, room, dtype, 1, NULL);
     e |= cddp__cu_scale(&s, 1, dtype, 1, NULL, NULL);

@@ -75,6 +75,30 @@ static std::vector<char> random_bytes(cddp_dtype d, size_t n) {
   return x;
 }
 
+static double value_of(cddp_dtype d, const char *p) {
+  double v;
+  float f;
+  uint16_t h;
+  memcpy(&v, p, d == CDDP_F64 ? 8 : 2);
+  memcpy(&f, p, d == CDDP_F32 ? 4 : 2);
+  memcpy(&h, p, 2);
+  return d == CDDP_F64   ? v
+         : d == CDDP_F32 ? (double)f
+         : d == CDDP_F16 ? (double)hostcuda_half_to_float(h)
+                         : (double)hostcuda_bf16_to_float(h);
+}
+
+/* Of the two elements around x the nearer; the even one when both are as near. */
+static double nearest(cddp_dtype d, double x) {
+  int digits = d == CDDP_F64 ? 53 : d == CDDP_F32 ? 24 : d == CDDP_F16 ? 11 : 8, e;
+  double unit;
+  frexp(x, &e);
+  if (d == CDDP_F16 && e < -13) e = -13;
+  unit = ldexp(1.0, e - digits);
+  x = nearbyint(x / unit) * unit;
+  return d == CDDP_F16 && fabs(x) >= 65520 ? copysign(HUGE_VAL, x) : x;
+}
+
 static double distance(const std::vector<float> &x, const std::vector<double> &want) {
   double off = 0, norm = 0;
   for (size_t i = 0; i < x.size(); i++) {
@@ -381,31 +405,87 @@ static void test_norm_of_many(void) {
   CHECK(fabs(got - want) <= 1e-12 * want);
 }
 
+/* Element i of n nodes, merged while the two last sums are equally wide, or no node is left. */
+static double merged(const std::vector<std::vector<char>> &nodes, const std::vector<int> &widths,
+                     cddp_dtype dtype, cddp_dtype last, size_t i) {
+  std::vector<double> sums;
+  std::vector<int> sizes;
+  for (size_t k = 0; k < nodes.size(); k++) {
+    cddp_dtype of = k + 1 == nodes.size() ? last : dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32;
+    sums.push_back(value_of(of, &nodes[k][i * size_of(of)]));
+    sizes.push_back(widths[k]);
+    while (sums.size() > 1 &&
+           (k + 1 == nodes.size() || sizes.back() == sizes[sizes.size() - 2])) {
+      double top = sums.back();
+      int size = sizes.back();
+      sums.pop_back(), sizes.pop_back();
+      sums.back() = dtype == CDDP_F64 ? sums.back() + top
+                                      : (double)((float)sums.back() + (float)top);
+      sizes.back() += size;
+    }
+  }
+  return sums[0];
+}
+
+/* The sum's bits, with a divisor or without one; shift: elements from a multiple of 16 bytes. */
+static void compare_sum(cddp_dtype dtype, const std::vector<int> &widths, int divisor, size_t n,
+                        size_t shift) {
+  cddp_dtype wide = dtype == CDDP_F64 ? CDDP_F64 : CDDP_F32;
+  cddp_dtype last = divisor == 0 ? dtype : wide, to = divisor == 0 ? wide : dtype;
+  std::vector<std::vector<char>> nodes;
+  std::vector<array<char> *> device;
+  std::vector<const void *> at;
+  array<char> out(n * size_of(to), shift * size_of(to));
+  size_t bad = 0;
+  for (size_t k = 0; k < widths.size(); k++) {
+    cddp_dtype of = k + 1 == widths.size() ? last : wide;
+    nodes.push_back(random_bytes(of, n));
+    device.push_back(new array<char>(nodes[k], shift * size_of(of)));
+    at.push_back(device[k]->p());
+  }
+  CUDA(cddp__cu_table.sum(out.p(), dtype, at.data(), widths.data(), (int)widths.size(), divisor, n,
+                          stream));
+  std::vector<char> got = out.get();
+  for (size_t i = 0; i < n; i++) {
+    double want = merged(nodes, widths, dtype, last, i);
+    if (divisor != 0)
+      want = wide == CDDP_F64 ? want / divisor
+                              : nearest(dtype, (double)((float)want / (float)divisor));
+    bad += value_of(to, &got[i * size_of(to)]) != want;
+  }
+  CHECK_EQ(bad, 0);
+  for (array<char> *a : device) delete a;
+}
+
+static void test_sum_of_nodes(void) {
+  std::vector<int> deep, widths;
+  for (int t = 0; t < 4; t++)
+    for (int n = 1; n <= 19; n++) { /* 16 equal nodes need a stack of 5 */
+      cddp_dtype dtype = (cddp_dtype)t;
+      compare_sum(dtype, std::vector<int>((size_t)n, 1), 0, 1030, (size_t)n % 5 == 4);
+      compare_sum(dtype, std::vector<int>((size_t)n, 2), 3, 1030, (size_t)n % 7 == 6);
+    }
+  for (int seed_ = 0; seed_ < 40; seed_++) { /* as ranks with unequal numbers of shards have them */
+    widths.clear();
+    for (int left = 1 + seed_, begin = 0; left > 0;) {
+      int width = 1, most = 1 + (int)((uniform(1) + 1) * 8);
+      while (2 * width <= left && 2 * width <= most && begin % (2 * width) == 0) width *= 2;
+      widths.push_back(width);
+      begin += width, left -= width;
+    }
+    compare_sum((cddp_dtype)(seed_ % 4), widths, seed_ % 3, 517, 0);
+  }
+  for (int width = 1 << 15; width > 0; width /= 2) deep.push_back(width); /* the deepest */
+  compare_sum(CDDP_F32, deep, 0, 1030, 0);
+  compare_sum(CDDP_BF16, deep, 5, 1030, 1);
+  deep.insert(deep.begin(), 1 << 16);
+  const void *at[17];
+  for (const void *&a : at) a = scratch;
+  CHECK_EQ(cddp__cu_table.sum(scratch, CDDP_F32, at, deep.data(), 17, 0, 1, stream),
+           (int)cudaErrorInvalidValue);
+}
+
 /* --- arrays --- */
-
-static double value_of(cddp_dtype d, const char *p) {
-  double v;
-  float f;
-  uint16_t h;
-  memcpy(&v, p, d == CDDP_F64 ? 8 : 2);
-  memcpy(&f, p, d == CDDP_F32 ? 4 : 2);
-  memcpy(&h, p, 2);
-  return d == CDDP_F64   ? v
-         : d == CDDP_F32 ? (double)f
-         : d == CDDP_F16 ? (double)hostcuda_half_to_float(h)
-                         : (double)hostcuda_bf16_to_float(h);
-}
-
-/* Of the two elements around x the nearer; the even one when both are as near. */
-static double nearest(cddp_dtype d, double x) {
-  int digits = d == CDDP_F64 ? 53 : d == CDDP_F32 ? 24 : d == CDDP_F16 ? 11 : 8, e;
-  double unit;
-  frexp(x, &e);
-  if (d == CDDP_F16 && e < -13) e = -13;
-  unit = ldexp(1.0, e - digits);
-  x = nearbyint(x / unit) * unit;
-  return d == CDDP_F16 && fabs(x) >= 65520 ? copysign(HUGE_VAL, x) : x;
-}
 
 static void test_convert(void) {
   for (int from = 0; from < 4; from++)
@@ -692,6 +772,7 @@ int main(void) {
   RUN(test_copies_alone);
   RUN(test_norm);
   RUN(test_norm_of_many);
+  RUN(test_sum_of_nodes);
   RUN(test_convert);
   RUN(test_fill);
   RUN(test_mse);
