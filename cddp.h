@@ -243,18 +243,21 @@ typedef struct cddp_group_desc {
    timeout_s has passed; ranks may start in any order, and but for rank 0 a MASTER_ADDR that
    does not resolve is asked for again for a minute. desc NULL = all defaults. Like
    torch.distributed.init_process_group.
-     env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone.
+     env://          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; none of them set = one rank alone,
+                     some of them = CDDP_INVALID_ARGUMENT. Numbers are plain digits.
                      Rank 0 listens at MASTER_ADDR:MASTER_PORT until all have met. MASTER_ADDR must
                      be an address or name of its own host, no service's and no NAT's. (If it is the
                      host's name and means loopback there, as Debian's 127.0.1.1, rank 0 listens on
                      all addresses; "localhost" is this host alone.) While its group lives the
                      system gives the port to nobody else.
                      Ranks of one host need no network for that, not even loopback.
-                     The variables of srun and mpirun (Open MPI, MPICH, Intel MPI) work too. On one
-                     host their ranks meet without a port. On several, srun's meet at the step's
-                     first node, on a port derived from job and step unless MASTER_PORT is set
-                     (srun -m arbitrary needs --export=ALL,MASTER_ADDR=HOST, with rank 0's host);
-                     mpirun's need MASTER_ADDR
+                     The variables of srun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), flux run,
+                     jsrun and PALS's mpiexec work too. On one host their ranks meet without a port;
+                     a MASTER_PORT keeps two programs of one step apart. On several, srun's meet at
+                     the step's first node, on a port derived from job and step unless MASTER_PORT
+                     is set (srun -m arbitrary needs --export=ALL,MASTER_ADDR=HOST, with rank 0's
+                     host); the others need MASTER_ADDR. aprun and launchers with PMIx alone tell a
+                     rank, but no size: export RANK, WORLD_SIZE and the rest
      tcp://h:p       the same with this address; rank and world_size from desc (or the variables)
      unix://name     an abstract Unix socket of that name: one host, no port, no file
      file:///path    a file of this job's own, seen by all its hosts, on a file system with locks.
@@ -2190,6 +2193,23 @@ static const char *const cddp__result_texts[] = {
 #undef CDDP__TEXT
 };
 
+/* Shows control characters, such as the CR of a variable from a Windows file, as \r or \x1b in
+   this thread's error text: a terminal would obey them. */
+static void cddp__escape_controls(void) {
+  char raw[CDDP__ERROR_MAX], *to = cddp__error_text;
+  const char *c;
+  memcpy(raw, cddp__error_text, sizeof raw);
+  for (c = raw; *c != 0 && to < cddp__error_text + CDDP__ERROR_MAX - 5; c++) {
+    if ((unsigned char)*c >= ' ' && *c != 127)
+      *to++ = *c;
+    else if (*c >= 7 && *c <= 13)
+      to += snprintf(to, 5, "\\%c", "abtnvfr"[*c - 7]);
+    else
+      to += snprintf(to, 5, "\\x%02x", (unsigned)(unsigned char)*c);
+  }
+  *to = 0;
+}
+
 /* Sets this thread's error text and returns r: `return cddp__fail(CDDP_NETWORK, "connect to %s:
  * %s", ...)`. */
 CDDP__PRINTF(2, 3)
@@ -2198,6 +2218,7 @@ static cddp_result cddp__fail(cddp_result r, const char *format, ...) {
   va_start(args, format);
   vsnprintf(cddp__error_text, sizeof cddp__error_text, format, args);
   va_end(args);
+  cddp__escape_controls();
   return r;
 }
 
@@ -4650,7 +4671,7 @@ enum { CDDP__RANK, CDDP__SIZE, CDDP__LOCAL_SIZE }; /* what launchers tell */
 /* The variables of one launcher. */
 typedef struct cddp__launcher {
   const char *name; /* for messages */
-  const char *variables[3];
+  const char *variables[4]; /* [3]: another name for CDDP__LOCAL_SIZE */
   const char *cure;   /* what to add to its command when ranks do not know where to meet */
   const char *job[5]; /* tell its jobs apart; from [3] on: only to the ranks of one node */
 } cddp__launcher;
@@ -4681,87 +4702,157 @@ static const char *cddp__backend_name(const cddp_group_desc *d) { /* NULL: the d
   return d->backend != NULL ? d->backend : cddp__env("CDDP_BACKEND");
 }
 
-/* A variable as a whole number. *out stays as it is if the variable is not set, or has no name. */
+/* A variable as a whole number in plain digits: strtol takes " 1", "+1" and "01" too. *out stays as
+   it is if the variable is not set, or has no name. */
 static cddp_result cddp__env_int(const char *name, long low, long high, int *out) {
-  const char *text = cddp__env(name);
-  char *end = NULL;
+  const char *text = cddp__env(name), *digits = text;
+  size_t n;
   long v;
   if (text == NULL) return CDDP_OK;
-  errno = 0;
-  v = strtol(text, &end, 10);
-  if (end == text || *end != 0 || errno != 0)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is \"%s\", which is not a whole number", name,
-                      text);
+  digits += *text == '-';
+  n = strspn(digits, "0123456789");
+  if (n == 0 || digits[n] != 0 || (digits[0] == '0' && strcmp(text, "0") != 0))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s is \"%.200s\", which is not a whole number in plain digits", name, text);
+  v = strtol(text, NULL, 10); /* the largest or smallest long if it is beyond */
   if (v < low || v > high)
-    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %ld; it must be from %ld to %ld", name, v, low,
-                      high);
+    return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %.200s; it must be from %ld to %ld", name, text,
+                      low, high);
   *out = (int)v;
   return CDDP_OK;
 }
 
 /* What launchers tell each rank, in the order in which they are asked: the first whose rank and
-   size are both set is believed, and no other. mpirun comes before Slurm: inside an allocation it
-   leaves Slurm's variables as those of its daemon. */
+   size are both set is believed, and no other. mpirun comes before schedulers: inside an allocation
+   it leaves their variables as those of its daemon. Sources: flux-environment(7); MVAPICH2's guide,
+   "MPIRUN_RSH Parameters"; PyTorch Lightning's LSFEnvironment for JSM; Slurm's mpi/cray_shasta and
+   scripts of Aurora's users for PALS. */
 static const cddp__launcher cddp__launchers[] = {
-    {"torchrun, cddprun or a script", {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"},
-     "MASTER_ADDR=HOST and MASTER_PORT=29500",
-     {NULL, NULL, NULL, NULL, NULL}},
+    {"torchrun, cddprun or a script", {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}, "", {NULL}},
     {"Open MPI's mpirun",
      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
      "-x MASTER_ADDR=HOST -x MASTER_PORT=29500",
      {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR"}},
-    {"Hydra's mpirun", {"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"},
-     "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500", {"PMI_JOBID", NULL, NULL, "PMI_PORT", NULL}},
-    {"Slurm's srun", {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", NULL},
+    {"Hydra's mpirun",
+     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"},
+     "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
+     {"PMI_JOBID", NULL, NULL, "PMI_PORT"}},
+    {"Flux's flux run",
+     {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
+     "--env=MASTER_ADDR=HOST --env=MASTER_PORT=29500",
+     {"FLUX_JOB_ID", NULL, NULL, "FLUX_URI"}},
+    {"MVAPICH2's mpirun_rsh",
+     {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"},
+     "MASTER_ADDR=HOST MASTER_PORT=29500",
+     {"MPIRUN_ID", NULL, NULL, "PMI_PORT"}},
+    {"JSM's jsrun",
+     {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE"},
+     "-E MASTER_ADDR=HOST -E MASTER_PORT=29500",
+     {"LSB_JOBID", "PMIX_NAMESPACE", NULL, "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR"}},
+    {"PALS's mpiexec",
+     {"PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"},
+     "--env MASTER_ADDR=HOST --env MASTER_PORT=29500",
+     {"PALS_APID"}},
+    {"Slurm's srun",
+     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
      "--export=ALL,MASTER_ADDR=HOST",
-     {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", NULL, NULL}}};
-enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_SLURM, CDDP__LAUNCHERS };
+     {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
+enum { CDDP__BY_SCRIPT, CDDP__BY_OPENMPI, CDDP__BY_HYDRA, CDDP__BY_FLUX };
+enum { CDDP__BY_PALS = 6, CDDP__BY_SLURM, CDDP__LAUNCHERS };
 
 /* srun --pty gives task 0 a terminal. If the task is a shell, what a user starts from it inherits
    all variables of the task but is no task. A shell with job control gives each command a process
-   group of its own; the task, and what a script runs as the task, have the session's. A step
-   started from that shell inherits SLURM_PTY_PORT, but has no terminal. */
+   group of its own; the task, and what a script runs as the task, have the session's. A command
+   behind setsid has another session than the task. A step started from that shell inherits
+   SLURM_PTY_PORT, but has a SLURM_TASK_PID of its own and no terminal. */
 static bool cddp__typed_in_slurm(void) {
-  int terminal = -1;
-  if (cddp__env("SLURM_PTY_PORT") != NULL)
-    terminal = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
+  const char *task = cddp__env("SLURM_TASK_PID");
+  int terminal, session = 0, device = 0;
+  char path[64], stat[512] = "";
+  FILE *file = NULL;
+  if (cddp__env("SLURM_PTY_PORT") == NULL) return false;
+  snprintf(path, sizeof path, "/proc/%.20s/stat", task != NULL ? task : "");
+  if (task != NULL) file = fopen(path, "re");
+  if (file != NULL && fgets(stat, sizeof stat, file) != NULL && strrchr(stat, ')') != NULL)
+    (void)sscanf(strrchr(stat, ')'), ") %*c %*d %*d %d %d", &session, &device);
+  if (file != NULL) fclose(file);
+  if (device != 0 && session != (int)getsid(0)) return true;
+  terminal = open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC);
   if (terminal < 0) return false;
   close(terminal);
   return getpgrp() != getsid(0);
 }
 
-/* A batch script and an salloc shell look like task 0 of all tasks but are no step of Slurm's; and
-   what are steps to Slurm alone (batch, interactive, extern) has the highest numbers. */
-static bool cddp__launched_by(int i) {
-  const char *const *names = cddp__launchers[i].variables;
-  const char *rank = cddp__env(names[CDDP__RANK]), *step = cddp__env("SLURM_STEP_ID"),
-             *task = cddp__env("SLURM_PROCID");
-  bool in_step = task != NULL && step != NULL && strtoul(step, NULL, 10) < 0xfffffff0ul;
-  if (rank == NULL || cddp__env(names[CDDP__SIZE]) == NULL) return false;
-  if (i == CDDP__BY_SLURM) return in_step && !cddp__typed_in_slurm();
-  if (i == CDDP__BY_HYDRA && cddp__env(names[CDDP__LOCAL_SIZE]) == NULL) /* srun --mpi=pmi2 */
-    return !in_step || strcmp(rank, task) != 0;
-  return true;
+/* Whether this process is a task of an srun. A batch script and an salloc shell look like task 0 of
+   all tasks but are no step of Slurm's; and what are steps to Slurm alone (batch, interactive,
+   extern) has the highest numbers. */
+static bool cddp__in_slurm_step(void) {
+  const char *step = cddp__env("SLURM_STEP_ID");
+  return cddp__env("SLURM_PROCID") != NULL && step != NULL &&
+         strtoul(step, NULL, 10) < 0xfffffff0ul;
 }
 
-/* Rank and size. Half of a pair is a mistake: as single processes, all ranks would train on all
-   data. RANK or WORLD_SIZE alone, beside a launcher that knows both, must not contradict it. */
+/* Whether srun --mpi=... has set that variable, the rank's, too. */
+static bool cddp__set_by_slurm(const char *name) {
+  const char *space = strcmp(name, "PMIX_RANK") == 0 ? cddp__env("PMIX_NAMESPACE") : NULL;
+  if (space != NULL) return strncmp(space, "slurm.pmix.", 11) == 0;
+  return cddp__in_slurm_step() && strcmp(cddp__env(name), cddp__env("SLURM_PROCID")) == 0;
+}
+
+/* Whether launcher i has set a rank for this process, and no scheduler that tells more. */
+static bool cddp__launched_by(int i) {
+  const char *name = cddp__launchers[i].variables[CDDP__RANK];
+  if (cddp__env(name) == NULL) return false;
+  if (i == CDDP__BY_SLURM) return cddp__in_slurm_step() && !cddp__typed_in_slurm();
+  if (i == CDDP__BY_HYDRA && cddp__env("MPI_LOCALNRANKS") == NULL)
+    return !cddp__set_by_slurm(name) && cddp__env("FLUX_TASK_RANK") == NULL &&
+           cddp__env("PALS_RANKID") == NULL;
+  return i != CDDP__BY_PALS || !cddp__set_by_slurm(name);
+}
+
+/* Half of a pair is a mistake, and so is a rank whose launcher tells no size (PMIx, ALPS, Hydra's
+   -pmi-port; PALS with PMIx): as single processes, all ranks would train on all data. Slurm's
+   variables beside PMIx's are a daemon's. whole: a launcher has set both. */
+static cddp_result cddp__check_pairs(bool whole) {
+  static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
+  int i;
+  for (i = 0; i < CDDP__LAUNCHERS && !whole; i++) {
+    const char *rank = cddp__launchers[i].variables[CDDP__RANK],
+               *size = cddp__launchers[i].variables[CDDP__SIZE];
+    bool sized = cddp__env(rank) == NULL && cddp__env(size) != NULL && i < CDDP__BY_PALS;
+    const char *set = sized ? size : rank, *other = sized ? rank : size;
+    if (!sized && (i == CDDP__BY_PALS || !cddp__launched_by(i))) continue;
+    if (i != CDDP__BY_SCRIPT)
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s is set but %s is not; %s sets both: unset it for a single process", set,
+                        other, cddp__launchers[i].name);
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s is set but %s is not. For one process unset %s; for several set %s, "
+                      "MASTER_ADDR and MASTER_PORT too, as torchrun and cddprun do",
+                      set, other, set, other);
+  }
+  for (i = 0; i < 4; i++)
+    if (cddp__env(lone[i]) != NULL && !cddp__set_by_slurm(lone[i]))
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s is %.20s, but no variable of its launcher tells the number of ranks. "
+                        "Export RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) "
+                        "and MASTER_PORT (a free port there); for one process unset %s",
+                        lone[i], cddp__env(lone[i]), lone[i], lone[i]);
+  return CDDP_OK;
+}
+
+/* Rank and size. RANK or WORLD_SIZE alone, beside a launcher that knows both, must not contradict
+   it. */
 static cddp_result cddp__env_ranks(cddp__place *at) {
   const cddp__launcher *script = cddp__launchers, *l = script;
-  int numbers[2] = {0, 1}, i, k;
+  int numbers[2] = {0, 1}, k;
   cddp_result r = CDDP_OK;
-  while (l < script + CDDP__LAUNCHERS && !cddp__launched_by((int)(l - script))) l++;
+  while (l < script + CDDP__LAUNCHERS && (!cddp__launched_by((int)(l - script)) ||
+                                          cddp__env(l->variables[CDDP__SIZE]) == NULL))
+    l++;
   at->launched = l < script + CDDP__LAUNCHERS;
   at->launcher = at->launched ? (int)(l - script) : CDDP__BY_SCRIPT;
-  for (i = 0; i < CDDP__BY_SLURM && !at->launched; i++)
-    for (k = 0; k < 2; k++) {
-      const char *set = script[i].variables[k], *other = script[i].variables[1 - k];
-      if (cddp__env(set) != NULL && cddp__env(other) == NULL)
-        return cddp__fail(CDDP_INVALID_ARGUMENT,
-                          "%s is set but %s is not; %s sets both%s: unset it for a single process",
-                          set, other, script[i].name,
-                          i == CDDP__BY_SCRIPT ? ", and MASTER_ADDR and MASTER_PORT" : "");
-    }
+  if (!at->launched || at->launcher == CDDP__BY_SLURM) r = cddp__check_pairs(at->launched);
   for (k = 1; k >= 0 && at->launched && r == CDDP_OK; k--) {
     const char *name = l->variables[k], *plain = script->variables[k];
     int plainly;
@@ -4804,9 +4895,10 @@ static bool cddp__first_host(const char *list, char *out, size_t capacity) {
 static bool cddp__one_host(const cddp__place *at) {
   static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES",
                                       "SLURM_NNODES"};
-  const char *nodes = NULL;
+  const char *nodes = at->launcher == CDDP__BY_FLUX ? cddp__env("FLUX_JOB_NNODES") : NULL;
   int i;
-  if (at->launcher != CDDP__BY_SLURM) return at->local_world_size == at->world_size;
+  if (at->launcher != CDDP__BY_SLURM && nodes == NULL)
+    return at->local_world_size == at->world_size;
   for (i = 0; i < 3 && nodes == NULL; i++) nodes = cddp__env(names[i]);
   return nodes != NULL && strcmp(nodes, "1") == 0;
 }
@@ -4891,9 +4983,10 @@ static cddp_result cddp__slurm_host(cddp__place *at, char *out, size_t capacity)
 }
 
 /* Where ranks meet: at MASTER_ADDR and MASTER_PORT. Those that Slurm or mpirun started can do
-   without: on one host they need no port, on several one follows from their job, below those that
-   systems give out by themselves. Slurm's jobs whose numbers differ by less than 99 have
-   different ports in their first 100 steps. key: of the job, see cddp__job_key. */
+   without: on one host they need no port (a MASTER_PORT keeps two programs of a job apart there,
+   too), on several one follows from their job, below those that systems give out by themselves.
+   Slurm's jobs whose numbers differ by less than 99 have different ports in their first 100 steps.
+   key: of the job, see cddp__job_key. */
 static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
   const cddp__launcher *l = &cddp__launchers[at->launcher];
   const char *host = cddp__env("MASTER_ADDR"), *agent = cddp__env("TORCHELASTIC_USE_AGENT_STORE"),
@@ -4907,6 +5000,7 @@ static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
   at->host_name = "MASTER_ADDR";
   at->port_name = "from MASTER_PORT";
   if (!script && (host == NULL || port == 0) && cddp__one_host(at) && key != 0) {
+    if (port != 0) key = cddp__hash64(key, &port, sizeof port);
     snprintf(at->init_method, sizeof at->init_method, "unix://cddp-%u-%016" PRIx64,
              (unsigned)geteuid(), key);
     return CDDP_OK;
@@ -4922,12 +5016,17 @@ static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
     at->port_name = "derived from PMIX_NAMESPACE";
     port = 20000 + (int)(cddp__hash64(0, space, strlen(space)) % 9973);
   }
+  if ((host == NULL || port == 0) && script)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "RANK and WORLD_SIZE are set but %s is not: set MASTER_ADDR to rank 0's host "
+                      "and MASTER_PORT to a free port there, the same for all ranks",
+                      host == NULL ? "MASTER_ADDR" : "MASTER_PORT");
   if (host == NULL || port == 0)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "%s is not set, and %s does not say where its %d ranks should meet; %s%s, "
-                      "the same for every rank, HOST being rank 0's",
+                      "%s is not set, and %s does not tell its %d ranks where to meet: add %s to "
+                      "its command (HOST is rank 0's host), or unset %s to run without %s",
                       host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, at->world_size,
-                      script ? "set " : "add to its command: ", l->cure);
+                      l->cure, l->variables[CDDP__RANK], l->name);
   snprintf(at->init_method, sizeof at->init_method,
            strchr(host, ':') && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
   at->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
@@ -4955,6 +5054,7 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
              *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   uint64_t key;
+  int k;
   cddp_result r;
   memset(at, 0, sizeof *at);
   at->listen_fd = at->local_world_size = -1;
@@ -4972,8 +5072,16 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
     return cddp__fail(CDDP_INVALID_ARGUMENT,
                       "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: who joins a job has "
                       "its WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and the RANK that it is to be");
-  if (r == CDDP_OK)
-    r = cddp__env_int(cddp__launchers[at->launcher].variables[CDDP__LOCAL_SIZE], 1, INT_MAX,
+  if (r == CDDP_OK && d->world_size <= 0 && !at->launched && strcmp(method, "env://") == 0 &&
+      (cddp__env("MASTER_ADDR") != NULL || cddp__env("MASTER_PORT") != NULL)) {
+    name = cddp__env("MASTER_ADDR") != NULL ? "MASTER_ADDR" : "MASTER_PORT";
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "%s is set, but RANK and WORLD_SIZE are not set. For one process unset %s; "
+                      "for several set RANK and WORLD_SIZE too, as torchrun and cddprun do",
+                      name, name);
+  }
+  for (k = 3; k >= CDDP__LOCAL_SIZE && r == CDDP_OK; k--)
+    r = cddp__env_int(cddp__launchers[at->launcher].variables[k], 1, INT_MAX,
                       &at->local_world_size);
   if (r != CDDP_OK) return r;
   /* Two jobs that come to one store, because they were given one port, must not take each other's
@@ -22467,9 +22575,11 @@ static cddp_result cddp__check_allocator(const cddp_allocator *a) {
 CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   static cddp_group_desc defaults; /* never written: C++ wants values for a const one */
   const cddp_group_desc *d = desc != NULL ? desc : &defaults;
+  cddp__text before;
   cddp_result r = CDDP_OK;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
+  memcpy(before.s, cddp__error_text, sizeof before.s);
   CDDP__TRY(cddp__check_device(d));
   CDDP__CHECK(d->world_size >= 0 && d->world_size <= CDDP__MAX_RANKS,
               "world_size is %d; it must be from 1 to %d, or 0 for the environment's",
@@ -22478,7 +22588,10 @@ CDDPDEF cddp_result cddp_init(cddp_group **out, const cddp_group_desc *desc) {
   CDDP__TRY(cddp__check_allocator(&d->allocator));
   CDDP__TRY(cddp__init(out, d));
   if (d->device != NULL && strncmp(d->device, "cuda", 4) == 0) r = cddp__give_device(*out, d);
-  if (r == CDDP_OK) return r;
+  if (r == CDDP_OK) {
+    memcpy(cddp__error_text, before.s, sizeof before.s); /* of attempts that did not matter */
+    return r;
+  }
   cddp__group_leave(*out);
   *out = NULL;
   return cddp__named(__func__, r);
@@ -23255,6 +23368,12 @@ CDDP__COLD_END
               C++: arguments of collective calls may contain the commas of a template.
               The threads that run hooks, callbacks and functions of cddp_run_threads have stacks of
               at least 8 MiB, whatever ulimit -s and libc say.
+              Ranks of flux run, mpirun_rsh, jsrun and PALS's mpiexec are found. A rank without a
+              size (PMIx, aprun), MASTER_ADDR or MASTER_PORT without RANK, and numbers such as " 1",
+              "+1" and "01" are CDDP_INVALID_ARGUMENT. On one host MASTER_PORT alone keeps two
+              programs of a step apart. A command behind setsid in a shell of srun --pty is no rank.
+              A cddp_init that succeeds leaves cddp_error() as it was; error texts show control
+              characters escaped.
 
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.

@@ -14,9 +14,10 @@ extern char **environ;
 
 /* --- the environment of a case ---------------------------------------------------------------- */
 
-static const char *const prefixes[] = {"RANK=",   "WORLD_SIZE=",   "LOCAL_",  "MASTER_", "OMPI_",
-                                       "PMIX_",   "PMI_",          "MPI_LOC", "SLURM",   "CDDP_L",
-                                       "CDDP_TI", "TORCHELASTIC_", "GROUP_"};
+static const char *const prefixes[] = {
+    "RANK=",   "WORLD_SIZE=", "LOCAL_", "MASTER_", "OMPI_",         "PMIX_",   "PMI_",
+    "MPI_LOC", "SLURM",       "CDDP_L", "CDDP_TI", "TORCHELASTIC_", "GROUP_",  "MV2_",
+    "FLUX_",   "CDDP_J",      "PALS_",  "JSM_",    "ALPS_",         "MPIRUN_", "LSB_"};
 
 /* Exactly these variables of launchers: "RANK=0 WORLD_SIZE=2". */
 static void variables(const char *text) {
@@ -61,6 +62,19 @@ static cddp_result discover(const char *text, cddp__place *at) {
 #define SLURM(rank, size, local, step) \
   "SLURM_PROCID=" rank " SLURM_STEP_NUM_TASKS=" size " SLURM_LOCALID=" local \
   " SLURM_JOB_ID=77 SLURM_STEP_ID=" step " "
+#define MVAPICH(rank, size, local, locals)                                                         \
+  "MV2_COMM_WORLD_RANK=" rank " MV2_COMM_WORLD_SIZE=" size " MV2_COMM_WORLD_LOCAL_RANK=" local     \
+  " MV2_COMM_WORLD_LOCAL_SIZE=" locals " "
+#define FLUX(rank, size, local, nodes)                                                             \
+  "FLUX_TASK_RANK=" rank " FLUX_JOB_SIZE=" size " FLUX_TASK_LOCAL_ID=" local                       \
+  " FLUX_JOB_NNODES=" nodes " FLUX_JOB_ID=f7 FLUX_URI=local:///run/flux/local "
+#define PALS(rank, size, local, locals)                                                            \
+  "PALS_RANKID=" rank " PMI_RANK=" rank " PMI_SIZE=" size " PALS_LOCAL_RANKID=" local              \
+  " PMI_LOCAL_RANK=" local " PMI_LOCAL_SIZE=" locals " PALS_APID=a-1 PALS_NODEID=0 "
+#define JSM(rank, size, local, locals)                                                             \
+  "JSM_NAMESPACE_RANK=" rank " JSM_NAMESPACE_SIZE=" size " JSM_NAMESPACE_LOCAL_RANK=" local        \
+  " JSM_NAMESPACE_LOCAL_SIZE=" locals " "
+#define PRTE "PMIX_NAMESPACE=prterun-n1-7@1 "
 
 static const struct {
   const char *set;
@@ -69,18 +83,17 @@ static const struct {
     {"", 0, 1, -1, -1},
     {"RANK= WORLD_SIZE=", 0, 1, -1, -1},
     {"RANK=2 WORLD_SIZE=3 MASTER_ADDR=h MASTER_PORT=1", 2, 3, -1, 2},
-    {"RANK=2 WORLD_SIZE=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1", 2, 3, 2,
-     2},
+    {"RANK=2 WORLD_SIZE=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1", 2, 3, 2, 2},
     {OMPI("1", "2", "1", "2") "PMIX_NAMESPACE=9", 1, 2, 2, 1},
     {HYDRA("3", "4", "0", "1") "MASTER_ADDR=h MASTER_PORT=1", 3, 4, 1, 3},
     {"PMI_RANK=0 PMI_SIZE=1", 0, 1, -1, 0},
     {SLURM("5", "6", "1", "0") "SLURM_STEP_NODELIST=n[1-3]", 5, 6, -1, 5},
     /* RANK before mpirun before Slurm, each with its own local rank. */
-    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 " OMPI("1", "4", "1", "4") HYDRA(
-         "2", "5", "2", "5") SLURM("3", "6", "3", "0"),
+    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 " OMPI("1", "4", "1", "4")
+         HYDRA("2", "5", "2", "5") SLURM("3", "6", "3", "0"),
      0, 2, -1, 0},
-    {OMPI("1", "4", "1", "4") HYDRA("2", "5", "2", "5") SLURM("3", "6", "3", "0")
-         "PMIX_NAMESPACE=9",
+    {OMPI("1", "4", "1", "4") HYDRA("2", "5", "2", "5")
+         SLURM("3", "6", "3", "0") "PMIX_NAMESPACE=9",
      1, 4, 4, 1},
     {HYDRA("2", "5", "2", "5") SLURM("3", "6", "3", "0") "PMI_PORT=h:1", 2, 5, 5, 2},
     /* srun --mpi=pmi2 sets PMI_RANK too, and Slurm knows more. */
@@ -92,7 +105,31 @@ static const struct {
     {SLURM("0", "6", "0", "4294967294"), 0, 1, -1, -1},
     {SLURM("0", "6", "0", "4294967290"), 0, 1, -1, -1},
     {"SLURM_JOB_ID=77 SLURM_NTASKS=4", 0, 1, -1, -1},
-    {"SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4", 0, 1, -1, -1}};
+    {"SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4", 0, 1, -1, -1},
+    /* MVAPICH2, Flux, PALS and JSM tell all. */
+    {MVAPICH("1", "2", "1", "2") "MPIRUN_ID=9 PMI_ID=1 PMI_PORT=h:1", 1, 2, 2, 1},
+    {FLUX("3", "4", "3", "1"), 3, 4, -1, 3},
+    {FLUX("3", "4", "3", "1") "PMI_RANK=3 PMI_SIZE=4 PMI_FD=9", 3, 4, -1, 3},
+    {PALS("1", "2", "1", "2"), 1, 2, 2, 1},
+    {PALS("5", "6", "1", "2") "PALS_LOCAL_SIZE=3 MASTER_ADDR=h MASTER_PORT=1", 5, 6, 3, 5},
+    {JSM("1", "2", "1", "2") "PMIX_NAMESPACE=1 PMIX_RANK=1 LSB_JOBID=7", 1, 2, 2, 1},
+    /* These tell the rank alone; the user exports all. */
+    {"RANK=2 PMIX_RANK=2 WORLD_SIZE=3 MASTER_ADDR=h MASTER_PORT=1 " PRTE, 2, 3, -1, 2},
+    {"RANK=0 PMIX_RANK=0 WORLD_SIZE=1 " PRTE, 0, 1, -1, 0},
+    {"RANK=2 ALPS_APP_PE=2 WORLD_SIZE=3 MASTER_ADDR=h MASTER_PORT=1", 2, 3, -1, 2},
+    /* What srun sets besides is no other launcher's: --mpi=pmix, Cray's plugin. */
+    {"PMIX_RANK=3 PMIX_NAMESPACE=slurm.pmix.77.0 " SLURM("3", "6", "1", "0") "MASTER_ADDR=h", 3, 6,
+     -1, 3},
+    {"PMIX_RANK=3 " SLURM("3", "6", "1", "0") "MASTER_ADDR=h", 3, 6, -1, 3},
+    {PALS("3", "6", "1", "2") SLURM("3", "6", "1", "0") "MASTER_ADDR=h", 3, 6, -1, 3},
+    {"ALPS_APP_PE=3 " SLURM("3", "6", "1", "0") "MASTER_ADDR=h", 3, 6, -1, 3},
+    {"PMIX_RANK=0 PMIX_NAMESPACE=slurm.pmix.77.0 " SLURM("0", "6", "0", "4294967290"), 0, 1, -1,
+     -1},
+    /* Slurm's variables are those of the daemon that prterun started by srun. */
+    {"RANK=3 PMIX_RANK=3 WORLD_SIZE=4 MASTER_ADDR=h MASTER_PORT=1 " PRTE SLURM("1", "2", "0", "0"),
+     3, 4, -1, 3},
+    /* mpirun in a task of Flux. */
+    {HYDRA("2", "3", "2", "3") FLUX("0", "1", "0", "1") "PMI_PORT=h:1", 2, 3, 3, 2}};
 
 static void test_ranks(void) {
   cddp__place at;
@@ -117,8 +154,8 @@ static const struct {
   const char *set;
   const char *says[3]; /* the variables, and the trouble or the cure */
 } bad[] = {
-    {"RANK=1", {"RANK is set but WORLD_SIZE is not", "MASTER_PORT", "single process"}},
-    {"WORLD_SIZE=1", {"WORLD_SIZE is set but RANK is not", "MASTER_ADDR", "single process"}},
+    {"RANK=1", {"RANK is set but WORLD_SIZE is not", "MASTER_PORT", "unset RANK"}},
+    {"WORLD_SIZE=1", {"WORLD_SIZE is set but RANK is not", "MASTER_ADDR", "unset WORLD_SIZE"}},
     {"OMPI_COMM_WORLD_RANK=1",
      {"OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not", "Open MPI", "unset it"}},
     {"OMPI_COMM_WORLD_SIZE=1",
@@ -131,6 +168,44 @@ static const struct {
     {"RANK=0 WORLD_SIZE=-1", {"WORLD_SIZE is -1", "from 1 to", ""}},
     {"RANK=-1 WORLD_SIZE=2", {"RANK is -1", "from 0 to", ""}},
     {"RANK=0 WORLD_SIZE=99999999999999999999", {"WORLD_SIZE", "99999999999999999999", ""}},
+    /* Numbers are plain: strtol would take these. */
+    {"RANK=+1 WORLD_SIZE=2", {"RANK is \"+1\"", "not a whole number", ""}},
+    {"RANK=01 WORLD_SIZE=2", {"RANK is \"01\"", "not a whole number", ""}},
+    {"RANK=\t1 WORLD_SIZE=2", {"RANK is \"\\t1\"", "not a whole number", ""}},
+    {"RANK=-0 WORLD_SIZE=2", {"RANK is \"-0\"", "not a whole number", ""}},
+    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=029500",
+     {"MASTER_PORT is \"029500\"", "not a whole number", ""}},
+    {OMPI("0", "02", "0", "2"), {"OMPI_COMM_WORLD_SIZE is \"02\"", "not a whole number", ""}},
+    {"CDDP_JOIN=+1 RANK=0 WORLD_SIZE=2", {"CDDP_JOIN is \"+1\"", "not a whole number", ""}},
+    /* Control characters, as from a file with CR LF, are shown. */
+    {"RANK=1\r WORLD_SIZE=2", {"RANK is \"1\\r\"", "not a whole number", ""}},
+    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=29500\r\n",
+     {"MASTER_PORT is \"29500\\r\\n\"", "", ""}},
+    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=\0331", {"MASTER_PORT is \"\\x1b1\"", "", ""}},
+    {"CDDP_TIMEOUT_S=5\r", {"CDDP_TIMEOUT_S is \"5\\r\"", "", ""}},
+    /* A rank of several, but how many? Never one rank alone. */
+    {"PMIX_RANK=0 " PRTE, {"PMIX_RANK is 0", "Export RANK=$", "unset PMIX_RANK"}},
+    {"PMIX_RANK=3 " PRTE SLURM("1", "2", "0", "0"), {"PMIX_RANK is 3", "Export RANK=$", ""}},
+    {"ALPS_APP_PE=0", {"ALPS_APP_PE is 0", "Export RANK=$", "WORLD_SIZE"}},
+    {"PALS_RANKID=1 PMIX_RANK=1 PALS_LOCAL_SIZE=2",
+     {"PALS_RANKID is 1", "Export RANK=$", "unset PALS_RANKID"}},
+    {"PMI_ID=0 PMI_PORT=h:1 MPI_LOCALNRANKS=2", {"PMI_ID is 0", "Export RANK=$", "MASTER_ADDR"}},
+    {"FLUX_TASK_RANK=0", {"FLUX_TASK_RANK", "FLUX_JOB_SIZE is not", "Flux"}},
+    {"JSM_NAMESPACE_RANK=0", {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE is not", "jsrun"}},
+    {"MV2_COMM_WORLD_RANK=0", {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE is not", "MVAPICH2"}},
+    {"SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0",
+     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS is not", "srun"}},
+    {"RANK=0 PMIX_RANK=0 " PRTE, {"RANK is set but WORLD_SIZE is not", "", ""}},
+    {"PMIX_RANK=0 WORLD_SIZE=2 " PRTE, {"WORLD_SIZE is set but RANK is not", "", ""}},
+    {"PMIX_RANK=1 " PRTE SLURM("1", "2", "0", "0"), {"PMIX_RANK is 1", "Export RANK=$", ""}},
+    {FLUX("0", "4", "0", "2"), {"MASTER_ADDR is not set", "Flux", "--env=MASTER_ADDR=HOST"}},
+    {PALS("0", "4", "0", "2"), {"MASTER_ADDR is not set", "PALS", "--env MASTER_ADDR=HOST"}},
+    {JSM("0", "4", "0", "2"), {"MASTER_ADDR is not set", "jsrun", "-E MASTER_ADDR=HOST"}},
+    {MVAPICH("0", "4", "0", "2"), {"MASTER_ADDR is not set", "mpirun_rsh", "MASTER_ADDR=HOST"}},
+    /* An address, but no rank: not one rank alone. */
+    {"MASTER_ADDR=h MASTER_PORT=1", {"RANK and WORLD_SIZE are not set", "unset MASTER_ADDR", ""}},
+    {"MASTER_ADDR=h", {"MASTER_ADDR is set", "RANK and WORLD_SIZE are not set", ""}},
+    {"MASTER_PORT=29500", {"MASTER_PORT is set", "unset MASTER_PORT", ""}},
     {OMPI("2", "2", "0", "2"),
      {"OMPI_COMM_WORLD_RANK is 2", "OMPI_COMM_WORLD_SIZE is 2", "from 0 to 1"}},
     {OMPI("1x", "2", "0", "2"), {"OMPI_COMM_WORLD_RANK is \"1x\"", "not a whole number", ""}},
@@ -142,8 +217,9 @@ static const struct {
     {"WORLD_SIZE=3 " HYDRA("1", "2", "1", "2"),
      {"WORLD_SIZE is 3 but PMI_SIZE is 2", "Hydra", "unset WORLD_SIZE"}},
     /* Where to meet. */
-    {"RANK=0 WORLD_SIZE=2", {"MASTER_ADDR is not set", "2 ranks", "every rank"}},
-    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h", {"MASTER_PORT is not set", "29500", ""}},
+    {"RANK=0 WORLD_SIZE=2", {"MASTER_ADDR is not", "rank 0's host", "MASTER_PORT to a free port"}},
+    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h", {"MASTER_PORT is not", "a free port", "RANK"}},
+    {HYDRA("0", "2", "0", "2"), {"unset PMI_RANK to run without", "", ""}},
     {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=70000", {"MASTER_PORT is 70000", "65535", ""}},
     {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=http", {"MASTER_PORT is \"http\"", "", ""}},
     {OMPI("0", "4", "0", "2") "PMIX_NAMESPACE=9",
@@ -171,28 +247,36 @@ static void test_errors(void) {
     if (discover(bad[i].set, &at) != CDDP_INVALID_ARGUMENT)
       test_fail(__FILE__, __LINE__, "not refused: %s", bad[i].set);
     for (k = 0; k < 3; k++) SAYS(bad[i].says[k]);
-    if (strncmp(bad[i].set, "CDDP_TIMEOUT_S", 14) != 0) CHECK(cddp_launcher_rank() >= 0);
+    if (strncmp(bad[i].set, "MASTER_", 7) == 0) /* nobody started it as a rank: it may spawn some */
+      CHECK_EQ(cddp_launcher_rank(), -1);
+    else if (strncmp(bad[i].set, "CDDP_TIMEOUT_S", 14) != 0)
+      CHECK(cddp_launcher_rank() >= 0);
   }
 }
 
 /* --- an interactive shell of Slurm ------------------------------------------------------------ */
 
-enum { TASK, SCRIPT, COMMAND, NO_TERMINAL }; /* what a process in an srun --pty can be */
+/* What a process in an srun --pty can be. */
+enum { TASK, SCRIPT, COMMAND, NO_TERMINAL, SETSID, SETSID_NO_TERMINAL };
 
 /* In a session of its own with a terminal: what cddp_launcher_rank says to the process. */
 static int in_terminal(int what, void *arg) {
   int master = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC), fd, status = 0;
+  bool terminal = what != NO_TERMINAL && what != SETSID_NO_TERMINAL;
   char name[64] = "";
   pid_t pid;
   if (setsid() < 0 || master < 0 || grantpt(master) != 0 || unlockpt(master) != 0) return 100;
   snprintf(name, sizeof name, "%s", ptsname(master));
-  fd = what == NO_TERMINAL ? -1 : open(name, O_RDWR | O_CLOEXEC); /* now it controls */
-  if (what != NO_TERMINAL && fd < 0) return 101;
+  fd = terminal ? open(name, O_RDWR | O_CLOEXEC) : -1; /* now it controls */
+  if (terminal && fd < 0) return 101;
   variables((const char *)arg);
+  snprintf(name, sizeof name, "%d", (int)getpid());
+  setenv("SLURM_TASK_PID", name, 1);
   if (what != TASK) {
     pid = fork();
     if (pid == 0) {
-      if (what != SCRIPT) setpgid(0, 0);
+      if (what == COMMAND) setpgid(0, 0);
+      if (what >= SETSID) setsid();
       _exit(cddp_launcher_rank() + 1);
     }
     if (waitpid(pid, &status, 0) != pid || !WIFEXITED(status)) return 102;
@@ -224,6 +308,11 @@ static void test_pty(void) {
   CHECK_EQ(in_pty(COMMAND, torchrun), 3);
   CHECK_EQ(in_pty(NO_TERMINAL, pty), 0); /* a step that was started from such a shell */
   CHECK_EQ(in_pty(COMMAND, SLURM("2", "4", "0", "0")), 2);
+  CHECK_EQ(in_pty(SETSID, pty), -1); /* setsid ./program, typed into the shell */
+  CHECK_EQ(in_pty(SETSID, pmi), -1);
+  CHECK_EQ(in_pty(SETSID, torchrun), 3);
+  CHECK_EQ(in_pty(SETSID_NO_TERMINAL, pty), 0);           /* another task, which runs a script */
+  CHECK_EQ(in_pty(SETSID, SLURM("2", "4", "0", "0")), 2); /* no --pty */
 }
 
 /* --- Slurm's short forms ---------------------------------------------------------------------- */
@@ -304,13 +393,53 @@ static void test_one_host(void) {
   CHECK_EQ(cddp__job_key(CDDP__BY_HYDRA, true), 0);
 }
 
+static void test_one_host_of_others(void) {
+  char start[64];
+  snprintf(start, sizeof start, "unix://cddp-%u-", (unsigned)geteuid());
+  CHECK(strncmp(meeting(FLUX("0", "2", "0", "1")), start, strlen(start)) == 0);
+  SAME(FLUX("0", "2", "0", "1"), FLUX("1", "2", "1", "1"));
+  OTHER(FLUX("0", "2", "0", "1"), FLUX("0", "2", "0", "1") "FLUX_JOB_ID=f8");
+  OTHER(FLUX("0", "2", "0", "1"), FLUX("0", "2", "0", "1") "FLUX_URI=local:///tmp/other");
+  CHECK(strncmp(meeting(PALS("0", "2", "0", "2")), start, strlen(start)) == 0);
+  SAME(PALS("0", "2", "0", "2"), PALS("1", "2", "1", "2"));
+  OTHER(PALS("0", "2", "0", "2"), PALS("0", "2", "0", "2") "PALS_APID=a-2");
+  SAME(JSM("0", "2", "0", "2") "LSB_JOBID=7", JSM("1", "2", "1", "2") "LSB_JOBID=7");
+  OTHER(JSM("0", "2", "0", "2") "LSB_JOBID=7", JSM("0", "2", "0", "2") "LSB_JOBID=8");
+  SAME(MVAPICH("0", "2", "0", "2") "MPIRUN_ID=5", MVAPICH("1", "2", "1", "2") "MPIRUN_ID=5");
+  OTHER(MVAPICH("0", "2", "0", "2") "MPIRUN_ID=5", MVAPICH("0", "2", "0", "2") "MPIRUN_ID=6");
+}
+
+/* A MASTER_PORT keeps two programs of one step apart where ranks meet without a port, too. */
+static void test_port_without_address(void) {
+  static const char *const one_host[] = {OMPI("0", "2", "0", "2") "PMIX_NAMESPACE=9 ",
+                                         HYDRA("0", "2", "0", "2") "PMI_PORT=h:1 ",
+                                         SLURM_ONE("0", "3"),
+                                         FLUX("0", "2", "0", "1"),
+                                         PALS("0", "2", "0", "2"),
+                                         MVAPICH("0", "2", "0", "2") "MPIRUN_ID=5 ",
+                                         JSM("0", "2", "0", "2") "LSB_JOBID=7 "};
+  char one[512], other[512];
+  size_t i;
+  for (i = 0; i < sizeof one_host / sizeof *one_host; i++) {
+    snprintf(one, sizeof one, "%sMASTER_PORT=29501", one_host[i]);
+    snprintf(other, sizeof other, "%sMASTER_PORT=29502", one_host[i]);
+    CHECK(strncmp(meeting(one), "unix://", 7) == 0);
+    SAME(one, one);
+    OTHER(one, other);
+    OTHER(one, one_host[i]);
+  }
+}
+
 static void test_master_first(void) {
   static const char *const one_host[] = {OMPI("0", "2", "0", "2") "PMIX_NAMESPACE=9 ",
                                          HYDRA("0", "2", "0", "2") "PMI_PORT=h:1 ",
-                                         SLURM_ONE("0", "3")};
+                                         SLURM_ONE("0", "3"),
+                                         FLUX("0", "2", "0", "1"),
+                                         PALS("0", "2", "0", "2"),
+                                         "RANK=0 WORLD_SIZE=2 PMIX_RANK=0 " PRTE};
   char text[512];
   size_t i;
-  for (i = 0; i < 3; i++) {
+  for (i = 0; i < sizeof one_host / sizeof *one_host; i++) {
     snprintf(text, sizeof text, "%s MASTER_ADDR=far MASTER_PORT=29501", one_host[i]);
     CHECK(strcmp(meeting(text), "tcp://far:29501") == 0);
     snprintf(text, sizeof text, "%s MASTER_ADDR=fe80::1 MASTER_PORT=29501", one_host[i]);
@@ -473,6 +602,32 @@ static void test_origins(void) {
   close(fd);
 }
 
+/* A cddp_init that succeeds leaves cddp_error() as it was. */
+static void test_error_stays(void) {
+  static const char *const alone[] = {"",
+                                      "RANK=0 WORLD_SIZE=1",
+                                      "RANK=0 WORLD_SIZE=1 MASTER_PORT=x",
+                                      "RANK=0 WORLD_SIZE=1 MASTER_ADDR=no-such-host.invalid",
+                                      "RANK=0 WORLD_SIZE=1 MASTER_ADDR=::1:2 MASTER_PORT=1",
+                                      "PMI_RANK=0 PMI_SIZE=1"};
+  char before[512];
+  cddp_group *g = NULL;
+  size_t i;
+  int again;
+  for (i = 0; i < sizeof alone / sizeof *alone; i++)
+    for (again = 0; again < 2; again++) {
+      cddp_destroy(NULL);
+      if (again) CHECK_IS(cddp_init(NULL, NULL), CDDP_INVALID_ARGUMENT);
+      snprintf(before, sizeof before, "%s", cddp_error());
+      variables(alone[i]);
+      CHECK_OK(cddp_init(&g, NULL));
+      test_count();
+      if (strcmp(cddp_error(), before) != 0)
+        test_fail(__FILE__, __LINE__, "after %s: %s", alone[i], cddp_error());
+      cddp_destroy(g);
+    }
+}
+
 static void test_agent_store(void) { /* torchrun's agent serves for its own ranks alone */
   cddp__place at;
   CHECK_OK(discover("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 TORCHELASTIC_RUN_ID=r "
@@ -504,7 +659,7 @@ static void test_rank_beyond(void) {
   CHECK(cddp_init(&g, &d) != CDDP_INVALID_ARGUMENT); /* no job runs there */
   d.rank = -1;
   CHECK_IS(cddp_init(&g, &d), CDDP_INVALID_ARGUMENT);
-  variables("RANK=2 WORLD_SIZE=2");
+  variables("RANK=2 WORLD_SIZE=2 CDDP_JOIN=1");
   CHECK_EQ(cddp_launcher_rank(), 2);
   setenv("CDDP_JOIN", "0", 1);
   CHECK_EQ(cddp_launcher_rank(), 0); /* which cddp_init explains */
@@ -547,21 +702,29 @@ static void test_listen_fd(void) {
 
 /* --- starts ----------------------------------------------------------------------------------- */
 
+enum { OPENMPIS, HYDRAS, SLURMS, MVAPICHS, FLUXES, PALSES, JSMS, STARTERS };
+
 typedef struct job {
   int launcher, id, ranks;
   int sockets[2]; /* what Hydra passes to its ranks */
 } job;
 
 static void rank_variables(const job *j, int rank) {
-  static const char *const formats[CDDP__LAUNCHERS] = {
-      NULL,
+  static const char *const formats[] = {
       "OMPI_COMM_WORLD_RANK=%d OMPI_COMM_WORLD_SIZE=%d OMPI_COMM_WORLD_LOCAL_RANK=%d "
       "OMPI_COMM_WORLD_LOCAL_SIZE=%d PMIX_NAMESPACE=%d%d ",
       "PMI_RANK=%d PMI_SIZE=%d MPI_LOCALRANKID=%d MPI_LOCALNRANKS=%d PMI_ID=%d PMI_FD=%d ",
       "SLURM_PROCID=%d SLURM_STEP_NUM_TASKS=%d SLURM_LOCALID=%d SLURM_STEP_NUM_NODES=1 "
-      "SLURM_NTASKS=%d SLURM_JOB_ID=%d SLURM_STEP_ID=%d "};
+      "SLURM_NTASKS=%d SLURM_JOB_ID=%d SLURM_STEP_ID=%d ",
+      "MV2_COMM_WORLD_RANK=%d MV2_COMM_WORLD_SIZE=%d MV2_COMM_WORLD_LOCAL_RANK=%d "
+      "MV2_COMM_WORLD_LOCAL_SIZE=%d MPIRUN_ID=%d PMI_PORT=h:%d ",
+      "FLUX_TASK_RANK=%d FLUX_JOB_SIZE=%d FLUX_TASK_LOCAL_ID=%d FLUX_JOB_NNODES=1 PMI_SIZE=%d "
+      "FLUX_JOB_ID=f%d%d ",
+      "PALS_RANKID=%d PMI_SIZE=%d PALS_LOCAL_RANKID=%d PALS_LOCAL_SIZE=%d PALS_APID=%d-%d ",
+      "JSM_NAMESPACE_RANK=%d JSM_NAMESPACE_SIZE=%d JSM_NAMESPACE_LOCAL_RANK=%d "
+      "JSM_NAMESPACE_LOCAL_SIZE=%d LSB_JOBID=%d PMIX_NAMESPACE=%d "};
   const char *format = formats[j->launcher];
-  int own = j->launcher == CDDP__BY_HYDRA ? j->sockets[rank & 1] : 5;
+  int own = j->launcher == HYDRAS ? j->sockets[rank & 1] : 5;
   char text[1024];
   size_t n;
 #pragma GCC diagnostic push
@@ -605,20 +768,21 @@ static int start_job(int index, void *arg) {
   return 0;
 }
 
-/* Two jobs of each launcher, of different sizes, all six at once. */
+/* Two jobs of each launcher, of different sizes, all at once. */
 static void test_starts(void) {
-  job jobs[6];
-  pid_t pid[6];
-  int status[6], i;
+  enum { JOBS = 2 * STARTERS };
+  job jobs[JOBS];
+  pid_t pid[JOBS];
+  int status[JOBS], i;
   memset(jobs, 0, sizeof jobs);
-  for (i = 0; i < 6; i++) {
-    jobs[i].launcher = CDDP__BY_OPENMPI + i / 2;
+  for (i = 0; i < JOBS; i++) {
+    jobs[i].launcher = i / 2;
     jobs[i].id = 1000 + (int)getpid() + i;
     jobs[i].ranks = 2 + i % 2;
     pid[i] = ranks_fork(start_job, i, jobs);
   }
-  ranks_join(pid, 6, 90, status);
-  for (i = 0; i < 6; i++) CHECK_EQ(status[i], 0);
+  ranks_join(pid, JOBS, 90, status);
+  for (i = 0; i < JOBS; i++) CHECK_EQ(status[i], 0);
 }
 
 /* --- somebody else has the name --------------------------------------------------------------- */
@@ -653,7 +817,7 @@ static void init_job(job *j, cddp__place *at) {
   cddp_group_desc d;
   memset(j, 0, sizeof *j);
   memset(&d, 0, sizeof d);
-  j->launcher = CDDP__BY_OPENMPI;
+  j->launcher = OPENMPIS;
   j->id = (int)getpid();
   j->ranks = 2;
   rank_variables(j, 0);
@@ -763,12 +927,15 @@ int main(void) {
   RUN(test_pty);
   RUN(test_node_lists);
   RUN(test_one_host);
+  RUN(test_one_host_of_others);
+  RUN(test_port_without_address);
   RUN(test_master_first);
   RUN(test_several_hosts);
   RUN(test_ports);
   RUN(test_job_names);
   RUN(test_rank_0_elsewhere);
   RUN(test_origins);
+  RUN(test_error_stays);
   RUN(test_agent_store);
   RUN(test_rank_beyond);
   RUN(test_listen_fd);
