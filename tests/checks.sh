@@ -435,14 +435,17 @@ contents() { # each >>mark of the contents has one room, in that order
 $(cat "$work/diff")"
 }
 
-layout() { # the top level holds what the layout names; no binaries
-  local files allowed='cddp\.h|cddp_kernels\.cuh|examples|tests|build\.ninja|README\.md|LICENSE'
+layout() { # the top level holds what the layout names; no binaries. Tracked files count: users build beside them
+  local files f allowed='cddp\.h|cddp_kernels\.cuh|examples|tests|build\.ninja|README\.md|LICENSE'
   allowed="$allowed|\.clang-format|\.gitignore|\.ci"
-  files=$(git ls-files --cached --others --exclude-standard 2>/dev/null)
-  [ -n "$files" ] || files=$(find . \( -path ./.git -o -path ./build \) -prune -o -type f -printf '%P\n')
-  echo "$files" | cut -d/ -f1 | sort -u | grep -v -x -E "$allowed" | none "not in the layout"
+  files=$(git ls-files --cached 2>/dev/null)
+  echo "$files" | cut -d/ -f1 | sort -u | grep -v -x -E "$allowed|" | none "not in the layout"
   echo "$files" | grep -E '\.(o|a|so|out|exe)$|(^|/)core(\.|$)' | none "build products"
   for f in cddp.h build.ninja README.md LICENSE; do [ -f $f ] || echo $f; done | none "missing"
+  for f in $(grep -h -o -E '^ *(cc|nvcc) .* -o [a-z_]+|--plot [a-z]+\.svg|-o [a-z]+\.json' examples/*.c* README.md |
+    sed 's/.* //' | sort -u); do
+    grep -q -x "/$f" .gitignore || echo "/$f"
+  done | none "made by a command of the examples, but not in .gitignore"
 }
 
 unfinished() {
