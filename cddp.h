@@ -1045,9 +1045,10 @@ typedef struct cddp_checkpoint_desc {
 } cddp_checkpoint_desc;
 
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
-   a name) to path, and what desc asks for; returns when the file is on the disk. States may lie in
-   pieces on the ranks, as after cddp_ddp_step: they are written whole. A GPU's memory is read after
-   what is on the group's stream (g NULL: on the device); the file is the CPU's.
+   a name) to path, and what desc asks for; returns when the file is on the disk (a file system that
+   cannot sync, such as some FUSE mounts, decides itself when it is). States may lie in pieces on
+   the ranks, as after cddp_ddp_step: they are written whole. A GPU's memory is read after what is
+   on the group's stream (g NULL: on the device); the file is the CPU's.
    The new file takes path's name in one step: whatever fails (no space, no right, ulimit -f, a kill
    half-way) leaves the old one as it was, and at most path.tmp, which the next call replaces; only
    when syncing the folder fails afterwards, the text says that the new one is there. What is there
@@ -3482,10 +3483,13 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   return CDDP_OK;
 }
 
-/* Whether the path is still the name of the file that fd is. */
+/* Whether the path is still the name of the file that fd is. errno if not: ENOENT, or that of a call
+   that failed. */
 static bool cddp__file_is_named(int fd, const char *path) {
   struct stat a, b;
-  return fstat(fd, &a) == 0 && lstat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+  if (fstat(fd, &a) != 0 || lstat(path, &b) != 0) return false;
+  errno = ENOENT;
+  return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
 /* >>store --------------------------------------------------------------------------------------
@@ -21476,6 +21480,13 @@ static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a
   return cddp__file_io(fd, false, (*out)->text, size, 8);
 }
 
+/* Locks the temporary file, or finds that its file system has no locks. */
+static bool cddp__lock_target(int fd) {
+  while (flock(fd, LOCK_EX | LOCK_NB) != 0)
+    if (errno != EINTR) return errno == ENOSYS || errno == EOPNOTSUPP || errno == ENOLCK;
+  return true;
+}
+
 /* Makes the temporary file: new, and locked while it is written. No other user can open it, or lock
    it, before it is whole, but where it replaces none. What has its name is removed: a killed
    process left it, or another user put it there. But a file that a process of this user has locked
@@ -21485,6 +21496,7 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
   bool exists = lstat(c->path, &c->was) == 0;
   cddp_result r = CDDP_OK;
   int tries;
+  if (!exists && errno != ENOENT) return cddp__fail(CDDP_IO, "lstat: %s", strerror(errno));
   if (exists && !S_ISREG(c->was.st_mode))
     return cddp__fail(CDDP_IO, "it is %s, and a checkpoint replaces nothing but regular files",
                       S_ISLNK(c->was.st_mode)   ? "a symbolic link: pass the path that it leads to"
@@ -21496,26 +21508,35 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
     struct stat old;
     int fd = cddp__above_stdio(
         open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : 0666));
-    bool made = fd >= 0, locked;
+    bool made = fd >= 0, locked, named;
     if (!made && errno != EEXIST) return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
-    if (!made && lstat(name, &old) != 0) continue; /* the next open says why, if it is not gone */
+    if (!made && lstat(name, &old) != 0) {
+      if (errno == ENOENT) continue; /* the next open makes it */
+      return cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));
+    }
     if (!made) fd = open(name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    locked = fd >= 0 && (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno == ENOSYS ||
-                         errno == EOPNOTSUPP || errno == ENOLCK); /* a file system without locks */
-    if (made && locked && cddp__file_is_named(fd, name)) {
+    locked = fd >= 0 && cddp__lock_target(fd);
+    if (fd >= 0 && !locked && errno != EWOULDBLOCK)
+      r = cddp__fail(CDDP_IO, "flock %s: %s", name, strerror(errno));
+    named = fd >= 0 && cddp__file_is_named(fd, name);
+    if (fd >= 0 && !named && errno != ENOENT) {
+      r = cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));
+      named = made; /* as far as is known */
+    }
+    if (r == CDDP_OK && made && locked && named) {
       c->fd = fd;
       return CDDP_OK;
     }
-    if (fd >= 0 && !locked && errno != EWOULDBLOCK)
-      r = cddp__fail(CDDP_IO, "flock %s: %s", name, strerror(errno));
-    else if (!made && fd >= 0 && !locked && old.st_uid == geteuid())
+    if (r != CDDP_OK) {
+      if (made && named) unlink(name);
+    } else if (!made && fd >= 0 && !locked && old.st_uid == geteuid()) {
       r = cddp__fail(CDDP_IO,
                      "somebody else is just writing %s (with group NULL one rank alone saves)",
                      name);
-    else if (!made && (fd < 0 || cddp__file_is_named(fd, name)) && unlink(name) != 0 &&
-             errno != ENOENT)
+    } else if (!made && (fd < 0 || named) && unlink(name) != 0 && errno != ENOENT) {
       r = cddp__fail(CDDP_IO, "unlink %s, which belongs to uid %u: %s; remove it, or save in a "
                      "directory of your own", name, (unsigned)old.st_uid, strerror(errno));
+    }
     cddp__close_fd(&fd); /* before it was locked, another process may have taken it for a dead
                             one's */
   }
@@ -21523,36 +21544,72 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
   return cddp__fail(CDDP_IO, "%s is made and removed by others again and again", name);
 }
 
+/* fsync. Returns 0 or errno; ENOSYS: this file system cannot sync. */
+static int cddp__sync_file(int fd) {
+  while (fsync(fd) != 0)
+    if (errno != EINTR) return errno == EINVAL || errno == EOPNOTSUPP ? ENOSYS : errno;
+  return 0;
+}
+
+/* Gives the temporary file the name of the path. Some file systems (FUSE) cannot rename a file that
+   is open, and one that cannot sync may report a failed write at close: such a file is closed
+   first, which ends its lock. *lost: the temporary file is another process's by then. */
+static cddp_result cddp__rename_target(cddp__checkpoint *c, bool synced, bool *lost) {
+  const char *name = c->temporary;
+  struct stat made, now;
+  int error;
+  if (synced && rename(name, c->path) == 0) return CDDP_OK;
+  if (fstat(c->fd, &made) != 0) return cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
+  error = close(c->fd) == 0 || errno == EINTR ? 0 : errno;
+  c->fd = -1;
+  if (error != 0) return cddp__fail(CDDP_IO, "close of %s: %s", name, strerror(error));
+  error = lstat(name, &now) == 0 ? 0 : errno;
+  *lost = error == ENOENT ||
+          (error == 0 && (now.st_dev != made.st_dev || now.st_ino != made.st_ino));
+  if (*lost) return cddp__fail(CDDP_IO, "another process removed %s before its rename", name);
+  if (rename(name, c->path) == 0) return CDDP_OK;
+  return cddp__fail(CDDP_IO, "rename of %s: %s", name, strerror(errno));
+}
+
+/* Makes the new name of the file last: syncs its folder. */
+static cddp_result cddp__sync_folder(cddp__checkpoint *c) {
+  char *slash = strrchr(c->temporary, '/'), *folder = c->temporary;
+  int fd, error;
+  strcpy(slash != NULL ? slash + 1 : folder, ".");
+  fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
+  if (fd >= 0) error = cddp__sync_file(fd);
+  else if (c->fd < 0) error = errno;
+  else error = syscall(SYS_syncfs, c->fd) == 0 ? 0 : errno; /* no right, or no descriptor */
+  cddp__close_fd(&fd);
+  if (error == 0 || error == ENOSYS) return CDDP_OK;
+  return cddp__fail(CDDP_IO,
+                    "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
+                    folder, strerror(error));
+}
+
 /* After a failure removes the temporary file. Else gives it the mode, owner, group and name of the
    file that it replaces; where the group cannot be kept, the new one and all others get what both
    had. */
 static cddp_result cddp__close_target(cddp__checkpoint *c, cddp_result r) {
-  bool ours = c->fd >= 0 && cddp__file_is_named(c->fd, c->temporary);
+  bool named = c->fd >= 0 && cddp__file_is_named(c->fd, c->temporary);
+  bool lost = c->fd < 0 || (!named && errno == ENOENT);
   mode_t mode = c->was.st_mode & 0777, both = mode >> 3 & mode & 7;
-  char *slash = strrchr(c->temporary, '/'), *folder = c->temporary;
-  int fd;
+  int error = 0;
+  if (r == CDDP_OK && lost)
+    r = cddp__fail(CDDP_IO, "another process removed %s while it was written", c->temporary);
+  if (r == CDDP_OK && !named)
+    r = cddp__fail(CDDP_IO, "lstat %s: %s", c->temporary, strerror(errno));
   if (r == CDDP_OK && c->was.st_mode != 0) {
     if (fchown(c->fd, c->was.st_uid, c->was.st_gid) != 0 &&
         fchown(c->fd, (uid_t)-1, c->was.st_gid) != 0)
       mode = (mode & 0700) | both << 3 | both;
     fchmod(c->fd, mode); /* if it fails, the file system has no modes, or the file stays 0600 */
   }
-  if (r == CDDP_OK && fsync(c->fd) != 0) r = cddp__fail(CDDP_IO, "fsync: %s", strerror(errno));
-  if (r == CDDP_OK && !ours)
-    r = cddp__fail(CDDP_IO, "another user removed %s while it was written", c->temporary);
-  if (r == CDDP_OK && rename(c->temporary, c->path) != 0)
-    r = cddp__fail(CDDP_IO, "rename of %s: %s", c->temporary, strerror(errno));
-  if (r != CDDP_OK && ours) unlink(c->temporary);
-  if (r == CDDP_OK) {
-    strcpy(slash != NULL ? slash + 1 : folder, "."); /* its name there lasts when that is synced */
-    fd = open(folder, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
-    if (fd >= 0 ? fsync(fd) != 0 && errno != EINVAL /* EINVAL: nothing to sync there */
-                : syscall(SYS_syncfs, c->fd) != 0) /* no right to read it, or no descriptor */
-      r = cddp__fail(CDDP_IO,
-                     "fsync of %s: %s; the checkpoint is there, but may not outlast a crash",
-                     folder, strerror(errno));
-    cddp__close_fd(&fd);
-  }
+  if (r == CDDP_OK && (error = cddp__sync_file(c->fd)) != 0 && error != ENOSYS)
+    r = cddp__fail(CDDP_IO, "fsync: %s", strerror(error));
+  if (r == CDDP_OK) r = cddp__rename_target(c, error == 0, &lost);
+  if (r != CDDP_OK && !lost) unlink(c->temporary);
+  if (r == CDDP_OK) r = cddp__sync_folder(c);
   cddp__close_fd(&c->fd); /* after unlink: the lock ends here */
   return r;
 }
@@ -23374,7 +23431,8 @@ CDDP__COLD_END
               programs of a step apart. A command behind setsid in a shell of srun --pty is no rank.
               A cddp_init that succeeds leaves cddp_error() as it was; error texts show control
               characters escaped.
-
+     Mended   Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a
+              failed flock or stat leaves no path.tmp; signals during flock and fsync.
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.

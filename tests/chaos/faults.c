@@ -17,8 +17,10 @@
 #include <stdlib.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <stdio.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,7 +28,8 @@
 enum { CALL_MALLOC, CALL_CALLOC, CALL_MMAP, CALL_THREAD, CALL_MEMFD, /* memory */
        CALL_SOCKET, CALL_ACCEPT, CALL_EPOLL, CALL_EVENTFD, CALL_OPEN, CALL_PIDFD, /* descriptors */
        CALL_SEND, CALL_RECV, CALL_SENDMSG, CALL_RECVMSG, CALL_CONNECT, CALL_POLL, CALL_WAIT,
-       CALL_PREAD, CALL_PWRITE, CALL_FTRUNCATE, CALL_FALLOCATE, CALL_BIND, CALLS };
+       CALL_PREAD, CALL_PWRITE, CALL_FTRUNCATE, CALL_FALLOCATE, CALL_BIND,
+       CALL_FLOCK, CALL_FSYNC, CALL_STAT, CALL_RENAME, CALLS };
 #define MEMORY (1u << CALL_MALLOC | 1u << CALL_CALLOC | 1u << CALL_MMAP | 1u << CALL_THREAD | \
                 1u << CALL_MEMFD)
 #define DESCRIPTORS (1u << CALL_SOCKET | 1u << CALL_ACCEPT | 1u << CALL_EPOLL | \
@@ -37,6 +40,7 @@ enum { CALL_MALLOC, CALL_CALLOC, CALL_MMAP, CALL_THREAD, CALL_MEMFD, /* memory *
 
 static bool strikes(int call);
 static size_t shortened(size_t n);
+static bool is_busy(const char *path);
 
 static void *faulty_malloc(size_t n) { return strikes(CALL_MALLOC) ? NULL : malloc(n); }
 static void *faulty_calloc(size_t n, size_t size) {
@@ -98,6 +102,17 @@ static ssize_t faulty_pwrite(int fd, const void *p, size_t n, off_t at) {
 static int faulty_ftruncate(int fd, off_t n) {
   return strikes(CALL_FTRUNCATE) ? -1 : ftruncate(fd, n);
 }
+static int faulty_flock(int fd, int operation) {
+  return strikes(CALL_FLOCK) ? -1 : flock(fd, operation);
+}
+static int faulty_fsync(int fd) { return strikes(CALL_FSYNC) ? -1 : fsync(fd); }
+static int faulty_fstat(int fd, struct stat *st) { return strikes(CALL_STAT) ? -1 : fstat(fd, st); }
+static int faulty_lstat(const char *path, struct stat *st) {
+  return strikes(CALL_STAT) ? -1 : lstat(path, st);
+}
+static int faulty_rename(const char *from, const char *to) {
+  return strikes(CALL_RENAME) || is_busy(from) ? -1 : rename(from, to);
+}
 static int faulty_open(const char *path, int flags, ...) {
   va_list args;
   mode_t mode;
@@ -136,6 +151,11 @@ static long faulty_syscall(long number, ...) {
 #define epoll_wait faulty_epoll_wait
 #define ftruncate faulty_ftruncate
 #define open faulty_open
+#define flock(fd, operation) faulty_flock(fd, operation) /* there is a struct of that name */
+#define fsync faulty_fsync
+#define fstat faulty_fstat
+#define lstat faulty_lstat
+#define rename faulty_rename
 #define syscall faulty_syscall
 #define recv faulty_recv /* with the header's parameters and fields of that name */
 #define send faulty_send
@@ -154,6 +174,11 @@ static long faulty_syscall(long number, ...) {
 #undef bind
 #undef poll
 #undef open
+#undef flock
+#undef fsync
+#undef fstat
+#undef lstat
+#undef rename
 #undef syscall
 #undef recv
 #undef send
@@ -168,18 +193,34 @@ static struct fault {
   unsigned calls; /* which of them, a bit each */
   int error;
   uint32_t number;          /* of the call that fails; 0: none */
+  bool onwards;             /* and each one behind it */
   bool tiny;                /* a byte a time */
+  int busy;                 /* what renaming an open file gives; 0: it works */
   bool armed;
   cddp__atomic_u32 counted; /* calls so far */
   int struck;               /* which call it was, or -1 */
 } fault;
 
 static bool strikes(int call) {
+  uint32_t number;
   if (!__atomic_load_n(&fault.armed, __ATOMIC_RELAXED) || !(fault.calls >> call & 1)) return false;
-  if (cddp__add32(&fault.counted, 1) != fault.number) return false;
+  number = cddp__add32(&fault.counted, 1);
+  if (fault.onwards ? fault.number == 0 || number < fault.number : number != fault.number)
+    return false;
   __atomic_store_n(&fault.struck, call, __ATOMIC_RELAXED);
   errno = fault.error;
   return true;
+}
+
+/* As on a file system that renames no file that this process has open. */
+static bool is_busy(const char *path) {
+  struct stat file, st;
+  int fd;
+  if (fault.busy == 0 || stat(path, &file) != 0) return false;
+  for (fd = 0; fd < 256; fd++)
+    if (fstat(fd, &st) == 0 && st.st_dev == file.st_dev && st.st_ino == file.st_ino) break;
+  errno = fault.busy;
+  return fd < 256;
 }
 
 static size_t shortened(size_t n) { return fault.tiny && n > 1 ? 1 : n; }
@@ -747,6 +788,31 @@ static int begin_checkpoint(cddp_group *g, void *arg) {
   return run_checkpoint(g, 0) != CDDP_OK;
 }
 
+/* What a file system does besides reading and writing. Each call once, and from the Nth on, in the
+   process that writes; whatever fails, the old file or the new one is there, whole and alone. */
+static void test_file_system(void) {
+  static const int unsynced[] = {EINVAL, ENOSYS, EOPNOTSUPP}, busy[] = {EBUSY, ENOTSUP, ETXTBSY};
+  static const int calls[] = {CALL_FLOCK, CALL_FSYNC, CALL_STAT, CALL_RENAME};
+  size_t i;
+  for (i = 0; i < 2 * sizeof calls / sizeof *calls; i++) {
+    prepare(1, false, false);
+    fault.onwards = i % 2;
+    CHECK(for_every("file system, EIO", run_checkpoint, 0, 1u << calls[i / 2], EIO, false) > 0);
+  }
+  prepare(1, false, false); /* FUSE file systems that cannot sync */
+  for (i = 0; i < sizeof unsynced / sizeof *unsynced; i++)
+    for_every("no fsync", run_checkpoint, 0, 1u << CALL_FSYNC, unsynced[i], true);
+  fault.onwards = false;
+  for_every("EINTR", run_checkpoint, 0, 1u << CALL_FLOCK | 1u << CALL_FSYNC, EINTR, true);
+  for (i = 0; i < sizeof busy / sizeof *busy; i++) { /* or cannot rename what is open */
+    fault.calls = 0;
+    fault.busy = busy[i];
+    job->fn = run_checkpoint;
+    CHECK(!run_once("rename of an open file", 0));
+  }
+  fault.busy = 0;
+}
+
 static void test_checkpoint(void) {
   const char *dir = getenv("TMPDIR");
   bool was = thorough;
@@ -773,6 +839,7 @@ static void test_checkpoint(void) {
   job->fn = run_checkpoint;
   CHECK(!run_once("checkpoint, a byte a call", 0));
   fault.tiny = false;
+  test_file_system();
   unlink(checkpoint);
 }
 
