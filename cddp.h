@@ -669,6 +669,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
    also if there are as many shards as ranks. GPUs need cddp_kernels.cuh; their sums have the CPU's
    bits. find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED
    with shards.
+   A run can turn shards on or off at a checkpoint. One that was saved with shards = S refuses
+   another S.
 
    The next shard of this rank in this step: true, with *shard its number, or false when there is
    none left and cddp_ddp_wait or _step is due. Gradients are zero at the start of every shard but
@@ -1041,7 +1043,8 @@ typedef struct cddp_checkpoint_desc {
   char *text;               /* load: memory for the values, which point into it */
   size_t text_size;         /* bytes */
   bool partial; /* load: what the file lacks stays as it is, what it has besides is no error */
-  cddp_ddp *ddp; /* its cddp_ddp_steps, and shards, which load compares if set; NULL: none */
+  cddp_ddp *ddp; /* its cddp_ddp_steps, and shards: if set, load compares them with those of a run
+                    that set them; NULL: none */
 } cddp_checkpoint_desc;
 
 /* Collective over g; g NULL: by this process alone. Rank 0 writes its params (any dtype, each with
@@ -3483,8 +3486,8 @@ static cddp_result cddp__file_io(int fd, bool write, void *data, uint64_t size, 
   return CDDP_OK;
 }
 
-/* Whether the path is still the name of the file that fd is. errno if not: ENOENT, or that of a call
-   that failed. */
+/* Whether the path is still the name of the file that fd is. If not, errno is ENOENT, or that of a
+   call that failed. */
 static bool cddp__file_is_named(int fd, const char *path) {
   struct stat a, b;
   if (fstat(fd, &a) != 0 || lstat(path, &b) != 0) return false;
@@ -21832,7 +21835,7 @@ static unsigned cddp__own_numbers(const cddp_checkpoint_desc *d, uint64_t *v) {
   }
   if (d->ddp != NULL) {
     v[CDDP__STEPS] = d->ddp->steps;
-    v[CDDP__SHARDS] = (uint64_t)d->ddp->shards;
+    v[CDDP__SHARDS] = (uint64_t)d->ddp->desc.shards; /* 0: one a rank, whatever their number */
   }
   return (s != NULL ? CDDP__OF_SAMPLER : 0) | (d->ddp != NULL ? CDDP__OF_DDP : 0);
 }
@@ -22002,8 +22005,8 @@ static cddp_result cddp__match_items(cddp__checkpoint *c) {
   return r;
 }
 
-/* Reads the file's numbers. Shards must be those that were asked for; in the middle of an epoch its
-   samples must be the same ones. */
+/* Reads the file's numbers. Shards must be the same if both runs set them; in the middle of an
+   epoch its samples must be the same ones. */
 static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
   const cddp_checkpoint_desc *d = c->desc;
   uint64_t own[CDDP__NUMBERS], *v = c->numbers;
@@ -22020,11 +22023,11 @@ static cddp_result cddp__match_numbers(cddp__checkpoint *c) {
     v[i] = strtoull(text, &rest, 10);
     if (text[0] < '0' || text[0] > '9' || *rest != 0 || errno != 0)
       return cddp__fail(CDDP_IO, "its metadata \"%s\" is not a number", key);
-    if (fixed && v[i] != own[i])
-      return cddp__fail(CDDP_INVALID_ARGUMENT, "%s is %" PRIu64 " in the file, %" PRIu64 " here%s",
-                        key, v[i], own[i],
-                        samples ? "; it was saved in the middle of an epoch, which cannot go on"
-                                : "");
+    if (fixed && v[i] != own[i] && (samples || v[i] != 0))
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s is %" PRIu64 " in the file, %" PRIu64 " here; %s", key, v[i], own[i],
+                        samples ? "it was saved in the middle of an epoch, which cannot go on"
+                                : "set cddp_ddp_desc.shards to the file's number, or to 0");
     c->found |= 1u << i;
   }
   return CDDP_OK;
@@ -23432,7 +23435,8 @@ CDDP__COLD_END
               A cddp_init that succeeds leaves cddp_error() as it was; error texts show control
               characters escaped.
      Mended   Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a
-              failed flock or stat leaves no path.tmp; signals during flock and fsync.
+              failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
+              run without shards does not bind a run with shards.
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.

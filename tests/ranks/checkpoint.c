@@ -677,7 +677,7 @@ static void test_resume_shards(void) {
   munmap(part, sizeof *part);
 }
 
-/* A step count is loaded where shards are as many as the file's, or not set. */
+/* A step count is loaded where shards are as many as the file's, or not set on one side. */
 static int count_steps(cddp_group *g, void *arg) {
   float w = 1;
   cddp_param p = {"weight", NULL, NULL, 1, CDDP_F32};
@@ -688,9 +688,9 @@ static int count_steps(cddp_group *g, void *arg) {
   (void)arg;
   p.data = &w;
   memset(&d, 0, sizeof d);
-  for (i = 0; i < 3; i++) { /* saves with four; tries to load with three; with one a rank */
+  for (i = 0; i < 4; i++) { /* saves with 4; tries to load with 3; without, saves; with 5 */
     memset(&k, 0, sizeof k);
-    k.shards = i == 0 ? 4 : i == 1 ? 3 : 0;
+    k.shards = i == 0 ? 4 : i == 1 ? 3 : i == 2 ? 0 : 5;
     p.grad = NULL;
     CHECK_OK(cddp_ddp_create(&ddp, g, &p, 1, &k));
     d.ddp = ddp;
@@ -711,6 +711,7 @@ static int count_steps(cddp_group *g, void *arg) {
     } else {
       CHECK_OK(cddp_load(g, path, &p, 1, &d));
       CHECK_EQ(cddp_ddp_steps(d.ddp), 1);
+      CHECK_OK(cddp_save(g, path, &p, 1, &d));
       if (cddp_rank(g) == 1) d.ddp = NULL;
       CHECK_IS(cddp_save(g, path, &p, 1, &d), CDDP_MISMATCH);
     }
