@@ -2247,6 +2247,12 @@ static cddp__text cddp__words(const char *format, ...) {
   return t;
 }
 
+/* In as few digits as give the number back. */
+static cddp__text cddp__describe_number(double x) {
+  cddp__text t = cddp__words("%.15g", x);
+  return strtod(t.s, NULL) == x ? t : cddp__words("%.17g", x);
+}
+
 /* " at train.c:120", or nothing when the place is not known. */
 static cddp__text cddp__describe_site(void) {
   const char *file = cddp__this_site.file;
@@ -13216,6 +13222,14 @@ typedef struct cddp__algorithm {
                 int n, double factor, const double *clip, unsigned flags, void *stream);
 } cddp__algorithm;
 
+/* An optimizer's settings as numbers, behind which lie lr_scales and weight_decays. All ranks must
+   have the same. The first two change: no hash has them. */
+enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTINGS = 12 };
+static const char *const cddp__setting_names[CDDP__SETTINGS] = {
+    "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)", "AdamW",
+    "momentum", "dampening", "beta1", "beta2", "eps", "nesterov", "maximize", "amsgrad",
+    "master_weights"};
+
 /* What an optimizer does whose parameters lie on a device. */
 typedef struct cddp__optim_backend {
   cddp_result (*step)(cddp_optim *o, const cddp_ddp *d); /* d: of cddp_ddp_step; else NULL */
@@ -13252,6 +13266,7 @@ struct cddp_optim { /* all fields: the thread that calls cddp_optim_* or cddp_dd
   int device;                         /* which */
   void *flat;                         /* their states in one piece; NULL: none */
   void **copies;                      /* [count] of desc.copy_dtype, the caller's; or NULL */
+  double *numbers;                    /* [CDDP__SETTINGS + 2 * count] in which these two lie */
   double *lr_scales, *weight_decays;  /* [count] */
   bool *launched;                     /* [count] scratch of a step on a device */
   cddp_segment *segments;             /* [count] there, likewise */
@@ -13753,7 +13768,7 @@ CDDP__COLD
 /* --- settings, creation and destruction --- */
 
 static void cddp__set_lr(cddp_optim *o, double lr) {
-  o->desc.lr = lr;
+  o->desc.lr = o->numbers[CDDP__SETTING_LR] = lr;
   o->check = (cddp__hash64(o->settings, &lr, sizeof lr) & ~(uint64_t)1) | 2;
 }
 
@@ -13834,22 +13849,17 @@ static cddp_result cddp__check_settings(const cddp_param *params, int count,
   return r;
 }
 
-/* What must agree between ranks, but for lr. */
-static uint64_t cddp__hash_settings(const cddp_optim *o) {
+/* Lists the settings as numbers and hashes them. */
+static void cddp__list_settings(cddp_optim *o) {
   const cddp_sgd_desc *d = &o->desc;
-  uint64_t h = (uint64_t)d->nesterov | (uint64_t)d->maximize << 1 | (uint64_t)o->amsgrad << 2 |
-               (uint64_t)d->master_weights << 3;
-  double numbers[5];
-  numbers[0] = d->momentum;
-  numbers[1] = d->dampening;
-  numbers[2] = o->beta1;
-  numbers[3] = o->beta2;
-  numbers[4] = o->eps;
-  h = cddp__hash64(h, o->algorithm->name, strlen(o->algorithm->name));
-  h = cddp__hash64(h, numbers, sizeof numbers);
-  h = cddp__hash64(h, o->lr_scales, (size_t)o->count * sizeof *o->lr_scales);
-  h = cddp__hash64(h, o->weight_decays, (size_t)o->count * sizeof *o->weight_decays);
-  return (h & ~(uint64_t)1) | 2;
+  const double v[] = {(double)o->algorithm->counts, d->momentum, d->dampening, o->beta1, o->beta2,
+                      o->eps, (double)d->nesterov, (double)d->maximize, (double)o->amsgrad,
+                      (double)d->master_weights};
+  double *to = o->numbers + CDDP__SETTING_ADAMW;
+  CDDP_ASSERT(to + sizeof v / sizeof *v == o->lr_scales);
+  memcpy(to, v, sizeof v);
+  o->settings = cddp__hash64(0, to, (size_t)(o->weight_decays + o->count - to) * sizeof *v);
+  o->settings = (o->settings & ~(uint64_t)1) | 2;
 }
 
 /* states: those of the algorithm. adamw: of AdamW, what d lacks. */
@@ -13865,7 +13875,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   if (r != CDDP_OK) return r;
   o = (cddp_optim *)cddp__calloc(
       NULL, 1, sizeof *o + n * (2 * sizeof(double) + sizeof(float) + 2 * sizeof(bool)) +
-                pointers * sizeof(void *));
+                CDDP__SETTINGS * sizeof(double) + pointers * sizeof(void *));
   if ((*out = o) == NULL) return CDDP_OUT_OF_MEMORY;
   o->params = params;
   o->count = count;
@@ -13876,7 +13886,8 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
   o->eps = adamw->eps;
   o->amsgrad = adamw->amsgrad;
   o->states = (int)arrays;
-  o->lr_scales = (double *)(void *)(o + 1);
+  o->numbers = (double *)(void *)(o + 1);
+  o->lr_scales = o->numbers + CDDP__SETTINGS;
   o->weight_decays = o->lr_scales + n;
   o->state = (void **)(void *)(o->weight_decays + n);
   o->steps = (float *)(void *)(o->state + pointers);
@@ -13893,7 +13904,7 @@ static cddp_result cddp__optim_new(cddp_optim **out, const cddp__algorithm *algo
     o->used = d->ddp->used;
     o->sparse = d->ddp->sparse;
   }
-  o->settings = cddp__hash_settings(o);
+  cddp__list_settings(o);
   cddp__set_lr(o, d->lr);
   return CDDP_OK;
 }
@@ -17369,16 +17380,65 @@ static cddp__step_header cddp__header_of(const cddp_ddp *d, int rank) { /* as of
   return m;
 }
 
+/* Breaks the group, on all ranks, over optimizers that differ from that of rank `first`: names the
+   first setting that does. s: this rank's, or NULL. */
+static cddp_result cddp__break_settings(cddp_ddp *d, const cddp_optim *s, int first) {
+  cddp_group *g = d->control;
+  cddp__text here = cddp__describe_here(g);
+  size_t count = (size_t)d->count, n = CDDP__SETTINGS + 2 * count, k, at = n;
+  double *mine, *theirs, *found; /* found: which setting of a rank differs first, and its value */
+  int p, more = 0;
+  cddp_result r;
+  mine = (double *)cddp__calloc(&g->host->allocator, 2 * n + 2 * (size_t)g->size, sizeof *mine);
+  if (mine == NULL) return cddp__break(g, CDDP_OUT_OF_MEMORY);
+  theirs = mine + n;
+  found = theirs + n;
+  if (s != NULL) memcpy(mine, s->numbers, n * sizeof *mine);
+  mine[CDDP__SETTING_SHARED] = s != NULL && s->share != NULL;
+  if (g->rank == first) memcpy(theirs, mine, n * sizeof *mine);
+  r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs, n, CDDP_F64, first);
+  for (k = s == NULL ? n : d->joined != 0; k < n; k++) /* joined: its rate follows the others' */
+    if (memcmp(&mine[k], &theirs[k], sizeof *mine) != 0) break;
+  if (k < n) mine[1] = mine[k];
+  mine[0] = (double)k;
+  if (r == CDDP_OK) r = cddp__run_simple(g, CDDP__KIND_ALL_GATHER, mine, found, 2, CDDP_F64, -1);
+  for (p = 0; r == CDDP_OK && p < g->size; p++) at = cddp__min(at, (size_t)found[2 * p]);
+  CDDP_ASSERT(r != CDDP_OK || at < n);
+  if (r == CDDP_OK) {
+    int i = at < CDDP__SETTINGS ? 0 : (int)((at - CDDP__SETTINGS) % count);
+    bool scale = at < CDDP__SETTINGS + count;
+    cddp__text name = cddp__words("%s of parameter \"%.100s\"",
+                                  scale ? "lr_scales" : "weight_decay",
+                                  cddp__param_name(&d->params[i], i).s);
+    cddp__fail(CDDP_MISMATCH, "ranks disagree: %s is %s on rank %d",
+               at < CDDP__SETTINGS ? cddp__setting_names[at] : name.s,
+               cddp__describe_number(theirs[at]).s, first);
+    for (p = 0; p < g->size; p++)
+      if ((size_t)found[2 * p] == at && ++more <= 2)
+        cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", %s on rank %d",
+                     cddp__describe_number(found[2 * p + 1]).s, p);
+    if (more > 2)
+      cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", and %d more differ", more - 2);
+    cddp__append(cddp__error_text, CDDP__ERROR_MAX, ", in %s", here.s);
+    r = cddp__break_here(g, CDDP_MISMATCH, false); /* the other hosts find the same */
+  }
+  cddp__free(&g->host->allocator, mine);
+  return r;
+}
+
 /* All ranks meet, unless their memory has other means. *missing: parameters not ready anywhere,
-   summed over ranks. The same call, the same settings (check) on all of them is part of the round,
-   but for ranks that have joined. s: the cddp_optim of the call or NULL. */
+   summed over ranks. The same call is part of the round, but for ranks that have joined. s: the
+   cddp_optim of the call or NULL, whose settings are the same on all ranks that have one, and whose
+   rate on all that have not joined. */
 static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const cddp_optim *s,
                               uint64_t *missing) {
   cddp_group *g = d->control;
   cddp__step_header m;
-  bool met = false;
+  uint64_t settings = 0, lead = 0;
+  double lr = 0;
+  bool met = false, differ = false;
   cddp_result r = d->memory->use(d->group);
-  int p;
+  int p, first = -1;
   *missing = 0;
   if (r == CDDP_OK && d->memory->meet != NULL) r = d->memory->meet(d, kind, check, &met);
   if (r != CDDP_OK || met) return r;
@@ -17391,14 +17451,20 @@ static cddp_result cddp__ddp_meet(cddp_ddp *d, int kind, uint64_t check, const c
   m.lr = s != NULL ? s->desc.lr : 0;
   m.joined = d->joined;
   g->calls++;
-  r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_CALL, check, &m, sizeof m);
+  r = cddp__round(g, CDDP__SCOPE_ALL, kind, CDDP__PHASE_CALL, 0, &m, sizeof m);
   if (r != CDDP_OK) return r;
   d->active_count = 0;
   for (p = 0; p < g->size; p++) {
     memcpy(&m, cddp__op_header_of(g, p, g->round)->u.bytes, sizeof m);
     *missing += m.missing;
-    if (m.joined == 0) d->active[d->active_count++] = p;
+    if (m.settings != 0 && settings == 0) first = p, settings = m.settings;
+    differ = differ || (m.settings != 0 && m.settings != settings);
+    if (m.joined != 0) continue;
+    if (d->active_count == 0) lr = m.lr, lead = m.settings;
+    differ = differ || m.lr != lr;
+    d->active[d->active_count++] = p;
   }
+  if (differ) return cddp__break_settings(d, s, lead != 0 ? d->active[0] : first);
   if (d->active_count > 0 && d->active_count < g->size) d->had_joined = true;
   return CDDP_OK;
 }
@@ -17780,12 +17846,10 @@ static cddp_result cddp__take_part(cddp_ddp *d, cddp_optim *s, uint64_t missing)
     r = cddp__finish(d, (int)kind, NULL, missing);
     return r == CDDP_OK ? cddp__clear_gradients(d, NULL, false) : r;
   }
-  if (s == NULL || theirs.settings != cddp__optim_settings(s))
+  if (s == NULL)
     return cddp__fail(CDDP_MISMATCH,
-                      s == NULL ? "rank %d called ddp_join without a cddp_optim, rank %d called "
-                                  "ddp_step; pass the one of the training loop"
-                                : "the cddp_optim that rank %d passed to ddp_join has other "
-                                  "settings than the one that rank %d passed to ddp_step",
+                      "rank %d called ddp_join without a cddp_optim, rank %d called ddp_step; pass "
+                      "the one of the training loop",
                       d->group->rank, lead);
   cddp__set_lr(s, theirs.lr);
   return cddp__finish(d, (int)kind, s, missing);
@@ -17798,10 +17862,10 @@ static cddp_result cddp__end_join(cddp_ddp *d, cddp_optim *s) {
   if (!d->had_joined) return CDDP_OK;
   while (last < d->group->size - 1 && cddp__header_of(d, last).joined != CDDP__JOINED_NOW) last++;
   for (p = 0; p < d->group->size; p++)
-    if (cddp__header_of(d, p).settings != (s != NULL ? cddp__optim_settings(s) : 0))
+    if ((cddp__header_of(d, p).settings == 0) != (s == NULL))
       return cddp__fail(CDDP_MISMATCH,
-                        "ranks %d and %d called ddp_join with cddp_optim's of other settings, or "
-                        "one of them with none",
+                        "one of the ranks %d and %d called ddp_join with a cddp_optim, the other "
+                        "one without: pass that of the training loop on all ranks, or NULL",
                         d->group->rank, p);
   if (s != NULL) cddp__set_lr(s, cddp__header_of(d, last).lr);
   r = cddp__catch_up(d, s, last);
@@ -18089,7 +18153,8 @@ static cddp_result cddp__ddp_setup(cddp_ddp *d, bool joins) {
 typedef struct cddp__elastic_call {
   uint32_t kind;    /* CDDP__KIND_DDP_STEP, _WAIT */
   uint32_t fp_mode; /* cddp__fp_mode */
-  uint64_t check;   /* of the cddp_optim, with its lr; 0: a wait */
+  uint64_t settings; /* of the cddp_optim without its lr; 0: a wait */
+  double lr;
   uint64_t steps;   /* cddp_ddp_steps before it */
 } cddp__elastic_call;
 
@@ -18097,7 +18162,8 @@ static cddp__elastic_call cddp__update_call(const cddp_ddp *d, const cddp_optim 
   cddp__elastic_call c;
   c.kind = s != NULL ? CDDP__KIND_DDP_STEP : CDDP__KIND_DDP_WAIT;
   c.fp_mode = cddp__fp_mode();
-  c.check = s != NULL ? s->check | (uint64_t)(s->share != NULL) : 0;
+  c.settings = s != NULL ? cddp__optim_settings(s) : 0;
+  c.lr = s != NULL ? s->desc.lr : 0;
   c.steps = d->steps;
   return c;
 }
@@ -18115,12 +18181,19 @@ static cddp_result cddp__compare_update(const cddp_ddp *d, const cddp__elastic_c
                       "ranks disagree: rank %d is in step %" PRIu64 ", %s in step %" PRIu64
                       "; load the same checkpoint on all ranks",
                       d->group->rank, mine->steps, who.s, c->steps);
-  if (c->check == mine->check && c->fp_mode == mine->fp_mode) return CDDP_OK;
+  if (c->lr != mine->lr)
+    return cddp__fail(CDDP_MISMATCH,
+                      "ranks disagree in step %" PRIu64 ": %s is %s on rank %d, %s on %s",
+                      mine->steps, cddp__setting_names[CDDP__SETTING_LR],
+                      cddp__describe_number(mine->lr).s, d->group->rank,
+                      cddp__describe_number(c->lr).s, who.s);
+  if (c->settings == mine->settings && c->fp_mode == mine->fp_mode) return CDDP_OK;
   return cddp__fail(CDDP_MISMATCH,
                     "ranks disagree in step %" PRIu64 ": %s called %s with other %s than rank %d",
                     mine->steps, who.s, cddp__shapes[c->kind].name,
-                    c->fp_mode == mine->fp_mode ? "settings (learning rate, momentum ...)"
-                                                : "floating-point settings",
+                    c->fp_mode == mine->fp_mode
+                        ? "settings (momentum, betas, weight_decay or others)"
+                        : "floating-point settings",
                     d->group->rank);
 }
 
@@ -23437,6 +23510,9 @@ CDDP__COLD_END
      Mended   Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a
               failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
               run without shards does not bind a run with shards.
+              Optimizers: where settings differ between ranks the text names the setting, the values
+              and the ranks.
+
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.
               Uneven inputs (with NCCL: cddp_ddp_desc.uneven_inputs) and sparse gradients on GPUs.

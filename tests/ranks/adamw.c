@@ -787,6 +787,79 @@ static int run_refused(cddp_group *g, void *arg) {
   return test_failures != 0;
 }
 
+/* Optimizers that differ on one rank, or on all: every rank names the setting, the values and the
+   ranks. */
+static int run_settings(cddp_group *g, void *arg) {
+  static const struct { const char *says; bool sgd; } cases[] = {
+      {"learning rate (lr) is 0.1 on rank 0, 0.30000000000000004 on rank 2", true},
+      {"momentum is 0.9 on rank 0, 0.8 on rank 2", true},
+      {"dampening is 0 on rank 0, 0.5 on rank 2", true},
+      {"nesterov is 0 on rank 0, 1 on rank 2", true},
+      {"maximize is 0 on rank 0, 1 on rank 2", true},
+      {"weight_decay of parameter \"v\" is 0 on rank 0, 0.01 on rank 2", true},
+      {"weight_decay of parameter \"w\" is 1 on rank 0, 2 on rank 2", true},
+      {"lr_scales of parameter \"w\" is 1 on rank 0, 2 on rank 2", true},
+      {"master_weights is 0 on rank 0, 1 on rank 2", true},
+      {"beta1 is 0.9 on rank 0, 0.85 on rank 2", false},
+      {"beta2 is 0.999 on rank 0, 0.95 on rank 2", false},
+      {"eps is 1e-08 on rank 0, 1e-06 on rank 2", false},
+      {"amsgrad is 0 on rank 0, 1 on rank 2", false},
+      {"AdamW is 0 on rank 0, 1 on rank 2", false},
+      {"lr) is 0.1 on rank 0, 0.2 on rank 1, 0.4 on rank 2, and 1 more differ", true},
+      {"learning rate (lr) is 0.1 on rank 0, 0.2 on rank 2", true},
+  };
+  int rank = cddp_rank(g), k, n = (int)(sizeof cases / sizeof *cases);
+  bool odd = rank == 2;
+  float v[2] = {0, 0}, w[2] = {0, 0};
+  double ones[2] = {1, odd ? 2 : 1};
+  cddp_param p[] = {{"v", v, NULL, 2, CDDP_F32}, {"w", w, NULL, 2, CDDP_F32}};
+  (void)arg;
+  for (k = 0; k < n; k++) {
+    cddp_sgd_desc o;
+    cddp_adamw_desc a;
+    cddp_ddp *ddp;
+    cddp_optim *s;
+    memset(&o, 0, sizeof o);
+    memset(&a, 0, sizeof a);
+    o.lr = k == 0 && odd ? 3 * 0.1 : k == 14 ? 0.1 * (1 << rank) : 0.1;
+    o.momentum = k == 1 && odd ? 0.8 : 0.9;
+    o.dampening = k == 2 && odd ? 0.5 : 0;
+    o.nesterov = k == 3 && odd;
+    o.maximize = k == 4 && odd;
+    o.weight_decay = k == 5 && odd ? 0.01 : 0;
+    o.weight_decays = k == 6 ? ones : NULL;
+    o.lr_scales = k == 7 ? ones : NULL;
+    o.master_weights = k == 8 && odd;
+    a.lr = 0.1;
+    a.beta1 = k == 9 && odd ? 0.85 : 0;
+    a.beta2 = k == 10 && odd ? 0.95 : 0;
+    a.eps = k == 11 && odd ? 1e-6 : 0;
+    a.amsgrad = k == 12 && odd;
+    CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, NULL));
+    if (cases[k].sgd || (k == 13 && !odd)) CHECK_OK(cddp_sgd_create(&s, p, 2, &o));
+    else CHECK_OK(cddp_adamw_create(&s, p, 2, &a));
+    CHECK(cddp_ddp_ready(ddp, 0) == CDDP_OK && cddp_ddp_ready(ddp, 1) == CDDP_OK);
+    if (k == 15) { /* later, after a step that agreed */
+      CHECK_OK(cddp_ddp_step(ddp, s));
+      CHECK_OK(cddp_optim_set_lr(s, odd ? 0.2 : 0.1));
+      CHECK(cddp_ddp_ready(ddp, 0) == CDDP_OK && cddp_ddp_ready(ddp, 1) == CDDP_OK);
+    }
+    CHECK_IS(cddp_ddp_step(ddp, s), CDDP_MISMATCH);
+    CHECK(strstr(cddp_error(), cases[k].says) != NULL);
+    CHECK(strstr(cddp_error(), "in ddp_step at tests/ranks/adamw.c:") != NULL);
+    CHECK_IS(cddp_ddp_step(ddp, s), CDDP_MISMATCH); /* the model is broken */
+    cddp_optim_destroy(s);
+    cddp_ddp_destroy(ddp);
+    CHECK_OK(cddp_barrier(g)); /* the group is not */
+  }
+  return test_failures != 0;
+}
+
+static void test_settings(void) {
+  CHECK_OK(ranks_run(run_settings, NULL, 4, true));
+  CHECK_OK(ranks_run(run_settings, NULL, 4, false));
+}
+
 /* A cddp_optim goes on when its model is made anew, as if nothing had been: kind 0 is SGD with
    momentum, 1 AdamW, 2 AdamW with masters. With a model that has failed it begins anew, and masters
    as the weights are. */
@@ -877,5 +950,6 @@ int main(void) {
   RUN(test_clip_refused);
   RUN(test_next_model);
   RUN(test_refused);
+  RUN(test_settings);
   return TEST_END();
 }
