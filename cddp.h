@@ -16341,6 +16341,7 @@ static cddp_result cddp__compress_hook(cddp_bucket *b, cddp_dtype small) {
 
 /* Hands the bucket to the hook: in place when its parameters lie side by side, else in scratch. */
 static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
+  char first = cddp__error_text[0]; /* of an older text, out of the way of the hook's */
   size_t bytes = cddp__bucket_bytes(d, b);
   cddp_bucket bucket;
   cddp__range range;
@@ -16361,7 +16362,13 @@ static cddp_result cddp__hook_bucket(cddp_ddp *d, cddp__bucket_state *b) {
   packed = range.end - range.begin != bytes;
   if (packed) r = d->memory->scratch(d, bytes, &bucket.data);
   if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, false);
-  if (r == CDDP_OK) r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
+  if (r == CDDP_OK) {
+    cddp__error_text[0] = 0;
+    r = d->desc.comm_hook(&bucket, d->desc.comm_hook_data);
+    if (r != CDDP_OK && cddp__error_text[0] == 0)
+      r = cddp__fail(r, "it returned %d, %s", (int)r, cddp_result_name(r));
+    if (cddp__error_text[0] == 0) cddp__error_text[0] = first;
+  }
   if (r == CDDP_OK && packed) r = cddp__pack(d, b, bucket.data, true);
   return r == CDDP_OK ? r
                       : cddp__fail_in(r, "communication hook on bucket %d of rank %d: ",
@@ -23511,7 +23518,7 @@ CDDP__COLD_END
               failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
               run without shards does not bind a run with shards.
               Optimizers: where settings differ between ranks the text names the setting, the values
-              and the ranks.
+              and the ranks. A communication hook that fails without a text is told by its result.
 
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.

@@ -1032,6 +1032,7 @@ static void test_forgotten_alone(void) { CHECK_OK(ranks_run(run_forgotten_alone,
 typedef struct hook_log {
   int calls, next;
   bool in_order, fails;
+  cddp_result result; /* if it fails */
 } hook_log;
 
 static cddp_result sum_and_divide(cddp_bucket *b, void *user_data) {
@@ -1042,7 +1043,8 @@ static cddp_result sum_and_divide(cddp_bucket *b, void *user_data) {
   log->calls++;
   log->in_order = log->in_order && b->index == log->next && b->param_count > 0 && b->params != NULL;
   log->next = b->index + 1 == b->bucket_count ? 0 : b->index + 1;
-  if (log->fails) return CDDP_ABORTED;
+  if (log->fails) return log->result;
+  CHECK_IS(cddp_sampler_init(NULL, NULL), CDDP_INVALID_ARGUMENT); /* no failure of the hook's */
   r = cddp_all_reduce(b->group, b->data, b->count, b->dtype, CDDP_SUM, NULL);
   if (r != CDDP_OK) return r;
   for (i = 0; i < b->count; i++) {
@@ -1059,7 +1061,7 @@ static int run_hook(cddp_group *g, void *arg) {
   int before = test_failures, step, grads;
   (void)arg;
   for (grads = 0; grads < 4; grads++) {
-    hook_log log = {0, 0, true, false};
+    hook_log log = {0, 0, true, false, CDDP_OK};
     cddp_ddp_desc d;
     model m;
     small_buckets(&d);
@@ -1079,9 +1081,14 @@ static int run_hook(cddp_group *g, void *arg) {
       CHECK(log.calls > 0);
       if (step > 0) CHECK_EQ(log.calls, cddp_ddp_bucket_count(m.ddp));
     }
-    log.fails = true; /* its error is the wait's */
+    log.fails = true; /* its error is the wait's, with a text that names it */
+    log.result = grads == 1 ? CDDP_IO : grads == 2 ? (cddp_result)77 : CDDP_ABORTED;
     backward(&m, 4, 1);
-    CHECK_IS(cddp_ddp_wait(m.ddp), CDDP_ABORTED);
+    CHECK_IS(cddp_ddp_wait(m.ddp), log.result);
+    CHECK(strstr(cddp_error(), "communication hook on bucket 0 of rank ") != NULL);
+    CHECK(strstr(cddp_error(), grads == 1   ? "it returned 14, CDDP_IO"
+                               : grads == 2 ? "it returned 77, not a cddp_result"
+                                            : "it returned 9, CDDP_ABORTED") != NULL);
     model_close(&m);
     CHECK_OK(cddp_barrier(g));
   }
@@ -1459,7 +1466,7 @@ static void test_fused_unused(void) {
 /* Accumulation, then one fused step; a hook, then one fused step. */
 static int run_fused_others(cddp_group *g, void *arg) {
   int before = test_failures, step, i;
-  hook_log log[2] = {{0, 0, true, false}, {0, 0, true, false}};
+  hook_log log[2] = {{0, 0, true, false, CDDP_OK}, {0, 0, true, false, CDDP_OK}};
   (void)arg;
   {
     model m[2];
