@@ -703,7 +703,9 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    memory and models alone, other calls on it are CDDP_UNSUPPORTED: use cddp_ddp_group. Errors:
      CDDP_PEER_LOST         the job has ended, or was not found
      CDDP_UNSUPPORTED       it is full: a rank for each shard, or 1,024 that have joined in all
-     CDDP_MISMATCH          another model, WORLD_SIZE or version
+     CDDP_MISMATCH          another model, WORLD_SIZE or version; other settings of the optimizer,
+                            which creating it names. Over hosts also other floating-point settings
+                            or calls in the update. The other ranks go on
      CDDP_INVALID_ARGUMENT  its RANK lives; a rank has its GPU
      CDDP_TIMEOUT           no rank has an elastic model, or none comes to a step
    WHY NO MOMENT IS A BAD ONE. A shard is done when one store has put its sum into its rank's table;
@@ -715,15 +717,17 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    OVER HOSTS, AND ON GPUS ranks hold all weights and states, and each takes the whole update. If a
    rank is lost before cddp_ddp_next_shard returns false, it returns what that one had not done to
    the others; after that they have the mean. What ranks have called in an update is compared when
-   they next meet: CDDP_MISMATCH. Whole hosts may go, and the last rank goes on. A host that does
-   not answer for 20 s is lost if more than half of the ranks are there; fewer end with
-   CDDP_ABORTED, so that a job never goes on in two halves. Ranks that the others wait for must come
-   to next_shard within timeout_s. More memory a rank: the gradients once more, the sums of its
-   shards, and with sparse_rows the rows of all shards. Who joins asks the ranks of its host, then
-   MASTER_ADDR, where one of that host's ranks listens at MASTER_PORT, as one does on every host: if
-   those at MASTER_ADDR have all gone, set it to a host where a rank lives. (Not where a launcher,
-   such as torchrun, serves the store there: a rank must live on the host.) Its neighbours reach it
-   by TCP, on GPUs for messages alone. A job that began on one host is joined from there only.
+   they next meet: CDDP_MISMATCH, on all ranks or, if a rank that joined later differs, on that rank
+   alone. A rank whose calls fail for a reason of its own is lost to the others. Whole hosts may go,
+   and the last rank goes on. A host that does not answer for 20 s is lost if more than half of the
+   ranks are there; fewer end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks
+   that the others wait for must come to next_shard within timeout_s. More memory a rank: the
+   gradients once more, the sums of its shards, and with sparse_rows the rows of all shards. Who
+   joins asks the ranks of its host, then MASTER_ADDR, where one of that host's ranks listens at
+   MASTER_PORT, as one does on every host: if those at MASTER_ADDR have all gone, set it to a host
+   where a rank lives. (Not where a launcher, such as torchrun, serves the store there: a rank must
+   live on the host.) Its neighbours reach it by TCP, on GPUs for messages alone. A job that began
+   on one host is joined from there only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
@@ -1872,11 +1876,17 @@ typedef struct cddp__model_info {
   char text[176];        /* what `hash` is of, in words */
 } cddp__model_info;
 
+/* An optimizer's settings as numbers, behind which lie lr_scales and weight_decays. All ranks must
+   have the same. The first two change: no hash has them. */
+enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTINGS = 12 };
+
 /* What a rank that joins gets of the others' cddp_optim, beside its states. */
 typedef struct cddp__inherited {
-  double lr;
+  double settings[CDDP__SETTINGS], weight_decay; /* weight_decay: of the first parameter */
+  uint64_t lr_scales, weight_decays;             /* hashes */
   int32_t states; /* of each parameter */
-  bool stepped;   /* false: there is none, or it has made no step: nothing is taken over */
+  bool known;     /* false: the others have no cddp_optim yet; only `stepped` and `shared` count */
+  bool stepped;   /* false: it has made no step, so it has no states */
   bool shared;    /* states lie where all ranks have them */
 } cddp__inherited;
 
@@ -13222,9 +13232,6 @@ typedef struct cddp__algorithm {
                 int n, double factor, const double *clip, unsigned flags, void *stream);
 } cddp__algorithm;
 
-/* An optimizer's settings as numbers, behind which lie lr_scales and weight_decays. All ranks must
-   have the same. The first two change: no hash has them. */
-enum { CDDP__SETTING_LR, CDDP__SETTING_SHARED, CDDP__SETTING_ADAMW, CDDP__SETTINGS = 12 };
 static const char *const cddp__setting_names[CDDP__SETTINGS] = {
     "learning rate (lr)", "sharing of states (cddp_load on one rank alone ends it)", "AdamW",
     "momentum", "dampening", "beta1", "beta2", "eps", "nesterov", "maximize", "amsgrad",
@@ -15657,18 +15664,21 @@ static cddp_result cddp__ddp_fail(cddp_ddp *d, cddp_result r) {
   return r;
 }
 
-/* Ends what peers wait for, now or in the background: this model is of no more use to any rank. */
+/* Ends what peers wait for, now or in the background: this model is of no more use to any rank, or
+   (elastic) to this one. */
 static cddp_result cddp__give_up(cddp_ddp *d, cddp_result r) {
   cddp_group *groups[3];
   int i;
   if (d->crew != NULL) cddp__crew_hide(d);
   if (d->elastic != NULL) cddp__elastic_fail(d, r);
-  (void)cddp__ddp_fail(d, r);
+  r = cddp__ddp_fail(d, r);
+  if (d->crew != NULL) /* to the others it is lost */
+    r = cddp__fail(CDDP_PEER_LOST, "rank %d: %s", d->group->rank, d->failure.text);
   groups[0] = d->control;
   groups[1] = d->comm;
   groups[2] = d->hooks;
   for (i = 0; i < 3 && d->elastic == NULL; i++)
-    if (groups[i] != NULL) cddp__break(groups[i], cddp__check_cause(&d->failure));
+    if (groups[i] != NULL) cddp__break(groups[i], r);
   if (d->comm != NULL && d->elastic == NULL) cddp__engine_drain(d->comm);
   return cddp__check_cause(&d->failure);
 }
@@ -18221,18 +18231,22 @@ static cddp_result cddp__join_full(const cddp_ddp *d, int living) {
                     d->shards, living);
 }
 
-/* What a rank that joins is to get of this rank's optimizer; and to `counts`, how often that has
-   stepped each parameter. */
-static cddp__inherited cddp__bequeath(const cddp_ddp *d, float *counts) {
-  const cddp_optim *o = d->optim;
+/* What a rank that joins is to get of an optimizer (NULL: of none); and to `counts` (or NULL), how
+   often that has stepped each parameter. */
+static cddp__inherited cddp__bequeath(const cddp_optim *o, float *counts) {
   cddp__inherited out;
   memset(&out, 0, sizeof out);
-  if (o == NULL || cddp__most_steps(o) == 0) return out;
-  out.lr = o->desc.lr;
+  if (o == NULL) return out;
+  out.known = true;
+  memcpy(out.settings, o->numbers, sizeof out.settings);
+  out.weight_decay = o->count > 0 ? o->weight_decays[0] : 0;
+  out.lr_scales = cddp__hash64(1, o->lr_scales, (size_t)o->count * sizeof(double));
+  out.weight_decays = cddp__hash64(1, o->weight_decays, (size_t)o->count * sizeof(double));
+  if (cddp__most_steps(o) == 0) return out;
   out.states = o->states;
   out.stepped = true;
   out.shared = o->share != NULL;
-  memcpy(counts, o->steps, (size_t)d->count * sizeof *counts);
+  if (counts != NULL) memcpy(counts, o->steps, (size_t)o->count * sizeof *counts);
   return out;
 }
 
@@ -18454,6 +18468,39 @@ typedef struct cddp__crew_word {
   cddp__elastic_call called;
 } cddp__crew_word;
 
+/* The same update must have been called by all. A rank that joined later than the rank whose call
+   counts, and differs from it, fails alone: the others take it for lost. */
+static cddp_result cddp__crew_compare(cddp_ddp *d) {
+  cddp__crew *c = d->crew;
+  const cddp__crew_member *m = c->members, *first = NULL, *other = NULL;
+  cddp__crew_word word;
+  cddp__elastic_call job;
+  cddp_result r = CDDP_OK;
+  int k;
+  for (k = 0; k < d->active_count; k++) { /* in the order of places */
+    memcpy(&word, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof word);
+    if (word.called.kind == 0 || (first != NULL && m[c->order[k]].since >= first->since)) continue;
+    first = &m[c->order[k]];
+    job = word.called;
+  }
+  if (first == NULL) return CDDP_OK;
+  if (c->called.kind == 0) c->called = job;
+  r = cddp__compare_update(d, &c->called, &job, cddp__crew_name(c, first->place));
+  if (r != CDDP_OK && m[c->me].since > first->since) return r;
+  for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
+    memcpy(&word, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof word);
+    if (word.called.kind == 0) continue;
+    r = cddp__compare_update(d, &c->called, &word.called, cddp__crew_name(c, c->order[k]));
+    if (r == CDDP_OK || m[c->order[k]].since <= first->since) continue;
+    other = &m[c->order[k]];
+    r = CDDP_OK;
+  }
+  if (r != CDDP_OK) return cddp__break(d->control, r); /* on all ranks */
+  if (other == NULL) return CDDP_OK;
+  return cddp__fail(CDDP_PEER_LOST, "%s fails, as its last update differs",
+                    cddp__crew_name(c, other->place).s);
+}
+
 /* All members come to the reduction, having called the same before; their nodes make the mean, in
    crew.mean. */
 static cddp_result cddp__crew_reduce(cddp_ddp *d) {
@@ -18468,10 +18515,8 @@ static cddp_result cddp__crew_reduce(cddp_ddp *d) {
   for (k = 0; r == CDDP_OK && k < d->active_count; k++) {
     memcpy(&theirs, cddp__op_header_of(d->control, k, d->control->round)->u.bytes, sizeof theirs);
     rows = cddp__max(rows, (size_t)theirs.rows);
-    if (theirs.called.kind == 0) continue;
-    if (c->called.kind == 0) c->called = theirs.called;
-    r = cddp__compare_update(d, &c->called, &theirs.called, cddp__crew_name(c, c->order[k]));
   }
+  if (r == CDDP_OK) r = cddp__crew_compare(d);
   CDDP__POINT("elastic met");
   if (r == CDDP_OK && d->sparse != NULL) {
     r = cddp__gather_rows(d, rows);
@@ -18512,7 +18557,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->done = c->done;
   report->steps = d->steps;
   report->empty = c->empty;
-  report->optim = cddp__bequeath(d, (float *)(report + 1));
+  report->optim = cddp__bequeath(d->optim, (float *)(report + 1));
   report->self = c->members[c->me];
   for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(d->kept, d->kept_count, i);
   for (i = 0; i <= d->shards; i++)
@@ -20169,7 +20214,7 @@ static void cddp__publish_model(cddp_ddp *d) {
   if (d->optim != NULL)
     (void)cddp__copy_states(d, d->optim, cddp__area(d, CDDP__AREA_STATES, 0), 0, d->model_bytes,
                             true);
-  e->board->inherited = cddp__bequeath(d, e->counts);
+  e->board->inherited = cddp__bequeath(d->optim, e->counts);
   e->board->steps = d->steps;
   CDDP__POINT("elastic publish");
   cddp__store64(&e->board->published, e->step);
@@ -20525,22 +20570,40 @@ static cddp_result cddp__elastic_update(cddp_ddp *d, cddp_optim *s) {
   return CDDP_OK;
 }
 
+/* The first setting in which the optimizer of a rank that has joined differs from the job's. */
+static cddp_result cddp__compare_settings(const cddp_ddp *d, const cddp__inherited *mine) {
+  const cddp__inherited *job = &d->inherited;
+  int i = CDDP__SETTING_ADAMW;
+  while (i < CDDP__SETTINGS && mine->settings[i] == job->settings[i]) i++;
+  if (i < CDDP__SETTINGS || mine->weight_decay != job->weight_decay)
+    return cddp__fail(
+        CDDP_MISMATCH, "CDDP_JOIN: %s is %s on rank %d, %s in the job",
+        i < CDDP__SETTINGS ? cddp__setting_names[i] : "weight_decay",
+        cddp__describe_number(i < CDDP__SETTINGS ? mine->settings[i] : mine->weight_decay).s,
+        d->group->rank,
+        cddp__describe_number(i < CDDP__SETTINGS ? job->settings[i] : job->weight_decay).s);
+  if (mine->lr_scales == job->lr_scales && mine->weight_decays == job->weight_decays)
+    return CDDP_OK;
+  return cddp__fail(CDDP_MISMATCH, "CDDP_JOIN: %s on rank %d differ from those of the job",
+                    mine->lr_scales != job->lr_scales ? "lr_scales" : "weight_decays",
+                    d->group->rank);
+}
+
 /* o is the optimizer of d; of a rank that has joined it gets what the others' have. */
 static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
-  const cddp__inherited *from = &d->inherited;
+  cddp__inherited *from = &d->inherited, mine = cddp__bequeath(o, NULL);
   cddp__crew *c = d->crew;
   char *states = c != NULL ? c->states : cddp__area(d, CDDP__AREA_STATES, 0);
   cddp_result r = CDDP_OK;
   int i;
-  if (from->stepped && o->states != from->states)
-    return cddp__fail(CDDP_MISMATCH,
-                      "the cddp_optim of rank %d has %d states of each parameter, those of the job "
-                      "have %d", d->group->rank, o->states, from->states);
+  if (from->known) CDDP__TRY(cddp__compare_settings(d, &mine));
   if (d->optim != NULL) d->optim->known = NULL;
   d->optim = o;
   o->known = &d->optim;
+  if (from->known) cddp__set_lr(o, from->settings[CDDP__SETTING_LR]);
+  from->known = false;
   if (!from->stepped) return CDDP_OK;
-  cddp__set_lr(o, from->lr);
+  CDDP_ASSERT(o->states == from->states);
   for (i = 0; r == CDDP_OK && i < o->count; i++) {
     o->steps[i] = d->tensors[i].inherited;
     o->fresh[i] = o->steps[i] == 0;
@@ -20548,7 +20611,7 @@ static cddp_result cddp__elastic_adopt(cddp_ddp *d, cddp_optim *o) {
   }
   if (r == CDDP_OK && from->shared) cddp__share_states(d, o, states);
   else if (r == CDDP_OK) r = cddp__copy_states(d, o, states, 0, d->model_bytes, false);
-  d->inherited.stepped = false;
+  from->stepped = false;
   if (c == NULL) return r;
   if (r == CDDP_OK) r = cddp__crew_await(d);
   cddp__crew_release(d, c->states);
@@ -23519,6 +23582,7 @@ CDDP__COLD_END
               run without shards does not bind a run with shards.
               Optimizers: where settings differ between ranks the text names the setting, the values
               and the ranks. A communication hook that fails without a text is told by its result.
+              Elastic: a process that joins with other optimizer settings fails alone.
 
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.

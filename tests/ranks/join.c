@@ -17,6 +17,12 @@ typedef struct visitor { /* how a process differs from what it should be */
   bool leaves; /* rank 1 destroys its model after three steps, and keeps its weights */
   bool rows;   /* there is a second parameter, with sparse rows */
   bool bare;   /* has no stdin and no stdout, as a daemon */
+  bool waits;  /* before the first step, until shared->left */
+  bool apart;  /* its optimizer is created without `ddp` */
+  bool adamw;  /* its optimizer has the settings of the second struct, else of the first */
+  cddp_sgd_desc sgd;
+  cddp_adamw_desc adam;
+  int (*before)(cddp_optim *o); /* each step; its steps are cddp_ddp_wait if it returns 1 */
   const char *secret, *join;
   double timeout_s;
 } visitor;
@@ -38,7 +44,8 @@ static bool told(const char *text) { return strstr(shared->text, text) != NULL; 
 
 typedef struct model {
   cddp_param p, table; /* in this order in memory: they are the model's parameters */
-  bool rows;
+  bool rows, adamw;
+  int (*before)(cddp_optim *o);
   cddp_group *g;
   cddp_ddp *ddp;
   cddp_optim *sgd;
@@ -65,11 +72,13 @@ static size_t shared_bytes(void) {
 static cddp_result model_open(model *m, const visitor *v) {
   static const size_t rows[2] = {0, ROWS};
   cddp_ddp_desc desc;
-  cddp_sgd_desc o;
+  cddp_sgd_desc o = v->sgd;
+  cddp_adamw_desc a = v->adam;
   cddp_result r;
   memset(m, 0, sizeof *m);
   memset(&desc, 0, sizeof desc);
-  memset(&o, 0, sizeof o);
+  m->adamw = v->adamw;
+  m->before = v->before;
   ranks_environment(v->rank, v->world_size, shared->port);
   ranks_setenv("CDDP_TIMEOUT_S", (long)v->timeout_s);
   if (v->join != NULL) setenv("CDDP_JOIN", v->join, 1);
@@ -78,8 +87,6 @@ static cddp_result model_open(model *m, const visitor *v) {
   m->p.count = v->count;
   desc.shards = v->shards;
   desc.elastic = !v->plain;
-  o.lr = 0.125;
-  o.momentum = 0.5;
   if ((r = cddp_init(&m->g, NULL)) != CDDP_OK) return r;
   CHECK_EQ(cddp_rank(m->g), v->rank);
   m->p.data = cddp_alloc(m->g, v->count * sizeof(float));
@@ -91,7 +98,8 @@ static cddp_result model_open(model *m, const visitor *v) {
     desc.sparse_rows = rows;
   }
   if ((r = cddp_ddp_create(&m->ddp, m->g, &m->p, 1 + v->rows, &desc)) != CDDP_OK) return r;
-  o.ddp = m->ddp;
+  o.ddp = a.ddp = v->apart ? NULL : m->ddp;
+  if (v->adamw) return cddp_adamw_create(&m->sgd, &m->p, 1, &a);
   return cddp_sgd_create(&m->sgd, &m->p, 1 + v->rows, &o);
 }
 
@@ -131,8 +139,9 @@ static cddp_result one_step(model *m) {
     }
     if (cddp_ddp_ready(m->ddp, 0) != CDDP_OK) break;
   }
-  r = cddp_ddp_step(m->ddp, m->sgd);
-  if (r == CDDP_OK) CHECK(right(m, cddp_ddp_steps(m->ddp)));
+  if (m->before != NULL && m->before(m->sgd) == 1) r = cddp_ddp_wait(m->ddp);
+  else r = cddp_ddp_step(m->ddp, m->sgd);
+  if (r == CDDP_OK && !m->adamw && m->before == NULL) CHECK(right(m, cddp_ddp_steps(m->ddp)));
   return r;
 }
 
@@ -162,6 +171,7 @@ static int life(int rank, void *arg) {
   v.rank = v.join == NULL ? rank : v.rank;
   if (v.bare) CHECK(close(STDIN_FILENO) == 0 && close(STDOUT_FILENO) == 0);
   if ((r = model_open(&m, &v)) == CDDP_OK && v.join == NULL) bump(&shared->running);
+  while (v.waits && look(&shared->left) == 0) ranks_sleep(0.001);
   while (r == CDDP_OK && stop == 0) {
     cddp_group *g;
     if (v.plain) {
@@ -204,11 +214,19 @@ static int life(int rank, void *arg) {
 
 /* A process that is not to be let in. */
 static int refused(int rank, void *arg) {
+  const visitor *v = (const visitor *)arg;
   double begin = test_now();
   model m;
   (void)rank;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  shared->result = model_open(&m, (const visitor *)arg);
+  shared->result = model_open(&m, v);
+  while (shared->result == CDDP_OK && (v->apart || v->before != NULL) &&
+         test_now() < begin + RANKS_WITHIN(20.0)) {
+    float none = 0; /* as life */
+    shared->result = one_step(&m);
+    if (shared->result == CDDP_OK)
+      shared->result = cddp_all_reduce(cddp_ddp_group(m.ddp), &none, 1, CDDP_F32, CDDP_MAX, NULL);
+  }
   snprintf(shared->text, sizeof shared->text, "%s", cddp_error());
   shared->took = test_now() - begin;
   model_close(&m);
@@ -224,6 +242,8 @@ static visitor usual(void) {
   v.timeout_s = 20;
   v.rank = 2;
   v.join = "1";
+  v.sgd.lr = v.adam.lr = 0.125;
+  v.sgd.momentum = 0.5;
   return v;
 }
 
@@ -795,7 +815,7 @@ static int half_life(int rank, void *arg) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (kind->other && kind->joins) {
     CHECK_EQ(r, CDDP_MISMATCH);
-    CHECK(strstr(cddp_error(), "rank 2 has 0 states of each parameter, those of the job have 3"));
+    CHECK(strstr(cddp_error(), "AdamW is 0 on rank 2, 1 in the job"));
     bump(&shared->joined);
     goto leave;
   }
@@ -867,6 +887,109 @@ static void half_job(bool other, bool loads) {
   unsetenv("TEST_HOSTS");
 }
 
+/* --- a process whose optimizer has other settings than the job's --- */
+
+static int other_rate(cddp_optim *o) { return cddp_optim_set_lr(o, 0.25) != CDDP_OK; }
+static int own_update(cddp_optim *o) { return (void)o, 1; }
+
+/* The n-th way to differ from the job; the word that the error must have, NULL: there is none. */
+static const char *differ(visitor *v, int n) {
+  static const double two[] = {2};
+  switch (n) {
+  case 0: return v->sgd.momentum = 0.9, "momentum is 0.9";
+  case 1: return v->sgd.momentum = 0, "momentum is 0 on rank 2, 0.5 in the job";
+  case 2: return v->sgd.dampening = 0.25, "dampening";
+  case 3: return v->sgd.nesterov = true, "nesterov";
+  case 4: return v->sgd.maximize = true, "maximize";
+  case 5: return v->sgd.weight_decay = 0.25, "weight_decay is 0.25 on rank 2, 0 in the job";
+  case 6: return v->sgd.weight_decays = two, "weight_decay is 2";
+  case 7: return v->sgd.lr_scales = two, "lr_scales";
+  case 8: return v->adamw = true, "AdamW is 1 on rank 2, 0 in the job";
+  case 9: return v->before = other_rate, "learning rate";
+  case 10: return v->before = own_update, "called ddp_wait";
+  default: return NULL;
+  }
+}
+
+static const char *differ_adamw(visitor *v, int n) {
+  switch (n) {
+  case 0: return v->adam.beta1 = 0.5, "beta1 is 0.5 on rank 2";
+  case 1: return v->adam.beta2 = 0.5, "beta2";
+  case 2: return v->adam.eps = 0.5, "eps";
+  case 3: return v->adam.amsgrad = true, "amsgrad";
+  case 4: return v->adam.weight_decay = 0.5, "weight_decay is 0.5";
+  case 5: return v->adamw = false, "AdamW is 0";
+  default: return NULL;
+  }
+}
+
+/* Each of them fails alone, and says what differs; the job goes on, and lets in another one. */
+static void refuse_settings(bool adamw, const char *hosts) {
+  visitor first = usual(), v = usual();
+  const char *word;
+  pid_t pids[3];
+  int n, apart;
+  if (hosts != NULL) setenv("TEST_HOSTS", hosts, 1);
+  first.join = NULL;
+  first.adamw = v.adamw = adamw;
+  begin_job(pids, &first);
+  for (n = 0; word = (adamw ? differ_adamw : differ)(&v, n), word != NULL; n++) {
+    for (apart = 0; apart < (hosts != NULL && v.before == NULL ? 2 : 1); apart++) {
+      v.apart = apart != 0;
+      if (hosts == NULL && v.before != NULL) continue;
+      refuse(&v);
+      CHECK_IS(shared->result, CDDP_MISMATCH);
+      if (!told(word)) test_fail(__FILE__, __LINE__, "%s: %s", word, shared->text);
+    }
+    v = usual();
+    v.adamw = adamw;
+  }
+  pids[2] = ranks_fork(life, 2, &v);
+  await(&shared->joined, 1);
+  end_job(pids, 3);
+  CHECK_EQ(shared->took, 3);
+  unsetenv("TEST_HOSTS");
+}
+
+static void test_other_settings(void) {
+  static const char *const hosts[] = {NULL, "ab", "abc"};
+  int i;
+  for (i = 0; i < 3; i++) {
+    refuse_settings(false, hosts[i]);
+    refuse_settings(true, hosts[i]);
+  }
+}
+
+/* The same in the job's first step, before any optimizer has stepped; (apart) the job's ranks have
+   not created theirs for the model, so the step tells. The learning rate is the job's. */
+static void test_other_settings_early(void) {
+  int hosts, apart, status;
+  for (hosts = 0; hosts < 2; hosts++)
+    for (apart = 0; apart < 1 + hosts; apart++) {
+      visitor first = usual(), v = usual(), good = usual();
+      pid_t pids[4];
+      if (hosts) setenv("TEST_HOSTS", "ab", 1);
+      first.join = NULL;
+      first.waits = true;
+      first.apart = v.apart = apart != 0;
+      v.sgd.momentum = 0.9;
+      good.rank = 3;
+      good.sgd.lr = apart ? good.sgd.lr : 0.5;
+      begin_job(pids, &first);
+      pids[3] = ranks_fork(refused, 0, &v);
+      ranks_sleep(0.5);
+      bump(&shared->left);
+      ranks_join(pids + 3, 1, RANKS_WITHIN(20.0), &status);
+      CHECK_EQ(status, 0);
+      CHECK_IS(shared->result, CDDP_MISMATCH);
+      if (!told("momentum")) test_fail(__FILE__, __LINE__, "%d: %s", apart, shared->text);
+      pids[2] = ranks_fork(life, 2, &good);
+      await(&shared->joined, 1);
+      end_job(pids, 3);
+      unsetenv("TEST_HOSTS");
+    }
+}
+
 static void test_changed_weights(void) { half_job(false, false); }
 static void test_other_optimizer(void) { half_job(true, false); }
 static void test_loaded_weights(void) { half_job(false, true); }
@@ -887,5 +1010,7 @@ int main(void) {
   RUN(test_changed_weights);
   RUN(test_loaded_weights);
   RUN(test_other_optimizer);
+  RUN(test_other_settings);
+  RUN(test_other_settings_early);
   return TEST_END();
 }
