@@ -3123,18 +3123,32 @@ static cddp_result cddp__recv_all(int fd, void *data, size_t size, double deadli
   return cddp__send_or_recv(fd, NULL, data, size, deadline);
 }
 
+/* Receives what is there, *n bytes at most, and sets *n; waits until there is something. */
+static cddp_result cddp__recv_some(int fd, void *data, size_t *n, double deadline) {
+  cddp_result r = cddp__wait_fd(fd, POLLIN, deadline);
+  ssize_t got = r == CDDP_OK ? recv(fd, data, *n, MSG_DONTWAIT) : 0;
+  while (r == CDDP_OK && got < 0 && (errno == EAGAIN || errno == EINTR)) {
+    r = cddp__wait_fd(fd, POLLIN, deadline);
+    got = recv(fd, data, *n, MSG_DONTWAIT);
+  }
+  *n = got > 0 ? (size_t)got : 0;
+  if (r != CDDP_OK || got > 0) return r;
+  return got == 0 ? cddp__fail(CDDP_NETWORK, "the other side closed the connection")
+                  : cddp__fail(CDDP_NETWORK, "recv: %s", strerror(errno));
+}
+
 /* Does this end's part of a challenge that has begun; its state says how that ended. bytes: where
-   what came last is left, for texts. */
-static cddp_result cddp__challenge_run(cddp__challenge *c, int fd,
-                                       unsigned char *bytes, double deadline) {
+   the last *n bytes that came are left, for texts. */
+static cddp_result cddp__challenge_run(cddp__challenge *c, int fd, unsigned char *bytes, size_t *n,
+                                       double deadline) {
   cddp_result r = CDDP_OK;
   while (r == CDDP_OK && (c->state == CDDP__CHALLENGE_ON || c->out_size > 0)) {
-    size_t n = c->in_size == 0 ? 9 : sizeof c->in - c->in_size; /* a refusal has 9 bytes */
     r = cddp__send_all(fd, c->out, c->out_size, deadline);
     c->out_size = 0;
     if (r != CDDP_OK || c->state != CDDP__CHALLENGE_ON) break;
-    r = cddp__recv_all(fd, bytes, n, deadline);
-    if (r == CDDP_OK) cddp__challenge_feed(c, bytes, n);
+    *n = c->in_size == 0 ? 9 : sizeof c->in - c->in_size; /* a refusal has 9 bytes */
+    r = cddp__recv_some(fd, bytes, n, deadline);
+    if (r == CDDP_OK) cddp__challenge_feed(c, bytes, *n);
   }
   return r;
 }
@@ -4196,6 +4210,7 @@ typedef struct cddp__store_options {
   int listen_fd;        /* listening socket to serve on, which stays the caller's; -1 = bind one */
   bool reachable;       /* by other hosts, even if this one's own name resolves to loopback here */
   double deadline;      /* for opening, cddp__now() */
+  double *closed_since; /* NULL, or the store's, kept from one try to the next */
 } cddp__store_options;
 
 struct cddp_store {
@@ -4209,29 +4224,37 @@ struct cddp_store {
   int fd;                                       /* -1 = not connected */
   cddp__address addresses[CDDP__ADDRESSES_MAX]; /* where the server may be, in order */
   int address_count;
+  double closed_since;  /* 0, or the time since when each connection was closed without an answer */
   cddp__server *server; /* NULL = only a client */
   pid_t server_pid;     /* the process that it serves in: a forked child has only a copy */
   int file;             /* the file of a server of file://, locked while it serves; -1 = none */
 };
+
+#define CDDP__CLOSED_S 4.0 /* for a server that closes connections without an answer */
 
 static double cddp__soon(double seconds, double deadline) { /* the earlier of both */
   double t = cddp__now() + seconds;
   return t < deadline ? t : deadline;
 }
 
-/* The beginning of a connection, to `text`: the challenge, if there is a secret, and the first
-   answer to a command. Only that shows that there is a store and that it takes us. Whoever takes a
-   connection in silence may be a server that is not ready yet. */
+/* The beginning of a connection, to `text`: the challenge, if there is a secret, and the answer to
+   the greeting's question, one byte. Only that shows that a store is there and accepts this
+   process. CDDP_NETWORK: the connection was closed without an answer. CDDP_MISMATCH: it is no
+   store. A program that stays silent can be a server that is not ready yet. */
 static cddp_result cddp__greet(const cddp_store *s, const char *text, double deadline) {
   cddp__challenge c;
-  unsigned char bytes[sizeof c.in + 1] = {0};
+  unsigned char bytes[80] = {0};
+  size_t n = 0, k;
+  ssize_t more;
   cddp_result r = cddp__challenge_begin(&c, s->proof, "store", true, NULL, 0);
-  if (r == CDDP_OK && s->proof != NULL) r = cddp__challenge_run(&c, s->fd, bytes, deadline);
+  if (r == CDDP_OK && s->proof != NULL) r = cddp__challenge_run(&c, s->fd, bytes, &n, deadline);
   if (r == CDDP_OK && (s->proof == NULL || c.state == CDDP__CHALLENGE_PROVEN)) {
+    n = 9;
     r = cddp__send_all(s->fd, cddp__greeting, sizeof cddp__greeting - 1, deadline);
-    if (r == CDDP_OK) r = cddp__recv_all(s->fd, bytes, 1, deadline);
-    if (r != CDDP_OK || bytes[0] <= 1) return r;
-    r = cddp__recv_all(s->fd, bytes + 1, 8, deadline);
+    if (r == CDDP_OK) r = cddp__recv_some(s->fd, bytes, &n, deadline);
+    if (r != CDDP_OK || (n == 1 && bytes[0] <= 1)) return r;
+    if (n < 9 && bytes[0] == CDDP__AUTH_REFUSAL[0])
+      (void)cddp__recv_all(s->fd, bytes + n, 9 - n, cddp__soon(1, deadline));
     c.state = memcmp(bytes, CDDP__AUTH_REFUSAL, 8) == 0 ? CDDP__CHALLENGE_REFUSED
                                                         : CDDP__CHALLENGE_ALIEN;
     c.why = (char)bytes[8];
@@ -4249,26 +4272,39 @@ static cddp_result cddp__greet(const cddp_store *s, const char *text, double dea
                       : c.why == 'W' ? "the server has another secret"
                       : c.why == 'N' ? "this process has a secret and the server has none"
                                      : "what answers there does not know the secret");
+  more = recv(s->fd, bytes + n, sizeof bytes - 1 - n, MSG_DONTWAIT);
+  n += more > 0 ? (size_t)more : 0;
   bytes[strcspn((char *)bytes, "\r\n")] = 0;
-  cddp__make_printable((char *)bytes);
+  for (k = 0; k < n && bytes[k] >= 32 && bytes[k] < 127; k++) {}
+  bytes[k] = 0;
   return cddp__fail(CDDP_MISMATCH,
-                    "something that is not a cddp or TCPStore server answers at %s ('%s'); is that "
-                    "another program's port?",
-                    text, (char *)bytes);
+                    "the program at %s is not cddp and no TCPStore server (%s%s%s): another "
+                    "program uses this port",
+                    text, k > 0 ? "it answers '" : "its answer is no text", (char *)bytes,
+                    k > 0 ? "'" : "");
 }
 
 /* Tries each address once. CDDP_NETWORK: trying again may help. CDDP_TIMEOUT: one has taken a
    connection and was silent until the deadline. Other results are final: MISMATCH says that what
-   listens there is no store of this job. */
+   listens there is no store of this job. A server that ends, or a proxy whose server has not
+   started, closes connections for a moment; a program that goes on doing so is no store. */
 static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
+  bool closed = false;
   cddp_result r = CDDP_NETWORK;
-  int i, error;
+  int i, error = 0;
   for (i = 0; i < s->address_count && r == CDDP_NETWORK; i++) {
     const cddp__address *a = &s->addresses[i];
     error = cddp__connect_address(a, cddp__soon(5, deadline), &s->fd);
     if (error == 0)
       r = cddp__greet(s, cddp__describe_address(a).s, deadline);
-    else
+    if ((error == 0 && r == CDDP_NETWORK) || error == ECONNRESET) {
+      closed = true;
+      if (s->closed_since == 0) s->closed_since = cddp__now();
+      r = cddp__fail(cddp__now() < s->closed_since + CDDP__CLOSED_S ? CDDP_NETWORK : CDDP_MISMATCH,
+                     "the program at %s is not cddp and no TCPStore server (it closes connections "
+                     "without an answer): another program uses this port",
+                     cddp__describe_address(a).s);
+    } else if (error != 0)
       r = cddp__fail(error == CDDP__FOREIGN                   ? CDDP_MISMATCH
                      : error == EMFILE || error == ENFILE ? CDDP_SYSTEM
                                                           : CDDP_NETWORK,
@@ -4279,6 +4315,7 @@ static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
                            "for all ranks to meet over TCP");
     if (r != CDDP_OK) cddp__close_fd(&s->fd);
   }
+  if (!closed && r != CDDP_TIMEOUT && error != ETIMEDOUT) s->closed_since = 0;
   return r;
 }
 
@@ -4644,14 +4681,14 @@ static cddp_result cddp__connect(cddp_store *s, const cddp__store_options *o) {
                       "program (no cddp or TCPStore server, or PyTorch's before 2.2), or rank 0, "
                       "which is to serve there, has not come to cddp_init, or is stopped",
                       s->name);
-  if (r != CDDP_NETWORK) return r == CDDP_OK ? r : cddp__store_failed(s, r);
+  if (r != CDDP_NETWORK) return r == CDDP_OK || r == CDDP_MISMATCH ? r : cddp__store_failed(s, r);
   return cddp__fail_in(CDDP_TIMEOUT,
                        "no connection to the store at %s within %g s; rank 0 (the server) may not "
                        "be running, or the address may be wrong. Last error: ",
                        s->name, s->timeout_s);
 }
 
-/* *out is NULL on failure. */
+/* *out is NULL on failure. CDDP_MISMATCH: another program listens there. */
 static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options *options) {
   cddp__store_options o = *options;
   const char *name;
@@ -4664,6 +4701,7 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   s->bytes.allocator = &s->allocator;
   s->timeout_s = o.desc.timeout_s;
   s->fd = s->file = -1;
+  if (o.closed_since != NULL) s->closed_since = *o.closed_since;
   if (o.desc.secret == NULL) o.desc.secret = getenv("CDDP_SECRET");
   if (o.desc.secret != NULL && o.desc.secret[0] != 0)
     if ((s->proof = cddp__strdup(&o.desc.allocator, o.desc.secret)) == NULL) r = CDDP_OUT_OF_MEMORY;
@@ -4677,6 +4715,7 @@ static cddp_result cddp__store_open(cddp_store **out, const cddp__store_options 
   if (r == CDDP_OK && s->scheme != CDDP__FILE) r = cddp__open_url(s, &o);
   if (r == CDDP_OK && (s->server == NULL || o.elect)) r = cddp__connect(s, &o);
   if (r == CDDP_OK) *out = s;
+  if (o.closed_since != NULL) *o.closed_since = s->closed_since;
   if (r != CDDP_OK) cddp__store_close(s);
   return r;
 }
@@ -8374,6 +8413,7 @@ typedef struct cddp__rendezvous {
   bool stale;        /* what the store says has led to nobody: it may be an earlier job's */
   double look, pause; /* when to ask the store again; then for how long to try to open it, s */
   double hung_up;     /* when the store did, of cddp__now(); 0: it has not, or there is a new one */
+  double closed_since; /* of the store, see there */
   unsigned char token[16];
   cddp__address address; /* of this host, for ranks of other nodes */
   int node_socket, root_socket; /* listening: for clients, for coordinators; -1: not this rank */
@@ -8942,8 +8982,12 @@ static cddp_result cddp__open_store(cddp__rendezvous *v, double deadline) {
   o.listen_fd = v->serves ? at->listen_fd : -1;
   o.reachable = !cddp__one_host(at);
   o.deadline = deadline;
+  o.closed_since = &v->closed_since;
   r = cddp__store_open(&v->store, &o);
-  if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT) && at->port_name != NULL)
+  if (r == CDDP_MISMATCH && at->port != 0)
+    cddp__append(cddp__error_text, sizeof cddp__error_text,
+                 "; set MASTER_PORT to a free one, the same for all ranks");
+  if ((r == CDDP_NETWORK || r == CDDP_TIMEOUT || r == CDDP_MISMATCH) && at->port_name != NULL)
     cddp__append(cddp__error_text, sizeof cddp__error_text, " (host from %s, port %s%s)",
                  at->host_name, at->port_name,
                  at->client_only ? "; by TORCHELASTIC_USE_AGENT_STORE a launcher serves there"
@@ -8972,6 +9016,7 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
     else if (v->pause < 5)
       v->pause *= 2;
     v->look = cddp__now() + (r == CDDP_OK ? 0 : 0.02); /* for the clients */
+    if (r == CDDP_MISMATCH) return CDDP_NETWORK;
     if (r == CDDP_NETWORK && !v->serves && v->look + 0.5 < v->deadline &&
         v->look < v->deadline - v->at->timeout_s + CDDP__NAME_S) {
       v->look += 0.25; /* no such name yet */
@@ -9426,7 +9471,8 @@ static void cddp__door_open(cddp__host *h) {
 /* Does this end's part of the challenge. c: begun. */
 static cddp_result cddp__prove(cddp__challenge *c, int fd, double deadline) {
   unsigned char bytes[sizeof c->in];
-  cddp_result r = cddp__challenge_run(c, fd, bytes, deadline);
+  size_t n = 0;
+  cddp_result r = cddp__challenge_run(c, fd, bytes, &n, deadline);
   if (r != CDDP_OK || c->state == CDDP__CHALLENGE_PROVEN) return r;
   return cddp__fail(CDDP_UNAUTHORIZED, "the other process does not know the secret of the job");
 }
@@ -23431,6 +23477,7 @@ static cddp_result cddp__run_command(const char *function, cddp_store *s, cddp__
 
 CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *desc) {
   cddp__store_options o;
+  cddp_result r;
   CDDP__CHECK(out != NULL, "out is NULL");
   *out = NULL;
   CDDP__CHECK(desc != NULL, "desc is NULL");
@@ -23444,7 +23491,8 @@ CDDPDEF cddp_result cddp_store_create(cddp_store **out, const cddp_store_desc *d
   o.elect = true;
   o.listen_fd = -1;
   o.deadline = cddp__now() + o.desc.timeout_s;
-  return cddp__store_open(out, &o);
+  r = cddp__store_open(out, &o);
+  return r == CDDP_MISMATCH ? CDDP_NETWORK : r;
 }
 
 CDDPDEF void cddp_store_destroy(cddp_store *s) { cddp__store_close(s); }
@@ -23565,7 +23613,8 @@ CDDP__COLD_END
    0.4 (not released)
      Gone     A second start on a job's port ended the job in its first 10 s. Now it leaves a job
               that runs alone, and fails itself.
-     Changed  The implementation compiles with strict C++11 and C++14, C99 -pedantic, and behind
+     Changed  Ranks name another program at MASTER_PORT within seconds.
+              The implementation compiles with strict C++11 and C++14, C99 -pedantic, and behind
               <tgmath.h> or macros such as log() and min(). Big-endian and 32-bit targets are
               compile-time errors.
               C++: arguments of collective calls may contain the commas of a template.

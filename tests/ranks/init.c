@@ -287,6 +287,19 @@ static int connect_to(int port) {
   return fd;
 }
 
+static int listen_at(int port) { /* of 127.0.0.1; -1: in use */
+  struct sockaddr_in a;
+  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1;
+  memset(&a, 0, sizeof a);
+  a.sin_family = AF_INET;
+  a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  a.sin_port = htons((uint16_t)port);
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (fd >= 0 && bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && listen(fd, 64) == 0) return fd;
+  if (fd >= 0) close(fd);
+  return -1;
+}
+
 /* VARIABLES ------------------------------------------------------------------------------------ */
 
 /* Ranks of one host that may use different numbers of cores go about a round in one way. Those that
@@ -496,6 +509,101 @@ static void test_port_in_use(void) {
   launch(&m, 1, 10);
   CHECK_SEEN(&m, CDDP_NETWORK, text, "in use");
   close(fd);
+}
+
+/* A program that is not cddp, at MASTER_PORT. */
+typedef struct alien {
+  const char *greets, *answers; /* to a new connection; to what a client says. NULL: nothing */
+  size_t size;                  /* bytes of either; 0: its text's */
+  bool closes;                  /* then; else it keeps the connection open */
+  bool resets;                  /* and so that the client gets a reset */
+} alien;
+
+static int alien_main(int slot, void *arg) { /* slot: its socket */
+  const alien *a = (const alien *)arg;
+  struct linger now = {1, 0};
+  for (;;) {
+    int fd = accept(slot, NULL, NULL);
+    char bytes[256];
+    const char *said = a->greets != NULL ? a->greets : a->answers;
+    if (fd < 0) return 1;
+    if (a->answers != NULL && recv(fd, bytes, sizeof bytes, 0) <= 0) said = NULL;
+    if (said != NULL) (void)!send(fd, said, a->size > 0 ? a->size : strlen(said), MSG_NOSIGNAL);
+    if (a->resets) setsockopt(fd, SOL_SOCKET, SO_LINGER, &now, sizeof now);
+    if (a->closes) close(fd);
+  }
+}
+
+/* Another program at MASTER_PORT is a final error for ranks other than 0: it is named long before
+   the time is over, also to the other ranks of the host. */
+static void test_other_program(void) {
+  static const char settings[21] = {0, 0, 12, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 100, 0, 4, 0, 16};
+  static const alien aliens[] = {
+      {"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n", NULL, 0, false, false},
+      {NULL, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", 0, true, false},
+      {"220 \r\n", NULL, 0, false, false},
+      {NULL, "\25\3\3\0\2\2\106", 7, true, false}, /* TLS: an alert */
+      {settings, NULL, 21, false, false},               /* HTTP/2 */
+      {NULL, NULL, 0, true, false},
+      {NULL, NULL, 0, true, true},
+  };
+  enum { ALIENS = sizeof aliens / sizeof *aliens };
+  member m[4 * ALIENS];
+  pid_t servers[2 * ALIENS], pid[4 * ALIENS];
+  int status[4 * ALIENS], i;
+  for (i = 0; i < 2 * ALIENS; i++) {
+    const alien *a = &aliens[i / 2];
+    int fd = -1, k;
+    prepare(&m[2 * i], 2);
+    fd = listen_at(m[2 * i].port);
+    servers[i] = ranks_fork(alien_main, fd, (void *)(uintptr_t)a);
+    close(fd);
+    for (k = 2 * i; k < 2 * i + 2; k++) { /* ranks 1 and 2 of 3 */
+      m[k].rank = 1 + k % 2;
+      m[k].world = 3;
+      m[k].desc.timeout_s = 60;
+      m[k].desc.secret = i % 2 ? "open sesame" : NULL;
+      m[k].seen = &shared_seen[k];
+      pid[k] = start_member(&m[k]);
+    }
+  }
+  ranks_join(pid, 4 * ALIENS, 90, status);
+  CHECK(ranks_exited_well(status, 4 * ALIENS));
+  for (i = 0; i < 4 * ALIENS; i++) {
+    const alien *a = &aliens[i / 4];
+    char where[32];
+    snprintf(where, sizeof where, "127.0.0.1:%d", m[i].port);
+    CHECK_SEEN(&m[i], CDDP_NETWORK, where, "is not cddp");
+    CHECK(says(&m[i], "MASTER_PORT"));
+    if (i < 8) CHECK(says(&m[i], i < 4 ? "SSH-2.0-OpenSSH" : "HTTP/1.1 400"));
+    CHECK(m[i].seen->seconds < RANKS_WITHIN(a->answers == NULL && a->greets == NULL ? 7 : 3));
+  }
+  for (i = 0; i < 2 * ALIENS; i++) {
+    kill(servers[i], SIGKILL);
+    CHECK_EQ(waitpid(servers[i], NULL, 0), servers[i]);
+  }
+}
+
+/* A proxy closes connections while rank 0 has not started: that lasts for a moment. */
+static void test_closed_for_a_moment(void) {
+  static const alien proxy = {NULL, NULL, 0, true, false};
+  member m[2];
+  pid_t server, pid[2];
+  int status[2], fd;
+  prepare(m, 2);
+  fd = listen_at(m[0].port);
+  server = ranks_fork(alien_main, fd, (void *)(uintptr_t)&proxy);
+  close(fd);
+  setenv("CDDP_HOST_ID", "b", 1);
+  pid[1] = start_member(&m[1]);
+  unsetenv("CDDP_HOST_ID");
+  ranks_sleep(1.5);
+  kill(server, SIGKILL);
+  CHECK_EQ(waitpid(server, NULL, 0), server);
+  pid[0] = start_member(&m[0]);
+  ranks_join(pid, 2, 30, status);
+  CHECK(ranks_exited_well(status, 2));
+  check_joined(m, 2);
 }
 
 static void test_unknown_host(void) {
@@ -1549,6 +1657,8 @@ int main(void) {
   RUN(test_bad_values);
   RUN(test_bad_desc);
   RUN(test_port_in_use);
+  RUN(test_other_program);
+  RUN(test_closed_for_a_moment);
   RUN(test_unknown_host);
   RUN(test_late_name);
   RUN(test_localhost);
