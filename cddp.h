@@ -548,7 +548,8 @@ CDDPDEF cddp_result cddp_barrier_async(cddp_group *g, cddp_work **work);
    counts alone. What the network does not take at once goes out in later calls of cddp: a rank that
    computes for long holds it back. With a work handle cddp_send always returns at once. Count and
    dtype of a send and its recv must agree: else CDDP_MISMATCH at the recv, and at the send or the
-   sender's next call. Any thread. */
+   sender's next call. Any thread. A receive with a handle progresses while a thread of its process
+   waits in any call of cddp, of whichever group, cddp_ddp or store. */
 CDDPDEF cddp_result cddp_send(cddp_group *g, const void *buf, size_t count, cddp_dtype dtype,
                               int peer, int tag, cddp_work **work);
 CDDPDEF cddp_result cddp_recv(cddp_group *g, void *buf, size_t count, cddp_dtype dtype, int peer,
@@ -1829,6 +1830,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   const cddp__backend *backend; /* of memory on a device; NULL: none */
   void *device;                  /* its device context, a cddp__device */
   void *stream;                  /* there: the caller's, a cudaStream_t */
+  struct cddp_group *next_served; /* see cddp__serve_in_waits; served_lock */
+  bool is_served;                 /* g is in that list; p2p_lock */
 };
 
 /* --- data parallel --- */
@@ -2140,8 +2143,9 @@ typedef struct cddp__hosts {
 /* >>hooks ---------------------------------------------------------------------------------------
    A room calls rooms above it. These functions alone are called from rooms above their own. */
 
-/* >>p2p: a rank that waits for anything serves its pending receives meanwhile. */
-static void cddp__serve_idle(cddp_group *g);
+/* >>p2p: a waiting thread serves the pending receives of its process. g: the group in which it
+   waits; NULL: none. Returns whether a receive got its message. */
+static bool cddp__serve_idle(cddp_group *g);
 
 /* >>hosts, for groups that span hosts: a round's headers go to the other hosts and come from there;
    connections are accepted and notices heard; this rank's connections end; hosts ask each other who
@@ -3081,14 +3085,17 @@ static int cddp__above_stdio(int fd) {
   return fd;
 }
 
+#define CDDP__POLL_MS 20 /* of one poll; receives of groups are served in between */
+
 /* Waits until poll(2) has something to say about fd. */
 static cddp_result cddp__wait_fd(int fd, short events, double deadline) {
   for (;;) {
     struct pollfd p = {fd, events, 0};
-    int n = poll(&p, 1, cddp__poll_ms(deadline, 60000));
+    int n = poll(&p, 1, cddp__poll_ms(deadline, CDDP__POLL_MS));
     if (n > 0) return CDDP_OK;
     if (n < 0 && errno != EINTR) return cddp__fail_errno("poll");
     if (cddp__now() >= deadline) return cddp__fail(CDDP_TIMEOUT, "timed out");
+    cddp__serve_idle(NULL); /* a store's client holds the store's lock alone */
   }
 }
 
@@ -7338,6 +7345,48 @@ CDDP__COLD_END
 #define CDDP__ROUND_MOST_OVERSUBSCRIBED ((size_t)8 << 10)
 #define CDDP__SPIN 2000 /* polls with a core per rank: tens of microseconds; otherwise none */
 #define CDDP__YIELDS 100
+#define CDDP__NAP_FIRST_S 1e-3 /* the first sleep; each further one is twice as long, to NAP_S */
+
+/* --- groups that every wait serves --- */
+
+/* The groups of this process that have posted a receive, or that span hosts, linked by next_served.
+   Each waiting thread serves all of them. Under served_lock p2p_lock is only tried: a thread can
+   take the two in either order. */
+static pthread_mutex_t cddp__served_lock = PTHREAD_MUTEX_INITIALIZER;
+static cddp_group *cddp__served;
+
+static void cddp__drop_served(void) { /* in a forked child: these are the parent's groups */
+  pthread_mutex_init(&cddp__served_lock, NULL);
+  __atomic_store_n(&cddp__served, NULL, __ATOMIC_RELEASE);
+}
+
+static void cddp__watch_served(void) { (void)pthread_atfork(NULL, NULL, cddp__drop_served); }
+
+/* From now on every wait of the process serves g. p2p_lock held, or no other thread knows g. */
+static void cddp__serve_in_waits(cddp_group *g) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  if (g->is_served) return;
+  pthread_once(&once, cddp__watch_served);
+  pthread_mutex_lock(&cddp__served_lock);
+  g->is_served = true;
+  g->next_served = cddp__served;
+  __atomic_store_n(&cddp__served, g, __ATOMIC_RELEASE);
+  pthread_mutex_unlock(&cddp__served_lock);
+}
+
+/* Called before g is freed. When this returns, no other thread serves g. */
+static void cddp__stop_serving(cddp_group *g) {
+  cddp_group *s;
+  if (!g->is_served) return;
+  pthread_mutex_lock(&cddp__served_lock);
+  if (cddp__served == g) {
+    __atomic_store_n(&cddp__served, g->next_served, __ATOMIC_RELEASE);
+  } else {
+    for (s = cddp__served; s->next_served != g; s = s->next_served) {}
+    s->next_served = g->next_served;
+  }
+  pthread_mutex_unlock(&cddp__served_lock);
+}
 
 /* --- waits --- */
 
@@ -7353,7 +7402,7 @@ static void cddp__wait_begin(cddp__wait *w, double seconds, int yields) {
   double now = cddp__now();
   w->deadline = now + seconds;
   w->look = now + CDDP__NAP_S;
-  w->nap = 1e-3;
+  w->nap = CDDP__NAP_FIRST_S;
   w->yields = yields;
   w->due = w->late = false;
 }
@@ -7381,7 +7430,7 @@ static cddp_result cddp__wait_tick(cddp_group *g, cddp__wait *w) {
   int next = (h->index + 1) % h->size, status;
   cddp_result r = cddp__check_failure(g);
   if (r != CDDP_OK) return r;
-  cddp__serve_idle(g);
+  if (cddp__serve_idle(g)) w->nap = CDDP__NAP_FIRST_S; /* more messages are likely to follow */
   cddp__wait_look(w);
   if (!w->due) return CDDP_OK;
   /* A rank keeps a descriptor of the next one's process of the host, and tells all ranks how it has
@@ -10917,6 +10966,7 @@ static cddp_result cddp__hosts_attach(cddp_group *g, cddp__net *net, const int *
   pthread_mutex_lock(&g->host->lock); /* from now on failures of the group elsewhere are heard */
   g->hosts = x;
   pthread_mutex_unlock(&g->host->lock);
+  cddp__serve_in_waits(g);
   return r;
 }
 
@@ -10967,9 +11017,9 @@ CDDP__COLD_END
    own slot; the receiver looks through the sender's requests, copies the bytes itself and marks
    the request done. Bytes in shared memory are read where they are, other messages and small ones
    from a copy, so that their send returns at once; the shortest are in the request. Each side bumps
-   the other's events, if that sleeps on them. A rank that waits for anything, collectives included,
-   also serves its own receives: an exchange needs no thread. A receive without a handle polls the
-   requests itself before it is put into the list.
+   the other's events, if that sleeps on them. A thread that waits for anything, in whichever group,
+   serves the receives of its process meanwhile: an exchange needs no thread. A receive without a
+   handle polls the requests itself before it is put into the list.
    So a message of 4 bytes costs two transfers of a cache line: the sender gets its request back,
    which the receiver of the last one has marked, and the receiver gets it. */
 
@@ -11214,8 +11264,10 @@ static bool cddp__is_claimed(const cddp_group *g, const cddp_work *q) {
   return false;
 }
 
-/* Serves receives whose message has come, the oldest first. p2p_lock held. */
-static void cddp__serve_recvs(cddp_group *g) {
+/* Serves receives whose message has arrived, the oldest first. Returns whether there was one.
+   p2p_lock held. */
+static bool cddp__serve_recvs(cddp_group *g) {
+  bool served = false;
   cddp_work *q;
   int i;
   if (g->hosts != NULL) cddp__hosts_serve(g);
@@ -11230,8 +11282,10 @@ static void cddp__serve_recvs(cddp_group *g) {
       else if (cddp__look_for_send(g, q) != NULL && (p = cddp__look_for_send(g, q)) != NULL)
         cddp__take_send(g, q, p); /* the oldest, see there */
       if (any && q->done) g->next_any = q->from + 1;
+      served = served || q->done;
     }
   }
+  return served;
 }
 
 static bool cddp__is_alone(cddp_group *g) { /* no receive is in the list */
@@ -11267,11 +11321,39 @@ static bool cddp__recv_alone(cddp_work *q) {
   return false;
 }
 
-static void cddp__serve_idle(cddp_group *g) {
-  if (g->hosts != NULL) cddp__hosts_look(g);
-  if (pthread_mutex_trylock(&g->p2p_lock) != 0) return;
-  if (g->recvs != NULL || g->hosts != NULL) cddp__serve_recvs(g);
+/* Serves a healthy group in which this thread does not wait: sends the rest of its messages, and
+   serves its receives. A failure of that group leaves this thread's error text alone. */
+static bool cddp__serve_other(cddp_group *g) {
+  char kept[CDDP__ERROR_MAX];
+  bool served = false;
+  if (cddp__load32(&g->block->broken) != 0) return false;
+  if (pthread_mutex_trylock(&g->p2p_lock) != 0) return false;
+  if (g->hosts != NULL) (void)cddp__flush_links(g);
+  if (g->recvs != NULL) {
+    memcpy(kept, cddp__error_text, sizeof kept);
+    if (g->hosts != NULL) cddp__net_look(g->host, g->hosts->net);
+    served = cddp__serve_recvs(g);
+    memcpy(cddp__error_text, kept, sizeof kept);
+  }
   pthread_mutex_unlock(&g->p2p_lock);
+  return served;
+}
+
+static bool cddp__serve_idle(cddp_group *g) {
+  bool served = false;
+  cddp_group *other;
+  if (g != NULL && g->hosts != NULL) cddp__hosts_look(g);
+  if (g != NULL && pthread_mutex_trylock(&g->p2p_lock) == 0) {
+    if (g->recvs != NULL || g->hosts != NULL) served = cddp__serve_recvs(g);
+    pthread_mutex_unlock(&g->p2p_lock);
+  }
+  if (__atomic_load_n(&cddp__served, __ATOMIC_ACQUIRE) == NULL ||
+      pthread_mutex_trylock(&cddp__served_lock) != 0)
+    return served;
+  for (other = cddp__served; other != NULL; other = other->next_served)
+    if (other != g && cddp__serve_other(other)) served = true;
+  pthread_mutex_unlock(&cddp__served_lock);
+  return served;
 }
 
 static void cddp__post_recv(cddp_group *g, cddp_work *q) {
@@ -11282,6 +11364,7 @@ static void cddp__post_recv(cddp_group *g, cddp_work *q) {
   pthread_mutex_lock(&g->p2p_lock);
   while (*at != NULL) at = &(*at)->next;
   *at = q;
+  cddp__serve_in_waits(g);
   cddp__serve_recvs(g);
   pthread_mutex_unlock(&g->p2p_lock);
   pthread_setcancelstate(cancel, &cancel);
@@ -12153,7 +12236,9 @@ static bool cddp__work_done(cddp_work *w) {
   if (w->run == NULL) {
     if (cddp__load32(&g->block->broken) != 0) return true;
     if (w->call.kind == CDDP__KIND_SEND && w->send < 0) return true;
-    return cddp__message_ready(w);
+    if (cddp__message_ready(w)) return true;
+    cddp__serve_idle(NULL);
+    return false;
   }
   pthread_mutex_lock(&g->engine.lock);
   done = w->done;
@@ -12910,6 +12995,7 @@ static void cddp__group_leave(cddp_group *g) {
   memcpy(text, cddp__error_text, sizeof text);
   if (g->backend != NULL) g->backend->leave(g);
   cddp__engine_stop(g);
+  cddp__stop_serving(g);
   pthread_mutex_lock(&h->lock);
   for (at = &h->groups; *at != g; at = &(*at)->next) {}
   *at = g->next;
@@ -14255,7 +14341,7 @@ static cddp_result cddp__device_turn(cddp__device *p, double start, const char *
   cddp_result r = cddp__check_group(g);
   if (r != CDDP_OK) return r;
   if (waited < CDDP__SPIN_S) sched_yield();
-  else cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
+  else if (!cddp__serve_idle(g)) cddp__sleep(waited < 16e-3 ? waited / 16 : 1e-3);
   if (waited < g->timeout_s + (cddp__device_busy(p) > 0 ? CDDP__LATE_S : 0)) return CDDP_OK;
   cddp__fail(CDDP_TIMEOUT, "timed out after %g s: on rank %d, cuda:%d, %s has not ended%s",
              g->timeout_s, g->rank, p->device, what,
@@ -18651,6 +18737,7 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
     fds[count++].events = links[i]->state == CDDP__LINK_GREETING ? POLLOUT : POLLIN;
   }
   (void)!poll(fds, (nfds_t)count, 5);
+  cddp__serve_idle(NULL);
 }
 
 /* Keeps or drops a whole report and its connection; a member's (if they meet) or one of who would
@@ -23629,6 +23716,8 @@ CDDP__COLD_END
      Mended   Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a
               failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
               run without shards does not bind a run with shards.
+              Messages progress while their receiver waits in another group, cddp_ddp or store: a
+              large one, or over 128 small ones, blocked both ranks until the time-out.
               Optimizers: where settings differ between ranks the text names the setting, the values
               and the ranks. A communication hook that fails without a text is told by its result.
               Elastic: a process that joins with other optimizer settings fails alone.
@@ -23665,7 +23754,7 @@ CDDP__COLD_END
      Gone     cddp_launch: fork and exec examples/cddprun.c, whose options are its desc.
               PyTorch 1.x's dialect of the store, CDDP_STORE_PROTO, the store's commands for
               queues, barriers and lists of keys. cddp_sgd_desc.separate_mul_add.
-     Mended   Messages: between hosts 1 MiB and more took four times as long as now, on a host short
+              Messages: between hosts 1 MiB and more took four times as long as now, on a host short
               ones did; a rank's first one, sent before it computed for long, could get lost there.
               A call with a handle has the floating-point mode of its caller on each rank. Messages
               that nobody will take make no send to another rank wait.
