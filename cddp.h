@@ -389,9 +389,9 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    From NCCL 2.26 on NCCL_LAUNCH_ORDER_IMPLICIT=1 keeps the GPU to that order as well.
    FORKING. CUDA does not survive a fork: cddp_spawn comes first. Where cddp_kernels.cuh is linked,
    cddp_sgd_create without a cddp_ddp, cddp_save and cddp_load use CUDA too.
-   TESTED on one NVIDIA H200 (CUDA 13.0, NCCL 2.28.3), also with 2 and 4 ranks that share it. Several
-   GPUs and several hosts with GPUs have been tested only on a test double of CUDA and NCCL. See
-   tests/gpu/gpu-results.md; tests/gpu/gpu.sh tests the GPU of this machine. */
+   TESTED on one NVIDIA H200 (CUDA 13.0, NCCL 2.28.3), also with 2 and 4 ranks that share it.
+   Several GPUs and several hosts with GPUs have been tested only on a test double of CUDA and NCCL.
+   See tests/gpu/gpu-results.md; tests/gpu/gpu.sh tests the GPU of this machine. */
 
 /* Collective over g, which has no device yet: gives it one, as cddp_init does for desc.device and
    desc.backend (the same words; backend NULL = "nccl"). For the groups of cddp_run_threads, where

@@ -97,6 +97,38 @@ collectives() {
   expect 1 '^gather, rank 2: 1 10 2 20 3 30$'
 }
 
+powersgd() { # the loss of compressed gradients; 3.6 % of the bytes with R = 1
+  build powersgd
+  for ranks in 1 2 4; do
+    run ./powersgd -n $ranks
+    expect 1 '^R = 0:  9830400 bytes \(100\.0 %\), loss 0\.2[0-9]+$'
+    expect 1 '^R = 1:   358400 bytes \(  3\.6 %\), loss 0\.[23][0-9]+$'
+    expect 1 '^R = 4:  1433600 bytes \( 14\.6 %\), loss 0\.2[0-9]+$'
+  done
+  launched 2 ./powersgd
+}
+
+sync_batchnorm() { # the weights of one process with the whole batch; the example compares them
+  build sync_batchnorm
+  for ranks in 1 2 5; do
+    run ./sync_batchnorm -n $ranks
+    expect 1 "^loss of $ranks ranks (0\.[0-9]+), of one process 0\.[0-9]+; largest difference of a weight: [0-9]"
+  done
+  launched 3 ./sync_batchnorm
+}
+
+mesh() { # the weights of one process; the example compares them
+  build mesh
+  for ranks in 2 4 6; do
+    run ./mesh -n $ranks
+    expect 1 "^mesh of $((ranks / 2)) by 2 ranks, 16 hidden units each$"
+    expect 1 '^loss 0\.1[0-9]+, of one process 0\.1[0-9]+$'
+  done
+  launched 4 ./mesh
+  ./mesh -n 3 >out 2>&1 && fail "3 ranks: $(cat out)"
+  grep -q '^3 ranks: the number must be a multiple of 2' out || fail "3 ranks: $(cat out)"
+}
+
 embedding() { # dense and sparse gradients: the same losses and weights; far fewer bytes
   local dense sparse
   build embedding
@@ -381,6 +413,6 @@ no_gpu() { # COMMAND...: says in one line that there is none, and exits with 1
 }
 
 case ${1:-} in
-toy | linear | collectives | embedding | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu) "$1" ;;
+toy | linear | collectives | embedding | powersgd | sync_batchnorm | mesh | data_parallel | model_parallel | digits | gpt | elastic | cddptrace | cddprun | gpu) "$1" ;;
 *) fail "usage: $0 NAME" ;;
 esac
