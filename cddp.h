@@ -3302,6 +3302,7 @@ static void cddp__unmap(cddp__address *a) { /* ::ffff:192.0.2.1 is 192.0.2.1 */
 static cddp_result cddp__resolve(const char *host, int port, cddp__address *out, int *count) {
   struct addrinfo hints, *list = NULL, *i;
   int e, n = 0, j;
+  bool unzoned = false;
   memset(&hints, 0, sizeof hints);
   hints.ai_socktype = SOCK_STREAM;
   e = getaddrinfo(host, NULL, &hints, &list);
@@ -3311,6 +3312,11 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
     memcpy(&out[n].sa, i->ai_addr, i->ai_addrlen);
     out[n].size = i->ai_addrlen;
     cddp__unmap(&out[n]);
+    if (out[n].sa.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&out[n].v6.sin6_addr) &&
+        out[n].v6.sin6_scope_id == 0) {
+      unzoned = true; /* Linux could not tell on which interface it is */
+      continue;
+    }
     cddp__address_set_port(&out[n], port);
     for (j = 0; j < n && !cddp__address_same_host(&out[j], &out[n]); j++) continue;
     if (j == n) n++;
@@ -3318,6 +3324,11 @@ static cddp_result cddp__resolve(const char *host, int port, cddp__address *out,
   if (e == 0) freeaddrinfo(list);
   *count = n;
   if (n > 0) return CDDP_OK;
+  if (unzoned)
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "'%s' is a link-local address: it needs a zone, the name of this host's "
+                      "interface on that link, as in %s%%eth0",
+                      host, host);
   return cddp__fail(CDDP_NETWORK,
                     "the host name '%s' does not resolve: %s; correct it, add it to /etc/hosts, or "
                     "set MASTER_ADDR to an address of rank 0's host",
@@ -3482,7 +3493,15 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
     *fd_count = 0;
   } while (error == EADDRINUSE && --tries > 0);
   return cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
-                    "cannot listen on %s: %s", text.s, strerror(error));
+                    "cannot listen on %s: %s%s", text.s, strerror(error),
+                    count == 0 || a[0].sa.ss_family == AF_UNIX ? ""
+                    : error == EADDRINUSE
+                        ? "; another program uses this port: set MASTER_PORT to a free one, the "
+                          "same for all ranks"
+                    : error == EADDRNOTAVAIL
+                        ? "; it is no address of this host, where rank 0 runs: set MASTER_ADDR to "
+                          "one"
+                        : "");
 }
 
 /* A listening socket on 127.0.0.1 and a port of the system's choice, for forked children too. */
@@ -4319,7 +4338,7 @@ static cddp_result cddp__try_addresses(cddp_store *s, double deadline) {
                      error != CDDP__FOREIGN
                          ? strerror(error)
                          : "another user's process listens there; set MASTER_ADDR and MASTER_PORT "
-                           "for all ranks to meet over TCP");
+                           "for all ranks to connect over TCP");
     if (r != CDDP_OK) cddp__close_fd(&s->fd);
   }
   if (!closed && r != CDDP_TIMEOUT && error != ETIMEDOUT) s->closed_since = 0;
@@ -4462,11 +4481,10 @@ static cddp_result cddp__serve(cddp_store *s, const cddp__store_options *o) {
   fd = v->fds;
   if (o->listen_fd < 0) {
     r = cddp__listen_all(s->addresses, s->address_count, v->fds, &v->fd_count);
-    if (r == CDDP_NETWORK)
+    if (r == CDDP_NETWORK && s->addresses[0].sa.ss_family == AF_UNIX)
       cddp__append(cddp__error_text, sizeof cddp__error_text,
-                   "; it must be this host's, rank 0's, and nobody else may use it: set "
-                   "MASTER_PORT to another, or MASTER_ADDR and MASTER_PORT for all ranks to meet "
-                   "elsewhere over TCP");
+                   "; another process has this name: set MASTER_ADDR and MASTER_PORT for all ranks "
+                   "to connect over TCP");
   } else {
     v->fd_count = 1;
     *fd = cddp__own(fcntl(o->listen_fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
@@ -5096,6 +5114,12 @@ static cddp_result cddp__env_master(cddp__place *at, uint64_t key) {
                       "its command (HOST is rank 0's host), or unset %s to run without %s",
                       host == NULL ? "MASTER_ADDR" : "MASTER_PORT", l->name, at->world_size,
                       l->cure, l->variables[CDDP__RANK], l->name);
+  if (host[0] == '[' ? host[strlen(host) - 1] != ']'
+                     : strchr(host, ':') != NULL && strchr(host, ':') == strrchr(host, ':'))
+    return cddp__fail(CDDP_INVALID_ARGUMENT,
+                      "the host name '%.200s' does not resolve: MASTER_ADDR is a name or address "
+                      "alone; the port goes to MASTER_PORT",
+                      host);
   snprintf(at->init_method, sizeof at->init_method,
            strchr(host, ':') && host[0] != '[' ? "tcp://[%s]:%d" : "tcp://%s:%d", host, port);
   at->client_only = script && agent != NULL && strcmp(agent, "True") == 0;
@@ -5139,8 +5163,8 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
   if (r == CDDP_OK && d->world_size <= 0) r = cddp__env_ranks(at);
   if (r == CDDP_OK && at->joins && d->world_size <= 0 && !at->launched)
     return cddp__fail(CDDP_INVALID_ARGUMENT,
-                      "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: who joins a job has "
-                      "its WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and the RANK that it is to be");
+                      "CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set: set WORLD_SIZE, "
+                      "MASTER_ADDR and MASTER_PORT of the running job, and the RANK to join as");
   if (r == CDDP_OK && d->world_size <= 0 && !at->launched && strcmp(method, "env://") == 0 &&
       (cddp__env("MASTER_ADDR") != NULL || cddp__env("MASTER_PORT") != NULL)) {
     name = cddp__env("MASTER_ADDR") != NULL ? "MASTER_ADDR" : "MASTER_PORT";
@@ -8554,9 +8578,12 @@ static cddp_result cddp__taken(const cddp__host *h, int rank, uint32_t pid, cons
                                uint32_t other, const char *other_name) {
   return cddp__fail(CDDP_INVALID_ARGUMENT,
                     "two jobs use %s at once, or two processes were given one RANK: rank %d is "
-                    "taken twice, by pid %u on %s and pid %u on %s. Give each job a MASTER_PORT of "
-                    "its own",
-                    h->place, rank, pid, name, other, other_name);
+                    "taken twice, by pid %u on %s and pid %u on %s. Give each job %s of its own",
+                    h->place, rank, pid, name, other, other_name,
+                    strncmp(h->place, "port ", 5) == 0 ? "a MASTER_PORT"
+                    : strncmp(h->place, "unix://cddp-", 12) == 0
+                        ? "a MASTER_PORT, or a MASTER_ADDR and a MASTER_PORT,"
+                        : "an init_method");
 }
 
 /* Where this process met last: survivors of a group meet again under other ranks, while the others
@@ -9150,22 +9177,36 @@ static cddp_result cddp__make_table(cddp__rendezvous *v) {
 
 /* Time is up: who is missing, as far as this rank knows. */
 static cddp_result cddp__fail_late(cddp__rendezvous *v) {
+  const cddp__place *at = v->at;
+  const char *starter = at->launcher != CDDP__BY_SCRIPT ? cddp__launchers[at->launcher].name
+                        : cddp__env("TORCHELASTIC_RESTART_COUNT") != NULL ? "torchrun or cddprun"
+                        : v->job_secret                                   ? "cddp_spawn"
+                                                                          : NULL;
   bool missing[CDDP__MAX_RANKS];
-  int rank, n = 0, size = v->at->world_size;
+  int rank, n = 0, size = at->world_size;
   if (!v->with_rank_0 || v->node_socket < 0) /* not the root */
     return cddp__fail(CDDP_TIMEOUT,
-                      "timed out after %g s: not all %d ranks have come to %s; %d are on this "
-                      "host%s",
-                      v->at->timeout_s, size, v->host->place, (int)v->member_count,
-                      v->up.fd < 0 ? ", rank 0 has not" : "");
+                      "timed out after %g s: not all %d ranks connected to %s; %d of them are on "
+                      "this host%s",
+                      at->timeout_s, size, v->host->place, (int)v->member_count,
+                      v->up.fd < 0 ? ", rank 0 did not connect" : "");
   for (rank = 0; rank < size; rank++)
     n += missing[rank] = cddp__member_of(v, (uint32_t)rank) == NULL;
-  return cddp__fail(
-      CDDP_TIMEOUT,
-      "timed out after %g s: rank%s %s of %d did not come to %s; start them, or raise "
-      "CDDP_TIMEOUT_S",
-      v->at->timeout_s, n > 1 ? "s" : "", cddp__list_ranks(missing, size, 128).s, size,
-      v->host->place);
+  for (rank = 0; !missing[rank];) rank++;
+  if (starter != NULL)
+    return cddp__fail(CDDP_TIMEOUT,
+                      "timed out after %g s: rank%s %s of the %d that %s started did not call "
+                      "cddp_init%s: look at %s output; if %s only slow, raise CDDP_TIMEOUT_S",
+                      at->timeout_s, n > 1 ? "s" : "", cddp__list_ranks(missing, size, 128).s, size,
+                      starter, cddp__one_host(at) ? "" : ", or could not connect",
+                      n > 1 ? "their" : "its", n > 1 ? "they are" : "it is");
+  return cddp__fail(CDDP_TIMEOUT,
+                    "timed out after %g s: rank%s %s of %d (%s) did not connect to %s: start "
+                    "%s%.0d, or raise CDDP_TIMEOUT_S",
+                    at->timeout_s, n > 1 ? "s" : "", cddp__list_ranks(missing, size, 128).s, size,
+                    at->launched ? "WORLD_SIZE" : "world_size",
+                    at->port != 0 ? at->init_method + strlen("tcp://") : at->init_method,
+                    n > 1 ? "each with its RANK" : "it with RANK=", n > 1 ? 0 : rank);
 }
 
 /* Until this rank has the table, or knows what is wrong. The root's deadline is the first, as it
@@ -17480,7 +17521,8 @@ CDDPDEF cddp_result cddp_ddp_ready(cddp_ddp *d, int param) {
   bool noted, twice;
   cddp_result r = CDDP_OK;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  CDDP__CHECK(param >= 0 && param < d->count, "param is %d; there are %d", param, d->count);
+  CDDP__CHECK(param >= 0 && param < d->count, "param is %d; it must be from 0 to %d", param,
+              d->count - 1);
   CDDP__CHECK(d->params[param].grad != NULL || cddp__dense_count(d, param) == 0,
               "the parameter's grad is NULL");
   t = &d->tensors[param];
@@ -22896,10 +22938,12 @@ static cddp_result cddp__check_device(const cddp_group_desc *d) {
                       d->backend == NULL && cddp__backend_name(d) != NULL ? " (CDDP_BACKEND)" : "");
   if ((cuda && !CDDP__HAS_CUDA) || (mpi && !CDDP__HAS_MPI))
     return cddp__fail(CDDP_UNSUPPORTED,
-                      "this build has no %s; compile cddp's implementation with %s, or use device "
-                      "\"cpu\" and backend \"cpu\"",
+                      "this build has no %s%s; compile cddp's implementation with %s, or %s",
                       cuda ? "CUDA" : "MPI",
-                      cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI");
+                      mpi && d->backend == NULL ? ", for which CDDP_BACKEND=mpi asks" : "",
+                      cuda ? "-DCDDP_CUDA and link -lnccl -lcudart" : "mpicc -DCDDP_MPI",
+                      mpi && d->backend == NULL ? "unset CDDP_BACKEND"
+                                                : "use device \"cpu\" and backend \"cpu\"");
   return CDDP_OK;
 }
 
@@ -23308,7 +23352,8 @@ CDDPDEF cddp_result cddp_ddp_add_rows(cddp_ddp *d, int param, const int64_t *row
   cddp_result r;
   size_t i;
   CDDP__CHECK(d != NULL, "the cddp_ddp is NULL");
-  CDDP__CHECK(param >= 0 && param < d->count, "param is %d; there are %d", param, d->count);
+  CDDP__CHECK(param >= 0 && param < d->count, "param is %d; it must be from 0 to %d", param,
+              d->count - 1);
   s = cddp__sparse_of(d, param);
   CDDP__CHECK(s != NULL, "parameter \"%s\" is dense; set sparse_rows in cddp_ddp_desc",
               cddp__param_name(&d->params[param], param).s);

@@ -1233,7 +1233,7 @@ static void test_few_descriptors(void) {
   m[0].files = 64;
   m[0].desc.timeout_s = RANKS_WITHIN(0.5);
   launch(m, 1, 20);
-  CHECK_SEEN(&m[0], CDDP_TIMEOUT, "did not come", "");
+  CHECK_SEEN(&m[0], CDDP_TIMEOUT, "did not connect", "");
   prepare(m, 40); /* as many as there are descriptors for */
   for (i = 0; i < 40; i++) m[i].files = 64;
   launch(m, 40, 60);

@@ -202,6 +202,14 @@ static const struct {
     {PALS("0", "4", "0", "2"), {"MASTER_ADDR is not set", "PALS", "--env MASTER_ADDR=HOST"}},
     {JSM("0", "4", "0", "2"), {"MASTER_ADDR is not set", "jsrun", "-E MASTER_ADDR=HOST"}},
     {MVAPICH("0", "4", "0", "2"), {"MASTER_ADDR is not set", "mpirun_rsh", "MASTER_ADDR=HOST"}},
+    /* A port in MASTER_ADDR, and what is no address. */
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1:29500 MASTER_PORT=29500",
+     {"'127.0.0.1:29500' does not resolve", "name or address alone", "goes to MASTER_PORT"}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=[::1]:29500 MASTER_PORT=1",
+     {"'[::1]:29500' does not resolve", "name or address alone", "goes to MASTER_PORT"}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=tcp://h MASTER_PORT=1", {"'tcp://h'", "address alone", ""}},
+    {"CDDP_JOIN=1",
+     {"CDDP_JOIN is 1, but RANK and WORLD_SIZE are not set", "MASTER_ADDR", "running job"}},
     /* An address, but no rank: not one rank alone. */
     {"MASTER_ADDR=h MASTER_PORT=1", {"RANK and WORLD_SIZE are not set", "unset MASTER_ADDR", ""}},
     {"MASTER_ADDR=h", {"MASTER_ADDR is set", "RANK and WORLD_SIZE are not set", ""}},
@@ -247,7 +255,8 @@ static void test_errors(void) {
     if (discover(bad[i].set, &at) != CDDP_INVALID_ARGUMENT)
       test_fail(__FILE__, __LINE__, "not refused: %s", bad[i].set);
     for (k = 0; k < 3; k++) SAYS(bad[i].says[k]);
-    if (strncmp(bad[i].set, "MASTER_", 7) == 0) /* nobody started it as a rank: it may spawn some */
+    if (strncmp(bad[i].set, "MASTER_", 7) == 0 ||
+        strcmp(bad[i].set, "CDDP_JOIN=1") == 0) /* nobody started it as a rank: it may spawn some */
       CHECK_EQ(cddp_launcher_rank(), -1);
     else if (strncmp(bad[i].set, "CDDP_TIMEOUT_S", 14) != 0)
       CHECK(cddp_launcher_rank() >= 0);
@@ -597,9 +606,102 @@ static void test_origins(void) {
   if (bind(fd, (struct sockaddr *)&a, sizeof a) == 0 && listen(fd, 1) == 0) {
     CHECK_IS(cddp_init(&g, NULL), CDDP_NETWORK);
     SAYS("derived from SLURM_JOB_ID and SLURM_STEP_ID");
-    SAYS("set MASTER_PORT to another");
+    SAYS("another program uses this port: set MASTER_PORT to a free one");
   }
   close(fd);
+}
+
+/* A newcomer's mistakes, with a text for each. At once, though a name that does not resolve would
+   be asked for again. */
+static void test_mistakes(void) {
+  static const struct {
+    const char *set, *says[3];
+  } cases[] = {
+      {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=192.0.2.7 MASTER_PORT=29500",
+       {"192.0.2.7", "no address of this host, where rank 0 runs", "set MASTER_ADDR to one"}},
+      {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=fe80::1 MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
+      {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=fe80::1 MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
+      {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=[fe80::1] MASTER_PORT=29500", {"fe80::1", "zone", "%"}},
+      {"CDDP_BACKEND=mpi", {"this build has no MPI", "CDDP_BACKEND=mpi", "unset CDDP_BACKEND"}},
+      {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost:29500 MASTER_PORT=29500",
+       {"'localhost:29500' does not resolve", "address alone", "MASTER_PORT"}}};
+  cddp_group *g;
+  size_t i, k;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    double start = test_now();
+    variables(cases[i].set);
+    setenv("CDDP_TIMEOUT_S", "5", 1);
+    CHECK(cddp_init(&g, NULL) != CDDP_OK);
+    CHECK(test_now() - start < RANKS_WITHIN(1));
+    for (k = 0; k < 3; k++) SAYS(cases[i].says[k]);
+    unsetenv("CDDP_BACKEND");
+  }
+}
+
+/* Rank 0 waits for others that never come: who should have started them? */
+static void test_missing_ranks(void) {
+  static const struct {
+    const char *set, *says[3];
+  } cases[] = {
+      {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1",
+       {"rank 1 of 2 (WORLD_SIZE) did not connect to 127.0.0.1:", "start it with RANK=1", ""}},
+      {"RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1",
+       {"ranks 1-3 of 4 (WORLD_SIZE) did not connect", "with its RANK", ""}},
+      {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 TORCHELASTIC_RESTART_COUNT=0",
+       {"rank 1 of the 2 that torchrun or cddprun started", "look at its output", ""}},
+      {SLURM("0", "3", "0", "0") "SLURM_STEP_NUM_NODES=1",
+       {"ranks 1-2 of the 3 that Slurm's srun started did not call cddp_init",
+        "look at their output", "raise CDDP_TIMEOUT_S"}},
+      {OMPI("0", "2", "0", "2") "PMIX_NAMESPACE=9",
+       {"rank 1 of the 2 that Open MPI's mpirun started did not call cddp_init",
+        "look at its output", "raise CDDP_TIMEOUT_S"}},
+      {FLUX("0", "2", "0", "1"), {"rank 1 of the 2 that Flux's flux run started", "", ""}}};
+  char port[16];
+  cddp_group *g;
+  size_t i, k;
+  int fd = -1, number = 0;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    CHECK_OK(cddp__listen_any(&fd, &number)); /* a free port */
+    close(fd);
+    snprintf(port, sizeof port, "%d", number);
+    variables(cases[i].set);
+    setenv("CDDP_TIMEOUT_S", "0.2", 1);
+    if (getenv("MASTER_ADDR") != NULL) setenv("MASTER_PORT", port, 1);
+    CHECK_IS(cddp_init(&g, NULL), CDDP_TIMEOUT);
+    for (k = 0; k < 3; k++) SAYS(cases[i].says[k]);
+  }
+}
+
+/* Two processes are given one RANK: what keeps two jobs apart depends on where they meet. */
+static int hold_rank_0(int rank, void *arg) {
+  cddp_group *g;
+  variables((const char *)arg);
+  setenv("CDDP_TIMEOUT_S", "1", 1);
+  (void)rank;
+  (void)!cddp_init(&g, NULL);
+  return 0;
+}
+
+static void test_two_jobs(void) {
+  static const char *const sets[] = {OMPI("0", "3", "0", "3") "PMIX_NAMESPACE=9",
+                                     SLURM("0", "3", "0", "0") "SLURM_STEP_NUM_NODES=1"};
+  cddp_group *g;
+  char copy[512];
+  size_t i;
+  int status;
+  pid_t pid;
+  for (i = 0; i < sizeof sets / sizeof *sets; i++) {
+    snprintf(copy, sizeof copy, "%s", sets[i]);
+    pid = ranks_fork(hold_rank_0, 0, copy);
+    cddp__sleep(0.2);
+    variables(sets[i]);
+    setenv("CDDP_TIMEOUT_S", "1", 1);
+    CHECK_IS(cddp_init(&g, NULL), CDDP_INVALID_ARGUMENT);
+    SAYS("two jobs use unix://cddp-");
+    SAYS("MASTER_ADDR");
+    SAYS("MASTER_PORT");
+    ranks_join(&pid, 1, 20, &status);
+  }
 }
 
 /* A cddp_init that succeeds leaves cddp_error() as it was. */
@@ -935,6 +1037,9 @@ int main(void) {
   RUN(test_job_names);
   RUN(test_rank_0_elsewhere);
   RUN(test_origins);
+  RUN(test_mistakes);
+  RUN(test_missing_ranks);
+  RUN(test_two_jobs);
   RUN(test_error_stays);
   RUN(test_agent_store);
   RUN(test_rank_beyond);
