@@ -635,10 +635,11 @@ typedef struct cddp_ddp_desc {
                                   2-norm; 0 = it does not, INFINITY = for cddp_ddp_grad_norm only */
 } cddp_ddp_desc;
 
-/* Collective over g, which must outlive the cddp_ddp. Compares names, counts, dtypes and settings
-   with rank 0's (CDDP_MISMATCH names the first that differs), copies rank 0's data to all ranks and
-   assigns gradients to buckets as PyTorch does once it has rebuilt them (one with sparse_rows
-   counts as if it were dense). data and grad may be in any memory; it and params must stay where
+/* Collective over g. Destroy the cddp_ddp before g (CPUs: the other order does no harm either; with
+   cddp_run_threads destroy both in fn). Compares names, counts, dtypes and settings with rank 0's
+   (CDDP_MISMATCH names the first that differs), copies rank 0's data to all ranks and assigns
+   gradients to buckets as PyTorch does once it has rebuilt them (one with sparse_rows counts as if
+   it were dense). data and grad may be in any memory; it and params must stay where
    they are until cddp_ddp_destroy, and gradient pointers never move. Weights from cddp_alloc of g
    are not copied. Gradients that were NULL lie in one piece of memory: first those of F32, then
    F64, F16, BF16; of each dtype the last parameter first, each from the next multiple of 64 bytes
@@ -1812,6 +1813,8 @@ struct cddp_group { /* followed by its arrays, see cddp__group_build */
   uint64_t calls;         /* collectives so far, for messages */
   uint64_t id;            /* alike on all ranks of the group; the world's is 0 */
   struct cddp_group *next; /* in host.groups */
+  int models;              /* cddp_ddps on it, which keep its memory; host.lock, as is the next */
+  bool left;               /* this rank has left it */
   bool failed;             /* this rank has seen that the group is broken; fail_lock */
   pthread_mutex_t fail_lock; /* guards the slot's failure too */
   cddp__engine engine;
@@ -13026,7 +13029,23 @@ static cddp_result cddp__share_block(cddp_group *g, const int *members, int n, c
   return CDDP_OK;
 }
 
-/* Leaves the group: what peers wait for from now on is lost. Keeps this thread's error text. */
+/* Counts a model in, or (-1) out, or (0) the leaving of the group; frees it when it has neither. */
+static void cddp__group_hold(cddp_group *g, int models) {
+  cddp__host *h = g->host;
+  bool last;
+  pthread_mutex_lock(&h->lock);
+  g->models += models;
+  g->left = g->left || models == 0;
+  last = g->left && g->models == 0;
+  pthread_mutex_unlock(&h->lock);
+  if (!last) return;
+  cddp__free(&h->allocator, g->world);
+  cddp__free(&h->allocator, g);
+  cddp__host_release(h);
+}
+
+/* Leaves the group: what peers wait for from now on is lost. Its memory stays for models on it.
+   Keeps this thread's error text. */
 static void cddp__group_leave(cddp_group *g) {
   cddp__slot *slot = cddp__slot_of(g, g->rank);
   cddp__host *h = g->host;
@@ -13061,10 +13080,9 @@ static void cddp__group_leave(cddp_group *g) {
   pthread_mutex_destroy(&g->engine.lock);
   pthread_cond_destroy(&g->engine.changed);
   pthread_cond_destroy(&g->engine.work);
-  cddp__free(&h->allocator, g->world);
   cddp__free(&h->allocator, g->hosts);
-  cddp__free(&h->allocator, g);
-  cddp__host_release(h);
+  g->hosts = NULL;
+  cddp__group_hold(g, 0);
   memcpy(cddp__error_text, text, sizeof text);
 }
 
@@ -18104,6 +18122,7 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__host *h = d->group->host;
   const cddp_allocator *a = &h->allocator;
   char text[CDDP__ERROR_MAX];
+  cddp_group *g;
   cddp_optim *o;
   int i;
   memcpy(text, cddp__error_text, sizeof text);
@@ -18137,7 +18156,9 @@ static void cddp__ddp_free(cddp_ddp *d) { /* keeps this thread's error text */
   cddp__arena_free(h, d->rows);
   pthread_mutex_destroy(&d->lock);
   for (i = 0; d->sparse != NULL && i < d->count; i++) cddp__sparse_free(a, d->sparse[i]);
+  g = d->group;
   cddp__free(a, d); /* and its arrays */
+  cddp__group_hold(g, -1);
   memcpy(cddp__error_text, text, sizeof text);
 }
 
@@ -18199,6 +18220,7 @@ static cddp_ddp *cddp__ddp_new(cddp_group *g, cddp_param *params, int count,
   if (d == NULL) return NULL;
   (void)cddp__ddp_arrays(d, (char *)(d + 1), g, count, desc);
   d->group = g;
+  cddp__group_hold(g, 1);
   d->id = __atomic_add_fetch(&cddp__models_made, 1, __ATOMIC_RELAXED);
   d->params = params;
   d->count = count;
@@ -20999,7 +21021,9 @@ CDDPDEF cddp_group *cddp_ddp_group(cddp_ddp *d) {
   cddp__ref ref;
   cddp__enter_call(__func__);
   if (d == NULL) cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the cddp_ddp is NULL");
-  if (d == NULL || !d->desc.elastic) return d != NULL ? d->group : NULL;
+  else if (d->group->left && !d->desc.elastic)
+    cddp__fail(CDDP_INVALID_ARGUMENT, "cddp_ddp_group: the group of the cddp_ddp was destroyed");
+  if (d == NULL || !d->desc.elastic) return d != NULL && !d->group->left ? d->group : NULL;
   if (cddp__check_cause(&d->failure) != CDDP_OK) return NULL;
   if (d->crew != NULL) return d->crew->past != NULL ? d->crew->past : d->comm;
   if (e->identity == 0) cddp__elastic_begin(d);
@@ -23765,6 +23789,7 @@ CDDP__COLD_END
               large one, or over 128 small ones, blocked both ranks until the time-out.
               Optimizers: where settings differ between ranks the text names the setting, the values
               and the ranks. A communication hook that fails without a text is told by its result.
+              A group that was destroyed before a cddp_ddp on it was used after it had been freed.
               Elastic: a process that joins with other optimizer settings fails alone.
 
    0.3 (2026-11)

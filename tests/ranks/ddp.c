@@ -1633,6 +1633,88 @@ static void test_hook_given_up(void) {
   CHECK_OK(ranks_run(run_given_up, &hooked, 3, true));
 }
 
+/* A group that is destroyed before its models and their optimizers: harmless, in any order. */
+enum { HOOKED = 1, UNUSED = 2, OF_MODEL = 4, SHARDED = 8, ELASTIC = 16, KINDS = 32 };
+
+static void group_first(cddp_group *g, int kind, int order) {
+  float w[2][300] = {{0}};
+  cddp_param p[] = {{"w", w[0], NULL, 300, CDDP_F32}, {"v", w[1], NULL, 300, CDDP_F32}};
+  cddp_ddp_desc d;
+  cddp_sgd_desc o;
+  cddp_ddp *ddp = NULL;
+  cddp_optim *s = NULL;
+  cddp_result r = CDDP_OK;
+  int step, k, n = cddp_world_size(g), shard;
+  memset(&d, 0, sizeof d);
+  memset(&o, 0, sizeof o);
+  if (kind & HOOKED) d.comm_hook = cddp_bf16_compress_hook;
+  d.find_unused_parameters = kind & UNUSED;
+  if (kind & (SHARDED | ELASTIC)) d.shards = 2 * n;
+  d.elastic = kind & ELASTIC;
+  CHECK_OK(cddp_ddp_create(&ddp, g, p, 2, &d));
+  o.lr = 0.1;
+  o.momentum = 0.9;
+  o.ddp = kind & OF_MODEL ? ddp : NULL;
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &o));
+  for (step = 0; step < 3; step++) {
+    if (step == 2) cddp_destroy(g);
+    if (step == 2 && order < 2) break;
+    while (cddp_ddp_next_shard(ddp, &shard))
+      for (k = 0; k < 2; k++) {
+        ((float *)p[k].grad)[7] += (float)shard;
+        (void)cddp_ddp_ready(ddp, k);
+      }
+    r = cddp_ddp_step(ddp, s);
+    CHECK(step < 2 ? r == CDDP_OK : r == CDDP_OK || cddp_error()[0] != 0);
+  }
+  if (order == 2) CHECK(cddp_ddp_group(ddp) == NULL || (kind & ELASTIC));
+  if (order == 1) cddp_optim_destroy(s);
+  cddp_ddp_destroy(ddp);
+  if (order == 1) return;
+  p[0].grad = w[1];
+  p[1].grad = w[1];
+  if (!(kind & OF_MODEL)) CHECK_OK(cddp_optim_step(s));
+  cddp_optim_destroy(s);
+}
+
+static int group_first_threads(cddp_group *g, void *arg) {
+  group_first(g, *(int *)arg % KINDS, *(int *)arg / KINDS);
+  return test_failures != 0;
+}
+
+static int group_first_process(int rank, void *arg) {
+  cddp_group *g;
+  (void)rank;
+  CHECK_OK(cddp_init(&g, NULL));
+  group_first(g, *(int *)arg % KINDS, *(int *)arg / KINDS);
+  return test_failures != 0;
+}
+
+static int group_first_split(cddp_group *g, void *arg) {
+  cddp_group *s;
+  CHECK_OK(cddp_group_split(g, cddp_rank(g) % 2, 0, &s));
+  group_first(s, *(int *)arg % KINDS, *(int *)arg / KINDS);
+  CHECK_OK(cddp_barrier(g));
+  return test_failures != 0;
+}
+
+static void test_group_destroyed_first(void) {
+  static const int kinds[] = {0, HOOKED, UNUSED, OF_MODEL, SHARDED, SHARDED | OF_MODEL};
+  int order, kind;
+  size_t i;
+  for (order = 0; order < 3; order++) {
+    for (i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+      kind = kinds[i] + order * KINDS;
+      CHECK_OK(ranks_run(group_first_threads, &kind, 2, true));
+      CHECK_OK(cddp_spawn(group_first_process, &kind, 2));
+      CHECK_OK(ranks_run(group_first_split, &kind, 3, i % 2));
+      CHECK_OK(cddp_spawn(group_first_process, &kind, 1));
+    }
+    kind = ELASTIC + order * KINDS;
+    CHECK_OK(cddp_spawn(group_first_process, &kind, 2));
+  }
+}
+
 typedef struct loss {
   double *died_at;
   bool fused;
@@ -1781,6 +1863,7 @@ int main(void) {
   RUN(test_cycles);
   RUN(test_given_up);
   RUN(test_hook_given_up);
+  RUN(test_group_destroyed_first);
   RUN(test_dead_rank);
   RUN(test_stopped_inside);
   return TEST_END();
