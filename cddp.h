@@ -23780,6 +23780,8 @@ CDDP__COLD_END
               size (PMIx, aprun), MASTER_ADDR or MASTER_PORT without RANK, and numbers such as " 1",
               "+1" and "01" are CDDP_INVALID_ARGUMENT. On one host MASTER_PORT alone keeps two
               programs of a step apart. A command behind setsid in a shell of srun --pty is no rank.
+              cddprun --nnodes needs --node-rank. It names ranks that exited with 0 before another
+              one failed.
               A cddp_init that succeeds leaves cddp_error() as it was; error texts show control
               characters escaped.
      Mended   Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a

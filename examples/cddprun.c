@@ -118,6 +118,7 @@ typedef struct job { /* one life of all ranks */
   int attempt, count, first; /* restarts so far; ranks here; the rank of the first of them */
   pid_t pids[MAX_RANKS];     /* 0: not started, or ended */
   bool lost[MAX_RANKS];      /* elastic: it is to be started again */
+  bool done[MAX_RANKS];      /* it has exited with 0 */
   int lives[MAX_RANKS];      /* elastic: times that it was */
   int logs[MAX_RANKS];       /* files of --log-dir; -1: none */
   stream streams[2 * MAX_RANKS]; /* rank i's are 2i (stdout) and 2i + 1 */
@@ -147,19 +148,25 @@ static double now(void) { /* seconds */
 }
 
 __attribute__((format(printf, 1, 2))) static void say(const char *format, ...) {
-  char line[1024];
+  char line[1024], shown[4 * sizeof line], *to = shown, *c;
   va_list args;
   va_start(args, format);
   vsnprintf(line, sizeof line, format, args);
   va_end(args);
-  fprintf(stderr, "cddprun: %s\n", line);
+  for (c = line; *c; c++) { /* a CR would hide what comes before it */
+    if ((unsigned char)*c >= ' ') *to++ = *c;
+    else to += sprintf(to, *c == '\r' ? "\\r" : "\\x%02x", (unsigned)*c);
+  }
+  *to = 0;
+  fprintf(stderr, "cddprun: %s\n", shown);
 }
 
 /* --- options --- */
 
-/* Says what is wrong with the command line. */
+/* Says what is wrong with the command line, in the last line. */
 static int refuse(const char *what, const char *which) {
-  fprintf(stderr, "cddprun: %s%s\n%s", what, which, usage);
+  fprintf(stderr, "usage: cddprun [options] program [arguments]; see cddprun --help\n");
+  say("%s%s", what, which);
   return 2;
 }
 
@@ -170,14 +177,41 @@ static bool is(const char *argument, const char *name) {
   return *argument == 0 || *argument == '=';
 }
 
-/* Reads a whole number of low .. high. Returns 0 or the exit code. */
+/* Reads a whole number of low .. high, in plain digits. Returns 0 or the exit code. */
 static int read_number(const char *name, const char *text, int low, int high, int *out) {
-  char *end, what[160];
-  long n = strtol(text, &end, 10);
+  bool counts = !strcmp(text, "auto") || !strcmp(text, "cpu") || !strcmp(text, "gpu");
+  size_t digits = strspn(text, "0123456789");
+  char what[160];
+  long n = strtol(text, NULL, 10);
   *out = (int)n;
-  if (end != text && *end == 0 && n >= low && n <= high) return 0;
-  snprintf(what, sizeof what, "%.40s must be a whole number from %d to %d, not ", name, low, high);
+  if (digits > 0 && text[digits] == 0 && (*text != '0' || digits == 1) && n >= low && n <= high)
+    return 0;
+  snprintf(what, sizeof what, "%.40s must be a whole number from %d to %d%s, not ", name, low, high,
+           counts ? " (cddprun does not count processors or GPUs as torchrun does)" : "");
   return refuse(what, text);
+}
+
+/* Names an option that is unknown here, and what stands for it if it is torchrun's. */
+static int refuse_option(const char *name) {
+  static const char *const theirs[][2] = {
+      {"--no-python", "is not needed: cddprun starts any program"},
+      {"--rdzv-backend", "is torchrun's: say --master-addr and --master-port"},
+      {"--rdzv-endpoint", "is torchrun's: say --master-addr and --master-port"},
+      {"--rdzv-id", "is torchrun's: say --master-addr and --master-port"},
+      {"--rdzv-conf", "is torchrun's: say --master-addr and --master-port"},
+      {"-m", "is torchrun's: the program is python3 -m MODULE"},
+      {"--module", "is torchrun's: the program is python3 -m MODULE"},
+      {"-t", "is torchrun's: say --log-dir"},
+      {"--tee", "is torchrun's: say --log-dir"},
+      {"-r", "is torchrun's: say --log-dir"},
+      {"--redirects", "is torchrun's: say --log-dir"}};
+  char what[64];
+  size_t k;
+  for (k = 0; k < sizeof theirs / sizeof *theirs; k++) {
+    snprintf(what, sizeof what, "%s ", theirs[k][0]);
+    if (is(name, theirs[k][0])) return refuse(what, theirs[k][1]);
+  }
+  return refuse("no such option: ", name);
 }
 
 /* Whether options contradict each other. Returns 0 or the exit code. */
@@ -188,6 +222,9 @@ static int check_options(const options *o) {
   if (o->nnodes > 1 && o->standalone) return refuse("--standalone is for one machine", "");
   if (o->nnodes > 1 && o->serve_store)
     return refuse("--serve-store is for one machine; with several, rank 0 serves", "");
+  if (o->nnodes > 1 && o->node_rank < 0)
+    return refuse("--node-rank must say which machine this is: 0 on --master-addr's, 1 on the next",
+                  "");
   if (o->nnodes > 1 && o->master_addr == NULL)
     return refuse("--master-addr must name the machine whose --node-rank is 0, as others reach it",
                   "");
@@ -223,17 +260,19 @@ static int read_options(options *o, char **argv) {
     const char *name = *argv, *equals = strchr(name, '='), *value = equals ? equals + 1 : argv[1];
     size_t k = 0;
     while (k < count && !is(name, all[k].name) && !is(name, all[k].other)) k++;
-    if (k == count) return refuse("no such option: ", name);
+    if (k == count) return refuse_option(name);
     if (all[k].flag && equals) return refuse("takes no value: ", name);
     if (all[k].flag) *all[k].flag = true;
-    else if (!value) return refuse("a value is missing after ", name);
+    else if (!value) return refuse("a value is missing after ", all[k].name);
     else if (all[k].text) *all[k].text = value;
     else if ((code = read_number(all[k].name, value, all[k].low, all[k].high, all[k].number)))
       return code;
     argv += !all[k].flag && !equals;
   }
   o->argv = argv + (*argv && strcmp(*argv, "--") == 0);
-  return check_options(o);
+  code = check_options(o);
+  if (o->node_rank < 0) o->node_rank = 0;
+  return code;
 }
 
 /* --- failure, and how the ranks end --- */
@@ -284,16 +323,39 @@ static void lose_rank(job *j, int i, int code, const char *how) {
   }
 }
 
+/* The ranks that had exited with 0 before another one failed. If they called no cddp_init, the
+   others have waited for them. */
+static void note_done(const job *j, char *text, size_t size) {
+  size_t n = 0;
+  int i, named = 0, count = 0;
+  for (i = 0; i < j->count; i++) count += j->done[i];
+  if (count == 0) return;
+  n += (size_t)snprintf(text, size, "; before that rank%s", count > 1 ? "s" : "");
+  for (i = 0; i < j->count && named < 8; i++)
+    if (j->done[i])
+      n += (size_t)snprintf(text + n, size - n, "%s %d", named++ ? "," : "", j->first + i);
+  snprintf(text + n, size - n, "%s had exited with code 0 (without cddp_init, the others wait)",
+           count > named ? ", ..." : "");
+}
+
+/* Whether it is a program of Python's. */
+static bool is_python(const char *program) {
+  const char *slash = strrchr(program, '/'), *name = slash ? slash + 1 : program;
+  size_t n = strlen(name);
+  return strncmp(name, "python", 6) == 0 || (n > 3 && strcmp(name + n - 3, ".py") == 0);
+}
+
 /* A rank has ended. Among several that end at once a signal comes before an exit code: survivors of
    a killed rank exit because of it. fresh: nothing had failed when these were looked for. */
 static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
   bool by_signal = WIFSIGNALED(status);
   int number = by_signal ? WTERMSIG(status) : 0, code = by_signal ? 128 + number
                                                                   : WEXITSTATUS(status);
-  char how[160];
+  char how[160], done[256] = "";
   j->pids[i] = 0;
   j->alive--;
   j->succeeded += status == 0;
+  j->done[i] = status == 0;
   if (status == 0 || !fresh || (j->code != 0 && (!by_signal || j->by_signal))) return;
   if (by_signal)
     snprintf(how, sizeof how, "rank %d (pid %d) was killed by signal %d (%s)%s", j->first + i,
@@ -305,7 +367,11 @@ static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
     return;
   }
   j->code = 0;
-  give_up(j, code, SIGTERM, notice_s, "%s", how);
+  note_done(j, done, sizeof done);
+  give_up(j, code, SIGTERM, notice_s, "%s%s%s", how, done,
+          is_python(j->o->argv[0]) && !j->o->serve_store && j->o->nnodes == 1
+              ? ". PyTorch programs need --serve-store"
+              : "");
   j->rank_failed = true;
   j->by_signal = by_signal;
 }
@@ -748,6 +814,28 @@ static void run_rank(const job *j, int i, const int *outputs, int failure, pid_t
   _exit(e == ENOENT ? 127 : 126);
 }
 
+/* Says why the program could not be run. */
+static void blame_program(job *j, int e) {
+  const char *name = j->o->argv[0];
+  char line[256] = "", why[512];
+  FILE *f = fopen(name, "re");
+  bool there = f && fgets(line, sizeof line, f);
+  if (f) fclose(f);
+  line[strcspn(line, "\n")] = 0;
+  if (e == ENOENT && strchr(name, '/') == NULL)
+    snprintf(why, sizeof why, ": it is in no folder of PATH (a program here is ./NAME)");
+  else if (e == ENOENT && strncmp(line, "#!", 2) == 0)
+    snprintf(why, sizeof why, " (its first line names an interpreter that is not there: %s)",
+             line + 2);
+  else if (e == ENOENT && there)
+    snprintf(why, sizeof why, " (its dynamic linker is not there: another system's program?)");
+  else if (e == EACCES && there)
+    snprintf(why, sizeof why, ": %s; make it executable: chmod +x %s", strerror(e), name);
+  else
+    snprintf(why, sizeof why, ": %s", strerror(e));
+  give_up(j, e == ENOENT ? 127 : 126, SIGTERM, 0, "cannot run \"%s\"%s", name, why);
+}
+
 /* Starts rank i; false when that has failed. */
 static bool start_rank(job *j, int i) {
   int out[2] = {-1, -1}, err[2] = {-1, -1}, failure[2] = {-1, -1}, theirs[2], e = 0;
@@ -775,12 +863,7 @@ static bool start_rank(job *j, int i) {
     while (got < 0 && errno == EINTR);
   }
   if (failure[0] >= 0) close(failure[0]);
-  if (got == (ssize_t)sizeof e)
-    give_up(j, e == ENOENT ? 127 : 126, SIGTERM, 0, "cannot run \"%s\": %s%s", j->o->argv[0],
-            strerror(e),
-            e == ENOENT && strchr(j->o->argv[0], '/') == NULL
-                ? "; it is in no folder of PATH (a program here is ./NAME)"
-                : "");
+  if (got == (ssize_t)sizeof e) blame_program(j, e);
   return pid > 0 && got == 0;
 }
 
@@ -849,6 +932,7 @@ int main(int argc, char **argv) {
   open_standard_files();
   if (code) return puts(usage) < 0;
   o.nproc_per_node = o.nnodes = 1;
+  o.node_rank = -1;
   o.color = "auto";
   if ((code = read_options(&o, argv + 1))) return code;
   if (!open_signals(&j)) return 1;

@@ -265,6 +265,8 @@ static int rank_main(const char *what) {
   if (strcmp(what, "alone") == 0) return rank_is_lost(rank, rank == 0 ? 2 : 1);
   if (strcmp(what, "loses two") == 0) return rank_loses_two(rank);
   if (strcmp(what, "all fail") == 0) return 3 + rank;
+  if (strcmp(what, "skips") == 0)
+    return rank == 1 ? 0 : (setenv("CDDP_TIMEOUT_S", "1", 1), rank_sums());
   if (strcmp(what, "without") == 0) return rank_without_descriptor(rank);
   return 98;
 }
@@ -365,22 +367,55 @@ static void test_ranks(void) {
 
 static void test_invalid(void) {
   static const char *const bad[][2] = {
-      {"-n -1", "nproc-per-node"},       {"-n 0", "nproc-per-node"},
-      {"-n 1048576", "nproc-per-node"},  {"-n 2x", "nproc-per-node"},
-      {"--nnodes -1", "nnodes"},         {"--nnodes 0", "nnodes"},
+      {"-n -1", "nproc-per-node"},
+      {"-n 0", "nproc-per-node"},
+      {"-n 1048576", "nproc-per-node"},
+      {"-n 2x", "nproc-per-node"},
+      {"--nnodes -1", "nnodes"},
+      {"--nnodes 0", "nnodes"},
       {"--nnodes 2 --node-rank 2 --master-addr a", "node-rank"},
-      {"--node-rank -1", "node-rank"},   {"--nnodes 2 --node-rank 1", "master-addr"},
-      {"--nnodes 2 --standalone", "standalone"}, {"--master-port 65536", "master-port"},
+      {"--node-rank -1", "node-rank"},
+      {"--nnodes 2 --node-rank 1", "master-addr"},
+      {"--nnodes 2 --standalone", "standalone"},
+      {"--master-port 65536", "master-port"},
       {"--nnodes 2 --master-addr a --serve-store", "serve-store"},
-      {"--max-restarts -1", "max-restarts"},     {"--color pink", "color"},
+      {"--max-restarts -1", "max-restarts"},
+      {"--color pink", "color"},
       {"--min-nproc 1", "min-nproc"},
       {"-n 2 --elastic --min-nproc 3", "min-nproc"},
-      {"--no-such", "no such option"},   {"-n", "nproc-per-node"}};
+      {"--no-such", "no such option"},
+      {"-n", "nproc-per-node"},
+      {"--nnodes 2 --master-addr a", "--node-rank"}, /* which machine is this? */
+      {"--nnodes 2 --master-addr a --nproc-per-node 2", "--node-rank"},
+      {"-n 02", "nproc-per-node"},
+      {"-n +2", "nproc-per-node"},
+      {"-n 2\r", "not 2\\r"},
+      {"--master-port=029500", "master-port"},
+      /* torchrun's */
+      {"--nproc-per-node=auto", "auto"},
+      {"--nproc_per_node gpu", "gpu"},
+      {"--no-python", "is not needed"},
+      {"--no_python -n 2", "is not needed"},
+      {"--rdzv-backend=c10d", "--master-addr"},
+      {"--rdzv_endpoint a:1", "torchrun's"},
+      {"-m train", "python3 -m"},
+      {"--module train", "python3 -m"},
+      {"--tee 3", "--log-dir"},
+      {"--nnodes=1:2", "nnodes"}};
+  const char *text;
   size_t i;
   for (i = 0; i < sizeof bad / sizeof *bad; i++) {
     CHECK_EQ(run(bad[i][0], strcmp(bad[i][0], "-n") != 0 ? "sums" : NULL), 2);
-    CHECK(said("cddprun: ") && said(bad[i][1]) && shared->pid[0] == 0);
+    test_count();
+    if (!said("cddprun: ") || !said(bad[i][1]) || shared->pid[0] != 0)
+      test_fail(__FILE__, __LINE__, "%s: not \"%s\" but %s", bad[i][0], bad[i][1], contents(err));
+    CHECK(said("see cddprun --help"));
+    text = strstr(contents(err), "\ncddprun: "); /* the last line, behind another one */
+    CHECK(text != NULL && strchr(text + 1, '\n') == text + strlen(text) - 1);
   }
+  empty(out);
+  CHECK_EQ(run("--help", NULL), 0);
+  CHECK(strstr(contents(out), "--node-rank") != NULL && contents(err)[0] == 0);
   CHECK_EQ(run("-n 2", NULL), 2);
   CHECK(said("no program"));
 }
@@ -485,6 +520,49 @@ static void test_failure(void) {
   CHECK_EQ(run("-n 3 cddp-no-such-program", NULL), 127);
   CHECK(said("cddp-no-such-program") && said("PATH"));
   CHECK_EQ(run("-n 3 /", NULL), 126);
+  CHECK_EQ(run("-n 3", "skips"), 1);
+  CHECK(said("exited with code 1") && said("before that rank 1 had exited with code 0") &&
+        said("cddp_init"));
+  CHECK_EQ(run("-n 4", "fails"), 7); /* nobody had */
+  CHECK(!said("code 0"));
+}
+
+/* A program that is there and cannot be run; one of PyTorch. */
+static void test_programs(void) {
+  static const struct {
+    const char *name, *text;
+    int mode, code;
+    const char *says[2];
+  } cases[] = {{"script",
+                "#!/no/such/interpreter\nexit 0\n",
+                0755,
+                127,
+                {"its first line names an interpreter that is not there", "/no/such/interpreter"}},
+               {"crlf",
+                "#!/bin/sh\r\nexit 0\r\n",
+                0755,
+                127,
+                {"its first line names an interpreter that is not there", "/bin/sh\\r"}},
+               {"plain", "#!/bin/sh\nexit 0\n", 0644, 126, {"chmod +x", "plain"}},
+               {"train.py", "#!/bin/sh\nexit 3\n", 0755, 3, {"--serve-store", "PyTorch"}},
+               {"train.sh", "#!/bin/sh\nexit 3\n", 0755, 3, {"code 3", ""}}};
+  char folder[] = "/tmp/cddp-launch-XXXXXX", path[64], options[128];
+  size_t i;
+  CHECK(mkdtemp(folder) != NULL);
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    FILE *f;
+    snprintf(path, sizeof path, "%s/%s", folder, cases[i].name);
+    CHECK((f = fopen(path, "w")) != NULL && fputs(cases[i].text, f) >= 0 && fclose(f) == 0);
+    CHECK(chmod(path, (mode_t)cases[i].mode) == 0);
+    snprintf(options, sizeof options, "-n 2 %s", path);
+    CHECK_EQ(run(options, NULL), cases[i].code);
+    test_count();
+    if (!said(cases[i].says[0]) || !said(cases[i].says[1]))
+      test_fail(__FILE__, __LINE__, "%s: %s", cases[i].name, contents(err));
+    CHECK(said("--serve-store") == (i == 3));
+    unlink(path);
+  }
+  rmdir(folder);
 }
 
 static void test_lost_descriptor(void) { /* somebody closed it on the way to rank 0 */
@@ -742,6 +820,7 @@ int main(int argc, char **argv) {
   RUN(test_binary);
   RUN(test_prompt);
   RUN(test_failure);
+  RUN(test_programs);
   RUN(test_ignored_child_signal);
   RUN(test_closed_files);
   RUN(test_lost_descriptor);
