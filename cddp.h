@@ -8403,10 +8403,12 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
    who leads the ranks of several hosts or GPUs, and shares no memory. Its group is one that is
    broken from the start. The rest is >>elastic's, or >>crew's: cddp_ddp_create.
    When it fails: FAIL, a result and a text, goes up and down from the rank that failed. A lost
-   connection is a lost rank. What is wrong with a rank is told when as many ranks are there as are
-   to come, so that all of them hear it. Ranks that have said IN find the failure in the group. */
+   connection is a lost rank. If a rank does not fit, the root tells all ranks when the last one has
+   connected, or CDDP__PROBLEM_S after it knows; so does a coordinator that knows of no root. Ranks
+   that have said IN find the failure in the group. */
 
 #define CDDP__MEET_MAGIC 0x544d4443u /* "CDMT" */
+#define CDDP__PROBLEM_S 1.0 /* for ranks that have not connected, when the others know an error */
 #define CDDP__GREETING 64   /* connections that have not said RANK; beyond these the oldest goes */
 
 enum { CDDP__MEET_RANK = 1, CDDP__MEET_WAIT, CDDP__MEET_TABLE, CDDP__MEET_FAIL, CDDP__MEET_IN };
@@ -8504,7 +8506,8 @@ typedef struct cddp__rendezvous {
   int nodes;    /* that have said RANK, this one with them */
   int expected; /* ranks to come, by the smallest WORLD_SIZE */
   bool with_rank_0;    /* it is of this node, fitting or not */
-  cddp__cause problem; /* of the first member that does not fit */
+  cddp__cause problem; /* of the first member that does not fit, and */
+  double problem_at;   /* when it was known */
   bool common;    /* the failure is not of this rank alone: its text is for all */
   cddp__net *net; /* with the rank table; NULL: not all ranks have come */
 } cddp__rendezvous;
@@ -8687,6 +8690,7 @@ static cddp_result cddp__add_member(cddp__rendezvous *v, const cddp__rank_info *
   if (r == CDDP_OK && other != NULL)
     r = cddp__taken(v->host, (int)i->rank, other->info.pid, other->info.host.name, i->pid,
                     i->host.name);
+  if (r != CDDP_OK && !cddp__has_cause(&v->problem)) v->problem_at = cddp__now();
   if (r != CDDP_OK) cddp__note_cause(&v->problem, r, cddp_error());
   m = (cddp__member *)cddp__grown(&v->host->allocator, v->members, &v->member_capacity,
                                   v->member_count + 1, sizeof *m);
@@ -9085,11 +9089,11 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   double most = 0.02 + 1e-5 * v->at->world_size;
   const char *key = v->key;
   cddp__address own;
-  bool there = false;
+  bool there = false, wrong = cddp__has_cause(&v->problem); /* then the time is short */
   cddp_result r;
   if (v->root_socket >= 0 || cddp__now() < v->look) return CDDP_OK;
   if (v->store == NULL) {
-    r = cddp__open_store(v, cddp__soon(v->pause, v->deadline));
+    r = cddp__open_store(v, cddp__soon(wrong ? 0.25 : v->pause, v->deadline));
     if (r == CDDP_OK)
       v->pause = 0.002;
     else if (v->pause < 5)
@@ -9125,6 +9129,34 @@ static cddp_result cddp__seek_others(cddp__rendezvous *v) {
   cddp__close_store(v);
   if (!v->stale) v->hung_up = cddp__now(); /* else an earlier job's store has ended */
   return CDDP_OK;
+}
+
+/* This process has RANK 0, but MASTER_ADDR is no address of its host. A process there can have RANK
+   0 too, as with --node-rank 0 on two hosts: then all ranks there learn of both. Otherwise the text
+   stays. */
+static cddp_result cddp__call_other_root(cddp__rendezvous *v, cddp_result r) {
+  cddp__rank_info *own = &v->members[0].info;
+  cddp__address a[CDDP__ADDRESSES_MAX];
+  char text[CDDP__ERROR_MAX];
+  cddp_result answer = CDDP_OK;
+  int n = 0;
+  snprintf(text, sizeof text, "%s", cddp_error());
+  v->serves = false;
+  (void)cddp__resolve(v->at->host, v->at->port, a, &n);
+  if (n > 0 && !cddp__address_here(&a[0]) &&
+      cddp__open_store(v, cddp__soon(1, v->deadline)) == CDDP_OK) {
+    v->store->timeout_s = 1;
+    (void)cddp__call_root(v);
+  }
+  if (v->up.fd >= 0) {
+    memcpy(own->token, v->token, sizeof v->token);
+    (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, own, sizeof *own, NULL,
+                             v->deadline);
+  }
+  while (answer == CDDP_OK && v->up.fd >= 0 &&
+         cddp__wait_fd(v->up.fd, POLLIN, cddp__soon(3 * CDDP__PROBLEM_S, v->deadline)) == CDDP_OK)
+    answer = cddp__channel_hear(v, &v->up);
+  return answer == CDDP_INVALID_ARGUMENT ? answer : cddp__fail(r, "%s", text);
 }
 
 /* --- the meeting --- */
@@ -9220,7 +9252,7 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
   v->look = cddp__now() + (v->store != NULL ? 0.002 : 0); /* all ranks may be on this host */
   while (r == CDDP_OK && v->net == NULL) {
     double until = v->deadline + 0.5;
-    bool late, all;
+    bool late, all, wrong;
     if (v->up.fd < 0 && v->node_socket < 0) r = cddp__enter_node(v);
     while (r == CDDP_OK && v->up.fd >= 0 && v->told < v->member_count) {
       cddp__member *m = &v->members[v->told++]; /* the rank above does not know it yet */
@@ -9237,7 +9269,8 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
     if (r != CDDP_OK || v->net != NULL) break;
     late = cddp__now() >= v->deadline + (v->up.fd < 0 ? 0 : v->up.local ? 0.5 : 0.25);
     all = v->with_rank_0 && v->node_socket >= 0 && v->member_count >= (size_t)v->expected;
-    if (late || (all && cddp__has_cause(&v->problem))) {
+    wrong = cddp__has_cause(&v->problem) && v->up.fd < 0; /* else the rank above decides */
+    if (late || (wrong && (all || cddp__now() > v->problem_at + CDDP__PROBLEM_S))) {
       v->common = true;
       r = cddp__check_cause(&v->problem);
       return r != CDDP_OK ? r : cddp__fail_late(v);
@@ -9794,6 +9827,8 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
                         "descriptor %s (CDDP_LISTEN_FD) of the launcher is not here: a "
                         "program between it and this one has closed it; ",
                         getenv("CDDP_LISTEN_FD"));
+    else if (r == CDDP_NETWORK && at->port != 0)
+      r = cddp__call_other_root(&v, r);
   }
   cddp__close_fd(&at->listen_fd);
   if (r == CDDP_OK) r = cddp__gather(&v);
@@ -23769,7 +23804,9 @@ CDDP__COLD_END
    0.4 (not released)
      Gone     A second start on a job's port ended the job in its first 10 s. Now it leaves a job
               that runs alone, and fails itself.
-     Changed  Ranks name another program at MASTER_PORT within seconds.
+     Changed  Ranks name another program at MASTER_PORT within seconds. Ranks that know a final
+              error (WORLD_SIZE differs, one RANK twice) end within seconds, though others are
+              missing.
               The implementation compiles with strict C++11 and C++14, C99 -pedantic, and behind
               <tgmath.h> or macros such as log() and min(). Big-endian and 32-bit targets are
               compile-time errors.

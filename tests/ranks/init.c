@@ -894,6 +894,47 @@ static void test_world_sizes_differ(void) {
   }
 }
 
+/* A final error is told within seconds, though a rank is missing and the time is not over. Each
+   case on one host, on two, and where rank 0 is the rank that is missing. */
+static void test_known_errors(void) {
+  static const char *const hosts[] = {"aaa", "aba", "abc"};
+  enum { CASES = 4, HOSTS = 3 };
+  member m[3 * CASES * HOSTS];
+  pid_t pid[3 * CASES * HOSTS];
+  int status[3 * CASES * HOSTS], i, n = 0, k, h;
+  for (k = 0; k < CASES; k++)
+    for (h = 0; h < HOSTS; h++, n += 3) {
+      prepare(&m[n], 3);
+      for (i = n; i < n + 3; i++) {
+        m[i].world = 6;
+        m[i].desc.timeout_s = 60;
+        m[i].seen = &shared_seen[i];
+        m[i].delay = 0.1 * (i - n);
+      }
+      m[n + 2].delay = 0.5;
+      if (k == 0) m[n + 1].world = 7; /* WORLD_SIZE */
+      if (k == 1) m[n + 2].rank = 1;  /* two processes with one RANK, on one host or on two */
+      if (k == 2) m[n + 1].fp = 1;    /* floating-point modes */
+      if (k == 3) {                   /* no rank 0; known on one host alone */
+        m[n].rank = 5;
+        m[n + 2].world = 8;
+      }
+      for (i = n; i < n + 3; i++) {
+        setenv("CDDP_HOST_ID", k == 3 ? "a" : (char[2]){hosts[h][i - n], 0}, 1);
+        pid[i] = start_member(&m[i]);
+      }
+    }
+  unsetenv("CDDP_HOST_ID");
+  ranks_join(pid, n, 90, status);
+  CHECK(ranks_exited_well(status, n));
+  for (i = 0; i < n; i++) {
+    static const char *const words[] = {"WORLD_SIZE", "rank 1 is taken", "upward", "WORLD_SIZE"};
+    k = i / (3 * HOSTS);
+    CHECK_SEEN(&m[i], k == 1 ? CDDP_INVALID_ARGUMENT : CDDP_MISMATCH, words[k], "");
+    CHECK(m[i].seen->seconds < RANKS_WITHIN(3.0));
+  }
+}
+
 /* A rank whose floats behave in another way would end with other weights, without a word. */
 static void test_fp_modes_differ(void) {
   static const char *const words[] = {"", "upward", "FTZ"};
@@ -1670,6 +1711,7 @@ int main(void) {
   RUN(test_again);
   RUN(test_duplicate);
   RUN(test_world_sizes_differ);
+  RUN(test_known_errors);
   RUN(test_wrong_variables);
   RUN(test_fp_modes_differ);
   RUN(test_fp_modes_change);

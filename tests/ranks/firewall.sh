@@ -1,0 +1,104 @@
+#!/bin/bash
+# Two hosts with a firewall between them (network namespaces; policy rules that drop packets or send
+# them where no process listens): a port that cannot be reached is named, with both ends and the cure.
+# Needs root and ip; skipped without.
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/cddp-firewall.XXXXXX") || exit 1
+net=cddpf$$
+jobs=()
+cleanup() {
+  [ ${#jobs[@]} = 0 ] || kill -KILL "${jobs[@]}" 2>/dev/null
+  ip netns del "$net-0" 2>/dev/null
+  ip netns del "$net-1" 2>/dev/null
+  rm -rf "$work"
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+
+fail() { cat "$work"/out? 2>/dev/null; echo "$*"; exit 1; }
+skip() { echo "SKIP: $*"; exit 77; }
+command -v ip >/dev/null && command -v unshare >/dev/null || skip "ip or unshare is not installed"
+ip netns add "$net-0" 2>"$work/log" && unshare --net --uts --mount true 2>>"$work/log" ||
+  skip "no right to make namespaces: $(head -n 1 "$work/log")"
+ip netns add "$net-1" || exit 1
+ip -n "$net-0" link add wire type veth peer name wire netns "$net-1" 2>"$work/log" ||
+  skip "no veth links here: $(head -n 1 "$work/log")"
+for h in 0 1; do # the local table goes behind the rules of a firewall; clients have ports from 50000 on
+  ip -n "$net-$h" addr add "10.99.0.$((h + 1))/24" dev wire && ip -n "$net-$h" link set wire up &&
+    ip -n "$net-$h" link set lo up && ip -n "$net-$h" rule add pref 10 lookup local &&
+    ip -n "$net-$h" rule del pref 0 || exit 1
+  ip netns exec "$net-$h" sh -c 'echo 50000 60999 >/proc/sys/net/ipv4/ip_local_port_range' || exit 1
+done
+ip -n "$net-0" rule add pref 5 ipproto tcp dport 40000-60999 blackhole 2>"$work/log" ||
+  skip "no rules by port: $(head -n 1 "$work/log")"
+ip -n "$net-0" rule del pref 5
+
+on_host() { # HOST COMMAND...
+  local h=$1
+  shift
+  # shellcheck disable=SC2016
+  exec ip netns exec "$net-$h" unshare --uts sh -c 'hostname "node$0" && exec "$@"' "$h" "$@"
+}
+
+# HOST PORTS drop|refuse: to connect from the other host to one of these ports of this one
+firewall() {
+  local h=$1 ports=$2
+  if [ "$3" = drop ]; then
+    ip -n "$net-$h" rule add pref 5 iif wire ipproto tcp dport "$ports" blackhole || exit 1
+  else # the other host takes the packets for its own, and no process listens there
+    ip -n "$net-$((1 - h))" rule add pref 5 ipproto tcp dport "$ports" to "10.99.0.$((h + 1))" lookup 100 &&
+      ip -n "$net-$((1 - h))" route replace local "10.99.0.$((h + 1))" dev lo table 100 || exit 1
+  fi
+}
+
+no_firewall() {
+  ip -n "$net-0" rule del pref 5 2>/dev/null
+  ip -n "$net-1" rule del pref 5 2>/dev/null
+}
+
+start() { # HOST RANK SIZE: in the background, its output in outRANK
+  (RANK=$2 WORLD_SIZE=$3 MASTER_ADDR=10.99.0.1 MASTER_PORT=29500 on_host "$1" timeout -k 5 100 "$work/one" \
+    >"$work/out$2${4:-}" 2>&1) &
+  jobs+=($!)
+}
+
+finish() { # SECONDS: all end by then
+  local start pid
+  start=$(date +%s)
+  for pid in "${jobs[@]}"; do wait "$pid"; done
+  jobs=()
+  [ $(($(date +%s) - start)) -le "$1" ] || fail "$name: $(($(date +%s) - start)) s"
+}
+
+says() { # FILE WORD...
+  local file=$work/$1 word
+  shift
+  for word; do grep -q -E -e "$word" "$file" || fail "$name: ${file##*/} does not say $word"; done
+}
+
+cat >"$work/one.c" <<'END'
+#define CDDP_IMPLEMENTATION
+#include "cddp.h"
+int main(void) {
+  static float x[1000];
+  cddp_group *g;
+  cddp_result r = cddp_init(&g, NULL);
+  if (r == CDDP_OK) r = cddp_all_reduce(g, x, 1000, CDDP_F32, CDDP_SUM, NULL);
+  printf("%s: %s\n", cddp_result_name(r), r != CDDP_OK ? cddp_error() : "");
+  cddp_destroy(g);
+  return r != CDDP_OK;
+}
+END
+cc -O0 -DCDDP__NO_DISPATCH -I. "$work/one.c" -o "$work/one" -lpthread -lm || fail "one.c does not compile"
+
+name="--node-rank 0 on two hosts"
+start 0 0 2
+sleep 0.5
+start 1 0 2 b
+finish 10
+says out0 'CDDP_INVALID_ARGUMENT' 'rank 0 is taken twice' 'node0' 'node1'
+says out0b 'CDDP_INVALID_ARGUMENT' 'rank 0 is taken twice' 'node0' 'node1'
+echo "$name: ok"
+echo "ok firewall"
