@@ -11,10 +11,13 @@
 #define CDDP_IMPLEMENTATION
 #include "../cddp.h"
 
+#include <errno.h>
 #include <inttypes.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define MAX_RANKS 4096
 #define MAX_LIVES 1024 /* files of ranks' earlier processes */
@@ -146,11 +149,22 @@ static void report_elastic(void) {
     }
 }
 
-/* The last call of one group, calls[0 .. n): who is in it, who never came. */
+/* How a rank that is missing in a call got to be so. A rank that left has said so in its file. */
+static const char *fate(const rank_file *f) {
+  char host[sizeof f->head.host] = "";
+  if (!f->records) return "has no file; it did not begin";
+  if (f->head.left) return "left before";
+  gethostname(host, sizeof host - 1);
+  if (strcmp(host, f->head.host) == 0 && kill((pid_t)f->head.pid, 0) != 0 && errno == ESRCH)
+    return "was killed, or exited without leaving the group, before";
+  return "has not begun";
+}
+
+/* The last call of one group, calls[0 .. n): who is in it, who is missing. */
 static void report_group(const call *calls, int n) {
   const cddp_record *end = calls[n - 1].r;
   int waiting = 0, i;
-  char *seen = calloc((size_t)size, 1); /* 1: a member of the group, 2: came to its last call */
+  char *seen = calloc((size_t)size, 1); /* 1: a member of the group, 2: began its last call */
   for (i = 0; seen && i < n; i++) {
     int there = calls[i].r->sequence == end->sequence;
     seen[calls[i].rank] = there ? 2 : seen[calls[i].rank] ? seen[calls[i].rank] : 1;
@@ -158,7 +172,7 @@ static void report_group(const call *calls, int n) {
   }
   for (i = 0; seen && waiting > 0 && i < size; i++) {
     if (seen[i] == 2 || (seen[i] == 0 && end->group != 0)) continue;
-    printf("MISSING: rank %d did not come to ", i);
+    printf("MISSING: rank %d %s ", i, fate(&ranks[i]));
     print_call(end);
     printf(", where %d rank%s waited for it\n", waiting, waiting == 1 ? "" : "s");
   }

@@ -142,6 +142,8 @@ int main(int argc, char **argv) {
     return 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0);
+  if (cddp_launcher_rank() == 0 && argc > 1)
+    fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);
   if (cddp_launcher_rank() >= 0) return both(cddp_launcher_rank(), NULL); /* by a launcher */
   if (cddp_spawn(both, NULL, ranks) == CDDP_OK) return 0;
   fprintf(stderr, "%s\n", cddp_error());

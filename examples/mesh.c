@@ -192,8 +192,8 @@ int main(int argc, char **argv) {
     return help ? 0 : 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
+  if (cddp_launcher_rank() == 0 && argc > 1)
+    fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
-  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0;
-  fprintf(stderr, "%s\n", cddp_error());
-  return 1;
+  return cddp_spawn(train, NULL, ranks) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }

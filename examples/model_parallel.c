@@ -129,6 +129,7 @@ static int train(int rank, void *arg) {
     if (stage == 1) TRY(cddp_all_reduce(alike, &loss, 1, CDDP_F64, CDDP_AVG, NULL));
     if (rank == 1 && step % 40 == 39) printf("step %d: loss %.12f\n", step + 1, loss);
   }
+  TRY(cddp_barrier(g)); /* rank 1 has printed its last line */
   if (rank == 0) printf("%d micro-batches on their way at once, %d ranks\n", most, ranks);
   cddp_optim_destroy(sgd), cddp_ddp_destroy(ddp), cddp_destroy(alike), cddp_destroy(g);
   return 0;
@@ -140,6 +141,8 @@ int main(int argc, char **argv) {
   if (argc % 2 == 0 || ranks < 2 || ranks % 2 || 2 * MICRO % ranks || ahead < 0 || ahead > MICRO)
     return fprintf(stderr, "usage: %s [-n 2|4|8|16] [--ahead 0 to %d]\n", argv[0], MICRO), 2;
   setvbuf(stdout, NULL, _IOLBF, 0);
+  if (cddp_launcher_rank() == 0 && ranks != 2)
+    fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
   return cddp_spawn(train, NULL, ranks) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }

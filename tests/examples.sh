@@ -58,6 +58,10 @@ toy() {
     expect $ranks '^Loss on rank '
     [ "$(grep '^Loss' "$work/out" | sed 's/.*: //' | sort -u | wc -l)" = $ranks ] || fail "the losses do not differ by rank"
   done
+  RANK=0 WORLD_SIZE=1 run ./toy -n 4 # as srun -n 1 ./toy -n 4
+  expect 1 '^-n 4 is ignored: the launcher'
+  RANK=0 WORLD_SIZE=1 run ./toy
+  expect 0 'is ignored'
 }
 
 linear() {
@@ -179,6 +183,7 @@ model_parallel() { # the order of work changes nothing; two pipelines share the 
   grep '^step' "$work/out" | cmp - "$work/curve" || fail "--ahead 0: other losses"
   run ./model_parallel -n 4
   expect 1 '^3 micro-batches on their way at once, 4 ranks$'
+  tail -n 1 "$work/out" | grep -q '^3 micro' || fail "the summary comes before $(tail -n 1 "$work/out")"
   grep '^step' "$work/out" | paste - "$work/curve" |
     awk '{ d = $4 - $8; if (d < 0) d = -d; if (d > 1e-6 || $2 != $6) exit 1; last = $4 }
          END { if (NR != 5 || last > 0.09) exit 1 }' || fail "-n 4: other losses"
@@ -278,25 +283,29 @@ static int train(int rank, void *arg) {
   (void)arg;
   if (cddp_init(&g, NULL)) return 1;
   for (int i = 1; i <= 9; i++) {
+    if (rank == 1 && i == 6 && getenv("LEAVES")) break;
     if (rank == 1 && i == 6) raise(SIGKILL);
     if (cddp_all_reduce(g, &x, 1, CDDP_F32, CDDP_SUM, NULL)) break;
   }
   cddp_destroy(g);
   return 0;
 }
-int main(void) { return cddp_spawn(train, NULL, 3) == CDDP_PEER_LOST ? 0 : 1; }
+int main(void) { return cddp_spawn(train, NULL, 3) == CDDP_PEER_LOST || getenv("LEAVES") ? 0 : 1; }
 END
   cc victim.c -o victim -lpthread -lm && mkdir rings || exit 1
   CDDP_RECORD=$PWD/rings run ./victim
   head -c 50000 /dev/urandom >rings/cddp-noise.rec
   run ./cddptrace -o trace.json rings/cddp-*.rec
-  expect 1 "^MISSING: rank 1 did not come to all_reduce\(1\), call 6 of group 0000, where 2 ranks waited for it\$"
+  expect 1 "^MISSING: rank 1 was killed, or exited without leaving the group, before all_reduce\(1\), call 6 of group 0000, where 2 ranks waited for it\$"
   expect 1 '^MISSING: '
   expect 1 '^rank 1 \(pid [0-9]+ on .*\): all_reduce\(1\), call 5 of group 0000, ended well '
   expect 3 '^late: rank [0-2] began its calls '
   expect 1 'cddp-noise.rec is no flight recorder.s file$'
   grep -c '"name":"all_reduce"' trace.json >"$work/spans"
   [ "$(cat "$work/spans")" = 17 ] || fail "$(cat "$work/spans") calls in the trace, 17 expected"
+  mkdir left && CDDP_RECORD=$PWD/left LEAVES=1 run ./victim
+  run ./cddptrace left/cddp-*.rec
+  expect 1 "^MISSING: rank 1 left before all_reduce\(1\), call 6 of group 0000, where 2 ranks waited for it\$"
   command -v python3 >/dev/null || return 0
   python3 -c 'import json, sys; json.load(open(sys.argv[1]))' trace.json || fail "trace.json is not JSON"
 }
