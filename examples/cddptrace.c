@@ -255,12 +255,18 @@ static int trace(const char *path) { /* the Trace Event format; times in us */
 
 int main(int argc, char **argv) {
   const char *out = NULL;
-  for (int i = 1; i < argc; i++) {
+  bool help = argc == 2 && strcmp(argv[1], "--help") == 0, bad = argc < 2;
+  for (int i = 1; i < argc && !help; i++) {
     if (strcmp(argv[i], "-o") == 0 && i + 1 < argc)
       out = argv[++i];
+    else if (argv[i][0] == '-')
+      bad = true;
     else if (!load(argv[i]))
       fprintf(stderr, "%s is no flight recorder's file\n", argv[i]);
   }
-  if (size == 0) return fprintf(stderr, "usage: cddptrace [-o trace.json] dir/cddp-*.rec\n"), 1;
+  if (help || bad || size == 0)
+    fprintf(help ? stdout : stderr, "usage: cddptrace [-o trace.json] dir/cddp-*.rec\n"
+                                    "  -o FILE  write a trace for https://ui.perfetto.dev too\n");
+  if (help || bad || size == 0) return help ? 0 : bad ? 2 : 1;
   return report() || (out && trace(out));
 }

@@ -120,13 +120,24 @@ static int train(cddp_group *g, void *arg) { /* on one device */
                                     1e-6 * (double)(to.tv_nsec - from.tv_nsec)) / EPOCHS / BATCHES;
   return cddp_optim_destroy(sgd), cddp_ddp_destroy(ddp), cddp_sampler_destroy(&samples), free(w), 0;
 }
+static int usage(bool help) {
+  fprintf(help ? stdout : stderr, "usage: data_parallel [-n N] [--output DEVICE]\n"
+                                  "  -n        devices, which are threads: 1, 2, 4 or 8 (2)\n"
+                                  "  --output  device of the outputs, from 0 to N - 1 (0)\n");
+  return help ? 0 : 2;
+}
+
 int main(int argc, char **argv) {
   static job jobs[WAYS];
-  int bad = argc % 2 == 0; /* an option without its value */
-  for (int i = 1; i + 1 < argc; i += 2)
-    *(strcmp(argv[i], "-n") ? &output : &devices) = atoi(argv[i + 1]);
-  if (bad || devices < 1 || MOST % devices || output < 0 || output >= devices)
-    return fprintf(stderr, "usage: %s [-n 1|2|4|8] [--output device]\n", argv[0]), 2;
+  int bad = 0;
+  for (int i = 1; i < argc; i += 2) {
+    int *value = strcmp(argv[i], "-n") == 0         ? &devices
+                 : strcmp(argv[i], "--output") == 0 ? &output
+                                                    : NULL;
+    if (value == NULL || i + 1 == argc) return usage(strcmp(argv[i], "--help") == 0);
+    *value = atoi(argv[i + 1]);
+  }
+  if (devices < 1 || MOST % devices || output < 0 || output >= devices) return usage(false);
   FILE *f = fopen("examples/data/digits-train-images-idx3-ubyte", "rb");
   if (!f || fread(images, sizeof images, 1, f) != 1 || fclose(f)) return perror("images"), 1;
   f = fopen("examples/data/digits-train-labels-idx1-ubyte", "rb");

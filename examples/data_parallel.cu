@@ -116,6 +116,7 @@ int main(int argc, char **argv) {
   static job jobs[WAYS];
   const char *const names[] = {"-n", "--output", "--epochs", "--images"};
   int *const values[] = {&gpus, &output, &epochs, &batches}, bad = 0;
+  bool help = argc == 2 && strcmp(argv[1], "--help") == 0;
   for (int i = 1, k; i < argc; i += 2) {
     for (k = 0; k < 4 && strcmp(argv[i], names[k]); k++) {}
     if (k == 4 || i + 1 == argc) bad = 1;
@@ -123,8 +124,12 @@ int main(int argc, char **argv) {
   }
   if (bad || gpus < 1 || MOST % gpus || output < 0 || output >= gpus || epochs < 1 ||
       epochs > EPOCHS || batches < 1 || batches > IMAGES / BATCH)
-    return fprintf(stderr, "usage: %s [-n 1|2|4|8] [--output gpu] [--epochs 1 to %d] "
-                           "[--images %d to %d]\n", argv[0], EPOCHS, BATCH, IMAGES), 2;
+    return fprintf(help ? stdout : stderr,
+                   "usage: %s [-n N] [--output GPU] [--epochs N] [--images N]\n"
+                   "  -n        GPUs, each a thread's: 1, 2, 4 or 8 (2)\n"
+                   "  --output  GPU of the outputs, from 0 to N - 1 (0)\n"
+                   "  --epochs  1 to %d (%d)\n  --images  %d to %d (all)\n",
+                   argv[0], EPOCHS, EPOCHS, BATCH, IMAGES), help ? 0 : 2;
   FILE *f = fopen("examples/data/digits-train-images-idx3-ubyte", "rb");
   if (!f || fread(images, sizeof images, 1, f) != 1 || fclose(f)) return perror("images"), 1;
   f = fopen("examples/data/digits-train-labels-idx1-ubyte", "rb");

@@ -2,7 +2,7 @@
      cc -O2 examples/digits.c -o digits -lopenblas -lpthread -lm
      ./digits -n 2 --plot curve.svg --save FILE   on 2 ranks; a picture, a checkpoint each epoch
      ./digits -n 3 --resume FILE --data DIR       goes on from there; data as in examples/data
-   All options are below. The same ones give the same weights, with --shards 8 on 1 to 8 ranks. */
+   --help lists all options. The same ones give the same weights; --shards 8 on 1 to 8 ranks. */
 #define CDDP_IMPLEMENTATION /* includes stdio.h, stdlib.h, string.h, math.h, time.h and unistd.h */
 #include "../cddp.h"
 #include <cblas.h> /* Debian: libopenblas-dev */
@@ -11,11 +11,42 @@
 #define UNIFORM(bound) ((float)((2 * drand48() - 1) * (bound))) /* random, from -bound to bound */
 #define MATMUL(at, bt, m, n, k, a, lda, b, ldb, c, beta) /* c[m][n] = beta * c + a * b */ \
   cblas_sgemm(CblasRowMajor, Cblas##at, Cblas##bt, m, n, k, 1, a, lda, b, ldb, beta, c, n)
+enum { CLASSES = 10, MAX = 4096 };
 enum { N, EPOCHS, BATCH, HIDDEN, SHARDS, SEED, LR, MOMENTUM, DATA, PLOT, SAVE, RESUME, OPTIONS };
-static const char *names[OPTIONS] = {"-n", "--epochs", "--batch", "--hidden", "--shards",
-    "--seed", "--lr", "--momentum", "--data", "--plot", "--save", "--resume"}; /* lr: of a shard */
-const char *value[OPTIONS] = {"2", "60", "32", "1024", "0", "1", "0.1", "0.9", "examples/data"};
-static double number(int k) { return atof(value[k]); } enum { CLASSES = 10, MAX = 4096 };
+static struct { const char *name, *value; double least, most; const char *help; } option[] = {
+    {"-n", "2", 1, MAX, "ranks, as child processes"},
+    {"--epochs", "60", 1, MAX, "in all, those of a resumed checkpoint among them"},
+    {"--batch", "32", 1, MAX, "images of a rank or shard in a step"},
+    {"--hidden", "1024", 1, MAX, "neurons of the hidden layer"},
+    {"--shards", "0", 0, MAX, "the global batch, in shards; 0: one a rank"},
+    {"--seed", "1", 0, MAX, "of weights, noise and order"},
+    {"--lr", "0.1", 0, MAX, "learning rate, for each shard"},
+    {"--momentum", "0.9", 0, MAX, "of SGD"},
+    {"--data", "examples/data", 0, 0, "directory of the images and labels"},
+    {"--plot", NULL, 0, 0, "file for a picture of loss and accuracy (SVG)"},
+    {"--save", NULL, 0, 0, "file for a checkpoint after each epoch"},
+    {"--resume", NULL, 0, 0, "checkpoint to go on from"},
+};
+static const char *text(int k) { return option[k].value; }
+static double number(int k) { return atof(option[k].value); }
+/* Reads the command line. Returns -1, or what main must return. */
+static int read_options(int argc, char **argv) {
+  bool help = argc == 2 && strcmp(argv[1], "--help") == 0;
+  int i, k;
+  for (i = 1; i + 1 < argc && !help; i += 2) {
+    double x = atof(argv[i + 1]);
+    for (k = 0; k < OPTIONS && strcmp(argv[i], option[k].name) != 0;) k++;
+    if (k == OPTIONS) break;
+    if (option[k].most > 0 && !(x >= option[k].least && x <= option[k].most)) break;
+    option[k].value = argv[i + 1];
+  }
+  if (i == argc) return -1;
+  if (!help) fprintf(stderr, "%s: no such option, or a wrong value\n", argv[i]);
+  for (k = 0; k < OPTIONS; k++)
+    fprintf(help ? stdout : stderr, "  %-10s  %s (%s)\n", option[k].name, option[k].help,
+            option[k].value ? option[k].value : "none");
+  return help ? 0 : 2;
+}
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec; }
 static struct set { unsigned char *bytes[2]; unsigned count; int size, columns; } training, testing;
@@ -26,7 +57,7 @@ static int load(struct set *d, const char *name) {
   for (unsigned dims = 1; dims <= 3; dims += 2) { /* bytes[0] are labels, bytes[1] images */
     const char *kind = dims == 3 ? "images-idx3" : "labels-idx1";
     unsigned v[4] = {1, 1, 1, 1}; char path[MAX];
-    snprintf(path, MAX, "%s/digits-%s-%s-ubyte", value[DATA], name, kind);
+    snprintf(path, MAX, "%s/digits-%s-%s-ubyte", text(DATA), name, kind);
     FILE *f = fopen(path, "rb"); if (!f) return perror(path), 1;
     for (unsigned i = 0; i < 4 + 4 * dims; i++) v[i / 4] = v[i / 4] << 8 | (unsigned)fgetc(f);
     if (v[0] != 0x800 + dims || v[1] - 1 >= 1 << 24 || v[2] - 1 >= 512 || v[3] - 1 >= 512)
@@ -65,6 +96,12 @@ static int forward(cddp_sampler *s, int shard, size_t b, struct set *d, int epoc
   }
   return n;
 }
+/* Whether the file can be written: asked before an hour of training. */
+static bool can_write(const char *path) {
+  FILE *f = fopen(path, "a");
+  if (!f) return perror(path), false;
+  return fclose(f) == 0;
+}
 static int plot(const char *path, int epochs) {
   FILE *f = fopen(path, "w"); if (!f) return perror(path), 1;
   fprintf(f, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 680 400' style='background:"
@@ -84,6 +121,7 @@ static int train(int rank, void *group_desc) {
   uint64_t seed = (uint64_t)number(SEED), hash = 0xcbf29ce484222325u, hashes[MAX]; /* FNV-1a */
   cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sampler samples, test; int first, shard;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc));
+  if (rank == 0 && text(PLOT) && !can_write(text(PLOT))) return 1;
   int world = cddp_world_size(g), bar = !rank && isatty(2), shards = fmax(world, number(SHARDS));
   TRY(!(w1 = (float *)cddp_alloc(g, (n1 + n2 + n3) * sizeof *w1)));
   w2 = w1 + n1, x = w2 + n2, h = x + batch * in, dh = h + batch * hidden, y = dh + batch * hidden;
@@ -100,9 +138,10 @@ static int train(int rank, void *group_desc) {
   TRY(cddp_sampler_init(&samples, &shuffled) || cddp_sampler_init(&test, &exact));
   cddp_checkpoint_desc all = {shapes, sgd, &samples, NULL, 0, NULL, 0, false, ddp};
   double size = (double)cddp_sampler_size(&samples), seen = 0, start = now();
-  TRY(value[RESUME] && cddp_load(g, value[RESUME], p, 3, &all));
+  TRY(text(RESUME) && cddp_load(g, text(RESUME), p, 3, &all));
   for (int e = first = (int)cddp_sampler_epoch(&samples); e < epochs; e++, seen = 0) {
     TRY(cddp_optim_set_lr(sgd, number(LR) * shards * (epochs - e) / epochs)); /* falls to 0 */
+    curve[e].loss = curve[e].hits = 0;
     for (size_t b = 0; (double)b * batch < size; b++) {
       while (cddp_ddp_next_shard(ddp, &shard)) {
         seen += n = forward(&samples, shard, b, &training, e, 0.6);
@@ -123,9 +162,10 @@ static int train(int rank, void *group_desc) {
     TRY(cddp_all_reduce(g, &curve[e], 2, CDDP_F64, CDDP_AVG, NULL));
     if (rank == 0 && !bar) printf("epoch %2d/%d  loss %.4f\n", e + 1, epochs, curve[e].loss);
     cddp_sampler_set_epoch(&samples, (uint64_t)e + 1); /* a new order */
-    TRY(value[SAVE] && cddp_save(g, value[SAVE], p, 3, &all));
+    TRY(text(SAVE) && cddp_save(g, text(SAVE), p, 3, &all));
   }
-  if (rank == 0 && value[PLOT] && plot(value[PLOT], epochs)) return 1;
+  if (rank == 0 && text(PLOT) && plot(text(PLOT), epochs)) return 1;
+  curve[epochs].hits = 0; /* a checkpoint of more epochs has trained there */
   for (size_t b = 0; forward(&test, rank, b, &testing, epochs, 0) > 0; b++) {}
   TRY(cddp_all_reduce(g, &curve[epochs].hits, 1, CDDP_F64, CDDP_SUM, NULL));
   if (rank == 0) printf("test accuracy: %.1f %%\n", 100 * curve[epochs].hits / testing.count);
@@ -136,12 +176,8 @@ static int train(int rank, void *group_desc) {
   return cddp_optim_destroy(sgd), cddp_ddp_destroy(ddp), cddp_free(g, w1), cddp_destroy(g), 0;
 }
 int main(int argc, char **argv) {
-  for (int i = 1, k = 0; i < argc; i += 2, k = 0) {
-    while (k < OPTIONS && strcmp(argv[i], names[k])) k++;
-    if (k == OPTIONS || i + 1 == argc) FAIL("%s: unknown, or needs a value\n", argv[i]);
-    value[k] = argv[i + 1];
-    if (k < DATA && !(number(k) >= (k < SEED) && number(k) <= 4096)) FAIL("bad %s\n", argv[i]);
-  }
+  int code = read_options(argc, argv);
+  if (code >= 0) return code;
   if (load(&training, "train") || load(&testing, "test")) return 1;
   if (training.size != testing.size) FAIL("train and test images differ in size\n");
   in = training.size + 1, hidden = (int)number(HIDDEN), setvbuf(stdout, NULL, _IOLBF, 0);

@@ -10,10 +10,34 @@
 #define CUDA(call) ((call) ? (void)fprintf(stderr, "%s failed\n", #call), exit(1) : (void)0)
 #define UNIFORM(bound) ((float)((2 * drand48() - 1) * (bound))) /* random, from -bound to bound */
 enum {N, EPOCHS, HIDDEN, LR, DATA, DEVICE, BACKEND, OPTIONS, CLASSES = 10, BATCH = 32, MAX = 4096};
-static struct { const char *name, *value; } option[OPTIONS] = {{"-n", "1"}, {"--epochs", "60"},
-    {"--hidden", "1024"}, {"--lr", "0.1"}, {"--data", "examples/data"}, {"--device", "cuda"},
-    {"--backend", NULL}};
+static struct { const char *name, *value; double least, most; const char *help; } option[] = {
+    {"-n", "1", 1, MAX, "ranks, as child processes"},
+    {"--epochs", "60", 1, MAX, "through all images"},
+    {"--hidden", "1024", 1, MAX, "neurons of the hidden layer"},
+    {"--lr", "0.1", 0, MAX, "learning rate, for each rank"},
+    {"--data", "examples/data", 0, 0, "directory of the images and labels"},
+    {"--device", "cuda", 0, 0, "cuda, or cpu: needs no GPU"},
+    {"--backend", NULL, 0, 0, "nccl, or cpu: ranks may share a GPU"},
+};
 static double number(int k) { return atof(option[k].value); }
+/* Reads the command line. Returns -1, or what main must return. */
+static int read_options(int argc, char **argv) {
+  bool help = argc == 2 && strcmp(argv[1], "--help") == 0;
+  int i, k;
+  for (i = 1; i + 1 < argc && !help; i += 2) {
+    double x = atof(argv[i + 1]);
+    for (k = 0; k < OPTIONS && strcmp(argv[i], option[k].name) != 0;) k++;
+    if (k == OPTIONS) break;
+    if (option[k].most > 0 && !(x >= option[k].least && x <= option[k].most)) break;
+    option[k].value = argv[i + 1];
+  }
+  if (i == argc) return -1;
+  if (!help) fprintf(stderr, "%s: no such option, or a wrong value\n", argv[i]);
+  for (k = 0; k < OPTIONS; k++)
+    fprintf(help ? stdout : stderr, "  %-10s  %s (%s)\n", option[k].name, option[k].help,
+            option[k].value ? option[k].value : "none");
+  return help ? 0 : 2;
+}
 static struct set { unsigned char *bytes[2]; unsigned count; int size; } training, testing;
 static bool gpu; static cublasHandle_t blas; /* each function of the network does either */
 static int in, hidden; /* x[n][in] -> h[n][hidden], ReLU -> y[n][CLASSES]; weights are [out][in] */
@@ -134,12 +158,8 @@ static int train(int rank, void *group_desc) {
   return gpu ? (void)cublasDestroy(blas) : (void)0, cddp_destroy(g), 0;
 }
 int main(int argc, char **argv) {
-  for (int i = 1, k = 0; i < argc; i += 2, k = 0) {
-    while (k < OPTIONS && strcmp(argv[i], option[k].name)) k++;
-    if (k == OPTIONS || i + 1 == argc) FAIL("%s: unknown, or needs a value\n", argv[i]);
-    option[k].value = argv[i + 1];
-    if (k < DATA && !(number(k) >= (k < LR) && number(k) <= MAX)) FAIL("bad %s\n", argv[i]);
-  }
+  int code = read_options(argc, argv);
+  if (code >= 0) return code;
   if (load(&training, "train") || load(&testing, "test") || training.size != testing.size) return 1;
   in = training.size + 1, hidden = (int)number(HIDDEN), setvbuf(stdout, NULL, _IOLBF, 0);
   cddp_group_desc desc = cddp_group_desc(); desc.device = option[DEVICE].value;

@@ -138,10 +138,23 @@ static int train(int rank, void *arg) {
   return 0;
 }
 
+static int usage(bool help) {
+  fprintf(help ? stdout : stderr, "usage: elastic [-n N] [--steps N]\n"
+                                  "  -n       ranks, as child processes (4)\n"
+                                  "  --steps  steps in all, at least 1 (2000)\n");
+  return help ? 0 : 2;
+}
+
 int main(int argc, char **argv) {
   int ranks = 4;
-  for (int i = 1; i + 1 < argc; i += 2)
-    *(strcmp(argv[i], "-n") == 0 ? &ranks : &steps) = atoi(argv[i + 1]); /* --steps N */
+  for (int i = 1; i < argc; i += 2) {
+    int *value = strcmp(argv[i], "-n") == 0        ? &ranks
+                 : strcmp(argv[i], "--steps") == 0 ? &steps
+                                                   : NULL;
+    if (value == NULL || i + 1 == argc) return usage(strcmp(argv[i], "--help") == 0);
+    *value = atoi(argv[i + 1]);
+  }
+  if (ranks < 1 || steps < 1) return usage(false);
   setvbuf(stdout, NULL, _IOLBF, 0);
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
   if (cddp_spawn_elastic(train, NULL, ranks, 100) == CDDP_OK) return 0;

@@ -137,9 +137,11 @@ static int both(int rank, void *arg) {
 
 int main(int argc, char **argv) {
   int ranks = argc == 3 && strcmp(argv[1], "-n") == 0 ? atoi(argv[2]) : argc == 1 ? 2 : 0;
+  bool help = argc == 2 && strcmp(argv[1], "--help") == 0;
   if (ranks < 1 || ranks > MAX_RANKS) {
-    fprintf(stderr, "usage: %s [-n ranks], 1 to %d of them\n", argv[0], MAX_RANKS);
-    return 2;
+    fprintf(help ? stdout : stderr, "usage: %s [-n N]: N ranks, as child processes, 1 to %d (2)\n",
+            argv[0], MAX_RANKS);
+    return help ? 0 : 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0);
   if (cddp_launcher_rank() == 0 && argc > 1)

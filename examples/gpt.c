@@ -3,7 +3,7 @@
      ./gpt -n 2 --plot loss.svg --save FILE       on 2 ranks; then it writes a text of its own
      ./gpt -n 4 --shards 4 --text FILE            4 shards: the same weights on 1, 2, 3 or 4 ranks
      ./gpt -n 4 --shards 4 --elastic 9            and whoever is killed: up to 9 are started again
-   The table `names` has all options. Network and file are GPT-2's, shapes torch.nn.Linear's. */
+   --help lists all options. Network and file are GPT-2's, shapes torch.nn.Linear's. */
 #define CDDP_IMPLEMENTATION /* includes stdio.h, stdlib.h, string.h, math.h, time.h and unistd.h */
 #include "../cddp.h"
 #include <cblas.h> /* Debian: libopenblas-dev */
@@ -13,12 +13,47 @@
   cblas_sgemm(CblasRowMajor, Cblas##at, Cblas##bt, m, n, k, scale, a, lda, b, ldb, beta, c, ldc)
 enum { N, STEPS, STOP, BATCH, CONTEXT, LAYERS, HEADS, CHANNELS, SHARDS, SEED, LR, DECAY, CLIP,
        ELASTIC, SAMPLE, TEXT, PLOT, SAVE, RESUME, OPTIONS };
-static const char *names[OPTIONS] = {"-n", "--steps", "--stop", "--batch", "--context", "--layers",
-    "--heads", "--channels", "--shards", "--seed", "--lr", "--decay", "--clip", "--elastic",
-    "--sample", "--text", "--plot", "--save", "--resume"}; /* shards 0: one a rank */
-static const char *value[OPTIONS] = {"2", "800", "1e6", "8", "64", "4", "4", "128", "0", "1",
-    "2e-3", "0.1", "1", "-1", "300", "examples/data/shakespeare.txt"};
-static double number(int k) { return atof(value[k]); }
+static struct { const char *name, *value; double least, most; const char *help; } option[] = {
+    {"-n", "2", 1, 1e6, "ranks, as child processes"},
+    {"--steps", "800", 1, 1e6, "in all, those of a resumed checkpoint among them"},
+    {"--stop", "1e6", 1, 1e6, "end after this step, as if interrupted"},
+    {"--batch", "8", 1, 1e6, "sequences of a rank or shard in a step"},
+    {"--context", "64", 1, 1e6, "bytes of a sequence"},
+    {"--layers", "4", 1, 1e6, "of the network"},
+    {"--heads", "4", 1, 1e6, "of attention"},
+    {"--channels", "128", 1, 1e6, "a multiple of --heads"},
+    {"--shards", "0", 0, 4096, "the global batch, in shards; 0: one a rank"},
+    {"--seed", "1", 0, 1e18, "of weights and batches"},
+    {"--lr", "2e-3", 0, 1e6, "highest learning rate"},
+    {"--decay", "0.1", 0, 1e6, "weight decay"},
+    {"--clip", "1", 0, 1e6, "largest norm of the gradient; 0: any"},
+    {"--elastic", "-1", -1, 1e6, "survive lost ranks, start as many again; -1: no"},
+    {"--sample", "300", 0, 1e6, "bytes to write at the end"},
+    {"--text", "examples/data/shakespeare.txt", 0, 0, "file to learn"},
+    {"--plot", NULL, 0, 0, "file for a picture of the loss (SVG)"},
+    {"--save", NULL, 0, 0, "file for a checkpoint each 100 steps and at the end"},
+    {"--resume", NULL, 0, 0, "checkpoint to go on from"},
+};
+static const char *word(int k) { return option[k].value; }
+static double number(int k) { return atof(option[k].value); }
+/* Reads the command line. Returns -1, or what main must return. */
+static int read_options(int argc, char **argv) {
+  bool help = argc == 2 && strcmp(argv[1], "--help") == 0;
+  int i, k;
+  for (i = 1; i + 1 < argc && !help; i += 2) {
+    double x = atof(argv[i + 1]);
+    for (k = 0; k < OPTIONS && strcmp(argv[i], option[k].name) != 0;) k++;
+    if (k == OPTIONS) break;
+    if (option[k].most > 0 && !(x >= option[k].least && x <= option[k].most)) break;
+    option[k].value = argv[i + 1];
+  }
+  if (i == argc) return -1;
+  if (!help) fprintf(stderr, "%s: no such option, or a wrong value\n", argv[i]);
+  for (k = 0; k < OPTIONS; k++)
+    fprintf(help ? stdout : stderr, "  %-10s  %s (%s)\n", option[k].name, option[k].help,
+            option[k].value ? option[k].value : "none");
+  return help ? 0 : 2;
+}
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec; }
 
@@ -209,6 +244,12 @@ static void init_model(float *w) {
   d_up = floats(4 * r), d_attention = floats(T * T), logits = floats(B * T * BYTES);
 }
 
+/* Whether the file can be written: asked before an hour of training. */
+static bool can_write(const char *path) {
+  FILE *f = fopen(path, "a");
+  if (!f) return perror(path), false;
+  return fclose(f) == 0;
+}
 static int plot(const char *path, const double *curve, int steps) {
   FILE *f = fopen(path, "w"); if (!f) return perror(path), 1;
   fprintf(f, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 680 400' fill='none'>\n<text "
@@ -239,6 +280,7 @@ static int train(int rank, void *group_desc) {
   uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a */
   cddp_group *g, *here; cddp_ddp *ddp; cddp_optim *adamw; float *w;
   TRY(cddp_init(&g, (const cddp_group_desc *)group_desc) || !(w = (float *)cddp_alloc(g, size)));
+  if (rank == 0 && word(PLOT) && !can_write(word(PLOT))) return 1;
   int S = number(SHARDS) > 0 ? (int)number(SHARDS) : cddp_world_size(g);
   double *curve = (double *)floats(2 * steps); /* the loss of each step */
   here = g, openblas_set_num_threads(1), srand48((long)number(SEED)), init_model(w); /* one core */
@@ -248,7 +290,7 @@ static int train(int rank, void *group_desc) {
   TRY(cddp_ddp_create(&ddp, g, params, count, &sharded) ||
       cddp_adamw_create(&adamw, params, count, &options));
   cddp_checkpoint_desc all = {0}; all.shapes = shapes, all.optim = adamw, all.ddp = ddp;
-  TRY(value[RESUME] && !getenv("CDDP_JOIN") && cddp_load(g, value[RESUME], params, count, &all));
+  TRY(word(RESUME) && !getenv("CDDP_JOIN") && cddp_load(g, word(RESUME), params, count, &all));
   double start = now(), first = (double)cddp_ddp_steps(ddp);
   for (int t = (int)first, shard; t < stop; t = (int)cddp_ddp_steps(ddp)) {
     while (cddp_ddp_next_shard(ddp, &shard)) { /* this rank's part of the batch */
@@ -267,11 +309,11 @@ static int train(int rank, void *group_desc) {
       fprintf(stderr, "[%-20.*s] step %d  loss %.4f  %.0f bytes/s  %.0f s left   %c",
               20 * (t + 1) / steps, "====================", t + 1, curve[t], speed * S * B * T,
               left, isatty(2) && left > 0 ? '\r' : '\n');
-    if (r == CDDP_OK && value[SAVE] && ((t + 1) % 100 == 0 || t + 1 == stop))
-      r = cddp_save(here, value[SAVE], params, count, &all);
-    TRY(r && (r != CDDP_PEER_LOST || (value[SAVE] && t + 1 == stop))); /* the next step goes on */
+    if (r == CDDP_OK && word(SAVE) && ((t + 1) % 100 == 0 || t + 1 == stop))
+      r = cddp_save(here, word(SAVE), params, count, &all);
+    TRY(r && (r != CDDP_PEER_LOST || (word(SAVE) && t + 1 == stop))); /* the next step goes on */
   }
-  if (cddp_rank(here) == 0 && value[PLOT] && plot(value[PLOT], curve, stop)) return 1;
+  if (cddp_rank(here) == 0 && word(PLOT) && plot(word(PLOT), curve, stop)) return 1;
   if (cddp_rank(here) == 0) write_text((int)number(SAMPLE));
   for (size_t i = 0; i < size; i++) hash = (hash ^ ((uint8_t *)w)[i]) * 0x100000001b3u;
   printf("rank %d of %d: weights %016" PRIx64 "\n", rank, cddp_world_size(here), hash);
@@ -279,19 +321,15 @@ static int train(int rank, void *group_desc) {
 }
 
 int main(int argc, char **argv) {
-  for (int i = 1, k = 0; i < argc; i += 2, k = 0) {
-    while (k < OPTIONS && strcmp(argv[i], names[k])) k++;
-    if (k == OPTIONS || i + 1 == argc) FAIL("%s: unknown, or needs a value\n", argv[i]);
-    value[k] = argv[i + 1];
-    if (k < SHARDS && !(number(k) >= 1 && number(k) <= 1e6)) FAIL("bad %s\n", argv[i]);
-  }
+  int code = read_options(argc, argv);
+  if (code >= 0) return code;
   B = (int)number(BATCH), T = (int)number(CONTEXT), L = (int)number(LAYERS), H = (int)number(HEADS);
   C = (int)number(CHANNELS), count = LAYER + PARTS * L;
   if (C % H || L > MAX_LAYERS || C > MAX_CHANNELS || B > MAX_BATCH)
     FAIL("--channels: a multiple of --heads, to %d; --layers: to %d\n", MAX_CHANNELS, MAX_LAYERS);
-  FILE *f = fopen(value[TEXT], "rb"); if (!f) return perror(value[TEXT]), 1;
+  FILE *f = fopen(word(TEXT), "rb"); if (!f) return perror(word(TEXT)), 1;
   text = (unsigned char *)malloc(MAX_TEXT), text_size = text ? fread(text, 1, MAX_TEXT, f) : 0;
-  if (ferror(f) || text_size <= (size_t)T) FAIL("%s: shorter than --context\n", value[TEXT]);
+  if (ferror(f) || text_size <= (size_t)T) FAIL("%s: shorter than --context\n", word(TEXT));
   fclose(f), setvbuf(stdout, NULL, _IOLBF, 0);
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* torchrun, mpirun */
   int n = (int)number(N), more = (int)number(ELASTIC);

@@ -13,12 +13,43 @@
 #define KERNEL static __global__ void __launch_bounds__(THREADS)
 enum { N, STEPS, STOP, BATCH, CONTEXT, LAYERS, HEADS, CHANNELS, SEED, LR, DECAY, CLIP, TEXT, SAVE,
        RESUME, BACKEND, OPTIONS };
-static struct { const char *name, *value; } option[OPTIONS] = {{"-n", "1"}, {"--steps", "800"},
-    {"--stop", "1e6"}, {"--batch", "8"}, {"--context", "64"}, {"--layers", "4"}, {"--heads", "4"},
-    {"--channels", "128"}, {"--seed", "1"}, {"--lr", "2e-3"}, {"--decay", "0.1"}, {"--clip", "1"},
-    {"--text", "examples/data/shakespeare.txt"}, {"--save", NULL}, {"--resume", NULL},
-    {"--backend", NULL}}; /* batch: sequences a rank */
+static struct { const char *name, *value; double least, most; const char *help; } option[] = {
+    {"-n", "1", 1, 1e6, "ranks, as child processes"},
+    {"--steps", "800", 1, 1e6, "in all, those of a resumed checkpoint among them"},
+    {"--stop", "1e6", 1, 1e6, "end after this step, as if interrupted"},
+    {"--batch", "8", 1, 1e6, "sequences of a rank in a step"},
+    {"--context", "64", 1, 1e6, "bytes of a sequence"},
+    {"--layers", "4", 1, 1e6, "of the network"},
+    {"--heads", "4", 1, 1e6, "of attention"},
+    {"--channels", "128", 1, 1e6, "a multiple of --heads"},
+    {"--seed", "1", 0, 1e18, "of weights and batches"},
+    {"--lr", "2e-3", 0, 1e6, "highest learning rate"},
+    {"--decay", "0.1", 0, 1e6, "weight decay"},
+    {"--clip", "1", 0, 1e6, "largest norm of the gradient; 0: any"},
+    {"--text", "examples/data/shakespeare.txt", 0, 0, "file to learn"},
+    {"--save", NULL, 0, 0, "file for a checkpoint"},
+    {"--resume", NULL, 0, 0, "checkpoint to go on from"},
+    {"--backend", NULL, 0, 0, "nccl, or cpu: ranks may share a GPU"},
+};
 static double number(int k) { return atof(option[k].value); }
+/* Reads the command line. Returns -1, or what main must return. */
+static int read_options(int argc, char **argv) {
+  bool help = argc == 2 && strcmp(argv[1], "--help") == 0;
+  int i, k;
+  for (i = 1; i + 1 < argc && !help; i += 2) {
+    double x = atof(argv[i + 1]);
+    for (k = 0; k < OPTIONS && strcmp(argv[i], option[k].name) != 0;) k++;
+    if (k == OPTIONS) break;
+    if (option[k].most > 0 && !(x >= option[k].least && x <= option[k].most)) break;
+    option[k].value = argv[i + 1];
+  }
+  if (i == argc) return -1;
+  if (!help) fprintf(stderr, "%s: no such option, or a wrong value\n", argv[i]);
+  for (k = 0; k < OPTIONS; k++)
+    fprintf(help ? stdout : stderr, "  %-10s  %s (%s)\n", option[k].name, option[k].help,
+            option[k].value ? option[k].value : "none");
+  return help ? 0 : 2;
+}
 
 /* The parameters, in this order; after each weight comes its bias or, of an embedding, nothing. */
 enum { EMBEDDING, POSITION, LN, LAYER = 4, LN1 = 0, QKV = 2, OUT = 4, LN2 = 6, UP = 8, DOWN = 10,
@@ -280,12 +311,8 @@ static int train(int rank, void *group_desc) {
 }
 
 int main(int argc, char **argv) {
-  for (int i = 1, k = 0; i < argc; i += 2, k = 0) {
-    while (k < OPTIONS && strcmp(argv[i], option[k].name)) k++;
-    if (k == OPTIONS || i + 1 == argc) FAIL("%s: unknown, or needs a value\n", argv[i]);
-    option[k].value = argv[i + 1];
-    if (k <= CHANNELS && !(number(k) >= 1 && number(k) <= 1e6)) FAIL("bad %s\n", argv[i]);
-  }
+  int code = read_options(argc, argv);
+  if (code >= 0) return code;
   B = (int)number(BATCH), T = (int)number(CONTEXT), L = (int)number(LAYERS), H = (int)number(HEADS);
   C = (int)number(CHANNELS), count = LAYER + PARTS * L;
   if (C % H || L > MAX_LAYERS) FAIL("--channels: a multiple of --heads; --layers: to 64\n");

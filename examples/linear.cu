@@ -109,7 +109,7 @@ static int train(int rank, void *group_desc) {
 
 int main(int argc, char **argv) {
   cddp_group_desc desc = cddp_group_desc();
-  int ranks = 1, bad = argc % 2 == 0;
+  int ranks = 1, bad = argc % 2 == 0, help = argc == 2 && strcmp(argv[1], "--help") == 0;
   desc.device = "cuda";
   for (int i = 1; i + 1 < argc; i += 2) {
     if (strcmp(argv[i], "-n") == 0) ranks = atoi(argv[i + 1]);
@@ -117,7 +117,14 @@ int main(int argc, char **argv) {
     else if (strcmp(argv[i], "--backend") == 0) desc.backend = argv[i + 1];
     else bad = 1;
   }
-  if (bad || ranks < 1 || ranks > MAX_RANKS) FAIL("usage: %s [-n ranks] [--device cpu]\n", argv[0]);
+  if (bad || ranks < 1 || ranks > MAX_RANKS) {
+    fprintf(help ? stdout : stderr,
+            "usage: %s [-n N] [--device DEVICE] [--backend BACKEND]\n"
+            "  -n         ranks, as child processes (1)\n"
+            "  --device   cuda, or cpu: needs no GPU (cuda)\n"
+            "  --backend  nccl, or cpu: ranks may share a GPU (nccl)\n", argv[0]);
+    return help ? 0 : 2;
+  }
   gpu = strcmp(desc.device, "cpu") != 0;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
   if (cddp_launcher_rank() == 0 && ranks > 1)

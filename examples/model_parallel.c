@@ -135,11 +135,24 @@ static int train(int rank, void *arg) {
   return 0;
 }
 
+static int usage(bool help) {
+  fprintf(help ? stdout : stderr, "usage: model_parallel [-n N] [--ahead N]\n"
+                                  "  -n       ranks, two to a pipeline: 2, 4, 8 or 16 (2)\n"
+                                  "  --ahead  micro-batches that stage 0 is ahead, 0 to %d (2)\n",
+          MICRO);
+  return help ? 0 : 2;
+}
+
 int main(int argc, char **argv) {
-  for (int i = 1; i + 1 < argc; i += 2)
-    *(strcmp(argv[i], "-n") ? &ahead : &ranks) = atoi(argv[i + 1]);
-  if (argc % 2 == 0 || ranks < 2 || ranks % 2 || 2 * MICRO % ranks || ahead < 0 || ahead > MICRO)
-    return fprintf(stderr, "usage: %s [-n 2|4|8|16] [--ahead 0 to %d]\n", argv[0], MICRO), 2;
+  for (int i = 1; i < argc; i += 2) {
+    int *value = strcmp(argv[i], "-n") == 0        ? &ranks
+                 : strcmp(argv[i], "--ahead") == 0 ? &ahead
+                                                   : NULL;
+    if (value == NULL || i + 1 == argc) return usage(strcmp(argv[i], "--help") == 0);
+    *value = atoi(argv[i + 1]);
+  }
+  if (ranks < 2 || ranks % 2 || 2 * MICRO % ranks || ahead < 0 || ahead > MICRO)
+    return usage(false);
   setvbuf(stdout, NULL, _IOLBF, 0);
   if (cddp_launcher_rank() == 0 && ranks != 2)
     fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);

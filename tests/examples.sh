@@ -19,6 +19,23 @@ build() { # NAME: in a directory where cddp.h and examples/ are as in the reposi
   echo "$command"
   [ "$1" = digits ] || command=${command/ -O[23] / -O0 } # compiles in a third of the time
   eval "$command" || fail "that fails"
+  lists_options "./$1" "examples/$1.c"
+}
+
+lists_options() { # PROGRAM SOURCE: --help lists all options that the source has; a wrong one is an error with that list
+  local option
+  "$1" --help >"$work/help" 2>"$work/errors" || fail "$1 --help: exit code $?"
+  [ ! -s "$work/errors" ] || fail "$1 --help: $(cat "$work/errors")"
+  for option in $(grep -o -E '"--?[a-z][a-z_-]*"' "$2" | tr -d '"' | sort -u); do
+    [[ " --help -h " = *" $option "* ]] || grep -q -E -e "(^|[^a-z-])$option([^a-z-]|\$)" "$work/help" || fail "$1 --help lacks $option"
+  done
+  for option in '--no-such-option 1' --no-such-option '-n' ; do
+    [ "$1 $option" != './cddptrace -n' ] || continue
+    # shellcheck disable=SC2086
+    "$1" $option >"$work/help2" 2>"$work/errors"
+    [ $? = 2 ] && [ ! -s "$work/help2" ] || fail "$1 $option: no exit code 2, or words on stdout"
+    ! grep -v '^$' "$work/help" | grep -q -v -x -F -f "$work/errors" || fail "$1 $option: $(cat "$work/errors")"
+  done
 }
 
 run() { # COMMAND...: fails unless it succeeds; its output is in $work/out
@@ -211,6 +228,14 @@ digits() {
     sed -n 's/^rank .* weights //p' "$work/out" >>"$work/hashes"
   done
   [ "$(sort "$work/hashes" | uniq -c | awk '{ print $1 }')" = 14 ] || fail "shards: the hashes differ"
+  # A checkpoint of more epochs than are asked for is only tested: as it was in the run that saved it.
+  run ./digits -n 2 --hidden 64 --epochs 4 --save more.safetensors
+  grep '^test accuracy' "$work/out" >"$work/tested"
+  for n in 1 2 3; do
+    run ./digits -n $n --hidden 64 --epochs 2 --resume more.safetensors
+    expect 1 "^$(cat "$work/tested")\$"
+  done
+  cannot_plot ./digits --epochs 2 --hidden 64
   resume
 }
 
@@ -253,6 +278,7 @@ gpt() {
   [ "$(wc -l <"$work/hash")" = 1 ] || fail "not one hash: $(cat "$work/hash")"
   grep -q '<polyline' loss.svg || fail "no curve in loss.svg"
   awk '/loss/ { sub(/.*loss /, ""); exit !($1 > 1 && $1 < 4) }' "$work/out" || fail "the loss did not fall from 5.5"
+  cannot_plot ./gpt "${small[@]}" --steps 1
   for ranks in 1 3; do
     run ./gpt -n $ranks "${small[@]}" --steps 40
     expect $ranks "^rank [0-2] of $ranks: $(cat "$work/hash")\$"
@@ -262,6 +288,12 @@ gpt() {
   run ./gpt -n 3 "${small[@]}" --steps 40 --stop 25 --save half.safetensors
   run ./gpt -n 2 "${small[@]}" --steps 40 --resume half.safetensors
   expect 2 "^rank [01] of 2: $(cat "$work/hash")\$"
+}
+
+cannot_plot() { # COMMAND...: a path that cannot be written is an error before any training
+  timeout 60 "$@" --plot no/such/folder.svg >"$work/out" 2>&1 && fail "$*: plots to a folder that is not there"
+  grep -q '^no/such/folder.svg: No such file or directory' "$work/out" && ! grep -q -E 'epoch +1|step 1' "$work/out" ||
+    fail "$* --plot no/such/folder.svg: $(cat "$work/out")"
 }
 
 same_loss() { # RANKS: the losses in out are those of the same epochs in whole
@@ -360,6 +392,7 @@ gpu() {
     echo "SKIP: not built: ninja on_double; $(cat missing 2>/dev/null)"
     exit 77
   }
+  for r in toy linear collectives data_parallel digits gpt; do lists_options "./$r.cu" "$top/examples/$r.cu"; done
   run ./toy.cu -n 2 # its thousands of small steps take their time on the double
   for r in 0 1; do expect 1 "^Loss on rank $r: [0-9]+\.[0-9]+\$"; done
   cp "$work/out" "$work/toy2"
