@@ -1158,12 +1158,13 @@ CDDPDEF cddp_group *cddp_at(cddp_group *g, const char *file, int line);
 CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
 
 /* FLIGHT RECORDER. --------------------------------------------------------------------------------
-   With CDDP_RECORD=dir in the environment every rank keeps its last 1,024 operations in
-   dir/cddp-JOB-RANK.rec (who joins: JOB-RANK.joinN.rec), which survives the rank's end, SIGKILL
-   included. examples/cddptrace.c merges the ranks' files into a report (who is late, missing or
-   lost, and in what) and a trace for Perfetto. The file is a header, then the ring, in the
-   machine's byte order. It is mapped: copy or remove a running job's file, but never truncate it
-   (> file, copytruncate), which ends the rank by SIGBUS. */
+   With CDDP_RECORD=dir in the environment each rank keeps its last 1,024 operations in
+   dir/cddp-JOB-RANK.rec (a process that joined later: JOB-RANK.joinN.rec). The file survives the
+   rank's end, SIGKILL included. cddp makes the folder dir, but not the folders above it.
+   examples/cddptrace.c merges the ranks' files into a report (which ranks are late, missing or lost,
+   and in which call) and a trace for Perfetto.
+   The file is a header, then the ring, in the machine's byte order. It is mapped: you can copy or
+   remove a running job's file, but truncating it (> file, copytruncate) ends the rank by SIGBUS. */
 #define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */
 
 typedef struct cddp_record {
@@ -2677,6 +2678,7 @@ static cddp_result cddp__record_open(cddp_record_header **out, uint64_t job, int
   snprintf(path, sizeof path, "%s/cddp-%016" PRIx64 "-%d", dir, job, rank);
   if (life > 0) cddp__append(path, sizeof path, ".join%d", life);
   cddp__append(path, sizeof path, ".rec");
+  (void)mkdir(dir, 0777); /* unless it exists; open says what else is wrong */
   fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0)
     return cddp__fail(CDDP_IO, "CDDP_RECORD: open %s, the flight recorder's file: %s", path,
@@ -23829,6 +23831,7 @@ CDDP__COLD_END
               Optimizers: where settings differ between ranks the text names the setting, the values
               and the ranks. A communication hook that fails without a text is told by its result.
               A group that was destroyed before a cddp_ddp on it was used after it had been freed.
+              CDDP_RECORD=dir makes the folder dir.
               Elastic: a process that joins with other optimizer settings fails alone.
 
    0.3 (2026-11)

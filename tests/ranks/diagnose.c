@@ -778,7 +778,26 @@ static int not_run(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* The recorder makes its directory, but none that it would lie in. */
 static void test_a_directory_that_is_not_there(void) {
+  char parent[] = "/tmp/cddp-record-XXXXXX", dir[64];
+  struct stat st;
+  int threads;
+  bool made = mkdtemp(parent) != NULL;
+  CHECK(made);
+  if (!made) return;
+  snprintf(dir, sizeof dir, "%s/new", parent);
+  for (threads = 0; threads < 2; threads++) {
+    setenv("CDDP_RECORD", dir, 1);
+    CHECK_OK(ranks_run(not_run, NULL, RANKS, threads));
+    CHECK(stat(dir, &st) == 0 && S_ISDIR(st.st_mode) && ranks_entries(dir) == RANKS);
+    remove_rings(dir);
+    CHECK(access(dir, F_OK) != 0);
+  }
+  setenv("CDDP_RECORD", "/dev/null", 1);
+  CHECK_IS(cddp_run_threads(not_run, NULL, 2), CDDP_IO);
+  CHECK(strstr(cddp_error(), "Not a directory") != NULL);
+  CHECK(rmdir(parent) == 0);
   setenv("CDDP_RECORD", "/nowhere/at/all", 1);
   CHECK_IS(cddp_run_threads(not_run, NULL, 2), CDDP_IO);
   CHECK(strstr(cddp_error(), "CDDP_RECORD") != NULL && strstr(cddp_error(), "/nowhere/at/all"));
