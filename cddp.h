@@ -54,7 +54,8 @@
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
    sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
    directory for the flight recorder), CDDP_IFNAME (the network interface by which other hosts reach
-   this one), CDDP_BACKEND (cpu or mpi), and CDDP_JOIN (1: into the job that runs there; ELASTIC).
+   this one), CDDP_PORTS (first-last: the ports to listen on, see FIREWALLS), CDDP_BACKEND (cpu or
+   mpi), and CDDP_JOIN (1: into the job that runs there; ELASTIC).
 
    CONTENTS: search for the mark
      >>api          the public interface, with the rules of each call
@@ -279,6 +280,10 @@ typedef struct cddp_group_desc {
    both. The other ranks of both jobs get the error above: stop both jobs then.
    SEVERAL HOSTS. Any number of ranks on each; those of one share memory. Between hosts they talk by
    TCP over the interface on the route to rank 0's, on ports that the system chooses, unencrypted.
+   FIREWALLS. The hosts must accept connections from each other at MASTER_PORT (on rank 0's host)
+   and at the ports that ranks listen on. CDDP_PORTS=41000-41099, set for all ranks, limits the
+   latter to a range that a firewall can open. A host needs a port for each of its ranks, a second
+   one for each elastic rank, and rank 0's host one more. MASTER_PORT need not be in the range.
    Ranks in different process namespaces (containers of one pod) count as on several hosts;
    CDDP_HOST_ID keeps ranks of one host apart.
    Version, WORLD_SIZE, backend and floating-point mode (FTZ, DAZ, rounding) must be alike:
@@ -1201,13 +1206,13 @@ typedef struct cddp_record_header {
    8,191 bytes; values any bytes, at most 8 MiB; a server holds 512 MiB of both. Any thread; one
    operation at a time per store. A cddp_group does not need one: cddp_init makes its own. With
    file:// the first process that opens the path serves from a thread, over an abstract Unix socket
-   and, for other hosts, a TCP port of the system's choice; with its cddp_store_destroy, or its
+   and, for other hosts, a TCP port (of CDDP_PORTS, if set); with its cddp_store_destroy, or its
    death, the store ends, and others' operations fail with CDDP_NETWORK. Not there: PyTorch's
    commands queue_*, list_keys and barrier. */
 typedef struct cddp_store_desc {
   const char *init_method;  /* "tcp://host:port", "unix://name" or "file:///absolute/path" */
   bool is_server;           /* tcp, unix: also serve, from a thread, on host's addresses; port 0:
-                               any */
+                               any, or one of CDDP_PORTS */
   double timeout_s;         /* of each operation, and of connecting; 0 = CDDP_TIMEOUT_S, else 600 */
   const char *secret;       /* NULL = CDDP_SECRET from the environment, else none: cddp_init */
   cddp_allocator allocator;
@@ -3470,18 +3475,41 @@ static int cddp__listen_address(const cddp__address *a, int *out) {
   return error;
 }
 
-/* Listens on each of the addresses that this host has, which get one port; the system chooses it
-   when theirs is 0, and then again if another process has it at some address. An address in use is
-   an error, but not at once: Linux refuses both of two processes that listen at one moment, so each
-   tries again at a moment of its own. An address that this host lacks (::1 without IPv6) is left
-   out when there are others. */
+/* CDDP_PORTS=first-last: the ports to listen on where no other is asked for. Unset: 0 and 0. */
+static cddp_result cddp__port_range(int *first, int *last) {
+  const char *text = getenv("CDDP_PORTS");
+  char digits[2][6] = {"", ""};
+  int end = 0;
+  *first = *last = 0;
+  if (text == NULL || text[0] == 0) return CDDP_OK;
+  if (sscanf(text, "%5[0-9]-%5[0-9]%n", digits[0], digits[1], &end) == 2 && text[end] == 0) {
+    *first = atoi(digits[0]);
+    *last = atoi(digits[1]);
+  }
+  if (*first > 0 && *first <= *last && *last <= 65535) return CDDP_OK;
+  return cddp__fail(CDDP_INVALID_ARGUMENT,
+                    "CDDP_PORTS is \"%s\"; it must be the first and the last port that cddp may "
+                    "listen on, from 1 to 65535, as in 41000-41099",
+                    text);
+}
+
+/* Listens on each of the addresses that this host has, which get one port. When theirs is 0 it is
+   one of CDDP_PORTS, or the system chooses it; then another one is tried if a process has it at
+   some address. An address in use is an error, but not at once: Linux refuses both of two processes
+   that listen at one moment, so each tries again at a moment of its own. An address that this host
+   lacks (::1 without IPv6) is left out when there are others. */
 static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *fd_count) {
-  int port, asked = cddp__address_port(&a[0]), tries = asked == 0 ? 32 : 3, i, n, e, error = 0;
+  int asked = cddp__address_port(&a[0]), first = 0, last = 0, error = 0, port, tries, turn, i, n, e;
   cddp__address bound;
   cddp__text text = {""};
+  if (asked == 0 && a[0].sa.ss_family != AF_UNIX && cddp__port_range(&first, &last) != CDDP_OK)
+    return CDDP_INVALID_ARGUMENT;
+  tries = first > 0 ? 3 * (last - first + 1) : asked == 0 ? 32 : 3;
+  turn = (int)getpid();
   do {
-    if (error != 0 && asked != 0) cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
-    port = asked;
+    if (error != 0 && (asked != 0 || (first > 0 && tries % (last - first + 1) == 0)))
+      cddp__sleep(1e-3 + 1e-6 * (double)(getpid() % 4096));
+    port = first > 0 ? first + turn++ % (last - first + 1) : asked;
     for (i = n = error = 0; i < count && error != EADDRINUSE; i++) {
       cddp__address_set_port(&a[i], port);
       if ((e = cddp__listen_address(&a[i], &fds[n])) != 0) {
@@ -3497,19 +3525,26 @@ static cddp_result cddp__listen_all(cddp__address *a, int count, int *fds, int *
     while (n > 0) cddp__close_fd(&fds[--n]);
     *fd_count = 0;
   } while (error == EADDRINUSE && --tries > 0);
-  return cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
-                    "cannot listen on %s: %s%s", text.s, strerror(error),
-                    count == 0 || a[0].sa.ss_family == AF_UNIX ? ""
-                    : error == EADDRINUSE
-                        ? "; another program uses this port: set MASTER_PORT to a free one, the "
-                          "same for all ranks"
-                    : error == EADDRNOTAVAIL
-                        ? "; it is no address of this host, where rank 0 runs: set MASTER_ADDR to "
-                          "one"
-                        : "");
+  if (error == EADDRINUSE && first > 0)
+    return cddp__fail(CDDP_NETWORK,
+                      "all ports of CDDP_PORTS=%d-%d are in use, or none is left for this process: "
+                      "the last one tried is %s. On each host every rank needs a port, an elastic "
+                      "one two, and rank 0's host one more",
+                      first, last, text.s);
+  cddp__fail(error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK,
+             "cannot listen on %s: %s%s", text.s, strerror(error),
+             count == 0 || a[0].sa.ss_family == AF_UNIX ? ""
+             : error == EADDRINUSE
+                 ? "; another program uses this port: set MASTER_PORT to a free one, the same for "
+                   "all ranks"
+             : error == EADDRNOTAVAIL
+                 ? "; it is no address of this host, where rank 0 runs: set MASTER_ADDR to one"
+                 : "");
+  errno = error;
+  return error == EMFILE || error == ENFILE ? CDDP_SYSTEM : CDDP_NETWORK;
 }
 
-/* A listening socket on 127.0.0.1 and a port of the system's choice, for forked children too. */
+/* A listening socket on 127.0.0.1 and any port of CDDP_PORTS, for forked children too. */
 static cddp_result cddp__listen_any(int *fd, int *port) {
   cddp__address a = cddp__loopback_address();
   int own = -1, count = 0;
@@ -5152,13 +5187,14 @@ static cddp_result cddp__discover(cddp__place *at, const cddp_group_desc *d) {
              *run = cddp__env("TORCHELASTIC_RUN_ID"),
              *restart = cddp__env("TORCHELASTIC_RESTART_COUNT");
   uint64_t key;
-  int k;
+  int k, first, last;
   cddp_result r;
   memset(at, 0, sizeof *at);
   at->listen_fd = at->local_world_size = -1;
   at->rank = d->rank;
   at->world_size = d->world_size;
   r = cddp__discover_timeout(d->timeout_s, &at->timeout_s);
+  if (r == CDDP_OK) r = cddp__port_range(&first, &last); /* a mistake shows on one host too */
   if (r == CDDP_OK) r = cddp__env_int("CDDP_JOIN", 0, 1, &at->joins);
   if (r == CDDP_OK && d->world_size > 0 &&
       (d->rank < 0 || (d->rank >= d->world_size && !at->joins)))
@@ -8855,19 +8891,13 @@ static bool cddp__admit(const cddp__rendezvous *v, const cddp__channel *c,
 static cddp_result cddp__listen_for_others(const cddp__rendezvous *v, const cddp__address *at,
                                            int *fd, int *port) {
   cddp__address a = *at;
-  cddp__text asked;
-  int error;
+  int count;
+  cddp_result r;
   cddp__address_set_port(&a, 0);
-  error = cddp__listen_address(&a, fd);
-  asked = cddp__describe_address(&a);
-  if (error == 0 && !cddp__local_address(*fd, &a)) error = errno;
+  r = cddp__listen_all(&a, 1, fd, &count);
   *port = cddp__address_port(&a);
-  if (error == EMFILE || error == ENFILE) return cddp__fail_descriptors(v, error, "socket");
-  if (error == 0) return CDDP_OK;
-  return cddp__fail(CDDP_SYSTEM,
-                    "cannot listen on %s for ranks of other hosts: %s; CDDP_IFNAME names another "
-                    "interface",
-                    asked.s, strerror(error));
+  if (r == CDDP_SYSTEM) return cddp__fail_descriptors(v, errno, "socket");
+  return r == CDDP_OK ? r : cddp__fail_in(r, "connections of ranks of other hosts: ");
 }
 
 /* Opens a socket for links of a member of this node, if it has none, and notes where it is. */
@@ -9255,15 +9285,19 @@ static cddp_result cddp__gather(cddp__rendezvous *v) {
   while (r == CDDP_OK && v->net == NULL) {
     double until = v->deadline + 0.5;
     bool late, all, wrong;
+    cddp__text why;
     if (v->up.fd < 0 && v->node_socket < 0) r = cddp__enter_node(v);
     while (r == CDDP_OK && v->up.fd >= 0 && v->told < v->member_count) {
       cddp__member *m = &v->members[v->told++]; /* the rank above does not know it yet */
       memcpy(m->info.token, v->token, sizeof v->token);
       if (!v->up.local && m->fits) r = cddp__listen_for_links(v, m);
+      why = cddp__words("%s", cddp_error());
       CDDP__POINT("hello");
-      if (r == CDDP_OK) /* if it cannot be sent, reading says why */
-        (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, &m->info, sizeof m->info,
-                                 NULL, v->deadline);
+      /* If it cannot be sent, reading says why. After a failure FAIL follows: it is heard only
+         behind RANK. */
+      (void)cddp__channel_post(v->up.fd, CDDP__MEET_RANK, CDDP_OK, &m->info, sizeof m->info, NULL,
+                               v->deadline);
+      if (r != CDDP_OK) cddp__fail(r, "%s", why.s);
       CDDP__POINT("greeted");
     }
     if (v->up.fd < 0) until = v->root_socket < 0 && v->look < v->deadline ? v->look : v->deadline;
@@ -19501,7 +19535,7 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   const cddp__host *h = d->group->host;
   const cddp__crew_member *lead = h->door != NULL ? &h->door->table.lead.self : NULL;
   cddp__address a;
-  int error, fd = -1;
+  int fd = -1, count;
   cddp_result r = CDDP_OK;
   memset(self, 0, sizeof *self);
   if (h->joined) { /* a datagram socket says what the system would take; nothing is sent */
@@ -19519,10 +19553,8 @@ static cddp_result cddp__crew_self(cddp_ddp *d, cddp__crew_member *self) {
   self->place = c->me;
   self->host = h->net != NULL ? h->net->host : 0;
   if (h->joined) self->host = 2 * d->shards;
-  if ((error = cddp__listen_address(&a, &c->net->listener)) != 0)
-    return cddp__fail(CDDP_SYSTEM, "listen for ranks that go on after a loss: %s",
-                      strerror(error));
-  if (!cddp__local_address(c->net->listener, &a)) return cddp__fail_errno("getsockname");
+  if ((r = cddp__listen_all(&a, 1, &c->net->listener, &count)) != CDDP_OK)
+    return cddp__fail_in(r, "connections of ranks that go on after a loss: ");
   self->port = cddp__address_port(&a);
   self->rank = d->group->rank;
   self->index = h->index;
@@ -23804,6 +23836,7 @@ CDDP__COLD_END
 
 /* >>history ---------------------------------------------------------------------------------------
    0.4 (not released)
+     New      CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
      Gone     A second start on a job's port ended the job in its first 10 s. Now it leaves a job
               that runs alone, and fails itself.
      Changed  Ranks name another program at MASTER_PORT within seconds. Ranks that know a final

@@ -54,7 +54,7 @@ typedef struct member {
 
 static const char *const variables[] = {"RANK",        "WORLD_SIZE",     "LOCAL_RANK",
                                         "MASTER_ADDR", "MASTER_PORT",    "LOCAL_WORLD_SIZE",
-                                        "CDDP_SECRET", "CDDP_TIMEOUT_S", "CDDP_MASTER"};
+                                        "CDDP_SECRET", "CDDP_TIMEOUT_S", "CDDP_PORTS"};
 
 static void clear_variables(void) {
   size_t i;
@@ -604,6 +604,164 @@ static void test_closed_for_a_moment(void) {
   ranks_join(pid, 2, 30, status);
   CHECK(ranks_exited_well(status, 2));
   check_joined(m, 2);
+}
+
+/* The TCP ports that this process listens on. */
+static int listening(int *ports, int most) {
+  static const char *const tables[] = {"/proc/self/net/tcp", "/proc/self/net/tcp6"};
+  char line[512], path[64], target[64], inode[64];
+  unsigned port, state;
+  unsigned long number;
+  int n = 0, t, fd;
+  for (t = 0; t < 2; t++) {
+    FILE *f = fopen(tables[t], "r");
+    while (f != NULL && fgets(line, sizeof line, f) != NULL) {
+      if (sscanf(line, " %*[^:]: %*[^:]:%x %*[^:]:%*x %x %*s %*s %*s %*s %*s %lu", &port, &state,
+                 &number) != 3 || state != 10)
+        continue;
+      snprintf(inode, sizeof inode, "socket:[%lu]", number);
+      for (fd = 0; fd < 256 && n < most; fd++) {
+        ssize_t size;
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        if ((size = readlink(path, target, sizeof target - 1)) < 0) continue;
+        target[size] = 0;
+        if (strcmp(target, inode) != 0) continue;
+        ports[n++] = (int)port;
+        break;
+      }
+    }
+    if (f != NULL) fclose(f);
+  }
+  return n;
+}
+
+/* A rank of an elastic model over two hosts: with links, a second listener, and one for ranks that
+   join. Notes in `seen`: fds, the listening ports outside the range; threads, those in it. */
+static void note_ports(seen *s, int port, int first, int last) {
+  int ports[32], n = listening(ports, 32), i;
+  for (i = 0; i < n; i++) {
+    bool inside = ports[i] >= first && ports[i] <= last;
+    if (inside) s->threads++;
+    else if (ports[i] != port) s->fds++;
+  }
+}
+
+typedef struct range {
+  int port, first, last, rank;
+} range;
+
+static void *watch_ports(void *arg) { /* of a rank that waits for the others */
+  const range *x = (const range *)arg;
+  ranks_sleep(0.3);
+  note_ports(&shared_seen[x->rank], x->port, x->first, x->last);
+  return NULL;
+}
+
+static int use_ports(int rank, void *arg) {
+  range *x = (range *)arg;
+  static float w[100];
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  cddp_ddp_desc desc;
+  cddp_store_desc sd;
+  cddp_store *store = NULL;
+  cddp_param param;
+  pthread_t t;
+  memset(&param, 0, sizeof param);
+  param.data = w;
+  param.count = 100;
+  memset(&desc, 0, sizeof desc);
+  desc.elastic = true;
+  desc.shards = 4;
+  x->rank = rank;
+  if (rank < 2) CHECK_EQ(pthread_create(&t, NULL, watch_ports, arg), 0);
+  if (rank == 3) ranks_sleep(0.6);
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  if (rank < 2) pthread_join(t, NULL);
+  CHECK_OK(cddp_ddp_create(&d, g, &param, 1, &desc));
+  memset(&sd, 0, sizeof sd);
+  sd.init_method = "tcp://127.0.0.1:0";
+  sd.is_server = true;
+  CHECK_OK(cddp_store_create(&store, &sd));
+  CHECK(cddp_store_port(store) >= x->first && cddp_store_port(store) <= x->last);
+  note_ports(&shared_seen[rank], x->port, x->first, x->last);
+  CHECK_OK(cddp_barrier(g));
+  cddp_store_destroy(store);
+  cddp_ddp_destroy(d);
+  cddp_destroy(g);
+  return 0;
+}
+
+/* CDDP_PORTS: the root's port, links, elastic models and stores listen in the range alone. */
+static void test_ports(void) {
+  range x;
+  pid_t pid[4];
+  int status[4], i;
+  char text[32];
+  x.port = ranks_free_port();
+  x.first = 50 * (ranks_free_port() / 50 + 200); /* above what the other tests use */
+  x.last = x.first + 29;
+  snprintf(text, sizeof text, "%d-%d", x.first, x.last);
+  memset(shared_seen, 0, 4 * sizeof *shared_seen);
+  setenv("CDDP_PORTS", text, 1);
+  for (i = 0; i < 4; i++) {
+    ranks_environment(i, 4, x.port);
+    setenv("CDDP_HOST_ID", i < 2 ? "a" : "b", 1);
+    pid[i] = ranks_fork(use_ports, i, &x);
+  }
+  clear_variables();
+  unsetenv("CDDP_HOST_ID");
+  ranks_join(pid, 4, 60, status);
+  CHECK(ranks_exited_well(status, 4));
+  for (i = 0; i < 4; i++) {
+    CHECK_EQ(shared_seen[i].fds, 0);
+    CHECK(shared_seen[i].threads >= 3); /* links, elastic, a store */
+  }
+  CHECK(shared_seen[0].threads + shared_seen[1].threads >= 7); /* and the rendezvous */
+  unsetenv("CDDP_PORTS");
+}
+
+/* A range that is none is an error on any number of hosts; a range that is used up names itself. */
+static void test_wrong_ports(void) {
+  static const char *const wrong[] = {"x",           "41000",       "41000-",  "-41000",
+                                      "0-10",        "41010-41000", "1-65536", " 41000-41010",
+                                      "41000-41010 ", "41000,41010", "+1-2",   "100000-100001",
+                                      "0x10-0x20",   "41000--41010"};
+  int first = 50 * (ranks_free_port() / 50 + 200), fd[2], status[2], i, k;
+  char text[32];
+  member m[2];
+  pid_t pid[2];
+  for (i = 0; i < (int)(sizeof wrong / sizeof *wrong); i++) {
+    prepare(m, 1);
+    m[0].name = "CDDP_PORTS";
+    m[0].value = wrong[i];
+    launch(m, 1, 10);
+    CHECK_SEEN(&m[0], CDDP_INVALID_ARGUMENT, "CDDP_PORTS", wrong[i]);
+  }
+  while ((fd[0] = listen_at(first)) < 0 || (fd[1] = listen_at(first + 1)) < 0) {
+    if (fd[0] >= 0) close(fd[0]);
+    first += 2;
+  }
+  snprintf(text, sizeof text, "%d-%d", first, first + 1);
+  for (k = 0; k < 2; k++) { /* on both hosts, and where rank 1 alone lacks a port */
+    prepare(m, 2);
+    for (i = k; i < 2; i++) {
+      m[i].name = "CDDP_PORTS";
+      m[i].value = text;
+    }
+    for (i = 0; i < 2; i++) m[i].desc.timeout_s = 5;
+    for (i = 0; i < 2; i++) {
+      setenv("CDDP_HOST_ID", i == 0 ? "a" : "b", 1);
+      pid[i] = start_member(&m[i]);
+    }
+    unsetenv("CDDP_HOST_ID");
+    ranks_join(pid, 2, 30, status);
+    CHECK(ranks_exited_well(status, 2));
+    for (i = 0; i <= k; i++) CHECK_SEEN(&m[i], CDDP_NETWORK, "CDDP_PORTS=", text);
+  }
+  close(fd[0]);
+  close(fd[1]);
 }
 
 static void test_unknown_host(void) {
@@ -1700,6 +1858,8 @@ int main(void) {
   RUN(test_port_in_use);
   RUN(test_other_program);
   RUN(test_closed_for_a_moment);
+  RUN(test_ports);
+  RUN(test_wrong_ports);
   RUN(test_unknown_host);
   RUN(test_late_name);
   RUN(test_localhost);
