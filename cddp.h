@@ -9958,6 +9958,9 @@ static cddp_result cddp__meet(cddp_group **out, cddp__place *at, const cddp_grou
 /* Looks at the connections before a rank with a core of its own sleeps: a millisecond. With a tenth
    of that most waits for a piece of a long call ended in a sleep: it took several times as long. */
 #define CDDP__POLLS 3000
+/* Looks between two yields of the core. Ranks that count as several hosts can share cores, as in
+   containers, and no rank knows of the others. A yield on an idle core costs less than a look. */
+#define CDDP__POLLS_A_YIELD 4
 #define CDDP__SLOTS (CDDP__AHEAD + 1)
 #define CDDP__FRAMES (4 * CDDP__SLOTS) /* posted for one rank at a time, at most */
 #define CDDP__STAGED_MAX ((size_t)256 << 20) /* bytes in copies per group before a send waits */
@@ -10420,7 +10423,7 @@ static cddp_result cddp__deliver(cddp_group *g, long due) {
     if (late < 0 || moved || r != CDDP_OK) continue;
     if (w.yields-- <= 0)
       r = cddp__await_frames(g, &w, late, events);
-    else if (!polls)
+    else if (!polls || w.yields % CDDP__POLLS_A_YIELD == 0)
       sched_yield();
   } while (late >= 0 && r == CDDP_OK);
   cddp__store64(&slot->awaits, 0);
@@ -11604,7 +11607,8 @@ static cddp_result cddp__message_wait(cddp_work *m, double limit) {
       pthread_setcancelstate(cancel, &cancel);
       return CDDP_OK;
     }
-    cddp__pause();
+    if (g->hosts != NULL && i % CDDP__POLLS_A_YIELD == 0) sched_yield();
+    else cddp__pause();
   }
   cddp__wait_begin(&w, limit >= 0 ? limit : g->timeout_s, limit == 0 ? 0 : CDDP__YIELDS);
   for (;;) {
@@ -23859,6 +23863,7 @@ CDDP__COLD_END
      Mended   Checkpoints: file systems that cannot sync, or cannot rename an open file (FUSE); a
               failed flock or stat leaves no path.tmp; signals during flock and fsync. A file of a
               run without shards does not bind a run with shards.
+              Ranks of several hosts that share cores (containers) yield them to each other.
               Messages progress while their receiver waits in another group, cddp_ddp or store: a
               large one, or over 128 small ones, blocked both ranks until the time-out.
               Optimizers: where settings differ between ranks the text names the setting, the values
