@@ -6,9 +6,13 @@
        #define CDDP_IMPLEMENTATION
        #include "cddp.h"
 
-   Every other file includes "cddp.h". Your training loop becomes data parallel by six calls:
+   A file of its own, cddp.c, is best: it takes some seconds to compile, and then only once. A
+   project in older C++ compiles that file as C. Every other file includes "cddp.h". Your training
+   loop becomes data parallel by six calls:
 
-       #define TRY(call) if (call) return fprintf(stderr, "%s\n", cddp_error()), 1
+       #define TRY(call) \
+         if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
+
        static int train(int rank, void *arg) {
          cddp_group *g; cddp_ddp *ddp; cddp_optim *sgd; cddp_sgd_desc o = {0};
          TRY(cddp_init(&g, NULL));                      // 1  finds the other ranks
@@ -19,7 +23,7 @@
          o.lr = 0.1, o.momentum = 0.9;
          TRY(cddp_sgd_create(&sgd, p, 1, &o));          // 3
          for (int step = 0; step < STEPS; step++) {
-           backward(w, p[0].grad, my_batch(cddp_rank(g), step)); // adds to the gradient
+           backward(w, p[0].grad, my_batch(rank, step)); // adds to the gradient
            TRY(cddp_ddp_ready(ddp, 0));                 // 4  its bucket may start reducing
            TRY(cddp_ddp_step(ddp, sgd));                // 5  mean over ranks, SGD, zero gradients
          }
@@ -27,12 +31,14 @@
          return 0;
        }
        int main(void) {
-         if (cddp_launcher_rank() >= 0) return train(0, NULL); // torchrun, mpirun, srun: a rank
-         TRY(cddp_spawn(train, NULL, 2));                      // alone: forks two ranks
-         return 0;
+         int rank = cddp_launcher_rank();               // by torchrun, mpirun, srun, ...; or -1
+         if (rank >= 0) return train(rank, NULL);
+         if (cddp_spawn(train, NULL, 2) == CDDP_OK) return 0; // alone: forks two ranks
+         fprintf(stderr, "%s\n", cddp_error());
+         return 1;
        }
 
-   Which rank a process is, cddp_rank(g) says, however it was started: cddp_init(&g, NULL) reads
+   cddp_rank(g) is the rank of this process, however it was started: cddp_init(&g, NULL) reads
    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a script of yours may set them), or what its
    launcher set. All ranks end with the same weights, bit for bit. Seeding is yours: give each rank
    its own data and its own seed for dropout and augmentation (say seed + cddp_rank(g)), and all
@@ -50,7 +56,8 @@
      CDDP_MPI      backend "mpi": large collectives go to the MPI that mpicc compiles for
    Needs Linux 5.3 or later with gcc or clang, C99 or C++11 (as CUDA too); links libc and threads
    only. -ffast-math suits your code; in this file it costs exact NaN, subnormal and PyTorch bits,
-   clang's -ffp-contract=fast the last.
+   clang's -ffp-contract=fast the last. With -Ofast in the whole program all ranks still have the
+   same weights.
    Environment: RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT, as torchrun
    sets them; CDDP_TIMEOUT_S (seconds), CDDP_SECRET (all ranks must have the same), CDDP_RECORD (a
    directory for the flight recorder), CDDP_IFNAME (the network interface by which other hosts reach
@@ -479,8 +486,10 @@ CDDPDEF void cddp_register_kernels(const cddp_kernels *kernels); /* must stay wh
    and recv of a call must not overlap, but for what its comment calls in place. work NULL: returns
    when the result is there and the buffers are the caller's again. Otherwise returns at once with
    *work set; the buffers belong to the operation until cddp_wait(*work). Operations of one group
-   start in the order they were called. The result of a reduction has the same bits on every rank
-   and in every run: see >>design. Errors: CDDP_PEER_LOST, CDDP_TIMEOUT, CDDP_OUT_OF_MEMORY,
+   start in the order they were called. On a GPU each call is a launch of its own: many small arrays
+   are reduced faster by a cddp_ddp, which puts them into buckets. The result of a reduction has the
+   same bits on every rank and in every run: see >>design. Errors: CDDP_PEER_LOST, CDDP_TIMEOUT,
+   CDDP_OUT_OF_MEMORY,
      CDDP_INVALID_ARGUMENT  nothing was sent
      CDDP_MISMATCH          the ranks called different operations, passed different count, dtype, op
                             or root, or reduce floats in other rounding or FTZ modes; or two ranks
@@ -593,7 +602,8 @@ CDDPDEF cddp_result cddp_test(cddp_work *w, bool *done);
 
 typedef struct cddp_param {
   const char *name; /* for messages, files and comparison; NULL is fine. Must stay as the params */
-  void *data;       /* count weights; from cddp_alloc: cddp_ddp_step writes them in place */
+  void *data;       /* count weights; from cddp_alloc: cddp_ddp_step writes them in place. NULL is
+                       fine if count is 0 */
   void *grad;       /* count sums that backward adds to; NULL: cddp_ddp_create sets it, zeroed */
   size_t count;     /* elements */
   cddp_dtype dtype; /* CDDP_F32, F64, F16 or BF16; of data and of grad */
@@ -655,7 +665,8 @@ typedef struct cddp_ddp_desc {
    GPUs, of elastic models and with a comm_hook, and over several hosts or with MPI those below 1
    MiB, or all where ranks have several shards. TIED WEIGHTS, of an embedding and the output layer
    say, are one cddp_param: both layers read its data and add to its grad, and cddp_ddp_ready
-   follows the later of them. Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT. */
+   follows the later of them. Parameters whose memory overlaps are CDDP_INVALID_ARGUMENT.
+   The array must not move: a std::vector<cddp_param> must not grow after this call. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, cddp_param *params,
                                                  int count, const cddp_ddp_desc *desc);
 
@@ -677,7 +688,8 @@ CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_create(cddp_ddp **out, cddp_group *g, 
    bits. find_unused_parameters, uneven_inputs, comm_hook and cddp_ddp_join are CDDP_UNSUPPORTED
    with shards.
    A run can turn shards on or off at a checkpoint. One that was saved with shards = S refuses
-   another S.
+   another S. A data loader that only reads forward: on each rank open one for each shard, and let
+   all of them advance in each step.
 
    The next shard of this rank in this step: true, with *shard its number, or false when there is
    none left and cddp_ddp_wait or _step is due. Gradients are zero at the start of every shard but
@@ -778,9 +790,10 @@ CDDPDEF size_t cddp_ddp_rows(const cddp_ddp *d, int param, const int64_t **rows,
                              const void **values);
 
 /* Collective. Returns when every gradient is the mean over all ranks of what each had accumulated.
-   A parameter without ready() is an error that names it, CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH
-   when others had it ready; with find_unused_parameters it counts as zero. After an error the
-   cddp_ddp is broken, the group is not unless a peer was lost. */
+   To keep an optimizer of your own, call it before its update: see AN EXISTING TRAINER. A parameter
+   without ready() is an error that names it, CDDP_INVALID_ARGUMENT, or CDDP_MISMATCH when others
+   had it ready; with find_unused_parameters it counts as zero. After an error the cddp_ddp is
+   broken, the group is not unless a peer was lost. */
 CDDP_CHECKED CDDPDEF cddp_result cddp_ddp_wait(cddp_ddp *d);
 
 /* cddp_ddp_wait, then cddp_optim_step, then zero gradients, in one pass over the bytes: each rank
@@ -958,6 +971,27 @@ CDDPDEF double cddp_optim_lr(const cddp_optim *s);
 CDDPDEF cddp_result cddp_optim_write_copies(cddp_optim *s);
 CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine */
 
+/* AN EXISTING TRAINER keeps its loop, its gradients and its optimizer:
+     for (int i = 0; i < n; i++)
+       p[i].data = weights[i], p[i].grad = grads[i], p[i].count = sizes[i];
+     TRY(cddp_init(&g, NULL));
+     TRY(cddp_ddp_create(&ddp, g, p, n, NULL));               // p: cddp_param [n] = {0}
+     ...                                                      // in the loop, after backward:
+     for (int i = 0; i < n; i++) TRY(cddp_ddp_ready(ddp, i));
+     TRY(cddp_ddp_wait(ddp));                                 // grads: the mean over all ranks
+     update(weights, grads);                                  // yours, the same on all ranks
+   The gradients are yours to zero, as before. What else may need a change:
+     your trainer                       change
+     update walks one flat block        set each grad to its place there, before cddp_ddp_create
+     k micro-batches a step             add each gradient / k; call cddp_ddp_ready in the last one
+                                        only. cddp_ddp_no_sync is not needed
+     loss sums over the batch           cddp divides by the ranks: multiply the learning rate by
+                                        their number
+     updates without gradients          average the weights after each step, by cddp_all_reduce with
+                                        CDDP_AVG
+     collectives without a cddp_ddp     broadcast rank 0's weights: only cddp_ddp_create does it
+     rank 0 prints, evaluates, writes   the others wait in their next call, for at most timeout_s */
+
 /* A TRAINER LIKE llm.c. ---------------------------------------------------------------------------
    Its train_gpt2.c keeps 16 arrays of weights and 16 of gradients. Data parallel by these lines:
      TRY(cddp_init(&g, NULL));
@@ -967,7 +1001,7 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine
      TRY(cddp_ddp_create(&ddp, g, p, NUM_PARAMETER_TENSORS, NULL));
      for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) ((float **)&model.grads)[i] = p[i].grad;
      TRY(cddp_adamw_create(&adamw, p, NUM_PARAMETER_TENSORS, &o)); // o.lr = 1e-4
-     dataloader_init(&train_loader, train_tokens, B, T, cddp_rank(g), cddp_world_size(g), 1);
+     dataloader_init(&train_loader, train_tokens, B, T, cddp_rank(g), cddp_world_size(g), 0);
    and in the loop, in place of gpt2_update:
      for (int i = NUM_PARAMETER_TENSORS - 1; i >= 0; i--) TRY(cddp_ddp_ready(ddp, i));
      TRY(cddp_ddp_step(ddp, adamw));
@@ -975,7 +1009,10 @@ CDDPDEF void cddp_optim_destroy(cddp_optim *s);                  /* NULL is fine
    In gpt2_backward "if (model->grads_memory == NULL)" becomes "if (model->grads_acts_memory ==
    NULL)", and grads_memory's allocation goes; so do m_memory and v_memory. To overlap with backward
    layer by layer, keep grads_memory, from cddp_alloc, and list each layer's part of a tensor as a
-   cddp_param with its place there as grad. 2 ranks with B = 4 have the losses of 1 with B = 8.
+   cddp_param with its place there as grad. 2 ranks with B = 4 have the losses of 1 with B = 8,
+   because should_shuffle, the loader's last argument, is 0: llm.c seeds its shuffle by the rank.
+   To keep gpt2_update, leave its memory as it is, set each p[i].grad to its place in grads_memory
+   before cddp_ddp_create, and call cddp_ddp_wait in place of cddp_ddp_step.
    Its train_gpt2.cu has all that zero.cuh does, by hand. There
      multi_gpu_config_init             cddp_init with device "cuda", then cddp_set_stream to
                                        main_stream; MPI, the ids and their exchange go
@@ -1166,8 +1203,8 @@ CDDPDEF cddp_ddp *cddp_ddp_at(cddp_ddp *d, const char *file, int line);
    With CDDP_RECORD=dir in the environment each rank keeps its last 1,024 operations in
    dir/cddp-JOB-RANK.rec (a process that joined later: JOB-RANK.joinN.rec). The file survives the
    rank's end, SIGKILL included. cddp makes the folder dir, but not the folders above it.
-   examples/cddptrace.c merges the ranks' files into a report (which ranks are late, missing or lost,
-   and in which call) and a trace for Perfetto.
+   examples/cddptrace.c merges the ranks' files into a report (which ranks are late, missing or
+   lost, and in which call) and a trace for Perfetto.
    The file is a header, then the ring, in the machine's byte order. It is mapped: you can copy or
    remove a running job's file, but truncating it (> file, copytruncate) ends the rank by SIGBUS. */
 #define CDDP_RECORDS 1024 /* records in the ring; number n is at index (n - 1) % CDDP_RECORDS */

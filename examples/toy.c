@@ -25,13 +25,8 @@ typedef struct model { /* each weight is [out][in], as in torch.nn.Linear */
 } model;
 
 /* A rank that returns takes no part any more: the others' next call fails with CDDP_PEER_LOST. */
-#define TRY(call)                                           \
-  do {                                                      \
-    if ((call) != CDDP_OK) {                                \
-      fprintf(stderr, "rank %d: %s\n", rank, cddp_error()); \
-      return 1;                                             \
-    }                                                       \
-  } while (0)
+#define TRY(call) \
+  if ((call) != CDDP_OK) return fprintf(stderr, "rank %d: %s\n", rank, cddp_error()), 1
 
 /* The next number of a rank's own random sequence, uniform in -bound .. bound (splitmix64). */
 static float uniform(uint64_t *state, float bound) {
@@ -145,10 +140,11 @@ int main(int argc, char **argv) {
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
 
-  if (cddp_launcher_rank() == 0 && argc > 1)
+  int rank = cddp_launcher_rank(); /* by torchrun, mpirun, srun, ...; or -1 */
+  if (rank == 0 && argc > 1)
     fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);
-  if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
-  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0;
+  if (rank >= 0) return train(rank, NULL);
+  if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0; /* alone: forks the ranks */
   fprintf(stderr, "%s\n", cddp_error());
   return 1;
 }
