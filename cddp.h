@@ -738,15 +738,16 @@ CDDPDEF bool cddp_ddp_next_shard(cddp_ddp *d, int *shard);
    the others; after that they have the mean. What ranks have called in an update is compared when
    they next meet: CDDP_MISMATCH, on all ranks or, if a rank that joined later differs, on that rank
    alone. A rank whose calls fail for a reason of its own is lost to the others. Whole hosts may go,
-   and the last rank goes on. A host that does not answer for 20 s is lost if more than half of the
-   ranks are there; fewer end with CDDP_ABORTED, so that a job never goes on in two halves. Ranks
-   that the others wait for must come to next_shard within timeout_s. More memory a rank: the
-   gradients once more, the sums of its shards, and with sparse_rows the rows of all shards. Who
-   joins asks the ranks of its host, then MASTER_ADDR, where one of that host's ranks listens at
-   MASTER_PORT, as one does on every host: if those at MASTER_ADDR have all gone, set it to a host
-   where a rank lives. (Not where a launcher, such as torchrun, serves the store there: a rank must
-   live on the host.) Its neighbours reach it by TCP, on GPUs for messages alone. A job that began
-   on one host is joined from there only.
+   and the last rank goes on. A host is lost if it does not answer for 20 s, or if all connections
+   to it were reset, as by a firewall, and no process there was seen to end: then the other ranks go
+   on if they are more than half. Fewer end with CDDP_ABORTED, so that a job never goes on in two
+   halves. Ranks that the others wait for must come to next_shard within timeout_s. More memory a
+   rank: the gradients once more, the sums of its shards, and with sparse_rows the rows of all
+   shards. Who joins asks the ranks of its host, then MASTER_ADDR, where one of that host's ranks
+   listens at MASTER_PORT, as one does on every host: if those at MASTER_ADDR have all gone, set it
+   to a host where a rank lives. (Not where a launcher, such as torchrun, serves the store there: a
+   rank must live on the host.) Its neighbours reach it by TCP, on GPUs for messages alone. A job
+   that began on one host is joined from there only.
    LIMITS. The group of cddp_init. Ranks that are threads cannot be joined, nor be elastic on GPUs,
    nor can a job of one host with a file size limit (ulimit -f). One elastic model at a time in a
    process. Not with comm_hook, find_unused_parameters or uneven_inputs, nor with MPI, which ends
@@ -7901,6 +7902,7 @@ struct cddp__link {
   int peer; /* rank of the job; -1 not known yet */
   int rank; /* the peer's in the group */
   bool mine;       /* this side has connected */
+  bool told;       /* the other side has said that it ends the link as the group is broken */
   int error;       /* errno that ended it; 0: the other side closed it; CDDP__LEFT */
   double deadline; /* for the connection, or for its hello and proof */
   cddp__hello hello;
@@ -8149,8 +8151,10 @@ static cddp__message *cddp__link_receive(const cddp__net *n, cddp__link *l, size
       l->in = (cddp__message *)cddp__malloc(
           &n->allocator, sizeof *m + (l->into != NULL ? 0 : (size_t)head->size));
     if (l->in == NULL) {
-      if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE)
-        cddp__link_end(l, CDDP__LEFT);
+      if (head->magic == CDDP__FRAME_MAGIC && head->type == CDDP__FRAME_BYE) {
+        l->told = head->number != 0;
+        cddp__link_end(l, l->told ? 0 : CDDP__LEFT);
+      }
       cddp__link_end(l, good ? ENOMEM : EPROTO);
       return NULL;
     }
@@ -10164,8 +10168,18 @@ static void cddp__hosts_look(cddp_group *g) {
 
 /* --- failure --- */
 
+/* A process that lives says so, where it can, before it ends its links: cddp__crew_note_ends. */
 static void cddp__hosts_hang_up(cddp_group *g) {
+  cddp__frame_head bye = cddp__link_head(CDDP__FRAME_BYE, 1, CDDP_U8, 0, 0);
   int p;
+  if (pthread_mutex_trylock(&g->p2p_lock) == 0) {
+    cddp__link *l = g->hosts->links;
+    for (; l != NULL; l = l->next)
+      if (l->state == CDDP__LINK_UP && l->sent == 0 && cddp__buffer_size(&l->out) == 0 &&
+          send(l->fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EAGAIN)
+        cddp__link_end(l, errno);
+    pthread_mutex_unlock(&g->p2p_lock);
+  }
   for (p = 0; p < 2 * g->size; p++) {
     const cddp__link *l =
         __atomic_load_n(&g->hosts->peers[p / 2].link[p % 2], __ATOMIC_ACQUIRE);
@@ -18590,7 +18604,9 @@ static void cddp__inherit(cddp_ddp *d, const cddp__inherited *from, const float 
    one leads. A rank that has made the table's groups says so; when all have, the leader says go: so
    a rank that is in a group's call is heard of by all when it leaves that group to meet again. A
    rank whose host does not answer counts as lost for more than half of the last group; fewer than
-   that end with an error, so that two halves never train apart.
+   that end with an error, so that two halves never train apart. The same holds for a host whose
+   ranks are all lost by resets, which a firewall sends too. Each rank therefore reports which
+   processes it has seen to end (crew.ended): their system closed a connection in good order.
    Who joins is a rank that has no place yet. It asks (cddp__door) who leads, calls that one, and
    reports, empty. A leader whose shards are done meets the others for its sake, as if one had been
    lost, and gives it a place: it is in the table. When the table's groups are there, the member
@@ -18627,6 +18643,7 @@ struct cddp__crew {
   void *blocks[2];              /* while ranks meet: for control blocks of the next groups; NULL */
   int attempts;                 /* groups since the last reduction */
   int silent;                   /* place of a member whose host did not answer; -1: none */
+  unsigned char *ended;         /* [shards] 1: since the last table its process was seen to end */
   cddp__elastic_call called;    /* in the last update; kind 0: it has joined since */
   cddp_group *past;             /* the comm that broke in this step: cddp_ddp_group; NULL: comm */
   bool empty;                   /* it joins, and has not got the weights yet; then until it has a */
@@ -18634,7 +18651,7 @@ struct cddp__crew {
 };
 
 /* What a rank says of itself when ranks meet. A float for each parameter follows: how often its
-   cddp_optim has stepped that. Then a byte for each shard: 1, it has its sum. */
+   cddp_optim has stepped that. Then a byte for each shard: 1, it has its sum; and crew.ended. */
 typedef struct cddp__crew_report {
   uint64_t generation; /* of its last group */
   uint64_t done;       /* reductions */
@@ -18675,7 +18692,7 @@ static void cddp__crew_hide(cddp_ddp *d) {
 
 static size_t cddp__report_bytes(const cddp_ddp *d) {
   return cddp__round_up(sizeof(cddp__crew_report) + (size_t)d->count * sizeof(float) +
-                        (size_t)d->shards, sizeof(uint64_t));
+                        2 * (size_t)d->shards, sizeof(uint64_t));
 }
 
 static cddp__text cddp__crew_name(const cddp__crew *c, int place) {
@@ -18868,6 +18885,7 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   report->optim = cddp__bequeath(d->optim, (float *)(report + 1));
   report->self = c->members[c->me];
   for (i = 0; i < d->shards; i++) sums[i] = cddp__nodes_have(d->kept, d->kept_count, i);
+  memcpy(sums + d->shards, c->ended, (size_t)d->shards);
   for (i = 0; i <= d->shards; i++)
     here += c->members[i].life != 0 && c->members[i].host == c->members[c->me].host;
   for (i = 1; i <= d->shards; i++)
@@ -18880,10 +18898,39 @@ static cddp_result cddp__crew_report_new(cddp_ddp *d, cddp__message **out) {
   return CDDP_OK;
 }
 
+/* Notes which members' processes have ended, before their links go: a link that was closed, and not
+   reset, by a process that did not say that it lives. A firewall can only reset links. Where one of
+   a member's links was reset the end of another one may be on its way. */
+static void cddp__crew_note_ends(cddp_ddp *d) {
+  cddp_group *groups[2] = {d->control, d->comm};
+  double deadline = cddp__now() + 0.02;
+  bool again = true;
+  cddp__link *l;
+  int i;
+  while (again) {
+    for (again = false, i = 0; i < 2; i++) {
+      if (groups[i] == NULL || groups[i]->hosts == NULL) continue;
+      pthread_mutex_lock(&groups[i]->p2p_lock);
+      for (l = groups[i]->hosts->links; l != NULL; l = l->next) {
+        unsigned char *ended = &d->crew->ended[d->crew->order[l->rank]], next;
+        ssize_t n = l->state != CDDP__LINK_UP ? 1 : recv(l->fd, &next, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (n <= 0 && (n == 0 || errno != EAGAIN)) cddp__link_end(l, n == 0 ? 0 : errno);
+        if (l->state != CDDP__LINK_DEAD) continue;
+        if (l->error == 0 && !l->told && l->got == 0 && l->ahead_at == l->ahead_end) *ended = 1;
+        again = again || (l->error > 0 && *ended == 0);
+      }
+      pthread_mutex_unlock(&groups[i]->p2p_lock);
+    }
+    if (again && cddp__now() > deadline) return;
+    if (again) cddp__sleep(1e-3);
+  }
+}
+
 /* Whether a member's connection has ended: it is gone, or (c->silent) its host does not answer. */
 static bool cddp__crew_ended(cddp__crew *c, int place, cddp__link *l) {
   cddp__link_answered(l);
   if (l->state != CDDP__LINK_DEAD) return false;
+  if (l->error == 0) c->ended[place] = 1;
   if (l->error != 0 && l->error != CDDP__LEFT && l->error != ECONNRESET && l->error != EPIPE &&
       l->error != ECONNREFUSED && l->error != EPROTO)
     c->silent = place;
@@ -18920,7 +18967,8 @@ static void cddp__crew_nap(int listener, cddp__link *const *links, int n) {
    join. Who joins may be a member without knowing it, if a leader has died. */
 static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool meeting) {
   cddp__crew *c = d->crew;
-  cddp__crew_member *self = &cddp__report_in(d, m, 0)->self;
+  cddp__crew_report *report = cddp__report_in(d, m, 0);
+  cddp__crew_member *self = &report->self;
   bool sound = m->head.size == cddp__report_bytes(d) && self->life != 0;
   int p = 0, k;
   while (sound && p < d->shards && c->members[p].life != self->life) p++;
@@ -18928,7 +18976,10 @@ static void cddp__crew_hear(cddp_ddp *d, cddp__link *l, cddp__message *m, bool m
   if (sound && p < d->shards && meeting) {
     *self = c->members[p];
     cddp__crew_drop(c, p);
-  } else if (sound && cddp__report_in(d, m, 0)->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
+    for (k = 0; k < d->shards; k++) /* of members that it knew */
+      if (cddp__sums_in(d, report)[d->shards + k] == 1 && c->members[k].since <= report->generation)
+        c->ended[k] = 1;
+  } else if (sound && report->empty != 0 && c->knock_count < CDDP__CREW_KNOCKS) {
     p = d->shards + c->knock_count++;
     for (k = d->shards; k < p; k++) /* it may have called before */
       if (cddp__report_in(d, c->reports[k], 0)->self.life == self->life)
@@ -19110,6 +19161,25 @@ static cddp_result cddp__crew_answer(cddp_ddp *d, cddp__message **table) {
   return r;
 }
 
+/* A member that is lost with all others at its address, of which no process was seen to end: a
+   firewall may have reset their links. -1: there is none. */
+static int cddp__crew_cut_off(const cddp_ddp *d) {
+  const cddp__crew *c = d->crew;
+  int i, k;
+  for (i = 0; i < d->active_count; i++) {
+    const cddp__crew_member *lost = &c->members[c->order[i]], *m;
+    cddp__address a = cddp__internet_address(&lost->address);
+    for (k = 0; k < d->active_count; k++) {
+      m = &c->members[c->order[k]];
+      if ((c->reports[c->order[k]] != NULL || c->ended[c->order[k]] != 0) &&
+          memcmp(&m->address, &a.any, a.size) == 0)
+        break;
+    }
+    if (k == d->active_count) return c->order[i];
+  }
+  return -1;
+}
+
 /* This rank is the lowest: it answers all others. */
 static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double deadline,
                                    cddp__message **table) {
@@ -19118,11 +19188,13 @@ static cddp_result cddp__crew_host(cddp_ddp *d, cddp__message *mine, double dead
   int came, p;
   c->reports[c->me] = mine;
   r = cddp__crew_await_all(d, deadline, &came);
-  if (r == CDDP_OK && c->silent >= 0 && 2 * came <= d->active_count) /* others may be the half */
+  p = c->silent >= 0 ? c->silent : cddp__crew_cut_off(d);
+  if (r == CDDP_OK && p >= 0 && 2 * came <= d->active_count) /* others may be the half */
     r = cddp__fail(CDDP_PEER_LOST,
                    "the host of %s does not answer, and %d of %d ranks cannot go on without the "
-                   "others, which may have gone on: more than half must be there",
-                   cddp__crew_name(c, c->silent).s, came, d->active_count);
+                   "others, which may have gone on: more than half must be there%s",
+                   cddp__crew_name(c, p).s, came, d->active_count,
+                   c->silent >= 0 ? "" : ". All connections were reset, as by a firewall");
   if (r == CDDP_OK) cddp__crew_admit(d);
   if (r == CDDP_OK) r = cddp__crew_answer(d, table);
   c->reports[c->me] = NULL;
@@ -19181,6 +19253,7 @@ static bool cddp__crew_hears_go(cddp__crew *c, int place, double deadline) {
     if (cddp__crew_ended(c, place, l)) break;
     cddp__crew_nap(-1, &l, 1);
   }
+  if (m == NULL && c->silent < 0) c->ended[place] = 1; /* it was there a moment ago */
   go = m != NULL && m->head.size == 1 && *(const char *)(m + 1) == 'g';
   cddp__free(&c->net->allocator, m);
   return go;
@@ -19310,6 +19383,7 @@ static void cddp__crew_leave(cddp_ddp *d) {
   groups[0] = d->control;
   groups[1] = d->comm;
   memcpy(text, cddp__error_text, sizeof text);
+  cddp__crew_note_ends(d);
   for (i = 0; i < 2; i++) {
     if (groups[i] == NULL) continue;
     cddp__fail(CDDP_PEER_LOST, "%s", text);
@@ -19346,6 +19420,7 @@ static cddp__crew_report *cddp__crew_take(cddp_ddp *d, cddp__message *table) {
     from = report;
   }
   c->net->host = c->members[c->me].host;
+  memset(c->ended, 0, (size_t)d->shards);
   for (p = 0; p < d->shards; p++) {
     for (k = 0, listed = false; k < d->active_count; k++) listed = listed || c->order[k] == p;
     if (!listed && c->members[p].life != 0) cddp__crew_lose(d, p, "");
@@ -19437,6 +19512,16 @@ static cddp_result cddp__crew_level(cddp_ddp *d, cddp__message *table, cddp__cre
   return CDDP_OK;
 }
 
+/* Both groups connect: of two connections one at least has nothing unread at its other end at any
+   time, so if that process dies its system closes the connection, and does not reset it. */
+static cddp_result cddp__crew_connect(cddp_ddp *d) {
+  cddp_result r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW,
+                              CDDP__PHASE_CONNECTED, 0, NULL, 0);
+  if (r != CDDP_OK) return r;
+  return cddp__round(d->comm, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0, NULL,
+                     0);
+}
+
 /* From here on processes may join: what they are told is that this rank's leader lets them in. */
 static void cddp__crew_open(cddp_ddp *d) {
   cddp__crew *c = d->crew;
@@ -19473,9 +19558,7 @@ static cddp_result cddp__crew_regroup(cddp_ddp *d) {
   if (r == CDDP_OK) r = cddp__crew_group(d, table, 0, &d->control);
   if (r == CDDP_OK) r = cddp__crew_group(d, table, 1, &d->comm);
   if (r == CDDP_OK) r = cddp__crew_go(d);
-  if (r == CDDP_OK) /* all have both groups: these connect */
-    r = cddp__round(d->control, CDDP__SCOPE_ALL, CDDP__KIND_GROUP_NEW, CDDP__PHASE_CONNECTED, 0,
-                    NULL, 0);
+  if (r == CDDP_OK) r = cddp__crew_connect(d); /* all have both groups */
   if (r == CDDP_OK && d->group->backend != NULL)
     r = (d->group->backend->open)(d->group, d->comm, false);
   for (i = 0; i < 2; i++) {
@@ -19615,7 +19698,7 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   const char *secret = h->door != NULL && h->door->secret[0] != 0 ? h->door->secret : NULL;
   cddp__crew *c = (cddp__crew *)cddp__calloc(
       a, 1, sizeof *c + sizeof *c->members +
-                n * (sizeof *c->members + 2 * sizeof(int)) + 2 * links * sizeof(void *));
+                n * (sizeof *c->members + 2 * sizeof(int) + 1) + 2 * links * sizeof(void *));
   if (c == NULL) return CDDP_OUT_OF_MEMORY;
   d->crew = c;
   c->members = (cddp__crew_member *)(void *)(c + 1);
@@ -19623,6 +19706,7 @@ static cddp_result cddp__crew_new(cddp_ddp *d) {
   c->reports = (cddp__message **)(void *)(c->links + links);
   c->order = (int *)(void *)(c->reports + links);
   c->indices = c->order + n;
+  c->ended = (unsigned char *)(c->indices + n);
   c->empty = h->joined;
   c->me = h->joined ? d->shards : d->group->rank;
   c->net = cddp__net_new(a, d->shards + 1, 2 * d->shards + 1);
@@ -19657,7 +19741,8 @@ static cddp_result cddp__crew_create(cddp_ddp *d) {
     d->active_count = g->size;
     cddp__crew_deal(d);
     d->control->internal = d->comm->internal = false; /* their calls tell where buffers are */
-    cddp__crew_open(d);
+    r = cddp__crew_connect(d);
+    if (r == CDDP_OK) cddp__crew_open(d);
   }
   cddp__free(&g->host->allocator, all);
   return r;
@@ -23908,6 +23993,8 @@ CDDP__COLD_END
               A group that was destroyed before a cddp_ddp on it was used after it had been freed.
               CDDP_RECORD=dir makes the folder dir.
               Elastic: a process that joins with other optimizer settings fails alone.
+              Elastic over hosts: if a firewall resets all connections between two halves of a job,
+              they do not both go on.
 
    0.3 (2026-11)
      New      cddp_wait_for and cddp_cancel; CDDP_CHECKED: compilers warn about ignored failures.

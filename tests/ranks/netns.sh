@@ -211,13 +211,18 @@ fi
 # --- a slow link that loses packets ---
 
 cat >"$work/slow.c" <<'END'
-/* A wire between two network namespaces that takes 1 to 2 ms and loses one packet of 200. */
+/* A wire between two network namespaces that takes 1 to 2 ms and loses one packet of 200. From a first SIGUSR1 to the
+   next one it is a firewall: it carries nothing, and answers each TCP packet with RST; SIGUSR2: only those from the
+   first host. */
 #define _GNU_SOURCE
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <linux/if_tun.h>
 #include <net/if.h>
 #include <poll.h>
 #include <sched.h>
+#include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -241,9 +246,49 @@ static int end_in(const char *path) {
   if ((fd = open("/dev/net/tun", O_RDWR | O_NONBLOCK)) < 0 || ioctl(fd, TUNSETIFF, &r) != 0) return perror("tun"), -1;
   return fd;
 }
+static volatile sig_atomic_t rejects[2];
+static void toggle(int signal) {
+  rejects[0] = !rejects[0];
+  if (signal == SIGUSR1) rejects[1] = rejects[0];
+}
+static uint16_t sum(const uint8_t *p, int n, uint32_t s) {
+  for (; n > 1; p += 2, n -= 2) s += (uint32_t)(p[0] << 8 | p[1]);
+  while (s >> 16) s = (s & 65535) + (s >> 16);
+  return htons((uint16_t)~s);
+}
+/* What iptables -j REJECT --reject-with tcp-reset does. */
+static void reject(int in, const uint8_t *p, int n) {
+  int head = (p[0] & 15) * 4, data;
+  const uint8_t *t = p + head;
+  uint8_t r[40] = {0x45, 0, 0, 40, 0, 0, 0x40, 0, 64, 6}, flags;
+  uint16_t check;
+  uint32_t ack;
+  if (p[0] >> 4 != 4 || p[9] != 6 || n < head + 20 || (t[13] & 4) != 0) return;
+  flags = t[13];
+  data = n - head - (t[12] >> 4) * 4 + (flags & 1) + (flags >> 1 & 1);
+  memcpy(&ack, t + 4, 4);
+  ack = htonl(ntohl(ack) + (uint32_t)data);
+  memcpy(r + 12, p + 16, 4);
+  memcpy(r + 16, p + 12, 4);
+  memcpy(r + 20, t + 2, 2);
+  memcpy(r + 22, t, 2);
+  if (flags & 16) memcpy(r + 24, t + 8, 4);
+  else memcpy(r + 28, &ack, 4);
+  r[32] = 0x50;
+  r[33] = flags & 16 ? 4 : 20;
+  check = sum(r, 20, 0);
+  memcpy(r + 10, &check, 2);
+  check = sum(r + 12, 28, 6 + 20);
+  memcpy(r + 36, &check, 2);
+  if (write(in, r, 40) < 0) perror("RST");
+}
 static void carry(int in, int out, struct queue *w) {
   int n;
   while (w->last - w->first < QUEUE && (n = (int)read(in, w->data[w->last % QUEUE], MTU)) > 0) {
+    if (rejects[w - q]) {
+      reject(in, (const uint8_t *)w->data[w->last % QUEUE], n);
+      continue;
+    }
     if (rand() % 200 == 0) continue;
     w->size[w->last % QUEUE] = n;
     w->due[w->last++ % QUEUE] = now() + 1e-3 + rand() % 1000 * 1e-6;
@@ -253,12 +298,15 @@ static void carry(int in, int out, struct queue *w) {
 }
 int main(int argc, char **argv) {
   struct pollfd fds[2];
-  int i;
+  int i, home = open("/proc/self/ns/net", O_RDONLY);
   for (i = 0; i < 2 && argc == 3; i++) {
     fds[i].fd = end_in(argv[1 + i]);
     fds[i].events = POLLIN;
     if (fds[i].fd < 0) return 1;
   }
+  if (setns(home, CLONE_NEWNET) != 0) return perror("setns"), 1; /* it is on neither host */
+  signal(SIGUSR1, toggle);
+  signal(SIGUSR2, toggle);
   puts("ready");
   fflush(stdout);
   for (;;) {
@@ -283,11 +331,10 @@ if grep -q ready "$work/wire"; then
   adds "delay and loss" 10.101.0.1
   [ ! -x "$work/digits" ] || digits "the same weights there" 10.101.0.1
 else
-  echo "no tun device here, delay and loss left out: $(head -n 1 "$work/log")"
+  echo "no tun device here, delay, loss and a firewall left out: $(head -n 1 "$work/log")"
+  wait $relay 2>/dev/null
+  relay=
 fi
-kill $relay 2>/dev/null
-wait $relay 2>/dev/null
-relay=
 
 # --- a link that is cut: both hosts know by the deadline, and before it when nothing has been
 # acknowledged for 20 s (for 4 s in loop4), and name the other ---
@@ -296,7 +343,7 @@ cut_link() { # NAME PROGRAM TIMEOUT SECONDS COMMAND...
   local name=$1 program=$2 timeout=$3 within=$4 start i h
   shift 4
   rm -f "$work/runs"
-  CDDP_TIMEOUT_S=$timeout launch node0 "$work/$program" "$work/runs"
+  CDDP_TIMEOUT_S=$timeout launch "${master:-node0}" "$work/$program" "$work/runs"
   for ((i = 0; i < 300; i++)); do [ -e "$work/runs" ] && break; sleep 0.05; done
   [ -e "$work/runs" ] || { cat "$work"/out?; fail "$name: the ranks did not meet"; }
   "$@" || fail "$name: $*"
@@ -331,4 +378,49 @@ join any 2>/dev/null
 [ "$(grep -c -F "$(cat "$work/alone")" "$work/out0")" = 2 ] || { cat "$work"/out?; fail "a host dies: other weights"; }
 echo "a host dies, the other goes on: ok"
 cut_link "elastic ranks that are cut off" lasting 40 20 ip -n "$net-0" link set wire0 down
+
+# --- the same behind a firewall that answers with RST, as a host whose processes have ended does: two halves never
+# train apart; three ranks of four go on; the last rank goes on when those of the other host are killed ---
+
+halves() { # NAME COMMAND...: no rank goes on
+  local name=$1
+  shift
+  master=10.101.0.1 cut_link "$name" lasting 40 20 "$@"
+  ! grep -q weights "$work"/out? || { cat "$work"/out?; fail "$name: a half went on"; }
+}
+
+uneven() { # NAME HOST COMMAND...: three ranks on the first host; those of HOST go on when COMMAND has been run
+  local name=$1 host=$2 rank i
+  shift 2
+  rm -f "$work"/runs "$work"/out?
+  for rank in 0 1 2 3; do
+    (RANK=$rank WORLD_SIZE=4 MASTER_ADDR=10.101.0.1 MASTER_PORT=29500 \
+      on_host $((rank / 3)) timeout -k 5 60 "$work/lasting" "$work/runs" >"$work/out$rank" 2>&1) &
+    jobs[rank]=$!
+  done
+  for ((i = 0; i < 300; i++)); do [ -e "$work/runs" ] && break; sleep 0.05; done
+  "$@" || fail "$name: $*"
+  for rank in 0 1 2 3; do
+    wait "${jobs[rank]}" 2>/dev/null
+    if [ $((rank / 3)) = "$host" ]; then
+      grep -q -F "$(cat "$work/alone")" "$work/out$rank" || { cat "$work"/out?; fail "$name: rank $rank"; }
+    else
+      ! grep -q weights "$work/out$rank" || { cat "$work"/out?; fail "$name: rank $rank went on"; }
+    fi
+  done
+  jobs=()
+  echo "$name: ok: $(grep -h -m 1 -o 'CDDP_.*' "$work"/out?)"
+}
+
+if [ -n "$relay" ]; then
+  halves "a firewall with RST" kill -USR1 "$relay"
+  kill -USR1 "$relay"
+  halves "a firewall with RST one way" kill -USR2 "$relay"
+  kill -USR2 "$relay"
+  uneven "a firewall with RST, three of four" 0 kill -USR1 "$relay"
+  kill -USR1 "$relay"
+  for ((round = 0; round < 4; round++)); do
+    uneven "three of four are killed" 1 sh -c "sleep 0.$round; ip netns pids $net-0 | xargs kill -KILL"
+  done
+fi
 echo "ok netns"
