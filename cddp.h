@@ -4981,6 +4981,13 @@ static bool cddp__launched_by(int i) {
 static cddp_result cddp__check_pairs(bool whole) {
   static const char *const lone[] = {"PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID"};
   int i;
+  for (i = 0; i < 4 && (whole || cddp__env("RANK") == NULL); i++)
+    if (cddp__env(lone[i]) != NULL && !cddp__set_by_slurm(lone[i]))
+      return cddp__fail(CDDP_INVALID_ARGUMENT,
+                        "%s is %.20s, but no variable of its launcher tells the number of ranks. "
+                        "Export RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) "
+                        "and MASTER_PORT (a free port there); for one process unset %s",
+                        lone[i], cddp__env(lone[i]), lone[i], lone[i]);
   for (i = 0; i < CDDP__LAUNCHERS && !whole; i++) {
     const char *rank = cddp__launchers[i].variables[CDDP__RANK],
                *size = cddp__launchers[i].variables[CDDP__SIZE];
@@ -4996,13 +5003,6 @@ static cddp_result cddp__check_pairs(bool whole) {
                       "MASTER_ADDR and MASTER_PORT too, as torchrun and cddprun do",
                       set, other, set, other);
   }
-  for (i = 0; i < 4; i++)
-    if (cddp__env(lone[i]) != NULL && !cddp__set_by_slurm(lone[i]))
-      return cddp__fail(CDDP_INVALID_ARGUMENT,
-                        "%s is %.20s, but no variable of its launcher tells the number of ranks. "
-                        "Export RANK=$%s, WORLD_SIZE (that number), MASTER_ADDR (rank 0's host) "
-                        "and MASTER_PORT (a free port there); for one process unset %s",
-                        lone[i], cddp__env(lone[i]), lone[i], lone[i]);
   return CDDP_OK;
 }
 
@@ -15528,8 +15528,8 @@ static const cddp__backend cddp__device_backend = {
 static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc *desc, bool nccl,
                                      int *device) {
   bool certain = desc->device[4] == ':';
-  const char *local = getenv("LOCAL_RANK");
-  int count = 0, version = 0;
+  int count = 0, version = 0, local = -1;
+  cddp_result r;
   cudaError_t e = cudaGetDeviceCount(&count);
   if (e != cudaSuccess || count == 0) {
     (void)cudaGetLastError();
@@ -15540,10 +15540,10 @@ static cddp_result cddp__pick_device(const cddp_group *g, const cddp_group_desc 
                       "it forked (cddp_spawn must come first); device \"cpu\" needs no GPU",
                       cudaGetErrorString(e), version / 1000, version % 1000 / 10);
   }
-  if (g->host->threads && g->size > 1) local = NULL; /* the process's, not a thread's */
-  *device = certain                                               ? atoi(desc->device + 5)
-            : local != NULL && local[0] >= '0' && local[0] <= '9' ? atoi(local)
-                                                                  : g->local_rank;
+  if ((!g->host->threads || g->size == 1) && /* else it is the process's, not a thread's */
+      (r = cddp__env_int("LOCAL_RANK", 0, INT_MAX, &local)) != CDDP_OK)
+    return r;
+  *device = certain ? atoi(desc->device + 5) : local >= 0 ? local : g->local_rank;
   if (!certain && (!nccl || count == 1)) *device %= count; /* its only GPU has been given to it */
   if (*device < count) return CDDP_OK;
   return cddp__fail(CDDP_INVALID_ARGUMENT,

@@ -334,8 +334,9 @@ static void note_done(const job *j, char *text, size_t size) {
   for (i = 0; i < j->count && named < 8; i++)
     if (j->done[i])
       n += (size_t)snprintf(text + n, size - n, "%s %d", named++ ? "," : "", j->first + i);
-  snprintf(text + n, size - n, "%s had exited with code 0 (without cddp_init, the others wait)",
-           count > named ? ", ..." : "");
+  snprintf(text + n, size - n,
+           "%s had exited with code 0; if %s did not call cddp_init, the others waited in vain",
+           count > named ? ", ..." : "", count > 1 ? "they" : "it");
 }
 
 /* Whether it is a program of Python's. */
@@ -351,7 +352,7 @@ static void note_end(job *j, int i, pid_t pid, int status, bool fresh) {
   bool by_signal = WIFSIGNALED(status);
   int number = by_signal ? WTERMSIG(status) : 0, code = by_signal ? 128 + number
                                                                   : WEXITSTATUS(status);
-  char how[160], done[256] = "";
+  char how[160], done[320] = "";
   j->pids[i] = 0;
   j->alive--;
   j->succeeded += status == 0;

@@ -181,6 +181,8 @@ int main(int argc, char **argv) {
   if (load(&training, "train") || load(&testing, "test")) return 1;
   if (training.size != testing.size) FAIL("train and test images differ in size\n");
   in = training.size + 1, hidden = (int)number(HIDDEN), setvbuf(stdout, NULL, _IOLBF, 0);
+  for (int i = 1; i < argc && cddp_launcher_rank() == 0; i += 2)
+    if (strcmp(argv[i], "-n") == 0) fprintf(stderr, "-n is ignored: a launcher started this\n");
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* torchrun, mpirun */
   return cddp_spawn(train, NULL, (int)number(N)) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }

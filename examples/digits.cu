@@ -164,6 +164,8 @@ int main(int argc, char **argv) {
   in = training.size + 1, hidden = (int)number(HIDDEN), setvbuf(stdout, NULL, _IOLBF, 0);
   cddp_group_desc desc = cddp_group_desc(); desc.device = option[DEVICE].value;
   desc.backend = option[BACKEND].value, gpu = strcmp(desc.device, "cpu") != 0;
+  for (int i = 1; i < argc && cddp_launcher_rank() == 0; i += 2)
+    if (strcmp(argv[i], "-n") == 0) fprintf(stderr, "-n is ignored: a launcher started this\n");
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), &desc); /* torchrun, mpirun */
   cddp_result r = cddp_spawn(train, &desc, (int)number(N)); /* a rank that fails says why itself */
   return r && r != CDDP_PEER_LOST ? fprintf(stderr, "%s\n", cddp_error()), 1 : r != CDDP_OK;

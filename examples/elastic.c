@@ -153,6 +153,8 @@ int main(int argc, char **argv) {
                                                    : NULL;
     if (value == NULL || i + 1 == argc) return usage(strcmp(argv[i], "--help") == 0);
     *value = atoi(argv[i + 1]);
+    if (value == &ranks && cddp_launcher_rank() == 0)
+      fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
   }
   if (ranks < 1 || steps < 1) return usage(false);
   setvbuf(stdout, NULL, _IOLBF, 0);

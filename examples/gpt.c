@@ -331,6 +331,8 @@ int main(int argc, char **argv) {
   text = (unsigned char *)malloc(MAX_TEXT), text_size = text ? fread(text, 1, MAX_TEXT, f) : 0;
   if (ferror(f) || text_size <= (size_t)T) FAIL("%s: shorter than --context\n", word(TEXT));
   fclose(f), setvbuf(stdout, NULL, _IOLBF, 0);
+  for (int i = 1; i < argc && cddp_launcher_rank() == 0; i += 2)
+    if (strcmp(argv[i], "-n") == 0) fprintf(stderr, "-n is ignored: a launcher started this\n");
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* torchrun, mpirun */
   int n = (int)number(N), more = (int)number(ELASTIC);
   cddp_result r = more < 0 ? cddp_spawn(train, NULL, n) : cddp_spawn_elastic(train, NULL, n, more);

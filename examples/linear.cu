@@ -128,7 +128,7 @@ int main(int argc, char **argv) {
   gpu = strcmp(desc.device, "cpu") != 0;
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
   if (cddp_launcher_rank() == 0 && ranks > 1)
-    fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);
+    fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), &desc); /* torchrun, mpirun */
   cddp_result r = cddp_spawn(train, &desc, ranks); /* no CUDA call before: CUDA fails after fork */
   if (r != CDDP_OK && r != CDDP_PEER_LOST) fprintf(stderr, "%s\n", cddp_error());

@@ -150,12 +150,12 @@ int main(int argc, char **argv) {
                                                    : NULL;
     if (value == NULL || i + 1 == argc) return usage(strcmp(argv[i], "--help") == 0);
     *value = atoi(argv[i + 1]);
+    if (value == &ranks && cddp_launcher_rank() == 0)
+      fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
   }
   if (ranks < 2 || ranks % 2 || 2 * MICRO % ranks || ahead < 0 || ahead > MICRO)
     return usage(false);
   setvbuf(stdout, NULL, _IOLBF, 0);
-  if (cddp_launcher_rank() == 0 && ranks != 2)
-    fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
   return cddp_spawn(train, NULL, ranks) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }

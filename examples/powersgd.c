@@ -194,7 +194,7 @@ int main(int argc, char **argv) {
   }
   setvbuf(stdout, NULL, _IOLBF, 0); /* whole lines, also into a file that the ranks share */
   if (cddp_launcher_rank() == 0 && argc > 1)
-    fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);
+    fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
   if (cddp_launcher_rank() >= 0) return train(cddp_launcher_rank(), NULL); /* by a launcher */
   return cddp_spawn(train, NULL, ranks) ? fprintf(stderr, "%s\n", cddp_error()), 1 : 0;
 }

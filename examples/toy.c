@@ -142,7 +142,7 @@ int main(int argc, char **argv) {
 
   int rank = cddp_launcher_rank(); /* by torchrun, mpirun, srun, ...; or -1 */
   if (rank == 0 && argc > 1)
-    fprintf(stderr, "-n %d is ignored: the launcher says how many ranks there are\n", ranks);
+    fprintf(stderr, "-n %d is ignored: the launcher sets the number of ranks\n", ranks);
   if (rank >= 0) return train(rank, NULL);
   if (cddp_spawn(train, NULL, ranks) == CDDP_OK) return 0; /* alone: forks the ranks */
   fprintf(stderr, "%s\n", cddp_error());

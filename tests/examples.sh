@@ -79,6 +79,8 @@ toy() {
   expect 1 '^-n 4 is ignored: the launcher'
   RANK=0 WORLD_SIZE=1 run ./toy
   expect 0 'is ignored'
+  RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 CDDP_TIMEOUT_S=0.1 timeout 60 ./toy -n 4 >"$work/out" 2>&1
+  expect 0 'is ignored' # rank 0 has said so
 }
 
 linear() {

@@ -2860,8 +2860,15 @@ static ordeal *ordeal_new(int (*fn)(cddp_group *, ordeal *, fate *)) {
 }
 
 static void test_no_device(void) {
+  static const char *const wrong[] = {"01", "+1", "1x", " 1", "-1"};
   ordeal *o = ordeal_new(NULL);
   int i;
+  o->environment = "LOCAL_RANK";
+  for (i = 0; i < 5; i++) {
+    o->value = wrong[i];
+    endure(o, 1);
+    check_fate(o, 0, CDDP_INVALID_ARGUMENT, "LOCAL_RANK is ");
+  }
   o->environment = "HOSTCUDA_DEVICES";
   o->value = "0";
   endure(o, 2);

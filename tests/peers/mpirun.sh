@@ -51,6 +51,21 @@ two_jobs() { # LAUNCHER
   expect "$work/$1.second" 3 '^Loss on rank [012]: '
 }
 
+# Two programs of one mpirun at the same time, on a port each. Hydra's ranks of a -pmi-port know no size.
+two_programs() { # LAUNCHER
+  local out=$work/$1.programs
+  launch "$1" 2 sh -c "MASTER_PORT=29601 $work/toy & first=\$!; MASTER_PORT=29602 $work/toy && wait \$first" >"$out" 2>&1 ||
+    { cat "$out"; fail "$1: two programs at once failed"; }
+  expect "$out" 4 '^Loss on rank [01]: '
+  launch "$1" 1 "$work/toy" -n 4 >"$out" 2>&1 || fail "$1: one rank failed"
+  expect "$out" 1 '^-n 4 is ignored'
+  [ "$1" = mpich ] || return
+  options=-pmi-port
+  launch "$1" 2 "$work/toy" >"$out" 2>&1 && { cat "$out"; fail "$1 -pmi-port: the ranks ran alone"; }
+  expect "$out" 2 'PMI_ID is [01], but '
+  options=
+}
+
 # Two jobs that were given one port, at the same time, often enough that ranks of both meet there: none
 # takes a rank of the other's for its own, and one of the two runs; the other's rank 0 has no port.
 one_port() { # LAUNCHER
@@ -152,6 +167,7 @@ fi
 for launcher in $found; do
   ranks_meet "$launcher"
   two_jobs "$launcher"
+  two_programs "$launcher"
   one_port "$launcher"
   readme "$launcher"
   [ ! -x "$work/digits" ] || same_weights "$launcher"

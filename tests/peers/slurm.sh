@@ -142,6 +142,12 @@ steps() { # in an allocation of both nodes
   run srun --mpi=pmi2 -N 1 -n 2 "${jobs[@]}" 5
   expect 2 '^rank [01] of 2, job 5, local [01] of 2$'
 
+  echo "two programs of a step at the same time, on a port each; a program's own -n is said to be ignored"
+  run srun -N 1 -n 2 sh -c "MASTER_PORT=29601 $work/toy & first=\$!; MASTER_PORT=29602 $work/toy && wait \$first"
+  expect 4 '^Loss on rank [01]: '
+  run srun -N 1 -n 1 "$work/toy" -n 4
+  expect 1 '^-n 4 is ignored'
+
   echo "a step on two nodes"
   run srun -N 2 -n 5 -m cyclic "${jobs[@]}" 6
   expect 3 '^rank [0-4] of 5, job 6, local [0-2] of 3$'
@@ -178,6 +184,9 @@ steps() { # in an allocation of both nodes
 shells() {
   echo "an interactive shell is no launcher"
   typed "$work/toy -n 3" srun -N 1 -n 4 --pty bash --norc
+  expect 3 '^Loss on rank [0-2]: '
+  echo "nor is it behind setsid"
+  typed "setsid -w $work/toy -n 3" srun -N 1 -n 4 --pty bash --norc
   expect 3 '^Loss on rank [0-2]: '
   echo "a step started there, and a program that has the terminal, are ranks"
   typed "srun --overlap -N 1 -n 2 $work/jobs 9" srun -N 1 -n 2 --pty bash --norc

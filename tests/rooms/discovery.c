@@ -196,7 +196,7 @@ static const struct {
     {"SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0",
      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS is not", "srun"}},
     {"RANK=0 PMIX_RANK=0 " PRTE, {"RANK is set but WORLD_SIZE is not", "", ""}},
-    {"PMIX_RANK=0 WORLD_SIZE=2 " PRTE, {"WORLD_SIZE is set but RANK is not", "", ""}},
+    {"PMIX_RANK=0 WORLD_SIZE=2 " PRTE, {"PMIX_RANK is 0", "Export RANK=$PMIX_RANK", ""}},
     {"PMIX_RANK=1 " PRTE SLURM("1", "2", "0", "0"), {"PMIX_RANK is 1", "Export RANK=$", ""}},
     {FLUX("0", "4", "0", "2"), {"MASTER_ADDR is not set", "Flux", "--env=MASTER_ADDR=HOST"}},
     {PALS("0", "4", "0", "2"), {"MASTER_ADDR is not set", "PALS", "--env MASTER_ADDR=HOST"}},
@@ -630,9 +630,9 @@ static void test_mistakes(void) {
   for (i = 0; i < sizeof cases / sizeof *cases; i++) {
     double start = test_now();
     variables(cases[i].set);
-    setenv("CDDP_TIMEOUT_S", "5", 1);
+    setenv("CDDP_TIMEOUT_S", "30", 1);
     CHECK(cddp_init(&g, NULL) != CDDP_OK);
-    CHECK(test_now() - start < RANKS_WITHIN(1));
+    CHECK(test_now() - start < RANKS_WITHIN(3));
     for (k = 0; k < 3; k++) SAYS(cases[i].says[k]);
     unsetenv("CDDP_BACKEND");
   }
