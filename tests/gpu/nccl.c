@@ -1489,6 +1489,84 @@ static int messages(cddp_group *g, void *arg) {
   return 0;
 }
 
+static void model_of(cddp_group *g, cddp_param *p, int n, size_t count) { /* weights side by side */
+  float *w = (float *)cddp_alloc(g, (size_t)n * count * sizeof *w);
+  int i;
+  memset(p, 0, (size_t)n * sizeof *p);
+  CHECK(cudaMemset(w, 0, (size_t)n * count * sizeof *w) == cudaSuccess);
+  for (i = 0; i < n; i++) { /* the last first, as gradients lie */
+    p[i].data = w + (size_t)(n - 1 - i) * count;
+    p[i].count = count;
+  }
+}
+
+/* The group's own calls around a model's: a message that some ranks wait for before the buckets and
+   others after them, an all_to_all in place that is under way, a metric between the last ready and
+   the end of the step. arg: the hook. Buckets are packed for it: each has every other gradient. */
+static int beside_a_model(cddp_group *g, void *arg) {
+  enum { N = 3000, PARTS = 4 };
+  static const int order[PARTS] = {3, 1, 2, 0};
+  int n = cddp_world_size(g), me = cddp_rank(g), step, i, k;
+  cudaStream_t s = (cudaStream_t)cddp_stream(g);
+  float *all = (float *)on_device(NULL, (size_t)n * N * sizeof(float)), *in, *out, *metric;
+  cddp_work *exchange, *sent, *received, *sum;
+  cddp_ddp_desc desc;
+  cddp_param p[PARTS];
+  cddp_ddp *d = NULL;
+  memset(&desc, 0, sizeof desc);
+  desc.comm_hook = (cddp_comm_hook)(uintptr_t)arg;
+  desc.bucket_cap_mb = desc.first_bucket_mb = 2.0 * N * sizeof(float) / (1 << 20);
+  in = (float *)on_device(NULL, N * sizeof *in);
+  out = (float *)on_device(NULL, N * sizeof *out);
+  metric = (float *)on_device(NULL, N * sizeof *metric);
+  model_of(g, p, PARTS, N);
+  CHECK_OK(cddp_ddp_create(&d, g, p, PARTS, &desc));
+  for (step = 0; step < 4; step++) {
+    for (i = 0; i < 30; i++) fill_on(s, all, (size_t)n * N, -1, false); /* the stream is late */
+    fill_on(s, all, (size_t)n * N, (float)(me + step), false);
+    CHECK_OK(cddp_all_to_all(g, all, all, N, CDDP_F32, &exchange));
+    fill_on(s, out, N, (float)(10 * me + step), false);
+    fill_on(s, metric, N, (float)(me + 1), false);
+    CHECK_OK(cddp_send(g, out, N, CDDP_F32, (me + 1) % n, 0, &sent));
+    CHECK_OK(cddp_recv(g, in, N, CDDP_F32, (me + n - 1) % n, 0, &received));
+    if (me % 2 == 0) CHECK_OK(cddp_wait(sent));
+    for (i = 0; i < PARTS; i++) {
+      k = order[i];
+      fill_on(s, (float *)p[k].grad, N, (float)(me + k + step), false);
+      CHECK_OK(cddp_ddp_ready(d, k));
+    }
+    CHECK(cddp_stream(g) == (void *)s);
+    CHECK_OK(cddp_all_reduce(g, metric, N, CDDP_F32, CDDP_SUM, step % 2 ? &sum : NULL));
+    CHECK_OK(cddp_ddp_wait(d));
+    if (step % 2) CHECK_OK(cddp_wait(sum));
+    if (me % 2 != 0) CHECK_OK(cddp_wait(sent));
+    CHECK_OK(cddp_wait(received));
+    CHECK_OK(cddp_wait(exchange));
+    for (k = 0; k < PARTS; k++) check_fill(g, (float *)p[k].grad, N, (n - 1) / 2.0 + k + step);
+    for (k = 0; k < n; k++) check_fill(g, all + (size_t)k * N, N, k + step);
+    check_fill(g, metric, N, n * (n + 1) / 2);
+    check_fill(g, in, N, 10 * ((me + n - 1) % n) + step);
+  }
+  CHECK(desc.comm_hook != NULL || cddp_ddp_bucket_count(d) == 2);
+  cddp_ddp_destroy(d);
+  cudaFree(metric);
+  cudaFree(out);
+  cudaFree(in);
+  cudaFree(all);
+  return 0;
+}
+
+static void test_beside_a_model(void) {
+  void *hook = (void *)(uintptr_t)cddp_bf16_compress_hook;
+  int n;
+  for (n = 2; n <= (RANKS_SLOW ? 3 : 5); n++) {
+    CHECK_OK(run(beside_a_model, NULL, n, NULL));
+    CHECK_OK(run(beside_a_model, hook, n, NULL));
+  }
+  CHECK_OK(run(beside_a_model, hook, 2, "cpu"));
+  CHECK_OK(run_on("aab", beside_a_model, hook, NULL));
+}
+
 /* cddp_wait_for on a device: the host waits, gives up in time, and may come again; cddp_cancel
    leaves such an operation alone. */
 static int wait_for_late(cddp_group *g, void *arg) {
@@ -1739,17 +1817,6 @@ static void test_hosts(void) { /* the same between hosts */
 }
 
 /* --- what a step costs, and what it refuses --- */
-
-static void model_of(cddp_group *g, cddp_param *p, int n, size_t count) { /* weights side by side */
-  float *w = (float *)cddp_alloc(g, (size_t)n * count * sizeof *w);
-  int i;
-  memset(p, 0, (size_t)n * sizeof *p);
-  CHECK(cudaMemset(w, 0, (size_t)n * count * sizeof *w) == cudaSuccess);
-  for (i = 0; i < n; i++) { /* the last first, as gradients lie */
-    p[i].data = w + (size_t)(n - 1 - i) * count;
-    p[i].count = count;
-  }
-}
 
 /* Until rank 0 says that it is through with its calls, for which it needs no other rank. */
 static void come_second(void *arg, uint32_t through) {
@@ -2103,6 +2170,12 @@ static int join_refused(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* A misused model takes its group along with NCCL, whose communicator it uses, and only there. */
+static void check_misused(cddp_group *g) {
+  CHECK_IS(cddp_synchronize(g),
+           cddp__device_of(g)->staged ? CDDP_OK : CDDP_INVALID_ARGUMENT);
+}
+
 static int refusals(cddp_group *g, void *arg) {
   const cddp_kernels *kernels = cddp__registered_kernels;
   float host[64];
@@ -2140,7 +2213,7 @@ static int refusals(cddp_group *g, void *arg) {
   CHECK_OK(cddp_ddp_ready(d, 0)); /* one is missing */
   CHECK_IS(cddp_ddp_wait(d), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "\"#1\"") != NULL);
-  CHECK_OK(cddp_synchronize(g));
+  check_misused(g);
   cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   return 0;
@@ -2482,7 +2555,7 @@ static int shards_refused(cddp_group *g, void *arg) {
   CHECK_OK(cddp_barrier(g)); /* with NCCL ranks do not wait for each other in a step */
   CHECK_IS(cddp_ddp_step(d, s), CDDP_INVALID_ARGUMENT);
   CHECK(strstr(cddp_error(), "shards of this step") != NULL);
-  CHECK_OK(cddp_synchronize(g));
+  check_misused(g);
   cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
   return 0;
@@ -2610,6 +2683,95 @@ static int one_frees_at_once(cddp_group *g, void *arg) {
   return 0;
 }
 
+/* A thread fails while its model lives: its group is destroyed, the model never. */
+static cddp_ddp *left_models[2];
+
+static int one_leaves_a_model(cddp_group *g, void *arg) {
+  cddp_param p[2];
+  cddp_ddp *d = NULL;
+  cddp_result r = CDDP_OK;
+  cddp_ddp_desc desc;
+  memset(&desc, 0, sizeof desc);
+  desc.comm_hook = (cddp_comm_hook)(uintptr_t)arg;
+  model_of(g, p, 2, 1000);
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &desc));
+  if (cddp_rank(g) == 1) {
+    left_models[arg != NULL] = d;
+    return 1;
+  }
+  while (!cddp__rank_gone(g, 1)) ranks_sleep(0.001);
+  ranks_sleep(0.05); /* watchers look meanwhile */
+  r = cddp_ddp_ready(d, 1);
+  if (r == CDDP_OK) r = cddp_ddp_ready(d, 0);
+  if (r == CDDP_OK) r = cddp_ddp_wait(d);
+  if (r == CDDP_OK) r = cddp_synchronize(g);
+  CHECK_IS(r, CDDP_PEER_LOST);
+  cddp_ddp_destroy(d);
+  return 0;
+}
+
+/* A group destroyed before its model, whose calls then fail, and which can be destroyed. */
+typedef struct early {
+  const char *backend;
+  cddp_comm_hook hook;
+  bool elastic, steps, pending; /* pending: buckets are under way */
+} early;
+
+static int destroys_group_first(int rank, void *arg) {
+  const early *e = (const early *)arg;
+  cddp_group_desc desc;
+  cddp_ddp_desc model;
+  cddp_group *g = NULL;
+  cddp_ddp *d = NULL;
+  cddp_optim *s = NULL;
+  cddp_sgd_desc rule;
+  cddp_param p[2];
+  double norm;
+  int i, shard;
+  test_failures = 0;
+  memset(&desc, 0, sizeof desc);
+  memset(&model, 0, sizeof model);
+  memset(&rule, 0, sizeof rule);
+  desc.device = "cuda";
+  desc.backend = e->backend;
+  model.comm_hook = e->hook;
+  model.elastic = e->elastic;
+  model.shards = e->elastic ? 2 : 0;
+  rule.lr = 0.1;
+  rule.momentum = 0.9;
+  CHECK_OK(cddp_init(&g, &desc));
+  model_of(g, p, 2, 1000);
+  for (i = 0; i < 2; i++) p[i].data = on_device(NULL, 4000); /* not the group's */
+  CHECK_OK(cddp_ddp_create(&d, g, p, 2, &model));
+  CHECK_OK(cddp_sgd_create(&s, p, 2, &rule));
+  for (i = 0; i < 3 && e->steps; i++) {
+    if (e->elastic) CHECK(cddp_ddp_next_shard(d, &shard));
+    CHECK_OK(cddp_ddp_ready(d, 1));
+    CHECK_OK(cddp_ddp_ready(d, 0));
+    while (e->elastic && cddp_ddp_next_shard(d, &shard)) {
+      CHECK_OK(cddp_ddp_ready(d, 1));
+      CHECK_OK(cddp_ddp_ready(d, 0));
+    }
+    CHECK_OK(cddp_ddp_step(d, s));
+  }
+  if (e->pending) CHECK_OK(cddp_ddp_ready(d, 1));
+  if (e->pending) CHECK_OK(cddp_ddp_ready(d, 0));
+  CHECK_OK(cddp_barrier(g));
+  cddp_destroy(g);
+  ranks_sleep(rank == 0 ? 0.05 : 0); /* watchers look meanwhile */
+  if (!e->pending) CHECK_IS(cddp_ddp_ready(d, 1), CDDP_INVALID_ARGUMENT);
+  CHECK(strstr(cddp_error(), "the group of the cddp_ddp was destroyed") != NULL || e->pending);
+  CHECK_IS(cddp_ddp_clip_grad_norm(d, 1, &norm), CDDP_INVALID_ARGUMENT);
+  CHECK(cddp_ddp_sync_buffers(d) != CDDP_OK);
+  CHECK(cddp_ddp_step(d, s) != CDDP_OK);
+  CHECK(cddp_ddp_wait(d) != CDDP_OK);
+  cddp_optim_destroy(s);
+  cddp_ddp_destroy(d);
+  for (i = 0; i < 2; i++) cudaFree(p[i].data);
+  CHECK_EQ(hostnccl_communicators(), 0);
+  return test_failures != 0;
+}
+
 /* In a process of its own: CUDA does not survive a fork. arg: where the weights go. */
 static int threads_of_a_process(int rank, void *arg) {
   plan p;
@@ -2628,6 +2790,9 @@ static int threads_of_a_process(int rank, void *arg) {
   CHECK_OK(cddp_run_threads(refuses_devices, NULL, 2));
   CHECK_IS(run_threads(one_gives_up, NULL, 3, NULL), CDDP_PEER_LOST);
   CHECK_OK(run_threads(one_frees_at_once, NULL, 3, NULL));
+  CHECK_IS(run_threads(one_leaves_a_model, NULL, 2, NULL), CDDP_PEER_LOST);
+  CHECK_IS(run_threads(one_leaves_a_model, (void *)(uintptr_t)cddp_bf16_compress_hook, 2, NULL),
+           CDDP_PEER_LOST);
   CHECK_EQ(hostnccl_communicators(), 0);
   return test_failures != 0;
 }
@@ -2721,6 +2886,26 @@ static void test_left_first(void) {
 }
 
 /* The weights are those of processes, bit for bit. */
+static void test_destroyed_first(void) {
+  early e;
+  int k;
+  for (k = 0; k < 9; k++) { /* with NCCL, with a hook, through the host; new, trained, in a step */
+    memset(&e, 0, sizeof e);
+    e.backend = k / 3 == 2 ? "cpu" : NULL;
+    e.hook = k / 3 == 1 ? cddp_bf16_compress_hook : NULL;
+    e.steps = k % 3 > 0;
+    e.pending = k % 3 == 2;
+    CHECK_OK(cddp_spawn(destroys_group_first, &e, 2));
+  }
+  for (k = 0; k < 4; k++) {
+    memset(&e, 0, sizeof e);
+    e.elastic = true;
+    e.backend = k / 2 != 0 ? "cpu" : NULL;
+    e.steps = k % 2 != 0;
+    CHECK_OK(cddp_spawn(destroys_group_first, &e, 2));
+  }
+}
+
 static void test_threads(void) {
   size_t bytes = 4 * plan_floats() * sizeof(float);
   float *want = (float *)ranks_shared(bytes), *got = (float *)ranks_shared(bytes);
@@ -3001,7 +3186,7 @@ static int disagree_memory(cddp_group *g, ordeal *o, fate *f) {
 }
 
 /* After steps that all ranks take alike, in which no host waits for another, rank 1 has another
-   learning rate, waits instead of stepping, or forgets a gradient. The group lives on. */
+   learning rate, waits instead of stepping, or forgets a gradient. That breaks the group. */
 static int disagree_step(cddp_group *g, ordeal *o, fate *f) {
   enum { RATE, WAITS, FORGETS };
   bool odd = cddp_rank(g) == 1;
@@ -3035,11 +3220,7 @@ static int disagree_step(cddp_group *g, ordeal *o, fate *f) {
   snprintf(f->text, sizeof f->text, "%s", cddp_error());
   cddp_optim_destroy(s);
   cddp_ddp_destroy(d);
-  if (getenv("TEST_HOSTS") == NULL) {
-    ranks_sleep(0.02); /* watchers look meanwhile */
-    check_sum(g, 3);
-    CHECK_OK(cddp_barrier(g));
-  }
+  CHECK_IS(cddp_barrier(g), f->result);
   if (f->result != CDDP_OK) cddp__fail(f->result, "%s", f->text);
   return test_failures != 0;
 }
@@ -3783,6 +3964,7 @@ int main(void) {
   if (!RANKS_TSAN) RUN(test_checkpoints);
   RUN(test_adamw);
   RUN(test_graph);
+  RUN(test_beside_a_model);
   RUN(test_training_staged);
   RUN(test_steps);
   RUN(test_shards);
@@ -3791,6 +3973,7 @@ int main(void) {
   RUN(test_leaving);
   RUN(test_left_first);
   RUN(test_threads);
+  RUN(test_destroyed_first);
   RUN(test_blocking_launches);
   RUN(test_no_device);
   RUN(test_no_driver);
