@@ -22047,12 +22047,14 @@ typedef struct cddp__checkpoint {
 /* Opens the file and reads its header, unparsed. */
 static cddp_result cddp__st_open(cddp_safetensors **out, const cddp_allocator *a,
                                  const char *path) {
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe is refused, not waited for */
   unsigned char first[8] = {0};
   struct stat st;
   size_t size = 0;
   cddp_result r = CDDP_OK;
+  int fd;
   *out = NULL;
+  do fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe is refused, not waited for */
+  while (fd < 0 && errno == EINTR);
   if (fd < 0) return cddp__fail(CDDP_IO, "open: %s", strerror(errno));
   if (fstat(fd, &st) != 0) r = cddp__fail(CDDP_IO, "fstat: %s", strerror(errno));
   else if (!S_ISREG(st.st_mode)) r = cddp__fail(CDDP_IO, "it is not a regular file");
@@ -22097,7 +22099,8 @@ static cddp_result cddp__open_target(cddp__checkpoint *c) {
     int fd = cddp__above_stdio(
         open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : 0666));
     bool made = fd >= 0, locked, named;
-    if (!made && errno != EEXIST) return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
+    if (!made && errno != EEXIST && errno != EINTR)
+      return cddp__fail(CDDP_IO, "open %s: %s", name, strerror(errno));
     if (!made && lstat(name, &old) != 0) {
       if (errno == ENOENT) continue; /* the next open makes it */
       return cddp__fail(CDDP_IO, "lstat %s: %s", name, strerror(errno));

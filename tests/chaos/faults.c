@@ -803,7 +803,8 @@ static void test_file_system(void) {
   for (i = 0; i < sizeof unsynced / sizeof *unsynced; i++)
     for_every("no fsync", run_checkpoint, 0, 1u << CALL_FSYNC, unsynced[i], true);
   fault.onwards = false;
-  for_every("EINTR", run_checkpoint, 0, 1u << CALL_FLOCK | 1u << CALL_FSYNC, EINTR, true);
+  for_every("EINTR", run_checkpoint, 0, 1u << CALL_FLOCK | 1u << CALL_FSYNC | 1u << CALL_OPEN,
+            EINTR, true);
   for (i = 0; i < sizeof busy / sizeof *busy; i++) { /* or cannot rename what is open */
     fault.calls = 0;
     fault.busy = busy[i];
