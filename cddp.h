@@ -7637,7 +7637,10 @@ static cddp__text cddp__describe_rank(const cddp_group *g, int rank, const cddp_
   if ((b->call & 255) == CDDP__KIND_BARRIER)
     cddp__append(t.s, sizeof t.s, " after other calls of the group and its cddp_ddps on devices");
   else if (a->fp_mode == b->fp_mode)
-    cddp__append(t.s, sizeof t.s, " with other settings");
+    cddp__append(t.s, sizeof t.s,
+                 (b->call & 255) == CDDP__KIND_GROUP_NEW
+                     ? " with another list of ranks, or by another function"
+                     : " with other settings");
   else
     cddp__append(t.s, sizeof t.s,
                  " in another floating-point mode (%s, not %s; -ffast-math sets FTZ)",
@@ -16107,12 +16110,15 @@ static cddp_result cddp__agree_on_params(cddp_ddp *d) {
   r = cddp__run_simple(g, CDDP__KIND_BROADCAST, theirs, theirs,
                        ((size_t)count + 1) * sizeof *theirs, CDDP_U8, 0);
   for (i = -1; r == CDDP_OK && i < d->count; i++) {
-    char what[32] = "the model";
+    char what[32] = "the model has";
+    const char *at = mine.text, *same = at; /* the first setting that differs */
     cddp__describe(d, i, &mine);
     if (mine.hash == theirs[i + 1].hash) continue;
-    if (i >= 0) snprintf(what, sizeof what, "parameter %d", i);
-    r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s is %s on rank %d, %s on rank 0",
-                   what, mine.text, g->rank, theirs[i + 1].text);
+    if (i >= 0) snprintf(what, sizeof what, "parameter %d is", i);
+    for (; i < 0 && *at != 0 && *at == theirs[0].text[at - mine.text]; at++)
+      if (at[0] == ' ' && at[-1] == ',') same = at + 1;
+    r = cddp__fail(CDDP_MISMATCH, "the ranks' models differ: %s %s on rank %d, %s on rank 0",
+                   what, same, g->rank, theirs[i + 1].text + (same - mine.text));
   }
   cddp__free(&g->host->allocator, theirs);
   return cddp__consensus(g, r, NULL, 0, NULL);
