@@ -1429,6 +1429,7 @@ CDDPDEF cddp_result cddp_store_num_keys(cddp_store *s, int64_t *count);
 #define CDDP__STACK_OWN ((size_t)256 << 10) /* and for the C library and cddp beside them */
 #define CDDP__MAX_RANKS 4096         /* a host's ranks in one group; shards of a batch */
 #define CDDP__PROCESSORS 8192        /* of a host: their numbers are below that */
+#define CDDP__EXTENT_SIZES 256       /* of shared memory: four between powers of two */
 #define CDDP__JOINS 1024             /* processes that may join a job after its start, in all */
 #define CDDP__FOLD_DEPTH 14          /* partial sums at a time: log2(CDDP__MAX_RANKS) and two */
 #define CDDP__KEY_MAX 8192           /* bytes of a store key, as c10d's libuv server */
@@ -1494,11 +1495,11 @@ typedef struct cddp__text {
 
 /* Where a buffer lies, told so that every rank of the host can find it. */
 typedef struct cddp__ref {
-  uint64_t base;       /* extent: offset in the memfd, bytes; pointer: the address */
-  uint64_t size;       /* extent: its length, bytes */
-  uint64_t offset;     /* of the buffer in the extent, bytes */
-  uint32_t generation; /* of the extent: a freed and reused one has another */
-  uint32_t kind;       /* CDDP__REF_* */
+  uint64_t base;   /* extent: its segment's offset in the memfd, bytes; pointer: the address */
+  uint64_t size;   /* of the segment, bytes */
+  uint64_t offset; /* of the buffer in the segment, bytes */
+  uint32_t pages;  /* of the system, from the buffer's first byte to its last */
+  uint32_t kind;   /* CDDP__REF_* */
 } cddp__ref;
 enum { CDDP__REF_NONE, CDDP__REF_UNUSED, CDDP__REF_EXTENT, CDDP__REF_POINTER };
 
@@ -1681,8 +1682,15 @@ typedef struct cddp__host {
   cddp__atomic_u64 lowest, highest; /* addresses between which all own extents lie, and have lain */
   uint32_t generation;   /* last one given out */
   cddp__atomic_u32 unshared; /* times that all memory was made private, see cddp__arena_unshare */
-  struct cddp__extent *extents; /* own ones, used and free, and those of peers met, by base */
-  size_t extent_count, extent_capacity;
+  struct cddp__segments {
+    struct cddp__segment **list;
+    size_t count, capacity;
+  } own, peers; /* mapped: own ones by address, peers' by offset in the memfd */
+  struct cddp__extents {
+    struct cddp__extent *free;
+    size_t extents; /* of that size, in all segments */
+  } lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
+  struct cddp__extent *pending; /* control blocks and what is freed with them: a ring */
   struct cddp__net *net; /* the other hosts; NULL: there are none */
   struct cddp_group *groups; /* that this rank is in, by next; lock */
   struct cddp__slot *slots; /* [size] of the job's first group, for waits; NULL: it is gone */
@@ -5294,15 +5302,19 @@ CDDP__COLD_END
 
 /* >>arena -----------------------------------------------------------------------------------------
    Memory that the ranks of a host reduce in place.
-   Owns: of cddp__host the memfd and the extents, under host.lock.
+   Owns: of cddp__host the memfd and the segments, under host.lock.
    Touches: of a control block whether all ranks have left it, to free it.
    Entry points: cddp__arena_alloc, _free and _unshare; cddp__ref_of and cddp__locate;
    cddp__host_create and _release.
-   Works as follows: the ranks hold one memfd, so large that it is all holes; rank i's extents lie
-   in its own window of it, so that allocating needs no lock between ranks. A buffer is told to
-   peers as a cddp__ref (extent, offset); a peer maps the extent when it first meets it and keeps
-   the mapping until the extent is freed and its place used again (its generation differs then).
-   The kernel drops everything with the last process. For threads every pointer is good as it is. */
+   Works as follows: the ranks hold one memfd, so large that it is all holes. Rank i allocates in a
+   window of its own, so that allocating needs no lock between ranks. A window is divided into
+   segments, and a segment into extents of one size: the allocations. A process maps segments as a
+   whole: its own when it makes them, a peer's when it first needs a buffer there. They stay mapped
+   until the host's memory is released. Each segment has half as many extents as all before it with
+   that size. Thus mappings are few (vm.max_map_count), however many allocations there are. Sizes
+   are whole pages, four between powers of two, and each has a list of free extents, which hold no
+   memory. Peers find a buffer by a cddp__ref (segment, offset). The kernel frees everything with
+   the last process. For threads every pointer is good as it is. */
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
@@ -5310,6 +5322,7 @@ CDDP__COLD_END
 
 /* What an extent is for. */
 enum cddp__extent_use {
+  CDDP__FREE,
   CDDP__FOR_USER,    /* cddp_alloc, gradients: made private when a stopped peer may write to it */
   CDDP__FOR_MESSAGE, /* cddp's own */
   CDDP__FOR_BLOCK,   /* a group's control block: freed once its ranks have left */
@@ -5318,19 +5331,26 @@ enum cddp__extent_use {
   CDDP__FOR_STATES   /* of an optimizer, likewise, and private as those of users */
 };
 
-/* A piece of a rank's window, or (threads) of plain memory. Owned by cddp__host; a peer's is mapped
-   here. The last four fields are of own ones. */
+/* An allocation, or room for one. */
 typedef struct cddp__extent {
-  uint64_t base;       /* offset in the memfd, bytes */
-  uint64_t size;       /* bytes, whole pages */
-  char *address;       /* where this process has it; NULL: free */
-  uint32_t generation; /* bumped by each allocation */
+  struct cddp__segment *segment;
   enum cddp__extent_use use;
-  bool is_private; /* this process has a copy of its own, peers see the old memory; its place is not
-                      used again */
-  uint64_t after_base;       /* goes with the control block that has its extent there, in this */
-  uint32_t after_generation; /* generation; 0: by itself */
+  bool is_private; /* this process has a copy of its own, peers see the old memory; it is not
+                      allocated again */
+  uint32_t after_generation; /* freed with the control block there, if that has this generation; */
+  const cddp__control_block *after;    /* NULL: by itself */
+  struct cddp__extent *next, *previous; /* free: the next of its list; freed with a block, or one:
+                                           the ring host.pending */
 } cddp__extent;
+
+/* A stretch of a rank's window, or (threads) plain memory, as this process has mapped it. */
+typedef struct cddp__segment {
+  uint64_t base, size; /* offset in the memfd, bytes */
+  char *address;
+  cddp__extent *extents; /* [size / extent_size] of an own one; NULL: it is a peer's */
+  size_t extent_size;    /* bytes */
+  int list;              /* of free extents of that size */
+} cddp__segment;
 
 static size_t cddp__page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
@@ -5355,6 +5375,26 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   return at;
 }
 
+/* The error after cddp__map_memory: ENOMEM has several causes. */
+static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
+  int error = errno, c;
+  long most = 0, count = 0;
+  char cure[160] = "";
+  FILE *file = fopen("/proc/sys/vm/max_map_count", "re");
+  if (file != NULL && fscanf(file, "%ld", &most) != 1) most = 0;
+  if (file != NULL) fclose(file);
+  file = error == ENOMEM && most > 0 ? fopen("/proc/self/maps", "re") : NULL;
+  while (file != NULL && (c = getc(file)) != EOF) count += c == '\n';
+  if (file != NULL) fclose(file);
+  if (count + 8 >= most && count > 0)
+    snprintf(cure, sizeof cure,
+             "; this process has %ld memory mappings, and the system allows %ld: raise "
+             "vm.max_map_count (sysctl -w vm.max_map_count=%ld)",
+             count, most, 4 * most);
+  return cddp__fail(CDDP_OUT_OF_MEMORY, "%s: mmap of %" PRIu64 " bytes: %s%s", what, bytes,
+                    strerror(error), cure);
+}
+
 /* The memory of a stretch of the memfd goes, and is zero from now on; false if the system will not.
  */
 static bool cddp__arena_punch(const cddp__host *h, uint64_t base, uint64_t size) {
@@ -5362,69 +5402,160 @@ static bool cddp__arena_punch(const cddp__host *h, uint64_t base, uint64_t size)
                  (off_t)size) == 0;
 }
 
-static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
-  if (h->fd >= 0 && !cddp__arena_punch(h, e->base, e->size))
-    memset(e->address, 0, (size_t)e->size); /* or a block's old rounds would seem new */
-  munmap(e->address, (size_t)e->size);
-  e->address = NULL;
+/* The same for the pages of a buffer whose owner has ended. */
+static bool cddp__ref_punch(const cddp__host *h, const cddp__ref *ref) {
+  uint64_t page = cddp__page_size();
+  return cddp__arena_punch(h, ref->base + ref->offset / page * page, ref->pages * page);
 }
 
-/* The first extent at or behind that offset. Functions on extents are called with the lock held. */
-static size_t cddp__extent_at(const cddp__host *h, uint64_t base) {
-  size_t low = 0, high = h->extent_count;
+/* The last segment that begins at key or before it: an address for own ones, for peers' an offset
+   in the memfd. *at: the place in the table for one that begins at key. From here on functions are
+   called with the lock held. */
+static cddp__segment *cddp__segment_find(const struct cddp__segments *table, uint64_t key,
+                                         size_t *at) {
+  size_t low = 0, high = table->count;
   while (low < high) {
     size_t middle = (low + high) / 2;
-    if (h->extents[middle].base < base) low = middle + 1;
-    else high = middle;
+    const cddp__segment *s = table->list[middle];
+    if ((s->extents != NULL ? (uint64_t)(uintptr_t)s->address : s->base) > key) high = middle;
+    else low = middle + 1;
   }
-  return low;
+  *at = low;
+  return low > 0 ? table->list[low - 1] : NULL;
 }
 
-/* This rank's own extents: from the first one to before *end. */
-static cddp__extent *cddp__own_extents(const cddp__host *h, cddp__extent **end) {
-  size_t first = cddp__extent_at(h, (uint64_t)(h->window + 1) << h->window_bits);
-  size_t last = cddp__extent_at(h, (uint64_t)(h->window + 2) << h->window_bits);
-  *end = last > 0 ? h->extents + last : NULL;
-  return last > 0 ? h->extents + first : NULL;
+/* Adds a mapped segment: an own one with that many extents, or a peer's (0). Unmaps it and returns
+   NULL, with the error set, if there is no memory for its entries. */
+static cddp__segment *cddp__segment_add(cddp__host *h, uint64_t base, uint64_t size, char *address,
+                                        size_t extents) {
+  struct cddp__segments *table = extents > 0 ? &h->own : &h->peers;
+  cddp__segment *s = NULL, **list;
+  size_t at;
+  list = (cddp__segment **)cddp__grown(&h->allocator, table->list, &table->capacity,
+                                       table->count + 1, sizeof *list);
+  if (list != NULL) {
+    table->list = list;
+    s = (cddp__segment *)cddp__calloc(&h->allocator, 1, sizeof *s + extents * sizeof *s->extents);
+  }
+  if (s == NULL) {
+    munmap(address, (size_t)size);
+    return NULL;
+  }
+  (void)cddp__segment_find(table, extents > 0 ? (uint64_t)(uintptr_t)address : base, &at);
+  memmove(list + at + 1, list + at, (table->count++ - at) * sizeof *list);
+  list[at] = s;
+  s->base = base;
+  s->size = size;
+  s->address = address;
+  if (extents > 0) s->extents = (cddp__extent *)(void *)(s + 1);
+  return s;
 }
 
-static cddp__extent *cddp__extent_new(cddp__host *h, uint64_t base, uint64_t size) {
-  size_t at = cddp__extent_at(h, base);
-  cddp__extent *e = (cddp__extent *)cddp__grown(&h->allocator, h->extents, &h->extent_capacity,
-                                                h->extent_count + 1, sizeof *e);
-  if (e == NULL) return NULL;
-  h->extents = e;
-  e += at;
-  memmove(e + 1, e, (h->extent_count++ - at) * sizeof *e);
-  memset(e, 0, sizeof *e);
-  e->base = base;
-  e->size = size;
-  return e;
+/* The number of the list for extents of a size. */
+static int cddp__extent_list(uint64_t size) {
+  int bits = 63 - __builtin_clzll(size);
+  return 4 * bits + (int)(size >> (bits - 2) & 3);
 }
 
-/* A free place of at least size bytes: the smallest that fits, or a new one at the end of the
-   window; NULL with the error set. */
-static cddp__extent *cddp__extent_place(cddp__host *h, uint64_t size) {
-  uint64_t align = size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
+/* Makes a segment of extents of `size`. Where there is no place for it, it is one extent, at worst
+   of `bytes` alone. Returns the number of the list that has the extents, or -1 with the error set.
+   */
+static int cddp__segment_new(cddp__host *h, uint64_t size, uint64_t bytes) {
   uint64_t limit = (uint64_t)(h->window + 2) << h->window_bits, base;
-  cddp__extent *e, *end, *best = NULL;
-  for (e = cddp__own_extents(h, &end); e < end; e++) {
-    if (e->address != NULL || e->is_private || e->size < size || e->base % align != 0) continue;
-    if (best == NULL || e->size < best->size) best = e;
+  size_t n = cddp__max(1, h->lists[cddp__extent_list(size)].extents / 2);
+  int list;
+  cddp__segment *s;
+  char *address = NULL;
+  bool fits;
+  for (;;) {
+    base = cddp__round_up(h->window_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
+    fits = h->threads || (base <= limit && n * size <= limit - base);
+    if (fits) address = cddp__map_memory(h->fd, base, n * size);
+    if (address != NULL || (n == 1 && size == bytes)) break;
+    if (n == 1) size = bytes;
+    n = 1;
   }
-  if (best != NULL && best->size <= 2 * size) return best;
-  base = cddp__round_up(h->window_end, align);
-  if (!h->threads && (base > limit || size > limit - base)) {
-    if (best != NULL) return best;
+  if (!fits)
     cddp__fail(CDDP_OUT_OF_MEMORY,
                "cddp_alloc: %" PRIu64 " bytes do not fit into the %" PRIu64
                " bytes that this rank may share%s",
                size, (uint64_t)1 << h->window_bits,
                h->window_bits < 40 ? "; raise the file size limit (ulimit -f)" : "");
-    return NULL;
+  else if (address == NULL)
+    (void)cddp__fail_mapping("cddp_alloc", size);
+  s = address != NULL ? cddp__segment_add(h, base, n * size, address, n) : NULL;
+  if (s == NULL) return -1;
+  list = cddp__extent_list(size);
+  s->extent_size = (size_t)size;
+  s->list = list;
+  h->window_end = base + n * size;
+  h->lists[list].extents += n;
+  while (n-- > 0) {
+    s->extents[n].segment = s;
+    s->extents[n].next = h->lists[list].free;
+    h->lists[list].free = &s->extents[n];
   }
-  if ((e = cddp__extent_new(h, base, size)) != NULL) h->window_end = base + size;
-  return e;
+  if (h->highest.v == 0 || (uintptr_t)address < h->lowest.v)
+    cddp__store64(&h->lowest, (uintptr_t)address);
+  if ((uintptr_t)address + s->size > h->highest.v)
+    cddp__store64(&h->highest, (uintptr_t)address + s->size);
+  return list;
+}
+
+/* The own extent that holds p, or NULL. */
+static cddp__extent *cddp__extent_of(const cddp__host *h, const void *p) {
+  size_t at;
+  cddp__segment *s = cddp__segment_find(&h->own, (uint64_t)(uintptr_t)p, &at);
+  at = s != NULL ? (size_t)((const char *)p - s->address) : 0;
+  return s != NULL && at < s->size ? s->extents + at / s->extent_size : NULL;
+}
+
+static char *cddp__extent_address(const cddp__extent *e) {
+  const cddp__segment *s = e->segment;
+  return s->address + (size_t)(e - s->extents) * s->extent_size;
+}
+
+/* Enumerates this rank's extents in use: the one behind e, which is in segment *at. Begins with
+   NULL and 0, ends with NULL. */
+static cddp__extent *cddp__next_extent(const cddp__host *h, cddp__extent *e, size_t *at) {
+  for (; *at < h->own.count; ++*at, e = NULL) {
+    const cddp__segment *s = h->own.list[*at];
+    for (e = e == NULL ? s->extents : e + 1; e < s->extents + s->size / s->extent_size; e++)
+      if (e->use != CDDP__FREE) return e;
+  }
+  return NULL;
+}
+
+/* Whether e is a control block, or freed with one: the ring host.pending has these. */
+static bool cddp__extent_pends(const cddp__extent *e) {
+  return e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_BOARD || e->after != NULL;
+}
+
+static void cddp__extent_pend(cddp__host *h, cddp__extent *e) {
+  if (h->pending == NULL) h->pending = e->previous = e;
+  e->next = h->pending;
+  e->previous = e->next->previous;
+  e->previous->next = e->next->previous = e;
+}
+
+/* Gives the memory of an extent back to the system, and the extent to its list. */
+static void cddp__extent_release(cddp__host *h, cddp__extent *e) {
+  const cddp__segment *s = e->segment;
+  char *address = cddp__extent_address(e);
+  if (cddp__extent_pends(e)) {
+    e->previous->next = e->next;
+    e->next->previous = e->previous;
+    if (h->pending == e) h->pending = e->next != e ? e->next : NULL;
+  }
+  e->use = CDDP__FREE;
+  e->after = NULL;
+  if (h->fd >= 0 && !e->is_private
+          ? !cddp__arena_punch(h, s->base + (uint64_t)(address - s->address), s->extent_size)
+          : madvise(address, s->extent_size, MADV_DONTNEED) != 0)
+    memset(address, 0, s->extent_size); /* or a block's old rounds would seem new */
+  if (e->is_private) return;
+  e->next = h->lists[s->list].free;
+  h->lists[s->list].free = e;
 }
 
 /* Asks for huge pages. MADV_COLLAPSE makes them, on this core, even where the system's setting for
@@ -5440,61 +5571,60 @@ static void cddp__populate(char *address, uint64_t size, bool shared) {
 }
 
 /* Whether all ranks of this host have left the group of a control block. */
-static bool cddp__block_left(const cddp__extent *e) {
-  const cddp__control_block *b = (const cddp__control_block *)(const void *)e->address;
-  uint32_t size = b != NULL ? cddp__load32(&b->size) : 0;
+static bool cddp__block_left(const cddp__control_block *b) {
+  uint32_t size = cddp__load32(&b->size);
   return size != 0 && cddp__load32(&b->left) == size;
 }
 
-/* Whether what goes with e's control block may go. A peer's block that has gone is zero. */
-static bool cddp__block_gone(const cddp__host *h, const cddp__extent *e) {
-  size_t at = cddp__extent_at(h, e->after_base);
-  const cddp__extent *k = h->extents + at;
-  return at == h->extent_count || k->base != e->after_base || k->address == NULL ||
-         k->generation != e->after_generation || cddp__block_left(k) ||
-         cddp__load32(&((const cddp__control_block *)(const void *)k->address)->generation) !=
-             e->after_generation;
+/* Whether the control block that e is freed with has been freed: then its place is zero, or holds
+   another one. */
+static bool cddp__block_gone(const cddp__extent *e) {
+  return cddp__load32(&e->after->generation) != e->after_generation ||
+         cddp__load32(&e->after->size) == 0 || cddp__block_left(e->after);
 }
 
-/* Gives back what goes with control blocks that all ranks of this host have left, then these. */
+/* Frees control blocks that all ranks of this host have left, and what is freed with these. Each
+   call checks up to 16, in turn: an allocation adds one. */
 static void cddp__arena_reap(cddp__host *h) {
-  cddp__extent *e, *end;
-  pthread_mutex_lock(&h->lock);
-  for (e = cddp__own_extents(h, &end); e < end; e++)
-    if (e->address != NULL && e->after_generation != 0 && cddp__block_gone(h, e))
+  int i;
+  for (i = 0; i < 16 && h->pending != NULL; i++) {
+    cddp__extent *e = h->pending;
+    h->pending = e->next;
+    if (e->after != NULL ? cddp__block_gone(e)
+                         : cddp__block_left((cddp__control_block *)(void *)cddp__extent_address(e)))
       cddp__extent_release(h, e);
-  for (e = cddp__own_extents(h, &end); e < end; e++)
-    if ((e->use == CDDP__FOR_BLOCK || e->use == CDDP__FOR_BOARD) && cddp__block_left(e))
-      cddp__extent_release(h, e);
-  pthread_mutex_unlock(&h->lock);
+  }
 }
 
 /* Zeroed memory of this rank's window. */
 static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_use use) {
-  size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size();
+  size_t page = bytes >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : cddp__page_size(), whole, size;
   cddp__extent *e;
   char *address = NULL;
+  int list;
   if (bytes > SIZE_MAX / 4) {
     cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: %zu bytes exceed the address space", bytes);
     return NULL;
   }
-  cddp__arena_reap(h);
+  whole = cddp__round_up(cddp__max(bytes, 1), page);
+  size = cddp__round_up(whole, cddp__max(page, (size_t)1 << (63 - __builtin_clzll(whole)) >> 2));
   pthread_mutex_lock(&h->lock);
-  e = cddp__extent_place(h, cddp__round_up(bytes ? bytes : 1, page));
-  if (e != NULL && (address = cddp__map_memory(h->fd, e->base, e->size)) == NULL)
-    cddp__fail(CDDP_OUT_OF_MEMORY, "cddp_alloc: mmap of %zu bytes: %s", bytes, strerror(errno));
-  if (address != NULL) {
-    if (use < CDDP__FOR_BOARD) cddp__populate(address, e->size, h->fd >= 0);
+  cddp__arena_reap(h);
+  list = cddp__extent_list(size);
+  if (h->lists[list].free == NULL) list = cddp__segment_new(h, size, whole);
+  if (list < 0) /* takes a larger free extent */
+    for (list = cddp__extent_list(size); list < CDDP__EXTENT_SIZES && h->lists[list].free == NULL;)
+      list++;
+  if (list < CDDP__EXTENT_SIZES) {
+    e = h->lists[list].free;
+    h->lists[list].free = e->next;
+    address = cddp__extent_address(e);
+    if (use < CDDP__FOR_BOARD) cddp__populate(address, whole, h->fd >= 0);
     e->use = use;
-    e->after_generation = 0;
-    e->address = address;
-    e->generation = ++h->generation;
-    if (use == CDDP__FOR_BLOCK || use == CDDP__FOR_BOARD)
-      cddp__store32(&((cddp__control_block *)(void *)address)->generation, e->generation);
-    if (h->highest.v == 0 || (uintptr_t)address < h->lowest.v)
-      cddp__store64(&h->lowest, (uintptr_t)address);
-    if ((uintptr_t)address + e->size > h->highest.v)
-      cddp__store64(&h->highest, (uintptr_t)address + e->size);
+    if (cddp__extent_pends(e)) {
+      cddp__store32(&((cddp__control_block *)(void *)address)->generation, ++h->generation);
+      cddp__extent_pend(h, e);
+    }
   }
   pthread_mutex_unlock(&h->lock);
   return address;
@@ -5505,22 +5635,23 @@ static void *cddp__arena_alloc(cddp__host *h, size_t bytes, enum cddp__extent_us
    each piece at its address. What peers need of this rank stays: control blocks, messages on their
    way. Operations of other groups that are in this memory now fail, see cddp__enter. */
 static void cddp__arena_unshare(cddp__host *h) {
-  cddp__extent *e, *end;
+  cddp__extent *e = NULL;
   uint64_t failed = 0;
+  size_t at = 0;
   if (h->fd < 0) return;
   pthread_mutex_lock(&h->lock);
   cddp__add32(&h->unshared, 1);
-  for (e = cddp__own_extents(h, &end); e < end; e++) {
-    char *copy;
-    if (e->address == NULL || e->is_private) continue;
-    if (e->use != CDDP__FOR_USER && e->use != CDDP__FOR_STATES) continue;
-    copy = cddp__map_memory(-1, 0, e->size);
-    if (copy != NULL) memcpy(copy, e->address, (size_t)e->size);
-    e->is_private = copy != NULL && syscall(SYS_mremap, copy, (size_t)e->size, (size_t)e->size,
-                                            3ul /* MAYMOVE | FIXED */, e->address) != -1;
+  while ((e = cddp__next_extent(h, e, &at)) != NULL) {
+    size_t size = e->segment->extent_size;
+    char *address = cddp__extent_address(e), *copy;
+    if (e->is_private || (e->use != CDDP__FOR_USER && e->use != CDDP__FOR_STATES)) continue;
+    copy = cddp__map_memory(-1, 0, size);
+    if (copy != NULL) memcpy(copy, address, size);
+    e->is_private = copy != NULL && syscall(SYS_mremap, copy, size, size,
+                                            3ul /* MAYMOVE | FIXED */, address) != -1;
     if (e->is_private) continue;
-    if (copy != NULL) munmap(copy, (size_t)e->size);
-    failed += e->size;
+    if (copy != NULL) munmap(copy, size);
+    failed += size;
   }
   pthread_mutex_unlock(&h->lock);
   if (failed > 0)
@@ -5530,37 +5661,29 @@ static void cddp__arena_unshare(cddp__host *h) {
               failed);
 }
 
-/* The own extent that holds p, or NULL. */
-static cddp__extent *cddp__extent_of(const cddp__host *h, const void *p) {
-  const char *c = (const char *)p;
-  cddp__extent *e, *end;
-  for (e = cddp__own_extents(h, &end); e < end; e++)
-    if (e->address != NULL && c >= e->address && c < e->address + e->size) return e;
-  return NULL;
-}
-
 static bool cddp__arena_free(cddp__host *h, void *p) { /* false: it is not this rank's */
   cddp__extent *e;
+  bool own;
   if (p == NULL) return true;
   pthread_mutex_lock(&h->lock);
   e = cddp__extent_of(h, p);
-  if (e != NULL && e->address != (char *)p) e = NULL;
-  if (e != NULL) cddp__extent_release(h, e);
+  own = e != NULL && e->use != CDDP__FREE && cddp__extent_address(e) == (char *)p;
+  if (own) cddp__extent_release(h, e);
   pthread_mutex_unlock(&h->lock);
-  return e != NULL;
+  return own;
 }
 
 /* Frees p once all ranks of this host have left the group with that control block: until then they
-   may read it. Of the first group, which has no extent, p stays as long as the host's memory. */
+   may read it. Of the first group, whose block is no extent, p stays as long as the host's memory.
+   */
 static void cddp__arena_free_with(cddp__host *h, const void *p, const cddp__control_block *b) {
   cddp__extent *e;
-  size_t i;
   pthread_mutex_lock(&h->lock);
-  for (i = 0; i < h->extent_count && h->extents[i].address != (const char *)b;) i++;
-  if (p != NULL && i < h->extent_count && cddp__load32(&b->size) != 0 &&
+  if (p != NULL && cddp__load32(&b->generation) != 0 && cddp__load32(&b->size) != 0 &&
       (e = cddp__extent_of(h, p)) != NULL) {
-    e->after_base = h->extents[i].base;
-    e->after_generation = h->extents[i].generation;
+    if (!cddp__extent_pends(e)) cddp__extent_pend(h, e);
+    e->after = b;
+    e->after_generation = cddp__load32(&b->generation);
   }
   pthread_mutex_unlock(&h->lock);
 }
@@ -5570,6 +5693,7 @@ static void cddp__arena_free_with(cddp__host *h, const void *p, const cddp__cont
 static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
   cddp__ref ref;
   const cddp__extent *e;
+  size_t page = cddp__page_size();
   memset(&ref, 0, sizeof ref);
   if (h->threads) {
     ref.kind = CDDP__REF_POINTER;
@@ -5580,12 +5704,13 @@ static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
     return ref;
   pthread_mutex_lock(&h->lock);
   e = cddp__extent_of(h, p);
-  if (e != NULL && !e->is_private && bytes <= e->size - (size_t)((const char *)p - e->address)) {
+  if (e != NULL && e->use != CDDP__FREE && !e->is_private &&
+      bytes <= e->segment->extent_size - (size_t)((const char *)p - cddp__extent_address(e))) {
     ref.kind = CDDP__REF_EXTENT;
-    ref.base = e->base;
-    ref.size = e->size;
-    ref.offset = (uint64_t)((const char *)p - e->address);
-    ref.generation = e->generation;
+    ref.base = e->segment->base;
+    ref.size = e->segment->size;
+    ref.offset = (uint64_t)((const char *)p - e->segment->address);
+    ref.pages = (uint32_t)((ref.offset % page + bytes + page - 1) / page);
   }
   pthread_mutex_unlock(&h->lock);
   return ref;
@@ -5593,33 +5718,24 @@ static cddp__ref cddp__ref_of(cddp__host *h, const void *p, size_t bytes) {
 
 /* The address here of what ref describes: a peer's or this rank's own. */
 static cddp_result cddp__locate(cddp__host *h, const cddp__ref *ref, void **out) {
-  cddp__extent *e;
-  char *address = NULL;
-  size_t i;
-  if (ref->kind == CDDP__REF_POINTER) {
-    *out = (void *)(uintptr_t)ref->base;
-    return CDDP_OK;
-  }
+  cddp__segment *s;
+  char *address;
+  size_t at, i;
+  *out = (void *)(uintptr_t)ref->base;
+  if (ref->kind == CDDP__REF_POINTER) return CDDP_OK;
   pthread_mutex_lock(&h->lock);
-  i = cddp__extent_at(h, ref->base);
-  e = i < h->extent_count && h->extents[i].base == ref->base
-          ? &h->extents[i] : cddp__extent_new(h, ref->base, ref->size);
-  if (e != NULL && e->address != NULL && e->generation == ref->generation && e->size == ref->size) {
-    address = e->address;
-  } else if (e != NULL) {
-    if ((address = cddp__map_memory(h->fd, ref->base, ref->size)) == NULL)
-      cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of a peer's memory: %s", strerror(errno));
-    else if (e->address != NULL)
-      munmap(e->address, (size_t)e->size);
-    if (address != NULL) {
-      e->address = address;
-      e->size = ref->size;
-      e->generation = ref->generation;
-    }
+  s = cddp__segment_find(&h->peers, ref->base, &at);
+  if (s != NULL && s->base != ref->base) s = NULL;
+  for (i = 0; s == NULL && i < h->own.count; i++)
+    if (h->own.list[i]->base == ref->base) s = h->own.list[i];
+  if (s == NULL) {
+    address = cddp__map_memory(h->fd, ref->base, ref->size);
+    if (address == NULL) (void)cddp__fail_mapping("a peer's memory", ref->size);
+    else s = cddp__segment_add(h, ref->base, ref->size, address, 0);
   }
+  *out = s != NULL ? s->address + ref->offset : NULL;
   pthread_mutex_unlock(&h->lock);
-  *out = address != NULL ? address + ref->offset : NULL;
-  return address != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
+  return s != NULL ? CDDP_OK : CDDP_OUT_OF_MEMORY;
 }
 
 /* How many processors' time the container of this process may take at once (docker --cpus, the
@@ -8409,14 +8525,18 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 
 static void cddp__host_release(cddp__host *h) {
   cddp_allocator a;
+  size_t j;
   int i, left;
   if (h == NULL) return;
   pthread_mutex_lock(&h->lock);
   left = --h->refs;
   pthread_mutex_unlock(&h->lock);
   if (left > 0) return;
-  for (i = 0; i < (int)h->extent_count; i++)
-    if (h->extents[i].address != NULL) munmap(h->extents[i].address, (size_t)h->extents[i].size);
+  for (j = 0; j < h->own.count + h->peers.count; j++) {
+    cddp__segment *s = j < h->own.count ? h->own.list[j] : h->peers.list[j - h->own.count];
+    munmap(s->address, (size_t)s->size);
+    cddp__free(&h->allocator, s);
+  }
   for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
   cddp__close_fd(&h->fd);
@@ -8431,7 +8551,8 @@ static void cddp__host_release(cddp__host *h) {
   cddp__net_release(h->net);
   pthread_mutex_destroy(&h->lock);
   a = h->allocator;
-  cddp__free(&a, h->extents);
+  cddp__free(&a, h->own.list);
+  cddp__free(&a, h->peers.list);
   cddp__free(&a, h->pidfds);
   cddp__free(&a, h->pids);
   cddp__free(&a, h->door);
@@ -9471,7 +9592,7 @@ static cddp_result cddp__world_group(cddp_group **out, cddp__host *h, int rank, 
     return cddp__fail_errno("lock on the shared memory");
   block = cddp__map_memory(fd, 0, bytes);
   if (block == NULL)
-    return cddp__fail(CDDP_OUT_OF_MEMORY, "mmap of the group's shared memory: %s", strerror(errno));
+    return cddp__fail_mapping("the group's shared memory", bytes);
   r = cddp__group_build(out, h, rank, size, NULL, block, timeout_s);
   if (r != CDDP_OK) munmap(block, bytes);
   return r;
@@ -9654,14 +9775,16 @@ static void cddp__rendezvous_free(cddp__rendezvous *v) {
    allocated stays its own. */
 static void cddp__share_memory(cddp__host *h) {
   struct rlimit limit;
-  cddp__extent *e, *end;
+  cddp__extent *e = NULL;
+  size_t at = 0;
   if (h->fd >= 0 || h->size > 1 || h->net != NULL || h->door == NULL) return;
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return;
   if (cddp__make_memory(h) != CDDP_OK) {
     cddp__log(&h->logger, 1, "no process can join this rank: %s", cddp_error());
     return;
   }
-  for (e = cddp__own_extents(h, &end); e < end; e++) e->is_private = true;
+  while ((e = cddp__next_extent(h, e, &at)) != NULL) e->is_private = true;
+  memset(h->lists, 0, sizeof h->lists);
   h->threads = false;
 }
 
@@ -20103,7 +20226,7 @@ static void cddp__room_free(cddp__host *h, cddp__elastic_room *room) {
   cddp__store64(&room->bytes, 0);
   CDDP__POINT("elastic room");
   if (cddp__locate(h, &at, &p) == CDDP_OK && !cddp__arena_free(h, p) && !h->threads)
-    (void)cddp__arena_punch(h, at.base, at.size);
+    (void)cddp__ref_punch(h, &at);
 }
 
 /* Whether this rank is the last one: no member, nor inside, is another. Then what the model has on
@@ -20331,7 +20454,7 @@ static uint32_t cddp__new_block(cddp_ddp *d, int ranks, uint32_t last) {
   room = cddp__elastic_block(e, first + k);
   if (used) cddp__store64(&room->bytes, 0);
   if (cddp__room_take(d, room, bytes, &block) != CDDP_OK) return 0;
-  if (h->threads || !cddp__arena_punch(h, room->at.base, room->at.size)) memset(block, 0, bytes);
+  if (h->threads || !cddp__ref_punch(h, &room->at)) memset(block, 0, bytes);
   cddp__store32(&((cddp__control_block *)block)->size, (uint32_t)ranks);
   return first + k;
 }
@@ -20417,7 +20540,7 @@ static void cddp__forget_member(cddp_ddp *d, int member) {
   }
   for (; i >= 0; i--) { /* weights, arena, and the kit last */
     const cddp__ref *ref = i > 1 ? &refs[i - 2] : i == 1 ? &m->arena : &m->kit;
-    if (ref->kind == CDDP__REF_EXTENT) (void)cddp__arena_punch(h, ref->base, ref->size);
+    if (ref->kind == CDDP__REF_EXTENT) (void)cddp__ref_punch(h, ref);
   }
   m->kit.kind = CDDP__REF_NONE;
 }
@@ -24037,6 +24160,8 @@ CDDP__COLD_END
               C++: arguments of collective calls may contain the commas of a template.
               The threads that run hooks, callbacks and functions of cddp_run_threads have stacks of
               at least 8 MiB, whatever ulimit -s and libc say.
+              cddp_alloc and cddp_free take the same time however many allocations there are, and
+              need few memory mappings; an error for lack of them names vm.max_map_count.
               Ranks of flux run, mpirun_rsh, jsrun and PALS's mpiexec are found. A rank without a
               size (PMIx, aprun), MASTER_ADDR or MASTER_PORT without RANK, and numbers such as " 1",
               "+1" and "01" are CDDP_INVALID_ARGUMENT. On one host MASTER_PORT alone keeps two

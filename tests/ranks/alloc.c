@@ -1,0 +1,315 @@
+/* cddp_alloc and cddp_free: any number of allocations takes few memory mappings, in the rank and in
+   its peers, and the time of each does not depend on their number; memory is zero, nobody else's,
+   and goes back to the system. */
+#include "../../cddp.h"
+#include "../ranks.h"
+
+enum { MANY = 200000, STEPS = 6000, LIVE = 700 };
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int mappings(void) {
+  FILE *f = fopen("/proc/self/maps", "r");
+  int n = 0, c;
+  while (f != NULL && (c = getc(f)) != EOF) n += c == '\n';
+  if (f != NULL) fclose(f);
+  return n;
+}
+
+/* Bytes of the memory that the ranks of this host share; 0: there is none. */
+static long long shared_bytes(void) {
+  DIR *d = opendir("/proc/self/fd");
+  char path[300], name[64];
+  struct dirent *e;
+  struct stat s;
+  long long bytes = 0;
+  while (d != NULL && (e = readdir(d)) != NULL) {
+    ssize_t n;
+    snprintf(path, sizeof path, "/proc/self/fd/%s", e->d_name);
+    if ((n = readlink(path, name, sizeof name - 1)) < 0) continue;
+    name[n] = 0;
+    if (strncmp(name, "/memfd:cddp", 11) == 0 && stat(path, &s) == 0) bytes += s.st_blocks * 512;
+  }
+  if (d != NULL) closedir(d);
+  return bytes;
+}
+
+static long resident_pages(void) {
+  FILE *f = fopen("/proc/self/statm", "r");
+  long size = 0, resident = 0;
+  if (f == NULL || fscanf(f, "%ld %ld", &size, &resident) != 2) resident = 0;
+  if (f != NULL) fclose(f);
+  return resident;
+}
+
+/* MANY ----------------------------------------------------------------------------------------- */
+
+/* The last tenth of as many takes about as long as the first. */
+static int many_body(cddp_group *g, void *arg) {
+  int before = test_failures, maps = mappings(), i, j;
+  bool forked = cddp_world_size(g) > 1;
+  char **p = (char **)calloc(MANY, sizeof *p);
+  double part[10], begin = now(), end;
+  int *order = (int *)malloc(MANY * sizeof *order);
+  long long shared = shared_bytes();
+  long resident = resident_pages();
+  (void)arg;
+  if (p == NULL || order == NULL) return 1;
+  for (j = 0; j < 10; j++, begin = end) {
+    for (i = j * (MANY / 10); i < (j + 1) * (MANY / 10); i++) {
+      p[i] = (char *)cddp_alloc(g, 100);
+      if (p[i] == NULL) break;
+      p[i][99] = 1;
+    }
+    end = now();
+    part[j] = end - begin;
+    CHECK(p[(j + 1) * (MANY / 10) - 1] != NULL);
+    if (test_failures != before) return 1;
+  }
+  CHECK(part[9] < 4 * part[0] + RANKS_WITHIN(1));
+  CHECK(mappings() < maps + 400);
+  for (i = 0; i < MANY; i++) order[i] = i;
+  ranks_shuffle(order, MANY, 1);
+  begin = now();
+  for (j = 0; j < 10; j++, begin = end) {
+    for (i = j * (MANY / 10); i < (j + 1) * (MANY / 10); i++) cddp_free(g, p[order[i]]);
+    end = now();
+    part[j] = end - begin;
+  }
+  CHECK(part[0] < 4 * part[9] + RANKS_WITHIN(1));
+  CHECK(mappings() < maps + 100);
+  CHECK_OK(cddp_barrier(g));
+  CHECK(!forked || shared_bytes() <= shared + (2 << 20));
+  if (!RANKS_SLOW)
+    CHECK(forked || resident_pages() < resident + MANY / 10); /* of it 56 bytes each stay */
+  CHECK_OK(cddp_barrier(g));
+  free(p);
+  free(order);
+  return test_failures != before;
+}
+
+static int many_alone(int rank, void *arg) {
+  cddp_group *g = NULL;
+  int r;
+  (void)rank;
+  unsetenv("WORLD_SIZE"), unsetenv("RANK");
+  CHECK_OK(cddp_init(&g, NULL));
+  if (g == NULL) return 1;
+  r = many_body(g, arg);
+  cddp_destroy(g);
+  return r;
+}
+
+static void test_many_alone(void) {
+  pid_t pid = ranks_fork(many_alone, 0, NULL);
+  int status = -1;
+  ranks_join(&pid, 1, 60, &status);
+  CHECK_EQ(status, 0);
+}
+
+static void test_many_in_group(void) { CHECK_OK(ranks_run(many_body, NULL, 2, false)); }
+
+static int many_thread(cddp_group *g, void *arg) { /* mappings are of all threads */
+  char *p[2000];
+  int i;
+  (void)arg;
+  for (i = 0; i < 2000; i++) CHECK((p[i] = (char *)cddp_alloc(g, 5000)) != NULL);
+  for (i = 0; i < 2000; i++) CHECK(ranks_zero(p[i], 5000));
+  CHECK(mappings() < 1500);
+  CHECK_OK(cddp_barrier(g));
+  for (i = 0; i < 2000; i += 2) cddp_free(g, p[i]);
+  return 0; /* the others go with the group */
+}
+
+static void test_many_threads(void) { CHECK_OK(ranks_run(many_thread, NULL, 4, true)); }
+
+/* PEERS ---------------------------------------------------------------------------------------- */
+
+/* Models of many parameters: each rank maps the weights of all others. */
+typedef struct zoo {
+  int params, ranks, most; /* mappings */
+  size_t count;
+} zoo;
+
+static int zoo_body(cddp_group *g, void *arg) {
+  const zoo *z = (const zoo *)arg;
+  int before = test_failures, i;
+  cddp_param *p = (cddp_param *)calloc((size_t)z->params, sizeof *p);
+  cddp_ddp *d = NULL;
+  cddp_sgd_desc desc;
+  cddp_optim *o = NULL;
+  for (i = 0; i < z->params; i++) {
+    p[i].count = z->count + (size_t)i % 5;
+    p[i].data = cddp_alloc(g, p[i].count * sizeof(float));
+    if (p[i].data == NULL) break;
+    ((float *)p[i].data)[0] = (float)(i + cddp_rank(g));
+  }
+  CHECK_EQ(i, z->params);
+  CHECK_OK(cddp_ddp_create(&d, g, p, z->params, NULL));
+  if (d == NULL) return 1;
+  memset(&desc, 0, sizeof desc);
+  desc.lr = 1;
+  CHECK_OK(cddp_sgd_create(&o, p, z->params, &desc));
+  for (i = 0; i < z->params; i++) ((float *)p[i].grad)[0] = (float)cddp_rank(g);
+  for (i = z->params - 1; i >= 0; i--) CHECK_OK(cddp_ddp_ready(d, i));
+  CHECK_OK(cddp_ddp_step(d, o));
+  for (i = 0; i < z->params; i++) {
+    float want = (float)i - (float)(cddp_world_size(g) - 1) / 2;
+    if (((float *)p[i].data)[0] != want) break;
+  }
+  CHECK_EQ(i, z->params);
+  CHECK(RANKS_SLOW || mappings() < z->most);
+  CHECK_OK(cddp_barrier(g));
+  cddp_optim_destroy(o);
+  cddp_ddp_destroy(d);
+  for (i = 0; i < z->params; i++) cddp_free(g, p[i].data);
+  free(p);
+  return test_failures != before;
+}
+
+static void test_models(void) {
+  static zoo small = {2000, 8, 1500, 20}, large = {24, 2, 200, 600000}, full = {2000, 64, 10000, 4};
+  CHECK_OK(ranks_run(zoo_body, &small, small.ranks, false));
+  CHECK_OK(ranks_run(zoo_body, &large, large.ranks, false));
+  if (!RANKS_SLOW) CHECK_OK(ranks_run(zoo_body, &full, full.ranks, false));
+}
+
+/* REUSE ---------------------------------------------------------------------------------------- */
+
+static size_t some_size(uint64_t h) {
+  switch (h % 16) {
+  case 0:
+    return (size_t)(h >> 8) % (5 << 20);
+  case 1:
+  case 2:
+    return (size_t)(h >> 8) % 300000;
+  case 3:
+    return 0;
+  default:
+    return (size_t)(h >> 8) % 20000;
+  }
+}
+
+/* Blocks of all sizes are freed and allocated in an order of each rank's own. Each is zero at first
+   and holds what its owner wrote; peers reduce in them what is there now. */
+static int reuse_body(cddp_group *g, void *arg) {
+  int before = test_failures, rank = cddp_rank(g), n = cddp_world_size(g), step, k;
+  static __thread unsigned char *p[LIVE], fill[LIVE];
+  static __thread size_t size[LIVE];
+  long long shared = shared_bytes();
+  const size_t count = 40000;
+  (void)arg;
+  memset(p, 0, sizeof p);
+  for (step = 0; step < STEPS / (RANKS_SLOW ? 20 : 1) && test_failures == before; step++) {
+    uint64_t h = ranks_mix(5, (uint64_t)rank, (uint64_t)step);
+    k = (int)(h >> 40) % LIVE;
+    if (p[k] != NULL) {
+      CHECK(size[k] == 0 || (p[k][0] == fill[k] && memcmp(p[k], p[k] + 1, size[k] - 1) == 0));
+      cddp_free(g, p[k]);
+    }
+    size[k] = some_size(h);
+    fill[k] = (unsigned char)(h >> 32 | 1);
+    CHECK((p[k] = (unsigned char *)cddp_alloc(g, size[k])) != NULL);
+    if (p[k] == NULL) break;
+    CHECK(ranks_zero(p[k], size[k]));
+    memset(p[k], fill[k], size[k]);
+    if (step % 500 == 0) { /* read in place by all peers */
+      float *x = (float *)cddp_alloc(g, count * sizeof *x);
+      for (k = 0; k < (int)count; k++) x[k] = (float)(k + rank);
+      CHECK_OK(cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL));
+      for (k = 0; k < (int)count && x[k] == (float)(n * k + n * (n - 1) / 2);) k++;
+      CHECK_EQ(k, count);
+      cddp_free(g, x);
+    }
+  }
+  for (k = 0; k < LIVE; k++) cddp_free(g, p[k]);
+  cddp_free(g, NULL);
+  CHECK_OK(cddp_barrier(g));
+  if (shared > 0) CHECK(shared_bytes() <= shared + (4 << 20));
+  CHECK_OK(cddp_barrier(g));
+  return test_failures != before;
+}
+
+static void test_reuse(void) {
+  CHECK_OK(ranks_run(reuse_body, NULL, 3, false));
+  CHECK_OK(ranks_run(reuse_body, NULL, 3, true));
+  CHECK_OK(ranks_run(reuse_body, NULL, 1, true));
+}
+
+/* Addresses within a block, and other processes' or freed ones, are ignored. */
+static int wrong_body(cddp_group *g, void *arg) {
+  char *a = (char *)cddp_alloc(g, 30000), *b = (char *)cddp_alloc(g, 30000), local = 0;
+  (void)arg;
+  cddp_free(g, a + 1);
+  cddp_free(g, a + 4096);
+  cddp_free(g, &local);
+  memset(a, 1, 30000);
+  memset(b, 2, 30000);
+  cddp_free(g, a);
+  CHECK(b[0] == 2 && b[29999] == 2);
+  cddp_free(g, b);
+  return 0;
+}
+
+static void test_wrong_addresses(void) {
+  CHECK_OK(ranks_run(wrong_body, NULL, 2, false));
+  CHECK_OK(ranks_run(wrong_body, NULL, 2, true));
+}
+
+/* LIMITS --------------------------------------------------------------------------------------- */
+
+/* Takes all mappings that a process may have: pages that differ in turn. */
+static void take_mappings(void) {
+  size_t pages = 140000, i, page = 4096;
+  char *p = (char *)mmap(NULL, pages * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                         -1, 0);
+  for (i = 1; i < pages && mprotect(p + i * page, page, PROT_READ) == 0;) i += 2;
+}
+
+static int limit_body(cddp_group *g, void *arg) {
+  enum { ARRAYS = 16 };
+  size_t count = 100000;
+  float *mine[ARRAYS];
+  cddp_result r = CDDP_OK;
+  int k;
+  (void)arg;
+  for (k = 0; k < ARRAYS; k++)
+    mine[k] = (float *)cddp_alloc(g, (size_t)(8 + k % 8) << (17 + k / 8));
+  CHECK_OK(cddp_barrier(g));
+  if (cddp_rank(g) == 0) {
+    take_mappings();
+    for (k = 0; k < ARRAYS; k++) /* a place or two may be left */
+      if (cddp_alloc(g, (size_t)6 << 20 << k) == NULL) break;
+    CHECK(k < ARRAYS);
+    CHECK(strstr(cddp_error(), "vm.max_map_count") != NULL);
+  }
+  for (k = 0; k < ARRAYS && r == CDDP_OK; k++) /* rank 0 cannot map rank 1's */
+    r = cddp_all_reduce(g, mine[k], count, CDDP_F32, CDDP_SUM, NULL);
+  CHECK(r == CDDP_OUT_OF_MEMORY);
+  CHECK(strstr(cddp_error(), "vm.max_map_count") != NULL);
+  return test_failures != 0;
+}
+
+static void test_out_of_mappings(void) {
+  FILE *f = fopen("/proc/sys/vm/max_map_count", "r");
+  long most = 0;
+  if (f == NULL || fscanf(f, "%ld", &most) != 1) most = 0;
+  if (f != NULL) fclose(f);
+  if (most > 130000 || RANKS_SLOW) return; /* too many to take; a sanitizer needs some */
+  CHECK_OK(ranks_run(limit_body, NULL, 2, false));
+}
+
+int main(void) {
+  RUN(test_wrong_addresses);
+  RUN(test_reuse);
+  RUN(test_many_alone);
+  RUN(test_many_in_group);
+  RUN(test_many_threads);
+  RUN(test_out_of_mappings);
+  RUN(test_models);
+  return TEST_END();
+}
