@@ -345,6 +345,11 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    With CDDP_CUDA and device "cuda" a rank has one GPU, which cddp's calls make the thread's current
    device. cddp_alloc gives device memory, parameters lie in device memory, and what is said here
    holds instead of what the other comments say of the CPU. Without CDDP_CUDA: CDDP_UNSUPPORTED.
+   Compile with nvcc -O3 -arch=native, or name the architecture of the GPU (-arch=sm_90). cddp_init
+   compiles the kernels of cddp_kernels.cuh if the program has none for its GPU, for some seconds on
+   each rank. Without -arch nvcc compiles for the oldest architecture that it knows.
+   NCCL 2.23 or later is recommended. In older versions the calling thread runs an operation; the
+   abort after a failure can free memory under it if it does not return for 0.5 s.
      backend "nccl"   a GPU for each rank. Collectives, send and recv on device memory, and the data
                       parallel calls, are enqueued in stream order. The host waits for no device.
                       It waits for other ranks where groups and models are made, which connects
@@ -389,9 +394,10 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    communicator of its group, and both fail together. So a misused model breaks its group: ranks
    that called different things of it, forgot a gradient, or stepped with other settings (found some
    milliseconds later). With backend "cpu", and on CPUs, the model fails alone.
-   cddp_destroy waits for what is on the device, as long as the group is healthy, and with a
-   process's last group up to two seconds for NCCL's leave of the other ranks; a process that ends
-   without it, while others have a graph with the group's operations, counts as lost.
+   cddp_destroy waits for the group's operations on the device while the group is healthy. With a
+   process's last group it also waits until NCCL has destroyed its communicators: 0.3 to 0.5 s, at
+   most 2 s. A process that ends without cddp_destroy, while others have a graph with the group's
+   operations, counts as lost.
    CUDA GRAPHS. A whole step can be captured after two eager ones like it (on a stream other than
    the default one, in mode thread-local or relaxed); ranks are not compared while capturing, all
    must capture and launch alike. The learning rate is the captured one. Destroy graphs before the
@@ -400,8 +406,9 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    on every rank. A model's ready(), wait() and step() are operations of its group: between two
    ready() calls of a step call others of the group only if all ranks mark gradients in one order.
    With several groups on a GPU, NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) keeps the GPU to it, too.
-   FORKING. CUDA does not survive a fork: cddp_spawn comes first. Where cddp_kernels.cuh is linked,
-   cddp_sgd_create without a cddp_ddp, cddp_save and cddp_load use CUDA too.
+   FORKING. CUDA does not survive a fork: cddp_spawn comes first. In a program with
+   cddp_kernels.cuh, an optimizer without desc.ddp, cddp_save and cddp_load ask CUDA where memory
+   is. That makes a CUDA context, on a machine with GPUs also for device "cpu".
    TESTED on one NVIDIA H200 (CUDA 13.0, NCCL 2.28.3), also with 2 and 4 ranks that share it.
    Several GPUs and several hosts with GPUs have been tested only on a test double of CUDA and NCCL.
    See tests/gpu/gpu-results.md; tests/gpu/gpu.sh tests the GPU of this machine. */
@@ -14494,7 +14501,11 @@ static cddp_result cddp__cuda_result(int code, const char *what) {
   cudaError_t e = (cudaError_t)code;
   if (CDDP__LIKELY(e == cudaSuccess)) return CDDP_OK;
   (void)cudaGetLastError(); /* it would come back at the program's next check */
-  return cddp__fail(CDDP_CUDA, "%s: %s (%s)", what, cudaGetErrorString(e), cudaGetErrorName(e));
+  return cddp__fail(CDDP_CUDA, "%s: %s (%s)%s", what, cudaGetErrorString(e), cudaGetErrorName(e),
+                    e == cudaErrorDevicesUnavailable
+                        ? ": another process uses the GPU, and its compute mode allows one; end "
+                          "that process, or set the mode to default (nvidia-smi -c 0)"
+                        : "");
 }
 
 #define CDDP__CUDA(function, ...) cddp__cuda_result(function(__VA_ARGS__), #function)

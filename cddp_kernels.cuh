@@ -1,7 +1,7 @@
 /* cddp_kernels.cuh - the CUDA kernels of cddp.h - v0.3
    Public domain or MIT, at your choice (end of cddp.h). No warranty; use at your own risk.
 
-   A program in one .cu file (nvcc -O3 train.cu -lnccl -lcublas):
+   A program in one .cu file (nvcc -O3 -arch=native train.cu -lnccl -lcublas):
 
        #define CDDP_IMPLEMENTATION
        #include "cddp_kernels.cuh"      // includes cddp.h with CDDP_CUDA

@@ -1,6 +1,6 @@
 /* collectives.cu - broadcast, all_gather, reduce_scatter and all_reduce on GPUs, in stream order.
 
-     nvcc -O3 examples/collectives.cu -o collectives -lnccl -lcublas
+     nvcc -O3 -arch=native examples/collectives.cu -o collectives -lnccl -lcublas
      ./collectives                              1 rank on a GPU
      ./collectives -n 2                         2 ranks, each on a GPU of its own
      ./collectives -n 2 --device cpu            needs no GPU

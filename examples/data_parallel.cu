@@ -1,6 +1,6 @@
 /* data_parallel.cu - each batch split over the GPUs of one process, as nn.DataParallel does.
 
-     nvcc -O3 examples/data_parallel.cu -o data_parallel -lnccl -lcublas
+     nvcc -O3 -arch=native examples/data_parallel.cu -o data_parallel -lnccl -lcublas
      ./data_parallel -n 2 --output 1            2 GPUs (1, 2, 4 or 8); which one holds the model
      ./data_parallel --epochs 3 --images 640    shorter
 
@@ -66,6 +66,7 @@ static int train(cddp_group *g, void *arg) { /* on one GPU */
   cddp_optim *sgd;
   j->bytes[me] = bytes + (master ? WEIGHTS * sizeof *w : 0); /* with SGD's momentum */
   if (ddp_way) TRY(cddp_ddp_create(&ddp, g, &p, 1, NULL));
+  options.ddp = ddp;
   TRY(cddp_sgd_create(&sgd, &p, 1, &options) || cddp_sampler_init(&samples, &order));
   grad = (float *)p.grad; /* cddp_ddp places it where NCCL reduces it without a copy */
   struct timespec from, to;

@@ -1,5 +1,5 @@
 /* digits.cu - trains a network on handwritten digits on GPUs, each rank on its share of the images.
-     nvcc -O3 examples/digits.cu -o digits -lnccl -lcublas
+     nvcc -O3 -arch=native examples/digits.cu -o digits -lnccl -lcublas
      ./digits -n 2                              2 ranks, each on a GPU of its own
      ./digits -n 2 --device cpu --epochs 5      needs no GPU; digits.c is faster there
    --data DIR takes MNIST's files, named like those in examples/data. toy.cu explains calls. */
@@ -127,7 +127,9 @@ static int train(int rank, void *group_desc) {
   cddp_sgd_desc options = cddp_sgd_desc(); options.momentum = 0.9;
   cddp_sampler_desc shuffled = {training.count, rank, world, 1, true, false, false}, exact = {
       testing.count, rank, world, 1, false, false, true};
-  TRY(cddp_ddp_create(&ddp, g, p, 2, NULL) || cddp_sgd_create(&sgd, p, 2, &options));
+  TRY(cddp_ddp_create(&ddp, g, p, 2, NULL));
+  options.ddp = ddp; /* tells where parameters are: without a GPU CUDA is not asked */
+  TRY(cddp_sgd_create(&sgd, p, 2, &options));
   TRY(cddp_sampler_init(&samples, &shuffled) || cddp_sampler_init(&test, &exact));
   for (int e = 0; e < epochs; e++) {
     cddp_sampler_set_epoch(&samples, (uint64_t)e), copy(stats, zero, sizeof zero);

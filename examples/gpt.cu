@@ -1,5 +1,5 @@
 /* gpt.cu - gpt.c on GPUs: the same network, start, batches, rates and files.
-     nvcc -O3 examples/gpt.cu -o gpt -lnccl -lcublas
+     nvcc -O3 -arch=native examples/gpt.cu -o gpt -lnccl -lcublas
      ./gpt -n 2 --save FILE                     2 ranks, each on a GPU of its own
      ./gpt -n 2 --backend cpu                   2 ranks that may share a GPU: slower, for tests
    gpt.c with as many --shards as here are ranks has the same losses, up to rounding; it needs no
@@ -284,6 +284,7 @@ static int train(int rank, void *group_desc) {
   cddp_adamw_desc options = {}; options.beta2 = 0.99, options.weight_decays = decays;
   cddp_ddp_desc clipped = {}; clipped.max_grad_norm = number(CLIP);
   TRY(cddp_ddp_create(&ddp, g, params, count, &clipped));
+  options.ddp = ddp;
   TRY(cddp_adamw_create(&adamw, params, count, &options));
   cddp_checkpoint_desc all = {}; all.shapes = shapes, all.optim = adamw, all.ddp = ddp;
   TRY(option[RESUME].value && cddp_load(g, option[RESUME].value, params, count, &all));

@@ -1,6 +1,6 @@
 /* linear.cu - one step of Linear 10-10 on GPUs: the losses differ, the weights do not.
 
-     nvcc -O3 examples/linear.cu -o linear -lnccl -lcublas
+     nvcc -O3 -arch=native examples/linear.cu -o linear -lnccl -lcublas
      ./linear                                   1 rank on a GPU
      ./linear -n 2                              2 ranks, each on a GPU of its own
      ./linear -n 2 --device cpu                 needs no GPU
@@ -80,6 +80,7 @@ static int train(int rank, void *group_desc) {
   cddp_sgd_desc options = cddp_sgd_desc();
   options.lr = 0.1;
   TRY(cddp_ddp_create(&ddp, g, params, 1, NULL)); /* every rank has rank 0's weights now */
+  options.ddp = ddp; /* tells where parameters are: without a GPU CUDA is not asked */
   TRY(cddp_sgd_create(&sgd, params, 1, &options));
   if (backward(g, x, labels, w, (float *)params[0].grad, losses)) FAIL("the kernel failed\n");
   TRY(cddp_ddp_ready(ddp, 0));      /* averaging over ranks begins when the kernel has ended */

@@ -1,6 +1,6 @@
 /* toy.cu - the same few calls on GPUs: Linear 10-10, ReLU, Linear 10-5, random data.
 
-     nvcc -O3 examples/toy.cu -o toy -lnccl -lcublas
+     nvcc -O3 -arch=native examples/toy.cu -o toy -lnccl -lcublas
      ./toy                                      1 rank on a GPU
      ./toy -n 2                                 2 ranks, each on a GPU of its own
      ./toy -n 2 --backend cpu                   2 ranks that may share a GPU: slower, for tests
@@ -98,6 +98,7 @@ static int train(int rank, void *group_desc) {
   cddp_sgd_desc options = cddp_sgd_desc();
   options.lr = 0.001;
   TRY(cddp_ddp_create(&ddp, g, params, 4, NULL)); /* 2  copies rank 0's weights, sets grad */
+  options.ddp = ddp; /* tells where parameters are: without a GPU CUDA is not asked */
   TRY(cddp_sgd_create(&sgd, params, 4, &options)); /* 3 */
   float *grad[4];
   for (int i = 0; i < 4; i++) grad[i] = (float *)params[i].grad;

@@ -3784,6 +3784,10 @@ static void test_device_failures(void) {
   ordeal *o = ordeal_new(fault);
   int i;
   o->environment = "HOSTCUDA_FAIL";
+  o->value = "cudaSetDevice:1:46@1"; /* a GPU in the mode EXCLUSIVE_PROCESS */
+  endure(o, 2);
+  for (i = 0; i < 2; i++)
+    check_fate(o, i, CDDP_CUDA, "another process uses the GPU, and its compute mode allows one");
   o->value = "cudaEventQuery:1:700@1";
   endure(o, 2);
   for (i = 0; i < 2; i++) check_fate(o, i, CDDP_CUDA, "rank 1: cuda:1 failed during the group's");
