@@ -1658,6 +1658,15 @@ typedef struct cddp__control_block {
 
 /* --- hosts, groups and calls --- */
 
+struct cddp__segments { /* that are mapped */
+  struct cddp__segment **list;
+  size_t count, capacity;
+};
+struct cddp__extents { /* of one size */
+  struct cddp__extent *free;
+  size_t extents; /* in all segments */
+};
+
 /* The ranks of one host that share memory: made by cddp_init or cddp_run_threads, used by the group
    and its sub-groups. lock guards everything that changes after creation. */
 typedef struct cddp__host {
@@ -1689,14 +1698,8 @@ typedef struct cddp__host {
   cddp__atomic_u64 lowest, highest; /* addresses between which all own extents lie, and have lain */
   uint32_t generation;   /* last one given out */
   cddp__atomic_u32 unshared; /* times that all memory was made private, see cddp__arena_unshare */
-  struct cddp__segments {
-    struct cddp__segment **list;
-    size_t count, capacity;
-  } own, peers; /* mapped: own ones by address, peers' by offset in the memfd */
-  struct cddp__extents {
-    struct cddp__extent *free;
-    size_t extents; /* of that size, in all segments */
-  } lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
+  struct cddp__segments own, peers; /* own ones by address, peers' by offset in the memfd */
+  struct cddp__extents lists[CDDP__EXTENT_SIZES]; /* by cddp__extent_list */
   struct cddp__extent *pending; /* control blocks and what is freed with them: a ring */
   struct cddp__net *net; /* the other hosts; NULL: there are none */
   struct cddp_group *groups; /* that this rank is in, by next; lock */
