@@ -221,7 +221,8 @@ typedef struct cddp_store cddp_store; /* a key-value store: torch.distributed.St
    its copies of cddp's sockets are closed. A forked data loader that calls cddp, or reads memory
    from cddp_alloc of a group of several ranks, gets SIGSEGV: give it a copy in malloc'ed memory. A
    rank that executes another program is noticed at once by other hosts, on its own host by the
-   deadline only. */
+   deadline only. Do not close descriptors that cddp opened (closefrom, close_range): calls that
+   need them fail. */
 
 /* Memory and logging hooks. NULL functions mean malloc/free and silence. log gets one line without
    newline; level 0 = error, 1 = warning, 2 = info. Both may be called from any thread. */
@@ -1677,6 +1678,7 @@ typedef struct cddp__host {
   bool threads;          /* ranks are threads of this process: any pointer is shared */
   int size, index;       /* ranks, this rank */
   int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
+  struct stat memory;    /* of the memfd: another file has its number if the program closed it */
   struct cddp__board *board; /* of this rank's elastic model, or of the one it has come to join */
   bool joined;           /* it came with CDDP_JOIN, and has met nobody */
   struct cddp__door *door; /* what it tells who joins; NULL: nobody can. See >>rendezvous */
@@ -5385,12 +5387,26 @@ static char *cddp__map_memory(int fd, uint64_t base, uint64_t size) {
   return at;
 }
 
-/* The error after cddp__map_memory: ENOMEM has several causes. */
+/* Whether the memfd is open. The program can close it (closefrom), and open a file of that number.
+ */
+static bool cddp__memory_open(const cddp__host *h) {
+  struct stat s;
+  return fstat(h->fd, &s) == 0 && s.st_dev == h->memory.st_dev && s.st_ino == h->memory.st_ino;
+}
+
+static char *cddp__map_segment(const cddp__host *h, uint64_t base, uint64_t size) {
+  errno = EBADF;
+  return h->fd < 0 || cddp__memory_open(h) ? cddp__map_memory(h->fd, base, size) : NULL;
+}
+
+/* The error after cddp__map_segment: ENOMEM has several causes. */
 static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
   int error = errno, c;
   long most = 0, count = 0;
   char cure[160] = "";
   FILE *file = fopen("/proc/sys/vm/max_map_count", "re");
+  if (error == EBADF)
+    snprintf(cure, sizeof cure, ": the program has closed descriptors of cddp (closefrom)");
   if (file != NULL && fscanf(file, "%ld", &most) != 1) most = 0;
   if (file != NULL) fclose(file);
   file = error == ENOMEM && most > 0 ? fopen("/proc/self/maps", "re") : NULL;
@@ -5408,7 +5424,8 @@ static cddp_result cddp__fail_mapping(const char *what, uint64_t bytes) {
 /* The memory of a stretch of the memfd goes, and is zero from now on; false if the system will not.
  */
 static bool cddp__arena_punch(const cddp__host *h, uint64_t base, uint64_t size) {
-  return syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
+  return cddp__memory_open(h) &&
+         syscall(SYS_fallocate, h->fd, 3 /* PUNCH_HOLE | KEEP_SIZE */, (off_t)base,
                  (off_t)size) == 0;
 }
 
@@ -5480,7 +5497,7 @@ static int cddp__segment_new(cddp__host *h, uint64_t size, uint64_t bytes) {
   for (;;) {
     base = cddp__round_up(h->window_end, n * size >= CDDP__HUGE_PAGE ? CDDP__HUGE_PAGE : 1);
     fits = h->threads || (base <= limit && n * size <= limit - base);
-    if (fits) address = cddp__map_memory(h->fd, base, n * size);
+    if (fits) address = cddp__map_segment(h, base, n * size);
     if (address != NULL || (n == 1 && size == bytes)) break;
     if (n == 1) size = bytes;
     n = 1;
@@ -5739,7 +5756,7 @@ static cddp_result cddp__locate(cddp__host *h, const cddp__ref *ref, void **out)
   for (i = 0; s == NULL && i < h->own.count; i++)
     if (h->own.list[i]->base == ref->base) s = h->own.list[i];
   if (s == NULL) {
-    address = cddp__map_memory(h->fd, ref->base, ref->size);
+    address = cddp__map_segment(h, ref->base, ref->size);
     if (address == NULL) (void)cddp__fail_mapping("a peer's memory", ref->size);
     else s = cddp__segment_add(h, ref->base, ref->size, address, 0);
   }
@@ -7129,7 +7146,9 @@ static bool cddp__process_gone(const cddp__host *h, int at) {
   struct flock lock;
   uint64_t born;
   char state;
-  if (fd.fd >= 0) return poll(&fd, 1, 0) == 1;
+  if (fd.fd >= 0 && poll(&fd, 1, 0) != 1) return false;
+  if (fd.fd >= 0 && (syscall(SYS_pidfd_send_signal, fd.fd, 0, NULL, 0) == 0 || errno != EBADF))
+    return true; /* else the program has closed the pidfd (closefrom) */
   memset(&lock, 0, sizeof lock);
   lock.l_type = F_WRLCK;
   lock.l_start = at;
@@ -8549,7 +8568,7 @@ static void cddp__host_release(cddp__host *h) {
   }
   for (i = 0; h->pidfds != NULL && i < h->size + CDDP__JOINS; i++)
     if (h->pidfds[i] >= 0) close(h->pidfds[i]);
-  cddp__close_fd(&h->fd);
+  if (cddp__memory_open(h)) cddp__close_fd(&h->fd);
   cddp__close_fd(&h->door_fd);
   cddp__close_fd(&h->door_port);
   cddp__close_fd(&h->claim);
@@ -9537,6 +9556,7 @@ static cddp_result cddp__make_memory(cddp__host *h) {
     return cddp__fail_errno("ftruncate of shared memory");
   fcntl(h->fd, 1033 /* F_ADD_SEALS */,
         2 | 4 /* SHRINK | GROW: no peer can pull it from under us */);
+  (void)fstat(h->fd, &h->memory);
   return CDDP_OK;
 }
 
@@ -9550,7 +9570,8 @@ static cddp_result cddp__take_memory(cddp__rendezvous *v, int size) {
   v->fds[0] = v->fds[1] = -1;
   if (h->fd < 0 || (h->net != NULL && v->members[0].link_fd < 0))
     return cddp__fail_descriptors(v, EMFILE, "recvmsg of the shared memory");
-  bytes = (uint64_t)lseek(h->fd, 0, SEEK_END);
+  (void)fstat(h->fd, &h->memory);
+  bytes = (uint64_t)h->memory.st_size;
   h->window_bits = 12;
   while (h->window_bits < 40 && ((uint64_t)size + 1) << h->window_bits < bytes) h->window_bits++;
   return CDDP_OK;
@@ -24176,6 +24197,8 @@ CDDP__COLD_END
               at least 8 MiB, whatever ulimit -s and libc say.
               cddp_alloc and cddp_free take the same time however many allocations there are, and
               need few memory mappings; an error for lack of them names vm.max_map_count.
+              A program that closes cddp's descriptors (closefrom) gets errors, not SIGBUS, and its
+              peers are not called dead.
               Ranks of flux run, mpirun_rsh, jsrun and PALS's mpiexec are found. A rank without a
               size (PMIx, aprun), MASTER_ADDR or MASTER_PORT without RANK, and numbers such as " 1",
               "+1" and "01" are CDDP_INVALID_ARGUMENT. On one host MASTER_PORT alone keeps two

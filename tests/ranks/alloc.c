@@ -303,6 +303,54 @@ static void test_out_of_mappings(void) {
   CHECK_OK(ranks_run(limit_body, NULL, 2, false));
 }
 
+/* The program closes descriptors that are not its own, and its files get their numbers. */
+static int closed_body(cddp_group *g, void *arg) {
+  const size_t count = 300000;
+  char name[] = "/tmp/cddp-closed.XXXXXX", text[64] = "";
+  float *x = (float *)cddp_alloc(g, count * sizeof *x), *heap = (float *)calloc(count, sizeof *x);
+  bool reused = *(int *)arg != 0;
+  cddp_group *half = NULL;
+  void *p;
+  int i, fd;
+  CHECK(x != NULL && heap != NULL);
+  CHECK_OK(cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL)); /* its peers know x now */
+  if (cddp_rank(g) == 0) {
+    close_range(3, ~0u, 0);
+    fd = reused ? mkstemp(name) : -1;
+    if (reused) CHECK(write(fd, "the user's", 10) == 10);
+    for (i = 0; i < 40 && reused; i++) CHECK(dup(fd) >= 0);
+    if (reused) unlink(name);
+    ranks_sleep(0.3); /* the other rank, and then this one, look whether their peer lives */
+    CHECK_OK(cddp_barrier(g));
+  } else {
+    CHECK_OK(cddp_barrier(g));
+    ranks_sleep(0.3);
+  }
+  for (i = 0; i < (int)count; i++) x[i] = heap[i] = 1;
+  CHECK_OK(cddp_all_reduce(g, x, count, CDDP_F32, CDDP_SUM, NULL));
+  CHECK_OK(cddp_all_reduce(g, heap, count, CDDP_F32, CDDP_SUM, NULL));
+  CHECK(x[count - 1] == 2 && heap[count - 1] == 2);
+  if (cddp_rank(g) == 0) {
+    p = cddp_alloc(g, 40 * count);
+    CHECK(p == NULL);
+    CHECK(strstr(cddp_error(), "closefrom") != NULL);
+  }
+  CHECK(cddp_group_split(g, 0, 0, &half) != CDDP_OK);
+  CHECK(strstr(cddp_error(), "rank 0 had no memory") != NULL);
+  cddp_free(g, x);
+  if (reused && cddp_rank(g) == 0) {
+    for (fd = 3; fd < 43; fd++) CHECK(pread(fd, text, sizeof text, 0) == 10);
+    CHECK(strcmp(text, "the user's") == 0);
+  }
+  free(heap);
+  return 0;
+}
+
+static void test_closed_descriptors(void) {
+  int reused;
+  for (reused = 0; reused < 2; reused++) CHECK_OK(ranks_run(closed_body, &reused, 2, false));
+}
+
 int main(void) {
   RUN(test_wrong_addresses);
   RUN(test_reuse);
@@ -310,6 +358,7 @@ int main(void) {
   RUN(test_many_in_group);
   RUN(test_many_threads);
   RUN(test_out_of_mappings);
+  RUN(test_closed_descriptors);
   RUN(test_models);
   return TEST_END();
 }
