@@ -660,10 +660,10 @@ typedef struct cddp_ddp_desc {
 } cddp_ddp_desc;
 
 /* Collective over g. Destroy the cddp_ddp before g. (After g on CPUs it works on; on GPUs its calls
-   fail, except cddp_ddp_destroy. With cddp_run_threads destroy both in fn.) Compares names, counts,
-   dtypes and settings with rank 0's (CDDP_MISMATCH names the first that differs), copies rank 0's
-   data to all ranks and assigns gradients to buckets as PyTorch does once it has rebuilt them (one
-   with sparse_rows counts as if it were dense). data and grad may be in any memory; it and params
+   fail, except cddp_ddp_destroy.) Compares names, counts, dtypes and settings with rank 0's
+   (CDDP_MISMATCH names the first that differs), copies rank 0's data to all ranks and assigns
+   gradients to buckets as PyTorch does once it has rebuilt them (one with sparse_rows counts as if
+   it were dense). data and grad may be in any memory; it and params
    must stay where they are until cddp_ddp_destroy, and gradient pointers never move. Weights from
    cddp_alloc of g are not copied. Gradients that were NULL lie in one piece of memory: first those
    of F32, then F64, F16, BF16; of each dtype the last parameter first, each from the next multiple
@@ -910,7 +910,7 @@ CDDPDEF int cddp_ddp_bucket_params(const cddp_ddp *d, int bucket, int *params, i
 CDDPDEF void cddp_ddp_destroy(cddp_ddp *d);
 
 struct cddp_sgd_desc {
-  double lr;           /* learning rate, >= 0. Zero stays zero: there is no default */
+  double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
   double momentum;     /* >= 0 */
   double dampening;    /* on the gradient that enters the momentum, not on the first one */
   double weight_decay; /* >= 0; L2, coupled */
@@ -926,7 +926,7 @@ struct cddp_sgd_desc {
 };
 
 typedef struct cddp_adamw_desc {
-  double lr;           /* learning rate, >= 0. Zero stays zero: there is no default */
+  double lr;           /* learning rate, >= 0. No default: 0 trains nothing, without an error */
   double beta1, beta2; /* below 1; 0 = 0.9 and 0.999; for PyTorch's 0 say 1e-300 */
   double eps;          /* >= 0; 0 = 1e-8 */
   double weight_decay; /* >= 0, decoupled; 0: none, unlike PyTorch, whose default is 0.01 */
@@ -1674,7 +1674,9 @@ typedef struct cddp__host {
   cddp_allocator allocator;
   cddp_logger logger;
   pthread_mutex_t lock;
-  int refs;              /* groups that use it */
+  int refs;              /* groups that use it, or of threads any of their hosts; lead's lock */
+  struct cddp__host *lead; /* itself, or of threads rank 0's, which counts for all */
+  struct cddp__host *sibling; /* of threads: the next one, which goes with lead */
   bool threads;          /* ranks are threads of this process: any pointer is shared */
   int size, index;       /* ranks, this rank */
   int fd;                /* the memfd; -1 for threads and a single rank without shared memory */
@@ -7973,10 +7975,12 @@ static cddp_result cddp__group_build(cddp_group **out, cddp__host *h, int rank, 
   cddp__store32(&slot->state, CDDP__SLOT_TAKEN);
   pthread_mutex_lock(&h->lock);
   if (h->groups == NULL && size > 1) h->slots = g->slots; /* the job's first group */
-  h->refs++;
   g->next = h->groups;
   h->groups = g;
   pthread_mutex_unlock(&h->lock);
+  pthread_mutex_lock(&h->lead->lock);
+  h->lead->refs++;
+  pthread_mutex_unlock(&h->lead->lock);
   *out = g;
   return CDDP_OK;
 }
@@ -8552,15 +8556,10 @@ static cddp__net *cddp__net_new(const cddp_allocator *a, int size, int host_coun
 
 /* --- a process's place on its machine, with its connections --- */
 
-static void cddp__host_release(cddp__host *h) {
+static void cddp__host_free(cddp__host *h) {
   cddp_allocator a;
   size_t j;
-  int i, left;
-  if (h == NULL) return;
-  pthread_mutex_lock(&h->lock);
-  left = --h->refs;
-  pthread_mutex_unlock(&h->lock);
-  if (left > 0) return;
+  int i;
   for (j = 0; j < h->own.count + h->peers.count; j++) {
     cddp__segment *s = j < h->own.count ? h->own.list[j] : h->peers.list[j - h->own.count];
     munmap(s->address, (size_t)s->size);
@@ -8588,6 +8587,20 @@ static void cddp__host_release(cddp__host *h) {
   cddp__free(&a, h);
 }
 
+/* Threads read each other's memory: it stays until none of them has a group. */
+static void cddp__host_release(cddp__host *h) {
+  cddp__host *lead = h != NULL ? h->lead : NULL;
+  int left;
+  if (h == NULL) return;
+  pthread_mutex_lock(&lead->lock);
+  left = --lead->refs;
+  pthread_mutex_unlock(&lead->lock);
+  for (h = lead; left == 0 && h != NULL; h = lead) {
+    lead = h->sibling;
+    cddp__host_free(h);
+  }
+}
+
 static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger *l, int size,
                                      int index) {
   cddp__host *h = (cddp__host *)cddp__calloc(a, 1, sizeof *h);
@@ -8605,6 +8618,7 @@ static cddp__host *cddp__host_create(const cddp_allocator *a, const cddp_logger 
   h->container_cores = cddp__container_cores();
   h->cores = cddp__add_cores(processors, h->container_cores);
   h->refs = 1;
+  h->lead = h;
   gethostname(h->name, sizeof h->name - 1);
   if (given != NULL) cddp__append(h->name, sizeof h->name, "/%.20s", given);
   h->pids = (uint32_t *)cddp__calloc(a, room, sizeof *h->pids);
@@ -23294,6 +23308,8 @@ CDDPDEF cddp_result cddp_run_threads(int (*fn)(cddp_group *g, void *arg), void *
       break;
     }
     t[i].host->threads = true;
+    t[i].host->lead = t[0].host;
+    if (i > 0) t[i - 1].host->sibling = t[i].host, t[0].host->refs++;
     r = cddp__record_open(&t[i].host->record, job, i, n, 0);
     if (r == CDDP_OK)
       r = cddp__group_build(&t[i].group, t[i].host, i, n, NULL, block, timeout_s);

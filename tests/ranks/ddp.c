@@ -1698,8 +1698,23 @@ static int group_first_split(cddp_group *g, void *arg) {
   return test_failures != 0;
 }
 
+/* A thread's end destroys its group; its model is destroyed later, by another thread. */
+static cddp_ddp *left_behind[3];
+
+static int leave_model(cddp_group *g, void *arg) {
+  static float w[3][10];
+  cddp_param *p = &((cddp_param *)arg)[cddp_rank(g)];
+  p->data = w[cddp_rank(g)];
+  p->count = 10;
+  CHECK_OK(cddp_ddp_create(&left_behind[cddp_rank(g)], g, p, 1, NULL));
+  CHECK_OK(cddp_ddp_ready(left_behind[cddp_rank(g)], 0));
+  CHECK_OK(cddp_ddp_wait(left_behind[cddp_rank(g)]));
+  return test_failures != 0;
+}
+
 static void test_group_destroyed_first(void) {
   static const int kinds[] = {0, HOOKED, UNUSED, OF_MODEL, SHARDED, SHARDED | OF_MODEL};
+  cddp_param params[3];
   int order, kind;
   size_t i;
   for (order = 0; order < 3; order++) {
@@ -1712,6 +1727,9 @@ static void test_group_destroyed_first(void) {
     }
     kind = ELASTIC + order * KINDS;
     CHECK_OK(cddp_spawn(group_first_process, &kind, 2));
+    memset(params, 0, sizeof params);
+    CHECK_OK(cddp_run_threads(leave_model, params, 3));
+    for (i = 0; i < 3; i++) cddp_ddp_destroy(left_behind[order == 1 ? 2 - i : i]);
   }
 }
 
