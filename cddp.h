@@ -346,9 +346,10 @@ CDDPDEF void cddp_free(cddp_group *g, void *p);
    With CDDP_CUDA and device "cuda" a rank has one GPU, which cddp's calls make the thread's current
    device. cddp_alloc gives device memory, parameters lie in device memory, and what is said here
    holds instead of what the other comments say of the CPU. Without CDDP_CUDA: CDDP_UNSUPPORTED.
-   Compile with nvcc -O3 -arch=native, or name the architecture of the GPU (-arch=sm_90). cddp_init
-   compiles the kernels of cddp_kernels.cuh if the program has none for its GPU, for some seconds on
-   each rank. Without -arch nvcc compiles for the oldest architecture that it knows.
+   Compile with nvcc -O3 -arch=native, or name the architecture of the GPU (-arch=sm_90). Without
+   -arch nvcc compiles for the oldest architecture that it knows. If a program has no code for its
+   GPU, the driver compiles all kernels in cddp_init, for some seconds on each rank, unless CUDA's
+   cache in the home directory has them.
    NCCL 2.23 or later is recommended. In older versions the calling thread runs an operation; the
    abort after a failure can free memory under it if it does not return for 0.5 s.
      backend "nccl"   a GPU for each rank. Collectives, send and recv on device memory, and the data
@@ -24198,8 +24199,8 @@ CDDP__COLD_END
      New      CDDP_PORTS limits the ports that cddp listens on, so that a firewall can open them.
      Gone     A second start on a job's port ended the job in its first 10 s. Now it leaves a job
               that runs alone, and fails itself.
-     Changed  With NCCL a model uses its group's communicator: 0.2 to 0.5 GB less of a GPU's memory,
-              and one order of operations. A misused model breaks its group.
+     Changed  With NCCL a model uses its group's communicator and takes no device memory for another
+              one. A misused model breaks its group.
               60 CUDA kernels instead of 112: nvcc and the driver compile them in a third of the
               time. Sums of shards on GPUs use no stack memory.
               Ranks name another program at MASTER_PORT within seconds. Ranks that know a final

@@ -405,15 +405,22 @@ gpu() {
     expect $ranks "^broadcast, rank [0-3]: $ranks $((10 * ranks))\$"
     expect $ranks "^all_reduce, sum, rank [0-3]: $((ranks * (ranks + 1) / 2)) $((5 * ranks * (ranks + 1)))\$"
   done
+  export HOSTCUDA_CONTEXTS
   for r in '--backend cpu' '--device cpu'; do # the same numbers through the host, and without a GPU
+    HOSTCUDA_CONTEXTS=1
+    [ "$r" = '--backend cpu' ] || HOSTCUDA_CONTEXTS=0 # a machine's GPUs are left alone
     # shellcheck disable=SC2086
     run ./toy.cu -n 2 $r
     [ "$(grep ^Loss "$work/out" | sort)" = "$(grep ^Loss "$work/toy2" | sort)" ] || fail "other losses with $r"
   done
+  run ./linear.cu -n 2 --device cpu
   cd "$top" || exit 1
+  HOSTCUDA_CONTEXTS=1
   run build/plain/digits.cu -n 2 --hidden 32 --epochs 1
   cp "$work/out" "$work/digits"
+  HOSTCUDA_CONTEXTS=0
   run build/plain/digits.cu -n 2 --hidden 32 --epochs 1 --device cpu
+  HOSTCUDA_CONTEXTS=1
   grep ^epoch "$work/out" | cmp - <(grep ^epoch "$work/digits") || fail "another loss without a GPU"
   run build/plain/digits.cu -n 4 --hidden 64 --epochs 8 --device cpu
   grep -E '^test accuracy: (8[5-9]|9)' "$work/out" || fail "an accuracy of 85 % expected"

@@ -243,6 +243,10 @@ int hostcuda_injected(const char *name) {
 }
 
 void hostcuda_context(int device) {
+  if (number("HOSTCUDA_CONTEXTS", 1) == 0) {
+    fprintf(stderr, "HOSTCUDA_CONTEXTS=0, but the process makes a context on cuda:%d\n", device);
+    _exit(86);
+  }
   __atomic_store_n(&g.context[device], true, __ATOMIC_RELAXED);
   pthread_mutex_lock(&g.contexts[device]);
   pthread_mutex_unlock(&g.contexts[device]);

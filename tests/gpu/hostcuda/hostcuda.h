@@ -18,6 +18,7 @@
      HOSTCUDA_PROTECT=1          0: device memory is readable by the host
      HOSTCUDA_PARTS=1            each process has parts of the GPUs (MIG), with uuids of their own;
                                  NCCL sees the GPUs; unset: whole ones
+     HOSTCUDA_CONTEXTS=0         a process that makes a context ends, with exit code 86
      CUDA_LAUNCH_BLOCKING=1      whoever puts an operation on a stream waits for its end
      HOSTCUDA_FAIL=NAME:N:CODE[@RANK],...
                                  the Nth call of the API function NAME returns CODE (on the rank
